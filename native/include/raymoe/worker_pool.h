@@ -1,0 +1,60 @@
+// A persistent pool of threads; the caller is worker 0.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace raymoe {
+
+/// Runs one function on all workers at once. Workers spin briefly between launches, then sleep,
+/// so that a sequence of kernels costs no wake-ups and an idle engine costs no CPU.
+class WorkerPool {
+ public:
+  explicit WorkerPool(int num_threads);
+  ~WorkerPool();
+  WorkerPool(const WorkerPool&) = delete;
+  WorkerPool& operator=(const WorkerPool&) = delete;
+
+  int num_threads() const { return static_cast<int>(threads_.size()) + 1; }
+
+  /// Calls body(worker) once for each worker in [0, num_threads) and returns when all are done.
+  /// Launches from several caller threads are run one after another. The first exception thrown
+  /// by a worker is rethrown here. Not reentrant: body must not call run.
+  void run(const std::function<void(int)>& body);
+
+  /// Calls body(worker, task) for every task in [0, num_tasks); workers take `grain` tasks at a
+  /// time from a shared counter, so uneven tasks balance.
+  void for_each(int64_t num_tasks, int64_t grain,
+                const std::function<void(int, int64_t)>& body);
+
+ private:
+  void worker_loop(int worker);
+  void call(int worker);
+
+  std::mutex launch_mutex_;  // one launch at a time
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::atomic<uint64_t> generation_{0};
+  std::atomic<int> num_running_{0};
+  std::atomic<bool> stop_{false};
+  const std::function<void(int)>* body_ = nullptr;
+  std::exception_ptr error_;
+  std::mutex error_mutex_;
+  std::vector<std::thread> threads_;
+};
+
+/// The pool of this process; created on first use with one thread per core. Callers hold the
+/// pointer for the length of their launch, so a replaced pool ends after its last launch.
+std::shared_ptr<WorkerPool> worker_pool();
+
+/// Replaces the pool of this process. Throws std::invalid_argument if num_threads < 1.
+void set_num_threads(int num_threads);
+
+}  // namespace raymoe

@@ -1,0 +1,8 @@
+"""Where are the files of the bundled demo model?"""
+
+from pathlib import Path
+
+
+def demo_model_path() -> Path:
+    """Return the directory of the bundled model: a small trained Mixtral and its tokenizer."""
+    return Path(__file__).parent / "demo_model"

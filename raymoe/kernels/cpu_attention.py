@@ -1,0 +1,118 @@
+"""Attention of a pass over the paged KV cache on the CPU: append, decode and prefill in one call.
+
+T tokens of the pass, S sequences, H query heads, G KV heads, D head dimension, N blocks,
+B tokens of a block, M blocks of the longest sequence.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from raymoe.kernels.paged_kv import BLOCK_TOKENS, KvLayout, pack_block, unpack_block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionBatch:
+    """Which tokens of a pass belong to which sequence, and where their KV lives. All int32.
+
+    Attributes:
+        query_start: [S + 1], first token of each sequence in the pass; ends with T. A sequence
+            with one token in the pass is a decode or a one-token chunk: the same thing.
+        context_tokens: [S], tokens of each sequence in the cache after this pass appended its own;
+            the positions of its query tokens are the last of them.
+        block_table: [S, M], blocks of each sequence in order; entries beyond its context are
+            ignored.
+    """
+
+    query_start: Tensor
+    context_tokens: Tensor
+    block_table: Tensor
+
+
+def append_and_attend(  # noqa: PLR0913 - an operator: its tensors are its arguments
+    query_THD: Tensor,
+    key_TGD: Tensor,
+    value_TGD: Tensor,
+    cache: Tensor,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """Append keys and values of the pass to the cache, then attend causally; returns [T, H * D].
+
+    Token at position p of a sequence sees positions max(0, p - sliding_window + 1) .. p.
+    Scores and sums are float32; the order of sums of a token depends only on its own position,
+    never on the batch or the number of threads.
+
+    Args:
+        query_THD: float32, float16 or bfloat16; rotated already.
+        key_TGD: Same type, rotated already.
+        value_TGD: Same type.
+        cache: One layer's blocks, [N, G, 2, B * D] in the layout of `paged_kv`; changed in place.
+        batch: Ragged shape of the pass.
+        scale: Factor of the scores.
+        sliding_window: Tokens that a query sees, itself included; None sees all.
+    """
+    return append_and_attend_reference(
+        query_THD, key_TGD, value_TGD, cache, batch, scale=scale, sliding_window=sliding_window
+    )
+
+
+def append_and_attend_reference(  # noqa: PLR0913 - the same signature as the kernel
+    query_THD: Tensor,
+    key_TGD: Tensor,
+    value_TGD: Tensor,
+    cache: Tensor,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """The plain reference of `append_and_attend`, one sequence after another, in float32."""
+    num_tokens, num_heads, head_dim = query_THD.shape
+    layout = KvLayout(num_kv_heads=key_TGD.shape[1], head_dim=head_dim, dtype=cache.dtype)
+    out_THD = torch.empty_like(query_THD)
+    starts, contexts = batch.query_start.tolist(), batch.context_tokens.tolist()
+    for sequence, context in enumerate(contexts):
+        begin, end = starts[sequence], starts[sequence + 1]
+        blocks = batch.block_table[sequence, : -(-context // BLOCK_TOKENS)].tolist()
+        first = context - (end - begin)
+        _append_reference(
+            key_TGD[begin:end], value_TGD[begin:end], cache, blocks, first=first, layout=layout
+        )
+        pairs = [unpack_block(cache[block], layout) for block in blocks]
+        keys_CGD = torch.cat([keys for keys, _ in pairs])[:context].float()
+        values_CGD = torch.cat([values for _, values in pairs])[:context].float()
+        group = num_heads // layout.num_kv_heads
+        scores_HQC = scale * torch.einsum(
+            "qhd,chd->hqc", query_THD[begin:end].float(), keys_CGD.repeat_interleave(group, 1)
+        )
+        position_Q1 = torch.arange(first, context)[:, None]
+        position_C = torch.arange(context)
+        visible = position_C <= position_Q1
+        if sliding_window is not None:
+            visible &= position_C > position_Q1 - sliding_window
+        weights_HQC = scores_HQC.masked_fill(~visible, float("-inf")).softmax(-1)
+        out_THD[begin:end] = torch.einsum(
+            "hqc,chd->qhd", weights_HQC, values_CGD.repeat_interleave(group, 1)
+        ).to(out_THD.dtype)
+    return out_THD.reshape(num_tokens, num_heads * head_dim)
+
+
+def _append_reference(  # noqa: PLR0913 - helper of the reference
+    key_QGD: Tensor,
+    value_QGD: Tensor,
+    cache: Tensor,
+    blocks: list[int],
+    *,
+    first: int,
+    layout: KvLayout,
+) -> None:
+    for offset in range(key_QGD.shape[0]):
+        index, row = divmod(first + offset, BLOCK_TOKENS)
+        keys, values = unpack_block(cache[blocks[index]], layout)
+        keys[row] = key_QGD[offset].to(cache.dtype)
+        values[row] = value_QGD[offset].to(cache.dtype)
+        cache[blocks[index]] = pack_block(keys, values, layout)
