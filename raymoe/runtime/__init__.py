@@ -1,0 +1,1 @@
+"""Joins order, computation, memory and device."""

@@ -1,0 +1,96 @@
+"""Op -> callable: what each task of a schedule does to the state of a pass."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from raymoe.kernels.cpu_attention import AttentionBatch
+from raymoe.memory.kv_cache import KvCache
+from raymoe.model.decoder import Decoder, Projected, Routing
+from raymoe.runtime.executor import Bindings
+from raymoe.schedule.task import Op, Task
+
+LOGIT_CHUNK_ROWS = 256
+
+OnLogits = Callable[[int, Tensor], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassInputs:
+    """The tokens of one pass, ragged over sequences.
+
+    Attributes:
+        token_ids: int64 [T].
+        positions: int32 [T], position of each token in its sequence.
+        attention: Which tokens belong to which sequence, and its KV blocks.
+        logit_rows: int64 [R], ascending: tokens of the pass whose logits are wanted.
+        on_logits: Called with (first row, logits [C, V]) for chunks of at most
+            `LOGIT_CHUNK_ROWS` rows in order, so that the logits of a whole prompt are never held
+            at once.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    attention: AttentionBatch
+    logit_rows: Tensor
+    on_logits: OnLogits
+
+
+@dataclass(slots=True)
+class PassState:
+    """What lives between the tasks of one pass; every field is owned by the pass."""
+
+    inputs: PassInputs
+    hidden_TH: Tensor | None = None
+    projected: Projected | None = None
+    attention_TX: Tensor | None = None
+    normed_TH: Tensor | None = None
+    routing: Routing | None = field(default=None)
+
+
+def bind_cpu(decoder: Decoder, cache: KvCache) -> Bindings[PassState]:
+    """Bindings of the device `cpu`: every operation in place, on host memory."""
+
+    def embed(_task: Task, state: PassState) -> None:
+        state.hidden_TH = decoder.embed(state.inputs.token_ids)
+
+    def pre(task: Task, state: PassState) -> None:
+        assert state.hidden_TH is not None
+        state.projected = decoder.pre(task.layer, state.hidden_TH, state.inputs.positions)
+
+    def attend(task: Task, state: PassState) -> None:
+        assert state.projected is not None
+        state.attention_TX = decoder.attend(
+            task.layer, state.projected, cache.layer(task.layer), state.inputs.attention
+        )
+        state.projected = None
+
+    def post(task: Task, state: PassState) -> None:
+        assert state.hidden_TH is not None
+        assert state.attention_TX is not None
+        state.hidden_TH, state.normed_TH, state.routing = decoder.post(
+            task.layer, state.hidden_TH, state.attention_TX
+        )
+        state.attention_TX = None
+
+    def experts(task: Task, state: PassState) -> None:
+        assert state.hidden_TH is not None
+        assert state.normed_TH is not None
+        state.hidden_TH = decoder.ffn(task.layer, state.hidden_TH, state.normed_TH, state.routing)
+
+    def head(_task: Task, state: PassState) -> None:
+        assert state.hidden_TH is not None
+        final_RH = decoder.final(state.hidden_TH, state.inputs.logit_rows)
+        for begin in range(0, final_RH.shape[0], LOGIT_CHUNK_ROWS):
+            chunk_CH = final_RH[begin : begin + LOGIT_CHUNK_ROWS]
+            state.inputs.on_logits(begin, decoder.logits(chunk_CH))
+
+    return {
+        Op.EMBED: embed,
+        Op.PRE: pre,
+        Op.ATTN: attend,
+        Op.POST: post,
+        Op.EXPERTS: experts,
+        Op.HEAD: head,
+    }
