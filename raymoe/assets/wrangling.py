@@ -237,22 +237,26 @@ def _write_decimal(rng: Random, value: Decimal) -> str:
     return english
 
 
-_GIVEN_NAMES = tuple(
+def _split_words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+_GIVEN_NAMES = _split_words(
     "Aaron Ada Adele Ahmed Aisha Alan Alice Amara Ana Andre Anna Anton Ben Boris Carla Carlos Chen "
     "Chloe Clara Daniel David Diego Dina Elena Eli Emil Emma Erik Eva Fatima Felix Finn Frida "
     "Gita Grace Hana Hans Hugo Ibrahim Ines Irene Isaac Ivan Jack James Jane Jean-Luc Joao John "
     "Jorge Jose Julia Kai Karim Kate Kenji Lars Laura Leo Liam Lin Lucia Luis Mae Maria "
     "Mary-Ann Max Mei Mia Miguel Mohamed Nadia Nina Noah Nora Olga Oscar Paul Pedro Petra Priya "
-    "Rahul Raj Rosa Ruth Sam Sara Sofia Tariq Tess Tom Uma Vera Victor Wei Yara Yuki Zoe".split()
+    "Rahul Raj Rosa Ruth Sam Sara Sofia Tariq Tess Tom Uma Vera Victor Wei Yara Yuki Zoe"
 )
-_FAMILY_NAMES = tuple(
+_FAMILY_NAMES = _split_words(
     "Adams Ali Alvarez Anders Bauer Becker Bell Berg Brown Chen Clark Costa Cruz Davis Diaz Dubois "
     "Evans Fischer Flores Garcia Gomez Gray Green Gupta Haas Hall Hansen Hill Ito Ivanov Jensen "
     "Jones Kaur Keller Khan Kim King Klein Kumar Larsen Lee Lewis Lopez Martin Meyer Miller "
     "Moore Moreau Mori Muller Nguyen Nielsen Novak O'Brien O'Hara O'Neill Okafor Osei Park Patel "
     "Perez Petrov Popov Quinn Ramos Reyes Rossi Roy Russo Sato Schmidt Silva Singh Smith "
     "Smith-Jones Sousa Suzuki Tanaka Taylor Torres Tran Vargas Vega Walker Weber White Wolf Wong "
-    "Wright Wu Young Yilmaz Zhang Ziegler".split()
+    "Wright Wu Young Yilmaz Zhang Ziegler"
 )
 _HONORIFICS = ("Mr.", "Mr", "Mrs.", "Ms.", "Ms", "Dr.", "Dr", "Prof.", "Sir", "Prof. Dr.")
 _SUFFIXES = (" Jr.", ", Jr.", " Sr.", ", PhD", " PhD", ", MD", " III")
