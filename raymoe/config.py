@@ -1,0 +1,351 @@
+"""What a user may set: `SamplingParams`, `EngineConfig`, and `Settings` from the environment.
+
+Nothing here changes after it was made, and nothing else reads the environment.
+"""
+
+import dataclasses
+import math
+import numbers
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from raymoe.errors import ConfigError, UnknownOptionError
+
+if TYPE_CHECKING:
+    from raymoe.plan import Policy
+    from raymoe.specs import HardwareSpec
+
+MAX_GENERATED_TOKENS = 2**20
+MAX_LOGPROBS = 64
+MAX_SAMPLES = 64
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIASES = 4096
+MAX_TOKEN_ID = 2**31 - 1
+GREEDY_BELOW_TEMPERATURE = 1e-5  # vLLM's threshold: dividing by less overflows float32
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda", "emulated")
+ON_TOO_LONG = ("error", "truncate_left", "truncate_right")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one row are chosen; names and defaults are vLLM's.
+
+    Attributes:
+        max_tokens: Most tokens to generate for each sample.
+        min_tokens: EOS and stop tokens are impossible before this many tokens.
+        temperature: 0 is greedy.
+        top_p: Keep the smallest set of tokens with this probability; 1 keeps all.
+        top_k: Keep this many tokens; 0 or -1 keeps all.
+        min_p: Drop tokens below this share of the best token's probability.
+        repetition_penalty: Divides (positive) or multiplies (negative) the logits of tokens of
+            the prompt and of the output, as in transformers; 1 is off.
+        presence_penalty: Subtracted from the logits of tokens that were generated.
+        frequency_penalty: The same, for each time they were generated.
+        stop: Strings that end a row; the text is cut before them.
+        stop_token_ids: Tokens that end a row, besides the model's EOS tokens.
+        ignore_eos: Go on after EOS.
+        seed: Of this row; None takes the engine's.
+        n: Samples for each prompt.
+        logprobs: Log probabilities of this many best tokens besides the chosen one; None is off.
+        prompt_logprobs: The same for the tokens of the prompt.
+        logit_bias: Added to the logits of these token ids.
+        structured_outputs: Not supported yet.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: str | Iterable[str] | None = None
+    stop_token_ids: Iterable[int] | None = None
+    ignore_eos: bool = False
+    seed: int | None = None
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    structured_outputs: Any = None
+
+    def __post_init__(self) -> None:
+        def put(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        for name, (low, high) in _INTEGER_RANGES.items():
+            value = getattr(self, name)
+            if value is not None or name not in _MAY_BE_NONE:
+                put(name, _integer(name, value, low, high))
+        for name, (least, most) in _NUMBER_RANGES.items():
+            put(name, _number(name, getattr(self, name), least, most))
+        if not isinstance(self.ignore_eos, bool):
+            raise ConfigError(f"ignore_eos is {self.ignore_eos!r}; it takes true or false")
+        put("top_k", max(self.top_k, 0))
+        put("seed", None if self.seed == -1 else self.seed)
+        put("stop", _stop_strings(self.stop))
+        put("stop_token_ids", _stop_token_ids(self.stop_token_ids))
+        put("logit_bias", _logit_bias(self.logit_bias))
+        self._check()
+
+    def _check(self) -> None:
+        if self.min_tokens > self.max_tokens:
+            raise ConfigError(
+                f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}"
+            )
+        for name in ("top_p", "repetition_penalty"):
+            if getattr(self, name) == 0:
+                raise ConfigError(f"{name} is 0; it must be more than 0")
+        if self.structured_outputs is not None:
+            raise ConfigError("structured_outputs is not supported yet; leave it out")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most probable token is always taken."""
+        return self.temperature < GREEDY_BELOW_TEMPERATURE
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as it is stored."""
+        return self.stop  # type: ignore[return-value]  # normalised in __post_init__
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> Self:
+        """Parameters from a mapping; a value of None means "not given".
+
+        Raises:
+            UnknownOptionError: For a key that does not exist.
+            ConfigError: For a value of the wrong type or out of its range.
+        """
+        return cls(**_given(options))
+
+    def override(self, options: Mapping[str, Any]) -> "SamplingParams":
+        """These parameters with the given ones replaced, key by key; None means "not given"."""
+        given = _given(options)
+        return dataclasses.replace(self, **given) if given else self
+
+
+_INTEGER_RANGES = {
+    "max_tokens": (1, MAX_GENERATED_TOKENS),
+    "min_tokens": (0, MAX_GENERATED_TOKENS),
+    "top_k": (-1, MAX_TOKEN_ID),
+    "n": (1, MAX_SAMPLES),
+    "seed": (-1, 2**63 - 1),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
+_MAY_BE_NONE = ("seed", "logprobs", "prompt_logprobs")
+_NUMBER_RANGES = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.0, 100.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+}
+_SAMPLING_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How an engine runs; None means "choose for me".
+
+    Attributes:
+        dtype: Of the computation; "auto" is the checkpoint's.
+        kv_dtype: Of the KV cache; "auto" is `dtype`.
+        schedule: A name of `raymoe.schedule.BUILDERS`, or "auto".
+        policy: Overrides the sizes that the planner would choose.
+        host_memory_bytes: Budget for weights and KV cache.
+        hardware: A preset's name or a `HardwareSpec`.
+        max_context_tokens: Prompt and generated tokens of a row; at most the model's own limit.
+        on_too_long: What happens to a prompt that leaves no room for `max_tokens`: "error" makes
+            an error row, "truncate_left" drops its first tokens, "truncate_right" its last.
+        seed: Of rows whose `SamplingParams` have none.
+        expected_calls: Threads that submit at once; when all are inside, nothing more can arrive
+            and an idle engine starts. None relies on `linger_s`.
+        linger_s: How long an idle engine waits for more rows before it starts.
+        max_queued_rows: `submit` blocks while this many rows wait.
+        watchdog_s: A pass that takes longer counts as stuck and fails all rows.
+    """
+
+    dtype: str = "auto"
+    device: str = "auto"
+    schedule: str = "auto"
+    policy: "Policy | None" = None
+    kv_dtype: str = "auto"
+    host_memory_bytes: int | None = None
+    device_memory_bytes: int | None = None
+    num_threads: int | None = None
+    hardware: "str | HardwareSpec | None" = None
+    max_context_tokens: int | None = None
+    on_too_long: str = "error"
+    seed: int = 0
+    expected_calls: int | None = None
+    linger_s: float = 0.1
+    max_queued_rows: int = 8192
+    watchdog_s: float = 1800.0
+
+    def __post_init__(self) -> None:
+        _choice("dtype", self.dtype, DTYPES)
+        _choice("kv_dtype", self.kv_dtype, DTYPES)
+        _choice("device", self.device, DEVICES)
+        _choice("on_too_long", self.on_too_long, ON_TOO_LONG)
+        for name in ("host_memory_bytes", "device_memory_bytes"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 1, 2**60)
+        for name, high in (("num_threads", 4096), ("max_context_tokens", 2**30)):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 1, high)
+        if self.expected_calls is not None:
+            _integer("expected_calls", self.expected_calls, 1, 2**20)
+        _integer("seed", self.seed, 0, 2**63 - 1)
+        _integer("max_queued_rows", self.max_queued_rows, 1, 2**30)
+        _number("linger_s", self.linger_s, 0.0, 3600.0)
+        _number("watchdog_s", self.watchdog_s, 0.001, 1e9)
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> Self:
+        """A configuration from a mapping; unknown keys are errors, None means "not given"."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        for name in options:
+            if name not in known:
+                raise UnknownOptionError(str(name), known, "engine option")
+        return cls(**{name: value for name, value in options.items() if value is not None})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the environment says; read once, by whoever starts an engine or a command.
+
+    Attributes:
+        num_threads: `RAYMOE_NUM_THREADS`; None means all usable cores.
+        host_memory_bytes: `RAYMOE_HOST_MEMORY_BYTES`; None means what the machine allows.
+        cache_directory: `RAYMOE_CACHE`, where measurements of this machine are kept.
+    """
+
+    num_threads: int | None = None
+    host_memory_bytes: int | None = None
+    cache_directory: Path = Path("~/.cache/raymoe")
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Self:
+        """Read `RAYMOE_*` variables; a malformed value is a `ConfigError`."""
+        variables = os.environ if environment is None else environment
+        cache = Path(variables.get("RAYMOE_CACHE") or cls().cache_directory).expanduser()
+        return cls(
+            num_threads=_whole(variables, "RAYMOE_NUM_THREADS", 4096),
+            host_memory_bytes=_whole(variables, "RAYMOE_HOST_MEMORY_BYTES", 2**60),
+            cache_directory=cache,
+        )
+
+
+def _whole(variables: Mapping[str, str], name: str, high: int) -> int | None:
+    text = variables.get(name, "").strip()
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:30]) <= high):
+        raise ConfigError(f"{name} is {text[:40]!r}; it takes a whole number from 1 to {high}")
+    return int(text)
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"sampling_params is a {type(options).__name__}, not a mapping")
+    for name in options:
+        if name not in _SAMPLING_NAMES:
+            raise UnknownOptionError(str(name)[:80], _SAMPLING_NAMES, "sampling parameter")
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # an integer with more digits than Python prints
+        text = f"an integer of {value.bit_length() if isinstance(value, int) else '?'} bits"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _integer(name: str, value: object, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        kind = type(value).__name__
+        raise ConfigError(f"{name} is {_shown(value)} ({kind}); it takes a whole number")
+    whole = int(value)
+    if not low <= whole <= high:
+        raise ConfigError(f"{name} is {_shown(value)}; it must be {low} to {high}")
+    return whole
+
+
+def _number(name: str, value: object, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        kind = type(value).__name__
+        raise ConfigError(f"{name} is {_shown(value)} ({kind}); it takes a number")
+    try:
+        real = float(value)
+    except OverflowError:
+        real = math.inf
+    if not low <= real <= high:
+        raise ConfigError(f"{name} is {_shown(value)}; it must be {low:g} to {high:g}")
+    return real
+
+
+def _choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} is {_shown(value)}; it must be one of {', '.join(choices)}")
+
+
+def _listed(name: str, value: object, limit: int) -> list[Any]:
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise ConfigError(f"{name} is {_shown(value)}; it takes a list")
+    entries = list(value)
+    if len(entries) > limit:
+        raise ConfigError(f"{name} has {len(entries)} entries; at most {limit} are allowed")
+    return entries
+
+
+def _stop_strings(value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    entries = [value] if isinstance(value, str) else _listed("stop", value, MAX_STOP_STRINGS)
+    for entry in entries:
+        if not isinstance(entry, str):
+            raise ConfigError(f"stop contains {_shown(entry)}; it takes strings")
+        if not 1 <= len(entry) <= MAX_STOP_CHARACTERS:
+            raise ConfigError(
+                f"stop contains a string of {len(entry)} characters; "
+                f"it must have 1 to {MAX_STOP_CHARACTERS}"
+            )
+    return tuple(entries)
+
+
+def _stop_token_ids(value: object) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    entries = _listed("stop_token_ids", value, MAX_STOP_TOKEN_IDS)
+    return tuple(_integer("stop_token_ids entry", entry, 0, MAX_TOKEN_ID) for entry in entries)
+
+
+def _logit_bias(value: object) -> dict[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"logit_bias is {_shown(value)}; it maps token ids to numbers")
+    if len(value) > MAX_LOGIT_BIASES:
+        raise ConfigError(f"logit_bias has {len(value)} entries; at most {MAX_LOGIT_BIASES}")
+    biases = {}
+    for key, bias in value.items():
+        if bias is None:  # Arrow fills the keys of other rows with null
+            continue
+        # JSON has no integer keys, so decimal text is a token id too.
+        is_text = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 12
+        token = _integer("logit_bias key", int(key) if is_text else key, 0, MAX_TOKEN_ID)
+        biases[token] = _number(f"logit_bias of token {token}", bias, -100.0, 100.0)
+    return biases or None
