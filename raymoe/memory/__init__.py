@@ -1,0 +1,1 @@
+"""Where data lives: checkpoints, arenas of host memory, weights and the KV cache."""
