@@ -3,13 +3,13 @@
 Conventions that make every prompt determine its answer:
 
 - date: ISO 8601. Dotted numbers are day first (``3.12.2024``), all others name the month or put
-  the year first. The time of a timestamp is dropped.
-- phone: E.164. ``00`` and ``+`` introduce a country code; ten digits without one are a North
-  American number. A trunk ``(0)`` and an extension are dropped.
-- amount: two decimals and an ISO 4217 code. A separator before exactly two closing digits is the
-  decimal one; ``k`` means thousand.
+  the year first. Years lie in 1950..2049, which settles ``'24``. The time of day is dropped.
+- phone: E.164. ``00`` and ``+`` introduce a country code; ten digits without one, and eleven
+  that start with 1, are a North American number. A trunk ``(0)`` and an extension are dropped.
+- amount: two decimals and an ISO 4217 code. A separator before one or two closing digits is the
+  decimal one; ``k`` means thousand, ``M`` means million, and a closing ``.-`` no cents.
 - name: ``Last, First``. Honorifics, middle initials and suffixes are dropped.
-- unit: grams, millimetres or millilitres, without trailing zeros.
+- unit: grams, millimetres or millilitres, without trailing zeros. A comma is a decimal one.
 """
 
 import zlib
@@ -86,6 +86,7 @@ _MONTHS = (
     "July", "August", "September", "October", "November", "December",
 )  # fmt: skip
 _WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+_DATE_PREFIXES = ("on", "due", "born", "since", "dated", "as of")
 _FIRST_DAY = date(1950, 1, 1)
 _NUM_DAYS = (date(2050, 1, 1) - _FIRST_DAY).days
 
@@ -104,11 +105,12 @@ def _numeric_date(rng: Random, day: date) -> str:
             f"{y}/{m}/{d}",
             f"{y}/{m:02}/{d:02}",
             f"{y}.{m:02}.{d:02}",
+            f"{y}-{m}-{d}",
             f"{y} {m:02} {d:02}",
             f"{y}{m:02}{d:02}",
             f"{d}.{m}.{y}",
             f"{d:02}.{m:02}.{y}",
-            f"{day.isoformat()}T{hour:02}:{minute:02}:00Z",
+            f"{day.isoformat()}T{hour:02}:{minute:02}:{rng.randrange(60):02}Z",
             f"{day.isoformat()} {hour:02}:{minute:02}",
         )
     )
@@ -117,7 +119,8 @@ def _numeric_date(rng: Random, day: date) -> str:
 def _worded_date(rng: Random, day: date) -> str:
     name = _MONTHS[day.month - 1]
     month = rng.choice((name, name, name[:3], f"{name[:3]}.")) if len(name) > 3 else name
-    y, d = day.year, day.day
+    y: int | str = day.year if rng.random() < 0.9 else f"'{day.year % 100:02}"
+    d = day.day
     nth = rng.choice((f"{d}", f"{d}", f"{d}{_ordinal_suffix(d)}", f"{d:02}"))
     text = rng.choice(
         (
@@ -125,14 +128,17 @@ def _worded_date(rng: Random, day: date) -> str:
             f"{d}{_ordinal_suffix(d)} of {month}, {y}",
             f"{month} {nth}, {y}",
             f"{month} {nth} {y}",
-            f"{d:02}-{name[:3]}-{y}",
-            f"{y} {month} {nth}",
+            f"{d:02}-{name[:3]}-{day.year}",
+            f"{d}{rng.choice('-/')}{name[:3]}{rng.choice('-/')}{day.year}",
+            f"{day.year} {month} {nth}",
             f"{nth}. {month} {y}" if nth.isdigit() else f"the {nth} {month} {y}",
         )
     )
     if rng.random() < 0.2:
         weekday = _WEEKDAYS[day.weekday()]
         text = f"{rng.choice((weekday, weekday[:3]))}{rng.choice((', ', ' '))}{text}"
+    if rng.random() < 0.1:
+        text = f"{rng.choice(_DATE_PREFIXES)} {text}"
     return _change_case(rng, text)
 
 
@@ -155,7 +161,10 @@ _COUNTRIES: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("81", (2, 4, 4)),
     ("91", (5, 5)),
 )
-_PHONE_PREFIXES = ("tel.", "tel:", "Tel", "phone", "Phone:", "ph.", "mobile", "mob.", "call", "T:")
+_PHONE_PREFIXES = (
+    "tel.", "tel:", "Tel", "TEL.", "Tel.:", "phone", "Phone:", "ph.", "mobile", "mob.", "cell",
+    "call", "T:",
+)  # fmt: skip
 
 
 def _make_phone(rng: Random) -> tuple[str, str]:
@@ -163,13 +172,14 @@ def _make_phone(rng: Random) -> tuple[str, str]:
     groups = [_make_digits(rng, size, first=2 if code == "1" else 1) for size in sizes]
     separator = rng.choice((" ", "-", ".", " ", "-", ""))
     joined = separator.join(groups)
-    if code == "1" and rng.random() < 0.6:
+    if code == "1" and rng.random() < 0.7:
         rest = f"{groups[1]}{separator}{groups[2]}"
         text = rng.choice((joined, f"({groups[0]}) {rest}", f"({groups[0]}){rest}"))
+        text = rng.choice(("", "", "", "1 ", "+1 ", "1-")) + text
     elif code != "1" and rng.random() < 0.25:
         text = f"{rng.choice(('+', '00'))}{code} (0){joined}"
     else:
-        text = f"{rng.choice(('+', '+', '00'))}{code}{separator or ' '}{joined}"
+        text = f"{rng.choice(('+', '+', '00'))}{code}{rng.choice((separator, ' '))}{joined}"
     if rng.random() < 0.35:
         text = f"{rng.choice(_PHONE_PREFIXES)} {text}"
     if rng.random() < 0.1:
@@ -183,15 +193,19 @@ def _make_digits(rng: Random, size: int, *, first: int) -> str:
 
 
 _CURRENCIES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
-    ("USD", ("$", "US$", "USD ", "usd "), ("USD", "usd", "dollars", "$", "US dollars")),
-    ("EUR", ("€", "€ ", "EUR ", "eur "), ("EUR", "€", "euros", "Euro", "eur")),
+    (
+        "USD",
+        ("$", "$", "$ ", "US$", "USD ", "USD", "usd "),
+        ("USD", "usd", "dollars", "$", "US dollars"),
+    ),
+    ("EUR", ("€", "€ ", "EUR ", "EUR", "eur "), ("EUR", "€", "euros", "Euro", "eur")),
     ("GBP", ("£", "£ ", "GBP "), ("GBP", "gbp", "pounds", "£")),
     ("JPY", ("¥", "¥ ", "JPY "), ("JPY", "yen", "Yen", "¥")),
     ("CHF", ("CHF ", "Fr. ", "chf "), ("CHF", "chf", "francs")),
     ("INR", ("Rs. ", "Rs ", "₹", "INR "), ("INR", "rupees", "inr")),
     ("CAD", ("C$", "CA$", "CAD "), ("CAD", "cad", "Canadian dollars")),
 )
-_AMOUNT_PREFIXES = ("total", "Total:", "price", "fee:", "due", "paid", "TOTAL", "sum of")
+_AMOUNT_PREFIXES = ("total", "Total:", "price", "fee:", "due", "paid", "TOTAL", "sum of", "~")
 
 
 def _make_amount(rng: Random) -> tuple[str, str]:
@@ -210,16 +224,28 @@ def _make_amount(rng: Random) -> tuple[str, str]:
 def _make_number(rng: Random) -> tuple[str, Decimal]:
     """Return a number as people write it, and its value."""
     style = rng.random()
-    if style < 0.12:
-        tenths = rng.randrange(10, 1000)
-        value = Decimal(tenths) / 10
-        shown = f"{value:.1f}" if tenths % 10 else f"{value:.0f}"
-        return f"{shown}{rng.choice('kkK')}", value * 1000
+    if style < 0.15:
+        return _write_multiple(rng)
     whole = rng.randrange(10 ** rng.randint(1, 7))
-    if style < 0.35:
-        return rng.choice((f"{whole}", f"{whole:,}")), Decimal(whole)
+    if style < 0.4:
+        shown = rng.choice((f"{whole}", f"{whole:,}", f"{whole}.-", f"{whole},-", f"{whole:,}"))
+        return shown, Decimal(whole)
+    if style < 0.5:
+        value = whole + Decimal(rng.randrange(10)) / 10
+        shown = rng.choice((f"{value:.1f}", f"{value:,.1f}", f"{value}".replace(".", ",")))
+        return shown, value
     value = whole + Decimal(rng.randrange(100)) / 100
     return _write_decimal(rng, value), value
+
+
+def _write_multiple(rng: Random) -> tuple[str, Decimal]:
+    """Write a number of thousands or millions."""
+    tenths = rng.randrange(10, 1000)
+    value = Decimal(tenths) / 10
+    shown = f"{value:.1f}" if tenths % 10 else f"{value:.0f}"
+    if rng.random() < 0.6:
+        return f"{shown}{rng.choice(('k', 'k', 'K', ' thousand'))}", value * 1000
+    return f"{shown}{rng.choice(('M', 'M', 'm', ' million'))}", value * 1_000_000
 
 
 def _write_decimal(rng: Random, value: Decimal) -> str:
@@ -243,20 +269,21 @@ def _split_words(text: str) -> tuple[str, ...]:
 
 _GIVEN_NAMES = _split_words(
     "Aaron Ada Adele Ahmed Aisha Alan Alice Amara Ana Andre Anna Anton Ben Boris Carla Carlos Chen "
-    "Chloe Clara Daniel David Diego Dina Elena Eli Emil Emma Erik Eva Fatima Felix Finn Frida "
-    "Gita Grace Hana Hans Hugo Ibrahim Ines Irene Isaac Ivan Jack James Jane Jean-Luc Joao John "
-    "Jorge Jose Julia Kai Karim Kate Kenji Lars Laura Leo Liam Lin Lucia Luis Mae Maria "
-    "Mary-Ann Max Mei Mia Miguel Mohamed Nadia Nina Noah Nora Olga Oscar Paul Pedro Petra Priya "
-    "Rahul Raj Rosa Ruth Sam Sara Sofia Tariq Tess Tom Uma Vera Victor Wei Yara Yuki Zoe"
+    "Chloe Clara Daniel David Diego Dina Elena Eli Élodie Emil Emma Erik Eva Fatima Felix Finn "
+    "François Frida Gita Grace Hana Hans Hugo Ibrahim Ines Irene Isaac Ivan Jack James Jane "
+    "Jean-Luc João John Jörg Jorge José Julia Kai Karim Kate Kenji Lars Laura Leo Liam Lin Lucía "
+    "Luis Łukasz Mae Maria Mary-Ann Max Mei Mia Miguel Mohamed Nadia Nina Noah Noël Nora Olga "
+    "Oscar Øyvind Paul Pedro Petra Priya Rahul Raj Rosa Ruth Sam Sara Sofia Tariq Tess Tom Uma "
+    "Vera Victor Wei Yara Yuki Zoë"
 )
 _FAMILY_NAMES = _split_words(
     "Adams Ali Alvarez Anders Bauer Becker Bell Berg Brown Chen Clark Costa Cruz Davis Diaz Dubois "
-    "Evans Fischer Flores Garcia Gomez Gray Green Gupta Haas Hall Hansen Hill Ito Ivanov Jensen "
-    "Jones Kaur Keller Khan Kim King Klein Kumar Larsen Lee Lewis Lopez Martin Meyer Miller "
-    "Moore Moreau Mori Muller Nguyen Nielsen Novak O'Brien O'Hara O'Neill Okafor Osei Park Patel "
-    "Perez Petrov Popov Quinn Ramos Reyes Rossi Roy Russo Sato Schmidt Silva Singh Smith "
-    "Smith-Jones Sousa Suzuki Tanaka Taylor Torres Tran Vargas Vega Walker Weber White Wolf Wong "
-    "Wright Wu Young Yilmaz Zhang Ziegler"
+    "Evans Fischer Flores García Gómez Gray Green Gupta Haas Hall Hansen Hill Ito Ivanov Jensen "
+    "Jones Kaur Keller Khan Kim King Klein Kumar Larsen Lee Lewis Lopez Martin Meyer Miller Moore "
+    "Moreau Mori Müller Nguyen Nielsen Novak Núñez O'Brien O'Hara O'Neill Okafor Osei Park Patel "
+    "Pérez Petrov Popov Quinn Ramos Reyes Rossi Roy Russo Sato Schäfer Schmidt Silva Singh Smith "
+    "Smith-Jones Sørensen Sousa Suzuki Tanaka Taylor Torres Tran Vargas Vega Walker Weber White "
+    "Wolf Wong Wright Wu Yilmaz Young Zhang Ziegler"
 )
 _HONORIFICS = ("Mr.", "Mr", "Mrs.", "Ms.", "Ms", "Dr.", "Dr", "Prof.", "Sir", "Prof. Dr.")
 _SUFFIXES = (" Jr.", ", Jr.", " Sr.", ", PhD", " PhD", ", MD", " III")
@@ -270,7 +297,8 @@ def _make_name(rng: Random) -> tuple[str, str]:
     family = rng.choice(_FAMILY_NAMES) if rng.random() < 0.5 else _invent_name(rng)
     middle = f" {rng.choice('ABCDEFGHJKLMNPRSTVW')}." if rng.random() < 0.3 else ""
     if rng.random() < 0.4:
-        text = f"{family}, {given}{middle}"
+        honorific = f"{rng.choice(_HONORIFICS)} " if rng.random() < 0.15 else ""
+        text = f"{family}, {honorific}{given}{middle}"
     else:
         honorific = f"{rng.choice(_HONORIFICS)} " if rng.random() < 0.4 else ""
         suffix = rng.choice(_SUFFIXES) if rng.random() < 0.2 else ""
@@ -305,7 +333,10 @@ def _make_unit(rng: Random) -> tuple[str, str]:
     digits = rng.randrange(1, 10 ** rng.randint(max(1, num_decimals), 4))
     value = Decimal(digits).scaleb(-num_decimals)
     name = _change_case(rng, rng.choice(names))
-    text = f"{value:f}{rng.choice((' ', ' ', ''))}{name}"
+    shown = f"{value:f}"
+    if num_decimals < 3 and rng.random() < 0.2:
+        shown = shown.replace(".", ",")
+    text = f"{shown}{rng.choice((' ', ' ', ''))}{name}"
     if rng.random() < 0.3:
         prefix = rng.choice(_UNIT_PREFIXES)
         text = f"{prefix}{'' if prefix == '~' else ' '}{text}"
