@@ -1,0 +1,1 @@
+"""Which requests: rows become sequences, sequences share passes, passes become generations."""
