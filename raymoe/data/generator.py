@@ -1,0 +1,188 @@
+"""`MoEGenerator`: tables in, tables out, many threads at once, one engine underneath."""
+
+import dataclasses
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pyarrow as pa
+
+from raymoe.config import EngineConfig, SamplingParams
+from raymoe.data.columns import OutputColumns
+from raymoe.data.rows import SAMPLING_COLUMN, RowReader, RowRequest
+from raymoe.data.worker import should_leave_process
+from raymoe.engine.engine import Engine
+from raymoe.engine.generation import Generation
+from raymoe.errors import ConfigError, ExecutionError
+
+SAMPLING_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+
+logger = logging.getLogger(__name__)
+
+
+class MoEGenerator:
+    """The callable class for `Dataset.map_batches`; constructing it needs no Ray.
+
+    It owns one engine and is called by many threads: each call blocks until the rows of its batch
+    are done, while the engine pools the rows of all calls. Every input row gives one output row,
+    in order. A row that cannot be generated becomes an error row (``__inference_error__`` says
+    why, ``finish_reason`` is "error", the text is empty) and disturbs no other.
+
+    Columns added: ``generated_text, generated_tokens, num_input_tokens, num_generated_tokens,
+    finish_reason, __inference_error__``; with ``n > 1`` also ``generated_texts`` (all samples; the
+    others hold the first), with ``logprobs`` and ``prompt_logprobs`` columns of these names.
+
+    Args:
+        model_source: A local model directory, or a name on the Hugging Face hub.
+        sampling_params: Of every row; ``max_tokens``, ``temperature`` and so on. A column
+            ``sampling_params`` (struct or JSON text) overrides them for its row, key by key.
+        prompt_column: Text, or token ids.
+        messages_column: Chat messages, as structs or JSON text; a row has a prompt or messages.
+        id_column: Makes the random numbers of a row depend on this value instead of its prompt.
+        error_column: Rows with text in this column become error rows with that text.
+        engine_config: An `EngineConfig`, or its fields as a dict.
+        should_continue_on_error: False raises on the first error row instead.
+        seed: Of rows whose parameters have none.
+        max_concurrent_calls: Threads that call at once; with all of them inside, an idle engine
+            starts at once instead of waiting for `linger_s`. `map_batches_kwargs` sets it.
+        linger_s: How long an idle engine waits for more rows.
+        on_too_long: "error", "truncate_left" or "truncate_right".
+    """
+
+    def __init__(  # noqa: PLR0913 - the options of a user, all keyword-only
+        self,
+        model_source: str | Path,
+        *,
+        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+        prompt_column: str = "prompt",
+        messages_column: str = "messages",
+        id_column: str | None = None,
+        error_column: str | None = None,
+        engine_config: EngineConfig | Mapping[str, Any] | None = None,
+        should_continue_on_error: bool = True,
+        seed: int | None = None,
+        max_concurrent_calls: int | None = None,
+        linger_s: float | None = None,
+        on_too_long: str | None = None,
+    ) -> None:
+        self._engine: Engine | None = None
+        defaults = as_sampling_params(sampling_params)
+        self._reader = RowReader(
+            defaults=defaults,
+            prompt_column=prompt_column,
+            messages_column=messages_column,
+            id_column=id_column,
+            error_column=error_column,
+        )
+        self._columns = OutputColumns.of(defaults)
+        self._should_continue_on_error = should_continue_on_error
+        self._has_finished_a_batch = False
+        changes: dict[str, Any] = {
+            "seed": seed,
+            "expected_calls": max_concurrent_calls,
+            "linger_s": linger_s,
+            "on_too_long": on_too_long,
+        }
+        given = {name: value for name, value in changes.items() if value is not None}
+        config = dataclasses.replace(as_engine_config(engine_config), **given)
+        self._engine = Engine.from_pretrained(model_source, config)
+
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        """Generate for one table; blocks until all its rows are done."""
+        self._check(batch)
+        if self._engine is None:
+            raise ExecutionError("this MoEGenerator is closed")
+        self._engine.enter_call()
+        try:
+            requests = self._reader.read(batch)
+            generations = self._generate(self._engine, requests)
+        finally:
+            self._engine.leave_call()
+        self._has_finished_a_batch = True
+        if not self._should_continue_on_error:
+            _raise_first_error(generations)
+        return self._columns.append(batch, generations)
+
+    def close(self) -> None:
+        """Stop the engine and free its memory; more than once is fine."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_engine", None) is not None:
+            self.close()
+
+    def _check(self, batch: pa.Table) -> None:
+        if not isinstance(batch, pa.Table):
+            raise ConfigError(
+                f"the batch is a {type(batch).__name__}; set batch_format='pyarrow' in map_batches "
+                "(raymoe.map_batches_kwargs does)"
+            )
+        self._columns.check_schema(batch.schema)
+        # Blocks may lack a column that is null in all their rows: only a first one is a mistake.
+        if batch.num_rows and not self._has_finished_a_batch:
+            self._reader.check_schema(batch.schema)
+
+    def _generate(self, engine: Engine, requests: Sequence[RowRequest]) -> list[Generation]:
+        good = [request for request in requests if request.prompt is not None]
+        try:
+            futures = engine.submit(
+                [request.prompt for request in good],
+                [request.sampling_params for request in good],
+                row_keys=[request.row_key for request in good],
+            )
+            done = iter([future.result() for future in futures])
+        except Exception as error:
+            self._fail(error)
+        return [
+            Generation(finish_reason="error", error=request.error)
+            if request.prompt is None
+            else _with_column(next(done), request.column)
+            for request in requests
+        ]
+
+    def _fail(self, error: Exception) -> NoReturn:
+        """End the process inside a Ray actor, so that Ray restarts it; raise elsewhere.
+
+        A restarted actor that breaks again before it finished anything raises too: the cause is
+        permanent, and without this the job would restart for ever.
+        """
+        logger.critical("the engine is broken: %s", error, exc_info=error)
+        if should_leave_process(has_finished_a_batch=self._has_finished_a_batch):
+            logging.shutdown()
+            os._exit(1)
+        raise ExecutionError(f"the engine is broken: {error}") from error
+
+
+def as_sampling_params(options: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
+    """Return the parameters of an operator; a mapping takes the names of `SamplingParams`."""
+    if isinstance(options, SamplingParams):
+        return options
+    return SamplingParams.from_dict(options or {})
+
+
+def as_engine_config(options: EngineConfig | Mapping[str, Any] | None) -> EngineConfig:
+    """Return the configuration of an engine; a mapping takes the names of `EngineConfig`."""
+    return options if isinstance(options, EngineConfig) else EngineConfig.from_dict(options or {})
+
+
+def _with_column(generation: Generation, column: str) -> Generation:
+    """Name the column in an error of the engine, which knows nothing of columns."""
+    if not generation.error:
+        return generation
+    kind, _, reason = generation.error.partition(": ")
+    if reason.split(" ", 1)[0] in SAMPLING_NAMES:
+        column = SAMPLING_COLUMN
+    return dataclasses.replace(generation, error=f"{kind}: column {column!r}: {reason}")
+
+
+def _raise_first_error(generations: Sequence[Generation]) -> None:
+    for position, generation in enumerate(generations):
+        if generation.error:
+            raise ExecutionError(
+                f"row {position} of the batch cannot be generated: {generation.error}; with "
+                "should_continue_on_error=True it would become an error row"
+            )

@@ -1,0 +1,259 @@
+"""What does a row ask for? Arrow rows to requests; a bad row names its column and the reason."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from raymoe.config import SamplingParams
+from raymoe.data.cells import (
+    BadCell,
+    RowError,
+    check_encodes,
+    decode,
+    parse_json,
+    read_cells,
+    refuse_bad_cell,
+    shown,
+    without_nulls,
+)
+from raymoe.errors import ConfigError
+
+SAMPLING_COLUMN = "sampling_params"
+Prompt = str | list[int] | list[dict[str, Any]]
+
+_INTEGER_KEYS = ("max_tokens", "min_tokens", "top_k", "n", "seed", "logprobs", "prompt_logprobs")
+_KEYS_WITH_A_COLUMN = ("logprobs", "prompt_logprobs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowRequest:
+    """One row, ready for the engine, or the reason why it is not.
+
+    Attributes:
+        column: Where the prompt came from; errors of the engine name it.
+        row_key: Identifies the row to the random numbers; None lets the engine choose.
+        error: "Type: message", or "" when the row is fine; then `prompt` is not None.
+    """
+
+    prompt: Prompt | None
+    sampling_params: SamplingParams
+    column: str
+    row_key: int | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowReader:
+    """Turns tables into requests.
+
+    Attributes:
+        defaults: Parameters of every row; column `sampling_params` overrides them key by key.
+        id_column: Its values become row keys.
+        error_column: Rows with text in it become error rows with that text: someone before us
+            has already found what is wrong with them.
+    """
+
+    defaults: SamplingParams
+    prompt_column: str = "prompt"
+    messages_column: str = "messages"
+    id_column: str | None = None
+    error_column: str | None = None
+
+    def check_schema(self, schema: pa.Schema) -> None:
+        """Refuse a table without the columns that were asked for.
+
+        Raises:
+            ConfigError: With the columns that are there.
+        """
+        names = set(schema.names)
+        have = f"the table has {', '.join(map(repr, schema.names)) or 'no columns'}"
+        if not names & {self.prompt_column, self.messages_column}:
+            raise ConfigError(
+                f"neither column {self.prompt_column!r} nor {self.messages_column!r} exists; "
+                f"{have}; set prompt_column or messages_column"
+            )
+        for option in ("id_column", "error_column"):
+            name = getattr(self, option)
+            if name is not None and name not in names:
+                raise ConfigError(f"{option} {name!r} does not exist; {have}")
+
+    def read(self, table: pa.Table) -> list[RowRequest]:
+        """Return one request for each row, in order; never raises for a row."""
+        rows = zip(
+            read_cells(table, self.prompt_column),
+            read_cells(table, self.messages_column),
+            read_cells(table, SAMPLING_COLUMN),
+            read_cells(table, self.id_column),
+            read_cells(table, self.error_column),
+            strict=True,
+        )
+        return [self._read_row(_Row(*row)) for row in rows]
+
+    def _read_row(self, row: "_Row") -> RowRequest:
+        request = RowRequest(
+            prompt=None,
+            sampling_params=self.defaults,
+            column=self.messages_column if row.prompt is None else self.prompt_column,
+            row_key=row_key(row.row_id),
+        )
+        try:
+            if row.error:
+                reason = f"says: {shown(row.error, 500)}"
+                raise RowError("ValueError", self.error_column or "", reason)
+            prompt = self._read_prompt(row.prompt, row.messages)
+            sampling_params = self._read_params(row.params)
+        except RowError as error:
+            return dataclasses.replace(request, error=str(error))
+        return dataclasses.replace(request, prompt=prompt, sampling_params=sampling_params)
+
+    def _read_prompt(self, prompt: Any, messages: Any) -> Prompt:
+        if prompt is None and messages is None:
+            other = f"and column {self.messages_column!r} has no messages"
+            raise RowError("ValueError", self.prompt_column, f"is null {other}")
+        if prompt is not None and messages is not None:
+            other = f"and column {self.messages_column!r} has messages; a row takes one of them"
+            raise RowError("ValueError", self.prompt_column, f"has a prompt {other}")
+        if prompt is not None:
+            return read_prompt(prompt, self.prompt_column)
+        return read_messages(messages, self.messages_column)
+
+    def _read_params(self, cell: Any) -> SamplingParams:
+        if cell is None:
+            return self.defaults
+        options = _read_options(cell)
+        try:
+            params = self.defaults.override(options)
+        except ConfigError as error:
+            raise RowError(type(error).__name__, SAMPLING_COLUMN, f"has {error}") from error
+        if params.n > 1 and self.defaults.n == 1:
+            raise _needs_default("n", f"n {params.n}")
+        for key in _KEYS_WITH_A_COLUMN:
+            if getattr(params, key) is not None and getattr(self.defaults, key) is None:
+                raise _needs_default(key, key)
+        return params
+
+
+class _Row(NamedTuple):
+    prompt: Any
+    messages: Any
+    params: Any
+    row_id: Any
+    error: Any
+
+
+def row_key(row_id: Any) -> int | None:
+    """Return 63 bits that depend on the value and its type only; None for no id."""
+    if row_id is None or isinstance(row_id, BadCell):
+        return None
+    text = f"{type(row_id).__name__}:{row_id}".encode(errors="surrogatepass")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+def read_prompt(value: Any, column: str) -> str | list[int]:
+    """Return the text or the token ids of a cell.
+
+    Raises:
+        RowError: It is neither.
+    """
+    refuse_bad_cell(value, column)
+    if isinstance(value, bytes):
+        value = decode(value, column)
+    if hasattr(value, "tolist"):  # a tensor column
+        value = value.tolist()
+    if not value and isinstance(value, str | list):
+        raise RowError("ValueError", column, "is empty")
+    if isinstance(value, str):
+        check_encodes(value, column)
+        return value
+    if not isinstance(value, list):
+        found = f"is {shown(value)} ({type(value).__name__})"
+        raise RowError("TypeError", column, f"{found}; it takes text or a list of token ids")
+    for position, token in enumerate(value):
+        if type(token) is not int or token < 0:
+            where = f"has {shown(token)} at position {position}"
+            raise RowError("TypeError", column, f"{where}; token ids are whole numbers from 0")
+    return value
+
+
+def read_messages(value: Any, column: str) -> list[dict[str, Any]]:
+    """Return the chat messages of a cell: a list of structs, or the JSON text of one.
+
+    Raises:
+        RowError: Something in it is not a chat.
+    """
+    refuse_bad_cell(value, column)
+    if isinstance(value, bytes):
+        value = decode(value, column)
+    if isinstance(value, str):
+        value = parse_json(value, column)
+    value = without_nulls(value)
+    if not isinstance(value, list):
+        raise RowError("TypeError", column, f"is {shown(value)}; it takes a list of messages")
+    if not value:
+        raise RowError("ValueError", column, "is empty")
+    for position, message in enumerate(value):
+        problem = _message_problem(message)
+        if problem:
+            raise RowError("ValueError", column, f"message {position} {problem}")
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        raise RowError("UnicodeEncodeError", column, f"has a lone surrogate: {error}") from error
+    return value
+
+
+def _message_problem(message: Any) -> str:
+    """Say what is wrong with one chat message, or ""."""
+    if not isinstance(message, dict):
+        return f"is {shown(message)}; it takes an object with role and content"
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        return f"has the role {shown(role)}; it takes text such as 'user'"
+    if content is None and not message.get("tool_calls"):
+        return "has no content"
+    if not isinstance(content, str | list | None):
+        return f"has the content {shown(content)}; it takes text or a list of text parts"
+    parts = content if isinstance(content, list) else []
+    wrong = [part for part in parts if not _is_text_part(part)]
+    return f"has the part {shown(wrong[0])}; only text parts are supported" if wrong else ""
+
+
+def _is_text_part(part: Any) -> bool:
+    is_text = isinstance(part, dict) and part.get("type", "text") == "text"
+    return is_text and isinstance(part.get("text"), str)
+
+
+def _read_options(cell: Any) -> dict[str, Any]:
+    refuse_bad_cell(cell, SAMPLING_COLUMN)
+    if isinstance(cell, bytes):
+        cell = decode(cell, SAMPLING_COLUMN)
+    if isinstance(cell, str):
+        if not cell.strip():
+            return {}
+        cell = parse_json(cell, SAMPLING_COLUMN)
+        if not isinstance(cell, Mapping):
+            raise RowError("TypeError", SAMPLING_COLUMN, f"is {shown(cell)}; it takes an object")
+        return dict(cell)
+    if not isinstance(cell, Mapping):
+        kind = type(cell).__name__
+        reason = f"is {shown(cell)} ({kind}); it takes a struct or JSON text"
+        raise RowError("TypeError", SAMPLING_COLUMN, reason)
+    return {key: _as_integer(key, value) for key, value in cell.items() if value is not None}
+
+
+def _as_integer(key: str, value: Any) -> Any:
+    """Undo what pandas does to a struct with missing keys: 5 became 5.0."""
+    is_whole = isinstance(value, float) and value.is_integer()
+    return int(value) if key in _INTEGER_KEYS and is_whole else value
+
+
+def _needs_default(key: str, shown: str) -> RowError:
+    reason = f"asks for {shown}, but the output has no column for it"
+    return RowError(
+        "ConfigError", SAMPLING_COLUMN, f"{reason}; set {key} in the operator's sampling_params too"
+    )
