@@ -2,7 +2,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
+
 #include "raymoe/isa.h"
+#include "raymoe/norm.h"
+#include "raymoe/rope.h"
+#include "raymoe/router.h"
 #include "raymoe/worker_pool.h"
 #include "tensor_caster.h"
 
@@ -27,10 +32,42 @@ void bind_runtime(py::module_& m) {
         py::call_guard<py::gil_scoped_release>(), "Replace the worker pool.");
 }
 
+const TensorView* pointer_to(const std::optional<TensorView>& view) {
+  return view ? &*view : nullptr;
+}
+
+void bind_elementwise(py::module_& m) {
+  using Optional = std::optional<TensorView>;
+  m.def("rms_norm",
+        [](const TensorView& hidden, const Optional& delta, const Optional& weight, float eps,
+           const TensorView& out) {
+          rms_norm(hidden, pointer_to(delta), pointer_to(weight), eps, out);
+        },
+        py::arg("hidden"), py::arg("delta"), py::arg("weight"), py::arg("eps"), py::arg("out"),
+        py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_norm.py.");
+  m.def("qkv_rope",
+        [](const TensorView& qkv, const TensorView& positions, const TensorView& cosine,
+           const TensorView& sine, const Optional& query_norm, const Optional& key_norm,
+           const TensorView& query, const TensorView& key, const TensorView& value, float eps,
+           float clip) {
+          qkv_rope({qkv, positions, cosine, sine, query_norm, key_norm, query, key, value}, eps,
+                   clip);
+        },
+        py::arg("qkv"), py::arg("positions"), py::arg("cosine"), py::arg("sine"),
+        py::arg("query_norm"), py::arg("key_norm"), py::arg("query"), py::arg("key"),
+        py::arg("value"), py::arg("eps"), py::arg("clip"),
+        py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_rope.py.");
+  m.def("route", &route, py::arg("logits"), py::arg("renormalize"), py::arg("ids"),
+        py::arg("weights"), py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_router.py.");
+  m.def("add_gated", &add_gated, py::arg("out"), py::arg("shared"), py::arg("gate"),
+        py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_router.py.");
+}
+
 }  // namespace
 }  // namespace raymoe
 
 PYBIND11_MODULE(_native, m) {
   m.doc() = "CPU kernels of raymoe; wrapped, checked and documented in raymoe.kernels.";
   raymoe::bind_runtime(m);
+  raymoe::bind_elementwise(m);
 }

@@ -1,0 +1,145 @@
+"""From the fused QKV projection to rotated queries and keys on the CPU, in one pass over memory.
+
+T tokens, H query heads, G KV heads, D head dimension, X = (H + 2 G) D, P positions,
+R half of the rotated dimensions.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from raymoe import _native
+from raymoe.errors import ConfigError
+from raymoe.kernels.cpu_norm import FLOAT_DTYPES, rms_norm_reference
+
+MAX_NATIVE_HEAD_DIM = 512
+
+
+class Projected(NamedTuple):
+    """Queries [T, H, D], keys and values [T, G, D] of a pass; contiguous."""
+
+    query_THD: Tensor
+    key_TGD: Tensor
+    value_TGD: Tensor
+
+
+def qkv_rope(  # noqa: PLR0913 - an operator: its tensors are its arguments
+    qkv_TX: Tensor,
+    positions_T: Tensor,
+    cos_PR: Tensor,
+    sin_PR: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    clip: float | None = None,
+) -> Projected:
+    """Split, norm queries and keys, clip all three, rotate queries and keys (neox pairs).
+
+    The order and every rounding are those of Hugging Face's attention: for bfloat16 the cosines,
+    sines, both products and their sum are rounded one by one.
+
+    Args:
+        qkv_TX: Queries, keys and values side by side; float32, float16 or bfloat16.
+        positions_T: int32, each in [0, P); ValueError otherwise.
+        cos_PR: Cosines by position, float32, multiplied by the attention scaling already; the
+            first 2 R dimensions of every head rotate, the rest passes through.
+        sin_PR: Sines, likewise.
+        num_heads: H.
+        num_kv_heads: G.
+        head_dim: D.
+        q_norm: Weight [D] for a norm of each head (Qwen3), [H * D] for one norm over all heads of
+            a token (OLMoE), None for none.
+        k_norm: Likewise, [D] or [G * D].
+        eps: Of the norms.
+        clip: Largest magnitude after the norms (OLMoE's `clip_qkv`), values included.
+    """
+    tables = (cos_PR, sin_PR)
+    width = (num_heads + 2 * num_kv_heads) * head_dim
+    if qkv_TX.ndim != 2 or qkv_TX.shape[1] != width:
+        raise ConfigError(
+            f"qkv_rope: qkv has shape {tuple(qkv_TX.shape)}, expected [T, {width}] for {num_heads} "
+            f"query and {num_kv_heads} KV heads of {head_dim}"
+        )
+    if not _is_native(qkv_TX, positions_T, tables, (q_norm, k_norm)):
+        return qkv_rope_reference(
+            qkv_TX,
+            positions_T,
+            tables,
+            sizes=(num_heads, num_kv_heads, head_dim),
+            norms=(q_norm, k_norm),
+            eps=eps,
+            clip=clip,
+        )
+    num_tokens, dtype = qkv_TX.shape[0], qkv_TX.dtype
+    out = Projected(
+        torch.empty(num_tokens, num_heads, head_dim, dtype=dtype),
+        torch.empty(num_tokens, num_kv_heads, head_dim, dtype=dtype),
+        torch.empty(num_tokens, num_kv_heads, head_dim, dtype=dtype),
+    )
+    limit = math.inf if clip is None else clip
+    _native.qkv_rope(qkv_TX, positions_T, *tables, q_norm, k_norm, *out, eps, limit)
+    return out
+
+
+def _is_native(
+    qkv_TX: Tensor,
+    positions_T: Tensor,
+    tables: tuple[Tensor, Tensor],
+    norms: tuple[Tensor | None, Tensor | None],
+) -> bool:
+    return (
+        qkv_TX.dtype in FLOAT_DTYPES
+        and qkv_TX.is_cpu
+        and qkv_TX.stride(1) == 1
+        and not (qkv_TX.requires_grad and torch.is_grad_enabled())
+        and positions_T.dtype == torch.int32
+        and all(table.dtype == torch.float32 and table.is_contiguous() for table in tables)
+        and tables[0].shape[1] <= MAX_NATIVE_HEAD_DIM // 2
+        and all(w is None or (w.dtype == qkv_TX.dtype and w.is_contiguous()) for w in norms)
+    )
+
+
+def qkv_rope_reference(
+    qkv_TX: Tensor,
+    positions_T: Tensor,
+    tables: tuple[Tensor, Tensor],
+    *,
+    sizes: tuple[int, int, int],
+    norms: tuple[Tensor | None, Tensor | None],
+    eps: float,
+    clip: float | None,
+) -> Projected:
+    """The plain reference of `qkv_rope`; sizes are (H, G, D), norms those of queries and keys."""
+    heads, kv_heads, dim = sizes
+    query_end, key_end = heads * dim, (heads + kv_heads) * dim
+    query = _norm_heads(qkv_TX[:, :query_end], norms[0], dim, eps)
+    key = _norm_heads(qkv_TX[:, query_end:key_end], norms[1], dim, eps)
+    value = qkv_TX[:, key_end:]
+    if clip is not None:
+        query, key, value = (x.clamp(-clip, clip) for x in (query, key, value))
+    cos_T1R, sin_T1R = (t[positions_T.long(), None].to(qkv_TX.dtype) for t in tables)
+    return Projected(
+        _rotate(query.reshape(-1, heads, dim), cos_T1R, sin_T1R),
+        _rotate(key.reshape(-1, kv_heads, dim), cos_T1R, sin_T1R),
+        value.reshape(-1, kv_heads, dim).contiguous(),
+    )
+
+
+def _norm_heads(x_TY: Tensor, weight: Tensor | None, head_dim: int, eps: float) -> Tensor:
+    if weight is None:
+        return x_TY
+    span = x_TY.shape[1] if weight.numel() == x_TY.shape[1] else head_dim
+    return rms_norm_reference(x_TY.reshape(-1, span), weight, eps).view(x_TY.shape)
+
+
+def _rotate(heads_TND: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
+    half = cos_T1R.shape[-1]
+    first, second = heads_TND[..., :half], heads_TND[..., half : 2 * half]
+    rotated = (first * cos_T1R + -second * sin_T1R, second * cos_T1R + first * sin_T1R)
+    return torch.cat([*rotated, heads_TND[..., 2 * half :]], dim=-1)
