@@ -64,7 +64,8 @@ class HostArena:
             if num_bytes < 0 or begin + taken > self.num_bytes:
                 raise CapacityError(
                     f"arena of {format_bytes(self.num_bytes)} has "
-                    f"{format_bytes(self.num_bytes - begin)} free, {format_bytes(num_bytes)} asked; "
+                    f"{format_bytes(self.num_bytes - begin)} free, "
+                    f"{format_bytes(num_bytes)} asked; "
                     "create it with the sum of all requests, each rounded up to 64 bytes"
                 )
             self._used_bytes = begin + taken
