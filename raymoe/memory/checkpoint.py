@@ -1,0 +1,296 @@
+"""Safetensors checkpoints without trust: every name, header and offset is checked before use.
+
+The format (safetensors 0.8): 8 bytes little-endian header length, a JSON header of tensor name ->
+dtype, shape, data_offsets, then the data, without holes or overlaps.
+"""
+
+import itertools
+import math
+import mmap
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from raymoe.errors import CheckpointError
+from raymoe.specs.files import (
+    open_regular,
+    parse_json_object,
+    read_json_object,
+    resolve_inside,
+)
+from raymoe.units import format_bytes
+
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
+_LENGTH_BYTES = 8
+
+# Everything the format knows, for sizes; what raymoe computes with is decided by the weight store.
+ITEM_BYTES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "I64": 8,
+    "U64": 8,
+    "F64": 8,
+}
+TORCH_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a checkpoint.
+
+    Attributes:
+        dtype: Name in the format, such as "BF16".
+        file: Name of the file in the model directory.
+        offset: First byte in that file.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the data."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class Checkpoint:
+    """The tensors of one model directory, memory-mapped read-only.
+
+    Opening checks everything and takes no memory: pages come in when a tensor is read. The files
+    must not change while they are mapped.
+    """
+
+    def __init__(self, directory: Path, files: Mapping[str, Path]) -> None:
+        """Use `open`; this maps the files and reads their headers.
+
+        Args:
+            directory: For messages.
+            files: Name in the directory -> resolved path.
+        """
+        self.directory = directory
+        self._entries: dict[str, Entry] = {}
+        self._maps: dict[str, tuple[mmap.mmap, Tensor]] = {}
+        for file, path in files.items():
+            mapping = _map_file(path)
+            for name, entry in _read_header(mapping, file=file, where=str(path)).items():
+                if name in self._entries:
+                    raise CheckpointError(
+                        f"{path}: tensor {name!r} is also in {self._entries[name].file}"
+                    )
+                self._entries[name] = entry
+            self._maps[file] = (mapping, _as_bytes(mapping))
+
+    @classmethod
+    def open(cls, directory: Path) -> Self:
+        """Resolve, map and check the checkpoint of a model directory.
+
+        Raises:
+            CheckpointError: Missing, damaged, truncated, unsafe or pickled; names the file and,
+                where there is one, the tensor.
+        """
+        if not directory.is_dir():
+            raise CheckpointError(f"{directory}: not a directory")
+        present = {path.name for path in directory.iterdir()}
+        if SINGLE_FILE in present:
+            return cls(directory, {SINGLE_FILE: resolve_inside(directory, SINGLE_FILE)})
+        if INDEX_FILE not in present:
+            raise CheckpointError(_explain_missing(directory, present))
+        weight_map = _read_weight_map(directory)
+        names = sorted(set(weight_map.values()))
+        checkpoint = cls(directory, {name: resolve_inside(directory, name) for name in names})
+        checkpoint._check_against_index(weight_map)
+        return checkpoint
+
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        return frozenset(self._entries)
+
+    def entry(self, name: str) -> Entry:
+        """Where a tensor lies, and its type and shape."""
+        try:
+            return self._entries[name]
+        except KeyError:
+            raise CheckpointError(f"{self.directory}: no tensor {name!r}") from None
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor."""
+        return {name: entry.shape for name, entry in self._entries.items()}
+
+    def files(self) -> dict[str, str]:
+        """File of every tensor."""
+        return {name: entry.file for name, entry in self._entries.items()}
+
+    def tensor(self, name: str) -> Tensor:
+        """A view of the mapped file: reading faults pages in, writing crashes; do not write.
+
+        A tensor whose data is not aligned to its element size is copied.
+        """
+        entry = self.entry(name)
+        if entry.dtype not in TORCH_DTYPES:
+            raise CheckpointError(
+                f"{self.directory / entry.file}: tensor {name!r} has type {entry.dtype}; "
+                f"supported: {', '.join(TORCH_DTYPES)}"
+            )
+        data = self._maps[entry.file][1][entry.offset : entry.offset + entry.num_bytes]
+        if data.data_ptr() % ITEM_BYTES[entry.dtype]:
+            data = data.clone()
+        return data.view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
+
+    def drop_pages(self, names: Iterable[str]) -> None:
+        """Give back the memory of tensors that were copied elsewhere.
+
+        Views stay valid: reading them again faults the pages in from the file.
+        """
+        page = mmap.PAGESIZE
+        for name in names:
+            entry = self.entry(name)
+            begin = entry.offset // page * page
+            length = entry.offset + entry.num_bytes - begin
+            if length > 0 and hasattr(mmap, "MADV_DONTNEED"):
+                self._maps[entry.file][0].madvise(mmap.MADV_DONTNEED, begin, length)
+
+    def _check_against_index(self, weight_map: Mapping[str, str]) -> None:
+        for name, file in weight_map.items():
+            entry = self._entries.get(name)
+            if entry is None or entry.file != file:
+                raise CheckpointError(
+                    f"{self.directory / file}: tensor {name!r} is missing, though {INDEX_FILE} "
+                    "places it there; download the file again"
+                )
+        extra = sorted(self._entries.keys() - weight_map.keys())
+        if extra:
+            file = self._entries[extra[0]].file
+            raise CheckpointError(
+                f"{self.directory / file}: tensor {extra[0]!r} is not in {INDEX_FILE}; "
+                "index and files are of different checkpoints"
+            )
+
+
+def _explain_missing(directory: Path, present: set[str]) -> str:
+    pickled = sorted(name for name in present if Path(name).suffix in PICKLE_SUFFIXES)
+    parts = sorted(name for name in present if name.endswith(".safetensors"))
+    if pickled:
+        return (
+            f"{directory}: weights are pickled ({pickled[0]}), and loading a pickle runs code from "
+            "it; convert the checkpoint to safetensors (save_pretrained writes it)"
+        )
+    if parts:
+        return f"{directory}: {parts[0]} is there, but neither {SINGLE_FILE} nor {INDEX_FILE} is"
+    return f"{directory}: no weights; expected {SINGLE_FILE}, or {INDEX_FILE} and its files"
+
+
+def _read_weight_map(directory: Path) -> dict[str, str]:
+    weight_map = read_json_object(directory, INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{directory / INDEX_FILE}: weight_map is missing or empty")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not file.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{directory / INDEX_FILE}: tensor {name!r} is in {file!r}, "
+                "not the name of a .safetensors file"
+            )
+    return weight_map
+
+
+def _map_file(path: Path) -> mmap.mmap:
+    descriptor = open_regular(path)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size <= _LENGTH_BYTES:
+            raise CheckpointError(f"{path}: {size} bytes, too short for a safetensors file")
+        return mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)
+    finally:
+        os.close(descriptor)
+
+
+def _as_bytes(mapping: mmap.mmap) -> Tensor:
+    with warnings.catch_warnings():
+        # Torch has no read-only tensors and says so once; nothing here writes.
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def _read_header(mapping: mmap.mmap, *, file: str, where: str) -> dict[str, Entry]:
+    length = int.from_bytes(mapping[:_LENGTH_BYTES], "little")
+    begin = _LENGTH_BYTES + length
+    if length > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{where}: header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed; "
+            "not a safetensors file"
+        )
+    if begin > len(mapping):
+        raise CheckpointError(
+            f"{where}: header of {length} bytes in a file of {len(mapping)}; truncated?"
+        )
+    header = parse_json_object(mapping[_LENGTH_BYTES:begin], where=f"{where}: header")
+    header.pop("__metadata__", None)
+    entries = {
+        name: _parse_entry(name, value, file=file, where=where, begin=begin)
+        for name, value in header.items()
+    }
+    _check_layout(entries, where=where, begin=begin, size=len(mapping))
+    return entries
+
+
+def _parse_entry(name: str, value: object, *, file: str, where: str, begin: int) -> Entry:
+    where = f"{where}: tensor {name!r}"
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where}: entry is {value!r}, expected an object")
+    dtype = value.get("dtype")
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise CheckpointError(f"{where}: unknown type {dtype!r}")
+    shape = _naturals(value.get("shape"), where=f"{where}: shape")
+    offsets = _naturals(value.get("data_offsets"), where=f"{where}: data_offsets")
+    if len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise CheckpointError(f"{where}: data_offsets {list(offsets)} are not a range")
+    entry = Entry(dtype, shape, file, begin + offsets[0])
+    if entry.num_bytes != offsets[1] - offsets[0]:
+        raise CheckpointError(
+            f"{where}: {dtype} of shape {list(shape)} needs {entry.num_bytes} bytes, "
+            f"data_offsets hold {offsets[1] - offsets[0]}"
+        )
+    return entry
+
+
+def _naturals(value: object, *, where: str) -> tuple[int, ...]:
+    if isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value):
+        return tuple(value)
+    raise CheckpointError(f"{where} is {value!r}, not a list of sizes")
+
+
+def _check_layout(entries: Mapping[str, Entry], *, where: str, begin: int, size: int) -> None:
+    """The tensors follow one another without hole or overlap, up to the end of the file."""
+    ordered = sorted(entries.items(), key=lambda item: (item[1].offset, item[1].num_bytes))
+    ends = [begin, *(entry.offset + entry.num_bytes for _, entry in ordered)]
+    for (name, entry), end in zip(ordered, itertools.islice(ends, len(ordered)), strict=True):
+        if entry.offset != end:
+            problem = "overlaps the tensor before it" if entry.offset < end else "follows a hole"
+            raise CheckpointError(f"{where}: tensor {name!r} {problem} (at byte {entry.offset})")
+    if ends[-1] > size:
+        name = next(name for name, entry in ordered if entry.offset + entry.num_bytes > size)
+        raise CheckpointError(
+            f"{where}: truncated in tensor {name!r}: {format_bytes(ends[-1])} expected, "
+            f"{format_bytes(size)} there ({ends[-1] - size} bytes short); download the file again"
+        )
+    if ends[-1] < size:
+        raise CheckpointError(f"{where}: {size - ends[-1]} bytes behind the last tensor")

@@ -1,0 +1,94 @@
+"""The weights of a model by canonical name, checked against its specification before use."""
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from raymoe.errors import CheckpointError
+from raymoe.memory.checkpoint import TORCH_DTYPES, Checkpoint
+from raymoe.specs.model import ModelSpec
+from raymoe.specs.weight_names import EMBEDDING, HEAD, Location, locate_weights
+
+
+class WeightStore:
+    """Views of the memory-mapped weights of one checkpoint, by canonical name.
+
+    Calling it with a name of `specs.weight_names` gives the tensor.
+
+    Attributes:
+        checkpoint: Where the tensors lie.
+        dtype: Type of most elements, for models whose configuration names none.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, locations: dict[str, Location]) -> None:
+        self.checkpoint = checkpoint
+        self._locations = locations
+        self.dtype = _dtype(checkpoint)
+
+    @classmethod
+    def open(cls, spec: ModelSpec, directory: Path) -> Self:
+        """Open the checkpoint of `directory` and check that it holds exactly the weights of `spec`.
+
+        No memory is taken beyond the names.
+
+        Raises:
+            CheckpointError: Damaged or unsafe files, or a tensor that is missing, too many, of the
+                wrong shape or type; names file and tensor.
+        """
+        checkpoint = Checkpoint.open(directory)
+        try:
+            locations = locate_weights(spec, checkpoint.shapes(), checkpoint.files())
+        except CheckpointError as error:
+            raise CheckpointError(f"{directory}: {error}") from error
+        for name in {location.name for location in locations.values()}:
+            entry = checkpoint.entry(name)
+            if entry.dtype not in TORCH_DTYPES:
+                raise CheckpointError(
+                    f"{directory / entry.file}: tensor {name!r} has type {entry.dtype}; "
+                    f"supported: {', '.join(TORCH_DTYPES)}"
+                )
+        store = cls(checkpoint, locations)
+        if spec.tie_word_embeddings and HEAD in checkpoint.names():
+            store._check_tied_head()
+        return store
+
+    def __call__(self, name: str) -> Tensor:
+        """The weight of this canonical name: a read-only view where the file's alignment allows."""
+        location = self._locations[name]
+        tensor = self.checkpoint.tensor(location.name)
+        if location.expert is not None:
+            tensor = tensor[location.expert]
+        if location.rows is not None:
+            tensor = tensor[location.rows[0] : location.rows[1]]
+        return tensor
+
+    def drop_pages(self, names: Iterable[str]) -> None:
+        """Give back the memory of weights that were copied elsewhere; views stay valid."""
+        self.checkpoint.drop_pages({self._locations[name].name for name in names})
+
+    def _check_tied_head(self) -> None:
+        """Refuse a stored head that differs from the embedding it is said to be.
+
+        transformers 5 unties such a model and 4 overwrites the head; neither can be assumed.
+        """
+        head, embedding = self.checkpoint.tensor(HEAD), self(EMBEDDING)
+        is_same = head.shape == embedding.shape and torch.equal(head, embedding)
+        self.checkpoint.drop_pages([HEAD, self._locations[EMBEDDING].name])
+        if not is_same:
+            raise CheckpointError(
+                f"{self.checkpoint.directory}: tie_word_embeddings is set, but {HEAD!r} differs "
+                f"from {EMBEDDING!r}; set tie_word_embeddings to false or remove the tensor"
+            )
+
+
+def _dtype(checkpoint: Checkpoint) -> torch.dtype:
+    sizes: Counter[str] = Counter()
+    for name in checkpoint.names():
+        entry = checkpoint.entry(name)
+        sizes[entry.dtype] += entry.num_bytes
+    floats = [name for name, _ in sizes.most_common() if name in TORCH_DTYPES]
+    return TORCH_DTYPES[floats[0]] if floats else torch.float32
