@@ -1,0 +1,73 @@
+"""Offline, throughput-first inference of Mixture-of-Experts language models as a Ray Data operator.
+
+Public names load on first use, so that planning needs neither torch nor ray.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+from raymoe._version import __version__
+
+if TYPE_CHECKING:
+    from raymoe.config import EngineConfig, SamplingParams
+    from raymoe.data.generator import MoEGenerator
+    from raymoe.data.sizing import map_batches_kwargs
+    from raymoe.engine.engine import Engine
+    from raymoe.engine.generation import Generation
+    from raymoe.plan.policy import Policy
+    from raymoe.plan.search import Plan, find_plan
+    from raymoe.schedule.graph import Schedule
+    from raymoe.schedule.simulate import simulate
+    from raymoe.schedule.timeline import Timeline
+    from raymoe.specs.hardware import HardwareSpec
+    from raymoe.specs.model import ModelSpec
+    from raymoe.specs.workload import Workload
+
+_HOMES = {
+    "Engine": "raymoe.engine.engine",
+    "EngineConfig": "raymoe.config",
+    "Generation": "raymoe.engine.generation",
+    "HardwareSpec": "raymoe.specs.hardware",
+    "MoEGenerator": "raymoe.data.generator",
+    "ModelSpec": "raymoe.specs.model",
+    "Plan": "raymoe.plan.search",
+    "Policy": "raymoe.plan.policy",
+    "SamplingParams": "raymoe.config",
+    "Schedule": "raymoe.schedule.graph",
+    "Timeline": "raymoe.schedule.timeline",
+    "Workload": "raymoe.specs.workload",
+    "find_plan": "raymoe.plan.search",
+    "map_batches_kwargs": "raymoe.data.sizing",
+    "simulate": "raymoe.schedule.simulate",
+}
+
+__all__ = [
+    "Engine",
+    "EngineConfig",
+    "Generation",
+    "HardwareSpec",
+    "MoEGenerator",
+    "ModelSpec",
+    "Plan",
+    "Policy",
+    "SamplingParams",
+    "Schedule",
+    "Timeline",
+    "Workload",
+    "__version__",
+    "find_plan",
+    "map_batches_kwargs",
+    "simulate",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'raymoe' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

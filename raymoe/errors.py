@@ -1,16 +1,16 @@
 """The errors that raymoe raises on purpose.
 
-    RaymoeError
-      ConfigError (ValueError)        user input
-        UnknownOptionError            with a suggestion
-        UnsupportedModelError         lists what is supported
-      CheckpointError                 file, tensor name, expected and found
-      InfeasiblePlanError             nothing fits; shows the footprint and the bytes missing
-      ScheduleError                   an invariant of a schedule is broken
-      CapacityError                   KV blocks or memory exhausted
-      ExecutionError                  a task or the engine failed; carries the cause
-    RaymoeWarning
-      PerformanceWarning              slower than predicted, or a slow path was taken
+RaymoeError
+  ConfigError (ValueError)        user input
+    UnknownOptionError            with a suggestion
+    UnsupportedModelError         lists what is supported
+  CheckpointError                 file, tensor name, expected and found
+  InfeasiblePlanError             nothing fits; shows the footprint and the bytes missing
+  ScheduleError                   an invariant of a schedule is broken
+  CapacityError                   KV blocks or memory exhausted
+  ExecutionError                  a task or the engine failed; carries the cause
+RaymoeWarning
+  PerformanceWarning              slower than predicted, or a slow path was taken
 """
 
 import difflib

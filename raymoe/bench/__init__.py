@@ -1,0 +1,1 @@
+"""What `raymoe bench` runs: workloads, contenders, bounds, reports."""

@@ -1,0 +1,121 @@
+"""The engines that a benchmark runs, each in a process of its own (`python -m` this module).
+
+A contender loads the checkpoint, warms up, then runs the job once with one new token for each row
+(the prefill) and once in full, several times, and prints one JSON line for each repetition.
+"""
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from raymoe.bench.workloads import WORKLOADS, make_prompts
+from raymoe.config import EngineConfig, SamplingParams
+from raymoe.device.host import peak_rss_bytes
+from raymoe.engine.engine import Engine
+
+Prompts = Sequence[list[int]]
+Run = Callable[[Prompts, int], int]  # prompts, new tokens -> tokens generated
+
+PAD_TOKEN_ID = 2
+
+
+def load_raymoe(model: Path, num_threads: int, num_rows: int) -> Run:
+    """Our engine."""
+    del num_rows
+    config = EngineConfig(dtype="bfloat16", device="cpu", num_threads=num_threads)
+    engine = Engine.from_pretrained(model, config)
+
+    def run(prompts: Prompts, new_tokens: int) -> int:
+        params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+        generations = engine.generate(list(prompts), params)
+        return sum(generation.num_generated_tokens for generation in generations)
+
+    return run
+
+
+def load_transformers(model: Path, num_threads: int, num_rows: int) -> Run:
+    """Transformers `generate` at its best on CPUs: grouped experts, sorted rows, static batches."""
+    torch.set_num_threads(num_threads)
+    transformers.logging.set_verbosity_error()
+    loaded = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.bfloat16, experts_implementation="grouped_mm"
+    ).eval()
+    batch_size = 32 if num_rows <= 64 else 128
+
+    @torch.inference_mode()
+    def run(prompts: Prompts, new_tokens: int) -> int:
+        config = GenerationConfig(
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            do_sample=False,
+            pad_token_id=PAD_TOKEN_ID,
+            eos_token_id=None,
+        )
+        ordered = sorted(prompts, key=len, reverse=True)
+        count = 0
+        for begin in range(0, len(ordered), batch_size):
+            ids, mask = pad_left(ordered[begin : begin + batch_size])
+            out = loaded.generate(input_ids=ids, attention_mask=mask, generation_config=config)
+            count += out[:, ids.shape[1] :].numel()
+        return count
+
+    return run
+
+
+def pad_left(prompts: Prompts) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and attention mask of a padded batch."""
+    width = max(map(len, prompts))
+    ids = torch.full((len(prompts), width), PAD_TOKEN_ID)
+    mask = torch.zeros(len(prompts), width, dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    return ids, mask
+
+
+CONTENDERS = {"raymoe": load_raymoe, "transformers": load_transformers}
+
+
+def timed(run: Run, prompts: Prompts, new_tokens: int) -> float:
+    """Seconds of one run that must generate every token."""
+    gc.collect()
+    start_s = time.perf_counter()
+    generated = run(prompts, new_tokens)
+    elapsed_s = time.perf_counter() - start_s
+    if generated != len(prompts) * new_tokens:
+        raise RuntimeError(f"{generated} tokens came back, not {len(prompts) * new_tokens}")
+    return elapsed_s
+
+
+def main() -> None:
+    """Run one contender on one checkpoint."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("contender", choices=sorted(CONTENDERS))
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--workload", choices=sorted(WORKLOADS), required=True)
+    parser.add_argument("--repetitions", type=int, required=True)
+    parser.add_argument("--num-threads", type=int, required=True)
+    args = parser.parse_args()
+    vocab_size = json.loads((args.model / "config.json").read_text())["vocab_size"]
+    workload = WORKLOADS[args.workload]
+    prompts = make_prompts(workload, vocab_size)
+    run = CONTENDERS[args.contender](args.model, args.num_threads, len(prompts))
+    run(prompts[:8], 2)
+    for _ in range(args.repetitions):
+        line = {
+            "prefill_s": timed(run, prompts, 1),
+            "total_s": timed(run, prompts, workload.generated_tokens),
+            "peak_rss_bytes": peak_rss_bytes(),
+        }
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

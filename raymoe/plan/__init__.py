@@ -1,0 +1,1 @@
+"""How big: policies, footprints, cost, and the search for a plan. Pure Python."""

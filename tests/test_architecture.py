@@ -1,0 +1,120 @@
+"""The import map, the purity of planning, and the size guide are rules with tests."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "raymoe"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+BASE = {"errors", "units", "_version"}
+MAY_IMPORT = {
+    "errors": set(),
+    "units": set(),
+    "_version": set(),
+    "specs": BASE,
+    "config": BASE | {"specs", "plan"},
+    "schedule": {"errors"},
+    "plan": BASE | {"specs", "schedule"},
+    "kernels": {"errors", "_native"},
+    "device": BASE | {"specs", "kernels"},
+    "model": {"errors", "specs", "kernels"},
+    "memory": BASE | {"specs", "device", "kernels"},
+    "runtime": {"errors", "schedule", "device", "memory", "model", "kernels"},
+    "assets": set(),
+}
+MAY_IMPORT["engine"] = {*MAY_IMPORT, "config"} - {"assets"}
+MAY_IMPORT["data"] = BASE | {"config", "specs", "plan", "engine"}
+EVERYTHING = {*MAY_IMPORT, "bench", "cli"}
+MAY_IMPORT["bench"] = EVERYTHING - {"cli"}
+MAY_IMPORT["cli"] = EVERYTHING
+
+PURE = {"errors", "units", "specs", "config", "schedule", "plan", "assets"}
+ONLY_IN = {
+    "ray": {"data", "cli"},
+    "transformers": {"engine", "bench"},
+    "safetensors": {"memory", "bench"},
+    "typer": {"cli"},
+}
+
+
+def package_of(path: Path) -> str:
+    relative = path.relative_to(PACKAGE)
+    return relative.parts[0].removesuffix(".py")
+
+
+def imported_modules(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+            if node.module == "raymoe":
+                names |= {f"raymoe.{alias.name}" for alias in node.names}
+    return names
+
+
+def own_imports(path: Path) -> set[str]:
+    modules = imported_modules(path)
+    return {name.split(".")[1] for name in modules if name.startswith("raymoe.")}
+
+
+def outside_imports(path: Path) -> set[str]:
+    return {name.split(".")[0] for name in imported_modules(path)} - {"raymoe"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_follow_the_map(path: Path) -> None:
+    part = package_of(path)
+    if part == "__init__":
+        return
+    assert own_imports(path) - {part} <= MAY_IMPORT[part]
+    if part in PURE:
+        assert not outside_imports(path) & {"torch", "numpy", "ray", "numba", "transformers"}
+    for library, packages in ONLY_IN.items():
+        assert library not in outside_imports(path) or part in packages
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_files_and_functions_are_short(path: Path) -> None:
+    text = path.read_text()
+    assert text.count("\n") <= 500
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= 60, f"{node.name} has {length} lines"
+
+
+@pytest.mark.parametrize("suffix", ["*.cpp", "*.h"])
+def test_native_files_are_short(suffix: str) -> None:
+    native = PACKAGE.parent / "native"
+    too_long = {
+        str(path): path.read_text().count("\n")
+        for path in native.rglob(suffix)
+        if path.read_text().count("\n") > 500
+    }
+    assert not too_long
+
+
+def test_only_the_binding_knows_python() -> None:
+    native = PACKAGE.parent / "native"
+    with_python = {
+        path.name
+        for path in [*native.rglob("*.cpp"), *native.rglob("*.h")]
+        if "pybind11" in path.read_text()
+    }
+    assert with_python == {"module.cpp", "tensor_caster.h"}
+
+
+def test_planning_loads_neither_torch_nor_ray() -> None:
+    code = (
+        "import sys, raymoe, raymoe.cli\n"
+        "raymoe.ModelSpec, raymoe.find_plan, raymoe.simulate, raymoe.EngineConfig\n"
+        "loaded = {'torch', 'ray', 'numpy', 'transformers', 'numba'} & set(sys.modules)\n"
+        "assert not loaded, loaded"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)

@@ -1,0 +1,98 @@
+"""Plans: they fit, they are chosen by prediction, and what does not fit is refused with numbers."""
+
+import re
+
+import pytest
+
+from raymoe.errors import ConfigError, InfeasiblePlanError
+from raymoe.plan.policy import Policy
+from raymoe.plan.search import PASS_TOKENS, Plan, find_plan
+from raymoe.specs.hardware import HardwareSpec
+from raymoe.specs.model import ModelSpec
+from raymoe.specs.workload import Workload
+from raymoe.units import GIB
+
+MODEL = ModelSpec.from_config(
+    {
+        "model_type": "mixtral",
+        "hidden_size": 1024,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "num_hidden_layers": 12,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 2816,
+        "max_position_embeddings": 4096,
+        "vocab_size": 32000,
+    },
+    name="mixtral-0.9b",
+)
+
+
+def node(gib: float = 24, bandwidth: float = 36e9, flop: float = 440e9) -> HardwareSpec:
+    return HardwareSpec(
+        name="node",
+        num_cores=2,
+        host_memory_bytes=int(gib * GIB),
+        host_bytes_per_s=bandwidth,
+        host_flop_per_s=flop,
+    )
+
+
+@pytest.mark.parametrize("gib", [3.2, 4, 6, 12, 96])
+def test_a_plan_fits_its_memory(gib: float) -> None:
+    plan = find_plan(MODEL, node(gib))
+    assert plan.footprint.total <= gib * GIB
+
+
+def test_more_memory_never_plans_less_speed() -> None:
+    rates = [find_plan(MODEL, node(gib)).tokens_per_s for gib in (3.2, 3.5, 4, 6, 12, 48)]
+    assert rates == sorted(rates)
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_bytes_missing() -> None:
+    with pytest.raises(InfeasiblePlanError) as caught:
+        find_plan(MODEL, node(2))
+    text = str(caught.value)
+    assert "mixtral-0.9b with one sequence needs" in text
+    needs, may, short = (float(x) for x in re.findall(r"([\d.]+) GiB", text)[:3])
+    assert needs - may == pytest.approx(short, abs=0.02)
+    for part in ("weights", "KV cache", "activations", "runtime", "total"):
+        assert part in text
+
+
+def test_a_given_policy_is_taken_or_refused_never_changed() -> None:
+    policy = Policy(batch_size=7, pass_tokens=64, prefill_chunk_tokens=7, num_kv_blocks=40)
+    assert find_plan(MODEL, node(), policy=policy).policy == policy
+    huge = Policy(batch_size=7, pass_tokens=64, prefill_chunk_tokens=7, num_kv_blocks=10**6)
+    with pytest.raises(InfeasiblePlanError, match="KV cache"):
+        find_plan(MODEL, node(), policy=huge)
+
+
+def test_a_slower_memory_asks_for_larger_batches() -> None:
+    fast, slow = find_plan(MODEL, node(96)), find_plan(MODEL, node(96, bandwidth=2e9))
+    assert slow.policy.pass_tokens > fast.policy.pass_tokens
+    assert slow.policy.batch_size > fast.policy.batch_size
+
+
+def test_the_prediction_approaches_the_rates_of_the_hardware() -> None:
+    plan = find_plan(MODEL, node(), Workload(num_rows=64, prompt_tokens=96, generated_tokens=32))
+    flop_per_token = 2 * (MODEL.num_active_parameters - 2 * MODEL.vocab_size * MODEL.hidden_size)
+    assert plan.prefill_tokens_per_s == pytest.approx(440e9 / flop_per_token, rel=0.08)
+    assert plan.prefill_tokens_per_s < 440e9 / flop_per_token
+    assert plan.policy.pass_tokens in PASS_TOKENS
+
+
+def test_the_description_names_policy_memory_and_prediction() -> None:
+    plan: Plan = find_plan(MODEL, node())
+    for text in ("policy: schedule in_place", "KV cache", "predicted: prefill", "2048 rows in"):
+        assert text in plan.describe()
+
+
+@pytest.mark.parametrize("field", ["batch_size", "pass_tokens", "num_kv_blocks"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True])
+def test_policies_without_meaning_are_refused(field: str, value: object) -> None:
+    sizes = {"batch_size": 1, "pass_tokens": 1, "prefill_chunk_tokens": 1, "num_kv_blocks": 1}
+    with pytest.raises(ConfigError, match=f"Policy.{field} is"):
+        Policy(**{**sizes, field: value})

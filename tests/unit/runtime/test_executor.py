@@ -1,0 +1,46 @@
+"""The serial executor: order, measured spans, errors."""
+
+import pytest
+
+from raymoe.errors import ExecutionError, ScheduleError
+from raymoe.runtime.executor import Bindings, SerialExecutor
+from raymoe.schedule.builders.in_place import build_in_place
+from raymoe.schedule.task import Op, Task
+
+SCHEDULE = build_in_place(3)
+
+
+def recording() -> Bindings[list[str]]:
+    def record(task: Task, state: list[str]) -> None:
+        state.append(str(task))
+
+    return dict.fromkeys(Op, record)
+
+
+def test_tasks_run_once_in_issue_order() -> None:
+    calls: list[str] = []
+    SerialExecutor(SCHEDULE, recording()).run(calls)
+    assert calls == [str(task) for task in SCHEDULE.tasks]
+
+
+def test_spans_follow_each_other() -> None:
+    timeline = SerialExecutor(SCHEDULE, recording()).run([])
+    assert [span.task for span in timeline.spans] == list(SCHEDULE.tasks)
+    for before, after in zip(timeline.spans, timeline.spans[1:], strict=False):
+        assert before.start_s <= before.end_s == after.start_s
+
+
+def test_an_operation_without_a_binding_is_refused_before_the_run() -> None:
+    bindings = {op: call for op, call in recording().items() if op is not Op.HEAD}
+    with pytest.raises(ScheduleError, match="no binding for"):
+        SerialExecutor(SCHEDULE, bindings)
+
+
+def test_a_failed_task_is_named_and_its_error_kept() -> None:
+    def fail(task: Task, state: list[str]) -> None:
+        raise ZeroDivisionError("by zero")
+
+    bindings = {**recording(), Op.POST: fail}
+    with pytest.raises(ExecutionError, match=r"post\[0,0\].*ZeroDivisionError: by zero") as caught:
+        SerialExecutor(SCHEDULE, bindings).run([])
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)

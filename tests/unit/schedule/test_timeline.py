@@ -1,0 +1,51 @@
+"""Simulation and the figures of a timeline, by hand."""
+
+from raymoe.schedule.graph import Schedule
+from raymoe.schedule.simulate import simulate
+from raymoe.schedule.task import Buffer, Op, Resource, Task
+from raymoe.schedule.timeline import Bubble, Timeline
+
+X, Y = Buffer("x"), Buffer("y")
+LOAD = Task(op=Op.PRE, layer=0, part=0, resource=Resource.HTOD, writes=(X,))
+WORK = Task(op=Op.ATTN, layer=0, part=0, resource=Resource.GPU, reads=(X,), writes=(Y,))
+RELOAD = Task(op=Op.PRE, layer=1, part=0, resource=Resource.HTOD, writes=(X,))
+AGAIN = Task(op=Op.ATTN, layer=1, part=0, resource=Resource.GPU, reads=(X, Y))
+
+
+class Durations:
+    def duration_s(self, task: Task) -> float:
+        return {Resource.HTOD: 2.0, Resource.GPU: 1.0}[task.resource]
+
+
+TIMELINE = simulate(Schedule("s", (LOAD, WORK, RELOAD, AGAIN)), Durations())
+
+
+def test_a_load_into_a_used_buffer_waits_for_its_last_reader() -> None:
+    assert [(span.start_s, span.end_s) for span in TIMELINE.spans] == [
+        (0.0, 2.0),
+        (2.0, 3.0),
+        (3.0, 5.0),
+        (5.0, 6.0),
+    ]
+
+
+def test_figures_of_the_timeline() -> None:
+    assert TIMELINE.makespan_s == 6.0
+    assert TIMELINE.busy_s(Resource.HTOD) == 4.0
+    assert TIMELINE.utilization(Resource.GPU) == 2.0 / 6.0
+    assert TIMELINE.seconds_by_op() == {"pre": 4.0, "attn": 2.0}
+    assert TIMELINE.resources == (Resource.GPU, Resource.HTOD)
+
+
+def test_bubbles_are_the_gaps_before_the_last_task() -> None:
+    assert TIMELINE.bubbles(Resource.GPU) == (
+        Bubble(Resource.GPU, 0.0, 2.0),
+        Bubble(Resource.GPU, 3.0, 5.0),
+    )
+    assert TIMELINE.bubbles(Resource.HTOD) == (Bubble(Resource.HTOD, 2.0, 3.0),)
+
+
+def test_an_empty_timeline_has_no_length() -> None:
+    empty = Timeline("empty", ())
+    assert empty.makespan_s == 0.0
+    assert empty.utilization(Resource.GPU) == 0.0
