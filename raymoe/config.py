@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Self
 from raymoe.errors import ConfigError, UnknownOptionError
 
 if TYPE_CHECKING:
-    from raymoe.plan import Policy
-    from raymoe.specs import HardwareSpec
+    from raymoe.plan.policy import Policy
+    from raymoe.specs.hardware import HardwareSpec
 
 MAX_GENERATED_TOKENS = 2**20
 MAX_LOGPROBS = 64

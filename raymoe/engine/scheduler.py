@@ -1,0 +1,199 @@
+"""Which tokens go into the next pass: decode, chunks of prompts, admission and preemption."""
+
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+
+from raymoe.engine.forecast import LengthForecast, count_admissible
+from raymoe.engine.request import Sample
+from raymoe.engine.sequence import (
+    Admission,
+    Int32s,
+    Int64s,
+    Pass,
+    SequenceTable,
+    assemble_pass,
+    choose_takes,
+)
+from raymoe.kernels.paged_kv import BLOCK_TOKENS
+from raymoe.memory.kv_cache import BlockPool, blocks_of_tokens
+from raymoe.plan.policy import Policy
+
+MAX_ADMISSIONS = 256  # of one pass
+RESERVED_FRACTION = 64  # one block of so many stays free for growth that no forecast saw
+
+
+class PassScheduler:
+    """Turns waiting and live sequences into passes. The engine thread owns it.
+
+    Every pass holds one token of each sequence that decodes and, up to `policy.pass_tokens`,
+    chunks of prompts: experts see more rows, so each token costs less. Sequences join at the rate
+    that the KV cache sustains. When a sequence needs a block and none is free, the newest one
+    gives up its blocks, keeps its tokens and computes them again later; the oldest always
+    finishes, so everything does.
+    """
+
+    def __init__(self, policy: Policy, max_context_tokens: int) -> None:
+        self.policy = policy
+        self.pool = BlockPool(policy.num_kv_blocks)
+        self.table = SequenceTable(policy.batch_size, max_context_tokens, policy.num_kv_blocks)
+        self.forecast = LengthForecast()
+        self.live: list[Sample | None] = [None] * policy.batch_size
+        self.num_preemptions = 0
+        self._waiting: deque[Sample] = deque()
+        self._reserved_blocks = policy.num_kv_blocks // RESERVED_FRACTION
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without a slot."""
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence is unfinished."""
+        return bool(self._waiting) or self.table.num_live > 0
+
+    def sample_of(self, slot: int) -> Sample:
+        """The sample that lives in a slot."""
+        sample = self.live[slot]
+        assert sample is not None
+        return sample
+
+    def unfinished(self) -> list[Sample]:
+        """All samples that wait or live."""
+        return [*self._waiting, *(sample for sample in self.live if sample is not None)]
+
+    def add(self, sample: Sample) -> None:
+        """Let a sample wait behind all others."""
+        self._waiting.append(sample)
+
+    def add_first(self, samples: Iterable[Sample]) -> None:
+        """Let these samples go before all that wait, in their order."""
+        self._waiting.extendleft(reversed(list(samples)))
+
+    def next_pass(self) -> Pass:
+        """Assemble the next pass; there must be work."""
+        has_preempted = self._make_room()
+        if not has_preempted or self.table.num_live == 0:
+            self._admit()
+        slots = self.table.live_slots()
+        takes = self._takes(slots)
+        assert takes.any(), "there is work, but no sequence fits"
+        return assemble_pass(self.table, slots, takes)
+
+    def complete(self, done: Pass) -> None:
+        """Record that the KV of a pass is in the cache."""
+        self.table.computed_tokens[done.slots] += done.takes
+
+    def finish(self, slot: int) -> Sample:
+        """Free the slot and the blocks of a sequence that ended."""
+        sample = self.sample_of(slot)
+        self._leave(sample)
+        return sample
+
+    def _takes(self, slots: Int64s) -> Int32s:
+        policy = self.policy
+        return choose_takes(self.table, slots, policy.pass_tokens, policy.prefill_chunk_tokens)
+
+    def _make_room(self) -> bool:
+        """Give a block to every decoding sequence that needs one; returns whether any had to go."""
+        table, before = self.table, self.num_preemptions
+        slots = table.live_slots()
+        while True:
+            is_decoding = table.known_tokens[slots] - table.computed_tokens[slots] == 1
+            is_full = table.computed_tokens[slots] == table.num_blocks[slots] * BLOCK_TOKENS
+            needing = slots[is_decoding & is_full]
+            if len(needing) <= self.pool.num_free:
+                break
+            self._preempt(self.sample_of(int(slots[-1])))
+            slots = slots[:-1]
+        if len(needing):
+            table.add_blocks(needing, self.pool.allocate(len(needing)))
+        return self.num_preemptions > before
+
+    def _preempt(self, sample: Sample) -> None:
+        sample.tokens = self.table.tokens(sample.slot)
+        if sample.wants_prompt_logits:
+            sample.prompt_logprobs = None  # collected again from the start
+        self._leave(sample)
+        self._waiting.appendleft(sample)
+        self.num_preemptions += 1
+        self.forecast.record_preemption()
+
+    def _leave(self, sample: Sample) -> None:
+        self.pool.release(self.table.remove(sample.slot))
+        self.live[sample.slot] = None
+        sample.slot = -1
+
+    def _admit(self) -> None:
+        budget = self.policy.pass_tokens - int(self._takes(self.table.live_slots()).sum())
+        if budget <= 0 or not self._waiting:
+            return
+        for _ in range(self._num_admissible()):
+            if budget <= 0 or self.table.num_free_slots == 0 or not self._has_blocks():
+                return
+            budget -= self._enter(self._waiting.popleft())
+
+    def _num_admissible(self) -> int:
+        """Sequences that may join without the cache becoming too full before others end."""
+        candidates = [self._waiting[i] for i in range(min(MAX_ADMISSIONS, len(self._waiting)))]
+        known = np.array([len(sample.known) for sample in candidates])
+        prompt = np.array([sample.num_prompt_tokens for sample in candidates])
+        limit = np.array([sample.request.limit_tokens for sample in candidates])
+        waste = BLOCK_TOKENS // 2  # the unused part of a last block, on average
+        count = count_admissible(
+            self._live_lengths(),
+            (known + waste, self.forecast.remaining(known - prompt, limit - prompt)),
+            (self.policy.num_kv_blocks - self._reserved_blocks) * BLOCK_TOKENS,
+        )
+        return max(count, 1) if self.table.num_live == 0 else count
+
+    def _live_lengths(self) -> tuple[Int64s, Int64s]:
+        table = self.table
+        slots = table.live_slots()
+        known, prompt = table.known_tokens[slots], table.prompt_tokens[slots]
+        remaining = self.forecast.remaining(known - prompt, table.limit_tokens[slots] - prompt)
+        return known.astype(np.int64) + BLOCK_TOKENS // 2, remaining
+
+    def _has_blocks(self) -> bool:
+        sample = self._waiting[0]
+        reserved = self._reserved_blocks if self.table.num_live else 0
+        needed = blocks_of_tokens(len(sample.known)) - len(self._shared_blocks(sample))
+        return needed + reserved <= self.pool.num_free
+
+    def _enter(self, sample: Sample) -> int:
+        """Admit a sample; returns the tokens that it may add to this pass."""
+        shared, known = self._shared_blocks(sample), sample.known
+        self.pool.retain(shared)
+        fresh = self.pool.allocate(blocks_of_tokens(len(known)) - len(shared))
+        computed = len(shared) * BLOCK_TOKENS
+        sample.slot = self.table.admit(
+            Admission(
+                tokens=known,
+                blocks=np.concatenate([shared, fresh]),
+                prompt_tokens=sample.num_prompt_tokens,
+                limit_tokens=sample.request.limit_tokens,
+                computed_tokens=computed,
+                arrival=sample.arrival,
+                wants_prompt_logits=sample.wants_prompt_logits,
+            )
+        )
+        sample.num_cached_tokens = computed
+        sample.tokens = None
+        self.live[sample.slot] = sample
+        return min(len(known) - computed, self.policy.prefill_chunk_tokens)
+
+    def _shared_blocks(self, sample: Sample) -> Int32s:
+        """Blocks of the prompt that another sample of the row has computed.
+
+        Only full ones, and never the prompt's last token, whose logits are needed again.
+        """
+        if not sample.wants_prompt_logits:
+            num_blocks = (sample.num_prompt_tokens - 1) // BLOCK_TOKENS
+            for other in sample.request.samples if num_blocks else ():
+                if other.slot >= 0 and (
+                    self.table.computed_tokens[other.slot] >= num_blocks * BLOCK_TOKENS
+                ):
+                    return self.table.block_table[other.slot, :num_blocks].copy()
+        return np.empty(0, np.int32)

@@ -1,0 +1,256 @@
+"""The sequences that are live, as a struct of arrays: one row of every array is a slot.
+
+Token ids live in blocks like the KV cache does, through the same block tables, so that their
+memory follows the cache's and blocks shared between sequences share tokens too.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from raymoe.engine.jit import compiled
+from raymoe.kernels.paged_kv import BLOCK_TOKENS
+from raymoe.memory.kv_cache import blocks_of_tokens
+
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """What a sequence brings into its slot.
+
+    Attributes:
+        tokens: All known tokens: the prompt, and what was generated before a preemption.
+        blocks: Enough for `tokens`; the first may be shared and computed already.
+        prompt_tokens: How many of `tokens` are the prompt.
+        limit_tokens: Known tokens at which the sequence is over.
+        computed_tokens: Whose KV is in the first blocks.
+        arrival: Order among all sequences; preemption takes the newest.
+        wants_prompt_logits: Whether logits of the prompt's tokens are wanted too.
+    """
+
+    tokens: Int32s
+    blocks: Int32s
+    prompt_tokens: int
+    limit_tokens: int
+    computed_tokens: int
+    arrival: int
+    wants_prompt_logits: bool
+
+
+class SequenceTable:
+    """Live sequences. The engine thread owns it; nothing here is thread-safe.
+
+    Invariants of a live slot: computed < known <= limit; blocks cover known - 1 tokens at least.
+    The last known token may have no block yet: it is in `last_token` until a pass computes it.
+    """
+
+    def __init__(self, num_slots: int, max_context_tokens: int, num_blocks: int) -> None:
+        max_blocks = min(blocks_of_tokens(max_context_tokens), num_blocks)
+        self.num_slots = num_slots
+        self.is_live: Bools = np.zeros(num_slots, np.bool_)
+        self.prompt_tokens: Int32s = np.zeros(num_slots, np.int32)
+        self.known_tokens: Int32s = np.zeros(num_slots, np.int32)
+        self.computed_tokens: Int32s = np.zeros(num_slots, np.int32)
+        self.limit_tokens: Int32s = np.zeros(num_slots, np.int32)
+        self.last_token: Int32s = np.zeros(num_slots, np.int32)
+        self.arrival: Int64s = np.zeros(num_slots, np.int64)
+        self.wants_prompt_logits: Bools = np.zeros(num_slots, np.bool_)
+        self.num_blocks: Int32s = np.zeros(num_slots, np.int32)
+        self.block_table: Int32s = np.zeros((num_slots, max_blocks), np.int32)
+        self.token_blocks: Int32s = np.zeros((num_blocks, BLOCK_TOKENS), np.int32)
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+
+    @property
+    def num_live(self) -> int:
+        """Slots in use."""
+        return self.num_slots - len(self._free_slots)
+
+    @property
+    def num_free_slots(self) -> int:
+        """Places for more sequences."""
+        return len(self._free_slots)
+
+    def live_slots(self) -> Int64s:
+        """Slots in use, oldest first."""
+        slots = np.flatnonzero(self.is_live)
+        return slots[np.argsort(self.arrival[slots], kind="stable")]
+
+    def admit(self, admission: Admission) -> int:
+        """Put a sequence into a free slot and return the slot."""
+        slot = self._free_slots.pop()
+        tokens, blocks, first = admission.tokens, admission.blocks, admission.computed_tokens
+        assert first < len(tokens) <= len(blocks) * BLOCK_TOKENS
+        self.is_live[slot] = True
+        self.prompt_tokens[slot] = admission.prompt_tokens
+        self.known_tokens[slot] = len(tokens)
+        self.computed_tokens[slot] = first
+        self.limit_tokens[slot] = admission.limit_tokens
+        self.last_token[slot] = tokens[-1]
+        self.arrival[slot] = admission.arrival
+        self.wants_prompt_logits[slot] = admission.wants_prompt_logits
+        self.num_blocks[slot] = len(blocks)
+        self.block_table[slot, : len(blocks)] = blocks
+        position = np.arange(first, len(tokens))
+        self.token_blocks[blocks[position // BLOCK_TOKENS], position % BLOCK_TOKENS] = tokens[
+            first:
+        ]
+        return slot
+
+    def tokens(self, slot: int, first: int = 0) -> Int32s:
+        """Known tokens of a slot from position `first` on, copied."""
+        known = int(self.known_tokens[slot])
+        position = np.arange(first, known - 1)
+        out = np.empty(known - first, np.int32)
+        blocks = self.block_table[slot, position // BLOCK_TOKENS]
+        out[:-1] = self.token_blocks[blocks, position % BLOCK_TOKENS]
+        out[-1] = self.last_token[slot]
+        return out
+
+    def blocks(self, slot: int) -> Int32s:
+        """Blocks of a slot in order, copied."""
+        return self.block_table[slot, : self.num_blocks[slot]].copy()
+
+    def add_blocks(self, slots: Int64s, blocks: Int32s) -> None:
+        """Give each of these slots one more block."""
+        self.block_table[slots, self.num_blocks[slots]] = blocks
+        self.num_blocks[slots] += 1
+
+    def remove(self, slot: int) -> Int32s:
+        """Free a slot; returns its blocks, which the caller releases."""
+        blocks = self.blocks(slot)
+        self.is_live[slot] = False
+        self._free_slots.append(slot)
+        return blocks
+
+    def append(self, slots: Int32s, tokens: Int32s) -> None:
+        """Append one sampled token to each of these slots."""
+        self.last_token[slots] = tokens
+        self.known_tokens[slots] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """The tokens of one pass as arrays, and whose they are.
+
+    Attributes:
+        slots: [S] sequences of the pass.
+        takes: [S] tokens of each.
+        token_ids: [T] int64.
+        positions: [T] int32.
+        query_start: [S + 1] int32.
+        context_tokens: [S] int32.
+        block_table: [S, M] int32.
+        logit_rows: [R] int64, tokens of the pass whose logits are wanted, ascending.
+        row_slots: [R] int32, the slot of each.
+        row_positions: [R] int32, position of the token that these logits predict.
+        row_is_sample: [R], whether that token is to be sampled; else it is a prompt's.
+    """
+
+    slots: Int64s
+    takes: Int32s
+    token_ids: Int64s
+    positions: Int32s
+    query_start: Int32s
+    context_tokens: Int32s
+    block_table: Int32s
+    logit_rows: Int64s
+    row_slots: Int32s
+    row_positions: Int32s
+    row_is_sample: Bools
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the pass."""
+        return len(self.token_ids)
+
+
+def choose_takes(table: SequenceTable, slots: Int64s, budget: int, chunk: int) -> Int32s:
+    """Tokens that each of these slots gets in a pass: one for decode, then chunks of prompts.
+
+    Args:
+        table: The live sequences.
+        slots: Candidates; earlier ones are served first.
+        budget: Tokens of the pass.
+        chunk: Most tokens of one sequence.
+    """
+    rests = table.known_tokens[slots] - table.computed_tokens[slots]
+    return _choose_takes(rests, budget, chunk)
+
+
+@compiled
+def _choose_takes(rests: Int32s, budget: int, chunk: int) -> Int32s:
+    takes = np.zeros(len(rests), np.int32)
+    for index, rest in enumerate(rests):
+        if rest == 1 and budget > 0:
+            takes[index] = 1
+            budget -= 1
+    for index, rest in enumerate(rests):
+        if rest > 1:
+            takes[index] = min(rest, chunk, budget)
+            budget -= takes[index]
+    return takes
+
+
+def assemble_pass(table: SequenceTable, slots: Int64s, takes: Int32s) -> Pass:
+    """Gather the tokens of a pass; the blocks for all of them must be there."""
+    slots, takes = slots[takes > 0], takes[takes > 0]
+    num_tokens, num_sequences = int(takes.sum()), len(slots)
+    context_tokens = (table.computed_tokens[slots] + takes).astype(np.int32)
+    num_columns = blocks_of_tokens(int(context_tokens.max(initial=1)))
+    token_ids, positions = np.empty(num_tokens, np.int64), np.empty(num_tokens, np.int32)
+    query_start = np.zeros(num_sequences + 1, np.int32)
+    np.cumsum(takes, out=query_start[1:])
+    logit_rows, row_slots = np.empty(num_tokens, np.int64), np.empty(num_tokens, np.int32)
+    row_positions, row_is_sample = np.empty(num_tokens, np.int32), np.empty(num_tokens, np.bool_)
+    num_rows = _gather_tokens(
+        (slots, takes, table.known_tokens, table.computed_tokens, table.prompt_tokens),
+        (table.wants_prompt_logits, table.last_token, table.block_table, table.token_blocks),
+        (token_ids, positions, logit_rows, row_slots, row_positions, row_is_sample),
+    )
+    return Pass(
+        slots,
+        takes,
+        token_ids,
+        positions,
+        query_start,
+        context_tokens,
+        np.ascontiguousarray(table.block_table[slots, :num_columns]),
+        logit_rows[:num_rows],
+        row_slots[:num_rows],
+        row_positions[:num_rows],
+        row_is_sample[:num_rows],
+    )
+
+
+@compiled
+def _gather_tokens(
+    lengths: tuple[Int64s, Int32s, Int32s, Int32s, Int32s],
+    contents: tuple[Bools, Int32s, Int32s, Int32s],
+    out: tuple[Int64s, Int32s, Int64s, Int32s, Int32s, Bools],
+) -> int:
+    slots, takes, known_tokens, computed_tokens, prompt_tokens = lengths
+    wants_prompt_logits, last_token, block_table, token_blocks = contents
+    token_ids, positions, logit_rows, row_slots, row_positions, row_is_sample = out
+    token, row = 0, 0
+    for index, slot in enumerate(slots):
+        begin = computed_tokens[slot]
+        for position in range(begin, begin + takes[index]):
+            block, offset = block_table[slot, position // BLOCK_TOKENS], position % BLOCK_TOKENS
+            is_last = position + 1 == known_tokens[slot]
+            if is_last:
+                token_blocks[block, offset] = last_token[slot]
+            token_ids[token] = token_blocks[block, offset]
+            positions[token] = position
+            is_wanted = wants_prompt_logits[slot] and position + 1 < prompt_tokens[slot]
+            if is_last or is_wanted:
+                logit_rows[row] = token
+                row_slots[row] = slot
+                row_positions[row] = position + 1
+                row_is_sample[row] = is_last
+                row += 1
+            token += 1
+    return row
