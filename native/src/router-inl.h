@@ -47,7 +47,7 @@ inline float exponentials(const T* logits, int64_t num_experts, float* exps, int
 inline int32_t take_largest(int32_t* keys, int64_t padded) {
   I32 best = splat(kTaken);
   for (int64_t i = 0; i < padded; i += kLanes) best = max(best, load(keys + i, Whole{}));
-  const I32 wanted = splat(max_of_int(best));
+  const I32 wanted = splat(max_of(best));
   for (int64_t i = 0; i < padded; i += kLanes) {
     const uint32_t equal = mask_equal(load(keys + i, Whole{}), wanted);
     if (equal == 0) continue;

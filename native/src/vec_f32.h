@@ -92,14 +92,18 @@ inline F32 load(const T* p, Part part) {
   return widen(p, _mm256_maskz_loadu_epi16(lanes(part), p));
 }
 
-/// Upper halves hold the bfloat16 nearest to x, ties to even; NaN stays NaN.
+/// Upper halves hold the bfloat16 nearest to x, ties to even. NaN stays NaN if its low 16 bits are
+/// zero, as in every NaN that arithmetic on 16-bit values makes or passes on.
 inline I32 bf16_in_upper_half(F32 x) {
   const I32 bits = bits_of(x);
   const I32 lsb = bit_and(shift_right<16>(bits), splat(1));
-  const I32 rounded = add(bits, add(lsb, splat(0x7fff)));
-  return _mm512_mask_or_epi32(rounded, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), bits,
-                              splat(0x400000));
+  return add(add(bits, splat(0x7fff)), lsb);
 }
+/// Sum, halving: lane i + lane i + 8 first. Largest lane; NaN lanes give an unspecified result.
+inline float sum_of(F32 x) { return _mm512_reduce_add_ps(x); }
+inline float max_of(F32 x) { return _mm512_reduce_max_ps(x); }
+inline int32_t max_of(I32 x) { return _mm512_reduce_max_epi32(x); }
+
 inline __m256i narrow(const bf16*, F32 x) {
   return _mm512_cvtepi32_epi16(shift_right<16>(bf16_in_upper_half(x)));
 }
@@ -194,14 +198,30 @@ inline F32 load(const T* p, Part part) {
   return load(copy, Whole{});
 }
 
-/// Upper halves hold the bfloat16 nearest to x, ties to even; NaN stays NaN.
+/// Upper halves hold the bfloat16 nearest to x, ties to even. NaN stays NaN if its low 16 bits are
+/// zero, as in every NaN that arithmetic on 16-bit values makes or passes on.
 inline I32 bf16_in_upper_half(F32 x) {
   const I32 bits = bits_of(x);
   const I32 lsb = bit_and(shift_right<16>(bits), splat(1));
-  const I32 rounded = add(bits, add(lsb, splat(0x7fff)));
-  return bits_of(where_nan(x, from_bits(_mm256_or_si256(bits, splat(0x400000))),
-                           from_bits(rounded)));
+  return add(add(bits, splat(0x7fff)), lsb);
 }
+/// Sum, halving: lane i + lane i + 4 first. Largest lane; NaN lanes give an unspecified result.
+inline float sum_of(F32 x) {
+  const __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  const __m128 quarter = _mm_add_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
+}
+inline float max_of(F32 x) {
+  const __m128 half = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  const __m128 quarter = _mm_max_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_max_ss(quarter, _mm_movehdup_ps(quarter)));
+}
+inline int32_t max_of(I32 x) {
+  const __m128i half = _mm_max_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  const __m128i quarter = _mm_max_epi32(half, _mm_shuffle_epi32(half, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(quarter, _mm_shuffle_epi32(quarter, 0xb1)));
+}
+
 inline __m128i narrow(const bf16*, F32 x) {
   const I32 halves = shift_right<16>(bf16_in_upper_half(x));
   return _mm_packus_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
@@ -286,7 +306,11 @@ inline void store(T* p, F32 x, Part part) {
 }
 inline void store(int32_t* p, I32 x, Whole) { *p = x; }
 
-/// Upper half holds the bfloat16 nearest to x, ties to even; NaN stays NaN.
+inline float sum_of(F32 x) { return x; }
+inline float max_of(F32 x) { return x; }
+inline int32_t max_of(I32 x) { return x; }
+
+/// Upper half holds the bfloat16 nearest to x, ties to even.
 inline I32 bf16_in_upper_half(F32 x) {
   return static_cast<int32_t>(static_cast<uint32_t>(from_float<bf16>(x).bits) << 16);
 }
@@ -325,32 +349,6 @@ inline void for_lanes(int64_t count, const WholeBody& whole, const TailBody& tai
 template <typename Body>
 inline void for_lanes(int64_t count, const Body& body) {
   for_lanes(count, body, body);
-}
-
-/// Sum of the lanes, halving: lane i + lane i + kLanes / 2 first.
-inline float sum_of(F32 x) {
-  float lane[kLanes];
-  store(lane, x, Whole{});
-  for (int64_t half = kLanes / 2; half > 0; half /= 2)
-    for (int64_t i = 0; i < half; ++i) lane[i] += lane[i + half];
-  return lane[0];
-}
-
-/// Largest lane; NaN lanes give an unspecified result.
-inline float max_of(F32 x) {
-  float lane[kLanes];
-  store(lane, x, Whole{});
-  float best = lane[0];
-  for (int64_t i = 1; i < kLanes; ++i) best = lane[i] > best ? lane[i] : best;
-  return best;
-}
-
-inline int32_t max_of_int(I32 x) {
-  int32_t lane[kLanes];
-  store(lane, x, Whole{});
-  int32_t best = lane[0];
-  for (int64_t i = 1; i < kLanes; ++i) best = lane[i] > best ? lane[i] : best;
-  return best;
 }
 
 /// exp(x) for x <= 88, within 2 ulp; 0 below -87.3; NaN stays NaN.
