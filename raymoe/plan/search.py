@@ -25,8 +25,9 @@ RUNTIME_BYTES = GIB  # interpreter, torch, tokenizer, request state
 LOGIT_CHUNK_ROWS = 256
 PASS_TOKENS = (512, 1024, 2048, 4096, 8192)
 BATCH_SIZES = (16, 32, 64, 128, 256, 512, 1024, 2048)
-# The smallest size that comes this close to the best is chosen: what is left costs memory only.
-GOOD_ENOUGH = 0.995
+# The smallest size that comes this close to the best is chosen: more tokens in a pass cost a few
+# megabytes, more sequences cost gigabytes of KV cache.
+GOOD_PASS, GOOD_BATCH = 0.995, 0.98
 DEFAULT_WORKLOAD = Workload(num_rows=2048, prompt_tokens=256, generated_tokens=128)
 
 
@@ -181,9 +182,8 @@ def _choose(
     def rate(shape: PassShape) -> float:
         return shape.tokens / simulate(schedule, HostCost(work, hardware, shape)).makespan_s
 
-    pass_tokens = _smallest_good(
-        PASS_TOKENS, [rate(_prefill(tokens, workload)) for tokens in PASS_TOKENS]
-    )
+    prefill_rates = [rate(_prefill(tokens, workload)) for tokens in PASS_TOKENS]
+    pass_tokens = _smallest_good(PASS_TOKENS, prefill_rates, GOOD_PASS)
     floor = Footprint(
         weights=sizes.weights,
         kv_cache=ceil_div(context, KV_BLOCK_TOKENS) * sizes.block_bytes,
@@ -195,7 +195,8 @@ def _choose(
     blocks = free_bytes // sizes.block_bytes
     most = max(1, blocks // ceil_div(workload.context_tokens, KV_BLOCK_TOKENS))
     batches = [size for size in BATCH_SIZES if size <= min(most, pass_tokens)] or [most]
-    batch = _smallest_good(batches, [rate(_decode(size, workload)) for size in batches])
+    decode_rates = [rate(_decode(size, workload)) for size in batches]
+    batch = _smallest_good(batches, decode_rates, GOOD_BATCH)
     return Policy(
         batch_size=batch,
         pass_tokens=pass_tokens,
@@ -219,6 +220,6 @@ def _decode(batch_size: int, workload: Workload) -> PassShape:
     return PassShape.decode(batch_size, mean_context)
 
 
-def _smallest_good(sizes: Sequence[int], rates: list[float]) -> int:
-    best = max(rates)
-    return next(size for size, rate in zip(sizes, rates, strict=True) if rate >= GOOD_ENOUGH * best)
+def _smallest_good(sizes: Sequence[int], rates: Sequence[float], share: float) -> int:
+    least = share * max(rates)
+    return next(size for size, rate in zip(sizes, rates, strict=True) if rate >= least)

@@ -56,8 +56,9 @@ def test_a_model_that_does_not_fit_is_refused_with_the_bytes_missing() -> None:
         find_plan(MODEL, node(2))
     text = str(caught.value)
     assert "mixtral-0.9b with one sequence needs" in text
-    needs, may, short = (float(x) for x in re.findall(r"([\d.]+) GiB", text)[:3])
-    assert needs - may == pytest.approx(short, abs=0.02)
+    needs = re.search(r"needs ([\d.]+) GiB.*?\(([\d.]+) MiB short\)", text)
+    assert needs is not None
+    assert float(needs[1]) * 1024 - 2048 == pytest.approx(float(needs[2]), abs=6)
     for part in ("weights", "KV cache", "activations", "runtime", "total"):
         assert part in text
 
@@ -71,7 +72,7 @@ def test_a_given_policy_is_taken_or_refused_never_changed() -> None:
 
 
 def test_a_slower_memory_asks_for_larger_batches() -> None:
-    fast, slow = find_plan(MODEL, node(96)), find_plan(MODEL, node(96, bandwidth=2e9))
+    fast, slow = find_plan(MODEL, node(96)), find_plan(MODEL, node(96, bandwidth=0.5e9))
     assert slow.policy.pass_tokens > fast.policy.pass_tokens
     assert slow.policy.batch_size > fast.policy.batch_size
 
