@@ -1,0 +1,184 @@
+"""Chat messages to the text that the model was trained on, within limits of time and size."""
+
+import contextlib
+import json
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from raymoe.engine.chat_worker import HEADER, write_frame
+from raymoe.errors import ConfigError
+
+WORKER = Path(__file__).with_name("chat_worker.py")
+START_LIMIT_S = 60.0
+RENDER_LIMIT_S = 5.0
+MAX_CHARACTERS = 8_000_000
+MAX_MEMORY_BYTES = 1 << 30
+MAX_MESSAGES = 10_000
+CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' own: marks where to go on
+
+
+class TemplateTimeoutError(ConfigError):
+    """A chat template took too long."""
+
+
+class ChatTemplate:
+    """Renders chats in a process of its own, which is ended when a chat takes too long.
+
+    Thread-safe: one chat is rendered at a time.
+
+    Args:
+        source: The jinja2 text.
+        variables: Special tokens and whatever else the template may use.
+    """
+
+    def __init__(
+        self, source: str, variables: Mapping[str, Any], render_limit_s: float = RENDER_LIMIT_S
+    ) -> None:
+        self._source, self._variables = source, dict(variables)
+        self._limit_s = render_limit_s
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def render(self, messages: object) -> str:
+        """Text of a chat: the final assistant message is continued, any other one is answered.
+
+        Raises:
+            ConfigError: The messages are broken, the template refuses them or exceeds a limit.
+        """
+        chat = check_messages(messages)
+        is_continued = chat[-1]["role"] == "assistant"
+        if is_continued:
+            chat[-1] = chat[-1] | {"content": chat[-1].get("content", "") + CONTINUE_TAG}
+        request = self._variables | {
+            "messages": chat,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": not is_continued,
+        }
+        with self._lock:
+            text = self._ask(request)
+        return _before_tag(text) if is_continued else text
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            self._stop()
+
+    def _ask(self, request: dict[str, Any]) -> str:
+        if self._process is None:
+            self._start()
+        return self._exchange(request, self._limit_s)
+
+    def _start(self) -> None:
+        # -P: the folder of the script must not come before the standard library.
+        command = [sys.executable, "-P", str(WORKER)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        limits = {"max_characters": MAX_CHARACTERS, "max_memory_bytes": MAX_MEMORY_BYTES}
+        self._exchange({"template": self._source, **limits}, START_LIMIT_S)
+
+    def _exchange(self, request: dict[str, Any], limit_s: float) -> str:
+        assert self._process is not None
+        try:
+            write_frame(cast("Any", self._process.stdin), request)
+            answer = self._read(time.monotonic() + limit_s)
+        except TimeoutError as error:
+            self._stop()
+            raise TemplateTimeoutError(
+                f"the chat template took more than {limit_s:g} s; check the model's chat_template"
+            ) from error
+        except (OSError, EOFError) as error:
+            self._stop()
+            raise ConfigError(f"the chat template's process ended: {error}") from error
+        if "error" in answer:
+            raise ConfigError(f"the chat template failed: {answer['error']}")
+        return str(answer["text"])
+
+    def _read(self, deadline_s: float) -> dict[str, Any]:
+        (size,) = HEADER.unpack(self._read_bytes(HEADER.size, deadline_s))
+        return dict(json.loads(self._read_bytes(size, deadline_s)))
+
+    def _read_bytes(self, count: int, deadline_s: float) -> bytes:
+        assert self._process is not None
+        stream = cast("Any", self._process.stdout).raw
+        data = bytearray()
+        while len(data) < count:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0 or not select.select([stream], [], [], left_s)[0]:
+                raise TimeoutError
+            piece = stream.read(count - len(data))
+            if not piece:
+                raise EOFError("it closed its output, perhaps for lack of memory")
+            data += piece
+        return bytes(data)
+
+    def _stop(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            with contextlib.suppress(OSError):  # what was buffered has no reader any more
+                cast("Any", process.stdin).close()
+            cast("Any", process.stdout).close()
+            process.wait()
+
+
+def _before_tag(text: str) -> str:
+    tag = CONTINUE_TAG.strip()
+    place = text.rfind(tag)
+    if place < 0:
+        raise ConfigError("the chat template does not show the final assistant message")
+    is_spaced = text.startswith(CONTINUE_TAG, place)
+    return text[:place] if is_spaced else text[:place].rstrip()
+
+
+def check_messages(messages: object) -> list[dict[str, Any]]:
+    """Messages as templates take them: null keys dropped, text parts joined.
+
+    Raises:
+        ConfigError: Names the message and what is wrong with it.
+    """
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise ConfigError(f"messages is a {type(messages).__name__}; it takes a list of messages")
+    if not 1 <= len(messages) <= MAX_MESSAGES:
+        raise ConfigError(f"messages has {len(messages)} entries; it takes 1 to {MAX_MESSAGES}")
+    chat = [_check_message(index, message) for index, message in enumerate(messages)]
+    try:
+        json.dumps(chat, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"messages are not valid Unicode: {error.reason}") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"messages cannot be written as JSON: {error}") from error
+    return chat
+
+
+def _check_message(index: int, message: object) -> dict[str, Any]:
+    where = f"messages[{index}]"
+    if not isinstance(message, Mapping):
+        raise ConfigError(f"{where} is a {type(message).__name__}; it takes role and content")
+    fields = {key: value for key, value in message.items() if value is not None}
+    role = fields.get("role")
+    if not isinstance(role, str) or not role:
+        raise ConfigError(f"{where} has role {role!r:.60}; it takes a name such as 'user'")
+    content = fields.get("content")
+    if isinstance(content, Sequence) and not isinstance(content, (str, bytes)):
+        fields["content"] = content = "".join(_part_text(where, part) for part in content)
+    if content is None and "tool_calls" in fields and role == "assistant":
+        return fields
+    if not isinstance(content, str):
+        raise ConfigError(f"{where} has content {content!r:.60}; it takes text")
+    return fields
+
+
+def _part_text(where: str, part: object) -> str:
+    if isinstance(part, Mapping) and part.get("type") == "text":
+        text = part.get("text")
+        if isinstance(text, str):
+            return text
+    raise ConfigError(f"{where} has a content part that is not text; only text is supported")
