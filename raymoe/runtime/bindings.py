@@ -1,7 +1,7 @@
 """Op -> callable: what each task of a schedule does to the state of a pass."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -23,6 +23,8 @@ class PassInputs:
     Attributes:
         token_ids: int64 [T].
         positions: int32 [T], position of each token in its sequence.
+        prompt_tokens: int32 [T], prompt length of each token's sequence; where the decoder needs
+            it (`Decoder.needs_prompt_tokens`).
         attention: Which tokens belong to which sequence, and its KV blocks.
         logit_rows: int64 [R], ascending: tokens of the pass whose logits are wanted.
         on_logits: Called with (first row, logits [C, V]) for chunks of at most
@@ -35,6 +37,7 @@ class PassInputs:
     attention: AttentionBatch
     logit_rows: Tensor
     on_logits: OnLogits
+    prompt_tokens: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -46,7 +49,7 @@ class PassState:
     projected: Projected | None = None
     attention_TX: Tensor | None = None
     normed_TH: Tensor | None = None
-    routing: Routing | None = field(default=None)
+    routing: Routing | None = None
 
 
 def bind_cpu(decoder: Decoder, cache: KvCache) -> Bindings[PassState]:
@@ -57,7 +60,10 @@ def bind_cpu(decoder: Decoder, cache: KvCache) -> Bindings[PassState]:
 
     def pre(task: Task, state: PassState) -> None:
         assert state.hidden_TH is not None
-        state.projected = decoder.pre(task.layer, state.hidden_TH, state.inputs.positions)
+        inputs = state.inputs
+        state.projected = decoder.pre(
+            task.layer, state.hidden_TH, inputs.positions, inputs.prompt_tokens
+        )
 
     def attend(task: Task, state: PassState) -> None:
         assert state.projected is not None

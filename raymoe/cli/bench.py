@@ -1,0 +1,91 @@
+"""`raymoe bench`: our engine against transformers on the same rows, beside the machine's limit."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from raymoe.bench.contenders import CONTENDERS
+from raymoe.bench.suite import Result, run_suite
+from raymoe.bench.workloads import SHAPES, WORKLOADS
+from raymoe.device.host import read_host
+from raymoe.errors import ConfigError
+from raymoe.units import GB, GIB, format_seconds
+
+
+def run(  # noqa: PLR0913 - the options of a command
+    *,
+    shape: Annotated[
+        list[str], typer.Option(help=f"Model shapes, of {', '.join(SHAPES)}; repeatable.")
+    ] = ["mixtral"],  # noqa: B006 - typer copies it
+    workload: Annotated[
+        list[str], typer.Option(help=f"Row lengths, of {', '.join(WORKLOADS)}; repeatable.")
+    ] = ["W1"],  # noqa: B006 - typer copies it
+    contender: Annotated[
+        list[str], typer.Option(help=f"Engines, of {', '.join(CONTENDERS)}; repeatable.")
+    ] = ["raymoe", "transformers"],  # noqa: B006 - typer copies it
+    repetitions: Annotated[int, typer.Option(min=1, help="Runs of each; medians are shown.")] = 3,
+    num_threads: Annotated[int | None, typer.Option(min=1, help="Cores; all by default.")] = None,
+    out: Annotated[
+        Path, typer.Option(help="Directory for checkpoints (kept) and results.jsonl.")
+    ] = Path("raymoe-bench"),
+) -> None:
+    """Measure generated tokens per second on random weights, end to end and by phase.
+
+    Bound: operations over 0.94 of the measured bfloat16 peak and bytes over the measured read
+    bandwidth, the longer for each phase. Rows generate every token (no early end), greedily.
+    """
+    for name, chosen, known in (
+        ("shape", shape, SHAPES),
+        ("workload", workload, WORKLOADS),
+        ("contender", contender, CONTENDERS),
+    ):
+        for value in chosen:
+            if value not in known:
+                raise ConfigError(f"--{name} {value!r} is not one of {', '.join(known)}")
+    console = Console(stderr=True)
+    out.mkdir(parents=True, exist_ok=True)
+    results = []
+    with (out / "results.jsonl").open("a") as lines:
+        for result in run_suite(
+            shapes=shape,
+            workloads=workload,
+            contenders=contender,
+            repetitions=repetitions,
+            num_threads=num_threads or read_host().num_cores,
+            directory=out,
+            report=lambda text: console.print(text, style="dim"),
+        ):
+            lines.write(result.to_json() + "\n")
+            lines.flush()
+            results.append(result)
+    Console().print(_table(results))
+    console.print(f"one JSON line for each in {out / 'results.jsonl'}", style="dim")
+
+
+def _table(results: list[Result]) -> Table:
+    table = Table(title="generated tokens per second, end to end")
+    columns = ("shape", "workload", "engine", "tokens/s", "min..max", "of bound", "raymoe is")
+    for column in (*columns, "prefill", "peak RSS", "peak GFLOP/s", "GB/s"):
+        table.add_column(column, justify="left" if column in columns[:3] else "right")
+    ours = {(r.shape, r.workload): r.tokens_per_s for r in results if r.contender == "raymoe"}
+    for result in results:
+        mine = ours.get((result.shape, result.workload))
+        low = result.generated_tokens / result.total_s_max
+        high = result.generated_tokens / result.total_s_min
+        table.add_row(
+            result.shape,
+            result.workload,
+            result.contender,
+            f"{result.tokens_per_s:.1f}",
+            f"{low:.1f}..{high:.1f}",
+            f"{100 * result.share_of_bound:.0f} %",
+            f"{mine / result.tokens_per_s:.2f} x" if mine else "",
+            format_seconds(result.prefill_s),
+            f"{result.peak_rss_bytes / GIB:.2f} GiB",
+            f"{result.limits.flop_per_s / GB:.0f}",
+            f"{result.limits.bytes_per_s / GB:.1f}",
+        )
+    return table
