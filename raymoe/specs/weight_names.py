@@ -1,7 +1,7 @@
 """Names and shapes of the weights of a model, and the forms in which checkpoints store them.
 
 *Canonical* names are those of transformers 5's modules with one entry per expert matrix:
-`model.layers.3.mlp.experts.7.gate_proj.weight`. What a checkpoint stores may differ (the tuples below,
+`model.layers.3.mlp.experts.7.gate_proj.weight`. What a checkpoint stores may differ (tuples below,
 read off `conversion_mapping.py` of transformers 5.23).
 """
 

@@ -1,0 +1,1 @@
+"""What is computed: a decoder of generic blocks, put together from a `ModelSpec`."""

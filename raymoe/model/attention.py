@@ -1,0 +1,55 @@
+"""Attention of one decoder layer: fused projection, norms, rotation, paged attention, output.
+
+T tokens, H hidden, X = (heads + 2 KV heads) * head_dim.
+"""
+
+from torch import Tensor
+
+from raymoe.kernels.cpu_attention import AttentionBatch, append_and_attend
+from raymoe.kernels.cpu_rope import Projected, qkv_rope
+from raymoe.model.loading import Loader
+from raymoe.model.rope import Angles
+from raymoe.specs.model import AttentionSpec
+
+
+class Attention:
+    """Weights and operations of the attention of one layer."""
+
+    def __init__(self, spec: AttentionSpec, loader: Loader, prefix: str, *, eps: float) -> None:
+        """Load what is called `prefix` + "q_proj" and so on; `eps` is that of all norms."""
+        self._spec, self._eps = spec, eps
+        self._qkv = loader.linear(
+            [f"{prefix}{part}_proj" for part in "qkv"], has_bias=spec.qkv_bias
+        )
+        self._output = loader.linear([f"{prefix}o_proj"], has_bias=spec.output_bias)
+        has_norm = spec.qk_norm != "none"
+        self._query_norm = loader.vector(f"{prefix}q_norm.weight") if has_norm else None
+        self._key_norm = loader.vector(f"{prefix}k_norm.weight") if has_norm else None
+
+    def project(self, normed_TH: Tensor, angles: Angles) -> Projected:
+        """Queries, keys and values, normed and rotated."""
+        return qkv_rope(
+            self._qkv(normed_TH),
+            *angles,
+            num_heads=self._spec.num_heads,
+            num_kv_heads=self._spec.num_kv_heads,
+            head_dim=self._spec.head_dim,
+            q_norm=self._query_norm,
+            k_norm=self._key_norm,
+            eps=self._eps,
+            clip=self._spec.clip_qkv,
+        )
+
+    def attend(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
+        """Append keys and values to the layer's cache and attend; [T, heads * head_dim]."""
+        return append_and_attend(
+            *projected,
+            cache,
+            batch,
+            scale=self._spec.scale,
+            sliding_window=self._spec.sliding_window,
+        )
+
+    def output(self, attention_TX: Tensor) -> Tensor:
+        """What attention adds to the hidden state, [T, H]."""
+        return self._output(attention_TX)

@@ -1,0 +1,156 @@
+"""Decoder: the operations of a model, in the order in which a layer runs them.
+
+T tokens of a pass, H hidden, X heads * head_dim, R rows whose logits are wanted, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from raymoe.kernels.cpu_attention import AttentionBatch
+from raymoe.kernels.cpu_linear import Allocate
+from raymoe.kernels.cpu_norm import add_rms_norm_, rms_norm
+from raymoe.kernels.cpu_rope import Projected
+from raymoe.kernels.cpu_router import Routing
+from raymoe.model.attention import Attention
+from raymoe.model.feed_forward import Dense, FeedForward, MoE
+from raymoe.model.loading import GetWeight, Loader
+from raymoe.model.rope import Rotary
+from raymoe.specs.model import DenseSpec, LayerSpec, ModelSpec
+from raymoe.specs.weight_names import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    layer_prefix,
+    layer_weights,
+)
+
+Release = Callable[[Iterable[str]], None]
+
+__all__ = ["Decoder", "Posted", "Projected", "Routing"]
+
+
+class Posted(NamedTuple):
+    """What follows attention: the hidden state, its norm, and the experts of each token."""
+
+    hidden_TH: Tensor
+    normed_TH: Tensor
+    routing: Routing | None
+
+
+class Layer:
+    """Weights of one decoder layer."""
+
+    def __init__(self, spec: LayerSpec, loader: Loader, prefix: str, *, eps: float) -> None:
+        self.input_norm_H = loader.vector(f"{prefix}input_layernorm.weight")
+        self.attention = Attention(spec.attention, loader, f"{prefix}self_attn.", eps=eps)
+        self.ffn_norm_H = loader.vector(f"{prefix}post_attention_layernorm.weight")
+        self.ffn: FeedForward
+        if isinstance(spec.ffn, DenseSpec):
+            self.ffn = Dense(spec.ffn, loader, f"{prefix}mlp.")
+        else:
+            self.ffn = MoE(spec.ffn, loader, f"{prefix}mlp.")
+
+
+class Decoder:
+    """A model whose weights are in host memory; operations work on a ragged pass of tokens.
+
+    Operations may change the hidden state they are given in place; use what they return.
+
+    Attributes:
+        spec: What is computed.
+        dtype: Type of hidden states and logits.
+        needs_prompt_tokens: Whether `pre` needs the prompt length of each token.
+    """
+
+    def __init__(self, spec: ModelSpec, loader: Loader, release: Release) -> None:
+        """Use `load`."""
+        self.spec, self.dtype = spec, loader.dtype
+        self.needs_prompt_tokens = spec.rope.depends_on_length
+        self._rotary = Rotary(spec.rope)
+        self._embedding_VH = loader.table(EMBEDDING)
+        self._layers: list[Layer] = []
+        for i, layer in enumerate(spec.layers):
+            prefix = layer_prefix(i)
+            self._layers.append(Layer(layer, loader, prefix, eps=spec.norm_eps))
+            release([prefix + name for name in layer_weights(layer, spec.hidden_size)])
+        self._final_norm_H = loader.vector(FINAL_NORM)
+        if spec.tie_word_embeddings:
+            self._head = loader.tied_linear(self._embedding_VH)
+        else:
+            self._head = loader.linear([HEAD.removesuffix(".weight")])
+            release([HEAD])
+
+    @classmethod
+    def load(
+        cls,
+        spec: ModelSpec,
+        weights: GetWeight,
+        allocate: Allocate,
+        dtype: torch.dtype,
+        *,
+        release: Release = lambda _names: None,
+    ) -> Self:
+        """Build the decoder layer by layer, so that at most one layer exists twice.
+
+        Args:
+            spec: What to compute.
+            weights: Canonical name (`specs.weight_names`) -> tensor; may be a view of a file.
+            allocate: Where copies go; `arena.decoder_arena_bytes` says how much is asked for.
+            dtype: Type to compute in; weights of another type are converted.
+            release: Called with the names of each layer once it is built, so that the memory of
+                originals that were copied can be given back.
+        """
+        return cls(spec, Loader(weights, allocate, dtype), release)
+
+    def embed(self, token_ids_T: Tensor) -> Tensor:
+        """Hidden state of tokens, [T, H]; ids are int64."""
+        return functional.embedding(token_ids_T, self._embedding_VH)
+
+    def pre(
+        self,
+        i: int,
+        hidden_TH: Tensor,
+        positions_T: Tensor,
+        prompt_tokens_T: Tensor | None = None,
+    ) -> Projected:
+        """Norm, projection and rotation of layer `i`.
+
+        Args:
+            i: Layer.
+            hidden_TH: Unchanged.
+            positions_T: int32, position of each token in its sequence.
+            prompt_tokens_T: int32, prompt length of each token's sequence; needed where
+                `needs_prompt_tokens` says so (`model.rope` tells why).
+        """
+        layer = self._layers[i]
+        normed_TH = rms_norm(hidden_TH, layer.input_norm_H, self.spec.norm_eps)
+        return layer.attention.project(normed_TH, self._rotary.angles(positions_T, prompt_tokens_T))
+
+    def attend(
+        self, i: int, projected: Projected, cache_layer: Tensor, batch: AttentionBatch
+    ) -> Tensor:
+        """Append to the cache of layer `i` and attend; [T, X]."""
+        return self._layers[i].attention.attend(projected, cache_layer, batch)
+
+    def post(self, i: int, hidden_TH: Tensor, attention_TX: Tensor) -> Posted:
+        """Output projection, residual, norm and router of layer `i`."""
+        layer = self._layers[i]
+        delta_TH = layer.attention.output(attention_TX)
+        normed_TH = add_rms_norm_(hidden_TH, delta_TH, layer.ffn_norm_H, self.spec.norm_eps)
+        return Posted(hidden_TH, normed_TH, layer.ffn.route(normed_TH))
+
+    def ffn(self, i: int, hidden_TH: Tensor, normed_TH: Tensor, routing: Routing | None) -> Tensor:
+        """Experts or dense network of layer `i`, and its residual; [T, H]."""
+        return hidden_TH.add_(self._layers[i].ffn(normed_TH, routing))
+
+    def final(self, hidden_TH: Tensor, rows_R: Tensor) -> Tensor:
+        """Final norm of the rows whose logits are wanted, [R, H]; rows are int64."""
+        return rms_norm(hidden_TH[rows_R], self._final_norm_H, self.spec.norm_eps)
+
+    def logits(self, final_RH: Tensor) -> Tensor:
+        """Logits [R, V] of normed rows, in the type of the model."""
+        return self._head(final_RH)

@@ -1,0 +1,90 @@
+"""The second half of a decoder layer: a dense network, or a router, its experts and a shared one.
+
+T tokens, H hidden, F hidden of a network, E experts, K experts per token.
+"""
+
+from typing import TYPE_CHECKING, Protocol, cast
+
+from torch import Tensor
+
+from raymoe.kernels.cpu_experts import ACTIVATIONS, GatedFfn
+from raymoe.kernels.cpu_router import Routing, add_gated_, route
+from raymoe.model.loading import Loader
+from raymoe.specs.model import DenseSpec, MoeSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class FeedForward(Protocol):
+    """What follows the attention of a layer."""
+
+    def route(self, normed_TH: Tensor) -> Routing | None:
+        """The experts of each token; None where there are none to choose."""
+
+    def __call__(self, normed_TH: Tensor, routing: Routing | None) -> Tensor:
+        """What the network adds to the hidden state, [T, H]."""
+
+
+class BiasedFfn:
+    """A gated network whose three projections have biases."""
+
+    def __init__(self, loader: Loader, prefix: str, activation: str) -> None:
+        self._gate, self._up, self._down = (
+            loader.linear([f"{prefix}{part}_proj"], has_bias=True)
+            for part in ("gate", "up", "down")
+        )
+        self._activate = cast("Callable[[Tensor], Tensor]", ACTIVATIONS[activation])
+
+    def __call__(self, hidden_TH: Tensor) -> Tensor:
+        """down(activation(gate(hidden)) * up(hidden)), [T, H]."""
+        return self._down(self._activate(self._gate(hidden_TH)) * self._up(hidden_TH))
+
+
+class Dense:
+    """Gated network that every token visits."""
+
+    def __init__(self, spec: DenseSpec, loader: Loader, prefix: str) -> None:
+        self._ffn: GatedFfn
+        if spec.has_bias:
+            self._ffn = BiasedFfn(loader, prefix, spec.activation)
+        else:
+            self._ffn = loader.gated_ffn(prefix, spec.activation)
+
+    def route(self, normed_TH: Tensor) -> None:
+        """See `FeedForward`."""
+
+    def __call__(self, normed_TH: Tensor, routing: Routing | None) -> Tensor:
+        """See `FeedForward`."""
+        del routing
+        return self._ffn(normed_TH)
+
+
+class MoE:
+    """Router and experts, and the expert that every token visits where the model has one."""
+
+    def __init__(self, spec: MoeSpec, loader: Loader, prefix: str) -> None:
+        self._spec = spec
+        self._router = loader.linear([f"{prefix}gate"])
+        self._experts = loader.experts(f"{prefix}experts.", spec)
+        self._shared = self._shared_gate = None
+        if spec.shared is not None:
+            self._shared = loader.gated_ffn(f"{prefix}shared_expert.", spec.activation)
+            if spec.shared.is_gated:
+                self._shared_gate = loader.linear([f"{prefix}shared_expert_gate"])
+
+    def route(self, normed_TH: Tensor) -> Routing:
+        """See `FeedForward`."""
+        logits_TE = self._router(normed_TH)
+        return route(logits_TE, self._spec.top_k, renormalize=self._spec.renormalize)
+
+    def __call__(self, normed_TH: Tensor, routing: Routing | None) -> Tensor:
+        """See `FeedForward`."""
+        assert routing is not None, "the experts of a layer need the routing of its router"
+        out_TH = self._experts(normed_TH, *routing)
+        if self._shared is None:
+            return out_TH
+        shared_TH = self._shared(normed_TH)
+        if self._shared_gate is None:
+            return out_TH.add_(shared_TH)
+        return add_gated_(out_TH, shared_TH, self._shared_gate(normed_TH))

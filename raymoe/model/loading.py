@@ -1,0 +1,185 @@
+"""From stored weights to projections and experts, and what of that is kept in the arena.
+
+Weights that the kernels read as they are stay views of the checkpoint. What is packed, converted to
+another type, or fused with its neighbours is copied into memory that `allocate` gives; a copy made
+only to be packed is freed at once.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from raymoe.kernels.cpu_experts import (
+    Experts,
+    GatedFfn,
+    make_experts,
+    make_gated_ffn,
+    packed_experts_are_used,
+    packed_experts_bytes,
+)
+from raymoe.kernels.cpu_linear import (
+    Allocate,
+    Linear,
+    make_linear,
+    packed_linear_bytes,
+    packed_linear_is_used,
+)
+from raymoe.specs.model import DenseSpec, LayerSpec, ModelSpec, MoeSpec
+from raymoe.specs.weight_names import EMBEDDING, HEAD, layer_prefix
+
+ALIGNMENT = 64
+
+GetWeight = Callable[[str], Tensor]
+GetDtype = Callable[[str], torch.dtype]
+
+
+class Loader:
+    """Builds the parts of one decoder.
+
+    Attributes:
+        dtype: Type that the decoder computes in; weights of another type are converted.
+    """
+
+    def __init__(self, weights: GetWeight, allocate: Allocate, dtype: torch.dtype) -> None:
+        self._weights, self._allocate, self.dtype = weights, allocate, dtype
+
+    def linear(self, names: Sequence[str], *, has_bias: bool = False) -> Linear:
+        """One projection whose outputs are those of the named modules, side by side."""
+        is_packed = packed_linear_is_used(self.dtype)
+        weight_OI = self._matrix([f"{name}.weight" for name in names], is_packed=is_packed)
+        bias_O = None
+        if has_bias:
+            bias_O = torch.cat([self.vector(f"{name}.bias") for name in names])
+        return make_linear(weight_OI, bias_O, self._allocate)
+
+    def tied_linear(self, weight_OI: Tensor) -> Linear:
+        """A projection by a matrix that was loaded already."""
+        return make_linear(weight_OI, None, self._allocate)
+
+    def experts(self, prefix: str, moe: MoeSpec) -> Experts:
+        """The routed experts of a layer."""
+        is_packed = packed_experts_are_used(self.dtype, moe.activation)
+        gate, up, down = (
+            [
+                self._matrix([f"{prefix}{expert}.{part}_proj.weight"], is_packed=is_packed)
+                for expert in range(moe.num_experts)
+            ]
+            for part in ("gate", "up", "down")
+        )
+        return make_experts(gate, up, down, activation=moe.activation, allocate=self._allocate)
+
+    def gated_ffn(self, prefix: str, activation: str) -> GatedFfn:
+        """A gated network without biases."""
+        is_packed = packed_experts_are_used(self.dtype, activation)
+        gate, up, down = (
+            self._matrix([f"{prefix}{part}_proj.weight"], is_packed=is_packed)
+            for part in ("gate", "up", "down")
+        )
+        return make_gated_ffn(gate, up, down, activation=activation, allocate=self._allocate)
+
+    def table(self, name: str) -> Tensor:
+        """A matrix that is read by row: a view of the checkpoint, or converted in the arena."""
+        return self._matrix([name], is_packed=False)
+
+    def vector(self, name: str) -> Tensor:
+        """A norm weight or a bias, copied: it is small and shares its page with large ones."""
+        return self._weights(name).to(self.dtype, copy=True)
+
+    def _matrix(self, names: Sequence[str], *, is_packed: bool) -> Tensor:
+        parts = [self._weights(name) for name in names]
+        if len(parts) == 1 and parts[0].dtype == self.dtype:
+            return parts[0]
+        rows, columns = sum(len(part) for part in parts), parts[0].shape[1]
+        if is_packed:
+            out_OI = torch.empty(rows, columns, dtype=self.dtype)
+        else:
+            memory = self._allocate(rows * columns * self.dtype.itemsize)
+            out_OI = memory.view(self.dtype).view(rows, columns)
+        begin = 0
+        for part_OI in parts:
+            out_OI[begin : begin + len(part_OI)].copy_(part_OI)
+            begin += len(part_OI)
+        return out_OI
+
+
+def decoder_arena_bytes(
+    spec: ModelSpec, dtype: torch.dtype, stored_dtype: GetDtype | None = None
+) -> int:
+    """Bytes that `Decoder.load` asks its arena for, each request rounded up to 64.
+
+    Args:
+        spec: The model.
+        dtype: Type to compute in.
+        stored_dtype: Canonical weight name -> stored type; None: everything is stored in `dtype`.
+    """
+    plan = _ArenaPlan(spec, dtype, stored_dtype or (lambda _name: dtype))
+    return plan.num_bytes()
+
+
+class _ArenaPlan:
+    """Mirrors `Loader`: what each of its parts asks for."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, stored_dtype: GetDtype) -> None:
+        self._spec, self._dtype, self._stored_dtype = spec, dtype, stored_dtype
+
+    def num_bytes(self) -> int:
+        spec = self._spec
+        vocabulary = (spec.vocab_size, spec.hidden_size)
+        total = self._matrix([EMBEDDING], *vocabulary)
+        if packed_linear_is_used(self._dtype):
+            total += _aligned(packed_linear_bytes(*vocabulary))
+        elif not spec.tie_word_embeddings:
+            total += self._matrix([HEAD], *vocabulary)
+        for i, layer in enumerate(spec.layers):
+            total += self._layer(layer_prefix(i), layer)
+        return total
+
+    def _layer(self, prefix: str, layer: LayerSpec) -> int:
+        hidden_size, attention, ffn = self._spec.hidden_size, layer.attention, layer.ffn
+        qkv = [f"{prefix}self_attn.{part}_proj" for part in "qkv"]
+        output = [f"{prefix}self_attn.o_proj"]
+        total = self._linear(qkv, attention.query_width + 2 * attention.kv_width, hidden_size)
+        total += self._linear(output, hidden_size, attention.query_width)
+        if isinstance(ffn, DenseSpec):
+            return total + self._dense(f"{prefix}mlp.", ffn)
+        total += self._linear([f"{prefix}mlp.gate"], ffn.num_experts, hidden_size)
+        experts = [f"{prefix}mlp.experts.{expert}." for expert in range(ffn.num_experts)]
+        total += self._gated(experts, ffn.expert_hidden, ffn.activation)
+        if ffn.shared is not None:
+            shared = f"{prefix}mlp.shared_expert"
+            total += self._gated([f"{shared}."], ffn.shared.hidden, ffn.activation)
+            if ffn.shared.is_gated:
+                total += self._linear([f"{shared}_gate"], 1, hidden_size)
+        return total
+
+    def _dense(self, prefix: str, dense: DenseSpec) -> int:
+        if not dense.has_bias:
+            return self._gated([prefix], dense.hidden, dense.activation)
+        wide = (dense.hidden, self._spec.hidden_size)
+        total = sum(self._linear([f"{prefix}{part}_proj"], *wide) for part in ("gate", "up"))
+        return total + self._linear([f"{prefix}down_proj"], wide[1], wide[0])
+
+    def _gated(self, prefixes: Sequence[str], hidden: int, activation: str) -> int:
+        hidden_size = self._spec.hidden_size
+        if packed_experts_are_used(self._dtype, activation):
+            return _aligned(packed_experts_bytes(len(prefixes), hidden_size, hidden))
+        return sum(
+            self._matrix([f"{prefix}{part}_proj.weight"], hidden, hidden_size)
+            for prefix in prefixes
+            for part in ("gate", "up", "down")
+        )
+
+    def _linear(self, names: Sequence[str], outputs: int, inputs: int) -> int:
+        if packed_linear_is_used(self._dtype):
+            return _aligned(packed_linear_bytes(outputs, inputs))
+        return self._matrix([f"{name}.weight" for name in names], outputs, inputs)
+
+    def _matrix(self, names: Sequence[str], outputs: int, inputs: int) -> int:
+        if len(names) == 1 and self._stored_dtype(names[0]) == self._dtype:
+            return 0
+        return _aligned(outputs * inputs * self._dtype.itemsize)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

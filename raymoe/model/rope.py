@@ -1,0 +1,182 @@
+"""Rotary embeddings: inverse frequencies of every scaling, and tables of cosines and sines.
+
+T tokens, P rows of a table, R half of the rotated dimensions, S different lengths.
+
+Two scalings make the angle of a position depend on how long its sequence is. `dynamic` stretches
+the base once the sequence is longer than `max_position_embeddings`; `longrope` changes to other
+divisors beyond `original_max_tokens`. transformers decides by the length at the moment of a
+forward pass, and cached keys keep the rotation they were written with: for a row that is generated
+alone, prompt tokens are rotated for the length of the prompt, each later token for its own
+position plus one. That is the definition here, `rope_length = max(prompt_tokens, position + 1)`:
+it does not depend on prefill chunks, preemption or neighbours. (transformers in a padded batch,
+or with a second row behind a longer first one, rotates for the longest row instead.)
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from raymoe.errors import ConfigError
+from raymoe.specs.rope import RopeSpec
+
+_FIRST_ROWS = 4096
+
+
+class Angles(NamedTuple):
+    """Cosines and sines of the tokens of a pass: row `rows_T[t]` of the tables."""
+
+    rows_T: Tensor
+    cos_PR: Tensor
+    sin_PR: Tensor
+
+
+class Rotary:
+    """Tables of one model, grown by doubling as positions are asked for. One thread at a time."""
+
+    def __init__(self, spec: RopeSpec) -> None:
+        self._spec = spec
+        self._num_rows = 0
+        self._cos_PR = self._sin_PR = torch.empty(0, spec.rotary_dim // 2)
+
+    def angles(self, positions_T: Tensor, prompt_tokens_T: Tensor | None = None) -> Angles:
+        """Angles of tokens.
+
+        Args:
+            positions_T: int32, position of each token in its sequence.
+            prompt_tokens_T: int32, length of the prompt of each token's sequence; needed for
+                `dynamic` and `longrope`, where it decides the rotation (see the module).
+        """
+        longest = int(positions_T.max()) + 1 if positions_T.numel() else 0
+        self._grow(longest)
+        if not self._spec.depends_on_length:
+            return Angles(positions_T, self._cos_PR, self._sin_PR)
+        if prompt_tokens_T is None:
+            raise ConfigError(f"rope {self._spec.kind!r} needs the prompt length of each token")
+        lengths_T = torch.maximum(prompt_tokens_T, positions_T + 1)
+        if self._spec.kind == "longrope":
+            is_long_T = lengths_T > self._spec.original_max_tokens
+            rows_T = positions_T + self._num_rows * is_long_T.to(torch.int32)
+            return Angles(rows_T, self._cos_PR, self._sin_PR)
+        if not bool((lengths_T > self._spec.max_position_embeddings).any()):
+            return Angles(positions_T, self._cos_PR, self._sin_PR)
+        cos_TR, sin_TR = self._tables(dynamic_frequencies(self._spec, lengths_T), positions_T)
+        rows_T = torch.arange(len(positions_T), dtype=torch.int32)
+        return Angles(rows_T, cos_TR, sin_TR)
+
+    def _grow(self, num_rows: int) -> None:
+        if num_rows <= self._num_rows:
+            return
+        self._num_rows = max(_FIRST_ROWS, 1 << (num_rows - 1).bit_length())
+        positions_P = torch.arange(self._num_rows)
+        pairs = [self._tables(inv_R, positions_P) for inv_R in inverse_frequencies(self._spec)]
+        self._cos_PR = torch.cat([cos for cos, _ in pairs])
+        self._sin_PR = torch.cat([sin for _, sin in pairs])
+
+    def _tables(self, inv_XR: Tensor, positions_P: Tensor) -> tuple[Tensor, Tensor]:
+        angles_PR = positions_P.float()[:, None] * inv_XR
+        factor = self._spec.attention_factor
+        return angles_PR.cos() * factor, angles_PR.sin() * factor
+
+
+def rope_lengths(positions_T: Tensor, prompt_tokens: int) -> Tensor:
+    """The length that decides the rotation of each token of one sequence (see the module)."""
+    return (positions_T + 1).clamp_min(prompt_tokens)
+
+
+def frequencies_by_length(spec: RopeSpec, lengths_T: Tensor) -> Tensor:
+    """Inverse frequencies [T, R] of tokens whose rotation is decided by these lengths."""
+    if spec.kind == "dynamic":
+        return dynamic_frequencies(spec, lengths_T)
+    sets = inverse_frequencies(spec)
+    is_long_T1 = (lengths_T > spec.original_max_tokens)[:, None]
+    return torch.where(is_long_T1, sets[-1], sets[0])
+
+
+def inverse_frequencies(spec: RopeSpec) -> list[Tensor]:
+    """Inverse frequencies [R], float32; for `longrope` those of short and of long sequences."""
+    if spec.kind == "longrope":
+        return [_longrope(spec, spec.short_factor), _longrope(spec, spec.long_factor)]
+    if spec.kind == "yarn":
+        return [_yarn(spec)]
+    plain_R = 1.0 / _wavelengths(spec)
+    if spec.kind == "linear":
+        return [plain_R / spec.factor]
+    if spec.kind == "llama3":
+        return [_llama3(spec, plain_R)]
+    return [plain_R]
+
+
+def dynamic_frequencies(spec: RopeSpec, lengths_T: Tensor) -> Tensor:
+    """Inverse frequencies [T, R] of NTK scaling whose base grows with the length.
+
+    Source: /u/emozilla's dynamic NTK, as `_compute_dynamic_ntk_parameters` of transformers.
+    """
+    dim, original = spec.rotary_dim, spec.max_position_embeddings
+    lengths_S, index_T = torch.unique(lengths_T, return_inverse=True)
+    stretch_S = spec.factor * lengths_S.clamp_min(original).float() / original - (spec.factor - 1)
+    base_S1 = (spec.theta * stretch_S ** (dim / (dim - 2)))[:, None]
+    frequencies_SR: Tensor = 1.0 / base_S1 ** _exponents(dim)
+    return frequencies_SR[index_T]
+
+
+def _exponents(dim: int) -> Tensor:
+    return torch.arange(0, dim, 2).float() / dim
+
+
+def _wavelengths(spec: RopeSpec) -> Tensor:
+    """Positions per radian of each frequency [R].
+
+    Source: RoFormer (arXiv 2104.09864), section 3.2.2.
+    """
+    wavelengths_R: Tensor = spec.theta ** _exponents(spec.rotary_dim)
+    return wavelengths_R
+
+
+def _longrope(spec: RopeSpec, factors: tuple[float, ...]) -> Tensor:
+    """Each wavelength stretched by its own factor.
+
+    Source: LongRoPE (arXiv 2402.13753), equation 3.
+    """
+    return 1.0 / (torch.tensor(factors, dtype=torch.float32) * _wavelengths(spec))
+
+
+def _yarn(spec: RopeSpec) -> Tensor:
+    """Long wavelengths interpolated, short ones kept, a ramp between.
+
+    Source: YaRN (arXiv 2309.00071), section 3.2, "NTK-by-parts".
+    """
+    dim = spec.rotary_dim
+    wavelengths_R = _wavelengths(spec)
+
+    def dimension(num_rotations: float) -> float:
+        rotations = spec.original_max_tokens / (num_rotations * 2 * math.pi)
+        return (dim * math.log(rotations)) / (2 * math.log(spec.theta))
+
+    low, high = dimension(spec.beta_fast), dimension(spec.beta_slow)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    ramp_R = ((torch.arange(dim // 2).float() - low) / (high - low)).clamp(0, 1)
+    kept_R = 1 - ramp_R
+    return 1.0 / (spec.factor * wavelengths_R) * (1 - kept_R) + 1.0 / wavelengths_R * kept_R
+
+
+def _llama3(spec: RopeSpec, plain_R: Tensor) -> Tensor:
+    """Long wavelengths divided, short ones kept, smoothly blended between.
+
+    Source: Llama 3.1 reference code, `apply_scaling`.
+    """
+    original = spec.original_max_tokens
+    longest = original / spec.low_freq_factor
+    shortest = original / spec.high_freq_factor
+    wavelengths_R = 2 * math.pi / plain_R
+    scaled_R = torch.where(wavelengths_R > longest, plain_R / spec.factor, plain_R)
+    width = spec.high_freq_factor - spec.low_freq_factor
+    blend_R = (original / wavelengths_R - spec.low_freq_factor) / width
+    blended_R = (1 - blend_R) * scaled_R / spec.factor + blend_R * scaled_R
+    is_between_R = (wavelengths_R >= shortest) & (wavelengths_R <= longest)
+    return torch.where(is_between_R, blended_R, scaled_R)
