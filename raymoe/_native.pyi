@@ -25,3 +25,15 @@ def qkv_rope(
 ) -> None: ...
 def route(logits: Tensor, renormalize: bool, ids: Tensor, weights: Tensor) -> None: ...
 def add_gated(out: Tensor, shared: Tensor, gate: Tensor) -> None: ...
+def append_and_attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cache: Tensor,
+    query_start: Tensor,
+    context_tokens: Tensor,
+    block_table: Tensor,
+    out: Tensor,
+    scale: float,
+    sliding_window: int,
+) -> None: ...

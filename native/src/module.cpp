@@ -4,6 +4,7 @@
 
 #include <optional>
 
+#include "raymoe/attention.h"
 #include "raymoe/isa.h"
 #include "raymoe/norm.h"
 #include "raymoe/rope.h"
@@ -63,6 +64,13 @@ void bind_elementwise(py::module_& m) {
         py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_router.py.");
 }
 
+void bind_attention(py::module_& m) {
+  m.def("append_and_attend", &append_and_attend, py::arg("query"), py::arg("key"),
+        py::arg("value"), py::arg("cache"), py::arg("query_start"), py::arg("context_tokens"),
+        py::arg("block_table"), py::arg("out"), py::arg("scale"), py::arg("sliding_window"),
+        py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_attention.py.");
+}
+
 }  // namespace
 }  // namespace raymoe
 
@@ -70,4 +78,5 @@ PYBIND11_MODULE(_native, m) {
   m.doc() = "CPU kernels of raymoe; wrapped, checked and documented in raymoe.kernels.";
   raymoe::bind_runtime(m);
   raymoe::bind_elementwise(m);
+  raymoe::bind_attention(m);
 }

@@ -9,7 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from raymoe import _native
+from raymoe.errors import ConfigError
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, KvLayout, pack_block, unpack_block
+
+ALL_TOKENS = 2**62  # a sliding window that no sequence leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +56,30 @@ def append_and_attend(  # noqa: PLR0913 - an operator: its tensors are its argum
         value_TGD: Same type.
         cache: One layer's blocks, [N, G, 2, B * D] in the layout of `paged_kv`; changed in place.
         batch: Ragged shape of the pass.
-        scale: Factor of the scores.
+        scale: Factor of the scores, positive.
         sliding_window: Tokens that a query sees, itself included; None sees all.
+
+    Raises:
+        ConfigError: A shape, type or entry of the batch does not fit; names the argument.
     """
-    return append_and_attend_reference(
-        query_THD, key_TGD, value_TGD, cache, batch, scale=scale, sliding_window=sliding_window
-    )
+    num_tokens, num_heads, head_dim = query_THD.shape
+    out_TX = query_THD.new_empty(num_tokens, num_heads * head_dim)
+    try:
+        _native.append_and_attend(
+            query_THD,
+            key_TGD,
+            value_TGD,
+            cache,
+            batch.query_start,
+            batch.context_tokens,
+            batch.block_table,
+            out_TX,
+            scale,
+            ALL_TOKENS if sliding_window is None else sliding_window,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return out_TX
 
 
 def append_and_attend_reference(  # noqa: PLR0913 - the same signature as the kernel

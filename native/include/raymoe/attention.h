@@ -1,0 +1,131 @@
+// Attention over the paged KV cache: the operation, and the interface of its kernels.
+//
+// Layout of one layer's cache (raymoe/kernels/paged_kv.py), B = 32 tokens of a block, D head
+// dimension, P = 2 for bf16 and 1 otherwise:
+//
+//     cache [N, G, 2, B * D]      keys [D / P][B][P]      values [B / P][D][P]
+//
+// so that one vector of keys belongs to consecutive tokens (a score needs no horizontal sum) and
+// one vector of values to consecutive dimensions.
+#pragma once
+
+#include <cstdint>
+
+#include "raymoe/bf16.h"
+#include "raymoe/isa.h"
+#include "raymoe/tensor_view.h"
+
+namespace raymoe {
+
+constexpr int64_t kBlockTokens = 32;
+
+// Softmax is online in steps, and starts afresh in splits, of fixed positions of the sequence.
+// The sum of a token thus has the same order whatever else is in the pass, however its query was
+// batched, and whoever computes its splits: same bits.
+constexpr int64_t kStepBlocks = 4;
+constexpr int64_t kStepTokens = kStepBlocks * kBlockTokens;
+constexpr int64_t kSplitTokens = 1024;
+
+/// Elements that lie together because one dot-product step multiplies them together.
+template <typename T>
+constexpr int64_t kPair = 1;
+template <>
+inline constexpr int64_t kPair<bf16> = 2;
+
+/// What all tiles of a call share. Strides in elements.
+struct AttentionShape {
+  int64_t head_dim = 0;
+  int64_t group = 0;   // query heads of a KV head
+  int64_t window = 0;  // tokens that a query sees, itself included
+  float scale_log2e = 0;
+  int64_t query_stride = 0;  // between tokens
+  int64_t out_stride = 0;
+  int64_t block_stride = 0;  // of the cache
+  int64_t head_stride = 0;   // of the cache; values follow the keys at half of it
+};
+
+/// Consecutive query tokens of one sequence for the query heads of one KV head. Row r is token
+/// r / group, head r % group.
+struct AttentionTile {
+  const AttentionShape* shape = nullptr;
+  const void* query = nullptr;           // first token, first head of the group
+  void* out = nullptr;                   // same place of the output
+  const void* cache = nullptr;           // block 0 of this KV head
+  const int32_t* block_table = nullptr;  // of this sequence
+  int64_t first_position = 0;            // of the first token
+  int64_t num_tokens = 0;
+
+  int64_t num_rows() const { return num_tokens * shape->group; }
+  int64_t last_position() const { return first_position + num_tokens - 1; }
+  /// First position that any token of the tile sees.
+  int64_t first_visible() const {
+    return first_position < shape->window ? 0 : first_position - shape->window + 1;
+  }
+};
+
+/// Softmax sums of the rows of a tile. `out` is not yet divided by `sum`; its rows are padded to
+/// `padded_head_dim` floats, and everything is 64-byte aligned.
+struct AttentionState {
+  float* max = nullptr;  // of scale_log2e * score, [rows]
+  float* sum = nullptr;  // [rows]
+  float* out = nullptr;  // [rows][padded_head_dim]
+};
+
+constexpr int64_t padded_head_dim(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
+
+/// Most rows of a tile: as many as keep its state and scores near the core.
+constexpr int64_t kTileRows = 64;
+
+/// Floats of scratch that `attend` needs for `rows` rows.
+constexpr int64_t attention_scratch_floats(int64_t rows, int64_t head_dim) {
+  return rows * (padded_head_dim(head_dim) + 16);
+}
+
+/// Kernels of one instruction set and one pair of query and cache types.
+struct AttentionKernel {
+  /// Overwrites `state` with the sums of the tile over positions of split `split` only.
+  void (*attend)(const AttentionTile& tile, int64_t split, const AttentionState& state,
+                 float* scratch) = nullptr;
+  /// Writes state.out / state.sum to tile.out, rounded to nearest even.
+  void (*store)(const AttentionTile& tile, const AttentionState& state) = nullptr;
+};
+
+AttentionKernel attention_kernel_scalar(DType query, DType cache);
+AttentionKernel attention_kernel_avx2(DType query, DType cache);
+AttentionKernel attention_kernel_avx512(DType query, DType cache);
+AttentionKernel attention_kernel_avx512_bf16(DType query, DType cache);
+
+/// Adds the sums of `part`, a later split of the same rows, to `total`.
+void merge_attention(const AttentionState& total, const AttentionState& part, int64_t rows,
+                     int64_t head_dim);
+
+/// Keys and values of consecutive tokens of one sequence and KV head, to be put into the cache.
+struct AppendTask {
+  const void* key = nullptr;  // first token
+  const void* value = nullptr;
+  int64_t key_stride = 0;  // elements between tokens
+  int64_t value_stride = 0;
+  void* cache = nullptr;  // block 0 of this KV head
+  int64_t block_stride = 0;
+  int64_t head_stride = 0;
+  const int32_t* block_table = nullptr;
+  int64_t head_dim = 0;
+  int64_t first_position = 0;
+  int64_t num_tokens = 0;
+};
+
+/// Writes the tokens, rounded to nearest even. The rest of a block whose first token is among them
+/// becomes zero: masked tokens still meet a probability of zero, and 0 * NaN of a previous owner
+/// would be NaN.
+using AppendFunction = void (*)(const AppendTask& task);
+
+/// The function for keys of type `query` and a cache of type `cache`; null if unsupported.
+AppendFunction append_function(DType query, DType cache);
+
+/// See append_and_attend in raymoe/kernels/cpu_attention.py.
+void append_and_attend(const TensorView& query, const TensorView& key, const TensorView& value,
+                       const TensorView& cache, const TensorView& query_start,
+                       const TensorView& context_tokens, const TensorView& block_table,
+                       const TensorView& out, double scale, int64_t sliding_window);
+
+}  // namespace raymoe
