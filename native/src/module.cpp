@@ -5,7 +5,9 @@
 #include <optional>
 
 #include "raymoe/attention.h"
+#include "raymoe/gemm_ops.h"
 #include "raymoe/isa.h"
+#include "raymoe/linear.h"
 #include "raymoe/norm.h"
 #include "raymoe/rope.h"
 #include "raymoe/router.h"
@@ -64,6 +66,28 @@ void bind_elementwise(py::module_& m) {
         py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_router.py.");
 }
 
+void bind_gemm(py::module_& m) {
+  using Guard = py::call_guard<py::gil_scoped_release>;
+  m.def("packed_bytes", &packed_bytes, py::arg("out_features"), py::arg("in_features"),
+        "Bytes of a packed weight [out_features, in_features].");
+  m.def("packed_gate_up_bytes", &packed_gate_up_bytes, py::arg("expert_size"),
+        py::arg("hidden_size"), "Bytes of the packed gate and up weights of one expert.");
+  m.def("pack_linear", &pack_linear_op, py::arg("weight"), py::arg("packed"), Guard(),
+        "See kernels/cpu_linear.py.");
+  m.def("pack_gate_up", &pack_gate_up_op, py::arg("gate"), py::arg("up"), py::arg("packed"),
+        Guard(), "See kernels/cpu_experts.py.");
+  m.def("packed_linear",
+        [](const TensorView& x, const TensorView& packed, const std::optional<TensorView>& bias,
+           const TensorView& out) { packed_linear_op(x, packed, bias ? &*bias : nullptr, out); },
+        py::arg("x"), py::arg("packed"), py::arg("bias"), py::arg("out"), Guard(),
+        "See kernels/cpu_linear.py.");
+  m.def("fused_experts", &fused_experts_op, py::arg("hidden"), py::arg("topk_ids"),
+        py::arg("topk_weights"), py::arg("gate_up"), py::arg("down"), py::arg("expert_size"),
+        py::arg("out"), Guard(), "See kernels/cpu_experts.py.");
+  m.def("gated_ffn", &gated_ffn_op, py::arg("hidden"), py::arg("gate_up"), py::arg("down"),
+        py::arg("expert_size"), py::arg("out"), Guard(), "See kernels/cpu_experts.py.");
+}
+
 void bind_attention(py::module_& m) {
   m.def("append_and_attend", &append_and_attend, py::arg("query"), py::arg("key"),
         py::arg("value"), py::arg("cache"), py::arg("query_start"), py::arg("context_tokens"),
@@ -78,5 +102,6 @@ PYBIND11_MODULE(_native, m) {
   m.doc() = "CPU kernels of raymoe; wrapped, checked and documented in raymoe.kernels.";
   raymoe::bind_runtime(m);
   raymoe::bind_elementwise(m);
+  raymoe::bind_gemm(m);
   raymoe::bind_attention(m);
 }

@@ -3,19 +3,24 @@
 T tokens, H hidden, E experts, K experts per token, F expert hidden.
 """
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from raymoe import _native
 from raymoe.errors import ConfigError
-from raymoe.kernels.cpu_linear import Allocate
+from raymoe.kernels.cpu_linear import Allocate, packed_linear_is_used
 
-ACTIVATIONS = {
+Matrices = Tensor | Sequence[Tensor]  # one matrix for each expert
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
-    "gelu_pytorch_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
     "relu": functional.relu,
 }
 
@@ -33,6 +38,13 @@ class Experts(Protocol):
         """
 
 
+class GatedFfn(Protocol):
+    """A dense gated feed-forward: of a dense layer, or a shared expert."""
+
+    def __call__(self, hidden_TH: Tensor) -> Tensor:
+        """down(activation(gate(hidden)) * up(hidden)), [T, H]."""
+
+
 class PlainExperts:
     """A loop over the experts that have tokens, oneDNN or MKL through torch. Also the reference.
 
@@ -40,42 +52,158 @@ class PlainExperts:
     """
 
     def __init__(
-        self, gate_EFH: Tensor, up_EFH: Tensor, down_EHF: Tensor, *, activation: str
+        self, gate_EFH: Matrices, up_EFH: Matrices, down_EHF: Matrices, *, activation: str
     ) -> None:
-        if activation not in ACTIVATIONS:
-            raise ConfigError(f"activation {activation!r} is not one of {sorted(ACTIVATIONS)}")
-        self._gate_EFH, self._up_EFH, self._down_EHF = gate_EFH, up_EFH, down_EHF
-        self._activate = ACTIVATIONS[activation]
+        check_activation(activation)
+        self._ffns = [
+            PlainGatedFfn(gate_FH, up_FH, down_HF, activation=activation)
+            for gate_FH, up_FH, down_HF in zip(gate_EFH, up_EFH, down_EHF, strict=True)
+        ]
 
     def __call__(self, hidden_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         """See `Experts`."""
         num_tokens, top_k = topk_ids_TK.shape
         slots_R = topk_ids_TK.reshape(-1).long()
         order_R = slots_R.argsort(stable=True)
-        counts = torch.bincount(slots_R, minlength=len(self._gate_EFH)).tolist()
+        counts = torch.bincount(slots_R, minlength=len(self._ffns)).tolist()
         out_RH = torch.empty(num_tokens * top_k, hidden_TH.shape[1], dtype=hidden_TH.dtype)
         begin = 0
         for expert, count in enumerate(counts):
             rows = order_R[begin : begin + count]
             begin += count
             if count:
-                out_RH[rows] = self._expert(expert, hidden_TH[rows // top_k])
+                out_RH[rows] = self._ffns[expert](hidden_TH[rows // top_k])
         weighted_TKH = out_RH.view(num_tokens, top_k, -1) * topk_weights_TK[..., None]
         return weighted_TKH.sum(1).to(hidden_TH.dtype)
 
-    def _expert(self, expert: int, hidden_RH: Tensor) -> Tensor:
-        gate_RF = functional.linear(hidden_RH, self._gate_EFH[expert])
-        up_RF = functional.linear(hidden_RH, self._up_EFH[expert])
-        return functional.linear(self._activate(gate_RF) * up_RF, self._down_EHF[expert])
+
+class PlainGatedFfn:
+    """Three products through torch, each rounded to the type of the input. Also the reference."""
+
+    def __init__(self, gate_FH: Tensor, up_FH: Tensor, down_HF: Tensor, *, activation: str) -> None:
+        check_activation(activation)
+        self._gate_FH, self._up_FH, self._down_HF = gate_FH, up_FH, down_HF
+        self._activate = ACTIVATIONS[activation]
+
+    def __call__(self, hidden_TH: Tensor) -> Tensor:
+        """See `GatedFfn`."""
+        gate_TF = functional.linear(hidden_TH, self._gate_FH)
+        up_TF = functional.linear(hidden_TH, self._up_FH)
+        return functional.linear(self._activate(gate_TF) * up_TF, self._down_HF)
+
+
+class _PackedFfns:
+    """Packed bfloat16 weights of silu-gated feed-forwards, one after the other in one piece."""
+
+    def __init__(
+        self, gate_EFH: Matrices, up_EFH: Matrices, down_EHF: Matrices, allocate: Allocate
+    ) -> None:
+        self.expert_size, hidden_size = gate_EFH[0].shape
+        gate_up_bytes = _native.packed_gate_up_bytes(self.expert_size, hidden_size)
+        num_experts = len(gate_EFH)
+        memory = allocate(packed_experts_bytes(num_experts, hidden_size, self.expert_size))
+        self.gate_up = memory[: num_experts * gate_up_bytes]
+        self.down = memory[num_experts * gate_up_bytes :]
+        gate_ups = self.gate_up.view(num_experts, -1)
+        downs = self.down.view(num_experts, -1)
+        for expert in range(num_experts):
+            _native.pack_gate_up(
+                gate_EFH[expert].detach(), up_EFH[expert].detach(), gate_ups[expert]
+            )
+            _native.pack_linear(down_EHF[expert].detach(), downs[expert])
+
+
+class PackedExperts:
+    """Sort, gather, gate and up, down and combine in one launch of our own kernel, silu only.
+
+    Gate, up and down have float32 sums; silu(gate) * up is rounded to bfloat16. The products of a
+    token are added in ascending order of expert, in float32, and rounded once: the bits of a token
+    do not depend on the batch or the number of threads.
+    """
+
+    def __init__(
+        self, gate_EFH: Matrices, up_EFH: Matrices, down_EHF: Matrices, allocate: Allocate
+    ) -> None:
+        self._weights = _PackedFfns(gate_EFH, up_EFH, down_EHF, allocate)
+
+    def __call__(self, hidden_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
+        """See `Experts`."""
+        hidden_TH = _with_contiguous_rows(hidden_TH)
+        out_TH = torch.empty(hidden_TH.shape, dtype=torch.bfloat16)
+        _native.fused_experts(
+            hidden_TH,
+            topk_ids_TK.contiguous(),
+            topk_weights_TK.contiguous(),
+            self._weights.gate_up,
+            self._weights.down,
+            self._weights.expert_size,
+            out_TH,
+        )
+        return out_TH
+
+
+class PackedGatedFfn:
+    """The kernel of `PackedExperts` with one expert for all tokens."""
+
+    def __init__(self, gate_FH: Tensor, up_FH: Tensor, down_HF: Tensor, allocate: Allocate) -> None:
+        self._weights = _PackedFfns([gate_FH], [up_FH], [down_HF], allocate)
+
+    def __call__(self, hidden_TH: Tensor) -> Tensor:
+        """See `GatedFfn`."""
+        hidden_TH = _with_contiguous_rows(hidden_TH)
+        out_TH = torch.empty(hidden_TH.shape, dtype=torch.bfloat16)
+        weights = self._weights
+        _native.gated_ffn(hidden_TH, weights.gate_up, weights.down, weights.expert_size, out_TH)
+        return out_TH
 
 
 def make_experts(
-    gate_EFH: Tensor, up_EFH: Tensor, down_EHF: Tensor, *, activation: str, allocate: Allocate
+    gate_EFH: Matrices,
+    up_EFH: Matrices,
+    down_EHF: Matrices,
+    *,
+    activation: str,
+    allocate: Allocate,
 ) -> Experts:
     """The fastest experts for these weights on this machine.
 
-    Weights may be lists of per-expert views: anything that indexes to [F, H], [F, H] and [H, F].
-    A packed form copies them into `allocate` and keeps no reference.
+    Weights may be lists of per-expert views: anything that indexes to [F, H], [F, H] and [H, F],
+    with any strides. A packed form copies them into `allocate` (`packed_experts_bytes` in one
+    piece) and keeps no reference.
     """
-    del allocate
+    if packed_experts_are_used(gate_EFH[0].dtype, activation):
+        return PackedExperts(gate_EFH, up_EFH, down_EHF, allocate)
     return PlainExperts(gate_EFH, up_EFH, down_EHF, activation=activation)
+
+
+def make_gated_ffn(
+    gate_FH: Tensor, up_FH: Tensor, down_HF: Tensor, *, activation: str, allocate: Allocate
+) -> GatedFfn:
+    """The fastest dense feed-forward for these weights on this machine; see `make_experts`.
+
+    A packed form takes `packed_experts_bytes` of one expert from `allocate`.
+    """
+    if packed_experts_are_used(gate_FH.dtype, activation):
+        return PackedGatedFfn(gate_FH, up_FH, down_HF, allocate)
+    return PlainGatedFfn(gate_FH, up_FH, down_HF, activation=activation)
+
+
+def packed_experts_are_used(dtype: torch.dtype, activation: str) -> bool:
+    """Whether `make_experts` and `make_gated_ffn` copy such weights into packed form here."""
+    return activation == "silu" and packed_linear_is_used(dtype)
+
+
+def packed_experts_bytes(num_experts: int, hidden_size: int, expert_size: int) -> int:
+    """Bytes that the packed experts of a layer take from `allocate`, in one piece."""
+    gate_up_bytes = _native.packed_gate_up_bytes(expert_size, hidden_size)
+    return num_experts * (gate_up_bytes + _native.packed_bytes(hidden_size, expert_size))
+
+
+def check_activation(activation: str) -> None:
+    """Raise `ConfigError` for an activation that no kernel knows."""
+    if activation not in ACTIVATIONS:
+        raise ConfigError(f"activation {activation!r} is not one of {sorted(ACTIVATIONS)}")
+
+
+def _with_contiguous_rows(hidden_TH: Tensor) -> Tensor:
+    return hidden_TH if hidden_TH.stride(1) == 1 else hidden_TH.contiguous()

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from raymoe import _native
+
 Allocate = Callable[[int], Tensor]  # bytes -> uint8 [bytes], 64-byte aligned, kept by the caller
 
 
@@ -19,8 +21,13 @@ class Linear(Protocol):
     in_features: int
     out_features: int
 
-    def __call__(self, input_TI: Tensor) -> Tensor:
-        """Project [T, I] to [T, O] in the type of the input."""
+    def __call__(self, input_TI: Tensor, out: Tensor | None = None) -> Tensor:
+        """Project [T, I] to [T, O] in the type of the input.
+
+        Args:
+            input_TI: Rows may be any distance apart.
+            out: Where the result goes; a new tensor without it. Rows may be any distance apart.
+        """
 
 
 class PlainLinear:
@@ -30,9 +37,33 @@ class PlainLinear:
         self.out_features, self.in_features = weight_OI.shape
         self._weight_OI, self._bias_O = weight_OI, bias_O
 
-    def __call__(self, input_TI: Tensor) -> Tensor:
+    def __call__(self, input_TI: Tensor, out: Tensor | None = None) -> Tensor:
         """See `Linear`."""
-        return functional.linear(input_TI, self._weight_OI, self._bias_O)
+        result_TO = functional.linear(input_TI, self._weight_OI, self._bias_O)
+        return result_TO if out is None else out.copy_(result_TO)
+
+
+class PackedLinear:
+    """bfloat16 dot products on weights in panels of 32 outputs, our own kernel.
+
+    Sums are float32 in a fixed order: the bits of a row do not depend on the batch or the number
+    of threads. The error against exact arithmetic is that of one rounding to bfloat16.
+    """
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, allocate: Allocate) -> None:
+        self.out_features, self.in_features = weight_OI.shape
+        self._packed = allocate(packed_linear_bytes(self.out_features, self.in_features))
+        self._bias_O = None if bias_O is None else bias_O.detach().clone()
+        _native.pack_linear(weight_OI.detach(), self._packed)
+
+    def __call__(self, input_TI: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `Linear`."""
+        if out is None:
+            out = torch.empty(len(input_TI), self.out_features, dtype=torch.bfloat16)
+        if input_TI.stride(1) != 1:
+            input_TI = input_TI.contiguous()
+        _native.packed_linear(input_TI, self._packed, self._bias_O, out)
+        return out
 
 
 def make_linear(weight_OI: Tensor, bias_O: Tensor | None, allocate: Allocate) -> Linear:
@@ -42,13 +73,18 @@ def make_linear(weight_OI: Tensor, bias_O: Tensor | None, allocate: Allocate) ->
         weight_OI: May be a view of the checkpoint; a packed projection copies it into `allocate`
             and keeps no reference, a plain one keeps the view.
         bias_O: Optional bias, in the same type.
-        allocate: Where packed weights go.
+        allocate: Where packed weights go: `packed_linear_bytes` of them.
     """
-    del allocate
+    if packed_linear_is_used(weight_OI.dtype):
+        return PackedLinear(weight_OI, bias_O, allocate)
     return PlainLinear(weight_OI, bias_O)
 
 
 def packed_linear_is_used(dtype: torch.dtype) -> bool:
     """Whether `make_linear` copies weights of this type into packed form on this machine."""
-    del dtype
-    return False
+    return dtype == torch.bfloat16 and _native.active_isa() == "avx512_bf16"
+
+
+def packed_linear_bytes(out_features: int, in_features: int) -> int:
+    """Bytes that a packed projection takes from `allocate`."""
+    return _native.packed_bytes(out_features, in_features)

@@ -1,0 +1,46 @@
+// Dense bfloat16 projections on packed weights.
+#pragma once
+
+#include <cstdint>
+
+#include "raymoe/bf16.h"
+
+namespace raymoe {
+
+/// A matrix that is read once, by packing: any strides, in elements.
+struct WeightSource {
+  const bf16* data;
+  int64_t outputs;
+  int64_t inputs;
+  int64_t output_stride;
+  int64_t input_stride;
+};
+
+/// Bytes of the packed form of a weight [outputs, inputs]; the layout is described in gemm.h.
+int64_t packed_bytes(int64_t outputs, int64_t inputs);
+
+/// Packs a weight on all threads; `packed` is 64-byte aligned and does not overlap the source.
+void pack_weight(const WeightSource& weight, bf16* packed);
+
+/// Packs gate and up [F, H] into panels of 16 gate and 16 up columns of the same index:
+/// packed_bytes(2 * 16 * ceil(F / 16), H) bytes.
+void pack_gate_up(const WeightSource& gate, const WeightSource& up, bf16* packed);
+
+/// out = x * weight^T + bias. Rows of x and out may be any distance apart; no overlap of out with
+/// anything else. Float32 sums in a fixed order, one rounding: the bits of a row do not depend on
+/// the other rows or on the number of threads.
+struct LinearProblem {
+  const bf16* x;
+  int64_t x_stride;  // elements
+  int64_t num_rows;
+  const bf16* packed;
+  int64_t outputs;
+  int64_t inputs;
+  const bf16* bias;  // null: none
+  bf16* out;
+  int64_t out_stride;
+};
+
+void packed_linear(const LinearProblem& problem);
+
+}  // namespace raymoe

@@ -1,0 +1,350 @@
+// The experts of one layer. Tokens pass in blocks; for each block, with a barrier between:
+//   sort     worker 0 groups the block's (token, slot) rows by expert, in a counting sort
+//   gate     tasks of (rows of an expert, panels of gate and up): gather, multiply, silu(gate) * up
+//   down     tasks of one panel of outputs over all experts in ascending order: multiply, add to
+//            the accumulators of the tokens, round
+// Down tasks own their columns, so the sums of a token need no locks and have one order.
+#include "raymoe/experts.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "gemm.h"
+#include "gemm_work.h"
+#include "raymoe/worker_pool.h"
+
+namespace raymoe {
+namespace {
+
+constexpr int64_t kGatePanelColumns = kPanelColumns / 2;
+constexpr int64_t kGatherBytes = 512 << 10;      // rows of a gate task: half of a 1 MiB L2 cache
+constexpr int64_t kActivationBytes = 48 << 20;   // silu(gate) * up of a block of tokens
+constexpr int64_t kRowsPerExpert = 64;  // enough that weights stream at a quarter of the bandwidth
+constexpr int64_t kGateTasksPerWorker = 128;
+constexpr int64_t kInlineCycles = 20'000;  // below about 5 microseconds waking workers costs more
+
+struct Sizes {
+  int num_workers;
+  int64_t block_tokens, block_rows;
+  int64_t gather_rows, gather_stride, activation_stride;
+  int64_t gate_panels, gate_elements, down_panels, down_elements;
+};
+
+/// Tokens of a block: enough rows for each expert that reading its weights again for the next
+/// block is cheap, few enough that the rows of a block stay in cache.
+int64_t choose_block_tokens(const ExpertsProblem& problem) {
+  const int64_t row_bytes = 2 * padded_stride(problem.weights.expert_size) * problem.top_k;
+  int64_t limit = std::max<int64_t>(
+      512, kRowsPerExpert * problem.weights.num_experts / problem.top_k);
+  limit = std::clamp<int64_t>(kActivationBytes / row_bytes, kTileRows, limit);
+  return ceil_div(problem.num_tokens, ceil_div(problem.num_tokens, limit));
+}
+
+Sizes make_sizes(const ExpertsProblem& problem, int num_threads) {
+  const ExpertWeights& weights = problem.weights;
+  Sizes sizes{};
+  sizes.block_tokens = choose_block_tokens(problem);
+  sizes.block_rows = sizes.block_tokens * problem.top_k;
+  sizes.gather_rows =
+      std::clamp<int64_t>(kGatherBytes / (2 * weights.hidden_size), 4 * kTileRows, 256);
+  sizes.gather_rows = std::min(sizes.gather_rows, sizes.block_tokens);
+  sizes.gather_stride = padded_stride(weights.hidden_size);
+  sizes.gate_panels = ceil_div(weights.expert_size, kGatePanelColumns);
+  sizes.activation_stride = padded_stride(sizes.gate_panels * kGatePanelColumns);
+  sizes.gate_elements = panel_elements(weights.hidden_size);
+  sizes.down_panels = num_panels(weights.hidden_size);
+  sizes.down_elements = panel_elements(weights.expert_size);
+  const int64_t cycles = (2 * problem.num_tokens * problem.top_k + 20) * sizes.gate_panels *
+                         num_pairs(weights.hidden_size) * 3 / 2;
+  sizes.num_workers = cycles < kInlineCycles ? 1 : num_threads;
+  return sizes;
+}
+
+/// Rows of a block that one expert multiplies, in sorted order.
+struct ExpertRows {
+  int64_t expert, first, count;
+};
+
+struct GateTask {
+  ExpertRows rows;  // all or some of an expert's
+  int64_t first_panel, last_panel;
+};
+
+/// Cuts one allocation into aligned arrays; with a null base it only measures.
+class Carver {
+ public:
+  explicit Carver(void* base) : base_(static_cast<char*>(base)) {}
+  template <typename T>
+  T* take(int64_t count) {
+    T* array = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + used_);
+    used_ += ceil_div(count * static_cast<int64_t>(sizeof(T)), 4096) * 4096;
+    return array;
+  }
+  int64_t used() const { return used_; }
+
+ private:
+  char* base_;
+  int64_t used_ = 0;
+};
+
+struct WorkerArrays {
+  float* sums;         // [max(gather rows, rows of an expert)][kPanelColumns]
+  bf16* gathered;      // [gather_rows][gather_stride]
+  float* accumulator;  // [block_tokens][kPanelColumns]
+};
+
+/// What a calling thread keeps between launches.
+struct ExpertsScratch {
+  Scratch memory;
+  TaskRanges gate_ranges, down_ranges;
+  std::vector<ExpertRows> experts;
+  std::vector<GateTask> gate_tasks;
+  std::vector<int64_t> starts;
+  std::vector<WorkerArrays> workers;
+  int32_t* row_tokens = nullptr;  // [block_rows], token of the block of each sorted row
+  float* row_weights = nullptr;
+  bf16* activations = nullptr;  // [block_rows][activation_stride]
+};
+
+int64_t carve(const Sizes& sizes, void* base, ExpertsScratch* scratch) {
+  Carver carver(base);
+  scratch->row_tokens = carver.take<int32_t>(sizes.block_rows);
+  scratch->row_weights = carver.take<float>(sizes.block_rows);
+  scratch->activations = carver.take<bf16>(sizes.block_rows * sizes.activation_stride);
+  scratch->workers.resize(static_cast<size_t>(sizes.num_workers));
+  for (WorkerArrays& worker : scratch->workers) {
+    worker.sums = carver.take<float>(sizes.block_tokens * kPanelColumns);
+    worker.gathered = carver.take<bf16>(sizes.gather_rows * sizes.gather_stride);
+    worker.accumulator = carver.take<float>(sizes.block_tokens * kPanelColumns);
+  }
+  return carver.used();
+}
+
+class ExpertsLaunch {
+ public:
+  ExpertsLaunch(const ExpertsProblem& problem, const Sizes& sizes, ExpertsScratch* scratch)
+      : problem_(problem), sizes_(sizes), scratch_(*scratch), barrier_(sizes.num_workers) {}
+
+  void work(int worker) {
+    for (int64_t token = 0; token < problem_.num_tokens; token += sizes_.block_tokens) {
+      if (worker == 0) plan_block(token);
+      barrier_.wait();
+      run_gate_tasks(worker);
+      barrier_.wait();
+      for (int64_t panel; (panel = scratch_.down_ranges.take(worker)) >= 0;)
+        run_down_task(worker, panel);
+      barrier_.wait();
+    }
+  }
+
+ private:
+  void plan_block(int64_t first_token);
+  void sort_rows();
+  void make_gate_tasks();
+  void split_gate_tasks();
+  void run_gate_tasks(int worker);
+  void gather(const ExpertRows& rows, bf16* out) const;
+  void multiply_gate(const WorkerArrays& arrays, const GateTask& task, int64_t panel);
+  void run_down_task(int worker, int64_t panel);
+  void multiply_down(const WorkerArrays& arrays, size_t index, int64_t panel);
+  const bf16* gate_panel(int64_t expert, int64_t panel) const {
+    return problem_.weights.gate_up + (expert * sizes_.gate_panels + panel) * sizes_.gate_elements;
+  }
+  const bf16* down_panel(int64_t expert, int64_t panel) const {
+    return problem_.weights.down + (expert * sizes_.down_panels + panel) * sizes_.down_elements;
+  }
+  bool is_dense() const { return problem_.topk_ids == nullptr; }
+
+  const GemmKernels& kernels_ = gemm_kernels();
+  const ExpertsProblem& problem_;
+  const Sizes& sizes_;
+  ExpertsScratch& scratch_;
+  SpinBarrier barrier_;
+  int64_t first_token_ = 0, num_tokens_ = 0;  // of the block
+};
+
+void ExpertsLaunch::plan_block(int64_t first_token) {
+  first_token_ = first_token;
+  num_tokens_ = std::min(sizes_.block_tokens, problem_.num_tokens - first_token);
+  scratch_.experts.clear();
+  if (is_dense())
+    scratch_.experts.push_back({0, 0, num_tokens_});
+  else
+    sort_rows();
+  make_gate_tasks();
+  split_gate_tasks();
+  scratch_.down_ranges.set_even(sizes_.down_panels);
+}
+
+void ExpertsLaunch::sort_rows() {
+  const int64_t top_k = problem_.top_k, num_rows = num_tokens_ * top_k;
+  const int32_t* ids = problem_.topk_ids + first_token_ * top_k;
+  const float* weights = problem_.topk_weights + first_token_ * top_k;
+  std::vector<int64_t>& starts = scratch_.starts;
+  starts.assign(static_cast<size_t>(problem_.weights.num_experts) + 1, 0);
+  for (int64_t row = 0; row < num_rows; ++row) ++starts[static_cast<size_t>(ids[row]) + 1];
+  for (size_t expert = 0; expert + 1 < starts.size(); ++expert) {
+    const int64_t count = starts[expert + 1];
+    starts[expert + 1] += starts[expert];
+    if (count > 0) scratch_.experts.push_back({static_cast<int64_t>(expert), starts[expert], count});
+  }
+  for (int64_t token = 0, row = 0; token < num_tokens_; ++token)
+    for (int64_t slot = 0; slot < top_k; ++slot, ++row) {
+      const int64_t position = starts[static_cast<size_t>(ids[row])]++;
+      scratch_.row_tokens[position] = static_cast<int32_t>(token);
+      scratch_.row_weights[position] = weights[row];
+    }
+}
+
+/// Rows of an expert in blocks that fit in L2, panels in chunks small enough to balance.
+void ExpertsLaunch::make_gate_tasks() {
+  int64_t total_panels = 0;
+  for (const ExpertRows& rows : scratch_.experts)
+    total_panels += ceil_div(rows.count, sizes_.gather_rows) * sizes_.gate_panels;
+  const int64_t wanted = std::max<int64_t>(
+      1, total_panels / (kGateTasksPerWorker * sizes_.num_workers));
+  const int64_t num_chunks = ceil_div(sizes_.gate_panels, wanted);
+  scratch_.gate_tasks.clear();
+  for (const ExpertRows& rows : scratch_.experts) {
+    const int64_t num_blocks = ceil_div(rows.count, sizes_.gather_rows);
+    for (int64_t block = 0; block < num_blocks; ++block) {
+      const int64_t begin = block * rows.count / num_blocks;
+      const int64_t end = (block + 1) * rows.count / num_blocks;
+      for (int64_t chunk = 0; chunk < num_chunks; ++chunk)
+        scratch_.gate_tasks.push_back({{rows.expert, rows.first + begin, end - begin},
+                                       chunk * sizes_.gate_panels / num_chunks,
+                                       (chunk + 1) * sizes_.gate_panels / num_chunks});
+    }
+  }
+}
+
+/// Consecutive tasks of about equal cost for each worker; the few rows that a panel costs even
+/// when it multiplies one row stand for reading it.
+void ExpertsLaunch::split_gate_tasks() {
+  const auto cost = [](const GateTask& task) {
+    return (task.last_panel - task.first_panel) * std::max<int64_t>(task.rows.count, 12);
+  };
+  int64_t total = 0, done = 0, begin = 0;
+  for (const GateTask& task : scratch_.gate_tasks) total += cost(task);
+  const auto num_tasks = static_cast<int64_t>(scratch_.gate_tasks.size());
+  for (int worker = 0; worker < sizes_.num_workers; ++worker) {
+    int64_t end = begin;
+    while (end < num_tasks && done * sizes_.num_workers < total * (worker + 1))
+      done += cost(scratch_.gate_tasks[static_cast<size_t>(end++)]);
+    scratch_.gate_ranges.set(worker, begin, end);
+    begin = end;
+  }
+}
+
+void ExpertsLaunch::gather(const ExpertRows& rows, bf16* out) const {
+  const int64_t hidden_size = problem_.weights.hidden_size;
+  const size_t row_bytes = static_cast<size_t>(hidden_size) * sizeof(bf16);
+  for (int64_t row = 0; row < rows.count; ++row) {
+    const int64_t position = rows.first + row;
+    const int64_t token = is_dense() ? position : scratch_.row_tokens[position];
+    bf16* copy = out + row * sizes_.gather_stride;
+    std::memcpy(copy, problem_.hidden + (first_token_ + token) * problem_.hidden_stride, row_bytes);
+    if (hidden_size % 2 != 0) copy[hidden_size] = bf16{0};
+  }
+}
+
+void ExpertsLaunch::run_gate_tasks(int worker) {
+  const WorkerArrays& arrays = scratch_.workers[static_cast<size_t>(worker)];
+  int64_t gathered_first = -1;  // of the rows that `arrays.gathered` holds
+  for (int64_t index; (index = scratch_.gate_ranges.take(worker)) >= 0;) {
+    const GateTask& task = scratch_.gate_tasks[static_cast<size_t>(index)];
+    if (gathered_first != task.rows.first) gather(task.rows, arrays.gathered);
+    gathered_first = task.rows.first;
+    for (int64_t panel = task.first_panel; panel < task.last_panel; ++panel)
+      multiply_gate(arrays, task, panel);
+  }
+}
+
+void ExpertsLaunch::multiply_gate(const WorkerArrays& arrays, const GateTask& task, int64_t panel) {
+  const bf16* weights = gate_panel(task.rows.expert, panel);
+  // Panels and experts follow each other in memory, so what comes next is almost always next.
+  const PanelProduct product{arrays.gathered,
+                             sizes_.gather_stride,
+                             task.rows.count,
+                             weights,
+                             num_pairs(problem_.weights.hidden_size),
+                             weights + sizes_.gate_elements,
+                             arrays.sums};
+  bf16* out = scratch_.activations + task.rows.first * sizes_.activation_stride +
+              panel * kGatePanelColumns;
+  multiply_panel(kernels_, product, [&](int64_t row, int64_t count, const float* sums) {
+    kernels_.gate(count, {sums, out + row * sizes_.activation_stride, sizes_.activation_stride});
+  });
+}
+
+void ExpertsLaunch::run_down_task(int worker, int64_t panel) {
+  const WorkerArrays& arrays = scratch_.workers[static_cast<size_t>(worker)];
+  if (!is_dense())
+    std::fill_n(arrays.accumulator, num_tokens_ * kPanelColumns, 0.0f);
+  for (size_t index = 0; index < scratch_.experts.size(); ++index)
+    multiply_down(arrays, index, panel);
+  if (is_dense()) return;
+  const int64_t column = panel * kPanelColumns;
+  kernels_.store(num_tokens_, {arrays.accumulator, nullptr,
+                               problem_.out + first_token_ * problem_.out_stride + column,
+                               problem_.out_stride,
+                               std::min(kPanelColumns, problem_.weights.hidden_size - column)});
+}
+
+void ExpertsLaunch::multiply_down(const WorkerArrays& arrays, size_t index, int64_t panel) {
+  const ExpertRows& rows = scratch_.experts[index];
+  const bool is_last = index + 1 == scratch_.experts.size();
+  const int64_t next_expert = scratch_.experts[is_last ? 0 : index + 1].expert;
+  const PanelProduct product{scratch_.activations + rows.first * sizes_.activation_stride,
+                             sizes_.activation_stride,
+                             rows.count,
+                             down_panel(rows.expert, panel),
+                             num_pairs(problem_.weights.expert_size),
+                             down_panel(next_expert, is_last ? panel + 1 : panel),
+                             arrays.sums};
+  const int64_t column = panel * kPanelColumns;
+  multiply_panel(kernels_, product, [&](int64_t row, int64_t count, const float* sums) {
+    const int64_t first = rows.first + row;
+    if (is_dense())
+      kernels_.store(count, {sums, nullptr,
+                             problem_.out + (first_token_ + first) * problem_.out_stride + column,
+                             problem_.out_stride,
+                             std::min(kPanelColumns, problem_.weights.hidden_size - column)});
+    else
+      kernels_.scatter(count, {sums, scratch_.row_tokens + first, scratch_.row_weights + first,
+                               arrays.accumulator});
+  });
+}
+
+void check_ids(const ExpertsProblem& problem) {
+  for (int64_t row = 0; row < problem.num_tokens * problem.top_k; ++row)
+    if (problem.topk_ids[row] < 0 || problem.topk_ids[row] >= problem.weights.num_experts)
+      throw std::invalid_argument(
+          "fused_experts: topk_ids has expert " + std::to_string(problem.topk_ids[row]) +
+          " for token " + std::to_string(row / problem.top_k) + ", there are " +
+          std::to_string(problem.weights.num_experts) + " experts");
+}
+
+}  // namespace
+
+void fused_experts(const ExpertsProblem& problem) {
+  if (problem.num_tokens == 0) return;
+  if (problem.topk_ids != nullptr) check_ids(problem);
+  thread_local ExpertsScratch scratch;
+  const auto pool = worker_pool();
+  const Sizes sizes = make_sizes(problem, pool->num_threads());
+  const int64_t num_bytes = carve(sizes, nullptr, &scratch);
+  carve(sizes, scratch.memory.reserve(num_bytes), &scratch);
+  scratch.gate_ranges.resize(sizes.num_workers);
+  scratch.down_ranges.resize(sizes.num_workers);
+  ExpertsLaunch launch(problem, sizes, &scratch);
+  if (sizes.num_workers == 1)
+    launch.work(0);
+  else
+    pool->run([&](int worker) { launch.work(worker); });
+}
+
+}  // namespace raymoe

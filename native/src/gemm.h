@@ -1,0 +1,127 @@
+// The bfloat16 matrix product under linear.cpp and experts.cpp: panels of packed weights, tiles of
+// rows, and what happens to a finished tile.
+//
+// A weight [O, I] is packed into panels of 32 outputs, [ceil(O / 32)][ceil(I / 2)][32][2]: one
+// vector holds 16 outputs x 2 inputs, the operand of the bfloat16 dot-product instruction. Tails
+// are zeros. A tile multiplies 1 to 14 rows by one panel: 28 of the 32 vector registers hold sums.
+//
+// Sums are float32 and run over the pairs of inputs in ascending order, whatever the number of
+// rows, threads or blocks: a row gives the same bits in every batch.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "raymoe/bf16.h"
+#include "raymoe/isa.h"
+
+namespace raymoe {
+
+constexpr int64_t kPanelColumns = 32;
+constexpr int64_t kTileRows = 14;
+// Inputs of one block: 2048 pairs x 128 bytes of a panel stay in L2 while tiles of rows pass.
+constexpr int64_t kBlockPairs = 2048;
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t num_pairs(int64_t inputs) { return ceil_div(inputs, 2); }
+inline int64_t num_panels(int64_t outputs) { return ceil_div(outputs, kPanelColumns); }
+inline int64_t panel_elements(int64_t inputs) { return num_pairs(inputs) * kPanelColumns * 2; }
+
+/// Distance of rows, in elements, of a copy of `columns` columns: whole cache lines and never a
+/// multiple of 1 KiB, so that the rows of a tile do not fall into the same sets of the L1 cache.
+inline int64_t padded_stride(int64_t columns) {
+  const int64_t stride = ceil_div(columns, 32) * 32;
+  return stride % 512 == 0 ? stride + 32 : stride;
+}
+
+/// Rows times a panel, or a block of its pairs. The rows must be readable up to 2 * num_pairs.
+struct GemmTile {
+  const bf16* a;
+  int64_t a_stride;  // elements
+  const bf16* panel;
+  int64_t num_pairs;
+  float* sums;      // [rows][kPanelColumns], contiguous
+  bool accumulate;  // start from `sums` instead of zero
+  const bf16* prefetch;      // read into L2 meanwhile; may lie outside of any allocation
+  int64_t lines_per_4_pairs;  // of the prefetch: 0, 1, 4 or 8
+};
+
+struct StoreTile {
+  const float* sums;
+  const bf16* bias;  // of these columns, or null
+  bf16* out;
+  int64_t out_stride;
+  int64_t columns;  // valid ones, 1 to kPanelColumns
+};
+
+/// Sums hold 16 gate columns and 16 up columns; writes 16 columns of silu(gate) * up.
+struct GateTile {
+  const float* sums;
+  bf16* out;
+  int64_t out_stride;
+};
+
+/// accumulator[token] += weight * sums, for each row.
+struct ScatterTile {
+  const float* sums;
+  const int32_t* tokens;
+  const float* weights;
+  float* accumulator;  // [tokens][kPanelColumns]
+};
+
+/// What an instruction set provides. `rows` is 1 to kTileRows for `tile`, any elsewhere.
+struct GemmKernels {
+  void (*tile)(int64_t rows, const GemmTile&);
+  void (*store)(int64_t rows, const StoreTile&);
+  void (*gate)(int64_t rows, const GateTile&);
+  void (*scatter)(int64_t rows, const ScatterTile&);
+};
+
+const GemmKernels& gemm_kernels_scalar();
+const GemmKernels& gemm_kernels_avx512_bf16();
+
+/// The kernels of the active instruction set; scalar where it has no bfloat16 dot products.
+const GemmKernels& gemm_kernels();
+
+/// Rows of one expert, or of a block of tokens, times one panel.
+struct PanelProduct {
+  const bf16* a;
+  int64_t a_stride;
+  int64_t num_rows;
+  const bf16* panel;
+  int64_t num_pairs;
+  const bf16* next_panel;  // the one that this thread multiplies next; null if unknown
+  float* sums;             // scratch, [num_rows][kPanelColumns]
+};
+
+/// Prefetches a share of `next` with each of the first tiles that pass over a block of a panel.
+inline void set_prefetch(GemmTile* tile, const bf16* next, int64_t index, int64_t num_tiles) {
+  const int64_t lines = num_tiles == 1 ? 8 : num_tiles < 8 ? 4 : 1;
+  const bool is_needed = next != nullptr && index * lines < 8;
+  tile->lines_per_4_pairs = is_needed ? lines : 0;
+  tile->prefetch = is_needed ? next + index * lines * 32 * (tile->num_pairs / 4) : nullptr;
+}
+
+/// Multiplies all rows by a panel; calls epilogue(first_row, rows, sums) for each finished tile.
+template <typename Epilogue>
+void multiply_panel(const GemmKernels& kernels, const PanelProduct& product,
+                    const Epilogue& epilogue) {
+  const int64_t num_tiles = ceil_div(product.num_rows, kTileRows);
+  for (int64_t pair = 0; pair < product.num_pairs; pair += kBlockPairs) {
+    const int64_t end = std::min(pair + kBlockPairs, product.num_pairs);
+    const bool is_last = end == product.num_pairs;
+    const bf16* next = is_last ? product.next_panel : product.panel + end * kPanelColumns * 2;
+    for (int64_t index = 0; index < num_tiles; ++index) {
+      const int64_t first = index * product.num_rows / num_tiles;
+      const int64_t rows = (index + 1) * product.num_rows / num_tiles - first;
+      GemmTile tile{product.a + first * product.a_stride + pair * 2, product.a_stride,
+                    product.panel + pair * kPanelColumns * 2, end - pair,
+                    product.sums + first * kPanelColumns, pair > 0, nullptr, 0};
+      set_prefetch(&tile, next, index, num_tiles);
+      kernels.tile(rows, tile);
+      if (is_last) epilogue(first, rows, tile.sums);
+    }
+  }
+}
+
+}  // namespace raymoe
