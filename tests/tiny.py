@@ -3,6 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}<s>{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -19,9 +23,6 @@ def make_checkpoint(directory: Path, *, seed: int = 0, **overrides: Any) -> Path
         seed: Of the weights.
         overrides: Fields of `MixtralConfig`.
     """
-    import torch
-    from transformers import MixtralConfig, MixtralForCausalLM
-
     config = MixtralConfig(
         **{
             "vocab_size": VOCAB_SIZE,
@@ -54,9 +55,6 @@ def make_checkpoint(directory: Path, *, seed: int = 0, **overrides: Any) -> Path
 
 def write_tokenizer(directory: Path) -> None:
     """Write a tokenizer without merges: one token per byte, ``<s>`` in front."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *alphabet))}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from raymoe.config import EngineConfig, SamplingParams
 from raymoe.data.columns import OutputColumns
+from raymoe.data.options import as_engine_config, as_sampling_params
 from raymoe.data.rows import SAMPLING_COLUMN, RowReader, RowRequest
 from raymoe.data.worker import should_leave_process
 from raymoe.engine.engine import Engine
@@ -94,12 +95,7 @@ class MoEGenerator:
         self._check(batch)
         if self._engine is None:
             raise ExecutionError("this MoEGenerator is closed")
-        self._engine.enter_call()
-        try:
-            requests = self._reader.read(batch)
-            generations = self._generate(self._engine, requests)
-        finally:
-            self._engine.leave_call()
+        generations = self._generate(self._engine, self._reader.read(batch))
         self._has_finished_a_batch = True
         if not self._should_continue_on_error:
             _raise_first_error(generations)
@@ -129,12 +125,7 @@ class MoEGenerator:
     def _generate(self, engine: Engine, requests: Sequence[RowRequest]) -> list[Generation]:
         good = [request for request in requests if request.prompt is not None]
         try:
-            futures = engine.submit(
-                [request.prompt for request in good],
-                [request.sampling_params for request in good],
-                row_keys=[request.row_key for request in good],
-            )
-            done = iter([future.result() for future in futures])
+            done = iter(_wait_for(engine, good))
         except Exception as error:
             self._fail(error)
         return [
@@ -157,16 +148,17 @@ class MoEGenerator:
         raise ExecutionError(f"the engine is broken: {error}") from error
 
 
-def as_sampling_params(options: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
-    """Return the parameters of an operator; a mapping takes the names of `SamplingParams`."""
-    if isinstance(options, SamplingParams):
-        return options
-    return SamplingParams.from_dict(options or {})
-
-
-def as_engine_config(options: EngineConfig | Mapping[str, Any] | None) -> EngineConfig:
-    """Return the configuration of an engine; a mapping takes the names of `EngineConfig`."""
-    return options if isinstance(options, EngineConfig) else EngineConfig.from_dict(options or {})
+def _wait_for(engine: Engine, requests: Sequence[RowRequest]) -> list[Generation]:
+    futures = engine.submit(
+        [request.prompt for request in requests if request.prompt is not None],
+        [request.sampling_params for request in requests],
+        row_keys=[request.row_key for request in requests],
+    )
+    engine.enter_call()  # after `submit`: from now on this thread brings no more rows
+    try:
+        return [future.result() for future in futures]
+    finally:
+        engine.leave_call()
 
 
 def _with_column(generation: Generation, column: str) -> Generation:

@@ -103,8 +103,7 @@ class RowReader:
         )
         try:
             if row.error:
-                reason = f"says: {shown(row.error, 500)}"
-                raise RowError("ValueError", self.error_column or "", reason)
+                return dataclasses.replace(request, error=f"ValueError: {shown(row.error, 500)}")
             prompt = self._read_prompt(row.prompt, row.messages)
             sampling_params = self._read_params(row.params)
         except RowError as error:

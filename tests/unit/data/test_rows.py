@@ -205,13 +205,13 @@ def test_rows_that_were_already_bad_keep_their_reason():
     reader = RowReader(defaults=DEFAULTS, error_column="why")
     requests = reader.read(pa.table({"prompt": ["a", "b", "c"], "why": ["", "line 4 broke", None]}))
     assert [request.prompt for request in requests] == ["a", None, "c"]
-    assert requests[1].error == "ValueError: column 'why' says: line 4 broke"
+    assert requests[1].error == "ValueError: line 4 broke"
 
 
 def test_a_table_without_the_columns_is_refused_with_those_it_has():
     reader = RowReader(defaults=DEFAULTS, id_column="id")
-    with pytest.raises(ConfigError, match="neither column 'prompt' nor 'messages'.*'question'"):
+    with pytest.raises(ConfigError, match=r"neither column 'prompt' nor 'messages'.*'question'"):
         reader.check_schema(pa.schema([("question", pa.string())]))
-    with pytest.raises(ConfigError, match="id_column 'id' does not exist.*'prompt'"):
+    with pytest.raises(ConfigError, match=r"id_column 'id' does not exist.*'prompt'"):
         reader.check_schema(pa.schema([("prompt", pa.string())]))
     assert reader.read(pa.table({"prompt": pa.array([], pa.string())})) == []

@@ -1,0 +1,91 @@
+"""The `raymoe` command. Each subcommand is a module that loads when it is called.
+
+To add one: write ``raymoe/cli/<name>.py`` with a function ``run`` whose parameters are typer's,
+and name it in `COMMANDS`.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from raymoe._version import __version__
+from raymoe.errors import ConfigError, RaymoeError
+
+COMMANDS = {
+    "generate": "Generate text for a table of prompts: parquet or JSONL in and out.",
+    "demo": "Tidy thousands of messy rows with the bundled model and check the answers.",
+    "bench": "Measure this machine: our engine against transformers, beside the bound.",
+}
+EXIT_FAILED = 1
+EXIT_BAD_USAGE = 2
+
+_USAGE = "Usage: raymoe [--version] [--help] COMMAND [ARGS]..."
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and leave with its exit code: 0, 1 failed, 2 bad usage."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command; return the exit code."""
+    if not arguments or arguments[0] in {"--help", "-h"}:
+        typer.echo(_help(), err=not arguments)
+        return 0 if arguments else EXIT_BAD_USAGE
+    name, rest = arguments[0], list(arguments[1:])
+    if name == "--version":
+        typer.echo(f"raymoe {__version__}")
+        return 0
+    if name not in COMMANDS:
+        kind = "option" if name.startswith("-") else "command"
+        typer.echo(f"{_USAGE}\nerror: no {kind} {name!r}; try 'raymoe --help'", err=True)
+        return EXIT_BAD_USAGE
+    return _run_command(name, rest)
+
+
+def _run_command(name: str, arguments: list[str]) -> int:
+    is_debug = "--debug" in arguments
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(importlib.import_module(f"raymoe.cli.{name}").run)
+    command = typer.main.get_command(app)
+    try:
+        command(args=arguments, prog_name=f"raymoe {name}")
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else EXIT_FAILED
+    except KeyboardInterrupt:
+        typer.echo("error: interrupted", err=True)
+        return EXIT_FAILED
+    except Exception as error:
+        if is_debug:
+            raise
+        return _report(error)
+    return 0
+
+
+def _report(error: Exception) -> int:
+    """Print one line (a table of sizes may follow); say which kind of failure it was."""
+    is_ours = isinstance(error, RaymoeError)
+    text = str(error) if is_ours else f"{type(error).__name__}: {error}; --debug shows where"
+    typer.echo(f"error: {text}", err=True)
+    return EXIT_BAD_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()]
+    return "\n".join(
+        (
+            _USAGE,
+            "",
+            "Offline, throughput-first inference of Mixture-of-Experts models on Ray Data.",
+            "",
+            "Commands:",
+            *lines,
+            "",
+            "Every command has --help, and --debug for a traceback.",
+            "Exit code: 0 done, 1 failed, 2 bad usage.",
+        )
+    )

@@ -1,0 +1,74 @@
+"""Which Ray? The cluster of RAY_ADDRESS, else a small one on this machine that ends with us."""
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # read when Ray is imported
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import ray
+import ray.data
+
+from raymoe.device.host import read_host
+from raymoe.units import MIB
+
+STDERR = 2
+OBJECT_STORE_BYTES = 400 * MIB
+NO_PROGRESS_TIMEOUT_S = 6 * 3600  # one slow wave or a large load moves no block
+
+
+@contextmanager
+def running_ray(*, preserve_order: bool, verbose: bool) -> Iterator[bool]:
+    """Connect to Ray, or start it; yield whether it is local; end what was started.
+
+    Args:
+        preserve_order: Rows come out in the order of the input.
+        verbose: Show what Ray and the actors log.
+    """
+    address = os.environ.get("RAY_ADDRESS")
+    with nullcontext() if verbose else _without_stderr():
+        _start(address, verbose=verbose)
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.execution_no_progress_timeout_s = NO_PROGRESS_TIMEOUT_S
+    context.execution_options.preserve_order = preserve_order
+    if not verbose:
+        logging.getLogger("ray.data").setLevel(logging.CRITICAL)
+    try:
+        yield not address
+    finally:
+        ray.shutdown()
+
+
+def _start(address: str | None, *, verbose: bool) -> None:
+    level = "info" if verbose else "error"
+    if address:
+        ray.init(address, logging_level=level, log_to_driver=verbose)
+        return
+    ray.init(
+        "local",
+        num_cpus=read_host().num_cores,
+        object_store_memory=OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        logging_level=level,
+        log_to_driver=verbose,
+    )
+
+
+@contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Hide what native code prints while Ray starts; exceptions still say what went wrong."""
+    sys.stderr.flush()
+    saved = os.dup(STDERR)
+    with Path(os.devnull).open("wb") as nothing:
+        os.dup2(nothing.fileno(), STDERR)
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(saved, STDERR)
+        os.close(saved)

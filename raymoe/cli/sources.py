@@ -1,0 +1,224 @@
+"""Where do the rows come from? Files, directories and globs of parquet or JSON lines."""
+
+import functools
+import glob
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import ray
+import ray.data
+
+from raymoe.cli.jsonl import INPUT_ERROR_COLUMN, JsonlScan, read_split, scan
+from raymoe.errors import ConfigError
+
+PARQUET_SUFFIXES = (".parquet", ".pq")
+JSONL_SUFFIXES = (".jsonl", ".ndjson")
+
+
+class Source(Protocol):
+    """A table of prompts on disk.
+
+    Attributes:
+        paths: The files.
+        schema: Their columns.
+        num_rows: Rows in all files.
+        ids: The id column, without lines that cannot be read; empty when none was named.
+        json_columns: String columns whose cells are JSON text of the input's values.
+        error_column: Added by the reader; the reasons of rows that it could not read.
+    """
+
+    paths: tuple[Path, ...]
+    schema: pa.Schema
+    num_rows: int
+    ids: pa.Array
+    json_columns: frozenset[str]
+    error_column: str | None
+
+    def dataset(self) -> ray.data.Dataset:
+        """Return the rows as a dataset; Ray must be running."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParquetSource:
+    """Parquet files, read by Ray Data."""
+
+    paths: tuple[Path, ...]
+    schema: pa.Schema
+    num_rows: int
+    ids: pa.Array
+    json_columns: frozenset[str] = frozenset()
+    error_column: str | None = None
+
+    def dataset(self) -> ray.data.Dataset:
+        """Return the rows as a dataset."""
+        return ray.data.read_parquet([str(path) for path in self.paths])
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonlSource:
+    """JSON lines, read by our own reader: one bad line is one bad row."""
+
+    paths: tuple[Path, ...]
+    schema: pa.Schema
+    num_rows: int
+    ids: pa.Array
+    json_columns: frozenset[str]
+    scanned: JsonlScan
+    error_column: str | None = INPUT_ERROR_COLUMN
+
+    def dataset(self) -> ray.data.Dataset:
+        """Return the rows as a dataset."""
+        splits = [split._asdict() for split in self.scanned.splits]
+        listed = ray.data.from_items(splits, override_num_blocks=max(1, len(splits)))
+        read = functools.partial(read_split, layout=self.scanned.layout)
+        return listed.map_batches(read, batch_size=1, batch_format="pyarrow")
+
+
+def open_source(pattern: str, *, prompt_column: str, id_column: str | None) -> Source:
+    """Find the files of a path, directory or glob, and read their columns and ids.
+
+    Raises:
+        ConfigError: Nothing is there, two formats are mixed, or ids are missing or not unique.
+    """
+    paths = find_files(pattern)
+    if paths[0].suffix in JSONL_SUFFIXES:
+        source: Source = _open_jsonl(paths, prompt_column, id_column)
+    else:
+        source = _open_parquet(paths, id_column)
+    if id_column is not None:
+        check_ids(source.ids, id_column)
+    return source
+
+
+def find_files(pattern: str) -> tuple[Path, ...]:
+    """Return the input files of one format, sorted by name."""
+    path = Path(pattern)
+    if path.is_file():
+        found = [path]
+    elif path.is_dir():
+        found = [file for file in path.rglob("*") if file.is_file() and not _is_hidden(file, path)]
+    else:
+        names = glob.glob(pattern, recursive=True)  # noqa: PTH207 - Path.glob takes no absolute one
+        found = [Path(name) for name in names if Path(name).is_file()]
+    known = (*PARQUET_SUFFIXES, *JSONL_SUFFIXES)
+    files = tuple(sorted(file for file in found if file.suffix in known))
+    if not files:
+        kinds = ", ".join(known)
+        found_some = f" ({len(found)} files of other kinds)" if found else ""
+        raise ConfigError(f"--input {pattern}: no file that ends in {kinds}{found_some}")
+    if len({file.suffix in JSONL_SUFFIXES for file in files}) > 1:
+        raise ConfigError(
+            f"--input {pattern}: both parquet and JSON lines; name one kind by a glob"
+        )
+    return files
+
+
+def _is_hidden(file: Path, root: Path) -> bool:
+    return any(part.startswith((".", "_")) for part in file.relative_to(root).parts)
+
+
+def _open_parquet(paths: Sequence[Path], id_column: str | None) -> ParquetSource:
+    schemas, num_rows, ids = [], 0, []
+    for path in paths:
+        try:
+            with pq.ParquetFile(path) as file:
+                schemas.append(file.schema_arrow)
+                num_rows += file.metadata.num_rows
+                if id_column is not None:
+                    ids.append(_read_ids(file, path, id_column))
+        except (pa.ArrowException, OSError) as error:
+            raise ConfigError(f"{path} cannot be read as parquet: {error}") from error
+    schema = pa.unify_schemas(schemas, promote_options="permissive")
+    chunks = pa.chunked_array(ids) if ids else pa.chunked_array([[]])
+    return ParquetSource(paths=tuple(paths), schema=schema, num_rows=num_rows, ids=_combine(chunks))
+
+
+def _read_ids(file: pq.ParquetFile, path: Path, id_column: str) -> pa.Array:
+    if id_column not in file.schema_arrow.names:
+        names = ", ".join(file.schema_arrow.names)
+        raise ConfigError(f"{path} has no column {id_column!r} (--id-column); it has {names}")
+    return _combine(file.read(columns=[id_column]).column(id_column))
+
+
+def _combine(chunks: pa.ChunkedArray) -> pa.Array:
+    combined = chunks.combine_chunks()
+    return combined if isinstance(combined, pa.Array) else pa.concat_arrays(combined.chunks)
+
+
+def _open_jsonl(paths: Sequence[Path], prompt_column: str, id_column: str | None) -> JsonlSource:
+    scanned = scan(paths, prompt_column, id_column)
+    layout = scanned.layout
+    ids = pa.array([], pa.null())
+    if id_column is not None:
+        if id_column not in layout.schema.names:
+            names = ", ".join(layout.schema.names)
+            raise ConfigError(f"no line has the key {id_column!r} (--id-column); keys: {names}")
+        id_type = layout.schema.field(id_column).type
+        if id_column in layout.json_columns or pa.types.is_floating(id_type):
+            raise ConfigError(f"the values of {id_column!r} are not all text or all whole numbers")
+        ids = pa.array(scanned.ids, id_type)
+    return JsonlSource(
+        paths=tuple(paths),
+        schema=layout.schema,
+        num_rows=scanned.num_rows,
+        ids=ids,
+        json_columns=layout.json_columns,
+        scanned=scanned,
+    )
+
+
+def check_ids(ids: pa.Array, id_column: str) -> None:
+    """Refuse ids that cannot identify a row.
+
+    Raises:
+        ConfigError: Some are null, or occur more than once.
+    """
+    if ids.null_count:
+        row = pc.index(ids.is_null(), value=True).as_py()
+        raise ConfigError(
+            f"column {id_column!r} has no id in {ids.null_count} rows, the first is row {row}; "
+            "every row needs its own"
+        )
+    if len(ids) == len(ids.unique()):
+        return
+    counts = ids.value_counts()
+    repeated = counts.filter(pc.greater(counts.field("counts"), 1))
+    example: Any = repeated.field("values")[0].as_py()
+    raise ConfigError(
+        f"column {id_column!r} has {len(repeated)} ids that occur more than once, such as "
+        f"{example!r}; every row needs its own"
+    )
+
+
+def without_written(
+    dataset: ray.data.Dataset, id_column: str, ids: pa.Array, errors: pa.Array
+) -> ray.data.Dataset:
+    """Return the rows that are not written yet.
+
+    Args:
+        dataset: All rows.
+        id_column: Where their ids are.
+        ids: Of the rows that are written.
+        errors: What the reader said of written rows that have no id because their lines are broken.
+    """
+    drop = functools.partial(
+        _drop_rows, id_column=id_column, ids=ray.put(ids), errors=ray.put(errors)
+    )
+    return dataset.map_batches(drop, batch_size=None, batch_format="pyarrow")
+
+
+def _drop_rows(
+    table: pa.Table, *, id_column: str, ids: ray.ObjectRef, errors: ray.ObjectRef
+) -> pa.Table:
+    is_written = pc.is_in(table.column(id_column), value_set=ray.get(ids))
+    if INPUT_ERROR_COLUMN in table.column_names:
+        has_no_id = table.column(id_column).is_null()
+        is_known = pc.is_in(table.column(INPUT_ERROR_COLUMN), value_set=ray.get(errors))
+        is_written = pc.or_(is_written, pc.and_(has_no_id, is_known))
+    return table.filter(pc.invert(is_written))
