@@ -66,6 +66,10 @@ class WeightStore:
             tensor = tensor[location.rows[0] : location.rows[1]]
         return tensor
 
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """Type in which the weight of this canonical name is stored."""
+        return TORCH_DTYPES[self.checkpoint.entry(self._locations[name].name).dtype]
+
     def drop_pages(self, names: Iterable[str]) -> None:
         """Give back the memory of weights that were copied elsewhere; views stay valid."""
         self.checkpoint.drop_pages({self._locations[name].name for name in names})
