@@ -11,6 +11,7 @@
 #include "raymoe/norm.h"
 #include "raymoe/rope.h"
 #include "raymoe/router.h"
+#include "raymoe/sampling.h"
 #include "raymoe/worker_pool.h"
 #include "tensor_caster.h"
 
@@ -95,12 +96,31 @@ void bind_attention(py::module_& m) {
         py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_attention.py.");
 }
 
+void bind_sampling(py::module_& m) {
+  m.def("argmax", &argmax, py::arg("logits"), py::arg("ids"),
+        py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_sampling.py.");
+  m.def("gumbel_argmax",
+        [](const TensorView& logits, const std::optional<TensorView>& scale,
+           const TensorView& seed, const TensorView& row_key, const TensorView& sample,
+           const TensorView& position, const TensorView& ids) {
+          gumbel_argmax({logits, scale, seed, row_key, sample, position, ids});
+        },
+        py::arg("logits"), py::arg("scale"), py::arg("seed"), py::arg("row_key"),
+        py::arg("sample"), py::arg("position"), py::arg("ids"),
+        py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_sampling.py.");
+  m.def("log_sum_exp", &log_sum_exp, py::arg("logits"), py::arg("out"),
+        py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_sampling.py.");
+  m.def("top_k", &top_k, py::arg("logits"), py::arg("ids"), py::arg("values"),
+        py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_sampling.py.");
+}
+
 }  // namespace
 }  // namespace raymoe
 
 PYBIND11_MODULE(_native, m) {
   m.doc() = "CPU kernels of raymoe; wrapped, checked and documented in raymoe.kernels.";
   raymoe::bind_runtime(m);
+  raymoe::bind_sampling(m);
   raymoe::bind_elementwise(m);
   raymoe::bind_gemm(m);
   raymoe::bind_attention(m);

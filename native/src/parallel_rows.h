@@ -16,7 +16,7 @@ void for_row_ranges(int64_t num_rows, int64_t row_cost, const Body& body) {
   if (num_rows <= 0) return;
   const int64_t rows = std::max<int64_t>(1, kChunkCost / std::max<int64_t>(row_cost, 1));
   const int64_t chunks = (num_rows + rows - 1) / rows;
-  if (chunks <= 2) return body(int64_t{0}, num_rows);
+  if (chunks == 1 || num_rows * row_cost <= 2 * kChunkCost) return body(int64_t{0}, num_rows);
   worker_pool()->for_each(chunks, 1, [&](int, int64_t chunk) {
     body(chunk * rows, std::min((chunk + 1) * rows, num_rows));
   });

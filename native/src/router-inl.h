@@ -21,19 +21,12 @@ inline I32 sort_key(F32 x) {
 template <typename T>
 inline float exponentials(const T* logits, int64_t num_experts, float* exps, int32_t* keys) {
   F32 largest = splat(-__builtin_inff());
-  for_lanes(num_experts, [&](int64_t i, Whole part) {
-    const F32 x = load(logits + i, part);
+  for_lanes(num_experts, [&](int64_t i, auto part) {
+    const F32 x = load_filled(logits + i, part, -__builtin_inff());
     largest = max(largest, x);
     store(keys + i, sort_key(x), Whole{});
-  }, [&](int64_t i, Part part) {
-    float padded[kLanes];
-    for (int64_t k = 0; k < kLanes; ++k) padded[k] = -__builtin_inff();
-    store(padded, load(logits + i, part), part);
-    const F32 x = load(padded, Whole{});
-    largest = max(largest, x);
-    store(keys + i, sort_key(x), Whole{});
-    for (int64_t k = part.count; k < kLanes; ++k) keys[i + k] = kTaken;
   });
+  for (int64_t i = num_experts; i % kLanes != 0; ++i) keys[i] = kTaken;
   const F32 top = splat(max_of(largest));
   F32 sum = splat(0.0f);
   for_lanes(num_experts, [&](int64_t i, auto part) {

@@ -337,18 +337,25 @@ inline F32 rounded_to<fp16>(F32 x) {
 #endif
 }
 
-/// Calls whole(offset, Whole) and, for the tail, tail(offset, Part), over all lanes of [0, count).
-template <typename WholeBody, typename TailBody>
-inline void for_lanes(int64_t count, const WholeBody& whole, const TailBody& tail) {
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) whole(i, Whole{});
-  if (i < count) tail(i, Part{count - i});
+/// Like load, but lanes beyond the part read as `fill`.
+template <typename T>
+inline F32 load_filled(const T* p, Whole whole, float) {
+  return load(p, whole);
+}
+template <typename T>
+inline F32 load_filled(const T* p, Part part, float fill) {
+  float lane[kLanes];
+  store(lane, splat(fill), Whole{});
+  store(lane, load(p, part), part);
+  return load(lane, Whole{});
 }
 
 /// Calls body(offset, Whole or Part) for all lanes of [0, count), the tail last.
 template <typename Body>
 inline void for_lanes(int64_t count, const Body& body) {
-  for_lanes(count, body, body);
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) body(i, Whole{});
+  if (i < count) body(i, Part{count - i});
 }
 
 /// exp(x) for x <= 88, within 2 ulp; 0 below -87.3; NaN stays NaN.

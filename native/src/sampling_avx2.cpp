@@ -1,0 +1,7 @@
+#include "sampling-inl.h"
+
+namespace raymoe {
+
+const SamplingKernels kSamplingAvx2 = RAYMOE_SAMPLING_KERNELS;
+
+}  // namespace raymoe

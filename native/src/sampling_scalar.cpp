@@ -1,0 +1,7 @@
+#include "sampling-inl.h"
+
+namespace raymoe {
+
+const SamplingKernels kSamplingScalar = RAYMOE_SAMPLING_KERNELS;
+
+}  // namespace raymoe
