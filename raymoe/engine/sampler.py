@@ -14,10 +14,10 @@ from torch import Tensor
 from raymoe.engine.logits import forbid, keep_min_p, keep_top_k, keep_top_p, penalise
 from raymoe.engine.request import Sample
 from raymoe.engine.sequence import Bools, Int32s, SequenceTable
-from raymoe.kernels import cpu_sampling
+from raymoe.kernels.cpu_sampling import RandomKeys, argmax, gumbel_argmax
 
 SLICE_ELEMENTS = 1 << 22  # logits that are processed at once: 16 MiB in float32
-OFF = -1
+GREEDY, FREE, PROCESSED = range(3)  # argmax; temperature alone; everything else
 
 
 class Sampler:
@@ -31,7 +31,8 @@ class Sampler:
     def __init__(self, table: SequenceTable, eos_token_ids: tuple[int, ...]) -> None:
         size = table.num_slots
         self._table, self._eos_token_ids = table, eos_token_ids
-        self._is_plain: Bools = np.zeros(size, np.bool_)
+        self._path = np.zeros(size, np.int8)  # GREEDY, FREE or PROCESSED
+        self._is_special: Bools = np.zeros(size, np.bool_)  # logit_bias or min_tokens
         self._is_greedy: Bools = np.zeros(size, np.bool_)
         self._has_penalty: Bools = np.zeros(size, np.bool_)
         self._numbers = {
@@ -46,7 +47,8 @@ class Sampler:
             )
         }
         self._top_k: Int32s = np.zeros(size, np.int32)
-        self._key: npt.NDArray[np.int64] = np.zeros((size, 3), np.int64)
+        self._seed, self._row_key = np.zeros(size, np.int64), np.zeros(size, np.int64)
+        self._sample_index: Int32s = np.zeros(size, np.int32)
         self._first_free: Int32s = np.zeros(size, np.int32)
         self._samples: list[Sample | None] = [None] * size
 
@@ -57,7 +59,8 @@ class Sampler:
         for name, values in self._numbers.items():
             values[slot] = getattr(params, name)
         self._top_k[slot] = params.top_k
-        self._key[slot] = (request.seed, request.row_key, sample.index)
+        self._seed[slot], self._row_key[slot] = request.seed, request.row_key
+        self._sample_index[slot] = sample.index
         self._first_free[slot] = len(request.prompt) + params.min_tokens
         self._is_greedy[slot] = params.is_greedy
         self._has_penalty[slot] = (
@@ -65,28 +68,36 @@ class Sampler:
             or params.presence_penalty != 0
             or params.frequency_penalty != 0
         )
-        is_adjusted = self._has_penalty[slot] or params.logit_bias or params.min_tokens
-        self._is_plain[slot] = params.is_greedy and not is_adjusted
+        self._is_special[slot] = bool(params.logit_bias or params.min_tokens)
+        is_adjusted = self._has_penalty[slot] or self._is_special[slot]
+        is_filtered = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+        if is_adjusted or (is_filtered and not params.is_greedy):
+            self._path[slot] = PROCESSED
+        else:
+            self._path[slot] = GREEDY if params.is_greedy else FREE
         self._samples[slot] = sample
 
     def choose(self, logits_RV: Tensor, slots: Int32s, positions: Int32s) -> Int32s:
-        """Choose a token for each row.
+        """Choose a token for each row; -1 where the logits allow none.
 
         Args:
             logits_RV: In any float type; not changed.
             slots: Of each row.
             positions: Of the token to choose.
         """
-        is_plain = self._is_plain[slots]
-        if is_plain.all():
-            return _as_int32(cpu_sampling.argmax(logits_RV))
         tokens = np.empty(len(slots), np.int32)
-        plain = np.flatnonzero(is_plain)
-        if len(plain):
-            tokens[plain] = _as_int32(cpu_sampling.argmax(logits_RV[torch.from_numpy(plain)]))
-        for rows in _slices(np.flatnonzero(~is_plain), logits_RV.shape[1]):
-            fresh_RV = logits_RV[torch.from_numpy(rows)].float()
-            tokens[rows] = self._choose(fresh_RV, slots[rows], positions[rows])
+        path = self._path[slots]
+        for choose, rows in (
+            (self._choose_greedy, np.flatnonzero(path == GREEDY)),
+            (self._choose_free, np.flatnonzero(path == FREE)),
+        ):
+            if len(rows):
+                is_all = len(rows) == len(slots)
+                some_RV = logits_RV if is_all else logits_RV[torch.from_numpy(rows)]
+                tokens[rows] = choose(some_RV, slots[rows], positions[rows])
+        for rows in _slices(np.flatnonzero(path == PROCESSED), logits_RV.shape[1]):
+            fresh_RV = logits_RV[torch.from_numpy(rows)]
+            tokens[rows] = self._choose_processed(fresh_RV, slots[rows], positions[rows])
         return tokens
 
     def processed(self, logits_RV: Tensor, slots: Int32s, positions: Int32s) -> Tensor:
@@ -99,23 +110,29 @@ class Sampler:
             logits_RV[rows] = self._filter(logits_RV[rows], slots[sampled])
         return logits_RV
 
-    def _choose(self, logits_RV: Tensor, slots: Int32s, positions: Int32s) -> Int32s:
+    def _choose_greedy(self, logits_RV: Tensor, _slots: Int32s, _positions: Int32s) -> Int32s:
+        return _as_int32(argmax(logits_RV))
+
+    def _choose_free(self, logits_RV: Tensor, slots: Int32s, positions: Int32s) -> Int32s:
+        scale_R = torch.from_numpy(1.0 / self._numbers["temperature"][slots])
+        return _as_int32(gumbel_argmax(logits_RV, self._random_keys(slots, positions), scale_R))
+
+    def _choose_processed(self, logits_RV: Tensor, slots: Int32s, positions: Int32s) -> Int32s:
         logits_RV = self.processed(logits_RV, slots, positions)
-        key = torch.from_numpy(self._key[slots])
-        drawn = _as_int32(
-            cpu_sampling.gumbel_argmax(
-                logits_RV,
-                seed=key[:, 0],
-                row_key=key[:, 1],
-                sample_index=key[:, 2],
-                position=torch.from_numpy(positions.astype(np.int64)),
-            )
+        drawn = _as_int32(gumbel_argmax(logits_RV, self._random_keys(slots, positions)))
+        return np.where(self._is_greedy[slots], _as_int32(argmax(logits_RV)), drawn)
+
+    def _random_keys(self, slots: Int32s, positions: Int32s) -> RandomKeys:
+        return RandomKeys(
+            seed=torch.from_numpy(self._seed[slots]),
+            row_key=torch.from_numpy(self._row_key[slots]),
+            sample=torch.from_numpy(self._sample_index[slots]),
+            position=torch.from_numpy(positions),
         )
-        best = _as_int32(cpu_sampling.argmax(logits_RV))
-        return np.where(self._is_greedy[slots], best, drawn)
 
     def _adjust(self, logits_RV: Tensor, slots: Int32s, positions: Int32s) -> None:
-        for row, slot in enumerate(slots):
+        for row in np.flatnonzero(self._is_special[slots]):
+            slot = slots[row]
             sample = self._samples[slot]
             assert sample is not None
             params = sample.request.params

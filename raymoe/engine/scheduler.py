@@ -40,6 +40,7 @@ class PassScheduler:
         self.table = SequenceTable(policy.batch_size, max_context_tokens, policy.num_kv_blocks)
         self.forecast = LengthForecast()
         self.live: list[Sample | None] = [None] * policy.batch_size
+        self.admitted: list[Sample] = []  # by the latest pass
         self.num_preemptions = 0
         self._waiting: deque[Sample] = deque()
         self._reserved_blocks = policy.num_kv_blocks // RESERVED_FRACTION
@@ -73,7 +74,8 @@ class PassScheduler:
         self._waiting.extendleft(reversed(list(samples)))
 
     def next_pass(self) -> Pass:
-        """Assemble the next pass; there must be work."""
+        """Assemble the next pass; there must be work. `admitted` says who joined."""
+        self.admitted = []
         has_preempted = self._make_room()
         if not has_preempted or self.table.num_live == 0:
             self._admit()
@@ -182,6 +184,7 @@ class PassScheduler:
         sample.num_cached_tokens = computed
         sample.tokens = None
         self.live[sample.slot] = sample
+        self.admitted.append(sample)
         return min(len(known) - computed, self.policy.prefill_chunk_tokens)
 
     def _shared_blocks(self, sample: Sample) -> Int32s:

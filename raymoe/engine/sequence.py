@@ -141,6 +141,7 @@ class Pass:
         takes: [S] tokens of each.
         token_ids: [T] int64.
         positions: [T] int32.
+        prompt_tokens: [T] int32, prompt length of each token's sequence.
         query_start: [S + 1] int32.
         context_tokens: [S] int32.
         block_table: [S, M] int32.
@@ -154,6 +155,7 @@ class Pass:
     takes: Int32s
     token_ids: Int64s
     positions: Int32s
+    prompt_tokens: Int32s
     query_start: Int32s
     context_tokens: Int32s
     block_table: Int32s
@@ -216,6 +218,7 @@ def assemble_pass(table: SequenceTable, slots: Int64s, takes: Int32s) -> Pass:
         takes,
         token_ids,
         positions,
+        np.repeat(table.prompt_tokens[slots], takes),
         query_start,
         context_tokens,
         np.ascontiguousarray(table.block_table[slots, :num_columns]),

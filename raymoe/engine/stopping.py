@@ -2,9 +2,15 @@
 
 from collections.abc import Callable, Sequence
 
+from raymoe.errors import RaymoeError
+
 Decode = Callable[[Sequence[int]], str]
 
 UNFINISHED = "�"  # what decoders write for bytes that are not yet a character
+
+
+class DecodeError(RaymoeError):
+    """The tokenizer cannot decode what the model generated."""
 
 
 class StopStrings:

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from raymoe.engine.chat_template import ChatTemplate
 from raymoe.engine.sequence import Int32s
+from raymoe.engine.stopping import DecodeError
 from raymoe.errors import CheckpointError, ConfigError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
@@ -61,11 +62,18 @@ class Tokenizer:
         return self._check_ids(prompt)
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """Text of token ids, special tokens left out."""
+        """Text of token ids, special tokens left out.
+
+        Raises:
+            DecodeError: The tokenizer does not know them.
+        """
         if self._tokenizer is None:
             return ""
-        with self._lock:
-            return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        try:
+            with self._lock:
+                return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        except Exception as error:
+            raise DecodeError(f"generated tokens cannot be decoded: {error}") from error
 
     @property
     def is_present(self) -> bool:

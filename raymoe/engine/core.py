@@ -1,0 +1,232 @@
+"""One pass after another: schedule, run, sample, finish. Knows neither threads nor callers."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raymoe.engine.generation import Generation, TokenLogprob
+from raymoe.engine.logprobs import token_logprobs
+from raymoe.engine.request import Request, Sample
+from raymoe.engine.sampler import Sampler
+from raymoe.engine.scheduler import PassScheduler
+from raymoe.engine.sequence import Bools, Int32s, Pass
+from raymoe.engine.statistics import Counters
+from raymoe.engine.stopping import Decode, DecodeError, StopStrings
+from raymoe.errors import ExecutionError
+from raymoe.kernels.cpu_attention import AttentionBatch
+from raymoe.plan.policy import Policy
+from raymoe.runtime.bindings import PassInputs
+from raymoe.schedule.timeline import Timeline
+
+_NO_TOKEN = ExecutionError(
+    "no token can be chosen: the logits have NaN, or logit_bias and stop tokens exclude everything"
+)
+Finish = Callable[[Request, Generation], None]
+
+
+class Runner(Protocol):
+    """What computes a pass: `runtime.runner.PassRunner`, or a test's stand-in."""
+
+    def run(self, inputs: PassInputs) -> Timeline:
+        """Run one pass; `inputs.on_logits` receives the logits."""
+
+
+class EngineCore:
+    """Sequences from admission to their last token. One thread owns it.
+
+    Args:
+        runner: Computes passes.
+        policy: Sizes of passes and of the KV cache.
+        max_context_tokens: Of any sequence.
+        vocab_size: Of the model.
+        eos_token_ids: Of the model.
+        decode: Token ids to text.
+        finish: Called with each finished row.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        policy: Policy,
+        *,
+        max_context_tokens: int,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        decode: Decode,
+        finish: Finish,
+    ) -> None:
+        self._runner, self._decode, self._finish_row = runner, decode, finish
+        self.scheduler = PassScheduler(policy, max_context_tokens)
+        self._table = self.scheduler.table
+        self._sampler = Sampler(self._table, eos_token_ids)
+        self._is_eos: Bools = np.zeros(vocab_size, np.bool_)
+        self._is_eos[[token for token in eos_token_ids if token < vocab_size]] = True
+        slots = policy.batch_size
+        self._ignores_eos: Bools = np.zeros(slots, np.bool_)
+        self._is_watched: Bools = np.zeros(slots, np.bool_)  # stop tokens, strings, siblings
+        self._wants_logprobs: Bools = np.zeros(slots, np.bool_)
+        self._chosen: list[tuple[Int32s, Int32s]] = []
+        self.counters = Counters()
+        self.last_timeline: Timeline | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a row is unfinished."""
+        return self.scheduler.has_work
+
+    def add(self, request: Request) -> None:
+        """Take on a row; its first sample waits, the others follow it."""
+        self.scheduler.add(request.samples[0])
+
+    def step(self) -> None:
+        """Run one pass; there must be work."""
+        next_pass = self.scheduler.next_pass()
+        for sample in self.scheduler.admitted:
+            self._admit(sample)
+        self._chosen = []
+        inputs = _pass_inputs(next_pass, lambda row, logits: self._take(next_pass, row, logits))
+        self.last_timeline = self._runner.run(inputs)
+        self.scheduler.complete(next_pass)
+        self.counters.record_pass(next_pass, self.last_timeline.makespan_s)
+        for slots, tokens in self._chosen:
+            self._advance(slots, tokens)
+
+    def _admit(self, sample: Sample) -> None:
+        slot, params = sample.slot, sample.request.params
+        self._sampler.admit(sample)
+        if params.stop_strings and sample.stop_strings is None:
+            sample.stop_strings = StopStrings(params.stop_strings, self._decode)
+        if params.logprobs is not None and sample.logprobs is None:
+            sample.logprobs = []
+        leads_others = sample.index == 0 and params.n > 1
+        self._ignores_eos[slot] = params.ignore_eos
+        self._is_watched[slot] = bool(params.stop_strings or params.stop_token_ids or leads_others)
+        self._wants_logprobs[slot] = params.logprobs is not None
+
+    def _take(self, done: Pass, first_row: int, logits_CV: Tensor) -> None:
+        """Sample from a chunk of the logits of a pass, and collect log probabilities."""
+        rows = slice(first_row, first_row + logits_CV.shape[0])
+        slots, positions = done.row_slots[rows], done.row_positions[rows]
+        is_sample = done.row_is_sample[rows]
+        if not is_sample.all():
+            prompt = np.flatnonzero(~is_sample)
+            self._take_prompt(logits_CV[torch.from_numpy(prompt)], slots[prompt], positions[prompt])
+            chosen = np.flatnonzero(is_sample)
+            if len(chosen) == 0:
+                return
+            logits_CV = logits_CV[torch.from_numpy(chosen)]
+            slots, positions = slots[chosen], positions[chosen]
+        tokens = self._sampler.choose(logits_CV, slots, positions)
+        self._chosen.append((slots, tokens))
+        wanted = np.flatnonzero(self._wants_logprobs[slots])
+        if len(wanted):
+            samples = [self.scheduler.sample_of(slot) for slot in slots[wanted]]
+            counts = [sample.request.params.logprobs or 0 for sample in samples]
+            wanted_CV = logits_CV[torch.from_numpy(wanted)]
+            entries = token_logprobs(wanted_CV, tokens[wanted].tolist(), counts)
+            for sample, entry in zip(samples, entries, strict=True):
+                assert sample.logprobs is not None
+                sample.logprobs.append(entry)
+
+    def _take_prompt(self, logits_RV: Tensor, slots: Int32s, positions: Int32s) -> None:
+        samples = [self.scheduler.sample_of(slot) for slot in slots]
+        counts = [sample.request.params.prompt_logprobs or 0 for sample in samples]
+        tokens = [
+            int(sample.request.prompt[position])
+            for sample, position in zip(samples, positions, strict=True)
+        ]
+        entries = token_logprobs(logits_RV, tokens, counts)
+        for sample, entry in zip(samples, entries, strict=True):
+            if sample.prompt_logprobs is None:
+                sample.prompt_logprobs = [None]  # nothing predicts the first token
+            sample.prompt_logprobs.append(entry)
+
+    def _advance(self, slots: Int32s, tokens: Int32s) -> None:
+        """Append the chosen tokens and finish the sequences that are over."""
+        self._table.append(slots, tokens)
+        is_eos = self._is_eos[tokens] & ~self._ignores_eos[slots]
+        is_full = self._table.known_tokens[slots] >= self._table.limit_tokens[slots]
+        for row in np.flatnonzero(is_eos | is_full | self._is_watched[slots] | (tokens < 0)):
+            self._check(
+                int(slots[row]),
+                int(tokens[row]),
+                is_eos=bool(is_eos[row]),
+                is_full=bool(is_full[row]),
+            )
+
+    def _check(self, slot: int, token: int, *, is_eos: bool, is_full: bool) -> None:
+        """Look closer at a sequence that may be over, or whose siblings wait for it."""
+        sample = self.scheduler.sample_of(slot)
+        params = sample.request.params
+        if token < 0:
+            self._end(sample, Generation.from_error(_NO_TOKEN, sample.num_prompt_tokens))
+            return
+        is_first = int(self._table.known_tokens[slot]) == sample.num_prompt_tokens + 1
+        if is_first and sample.index == 0:
+            self.scheduler.add_first(sample.request.samples[1:])
+        is_stopped = is_eos or token in (params.stop_token_ids or ())
+        try:
+            text = None
+            if sample.stop_strings is not None and not is_stopped:
+                text = sample.stop_strings.push(token)
+            if is_stopped or text is not None:
+                self._finish(sample, "stop", text=text, num_hidden=int(is_stopped))
+            elif is_full:
+                self._finish(sample, "length")
+        except DecodeError as error:
+            self._end(sample, Generation.from_error(error, sample.num_prompt_tokens))
+
+    def _finish(
+        self, sample: Sample, reason: str, *, text: str | None = None, num_hidden: int = 0
+    ) -> None:
+        """End a sample; the text leaves out `num_hidden` last tokens."""
+        first = sample.num_prompt_tokens
+        token_ids = self._table.tokens(sample.slot, first).tolist()
+        if text is None:
+            text = self._decode(token_ids[: len(token_ids) - num_hidden])
+        generation = Generation(
+            text=text,
+            token_ids=tuple(token_ids),
+            finish_reason=reason,
+            num_input_tokens=first,
+            num_generated_tokens=len(token_ids),
+            num_cached_tokens=sample.num_cached_tokens,
+            logprobs=None if sample.logprobs is None else tuple(sample.logprobs),
+            prompt_logprobs=_prompt_logprobs(sample),
+        )
+        self.scheduler.forecast.record_finished(len(token_ids))
+        self._end(sample, generation)
+
+    def _end(self, sample: Sample, generation: Generation) -> None:
+        request = sample.request
+        self.scheduler.finish(sample.slot)
+        self.counters.num_generated_tokens += generation.num_generated_tokens
+        request.finished[sample.index] = generation
+        finished = [entry for entry in request.finished if entry is not None]
+        if len(finished) == len(request.finished):
+            self._finish_row(request, dataclasses.replace(finished[0], others=tuple(finished[1:])))
+
+
+def _prompt_logprobs(sample: Sample) -> tuple[TokenLogprob | None, ...] | None:
+    if sample.index > 0 or sample.request.params.prompt_logprobs is None:
+        return None
+    return tuple(sample.prompt_logprobs or [None])  # a prompt of one token has no logits
+
+
+def _pass_inputs(done: Pass, on_logits: Callable[[int, Tensor], None]) -> PassInputs:
+    return PassInputs(
+        token_ids=torch.from_numpy(done.token_ids),
+        positions=torch.from_numpy(done.positions),
+        attention=AttentionBatch(
+            query_start=torch.from_numpy(done.query_start),
+            context_tokens=torch.from_numpy(done.context_tokens),
+            block_table=torch.from_numpy(done.block_table),
+        ),
+        prompt_tokens=torch.from_numpy(done.prompt_tokens),
+        logit_rows=torch.from_numpy(done.logit_rows),
+        on_logits=on_logits,
+    )

@@ -1,0 +1,321 @@
+"""Engine: prompts in, generations out. One thread computes; any number of threads submit."""
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from raymoe.config import EngineConfig, SamplingParams
+from raymoe.engine.core import EngineCore
+from raymoe.engine.generation import Generation
+from raymoe.engine.intake import Intake
+from raymoe.engine.loading import load_parts
+from raymoe.engine.parts import EngineParts
+from raymoe.engine.request import Request
+from raymoe.engine.start_rule import StartRule
+from raymoe.engine.statistics import EngineStats
+from raymoe.engine.tokenizer import Prompt
+from raymoe.engine.watchdog import Watchdog
+from raymoe.errors import ConfigError, ExecutionError
+from raymoe.kernels.threads import set_num_threads
+from raymoe.schedule.timeline import Timeline
+
+logger = logging.getLogger(__name__)
+
+Params = SamplingParams | Mapping[str, Any] | None
+STUCK_JOIN_S = 2.0  # how long `close` waits for a thread that the watchdog gave up
+
+
+class Engine:
+    """Generates text for rows, many at once, in passes over the whole model.
+
+    Rows from any number of `submit` calls share passes; each leaves as soon as it is finished and
+    the next takes its place. A row's tokens depend on nothing but itself (design, section 8).
+
+    Use it as a context manager, or call `close`.
+
+    Attributes:
+        plan: Sizes, schedule, footprint and prediction; None for an engine made from parts.
+        policy: Sizes in use.
+    """
+
+    def __init__(self, parts: EngineParts, config: EngineConfig | None = None) -> None:
+        """Start an engine from loaded parts; `from_pretrained` is the usual way."""
+        config = config or EngineConfig()
+        self._parts = parts
+        self.plan = parts.plan
+        self.policy = parts.policy
+        self._intake = Intake(
+            parts.tokenizer,
+            vocab_size=parts.vocab_size,
+            max_context_tokens=parts.max_context_tokens,
+            num_kv_blocks=parts.policy.num_kv_blocks,
+            config=config,
+        )
+        self._core = EngineCore(
+            parts.runner,
+            parts.policy,
+            max_context_tokens=parts.max_context_tokens,
+            vocab_size=parts.vocab_size,
+            eos_token_ids=parts.eos_token_ids,
+            decode=parts.tokenizer.decode,
+            finish=self._resolve,
+        )
+        # Guards everything below; notified when rows come, slots get free, or the engine ends.
+        self._changed = threading.Condition()
+        self._inbox: deque[Request] = deque()
+        self._unfinished: dict[int, Request] = {}
+        self._num_rows = self._num_finished = self._num_errors = 0
+        self._num_blocked = 0
+        self._failure: ExecutionError | None = None
+        self._is_closing = False
+        self._max_queued_rows = config.max_queued_rows
+        pool_rows = min(parts.policy.batch_size, config.max_queued_rows)
+        self._start = StartRule(pool_rows, config.linger_s, config.expected_calls)
+        self._watchdog = Watchdog(config.watchdog_s, self._give_up)
+        self._thread = threading.Thread(target=self._run, name="raymoe-engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, config: EngineConfig | None = None) -> Self:
+        """Load a model: a local directory, or a name that the hub cache or the hub has.
+
+        Raises:
+            CheckpointError: Files are missing, damaged or unsafe.
+            UnsupportedModelError: The model's mathematics is not implemented.
+            InfeasiblePlanError: The memory is too small; shows what needs what.
+        """
+        config = config or EngineConfig()
+        return cls(load_parts(path, config), config)
+
+    @property
+    def last_timeline(self) -> Timeline | None:
+        """When each task of the latest pass ran."""
+        return self._core.last_timeline
+
+    @property
+    def expected_calls(self) -> int | None:
+        """Callers there are; once all are inside, nothing more can come and the engine starts."""
+        return self._start.expected_calls
+
+    @expected_calls.setter
+    def expected_calls(self, value: int | None) -> None:
+        with self._changed:
+            self._start.expected_calls = value
+            self._changed.notify_all()
+
+    def enter_call(self) -> None:
+        """Say that a caller is inside: it will bring no more rows before it has its answers."""
+        with self._changed:
+            self._start.num_calls_inside += 1
+            self._changed.notify_all()
+
+    def leave_call(self) -> None:
+        """Say that a caller has its answers and may come again."""
+        with self._changed:
+            self._start.num_calls_inside -= 1
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling_params: Params | Sequence[Params] = None
+    ) -> list[Generation]:
+        """Generate for all prompts and return their generations in order.
+
+        Args:
+            prompts: Each a text, a list of token ids, or a list of chat messages.
+            sampling_params: For all prompts, or a list with one for each.
+
+        Raises:
+            ExecutionError: The engine failed or was closed. A bad prompt raises nothing: its
+                generation has the finish reason "error".
+        """
+        futures = self.submit(prompts, sampling_params)
+        with self._changed:
+            self._start.hurry()
+            self._changed.notify_all()
+        return [future.result() for future in futures]
+
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: Params | Sequence[Params] = None,
+        *,
+        row_keys: Sequence[object] | None = None,
+    ) -> list[Future[Generation]]:
+        """Queue prompts; blocks while the queue is full. Thread-safe.
+
+        Args:
+            prompts: As for `generate`.
+            sampling_params: As for `generate`.
+            row_keys: What the random numbers of each row depend on, such as its id; without it,
+                or where it is None, the row's tokens and parameters.
+        """
+        if isinstance(prompts, (str, bytes, Mapping)):
+            raise ConfigError(f"prompts is a {type(prompts).__name__}; it takes a list of prompts")
+        params = _one_each("sampling_params", sampling_params, len(prompts))
+        keys = _one_each("row_keys", row_keys, len(prompts))
+        return [
+            self._submit_row(prompt, param, key)
+            for prompt, param, key in zip(prompts, params, keys, strict=True)
+        ]
+
+    def stats(self) -> EngineStats:
+        """A snapshot of the counts."""
+        with self._changed:
+            scheduler, counters = self._core.scheduler, self._core.counters
+            active_s = counters.active_s
+            return EngineStats(
+                num_finished_rows=self._num_finished,
+                num_error_rows=self._num_errors,
+                num_queued_rows=self._num_queued(),
+                num_live_sequences=scheduler.table.num_live,
+                num_free_blocks=scheduler.pool.num_free,
+                num_passes=counters.num_passes,
+                num_computed_tokens=counters.num_computed_tokens,
+                num_generated_tokens=counters.num_sampled_tokens,
+                num_preemptions=scheduler.num_preemptions,
+                busy_s=counters.pass_s,
+                generated_tokens_per_s=counters.num_sampled_tokens / active_s if active_s else 0.0,
+            )
+
+    def close(self) -> None:
+        """Stop after the current pass, fail rows that are unfinished, join all threads."""
+        with self._changed:
+            if self._is_closing:
+                return
+            self._is_closing = True
+            self._changed.notify_all()
+        is_stuck = self._failure is not None
+        if threading.current_thread() is not self._thread:
+            self._thread.join(STUCK_JOIN_S if is_stuck else None)
+        self._watchdog.close()
+        self._fail_all("the engine was closed before this row was finished", None)
+        if self._thread.is_alive():
+            logger.warning("the engine thread is stuck in a pass; its memory is not released")
+        else:
+            self._parts.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _submit_row(self, prompt: object, params: object, key: object) -> Future[Generation]:
+        try:
+            request = self._intake.build(prompt, params, key)
+        except Exception as error:  # a tokenizer may raise anything; the row says what
+            future: Future[Generation] = Future()
+            future.set_result(Generation.from_error(error))
+            with self._changed:
+                self._num_errors += 1
+                self._num_finished += 1
+            return future
+        request.future.set_running_or_notify_cancel()  # a row cannot be cancelled
+        with self._changed:
+            self._wait_for_place()
+            if self._failure is not None or self._is_closing:
+                request.future.set_exception(self._failed("the engine is closed", None))
+                return request.future
+            request.order = self._num_rows
+            self._num_rows += 1
+            self._unfinished[request.order] = request
+            self._inbox.append(request)
+            self._start.row_came()
+            self._changed.notify_all()
+        return request.future
+
+    def _num_queued(self) -> int:
+        return len(self._inbox) + self._core.scheduler.num_waiting
+
+    def _wait_for_place(self) -> None:
+        self._num_blocked += 1
+        self._changed.wait_for(
+            lambda: (
+                self._num_queued() < self._max_queued_rows
+                or self._failure is not None
+                or self._is_closing
+            )
+        )
+        self._num_blocked -= 1
+
+    def _run(self) -> None:
+        try:
+            set_num_threads(self._parts.num_threads)
+            while self._has_work():
+                begin_s = time.perf_counter()
+                self._watchdog.step_begins()
+                self._core.step()
+                self._watchdog.step_ends()
+                self._core.counters.time_step(begin_s)
+        except BaseException as error:
+            logger.exception("the engine failed")
+            self._fail_all(f"the engine failed: {type(error).__name__}: {error}", error)
+
+    def _has_work(self) -> bool:
+        """Take new rows in; waits while there is nothing to do. False ends the thread."""
+        with self._changed:
+            while not self._is_closing and self._failure is None:
+                if self._core.has_work or self._start.wait_s(len(self._inbox)) == 0.0:
+                    while self._inbox:
+                        self._core.add(self._inbox.popleft())
+                    self._start.started()
+                    if self._num_blocked:
+                        self._changed.notify_all()
+                    return True
+                self._changed.wait(self._start.wait_s(len(self._inbox)))
+            return False
+
+    def _resolve(self, request: Request, generation: Generation) -> None:
+        with self._changed:
+            self._unfinished.pop(request.order, None)
+            self._num_finished += 1
+            self._num_errors += generation.finish_reason == "error"
+        with contextlib.suppress(InvalidStateError):  # the watchdog was faster
+            request.future.set_result(generation)
+
+    def _give_up(self, waited_s: float) -> None:
+        number = self._core.counters.num_passes + 1
+        self._fail_all(
+            f"pass {number} has not ended after {waited_s:.1f} s, so the engine counts as stuck; "
+            "raise watchdog_s if passes may take that long",
+            None,
+        )
+
+    def _fail_all(self, message: str, cause: BaseException | None) -> None:
+        with self._changed:
+            if self._failure is None:
+                self._failure = self._failed(message, cause)
+            requests = list(self._unfinished.values())
+            self._unfinished.clear()
+            self._inbox.clear()
+            self._changed.notify_all()
+        for request in requests:
+            with contextlib.suppress(InvalidStateError):
+                request.future.set_exception(self._failed(message, cause))
+
+    def _failed(self, message: str, cause: BaseException | None) -> ExecutionError:
+        """A fresh error for each future: a raised one collects the traceback of its raiser."""
+        first = self._failure
+        error = ExecutionError(message if first is None else str(first))
+        error.__cause__ = cause if first is None else first.__cause__
+        return error
+
+
+def _one_each(name: str, values: object, count: int) -> list[Any]:
+    if isinstance(values, Iterable) and not isinstance(values, (Mapping, str, bytes)):
+        each = list(values)
+        if len(each) != count:
+            raise ConfigError(f"{name} has {len(each)} entries for {count} prompts")
+        return each
+    return [values] * count

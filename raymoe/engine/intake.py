@@ -1,0 +1,135 @@
+"""From what a caller gives to a request: tokens, limits, parameters, key. Runs in callers' threads.
+
+Everything that can be wrong with a row is found here, before the row can disturb others.
+"""
+
+import dataclasses
+import hashlib
+import numbers
+from collections.abc import Mapping
+from concurrent.futures import Future
+
+import numpy as np
+
+from raymoe.config import EngineConfig, SamplingParams
+from raymoe.engine.request import Request
+from raymoe.engine.sequence import Int32s
+from raymoe.engine.tokenizer import Tokenizer
+from raymoe.errors import ConfigError
+from raymoe.kernels.paged_kv import BLOCK_TOKENS
+from raymoe.memory.kv_cache import blocks_of_tokens
+
+DEFAULT_PARAMS = SamplingParams()
+
+
+class Intake:
+    """Builds requests.
+
+    Args:
+        tokenizer: Of the model.
+        vocab_size: Of the model.
+        max_context_tokens: Prompt and generated tokens of a row.
+        num_kv_blocks: Of the cache; a row must fit alone.
+        config: Says what happens to long prompts, and the seed.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        vocab_size: int,
+        max_context_tokens: int,
+        num_kv_blocks: int,
+        config: EngineConfig,
+    ) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._max_context_tokens, self._num_kv_blocks = max_context_tokens, num_kv_blocks
+        self._on_too_long, self._seed = config.on_too_long, config.seed
+
+    def build(self, prompt: object, params: object, row_key: object) -> Request:
+        """A request for one row.
+
+        Raises:
+            ConfigError: The prompt or the parameters cannot be used; says why.
+        """
+        checked = self._check_params(params)
+        tokens = self._fit(self._tokenizer.encode(prompt), checked.max_tokens)
+        limit = min(len(tokens) + checked.max_tokens, self._max_context_tokens)
+        self._check_fits_cache(len(tokens), limit)
+        return Request(
+            prompt=tokens,
+            params=checked,
+            limit_tokens=limit,
+            seed=self._seed if checked.seed is None else checked.seed,
+            row_key=_hash_row(tokens, checked) if row_key is None else hash_key(row_key),
+            future=Future(),
+        )
+
+    def _check_params(self, params: object) -> SamplingParams:
+        if params is None:
+            return DEFAULT_PARAMS
+        if isinstance(params, Mapping):
+            params = SamplingParams.from_dict(params)
+        if not isinstance(params, SamplingParams):
+            kind = type(params).__name__
+            raise ConfigError(f"sampling_params is a {kind}; it takes SamplingParams or a mapping")
+        if params.stop_strings and not self._tokenizer.is_present:
+            raise ConfigError("stop strings need a tokenizer, which the model directory lacks")
+        for name in ("logit_bias", "stop_token_ids"):
+            for token in getattr(params, name) or ():
+                if token >= self._vocab_size:
+                    raise ConfigError(
+                        f"{name} has token {token}; the vocabulary has ids "
+                        f"0 to {self._vocab_size - 1}"
+                    )
+        return params
+
+    def _fit(self, tokens: Int32s, max_tokens: int) -> Int32s:
+        """Apply `on_too_long`."""
+        context, length = self._max_context_tokens, len(tokens)
+        if self._on_too_long == "error":
+            if length >= context:
+                raise ConfigError(
+                    f"the prompt has {length} tokens; at most {context - 1} fit the context of "
+                    f"{context} tokens with one generated: shorten it or set on_too_long"
+                )
+            return tokens
+        # Room for what is generated, but never less than half of the context for the prompt.
+        room = max(context - max_tokens, context // 2, 1)
+        if length <= room:
+            return tokens
+        return tokens[-room:] if self._on_too_long == "truncate_left" else tokens[:room]
+
+    def _check_fits_cache(self, num_prompt_tokens: int, limit: int) -> None:
+        # The last generated token is never computed, so it needs no room.
+        needed = blocks_of_tokens(max(limit - 1, num_prompt_tokens))
+        if needed > self._num_kv_blocks:
+            raise ConfigError(
+                f"the row may need {limit} tokens ({num_prompt_tokens} of the prompt), which is "
+                f"{needed} KV blocks of {BLOCK_TOKENS} tokens; the cache has "
+                f"{self._num_kv_blocks}: reduce max_tokens, shorten the prompt, or give the "
+                "engine more host memory"
+            )
+
+
+def hash_key(value: object) -> int:
+    """63 bits of a row key: equal for equal values, whatever their integer or string type."""
+    if isinstance(value, numbers.Integral):
+        text = f"i{int(value)}"
+    elif isinstance(value, str):
+        text = f"s{value}"
+    elif isinstance(value, bytes):
+        text = f"b{value.hex()}"
+    else:
+        text = f"r{value!r}"
+    return _hash(text.encode("utf-8", "surrogatepass"))
+
+
+def _hash_row(tokens: Int32s, params: SamplingParams) -> int:
+    fields = dataclasses.asdict(params)
+    fields["logit_bias"] = sorted((params.logit_bias or {}).items())
+    return _hash(np.ascontiguousarray(tokens, "<i4").tobytes() + repr(fields).encode())
+
+
+def _hash(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1

@@ -1,0 +1,126 @@
+"""From a model directory to the parts of an engine; nothing large is taken before the plan fits."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from raymoe.config import EngineConfig, Settings
+from raymoe.device.host import read_host
+from raymoe.engine.parts import EngineParts
+from raymoe.engine.tokenizer import Tokenizer
+from raymoe.errors import ConfigError, UnsupportedModelError
+from raymoe.kernels.paged_kv import KvLayout
+from raymoe.kernels.threads import set_num_threads
+from raymoe.memory.arena import HostArena
+from raymoe.memory.kv_cache import KvCache
+from raymoe.memory.weights import WeightStore
+from raymoe.model.decoder import Decoder
+from raymoe.model.loading import decoder_arena_bytes
+from raymoe.plan.search import find_plan
+from raymoe.runtime.runner import PassRunner
+from raymoe.specs.files import read_json_object
+from raymoe.specs.hardware import HardwareSpec
+from raymoe.specs.model import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MEMORY_FRACTION = 0.85  # of what is available: Ray ends processes of a node that is 95 % full
+# Rates of one core where none were measured: they decide pass sizes, not results.
+HOST_BYTES_PER_S, HOST_FLOP_PER_S = 8e9, 60e9
+
+
+def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
+    """Resolve, check, plan, then load. See `Engine.from_pretrained` for the errors."""
+    if config.device not in ("auto", "cpu"):
+        raise ConfigError(f"device is {config.device!r}; only 'cpu' is implemented yet")
+    settings = Settings.from_environment()
+    directory = Path(path)
+    spec = ModelSpec.from_directory(directory)
+    store = WeightStore.open(spec, directory)
+    dtype = store.dtype if config.dtype == "auto" else DTYPES[config.dtype]
+    kv_dtype = dtype if config.kv_dtype == "auto" else DTYPES[config.kv_dtype]
+    hardware = _hardware(config, settings)
+    context = min(spec.max_context_tokens, config.max_context_tokens or spec.max_context_tokens)
+    arena_bytes = decoder_arena_bytes(spec, dtype, store.stored_dtype)
+    plan = find_plan(
+        spec,
+        hardware,
+        policy=config.policy,
+        bytes_per_element=dtype.itemsize,
+        kv_bytes_per_element=kv_dtype.itemsize,
+        max_context_tokens=context,
+    )
+    logger.info("plan: %s", plan.describe())
+    tokenizer = Tokenizer(directory, spec.vocab_size)
+    set_num_threads(hardware.num_cores)
+    arena = HostArena(arena_bytes)
+    decoder = Decoder.load(spec, store, arena.allocate, dtype, release=store.drop_pages)
+    cache = KvCache(_kv_layout(spec, kv_dtype), spec.num_layers, plan.policy.num_kv_blocks)
+
+    def release() -> None:
+        cache.close()
+        arena.close()
+
+    return EngineParts(
+        runner=PassRunner(decoder, cache, plan.schedule),
+        policy=plan.policy,
+        tokenizer=tokenizer,
+        vocab_size=spec.vocab_size,
+        max_context_tokens=context,
+        eos_token_ids=_eos_token_ids(spec, directory),
+        num_threads=hardware.num_cores,
+        plan=plan,
+        release=release,
+    )
+
+
+def _hardware(config: EngineConfig, settings: Settings) -> HardwareSpec:
+    if isinstance(config.hardware, str):
+        raise ConfigError(f"hardware is {config.hardware!r}; presets are not implemented yet")
+    if config.hardware is not None:
+        return config.hardware
+    host = read_host()
+    num_cores = config.num_threads or settings.num_threads or host.num_cores
+    budget = config.host_memory_bytes or settings.host_memory_bytes
+    return HardwareSpec(
+        name="this machine",
+        num_cores=num_cores,
+        host_memory_bytes=budget or int(host.available_memory_bytes * MEMORY_FRACTION),
+        host_bytes_per_s=HOST_BYTES_PER_S * num_cores,
+        host_flop_per_s=HOST_FLOP_PER_S * num_cores,
+    )
+
+
+def _kv_layout(spec: ModelSpec, dtype: torch.dtype) -> KvLayout:
+    shapes = {(layer.attention.num_kv_heads, layer.attention.head_dim) for layer in spec.layers}
+    if len(shapes) > 1:
+        raise UnsupportedModelError(
+            f"{spec.name}: layers with different KV heads or head_dim ({sorted(shapes)})"
+        )
+    num_kv_heads, head_dim = shapes.pop()
+    return KvLayout(num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype)
+
+
+def _eos_token_ids(spec: ModelSpec, directory: Path) -> tuple[int, ...]:
+    """EOS tokens: those of generation_config.json, else of config.json, as transformers does."""
+    if not (directory / "generation_config.json").exists():
+        return spec.eos_token_ids
+    found = _as_ids(read_json_object(directory, "generation_config.json"), directory)
+    return spec.eos_token_ids if found is None else found
+
+
+def _as_ids(generation: Mapping[str, Any], directory: Path) -> tuple[int, ...] | None:
+    value = generation.get("eos_token_id")
+    if value is None:
+        return None
+    ids = value if isinstance(value, list) else [value]
+    if not all(type(token) is int for token in ids):
+        raise ConfigError(
+            f"{directory / 'generation_config.json'}: eos_token_id is {value!r}; "
+            "it takes a token id or a list of them"
+        )
+    return tuple(ids)

@@ -1,0 +1,45 @@
+"""What an engine is put together from; loaded from a model, or made by a test."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from raymoe.engine.core import Runner
+from raymoe.engine.tokenizer import Tokenizer
+from raymoe.plan.policy import Policy
+from raymoe.plan.search import Plan
+
+
+def _nothing() -> None:
+    """Close nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """A loaded model and its sizes.
+
+    Attributes:
+        runner: Computes passes.
+        policy: Sizes of passes and of the KV cache.
+        tokenizer: Of the model.
+        vocab_size: Of the model.
+        max_context_tokens: Prompt and generated tokens of a row.
+        eos_token_ids: Tokens that end a row.
+        num_threads: Of the computation.
+        plan: What was planned, if it was.
+        release: Called once when the engine has ended: gives memory back.
+    """
+
+    runner: Runner
+    policy: Policy
+    tokenizer: Tokenizer
+    vocab_size: int
+    max_context_tokens: int
+    eos_token_ids: tuple[int, ...]
+    num_threads: int
+    plan: Plan | None = None
+    release: Callable[[], None] = _nothing
+
+    def close(self) -> None:
+        """Give back what the parts hold."""
+        self.tokenizer.close()
+        self.release()
