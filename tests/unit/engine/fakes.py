@@ -1,0 +1,160 @@
+"""A model whose next token is a checksum of everything before it, and a byte tokenizer.
+
+The fake runner keeps token ids where a real one keeps KV, in the same blocks: a wrong block, a
+stale one, or a token in the wrong place changes all later tokens.
+"""
+
+import json
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from raymoe.config import EngineConfig
+from raymoe.engine.parts import EngineParts
+from raymoe.engine.tokenizer import Tokenizer
+from raymoe.kernels.paged_kv import BLOCK_TOKENS
+from raymoe.plan.policy import Policy
+from raymoe.runtime.bindings import LOGIT_CHUNK_ROWS, PassInputs
+from raymoe.schedule.timeline import Timeline
+
+VOCAB_SIZE = 258
+BOS, EOS = 256, 257
+
+
+def next_token(context) -> int:
+    return zlib.crc32(np.asarray(context, np.int32).tobytes()) % 256
+
+
+def expected_tokens(prompt, count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+def fake_logits(context) -> torch.Tensor:
+    """The next token stands out by 5 from small differences that depend on the context too."""
+    checksum = zlib.crc32(np.asarray(context, np.int32).tobytes())
+    logits = torch.sin(torch.arange(VOCAB_SIZE) * 0.37 + checksum % 1000)
+    logits[checksum % 256] += 5
+    logits[256:] = -20
+    return logits
+
+
+class FakeRunner:
+    """Runs passes of the checksum model and checks the shape of each.
+
+    `before` is called with each pass; a test may raise, wait or look there.
+    """
+
+    def __init__(self, num_blocks: int, before=lambda inputs: None) -> None:
+        self._tokens = np.full((num_blocks, BLOCK_TOKENS), -1, np.int64)
+        self._before = before
+        self.pass_tokens: list[int] = []
+        self.largest_chunk = 0
+
+    def run(self, inputs: PassInputs) -> Timeline:
+        self._before(inputs)
+        batch = inputs.attention
+        starts, contexts = batch.query_start.tolist(), batch.context_tokens.tolist()
+        assert starts[0] == 0
+        assert starts[-1] == len(inputs.token_ids) == len(inputs.positions)
+        self.pass_tokens.append(starts[-1])
+        ends = {}
+        for index, context in enumerate(contexts):
+            begin, end = starts[index], starts[index + 1]
+            first = context - (end - begin)
+            assert inputs.positions[begin:end].tolist() == list(range(first, context))
+            self.largest_chunk = max(self.largest_chunk, end - begin)
+            blocks = batch.block_table[index].numpy()
+            for offset in range(end - begin):
+                block, row = divmod(first + offset, BLOCK_TOKENS)
+                self._tokens[blocks[block], row] = inputs.token_ids[begin + offset]
+                ends[begin + offset] = (blocks, first + offset + 1)
+        self._logits(inputs, ends)
+        return Timeline("fake", ())
+
+    def _logits(self, inputs: PassInputs, ends) -> None:
+        rows = inputs.logit_rows.tolist()
+        assert rows == sorted(set(rows))
+        for begin in range(0, len(rows), LOGIT_CHUNK_ROWS):
+            chunk = [
+                fake_logits(self._context(*ends[row]))
+                for row in rows[begin : begin + LOGIT_CHUNK_ROWS]
+            ]
+            inputs.on_logits(begin, torch.stack(chunk))
+
+    def _context(self, blocks, length: int) -> np.ndarray:
+        context = self._tokens[blocks].reshape(-1)[:length]
+        assert (context >= 0).all(), "a block that was never written is read"
+        return context
+
+
+def write_byte_tokenizer(directory: Path) -> Path:
+    """A tokenizer with a token for each byte, BOS before text, and a chat template."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    characters = {byte: chr(byte) for byte in visible}
+    characters |= {byte: chr(256 + index) for index, byte in enumerate(hidden)}
+    special = [(BOS, "<s>"), (EOS, "</s>")]
+    added = [
+        {"id": token, "content": text, "special": True, "single_word": False, "lstrip": False,
+         "rstrip": False, "normalized": False}
+        for token, text in special
+    ]  # fmt: skip
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+                  "use_regex": False}  # fmt: skip
+    template = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}},
+                   {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [BOS], "tokens": ["<s>"]}},
+    }  # fmt: skip
+    vocabulary = {characters[byte]: byte for byte in range(256)} | {t: i for i, t in special}
+    model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+             "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+             "vocab": vocabulary, "merges": []}  # fmt: skip
+    tokenizer = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
+                 "normalizer": None, "pre_tokenizer": byte_level, "post_processor": template,
+                 "decoder": byte_level, "model": model}  # fmt: skip
+    chat = (
+        "{{ bos_token }}{% for message in messages %}<{{ message.role }}>{{ message.content }}\n"
+        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>",
+              "eos_token": "</s>", "chat_template": chat,
+              "clean_up_tokenization_spaces": False}  # fmt: skip
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+def fake_parts(
+    runner, policy: Policy, *, directory: Path, max_context_tokens: int = 512
+) -> EngineParts:
+    """Parts of an engine around a fake runner; `directory` may hold a tokenizer."""
+    return EngineParts(
+        runner=runner,
+        policy=policy,
+        tokenizer=Tokenizer(directory, VOCAB_SIZE),
+        vocab_size=VOCAB_SIZE,
+        max_context_tokens=max_context_tokens,
+        eos_token_ids=(EOS,),
+        num_threads=1,
+    )
+
+
+def small_policy(**changes: int) -> Policy:
+    sizes = {
+        "batch_size": 8,
+        "pass_tokens": 64,
+        "prefill_chunk_tokens": 32,
+        "num_kv_blocks": 64,
+    }
+    return Policy(**(sizes | changes))
+
+
+QUICK = EngineConfig(linger_s=0.0)

@@ -1,0 +1,289 @@
+"""The engine around a fake model: rows, threads, failures, closing."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from raymoe.config import EngineConfig, SamplingParams
+from raymoe.engine.engine import Engine
+from raymoe.errors import ConfigError, ExecutionError
+from tests.unit.engine.fakes import (
+    BOS,
+    QUICK,
+    FakeRunner,
+    expected_tokens,
+    fake_parts,
+    small_policy,
+)
+
+GREEDY = {"temperature": 0, "max_tokens": 4}
+
+
+@pytest.fixture
+def make_engine(tokenizer_directory):
+    """Engines that are closed at the end of the test."""
+    engines = []
+
+    def make(config=QUICK, policy=None, before=lambda inputs: None, **parts) -> Engine:
+        policy = policy or small_policy()
+        runner = FakeRunner(policy.num_kv_blocks, before)
+        engines.append(
+            Engine(fake_parts(runner, policy, directory=tokenizer_directory, **parts), config)
+        )
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+class Gate:
+    """Holds passes until it is opened."""
+
+    def __init__(self) -> None:
+        self.entered, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self, inputs) -> None:
+        self.entered.set()
+        assert self.opened.wait(30)
+
+
+def test_every_prompt_has_its_generation_in_order(make_engine):
+    prompts = [[i, i + 1] for i in range(30)]
+    generations = make_engine().generate(prompts, GREEDY)
+    assert [list(g.token_ids) for g in generations] == [expected_tokens(p, 4) for p in prompts]
+    assert {g.finish_reason for g in generations} == {"length"}
+    assert {(g.num_input_tokens, g.num_generated_tokens) for g in generations} == {(2, 4)}
+
+
+def test_text_gets_bos_and_decodes_to_text(make_engine):
+    (generation,) = make_engine().generate(["hi"], GREEDY)
+    expected = expected_tokens([BOS, *b"hi"], 4)
+    assert list(generation.token_ids) == expected
+    assert generation.text == bytes(expected).decode(errors="replace")
+
+
+def test_chat_messages_go_through_the_template_without_a_second_bos(make_engine):
+    (generation,) = make_engine().generate([[{"role": "user", "content": "x"}]], GREEDY)
+    prompt = [BOS, *b"<user>x\n<assistant>"]
+    assert list(generation.token_ids) == expected_tokens(prompt, 4)
+
+
+def test_each_row_has_its_own_parameters(make_engine):
+    params = [{"max_tokens": 1, "temperature": 0}, SamplingParams(max_tokens=3, temperature=0)]
+    generations = make_engine().generate([[1], [2]], params)
+    assert [g.num_generated_tokens for g in generations] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        (None, None, "the prompt is null"),
+        ("", None, "the prompt is empty"),
+        ([], None, "the prompt is empty"),
+        (5, None, "the prompt is a int"),
+        (b"x", None, "the prompt is a bytes"),
+        ([1, 258], None, "prompt token 1 is 258; the vocabulary has ids 0 to 257"),
+        ([1, -1], None, "prompt token 1 is -1"),
+        ([1, True], None, "prompt token 1 is True"),
+        ([1.0], None, "prompt token 0 is 1.0"),
+        ("a\ud800", None, "not valid Unicode"),
+        ([1] * 600, None, "the prompt has 600 tokens; at most 511 fit"),
+        ([{"role": "user"}], None, "has content None"),
+        ([1], {"max_token": 3}, "did you mean 'max_tokens'"),
+        ([1], {"temperature": -1}, "temperature is -1"),
+        ([1], 7, "sampling_params is a int"),
+        ([1], {"logit_bias": {258: 1.0}}, "logit_bias has token 258"),
+        ([1], {"structured_outputs": {"json": {}}}, "not supported yet"),
+    ],
+)
+def test_a_bad_row_is_an_error_row_and_disturbs_no_other(make_engine, prompt, params, message):
+    good, bad, other = make_engine().generate([[1, 2], prompt, [3]], [GREEDY, params, GREEDY])
+    assert bad.finish_reason == "error"
+    assert message in bad.error
+    assert bad.error.split(":")[0] in ("ConfigError", "UnknownOptionError")
+    assert list(good.token_ids) == expected_tokens([1, 2], 4)
+    assert list(other.token_ids) == expected_tokens([3], 4)
+
+
+def test_a_row_that_cannot_fit_the_cache_says_how_many_blocks_it_needs(make_engine):
+    engine = make_engine(policy=small_policy(num_kv_blocks=4))
+    (generation,) = engine.generate([[1] * 100], {"max_tokens": 60})
+    assert "needs" in generation.error or "need 160 tokens" in generation.error
+    assert "5 KV blocks of 32 tokens; the cache has 4" in generation.error
+
+
+def test_generation_ends_at_the_context_of_the_model(make_engine):
+    engine = make_engine(max_context_tokens=10)
+    (generation,) = engine.generate([[1] * 7], {"max_tokens": 50, "temperature": 0})
+    assert (generation.num_generated_tokens, generation.finish_reason) == (3, "length")
+
+
+@pytest.mark.parametrize(
+    ("on_too_long", "kept"), [("truncate_left", slice(2, 10)), ("truncate_right", slice(8))]
+)
+def test_long_prompts_are_cut_to_leave_room_for_what_is_generated(make_engine, on_too_long, kept):
+    config = EngineConfig(linger_s=0.0, on_too_long=on_too_long)
+    prompt = list(range(10))
+    (generation,) = make_engine(config, max_context_tokens=12).generate([prompt], GREEDY)
+    assert generation.num_input_tokens == 8
+    assert list(generation.token_ids) == expected_tokens(prompt[kept], 4)
+
+
+def test_one_prompt_that_is_not_in_a_list_is_a_mistake_of_the_caller(make_engine):
+    with pytest.raises(ConfigError, match="it takes a list of prompts"):
+        make_engine().generate("hello")
+
+
+def test_lists_of_different_lengths_are_a_mistake_of_the_caller(make_engine):
+    with pytest.raises(ConfigError, match="sampling_params has 1 entries for 2 prompts"):
+        make_engine().generate([[1], [2]], [None])
+
+
+def test_many_threads_submit_at_once_and_each_gets_its_own_rows(make_engine):
+    engine = make_engine(EngineConfig(linger_s=0.0, max_queued_rows=7))
+
+    def call(thread: int):
+        prompts = [[thread, row] for row in range(20)]
+        futures = engine.submit(prompts, GREEDY)
+        return [list(f.result(60).token_ids) == expected_tokens(p, 4)
+                for p, f in zip(prompts, futures, strict=True)]  # fmt: skip
+
+    with ThreadPoolExecutor(16) as pool:
+        assert all(all(rows) for rows in pool.map(call, range(16)))
+    assert engine.stats().num_finished_rows == 320
+
+
+def test_submit_blocks_while_the_queue_is_full(make_engine):
+    gate = Gate()
+    policy = small_policy(batch_size=2)
+    engine = make_engine(EngineConfig(linger_s=0.0, max_queued_rows=3), policy, gate)
+    first = engine.submit([[1], [2]], GREEDY)
+    assert gate.entered.wait(30)
+    done = threading.Event()
+    rest = []
+
+    def submit() -> None:
+        rest.extend(engine.submit([[row] for row in range(10)], GREEDY))
+        done.set()
+
+    thread = threading.Thread(target=submit)
+    thread.start()
+    assert not done.wait(0.3)
+    assert engine.stats().num_queued_rows <= 4
+    gate.opened.set()
+    thread.join(30)
+    assert done.is_set()
+    assert all(not future.result(30).error for future in (*first, *rest))
+
+
+def test_a_failed_pass_fails_pending_and_later_rows_with_its_cause(make_engine):
+    def fail(inputs) -> None:
+        raise RuntimeError("kernel exploded")
+
+    engine = make_engine(before=fail)
+    (future,) = engine.submit([[1]], GREEDY)
+    with pytest.raises(ExecutionError, match="RuntimeError: kernel exploded") as caught:
+        future.result(30)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    with pytest.raises(ExecutionError, match="kernel exploded"):
+        engine.generate([[2]], GREEDY)
+
+
+def test_a_stuck_pass_fails_all_rows(make_engine):
+    gate = Gate()
+    engine = make_engine(EngineConfig(linger_s=0.0, watchdog_s=0.2), before=gate)
+    futures = engine.submit([[1], [2]], GREEDY)
+    for future in futures:
+        with pytest.raises(ExecutionError, match="counts as stuck; raise watchdog_s"):
+            future.result(30)
+    with pytest.raises(ExecutionError, match="counts as stuck"):
+        engine.generate([[3]], GREEDY)
+    gate.opened.set()
+
+
+def test_a_stuck_engine_closes_without_waiting_for_ever(make_engine, caplog):
+    gate = Gate()
+    engine = make_engine(EngineConfig(linger_s=0.0, watchdog_s=0.05), before=gate)
+    with pytest.raises(ExecutionError):
+        engine.generate([[1]], GREEDY)
+    engine.close()
+    assert "stuck" in caplog.text
+    gate.opened.set()
+
+
+def test_closing_while_rows_run_fails_them_and_joins_all_threads(make_engine):
+    gate = Gate()
+    before = set(threading.enumerate())
+    engine = make_engine(before=gate)
+    futures = engine.submit([[row] for row in range(20)], GREEDY)
+    assert gate.entered.wait(30)
+    closer = threading.Thread(target=engine.close)
+    closer.start()
+    gate.opened.set()
+    closer.join(30)
+    for future in futures[1:]:
+        with pytest.raises(ExecutionError, match="closed before this row was finished"):
+            future.result(30)
+    assert set(threading.enumerate()) <= before
+
+
+def test_closing_frees_a_submit_that_waits_for_a_place(make_engine):
+    gate = Gate()
+    config = EngineConfig(linger_s=0.0, max_queued_rows=1)
+    engine = make_engine(config, small_policy(batch_size=1), gate)
+    with ThreadPoolExecutor(1) as pool:
+        submitted = pool.submit(engine.submit, [[row] for row in range(9)], GREEDY)
+        assert gate.entered.wait(30)
+        closer = threading.Thread(target=engine.close)
+        closer.start()
+        gate.opened.set()
+        futures = submitted.result(30)
+        closer.join(30)
+    with pytest.raises(ExecutionError, match="closed"):
+        futures[-1].result(30)
+
+
+def test_submitting_to_a_closed_engine_fails_the_rows(make_engine):
+    engine = make_engine()
+    engine.close()
+    engine.close()
+    with pytest.raises(ExecutionError, match="closed"):
+        engine.generate([[1]], GREEDY)
+
+
+def test_an_idle_engine_starts_at_once_when_all_callers_are_inside(make_engine):
+    engine = make_engine(EngineConfig(linger_s=1000.0, expected_calls=2))
+    engine.enter_call()
+    (first,) = engine.submit([[1]], GREEDY)
+    time.sleep(0.1)
+    assert not first.done()
+    engine.enter_call()
+    assert first.result(30).num_generated_tokens == 4
+    engine.leave_call()
+    (second,) = engine.submit([[2]], GREEDY)
+    time.sleep(0.1)
+    assert not second.done()
+    engine.expected_calls = 1
+    second.result(30)
+
+
+def test_an_idle_engine_starts_when_the_pool_is_full(make_engine):
+    engine = make_engine(EngineConfig(linger_s=1000.0), small_policy(batch_size=3))
+    futures = engine.submit([[1], [2]], GREEDY)
+    time.sleep(0.1)
+    assert not any(future.done() for future in futures)
+    futures += engine.submit([[3]], GREEDY)
+    assert all(future.result(30).num_generated_tokens == 4 for future in futures)
+
+
+def test_statistics_count_rows_tokens_and_passes(make_engine):
+    engine = make_engine()
+    engine.generate([[1, 2, 3], None], GREEDY)
+    stats = engine.stats()
+    assert (stats.num_finished_rows, stats.num_error_rows) == (2, 1)
+    assert (stats.num_generated_tokens, stats.num_computed_tokens) == (4, 6)
+    assert (stats.num_passes, stats.num_live_sequences, stats.num_queued_rows) == (4, 0, 0)
+    assert stats.num_free_blocks == engine.policy.num_kv_blocks

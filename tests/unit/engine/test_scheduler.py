@@ -1,0 +1,196 @@
+"""The pass scheduler, through the core and the checksum model: same tokens whatever the sizes."""
+
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raymoe.config import SamplingParams
+from raymoe.engine.core import EngineCore
+from raymoe.engine.request import Request
+from tests.unit.engine.fakes import EOS, VOCAB_SIZE, FakeRunner, expected_tokens, small_policy
+
+
+class Bench:
+    """A core without threads: rows in, results out."""
+
+    def __init__(self, policy, max_context_tokens=512, before=lambda inputs: None):
+        self.runner = FakeRunner(policy.num_kv_blocks, before)
+        self.results = {}
+        self.core = EngineCore(
+            self.runner,
+            policy,
+            max_context_tokens=max_context_tokens,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=(EOS,),
+            decode=lambda tokens: "",
+            finish=lambda request, generation: self.results.update({request.order: generation}),
+        )
+        self.num_rows = 0
+
+    def add(self, prompt, **params) -> Request:
+        params = SamplingParams(**({"temperature": 0.0} | params))
+        request = Request(
+            prompt=np.asarray(prompt, np.int32),
+            params=params,
+            limit_tokens=len(prompt) + params.max_tokens,
+            seed=0,
+            row_key=self.num_rows,
+            future=Future(),
+            order=self.num_rows,
+        )
+        self.num_rows += 1
+        self.core.add(request)
+        return request
+
+    def run(self) -> None:
+        while self.core.has_work:
+            self.core.step()
+
+    def assert_all_as_expected(self, prompts, max_tokens) -> None:
+        assert sorted(self.results) == list(range(len(prompts)))
+        for order, prompt in enumerate(prompts):
+            assert list(self.results[order].token_ids) == expected_tokens(prompt, max_tokens)
+
+
+def prompts_of(lengths, seed=0):
+    random = np.random.default_rng(seed)
+    return [random.integers(0, 256, length).tolist() for length in lengths]
+
+
+def short_rows_then_long_ones(policy):
+    """Rows of one token teach the forecast a low mean, so that the cache is overfilled after."""
+    bench = Bench(policy)
+    prompts = prompts_of([3] * 20)
+    for prompt in prompts:
+        bench.add(prompt, max_tokens=1)
+    bench.run()
+    return bench, prompts
+
+
+@given(
+    lengths=st.lists(st.integers(1, 80), min_size=1, max_size=10),
+    max_tokens=st.integers(1, 40),
+    batch_size=st.integers(1, 6),
+    pass_tokens=st.integers(1, 40),
+    chunk=st.integers(1, 40),
+    num_blocks=st.integers(4, 20),
+)
+@settings(max_examples=40, deadline=None)
+def test_tokens_do_not_depend_on_any_size(
+    lengths, max_tokens, batch_size, pass_tokens, chunk, num_blocks
+):
+    policy = small_policy(
+        batch_size=batch_size,
+        pass_tokens=pass_tokens,
+        prefill_chunk_tokens=chunk,
+        num_kv_blocks=num_blocks,
+    )
+    bench, prompts = Bench(policy), prompts_of(lengths)
+    for prompt in prompts:
+        bench.add(prompt, max_tokens=max_tokens)
+    bench.run()
+    bench.assert_all_as_expected(prompts, max_tokens)
+    assert bench.core.scheduler.pool.num_free == num_blocks
+    assert max(bench.runner.pass_tokens) <= pass_tokens
+    assert bench.runner.largest_chunk <= chunk
+
+
+@pytest.mark.parametrize("max_tokens", [40, 100])
+def test_preempted_sequences_continue_with_the_same_tokens(max_tokens):
+    bench, _ = short_rows_then_long_ones(small_policy(num_kv_blocks=8, batch_size=6))
+    prompts = prompts_of([30, 20, 31, 5, 16, 9])
+    orders = [bench.add(prompt, max_tokens=max_tokens).order for prompt in prompts]
+    bench.run()
+    assert bench.core.scheduler.num_preemptions > 0
+    for order, prompt in zip(orders, prompts, strict=True):
+        assert list(bench.results[order].token_ids) == expected_tokens(prompt, max_tokens)
+
+
+def test_the_oldest_sequence_is_never_preempted():
+    bench, _ = short_rows_then_long_ones(small_policy(num_kv_blocks=8, batch_size=6))
+    oldest = bench.add([1, 2, 3], max_tokens=100)
+    for prompt in prompts_of([20, 31, 5, 16, 9]):
+        bench.add(prompt, max_tokens=100)
+    bench.core.step()
+    while oldest.order not in bench.results:
+        assert oldest.samples[0].slot >= 0
+        bench.core.step()
+
+
+def test_preemption_does_not_thrash():
+    bench, _ = short_rows_then_long_ones(small_policy(num_kv_blocks=32, batch_size=32))
+    for prompt in prompts_of([30] * 60):
+        bench.add(prompt, max_tokens=90)
+    bench.run()
+    useful = 60 * (30 + 89) + 20 * 3
+    assert bench.core.counters.num_computed_tokens < 1.5 * useful
+
+
+def test_decode_goes_before_prefill_and_fills_up_with_it():
+    bench = Bench(small_policy(pass_tokens=20, prefill_chunk_tokens=8))
+    for prompt in prompts_of([1, 1, 1]):
+        bench.add(prompt, max_tokens=30)
+    bench.core.step()
+    for prompt in prompts_of([50, 50, 50]):
+        bench.add(prompt, max_tokens=2)
+    bench.core.step()
+    assert bench.runner.pass_tokens[-1] == 3 + 8 + 8 + 1
+
+
+def test_a_free_slot_is_filled_in_the_next_pass():
+    bench = Bench(small_policy(batch_size=2))
+    for prompt in prompts_of([4] * 6):
+        bench.add(prompt, max_tokens=1)
+    bench.core.step()
+    assert len(bench.results) == 2
+    bench.core.step()
+    assert len(bench.results) == 4
+
+
+def test_rows_of_unknown_length_are_admitted_only_while_their_worst_case_fits():
+    bench = Bench(small_policy(num_kv_blocks=8, batch_size=8))
+    for prompt in prompts_of([16] * 8):
+        bench.add(prompt, max_tokens=90)
+    bench.core.step()
+    assert bench.core.scheduler.table.num_live == 2
+
+
+def test_rows_that_end_early_raise_the_number_that_is_admitted():
+    bench, _ = short_rows_then_long_ones(small_policy(num_kv_blocks=8, batch_size=8))
+    for prompt in prompts_of([16] * 8):
+        bench.add(prompt, max_tokens=100)
+    bench.core.step()
+    assert bench.core.scheduler.table.num_live > 2
+
+
+def test_samples_of_a_row_share_the_full_blocks_of_its_prompt():
+    bench = Bench(small_policy(pass_tokens=128, prefill_chunk_tokens=128))
+    prompt = prompts_of([70])[0]
+    request = bench.add(prompt, n=3, max_tokens=5)
+    bench.core.step()
+    bench.core.step()
+    table, pool = bench.core.scheduler.table, bench.core.scheduler.pool
+    first = table.blocks(request.samples[0].slot)
+    assert (table.blocks(request.samples[2].slot)[:2] == first[:2]).all()
+    assert [pool.references(int(block)) for block in first] == [3, 3, 1]
+    bench.run()
+    generation = bench.results[request.order]
+    assert [len(generation.others), generation.others[0].num_cached_tokens] == [2, 64]
+    for sample in (generation, *generation.others):
+        assert list(sample.token_ids) == expected_tokens(prompt, 5)
+    assert pool.num_free == pool.num_blocks
+
+
+def test_samples_of_a_row_survive_preemption():
+    bench, _ = short_rows_then_long_ones(small_policy(num_kv_blocks=8, batch_size=6))
+    prompts = prompts_of([40, 33])
+    orders = [bench.add(prompt, n=3, max_tokens=60).order for prompt in prompts]
+    bench.run()
+    assert bench.core.scheduler.num_preemptions > 0
+    for order, prompt in zip(orders, prompts, strict=True):
+        for sample in (bench.results[order], *bench.results[order].others):
+            assert list(sample.token_ids) == expected_tokens(prompt, 60)
+    assert bench.core.scheduler.pool.num_free == 8
