@@ -67,7 +67,7 @@ def run(  # noqa: PLR0913 - the options of a command
     ] = 1,
     batch_size: Annotated[
         int, typer.Option(min=1, help="Rows of one call of the operator.", rich_help_panel=RUN)
-    ] = 16,
+    ] = 32,
     num_threads: Annotated[
         int | None, typer.Option(min=1, help="Cores of an engine.", rich_help_panel=RUN)
     ] = None,

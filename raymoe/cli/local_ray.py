@@ -22,8 +22,8 @@ NO_PROGRESS_TIMEOUT_S = 6 * 3600  # one slow wave or a large load moves no block
 
 
 @contextmanager
-def running_ray(*, preserve_order: bool, verbose: bool) -> Iterator[bool]:
-    """Connect to Ray, or start it; yield whether it is local; end what was started.
+def running_ray(*, preserve_order: bool, verbose: bool) -> Iterator[None]:
+    """Connect to Ray, or start it; leave or end it afterwards.
 
     Args:
         preserve_order: Rows come out in the order of the input.
@@ -39,7 +39,7 @@ def running_ray(*, preserve_order: bool, verbose: bool) -> Iterator[bool]:
     if not verbose:
         logging.getLogger("ray.data").setLevel(logging.CRITICAL)
     try:
-        yield not address
+        yield
     finally:
         ray.shutdown()
 

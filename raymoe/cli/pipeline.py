@@ -1,6 +1,5 @@
 """The main job: rows through the operator into files, counted on the way."""
 
-import dataclasses
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,14 +17,13 @@ from raymoe.cli.sources import Source, without_written
 from raymoe.config import EngineConfig
 from raymoe.data.generator import MoEGenerator
 from raymoe.data.sizing import map_batches_kwargs
-from raymoe.device.host import read_host
 from raymoe.errors import ConfigError, ExecutionError, RaymoeError
+from raymoe.memory.weights import WeightStore
+from raymoe.specs.model import ModelSpec
 from raymoe.units import format_seconds
 
 FLUSH_EVERY_S = 60.0
-ROWS_PER_BLOCK = 64
 MAX_REASONS = 3
-USABLE_MEMORY_FRACTION = 0.8  # of what is free; Ray ends workers at 95 % of the machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +46,8 @@ class Job:
     id_column: str | None = None
     written: "Written | None" = None
     num_actors: int = 1
-    batch_size: int = 16
-    rows_in_flight: int = 1024
+    batch_size: int = 32
+    rows_in_flight: int | None = None
     preserve_order: bool = False
     verbose: bool = False
 
@@ -107,11 +105,12 @@ def run_job(job: Job, console: Console) -> Tally:
         job.sink.close()
         tally.finished_s = time.monotonic()
         return tally
-    with running_ray(preserve_order=job.preserve_order, verbose=job.verbose) as is_local:
+    check_model(job.model)
+    with running_ray(preserve_order=job.preserve_order, verbose=job.verbose):
         try:
             tally.started_s = time.monotonic()
             with Progress(tally, console):
-                _drain(job, tally, is_local=is_local)
+                _drain(job, tally)
             tally.finished_s = time.monotonic()
         except KeyboardInterrupt:
             job.sink.flush()
@@ -126,9 +125,21 @@ def run_job(job: Job, console: Console) -> Tally:
     return tally
 
 
-def _drain(job: Job, tally: Tally, *, is_local: bool) -> None:
+def check_model(model: str) -> None:
+    """Refuse a local model that an engine would refuse, before Ray starts.
+
+    Raises:
+        CheckpointError: Files are missing, damaged or unsafe.
+        UnsupportedModelError: The model's mathematics is not implemented.
+    """
+    directory = Path(model)
+    if directory.exists():
+        WeightStore.open(ModelSpec.from_directory(directory), directory)
+
+
+def _drain(job: Job, tally: Tally) -> None:
     last_flush_s = time.monotonic()
-    for table in _tables(job, is_local=is_local):
+    for table in _tables(job):
         tally.add(table)
         job.sink.write(table)
         if time.monotonic() - last_flush_s > FLUSH_EVERY_S:
@@ -136,41 +147,27 @@ def _drain(job: Job, tally: Tally, *, is_local: bool) -> None:
             last_flush_s = time.monotonic()
 
 
-def _tables(job: Job, *, is_local: bool) -> Iterator[pa.Table]:
+def _tables(job: Job) -> Iterator[pa.Table]:
     """Yield the finished blocks."""
     dataset = job.source.dataset()
     if job.id_column is not None and job.written is not None and job.written.num_rows:
         written = job.written
         dataset = without_written(dataset, job.id_column, written.ids, written.errors)
-    config = share_of_machine(job.engine_config, job.num_actors) if is_local else job.engine_config
     arguments = map_batches_kwargs(
         job.model,
         num_actors=job.num_actors,
         batch_size=job.batch_size,
         rows_in_flight=job.rows_in_flight,
-        engine_config=config,
+        engine_config=job.engine_config,
         id_column=job.id_column,
         error_column=job.source.error_column,
         **job.options,
     )
-    dataset = dataset.repartition(target_num_rows_per_block=ROWS_PER_BLOCK)
+    dataset = dataset.repartition(target_num_rows_per_block=job.batch_size)
     dataset = dataset.map_batches(MoEGenerator, **arguments)
     for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
         hidden = [name for name in (job.source.error_column,) if name in table.column_names]
         yield table.drop_columns(hidden)
-
-
-def share_of_machine(config: EngineConfig, num_actors: int) -> EngineConfig:
-    """Return a configuration for one of several engines on this machine; one takes it all."""
-    if num_actors == 1:
-        return config
-    host = read_host()
-    memory_bytes = int(host.available_memory_bytes * USABLE_MEMORY_FRACTION) // num_actors
-    return dataclasses.replace(
-        config,
-        num_threads=config.num_threads or max(1, host.num_cores // num_actors),
-        host_memory_bytes=config.host_memory_bytes or memory_bytes,
-    )
 
 
 def innermost_reason(error: BaseException) -> str:

@@ -2,10 +2,11 @@
 
 import functools
 import glob
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -20,7 +21,8 @@ PARQUET_SUFFIXES = (".parquet", ".pq")
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 
 
-class Source(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class Source(ABC):
     """A table of prompts on disk.
 
     Attributes:
@@ -36,24 +38,17 @@ class Source(Protocol):
     schema: pa.Schema
     num_rows: int
     ids: pa.Array
-    json_columns: frozenset[str]
-    error_column: str | None
+    json_columns: frozenset[str] = frozenset()
+    error_column: str | None = None
 
+    @abstractmethod
     def dataset(self) -> ray.data.Dataset:
         """Return the rows as a dataset; Ray must be running."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParquetSource:
+class ParquetSource(Source):
     """Parquet files, read by Ray Data."""
-
-    paths: tuple[Path, ...]
-    schema: pa.Schema
-    num_rows: int
-    ids: pa.Array
-    json_columns: frozenset[str] = frozenset()
-    error_column: str | None = None
 
     def dataset(self) -> ray.data.Dataset:
         """Return the rows as a dataset."""
@@ -61,14 +56,9 @@ class ParquetSource:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JsonlSource:
+class JsonlSource(Source):
     """JSON lines, read by our own reader: one bad line is one bad row."""
 
-    paths: tuple[Path, ...]
-    schema: pa.Schema
-    num_rows: int
-    ids: pa.Array
-    json_columns: frozenset[str]
     scanned: JsonlScan
     error_column: str | None = INPUT_ERROR_COLUMN
 

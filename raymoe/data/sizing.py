@@ -1,5 +1,6 @@
 """How many rows, calls and resources? The arguments of `map_batches` for a `MoEGenerator`."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +9,10 @@ from typing import Any
 
 from raymoe.config import EngineConfig
 from raymoe.data.options import as_engine_config
-from raymoe.errors import ConfigError
+from raymoe.errors import ConfigError, InfeasiblePlanError
+from raymoe.plan.search import find_plan
+from raymoe.specs.hardware import HardwareSpec
+from raymoe.specs.model import ModelSpec
 from raymoe.units import ceil_div
 
 try:
@@ -20,6 +24,12 @@ except ImportError as error:
     ) from error
 
 MAX_CONCURRENT_CALLS = 256  # beyond it Ray Data dispatches slower than it gains
+DEFAULT_ROWS = 1024
+ROWS_PER_SEQUENCE = 2
+MEMORY_FRACTION = 0.85  # of a node's: Ray ends processes of a node that is 95 % full
+# Typical rates of a core; they decide the sizes of a plan, never results.
+CORE_BYTES_PER_S, CORE_FLOP_PER_S = 8e9, 60e9
+BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}
 PREFETCHED_FRACTION = 0.25  # tasks that wait at the actor with their input already local
 
 
@@ -27,7 +37,7 @@ def map_batches_kwargs(
     model_source: str | Path,
     *,
     num_actors: int = 1,
-    rows_in_flight: int = 1024,
+    rows_in_flight: int | None = None,
     batch_size: int = 16,
     num_gpus: float | None = None,
     num_cpus: float | None = None,
@@ -43,7 +53,8 @@ def map_batches_kwargs(
     Args:
         model_source: A local model directory, or a name on the Hugging Face hub.
         num_actors: Engines; each has its own copy of the weights.
-        rows_in_flight: Rows inside one actor; 1.5 to 2 times the sequences that are live at once.
+        rows_in_flight: Rows inside one actor; None takes twice the sequences that the plan keeps
+            live at once, so that the next rows wait where they are needed.
         batch_size: Rows of one call; a call leaves when its slowest row does, so small is better.
         num_gpus: Of an actor; None takes one where the cluster has any and the device allows it.
         num_cpus: Of an actor; None shares the CPUs of the nodes and leaves one to the reads.
@@ -55,17 +66,19 @@ def map_batches_kwargs(
     Raises:
         ConfigError: A number that makes no sense.
     """
-    for name, value in (
-        ("num_actors", num_actors),
-        ("rows_in_flight", rows_in_flight),
-        ("batch_size", batch_size),
-    ):
-        if type(value) is not int or value < 1:
-            raise ConfigError(f"{name} is {value!r}; it must be a whole number from 1")
+    _check_counts(num_actors=num_actors, rows_in_flight=rows_in_flight, batch_size=batch_size)
     config = as_engine_config(engine_config)
-    calls = min(MAX_CONCURRENT_CALLS, ceil_div(rows_in_flight, batch_size))
     cluster = Cluster.connected()
+    node = cluster.share(num_actors)
+    if node is not None and num_actors > cluster.num_nodes:
+        config = _share_node(config, node)
+    plan = plan_actor(model_source, config, node)
+    if rows_in_flight is None:
+        rows_in_flight = DEFAULT_ROWS if plan is None else ROWS_PER_SEQUENCE * plan.batch_size
+    calls = min(MAX_CONCURRENT_CALLS, ceil_div(rows_in_flight, batch_size))
     gpus = _choose_num_gpus(num_gpus, config, cluster)
+    if memory is None and plan is not None:
+        memory = plan.memory_bytes
     return {
         "batch_size": batch_size,
         "batch_format": "pyarrow",
@@ -88,6 +101,60 @@ def map_batches_kwargs(
     }
 
 
+def _check_counts(**counts: int | None) -> None:
+    for name, value in counts.items():
+        if value is not None and (type(value) is not int or value < 1):
+            raise ConfigError(f"{name} is {value!r}; it must be a whole number from 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorPlan:
+    """What one actor will hold.
+
+    Attributes:
+        batch_size: Sequences that are live at once.
+        memory_bytes: Weights, KV cache, activations and the interpreter.
+    """
+
+    batch_size: int
+    memory_bytes: int
+
+
+def plan_actor(
+    model_source: str | Path, config: EngineConfig, node: HardwareSpec | None
+) -> ActorPlan | None:
+    """Plan for one actor as its engine will.
+
+    Args:
+        model_source: Only a local directory can be planned for.
+        config: Of the engine.
+        node: The actor's share of its node; None where it is unknown.
+
+    Returns:
+        None when the model or the node is not known here, or when the model does not fit: then
+        Ray may still find a node, and the engine says what is missing.
+    """
+    if node is None or not (Path(model_source) / "config.json").is_file():
+        return None
+    spec = ModelSpec.from_directory(model_source)
+    dtype = spec.dtype or "bfloat16" if config.dtype == "auto" else config.dtype
+    kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
+    if config.host_memory_bytes is not None:
+        node = dataclasses.replace(node, host_memory_bytes=config.host_memory_bytes)
+    try:
+        plan = find_plan(
+            spec,
+            config.hardware if isinstance(config.hardware, HardwareSpec) else node,
+            policy=config.policy,
+            bytes_per_element=BYTES_PER_ELEMENT[dtype],
+            kv_bytes_per_element=BYTES_PER_ELEMENT[kv_dtype],
+            max_context_tokens=config.max_context_tokens,
+        )
+    except InfeasiblePlanError:
+        return None
+    return ActorPlan(batch_size=plan.policy.batch_size, memory_bytes=plan.footprint.total)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """What Ray has; one node of unknown size when Ray is not running yet."""
@@ -95,6 +162,7 @@ class Cluster:
     num_nodes: int
     num_cpus: float
     num_gpus: float
+    memory_bytes: float = 0
 
     @classmethod
     def connected(cls) -> "Cluster":
@@ -106,6 +174,22 @@ class Cluster:
             num_nodes=max(1, sum(1 for node in ray.nodes() if node["Alive"])),
             num_cpus=resources.get("CPU", 0),
             num_gpus=resources.get("GPU", 0),
+            memory_bytes=resources.get("memory", 0),
+        )
+
+    def share(self, num_actors: int) -> HardwareSpec | None:
+        """Return what one of the actors may use of its node; None when Ray is not running."""
+        if not (self.num_cpus and self.memory_bytes):
+            return None
+        actors_per_node = ceil_div(num_actors, self.num_nodes)
+        cores = max(1, int(self.num_cpus / self.num_nodes) // actors_per_node)
+        memory_bytes = MEMORY_FRACTION * self.memory_bytes / self.num_nodes / actors_per_node
+        return HardwareSpec(
+            name="a node of the cluster",
+            num_cores=cores,
+            host_memory_bytes=int(memory_bytes),
+            host_bytes_per_s=cores * CORE_BYTES_PER_S,
+            host_flop_per_s=cores * CORE_FLOP_PER_S,
         )
 
     def cpus_for(self, num_actors: int) -> float:
@@ -120,6 +204,15 @@ class Cluster:
         spare = 1.0 if cpus_per_node >= 2 else 0.5
         share = (cpus_per_node - spare) / ceil_div(num_actors, self.num_nodes)
         return float(math.floor(share)) if share >= 1 else math.floor(share * 1000) / 1000
+
+
+def _share_node(config: EngineConfig, node: HardwareSpec) -> EngineConfig:
+    """Return a configuration that leaves room for the other actors of the node."""
+    return dataclasses.replace(
+        config,
+        num_threads=config.num_threads or node.num_cores,
+        host_memory_bytes=config.host_memory_bytes or node.host_memory_bytes,
+    )
 
 
 def _choose_num_gpus(
