@@ -1,7 +1,7 @@
-"""Tiny random models of every family, odd ones included, and the tokens transformers makes of them.
+"""Tiny random models of every family, odd ones included, and what transformers generates by them.
 
-Weights are drawn wide (`initializer_range` 0.2 and more), so that the best token is far ahead of the
-second and rounding does not decide.
+Weights are drawn wide (`initializer_range` 0.3), so that decisions are clear and rounding does not
+take them.
 """
 
 from dataclasses import dataclass, field
@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 MAX_NEW_TOKENS = 48
 NUM_PROMPTS = 24
+PROMPT_LENGTHS = (1, 33, 9, 70, 32, 47)
 FAMILY_CONFIGS = {
     "mixtral": "MixtralConfig",
     "qwen2_moe": "Qwen2MoeConfig",
@@ -299,29 +300,124 @@ def make_checkpoint(configuration: Configuration, directory: Path) -> PreTrained
 
 
 def make_prompts(configuration: Configuration, num_prompts: int = NUM_PROMPTS) -> list[list[int]]:
-    """Random prompts of 1 to 70 tokens: shorter and longer than windows, blocks and rope borders."""
+    """Random prompts, shorter and longer than windows, blocks and the borders of ropes."""
     generator = torch.Generator().manual_seed(1000 + configuration.seed)
-    lengths = [1, 2, 7, 31, 32, 33, 45, 70]
     vocabulary = configuration.fields["vocab_size"]
-    prompts = []
-    for index in range(num_prompts):
-        length = lengths[index] if index < len(lengths) else 1 + (17 * index) % 66
-        prompts.append(torch.randint(vocabulary, (length,), generator=generator).tolist())
-    return prompts
+    return [
+        torch.randint(
+            vocabulary, (PROMPT_LENGTHS[index % len(PROMPT_LENGTHS)],), generator=generator
+        ).tolist()
+        for index in range(num_prompts)
+    ]
 
 
-@torch.no_grad()
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """Prompts, and the greedy tokens that transformers generates for each alone."""
+
+    prompts: list[list[int]]
+    tokens: list[list[int]]
+
+
+def make_reference(
+    model: PreTrainedModel, configuration: Configuration, num_prompts: int = NUM_PROMPTS
+) -> Reference:
+    """Reference rows in which no decision is a tie.
+
+    Where the two best tokens, or the last expert chosen and the first not chosen, are closer than
+    float32 rounding, no implementation can be expected to agree with another; such rows (a few in
+    a hundred) are replaced by others.
+    """
+    candidates = make_prompts(configuration, num_prompts + 2 * len(PROMPT_LENGTHS))
+    with Gaps(model) as gaps:
+        tokens = _generate(model, candidates, MAX_NEW_TOKENS, gaps)
+    clear = [index for index, gap in enumerate(gaps.of_rows) if gap > 1.0][:num_prompts]
+    assert len(clear) == num_prompts, f"only {len(clear)} rows of {configuration.name} are clear"
+    return Reference(
+        prompts=[candidates[index] for index in clear], tokens=[tokens[index] for index in clear]
+    )
+
+
 def reference_tokens(
     model: PreTrainedModel, prompts: list[list[int]], max_new_tokens: int = MAX_NEW_TOKENS
 ) -> list[list[int]]:
-    """Greedy tokens of transformers, one row at a time, each by a model that saw no other row."""
-    rows = []
-    for prompt in prompts:
+    """Greedy tokens of transformers for each prompt alone, ties and all."""
+    with Gaps(model) as gaps:
+        return _generate(model, prompts, max_new_tokens, gaps)
+
+
+class Gaps:
+    """How clear the decisions of a model were, by hooks on its head and its routers.
+
+    Attributes:
+        of_rows: Smallest gap of each row, in units of what counts as clear.
+    """
+
+    TOKEN_GAP, EXPERT_GAP = 3e-4, 1e-4
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.of_rows: list[float] = []
+        self._model, self._batch_gap = model, torch.empty(0)
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def __enter__(self) -> "Gaps":
+        head = self._model.lm_head
+        self._handles.append(head.register_forward_hook(self._after_head))
+        for module in self._model.modules():
+            if type(module).__name__.endswith("TopKRouter"):
+                self._handles.append(module.register_forward_hook(self._after_router))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def begin(self, num_rows: int) -> None:
+        """Start a batch."""
+        self._batch_gap = torch.full((num_rows,), torch.inf)
+
+    def end(self, rows: list[int]) -> None:
+        """Note the gaps of a batch that held these rows."""
+        self.of_rows += [0.0] * (max(rows) + 1 - len(self.of_rows))
+        for row, gap in zip(rows, self._batch_gap.tolist(), strict=True):
+            self.of_rows[row] = gap
+
+    def _after_head(self, _module: torch.nn.Module, _inputs: object, logits: torch.Tensor) -> None:
+        best = logits[:, -1].topk(2).values
+        self._note((best[:, 0] - best[:, 1]) / self.TOKEN_GAP)
+
+    def _after_router(self, module: torch.nn.Module, _inputs: object, outputs: Any) -> None:
+        logits_TE, top_k = outputs[0], module.top_k
+        if top_k < logits_TE.shape[1]:
+            best = logits_TE.topk(top_k + 1).values
+            gap_T = (best[:, top_k - 1] - best[:, top_k]) / self.EXPERT_GAP
+            self._note(gap_T.view(len(self._batch_gap), -1).amin(1))
+
+    def _note(self, gap: torch.Tensor) -> None:
+        self._batch_gap = torch.minimum(self._batch_gap, gap)
+
+
+@torch.no_grad()
+def _generate(
+    model: PreTrainedModel, prompts: list[list[int]], max_new_tokens: int, gaps: Gaps
+) -> list[list[int]]:
+    """Prompts of one length share a batch: without padding, each is as if alone."""
+    rows: list[list[int]] = [[] for _ in prompts]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # matrices this small only wait for a second thread
+    for length in sorted({len(prompt) for prompt in prompts}):
+        members = [index for index, prompt in enumerate(prompts) if len(prompt) == length]
         _forget_longer_rows(model)
+        gaps.begin(len(members))
         output = model.generate(
-            torch.tensor([prompt]), max_new_tokens=max_new_tokens, do_sample=False
+            torch.tensor([prompts[index] for index in members]),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
         )
-        rows.append(output[0, len(prompt) :].tolist())
+        gaps.end(members)
+        for index, row in zip(members, output[:, length:].tolist(), strict=True):
+            rows[index] = row
+    torch.set_num_threads(threads)
     return rows
 
 

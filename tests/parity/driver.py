@@ -32,13 +32,13 @@ class Driver:
     def __init__(self, decoder: Decoder, prompts: list[list[int]], max_new_tokens: int) -> None:
         self.decoder, self.prompts = decoder, prompts
         self.rows = [list(prompt) for prompt in prompts]
-        self.blocks = [
-            -(-(len(prompt) + max_new_tokens) // BLOCK_TOKENS) for prompt in prompts
-        ]
+        self.blocks = [-(-(len(prompt) + max_new_tokens) // BLOCK_TOKENS) for prompt in prompts]
         first = np.cumsum([0, *self.blocks[:-1]])
         width = max(self.blocks)
-        table = [[start + min(j, count - 1) for j in range(width)]
-                 for start, count in zip(first, self.blocks, strict=True)]
+        table = [
+            [start + min(j, count - 1) for j in range(width)]
+            for start, count in zip(first, self.blocks, strict=True)
+        ]
         self.block_table = torch.tensor(np.array(table), dtype=torch.int32)
         attention = decoder.spec.layers[0].attention
         layout = KvLayout(
@@ -83,7 +83,10 @@ def generate(
     """Greedy tokens of all prompts in one batch; prompts enter in chunks of `chunk_tokens`."""
     driver = Driver(decoder, prompts, max_new_tokens)
     done = [0] * len(prompts)
-    while any(len(row) < len(p) + max_new_tokens for row, p in zip(driver.rows, prompts)):
+    while any(
+        len(row) < len(prompt) + max_new_tokens
+        for row, prompt in zip(driver.rows, prompts, strict=True)
+    ):
         ranges = [
             (begin, min(len(row), begin + chunk_tokens))
             if len(row) < len(prompt) + max_new_tokens
