@@ -63,25 +63,14 @@ class LengthForecast:
         self._is_dirty = False
 
 
-def peak_tokens(tokens: Int64s, remaining: Int64s) -> int:
-    """Most tokens in the cache at any time from now on, if nothing more is admitted.
-
-    Args:
-        tokens: What each sequence has now.
-        remaining: What each will still append, one in each pass.
-    """
-    order = np.argsort(-remaining, kind="stable")
-    alive = np.cumsum(tokens[order]) + remaining[order] * np.arange(1, len(order) + 1)
-    return int(alive.max(initial=0))
-
-
 def count_admissible(
     live: tuple[Int64s, Int64s], waiting: tuple[Int64s, Int64s], capacity_tokens: int
 ) -> int:
     """How many of the waiting sequences, in order, join before the peak exceeds the capacity.
 
     Args:
-        live: (tokens, remaining) of the sequences in the cache.
+        live: (tokens, remaining) of the sequences in the cache: what each has now, and how many
+            it will still append, one in each pass.
         waiting: The same of those that wait.
         capacity_tokens: Of the cache.
     """

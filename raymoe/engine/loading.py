@@ -2,14 +2,18 @@
 
 import logging
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from raymoe.config import EngineConfig, Settings
+from raymoe.config import EngineConfig, SamplingParams, Settings
 from raymoe.device.host import read_host
+from raymoe.engine.core import EngineCore, Runner
 from raymoe.engine.parts import EngineParts
+from raymoe.engine.request import Request
 from raymoe.engine.tokenizer import Tokenizer
 from raymoe.errors import ConfigError, UnsupportedModelError
 from raymoe.kernels.paged_kv import KvLayout
@@ -19,6 +23,7 @@ from raymoe.memory.kv_cache import KvCache
 from raymoe.memory.weights import WeightStore
 from raymoe.model.decoder import Decoder
 from raymoe.model.loading import decoder_arena_bytes
+from raymoe.plan.policy import Policy
 from raymoe.plan.search import find_plan
 from raymoe.runtime.runner import PassRunner
 from raymoe.specs.files import read_json_object
@@ -61,12 +66,15 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
     decoder = Decoder.load(spec, store, arena.allocate, dtype, release=store.drop_pages)
     cache = KvCache(_kv_layout(spec, kv_dtype), spec.num_layers, plan.policy.num_kv_blocks)
 
+    runner = PassRunner(decoder, cache, plan.schedule)
+    warm_up(runner, spec.vocab_size)
+
     def release() -> None:
         cache.close()
         arena.close()
 
     return EngineParts(
-        runner=PassRunner(decoder, cache, plan.schedule),
+        runner=runner,
         policy=plan.policy,
         tokenizer=tokenizer,
         vocab_size=spec.vocab_size,
@@ -76,6 +84,31 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
         plan=plan,
         release=release,
     )
+
+
+def warm_up(runner: Runner, vocab_size: int) -> None:
+    """Compile the loops and touch every weight, so that the first rows need not wait for it."""
+    core = EngineCore(
+        runner,
+        Policy(batch_size=1, pass_tokens=4, prefill_chunk_tokens=4, num_kv_blocks=1),
+        max_context_tokens=4,
+        vocab_size=vocab_size,
+        eos_token_ids=(),
+        decode=lambda _token_ids: "",
+        finish=lambda _request, _generation: None,
+    )
+    core.add(
+        Request(
+            prompt=np.zeros(2, np.int32),
+            params=SamplingParams(max_tokens=2, repetition_penalty=1.1),
+            limit_tokens=4,
+            seed=0,
+            row_key=0,
+            future=Future(),
+        )
+    )
+    while core.has_work:
+        core.step()
 
 
 def _hardware(config: EngineConfig, settings: Settings) -> HardwareSpec:

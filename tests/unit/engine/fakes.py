@@ -49,7 +49,7 @@ class FakeRunner:
     `before` is called with each pass; a test may raise, wait or look there.
     """
 
-    def __init__(self, num_blocks: int, before=lambda inputs: None) -> None:
+    def __init__(self, num_blocks: int, before=lambda _inputs: None) -> None:
         self._tokens = np.full((num_blocks, BLOCK_TOKENS), -1, np.int64)
         self._before = before
         self.pass_tokens: list[int] = []

@@ -26,7 +26,7 @@ def make_engine(tokenizer_directory):
     """Engines that are closed at the end of the test."""
     engines = []
 
-    def make(config=QUICK, policy=None, before=lambda inputs: None, **parts) -> Engine:
+    def make(config=QUICK, policy=None, before=lambda _inputs: None, **parts) -> Engine:
         policy = policy or small_policy()
         runner = FakeRunner(policy.num_kv_blocks, before)
         engines.append(

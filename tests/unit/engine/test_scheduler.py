@@ -16,7 +16,7 @@ from tests.unit.engine.fakes import EOS, VOCAB_SIZE, FakeRunner, expected_tokens
 class Bench:
     """A core without threads: rows in, results out."""
 
-    def __init__(self, policy, max_context_tokens=512, before=lambda inputs: None):
+    def __init__(self, policy, max_context_tokens=512, before=lambda _inputs: None):
         self.runner = FakeRunner(policy.num_kv_blocks, before)
         self.results = {}
         self.core = EngineCore(
@@ -25,7 +25,7 @@ class Bench:
             max_context_tokens=max_context_tokens,
             vocab_size=VOCAB_SIZE,
             eos_token_ids=(EOS,),
-            decode=lambda tokens: "",
+            decode=lambda _tokens: "",
             finish=lambda request, generation: self.results.update({request.order: generation}),
         )
         self.num_rows = 0

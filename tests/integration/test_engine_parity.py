@@ -1,0 +1,100 @@
+"""The engine against transformers: float32, greedy, the same tokens however they are computed."""
+
+import functools
+from pathlib import Path
+
+import pytest
+
+from raymoe.config import EngineConfig
+from raymoe.engine.engine import Engine
+from raymoe.plan.policy import Policy
+from tests.parity.configurations import (
+    CONFIGURATIONS,
+    FAMILY_CONFIGS,
+    MAX_NEW_TOKENS,
+    NUM_PROMPTS,
+    make_checkpoint,
+    make_prompts,
+    reference_tokens,
+)
+
+QUICK_PROMPTS, QUICK_TOKENS = 8, 20
+BY_NAME = {configuration.name: configuration for configuration in CONFIGURATIONS}
+ODD = ("yarn", "window", "top-1", "tied", "clipped", "llama3")
+
+
+def quick_names() -> list[str]:
+    """Two configurations of each family: the plain one, and one that is odd in another way each."""
+    names = []
+    for family, odd in zip(FAMILY_CONFIGS, ("5 experts", *ODD), strict=True):
+        own = [name for name in BY_NAME if name.startswith(f"{family}:")]
+        names += [own[0], next((name for name in own[1:] if odd in name), own[-1])]
+    return names
+
+
+class Case:
+    """A checkpoint, its prompts, and what transformers makes of them."""
+
+    def __init__(self, name: str, directory: Path, num_prompts: int, max_tokens: int) -> None:
+        configuration = BY_NAME[name]
+        model = make_checkpoint(configuration, directory)
+        self.directory, self.max_tokens = directory, max_tokens
+        self.prompts = make_prompts(configuration, num_prompts)
+        self.expected = reference_tokens(model, self.prompts, max_tokens)
+
+    def engine(self, **policy: int) -> Engine:
+        sizes = {
+            "batch_size": 32,
+            "pass_tokens": 4096,
+            "prefill_chunk_tokens": 4096,
+            "num_kv_blocks": 200,
+        }
+        config = EngineConfig(dtype="float32", policy=Policy(**(sizes | policy)), linger_s=0.0)
+        return Engine.from_pretrained(self.directory, config)
+
+    def assert_agrees(self, engine: Engine, order=None) -> None:
+        order = range(len(self.prompts)) if order is None else order
+        params = {"temperature": 0, "max_tokens": self.max_tokens}
+        generations = engine.generate([self.prompts[row] for row in order], params)
+        for row, generation in zip(order, generations, strict=True):
+            assert generation.error == ""
+            assert list(generation.token_ids) == self.expected[row], f"prompt {row}"
+
+
+@pytest.fixture(scope="module")
+def case_of(tmp_path_factory):
+    @functools.cache
+    def make(name: str, num_prompts: int = QUICK_PROMPTS, max_tokens: int = QUICK_TOKENS) -> Case:
+        return Case(name, tmp_path_factory.mktemp("model"), num_prompts, max_tokens)
+
+    return make
+
+
+def check_every_way(case: Case) -> None:
+    with case.engine() as engine:  # one batch, any order
+        case.assert_agrees(engine)
+        case.assert_agrees(engine, order=range(len(case.prompts))[::-1])
+    with case.engine(batch_size=1) as engine:  # one row at a time
+        case.assert_agrees(engine)
+    with case.engine(prefill_chunk_tokens=7, pass_tokens=40) as engine:
+        case.assert_agrees(engine)
+    check_preemption(case)
+
+
+def check_preemption(case: Case) -> None:
+    with case.engine(num_kv_blocks=8, pass_tokens=512) as engine:
+        # Rows of one token let the engine expect short ones, so that it overfills the cache.
+        engine.generate([[1]] * 20, {"temperature": 0, "max_tokens": 1})
+        case.assert_agrees(engine)
+        assert engine.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("name", quick_names())
+def test_tokens_are_those_of_transformers_however_they_are_computed(case_of, name):
+    check_every_way(case_of(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(BY_NAME))
+def test_many_prompts_of_every_configuration(case_of, name):
+    check_every_way(case_of(name, NUM_PROMPTS, MAX_NEW_TOKENS))

@@ -1,0 +1,133 @@
+"""Chat templates: as transformers renders them, and within limits."""
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from raymoe.engine.chat_template import ChatTemplate, TemplateTimeoutError, check_messages
+from raymoe.errors import ConfigError
+
+CHATML = """{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' }}
+    {{- message['content'] | trim + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}"""
+MISTRAL = """{{ bos_token }}{% for message in messages %}
+{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+    {{ raise_exception('roles must alternate') }}
+{% endif %}
+{% if message['role'] == 'user' %}[INST] {{ message['content'] }} [/INST]
+{% else %}{% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}{% endif %}
+{% endfor %}"""
+FANCY = """{% set state = namespace(count=0) %}{% for m in messages %}
+{% if m.role == 'system' %}{% continue %}{% endif %}{% set state.count = state.count + 1 %}
+{{ state.count }}: {{ m | tojson(indent=1) }} {{ dict(a=m.content | length) }}
+{% if state.count == 3 %}{% break %}{% endif %}{% endfor %}{{ tools is none }}"""
+VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
+CHAT = [
+    {"role": "user", "content": " Grüße <b> & 'x' "},
+    {"role": "assistant", "content": "Hallo"},
+    {"role": "user", "content": "Noch etwas"},
+]
+
+
+@pytest.fixture
+def render():
+    templates = []
+
+    def render_with(source, messages=CHAT, render_limit_s=30.0) -> str:
+        templates.append(ChatTemplate(source, VARIABLES, render_limit_s))
+        return templates[-1].render(messages)
+
+    yield render_with
+    for template in templates:
+        template.close()
+
+
+@pytest.mark.parametrize(
+    ("source", "messages"),
+    [
+        (CHATML, CHAT),
+        (CHATML, CHAT[:2]),
+        (MISTRAL, CHAT),
+        (MISTRAL, CHAT[:1]),
+        (MISTRAL, CHAT[:2]),
+        (FANCY, CHAT),  # writes JSON, so it cannot be continued
+    ],
+)
+def test_text_is_that_of_transformers(render, source, messages):
+    is_continued = messages[-1]["role"] == "assistant"
+    (expected,), _ = render_jinja_template(
+        conversations=[[dict(message) for message in messages]],
+        chat_template=source,
+        add_generation_prompt=not is_continued,
+        continue_final_message=is_continued,
+        **VARIABLES,
+    )
+    assert render(source, messages) == expected
+
+
+def test_an_error_of_the_template_is_shown(render):
+    with pytest.raises(ConfigError, match="roles must alternate"):
+        render(MISTRAL, CHAT[1:])
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{% if %}", "TemplateSyntaxError"),
+        ("{{ ''.__class__.__mro__ }}", "SecurityError"),
+        ("{{ messages.append(1) }}", "SecurityError"),
+        ("{% set n = namespace(_x=1) %}", "SecurityError"),
+        ("{{ 'a' * 10 ** 10 }}", "needs more memory than it may have"),
+        (
+            "{% for i in range(99999) %}{% for j in range(999) %}text{% endfor %}{% endfor %}",
+            "wrote more than 8000000 characters",
+        ),
+        ("{{ undefined_function() }}", "UndefinedError"),
+    ],
+)
+def test_a_template_that_goes_too_far_is_an_error(render, source, message):
+    with pytest.raises(ConfigError, match=message):
+        render(source)
+
+
+def test_a_template_that_does_not_end_is_stopped_and_the_next_chat_works():
+    source = (
+        "{% if messages[0].content == 'loop' %}{% for i in range(99999) %}"
+        "{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}done"
+    )
+    template = ChatTemplate(source, VARIABLES, render_limit_s=0.3)
+    with pytest.raises(TemplateTimeoutError, match=r"took more than 0.3 s"):
+        template.render([{"role": "user", "content": "loop"}])
+    template._limit_s = 30.0
+    assert template.render([{"role": "user", "content": "x"}]) == "done"
+    template.close()
+    assert template._process is None
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "messages has 0 entries"),
+        ("text", "messages is a str"),
+        (["text"], r"messages\[0\] is a str"),
+        ([{"content": "x"}], r"messages\[0\] has role None"),
+        ([{"role": "user", "content": 5}], r"messages\[0\] has content 5"),
+        ([CHAT[0], {"role": "user"}], r"messages\[1\] has content None"),
+        ([{"role": "user", "content": "\udc80"}], "not valid Unicode"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "only text is supported"),
+        ([{"role": "user", "content": "x", "extra": {1, 2}}], "cannot be written as JSON"),
+    ],
+)
+def test_broken_messages_are_refused_by_name(messages, message):
+    with pytest.raises(ConfigError, match=message):
+        check_messages(messages)
+
+
+def test_text_parts_are_joined_and_null_keys_dropped():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert check_messages([{"role": "user", "content": parts, "name": None}]) == [
+        {"role": "user", "content": "ab"}
+    ]

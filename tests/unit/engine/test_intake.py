@@ -1,0 +1,52 @@
+"""Row keys: what random numbers depend on."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raymoe.config import EngineConfig, SamplingParams
+from raymoe.engine.intake import Intake, hash_key
+from raymoe.engine.tokenizer import Tokenizer
+
+
+def make_intake(directory, **config) -> Intake:
+    return Intake(
+        Tokenizer(directory, 100),
+        vocab_size=100,
+        max_context_tokens=64,
+        num_kv_blocks=8,
+        config=EngineConfig(**config),
+    )
+
+
+@given(st.one_of(st.integers(), st.text(), st.binary(), st.floats(), st.none(), st.booleans()))
+def test_keys_have_63_bits(value):
+    assert 0 <= hash_key(value) < 2**63
+
+
+def test_keys_of_different_types_differ_and_those_of_equal_integers_do_not():
+    assert hash_key(5) == hash_key(np.int64(5))
+    assert len({hash_key(value) for value in (5, "5", b"5", 5.5)}) == 4
+
+
+def test_without_a_key_tokens_and_parameters_decide(tmp_path):
+    intake = make_intake(tmp_path)
+
+    def key(prompt, **params):
+        return intake.build(prompt, SamplingParams(**params), None).row_key
+
+    assert key([1, 2]) == key([1, 2])
+    assert key([1, 2]) != key([1, 3])
+    assert key([1, 2]) != key([1, 2], temperature=0.5)
+    assert key([1], logit_bias={1: 1, 2: 2}) == key([1], logit_bias={2: 2, 1: 1})
+
+
+def test_a_given_key_is_independent_of_the_prompt(tmp_path):
+    intake = make_intake(tmp_path)
+    assert intake.build([1], None, "id").row_key == intake.build([2], {"n": 2}, "id").row_key
+
+
+def test_the_seed_is_the_rows_or_the_engines(tmp_path):
+    intake = make_intake(tmp_path, seed=7)
+    assert intake.build([1], None, None).seed == 7
+    assert intake.build([1], {"seed": 3}, None).seed == 3

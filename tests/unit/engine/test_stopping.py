@@ -1,0 +1,73 @@
+"""Stop strings, across tokens and characters."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raymoe.engine.stopping import StopStrings
+
+
+def decode(tokens) -> str:
+    return b"".join(PIECES[token] for token in tokens).decode(errors="replace")
+
+
+# Bytes of "ä" and "€" alone, words, and pieces that begin or end within a stop string.
+PIECES = [b"\xc3", b"\xa4", b"\xe2", b"\x82", b"\xac", b"S", b"ST", b"TOP", b"P", b"x", b" ", b"\n"]
+
+
+def push_all(stop, tokens):
+    """(number of tokens taken, text) at the stop, or None."""
+    finder = StopStrings(stop, decode)
+    for index, token in enumerate(tokens):
+        text = finder.push(token)
+        if text is not None:
+            return index + 1, text
+    return None
+
+
+def first_stop(stop, tokens):
+    """The same by decoding everything each time."""
+    for count in range(1, len(tokens) + 1):
+        text = decode(tokens[:count]).rstrip("�")
+        places = [text.find(string) for string in stop if string in text]
+        if places:
+            return count, text[: min(places)]
+    return None
+
+
+@given(st.lists(st.integers(0, len(PIECES) - 1), max_size=30))
+def test_the_first_stop_is_found_as_soon_as_it_is_in_the_text(tokens):
+    stop = ("STOP", "€x", "ä")
+    assert push_all(stop, tokens) == first_stop(stop, tokens)
+
+
+@pytest.mark.parametrize(
+    ("stop", "tokens", "text"),
+    [
+        (("STOP",), [9, 6, 10, 9, 5, 7], "xST x"),  # x ST space x S TOP
+        (("ä",), [9, 0, 1], "x"),
+        (("€x",), [2, 3, 4, 9], ""),
+        (("P", "TOP"), [9, 7], "x"),
+        (("\n",), [9, 11], "x"),
+    ],
+)
+def test_text_is_cut_before_the_stop_string(stop, tokens, text):
+    assert push_all(stop, tokens) == (len(tokens), text)
+
+
+def test_text_without_a_stop_string_goes_on():
+    assert push_all(("STOP",), [5, 6, 8, 9]) is None
+
+
+def test_decoding_does_not_grow_with_the_text():
+    longest = 0
+
+    def measure(tokens):
+        nonlocal longest
+        longest = max(longest, len(tokens))
+        return decode(tokens)
+
+    finder = StopStrings(("never",), measure)
+    for _ in range(500):
+        finder.push(9)
+    assert longest <= 3
