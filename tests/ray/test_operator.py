@@ -1,0 +1,153 @@
+"""The operator in a real Ray: every row once, whatever is in it and whatever happens."""
+
+import json
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray.data
+
+from raymoe.config import EngineConfig
+from raymoe.data.generator import MoEGenerator
+from raymoe.data.sizing import map_batches_kwargs
+from raymoe.engine.engine import Engine
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.*"),  # Ray copies its own context
+]
+
+ROWS_PER_BLOCK = 64
+PARAMS = {"max_tokens": 4, "temperature": 0.0}
+CONFIG = EngineConfig(host_memory_bytes=3 * 2**30, num_threads=1, dtype="float32")
+USER = {"role": "user", "content": "hello"}
+WITHOUT_ROLE = json.dumps([{"content": "hello"}])
+
+# One row in a hundred of each kind: prompt, messages, parameters, and what its error must say.
+BAD_ROWS = {
+    7: (None, None, None, "column 'prompt' is null"),
+    11: (b"", None, None, "column 'prompt' is empty"),
+    17: (b"caf\xe9 au lait", None, None, "column 'prompt' is not UTF-8"),
+    23: (b"long " * 300, None, None, "column 'prompt': the prompt has 1501 tokens"),
+    29: (b"a", json.dumps([USER]), None, "column 'messages' has messages"),
+    31: (None, WITHOUT_ROLE, None, "column 'messages' message 0 has the role None"),
+    37: (None, '[{"role": "user"', None, "column 'messages' is not JSON"),
+    41: (b"a", None, '{"max_token": 4}', "did you mean 'max_tokens'?"),
+    43: (b"a", None, '{"max_tokens": "four"}', "column 'sampling_params' has max_tokens is 'four'"),
+    47: (b"a", None, '{"temperature": -1}', "column 'sampling_params' has temperature is -1"),
+    53: (b"a", None, '{"max_tokens": 1e300}', "column 'sampling_params' has max_tokens is 1e+300"),
+    59: (b"a", None, '{"logit_bias": {"100000": 1}}', "column 'sampling_params': logit_bias"),
+    61: (b"a", None, "{", "column 'sampling_params' is not JSON"),
+}
+
+
+def write_rows(path, num_rows):
+    cells = [
+        BAD_ROWS.get(index % 100, (f"row {index}".encode(), None, None, ""))
+        for index in range(num_rows)
+    ]
+    prompts = pa.array([prompt for prompt, *_ in cells], pa.binary())
+    offsets, data = prompts.buffers()[1:]
+    text = pa.Array.from_buffers(pa.string(), num_rows, [prompts.buffers()[0], offsets, data])
+    table = pa.table(
+        {
+            "id": pa.array(range(num_rows), pa.int64()),
+            "prompt": text,
+            "messages": pa.array([messages for _, messages, _, _ in cells], pa.string()),
+            "sampling_params": pa.array([params for _, _, params, _ in cells], pa.string()),
+        }
+    )
+    pq.write_table(table, path)
+    return str(path)
+
+
+def generated(path, model, *, num_actors=2, **options):
+    arguments = map_batches_kwargs(
+        model,
+        num_actors=num_actors,
+        batch_size=16,
+        rows_in_flight=256,
+        sampling_params=PARAMS,
+        id_column="id",
+        engine_config=CONFIG,
+        **options,
+    )
+    dataset = ray.data.read_parquet(path).repartition(target_num_rows_per_block=ROWS_PER_BLOCK)
+    return dataset.map_batches(MoEGenerator, **arguments).iter_batches(
+        batch_size=None, batch_format="pyarrow", prefetch_batches=0
+    )
+
+
+def check(tables, num_rows):
+    """Every id once; good rows have tokens, bad ones the error of their kind."""
+    table = pa.concat_tables(tables)
+    ids = table.column("id").to_pylist()
+    assert sorted(ids) == list(range(num_rows))
+    errors = table.column("__inference_error__").to_pylist()
+    reasons = table.column("finish_reason").to_pylist()
+    counts = table.column("num_generated_tokens").to_pylist()
+    for row_id, error, reason, count in zip(ids, errors, reasons, counts, strict=True):
+        expected = BAD_ROWS.get(row_id % 100, (None, None, None, ""))[3]
+        assert (expected in error) if expected else (error == "")
+        assert (reason == "error") == bool(expected)
+        assert bool(count) != bool(expected)
+    return table
+
+
+@pytest.mark.parametrize("num_rows", [2000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_every_row_comes_out_once_and_bad_rows_say_why(local_ray, tiny_model, tmp_path, num_rows):
+    path = write_rows(tmp_path / "rows.parquet", num_rows)
+    tables = list(generated(path, tiny_model))
+    check(tables, num_rows)
+    assert len({str(table.schema) for table in tables}) == 1
+
+
+@pytest.mark.parametrize("num_rows", [2000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_a_killed_actor_loses_no_row(local_ray, tiny_model, tmp_path, num_rows):
+    path = write_rows(tmp_path / "rows.parquet", num_rows)
+    tables = []
+    killed = []
+    for table in generated(path, tiny_model):
+        tables.append(table)
+        if not killed and sum(table.num_rows for table in tables) > num_rows // 8:
+            killed = actors()[:1]
+            killed[0].kill()
+    assert len(killed) == 1
+    check(tables, num_rows)
+
+
+def actors():
+    """The processes of the operator's actors."""
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if any("MoEGenerator" in arg for arg in child.cmdline())]
+
+
+def test_rows_keep_their_order_when_asked(preserve_order, tiny_model, tmp_path):
+    path = write_rows(tmp_path / "rows.parquet", 500)
+    table = check(list(generated(path, tiny_model)), 500)
+    assert table.column("id").to_pylist() == list(range(500))
+
+
+def test_rows_get_the_tokens_that_the_engine_gives_without_ray(local_ray, tiny_model, tmp_path):
+    path = write_rows(tmp_path / "rows.parquet", 100)
+    table = check(list(generated(path, tiny_model, num_actors=1)), 100).sort_by("id")
+    with Engine.from_pretrained(tiny_model, CONFIG) as engine:
+        for index in (0, 1, 2, 50, 98):
+            (alone,) = engine.generate([f"row {index}"], PARAMS)
+            row = table.slice(index, 1).to_pylist()[0]
+            assert row["generated_tokens"] == list(alone.token_ids)
+            assert row["generated_text"] == alone.text
+            assert row["num_input_tokens"] == alone.num_input_tokens
+
+
+def test_a_wrong_column_name_fails_the_job_and_says_which_there_are(
+    local_ray, tiny_model, tmp_path
+):
+    path = write_rows(tmp_path / "rows.parquet", 64)
+    with pytest.raises(ray.exceptions.RayTaskError, match="neither column 'question' nor 'chat'"):
+        list(
+            generated(
+                path, tiny_model, num_actors=1, prompt_column="question", messages_column="chat"
+            )
+        )

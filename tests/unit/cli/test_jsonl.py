@@ -1,0 +1,93 @@
+"""JSON lines: one type for each column, one reason for each bad line."""
+
+import json
+
+import pyarrow as pa
+import pytest
+
+from raymoe.cli import jsonl
+from raymoe.cli.jsonl import INPUT_ERROR_COLUMN, read_split, scan
+from raymoe.errors import ConfigError
+
+
+def read(path, *lines, prompt_column="prompt"):
+    path.write_bytes(b"\n".join(lines))
+    scanned = scan([path], prompt_column, None)
+    splits = pa.Table.from_pylist([split._asdict() for split in scanned.splits])
+    return scanned, read_split(splits, layout=scanned.layout)
+
+
+def lines_of(*records):
+    return [json.dumps(record).encode() for record in records]
+
+
+def test_columns_get_the_type_that_holds_all_their_values(tmp_path):
+    records = [
+        {"text": "a", "whole": 1, "real": 1, "flag": True, "mixed": 1, "nested": [1], "none": None},
+        {"text": None, "whole": 2, "real": 0.5, "flag": False, "mixed": "x", "nested": {"a": 1}},
+        {"text": "b", "whole": 2**60, "real": 2, "big": 2**70},
+    ]
+    scanned, table = read(tmp_path / "a.jsonl", *lines_of(*records))
+    types = {field.name: str(field.type) for field in scanned.layout.schema}
+    assert types == {
+        "text": "string",
+        "whole": "int64",
+        "real": "double",
+        "flag": "bool",
+        "mixed": "string",
+        "nested": "string",
+        "none": "string",
+        "big": "string",
+    }
+    assert scanned.layout.json_columns == {"mixed", "nested", "big"}
+    assert table.column("whole").to_pylist() == [1, 2, 2**60]
+    assert table.column("mixed").to_pylist() == ["1", '"x"', None]
+    assert table.column("nested").to_pylist() == ["[1]", '{"a": 1}', None]
+    assert table.column(INPUT_ERROR_COLUMN).to_pylist() == ["", "", ""]
+
+
+def test_bad_lines_are_rows_with_a_reason_and_blank_lines_are_none(tmp_path):
+    path = tmp_path / "a.jsonl"
+    scanned, table = read(
+        path,
+        b'{"id": 1, "prompt": "a"}',
+        b"",
+        b"{broken",
+        b'{"id": 2, "prompt": "\xff"}',
+        b'{"id": 3, "prompt": 5}',
+        b'{"id": 4, "prompt": "\\ud800"}',
+        b"[1]",
+        b"[" * 100_000,
+        b'{"id": 5, "prompt": "b"}',
+    )
+    errors = table.column(INPUT_ERROR_COLUMN).to_pylist()
+    assert scanned.num_rows == table.num_rows == 8
+    assert [bool(error) for error in errors] == [False, *[True] * 6, False]
+    assert "not JSON" in errors[1]
+    assert errors[1].endswith(f"({path}, byte 26)")
+    assert "not UTF-8" in errors[2]
+    assert "column 'prompt' is 5 (int)" in errors[3]
+    assert "lone surrogate" in errors[4]
+    assert "not a JSON object: [1]" in errors[5]
+    assert table.column("id").to_pylist() == [1, None, 2, 3, 4, None, None, 5]
+    assert len(set(errors)) == 7
+
+
+def test_prompts_that_are_all_token_ids_are_lists(tmp_path):
+    _, table = read(tmp_path / "a.jsonl", *lines_of({"prompt": [1, 2]}, {"prompt": ["x"]}))
+    assert table.column("prompt").to_pylist() == [[1, 2], None]
+    assert "column 'prompt' is ['x'] (list)" in table.column(INPUT_ERROR_COLUMN).to_pylist()[1]
+
+
+@pytest.mark.parametrize("split_rows", [1, 3, 1000])
+def test_splits_cover_every_line_once(tmp_path, monkeypatch, split_rows):
+    monkeypatch.setattr(jsonl, "SPLIT_ROWS", split_rows)
+    records = [{"prompt": "é" * (index % 7), "id": index} for index in range(20)]
+    scanned, table = read(tmp_path / "a.jsonl", *lines_of(*records))
+    assert len(scanned.splits) == -(-20 // split_rows)
+    assert table.column("id").to_pylist() == list(range(20))
+
+
+def test_a_file_without_an_object_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no JSON object"):
+        read(tmp_path / "a.jsonl", b"", b"nothing here")

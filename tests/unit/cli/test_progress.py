@@ -1,0 +1,57 @@
+"""Progress: counts, speed, the time that is left."""
+
+import io
+import time
+
+import pyarrow as pa
+from rich.console import Console
+
+from raymoe.cli.progress import Progress, Tally
+
+
+def table(num_rows, error=""):
+    return pa.table(
+        {
+            "num_input_tokens": pa.array([5] * num_rows, pa.int32()),
+            "num_generated_tokens": pa.array([10] * num_rows, pa.int32()),
+            "__inference_error__": pa.array([error] * num_rows, pa.string()),
+        }
+    )
+
+
+def test_tokens_rows_and_reasons_are_counted():
+    tally = Tally(total_rows=10, started_s=0.0, finished_s=2.0)
+    tally.add(table(4))
+    tally.add(table(1, "ValueError: 17 is odd"))
+    tally.add(table(1, "ValueError: 19 is odd"))
+    assert (tally.num_rows, tally.num_errors) == (6, 2)
+    assert (tally.num_input_tokens, tally.num_generated_tokens) == (30, 60)
+    assert tally.tokens_per_s == 30
+    assert tally.reasons == {"ValueError: N is odd": 2}
+
+
+def test_the_line_says_how_long_the_rest_takes():
+    tally = Tally(total_rows=40, started_s=0.0, finished_s=20.0)
+    tally.add(table(10))
+    assert tally.line() == "10 of 40 rows | 5 tokens/s | 20.0 s elapsed | 1m00s left"
+
+
+def test_a_log_gets_lines_without_control_characters():
+    log = io.StringIO()
+    tally = Tally(total_rows=2)
+    with Progress(tally, Console(file=log, width=200), log_every_s=0.01):
+        deadline = time.monotonic() + 5
+        while "of 2 rows" not in log.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert "0 of 2 rows" in log.getvalue()
+    assert "\x1b" not in log.getvalue()
+
+
+def test_a_terminal_gets_a_line_that_is_drawn_again():
+    log = io.StringIO()
+    tally = Tally(total_rows=2)
+    console = Console(file=log, width=200, force_terminal=True)
+    with Progress(tally, console):
+        tally.add(table(2))
+    assert "2 of 2 rows" in log.getvalue()
+    assert "\x1b[2K" in log.getvalue()

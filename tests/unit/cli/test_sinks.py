@@ -1,0 +1,160 @@
+"""Outputs: whole files, no input overwritten, and what a resumed run finds."""
+
+import json
+import os
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raymoe.cli import sinks
+from raymoe.cli.sinks import JsonlSink, ParquetSink, check_apart, open_sink
+from raymoe.errors import ConfigError, RaymoeError
+
+
+def rows(*ids, error=""):
+    table = pa.table({"id": pa.array(ids, pa.int64()), "text": [f"t{one}" for one in ids]})
+    return table.append_column("__inference_error__", pa.array([error] * len(ids), pa.string()))
+
+
+def finish(sink, *tables, **how):
+    sink.prepare(**{"resume": False, "overwrite": False, **how})
+    for table in tables:
+        sink.write(table)
+    sink.close()
+
+
+def ids_in(sink):
+    return [row_id for row_id, _ in sink.read_written("id")]
+
+
+@pytest.fixture(params=["out.jsonl", "out"])
+def sink(request, tmp_path):
+    return open_sink(tmp_path / request.param, frozenset())
+
+
+def again(sink):
+    return open_sink(sink.path, frozenset())
+
+
+def test_the_name_decides_the_format(tmp_path):
+    assert isinstance(open_sink(tmp_path / "a.jsonl", frozenset()), JsonlSink)
+    assert isinstance(open_sink(tmp_path / "a.parquet", frozenset()), ParquetSink)
+
+
+def test_an_output_with_rows_is_refused_unless_told_otherwise(sink):
+    finish(sink, rows(1, 2))
+    with pytest.raises(ConfigError, match=r"already has .*--resume .*--overwrite"):
+        finish(again(sink), rows(3))
+    finish(again(sink), rows(3), overwrite=True)
+    last = again(sink)
+    last.prepare(resume=True, overwrite=False)
+    assert ids_in(last) == [3]
+
+
+def test_a_resumed_output_keeps_its_rows_and_adds_to_them(sink):
+    finish(sink, rows(1), rows(2))
+    second = again(sink)
+    second.prepare(resume=True, overwrite=False)
+    assert ids_in(second) == [1, 2]
+    second.write(rows(3))
+    second.close()
+    third = again(sink)
+    third.prepare(resume=True, overwrite=False)
+    assert ids_in(third) == [1, 2, 3]
+
+
+def test_rows_that_were_not_flushed_are_not_there(sink):
+    sink.prepare(resume=False, overwrite=False)
+    sink.write(rows(1))
+    sink.flush()
+    sink.write(rows(2))
+    second = again(sink)
+    second.prepare(resume=True, overwrite=False)
+    assert ids_in(second) == [1]
+
+
+def test_a_json_lines_file_has_its_name_only_when_complete(tmp_path):
+    sink = JsonlSink(path=tmp_path / "a.jsonl")
+    sink.prepare(resume=False, overwrite=False)
+    sink.write(rows(1))
+    sink.flush()
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl.partial"]
+    sink.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+@pytest.mark.parametrize("tail_bytes", [3, 1 << 20])
+@pytest.mark.parametrize("torn", [b"", b'{"id": 3', b'{"id"', b"x" * 100])
+def test_half_a_line_at_the_end_is_dropped(tmp_path, monkeypatch, torn, tail_bytes):
+    monkeypatch.setattr(sinks, "TAIL_BYTES", tail_bytes)
+    sink = JsonlSink(path=tmp_path / "a.jsonl")
+    sink.prepare(resume=False, overwrite=False)
+    sink.write(rows(1, 2))
+    sink.flush()
+    with sink.partial.open("ab") as file:
+        file.write(torn)
+    finish(JsonlSink(path=sink.path), rows(3), resume=True)
+    lines = sink.path.read_text().splitlines()
+    assert [json.loads(line)["id"] for line in lines] == [1, 2, 3]
+
+
+def test_json_columns_come_back_as_values_and_bad_text_is_marked(tmp_path):
+    text = pa.Array.from_buffers(
+        pa.string(), 1, [None, pa.array([0, 2], pa.int32()).buffers()[1], pa.py_buffer(b"a\xff")]
+    )
+    table = pa.table({"text": text, "nested": ['{"a": [1]}']})
+    sink = JsonlSink(path=tmp_path / "a.jsonl", json_columns=frozenset({"nested"}))
+    finish(sink, table)
+    assert json.loads(sink.path.read_text()) == {"text": "a\ufffd", "nested": {"a": [1]}}
+
+
+def test_parts_are_full_and_numbered_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(sinks, "ROWS_PER_PART", 3)
+    sink = ParquetSink(path=tmp_path / "out")
+    finish(sink, rows(1, 2), rows(3, 4), rows(5))
+    finish(ParquetSink(path=sink.path), rows(6), resume=True)
+    parts = sorted(sink.path.iterdir())
+    assert [path.name for path in parts] == [f"part-{n:06d}.parquet" for n in range(3)]
+    assert [pq.read_metadata(path).num_rows for path in parts] == [4, 1, 1]
+
+
+def test_a_directory_with_files_of_others_is_refused_even_to_overwrite(tmp_path):
+    (tmp_path / "thesis.doc").write_text("x")
+    with pytest.raises(ConfigError, match=r"thesis\.doc, which raymoe did not write"):
+        ParquetSink(path=tmp_path).prepare(resume=False, overwrite=True)
+    assert (tmp_path / "thesis.doc").exists()
+
+
+def test_a_damaged_part_is_named(tmp_path):
+    (tmp_path / "part-000000.parquet").write_bytes(b"PAR1")
+    sink = ParquetSink(path=tmp_path)
+    sink.prepare(resume=True, overwrite=False)
+    with pytest.raises(RaymoeError, match=r"part-000000\.parquet has no readable column 'id'"):
+        ids_in(sink)
+
+
+def make_links(tmp_path):
+    source = tmp_path / "in" / "a.jsonl"
+    source.parent.mkdir()
+    source.write_text("{}\n")
+    (tmp_path / "soft.jsonl").symlink_to(source)
+    os.link(source, tmp_path / "hard.jsonl")
+    (tmp_path / "dir").symlink_to(source.parent)
+    return source
+
+
+@pytest.mark.parametrize(
+    "name", ["in/a.jsonl", "soft.jsonl", "hard.jsonl", "dir/a.jsonl", "in", "dir"]
+)
+def test_an_output_that_is_or_holds_the_input_is_refused(tmp_path, name):
+    source = make_links(tmp_path)
+    with pytest.raises(ConfigError, match="is or holds the input"):
+        check_apart(tmp_path / name, [source], str(source))
+    check_apart(tmp_path / "in" / "b.jsonl", [source], str(source))
+
+
+def test_an_output_inside_an_input_directory_is_refused(tmp_path):
+    source = make_links(tmp_path)
+    with pytest.raises(ConfigError, match="lies in the input directory"):
+        check_apart(tmp_path / "dir" / "out", [source], str(source.parent))
