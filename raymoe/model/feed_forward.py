@@ -3,7 +3,7 @@
 T tokens, H hidden, F hidden of a network, E experts, K experts per token.
 """
 
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol
 
 from torch import Tensor
 
@@ -11,9 +11,6 @@ from raymoe.kernels.cpu_experts import ACTIVATIONS, GatedFfn
 from raymoe.kernels.cpu_router import Routing, add_gated_, route
 from raymoe.model.loading import Loader
 from raymoe.specs.model import DenseSpec, MoeSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class FeedForward(Protocol):
@@ -34,7 +31,7 @@ class BiasedFfn:
             loader.linear([f"{prefix}{part}_proj"], has_bias=True)
             for part in ("gate", "up", "down")
         )
-        self._activate = cast("Callable[[Tensor], Tensor]", ACTIVATIONS[activation])
+        self._activate = ACTIVATIONS[activation]
 
     def __call__(self, hidden_TH: Tensor) -> Tensor:
         """down(activation(gate(hidden)) * up(hidden)), [T, H]."""
