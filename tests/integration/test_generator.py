@@ -1,0 +1,181 @@
+"""The operator without Ray: one row out for each row in, called by many threads."""
+
+import threading
+
+import pyarrow as pa
+import pytest
+
+from raymoe.config import EngineConfig
+from raymoe.data.generator import MoEGenerator
+from raymoe.errors import ConfigError, ExecutionError
+from tests.tiny import make_checkpoint
+
+CONFIG = {"host_memory_bytes": 3 * 2**30, "dtype": "float32"}
+PARAMS = {"max_tokens": 5, "temperature": 0.0}
+ADDED = [
+    ("generated_text", pa.string()),
+    ("generated_tokens", pa.list_(pa.int32())),
+    ("num_input_tokens", pa.int32()),
+    ("num_generated_tokens", pa.int32()),
+    ("finish_reason", pa.string()),
+    ("__inference_error__", pa.string()),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def generator(model):
+    generator = MoEGenerator(model, sampling_params=PARAMS, engine_config=CONFIG)
+    yield generator
+    generator.close()
+
+
+def make(model, **options):
+    return MoEGenerator(model, **{"sampling_params": PARAMS, "engine_config": CONFIG, **options})
+
+
+def test_input_columns_are_kept_and_the_schema_is_always_the_same(generator):
+    table = pa.table({"prompt": ["a", None], "other": [{"x": 1}, None]})
+    expected = pa.schema([*table.schema, *(pa.field(*added) for added in ADDED)])
+    for batch in (table, table.slice(1), table.slice(0, 0)):
+        out = generator(batch)
+        assert out.schema == expected
+        assert out.select(["prompt", "other"]) == batch
+
+
+def test_a_row_gives_the_same_tokens_alone_and_among_others(generator):
+    prompts = [f"prompt {index}" * (index % 5 + 1) for index in range(40)]
+    together = generator(pa.table({"prompt": prompts})).column("generated_tokens").to_pylist()
+    for index in (0, 7, 39):
+        alone = generator(pa.table({"prompt": [prompts[index]]}))
+        assert alone.column("generated_tokens").to_pylist() == [together[index]]
+
+
+def test_many_threads_get_their_own_rows(generator):
+    answers = {}
+
+    def call(number):
+        prompts = [f"{number} {index}" for index in range(4)]
+        answers[number] = generator(pa.table({"prompt": prompts, "id": [number] * 4}))
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, table in answers.items():
+        assert table.column("id").to_pylist() == [number] * 4
+        again = generator(table.select(["prompt", "id"]))
+        assert again == table
+
+
+def test_an_error_of_the_engine_names_the_column(generator):
+    table = pa.table(
+        {
+            "prompt": ["x" * 600, "a", "fine"],
+            "sampling_params": [None, '{"logit_bias": {"100000": 1}}', None],
+        }
+    )
+    long, bias, fine = generator(table).column("__inference_error__").to_pylist()
+    assert long.startswith("ConfigError: column 'prompt': the prompt has 601 tokens")
+    assert bias.startswith("ConfigError: column 'sampling_params': logit_bias has token 100000")
+    assert fine == ""
+
+
+def test_chat_messages_are_rendered_by_the_template_of_the_model(generator):
+    chat = [{"role": "user", "content": "hi"}]
+    out = generator(pa.table({"messages": [chat]}))
+    assert out.column("num_input_tokens").to_pylist() == [len("<user: hi\nassistant: ")]
+
+
+def test_long_prompts_are_cut_when_the_operator_says_so(model):
+    generator = make(model, on_too_long="truncate_left")
+    try:
+        out = generator(pa.table({"prompt": ["x" * 600]}))
+        assert out.column("__inference_error__").to_pylist() == [""]
+        assert out.column("num_input_tokens").to_pylist() == [512 - 5]
+    finally:
+        generator.close()
+
+
+def test_samples_and_log_probabilities_get_columns_when_turned_on(model):
+    params = {"max_tokens": 3, "n": 2, "logprobs": 2, "prompt_logprobs": 0, "seed": 1}
+    generator = make(model, sampling_params=params)
+    try:
+        out = generator(pa.table({"prompt": ["abc", None]}))
+    finally:
+        generator.close()
+    good, bad = out.to_pylist()
+    assert len(good["generated_texts"]) == 2
+    assert good["generated_texts"][0] == good["generated_text"]
+    assert [one["token_id"] for one in good["logprobs"]] == good["generated_tokens"]
+    assert all(len(one["top"]) == 2 for one in good["logprobs"])
+    assert good["prompt_logprobs"][0] is None
+    assert len(good["prompt_logprobs"]) == good["num_input_tokens"] == 4
+    assert bad["logprobs"] is None
+    assert bad["generated_texts"] == [""]
+
+
+def test_the_seed_and_the_id_decide_what_is_sampled(model):
+    def sample(seed, ids):
+        params = {"max_tokens": 12, "temperature": 1.0}
+        generator = make(model, sampling_params=params, seed=seed, id_column="id")
+        try:
+            table = pa.table({"prompt": ["same"] * len(ids), "id": ids})
+            return generator(table).column("generated_tokens").to_pylist()
+        finally:
+            generator.close()
+
+    first = sample(0, ["a", "b", "c"])
+    assert sample(0, ["c", "a"]) == [first[2], first[0]]
+    assert first[0] != first[1]
+    assert sample(1, ["a"]) != first[:1]
+
+
+def test_the_first_error_row_raises_when_asked(model):
+    generator = make(model, should_continue_on_error=False)
+    try:
+        with pytest.raises(ExecutionError, match=r"row 1 .*column 'prompt' is empty"):
+            generator(pa.table({"prompt": ["a", ""]}))
+    finally:
+        generator.close()
+
+
+def test_wrong_tables_are_refused(generator, model):
+    with pytest.raises(ConfigError, match="batch_format='pyarrow'"):
+        generator({"prompt": ["a"]})
+    with pytest.raises(ConfigError, match="names of output columns: generated_text"):
+        generator(pa.table({"prompt": ["a"], "generated_text": ["b"]}))
+    fresh = make(model, prompt_column="question")
+    with pytest.raises(ConfigError, match="neither column 'question' nor 'messages'"):
+        fresh(pa.table({"prompt": ["a"]}))
+    fresh(pa.table({"question": ["a"]}))
+    out = fresh(pa.table({"other": ["a"]}))  # a later block may lack a column that is all null
+    assert "is null" in out.column("__inference_error__").to_pylist()[0]
+    fresh.close()
+
+
+def test_a_closed_operator_says_so(model):
+    generator = make(model, engine_config=EngineConfig(**CONFIG))
+    generator.close()
+    generator.close()
+    with pytest.raises(ExecutionError, match="closed"):
+        generator(pa.table({"prompt": ["a"]}))
+
+
+def test_a_broken_engine_raises_outside_of_ray(model):
+    generator = make(model)
+    generator._engine.close()
+    with pytest.raises(ExecutionError, match="the engine is broken"):
+        generator(pa.table({"prompt": ["a"]}))
+
+
+def test_unknown_options_are_refused_before_anything_is_loaded(model):
+    with pytest.raises(ConfigError, match="did you mean 'max_tokens'"):
+        MoEGenerator(model, sampling_params={"max_token": 3})
+    with pytest.raises(ConfigError, match="did you mean 'num_threads'"):
+        MoEGenerator(model, engine_config={"num_thread": 3})
