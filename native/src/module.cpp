@@ -9,6 +9,7 @@
 #include "raymoe/isa.h"
 #include "raymoe/linear.h"
 #include "raymoe/norm.h"
+#include "raymoe/probe.h"
 #include "raymoe/rope.h"
 #include "raymoe/router.h"
 #include "raymoe/sampling.h"
@@ -114,12 +115,28 @@ void bind_sampling(py::module_& m) {
         py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_sampling.py.");
 }
 
+void bind_probe(py::module_& m) {
+  m.def("read_bandwidth_bytes_per_s", &read_bandwidth_bytes_per_s, py::arg("num_threads"),
+        py::arg("seconds"), py::arg("num_bytes"), py::call_guard<py::gil_scoped_release>(),
+        "See kernels/cpu_probe.py.");
+  m.def("peak_flop_per_s",
+        [](int num_threads, double seconds, const std::string& dtype) {
+          const Number number = dtype == "bfloat16" ? Number::kBFloat16
+                                : dtype == "int8"   ? Number::kInt8
+                                                    : Number::kFloat32;
+          return peak_flop_per_s(num_threads, seconds, number);
+        },
+        py::arg("num_threads"), py::arg("seconds"), py::arg("dtype"),
+        py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_probe.py.");
+}
+
 }  // namespace
 }  // namespace raymoe
 
 PYBIND11_MODULE(_native, m) {
   m.doc() = "CPU kernels of raymoe; wrapped, checked and documented in raymoe.kernels.";
   raymoe::bind_runtime(m);
+  raymoe::bind_probe(m);
   raymoe::bind_sampling(m);
   raymoe::bind_elementwise(m);
   raymoe::bind_gemm(m);

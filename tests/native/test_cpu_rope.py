@@ -1,0 +1,155 @@
+"""Split, QK norm, clip and rotation against Hugging Face's own functions, on every ISA."""
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.mixtral.modeling_mixtral import apply_rotary_pos_emb
+from transformers.models.olmoe.modeling_olmoe import OlmoeRMSNorm
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
+
+from raymoe.errors import ConfigError
+from raymoe.kernels.cpu_norm import FLOAT_DTYPES
+from raymoe.kernels.cpu_rope import Projected, qkv_rope, qkv_rope_reference
+
+NUM_POSITIONS = 50
+UNIT = {torch.float32: 2**-23, torch.float16: 2**-10, torch.bfloat16: 2**-7}
+
+pytestmark = pytest.mark.usefixtures("isa")
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def tables(half: int) -> tuple[Tensor, Tensor]:
+    frequency = 10000.0 ** -(torch.arange(half) / max(half, 1))
+    angles = torch.arange(NUM_POSITIONS)[:, None] * frequency
+    return angles.cos() * 1.1, angles.sin() * 1.1
+
+
+def positions(num_tokens: int) -> Tensor:
+    return (torch.arange(num_tokens, dtype=torch.int32) * 7) % NUM_POSITIONS
+
+
+def assert_same(got: Projected, want: Projected, *, exact: bool) -> None:
+    for mine, theirs in zip(got, want, strict=True):
+        assert mine.is_contiguous()
+        assert mine.dtype == theirs.dtype
+        if exact:
+            assert torch.equal(mine, theirs)
+        else:  # a rotation of two values that differ by a unit each; cancellation makes it absolute
+            torch.testing.assert_close(mine, theirs, rtol=4 * UNIT[mine.dtype], atol=1e-6)
+            if mine.dtype != torch.float32:
+                assert (mine != theirs).sum() <= max(2, mine.numel() // 100)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "half"),
+    [(4, 2, 64, 32), (1, 1, 8, 4), (6, 3, 24, 12), (2, 2, 80, 16), (2, 1, 128, 0), (3, 1, 40, 20)],
+)
+@pytest.mark.parametrize("num_tokens", [0, 1, 37])
+def test_rotation_is_bit_equal_to_hugging_face(
+    num_tokens: int, heads: int, kv_heads: int, dim: int, half: int, dtype: torch.dtype
+) -> None:
+    qkv = random(num_tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    cos, sin = tables(half)
+    got = qkv_rope(
+        qkv, positions(num_tokens), cos, sin, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim
+    )
+    split = qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=1)
+    query, key, value = (x.unflatten(1, (-1, dim)) for x in split)
+    full = (t[positions(num_tokens).long()].repeat(1, 2).to(dtype) for t in (cos, sin))
+    rotary = apply_rotary_pos_emb(query[..., : 2 * half], key[..., : 2 * half], *full)
+    want = Projected(
+        torch.cat([rotary[0], query[..., 2 * half :]], -1),
+        torch.cat([rotary[1], key[..., 2 * half :]], -1),
+        value,
+    )
+    assert_same(got, want, exact=True)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("clip", [None, 0.75])
+@pytest.mark.parametrize("full", [False, True], ids=["head", "full"])
+def test_norm_then_clip_then_rotation_as_in_olmoe_and_qwen3(
+    full: bool, clip: float | None, dtype: torch.dtype
+) -> None:
+    heads, kv_heads, dim = 4, 2, 48
+    qkv = random(19, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    module_type = OlmoeRMSNorm if full else Qwen3MoeRMSNorm
+    q_norm = module_type(heads * dim if full else dim, eps=1e-5)
+    k_norm = module_type(kv_heads * dim if full else dim, eps=1e-5)
+    for seed, norm in enumerate((q_norm, k_norm)):
+        norm.weight.data = random(*norm.weight.shape, dtype=dtype, seed=seed + 1)
+    cos, sin = tables(dim // 2)
+    sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim}
+    with torch.no_grad():
+        got = qkv_rope(
+            qkv,
+            positions(19),
+            cos,
+            sin,
+            **sizes,
+            q_norm=q_norm.weight,
+            k_norm=k_norm.weight,
+            eps=1e-5,
+            clip=clip,
+        )
+        parts = qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=1)
+        if full:
+            query, key = q_norm(parts[0]), k_norm(parts[1])
+        else:
+            query, key = (
+                norm(part.unflatten(1, (-1, dim))).flatten(1)
+                for norm, part in zip((q_norm, k_norm), parts, strict=False)
+            )
+        value = parts[2].clone()
+        if clip is not None:  # OlmoeAttention: after the norms, before the rotation
+            for x in (query, key, value):
+                x.clamp_(min=-clip, max=clip)
+        query, key, value = (x.unflatten(1, (-1, dim)) for x in (query, key, value))
+        angles = (t[positions(19).long()].repeat(1, 2).to(dtype) for t in (cos, sin))
+        want = Projected(*apply_rotary_pos_emb(query, key, *angles), value)
+    assert_same(got, want, exact=False)
+
+
+def test_the_reference_agrees_with_the_kernel() -> None:
+    qkv = random(11, 8 * 32, dtype=torch.bfloat16)
+    cos, sin = tables(8)
+    weight = random(32, dtype=torch.bfloat16, seed=1)
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+    got = qkv_rope(qkv, positions(11), cos, sin, **sizes, q_norm=weight, k_norm=None, clip=1.5)
+    want = qkv_rope_reference(
+        qkv,
+        positions(11),
+        (cos, sin),
+        sizes=(4, 2, 32),
+        norms=(weight, None),
+        eps=1e-6,
+        clip=1.5,
+    )
+    assert_same(got, want, exact=False)
+
+
+def test_float64_and_long_positions_take_the_reference() -> None:
+    cos, sin = tables(4)
+    qkv = random(3, 32, dtype=torch.float32)
+    sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
+    native = qkv_rope(qkv, positions(3), cos, sin, **sizes)
+    assert_same(qkv_rope(qkv, positions(3).long(), cos, sin, **sizes), native, exact=True)
+    assert qkv_rope(qkv.double(), positions(3), cos, sin, **sizes).query_THD.dtype == torch.float64
+
+
+@pytest.mark.parametrize("position", [-1, NUM_POSITIONS])
+def test_positions_outside_the_tables_are_refused(position: int) -> None:
+    at = torch.tensor([0, position], dtype=torch.int32)
+    with pytest.raises(ValueError, match=rf"positions\[1\] is {position}, the tables have 50"):
+        qkv_rope(torch.ones(2, 24), at, *tables(4), num_heads=1, num_kv_heads=1, head_dim=8)
+
+
+def test_wrong_widths_are_refused() -> None:
+    with pytest.raises(ConfigError, match="expected \\[T, 24\\] for 1 query and 1 KV heads of 8"):
+        qkv_rope(
+            torch.ones(2, 25), positions(2), *tables(4), num_heads=1, num_kv_heads=1, head_dim=8
+        )
