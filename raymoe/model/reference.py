@@ -1,0 +1,172 @@
+"""The whole model in plain torch, without pages, packing or kernels: the oracle of the tests.
+
+T tokens, H hidden, A query heads, G KV heads, D head dimension, E experts, K experts per token,
+V vocabulary, R half of the rotated dimensions.
+
+In float64 everything is float64; otherwise the steps that transformers takes in float32 (norms,
+softmax, router weights) are float32 and the rest has the type of the model.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from raymoe.model.rope import frequencies_by_length, rope_lengths
+from raymoe.specs.model import AttentionSpec, DenseSpec, ModelSpec, MoeSpec
+from raymoe.specs.weight_names import EMBEDDING, FINAL_NORM, HEAD, layer_prefix
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_pytorch_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+}
+
+
+class ReferenceModel:
+    """One sequence at a time, all of it at once, no cache."""
+
+    def __init__(
+        self, spec: ModelSpec, weights: Callable[[str], Tensor], dtype: torch.dtype
+    ) -> None:
+        self.spec, self.dtype = spec, dtype
+        self._wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self._weights = weights
+
+    @torch.no_grad()
+    def logits(self, token_ids: list[int], prompt_tokens: int | None = None) -> Tensor:
+        """Logits [T, V] after each token.
+
+        Args:
+            token_ids: The sequence, prompt and generated tokens.
+            prompt_tokens: Length of the prompt, which decides the rotation of length-dependent
+                ropes (`model.rope`); None: all of it is prompt.
+        """
+        hidden_TH = self._weight(EMBEDDING)[torch.tensor(token_ids)]
+        angles = self._angles(len(token_ids), prompt_tokens or len(token_ids))
+        for i, layer in enumerate(self.spec.layers):
+            prefix = layer_prefix(i)
+            normed_TH = self._norm(hidden_TH, f"{prefix}input_layernorm.weight")
+            attention = self._attention(
+                normed_TH, layer.attention, f"{prefix}self_attn.", angles=angles
+            )
+            hidden_TH = hidden_TH + attention
+            normed_TH = self._norm(hidden_TH, f"{prefix}post_attention_layernorm.weight")
+            if isinstance(layer.ffn, DenseSpec):
+                ffn_TH = self._dense(normed_TH, layer.ffn, f"{prefix}mlp.")
+            else:
+                ffn_TH = self._moe(normed_TH, layer.ffn, f"{prefix}mlp.")
+            hidden_TH = hidden_TH + ffn_TH
+        head = EMBEDDING if self.spec.tie_word_embeddings else HEAD
+        return self._norm(hidden_TH, FINAL_NORM) @ self._weight(head).T
+
+    def generate(self, prompt: list[int], max_new_tokens: int) -> list[int]:
+        """Greedy tokens."""
+        tokens = list(prompt)
+        for _ in range(max_new_tokens):
+            tokens.append(int(self.logits(tokens, len(prompt))[-1].argmax()))
+        return tokens[len(prompt) :]
+
+    def _weight(self, name: str) -> Tensor:
+        return self._weights(name).to(self.dtype)
+
+    def _linear(self, input_TI: Tensor, name: str, *, has_bias: bool = False) -> Tensor:
+        bias_O = self._weight(f"{name}.bias") if has_bias else None
+        return functional.linear(input_TI, self._weight(f"{name}.weight"), bias_O)
+
+    def _norm(self, input_TX: Tensor, name: str) -> Tensor:
+        wide_TX = input_TX.to(self._wide)
+        mean_T1 = wide_TX.pow(2).mean(-1, keepdim=True)
+        normed_TX = (wide_TX * torch.rsqrt(mean_T1 + self.spec.norm_eps)).to(self.dtype)
+        return self._weight(name) * normed_TX
+
+    def _angles(self, num_tokens: int, prompt_tokens: int) -> tuple[Tensor, Tensor]:
+        positions_T = torch.arange(num_tokens)
+        lengths_T = rope_lengths(positions_T, prompt_tokens)
+        inv_TR = frequencies_by_length(self.spec.rope, lengths_T).to(self._wide)
+        angles_TR = positions_T.to(self._wide)[:, None] * inv_TR
+        factor = self.spec.rope.attention_factor
+        return (angles_TR.cos() * factor).to(self.dtype), (angles_TR.sin() * factor).to(self.dtype)
+
+    def _attention(
+        self,
+        normed_TH: Tensor,
+        spec: AttentionSpec,
+        prefix: str,
+        *,
+        angles: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        query_TAD, key_TGD, value_TGD = self._heads(normed_TH, spec, prefix)
+        query_TAD, key_TGD = _rotate(query_TAD, *angles), _rotate(key_TGD, *angles)
+        group = spec.num_heads // spec.num_kv_heads
+        key_TAD = key_TGD.repeat_interleave(group, 1)
+        value_TAD = value_TGD.repeat_interleave(group, 1)
+        scores_ATT = torch.einsum("tad,sad->ats", query_TAD, key_TAD) * spec.scale
+        distance_TT = torch.arange(len(normed_TH))[:, None] - torch.arange(len(normed_TH))
+        is_visible_TT = distance_TT >= 0
+        if spec.sliding_window is not None:
+            is_visible_TT &= distance_TT < spec.sliding_window
+        scores_ATT = scores_ATT.masked_fill(~is_visible_TT, float("-inf"))
+        weights_ATT = scores_ATT.to(self._wide).softmax(-1).to(self.dtype)
+        mixed_TAD = torch.einsum("ats,sad->tad", weights_ATT, value_TAD)
+        return self._linear(mixed_TAD.flatten(1), f"{prefix}o_proj", has_bias=spec.output_bias)
+
+    def _heads(
+        self, normed_TH: Tensor, spec: AttentionSpec, prefix: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        heads = []
+        for part, count in (
+            ("q", spec.num_heads),
+            ("k", spec.num_kv_heads),
+            ("v", spec.num_kv_heads),
+        ):
+            width_TX = self._linear(normed_TH, f"{prefix}{part}_proj", has_bias=spec.qkv_bias)
+            if part != "v" and spec.qk_norm == "full":
+                width_TX = self._norm(width_TX, f"{prefix}{part}_norm.weight")
+            heads_TXD = width_TX.view(-1, count, spec.head_dim)
+            if part != "v" and spec.qk_norm == "head":
+                heads_TXD = self._norm(heads_TXD, f"{prefix}{part}_norm.weight")
+            if spec.clip_qkv is not None:
+                heads_TXD = heads_TXD.clamp(-spec.clip_qkv, spec.clip_qkv)
+            heads.append(heads_TXD)
+        return heads[0], heads[1], heads[2]
+
+    def _dense(self, input_TH: Tensor, spec: DenseSpec, prefix: str) -> Tensor:
+        gate, up, down = (f"{prefix}{part}_proj" for part in ("gate", "up", "down"))
+        gate_TF = ACTIVATIONS[spec.activation](self._linear(input_TH, gate, has_bias=spec.has_bias))
+        up_TF = self._linear(input_TH, up, has_bias=spec.has_bias)
+        return self._linear(gate_TF * up_TF, down, has_bias=spec.has_bias)
+
+    def _moe(self, input_TH: Tensor, spec: MoeSpec, prefix: str) -> Tensor:
+        logits_TE = self._linear(input_TH, f"{prefix}gate")
+        top = logits_TE.to(self._wide).softmax(-1).topk(spec.top_k)
+        weights_TK = top.values
+        if spec.renormalize:
+            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        out_TH = torch.zeros_like(input_TH)
+        expert_spec = DenseSpec(hidden=spec.expert_hidden, activation=spec.activation)
+        for expert in range(spec.num_experts):
+            tokens, slots = (top.indices == expert).nonzero(as_tuple=True)
+            if len(tokens):
+                name = f"{prefix}experts.{expert}."
+                expert_RH = self._dense(input_TH[tokens], expert_spec, name)
+                expert_RH = expert_RH * weights_TK[tokens, slots, None].to(self.dtype)
+                out_TH.index_add_(0, tokens, expert_RH)
+        if spec.shared is not None:
+            dense = DenseSpec(hidden=spec.shared.hidden, activation=spec.activation)
+            shared_TH = self._dense(input_TH, dense, f"{prefix}shared_expert.")
+            if spec.shared.is_gated:
+                gate_T1 = self._linear(input_TH, f"{prefix}shared_expert_gate").sigmoid()
+                shared_TH = gate_T1 * shared_TH
+            out_TH = out_TH + shared_TH
+        return out_TH
+
+
+def _rotate(heads_TXD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    half = cos_TR.shape[1]
+    first, second = heads_TXD[..., :half], heads_TXD[..., half : 2 * half]
+    cos_T1R, sin_T1R = cos_TR[:, None], sin_TR[:, None]
+    rotated = (first * cos_T1R - second * sin_T1R, second * cos_T1R + first * sin_T1R)
+    return torch.cat([*rotated, heads_TXD[..., 2 * half :]], dim=-1)

@@ -1,0 +1,227 @@
+import dataclasses
+import json
+
+import pytest
+import torch
+import transformers
+
+from raymoe.errors import CheckpointError, ConfigError, UnsupportedModelError
+from raymoe.specs.families import FAMILIES
+from raymoe.specs.model import DenseSpec, ModelSpec, MoeSpec
+from tests.parity.configurations import CONFIGURATIONS, FAMILY_CONFIGS, make_model
+
+MIXTRAL = {"model_type": "mixtral"}
+TINY = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 100,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+def windows(spec: ModelSpec) -> list[int | None]:
+    return [layer.attention.sliding_window for layer in spec.layers]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_missing_fields_take_the_defaults_of_transformers(family: str) -> None:
+    config = getattr(transformers, FAMILY_CONFIGS[family])()
+    written = json.loads(config.to_json_string(use_diff=False))
+    full = ModelSpec.from_config(written, name="x")
+    assert ModelSpec.from_config({"model_type": family}, name="x") == full
+    assert full.hidden_size == config.hidden_size
+    assert full.num_layers == config.num_hidden_layers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_defaults_are_fields_of_the_configuration_class(family: str) -> None:
+    config = getattr(transformers, FAMILY_CONFIGS[family])()
+    names = {field.name for field in dataclasses.fields(config)}
+    names |= config.attribute_map.keys() | {"head_dim"}  # read with getattr where not a field
+    assert FAMILIES[family].defaults.keys() <= names
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_field_of_the_configuration_class_is_known(family: str) -> None:
+    written = json.loads(
+        getattr(transformers, FAMILY_CONFIGS[family])().to_json_string(use_diff=False)
+    )
+    ModelSpec.from_config(written)
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=lambda c: c.name)
+def test_parameters_are_those_of_the_model_in_transformers(configuration) -> None:
+    with torch.device("meta"):
+        config_class = getattr(transformers, FAMILY_CONFIGS[configuration.family])
+        config = config_class(**configuration.fields)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    spec = ModelSpec.from_config(json.loads(config.to_json_string(use_diff=False)))
+    assert spec.num_parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_known_models_have_their_published_sizes() -> None:
+    mixtral = ModelSpec.from_config(MIXTRAL)
+    assert round(mixtral.num_parameters / 1e9, 1) == 46.7
+    assert round(mixtral.num_active_parameters / 1e9, 1) == 12.9
+    assert mixtral.weight_bytes(2) == 2 * mixtral.num_parameters
+    assert mixtral.kv_bytes_per_token(2) == 32 * 2 * 8 * 128 * 2
+
+
+def test_older_names_of_rope_and_type_are_read() -> None:
+    old = ModelSpec.from_config(
+        {
+            "model_type": "llama",
+            "torch_dtype": "bfloat16",
+            "rope_theta": 500000.0,
+            "rope_scaling": {"type": "linear", "factor": 4.0},
+        }
+    )
+    new = ModelSpec.from_config(
+        {
+            "model_type": "llama",
+            "dtype": "bfloat16",
+            "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500000.0},
+        }
+    )
+    assert old == new
+    assert old.dtype == "bfloat16"
+    assert (old.rope.kind, old.rope.factor, old.rope.theta) == ("linear", 4.0, 500000.0)
+
+
+def test_window_of_mixtral_is_on_every_layer() -> None:
+    assert windows(ModelSpec.from_config(MIXTRAL | {"sliding_window": 9}))[::31] == [9, 9]
+    assert windows(ModelSpec.from_config(MIXTRAL))[0] is None
+
+
+def test_windows_of_qwen_follow_their_switch_and_border() -> None:
+    qwen2 = {"model_type": "qwen2_moe", "num_hidden_layers": 5, "sliding_window": 8}
+    assert windows(ModelSpec.from_config(qwen2)) == [None] * 5
+    on = qwen2 | {"use_sliding_window": True, "max_window_layers": 3}
+    assert windows(ModelSpec.from_config(on)) == [8, None, 8, None, None]
+    assert windows(ModelSpec.from_config(on | {"model_type": "qwen3"})) == [None] * 3 + [8, 8]
+
+
+def test_layer_types_decide_where_transformers_reads_them() -> None:
+    config = {
+        "model_type": "qwen3",
+        "num_hidden_layers": 2,
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    assert windows(ModelSpec.from_config(config)) == [8, None]
+    with pytest.raises(UnsupportedModelError, match="window is off"):
+        ModelSpec.from_config(config | {"use_sliding_window": False})
+    with pytest.raises(UnsupportedModelError, match="linear_attention"):
+        ModelSpec.from_config(config | {"layer_types": ["linear_attention", "full_attention"]})
+    with pytest.raises(UnsupportedModelError, match="disagrees"):
+        ModelSpec.from_config(config | {"model_type": "qwen3_moe"})
+
+
+def test_dense_layers_among_experts() -> None:
+    spec = ModelSpec.from_config(TINY | {"mlp_only_layers": [1], "decoder_sparse_step": 2})
+    kinds = [type(layer.ffn) for layer in spec.layers]
+    assert kinds == [DenseSpec, DenseSpec, DenseSpec, MoeSpec]
+    assert isinstance(ModelSpec.from_config(TINY | {"num_experts": 0}).layers[0].ffn, DenseSpec)
+
+
+def test_biases_follow_the_family() -> None:
+    def biases(config):
+        attention = ModelSpec.from_config(config).layers[0].attention
+        return attention.qkv_bias, attention.output_bias
+
+    assert biases({"model_type": "qwen2_moe"}) == (True, False)
+    assert biases({"model_type": "llama", "attention_bias": True}) == (True, True)
+    assert biases({"model_type": "mistral"}) == (False, False)
+
+
+def test_eos_may_be_one_token_several_or_none() -> None:
+    assert ModelSpec.from_config(TINY | {"eos_token_id": [3, 4]}).eos_token_ids == (3, 4)
+    assert ModelSpec.from_config(TINY | {"eos_token_id": 3}).eos_token_ids == (3,)
+    assert ModelSpec.from_config(TINY | {"eos_token_id": None}).eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"model_type": "gpt2"}, "gpt2.*supported: llama"),
+        ({"model_type": None}, "None"),
+        ({"model_type": "my_model", "auto_map": {"AutoModel": "x.Y"}}, "never run"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling.X"}}, "auto_map"),
+        ({"architectures": ["MyForCausalLM"]}, "MyForCausalLM"),
+        ({"architectures": ["Qwen3MoeForSequenceClassification"]}, "architectures"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"residual_multiplier": 0.5}, "residual_multiplier = 0.5"),
+        ({"pretraining_tp": 2}, "pretraining_tp"),
+        ({"hidden_act": "relu2"}, "relu2.*supported: silu"),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder"),
+        ({"dtype": "float8_e4m3fn"}, "float8"),
+        ({"head_dim": 12}, "multiples of 8"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"clip_qkv": 3.0}, "clip_qkv"),
+        ({"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config"),
+        ({"rope_scaling": {"rope_type": "mrope", "mrope_section": [1]}}, "mrope"),
+    ],
+)
+def test_what_would_change_the_mathematics_is_refused(fields: dict, named: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=named):
+        ModelSpec.from_config(TINY | fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"hidden_size": "large"},
+        {"hidden_size": 0},
+        {"hidden_size": True},
+        {"num_hidden_layers": -1},
+        {"vocab_size": 1.5},
+        {"num_key_value_heads": 3},
+        {"num_experts_per_tok": 9},
+        {"rms_norm_eps": float("nan")},
+        {"tie_word_embeddings": "yes"},
+        {"mlp_only_layers": "0"},
+        {"eos_token_id": "</s>"},
+        {"num_experts": 4, "num_local_experts": 5},
+    ],
+)
+def test_values_of_wrong_type_or_size_are_refused(fields: dict) -> None:
+    with pytest.raises(ConfigError):
+        ModelSpec.from_config(TINY | fields)
+
+
+def test_fields_of_training_and_generation_are_ignored() -> None:
+    harmless = {
+        "router_aux_loss_coef": 0.1,
+        "use_cache": False,
+        "attention_dropout": 0.1,
+        "temperature": 0.7,
+        "transformers_version": "4.51.0",
+        "quantization_config": None,
+        "unknown_but_null": None,
+        "auto_map": {"AutoTokenizer": ["x", None]},
+    }
+    assert ModelSpec.from_config(TINY | harmless) == ModelSpec.from_config(TINY)
+
+
+def test_full_width_norm_needs_heads_as_wide_as_the_model() -> None:
+    with pytest.raises(UnsupportedModelError, match="full width"):
+        ModelSpec.from_config({"model_type": "olmoe", "head_dim": 64})
+
+
+def test_from_directory_reads_what_transformers_wrote(tmp_path) -> None:
+    configuration = CONFIGURATIONS[0]
+    make_model(configuration).config.save_pretrained(tmp_path)
+    spec = ModelSpec.from_directory(tmp_path)
+    assert spec.name == tmp_path.name
+    assert spec.hidden_size == configuration.fields["hidden_size"]
+
+
+def test_from_directory_without_config_names_the_file(tmp_path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        ModelSpec.from_directory(tmp_path)

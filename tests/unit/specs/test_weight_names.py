@@ -1,0 +1,94 @@
+import pytest
+
+from raymoe.errors import CheckpointError
+from raymoe.specs.model import ModelSpec
+from raymoe.specs.weight_names import Location, locate_weights, model_weights
+
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 10,
+}
+MIXTRAL = ModelSpec.from_config(SIZES | {"model_type": "mixtral", "num_local_experts": 2})
+GATE = "model.layers.1.mlp.experts.1.gate_proj.weight"
+UP = GATE.replace("gate_proj", "up_proj")
+
+
+def locate(stored: dict) -> dict[str, Location]:
+    return locate_weights(MIXTRAL, stored, dict.fromkeys(stored, "a.safetensors"))
+
+
+def mixtral_names(name: str) -> str:
+    for new, old in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
+        name = name.replace(new, old)
+    return name.replace(".mlp.", ".block_sparse_moe.")
+
+
+def fused(stored: dict) -> dict:
+    kept = {name: shape for name, shape in stored.items() if ".experts." not in name}
+    for i in range(2):
+        kept[f"model.layers.{i}.mlp.experts.gate_up_proj"] = (2, 48, 16)
+        kept[f"model.layers.{i}.mlp.experts.down_proj"] = (2, 16, 24)
+    return kept
+
+
+def test_sizes_of_all_weights_add_up_to_the_parameters() -> None:
+    total = 0
+    for shape in model_weights(MIXTRAL).values():
+        size = 1
+        for n in shape:
+            size *= n
+        total += size
+    assert total == MIXTRAL.num_parameters
+
+
+def test_canonical_names_are_found_as_they_are() -> None:
+    assert locate(model_weights(MIXTRAL))[GATE] == Location(GATE)
+
+
+def test_names_of_the_original_mixtral_are_found() -> None:
+    stored = {mixtral_names(name): shape for name, shape in model_weights(MIXTRAL).items()}
+    locations = locate(stored)
+    assert locations[GATE].name == "model.layers.1.block_sparse_moe.experts.1.w1.weight"
+    assert locations["model.layers.0.mlp.gate.weight"].name.endswith("block_sparse_moe.gate.weight")
+
+
+def test_experts_stored_as_one_tensor_are_found() -> None:
+    locations = locate(fused(model_weights(MIXTRAL)))
+    stored = "model.layers.1.mlp.experts.gate_up_proj"
+    assert locations[GATE] == Location(stored, 1, (0, 24))
+    assert locations[UP] == Location(stored, 1, (24, 48))
+
+
+def test_frequencies_of_old_checkpoints_are_ignored() -> None:
+    stored = model_weights(MIXTRAL) | {"model.layers.0.self_attn.rotary_emb.inv_freq": (4,)}
+    assert locate(stored)
+
+
+@pytest.mark.parametrize("name", [GATE, "model.norm.weight", "lm_head.weight"])
+def test_a_missing_tensor_is_named(name: str) -> None:
+    stored = model_weights(MIXTRAL)
+    del stored[name]
+    with pytest.raises(CheckpointError, match=f"{name}.*missing"):
+        locate(stored)
+
+
+def test_missing_experts_are_named_with_every_form() -> None:
+    stored = {n: s for n, s in model_weights(MIXTRAL).items() if "layers.1.mlp.experts" not in n}
+    with pytest.raises(CheckpointError, match=r"experts\.0\.gate_proj.*w1.*gate_up_proj"):
+        locate(stored)
+
+
+def test_a_wrong_shape_names_file_tensor_and_both_shapes() -> None:
+    stored = model_weights(MIXTRAL) | {GATE: (24, 17)}
+    with pytest.raises(CheckpointError, match=r"a\.safetensors.*experts\.1.*24, 17.*24, 16"):
+        locate(stored)
+
+
+def test_a_tensor_that_belongs_to_nothing_is_named() -> None:
+    stored = model_weights(MIXTRAL) | {"model.layers.2.input_layernorm.weight": (16,)}
+    with pytest.raises(CheckpointError, match=r"a\.safetensors.*layers\.2.*nothing"):
+        locate(stored)
