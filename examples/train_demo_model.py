@@ -63,7 +63,8 @@ class TrainingConfig:
     muon_lr: float = 0.02
     adam_lr: float = 3e-3
     warmup_steps: int = 100
-    decay_fraction: float = 0.4
+    decay_fraction: float = 0.5
+    balance_weight: float = 0.02
     max_grad_norm: float = 1.0
 
     def lr_fraction(self, step: int) -> float:
@@ -146,7 +147,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> MixtralForCausalLM:
         head_dim=32,
         num_local_experts=8,
         num_experts_per_tok=2,
-        router_aux_loss_coef=0.01,
+        router_aux_loss_coef=0.0,  # see balance_loss
         max_position_embeddings=512,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         pad_token_id=tokenizer.pad_token_id,
@@ -242,15 +243,33 @@ def train_step(
     step: int,
 ) -> float:
     model.train()
-    loss = model(**batch, output_router_logits=True).loss
-    loss.backward()
+    output = model(**batch, output_router_logits=True)
+    is_token = batch["input_ids"].flatten() != model.config.pad_token_id
+    balance = balance_loss(output.router_logits, is_token, model.config.num_experts_per_tok)
+    (output.loss + config.balance_weight * balance).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
     for optimizer, lr in zip(optimizers, (config.muon_lr, config.adam_lr), strict=True):
         for group in optimizer.param_groups:
             group["lr"] = lr * config.lr_fraction(step)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return loss.item()
+    return output.loss.item()
+
+
+def balance_loss(router_logits: tuple[Tensor, ...], is_token: Tensor, top_k: int) -> Tensor:
+    """Average over layers of the product of share and probability of each expert; least is 1.
+
+    `transformers` pools the layers before it multiplies, which lets each layer abandon experts
+    that another layer uses.
+
+    Source: Switch Transformers (JMLR 2022), equation 4.
+    """
+    losses = []
+    for logits in router_logits:
+        probs = logits[is_token].softmax(-1)
+        chosen = torch.zeros_like(probs).scatter(-1, probs.topk(top_k).indices, 1.0 / top_k)
+        losses.append(probs.shape[-1] * chosen.mean(0) @ probs.mean(0))
+    return torch.stack(losses).mean()
 
 
 def save_state(
