@@ -29,7 +29,10 @@ def resolve_inside(directory: Path, name: str) -> Path:
         )
     root = directory.resolve()
     path = root / name
-    real = path.resolve()
+    try:
+        real = path.resolve()
+    except (OSError, RuntimeError) as error:  # a loop of links, up to Python 3.12
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error
     if not real.is_relative_to(_allowed_root(root)):
         raise CheckpointError(
             f"{path}: a link that leaves the model directory (to {real}); "

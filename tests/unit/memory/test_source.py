@@ -1,0 +1,67 @@
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from raymoe.errors import CheckpointError, ConfigError
+from raymoe.memory.source import resolve_model
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A hub whose cache holds what the test put there, and that nothing can be downloaded from."""
+    calls = []
+
+    def snapshot_download(name, *, revision, local_files_only=False, **_):
+        calls.append((name, revision, local_files_only))
+        directory = tmp_path / name.replace("/", "--")
+        if local_files_only and directory.is_dir():
+            return str(directory)
+        raise LocalEntryNotFoundError("offline")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    return calls
+
+
+def test_a_directory_is_itself(tmp_path, hub) -> None:
+    assert resolve_model(tmp_path) == tmp_path
+    assert resolve_model(str(tmp_path)) == tmp_path
+    assert hub == []
+
+
+def test_a_complete_snapshot_in_the_cache_is_not_downloaded(tmp_path, hub) -> None:
+    directory = tmp_path / "org--name"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    (directory / "model.safetensors").touch()
+    assert resolve_model("org/name", revision="v1") == directory
+    assert hub == [("org/name", "v1", True)]
+
+
+def test_a_snapshot_without_all_shards_is_downloaded_again(tmp_path, hub) -> None:
+    directory = tmp_path / "org--name"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    (directory / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "b.safetensors"}}'
+    )
+    with pytest.raises(CheckpointError, match="downloading it failed"):
+        resolve_model("org/name")
+    assert [local for _, _, local in hub] == [True, False]
+
+
+def test_a_name_that_the_hub_does_not_give_is_explained(hub) -> None:
+    with pytest.raises(CheckpointError, match="'org/name' is neither a local directory nor"):
+        resolve_model("org/name")
+
+
+@pytest.mark.parametrize("name", ["/no/such/model", "./gone", "a/b/c", "org/na me"])
+def test_what_cannot_be_a_hub_name_is_refused_without_asking(name: str, hub) -> None:
+    with pytest.raises(ConfigError, match="not there"):
+        resolve_model(name)
+    assert hub == []
+
+
+def test_a_file_is_refused(tmp_path, hub) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match="is a file"):
+        resolve_model(tmp_path / "model.safetensors")

@@ -1,0 +1,109 @@
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from raymoe.errors import CheckpointError
+from raymoe.memory.weights import WeightStore
+from raymoe.specs.model import ModelSpec
+from raymoe.specs.weight_names import model_weights
+from tests.parity.configurations import CONFIGURATIONS, Configuration, make_checkpoint
+
+MIXTRAL = CONFIGURATIONS[0]
+TIED = next(c for c in CONFIGURATIONS if c.name == "llama: llama3 rope, tied")
+
+
+def save(configuration: Configuration, directory):
+    model = make_checkpoint(configuration, directory)
+    return ModelSpec.from_directory(directory), model.state_dict()
+
+
+def rewrite(directory, change) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+def test_weights_are_those_of_the_model(tmp_path) -> None:
+    spec, state = save(MIXTRAL, tmp_path)
+    store = WeightStore.open(spec, tmp_path)
+    for name, shape in model_weights(spec).items():
+        assert store(name).shape == shape
+    fused = state["model.layers.1.mlp.experts.gate_up_proj"][3]
+    up = store("model.layers.1.mlp.experts.3.up_proj.weight")
+    assert torch.equal(up, fused[spec.layers[1].ffn.expert_hidden :])
+    assert torch.equal(store("lm_head.weight"), state["lm_head.weight"])
+    assert store.dtype == torch.float32
+
+
+def test_fused_experts_on_disk_give_the_same_weights(tmp_path) -> None:
+    spec, state = save(MIXTRAL, tmp_path)
+    names = [name for name in model_weights(spec) if ".mlp." in name]
+    separate = WeightStore.open(spec, tmp_path)
+    expected = {name: separate(name).clone() for name in names}
+    del separate
+    save_file(dict(state), tmp_path / "model.safetensors")
+    store = WeightStore.open(spec, tmp_path)
+    assert store.checkpoint.entry("model.layers.0.mlp.experts.down_proj").shape[0] == 4
+    for name in names:
+        assert torch.equal(store(name), expected[name]), name
+
+
+def test_sharded_checkpoints_give_the_same_weights(tmp_path) -> None:
+    model = make_checkpoint(MIXTRAL, tmp_path / "one")
+    model.save_pretrained(tmp_path / "many", max_shard_size="50KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    spec = ModelSpec.from_directory(tmp_path / "one")
+    one, many = (WeightStore.open(spec, tmp_path / name) for name in ("one", "many"))
+    assert all(torch.equal(one(name), many(name)) for name in model_weights(spec))
+
+
+def test_dropping_pages_of_experts_keeps_their_values(tmp_path) -> None:
+    spec, _ = save(MIXTRAL, tmp_path)
+    store = WeightStore.open(spec, tmp_path)
+    names = list(model_weights(spec))
+    sums = [store(name).sum() for name in names]
+    store.drop_pages(names)
+    assert [store(name).sum() for name in names] == sums
+
+
+def test_a_tied_head_that_equals_the_embedding_is_accepted(tmp_path) -> None:
+    spec, _ = save(TIED, tmp_path)
+    rewrite(
+        tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()})
+    )
+    WeightStore.open(spec, tmp_path)
+
+
+def test_a_tied_head_that_differs_from_the_embedding_is_refused(tmp_path) -> None:
+    spec, _ = save(TIED, tmp_path)
+    rewrite(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
+    with pytest.raises(CheckpointError, match=r"lm_head.*differs"):
+        WeightStore.open(spec, tmp_path)
+
+
+def test_quantized_tensors_are_refused_by_name(tmp_path) -> None:
+    spec, _ = save(TIED, tmp_path)
+    name = "model.layers.0.mlp.up_proj.weight"
+    rewrite(tmp_path, lambda t: t.update({name: t[name].to(torch.int8)}))
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors.*{name}.*I8"):
+        WeightStore.open(spec, tmp_path)
+
+
+def test_missing_and_foreign_tensors_are_refused_by_name(tmp_path) -> None:
+    spec, _ = save(TIED, tmp_path)
+    rewrite(tmp_path, lambda t: t.update({"model.vision.weight": torch.ones(2)}))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*vision"):
+        WeightStore.open(spec, tmp_path)
+    rewrite(tmp_path, lambda t: (t.pop("model.vision.weight"), t.pop("model.norm.weight")))
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight.*missing"):
+        WeightStore.open(spec, tmp_path)
+
+
+def test_weights_of_another_configuration_are_refused_by_shape(tmp_path) -> None:
+    save(TIED, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    spec = ModelSpec.from_config(config | {"intermediate_size": 40})
+    with pytest.raises(CheckpointError, match=r"gate_proj.*56, 48.*40, 48"):
+        WeightStore.open(spec, tmp_path)

@@ -1,0 +1,238 @@
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from raymoe.kernels.threads import set_num_threads
+from raymoe.memory.arena import HostArena
+from raymoe.memory.weights import WeightStore
+from raymoe.model.decoder import Decoder
+from raymoe.model.loading import decoder_arena_bytes
+from raymoe.model.reference import ReferenceModel
+from raymoe.specs.model import LayerSpec, ModelSpec, MoeSpec, SharedSpec
+from raymoe.specs.weight_names import model_weights
+from tests.parity.configurations import (
+    CONFIGURATIONS,
+    first_of_each_family,
+    make_checkpoint,
+    make_model,
+    make_prompts,
+)
+from tests.parity.driver import Driver, load_decoder
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ODD = [c for c in CONFIGURATIONS if any(word in c.name for word in ("bias", "clipped", "gelu"))]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    set_num_threads(1)  # matrices this small only wait for a second thread
+
+
+def random_weights(spec: ModelSpec, dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: (
+            torch.rand(shape, generator=generator) + 0.5
+            if "norm" in name
+            else torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+        ).to(dtype)
+        for name, shape in model_weights(spec).items()
+    }
+
+
+def load(spec: ModelSpec, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> Decoder:
+    num_bytes = decoder_arena_bytes(spec, dtype, lambda name: weights[name].dtype)
+    arena = HostArena(num_bytes)
+    decoder = Decoder.load(spec, weights.__getitem__, arena.allocate, dtype)
+    assert arena.used_bytes == num_bytes
+    return decoder
+
+
+def run(decoder: Decoder, tokens: list[int]) -> torch.Tensor:
+    return Driver(decoder, [tokens], 1).run_pass([(0, len(tokens))])
+
+
+def make_spec(family_fields: dict, **differences) -> ModelSpec:
+    return ModelSpec.from_config(
+        {
+            "hidden_size": 48,
+            "intermediate_size": 56,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "vocab_size": 99,
+        }
+        | family_fields
+        | differences
+    )
+
+
+@pytest.mark.parametrize("configuration", [*first_of_each_family(), *ODD], ids=lambda c: c.name)
+def test_logits_are_those_of_the_reference(configuration, tmp_path) -> None:
+    make_checkpoint(configuration, tmp_path)
+    spec = ModelSpec.from_directory(tmp_path)
+    tokens = make_prompts(configuration, 2)[1]
+    reference = ReferenceModel(spec, WeightStore.open(spec, tmp_path), torch.float64)
+    expected = reference.logits(tokens)
+    got = run(load_decoder(tmp_path), tokens).double()
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS[::5], ids=lambda c: c.name)
+def test_the_reference_agrees_with_transformers(configuration, tmp_path) -> None:
+    model = make_checkpoint(configuration, tmp_path)
+    spec = ModelSpec.from_directory(tmp_path)
+    tokens = make_prompts(configuration, 4)[3]
+    with torch.no_grad():
+        expected = model(torch.tensor([tokens])).logits[0]
+    reference = ReferenceModel(spec, WeightStore.open(spec, tmp_path), torch.float32)
+    torch.testing.assert_close(
+        reference.logits(tokens), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max())
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("stored", DTYPES, ids=str)
+@pytest.mark.parametrize("configuration", first_of_each_family(), ids=lambda c: c.name)
+def test_the_arena_holds_exactly_what_loading_asks_for(configuration, stored, dtype) -> None:
+    config = make_model(configuration).config
+    spec = ModelSpec.from_config(json.loads(config.to_json_string(use_diff=False)))
+    load(spec, random_weights(spec, stored), dtype)
+
+
+@pytest.mark.parametrize("configuration", ODD, ids=lambda c: c.name)
+def test_the_arena_holds_odd_models_exactly(configuration) -> None:
+    config = make_model(configuration).config
+    spec = ModelSpec.from_config(json.loads(config.to_json_string(use_diff=False)))
+    load(spec, random_weights(spec, torch.bfloat16), torch.bfloat16)
+
+
+def test_nothing_is_copied_of_float32_experts_stored_as_float32() -> None:
+    spec = make_spec({"model_type": "mixtral", "num_local_experts": 4})
+    fused_qkv = 2 * 48 * (48 + 2 * 16) * 4
+    assert decoder_arena_bytes(spec, torch.float32) == fused_qkv
+
+
+def test_layers_are_released_one_by_one_as_they_are_built() -> None:
+    spec = make_spec({"model_type": "mixtral", "num_local_experts": 2})
+    weights, asked, released = random_weights(spec, torch.float32), [], []
+
+    def get(name: str) -> torch.Tensor:
+        asked.append(name)
+        return weights[name]
+
+    def release(names) -> None:
+        released.append((len(asked), set(names)))
+
+    arena = HostArena(decoder_arena_bytes(spec, torch.float32))
+    Decoder.load(spec, get, arena.allocate, torch.float32, release=release)
+    for count, names in released:
+        assert names <= set(asked[:count])
+    assert "model.layers.1.self_attn.q_proj.weight" not in asked[: released[0][0]]
+    assert len(released) == 3
+
+
+def relative_error(logits: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((logits.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "mixtral", "num_local_experts": 4},
+        {"model_type": "qwen3", "head_dim": 16},
+        {
+            "model_type": "qwen2_moe",
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 64,
+        },
+        {
+            "model_type": "mixtral",
+            "num_local_experts": 4,
+            "hidden_size": 512,
+            "intermediate_size": 768,
+            "num_attention_heads": 8,
+            "head_dim": 64,
+            "num_hidden_layers": 1,
+        },
+    ],
+    ids=["mixtral", "qwen3", "qwen2_moe", "wide mixtral layer"],
+)
+def test_bfloat16_errs_at_most_twice_as_much_as_plain_torch(fields: dict) -> None:
+    spec = make_spec(fields)
+    ours, plain = [], []
+    for seed in range(4):
+        weights = random_weights(spec, torch.bfloat16, seed)
+        tokens = torch.randint(99, (60,), generator=torch.Generator().manual_seed(seed)).tolist()
+        exact, low = (
+            ReferenceModel(spec, weights.__getitem__, dtype).logits(tokens)
+            for dtype in (torch.float64, torch.bfloat16)
+        )
+        ours.append(relative_error(run(load(spec, weights, torch.bfloat16), tokens), exact))
+        plain.append(relative_error(low, exact))
+    assert sum(ours) <= 2 * sum(plain)
+    assert sum(plain) < 0.5  # else nothing was shown
+
+
+def test_float16_agrees_with_float64() -> None:
+    spec = make_spec({"model_type": "llama", "head_dim": 16})
+    weights = random_weights(spec, torch.float16)
+    exact = ReferenceModel(spec, weights.__getitem__, torch.float64).logits([1, 2, 3, 4])
+    assert relative_error(run(load(spec, weights, torch.float16), [1, 2, 3, 4]), exact) < 5e-3
+
+
+def test_windows_of_one_token_see_only_themselves() -> None:
+    spec = make_spec({"model_type": "mistral", "sliding_window": 1, "head_dim": 16})
+    weights = random_weights(spec, torch.float32)
+    decoder = load(spec, weights, torch.float32)
+    together = run(decoder, [5, 6, 7])
+    torch.testing.assert_close(together[2:], run(decoder, [5, 9, 7])[2:])
+    reference = ReferenceModel(spec, weights.__getitem__, torch.float32)
+    torch.testing.assert_close(together, reference.logits([5, 6, 7]), rtol=1e-4, atol=1e-4)
+
+
+def test_shared_experts_without_gate_are_added_as_they_are() -> None:
+    base = make_spec(
+        {
+            "model_type": "qwen3_moe",
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+        }
+    )
+    layers = tuple(_with_shared(layer) for layer in base.layers)
+    spec = replace(base, layers=layers)
+    weights = random_weights(spec, torch.float32)
+    assert "model.layers.0.mlp.shared_expert_gate.weight" not in weights
+    expected = ReferenceModel(spec, weights.__getitem__, torch.float64).logits([3, 1, 4])
+    got = run(load(spec, weights, torch.float32), [3, 1, 4]).double()
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_partial_rotation_agrees_with_the_reference() -> None:
+    base = make_spec({"model_type": "llama", "head_dim": 16})
+    spec = replace(base, rope=replace(base.rope, rotary_dim=8))
+    weights = random_weights(spec, torch.float32)
+    expected = ReferenceModel(spec, weights.__getitem__, torch.float64).logits([3, 1, 4, 1, 5])
+    whole = ReferenceModel(base, weights.__getitem__, torch.float64).logits([3, 1, 4, 1, 5])
+    got = run(load(spec, weights, torch.float32), [3, 1, 4, 1, 5]).double()
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(whole, expected, rtol=1e-2)
+
+
+def test_only_the_wanted_rows_get_logits() -> None:
+    spec = make_spec({"model_type": "llama", "head_dim": 16})
+    decoder = load(spec, random_weights(spec, torch.float32), torch.float32)
+    hidden_TH = decoder.embed(torch.tensor([1, 2, 3]))
+    final_RH = decoder.final(hidden_TH, torch.tensor([2, 0]))
+    assert torch.equal(final_RH[1], decoder.final(hidden_TH, torch.tensor([0]))[0])
+    assert decoder.logits(final_RH).shape == (2, 99)
+
+
+def _with_shared(layer: LayerSpec) -> LayerSpec:
+    assert isinstance(layer.ffn, MoeSpec)
+    return replace(layer, ffn=replace(layer.ffn, shared=SharedSpec(hidden=24, is_gated=False)))
