@@ -13,12 +13,27 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 import ray
 import ray.data
 
+from raymoe.data.sizing import Cluster
 from raymoe.device.host import read_host
 from raymoe.units import MIB
 
 STDERR = 2
 OBJECT_STORE_BYTES = 400 * MIB
 NO_PROGRESS_TIMEOUT_S = 6 * 3600  # one slow wave or a large load moves no block
+
+
+def has_cluster() -> bool:
+    """Whether RAY_ADDRESS names a cluster to use."""
+    return bool(os.environ.get("RAY_ADDRESS"))
+
+
+def this_machine() -> Cluster:
+    """Return what a Ray on this machine will have."""
+    host = read_host()
+    memory_bytes = host.available_memory_bytes - OBJECT_STORE_BYTES
+    return Cluster(
+        num_nodes=1, num_cpus=host.num_cores, num_gpus=0, memory_bytes=max(1, memory_bytes)
+    )
 
 
 @contextmanager

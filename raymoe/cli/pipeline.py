@@ -10,13 +10,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from rich.console import Console
 
-from raymoe.cli.local_ray import running_ray
+from raymoe.cli.local_ray import has_cluster, running_ray, this_machine
 from raymoe.cli.progress import Progress, Tally
 from raymoe.cli.sinks import Sink
 from raymoe.cli.sources import Source, without_written
 from raymoe.config import EngineConfig
 from raymoe.data.generator import MoEGenerator
-from raymoe.data.sizing import map_batches_kwargs
+from raymoe.data.sizing import map_batches_kwargs, plan_actor
 from raymoe.errors import ConfigError, ExecutionError, RaymoeError
 from raymoe.memory.weights import WeightStore
 from raymoe.specs.model import ModelSpec
@@ -105,7 +105,7 @@ def run_job(job: Job, console: Console) -> Tally:
         job.sink.close()
         tally.finished_s = time.monotonic()
         return tally
-    check_model(job.model)
+    check_model(job)
     with running_ray(preserve_order=job.preserve_order, verbose=job.verbose):
         try:
             tally.started_s = time.monotonic()
@@ -125,16 +125,20 @@ def run_job(job: Job, console: Console) -> Tally:
     return tally
 
 
-def check_model(model: str) -> None:
+def check_model(job: Job) -> None:
     """Refuse a local model that an engine would refuse, before Ray starts.
 
     Raises:
         CheckpointError: Files are missing, damaged or unsafe.
         UnsupportedModelError: The model's mathematics is not implemented.
+        InfeasiblePlanError: This machine has too little memory; not checked for a cluster.
     """
-    directory = Path(model)
-    if directory.exists():
-        WeightStore.open(ModelSpec.from_directory(directory), directory)
+    directory = Path(job.model)
+    if not directory.exists():
+        return
+    WeightStore.open(ModelSpec.from_directory(directory), directory)
+    if not has_cluster():
+        plan_actor(directory, job.engine_config, this_machine().share(job.num_actors))
 
 
 def _drain(job: Job, tally: Tally) -> None:
@@ -172,10 +176,14 @@ def _tables(job: Job) -> Iterator[pa.Table]:
 
 def innermost_reason(error: BaseException) -> str:
     """Return the last line of the first cause: Ray wraps an error in tracebacks as text."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+    causes = [error]
+    while causes[-1].__cause__ is not None:
+        causes.append(causes[-1].__cause__)
+    for cause in reversed(causes):
+        lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+        if lines:  # Ray Data's own SystemException has no text
+            return lines[-1]
+    return type(error).__name__
 
 
 def print_summary(tally: Tally, output: Path, console: Console) -> None:

@@ -5,7 +5,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pyarrow as pa
 
@@ -14,9 +14,11 @@ from raymoe.data.columns import OutputColumns
 from raymoe.data.options import as_engine_config, as_sampling_params
 from raymoe.data.rows import SAMPLING_COLUMN, RowReader, RowRequest
 from raymoe.data.worker import should_leave_process
-from raymoe.engine.engine import Engine
 from raymoe.engine.generation import Generation
 from raymoe.errors import ConfigError, ExecutionError
+
+if TYPE_CHECKING:
+    from raymoe.engine.engine import Engine
 
 SAMPLING_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 
@@ -88,7 +90,7 @@ class MoEGenerator:
         }
         given = {name: value for name, value in changes.items() if value is not None}
         config = dataclasses.replace(as_engine_config(engine_config), **given)
-        self._engine = Engine.from_pretrained(model_source, config)
+        self._engine = _load_engine(model_source, config)
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         """Generate for one table; blocks until all its rows are done."""
@@ -122,7 +124,7 @@ class MoEGenerator:
         if batch.num_rows and not self._has_finished_a_batch:
             self._reader.check_schema(batch.schema)
 
-    def _generate(self, engine: Engine, requests: Sequence[RowRequest]) -> list[Generation]:
+    def _generate(self, engine: "Engine", requests: Sequence[RowRequest]) -> list[Generation]:
         good = [request for request in requests if request.prompt is not None]
         try:
             done = iter(_wait_for(engine, good))
@@ -148,7 +150,14 @@ class MoEGenerator:
         raise ExecutionError(f"the engine is broken: {error}") from error
 
 
-def _wait_for(engine: Engine, requests: Sequence[RowRequest]) -> list[Generation]:
+def _load_engine(model_source: str | Path, config: EngineConfig) -> "Engine":
+    # A driver only names `MoEGenerator`; torch loads where a generator is made.
+    from raymoe.engine.engine import Engine  # noqa: PLC0415
+
+    return Engine.from_pretrained(model_source, config)
+
+
+def _wait_for(engine: "Engine", requests: Sequence[RowRequest]) -> list[Generation]:
     futures = engine.submit(
         [request.prompt for request in requests if request.prompt is not None],
         [request.sampling_params for request in requests],

@@ -72,7 +72,10 @@ def map_batches_kwargs(
     node = cluster.share(num_actors)
     if node is not None and num_actors > cluster.num_nodes:
         config = _share_node(config, node)
-    plan = plan_actor(model_source, config, node)
+    try:
+        plan = plan_actor(model_source, config, node)
+    except InfeasiblePlanError:
+        plan = None  # a larger node may come; if none does, the engine says what is missing
     if rows_in_flight is None:
         rows_in_flight = DEFAULT_ROWS if plan is None else ROWS_PER_SEQUENCE * plan.batch_size
     calls = min(MAX_CONCURRENT_CALLS, ceil_div(rows_in_flight, batch_size))
@@ -131,8 +134,10 @@ def plan_actor(
         node: The actor's share of its node; None where it is unknown.
 
     Returns:
-        None when the model or the node is not known here, or when the model does not fit: then
-        Ray may still find a node, and the engine says what is missing.
+        None when the model or the node is not known here.
+
+    Raises:
+        InfeasiblePlanError: The model does not fit the node; shows what needs what.
     """
     if node is None or not (Path(model_source) / "config.json").is_file():
         return None
@@ -141,17 +146,14 @@ def plan_actor(
     kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
     if config.host_memory_bytes is not None:
         node = dataclasses.replace(node, host_memory_bytes=config.host_memory_bytes)
-    try:
-        plan = find_plan(
-            spec,
-            config.hardware if isinstance(config.hardware, HardwareSpec) else node,
-            policy=config.policy,
-            bytes_per_element=BYTES_PER_ELEMENT[dtype],
-            kv_bytes_per_element=BYTES_PER_ELEMENT[kv_dtype],
-            max_context_tokens=config.max_context_tokens,
-        )
-    except InfeasiblePlanError:
-        return None
+    plan = find_plan(
+        spec,
+        config.hardware if isinstance(config.hardware, HardwareSpec) else node,
+        policy=config.policy,
+        bytes_per_element=BYTES_PER_ELEMENT[dtype],
+        kv_bytes_per_element=BYTES_PER_ELEMENT[kv_dtype],
+        max_context_tokens=config.max_context_tokens,
+    )
     return ActorPlan(batch_size=plan.policy.batch_size, memory_bytes=plan.footprint.total)
 
 

@@ -1,0 +1,184 @@
+"""`raymoe generate` as users run it: files in, files out, exit codes."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import raymoe
+from raymoe.cli import run
+from tests.tiny import make_checkpoint
+
+COMMAND = [sys.executable, "-c", "from raymoe.cli import main; main()"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+def generate(*arguments):
+    """Run the command in a process of its own, as it starts and ends a Ray."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(raymoe.__file__).parents[1])}
+    environment.pop("RAY_ADDRESS", None)
+    return subprocess.run(
+        [*COMMAND, "generate", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+        check=False,
+    )
+
+
+def write_lines(path, *lines):
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.ray
+def test_json_lines_come_out_with_an_answer_or_a_reason_each_once(model, tmp_path):
+    records = [{"id": index, "prompt": f"row {index}", "tags": [index]} for index in range(40)]
+    records[3]["prompt"] = ""
+    records[4]["prompt"] = 4
+    records[5]["sampling_params"] = {"max_tokens": 2}
+    records[6]["sampling_params"] = {"max_token": 2}
+    lines = [json.dumps(record) for record in records]
+    source = write_lines(tmp_path / "in.jsonl", *lines[:10], "{broken", *lines[10:])
+    output = tmp_path / "out.jsonl"
+    options = ("--model", model, "--input", source, "--output", output, "--id-column", "id")
+
+    options = (*options, "--max-tokens", 4, "--ignore-eos")
+    done = generate(*options, "--preserve-order")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "41 rows in" in done.stdout
+    assert "4 error rows" in done.stdout
+    assert "tokens/s" in done.stdout
+    rows = read_lines(output)
+    assert [row["id"] for row in rows] == [*range(10), None, *range(10, 40)]
+    assert rows[7]["tags"] == [7]
+    assert [row["num_generated_tokens"] for row in rows[:8]] == [4, 4, 4, 0, 0, 2, 0, 4]
+    assert "not JSON" in rows[10]["__inference_error__"]
+    assert "did you mean 'max_tokens'" in rows[6]["__inference_error__"]
+
+    # As after a crash: some rows are written, the last one half.
+    partial = tmp_path / "out.jsonl.partial"
+    partial.write_text("".join(f"{json.dumps(row)}\n" for row in rows[5:25]) + '{"id": 39, "pro')
+    output.unlink()
+    again = generate(*options, "--resume")
+    assert again.returncode == 0
+    assert "20 of 41 rows are already written" in again.stderr
+    assert not partial.exists()
+    assert sorted(read_lines(output), key=str) == sorted(rows, key=str)
+
+
+@pytest.mark.ray
+def test_parquet_is_resumed_with_the_rows_that_are_missing(model, tmp_path):
+    (tmp_path / "in").mkdir()
+    prompts = [f"row {index}" for index in range(60)]
+    ids = [f"r{index}" for index in range(60)]
+    table = pa.table({"id": ids, "prompt": prompts})
+    pq.write_table(table.slice(0, 45), tmp_path / "in" / "a.parquet")
+    output = tmp_path / "out"
+    options = ("--model", model, "--input", tmp_path / "in", "--output", output)
+    options = (*options, "--id-column", "id", "--max-tokens", 3, "--num-actors", 2)
+    assert generate(*options).returncode == 0
+    pq.write_table(table.slice(45), tmp_path / "in" / "b.parquet")
+    again = generate(*options, "--resume")
+    assert "45 of 60 rows are already written" in again.stderr
+    parts = sorted(output.iterdir())
+    assert [pq.read_metadata(part).num_rows for part in parts] == [45, 15]
+    found = pq.read_table(output)
+    assert Counter(found.column("id").to_pylist()) == Counter(ids)
+    assert set(found.column("__inference_error__").to_pylist()) == {""}
+
+
+def refused(capfd, *arguments):
+    """Run in this process; return the exit code and the only line on stderr."""
+    code = run(["generate", *map(str, arguments)])
+    lines = capfd.readouterr().err.splitlines()
+    return code, lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--resume",), "--resume needs --id-column"),
+        (("--resume", "--overwrite", "--id-column", "id"), "contradict each other"),
+        (("--id-column", "key"), "no line has the key 'key'"),
+        (("--prompt-column", "question"), "neither column 'question' nor 'messages' exists"),
+        (("--temperature", "-1"), "temperature is -1"),
+        (("--sampling-params", '{"tempereture": 1}'), "did you mean 'temperature'"),
+        (("--sampling-params", "{"), "--sampling-params is not JSON"),
+        (("--dtype", "int3"), "dtype is 'int3'"),
+        (("--input", "absent.jsonl"), "no file that ends in"),
+    ],
+)
+def test_bad_usage_is_one_line_and_exit_code_2(capfd, model, tmp_path, options, reason):
+    source = write_lines(tmp_path / "in.jsonl", '{"id": 1, "prompt": "a"}')
+    basic = ("--model", model, "--input", source, "--output", tmp_path / "out.jsonl")
+    code, line = refused(capfd, *basic, *options)
+    assert code == 2
+    assert line.startswith("error: ")
+    assert reason in line
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_an_output_that_is_the_input_or_not_empty_is_refused(capfd, model, tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", '{"id": 1, "prompt": "a"}')
+    (tmp_path / "link.jsonl").symlink_to(source)
+    basic = ("--model", model, "--input", source, "--output")
+    assert refused(capfd, *basic, tmp_path / "link.jsonl")[0] == 2
+    full = write_lines(tmp_path / "full.jsonl", "{}")
+    code, line = refused(capfd, *basic, full)
+    assert code == 2
+    assert "already has rows" in line
+    assert full.read_text() == "{}\n"
+    assert len(read_lines(source)) == 1
+
+
+def test_a_model_that_is_none_is_refused_before_ray_starts(capfd, tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", '{"id": 1, "prompt": "a"}')
+    basic = ("--input", source, "--output", tmp_path / "out.jsonl")
+    code, line = refused(capfd, "--model", tmp_path, *basic)
+    assert code == 1
+    assert "config.json" in line
+
+
+def test_unknown_options_and_commands_are_bad_usage(capfd):
+    assert run(["generate", "--modle", "x"]) == 2
+    assert run(["generat"]) == 2
+    assert run([]) == 2
+    assert "generate" in capfd.readouterr().err
+
+
+def test_help_and_version_load_no_heavy_library():
+    script = (
+        "import sys; from raymoe.cli import run; run(['--help']); run(['--version'])\n"
+        "assert not {'torch', 'ray', 'pyarrow', 'numba'} & set(sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(raymoe.__file__).parents[1])},
+        check=True,
+    )
+    assert raymoe.__version__ in done.stdout
+    assert "demo" in done.stdout
+
+
+def test_every_command_has_help(capfd):
+    for name in ("generate", "demo"):
+        assert run([name, "--help"]) == 0
+        assert "--output" in capfd.readouterr().out

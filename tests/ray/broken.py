@@ -1,0 +1,30 @@
+"""Operators whose engine breaks; a module of its own, because workers import it."""
+
+from pathlib import Path
+
+from raymoe.data.generator import MoEGenerator
+
+
+class BreaksOnce(MoEGenerator):
+    """The engine of one process breaks at its third call."""
+
+    def __init__(self, *args, mark, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.num_calls, self.mark = 0, Path(mark)
+
+    def __call__(self, batch):
+        self.num_calls += 1
+        if self.num_calls == 3 and not self.mark.exists():
+            self.mark.touch()
+            self._engine.close()
+        return super().__call__(batch)
+
+
+class BreaksAlways(MoEGenerator):
+    """The engine breaks before it has finished anything."""
+
+    def __init__(self, *args, mark, **kwargs):
+        super().__init__(*args, **kwargs)
+        with Path(mark).open("a") as file:
+            file.write("started\n")
+        self._engine.close()

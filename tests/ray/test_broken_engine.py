@@ -1,0 +1,40 @@
+"""A broken engine ends its actor; Ray starts another. A cause that stays fails the job."""
+
+import pytest
+import ray.data
+
+from raymoe.config import EngineConfig
+from raymoe.data.sizing import map_batches_kwargs
+from tests.ray.broken import BreaksAlways, BreaksOnce
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.*"),  # Ray copies its own context
+]
+
+
+def rows_through(operator, model, mark):
+    arguments = map_batches_kwargs(
+        model,
+        batch_size=8,
+        rows_in_flight=16,
+        sampling_params={"max_tokens": 2},
+        engine_config=EngineConfig(host_memory_bytes=3 * 2**30, num_threads=1),
+        mark=str(mark),
+    )
+    items = [{"id": index, "prompt": f"row {index}"} for index in range(64)]
+    dataset = ray.data.from_items(items, override_num_blocks=8)
+    return dataset.map_batches(operator, **arguments).take_all()
+
+
+def test_rows_of_a_broken_engine_are_done_by_the_next_actor(local_ray, tiny_model, tmp_path):
+    rows = rows_through(BreaksOnce, tiny_model, tmp_path / "mark")
+    assert (tmp_path / "mark").exists()
+    assert sorted(row["id"] for row in rows) == list(range(64))
+    assert {row["__inference_error__"] for row in rows} == {""}
+
+
+def test_an_engine_that_breaks_again_fails_the_job_with_the_cause(local_ray, tiny_model, tmp_path):
+    with pytest.raises(ray.exceptions.RayTaskError, match="the engine is broken: the engine"):
+        rows_through(BreaksAlways, tiny_model, tmp_path / "starts")
+    assert (tmp_path / "starts").read_text().count("started") == 2
