@@ -56,23 +56,27 @@ struct Product {
   int64_t prefetch_step;        // bytes for each vector read; 0 if there is nothing to prefetch
 };
 
-/// Columns [column, column + kCols vectors) for kRows rows.
+/// Columns [column, column + kCols vectors) for kRows rows. Not inlined: constants that the
+/// compiler keeps in registers across it would make the accumulators spill (30 % slower).
 template <typename Dot, int kRows, int kCols>
-inline void multiply_columns(const Product<Dot>& product, int64_t column, bool half) {
+__attribute__((noinline)) void multiply_columns(const Product<Dot>& product, int64_t column,
+                                                bool half) {
   constexpr int64_t pair = kPair<typename Dot::C>;
   Vector::Reg acc[kRows][kCols];
   float* out = product.out + column;
   for (int i = 0; i < kRows; ++i)
     for (int j = 0; j < kCols; ++j)
-      acc[i][j] = product.scale == nullptr
-                      ? Vector::zero()
-                      : Vector::mul(Vector::set1(product.scale[i]),
-                                    Vector::load(out + i * product.out_stride + j * Vector::kLanes));
+      acc[i][j] =
+          product.scale == nullptr
+              ? Vector::zero()
+              : Vector::mul(Vector::set1(product.scale[i]),
+                            Vector::load(out + i * product.out_stride + j * Vector::kLanes));
   const typename Dot::A* a = product.a;
   for (int64_t block = 0; block < product.num_blocks; ++block) {
     const typename Dot::C* b = product.blocks[block] + column * pair;
-    const char* ahead = product.prefetch[block] +
-                        column / Vector::kLanes * product.depth * product.prefetch_step;
+    // To the second-level cache: what lies ahead is as large as the first.
+    const char* ahead =
+        product.prefetch[block] + column / Vector::kLanes * product.depth * product.prefetch_step;
     for (int64_t k = 0; k < product.depth; ++k, a += pair, b += product.b_stride) {
       for (int j = 0; j < kCols; ++j, ahead += product.prefetch_step)
         _mm_prefetch(ahead, _MM_HINT_T1);
@@ -91,6 +95,8 @@ void multiply(const Product<Dot>& product, int64_t num_columns) {
   int64_t column = 0;
   for (; column + cols * lanes <= num_columns; column += cols * lanes)
     multiply_columns<Dot, kRows, cols>(product, column, false);
+  for (; column + 2 * lanes <= num_columns; column += 2 * lanes)
+    multiply_columns<Dot, kRows, 2>(product, column, false);
   for (; column + lanes <= num_columns; column += lanes)
     multiply_columns<Dot, kRows, 1>(product, column, false);
   if (column < num_columns) multiply_columns<Dot, kRows, 1>(product, column, true);
@@ -110,8 +116,8 @@ template <typename Dot>
 struct Step {
   const typename Dot::C* keys[kStepBlocks];
   const typename Dot::C* values[kStepBlocks];
-  const char* next_keys[kStepBlocks];  // of the next step
-  const char* next_values[kStepBlocks];
+  const char* ahead_of_keys[kStepBlocks];    // the values of this step
+  const char* ahead_of_values[kStepBlocks];  // the keys of the next step or tile
   int64_t first_block;
   int64_t num_blocks;
   int64_t prefetch_step;
@@ -123,8 +129,7 @@ inline float softmax_row(const float* scores, int64_t count, float scale, float*
                          typename Dot::A* weights) {
   constexpr int64_t lanes = Vector::kLanes;
   Vector::Reg top = Vector::load(scores);
-  for (int64_t i = lanes; i < count; i += lanes)
-    top = Vector::max(top, Vector::load(scores + i));
+  for (int64_t i = lanes; i < count; i += lanes) top = Vector::max(top, Vector::load(scores + i));
   const float row_max = Vector::reduce_max(top) * scale;
   const float new_max = row_max > *max ? row_max : *max;
   // A row that has seen nothing yet: any finite reference gives weights of zero.
@@ -166,8 +171,7 @@ void attend_rows(const Pass<Dot>& pass, const Step<Dot>& step, int64_t row) {
   const int64_t last_token = tile.first_position + (row + kRows - 1) / shape.group;
   const int64_t visible = larger(first_token - shape.window + 1, 0);
   const int64_t begin = larger(visible / kBlockTokens - step.first_block, 0);
-  const int64_t end =
-      smaller(last_token / kBlockTokens - step.first_block + 1, step.num_blocks);
+  const int64_t end = smaller(last_token / kBlockTokens - step.first_block + 1, step.num_blocks);
   if (begin >= end) return;
   const int64_t count = (end - begin) * kBlockTokens;
   alignas(64) float scores[kRows * kStepTokens];
@@ -176,7 +180,7 @@ void attend_rows(const Pass<Dot>& pass, const Step<Dot>& step, int64_t row) {
     multiply<Dot, kRows>(
         {pass.query + row * shape.head_dim, shape.head_dim, step.keys + block, 1,
          shape.head_dim / pair, kBlockTokens * pair, scores + (block - begin) * kBlockTokens,
-         kStepTokens, nullptr, step.next_keys + block, step.prefetch_step},
+         kStepTokens, nullptr, step.ahead_of_keys + block, step.prefetch_step},
         kBlockTokens);
   float factors[kRows];
   const int64_t origin = (step.first_block + begin) * kBlockTokens;
@@ -190,9 +194,9 @@ void attend_rows(const Pass<Dot>& pass, const Step<Dot>& step, int64_t row) {
                                   weights + i * kStepTokens);
   }
   const int64_t padded = padded_head_dim(shape.head_dim);
-  multiply<Dot, kRows>({weights, kStepTokens, step.values + begin, end - begin,
-                        kBlockTokens / pair, shape.head_dim * pair, pass.state.out + row * padded,
-                        padded, factors, step.next_values + begin, step.prefetch_step},
+  multiply<Dot, kRows>({weights, kStepTokens, step.values + begin, end - begin, kBlockTokens / pair,
+                        shape.head_dim * pair, pass.state.out + row * padded, padded, factors,
+                        step.ahead_of_values + begin, step.prefetch_step},
                        shape.head_dim);
 }
 
@@ -224,7 +228,8 @@ void attend_some_rows(const Pass<Dot>& pass, const Step<Dot>& step, int64_t row,
   }
 }
 
-/// Addresses of the blocks [first, end) of a step, and of the step after it.
+/// The blocks [first, end) of a step; the tile goes on to block `last`. What is multiplied next is
+/// prefetched while something else is multiplied: cores do not read DRAM ahead across blocks.
 template <typename Dot>
 Step<Dot> make_step(const AttentionTile& tile, int64_t first, int64_t end, int64_t last) {
   using C = typename Dot::C;
@@ -236,12 +241,12 @@ Step<Dot> make_step(const AttentionTile& tile, int64_t first, int64_t end, int64
   step.first_block = first;
   step.num_blocks = end - first;
   step.prefetch_step = Vector::kLanes * kPair<C> * static_cast<int64_t>(sizeof(C));
-  for (int64_t i = 0; i < end - first; ++i) {
+  for (int64_t i = 0; i < step.num_blocks; ++i) {
     step.keys[i] = keys_of(first + i);
     step.values[i] = step.keys[i] + shape.head_stride / 2;
-    const C* next = keys_of(smaller(first + i + kStepBlocks, last - 1));
-    step.next_keys[i] = reinterpret_cast<const char*>(next);
-    step.next_values[i] = reinterpret_cast<const char*>(next + shape.head_stride / 2);
+    step.ahead_of_keys[i] = reinterpret_cast<const char*>(step.values[i]);
+    const void* next = end + i < last ? keys_of(end + i) : tile.next_keys[i];
+    step.ahead_of_values[i] = static_cast<const char*>(next);
   }
   return step;
 }
@@ -271,16 +276,13 @@ void start(const Pass<Dot>& pass) {
 }
 
 template <typename Dot, typename Q>
-void attend(const AttentionTile& tile, int64_t split, const AttentionState& state,
-            float* scratch) {
+void attend(const AttentionTile& tile, int64_t split, const AttentionState& state, float* scratch) {
   const int64_t rows = tile.num_rows();
-  const Pass<Dot> pass{tile, state,
-                       reinterpret_cast<typename Dot::A*>(scratch + rows * Vector::kLanes),
-                       scratch};
+  const Pass<Dot> pass{
+      tile, state, reinterpret_cast<typename Dot::A*>(scratch + rows * Vector::kLanes), scratch};
   start<Dot, Q>(pass);
   constexpr int64_t split_blocks = kSplitTokens / kBlockTokens;
-  const int64_t last =
-      smaller(tile.last_position() / kBlockTokens + 1, (split + 1) * split_blocks);
+  const int64_t last = smaller(tile.last_position() / kBlockTokens + 1, (split + 1) * split_blocks);
   int64_t block = larger(tile.first_visible() / kBlockTokens, split * split_blocks);
   while (block < last) {
     const int64_t end = smaller(last, (block / kStepBlocks + 1) * kStepBlocks);
@@ -301,8 +303,8 @@ void store(const AttentionTile& tile, const AttentionState& state) {
   const int64_t dim = shape.head_dim;
   for (int64_t row = 0; row < tile.num_rows(); ++row) {
     const float* from = state.out + row * padded_head_dim(dim);
-    Q* to = static_cast<Q*>(tile.out) + row / shape.group * shape.out_stride +
-            row % shape.group * dim;
+    Q* to =
+        static_cast<Q*>(tile.out) + row / shape.group * shape.out_stride + row % shape.group * dim;
     const __m256 factor = _mm256_set1_ps(1.0f / state.sum[row]);
     for (int64_t d = 0; d < dim; d += 8) store8(to + d, _mm256_mul_ps(load8(from + d), factor));
   }

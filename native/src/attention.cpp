@@ -62,7 +62,7 @@ struct Call {
   char* cache;
   int64_t query_size;  // bytes of an element
   int64_t cache_size;
-  float* parts;                      // states of the splits of shared tiles
+  float* parts;  // states of the splits of shared tiles
   int64_t part_floats;
   std::atomic<int64_t>* unfinished;  // splits of each shared tile
 
@@ -109,17 +109,30 @@ void run_part(const Call& call, const AttentionItem& item, const AttentionTile& 
   };
   call.kernel.attend(tile, item.first_split, part_state(item.part), scratch);
   if (call.unfinished[item.shared].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-  const int64_t first =
-      item.part - (item.first_split - tile.first_visible() / kSplitTokens);
+  const int64_t first = item.part - (item.first_split - tile.first_visible() / kSplitTokens);
   for (int64_t part = first + 1; part < first + item.num_parts; ++part)
     merge_attention(part_state(first), part_state(part), rows, call.shape.head_dim);
   call.kernel.store(tile, part_state(first));
 }
 
-void run_item(const Call& call, const AttentionItem& item) {
+/// Where the first keys of an item lie.
+void find_first_keys(const Call& call, const AttentionItem& item, const void** keys) {
+  const int64_t position = call.pass.first_position(item.sequence) + item.first_token;
+  const int64_t first =
+      std::max(call.pass.first_visible(position), item.first_split * kSplitTokens);
+  const int64_t last = position + item.num_tokens - 1;
+  for (int64_t i = 0; i < kStepBlocks; ++i) {
+    const int64_t block = std::min(first / kBlockTokens + i, last / kBlockTokens);
+    keys[i] = call.cache_of(item.kv_head) +
+              call.table_of(item.sequence)[block] * call.shape.block_stride * call.cache_size;
+  }
+}
+
+void run_item(const Call& call, const AttentionItem& item, const AttentionItem& next) {
   thread_local Scratch memory;
   const int64_t dim = call.shape.head_dim;
-  const AttentionTile tile = tile_of(call, item);
+  AttentionTile tile = tile_of(call, item);
+  find_first_keys(call, next, tile.next_keys);
   const int64_t rows = tile.num_rows();
   const int64_t state_size = (state_floats(rows, dim) + 15) / 16 * 16;
   float* data = memory.reserve(2 * state_size + attention_scratch_floats(rows, dim));
@@ -161,8 +174,12 @@ void run_call(Call& call) {
     const AppendItem& item = appends[static_cast<size_t>(index)];
     run_append(call, item.sequence, item.kv_head, item.first_token, item.num_tokens);
   });
-  pool->for_each(static_cast<int64_t>(items.size()), 1,
-                 [&](int, int64_t index) { run_item(call, items[static_cast<size_t>(index)]); });
+  const auto num_items = static_cast<int64_t>(items.size());
+  const int64_t stride = pool->num_threads();  // threads mostly take turns
+  pool->for_each(num_items, 1, [&](int, int64_t index) {
+    const int64_t next = std::min(index + stride, num_items - 1);
+    run_item(call, items[static_cast<size_t>(index)], items[static_cast<size_t>(next)]);
+  });
 }
 
 [[noreturn]] void refuse(const std::string& message) {
@@ -178,9 +195,8 @@ void check_tokens(const TensorView& tensor, const char* name, const TensorView& 
     refuse(std::string(name) + " must be contiguous in its last two dimensions");
 }
 
-void check_query_and_cache(const TensorView& query, const TensorView& key,
-                           const TensorView& value, const TensorView& cache,
-                           const TensorView& out) {
+void check_query_and_cache(const TensorView& query, const TensorView& key, const TensorView& value,
+                           const TensorView& cache, const TensorView& out) {
   query.expect_rank("append_and_attend: query", 3);
   check_tokens(query, "query", query);
   check_tokens(key, "key", query);
@@ -202,7 +218,8 @@ void check_query_and_cache(const TensorView& query, const TensorView& key,
   if (cache.num_elements() > 0 &&
       (cache.stride(2) != kBlockTokens * dim || cache.stride(1) != 2 * kBlockTokens * dim))
     refuse("cache must be contiguous within a block");
-  out.expect("append_and_attend: out", query.dtype(), 2).expect_contiguous("append_and_attend: out");
+  out.expect("append_and_attend: out", query.dtype(), 2)
+      .expect_contiguous("append_and_attend: out");
   out.expect_size("append_and_attend: out", 0, query.size(0));
   out.expect_size("append_and_attend: out", 1, query.size(1) * dim);
 }
@@ -213,8 +230,8 @@ void check_blocks(const AttentionPass& pass, int64_t sequence, int64_t table_wid
   const int64_t end = (pass.context_tokens[sequence] + kBlockTokens - 1) / kBlockTokens;
   if (end > table_width)
     refuse("sequence " + std::to_string(sequence) + " has " +
-           std::to_string(pass.context_tokens[sequence]) + " context_tokens, block_table room for " +
-           std::to_string(table_width * kBlockTokens));
+           std::to_string(pass.context_tokens[sequence]) +
+           " context_tokens, block_table room for " + std::to_string(table_width * kBlockTokens));
   const int32_t* table = pass.block_table + sequence * pass.table_stride;
   for (int64_t i = first; i < end; ++i)
     if (table[i] < 0 || table[i] >= num_blocks)

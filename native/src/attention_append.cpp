@@ -31,8 +31,7 @@ void write_block(const AppendTask& task, int64_t begin, int64_t end, int64_t row
     const Q* value = static_cast<const Q*>(task.value) + token * task.value_stride;
     C* key_out = keys + row * pair;
     for (int64_t d = 0; d < dim; d += pair)
-      for (int64_t p = 0; p < pair; ++p)
-        key_out[d * kBlockTokens + p] = convert<C>(key[d + p]);
+      for (int64_t p = 0; p < pair; ++p) key_out[d * kBlockTokens + p] = convert<C>(key[d + p]);
     C* value_out = values + row / pair * dim * pair + row % pair;
     for (int64_t d = 0; d < dim; ++d) value_out[d * pair] = convert<C>(value[d]);
   }
@@ -46,8 +45,8 @@ void append(const AppendTask& task) {
     const int64_t position = task.first_position + token;
     const int64_t row = position % kBlockTokens;
     const int64_t end = std::min(task.num_tokens, token + kBlockTokens - row);
-    C* keys = static_cast<C*>(task.cache) +
-              task.block_table[position / kBlockTokens] * task.block_stride;
+    C* keys =
+        static_cast<C*>(task.cache) + task.block_table[position / kBlockTokens] * task.block_stride;
     if (row == 0 && end - token < kBlockTokens)
       std::memset(static_cast<void*>(keys), 0, static_cast<size_t>(2 * half) * sizeof(C));
     write_block<Q, C>(task, token, end, row, keys, keys + half);

@@ -20,8 +20,7 @@ struct PairDot {
                           const C* b, bool half) {
     __m512bh pairs[kCols];
     for (int j = 0; j < kCols; ++j)
-      pairs[j] =
-          reinterpret_cast<__m512bh>(Vector::load_pairs(b + j * 2 * Vector::kLanes, half));
+      pairs[j] = reinterpret_cast<__m512bh>(Vector::load_pairs(b + j * 2 * Vector::kLanes, half));
     for (int i = 0; i < kRows; ++i) {
       int32_t pair;
       __builtin_memcpy(&pair, a + i * a_stride, sizeof pair);

@@ -62,8 +62,8 @@ void AttentionPlan::add_sequence(const AttentionPass& pass, int64_t sequence) {
     tile.kv_head = static_cast<int32_t>(head);
     if (num_tokens > 1)
       for (int64_t first = 0; first < num_tokens; first += kAppendTokens)
-        appends_.push_back({tile.sequence, tile.kv_head, first,
-                            std::min(kAppendTokens, num_tokens - first)});
+        appends_.push_back(
+            {tile.sequence, tile.kv_head, first, std::min(kAppendTokens, num_tokens - first)});
     for_each_tile(pass, sequence, [&](int64_t first, int64_t count, int64_t cost) {
       tile.first_token = first;
       tile.num_tokens = count;

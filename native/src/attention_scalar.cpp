@@ -75,8 +75,8 @@ void store(const AttentionTile& tile, const AttentionState& state) {
   const int64_t dim = shape.head_dim;
   for (int64_t row = 0; row < tile.num_rows(); ++row) {
     const float* from = state.out + row * padded_head_dim(dim);
-    Q* to = static_cast<Q*>(tile.out) + row / shape.group * shape.out_stride +
-            row % shape.group * dim;
+    Q* to =
+        static_cast<Q*>(tile.out) + row / shape.group * shape.out_stride + row % shape.group * dim;
     for (int64_t d = 0; d < dim; ++d) to[d] = from_float<Q>(from[d] / state.sum[row]);
   }
 }

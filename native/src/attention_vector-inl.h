@@ -10,8 +10,8 @@ namespace raymoe {
 namespace {
 
 // Coefficients of 2^f on [-0.5, 0.5]; relative error 2e-9 before rounding, at most 1 ulp after.
-constexpr float kExp2Coefficients[6] = {0.6931471824645996f,  0.24022647738456726f,
-                                        0.055503323674201965f, 0.00961843691766262f,
+constexpr float kExp2Coefficients[6] = {0.6931471824645996f,    0.24022647738456726f,
+                                        0.055503323674201965f,  0.00961843691766262f,
                                         0.0013398875016719103f, 0.00015353361959569156f};
 constexpr float kExp2Min = -126.0f;  // 2^x is zero below: no subnormal results
 
@@ -79,8 +79,8 @@ struct Vector {
     for (int i = 4; i >= 0; --i) y = fma(y, f, set1(kExp2Coefficients[i]));
     y = fma(y, f, set1(1.0f));
     const __mmask16 kept = _mm512_cmp_ps_mask(x, set1(kExp2Min), _CMP_NLT_UQ);
-    return _mm512_castsi512_ps(_mm512_maskz_add_epi32(kept, _mm512_castps_si512(y),
-                                                      _mm512_slli_epi32(whole, 23)));
+    return _mm512_castsi512_ps(
+        _mm512_maskz_add_epi32(kept, _mm512_castps_si512(y), _mm512_slli_epi32(whole, 23)));
   }
 
   /// kLanes elements of a row of pairs; `half` reads only the first 8 lanes, the rest is zero.
@@ -97,8 +97,7 @@ struct Vector {
     out[1] = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(-65536)));
   }
   static __m512i load_pairs(const bf16* from, bool half) {
-    return half ? _mm512_zextsi256_si512(
-                      _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)))
+    return half ? _mm512_zextsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)))
                 : _mm512_loadu_si512(from);
   }
 };
@@ -149,8 +148,7 @@ struct Vector {
     for (int i = 4; i >= 0; --i) y = fma(y, f, set1(kExp2Coefficients[i]));
     y = fma(y, f, set1(1.0f));
     const Reg kept = _mm256_cmp_ps(x, set1(kExp2Min), _CMP_NLT_UQ);
-    const __m256i scaled =
-        _mm256_add_epi32(_mm256_castps_si256(y), _mm256_slli_epi32(whole, 23));
+    const __m256i scaled = _mm256_add_epi32(_mm256_castps_si256(y), _mm256_slli_epi32(whole, 23));
     return _mm256_and_ps(_mm256_castsi256_ps(scaled), kept);
   }
 

@@ -16,7 +16,7 @@ from raymoe.kernels.paged_kv import BLOCK_TOKENS, KvLayout
 MIN_CACHE_BYTES = 512 << 20
 
 
-def bench_decode(  # noqa: PLR0913 - the shape of an attention
+def bench_decode(  # noqa: PLR0917 - the shape of an attention
     batch: int,
     context: int,
     num_heads: int = 32,
@@ -45,7 +45,7 @@ def bench_decode(  # noqa: PLR0913 - the shape of an attention
     return kv_bytes / _seconds_per_call(attend, layers, repeats) / 1e9
 
 
-def bench_prefill(  # noqa: PLR0913 - the shape of an attention
+def bench_prefill(  # noqa: PLR0917 - the shape of an attention
     batch: int,
     prompt_tokens: int,
     num_heads: int = 32,
