@@ -189,7 +189,8 @@ void ExpertsLaunch::sort_rows() {
   for (size_t expert = 0; expert + 1 < starts.size(); ++expert) {
     const int64_t count = starts[expert + 1];
     starts[expert + 1] += starts[expert];
-    if (count > 0) scratch_.experts.push_back({static_cast<int64_t>(expert), starts[expert], count});
+    if (count > 0)
+      scratch_.experts.push_back({static_cast<int64_t>(expert), starts[expert], count});
   }
   for (int64_t token = 0, row = 0; token < num_tokens_; ++token)
     for (int64_t slot = 0; slot < top_k; ++slot, ++row) {

@@ -42,8 +42,8 @@ struct GemmTile {
   int64_t num_pairs;
   float* sums;      // [rows][kPanelColumns], contiguous
   bool accumulate;  // start from `sums` instead of zero
-  const bf16* prefetch;      // read into L2 meanwhile; may lie outside of any allocation
-  int64_t lines_per_4_pairs;  // of the prefetch: 0, 1, 4 or 8
+  const bf16* prefetch;       // read into L2 meanwhile; may lie outside of any allocation
+  int64_t lines_per_4_pairs;  // of the prefetch; 0 to 8
 };
 
 struct StoreTile {
@@ -94,9 +94,10 @@ struct PanelProduct {
   float* sums;             // scratch, [num_rows][kPanelColumns]
 };
 
-/// Prefetches a share of `next` with each of the first tiles that pass over a block of a panel.
+/// Prefetches a share of `next` with each of the first tiles that pass over a block of a panel:
+/// four pairs of a panel are eight cache lines.
 inline void set_prefetch(GemmTile* tile, const bf16* next, int64_t index, int64_t num_tiles) {
-  const int64_t lines = num_tiles == 1 ? 8 : num_tiles < 8 ? 4 : 1;
+  const int64_t lines = ceil_div(8, num_tiles);
   const bool is_needed = next != nullptr && index * lines < 8;
   tile->lines_per_4_pairs = is_needed ? lines : 0;
   tile->prefetch = is_needed ? next + index * lines * 32 * (tile->num_pairs / 4) : nullptr;

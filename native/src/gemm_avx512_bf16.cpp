@@ -65,7 +65,7 @@ inline __attribute__((always_inline)) void multiply_pair(__m512 (&sums)[kRows][2
   }
 }
 
-template <int kRows, int kLines>
+template <int kRows>
 void tile_rows(const GemmTile& tile) {
   RowPointers<kRows> rows(tile.a, tile.a_stride * static_cast<int64_t>(sizeof(bf16)));
   const char* weights = reinterpret_cast<const char*>(tile.panel);
@@ -79,9 +79,8 @@ void tile_rows(const GemmTile& tile) {
   }
   int64_t pairs = tile.num_pairs;
   for (; pairs >= kUnroll; pairs -= kUnroll) {
-#pragma GCC unroll 8
-    for (int line = 0; line < kLines; ++line) _mm_prefetch(prefetch + 64 * line, _MM_HINT_T1);
-    prefetch += 64 * kLines;
+    for (int64_t line = 0; line < tile.lines_per_4_pairs; ++line, prefetch += 64)
+      _mm_prefetch(prefetch, _MM_HINT_T1);
 #pragma GCC unroll 4
     for (int pair = 0; pair < kUnroll; ++pair) multiply_pair<kRows>(sums, rows, weights, pair);
     weights += kUnroll * kPairBytes;
@@ -101,24 +100,14 @@ void tile_rows(const GemmTile& tile) {
 
 using TileRows = void (*)(const GemmTile&);
 
-template <int kLines, int... kRows>
+template <int... kRows>
 constexpr std::array<TileRows, kTileRows> tile_table(std::integer_sequence<int, kRows...>) {
-  return {tile_rows<kRows + 1, kLines>...};
-}
-
-template <int kLines>
-constexpr std::array<TileRows, kTileRows> tile_table() {
-  return tile_table<kLines>(std::make_integer_sequence<int, kTileRows>());
+  return {tile_rows<kRows + 1>...};
 }
 
 void tile_avx512_bf16(int64_t rows, const GemmTile& tile) {
-  static constexpr auto kNone = tile_table<0>(), kOne = tile_table<1>(), kFour = tile_table<4>(),
-                        kEight = tile_table<8>();
-  const auto& table = tile.lines_per_4_pairs == 0   ? kNone
-                      : tile.lines_per_4_pairs == 1 ? kOne
-                      : tile.lines_per_4_pairs == 4 ? kFour
-                                                    : kEight;
-  table[static_cast<size_t>(rows - 1)](tile);
+  static constexpr auto kTable = tile_table(std::make_integer_sequence<int, kTileRows>());
+  kTable[static_cast<size_t>(rows - 1)](tile);
 }
 
 inline __m256i round_to_bf16(__m512 x) {
@@ -145,8 +134,8 @@ void store_avx512_bf16(int64_t rows, const StoreTile& tile) {
     _mm256_mask_storeu_epi16(out, left,
                              round_to_bf16(_mm512_add_ps(_mm512_loadu_ps(sums), left_bias)));
     if (right != 0)
-      _mm256_mask_storeu_epi16(out + 16, right,
-                               round_to_bf16(_mm512_add_ps(_mm512_loadu_ps(sums + 16), right_bias)));
+      _mm256_mask_storeu_epi16(
+          out + 16, right, round_to_bf16(_mm512_add_ps(_mm512_loadu_ps(sums + 16), right_bias)));
   }
 }
 
