@@ -24,11 +24,15 @@ def model(tmp_path_factory):
 
 
 def generate(*arguments):
+    return raymoe_command("generate", *arguments)
+
+
+def raymoe_command(*arguments):
     """Run the command in a process of its own, as it starts and ends a Ray."""
     environment = {**os.environ, "PYTHONPATH": str(Path(raymoe.__file__).parents[1])}
     environment.pop("RAY_ADDRESS", None)
     return subprocess.run(
-        [*COMMAND, "generate", *map(str, arguments)],
+        [*COMMAND, *map(str, arguments)],
         capture_output=True,
         text=True,
         env=environment,
@@ -182,3 +186,17 @@ def test_every_command_has_help(capfd):
     for name in ("generate", "demo"):
         assert run([name, "--help"]) == 0
         assert "--output" in capfd.readouterr().out
+
+
+@pytest.mark.ray
+def test_the_demo_answers_every_row_and_fails_below_the_accuracy_that_was_asked(tmp_path):
+    output = tmp_path / "demo"
+    done = raymoe_command("demo", "--rows", 300, "--output", output, "--min-accuracy", 1)
+    found = pq.read_table(output / "answers")
+    assert found.num_rows == 300
+    assert set(found.column("__inference_error__").to_pylist()) == {""}
+    texts, answers = (found.column(name).to_pylist() for name in ("generated_text", "answer"))
+    num_exact = sum(text.strip() == answer for text, answer in zip(texts, answers, strict=True))
+    assert f"exact match: {100 * num_exact / 300:.2f} % of 300 rows" in done.stdout
+    assert done.returncode == (0 if num_exact == 300 else 1)
+    assert num_exact >= 0.9 * 300
