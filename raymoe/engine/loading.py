@@ -1,5 +1,6 @@
 """From a model directory to the parts of an engine; nothing large is taken before the plan fits."""
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 
 from raymoe.config import EngineConfig, SamplingParams, Settings
-from raymoe.device.host import read_host
+from raymoe.device.probe import probe_host
 from raymoe.engine.core import EngineCore, Runner
 from raymoe.engine.parts import EngineParts
 from raymoe.engine.request import Request
@@ -20,6 +21,7 @@ from raymoe.kernels.paged_kv import KvLayout
 from raymoe.kernels.threads import set_num_threads
 from raymoe.memory.arena import HostArena
 from raymoe.memory.kv_cache import KvCache
+from raymoe.memory.source import resolve_model
 from raymoe.memory.weights import WeightStore
 from raymoe.model.decoder import Decoder
 from raymoe.model.loading import decoder_arena_bytes
@@ -34,8 +36,7 @@ logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MEMORY_FRACTION = 0.85  # of what is available: Ray ends processes of a node that is 95 % full
-# Rates of one core where none were measured: they decide pass sizes, not results.
-HOST_BYTES_PER_S, HOST_FLOP_PER_S = 8e9, 60e9
+PROBE_S = 0.3  # enough to tell the machine's kind; `raymoe profile` measures with care
 
 
 def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
@@ -43,7 +44,7 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
     if config.device not in ("auto", "cpu"):
         raise ConfigError(f"device is {config.device!r}; only 'cpu' is implemented yet")
     settings = Settings.from_environment()
-    directory = Path(path)
+    directory = resolve_model(path)
     spec = ModelSpec.from_directory(directory)
     store = WeightStore.open(spec, directory)
     dtype = store.dtype if config.dtype == "auto" else DTYPES[config.dtype]
@@ -116,15 +117,10 @@ def _hardware(config: EngineConfig, settings: Settings) -> HardwareSpec:
         raise ConfigError(f"hardware is {config.hardware!r}; presets are not implemented yet")
     if config.hardware is not None:
         return config.hardware
-    host = read_host()
-    num_cores = config.num_threads or settings.num_threads or host.num_cores
+    measured = probe_host(num_threads=config.num_threads or settings.num_threads, seconds=PROBE_S)
     budget = config.host_memory_bytes or settings.host_memory_bytes
-    return HardwareSpec(
-        name="this machine",
-        num_cores=num_cores,
-        host_memory_bytes=budget or int(host.available_memory_bytes * MEMORY_FRACTION),
-        host_bytes_per_s=HOST_BYTES_PER_S * num_cores,
-        host_flop_per_s=HOST_FLOP_PER_S * num_cores,
+    return dataclasses.replace(
+        measured, host_memory_bytes=budget or int(measured.host_memory_bytes * MEMORY_FRACTION)
     )
 
 

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from raymoe.engine.jit import compiled
+from raymoe.engine.nucleus import keep_nucleus
 from raymoe.engine.sequence import Int32s, SequenceTable
+from raymoe.kernels.cpu_sampling import log_sum_exp, topk_logprobs
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 
 Float32s = npt.NDArray[np.float32]
 
-NUCLEUS_CANDIDATES = 1024  # tokens that are sorted first; nearly always hold the nucleus
+SMALL_TOP_K = 64  # up to here the native selection is faster than torch's
 
 
 def forbid(logits_V: Tensor, token_ids: Sequence[int]) -> None:
@@ -81,35 +83,22 @@ def _penalise(
 def keep_top_k(logits_RV: Tensor, top_k_R: Tensor) -> None:
     """Drop what is below the k-th best logit of its row; ties with it stay."""
     count = min(int(top_k_R.max()), logits_RV.shape[1])
-    best_RK = logits_RV.topk(count).values
+    if count <= SMALL_TOP_K:
+        best_RK = logits_RV.gather(1, topk_logprobs(logits_RV, count).ids_RK)
+    else:
+        best_RK = logits_RV.topk(count).values
     index_R1 = (top_k_R.clamp(max=count) - 1)[:, None].long()
     logits_RV.masked_fill_(logits_RV < best_RK.gather(1, index_R1), float("-inf"))
 
 
 def keep_top_p(logits_RV: Tensor, top_p_R: Tensor) -> None:
-    """Keep the fewest best tokens whose probability reaches top_p, at least one."""
-    num_candidates = min(NUCLEUS_CANDIDATES, logits_RV.shape[1])
-    is_short_R = _keep_nucleus(logits_RV, top_p_R, num_candidates)
-    if num_candidates < logits_RV.shape[1] and bool(is_short_R.any()):
-        rows_RV = logits_RV[is_short_R]
-        _keep_nucleus(rows_RV, top_p_R[is_short_R], logits_RV.shape[1])
-        logits_RV[is_short_R] = rows_RV
+    """Keep the fewest best tokens whose probability reaches top_p, at least one.
 
-
-def _keep_nucleus(logits_RV: Tensor, top_p_R: Tensor, num_candidates: int) -> Tensor:
-    """Filter the rows whose nucleus is within the candidates; returns which are not, untouched."""
-    best = logits_RV.topk(num_candidates)
-    probability_RK = (best.values - logits_RV.logsumexp(1, keepdim=True)).exp()
-    above_RK = probability_RK.cumsum(1) - probability_RK  # of better tokens
-    is_kept_RK = above_RK < top_p_R[:, None]
-    is_kept_RK[:, 0] = True
-    is_whole = num_candidates == logits_RV.shape[1]
-    is_short_R = is_kept_RK[:, -1] & (not is_whole)
-    rows = (~is_short_R).nonzero()[:, 0]
-    kept_RK = best.values[rows].masked_fill(~is_kept_RK[rows], float("-inf"))
-    filtered_RV = torch.full((len(rows), logits_RV.shape[1]), float("-inf"))
-    logits_RV[rows] = filtered_RV.scatter_(1, best.indices[rows], kept_RK)
-    return is_short_R
+    Of equal logits at the border, those with the lowest ids stay. A row without a finite logit is
+    left alone.
+    """
+    log_sum_R = log_sum_exp(logits_RV)
+    keep_nucleus(logits_RV.numpy(), top_p_R.numpy(), log_sum_R.numpy())
 
 
 def keep_min_p(logits_RV: Tensor, min_p_R: Tensor) -> None:

@@ -129,18 +129,26 @@ def test_ties_with_the_kth_token_stay():
     assert torch.isfinite(logits_RV[0]).tolist() == [False, True, True, True, False]
 
 
-def test_a_nucleus_larger_than_the_candidates_is_found_by_a_full_sort(monkeypatch):
-    logits_RV = rows(6, scale=0.5)
-    top_p_R = torch.tensor([0.05, 0.5, 0.9, 0.99, 0.3, 0.999])
-    expected_RV = torch.cat(
-        [
-            hf.TopPLogitsWarper(float(p))(None, row[None])
-            for p, row in zip(top_p_R, logits_RV, strict=True)
-        ]
-    )
-    monkeypatch.setattr(module, "NUCLEUS_CANDIDATES", 4)
-    module.keep_top_p(logits_RV, top_p_R)
-    torch.testing.assert_close(logits_RV, expected_RV)
+@pytest.mark.parametrize("scale", [0.0, 0.01, 0.5, 3.0, 30.0])
+@pytest.mark.parametrize("top_p", [1e-6, 0.05, 0.3, 0.5, 0.9, 0.99, 0.99999])
+def test_the_nucleus_is_the_smallest_set_that_reaches_top_p(scale, top_p):
+    logits_RV = rows(20, scale=scale)
+    before_RV = logits_RV.clone()
+    module.keep_top_p(logits_RV, torch.full((20,), top_p))
+    for before_V, after_V in zip(before_RV, logits_RV, strict=True):
+        is_kept_V = after_V.isfinite()
+        assert torch.equal(after_V[is_kept_V], before_V[is_kept_V])
+        probability_V = before_V.double().softmax(0)
+        kept = probability_V[is_kept_V]
+        assert kept.sum() >= top_p - 1e-6
+        assert kept.sum() - kept.min() < top_p + 1e-6
+        assert is_kept_V.all() or kept.min() >= probability_V[~is_kept_V].max()
+
+
+def test_equal_logits_at_the_border_stay_in_the_order_of_their_ids():
+    logits_RV = torch.tensor([[1.0, 3.0, 1.0, 1.0, float("-inf"), 1.0]])
+    module.keep_top_p(logits_RV, torch.tensor([0.75]))  # 3.0 has 0.649, each 1.0 has 0.088
+    assert logits_RV[0].isfinite().tolist() == [True, True, True, False, False, False]
 
 
 def test_eos_and_stop_tokens_are_impossible_before_min_tokens():
