@@ -1,7 +1,7 @@
 """The engines that a benchmark runs, each in a process of its own (`python -m` this module).
 
-A contender loads the checkpoint, warms up, then runs the job once with one new token for each row
-(the prefill) and once in full, several times, and prints one JSON line for each repetition.
+A contender loads the checkpoint, warms up, runs the job several times, and prints one JSON line for
+each repetition. Asked for phases, it also runs the job with one new token for each row: the prefill.
 """
 
 import argparse
@@ -102,6 +102,7 @@ def main() -> None:
     parser.add_argument("--workload", choices=sorted(WORKLOADS), required=True)
     parser.add_argument("--repetitions", type=int, required=True)
     parser.add_argument("--num-threads", type=int, required=True)
+    parser.add_argument("--phases", action="store_true")
     args = parser.parse_args()
     vocab_size = json.loads((args.model / "config.json").read_text())["vocab_size"]
     workload = WORKLOADS[args.workload]
@@ -110,7 +111,7 @@ def main() -> None:
     run(prompts[:8], 2)
     for _ in range(args.repetitions):
         line = {
-            "prefill_s": timed(run, prompts, 1),
+            "prefill_s": timed(run, prompts, 1) if args.phases else None,
             "total_s": timed(run, prompts, workload.generated_tokens),
             "peak_rss_bytes": peak_rss_bytes(),
         }

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from raymoe.bench.workloads import WORKLOADS, make_checkpoint
 from raymoe.errors import ExecutionError
@@ -15,6 +16,7 @@ from raymoe.plan.bound import GEMM_EFFICIENCY, JobBound, job_bound
 from raymoe.specs.model import ModelSpec
 
 Report = Callable[[str], None]
+Line = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,7 @@ class Result:
     """One contender on one shape and workload: medians over the repetitions.
 
     Attributes:
+        prefill_s: Time of the job with one new token for each row; None where not asked for.
         bound_s: Time of the job at the limits measured just before and after, nothing lost.
         share_of_bound: bound_s / total_s.
     """
@@ -40,7 +43,7 @@ class Result:
     num_rows: int
     prompt_tokens: int
     generated_tokens: int
-    prefill_s: float
+    prefill_s: float | None
     total_s: float
     total_s_min: float
     total_s_max: float
@@ -79,6 +82,7 @@ def run_suite(
     contenders: Sequence[str],
     repetitions: int,
     num_threads: int,
+    has_phases: bool,
     directory: Path,
     report: Report,
 ) -> Iterator[Result]:
@@ -102,6 +106,7 @@ def run_suite(
                     "--workload", workload,
                     "--repetitions", str(repetitions),
                     "--num-threads", str(num_threads),
+                    *(["--phases"] if has_phases else []),
                 )  # fmt: skip
             limits = _mean_limits(before, measure_limits(num_threads))
             for contender, lines in runs.items():
@@ -115,7 +120,7 @@ def _mean_limits(before: Limits, after: Limits) -> Limits:
     )
 
 
-def _run_contender(*arguments: str) -> list[dict[str, float]]:
+def _run_contender(*arguments: str) -> list[Line]:
     command = [sys.executable, "-m", "raymoe.bench.contenders", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -126,12 +131,13 @@ def _run_contender(*arguments: str) -> list[dict[str, float]]:
 
 
 def _result(
-    spec: ModelSpec, names: tuple[str, str, str], lines: list[dict[str, float]], limits: Limits
+    spec: ModelSpec, names: tuple[str, str, str], lines: list[Line], limits: Limits
 ) -> Result:
     shape, workload, contender = names
     rows = WORKLOADS[workload]
     lengths = rows.prompt_lengths()
     totals = [line["total_s"] for line in lines]
+    prefills = [line["prefill_s"] for line in lines if line["prefill_s"] is not None]
     return Result(
         shape=shape,
         workload=workload,
@@ -139,7 +145,7 @@ def _result(
         num_rows=rows.num_rows,
         prompt_tokens=sum(lengths),
         generated_tokens=rows.num_rows * rows.generated_tokens,
-        prefill_s=statistics.median(line["prefill_s"] for line in lines),
+        prefill_s=statistics.median(prefills) if prefills else None,
         total_s=statistics.median(totals),
         total_s_min=min(totals),
         total_s_max=max(totals),

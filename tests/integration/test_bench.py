@@ -1,0 +1,54 @@
+"""`raymoe bench` on a tiny shape: every figure is there and the contenders did the same work."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from raymoe.bench.suite import run_suite
+from raymoe.bench.workloads import WORKLOADS, make_checkpoint, make_prompts
+from raymoe.errors import ConfigError
+
+
+def test_both_contenders_generate_every_token_and_are_set_beside_the_bound(tmp_path: Path) -> None:
+    results = list(
+        run_suite(
+            shapes=["tiny"],
+            workloads=["smoke"],
+            contenders=["raymoe", "transformers"],
+            repetitions=1,
+            num_threads=2,
+            has_phases=True,
+            directory=tmp_path,
+            report=lambda text: None,
+        )
+    )
+    assert [result.contender for result in results] == ["raymoe", "transformers"]
+    for result in results:
+        figures = json.loads(result.to_json())
+        assert figures["generated_tokens"] == 8 * 8
+        assert 0 < figures["share_of_bound"] < 1
+        assert figures["tokens_per_s"] == pytest.approx(64 / figures["total_s"])
+        assert figures["prefill_s"] > 0
+        assert figures["peak_rss_bytes"] > 100e6
+
+
+def test_prompts_have_the_lengths_of_their_workload() -> None:
+    for workload in WORKLOADS.values():
+        prompts = make_prompts(workload, 1000)
+        lengths = sorted(map(len, prompts))
+        assert len(prompts) == workload.num_rows
+        assert sum(lengths) / len(lengths) == pytest.approx(workload.mean_prompt_tokens, rel=0.02)
+        assert lengths[0] < workload.mean_prompt_tokens < lengths[-1]
+
+
+def test_a_directory_with_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "precious.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="is not empty"):
+        make_checkpoint("tiny", tmp_path)
+    assert (tmp_path / "precious.txt").read_text() == "mine"
+
+
+def test_an_unknown_shape_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="mixtral"):
+        make_checkpoint("enormous", tmp_path)
