@@ -192,7 +192,16 @@ class ModelSpec:
             UnsupportedModelError: As for `from_config`.
         """
         directory = Path(path)
-        return cls.from_config(read_json_object(directory, "config.json"), name=directory.name)
+        return cls.from_config(read_json_object(directory, "config.json"), name=_name(directory))
+
+
+def _name(directory: Path) -> str:
+    """What people call the model: the directory, or the hub name of a snapshot in its cache."""
+    root = directory.resolve()
+    cache = root.parent.parent.name
+    if root.parent.name == "snapshots" and cache.startswith("models--"):
+        return cache.removeprefix("models--").replace("--", "/")
+    return root.name
 
 
 def layer_parameters(layer: LayerSpec, hidden_size: int) -> int:

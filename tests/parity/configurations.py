@@ -322,7 +322,10 @@ class Reference:
 
 
 def make_reference(
-    model: PreTrainedModel, configuration: Configuration, num_prompts: int = NUM_PROMPTS
+    model: PreTrainedModel,
+    configuration: Configuration,
+    num_prompts: int = NUM_PROMPTS,
+    max_new_tokens: int = MAX_NEW_TOKENS,
 ) -> Reference:
     """Reference rows in which no decision is a tie.
 
@@ -332,7 +335,7 @@ def make_reference(
     """
     candidates = make_prompts(configuration, num_prompts + 2 * len(PROMPT_LENGTHS))
     with Gaps(model) as gaps:
-        tokens = _generate(model, candidates, MAX_NEW_TOKENS, gaps)
+        tokens = _generate(model, candidates, max_new_tokens, gaps)
     clear = [index for index, gap in enumerate(gaps.of_rows) if gap > 1.0][:num_prompts]
     assert len(clear) == num_prompts, f"only {len(clear)} rows of {configuration.name} are clear"
     return Reference(

@@ -222,6 +222,13 @@ def test_from_directory_reads_what_transformers_wrote(tmp_path) -> None:
     assert spec.hidden_size == configuration.fields["hidden_size"]
 
 
+def test_snapshots_of_the_hub_cache_are_called_by_their_hub_name(tmp_path) -> None:
+    snapshot = tmp_path / "models--org--some-name" / "snapshots" / "0123abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(MIXTRAL))
+    assert ModelSpec.from_directory(snapshot).name == "org/some-name"
+
+
 def test_from_directory_without_config_names_the_file(tmp_path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json"):
         ModelSpec.from_directory(tmp_path)
