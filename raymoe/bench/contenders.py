@@ -1,7 +1,7 @@
 """The engines that a benchmark runs, each in a process of its own (`python -m` this module).
 
 A contender loads the checkpoint, warms up, runs the job several times, and prints one JSON line for
-each repetition. Asked for phases, it also runs the job with one new token for each row: the prefill.
+each repetition. Asked for phases, it also runs it with one new token for each row: the prefill.
 """
 
 import argparse
