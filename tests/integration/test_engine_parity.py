@@ -14,8 +14,7 @@ from tests.parity.configurations import (
     MAX_NEW_TOKENS,
     NUM_PROMPTS,
     make_checkpoint,
-    make_prompts,
-    reference_tokens,
+    make_reference,
 )
 
 QUICK_PROMPTS, QUICK_TOKENS = 8, 20
@@ -39,8 +38,8 @@ class Case:
         configuration = BY_NAME[name]
         model = make_checkpoint(configuration, directory)
         self.directory, self.max_tokens = directory, max_tokens
-        self.prompts = make_prompts(configuration, num_prompts)
-        self.expected = reference_tokens(model, self.prompts, max_tokens)
+        reference = make_reference(model, configuration, num_prompts, max_tokens)
+        self.prompts, self.expected = reference.prompts, reference.tokens
 
     def engine(self, **policy: int) -> Engine:
         sizes = {
