@@ -1,0 +1,382 @@
+"""Paged attention against the plain reference, on every instruction set."""
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from raymoe import _native
+from raymoe.errors import ConfigError
+from raymoe.kernels.cpu_attention import (
+    AttentionBatch,
+    append_and_attend,
+    append_and_attend_reference,
+)
+from raymoe.kernels.paged_kv import BLOCK_TOKENS, KvLayout, pack_block, unpack_block
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# Query type, cache type.
+DTYPES = [(FP32, FP32), (FP16, FP16), (BF16, BF16), (FP32, FP16), (FP32, BF16)]
+# Query heads, KV heads, head dimension: groups of 1, 2, 3, 4, 7, 8, 40; vectors with tails.
+HEADS = [(2, 2, 8), (4, 2, 24), (3, 1, 64), (8, 2, 128), (7, 1, 80), (8, 1, 256), (40, 1, 40)]
+# Context and query tokens of each sequence.
+PASSES = {
+    "one token": [(1, 1)],
+    "exactly one block": [(32, 32)],
+    "one token after a block": [(33, 1)],
+    "decode": [(1, 1), (31, 1), (32, 1), (100, 1), (129, 1), (300, 1)],
+    "prefill": [(5, 5), (130, 130), (70, 70)],
+    "chunks": [(40, 8), (65, 33), (160, 100), (2, 1)],
+    "mixed": [(33, 1), (96, 96), (1, 1), (200, 3), (64, 64)],
+}
+
+pytestmark = pytest.mark.usefixtures("isa")
+
+
+class Case:
+    """Random tensors of one pass; blocks that nobody owns are NaN."""
+
+    def __init__(
+        self,
+        sequences: Sequence[tuple[int, int]],
+        heads: tuple[int, int, int],
+        dtypes: tuple[torch.dtype, torch.dtype],
+        seed: int = 0,
+    ) -> None:
+        self.random = torch.Generator().manual_seed(seed)
+        num_heads, num_kv_heads, head_dim = heads
+        self.layout = KvLayout(num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtypes[1])
+        counts = [-(-context // BLOCK_TOKENS) for context, _ in sequences]
+        order = torch.randperm(sum(counts) + 2, generator=self.random).to(torch.int32)
+        self.table = torch.full((len(counts), max(counts, default=0)), -1, dtype=torch.int32)
+        self.cache = torch.full((len(order), *self.layout.block_shape), torch.nan).to(dtypes[1])
+        begin = 0
+        for sequence, (context, tokens) in enumerate(sequences):
+            blocks = order[begin : begin + counts[sequence]]
+            self.table[sequence, : len(blocks)] = blocks
+            begin += len(blocks)
+            self._fill_past(blocks, context - tokens)
+        self.contexts = [context for context, _ in sequences]
+        self.starts = [0, *itertools.accumulate(tokens for _, tokens in sequences)]
+        shape = (self.starts[-1], -1, head_dim)
+        self.query, self.key, self.value = (
+            self._randn(self.starts[-1] * count * head_dim).reshape(shape).to(dtypes[0])
+            if self.starts[-1]
+            else torch.empty(0, count, head_dim, dtype=dtypes[0])
+            for count in (num_heads, num_kv_heads, num_kv_heads)
+        )
+        self.scale = head_dim**-0.5
+
+    def _randn(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.random)
+
+    def _fill_past(self, blocks: Tensor, past: int) -> None:
+        """Random KV for the past; the rest of a begun block is zero, as the kernel leaves it."""
+        for index, block in enumerate(blocks[: -(-past // BLOCK_TOKENS)].tolist()):
+            shape = (2, BLOCK_TOKENS, self.layout.num_kv_heads, self.layout.head_dim)
+            both = self._randn(*shape).to(self.layout.dtype)
+            both[:, max(past - index * BLOCK_TOKENS, 0) :] = 0
+            self.cache[block] = pack_block(both[0], both[1], self.layout)
+
+    def batch(self) -> AttentionBatch:
+        return AttentionBatch(
+            query_start=torch.tensor(self.starts, dtype=torch.int32),
+            context_tokens=torch.tensor(self.contexts, dtype=torch.int32),
+            block_table=self.table,
+        )
+
+    def run(self, window: int | None = None, cache: Tensor | None = None) -> Tensor:
+        cache = self.cache.clone() if cache is None else cache
+        return append_and_attend(
+            self.query,
+            self.key,
+            self.value,
+            cache,
+            self.batch(),
+            scale=self.scale,
+            sliding_window=window,
+        )
+
+    def reference(self, window: int | None = None, *, exact: bool = False) -> Tensor:
+        """Exact: without rounding of the output."""
+        query = self.query.double() if exact else self.query
+        key, value = self.key.to(self.layout.dtype), self.value.to(self.layout.dtype)
+        return append_and_attend_reference(
+            query,
+            key,
+            value,
+            self.cache.nan_to_num(),
+            self.batch(),
+            scale=self.scale,
+            sliding_window=window,
+        )
+
+
+def assert_accurate(case: Case, window: int | None = None) -> None:
+    got = case.run(window)
+    want = case.reference(window, exact=True)
+    assert got.shape == want.shape
+    assert got.dtype == case.query.dtype
+    # bfloat16 rounds its probabilities, too, on the instruction set that multiplies bfloat16.
+    unit = {FP32: 2e-6, FP16: 2**-10, BF16: 2**-7}[case.query.dtype]
+    torch.testing.assert_close(got.double(), want.double(), rtol=unit, atol=unit)
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("sequences", PASSES.values(), ids=PASSES)
+def test_equals_the_reference_for_every_shape_of_pass(
+    sequences: list[tuple[int, int]], dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    assert_accurate(Case(sequences, (4, 2, 64), dtypes))
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_equals_the_reference_for_every_shape_of_heads(
+    heads: tuple[int, int, int], dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    assert_accurate(Case([(70, 1), (50, 18)], heads, dtypes))
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [1, 2, 31, 32, 33, 100, 1000])
+def test_a_token_sees_only_its_window(window: int, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    assert_accurate(Case([(260, 1), (150, 150), (300, 40)], (4, 2, 32), dtypes), window)
+
+
+@pytest.mark.parametrize("dtypes", [(FP32, FP32), (BF16, BF16)], ids=str)
+@pytest.mark.parametrize("window", [None, 1500])
+def test_equals_the_reference_for_thousands_of_tokens(
+    dtypes: tuple[torch.dtype, torch.dtype], window: int | None
+) -> None:
+    assert_accurate(Case([(3000, 1), (2100, 70)], (2, 1, 16), dtypes), window)
+
+
+def test_an_empty_pass_gives_nothing() -> None:
+    for sequences in ([], [(7, 0), (0, 0)]):
+        case = Case(sequences, (4, 2, 64), (BF16, BF16))
+        assert case.run().shape == (0, 256)
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+def test_keys_and_values_land_in_the_layout_of_the_cache(
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> None:
+    case = Case([(70, 40), (33, 1)], (4, 2, 24), dtypes)
+    cache = case.cache.clone()
+    case.run(cache=cache)
+    first = 0
+    for sequence, context in enumerate(case.contexts):
+        count = case.starts[sequence + 1] - case.starts[sequence]
+        for offset in range(count):
+            index, row = divmod(context - count + offset, BLOCK_TOKENS)
+            keys, values = unpack_block(cache[case.table[sequence, index]], case.layout)
+            assert torch.equal(keys[row], case.key[first + offset].to(dtypes[1]))
+            assert torch.equal(values[row], case.value[first + offset].to(dtypes[1]))
+        first += count
+    untouched = cache.isnan().flatten(1).all(1)
+    owned = torch.zeros_like(untouched)
+    owned[case.table[case.table >= 0].long()] = True
+    assert torch.equal(untouched, ~owned)
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+def test_what_a_previous_owner_left_in_a_block_does_not_matter(
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> None:
+    case = Case([(33, 1), (40, 40), (1, 1)], (4, 2, 64), dtypes)
+    want = case.run()
+    assert not want.isnan().any()
+    for stale in (torch.inf, -torch.inf, 1e4):
+        cache = torch.where(case.cache.isnan(), torch.tensor(stale, dtype=dtypes[1]), case.cache)
+        assert torch.equal(case.run(cache=cache), want)
+
+
+@pytest.mark.parametrize("dtypes", [(FP32, FP32), (BF16, BF16)], ids=str)
+@pytest.mark.parametrize("window", [None, 50])
+def test_neither_the_batch_nor_the_threads_change_a_bit(
+    dtypes: tuple[torch.dtype, torch.dtype], window: int | None
+) -> None:
+    sequences = [(2500, 1), (90, 1), (1100, 40), (64, 64), (33, 1)]
+    case = Case(sequences, (3, 1, 24), dtypes)
+    num_threads = _native.num_threads()
+    try:
+        results = []
+        for count in (1, 2, 3):
+            _native.set_num_threads(count)
+            results.append(case.run(window))
+    finally:
+        _native.set_num_threads(num_threads)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+    for sequence in range(len(sequences)):
+        begin, end = case.starts[sequence], case.starts[sequence + 1]
+        alone = append_and_attend(
+            case.query[begin:end],
+            case.key[begin:end],
+            case.value[begin:end],
+            case.cache.clone(),
+            AttentionBatch(
+                query_start=torch.tensor([0, end - begin], dtype=torch.int32),
+                context_tokens=torch.tensor([case.contexts[sequence]], dtype=torch.int32),
+                block_table=case.table[sequence : sequence + 1],
+            ),
+            scale=case.scale,
+            sliding_window=window,
+        )
+        assert torch.equal(alone, results[0][begin:end])
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [None, 20])
+def test_one_token_at_a_time_gives_the_same_bits_as_chunks(
+    dtypes: tuple[torch.dtype, torch.dtype], window: int | None
+) -> None:
+    case = Case([(140, 140)], (6, 2, 40), dtypes)
+    want = case.run(window)
+    for chunk in (1, 7, 64):
+        cache = torch.full_like(case.cache, torch.nan)
+        for begin in range(0, 140, chunk):
+            end = min(begin + chunk, 140)
+            got = append_and_attend(
+                case.query[begin:end],
+                case.key[begin:end],
+                case.value[begin:end],
+                cache,
+                AttentionBatch(
+                    query_start=torch.tensor([0, end - begin], dtype=torch.int32),
+                    context_tokens=torch.tensor([end], dtype=torch.int32),
+                    block_table=case.table,
+                ),
+                scale=case.scale,
+                sliding_window=window,
+            )
+            assert torch.equal(got, want[begin:end])
+
+
+def test_sequences_may_share_the_blocks_of_a_prefix() -> None:
+    case = Case([(96, 1), (96, 1)], (4, 2, 64), (BF16, BF16))
+    case.table[1, :2] = case.table[0, :2]
+    assert_accurate(case)
+
+
+def test_blocks_that_left_the_window_are_not_read() -> None:
+    case = Case([(300, 1), (200, 2)], (4, 2, 64), (FP32, FP32))
+    want = case.run(window=40)
+    case.table[:, :4] = -5
+    assert torch.equal(case.run(window=40), want)
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_bfloat16_errs_at_most_twice_as_much_as_torch(window: int | None) -> None:
+    case = Case([(700, 200)], (8, 2, 128), (BF16, BF16))
+    exact = case.reference(window, exact=True).double()
+    got = case.run(window).double()
+    cache = case.cache.nan_to_num().clone()
+    append_and_attend(
+        case.query, case.key, case.value, cache, case.batch(), scale=1.0
+    )  # for the appended tokens
+    pairs = [unpack_block(cache[block], case.layout) for block in case.table[0].tolist()]
+    keys, values = (
+        torch.cat(parts)[:700].repeat_interleave(4, 1) for parts in zip(*pairs, strict=True)
+    )
+    position = torch.arange(500, 700)[:, None]
+    hidden = torch.arange(700) > position
+    if window is not None:
+        hidden |= torch.arange(700) <= position - window
+    scores = torch.einsum("qhd,chd->hqc", case.query, keys).float() * case.scale
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(BF16)
+    plain = torch.einsum("hqc,chd->qhd", weights, values).reshape(200, -1).double()
+    assert (got - exact).pow(2).mean().sqrt() <= 2 * (plain - exact).pow(2).mean().sqrt()
+    assert (got - exact).abs().max() <= 2 * (plain - exact).abs().max()
+
+
+def test_strided_rows_of_a_fused_projection_are_taken() -> None:
+    case = Case([(40, 3), (20, 1)], (4, 2, 16), (BF16, BF16))
+    want = case.run()
+    fused = torch.cat([case.query, case.key, case.value], dim=1)
+    case.query, case.key, case.value = fused[:, :4], fused[:, 4:6], fused[:, 6:]
+    assert torch.equal(case.run(), want)
+
+
+def test_a_query_of_nan_gives_nan_in_its_own_row_only() -> None:
+    case = Case([(40, 1), (20, 1)], (4, 2, 16), (FP32, FP32))
+    want = case.run()
+    case.query[0, 1] = torch.nan
+    got = case.run()
+    assert got[0, 16:32].isnan().all()
+    got[0, 16:32] = want[0, 16:32]
+    assert torch.equal(got, want)
+
+
+# What goes wrong in a good case, and what the error says.
+BROKEN: list[tuple[Callable[[Case], object], str]] = [
+    (
+        lambda case: case.table[0, 1:].fill_(len(case.cache)),
+        r"block_table\[0, 1\] is 5, the cache has 5 blocks",
+    ),
+    (
+        lambda case: setattr(case, "starts", [0, 3, 3]),
+        "query_start runs from 0 to 3, expected 0 to 4",
+    ),
+    (lambda case: setattr(case, "starts", [0, 5, 4]), "query_start falls after entry 1"),
+    (
+        lambda case: setattr(case, "contexts", [65, 20]),
+        "sequence 0 has 65 context_tokens, block_table room for 64",
+    ),
+    (
+        lambda case: setattr(case, "contexts", [2, 20]),
+        "sequence 0 has 3 tokens in the pass but 2 context_tokens",
+    ),
+    (
+        lambda case: setattr(case, "cache", case.cache.half()),
+        "query has dtype bfloat16 and cache float16",
+    ),
+    (
+        lambda case: setattr(case, "cache", case.cache[..., :-2].contiguous()),
+        "cache has size 510 in dimension 3, expected 512",
+    ),
+    (
+        lambda case: setattr(case, "value", case.value.float()),
+        "value has dtype float32, expected bfloat16",
+    ),
+    (
+        lambda case: setattr(case, "query", case.query[:, :3]),
+        "query has 3 heads, not a multiple of key's 2",
+    ),
+    (
+        lambda case: setattr(case, "key", case.key[:3]),
+        "key has size 3 in dimension 0, expected 4",
+    ),
+    (
+        lambda case: setattr(case, "scale", float("nan")),
+        "scale is nan, expected a positive number",
+    ),
+]
+
+
+@pytest.mark.parametrize(("breaks", "message"), BROKEN, ids=[message for _, message in BROKEN])
+def test_arguments_that_do_not_fit_are_refused_by_name(
+    breaks: Callable[[Case], object], message: str
+) -> None:
+    case = Case([(40, 3), (20, 1)], (4, 2, 16), (BF16, BF16))
+    breaks(case)
+    with pytest.raises(ConfigError, match=message):
+        case.run()
+
+
+def test_a_head_dim_that_is_no_multiple_of_8_is_refused() -> None:
+    case = Case([(40, 3)], (4, 2, 16), (BF16, BF16))
+    case.query, case.key, case.value = (
+        tensor[..., :12].contiguous() for tensor in (case.query, case.key, case.value)
+    )
+    with pytest.raises(ConfigError, match="query has head_dim 12, expected a multiple of 8"):
+        case.run()
+
+
+def test_a_window_of_nothing_is_refused() -> None:
+    case = Case([(40, 3)], (4, 2, 16), (BF16, BF16))
+    with pytest.raises(ConfigError, match="sliding_window is 0, expected 1 or more"):
+        case.run(window=0)
