@@ -239,6 +239,8 @@ class Engine:
         return len(self._inbox) + self._core.scheduler.num_waiting
 
     def _wait_for_place(self) -> None:
+        if threading.current_thread() is self._thread:
+            return  # a callback of a future submits more: waiting for itself would never end
         self._num_blocked += 1
         self._changed.wait_for(
             lambda: (

@@ -9,7 +9,7 @@ Admitting while that peak fits keeps the cache full at a steady rate and rarely 
 import numpy as np
 
 from raymoe.engine.jit import compiled
-from raymoe.engine.sequence import Int32s, Int64s
+from raymoe.engine.sequence import Bools, Int32s, Int64s
 
 HISTORY = 1024  # finished rows that are remembered
 MIN_HISTORY = 16  # with fewer, every row counts as long as it may become
@@ -42,8 +42,16 @@ class LengthForecast:
         """Learn that the estimate was too low."""
         self.pessimism += (1.0 - self.pessimism) * PREEMPTION_STEP
 
-    def remaining(self, generated: Int32s | Int64s, limit: Int32s | Int64s) -> Int64s:
-        """Expected tokens still to come of sequences that generated so many of at most so many."""
+    def remaining(
+        self, generated: Int32s | Int64s, limit: Int32s | Int64s, is_fixed: Bools
+    ) -> Int64s:
+        """Expected tokens still to come of sequences.
+
+        Args:
+            generated: How many each has.
+            limit: How many it may have.
+            is_fixed: Whether nothing else ends it.
+        """
         worst = (limit - generated).astype(np.int64)
         if self._num_finished < MIN_HISTORY:
             return worst
@@ -52,7 +60,8 @@ class LengthForecast:
         index = np.searchsorted(self._sorted, generated, side="right")
         num_longer = len(self._sorted) - index
         mean = self._suffix_sums[index] / np.maximum(num_longer, 1) - generated
-        expected = np.where(num_longer > 0, np.minimum(np.ceil(mean), worst), worst)
+        is_known = (num_longer > 0) & ~is_fixed
+        expected = np.where(is_known, np.minimum(np.ceil(mean), worst), worst)
         estimate: Int64s = np.ceil(expected + self.pessimism * (worst - expected)).astype(np.int64)
         return estimate
 

@@ -16,7 +16,7 @@ from raymoe.engine.core import EngineCore, Runner
 from raymoe.engine.parts import EngineParts
 from raymoe.engine.request import Request
 from raymoe.engine.tokenizer import Tokenizer
-from raymoe.errors import ConfigError, UnsupportedModelError
+from raymoe.errors import ConfigError, UnknownOptionError, UnsupportedModelError
 from raymoe.kernels.paged_kv import KvLayout
 from raymoe.kernels.threads import set_num_threads
 from raymoe.memory.arena import HostArena
@@ -28,6 +28,7 @@ from raymoe.model.loading import decoder_arena_bytes
 from raymoe.plan.policy import Policy
 from raymoe.plan.search import find_plan
 from raymoe.runtime.runner import PassRunner
+from raymoe.schedule.builders import BUILDERS
 from raymoe.specs.files import read_json_object
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
@@ -43,12 +44,14 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
     """Resolve, check, plan, then load. See `Engine.from_pretrained` for the errors."""
     if config.device not in ("auto", "cpu"):
         raise ConfigError(f"device is {config.device!r}; only 'cpu' is implemented yet")
+    if config.schedule not in ("auto", *BUILDERS):
+        raise UnknownOptionError(config.schedule, BUILDERS, "schedule")
     settings = Settings.from_environment()
     directory = resolve_model(path)
     spec = ModelSpec.from_directory(directory)
     store = WeightStore.open(spec, directory)
     dtype = store.dtype if config.dtype == "auto" else DTYPES[config.dtype]
-    kv_dtype = dtype if config.kv_dtype == "auto" else DTYPES[config.kv_dtype]
+    kv_dtype = _kv_dtype(config, dtype)
     hardware = _hardware(config, settings)
     context = min(spec.max_context_tokens, config.max_context_tokens or spec.max_context_tokens)
     arena_bytes = decoder_arena_bytes(spec, dtype, store.stored_dtype)
@@ -122,6 +125,16 @@ def _hardware(config: EngineConfig, settings: Settings) -> HardwareSpec:
     return dataclasses.replace(
         measured, host_memory_bytes=budget or int(measured.host_memory_bytes * MEMORY_FRACTION)
     )
+
+
+def _kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    kv_dtype = dtype if config.kv_dtype == "auto" else DTYPES[config.kv_dtype]
+    if kv_dtype != dtype and dtype != torch.float32:
+        raise ConfigError(
+            f"kv_dtype is {config.kv_dtype!r} and the model computes in {dtype}; the attention "
+            "kernels take a cache of the same type, or any type when the model is float32"
+        )
+    return kv_dtype
 
 
 def _kv_layout(spec: ModelSpec, dtype: torch.dtype) -> KvLayout:

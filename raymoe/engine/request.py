@@ -77,6 +77,12 @@ class Sample:
         return len(self.request.prompt)
 
     @property
+    def has_fixed_length(self) -> bool:
+        """Whether nothing but the limit ends this sample."""
+        params = self.request.params
+        return params.ignore_eos and not params.stop_strings and not params.stop_token_ids
+
+    @property
     def wants_prompt_logits(self) -> bool:
         """Whether log probabilities of the prompt are still missing."""
         wanted = self.index == 0 and self.request.params.prompt_logprobs is not None

@@ -21,6 +21,7 @@ from raymoe.memory.kv_cache import BlockPool, blocks_of_tokens
 from raymoe.plan.policy import Policy
 
 MAX_ADMISSIONS = 256  # of one pass
+MEAN_WASTE = BLOCK_TOKENS // 2  # tokens that a last block could still take, on average
 RESERVED_FRACTION = 64  # one block of so many stays free for growth that no forecast saw
 
 
@@ -143,10 +144,11 @@ class PassScheduler:
         known = np.array([len(sample.known) for sample in candidates])
         prompt = np.array([sample.num_prompt_tokens for sample in candidates])
         limit = np.array([sample.request.limit_tokens for sample in candidates])
-        waste = BLOCK_TOKENS // 2  # the unused part of a last block, on average
+        is_fixed = np.array([sample.has_fixed_length for sample in candidates])
+        remaining = self.forecast.remaining(known - prompt, limit - prompt, is_fixed)
         count = count_admissible(
             self._live_lengths(),
-            (known + waste, self.forecast.remaining(known - prompt, limit - prompt)),
+            (known + MEAN_WASTE, remaining),
             (self.policy.num_kv_blocks - self._reserved_blocks) * BLOCK_TOKENS,
         )
         return max(count, 1) if self.table.num_live == 0 else count
@@ -155,8 +157,9 @@ class PassScheduler:
         table = self.table
         slots = table.live_slots()
         known, prompt = table.known_tokens[slots], table.prompt_tokens[slots]
-        remaining = self.forecast.remaining(known - prompt, table.limit_tokens[slots] - prompt)
-        return known.astype(np.int64) + BLOCK_TOKENS // 2, remaining
+        limit, is_fixed = table.limit_tokens[slots], table.has_fixed_length[slots]
+        remaining = self.forecast.remaining(known - prompt, limit - prompt, is_fixed)
+        return known.astype(np.int64) + MEAN_WASTE, remaining
 
     def _has_blocks(self) -> bool:
         sample = self._waiting[0]
@@ -179,6 +182,7 @@ class PassScheduler:
                 computed_tokens=computed,
                 arrival=sample.arrival,
                 wants_prompt_logits=sample.wants_prompt_logits,
+                has_fixed_length=sample.has_fixed_length,
             )
         )
         sample.num_cached_tokens = computed

@@ -30,6 +30,7 @@ class Admission:
         computed_tokens: Whose KV is in the first blocks.
         arrival: Order among all sequences; preemption takes the newest.
         wants_prompt_logits: Whether logits of the prompt's tokens are wanted too.
+        has_fixed_length: Whether nothing but the limit ends the sequence.
     """
 
     tokens: Int32s
@@ -39,6 +40,7 @@ class Admission:
     computed_tokens: int
     arrival: int
     wants_prompt_logits: bool
+    has_fixed_length: bool = False
 
 
 class SequenceTable:
@@ -59,6 +61,7 @@ class SequenceTable:
         self.last_token: Int32s = np.zeros(num_slots, np.int32)
         self.arrival: Int64s = np.zeros(num_slots, np.int64)
         self.wants_prompt_logits: Bools = np.zeros(num_slots, np.bool_)
+        self.has_fixed_length: Bools = np.zeros(num_slots, np.bool_)
         self.num_blocks: Int32s = np.zeros(num_slots, np.int32)
         self.block_table: Int32s = np.zeros((num_slots, max_blocks), np.int32)
         self.token_blocks: Int32s = np.zeros((num_blocks, BLOCK_TOKENS), np.int32)
@@ -92,6 +95,7 @@ class SequenceTable:
         self.last_token[slot] = tokens[-1]
         self.arrival[slot] = admission.arrival
         self.wants_prompt_logits[slot] = admission.wants_prompt_logits
+        self.has_fixed_length[slot] = admission.has_fixed_length
         self.num_blocks[slot] = len(blocks)
         self.block_table[slot, : len(blocks)] = blocks
         position = np.arange(first, len(tokens))

@@ -179,6 +179,21 @@ def test_submit_blocks_while_the_queue_is_full(make_engine):
     assert all(not future.result(30).error for future in (*first, *rest))
 
 
+def test_a_callback_of_a_future_may_submit_more_even_when_the_queue_is_full(make_engine):
+    engine = make_engine(EngineConfig(linger_s=0.0, max_queued_rows=1), small_policy(batch_size=1))
+    more = []
+    seen = threading.Event()
+
+    def submit_more(_future) -> None:
+        more.extend(engine.submit([[7], [8], [9]], GREEDY))
+        seen.set()
+
+    (future,) = engine.submit([[1]], GREEDY)
+    future.add_done_callback(submit_more)
+    assert seen.wait(30)
+    assert all(not row.result(30).error for row in more)
+
+
 def test_a_failed_pass_fails_pending_and_later_rows_with_its_cause(make_engine):
     def fail(inputs) -> None:
         raise RuntimeError("kernel exploded")

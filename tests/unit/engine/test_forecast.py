@@ -34,8 +34,9 @@ def test_sequences_are_admitted_until_the_peak_exceeds_the_capacity(live, waitin
     assert count == (fits.index(False) if False in fits else len(waiting))
 
 
-def remaining(forecast, generated, limit):
-    return int(forecast.remaining(np.array([generated]), np.array([limit]))[0])
+def remaining(forecast, generated, limit, is_fixed=False):
+    lengths = np.array([generated]), np.array([limit])
+    return int(forecast.remaining(*lengths, np.array([is_fixed]))[0])
 
 
 def test_without_history_a_row_counts_as_long_as_it_may_become():
@@ -55,6 +56,7 @@ def test_expectation_is_the_mean_of_rows_that_became_longer():
     assert remaining(forecast, 20, 1000) == 40
     assert remaining(forecast, 20, 30) == 10
     assert remaining(forecast, 60, 1000) == 940
+    assert remaining(forecast, 20, 1000, is_fixed=True) == 980
 
 
 def test_preemption_makes_the_forecast_careful_and_finished_rows_make_it_bold_again():

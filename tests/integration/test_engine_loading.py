@@ -1,0 +1,134 @@
+"""From a directory to an engine: what is read, what is refused, and when."""
+
+import json
+import logging
+import shutil
+import threading
+
+import pytest
+
+from raymoe.config import EngineConfig
+from raymoe.engine.engine import Engine
+from raymoe.errors import (
+    CheckpointError,
+    ConfigError,
+    InfeasiblePlanError,
+    UnknownOptionError,
+    UnsupportedModelError,
+)
+from raymoe.units import GIB, MIB
+from tests.parity.configurations import CONFIGURATIONS, make_checkpoint
+from tests.unit.engine.fakes import write_byte_tokenizer
+
+SMALL = EngineConfig(host_memory_bytes=2 * GIB, linger_s=0.0)
+GREEDY = {"temperature": 0, "max_tokens": 12}
+PROMPT = [3, 1, 4, 1, 5]
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    make_checkpoint(CONFIGURATIONS[0], directory)
+    return directory
+
+
+@pytest.fixture
+def directory(original, tmp_path):
+    return shutil.copytree(original, tmp_path / "model")
+
+
+def edit(path, **fields) -> None:
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(content | fields))
+
+
+def tokens(directory, params=GREEDY, config=SMALL):
+    with Engine.from_pretrained(directory, config) as engine:
+        (generation,) = engine.generate([PROMPT], params)
+        assert generation.error == ""
+        return generation
+
+
+@pytest.mark.parametrize("as_list", [True, False])
+def test_eos_of_generation_config_ends_a_row(directory, as_list):
+    plain = tokens(directory).token_ids
+    eos = plain[5]
+    edit(directory / "generation_config.json", eos_token_id=[198, eos] if as_list else eos)
+    generation = tokens(directory)
+    assert generation.token_ids == plain[: plain.index(eos) + 1]
+    assert generation.finish_reason == "stop"
+    assert tokens(directory, GREEDY | {"ignore_eos": True}).token_ids == plain
+
+
+def test_eos_of_config_counts_where_generation_config_has_none(directory):
+    plain = tokens(directory).token_ids
+    edit(directory / "config.json", eos_token_id=plain[3])
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    assert tokens(directory).token_ids == plain[: plain.index(plain[3]) + 1]
+
+
+def test_text_prompts_use_the_tokenizer_of_the_directory(directory):
+    write_byte_tokenizer(directory)
+    with Engine.from_pretrained(directory, SMALL) as engine:
+        good, bad = engine.generate(["abc", "\u00ff"], GREEDY)
+    # The model has 199 tokens: BOS (256) is not one of them, and the row says so.
+    assert "the vocabulary has ids 0 to 198" in good.error
+    assert "the vocabulary has ids 0 to 198" in bad.error
+
+
+def test_too_little_memory_is_refused_with_a_table(directory):
+    config = EngineConfig(host_memory_bytes=200 * MIB)
+    with pytest.raises(InfeasiblePlanError, match=r"(?s)short.*weights.*KV cache.*total"):
+        Engine.from_pretrained(directory, config)
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        (EngineConfig(device="cuda"), ConfigError, "only 'cpu' is implemented"),
+        (EngineConfig(schedule="in_plac"), UnknownOptionError, "did you mean 'in_place'"),
+        (EngineConfig(dtype="bfloat16", kv_dtype="float32"), ConfigError, "kv_dtype is 'float32'"),
+        (EngineConfig(hardware="l4"), ConfigError, "presets are not implemented"),
+    ],
+)
+def test_what_is_not_there_yet_is_refused(directory, config, error, message):
+    with pytest.raises(error, match=message):
+        Engine.from_pretrained(directory, config)
+
+
+def test_an_unknown_architecture_is_refused(directory):
+    edit(directory / "config.json", model_type="gigantic_moe")
+    with pytest.raises(UnsupportedModelError, match="gigantic_moe"):
+        Engine.from_pretrained(directory, SMALL)
+
+
+def test_a_truncated_checkpoint_is_refused_by_file(directory):
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        Engine.from_pretrained(directory, SMALL)
+
+
+def test_a_refused_model_leaves_no_thread_behind(directory):
+    before = set(threading.enumerate())
+    with pytest.raises(InfeasiblePlanError):
+        Engine.from_pretrained(directory, EngineConfig(host_memory_bytes=MIB))
+    assert set(threading.enumerate()) <= before
+
+
+def test_plan_and_timeline_are_there_to_be_compared(directory, caplog):
+    with (
+        caplog.at_level(logging.INFO, logger="raymoe"),
+        Engine.from_pretrained(directory, SMALL) as engine,
+    ):
+        engine.generate([PROMPT], GREEDY)
+        assert engine.plan.decode.makespan_s > 0
+        assert len(engine.last_timeline.spans) == len(engine.plan.decode.spans)
+    assert "predicted" in caplog.text
+
+
+def test_dtype_and_cache_type_can_be_chosen(directory):
+    config = EngineConfig(
+        host_memory_bytes=2 * GIB, dtype="float32", kv_dtype="bfloat16", max_context_tokens=40
+    )
+    assert tokens(directory, GREEDY | {"max_tokens": 100}, config).num_generated_tokens == 35
