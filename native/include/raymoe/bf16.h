@@ -14,6 +14,10 @@ struct fp16 {
   uint16_t bits;
 };
 
+// Internal linkage: these are compiled once for each instruction set, and a shared inline function
+// would let the linker keep the AVX512 copy for machines that lack it.
+namespace {
+
 inline float to_float(float x) { return x; }
 
 inline float to_float(bf16 x) {
@@ -79,4 +83,5 @@ inline fp16 from_float<fp16>(float x) {
   return fp16{static_cast<uint16_t>(sign | (bits >> 13))};
 }
 
+}  // namespace
 }  // namespace raymoe
