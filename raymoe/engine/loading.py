@@ -129,7 +129,7 @@ def _hardware(config: EngineConfig, settings: Settings) -> HardwareSpec:
 
 def _kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
     kv_dtype = dtype if config.kv_dtype == "auto" else DTYPES[config.kv_dtype]
-    if kv_dtype != dtype and dtype != torch.float32:
+    if dtype not in (kv_dtype, torch.float32):
         raise ConfigError(
             f"kv_dtype is {config.kv_dtype!r} and the model computes in {dtype}; the attention "
             "kernels take a cache of the same type, or any type when the model is float32"
