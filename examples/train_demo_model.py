@@ -2,11 +2,14 @@
 
 The task and its ground truth come from `raymoe.assets.wrangling`, so nothing is downloaded. The
 result is an ordinary checkpoint directory, evaluated through `transformers` on rows whose prompts
-training never sees. Two CPU cores need about an hour:
+training never sees. A step takes about half a second on two idle CPU cores:
 
-    python examples/train_demo_model.py --out build/demo_model --steps 8000
+    python examples/train_demo_model.py --out build/demo_model --steps 4000
 
-An interrupted run continues with `--resume` from the last saved state.
+An interrupted run continues with `--resume` from the last saved state, and a larger `--steps`
+lengthens it. The bundled weights come from 2500 steps (320 000 rows) lengthened that way: the first
+1000 pooled the balance loss over layers, and the rate fell to zero at 2200 and again at 2500. They
+answer 98.3 % of 5000 held-out rows exactly; a single run will not repeat them bit for bit.
 """
 
 import argparse
@@ -358,7 +361,7 @@ def evaluate(directory: Path, dtype: torch.dtype, rows: list[WranglingRow]) -> I
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=demo_model_path(), help="directory to write")
-    parser.add_argument("--steps", type=int, default=8000, help="steps in all, resumed or not")
+    parser.add_argument("--steps", type=int, default=4000, help="steps in all, resumed or not")
     parser.add_argument("--resume", action="store_true", help="continue from --state")
     parser.add_argument("--state", type=Path, default=Path("build/demo_model_training.pt"))
     parser.add_argument("--save-every", type=int, default=250)
