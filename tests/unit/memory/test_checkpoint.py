@@ -215,6 +215,11 @@ def test_a_tensor_that_the_index_misplaces_is_named(tmp_path) -> None:
     refused(tmp_path, r"model-1\.safetensors.*'b' is missing")
 
 
+def test_tensors_in_the_shards_of_one_another_are_named(tmp_path) -> None:
+    write_sharded(tmp_path, {"a": "model-2.safetensors", "b": "model-1.safetensors"})
+    refused(tmp_path, r"model-2\.safetensors.*'a' is missing")
+
+
 def test_a_tensor_that_the_index_does_not_know_is_named(tmp_path) -> None:
     write_sharded(tmp_path)
     save_file({"b": TENSORS["b"], "x": TENSORS["a"]}, tmp_path / "model-2.safetensors")
