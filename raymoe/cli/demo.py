@@ -14,7 +14,7 @@ from rich.table import Table
 
 from raymoe.assets import demo_model_path
 from raymoe.assets.wrangling import KINDS, make_rows
-from raymoe.cli.pipeline import Job, print_summary, run_job
+from raymoe.cli.pipeline import Job, check_model, print_summary, run_job
 from raymoe.cli.progress import plain_console
 from raymoe.cli.sinks import ParquetSink
 from raymoe.cli.sources import open_source
@@ -47,7 +47,6 @@ def run(
     input_path = _write_prompts(output, rows, seed)
     source = open_source(str(input_path), prompt_column="prompt", id_column="id")
     sink = ParquetSink(path=output / OUTPUT_NAME)
-    sink.prepare(resume=False, overwrite=True)
     job = Job(
         model=str(demo_model_path()),
         source=source,
@@ -59,6 +58,8 @@ def run(
         num_actors=num_actors,
         verbose=verbose,
     )
+    check_model(job)
+    sink.prepare(resume=False, overwrite=True)
     console = plain_console()
     console.print(f"{rows:,} messy rows in {input_path}; starting Ray and loading the model ...")
     tally = run_job(job, plain_console(stderr=True))

@@ -1,12 +1,13 @@
 """`raymoe generate`: a table of prompts in, the same table with generated text out."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from raymoe.cli.pipeline import Job, find_written, print_summary, run_job
+from raymoe.cli.pipeline import Job, check_model, find_written, print_summary, run_job
 from raymoe.cli.progress import plain_console
 from raymoe.cli.sinks import check_apart, open_sink
 from raymoe.cli.sources import Source, open_source
@@ -19,92 +20,93 @@ TABLE = "Table"
 SAMPLING = "Sampling"
 RUN = "Run"
 
+Model = Annotated[str, typer.Option(help="Model directory, or a name on the hub.")]
+Input = Annotated[
+    str, typer.Option("--input", help="Parquet or JSONL: a file, a directory or a glob.")
+]
+Output = Annotated[
+    Path, typer.Option(help="Directory for parquet parts, or a file that ends in .jsonl.")
+]
+PromptColumn = Annotated[str, typer.Option(help="Text, or token ids.", rich_help_panel=TABLE)]
+MessagesColumn = Annotated[str, typer.Option(help="Chat messages.", rich_help_panel=TABLE)]
+IdColumn = Annotated[
+    str | None, typer.Option(help="Unique ids; --resume needs them.", rich_help_panel=TABLE)
+]
+MaxTokens = Annotated[
+    int, typer.Option(help="Most tokens to generate for a row.", rich_help_panel=SAMPLING)
+]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=SAMPLING)]
+TopP = Annotated[float, typer.Option(help="Keep this much probability.", rich_help_panel=SAMPLING)]
+TopK = Annotated[
+    int, typer.Option(help="Keep this many tokens; 0 keeps all.", rich_help_panel=SAMPLING)
+]
+Seed = Annotated[int, typer.Option(help="Of rows that have none.", rich_help_panel=SAMPLING)]
+IgnoreEos = Annotated[
+    bool, typer.Option("--ignore-eos", help="Go on after EOS.", rich_help_panel=SAMPLING)
+]
+MoreParams = Annotated[str, typer.Option(help="More, as a JSON object.", rich_help_panel=SAMPLING)]
+Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.", rich_help_panel=RUN)]
+NumActors = Annotated[
+    int, typer.Option(min=1, help="Engines; each loads the model.", rich_help_panel=RUN)
+]
+BatchSize = Annotated[
+    int, typer.Option(min=1, help="Rows of one call of the operator.", rich_help_panel=RUN)
+]
+NumThreads = Annotated[
+    int | None, typer.Option(min=1, help="Cores of an engine.", rich_help_panel=RUN)
+]
+OnTooLong = Annotated[
+    str, typer.Option(help=f"One of {', '.join(ON_TOO_LONG)}.", rich_help_panel=RUN)
+]
+PreserveOrder = Annotated[
+    bool, typer.Option("--preserve-order", help="Rows in input order.", rich_help_panel=RUN)
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Skip ids already written.", rich_help_panel=RUN)
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace the output.", rich_help_panel=RUN)
+]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", help="Show the logs of Ray.", rich_help_panel=RUN)
+]
+
 
 def run(  # noqa: PLR0913 - the options of a command
     *,
-    model: Annotated[str, typer.Option(help="Model directory, or a name on the hub.")],
-    input_: Annotated[
-        str, typer.Option("--input", help="Parquet or JSONL: a file, a directory or a glob.")
-    ],
-    output: Annotated[
-        Path, typer.Option(help="Directory for parquet parts, or a file that ends in .jsonl.")
-    ],
-    prompt_column: Annotated[
-        str, typer.Option(help="Text, or token ids.", rich_help_panel=TABLE)
-    ] = "prompt",
-    messages_column: Annotated[
-        str, typer.Option(help="Chat messages.", rich_help_panel=TABLE)
-    ] = "messages",
-    id_column: Annotated[
-        str | None, typer.Option(help="Unique ids; --resume needs them.", rich_help_panel=TABLE)
-    ] = None,
-    max_tokens: Annotated[
-        int, typer.Option(help="Most tokens to generate for a row.", rich_help_panel=SAMPLING)
-    ] = 64,
-    temperature: Annotated[
-        float, typer.Option(help="0 is greedy.", rich_help_panel=SAMPLING)
-    ] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(help="Keep this much probability.", rich_help_panel=SAMPLING)
-    ] = 1.0,
-    top_k: Annotated[
-        int, typer.Option(help="Keep this many tokens; 0 keeps all.", rich_help_panel=SAMPLING)
-    ] = 0,
-    seed: Annotated[
-        int, typer.Option(help="Of rows that have none.", rich_help_panel=SAMPLING)
-    ] = 0,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on after EOS.", rich_help_panel=SAMPLING)
-    ] = False,
-    sampling_params: Annotated[
-        str, typer.Option(help="More, as a JSON object.", rich_help_panel=SAMPLING)
-    ] = "{}",
-    dtype: Annotated[
-        str, typer.Option(help=f"One of {', '.join(DTYPES)}.", rich_help_panel=RUN)
-    ] = "auto",
-    num_actors: Annotated[
-        int, typer.Option(min=1, help="Engines; each loads the model.", rich_help_panel=RUN)
-    ] = 1,
-    batch_size: Annotated[
-        int, typer.Option(min=1, help="Rows of one call of the operator.", rich_help_panel=RUN)
-    ] = 32,
-    num_threads: Annotated[
-        int | None, typer.Option(min=1, help="Cores of an engine.", rich_help_panel=RUN)
-    ] = None,
-    on_too_long: Annotated[
-        str, typer.Option(help=f"One of {', '.join(ON_TOO_LONG)}.", rich_help_panel=RUN)
-    ] = "error",
-    preserve_order: Annotated[
-        bool, typer.Option("--preserve-order", help="Rows in input order.", rich_help_panel=RUN)
-    ] = False,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Skip ids already written.", rich_help_panel=RUN)
-    ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the output.", rich_help_panel=RUN)
-    ] = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Show the logs of Ray.", rich_help_panel=RUN)
-    ] = False,
+    model: Model,
+    input_: Input,
+    output: Output,
+    prompt_column: PromptColumn = "prompt",
+    messages_column: MessagesColumn = "messages",
+    id_column: IdColumn = None,
+    max_tokens: MaxTokens = 64,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: Seed = 0,
+    ignore_eos: IgnoreEos = False,
+    sampling_params: MoreParams = "{}",
+    dtype: Dtype = "auto",
+    num_actors: NumActors = 1,
+    batch_size: BatchSize = 32,
+    num_threads: NumThreads = None,
+    on_too_long: OnTooLong = "error",
+    preserve_order: PreserveOrder = False,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    verbose: Verbose = False,
 ) -> None:
     """Generate text for every row of a table; every input row gives one output row.
 
     Rows that cannot be generated come out too: column __inference_error__ says why. Runs in a
     local Ray, or in the cluster that RAY_ADDRESS names.
     """
-    if resume and overwrite:
-        raise ConfigError("--resume and --overwrite contradict each other; give one of them")
-    if resume and id_column is None:
-        raise ConfigError("--resume needs --id-column: it skips the ids that are already written")
-    flags = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "ignore_eos": ignore_eos,
-    }
+    _check_resume(resume=resume, overwrite=overwrite, id_column=id_column)
+    flags = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    params = SamplingParams.from_dict({**flags, "ignore_eos": ignore_eos})
     options = {
-        "sampling_params": SamplingParams.from_dict(flags).override(_parse(sampling_params)),
+        "sampling_params": params.override(_parse(sampling_params)),
         "prompt_column": prompt_column,
         "messages_column": messages_column,
     }
@@ -112,28 +114,38 @@ def run(  # noqa: PLR0913 - the options of a command
     source = open_source(input_, prompt_column=prompt_column, id_column=id_column)
     _check_columns(source, options, id_column)
     check_apart(output, source.paths, input_)
-    sink = open_sink(output, source.json_columns)
-    sink.prepare(resume=resume, overwrite=overwrite)
-    written = find_written(source, sink, id_column) if resume and id_column is not None else None
-    num_written = 0 if written is None else written.num_rows
     job = Job(
         model=model,
         source=source,
-        sink=sink,
+        sink=open_sink(output, source.json_columns),
         options=options,
         engine_config=config,
-        num_rows=source.num_rows - num_written,
+        num_rows=source.num_rows,
         id_column=id_column,
-        written=written,
         num_actors=num_actors,
         batch_size=batch_size,
         preserve_order=preserve_order,
         verbose=verbose,
     )
-    if resume:
-        typer.echo(f"{num_written:,} of {source.num_rows:,} rows are already written", err=True)
-    tally = run_job(job, plain_console(stderr=True))
+    check_model(job)  # before an old output is given up
+    job.sink.prepare(resume=resume, overwrite=overwrite)
+    tally = run_job(_without_written(job) if resume else job, plain_console(stderr=True))
     print_summary(tally, output, plain_console())
+
+
+def _check_resume(*, resume: bool, overwrite: bool, id_column: str | None) -> None:
+    if resume and overwrite:
+        raise ConfigError("--resume and --overwrite contradict each other; give one of them")
+    if resume and id_column is None:
+        raise ConfigError("--resume needs --id-column: it skips the ids that are already written")
+
+
+def _without_written(job: Job) -> Job:
+    """Return the job without the rows that a former run wrote."""
+    written = find_written(job.source, job.sink, job.id_column or "")
+    total = job.num_rows
+    typer.echo(f"{written.num_rows:,} of {total:,} rows are already written", err=True)
+    return dataclasses.replace(job, written=written, num_rows=total - written.num_rows)
 
 
 def _parse(text: str) -> dict[str, Any]:

@@ -105,7 +105,6 @@ def run_job(job: Job, console: Console) -> Tally:
         job.sink.close()
         tally.finished_s = time.monotonic()
         return tally
-    check_model(job)
     with running_ray(preserve_order=job.preserve_order, verbose=job.verbose):
         try:
             tally.started_s = time.monotonic()

@@ -69,39 +69,44 @@ def map_batches_kwargs(
     _check_counts(num_actors=num_actors, rows_in_flight=rows_in_flight, batch_size=batch_size)
     config = as_engine_config(engine_config)
     cluster = Cluster.connected()
+    config, plan = _plan_share(model_source, config, cluster, num_actors)
+    if rows_in_flight is None:
+        rows_in_flight = DEFAULT_ROWS if plan is None else ROWS_PER_SEQUENCE * plan.batch_size
+    calls = min(MAX_CONCURRENT_CALLS, ceil_div(rows_in_flight, batch_size))
+    constructor = {"engine_config": config, "max_concurrent_calls": calls, **options}
+    return {
+        "batch_size": batch_size,
+        "batch_format": "pyarrow",
+        "num_gpus": _choose_num_gpus(num_gpus, config, cluster),
+        "num_cpus": cluster.cpus_for(num_actors) if num_cpus is None else num_cpus,
+        "memory": plan.memory_bytes if memory is None and plan is not None else memory,
+        "udf_modifying_row_count": False,
+        "fn_constructor_args": (str(model_source),),
+        "fn_constructor_kwargs": constructor,
+        "compute": _make_pool(num_actors, calls),
+    }
+
+
+def _make_pool(num_actors: int, calls: int) -> ActorPoolStrategy:
+    return ActorPoolStrategy(
+        size=num_actors,
+        max_concurrent_calls_per_actor=calls,
+        max_tasks_in_flight_per_actor=calls + max(2, math.ceil(calls * PREFETCHED_FRACTION)),
+        enable_true_multi_threading=True,
+    )
+
+
+def _plan_share(
+    model_source: str | Path, config: EngineConfig, cluster: "Cluster", num_actors: int
+) -> "tuple[EngineConfig, ActorPlan | None]":
+    """Return the configuration of an actor on its share of a node, and its plan if it fits."""
     node = cluster.share(num_actors)
     if node is not None and num_actors > cluster.num_nodes:
         config = _share_node(config, node)
     try:
-        plan = plan_actor(model_source, config, node)
+        return config, plan_actor(model_source, config, node)
     except InfeasiblePlanError:
-        plan = None  # a larger node may come; if none does, the engine says what is missing
-    if rows_in_flight is None:
-        rows_in_flight = DEFAULT_ROWS if plan is None else ROWS_PER_SEQUENCE * plan.batch_size
-    calls = min(MAX_CONCURRENT_CALLS, ceil_div(rows_in_flight, batch_size))
-    gpus = _choose_num_gpus(num_gpus, config, cluster)
-    if memory is None and plan is not None:
-        memory = plan.memory_bytes
-    return {
-        "batch_size": batch_size,
-        "batch_format": "pyarrow",
-        "num_gpus": gpus,
-        "num_cpus": cluster.cpus_for(num_actors) if num_cpus is None else num_cpus,
-        "memory": memory,
-        "udf_modifying_row_count": False,
-        "fn_constructor_args": (str(model_source),),
-        "fn_constructor_kwargs": {
-            "engine_config": config,
-            "max_concurrent_calls": calls,
-            **options,
-        },
-        "compute": ActorPoolStrategy(
-            size=num_actors,
-            max_concurrent_calls_per_actor=calls,
-            max_tasks_in_flight_per_actor=calls + max(2, math.ceil(calls * PREFETCHED_FRACTION)),
-            enable_true_multi_threading=True,
-        ),
-    }
+        return config, None  # a larger node may come; if none does, the engine says what is missing
 
 
 def _check_counts(**counts: int | None) -> None:
