@@ -16,7 +16,7 @@ SCALINGS = {
     "dynamic": DYNAMIC,
     "llama3": LLAMA3,
     "yarn": YARN,
-    "yarn, no room for a ramp": YARN | {"beta_fast": 2.0, "beta_slow": 2.0},
+    "yarn, no room for a ramp": YARN | {"beta_fast": 2.0, "beta_slow": 2.0, "truncate": False},
     "yarn, not truncated": YARN | {"truncate": False, "beta_fast": 20.0, "beta_slow": 2.0},
     "yarn, mscale": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3},
     "yarn, attention factor": YARN | {"attention_factor": 0.9},
