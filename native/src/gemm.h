@@ -40,8 +40,8 @@ struct GemmTile {
   int64_t a_stride;  // elements
   const bf16* panel;
   int64_t num_pairs;
-  float* sums;      // [rows][kPanelColumns], contiguous
-  bool accumulate;  // start from `sums` instead of zero
+  float* sums;                // [rows][kPanelColumns], contiguous
+  bool accumulate;            // start from `sums` instead of zero
   const bf16* prefetch;       // read into L2 meanwhile; may lie outside of any allocation
   int64_t lines_per_4_pairs;  // of the prefetch; 0 to 8
 };
@@ -115,9 +115,14 @@ void multiply_panel(const GemmKernels& kernels, const PanelProduct& product,
     for (int64_t index = 0; index < num_tiles; ++index) {
       const int64_t first = index * product.num_rows / num_tiles;
       const int64_t rows = (index + 1) * product.num_rows / num_tiles - first;
-      GemmTile tile{product.a + first * product.a_stride + pair * 2, product.a_stride,
-                    product.panel + pair * kPanelColumns * 2, end - pair,
-                    product.sums + first * kPanelColumns, pair > 0, nullptr, 0};
+      GemmTile tile{product.a + first * product.a_stride + pair * 2,
+                    product.a_stride,
+                    product.panel + pair * kPanelColumns * 2,
+                    end - pair,
+                    product.sums + first * kPanelColumns,
+                    pair > 0,
+                    nullptr,
+                    0};
       set_prefetch(&tile, next, index, num_tiles);
       kernels.tile(rows, tile);
       if (is_last) epilogue(first, rows, tile.sums);

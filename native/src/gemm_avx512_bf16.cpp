@@ -39,9 +39,7 @@ struct RowPointers {
     for (int group = 0; group < kNumBases; ++group)
       base[group] = reinterpret_cast<const char*>(a) + 3 * group * stride;
   }
-  const char* at(int row, int pair) const {
-    return base[row / 3] + (row % 3) * stride + 4 * pair;
-  }
+  const char* at(int row, int pair) const { return base[row / 3] + (row % 3) * stride + 4 * pair; }
   void advance(int pairs) {
 #pragma GCC unroll 8
     for (int group = 0; group < kNumBases; ++group) {
@@ -110,9 +108,7 @@ void tile_avx512_bf16(int64_t rows, const GemmTile& tile) {
   kTable[static_cast<size_t>(rows - 1)](tile);
 }
 
-inline __m256i round_to_bf16(__m512 x) {
-  return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x));
-}
+inline __m256i round_to_bf16(__m512 x) { return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)); }
 
 inline __mmask16 first_columns(int64_t columns) {
   return static_cast<__mmask16>(columns >= 16 ? 0xffff : columns <= 0 ? 0 : (1 << columns) - 1);

@@ -34,8 +34,8 @@ void check_rows(const char* what, const TensorView& view, int64_t num_rows, int6
   view.expect_size(what, 1, columns);
 }
 
-ExpertWeights expert_weights(const TensorView& gate_up, const TensorView& down,
-                             int64_t hidden_size, int64_t expert_size) {
+ExpertWeights expert_weights(const TensorView& gate_up, const TensorView& down, int64_t hidden_size,
+                             int64_t expert_size) {
   if (hidden_size < 1 || expert_size < 1)
     fail("fused_experts: hidden size " + std::to_string(hidden_size) + " and expert size " +
          std::to_string(expert_size) + " must be at least 1");
@@ -83,8 +83,7 @@ void packed_linear_op(const TensorView& x, const TensorView& packed, const Tenso
     bias->expect("packed_linear: bias", DType::kBFloat16, 1)
         .expect_size("packed_linear: bias", 0, out.size(1));
   packed_linear({x.data<bf16>(), x.stride(0), x.size(0),
-                 packed_data("packed_linear: packed", packed,
-                             packed_bytes(out.size(1), x.size(1))),
+                 packed_data("packed_linear: packed", packed, packed_bytes(out.size(1), x.size(1))),
                  out.size(1), x.size(1), bias == nullptr ? nullptr : bias->data<bf16>(),
                  out.data<bf16>(), out.stride(0)});
 }
@@ -105,8 +104,8 @@ void fused_experts_op(const TensorView& hidden, const TensorView& topk_ids,
       .expect_size("fused_experts: topk_weights", 1, top_k)
       .expect_contiguous("fused_experts: topk_weights");
   fused_experts({expert_weights(gate_up, down, hidden_size, expert_size), hidden.data<bf16>(),
-                 hidden.stride(0), topk_ids.data<int32_t>(), topk_weights.data<float>(),
-                 num_tokens, top_k, out.data<bf16>(), out.stride(0)});
+                 hidden.stride(0), topk_ids.data<int32_t>(), topk_weights.data<float>(), num_tokens,
+                 top_k, out.data<bf16>(), out.stride(0)});
 }
 
 void gated_ffn_op(const TensorView& hidden, const TensorView& gate_up, const TensorView& down,

@@ -22,8 +22,8 @@ void pack_panel(const Columns& columns, int64_t inputs, int64_t input_stride, bf
       bf16* target = panel + (begin / 2 * kPanelColumns + column) * 2;
       for (int64_t input = begin; input < end; input += 2, target += 2 * kPanelColumns) {
         target[0] = source == nullptr ? bf16{0} : source[input * input_stride];
-        target[1] = source == nullptr || input + 1 == inputs ? bf16{0}
-                                                             : source[(input + 1) * input_stride];
+        target[1] =
+            source == nullptr || input + 1 == inputs ? bf16{0} : source[(input + 1) * input_stride];
       }
     }
   }

@@ -30,8 +30,7 @@ class TaskRanges {
   }
 
   void set(int worker, int64_t begin, int64_t end) {
-    ranges_[static_cast<size_t>(worker)].bounds.store(pack(begin, end),
-                                                      std::memory_order_relaxed);
+    ranges_[static_cast<size_t>(worker)].bounds.store(pack(begin, end), std::memory_order_relaxed);
   }
 
   /// Splits [0, num_tasks) evenly.

@@ -33,8 +33,8 @@ LinearPlan make_plan(const LinearProblem& problem, int num_workers) {
   const int64_t wanted = ceil_div(kTasksPerWorker * num_workers, plan.num_blocks);
   plan.num_chunks = std::min(wanted, plan.num_panels);
   // An odd row has no zero after its last input; rows 4 KiB apart evict each other from L1.
-  plan.copies_rows = problem.inputs % 2 != 0 ||
-                     (problem.num_rows > kTileRows && problem.x_stride * 2 % 4096 == 0);
+  plan.copies_rows =
+      problem.inputs % 2 != 0 || (problem.num_rows > kTileRows && problem.x_stride * 2 % 4096 == 0);
   plan.a_stride = plan.copies_rows ? padded_stride(problem.inputs) : problem.x_stride;
   plan.block_elements = plan.copies_rows ? plan.block_rows * plan.a_stride : 0;
   return plan;
@@ -93,10 +93,10 @@ class LinearWorker {
                                sums_};
     const int64_t column = panel * kPanelColumns;
     multiply_panel(kernels_, product, [&](int64_t row, int64_t count, const float* sums) {
-      kernels_.store(count, {sums, problem_.bias == nullptr ? nullptr : problem_.bias + column,
-                             problem_.out + (first + row) * problem_.out_stride + column,
-                             problem_.out_stride,
-                             std::min(kPanelColumns, problem_.outputs - column)});
+      kernels_.store(
+          count, {sums, problem_.bias == nullptr ? nullptr : problem_.bias + column,
+                  problem_.out + (first + row) * problem_.out_stride + column, problem_.out_stride,
+                  std::min(kPanelColumns, problem_.outputs - column)});
     });
   }
 
@@ -115,8 +115,8 @@ void packed_linear(const LinearProblem& problem) {
   thread_local Scratch scratch;
   thread_local TaskRanges ranges;
   const auto pool = worker_pool();
-  const int64_t cycles = num_panels(problem.outputs) * num_pairs(problem.inputs) *
-                         (2 * problem.num_rows + 20);
+  const int64_t cycles =
+      num_panels(problem.outputs) * num_pairs(problem.inputs) * (2 * problem.num_rows + 20);
   const int num_workers = cycles < kInlineCycles ? 1 : pool->num_threads();
   const LinearPlan plan = make_plan(problem, num_workers);
   const int64_t slice = LinearWorker::scratch_bytes(plan);

@@ -102,8 +102,9 @@ struct Experts {
     }
     for (int64_t h = 0; h < hidden_size; ++h)
       for (int64_t f = 0; f < expert_size; ++f)
-        sums[h] += weight * middle[static_cast<size_t>(f)] *
-                   to_float(down[static_cast<size_t>((expert * hidden_size + h) * expert_size + f)]);
+        sums[h] +=
+            weight * middle[static_cast<size_t>(f)] *
+            to_float(down[static_cast<size_t>((expert * hidden_size + h) * expert_size + f)]);
   }
 };
 
@@ -120,8 +121,13 @@ void check_experts(const Experts& experts, int64_t num_tokens, int64_t top_k, bo
   std::vector<bf16> out(hidden.size());
   fused_experts({{experts.packed_gate_up.get(), experts.packed_down.get(), experts.num_experts,
                   hidden_size, experts.expert_size},
-                 hidden.data(), hidden_size, is_dense ? nullptr : ids.data(),
-                 is_dense ? nullptr : weights.data(), num_tokens, is_dense ? 1 : top_k, out.data(),
+                 hidden.data(),
+                 hidden_size,
+                 is_dense ? nullptr : ids.data(),
+                 is_dense ? nullptr : weights.data(),
+                 num_tokens,
+                 is_dense ? 1 : top_k,
+                 out.data(),
                  hidden_size});
   for (int64_t token = 0; token < num_tokens; ++token) {
     std::vector<double> want(static_cast<size_t>(hidden_size), 0.0);
@@ -151,6 +157,7 @@ void projections_are_right() {
 
 void experts_are_right() {
   const Experts odd(17, 13, 5), one(1, 1, 1), even(64, 48, 8), deep(10, 4098, 2);
+  const Experts narrow(50, 8, 6);
   for (const bool is_dense : {false, true}) {
     check_experts(one, 1, 1, is_dense);
     check_experts(odd, 0, 2, is_dense);
@@ -158,6 +165,7 @@ void experts_are_right() {
     check_experts(odd, 1200, 2, is_dense);
     check_experts(even, 90, 2, is_dense);
     check_experts(deep, 9, 2, is_dense);
+    check_experts(narrow, 700, 3, is_dense);
   }
 }
 
@@ -169,7 +177,13 @@ void bad_expert_ids_are_refused() {
   for (const int32_t bad : {-1, 2}) {
     const std::vector<int32_t> ids{0, bad};
     CHECK_THROWS(fused_experts({{experts.packed_gate_up.get(), experts.packed_down.get(), 2, 4, 4},
-                                hidden.data(), 4, ids.data(), weights.data(), 2, 1, out.data(),
+                                hidden.data(),
+                                4,
+                                ids.data(),
+                                weights.data(),
+                                2,
+                                1,
+                                out.data(),
                                 4}));
   }
 }
@@ -196,7 +210,7 @@ void every_task_is_taken_once_from_own_or_other_ranges() {
 
 int main() {
   every_task_is_taken_once_from_own_or_other_ranges();
-  for (const int num_threads : {3, 1}) {
+  for (const int num_threads : {3, 1, 2}) {
     set_num_threads(num_threads);
     for (const Isa isa : supported_isas()) {
       if (isa == Isa::kAvx2 || isa == Isa::kAvx512) continue;  // these use the scalar kernels

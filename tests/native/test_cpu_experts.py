@@ -172,6 +172,17 @@ def test_values_of_one_token_do_not_reach_other_tokens() -> None:
 
 
 @pytest.mark.usefixtures("isa")
+def test_values_of_an_earlier_call_do_not_reach_the_next() -> None:
+    before = make_case((300, 96, 80, 4, 2))
+    before.hidden.fill_(float("nan"))
+    case = make_case((40, 33, 21, 4, 2))
+    experts = case.packed()
+    want = experts(case.hidden, case.ids, case.weights)
+    before.packed()(before.hidden, before.ids, before.weights)
+    assert torch.equal(experts(case.hidden, case.ids, case.weights), want)
+
+
+@pytest.mark.usefixtures("isa")
 def test_large_gates_saturate_instead_of_overflowing() -> None:
     gate = torch.tensor([[[1000.0, 0.0]], [[-1000.0, 0.0]]]).bfloat16()
     up = torch.tensor([[[0.0, 1.0]]] * 2).bfloat16()

@@ -99,6 +99,15 @@ def test_values_of_one_row_do_not_reach_other_rows() -> None:
 
 
 @pytest.mark.usefixtures("isa")
+def test_values_of_an_earlier_call_do_not_reach_the_next() -> None:
+    linear, x = PackedLinear(random(40, 51, seed=1), None, allocate), random(20, 51, seed=0)
+    want = linear(x)
+    wide = PackedLinear(random(8, 95, seed=2), None, allocate)
+    assert wide(torch.full((60, 95), float("nan"), dtype=torch.bfloat16)).isnan().all()
+    assert torch.equal(linear(x), want)
+
+
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("inputs", [64, 61, 2048])
 def test_rows_may_be_far_apart_and_the_rest_of_the_output_is_kept(inputs: int) -> None:
     weight = random(40, inputs, seed=1)

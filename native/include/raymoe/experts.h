@@ -24,9 +24,9 @@ struct ExpertWeights {
 struct ExpertsProblem {
   ExpertWeights weights;
   const bf16* hidden;
-  int64_t hidden_stride;  // elements
-  const int32_t* topk_ids;     // [T, K] contiguous; null: one expert, of weight 1, for all tokens
-  const float* topk_weights;   // [T, K] contiguous
+  int64_t hidden_stride;      // elements
+  const int32_t* topk_ids;    // [T, K] contiguous; null: one expert, of weight 1, for all tokens
+  const float* topk_weights;  // [T, K] contiguous
   int64_t num_tokens;
   int64_t top_k;
   bf16* out;
