@@ -1,20 +1,16 @@
 """The engine against transformers: float32, greedy, the same tokens however they are computed."""
 
-import functools
-from pathlib import Path
-
 import pytest
 
 from raymoe.config import EngineConfig
 from raymoe.engine.engine import Engine
 from raymoe.plan.policy import Policy
+from tests.parity.cases import get_case
 from tests.parity.configurations import (
     CONFIGURATIONS,
     FAMILY_CONFIGS,
     MAX_NEW_TOKENS,
     NUM_PROMPTS,
-    make_checkpoint,
-    make_reference,
 )
 
 QUICK_PROMPTS, QUICK_TOKENS = 8, 20
@@ -34,12 +30,11 @@ def quick_names() -> list[str]:
 class Case:
     """A checkpoint, its prompts, and what transformers makes of them."""
 
-    def __init__(self, name: str, directory: Path, num_prompts: int, max_tokens: int) -> None:
-        configuration = BY_NAME[name]
-        model = make_checkpoint(configuration, directory)
-        self.directory, self.max_tokens = directory, max_tokens
-        reference = make_reference(model, configuration, num_prompts, max_tokens)
-        self.prompts, self.expected = reference.prompts, reference.tokens
+    def __init__(self, name: str, num_prompts: int, max_tokens: int) -> None:
+        case = get_case(name)
+        self.directory, self.max_tokens = case.directory, max_tokens
+        self.prompts = case.reference.prompts[:num_prompts]
+        self.expected = [row[:max_tokens] for row in case.reference.tokens[:num_prompts]]
 
     def engine(self, **policy: int) -> Engine:
         sizes = {
@@ -60,16 +55,8 @@ class Case:
             assert list(generation.token_ids) == self.expected[row], f"prompt {row}"
 
 
-@pytest.fixture(scope="module")
-def case_of(tmp_path_factory):
-    @functools.cache
-    def make(name: str, num_prompts: int = QUICK_PROMPTS, max_tokens: int = QUICK_TOKENS) -> Case:
-        return Case(name, tmp_path_factory.mktemp("model"), num_prompts, max_tokens)
-
-    return make
-
-
-def check_every_way(case: Case) -> None:
+def check_every_way(name: str, num_prompts: int, max_tokens: int) -> None:
+    case = Case(name, num_prompts, max_tokens)
     with case.engine() as engine:  # one batch, any order
         case.assert_agrees(engine)
         case.assert_agrees(engine, order=range(len(case.prompts))[::-1])
@@ -77,7 +64,7 @@ def check_every_way(case: Case) -> None:
         case.assert_agrees(engine)
     with case.engine(prefill_chunk_tokens=7, pass_tokens=40) as engine:
         case.assert_agrees(engine)
-    check_preemption(case)
+    check_preemption(Case(name, NUM_PROMPTS, max_tokens))
 
 
 def check_preemption(case: Case) -> None:
@@ -89,11 +76,11 @@ def check_preemption(case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", quick_names())
-def test_tokens_are_those_of_transformers_however_they_are_computed(case_of, name):
-    check_every_way(case_of(name))
+def test_tokens_are_those_of_transformers_however_they_are_computed(name):
+    check_every_way(name, QUICK_PROMPTS, QUICK_TOKENS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(BY_NAME))
-def test_many_prompts_of_every_configuration(case_of, name):
-    check_every_way(case_of(name, NUM_PROMPTS, MAX_NEW_TOKENS))
+def test_many_prompts_of_every_configuration(name):
+    check_every_way(name, NUM_PROMPTS, MAX_NEW_TOKENS)
