@@ -204,3 +204,14 @@ def test_the_demo_answers_every_row_and_fails_below_the_accuracy_that_was_asked(
     assert f"exact match: {100 * num_exact / 300:.2f} % of 300 rows" in done.stdout
     assert done.returncode == (0 if num_exact == 300 else 1)
     assert num_exact >= 0.8 * 300
+
+
+def test_a_run_that_cannot_start_leaves_the_old_output_alone(capfd, tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", '{"id": 1, "prompt": "a"}')
+    part = tmp_path / "out" / "part-000000.parquet"
+    part.parent.mkdir()
+    pq.write_table(pa.table({"id": [1]}), part)
+    (tmp_path / "model").mkdir()
+    basic = ("--model", tmp_path / "model", "--input", source, "--output", part.parent)
+    assert refused(capfd, *basic, "--overwrite")[0] == 1
+    assert part.exists()
