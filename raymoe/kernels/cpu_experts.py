@@ -73,7 +73,9 @@ class PlainExperts:
             begin += count
             if count:
                 out_RH[rows] = self._ffns[expert](hidden_TH[rows // top_k])
-        weighted_TKH = out_RH.view(num_tokens, top_k, hidden_TH.shape[1]) * topk_weights_TK[..., None]
+        weighted_TKH = (
+            out_RH.view(num_tokens, top_k, hidden_TH.shape[1]) * topk_weights_TK[..., None]
+        )
         return weighted_TKH.sum(1).to(hidden_TH.dtype)
 
 

@@ -20,7 +20,7 @@ def test_both_contenders_generate_every_token_and_are_set_beside_the_bound(tmp_p
             num_threads=2,
             has_phases=True,
             directory=tmp_path,
-            report=lambda text: None,
+            report=print,
         )
     )
     assert [result.contender for result in results] == ["raymoe", "transformers"]

@@ -60,7 +60,7 @@ class Program:
             writes=(Buffer("logits", (part,)),),
         )
 
-    def _add(  # noqa: PLR0913, PLR0917 - private constructor of a task
+    def _add(  # noqa: PLR0917 - private constructor of a task
         self,
         op: Op,
         layer: int,
