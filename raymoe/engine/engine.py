@@ -253,7 +253,7 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            set_num_threads(self._parts.num_threads)
+            set_num_threads(self._parts.num_threads, self._parts.num_torch_threads)
             while self._has_work():
                 begin_s = time.perf_counter()
                 self._watchdog.step_begins()

@@ -17,6 +17,7 @@ from raymoe.engine.parts import EngineParts
 from raymoe.engine.request import Request
 from raymoe.engine.tokenizer import Tokenizer
 from raymoe.errors import ConfigError, UnknownOptionError, UnsupportedModelError
+from raymoe.kernels.cpu_linear import packed_linear_is_used
 from raymoe.kernels.paged_kv import KvLayout
 from raymoe.kernels.threads import set_num_threads
 from raymoe.memory.arena import HostArena
@@ -61,11 +62,15 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
         policy=config.policy,
         bytes_per_element=dtype.itemsize,
         kv_bytes_per_element=kv_dtype.itemsize,
+        weight_bytes=_weight_bytes(spec, dtype, arena_bytes),
         max_context_tokens=context,
     )
     logger.info("plan: %s", plan.describe())
     tokenizer = Tokenizer(directory, spec.vocab_size)
-    set_num_threads(hardware.num_cores)
+    # Where the weights are packed, torch is left with operations too small to share: its second
+    # thread would only spin beside the workers of the native kernels and take their cores.
+    num_torch_threads = 1 if packed_linear_is_used(dtype) else hardware.num_cores
+    set_num_threads(hardware.num_cores, num_torch_threads)
     arena = HostArena(arena_bytes)
     decoder = Decoder.load(spec, store, arena.allocate, dtype, release=store.drop_pages)
     cache = KvCache(_kv_layout(spec, kv_dtype), spec.num_layers, plan.policy.num_kv_blocks)
@@ -85,9 +90,17 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
         max_context_tokens=context,
         eos_token_ids=_eos_token_ids(spec, directory),
         num_threads=hardware.num_cores,
+        num_torch_threads=num_torch_threads,
         plan=plan,
         release=release,
     )
+
+
+def _weight_bytes(spec: ModelSpec, dtype: torch.dtype, arena_bytes: int) -> int:
+    """Weights in memory: packed copies and the embedding, or the mapped files and their copies."""
+    if packed_linear_is_used(dtype):
+        return arena_bytes + spec.vocab_size * spec.hidden_size * dtype.itemsize
+    return spec.weight_bytes(dtype.itemsize) + arena_bytes
 
 
 def warm_up(runner: Runner, vocab_size: int) -> None:

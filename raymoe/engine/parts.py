@@ -24,7 +24,8 @@ class EngineParts:
         vocab_size: Of the model.
         max_context_tokens: Prompt and generated tokens of a row.
         eos_token_ids: Tokens that end a row.
-        num_threads: Of the computation.
+        num_threads: Of the native kernels.
+        num_torch_threads: Of torch; None takes as many.
         plan: What was planned, if it was.
         release: Called once when the engine has ended: gives memory back.
     """
@@ -36,6 +37,7 @@ class EngineParts:
     max_context_tokens: int
     eos_token_ids: tuple[int, ...]
     num_threads: int
+    num_torch_threads: int | None = None
     plan: Plan | None = None
     release: Callable[[], None] = _nothing
 

@@ -5,11 +5,15 @@ import torch
 from raymoe import _native
 
 
-def set_num_threads(num_threads: int) -> None:
-    """Let torch and the native kernels use this many threads.
+def set_num_threads(num_threads: int, num_torch_threads: int | None = None) -> None:
+    """Let the native kernels and torch use this many threads.
 
     Torch keeps the number for each thread of Python: call this in the thread that computes.
+
+    Args:
+        num_threads: Of the native kernels.
+        num_torch_threads: Of torch; the same by default.
     """
-    torch.set_num_threads(num_threads)
+    torch.set_num_threads(num_torch_threads or num_threads)
     if _native.num_threads() != num_threads:
         _native.set_num_threads(num_threads)
