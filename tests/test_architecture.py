@@ -12,6 +12,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 BASE = {"errors", "units", "_version"}
 MAY_IMPORT = {
+    "_native": {"_version"},
     "errors": set(),
     "units": set(),
     "_version": set(),

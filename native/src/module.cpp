@@ -1,4 +1,4 @@
-// The compiled module `raymoe._native`: the only file that knows Python.
+// The compiled module `_raymoe_native`, which `raymoe._native` re-exports: the only file that knows Python.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -133,7 +133,8 @@ void bind_probe(py::module_& m) {
 }  // namespace
 }  // namespace raymoe
 
-PYBIND11_MODULE(_native, m) {
+PYBIND11_MODULE(_raymoe_native, m) {
+  m.attr("__version__") = RAYMOE_VERSION;
   m.doc() = "CPU kernels of raymoe; wrapped, checked and documented in raymoe.kernels.";
   raymoe::bind_runtime(m);
   raymoe::bind_probe(m);
