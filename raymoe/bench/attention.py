@@ -3,7 +3,6 @@
 The cache lies in huge pages and is larger than any processor cache: calls rotate over layers.
 """
 
-import mmap
 import time
 from collections.abc import Callable
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from raymoe.kernels.cpu_attention import AttentionBatch, append_and_attend
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, KvLayout
+from raymoe.memory.arena import HostArena
 
 MIN_CACHE_BYTES = 512 << 20
 
@@ -79,11 +79,7 @@ def _make_layers(layout: KvLayout, num_blocks: int, kv_bytes: int) -> list[Tenso
     """Enough layers that none is left in a cache when its turn comes again."""
     count = max(1, -(-MIN_CACHE_BYTES // kv_bytes))
     layer_bytes = num_blocks * layout.block_bytes
-    memory = mmap.mmap(-1, count * layer_bytes + (2 << 20))
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    flat = torch.frombuffer(memory, dtype=torch.uint8)
-    begin = -flat.data_ptr() % (2 << 20)
-    layers = flat[begin : begin + count * layer_bytes].view(layout.dtype)
+    layers = HostArena(count * layer_bytes).allocate(count * layer_bytes).view(layout.dtype)
     layers.fill_(0.5)
     return list(layers.view(count, num_blocks, *layout.block_shape))
 

@@ -6,7 +6,6 @@ memory as they do in a pass over a model.
 T tokens, H hidden, E experts, K experts per token, F expert hidden, I inputs, O outputs.
 """
 
-import mmap
 import statistics
 import time
 from collections.abc import Callable
@@ -18,8 +17,7 @@ from torch import Tensor
 
 from raymoe.kernels.cpu_experts import make_experts
 from raymoe.kernels.cpu_linear import make_linear
-
-_HUGE_PAGE_BYTES = 2 << 20
+from raymoe.memory.arena import HostArena
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,10 +120,7 @@ def bench_linear(
 
 def allocate_huge_pages(num_bytes: int) -> Tensor:
     """Anonymous memory on huge pages; lives as long as the tensor."""
-    padded = -(-num_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
-    memory = mmap.mmap(-1, padded)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes)
+    return HostArena(num_bytes).allocate(num_bytes)
 
 
 def _random_weights(size: tuple[int, ...], generator: torch.Generator) -> Tensor:
