@@ -1,5 +1,6 @@
 """Engine: prompts in, generations out. One thread computes; any number of threads submit."""
 
+import atexit
 import contextlib
 import logging
 import threading
@@ -81,6 +82,8 @@ class Engine:
         self._watchdog = Watchdog(config.watchdog_s, self._give_up)
         self._thread = threading.Thread(target=self._run, name="raymoe-engine", daemon=True)
         self._thread.start()
+        # An interpreter that ends kills daemon threads wherever they are, native code included.
+        atexit.register(self.close)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, config: EngineConfig | None = None) -> Self:
@@ -190,6 +193,7 @@ class Engine:
                 return
             self._is_closing = True
             self._changed.notify_all()
+        atexit.unregister(self.close)
         is_stuck = self._failure is not None
         if threading.current_thread() is not self._thread:
             self._thread.join(STUCK_JOIN_S if is_stuck else None)

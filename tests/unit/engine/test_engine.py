@@ -1,8 +1,11 @@
 """The engine around a fake model: rows, threads, failures, closing."""
 
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -302,3 +305,19 @@ def test_statistics_count_rows_tokens_and_passes(make_engine):
     assert (stats.num_generated_tokens, stats.num_computed_tokens) == (4, 6)
     assert (stats.num_passes, stats.num_live_sequences, stats.num_queued_rows) == (4, 0, 0)
     assert stats.num_free_blocks == engine.policy.num_kv_blocks
+
+
+def test_an_engine_that_nobody_closed_is_closed_when_the_interpreter_ends(tmp_path):
+    script = f"""
+import dataclasses, pathlib
+from tests.unit.engine.fakes import FakeRunner, fake_parts, small_policy, write_byte_tokenizer
+from raymoe.engine.engine import Engine
+directory = write_byte_tokenizer(pathlib.Path({str(tmp_path)!r}))
+parts = fake_parts(FakeRunner(64), small_policy(), directory=directory)
+engine = Engine(dataclasses.replace(parts, release=lambda: print("released")))
+"""
+    root = Path(__file__).parents[3]
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "released\n"
