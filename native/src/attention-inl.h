@@ -2,7 +2,7 @@
 //
 // A tile is worked off in steps of 4 blocks (128 positions) and, within a step, in groups of rows
 // that fit the registers: scores = Q K^T, online softmax, out += P V. Both products are the same
-// small matrix product, because a block of keys and a block of values are both packed matrices.
+// small matrix product, because a block of keys and a tile of values are both packed matrices.
 //
 // A row's arithmetic never depends on its group: positions that only other rows see score -inf,
 // get weight 0 and add 0.
@@ -40,28 +40,47 @@ struct WideDot {
   }
 };
 
-/// out[rows][cols] = scale * out + a * (the blocks below one another).
+/// out[rows][columns] = scale * out + a * (the matrices below one another).
 template <typename Dot>
 struct Product {
-  const typename Dot::A* a;  // [rows][num_blocks * depth * pair]
+  const typename Dot::A* a;  // [rows][num_matrices * depth * pair]
   int64_t a_stride;
-  const typename Dot::C* const* blocks;  // each [depth][b_stride]
-  int64_t num_blocks;
-  int64_t depth;  // rows of pairs in a block
-  int64_t b_stride;
+  const typename Dot::C* matrices[kStepBlocks];  // each [depth][columns][pair]
+  int64_t num_matrices;
+  int64_t depth;
+  int64_t columns;
   float* out;
   int64_t out_stride;
-  const float* scale;           // [rows]; null overwrites out
-  const char* const* prefetch;  // one address for each block
-  int64_t prefetch_step;        // bytes for each vector read; 0 if there is nothing to prefetch
+  const float* scale;      // [rows]; null overwrites out
+  const char* const* path;  // of the first matrix; null prefetches nothing
 };
+
+// A step reads its cache in a fixed order, the path, kept in pages of this size.
+constexpr int64_t kPageBytes = 4096;
+
+constexpr int64_t pages_of(int64_t bytes) { return (bytes + kPageBytes - 1) / kPageBytes; }
+
+// How many pages ahead of the current line lines are prefetched. Several, because processors drop
+// prefetches while their queue is full: a line lost at one distance has another chance at the next.
+// On a Zen 4 core one distance reads 20 GB/s of 32 possible, two 23, three 25, four 27.
+constexpr int64_t kPagesAhead[] = {12, 6, 3, 1};
+constexpr int64_t kMostPagesAhead = kPagesAhead[0];
+
+/// To the second-level cache: what lies ahead is as large as the first.
+inline void prefetch_ahead(const char* const* path, int64_t offset, int64_t bytes) {
+  path += offset / kPageBytes;
+  offset %= kPageBytes;
+  for (int64_t pages : kPagesAhead)
+    for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(path[pages] + offset + i, _MM_HINT_T1);
+}
 
 /// Columns [column, column + kCols vectors) for kRows rows. Not inlined: constants that the
 /// compiler keeps in registers across it would make the accumulators spill (30 % slower).
-template <typename Dot, int kRows, int kCols>
+template <typename Dot, int kRows, int kCols, bool kPrefetch>
 __attribute__((noinline)) void multiply_columns(const Product<Dot>& product, int64_t column,
                                                 bool half) {
   constexpr int64_t pair = kPair<typename Dot::C>;
+  constexpr int64_t row_bytes = kCols * Vector::kLanes * pair * sizeof(typename Dot::C);
   Vector::Reg acc[kRows][kCols];
   float* out = product.out + column;
   for (int i = 0; i < kRows; ++i)
@@ -71,15 +90,15 @@ __attribute__((noinline)) void multiply_columns(const Product<Dot>& product, int
               ? Vector::zero()
               : Vector::mul(Vector::set1(product.scale[i]),
                             Vector::load(out + i * product.out_stride + j * Vector::kLanes));
+  const int64_t b_stride = product.columns * pair;
+  const int64_t matrix_bytes = product.depth * b_stride * sizeof(typename Dot::C);
+  const int64_t done_bytes = column * product.depth * pair * sizeof(typename Dot::C);
   const typename Dot::A* a = product.a;
-  for (int64_t block = 0; block < product.num_blocks; ++block) {
-    const typename Dot::C* b = product.blocks[block] + column * pair;
-    // To the second-level cache: what lies ahead is as large as the first.
-    const char* ahead =
-        product.prefetch[block] + column / Vector::kLanes * product.depth * product.prefetch_step;
-    for (int64_t k = 0; k < product.depth; ++k, a += pair, b += product.b_stride) {
-      for (int j = 0; j < kCols; ++j, ahead += product.prefetch_step)
-        _mm_prefetch(ahead, _MM_HINT_T1);
+  for (int64_t matrix = 0; matrix < product.num_matrices; ++matrix) {
+    const typename Dot::C* b = product.matrices[matrix] + column * pair;
+    const char* const* path = product.path + matrix * pages_of(matrix_bytes);
+    for (int64_t k = 0; k < product.depth; ++k, a += pair, b += b_stride) {
+      if constexpr (kPrefetch) prefetch_ahead(path, done_bytes + k * row_bytes, row_bytes);
       Dot::step(acc, a, product.a_stride, b, half);
     }
   }
@@ -88,18 +107,27 @@ __attribute__((noinline)) void multiply_columns(const Product<Dot>& product, int
       Vector::store(out + i * product.out_stride + j * Vector::kLanes, acc[i][j]);
 }
 
-template <typename Dot, int kRows>
-void multiply(const Product<Dot>& product, int64_t num_columns) {
+template <typename Dot, int kRows, bool kPrefetch>
+void multiply_all(const Product<Dot>& product) {
   constexpr int64_t lanes = Vector::kLanes;
   constexpr int cols = kRows <= Vector::kFewRows ? Vector::kManyColumns : Vector::kColumns;
+  const int64_t columns = product.columns;
   int64_t column = 0;
-  for (; column + cols * lanes <= num_columns; column += cols * lanes)
-    multiply_columns<Dot, kRows, cols>(product, column, false);
-  for (; column + 2 * lanes <= num_columns; column += 2 * lanes)
-    multiply_columns<Dot, kRows, 2>(product, column, false);
-  for (; column + lanes <= num_columns; column += lanes)
-    multiply_columns<Dot, kRows, 1>(product, column, false);
-  if (column < num_columns) multiply_columns<Dot, kRows, 1>(product, column, true);
+  for (; column + cols * lanes <= columns; column += cols * lanes)
+    multiply_columns<Dot, kRows, cols, kPrefetch>(product, column, false);
+  for (; column + 2 * lanes <= columns; column += 2 * lanes)
+    multiply_columns<Dot, kRows, 2, kPrefetch>(product, column, false);
+  for (; column + lanes <= columns; column += lanes)
+    multiply_columns<Dot, kRows, 1, kPrefetch>(product, column, false);
+  if (column < columns) multiply_columns<Dot, kRows, 1, kPrefetch>(product, column, true);
+}
+
+template <typename Dot, int kRows>
+void multiply(const Product<Dot>& product) {
+  if (product.path == nullptr)
+    multiply_all<Dot, kRows, false>(product);
+  else
+    multiply_all<Dot, kRows, true>(product);
 }
 
 /// Tile, split and buffers of one call.
@@ -116,11 +144,9 @@ template <typename Dot>
 struct Step {
   const typename Dot::C* keys[kStepBlocks];
   const typename Dot::C* values[kStepBlocks];
-  const char* ahead_of_keys[kStepBlocks];    // the values of this step
-  const char* ahead_of_values[kStepBlocks];  // the keys of the next step or tile
   int64_t first_block;
   int64_t num_blocks;
-  int64_t prefetch_step;
+  const char* const* path;  // keys of the blocks, then each tile of values of the blocks; or null
 };
 
 /// Weights of one row from its scores; returns the factor of everything summed before.
@@ -161,10 +187,63 @@ inline void mask_row(float* scores, int64_t count, int64_t first, int64_t last) 
   }
 }
 
+/// Blocks of a step that some row sees.
+struct Range {
+  int64_t begin;
+  int64_t end;
+};
+
+/// scores[kRows][kStepTokens] = Q K^T for rows [row, row + kRows).
+template <typename Dot, int kRows>
+void score_rows(const Pass<Dot>& pass, const Step<Dot>& step, int64_t row, Range range,
+                float* scores) {
+  using C = typename Dot::C;
+  const int64_t dim = pass.tile.shape->head_dim;
+  const int64_t pages = pages_of(kBlockTokens * dim * sizeof(C));
+  Product<Dot> product{};
+  product.a = pass.query + row * dim;
+  product.a_stride = dim;
+  product.num_matrices = 1;
+  product.depth = dim / kPair<C>;
+  product.columns = kBlockTokens;
+  product.out_stride = kStepTokens;
+  for (int64_t block = range.begin; block < range.end; ++block) {
+    product.matrices[0] = step.keys[block];
+    product.out = scores + (block - range.begin) * kBlockTokens;
+    if (step.path != nullptr) product.path = step.path + block * pages;
+    multiply<Dot, kRows>(product);
+  }
+}
+
+/// out = factors * out + P V for rows [row, row + kRows).
+template <typename Dot, int kRows>
+void add_values(const Pass<Dot>& pass, const Step<Dot>& step, int64_t row, Range range,
+                const typename Dot::A* weights, const float* factors) {
+  using C = typename Dot::C;
+  const int64_t dim = pass.tile.shape->head_dim;
+  const char* const* path = step.path;
+  if (path != nullptr) path += step.num_blocks * pages_of(kBlockTokens * dim * sizeof(C));
+  Product<Dot> product{};
+  product.a = weights;
+  product.a_stride = kStepTokens;
+  product.num_matrices = range.end - range.begin;
+  product.depth = kBlockTokens / kPair<C>;
+  product.out_stride = padded_head_dim(dim);
+  product.scale = factors;
+  for (int64_t column = 0; column < dim; column += kValueColumns) {
+    product.columns = smaller(dim - column, kValueColumns);
+    product.out = pass.state.out + row * product.out_stride + column;
+    for (int64_t i = 0; i < product.num_matrices; ++i)
+      product.matrices[i] = step.values[range.begin + i] + column * kBlockTokens;
+    const int64_t pages = pages_of(kBlockTokens * product.columns * sizeof(C));
+    if (path != nullptr) product.path = path + range.begin * pages, path += step.num_blocks * pages;
+    multiply<Dot, kRows>(product);
+  }
+}
+
 /// One step for rows [row, row + kRows).
 template <typename Dot, int kRows>
 void attend_rows(const Pass<Dot>& pass, const Step<Dot>& step, int64_t row) {
-  constexpr int64_t pair = kPair<typename Dot::C>;
   const AttentionTile& tile = pass.tile;
   const AttentionShape& shape = *tile.shape;
   const int64_t first_token = tile.first_position + row / shape.group;
@@ -176,12 +255,7 @@ void attend_rows(const Pass<Dot>& pass, const Step<Dot>& step, int64_t row) {
   const int64_t count = (end - begin) * kBlockTokens;
   alignas(64) float scores[kRows * kStepTokens];
   alignas(64) typename Dot::A weights[kRows * kStepTokens];
-  for (int64_t block = begin; block < end; ++block)
-    multiply<Dot, kRows>(
-        {pass.query + row * shape.head_dim, shape.head_dim, step.keys + block, 1,
-         shape.head_dim / pair, kBlockTokens * pair, scores + (block - begin) * kBlockTokens,
-         kStepTokens, nullptr, step.ahead_of_keys + block, step.prefetch_step},
-        kBlockTokens);
+  score_rows<Dot, kRows>(pass, step, row, {begin, end}, scores);
   float factors[kRows];
   const int64_t origin = (step.first_block + begin) * kBlockTokens;
   for (int i = 0; i < kRows; ++i) {
@@ -193,11 +267,7 @@ void attend_rows(const Pass<Dot>& pass, const Step<Dot>& step, int64_t row) {
                                   pass.state.max + row + i, pass.sums + (row + i) * Vector::kLanes,
                                   weights + i * kStepTokens);
   }
-  const int64_t padded = padded_head_dim(shape.head_dim);
-  multiply<Dot, kRows>({weights, kStepTokens, step.values + begin, end - begin, kBlockTokens / pair,
-                        shape.head_dim * pair, pass.state.out + row * padded, padded, factors,
-                        step.ahead_of_values + begin, step.prefetch_step},
-                       shape.head_dim);
+  add_values<Dot, kRows>(pass, step, row, {begin, end}, weights, factors);
 }
 
 template <typename Dot>
@@ -228,10 +298,51 @@ void attend_some_rows(const Pass<Dot>& pass, const Step<Dot>& step, int64_t row,
   }
 }
 
-/// The blocks [first, end) of a step; the tile goes on to block `last`. What is multiplied next is
-/// prefetched while something else is multiplied: cores do not read DRAM ahead across blocks.
+/// The addresses of two steps, in the order in which they are read, one for each page.
+class Path {
+ public:
+  const char* const* pages() const { return has_room_ ? pages_ : nullptr; }
+
+  template <typename C>
+  void add_step(const C* const* keys, int64_t num_blocks, const AttentionShape& shape) {
+    add(keys, num_blocks, kBlockTokens * shape.head_dim, 0);
+    for (int64_t column = 0; column < shape.head_dim; column += kValueColumns)
+      add(keys, num_blocks, kBlockTokens * smaller(shape.head_dim - column, kValueColumns),
+          shape.head_stride / 2 + column * kBlockTokens);
+  }
+
+  /// Repeats the last address as often as one can look beyond it.
+  void end() {
+    for (int64_t i = 0; i < kMostPagesAhead; ++i) add_page(pages_[size_ - 1]);
+  }
+
+ private:
+  /// Heads of more than a KiB fill it; they are long enough for the hardware's own prefetchers.
+  static constexpr int64_t kMostPages = 160;
+
+  template <typename C>
+  void add(const C* const* keys, int64_t num_blocks, int64_t elements, int64_t offset) {
+    const int64_t pages = pages_of(elements * static_cast<int64_t>(sizeof(C)));
+    for (int64_t block = 0; block < num_blocks; ++block) {
+      const char* from = reinterpret_cast<const char*>(keys[block] + offset);
+      for (int64_t page = 0; page < pages; ++page) add_page(from + page * kPageBytes);
+    }
+  }
+
+  void add_page(const char* page) {
+    has_room_ = has_room_ && size_ < kMostPages;
+    if (has_room_) pages_[size_++] = page;
+  }
+
+  const char* pages_[kMostPages];
+  int64_t size_ = 0;
+  bool has_room_ = true;
+};
+
+/// The blocks [first, end) of a step and the path through it; the tile goes on to block `last`.
 template <typename Dot>
-Step<Dot> make_step(const AttentionTile& tile, int64_t first, int64_t end, int64_t last) {
+Step<Dot> make_step(const AttentionTile& tile, int64_t first, int64_t end, int64_t last,
+                    Path& path) {
   using C = typename Dot::C;
   const AttentionShape& shape = *tile.shape;
   const auto keys_of = [&](int64_t block) {
@@ -240,14 +351,17 @@ Step<Dot> make_step(const AttentionTile& tile, int64_t first, int64_t end, int64
   Step<Dot> step;
   step.first_block = first;
   step.num_blocks = end - first;
-  step.prefetch_step = Vector::kLanes * kPair<C> * static_cast<int64_t>(sizeof(C));
   for (int64_t i = 0; i < step.num_blocks; ++i) {
     step.keys[i] = keys_of(first + i);
     step.values[i] = step.keys[i] + shape.head_stride / 2;
-    step.ahead_of_keys[i] = reinterpret_cast<const char*>(step.values[i]);
-    const void* next = end + i < last ? keys_of(end + i) : tile.next_keys[i];
-    step.ahead_of_values[i] = static_cast<const char*>(next);
   }
+  const C* next[kStepBlocks];
+  for (int64_t i = 0; i < kStepBlocks; ++i)
+    next[i] = end + i < last ? keys_of(end + i) : static_cast<const C*>(tile.next_keys[i]);
+  path.add_step(step.keys, step.num_blocks, shape);
+  path.add_step(next, kStepBlocks, shape);
+  path.end();
+  step.path = path.pages();
   return step;
 }
 
@@ -286,10 +400,11 @@ void attend(const AttentionTile& tile, int64_t split, const AttentionState& stat
   int64_t block = larger(tile.first_visible() / kBlockTokens, split * split_blocks);
   while (block < last) {
     const int64_t end = smaller(last, (block / kStepBlocks + 1) * kStepBlocks);
-    Step<Dot> step = make_step<Dot>(tile, block, end, last);
+    Path path;
+    Step<Dot> step = make_step<Dot>(tile, block, end, last, path);
     for (int64_t row = 0; row < rows; row += Vector::kMaxRows) {
       attend_some_rows(pass, step, row, smaller(rows - row, Vector::kMaxRows));
-      step.prefetch_step = 0;
+      step.path = nullptr;  // what the first rows have prefetched is there for the others
     }
     block = end;
   }

@@ -115,11 +115,11 @@ void run_part(const Call& call, const AttentionItem& item, const AttentionTile& 
   call.kernel.store(tile, part_state(first));
 }
 
-/// Where the first keys of an item lie.
-void find_first_keys(const Call& call, const AttentionItem& item, const void** keys) {
+/// Where the first keys of a split of an item lie.
+void find_first_keys(const Call& call, const AttentionItem& item, int64_t split,
+                     const void** keys) {
   const int64_t position = call.pass.first_position(item.sequence) + item.first_token;
-  const int64_t first =
-      std::max(call.pass.first_visible(position), item.first_split * kSplitTokens);
+  const int64_t first = std::max(call.pass.first_visible(position), split * kSplitTokens);
   const int64_t last = position + item.num_tokens - 1;
   for (int64_t i = 0; i < kStepBlocks; ++i) {
     const int64_t block = std::min(first / kBlockTokens + i, last / kBlockTokens);
@@ -132,7 +132,13 @@ void run_item(const Call& call, const AttentionItem& item, const AttentionItem& 
   thread_local Scratch memory;
   const int64_t dim = call.shape.head_dim;
   AttentionTile tile = tile_of(call, item);
-  find_first_keys(call, next, tile.next_keys);
+  const auto prefetch_after = [&](int64_t split) {
+    if (split < item.last_split)
+      find_first_keys(call, item, split + 1, tile.next_keys);
+    else
+      find_first_keys(call, next, next.first_split, tile.next_keys);
+  };
+  prefetch_after(item.first_split);
   const int64_t rows = tile.num_rows();
   const int64_t state_size = (state_floats(rows, dim) + 15) / 16 * 16;
   float* data = memory.reserve(2 * state_size + attention_scratch_floats(rows, dim));
@@ -145,6 +151,7 @@ void run_item(const Call& call, const AttentionItem& item, const AttentionItem& 
   const AttentionState part = state_at(data + state_size, rows);
   call.kernel.attend(tile, item.first_split, total, scratch);
   for (int64_t split = item.first_split + 1; split <= item.last_split; ++split) {
+    prefetch_after(split);
     call.kernel.attend(tile, split, part, scratch);
     merge_attention(total, part, rows, dim);
   }

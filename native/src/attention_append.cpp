@@ -32,8 +32,12 @@ void write_block(const AppendTask& task, int64_t begin, int64_t end, int64_t row
     C* key_out = keys + row * pair;
     for (int64_t d = 0; d < dim; d += pair)
       for (int64_t p = 0; p < pair; ++p) key_out[d * kBlockTokens + p] = convert<C>(key[d + p]);
-    C* value_out = values + row / pair * dim * pair + row % pair;
-    for (int64_t d = 0; d < dim; ++d) value_out[d * pair] = convert<C>(value[d]);
+    for (int64_t column = 0; column < dim; column += kValueColumns) {
+      C* value_out = values + value_offset(row, column, dim, pair);
+      const int64_t end_column = std::min(dim, column + kValueColumns);
+      for (int64_t d = column; d < end_column; ++d, value_out += pair)
+        *value_out = convert<C>(value[d]);
+    }
   }
 }
 

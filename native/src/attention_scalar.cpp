@@ -17,7 +17,8 @@ float key_at(const C* keys, int64_t token, int64_t d) {
 template <typename C>
 float value_at(const C* values, int64_t dim, int64_t token, int64_t d) {
   constexpr int64_t pair = kPair<C>;
-  return to_float(values[(token / pair * dim + d) * pair + token % pair]);
+  const int64_t in_tile = d % kValueColumns;
+  return to_float(values[value_offset(token, d - in_tile, dim, pair) + in_tile * pair]);
 }
 
 /// One row over positions [begin, end): scores, their maximum, exponentials, weighted sum.

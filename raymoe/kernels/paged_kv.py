@@ -4,10 +4,11 @@ T tokens, G KV heads, D head dimension, B tokens of a block, N blocks, P element
 
 A block holds B tokens of one sequence for all KV heads of one layer, keys and values apart:
 
-    cache [N, G, 2, B * D]      keys   [D / P, B, P]      values [B / P, D, P]
+    cache [N, G, 2, B * D]      keys   [D / P, B, P]      values [D / C, B / P, C, P]
 
 P is 2 for bfloat16 and 1 otherwise: the bfloat16 dot-product instruction multiplies pairs, so one
-vector of keys scores 16 tokens without a horizontal sum (design, section 5).
+vector of keys scores 16 tokens without a horizontal sum (design, section 5). Values lie in tiles of
+C = 64 dimensions, the last one narrower if need be: the kernel reads each as one run of memory.
 """
 
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch import Tensor
 from raymoe.errors import ConfigError
 
 BLOCK_TOKENS = 32
+VALUE_COLUMNS = 64
 CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -55,13 +57,19 @@ def unpack_block(block: Tensor, layout: KvLayout) -> tuple[Tensor, Tensor]:
     """Keys and values of one block [G, 2, B * D], each copied to [B, G, D]. For tests."""
     heads, dim, pair = layout.num_kv_heads, layout.head_dim, layout.pair
     keys = block[:, 0].reshape(heads, dim // pair, BLOCK_TOKENS, pair).permute(2, 0, 1, 3)
-    values = block[:, 1].reshape(heads, BLOCK_TOKENS // pair, dim, pair).permute(1, 3, 0, 2)
-    return keys.reshape(BLOCK_TOKENS, heads, dim), values.reshape(BLOCK_TOKENS, heads, dim)
+    tiles = [
+        tile.reshape(heads, BLOCK_TOKENS // pair, -1, pair).permute(1, 3, 0, 2).flatten(0, 1)
+        for tile in block[:, 1].split(BLOCK_TOKENS * VALUE_COLUMNS, dim=1)
+    ]
+    return keys.reshape(BLOCK_TOKENS, heads, dim), torch.cat(tiles, dim=2)
 
 
 def pack_block(keys_BGD: Tensor, values_BGD: Tensor, layout: KvLayout) -> Tensor:
     """The inverse of `unpack_block`: one block [G, 2, B * D]. For tests."""
     heads, dim, pair = layout.num_kv_heads, layout.head_dim, layout.pair
     keys = keys_BGD.reshape(BLOCK_TOKENS, heads, dim // pair, pair).permute(1, 2, 0, 3)
-    values = values_BGD.reshape(BLOCK_TOKENS // pair, pair, heads, dim).permute(2, 0, 3, 1)
-    return torch.stack([keys.reshape(heads, -1), values.reshape(heads, -1)], dim=1)
+    tiles = [
+        tile.unflatten(0, (-1, pair)).permute(2, 0, 3, 1).reshape(heads, -1)
+        for tile in values_BGD.split(VALUE_COLUMNS, dim=2)
+    ]
+    return torch.stack([keys.reshape(heads, -1), torch.cat(tiles, dim=1)], dim=1)

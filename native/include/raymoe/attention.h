@@ -3,10 +3,11 @@
 // Layout of one layer's cache (raymoe/kernels/paged_kv.py), B = 32 tokens of a block, D head
 // dimension, P = 2 for bf16 and 1 otherwise:
 //
-//     cache [N, G, 2, B * D]      keys [D / P][B][P]      values [B / P][D][P]
+//     cache [N, G, 2, B * D]      keys [D / P][B][P]      values [D / C][B / P][C][P]
 //
 // so that one vector of keys belongs to consecutive tokens (a score needs no horizontal sum) and
-// one vector of values to consecutive dimensions.
+// one vector of values to consecutive dimensions. Values lie in tiles of C = 64 dimensions, the last
+// one narrower if need be: what a register block reads is one run of memory.
 #pragma once
 
 #include <cstdint>
@@ -18,6 +19,17 @@
 namespace raymoe {
 
 constexpr int64_t kBlockTokens = 32;
+
+/// Dimensions of a tile of values: as many as the widest register block takes.
+constexpr int64_t kValueColumns = 64;
+
+/// Where the values of `token` of a block lie for the dimensions of the tile that begins at
+/// `column`, one pair apart from each other; in elements from the values of the block.
+constexpr int64_t value_offset(int64_t token, int64_t column, int64_t head_dim, int64_t pair) {
+  const int64_t rest = head_dim - column;
+  const int64_t width = rest < kValueColumns ? rest : kValueColumns;
+  return column * kBlockTokens + token / pair * width * pair + token % pair;
+}
 
 // Softmax is online in steps, and starts afresh in splits, of fixed positions of the sequence.
 // The sum of a token thus has the same order whatever else is in the pass, however its query was
