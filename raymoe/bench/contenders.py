@@ -1,7 +1,7 @@
 """The engines that a benchmark runs, each in a process of its own (`python -m` this module).
 
-A contender loads the checkpoint, warms up, runs the job several times, and prints one JSON line for
-each repetition. Asked for phases, it also runs it with one new token for each row: the prefill.
+A contender loads the checkpoint, warms up, runs the job, and prints one JSON line. Asked for
+phases, it also runs it with one new token for each row: the prefill.
 """
 
 import argparse
@@ -100,7 +100,6 @@ def main() -> None:
     parser.add_argument("contender", choices=sorted(CONTENDERS))
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--workload", choices=sorted(WORKLOADS), required=True)
-    parser.add_argument("--repetitions", type=int, required=True)
     parser.add_argument("--num-threads", type=int, required=True)
     parser.add_argument("--phases", action="store_true")
     args = parser.parse_args()
@@ -109,13 +108,12 @@ def main() -> None:
     prompts = make_prompts(workload, vocab_size)
     run = CONTENDERS[args.contender](args.model, args.num_threads, len(prompts))
     run(prompts[:8], 2)
-    for _ in range(args.repetitions):
-        line = {
-            "prefill_s": timed(run, prompts, 1) if args.phases else None,
-            "total_s": timed(run, prompts, workload.generated_tokens),
-            "peak_rss_bytes": peak_rss_bytes(),
-        }
-        print(json.dumps(line), flush=True)
+    line = {
+        "prefill_s": timed(run, prompts, 1) if args.phases else None,
+        "total_s": timed(run, prompts, workload.generated_tokens),
+        "peak_rss_bytes": peak_rss_bytes(),
+    }
+    print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,17 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.live import Live
 from rich.table import Table
 
 from raymoe.bench.contenders import CONTENDERS
+from raymoe.bench.jobs import kernel_jobs
+from raymoe.bench.kernels import measure_kernels
 from raymoe.bench.suite import Result, run_suite
 from raymoe.bench.workloads import SHAPES, WORKLOADS
 from raymoe.device.host import read_host
 from raymoe.errors import ConfigError
+from raymoe.kernels.threads import set_num_threads
 from raymoe.units import GB, GIB, format_seconds
 
 
@@ -31,11 +35,14 @@ def run(
     phases: Annotated[
         bool, typer.Option("--phases", help="Time the prefill apart; takes about twice as long.")
     ] = False,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Measure kernels, not engines; about four minutes.")
+    ] = False,
     out: Annotated[
         Path, typer.Option(help="Directory for checkpoints (kept) and results.jsonl.")
     ] = Path("raymoe-bench"),
 ) -> None:
-    """Measure generated tokens per second on random weights, end to end.
+    """Measure generated tokens per second on random weights, end to end; or kernels alone.
 
     Bound: operations over 0.94 of the measured bfloat16 peak and bytes over the measured read
     bandwidth, the longer for each phase. Rows generate every token (no early end), greedily.
@@ -48,6 +55,10 @@ def run(
         for value in chosen:
             if value not in known:
                 raise ConfigError(f"--{name} {value!r} is not one of {', '.join(known)}")
+    num_threads = num_threads or read_host().num_cores
+    if kernels:
+        _run_kernels(num_threads, repetitions)
+        return
     console = Console(stderr=True)
     out.mkdir(parents=True, exist_ok=True)
     results = []
@@ -57,7 +68,7 @@ def run(
             workloads=workload,
             contenders=contender,
             repetitions=repetitions,
-            num_threads=num_threads or read_host().num_cores,
+            num_threads=num_threads,
             has_phases=phases,
             directory=out,
             report=lambda text: console.print(text, style="dim"),
@@ -67,6 +78,41 @@ def run(
             results.append(result)
     Console().print(_table(results))
     console.print(f"one JSON line for each in {out / 'results.jsonl'}", style="dim")
+
+
+def _run_kernels(num_threads: int, repetitions: int) -> None:
+    set_num_threads(num_threads, num_torch_threads=1)
+    table = Table(title="kernels beside what the machine can do")
+    for column in ("kernel", "case", "bound by"):
+        table.add_column(column)
+    for column in ("rate", "limit", "of limit"):
+        table.add_column(column, justify="right")
+    with Live(table, console=Console(), vertical_overflow="visible"):
+        for rate in measure_kernels(
+            kernel_jobs(), num_threads=num_threads, repetitions=repetitions
+        ):
+            if rate.is_memory_bound:
+                bound, unit, mine, limit = (
+                    "memory",
+                    "GB/s",
+                    rate.bytes_per_s,
+                    rate.limits.bytes_per_s,
+                )
+            else:
+                bound, unit, mine, limit = (
+                    "FLOPs",
+                    "GFLOP/s",
+                    rate.flop_per_s,
+                    rate.limits.flop_per_s,
+                )
+            table.add_row(
+                rate.kernel,
+                rate.case,
+                bound,
+                f"{mine / GB:.1f} {unit}",
+                f"{limit / GB:.1f} {unit}",
+                f"{100 * rate.share_of_limit:.0f} %",
+            )
 
 
 def _table(results: list[Result]) -> Table:

@@ -59,7 +59,7 @@ def unpack_block(block: Tensor, layout: KvLayout) -> tuple[Tensor, Tensor]:
     keys = block[:, 0].reshape(heads, dim // pair, BLOCK_TOKENS, pair).permute(2, 0, 1, 3)
     tiles = [
         tile.reshape(heads, BLOCK_TOKENS // pair, -1, pair).permute(1, 3, 0, 2).flatten(0, 1)
-        for tile in block[:, 1].split(BLOCK_TOKENS * VALUE_COLUMNS, dim=1)
+        for tile in torch.split(block[:, 1], BLOCK_TOKENS * VALUE_COLUMNS, dim=1)
     ]
     return keys.reshape(BLOCK_TOKENS, heads, dim), torch.cat(tiles, dim=2)
 
@@ -69,7 +69,7 @@ def pack_block(keys_BGD: Tensor, values_BGD: Tensor, layout: KvLayout) -> Tensor
     heads, dim, pair = layout.num_kv_heads, layout.head_dim, layout.pair
     keys = keys_BGD.reshape(BLOCK_TOKENS, heads, dim // pair, pair).permute(1, 2, 0, 3)
     tiles = [
-        tile.unflatten(0, (-1, pair)).permute(2, 0, 3, 1).reshape(heads, -1)
-        for tile in values_BGD.split(VALUE_COLUMNS, dim=2)
+        tile.reshape(-1, pair, heads, tile.shape[2]).permute(2, 0, 3, 1).reshape(heads, -1)
+        for tile in torch.split(values_BGD, VALUE_COLUMNS, dim=2)
     ]
     return torch.stack([keys.reshape(heads, -1), torch.cat(tiles, dim=1)], dim=1)

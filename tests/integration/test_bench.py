@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from raymoe.bench.attention import AttentionShape, decode_job, prefill_job
+from raymoe.bench.experts import ExpertsShape, experts_job, linear_job
+from raymoe.bench.kernels import measure_kernels
 from raymoe.bench.suite import run_suite
 from raymoe.bench.workloads import WORKLOADS, make_checkpoint, make_prompts
 from raymoe.errors import ConfigError
@@ -31,6 +34,31 @@ def test_both_contenders_generate_every_token_and_are_set_beside_the_bound(tmp_p
         assert figures["tokens_per_s"] == pytest.approx(64 / figures["total_s"])
         assert figures["prefill_s"] > 0
         assert figures["peak_rss_bytes"] > 100e6
+
+
+def test_kernels_are_held_against_the_limit_that_binds_them() -> None:
+    heads = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=32)
+    experts = ExpertsShape(hidden_size=512, expert_size=512, num_experts=4, top_k=2)
+    makers = [
+        lambda: decode_job(heads, 64, 512),
+        lambda: prefill_job(heads, 4, 512),
+        lambda: experts_job(experts, 512),
+        lambda: linear_job(1024, 1024, 512),
+    ]
+    rates = list(measure_kernels(makers, num_threads=2, repetitions=1))
+    assert [rate.is_memory_bound for rate in rates] == [True, False, False, False]
+    assert rates[0].case == "8/2 heads x 32, 64 x 512"
+    for rate in rates:
+        assert 0 < rate.share_of_limit < 1.5  # a limit is a measurement too
+        assert rate.bytes_per_s > 0
+        assert rate.flop_per_s > 0
+
+
+def test_a_decode_job_reads_the_keys_and_values_of_every_token() -> None:
+    job = decode_job(AttentionShape(num_heads=8, num_kv_heads=2, head_dim=32), 3, 64)
+    cache = job.calls[0].args[3]  # type: ignore[attr-defined]
+    assert job.bytes_per_call == cache.numel() * cache.itemsize
+    assert len(job.calls) * job.bytes_per_call >= 512 << 20
 
 
 def test_prompts_have_the_lengths_of_their_workload() -> None:
