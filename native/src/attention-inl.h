@@ -311,6 +311,11 @@ class Path {
           shape.head_stride / 2 + column * kBlockTokens);
   }
 
+  template <typename C>
+  void add_keys(const C* keys, const AttentionShape& shape) {
+    add(&keys, 1, kBlockTokens * shape.head_dim, 0);
+  }
+
   /// Repeats the last address as often as one can look beyond it.
   void end() {
     for (int64_t i = 0; i < kMostPagesAhead; ++i) add_page(pages_[size_ - 1]);
@@ -359,6 +364,8 @@ Step<Dot> make_step(const AttentionTile& tile, int64_t first, int64_t end, int64
   for (int64_t i = 0; i < kStepBlocks; ++i)
     next[i] = end + i < last ? keys_of(end + i) : static_cast<const C*>(tile.next_keys[i]);
   path.add_step(step.keys, step.num_blocks, shape);
+  if (end == last && tile.next_append != nullptr)
+    path.add_keys(static_cast<const C*>(tile.next_append), shape);
   path.add_step(next, kStepBlocks, shape);
   path.end();
   step.path = path.pages();

@@ -115,17 +115,30 @@ void run_part(const Call& call, const AttentionItem& item, const AttentionTile& 
   call.kernel.store(tile, part_state(first));
 }
 
-/// Where the first keys of a split of an item lie.
-void find_first_keys(const Call& call, const AttentionItem& item, int64_t split,
-                     const void** keys) {
+const void* keys_of(const Call& call, const AttentionItem& item, int64_t block) {
+  return call.cache_of(item.kv_head) +
+         call.table_of(item.sequence)[block] * call.shape.block_stride * call.cache_size;
+}
+
+int64_t last_position(const Call& call, const AttentionItem& item) {
+  return call.pass.first_position(item.sequence) + item.first_token + item.num_tokens - 1;
+}
+
+/// Whether the token of a sequence that has only one goes to the cache within this item.
+bool is_append(const Call& call, const AttentionItem& item) {
+  return call.pass.num_tokens(item.sequence) == 1 &&
+         item.last_split == last_position(call, item) / kSplitTokens;
+}
+
+/// After its split, the tile's thread goes on to `split` of `item`.
+void set_next(const Call& call, const AttentionItem& item, int64_t split, AttentionTile& tile) {
   const int64_t position = call.pass.first_position(item.sequence) + item.first_token;
   const int64_t first = std::max(call.pass.first_visible(position), split * kSplitTokens);
-  const int64_t last = position + item.num_tokens - 1;
-  for (int64_t i = 0; i < kStepBlocks; ++i) {
-    const int64_t block = std::min(first / kBlockTokens + i, last / kBlockTokens);
-    keys[i] = call.cache_of(item.kv_head) +
-              call.table_of(item.sequence)[block] * call.shape.block_stride * call.cache_size;
-  }
+  const int64_t last_block = last_position(call, item) / kBlockTokens;
+  for (int64_t i = 0; i < kStepBlocks; ++i)
+    tile.next_keys[i] = keys_of(call, item, std::min(first / kBlockTokens + i, last_block));
+  const bool appends = split == item.first_split && is_append(call, item);
+  tile.next_append = appends ? keys_of(call, item, last_block) : nullptr;
 }
 
 void run_item(const Call& call, const AttentionItem& item, const AttentionItem& next) {
@@ -134,18 +147,16 @@ void run_item(const Call& call, const AttentionItem& item, const AttentionItem& 
   AttentionTile tile = tile_of(call, item);
   const auto prefetch_after = [&](int64_t split) {
     if (split < item.last_split)
-      find_first_keys(call, item, split + 1, tile.next_keys);
+      set_next(call, item, split + 1, tile);
     else
-      find_first_keys(call, next, next.first_split, tile.next_keys);
+      set_next(call, next, next.first_split, tile);
   };
   prefetch_after(item.first_split);
   const int64_t rows = tile.num_rows();
   const int64_t state_size = (state_floats(rows, dim) + 15) / 16 * 16;
   float* data = memory.reserve(2 * state_size + attention_scratch_floats(rows, dim));
   float* scratch = data + 2 * state_size;
-  const bool has_last_split = item.last_split == tile.last_position() / kSplitTokens;
-  if (call.pass.num_tokens(item.sequence) == 1 && has_last_split)
-    run_append(call, item.sequence, item.kv_head, 0, 1);
+  if (is_append(call, item)) run_append(call, item.sequence, item.kv_head, 0, 1);
   if (item.part >= 0) return run_part(call, item, tile, scratch);
   const AttentionState total = state_at(data, rows);
   const AttentionState part = state_at(data + state_size, rows);
@@ -181,11 +192,17 @@ void run_call(Call& call) {
     const AppendItem& item = appends[static_cast<size_t>(index)];
     run_append(call, item.sequence, item.kv_head, item.first_token, item.num_tokens);
   });
+  // Each thread claims an item before it works on the last one it claimed, so that it can prefetch.
   const auto num_items = static_cast<int64_t>(items.size());
-  const int64_t stride = pool->num_threads();  // threads mostly take turns
-  pool->for_each(num_items, 1, [&](int, int64_t index) {
-    const int64_t next = std::min(index + stride, num_items - 1);
-    run_item(call, items[static_cast<size_t>(index)], items[static_cast<size_t>(next)]);
+  std::atomic<int64_t> unclaimed{0};
+  pool->run([&](int) {
+    int64_t index = unclaimed.fetch_add(1, std::memory_order_relaxed);
+    while (index < num_items) {
+      const int64_t next = unclaimed.fetch_add(1, std::memory_order_relaxed);
+      run_item(call, items[static_cast<size_t>(index)],
+               items[static_cast<size_t>(std::min(next, num_items - 1))]);
+      index = next;
+    }
   });
 }
 

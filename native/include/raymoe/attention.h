@@ -66,7 +66,10 @@ struct AttentionTile {
   const int32_t* block_table = nullptr;  // of this sequence
   int64_t first_position = 0;            // of the first token
   int64_t num_tokens = 0;
-  const void* next_keys[kStepBlocks] = {};  // what this thread will read next; any address will do
+  // What this thread will read after this split, to be prefetched: the keys of a step, and before
+  // them keys that it will overwrite. Any address will do; next_append may be null.
+  const void* next_keys[kStepBlocks] = {};
+  const void* next_append = nullptr;
 
   int64_t num_rows() const { return num_tokens * shape->group; }
   int64_t last_position() const { return first_position + num_tokens - 1; }
