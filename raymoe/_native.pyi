@@ -54,6 +54,14 @@ def append_and_attend(
     scale: float,
     sliding_window: int,
 ) -> None: ...
+def append(
+    key: Tensor,
+    value: Tensor,
+    cache: Tensor,
+    query_start: Tensor,
+    context_tokens: Tensor,
+    block_table: Tensor,
+) -> None: ...
 def argmax(logits: Tensor, ids: Tensor) -> None: ...
 def gumbel_argmax(
     logits: Tensor,

@@ -207,12 +207,12 @@ void run_call(Call& call) {
 }
 
 [[noreturn]] void refuse(const std::string& message) {
-  throw std::invalid_argument("append_and_attend: " + message);
+  throw std::invalid_argument("attention: " + message);
 }
 
 /// [T, heads, D] with both inner dimensions contiguous.
 void check_tokens(const TensorView& tensor, const char* name, const TensorView& query) {
-  const std::string what = std::string("append_and_attend: ") + name;
+  const std::string what = std::string("attention: ") + name;
   tensor.expect(what.c_str(), query.dtype(), 3);
   for (int64_t axis : {0, 2}) tensor.expect_size(what.c_str(), axis, query.size(axis));
   if (tensor.num_elements() > 0 && tensor.size(1) > 1 && tensor.stride(1) != tensor.size(2))
@@ -220,32 +220,34 @@ void check_tokens(const TensorView& tensor, const char* name, const TensorView& 
 }
 
 void check_query_and_cache(const TensorView& query, const TensorView& key, const TensorView& value,
-                           const TensorView& cache, const TensorView& out) {
-  query.expect_rank("append_and_attend: query", 3);
+                           const TensorView& cache) {
+  query.expect_rank("attention: query", 3);
   check_tokens(query, "query", query);
   check_tokens(key, "key", query);
   check_tokens(value, "value", query);
   const int64_t kv_heads = key.size(1), dim = query.size(2);
-  value.expect_size("append_and_attend: value", 1, kv_heads);
+  value.expect_size("attention: value", 1, kv_heads);
   if (kv_heads < 1 || query.size(1) < 1 || query.size(1) % kv_heads != 0)
     refuse("query has " + std::to_string(query.size(1)) + " heads, not a multiple of key's " +
            std::to_string(kv_heads));
   if (dim < 8 || dim % 8 != 0)
     refuse("query has head_dim " + std::to_string(dim) + ", expected a multiple of 8");
-  cache.expect_rank("append_and_attend: cache", 4);
+  cache.expect_rank("attention: cache", 4);
   if (append_function(query.dtype(), cache.dtype()) == nullptr)
     refuse(std::string("query has dtype ") + dtype_name(query.dtype()) + " and cache " +
            dtype_name(cache.dtype()) + "; they must be equal, or query float32");
-  cache.expect_size("append_and_attend: cache", 1, kv_heads);
-  cache.expect_size("append_and_attend: cache", 2, 2);
-  cache.expect_size("append_and_attend: cache", 3, kBlockTokens * dim);
+  cache.expect_size("attention: cache", 1, kv_heads);
+  cache.expect_size("attention: cache", 2, 2);
+  cache.expect_size("attention: cache", 3, kBlockTokens * dim);
   if (cache.num_elements() > 0 &&
       (cache.stride(2) != kBlockTokens * dim || cache.stride(1) != 2 * kBlockTokens * dim))
     refuse("cache must be contiguous within a block");
-  out.expect("append_and_attend: out", query.dtype(), 2)
-      .expect_contiguous("append_and_attend: out");
-  out.expect_size("append_and_attend: out", 0, query.size(0));
-  out.expect_size("append_and_attend: out", 1, query.size(1) * dim);
+}
+
+void check_out(const TensorView& query, const TensorView& out) {
+  out.expect("attention: out", query.dtype(), 2).expect_contiguous("attention: out");
+  out.expect_size("attention: out", 0, query.size(0));
+  out.expect_size("attention: out", 1, query.size(1) * query.size(2));
 }
 
 void check_blocks(const AttentionPass& pass, int64_t sequence, int64_t table_width,
@@ -283,12 +285,12 @@ void check_pass(const AttentionPass& pass, int64_t num_tokens, int64_t table_wid
 
 AttentionPass make_pass(const TensorView& query_start, const TensorView& context_tokens,
                         const TensorView& block_table) {
-  context_tokens.expect("append_and_attend: context_tokens", DType::kInt32, 1);
-  query_start.expect("append_and_attend: query_start", DType::kInt32, 1);
-  block_table.expect("append_and_attend: block_table", DType::kInt32, 2);
+  context_tokens.expect("attention: context_tokens", DType::kInt32, 1);
+  query_start.expect("attention: query_start", DType::kInt32, 1);
+  block_table.expect("attention: block_table", DType::kInt32, 2);
   const int64_t count = context_tokens.size(0);
-  query_start.expect_size("append_and_attend: query_start", 0, count + 1);
-  block_table.expect_size("append_and_attend: block_table", 0, count);
+  query_start.expect_size("attention: query_start", 0, count + 1);
+  block_table.expect_size("attention: block_table", 0, count);
   AttentionPass pass;
   pass.query_start = query_start.data<int32_t>();
   pass.context_tokens = context_tokens.data<int32_t>();
@@ -316,6 +318,29 @@ AttentionKernel choose_kernel(DType query, DType cache) {
 
 int64_t element_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
+/// Addresses, strides and types of a call.
+void set_memory(Call& call, const TensorView& query, const TensorView& key,
+                const TensorView& value, const TensorView& cache) {
+  const int64_t dim = query.size(2);
+  call.shape.head_dim = dim;
+  call.shape.group = call.pass.group;
+  call.shape.query_stride = query.stride(0);
+  call.shape.block_stride = cache.stride(0);
+  call.shape.head_stride = 2 * kBlockTokens * dim;
+  call.append.key_stride = key.stride(0);
+  call.append.value_stride = value.stride(0);
+  call.append.block_stride = cache.stride(0);
+  call.append.head_stride = call.shape.head_stride;
+  call.append.head_dim = dim;
+  call.append_tokens = append_function(query.dtype(), cache.dtype());
+  call.query = static_cast<const char*>(query.raw());
+  call.key = static_cast<const char*>(key.raw());
+  call.value = static_cast<const char*>(value.raw());
+  call.cache = static_cast<char*>(cache.raw());
+  call.query_size = element_size(query.dtype());
+  call.cache_size = element_size(cache.dtype());
+}
+
 }  // namespace
 
 void merge_attention(const AttentionState& total, const AttentionState& part, int64_t rows,
@@ -340,12 +365,12 @@ void append_and_attend(const TensorView& query, const TensorView& key, const Ten
                        const TensorView& cache, const TensorView& query_start,
                        const TensorView& context_tokens, const TensorView& block_table,
                        const TensorView& out, double scale, int64_t sliding_window) {
-  check_query_and_cache(query, key, value, cache, out);
+  check_query_and_cache(query, key, value, cache);
+  check_out(query, out);
   if (!(scale > 0) || !std::isfinite(scale))
     refuse("scale is " + std::to_string(scale) + ", expected a positive number");
   if (sliding_window < 1)
     refuse("sliding_window is " + std::to_string(sliding_window) + ", expected 1 or more");
-  const int64_t dim = query.size(2);
   Call call{};
   call.pass = make_pass(query_start, context_tokens, block_table);
   call.pass.num_kv_heads = key.size(1);
@@ -354,29 +379,31 @@ void append_and_attend(const TensorView& query, const TensorView& key, const Ten
   check_pass(call.pass, query.size(0), block_table.size(1), cache.size(0));
   if (query.size(0) == 0) return;
   constexpr double kLog2E = 1.4426950408889634;
-  call.shape = {dim,
-                call.pass.group,
-                call.pass.window,
-                static_cast<float>(scale * kLog2E),
-                query.stride(0),
-                query.size(1) * dim,
-                cache.stride(0),
-                2 * kBlockTokens * dim};
-  call.append.key_stride = key.stride(0);
-  call.append.value_stride = value.stride(0);
-  call.append.block_stride = cache.stride(0);
-  call.append.head_stride = call.shape.head_stride;
-  call.append.head_dim = dim;
-  call.append_tokens = append_function(query.dtype(), cache.dtype());
+  call.shape.window = call.pass.window;
+  call.shape.scale_log2e = static_cast<float>(scale * kLog2E);
+  set_memory(call, query, key, value, cache);
+  call.shape.out_stride = query.size(1) * query.size(2);
   call.kernel = choose_kernel(query.dtype(), cache.dtype());
-  call.query = static_cast<const char*>(query.raw());
-  call.key = static_cast<const char*>(key.raw());
-  call.value = static_cast<const char*>(value.raw());
   call.out = static_cast<char*>(out.raw());
-  call.cache = static_cast<char*>(cache.raw());
-  call.query_size = element_size(query.dtype());
-  call.cache_size = element_size(cache.dtype());
   run_call(call);
+}
+
+void append(const TensorView& key, const TensorView& value, const TensorView& cache,
+            const TensorView& query_start, const TensorView& context_tokens,
+            const TensorView& block_table) {
+  check_query_and_cache(key, key, value, cache);
+  Call call{};
+  call.pass = make_pass(query_start, context_tokens, block_table);
+  call.pass.num_kv_heads = key.size(1);
+  call.pass.group = 1;
+  call.pass.window = std::numeric_limits<int64_t>::max();
+  check_pass(call.pass, key.size(0), block_table.size(1), cache.size(0));
+  set_memory(call, key, key, value, cache);
+  const int64_t heads = key.size(1);
+  worker_pool()->for_each(call.pass.num_sequences * heads, 1, [&](int, int64_t index) {
+    const int64_t sequence = index / heads;
+    run_append(call, sequence, index % heads, 0, call.pass.num_tokens(sequence));
+  });
 }
 
 }  // namespace raymoe

@@ -95,6 +95,9 @@ void bind_attention(py::module_& m) {
         py::arg("value"), py::arg("cache"), py::arg("query_start"), py::arg("context_tokens"),
         py::arg("block_table"), py::arg("out"), py::arg("scale"), py::arg("sliding_window"),
         py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_attention.py.");
+  m.def("append", &append, py::arg("key"), py::arg("value"), py::arg("cache"),
+        py::arg("query_start"), py::arg("context_tokens"), py::arg("block_table"),
+        py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_attention.py.");
 }
 
 void bind_sampling(py::module_& m) {

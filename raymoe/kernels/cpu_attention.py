@@ -82,6 +82,40 @@ def append_and_attend(  # noqa: PLR0917 - an operator: its tensors are its argum
     return out_TX
 
 
+def append(key_TGD: Tensor, value_TGD: Tensor, cache: Tensor, batch: AttentionBatch) -> None:
+    """Append keys and values of the pass to the cache and attend to nothing.
+
+    For sequences whose attention is computed elsewhere; arguments and errors as in
+    `append_and_attend`.
+    """
+    try:
+        _native.append(
+            key_TGD, value_TGD, cache, batch.query_start, batch.context_tokens, batch.block_table
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def append_reference(
+    key_TGD: Tensor, value_TGD: Tensor, cache: Tensor, batch: AttentionBatch
+) -> None:
+    """The plain reference of `append`."""
+    _, num_kv_heads, head_dim = key_TGD.shape
+    layout = KvLayout(num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=cache.dtype)
+    starts = batch.query_start.tolist()
+    for sequence, context in enumerate(batch.context_tokens.tolist()):
+        begin, end = starts[sequence], starts[sequence + 1]
+        blocks = batch.block_table[sequence, : -(-context // BLOCK_TOKENS)].tolist()
+        _append_tokens(
+            key_TGD[begin:end],
+            value_TGD[begin:end],
+            cache,
+            blocks,
+            first=context - (end - begin),
+            layout=layout,
+        )
+
+
 def append_and_attend_reference(  # noqa: PLR0917 - the same signature as the kernel
     query_THD: Tensor,
     key_TGD: Tensor,
@@ -95,15 +129,13 @@ def append_and_attend_reference(  # noqa: PLR0917 - the same signature as the ke
     """The plain reference of `append_and_attend`, one sequence after another, in float32."""
     num_tokens, num_heads, head_dim = query_THD.shape
     layout = KvLayout(num_kv_heads=key_TGD.shape[1], head_dim=head_dim, dtype=cache.dtype)
+    append_reference(key_TGD, value_TGD, cache, batch)
     out_THD = torch.empty_like(query_THD)
     starts, contexts = batch.query_start.tolist(), batch.context_tokens.tolist()
     for sequence, context in enumerate(contexts):
         begin, end = starts[sequence], starts[sequence + 1]
         blocks = batch.block_table[sequence, : -(-context // BLOCK_TOKENS)].tolist()
         first = context - (end - begin)
-        _append_reference(
-            key_TGD[begin:end], value_TGD[begin:end], cache, blocks, first=first, layout=layout
-        )
         pairs = [unpack_block(cache[block], layout) for block in blocks]
         keys_CGD = torch.cat([keys for keys, _ in pairs])[:context].float()
         values_CGD = torch.cat([values for _, values in pairs])[:context].float()
@@ -123,7 +155,7 @@ def append_and_attend_reference(  # noqa: PLR0917 - the same signature as the ke
     return out_THD.reshape(num_tokens, num_heads * head_dim)
 
 
-def _append_reference(
+def _append_tokens(
     key_QGD: Tensor,
     value_QGD: Tensor,
     cache: Tensor,

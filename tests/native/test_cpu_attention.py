@@ -11,8 +11,10 @@ from raymoe import _native
 from raymoe.errors import ConfigError
 from raymoe.kernels.cpu_attention import (
     AttentionBatch,
+    append,
     append_and_attend,
     append_and_attend_reference,
+    append_reference,
 )
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, KvLayout, pack_block, unpack_block
 
@@ -254,6 +256,28 @@ def test_one_token_at_a_time_gives_the_same_bits_as_chunks(
                 sliding_window=window,
             )
             assert torch.equal(got, want[begin:end])
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("name", PASSES)
+def test_append_alone_leaves_the_same_cache(
+    name: str, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    case = Case(PASSES[name], (4, 2, 72), dtypes)
+    attended, appended = case.cache.clone(), case.cache.clone()
+    case.run(cache=attended)
+    append(case.key, case.value, appended, case.batch())
+    assert torch.equal(appended.view(torch.uint8), attended.view(torch.uint8))
+    wanted = case.cache.nan_to_num()
+    append_reference(case.key, case.value, wanted, case.batch())
+    assert torch.equal(appended.nan_to_num(), wanted)
+
+
+def test_append_refuses_blocks_that_are_not_there() -> None:
+    case = Case([(40, 8)], (2, 2, 16), (FP32, FP32))
+    case.table[0, 1] = 99
+    with pytest.raises(ConfigError, match=r"block_table\[0, 1\] is 99, the cache has 4 blocks"):
+        append(case.key, case.value, case.cache, case.batch())
 
 
 def test_sequences_may_share_the_blocks_of_a_prefix() -> None:

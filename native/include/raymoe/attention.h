@@ -144,4 +144,9 @@ void append_and_attend(const TensorView& query, const TensorView& key, const Ten
                        const TensorView& context_tokens, const TensorView& block_table,
                        const TensorView& out, double scale, int64_t sliding_window);
 
+/// See append in raymoe/kernels/cpu_attention.py.
+void append(const TensorView& key, const TensorView& value, const TensorView& cache,
+            const TensorView& query_start, const TensorView& context_tokens,
+            const TensorView& block_table);
+
 }  // namespace raymoe
