@@ -1,10 +1,12 @@
 """Schedule: tasks in issue order, with dependencies derived from the buffers they name."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from raymoe.errors import ScheduleError
+from raymoe.schedule.checks import check_tasks
 from raymoe.schedule.task import Buffer, Resource, Task
+from raymoe.schedule.text import format_buffers, format_task, parse_buffers, parse_task
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,8 @@ class Schedule:
         dependencies: Derived; do not pass them.
 
     Raises:
-        ScheduleError: A task occurs twice or reads a buffer that nobody wrote.
+        ScheduleError: A task occurs twice, is on a lane that cannot run it, or reads a buffer
+            that nobody wrote; shows the lanes.
     """
 
     name: str
@@ -31,8 +34,25 @@ class Schedule:
     dependencies: tuple[tuple[int, ...], ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        _check_unique(self.name, self.tasks)
-        object.__setattr__(self, "dependencies", _derive(self.name, self.tasks, self.inputs))
+        check_tasks(self.name, self.tasks, self.inputs)
+        object.__setattr__(self, "dependencies", _derive(self.tasks))
+
+    @classmethod
+    def from_text(cls, text: str) -> "Schedule":
+        """Read the form that `to_text` writes; blank lines are skipped.
+
+        Raises:
+            ScheduleError: A line cannot be read, with its number; or the tasks are no schedule.
+        """
+        lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        name, inputs = _parse_header([line for _, line in lines[:2]])
+        return cls(name, tuple(_parse_line(*line) for line in lines[2:]), inputs)
+
+    def to_text(self) -> str:
+        """The whole schedule: its name, its inputs, and one line a task in issue order."""
+        inputs = sorted(self.inputs, key=lambda buffer: (buffer.name, buffer.key))
+        lines = [f"schedule {self.name}", f"inputs {format_buffers(inputs)}".strip()]
+        return "\n".join([*lines, *map(format_task, self.tasks)]) + "\n"
 
     @property
     def resources(self) -> tuple[Resource, ...]:
@@ -49,31 +69,12 @@ class Schedule:
         )
 
 
-def _check_unique(name: str, tasks: Sequence[Task]) -> None:
-    seen: set[str] = set()
-    for task in tasks:
-        if str(task) in seen:
-            raise ScheduleError(f"schedule {name!r}: task {task} occurs twice")
-        seen.add(str(task))
-
-
-def _derive(
-    name: str, tasks: Sequence[Task], inputs: Iterable[Buffer]
-) -> tuple[tuple[int, ...], ...]:
+def _derive(tasks: Sequence[Task]) -> tuple[tuple[int, ...], ...]:
     writer: dict[Buffer, int] = {}
     readers: dict[Buffer, list[int]] = {}
-    known = set(inputs)
     dependencies: list[tuple[int, ...]] = []
     for index, task in enumerate(tasks):
-        waits: set[int] = set()
-        for buffer in task.reads:
-            if buffer not in known:
-                raise ScheduleError(
-                    f"schedule {name!r}: task {task} on lane {task.resource} reads {buffer}, "
-                    "which no earlier task writes and which is not an input"
-                )
-            if buffer in writer:
-                waits.add(writer[buffer])
+        waits = {writer[buffer] for buffer in task.reads if buffer in writer}
         for buffer in task.writes:
             waits.update(readers.pop(buffer, ()))
             if buffer in writer:
@@ -82,6 +83,21 @@ def _derive(
             readers.setdefault(buffer, []).append(index)
         for buffer in task.writes:
             writer[buffer] = index
-            known.add(buffer)
         dependencies.append(tuple(sorted(waits - {index})))
     return tuple(dependencies)
+
+
+def _parse_header(lines: Sequence[str]) -> tuple[str, frozenset[Buffer]]:
+    words = [line.split(maxsplit=1) for line in lines]
+    if [line[0] for line in words] != ["schedule", "inputs"] or len(words[0]) < 2:
+        raise ScheduleError(
+            "the text of a schedule begins with a line 'schedule NAME' and a line 'inputs BUFFERS'"
+        )
+    return words[0][1].strip(), frozenset(parse_buffers(" ".join(words[1][1:])))
+
+
+def _parse_line(number: int, line: str) -> Task:
+    try:
+        return parse_task(line)
+    except ScheduleError as error:
+        raise ScheduleError(f"line {number}: {error}") from error

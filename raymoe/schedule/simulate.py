@@ -14,6 +14,15 @@ class CostModel(Protocol):
         """Duration of a task that runs alone, in seconds; not negative."""
 
 
+class Instant:
+    """A cost model of tasks that take no time: only their order is of interest."""
+
+    def duration_s(self, task: Task) -> float:
+        """See `CostModel`."""
+        del task
+        return 0.0
+
+
 def simulate(schedule: Schedule, cost: CostModel) -> Timeline:
     """Run a schedule on paper: lanes in issue order, each task after what it waits for."""
     free_s = dict.fromkeys(Resource, 0.0)

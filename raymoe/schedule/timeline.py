@@ -40,6 +40,15 @@ class Timeline:
         """From zero to the end of the last task."""
         return max((span.end_s for span in self.spans), default=0.0)
 
+    def scaled(self, factor: float) -> "Timeline":
+        """The same with all times multiplied."""
+        return Timeline(
+            self.name,
+            tuple(
+                Span(span.task, span.start_s * factor, span.end_s * factor) for span in self.spans
+            ),
+        )
+
     @property
     def resources(self) -> tuple[Resource, ...]:
         """The resources in use, in the order of the enumeration."""

@@ -1,5 +1,30 @@
 """The builders of schedules, by name."""
 
-from raymoe.schedule.builders.in_place import build_in_place
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
-BUILDERS = {"in_place": build_in_place}
+from raymoe.schedule.builders.fastdecode import build_fastdecode
+from raymoe.schedule.builders.flexgen import build_flexgen_s3, build_flexgen_s4
+from raymoe.schedule.builders.in_place import build_in_place
+from raymoe.schedule.builders.layer_by_layer import build_layer_by_layer
+from raymoe.schedule.builders.shape import PassForm
+from raymoe.schedule.builders.waves import build_cgopipe, build_module_batching, build_vslpipe
+from raymoe.schedule.graph import Schedule
+
+STREAMING_BUILDERS: Mapping[str, Callable[[PassForm], Schedule]] = MappingProxyType(
+    {
+        "cgopipe": build_cgopipe,
+        "vslpipe": build_vslpipe,
+        "module_batching": build_module_batching,
+        "flexgen_s3": build_flexgen_s3,
+        "flexgen_s4": build_flexgen_s4,
+        "fastdecode": build_fastdecode,
+        "layer_by_layer": build_layer_by_layer,
+    }
+)
+"""Those that take a `PassForm`: weights, KV or hidden states move between host and device."""
+
+BUILDERS: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
+    {"in_place": build_in_place, **STREAMING_BUILDERS}
+)
+"""All of them; "in_place" takes a number of layers."""

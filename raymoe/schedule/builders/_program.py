@@ -1,64 +1,203 @@
-"""What each operation reads and writes: the only place that says so."""
+"""What each operation reads and writes: the only place that says so.
 
+Indices: i layer, k wave, p page, g expert group; r runs through the steps (layer, wave) of a pass
+and comes back after `ring` of them.
+
+| buffer | is |
+| --- | --- |
+| tokens[k], embedded[k] | token ids (input) and their embeddings on the host |
+| hidden[k] | hidden states on the device |
+| qkv[r], host_qkv[r] | queries, keys, values on the device and on the host |
+| kv[i,k], device_kv[i,k] | host KV cache of the CPU's and of the device's share (inputs) |
+| staged_kv[r % 2] | KV blocks of the device's share on the device |
+| host_attention[r], attention[r] | attention of the CPU's share on the host and the device |
+| device_attention[r] | attention of the device's share |
+| routed[k], logits | choices of the router; what the pass is for |
+| resident[i], host_weights[i,p] | weights that stay on the device; pages on the host (inputs) |
+| staging[n] | pinned ring between pageable pages and the link |
+| weights[slot,p] | pages on the device, in one of two slots |
+| turn | written by a device-wide wait, read by everything after it |
+"""
+
+from collections.abc import Sequence
+
+from raymoe.schedule.builders._pages import Load, loads_of_first_layer
+from raymoe.schedule.builders.shape import PassForm
 from raymoe.schedule.graph import Schedule
 from raymoe.schedule.task import Buffer, Op, Resource, Task
 
+TURN = Buffer("turn")
+
 
 class Program:
-    """Collects tasks in issue order; one method for each operation of a pass."""
+    """Collects tasks in issue order; one method for each operation of a pass.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: Name of the schedule.
+        form: The pass.
+        ring: Steps that may have buffers in flight at once.
+        has_barriers: Every task waits for the last `sync`, and every `sync` for all before it.
+        cores: Where computation runs that is not attention.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        form: PassForm,
+        *,
+        ring: int = 1,
+        has_barriers: bool = False,
+        cores: Resource = Resource.GPU,
+    ) -> None:
         self._name = name
+        self._form = form
+        self._ring = ring
+        self._has_barriers = has_barriers
+        self._cores = cores
         self._tasks: list[Task] = []
-        self._inputs: set[Buffer] = set()
+        self._inputs: set[Buffer] = {TURN} if has_barriers else set()
+        self._num_staged = 0
+        first = loads_of_first_layer(form)
+        # Which layer a page in a slot belongs to; a task that reads it is issued to get this one.
+        self._pages = {Buffer("weights", (load.slot, load.page)): load.layer for load in first}
+        self._unwritten = set(self._pages)
+        self._slot_of = {load.layer: load.slot for load in first}
 
     def schedule(self) -> Schedule:
         """The schedule of the tasks so far."""
         return Schedule(self._name, tuple(self._tasks), frozenset(self._inputs))
 
-    def embed(self, part: int, resource: Resource) -> None:
-        """Tokens of a wave to hidden states."""
-        tokens = self._input("tokens", part)
-        self._add(Op.EMBED, 0, part, resource, reads=(tokens,), writes=(_hidden(part),))
+    def embed(self, wave: int) -> None:
+        """Tokens of a wave to hidden states: on the CPU, and up to the device."""
+        embedded = Buffer("embedded", (wave,))
+        tokens = self._input("tokens", wave)
+        self._add(Op.EMBED, 0, wave, Resource.CPU, reads=(tokens,), writes=(embedded,))
+        self._add(Op.UP, 0, wave, Resource.HTOD, reads=(embedded,), writes=(_hidden(wave),))
 
-    def pre(self, layer: int, part: int, resource: Resource) -> None:
+    def embed_in_place(self, wave: int) -> None:
+        """Tokens of a wave to hidden states, where the computation is."""
+        tokens = self._input("tokens", wave)
+        self._add(Op.EMBED, 0, wave, self._cores, reads=(tokens,), writes=(_hidden(wave),))
+
+    def pre(self, layer: int, wave: int) -> None:
         """Norm, QKV projection, rotation."""
-        reads = (_hidden(part), self._weights(layer, "attention"))
-        self._add(Op.PRE, layer, part, resource, reads=reads, writes=(Buffer("qkv", (part,)),))
+        pages = self._form.layers[layer].attention_pages
+        reads = (_hidden(wave), *self._weights(layer, pages))
+        writes = (self._ringed("qkv", layer, wave),)
+        self._add(Op.PRE, layer, wave, self._cores, reads=reads, writes=writes)
 
-    def attend(self, layer: int, part: int, resource: Resource) -> None:
-        """Append to the KV cache of the layer and attend."""
-        cache = self._input("kv", layer, part)
-        self._add(
-            Op.ATTN,
-            layer,
-            part,
-            resource,
-            reads=(Buffer("qkv", (part,)), cache),
-            writes=(cache, Buffer("attention", (part,))),
-        )
+    def store_qkv(self, layer: int, wave: int) -> None:
+        """Queries, keys and values to the host."""
+        reads = (self._ringed("qkv", layer, wave),)
+        writes = (self._ringed("host_qkv", layer, wave),)
+        self._add(Op.QKV, layer, wave, Resource.DTOH, reads=reads, writes=writes)
 
-    def post(self, layer: int, part: int, resource: Resource) -> None:
+    def attend(self, layer: int, wave: int) -> None:
+        """Append to the KV cache and attend, the CPU's share."""
+        cache = self._input("kv", layer, wave)
+        reads = (self._ringed("host_qkv", layer, wave), cache)
+        writes = (cache, self._ringed("host_attention", layer, wave))
+        self._add(Op.ATTN, layer, wave, Resource.CPU, reads=reads, writes=writes)
+
+    def attend_in_place(self, layer: int, wave: int) -> None:
+        """Append to the KV cache and attend, without a way to the host and back."""
+        cache = self._input("kv", layer, wave)
+        reads = (self._ringed("qkv", layer, wave), cache)
+        writes = (cache, self._ringed("attention", layer, wave))
+        self._add(Op.ATTN, layer, wave, self._cores, reads=reads, writes=writes)
+
+    def load_kv(self, layer: int, wave: int) -> None:
+        """KV blocks of the device's share to the device."""
+        reads = (self._input("device_kv", layer, wave),)
+        writes = (self._staged_kv(layer, wave),)
+        self._add(Op.KV, layer, wave, Resource.HTOD, reads=reads, writes=writes)
+
+    def append(self, layer: int, wave: int) -> None:
+        """Keys and values of the device's share into the host KV cache."""
+        cache = self._input("device_kv", layer, wave)
+        reads = (self._ringed("host_qkv", layer, wave), cache)
+        self._add(Op.APPEND, layer, wave, Resource.CPU, reads=reads, writes=(cache,))
+
+    def attend_on_device(self, layer: int, wave: int) -> None:
+        """Attention of the device's share."""
+        reads = (self._ringed("qkv", layer, wave), self._staged_kv(layer, wave))
+        writes = (self._ringed("device_attention", layer, wave),)
+        self._add(Op.GATTN, layer, wave, Resource.GPU, reads=reads, writes=writes)
+
+    def front(self, layer: int, wave: int) -> None:
+        """The way of a wave through a layer as far as its attention."""
+        self.pre(layer, wave)
+        self.store_qkv(layer, wave)
+        if self._form.has_cpu_attention:
+            self.attend(layer, wave)
+        if self._form.has_device_attention:
+            self.load_kv(layer, wave)
+            self.append(layer, wave)
+            self.attend_on_device(layer, wave)
+
+    def load_hidden(self, layer: int, wave: int) -> None:
+        """The CPU's attention output to the device."""
+        reads = (self._ringed("host_attention", layer, wave),)
+        writes = (self._ringed("attention", layer, wave),)
+        self._add(Op.HID, layer, wave, Resource.HTOD, reads=reads, writes=writes)
+
+    def post(self, layer: int, wave: int) -> None:
         """Output projection, residual, norm, router."""
-        reads = (_hidden(part), Buffer("attention", (part,)), self._weights(layer, "attention"))
-        writes = (_hidden(part), Buffer("routed", (part,)))
-        self._add(Op.POST, layer, part, resource, reads=reads, writes=writes)
+        attended = [self._ringed("attention", layer, wave)] * self._form.has_cpu_attention
+        attended += [
+            self._ringed("device_attention", layer, wave)
+        ] * self._form.has_device_attention
+        weights = self._weights(layer, self._form.layers[layer].attention_pages)
+        reads = (_hidden(wave), *attended, *weights)
+        writes = (_hidden(wave), _routed(wave))
+        self._add(Op.POST, layer, wave, self._cores, reads=reads, writes=writes)
 
-    def experts(self, layer: int, part: int, resource: Resource) -> None:
-        """The feed-forward network of a wave."""
-        reads = (_hidden(part), Buffer("routed", (part,)), self._weights(layer, "experts"))
-        self._add(Op.EXPERTS, layer, part, resource, reads=reads, writes=(_hidden(part),))
+    def experts(self, layer: int, group: int, waves: Sequence[int]) -> None:
+        """The feed-forward network of an expert group: all of its waves at once."""
+        hidden = tuple(map(_hidden, waves))
+        weights = self._weights(layer, self._form.layers[layer].expert_pages)
+        reads = (*hidden, *map(_routed, waves), *weights)
+        self._add(Op.EXPERTS, layer, group, self._cores, reads=reads, writes=hidden)
 
-    def head(self, layer: int, part: int, resource: Resource) -> None:
-        """Final norm and logits of the rows that need them."""
-        self._add(
-            Op.HEAD,
-            layer,
-            part,
-            resource,
-            reads=(_hidden(part),),
-            writes=(Buffer("logits", (part,)),),
-        )
+    def head(self) -> None:
+        """Final norm and logits of the rows that need them, of all waves."""
+        reads = tuple(map(_hidden, range(self._form.num_waves)))
+        writes = (Buffer("logits"),)
+        self._add(Op.HEAD, self._form.num_layers, 0, self._cores, reads=reads, writes=writes)
+
+    def load_page(self, load: Load) -> None:
+        """One page of weights into its slot, through the staging ring where there is one."""
+        source = self._input("host_weights", load.layer, load.page)
+        if self._form.staging_slots:
+            staged = Buffer("staging", (self._num_staged % self._form.staging_slots,))
+            self._num_staged += 1
+            where = (load.layer, load.page, Resource.HOST_COPY)
+            self._add(Op.STAGE, *where, reads=(source,), writes=(staged,))
+            source = staged
+        slot = Buffer("weights", (load.slot, load.page))
+        where = (load.layer, load.page, Resource.HTOD)
+        self._add(Op.W, *where, reads=(source,), writes=(slot,))
+        self._pages[slot] = load.layer
+        self._unwritten.discard(slot)
+        # The first layer is loaded again for the next pass; this pass reads it where it was.
+        self._slot_of.setdefault(load.layer, load.slot)
+
+    def sync(self, layer: int, part: int) -> None:
+        """A device-wide wait; only of a program with barriers."""
+        assert self._has_barriers
+        task = Task(op=Op.SYNC, layer=layer, part=part, resource=Resource.GPU, writes=(TURN,))
+        self._tasks.append(task)
+
+    def holds(self, layer: int, pages: Sequence[int]) -> bool:
+        """Whether these pages of a layer were issued, so that a task that reads them may be."""
+        slot = self._slot_of.get(layer, -1)
+        return all(self._pages.get(Buffer("weights", (slot, page))) == layer for page in pages)
+
+    def _weights(self, layer: int, pages: Sequence[int]) -> tuple[Buffer, ...]:
+        assert self.holds(layer, pages), f"pages {pages} of layer {layer} are not in their slot"
+        buffers = [Buffer("weights", (self._slot_of[layer], page)) for page in pages]
+        self._inputs.update(self._unwritten.intersection(buffers))
+        return (self._input("resident", layer), *buffers)
 
     def _add(  # noqa: PLR0917 - private constructor of a task
         self,
@@ -69,6 +208,8 @@ class Program:
         reads: tuple[Buffer, ...],
         writes: tuple[Buffer, ...],
     ) -> None:
+        if self._has_barriers:
+            reads = (*reads, TURN)
         self._tasks.append(
             Task(op=op, layer=layer, part=part, resource=resource, reads=reads, writes=writes)
         )
@@ -78,9 +219,21 @@ class Program:
         self._inputs.add(buffer)
         return buffer
 
-    def _weights(self, layer: int, module: str) -> Buffer:
-        return self._input(f"{module}_weights", layer)
+    def _ringed(self, name: str, layer: int, wave: int) -> Buffer:
+        return Buffer(name, (self._step(layer, wave) % self._ring,))
+
+    def _staged_kv(self, layer: int, wave: int) -> Buffer:
+        return Buffer("staged_kv", (self._step(layer, wave) % 2,))
+
+    def _step(self, layer: int, wave: int) -> int:
+        # Counted through the pass: by wave alone, the last waves of a layer and the first of the
+        # next could meet in one buffer where num_waves is no multiple of the ring.
+        return layer * self._form.num_waves + wave
 
 
-def _hidden(part: int) -> Buffer:
-    return Buffer("hidden", (part,))
+def _hidden(wave: int) -> Buffer:
+    return Buffer("hidden", (wave,))
+
+
+def _routed(wave: int) -> Buffer:
+    return Buffer("routed", (wave,))

@@ -4,18 +4,20 @@ The schedule of the device `cpu`, and of a GPU that holds the whole model (desig
 """
 
 from raymoe.schedule.builders._program import Program
+from raymoe.schedule.builders.shape import LayerPages, PassForm
 from raymoe.schedule.graph import Schedule
 from raymoe.schedule.task import Resource
 
 
 def build_in_place(num_layers: int, *, resource: Resource = Resource.CPU) -> Schedule:
     """Build the pass of `num_layers` layers on one resource."""
-    program = Program("in_place")
-    program.embed(0, resource)
+    form = PassForm(layers=(LayerPages(num_pages=0),) * num_layers, num_waves=1)
+    program = Program("in_place", form, cores=resource)
+    program.embed_in_place(0)
     for layer in range(num_layers):
-        program.pre(layer, 0, resource)
-        program.attend(layer, 0, resource)
-        program.post(layer, 0, resource)
-        program.experts(layer, 0, resource)
-    program.head(num_layers, 0, resource)
+        program.pre(layer, 0)
+        program.attend_in_place(layer, 0)
+        program.post(layer, 0)
+        program.experts(layer, 0, (0,))
+    program.head()
     return program.schedule()

@@ -53,7 +53,7 @@ def test_inputs_may_be_read_first() -> None:
 
 
 def test_a_task_that_occurs_twice_is_refused() -> None:
-    with pytest.raises(ScheduleError, match=r"pre\[4,0\] occurs twice"):
+    with pytest.raises(ScheduleError, match=r"pre\[4,0\] on lane cpu occurs twice"):
         Schedule("s", (task(4), task(4)))
 
 

@@ -6,10 +6,10 @@ from raymoe.schedule.task import Buffer, Op, Resource, Task
 from raymoe.schedule.timeline import Bubble, Timeline
 
 X, Y = Buffer("x"), Buffer("y")
-LOAD = Task(op=Op.PRE, layer=0, part=0, resource=Resource.HTOD, writes=(X,))
-WORK = Task(op=Op.ATTN, layer=0, part=0, resource=Resource.GPU, reads=(X,), writes=(Y,))
-RELOAD = Task(op=Op.PRE, layer=1, part=0, resource=Resource.HTOD, writes=(X,))
-AGAIN = Task(op=Op.ATTN, layer=1, part=0, resource=Resource.GPU, reads=(X, Y))
+LOAD = Task(op=Op.W, layer=0, part=0, resource=Resource.HTOD, writes=(X,))
+WORK = Task(op=Op.GATTN, layer=0, part=0, resource=Resource.GPU, reads=(X,), writes=(Y,))
+RELOAD = Task(op=Op.W, layer=1, part=0, resource=Resource.HTOD, writes=(X,))
+AGAIN = Task(op=Op.GATTN, layer=1, part=0, resource=Resource.GPU, reads=(X, Y))
 
 
 class Durations:
@@ -33,7 +33,7 @@ def test_figures_of_the_timeline() -> None:
     assert TIMELINE.makespan_s == 6.0
     assert TIMELINE.busy_s(Resource.HTOD) == 4.0
     assert TIMELINE.utilization(Resource.GPU) == 2.0 / 6.0
-    assert TIMELINE.seconds_by_op() == {"pre": 4.0, "attn": 2.0}
+    assert TIMELINE.seconds_by_op() == {"w": 4.0, "gattn": 2.0}
     assert TIMELINE.resources == (Resource.GPU, Resource.HTOD)
 
 

@@ -1,0 +1,139 @@
+"""Run a schedule on meanings instead of numbers: does each task find what it is about?
+
+Each buffer holds a tuple that says what is in it, such as ("qkv", layer, wave). A task checks that
+what it reads is what its operation on this layer and wave needs, and writes what it makes.
+It knows the mathematics of a pass and nothing of how builders name rings and slots.
+"""
+
+from collections.abc import Iterable
+
+from raymoe.schedule.builders.shape import PassForm, next_first_slot
+from raymoe.schedule.graph import Schedule
+from raymoe.schedule.task import Buffer, Op, Task
+
+Meaning = tuple[str | int, ...]
+Memory = dict[Buffer, Meaning]
+
+SAME_NAME = {"host_qkv": "qkv", "host_attention": "attention"}
+"""Places on the host that hold the same thing as their counterpart on the device."""
+
+
+def initial_memory(form: PassForm) -> Memory:
+    """What the inputs of a pass hold, including the slot that the pass before has filled."""
+    memory: Memory = {}
+    for wave in range(form.num_waves):
+        memory[Buffer("tokens", (wave,))] = ("tokens", wave)
+    for layer, pages in enumerate(form.layers):
+        memory[Buffer("resident", (layer,))] = ("resident", layer)
+        for page in range(pages.num_pages):
+            memory[Buffer("host_weights", (layer, page))] = ("page", layer, page)
+        for wave in range(form.num_waves):
+            for name in ("kv", "device_kv"):
+                memory[Buffer(name, (layer, wave))] = (name, layer, wave, "old")
+    memory |= first_layer_in_slot(form, form.first_slot)
+    return memory
+
+
+def first_layer_in_slot(form: PassForm, slot: int) -> Memory:
+    """The first streamed layer in a slot of the device."""
+    if not form.streamed:
+        return {}
+    first = form.streamed[0]
+    num_pages = form.layers[first].num_pages
+    return {Buffer("weights", (slot, page)): ("page", first, page) for page in range(num_pages)}
+
+
+def run(schedule: Schedule, form: PassForm, order: Iterable[int]) -> Memory:
+    """Run all tasks in an order and check the results; returns what memory holds then."""
+    memory = initial_memory(form)
+    for index in order:
+        perform(schedule.tasks[index], form, memory)
+    check_results(form, memory)
+    return memory
+
+
+def perform(task: Task, form: PassForm, memory: Memory) -> None:
+    found = {memory[buffer] for buffer in task.reads if buffer.name != "turn"}
+    assert found == needs(task, form), f"{task} finds {found}, needs {needs(task, form)}"
+    for buffer in task.writes:
+        memory[buffer] = made(task, buffer)
+
+
+def check_results(form: PassForm, memory: Memory) -> None:
+    assert memory[Buffer("logits")] == ("logits",)
+    for layer in range(form.num_layers):
+        for wave in range(form.num_waves):
+            for name, is_used in (
+                ("kv", form.has_cpu_attention),
+                ("device_kv", form.has_device_attention),
+            ):
+                age = "new" if is_used else "old"
+                assert memory[Buffer(name, (layer, wave))] == (name, layer, wave, age)
+    for buffer, page in first_layer_in_slot(form, next_first_slot(form)).items():
+        assert memory[buffer] == page
+
+
+def needs(task: Task, form: PassForm) -> set[Meaning]:
+    """What a task must find in what it reads: all of this and nothing else."""
+    layer, part = task.layer, task.part
+    qkv: Meaning = ("qkv", layer, part)
+    found: dict[Op, set[Meaning]] = {
+        Op.EMBED: {("tokens", part)},
+        Op.UP: {("embedded", part)},
+        Op.PRE: {("into", layer, part)} | attention_weights(layer, form),
+        Op.QKV: {qkv},
+        Op.ATTN: {qkv, ("kv", layer, part, "old")},
+        Op.KV: {("device_kv", layer, part, "old")},
+        Op.APPEND: {qkv, ("device_kv", layer, part, "old")},
+        Op.GATTN: {qkv, ("staged_kv", layer, part)},
+        Op.HID: {("attention", layer, part)},
+        Op.POST: {("into", layer, part)} | attended(task, form) | attention_weights(layer, form),
+        Op.EXPERTS: routed(task) | expert_weights(layer, form),
+        Op.STAGE: {("page", layer, part)},
+        Op.W: {("page", layer, part)},
+        Op.SYNC: set(),
+        Op.HEAD: {("into", layer, wave) for wave in range(form.num_waves)},
+    }
+    return found[task.op]
+
+
+def attention_weights(layer: int, form: PassForm) -> set[Meaning]:
+    pages = form.layers[layer].attention_pages if layer < form.num_layers else ()
+    return {("resident", layer), *(("page", layer, page) for page in pages)}
+
+
+def expert_weights(layer: int, form: PassForm) -> set[Meaning]:
+    pages = form.layers[layer].expert_pages if layer < form.num_layers else ()
+    return {("resident", layer), *(("page", layer, page) for page in pages)}
+
+
+def attended(task: Task, form: PassForm) -> set[Meaning]:
+    shares = {"attention": form.has_cpu_attention, "device_attention": form.has_device_attention}
+    return {(name, task.layer, task.part) for name, is_used in shares.items() if is_used}
+
+
+def routed(task: Task) -> set[Meaning]:
+    waves = [buffer.key[0] for buffer in task.writes if buffer.key]
+    return {(name, task.layer, wave) for name in ("after post", "routed") for wave in waves}
+
+
+def made(task: Task, buffer: Buffer) -> Meaning:
+    """What a task leaves in a buffer that it writes."""
+    layer, part = task.layer, task.part
+    name = SAME_NAME.get(buffer.name, buffer.name)
+    hidden: dict[Op, Meaning] = {
+        Op.EMBED: ("into", 0, part),
+        Op.UP: ("into", 0, part),
+        Op.POST: ("after post", layer, part),
+        Op.EXPERTS: ("into", layer + 1, *buffer.key),
+    }
+    special: dict[str, Meaning] = {
+        "embedded": (name, part),
+        "hidden": hidden.get(task.op, ()),
+        "kv": (name, layer, part, "new"),
+        "device_kv": (name, layer, part, "new"),
+        "weights": ("page", layer, part),
+        "staging": ("page", layer, part),
+        "logits": (name,),
+    }
+    return special.get(name, (name, layer, part))

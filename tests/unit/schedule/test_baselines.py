@@ -1,0 +1,70 @@
+"""The synchronisation of the baselines is that of their papers."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raymoe.schedule.builders import STREAMING_BUILDERS
+from raymoe.schedule.builders.flexgen import build_flexgen_s4
+from raymoe.schedule.builders.layer_by_layer import build_layer_by_layer
+from raymoe.schedule.builders.shape import PassForm
+from raymoe.schedule.simulate import simulate
+from raymoe.schedule.task import Op, Resource
+from tests.unit.schedule.costs import OpCost, TaskCost
+from tests.unit.schedule.forms import form_for, pass_forms, streamed_layer, uniform_form
+
+WITH_BARRIERS = ("flexgen_s3", "flexgen_s4", "layer_by_layer")
+
+
+@pytest.mark.parametrize("name", WITH_BARRIERS)
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_nothing_starts_before_all_that_was_issued_before_a_sync_has_ended(
+    name: str, data: st.DataObject
+) -> None:
+    form = data.draw(pass_forms(name))
+    spans = simulate(STREAMING_BUILDERS[name](form), TaskCost(data)).spans
+    for place, span in enumerate(spans):
+        if span.task.op is Op.SYNC:
+            assert span.start_s >= max(before.end_s for before in spans[:place])
+            assert all(after.start_s >= span.end_s for after in spans[place + 1 :])
+
+
+def test_s3_overlaps_nothing_but_the_first_wave_with_the_weights() -> None:
+    # The law of FlexGen's loop for one layer of 3 waves: the first one waits for the weights.
+    cost = OpCost(
+        {Op.PRE: 1, Op.QKV: 2, Op.ATTN: 4, Op.HID: 8, Op.POST: 16, Op.EXPERTS: 32, Op.W: 100}
+    )
+    timeline = simulate(STREAMING_BUILDERS["flexgen_s3"](uniform_form(num_layers=1)), cost)
+    assert timeline.makespan_s == (3 * 100 + 8 + 16 + 32) + 2 * (1 + 2 + 4 + 8 + 16 + 32)
+
+
+def test_s4_takes_for_each_wave_the_longer_of_computation_and_the_next_kv() -> None:
+    form = form_for("flexgen_s4", num_layers=1, num_waves=3, num_pages=3)
+    cost = OpCost({Op.GATTN: 1, Op.EXPERTS: 2, Op.KV: 10, Op.W: 100})
+    timeline = simulate(build_flexgen_s4(form), cost)
+    assert timeline.makespan_s == (10 + 3 * 100 + 10) + 10 + 3
+    gpu_bound = simulate(build_flexgen_s4(form), OpCost({Op.EXPERTS: 50, Op.KV: 10}))
+    assert gpu_bound.makespan_s == 10 + 3 * 50
+
+
+def test_s4_stores_the_new_kv_of_a_wave_while_the_next_one_is_computed() -> None:
+    form = form_for("flexgen_s4", num_layers=1, num_waves=3, num_pages=3)
+    timeline = simulate(build_flexgen_s4(form), OpCost({Op.PRE: 5, Op.QKV: 4, Op.APPEND: 1}))
+    assert timeline.makespan_s == 3 * 5 + (4 + 1)
+
+
+def test_s4_attends_in_line_for_rows_that_stay_on_the_cpu() -> None:
+    form = PassForm(layers=(streamed_layer(),), num_waves=2, has_device_attention=True)
+    cost = OpCost({Op.QKV: 1, Op.ATTN: 2, Op.HID: 4, Op.GATTN: 8, Op.EXPERTS: 16})
+    schedule = build_flexgen_s4(form)
+    assert simulate(schedule, cost).makespan_s == 2 * (8 + 16)
+    in_line = [str(task) for task in schedule.tasks if task.part == 0 and task.layer == 0]
+    assert in_line.index("hid[0,0]") < in_line.index("post[0,0]")
+
+
+def test_layer_by_layer_hides_no_transfer_of_weights() -> None:
+    cost = OpCost({Op.PRE: 1, Op.ATTN: 2, Op.EXPERTS: 4, Op.W: 10})
+    timeline = simulate(build_layer_by_layer(uniform_form(num_layers=2)), cost)
+    assert timeline.makespan_s == 2 * (3 * (1 + 2 + 4) + 3 * 10)
+    assert timeline.busy_s(Resource.HTOD) == 60

@@ -1,0 +1,165 @@
+"""The invariants of a schedule, for every builder over random passes."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from raymoe.schedule.builders import BUILDERS, STREAMING_BUILDERS
+from raymoe.schedule.builders.first_layer import load_first_layer
+from raymoe.schedule.builders.in_place import build_in_place
+from raymoe.schedule.builders.shape import LayerPages, PassForm, next_first_slot
+from raymoe.schedule.builders.waves import build_waves
+from raymoe.schedule.graph import Schedule
+from raymoe.schedule.simulate import simulate
+from raymoe.schedule.task import Op, Resource
+from tests.unit.schedule import meaning
+from tests.unit.schedule.costs import TaskCost
+from tests.unit.schedule.forms import BUILDER_NAMES, pass_forms
+
+QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@st.composite
+def built(draw: st.DrawFn) -> tuple[Schedule, PassForm]:
+    """A schedule of any builder, and the pass it is for."""
+    name = draw(st.sampled_from((*BUILDER_NAMES, "waves")))
+    form = draw(pass_forms(name))
+    if name != "waves":
+        return STREAMING_BUILDERS[name](form), form
+    schedule = build_waves(
+        form,
+        waves_per_group=draw(st.integers(1, form.num_waves + 1)),
+        look_ahead=draw(st.integers(0, form.num_waves + 2)),
+        interleaves_pages=draw(st.booleans()),
+    )
+    return schedule, form
+
+
+def topological_order(schedule: Schedule, rng: random.Random) -> list[int]:
+    """Any order that the dependencies allow, whatever the lanes."""
+    num_waits = [len(waits) for waits in schedule.dependencies]
+    followers: list[list[int]] = [[] for _ in schedule.tasks]
+    for index, waits in enumerate(schedule.dependencies):
+        for wait in waits:
+            followers[wait].append(index)
+    ready = [index for index, count in enumerate(num_waits) if not count]
+    order = []
+    while ready:
+        index = ready.pop(rng.randrange(len(ready)))
+        order.append(index)
+        for follower in followers[index]:
+            num_waits[follower] -= 1
+            if not num_waits[follower]:
+                ready.append(follower)
+    return order
+
+
+@QUICK
+@given(built())
+def test_issue_order_is_a_topological_order(case: tuple[Schedule, PassForm]) -> None:
+    schedule, _ = case
+    for index, waits in enumerate(schedule.dependencies):
+        assert all(wait < index for wait in waits)
+
+
+@QUICK
+@given(built())
+def test_every_wave_passes_every_layer_once(case: tuple[Schedule, PassForm]) -> None:
+    schedule, form = case
+    steps = sorted(form.steps)
+    per_wave = {
+        Op.PRE: True,
+        Op.POST: True,
+        Op.QKV: True,
+        Op.ATTN: form.has_cpu_attention,
+        Op.HID: form.has_cpu_attention,
+        Op.KV: form.has_device_attention,
+        Op.APPEND: form.has_device_attention,
+        Op.GATTN: form.has_device_attention,
+    }
+    for op, is_used in per_wave.items():
+        found = sorted((task.layer, task.part) for task in schedule.tasks if task.op is op)
+        assert found == (steps if is_used else [])
+    for layer in range(form.num_layers):
+        of_layer = [t for t in schedule.tasks if t.op is Op.EXPERTS and t.layer == layer]
+        waves = [b.key[0] for task in of_layer for b in task.writes]
+        assert sorted(waves) == list(range(form.num_waves))
+
+
+@QUICK
+@given(built())
+def test_every_page_is_loaded_once(case: tuple[Schedule, PassForm]) -> None:
+    schedule, form = case
+    pages = sorted(
+        (layer, page) for layer, of in enumerate(form.layers) for page in range(of.num_pages)
+    )
+    for op in (Op.W, Op.STAGE) if form.staging_slots else (Op.W,):
+        found = sorted((task.layer, task.part) for task in schedule.tasks if task.op is op)
+        assert found == pages
+
+
+@QUICK
+@given(built(), st.randoms(use_true_random=False))
+def test_each_task_finds_what_it_needs_in_any_order_that_the_dependencies_allow(
+    case: tuple[Schedule, PassForm], rng: random.Random
+) -> None:
+    schedule, form = case
+    in_order = meaning.run(schedule, form, range(len(schedule.tasks)))
+    for _ in range(3):
+        assert meaning.run(schedule, form, topological_order(schedule, rng)) == in_order
+
+
+@QUICK
+@given(built(), st.data())
+def test_makespan_is_between_the_busiest_lane_and_the_sum(
+    case: tuple[Schedule, PassForm], data: st.DataObject
+) -> None:
+    schedule, _ = case
+    timeline = simulate(schedule, TaskCost(data))
+    total_s = sum(span.duration_s for span in timeline.spans)
+    busiest_s = max(timeline.busy_s(resource) for resource in Resource)
+    assert busiest_s <= timeline.makespan_s <= total_s
+
+
+@QUICK
+@given(pass_forms())
+def test_a_pass_finds_what_the_one_before_has_loaded(form: PassForm) -> None:
+    memory = meaning.initial_memory(form)
+    for buffer in meaning.first_layer_in_slot(form, form.first_slot):
+        memory[buffer] = ("nothing",)
+    for task in load_first_layer(form).tasks:
+        meaning.perform(task, form, memory)
+    for _ in range(3):
+        on_device = {b: held for b, held in memory.items() if b.name == "weights"}
+        memory = meaning.initial_memory(form)
+        for buffer in meaning.first_layer_in_slot(form, form.first_slot):
+            del memory[buffer]
+        memory |= on_device
+        for task in STREAMING_BUILDERS["cgopipe"](form).tasks:
+            meaning.perform(task, form, memory)
+        meaning.check_results(form, memory)
+        form = replace(form, first_slot=next_first_slot(form))
+
+
+def test_nothing_is_loaded_first_where_all_is_resident() -> None:
+    form = PassForm(layers=(LayerPages(num_pages=0),), num_waves=2)
+    assert load_first_layer(form).tasks == ()
+
+
+def test_the_pass_in_place_means_the_same() -> None:
+    schedule = build_in_place(3)
+    form = PassForm(layers=(LayerPages(num_pages=0),) * 3, num_waves=1)
+    meaning.run(schedule, form, range(len(schedule.tasks)))
+
+
+@pytest.mark.parametrize("name", BUILDER_NAMES)
+def test_a_schedule_carries_the_name_of_its_builder(name: str) -> None:
+    form = PassForm(
+        layers=(LayerPages(num_pages=0),),
+        num_waves=1,
+        has_device_attention=True,
+    )
+    assert BUILDERS[name](form).name == name

@@ -1,0 +1,64 @@
+"""Bytes in use, by hand and against the sizes that a pass is planned with."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raymoe.schedule.builders import STREAMING_BUILDERS
+from raymoe.schedule.graph import Schedule
+from raymoe.schedule.liveness import live_bytes
+from raymoe.schedule.task import Buffer, Op, Resource, Task
+from tests.unit.schedule.forms import BUILDER_NAMES, pass_forms
+
+A, B, C = Buffer("a"), Buffer("b"), Buffer("c")
+SIZES = {A: 1, B: 10, C: 100}
+
+
+def task(layer: int, reads: tuple[Buffer, ...], writes: tuple[Buffer, ...]) -> Task:
+    return Task(op=Op.PRE, layer=layer, part=0, resource=Resource.GPU, reads=reads, writes=writes)
+
+
+@pytest.mark.parametrize(
+    ("steps", "inputs", "peak"),
+    [
+        ([((), (A,)), ((A,), (B,)), ((B,), (C,)), ((C,), ())], (), 110),
+        ([((A,), (B,)), ((B,), (C,))], (A,), 110),
+        ([((A,), ()), ((), (B,)), ((A,), (C,))], (A,), 111),
+        ([((), (A,)), ((), (B,)), ((B,), (C,))], (), 111),
+        ([((), (B,)), ((B,), ()), ((), (C,)), ((C,), ()), ((), (B,)), ((B,), ())], (), 110),
+    ],
+    ids=["chain", "input_ends", "input_stays", "unread_is_result", "place_is_kept"],
+)
+def test_peak_of_a_schedule_by_hand(
+    steps: list[tuple[tuple[Buffer, ...], tuple[Buffer, ...]]],
+    inputs: tuple[Buffer, ...],
+    peak: int,
+) -> None:
+    tasks = tuple(task(layer, *step) for layer, step in enumerate(steps))
+    schedule = Schedule("s", tasks, frozenset(inputs))
+    assert live_bytes(schedule, SIZES.__getitem__) == peak
+
+
+def test_an_empty_schedule_needs_nothing() -> None:
+    assert live_bytes(Schedule("s", ()), SIZES.__getitem__) == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_a_pass_stays_within_two_slots_its_rings_and_its_hidden_states(
+    data: st.DataObject,
+) -> None:
+    name = data.draw(st.sampled_from(BUILDER_NAMES))
+    form = data.draw(pass_forms(name))
+    schedule = STREAMING_BUILDERS[name](form)
+    most_pages = max(pages.num_pages for pages in form.layers)
+    most_in_flight = {
+        "weights": 2 * most_pages,
+        "staging": form.staging_slots,
+        "staged_kv": 2,
+        "hidden": form.num_waves,
+        "qkv": max(2, form.num_waves) if name == "flexgen_s4" else form.num_waves,
+        "host_qkv": max(2, form.num_waves) if name == "flexgen_s4" else form.num_waves,
+    }
+    for tier, limit in most_in_flight.items():
+        assert live_bytes(schedule, lambda buffer, tier=tier: int(buffer.name == tier)) <= limit
