@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "schedule": {"errors"},
     "plan": BASE | {"specs", "schedule"},
     "kernels": {"errors", "_native"},
-    "device": BASE | {"specs", "kernels"},
+    "device": BASE | {"specs", "kernels", "schedule"},
     "model": {"errors", "specs", "kernels"},
     "memory": BASE | {"specs", "device", "kernels"},
     "runtime": {"errors", "schedule", "device", "memory", "model", "kernels"},

@@ -1,0 +1,122 @@
+"""A device made of host memory: separate buffers, real copies, the pace of other hardware.
+
+Assumptions: the host does the real work of a task faster than the device that is emulated, or the
+task takes as long as the host needs; lanes do not slow each other down beyond what the cost model
+says.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from raymoe.device.lane import Call, ThreadLane
+from raymoe.device.ledger import MemoryLedger
+from raymoe.device.pacing import sleep_until
+from raymoe.schedule.simulate import CostModel
+from raymoe.schedule.task import Resource, Task
+
+Stall = Callable[[Task], float]
+
+
+class EmulatedDevice:
+    """Memory with a limit, and one lane per resource on which tasks take the time they would.
+
+    Memory that was never written, or that was poisoned, reads as NaN, so that a task that runs too
+    early or too late spoils the result instead of passing by luck.
+
+    Attributes:
+        cost: What sets the pace; may be replaced between runs, not during one.
+        lanes: One for each resource; they belong to the device and are closed with it.
+    """
+
+    def __init__(
+        self,
+        memory_bytes: int,
+        cost: CostModel,
+        time_scale: float = 1.0,
+        *,
+        stall: Stall | None = None,
+    ) -> None:
+        """Start the lanes.
+
+        Args:
+            memory_bytes: How much `allocate` gives out in all.
+            cost: Duration of each task on the hardware that is emulated.
+            time_scale: Tasks last `cost.duration_s(task) * time_scale`; 0 for as fast as possible.
+            stall: Seconds by which a task's work begins late, such as `RandomStalls`; it counts
+                towards the task's duration.
+        """
+        self.cost = cost
+        self._ledger = MemoryLedger(memory_bytes)
+        self._time_scale = time_scale
+        self._stall = stall
+        self.lanes: Mapping[Resource, ThreadLane] = MappingProxyType(
+            {
+                resource: ThreadLane(resource, perform=self._stretch, context=torch.inference_mode)
+                for resource in Resource
+            }
+        )
+
+    @property
+    def memory_bytes(self) -> int:
+        """How much memory the device has."""
+        return self._ledger.memory_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """How much of it is allocated."""
+        return self._ledger.used_bytes
+
+    def allocate(self, num_bytes: int, purpose: str = "buffers") -> Tensor:
+        """Take device memory as a uint8 tensor, poisoned; it is freed with its last reference.
+
+        The ledger does not see that: what was allocated counts until the device is gone.
+
+        Args:
+            num_bytes: Size.
+            purpose: Row of the table that a refusal shows, such as "weight slots".
+
+        Raises:
+            CapacityError: The device has not that much left.
+        """
+        self._ledger.take(num_bytes, purpose)
+        memory = torch.empty(num_bytes, dtype=torch.uint8)
+        self.poison(memory)
+        return memory
+
+    @staticmethod
+    def poison(tensor: Tensor) -> None:
+        """Overwrite a tensor: NaN in any floating format, -1 or the largest number in others."""
+        if tensor.is_floating_point():
+            tensor.fill_(torch.nan)
+        elif tensor.dtype is torch.bool:
+            tensor.fill_(True)
+        else:
+            tensor.fill_(-1 if tensor.dtype.is_signed else torch.iinfo(tensor.dtype).max)
+
+    def close(self) -> None:
+        """Finish what was submitted and end the lanes' threads; may be called again."""
+        for lane in self.lanes.values():
+            lane.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _stretch(self, task: Task, call: Call) -> None:
+        start_s = time.perf_counter()
+        if self._stall is not None:
+            sleep_until(start_s + self._stall(task))
+        call()
+        sleep_until(start_s + self.cost.duration_s(task) * self._time_scale)

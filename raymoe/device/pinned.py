@@ -1,0 +1,79 @@
+"""Page-lock host memory that exists already, in chunks, or say what it costs that one cannot."""
+
+import warnings
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from raymoe.device.cuda_api import HostRegistrar
+from raymoe.errors import ConfigError, PerformanceWarning
+from raymoe.units import GIB, format_bytes
+
+# A copy that crosses from one registered range into the next is refused by the driver, so chunks
+# end at addresses that are multiples of their size, where copies are cut as well.
+CHUNK_BYTES = GIB
+HOST_PAGE_BYTES = 4096
+
+
+def cut(begin: int, end: int, step: int) -> Iterator[tuple[int, int]]:
+    """Cut [begin, end) at the multiples of `step`."""
+    while begin < end:
+        stop = min(end, begin - begin % step + step)
+        yield begin, stop
+        begin = stop
+
+
+class PinnedMemory:
+    """Owns the registrations of one host tensor; `close` before its memory goes."""
+
+    def __init__(self, memory: Tensor, registrar: HostRegistrar) -> None:
+        self.memory = memory
+        self._registrar = registrar
+        self._addresses: list[int] = []
+
+    def register(self, *, chunk_bytes: int = CHUNK_BYTES) -> str | None:
+        """Register all of the tensor; the reason if that is refused, with nothing left registered.
+
+        Chunk by chunk, because one call for all of a large arena needs all of it at once, and
+        because its refusal would not say how much there was room for.
+
+        Raises:
+            ConfigError: The tensor does not begin at a page of host memory, or is not in one piece.
+        """
+        begin, num_bytes = self.memory.data_ptr(), self.memory.nbytes
+        if begin % HOST_PAGE_BYTES or not self.memory.is_contiguous():
+            raise ConfigError("only memory in one piece that begins at a page can be pinned")
+        for address, end in cut(begin, begin + num_bytes, chunk_bytes):
+            reason = self._registrar.register(address, end - address)
+            if reason is not None:
+                self.close()
+                return f"{reason} after {format_bytes(address - begin)}"
+            self._addresses.append(address)
+        return None
+
+    def close(self) -> None:
+        """Undo the registrations; may be called again."""
+        while self._addresses:
+            self._registrar.unregister(self._addresses.pop())
+
+
+def pin_memory(
+    memory: Tensor, registrar: HostRegistrar, *, chunk_bytes: int = CHUNK_BYTES
+) -> PinnedMemory | None:
+    """Pin a host tensor, or decide for staging: None, with a `PerformanceWarning`.
+
+    With staging, `HOST_COPY` tasks bring each page to a small pinned ring before it is loaded.
+    """
+    pinned = PinnedMemory(memory, registrar)
+    reason = pinned.register(chunk_bytes=chunk_bytes)
+    if reason is None:
+        return pinned
+    warnings.warn(
+        f"cannot pin {format_bytes(memory.nbytes)} of host memory ({reason}): weights go through "
+        "a pinned staging ring, which reads and writes host memory once more for every byte "
+        "loaded and takes a core. Raise the limit of locked memory (ulimit -l, or the "
+        "container's memory) to avoid it.",
+        PerformanceWarning,
+        stacklevel=2,
+    )
+    return None

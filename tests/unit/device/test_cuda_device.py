@@ -1,0 +1,105 @@
+"""The CUDA device on a GPU: memory, pinned copies, streams; without one, a clear refusal."""
+
+import statistics
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from raymoe.device.cuda import CudaDevice
+from raymoe.errors import CapacityError, ConfigError
+from raymoe.memory.arena import HostArena
+from raymoe.runtime.executor import LaneExecutor
+from raymoe.schedule.graph import Schedule
+from raymoe.schedule.task import Buffer, Op, Resource, Task
+from raymoe.units import GIB, MIB
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+
+
+@pytest.fixture
+def device() -> Iterator[CudaDevice]:
+    with CudaDevice(memory_bytes=2 * GIB) as device:
+        yield device
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match="there is no CUDA device 99"):
+        CudaDevice(99)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_memory_is_limited(device: CudaDevice) -> None:
+    device.allocate(GIB, "weight slots")
+    assert device.used_bytes == GIB
+    with pytest.raises(CapacityError, match="weight slots"):
+        device.allocate(GIB + 1, "KV staging")
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_pages_travel_through_three_streams_and_back(device: CudaDevice) -> None:
+    pages, result, slots = Buffer("pages"), Buffer("result"), [Buffer("slot", (k,)) for k in (0, 1)]
+    tasks = []
+    for layer in range(16):
+        slot = slots[layer % 2]
+        load = Task(
+            op=Op.W, layer=layer, part=0, resource=Resource.HTOD, reads=(pages,), writes=(slot,)
+        )
+        use = Task(
+            op=Op.EXPERTS, layer=layer, part=0, resource=Resource.GPU, reads=(slot, result),
+            writes=(result,),
+        )  # fmt: skip
+        tasks += [load, use]
+    tasks.append(Task(op=Op.QKV, layer=0, part=0, resource=Resource.DTOH, reads=(result,)))
+    arena = HostArena(16 * 32 * MIB)
+    host = arena.allocate(16 * 32 * MIB).view(torch.float32).view(16, -1)
+    host.copy_(torch.arange(16, dtype=torch.float32)[:, None].expand_as(host))
+    assert device.pin(host)
+    memory = device.allocate(2 * 32 * MIB).view(torch.float32).view(2, -1)
+    total = device.allocate(32 * MIB).view(torch.float32)
+    total.zero_()
+    back = device.allocate_pinned(32 * MIB).view(torch.float32)
+    run = {
+        Op.W: lambda task, _: device.loader.copy(memory[task.layer % 2], host[task.layer]),
+        Op.EXPERTS: lambda task, _: total.add_(memory[task.layer % 2]),
+        Op.QKV: lambda _task, _: back.copy_(total, non_blocking=True),
+    }
+    torch.cuda.current_stream().synchronize()
+    schedule = Schedule("pages", tuple(tasks), frozenset({pages, result}))
+    timeline = LaneExecutor(schedule, run, device.lanes).run(None)
+    assert (back == sum(range(16))).all()
+    assert all(span.duration_s > 0 for span in timeline.spans)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_packets_reach_nine_tenths_of_one_pinned_copy(device: CudaDevice) -> None:
+    num_bytes = 512 * MIB
+    arena = HostArena(num_bytes)
+    host, target = arena.allocate(num_bytes), device.allocate(num_bytes)
+    assert device.pin(host)
+    stream = torch.cuda.current_stream()
+
+    def seconds(copy) -> float:  # type: ignore[no-untyped-def]
+        times = []
+        for _ in range(5):
+            start_s = time.perf_counter()
+            copy()
+            times.append(time.perf_counter() - start_s)
+        return statistics.median(times)
+
+    def whole() -> None:
+        target.copy_(host, non_blocking=True)
+        stream.synchronize()
+
+    lane = device.lanes[Resource.HTOD]
+    load = Task(op=Op.W, layer=0, part=0, resource=Resource.HTOD)
+
+    def packets() -> None:
+        lane.submit(load, lambda: device.loader.copy(target, host), ()).wait()
+
+    whole()
+    assert seconds(whole) / seconds(packets) >= 0.9

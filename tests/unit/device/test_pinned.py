@@ -1,0 +1,81 @@
+"""Pinning in chunks, and what happens when it is refused."""
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+from raymoe.device.pinned import HOST_PAGE_BYTES, PinnedMemory, pin_memory
+from raymoe.errors import ConfigError, PerformanceWarning
+
+CHUNK = 4 * HOST_PAGE_BYTES
+
+
+class Registrar:
+    """Registers up to `limit` ranges."""
+
+    def __init__(self, limit: int = 1000) -> None:
+        self.ranges: dict[int, int] = {}
+        self._limit = limit
+
+    def register(self, address: int, num_bytes: int) -> str | None:
+        if len(self.ranges) == self._limit:
+            return "out of memory"
+        assert address not in self.ranges
+        self.ranges[address] = num_bytes
+        return None
+
+    def unregister(self, address: int) -> None:
+        del self.ranges[address]
+
+
+def memory_at_a_page(num_bytes: int, *, page: int = 0) -> Tensor:
+    """Host memory whose address is `page` pages behind a multiple of a chunk."""
+    memory = torch.zeros(num_bytes + 2 * CHUNK, dtype=torch.uint8)
+    begin = -memory.data_ptr() % CHUNK + page * HOST_PAGE_BYTES
+    return memory[begin : begin + num_bytes]
+
+
+@pytest.mark.parametrize("page", [0, 1, 3])
+@pytest.mark.parametrize("num_bytes", [0, 1, CHUNK - 1, CHUNK, 3 * CHUNK + 5])
+def test_chunks_cover_the_memory_and_end_at_multiples_of_their_size(
+    page: int, num_bytes: int
+) -> None:
+    memory, registrar = memory_at_a_page(num_bytes, page=page), Registrar()
+    pinned = pin_memory(memory, registrar, chunk_bytes=CHUNK)
+    assert pinned is not None
+    position = memory.data_ptr()
+    for address, size in sorted(registrar.ranges.items()):
+        assert address == position
+        assert 0 < size <= CHUNK
+        assert address // CHUNK == (address + size - 1) // CHUNK
+        position += size
+    assert position == memory.data_ptr() + num_bytes
+    pinned.close()
+    pinned.close()
+    assert registrar.ranges == {}
+
+
+def test_a_refusal_unpins_all_and_says_what_it_costs() -> None:
+    registrar = Registrar(limit=2)
+    with pytest.warns(PerformanceWarning) as caught:
+        assert pin_memory(memory_at_a_page(4 * CHUNK), registrar, chunk_bytes=CHUNK) is None
+    assert registrar.ranges == {}
+    message = str(caught[0].message)
+    assert "cannot pin 64.00 KiB of host memory (out of memory after 32.00 KiB)" in message
+    assert "staging ring" in message
+    assert "ulimit -l" in message
+
+
+def test_without_a_refusal_there_is_no_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert pin_memory(memory_at_a_page(CHUNK), Registrar(), chunk_bytes=CHUNK) is not None
+
+
+def test_memory_that_shares_its_first_page_or_is_in_pieces_is_refused() -> None:
+    with pytest.raises(ConfigError, match="begins at a page"):
+        PinnedMemory(memory_at_a_page(CHUNK)[1:], Registrar()).register()
+    with pytest.raises(ConfigError, match="in one piece"):
+        PinnedMemory(memory_at_a_page(CHUNK)[::2], Registrar()).register()
