@@ -3,6 +3,48 @@
 from dataclasses import dataclass
 
 from raymoe.errors import ConfigError
+from raymoe.units import MIB
+
+# MoE-Lens, section 6.5, sends packets of about 100 MB so that small copies slip in between; at
+# 12 GB/s a page of 64 MiB holds the link for 5.6 ms.
+PAGE_BYTES = 64 * MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePolicy:
+    """How a pass uses a device that cannot hold the model.
+
+    Attributes:
+        num_waves: Slices of a pass that go through attention together.
+        cpu_attention_fraction: Share of the decoding sequences for which the CPU attends, 0..1, of
+            schedules that divide them (omega of MoE-Gen, section 4.3).
+        page_bytes: Largest piece of weights that is sent at once.
+        resident_bytes: Device memory for weights that never move.
+        staging_slots: Pages of the pinned ring; 0 where all weights are pinned.
+    """
+
+    num_waves: int = 4
+    cpu_attention_fraction: float = 1.0
+    page_bytes: int = PAGE_BYTES
+    resident_bytes: int = 0
+    staging_slots: int = 0
+
+    def __post_init__(self) -> None:
+        for field, least in (
+            ("num_waves", 1),
+            ("page_bytes", 1),
+            ("resident_bytes", 0),
+            ("staging_slots", 0),
+        ):
+            value = getattr(self, field)
+            if type(value) is not int or value < least:
+                raise ConfigError(
+                    f"DevicePolicy.{field} is {value!r}; it must be an integer >= {least}"
+                )
+        if not 0 <= self.cpu_attention_fraction <= 1:
+            raise ConfigError(
+                f"DevicePolicy.cpu_attention_fraction is {self.cpu_attention_fraction!r}; 0 to 1"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,12 +56,14 @@ class Policy:
         pass_tokens: Tokens of a pass, decode and prefill together; at least one each.
         prefill_chunk_tokens: Prompt tokens of one sequence in one pass.
         num_kv_blocks: Blocks of the KV cache.
+        device: How a device with memory of its own is used; None takes the defaults.
     """
 
     batch_size: int
     pass_tokens: int
     prefill_chunk_tokens: int
     num_kv_blocks: int
+    device: DevicePolicy | None = None
 
     def __post_init__(self) -> None:
         for field in ("batch_size", "pass_tokens", "prefill_chunk_tokens", "num_kv_blocks"):

@@ -17,6 +17,8 @@ class LayerWork:
         common_parameters: Of the dense network or the shared expert.
         pair_flop: Of one pair of a query token and a context token, all heads.
         kv_token_bytes: KV of one token.
+        query_width: Outputs of the query projection.
+        kv_width: Outputs of the key projection, and of the value projection.
     """
 
     attention_parameters: int
@@ -27,6 +29,8 @@ class LayerWork:
     top_k: int
     pair_flop: int
     kv_token_bytes: int
+    query_width: int
+    kv_width: int
 
     @classmethod
     def of(cls, layer: LayerSpec, hidden: int, bytes_per_element: int) -> Self:
@@ -48,6 +52,8 @@ class LayerWork:
             top_k=top_k,
             pair_flop=4 * attention.query_width,
             kv_token_bytes=2 * attention.kv_width * bytes_per_element,
+            query_width=attention.query_width,
+            kv_width=attention.kv_width,
         )
 
     @property
@@ -72,6 +78,7 @@ class ModelWork:
     """All layers and the head."""
 
     layers: tuple[LayerWork, ...]
+    hidden_size: int
     head_parameters: int
     bytes_per_element: int
 
@@ -83,6 +90,7 @@ class ModelWork:
         )
         return cls(
             layers=layers,
+            hidden_size=model.hidden_size,
             head_parameters=model.vocab_size * model.hidden_size,
             bytes_per_element=bytes_per_element,
         )

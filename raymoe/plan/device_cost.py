@@ -1,0 +1,266 @@
+"""Seconds of each task of a pass whose weights stream to a GPU: the longest of its roofs.
+
+Assumptions:
+- A task on level i takes the longer of its operations over the rate of that level and its bytes
+  over the bandwidth of that level; a copy takes its bytes over the link (MoE-Lightning, section
+  3.2, equations 7 and 8; section 4.2, equations 12 to 14). Copies of the two directions do
+  not disturb each other (section 4.1).
+- The expected number of distinct experts is read, choices independent. Activations in device
+  memory are left out: where they are large, operations bind.
+- While weights stream, the link takes its bytes from host memory and tasks on the CPU get the rest
+  (MoE-Lens, section 5.3, equation 5), at least half.
+- Context is counted as it is given; sliding windows are not cut.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from raymoe.errors import ConfigError
+from raymoe.plan.wave import WaveShape
+from raymoe.plan.work import LayerWork, ModelWork
+from raymoe.schedule.task import Op, Resource, Task
+from raymoe.specs.hardware import HardwareSpec
+
+# Rows at which a matrix product on the GPU reaches half of its best rate beyond the memory bound:
+# 0.94 at the 2^10 tokens per expert at which MoE-Gen, figure 3, finds the GPU saturated.
+HALF_EFFICIENCY_ROWS = 64.0
+# Of the rate of matrix products: FlashAttention-2 reaches 50 to 73 % of the peak of an A100, matrix
+# products 80 to 90 % (Dao, 2023, section 1).
+PREFILL_ATTENTION_EFFICIENCY = 0.7
+# Of host read bandwidth: our kernel reads the cache at 0.74 to 0.80 of it (README, Results).
+CPU_ATTENTION_EFFICIENCY = 0.75
+# Reading the pageable original and writing the pinned copy, beside the read by the link.
+STAGED_PASSES, DIRECT_PASSES = 3, 1
+# Our estimates: a handful of kernel launches of 5 to 10 microseconds, one copy's set-up, and the
+# interpreter's time as in `cost`.
+OVERHEAD_S: Mapping[Resource, float] = {
+    Resource.GPU: 30e-6,
+    Resource.CPU: 50e-6,
+    Resource.HTOD: 10e-6,
+    Resource.DTOH: 10e-6,
+    Resource.HOST_COPY: 10e-6,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCost:
+    """Cost model of one pass on a node with a GPU.
+
+    Attributes:
+        work: The model in numbers; weights, KV and hidden states have its `bytes_per_element`.
+        waves: Shape of each wave of the pass.
+        page_bytes: Of each layer, the bytes of each page of weights (`PageCut.page_bytes`); empty
+            where nothing streams.
+        waves_per_group: Waves whose tokens meet in one launch of the experts.
+        is_staged: Whether pages go through a pinned staging ring.
+
+    Raises:
+        ConfigError: The node has no GPU, or the shape of the pass makes no sense.
+    """
+
+    work: ModelWork
+    hardware: HardwareSpec
+    waves: tuple[WaveShape, ...]
+    page_bytes: tuple[tuple[int, ...], ...] = ()
+    waves_per_group: int = 1
+    is_staged: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.hardware.has_gpu:
+            raise ConfigError(f"DeviceCost: {self.hardware.name} has no GPU")
+        if not self.waves or self.waves_per_group < 1:
+            raise ConfigError(
+                f"DeviceCost: {len(self.waves)} waves in groups of {self.waves_per_group}; "
+                "both must be at least 1"
+            )
+
+    def duration_s(self, task: Task) -> float:
+        """See `CostModel`."""
+        if task.op is Op.SYNC:
+            return 0.0
+        return OVERHEAD_S[task.resource] + _SECONDS[task.op](self, task)
+
+    def wave(self, task: Task) -> WaveShape:
+        """The wave of a task of one wave."""
+        return self.waves[task.part]
+
+    def layer(self, task: Task) -> LayerWork:
+        """The layer of a task."""
+        return self.work.layers[task.layer]
+
+    def group_tokens(self, group: int) -> int:
+        """Tokens that meet in one launch of the experts."""
+        start = group * self.waves_per_group
+        return sum(wave.tokens for wave in self.waves[start : start + self.waves_per_group])
+
+    @property
+    def host_bytes_per_s(self) -> float:
+        """Host bandwidth that the link and its staging leave to the CPU.
+
+        Source: MoE-Lens, section 5.3, equation 5: the need is the sum of KV and link traffic.
+        """
+        whole = self.hardware.host_bytes_per_s
+        if not any(self.page_bytes):
+            return whole
+        passes = STAGED_PASSES if self.is_staged else DIRECT_PASSES
+        return max(whole / 2, whole - passes * self.hardware.htod_bytes_per_s)
+
+    def roof_s(self, resource: Resource, flop: float, num_bytes: float) -> float:
+        """The longer of operations and bytes on the level of a resource.
+
+        Source: MoE-Lightning, section 3.2, equation 8.
+        """
+        if resource is Resource.GPU:
+            hardware = self.hardware
+            return max(flop / hardware.gpu_flop_per_s, num_bytes / hardware.gpu_bytes_per_s)
+        return max(flop / self.hardware.host_flop_per_s, num_bytes / self.host_bytes_per_s)
+
+    def product_s(self, rows: float, parameters: float) -> float:
+        """One matrix product on the GPU whose weights are read once.
+
+        Args:
+            rows: Rows of the left side.
+            parameters: Elements of the weights.
+        """
+        if not rows:
+            return 0.0
+        flop = 2 * (rows + HALF_EFFICIENCY_ROWS) * parameters
+        return self.roof_s(Resource.GPU, flop, self.work.bytes_per_element * parameters)
+
+    def copy_s(self, resource: Resource, num_bytes: float) -> float:
+        """A copy over the link, from or to pinned memory."""
+        hardware = self.hardware
+        is_htod = resource is Resource.HTOD
+        return num_bytes / (hardware.htod_bytes_per_s if is_htod else hardware.dtoh_bytes_per_s)
+
+    def row_bytes(self, width: int) -> int:
+        """Bytes of a row of activations."""
+        return self.work.bytes_per_element * width
+
+
+def _embed_s(cost: DeviceCost, task: Task) -> float:
+    """Each row is read from the table and written: HRM equation 8, no operations."""
+    num_bytes = 2 * cost.wave(task).tokens * cost.row_bytes(cost.work.hidden_size)
+    return cost.roof_s(task.resource, 0.0, num_bytes)
+
+
+def _up_s(cost: DeviceCost, task: Task) -> float:
+    """Hidden states of all tokens: D2 of MoE-Lightning, section 4.1."""
+    num_bytes = cost.wave(task).tokens * cost.row_bytes(cost.work.hidden_size)
+    return cost.copy_s(task.resource, num_bytes)
+
+
+def _pre_s(cost: DeviceCost, task: Task) -> float:
+    """Q, K, V projections of all tokens, then attention of prompt tokens.
+
+    Source: GA of MoE-Lens, section 6.4; MoE-Lightning leaves the projections out (section 4.2).
+    """
+    wave, layer = cost.wave(task), cost.layer(task)
+    outputs = layer.query_width + 2 * layer.kv_width
+    flop = layer.pair_flop * wave.prefill_pairs / PREFILL_ATTENTION_EFFICIENCY
+    attention_s = cost.roof_s(Resource.GPU, flop, 0.0)
+    return cost.product_s(wave.tokens, cost.work.hidden_size * outputs) + attention_s
+
+
+def _qkv_s(cost: DeviceCost, task: Task) -> float:
+    """Queries of the CPU's share, all keys and values: D1 of MoE-Lightning, section 4.1."""
+    wave, layer = cost.wave(task), cost.layer(task)
+    queries = wave.cpu_rows * cost.row_bytes(layer.query_width)
+    return cost.copy_s(task.resource, queries + wave.tokens * layer.kv_token_bytes)
+
+
+def _attention_s(cost: DeviceCost, task: Task) -> float:
+    """Append to the cache, then decode attention of the CPU's share.
+
+    The appended rows are read and written once; the KV of the context is read once for all heads
+    of a group. Source: MoE-Lightning, section 4.2, equations 13 and 14, with the operations of
+    both products (queries by keys, scores by values), where its code counts one.
+    """
+    wave, layer = cost.wave(task), cost.layer(task)
+    read = wave.cpu_context_tokens * layer.kv_token_bytes
+    if task.resource is not Resource.GPU:
+        read /= CPU_ATTENTION_EFFICIENCY
+    appended = 2 * (wave.cpu_rows + wave.prefill_tokens) * layer.kv_token_bytes
+    return cost.roof_s(task.resource, layer.pair_flop * wave.cpu_context_tokens, read + appended)
+
+
+def _kv_s(cost: DeviceCost, task: Task) -> float:
+    """KV of the device's share: D4 of MoE-Lightning, section 4.1."""
+    num_bytes = cost.wave(task).device_context_tokens * cost.layer(task).kv_token_bytes
+    return cost.copy_s(task.resource, num_bytes)
+
+
+def _device_attention_s(cost: DeviceCost, task: Task) -> float:
+    """Decode attention of the device's share: MoE-Lightning, section 4.2, equations 13 and 14."""
+    tokens, layer = cost.wave(task).device_context_tokens, cost.layer(task)
+    return cost.roof_s(task.resource, layer.pair_flop * tokens, layer.kv_token_bytes * tokens)
+
+
+def _append_s(cost: DeviceCost, task: Task) -> float:
+    """Keys and values of the device's share, read and written once on the host."""
+    num_bytes = 2 * cost.wave(task).device_rows * cost.layer(task).kv_token_bytes
+    return cost.roof_s(task.resource, 0.0, num_bytes)
+
+
+def _hidden_s(cost: DeviceCost, task: Task) -> float:
+    """Attention output of the CPU's share: D2 of MoE-Lightning, section 4.1."""
+    num_bytes = cost.wave(task).cpu_rows * cost.row_bytes(cost.layer(task).query_width)
+    return cost.copy_s(task.resource, num_bytes)
+
+
+def _post_s(cost: DeviceCost, task: Task) -> float:
+    """Output projection and router: GB of MoE-Lens, section 6.4, without the experts."""
+    layer = cost.layer(task)
+    parameters = cost.work.hidden_size * layer.query_width + layer.router_parameters
+    return cost.product_s(cost.wave(task).tokens, parameters)
+
+
+def _experts_s(cost: DeviceCost, task: Task) -> float:
+    """Experts that were chosen, read once a group, and the network that all tokens visit.
+
+    Source: MoE-Lightning, section 4.2, equation 14 (T_ffn); its code reads all experts for each
+    micro-batch, here it is the expected number of distinct ones.
+    """
+    tokens, layer = cost.group_tokens(task.part), cost.layer(task)
+    if not tokens:
+        return 0.0
+    seconds = cost.product_s(tokens, layer.common_parameters)
+    touched = layer.touched_experts(tokens)
+    if touched:
+        rows_per_expert = tokens * layer.top_k / touched
+        seconds += cost.product_s(rows_per_expert, touched * layer.expert_parameters)
+    return seconds
+
+
+def _head_s(cost: DeviceCost, task: Task) -> float:
+    """Logits of all waves in one product."""
+    del task
+    return cost.product_s(sum(wave.logit_rows for wave in cost.waves), cost.work.head_parameters)
+
+
+def _page_s(cost: DeviceCost, task: Task) -> float:
+    """One page of weights to the device: D3 of MoE-Lightning, section 4.1."""
+    return cost.copy_s(task.resource, cost.page_bytes[task.layer][task.part])
+
+
+def _stage_s(cost: DeviceCost, task: Task) -> float:
+    """One page from pageable to pinned memory: W_CtoPin of MoE-Lightning, algorithm 1."""
+    return cost.page_bytes[task.layer][task.part] / cost.hardware.host_copy_bytes_per_s
+
+
+_SECONDS: Mapping[Op, Callable[[DeviceCost, Task], float]] = {
+    Op.EMBED: _embed_s,
+    Op.UP: _up_s,
+    Op.PRE: _pre_s,
+    Op.QKV: _qkv_s,
+    Op.ATTN: _attention_s,
+    Op.KV: _kv_s,
+    Op.GATTN: _device_attention_s,
+    Op.APPEND: _append_s,
+    Op.HID: _hidden_s,
+    Op.POST: _post_s,
+    Op.EXPERTS: _experts_s,
+    Op.HEAD: _head_s,
+    Op.W: _page_s,
+    Op.STAGE: _stage_s,
+}

@@ -1,0 +1,213 @@
+"""Which weights stay on the device, and how the rest of each layer is cut in pages.
+
+A streamed layer is one run of bytes in this order: attention part (norms, projections, router), the
+shared expert, the experts that do not stay. It is cut by bytes, so a page may end inside a matrix
+and may hold both parts; whoever reads a part waits for all pages that hold some of it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from raymoe.errors import ConfigError
+from raymoe.plan.policy import PAGE_BYTES
+from raymoe.schedule.builders.shape import LayerPages
+from raymoe.specs.model import DenseSpec, LayerSpec, ModelSpec, layer_parameters
+from raymoe.units import ceil_div
+
+PAGE_ALIGNMENT = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerBytes:
+    """Bytes of the weights of one layer, by who reads them.
+
+    Attributes:
+        attention: Norms, Q, K, V and O projections, router.
+        shared: Shared expert and its gate; 0 without one.
+        expert: One expert, or the dense network.
+        num_experts: Experts; 1 in a dense layer.
+    """
+
+    attention: int
+    shared: int
+    expert: int
+    num_experts: int
+
+    @classmethod
+    def of(cls, layer: LayerSpec, hidden: int, bytes_per_element: int) -> Self:
+        """Count one layer whose weights take `bytes_per_element` each."""
+        ffn = layer.ffn
+        shared, num_experts = 0, 1
+        if isinstance(ffn, DenseSpec):
+            expert = 3 * ffn.hidden * hidden + ffn.has_bias * (2 * ffn.hidden + hidden)
+        else:
+            expert, num_experts = 3 * ffn.expert_hidden * hidden, ffn.num_experts
+            if ffn.shared is not None:
+                shared = 3 * ffn.shared.hidden * hidden + hidden * ffn.shared.is_gated
+        attention = layer_parameters(layer, hidden) - shared - num_experts * expert
+        return cls(
+            attention=attention * bytes_per_element,
+            shared=shared * bytes_per_element,
+            expert=expert * bytes_per_element,
+            num_experts=num_experts,
+        )
+
+    @property
+    def common(self) -> int:
+        """What every token visits: attention part and shared expert."""
+        return self.attention + self.shared
+
+    @property
+    def total(self) -> int:
+        """The whole layer."""
+        return self.common + self.num_experts * self.expert
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageCut:
+    """The resident share of a model's layers and the pages of the rest.
+
+    Attributes:
+        layers: Of each layer, the number of pages and which part is in which.
+        page_bytes: Of each layer, the bytes of each page.
+        page_length: Bytes of a full page. Page p of any layer lies p times this far into its slot,
+            so that pages of two layers share memory only where they share the number.
+        is_common_resident: Of each layer, whether attention part and shared expert never move.
+        resident_experts: Of each layer, how many experts never move: its first ones.
+        resident_bytes: All that never moves.
+    """
+
+    layers: tuple[LayerPages, ...]
+    page_bytes: tuple[tuple[int, ...], ...]
+    page_length: int
+    is_common_resident: tuple[bool, ...]
+    resident_experts: tuple[int, ...]
+    resident_bytes: int
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes that each pass sends to the device."""
+        return sum(map(sum, self.page_bytes))
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one of the two slots on the device: the pages of the largest layer."""
+        return self.page_length * max(map(len, self.page_bytes), default=0)
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory for the weights of all layers."""
+        return self.resident_bytes + 2 * self.slot_bytes
+
+
+def layer_pages(
+    model: ModelSpec,
+    bytes_per_element: int,
+    *,
+    page_bytes: int = PAGE_BYTES,
+    resident_bytes: int = 0,
+) -> PageCut:
+    """Cut the layers of a model; see `cut_pages`.
+
+    Args:
+        model: The model; embedding and head are not part of its layers.
+        bytes_per_element: Of the weights.
+        page_bytes: Largest page.
+        resident_bytes: Device memory for weights that never move.
+    """
+    sizes = [LayerBytes.of(layer, model.hidden_size, bytes_per_element) for layer in model.layers]
+    return cut_pages(sizes, page_bytes=page_bytes, resident_bytes=resident_bytes)
+
+
+def cut_pages(
+    sizes: Sequence[LayerBytes], *, page_bytes: int = PAGE_BYTES, resident_bytes: int = 0
+) -> PageCut:
+    """Keep what fits in `resident_bytes` on the device and cut the rest in pages of like size.
+
+    Args:
+        sizes: Of each layer.
+        page_bytes: Largest page, rounded up to `PAGE_ALIGNMENT` bytes.
+        resident_bytes: Device memory for weights that never move.
+
+    Raises:
+        ConfigError: A size is out of range.
+    """
+    if page_bytes < 1 or resident_bytes < 0:
+        raise ConfigError(
+            f"page_bytes is {page_bytes} and resident_bytes is {resident_bytes}; "
+            "pages need at least one byte, the resident share must not be negative"
+        )
+    stays = _choose_resident(sizes, resident_bytes)
+    kept = [stay.num_bytes(size) for size, stay in zip(sizes, stays, strict=True)]
+    largest = max((size.total - kept[i] for i, size in enumerate(sizes)), default=0)
+    length = _page_length(largest, page_bytes)
+    cuts = [_cut_layer(size, stay, length) for size, stay in zip(sizes, stays, strict=True)]
+    return PageCut(
+        layers=tuple(pages for pages, _ in cuts),
+        page_bytes=tuple(num_bytes for _, num_bytes in cuts),
+        page_length=length,
+        is_common_resident=tuple(stay.common for stay in stays),
+        resident_experts=tuple(stay.experts for stay in stays),
+        resident_bytes=sum(kept),
+    )
+
+
+@dataclass(slots=True)
+class _Stay:
+    """What of one layer stays on the device."""
+
+    common: bool = False
+    experts: int = 0
+
+    def num_bytes(self, size: LayerBytes) -> int:
+        return self.common * size.common + self.experts * size.expert
+
+
+def _choose_resident(sizes: Sequence[LayerBytes], budget: int) -> list[_Stay]:
+    """Fill the budget: the common part of every layer, then one expert more of every layer.
+
+    All streamed bytes cost the link the same, but a layer's pages travel only while the layer
+    before it runs: layers that are as equal as possible keep the link busy all the time. Where a
+    round does not reach all layers, those that it reaches lie far apart.
+    """
+    stays = [_Stay() for _ in sizes]
+    spread = _spread(len(sizes))
+    for i in spread:
+        if sizes[i].common <= budget:
+            stays[i].common = True
+            budget -= sizes[i].common
+    for _ in range(max((size.num_experts for size in sizes), default=0)):
+        for i in spread:
+            if stays[i].experts < sizes[i].num_experts and sizes[i].expert <= budget:
+                stays[i].experts += 1
+                budget -= sizes[i].expert
+    return stays
+
+
+def _spread(count: int) -> list[int]:
+    """The numbers below `count`, such that the first few are far apart: bits in reverse order."""
+    width = max(count - 1, 1).bit_length()
+    return sorted(range(count), key=lambda i: f"{i:0{width}b}"[::-1])
+
+
+def _page_length(largest: int, page_bytes: int) -> int:
+    """Bytes of a full page, such that the pages of the largest layer are alike."""
+    if largest == 0:
+        return PAGE_ALIGNMENT
+    even = ceil_div(largest, ceil_div(largest, page_bytes))
+    return PAGE_ALIGNMENT * ceil_div(even, PAGE_ALIGNMENT)
+
+
+def _cut_layer(size: LayerBytes, stay: _Stay, length: int) -> tuple[LayerPages, tuple[int, ...]]:
+    common, shared = (0, 0) if stay.common else (size.common, size.shared)
+    total = size.total - stay.num_bytes(size)
+    # The task of the experts computes the shared expert as well, so its pages count for both.
+    experts_start = common - shared
+    spans = [(start, min(start + length, total)) for start in range(0, total, length)]
+    pages = LayerPages(
+        num_pages=len(spans),
+        attention_pages=tuple(p for p, (start, _) in enumerate(spans) if start < common),
+        expert_pages=tuple(p for p, (_, end) in enumerate(spans) if end > experts_start),
+    )
+    return pages, tuple(end - start for start, end in spans)

@@ -1,0 +1,265 @@
+"""Costs of tasks on a node with a GPU, against published measurements and their own roofs."""
+
+import dataclasses
+import math
+
+import pytest
+
+from raymoe.errors import ConfigError
+from raymoe.plan.device_cost import OVERHEAD_S, DeviceCost
+from raymoe.plan.pages import layer_pages
+from raymoe.plan.wave import WaveShape
+from raymoe.plan.work import ModelWork
+from raymoe.schedule.builders import STREAMING_BUILDERS
+from raymoe.schedule.builders.in_place import build_in_place
+from raymoe.schedule.builders.shape import PassForm
+from raymoe.schedule.simulate import simulate
+from raymoe.schedule.task import RESOURCES_OF, Op, Resource, Task
+from raymoe.specs.hardware import HardwareSpec
+from raymoe.specs.presets_hardware import hardware_preset
+from raymoe.specs.presets_models import model_preset
+
+MIXTRAL = model_preset("mixtral-8x7b")
+WORK = ModelWork.of(MIXTRAL, 2)
+NODE = HardwareSpec(
+    name="round numbers",
+    num_cores=1,
+    host_memory_bytes=1,
+    host_bytes_per_s=100e9,
+    host_flop_per_s=1e12,
+    gpu_memory_bytes=1,
+    gpu_bytes_per_s=200e9,
+    gpu_flop_per_s=50e12,
+    htod_bytes_per_s=10e9,
+    dtoh_bytes_per_s=5e9,
+    host_copy_bytes_per_s=20e9,
+)
+HIDDEN, KV_ROW = 4096 * 2, 2 * 8 * 128 * 2  # bytes of a hidden state, and of KV in one layer
+
+
+def cost_of(
+    *waves: WaveShape, node: HardwareSpec = NODE, pages: tuple[int, ...] = (), group: int = 1
+) -> DeviceCost:
+    return DeviceCost(
+        WORK, node, waves=waves, page_bytes=(pages,) * 32 if pages else (), waves_per_group=group
+    )
+
+
+def lane_of(op: Op) -> Resource:
+    """Where an operation of a streaming schedule runs."""
+    if op in {Op.EMBED, Op.ATTN}:
+        return Resource.CPU
+    lanes = RESOURCES_OF[op]
+    return Resource.GPU if Resource.GPU in lanes else next(iter(lanes))
+
+
+def work_s(cost: DeviceCost, op: Op, *, part: int = 0, resource: Resource | None = None) -> float:
+    """Duration of a task in layer 1 without the overhead of its lane."""
+    lane = resource or lane_of(op)
+    task = Task(op=op, layer=1, part=part, resource=lane)
+    return cost.duration_s(task) - OVERHEAD_S[lane]
+
+
+# The L4 host of MoE-Lightning, figure 9: seconds of one layer of Mixtral-8x7B, by rows and context.
+KV_S = {
+    (32, 128): 0.00141,
+    (32, 2048): 0.0218,
+    (64, 512): 0.01090,
+    (128, 256): 0.01092,
+    (256, 128): 0.01089,
+    (256, 2048): 0.17388,
+}
+EXPERTS_S = {32: 0.0122, 64: 0.0123, 128: 0.0125, 256: 0.0130}
+
+
+@pytest.mark.parametrize(("shape", "seconds"), KV_S.items(), ids=str)
+def test_kv_transfer_takes_its_published_time(shape: tuple[int, int], seconds: float) -> None:
+    wave = WaveShape.decode(*shape, cpu_attention_fraction=0.0)
+    assert work_s(cost_of(wave, node=hardware_preset("l4")), Op.KV) == pytest.approx(
+        seconds, rel=0.05
+    )
+
+
+@pytest.mark.parametrize(("rows", "seconds"), EXPERTS_S.items())
+def test_experts_take_their_published_time(rows: int, seconds: float) -> None:
+    cost = cost_of(WaveShape.decode(rows, 1), node=hardware_preset("l4"))
+    assert work_s(cost, Op.EXPERTS) == pytest.approx(seconds, rel=0.05)
+
+
+def test_streaming_mixtral_over_the_link_of_an_a40_takes_its_published_time() -> None:
+    """MoE-Lens, section 8.1: 94 GB at 19.5 GB/s; embedding and head, 0.5 GB, do not stream."""
+    cut = layer_pages(MIXTRAL, 2)
+    cost = DeviceCost(
+        WORK, hardware_preset("a40"), (WaveShape.decode(1, 1),), page_bytes=cut.page_bytes
+    )
+    pages = [
+        Task(op=Op.W, layer=i, part=p, resource=Resource.HTOD)
+        for i, layer in enumerate(cut.layers)
+        for p in range(layer.num_pages)
+    ]
+    assert sum(map(cost.duration_s, pages)) == pytest.approx(94e9 / 19.5e9, rel=0.02)
+
+
+def test_an_a40_needs_the_published_tokens_to_hide_the_link() -> None:
+    """MoE-Lens, section 6.3, figure 7: about 18,500 tokens of prompts of 98 tokens."""
+    prompts = 18_500 // 98
+    cost = cost_of(WaveShape.prefill(prompts, 98), node=hardware_preset("a40"))
+    busy_s = 32 * sum(work_s(cost, op) for op in (Op.PRE, Op.POST, Op.EXPERTS))
+    assert busy_s == pytest.approx(94e9 / 19.5e9, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("op", "seconds"),
+    [
+        (Op.EMBED, 2 * 10 * HIDDEN / 100e9),
+        (Op.UP, 10 * HIDDEN / 10e9),
+        (Op.QKV, (0.6 * 10 * HIDDEN + 10 * KV_ROW) / 5e9),
+        (Op.ATTN, (0.6 * 10 * 500 / 0.75 + 2 * 0.6 * 10) * KV_ROW / 100e9),
+        (Op.KV, 0.4 * 10 * 500 * KV_ROW / 10e9),
+        (Op.GATTN, 0.4 * 10 * 500 * KV_ROW / 200e9),
+        (Op.APPEND, 2 * 0.4 * 10 * KV_ROW / 100e9),
+        (Op.HID, 0.6 * 10 * HIDDEN / 10e9),
+        (Op.PRE, 4096 * (4096 + 2 * 1024) * 2 / 200e9),
+        (Op.POST, (4096 * 4096 + 8 * 4096) * 2 / 200e9),
+    ],
+)
+def test_a_decode_wave_split_between_cpu_and_device(op: Op, seconds: float) -> None:
+    """Ten rows of 500 tokens, six of them on the CPU; every product is bound by its weights."""
+    cost = cost_of(WaveShape.decode(10, 500, cpu_attention_fraction=0.6))
+    assert work_s(cost, op) == pytest.approx(seconds, rel=1e-6)
+
+
+def test_prompt_tokens_send_keys_and_values_down_and_nothing_up() -> None:
+    cost = cost_of(WaveShape.prefill(2, 100))
+    assert work_s(cost, Op.QKV) == pytest.approx(200 * KV_ROW / 5e9)
+    assert work_s(cost, Op.ATTN) == pytest.approx(2 * 200 * KV_ROW / 100e9)
+    assert work_s(cost, Op.HID) == pytest.approx(0, abs=1e-12)
+    assert work_s(cost, Op.KV) == pytest.approx(0, abs=1e-12)
+
+
+def test_attention_of_long_prompts_is_part_of_pre() -> None:
+    few, many = (work_s(cost_of(WaveShape.prefill(rows, 8000 // rows)), Op.PRE) for rows in (8, 1))
+    pairs = (8000 * 8001 - 8 * 1000 * 1001) / 2
+    assert many - few == pytest.approx(pairs * 4 * 4096 / (0.7 * 50e12), rel=1e-6)
+
+
+def test_pages_take_the_link_and_staging_the_host() -> None:
+    cost = cost_of(WaveShape.decode(1, 1), pages=(64_000_000, 1_000_000))
+    assert work_s(cost, Op.W, part=0) == pytest.approx(6.4e-3)
+    assert work_s(cost, Op.W, part=1) == pytest.approx(1e-4)
+    assert work_s(cost, Op.STAGE, part=0) == pytest.approx(3.2e-3)
+
+
+def test_the_link_leaves_the_cpu_the_rest_of_the_bandwidth() -> None:
+    """MoE-Lens, equation 5; a staged page is read and written once more on its way."""
+    wave = WaveShape.decode(10, 500)
+    streaming = cost_of(wave, pages=(1,))
+    staged = dataclasses.replace(streaming, is_staged=True)
+    slow = dataclasses.replace(staged, hardware=dataclasses.replace(NODE, htod_bytes_per_s=40e9))
+    alone_s = work_s(cost_of(wave), Op.ATTN)
+    assert work_s(streaming, Op.ATTN) == pytest.approx(alone_s / 0.9)
+    assert work_s(staged, Op.ATTN) == pytest.approx(alone_s / 0.7)
+    assert work_s(slow, Op.ATTN) == pytest.approx(alone_s / 0.5)
+
+
+def test_attention_is_bound_by_operations_where_the_cpu_is_slow() -> None:
+    weak = dataclasses.replace(NODE, host_flop_per_s=1e9)
+    cost = cost_of(WaveShape.decode(10, 500), node=weak)
+    assert work_s(cost, Op.ATTN) == pytest.approx(4 * 4096 * 5000 / 1e9)
+
+
+@pytest.mark.parametrize("op", [Op.PRE, Op.POST, Op.EXPERTS, Op.HEAD])
+def test_a_product_is_never_faster_than_its_roofs_and_nears_the_higher_one(op: Op) -> None:
+    attention, ffn = 4096 * (4096 + 2 * 1024), 3 * 4096 * 14336
+    parameters = {
+        Op.PRE: (attention, attention),
+        Op.POST: (4096 * 4096 + 8 * 4096,) * 2,
+        Op.EXPERTS: (2 * ffn, 8 * ffn),
+        Op.HEAD: (32000 * 4096,) * 2,
+    }
+    active, read = parameters[op]
+    last = 0.0
+    for rows in (64, 512, 4096, 32768):
+        seconds = work_s(cost_of(WaveShape.decode(rows, 1)), op)
+        roof = max(2 * rows * active / 50e12, 2 * read / 200e9)
+        assert roof * (1 - 1e-6) <= seconds <= 1.7 * roof
+        assert seconds >= last
+        last = seconds
+    assert last == pytest.approx(2 * 32768 * active / 50e12, rel=0.02)
+
+
+def test_few_tokens_read_few_experts() -> None:
+    one = work_s(cost_of(WaveShape.decode(1, 1)), Op.EXPERTS)
+    assert one == pytest.approx(2 * 3 * 4096 * 14336 * 2 / 200e9, rel=1e-3)
+
+
+def test_an_expert_group_reads_its_experts_once() -> None:
+    waves = (WaveShape.decode(50, 1),) * 5
+    apart, together = cost_of(*waves), cost_of(*waves, group=2)
+    assert together.group_tokens(0) == 100
+    assert together.group_tokens(2) == 50  # the last group is short
+    each = work_s(apart, Op.EXPERTS)
+    assert work_s(together, Op.EXPERTS, part=2) == pytest.approx(each)
+    assert work_s(together, Op.EXPERTS) < 1.01 * each
+
+
+def test_a_shared_expert_is_read_by_every_launch() -> None:
+    work = ModelWork.of(model_preset("qwen3-30b-a3b"), 2)
+    shared = tuple(dataclasses.replace(layer, common_parameters=10**8) for layer in work.layers)
+    wave = WaveShape.decode(1, 1)
+    plain = DeviceCost(work, NODE, (wave,))
+    with_shared = DeviceCost(dataclasses.replace(work, layers=shared), NODE, (wave,))
+    more_s = work_s(with_shared, Op.EXPERTS) - work_s(plain, Op.EXPERTS)
+    assert more_s == pytest.approx(2 * 10**8 / 200e9)
+
+
+def test_logits_of_all_waves_are_one_product() -> None:
+    one = work_s(cost_of(WaveShape.decode(2000, 1)), Op.HEAD)
+    assert work_s(cost_of(*(WaveShape.decode(500, 1),) * 4), Op.HEAD) == pytest.approx(one)
+
+
+def test_a_device_wide_wait_takes_no_time() -> None:
+    task = Task(op=Op.SYNC, layer=0, part=0, resource=Resource.GPU)
+    assert cost_of(WaveShape.decode(1, 1)).duration_s(task) == 0
+
+
+@pytest.mark.parametrize("name", STREAMING_BUILDERS)
+def test_every_task_of_every_schedule_has_a_duration(name: str) -> None:
+    on_device = name == "flexgen_s4"
+    cut = layer_pages(MIXTRAL, 2, resident_bytes=3_000_000_000)
+    form = PassForm(
+        layers=cut.layers,
+        num_waves=2,
+        has_cpu_attention=not on_device,
+        has_device_attention=on_device,
+        staging_slots=3,
+    )
+    waves = (WaveShape.decode(8, 100, cpu_attention_fraction=float(not on_device)),) * 2
+    cost = DeviceCost(WORK, NODE, waves, page_bytes=cut.page_bytes, is_staged=True)
+    timeline = simulate(STREAMING_BUILDERS[name](form), cost)
+    assert all(0 <= span.duration_s < 1 for span in timeline.spans)
+    assert math.isfinite(timeline.makespan_s)
+    assert timeline.makespan_s >= cut.streamed_bytes / NODE.htod_bytes_per_s
+
+
+def test_a_resident_model_attends_at_the_speed_of_device_memory() -> None:
+    cost = cost_of(WaveShape.decode(10, 500))
+    on_gpu = work_s(cost, Op.ATTN, resource=Resource.GPU)
+    assert on_gpu == pytest.approx((10 * 500 + 2 * 10) * KV_ROW / 200e9)
+    timeline = simulate(build_in_place(32, resource=Resource.GPU), cost)
+    assert timeline.resources == (Resource.GPU,)
+
+
+def test_a_node_without_a_gpu_is_refused() -> None:
+    host = HardwareSpec(
+        name="no gpu", num_cores=1, host_memory_bytes=1, host_bytes_per_s=1.0, host_flop_per_s=1.0
+    )
+    with pytest.raises(ConfigError, match="no gpu has no GPU"):
+        cost_of(WaveShape.decode(1, 1), node=host)
+
+
+def test_a_pass_without_waves_or_groups_is_refused() -> None:
+    with pytest.raises(ConfigError, match="0 waves in groups of 1"):
+        cost_of()
+    with pytest.raises(ConfigError, match="1 waves in groups of 0"):
+        cost_of(WaveShape.decode(1, 1), group=0)

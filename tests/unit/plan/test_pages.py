@@ -1,0 +1,168 @@
+"""Pages: every byte is resident or in the pages of those who read it, and no memory stays idle."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raymoe.errors import ConfigError
+from raymoe.plan.pages import PAGE_ALIGNMENT, LayerBytes, cut_pages, layer_pages
+from raymoe.plan.policy import PAGE_BYTES
+from raymoe.specs.model import ModelSpec, layer_parameters
+from raymoe.specs.presets_models import model_preset
+from raymoe.specs.weight_parts import layer_parts
+
+LAYERS = st.builds(
+    LayerBytes,
+    attention=st.integers(1, 3000),
+    shared=st.sampled_from([0, 0, 700]),
+    expert=st.integers(1, 1500),
+    num_experts=st.integers(1, 5),
+)
+SIZES = st.lists(LAYERS, min_size=1, max_size=9)
+BUDGETS = st.integers(0, 30_000)
+CONFIGS = [
+    {"model_type": "mixtral"},
+    {"model_type": "qwen2_moe"},
+    {"model_type": "qwen3_moe", "mlp_only_layers": [0, 3]},
+    {"model_type": "olmoe"},
+    {"model_type": "llama", "mlp_bias": True},
+]
+MIXTRAL = LayerBytes(attention=84_000_000, shared=0, expert=352_000_000, num_experts=8)
+
+
+@given(SIZES, st.integers(1, 5000), BUDGETS)
+def test_a_byte_is_resident_or_in_one_page(
+    sizes: list[LayerBytes], page_bytes: int, budget: int
+) -> None:
+    cut = cut_pages(sizes, page_bytes=page_bytes, resident_bytes=budget)
+    assert cut.resident_bytes + cut.streamed_bytes == sum(size.total for size in sizes)
+    assert cut.resident_bytes == sum(
+        size.common * is_common + size.expert * experts
+        for size, is_common, experts in zip(
+            sizes, cut.is_common_resident, cut.resident_experts, strict=True
+        )
+    )
+
+
+@given(SIZES, st.integers(1, 5000), BUDGETS)
+def test_whoever_reads_a_part_waits_for_all_pages_that_hold_some_of_it(
+    sizes: list[LayerBytes], page_bytes: int, budget: int
+) -> None:
+    cut = cut_pages(sizes, page_bytes=page_bytes, resident_bytes=budget)
+    for i, size in enumerate(sizes):
+        owners = "" if cut.is_common_resident[i] else "a" * size.attention + "s" * size.shared
+        owners += "e" * size.expert * (size.num_experts - cut.resident_experts[i])
+        starts = range(0, len(owners), cut.page_length)
+        held = [set(owners[start : start + cut.page_length]) for start in starts]
+        pages = cut.layers[i]
+        assert pages.num_pages == len(held)
+        assert pages.attention_pages == tuple(p for p, has in enumerate(held) if has & {"a", "s"})
+        assert pages.expert_pages == tuple(p for p, has in enumerate(held) if has & {"e", "s"})
+
+
+@given(SIZES, st.integers(1, 5000), BUDGETS)
+def test_pages_are_full_but_for_the_last_and_fit_their_slot(
+    sizes: list[LayerBytes], page_bytes: int, budget: int
+) -> None:
+    cut = cut_pages(sizes, page_bytes=page_bytes, resident_bytes=budget)
+    assert cut.page_length % PAGE_ALIGNMENT == 0
+    assert cut.page_length < page_bytes + PAGE_ALIGNMENT
+    for num_bytes in cut.page_bytes:
+        assert all(size == cut.page_length for size in num_bytes[:-1])
+        assert all(0 < size <= cut.page_length for size in num_bytes)
+        assert cut.page_length * len(num_bytes) <= cut.slot_bytes
+    assert cut.device_bytes == cut.resident_bytes + 2 * cut.slot_bytes
+
+
+@given(SIZES, BUDGETS)
+def test_nothing_that_streams_would_fit_in_what_is_left(
+    sizes: list[LayerBytes], budget: int
+) -> None:
+    cut = cut_pages(sizes, resident_bytes=budget)
+    left = budget - cut.resident_bytes
+    assert left >= 0
+    for size, is_common, experts in zip(
+        sizes, cut.is_common_resident, cut.resident_experts, strict=True
+    ):
+        assert is_common or size.common > left
+        assert experts == size.num_experts or size.expert > left
+
+
+@given(LAYERS, st.integers(1, 40), BUDGETS)
+def test_equal_layers_differ_by_one_expert_at_most(
+    size: LayerBytes, count: int, budget: int
+) -> None:
+    cut = cut_pages([size] * count, resident_bytes=budget)
+    assert max(cut.resident_experts) - min(cut.resident_experts) <= 1
+
+
+def test_a_few_experts_stay_in_layers_far_apart() -> None:
+    sizes = [MIXTRAL] * 32
+    budget = 32 * MIXTRAL.common + 5 * MIXTRAL.expert - 1
+    cut = cut_pages(sizes, resident_bytes=budget)
+    assert [i for i, experts in enumerate(cut.resident_experts) if experts] == [0, 8, 16, 24]
+    assert all(cut.is_common_resident)
+
+
+def test_a_share_below_one_expert_a_layer_is_used() -> None:
+    """MoE-Lightning truncates the ratio to whole experts of a layer, which left none resident."""
+    cut = cut_pages([MIXTRAL] * 32, resident_bytes=int(0.1 * 32 * MIXTRAL.total))
+    assert sum(cut.resident_experts) > 0
+    assert cut.resident_bytes > 0.095 * 32 * MIXTRAL.total
+
+
+def test_a_model_that_fits_has_no_pages() -> None:
+    cut = cut_pages([MIXTRAL] * 3, resident_bytes=3 * MIXTRAL.total)
+    assert all(pages.num_pages == 0 for pages in cut.layers)
+    assert (cut.streamed_bytes, cut.slot_bytes) == (0, 0)
+    assert cut.device_bytes == 3 * MIXTRAL.total
+
+
+def test_mixtral_streams_its_published_bytes() -> None:
+    """Bytes of 8 experts in 32 layers and of attention: 90.19 and 2.68 GB in 16-bit numbers."""
+    model = model_preset("mixtral-8x7b")
+    sizes = [LayerBytes.of(layer, model.hidden_size, 2) for layer in model.layers]
+    cut = cut_pages(sizes, resident_bytes=sum(size.common for size in sizes))
+    assert cut.streamed_bytes == pytest.approx(90.19e9, rel=1e-4)
+    assert cut.resident_bytes == pytest.approx(2.68e9, rel=0.01)
+    assert {pages.num_pages for pages in cut.layers} == {42}
+    assert cut.page_length <= PAGE_BYTES
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: str(config["model_type"]))
+def test_parts_of_a_layer_make_the_layer(config: dict[str, object]) -> None:
+    model = ModelSpec.from_config(config)
+    for layer in model.layers:
+        size = LayerBytes.of(layer, model.hidden_size, 2)
+        assert size.total == 2 * layer_parameters(layer, model.hidden_size)
+        assert size.attention > 0
+    cut = layer_pages(model, 2)
+    layers = sum(layer_parameters(layer, model.hidden_size) for layer in model.layers)
+    assert cut.streamed_bytes == 2 * layers
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: str(config["model_type"]))
+def test_parts_are_as_large_as_those_that_lie_in_memory(config: dict[str, object]) -> None:
+    model = ModelSpec.from_config(config)
+    for layer in model.layers:
+        size = LayerBytes.of(layer, model.hidden_size, 2)
+        lie = {part.name: 2 * part.num_elements for part in layer_parts(layer, model.hidden_size)}
+        assert lie["attention"] == size.attention
+        if "expert 0" in lie:
+            assert lie["expert 0"] == size.expert
+            assert lie.get("common", 0) == size.shared
+        else:
+            assert lie["common"] == size.expert
+
+
+def test_the_shared_expert_is_apart() -> None:
+    model = ModelSpec.from_config({"model_type": "qwen2_moe"})
+    size = LayerBytes.of(model.layers[0], model.hidden_size, 2)
+    assert size.shared == 2 * (3 * 2048 * 5632 + 2048)
+    assert size.expert == 2 * 3 * 2048 * 1408
+
+
+@pytest.mark.parametrize("sizes", [{"page_bytes": 0}, {"resident_bytes": -1}])
+def test_sizes_out_of_range_are_refused(sizes: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="page_bytes is"):
+        cut_pages([MIXTRAL], **sizes)
