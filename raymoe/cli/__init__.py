@@ -16,6 +16,7 @@ from raymoe.errors import ConfigError, RaymoeError
 COMMANDS = {
     "generate": "Generate text for a table of prompts: parquet or JSONL in and out.",
     "demo": "Tidy thousands of messy rows with the bundled model and check the answers.",
+    "compare": "Run schedules side by side on an emulated device, predicted and measured.",
     "bench": "Measure this machine: our engine against transformers, beside the bound.",
 }
 EXIT_FAILED = 1

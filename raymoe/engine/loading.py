@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,10 @@ import numpy as np
 import torch
 
 from raymoe.config import EngineConfig, SamplingParams, Settings
+from raymoe.device.emulated import EmulatedDevice
 from raymoe.device.probe import probe_host
 from raymoe.engine.core import EngineCore, Runner
+from raymoe.engine.device_loading import DEFAULT_SCHEDULE, LoadedModel, load_on_device
 from raymoe.engine.parts import EngineParts
 from raymoe.engine.request import Request
 from raymoe.engine.tokenizer import Tokenizer
@@ -29,24 +31,28 @@ from raymoe.model.loading import decoder_arena_bytes
 from raymoe.plan.policy import Policy
 from raymoe.plan.search import find_plan
 from raymoe.runtime.runner import PassRunner
-from raymoe.schedule.builders import BUILDERS
+from raymoe.schedule.builders import BUILDERS, STREAMING_BUILDERS
+from raymoe.schedule.graph import Schedule
+from raymoe.schedule.simulate import Instant
 from raymoe.specs.files import read_json_object
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
+from raymoe.specs.presets_hardware import hardware_preset
+from raymoe.units import GIB
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Release = Callable[[], None]
+
 MEMORY_FRACTION = 0.85  # of what is available: Ray ends processes of a node that is 95 % full
+EMULATED_MEMORY_BYTES = 16 * GIB  # a T4
 PROBE_S = 0.3  # enough to tell the machine's kind; `raymoe profile` measures with care
 
 
 def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
     """Resolve, check, plan, then load. See `Engine.from_pretrained` for the errors."""
-    if config.device not in ("auto", "cpu"):
-        raise ConfigError(f"device is {config.device!r}; only 'cpu' is implemented yet")
-    if config.schedule not in ("auto", *BUILDERS):
-        raise UnknownOptionError(config.schedule, BUILDERS, "schedule")
+    schedule = _schedule_name(config)
     settings = Settings.from_environment()
     directory = resolve_model(path)
     spec = ModelSpec.from_directory(directory)
@@ -71,17 +77,19 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
     # thread would only spin beside the workers of the native kernels and take their cores.
     num_torch_threads = 1 if packed_linear_is_used(dtype) else hardware.num_cores
     set_num_threads(hardware.num_cores, num_torch_threads)
-    arena = HostArena(arena_bytes)
-    decoder = Decoder.load(spec, store, arena.allocate, dtype, release=store.drop_pages)
-    cache = KvCache(_kv_layout(spec, kv_dtype), spec.num_layers, plan.policy.num_kv_blocks)
-
-    runner = PassRunner(decoder, cache, plan.schedule)
+    model = LoadedModel(
+        spec=spec,
+        store=store,
+        dtype=dtype,
+        kv_layout=_kv_layout(spec, kv_dtype),
+        policy=plan.policy,
+        schedule=schedule,
+    )
+    if config.device == "emulated":
+        runner, release = _load_emulated(model, config)
+    else:
+        runner, release = _load_in_place(model, arena_bytes, plan.schedule)
     warm_up(runner, spec.vocab_size)
-
-    def release() -> None:
-        cache.close()
-        arena.close()
-
     return EngineParts(
         runner=runner,
         policy=plan.policy,
@@ -94,6 +102,50 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
         plan=plan,
         release=release,
     )
+
+
+def _schedule_name(config: EngineConfig) -> str:
+    """The schedule that is asked for, or the device's usual one."""
+    if config.device == "cuda":
+        raise ConfigError("device is 'cuda'; only 'cpu' and 'emulated' are implemented yet")
+    if config.schedule not in ("auto", *BUILDERS):
+        raise UnknownOptionError(config.schedule, BUILDERS, "schedule")
+    is_streamed = config.device == "emulated"
+    default = DEFAULT_SCHEDULE if is_streamed else "in_place"
+    name = default if config.schedule == "auto" else config.schedule
+    if (name in STREAMING_BUILDERS) != is_streamed:
+        fitting = sorted(STREAMING_BUILDERS) if is_streamed else ["in_place"]
+        raise ConfigError(
+            f"schedule is {name!r}; the device {config.device!r} runs {', '.join(fitting)}"
+        )
+    if config.policy is not None and config.policy.device is not None and not is_streamed:
+        raise ConfigError(f"policy.device is given, but the device {config.device!r} has no memory")
+    return name
+
+
+def _load_emulated(model: LoadedModel, config: EngineConfig) -> tuple[Runner, Release]:
+    hardware = None if config.hardware is None else _emulated_hardware(config.hardware)
+    memory_bytes = EMULATED_MEMORY_BYTES if hardware is None else hardware.gpu_memory_bytes
+    device = EmulatedDevice(config.device_memory_bytes or memory_bytes, Instant())
+    try:
+        return load_on_device(model, device, hardware)
+    except BaseException:
+        device.close()
+        raise
+
+
+def _load_in_place(
+    model: LoadedModel, arena_bytes: int, schedule: Schedule
+) -> tuple[Runner, Release]:
+    arena, store = HostArena(arena_bytes), model.store
+    decoder = Decoder.load(model.spec, store, arena.allocate, model.dtype, release=store.drop_pages)
+    cache = KvCache(model.kv_layout, model.spec.num_layers, model.policy.num_kv_blocks)
+
+    def release() -> None:
+        cache.close()
+        arena.close()
+
+    return PassRunner(decoder, cache, schedule), release
 
 
 def _weight_bytes(spec: ModelSpec, dtype: torch.dtype, arena_bytes: int) -> int:
@@ -129,15 +181,26 @@ def warm_up(runner: Runner, vocab_size: int) -> None:
 
 
 def _hardware(config: EngineConfig, settings: Settings) -> HardwareSpec:
-    if isinstance(config.hardware, str):
-        raise ConfigError(f"hardware is {config.hardware!r}; presets are not implemented yet")
-    if config.hardware is not None:
+    if isinstance(config.hardware, str) and config.device != "emulated":
+        raise ConfigError(
+            f"hardware is {config.hardware!r}; a preset sets the pace of the device 'emulated', "
+            f"the device {config.device!r} runs on this machine"
+        )
+    if isinstance(config.hardware, HardwareSpec) and config.device != "emulated":
         return config.hardware
     measured = probe_host(num_threads=config.num_threads or settings.num_threads, seconds=PROBE_S)
     budget = config.host_memory_bytes or settings.host_memory_bytes
     return dataclasses.replace(
         measured, host_memory_bytes=budget or int(measured.host_memory_bytes * MEMORY_FRACTION)
     )
+
+
+def _emulated_hardware(hardware: str | HardwareSpec) -> HardwareSpec:
+    """The node whose pace the emulated device takes on; the host stays the machine at hand."""
+    spec = hardware_preset(hardware) if isinstance(hardware, str) else hardware
+    if not spec.has_gpu:
+        raise ConfigError(f"hardware is {spec.name!r}, which has no GPU to emulate")
+    return spec
 
 
 def _kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:

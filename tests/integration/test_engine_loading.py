@@ -16,6 +16,7 @@ from raymoe.errors import (
     UnknownOptionError,
     UnsupportedModelError,
 )
+from raymoe.plan.policy import DevicePolicy, Policy
 from raymoe.units import GIB, MIB
 from tests.parity.configurations import CONFIGURATIONS, make_checkpoint
 from tests.unit.engine.fakes import write_byte_tokenizer
@@ -82,13 +83,19 @@ def test_too_little_memory_is_refused_with_a_table(directory):
         Engine.from_pretrained(directory, config)
 
 
+STREAMING = Policy(
+    batch_size=1, pass_tokens=8, prefill_chunk_tokens=8, num_kv_blocks=1, device=DevicePolicy()
+)
+
+
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [
-        (EngineConfig(device="cuda"), ConfigError, "only 'cpu' is implemented"),
+        (EngineConfig(device="cuda"), ConfigError, "only 'cpu' and 'emulated'"),
         (EngineConfig(schedule="in_plac"), UnknownOptionError, "did you mean 'in_place'"),
         (EngineConfig(dtype="bfloat16", kv_dtype="float32"), ConfigError, "kv_dtype is 'float32'"),
-        (EngineConfig(hardware="l4"), ConfigError, "presets are not implemented"),
+        (EngineConfig(hardware="l4"), ConfigError, "sets the pace of the device 'emulated'"),
+        (EngineConfig(policy=STREAMING), ConfigError, "the device 'auto' has no memory"),
     ],
 )
 def test_what_is_not_there_yet_is_refused(directory, config, error, message):

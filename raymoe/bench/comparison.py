@@ -1,0 +1,237 @@
+"""Decode steps of several schedules on the emulated device, predicted and measured.
+
+Every schedule runs the same model with the same rows on the same kernels; only the order of its
+tasks and the place of attention differ. The pace is that of the hardware and of the model whose
+costs are taken: a model of its own numbers, or, to see a large model on a small machine, the first
+layers of another one, whose numbers set the pace while the small one computes.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from raymoe.device.emulated import EmulatedDevice
+from raymoe.engine.device_loading import LoadedModel, cpu_attention_fraction, load_on_device
+from raymoe.errors import ConfigError
+from raymoe.kernels.cpu_attention import AttentionBatch
+from raymoe.kernels.paged_kv import BLOCK_TOKENS, KvLayout
+from raymoe.memory.weights import WeightStore
+from raymoe.plan.device_cost import DeviceCost
+from raymoe.plan.pages import PageCut, layer_pages
+from raymoe.plan.policy import DevicePolicy, Policy
+from raymoe.plan.wave import WaveShape
+from raymoe.plan.work import ModelWork
+from raymoe.runtime.bindings import PassInputs
+from raymoe.schedule.graph import Schedule
+from raymoe.schedule.simulate import Instant, simulate
+from raymoe.schedule.task import Op
+from raymoe.schedule.timeline import Timeline
+from raymoe.specs.hardware import HardwareSpec
+from raymoe.specs.model import ModelSpec
+from raymoe.units import GIB, ceil_div
+
+# Schedules whose papers fix the number of waves.
+_FIXED_WAVES = {"vslpipe": 2, "layer_by_layer": 1}
+BYTES_PER_ELEMENT = 2  # of the weights and the cache whose costs are taken
+STAND_IN_ROWS, STAND_IN_CONTEXT = 2, 40  # of a wave, where another model sets the pace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeStep:
+    """What each schedule does once.
+
+    Attributes:
+        num_waves: Micro-batches.
+        wave_rows: Sequences of each, one new token each.
+        context: Tokens of each sequence.
+        resident_share: Share of the weights that stays on the device, 0..1.
+        page_bytes: Largest page of weights.
+        cpu_attention_fraction: Of schedules that divide attention.
+    """
+
+    num_waves: int = 14
+    wave_rows: int = 36
+    context: int = 482
+    resident_share: float = 0.0
+    page_bytes: int = 64 << 20
+    cpu_attention_fraction: float = 1.0
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences of the step."""
+        return self.num_waves * self.wave_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """One schedule."""
+
+    name: str
+    num_rows: int
+    schedule: Schedule
+    predicted: Timeline
+    measured: Timeline
+
+    @property
+    def gap(self) -> float:
+        """Measured over predicted makespan, less one."""
+        return self.measured.makespan_s / self.predicted.makespan_s - 1
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Measured, at the pace of the hardware."""
+        return self.num_rows / self.measured.makespan_s
+
+
+def compare_schedules(
+    model: Path,
+    hardware: HardwareSpec,
+    names: Sequence[str],
+    step: DecodeStep,
+    *,
+    costs_of: ModelSpec | None = None,
+    time_scale: float = 1.0,
+) -> Iterator[Comparison]:
+    """Run each schedule once after a pass that warms it up; yields as they end.
+
+    Args:
+        model: Directory of the model that computes.
+        hardware: Whose pace is emulated; it must have a GPU.
+        names: Of `STREAMING_BUILDERS`.
+        step: The work.
+        costs_of: The model whose numbers set the pace; that of `model` by default.
+        time_scale: Emulated seconds per second of the hardware; figures are divided by it.
+
+    Raises:
+        ConfigError: The model that sets the pace has fewer layers.
+    """
+    spec = ModelSpec.from_directory(model)
+    if costs_of is not None and costs_of.num_layers < spec.num_layers:
+        raise ConfigError(
+            f"{model} has {spec.num_layers} layers, {costs_of.name} has {costs_of.num_layers}; "
+            "the model that sets the pace needs at least as many as the one that computes"
+        )
+    if costs_of is not None:
+        costs_of = replace(costs_of, layers=costs_of.layers[: spec.num_layers])
+    for name in names:
+        yield _Run(spec, model, hardware, name, step, costs_of).compare(time_scale)
+
+
+class _Run:
+    """One schedule: sizes, costs and inputs of its step."""
+
+    def __init__(  # noqa: PLR0917 - the arguments of compare_schedules
+        self,
+        spec: ModelSpec,
+        directory: Path,
+        hardware: HardwareSpec,
+        name: str,
+        step: DecodeStep,
+        costs_of: ModelSpec | None,
+    ) -> None:
+        self._spec, self._directory, self._hardware = spec, directory, hardware
+        self._name, self._step = name, step
+        self._num_waves = _FIXED_WAVES.get(name, step.num_waves)
+        self._paced = costs_of or spec
+        is_stand_in = costs_of is not None
+        self._rows = STAND_IN_ROWS * self._num_waves if is_stand_in else step.num_rows
+        self._context = STAND_IN_CONTEXT if is_stand_in else step.context
+
+    def compare(self, time_scale: float) -> Comparison:
+        """Load, warm up, run at the pace of the hardware."""
+        memory_bytes = max(self._hardware.gpu_memory_bytes, 64 * GIB)
+        with EmulatedDevice(memory_bytes, Instant(), time_scale) as device:
+            model = self._model()
+            runner, release = load_on_device(model, device)
+            inputs = self._inputs()
+            runner.run(inputs)
+            schedule = runner.schedule_of(inputs)
+            cost = self._cost(schedule, model)
+            device.cost = cost
+            measured = runner.run(inputs)
+            release()
+        return Comparison(
+            name=self._name,
+            num_rows=self._step.num_rows,
+            schedule=schedule,
+            predicted=simulate(schedule, cost),
+            measured=measured.scaled(1 / time_scale),
+        )
+
+    def _model(self) -> LoadedModel:
+        attention = self._spec.layers[0].attention
+        policy = Policy(
+            batch_size=self._rows,
+            pass_tokens=self._rows,
+            prefill_chunk_tokens=1,
+            num_kv_blocks=self._rows * ceil_div(self._context, BLOCK_TOKENS),
+            device=DevicePolicy(
+                num_waves=self._num_waves,
+                page_bytes=self._page_bytes(),
+                resident_bytes=int(self._step.resident_share * self._layer_bytes(self._spec, 4)),
+                cpu_attention_fraction=self._step.cpu_attention_fraction,
+            ),
+        )
+        return LoadedModel(
+            spec=self._spec,
+            store=WeightStore.open(self._spec, self._directory),
+            dtype=torch.float32,
+            kv_layout=KvLayout(
+                num_kv_heads=attention.num_kv_heads,
+                head_dim=attention.head_dim,
+                dtype=torch.float32,
+            ),
+            policy=policy,
+            schedule=self._name,
+        )
+
+    def _page_bytes(self) -> int:
+        """Pages of the computing model, about as many as those of the one that sets the pace."""
+        ratio = self._layer_bytes(self._spec, 4) / self._layer_bytes(self._paced, BYTES_PER_ELEMENT)
+        return max(1, int(self._step.page_bytes * ratio))
+
+    @staticmethod
+    def _layer_bytes(spec: ModelSpec, bytes_per_element: int) -> int:
+        return layer_pages(spec, bytes_per_element, page_bytes=1 << 50).streamed_bytes
+
+    def _cost(self, schedule: Schedule, model: LoadedModel) -> DeviceCost:
+        """The pace: pages have the share of their layer that they have in the computing model."""
+        device = model.policy.device
+        assert device is not None
+        mine = layer_pages(
+            self._spec, 4, page_bytes=device.page_bytes, resident_bytes=device.resident_bytes
+        )
+        scale = self._layer_bytes(self._paced, BYTES_PER_ELEMENT) / self._layer_bytes(self._spec, 4)
+        groups = [len(task.writes) for task in schedule.tasks if task.op is Op.EXPERTS]
+        fraction = cpu_attention_fraction(self._name, device)
+        rows = self._step.num_rows // self._num_waves
+        wave = WaveShape.decode(rows, self._step.context, fraction)
+        return DeviceCost(
+            ModelWork.of(self._paced, BYTES_PER_ELEMENT),
+            self._hardware,
+            waves=(wave,) * self._num_waves,
+            page_bytes=_scaled(mine, scale),
+            waves_per_group=max(groups),
+        )
+
+    def _inputs(self) -> PassInputs:
+        rows, context = self._rows, self._context
+        blocks = ceil_div(context, BLOCK_TOKENS)
+        return PassInputs(
+            token_ids=torch.zeros(rows, dtype=torch.int64),
+            positions=torch.full((rows,), context - 1, dtype=torch.int32),
+            attention=AttentionBatch(
+                query_start=torch.arange(rows + 1, dtype=torch.int32),
+                context_tokens=torch.full((rows,), context, dtype=torch.int32),
+                block_table=torch.arange(rows * blocks, dtype=torch.int32).reshape(rows, blocks),
+            ),
+            prompt_tokens=torch.full((rows,), context - 1, dtype=torch.int32),
+            logit_rows=torch.arange(rows),
+            on_logits=lambda _row, _logits: None,
+        )
+
+
+def _scaled(cut: PageCut, scale: float) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(round(scale * size) for size in pages) for pages in cut.page_bytes)

@@ -1,0 +1,78 @@
+"""Parts of a decoder over weights that others move: views only, nothing is copied or packed."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from raymoe.kernels.cpu_experts import Experts, GatedFfn, PlainExperts, PlainGatedFfn
+from raymoe.kernels.cpu_linear import Linear, PlainLinear
+from raymoe.model.loading import Loader
+from raymoe.specs.model import MoeSpec
+from raymoe.specs.weight_names import HEAD
+
+GetView = Callable[[str], Tensor]
+
+
+class PagedLoader(Loader):
+    """Builds parts whose weights are where `view` says, whatever is there when they run.
+
+    Weights that form one matrix (queries, keys, values) must be neighbours in memory, as
+    `specs.weight_parts` orders them.
+    """
+
+    def __init__(self, view: GetView, dtype: torch.dtype) -> None:
+        super().__init__(view, _refuse_to_allocate, dtype)
+        self._view = view
+
+    def linear(self, names: Sequence[str], *, has_bias: bool = False) -> Linear:
+        """See `Loader`."""
+        bias_O = _joined([self._view(f"{name}.bias") for name in names]) if has_bias else None
+        return PlainLinear(_joined([self._view(f"{name}.weight") for name in names]), bias_O)
+
+    def tied_linear(self, weight_OI: Tensor) -> Linear:
+        """See `Loader`; the embedding is on the host, so the head has a view of its own."""
+        del weight_OI
+        return PlainLinear(self._view(HEAD), None)
+
+    def experts(self, prefix: str, moe: MoeSpec) -> Experts:
+        """See `Loader`."""
+        gate, up, down = (
+            [
+                self._view(f"{prefix}{expert}.{part}_proj.weight")
+                for expert in range(moe.num_experts)
+            ]
+            for part in ("gate", "up", "down")
+        )
+        return PlainExperts(gate, up, down, activation=moe.activation)
+
+    def gated_ffn(self, prefix: str, activation: str) -> GatedFfn:
+        """See `Loader`."""
+        gate, up, down = (
+            self._view(f"{prefix}{part}_proj.weight") for part in ("gate", "up", "down")
+        )
+        return PlainGatedFfn(gate, up, down, activation=activation)
+
+    def table(self, name: str) -> Tensor:
+        """See `Loader`."""
+        return self._view(name)
+
+    def vector(self, name: str) -> Tensor:
+        """See `Loader`; a view here."""
+        return self._view(name)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Neighbouring tensors of equal width as one tensor."""
+    first = parts[0]
+    offset = first.storage_offset()
+    for part in parts:
+        assert part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        assert part.storage_offset() == offset, "weights of one projection are not neighbours"
+        offset += part.numel()
+    rows = sum(len(part) for part in parts)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def _refuse_to_allocate(num_bytes: int) -> Tensor:
+    raise AssertionError(f"{num_bytes} bytes asked for; paged parts are views")

@@ -1,0 +1,269 @@
+"""Op -> callable for a device with memory of its own, whose weights stream in pages.
+
+Who runs what, and what is copied when, is the schedule's business; here is only what each task does
+to the buffers that it names.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from raymoe.kernels.cpu_attention import append
+from raymoe.kernels.cpu_router import Routing
+from raymoe.memory.activations import PassActivations, WaveActivations
+from raymoe.memory.kv_cache import KvCache
+from raymoe.memory.weight_pages import WeightPages
+from raymoe.model.decoder import Decoder, Projected
+from raymoe.runtime.bindings import LOGIT_CHUNK_ROWS, PassInputs
+from raymoe.runtime.executor import Bindings
+from raymoe.runtime.waves import CutPass, Share, Wave
+from raymoe.schedule.task import Buffer, Op, Task
+
+_RINGED = frozenset(("qkv", "host_qkv", "host_attention", "attention", "device_attention"))
+_STAGED = frozenset(("staged_kv",))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """Everything that the bindings work on.
+
+    Attributes:
+        top_k: Experts per token of each layer; 0 where it has none.
+        decoders: The model over the slots, by the slot of layer 0.
+        weights: Pages and slots.
+        cache: KV of all sequences, on the host.
+        device: Activations on the device.
+        host_ring: Activations around attention on the host, as many as in `device.ring`.
+        staging: Pinned pages between pageable memory and the device; empty if nothing is staged.
+    """
+
+    top_k: tuple[int, ...]
+    decoders: tuple[Decoder, Decoder]
+    weights: WeightPages
+    cache: KvCache
+    device: PassActivations
+    host_ring: Sequence[WaveActivations]
+    staging: Sequence[Tensor]
+
+
+@dataclass(slots=True)
+class DevicePass:
+    """One pass.
+
+    Attributes:
+        first_slot: Slot of layer 0.
+        embedded: Hidden states of waves on their way to the device.
+        used: Device memory of the buffers that were written last.
+    """
+
+    inputs: PassInputs
+    cut: CutPass
+    first_slot: int
+    embedded: dict[int, Tensor] = field(default_factory=dict)
+    used: dict[Buffer, tuple[Tensor, ...]] = field(default_factory=dict)
+
+    def wave(self, task: Task) -> Wave:
+        """The wave that a task works on."""
+        return self.cut.waves[task.part]
+
+    def of_wave(self, values_T: Tensor, wave: Wave) -> Tensor:
+        """Entries of an array of the original pass for the tokens of a wave."""
+        return values_T[self.cut.order_T[wave.rows]]
+
+
+def bind_device(memory: DeviceMemory) -> Bindings[DevicePass]:
+    """Bindings of a device."""
+    bound = _Bound(memory)
+    return {
+        Op.EMBED: bound.embed,
+        Op.UP: bound.up,
+        Op.PRE: bound.pre,
+        Op.QKV: bound.qkv,
+        Op.ATTN: bound.attend_on_host,
+        Op.APPEND: bound.append,
+        Op.KV: bound.stage_kv,
+        Op.GATTN: bound.attend_on_device,
+        Op.HID: bound.hid,
+        Op.POST: bound.post,
+        Op.EXPERTS: bound.experts,
+        Op.HEAD: bound.head,
+        Op.W: bound.load_page,
+        Op.STAGE: bound.stage_page,
+        Op.SYNC: bound.sync,
+    }
+
+
+def poison_dead(poison: Callable[[Tensor], None]) -> Callable[[Buffer, DevicePass], None]:
+    """What to do with buffers that nobody will read: whoever reads them after all shows."""
+
+    def on_dead(buffer: Buffer, state: DevicePass) -> None:
+        for tensor in state.used.pop(buffer, ()):
+            poison(tensor)
+
+    return on_dead
+
+
+class _Bound:
+    """The operations, in the order of a layer."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory = memory
+
+    def embed(self, task: Task, state: DevicePass) -> None:
+        token_ids_T = state.of_wave(state.inputs.token_ids, state.wave(task))
+        state.embedded[task.part] = self._decoder(state).embed(token_ids_T)
+
+    def up(self, task: Task, state: DevicePass) -> None:
+        self._memory.device.hidden_TH[state.wave(task).rows].copy_(state.embedded.pop(task.part))
+
+    def pre(self, task: Task, state: DevicePass) -> None:
+        wave, inputs = state.wave(task), state.inputs
+        prompt_tokens_T = inputs.prompt_tokens
+        if prompt_tokens_T is not None:
+            prompt_tokens_T = state.of_wave(prompt_tokens_T, wave)
+        projected = self._decoder(state).pre(
+            task.layer,
+            self._memory.device.hidden_TH[wave.rows],
+            state.of_wave(inputs.positions, wave),
+            prompt_tokens_T,
+        )
+        into = self._on_device(task).projected(wave.num_tokens)
+        _copy(projected, into)
+        self._wrote(task, state, *into)
+
+    def qkv(self, task: Task, state: DevicePass) -> None:
+        num_tokens = state.wave(task).num_tokens
+        _copy(
+            self._on_device(task).projected(num_tokens), self._on_host(task).projected(num_tokens)
+        )
+
+    def attend_on_host(self, task: Task, state: DevicePass) -> None:
+        share = state.wave(task).host
+        activations = self._on_host(task)
+        attention_TX = self._decoder(state).attend(
+            task.layer, _slice(activations, share), self._cache(task), share.batch
+        )
+        activations.attention(share.end)[share.begin :].copy_(attention_TX)
+
+    def append(self, task: Task, state: DevicePass) -> None:
+        share = state.wave(task).device
+        projected = _slice(self._on_host(task), share)
+        append(projected.key_TGD, projected.value_TGD, self._cache(task), share.batch)
+
+    def stage_kv(self, task: Task, state: DevicePass) -> None:
+        staging = state.wave(task).staging
+        staged = self._staged(task)
+        staged[staging.device_blocks] = self._cache(task)[staging.host_blocks]
+        self._wrote(task, state, staged[: staging.num_blocks])
+
+    def attend_on_device(self, task: Task, state: DevicePass) -> None:
+        wave = state.wave(task)
+        activations = self._on_device(task)
+        attention_TX = self._decoder(state).attend(
+            task.layer, _slice(activations, wave.device), self._staged(task), wave.staging.batch
+        )
+        into = activations.attention(wave.num_tokens)[wave.device.begin :]
+        into.copy_(attention_TX)
+        self._wrote(task, state, into)
+
+    def hid(self, task: Task, state: DevicePass) -> None:
+        end = state.wave(task).host.end
+        into = self._on_device(task).attention(end)
+        into.copy_(self._on_host(task).attention(end))
+        self._wrote(task, state, into)
+
+    def post(self, task: Task, state: DevicePass) -> None:
+        wave, device = state.wave(task), self._memory.device
+        hidden_TH = device.hidden_TH[wave.rows]
+        posted = self._decoder(state).post(
+            task.layer, hidden_TH, self._on_device(task).attention(wave.num_tokens)
+        )
+        hidden_TH.copy_(posted.hidden_TH)
+        device.normed_TH[wave.rows].copy_(posted.normed_TH)
+        routed = (device.normed_TH, device.topk_ids_TK, device.topk_weights_TK)
+        state.used[Buffer("routed", (task.part,))] = tuple(tensor[wave.rows] for tensor in routed)
+        if posted.routing is not None:
+            top_k = posted.routing.topk_ids_TK.shape[1]
+            device.topk_ids_TK[wave.rows, :top_k].copy_(posted.routing.topk_ids_TK)
+            device.topk_weights_TK[wave.rows, :top_k].copy_(posted.routing.topk_weights_TK)
+
+    def experts(self, task: Task, state: DevicePass) -> None:
+        device = self._memory.device
+        waves = [state.cut.waves[wave] for (wave,) in _keys(task.writes, "hidden")]
+        rows = slice(waves[0].begin, waves[-1].end)
+        hidden_TH = device.hidden_TH[rows]
+        routing, top_k = None, self._memory.top_k[task.layer]
+        if top_k:
+            routing = Routing(
+                device.topk_ids_TK[rows, :top_k], device.topk_weights_TK[rows, :top_k]
+            )
+        result_TH = self._decoder(state).ffn(task.layer, hidden_TH, device.normed_TH[rows], routing)
+        hidden_TH.copy_(result_TH)
+
+    def head(self, _task: Task, state: DevicePass) -> None:
+        decoder, inputs = self._decoder(state), state.inputs
+        places_R = state.cut.place_T[inputs.logit_rows]
+        final_RH = decoder.final(self._memory.device.hidden_TH, places_R)
+        for begin in range(0, final_RH.shape[0], LOGIT_CHUNK_ROWS):
+            chunk_CH = final_RH[begin : begin + LOGIT_CHUNK_ROWS]
+            inputs.on_logits(begin, decoder.logits(chunk_CH).cpu())
+
+    def load_page(self, task: Task, state: DevicePass) -> None:
+        weights = self._memory.weights
+        slot, page = task.writes[0].key
+        source = weights.host_page(task.layer, page)
+        staged = next((buffer for buffer in task.reads if buffer.name == "staging"), None)
+        if staged is not None:
+            source = self._memory.staging[staged.key[0]][: len(source)]
+        into = weights.slot_page(task.layer, page, slot)
+        into.copy_(source)
+        self._wrote(task, state, into)
+
+    def stage_page(self, task: Task, _state: DevicePass) -> None:
+        source = self._memory.weights.host_page(task.layer, task.part)
+        (slot,) = task.writes[0].key
+        self._memory.staging[slot][: len(source)].copy_(source)
+
+    def sync(self, task: Task, state: DevicePass) -> None:
+        """Nothing: the schedule's dependencies are the wait."""
+
+    def _wrote(self, task: Task, state: DevicePass, *tensors: Tensor) -> None:
+        """Remember the memory of the one buffer that a task writes."""
+        (buffer,) = task.writes
+        state.used[buffer] = tensors
+
+    def _decoder(self, state: DevicePass) -> Decoder:
+        return self._memory.decoders[state.first_slot]
+
+    def _cache(self, task: Task) -> Tensor:
+        return self._memory.cache.layer(task.layer)
+
+    def _staged(self, task: Task) -> Tensor:
+        return self._memory.device.staged_kv[_key_of(task, _STAGED)]
+
+    def _on_device(self, task: Task) -> WaveActivations:
+        return self._memory.device.ring[_key_of(task, _RINGED)]
+
+    def _on_host(self, task: Task) -> WaveActivations:
+        return self._memory.host_ring[_key_of(task, _RINGED)]
+
+
+def _keys(buffers: Sequence[Buffer], name: str) -> list[tuple[int, ...]]:
+    return [buffer.key for buffer in buffers if buffer.name == name]
+
+
+def _key_of(task: Task, names: frozenset[str]) -> int:
+    """Where the schedule puts the buffers of these names that a task uses; they agree."""
+    (key,) = {buffer.key for buffer in (*task.reads, *task.writes) if buffer.name in names}
+    return key[0]
+
+
+def _slice(activations: WaveActivations, share: Share) -> Projected:
+    projected = activations.projected(share.end)
+    return Projected(*(tensor[share.begin :] for tensor in projected))
+
+
+def _copy(source: Projected, target: Projected) -> None:
+    for from_tensor, to_tensor in zip(source, target, strict=True):
+        to_tensor.copy_(from_tensor)

@@ -1,0 +1,134 @@
+"""Every schedule on the emulated device gives the tokens of the device `cpu`, float32, greedy."""
+
+from functools import cache
+
+import pytest
+
+from raymoe.config import EngineConfig
+from raymoe.engine.engine import Engine
+from raymoe.errors import CapacityError, ConfigError
+from raymoe.plan.policy import DevicePolicy, Policy
+from raymoe.schedule.builders import STREAMING_BUILDERS
+from tests.parity.cases import get_case
+from tests.parity.configurations import CONFIGURATIONS
+
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+NUM_PROMPTS, NUM_TOKENS = 10, 16
+SIZES = {"batch_size": 16, "pass_tokens": 512, "prefill_chunk_tokens": 512, "num_kv_blocks": 120}
+# Sizes of passes that differ from SIZES, and what is asked of the rows.
+SCENARIOS: dict[str, tuple[dict[str, int], dict[str, object]]] = {
+    "mixed lengths": ({}, {}),
+    "early end": ({}, {"stop_token_ids": "common"}),
+    "preemption": ({"num_kv_blocks": 8, "pass_tokens": 512}, {}),
+    "long prompt": ({"prefill_chunk_tokens": 7, "pass_tokens": 40}, {}),
+}
+# Four ways to place the weights: everything moves; some experts stay; all stays; through a ring.
+DEVICES = {
+    "pages": DevicePolicy(num_waves=3, page_bytes=9_000, cpu_attention_fraction=0.4),
+    "resident share": DevicePolicy(num_waves=3, page_bytes=20_000, resident_bytes=60_000),
+    "resident": DevicePolicy(num_waves=2, resident_bytes=1 << 30, cpu_attention_fraction=0.7),
+    "staged": DevicePolicy(num_waves=4, page_bytes=5_000, staging_slots=3),
+    "one wave": DevicePolicy(num_waves=1, page_bytes=30_000, cpu_attention_fraction=0.0),
+}
+
+
+def plain_configuration(family: str) -> str:
+    return next(c.name for c in CONFIGURATIONS if c.name.startswith(f"{family}:"))
+
+
+def make_engine(name: str, sizes: dict[str, int], **config: object) -> Engine:
+    device = config.pop("device_policy", None)
+    policy = Policy(**(SIZES | sizes), device=device)  # type: ignore[arg-type]
+    options = {"dtype": "float32", "policy": policy, "linger_s": 0.0} | config
+    return Engine.from_pretrained(get_case(name).directory, EngineConfig(**options))  # type: ignore[arg-type]
+
+
+def run(engine: Engine, name: str, params: dict[str, object]) -> list[tuple[int, ...]]:
+    prompts = get_case(name).reference.prompts[:NUM_PROMPTS]
+    # Rows of one token let the engine expect short ones, so that a small cache overflows.
+    engine.generate([[1]] * 20, {"temperature": 0, "max_tokens": 1})
+    generations = engine.generate(prompts, {"temperature": 0, "max_tokens": NUM_TOKENS} | params)
+    assert [generation.error for generation in generations] == [""] * len(prompts)
+    return [generation.token_ids for generation in generations]
+
+
+@cache
+def common_token(name: str) -> int:
+    """A token that ends some rows early."""
+    with make_engine(name, {}) as engine:
+        tokens = [token for row in run(engine, name, {}) for token in row[2:-2]]
+    return max(set(tokens), key=tokens.count)
+
+
+@cache
+def on_cpu(name: str, scenario: str) -> list[tuple[int, ...]]:
+    sizes, _ = SCENARIOS[scenario]
+    with make_engine(name, sizes) as engine:
+        return run(engine, name, parameters(name, scenario))
+
+
+def parameters(name: str, scenario: str) -> dict[str, object]:
+    _, params = SCENARIOS[scenario]
+    return {"stop_token_ids": [common_token(name)]} if params else {}
+
+
+def check(family: str, schedule: str, scenario: str, device: DevicePolicy) -> None:
+    check_configuration(plain_configuration(family), schedule, scenario, device)
+
+
+def check_configuration(name: str, schedule: str, scenario: str, device: DevicePolicy) -> None:
+    sizes, _ = SCENARIOS[scenario]
+    if schedule == "vslpipe":
+        device = DevicePolicy(num_waves=2, page_bytes=device.page_bytes)
+    with make_engine(
+        name, sizes, device="emulated", schedule=schedule, device_policy=device
+    ) as engine:
+        assert run(engine, name, parameters(name, scenario)) == on_cpu(name, scenario)
+        if scenario == "preemption":
+            assert engine.stats().num_preemptions > 0
+        assert engine.last_timeline is not None
+        assert engine.last_timeline.name == schedule
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("schedule", STREAMING_BUILDERS)
+def test_a_schedule_gives_the_tokens_of_the_cpu(schedule: str, scenario: str) -> None:
+    check("mixtral", schedule, scenario, DEVICES["pages"])
+
+
+@pytest.mark.parametrize("placement", DEVICES)
+def test_placement_changes_no_token(placement: str) -> None:
+    check("qwen2_moe", "module_batching", "mixed lengths", DEVICES[placement])
+
+
+@pytest.mark.parametrize(
+    "name", ["mixtral: gelu, one KV head, 3 layers", "qwen2_moe: dense first layer, sparse step 2"]
+)
+def test_slots_change_places_and_dense_layers_stream(name: str) -> None:
+    check_configuration(name, "cgopipe", "mixed lengths", DEVICES["pages"])
+    check_configuration(name, "flexgen_s4", "long prompt", DEVICES["resident share"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("schedule", STREAMING_BUILDERS)
+@pytest.mark.parametrize("placement", DEVICES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_schedule_family_scenario_and_placement(
+    family: str, placement: str, schedule: str, scenario: str
+) -> None:
+    check(family, schedule, scenario, DEVICES[placement])
+
+
+def test_a_device_that_is_too_small_is_refused_before_the_first_row() -> None:
+    name = plain_configuration("mixtral")
+    with pytest.raises(CapacityError, match="short for"):
+        make_engine(name, {}, device="emulated", device_memory_bytes=100_000)
+
+
+def test_a_schedule_of_another_device_is_refused_with_those_that_fit() -> None:
+    name = plain_configuration("mixtral")
+    with pytest.raises(ConfigError, match="runs in_place"):
+        make_engine(name, {}, device="cpu", schedule="cgopipe")
+    with pytest.raises(ConfigError, match="cgopipe, fastdecode"):
+        make_engine(name, {}, device="emulated", schedule="in_place")

@@ -1,0 +1,63 @@
+"""Weights in pages: what the device finds in its slots is what the checkpoint holds."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from raymoe.engine.device_loading import layer_paging
+from raymoe.memory.weight_pages import WeightPages
+from raymoe.memory.weights import WeightStore
+from raymoe.plan.pages import layer_pages
+from raymoe.specs.model import ModelSpec
+from raymoe.specs.weight_names import layer_prefix
+from tests.parity.cases import get_case
+from tests.parity.configurations import CONFIGURATIONS
+
+NAMES = [
+    next(c.name for c in CONFIGURATIONS if c.family == family)
+    for family in ("mixtral", "qwen2_moe", "llama")
+]
+
+
+def allocate(num_bytes: int) -> Tensor:
+    return torch.full((num_bytes,), 0xFF, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("resident_bytes", [0, 40_000, 1 << 30])
+@pytest.mark.parametrize("page_bytes", [3_000, 1 << 30])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_device_finds_each_weight_in_the_slot_of_its_layer(
+    name: str, page_bytes: int, resident_bytes: int
+) -> None:
+    directory = get_case(name).directory
+    spec = ModelSpec.from_directory(directory)
+    store = WeightStore.open(spec, directory)
+    cut = layer_pages(spec, 4, page_bytes=page_bytes, resident_bytes=resident_bytes)
+    pages = WeightPages(
+        spec, store, layer_paging(spec, cut), dtype=torch.float32, allocate_on_device=allocate
+    )
+    assert pages.host_bytes >= cut.streamed_bytes
+    slot = 1
+    for layer in range(spec.num_layers):
+        num_pages = len(cut.page_bytes[layer])
+        for page in range(num_pages):
+            pages.slot_page(layer, page, slot).copy_(pages.host_page(layer, page))
+        for weight in pages.names(layer):
+            found = pages.device_weight(layer, weight, first_slot=1)
+            assert torch.equal(found, store(layer_prefix(layer) + weight).float())
+        slot = (slot + 1) % 2 if num_pages else slot
+
+
+def test_a_page_that_is_not_loaded_is_nan() -> None:
+    name = NAMES[0]
+    spec = ModelSpec.from_directory(get_case(name).directory)
+    store = WeightStore.open(spec, get_case(name).directory)
+    cut = layer_pages(spec, 4, page_bytes=3_000)
+    pages = WeightPages(
+        spec, store, layer_paging(spec, cut), dtype=torch.float32, allocate_on_device=allocate
+    )
+    pages.slot_page(0, 0, 0).copy_(pages.host_page(0, 0))
+    norm = pages.device_weight(0, "input_layernorm.weight", first_slot=0)
+    down = pages.device_weight(0, "mlp.experts.1.down_proj.weight", first_slot=0)
+    assert norm.isfinite().all()
+    assert down.isnan().all()
