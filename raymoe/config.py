@@ -162,10 +162,12 @@ class EngineConfig:
     Attributes:
         dtype: Of the computation; "auto" is the checkpoint's.
         kv_dtype: Of the KV cache; "auto" is `dtype`.
-        schedule: A name of `raymoe.schedule.BUILDERS`, or "auto".
+        device: "cpu"; or "emulated", made of host memory, to which weights stream as to a GPU.
+        schedule: A name of `raymoe.schedule.builders.BUILDERS` that suits the device, or "auto".
         policy: Overrides the sizes that the planner would choose.
         host_memory_bytes: Budget for weights and KV cache.
-        hardware: A preset's name or a `HardwareSpec`.
+        hardware: A preset's name or a `HardwareSpec`: whose pace the device "emulated" takes on; on
+            "cpu" a `HardwareSpec` replaces the measurement of this machine.
         max_context_tokens: Prompt and generated tokens of a row; at most the model's own limit.
         on_too_long: What happens to a prompt that leaves no room for `max_tokens`: "error" makes
             an error row, "truncate_left" drops its first tokens, "truncate_right" its last.

@@ -24,6 +24,7 @@ from raymoe.plan.policy import DevicePolicy, Policy
 from raymoe.plan.wave import WaveShape
 from raymoe.plan.work import ModelWork
 from raymoe.runtime.bindings import PassInputs
+from raymoe.schedule.critical import gap
 from raymoe.schedule.graph import Schedule
 from raymoe.schedule.simulate import Instant, simulate
 from raymoe.schedule.task import Op
@@ -77,7 +78,7 @@ class Comparison:
     @property
     def gap(self) -> float:
         """Measured over predicted makespan, less one."""
-        return self.measured.makespan_s / self.predicted.makespan_s - 1
+        return gap(self.predicted, self.measured)
 
     @property
     def tokens_per_s(self) -> float:

@@ -11,6 +11,7 @@ from rich.table import Table
 from raymoe.bench.contenders import CONTENDERS
 from raymoe.bench.jobs import kernel_jobs
 from raymoe.bench.kernels import measure_kernels
+from raymoe.bench.lanes import measure_lanes
 from raymoe.bench.suite import Result, run_suite
 from raymoe.bench.workloads import SHAPES, WORKLOADS
 from raymoe.device.host import read_host
@@ -113,6 +114,7 @@ def _run_kernels(num_threads: int, repetitions: int) -> None:
                 f"{limit / GB:.1f} {unit}",
                 f"{100 * rate.share_of_limit:.0f} %",
             )
+    Console().print(f"lanes: {measure_lanes()}")
 
 
 def _table(results: list[Result]) -> Table:

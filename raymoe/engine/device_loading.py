@@ -7,6 +7,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from raymoe.device.device import Device
 from raymoe.device.emulated import EmulatedDevice
 from raymoe.engine.pace import Pace
 from raymoe.kernels.paged_kv import KvLayout
@@ -120,9 +121,7 @@ def _ring(schedule: Schedule) -> int:
     return 1 + max(buffer.key[0] for buffer in written if buffer.name == "qkv")
 
 
-def _load_memory(
-    model: LoadedModel, cut: PageCut, ring: int, device: EmulatedDevice
-) -> DeviceMemory:
+def _load_memory(model: LoadedModel, cut: PageCut, ring: int, device: Device) -> DeviceMemory:
     policy = model.policy.device or DevicePolicy()
     weights = _load_pages(model, cut, device)
     kept = _load_kept(model, device)
@@ -150,7 +149,7 @@ def _load_memory(
     )
 
 
-def _load_pages(model: LoadedModel, cut: PageCut, device: EmulatedDevice) -> WeightPages:
+def _load_pages(model: LoadedModel, cut: PageCut, device: Device) -> WeightPages:
     return WeightPages(
         model.spec,
         model.store,
@@ -178,7 +177,7 @@ def _resident_parts(cut: PageCut, i: int, layer: LayerSpec) -> frozenset[str]:
     return frozenset(parts)
 
 
-def _load_kept(model: LoadedModel, device: EmulatedDevice) -> dict[str, Tensor]:
+def _load_kept(model: LoadedModel, device: Device) -> dict[str, Tensor]:
     """What is in no layer: the embedding on the host, final norm and head on the device."""
     kept = {EMBEDDING: model.store(EMBEDDING).to(model.dtype)}
     head = EMBEDDING if model.spec.tie_word_embeddings else HEAD

@@ -27,8 +27,8 @@ HALF_EFFICIENCY_ROWS = 64.0
 # Of the rate of matrix products: FlashAttention-2 reaches 50 to 73 % of the peak of an A100, matrix
 # products 80 to 90 % (Dao, 2023, section 1).
 PREFILL_ATTENTION_EFFICIENCY = 0.7
-# Of host read bandwidth: our kernel reads the cache at 0.74 to 0.80 of it (README, Results).
-CPU_ATTENTION_EFFICIENCY = 0.75
+# Of host read bandwidth: our kernel reads the cache at 0.84 to 0.93 of it (README, Results).
+CPU_ATTENTION_EFFICIENCY = 0.85
 # Reading the pageable original and writing the pinned copy, beside the read by the link.
 STAGED_PASSES, DIRECT_PASSES = 3, 1
 # Our estimates: a handful of kernel launches of 5 to 10 microseconds, one copy's set-up, and the

@@ -112,12 +112,16 @@ def test_slots_change_places_and_dense_layers_stream(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("schedule", STREAMING_BUILDERS)
-@pytest.mark.parametrize("placement", DEVICES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_schedule_family_scenario_and_placement(
-    family: str, placement: str, schedule: str, scenario: str
-) -> None:
-    check(family, schedule, scenario, DEVICES[placement])
+def test_every_family_schedule_and_scenario(family: str, schedule: str, scenario: str) -> None:
+    check(family, schedule, scenario, DEVICES["pages"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", DEVICES)
+@pytest.mark.parametrize("schedule", STREAMING_BUILDERS)
+def test_every_schedule_and_placement(schedule: str, placement: str) -> None:
+    check("qwen2_moe", schedule, "long prompt", DEVICES[placement])
 
 
 def test_a_device_that_is_too_small_is_refused_before_the_first_row() -> None:

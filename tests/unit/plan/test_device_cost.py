@@ -114,7 +114,7 @@ def test_an_a40_needs_the_published_tokens_to_hide_the_link() -> None:
         (Op.EMBED, 2 * 10 * HIDDEN / 100e9),
         (Op.UP, 10 * HIDDEN / 10e9),
         (Op.QKV, (0.6 * 10 * HIDDEN + 10 * KV_ROW) / 5e9),
-        (Op.ATTN, (0.6 * 10 * 500 / 0.75 + 2 * 0.6 * 10) * KV_ROW / 100e9),
+        (Op.ATTN, (0.6 * 10 * 500 / 0.85 + 2 * 0.6 * 10) * KV_ROW / 100e9),
         (Op.KV, 0.4 * 10 * 500 * KV_ROW / 10e9),
         (Op.GATTN, 0.4 * 10 * 500 * KV_ROW / 200e9),
         (Op.APPEND, 2 * 0.4 * 10 * KV_ROW / 100e9),
