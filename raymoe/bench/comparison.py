@@ -6,6 +6,8 @@ costs are taken: a model of its own numbers, or, to see a large model on a small
 layers of another one, whose numbers set the pace while the small one computes.
 """
 
+import contextlib
+import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -151,7 +153,8 @@ class _Run:
             schedule = runner.schedule_of(inputs)
             cost = self._cost(schedule, model)
             device.cost = cost
-            measured = runner.run(inputs)
+            with _without_collector():
+                measured = runner.run(inputs)
             release()
         return Comparison(
             name=self._name,
@@ -232,6 +235,17 @@ class _Run:
             logit_rows=torch.arange(rows),
             on_logits=lambda _row, _logits: None,
         )
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """Python's collector stops all lanes for up to 100 ms, which no schedule foresees."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _scaled(cut: PageCut, scale: float) -> tuple[tuple[int, ...], ...]:

@@ -93,6 +93,7 @@ def test_what_is_predicted_happens(mixtral_stand_in: Path, hardware: str, tmp_pa
             list(STREAMING_BUILDERS),
             DecodeStep(),
             costs_of=model_preset("mixtral-8x7b"),
+            time_scale=2.0,  # the shortest tasks take the interpreter longer than a GPU
         )
     )
     lines = "\n".join(map(_line, comparisons))
