@@ -26,17 +26,15 @@ from raymoe.plan.policy import DevicePolicy, Policy
 from raymoe.plan.wave import WaveShape
 from raymoe.plan.work import ModelWork
 from raymoe.runtime.bindings import PassInputs
+from raymoe.schedule.builders import MOST_WAVES
 from raymoe.schedule.critical import gap
 from raymoe.schedule.graph import Schedule
 from raymoe.schedule.simulate import Instant, simulate
-from raymoe.schedule.task import Op
 from raymoe.schedule.timeline import Timeline
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.units import GIB, ceil_div
 
-# Schedules whose papers fix the number of waves.
-_FIXED_WAVES = {"vslpipe": 2, "layer_by_layer": 1}
 BYTES_PER_ELEMENT = 2  # of the weights and the cache whose costs are taken
 STAND_IN_ROWS, STAND_IN_CONTEXT = 2, 40  # of a wave, where another model sets the pace
 
@@ -136,7 +134,7 @@ class _Run:
     ) -> None:
         self._spec, self._directory, self._hardware = spec, directory, hardware
         self._name, self._step = name, step
-        self._num_waves = _FIXED_WAVES.get(name, step.num_waves)
+        self._num_waves = min(step.num_waves, MOST_WAVES.get(name, step.num_waves))
         self._paced = costs_of or spec
         is_stand_in = costs_of is not None
         self._rows = STAND_IN_ROWS * self._num_waves if is_stand_in else step.num_rows
@@ -145,7 +143,7 @@ class _Run:
     def compare(self, time_scale: float) -> Comparison:
         """Load, warm up, run at the pace of the hardware."""
         memory_bytes = max(self._hardware.gpu_memory_bytes, 64 * GIB)
-        with EmulatedDevice(memory_bytes, Instant(), time_scale) as device:
+        with contextlib.closing(EmulatedDevice(memory_bytes, Instant(), time_scale)) as device:
             model = self._model()
             runner, release = load_on_device(model, device)
             inputs = self._inputs()
@@ -202,22 +200,17 @@ class _Run:
 
     def _cost(self, schedule: Schedule, model: LoadedModel) -> DeviceCost:
         """The pace: pages have the share of their layer that they have in the computing model."""
-        device = model.policy.device
-        assert device is not None
-        mine = layer_pages(
-            self._spec, 4, page_bytes=device.page_bytes, resident_bytes=device.resident_bytes
-        )
+        assert model.policy.device is not None
         scale = self._layer_bytes(self._paced, BYTES_PER_ELEMENT) / self._layer_bytes(self._spec, 4)
-        groups = [len(task.writes) for task in schedule.tasks if task.op is Op.EXPERTS]
-        fraction = cpu_attention_fraction(self._name, device)
+        fraction = cpu_attention_fraction(self._name, model.policy.device)
         rows = self._step.num_rows // self._num_waves
         wave = WaveShape.decode(rows, self._step.context, fraction)
-        return DeviceCost(
+        return DeviceCost.of_schedule(
+            schedule,
             ModelWork.of(self._paced, BYTES_PER_ELEMENT),
             self._hardware,
             waves=(wave,) * self._num_waves,
-            page_bytes=_scaled(mine, scale),
-            waves_per_group=max(groups),
+            page_bytes=_scaled(model.cut, scale),
         )
 
     def _inputs(self) -> PassInputs:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 StreamT = TypeVar("StreamT")
 EventT = TypeVar("EventT")
@@ -58,6 +59,20 @@ class HostRegistrar(Protocol):
         """Undo `register` of the range that begins at `address`."""
 
 
+class CudaDriver(CudaApi[StreamT, EventT], HostRegistrar, Protocol[StreamT, EventT]):
+    """All that a device is made of."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where torch finds the memory."""
+
+    def allocate_pinned(self, num_bytes: int) -> Tensor:
+        """Page-locked host memory, uint8."""
+
+    def settle(self) -> None:
+        """Block the calling thread until its default stream is done."""
+
+
 class TorchCuda:
     """The calls as torch makes them, on the CUDA device `index`."""
 
@@ -106,6 +121,14 @@ class TorchCuda:
     def elapsed_s(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         """See `CudaApi.elapsed_s`."""
         return float(start.elapsed_time(end)) / 1e3
+
+    def allocate_pinned(self, num_bytes: int) -> Tensor:
+        """See `CudaDriver.allocate_pinned`."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def settle(self) -> None:
+        """See `CudaDriver.settle`."""
+        torch.cuda.default_stream(self.device).synchronize()
 
     def register(self, address: int, num_bytes: int) -> str | None:
         """See `HostRegistrar.register`."""

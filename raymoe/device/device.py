@@ -1,11 +1,13 @@
 """What the runtime needs to know of a device, real or emulated."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from raymoe.device.lane import Lane
+from raymoe.device.ledger import MemoryLedger
 from raymoe.schedule.task import Resource
 
 
@@ -17,12 +19,16 @@ class Device(Protocol):
         """One lane for each resource."""
 
     @property
-    def memory_bytes(self) -> int:
-        """How much memory the device has for us."""
+    def ledger(self) -> MemoryLedger:
+        """Who has how much of the device's memory."""
 
     @property
-    def used_bytes(self) -> int:
-        """How much of it is allocated."""
+    def torch_device(self) -> torch.device:
+        """Where torch finds the memory."""
+
+    @property
+    def poison(self) -> Callable[[Tensor], None] | None:
+        """Spoils device memory that nobody will read any more; None where that cannot be known."""
 
     def allocate(self, num_bytes: int, purpose: str = "buffers") -> Tensor:
         """Take device memory as a uint8 tensor with unspecified contents.
@@ -30,6 +36,18 @@ class Device(Protocol):
         Raises:
             CapacityError: The device has not that much left; shows what has been taken.
         """
+
+    def allocate_pinned(self, num_bytes: int) -> Tensor:
+        """Take page-locked host memory as a uint8 tensor, for buffers copied in every pass."""
+
+    def pin(self, memory: Tensor) -> str | None:
+        """Page-lock host memory until `close`; the reason where that is refused."""
+
+    def load(self, target: Tensor, source: Tensor) -> None:
+        """Copy a page of weights from pinned host memory; only in tasks of the HTOD lane."""
+
+    def settle(self) -> None:
+        """Wait until what the calling thread itself has put on the device is there."""
 
     def close(self) -> None:
         """Finish what was submitted and end the lanes; may be called again."""

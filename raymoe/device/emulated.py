@@ -7,8 +7,7 @@ says.
 
 import time
 from collections.abc import Callable, Mapping
-from types import MappingProxyType, TracebackType
-from typing import Self
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -31,6 +30,8 @@ class EmulatedDevice:
     Attributes:
         cost: What sets the pace; may be replaced between runs, not during one.
         lanes: One for each resource; they belong to the device and are closed with it.
+        ledger: Who has how much of the memory.
+        torch_device: Where torch finds the memory.
     """
 
     def __init__(
@@ -51,7 +52,8 @@ class EmulatedDevice:
                 towards the task's duration.
         """
         self.cost = cost
-        self._ledger = MemoryLedger(memory_bytes)
+        self.ledger = MemoryLedger(memory_bytes)
+        self.torch_device = torch.device("cpu")
         self._time_scale = time_scale
         self._stall = stall
         self.lanes: Mapping[Resource, ThreadLane] = MappingProxyType(
@@ -60,16 +62,6 @@ class EmulatedDevice:
                 for resource in Resource
             }
         )
-
-    @property
-    def memory_bytes(self) -> int:
-        """How much memory the device has."""
-        return self._ledger.memory_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        """How much of it is allocated."""
-        return self._ledger.used_bytes
 
     def allocate(self, num_bytes: int, purpose: str = "buffers") -> Tensor:
         """Take device memory as a uint8 tensor, poisoned; it is freed with its last reference.
@@ -83,7 +75,7 @@ class EmulatedDevice:
         Raises:
             CapacityError: The device has not that much left.
         """
-        self._ledger.take(num_bytes, purpose)
+        self.ledger.take(num_bytes, purpose)
         memory = torch.empty(num_bytes, dtype=torch.uint8)
         self.poison(memory)
         return memory
@@ -98,21 +90,28 @@ class EmulatedDevice:
         else:
             tensor.fill_(-1 if tensor.dtype.is_signed else torch.iinfo(tensor.dtype).max)
 
+    @staticmethod
+    def allocate_pinned(num_bytes: int) -> Tensor:
+        """Host memory for buffers that are copied in every pass; all of it is as good as pinned."""
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    @staticmethod
+    def pin(memory: Tensor) -> None:
+        """See `Device`; nothing to do."""
+
+    @staticmethod
+    def load(target: Tensor, source: Tensor) -> None:
+        """Copy a page of weights."""
+        target.copy_(source)
+
+    @staticmethod
+    def settle() -> None:
+        """See `Device`; copies here are over when they return."""
+
     def close(self) -> None:
         """Finish what was submitted and end the lanes' threads; may be called again."""
         for lane in self.lanes.values():
             lane.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _stretch(self, task: Task, call: Call) -> None:
         start_s = time.perf_counter()

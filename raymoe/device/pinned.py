@@ -1,12 +1,11 @@
-"""Page-lock host memory that exists already, in chunks, or say what it costs that one cannot."""
+"""Page-lock host memory that exists already, in chunks."""
 
-import warnings
 from collections.abc import Iterator
 
 from torch import Tensor
 
 from raymoe.device.cuda_api import HostRegistrar
-from raymoe.errors import ConfigError, PerformanceWarning
+from raymoe.errors import ConfigError
 from raymoe.units import GIB, format_bytes
 
 # A copy that crosses from one registered range into the next is refused by the driver, so chunks
@@ -55,25 +54,3 @@ class PinnedMemory:
         """Undo the registrations; may be called again."""
         while self._addresses:
             self._registrar.unregister(self._addresses.pop())
-
-
-def pin_memory(
-    memory: Tensor, registrar: HostRegistrar, *, chunk_bytes: int = CHUNK_BYTES
-) -> PinnedMemory | None:
-    """Pin a host tensor, or decide for staging: None, with a `PerformanceWarning`.
-
-    With staging, `HOST_COPY` tasks bring each page to a small pinned ring before it is loaded.
-    """
-    pinned = PinnedMemory(memory, registrar)
-    reason = pinned.register(chunk_bytes=chunk_bytes)
-    if reason is None:
-        return pinned
-    warnings.warn(
-        f"cannot pin {format_bytes(memory.nbytes)} of host memory ({reason}): weights go through "
-        "a pinned staging ring, which reads and writes host memory once more for every byte "
-        "loaded and takes a core. Raise the limit of locked memory (ulimit -l, or the "
-        "container's memory) to avoid it.",
-        PerformanceWarning,
-        stacklevel=2,
-    )
-    return None

@@ -1,17 +1,16 @@
 """The parts of an engine whose model streams to a device with memory of its own."""
 
+import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from raymoe.device.device import Device
-from raymoe.device.emulated import EmulatedDevice
-from raymoe.engine.pace import Pace
-from raymoe.kernels.paged_kv import KvLayout
-from raymoe.memory.activations import ActivationSizes, PassActivations, WaveActivations
+from raymoe.errors import PerformanceWarning
+from raymoe.kernels.paged_kv import BLOCK_TOKENS, KvLayout
+from raymoe.memory.activations import ActivationSizes, HostActivations, PassActivations
 from raymoe.memory.kv_cache import KvCache
 from raymoe.memory.weight_pages import LayerPaging, WeightPages
 from raymoe.memory.weights import WeightStore
@@ -19,36 +18,28 @@ from raymoe.model.decoder import Decoder
 from raymoe.model.paged_loading import PagedLoader
 from raymoe.plan.pages import PageCut, layer_pages
 from raymoe.plan.policy import DevicePolicy, Policy
-from raymoe.plan.work import ModelWork
 from raymoe.runtime.device_bindings import DeviceMemory
-from raymoe.runtime.device_runner import DevicePassRunner, Passes
+from raymoe.runtime.device_runner import BeforePass, DevicePassRunner, Passes
 from raymoe.runtime.waves import Division
-from raymoe.schedule.builders import STREAMING_BUILDERS
+from raymoe.schedule.builders import CPU_ATTENTION_FRACTIONS, MOST_WAVES, STREAMING_BUILDERS
 from raymoe.schedule.builders.shape import PassForm
 from raymoe.schedule.graph import Schedule
-from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import DenseSpec, LayerSpec, ModelSpec, MoeSpec
 from raymoe.specs.weight_names import EMBEDDING, FINAL_NORM, HEAD, layer_prefix
-from raymoe.units import ceil_div
+from raymoe.units import ceil_div, format_bytes
 
 DEFAULT_SCHEDULE = "cgopipe"
-
-# Where decoding sequences attend, for schedules that do not divide them; see `Division`.
-_CPU_FRACTIONS: Mapping[str, float] = MappingProxyType(
-    {
-        "cgopipe": 1.0,
-        "vslpipe": 1.0,
-        "flexgen_s3": 1.0,
-        "fastdecode": 1.0,
-        "flexgen_s4": 0.0,
-        "layer_by_layer": 0.0,
-    }
-)
+STAGED_BLOCKS = 256  # of a wave at least: the contexts of 16 rows of 512 tokens
+STAGING_SLOTS = 4  # pages of the ring where weights cannot be pinned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """What is loaded: the model, the types, the sizes."""
+    """What is loaded: the model, the types, the sizes.
+
+    Attributes:
+        cut: Which weights stay on the device, and the pages of the rest.
+    """
 
     spec: ModelSpec
     store: WeightStore
@@ -56,55 +47,63 @@ class LoadedModel:
     kv_layout: KvLayout
     policy: Policy
     schedule: str
+    cut: PageCut = field(init=False)
+
+    def __post_init__(self) -> None:
+        policy = self.policy.device or DevicePolicy()
+        cut = layer_pages(
+            self.spec,
+            self.dtype.itemsize,
+            page_bytes=policy.page_bytes,
+            resident_bytes=policy.resident_bytes,
+        )
+        object.__setattr__(self, "cut", cut)
 
 
 def cpu_attention_fraction(schedule: str, policy: DevicePolicy) -> float:
     """Share of the decoding sequences for which the CPU attends under a schedule."""
-    return _CPU_FRACTIONS.get(schedule, policy.cpu_attention_fraction)
+    return CPU_ATTENTION_FRACTIONS.get(schedule, policy.cpu_attention_fraction)
+
+
+def num_waves(schedule: str, policy: DevicePolicy) -> int:
+    """Into how many waves a schedule cuts a pass."""
+    return min(policy.num_waves, MOST_WAVES.get(schedule, policy.num_waves))
 
 
 def load_on_device(
-    model: LoadedModel, device: EmulatedDevice, hardware: HardwareSpec | None = None
+    model: LoadedModel, device: Device, before_pass: BeforePass | None = None
 ) -> tuple[DevicePassRunner, Callable[[], None]]:
     """Fill host and device memory; returns the runner and what releases everything.
 
     Args:
         model: What to load.
         device: Where to.
-        hardware: Whose pace the device takes on; its own cost model stays without it.
+        before_pass: Called with each pass and its schedule before it runs.
 
     Raises:
         CapacityError: The device's memory does not hold what the policy asks for.
         ConfigError: The schedule cannot run with this policy.
     """
     policy = model.policy.device or DevicePolicy()
-    cut = layer_pages(
-        model.spec,
-        model.dtype.itemsize,
-        page_bytes=policy.page_bytes,
-        resident_bytes=policy.resident_bytes,
+    weights = _load_pages(model, device)
+    form = PassForm(
+        layers=model.cut.layers,
+        num_waves=num_waves(model.schedule, policy),
+        has_device_attention=True,
+        staging_slots=policy.staging_slots or _pin(weights.host_memory, device),
     )
     build = STREAMING_BUILDERS[model.schedule]
-    form = PassForm(
-        layers=cut.layers,
-        num_waves=policy.num_waves,
-        has_device_attention=True,
-        staging_slots=policy.staging_slots,
-    )
-    memory = _load_memory(model, cut, _ring(build(form)), device)
+    memory = _load_memory(model, weights, form, device)
     division = Division(
         cpu_attention_fraction=cpu_attention_fraction(model.schedule, policy),
         staged_blocks=len(memory.device.staged_kv[0]),
     )
-    pace = None
-    if hardware is not None:
-        pace = Pace(device, ModelWork.of(model.spec, model.dtype.itemsize), hardware, cut)
+    device.settle()
     runner = DevicePassRunner(
         memory,
         Passes(form=form, build=build, division=division),
-        device.lanes,
-        poison=device.poison,
-        before_pass=pace,
+        device,
+        before_pass=before_pass,
     )
 
     def release() -> None:
@@ -115,45 +114,80 @@ def load_on_device(
     return runner, release
 
 
+def _pin(memory: Tensor, device: Device) -> int:
+    """Pin the weights; returns the pages of the staging ring that is needed where that fails."""
+    reason = device.pin(memory)
+    if reason is None:
+        return 0
+    warnings.warn(
+        f"cannot pin {format_bytes(memory.nbytes)} of weights ({reason}): they go through a pinned "
+        "staging ring, which reads and writes host memory once more for every byte loaded and "
+        "takes a core. Raise the limit of locked memory (ulimit -l, or the container's memory) "
+        "to avoid it.",
+        PerformanceWarning,
+        stacklevel=2,
+    )
+    return STAGING_SLOTS
+
+
 def _ring(schedule: Schedule) -> int:
     """Waves whose attention is under way at once."""
     written = (buffer for task in schedule.tasks for buffer in task.writes)
     return 1 + max(buffer.key[0] for buffer in written if buffer.name == "qkv")
 
 
-def _load_memory(model: LoadedModel, cut: PageCut, ring: int, device: Device) -> DeviceMemory:
-    policy = model.policy.device or DevicePolicy()
-    weights = _load_pages(model, cut, device)
+def _load_memory(
+    model: LoadedModel, weights: WeightPages, form: PassForm, device: Device
+) -> DeviceMemory:
+    spec, dtype = model.spec, model.dtype
     kept = _load_kept(model, device)
-    sizes = ActivationSizes(
-        pass_tokens=model.policy.pass_tokens,
-        wave_tokens=_wave_tokens(model.policy, policy.num_waves),
-        ring=ring,
-        staged_blocks=model.policy.num_kv_blocks,
-    )
+    sizes = _sizes(model, form)
+    cache = KvCache(model.kv_layout, spec.num_layers, model.policy.num_kv_blocks)
+    reason = device.pin(cache.host_memory)
+    if reason is not None:
+        warnings.warn(
+            f"cannot pin {format_bytes(cache.num_bytes)} of KV cache ({reason}): what the device "
+            "reads of it is copied at a fraction of the link's rate. Raise the limit of locked "
+            "memory, or use fewer KV blocks.",
+            PerformanceWarning,
+            stacklevel=2,
+        )
     return DeviceMemory(
         top_k=tuple(
-            layer.ffn.top_k if isinstance(layer.ffn, MoeSpec) else 0 for layer in model.spec.layers
+            layer.ffn.top_k if isinstance(layer.ffn, MoeSpec) else 0 for layer in spec.layers
         ),
-        decoders=(_decoder(model, weights, kept, 0), _decoder(model, weights, kept, 1)),
+        decoders=(
+            _decoder(model, weights, kept, first_slot=0, device=device),
+            _decoder(model, weights, kept, first_slot=1, device=device),
+        ),
         weights=weights,
-        cache=KvCache(model.kv_layout, model.spec.num_layers, model.policy.num_kv_blocks),
-        device=PassActivations(
-            model.spec, sizes, model.kv_layout, dtype=model.dtype, allocate=device.allocate
-        ),
-        host_ring=[
-            WaveActivations(model.spec, sizes.wave_tokens, model.dtype, _allocate_on_host)
-            for _ in range(ring)
-        ],
-        staging=[_allocate_on_host(cut.page_length) for _ in range(policy.staging_slots)],
+        cache=cache,
+        device=PassActivations(spec, sizes, model.kv_layout, dtype=dtype, allocate=device.allocate),
+        host=HostActivations(spec, sizes, dtype=dtype, allocate=device.allocate_pinned),
+        staging=[device.allocate_pinned(model.cut.page_length) for _ in range(form.staging_slots)],
+        load=device.load,
     )
 
 
-def _load_pages(model: LoadedModel, cut: PageCut, device: Device) -> WeightPages:
+def _sizes(model: LoadedModel, form: PassForm) -> ActivationSizes:
+    policy = model.policy
+    wave_tokens = _wave_tokens(policy, form.num_waves)
+    staged_blocks = policy.device.staged_blocks if policy.device else None
+    if staged_blocks is None:
+        staged_blocks = max(STAGED_BLOCKS, 2 * ceil_div(wave_tokens, BLOCK_TOKENS))
+    return ActivationSizes(
+        pass_tokens=policy.pass_tokens,
+        wave_tokens=wave_tokens,
+        ring=_ring(STREAMING_BUILDERS[model.schedule](form)),
+        staged_blocks=min(staged_blocks, policy.num_kv_blocks),
+    )
+
+
+def _load_pages(model: LoadedModel, device: Device) -> WeightPages:
     return WeightPages(
         model.spec,
         model.store,
-        layer_paging(model.spec, cut),
+        layer_paging(model.spec, model.cut),
         dtype=model.dtype,
         allocate_on_device=lambda num_bytes: device.allocate(num_bytes, "weights"),
         release=model.store.drop_pages,
@@ -189,7 +223,12 @@ def _load_kept(model: LoadedModel, device: Device) -> dict[str, Tensor]:
 
 
 def _decoder(
-    model: LoadedModel, weights: WeightPages, kept: Mapping[str, Tensor], first_slot: int
+    model: LoadedModel,
+    weights: WeightPages,
+    kept: Mapping[str, Tensor],
+    *,
+    first_slot: int,
+    device: Device,
 ) -> Decoder:
     """The model over the slots as they are when the first streamed layer is in `first_slot`."""
     views = dict(kept)
@@ -197,7 +236,8 @@ def _decoder(
         prefix = layer_prefix(i)
         for name in weights.names(i):
             views[prefix + name] = weights.device_weight(i, name, first_slot)
-    return Decoder(model.spec, PagedLoader(views.__getitem__, model.dtype), lambda _names: None)
+    loader = PagedLoader(views.__getitem__, model.dtype, device.torch_device)
+    return Decoder(model.spec, loader, lambda _names: None)
 
 
 def _wave_tokens(policy: Policy, num_waves: int) -> int:
@@ -205,7 +245,3 @@ def _wave_tokens(policy: Policy, num_waves: int) -> int:
     return min(
         policy.pass_tokens, ceil_div(policy.pass_tokens, num_waves) + policy.prefill_chunk_tokens
     )
-
-
-def _allocate_on_host(num_bytes: int) -> Tensor:
-    return torch.zeros(num_bytes, dtype=torch.uint8)

@@ -11,10 +11,13 @@ import numpy as np
 import torch
 
 from raymoe.config import EngineConfig, SamplingParams, Settings
+from raymoe.device.cuda import open_cuda
+from raymoe.device.device import Device
 from raymoe.device.emulated import EmulatedDevice
 from raymoe.device.probe import probe_host
 from raymoe.engine.core import EngineCore, Runner
 from raymoe.engine.device_loading import DEFAULT_SCHEDULE, LoadedModel, load_on_device
+from raymoe.engine.pace import Pace
 from raymoe.engine.parts import EngineParts
 from raymoe.engine.request import Request
 from raymoe.engine.tokenizer import Tokenizer
@@ -30,6 +33,8 @@ from raymoe.model.decoder import Decoder
 from raymoe.model.loading import decoder_arena_bytes
 from raymoe.plan.policy import Policy
 from raymoe.plan.search import find_plan
+from raymoe.plan.work import ModelWork
+from raymoe.runtime.device_runner import BeforePass
 from raymoe.runtime.runner import PassRunner
 from raymoe.schedule.builders import BUILDERS, STREAMING_BUILDERS
 from raymoe.schedule.graph import Schedule
@@ -52,7 +57,8 @@ PROBE_S = 0.3  # enough to tell the machine's kind; `raymoe profile` measures wi
 
 def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
     """Resolve, check, plan, then load. See `Engine.from_pretrained` for the errors."""
-    schedule = _schedule_name(config)
+    device = _device_name(config)
+    schedule = _schedule_name(config, device)
     settings = Settings.from_environment()
     directory = resolve_model(path)
     spec = ModelSpec.from_directory(directory)
@@ -85,10 +91,12 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
         policy=plan.policy,
         schedule=schedule,
     )
-    if config.device == "emulated":
-        runner, release = _load_emulated(model, config)
-    else:
+    if device == "cpu":
         runner, release = _load_in_place(model, arena_bytes, plan.schedule)
+    elif device == "cuda":
+        runner, release = _load_cuda(model, config)
+    else:
+        runner, release = _load_emulated(model, config)
     warm_up(runner, spec.vocab_size)
     return EngineParts(
         runner=runner,
@@ -104,22 +112,27 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
     )
 
 
-def _schedule_name(config: EngineConfig) -> str:
+def _device_name(config: EngineConfig) -> str:
+    if config.device != "auto":
+        return config.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _schedule_name(config: EngineConfig, device: str) -> str:
     """The schedule that is asked for, or the device's usual one."""
-    if config.device == "cuda":
-        raise ConfigError("device is 'cuda'; only 'cpu' and 'emulated' are implemented yet")
     if config.schedule not in ("auto", *BUILDERS):
         raise UnknownOptionError(config.schedule, BUILDERS, "schedule")
-    is_streamed = config.device == "emulated"
+    is_streamed = device != "cpu"
     default = DEFAULT_SCHEDULE if is_streamed else "in_place"
     name = default if config.schedule == "auto" else config.schedule
     if (name in STREAMING_BUILDERS) != is_streamed:
         fitting = sorted(STREAMING_BUILDERS) if is_streamed else ["in_place"]
-        raise ConfigError(
-            f"schedule is {name!r}; the device {config.device!r} runs {', '.join(fitting)}"
-        )
+        raise ConfigError(f"schedule is {name!r}; the device {device!r} runs {', '.join(fitting)}")
     if config.policy is not None and config.policy.device is not None and not is_streamed:
-        raise ConfigError(f"policy.device is given, but the device {config.device!r} has no memory")
+        raise ConfigError(
+            f"policy.device is given, but the device {device!r} has no memory of its own; leave "
+            "it out, or choose the device 'cuda' or 'emulated'"
+        )
     return name
 
 
@@ -127,8 +140,22 @@ def _load_emulated(model: LoadedModel, config: EngineConfig) -> tuple[Runner, Re
     hardware = None if config.hardware is None else _emulated_hardware(config.hardware)
     memory_bytes = EMULATED_MEMORY_BYTES if hardware is None else hardware.gpu_memory_bytes
     device = EmulatedDevice(config.device_memory_bytes or memory_bytes, Instant())
+    pace = None
+    if hardware is not None:
+        work = ModelWork.of(model.spec, model.dtype.itemsize)
+        pace = Pace(device, work, hardware, model.cut)
+    return _load_or_close(model, device, pace)
+
+
+def _load_cuda(model: LoadedModel, config: EngineConfig) -> tuple[Runner, Release]:
+    return _load_or_close(model, open_cuda(memory_bytes=config.device_memory_bytes), None)
+
+
+def _load_or_close(
+    model: LoadedModel, device: Device, before_pass: BeforePass | None
+) -> tuple[Runner, Release]:
     try:
-        return load_on_device(model, device, hardware)
+        return load_on_device(model, device, before_pass)
     except BaseException:
         device.close()
         raise

@@ -9,7 +9,6 @@ from raymoe.plan.wave import WaveShape
 from raymoe.plan.work import ModelWork
 from raymoe.runtime.waves import CutPass, Wave
 from raymoe.schedule.graph import Schedule
-from raymoe.schedule.task import Op
 from raymoe.specs.hardware import HardwareSpec
 
 
@@ -23,14 +22,12 @@ class Pace:
 
     def __call__(self, cut: CutPass, schedule: Schedule) -> None:
         """Take the costs of this pass from here on."""
-        groups = [len(task.writes) for task in schedule.tasks if task.op is Op.EXPERTS]
-        self._device.cost = DeviceCost(
+        self._device.cost = DeviceCost.of_schedule(
+            schedule,
             self._work,
             self._hardware,
             waves=tuple(wave_shape(wave) for wave in cut.waves),
             page_bytes=self._cut.page_bytes,
-            waves_per_group=max(groups, default=1),
-            is_staged=any(task.op is Op.STAGE for task in schedule.tasks),
         )
 
 

@@ -66,7 +66,7 @@ class PlainExperts:
         slots_R = topk_ids_TK.reshape(-1).long()
         order_R = slots_R.argsort(stable=True)
         counts = torch.bincount(slots_R, minlength=len(self._ffns)).tolist()
-        out_RH = torch.empty(num_tokens * top_k, hidden_TH.shape[1], dtype=hidden_TH.dtype)
+        out_RH = hidden_TH.new_empty(num_tokens * top_k, hidden_TH.shape[1])
         begin = 0
         for expert, count in enumerate(counts):
             rows = order_R[begin : begin + count]

@@ -61,6 +61,19 @@ class WaveActivations:
         return self._attention_WX[:num_tokens]
 
 
+class HostActivations:
+    """In pinned memory: embedded tokens of all waves, and a ring of what lies around attention."""
+
+    def __init__(
+        self, spec: ModelSpec, sizes: ActivationSizes, *, dtype: torch.dtype, allocate: Allocate
+    ) -> None:
+        """Take everything from `allocate`."""
+        self.embedded_TH = _tensor((sizes.pass_tokens, spec.hidden_size), dtype, allocate)
+        self.ring = [
+            WaveActivations(spec, sizes.wave_tokens, dtype, allocate) for _ in range(sizes.ring)
+        ]
+
+
 class PassActivations:
     """On the device: hidden states of all waves, and a ring of what lies around attention."""
 
@@ -89,21 +102,6 @@ class PassActivations:
             _tensor((sizes.staged_blocks, *layout.block_shape), layout.dtype, allocate)
             for _ in range(STAGED_WAVES)
         ]
-
-
-def activation_bytes(
-    spec: ModelSpec, sizes: ActivationSizes, layout: KvLayout, dtype: torch.dtype
-) -> int:
-    """Device memory of `PassActivations`."""
-    total = 0
-
-    def count(num_bytes: int) -> Tensor:
-        nonlocal total
-        total += num_bytes
-        return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
-
-    PassActivations(spec, sizes, layout, dtype=dtype, allocate=count)
-    return total
 
 
 def _tensor(shape: tuple[int, ...], dtype: torch.dtype, allocate: Allocate) -> Tensor:

@@ -3,8 +3,6 @@
 import contextlib
 import mmap
 import threading
-from types import TracebackType
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -51,6 +49,16 @@ class HostArena:
         """Bytes handed out, alignment included."""
         return self._used_bytes
 
+    @property
+    def memory(self) -> Tensor:
+        """All of it, uint8.
+
+        Raises:
+            CapacityError: The arena is closed.
+        """
+        with self._lock:
+            return self._open_memory()
+
     def allocate(self, num_bytes: int) -> Tensor:
         """Take `num_bytes` as a uint8 tensor, zero-filled and aligned to 64 bytes.
 
@@ -58,8 +66,7 @@ class HostArena:
             CapacityError: The arena is full or closed.
         """
         with self._lock:
-            if self._memory is None:
-                raise CapacityError("the arena is closed; allocate before close()")
+            memory = self._open_memory()
             begin, taken = self._used_bytes, aligned_bytes(num_bytes)
             if num_bytes < 0 or begin + taken > self.num_bytes:
                 raise CapacityError(
@@ -69,23 +76,17 @@ class HostArena:
                     "create it with the sum of all requests, each rounded up to 64 bytes"
                 )
             self._used_bytes = begin + taken
-            return self._memory[begin : begin + num_bytes]
+            return memory[begin : begin + num_bytes]
+
+    def _open_memory(self) -> Tensor:
+        if self._memory is None:
+            raise CapacityError("the arena is closed; allocate before close()")
+        return self._memory
 
     def close(self) -> None:
         """Refuse further requests; memory returns when the last tensor of the arena is gone."""
         with self._lock:
             self._memory = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _map_huge_pages(num_bytes: int) -> Tensor:

@@ -39,6 +39,11 @@ class KvCache:
             for _ in range(num_layers)
         ]
 
+    @property
+    def host_memory(self) -> Tensor:
+        """The blocks of all layers, uint8."""
+        return self._arena.memory
+
     def layer(self, index: int) -> Tensor:
         """Blocks of one layer, [N, G, 2, B * D] in the layout of `kernels.paged_kv`."""
         return self._layers[index]

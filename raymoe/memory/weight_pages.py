@@ -85,9 +85,9 @@ class WeightPages:
             release([layer_prefix(i) + name for name in places])
 
     @property
-    def host_bytes(self) -> int:
-        """Host memory of the streamed parts."""
-        return self._arena.num_bytes
+    def host_memory(self) -> Tensor:
+        """The streamed parts of all layers, uint8."""
+        return self._arena.memory
 
     def names(self, layer: int) -> tuple[str, ...]:
         """The weights of a layer, without its prefix, in the order in which they lie."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from raymoe.kernels.cpu_attention import AttentionBatch, append_and_attend
 from raymoe.kernels.cpu_rope import Projected, qkv_rope
+from raymoe.kernels.device_attention import PagedBatch, append_and_attend_paged
 from raymoe.model.loading import Loader
 from raymoe.model.rope import Angles
 from raymoe.specs.model import AttentionSpec
@@ -45,6 +46,16 @@ class Attention:
         return append_and_attend(
             *projected,
             cache,
+            batch,
+            scale=self._spec.scale,
+            sliding_window=self._spec.sliding_window,
+        )
+
+    def attend_staged(self, projected: Projected, staged: Tensor, batch: PagedBatch) -> Tensor:
+        """The same with blocks and batch on the device of the weights."""
+        return append_and_attend_paged(
+            projected,
+            staged,
             batch,
             scale=self._spec.scale,
             sliding_window=self._spec.sliding_window,

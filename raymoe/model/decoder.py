@@ -15,6 +15,7 @@ from raymoe.kernels.cpu_linear import Allocate
 from raymoe.kernels.cpu_norm import add_rms_norm_, rms_norm
 from raymoe.kernels.cpu_rope import Projected
 from raymoe.kernels.cpu_router import Routing
+from raymoe.kernels.device_attention import PagedBatch
 from raymoe.model.attention import Attention
 from raymoe.model.feed_forward import Dense, FeedForward, MoE
 from raymoe.model.loading import GetWeight, Loader
@@ -56,9 +57,10 @@ class Layer:
 
 
 class Decoder:
-    """A model whose weights are in host memory; operations work on a ragged pass of tokens.
+    """A model whose weights are where its loader says; operations work on a ragged pass of tokens.
 
-    Operations may change the hidden state they are given in place; use what they return.
+    Operations run where their weights are, embedding on the host. They may change the hidden state
+    they are given in place; use what they return.
 
     Attributes:
         spec: What is computed.
@@ -70,7 +72,7 @@ class Decoder:
         """Use `load`."""
         self.spec, self.dtype = spec, loader.dtype
         self.needs_prompt_tokens = spec.rope.depends_on_length
-        self._rotary = Rotary(spec.rope)
+        self._rotary = Rotary(spec.rope, loader.device)
         self._embedding_VH = loader.table(EMBEDDING)
         self._layers: list[Layer] = []
         for i, layer in enumerate(spec.layers):
@@ -106,6 +108,10 @@ class Decoder:
         """
         return cls(spec, Loader(weights, allocate, dtype), release)
 
+    def reserve(self, num_positions: int) -> None:
+        """Prepare `pre` for positions below `num_positions`; between passes."""
+        self._rotary.reserve(num_positions)
+
     def embed(self, token_ids_T: Tensor) -> Tensor:
         """Hidden state of tokens, [T, H]; ids are int64."""
         return functional.embedding(token_ids_T, self._embedding_VH)
@@ -122,7 +128,7 @@ class Decoder:
         Args:
             i: Layer.
             hidden_TH: Unchanged.
-            positions_T: int32, position of each token in its sequence.
+            positions_T: int32, position of each token in its sequence; see `reserve`.
             prompt_tokens_T: int32, prompt length of each token's sequence; needed where
                 `needs_prompt_tokens` says so (`model.rope` tells why).
         """
@@ -133,8 +139,14 @@ class Decoder:
     def attend(
         self, i: int, projected: Projected, cache_layer: Tensor, batch: AttentionBatch
     ) -> Tensor:
-        """Append to the cache of layer `i` and attend; [T, X]."""
+        """Append to the cache of layer `i` on the host and attend there; [T, X]."""
         return self._layers[i].attention.attend(projected, cache_layer, batch)
+
+    def attend_staged(
+        self, i: int, projected: Projected, staged: Tensor, batch: PagedBatch
+    ) -> Tensor:
+        """The same over blocks of layer `i` that were brought to where the weights are."""
+        return self._layers[i].attention.attend_staged(projected, staged, batch)
 
     def post(self, i: int, hidden_TH: Tensor, attention_TX: Tensor) -> Posted:
         """Output projection, residual, norm and router of layer `i`."""

@@ -39,7 +39,10 @@ class Loader:
 
     Attributes:
         dtype: Type that the decoder computes in; weights of another type are converted.
+        device: Where it computes.
     """
+
+    device = torch.device("cpu")
 
     def __init__(self, weights: GetWeight, allocate: Allocate, dtype: torch.dtype) -> None:
         self._weights, self._allocate, self.dtype = weights, allocate, dtype

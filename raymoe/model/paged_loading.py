@@ -21,9 +21,9 @@ class PagedLoader(Loader):
     `specs.weight_parts` orders them.
     """
 
-    def __init__(self, view: GetView, dtype: torch.dtype) -> None:
+    def __init__(self, view: GetView, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(view, _refuse_to_allocate, dtype)
-        self._view = view
+        self._view, self.device = view, device
 
     def linear(self, names: Sequence[str], *, has_bias: bool = False) -> Linear:
         """See `Loader`."""

@@ -35,21 +35,29 @@ class Angles(NamedTuple):
 class Rotary:
     """Tables of one model, grown by doubling as positions are asked for. One thread at a time."""
 
-    def __init__(self, spec: RopeSpec) -> None:
-        self._spec = spec
+    def __init__(self, spec: RopeSpec, device: torch.device | str = "cpu") -> None:
+        self._spec, self._device = spec, device
         self._num_rows = 0
-        self._cos_PR = self._sin_PR = torch.empty(0, spec.rotary_dim // 2)
+        self._cos_PR = self._sin_PR = torch.empty(0, spec.rotary_dim // 2, device=device)
+
+    def reserve(self, num_positions: int) -> None:
+        """Have the angles of positions below `num_positions` at hand."""
+        if num_positions <= self._num_rows:
+            return
+        self._num_rows = max(_FIRST_ROWS, 1 << (num_positions - 1).bit_length())
+        positions_P = torch.arange(self._num_rows)
+        pairs = [self._tables(inv_R, positions_P) for inv_R in inverse_frequencies(self._spec)]
+        self._cos_PR = torch.cat([cos for cos, _ in pairs]).to(self._device)
+        self._sin_PR = torch.cat([sin for _, sin in pairs]).to(self._device)
 
     def angles(self, positions_T: Tensor, prompt_tokens_T: Tensor | None = None) -> Angles:
         """Angles of tokens.
 
         Args:
-            positions_T: int32, position of each token in its sequence.
+            positions_T: int32, position of each token in its sequence; `reserve` has seen them.
             prompt_tokens_T: int32, length of the prompt of each token's sequence; needed for
                 `dynamic` and `longrope`, where it decides the rotation (see the module).
         """
-        longest = int(positions_T.max()) + 1 if positions_T.numel() else 0
-        self._grow(longest)
         if not self._spec.depends_on_length:
             return Angles(positions_T, self._cos_PR, self._sin_PR)
         if prompt_tokens_T is None:
@@ -62,17 +70,8 @@ class Rotary:
         if not bool((lengths_T > self._spec.max_position_embeddings).any()):
             return Angles(positions_T, self._cos_PR, self._sin_PR)
         cos_TR, sin_TR = self._tables(dynamic_frequencies(self._spec, lengths_T), positions_T)
-        rows_T = torch.arange(len(positions_T), dtype=torch.int32)
+        rows_T = torch.arange(len(positions_T), dtype=torch.int32, device=positions_T.device)
         return Angles(rows_T, cos_TR, sin_TR)
-
-    def _grow(self, num_rows: int) -> None:
-        if num_rows <= self._num_rows:
-            return
-        self._num_rows = max(_FIRST_ROWS, 1 << (num_rows - 1).bit_length())
-        positions_P = torch.arange(self._num_rows)
-        pairs = [self._tables(inv_R, positions_P) for inv_R in inverse_frequencies(self._spec)]
-        self._cos_PR = torch.cat([cos for cos, _ in pairs])
-        self._sin_PR = torch.cat([sin for _, sin in pairs])
 
     def _tables(self, inv_XR: Tensor, positions_P: Tensor) -> tuple[Tensor, Tensor]:
         angles_PR = positions_P.float()[:, None] * inv_XR
@@ -117,7 +116,7 @@ def dynamic_frequencies(spec: RopeSpec, lengths_T: Tensor) -> Tensor:
     lengths_S, index_T = torch.unique(lengths_T, return_inverse=True)
     stretch_S = spec.factor * lengths_S.clamp_min(original).float() / original - (spec.factor - 1)
     base_S1 = (spec.theta * stretch_S ** (dim / (dim - 2)))[:, None]
-    frequencies_SR: Tensor = 1.0 / base_S1 ** _exponents(dim)
+    frequencies_SR: Tensor = 1.0 / base_S1 ** _exponents(dim).to(base_S1.device)
     return frequencies_SR[index_T]
 
 

@@ -14,10 +14,12 @@ Assumptions:
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Self
 
 from raymoe.errors import ConfigError
 from raymoe.plan.wave import WaveShape
 from raymoe.plan.work import LayerWork, ModelWork
+from raymoe.schedule.graph import Schedule
 from raymoe.schedule.task import Op, Resource, Task
 from raymoe.specs.hardware import HardwareSpec
 
@@ -73,6 +75,27 @@ class DeviceCost:
                 f"DeviceCost: {len(self.waves)} waves in groups of {self.waves_per_group}; "
                 "both must be at least 1"
             )
+
+    @classmethod
+    def of_schedule(
+        cls,
+        schedule: Schedule,
+        work: ModelWork,
+        hardware: HardwareSpec,
+        *,
+        waves: tuple[WaveShape, ...],
+        page_bytes: tuple[tuple[int, ...], ...],
+    ) -> Self:
+        """The costs of one pass by a schedule, which says how waves meet and pages travel."""
+        groups = [len(task.writes) for task in schedule.tasks if task.op is Op.EXPERTS]
+        return cls(
+            work,
+            hardware,
+            waves=waves,
+            page_bytes=page_bytes,
+            waves_per_group=max(groups, default=1),
+            is_staged=any(task.op is Op.STAGE for task in schedule.tasks),
+        )
 
     def duration_s(self, task: Task) -> float:
         """See `CostModel`."""

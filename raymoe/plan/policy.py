@@ -15,12 +15,15 @@ class DevicePolicy:
     """How a pass uses a device that cannot hold the model.
 
     Attributes:
-        num_waves: Slices of a pass that go through attention together.
+        num_waves: Slices of a pass that go through attention together; schedules whose papers fix
+            it (`builders.MOST_WAVES`) take no more than that.
         cpu_attention_fraction: Share of the decoding sequences for which the CPU attends, 0..1, of
             schedules that divide them (omega of MoE-Gen, section 4.3).
         page_bytes: Largest piece of weights that is sent at once.
         resident_bytes: Device memory for weights that never move.
         staging_slots: Pages of the pinned ring; 0 where all weights are pinned.
+        staged_blocks: KV blocks of one wave that the device has room for; None for what the prompts
+            of a wave need twice over, and at least `STAGED_BLOCKS`.
     """
 
     num_waves: int = 4
@@ -28,6 +31,7 @@ class DevicePolicy:
     page_bytes: int = PAGE_BYTES
     resident_bytes: int = 0
     staging_slots: int = 0
+    staged_blocks: int | None = None
 
     def __post_init__(self) -> None:
         for field, least in (
@@ -35,8 +39,11 @@ class DevicePolicy:
             ("page_bytes", 1),
             ("resident_bytes", 0),
             ("staging_slots", 0),
+            ("staged_blocks", 0),
         ):
             value = getattr(self, field)
+            if field == "staged_blocks" and value is None:
+                continue
             if type(value) is not int or value < least:
                 raise ConfigError(
                     f"DevicePolicy.{field} is {value!r}; it must be an integer >= {least}"

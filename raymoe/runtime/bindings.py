@@ -39,6 +39,11 @@ class PassInputs:
     on_logits: OnLogits
     prompt_tokens: Tensor | None = None
 
+    @property
+    def num_positions(self) -> int:
+        """All tokens of the pass have smaller positions."""
+        return int(self.attention.context_tokens.max()) if len(self.token_ids) else 0
+
 
 @dataclass(slots=True)
 class PassState:

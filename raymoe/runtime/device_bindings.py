@@ -6,12 +6,16 @@ to the buffers that it names.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
+import torch
 from torch import Tensor
 
 from raymoe.kernels.cpu_attention import append
 from raymoe.kernels.cpu_router import Routing
-from raymoe.memory.activations import PassActivations, WaveActivations
+from raymoe.kernels.device_attention import PagedBatch
+from raymoe.kernels.paged_kv import KvLayout
+from raymoe.memory.activations import HostActivations, PassActivations, WaveActivations
 from raymoe.memory.kv_cache import KvCache
 from raymoe.memory.weight_pages import WeightPages
 from raymoe.model.decoder import Decoder, Projected
@@ -34,8 +38,9 @@ class DeviceMemory:
         weights: Pages and slots.
         cache: KV of all sequences, on the host.
         device: Activations on the device.
-        host_ring: Activations around attention on the host, as many as in `device.ring`.
+        host: Activations on the host; its ring is as long as that of the device.
         staging: Pinned pages between pageable memory and the device; empty if nothing is staged.
+        load: Copies a page of weights to the device, (target, source).
     """
 
     top_k: tuple[int, ...]
@@ -43,8 +48,39 @@ class DeviceMemory:
     weights: WeightPages
     cache: KvCache
     device: PassActivations
-    host_ring: Sequence[WaveActivations]
+    host: HostActivations
     staging: Sequence[Tensor]
+    load: Callable[[Tensor, Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInputs:
+    """What of a pass the device has to know, in wave order.
+
+    Attributes:
+        positions_T: int32.
+        prompt_tokens_T: int32; None where the decoder does not need it.
+        logit_places_R: int64, tokens whose logits are wanted, in the order of the original pass.
+        staged: Of each wave, the sequences for which the device attends.
+    """
+
+    positions_T: Tensor
+    prompt_tokens_T: Tensor | None
+    logit_places_R: Tensor
+    staged: tuple[PagedBatch, ...]
+
+    @classmethod
+    def of(cls, inputs: PassInputs, cut: CutPass, layout: KvLayout, device: torch.device) -> Self:
+        """Send them to `device`."""
+        prompt_tokens_T = inputs.prompt_tokens
+        if prompt_tokens_T is not None:
+            prompt_tokens_T = prompt_tokens_T[cut.order_T].to(device)
+        return cls(
+            inputs.positions[cut.order_T].to(device),
+            prompt_tokens_T,
+            cut.place_T[inputs.logit_rows].to(device),
+            tuple(PagedBatch.of(wave.staging.batch, layout, device) for wave in cut.waves),
+        )
 
 
 @dataclass(slots=True)
@@ -53,23 +89,19 @@ class DevicePass:
 
     Attributes:
         first_slot: Slot of layer 0.
-        embedded: Hidden states of waves on their way to the device.
+        on_device: What the device has to know of it.
         used: Device memory of the buffers that were written last.
     """
 
     inputs: PassInputs
     cut: CutPass
     first_slot: int
-    embedded: dict[int, Tensor] = field(default_factory=dict)
+    on_device: DeviceInputs
     used: dict[Buffer, tuple[Tensor, ...]] = field(default_factory=dict)
 
     def wave(self, task: Task) -> Wave:
         """The wave that a task works on."""
         return self.cut.waves[task.part]
-
-    def of_wave(self, values_T: Tensor, wave: Wave) -> Tensor:
-        """Entries of an array of the original pass for the tokens of a wave."""
-        return values_T[self.cut.order_T[wave.rows]]
 
 
 def bind_device(memory: DeviceMemory) -> Bindings[DevicePass]:
@@ -111,21 +143,23 @@ class _Bound:
         self._memory = memory
 
     def embed(self, task: Task, state: DevicePass) -> None:
-        token_ids_T = state.of_wave(state.inputs.token_ids, state.wave(task))
-        state.embedded[task.part] = self._decoder(state).embed(token_ids_T)
+        rows = state.wave(task).rows
+        token_ids_T = state.inputs.token_ids[state.cut.order_T[rows]]
+        self._memory.host.embedded_TH[rows].copy_(self._decoder(state).embed(token_ids_T))
 
     def up(self, task: Task, state: DevicePass) -> None:
-        self._memory.device.hidden_TH[state.wave(task).rows].copy_(state.embedded.pop(task.part))
+        rows = state.wave(task).rows
+        _send(self._memory.host.embedded_TH[rows], self._memory.device.hidden_TH[rows])
 
     def pre(self, task: Task, state: DevicePass) -> None:
-        wave, inputs = state.wave(task), state.inputs
-        prompt_tokens_T = inputs.prompt_tokens
+        wave, inputs = state.wave(task), state.on_device
+        prompt_tokens_T = inputs.prompt_tokens_T
         if prompt_tokens_T is not None:
-            prompt_tokens_T = state.of_wave(prompt_tokens_T, wave)
+            prompt_tokens_T = prompt_tokens_T[wave.rows]
         projected = self._decoder(state).pre(
             task.layer,
             self._memory.device.hidden_TH[wave.rows],
-            state.of_wave(inputs.positions, wave),
+            inputs.positions_T[wave.rows],
             prompt_tokens_T,
         )
         into = self._on_device(task).projected(wave.num_tokens)
@@ -153,15 +187,19 @@ class _Bound:
 
     def stage_kv(self, task: Task, state: DevicePass) -> None:
         staging = state.wave(task).staging
-        staged = self._staged(task)
-        staged[staging.device_blocks] = self._cache(task)[staging.host_blocks]
+        staged, cache = self._staged(task), self._cache(task)
+        for host, device, count in staging.runs:
+            _send(cache[host : host + count], staged[device : device + count])
         self._wrote(task, state, staged[: staging.num_blocks])
 
     def attend_on_device(self, task: Task, state: DevicePass) -> None:
         wave = state.wave(task)
         activations = self._on_device(task)
-        attention_TX = self._decoder(state).attend(
-            task.layer, _slice(activations, wave.device), self._staged(task), wave.staging.batch
+        attention_TX = self._decoder(state).attend_staged(
+            task.layer,
+            _slice(activations, wave.device),
+            self._staged(task),
+            state.on_device.staged[task.part],
         )
         into = activations.attention(wave.num_tokens)[wave.device.begin :]
         into.copy_(attention_TX)
@@ -170,7 +208,7 @@ class _Bound:
     def hid(self, task: Task, state: DevicePass) -> None:
         end = state.wave(task).host.end
         into = self._on_device(task).attention(end)
-        into.copy_(self._on_host(task).attention(end))
+        _send(self._on_host(task).attention(end), into)
         self._wrote(task, state, into)
 
     def post(self, task: Task, state: DevicePass) -> None:
@@ -203,8 +241,7 @@ class _Bound:
 
     def head(self, _task: Task, state: DevicePass) -> None:
         decoder, inputs = self._decoder(state), state.inputs
-        places_R = state.cut.place_T[inputs.logit_rows]
-        final_RH = decoder.final(self._memory.device.hidden_TH, places_R)
+        final_RH = decoder.final(self._memory.device.hidden_TH, state.on_device.logit_places_R)
         for begin in range(0, final_RH.shape[0], LOGIT_CHUNK_ROWS):
             chunk_CH = final_RH[begin : begin + LOGIT_CHUNK_ROWS]
             inputs.on_logits(begin, decoder.logits(chunk_CH).cpu())
@@ -217,7 +254,7 @@ class _Bound:
         if staged is not None:
             source = self._memory.staging[staged.key[0]][: len(source)]
         into = weights.slot_page(task.layer, page, slot)
-        into.copy_(source)
+        self._memory.load(into, source)
         self._wrote(task, state, into)
 
     def stage_page(self, task: Task, _state: DevicePass) -> None:
@@ -246,7 +283,7 @@ class _Bound:
         return self._memory.device.ring[_key_of(task, _RINGED)]
 
     def _on_host(self, task: Task) -> WaveActivations:
-        return self._memory.host_ring[_key_of(task, _RINGED)]
+        return self._memory.host.ring[_key_of(task, _RINGED)]
 
 
 def _keys(buffers: Sequence[Buffer], name: str) -> list[tuple[int, ...]]:
@@ -266,4 +303,9 @@ def _slice(activations: WaveActivations, share: Share) -> Projected:
 
 def _copy(source: Projected, target: Projected) -> None:
     for from_tensor, to_tensor in zip(source, target, strict=True):
-        to_tensor.copy_(from_tensor)
+        _send(from_tensor, to_tensor)
+
+
+def _send(source: Tensor, target: Tensor) -> None:
+    """Copy within the device or between it and pinned memory; the host does not wait."""
+    target.copy_(source, non_blocking=True)

@@ -1,24 +1,29 @@
 """DevicePassRunner: passes of a model whose weights stream to a device, by any schedule."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
-from raymoe.device.lane import Lane
+from raymoe.device.device import Device
 from raymoe.errors import CapacityError
 from raymoe.runtime.bindings import PassInputs
-from raymoe.runtime.device_bindings import DeviceMemory, DevicePass, bind_device, poison_dead
+from raymoe.runtime.device_bindings import (
+    DeviceInputs,
+    DeviceMemory,
+    DevicePass,
+    bind_device,
+    poison_dead,
+)
 from raymoe.runtime.executor import LaneExecutor
 from raymoe.runtime.waves import CutPass, Division, cut_pass
 from raymoe.schedule.builders.first_layer import load_first_layer
 from raymoe.schedule.builders.shape import PassForm, next_first_slot
 from raymoe.schedule.graph import Schedule
-from raymoe.schedule.task import Resource
 from raymoe.schedule.timeline import Timeline
 
 Build = Callable[[PassForm], Schedule]
+BeforePass = Callable[[CutPass, Schedule], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,25 +48,22 @@ class DevicePassRunner:
         self,
         memory: DeviceMemory,
         passes: Passes,
-        lanes: Mapping[Resource, Lane],
+        device: Device,
         *,
-        poison: Callable[[Tensor], None] | None = None,
-        before_pass: Callable[[CutPass, Schedule], None] | None = None,
+        before_pass: BeforePass | None = None,
     ) -> None:
         """Bind the schedules of `passes`.
 
         Args:
             memory: What they work on.
             passes: How they are ordered.
-            lanes: Of the device.
-            poison: Called with device memory as soon as nobody will read it any more.
+            device: On whose lanes they run.
             before_pass: Called with each pass and its schedule before it runs.
         """
-        self._memory, self._passes, self._lanes = memory, passes, lanes
+        self._memory, self._passes, self._device = memory, passes, device
         self._bindings = bind_device(memory)
-        self._on_dead = None if poison is None else poison_dead(poison)
+        self._on_dead = None if device.poison is None else poison_dead(device.poison)
         self._before_pass = before_pass
-        self._schedules: dict[PassForm, Schedule] = {}
         self._executors: dict[PassForm, LaneExecutor[DevicePass]] = {}
         self._first_slot: int | None = None  # not loaded yet
 
@@ -76,21 +78,32 @@ class DevicePassRunner:
         cut = self._cut(inputs)
         self._check_room(cut)
         form = self._form_of(cut)
-        state = DevicePass(inputs, cut, form.first_slot)
+        state = self._state(inputs, cut, form.first_slot)
         if self._first_slot is None:
             self._new_executor(load_first_layer(form)).run(state)
-        if form not in self._executors:
-            self._schedules[form] = self._passes.build(form)
-            self._executors[form] = self._new_executor(self._schedules[form])
+        executor = self._executor(form)
         if self._before_pass is not None:
-            self._before_pass(cut, self._schedules[form])
-        timeline = self._executors[form].run(state)
+            self._before_pass(cut, executor.schedule)
+        timeline = executor.run(state)
         self._first_slot = next_first_slot(form)
         return timeline
 
     def schedule_of(self, inputs: PassInputs) -> Schedule:
         """The schedule by which `run` would run this pass next."""
-        return self._passes.build(self._form_of(self._cut(inputs)))
+        return self._executor(self._form_of(self._cut(inputs))).schedule
+
+    def _state(self, inputs: PassInputs, cut: CutPass, first_slot: int) -> DevicePass:
+        for decoder in self._memory.decoders:
+            decoder.reserve(inputs.num_positions)
+        layout = self._memory.cache.layout
+        on_device = DeviceInputs.of(inputs, cut, layout, self._device.torch_device)
+        self._device.settle()
+        return DevicePass(inputs, cut, first_slot, on_device)
+
+    def _executor(self, form: PassForm) -> LaneExecutor[DevicePass]:
+        if form not in self._executors:
+            self._executors[form] = self._new_executor(self._passes.build(form))
+        return self._executors[form]
 
     def _cut(self, inputs: PassInputs) -> CutPass:
         return cut_pass(inputs.attention, self._passes.form.num_waves, self._passes.division)
@@ -104,7 +117,7 @@ class DevicePassRunner:
         )
 
     def _new_executor(self, schedule: Schedule) -> LaneExecutor[DevicePass]:
-        return LaneExecutor(schedule, self._bindings, self._lanes, on_dead=self._on_dead)
+        return LaneExecutor(schedule, self._bindings, self._device.lanes, on_dead=self._on_dead)
 
     def _check_room(self, cut: CutPass) -> None:
         room = self._memory.device.ring[0].num_tokens

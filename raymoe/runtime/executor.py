@@ -56,6 +56,9 @@ class LaneExecutor(Generic[State]):
 
     The lanes belong to whoever made them and serve any number of executors, one run at a time:
     two runs at once could queue behind each other in different orders on different lanes.
+
+    Attributes:
+        schedule: What it runs.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class LaneExecutor(Generic[State]):
         used = [lanes[resource] for resource in schedule.resources]
         if on_dead is not None and not all(lane.is_synchronous for lane in used):
             raise ConfigError("on_dead needs lanes whose calls return when their work is done")
-        self._schedule = schedule
+        self.schedule = schedule
         self._calls = [(task, bindings[task.op]) for task in schedule.tasks]
         self._on_dead = on_dead
         self._lifetimes = find_lifetimes(schedule)
@@ -126,17 +129,17 @@ class LaneExecutor(Generic[State]):
                 _outcome(mark)
             raise
         self._check(run, marks)
-        return record(self._schedule, marks, origin_s)
+        return record(self.schedule, marks, origin_s)
 
     def _check(self, run: "_Run[State]", marks: list[Mark]) -> None:
         failures = [] if run.failure is None else [run.failure]
-        for task, mark in zip(self._schedule.tasks, marks, strict=True):
+        for task, mark in zip(self.schedule.tasks, marks, strict=True):
             error = _outcome(mark)  # a device may report an error only to those who wait
             if error is not None:
                 failures.append((task, error))
         if failures:
             task, error = failures[0]
-            raise _failed(self._schedule, task, error) from error
+            raise _failed(self.schedule, task, error) from error
 
 
 class _Run(Generic[State]):

@@ -37,14 +37,13 @@ class Staging:
     """Blocks of the device's share that hold earlier tokens, and where they are staged.
 
     Attributes:
-        host_blocks: int64 [N], blocks of the host cache to copy.
-        device_blocks: int64 [N], where they go.
+        runs: (first block of the host cache, first block of the staging slot, number of blocks) of
+            each copy.
         batch: The sequences of the share with block tables of the staging slot.
         num_blocks: Blocks of the slot in use, empty ones for new tokens included.
     """
 
-    host_blocks: Tensor
-    device_blocks: Tensor
+    runs: tuple[tuple[int, int, int], ...]
     batch: AttentionBatch
     num_blocks: int
 
@@ -193,8 +192,7 @@ def _stage(share: AttentionBatch) -> Staging:
         host.append(share.block_table[sequence, :past].numpy().astype(np.int64))
         device.append(np.arange(first, first + past))
     return Staging(
-        host_blocks=torch.from_numpy(np.concatenate(host)),
-        device_blocks=torch.from_numpy(np.concatenate(device)),
+        runs=_runs(np.concatenate(host), np.concatenate(device)),
         batch=AttentionBatch(
             query_start=share.query_start,
             context_tokens=share.context_tokens,
@@ -202,3 +200,13 @@ def _stage(share: AttentionBatch) -> Staging:
         ),
         num_blocks=int(firsts[-1]),
     )
+
+
+def _runs(host: Int64s, device: Int64s) -> tuple[tuple[int, int, int], ...]:
+    """Blocks that are neighbours on both sides make one copy."""
+    if not len(host):
+        return ()
+    breaks = np.flatnonzero((np.diff(host) != 1) | (np.diff(device) != 1)) + 1
+    begins = np.concatenate([[0], breaks])
+    counts = np.diff(np.concatenate([begins, [len(host)]]))
+    return tuple(zip(host[begins].tolist(), device[begins].tolist(), counts.tolist(), strict=True))

@@ -91,11 +91,10 @@ STREAMING = Policy(
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [
-        (EngineConfig(device="cuda"), ConfigError, "only 'cpu' and 'emulated'"),
         (EngineConfig(schedule="in_plac"), UnknownOptionError, "did you mean 'in_place'"),
         (EngineConfig(dtype="bfloat16", kv_dtype="float32"), ConfigError, "kv_dtype is 'float32'"),
         (EngineConfig(hardware="l4"), ConfigError, "sets the pace of the device 'emulated'"),
-        (EngineConfig(policy=STREAMING), ConfigError, "the device 'auto' has no memory"),
+        (EngineConfig(policy=STREAMING), ConfigError, "the device 'cpu' has no memory of its own"),
     ],
 )
 def test_what_is_not_there_yet_is_refused(directory, config, error, message):

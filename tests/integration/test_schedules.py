@@ -72,17 +72,17 @@ def parameters(name: str, scenario: str) -> dict[str, object]:
     return {"stop_token_ids": [common_token(name)]} if params else {}
 
 
-def check(family: str, schedule: str, scenario: str, device: DevicePolicy) -> None:
-    check_configuration(plain_configuration(family), schedule, scenario, device)
+def check(
+    family: str, schedule: str, scenario: str, policy: DevicePolicy, device: str = "emulated"
+) -> None:
+    check_configuration(plain_configuration(family), schedule, scenario, policy, device)
 
 
-def check_configuration(name: str, schedule: str, scenario: str, device: DevicePolicy) -> None:
+def check_configuration(
+    name: str, schedule: str, scenario: str, policy: DevicePolicy, device: str = "emulated"
+) -> None:
     sizes, _ = SCENARIOS[scenario]
-    if schedule == "vslpipe":
-        device = DevicePolicy(num_waves=2, page_bytes=device.page_bytes)
-    with make_engine(
-        name, sizes, device="emulated", schedule=schedule, device_policy=device
-    ) as engine:
+    with make_engine(name, sizes, device=device, schedule=schedule, device_policy=policy) as engine:
         assert run(engine, name, parameters(name, scenario)) == on_cpu(name, scenario)
         if scenario == "preemption":
             assert engine.stats().num_preemptions > 0

@@ -1,11 +1,9 @@
 """Paged attention against the plain reference, on every instruction set."""
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 
 from raymoe import _native
 from raymoe.errors import ConfigError
@@ -13,107 +11,12 @@ from raymoe.kernels.cpu_attention import (
     AttentionBatch,
     append,
     append_and_attend,
-    append_and_attend_reference,
     append_reference,
 )
-from raymoe.kernels.paged_kv import BLOCK_TOKENS, KvLayout, pack_block, unpack_block
-
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-# Query type, cache type.
-DTYPES = [(FP32, FP32), (FP16, FP16), (BF16, BF16), (FP32, FP16), (FP32, BF16)]
-# Query heads, KV heads, head dimension: groups of 1, 2, 3, 4, 7, 8, 40; vectors with tails.
-HEADS = [(2, 2, 8), (4, 2, 24), (3, 1, 64), (8, 2, 128), (7, 1, 80), (8, 1, 256), (40, 1, 40)]
-# Context and query tokens of each sequence.
-PASSES = {
-    "one token": [(1, 1)],
-    "exactly one block": [(32, 32)],
-    "one token after a block": [(33, 1)],
-    "decode": [(1, 1), (31, 1), (32, 1), (100, 1), (129, 1), (300, 1)],
-    "prefill": [(5, 5), (130, 130), (70, 70)],
-    "chunks": [(40, 8), (65, 33), (160, 100), (2, 1)],
-    "mixed": [(33, 1), (96, 96), (1, 1), (200, 3), (64, 64)],
-}
+from raymoe.kernels.paged_kv import BLOCK_TOKENS, unpack_block
+from tests.native.attention_cases import BF16, DTYPES, FP16, FP32, HEADS, PASSES, Case
 
 pytestmark = pytest.mark.usefixtures("isa")
-
-
-class Case:
-    """Random tensors of one pass; blocks that nobody owns are NaN."""
-
-    def __init__(
-        self,
-        sequences: Sequence[tuple[int, int]],
-        heads: tuple[int, int, int],
-        dtypes: tuple[torch.dtype, torch.dtype],
-        seed: int = 0,
-    ) -> None:
-        self.random = torch.Generator().manual_seed(seed)
-        num_heads, num_kv_heads, head_dim = heads
-        self.layout = KvLayout(num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtypes[1])
-        counts = [-(-context // BLOCK_TOKENS) for context, _ in sequences]
-        order = torch.randperm(sum(counts) + 2, generator=self.random).to(torch.int32)
-        self.table = torch.full((len(counts), max(counts, default=0)), -1, dtype=torch.int32)
-        self.cache = torch.full((len(order), *self.layout.block_shape), torch.nan).to(dtypes[1])
-        begin = 0
-        for sequence, (context, tokens) in enumerate(sequences):
-            blocks = order[begin : begin + counts[sequence]]
-            self.table[sequence, : len(blocks)] = blocks
-            begin += len(blocks)
-            self._fill_past(blocks, context - tokens)
-        self.contexts = [context for context, _ in sequences]
-        self.starts = [0, *itertools.accumulate(tokens for _, tokens in sequences)]
-        shape = (self.starts[-1], -1, head_dim)
-        self.query, self.key, self.value = (
-            self._randn(self.starts[-1] * count * head_dim).reshape(shape).to(dtypes[0])
-            if self.starts[-1]
-            else torch.empty(0, count, head_dim, dtype=dtypes[0])
-            for count in (num_heads, num_kv_heads, num_kv_heads)
-        )
-        self.scale = head_dim**-0.5
-
-    def _randn(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.random)
-
-    def _fill_past(self, blocks: Tensor, past: int) -> None:
-        """Random KV for the past; the rest of a begun block is zero, as the kernel leaves it."""
-        for index, block in enumerate(blocks[: -(-past // BLOCK_TOKENS)].tolist()):
-            shape = (2, BLOCK_TOKENS, self.layout.num_kv_heads, self.layout.head_dim)
-            both = self._randn(*shape).to(self.layout.dtype)
-            both[:, max(past - index * BLOCK_TOKENS, 0) :] = 0
-            self.cache[block] = pack_block(both[0], both[1], self.layout)
-
-    def batch(self) -> AttentionBatch:
-        return AttentionBatch(
-            query_start=torch.tensor(self.starts, dtype=torch.int32),
-            context_tokens=torch.tensor(self.contexts, dtype=torch.int32),
-            block_table=self.table,
-        )
-
-    def run(self, window: int | None = None, cache: Tensor | None = None) -> Tensor:
-        cache = self.cache.clone() if cache is None else cache
-        return append_and_attend(
-            self.query,
-            self.key,
-            self.value,
-            cache,
-            self.batch(),
-            scale=self.scale,
-            sliding_window=window,
-        )
-
-    def reference(self, window: int | None = None, *, exact: bool = False) -> Tensor:
-        """Exact: without rounding of the output."""
-        query = self.query.double() if exact else self.query
-        key, value = self.key.to(self.layout.dtype), self.value.to(self.layout.dtype)
-        return append_and_attend_reference(
-            query,
-            key,
-            value,
-            self.cache.nan_to_num(),
-            self.batch(),
-            scale=self.scale,
-            sliding_window=window,
-        )
 
 
 def assert_accurate(case: Case, window: int | None = None) -> None:

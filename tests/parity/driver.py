@@ -68,6 +68,7 @@ class Driver:
 
     def _forward(self, tokens_T, positions_T, prompt_tokens_T, batch) -> torch.Tensor:
         decoder = self.decoder
+        decoder.reserve(int(batch.context_tokens.max()))
         hidden_TH = decoder.embed(tokens_T)
         for i in range(decoder.spec.num_layers):
             projected = decoder.pre(i, hidden_TH, positions_T, prompt_tokens_T)

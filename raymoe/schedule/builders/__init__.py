@@ -28,3 +28,18 @@ BUILDERS: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
     {"in_place": build_in_place, **STREAMING_BUILDERS}
 )
 """All of them; "in_place" takes a number of layers."""
+
+MOST_WAVES: Mapping[str, int] = MappingProxyType({"vslpipe": 2, "layer_by_layer": 1})
+"""Schedules whose papers say into how many waves a pass is cut, at most."""
+
+CPU_ATTENTION_FRACTIONS: Mapping[str, float] = MappingProxyType(
+    {
+        "cgopipe": 1.0,
+        "vslpipe": 1.0,
+        "flexgen_s3": 1.0,
+        "fastdecode": 1.0,
+        "flexgen_s4": 0.0,
+        "layer_by_layer": 0.0,
+    }
+)
+"""Schedules whose papers say who attends for decoding sequences: the share of the CPU."""

@@ -3,11 +3,12 @@
 import statistics
 import time
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 import torch
 
-from raymoe.device.cuda import CudaDevice
+from raymoe.device.cuda import CudaDevice, open_cuda
 from raymoe.errors import CapacityError, ConfigError
 from raymoe.memory.arena import HostArena
 from raymoe.runtime.executor import LaneExecutor
@@ -20,20 +21,20 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is n
 
 @pytest.fixture
 def device() -> Iterator[CudaDevice]:
-    with CudaDevice(memory_bytes=2 * GIB) as device:
+    with closing(open_cuda(memory_bytes=2 * GIB)) as device:
         yield device
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match="there is no CUDA device 99"):
-        CudaDevice(99)
+        open_cuda(99)
 
 
 @pytest.mark.gpu
 @needs_gpu
 def test_memory_is_limited(device: CudaDevice) -> None:
     device.allocate(GIB, "weight slots")
-    assert device.used_bytes == GIB
+    assert device.ledger.used_bytes == GIB
     with pytest.raises(CapacityError, match="weight slots"):
         device.allocate(GIB + 1, "KV staging")
 
@@ -57,13 +58,13 @@ def test_pages_travel_through_three_streams_and_back(device: CudaDevice) -> None
     arena = HostArena(16 * 32 * MIB)
     host = arena.allocate(16 * 32 * MIB).view(torch.float32).view(16, -1)
     host.copy_(torch.arange(16, dtype=torch.float32)[:, None].expand_as(host))
-    assert device.pin(host)
+    assert device.pin(host) is None
     memory = device.allocate(2 * 32 * MIB).view(torch.float32).view(2, -1)
     total = device.allocate(32 * MIB).view(torch.float32)
     total.zero_()
     back = device.allocate_pinned(32 * MIB).view(torch.float32)
     run = {
-        Op.W: lambda task, _: device.loader.copy(memory[task.layer % 2], host[task.layer]),
+        Op.W: lambda task, _: device.load(memory[task.layer % 2], host[task.layer]),
         Op.EXPERTS: lambda task, _: total.add_(memory[task.layer % 2]),
         Op.QKV: lambda _task, _: back.copy_(total, non_blocking=True),
     }
@@ -80,7 +81,7 @@ def test_packets_reach_nine_tenths_of_one_pinned_copy(device: CudaDevice) -> Non
     num_bytes = 512 * MIB
     arena = HostArena(num_bytes)
     host, target = arena.allocate(num_bytes), device.allocate(num_bytes)
-    assert device.pin(host)
+    assert device.pin(host) is None
     stream = torch.cuda.current_stream()
 
     def seconds(copy) -> float:  # type: ignore[no-untyped-def]
@@ -99,7 +100,7 @@ def test_packets_reach_nine_tenths_of_one_pinned_copy(device: CudaDevice) -> Non
     load = Task(op=Op.W, layer=0, part=0, resource=Resource.HTOD)
 
     def packets() -> None:
-        lane.submit(load, lambda: device.loader.copy(target, host), ()).wait()
+        lane.submit(load, lambda: device.load(target, host), ()).wait()
 
     whole()
     assert seconds(whole) / seconds(packets) >= 0.9

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ class Fixed:
 
 @pytest.fixture
 def device() -> Iterator[EmulatedDevice]:
-    with EmulatedDevice(MIB, Fixed(0.0)) as device:
+    with closing(EmulatedDevice(MIB, Fixed(0.0))) as device:
         yield device
 
 
@@ -45,8 +46,8 @@ def test_used_bytes_count_whole_allocations(device: EmulatedDevice) -> None:
     device.allocate(1)
     device.allocate(300)
     device.allocate(0)
-    assert device.used_bytes == 256 + 512
-    assert device.memory_bytes == MIB
+    assert device.ledger.used_bytes == 256 + 512
+    assert device.ledger.memory_bytes == MIB
 
 
 def test_too_much_memory_is_refused_with_a_table(device: EmulatedDevice) -> None:
@@ -64,7 +65,7 @@ def test_too_much_memory_is_refused_with_a_table(device: EmulatedDevice) -> None
         ["free", "256.00", "KiB"],
         ["KV", "staging", "(asked)", "512.00", "KiB"],
     ]
-    assert device.used_bytes == 768 * KIB
+    assert device.ledger.used_bytes == 768 * KIB
     device.allocate(256 * KIB)
 
 
@@ -95,7 +96,7 @@ def test_poison_of_numbers_without_nan(dtype: torch.dtype, value: int) -> None:
 def test_a_refused_device_starts_no_threads_and_a_closed_one_leaves_none() -> None:
     names = [f"raymoe-lane-{resource}" for resource in Resource]
     before = _threads(names)
-    with EmulatedDevice(0, Fixed(0.0)):
+    with closing(EmulatedDevice(0, Fixed(0.0))):
         assert len(_threads(names)) == len(before) + len(Resource)
     with pytest.raises(ConfigError):
         EmulatedDevice(-1, Fixed(0.0))
@@ -120,7 +121,7 @@ def test_there_is_a_lane_for_every_resource_and_it_is_in_inference_mode(
 
 
 def test_a_task_takes_at_least_its_time_however_short_its_work() -> None:
-    with EmulatedDevice(0, Fixed(0.04), time_scale=0.5) as device:
+    with closing(EmulatedDevice(0, Fixed(0.04), time_scale=0.5)) as device:
         mark = device.lanes[Resource.HTOD].submit(LOAD, lambda: None, ())
         mark.wait()
         assert mark.end_s - mark.start_s >= 0.02
@@ -132,7 +133,7 @@ def test_a_task_takes_at_least_its_time_however_short_its_work() -> None:
 
 def test_a_stall_delays_the_work_within_the_task() -> None:
     times: list[float] = []
-    with EmulatedDevice(0, Fixed(0.04), stall=lambda _task: 0.02) as device:
+    with closing(EmulatedDevice(0, Fixed(0.04), stall=lambda _task: 0.02)) as device:
         mark = device.lanes[Resource.HTOD].submit(
             LOAD, lambda: times.append(time.perf_counter()), ()
         )

@@ -1,13 +1,11 @@
 """Pinning in chunks, and what happens when it is refused."""
 
-import warnings
-
 import pytest
 import torch
 from torch import Tensor
 
-from raymoe.device.pinned import HOST_PAGE_BYTES, PinnedMemory, pin_memory
-from raymoe.errors import ConfigError, PerformanceWarning
+from raymoe.device.pinned import HOST_PAGE_BYTES, PinnedMemory
+from raymoe.errors import ConfigError
 
 CHUNK = 4 * HOST_PAGE_BYTES
 
@@ -43,8 +41,8 @@ def test_chunks_cover_the_memory_and_end_at_multiples_of_their_size(
     page: int, num_bytes: int
 ) -> None:
     memory, registrar = memory_at_a_page(num_bytes, page=page), Registrar()
-    pinned = pin_memory(memory, registrar, chunk_bytes=CHUNK)
-    assert pinned is not None
+    pinned = PinnedMemory(memory, registrar)
+    assert pinned.register(chunk_bytes=CHUNK) is None
     position = memory.data_ptr()
     for address, size in sorted(registrar.ranges.items()):
         assert address == position
@@ -57,21 +55,11 @@ def test_chunks_cover_the_memory_and_end_at_multiples_of_their_size(
     assert registrar.ranges == {}
 
 
-def test_a_refusal_unpins_all_and_says_what_it_costs() -> None:
+def test_a_refusal_unpins_all_and_says_how_far_it_came() -> None:
     registrar = Registrar(limit=2)
-    with pytest.warns(PerformanceWarning) as caught:
-        assert pin_memory(memory_at_a_page(4 * CHUNK), registrar, chunk_bytes=CHUNK) is None
+    pinned = PinnedMemory(memory_at_a_page(4 * CHUNK), registrar)
+    assert pinned.register(chunk_bytes=CHUNK) == "out of memory after 32.00 KiB"
     assert registrar.ranges == {}
-    message = str(caught[0].message)
-    assert "cannot pin 64.00 KiB of host memory (out of memory after 32.00 KiB)" in message
-    assert "staging ring" in message
-    assert "ulimit -l" in message
-
-
-def test_without_a_refusal_there_is_no_warning() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert pin_memory(memory_at_a_page(CHUNK), Registrar(), chunk_bytes=CHUNK) is not None
 
 
 def test_memory_that_shares_its_first_page_or_is_in_pieces_is_refused() -> None:

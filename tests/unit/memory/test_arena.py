@@ -1,4 +1,5 @@
 import gc
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ def resident_bytes() -> int:
 
 
 def test_allocations_are_aligned_zero_and_apart() -> None:
-    with HostArena(1000) as arena:
+    with closing(HostArena(1000)) as arena:
         first, second = arena.allocate(3), arena.allocate(100)
         assert first.data_ptr() % ALIGNMENT == second.data_ptr() % ALIGNMENT == 0
         first.fill_(7)
@@ -24,13 +25,13 @@ def test_allocations_are_aligned_zero_and_apart() -> None:
 
 
 def test_large_arenas_begin_on_a_huge_page() -> None:
-    with HostArena(5 * MIB) as arena:
+    with closing(HostArena(5 * MIB)) as arena:
         assert arena.allocate(1).data_ptr() % HUGE_PAGE_BYTES == 0
 
 
 def test_the_sum_of_rounded_requests_fits_exactly() -> None:
     sizes = [1, 64, 65, 0, 1000]
-    with HostArena(sum(map(aligned_bytes, sizes))) as arena:
+    with closing(HostArena(sum(map(aligned_bytes, sizes)))) as arena:
         for size in sizes:
             assert arena.allocate(size).numel() == size
         assert arena.used_bytes == arena.num_bytes
@@ -39,7 +40,7 @@ def test_the_sum_of_rounded_requests_fits_exactly() -> None:
 
 
 def test_a_failed_request_takes_nothing() -> None:
-    with HostArena(128) as arena:
+    with closing(HostArena(128)) as arena:
         with pytest.raises(CapacityError):
             arena.allocate(129)
         with pytest.raises(CapacityError):
@@ -77,11 +78,11 @@ def test_impossible_sizes_are_refused() -> None:
 
 
 def test_empty_arenas_exist() -> None:
-    with HostArena(0) as arena:
+    with closing(HostArena(0)) as arena:
         assert arena.allocate(0).numel() == 0
 
 
 def test_memory_can_be_viewed_as_any_type() -> None:
-    with HostArena(256) as arena:
+    with closing(HostArena(256)) as arena:
         view = arena.allocate(16).view(torch.bfloat16)
         assert view.shape == (8,)

@@ -36,7 +36,7 @@ def test_the_device_finds_each_weight_in_the_slot_of_its_layer(
     pages = WeightPages(
         spec, store, layer_paging(spec, cut), dtype=torch.float32, allocate_on_device=allocate
     )
-    assert pages.host_bytes >= cut.streamed_bytes
+    assert pages.host_memory.nbytes >= cut.streamed_bytes
     slot = 1
     for layer in range(spec.num_layers):
         num_pages = len(cut.page_bytes[layer])

@@ -54,7 +54,9 @@ def oracle(config: LlamaConfig, positions: range) -> tuple[torch.Tensor, torch.T
 
 
 def tables(spec: RopeSpec, positions: list[int], prompt_tokens: list[int]) -> torch.Tensor:
-    rows_T, cos_PR, sin_PR = Rotary(spec).angles(
+    rotary = Rotary(spec)
+    rotary.reserve(max(positions, default=0) + 1)
+    rows_T, cos_PR, sin_PR = rotary.angles(
         torch.tensor(positions, dtype=torch.int32), torch.tensor(prompt_tokens, dtype=torch.int32)
     )
     return torch.stack([cos_PR[rows_T.long()], sin_PR[rows_T.long()]])
@@ -119,7 +121,9 @@ def test_partial_frequencies_are_those_of_transformers(name: str, partial: float
 
 def test_tables_grow_with_the_positions_and_keep_their_values() -> None:
     rotary = Rotary(make_spec({}))
+    rotary.reserve(6)
     first = rotary.angles(torch.tensor([5], dtype=torch.int32))
+    rotary.reserve(9001)
     later = rotary.angles(torch.tensor([5, 9000], dtype=torch.int32))
     assert len(later.cos_PR) > 9000 >= len(first.cos_PR)
     assert torch.equal(later.cos_PR[5], first.cos_PR[5])

@@ -3,6 +3,7 @@
 import gc
 import threading
 import weakref
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,7 @@ def test_many_tasks_with_stalls_in_every_lane_leave_nothing_behind() -> None:
     before = (threading.active_count(), num_handles(), num_marks())
     stall = RandomStalls(probability=0.01, longest_s=1e-3, seed=1)
     memories: list[weakref.ref[Memory]] = []
-    with EmulatedDevice(0, Durations(0.0), stall=stall) as device:
+    with closing(EmulatedDevice(0, Durations(0.0), stall=stall)) as device:
         for seed in range(NUM_TASKS // TASKS_PER_RUN):
             schedule = random_schedule(seed, num_tasks=TASKS_PER_RUN, num_buffers=12)
             memory = new_memory(schedule)
@@ -76,7 +77,7 @@ def test_many_tasks_with_stalls_in_every_lane_leave_nothing_behind() -> None:
 def test_measured_times_are_the_predicted_ones(seed: int) -> None:
     schedule = random_schedule(seed, num_tasks=400, num_buffers=20)
     cost = Durations(4e-3)
-    with EmulatedDevice(0, cost) as device:
+    with closing(EmulatedDevice(0, cost)) as device:
         measured = LaneExecutor(schedule, bindings(), device.lanes).run(new_memory(schedule))
     predicted = simulate(schedule, cost)
     assert measured.makespan_s == pytest.approx(predicted.makespan_s, rel=0.05)

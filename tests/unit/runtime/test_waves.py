@@ -78,9 +78,11 @@ def test_only_blocks_with_earlier_tokens_are_staged() -> None:
     (wave,) = cut([(1, 64), (40, 10), (50, 0)], 1, fraction=0.0).waves
     contexts = wave.staging.batch.context_tokens.tolist()
     table = wave.staging.batch.block_table
-    staged = dict(
-        zip(wave.staging.device_blocks.tolist(), wave.staging.host_blocks.tolist(), strict=True)
-    )
+    staged = {
+        device + index: host + index
+        for host, device, count in wave.staging.runs
+        for index in range(count)
+    }
     for sequence, context in enumerate(contexts):
         takes = int(
             wave.staging.batch.query_start[sequence + 1] - wave.staging.batch.query_start[sequence]

@@ -1,0 +1,143 @@
+"""A CUDA device without a GPU that computes: torch operations in a stream happen later, or lazily.
+
+`FakeCuda` decides when the work of a stream is done; here torch's own operations become such work.
+What a lane computes in its stream is enqueued with its result allocated at once, as on a GPU, so
+whoever reads without waiting reads garbage. What makes the host wait on a GPU (a number, a list, a
+copy to the host) waits here too. Memory is that of the host: an operation on tensors of two devices
+is not noticed; `test_device_types` looks for those.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from raymoe.device.emulated import EmulatedDevice
+from raymoe.kernels import cpu_norm, cpu_rope, cpu_router
+from tests.unit.device.fake_cuda import FakeCuda, FakeStream
+
+_HOST_WAITS = (
+    Tensor.cpu, Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__int__,
+)  # fmt: skip
+_ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided")
+
+
+class DeferredCuda(FakeCuda):
+    """See the module."""
+
+    device = torch.device("cpu")
+
+    def thread_context(self) -> AbstractContextManager[object]:
+        return self._deferring()
+
+    def allocate_pinned(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8).fill_(255)
+
+    def settle(self) -> None:
+        pass
+
+    def register(self, address: int, num_bytes: int) -> str | None:
+        return None
+
+    def unregister(self, address: int) -> None:
+        pass
+
+    @property
+    def is_in_stream(self) -> bool:
+        return getattr(self._current, "stream", None) is not None
+
+    def wait_here(self) -> None:
+        """Let the current stream of the calling thread catch up."""
+        if self.is_in_stream:
+            self.wait_stream(self._current.stream)
+
+    def _step(self, stream: FakeStream) -> None:
+        caller = getattr(self._current, "stream", None)
+        self._current.stream = None  # the device works, whichever thread makes it
+        super()._step(stream)
+        self._current.stream = caller
+
+    @contextmanager
+    def _deferring(self) -> Iterator[None]:
+        with torch.inference_mode(), _HostWaits(self), _Deferred(self):
+            yield
+
+
+class _HostWaits(TorchFunctionMode):
+    def __init__(self, cuda: DeferredCuda) -> None:
+        super().__init__()
+        self._cuda = cuda
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in _HOST_WAITS:
+            self._cuda.wait_here()
+        return func(*args, **(kwargs or {}))
+
+
+class _Deferred(TorchDispatchMode):
+    def __init__(self, cuda: DeferredCuda) -> None:
+        super().__init__()
+        self._cuda = cuda
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        schema = func._schema
+        if (
+            self._cuda.is_in_stream
+        ):  # in inference mode, operations come before they are taken apart
+            with self:
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
+        if not self._cuda.is_in_stream or func.is_view or schema.name in _ALLOCATIONS:
+            return func(*args, **kwargs)
+        if schema.is_mutable:
+            self._cuda.launch(lambda: func(*args, **kwargs))
+            return kwargs["out"] if "out" in kwargs else args[0]
+        try:
+            shapes = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
+            results = func(*shapes[0], **shapes[1])
+        except (NotImplementedError, RuntimeError):  # the shape of the result is in the data
+            self._cuda.wait_here()
+            return func(*args, **kwargs)
+        return self._later(func, args, kwargs, results)
+
+    def _later(self, func, args, kwargs, shapes):
+        results = tree_map_only(Tensor, _garbage_like, shapes)
+
+        def compute() -> None:
+            for value, place in zip(_listed(func(*args, **kwargs)), _listed(results), strict=True):
+                if isinstance(place, Tensor):
+                    place.copy_(value)
+
+        self._cuda.launch(compute)
+        return results
+
+
+def _listed(values: object) -> list[object]:
+    return list(values) if isinstance(values, (tuple, list)) else [values]
+
+
+def _garbage_like(shape: Tensor) -> Tensor:
+    garbage = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
+    EmulatedDevice.poison(garbage)
+    return garbage
+
+
+@pytest.fixture
+def without_native_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[DeferredCuda]]:
+    """Kernels of the host leave the tensors of these devices' streams alone, as on a GPU."""
+    devices: list[DeferredCuda] = []
+    for module in (cpu_norm, cpu_rope, cpu_router):
+        is_native = module._is_native
+
+        def on_host(*args: object, is_native=is_native) -> bool:
+            return not any(cuda.is_in_stream for cuda in devices) and is_native(*args)
+
+        monkeypatch.setattr(module, "_is_native", on_host)
+    return devices

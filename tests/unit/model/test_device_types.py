@@ -1,0 +1,88 @@
+"""No operation of a decoder on device memory meets a tensor of the host: looked at without a GPU.
+
+Tensors on torch's device "meta" have a type and a shape and no data; most operations on one of
+them and one of the host are refused, as they are between CUDA and the host. The loop over experts
+and dynamic rotations ask for numbers, which such tensors do not have; they are not looked at.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from raymoe.kernels.cpu_attention import AttentionBatch
+from raymoe.kernels.device_attention import PagedBatch
+from raymoe.kernels.paged_kv import KvLayout
+from raymoe.model.decoder import Decoder
+from raymoe.model.paged_loading import PagedLoader
+from raymoe.specs.model import DenseSpec, ModelSpec
+from raymoe.specs.weight_names import EMBEDDING, HEAD, layer_prefix, model_weights
+from raymoe.specs.weight_parts import layer_parts
+from tests.parity.cases import get_case
+from tests.parity.configurations import CONFIGURATIONS
+
+DEVICE = torch.device("meta")
+BATCH = AttentionBatch(
+    query_start=torch.tensor([0, 1, 4, 9], dtype=torch.int32),
+    context_tokens=torch.tensor([40, 4, 70], dtype=torch.int32),
+    block_table=torch.arange(9, dtype=torch.int32).view(3, 3),
+)
+NUM_TOKENS = 9
+
+
+def weights_on_device(spec: ModelSpec) -> dict[str, Tensor]:
+    """Neighbours where one projection reads several, as `PagedLoader` expects."""
+    weights = {
+        name: torch.empty(shape, device=DEVICE) for name, shape in model_weights(spec).items()
+    }
+    for i, layer in enumerate(spec.layers):
+        for part in layer_parts(layer, spec.hidden_size):
+            sizes = {name: torch.Size(shape).numel() for name, shape in part.shapes.items()}
+            memory = torch.empty(sum(sizes.values()), device=DEVICE).split(list(sizes.values()))
+            for (name, shape), piece in zip(part.shapes.items(), memory, strict=True):
+                weights[layer_prefix(i) + name] = piece.view(shape)
+    weights[EMBEDDING] = torch.empty(spec.vocab_size, spec.hidden_size)
+    weights.setdefault(HEAD, torch.empty(spec.vocab_size, spec.hidden_size, device=DEVICE))
+    return weights
+
+
+def to_device(batch: PagedBatch) -> PagedBatch:
+    groups = tuple(
+        replace(group, **{name: getattr(group, name).to(DEVICE) for name in group.__slots__})
+        for group in batch.groups
+    )
+    return PagedBatch(batch.blocks_T.to(DEVICE), batch.offsets_T.to(DEVICE), groups)
+
+
+@pytest.mark.parametrize(
+    "name", [c.name for c in CONFIGURATIONS if "dynamic" not in c.name], ids=str
+)
+@torch.inference_mode()
+def test_what_a_layer_computes_stays_on_the_device(name: str) -> None:
+    spec = ModelSpec.from_directory(get_case(name).directory)
+    decoder = Decoder(
+        spec,
+        PagedLoader(weights_on_device(spec).__getitem__, torch.float32, DEVICE),
+        lambda _names: None,
+    )
+    attention = spec.layers[0].attention
+    layout = KvLayout(
+        num_kv_heads=attention.num_kv_heads, head_dim=attention.head_dim, dtype=torch.float32
+    )
+    batch = to_device(PagedBatch.of(BATCH, layout, torch.device("cpu")))
+    staged = torch.empty(9, *layout.block_shape, device=DEVICE)
+    hidden_TH = torch.empty(NUM_TOKENS, spec.hidden_size, device=DEVICE)
+    tokens_T = torch.empty(NUM_TOKENS, dtype=torch.int32, device=DEVICE)
+    decoder.reserve(70)
+    for i, layer in enumerate(spec.layers):
+        projected = decoder.pre(i, hidden_TH, tokens_T, tokens_T)
+        attention_TX = decoder.attend_staged(i, projected, staged, batch)
+        hidden_TH, normed_TH, routing = decoder.post(i, hidden_TH, attention_TX)
+        if isinstance(layer.ffn, DenseSpec):
+            hidden_TH = decoder.ffn(i, hidden_TH, normed_TH, routing)
+        else:
+            assert routing is not None
+            assert routing.topk_weights_TK.device == DEVICE
+    logits_RV = decoder.logits(decoder.final(hidden_TH, tokens_T[:2].long()))
+    assert logits_RV.device == DEVICE
