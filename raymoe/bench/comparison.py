@@ -22,14 +22,15 @@ from raymoe.kernels.paged_kv import BLOCK_TOKENS, KvLayout
 from raymoe.memory.weights import WeightStore
 from raymoe.plan.device_cost import DeviceCost
 from raymoe.plan.pages import PageCut, layer_pages
-from raymoe.plan.policy import DevicePolicy, Policy
+from raymoe.plan.policy import PAGE_BYTES, DevicePolicy, Policy
 from raymoe.plan.wave import WaveShape
 from raymoe.plan.work import ModelWork
 from raymoe.runtime.bindings import PassInputs
 from raymoe.schedule.builders import MOST_WAVES
-from raymoe.schedule.critical import gap
+from raymoe.schedule.critical import bound_by, gap
 from raymoe.schedule.graph import Schedule
 from raymoe.schedule.simulate import Instant, simulate
+from raymoe.schedule.task import Resource
 from raymoe.schedule.timeline import Timeline
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
@@ -56,7 +57,7 @@ class DecodeStep:
     wave_rows: int = 36
     context: int = 482
     resident_share: float = 0.0
-    page_bytes: int = 64 << 20
+    page_bytes: int = PAGE_BYTES
     cpu_attention_fraction: float = 1.0
 
     @property
@@ -79,6 +80,11 @@ class Comparison:
     def gap(self) -> float:
         """Measured over predicted makespan, less one."""
         return gap(self.predicted, self.measured)
+
+    @property
+    def bound(self) -> Resource:
+        """The resource on which the predicted critical path spends most of its time."""
+        return bound_by(self.schedule, self.predicted)
 
     @property
     def tokens_per_s(self) -> float:

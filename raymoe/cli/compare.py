@@ -8,8 +8,11 @@ from rich.console import Console
 from rich.table import Table
 
 from raymoe.bench.comparison import Comparison, DecodeStep, compare_schedules
+from raymoe.cli.options import size
 from raymoe.errors import UnknownOptionError
+from raymoe.plan.policy import PAGE_BYTES
 from raymoe.schedule.builders import STREAMING_BUILDERS
+from raymoe.schedule.critical import compare
 from raymoe.schedule.draw.chrome_trace import draw_chrome_trace
 from raymoe.schedule.draw.svg import draw_svg
 from raymoe.schedule.task import Resource
@@ -35,6 +38,16 @@ def run(  # noqa: PLR0913 - the options of a command
     num_waves: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 14,
     wave_rows: Annotated[int, typer.Option(min=1, help="Sequences of each.")] = 36,
     context: Annotated[int, typer.Option(min=2, help="Tokens of each sequence.")] = 482,
+    resident_share: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share of the weights that stays on the device.")
+    ] = 0.0,
+    page_bytes: Annotated[
+        int, typer.Option(parser=size, metavar="SIZE", help="Largest page of weights: 64MiB, ...")
+    ] = PAGE_BYTES,
+    cpu_attention_fraction: Annotated[
+        float,
+        typer.Option(min=0.0, max=1.0, help="Decoding rows for which the CPU attends."),
+    ] = 1.0,
     time_scale: Annotated[
         float, typer.Option(min=0.001, help="Slow the pace down; figures are divided by it.")
     ] = 1.0,
@@ -58,12 +71,20 @@ def run(  # noqa: PLR0913 - the options of a command
         model,
         hardware_preset(hardware),
         names,
-        DecodeStep(num_waves=num_waves, wave_rows=wave_rows, context=context),
+        DecodeStep(
+            num_waves=num_waves,
+            wave_rows=wave_rows,
+            context=context,
+            resident_share=resident_share,
+            page_bytes=page_bytes,
+            cpu_attention_fraction=cpu_attention_fraction,
+        ),
         costs_of=None if costs_of is None else model_preset(costs_of),
         time_scale=time_scale,
     ):
         comparisons.append(comparison)
-        console.print(f"{comparison.name}: {comparison.tokens_per_s:.1f} tokens/s", style="dim")
+        line = compare(comparison.predicted, comparison.measured)
+        console.print(f"{comparison.name}: {line}", style="dim")
     Console().print(_table(comparisons, f"one decode step on {hardware}"))
     out.mkdir(parents=True, exist_ok=True)
     timelines = [timeline for each in comparisons for timeline in _named(each)]
@@ -84,7 +105,7 @@ def _table(comparisons: list[Comparison], title: str) -> Table:
     table = Table(title=title)
     table.add_column("schedule", no_wrap=True)
     lanes = (Resource.GPU, Resource.CPU, Resource.HTOD, Resource.DTOH)
-    for column in ("predicted", "measured", "gap", *lanes, "tokens/s"):
+    for column in ("predicted", "measured", "gap", *lanes, "bound", "tokens/s"):
         table.add_column(column, justify="right")
     for each in comparisons:
         table.add_row(
@@ -93,6 +114,7 @@ def _table(comparisons: list[Comparison], title: str) -> Table:
             format_seconds(each.measured.makespan_s),
             f"{100 * each.gap:+.1f} %",
             *(f"{100 * each.measured.utilization(lane):.0f} %" for lane in lanes),
+            each.bound,
             f"{each.tokens_per_s:.1f}",
         )
     return table

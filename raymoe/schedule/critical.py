@@ -34,6 +34,20 @@ def critical_path(schedule: Schedule, timeline: Timeline) -> tuple[Span, ...]:
     return tuple(reversed(path))
 
 
+def bound_by(schedule: Schedule, timeline: Timeline) -> Resource:
+    """The resource on which the critical path spends most of its time: more of it helps most.
+
+    Raises:
+        ScheduleError: The timeline is not one of this schedule, or nothing ran.
+    """
+    seconds = dict.fromkeys(timeline.resources, 0.0)
+    for span in critical_path(schedule, timeline):
+        seconds[span.task.resource] += span.duration_s
+    if not seconds:
+        raise ScheduleError(f"timeline {timeline.name!r} is empty; nothing bounds it")
+    return max(seconds, key=seconds.__getitem__)
+
+
 def gap(predicted: Timeline, measured: Timeline) -> float:
     """How much longer it took than predicted, as a fraction; negative where it was shorter."""
     if not predicted.makespan_s:

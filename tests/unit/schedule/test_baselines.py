@@ -11,6 +11,10 @@ from raymoe.schedule.builders.shape import PassForm
 from raymoe.schedule.simulate import simulate
 from raymoe.schedule.task import Op, Resource
 from tests.unit.schedule.costs import OpCost, TaskCost
+from tests.unit.schedule.figure_6 import (
+    gpu_share_during_cpu_attention,
+    share_of_gpu_idle_time_spent_on,
+)
 from tests.unit.schedule.forms import form_for, pass_forms, streamed_layer, uniform_form
 
 WITH_BARRIERS = ("flexgen_s3", "flexgen_s4", "layer_by_layer")
@@ -68,3 +72,21 @@ def test_layer_by_layer_hides_no_transfer_of_weights() -> None:
     timeline = simulate(build_layer_by_layer(uniform_form(num_layers=2)), cost)
     assert timeline.makespan_s == 2 * (3 * (1 + 2 + 4) + 3 * 10)
     assert timeline.busy_s(Resource.HTOD) == 60
+
+
+def test_baselines_idle_where_figure_6_shows_it() -> None:
+    """MoE-Lightning, figure 6, with its squares: attention longer than the rest, KV longest."""
+    squares = OpCost(
+        {Op.PRE: 1, Op.QKV: 0.2, Op.ATTN: 3, Op.HID: 0.2, Op.POST: 1, Op.EXPERTS: 1.5}
+        | {Op.W: 1, Op.KV: 5, Op.GATTN: 0.5}
+    )
+    s1, s3, s4 = (
+        simulate(STREAMING_BUILDERS[name](form_for(name, 8, 4, 4)), squares)
+        for name in ("cgopipe", "flexgen_s3", "flexgen_s4")
+    )
+    assert gpu_share_during_cpu_attention(s3) == 0.0
+    assert gpu_share_during_cpu_attention(s1) > 0.8
+    assert share_of_gpu_idle_time_spent_on(s4, Op.KV) > 0.7
+    assert share_of_gpu_idle_time_spent_on(s4, Op.KV, Op.W) > 0.95
+    assert s1.utilization(Resource.GPU) > 0.9
+    assert max(s3.utilization(Resource.GPU), s4.utilization(Resource.GPU)) < 0.7

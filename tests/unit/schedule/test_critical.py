@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from raymoe.errors import ScheduleError
 from raymoe.schedule.builders import STREAMING_BUILDERS
-from raymoe.schedule.critical import compare, critical_path, gap
+from raymoe.schedule.critical import bound_by, compare, critical_path, gap
 from raymoe.schedule.graph import Schedule
 from raymoe.schedule.simulate import simulate
 from raymoe.schedule.task import Buffer, Op, Resource, Task
@@ -34,6 +34,14 @@ def test_the_path_goes_through_the_lane_or_the_dependency_that_ended_last() -> N
     assert path_of(link_bound) == ["w[0,0]", "w[0,1]", "post[0,0]"]
     compute_bound = simulate(SCHEDULE, OpCost({Op.W: 1, Op.PRE: 5, Op.POST: 1}))
     assert path_of(compute_bound) == ["w[0,0]", "pre[0,0]", "post[0,0]"]
+
+
+def test_the_bound_is_where_the_path_spends_its_time() -> None:
+    for load_s, work_s, lane in ((5, 1, Resource.HTOD), (1, 5, Resource.GPU)):
+        timeline = simulate(SCHEDULE, OpCost({Op.W: load_s, Op.PRE: work_s, Op.POST: work_s}))
+        assert bound_by(SCHEDULE, timeline) is lane
+    with pytest.raises(ScheduleError, match="is empty"):
+        bound_by(Schedule("s", ()), Timeline("s", ()))
 
 
 def test_the_path_of_a_measured_timeline_may_have_gaps() -> None:

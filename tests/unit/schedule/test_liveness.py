@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from raymoe.schedule.builders import STREAMING_BUILDERS
 from raymoe.schedule.graph import Schedule
-from raymoe.schedule.liveness import live_bytes
 from raymoe.schedule.task import Buffer, Op, Resource, Task
 from tests.unit.schedule.forms import BUILDER_NAMES, pass_forms
+from tests.unit.schedule.liveness import live_bytes
 
 A, B, C = Buffer("a"), Buffer("b"), Buffer("c")
 SIZES = {A: 1, B: 10, C: 100}
