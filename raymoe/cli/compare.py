@@ -62,23 +62,22 @@ def run(  # noqa: PLR0913 - the options of a command
     predicted above measured, and a trace for chrome://tracing or Perfetto.
     """
     names = schedule or list(STREAMING_BUILDERS)
-    for name in names:
-        if name not in STREAMING_BUILDERS:
-            raise UnknownOptionError(name, STREAMING_BUILDERS, "schedule")
+    _check_names(names)
     console = Console(stderr=True)
     comparisons = []
+    step = DecodeStep(
+        num_waves=num_waves,
+        wave_rows=wave_rows,
+        context=context,
+        resident_share=resident_share,
+        page_bytes=page_bytes,
+        cpu_attention_fraction=cpu_attention_fraction,
+    )
     for comparison in compare_schedules(
         model,
         hardware_preset(hardware),
         names,
-        DecodeStep(
-            num_waves=num_waves,
-            wave_rows=wave_rows,
-            context=context,
-            resident_share=resident_share,
-            page_bytes=page_bytes,
-            cpu_attention_fraction=cpu_attention_fraction,
-        ),
+        step,
         costs_of=None if costs_of is None else model_preset(costs_of),
         time_scale=time_scale,
     ):
@@ -86,11 +85,21 @@ def run(  # noqa: PLR0913 - the options of a command
         line = compare(comparison.predicted, comparison.measured)
         console.print(f"{comparison.name}: {line}", style="dim")
     Console().print(_table(comparisons, f"one decode step on {hardware}"))
+    _draw(comparisons, f"decode step, {hardware}", out)
+    console.print(f"{out / 'schedules.svg'}, {out / 'trace.json'}", style="dim")
+
+
+def _check_names(names: list[str]) -> None:
+    for name in names:
+        if name not in STREAMING_BUILDERS:
+            raise UnknownOptionError(name, STREAMING_BUILDERS, "schedule")
+
+
+def _draw(comparisons: list[Comparison], title: str, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     timelines = [timeline for each in comparisons for timeline in _named(each)]
-    (out / "schedules.svg").write_text(draw_svg(timelines, title=f"decode step, {hardware}"))
+    (out / "schedules.svg").write_text(draw_svg(timelines, title=title))
     (out / "trace.json").write_text(draw_chrome_trace(timelines))
-    console.print(f"{out / 'schedules.svg'}, {out / 'trace.json'}", style="dim")
 
 
 def _named(comparison: Comparison) -> tuple[Timeline, Timeline]:
