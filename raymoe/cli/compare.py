@@ -21,6 +21,16 @@ from raymoe.specs.presets_hardware import hardware_preset
 from raymoe.specs.presets_models import model_preset
 from raymoe.units import format_seconds
 
+ResidentShare = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="Share of the weights that stays on the device.")
+]
+PageBytes = Annotated[
+    int, typer.Option(parser=size, metavar="SIZE", help="Largest page of weights: 64MiB, ...")
+]
+CpuAttentionFraction = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="Decoding rows for which the CPU attends.")
+]
+
 
 def run(  # noqa: PLR0913 - the options of a command
     *,
@@ -38,16 +48,9 @@ def run(  # noqa: PLR0913 - the options of a command
     num_waves: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 14,
     wave_rows: Annotated[int, typer.Option(min=1, help="Sequences of each.")] = 36,
     context: Annotated[int, typer.Option(min=2, help="Tokens of each sequence.")] = 482,
-    resident_share: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Share of the weights that stays on the device.")
-    ] = 0.0,
-    page_bytes: Annotated[
-        int, typer.Option(parser=size, metavar="SIZE", help="Largest page of weights: 64MiB, ...")
-    ] = PAGE_BYTES,
-    cpu_attention_fraction: Annotated[
-        float,
-        typer.Option(min=0.0, max=1.0, help="Decoding rows for which the CPU attends."),
-    ] = 1.0,
+    resident_share: ResidentShare = 0.0,
+    page_bytes: PageBytes = PAGE_BYTES,
+    cpu_attention_fraction: CpuAttentionFraction = 1.0,
     time_scale: Annotated[
         float, typer.Option(min=0.001, help="Slow the pace down; figures are divided by it.")
     ] = 1.0,
