@@ -3,9 +3,10 @@
 import numpy as np
 
 from raymoe.device.emulated import EmulatedDevice
+from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.plan.device_cost import DeviceCost
 from raymoe.plan.pages import PageCut
-from raymoe.plan.wave import WaveShape
+from raymoe.plan.wave import AttentionShape, WaveShape
 from raymoe.plan.work import ModelWork
 from raymoe.runtime.waves import CutPass, Wave
 from raymoe.schedule.graph import Schedule
@@ -33,18 +34,18 @@ class Pace:
 
 def wave_shape(wave: Wave) -> WaveShape:
     """A wave in the numbers that costs depend on; every sequence gets logits."""
-    batches = (wave.host.batch, wave.device.batch)
-    takes = np.concatenate([np.diff(batch.query_start.numpy()) for batch in batches])
-    contexts = np.concatenate([batch.context_tokens.numpy() for batch in batches])
-    is_decode = takes == 1
-    decoding = int(is_decode.sum())
-    on_host = int(is_decode[: len(wave.host.batch.context_tokens)].sum())
-    chunks, ends = takes[~is_decode].astype(np.int64), contexts[~is_decode].astype(np.int64)
+    host, device = wave.host.batch, wave.device.batch
     return WaveShape(
-        decode_rows=decoding,
-        decode_context_tokens=int(contexts[is_decode].sum()),
-        prefill_tokens=int(chunks.sum()),
-        prefill_pairs=int((chunks * (ends - chunks) + chunks * (chunks + 1) // 2).sum()),
-        logit_rows=len(takes),
-        cpu_attention_fraction=on_host / decoding if decoding else 1.0,
+        host=_attention_shape(host),
+        device=_attention_shape(device),
+        logit_rows=len(host.context_tokens) + len(device.context_tokens),
+    )
+
+
+def _attention_shape(batch: AttentionBatch) -> AttentionShape:
+    takes = np.diff(batch.query_start.numpy()).astype(np.int64)
+    contexts = batch.context_tokens.numpy().astype(np.int64)
+    pairs = takes * (contexts - takes) + takes * (takes + 1) // 2
+    return AttentionShape(
+        rows=int(takes.sum()), pairs=int(pairs.sum()), context_tokens=int(contexts.sum())
     )

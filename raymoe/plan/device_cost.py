@@ -28,7 +28,7 @@ from raymoe.specs.hardware import HardwareSpec
 HALF_EFFICIENCY_ROWS = 64.0
 # Of the rate of matrix products: FlashAttention-2 reaches 50 to 73 % of the peak of an A100, matrix
 # products 80 to 90 % (Dao, 2023, section 1).
-PREFILL_ATTENTION_EFFICIENCY = 0.7
+DEVICE_ATTENTION_EFFICIENCY = 0.7
 # Of host read bandwidth: our kernel reads the cache at 0.84 to 0.93 of it (README, Results).
 CPU_ATTENTION_EFFICIENCY = 0.85
 # Reading the pageable original and writing the pinned copy, beside the read by the link.
@@ -111,7 +111,7 @@ class DeviceCost:
         """The layer of a task."""
         return self.work.layers[task.layer]
 
-    def group_tokens(self, group: int) -> int:
+    def group_tokens(self, group: int) -> float:
         """Tokens that meet in one launch of the experts."""
         start = group * self.waves_per_group
         return sum(wave.tokens for wave in self.waves[start : start + self.waves_per_group])
@@ -174,60 +174,59 @@ def _up_s(cost: DeviceCost, task: Task) -> float:
 
 
 def _pre_s(cost: DeviceCost, task: Task) -> float:
-    """Q, K, V projections of all tokens, then attention of prompt tokens.
+    """Q, K, V projections: GA of MoE-Lens, section 6.4.
 
-    Source: GA of MoE-Lens, section 6.4; MoE-Lightning leaves the projections out (section 4.2).
+    MoE-Lightning leaves the projections out (section 4.2).
     """
     wave, layer = cost.wave(task), cost.layer(task)
     outputs = layer.query_width + 2 * layer.kv_width
-    flop = layer.pair_flop * wave.prefill_pairs / PREFILL_ATTENTION_EFFICIENCY
-    attention_s = cost.roof_s(Resource.GPU, flop, 0.0)
-    return cost.product_s(wave.tokens, cost.work.hidden_size * outputs) + attention_s
+    return cost.product_s(wave.tokens, cost.work.hidden_size * outputs)
 
 
 def _qkv_s(cost: DeviceCost, task: Task) -> float:
     """Queries of the CPU's share, all keys and values: D1 of MoE-Lightning, section 4.1."""
     wave, layer = cost.wave(task), cost.layer(task)
-    queries = wave.cpu_rows * cost.row_bytes(layer.query_width)
+    queries = wave.host.rows * cost.row_bytes(layer.query_width)
     return cost.copy_s(task.resource, queries + wave.tokens * layer.kv_token_bytes)
 
 
 def _attention_s(cost: DeviceCost, task: Task) -> float:
-    """Append to the cache, then decode attention of the CPU's share.
+    """Append to the cache, then attention of the CPU's share.
 
     The appended rows are read and written once; the KV of the context is read once for all heads
     of a group. Source: MoE-Lightning, section 4.2, equations 13 and 14, with the operations of
     both products (queries by keys, scores by values), where its code counts one.
     """
-    wave, layer = cost.wave(task), cost.layer(task)
-    read = wave.cpu_context_tokens * layer.kv_token_bytes
+    share, layer = cost.wave(task).host, cost.layer(task)
+    read = share.context_tokens * layer.kv_token_bytes
     if task.resource is not Resource.GPU:
         read /= CPU_ATTENTION_EFFICIENCY
-    appended = 2 * (wave.cpu_rows + wave.prefill_tokens) * layer.kv_token_bytes
-    return cost.roof_s(task.resource, layer.pair_flop * wave.cpu_context_tokens, read + appended)
+    appended = 2 * share.rows * layer.kv_token_bytes
+    return cost.roof_s(task.resource, layer.pair_flop * share.pairs, read + appended)
 
 
 def _kv_s(cost: DeviceCost, task: Task) -> float:
-    """KV of the device's share: D4 of MoE-Lightning, section 4.1."""
-    num_bytes = cost.wave(task).device_context_tokens * cost.layer(task).kv_token_bytes
+    """Earlier KV of the device's share: D4 of MoE-Lightning, section 4.1."""
+    num_bytes = cost.wave(task).device.past_tokens * cost.layer(task).kv_token_bytes
     return cost.copy_s(task.resource, num_bytes)
 
 
 def _device_attention_s(cost: DeviceCost, task: Task) -> float:
-    """Decode attention of the device's share: MoE-Lightning, section 4.2, equations 13 and 14."""
-    tokens, layer = cost.wave(task).device_context_tokens, cost.layer(task)
-    return cost.roof_s(task.resource, layer.pair_flop * tokens, layer.kv_token_bytes * tokens)
+    """Attention of the device's share: MoE-Lightning, section 4.2, equations 13 and 14."""
+    share, layer = cost.wave(task).device, cost.layer(task)
+    flop = layer.pair_flop * share.pairs / DEVICE_ATTENTION_EFFICIENCY
+    return cost.roof_s(task.resource, flop, layer.kv_token_bytes * share.context_tokens)
 
 
 def _append_s(cost: DeviceCost, task: Task) -> float:
     """Keys and values of the device's share, read and written once on the host."""
-    num_bytes = 2 * cost.wave(task).device_rows * cost.layer(task).kv_token_bytes
+    num_bytes = 2 * cost.wave(task).device.rows * cost.layer(task).kv_token_bytes
     return cost.roof_s(task.resource, 0.0, num_bytes)
 
 
 def _hidden_s(cost: DeviceCost, task: Task) -> float:
     """Attention output of the CPU's share: D2 of MoE-Lightning, section 4.1."""
-    num_bytes = cost.wave(task).cpu_rows * cost.row_bytes(cost.layer(task).query_width)
+    num_bytes = cost.wave(task).host.rows * cost.row_bytes(cost.layer(task).query_width)
     return cost.copy_s(task.resource, num_bytes)
 
 

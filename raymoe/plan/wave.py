@@ -1,84 +1,110 @@
 """WaveShape: what one wave of a pass holds, in the numbers that costs depend on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from raymoe.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WaveShape:
-    """Tokens of a wave: decode rows, whose attention is on the CPU or split, and prompt tokens.
+class AttentionShape:
+    """Attention of one side, host or device; means may be fractions.
 
     Attributes:
-        decode_rows: Sequences that decode one token.
-        decode_context_tokens: Context tokens that their attention reads, summed over the rows.
-        prefill_tokens: Prompt tokens; their attention is on the device.
-        prefill_pairs: Pairs of a prompt token and a context token that it sees.
-        logit_rows: Tokens whose logits are computed.
-        cpu_attention_fraction: Share of the decode attention on the CPU, 0..1; the device has the
-            rest (omega of MoE-Gen, equation 1).
+        rows: New tokens: their KV is appended, they attend.
+        pairs: Pairs of a new token and a token that it sees.
+        context_tokens: Tokens whose KV is read, summed over sequences; new ones included.
     """
 
-    decode_rows: int = 0
-    decode_context_tokens: int = 0
-    prefill_tokens: int = 0
-    prefill_pairs: int = 0
-    logit_rows: int = 0
-    cpu_attention_fraction: float = 1.0
+    rows: float = 0.0
+    pairs: float = 0.0
+    context_tokens: float = 0.0
 
     def __post_init__(self) -> None:
-        counts = ("decode_rows", "decode_context_tokens", "prefill_tokens", "prefill_pairs")
-        for field in (*counts, "logit_rows"):
-            value = getattr(self, field)
+        for name in ("rows", "pairs", "context_tokens"):
+            value = getattr(self, name)
             if value < 0:
-                raise ConfigError(f"WaveShape.{field} is {value!r}; it must not be negative")
-        if not 0.0 <= self.cpu_attention_fraction <= 1.0:
+                raise ConfigError(f"AttentionShape.{name} is {value!r}; it must not be negative")
+        if self.context_tokens < self.rows:
             raise ConfigError(
-                f"WaveShape.cpu_attention_fraction is {self.cpu_attention_fraction!r}; "
-                "it must be between 0 and 1"
+                f"AttentionShape.context_tokens is {self.context_tokens!r}, fewer than the "
+                f"{self.rows!r} new tokens that it includes"
+            )
+
+    @property
+    def past_tokens(self) -> float:
+        """Tokens whose KV was there before."""
+        return self.context_tokens - self.rows
+
+    def __add__(self, other: "AttentionShape") -> "AttentionShape":
+        return AttentionShape(
+            rows=self.rows + other.rows,
+            pairs=self.pairs + other.pairs,
+            context_tokens=self.context_tokens + other.context_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaveShape:
+    """Tokens of a wave, by who attends for them.
+
+    Attributes:
+        host: For whom the CPU attends.
+        device: For whom the device attends.
+        logit_rows: Tokens whose logits are computed.
+    """
+
+    host: AttentionShape = field(default_factory=AttentionShape)
+    device: AttentionShape = field(default_factory=AttentionShape)
+    logit_rows: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.logit_rows < 0:
+            raise ConfigError(
+                f"WaveShape.logit_rows is {self.logit_rows!r}; it must not be negative"
             )
 
     @classmethod
-    def decode(cls, rows: int, context: int, cpu_attention_fraction: float = 1.0) -> Self:
-        """One token for each of `rows` sequences that are `context` tokens long."""
+    def decode(cls, rows: float, context: float, cpu_attention_fraction: float = 1.0) -> Self:
+        """One token for each of `rows` sequences that are `context` tokens long with it.
+
+        Args:
+            rows: Sequences.
+            context: Tokens of each.
+            cpu_attention_fraction: Share for which the CPU attends, 0..1 (omega of MoE-Gen,
+                equation 1).
+        """
+        if not 0.0 <= cpu_attention_fraction <= 1.0:
+            raise ConfigError(
+                f"cpu_attention_fraction is {cpu_attention_fraction!r}; it must be between 0 and 1"
+            )
+        host_rows = cpu_attention_fraction * rows
         return cls(
-            decode_rows=rows,
-            decode_context_tokens=rows * context,
+            host=_decoding(host_rows, context),
+            device=_decoding(rows - host_rows, context),
             logit_rows=rows,
-            cpu_attention_fraction=cpu_attention_fraction,
         )
 
     @classmethod
-    def prefill(cls, rows: int, prompt: int) -> Self:
-        """The whole prompt of `rows` sequences."""
-        return cls(
-            prefill_tokens=rows * prompt,
-            prefill_pairs=rows * prompt * (prompt + 1) // 2,
-            logit_rows=rows,
+    def prefill(cls, rows: float, prompt: float) -> Self:
+        """The whole prompt of `rows` sequences; the device attends."""
+        device = AttentionShape(
+            rows=rows * prompt, pairs=rows * prompt * (prompt + 1) / 2, context_tokens=rows * prompt
+        )
+        return cls(device=device, logit_rows=rows)
+
+    @property
+    def tokens(self) -> float:
+        """All tokens."""
+        return self.host.rows + self.device.rows
+
+    def __add__(self, other: "WaveShape") -> "WaveShape":
+        return WaveShape(
+            host=self.host + other.host,
+            device=self.device + other.device,
+            logit_rows=self.logit_rows + other.logit_rows,
         )
 
-    @property
-    def tokens(self) -> int:
-        """All tokens."""
-        return self.decode_rows + self.prefill_tokens
 
-    @property
-    def cpu_rows(self) -> float:
-        """Decode rows whose attention is on the CPU."""
-        return self.cpu_attention_fraction * self.decode_rows
-
-    @property
-    def cpu_context_tokens(self) -> float:
-        """Context tokens that the CPU's share reads."""
-        return self.cpu_attention_fraction * self.decode_context_tokens
-
-    @property
-    def device_rows(self) -> float:
-        """Decode rows whose attention is on the device."""
-        return self.decode_rows - self.cpu_rows
-
-    @property
-    def device_context_tokens(self) -> float:
-        """Context tokens that the device's share reads."""
-        return self.decode_context_tokens - self.cpu_context_tokens
+def _decoding(rows: float, context: float) -> AttentionShape:
+    return AttentionShape(rows=rows, pairs=rows * context, context_tokens=rows * context)

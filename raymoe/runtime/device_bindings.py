@@ -167,10 +167,12 @@ class _Bound:
         self._wrote(task, state, *into)
 
     def qkv(self, task: Task, state: DevicePass) -> None:
-        num_tokens = state.wave(task).num_tokens
-        _copy(
-            self._on_device(task).projected(num_tokens), self._on_host(task).projected(num_tokens)
-        )
+        wave = state.wave(task)
+        source = self._on_device(task).projected(wave.num_tokens)
+        target = self._on_host(task).projected(wave.num_tokens)
+        _send(source.query_THD[: wave.host.end], target.query_THD[: wave.host.end])
+        _send(source.key_TGD, target.key_TGD)
+        _send(source.value_TGD, target.value_TGD)
 
     def attend_on_host(self, task: Task, state: DevicePass) -> None:
         share = state.wave(task).host

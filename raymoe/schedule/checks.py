@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from raymoe.errors import ScheduleError
-from raymoe.schedule.task import RESOURCES_OF, Buffer, Resource, Task
+from raymoe.schedule.task import RESOURCES_OF, Buffer, Op, Resource, Task
 
 SHOWN_TASKS = 4  # of each lane, in the excerpt of an error
 SHOWN_BUFFERS = 6
@@ -17,15 +17,15 @@ def check_tasks(name: str, tasks: Sequence[Task], inputs: Iterable[Buffer]) -> N
             buffer that nobody wrote before. Shows what was issued on every lane until then.
     """
     known = set(inputs)
-    seen: set[str] = set()
+    seen: set[tuple[Op, int, int]] = set()
     for index, task in enumerate(tasks):
         if task.resource not in RESOURCES_OF[task.op]:
             lanes = " or ".join(sorted(RESOURCES_OF[task.op]))
             what = f"cannot run there; {task.op} runs on {lanes}"
             raise _violation(name, tasks, index, what)
-        if str(task) in seen:
+        if (task.op, task.layer, task.part) in seen:
             raise _violation(name, tasks, index, "occurs twice")
-        seen.add(str(task))
+        seen.add((task.op, task.layer, task.part))
         for buffer in task.reads:
             if buffer not in known:
                 hint = _hint(buffer, tasks[index + 1 :], known)

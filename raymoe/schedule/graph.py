@@ -74,16 +74,15 @@ def _derive(tasks: Sequence[Task]) -> tuple[tuple[int, ...], ...]:
     readers: dict[Buffer, list[int]] = {}
     dependencies: list[tuple[int, ...]] = []
     for index, task in enumerate(tasks):
-        waits = {writer[buffer] for buffer in task.reads if buffer in writer}
+        waits = {writer.get(buffer, index) for buffer in (*task.reads, *task.writes)}
         for buffer in task.writes:
             waits.update(readers.pop(buffer, ()))
-            if buffer in writer:
-                waits.add(writer[buffer])
         for buffer in task.reads:
             readers.setdefault(buffer, []).append(index)
         for buffer in task.writes:
             writer[buffer] = index
-        dependencies.append(tuple(sorted(waits - {index})))
+        waits.discard(index)
+        dependencies.append(tuple(sorted(waits)))
     return tuple(dependencies)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
+from typing import NamedTuple
 
 
 class Resource(StrEnum):
@@ -66,9 +67,11 @@ RESOURCES_OF: Mapping[Op, frozenset[Resource]] = MappingProxyType(
 """The resources on which each operation can run."""
 
 
-@dataclass(frozen=True, slots=True)
-class Buffer:
-    """A named piece of memory; two tasks that use an equal buffer depend on each other."""
+class Buffer(NamedTuple):
+    """A named piece of memory; two tasks that use an equal buffer depend on each other.
+
+    A tuple, because planning builds schedules by the hundred and looks up buffers all the time.
+    """
 
     name: str
     key: tuple[int, ...] = ()

@@ -3,42 +3,50 @@
 import pytest
 
 from raymoe.errors import ConfigError
-from raymoe.plan.wave import WaveShape
+from raymoe.plan.wave import AttentionShape, WaveShape
 
 
 def test_a_decode_wave_reads_every_context_and_wants_logits_of_every_row() -> None:
     wave = WaveShape.decode(3, 100)
-    assert (wave.tokens, wave.decode_context_tokens, wave.logit_rows) == (3, 300, 3)
-    assert (wave.prefill_tokens, wave.prefill_pairs) == (0, 0)
+    assert wave.host == AttentionShape(rows=3, pairs=300, context_tokens=300)
+    assert (wave.tokens, wave.host.past_tokens, wave.logit_rows) == (3, 297, 3)
+    assert wave.device == AttentionShape()
 
 
 def test_a_prompt_token_sees_itself_and_what_is_before_it() -> None:
     wave = WaveShape.prefill(2, 4)
-    assert (wave.tokens, wave.prefill_pairs, wave.logit_rows) == (8, 2 * (1 + 2 + 3 + 4), 2)
+    assert wave.device == AttentionShape(rows=8, pairs=2 * (1 + 2 + 3 + 4), context_tokens=8)
+    assert (wave.tokens, wave.device.past_tokens, wave.logit_rows) == (8, 0, 2)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.3, 1.0])
 def test_both_shares_of_the_attention_make_the_whole(fraction: float) -> None:
     wave = WaveShape.decode(10, 50, cpu_attention_fraction=fraction)
-    assert wave.cpu_rows == pytest.approx(10 * fraction)
-    assert wave.cpu_context_tokens == pytest.approx(500 * fraction)
-    assert wave.cpu_rows + wave.device_rows == 10
-    assert wave.cpu_context_tokens + wave.device_context_tokens == 500
+    assert wave.host.rows == pytest.approx(10 * fraction)
+    assert wave.host.context_tokens == pytest.approx(500 * fraction)
+    assert wave.host + wave.device == WaveShape.decode(10, 50).host
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("decode_rows", -1),
-        ("decode_context_tokens", -1),
-        ("prefill_tokens", -1),
-        ("prefill_pairs", -1),
-        ("logit_rows", -1),
-        ("cpu_attention_fraction", 1.1),
-        ("cpu_attention_fraction", -0.1),
-        ("cpu_attention_fraction", float("nan")),
-    ],
-)
-def test_shapes_without_meaning_are_refused(field: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=rf"WaveShape\.{field} is"):
-        WaveShape(**{field: value})
+def test_waves_add_up() -> None:
+    both = WaveShape.decode(3, 100, cpu_attention_fraction=0.0) + WaveShape.prefill(2, 4)
+    assert both.device == AttentionShape(rows=11, pairs=320, context_tokens=308)
+    assert (both.tokens, both.logit_rows) == (11, 5)
+
+
+@pytest.mark.parametrize("field", ["rows", "pairs", "context_tokens"])
+def test_negative_counts_are_refused(field: str) -> None:
+    with pytest.raises(ConfigError, match=rf"AttentionShape\.{field} is -1"):
+        AttentionShape(**{field: -1})
+
+
+def test_shapes_without_meaning_are_refused() -> None:
+    with pytest.raises(ConfigError, match="fewer than the 5 new tokens"):
+        AttentionShape(rows=5, context_tokens=4)
+    with pytest.raises(ConfigError, match=r"logit_rows is -1"):
+        WaveShape(logit_rows=-1)
+
+
+@pytest.mark.parametrize("fraction", [1.1, -0.1, float("nan")])
+def test_a_share_is_between_nothing_and_all(fraction: float) -> None:
+    with pytest.raises(ConfigError, match="between 0 and 1"):
+        WaveShape.decode(1, 1, cpu_attention_fraction=fraction)
