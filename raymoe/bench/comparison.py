@@ -169,7 +169,7 @@ class _Run:
         )
 
     def _model(self) -> LoadedModel:
-        attention = self._spec.layers[0].attention
+        attention = self._spec.layers[0].grouped_attention
         policy = Policy(
             batch_size=self._rows,
             pass_tokens=self._rows,

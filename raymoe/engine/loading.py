@@ -31,6 +31,7 @@ from raymoe.memory.source import resolve_model
 from raymoe.memory.weights import WeightStore
 from raymoe.model.decoder import Decoder
 from raymoe.model.loading import decoder_arena_bytes
+from raymoe.model.support import check_supported
 from raymoe.plan.policy import Policy
 from raymoe.plan.search import find_plan
 from raymoe.plan.work import ModelWork
@@ -62,6 +63,7 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
     settings = Settings.from_environment()
     directory = resolve_model(path)
     spec = ModelSpec.from_directory(directory)
+    check_supported(spec)
     store = WeightStore.open(spec, directory)
     dtype = store.dtype if config.dtype == "auto" else DTYPES[config.dtype]
     kv_dtype = _kv_dtype(config, dtype)
@@ -241,7 +243,8 @@ def _kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
 
 
 def _kv_layout(spec: ModelSpec, dtype: torch.dtype) -> KvLayout:
-    shapes = {(layer.attention.num_kv_heads, layer.attention.head_dim) for layer in spec.layers}
+    attentions = [layer.grouped_attention for layer in spec.layers]
+    shapes = {(attention.num_kv_heads, attention.head_dim) for attention in attentions}
     if len(shapes) > 1:
         raise UnsupportedModelError(
             f"{spec.name}: layers with different KV heads or head_dim ({sorted(shapes)})"

@@ -46,6 +46,10 @@ def _attention_shape(batch: AttentionBatch) -> AttentionShape:
     takes = np.diff(batch.query_start.numpy()).astype(np.int64)
     contexts = batch.context_tokens.numpy().astype(np.int64)
     pairs = takes * (contexts - takes) + takes * (takes + 1) // 2
+    is_decode = takes == 1
     return AttentionShape(
-        rows=int(takes.sum()), pairs=int(pairs.sum()), context_tokens=int(contexts.sum())
+        rows=int(takes.sum()),
+        pairs=int(pairs[is_decode].sum()),
+        prompt_pairs=int(pairs[~is_decode].sum()),
+        context_tokens=int(contexts.sum()),
     )

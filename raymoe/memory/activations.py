@@ -42,7 +42,7 @@ class WaveActivations:
         self, spec: ModelSpec, tokens: int, dtype: torch.dtype, allocate: Allocate
     ) -> None:
         self.num_tokens = tokens
-        attention = spec.layers[0].attention
+        attention = spec.layers[0].grouped_attention
         heads, kv_heads, dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
         self._projected = Projected(
             *(

@@ -47,7 +47,7 @@ class Layer:
 
     def __init__(self, spec: LayerSpec, loader: Loader, prefix: str, *, eps: float) -> None:
         self.input_norm_H = loader.vector(f"{prefix}input_layernorm.weight")
-        self.attention = Attention(spec.attention, loader, f"{prefix}self_attn.", eps=eps)
+        self.attention = Attention(spec.grouped_attention, loader, f"{prefix}self_attn.", eps=eps)
         self.ffn_norm_H = loader.vector(f"{prefix}post_attention_layernorm.weight")
         self.ffn: FeedForward
         if isinstance(spec.ffn, DenseSpec):

@@ -73,7 +73,7 @@ class MoE:
     def route(self, normed_TH: Tensor) -> Routing:
         """See `FeedForward`."""
         logits_TE = self._router(normed_TH)
-        return route(logits_TE, self._spec.top_k, renormalize=self._spec.renormalize)
+        return route(logits_TE, self._spec.top_k, renormalize=self._spec.router.renormalize)
 
     def __call__(self, normed_TH: Tensor, routing: Routing | None) -> Tensor:
         """See `FeedForward`."""

@@ -139,7 +139,7 @@ class _ArenaPlan:
         return total
 
     def _layer(self, prefix: str, layer: LayerSpec) -> int:
-        hidden_size, attention, ffn = self._spec.hidden_size, layer.attention, layer.ffn
+        hidden_size, attention, ffn = self._spec.hidden_size, layer.grouped_attention, layer.ffn
         qkv = [f"{prefix}self_attn.{part}_proj" for part in "qkv"]
         output = [f"{prefix}self_attn.o_proj"]
         total = self._linear(qkv, attention.query_width + 2 * attention.kv_width, hidden_size)

@@ -50,7 +50,7 @@ class ReferenceModel:
             prefix = layer_prefix(i)
             normed_TH = self._norm(hidden_TH, f"{prefix}input_layernorm.weight")
             attention = self._attention(
-                normed_TH, layer.attention, f"{prefix}self_attn.", angles=angles
+                normed_TH, layer.grouped_attention, f"{prefix}self_attn.", angles=angles
             )
             hidden_TH = hidden_TH + attention
             normed_TH = self._norm(hidden_TH, f"{prefix}post_attention_layernorm.weight")
@@ -143,7 +143,7 @@ class ReferenceModel:
         logits_TE = self._linear(input_TH, f"{prefix}gate")
         top = logits_TE.to(self._wide).softmax(-1).topk(spec.top_k)
         weights_TK = top.values
-        if spec.renormalize:
+        if spec.router.renormalize:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
         out_TH = torch.zeros_like(input_TH)
         expert_spec = DenseSpec(hidden=spec.expert_hidden, activation=spec.activation)

@@ -87,7 +87,7 @@ def _simulate(
     node: HardwareSpec, build: Callable[[PassForm], Schedule], published: float, *, on_cpu: bool
 ) -> Anchor:
     model = model_preset("mixtral-8x7b")
-    sizes = [LayerBytes.of(layer, model.hidden_size, BYTES_PER_ELEMENT) for layer in model.layers]
+    sizes = [LayerBytes.of(model, i, BYTES_PER_ELEMENT) for i in range(model.num_layers)]
     cut = cut_pages(sizes, resident_bytes=sum(size.common for size in sizes))
     context = PROMPT_TOKENS + GENERATED_TOKENS // 2
     wave = WaveShape.decode(MICRO_BATCH_SIZE, context, cpu_attention_fraction=float(on_cpu))

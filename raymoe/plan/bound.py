@@ -48,14 +48,14 @@ def job_bound(
         generated_tokens: Of each row; the first comes out of the prefill.
         flop_per_s: Attainable rate of matrix products.
         bytes_per_s: Read bandwidth of host memory.
-        bytes_per_element: Of weights and KV cache.
+        bytes_per_element: Of KV cache, and of weights that are not quantised.
     """
     work = ModelWork.of(model, bytes_per_element)
     rows = len(prompt_lengths)
     prompt_tokens = sum(prompt_lengths)
     pairs = sum(length * (length + 1) // 2 for length in prompt_lengths)
     prefill_flop = work.token_flop * prompt_tokens + work.head_flop * rows
-    prefill_flop += work.pair_flop * pairs
+    prefill_flop += work.prefill_pair_flop * pairs
     prefill_bytes = work.all_weight_bytes + work.kv_token_bytes * prompt_tokens
     steps = generated_tokens - 1
     contexts = steps * prompt_tokens + rows * steps * generated_tokens // 2

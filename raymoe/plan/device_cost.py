@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from raymoe.errors import ConfigError
-from raymoe.plan.wave import WaveShape
-from raymoe.plan.work import LayerWork, ModelWork
+from raymoe.plan.wave import AttentionShape, WaveShape
+from raymoe.plan.work import LayerWork, Matrices, ModelWork
 from raymoe.schedule.graph import Schedule
 from raymoe.schedule.task import Op, Resource, Task
 from raymoe.specs.hardware import HardwareSpec
@@ -49,7 +49,7 @@ class DeviceCost:
     """Cost model of one pass on a node with a GPU.
 
     Attributes:
-        work: The model in numbers; weights, KV and hidden states have its `bytes_per_element`.
+        work: The model in numbers; hidden states have its `bytes_per_element`.
         waves: Shape of each wave of the pass.
         page_bytes: Of each layer, the bytes of each page of weights (`PageCut.page_bytes`); empty
             where nothing streams.
@@ -138,17 +138,18 @@ class DeviceCost:
             return max(flop / hardware.gpu_flop_per_s, num_bytes / hardware.gpu_bytes_per_s)
         return max(flop / self.hardware.host_flop_per_s, num_bytes / self.host_bytes_per_s)
 
-    def product_s(self, rows: float, parameters: float) -> float:
+    def product_s(self, rows: float, weights: Matrices, times: float = 1.0) -> float:
         """One matrix product on the GPU whose weights are read once.
 
         Args:
             rows: Rows of the left side.
-            parameters: Elements of the weights.
+            weights: Elements and bytes of the right side.
+            times: How many such products there are.
         """
         if not rows:
             return 0.0
-        flop = 2 * (rows + HALF_EFFICIENCY_ROWS) * parameters
-        return self.roof_s(Resource.GPU, flop, self.work.bytes_per_element * parameters)
+        flop = 2 * (rows + HALF_EFFICIENCY_ROWS) * times * weights.parameters
+        return self.roof_s(Resource.GPU, flop, times * weights.num_bytes)
 
     def copy_s(self, resource: Resource, num_bytes: float) -> float:
         """A copy over the link, from or to pinned memory."""
@@ -179,8 +180,7 @@ def _pre_s(cost: DeviceCost, task: Task) -> float:
     MoE-Lightning leaves the projections out (section 4.2).
     """
     wave, layer = cost.wave(task), cost.layer(task)
-    outputs = layer.query_width + 2 * layer.kv_width
-    return cost.product_s(wave.tokens, cost.work.hidden_size * outputs)
+    return cost.product_s(wave.tokens, layer.pre)
 
 
 def _qkv_s(cost: DeviceCost, task: Task) -> float:
@@ -202,7 +202,11 @@ def _attention_s(cost: DeviceCost, task: Task) -> float:
     if task.resource is not Resource.GPU:
         read /= CPU_ATTENTION_EFFICIENCY
     appended = 2 * share.rows * layer.kv_token_bytes
-    return cost.roof_s(task.resource, layer.pair_flop * share.pairs, read + appended)
+    return cost.roof_s(task.resource, _attention_flop(share, layer), read + appended)
+
+
+def _attention_flop(share: AttentionShape, layer: LayerWork) -> float:
+    return layer.pair_flop * share.pairs + layer.prefill_pair_flop * share.prompt_pairs
 
 
 def _kv_s(cost: DeviceCost, task: Task) -> float:
@@ -214,7 +218,7 @@ def _kv_s(cost: DeviceCost, task: Task) -> float:
 def _device_attention_s(cost: DeviceCost, task: Task) -> float:
     """Attention of the device's share: MoE-Lightning, section 4.2, equations 13 and 14."""
     share, layer = cost.wave(task).device, cost.layer(task)
-    flop = layer.pair_flop * share.pairs / DEVICE_ATTENTION_EFFICIENCY
+    flop = _attention_flop(share, layer) / DEVICE_ATTENTION_EFFICIENCY
     return cost.roof_s(task.resource, flop, layer.kv_token_bytes * share.context_tokens)
 
 
@@ -226,15 +230,14 @@ def _append_s(cost: DeviceCost, task: Task) -> float:
 
 def _hidden_s(cost: DeviceCost, task: Task) -> float:
     """Attention output of the CPU's share: D2 of MoE-Lightning, section 4.1."""
-    num_bytes = cost.wave(task).host.rows * cost.row_bytes(cost.layer(task).query_width)
+    num_bytes = cost.wave(task).host.rows * cost.row_bytes(cost.layer(task).output_width)
     return cost.copy_s(task.resource, num_bytes)
 
 
 def _post_s(cost: DeviceCost, task: Task) -> float:
     """Output projection and router: GB of MoE-Lens, section 6.4, without the experts."""
     layer = cost.layer(task)
-    parameters = cost.work.hidden_size * layer.query_width + layer.router_parameters
-    return cost.product_s(cost.wave(task).tokens, parameters)
+    return cost.product_s(cost.wave(task).tokens, layer.post.plus(layer.router))
 
 
 def _experts_s(cost: DeviceCost, task: Task) -> float:
@@ -246,18 +249,18 @@ def _experts_s(cost: DeviceCost, task: Task) -> float:
     tokens, layer = cost.group_tokens(task.part), cost.layer(task)
     if not tokens:
         return 0.0
-    seconds = cost.product_s(tokens, layer.common_parameters)
+    seconds = cost.product_s(tokens, layer.common)
     touched = layer.touched_experts(tokens)
     if touched:
         rows_per_expert = tokens * layer.top_k / touched
-        seconds += cost.product_s(rows_per_expert, touched * layer.expert_parameters)
+        seconds += cost.product_s(rows_per_expert, layer.expert, touched)
     return seconds
 
 
 def _head_s(cost: DeviceCost, task: Task) -> float:
     """Logits of all waves in one product."""
     del task
-    return cost.product_s(sum(wave.logit_rows for wave in cost.waves), cost.work.head_parameters)
+    return cost.product_s(sum(wave.logit_rows for wave in cost.waves), cost.work.head)
 
 
 def _page_s(cost: DeviceCost, task: Task) -> float:

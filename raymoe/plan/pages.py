@@ -12,7 +12,9 @@ from typing import Self
 from raymoe.errors import ConfigError
 from raymoe.plan.policy import PAGE_BYTES
 from raymoe.schedule.builders.shape import LayerPages
-from raymoe.specs.model import DenseSpec, LayerSpec, ModelSpec, layer_parameters
+from raymoe.specs.layer_weights import attention_weights, common_weights, expert_weights
+from raymoe.specs.layers import MoeSpec
+from raymoe.specs.model import ModelSpec
 from raymoe.units import ceil_div
 
 PAGE_ALIGNMENT = 256
@@ -35,22 +37,24 @@ class LayerBytes:
     num_experts: int
 
     @classmethod
-    def of(cls, layer: LayerSpec, hidden: int, bytes_per_element: int) -> Self:
-        """Count one layer whose weights take `bytes_per_element` each."""
-        ffn = layer.ffn
-        shared, num_experts = 0, 1
-        if isinstance(ffn, DenseSpec):
-            expert = 3 * ffn.hidden * hidden + ffn.has_bias * (2 * ffn.hidden + hidden)
-        else:
-            expert, num_experts = 3 * ffn.expert_hidden * hidden, ffn.num_experts
-            if ffn.shared is not None:
-                shared = 3 * ffn.shared.hidden * hidden + hidden * ffn.shared.is_gated
-        attention = layer_parameters(layer, hidden) - shared - num_experts * expert
+    def of(cls, model: ModelSpec, i: int, bytes_per_element: int) -> Self:
+        """Count layer `i` of a model.
+
+        Args:
+            model: The model.
+            i: Layer.
+            bytes_per_element: Of weights that are not quantised.
+        """
+        layer, hidden = model.layers[i], model.hidden_size
+        attention = model.bytes_of(attention_weights(layer, hidden), bytes_per_element, i)
+        common = model.bytes_of(common_weights(layer, hidden), bytes_per_element, i)
+        if not isinstance(layer.ffn, MoeSpec):
+            return cls(attention=attention, shared=0, expert=common, num_experts=1)
         return cls(
-            attention=attention * bytes_per_element,
-            shared=shared * bytes_per_element,
-            expert=expert * bytes_per_element,
-            num_experts=num_experts,
+            attention=attention,
+            shared=common,
+            expert=model.bytes_of(expert_weights(layer.ffn, hidden), bytes_per_element, i),
+            num_experts=layer.ffn.num_experts,
         )
 
     @property
@@ -112,11 +116,11 @@ def layer_pages(
 
     Args:
         model: The model; embedding and head are not part of its layers.
-        bytes_per_element: Of the weights.
+        bytes_per_element: Of weights that are not quantised.
         page_bytes: Largest page.
         resident_bytes: Device memory for weights that never move.
     """
-    sizes = [LayerBytes.of(layer, model.hidden_size, bytes_per_element) for layer in model.layers]
+    sizes = [LayerBytes.of(model, i, bytes_per_element) for i in range(model.num_layers)]
     return cut_pages(sizes, page_bytes=page_bytes, resident_bytes=resident_bytes)
 
 

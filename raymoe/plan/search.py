@@ -154,7 +154,7 @@ class _Sizes:
         widest = 0
         for layer in self.model.layers:
             attention, ffn = layer.attention, layer.ffn
-            width = 2 * (attention.query_width + 2 * attention.kv_width)
+            width = 2 * (attention.query_width + attention.cache_width)
             if isinstance(ffn, MoeSpec):
                 width += ffn.top_k * (ffn.expert_hidden + self.model.hidden_size)
             else:

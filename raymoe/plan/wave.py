@@ -12,16 +12,18 @@ class AttentionShape:
 
     Attributes:
         rows: New tokens: their KV is appended, they attend.
-        pairs: Pairs of a new token and a token that it sees.
+        pairs: Pairs of a token that decodes and a token that it sees.
+        prompt_pairs: The same of tokens that come several of a sequence at once.
         context_tokens: Tokens whose KV is read, summed over sequences; new ones included.
     """
 
     rows: float = 0.0
     pairs: float = 0.0
+    prompt_pairs: float = 0.0
     context_tokens: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("rows", "pairs", "context_tokens"):
+        for name in ("rows", "pairs", "prompt_pairs", "context_tokens"):
             value = getattr(self, name)
             if value < 0:
                 raise ConfigError(f"AttentionShape.{name} is {value!r}; it must not be negative")
@@ -40,6 +42,7 @@ class AttentionShape:
         return AttentionShape(
             rows=self.rows + other.rows,
             pairs=self.pairs + other.pairs,
+            prompt_pairs=self.prompt_pairs + other.prompt_pairs,
             context_tokens=self.context_tokens + other.context_tokens,
         )
 
@@ -89,7 +92,9 @@ class WaveShape:
     def prefill(cls, rows: float, prompt: float) -> Self:
         """The whole prompt of `rows` sequences; the device attends."""
         device = AttentionShape(
-            rows=rows * prompt, pairs=rows * prompt * (prompt + 1) / 2, context_tokens=rows * prompt
+            rows=rows * prompt,
+            prompt_pairs=rows * prompt * (prompt + 1) / 2,
+            context_tokens=rows * prompt,
         )
         return cls(device=device, logit_rows=rows)
 

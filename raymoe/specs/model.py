@@ -1,98 +1,54 @@
-"""What a model computes, as pure data: shapes, rotations, norms, experts, layer by layer."""
+"""ModelSpec: what a model computes and how its weights are stored, as pure data."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Self
 
-from raymoe.errors import ConfigError, UnsupportedModelError
-from raymoe.specs.config_fields import ConfigFields, check_fields, find_family
-from raymoe.specs.families import QkNorm
+from raymoe.errors import UnsupportedModelError
+from raymoe.specs.config_check import canonical_config, check_fields, find_family
+from raymoe.specs.config_fields import ConfigFields
+from raymoe.specs.config_layers import parse_attention, parse_latent_attention, parse_layers
+from raymoe.specs.family import NormKind
 from raymoe.specs.files import read_json_object
-from raymoe.specs.rope import RopeSpec, parse_rope
+from raymoe.specs.layer_weights import (
+    Shape,
+    attention_weights,
+    common_weights,
+    expert_parameters,
+    expert_weights,
+    layer_parameters,
+    layer_prefix,
+    num_elements,
+    outer_weights,
+)
+from raymoe.specs.layers import (
+    AttentionSpec,
+    ClampSpec,
+    DenseSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    MoeSpec,
+    RouterSpec,
+    SharedSpec,
+)
+from raymoe.specs.quantization import Quantization, parse_quantization
+from raymoe.specs.rope import RopeSpec
+from raymoe.specs.rope_fields import parse_rope
+from raymoe.specs.weight_format import PLAIN_FORMATS
 
-ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu_pytorch_tanh",
-    "relu": "relu",
-}
-HEAD_DIM_MULTIPLE = 8
-DTYPES = ("float32", "float16", "bfloat16")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionSpec:
-    """Attention of one layer.
-
-    Attributes:
-        scale: Factor of the scores.
-        sliding_window: Tokens that a query sees, itself included; None sees all.
-        qk_norm: RMS norm of queries and keys before the rotation: none, per head, or full width.
-        clip_qkv: Queries, keys and values are clamped to plus and minus this.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    sliding_window: int | None = None
-    qkv_bias: bool = False
-    output_bias: bool = False
-    qk_norm: QkNorm = "none"
-    clip_qkv: float | None = None
-
-    @property
-    def query_width(self) -> int:
-        """Outputs of the query projection."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_width(self) -> int:
-        """Outputs of the key projection, and of the value projection."""
-        return self.num_kv_heads * self.head_dim
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DenseSpec:
-    """Gated feed-forward network: down(activation(gate(x)) * up(x))."""
-
-    hidden: int
-    activation: str
-    has_bias: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedSpec:
-    """The expert that every token visits; `is_gated` scales it by a sigmoid of its own."""
-
-    hidden: int
-    is_gated: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoeSpec:
-    """Softmax router over all experts, top-k, gated feed-forward experts.
-
-    Attributes:
-        renormalize: Whether the chosen weights are scaled to sum to 1.
-    """
-
-    num_experts: int
-    top_k: int
-    expert_hidden: int
-    activation: str
-    renormalize: bool
-    shared: SharedSpec | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSpec:
-    """One decoder layer: norm, attention, residual, norm, feed-forward, residual."""
-
-    attention: AttentionSpec
-    ffn: DenseSpec | MoeSpec
+__all__ = [
+    "AttentionSpec",
+    "ClampSpec",
+    "DenseSpec",
+    "LatentAttentionSpec",
+    "LayerSpec",
+    "ModelSpec",
+    "MoeSpec",
+    "RouterSpec",
+    "SharedSpec",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +57,14 @@ class ModelSpec:
 
     Attributes:
         name: For people: directory or hub name.
+        norm: Kind of all norms but those of queries, keys and latents, which are RMS norms.
         dtype: Type that the configuration names for the stored weights; None where it is silent.
         eos_token_ids: Of the configuration; a generation configuration may name others.
         max_context_tokens: Longest sequence that the positions were made for.
+        embedding_multiplier: Factor of the embeddings of tokens.
+        residual_multiplier: Factor of what attention and feed-forward network add.
+        logits_divisor: Divisor of the logits.
+        quantization: Formats of stored matrices; None where all are stored in `dtype`.
     """
 
     model_type: str
@@ -117,6 +78,11 @@ class ModelSpec:
     max_context_tokens: int
     dtype: str | None
     eos_token_ids: tuple[int, ...]
+    norm: NormKind = "rms"
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
+    quantization: Quantization | None = None
 
     @property
     def num_layers(self) -> int:
@@ -126,9 +92,8 @@ class ModelSpec:
     @property
     def num_parameters(self) -> int:
         """Elements of all weights; tied embeddings count once."""
-        heads = 1 if self.tie_word_embeddings else 2
         layers = sum(layer_parameters(layer, self.hidden_size) for layer in self.layers)
-        return layers + heads * self.vocab_size * self.hidden_size + self.hidden_size
+        return layers + num_elements(self._outer_weights())
 
     @property
     def num_active_parameters(self) -> int:
@@ -136,17 +101,56 @@ class ModelSpec:
         idle = 0
         for layer in self.layers:
             if isinstance(layer.ffn, MoeSpec):
-                per_expert = 3 * layer.ffn.expert_hidden * self.hidden_size
-                idle += (layer.ffn.num_experts - layer.ffn.top_k) * per_expert
+                num_idle = layer.ffn.num_experts - layer.ffn.top_k
+                idle += num_idle * expert_parameters(layer.ffn, self.hidden_size)
         return self.num_parameters - idle
 
-    def weight_bytes(self, bytes_per_parameter: float) -> int:
-        """Bytes of all weights."""
-        return int(self.num_parameters * bytes_per_parameter)
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all weights in a checkpoint; bfloat16 where the configuration names no type."""
+        plain = PLAIN_FORMATS[self.dtype or "bfloat16"]
+        return self.weight_bytes(plain.bits // 8)
+
+    def weight_bytes(self, bytes_per_element: int) -> int:
+        """Bytes of all weights: as stored where quantised, else of this many bytes each."""
+        total = self.bytes_of(self._outer_weights(), bytes_per_element)
+        for i, layer in enumerate(self.layers):
+            total += self.bytes_of(attention_weights(layer, self.hidden_size), bytes_per_element, i)
+            total += self.bytes_of(common_weights(layer, self.hidden_size), bytes_per_element, i)
+            if isinstance(layer.ffn, MoeSpec):
+                expert = expert_weights(layer.ffn, self.hidden_size)
+                total += layer.ffn.num_experts * self.bytes_of(expert, bytes_per_element, i)
+        return total
+
+    def bytes_of(
+        self, weights: Iterable[tuple[str, Shape]], bytes_per_element: int, layer: int | None = None
+    ) -> int:
+        """Bytes of some weights: as stored where quantised, else of this many bytes each.
+
+        Args:
+            weights: Canonical names and shapes.
+            bytes_per_element: Of weights that are not quantised.
+            layer: Whose prefix the names lack.
+        """
+        prefix = "" if layer is None else layer_prefix(layer)
+        total = 0
+        for name, shape in weights:
+            stored = None
+            if self.quantization is not None and len(shape) == 2:
+                stored = self.quantization.format_of(prefix + name)
+            if stored is None:
+                total += prod(shape) * bytes_per_element
+            else:
+                total += stored.matrix_bytes(*shape)
+        return total
 
     def kv_bytes_per_token(self, bytes_per_element: float) -> int:
         """Bytes of KV that one token adds, all layers together."""
-        return int(sum(2 * layer.attention.kv_width for layer in self.layers) * bytes_per_element)
+        return int(sum(layer.attention.cache_width for layer in self.layers) * bytes_per_element)
+
+    def _outer_weights(self) -> Iterable[tuple[str, Shape]]:
+        has_head = not self.tie_word_embeddings
+        return outer_weights(self.vocab_size, self.hidden_size, has_head=has_head)
 
     @classmethod
     def from_config(cls, config: Mapping[str, object], name: str = "") -> Self:
@@ -154,33 +158,40 @@ class ModelSpec:
 
         Raises:
             UnsupportedModelError: The model type is unknown, or a field is unknown or has a value
-                whose mathematics is not implemented. Nothing is guessed.
+                whose mathematics is not known. Nothing is guessed.
             ConfigError: A value has the wrong type or size.
         """
         model_type, family = find_family(config)
+        config = canonical_config(config, family)
         check_fields(config, model_type, family)
         fields = ConfigFields(config, family)
-        hidden_size = fields.positive("hidden_size")
-        attention = _attention(fields, hidden_size)
+        attention = parse_latent_attention(fields) if family.is_latent else parse_attention(fields)
         rope = parse_rope(
             config,
-            head_dim=attention.head_dim,
+            head_dim=attention.rotated_head_dim,
             max_position_embeddings=fields.positive("max_position_embeddings"),
-            default_theta=family.default_theta,
-            is_partial_supported=family.is_rope_partial,
+            rule=family.rope,
         )
+        if isinstance(attention, LatentAttentionSpec):
+            attention = replace(attention, scale=attention.scale * rope.scale_factor)
+        embedding, residual, logits = map(fields.number_or, family.multipliers)
         return cls(
             model_type=model_type,
             name=name or str(config.get("_name_or_path") or model_type),
-            hidden_size=hidden_size,
+            hidden_size=fields.positive("hidden_size"),
             vocab_size=fields.positive("vocab_size"),
-            layers=_layers(fields, attention),
-            norm_eps=fields.number("rms_norm_eps"),
+            layers=parse_layers(fields, attention),
+            norm=family.norm,
+            norm_eps=fields.number_or(family.norm_eps),
             rope=rope,
             tie_word_embeddings=fields.boolean("tie_word_embeddings"),
             max_context_tokens=rope.max_context_tokens,
             dtype=_dtype(config),
             eos_token_ids=fields.token_ids("eos_token_id"),
+            embedding_multiplier=embedding,
+            residual_multiplier=residual,
+            logits_divisor=logits,
+            quantization=parse_quantization(config.get("quantization_config")),
         )
 
     @classmethod
@@ -204,123 +215,14 @@ def _name(directory: Path) -> str:
     return root.name
 
 
-def layer_parameters(layer: LayerSpec, hidden_size: int) -> int:
-    """Elements of the weights of one layer."""
-    attention, ffn = layer.attention, layer.ffn
-    outputs = attention.query_width + 2 * attention.kv_width
-    count = 2 * hidden_size + hidden_size * (outputs + attention.query_width)
-    count += outputs * attention.qkv_bias + hidden_size * attention.output_bias
-    if attention.qk_norm == "head":
-        count += 2 * attention.head_dim
-    elif attention.qk_norm == "full":
-        count += attention.query_width + attention.kv_width
-    if isinstance(ffn, DenseSpec):
-        return count + 3 * ffn.hidden * hidden_size + ffn.has_bias * (2 * ffn.hidden + hidden_size)
-    count += ffn.num_experts * (hidden_size + 3 * ffn.expert_hidden * hidden_size)
-    if ffn.shared is not None:
-        count += 3 * ffn.shared.hidden * hidden_size + hidden_size * ffn.shared.is_gated
-    return count
-
-
-def _attention(fields: ConfigFields, hidden_size: int) -> AttentionSpec:
-    """Attention of a layer without a window."""
-    family = fields.family
-    num_heads = fields.positive("num_attention_heads")
-    num_kv_heads = fields.positive_or_none("num_key_value_heads") or num_heads
-    head_dim = fields.positive_or_none("head_dim") or hidden_size // num_heads
-    if num_heads % num_kv_heads:
-        raise ConfigError(
-            f"num_attention_heads is {num_heads}, not a multiple of num_key_value_heads "
-            f"({num_kv_heads})"
-        )
-    if head_dim % HEAD_DIM_MULTIPLE or head_dim < HEAD_DIM_MULTIPLE:
-        raise UnsupportedModelError(
-            f"head_dim is {head_dim}; supported: multiples of {HEAD_DIM_MULTIPLE}"
-        )
-    if family.qk_norm == "full" and num_heads * head_dim != hidden_size:
-        raise UnsupportedModelError(
-            f"head_dim {head_dim} x {num_heads} heads is not hidden_size {hidden_size}: "
-            "the norm over the full width of this family needs them equal"
-        )
-    return AttentionSpec(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        scale=head_dim**-0.5,
-        qkv_bias=fields.switch(family.qkv_bias),
-        output_bias=fields.switch(family.output_bias),
-        qk_norm=family.qk_norm,
-        clip_qkv=fields.number("clip_qkv") if fields.has("clip_qkv") else None,
-    )
-
-
-def _layers(fields: ConfigFields, attention: AttentionSpec) -> tuple[LayerSpec, ...]:
-    num_layers = fields.positive("num_hidden_layers")
-    windows = fields.windows(num_layers)
-    dense, moe = _dense(fields), _moe(fields)
-    sparse_step = fields.positive("decoder_sparse_step") if fields.has("decoder_sparse_step") else 1
-    always_dense = fields.integers("mlp_only_layers")
-    variants = {window: _with_window(attention, window) for window in set(windows)}
-    layers = []
-    for i, window in enumerate(windows):
-        is_sparse = moe is not None and i not in always_dense and (i + 1) % sparse_step == 0
-        ffn = moe if is_sparse and moe is not None else dense
-        layers.append(LayerSpec(attention=variants[window], ffn=ffn))
-    return tuple(layers)
-
-
-def _with_window(attention: AttentionSpec, window: int | None) -> AttentionSpec:
-    return replace(attention, sliding_window=window)
-
-
-def _dense(fields: ConfigFields) -> DenseSpec:
-    return DenseSpec(
-        hidden=fields.positive("intermediate_size"),
-        activation=_activation(fields),
-        has_bias=fields.switch(fields.family.mlp_bias),
-    )
-
-
-def _moe(fields: ConfigFields) -> MoeSpec | None:
-    family = fields.family
-    if family.num_experts is None or family.expert_hidden is None:
-        return None
-    num_experts = fields.natural(family.num_experts)
-    if num_experts == 0:
-        return None
-    top_k = fields.positive("num_experts_per_tok")
-    if top_k > num_experts:
-        raise ConfigError(f"num_experts_per_tok is {top_k}, but there are {num_experts} experts")
-    shared = None
-    if family.shared_hidden is not None:
-        shared = SharedSpec(hidden=fields.positive(family.shared_hidden), is_gated=True)
-    return MoeSpec(
-        num_experts=num_experts,
-        top_k=top_k,
-        expert_hidden=fields.positive(family.expert_hidden),
-        activation=_activation(fields),
-        renormalize=family.renormalize is None or fields.boolean(family.renormalize),
-        shared=shared,
-    )
-
-
-def _activation(fields: ConfigFields) -> str:
-    name = fields.get("hidden_act")
-    if name not in ACTIVATIONS:
-        raise UnsupportedModelError(
-            f"hidden_act = {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}"
-        )
-    return ACTIVATIONS[str(name)]
-
-
 def _dtype(config: Mapping[str, object]) -> str | None:
     value = config.get("dtype")
     value = config.get("torch_dtype") if value is None else value
     if value is None:
         return None
     name = str(value).removeprefix("torch.")
-    if name not in DTYPES:
+    if name not in PLAIN_FORMATS:
         raise UnsupportedModelError(
-            f"dtype = {value!r} is not supported; supported: {', '.join(DTYPES)}"
+            f"dtype = {value!r} is not supported; supported: {', '.join(PLAIN_FORMATS)}"
         )
     return name

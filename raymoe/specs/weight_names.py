@@ -1,19 +1,38 @@
-"""Names and shapes of the weights of a model, and the forms in which checkpoints store them.
+"""The weights of a model by canonical name, and where they lie in a checkpoint.
 
-*Canonical* names are those of transformers 5's modules with one entry per expert matrix:
-`model.layers.3.mlp.experts.7.gate_proj.weight`. What a checkpoint stores may differ (tuples below,
-read off `conversion_mapping.py` of transformers 5.23).
+What a checkpoint stores may have other names and forms (tuples below, read off
+`conversion_mapping.py` of transformers 5.23).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from raymoe.errors import CheckpointError
-from raymoe.specs.model import DenseSpec, LayerSpec, ModelSpec, MoeSpec
+from raymoe.specs.layer_weights import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    Shape,
+    expert_weights,
+    layer_prefix,
+    layer_weights,
+    outer_weights,
+)
+from raymoe.specs.layers import MoeSpec
+from raymoe.specs.model import ModelSpec
 
-Shape = tuple[int, ...]
+__all__ = [
+    "EMBEDDING",
+    "FINAL_NORM",
+    "HEAD",
+    "Location",
+    "Shape",
+    "layer_prefix",
+    "layer_weights",
+    "locate_weights",
+    "model_weights",
+]
 
-EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 _PARTS = ("gate_proj", "up_proj", "down_proj")
 _MOE_MODULES = ("mlp", "block_sparse_moe")
 # Per-expert matrices: gate, up, down.
@@ -35,26 +54,13 @@ class Location:
     rows: tuple[int, int] | None = None
 
 
-def layer_prefix(i: int) -> str:
-    """What the names of layer `i` begin with."""
-    return f"model.layers.{i}."
-
-
-def layer_weights(layer: LayerSpec, hidden_size: int) -> dict[str, Shape]:
-    """Canonical names without the prefix of the layer, and shapes, of all weights of a layer."""
-    return dict(_attention_weights(layer, hidden_size)) | dict(_ffn_weights(layer, hidden_size))
-
-
 def model_weights(spec: ModelSpec) -> dict[str, Shape]:
     """Canonical names and shapes of all weights; a tied head has none of its own."""
-    weights: dict[str, Shape] = {EMBEDDING: (spec.vocab_size, spec.hidden_size)}
+    has_head = not spec.tie_word_embeddings
+    weights = dict(outer_weights(spec.vocab_size, spec.hidden_size, has_head=has_head))
     for i, layer in enumerate(spec.layers):
-        prefix = layer_prefix(i)
         for name, shape in layer_weights(layer, spec.hidden_size).items():
-            weights[prefix + name] = shape
-    weights[FINAL_NORM] = (spec.hidden_size,)
-    if not spec.tie_word_embeddings:
-        weights[HEAD] = (spec.vocab_size, spec.hidden_size)
+            weights[layer_prefix(i) + name] = shape
     return weights
 
 
@@ -122,7 +128,7 @@ class _Locator:
         self, stored: str, canonical: str, moe: MoeSpec, parts: tuple[str, ...]
     ) -> dict[str, Location]:
         locations = {}
-        shapes = [shape for _, shape in _gated("", moe.expert_hidden, self._spec.hidden_size)]
+        shapes = [shape for _, shape in expert_weights(moe, self._spec.hidden_size)]
         for expert in range(moe.num_experts):
             for part, stored_part, shape in zip(_PARTS, parts, shapes, strict=True):
                 location = self._checked(f"{stored}{expert}.{stored_part}.weight", shape)
@@ -157,45 +163,3 @@ class _Locator:
         """Old checkpoints store the rope frequencies; tied ones may store the head twice."""
         is_tied_head = self._spec.tie_word_embeddings and name == HEAD
         return is_tied_head or name.endswith(".rotary_emb.inv_freq")
-
-
-def _attention_weights(layer: LayerSpec, hidden_size: int) -> Iterator[tuple[str, Shape]]:
-    attention = layer.attention
-    query, kv = attention.query_width, attention.kv_width
-    yield "input_layernorm.weight", (hidden_size,)
-    for part, width in (("q", query), ("k", kv), ("v", kv)):
-        yield f"self_attn.{part}_proj.weight", (width, hidden_size)
-        if attention.qkv_bias:
-            yield f"self_attn.{part}_proj.bias", (width,)
-    if attention.qk_norm != "none":
-        is_full = attention.qk_norm == "full"
-        yield "self_attn.q_norm.weight", (query if is_full else attention.head_dim,)
-        yield "self_attn.k_norm.weight", (kv if is_full else attention.head_dim,)
-    yield "self_attn.o_proj.weight", (hidden_size, query)
-    if attention.output_bias:
-        yield "self_attn.o_proj.bias", (hidden_size,)
-    yield "post_attention_layernorm.weight", (hidden_size,)
-
-
-def _ffn_weights(layer: LayerSpec, hidden_size: int) -> Iterator[tuple[str, Shape]]:
-    ffn = layer.ffn
-    if isinstance(ffn, DenseSpec):
-        yield from _gated("mlp.", ffn.hidden, hidden_size)
-        if ffn.has_bias:
-            yield "mlp.gate_proj.bias", (ffn.hidden,)
-            yield "mlp.up_proj.bias", (ffn.hidden,)
-            yield "mlp.down_proj.bias", (hidden_size,)
-        return
-    yield "mlp.gate.weight", (ffn.num_experts, hidden_size)
-    for expert in range(ffn.num_experts):
-        yield from _gated(f"mlp.experts.{expert}.", ffn.expert_hidden, hidden_size)
-    if ffn.shared is not None:
-        yield from _gated("mlp.shared_expert.", ffn.shared.hidden, hidden_size)
-        if ffn.shared.is_gated:
-            yield "mlp.shared_expert_gate.weight", (1, hidden_size)
-
-
-def _gated(prefix: str, hidden: int, hidden_size: int) -> Iterator[tuple[str, Shape]]:
-    yield f"{prefix}gate_proj.weight", (hidden, hidden_size)
-    yield f"{prefix}up_proj.weight", (hidden, hidden_size)
-    yield f"{prefix}down_proj.weight", (hidden_size, hidden)

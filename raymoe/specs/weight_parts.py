@@ -9,13 +9,11 @@ as one matrix, and so are their biases.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from raymoe.specs.model import LayerSpec
-from raymoe.specs.weight_names import Shape, layer_weights
+from raymoe.specs.layer_weights import EXPERTS, ROUTER, Shape, layer_weights, num_elements
+from raymoe.specs.layers import LayerSpec
 
 _FIRST = ("input_layernorm.weight", *(f"self_attn.{part}_proj.weight" for part in "qkv"))
 _NEXT = tuple(f"self_attn.{part}_proj.bias" for part in "qkv")
-_EXPERTS = "mlp.experts."
-_ROUTER = "mlp.gate.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +36,7 @@ class WeightPart:
     @property
     def num_elements(self) -> int:
         """Elements of all its weights."""
-        return sum(_product(shape) for shape in self.shapes.values())
+        return num_elements(self.shapes.items())
 
 
 def layer_parts(layer: LayerSpec, hidden_size: int) -> tuple[WeightPart, ...]:
@@ -53,14 +51,7 @@ def layer_parts(layer: LayerSpec, hidden_size: int) -> tuple[WeightPart, ...]:
 
 
 def _part_of(name: str) -> str:
-    if name.startswith(_EXPERTS):
-        return f"expert {name.removeprefix(_EXPERTS).split('.')[0]}"
-    is_network = name.startswith("mlp.") and name != _ROUTER
+    if name.startswith(EXPERTS):
+        return f"expert {name.removeprefix(EXPERTS).split('.')[0]}"
+    is_network = name.startswith("mlp.") and not name.startswith(ROUTER)
     return "common" if is_network else "attention"
-
-
-def _product(shape: Shape) -> int:
-    size = 1
-    for dimension in shape:
-        size *= dimension
-    return size

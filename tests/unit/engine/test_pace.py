@@ -9,10 +9,13 @@ def test_new_tokens_pairs_and_contexts_are_counted_by_side() -> None:
     sequences = [(1, 49), (1, 9), (1, 99), (1, 0), (4, 10), (3, 0)]
     (wave,) = cut(sequences, 1, fraction=0.5).waves
     shape = wave_shape(wave)
-    prompts = AttentionShape(rows=7, pairs=(11 + 12 + 13 + 14) + (1 + 2 + 3), context_tokens=14 + 3)
+    prompts = AttentionShape(
+        rows=7, prompt_pairs=(11 + 12 + 13 + 14) + (1 + 2 + 3), context_tokens=14 + 3
+    )
     assert shape.host.rows == shape.device.rows - prompts.rows == 2
     both = shape.host + shape.device
-    assert both.pairs == prompts.pairs + 50 + 10 + 100 + 1
+    assert both.pairs == 50 + 10 + 100 + 1
+    assert both.prompt_pairs == prompts.prompt_pairs
     assert both.context_tokens == prompts.context_tokens + 50 + 10 + 100 + 1
     assert shape.device.past_tokens >= prompts.past_tokens == 10
     assert shape.logit_rows == 6

@@ -6,7 +6,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from raymoe.errors import ConfigError
 from raymoe.model.rope import Rotary, dynamic_frequencies, inverse_frequencies
-from raymoe.specs.rope import RopeSpec, parse_rope
+from raymoe.specs.rope import RopeRule, RopeSpec
+from raymoe.specs.rope_fields import parse_rope
 from tests.parity.configurations import DYNAMIC, LINEAR, LLAMA3, YARN, longrope
 
 HEAD_DIM, MAX_POSITIONS = 32, 48
@@ -41,8 +42,7 @@ def make_spec(scaling: dict, theta: float = 10_000.0) -> RopeSpec:
         {"rope_parameters": {"rope_theta": theta, **scaling}},
         head_dim=HEAD_DIM,
         max_position_embeddings=MAX_POSITIONS,
-        default_theta=1.0,
-        is_partial_supported=True,
+        rule=RopeRule(is_partial=True),
     )
 
 

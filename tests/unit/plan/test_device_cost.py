@@ -9,7 +9,7 @@ from raymoe.errors import ConfigError
 from raymoe.plan.device_cost import OVERHEAD_S, DeviceCost
 from raymoe.plan.pages import layer_pages
 from raymoe.plan.wave import WaveShape
-from raymoe.plan.work import ModelWork
+from raymoe.plan.work import Matrices, ModelWork
 from raymoe.schedule.builders import STREAMING_BUILDERS
 from raymoe.schedule.builders.in_place import build_in_place
 from raymoe.schedule.builders.shape import PassForm
@@ -208,7 +208,8 @@ def test_an_expert_group_reads_its_experts_once() -> None:
 
 def test_a_shared_expert_is_read_by_every_launch() -> None:
     work = ModelWork.of(model_preset("qwen3-30b-a3b"), 2)
-    shared = tuple(dataclasses.replace(layer, common_parameters=10**8) for layer in work.layers)
+    common = Matrices(parameters=10**8, num_bytes=2 * 10**8)
+    shared = tuple(dataclasses.replace(layer, common=common) for layer in work.layers)
     wave = WaveShape.decode(1, 1)
     plain = DeviceCost(work, NODE, (wave,))
     with_shared = DeviceCost(dataclasses.replace(work, layers=shared), NODE, (wave,))

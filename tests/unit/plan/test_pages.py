@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from raymoe.errors import ConfigError
 from raymoe.plan.pages import PAGE_ALIGNMENT, LayerBytes, cut_pages, layer_pages
 from raymoe.plan.policy import PAGE_BYTES
-from raymoe.specs.model import ModelSpec, layer_parameters
+from raymoe.specs.layer_weights import layer_parameters
+from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import model_preset
 from raymoe.specs.weight_parts import layer_parts
 
@@ -121,7 +122,7 @@ def test_a_model_that_fits_has_no_pages() -> None:
 def test_mixtral_streams_its_published_bytes() -> None:
     """Bytes of 8 experts in 32 layers and of attention: 90.19 and 2.68 GB in 16-bit numbers."""
     model = model_preset("mixtral-8x7b")
-    sizes = [LayerBytes.of(layer, model.hidden_size, 2) for layer in model.layers]
+    sizes = [LayerBytes.of(model, i, 2) for i in range(model.num_layers)]
     cut = cut_pages(sizes, resident_bytes=sum(size.common for size in sizes))
     assert cut.streamed_bytes == pytest.approx(90.19e9, rel=1e-4)
     assert cut.resident_bytes == pytest.approx(2.68e9, rel=0.01)
@@ -132,8 +133,8 @@ def test_mixtral_streams_its_published_bytes() -> None:
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: str(config["model_type"]))
 def test_parts_of_a_layer_make_the_layer(config: dict[str, object]) -> None:
     model = ModelSpec.from_config(config)
-    for layer in model.layers:
-        size = LayerBytes.of(layer, model.hidden_size, 2)
+    for i, layer in enumerate(model.layers):
+        size = LayerBytes.of(model, i, 2)
         assert size.total == 2 * layer_parameters(layer, model.hidden_size)
         assert size.attention > 0
     cut = layer_pages(model, 2)
@@ -144,8 +145,8 @@ def test_parts_of_a_layer_make_the_layer(config: dict[str, object]) -> None:
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: str(config["model_type"]))
 def test_parts_are_as_large_as_those_that_lie_in_memory(config: dict[str, object]) -> None:
     model = ModelSpec.from_config(config)
-    for layer in model.layers:
-        size = LayerBytes.of(layer, model.hidden_size, 2)
+    for i, layer in enumerate(model.layers):
+        size = LayerBytes.of(model, i, 2)
         lie = {part.name: 2 * part.num_elements for part in layer_parts(layer, model.hidden_size)}
         assert lie["attention"] == size.attention
         if "expert 0" in lie:
@@ -157,7 +158,7 @@ def test_parts_are_as_large_as_those_that_lie_in_memory(config: dict[str, object
 
 def test_the_shared_expert_is_apart() -> None:
     model = ModelSpec.from_config({"model_type": "qwen2_moe"})
-    size = LayerBytes.of(model.layers[0], model.hidden_size, 2)
+    size = LayerBytes.of(model, 0, 2)
     assert size.shared == 2 * (3 * 2048 * 5632 + 2048)
     assert size.expert == 2 * 3 * 2048 * 1408
 

@@ -15,7 +15,7 @@ def test_a_decode_wave_reads_every_context_and_wants_logits_of_every_row() -> No
 
 def test_a_prompt_token_sees_itself_and_what_is_before_it() -> None:
     wave = WaveShape.prefill(2, 4)
-    assert wave.device == AttentionShape(rows=8, pairs=2 * (1 + 2 + 3 + 4), context_tokens=8)
+    assert wave.device == AttentionShape(rows=8, prompt_pairs=2 * (1 + 2 + 3 + 4), context_tokens=8)
     assert (wave.tokens, wave.device.past_tokens, wave.logit_rows) == (8, 0, 2)
 
 
@@ -29,11 +29,11 @@ def test_both_shares_of_the_attention_make_the_whole(fraction: float) -> None:
 
 def test_waves_add_up() -> None:
     both = WaveShape.decode(3, 100, cpu_attention_fraction=0.0) + WaveShape.prefill(2, 4)
-    assert both.device == AttentionShape(rows=11, pairs=320, context_tokens=308)
+    assert both.device == AttentionShape(rows=11, pairs=300, prompt_pairs=20, context_tokens=308)
     assert (both.tokens, both.logit_rows) == (11, 5)
 
 
-@pytest.mark.parametrize("field", ["rows", "pairs", "context_tokens"])
+@pytest.mark.parametrize("field", ["rows", "pairs", "prompt_pairs", "context_tokens"])
 def test_negative_counts_are_refused(field: str) -> None:
     with pytest.raises(ConfigError, match=rf"AttentionShape\.{field} is -1"):
         AttentionShape(**{field: -1})

@@ -1,18 +1,18 @@
 import pytest
 
 from raymoe.errors import UnsupportedModelError
-from raymoe.specs.rope import RopeSpec, parse_rope
+from raymoe.specs.rope import RopeRule, RopeSpec
+from raymoe.specs.rope_fields import parse_rope
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 
 
-def parse(config: dict, *, is_partial_supported: bool = True) -> RopeSpec:
+def parse(config: dict, **rule) -> RopeSpec:
     return parse_rope(
         config,
         head_dim=16,
         max_position_embeddings=2048,
-        default_theta=10_000.0,
-        is_partial_supported=is_partial_supported,
+        rule=RopeRule(**{"is_partial": True, **rule}),
     )
 
 
@@ -29,8 +29,8 @@ def test_partial_factor_rotates_the_leading_dimensions() -> None:
 
 def test_partial_factor_is_refused_where_transformers_does_not_honour_it() -> None:
     with pytest.raises(UnsupportedModelError, match="partial_rotary_factor"):
-        parse({"partial_rotary_factor": 0.5}, is_partial_supported=False)
-    assert parse({"partial_rotary_factor": 1.0}, is_partial_supported=False).rotary_dim == 16
+        parse({"partial_rotary_factor": 0.5}, is_partial=False)
+    assert parse({"partial_rotary_factor": 1.0}, is_partial=False).rotary_dim == 16
 
 
 def test_scaling_wins_over_parameters() -> None:

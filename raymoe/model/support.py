@@ -1,0 +1,63 @@
+"""What the decoder computes, of all that a `ModelSpec` can say."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+from raymoe.errors import UnsupportedModelError
+from raymoe.specs.layers import AttentionSpec, LatentAttentionSpec, MoeSpec
+from raymoe.specs.model import ModelSpec
+
+
+def check_supported(spec: ModelSpec) -> None:
+    """Refuse a model that is understood but cannot be computed yet.
+
+    Raises:
+        UnsupportedModelError: Names everything that is missing.
+    """
+    missing = [feature for feature, is_used in _MISSING.items() if is_used(spec)]
+    if missing:
+        raise UnsupportedModelError(
+            f"{spec.name} ({spec.model_type}) needs {', '.join(missing)}, which the decoder does "
+            "not compute yet; `raymoe plan` can plan for it"
+        )
+
+
+def _grouped(spec: ModelSpec) -> Iterator[AttentionSpec]:
+    for layer in spec.layers:
+        if isinstance(layer.attention, AttentionSpec):
+            yield layer.attention
+
+
+def _moes(spec: ModelSpec) -> Iterator[MoeSpec]:
+    for layer in spec.layers:
+        if isinstance(layer.ffn, MoeSpec):
+            yield layer.ffn
+
+
+# A line goes when the decoder has learnt it.
+_MISSING: Mapping[str, Callable[[ModelSpec], bool]] = {
+    "latent attention": lambda spec: any(
+        isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers
+    ),
+    "attention sinks": lambda spec: any(attention.has_sinks for attention in _grouped(spec)),
+    "norms of queries and keys after their rotation": lambda spec: any(
+        attention.is_norm_after_rope and attention.qk_norm != "none" for attention in _grouped(spec)
+    ),
+    "interleaved rotation": lambda spec: spec.rope.is_interleaved,
+    "layer norms": lambda spec: spec.norm != "rms",
+    "multipliers of embeddings, residuals or logits": lambda spec: (
+        {spec.embedding_multiplier, spec.residual_multiplier, spec.logits_divisor} != {1.0}
+    ),
+    "sigmoid routers": lambda spec: any(moe.router.scoring != "softmax" for moe in _moes(spec)),
+    "biases of routers": lambda spec: any(
+        moe.router.has_bias or moe.router.has_selection_bias for moe in _moes(spec)
+    ),
+    "groups of experts": lambda spec: any(moe.router.num_groups > 1 for moe in _moes(spec)),
+    "scaled weights of experts": lambda spec: any(
+        moe.router.scale != 1.0 or moe.router.min_weight_sum > 0 for moe in _moes(spec)
+    ),
+    "biases of experts": lambda spec: any(
+        moe.has_bias or (moe.shared is not None and moe.shared.has_bias) for moe in _moes(spec)
+    ),
+    "clamped experts": lambda spec: any(moe.clamp is not None for moe in _moes(spec)),
+    "quantised weights": lambda spec: spec.quantization is not None,
+}

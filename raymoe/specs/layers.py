@@ -1,0 +1,228 @@
+"""What one layer of a model computes, as pure data: attention, router, experts, networks."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+QkNorm = Literal["none", "head", "full"]
+Scoring = Literal["softmax", "sigmoid"]
+GroupScore = Literal["max", "top2_sum"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """Grouped-query attention of one layer.
+
+    Attributes:
+        scale: Factor of the scores.
+        sliding_window: Tokens that a query sees, itself included; None sees all.
+        qk_norm: RMS norm of queries and keys: none, per head, or full width.
+        is_norm_after_rope: Whether that norm follows the rotation, instead of preceding it.
+        clip_qkv: Queries, keys and values are clamped to plus and minus this.
+        has_sinks: Whether each head has a learned score that takes part in the softmax and has no
+            value.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    sliding_window: int | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: QkNorm = "none"
+    is_norm_after_rope: bool = False
+    clip_qkv: float | None = None
+    has_sinks: bool = False
+
+    @property
+    def rotated_head_dim(self) -> int:
+        """Dimensions of a head that the rope may rotate."""
+        return self.head_dim
+
+    @property
+    def query_width(self) -> int:
+        """Outputs of the query projection."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def output_width(self) -> int:
+        """Elements of the result of a token."""
+        return self.query_width
+
+    @property
+    def kv_width(self) -> int:
+        """Outputs of the key projection, and of the value projection."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def cache_width(self) -> int:
+        """Elements of a token in the KV cache."""
+        return 2 * self.kv_width
+
+    @property
+    def prompt_width(self) -> int:
+        """Elements of the queries and the result of a prompt token."""
+        return self.query_width + self.output_width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttentionSpec:
+    """Multi-head latent attention (MLA) of one layer.
+
+    Queries come from a latent of their own, or directly; keys and values of all heads from one
+    latent, which is cached beside the one rotated key that all heads share. In the *absorbed* form
+    queries are carried into the latent space and results out of it, so that decoding reads nothing
+    but the cache; in the plain form keys and values are unfolded per head.
+
+    Attributes:
+        q_lora_rank: Width of the latent of queries; None where they are projected directly.
+        kv_lora_rank: Width of the latent of keys and values.
+        nope_head_dim: Dimensions of a query and a key that are not rotated.
+        rope_head_dim: Dimensions that are.
+        value_head_dim: Dimensions of a value.
+        scale: Factor of the scores, the one of a stretched rope included.
+        norm_eps: Of the RMS norms of both latents; not that of the layer.
+        has_bias: Biases of the projections into the latents and of the output projection.
+
+    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
+    """
+
+    num_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    nope_head_dim: int
+    rope_head_dim: int
+    value_head_dim: int
+    scale: float
+    norm_eps: float
+    has_bias: bool = False
+
+    @property
+    def rotated_head_dim(self) -> int:
+        """Dimensions of a head that the rope may rotate."""
+        return self.rope_head_dim
+
+    @property
+    def query_head_dim(self) -> int:
+        """Dimensions of a query and a key in the plain form."""
+        return self.nope_head_dim + self.rope_head_dim
+
+    @property
+    def query_width(self) -> int:
+        """Elements of the absorbed queries of a token."""
+        return self.num_heads * self.cache_width
+
+    @property
+    def output_width(self) -> int:
+        """Elements of the result of a token, still in the latent space."""
+        return self.num_heads * self.kv_lora_rank
+
+    @property
+    def cache_width(self) -> int:
+        """Elements of a token in the KV cache: its latent and its rotated key."""
+        return self.kv_lora_rank + self.rope_head_dim
+
+    @property
+    def prompt_width(self) -> int:
+        """Elements of the queries and the result of a prompt token, in the plain form."""
+        return self.num_heads * (self.query_head_dim + self.value_head_dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSpec:
+    """How a token chooses its experts and weighs them.
+
+    The logits become scores; the bias for the choice is added; groups whose score is not among the
+    best are left out; the best `top_k` of `MoeSpec` are chosen, and weighed by their scores without
+    that bias. A softmax over the logits of the chosen alone is a softmax over all, renormalised.
+
+    Attributes:
+        scoring: From logits to scores.
+        renormalize: Whether the chosen weights are scaled to sum to 1.
+        min_weight_sum: The sum of the chosen weights counts as at least this, where renormalised.
+        scale: Factor of the weights, at last.
+        has_bias: A bias of the logits.
+        has_selection_bias: A bias of the scores that counts for the choice alone.
+        num_groups: Groups of neighbouring experts.
+        top_groups: Groups that may be chosen from.
+        group_score: Score of a group: that of its best expert, or the sum of its two best; None
+            with one group.
+    """
+
+    scoring: Scoring = "softmax"
+    renormalize: bool = True
+    min_weight_sum: float = 0.0
+    scale: float = 1.0
+    has_bias: bool = False
+    has_selection_bias: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: GroupScore | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClampSpec:
+    """A gated product with limits, in place of `activation(gate) * up`.
+
+    The gate is cut at `limit` from above, `up` at plus and minus `limit`; the product is
+    (up + 1) * gate * sigmoid(gain * gate).
+
+    Source: OpenAI, gpt-oss-120b & gpt-oss-20b model card (2025), section 2.2.
+    """
+
+    gain: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseSpec:
+    """Gated feed-forward network: down(activation(gate(x)) * up(x))."""
+
+    hidden: int
+    activation: str
+    has_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedSpec:
+    """The expert that every token visits; `is_gated` scales it by a sigmoid of its own.
+
+    Several shared experts that are added up are one of their width together.
+    """
+
+    hidden: int
+    is_gated: bool
+    has_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeSpec:
+    """A router over all experts, top-k, gated feed-forward experts.
+
+    Attributes:
+        has_bias: Biases of the three projections of every expert.
+        clamp: Limits of the gated product of the experts.
+    """
+
+    num_experts: int
+    top_k: int
+    expert_hidden: int
+    activation: str
+    router: RouterSpec
+    has_bias: bool = False
+    clamp: ClampSpec | None = None
+    shared: SharedSpec | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """One decoder layer: norm, attention, residual, norm, feed-forward, residual."""
+
+    attention: AttentionSpec | LatentAttentionSpec
+    ffn: DenseSpec | MoeSpec
+
+    @property
+    def grouped_attention(self) -> AttentionSpec:
+        """The attention, for code that `model.support` keeps latent attention away from."""
+        assert isinstance(self.attention, AttentionSpec), "latent attention is refused when loading"
+        return self.attention

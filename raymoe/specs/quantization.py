@@ -1,0 +1,284 @@
+"""The `quantization_config` of a model: in which format its matrices are stored, and which are not.
+
+What it says of activations is not followed: weights are decoded next to the matrix product, which
+takes activations as they are. That is more exact than the arithmetic that the formats were made
+for.
+"""
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from raymoe.errors import UnsupportedModelError
+from raymoe.specs.layer_weights import EXPERTS, HEAD, ROUTER
+from raymoe.specs.module_patterns import is_matched, name_or_expression, prefix_or_suffix
+from raymoe.specs.weight_format import FP8_BLOCK, MXFP4, WeightFormat, fp8_channel, int4_group
+
+Config = Mapping[str, object]
+
+# Used, or about how the weights were found and not about what they are.
+_GPTQ_FIELDS = frozenset(
+    """
+    group_size dynamic lm_head sym desc_act static_groups true_sequential damp_percent
+    damp_auto_increment mse act_group_aware hyb_act meta dataset tokenizer batch_size pad_token_id
+    model_seqlen max_input_length block_name_to_quantize module_name_preceding_first_block
+    cache_block_outputs exllama_config backend model_name_or_path model_file_base_name
+    """.split()  # noqa: SIM905 - two dozen names read better as words
+)
+_AWQ_FIELDS = frozenset(
+    {"group_size", "modules_to_not_convert", "backend", "exllama_config", "fuse_max_seq_len"}
+)
+_TENSORS_FIELDS = frozenset(
+    {"config_groups", "ignore", "quantization_status", "global_compression_ratio", "version"}
+)
+_WEIGHTS_FIELDS = frozenset({"strategy", "group_size", "symmetric", "observer", "observer_kwargs"})
+
+# Read by row, or so small that every method leaves them alone.
+_ALWAYS_PLAIN = ("model.embed_tokens.", ROUTER, "mlp.shared_expert_gate.")
+_INDEX_BITS = 32
+# compressed-tensors stores the shape of a packed matrix as two 64-bit integers.
+_SHAPE_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantization:
+    """Which matrices are stored in which format.
+
+    Attributes:
+        method: `quant_method` of the configuration.
+        format: Of the matrices that it applies to.
+        excluded: Modules that it does not apply to.
+        is_head_plain: Whether the head is excluded without being named.
+        is_experts_only: Whether it applies to routed experts alone.
+    """
+
+    method: str
+    format: WeightFormat
+    excluded: tuple[re.Pattern[str], ...] = ()
+    is_head_plain: bool = True
+    is_experts_only: bool = False
+
+    def format_of(self, name: str) -> WeightFormat | None:
+        """The format of a matrix by its canonical name; None where it is stored as it is."""
+        if any(plain in name for plain in _ALWAYS_PLAIN):
+            return None
+        if (name == HEAD and self.is_head_plain) or (self.is_experts_only and EXPERTS not in name):
+            return None
+        is_excluded = is_matched(name.removesuffix(".weight"), self.excluded)
+        return None if is_excluded else self.format
+
+
+def parse_quantization(value: object) -> Quantization | None:
+    """Read a `quantization_config`; None stays None.
+
+    Raises:
+        UnsupportedModelError: The method, or a field or value that says how weights are stored, is
+            not known.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise UnsupportedModelError(f"quantization_config is {value!r}; expected an object")
+    method = value.get("quant_method")
+    if method not in _METHODS:
+        raise _refusal("quant_method", method, tuple(_METHODS))
+    return _METHODS[str(method)](value)
+
+
+def _fp8(config: Config) -> Quantization:
+    """DeepSeek's, as `FineGrainedFP8Config` of transformers."""
+    accepted = {
+        "weight_block_size": ([128, 128], (128, 128)),
+        "activation_scheme": ("dynamic",),
+        "fmt": ("e4m3", "float8_e4m3fn"),
+        "scale_fmt": ("float", None),
+        "expert_dtype": ("fp8", None),
+        "dequantize": (False, None),
+        "modules_to_convert": (None, []),
+    }
+    _check(config, accepted, {"modules_to_not_convert", "ignored_layers"})
+    if "weight_block_size" not in config:
+        raise _refusal("weight_block_size", None, ([128, 128],))
+    names = _names(config, "modules_to_not_convert") or _names(config, "ignored_layers")
+    return Quantization(
+        method="fp8",
+        format=FP8_BLOCK,
+        excluded=tuple(map(prefix_or_suffix, names)),
+        is_head_plain=not names,
+    )
+
+
+def _fbgemm_fp8(config: Config) -> Quantization:
+    """One float32 scale a row, as `FbgemmFp8Config` of transformers."""
+    _check(config, {}, {"modules_to_not_convert", "activation_scale_ub"})
+    names = _names(config, "modules_to_not_convert")
+    return Quantization(
+        method="fbgemm_fp8",
+        format=fp8_channel(32),
+        excluded=tuple(map(prefix_or_suffix, names)),
+        is_head_plain=not names,
+    )
+
+
+def _mxfp4(config: Config) -> Quantization:
+    """Experts alone, as `Mxfp4Config` of transformers."""
+    _check(config, {"dequantize": (False, None)}, {"modules_to_not_convert"})
+    names = _names(config, "modules_to_not_convert")
+    return Quantization(
+        method="mxfp4",
+        format=MXFP4,
+        excluded=tuple(map(prefix_or_suffix, names)),
+        is_experts_only=True,
+    )
+
+
+def _gptq(config: Config) -> Quantization:
+    """Zero points are stored even where they are all alike; each column names its group."""
+    accepted = {
+        "bits": (4,),
+        "checkpoint_format": ("gptq", None),
+        "format": ("gptq", None),
+        "modules_in_block_to_quantize": (None,),
+        "pack_dtype": ("int32", None),
+        "is_marlin_format": (False, None),
+    }
+    _check(config, accepted, _GPTQ_FIELDS)
+    return Quantization(
+        method="gptq",
+        format=int4_group(_group_size(config), has_zero_points=True, column_bits=_INDEX_BITS),
+        excluded=tuple(map(name_or_expression, _dynamic_exclusions(config))),
+        is_head_plain=config.get("lm_head") is not True,
+    )
+
+
+def _awq(config: Config) -> Quantization:
+    """As `AwqConfig` of transformers; the head is always left alone."""
+    accepted = {
+        "bits": (4,),
+        "version": ("gemm", "GEMM", None),
+        "format": ("gemm", None),
+        "zero_point": (True,),
+        "do_fuse": (False, None),
+        "modules_to_fuse": (None,),
+    }
+    _check(config, accepted, _AWQ_FIELDS)
+    names = _names(config, "modules_to_not_convert")
+    return Quantization(
+        method="awq",
+        format=int4_group(_group_size(config), has_zero_points=True),
+        excluded=tuple(map(prefix_or_suffix, names)),
+    )
+
+
+def _compressed_tensors(config: Config) -> Quantization:
+    """One group of linear modules, in one of three formats."""
+    accepted: dict[str, tuple[object, ...]] = {
+        "format": ("pack-quantized", "float-quantized"),
+        "kv_cache_scheme": (None,),
+        "sparsity_config": (None, {}),
+        "transform_config": (None, {}),
+    }
+    _check(config, accepted, _TENSORS_FIELDS)
+    groups = config.get("config_groups")
+    if not isinstance(groups, Mapping) or len(groups) != 1:
+        raise _refusal("config_groups", groups, ("one group",))
+    (group,) = groups.values()
+    if not isinstance(group, Mapping):
+        raise _refusal("config_groups", groups, ("one group",))
+    layout = str(config.get("format"))
+    _check(
+        group,
+        {"targets": (["Linear"],), "output_activations": (None,), "format": (None, layout)},
+        {"weights", "input_activations"},
+    )
+    activations = group.get("input_activations")
+    if isinstance(activations, Mapping) and activations.get("dynamic") is not True:
+        raise _refusal("input_activations.dynamic", activations.get("dynamic"), (True,))
+    names = _names(config, "ignore")
+    return Quantization(
+        method="compressed-tensors",
+        format=_weights_format(group.get("weights"), layout),
+        excluded=tuple(map(name_or_expression, names)),
+        is_head_plain=False,
+    )
+
+
+def _weights_format(weights: object, layout: str) -> WeightFormat:
+    if not isinstance(weights, Mapping):
+        raise _refusal("weights", weights, ("an object",))
+    wanted = (4, "int") if layout == "pack-quantized" else (8, "float")
+    accepted = {
+        "num_bits": wanted[:1],
+        "type": wanted[1:],
+        "dynamic": (False, None),
+        "actorder": (None, False, "weight", "static", "group"),
+        "scale_dtype": (None,),
+        "zp_dtype": (None, "torch.int8"),
+    }
+    _check(weights, accepted, _WEIGHTS_FIELDS)
+    strategy = weights.get("strategy")
+    if layout == "pack-quantized" and strategy in {"group", "channel"}:
+        return int4_group(
+            _group_size(weights) if strategy == "group" else 0,
+            has_zero_points=weights.get("symmetric") is False,
+            column_bits=_INDEX_BITS * (weights.get("actorder") == "group"),
+            fixed_bytes=_SHAPE_BYTES,
+        )
+    if layout == "float-quantized" and strategy == "channel":
+        return fp8_channel(16)
+    supported = ("group", "channel") if layout == "pack-quantized" else ("channel",)
+    raise _refusal("weights.strategy", strategy, supported)
+
+
+_METHODS: Mapping[str, Callable[[Config], Quantization]] = {
+    "fp8": _fp8,
+    "fbgemm_fp8": _fbgemm_fp8,
+    "mxfp4": _mxfp4,
+    "gptq": _gptq,
+    "awq": _awq,
+    "compressed-tensors": _compressed_tensors,
+}
+
+
+def _check(
+    config: Config, accepted: Mapping[str, tuple[object, ...]], used: Collection[str]
+) -> None:
+    """Refuse fields that are neither used nor accepted at their value."""
+    for name, value in config.items():
+        if name in accepted:
+            if value not in accepted[name]:
+                raise _refusal(name, value, accepted[name])
+        elif name not in used and name != "quant_method" and value is not None:
+            raise _refusal(name, value, ("no such field",))
+
+
+def _names(config: Config, field: str) -> list[str]:
+    names = config.get(field) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise _refusal(field, names, ("a list of names",))
+    return names
+
+
+def _group_size(config: Config) -> int:
+    """Columns of a group; 0 for -1, which means whole rows."""
+    size = config.get("group_size")
+    if type(size) is not int or (size != -1 and size < 1):
+        raise _refusal("group_size", size, ("a positive integer", "-1"))
+    return max(size, 0)
+
+
+def _dynamic_exclusions(config: Config) -> list[str]:
+    """GPTQModel leaves out what "-:" expressions match; other formats for some are not known."""
+    dynamic = config.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping) or not all(
+        isinstance(key, str) and key.startswith("-:") for key in dynamic
+    ):
+        raise _refusal("dynamic", dynamic, ("expressions that begin with '-:'",))
+    return [f"re:{key.removeprefix('-:')}" for key in dynamic]
+
+
+def _refusal(field: str, value: object, supported: tuple[object, ...]) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"quantization_config: {field} = {value!r} is not supported; "
+        f"supported: {', '.join(map(repr, supported))}"
+    )

@@ -1,0 +1,54 @@
+"""The configuration class of each family in transformers, and models of it without memory."""
+
+import json
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedConfig
+
+from tests.parity.configurations import FAMILY_CONFIGS
+
+CONFIG_CLASSES = FAMILY_CONFIGS | {
+    "dbrx": "DbrxConfig",
+    "gpt_oss": "GptOssConfig",
+    "ernie4_5_moe": "Ernie4_5_MoeConfig",
+    "hunyuan_v1_moe": "HunYuanMoEV1Config",
+    "granitemoe": "GraniteMoeConfig",
+    "deepseek_v2": "DeepseekV2Config",
+    "deepseek_v3": "DeepseekV3Config",
+    "glm4_moe_lite": "Glm4MoeLiteConfig",
+    "glm4_moe": "Glm4MoeConfig",
+    "dots1": "Dots1Config",
+    "minimax_m2": "MiniMaxM2Config",
+}
+# Fields without which the defaults of a class make no model.
+NEEDED: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "dots1": {"num_experts_per_tok": 6, "n_routed_experts": 128, "n_shared_experts": 2},
+    "glm4_moe": {"head_dim": 128},
+}
+
+
+def config_of(family: str, **fields: Any) -> PreTrainedConfig:
+    """A configuration with the defaults of its class, but for these fields."""
+    return getattr(transformers, CONFIG_CLASSES[family])(**NEEDED.get(family, {}) | fields)
+
+
+def written(config: PreTrainedConfig) -> dict[str, Any]:
+    """What `save_pretrained` would write, defaults included."""
+    return json.loads(config.to_json_string(use_diff=False))
+
+
+def meta_model(config: PreTrainedConfig) -> nn.Module:
+    """The model of a configuration, with shapes and no weights."""
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def num_stored_elements(model: nn.Module) -> int:
+    """Elements of what a checkpoint holds: parameters, tied ones once, and persistent buffers."""
+    stored = model.state_dict().keys()
+    buffers = [buffer for name, buffer in model.named_buffers() if name in stored]
+    return sum(tensor.numel() for tensor in (*model.parameters(), *buffers))
