@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from raymoe.data.sizing import map_batches_kwargs
     from raymoe.engine.engine import Engine
     from raymoe.engine.generation import Generation
+    from raymoe.plan.plan import Plan
     from raymoe.plan.policy import Policy
-    from raymoe.plan.search import Plan, find_plan
+    from raymoe.plan.search import find_plan
     from raymoe.schedule.graph import Schedule
     from raymoe.schedule.simulate import simulate
     from raymoe.schedule.timeline import Timeline
@@ -30,7 +31,7 @@ _HOMES = {
     "HardwareSpec": "raymoe.specs.hardware",
     "MoEGenerator": "raymoe.data.generator",
     "ModelSpec": "raymoe.specs.model",
-    "Plan": "raymoe.plan.search",
+    "Plan": "raymoe.plan.plan",
     "Policy": "raymoe.plan.policy",
     "SamplingParams": "raymoe.config",
     "Schedule": "raymoe.schedule.graph",

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from raymoe.device.emulated import EmulatedDevice
-from raymoe.engine.device_loading import LoadedModel, cpu_attention_fraction, load_on_device
+from raymoe.engine.device_loading import LoadedModel, load_on_device
 from raymoe.errors import ConfigError
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, KvLayout
@@ -23,6 +23,7 @@ from raymoe.memory.weights import WeightStore
 from raymoe.plan.device_cost import DeviceCost
 from raymoe.plan.pages import PageCut, layer_pages
 from raymoe.plan.policy import PAGE_BYTES, DevicePolicy, Policy
+from raymoe.plan.streaming import StreamedPasses
 from raymoe.plan.wave import WaveShape
 from raymoe.plan.work import ModelWork
 from raymoe.runtime.bindings import PassInputs
@@ -191,8 +192,7 @@ class _Run:
                 head_dim=attention.head_dim,
                 dtype=torch.float32,
             ),
-            policy=policy,
-            schedule=self._name,
+            passes=StreamedPasses.of(self._spec, self._name, policy, 4),
         )
 
     def _page_bytes(self) -> int:
@@ -206,17 +206,15 @@ class _Run:
 
     def _cost(self, schedule: Schedule, model: LoadedModel) -> DeviceCost:
         """The pace: pages have the share of their layer that they have in the computing model."""
-        assert model.policy.device is not None
         scale = self._layer_bytes(self._paced, BYTES_PER_ELEMENT) / self._layer_bytes(self._spec, 4)
-        fraction = cpu_attention_fraction(self._name, model.policy.device)
         rows = self._step.num_rows // self._num_waves
-        wave = WaveShape.decode(rows, self._step.context, fraction)
+        wave = WaveShape.decode(rows, self._step.context, model.passes.cpu_attention_fraction)
         return DeviceCost.of_schedule(
             schedule,
             ModelWork.of(self._paced, BYTES_PER_ELEMENT),
             self._hardware,
             waves=(wave,) * self._num_waves,
-            page_bytes=_scaled(model.cut, scale),
+            page_bytes=_scaled(model.passes.cut, scale),
         )
 
     def _inputs(self) -> PassInputs:

@@ -2,72 +2,42 @@
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from raymoe.device.device import Device
 from raymoe.errors import PerformanceWarning
-from raymoe.kernels.paged_kv import BLOCK_TOKENS, KvLayout
+from raymoe.kernels.paged_kv import KvLayout
 from raymoe.memory.activations import ActivationSizes, HostActivations, PassActivations
 from raymoe.memory.kv_cache import KvCache
 from raymoe.memory.weight_pages import LayerPaging, WeightPages
 from raymoe.memory.weights import WeightStore
 from raymoe.model.decoder import Decoder
 from raymoe.model.paged_loading import PagedLoader
-from raymoe.plan.pages import PageCut, layer_pages
-from raymoe.plan.policy import DevicePolicy, Policy
+from raymoe.plan.pages import PageCut
+from raymoe.plan.streaming import StreamedPasses
 from raymoe.runtime.device_bindings import DeviceMemory
 from raymoe.runtime.device_runner import BeforePass, DevicePassRunner, Passes
 from raymoe.runtime.waves import Division
-from raymoe.schedule.builders import CPU_ATTENTION_FRACTIONS, MOST_WAVES, STREAMING_BUILDERS
-from raymoe.schedule.builders.shape import PassForm
-from raymoe.schedule.graph import Schedule
 from raymoe.specs.model import DenseSpec, LayerSpec, ModelSpec, MoeSpec
 from raymoe.specs.weight_names import EMBEDDING, FINAL_NORM, HEAD, layer_prefix
-from raymoe.units import ceil_div, format_bytes
+from raymoe.units import format_bytes
 
 DEFAULT_SCHEDULE = "cgopipe"
-STAGED_BLOCKS = 256  # of a wave at least: the contexts of 16 rows of 512 tokens
 STAGING_SLOTS = 4  # pages of the ring where weights cannot be pinned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """What is loaded: the model, the types, the sizes.
-
-    Attributes:
-        cut: Which weights stay on the device, and the pages of the rest.
-    """
+    """What is loaded: the model, the types, the sizes."""
 
     spec: ModelSpec
     store: WeightStore
     dtype: torch.dtype
     kv_layout: KvLayout
-    policy: Policy
-    schedule: str
-    cut: PageCut = field(init=False)
-
-    def __post_init__(self) -> None:
-        policy = self.policy.device or DevicePolicy()
-        cut = layer_pages(
-            self.spec,
-            self.dtype.itemsize,
-            page_bytes=policy.page_bytes,
-            resident_bytes=policy.resident_bytes,
-        )
-        object.__setattr__(self, "cut", cut)
-
-
-def cpu_attention_fraction(schedule: str, policy: DevicePolicy) -> float:
-    """Share of the decoding sequences for which the CPU attends under a schedule."""
-    return CPU_ATTENTION_FRACTIONS.get(schedule, policy.cpu_attention_fraction)
-
-
-def num_waves(schedule: str, policy: DevicePolicy) -> int:
-    """Into how many waves a schedule cuts a pass."""
-    return min(policy.num_waves, MOST_WAVES.get(schedule, policy.num_waves))
+    passes: StreamedPasses
 
 
 def load_on_device(
@@ -84,24 +54,18 @@ def load_on_device(
         CapacityError: The device's memory does not hold what the policy asks for.
         ConfigError: The schedule cannot run with this policy.
     """
-    policy = model.policy.device or DevicePolicy()
+    passes = model.passes
     weights = _load_pages(model, device)
-    form = PassForm(
-        layers=model.cut.layers,
-        num_waves=num_waves(model.schedule, policy),
-        has_device_attention=True,
-        staging_slots=policy.staging_slots or _pin(weights.host_memory, device),
-    )
-    build = STREAMING_BUILDERS[model.schedule]
-    memory = _load_memory(model, weights, form, device)
-    division = Division(
-        cpu_attention_fraction=cpu_attention_fraction(model.schedule, policy),
-        staged_blocks=len(memory.device.staged_kv[0]),
-    )
+    if not passes.device.staging_slots and not _is_pinned(weights.host_memory, device):
+        passes = replace(passes, device=replace(passes.device, staging_slots=STAGING_SLOTS))
+    memory = _load_memory(replace(model, passes=passes), weights, device)
     device.settle()
+    division = Division(
+        cpu_attention_fraction=passes.cpu_attention_fraction, staged_blocks=passes.staged_blocks
+    )
     runner = DevicePassRunner(
         memory,
-        Passes(form=form, build=build, division=division),
+        Passes(form=passes.form, build=passes.build, division=division),
         device,
         before_pass=before_pass,
     )
@@ -114,11 +78,10 @@ def load_on_device(
     return runner, release
 
 
-def _pin(memory: Tensor, device: Device) -> int:
-    """Pin the weights; returns the pages of the staging ring that is needed where that fails."""
+def _is_pinned(memory: Tensor, device: Device) -> bool:
     reason = device.pin(memory)
     if reason is None:
-        return 0
+        return True
     warnings.warn(
         f"cannot pin {format_bytes(memory.nbytes)} of weights ({reason}): they go through a pinned "
         "staging ring, which reads and writes host memory once more for every byte loaded and "
@@ -127,22 +90,19 @@ def _pin(memory: Tensor, device: Device) -> int:
         PerformanceWarning,
         stacklevel=2,
     )
-    return STAGING_SLOTS
+    return False
 
 
-def _ring(schedule: Schedule) -> int:
-    """Waves whose attention is under way at once."""
-    written = (buffer for task in schedule.tasks for buffer in task.writes)
-    return 1 + max(buffer.key[0] for buffer in written if buffer.name == "qkv")
-
-
-def _load_memory(
-    model: LoadedModel, weights: WeightPages, form: PassForm, device: Device
-) -> DeviceMemory:
-    spec, dtype = model.spec, model.dtype
+def _load_memory(model: LoadedModel, weights: WeightPages, device: Device) -> DeviceMemory:
+    spec, dtype, passes = model.spec, model.dtype, model.passes
     kept = _load_kept(model, device)
-    sizes = _sizes(model, form)
-    cache = KvCache(model.kv_layout, spec.num_layers, model.policy.num_kv_blocks)
+    sizes = ActivationSizes(
+        pass_tokens=passes.policy.pass_tokens,
+        wave_tokens=passes.wave_tokens,
+        ring=passes.ring,
+        staged_blocks=passes.staged_blocks,
+    )
+    cache = KvCache(model.kv_layout, spec.num_layers, passes.policy.num_kv_blocks)
     reason = device.pin(cache.host_memory)
     if reason is not None:
         warnings.warn(
@@ -164,22 +124,11 @@ def _load_memory(
         cache=cache,
         device=PassActivations(spec, sizes, model.kv_layout, dtype=dtype, allocate=device.allocate),
         host=HostActivations(spec, sizes, dtype=dtype, allocate=device.allocate_pinned),
-        staging=[device.allocate_pinned(model.cut.page_length) for _ in range(form.staging_slots)],
+        staging=[
+            device.allocate_pinned(passes.cut.page_length)
+            for _ in range(passes.device.staging_slots)
+        ],
         load=device.load,
-    )
-
-
-def _sizes(model: LoadedModel, form: PassForm) -> ActivationSizes:
-    policy = model.policy
-    wave_tokens = _wave_tokens(policy, form.num_waves)
-    staged_blocks = policy.device.staged_blocks if policy.device else None
-    if staged_blocks is None:
-        staged_blocks = max(STAGED_BLOCKS, 2 * ceil_div(wave_tokens, BLOCK_TOKENS))
-    return ActivationSizes(
-        pass_tokens=policy.pass_tokens,
-        wave_tokens=wave_tokens,
-        ring=_ring(STREAMING_BUILDERS[model.schedule](form)),
-        staged_blocks=min(staged_blocks, policy.num_kv_blocks),
     )
 
 
@@ -187,7 +136,7 @@ def _load_pages(model: LoadedModel, device: Device) -> WeightPages:
     return WeightPages(
         model.spec,
         model.store,
-        layer_paging(model.spec, model.cut),
+        layer_paging(model.spec, model.passes.cut),
         dtype=model.dtype,
         allocate_on_device=lambda num_bytes: device.allocate(num_bytes, "weights"),
         release=model.store.drop_pages,
@@ -238,10 +187,3 @@ def _decoder(
             views[prefix + name] = weights.device_weight(i, name, first_slot)
     loader = PagedLoader(views.__getitem__, model.dtype, device.torch_device)
     return Decoder(model.spec, loader, lambda _names: None)
-
-
-def _wave_tokens(policy: Policy, num_waves: int) -> int:
-    """No wave is larger: dealing to the smallest exceeds the mean by one chunk at most."""
-    return min(
-        policy.pass_tokens, ceil_div(policy.pass_tokens, num_waves) + policy.prefill_chunk_tokens
-    )

@@ -34,11 +34,12 @@ from raymoe.model.loading import decoder_arena_bytes
 from raymoe.model.support import check_supported
 from raymoe.plan.policy import Policy
 from raymoe.plan.search import find_plan
+from raymoe.plan.streaming import StreamedPasses
 from raymoe.plan.work import ModelWork
 from raymoe.runtime.device_runner import BeforePass
 from raymoe.runtime.runner import PassRunner
 from raymoe.schedule.builders import BUILDERS, STREAMING_BUILDERS
-from raymoe.schedule.graph import Schedule
+from raymoe.schedule.builders.in_place import build_in_place
 from raymoe.schedule.simulate import Instant
 from raymoe.specs.files import read_json_object
 from raymoe.specs.hardware import HardwareSpec
@@ -90,11 +91,10 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
         store=store,
         dtype=dtype,
         kv_layout=_kv_layout(spec, kv_dtype),
-        policy=plan.policy,
-        schedule=schedule,
+        passes=StreamedPasses.of(spec, schedule, plan.policy, dtype.itemsize),
     )
     if device == "cpu":
-        runner, release = _load_in_place(model, arena_bytes, plan.schedule)
+        runner, release = _load_in_place(model, arena_bytes)
     elif device == "cuda":
         runner, release = _load_cuda(model, config)
     else:
@@ -145,7 +145,7 @@ def _load_emulated(model: LoadedModel, config: EngineConfig) -> tuple[Runner, Re
     pace = None
     if hardware is not None:
         work = ModelWork.of(model.spec, model.dtype.itemsize)
-        pace = Pace(device, work, hardware, model.cut)
+        pace = Pace(device, work, hardware, model.passes.cut.page_bytes)
     return _load_or_close(model, device, pace)
 
 
@@ -163,18 +163,16 @@ def _load_or_close(
         raise
 
 
-def _load_in_place(
-    model: LoadedModel, arena_bytes: int, schedule: Schedule
-) -> tuple[Runner, Release]:
-    arena, store = HostArena(arena_bytes), model.store
-    decoder = Decoder.load(model.spec, store, arena.allocate, model.dtype, release=store.drop_pages)
-    cache = KvCache(model.kv_layout, model.spec.num_layers, model.policy.num_kv_blocks)
+def _load_in_place(model: LoadedModel, arena_bytes: int) -> tuple[Runner, Release]:
+    spec, arena, store = model.spec, HostArena(arena_bytes), model.store
+    decoder = Decoder.load(spec, store, arena.allocate, model.dtype, release=store.drop_pages)
+    cache = KvCache(model.kv_layout, spec.num_layers, model.passes.policy.num_kv_blocks)
 
     def release() -> None:
         cache.close()
         arena.close()
 
-    return PassRunner(decoder, cache, schedule), release
+    return PassRunner(decoder, cache, build_in_place(spec.num_layers)), release
 
 
 def _weight_bytes(spec: ModelSpec, dtype: torch.dtype, arena_bytes: int) -> int:

@@ -5,7 +5,6 @@ import numpy as np
 from raymoe.device.emulated import EmulatedDevice
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.plan.device_cost import DeviceCost
-from raymoe.plan.pages import PageCut
 from raymoe.plan.wave import AttentionShape, WaveShape
 from raymoe.plan.work import ModelWork
 from raymoe.runtime.waves import CutPass, Wave
@@ -17,9 +16,22 @@ class Pace:
     """Sets the cost model of a device before each pass."""
 
     def __init__(
-        self, device: EmulatedDevice, work: ModelWork, hardware: HardwareSpec, cut: PageCut
+        self,
+        device: EmulatedDevice,
+        work: ModelWork,
+        hardware: HardwareSpec,
+        page_bytes: tuple[tuple[int, ...], ...],
     ) -> None:
-        self._device, self._work, self._hardware, self._cut = device, work, hardware, cut
+        """Price passes of a model.
+
+        Args:
+            device: What is paced.
+            work: The model whose costs are taken.
+            hardware: On which it would run.
+            page_bytes: Of each layer, the bytes of each page that streams.
+        """
+        self._device, self._work, self._hardware = device, work, hardware
+        self._page_bytes = page_bytes
 
     def __call__(self, cut: CutPass, schedule: Schedule) -> None:
         """Take the costs of this pass from here on."""
@@ -28,7 +40,7 @@ class Pace:
             self._work,
             self._hardware,
             waves=tuple(wave_shape(wave) for wave in cut.waves),
-            page_bytes=self._cut.page_bytes,
+            page_bytes=self._page_bytes,
         )
 
 

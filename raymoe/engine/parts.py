@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from raymoe.engine.core import Runner
 from raymoe.engine.tokenizer import Tokenizer
+from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Policy
-from raymoe.plan.search import Plan
 
 
 def _nothing() -> None:

@@ -6,6 +6,7 @@ level of memory; the efficiency of small matrix products is our own measurement.
 
 from dataclasses import dataclass
 
+from raymoe.plan.load import PassLoad
 from raymoe.plan.work import ModelWork
 from raymoe.schedule.task import Op, Task
 from raymoe.specs.hardware import HardwareSpec
@@ -28,10 +29,22 @@ class PassShape:
         logit_rows: Tokens whose logits are computed.
     """
 
-    tokens: int
-    attention_pairs: int
-    context_tokens: int
-    logit_rows: int
+    tokens: float
+    attention_pairs: float
+    context_tokens: float
+    logit_rows: float
+
+    @classmethod
+    def of(cls, load: PassLoad) -> "PassShape":
+        """The tokens of a load."""
+        decoding = load.decode_rows * load.decode_context
+        chunk = min(load.prompt_chunk, load.prompt_tokens) or 1.0
+        return cls(
+            tokens=load.tokens,
+            attention_pairs=decoding + load.prompt_tokens * (chunk + 1) / 2,
+            context_tokens=decoding + load.prompt_tokens,
+            logit_rows=load.decode_rows + load.prompt_tokens / chunk,
+        )
 
     @classmethod
     def decode(cls, rows: int, context: int) -> "PassShape":
@@ -78,7 +91,7 @@ class HostCost:
             touched = layer.ffn_parameters_touched(shape.tokens)
             rows = shape.tokens
             if layer.num_experts:
-                rows = int(shape.tokens * layer.top_k / layer.touched_experts(shape.tokens))
+                rows = shape.tokens * layer.top_k / layer.touched_experts(shape.tokens)
             return self._product_s(rows, layer.ffn_token_flop * shape.tokens / (2 * rows), touched)
         half = layer.attention_parameters / 2 + layer.router_parameters * (task.op is Op.POST)
         return self._product_s(shape.tokens, half, half)

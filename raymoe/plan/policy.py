@@ -17,6 +17,8 @@ class DevicePolicy:
     Attributes:
         num_waves: Slices of a pass that go through attention together; schedules whose papers fix
             it (`builders.MOST_WAVES`) take no more than that.
+        waves_per_group: Waves whose tokens meet in one expert launch, of the schedule "waves".
+        look_ahead: Waves whose attention runs ahead of the experts, of the schedule "waves".
         cpu_attention_fraction: Share of the decoding sequences for which the CPU attends, 0..1, of
             schedules that divide them (omega of MoE-Gen, section 4.3).
         page_bytes: Largest piece of weights that is sent at once.
@@ -27,6 +29,8 @@ class DevicePolicy:
     """
 
     num_waves: int = 4
+    waves_per_group: int = 1
+    look_ahead: int = 2
     cpu_attention_fraction: float = 1.0
     page_bytes: int = PAGE_BYTES
     resident_bytes: int = 0
@@ -36,6 +40,8 @@ class DevicePolicy:
     def __post_init__(self) -> None:
         for field, least in (
             ("num_waves", 1),
+            ("waves_per_group", 1),
+            ("look_ahead", 0),
             ("page_bytes", 1),
             ("resident_bytes", 0),
             ("staging_slots", 0),

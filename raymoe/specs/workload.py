@@ -1,4 +1,4 @@
-"""Workload: how many rows of which lengths. Pure data."""
+"""Workload: how many rows, how long. Pure data."""
 
 from dataclasses import dataclass
 
@@ -13,19 +13,63 @@ class Workload:
         num_rows: Rows that are there at once; more arrive as these end.
         prompt_tokens: Mean prompt length.
         generated_tokens: Mean number of generated tokens.
+        row_lengths: (prompt, generated) tokens of typical rows, repeated as often as needed; empty
+            where only the means are known.
     """
 
     num_rows: int
     prompt_tokens: int
     generated_tokens: int
+    row_lengths: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         for field in ("num_rows", "prompt_tokens", "generated_tokens"):
             value = getattr(self, field)
             if value < 1:
                 raise ConfigError(f"Workload.{field} is {value!r}; it must be at least 1")
+        for lengths in self.row_lengths:
+            if min(lengths) < 1:
+                raise ConfigError(f"Workload.row_lengths has {lengths!r}; lengths are at least 1")
+
+    @classmethod
+    def of_rows(cls, row_lengths: tuple[tuple[int, int], ...]) -> "Workload":
+        """A job whose rows are known.
+
+        Raises:
+            ConfigError: There is no row, or one has no token.
+        """
+        if not row_lengths:
+            raise ConfigError("Workload.of_rows needs at least one row")
+        count = len(row_lengths)
+        return cls(
+            num_rows=count,
+            prompt_tokens=max(1, round(sum(prompt for prompt, _ in row_lengths) / count)),
+            generated_tokens=max(1, round(sum(tokens for _, tokens in row_lengths) / count)),
+            row_lengths=row_lengths,
+        )
 
     @property
     def context_tokens(self) -> int:
         """Tokens of a row at its end."""
         return self.prompt_tokens + self.generated_tokens
+
+    @property
+    def total_prompt_tokens(self) -> float:
+        """Prompt tokens of all rows."""
+        return self.num_rows * self._mean(0)
+
+    @property
+    def total_generated_tokens(self) -> float:
+        """Generated tokens of all rows."""
+        return self.num_rows * self._mean(1)
+
+    def lengths(self, row: int) -> tuple[int, int]:
+        """Prompt and generated tokens of a row."""
+        if self.row_lengths:
+            return self.row_lengths[row % len(self.row_lengths)]
+        return self.prompt_tokens, self.generated_tokens
+
+    def _mean(self, which: int) -> float:
+        if self.row_lengths:
+            return sum(lengths[which] for lengths in self.row_lengths) / len(self.row_lengths)
+        return (self.prompt_tokens, self.generated_tokens)[which]

@@ -28,8 +28,8 @@ with Engine.from_pretrained(sys.argv[1], EngineConfig(policy=policy)) as engine:
 print(json.dumps({
     "rows": sum(row.num_generated_tokens == 16 for row in rows),
     "peak_rss": peak_rss_bytes(),
-    "weights": plan.footprint.weights,
-    "kv_cache": plan.footprint.kv_cache,
+    "weights": plan.footprint.bytes_of("weights"),
+    "kv_cache": plan.footprint.bytes_of("KV cache"),
 }))
 """
 

@@ -8,11 +8,17 @@ from raymoe.schedule.builders.flexgen import build_flexgen_s3, build_flexgen_s4
 from raymoe.schedule.builders.in_place import build_in_place
 from raymoe.schedule.builders.layer_by_layer import build_layer_by_layer
 from raymoe.schedule.builders.shape import PassForm
-from raymoe.schedule.builders.waves import build_cgopipe, build_module_batching, build_vslpipe
+from raymoe.schedule.builders.waves import (
+    build_cgopipe,
+    build_module_batching,
+    build_vslpipe,
+    build_waves,
+)
 from raymoe.schedule.graph import Schedule
 
 STREAMING_BUILDERS: Mapping[str, Callable[[PassForm], Schedule]] = MappingProxyType(
     {
+        "waves": build_waves,
         "cgopipe": build_cgopipe,
         "vslpipe": build_vslpipe,
         "module_batching": build_module_batching,

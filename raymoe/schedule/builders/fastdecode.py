@@ -5,6 +5,8 @@ data. The weights of a layer come as one block on the lane of the hidden states,
 hidden states wait for all of it.
 """
 
+from dataclasses import replace
+
 from raymoe.schedule.builders.shape import PassForm
 from raymoe.schedule.builders.waves import build_waves
 from raymoe.schedule.graph import Schedule
@@ -12,6 +14,5 @@ from raymoe.schedule.graph import Schedule
 
 def build_fastdecode(form: PassForm) -> Schedule:
     """Attention one wave ahead, weights as one block behind the first wave's hidden states."""
-    return build_waves(
-        form, waves_per_group=1, look_ahead=1, interleaves_pages=False, name="fastdecode"
-    )
+    apart = replace(form, waves_per_group=1, look_ahead=1)
+    return build_waves(apart, interleaves_pages=False, name="fastdecode")

@@ -56,6 +56,10 @@ class PassForm:
         num_waves: Slices of the pass that go through attention together.
         has_cpu_attention: Some rows attend on the CPU.
         has_device_attention: Some rows attend on the device, their KV blocks brought there.
+        waves_per_group: Waves whose tokens meet in one expert launch, of the schedule "waves"; the
+            last group of a layer may have fewer.
+        look_ahead: Waves whose attention is issued beyond the wave whose experts are next, of the
+            schedule "waves".
         staging_slots: Pages in the pinned staging ring; 0 where weights are pinned themselves.
         first_slot: The weight slot, 0 or 1, that holds the first streamed layer.
 
@@ -67,6 +71,8 @@ class PassForm:
     num_waves: int
     has_cpu_attention: bool = True
     has_device_attention: bool = False
+    waves_per_group: int = 1
+    look_ahead: int = 2
     staging_slots: int = 0
     first_slot: int = 0
 
@@ -75,6 +81,10 @@ class PassForm:
             raise ConfigError("layers is empty; a pass goes through at least one layer")
         if self.num_waves < 1:
             raise ConfigError(f"num_waves is {self.num_waves}; it must be at least 1")
+        if self.waves_per_group < 1:
+            raise ConfigError(f"waves_per_group is {self.waves_per_group}; it must be at least 1")
+        if self.look_ahead < 0:
+            raise ConfigError(f"look_ahead is {self.look_ahead}; it must be at least 0")
         if not (self.has_cpu_attention or self.has_device_attention):
             raise ConfigError("has_cpu_attention or has_device_attention must be true")
         if self.staging_slots < 0:

@@ -7,6 +7,7 @@ attends while the GPU computes, and pages of the next layer ride between the hid
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from raymoe.errors import ConfigError
 from raymoe.schedule.builders._pages import plan_loads
@@ -15,35 +16,20 @@ from raymoe.schedule.builders.shape import PassForm, Step
 from raymoe.schedule.graph import Schedule
 
 
-def build_waves(
-    form: PassForm,
-    *,
-    waves_per_group: int,
-    look_ahead: int,
-    interleaves_pages: bool = True,
-    name: str = "waves",
-) -> Schedule:
-    """Build one pass.
+def build_waves(form: PassForm, *, interleaves_pages: bool = True, name: str = "waves") -> Schedule:
+    """Build one pass with the form's own `waves_per_group` and `look_ahead`.
+
+    Fronts are issued `look_ahead` waves beyond the wave whose back is next, as far as their own
+    inputs have been issued.
 
     Args:
         form: The pass.
-        waves_per_group: Waves whose tokens meet in one expert launch; the last group of a layer
-            may have fewer.
-        look_ahead: Fronts issued beyond the wave whose back is next, as far as their own inputs
-            have been issued.
         interleaves_pages: Spread the pages of a layer evenly over the waves before it; otherwise
             all of them follow the first one's hidden states as one block.
         name: Name of the schedule.
-
-    Raises:
-        ConfigError: A number is out of range.
     """
-    if waves_per_group < 1:
-        raise ConfigError(f"waves_per_group is {waves_per_group}; it must be at least 1")
-    if look_ahead < 0:
-        raise ConfigError(f"look_ahead is {look_ahead}; it must be at least 0")
-    program = Program(name, form, ring=min(look_ahead + 1, form.num_waves))
-    return _Waves(program, form, waves_per_group, look_ahead).build(interleaves_pages)
+    program = Program(name, form, ring=min(form.look_ahead + 1, form.num_waves))
+    return _Waves(program, form).build(interleaves_pages)
 
 
 def build_cgopipe(form: PassForm) -> Schedule:
@@ -55,7 +41,7 @@ def build_cgopipe(form: PassForm) -> Schedule:
 
     Source: MoE-Lightning (ASPLOS 2025), section 4.1, figure 6 (S1) and algorithm 1.
     """
-    return build_waves(form, waves_per_group=1, look_ahead=2, name="cgopipe")
+    return build_waves(replace(form, waves_per_group=1, look_ahead=2), name="cgopipe")
 
 
 def build_vslpipe(form: PassForm) -> Schedule:
@@ -71,7 +57,7 @@ def build_vslpipe(form: PassForm) -> Schedule:
     """
     if form.num_waves > 2:
         raise ConfigError(f"num_waves is {form.num_waves}; vslpipe cuts a pass in at most 2 waves")
-    return build_waves(form, waves_per_group=1, look_ahead=1, name="vslpipe")
+    return build_waves(replace(form, waves_per_group=1, look_ahead=1), name="vslpipe")
 
 
 def build_module_batching(form: PassForm) -> Schedule:
@@ -79,24 +65,16 @@ def build_module_batching(form: PassForm) -> Schedule:
 
     Source: MoE-Gen, section 4.
     """
-    return build_waves(
-        form,
-        waves_per_group=form.num_waves,
-        look_ahead=form.num_waves - 1,
-        name="module_batching",
-    )
+    whole = replace(form, waves_per_group=form.num_waves, look_ahead=form.num_waves - 1)
+    return build_waves(whole, name="module_batching")
 
 
 class _Waves:
     """Issues fronts and backs; knows how far both are."""
 
-    def __init__(
-        self, program: Program, form: PassForm, waves_per_group: int, look_ahead: int
-    ) -> None:
+    def __init__(self, program: Program, form: PassForm) -> None:
         self._program = program
         self._form = form
-        self._waves_per_group = waves_per_group
-        self._look_ahead = look_ahead
         self._num_fronts = 0
         self._num_groups = [0] * form.num_layers  # expert groups issued, by layer
 
@@ -106,7 +84,7 @@ class _Waves:
         for wave in range(form.num_waves):
             program.embed(wave)
         for index, step in enumerate(steps):
-            self._issue_fronts(steps[self._num_fronts : index + self._look_ahead + 1])
+            self._issue_fronts(steps[self._num_fronts : index + self._form.look_ahead + 1])
             if form.has_cpu_attention:
                 program.load_hidden(*step)
             for load in loads.get(step, ()):
@@ -126,12 +104,12 @@ class _Waves:
     def _front_has_inputs(self, step: Step) -> bool:
         layer, wave = step
         pages = self._form.layers[layer].attention_pages
-        entered = not layer or self._num_groups[layer - 1] > wave // self._waves_per_group
+        entered = not layer or self._num_groups[layer - 1] > wave // self._form.waves_per_group
         return entered and self._program.holds(layer, pages)
 
     def _end_group(self, step: Step) -> None:
         layer, wave = step
-        group, place = divmod(wave, self._waves_per_group)
-        if place + 1 == self._waves_per_group or wave + 1 == self._form.num_waves:
+        group, place = divmod(wave, self._form.waves_per_group)
+        if place + 1 == self._form.waves_per_group or wave + 1 == self._form.num_waves:
             self._program.experts(layer, group, range(wave - place, wave + 1))
             self._num_groups[layer] += 1

@@ -5,8 +5,10 @@ import re
 import pytest
 
 from raymoe.errors import ConfigError, InfeasiblePlanError
+from raymoe.plan.host_search import PASS_TOKENS
+from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Policy
-from raymoe.plan.search import PASS_TOKENS, Plan, find_plan
+from raymoe.plan.search import find_plan
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from raymoe.schedule.builders import STREAMING_BUILDERS
 from raymoe.schedule.builders.shape import LayerPages, PassForm
 
-MAX_WAVES = {"vslpipe": 2}
+MAX_WAVES = {"vslpipe": 2}  # of the builders; papers may take fewer
 DEVICE_ONLY = ("flexgen_s4",)
 BUILDER_NAMES = tuple(STREAMING_BUILDERS)
 
@@ -57,9 +57,12 @@ def pass_forms(
 ) -> PassForm:
     """Any pass that the builder `name` takes."""
     on_cpu, on_device = draw(st.sampled_from(((True, False), (False, True), (True, True))))
+    num_waves = draw(st.integers(min_waves, MAX_WAVES.get(name, 6)))
     return PassForm(
         layers=tuple(draw(st.lists(layer_pages(min_pages), min_size=1, max_size=5))),
-        num_waves=draw(st.integers(min_waves, MAX_WAVES.get(name, 6))),
+        num_waves=num_waves,
+        waves_per_group=draw(st.integers(1, num_waves + 1)),
+        look_ahead=draw(st.integers(0, num_waves + 2)),
         has_cpu_attention=on_cpu,
         has_device_attention=on_device,
         staging_slots=draw(st.integers(0, max_staging_slots)),

@@ -11,7 +11,6 @@ from raymoe.schedule.builders import BUILDERS, STREAMING_BUILDERS
 from raymoe.schedule.builders.first_layer import load_first_layer
 from raymoe.schedule.builders.in_place import build_in_place
 from raymoe.schedule.builders.shape import LayerPages, PassForm, next_first_slot
-from raymoe.schedule.builders.waves import build_waves
 from raymoe.schedule.graph import Schedule
 from raymoe.schedule.simulate import simulate
 from raymoe.schedule.task import Op, Resource
@@ -25,17 +24,9 @@ QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCh
 @st.composite
 def built(draw: st.DrawFn) -> tuple[Schedule, PassForm]:
     """A schedule of any builder, and the pass it is for."""
-    name = draw(st.sampled_from((*BUILDER_NAMES, "waves")))
+    name = draw(st.sampled_from(BUILDER_NAMES))
     form = draw(pass_forms(name))
-    if name != "waves":
-        return STREAMING_BUILDERS[name](form), form
-    schedule = build_waves(
-        form,
-        waves_per_group=draw(st.integers(1, form.num_waves + 1)),
-        look_ahead=draw(st.integers(0, form.num_waves + 2)),
-        interleaves_pages=draw(st.booleans()),
-    )
-    return schedule, form
+    return STREAMING_BUILDERS[name](form), form
 
 
 def topological_order(schedule: Schedule, rng: random.Random) -> list[int]:

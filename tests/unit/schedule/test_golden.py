@@ -79,7 +79,12 @@ GOLDEN = {
 
 
 def test_every_builder_has_its_order_written_down() -> None:
-    assert set(GOLDEN) == set(STREAMING_BUILDERS)
+    assert {*GOLDEN, "waves"} == set(STREAMING_BUILDERS)
+
+
+def test_waves_without_knobs_are_those_of_cgopipe() -> None:
+    form = form_for("waves", num_layers=2, num_waves=3, num_pages=3)
+    assert str(STREAMING_BUILDERS["waves"](form)) == GOLDEN["cgopipe"]
 
 
 @pytest.mark.parametrize("name", GOLDEN)

@@ -1,5 +1,6 @@
 """The knobs of the family of waves, and what they buy."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ def order(schedule: Schedule, *ops: Op) -> str:
 
 
 def test_a_look_ahead_of_zero_ends_a_wave_before_the_next_begins() -> None:
-    schedule = build_waves(uniform_form(num_layers=1), waves_per_group=1, look_ahead=0)
+    schedule = build_waves(replace(uniform_form(num_layers=1), waves_per_group=1, look_ahead=0))
     assert order(schedule, Op.PRE, Op.EXPERTS) == (
         "pre[0,0] experts[0,0] pre[0,1] experts[0,1] pre[0,2] experts[0,2]"
     )
@@ -33,7 +34,7 @@ def test_a_look_ahead_of_zero_ends_a_wave_before_the_next_begins() -> None:
 
 def test_a_front_waits_for_the_whole_expert_group_of_its_wave() -> None:
     form = uniform_form(num_layers=2, num_waves=4)
-    schedule = build_waves(form, waves_per_group=2, look_ahead=3)
+    schedule = build_waves(replace(form, waves_per_group=2, look_ahead=3))
     assert order(schedule, Op.PRE, Op.POST, Op.EXPERTS) == (
         "pre[0,0] pre[0,1] pre[0,2] pre[0,3] post[0,0] post[0,1] experts[0,0]"
         " pre[1,0] pre[1,1] post[0,2] post[0,3] experts[0,1]"
@@ -42,7 +43,7 @@ def test_a_front_waits_for_the_whole_expert_group_of_its_wave() -> None:
 
 
 def test_a_last_group_may_be_smaller() -> None:
-    schedule = build_waves(uniform_form(1, num_waves=3), waves_per_group=2, look_ahead=0)
+    schedule = build_waves(replace(uniform_form(1, num_waves=3), waves_per_group=2, look_ahead=0))
     groups = [task for task in schedule.tasks if task.op is Op.EXPERTS]
     assert [task.part for task in groups] == [0, 1]
     assert groups[1].writes == (Buffer("hidden", (2,)),)
@@ -51,7 +52,7 @@ def test_a_last_group_may_be_smaller() -> None:
 def test_a_front_waits_until_the_attention_pages_of_its_layer_are_issued() -> None:
     late = LayerPages(num_pages=3, attention_pages=(2,), expert_pages=(0, 1))
     form = PassForm(layers=(late, late), num_waves=3)
-    schedule = build_waves(form, waves_per_group=1, look_ahead=2)
+    schedule = build_waves(replace(form, waves_per_group=1, look_ahead=2))
     assert order(schedule, Op.PRE, Op.W) == (
         "pre[0,0] pre[0,1] pre[0,2] w[1,0] w[1,1] w[1,2] pre[1,0] pre[1,1] pre[1,2]"
         " w[0,0] w[0,1] w[0,2]"
@@ -64,21 +65,21 @@ def test_a_front_waits_until_the_attention_pages_of_its_layer_are_issued() -> No
 )
 def test_pages_are_spread_evenly_and_early(num_pages: int, by_wave: list[int]) -> None:
     form = uniform_form(num_layers=1, num_pages=num_pages)
-    schedule = build_waves(form, waves_per_group=1, look_ahead=0)
+    schedule = build_waves(replace(form, waves_per_group=1, look_ahead=0))
     words = order(schedule, Op.HID, Op.W).split("hid")[1:]
     assert [word.count("w[") for word in words] == by_wave
 
 
 def test_pages_can_come_as_one_block_behind_the_first_hidden_states() -> None:
     form = uniform_form(num_layers=1)
-    schedule = build_waves(form, waves_per_group=1, look_ahead=0, interleaves_pages=False)
+    schedule = build_waves(replace(form, waves_per_group=1, look_ahead=0), interleaves_pages=False)
     assert order(schedule, Op.HID, Op.W) == "hid[0,0] w[0,0] w[0,1] w[0,2] hid[0,1] hid[0,2]"
 
 
 def test_the_next_streamed_layer_is_spread_over_the_resident_ones_before_it() -> None:
     pages = streamed_layer(4)
     form = PassForm(layers=(pages, RESIDENT, pages, RESIDENT), num_waves=2)
-    schedule = build_waves(form, waves_per_group=1, look_ahead=0)
+    schedule = build_waves(replace(form, waves_per_group=1, look_ahead=0))
     assert order(schedule, Op.HID, Op.W) == (
         "hid[0,0] w[2,0] hid[0,1] w[2,1] hid[1,0] w[2,2] hid[1,1] w[2,3]"
         " hid[2,0] w[0,0] hid[2,1] w[0,1] hid[3,0] w[0,2] hid[3,1] w[0,3]"
@@ -87,7 +88,7 @@ def test_the_next_streamed_layer_is_spread_over_the_resident_ones_before_it() ->
 
 def test_waves_that_meet_at_the_end_of_a_layer_have_buffers_of_their_own() -> None:
     form = uniform_form(num_layers=2, num_waves=4)
-    schedule = build_waves(form, waves_per_group=1, look_ahead=2)
+    schedule = build_waves(replace(form, waves_per_group=1, look_ahead=2))
     written = [task.writes[0].key for task in schedule.tasks if task.op is Op.QKV]
     assert written == [(0,), (1,), (2,), (0,), (1,), (2,), (0,), (1,)]
 
@@ -99,7 +100,7 @@ def test_a_split_wave_reads_both_halves_and_stages_its_kv_in_turn() -> None:
         has_cpu_attention=True,
         has_device_attention=True,
     )
-    schedule = build_waves(form, waves_per_group=1, look_ahead=0)
+    schedule = build_waves(replace(form, waves_per_group=1, look_ahead=0))
     posts = [task for task in schedule.tasks if task.op is Op.POST]
     assert {Buffer("attention", (0,)), Buffer("device_attention", (0,))} <= set(posts[0].reads)
     staged = [task.writes[0].key for task in schedule.tasks if task.op is Op.KV]
@@ -108,7 +109,7 @@ def test_a_split_wave_reads_both_halves_and_stages_its_kv_in_turn() -> None:
 
 def test_pages_go_through_the_staging_ring_in_turn() -> None:
     form = PassForm(layers=(streamed_layer(),) * 2, num_waves=1, staging_slots=2)
-    schedule = build_waves(form, waves_per_group=1, look_ahead=0)
+    schedule = build_waves(replace(form, waves_per_group=1, look_ahead=0))
     staged = [task.writes[0].key for task in schedule.tasks if task.op is Op.STAGE]
     assert staged == [(0,), (1,), (0,), (1,), (0,), (1,)]
     assert schedule.resources[-1] is Resource.HOST_COPY
@@ -123,7 +124,7 @@ def test_pages_go_through_the_staging_ring_in_turn() -> None:
 )
 def test_a_knob_out_of_range_is_refused(knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        build_waves(uniform_form(), **knobs)
+        replace(uniform_form(), **knobs)
 
 
 def test_vslpipe_has_two_waves_at_most() -> None:

@@ -1,0 +1,104 @@
+"""Bytes that a policy takes on the device and on the host: what the engine will allocate.
+
+T tokens of a pass, W tokens of a wave, H hidden, K experts per token.
+"""
+
+from raymoe.plan.footprint import Footprint
+from raymoe.plan.streaming import KV_BLOCK_TOKENS, StreamedPasses
+from raymoe.plan.work import LayerWork, ModelWork
+from raymoe.specs.model import ModelSpec
+from raymoe.units import GIB, MIB
+
+RUNTIME_BYTES = GIB  # interpreter, torch, tokenizer, request state
+DEVICE_RUNTIME_BYTES = 512 * MIB  # kernels, workspaces of matrix products, rounding
+LOGIT_CHUNK_ROWS = 256
+NUM_SLOTS = 2
+STAGED_WAVES = 2  # KV of this many waves is on the device at once
+FLOAT_BYTES = 4
+UNEVENNESS = 4  # rows of the busiest expert over the mean
+
+
+def device_footprint(model: ModelSpec, work: ModelWork, passes: StreamedPasses) -> Footprint:
+    """Device memory of a policy.
+
+    Args:
+        model: The model.
+        work: The same in numbers.
+        passes: Schedule and sizes.
+    """
+    element, hidden = work.bytes_per_element, work.hidden_size
+    tokens = passes.policy.pass_tokens
+    top_k = max(layer.top_k for layer in work.layers)
+    streamed = max(map(sum, passes.cut.page_bytes), default=0)
+    ring = passes.ring * _around_attention(model, work, passes.wave_tokens)
+    routed = 2 * tokens * hidden * element + tokens * top_k * 2 * FLOAT_BYTES
+    return Footprint(
+        memory="device memory",
+        parts=(
+            ("weights that stay", passes.cut.resident_bytes),
+            ("weight slots", NUM_SLOTS * streamed),
+            ("final norm and head", work.head.num_bytes + hidden * element),
+            ("activations", routed + ring),
+            ("staged KV", STAGED_WAVES * passes.staged_blocks * _layer_block_bytes(work)),
+            ("intermediates", _intermediates(model, work, passes)),
+        ),
+    )
+
+
+def host_footprint(model: ModelSpec, work: ModelWork, passes: StreamedPasses) -> Footprint:
+    """Host memory of a policy; arguments as in `device_footprint`."""
+    element, hidden = work.bytes_per_element, work.hidden_size
+    policy = passes.policy
+    ring = passes.ring * _around_attention(model, work, passes.wave_tokens)
+    staging = passes.device.staging_slots * passes.cut.page_length
+    return Footprint(
+        memory="host memory",
+        parts=(
+            ("weights", passes.cut.streamed_bytes + model.vocab_size * hidden * element),
+            ("KV cache", policy.num_kv_blocks * kv_block_bytes(work)),
+            ("activations", policy.pass_tokens * hidden * element + ring + staging),
+            ("runtime", RUNTIME_BYTES + logit_bytes(model)),
+        ),
+    )
+
+
+def kv_block_bytes(work: ModelWork) -> int:
+    """One block of the KV cache, all layers."""
+    return KV_BLOCK_TOKENS * work.kv_token_bytes
+
+
+def logit_bytes(model: ModelSpec) -> int:
+    """A chunk of logits, its float copy and what sampling makes of it."""
+    return 3 * FLOAT_BYTES * LOGIT_CHUNK_ROWS * model.vocab_size
+
+
+def _around_attention(model: ModelSpec, work: ModelWork, wave_tokens: int) -> int:
+    """Queries, keys, values and results of a wave, [W, ...]."""
+    attention = model.layers[0].attention
+    width = attention.query_width + attention.cache_width + attention.output_width
+    return wave_tokens * width * work.bytes_per_element
+
+
+def _layer_block_bytes(work: ModelWork) -> int:
+    return KV_BLOCK_TOKENS * max(layer.kv_token_bytes for layer in work.layers)
+
+
+def _intermediates(model: ModelSpec, work: ModelWork, passes: StreamedPasses) -> int:
+    """The largest of what operations allocate while they run: projections, or routed experts."""
+    tokens = min(passes.device.waves_per_group, passes.num_waves) * passes.wave_tokens
+    if passes.schedule == "module_batching":
+        tokens = passes.policy.pass_tokens
+    tokens = min(tokens, passes.policy.pass_tokens)
+    largest = max(_ffn_intermediates(layer, work, tokens) for layer in work.layers)
+    return largest + logit_bytes(model) + DEVICE_RUNTIME_BYTES
+
+
+def _ffn_intermediates(layer: LayerWork, work: ModelWork, tokens: int) -> int:
+    """Results of all routed rows, weighted in float32, and three matrices of one expert's rows."""
+    element, hidden = work.bytes_per_element, work.hidden_size
+    rows = tokens * layer.top_k
+    busiest = min(tokens, UNEVENNESS * rows // max(layer.num_experts, 1))
+    routed = rows * hidden * (element + FLOAT_BYTES)
+    routed += 3 * busiest * (layer.expert.parameters // (3 * hidden)) * element
+    dense = 3 * tokens * (layer.common.parameters // (3 * hidden)) * element
+    return max(routed, dense)

@@ -1,0 +1,141 @@
+"""Plan: a policy, what it needs, and what it will take."""
+
+from dataclasses import dataclass
+
+from raymoe.plan.footprint import Footprint
+from raymoe.plan.job import JobEstimate, estimate_job
+from raymoe.plan.load import PassLoad
+from raymoe.plan.pass_times import PassModel, PassTimes
+from raymoe.plan.policy import Policy
+from raymoe.plan.streaming import KV_BLOCK_TOKENS
+from raymoe.schedule.critical import bound_by
+from raymoe.schedule.task import Resource
+from raymoe.schedule.timeline import Timeline
+from raymoe.specs.hardware import HardwareSpec
+from raymoe.specs.workload import Workload
+from raymoe.units import format_bytes, format_seconds
+
+DEFAULT_WORKLOAD = Workload(num_rows=2048, prompt_tokens=256, generated_tokens=128)
+RESOURCE_NAMES = {
+    Resource.GPU: "the GPU",
+    Resource.CPU: "the CPU and its memory",
+    Resource.HTOD: "the link to the device",
+    Resource.DTOH: "the link to the host",
+    Resource.HOST_COPY: "copies into the staging ring",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A policy with its prediction.
+
+    Attributes:
+        schedule: Name of the schedule.
+        footprint: Host memory.
+        device_footprint: Device memory; None on a node without a GPU.
+        passes: Predicts any pass.
+        job: What the workload will take.
+    """
+
+    model_name: str
+    hardware: HardwareSpec
+    workload: Workload
+    schedule: str
+    policy: Policy
+    footprint: Footprint
+    device_footprint: Footprint | None
+    passes: PassModel
+    job: JobEstimate
+
+    @property
+    def decode_load(self) -> PassLoad:
+        """A pass in which every live sequence decodes, half way through its row."""
+        workload = self.workload
+        context = workload.prompt_tokens + workload.generated_tokens / 2
+        return PassLoad(decode_rows=self.policy.batch_size, decode_context=context)
+
+    @property
+    def prefill_load(self) -> PassLoad:
+        """A pass full of prompts."""
+        chunk = min(self.workload.prompt_tokens, self.policy.prefill_chunk_tokens)
+        return PassLoad(prompt_tokens=self.policy.pass_tokens, prompt_chunk=chunk)
+
+    @property
+    def decode(self) -> Timeline:
+        """Predicted timeline of `decode_load`."""
+        return self.passes.timeline(self.decode_load)
+
+    @property
+    def bound(self) -> Resource:
+        """The resource on which decoding spends most of its critical path."""
+        return bound_by(self.passes.schedule(self.decode_load), self.decode)
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Predicted prompt tokens per second of passes full of prompts."""
+        return self.policy.pass_tokens / self.passes.seconds(self.prefill_load)
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Predicted generated tokens per second while all sequences decode."""
+        return self.policy.batch_size / self.passes.seconds(self.decode_load)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Predicted generated tokens per second of the whole job."""
+        return self.job.tokens_per_s
+
+    def estimate(self, workload: Workload) -> JobEstimate:
+        """What another job takes with this policy."""
+        return predict_job(workload, self.policy, self.passes)
+
+    def cost_per_million_tokens(self, price_per_hour: float) -> float:
+        """Price of a million generated tokens on a node of this price."""
+        return price_per_hour / 3600 / self.tokens_per_s * 1e6
+
+    def describe(self) -> str:
+        """The plan for people: policy, footprint, prediction."""
+        policy, workload, hardware = self.policy, self.workload, self.hardware
+        lines = [
+            f"{self.model_name} on {hardware.name} ({hardware.num_cores} cores, "
+            f"{format_bytes(hardware.host_memory_bytes)})",
+            f"policy: schedule {self.schedule}, batch {policy.batch_size} sequences, "
+            f"{policy.pass_tokens} tokens per pass, {policy.num_kv_blocks} KV blocks of "
+            f"{KV_BLOCK_TOKENS} tokens",
+            *self._describe_device(),
+            f"host memory:\n{self.footprint.table()}",
+        ]
+        if self.device_footprint is not None:
+            lines.append(f"device memory:\n{self.device_footprint.table()}")
+        lines.append(
+            f"predicted: prefill {self.prefill_tokens_per_s:.0f} tokens/s, "
+            f"decode {self.decode_tokens_per_s:.0f} tokens/s (bound by "
+            f"{RESOURCE_NAMES[self.bound]}), end to end {self.tokens_per_s:.0f} generated "
+            f"tokens/s at {workload.prompt_tokens} + {workload.generated_tokens} tokens; "
+            f"{workload.num_rows} rows in {format_seconds(self.job.seconds)}"
+        )
+        return "\n".join(lines)
+
+    def _describe_device(self) -> list[str]:
+        device = self.policy.device
+        if device is None:
+            return []
+        return [
+            f"device: {device.num_waves} waves, experts over {device.waves_per_group} of them, "
+            f"attention {device.look_ahead} ahead, {100 * device.cpu_attention_fraction:.0f} % of "
+            f"it on the CPU, {format_bytes(device.resident_bytes)} of weights resident, pages of "
+            f"{format_bytes(device.page_bytes)}"
+        ]
+
+
+def predict_job(workload: Workload, policy: Policy, passes: PassModel) -> JobEstimate:
+    """Run a job on paper, with pass times interpolated between simulated ones."""
+    longest = max((sum(lengths) for lengths in workload.row_lengths), default=0)
+    times = PassTimes(
+        passes,
+        most_rows=min(policy.batch_size, workload.num_rows),
+        most_prompt_tokens=policy.pass_tokens,
+        contexts=(1, max(longest, workload.context_tokens)),
+        prompt_chunk=min(workload.prompt_tokens, policy.prefill_chunk_tokens),
+    )
+    return estimate_job(workload, policy, times)

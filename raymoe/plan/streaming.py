@@ -1,0 +1,108 @@
+"""How passes of a model whose weights stream are cut by a schedule and its policy, in sizes.
+
+What the engine allocates and what the planner counts is decided here, once.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Self
+
+from raymoe.plan.pages import PageCut, layer_pages
+from raymoe.plan.policy import DevicePolicy, Policy
+from raymoe.schedule.builders import CPU_ATTENTION_FRACTIONS, MOST_WAVES, STREAMING_BUILDERS
+from raymoe.schedule.builders.shape import LayerPages, PassForm
+from raymoe.schedule.graph import Schedule
+from raymoe.specs.model import ModelSpec
+from raymoe.units import ceil_div
+
+KV_BLOCK_TOKENS = 32
+LEAST_STAGED_BLOCKS = 256  # of a wave: the contexts of 16 rows of 512 tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamedPasses:
+    """The passes of one schedule with one policy.
+
+    Attributes:
+        schedule: A name of `STREAMING_BUILDERS`.
+        policy: Sizes of passes.
+        device: How the device is used.
+        cut: Which weights stay on the device, and the pages of the rest.
+    """
+
+    schedule: str
+    policy: Policy
+    device: DevicePolicy
+    cut: PageCut
+
+    @classmethod
+    def of(cls, model: ModelSpec, schedule: str, policy: Policy, bytes_per_element: int) -> Self:
+        """Cut the weights of a model, which take `bytes_per_element` where they are not quantised.
+
+        Raises:
+            ConfigError: The policy's sizes are out of range.
+        """
+        device = policy.device or DevicePolicy()
+        cut = layer_pages(
+            model,
+            bytes_per_element,
+            page_bytes=device.page_bytes,
+            resident_bytes=device.resident_bytes,
+        )
+        return cls(schedule=schedule, policy=policy, device=device, cut=cut)
+
+    @property
+    def build(self) -> Callable[[PassForm], Schedule]:
+        """The builder of the schedule."""
+        return STREAMING_BUILDERS[self.schedule]
+
+    @property
+    def num_waves(self) -> int:
+        """Into how many waves a pass is cut."""
+        return min(self.device.num_waves, MOST_WAVES.get(self.schedule, self.device.num_waves))
+
+    @property
+    def cpu_attention_fraction(self) -> float:
+        """Share of the decoding sequences for which the CPU attends."""
+        return CPU_ATTENTION_FRACTIONS.get(self.schedule, self.device.cpu_attention_fraction)
+
+    @property
+    def form(self) -> PassForm:
+        """A pass in which both sides attend."""
+        return PassForm(
+            layers=self.cut.layers,
+            num_waves=self.num_waves,
+            has_device_attention=True,
+            waves_per_group=self.device.waves_per_group,
+            look_ahead=self.device.look_ahead,
+            staging_slots=self.device.staging_slots,
+        )
+
+    @property
+    def ring(self) -> int:
+        """Waves whose attention is under way at once."""
+        without_pages = (LayerPages(num_pages=0),) * min(2, len(self.cut.layers))
+        return _ring(self.schedule, replace(self.form, layers=without_pages))
+
+    @property
+    def wave_tokens(self) -> int:
+        """No wave is larger: dealing to the smallest exceeds the mean by one chunk at most."""
+        policy = self.policy
+        mean = ceil_div(policy.pass_tokens, self.num_waves)
+        return min(policy.pass_tokens, mean + policy.prefill_chunk_tokens)
+
+    @property
+    def staged_blocks(self) -> int:
+        """KV blocks of one wave that the device has room for."""
+        blocks = self.device.staged_blocks
+        if blocks is None:
+            blocks = max(LEAST_STAGED_BLOCKS, 2 * ceil_div(self.wave_tokens, KV_BLOCK_TOKENS))
+        return min(blocks, self.policy.num_kv_blocks)
+
+
+@lru_cache(maxsize=1024)
+def _ring(schedule: str, form: PassForm) -> int:
+    tasks = STREAMING_BUILDERS[schedule](form).tasks
+    written = (buffer for task in tasks for buffer in task.writes)
+    return 1 + max(buffer.key[0] for buffer in written if buffer.name == "qkv")
