@@ -58,6 +58,7 @@ _MISSING: Mapping[str, Callable[[ModelSpec], bool]] = {
     "biases of experts": lambda spec: any(
         moe.has_bias or (moe.shared is not None and moe.shared.has_bias) for moe in _moes(spec)
     ),
+    "a bias of the logits": lambda spec: spec.has_head_bias,
     "clamped experts": lambda spec: any(moe.clamp is not None for moe in _moes(spec)),
     "quantised weights": lambda spec: spec.quantization is not None,
 }

@@ -243,6 +243,7 @@ MOE_FAMILIES: Mapping[str, Family] = {
         qkv_bias="use_bias",
         output_bias="use_bias",
         mlp_bias="use_bias",
+        head_bias="use_bias",
         moe=MoeRule(
             num_experts="moe_num_experts",
             top_k="moe_k",

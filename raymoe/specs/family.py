@@ -146,6 +146,7 @@ class Family:
         qkv_bias: Field that switches biases of the query, key and value projections.
         output_bias: Field that switches the bias of the output projection.
         mlp_bias: Field that switches biases of dense and shared feed-forward networks.
+        head_bias: Field that switches the bias of the logits.
         has_sinks: See `AttentionSpec`.
         moe: The experts; None for dense families.
         windowed_layers: Which layers slide where no `layer_types` say so.
@@ -174,6 +175,7 @@ class Family:
     qkv_bias: str | None = None
     output_bias: str | None = None
     mlp_bias: str | None = None
+    head_bias: str | None = None
     has_sinks: bool = False
     moe: MoeRule | None = None
     windowed_layers: WindowedLayers = "none"

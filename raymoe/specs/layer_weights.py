@@ -19,7 +19,8 @@ from raymoe.specs.layers import (
 Shape = tuple[int, ...]
 NamedShapes = Iterator[tuple[str, Shape]]
 
-EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+EMBEDDING, FINAL_NORM = "model.embed_tokens.weight", "model.norm.weight"
+HEAD, HEAD_BIAS = "lm_head.weight", "lm_head.bias"
 EXPERTS = "mlp.experts."
 ROUTER = "mlp.gate."
 OUTPUT = "self_attn.o_proj"
@@ -36,12 +37,16 @@ def num_elements(weights: Iterable[tuple[str, Shape]]) -> int:
     return sum(math.prod(shape) for _, shape in weights)
 
 
-def outer_weights(vocab_size: int, hidden_size: int, *, has_head: bool) -> NamedShapes:
-    """What is not in a layer; a tied head has no weight of its own."""
+def outer_weights(
+    vocab_size: int, hidden_size: int, *, is_head_tied: bool, has_head_bias: bool
+) -> NamedShapes:
+    """What is not in a layer; a tied head has no matrix of its own."""
     yield EMBEDDING, (vocab_size, hidden_size)
     yield FINAL_NORM, (hidden_size,)
-    if has_head:
+    if not is_head_tied:
         yield HEAD, (vocab_size, hidden_size)
+    if has_head_bias:
+        yield HEAD_BIAS, (vocab_size,)
 
 
 def layer_weights(layer: LayerSpec, hidden_size: int) -> dict[str, Shape]:

@@ -64,6 +64,7 @@ class ModelSpec:
         embedding_multiplier: Factor of the embeddings of tokens.
         residual_multiplier: Factor of what attention and feed-forward network add.
         logits_divisor: Divisor of the logits.
+        has_head_bias: Whether the logits have a bias.
         quantization: Formats of stored matrices; None where all are stored in `dtype`.
     """
 
@@ -82,6 +83,7 @@ class ModelSpec:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
+    has_head_bias: bool = False
     quantization: Quantization | None = None
 
     @property
@@ -93,7 +95,7 @@ class ModelSpec:
     def num_parameters(self) -> int:
         """Elements of all weights; tied embeddings count once."""
         layers = sum(layer_parameters(layer, self.hidden_size) for layer in self.layers)
-        return layers + num_elements(self._outer_weights())
+        return layers + num_elements(self.outer_weights().items())
 
     @property
     def num_active_parameters(self) -> int:
@@ -113,7 +115,7 @@ class ModelSpec:
 
     def weight_bytes(self, bytes_per_element: int) -> int:
         """Bytes of all weights: as stored where quantised, else of this many bytes each."""
-        total = self.bytes_of(self._outer_weights(), bytes_per_element)
+        total = self.bytes_of(self.outer_weights().items(), bytes_per_element)
         for i, layer in enumerate(self.layers):
             total += self.bytes_of(attention_weights(layer, self.hidden_size), bytes_per_element, i)
             total += self.bytes_of(common_weights(layer, self.hidden_size), bytes_per_element, i)
@@ -144,13 +146,19 @@ class ModelSpec:
                 total += stored.matrix_bytes(*shape)
         return total
 
+    def outer_weights(self) -> dict[str, Shape]:
+        """Canonical names and shapes of the weights that are not in a layer."""
+        weights = outer_weights(
+            self.vocab_size,
+            self.hidden_size,
+            is_head_tied=self.tie_word_embeddings,
+            has_head_bias=self.has_head_bias,
+        )
+        return dict(weights)
+
     def kv_bytes_per_token(self, bytes_per_element: float) -> int:
         """Bytes of KV that one token adds, all layers together."""
         return int(sum(layer.attention.cache_width for layer in self.layers) * bytes_per_element)
-
-    def _outer_weights(self) -> Iterable[tuple[str, Shape]]:
-        has_head = not self.tie_word_embeddings
-        return outer_weights(self.vocab_size, self.hidden_size, has_head=has_head)
 
     @classmethod
     def from_config(cls, config: Mapping[str, object], name: str = "") -> Self:
@@ -191,6 +199,7 @@ class ModelSpec:
             embedding_multiplier=embedding,
             residual_multiplier=residual,
             logits_divisor=logits,
+            has_head_bias=fields.switch(family.head_bias),
             quantization=parse_quantization(config.get("quantization_config")),
         )
 

@@ -16,7 +16,6 @@ from raymoe.specs.layer_weights import (
     expert_weights,
     layer_prefix,
     layer_weights,
-    outer_weights,
 )
 from raymoe.specs.layers import MoeSpec
 from raymoe.specs.model import ModelSpec
@@ -56,8 +55,7 @@ class Location:
 
 def model_weights(spec: ModelSpec) -> dict[str, Shape]:
     """Canonical names and shapes of all weights; a tied head has none of its own."""
-    has_head = not spec.tie_word_embeddings
-    weights = dict(outer_weights(spec.vocab_size, spec.hidden_size, has_head=has_head))
+    weights = spec.outer_weights()
     for i, layer in enumerate(spec.layers):
         for name, shape in layer_weights(layer, spec.hidden_size).items():
             weights[layer_prefix(i) + name] = shape

@@ -1,4 +1,4 @@
-"""Models by name: what they hold, meet, cache and store, as published and as transformers has it."""
+"""Models by name: what they hold and cache, as published and as transformers has it."""
 
 import json
 
@@ -16,13 +16,15 @@ from tests.unit.specs.config_classes import (
     written,
 )
 
-NAMES = """
-    mixtral-8x7b mixtral-8x22b dbrx deepseek-v2 deepseek-v2-lite deepseek-v3 kimi-k2 qwen3-30b-a3b
-    qwen3-235b-a22b gpt-oss-20b gpt-oss-120b glm-4.5-air minimax-m2
-""".split()
-# Elements in the safetensors files of the repositories on the hub ("safetensors": {"total"}), without
-# layers that predict a second token: DeepSeek-V3's 684.5e9 has 14e9 of them (README_WEIGHTS.md:
-# 671e9 main model weights), that of GLM-4.5-Air is PrimeIntellect/INTELLECT-3, which has none.
+NAMES = [
+    *("mixtral-8x7b", "mixtral-8x22b", "dbrx", "deepseek-v2", "deepseek-v2-lite", "deepseek-v3"),
+    *("kimi-k2", "qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-20b", "gpt-oss-120b"),
+    *("glm-4.5-air", "minimax-m2"),
+]
+# Elements in the safetensors files of the repositories on the hub ("safetensors": {"total"}),
+# without layers that predict a second token: of DeepSeek-V3's 684.5e9, 14e9 are in such a layer
+# (README_WEIGHTS.md: 671e9 main model weights); GLM-4.5-Air is counted in
+# PrimeIntellect/INTELLECT-3, which is the same model without it.
 PARAMETERS = {
     "mixtral-8x7b": 46_702_792_704,
     "mixtral-8x22b": 140_620_634_112,
@@ -137,7 +139,7 @@ def test_the_rope_of_dbrx_is_the_one_it_was_trained_with() -> None:
     model = model_preset("dbrx")
     assert model.rope.theta == 500_000.0
     config = written(transformers.DbrxConfig(**MODEL_PRESETS["dbrx"]))
-    with pytest.raises(UnsupportedModelError, match="rope_theta is 500000, but 10000.0"):
+    with pytest.raises(UnsupportedModelError, match=r"rope_theta is 500000, but 10000\.0"):
         ModelSpec.from_config(config)
 
 
