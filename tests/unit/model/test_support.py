@@ -1,0 +1,67 @@
+"""What the decoder cannot compute is refused by name, and all of what it can is let through."""
+
+import pytest
+
+from raymoe.errors import UnsupportedModelError
+from raymoe.model.support import check_supported
+from raymoe.specs.model import ModelSpec
+from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
+from tests.parity.configurations import CONFIGURATIONS, FAMILY_CONFIGS
+from tests.unit.specs.config_classes import CONFIG_CLASSES, NEEDED, config_of, written
+
+RUNS = {"mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b"}
+ERNIE = {"model_type": "ernie4_5_moe"}
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=lambda c: c.name)
+def test_what_is_tested_against_transformers_is_supported(configuration) -> None:
+    check_supported(
+        ModelSpec.from_config(written(config_of(configuration.family, **configuration.fields)))
+    )
+
+
+@pytest.mark.parametrize("name", MODEL_PRESETS)
+def test_models_run_or_are_refused(name: str) -> None:
+    if name in RUNS:
+        check_supported(model_preset(name))
+    else:
+        with pytest.raises(UnsupportedModelError, match=name):
+            check_supported(model_preset(name))
+
+
+@pytest.mark.parametrize(
+    ("config", "missing"),
+    [
+        (MODEL_PRESETS["deepseek-v3"], "latent attention, interleaved rotation, sigmoid routers"),
+        (MODEL_PRESETS["deepseek-v3"], "groups of experts, scaled weights.*quantised weights"),
+        (MODEL_PRESETS["gpt-oss-20b"], "sinks, biases of routers, biases of experts, clamped"),
+        (MODEL_PRESETS["gpt-oss-20b"], "quantised weights"),
+        (MODEL_PRESETS["glm-4.5-air"], "sigmoid routers, biases of routers"),
+        (
+            MODEL_PRESETS["dbrx"],
+            r"\(dbrx\) needs layer norms, other names of stored weights, which",
+        ),
+        (ERNIE, "interleaved rotation, biases of routers, scaled weights of experts, other"),
+        (ERNIE | {"use_bias": True}, "biases of experts, a bias of the logits"),
+        ({"model_type": "hunyuan_v1_moe"}, "needs norms of queries and keys after their rotation"),
+        ({"model_type": "granitemoe", "logits_scaling": 6.0}, "needs multipliers"),
+        (
+            MODEL_PRESETS["mixtral-8x7b"]
+            | {"quantization_config": MODEL_PRESETS["deepseek-v3"]["quantization_config"]},
+            "needs quantised weights, which",
+        ),
+    ],
+)
+def test_everything_that_is_missing_is_named(config, missing: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=missing):
+        check_supported(ModelSpec.from_config(config))
+
+
+@pytest.mark.parametrize("family", sorted(CONFIG_CLASSES))
+def test_families_that_are_not_run_are_refused(family: str) -> None:
+    spec = ModelSpec.from_config({"model_type": family} | NEEDED.get(family, {}))
+    if family in FAMILY_CONFIGS:
+        check_supported(spec)
+    else:
+        with pytest.raises(UnsupportedModelError, match="does not compute yet"):
+            check_supported(spec)

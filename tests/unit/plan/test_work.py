@@ -1,0 +1,133 @@
+"""Operations and bytes of layers: latent attention, stored formats, dense layers among experts."""
+
+import pytest
+import torch
+
+from raymoe.plan.device_cost import DeviceCost
+from raymoe.plan.pages import LayerBytes, layer_pages
+from raymoe.plan.wave import WaveShape
+from raymoe.plan.work import ModelWork
+from raymoe.schedule.task import Op, Resource, Task
+from raymoe.specs.layers import LatentAttentionSpec
+from raymoe.specs.model import ModelSpec
+from raymoe.specs.presets_hardware import hardware_preset
+from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
+
+V3 = model_preset("deepseek-v3")
+
+
+@pytest.mark.parametrize("name", MODEL_PRESETS)
+def test_layers_and_what_is_outside_of_them_make_the_model(name: str) -> None:
+    model = model_preset(name)
+    layers = sum(LayerBytes.of(model, i, 2).total for i in range(model.num_layers))
+    outer = model.bytes_of(model.outer_weights().items(), 2)
+    assert layers + outer == model.weight_bytes(2)
+    assert layer_pages(model, 2).streamed_bytes == layers
+
+
+@pytest.mark.parametrize("name", MODEL_PRESETS)
+def test_matrices_are_nearly_all_of_a_model(name: str) -> None:
+    """All but vectors and the embedding, which is read by row."""
+    model, work = model_preset(name), ModelWork.of(model_preset(name), 2)
+    embedding = 2 * model.vocab_size * model.hidden_size
+    assert work.all_weight_bytes == pytest.approx(model.weight_bytes(2) - embedding, rel=2e-3)
+    assert work.all_weight_bytes <= model.weight_bytes(2) - embedding
+
+
+@pytest.mark.parametrize("name", MODEL_PRESETS)
+def test_a_token_takes_two_operations_for_each_weight_it_meets(name: str) -> None:
+    model, work = model_preset(name), ModelWork.of(model_preset(name), 2)
+    embedding = model.vocab_size * model.hidden_size
+    met = 2 * (model.num_active_parameters - embedding)
+    assert work.token_flop + work.head_flop == pytest.approx(met, rel=1e-3)
+
+
+def test_a_token_of_deepseek_caches_one_latent_and_is_bound_by_operations() -> None:
+    """128 heads x (576 + 512) products, each an addition and a multiplication, over 1152 bytes."""
+    layer = ModelWork.of(V3, 2).layers[5]
+    assert layer.kv_token_bytes == 1152
+    assert layer.pair_flop == 2 * 128 * (576 + 512)
+    assert layer.prefill_pair_flop == 2 * 128 * (192 + 128)
+    assert layer.pair_flop / layer.kv_token_bytes == pytest.approx(242, abs=1)
+    assert (layer.query_width, layer.output_width) == (128 * 576, 128 * 512)
+
+
+def test_absorbing_and_unfolding_are_as_many_products_as_the_latent_has() -> None:
+    """Queries by keys' half of kv_b, results by values' half: the absorbed form, by einsum."""
+    layer, attention = ModelWork.of(V3, 2).layers[5], V3.layers[5].attention
+    assert isinstance(attention, LatentAttentionSpec)
+    heads, rank = attention.num_heads, attention.kv_lora_rank
+    absorb = heads * attention.nope_head_dim * rank
+    unfold = heads * rank * attention.value_head_dim
+    queries = 7168 * 1536 + 1536 * heads * 192
+    assert layer.pre.parameters == queries + 7168 * 576 + absorb
+    assert layer.post.parameters == unfold + heads * 128 * 7168
+    q, up = torch.rand(heads, 4), torch.rand(heads, 4, 6)
+    latent, rotated = torch.rand(9, 6), torch.rand(9)
+    absorbed = torch.einsum("hd,hdr->hr", q, up) @ latent.T + rotated
+    plain = torch.einsum("hd,hdr,sr->hs", q, up, latent) + rotated
+    assert torch.allclose(absorbed, plain, atol=1e-5)
+
+
+def test_grouped_attention_takes_what_it_always_took() -> None:
+    layer = ModelWork.of(model_preset("mixtral-8x7b"), 2).layers[0]
+    assert layer.pre.parameters == 4096 * (4096 + 2 * 1024)
+    assert layer.post.parameters == 4096 * 4096
+    assert layer.pair_flop == layer.prefill_pair_flop == 4 * 4096
+    assert (layer.query_width, layer.output_width) == (4096, 4096)
+    assert layer.expert.num_bytes == 2 * 3 * 4096 * 14336
+
+
+@pytest.mark.parametrize("i", [0, 5])
+def test_dense_layers_have_no_experts(i: int) -> None:
+    layer, size = ModelWork.of(V3, 2).layers[i], LayerBytes.of(V3, i, 2)
+    is_dense = i < 3
+    assert layer.num_experts == (0 if is_dense else 256)
+    assert layer.common.parameters == 3 * 7168 * (18432 if is_dense else 2048)
+    assert layer.router.parameters == (0 if is_dense else 256 * 7168)
+    assert (size.num_experts, size.shared > 0) == (1 if is_dense else 256, not is_dense)
+
+
+def test_stored_formats_decide_bytes_and_not_operations() -> None:
+    config = dict(MODEL_PRESETS["gpt-oss-120b"])
+    del config["quantization_config"]
+    plain, stored = (
+        ModelWork.of(model, 2).layers[0]
+        for model in (ModelSpec.from_config(config), model_preset("gpt-oss-120b"))
+    )
+    assert plain.expert.parameters == stored.expert.parameters
+    assert stored.expert.num_bytes == plain.expert.num_bytes * 17 // 64  # 4.25 bits of 16
+    assert stored.pre == plain.pre  # only the experts are in four bits
+    assert stored.router == plain.router
+
+
+def test_a_cache_of_another_type_has_its_own_bytes() -> None:
+    work = ModelWork.of(V3, 2, kv_element_bytes=1)
+    assert work.kv_token_bytes == 70_272 // 2
+    assert work.all_weight_bytes == ModelWork.of(V3, 2).all_weight_bytes
+
+
+def test_a_tied_head_takes_the_bytes_of_the_embedding() -> None:
+    tied = ModelSpec.from_config(MODEL_PRESETS["kimi-k2"] | {"tie_word_embeddings": True})
+    assert ModelWork.of(tied, 2).head == ModelWork.of(model_preset("kimi-k2"), 2).head
+
+
+@pytest.mark.parametrize("name", MODEL_PRESETS)
+def test_every_model_has_costs_on_a_node_with_a_gpu(name: str) -> None:
+    work = ModelWork.of(model_preset(name), 2)
+    waves = (WaveShape.decode(8, 100), WaveShape.prefill(1, 100))
+    cost = DeviceCost(work, hardware_preset("l4"), waves)
+    for op in (Op.PRE, Op.POST, Op.EXPERTS):
+        for part in (0, 1):
+            task = Task(op=op, layer=1, part=part, resource=Resource.GPU)
+            assert 0 < cost.duration_s(task) < 1
+
+
+def test_results_of_latent_attention_travel_in_the_latent_space() -> None:
+    node = hardware_preset("l4")
+    cost = DeviceCost(ModelWork.of(V3, 2), node, (WaveShape.decode(1000, 100),))
+    down = Task(op=Op.QKV, layer=5, part=0, resource=Resource.DTOH)
+    up = Task(op=Op.HID, layer=5, part=0, resource=Resource.HTOD)
+    queries, results = 1000 * (2 * 128 * 576 + 1152), 1000 * 2 * 128 * 512
+    assert cost.duration_s(down) == pytest.approx(queries / node.dtoh_bytes_per_s, rel=0.01)
+    assert cost.duration_s(up) == pytest.approx(results / node.htod_bytes_per_s, rel=0.01)

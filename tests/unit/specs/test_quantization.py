@@ -1,0 +1,254 @@
+"""Which matrices a `quantization_config` means, and which configurations are refused."""
+
+from typing import Any
+
+import pytest
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from raymoe.errors import UnsupportedModelError
+from raymoe.specs.layer_weights import EMBEDDING, HEAD
+from raymoe.specs.model import ModelSpec
+from raymoe.specs.module_patterns import MAX_REPETITIONS, is_matched, prefix_or_suffix
+from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
+from raymoe.specs.quantization import Quantization, parse_quantization
+from raymoe.specs.weight_format import FP8_BLOCK, MXFP4, fp8_channel, int4_group
+
+FP8 = MODEL_PRESETS["deepseek-v3"]["quantization_config"]
+MINIMAX = MODEL_PRESETS["minimax-m2"]["quantization_config"]
+MXFP4_CONFIG = MODEL_PRESETS["gpt-oss-20b"]["quantization_config"]
+# Qwen/Qwen3-30B-A3B-FP8: the router and norms of each layer by name.
+QWEN_FP8 = FP8 | {
+    "modules_to_not_convert": [
+        "lm_head",
+        *(f"model.layers.{i}.mlp.gate" for i in range(48)),
+        *(f"model.layers.{i}.input_layernorm" for i in range(48)),
+    ]
+}
+GROUP = {
+    "input_activations": None,
+    "output_activations": None,
+    "targets": ["Linear"],
+    "weights": {
+        "actorder": None,
+        "block_structure": None,
+        "dynamic": False,
+        "group_size": 32,
+        "num_bits": 4,
+        "observer": "minmax",
+        "observer_kwargs": {},
+        "strategy": "group",
+        "symmetric": True,
+        "type": "int",
+    },
+}
+# moonshotai/Kimi-K2-Thinking
+KIMI_INT4 = {
+    "config_groups": {"group_0": GROUP},
+    "format": "pack-quantized",
+    "ignore": [
+        "lm_head",
+        "re:.*self_attn.*",
+        "re:.*shared_experts.*",
+        r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+    ],
+    "kv_cache_scheme": None,
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+}
+GPTQ = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": 128,
+    "desc_act": False,
+    "sym": True,
+    "checkpoint_format": "gptq",
+    "damp_percent": 0.01,
+    "true_sequential": True,
+    "dynamic": {"-:.*shared_expert.*": {}},
+}
+AWQ = {
+    "quant_method": "awq",
+    "bits": 4,
+    "group_size": 128,
+    "version": "gemm",
+    "zero_point": True,
+    "modules_to_not_convert": ["gate", "model.layers.0"],
+}
+CHANNELS = KIMI_INT4 | {
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": GROUP
+        | {
+            "input_activations": {"dynamic": True, "num_bits": 8, "type": "float"},
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
+        }
+    },
+}
+
+ATTENTION = "model.layers.3.self_attn.q_proj.weight"
+LATENT = "model.layers.3.self_attn.kv_b_proj.weight"
+ROUTER = "model.layers.3.mlp.gate.weight"
+SHARED = "model.layers.3.mlp.shared_expert.up_proj.weight"
+EXPERT = "model.layers.3.mlp.experts.7.down_proj.weight"
+DENSE = "model.layers.0.mlp.gate_proj.weight"
+
+
+def read(config: Any) -> Quantization:
+    quantization = parse_quantization(config)
+    assert quantization is not None
+    return quantization
+
+
+@pytest.mark.parametrize(
+    ("config", "stored", "meant"),
+    [
+        (FP8, FP8_BLOCK, {ATTENTION, LATENT, SHARED, EXPERT, DENSE}),
+        (MINIMAX, FP8_BLOCK, {ATTENTION, LATENT, SHARED, EXPERT, DENSE}),
+        (QWEN_FP8, FP8_BLOCK, {ATTENTION, LATENT, SHARED, EXPERT, DENSE}),
+        (MXFP4_CONFIG, MXFP4, {EXPERT}),
+        (KIMI_INT4, int4_group(32, fixed_bytes=16), {EXPERT}),
+        (CHANNELS, fp8_channel(16), {EXPERT}),
+        (
+            GPTQ,
+            int4_group(128, has_zero_points=True, column_bits=32),
+            {ATTENTION, LATENT, EXPERT, DENSE},
+        ),
+        (AWQ, int4_group(128, has_zero_points=True), {ATTENTION, LATENT, SHARED, EXPERT}),
+        (
+            {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["model.layers.3.mlp"]},
+            fp8_channel(32),
+            {ATTENTION, LATENT, DENSE, HEAD},
+        ),
+    ],
+)
+def test_matrices_are_stored_as_the_configuration_says(config, stored, meant) -> None:
+    quantization = read(config)
+    names = {EMBEDDING, HEAD, ATTENTION, LATENT, ROUTER, SHARED, EXPERT, DENSE}
+    assert {name for name in names if quantization.format_of(name) is not None} == meant
+    assert {quantization.format_of(name) for name in meant} == {stored}
+
+
+def test_the_head_is_stored_plainly_unless_it_is_said_otherwise() -> None:
+    assert read(GPTQ | {"lm_head": True}).format_of(HEAD) is not None
+    assert read(KIMI_INT4 | {"ignore": []}).format_of(HEAD) is not None
+    assert read(GPTQ | {"lm_head": False}).format_of(HEAD) is None
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "gate",
+        "lm_head",
+        "model.layers.1",
+        "model.layers.*.self_attn",
+        "model.layers.1.mlp.gate",
+        "mlp.gate",
+        "self_attn",
+        "model.layers.[12].mlp",
+        r"model.layers.\d+.self_attn.(q|k)_proj",
+        "proj",
+    ],
+)
+def test_patterns_match_as_in_transformers(pattern: str) -> None:
+    parts = ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate", "mlp.experts.3.gate_proj"]
+    names = [f"model.layers.{i}.{part}" for i in (1, 2, 11) for part in parts]
+    for name in (*names, "lm_head", "model.embed_tokens"):
+        expected = not should_convert_module(name, [pattern])
+        assert (prefix_or_suffix(pattern).match(name) is not None) == expected
+
+
+def test_modules_are_known_by_the_names_of_their_family() -> None:
+    for pattern, module in (
+        ("model.layers.1.block_sparse_moe.experts", "model.layers.1.mlp.experts.0.up_proj"),
+        ("w2", "model.layers.1.mlp.experts.0.down_proj"),
+        ("model.layers.1.mlp.shared_mlp", "model.layers.1.mlp.shared_expert.up_proj"),
+    ):
+        assert is_matched(module, [prefix_or_suffix(pattern)])
+        assert not is_matched("model.layers.1.self_attn.q_proj", [prefix_or_suffix(pattern)])
+
+
+def test_a_published_checkpoint_of_int4_has_its_published_bytes() -> None:
+    """All headers of moonshotai/Kimi-K2-Thinking: 594,205,920,512 bytes.
+
+    Its shapes are two 32-bit integers where the library writes 64 bits, its biases of the choice
+    and its 61 x 64 frequencies of the rope have 32 bits.
+    """
+    config = {**MODEL_PRESETS["kimi-k2"], "quantization_config": KIMI_INT4}
+    matrices, biases, frequencies = 60 * 384 * 3, 60 * 384, 61 * 64
+    expected = 594_205_920_512 + 8 * matrices - 2 * biases - 4 * frequencies
+    assert ModelSpec.from_config(config).stored_bytes == expected
+
+
+def test_quantised_matrices_keep_their_bytes_whatever_the_kernels_read() -> None:
+    model = model_preset("gpt-oss-20b")
+    plain = ModelSpec.from_config(
+        {k: v for k, v in MODEL_PRESETS["gpt-oss-20b"].items() if k != "quantization_config"}
+    )
+    experts = 24 * 32 * 3 * 2880 * 2880
+    assert plain.weight_bytes(4) - model.weight_bytes(4) == experts * 4 - experts * 17 // 32
+    assert model.weight_bytes(4) - model.weight_bytes(2) == 2 * (model.num_parameters - experts)
+
+
+def weights(**fields: Any) -> dict[str, Any]:
+    return {"config_groups": {"g": GROUP | {"weights": GROUP["weights"] | fields}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ([], "expected an object"),
+        ({}, "quant_method = None.*'fp8'"),
+        ({"quant_method": "bitsandbytes"}, "quant_method = 'bitsandbytes'"),
+        ({"quant_method": "fp8"}, "weight_block_size = None"),
+        (FP8 | {"weight_block_size": [64, 64]}, "weight_block_size"),
+        (FP8 | {"activation_scheme": "static"}, "activation_scheme = 'static'"),
+        (FP8 | {"fmt": "e5m2"}, "fmt = 'e5m2'"),
+        (FP8 | {"scale_fmt": "ue8m0"}, "scale_fmt = 'ue8m0'"),
+        (FP8 | {"expert_dtype": "fp4"}, "expert_dtype = 'fp4'"),
+        (FP8 | {"modules_to_convert": ["model.embed_tokens"]}, "modules_to_convert"),
+        (FP8 | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert"),
+        (FP8 | {"modules_to_not_convert": ["(a+)+$"]}, "not understood"),
+        (FP8 | {"modules_to_not_convert": [".*" * (MAX_REPETITIONS + 1)]}, "not understood"),
+        (FP8 | {"modules_to_not_convert": ["model.(layers"]}, "model.*layers"),
+        (FP8 | {"modules_to_not_convert": ["model.layers.0.mlp.experts.5"]}, "one expert"),
+        (FP8 | {"rotation": "hadamard"}, "rotation = 'hadamard'"),
+        (MXFP4_CONFIG | {"dequantize": True}, "dequantize = True"),
+        (GPTQ | {"bits": 8}, "bits = 8"),
+        (GPTQ | {"checkpoint_format": "gptq_v2"}, "gptq_v2"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "marlin"),
+        (GPTQ | {"group_size": 0}, "group_size = 0"),
+        (GPTQ | {"group_size": None}, "group_size = None"),
+        (GPTQ | {"dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic"),
+        (GPTQ | {"modules_in_block_to_quantize": [["q"]]}, "modules_in_block_to_quantize"),
+        (AWQ | {"version": "gemv"}, "version = 'gemv'"),
+        (AWQ | {"zero_point": False}, "zero_point = False"),
+        (KIMI_INT4 | {"format": "nvfp4-pack-quantized"}, "nvfp4"),
+        (KIMI_INT4 | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        (KIMI_INT4 | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
+        (KIMI_INT4 | {"config_groups": {"a": GROUP, "b": GROUP}}, "one group"),
+        (KIMI_INT4 | {"config_groups": {"a": GROUP | {"targets": ["Conv2d"]}}}, "targets"),
+        (KIMI_INT4 | {"config_groups": {"a": GROUP | {"weights": None}}}, "weights = None"),
+        (KIMI_INT4 | weights(num_bits=8), "num_bits = 8"),
+        (KIMI_INT4 | weights(type="float"), "type = 'float'"),
+        (KIMI_INT4 | weights(strategy="tensor"), "strategy = 'tensor'"),
+        (KIMI_INT4 | weights(scale_dtype="torch.float8_e4m3fn"), "scale_dtype"),
+        (KIMI_INT4 | weights(block_structure=[128, 128]), "block_structure"),
+        (
+            CHANNELS | {"config_groups": {"g": GROUP | {"input_activations": {"dynamic": False}}}},
+            "input_activations.dynamic = False",
+        ),
+    ],
+)
+def test_what_is_not_known_is_refused_by_field_and_value(config, named: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=named):
+        parse_quantization(config)
+
+
+def test_act_order_stores_the_group_of_each_column() -> None:
+    ordered = read(KIMI_INT4 | weights(actorder="group")).format
+    plain = read(KIMI_INT4).format
+    assert ordered.matrix_bytes(64, 320) - plain.matrix_bytes(64, 320) == 4 * 320
+
+
+def test_asymmetric_groups_store_zero_points() -> None:
+    assert read(KIMI_INT4 | weights(symmetric=False)).format.has_zero_points
