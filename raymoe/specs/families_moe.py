@@ -1,4 +1,4 @@
-"""Families with experts behind a softmax router, and grouped-query attention."""
+"""Families with grouped-query attention and experts behind a softmax router."""
 
 from collections.abc import Mapping
 
@@ -211,47 +211,6 @@ MOE_FAMILIES: Mapping[str, Family] = {
         ),
         windowed_layers="even",
         has_layer_types=True,
-    ),
-    "ernie4_5_moe": Family(
-        architecture="Ernie4_5_MoeForCausalLM",
-        was_published_with_code=True,
-        defaults=common_fields(
-            vocab_size=103424,
-            hidden_size=2560,
-            intermediate_size=12288,
-            num_hidden_layers=28,
-            num_attention_heads=20,
-            num_key_value_heads=4,
-            max_position_embeddings=131072,
-            rms_norm_eps=1e-5,
-            tie_word_embeddings=True,
-            eos_token_id=2,
-            use_bias=False,
-            moe_intermediate_size=1536,
-            moe_k=6,
-            moe_num_experts=64,
-            moe_num_shared_experts=2,
-            moe_layer_start_index=1,
-            moe_layer_end_index=-1,
-            moe_layer_interval=1,
-            moe_norm_min=1e-12,
-        ),
-        aliases={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
-        ignored=frozenset({"moe_capacity", "num_nextn_predict_layers"}),
-        fixed={"moe_gate": ("topk",), "moe_use_aux_free": (True,)},
-        rope=RopeRule(theta=500_000.0, is_interleaved=True),
-        qkv_bias="use_bias",
-        output_bias="use_bias",
-        mlp_bias="use_bias",
-        head_bias="use_bias",
-        moe=MoeRule(
-            num_experts="moe_num_experts",
-            top_k="moe_k",
-            expert_hidden="moe_intermediate_size",
-            router=RouterRule(has_selection_bias=True, min_weight_sum="moe_norm_min"),
-            shared=SharedRule(hidden="moe_intermediate_size", count="moe_num_shared_experts"),
-            sparse_layers="ranged",
-        ),
     ),
     "hunyuan_v1_moe": Family(
         architecture="HunYuanMoEV1ForCausalLM",
