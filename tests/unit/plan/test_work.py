@@ -69,6 +69,13 @@ def test_absorbing_and_unfolding_are_as_many_products_as_the_latent_has() -> Non
     assert torch.allclose(absorbed, plain, atol=1e-5)
 
 
+def test_keys_and_values_of_different_width_share_the_latent_by_their_width() -> None:
+    """GLM-4.7-Flash: 192 dimensions of a key, 256 of a value."""
+    layer = ModelWork.of(ModelSpec.from_config({"model_type": "glm4_moe_lite"}), 2).layers[0]
+    assert layer.pre.parameters == 2048 * (768 + 576) + 768 * 20 * 256 + 20 * 192 * 512
+    assert layer.post.parameters == 20 * 256 * 512 + 20 * 256 * 2048
+
+
 def test_grouped_attention_takes_what_it_always_took() -> None:
     layer = ModelWork.of(model_preset("mixtral-8x7b"), 2).layers[0]
     assert layer.pre.parameters == 4096 * (4096 + 2 * 1024)
