@@ -31,15 +31,15 @@ class ConfigFields:
 
     def positive(self, name: str) -> int:
         """A positive integer."""
-        return self._integer(name, minimum=1)
+        return _integer(name, self._values[name], minimum=1)
 
     def natural(self, name: str) -> int:
         """An integer, zero allowed."""
-        return self._integer(name, minimum=0)
+        return _integer(name, self._values[name], minimum=0)
 
     def positive_or_none(self, name: str) -> int | None:
         """A positive integer, or None where it is null."""
-        return self._integer(name, minimum=1) if self.has(name) else None
+        return _integer(name, self._values[name], minimum=1) if self.has(name) else None
 
     def number(self, name: str) -> float:
         """A positive number."""
@@ -66,9 +66,9 @@ class ConfigFields:
     def uniform(self, name: str) -> int:
         """A positive integer, or a list with the same one for each layer."""
         value = self._values[name]
-        if isinstance(value, list) and len(set(map(str, value))) == 1:
-            self._values[name] = value[0]
-        return self.positive(name)
+        if isinstance(value, list) and value == value[:1] * len(value):
+            value = value[0] if value else None
+        return _integer(name, value, minimum=1)
 
     def integers(self, name: str) -> frozenset[int]:
         """A list of integers; empty where the field is null or the family has none."""
@@ -87,10 +87,10 @@ class ConfigFields:
             return tuple(items)
         raise ConfigError(f"config.json: {name} is {value!r}; expected token ids")
 
-    def _integer(self, name: str, *, minimum: int) -> int:
-        value = self._values[name]
-        if type(value) is int and minimum <= value < 2**40:
-            return value
-        raise ConfigError(
-            f"config.json: {name} is {value!r}; expected an integer of at least {minimum}"
-        )
+
+def _integer(name: str, value: object, *, minimum: int) -> int:
+    if type(value) is int and minimum <= value < 2**40:
+        return value
+    raise ConfigError(
+        f"config.json: {name} is {value!r}; expected an integer of at least {minimum}"
+    )
