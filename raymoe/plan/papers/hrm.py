@@ -1,0 +1,259 @@
+"""The Hierarchical Roofline Model: two memories, two processors, one link; where does an op sit?
+
+Source: MoE-Lightning (ASPLOS 2025), section 3. Level i of the paper is `near` (the GPU and its
+memory), level j is `far` (the CPU and host memory). An operation has one intensity per level: its
+operations over the bytes that it reads there (definition 3.1).
+
+Assumptions:
+- Reading, computing and the link overlap; the slowest is all that counts.
+- The near level is the faster one in both respects (footnote 1).
+"""
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple, Self
+
+from raymoe.plan.papers.symbols import BYTES_PER_ELEMENT, PaperModel
+from raymoe.specs.hardware import HardwareSpec
+
+
+class Roof(StrEnum):
+    """What limits an operation."""
+
+    COMPUTE = "compute"
+    MEMORY = "memory"
+    LINK = "link"
+
+
+class Point(NamedTuple):
+    """A point of the picture: intensity at the far level against speed."""
+
+    flop_per_byte: float
+    flop_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A processor and the memory beside it."""
+
+    flop_per_s: float
+    bytes_per_s: float
+
+    def attainable(self, flop_per_byte: float) -> float:
+        """Operations per second at an intensity: the lower of two roofs.
+
+        Source: MoE-Lightning, section 3.1, equations 1 and 2; section 3.2, equation 8.
+        """
+        return min(self.flop_per_s, self.bytes_per_s * flop_per_byte)
+
+    def seconds(self, flop: float, num_bytes: float) -> float:
+        """Time of an operation that stays on this level.
+
+        Source: MoE-Lightning, section 4.2, before equation 14.
+        """
+        return max(flop / self.flop_per_s, num_bytes / self.bytes_per_s)
+
+    @property
+    def turning_point(self) -> float:
+        """Intensity from which computation limits, in operations per byte.
+
+        Source: MoE-Lightning, section 3.1, equation 3.
+        """
+        return self.flop_per_s / self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One computation: its operations and the bytes that it reads at each level.
+
+    Source: MoE-Lightning, section 3.2, definition 3.1.
+
+    Attributes:
+        name: For people.
+        near_bytes: Read from device memory if it runs there.
+        far_bytes: Of its data, what lives in host memory.
+    """
+
+    name: str
+    flop: float
+    near_bytes: float
+    far_bytes: float
+
+    @property
+    def near_intensity(self) -> float:
+        """Operations per byte of device memory."""
+        return self.flop / self.near_bytes
+
+    @property
+    def far_intensity(self) -> float:
+        """Operations per byte of host memory; infinite where nothing lives there."""
+        return self.flop / self.far_bytes if self.far_bytes else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Hierarchy:
+    """Two levels and the link from the far to the near one."""
+
+    near: Level
+    far: Level
+    link_bytes_per_s: float
+
+    @classmethod
+    def of(cls, hardware: HardwareSpec) -> Self:
+        """The levels of a node with a GPU."""
+        return cls(
+            near=Level(hardware.gpu_flop_per_s, hardware.gpu_bytes_per_s),
+            far=Level(hardware.host_flop_per_s, hardware.host_bytes_per_s),
+            link_bytes_per_s=hardware.htod_bytes_per_s,
+        )
+
+    def roofs(self, operation: Operation) -> dict[Roof, float]:
+        """The three roofs of an operation that runs on the near level, operations per second.
+
+        Source: MoE-Lightning, section 3.2, equations 4 to 6.
+        """
+        return {
+            Roof.COMPUTE: self.near.flop_per_s,
+            Roof.MEMORY: self.near.bytes_per_s * operation.near_intensity,
+            Roof.LINK: self.link_bytes_per_s * operation.far_intensity,
+        }
+
+    def turning_point_1(self) -> Point:
+        """P1: below this intensity it is better to compute where the data lives.
+
+        The far level at its peak against the link. Equation 9 holds the far roof at the intensity
+        that it asks for; where host memory is faster than the link, as on all nodes, only the peak
+        solves it, and elsewhere fetching always pays.
+
+        Source: MoE-Lightning, section 3.2, equation 9; figures 4 and 5.
+        """
+        if self.far.bytes_per_s <= self.link_bytes_per_s:
+            return Point(0.0, 0.0)
+        peak = self.far.flop_per_s
+        return Point(peak / self.link_bytes_per_s, peak)
+
+    def turning_point_2(self, operation: Operation) -> Point:
+        """P2: below this intensity the link limits, above it the near level.
+
+        Source: MoE-Lightning, section 3.2, equation 10.
+        """
+        speed = self.near.attainable(operation.near_intensity)
+        return Point(speed / self.link_bytes_per_s, speed)
+
+    def balance_point(self, operation: Operation) -> Point | None:
+        """Where the link feeds exactly what device memory feeds; None if computation limits before.
+
+        To the right of it a larger batch gains nothing, only a larger micro-batch does.
+
+        Source: MoE-Lightning, section 3.2, equation 11.
+        """
+        speed = self.near.bytes_per_s * operation.near_intensity
+        if speed > self.near.flop_per_s:
+            return None
+        return Point(speed / self.link_bytes_per_s, speed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where one operation sits under the roofs of a node.
+
+    Attributes:
+        near_flop_per_s: Attainable on the GPU, which fetches what lives on the host (equation 7).
+        near_roof: Which of the three roofs that is.
+        far_flop_per_s: Attainable on the CPU, where the data lives (equation 8).
+        p1: Turning point of equation 9.
+        p2: Turning point of equation 10.
+        balance: Point of equation 11; None where computation limits.
+    """
+
+    operation: Operation
+    near_flop_per_s: float
+    near_roof: Roof
+    far_flop_per_s: float
+    p1: Point
+    p2: Point
+    balance: Point | None
+
+    @property
+    def is_near_better(self) -> bool:
+        """Whether the GPU is the place for it, the link being its own."""
+        return self.near_flop_per_s > self.far_flop_per_s
+
+    @property
+    def point(self) -> Point:
+        """The operation in the picture, at the better of its two places."""
+        speed = max(self.near_flop_per_s, self.far_flop_per_s)
+        return Point(self.operation.far_intensity, speed)
+
+
+def place(hierarchy: Hierarchy, operation: Operation) -> Placement:
+    """Put an operation under the roofs of a node.
+
+    Source: MoE-Lightning, section 3.2, equations 7 to 11.
+    """
+    roofs = hierarchy.roofs(operation)
+    lowest = min(roofs, key=lambda roof: roofs[roof])
+    return Placement(
+        operation=operation,
+        near_flop_per_s=roofs[lowest],
+        near_roof=lowest,
+        far_flop_per_s=hierarchy.far.attainable(operation.far_intensity),
+        p1=hierarchy.turning_point_1(),
+        p2=hierarchy.turning_point_2(operation),
+        balance=hierarchy.balance_point(operation),
+    )
+
+
+def decode_attention(
+    model: PaperModel, context_tokens: float, *, kv_bits: int = 16, products: int = 2
+) -> Operation:
+    """Decode attention of one sequence in one layer, its KV on the host; projections are not in it.
+
+    The intensity does not depend on the batch.
+
+    Args:
+        model: The model.
+        context_tokens: Tokens that the query sees.
+        kv_bits: Size of an element of queries, KV and output.
+        products: 2, or 1 to count as MoE-Lightning's code does: queries by keys, not by values.
+
+    Source: MoE-Lightning, section 3.3 and figure 4.
+    """
+    softmax = 2 * model.num_heads
+    flop = context_tokens * (products * model.pair_flop / 2 + softmax)
+    elements = context_tokens * model.kv_token_bytes / BYTES_PER_ELEMENT + 2 * model.query_width
+    num_bytes = elements * kv_bits / 8
+    return Operation(
+        name=f"attention at {context_tokens:.0f} tokens",
+        flop=flop,
+        near_bytes=num_bytes,
+        far_bytes=num_bytes,
+    )
+
+
+def expert_ffn(
+    model: PaperModel, batch_size: float, micro_batch_size: float, *, resident_fraction: float = 0.0
+) -> Operation:
+    """All experts of one layer for a batch that is cut in micro-batches.
+
+    Each micro-batch reads all experts from device memory, and its hidden states; the link brings
+    what is not resident once for the batch.
+
+    Args:
+        model: The model.
+        batch_size: N: tokens of a pass.
+        micro_batch_size: mu: tokens of a launch.
+        resident_fraction: r_w: share of the experts that stays on the device.
+
+    Source: MoE-Lightning, section 3.3 and figure 5. There the far intensity also counts hidden
+    states, which do not come with the weights: 0.2 % less at 128 tokens, 18 % at 16,384.
+    """
+    hidden = BYTES_PER_ELEMENT * (model.hidden_size + model.expert_hidden)
+    launches = max(1.0, batch_size / micro_batch_size)
+    return Operation(
+        name=f"experts, {batch_size:.0f} tokens",
+        flop=model.expert_flop(batch_size),
+        near_bytes=launches * model.layer_expert_bytes + batch_size * hidden,
+        far_bytes=(1 - resident_fraction) * model.layer_expert_bytes,
+    )

@@ -1,0 +1,223 @@
+"""MoE-Lens: how much host memory for KV decides throughput, in the limit and for a finite job.
+
+Source: MoE-Lens (2025), section 5. Stage 1 bounds the rate of endless requests by the KV that host
+memory holds; stage 2 adds a finite number of requests, a KV cache of blocks, the overlap of prefill
+and decoding, and the ends of the job, where the pipeline is not full.
+
+Assumptions:
+- A pass takes as long as it takes to send the model over the link once: nothing is resident, and
+  neither attention on the CPU nor its traffic on host memory slows the link. (Section 8.2 sees
+  passes of 5 s become 6 s.)
+- Rows have the mean lengths; nothing is preempted.
+- Tokens of a pass are those at which the GPU takes as long as the link (n_real, section 6.3). The
+  paper writes T_GPU for it, and for tokens per second in equation 4.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from math import sqrt
+from typing import Self
+
+from raymoe.errors import ConfigError, InfeasiblePlanError
+from raymoe.plan.papers.symbols import BYTES_PER_ELEMENT, PaperModel
+from raymoe.plan.work import ModelWork
+from raymoe.specs.hardware import HardwareSpec
+from raymoe.specs.model import ModelSpec
+from raymoe.specs.workload import Workload
+from raymoe.units import ceil_div, format_bytes
+
+BLOCK_TOKENS = 16
+
+
+class Bound(StrEnum):
+    """What limits a job."""
+
+    KV_MEMORY = "host memory for KV"
+    GPU = "GPU"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LensNode:
+    """All that the model knows of a model on a machine.
+
+    Attributes:
+        pass_s: delta: seconds to send all weights over the link.
+        kv_tokens: M: tokens whose KV fits in host memory.
+        pass_tokens: n_real: tokens at which the GPU takes as long as the link.
+    """
+
+    pass_s: float
+    kv_tokens: float
+    pass_tokens: float
+
+    def __post_init__(self) -> None:
+        for field in ("pass_s", "kv_tokens", "pass_tokens"):
+            value = getattr(self, field)
+            if not value > 0:
+                raise ConfigError(f"LensNode.{field} is {value!r}; it must be positive")
+
+    @classmethod
+    def of(cls, model: ModelSpec, hardware: HardwareSpec, *, kv_bytes: float | None = None) -> Self:
+        """Count a model on a node with a GPU.
+
+        Args:
+            model: In 16 bits.
+            hardware: Its rate of matrix products must be a sustained one.
+            kv_bytes: Host memory for KV; by default what the weights leave.
+
+        Raises:
+            InfeasiblePlanError: Nothing is left for KV.
+
+        Source: MoE-Lens, section 5.2 (delta), section 6.3 (n_real).
+        """
+        weight_bytes = model.weight_bytes(BYTES_PER_ELEMENT)
+        pass_s = weight_bytes / hardware.htod_bytes_per_s
+        if kv_bytes is None:
+            kv_bytes = hardware.host_memory_bytes - weight_bytes
+        if kv_bytes <= 0:
+            raise InfeasiblePlanError(
+                f"{model.name} needs {format_bytes(weight_bytes)} of host memory for weights; "
+                f"{hardware.name} has {format_bytes(hardware.host_memory_bytes)}, "
+                f"{format_bytes(-kv_bytes)} short, and nothing for KV"
+            )
+        token_flop = ModelWork.of(model, BYTES_PER_ELEMENT).token_flop
+        return cls(
+            pass_s=pass_s,
+            kv_tokens=kv_bytes / model.kv_bytes_per_token(BYTES_PER_ELEMENT),
+            pass_tokens=pass_s * hardware.gpu_flop_per_s / token_flop,
+        )
+
+
+def gemm_intensity(model: PaperModel, tokens: float) -> float:
+    """Operations of matrix products per byte of weights that a pass reads.
+
+    The second form that the paper prints has 2 for the projections where its first has 4; this is
+    the first, with both over the same layer. It comes to tokens times top-k over experts.
+
+    Source: MoE-Lens, section 5.1, equation 1.
+    """
+    flop = model.expert_flop(tokens) + 2 * tokens * model.layer_dense_bytes / BYTES_PER_ELEMENT
+    return flop / (model.layer_expert_bytes + model.layer_dense_bytes)
+
+
+def tokens_to_saturate(
+    flop_per_s: float, link_bytes_per_s: float, *, num_experts: int, top_k: int
+) -> float:
+    """Tokens of a pass at which the GPU is as slow as the link, in 16 bits.
+
+    Source: MoE-Lens, section 5.1, equation 2.
+    """
+    return flop_per_s / link_bytes_per_s * num_experts / top_k
+
+
+def parallelism_memory_efficiency(prompt_tokens: float, generated_tokens: float) -> float:
+    """PME: tokens that a pass computes for each token whose KV is held, over a row's life.
+
+    Source: MoE-Lens, section 5.2, equation 3, last form; the sum before it has (g + 1) for g.
+    """
+    held = (2 * prompt_tokens + generated_tokens) * generated_tokens / 2
+    return (prompt_tokens + generated_tokens) / held
+
+
+def effective_kv_tokens(kv_tokens: float, workload: Workload) -> float:
+    """Capacity that overlapping prefill and decoding is worth, where apart it is `kv_tokens`.
+
+    Source: MoE-Lens, section 5.4, equation 7.
+    """
+    mean_tokens = workload.prompt_tokens + workload.generated_tokens / 2
+    return kv_tokens * workload.context_tokens / mean_tokens
+
+
+def host_bandwidth_need(kv_bytes: float, weight_bytes: float, link_bytes_per_s: float) -> float:
+    """Host memory bandwidth at which reading all KV once a pass hides behind the weights.
+
+    Source: MoE-Lens, section 5.3, equation 5.
+    """
+    return (kv_bytes + weight_bytes) / weight_bytes * link_bytes_per_s
+
+
+def host_flop_need(
+    kv_bytes_per_s: float, *, queries_per_kv_head: float, flop_per_byte: float
+) -> float:
+    """Operations per second of the CPU for attention at a rate of KV; 2: 16 bits become 32.
+
+    Args:
+        kv_bytes_per_s: KV that is read.
+        queries_per_kv_head: s: size of a group that shares keys and values.
+        flop_per_byte: Of one query.
+
+    Source: MoE-Lens, section 5.3, equation 6.
+    """
+    return 2 * queries_per_kv_head * flop_per_byte * kv_bytes_per_s
+
+
+def stage1_tokens_per_s(node: LensNode, workload: Workload) -> float:
+    """Bound of generated tokens per second of endless requests.
+
+    Equation 4 counts prompt tokens too; of all, the generated ones are this share.
+
+    Source: MoE-Lens, section 5.2, equation 4.
+    """
+    pme = parallelism_memory_efficiency(workload.prompt_tokens, workload.generated_tokens)
+    tokens_per_pass = min(pme * node.kv_tokens, node.pass_tokens)
+    return tokens_per_pass / node.pass_s * workload.generated_tokens / workload.context_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage2:
+    """A finite job, predicted.
+
+    Attributes:
+        admitted_per_pass: q: rows that start in each pass, so that the cache is just full.
+        active_rows: g q: rows that decode at once.
+        memory_tokens_per_s: T_1: where KV memory limits.
+        gpu_tokens_per_s: T_2: where the GPU limits.
+        tokens_per_s: T: generated tokens per second of the whole job.
+        bound: Which of the two it is.
+    """
+
+    admitted_per_pass: float
+    active_rows: float
+    memory_tokens_per_s: float
+    gpu_tokens_per_s: float
+    tokens_per_s: float
+    bound: Bound
+
+
+def stage2(node: LensNode, workload: Workload, *, block_tokens: int = BLOCK_TOKENS) -> Stage2:
+    """Predict a job of `workload.num_rows` rows.
+
+    Source: MoE-Lens, section 5.5, equations 8 to 14.
+    """
+    prompt, generated, rows = workload.prompt_tokens, workload.generated_tokens, workload.num_rows
+    blocks = sum(ceil_div(prompt + i, block_tokens) for i in range(generated + 1))
+    admitted = node.kv_tokens / block_tokens / blocks
+    memory = rows * generated / ((rows / admitted + generated) * node.pass_s)
+    gpu = rows * generated / (_gpu_bound_passes(node.pass_tokens, workload) * node.pass_s)
+    return Stage2(
+        admitted_per_pass=admitted,
+        active_rows=generated * admitted,
+        memory_tokens_per_s=memory,
+        gpu_tokens_per_s=gpu,
+        tokens_per_s=min(memory, gpu),
+        bound=Bound.GPU if gpu < memory else Bound.KV_MEMORY,
+    )
+
+
+def _gpu_bound_passes(pass_tokens: float, workload: Workload) -> float:
+    """Passes of a job that the GPU limits: filling, a middle, and draining while the last decode.
+
+    While the pipeline fills, prefill falls in a straight line from all tokens of a pass to its
+    share in the middle. Equation 12 takes for granted that prompts are left after that; for few
+    rows it would count a middle of negative length. Then the job ends its prompts on that line.
+
+    Source: MoE-Lens, section 5.5, equations 11 and 12.
+    """
+    generated = workload.generated_tokens
+    prompts = workload.num_rows * workload.prompt_tokens
+    middle = pass_tokens * workload.prompt_tokens / workload.context_tokens
+    filling = generated * (middle + pass_tokens) / 2
+    if prompts > filling:
+        return 2 * generated + (prompts - filling) / middle
+    slope = (pass_tokens - middle) / generated
+    return generated + (pass_tokens - sqrt(pass_tokens**2 - 2 * slope * prompts)) / slope
