@@ -79,6 +79,12 @@ def test_attention_has_an_intensity_of_its_own_and_the_experts_one_of_the_batch(
     assert large.near_intensity == pytest.approx(small.near_intensity)
 
 
+def test_a_batch_below_the_micro_batch_reads_the_experts_once() -> None:
+    alone, cut = (expert_ffn(MIXTRAL, 32, size) for size in (32, MICRO_BATCH))
+    assert cut.near_bytes == pytest.approx(alone.near_bytes)
+    assert alone.near_bytes > MIXTRAL.layer_expert_bytes
+
+
 def test_resident_weights_and_a_larger_batch_shift_the_same_way() -> None:
     """Section 3.3: both raise the intensity at the host."""
     doubled = expert_ffn(MIXTRAL, 512, MICRO_BATCH)

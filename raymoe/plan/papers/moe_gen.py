@@ -1,0 +1,283 @@
+"""MoE-Gen: attention and experts in batches of their own, chosen by the critical path of a pass.
+
+Source: MoE-Gen (2025), sections 4.3 and 4.4. Its released code has constants in place of this
+search, so what the paper leaves open follows that code.
+
+Assumptions:
+- A node takes its operations over the rate of its processor or its bytes over the bandwidth,
+  whichever is longer, and a constant for its launch, where the paper profiles.
+- Tokens spread evenly over the experts (section 4.3).
+- Rows have equal lengths; while decoding, the mean context. All are there at once.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from math import ceil
+
+from raymoe.errors import InfeasiblePlanError
+from raymoe.plan.papers.hrm import Hierarchy
+from raymoe.plan.papers.moe_gen_graph import KV_BUFFERS, ModuleTimes, critical_path_s
+from raymoe.plan.papers.symbols import BYTES_PER_ELEMENT, PaperModel
+from raymoe.specs.hardware import HardwareSpec
+from raymoe.specs.workload import Workload
+from raymoe.units import format_bytes
+
+# Table 10 has omega in tenths.
+CPU_FRACTIONS = tuple(tenths / 10 for tenths in range(11))
+# Figure 3 finds the GPU saturated from 2^10 on; the code never launches more.
+EXPERT_BATCH = 2048
+# Then the two buffers of KV are a 128th of one layer's; smaller ones gain nothing.
+MOST_LAUNCHES = 256
+# Our estimate of the handful of kernels of a module, 5 to 10 microseconds each.
+LAUNCH_S = 30e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenPolicy:
+    """One point of the search space.
+
+    Source: MoE-Gen, section 4.3, table 2.
+
+    Attributes:
+        batch_size: B: rows whose tokens meet at the experts.
+        attention_batch: b_a: rows of an attention launch on the GPU.
+        expert_batch: b_e: tokens of a launch of one expert.
+        cpu_attention_fraction: omega: share of the rows whose attention is on the CPU.
+        expert_slots: S_Expert, in experts.
+        resident_fraction: S_Params over the weights: share that is never copied.
+    """
+
+    batch_size: int
+    attention_batch: int
+    expert_batch: int
+    cpu_attention_fraction: float
+    expert_slots: int
+    resident_fraction: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenPlan:
+    """A policy and its predicted pass.
+
+    Attributes:
+        tokens_per_s: Generated tokens while decoding, prompt tokens while prefilling.
+    """
+
+    policy: GenPolicy
+    pass_s: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pass:
+    """What a row brings to a pass: its tokens, the pairs that it attends, the tokens it holds."""
+
+    tokens: int
+    pairs: float
+    kv_tokens: float
+    is_decode: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenSearch:
+    """The search of section 4.4 for one model, node and workload.
+
+    Attributes:
+        cpu_attention_bytes_per_s: KV that attention on the CPU reads; 0 where there is no kernel,
+            as for MLA in MoE-Gen, whose kernel read some 23.5 GB/s on an EPYC 7453.
+        keeps_parameters: Whether device memory that is left keeps weights (S_Params); the released
+            code copies all of them in every pass.
+    """
+
+    model: PaperModel
+    hardware: HardwareSpec
+    workload: Workload
+    cpu_attention_bytes_per_s: float
+    keeps_parameters: bool = True
+
+    def decode(self, cpu_attention_fraction: float | None = None) -> GenPlan:
+        """The plan with the highest decode rate; the batch is what the host holds.
+
+        Args:
+            cpu_attention_fraction: omega, where it is given.
+
+        Raises:
+            InfeasiblePlanError: The host does not hold one row, or the device not one launch.
+
+        Source: MoE-Gen, section 4.3, equations 1 to 3.
+        """
+        fractions = CPU_FRACTIONS if self.cpu_attention_bytes_per_s else (0.0,)
+        if cpu_attention_fraction is not None:
+            fractions = (cpu_attention_fraction,)
+        context = self.workload.prompt_tokens + self.workload.generated_tokens / 2
+        work = _Pass(tokens=1, pairs=context, kv_tokens=context, is_decode=True)
+        batch = min(self.workload.num_rows, self.host_rows)
+        return self._best(work, ((batch, fraction) for fraction in fractions))
+
+    def prefill(self) -> GenPlan:
+        """The plan with the highest prefill rate; all attention is on the GPU, no KV comes back.
+
+        Raises:
+            InfeasiblePlanError: As for `decode`.
+
+        Source: MoE-Gen, section 4.3, P-D disaggregation.
+        """
+        prompt = self.workload.prompt_tokens
+        work = _Pass(
+            tokens=prompt, pairs=prompt * (prompt + 1) / 2, kv_tokens=prompt, is_decode=False
+        )
+        rows = min(self.workload.num_rows, self.host_rows)
+        return self._best(work, ((batch, 0.0) for batch in _doubling(rows)))
+
+    @property
+    def host_rows(self) -> int:
+        """Rows whose KV fits beside the model.
+
+        Raises:
+            InfeasiblePlanError: Not one.
+
+        Source: MoE-Gen, section 4.3, equation 2.
+        """
+        row_bytes = self.workload.context_tokens * self.model.kv_token_bytes_all
+        spare = self.hardware.host_memory_bytes - self.model.weight_bytes
+        if spare < row_bytes:
+            raise InfeasiblePlanError(
+                f"MoE-Gen: {format_bytes(self.model.weight_bytes)} of weights and one row's "
+                f"{format_bytes(row_bytes)} of KV are {format_bytes(row_bytes - spare)} more than "
+                f"the host memory of {self.hardware.name}"
+            )
+        return int(spare / row_bytes)
+
+    def _best(self, work: _Pass, batches: Iterable[tuple[int, float]]) -> GenPlan:
+        plans = (
+            self._plan(work, policy)
+            for batch, fraction in batches
+            for policy in self._policies(work, batch, fraction)
+        )
+        best = max(plans, key=lambda plan: plan.tokens_per_s, default=None)
+        if best is None:
+            raise InfeasiblePlanError(
+                f"MoE-Gen: one launch does not fit the "
+                f"{format_bytes(self.hardware.gpu_memory_bytes)} of device memory of "
+                f"{self.hardware.name}; its smallest buffers need "
+                f"{format_bytes(self._device_bytes(work, self._smallest))}"
+            )
+        return best
+
+    @property
+    def _smallest(self) -> GenPolicy:
+        return GenPolicy(
+            batch_size=1,
+            attention_batch=1,
+            expert_batch=1,
+            cpu_attention_fraction=0.0,
+            expert_slots=1,
+        )
+
+    def _policies(self, work: _Pass, batch: int, fraction: float) -> Iterator[GenPolicy]:
+        """All sizes that fit the device, each a half or twice the one before."""
+        on_device = batch - round(batch * fraction)
+        tokens = batch * work.tokens * self.model.top_k / self.model.num_experts
+        for attention_batch in _halving(max(1, on_device)):
+            for slots in _doubling(self.model.num_experts):
+                policy = GenPolicy(
+                    batch_size=batch,
+                    attention_batch=attention_batch,
+                    expert_batch=min(EXPERT_BATCH, ceil(tokens)),
+                    cpu_attention_fraction=fraction,
+                    expert_slots=slots,
+                )
+                spare = self.hardware.gpu_memory_bytes - self._device_bytes(work, policy)
+                if spare >= 0:
+                    kept = min(1.0, spare / self.model.weight_bytes) * self.keeps_parameters
+                    yield replace(policy, resident_fraction=kept)
+            if not on_device:
+                return
+
+    def _device_bytes(self, work: _Pass, policy: GenPolicy) -> float:
+        """Device memory apart from resident weights.
+
+        Source: MoE-Gen, section 4.3, equation 3.
+        """
+        model = self.model
+        kv_tokens = self.workload.context_tokens if work.is_decode else work.tokens
+        cache = 0.0
+        if policy.cpu_attention_fraction < 1:
+            cache = KV_BUFFERS * policy.attention_batch * kv_tokens * model.kv_token_bytes
+        rows = 2 * policy.batch_size * work.tokens * model.hidden_size
+        attention = 2 * policy.attention_batch * work.tokens * model.query_width
+        experts = policy.expert_batch * (model.hidden_size + 3 * model.expert_hidden)
+        return (
+            policy.expert_slots * model.expert_bytes
+            + model.layer_dense_bytes
+            + cache
+            + BYTES_PER_ELEMENT * (rows + attention + experts)
+        )
+
+    def _plan(self, work: _Pass, policy: GenPolicy) -> GenPlan:
+        pass_s = critical_path_s(
+            self._times(work, policy),
+            num_layers=self.model.num_layers,
+            num_experts=self.model.num_experts,
+            expert_slots=policy.expert_slots,
+        )
+        tokens = policy.batch_size * work.tokens
+        return GenPlan(policy=policy, pass_s=pass_s, tokens_per_s=tokens / pass_s)
+
+    def _times(self, work: _Pass, policy: GenPolicy) -> ModuleTimes:
+        """Nodes of one layer; projections are half before and half after attention."""
+        model, levels = self.model, Hierarchy.of(self.hardware)
+        streamed = (1 - policy.resident_fraction) / levels.link_bytes_per_s
+        tokens = policy.batch_size * work.tokens
+        half = model.layer_dense_bytes / 2
+        projection_s = LAUNCH_S + levels.near.seconds(2 * tokens * half / BYTES_PER_ELEMENT, half)
+        cpu_rows = round(policy.batch_size * policy.cpu_attention_fraction)
+        rows_of = tuple(_slices(policy.batch_size - cpu_rows, policy.attention_batch))
+        row_kv = work.kv_tokens * model.kv_token_bytes
+        row_flop = work.pairs * model.pair_flop
+        return ModuleTimes(
+            dense_copy=model.layer_dense_bytes * streamed,
+            pre=projection_s,
+            kv_copy=tuple(
+                rows * row_kv * work.is_decode / levels.link_bytes_per_s for rows in rows_of
+            ),
+            device_attention=tuple(
+                LAUNCH_S + levels.near.seconds(rows * row_flop, rows * row_kv) for rows in rows_of
+            ),
+            cpu_attention=cpu_rows * row_kv / self.cpu_attention_bytes_per_s if cpu_rows else 0.0,
+            post=projection_s,
+            expert_copy=model.layer_expert_bytes / model.num_experts * streamed,
+            expert=self._expert_s(tokens, policy.expert_batch),
+        )
+
+    def _expert_s(self, tokens: int, expert_batch: int) -> float:
+        """One expert on its share of the tokens; each launch reads its weights again."""
+        model = self.model
+        num_bytes = model.layer_expert_bytes / model.num_experts
+        launches = ceil(tokens * model.top_k / model.num_experts / expert_batch)
+        flop = model.expert_flop(tokens) / model.num_experts
+        near = Hierarchy.of(self.hardware).near
+        return launches * LAUNCH_S + near.seconds(flop, launches * num_bytes)
+
+
+def _doubling(most: int) -> Iterator[int]:
+    """1, 2, 4, ... and the largest."""
+    size = 1
+    while size < most:
+        yield size
+        size *= 2
+    yield most
+
+
+def _halving(most: int) -> Iterator[int]:
+    """The largest, its half, ... down to a launch of 1 or `MOST_LAUNCHES` of them."""
+    launches = 1
+    while launches <= min(most, MOST_LAUNCHES):
+        yield ceil(most / launches)
+        launches *= 2
+
+
+def _slices(rows: int, size: int) -> Iterator[int]:
+    """Rows in launches of a size; the last may be smaller."""
+    for start in range(0, rows, size):
+        yield min(size, rows - start)

@@ -1,0 +1,271 @@
+"""MoE-Gen (2025): its critical path, its split of attention, its rates."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from raymoe.errors import InfeasiblePlanError
+from raymoe.plan.papers import moe_gen_graph
+from raymoe.plan.papers.hrm import Hierarchy
+from raymoe.plan.papers.moe_gen import GenSearch
+from raymoe.plan.papers.moe_gen_graph import ModuleTimes, critical_path_s
+from raymoe.plan.papers.symbols import PaperModel
+from raymoe.specs.hardware import HardwareSpec
+from raymoe.specs.presets_hardware import hardware_preset
+from raymoe.specs.presets_models import model_preset
+from raymoe.specs.workload import Workload
+from raymoe.units import GB, GIB
+
+MODELS = {name: PaperModel.of(model_preset(name)) for name in ("mixtral-8x7b", "mixtral-8x22b")}
+# Table 3. The code pins whole GiB; presets leave 15 % of the memory to others.
+A5000, A6000 = hardware_preset("a5000"), hardware_preset("a6000")
+NODES = {
+    "C1": replace(A5000, host_memory_bytes=256 * GIB),
+    "C2": replace(A5000, host_memory_bytes=512 * GIB),
+    "C3": replace(A6000, host_memory_bytes=480 * GIB),
+}
+# What the CPU of C2 reads at least at the published rate of Mixtral-8x7B with 4 of 10 rows on the
+# GPU. The kernel converts keys once for each query head, and its threads scale with the cores.
+KERNEL_BYTES_PER_S = 23.5 * GB
+KERNEL_GROUP = 4
+CORES = {"C1": 28, "C2": 28, "C3": 16}
+
+
+def kernel_bytes_per_s(node: str, model: str) -> float:
+    group = {"mixtral-8x7b": 4, "mixtral-8x22b": 6}[model]
+    return KERNEL_BYTES_PER_S * KERNEL_GROUP / group * CORES[node] / CORES["C2"]
+
+
+def search(
+    node: HardwareSpec,
+    model: str,
+    cpu_bytes_per_s: float,
+    *,
+    lengths: tuple[int, int] = (512, 256),
+    num_rows: int = 10**6,
+) -> GenSearch:
+    """As released: all weights are copied in every pass."""
+    return GenSearch(
+        model=MODELS[model],
+        hardware=node,
+        workload=Workload(num_rows=num_rows, prompt_tokens=lengths[0], generated_tokens=lengths[1]),
+        cpu_attention_bytes_per_s=cpu_bytes_per_s,
+        keeps_parameters=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("node", "model", "cpu_share"),
+    [
+        ("C1", "mixtral-8x7b", 0.6),
+        ("C2", "mixtral-8x7b", 0.6),
+        ("C2", "mixtral-8x22b", 0.7),
+        ("C3", "mixtral-8x7b", 0.3),
+    ],
+)
+def test_attention_split(node: str, model: str, cpu_share: float) -> None:
+    """Table 10, to one step of its grid.
+
+    Its last entry, 2:8 for Mixtral-8x22B on C3, is below what its own other entries lead to.
+    """
+    found = search(NODES[node], model, kernel_bytes_per_s(node, model)).decode()
+    assert found.policy.cpu_attention_fraction == pytest.approx(cpu_share, abs=0.101)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_fewer_cores_take_a_smaller_share(model: str) -> None:
+    """Table 10, C2 against C3: "limiting its capacity to handle the same workload"."""
+    shares = [
+        search(NODES[node], model, kernel_bytes_per_s(node, model)).decode().policy
+        for node in ("C2", "C3")
+    ]
+    assert shares[1].cpu_attention_fraction < shares[0].cpu_attention_fraction
+
+
+def test_attention_moves_to_the_gpu_as_the_cpu_weakens() -> None:
+    """Appendix A.1: "If a weaker CPU is used ... MoE-Gen would select w = 0"."""
+    rates = [127, 32, 16, 8, 2, 0.1]
+    plans = [search(NODES["C2"], "mixtral-8x7b", rate * GB).decode() for rate in rates]
+    shares = [plan.policy.cpu_attention_fraction for plan in plans]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] == 1.0
+    assert shares[-1] == 0.0
+
+
+def test_a_kernel_at_the_rate_of_memory_attends_alone() -> None:
+    """With our kernel, 0.85 of the 150 GB/s that the host reads, nothing is left to the GPU.
+
+    The pass is then the weights alone, twice as fast as with their kernel.
+    """
+    ours, theirs = (
+        search(NODES["C2"], "mixtral-8x7b", rate).decode()
+        for rate in (0.85 * A5000.host_bytes_per_s, KERNEL_BYTES_PER_S)
+    )
+    assert ours.policy.cpu_attention_fraction == 1.0
+    weights_s = MODELS["mixtral-8x7b"].weight_bytes / A5000.htod_bytes_per_s
+    assert ours.pass_s == pytest.approx(weights_s, rel=0.25)
+    assert ours.tokens_per_s > 2 * theirs.tokens_per_s
+
+
+def test_where_attention_runs_where_the_cpu_has_no_kernel() -> None:
+    """Table 10, DeepSeek-V2: 0:10, since the CPU kernel does not know its attention."""
+    assert search(NODES["C2"], "mixtral-8x7b", 0.0).decode().policy.cpu_attention_fraction == 0.0
+
+
+def test_rate_over_the_split() -> None:
+    """Figure 7: it rises to a single peak near 0.6 and falls; B = 3640, prompts of 256, 32 more."""
+    figure_7 = search(
+        NODES["C1"], "mixtral-8x7b", KERNEL_BYTES_PER_S, lengths=(256, 32), num_rows=3640
+    )
+    rates = [figure_7.decode(tenths / 10).tokens_per_s for tenths in range(11)]
+    peak = rates.index(max(rates))
+    assert peak == pytest.approx(6, abs=1)
+    assert rates[: peak + 1] == sorted(rates[: peak + 1])
+    assert rates[peak:] == sorted(rates[peak:], reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "hybrid", "gpu_only"), [("mixtral-8x7b", 469, 195), ("mixtral-8x22b", 91, 54)]
+)
+def test_decode_rates(model: str, hybrid: float, gpu_only: float) -> None:
+    """Table 6, C2, 512 and 256 tokens. To 40 %: its GPU attention and copies are slow, not ours."""
+    plan = search(NODES["C2"], model, kernel_bytes_per_s("C2", model))
+    assert plan.decode().tokens_per_s == pytest.approx(hybrid, rel=0.4)
+    assert plan.decode(0.0).tokens_per_s == pytest.approx(gpu_only, rel=0.4)
+
+
+@pytest.mark.parametrize(("model", "published"), [("mixtral-8x7b", 2790), ("mixtral-8x22b", 907)])
+def test_prefill_rates(model: str, published: float) -> None:
+    """Table 7, C2, 512 tokens: to 5 %; the preset's rate of products comes from the first."""
+    plan = search(NODES["C2"], model, KERNEL_BYTES_PER_S).prefill()
+    assert plan.tokens_per_s == pytest.approx(published, rel=0.05)
+
+
+def test_no_kv_comes_to_the_device_while_prefilling() -> None:
+    """Section 4.3: "there is no HtoD KV-cache copy"; a slow link then only waits for weights."""
+    slow = replace(NODES["C2"], htod_bytes_per_s=2 * GB, gpu_flop_per_s=1e16)
+    plan = search(slow, "mixtral-8x7b", KERNEL_BYTES_PER_S, num_rows=1000).prefill()
+    weights_s = MODELS["mixtral-8x7b"].weight_bytes / slow.htod_bytes_per_s
+    assert plan.pass_s == pytest.approx(weights_s, rel=0.02)
+
+
+def test_tokens_that_hide_the_fetch_of_an_expert() -> None:
+    """Figure 3, right: more than 2^11 on an A5000; an expert's intensity is its tokens."""
+    levels = Hierarchy.of(A5000)
+    tokens = levels.near.flop_per_s / levels.link_bytes_per_s
+    assert 2**11 < tokens < 2**12
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_is_chosen_fits_both_memories(model: str) -> None:
+    """Equations 2 and 3, counted again; parameters fill the device (S_Params)."""
+    numbers, node = MODELS[model], NODES["C2"]
+    plan = replace(search(node, model, KERNEL_BYTES_PER_S), keeps_parameters=True).decode()
+    policy = plan.policy
+    row_bytes = 768 * numbers.kv_token_bytes_all
+    host_bytes = policy.batch_size * row_bytes + numbers.weight_bytes
+    assert node.host_memory_bytes - row_bytes < host_bytes <= node.host_memory_bytes
+    device_bytes = (
+        policy.resident_fraction * numbers.weight_bytes
+        + policy.expert_slots * numbers.expert_bytes
+        + 2 * policy.attention_batch * 768 * numbers.kv_token_bytes
+    )
+    assert 0.9 * node.gpu_memory_bytes < device_bytes <= node.gpu_memory_bytes
+
+
+def test_models_beyond_a_memory_are_refused_with_numbers() -> None:
+    """Table 10: "C1 cannot hold the model size of Mixtral-8x22B"."""
+    with pytest.raises(InfeasiblePlanError, match=r"5\.35 GiB more than the host memory"):
+        search(NODES["C1"], "mixtral-8x22b", KERNEL_BYTES_PER_S).decode()
+    tiny = replace(NODES["C2"], gpu_memory_bytes=GIB // 2)
+    with pytest.raises(InfeasiblePlanError, match=r"512\.00 MiB .* need 750\.15 MiB"):
+        search(tiny, "mixtral-8x22b", KERNEL_BYTES_PER_S).decode()
+
+
+BY_HAND = ModuleTimes(
+    dense_copy=1.0,
+    pre=2.0,
+    kv_copy=(4.0, 4.0, 4.0),
+    device_attention=(1.0, 1.0, 1.0),
+    cpu_attention=20.0,
+    post=1.0,
+    expert_copy=3.0,
+    expert=2.0,
+)
+
+
+@pytest.mark.parametrize(
+    ("times", "slots", "seconds"),
+    [
+        # Copies 1, KV to 13; the CPU from 3 to 23, post to 24; both experts there since 19.
+        (BY_HAND, 2, 28.0),
+        # The second expert's copy starts when the first is computed, at 26.
+        (BY_HAND, 1, 31.0),
+        # Without the CPU: KV to 13, attention to 14, post to 15; experts there at 16 and 19.
+        (replace(BY_HAND, cpu_attention=0.0), 2, 21.0),
+        # The third KV has a buffer at 11, behind the first attention; experts there at 21 and 27.
+        (
+            replace(BY_HAND, cpu_attention=0.0, device_attention=(6.0,) * 3, expert_copy=6.0),
+            2,
+            29.0,
+        ),
+    ],
+)
+def test_one_layer_by_hand(times: ModuleTimes, slots: int, seconds: float) -> None:
+    """Equation 4 on figure 6, two experts."""
+    found = critical_path_s(times, num_layers=1, num_experts=2, expert_slots=slots)
+    assert found == pytest.approx(seconds)
+
+
+def test_two_layers_by_hand() -> None:
+    """What is not an expert has one buffer: the second layer's is copied behind the first `post`.
+
+    Post at 24, copy to 25, projections behind the experts at 28 to 30, the CPU to 50, post at 51;
+    the experts of the second layer wait for the slots of the first.
+    """
+    found = critical_path_s(BY_HAND, num_layers=2, num_experts=2, expert_slots=2)
+    assert found == pytest.approx(55.0)
+    later = replace(BY_HAND, dense_copy=10.0)
+    found = critical_path_s(later, num_layers=2, num_experts=2, expert_slots=2)
+    assert found == pytest.approx(10 + 2 + 20 + 1 + 10 + 2 + 20 + 1 + 4)
+
+
+def test_paths_are_within_their_bounds_and_slots_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shorter than any processor's work, no longer than all; random times, eight layers."""
+    rng = random.Random()
+    monkeypatch.setattr(moe_gen_graph, "WALKED_LAYERS", 8)
+    for _ in range(200):
+        launches = rng.randint(0, 5)
+        draw = [rng.expovariate(1.0) for _ in range(6)]
+        times = ModuleTimes(
+            dense_copy=draw[0],
+            pre=draw[1],
+            kv_copy=tuple(rng.expovariate(1.0) for _ in range(launches)),
+            device_attention=tuple(rng.expovariate(1.0) for _ in range(launches)),
+            cpu_attention=draw[2],
+            post=draw[3],
+            expert_copy=draw[4],
+            expert=draw[5],
+        )
+        link = times.dense_copy + sum(times.kv_copy) + 4 * times.expert_copy
+        gpu = times.pre + sum(times.device_attention) + times.post + 4 * times.expert
+        cpu = times.pre + times.cpu_attention + times.post + 4 * times.expert
+        paths = [
+            critical_path_s(times, num_layers=8, num_experts=4, expert_slots=slots)
+            for slots in (1, 2, 4)
+        ]
+        assert 8 * max(link, gpu, cpu) <= paths[-1] * (1 + 1e-9), times
+        assert paths == sorted(paths, reverse=True), times
+        assert paths[0] <= 8 * (link + gpu + times.cpu_attention) * (1 + 1e-9), times
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_a_few_layers_tell_how_long_all_take(
+    fraction: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """32 layers walked one by one against the first few and the last of them repeated; 1 %."""
+    plan = search(NODES["C2"], "mixtral-8x7b", KERNEL_BYTES_PER_S)
+    short = plan.decode(fraction)
+    monkeypatch.setattr(moe_gen_graph, "WALKED_LAYERS", 32)
+    assert plan.decode(fraction).pass_s == pytest.approx(short.pass_s, rel=0.01)
