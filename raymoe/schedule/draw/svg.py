@@ -3,8 +3,8 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from xml.sax.saxutils import escape
 
+from raymoe.schedule.draw.page import round_step, svg_page, text_at
 from raymoe.schedule.draw.palette import LOOKS, ops_in_order
 from raymoe.schedule.task import Op
 from raymoe.schedule.timeline import Span, Timeline
@@ -20,16 +20,6 @@ WIDE_BAR = 4.0  # px; those leave a hair's breadth to the next one
 HAIR = 0.6
 NUM_TICKS = 10
 
-_STYLE = """\
-text { font: 12px ui-sans-serif, system-ui, sans-serif; fill: #1b1f24 }
-.page { fill: #ffffff } .lane { fill: #eef0f2 } .tick { stroke: #c8ccd1; stroke-width: 1 }
-.title { font-size: 16px; font-weight: 600 } .name { font-weight: 600 }
-.end { text-anchor: end } .middle { text-anchor: middle } .label { font-size: 10px }
-@media (prefers-color-scheme: dark) {
-  text { fill: #e6e8ea }
-  .page { fill: #16191d } .lane { fill: #262b31 } .tick { stroke: #454c55 }
-}"""
-
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
@@ -44,7 +34,7 @@ class _Axis:
     def ticks(self) -> tuple[float, ...]:
         if not self.longest_s:
             return (0.0,)
-        step_s = _round_step(self.longest_s / NUM_TICKS)
+        step_s = round_step(self.longest_s / NUM_TICKS)
         return tuple(step_s * index for index in range(int(self.longest_s / step_s + 1e-9) + 1))
 
     def label(self, seconds: float) -> str:
@@ -74,40 +64,27 @@ def draw_svg(timelines: Sequence[Timeline], *, title: str) -> str:
     ops = ops_in_order({span.task.op for timeline in timelines for span in timeline.spans})
     legend = list(_legend(ops, bottom + 30))
     height = bottom + 34 + LANE_HEIGHT * math.ceil(len(ops) / _legend_columns())
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" '
-            f'width="{WIDTH}" height="{height:.0f}" role="img">',
-            f"<title>{escape(title)}</title>",
-            f"<style>{_STYLE}</style>",
-            f'<rect class="page" width="{WIDTH}" height="{height:.0f}"/>',
-            _text(16, 26, title, "title"),
-            *_grid(axis, 44.0, bottom),
-            *body,
-            *legend,
-            "</svg>\n",
-        ]
-    )
+    return svg_page(title, WIDTH, height, [*_grid(axis, 44.0, bottom), *body, *legend])
 
 
 def _grid(axis: _Axis, top: float, bottom: float) -> Iterator[str]:
     for seconds in axis.ticks():
         x = axis.x(seconds)
         yield f'<line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{top:g}" y2="{bottom:g}"/>'
-        yield _text(x, bottom + 14, axis.label(seconds), "middle")
+        yield text_at(x, bottom + 14, axis.label(seconds), "middle")
 
 
 def _timeline(timeline: Timeline, axis: _Axis, top: float) -> Iterator[str]:
     heading = f"{timeline.name}: {axis.label(timeline.makespan_s)}"
-    yield _text(LEFT, top + 17, heading, "name")
+    yield text_at(LEFT, top + 17, heading, "name")
     for row, resource in enumerate(timeline.resources):
         y = top + HEADING_HEIGHT + row * LANE_HEIGHT
         end = axis.x(timeline.makespan_s)
-        yield _text(LEFT - 8, y + 12, resource.value, "end")
+        yield text_at(LEFT - 8, y + 12, resource.value, "end")
         yield f'<rect class="lane" x="{LEFT}" y="{y:g}" width="{end - LEFT:.1f}" height="16"/>'
         yield from _bars(timeline.of(resource), axis, y)
         share = f"{100 * timeline.utilization(resource):.0f} %"
-        yield _text(WIDTH - 12, y + 12, share, "end")
+        yield text_at(WIDTH - 12, y + 12, share, "end")
 
 
 def _bars(spans: Sequence[Span], axis: _Axis, y: float) -> Iterator[str]:
@@ -128,11 +105,7 @@ def _bars(spans: Sequence[Span], axis: _Axis, y: float) -> Iterator[str]:
 
 def _bar_label(text: str, span: Span, axis: _Axis, y: float) -> str:
     x = (axis.x(span.start_s) + axis.x(span.end_s)) / 2
-    look = LOOKS[span.task.op]
-    return (
-        f'<text class="label middle" x="{x:.1f}" y="{y + 11.5:g}" style="fill:{look.ink}">'
-        f"{escape(text)}</text>"
-    )
+    return text_at(x, y + 11.5, text, "label middle", colour=LOOKS[span.task.op].ink)
 
 
 def _joined(spans: Sequence[Span], axis: _Axis) -> list[tuple[float, float]]:
@@ -159,14 +132,4 @@ def _legend(ops: Sequence[Op], top: float) -> Iterator[str]:
         x, y = LEFT + column * LEGEND_COLUMN, top + row * LANE_HEIGHT
         look = LOOKS[op]
         yield f'<rect x="{x}" y="{y:g}" width="12" height="12" fill="{look.colour}"/>'
-        yield _text(x + 18, y + 10, f"{op}: {look.meaning}", "label")
-
-
-def _round_step(seconds: float) -> float:
-    """The smallest of 1, 2, 5 times a power of ten that is not below `seconds`."""
-    power = 10.0 ** math.floor(math.log10(seconds))
-    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= seconds)
-
-
-def _text(x: float, y: float, text: str, style: str) -> str:
-    return f'<text class="{style}" x="{x:.1f}" y="{y:g}">{escape(text)}</text>'
+        yield text_at(x + 18, y + 10, f"{op}: {look.meaning}", "label")
