@@ -73,6 +73,7 @@ class LightningPolicy:
         num_micro_batches: N over mu.
         resident_fraction: r_w: share of the experts that stays on the GPU.
         is_attention_on_gpu: A_g.
+        host_bytes: Host memory in use.
         link_s: Link of one layer of a decode pass.
         gpu_s: GPU of one layer of a decode pass.
         cpu_s: CPU of one layer of a decode pass.
@@ -85,6 +86,7 @@ class LightningPolicy:
     num_micro_batches: int
     resident_fraction: float
     is_attention_on_gpu: bool
+    host_bytes: float
     link_s: float
     gpu_s: float
     cpu_s: float
@@ -188,6 +190,7 @@ class LightningOptimizer:
             num_micro_batches=num_micro_batches,
             resident_fraction=resident_fraction,
             is_attention_on_gpu=on_gpu,
+            host_bytes=self._host_bytes(batch) + ffn.far_bytes * (model.num_layers + 2),
             link_s=link_s,
             gpu_s=gpu_s,
             cpu_s=cpu_s,
