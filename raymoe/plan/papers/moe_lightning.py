@@ -65,8 +65,8 @@ T4 = replace(
 class LightningPolicy:
     """A policy and its predicted times.
 
-    Source: MoE-Lightning, section 4.2: the tuple (N, mu, A_g, F_g, r_w, r_c), with F_g = 1 and
-    r_c = A_g, which are the only values that its optimizer ever returns.
+    Source: MoE-Lightning, section 4.2: the tuple (N, mu, A_g, F_g, r_w, r_c). The optimizer has
+    experts on the GPU only, F_g = 1, and KV lives where attention is, r_c = A_g.
 
     Attributes:
         micro_batch_size: mu.
