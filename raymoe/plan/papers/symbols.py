@@ -63,7 +63,7 @@ class PaperModel:
         sparse = [layer for layer in work.layers if layer.num_experts]
         if not sparse:
             raise ConfigError(f"{model.name} has no experts; the papers model what streams experts")
-        expert = max(layer.expert_parameters for layer in sparse)
+        expert = max(layer.expert.parameters for layer in sparse)
         layers = work.layers
         return cls(
             num_layers=model.num_layers,
@@ -77,9 +77,9 @@ class PaperModel:
             pair_flop=fmean(layer.pair_flop for layer in layers),
             expert_bytes=BYTES_PER_ELEMENT * expert,
             layer_expert_bytes=BYTES_PER_ELEMENT
-            * fmean(layer.num_experts * layer.expert_parameters for layer in layers),
+            * fmean(layer.num_experts * layer.expert.parameters for layer in layers),
             layer_dense_bytes=BYTES_PER_ELEMENT
-            * fmean(layer.attention_parameters + layer.common_parameters for layer in layers),
+            * fmean(layer.attention_parameters + layer.common.parameters for layer in layers),
         )
 
     @property

@@ -6,7 +6,6 @@ import pytest
 
 from raymoe.errors import ConfigError, InfeasiblePlanError
 from raymoe.plan.host_search import PASS_TOKENS
-from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Policy
 from raymoe.plan.search import find_plan
 from raymoe.specs.hardware import HardwareSpec
@@ -88,7 +87,7 @@ def test_the_prediction_approaches_the_rates_of_the_hardware() -> None:
 
 
 def test_the_description_names_policy_memory_and_prediction() -> None:
-    plan: Plan = find_plan(MODEL, node())
+    plan = find_plan(MODEL, node())
     for text in ("policy: schedule in_place", "KV cache", "predicted: prefill", "2048 rows in"):
         assert text in plan.describe()
 
