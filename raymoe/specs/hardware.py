@@ -1,8 +1,15 @@
 """HardwareSpec: the measured numbers of one node. Pure data."""
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
 
-from raymoe.errors import ConfigError
+from raymoe.errors import CheckpointError, ConfigError
+from raymoe.specs.curve import Curve
+from raymoe.specs.files import parse_json_object
+from raymoe.specs.plain_data import from_plain, to_json
 
 HOST_FIELDS = ("num_cores", "host_memory_bytes", "host_bytes_per_s", "host_flop_per_s")
 DEVICE_FIELDS = (
@@ -11,8 +18,63 @@ DEVICE_FIELDS = (
     "gpu_flop_per_s",
     "htod_bytes_per_s",
     "dtoh_bytes_per_s",
-    "host_copy_bytes_per_s",
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCurves:
+    """What our kernels reach on the cores of a node, with bfloat16 weights and cache.
+
+    Attributes:
+        product_flop_per_s: A projection over its rows; weights come from memory.
+        expert_flop_per_s: The experts of a layer over rows for each expert that has any.
+        attention_bytes_per_s: Decode attention over context tokens: KV read.
+        attention_flop_per_s: Decode attention where so many heads share their keys and values that
+            operations bind.
+        attention_bytes_per_s_of_threads: Decode attention over the number of threads.
+        prefill_flop_per_s: Causal attention of whole prompts over their tokens; what lies above
+            the diagonal is not counted.
+        activation_bytes_per_s: Norms and rotations: activations read and written.
+    """
+
+    product_flop_per_s: Curve
+    expert_flop_per_s: Curve
+    attention_bytes_per_s: Curve
+    attention_flop_per_s: float
+    attention_bytes_per_s_of_threads: Curve
+    prefill_flop_per_s: Curve
+    activation_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        _check_positive(self, ("attention_flop_per_s", "activation_bytes_per_s"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceCurves:
+    """What a GPU and its link reach, alone and beside each other, with 16-bit weights.
+
+    Attributes:
+        product_flop_per_s: A projection over its rows.
+        expert_flop_per_s: One expert over its rows.
+        pageable_htod_bytes_per_s: Copies from ordinary host memory to the device.
+        pageable_dtoh_bytes_per_s: Copies from the device to ordinary host memory.
+        duplex_htod_bytes_per_s: Copies from pinned memory while others go the other way.
+        duplex_dtoh_bytes_per_s: Those others.
+        busy_htod_bytes_per_s: Copies from pinned memory while the CPU attends on all cores.
+        busy_attention_bytes_per_s: KV that the CPU then reads.
+    """
+
+    product_flop_per_s: Curve
+    expert_flop_per_s: Curve
+    pageable_htod_bytes_per_s: float
+    pageable_dtoh_bytes_per_s: float
+    duplex_htod_bytes_per_s: float
+    duplex_dtoh_bytes_per_s: float
+    busy_htod_bytes_per_s: float
+    busy_attention_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        _check_positive(self, [name for name in self.__slots__ if name.endswith("_bytes_per_s")])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +82,8 @@ class HardwareSpec:
     """What a node can do, as measured on it; presets estimate what would be measured.
 
     Rates are those that long runs sustain, not the peaks of a data sheet. The numbers of the GPU
-    and its link are all zero on a node without one, and all positive otherwise.
+    and its link are all zero on a node without one, and all positive otherwise. Curves are there
+    where the node was measured (`raymoe profile`); presets have none, and costs are then formulas.
 
     Attributes:
         name: For messages.
@@ -34,7 +97,10 @@ class HardwareSpec:
         gpu_flop_per_s: Rate of large dense matrix products of 16-bit numbers.
         htod_bytes_per_s: Copies from pinned host memory to the device.
         dtoh_bytes_per_s: Copies from the device to pinned host memory.
-        host_copy_bytes_per_s: Copies from pageable to pinned host memory, bytes copied per second.
+        host_copy_bytes_per_s: Copies from pageable to pinned host memory, bytes copied per second;
+            0 where that is not known and there is no GPU.
+        host_curves: Of the cores.
+        device_curves: Of the GPU and its link; only on a node with one.
     """
 
     name: str
@@ -48,23 +114,62 @@ class HardwareSpec:
     htod_bytes_per_s: float = 0.0
     dtoh_bytes_per_s: float = 0.0
     host_copy_bytes_per_s: float = 0.0
+    host_curves: HostCurves | None = None
+    device_curves: DeviceCurves | None = None
 
     def __post_init__(self) -> None:
-        for field in HOST_FIELDS:
-            value = getattr(self, field)
-            if not value > 0:
-                raise ConfigError(f"HardwareSpec.{field} is {value!r}; it must be positive")
-        device = {field: getattr(self, field) for field in DEVICE_FIELDS}
-        if all(value == 0 for value in device.values()):
+        _check_positive(self, HOST_FIELDS)
+        if self.host_copy_bytes_per_s != 0:
+            _check_positive(self, ["host_copy_bytes_per_s"])
+        if all(getattr(self, field) == 0 for field in DEVICE_FIELDS):
+            if self.device_curves is not None:
+                raise ConfigError("HardwareSpec.device_curves is given, but there is no GPU")
             return
-        for field, value in device.items():
-            if not value > 0:
+        needed = (*DEVICE_FIELDS, "host_copy_bytes_per_s")
+        for field in needed:
+            if not getattr(self, field) > 0:
                 raise ConfigError(
-                    f"HardwareSpec.{field} is {value!r}; on a node with a GPU all of "
-                    f"{', '.join(DEVICE_FIELDS)} must be positive, without one all are 0"
+                    f"HardwareSpec.{field} is {getattr(self, field)!r}; on a node with a GPU all "
+                    f"of {', '.join(needed)} must be positive, without one those of the GPU are 0"
                 )
 
     @property
     def has_gpu(self) -> bool:
         """Whether the node has a GPU."""
         return self.gpu_memory_bytes > 0
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Self:
+        """Read what `to_file` wrote; fields that have a default may be left out.
+
+        Raises:
+            ConfigError: The file cannot be read, is not JSON, or a field is missing, unknown, or
+                has a value that makes no sense; names file and field.
+        """
+        try:
+            content = Path(path).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"hardware file {path}: cannot be read ({error.strerror})") from error
+        try:
+            return from_plain(
+                cls, parse_json_object(content, where="content"), where="HardwareSpec"
+            )
+        except (CheckpointError, ConfigError) as error:
+            raise ConfigError(f"hardware file {path}: {error}") from error
+
+    def to_file(self, path: str | Path) -> None:
+        """Write this node as JSON.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        Path(path).write_text(to_json(self))
+
+
+def _check_positive(spec: object, fields: Iterable[str]) -> None:
+    for field in fields:
+        value = getattr(spec, field)
+        if not 0 < value < math.inf:
+            raise ConfigError(
+                f"{type(spec).__name__}.{field} is {value!r}; it must be positive and finite"
+            )

@@ -41,6 +41,7 @@ Usual hosts:
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from raymoe.errors import UnknownOptionError
 from raymoe.specs.hardware import HardwareSpec
@@ -104,6 +105,20 @@ _NODES = (
     _node("h200", _Host(12, 231, 56.0, 1.5), _Gpu(140.4, 4800.0, _HOPPER, _PCIE5)),
 )
 HARDWARE_PRESETS: Mapping[str, HardwareSpec] = {node.name: node for node in _NODES}
+
+
+def is_hardware_file(text: str) -> bool:
+    """Whether a user means a file and not a preset: a path, or a name that ends in .json."""
+    return text.endswith(".json") or Path(text).name != text
+
+
+def find_hardware(text: str) -> HardwareSpec:
+    """The node in a file that `raymoe profile` wrote, or the preset of this name.
+
+    Raises:
+        ConfigError: As for `HardwareSpec.from_file` and `hardware_preset`.
+    """
+    return HardwareSpec.from_file(text) if is_hardware_file(text) else hardware_preset(text)
 
 
 def hardware_preset(name: str) -> HardwareSpec:

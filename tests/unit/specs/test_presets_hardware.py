@@ -1,9 +1,11 @@
 """Presets of nodes: the names that users write, and numbers that agree with data sheets."""
 
+from pathlib import Path
+
 import pytest
 
-from raymoe.errors import UnknownOptionError
-from raymoe.specs.presets_hardware import HARDWARE_PRESETS, hardware_preset
+from raymoe.errors import ConfigError, UnknownOptionError
+from raymoe.specs.presets_hardware import HARDWARE_PRESETS, find_hardware, hardware_preset
 from raymoe.units import GIB
 
 # GB/s of device memory, dense 16-bit TFLOP/s, GB/s of the link, GB of device memory: data sheets.
@@ -53,3 +55,13 @@ def test_case_of_letters_does_not_matter() -> None:
 def test_an_unknown_name_suggests_the_nearest() -> None:
     with pytest.raises(UnknownOptionError, match="unknown hardware preset 'l40'; did you mean 'l4"):
         hardware_preset("l40")
+
+
+def test_hardware_is_found_by_preset_or_file(tmp_path: Path) -> None:
+    assert find_hardware("L4") is HARDWARE_PRESETS["l4"]
+    hardware_preset("t4").to_file(tmp_path / "l4.json")
+    assert find_hardware(str(tmp_path / "l4.json")) == HARDWARE_PRESETS["t4"]
+    with pytest.raises(ConfigError, match=r"hardware file l4\.json: cannot be read"):
+        find_hardware("l4.json")
+    with pytest.raises(ConfigError, match=r"hardware file nodes/l4: cannot be read"):
+        find_hardware("nodes/l4")
