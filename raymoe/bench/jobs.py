@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from functools import partial
 
-from raymoe.bench.attention import AttentionShape, decode_job, prefill_job
-from raymoe.bench.experts import ExpertsShape, experts_job, linear_job
-from raymoe.bench.kernels import KernelJob
+from raymoe.measure.attention import AttentionShape, decode_job, prefill_job
+from raymoe.measure.experts import ExpertsShape, experts_job, linear_job
+from raymoe.measure.timing import KernelJob
 
 EIGHT_KV_HEADS = AttentionShape()  # Mixtral, Llama 3 8B
 FOUR_KV_HEADS = AttentionShape(num_kv_heads=4)  # Qwen3 30B-A3B

@@ -5,29 +5,13 @@ limits are measured before and after each repetition, and each repetition is hel
 """
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from raymoe.bench.limits import Limits, mean_limits, measure_limits
+from raymoe.measure.limits import Limits, mean_limits, measure_limits
+from raymoe.measure.timing import KernelJob, seconds_per_call
 
 LIMITS_SECONDS = 0.4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelJob:
-    """Calls of one kernel, each on data of its own so that no cache holds it from the last time.
-
-    Attributes:
-        bytes_per_call: Bytes that a call must read at least once.
-        flop_per_call: Operations that it must do, two for each multiply-add.
-    """
-
-    kernel: str
-    case: str
-    calls: Sequence[Callable[[], object]]
-    bytes_per_call: float
-    flop_per_call: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +41,11 @@ def measure_kernels(
 
 
 def _measure(job: KernelJob, num_threads: int, repetitions: int) -> KernelRate:
-    _seconds_per_call(job)  # first touch, clocks
+    seconds_per_call(job)  # first touch, clocks
     runs = []
     before = measure_limits(num_threads, LIMITS_SECONDS)
     for _ in range(repetitions):
-        seconds = _seconds_per_call(job)
+        seconds = seconds_per_call(job)
         after = measure_limits(num_threads, LIMITS_SECONDS)
         runs.append((seconds, mean_limits([before, after])))
         before = after
@@ -87,10 +71,3 @@ def _read_s(job: KernelJob, limits: Limits) -> float:
 
 def _arithmetic_s(job: KernelJob, limits: Limits) -> float:
     return job.flop_per_call / limits.flop_per_s
-
-
-def _seconds_per_call(job: KernelJob) -> float:
-    begin_s = time.perf_counter()
-    for call in job.calls:
-        call()
-    return (time.perf_counter() - begin_s) / len(job.calls)

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from raymoe.bench.limits import Limits, mean_limits, measure_limits
 from raymoe.bench.workloads import WORKLOADS, RowLengths, make_checkpoint
 from raymoe.errors import ExecutionError
+from raymoe.measure.limits import Limits, mean_limits, measure_limits
 from raymoe.plan.bound import GEMM_EFFICIENCY, job_bound
 from raymoe.specs.model import ModelSpec
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from raymoe.bench.attention import AttentionShape, decode_job, prefill_job
-from raymoe.bench.experts import ExpertsShape, experts_job, linear_job
 from raymoe.bench.kernels import measure_kernels
 from raymoe.bench.suite import run_suite
 from raymoe.bench.workloads import WORKLOADS, make_checkpoint, make_prompts
 from raymoe.errors import ConfigError
+from raymoe.measure.attention import AttentionShape, decode_job, prefill_job
+from raymoe.measure.experts import ExpertsShape, experts_job, linear_job
 
 
 def test_both_contenders_generate_every_token_and_are_set_beside_the_bound(tmp_path: Path) -> None:

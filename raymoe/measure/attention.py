@@ -4,15 +4,16 @@ The cache lies in huge pages, in shuffled blocks, and is larger than any process
 uses the next of several layers.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from raymoe.bench.kernels import KernelJob
 from raymoe.kernels.cpu_attention import AttentionBatch, append_and_attend
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, KvLayout
+from raymoe.measure.timing import KernelJob
 from raymoe.memory.arena import HostArena
 from raymoe.units import ceil_div
 
@@ -37,58 +38,81 @@ class AttentionShape:
         return f"{self.num_heads}/{self.num_kv_heads} heads x {self.head_dim}"
 
 
-def decode_job(shape: AttentionShape, batch: int, context: int) -> KernelJob:
-    """One new token for each of `batch` sequences of `context` tokens."""
+def decode_job(
+    shape: AttentionShape, batch: int, context: int, layers: Sequence[Tensor] | None = None
+) -> KernelJob:
+    """One new token for each of `batch` sequences of `context` tokens.
+
+    Args:
+        shape: Heads.
+        batch: Sequences.
+        context: Tokens of each, the new one included.
+        layers: Of `make_layers` for at least as many tokens; made for this job by default.
+    """
     return KernelJob(
         kernel="decode attention",
         case=f"{shape}, {batch} x {context}",
-        calls=_calls(shape, batch, 1, context),
+        calls=_calls(shape, batch, 1, context, layers),
         bytes_per_call=batch * context * shape.kv_bytes_per_token,
         flop_per_call=4 * batch * context * shape.num_heads * shape.head_dim,
     )
 
 
-def prefill_job(shape: AttentionShape, batch: int, prompt_tokens: int) -> KernelJob:
-    """Causal attention of `batch` whole prompts; work above the diagonal is not counted."""
+def prefill_job(
+    shape: AttentionShape, batch: int, prompt_tokens: int, layers: Sequence[Tensor] | None = None
+) -> KernelJob:
+    """Causal attention of `batch` whole prompts; work above the diagonal is not counted.
+
+    Arguments as in `decode_job`.
+    """
     pairs = batch * prompt_tokens * (prompt_tokens + 1) / 2
     return KernelJob(
         kernel="prefill attention",
         case=f"{shape}, {batch} x {prompt_tokens}",
-        calls=_calls(shape, batch, prompt_tokens, prompt_tokens),
+        calls=_calls(shape, batch, prompt_tokens, prompt_tokens, layers),
         bytes_per_call=batch * prompt_tokens * shape.kv_bytes_per_token,
         flop_per_call=4 * pairs * shape.num_heads * shape.head_dim,
     )
 
 
-def _calls(
-    shape: AttentionShape, batch: int, new_tokens: int, context: int
-) -> list[partial[Tensor]]:
-    """One call for each layer; enough layers that no cache holds one when its turn comes again."""
-    layout = KvLayout(num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, dtype=shape.dtype)
-    blocks_each = ceil_div(context, BLOCK_TOKENS)
-    tokens = batch * new_tokens
+def make_layers(shape: AttentionShape, batch: int, context: int) -> list[Tensor]:
+    """KV cache of sequences, so many layers that no cache holds one when its turn comes again."""
+    layout = _layout(shape)
+    num_blocks = batch * ceil_div(context, BLOCK_TOKENS)
     num_layers = ceil_div(MIN_CACHE_BYTES, batch * context * shape.kv_bytes_per_token)
+    num_bytes = num_layers * num_blocks * layout.block_bytes
+    layers = HostArena(num_bytes).allocate(num_bytes).view(layout.dtype)
+    layers.fill_(0.5)
+    return list(layers.view(num_layers, num_blocks, *layout.block_shape))
+
+
+def _calls(  # noqa: PLR0917 - of two public functions above
+    shape: AttentionShape,
+    batch: int,
+    new_tokens: int,
+    context: int,
+    layers: Sequence[Tensor] | None,
+) -> list[partial[Tensor]]:
+    """One call for each layer."""
+    tokens = batch * new_tokens
     query_THD = torch.randn(tokens, shape.num_heads, shape.head_dim).to(shape.dtype)
     key_TGD = torch.randn(tokens, shape.num_kv_heads, shape.head_dim).to(shape.dtype)
     pass_batch = AttentionBatch(
         query_start=torch.arange(0, tokens + 1, new_tokens, dtype=torch.int32),
         context_tokens=torch.full((batch,), context, dtype=torch.int32),
-        block_table=_shuffled_table(batch, blocks_each),
+        block_table=_shuffled_table(batch, ceil_div(context, BLOCK_TOKENS)),
     )
     return [
         partial(
             append_and_attend,
             query_THD, key_TGD, key_TGD, layer, pass_batch, scale=shape.head_dim**-0.5,
         )
-        for layer in _make_layers(layout, batch * blocks_each, num_layers)
+        for layer in layers or make_layers(shape, batch, context)
     ]  # fmt: skip
 
 
-def _make_layers(layout: KvLayout, num_blocks: int, num_layers: int) -> list[Tensor]:
-    num_bytes = num_layers * num_blocks * layout.block_bytes
-    layers = HostArena(num_bytes).allocate(num_bytes).view(layout.dtype)
-    layers.fill_(0.5)
-    return list(layers.view(num_layers, num_blocks, *layout.block_shape))
+def _layout(shape: AttentionShape) -> KvLayout:
+    return KvLayout(num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, dtype=shape.dtype)
 
 
 def _shuffled_table(batch: int, blocks_each: int) -> Tensor:

@@ -1,0 +1,84 @@
+"""Jobs to be timed, and how: in turns, so that what disturbs a machine for a second hits them all.
+
+Machines change from second to second (other tenants, where the hypervisor puts the cores). A job
+that gets all of its time at once measures that second; the median over turns does not.
+"""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+NUM_TURNS = 7  # that the time suffices for, unless single calls are long
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelJob:
+    """Calls of one kernel, each on data of its own so that no cache holds it from the last time.
+
+    Attributes:
+        bytes_per_call: Bytes that a call must read at least once.
+        flop_per_call: Operations that it must do, two for each multiply-add.
+    """
+
+    kernel: str
+    case: str
+    calls: Sequence[Callable[[], object]]
+    bytes_per_call: float
+    flop_per_call: float
+
+    @property
+    def intensity_flop_per_byte(self) -> float:
+        """Operations for each byte; for products with 16-bit weights the rows that share them."""
+        return self.flop_per_call / self.bytes_per_call
+
+
+def seconds_per_call(job: KernelJob) -> float:
+    """Mean over all calls of a job, each made once."""
+    begin_s = time.perf_counter()
+    for call in job.calls:
+        call()
+    return (time.perf_counter() - begin_s) / len(job.calls)
+
+
+def measure_in_turns(
+    jobs: Sequence[KernelJob], seconds: float, clock: Clock = time.perf_counter
+) -> list[float]:
+    """Seconds per call of each job: the median over its turns.
+
+    Every job has at least one turn, whatever time that takes; then they go on until the time is up.
+    The first call of a job is not counted, unless it took as long as a whole turn.
+
+    Args:
+        jobs: What to measure.
+        seconds: For all of them together.
+        clock: Now, in seconds.
+    """
+    deadline_s = clock() + seconds
+    turn_s = seconds / max(1, NUM_TURNS * len(jobs))
+    calls = [itertools.cycle(job.calls) for job in jobs]
+    samples = [_first_turn(each, turn_s, clock) for each in calls]
+    while clock() < deadline_s:
+        for each, taken in zip(calls, samples, strict=True):
+            if clock() >= deadline_s:
+                break
+            taken.append(_turn(each, turn_s, clock))
+    return [statistics.median(taken) for taken in samples]
+
+
+def _first_turn(calls: Iterator[Callable[[], object]], turn_s: float, clock: Clock) -> list[float]:
+    first_s = _turn(calls, 0.0, clock)
+    return [first_s if first_s >= turn_s else _turn(calls, turn_s, clock)]
+
+
+def _turn(calls: Iterator[Callable[[], object]], turn_s: float, clock: Clock) -> float:
+    begin_s = clock()
+    for count, call in enumerate(calls, 1):
+        call()
+        elapsed_s = clock() - begin_s
+        if elapsed_s >= turn_s:
+            return elapsed_s / count
+    raise AssertionError("calls never end")
