@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "model": {"errors", "specs", "kernels"},
     "memory": BASE | {"specs", "device", "kernels"},
     "runtime": {"errors", "schedule", "device", "memory", "model", "kernels"},
-    "measure": BASE | {"specs", "device", "kernels", "memory"},
+    "measure": BASE | {"specs", "schedule", "device", "kernels", "memory"},
     "assets": set(),
 }
 MAY_IMPORT["engine"] = {*MAY_IMPORT, "config"} - {"assets"}

@@ -1,0 +1,174 @@
+"""What our kernels reach on the cores of this machine, as curves over the sizes of their work.
+
+T tokens, H hidden, X outputs of the projection to queries, keys and values.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from raymoe.kernels.cpu_linear import packed_linear_is_used
+from raymoe.kernels.cpu_norm import rms_norm
+from raymoe.kernels.cpu_rope import qkv_rope
+from raymoe.kernels.threads import set_num_threads
+from raymoe.measure.attention import AttentionShape, decode_job, make_layers, prefill_job
+from raymoe.measure.experts import (
+    ExpertsShape,
+    experts_job,
+    linear_job,
+    make_expert_layers,
+    make_linear_layers,
+)
+from raymoe.measure.timing import KernelJob, measure_in_turns
+from raymoe.specs.curve import Curve
+from raymoe.specs.hardware import HostCurves
+
+# Sizes of real models, small enough for a minute: experts of Qwen3-30B-A3B, heads of Mixtral.
+HIDDEN_SIZE, PROJECTED_SIZE = 2048, 4096
+EXPERTS = ExpertsShape(hidden_size=HIDDEN_SIZE, expert_size=768, num_experts=32, top_k=8)
+HEADS = AttentionShape()
+# So many heads for each of keys and values that operations bind; on the same cache.
+CROWDED_HEADS = AttentionShape(num_heads=128)
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 256, 1024)
+EXPERT_TOKENS = (1, 4, 8, 16, 32, 64, 128, 256, 1024)
+CACHED_TOKENS = 65536  # of one layer, shared by as many sequences as it has room for
+CONTEXTS = (32, 128, 512, 2048, 8192)
+USUAL_CONTEXT = 512
+PREFILL_TOKENS = 2048
+PROMPTS = (32, 128, 512, 2048)
+THREADS_SHARE = 0.1  # of the time, for attention with fewer threads
+
+
+@dataclass(frozen=True, slots=True)
+class _Series:
+    """Jobs of one kernel, each with its size, and what their rate counts."""
+
+    sizes: Sequence[float]
+    jobs: Sequence[KernelJob]
+    work: Callable[[KernelJob], float]
+
+    def curve(self, seconds: Sequence[float]) -> Curve:
+        """Rates from the seconds of a call of each job."""
+        return Curve(
+            tuple(
+                (size, self.work(job) / each_s)
+                for size, job, each_s in zip(self.sizes, self.jobs, seconds, strict=True)
+            )
+        )
+
+
+@torch.inference_mode()
+def measure_host_curves(num_threads: int, seconds: float) -> HostCurves:
+    """Measure with `num_threads` threads, in about `seconds`; takes 1.5 GiB of memory.
+
+    The threads of the kernels are `num_threads` afterwards.
+    """
+    end_s = time.perf_counter() + seconds
+    layers = make_layers(HEADS, CACHED_TOKENS // USUAL_CONTEXT, USUAL_CONTEXT)
+    usual = decode_job(HEADS, CACHED_TOKENS // USUAL_CONTEXT, USUAL_CONTEXT, layers)
+    of_threads = _over_threads(usual, num_threads, THREADS_SHARE * seconds)
+    set_num_threads(num_threads, num_torch_threads(num_threads))
+    crowded = decode_job(CROWDED_HEADS, CACHED_TOKENS // USUAL_CONTEXT, USUAL_CONTEXT, layers)
+    decodes = [decode_job(HEADS, CACHED_TOKENS // each, each, layers) for each in CONTEXTS]
+    prefills = [prefill_job(HEADS, PREFILL_TOKENS // each, each, layers) for each in PROMPTS]
+    series = [
+        _product_series(),
+        _expert_series(),
+        _Series(CONTEXTS, decodes, _bytes),
+        _Series(PROMPTS, prefills, _flop),
+        _Series([USUAL_CONTEXT], [crowded], _flop),
+        _Series([PREFILL_TOKENS], [_activation_job(PREFILL_TOKENS)], _bytes),
+    ]
+    product, experts, attention, prefill, crowd, activations = _measure(
+        series, max(0.0, end_s - time.perf_counter())
+    )
+    return HostCurves(
+        product_flop_per_s=product,
+        expert_flop_per_s=experts,
+        attention_bytes_per_s=attention,
+        attention_flop_per_s=crowd.highest,
+        attention_bytes_per_s_of_threads=of_threads,
+        prefill_flop_per_s=prefill,
+        activation_bytes_per_s=activations.highest,
+    )
+
+
+def num_torch_threads(num_threads: int) -> int:
+    """Torch's share: one where our kernels do the products, so that it leaves them the cores."""
+    return 1 if packed_linear_is_used(torch.bfloat16) else num_threads
+
+
+def _bytes(job: KernelJob) -> float:
+    return job.bytes_per_call
+
+
+def _flop(job: KernelJob) -> float:
+    return job.flop_per_call
+
+
+def _measure(series: Sequence[_Series], seconds: float) -> list[Curve]:
+    """All jobs of all series in turns; one curve for each series."""
+    times = iter(measure_in_turns([job for each in series for job in each.jobs], seconds))
+    return [each.curve([next(times) for _ in each.jobs]) for each in series]
+
+
+def _product_series() -> _Series:
+    layers = make_linear_layers(HIDDEN_SIZE, PROJECTED_SIZE)
+    jobs = [linear_job(HIDDEN_SIZE, PROJECTED_SIZE, rows, layers) for rows in ROWS]
+    return _Series(ROWS, jobs, _flop)
+
+
+def _expert_series() -> _Series:
+    """Over rows for each expert that is hit: operations per byte, as weights have two bytes."""
+    layers = make_expert_layers(EXPERTS)
+    jobs = [experts_job(EXPERTS, tokens, layers) for tokens in EXPERT_TOKENS]
+    return _Series([job.intensity_flop_per_byte for job in jobs], jobs, _flop)
+
+
+def _over_threads(job: KernelJob, num_threads: int, seconds: float) -> Curve:
+    """One job with 1, 2, 4, ... and with all threads."""
+    powers = [1 << bit for bit in range(num_threads.bit_length())]
+    counts = sorted({*powers, num_threads})
+    rates = []
+    for count in counts:
+        set_num_threads(count, num_torch_threads(count))
+        (each_s,) = measure_in_turns([job], seconds / len(counts))
+        rates.append((float(count), job.bytes_per_call / each_s))
+    return Curve(tuple(rates))
+
+
+def _activation_job(num_tokens: int) -> KernelJob:
+    """Norm and rotation of a layer: what lies between products reads and writes activations."""
+    head_dim, num_heads = HEADS.head_dim, HIDDEN_SIZE // HEADS.head_dim
+    num_kv_heads = (PROJECTED_SIZE - HIDDEN_SIZE) // (2 * head_dim)
+    table = torch.ones(num_tokens, head_dim // 2)
+    positions = torch.arange(num_tokens, dtype=torch.int32)
+
+    def run(hidden_TH: torch.Tensor, qkv_TX: torch.Tensor) -> None:
+        rms_norm(hidden_TH, hidden_TH[0], 1e-5)
+        qkv_rope(
+            qkv_TX,
+            positions,
+            table,
+            table,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+        )
+
+    calls = []
+    for _ in range(4):
+        hidden_TH = torch.randn(num_tokens, HIDDEN_SIZE).bfloat16()
+        qkv_TX = torch.randn(num_tokens, PROJECTED_SIZE).bfloat16()
+        calls.append(partial(run, hidden_TH, qkv_TX))
+    return KernelJob(
+        kernel="norm and rotation",
+        case=f"{num_tokens} tokens",
+        calls=calls,
+        bytes_per_call=2 * 2 * num_tokens * (HIDDEN_SIZE + PROJECTED_SIZE),
+        flop_per_call=0.0,
+    )

@@ -1,0 +1,57 @@
+"""One machine, measured in a minute, as a `HardwareSpec` with curves."""
+
+import dataclasses
+import time
+from functools import partial
+
+import torch
+
+from raymoe.device.host import read_host
+from raymoe.device.probe import probe_host
+from raymoe.kernels.threads import set_num_threads
+from raymoe.measure.gpu import measure_device
+from raymoe.measure.host import measure_host_curves, num_torch_threads
+from raymoe.measure.timing import KernelJob, measure_in_turns
+from raymoe.specs.hardware import HardwareSpec
+from raymoe.units import MIB
+
+# Of the memory that there is, as presets and the engine take it: the rest is for others.
+MEMORY_FRACTION = 0.85
+PROBE_SHARE, COPY_SHARE, DEVICE_SHARE = 0.1, 0.05, 0.35
+PAGE_BYTES, NUM_PAGES, RING_PAGES = 64 * MIB, 8, 2
+
+
+def measure_machine(num_threads: int | None = None, seconds: float = 60.0) -> HardwareSpec:
+    """Measure this machine, and its first GPU where there is one.
+
+    Args:
+        num_threads: Of the kernels; None for all cores that this process may use.
+        seconds: For all of it. A machine so slow that one call of each kernel takes longer takes
+            longer.
+    """
+    end_s = time.perf_counter() + seconds
+    host = probe_host(num_threads=num_threads, seconds=PROBE_SHARE * seconds)
+    set_num_threads(host.num_cores, num_torch_threads(host.num_cores))
+    (copy_s,) = measure_in_turns([staging_job()], COPY_SHARE * seconds)
+    has_gpu = torch.cuda.is_available()
+    left_s = end_s - time.perf_counter() - DEVICE_SHARE * seconds * has_gpu
+    host = dataclasses.replace(
+        host,
+        host_memory_bytes=int(MEMORY_FRACTION * read_host().total_memory_bytes),
+        host_copy_bytes_per_s=PAGE_BYTES / copy_s,
+        host_curves=measure_host_curves(host.num_cores, left_s),
+    )
+    return measure_device(host, max(0.0, end_s - time.perf_counter())) if has_gpu else host
+
+
+def staging_job() -> KernelJob:
+    """Copies of pages of weights into a ring, as from pageable to pinned memory."""
+    pages = torch.ones(NUM_PAGES, PAGE_BYTES, dtype=torch.uint8)
+    ring = torch.zeros(RING_PAGES, PAGE_BYTES, dtype=torch.uint8)
+    return KernelJob(
+        kernel="staging copy",
+        case=f"{NUM_PAGES} pages",
+        calls=[partial(ring[i % RING_PAGES].copy_, pages[i]) for i in range(NUM_PAGES)],
+        bytes_per_call=PAGE_BYTES,
+        flop_per_call=0.0,
+    )
