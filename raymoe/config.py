@@ -166,8 +166,10 @@ class EngineConfig:
         schedule: A name of `raymoe.schedule.builders.BUILDERS` that suits the device, or "auto".
         policy: Overrides the sizes that the planner would choose.
         host_memory_bytes: Budget for weights and KV cache.
-        hardware: A preset's name or a `HardwareSpec`: whose pace the device "emulated" takes on; on
-            "cpu" a `HardwareSpec` replaces the measurement of this machine.
+        hardware: What to plan with: a `HardwareSpec`, or a file of `raymoe profile --out`; None or
+            "auto" for this machine, as `raymoe profile` measured it or else by a quick probe. On
+            the device "emulated" a preset's name or a `HardwareSpec`: whose pace it takes on,
+            while the plan is for this machine.
         max_context_tokens: Prompt and generated tokens of a row; at most the model's own limit.
         on_too_long: What happens to a prompt that leaves no room for `max_tokens`: "error" makes
             an error row, "truncate_left" drops its first tokens, "truncate_right" its last.

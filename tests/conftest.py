@@ -1,7 +1,18 @@
 """Tests import each other's helpers as `tests.…` and the installed raymoe, not the source tree."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 # At the end: the source tree has no compiled module and must not hide the installed package.
 sys.path.append(str(Path(__file__).parent.parent))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_profile_of_this_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Plans must not depend on whether somebody measured this machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAYMOE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield

@@ -1,5 +1,7 @@
 """`raymoe bench`: our engine against transformers on the same rows, beside the machine's limit."""
 
+import itertools
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -12,15 +14,22 @@ from raymoe.bench.contenders import CONTENDERS
 from raymoe.bench.jobs import kernel_jobs
 from raymoe.bench.kernels import measure_kernels
 from raymoe.bench.lanes import measure_lanes
+from raymoe.bench.passes import compare_passes, times_by_kind
 from raymoe.bench.suite import Result, run_suite
-from raymoe.bench.workloads import SHAPES, WORKLOADS
+from raymoe.bench.workloads import SHAPES, WORKLOADS, make_checkpoint
+from raymoe.config import Settings
 from raymoe.device.host import read_host
 from raymoe.errors import ConfigError
 from raymoe.kernels.threads import set_num_threads
+from raymoe.measure.profile import obtain_profile
+from raymoe.schedule.task import Op
 from raymoe.units import GB, GIB, format_seconds
 
+# Of a pass on host cores, in their order.
+IN_PLACE_OPS = (Op.EMBED, Op.PRE, Op.ATTN, Op.POST, Op.EXPERTS, Op.HEAD)
 
-def run(
+
+def run(  # noqa: PLR0913 - the options of a command
     *,
     shape: Annotated[
         list[str], typer.Option(help=f"Model shapes, of {', '.join(SHAPES)}; repeatable.")
@@ -39,29 +48,30 @@ def run(
     kernels: Annotated[
         bool, typer.Option("--kernels", help="Measure kernels, not engines; about four minutes.")
     ] = False,
+    passes: Annotated[
+        bool,
+        typer.Option("--passes", help="Our passes, predicted with this machine's profile, too."),
+    ] = False,
     out: Annotated[
         Path, typer.Option(help="Directory for checkpoints (kept) and results.jsonl.")
     ] = Path("raymoe-bench"),
 ) -> None:
-    """Measure generated tokens per second on random weights, end to end; or kernels alone.
+    """Measure generated tokens per second on random weights, end to end; or kernels, or passes.
 
     Bound: operations over 0.94 of the measured bfloat16 peak and bytes over the measured read
     bandwidth, the longer for each phase. Rows generate every token (no early end), greedily.
     """
-    for name, chosen, known in (
-        ("shape", shape, SHAPES),
-        ("workload", workload, WORKLOADS),
-        ("contender", contender, CONTENDERS),
-    ):
-        for value in chosen:
-            if value not in known:
-                raise ConfigError(f"--{name} {value!r} is not one of {', '.join(known)}")
+    _check_names(shape=(shape, SHAPES), workload=(workload, WORKLOADS))
+    _check_names(contender=(contender, CONTENDERS))
     num_threads = num_threads or read_host().num_cores
     if kernels:
         _run_kernels(num_threads, repetitions)
         return
     console = Console(stderr=True)
     out.mkdir(parents=True, exist_ok=True)
+    if passes:
+        _run_passes(itertools.product(shape, workload), num_threads, repetitions, out)
+        return
     results = []
     with (out / "results.jsonl").open("a") as lines:
         for result in run_suite(
@@ -79,6 +89,37 @@ def run(
             results.append(result)
     Console().print(_table(results))
     console.print(f"one JSON line for each in {out / 'results.jsonl'}", style="dim")
+
+
+def _check_names(**options: tuple[Iterable[str], Collection[str]]) -> None:
+    for name, (chosen, known) in options.items():
+        for value in chosen:
+            if value not in known:
+                raise ConfigError(f"--{name} {value!r} is not one of {', '.join(known)}")
+
+
+def _run_passes(
+    cases: Iterable[tuple[str, str]], num_threads: int, repetitions: int, directory: Path
+) -> None:
+    settings = Settings.from_environment()
+    hardware, _ = obtain_profile(settings.cache_directory, num_threads)
+    table = Table(title="passes: gaps of the prediction with this machine's profile, in %")
+    table.add_column("passes")
+    for column in ("number", "predicted", "measured", "gap", *IN_PLACE_OPS):
+        table.add_column(column, justify="right")
+    with Live(table, console=Console(), vertical_overflow="visible"):
+        for shape, workload in cases:
+            model = make_checkpoint(shape, directory / shape)
+            runs = compare_passes(model, hardware, WORKLOADS[workload], repetitions)
+            for each in times_by_kind(runs):
+                table.add_row(
+                    f"{shape} {workload} {each.kind}",
+                    str(each.num_passes),
+                    format_seconds(each.predicted_s),
+                    format_seconds(each.measured_s),
+                    f"{100 * each.gap:+.1f}",
+                    *(f"{100 * gap:+.0f}" for gap in map(each.gap_by_op.__getitem__, IN_PLACE_OPS)),
+                )
 
 
 def _run_kernels(num_threads: int, repetitions: int) -> None:

@@ -14,6 +14,7 @@ from raymoe.config import EngineConfig, SamplingParams, Settings
 from raymoe.device.cuda import open_cuda
 from raymoe.device.device import Device
 from raymoe.device.emulated import EmulatedDevice
+from raymoe.device.host import read_host
 from raymoe.device.probe import probe_host
 from raymoe.engine.core import EngineCore, Runner
 from raymoe.engine.device_loading import DEFAULT_SCHEDULE, LoadedModel, load_on_device
@@ -25,6 +26,7 @@ from raymoe.errors import ConfigError, UnknownOptionError, UnsupportedModelError
 from raymoe.kernels.cpu_linear import packed_linear_is_used
 from raymoe.kernels.paged_kv import KvLayout
 from raymoe.kernels.threads import set_num_threads
+from raymoe.measure.machine import identify_machine, load_profile
 from raymoe.memory.arena import HostArena
 from raymoe.memory.kv_cache import KvCache
 from raymoe.memory.source import resolve_model
@@ -44,7 +46,7 @@ from raymoe.schedule.simulate import Instant
 from raymoe.specs.files import read_json_object
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
-from raymoe.specs.presets_hardware import hardware_preset
+from raymoe.specs.presets_hardware import hardware_preset, is_hardware_file
 from raymoe.units import GIB
 
 logger = logging.getLogger(__name__)
@@ -54,7 +56,7 @@ Release = Callable[[], None]
 
 MEMORY_FRACTION = 0.85  # of what is available: Ray ends processes of a node that is 95 % full
 EMULATED_MEMORY_BYTES = 16 * GIB  # a T4
-PROBE_S = 0.3  # enough to tell the machine's kind; `raymoe profile` measures with care
+PROBE_S = 0.3  # enough to tell the machine's kind; `raymoe profile` takes a minute
 
 
 def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
@@ -208,17 +210,25 @@ def warm_up(runner: Runner, vocab_size: int) -> None:
 
 
 def _hardware(config: EngineConfig, settings: Settings) -> HardwareSpec:
-    if isinstance(config.hardware, str) and config.device != "emulated":
-        raise ConfigError(
-            f"hardware is {config.hardware!r}; a preset sets the pace of the device 'emulated', "
-            f"the device {config.device!r} runs on this machine"
-        )
-    if isinstance(config.hardware, HardwareSpec) and config.device != "emulated":
-        return config.hardware
-    measured = probe_host(num_threads=config.num_threads or settings.num_threads, seconds=PROBE_S)
+    """The node to plan for: given, from a file, or this machine with the memory that it has now."""
+    chosen = config.hardware
+    if config.device != "emulated":
+        if isinstance(chosen, HardwareSpec):
+            return chosen
+        if chosen is not None and is_hardware_file(chosen):
+            return HardwareSpec.from_file(chosen)
+        if chosen not in (None, "auto"):
+            raise ConfigError(
+                f"hardware is {chosen!r}; a preset sets the pace of the device 'emulated', the "
+                f"device {config.device!r} runs on this machine: leave it out, or name a file"
+            )
+    num_threads = config.num_threads or settings.num_threads
+    kept = load_profile(settings.cache_directory, identify_machine(num_threads))
+    measured = kept or probe_host(num_threads=num_threads, seconds=PROBE_S)
     budget = config.host_memory_bytes or settings.host_memory_bytes
     return dataclasses.replace(
-        measured, host_memory_bytes=budget or int(measured.host_memory_bytes * MEMORY_FRACTION)
+        measured,
+        host_memory_bytes=budget or int(read_host().available_memory_bytes * MEMORY_FRACTION),
     )
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -11,17 +12,18 @@ from raymoe.device.probe import probe_host
 from raymoe.kernels.threads import set_num_threads
 from raymoe.measure.gpu import measure_device
 from raymoe.measure.host import measure_host_curves, num_torch_threads
+from raymoe.measure.machine import identify_machine, load_profile, store_profile
 from raymoe.measure.timing import KernelJob, measure_in_turns
 from raymoe.specs.hardware import HardwareSpec
+from raymoe.specs.presets_hardware import USABLE_FRACTION
 from raymoe.units import MIB
 
-# Of the memory that there is, as presets and the engine take it: the rest is for others.
-MEMORY_FRACTION = 0.85
+USUAL_SECONDS = 55.0  # a minute with the time that it takes to start
 PROBE_SHARE, COPY_SHARE, DEVICE_SHARE = 0.1, 0.05, 0.35
 PAGE_BYTES, NUM_PAGES, RING_PAGES = 64 * MIB, 8, 2
 
 
-def measure_machine(num_threads: int | None = None, seconds: float = 60.0) -> HardwareSpec:
+def measure_machine(num_threads: int | None = None, seconds: float = USUAL_SECONDS) -> HardwareSpec:
     """Measure this machine, and its first GPU where there is one.
 
     Args:
@@ -37,11 +39,34 @@ def measure_machine(num_threads: int | None = None, seconds: float = 60.0) -> Ha
     left_s = end_s - time.perf_counter() - DEVICE_SHARE * seconds * has_gpu
     host = dataclasses.replace(
         host,
-        host_memory_bytes=int(MEMORY_FRACTION * read_host().total_memory_bytes),
+        host_memory_bytes=int(USABLE_FRACTION * read_host().total_memory_bytes),
         host_copy_bytes_per_s=PAGE_BYTES / copy_s,
         host_curves=measure_host_curves(host.num_cores, left_s),
     )
     return measure_device(host, max(0.0, end_s - time.perf_counter())) if has_gpu else host
+
+
+def obtain_profile(
+    directory: Path,
+    num_threads: int | None = None,
+    *,
+    seconds: float = USUAL_SECONDS,
+    is_fresh: bool = False,
+) -> tuple[HardwareSpec, Path]:
+    """What is kept of this machine, and the file; measured and kept first where there is nothing.
+
+    Args:
+        directory: Where profiles are kept.
+        num_threads: As in `measure_machine`.
+        seconds: Of a measurement.
+        is_fresh: Measure in any case.
+    """
+    machine = identify_machine(num_threads)
+    hardware = None if is_fresh else load_profile(directory, machine)
+    if hardware is None:
+        hardware = measure_machine(num_threads, seconds)
+        store_profile(directory, machine, hardware)
+    return hardware, directory / machine.file_name
 
 
 def staging_job() -> KernelJob:

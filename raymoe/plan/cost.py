@@ -1,15 +1,21 @@
-"""Seconds of each task of a pass on host cores: the longer of its operations and its bytes.
+"""Seconds of each task of a pass on host cores: work over what the node was measured to reach.
 
-Source: the roofline of Williams et al. as MoE-Lightning (ASPLOS 2025), section 3, applies it to one
-level of memory; the efficiency of small matrix products is our own measurement.
+Assumptions:
+- Where the node has no curves, a task takes the longer of its operations and its bytes over the
+  node's best rates: the roofline of Williams et al. as MoE-Lightning (ASPLOS 2025), section 3,
+  applies it to one level of memory. The efficiency of small products is our own measurement.
+- The expected number of distinct experts is read, choices independent; each has the mean of rows.
+- Curves are of one shape of matrix, expert and head (`HostCurves`) and taken for all.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from raymoe.plan.load import PassLoad
 from raymoe.plan.work import ModelWork
 from raymoe.schedule.task import Op, Task
-from raymoe.specs.hardware import HardwareSpec
+from raymoe.specs.curve import Curve
+from raymoe.specs.hardware import HardwareSpec, HostCurves
 
 # Rows at which a matrix product reaches half of its peak beyond the memory bound: packed bfloat16
 # experts reach 0.93 of their best rate at 64 rows and 0.98 at 256.
@@ -27,23 +33,40 @@ class PassShape:
         attention_pairs: Pairs of a query token and a context token that it sees.
         context_tokens: Context tokens whose KV is read, summed over sequences.
         logit_rows: Tokens whose logits are computed.
+        prefill_tokens: Those of the tokens that belong to prompts, not to sequences that decode.
+        prefill_pairs: Their share of the pairs.
     """
 
     tokens: float
     attention_pairs: float
     context_tokens: float
     logit_rows: float
+    prefill_tokens: float = 0.0
+    prefill_pairs: float = 0.0
+
+    @property
+    def decode_rows(self) -> float:
+        """Sequences that decode one token."""
+        return self.tokens - self.prefill_tokens
+
+    @property
+    def decode_pairs(self) -> float:
+        """Context tokens that their attention reads, summed over them."""
+        return self.attention_pairs - self.prefill_pairs
 
     @classmethod
     def of(cls, load: PassLoad) -> "PassShape":
         """The tokens of a load."""
         decoding = load.decode_rows * load.decode_context
         chunk = min(load.prompt_chunk, load.prompt_tokens) or 1.0
+        prompt_pairs = load.prompt_tokens * (chunk + 1) / 2
         return cls(
             tokens=load.tokens,
-            attention_pairs=decoding + load.prompt_tokens * (chunk + 1) / 2,
+            attention_pairs=decoding + prompt_pairs,
             context_tokens=decoding + load.prompt_tokens,
             logit_rows=load.decode_rows + load.prompt_tokens / chunk,
+            prefill_tokens=load.prompt_tokens,
+            prefill_pairs=prompt_pairs,
         )
 
     @classmethod
@@ -61,12 +84,19 @@ class PassShape:
             attention_pairs=pairs,
             context_tokens=rows * prompt,
             logit_rows=rows,
+            prefill_tokens=rows * prompt,
+            prefill_pairs=pairs,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class HostCost:
-    """Cost model of a pass whose every task runs on all host cores."""
+    """Cost model of a pass whose every task runs on all host cores.
+
+    On a measured node a product of 16-bit weights takes its operations over the rate at its rows,
+    attention its bytes or operations over the rate at its context, and what lies between them the
+    activations that it reads and writes over theirs. Elsewhere a task is the longer of its roofs.
+    """
 
     work: ModelWork
     hardware: HardwareSpec
@@ -74,33 +104,112 @@ class HostCost:
 
     def duration_s(self, task: Task) -> float:
         """See `CostModel`."""
-        return TASK_OVERHEAD_S + self._work_s(task)
+        return TASK_OVERHEAD_S + _SECONDS[task.op](self, task)
 
-    def _work_s(self, task: Task) -> float:
-        shape, work = self.shape, self.work
-        if task.op is Op.EMBED:
+    @property
+    def curves(self) -> HostCurves | None:
+        """Curves of the node, where they are those of the model's weights."""
+        return self.hardware.host_curves if self.work.bytes_per_element == 2 else None
+
+    def product_s(self, rows: float, parameters: float) -> float:
+        """A projection: rows times weights that come from memory once."""
+        curves = self.curves
+        return self._weights_s(rows, parameters, curves.product_flop_per_s if curves else None)
+
+    def network_s(self, rows: float, parameters: float) -> float:
+        """Gated networks, `parameters` of all of them together, each with as many rows."""
+        curves = self.curves
+        return self._weights_s(rows, parameters, curves.expert_flop_per_s if curves else None)
+
+    def between_s(self, rows: float, width: float) -> float:
+        """Norms, rotations, sums: `width` elements of each row are read or written."""
+        if self.curves is None:
             return 0.0
-        if task.op is Op.HEAD:
-            return self._product_s(shape.logit_rows, work.head_parameters, work.head_parameters)
-        layer = work.layers[task.layer]
-        if task.op is Op.ATTN:
-            return self._longer_s(
-                layer.pair_flop * shape.attention_pairs, layer.kv_token_bytes * shape.context_tokens
-            )
-        if task.op is Op.EXPERTS:
-            touched = layer.ffn_parameters_touched(shape.tokens)
-            rows = shape.tokens
-            if layer.num_experts:
-                rows = shape.tokens * layer.top_k / layer.touched_experts(shape.tokens)
-            return self._product_s(rows, layer.ffn_token_flop * shape.tokens / (2 * rows), touched)
-        half = layer.attention_parameters / 2 + layer.router_parameters * (task.op is Op.POST)
-        return self._product_s(shape.tokens, half, half)
+        num_bytes = self.work.bytes_per_element * rows * width
+        return num_bytes / self.curves.activation_bytes_per_s
 
-    def _product_s(self, rows: float, parameters: float, parameters_read: float) -> float:
-        efficiency = rows / (rows + HALF_EFFICIENCY_ROWS)
-        flop = 2 * rows * parameters / efficiency if rows else 0.0
-        return self._longer_s(flop, self.work.bytes_per_element * parameters_read)
-
-    def _longer_s(self, flop: float, num_bytes: float) -> float:
+    def roof_s(self, flop: float, num_bytes: float) -> float:
+        """The longer of operations and bytes at the rates of the node."""
         hardware = self.hardware
         return max(flop / hardware.host_flop_per_s, num_bytes / hardware.host_bytes_per_s)
+
+    def _weights_s(self, rows: float, parameters: float, curve: Curve | None) -> float:
+        if not rows:
+            return 0.0
+        flop = 2 * rows * parameters
+        if curve is not None:
+            return flop / curve.at(rows)
+        efficiency = rows / (rows + HALF_EFFICIENCY_ROWS)
+        return self.roof_s(flop / efficiency, self.work.bytes_per_element * parameters)
+
+
+def _embed_s(cost: HostCost, task: Task) -> float:
+    """Rows of the table, read and written."""
+    del task
+    return cost.between_s(cost.shape.tokens, 2 * cost.work.hidden_size)
+
+
+def _pre_s(cost: HostCost, task: Task) -> float:
+    """Norm, projection, rotation."""
+    layer, hidden, tokens = cost.work.layers[task.layer], cost.work.hidden_size, cost.shape.tokens
+    outputs = layer.pre.parameters // hidden
+    return cost.product_s(tokens, layer.pre.parameters) + cost.between_s(
+        tokens, 2 * (hidden + outputs)
+    )
+
+
+def _attention_s(cost: HostCost, task: Task) -> float:
+    """Attention of decoding rows and of prompts; appending is part of the measured rates."""
+    shape, layer, curves = cost.shape, cost.work.layers[task.layer], cost.curves
+    if curves is None:
+        flop = layer.pair_flop * shape.attention_pairs
+        return cost.roof_s(flop, layer.kv_token_bytes * shape.context_tokens)
+    seconds = 0.0
+    if shape.decode_rows:
+        context = shape.decode_pairs / shape.decode_rows
+        seconds += shape.decode_pairs * max(
+            layer.kv_token_bytes / curves.attention_bytes_per_s.at(context),
+            layer.pair_flop / curves.attention_flop_per_s,
+        )
+    if shape.prefill_tokens:
+        # A whole prompt has half as many pairs for each token as it has tokens.
+        prompt = 2 * shape.prefill_pairs / shape.prefill_tokens
+        rate = curves.prefill_flop_per_s.at(prompt)
+        seconds += layer.pair_flop * shape.prefill_pairs / rate
+    return seconds
+
+
+def _post_s(cost: HostCost, task: Task) -> float:
+    """Output projection, residual, norm, router."""
+    layer, hidden, tokens = cost.work.layers[task.layer], cost.work.hidden_size, cost.shape.tokens
+    parameters = layer.post.parameters + layer.router.parameters
+    return cost.product_s(tokens, parameters) + cost.between_s(tokens, 4 * hidden)
+
+
+def _experts_s(cost: HostCost, task: Task) -> float:
+    """The network that every token visits, the experts that some token chose, the residual."""
+    layer, tokens = cost.work.layers[task.layer], cost.shape.tokens
+    seconds = cost.network_s(tokens, layer.common.parameters)
+    touched = layer.touched_experts(tokens)
+    if touched:
+        rows = tokens * layer.top_k / touched
+        seconds += cost.network_s(rows, touched * layer.expert.parameters)
+    return seconds + cost.between_s(tokens, 3 * cost.work.hidden_size)
+
+
+def _head_s(cost: HostCost, task: Task) -> float:
+    """Logits, and the choice of a token from them."""
+    del task
+    rows, parameters = cost.shape.logit_rows, cost.work.head_parameters
+    vocabulary = parameters / cost.work.hidden_size
+    return cost.product_s(rows, parameters) + cost.between_s(rows, vocabulary)
+
+
+_SECONDS: Mapping[Op, Callable[[HostCost, Task], float]] = {
+    Op.EMBED: _embed_s,
+    Op.PRE: _pre_s,
+    Op.ATTN: _attention_s,
+    Op.POST: _post_s,
+    Op.EXPERTS: _experts_s,
+    Op.HEAD: _head_s,
+}

@@ -30,9 +30,7 @@ class Machine:
 
     @staticmethod
     def job_of(name: str, *calls: Callable[[], None]) -> KernelJob:
-        return KernelJob(
-            kernel=name, case="", calls=calls, bytes_per_call=1.0, flop_per_call=2.0
-        )
+        return KernelJob(kernel=name, case="", calls=calls, bytes_per_call=1.0, flop_per_call=2.0)
 
 
 def test_jobs_take_turns_until_the_time_is_up() -> None:

@@ -1,0 +1,123 @@
+"""`raymoe profile`: what this machine reaches, measured in a minute and kept."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from raymoe.config import Settings
+from raymoe.errors import ConfigError
+from raymoe.measure.profile import USUAL_SECONDS, obtain_profile
+from raymoe.specs.curve import Curve
+from raymoe.specs.hardware import DeviceCurves, HardwareSpec, HostCurves
+from raymoe.units import GB, format_bytes
+
+Row = tuple[str, str, str]
+MAX_SECONDS = 60.0
+
+
+def run(
+    *,
+    out: Annotated[
+        Path | None, typer.Option(help="Also write the numbers to this file (JSON).")
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(min=1, max=MAX_SECONDS, help="How long to measure.")
+    ] = USUAL_SECONDS,
+    num_threads: Annotated[
+        int | None, typer.Option(min=1, help="Of the kernels; all cores by default.")
+    ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure even if this machine was measured before.")
+    ] = False,
+) -> None:
+    """Measure this machine for the planner: our kernels on its cores, its memory, GPU and link.
+
+    The numbers are kept for this processor, memory, GPU and number of threads, and every plan for
+    this machine is made with them. What else runs on it is measured too: leave it alone meanwhile.
+    """
+    if out is not None and not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no directory {out.absolute().parent}")
+    settings = Settings.from_environment()
+    console = Console(stderr=True)
+    console.print(f"up to {seconds:.0f} s; other programs would be measured too", style="dim")
+    hardware, path = obtain_profile(
+        settings.cache_directory,
+        num_threads or settings.num_threads,
+        seconds=seconds,
+        is_fresh=again,
+    )
+    Console().print(table_of(hardware))
+    console.print(f"kept in {path}; --again measures anew", style="dim")
+    if out is not None:
+        hardware.to_file(out)
+        console.print(f"written to {out}", style="dim")
+
+
+def table_of(hardware: HardwareSpec) -> Table:
+    """Everything that was measured, a line for each."""
+    table = Table(title=f"{hardware.name}: {hardware.num_cores} threads")
+    table.add_column("what")
+    table.add_column("of what size", justify="right")
+    table.add_column("rate", justify="right")
+    for row in _rows(hardware):
+        table.add_row(*row)
+    return table
+
+
+def _rows(hardware: HardwareSpec) -> Iterator[Row]:
+    yield "host memory that may be used", "", format_bytes(hardware.host_memory_bytes)
+    yield "host memory, read", "", _bytes(hardware.host_bytes_per_s)
+    yield "host copy, pageable to pinned", "64 MiB", _bytes(hardware.host_copy_bytes_per_s)
+    yield "bfloat16 operations of the cores", "", _flop(hardware.host_flop_per_s)
+    if hardware.host_curves is not None:
+        yield from _host_rows(hardware.host_curves)
+    if hardware.has_gpu:
+        yield "device memory", "", format_bytes(hardware.gpu_memory_bytes)
+        yield "device memory, copy", "", _bytes(hardware.gpu_bytes_per_s)
+        yield "link, pinned to device", "", _bytes(hardware.htod_bytes_per_s)
+        yield "link, device to pinned", "", _bytes(hardware.dtoh_bytes_per_s)
+    if hardware.device_curves is not None:
+        yield from _device_rows(hardware.device_curves)
+
+
+def _host_rows(curves: HostCurves) -> Iterator[Row]:
+    yield from _flop_rows("projection", "rows", curves.product_flop_per_s)
+    yield from _flop_rows("experts", "rows each", curves.expert_flop_per_s)
+    yield from _byte_rows("decode attention", "context", curves.attention_bytes_per_s)
+    yield from _byte_rows("decode attention", "threads", curves.attention_bytes_per_s_of_threads)
+    yield "decode attention, many heads", "", _flop(curves.attention_flop_per_s)
+    yield from _flop_rows("prefill attention", "prompt", curves.prefill_flop_per_s)
+    yield "norms and rotations", "", _bytes(curves.activation_bytes_per_s)
+
+
+def _device_rows(curves: DeviceCurves) -> Iterator[Row]:
+    yield "link, pageable to device", "", _bytes(curves.pageable_htod_bytes_per_s)
+    yield "link, device to pageable", "", _bytes(curves.pageable_dtoh_bytes_per_s)
+    yield "link, both at once, to device", "", _bytes(curves.duplex_htod_bytes_per_s)
+    yield "link, both at once, to pinned", "", _bytes(curves.duplex_dtoh_bytes_per_s)
+    yield "link, to device while the CPU attends", "", _bytes(curves.busy_htod_bytes_per_s)
+    yield "CPU attention meanwhile", "", _bytes(curves.busy_attention_bytes_per_s)
+    yield from _flop_rows("projection, GPU", "rows", curves.product_flop_per_s)
+    yield from _flop_rows("expert, GPU", "rows", curves.expert_flop_per_s)
+
+
+def _flop_rows(what: str, unit: str, curve: Curve) -> Iterator[Row]:
+    for size, rate in curve.points:
+        yield what, f"{round(size, 1):g} {unit}", _flop(rate)
+
+
+def _byte_rows(what: str, unit: str, curve: Curve) -> Iterator[Row]:
+    for size, rate in curve.points:
+        yield what, f"{size:g} {unit}", _bytes(rate)
+
+
+def _bytes(rate: float) -> str:
+    return f"{rate / GB:.1f} GB/s"
+
+
+def _flop(rate: float) -> str:
+    return f"{rate / GB:.0f} GFLOP/s"
