@@ -17,6 +17,7 @@ from raymoe.errors import ConfigError, UnknownOptionError
 if TYPE_CHECKING:
     from raymoe.plan.policy import Policy
     from raymoe.specs.hardware import HardwareSpec
+    from raymoe.specs.workload import Workload
 
 MAX_GENERATED_TOKENS = 2**20
 MAX_LOGPROBS = 64
@@ -162,14 +163,17 @@ class EngineConfig:
     Attributes:
         dtype: Of the computation; "auto" is the checkpoint's.
         kv_dtype: Of the KV cache; "auto" is `dtype`.
-        device: "cpu"; or "emulated", made of host memory, to which weights stream as to a GPU.
+        device: "cpu"; "cuda"; "emulated", made of host memory, to which weights stream as to a
+            GPU; or "auto", a GPU where there is one.
         schedule: A name of `raymoe.schedule.builders.BUILDERS` that suits the device, or "auto".
         policy: Overrides the sizes that the planner would choose.
         host_memory_bytes: Budget for weights and KV cache.
+        device_memory_bytes: How much of the device may be used; all that is free by default.
         hardware: What to plan with: a `HardwareSpec`, or a file of `raymoe profile --out`; None or
             "auto" for this machine, as `raymoe profile` measured it or else by a quick probe. On
             the device "emulated" a preset's name or a `HardwareSpec`: whose pace it takes on,
             while the plan is for this machine.
+        workload: Rows to plan for; a typical job where it is not known.
         max_context_tokens: Prompt and generated tokens of a row; at most the model's own limit.
         on_too_long: What happens to a prompt that leaves no room for `max_tokens`: "error" makes
             an error row, "truncate_left" drops its first tokens, "truncate_right" its last.
@@ -190,6 +194,7 @@ class EngineConfig:
     device_memory_bytes: int | None = None
     num_threads: int | None = None
     hardware: "str | HardwareSpec | None" = None
+    workload: "Workload | None" = None
     max_context_tokens: int | None = None
     on_too_long: str = "error"
     seed: int = 0

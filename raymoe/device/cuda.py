@@ -98,6 +98,19 @@ class CudaDevice(Generic[StreamT, EventT]):
             self._pinned.pop().close()
 
 
+def check_cuda(index: int = 0) -> None:
+    """Refuse a CUDA device that is not there.
+
+    Raises:
+        ConfigError: There is no such GPU, or torch was built without CUDA.
+    """
+    if index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"there is no CUDA device {index}: torch {torch.__version__} sees "
+            f"{torch.cuda.device_count()}; use the device 'cpu' or 'emulated'"
+        )
+
+
 def open_cuda(
     index: int = 0, memory_bytes: int | None = None
 ) -> CudaDevice[torch.cuda.Stream, torch.cuda.Event]:
@@ -111,11 +124,7 @@ def open_cuda(
     Raises:
         ConfigError: There is no such GPU, or torch was built without CUDA.
     """
-    if index >= torch.cuda.device_count():
-        raise ConfigError(
-            f"there is no CUDA device {index}: torch {torch.__version__} sees "
-            f"{torch.cuda.device_count()}; use the device 'cpu' or 'emulated'"
-        )
+    check_cuda(index)
     driver = TorchCuda(index)
     if memory_bytes is None:
         free_bytes, _ = torch.cuda.mem_get_info(driver.device)

@@ -25,7 +25,6 @@ from raymoe.specs.model import DenseSpec, LayerSpec, ModelSpec, MoeSpec
 from raymoe.specs.weight_names import EMBEDDING, FINAL_NORM, HEAD, layer_prefix
 from raymoe.units import format_bytes
 
-DEFAULT_SCHEDULE = "cgopipe"
 STAGING_SLOTS = 4  # pages of the ring where weights cannot be pinned
 
 

@@ -1,6 +1,5 @@
 """From a model directory to the parts of an engine; nothing large is taken before the plan fits."""
 
-import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -14,10 +13,9 @@ from raymoe.config import EngineConfig, SamplingParams, Settings
 from raymoe.device.cuda import open_cuda
 from raymoe.device.device import Device
 from raymoe.device.emulated import EmulatedDevice
-from raymoe.device.host import read_host
-from raymoe.device.probe import probe_host
 from raymoe.engine.core import EngineCore, Runner
-from raymoe.engine.device_loading import DEFAULT_SCHEDULE, LoadedModel, load_on_device
+from raymoe.engine.device_loading import LoadedModel, load_on_device
+from raymoe.engine.node import find_node
 from raymoe.engine.pace import Pace
 from raymoe.engine.parts import EngineParts
 from raymoe.engine.request import Request
@@ -26,7 +24,6 @@ from raymoe.errors import ConfigError, UnknownOptionError, UnsupportedModelError
 from raymoe.kernels.cpu_linear import packed_linear_is_used
 from raymoe.kernels.paged_kv import KvLayout
 from raymoe.kernels.threads import set_num_threads
-from raymoe.measure.machine import identify_machine, load_profile
 from raymoe.memory.arena import HostArena
 from raymoe.memory.kv_cache import KvCache
 from raymoe.memory.source import resolve_model
@@ -46,17 +43,11 @@ from raymoe.schedule.simulate import Instant
 from raymoe.specs.files import read_json_object
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
-from raymoe.specs.presets_hardware import hardware_preset, is_hardware_file
-from raymoe.units import GIB
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Release = Callable[[], None]
-
-MEMORY_FRACTION = 0.85  # of what is available: Ray ends processes of a node that is 95 % full
-EMULATED_MEMORY_BYTES = 16 * GIB  # a T4
-PROBE_S = 0.3  # enough to tell the machine's kind; `raymoe profile` takes a minute
 
 
 def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
@@ -70,12 +61,14 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
     store = WeightStore.open(spec, directory)
     dtype = store.dtype if config.dtype == "auto" else DTYPES[config.dtype]
     kv_dtype = _kv_dtype(config, dtype)
-    hardware = _hardware(config, settings)
+    hardware = find_node(config, settings, device)
     context = min(spec.max_context_tokens, config.max_context_tokens or spec.max_context_tokens)
     arena_bytes = decoder_arena_bytes(spec, dtype, store.stored_dtype)
     plan = find_plan(
         spec,
         hardware,
+        config.workload,
+        schedule=schedule,
         policy=config.policy,
         bytes_per_element=dtype.itemsize,
         kv_bytes_per_element=kv_dtype.itemsize,
@@ -93,14 +86,16 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
         store=store,
         dtype=dtype,
         kv_layout=_kv_layout(spec, kv_dtype),
-        passes=StreamedPasses.of(spec, schedule, plan.policy, dtype.itemsize),
+        passes=StreamedPasses.of(spec, plan.schedule, plan.policy, dtype.itemsize),
     )
     if device == "cpu":
         runner, release = _load_in_place(model, arena_bytes)
     elif device == "cuda":
-        runner, release = _load_cuda(model, config)
+        runner, release = _load_or_close(
+            model, open_cuda(memory_bytes=config.device_memory_bytes), None
+        )
     else:
-        runner, release = _load_emulated(model, config)
+        runner, release = _load_emulated(model, hardware, is_paced=config.hardware is not None)
     warm_up(runner, spec.vocab_size)
     return EngineParts(
         runner=runner,
@@ -123,13 +118,12 @@ def _device_name(config: EngineConfig) -> str:
 
 
 def _schedule_name(config: EngineConfig, device: str) -> str:
-    """The schedule that is asked for, or the device's usual one."""
+    """The schedule that is asked for, once it suits the device; "auto" lets the planner choose."""
     if config.schedule not in ("auto", *BUILDERS):
         raise UnknownOptionError(config.schedule, BUILDERS, "schedule")
     is_streamed = device != "cpu"
-    default = DEFAULT_SCHEDULE if is_streamed else "in_place"
-    name = default if config.schedule == "auto" else config.schedule
-    if (name in STREAMING_BUILDERS) != is_streamed:
+    name = config.schedule
+    if name != "auto" and (name in STREAMING_BUILDERS) != is_streamed:
         fitting = sorted(STREAMING_BUILDERS) if is_streamed else ["in_place"]
         raise ConfigError(f"schedule is {name!r}; the device {device!r} runs {', '.join(fitting)}")
     if config.policy is not None and config.policy.device is not None and not is_streamed:
@@ -140,19 +134,17 @@ def _schedule_name(config: EngineConfig, device: str) -> str:
     return name
 
 
-def _load_emulated(model: LoadedModel, config: EngineConfig) -> tuple[Runner, Release]:
-    hardware = None if config.hardware is None else _emulated_hardware(config.hardware)
-    memory_bytes = EMULATED_MEMORY_BYTES if hardware is None else hardware.gpu_memory_bytes
-    device = EmulatedDevice(config.device_memory_bytes or memory_bytes, Instant())
+def _load_emulated(
+    model: LoadedModel, hardware: HardwareSpec, *, is_paced: bool
+) -> tuple[Runner, Release]:
+    device = EmulatedDevice(hardware.gpu_memory_bytes, Instant())
     pace = None
-    if hardware is not None:
-        work = ModelWork.of(model.spec, model.dtype.itemsize)
+    if is_paced:
+        work = ModelWork.of(
+            model.spec, model.dtype.itemsize, kv_element_bytes=model.kv_layout.dtype.itemsize
+        )
         pace = Pace(device, work, hardware, model.passes.cut.page_bytes)
     return _load_or_close(model, device, pace)
-
-
-def _load_cuda(model: LoadedModel, config: EngineConfig) -> tuple[Runner, Release]:
-    return _load_or_close(model, open_cuda(memory_bytes=config.device_memory_bytes), None)
 
 
 def _load_or_close(
@@ -207,37 +199,6 @@ def warm_up(runner: Runner, vocab_size: int) -> None:
     )
     while core.has_work:
         core.step()
-
-
-def _hardware(config: EngineConfig, settings: Settings) -> HardwareSpec:
-    """The node to plan for: given, from a file, or this machine with the memory that it has now."""
-    chosen = config.hardware
-    if config.device != "emulated":
-        if isinstance(chosen, HardwareSpec):
-            return chosen
-        if chosen is not None and is_hardware_file(chosen):
-            return HardwareSpec.from_file(chosen)
-        if chosen not in (None, "auto"):
-            raise ConfigError(
-                f"hardware is {chosen!r}; a preset sets the pace of the device 'emulated', the "
-                f"device {config.device!r} runs on this machine: leave it out, or name a file"
-            )
-    num_threads = config.num_threads or settings.num_threads
-    kept = load_profile(settings.cache_directory, identify_machine(num_threads))
-    measured = kept or probe_host(num_threads=num_threads, seconds=PROBE_S)
-    budget = config.host_memory_bytes or settings.host_memory_bytes
-    return dataclasses.replace(
-        measured,
-        host_memory_bytes=budget or int(read_host().available_memory_bytes * MEMORY_FRACTION),
-    )
-
-
-def _emulated_hardware(hardware: str | HardwareSpec) -> HardwareSpec:
-    """The node whose pace the emulated device takes on; the host stays the machine at hand."""
-    spec = hardware_preset(hardware) if isinstance(hardware, str) else hardware
-    if not spec.has_gpu:
-        raise ConfigError(f"hardware is {spec.name!r}, which has no GPU to emulate")
-    return spec
 
 
 def _kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:

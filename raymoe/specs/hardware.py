@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -137,6 +137,36 @@ class HardwareSpec:
     def has_gpu(self) -> bool:
         """Whether the node has a GPU."""
         return self.gpu_memory_bytes > 0
+
+    def without_gpu(self) -> Self:
+        """The same host on its own."""
+        return replace(
+            self,
+            gpu_memory_bytes=0,
+            gpu_bytes_per_s=0.0,
+            gpu_flop_per_s=0.0,
+            htod_bytes_per_s=0.0,
+            dtoh_bytes_per_s=0.0,
+            device_curves=None,
+        )
+
+    def with_gpu_of(self, other: "HardwareSpec", gpu_memory_bytes: int) -> Self:
+        """This host with the GPU and the link of another node.
+
+        Args:
+            other: A node with a GPU.
+            gpu_memory_bytes: How much memory that GPU has here.
+        """
+        return replace(
+            self,
+            gpu_memory_bytes=gpu_memory_bytes,
+            gpu_bytes_per_s=other.gpu_bytes_per_s,
+            gpu_flop_per_s=other.gpu_flop_per_s,
+            htod_bytes_per_s=other.htod_bytes_per_s,
+            dtoh_bytes_per_s=other.dtoh_bytes_per_s,
+            host_copy_bytes_per_s=self.host_copy_bytes_per_s or other.host_copy_bytes_per_s,
+            device_curves=other.device_curves,
+        )
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:

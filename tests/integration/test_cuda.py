@@ -7,6 +7,7 @@ from raymoe.device.cuda import CudaDevice
 from raymoe.engine import loading
 from raymoe.errors import ConfigError
 from raymoe.schedule.builders import STREAMING_BUILDERS
+from raymoe.specs.presets_hardware import hardware_preset
 from raymoe.units import GIB
 from tests.integration import test_schedules as schedules
 from tests.unit.device.deferred_cuda import DeferredCuda, without_native_kernels
@@ -17,8 +18,8 @@ FAMILIES, SCENARIOS, PLACEMENTS = schedules.FAMILIES, schedules.SCENARIOS, sched
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
 
-def check(family: str, schedule: str, scenario: str, placement: str) -> None:
-    schedules.check(family, schedule, scenario, PLACEMENTS[placement], device="cuda")
+def check(family: str, schedule: str, scenario: str, placement: str, **config: object) -> None:
+    schedules.check(family, schedule, scenario, PLACEMENTS[placement], device="cuda", **config)
 
 
 @pytest.mark.parametrize("pace", [0.0, 0.4], ids=["lazy", "random"])
@@ -41,7 +42,7 @@ def test_a_device_that_works_later_gives_the_tokens_of_the_cpu(
     cuda = DeferredCuda(pace=pace)
     without_native_kernels.append(cuda)
     monkeypatch.setattr(loading, "open_cuda", lambda **_: CudaDevice(cuda, GIB))
-    check("mixtral", schedule, scenario, placement)
+    check("mixtral", schedule, scenario, placement, hardware=hardware_preset("t4"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -6,7 +6,7 @@ import pytest
 
 from raymoe.config import EngineConfig
 from raymoe.engine.engine import Engine
-from raymoe.errors import CapacityError, ConfigError
+from raymoe.errors import ConfigError, InfeasiblePlanError
 from raymoe.plan.policy import DevicePolicy, Policy
 from raymoe.schedule.builders import STREAMING_BUILDERS
 from tests.parity.cases import get_case
@@ -73,16 +73,17 @@ def parameters(name: str, scenario: str) -> dict[str, object]:
 
 
 def check(
-    family: str, schedule: str, scenario: str, policy: DevicePolicy, device: str = "emulated"
+    family: str, schedule: str, scenario: str, policy: DevicePolicy, **config: object
 ) -> None:
-    check_configuration(plain_configuration(family), schedule, scenario, policy, device)
+    check_configuration(plain_configuration(family), schedule, scenario, policy, **config)
 
 
 def check_configuration(
-    name: str, schedule: str, scenario: str, policy: DevicePolicy, device: str = "emulated"
+    name: str, schedule: str, scenario: str, policy: DevicePolicy, **config: object
 ) -> None:
     sizes, _ = SCENARIOS[scenario]
-    with make_engine(name, sizes, device=device, schedule=schedule, device_policy=policy) as engine:
+    config = {"device": "emulated", "schedule": schedule, "device_policy": policy} | config
+    with make_engine(name, sizes, **config) as engine:
         assert run(engine, name, parameters(name, scenario)) == on_cpu(name, scenario)
         if scenario == "preemption":
             assert engine.stats().num_preemptions > 0
@@ -126,7 +127,7 @@ def test_every_schedule_and_placement(schedule: str, placement: str) -> None:
 
 def test_a_device_that_is_too_small_is_refused_before_the_first_row() -> None:
     name = plain_configuration("mixtral")
-    with pytest.raises(CapacityError, match="short for"):
+    with pytest.raises(InfeasiblePlanError, match="of device memory"):
         make_engine(name, {}, device="emulated", device_memory_bytes=100_000)
 
 
