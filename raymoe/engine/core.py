@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raymoe.engine.accuracy import Accuracy
 from raymoe.engine.generation import Generation, TokenLogprob
 from raymoe.engine.logprobs import token_logprobs
 from raymoe.engine.request import Request, Sample
@@ -46,6 +47,7 @@ class EngineCore:
         eos_token_ids: Of the model.
         decode: Token ids to text.
         finish: Called with each finished row.
+        accuracy: Learns how long each pass took.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class EngineCore:
         eos_token_ids: tuple[int, ...],
         decode: Decode,
         finish: Finish,
+        accuracy: Accuracy | None = None,
     ) -> None:
         self._runner, self._decode, self._finish_row = runner, decode, finish
         self.scheduler = PassScheduler(policy, max_context_tokens)
@@ -71,6 +74,7 @@ class EngineCore:
         self._wants_logprobs: Bools = np.zeros(slots, np.bool_)
         self._chosen: list[tuple[Int32s, Int32s]] = []
         self.counters = Counters()
+        self._accuracy = accuracy
         self.last_timeline: Timeline | None = None
 
     @property
@@ -92,6 +96,8 @@ class EngineCore:
         self.last_timeline = self._runner.run(inputs)
         self.scheduler.complete(next_pass)
         self.counters.record_pass(next_pass, self.last_timeline.makespan_s)
+        if self._accuracy is not None:
+            self._accuracy.record(next_pass, self.last_timeline)
         for slots, tokens in self._chosen:
             self._advance(slots, tokens)
 

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from raymoe.config import EngineConfig, SamplingParams
+from raymoe.engine.accuracy import Accuracy, Correction
 from raymoe.engine.core import EngineCore
 from raymoe.engine.generation import Generation
 from raymoe.engine.intake import Intake
@@ -44,6 +45,9 @@ class Engine:
     Attributes:
         plan: Sizes, schedule, footprint and prediction; None for an engine made from parts.
         policy: Sizes in use.
+        accuracy: What passes were predicted to take and what they took, since rows last began;
+            None for an engine made from parts.
+        last_report: The same in one line, of the last time that all rows were done.
     """
 
     def __init__(self, parts: EngineParts, config: EngineConfig | None = None) -> None:
@@ -52,6 +56,10 @@ class Engine:
         self._parts = parts
         self.plan = parts.plan
         self.policy = parts.policy
+        self.last_report: str | None = None
+        self.accuracy = None
+        if parts.plan is not None:
+            self.accuracy = Accuracy(Correction(parts.plan.pass_times()))
         self._intake = Intake(
             parts.tokenizer,
             vocab_size=parts.vocab_size,
@@ -67,6 +75,7 @@ class Engine:
             eos_token_ids=parts.eos_token_ids,
             decode=parts.tokenizer.decode,
             finish=self._resolve,
+            accuracy=self.accuracy,
         )
         # Guards everything below; notified when rows come, slots get free, or the engine ends.
         self._changed = threading.Condition()
@@ -271,6 +280,7 @@ class Engine:
     def _has_work(self) -> bool:
         """Take new rows in; waits while there is nothing to do. False ends the thread."""
         with self._changed:
+            self._report_run()
             while not self._is_closing and self._failure is None:
                 if self._core.has_work or self._start.wait_s(len(self._inbox)) == 0.0:
                     while self._inbox:
@@ -281,6 +291,14 @@ class Engine:
                     return True
                 self._changed.wait(self._start.wait_s(len(self._inbox)))
             return False
+
+    def _report_run(self) -> None:
+        """Once all rows are done, say how right the plan was."""
+        if self.accuracy is None or self._core.has_work or not self.accuracy.num_passes:
+            return
+        self.last_report = f"{self.accuracy.num_passes} passes: {self.accuracy.line()}"
+        logger.info("%s", self.last_report)
+        self.accuracy.restart()
 
     def _resolve(self, request: Request, generation: Generation) -> None:
         with self._changed:

@@ -32,25 +32,23 @@ class PassTimes:
         model: Simulates.
         most_rows: Decoding sequences of the largest pass.
         most_prompt_tokens: Prompt tokens of the largest pass.
-        contexts: Shortest and longest mean context of the decoding sequences.
+        contexts: Mean contexts of the decoding sequences at which passes are simulated, ascending.
         prompt_chunk: Prompt tokens of one sequence.
     """
 
     model: PassModel
     most_rows: float
     most_prompt_tokens: float
-    contexts: tuple[float, float]
+    contexts: tuple[float, ...]
     prompt_chunk: float
     _known: dict[tuple[float, float, float], float] = field(default_factory=dict)
 
     def __call__(self, load: PassLoad) -> float:
         """Seconds of a pass: linear in rows, context and prompt tokens between the nodes."""
         axes = (
-            _bracket(load.decode_rows, (0.0, self.most_rows / 2, self.most_rows)),
+            _bracket(load.decode_rows, _nodes(self.most_rows)),
             _bracket(load.decode_context if load.decode_rows else 0.0, self.contexts),
-            _bracket(
-                load.prompt_tokens, (0.0, self.most_prompt_tokens / 2, self.most_prompt_tokens)
-            ),
+            _bracket(load.prompt_tokens, _nodes(self.most_prompt_tokens)),
         )
         return sum(
             prod(weight for _, weight in corner) * self._node(*(value for value, _ in corner))
@@ -72,6 +70,11 @@ class PassTimes:
 
 
 Bracket = tuple[tuple[float, float], ...]
+
+
+def _nodes(most: float) -> tuple[float, ...]:
+    """A little is far more than nothing: weights travel for a single token, too."""
+    return (0.0, min(1.0, most), most / 4, most / 2, most)
 
 
 def _bracket(value: float, nodes: Sequence[float]) -> Bracket:

@@ -57,10 +57,22 @@ def gap(predicted: Timeline, measured: Timeline) -> float:
 
 def compare(predicted: Timeline, measured: Timeline) -> str:
     """The line of a report; the link is the direction from host to device."""
+    busy = measured.utilization(Resource.HTOD)
+    return report_line(predicted.makespan_s, measured.makespan_s, busy)
+
+
+def report_line(predicted_s: float, measured_s: float, link_busy: float) -> str:
+    """The line of a report of one timeline or of many.
+
+    Args:
+        predicted_s: Predicted seconds.
+        measured_s: Measured seconds.
+        link_busy: Busy share of the link from host to device, 0..1.
+    """
+    difference = measured_s / predicted_s - 1 if predicted_s else math.inf
     return (
-        f"predicted {predicted.makespan_s:.3g} s, measured {measured.makespan_s:.3g} s, "
-        f"gap {100 * gap(predicted, measured):+.1f} %, "
-        f"link busy {100 * measured.utilization(Resource.HTOD):.0f} %"
+        f"predicted {predicted_s:.3g} s, measured {measured_s:.3g} s, "
+        f"gap {100 * difference:+.1f} %, link busy {100 * link_busy:.0f} %"
     )
 
 

@@ -146,3 +146,13 @@ def test_dtype_and_cache_type_can_be_chosen(directory):
         host_memory_bytes=2 * GIB, dtype="float32", kv_dtype="bfloat16", max_context_tokens=40
     )
     assert tokens(directory, GREEDY | {"max_tokens": 100}, config).num_generated_tokens == 35
+
+
+def test_an_engine_reports_its_plan_beside_what_it_took(directory):
+    with Engine.from_pretrained(directory, SMALL) as engine:
+        assert engine.last_report is None
+        engine.generate([[1, 2, 3]] * 4, {"max_tokens": 5, "ignore_eos": True})
+    assert engine.last_report is not None
+    assert engine.last_report.startswith("5 passes: predicted ")
+    assert engine.accuracy is not None
+    assert set(engine.accuracy.correction.ratios) == {"decode", "prefill"}

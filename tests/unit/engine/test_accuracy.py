@@ -1,0 +1,93 @@
+"""Predicted beside measured, and what the engine learns from it."""
+
+import numpy as np
+import pytest
+
+from raymoe.engine.accuracy import Accuracy, Correction, PassKind, load_of
+from raymoe.engine.sequence import Pass
+from raymoe.plan.load import PassLoad
+from raymoe.schedule.task import Op, Resource, Task
+from raymoe.schedule.timeline import Span, Timeline
+
+DECODE = PassLoad(decode_rows=10, decode_context=100)
+PREFILL = PassLoad(prompt_tokens=64, prompt_chunk=32)
+MIXED = PassLoad(decode_rows=10, decode_context=100, prompt_tokens=64, prompt_chunk=32)
+
+
+def seconds_of(load: PassLoad) -> float:
+    return 0.01 * load.tokens
+
+
+def pass_of(*sequences: tuple[int, int]) -> Pass:
+    """Sequences of (new tokens, context)."""
+    takes, contexts = (np.array(values, np.int32) for values in zip(*sequences, strict=True))
+    tokens, empty = int(takes.sum()), np.zeros(0, np.int32)
+    return Pass(
+        slots=np.arange(len(takes)),
+        takes=takes,
+        token_ids=np.zeros(tokens, np.int64),
+        positions=np.zeros(tokens, np.int32),
+        prompt_tokens=np.zeros(tokens, np.int32),
+        query_start=np.concatenate([[0], np.cumsum(takes)]).astype(np.int32),
+        context_tokens=contexts,
+        block_table=np.zeros((len(takes), 1), np.int32),
+        logit_rows=np.zeros(0, np.int64),
+        row_slots=empty,
+        row_positions=empty,
+        row_is_sample=np.zeros(0, np.bool_),
+    )
+
+
+def timeline(gpu_s: float, link_s: float) -> Timeline:
+    spans = [
+        Span(Task(op=op, layer=0, part=0, resource=lane), 0.0, end_s)
+        for op, lane, end_s in (
+            (Op.EXPERTS, Resource.GPU, gpu_s),
+            (Op.W, Resource.HTOD, link_s),
+        )
+    ]
+    return Timeline("t", tuple(spans))
+
+
+def test_a_pass_is_seen_as_rows_that_decode_and_chunks_of_prompts() -> None:
+    load = load_of(pass_of((1, 50), (1, 70), (30, 30), (10, 90)))
+    assert load == PassLoad(decode_rows=2, decode_context=60, prompt_tokens=40, prompt_chunk=20)
+    assert load_of(pass_of((8, 8))).decode_rows == 0
+
+
+@pytest.mark.parametrize(
+    ("load", "kind"),
+    [(DECODE, PassKind.DECODE), (PREFILL, PassKind.PREFILL), (MIXED, PassKind.MIXED)],
+)
+def test_what_is_learnt_of_one_kind_of_pass_changes_that_kind(
+    load: PassLoad, kind: PassKind
+) -> None:
+    correction = Correction(seconds_of)
+    correction.learn(load, 1.5 * seconds_of(load))
+    assert correction.ratios == {kind: pytest.approx(1.5)}
+    for other in (DECODE, PREFILL, MIXED):
+        factor = 1.5 if other is load else 1.0
+        assert correction(other) == pytest.approx(factor * seconds_of(other))
+
+
+def test_a_lasting_change_is_followed_and_one_slow_pass_is_not() -> None:
+    correction = Correction(seconds_of)
+    for _ in range(50):
+        correction.learn(DECODE, seconds_of(DECODE))
+    correction.learn(DECODE, 3 * seconds_of(DECODE))
+    assert correction(DECODE) == pytest.approx(1.2 * seconds_of(DECODE))
+    for _ in range(60):
+        correction.learn(DECODE, 2 * seconds_of(DECODE))
+    assert correction(DECODE) == pytest.approx(2 * seconds_of(DECODE), rel=0.01)
+
+
+def test_a_run_is_reported_with_gap_and_link_and_then_forgotten() -> None:
+    accuracy = Accuracy(Correction(seconds_of))
+    accuracy.record(pass_of((1, 50)), timeline(gpu_s=0.02, link_s=0.01))
+    accuracy.record(pass_of((9, 9)), timeline(gpu_s=0.02, link_s=0.04))
+    assert accuracy.num_passes == 2
+    assert accuracy.predicted_s == pytest.approx(0.1)
+    assert accuracy.line() == "predicted 0.1 s, measured 0.06 s, gap -40.0 %, link busy 83 %"
+    accuracy.restart()
+    assert (accuracy.num_passes, accuracy.measured_s) == (0, 0.0)
+    assert accuracy.correction.ratios[PassKind.DECODE] == pytest.approx(2.0)
