@@ -1,0 +1,193 @@
+"""Jobs on the emulated device take as long as planned: costs of large models, tiny numerics."""
+
+import dataclasses
+import random
+import statistics
+import time
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from raymoe.config import EngineConfig
+from raymoe.device.emulated import EmulatedDevice
+from raymoe.engine import loading
+from raymoe.engine.engine import Engine
+from raymoe.engine.pace import Pace
+from raymoe.plan.pages import layer_pages
+from raymoe.plan.plan import Plan
+from raymoe.plan.policy import Policy
+from raymoe.plan.search import find_plan
+from raymoe.plan.work import ModelWork
+from raymoe.specs.hardware import HardwareSpec
+from raymoe.specs.model import ModelSpec
+from raymoe.specs.presets_hardware import hardware_preset
+from raymoe.specs.presets_models import model_preset
+from raymoe.specs.workload import Workload
+from raymoe.units import GIB
+
+pytestmark = pytest.mark.slow
+
+NUM_LAYERS, VOCAB, BATCH = 4, 64, 40
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 1024,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+# Whose costs are taken, device memory that does not hold the layers, and what computes.
+MODELS = {
+    "mixtral-8x7b": (
+        8 * GIB,
+        transformers.MixtralConfig(
+            **SMALL, intermediate_size=64, num_local_experts=8, num_experts_per_tok=2
+        ),
+    ),
+    "qwen3-30b-a3b": (
+        4 * GIB,
+        transformers.Qwen3MoeConfig(
+            **SMALL, moe_intermediate_size=16, num_experts=16, num_experts_per_tok=4, head_dim=8
+        ),
+    ),
+}
+# Prompt tokens from, to; most generated tokens; rows.
+WORKLOADS = {"prompts as long as answers": (8, 48, 32, 100), "long prompts": (60, 300, 12, 120)}
+
+
+@cache
+def make_model(name: str, directory: Path) -> Path:
+    torch.manual_seed(0)
+    config = MODELS[name][1]
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(directory / name)
+    return directory / name
+
+
+@dataclasses.dataclass
+class Job:
+    """Prompts of random lengths; some rows meet a token that ends them early."""
+
+    prompts: list[list[int]]
+    params: dict[str, object]
+    row_lengths: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def make(cls, model: Path, workload: str) -> "Job":
+        shortest, longest, most_tokens, num_rows = WORKLOADS[workload]
+        dice = random.Random(workload)
+        prompts = [
+            [dice.randrange(VOCAB) for _ in range(dice.randint(shortest, longest))]
+            for _ in range(num_rows)
+        ]
+        with Engine.from_pretrained(model, EngineConfig(dtype="float32", device="cpu")) as engine:
+            free = engine.generate(prompts, {"temperature": 0, "max_tokens": most_tokens})
+            tokens = [token for row in free for token in row.token_ids[2:]]
+            stop = sorted(set(tokens), key=tokens.count)[len(set(tokens)) // 2]
+            params = {"temperature": 0, "max_tokens": most_tokens, "stop_token_ids": [stop]}
+            rows = engine.generate(prompts, params)
+        lengths = [(row.num_input_tokens, row.num_generated_tokens) for row in rows]
+        assert len({generated for _, generated in lengths}) > 3
+        return cls(prompts, params, tuple(lengths))
+
+
+def first_layers(model: ModelSpec) -> ModelSpec:
+    return dataclasses.replace(model, layers=model.layers[:NUM_LAYERS])
+
+
+def plan_job(name: str, hardware: HardwareSpec, job: Job) -> Plan:
+    """The planner's own policy, but for a batch small enough to be refilled."""
+    model, workload = first_layers(model_preset(name)), Workload.of_rows(job.row_lengths)
+    plan = find_plan(model, hardware, workload, max_context_tokens=512)
+    policy = dataclasses.replace(plan.policy, batch_size=min(BATCH, plan.policy.batch_size))
+    return find_plan(model, hardware, workload, policy=policy, max_context_tokens=512)
+
+
+def stand_in_policy(plan: Plan, name: str, model: ModelSpec) -> Policy:
+    """The same share of resident weights and about as many pages, of the model that computes."""
+    device = plan.policy.device
+    assert device is not None
+    large, small = (
+        layer_pages(spec, size, page_bytes=1 << 50).streamed_bytes
+        for spec, size in ((first_layers(model_preset(name)), 2), (model, 4))
+    )
+    scaled = dataclasses.replace(
+        device,
+        page_bytes=max(1, device.page_bytes * small // large),
+        resident_bytes=device.resident_bytes * small // large,
+    )
+    return dataclasses.replace(plan.policy, device=scaled)
+
+
+def pace_of(name: str, plan: Plan, hardware: HardwareSpec):
+    """Costs of the large model for the passes of the small one."""
+
+    def make(device: EmulatedDevice, _work: object, _node: object, page_bytes) -> Pace:
+        passes = plan.passes.passes
+        scale = passes.cut.streamed_bytes / sum(map(sum, page_bytes))
+        pages = tuple(tuple(round(scale * size) for size in layer) for layer in page_bytes)
+        return Pace(device, ModelWork.of(first_layers(model_preset(name)), 2), hardware, pages)
+
+    return make
+
+
+@dataclasses.dataclass
+class Outcome:
+    """Generated tokens per second of a whole job."""
+
+    name: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        return abs(self.predicted / self.measured - 1)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.predicted:.1f} predicted, {self.measured:.1f} measured"
+
+
+def run_job(
+    name: str, node: str, workload: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> Outcome:
+    model = make_model(name, directory)
+    job = Job.make(model, workload)
+    hardware = dataclasses.replace(hardware_preset(node), gpu_memory_bytes=MODELS[name][0])
+    plan = plan_job(name, hardware, job)
+    monkeypatch.setattr(loading, "Pace", pace_of(name, plan, hardware))
+    config = EngineConfig(
+        dtype="float32",
+        device="emulated",
+        hardware=hardware,
+        schedule=plan.schedule,
+        policy=stand_in_policy(plan, name, ModelSpec.from_directory(model)),
+        max_context_tokens=512,
+        linger_s=0.0,
+    )
+    with Engine.from_pretrained(model, config) as engine:
+        begin_s = time.perf_counter()
+        rows = engine.generate(job.prompts, job.params)
+        measured_s = time.perf_counter() - begin_s
+    lengths = [row.num_generated_tokens for row in rows]
+    assert lengths == [generated for _, generated in job.row_lengths]
+    measured = sum(lengths) / measured_s
+    return Outcome(f"{name} on {node}, {workload}", plan.job.tokens_per_s, measured)
+
+
+def test_jobs_take_as_long_as_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = [
+        run_job(name, node, workload, tmp_path, monkeypatch)
+        for name in MODELS
+        for node in ("t4", "l4", "a5000")
+        for workload in WORKLOADS
+    ]
+    table = "\n".join(map(str, outcomes))
+    errors = [outcome.error for outcome in outcomes]
+    assert statistics.mean(errors) <= 0.06, table
+    assert max(errors) <= 0.12, table
