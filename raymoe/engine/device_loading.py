@@ -16,15 +16,17 @@ from raymoe.memory.weight_pages import LayerPaging, WeightPages
 from raymoe.memory.weights import WeightStore
 from raymoe.model.decoder import Decoder
 from raymoe.model.paged_loading import PagedLoader
-from raymoe.plan.pages import PageCut
+from raymoe.plan.pages import PageCut, layer_pages
 from raymoe.plan.streaming import StreamedPasses
 from raymoe.runtime.device_bindings import DeviceMemory
 from raymoe.runtime.device_runner import BeforePass, DevicePassRunner, Passes
+from raymoe.runtime.resident_runner import ResidentPassRunner
 from raymoe.runtime.waves import Division
 from raymoe.specs.model import DenseSpec, LayerSpec, ModelSpec, MoeSpec
 from raymoe.specs.weight_names import EMBEDDING, FINAL_NORM, HEAD, layer_prefix
 from raymoe.units import format_bytes
 
+EVERYTHING = 1 << 62  # bytes: more than any model
 STAGING_SLOTS = 4  # pages of the ring where weights cannot be pinned
 
 
@@ -54,7 +56,7 @@ def load_on_device(
         ConfigError: The schedule cannot run with this policy.
     """
     passes = model.passes
-    weights = _load_pages(model, device)
+    weights = _load_pages(model, passes.cut, device)
     if not passes.device.staging_slots and not _is_pinned(weights.host_memory, device):
         passes = replace(passes, device=replace(passes.device, staging_slots=STAGING_SLOTS))
     memory = _load_memory(replace(model, passes=passes), weights, device)
@@ -131,11 +133,37 @@ def _load_memory(model: LoadedModel, weights: WeightPages, device: Device) -> De
     )
 
 
-def _load_pages(model: LoadedModel, device: Device) -> WeightPages:
+def load_resident(
+    model: LoadedModel, device: Device, before_pass: BeforePass | None = None
+) -> tuple[ResidentPassRunner, Callable[[], None]]:
+    """Put all weights and the KV cache on the device; otherwise as `load_on_device`."""
+    cut = layer_pages(model.spec, model.dtype.itemsize, resident_bytes=EVERYTHING)
+    weights = _load_pages(model, cut, device)
+    kept = _load_kept(model, device)
+    kept[EMBEDDING] = _put(kept[EMBEDDING], device, "embedding")
+    layout, num_blocks = model.kv_layout, model.passes.policy.num_kv_blocks
+    cache = [
+        device.allocate(num_blocks * layout.block_bytes, "KV cache")
+        .view(layout.dtype)
+        .view(num_blocks, *layout.block_shape)
+        for _ in range(model.spec.num_layers)
+    ]
+    decoder = _decoder(model, weights, kept, first_slot=0, device=device)
+    device.settle()
+    runner = ResidentPassRunner(decoder, cache, layout, device, before_pass=before_pass)
+
+    def release() -> None:
+        device.close()
+        weights.close()
+
+    return runner, release
+
+
+def _load_pages(model: LoadedModel, cut: PageCut, device: Device) -> WeightPages:
     return WeightPages(
         model.spec,
         model.store,
-        layer_paging(model.spec, model.passes.cut),
+        layer_paging(model.spec, cut),
         dtype=model.dtype,
         allocate_on_device=lambda num_bytes: device.allocate(num_bytes, "weights"),
         release=model.store.drop_pages,
@@ -164,10 +192,13 @@ def _load_kept(model: LoadedModel, device: Device) -> dict[str, Tensor]:
     kept = {EMBEDDING: model.store(EMBEDDING).to(model.dtype)}
     head = EMBEDDING if model.spec.tie_word_embeddings else HEAD
     for name, stored in ((FINAL_NORM, FINAL_NORM), (HEAD, head)):
-        source = model.store(stored)
-        memory = device.allocate(source.numel() * model.dtype.itemsize, "head")
-        kept[name] = memory.view(model.dtype).view(source.shape).copy_(source)
+        kept[name] = _put(model.store(stored).to(model.dtype), device, "head")
     return kept
+
+
+def _put(source: Tensor, device: Device, purpose: str) -> Tensor:
+    memory = device.allocate(source.nbytes, purpose)
+    return memory.view(source.dtype).view(source.shape).copy_(source)
 
 
 def _decoder(

@@ -14,7 +14,7 @@ from raymoe.device.cuda import open_cuda
 from raymoe.device.device import Device
 from raymoe.device.emulated import EmulatedDevice
 from raymoe.engine.core import EngineCore, Runner
-from raymoe.engine.device_loading import LoadedModel, load_on_device
+from raymoe.engine.device_loading import LoadedModel, load_on_device, load_resident
 from raymoe.engine.node import find_node
 from raymoe.engine.pace import Pace
 from raymoe.engine.parts import EngineParts
@@ -119,14 +119,14 @@ def _device_name(config: EngineConfig) -> str:
 
 def _schedule_name(config: EngineConfig, device: str) -> str:
     """The schedule that is asked for, once it suits the device; "auto" lets the planner choose."""
-    if config.schedule not in ("auto", *BUILDERS):
-        raise UnknownOptionError(config.schedule, BUILDERS, "schedule")
-    is_streamed = device != "cpu"
-    name = config.schedule
-    if name != "auto" and (name in STREAMING_BUILDERS) != is_streamed:
-        fitting = sorted(STREAMING_BUILDERS) if is_streamed else ["in_place"]
+    name, known = config.schedule, ("auto", *BUILDERS)
+    if name not in known:
+        raise UnknownOptionError(name, known, "schedule")
+    has_device = device != "cpu"
+    fitting = ["resident", *sorted(STREAMING_BUILDERS)] if has_device else ["in_place"]
+    if name not in ("auto", *fitting):
         raise ConfigError(f"schedule is {name!r}; the device {device!r} runs {', '.join(fitting)}")
-    if config.policy is not None and config.policy.device is not None and not is_streamed:
+    if config.policy is not None and config.policy.device is not None and not has_device:
         raise ConfigError(
             f"policy.device is given, but the device {device!r} has no memory of its own; leave "
             "it out, or choose the device 'cuda' or 'emulated'"
@@ -151,7 +151,8 @@ def _load_or_close(
     model: LoadedModel, device: Device, before_pass: BeforePass | None
 ) -> tuple[Runner, Release]:
     try:
-        return load_on_device(model, device, before_pass)
+        load = load_resident if model.passes.schedule == "resident" else load_on_device
+        return load(model, device, before_pass)
     except BaseException:
         device.close()
         raise

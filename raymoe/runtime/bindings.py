@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from raymoe.kernels.cpu_attention import AttentionBatch
+from raymoe.kernels.device_attention import PagedBatch
 from raymoe.memory.kv_cache import KvCache
 from raymoe.model.decoder import Decoder, Projected, Routing
 from raymoe.runtime.executor import Bindings
@@ -47,9 +48,14 @@ class PassInputs:
 
 @dataclass(slots=True)
 class PassState:
-    """What lives between the tasks of one pass; every field is owned by the pass."""
+    """What lives between the tasks of one pass; every field is owned by the pass.
+
+    Attributes:
+        paged: The sequences as indices on a device that holds the KV cache.
+    """
 
     inputs: PassInputs
+    paged: PagedBatch | None = None
     hidden_TH: Tensor | None = None
     projected: Projected | None = None
     attention_TX: Tensor | None = None
@@ -57,8 +63,25 @@ class PassState:
     routing: Routing | None = None
 
 
+Attend = Callable[[int, Projected, PassState], Tensor]
+
+
 def bind_cpu(decoder: Decoder, cache: KvCache) -> Bindings[PassState]:
     """Bindings of the device `cpu`: every operation in place, on host memory."""
+
+    def attend(layer: int, projected: Projected, state: PassState) -> Tensor:
+        return decoder.attend(layer, projected, cache.layer(layer), state.inputs.attention)
+
+    return bind_in_place(decoder, attend)
+
+
+def bind_in_place(decoder: Decoder, attend_layer: Attend) -> Bindings[PassState]:
+    """Bindings where weights, KV cache and work are in one memory.
+
+    Args:
+        decoder: The model.
+        attend_layer: Appends to the cache of a layer and attends.
+    """
 
     def embed(_task: Task, state: PassState) -> None:
         state.hidden_TH = decoder.embed(state.inputs.token_ids)
@@ -72,9 +95,7 @@ def bind_cpu(decoder: Decoder, cache: KvCache) -> Bindings[PassState]:
 
     def attend(task: Task, state: PassState) -> None:
         assert state.projected is not None
-        state.attention_TX = decoder.attend(
-            task.layer, state.projected, cache.layer(task.layer), state.inputs.attention
-        )
+        state.attention_TX = attend_layer(task.layer, state.projected, state)
         state.projected = None
 
     def post(task: Task, state: PassState) -> None:
@@ -95,7 +116,7 @@ def bind_cpu(decoder: Decoder, cache: KvCache) -> Bindings[PassState]:
         final_RH = decoder.final(state.hidden_TH, state.inputs.logit_rows)
         for begin in range(0, final_RH.shape[0], LOGIT_CHUNK_ROWS):
             chunk_CH = final_RH[begin : begin + LOGIT_CHUNK_ROWS]
-            state.inputs.on_logits(begin, decoder.logits(chunk_CH))
+            state.inputs.on_logits(begin, decoder.logits(chunk_CH).cpu())
 
     return {
         Op.EMBED: embed,

@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 from raymoe.schedule.builders.fastdecode import build_fastdecode
 from raymoe.schedule.builders.flexgen import build_flexgen_s3, build_flexgen_s4
-from raymoe.schedule.builders.in_place import build_in_place
+from raymoe.schedule.builders.in_place import build_in_place, build_resident
 from raymoe.schedule.builders.layer_by_layer import build_layer_by_layer
 from raymoe.schedule.builders.shape import PassForm
 from raymoe.schedule.builders.waves import (
@@ -31,9 +31,9 @@ STREAMING_BUILDERS: Mapping[str, Callable[[PassForm], Schedule]] = MappingProxyT
 """Those that take a `PassForm`: weights, KV or hidden states move between host and device."""
 
 BUILDERS: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
-    {"in_place": build_in_place, **STREAMING_BUILDERS}
+    {"in_place": build_in_place, "resident": build_resident, **STREAMING_BUILDERS}
 )
-"""All of them; "in_place" takes a number of layers."""
+"""All of them; "in_place" and "resident" take a number of layers."""
 
 MOST_WAVES: Mapping[str, int] = MappingProxyType({"vslpipe": 2, "layer_by_layer": 1})
 """Schedules whose papers say into how many waves a pass is cut, at most."""

@@ -11,7 +11,7 @@ from raymoe.plan.pages import layer_pages
 from raymoe.plan.wave import WaveShape
 from raymoe.plan.work import Matrices, ModelWork
 from raymoe.schedule.builders import STREAMING_BUILDERS
-from raymoe.schedule.builders.in_place import build_in_place
+from raymoe.schedule.builders.in_place import build_resident
 from raymoe.schedule.builders.shape import PassForm
 from raymoe.schedule.simulate import simulate
 from raymoe.schedule.task import RESOURCES_OF, Op, Resource, Task
@@ -250,7 +250,7 @@ def test_a_resident_model_attends_at_the_speed_of_device_memory() -> None:
     cost = cost_of(WaveShape.decode(10, 500))
     on_gpu = work_s(cost, Op.ATTN, resource=Resource.GPU)
     assert on_gpu == pytest.approx((10 * 500 + 2 * 10) * KV_ROW / 200e9)
-    timeline = simulate(build_in_place(32, resource=Resource.GPU), cost)
+    timeline = simulate(build_resident(32), cost)
     assert timeline.resources == (Resource.GPU,)
 
 
