@@ -14,7 +14,7 @@ from raymoe.bench.contenders import CONTENDERS
 from raymoe.bench.jobs import kernel_jobs
 from raymoe.bench.kernels import measure_kernels
 from raymoe.bench.lanes import measure_lanes
-from raymoe.bench.passes import compare_passes, times_by_kind
+from raymoe.bench.passes import KindTimes, compare_passes, times_by_kind
 from raymoe.bench.suite import Result, run_suite
 from raymoe.bench.workloads import SHAPES, WORKLOADS, make_checkpoint
 from raymoe.config import Settings
@@ -25,8 +25,8 @@ from raymoe.measure.profile import obtain_profile
 from raymoe.schedule.task import Op
 from raymoe.units import GB, GIB, format_seconds
 
-# Of a pass on host cores, in their order.
-IN_PLACE_OPS = (Op.EMBED, Op.PRE, Op.ATTN, Op.POST, Op.EXPERTS, Op.HEAD)
+# Of a pass on host cores, those that take time.
+PASS_OPS = (Op.PRE, Op.ATTN, Op.POST, Op.EXPERTS, Op.HEAD)
 
 
 def run(  # noqa: PLR0913 - the options of a command
@@ -103,23 +103,26 @@ def _run_passes(
 ) -> None:
     settings = Settings.from_environment()
     hardware, _ = obtain_profile(settings.cache_directory, num_threads)
-    table = Table(title="passes: gaps of the prediction with this machine's profile, in %")
-    table.add_column("passes")
-    for column in ("number", "predicted", "measured", "gap", *IN_PLACE_OPS):
-        table.add_column(column, justify="right")
-    with Live(table, console=Console(), vertical_overflow="visible"):
-        for shape, workload in cases:
-            model = make_checkpoint(shape, directory / shape)
-            runs = compare_passes(model, hardware, WORKLOADS[workload], repetitions)
-            for each in times_by_kind(runs):
-                table.add_row(
-                    f"{shape} {workload} {each.kind}",
-                    str(each.num_passes),
-                    format_seconds(each.predicted_s),
-                    format_seconds(each.measured_s),
-                    f"{100 * each.gap:+.1f}",
-                    *(f"{100 * gap:+.0f}" for gap in map(each.gap_by_op.__getitem__, IN_PLACE_OPS)),
-                )
+    for shape, workload in cases:
+        model = make_checkpoint(shape, directory / shape)
+        runs = compare_passes(model, hardware, WORKLOADS[workload], repetitions)
+        Console().print(_pass_table(f"{shape} {workload}", times_by_kind(runs)))
+
+
+def _pass_table(name: str, kinds: Iterable[KindTimes]) -> Table:
+    title = f"{name}: passes predicted with this machine's profile; gaps in %"
+    table = Table(title=title, pad_edge=False)
+    for column in ("passes", "predicted", "measured", "gap", *PASS_OPS):
+        table.add_column(column, justify="right", no_wrap=True)
+    for each in kinds:
+        table.add_row(
+            f"{each.num_passes} {each.kind}",
+            format_seconds(each.predicted_s),
+            format_seconds(each.measured_s),
+            f"{100 * each.gap:+.1f}",
+            *(f"{100 * each.gap_by_op[op]:+.0f}" for op in PASS_OPS),
+        )
+    return table
 
 
 def _run_kernels(num_threads: int, repetitions: int) -> None:

@@ -1,16 +1,29 @@
 """`raymoe bench` on a tiny shape: every figure is there and the contenders did the same work."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
 from raymoe.bench.kernels import measure_kernels
+from raymoe.bench.passes import (
+    PassKind,
+    PassPair,
+    compare_passes,
+    predict_pass,
+    times_by_kind,
+)
 from raymoe.bench.suite import run_suite
 from raymoe.bench.workloads import WORKLOADS, make_checkpoint, make_prompts
 from raymoe.errors import ConfigError
 from raymoe.measure.attention import AttentionShape, decode_job, prefill_job
 from raymoe.measure.experts import ExpertsShape, experts_job, linear_job
+from raymoe.plan.cost import PassShape
+from raymoe.schedule.task import Op, Resource, Task
+from raymoe.schedule.timeline import Span, Timeline
+from raymoe.specs.hardware import HardwareSpec
+from raymoe.specs.model import ModelSpec
 
 
 def test_both_contenders_generate_every_token_and_are_set_beside_the_bound(tmp_path: Path) -> None:
@@ -59,6 +72,60 @@ def test_a_decode_job_reads_the_keys_and_values_of_every_token() -> None:
     cache = job.calls[0].args[3]  # type: ignore[attr-defined]
     assert job.bytes_per_call == cache.numel() * cache.itemsize
     assert len(job.calls) * job.bytes_per_call >= 512 << 20
+
+
+def test_passes_of_a_job_are_set_beside_their_prediction(tmp_path: Path) -> None:
+    model = make_checkpoint("tiny", tmp_path)
+    node = HardwareSpec(
+        name="node", num_cores=2, host_memory_bytes=4 << 30, host_bytes_per_s=1e9,
+        host_flop_per_s=1e11,
+    )  # fmt: skip
+    workload = WORKLOADS["smoke"]
+    runs = compare_passes(model, node, workload, repetitions=2)
+    assert [len(run) for run in runs] == [workload.generated_tokens] * 2
+    prompt_tokens = sum(workload.prompt_lengths())
+    for run in runs:
+        prefill, *decodes = [pair.shape for pair in run]
+        assert prefill.tokens == prefill.prefill_tokens == prompt_tokens
+        assert prefill.prefill_pairs == sum(n * (n + 1) // 2 for n in workload.prompt_lengths())
+        for step, shape in enumerate(decodes, 1):
+            contexts = prompt_tokens + workload.num_rows * step
+            assert shape == dataclasses.replace(
+                PassShape.decode(workload.num_rows, 0),
+                attention_pairs=contexts,
+                context_tokens=contexts,
+            )
+    kinds = times_by_kind(runs)
+    assert [(each.kind, each.num_passes) for each in kinds] == [
+        ("prefill", 1), ("decode", 7), ("all", 8),
+    ]  # fmt: skip
+    spec = ModelSpec.from_directory(model)
+    predicted = sum(predict_pass(spec, node, pair.shape).makespan_s for pair in runs[0])
+    assert kinds[-1].predicted_s == pytest.approx(predicted)
+    for each in kinds:
+        assert each.gap == pytest.approx(each.predicted_s / each.measured_s - 1)
+        assert set(each.gap_by_op) == {"embed", "pre", "attn", "post", "experts", "head"}
+
+
+def pair_of(shape: PassShape, predicted_s: float, measured_s: float) -> PassPair:
+    task = Task(op=Op.HEAD, layer=0, part=0, resource=Resource.CPU)
+    timelines = [Timeline("", (Span(task, 0.0, each),)) for each in (predicted_s, measured_s)]
+    return PassPair(shape, *timelines)
+
+
+def test_times_of_a_kind_are_medians_over_runs_of_sums_over_passes() -> None:
+    decode, prefill = PassShape.decode(4, 9), PassShape.prefill(2, 9)
+    mixed = dataclasses.replace(prefill, tokens=prefill.tokens + 1)
+    runs = [
+        [pair_of(prefill, 8, 4 * slow), pair_of(decode, 1, slow), pair_of(decode, 2, 2 * slow)]
+        for slow in (1.0, 9.0, 2.0)
+    ]
+    times = {each.kind: each for each in times_by_kind(runs)}
+    assert set(times) == {"prefill", "decode", "all"}
+    assert (times["decode"].predicted_s, times["decode"].measured_s) == (3, 6)
+    assert times["decode"].gap == times["decode"].gap_by_op["head"] == pytest.approx(-0.5)
+    assert times["prefill"].gap == pytest.approx(0.0)
+    assert PassKind.of(mixed) is PassKind.MIXED
 
 
 def test_prompts_have_the_lengths_of_their_workload() -> None:

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from raymoe.config import EngineConfig
+from raymoe.device.host import read_host
 from raymoe.engine.engine import Engine
 from raymoe.errors import (
     CheckpointError,
@@ -16,7 +17,9 @@ from raymoe.errors import (
     UnknownOptionError,
     UnsupportedModelError,
 )
+from raymoe.measure.machine import identify_machine, store_profile
 from raymoe.plan.policy import DevicePolicy, Policy
+from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.presets_models import MODEL_PRESETS
 from raymoe.units import GIB, MIB
 from tests.parity.configurations import CONFIGURATIONS, make_checkpoint
@@ -94,6 +97,7 @@ STREAMING = Policy(
     [
         (EngineConfig(schedule="in_plac"), UnknownOptionError, "did you mean 'in_place'"),
         (EngineConfig(dtype="bfloat16", kv_dtype="float32"), ConfigError, "kv_dtype is 'float32'"),
+        (EngineConfig(hardware="absent.json"), ConfigError, "hardware file absent.json: cannot"),
         (EngineConfig(hardware="l4"), ConfigError, "sets the pace of the device 'emulated'"),
         (EngineConfig(policy=STREAMING), ConfigError, "the device 'cpu' has no memory of its own"),
     ],
@@ -101,6 +105,38 @@ STREAMING = Policy(
 def test_what_is_not_there_yet_is_refused(directory, config, error, message):
     with pytest.raises(error, match=message):
         Engine.from_pretrained(directory, config)
+
+
+NODE = HardwareSpec(
+    name="kept",
+    num_cores=1,
+    host_memory_bytes=3 * GIB,
+    host_bytes_per_s=1e9,
+    host_flop_per_s=1e9,
+)
+
+
+def planned_with(directory, **options) -> HardwareSpec:
+    with Engine.from_pretrained(directory, EngineConfig(linger_s=0.0, **options)) as engine:
+        return engine.plan.hardware
+
+
+def test_the_kept_profile_of_this_machine_is_planned_with(directory, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAYMOE_CACHE", str(tmp_path))
+    store_profile(tmp_path, identify_machine(1), NODE)
+    for hardware in (None, "auto"):
+        node = planned_with(directory, num_threads=1, hardware=hardware)
+        assert (node.name, node.host_bytes_per_s) == ("kept", 1e9)
+        assert 0 < node.host_memory_bytes <= 0.85 * read_host().total_memory_bytes
+    budget = planned_with(directory, num_threads=1, host_memory_bytes=2 * GIB)
+    assert (budget.name, budget.host_memory_bytes) == ("kept", 2 * GIB)
+    assert planned_with(directory, num_threads=2).name != "kept"
+
+
+def test_a_hardware_file_is_planned_with_as_it_is(directory, tmp_path):
+    NODE.to_file(tmp_path / "node.json")
+    assert planned_with(directory, hardware=str(tmp_path / "node.json")) == NODE
+    assert planned_with(directory, hardware=NODE) == NODE
 
 
 def test_an_unknown_architecture_is_refused(directory):
