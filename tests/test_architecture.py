@@ -25,9 +25,9 @@ MAY_IMPORT = {
     "model": {"errors", "specs", "kernels"},
     "memory": BASE | {"specs", "device", "kernels"},
     "runtime": {"errors", "schedule", "device", "memory", "model", "kernels"},
-    "measure": BASE | {"specs", "schedule", "device", "kernels", "memory"},
     "assets": set(),
 }
+MAY_IMPORT["measure"] = {*MAY_IMPORT} - {"config", "assets"}
 MAY_IMPORT["engine"] = {*MAY_IMPORT, "config"} - {"assets"}
 MAY_IMPORT["data"] = BASE | {"config", "specs", "plan", "engine"}
 EVERYTHING = {*MAY_IMPORT, "bench", "cli"}

@@ -17,8 +17,8 @@ import torch
 from raymoe.device.emulated import EmulatedDevice
 from raymoe.engine.device_loading import LoadedModel, load_on_device
 from raymoe.errors import ConfigError
-from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, KvLayout
+from raymoe.measure.tasks import decode_inputs
 from raymoe.memory.weights import WeightStore
 from raymoe.plan.device_cost import DeviceCost
 from raymoe.plan.pages import PageCut, layer_pages
@@ -26,7 +26,6 @@ from raymoe.plan.policy import PAGE_BYTES, DevicePolicy, Policy
 from raymoe.plan.streaming import StreamedPasses
 from raymoe.plan.wave import WaveShape
 from raymoe.plan.work import ModelWork
-from raymoe.runtime.bindings import PassInputs
 from raymoe.schedule.builders import MOST_WAVES
 from raymoe.schedule.critical import bound_by, gap
 from raymoe.schedule.graph import Schedule
@@ -153,7 +152,7 @@ class _Run:
         with contextlib.closing(EmulatedDevice(memory_bytes, Instant(), time_scale)) as device:
             model = self._model()
             runner, release = load_on_device(model, device)
-            inputs = self._inputs()
+            inputs = decode_inputs(self._rows, self._context, self._spec.vocab_size)
             runner.run(inputs)
             schedule = runner.schedule_of(inputs)
             cost = self._cost(schedule, model)
@@ -215,22 +214,6 @@ class _Run:
             self._hardware,
             waves=(wave,) * self._num_waves,
             page_bytes=_scaled(model.passes.cut, scale),
-        )
-
-    def _inputs(self) -> PassInputs:
-        rows, context = self._rows, self._context
-        blocks = ceil_div(context, BLOCK_TOKENS)
-        return PassInputs(
-            token_ids=torch.zeros(rows, dtype=torch.int64),
-            positions=torch.full((rows,), context - 1, dtype=torch.int32),
-            attention=AttentionBatch(
-                query_start=torch.arange(rows + 1, dtype=torch.int32),
-                context_tokens=torch.full((rows,), context, dtype=torch.int32),
-                block_table=torch.arange(rows * blocks, dtype=torch.int32).reshape(rows, blocks),
-            ),
-            prompt_tokens=torch.full((rows,), context - 1, dtype=torch.int32),
-            logit_rows=torch.arange(rows),
-            on_logits=lambda _row, _logits: None,
         )
 
 

@@ -13,7 +13,7 @@ from raymoe.errors import ConfigError
 from raymoe.measure.profile import USUAL_SECONDS, obtain_profile
 from raymoe.specs.curve import Curve
 from raymoe.specs.hardware import DeviceCurves, HardwareSpec, HostCurves
-from raymoe.units import GB, format_bytes
+from raymoe.units import GB, format_bytes, format_seconds
 
 Row = tuple[str, str, str]
 MAX_SECONDS = 60.0
@@ -92,6 +92,8 @@ def _host_rows(curves: HostCurves) -> Iterator[Row]:
     yield "decode attention, many heads", "", _flop(curves.attention_flop_per_s)
     yield from _flop_rows("prefill attention", "prompt", curves.prefill_flop_per_s)
     yield "norms and rotations", "", _bytes(curves.activation_bytes_per_s)
+    for size, overhead_s in curves.task_overhead_s.points if curves.task_overhead_s else ():
+        yield "a task beyond its kernels", f"{size:g} tokens", format_seconds(overhead_s)
 
 
 def _device_rows(curves: DeviceCurves) -> Iterator[Row]:

@@ -20,7 +20,7 @@ from raymoe.specs.hardware import HardwareSpec, HostCurves
 # Rows at which a matrix product reaches half of its peak beyond the memory bound: packed bfloat16
 # experts reach 0.93 of their best rate at 64 rows and 0.98 at 256.
 HALF_EFFICIENCY_ROWS = 5.0
-# Interpreter time of a task outside its kernels.
+# Interpreter time of a task outside its kernels, where it was not measured.
 TASK_OVERHEAD_S = 50e-6
 
 
@@ -104,7 +104,11 @@ class HostCost:
 
     def duration_s(self, task: Task) -> float:
         """See `CostModel`."""
-        return TASK_OVERHEAD_S + _SECONDS[task.op](self, task)
+        return self._overhead_s() + self.kernel_s(task)
+
+    def kernel_s(self, task: Task) -> float:
+        """Duration of the kernels of a task, one after another without a break."""
+        return _SECONDS[task.op](self, task)
 
     @property
     def curves(self) -> HostCurves | None:
@@ -132,6 +136,10 @@ class HostCost:
         """The longer of operations and bytes at the rates of the node."""
         hardware = self.hardware
         return max(flop / hardware.host_flop_per_s, num_bytes / hardware.host_bytes_per_s)
+
+    def _overhead_s(self) -> float:
+        overhead = self.curves.task_overhead_s if self.curves else None
+        return TASK_OVERHEAD_S if overhead is None else overhead.at(self.shape.tokens)
 
     def _weights_s(self, rows: float, parameters: float, curve: Curve | None) -> float:
         if not rows:

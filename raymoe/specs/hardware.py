@@ -35,6 +35,8 @@ class HostCurves:
         prefill_flop_per_s: Causal attention of whole prompts over their tokens; what lies above
             the diagonal is not counted.
         activation_bytes_per_s: Norms and rotations: activations read and written.
+        task_overhead_s: What a task of a pass takes beyond its kernels, over the tokens of the
+            pass; None for a constant of the cost model.
     """
 
     product_flop_per_s: Curve
@@ -44,6 +46,7 @@ class HostCurves:
     attention_bytes_per_s_of_threads: Curve
     prefill_flop_per_s: Curve
     activation_bytes_per_s: float
+    task_overhead_s: Curve | None = None
 
     def __post_init__(self) -> None:
         _check_positive(self, ("attention_flop_per_s", "activation_bytes_per_s"))

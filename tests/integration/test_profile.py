@@ -8,9 +8,10 @@ import pytest
 
 from raymoe import _native, cli
 from raymoe.kernels.threads import set_num_threads
-from raymoe.measure import attention, experts, host, machine, profile
+from raymoe.measure import attention, experts, host, machine, profile, tasks
 from raymoe.measure.attention import AttentionShape
 from raymoe.measure.experts import ExpertsShape
+from raymoe.specs.curve import Curve
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.units import MIB
 from tests.unit.specs.test_hardware import MEASURED
@@ -47,10 +48,11 @@ def test_everything_is_measured_on_the_cores(tmp_path: Path) -> None:
     assert node.num_cores == 2
     assert not node.has_gpu
     assert node.host_copy_bytes_per_s > 0
+    found = {name: getattr(curves, name) for name in curves.__slots__}
     sizes = {
-        field.name: [size for size, _ in getattr(curves, field.name).points]
-        for field in dataclasses.fields(curves)
-        if field.type.__name__ == "Curve"
+        name: [size for size, _ in curve.points]
+        for name, curve in found.items()
+        if isinstance(curve, Curve)
     }
     assert sizes == {
         "product_flop_per_s": [1, 64],
@@ -58,6 +60,7 @@ def test_everything_is_measured_on_the_cores(tmp_path: Path) -> None:
         "attention_bytes_per_s": [32, 512],
         "attention_bytes_per_s_of_threads": [1, 2],
         "prefill_flop_per_s": [32, 256],
+        "task_overhead_s": list(tasks.TOKENS),
     }
     node.to_file(tmp_path / "node.json")
     assert HardwareSpec.from_file(tmp_path / "node.json") == node
