@@ -16,6 +16,7 @@ from raymoe.errors import ConfigError, RaymoeError
 COMMANDS = {
     "generate": "Generate text for a table of prompts: parquet or JSONL in and out.",
     "demo": "Tidy thousands of messy rows with the bundled model and check the answers.",
+    "plan": "Choose the policy for a model, a node and a job, and predict what it will take.",
     "compare": "Run schedules side by side on an emulated device, predicted and measured.",
     "profile": "Measure this machine in a minute: what its cores, memory, GPU and link reach.",
     "bench": "Measure this machine: our engine against transformers, beside the bound.",

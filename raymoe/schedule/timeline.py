@@ -49,6 +49,15 @@ class Timeline:
             ),
         )
 
+    def between(self, start_s: float, end_s: float) -> "Timeline":
+        """The part between two times, tasks cut at its edges; it starts at zero."""
+        cut = (
+            Span(span.task, max(span.start_s, start_s) - start_s, min(span.end_s, end_s) - start_s)
+            for span in self.spans
+            if span.end_s > start_s and span.start_s < end_s
+        )
+        return Timeline(self.name, tuple(cut))
+
     @property
     def resources(self) -> tuple[Resource, ...]:
         """The resources in use, in the order of the enumeration."""

@@ -1,0 +1,183 @@
+"""`raymoe plan`: the policy for a model, a node and a job, and what the job will take."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from raymoe.cli.options import hardware_by_name, model_by_name, size
+from raymoe.cli.plan_tables import gantt, memory_table, policy_table, prediction_table
+from raymoe.errors import ConfigError, UnknownOptionError
+from raymoe.plan.pictures import PlanOn, roofline_picture, throughput_picture
+from raymoe.plan.plan import DEFAULT_WORKLOAD, Plan
+from raymoe.plan.search import find_plan
+from raymoe.plan.what_if import next_steps
+from raymoe.schedule.builders import STREAMING_BUILDERS
+from raymoe.specs.hardware import HardwareSpec
+from raymoe.specs.model import ModelSpec
+from raymoe.specs.presets_hardware import HARDWARE_PRESETS
+from raymoe.specs.presets_models import MODEL_PRESETS
+from raymoe.specs.workload import Workload
+
+Model = Annotated[
+    str,
+    typer.Option(
+        help=f"A directory with a config.json, or one of {', '.join(MODEL_PRESETS)}.",
+        metavar="NAME|DIR",
+    ),
+]
+Hardware = Annotated[
+    str, typer.Option(help=f"One of {', '.join(HARDWARE_PRESETS)}.", metavar="NAME")
+]
+PromptLen = Annotated[int, typer.Option(min=1, help="Mean tokens of a prompt.")]
+GenLen = Annotated[int, typer.Option(min=1, help="Mean tokens to generate for a row.")]
+NumRows = Annotated[int, typer.Option(min=1, help="Rows of the job.")]
+ScheduleName = Annotated[
+    str,
+    typer.Option(
+        help=f"Order of work on a GPU: auto, or one of {', '.join(STREAMING_BUILDERS)}.",
+        metavar="NAME",
+    ),
+]
+HostMemory = Annotated[
+    int | None,
+    typer.Option(
+        parser=size,
+        metavar="SIZE",
+        help="Host memory that may be used: 192GiB, ...; by default what the node has.",
+    ),
+]
+DeviceMemory = Annotated[
+    int | None,
+    typer.Option(parser=size, metavar="SIZE", help="The same of GPU memory: 16GiB, ..."),
+]
+MaxContext = Annotated[
+    int | None,
+    typer.Option(min=1, help="Longest row, prompt and all; by default what the model allows."),
+]
+Price = Annotated[
+    float | None, typer.Option(min=0.0, help="Of the node, to show the cost of tokens and job.")
+]
+WhatIf = Annotated[
+    bool,
+    typer.Option("--what-if", help="Show what more memory, link, cores or GPU would gain."),
+]
+Plot = Annotated[
+    bool, typer.Option("--plot", help="Draw the node's roofline and throughput over host memory.")
+]
+Out = Annotated[Path, typer.Option(help="Directory for the pictures of --plot.")]
+
+
+def run(  # noqa: PLR0913 - the options of a command
+    *,
+    model: Model,
+    hardware: Hardware,
+    prompt_len: PromptLen = DEFAULT_WORKLOAD.prompt_tokens,
+    gen_len: GenLen = DEFAULT_WORKLOAD.generated_tokens,
+    num_rows: NumRows = DEFAULT_WORKLOAD.num_rows,
+    schedule: ScheduleName = "auto",
+    host_memory: HostMemory = None,
+    device_memory: DeviceMemory = None,
+    max_context: MaxContext = None,
+    price_per_hour: Price = None,
+    what_if: WhatIf = False,
+    plot: Plot = False,
+    out: Out = Path("raymoe-plan"),
+) -> None:
+    """Choose how to run a model on a node, and predict speed, time and cost of a job.
+
+    Needs neither weights nor node. Prints policy, memory, what limits decoding,
+    predicted rates, and a few layers of a pass. What does not fit is refused
+    with the bytes that are missing.
+    """
+    spec = model_by_name(model)
+    node = _node(hardware, host_memory, device_memory)
+    workload = Workload(num_rows=num_rows, prompt_tokens=prompt_len, generated_tokens=gen_len)
+    _check(spec, node, workload, schedule=schedule, max_context=max_context)
+    plan_on: PlanOn = partial(
+        find_plan, spec, workload=workload, schedule=schedule, max_context_tokens=max_context
+    )
+    plan = plan_on(node)
+    _print(plan, price_per_hour)
+    if what_if:
+        Console().print(_what_if_table(plan, plan_on))
+    if plot:
+        _draw(plan, spec, plan_on, out)
+
+
+def _node(name: str, host_memory: int | None, device_memory: int | None) -> HardwareSpec:
+    """The node with the memory that may be used of it."""
+    node = hardware_by_name(name)
+    if host_memory is not None:
+        node = replace(node, host_memory_bytes=host_memory)
+    if device_memory is not None:
+        if not node.has_gpu:
+            raise ConfigError(f"--device-memory: {node.name} has no GPU; leave it out")
+        node = replace(node, gpu_memory_bytes=device_memory)
+    return node
+
+
+def _check(
+    model: ModelSpec,
+    node: HardwareSpec,
+    workload: Workload,
+    *,
+    schedule: str,
+    max_context: int | None,
+) -> None:
+    if schedule not in ("auto", *STREAMING_BUILDERS):
+        raise UnknownOptionError(schedule, ("auto", *STREAMING_BUILDERS), "schedule")
+    if schedule != "auto" and not node.has_gpu:
+        raise ConfigError(f"--schedule {schedule}: {node.name} has no GPU; leave it out")
+    longest = min(max_context or model.max_context_tokens, model.max_context_tokens)
+    if workload.context_tokens > longest:
+        raise ConfigError(
+            f"a row has {workload.prompt_tokens} + {workload.generated_tokens} tokens; "
+            f"{model.name} takes {longest}"
+        )
+
+
+def _print(plan: Plan, price_per_hour: float | None) -> None:
+    console, workload = Console(), plan.workload
+    console.print(
+        f"{plan.model_name} on {plan.hardware.name}: {workload.num_rows:,} rows of "
+        f"{workload.prompt_tokens:,} + {workload.generated_tokens:,} tokens",
+        style="bold",
+    )
+    console.print(policy_table(plan))
+    console.print(memory_table(plan))
+    console.print(prediction_table(plan, price_per_hour))
+    console.print(Text(gantt(plan.decode, console.width)))
+
+
+def _what_if_table(plan: Plan, plan_on: PlanOn) -> Table:
+    """What one more step of each resource would give; each is a plan of its own."""
+    table = Table(title="what if")
+    for column in ("more", "now", "then", "tokens/s", "gain", "bound"):
+        table.add_column(column, justify="right" if column in {"tokens/s", "gain"} else "left")
+    for step in next_steps(plan.hardware):
+        then = plan_on(step.hardware)
+        table.add_row(
+            step.resource,
+            step.before,
+            step.after,
+            f"{then.tokens_per_s:,.1f}",
+            f"{100 * (then.tokens_per_s / plan.tokens_per_s - 1):+.0f} %",
+            then.bound,
+        )
+    return table
+
+
+def _draw(plan: Plan, model: ModelSpec, plan_on: PlanOn, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    pictures = {"throughput.svg": throughput_picture(plan, model, plan_on)}
+    if plan.hardware.has_gpu:  # without a link there is one roof, and all lies under it
+        pictures["roofline.svg"] = roofline_picture(plan, model)
+    for name, picture in pictures.items():
+        (out / name).write_text(picture)
+        Console(stderr=True).print(f"{out / name}", style="dim")

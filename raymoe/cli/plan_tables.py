@@ -1,0 +1,116 @@
+"""A plan for people: its policy, memory and prediction, and what a pass looks like."""
+
+from collections.abc import Iterable, Iterator
+
+from rich.table import Table
+
+from raymoe.plan.footprint import Footprint
+from raymoe.plan.plan import RESOURCE_NAMES, Plan
+from raymoe.plan.policy import DevicePolicy
+from raymoe.plan.streaming import KV_BLOCK_TOKENS
+from raymoe.schedule.draw.text import draw_text
+from raymoe.schedule.task import Op
+from raymoe.schedule.timeline import Timeline
+from raymoe.units import format_bytes, format_seconds
+
+Row = tuple[str, str]
+GANTT_LAYERS = 2  # two kinds of layers may take turns
+AROUND_LANE = 20  # letters: the longest name of a lane, its frame and busy share
+
+
+def policy_table(plan: Plan) -> Table:
+    """How a run is cut."""
+    return _two_columns("policy", _policy_rows(plan))
+
+
+def memory_table(plan: Plan) -> Table:
+    """What needs what, in each memory, beside what there is."""
+    table = Table(title="memory")
+    table.add_column("where")
+    table.add_column("for what")
+    table.add_column("size", justify="right")
+    hardware = plan.hardware
+    if plan.device_footprint is not None:
+        _add_memory(table, plan.device_footprint, hardware.gpu_memory_bytes)
+    _add_memory(table, plan.footprint, hardware.host_memory_bytes)
+    return table
+
+
+def prediction_table(plan: Plan, price_per_hour: float | None) -> Table:
+    """What the job will take; its cost where the price of the node is known."""
+    return _two_columns("prediction", _prediction_rows(plan, price_per_hour))
+
+
+def gantt(decode: Timeline, width: int) -> str:
+    """The layers in the middle of a decode pass as text of at most so many letters a line."""
+    starts = {
+        span.task.layer: span.start_s
+        for span in decode.spans
+        if span.task.op is Op.PRE and span.task.part == 0
+    }
+    shown = min(GANTT_LAYERS, len(starts))
+    first = (len(starts) - shown) // 2
+    start_s = starts[first] if first else 0.0
+    end_s = starts.get(first + shown, decode.makespan_s)
+    few = Timeline("", decode.between(start_s, end_s).spans)
+    title = (
+        f"{shown} of the {len(starts)} layers of a decode pass, which takes "
+        f"{format_seconds(decode.makespan_s)}"
+    )
+    return f"{title}\n{draw_text([few], columns=max(1, width - AROUND_LANE))}"
+
+
+def _policy_rows(plan: Plan) -> Iterator[Row]:
+    policy = plan.policy
+    yield "schedule", plan.schedule
+    yield "batch", f"{policy.batch_size:,} sequences"
+    yield (
+        "pass",
+        f"{policy.pass_tokens:,} tokens, {policy.prefill_chunk_tokens:,} of a prompt at most",
+    )
+    yield "KV cache", f"{policy.num_kv_blocks:,} blocks of {KV_BLOCK_TOKENS} tokens"
+    if policy.device is not None:
+        yield from _device_rows(policy.device)
+
+
+def _device_rows(device: DevicePolicy) -> Iterator[Row]:
+    share = 100 * device.cpu_attention_fraction
+    is_whole = device.waves_per_group >= device.num_waves
+    group = "the pass" if is_whole else f"each {device.waves_per_group} of them"
+    yield "waves of a pass", f"{device.num_waves}, attention up to {device.look_ahead} ahead"
+    yield "experts", f"once for {group}"
+    yield "decode attention", f"{share:.0f} % on the CPU, {100 - share:.0f} % on the GPU"
+    yield (
+        "weights",
+        (
+            f"{format_bytes(device.resident_bytes)} resident, pages of "
+            f"{format_bytes(device.page_bytes)}"
+        ),
+    )
+
+
+def _prediction_rows(plan: Plan, price_per_hour: float | None) -> Iterator[Row]:
+    job = plan.job
+    yield "decoding is bound by", RESOURCE_NAMES[plan.bound]
+    yield "prefill", f"{plan.prefill_tokens_per_s:,.1f} prompt tokens/s"
+    yield "decode", f"{plan.decode_tokens_per_s:,.1f} tokens/s"
+    yield "end to end", f"{plan.tokens_per_s:,.1f} generated tokens/s"
+    yield "the job", f"{format_seconds(job.seconds)} in {job.num_passes:,.0f} passes"
+    if price_per_hour is not None:
+        million = plan.cost_per_million_tokens(price_per_hour)
+        yield "cost", f"{million:.3g} per million generated tokens"
+        yield "cost of the job", f"{price_per_hour * job.seconds / 3600:.3g}"
+
+
+def _two_columns(title: str, rows: Iterable[Row]) -> Table:
+    table = Table(title=title, show_header=False)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _add_memory(table: Table, footprint: Footprint, available_bytes: int) -> None:
+    for index, (purpose, num_bytes) in enumerate(footprint.parts):
+        table.add_row("" if index else footprint.memory, purpose, format_bytes(num_bytes))
+    table.add_row("", "total", format_bytes(footprint.total), style="bold")
+    table.add_row("", "available", format_bytes(available_bytes), end_section=True)

@@ -1,0 +1,127 @@
+"""The papers' own policies on our terms: sizes that our cost model judges beside our choice.
+
+Assumptions:
+- A paper's batch, micro-batches, resident weights and tokens of a pass are taken as far as they
+  fit. Our count of memory is higher than the papers': where it does not hold them, there are fewer
+  KV blocks, fewer resident weights, and passes of half, a quarter, ... of the tokens.
+- Rows that are not there leave smaller batches.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from raymoe.errors import InfeasiblePlanError
+from raymoe.plan.device_memory import device_footprint, host_footprint, kv_block_bytes
+from raymoe.plan.pages import LayerBytes
+from raymoe.plan.papers.moe_lens import LensNode, stage2
+from raymoe.plan.papers.moe_lightning import LightningOptimizer
+from raymoe.plan.papers.symbols import BYTES_PER_ELEMENT, PaperModel
+from raymoe.plan.policy import DevicePolicy, Policy
+from raymoe.plan.streaming import KV_BLOCK_TOKENS, StreamedPasses
+from raymoe.plan.work import ModelWork
+from raymoe.specs.hardware import HardwareSpec
+from raymoe.specs.model import ModelSpec
+from raymoe.specs.workload import Workload
+from raymoe.units import ceil_div, format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PaperPolicies:
+    """What each paper would do for one model, node and job; the schedule is the name of the method.
+
+    Raises:
+        ConfigError: The paper has no formula for the model or the job.
+        InfeasiblePlanError: The paper finds no policy, or memory does not hold its batch.
+    """
+
+    model: ModelSpec
+    hardware: HardwareSpec
+    workload: Workload
+
+    def cgopipe(self) -> Policy:
+        """MoE-Lightning: all prompts of a batch in one pass; all but the experts is resident.
+
+        Source: MoE-Lightning (ASPLOS 2025), section 4.2.
+        """
+        model, workload = self.model, self.workload
+        best = LightningOptimizer(
+            model=PaperModel.of(model),
+            hardware=self.hardware,
+            prompt_tokens=workload.prompt_tokens,
+            generated_tokens=workload.generated_tokens,
+        ).best()
+        layers = [LayerBytes.of(model, i, BYTES_PER_ELEMENT) for i in range(model.num_layers)]
+        common = sum(layer.common for layer in layers)
+        experts = sum(layer.total for layer in layers) - common
+        batch = min(best.batch_size, workload.num_rows)
+        policy = Policy(
+            batch_size=batch,
+            pass_tokens=batch * workload.prompt_tokens,
+            prefill_chunk_tokens=workload.prompt_tokens,
+            num_kv_blocks=batch * ceil_div(workload.context_tokens, KV_BLOCK_TOKENS),
+            device=DevicePolicy(
+                num_waves=ceil_div(batch, best.micro_batch_size),
+                resident_bytes=common + int(best.resident_fraction * experts),
+            ),
+        )
+        return self._fitted("cgopipe", policy)
+
+    def vslpipe(self) -> Policy:
+        """MoE-Lens: host memory full of KV, tokens of a pass for which the GPU takes as the link.
+
+        Source: MoE-Lens (2025), section 5.5 (rows that are active), section 6.3 (n_real).
+        """
+        workload = self.workload
+        node = LensNode.of(self.model, self.hardware)
+        pass_tokens = max(1, int(node.pass_tokens))
+        active = int(stage2(node, workload).active_rows)
+        policy = Policy(
+            batch_size=max(1, min(active, workload.num_rows, pass_tokens)),
+            pass_tokens=pass_tokens,
+            prefill_chunk_tokens=min(workload.prompt_tokens, pass_tokens),
+            num_kv_blocks=max(1, int(node.kv_tokens) // KV_BLOCK_TOKENS),
+            device=DevicePolicy(num_waves=2),
+        )
+        return self._fitted("vslpipe", policy)
+
+    def _fitted(self, schedule: str, wanted: Policy) -> Policy:
+        for tokens in _halving(wanted.pass_tokens, wanted.batch_size):
+            policy = self._sized(schedule, replace(wanted, pass_tokens=tokens))
+            if policy is not None:
+                return policy
+        raise InfeasiblePlanError(
+            f"{schedule} with the {wanted.batch_size} rows of its paper does not fit "
+            f"{self.hardware.name}: {format_bytes(self.hardware.gpu_memory_bytes)} of device "
+            f"memory and {format_bytes(self.hardware.host_memory_bytes)} of host memory"
+        )
+
+    def _sized(self, schedule: str, wanted: Policy) -> Policy | None:
+        """The policy with as many resident weights and KV blocks as fit; None where none do."""
+        hardware = self.hardware
+        bare = self._passes(schedule, wanted, resident_bytes=0)
+        spare = hardware.gpu_memory_bytes - device_footprint(self.model, self._work, bare).total
+        if spare < 0:
+            return None
+        resident = min(spare, 0 if wanted.device is None else wanted.device.resident_bytes)
+        passes = self._passes(schedule, replace(wanted, num_kv_blocks=1), resident_bytes=resident)
+        free = hardware.host_memory_bytes - host_footprint(self.model, self._work, passes).total
+        num_blocks = min(wanted.num_kv_blocks, 1 + free // kv_block_bytes(self._work))
+        if num_blocks < ceil_div(self.workload.context_tokens, KV_BLOCK_TOKENS):
+            return None
+        return replace(passes.policy, num_kv_blocks=num_blocks)
+
+    def _passes(self, schedule: str, policy: Policy, *, resident_bytes: int) -> StreamedPasses:
+        device = replace(policy.device or DevicePolicy(), resident_bytes=resident_bytes)
+        policy = replace(policy, device=device)
+        return StreamedPasses.of(self.model, schedule, policy, BYTES_PER_ELEMENT)
+
+    @property
+    def _work(self) -> ModelWork:
+        return ModelWork.of(self.model, BYTES_PER_ELEMENT)
+
+
+def _halving(most: int, least: int) -> Iterator[int]:
+    while most > least:
+        yield most
+        most //= 2
+    yield least

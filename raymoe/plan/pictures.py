@@ -1,0 +1,139 @@
+"""The two pictures of a plan: where it lies under the roofs of its node, and what memory gives.
+
+After MoE-Lightning (ASPLOS 2025), figures 1, 4 and 5, and MoE-Lens (2025), figure 3.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+
+from raymoe.errors import InfeasiblePlanError
+from raymoe.plan.device_pass import DevicePass
+from raymoe.plan.draw import Curve, CurvePoint, draw_roofline, draw_throughput
+from raymoe.plan.papers.hrm import Hierarchy, Operation, place
+from raymoe.plan.papers.policies import PaperPolicies
+from raymoe.plan.plan import RESOURCE_NAMES, Plan
+from raymoe.plan.policy import Policy
+from raymoe.plan.search import find_plan
+from raymoe.plan.work import ModelWork
+from raymoe.schedule.task import Op
+from raymoe.specs.hardware import HardwareSpec
+from raymoe.specs.model import ModelSpec
+
+PlanOn = Callable[[HardwareSpec], Plan]
+"""Plans one job on any node."""
+
+BYTES_PER_ELEMENT = 2
+QUARTERS = range(1, 9)  # of the host memory of the node
+PAPERS: Mapping[str, tuple[str, Callable[[PaperPolicies], Policy]]] = {
+    "cgopipe": ("CGOPipe, policy of MoE-Lightning", PaperPolicies.cgopipe),
+    "vslpipe": ("VSLPipe, policy of MoE-Lens", PaperPolicies.vslpipe),
+}
+
+
+def roofline_picture(plan: Plan, model: ModelSpec) -> str:
+    """The roofs of a plan's node, and below them what its decode pass computes.
+
+    Args:
+        plan: For a node with a GPU.
+        model: Its model.
+    """
+    node, work = Hierarchy.of(plan.hardware), ModelWork.of(model, BYTES_PER_ELEMENT)
+    return draw_roofline(
+        node,
+        place(node, feed_forward(plan, work)),
+        [place(node, attention(plan, work))],
+        title=f"{plan.model_name} on {plan.hardware.name}, a decode pass of {plan.schedule}",
+    )
+
+
+def feed_forward(plan: Plan, work: ModelWork) -> Operation:
+    """Experts, shared experts and dense networks of a decode pass, all layers.
+
+    A launch reads from device memory what some token chose; the link brings what streams, which is
+    experts alone where the device holds the rest.
+
+    Args:
+        plan: The plan.
+        work: Its model in numbers.
+    """
+    passes, tokens = plan.passes, plan.decode_load.tokens
+    tasks = passes.schedule(plan.decode_load).tasks
+    launches = sum(task.op is Op.EXPERTS for task in tasks) / len(work.layers)
+    read = sum(
+        layer.common.num_bytes + layer.touched_experts(tokens / launches) * layer.expert.num_bytes
+        for layer in work.layers
+    )
+    return Operation(
+        name=f"FFN of {tokens:.0f} tokens",
+        flop=tokens * sum(layer.ffn_token_flop for layer in work.layers),
+        near_bytes=launches * read,
+        far_bytes=passes.passes.cut.streamed_bytes if isinstance(passes, DevicePass) else 0,
+    )
+
+
+def attention(plan: Plan, work: ModelWork) -> Operation:
+    """Decode attention of a row, whose KV is on the host; a batch has the same intensity."""
+    context = plan.decode_load.decode_context
+    kv_bytes = context * work.kv_token_bytes
+    return Operation(
+        name=f"attention at {context:.0f} tokens",
+        flop=context * work.pair_flop,
+        near_bytes=kv_bytes,
+        far_bytes=kv_bytes,
+    )
+
+
+def throughput_picture(plan: Plan, model: ModelSpec, plan_on: PlanOn) -> str:
+    """Throughput of the plan's job over host memory, beside that of the papers' own policies.
+
+    One cost model judges all. Where a policy does not fit there is no point.
+
+    Args:
+        plan: The plan.
+        model: Its model.
+        plan_on: Plans the job on a node with other memory.
+    """
+    own = plan.hardware
+    memories = (own.host_memory_bytes * quarters // 4 for quarters in QUARTERS)
+    nodes = [replace(own, host_memory_bytes=memory) for memory in memories]
+
+    def choose(node: HardwareSpec) -> Plan:
+        return plan if node == own else plan_on(node)
+
+    curves = [Curve(name="raymoe", points=tuple(_points(nodes, choose)))]
+    if own.has_gpu:
+        curves += [_paper_curve(plan, model, schedule, nodes) for schedule in PAPERS]
+    return draw_throughput(
+        [curve for curve in curves if curve.points],
+        title=f"{plan.model_name} on {own.name}, {plan.workload.num_rows:,} rows of "
+        f"{plan.workload.prompt_tokens:,} + {plan.workload.generated_tokens:,} tokens",
+        weight_bytes=plan.footprint.bytes_of("weights"),
+        chosen=_point(plan),
+    )
+
+
+def _paper_curve(
+    plan: Plan, model: ModelSpec, schedule: str, nodes: Iterable[HardwareSpec]
+) -> Curve:
+    name, choose = PAPERS[schedule]
+
+    def plan_on(node: HardwareSpec) -> Plan:
+        policy = choose(PaperPolicies(model, node, plan.workload))
+        return find_plan(model, node, plan.workload, schedule=schedule, policy=policy)
+
+    return Curve(name=name, points=tuple(_points(nodes, plan_on)))
+
+
+def _points(nodes: Iterable[HardwareSpec], plan_on: PlanOn) -> Iterator[CurvePoint]:
+    for node in nodes:
+        with suppress(InfeasiblePlanError):
+            yield _point(plan_on(node))
+
+
+def _point(plan: Plan) -> CurvePoint:
+    return CurvePoint(
+        host_memory_bytes=plan.hardware.host_memory_bytes,
+        tokens_per_s=plan.tokens_per_s,
+        bound=RESOURCE_NAMES[plan.bound],
+    )
