@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
@@ -105,9 +106,13 @@ def run(  # noqa: PLR0913 - the options of a command
     plan = plan_on(node)
     _print(plan, price_per_hour)
     if what_if:
-        Console().print(_what_if_table(plan, plan_on))
+        with _planning_others():
+            table = _what_if_table(plan, plan_on)
+        Console().print(table)
     if plot:
-        _draw(plan, spec, plan_on, out)
+        with _planning_others():
+            pictures = _pictures(plan, spec, plan_on)
+        _write(pictures, out)
 
 
 def _node(name: str, host_memory: int | None, device_memory: int | None) -> HardwareSpec:
@@ -173,11 +178,20 @@ def _what_if_table(plan: Plan, plan_on: PlanOn) -> Table:
     return table
 
 
-def _draw(plan: Plan, model: ModelSpec, plan_on: PlanOn, out: Path) -> None:
-    out.mkdir(parents=True, exist_ok=True)
+def _pictures(plan: Plan, model: ModelSpec, plan_on: PlanOn) -> dict[str, str]:
+    """Pictures by file name; without a GPU there is one roof only, and nothing to see under it."""
     pictures = {"throughput.svg": throughput_picture(plan, model, plan_on)}
-    if plan.hardware.has_gpu:  # without a link there is one roof, and all lies under it
+    if plan.hardware.has_gpu:
         pictures["roofline.svg"] = roofline_picture(plan, model)
+    return pictures
+
+
+def _write(pictures: dict[str, str], out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
     for name, picture in pictures.items():
         (out / name).write_text(picture)
-        Console(stderr=True).print(f"{out / name}", style="dim")
+    Console(stderr=True).print(", ".join(str(out / name) for name in pictures), style="dim")
+
+
+def _planning_others() -> Status:
+    return Console(stderr=True).status("planning for other nodes")

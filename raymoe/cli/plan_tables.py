@@ -4,10 +4,11 @@ from collections.abc import Iterable, Iterator
 
 from rich.table import Table
 
+from raymoe.plan.device_pass import DevicePass
 from raymoe.plan.footprint import Footprint
 from raymoe.plan.plan import RESOURCE_NAMES, Plan
 from raymoe.plan.policy import DevicePolicy
-from raymoe.plan.streaming import KV_BLOCK_TOKENS
+from raymoe.plan.streaming import KV_BLOCK_TOKENS, StreamedPasses
 from raymoe.schedule.draw.text import draw_text
 from raymoe.schedule.task import Op
 from raymoe.schedule.timeline import Timeline
@@ -69,24 +70,30 @@ def _policy_rows(plan: Plan) -> Iterator[Row]:
         f"{policy.pass_tokens:,} tokens, {policy.prefill_chunk_tokens:,} of a prompt at most",
     )
     yield "KV cache", f"{policy.num_kv_blocks:,} blocks of {KV_BLOCK_TOKENS} tokens"
-    if policy.device is not None:
-        yield from _device_rows(policy.device)
+    if isinstance(plan.passes, DevicePass):
+        yield from _device_rows(plan.passes.passes)
 
 
-def _device_rows(device: DevicePolicy) -> Iterator[Row]:
-    share = 100 * device.cpu_attention_fraction
-    is_whole = device.waves_per_group >= device.num_waves
-    group = "the pass" if is_whole else f"each {device.waves_per_group} of them"
-    yield "waves of a pass", f"{device.num_waves}, attention up to {device.look_ahead} ahead"
-    yield "experts", f"once for {group}"
+def _device_rows(passes: StreamedPasses) -> Iterator[Row]:
+    device, share = passes.device, 100 * passes.cpu_attention_fraction
+    yield "waves of a pass", f"{passes.num_waves}"
+    if passes.schedule == "waves":  # the others fix these themselves
+        yield "attention runs", f"up to {device.look_ahead} waves ahead"
+        yield "experts run", _group(device)
     yield "decode attention", f"{share:.0f} % on the CPU, {100 - share:.0f} % on the GPU"
     yield (
         "weights",
         (
-            f"{format_bytes(device.resident_bytes)} resident, pages of "
-            f"{format_bytes(device.page_bytes)}"
+            f"{format_bytes(passes.cut.resident_bytes)} resident, the rest in pages of "
+            f"{format_bytes(passes.cut.page_length)}"
         ),
     )
+
+
+def _group(device: DevicePolicy) -> str:
+    if device.waves_per_group >= device.num_waves:
+        return "once for the pass"
+    return f"every {device.waves_per_group} waves" if device.waves_per_group > 1 else "every wave"
 
 
 def _prediction_rows(plan: Plan, price_per_hour: float | None) -> Iterator[Row]:

@@ -24,7 +24,7 @@ PlanOn = Callable[[HardwareSpec], Plan]
 """Plans one job on any node."""
 
 BYTES_PER_ELEMENT = 2
-QUARTERS = range(1, 9)  # of the host memory of the node
+STEPS = 4  # of host memory, from the weights to what the node has, and on to twice as much
 PAPERS: Mapping[str, tuple[str, Callable[[PaperPolicies], Policy]]] = {
     "cgopipe": ("CGOPipe, policy of MoE-Lightning", PaperPolicies.cgopipe),
     "vslpipe": ("VSLPipe, policy of MoE-Lens", PaperPolicies.vslpipe),
@@ -94,21 +94,23 @@ def throughput_picture(plan: Plan, model: ModelSpec, plan_on: PlanOn) -> str:
         model: Its model.
         plan_on: Plans the job on a node with other memory.
     """
-    own = plan.hardware
-    memories = (own.host_memory_bytes * quarters // 4 for quarters in QUARTERS)
-    nodes = [replace(own, host_memory_bytes=memory) for memory in memories]
+    own, weight_bytes = plan.hardware, plan.footprint.bytes_of("weights")
+    nodes = [
+        replace(own, host_memory_bytes=memory)
+        for memory in _memories(weight_bytes, own.host_memory_bytes)
+    ]
 
     def choose(node: HardwareSpec) -> Plan:
         return plan if node == own else plan_on(node)
 
-    curves = [Curve(name="raymoe", points=tuple(_points(nodes, choose)))]
+    curves = [Curve(name="raymoe", points=tuple(_points(nodes, choose, has_bound=True)))]
     if own.has_gpu:
         curves += [_paper_curve(plan, model, schedule, nodes) for schedule in PAPERS]
     return draw_throughput(
         [curve for curve in curves if curve.points],
         title=f"{plan.model_name} on {own.name}, {plan.workload.num_rows:,} rows of "
         f"{plan.workload.prompt_tokens:,} + {plan.workload.generated_tokens:,} tokens",
-        weight_bytes=plan.footprint.bytes_of("weights"),
+        weight_bytes=weight_bytes,
         chosen=_point(plan),
     )
 
@@ -125,15 +127,25 @@ def _paper_curve(
     return Curve(name=name, points=tuple(_points(nodes, plan_on)))
 
 
-def _points(nodes: Iterable[HardwareSpec], plan_on: PlanOn) -> Iterator[CurvePoint]:
+def _memories(weight_bytes: int, own_bytes: int) -> Iterator[int]:
+    for step in range(1, STEPS):
+        yield weight_bytes + (own_bytes - weight_bytes) * step // STEPS
+    for step in range(STEPS + 1):
+        yield own_bytes + own_bytes * step // STEPS
+
+
+def _points(
+    nodes: Iterable[HardwareSpec], plan_on: PlanOn, *, has_bound: bool = False
+) -> Iterator[CurvePoint]:
     for node in nodes:
         with suppress(InfeasiblePlanError):
-            yield _point(plan_on(node))
+            plan = plan_on(node)
+            yield _point(plan, RESOURCE_NAMES[plan.bound] if has_bound else "")
 
 
-def _point(plan: Plan) -> CurvePoint:
+def _point(plan: Plan, bound: str = "") -> CurvePoint:
     return CurvePoint(
         host_memory_bytes=plan.hardware.host_memory_bytes,
         tokens_per_s=plan.tokens_per_s,
-        bound=RESOURCE_NAMES[plan.bound],
+        bound=bound,
     )
