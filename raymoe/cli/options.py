@@ -3,9 +3,7 @@
 from pathlib import Path
 
 from raymoe.errors import ConfigError
-from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
-from raymoe.specs.presets_hardware import hardware_preset
 from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
 from raymoe.units import parse_bytes
 
@@ -23,21 +21,9 @@ def model_by_name(text: str) -> ModelSpec:
         ConfigError: A path where there is no directory, or a model that is not supported.
         CheckpointError: The directory's `config.json` cannot be read.
     """
-    if text.lower() not in MODEL_PRESETS and (_is_path(text) or Path(text).is_dir()):
-        if not Path(text).is_dir():
-            raise ConfigError(f"--model {text}: there is no such directory")
-        return ModelSpec.from_directory(text)
+    path = Path(text)
+    if path.is_dir() and text.lower() not in MODEL_PRESETS:
+        return ModelSpec.from_directory(path)
+    if path.name != text:
+        raise ConfigError(f"--model {text}: there is no such directory")
     return model_preset(text)
-
-
-def hardware_by_name(text: str) -> HardwareSpec:
-    """The node that --hardware names: a preset.
-
-    Raises:
-        UnknownOptionError: There is none; names the nearest.
-    """
-    return hardware_preset(text)
-
-
-def _is_path(text: str) -> bool:
-    return len(Path(text).parts) > 1 or text.startswith(("/", "."))

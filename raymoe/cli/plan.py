@@ -11,7 +11,7 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from raymoe.cli.options import hardware_by_name, model_by_name, size
+from raymoe.cli.options import model_by_name, size
 from raymoe.cli.plan_tables import gantt, memory_table, policy_table, prediction_table
 from raymoe.errors import ConfigError, UnknownOptionError
 from raymoe.plan.pictures import PlanOn, roofline_picture, throughput_picture
@@ -21,7 +21,7 @@ from raymoe.plan.what_if import next_steps
 from raymoe.schedule.builders import STREAMING_BUILDERS
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
-from raymoe.specs.presets_hardware import HARDWARE_PRESETS
+from raymoe.specs.presets_hardware import HARDWARE_PRESETS, find_hardware
 from raymoe.specs.presets_models import MODEL_PRESETS
 from raymoe.specs.workload import Workload
 
@@ -33,7 +33,11 @@ Model = Annotated[
     ),
 ]
 Hardware = Annotated[
-    str, typer.Option(help=f"One of {', '.join(HARDWARE_PRESETS)}.", metavar="NAME")
+    str,
+    typer.Option(
+        help=f"A file that raymoe profile wrote, or one of {', '.join(HARDWARE_PRESETS)}.",
+        metavar="NAME|FILE",
+    ),
 ]
 PromptLen = Annotated[int, typer.Option(min=1, help="Mean tokens of a prompt.")]
 GenLen = Annotated[int, typer.Option(min=1, help="Mean tokens to generate for a row.")]
@@ -117,7 +121,7 @@ def run(  # noqa: PLR0913 - the options of a command
 
 def _node(name: str, host_memory: int | None, device_memory: int | None) -> HardwareSpec:
     """The node with the memory that may be used of it."""
-    node = hardware_by_name(name)
+    node = find_hardware(name)
     if host_memory is not None:
         node = replace(node, host_memory_bytes=host_memory)
     if device_memory is not None:

@@ -81,13 +81,10 @@ def _device_rows(passes: StreamedPasses) -> Iterator[Row]:
         yield "attention runs", f"up to {device.look_ahead} waves ahead"
         yield "experts run", _group(device)
     yield "decode attention", f"{share:.0f} % on the CPU, {100 - share:.0f} % on the GPU"
-    yield (
-        "weights",
-        (
-            f"{format_bytes(passes.cut.resident_bytes)} resident, the rest in pages of "
-            f"{format_bytes(passes.cut.page_length)}"
-        ),
-    )
+    cut = passes.cut
+    rest = f"the rest in pages of {format_bytes(cut.page_length)}"
+    kept = f"{format_bytes(cut.resident_bytes)} resident"
+    yield "weights", f"{kept}, {rest if cut.streamed_bytes else 'which is all of them'}"
 
 
 def _group(device: DevicePolicy) -> str:

@@ -5,18 +5,18 @@ next generation of the link, twice the cores with their memory channels, a GPU t
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
-from raymoe.specs.hardware import HardwareSpec
+from raymoe.specs.curve import Curve
+from raymoe.specs.hardware import DeviceCurves, HardwareSpec, HostCurves
 from raymoe.units import GB, GIB, TB, format_bytes
 
 MORE_DEVICE_BYTES = 8 * GIB
 HOST_MEMORY_FACTOR = 1.5
 RATE_FACTOR = 2
 
-LINK_FIELDS = ("htod_bytes_per_s", "dtoh_bytes_per_s")
-HOST_FIELDS = ("num_cores", "host_bytes_per_s", "host_flop_per_s", "host_copy_bytes_per_s")
-GPU_FIELDS = ("gpu_flop_per_s", "gpu_bytes_per_s")
+Rates = TypeVar("Rates", HardwareSpec, HostCurves, DeviceCurves)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,27 +38,60 @@ class Step:
 
 def next_steps(node: HardwareSpec) -> Iterator[Step]:
     """One step of each resource; those of the GPU and its link only where there is one."""
-    device_memory = node.gpu_memory_bytes + MORE_DEVICE_BYTES
     host_memory = int(HOST_MEMORY_FACTOR * node.host_memory_bytes)
-    steps: tuple[tuple[str, HardwareSpec, Callable[[HardwareSpec], str]], ...] = (
-        ("host memory", replace(node, host_memory_bytes=host_memory), _host_memory),
-        ("cores, host bandwidth", _faster(node, HOST_FIELDS), _cores),
-    )
     if node.has_gpu:
-        steps = (
-            ("GPU memory", replace(node, gpu_memory_bytes=device_memory), _device_memory),
-            *steps,
-            ("link", _faster(node, LINK_FIELDS), _link),
-            ("GPU rate", _faster(node, GPU_FIELDS), _gpu),
-        )
-    for resource, hardware, describe in steps:
-        yield Step(
-            resource=resource, before=describe(node), after=describe(hardware), hardware=hardware
-        )
+        device_memory = node.gpu_memory_bytes + MORE_DEVICE_BYTES
+        more = replace(node, gpu_memory_bytes=device_memory)
+        yield _step("GPU memory", node, more, _device_memory)
+    yield _step("host memory", node, replace(node, host_memory_bytes=host_memory), _host_memory)
+    if node.has_gpu:
+        yield _step("link", node, _with_faster_link(node), _link)
+    yield _step("cores, host bandwidth", node, _with_faster_host(node), _host)
+    if node.has_gpu:
+        yield _step("GPU rate", node, _with_faster_gpu(node), _gpu)
 
 
-def _faster(node: HardwareSpec, fields: tuple[str, ...]) -> HardwareSpec:
-    return replace(node, **{field: RATE_FACTOR * getattr(node, field) for field in fields})
+def _step(
+    resource: str, node: HardwareSpec, more: HardwareSpec, describe: Callable[[HardwareSpec], str]
+) -> Step:
+    return Step(resource=resource, before=describe(node), after=describe(more), hardware=more)
+
+
+def _with_faster_link(node: HardwareSpec) -> HardwareSpec:
+    curves = node.device_curves
+    if curves is not None:
+        names = [field.name for field in fields(curves) if "htod" in field.name]
+        names += [field.name for field in fields(curves) if "dtoh" in field.name]
+        curves = _faster(curves, *names)
+    return replace(_faster(node, "htod_bytes_per_s", "dtoh_bytes_per_s"), device_curves=curves)
+
+
+def _with_faster_host(node: HardwareSpec) -> HardwareSpec:
+    """All that the cores do, measured alone or beside the link."""
+    host, device = node.host_curves, node.device_curves
+    if host is not None:
+        host = _faster(host, *(field.name for field in fields(host)))
+    if device is not None:
+        device = _faster(device, "busy_attention_bytes_per_s")
+    names = ("num_cores", "host_bytes_per_s", "host_flop_per_s", "host_copy_bytes_per_s")
+    return replace(_faster(node, *names), host_curves=host, device_curves=device)
+
+
+def _with_faster_gpu(node: HardwareSpec) -> HardwareSpec:
+    curves = node.device_curves
+    if curves is not None:
+        curves = _faster(curves, "product_flop_per_s", "expert_flop_per_s")
+    return replace(_faster(node, "gpu_flop_per_s", "gpu_bytes_per_s"), device_curves=curves)
+
+
+def _faster(rates: Rates, *names: str) -> Rates:
+    """The same with some numbers or curves multiplied."""
+    changes: dict[str, Any] = {}
+    for name in names:
+        value = getattr(rates, name)
+        is_curve = isinstance(value, Curve)
+        changes[name] = value.scaled(RATE_FACTOR) if is_curve else RATE_FACTOR * value
+    return replace(rates, **changes)
 
 
 def _device_memory(node: HardwareSpec) -> str:
@@ -73,7 +106,7 @@ def _link(node: HardwareSpec) -> str:
     return f"{node.htod_bytes_per_s / GB:.1f} GB/s"
 
 
-def _cores(node: HardwareSpec) -> str:
+def _host(node: HardwareSpec) -> str:
     return f"{node.num_cores} cores, {node.host_bytes_per_s / GB:.0f} GB/s"
 
 

@@ -42,6 +42,10 @@ class Curve:
         share = math.log(size / left) / math.log(right / left)
         return math.exp((1 - share) * math.log(low) + share * math.log(high))
 
+    def scaled(self, factor: float) -> "Curve":
+        """The same sizes, with all values multiplied."""
+        return Curve(tuple((size, factor * value) for size, value in self.points))
+
     @property
     def highest(self) -> float:
         """The largest measured value."""
