@@ -85,10 +85,7 @@ def _layer_block_bytes(work: ModelWork) -> int:
 
 def _intermediates(model: ModelSpec, work: ModelWork, passes: StreamedPasses) -> int:
     """The largest of what operations allocate while they run: projections, or routed experts."""
-    tokens = min(passes.device.waves_per_group, passes.num_waves) * passes.wave_tokens
-    if passes.schedule == "module_batching":
-        tokens = passes.policy.pass_tokens
-    tokens = min(tokens, passes.policy.pass_tokens)
+    tokens = min(passes.waves_per_group * passes.wave_tokens, passes.policy.pass_tokens)
     largest = max(_ffn_intermediates(layer, work, tokens) for layer in work.layers)
     return largest + logit_bytes(model) + DEVICE_RUNTIME_BYTES
 

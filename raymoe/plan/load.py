@@ -57,6 +57,8 @@ def _fill(loads: list[float], rows: float) -> list[float]:
     """Rows of each wave such that the smallest waves grow to one level."""
     order = sorted(range(len(loads)), key=lambda wave: loads[wave])
     shares = [0.0] * len(loads)
+    if not rows:  # rounding would leave a wave with less than nothing, or more
+        return shares
     for count in range(len(loads), 0, -1):
         chosen = order[:count]
         level = (rows + sum(loads[wave] for wave in chosen)) / count

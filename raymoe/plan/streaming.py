@@ -6,13 +6,14 @@ What the engine allocates and what the planner counts is decided here, once.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Self
+from typing import NamedTuple, Self
 
 from raymoe.plan.pages import PageCut, layer_pages
 from raymoe.plan.policy import DevicePolicy, Policy
 from raymoe.schedule.builders import CPU_ATTENTION_FRACTIONS, MOST_WAVES, STREAMING_BUILDERS
 from raymoe.schedule.builders.shape import LayerPages, PassForm
 from raymoe.schedule.graph import Schedule
+from raymoe.schedule.task import Op
 from raymoe.specs.model import ModelSpec
 from raymoe.units import ceil_div
 
@@ -82,8 +83,17 @@ class StreamedPasses:
     @property
     def ring(self) -> int:
         """Waves whose attention is under way at once."""
-        without_pages = (LayerPages(num_pages=0),) * min(2, len(self.cut.layers))
-        return _ring(self.schedule, replace(self.form, layers=without_pages))
+        return _shape(self.schedule, self._bare_form).ring
+
+    @property
+    def waves_per_group(self) -> int:
+        """Waves whose tokens meet in one expert launch."""
+        return _shape(self.schedule, self._bare_form).waves_per_group
+
+    @property
+    def _bare_form(self) -> PassForm:
+        """As many layers as tell how waves follow each other, without pages."""
+        return replace(self.form, layers=(LayerPages(num_pages=0),) * min(2, len(self.cut.layers)))
 
     @property
     def wave_tokens(self) -> int:
@@ -101,8 +111,17 @@ class StreamedPasses:
         return min(blocks, self.policy.num_kv_blocks)
 
 
+class _Shape(NamedTuple):
+    ring: int
+    waves_per_group: int
+
+
 @lru_cache(maxsize=1024)
-def _ring(schedule: str, form: PassForm) -> int:
+def _shape(schedule: str, form: PassForm) -> _Shape:
+    """What the tasks of a schedule say of the buffers they take."""
     tasks = STREAMING_BUILDERS[schedule](form).tasks
-    written = (buffer for task in tasks for buffer in task.writes)
-    return 1 + max(buffer.key[0] for buffer in written if buffer.name == "qkv")
+    places = [
+        buffer.key[0] for task in tasks for buffer in task.writes if buffer.name == "qkv"
+    ]
+    groups = [len(task.writes) for task in tasks if task.op is Op.EXPERTS]
+    return _Shape(ring=1 + max(places), waves_per_group=max(groups))
