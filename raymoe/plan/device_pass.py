@@ -60,9 +60,7 @@ class DevicePass:
         each_s = (more_s - few_s) / (MORE_LAYERS - FEW_LAYERS)
         return more_s + each_s * (len(self.work.layers) - MORE_LAYERS)
 
-    def _sampled_s(
-        self, sample: "_Sample", form: PassForm, waves: tuple[WaveShape, ...]
-    ) -> float:
+    def _sampled_s(self, sample: "_Sample", form: PassForm, waves: tuple[WaveShape, ...]) -> float:
         outline = _outline(
             self.passes.schedule, replace(form, layers=sample.cut.layers), sample.layer_kinds
         )

@@ -12,11 +12,13 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, field, fields, replace
+from functools import cached_property
 
 from raymoe.errors import InfeasiblePlanError
 from raymoe.plan.device_memory import device_footprint, host_footprint, kv_block_bytes
 from raymoe.plan.device_pass import DevicePass
 from raymoe.plan.job import JobEstimate, estimate_job
+from raymoe.plan.pages import LayerBytes, layer_sizes
 from raymoe.plan.pass_times import PassTimes
 from raymoe.plan.policy import PAGE_BYTES, DevicePolicy, Policy
 from raymoe.plan.streaming import KV_BLOCK_TOKENS, StreamedPasses
@@ -222,6 +224,10 @@ class DeviceSearch:
             return knobs
         return replace(knobs, is_grouped=False, look_ahead=0)
 
+    @cached_property
+    def _sizes(self) -> tuple[LayerBytes, ...]:
+        return layer_sizes(self.model, self.work.bytes_per_element)
+
     @property
     def _roomy_tokens(self) -> int:
         """Tokens per sequence beyond which a larger cache would mostly stay empty."""
@@ -277,7 +283,7 @@ class DeviceSearch:
                 staged_blocks=self._staged_blocks(knobs, batch_size, num_waves),
             ),
         )
-        return StreamedPasses.of(self.model, self.schedule, policy, self.work.bytes_per_element)
+        return StreamedPasses.of_layers(self._sizes, self.schedule, policy)
 
     def _staged_blocks(self, knobs: Knobs, batch_size: int, num_waves: int) -> int:
         """Room for the device's share of a wave: decoding sequences, and the prompts of a wave."""

@@ -5,8 +5,8 @@ token of each sequence that decodes and prompt tokens up to the budget; rows joi
 cache would not overflow before others end.
 
 Assumptions: lengths are known (the engine forecasts them) and nothing is preempted. Where there are
-many rows, a few of like length move as one. A job of many batches is simulated until its rate is
-steady and then extended.
+many rows, a few of like length move as one, and where rows are long, a few passes count as one. A
+job of many batches is simulated until its rate is steady and then extended.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,11 @@ from raymoe.plan.load import PassLoad
 from raymoe.plan.policy import Policy
 from raymoe.plan.streaming import KV_BLOCK_TOKENS
 from raymoe.specs.workload import Workload
+from raymoe.units import ceil_div
 
 BATCHES = 3  # that are simulated; beyond, every batch takes as long as the second
 BUNDLES = 128  # of a batch: rows that move as one
+STEPS = 256  # of a row: passes beyond that count several as one
 MEAN_WASTE = KV_BLOCK_TOKENS // 2  # tokens that a last block could still take
 MOST_ADMISSIONS = 256  # of one pass, as in the engine
 
@@ -46,7 +48,11 @@ class JobEstimate:
 
 
 def estimate_job(
-    workload: Workload, policy: Policy, seconds_of: Callable[[PassLoad], float]
+    workload: Workload,
+    policy: Policy,
+    seconds_of: Callable[[PassLoad], float],
+    *,
+    most_steps: int = STEPS,
 ) -> JobEstimate:
     """Run a job on paper.
 
@@ -54,43 +60,78 @@ def estimate_job(
         workload: Its rows.
         policy: Sizes of passes and of the KV cache.
         seconds_of: How long a pass takes.
+        most_steps: In how many steps a row generates its tokens; fewer are faster and coarser.
     """
     batch = min(policy.batch_size, workload.num_rows)
     bundle = max(1, batch // BUNDLES)
     num_bundles = min(workload.num_rows, BATCHES * batch) // bundle
-    job = _Job(workload, policy, num_bundles, bundle)
+    stride = ceil_div(workload.generated_tokens, most_steps)
+    job = _Job(workload, policy, num_bundles, bundle=bundle, stride=stride)
     while job.num_finished < num_bundles:
         job.step(seconds_of)
     num_more = workload.num_rows / bundle - num_bundles
     bundle_s = job.steady_s(num_bundles // BATCHES) if num_more >= 1 else job.now_s / num_bundles
     return JobEstimate(
         seconds=job.now_s + num_more * bundle_s,
-        num_passes=job.num_passes * (1 + num_more * bundle_s / job.now_s),
+        num_passes=stride * job.num_steps * (1 + num_more * bundle_s / job.now_s),
         prompt_tokens=workload.total_prompt_tokens,
         generated_tokens=workload.total_generated_tokens,
     )
 
 
 @dataclass(slots=True)
-class _Ending:
-    """Sequences that end with the same pass.
+class _Rows:
+    """Sequences that grow by a token a step.
 
     Attributes:
         count: How many.
-        offset: Sum of the tokens they would have had at pass 0, growing by one a pass.
+        offset: Sum of the tokens they would have had at step 0.
     """
 
     count: int = 0
-    offset: int = 0
+    offset: float = 0.0
 
-    def tokens(self, number: int) -> int:
-        """Their tokens at a pass."""
-        return self.offset + self.count * number
+    def tokens(self, step: int) -> float:
+        """Their tokens at a step."""
+        return self.offset + self.count * step
 
-    def add(self, count: int, tokens: int, number: int) -> None:
-        """Sequences that have so many tokens each at a pass."""
+    def add(self, count: int, offset: float) -> None:
+        """Some more; or fewer."""
         self.count += count
-        self.offset += count * (tokens - number)
+        self.offset += offset
+
+
+class _Cache:
+    """Who holds tokens of the KV cache, and until when."""
+
+    def __init__(self, capacity: float) -> None:
+        self._capacity = capacity
+        self._ending: dict[int, _Rows] = {}  # by their last step
+        self._most = 0.0  # what all would hold if each had grown to its end
+
+    def hold(self, last: int, count: int, offset: float) -> None:
+        """Sequences with this last step; a negative count takes them out."""
+        self._ending.setdefault(last, _Rows()).add(count, offset)
+        self._most += offset + count * last
+
+    def end(self, step: int) -> _Rows:
+        """Take out those whose last step this is."""
+        ended = self._ending.pop(step, _Rows())
+        self._most -= ended.tokens(step)
+        return ended
+
+    @property
+    def fits(self) -> bool:
+        """Whether it never overflows: as sequences end, those that run longer have grown."""
+        if self._most <= self._capacity:
+            return True
+        running = _Rows()
+        for step in sorted(self._ending, reverse=True):
+            ending = self._ending[step]
+            running.add(ending.count, ending.offset)
+            if running.tokens(step) > self._capacity:
+                return False
+        return True
 
 
 @dataclass(slots=True)
@@ -103,19 +144,25 @@ class _Prompt:
 
 
 class _Job:
-    """Bundles of rows from the queue to their end."""
+    """Bundles of rows from the queue to their end.
 
-    def __init__(self, workload: Workload, policy: Policy, num_bundles: int, bundle: int) -> None:
+    With a stride, a step is so many passes and all tokens are counted in so many.
+    """
+
+    def __init__(
+        self, workload: Workload, policy: Policy, num_bundles: int, *, bundle: int, stride: int
+    ) -> None:
         self._workload, self._policy = workload, policy
-        self._num_bundles, self._bundle = num_bundles, bundle
+        self._num_bundles, self._bundle, self._stride = num_bundles, bundle, stride
         # As in the engine, one block of 64 stays free for growth that no forecast saw.
-        self._capacity = (policy.num_kv_blocks - policy.num_kv_blocks // 64) * KV_BLOCK_TOKENS
+        num_blocks = policy.num_kv_blocks - policy.num_kv_blocks // 64
+        self._cache = _Cache(num_blocks * KV_BLOCK_TOKENS / stride)
+        self._waste = bundle * MEAN_WASTE / stride
         self._num_entered = 0
         self._prompts: list[_Prompt] = []
-        self._endings: dict[int, _Ending] = {}
-        self._num_decoding = 0
+        self._decoding = _Rows()
         self._end_s: list[float] = []  # when each bundle ended
-        self.num_passes = 0
+        self.num_steps = 0
         self.now_s = 0.0
 
     @property
@@ -124,32 +171,32 @@ class _Job:
         return len(self._end_s)
 
     def step(self, seconds_of: Callable[[PassLoad], float]) -> None:
-        """One pass."""
-        number, decoding = self.num_passes, self._num_decoding
-        context = sum(ending.tokens(number) for ending in self._endings.values())
+        """One pass, or as many as the stride."""
+        now, rows = self.num_steps, self._decoding.count
+        context = self._decoding.tokens(now)
         prompt_tokens, num_chunks, done = self._take_prompts()
-        self.now_s += seconds_of(
-            PassLoad(
-                decode_rows=decoding,
-                decode_context=context / decoding if decoding else 0.0,
-                prompt_tokens=prompt_tokens,
-                prompt_chunk=prompt_tokens / num_chunks if num_chunks else 1.0,
-            )
+        load = PassLoad(
+            decode_rows=rows,
+            decode_context=self._stride * context / rows if rows else 0.0,
+            prompt_tokens=prompt_tokens,
+            prompt_chunk=self._stride * prompt_tokens / num_chunks if num_chunks else 1.0,
         )
-        self.num_passes += 1
-        ended = self._endings.pop(number, _Ending()).count
-        self._num_decoding -= ended
-        self._finish(ended // self._bundle)
+        self.now_s += self._stride * seconds_of(load)
+        self._end(now)
         for prompt in done:
             self._begin_decoding(prompt)
+        for prompt in self._prompts:
+            self._hold(prompt, now, -1)
+            self._hold(prompt, now + 1)
+        self.num_steps += 1
 
     def steady_s(self, batch: int) -> float:
         """Seconds of a bundle while the second batch of bundles ended."""
         return (self._end_s[2 * batch - 1] - self._end_s[batch - 1]) / batch
 
     def _take_prompts(self) -> tuple[int, int, list[_Prompt]]:
-        """Prompt tokens of this pass, chunks that they come in, and prompts that end."""
-        budget = self._policy.pass_tokens - self._num_decoding
+        """Prompt tokens of this step, chunks that they come in, and prompts that end."""
+        budget = self._policy.pass_tokens - self._decoding.count
         self._admit(budget - sum(prompt.left for prompt in self._prompts))
         chunk = self._policy.prefill_chunk_tokens * self._bundle
         taken, num_chunks = 0, 0
@@ -165,57 +212,45 @@ class _Job:
         return taken, num_chunks, done
 
     def _admit(self, budget: int) -> None:
-        profile = self._profile()
-        for _ in range(MOST_ADMISSIONS):
-            live = self._num_decoding + self._bundle * (len(self._prompts) + 1)
-            is_idle = live == self._bundle
+        for _ in range(self._stride * MOST_ADMISSIONS):
             if budget <= 0 or self._num_entered == self._num_bundles:
                 return
-            length, generated = self._workload.lengths(self._num_entered)
-            self._enter(profile, length, generated)
-            is_over = live > self._policy.batch_size or not self._fits(profile)
-            if is_over and not is_idle:
+            live = self._decoding.count + self._bundle * (len(self._prompts) + 1)
+            prompt = self._next_prompt()
+            self._hold(prompt, self.num_steps)
+            is_over = live > self._policy.batch_size or not self._cache.fits
+            if is_over and live > self._bundle:  # alone, a bundle is let in whatever it needs
+                self._hold(prompt, self.num_steps, -1)
                 return
-            left = length * self._bundle
-            self._prompts.append(_Prompt(length, generated, left))
+            self._prompts.append(prompt)
             self._num_entered += 1
-            budget -= left
+            budget -= prompt.left
 
-    def _profile(self) -> dict[int, _Ending]:
-        """What the cache holds from now on if nobody joins, with the waste of last blocks."""
-        profile = {
-            number: _Ending(ending.count, ending.offset + ending.count * MEAN_WASTE)
-            for number, ending in self._endings.items()
-        }
-        for prompt in self._prompts:
-            self._enter(profile, prompt.length, prompt.generated)
-        return profile
+    def _next_prompt(self) -> _Prompt:
+        length, generated = (
+            max(1, round(tokens / self._stride))
+            for tokens in self._workload.lengths(self._num_entered)
+        )
+        return _Prompt(length, generated, length * self._bundle)
 
-    def _enter(self, profile: dict[int, _Ending], length: int, generated: int) -> None:
-        end = profile.setdefault(self.num_passes + generated, _Ending())
-        end.add(self._bundle, length + MEAN_WASTE, self.num_passes)
-
-    def _fits(self, profile: dict[int, _Ending]) -> bool:
-        """Whether the cache never overflows: as sequences end, those that run longer have grown."""
-        if sum(ending.tokens(number) for number, ending in profile.items()) <= self._capacity:
-            return True
-        running = _Ending()
-        for number in sorted(profile, reverse=True):
-            running.count += profile[number].count
-            running.offset += profile[number].offset
-            if running.tokens(number) > self._capacity:
-                return False
-        return True
+    def _hold(self, prompt: _Prompt, step: int, sign: int = 1) -> None:
+        """Room for a bundle as if its prompt ended with this step; sign -1 takes it back."""
+        offset = self._bundle * (prompt.length - step) + self._waste
+        self._cache.hold(step + prompt.generated, sign * self._bundle, sign * offset)
 
     def _begin_decoding(self, prompt: _Prompt) -> None:
-        """The pass that ended the prompt gave the first token; each later one gives another."""
+        """The step that ended the prompt gave the first token; each later one gives another."""
+        now, count = self.num_steps, self._bundle
+        self._hold(prompt, now, -1)
         if prompt.generated == 1:
-            self._finish(1)
+            self._end_s.append(self.now_s)
             return
-        last = self.num_passes + prompt.generated - 2
-        ending = self._endings.setdefault(last, _Ending())
-        ending.add(self._bundle, prompt.length + 1, self.num_passes)
-        self._num_decoding += self._bundle
+        offset = count * (prompt.length - now)
+        self._cache.hold(now + prompt.generated - 1, count, offset + self._waste)
+        self._decoding.add(count, offset)
 
-    def _finish(self, num_bundles: int) -> None:
+    def _end(self, now: int) -> None:
+        ended = self._cache.end(now)
+        num_bundles = ended.count // self._bundle
+        self._decoding.add(-ended.count, num_bundles * self._waste - ended.offset)
         self._end_s += [self.now_s] * num_bundles

@@ -7,7 +7,8 @@ and may hold both parts; whoever reads a part waits for all pages that hold some
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from functools import lru_cache
+from typing import NamedTuple, Self
 
 from raymoe.errors import ConfigError
 from raymoe.plan.policy import PAGE_BYTES
@@ -120,8 +121,13 @@ def layer_pages(
         page_bytes: Largest page.
         resident_bytes: Device memory for weights that never move.
     """
-    sizes = [LayerBytes.of(model, i, bytes_per_element) for i in range(model.num_layers)]
+    sizes = layer_sizes(model, bytes_per_element)
     return cut_pages(sizes, page_bytes=page_bytes, resident_bytes=resident_bytes)
+
+
+def layer_sizes(model: ModelSpec, bytes_per_element: int) -> tuple[LayerBytes, ...]:
+    """Sizes of all layers of a model."""
+    return tuple(LayerBytes.of(model, i, bytes_per_element) for i in range(model.num_layers))
 
 
 def cut_pages(
@@ -146,7 +152,8 @@ def cut_pages(
     kept = [stay.num_bytes(size) for size, stay in zip(sizes, stays, strict=True)]
     largest = max((size.total - kept[i] for i, size in enumerate(sizes)), default=0)
     length = _page_length(largest, page_bytes)
-    cuts = [_cut_layer(size, stay, length) for size, stay in zip(sizes, stays, strict=True)]
+    cut = lru_cache(maxsize=None)(_cut_layer)  # most layers are alike
+    cuts = [cut(size, stay, length) for size, stay in zip(sizes, stays, strict=True)]
     return PageCut(
         layers=tuple(pages for pages, _ in cuts),
         page_bytes=tuple(num_bytes for _, num_bytes in cuts),
@@ -157,8 +164,7 @@ def cut_pages(
     )
 
 
-@dataclass(slots=True)
-class _Stay:
+class _Stay(NamedTuple):
     """What of one layer stays on the device."""
 
     common: bool = False
@@ -175,24 +181,37 @@ def _choose_resident(sizes: Sequence[LayerBytes], budget: int) -> list[_Stay]:
     before it runs: layers that are as equal as possible keep the link busy all the time. Where a
     round does not reach all layers, those that it reaches lie far apart.
     """
-    stays = [_Stay() for _ in sizes]
+    is_common, num_experts = [False] * len(sizes), [0] * len(sizes)
     spread = _spread(len(sizes))
     for i in spread:
         if sizes[i].common <= budget:
-            stays[i].common = True
+            is_common[i] = True
             budget -= sizes[i].common
-    for _ in range(max((size.num_experts for size in sizes), default=0)):
-        for i in spread:
-            if stays[i].experts < sizes[i].num_experts and sizes[i].expert <= budget:
-                stays[i].experts += 1
-                budget -= sizes[i].expert
-    return stays
+    while True:
+        growing = [i for i in spread if num_experts[i] < sizes[i].num_experts]
+        rounds = _whole_rounds(
+            [sizes[i] for i in growing], [num_experts[i] for i in growing], budget
+        )
+        before = budget
+        for i in growing:
+            more = rounds or int(sizes[i].expert <= budget)
+            num_experts[i] += more
+            budget -= more * sizes[i].expert
+        if budget == before:
+            return list(map(_Stay, is_common, num_experts))
 
 
-def _spread(count: int) -> list[int]:
+def _whole_rounds(sizes: Sequence[LayerBytes], num_experts: Sequence[int], budget: int) -> int:
+    """How often each of these layers can have one expert more."""
+    left = (size.num_experts - count for size, count in zip(sizes, num_experts, strict=True))
+    return min(budget // max(1, sum(size.expert for size in sizes)), min(left, default=0))
+
+
+@lru_cache
+def _spread(count: int) -> tuple[int, ...]:
     """The numbers below `count`, such that the first few are far apart: bits in reverse order."""
     width = max(count - 1, 1).bit_length()
-    return sorted(range(count), key=lambda i: f"{i:0{width}b}"[::-1])
+    return tuple(sorted(range(count), key=lambda i: f"{i:0{width}b}"[::-1]))
 
 
 def _page_length(largest: int, page_bytes: int) -> int:

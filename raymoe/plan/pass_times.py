@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import prod
 from typing import Protocol
 
 from raymoe.plan.load import PassLoad
@@ -22,6 +21,10 @@ class PassModel(Protocol):
 
     def seconds(self, load: PassLoad) -> float:
         """Its length."""
+
+
+Bracket = tuple[tuple[float, float], ...]
+NO_CONTEXT: Bracket = ((0.0, 1.0),)
 
 
 @dataclass
@@ -45,14 +48,13 @@ class PassTimes:
 
     def __call__(self, load: PassLoad) -> float:
         """Seconds of a pass: linear in rows, context and prompt tokens between the nodes."""
-        axes = (
-            _bracket(load.decode_rows, _nodes(self.most_rows)),
-            _bracket(load.decode_context if load.decode_rows else 0.0, self.contexts),
-            _bracket(load.prompt_tokens, _nodes(self.most_prompt_tokens)),
-        )
+        prompts = _bracket(load.prompt_tokens, _nodes(self.most_prompt_tokens))
+        contexts = _bracket(load.decode_context, self.contexts) if load.decode_rows else NO_CONTEXT
         return sum(
-            prod(weight for _, weight in corner) * self._node(*(value for value, _ in corner))
-            for corner in _corners(axes)
+            rows_share * context_share * prompts_share * self._node(rows, context, prompt_tokens)
+            for rows, rows_share in _bracket(load.decode_rows, _nodes(self.most_rows))
+            for context, context_share in contexts
+            for prompt_tokens, prompts_share in prompts
         )
 
     def _node(self, rows: float, context: float, prompt_tokens: float) -> float:
@@ -69,9 +71,6 @@ class PassTimes:
         return self._known[key]
 
 
-Bracket = tuple[tuple[float, float], ...]
-
-
 def _nodes(most: float) -> tuple[float, ...]:
     """A little is far more than nothing: weights travel for a single token, too."""
     return (0.0, min(1.0, most), most / 4, most / 2, most)
@@ -85,10 +84,3 @@ def _bracket(value: float, nodes: Sequence[float]) -> Bracket:
             both = ((low, 1.0 - share), (high, share))
             return tuple(end for end in both if end[1])
     return ((nodes[-1], 1.0),)
-
-
-def _corners(axes: Sequence[Bracket]) -> list[tuple[tuple[float, float], ...]]:
-    corners: list[tuple[tuple[float, float], ...]] = [()]
-    for axis in axes:
-        corners = [(*corner, end) for corner in corners for end in axis]
-    return corners

@@ -3,12 +3,12 @@
 What the engine allocates and what the planner counts is decided here, once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, Self
 
-from raymoe.plan.pages import PageCut, layer_pages
+from raymoe.plan.pages import LayerBytes, PageCut, cut_pages, layer_sizes
 from raymoe.plan.policy import DevicePolicy, Policy
 from raymoe.schedule.builders import CPU_ATTENTION_FRACTIONS, MOST_WAVES, STREAMING_BUILDERS
 from raymoe.schedule.builders.shape import LayerPages, PassForm
@@ -44,13 +44,17 @@ class StreamedPasses:
         Raises:
             ConfigError: The policy's sizes are out of range.
         """
+        return cls.of_layers(layer_sizes(model, bytes_per_element), schedule, policy)
+
+    @classmethod
+    def of_layers(cls, sizes: Sequence[LayerBytes], schedule: str, policy: Policy) -> Self:
+        """Cut layers of these sizes.
+
+        Raises:
+            ConfigError: The policy's sizes are out of range.
+        """
         device = policy.device or DevicePolicy()
-        cut = layer_pages(
-            model,
-            bytes_per_element,
-            page_bytes=device.page_bytes,
-            resident_bytes=device.resident_bytes,
-        )
+        cut = cut_pages(sizes, page_bytes=device.page_bytes, resident_bytes=device.resident_bytes)
         return cls(schedule=schedule, policy=policy, device=device, cut=cut)
 
     @property
@@ -120,8 +124,6 @@ class _Shape(NamedTuple):
 def _shape(schedule: str, form: PassForm) -> _Shape:
     """What the tasks of a schedule say of the buffers they take."""
     tasks = STREAMING_BUILDERS[schedule](form).tasks
-    places = [
-        buffer.key[0] for task in tasks for buffer in task.writes if buffer.name == "qkv"
-    ]
+    places = [buffer.key[0] for task in tasks for buffer in task.writes if buffer.name == "qkv"]
     groups = [len(task.writes) for task in tasks if task.op is Op.EXPERTS]
     return _Shape(ring=1 + max(places), waves_per_group=max(groups))

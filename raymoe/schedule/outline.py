@@ -72,7 +72,7 @@ class Outline:
         for run in self._runs:
             now_s = free_s[run.lane]
             for wait in run.waits:
-                if ends_s[wait] > now_s:
+                if ends_s[wait] > now_s:  # noqa: PLR1730 - the innermost loop of planning
                     now_s = ends_s[wait]
             for kind in run.kinds:
                 now_s += durations_s[kind]
