@@ -137,6 +137,7 @@ def test_vslpipe_has_two_waves_at_most() -> None:
 def test_cgopipe_is_never_longer_than_s3_where_the_link_is_the_bound(data: st.DataObject) -> None:
     # With one wave nothing runs ahead, and the link waits for the first attention of the pass.
     form = data.draw(pass_forms(min_pages=1, min_waves=2, max_staging_slots=0))
+    form = replace(form, has_cpu_attention=True, has_device_attention=False)  # as both papers do
     cost = data.draw(link_bound_costs(form))
     cgopipe, s3 = (
         simulate(STREAMING_BUILDERS[name](form), cost).makespan_s
