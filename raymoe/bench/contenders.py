@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -19,15 +20,24 @@ from raymoe.bench.workloads import WORKLOADS, make_prompts
 from raymoe.config import EngineConfig, SamplingParams
 from raymoe.device.host import peak_rss_bytes
 from raymoe.engine.engine import Engine
+from raymoe.specs.workload import Workload
 
 Prompts = Sequence[list[int]]
 Run = Callable[[Prompts, int], int]  # prompts, new tokens -> tokens generated
+Predict = Callable[[Prompts, int], float | None]  # prompts, new tokens -> seconds
 
 PAD_TOKEN_ID = 2
 
 
-def load_raymoe(model: Path, num_threads: int, num_rows: int) -> Run:
-    """Our engine."""
+class Contender(NamedTuple):
+    """What is measured, and what it says beforehand."""
+
+    run: Run
+    predict: Predict
+
+
+def load_raymoe(model: Path, num_threads: int, num_rows: int) -> Contender:
+    """Our engine; its plan predicts."""
     del num_rows
     config = EngineConfig(dtype="bfloat16", device="cpu", num_threads=num_threads)
     engine = Engine.from_pretrained(model, config)
@@ -37,10 +47,15 @@ def load_raymoe(model: Path, num_threads: int, num_rows: int) -> Run:
         generations = engine.generate(list(prompts), params)
         return sum(generation.num_generated_tokens for generation in generations)
 
-    return run
+    def predict(prompts: Prompts, new_tokens: int) -> float | None:
+        lengths = tuple((len(prompt), new_tokens) for prompt in prompts)
+        plan = engine.plan
+        return None if plan is None else plan.estimate(Workload.of_rows(lengths)).seconds
+
+    return Contender(run, predict)
 
 
-def load_transformers(model: Path, num_threads: int, num_rows: int) -> Run:
+def load_transformers(model: Path, num_threads: int, num_rows: int) -> Contender:
     """Transformers `generate` at its best on CPUs: grouped experts, sorted rows, static batches."""
     torch.set_num_threads(num_threads)
     transformers.logging.set_verbosity_error()
@@ -66,7 +81,7 @@ def load_transformers(model: Path, num_threads: int, num_rows: int) -> Run:
             count += out[:, ids.shape[1] :].numel()
         return count
 
-    return run
+    return Contender(run, lambda _prompts, _new_tokens: None)
 
 
 def pad_left(prompts: Prompts) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,9 +121,11 @@ def main() -> None:
     vocab_size = json.loads((args.model / "config.json").read_text())["vocab_size"]
     workload = WORKLOADS[args.workload]
     prompts = make_prompts(workload, vocab_size)
-    run = CONTENDERS[args.contender](args.model, args.num_threads, len(prompts))
+    contender = CONTENDERS[args.contender](args.model, args.num_threads, len(prompts))
+    run = contender.run
     run(prompts[:8], 2)
     line = {
+        "predicted_s": contender.predict(prompts, workload.generated_tokens),
         "prefill_s": timed(run, prompts, 1) if args.phases else None,
         "total_s": timed(run, prompts, workload.generated_tokens),
         "peak_rss_bytes": peak_rss_bytes(),

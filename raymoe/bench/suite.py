@@ -29,6 +29,7 @@ class Result:
 
     Attributes:
         prefill_s: Time of the job with one new token for each row; None where not asked for.
+        predicted_s: What the contender's own plan said; None where it has none.
         share_of_bound: Time of the job at the limits measured just before and after each run,
             nothing lost, over the time it took.
     """
@@ -40,12 +41,18 @@ class Result:
     prompt_tokens: int
     generated_tokens: int
     prefill_s: float | None
+    predicted_s: float | None
     total_s: float
     total_s_min: float
     total_s_max: float
     share_of_bound: float
     limits: Limits
     peak_rss_bytes: int
+
+    @property
+    def gap(self) -> float | None:
+        """Measured over predicted time, less one."""
+        return self.total_s / self.predicted_s - 1 if self.predicted_s else None
 
     @property
     def tokens_per_s(self) -> float:
@@ -118,6 +125,7 @@ def _result(spec: ModelSpec, names: tuple[str, str, str], runs: Sequence[_Run]) 
     rows = WORKLOADS[workload]
     totals = [run.line["total_s"] for run in runs]
     prefills = [run.line["prefill_s"] for run in runs if run.line["prefill_s"] is not None]
+    predicted = [run.line["predicted_s"] for run in runs if run.line["predicted_s"] is not None]
     return Result(
         shape=shape,
         workload=workload,
@@ -126,6 +134,7 @@ def _result(spec: ModelSpec, names: tuple[str, str, str], runs: Sequence[_Run]) 
         prompt_tokens=sum(rows.prompt_lengths()),
         generated_tokens=rows.num_rows * rows.generated_tokens,
         prefill_s=statistics.median(prefills) if prefills else None,
+        predicted_s=statistics.median(predicted) if predicted else None,
         total_s=statistics.median(totals),
         total_s_min=min(totals),
         total_s_max=max(totals),

@@ -164,7 +164,7 @@ def _run_kernels(num_threads: int, repetitions: int) -> None:
 def _table(results: list[Result]) -> Table:
     table = Table(title="generated tokens per second, end to end")
     columns = ("shape", "workload", "engine", "tokens/s", "min..max", "of bound", "raymoe is")
-    for column in (*columns, "prefill", "peak RSS", "peak GFLOP/s", "GB/s"):
+    for column in (*columns, "against plan", "prefill", "peak RSS", "peak GFLOP/s", "GB/s"):
         table.add_column(column, justify="left" if column in columns[:3] else "right")
     ours = {(r.shape, r.workload): r.tokens_per_s for r in results if r.contender == "raymoe"}
     for result in results:
@@ -179,6 +179,7 @@ def _table(results: list[Result]) -> Table:
             f"{low:.1f}..{high:.1f}",
             f"{100 * result.share_of_bound:.0f} %",
             f"{mine / result.tokens_per_s:.2f} x" if mine else "",
+            "" if result.gap is None else f"{100 * result.gap:+.1f} % time",
             "" if result.prefill_s is None else format_seconds(result.prefill_s),
             f"{result.peak_rss_bytes / GIB:.2f} GiB",
             f"{result.limits.flop_per_s / GB:.0f}",
