@@ -25,5 +25,8 @@ def model_by_name(text: str) -> ModelSpec:
     if path.is_dir() and text.lower() not in MODEL_PRESETS:
         return ModelSpec.from_directory(path)
     if path.name != text:
-        raise ConfigError(f"--model {text}: there is no such directory")
+        raise ConfigError(
+            f"--model {text}: there is no such directory; by name there are "
+            f"{', '.join(MODEL_PRESETS)}"
+        )
     return model_preset(text)

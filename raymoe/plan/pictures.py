@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-from raymoe.errors import InfeasiblePlanError
+from raymoe.errors import ConfigError, InfeasiblePlanError
 from raymoe.plan.device_pass import DevicePass
 from raymoe.plan.draw import Curve, CurvePoint, draw_roofline, draw_throughput
 from raymoe.plan.papers.hrm import Hierarchy, Operation, place
@@ -87,7 +87,7 @@ def attention(plan: Plan, work: ModelWork) -> Operation:
 def throughput_picture(plan: Plan, model: ModelSpec, plan_on: PlanOn) -> str:
     """Throughput of the plan's job over host memory, beside that of the papers' own policies.
 
-    One cost model judges all. Where a policy does not fit there is no point.
+    One cost model judges all. Where nothing fits, or a paper has no formula, there is no point.
 
     Args:
         plan: The plan.
@@ -121,7 +121,10 @@ def _paper_curve(
     name, choose = PAPERS[schedule]
 
     def plan_on(node: HardwareSpec) -> Plan:
-        policy = choose(PaperPolicies(model, node, plan.workload))
+        try:
+            policy = choose(PaperPolicies(model, node, plan.workload))
+        except ConfigError as error:  # the paper has no formula for such a job
+            raise InfeasiblePlanError(str(error)) from error
         return find_plan(model, node, plan.workload, schedule=schedule, policy=policy)
 
     return Curve(name=name, points=tuple(_points(nodes, plan_on)))

@@ -46,7 +46,7 @@ def next_steps(node: HardwareSpec) -> Iterator[Step]:
     yield _step("host memory", node, replace(node, host_memory_bytes=host_memory), _host_memory)
     if node.has_gpu:
         yield _step("link", node, _with_faster_link(node), _link)
-    yield _step("cores, host bandwidth", node, _with_faster_host(node), _host)
+    yield _step("cores", node, _with_faster_host(node), _host)
     if node.has_gpu:
         yield _step("GPU rate", node, _with_faster_gpu(node), _gpu)
 
@@ -107,8 +107,8 @@ def _link(node: HardwareSpec) -> str:
 
 
 def _host(node: HardwareSpec) -> str:
-    return f"{node.num_cores} cores, {node.host_bytes_per_s / GB:.0f} GB/s"
+    return f"{node.num_cores} with {node.host_bytes_per_s / GB:.0f} GB/s"
 
 
 def _gpu(node: HardwareSpec) -> str:
-    return f"{node.gpu_flop_per_s / TB:.0f} TFLOP/s, {node.gpu_bytes_per_s / GB:.0f} GB/s"
+    return f"{node.gpu_flop_per_s / TB:.0f} TFLOP/s"

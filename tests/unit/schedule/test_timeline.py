@@ -37,6 +37,17 @@ def test_figures_of_the_timeline() -> None:
     assert TIMELINE.resources == (Resource.GPU, Resource.HTOD)
 
 
+def test_a_part_between_two_times_is_cut_at_its_edges() -> None:
+    part = TIMELINE.between(1.5, 4.0)
+    assert [(span.task, span.start_s, span.end_s) for span in part.spans] == [
+        (LOAD, 0.0, 0.5),
+        (WORK, 0.5, 1.5),
+        (RELOAD, 1.5, 2.5),
+    ]
+    assert TIMELINE.between(0.0, 6.0) == TIMELINE
+    assert not TIMELINE.between(6.0, 9.0).spans
+
+
 def test_bubbles_are_the_gaps_before_the_last_task() -> None:
     assert TIMELINE.bubbles(Resource.GPU) == (
         Bubble(Resource.GPU, 0.0, 2.0),

@@ -37,3 +37,8 @@ def test_beyond_the_ends_it_is_constant() -> None:
 def test_points_without_meaning_are_refused(points: tuple[tuple[float, float], ...]) -> None:
     with pytest.raises(ConfigError, match=r"Curve\.points"):
         Curve(points)
+
+
+def test_a_scaled_curve_is_higher_everywhere() -> None:
+    curve, size = Curve(((1.0, 2.0), (8.0, 5.0), (64.0, 3.0))), random.uniform(0.1, 100)
+    assert curve.scaled(3).at(size) == pytest.approx(3 * curve.at(size))

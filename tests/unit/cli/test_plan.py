@@ -1,0 +1,252 @@
+"""`raymoe plan`: what it prints is what was planned, and what does not fit is refused."""
+
+import json
+import random
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from raymoe.cli import run
+from raymoe.cli.plan_tables import gantt
+from raymoe.plan.plan import RESOURCE_NAMES
+from raymoe.plan.search import find_plan
+from raymoe.schedule.task import Op, Resource, Task
+from raymoe.schedule.timeline import Span, Timeline
+from raymoe.specs.hardware import HardwareSpec
+from raymoe.specs.model import ModelSpec
+from raymoe.specs.presets_hardware import HARDWARE_PRESETS, hardware_preset
+from raymoe.specs.workload import Workload
+from raymoe.units import GIB, format_bytes, format_seconds
+
+# Four layers of the size of Mixtral's: 11 GB, of which a small device holds about half.
+CONFIG = {
+    "model_type": "mixtral",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 2048,
+    "vocab_size": 32000,
+}
+MEMORY = ("--host-memory", "30GiB", "--device-memory", "9GiB")
+JOB = ("--prompt-len", "64", "--gen-len", "8", "--num-rows", "64")
+NODE = replace(hardware_preset("t4"), host_memory_bytes=30 * GIB, gpu_memory_bytes=9 * GIB)
+WORKLOAD = Workload(num_rows=64, prompt_tokens=64, generated_tokens=8)
+HOST = HardwareSpec(
+    name="no gpu",
+    num_cores=8,
+    host_memory_bytes=64 * GIB,
+    host_bytes_per_s=100e9,
+    host_flop_per_s=1e12,
+)
+BLOCKED = ("torch", "ray", "numpy", "transformers", "numba", "pyarrow", "safetensors")
+MODELS = (
+    "mixtral-8x7b",
+    "mixtral-8x22b",
+    "dbrx",
+    "deepseek-v2",
+    "deepseek-v3",
+    "qwen3-235b-a22b",
+    "gpt-oss-120b",
+)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    directory = tmp_path / "few-layers"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    return str(directory)
+
+
+def words(text: str) -> str:
+    """Text of tables and messages without frames and line ends."""
+    return " ".join(re.sub(r"[│┃╭╮╰╯─━┏┓┗┛┡┩╇┳├┤┼└┘┌┐┴]", " ", text).split())
+
+
+def test_it_prints_what_was_planned(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = find_plan(ModelSpec.from_directory(model), NODE, WORKLOAD)
+    arguments = ["plan", "--model", model, "--hardware", "T4", *MEMORY, *JOB]
+    assert run([*arguments, "--price-per-hour", "1.8"]) == 0
+    found = words(capsys.readouterr().out)
+    policy, device = plan.policy, plan.policy.device
+    assert plan.device_footprint is not None
+    assert device is not None
+    for wanted in (
+        "few-layers on t4: 64 rows of 64 + 8 tokens",
+        f"schedule {plan.schedule}",
+        f"batch {policy.batch_size} sequences",
+        f"KV cache {policy.num_kv_blocks:,} blocks",
+        f"waves of a pass {device.num_waves}",
+        f"decode attention {100 * device.cpu_attention_fraction:.0f} % on the CPU",
+        f"decoding is bound by {RESOURCE_NAMES[plan.bound]}",
+        f"prefill {plan.prefill_tokens_per_s:,.1f} prompt tokens/s",
+        f"decode {plan.decode_tokens_per_s:,.1f} tokens/s",
+        f"end to end {plan.tokens_per_s:,.1f} generated tokens/s",
+        f"the job {format_seconds(plan.job.seconds)}",
+        f"cost {1.8 / 3600 / plan.tokens_per_s * 1e6:.3g} per million generated tokens",
+        f"cost of the job {1.8 / 3600 * plan.job.seconds:.3g}",
+        "2 of the 4 layers of a decode pass",
+        "available 30.00 GiB",
+        "available 9.00 GiB",
+    ):
+        assert wanted in found
+    for footprint in (plan.footprint, plan.device_footprint):
+        for purpose, num_bytes in (*footprint.parts, ("total", footprint.total)):
+            assert f"{purpose} {format_bytes(num_bytes)}" in found
+
+
+def test_no_line_is_wider_than_a_terminal(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--model", model, "--hardware", "t4", *MEMORY, *JOB, "--what-if"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    lanes = re.findall(r"^ +(gpu|cpu|htod|dtoh) +\|.{60}\| +\d+%$", out, re.MULTILINE)
+    assert set(lanes) == {"gpu", "cpu", "htod", "dtoh"}
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_bytes_missing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["plan", "--model", "deepseek-v3", "--hardware", "l4"]) == 1
+    error = capsys.readouterr().err
+    assert "deepseek-v3 with one sequence needs" in error
+    assert re.search(r"\([\d.]+ GiB short\)", error)
+    assert re.search(r"^ +KV cache +[\d.]+ GiB$", error, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "mixtral", "--hardware", "l4"], "did you mean 'mixtral-8x7b'"),
+        (["--model", "./nowhere", "--hardware", "l4"], "./nowhere: there is no such directory"),
+        (["--model", "dbrx", "--hardware", "a500"], "did you mean 'a5000'"),
+        (["--model", "dbrx", "--hardware", "nowhere.json"], "nowhere.json: cannot be read"),
+        (["--model", "dbrx", "--hardware", "t4", "--schedule", "cgopip"], "'cgopipe'"),
+        (["--model", "dbrx", "--hardware", "t4", "--host-memory", "9 l"], "is not a size"),
+        (["--model", "dbrx", "--hardware", "t4", "--prompt-len", "40000"], "takes 32768"),
+        (
+            ["--model", "dbrx", "--hardware", "t4", "--prompt-len", "200", "--max-context", "300"],
+            "a row has 200 + 128 tokens; dbrx takes 300",
+        ),
+        (["--model", "dbrx"], "--hardware"),
+    ],
+)
+def test_bad_usage_is_named(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["plan", *arguments]) == 2
+    assert message in words(capsys.readouterr().err)
+
+
+def test_a_node_without_a_gpu_comes_from_its_file(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "node.json"
+    HOST.to_file(file)
+    arguments = ["plan", "--model", model, "--hardware", str(file), *JOB]
+    out = tmp_path / "out"
+    assert run([*arguments, "--what-if", "--plot", "--out", str(out)]) == 0
+    found = words(capsys.readouterr().out)
+    plan = find_plan(ModelSpec.from_directory(model), HOST, WORKLOAD)
+    assert "schedule in_place" in found
+    assert f"end to end {plan.tokens_per_s:,.1f} generated tokens/s" in found
+    assert "cores 8 with 100 GB/s 16 with 200 GB/s" in found
+    assert "GPU" not in found
+    assert [path.name for path in out.iterdir()] == ["throughput.svg"]
+    assert run([*arguments, "--device-memory", "9GiB"]) == 2
+    assert "no gpu has no GPU; leave it out" in capsys.readouterr().err
+    assert run([*arguments, "--schedule", "cgopipe"]) == 2
+    assert "no gpu has no GPU; leave it out" in capsys.readouterr().err
+
+
+def test_more_of_what_binds_gains_most(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--model", model, "--hardware", "t4", *MEMORY, *JOB, "--what-if"]) == 0
+    table = words(capsys.readouterr().out)
+    gains = {
+        resource: int(gain)
+        for resource, gain in re.findall(
+            r"(GPU memory|host memory|link|cores|GPU rate) [^%]*?([+-]\d+) %",
+            table[table.index("what if") :],
+        )
+    }
+    assert set(gains) == {"GPU memory", "host memory", "link", "cores", "GPU rate"}
+    assert gains["link"] > 30, "weights stream, and the device holds less than half of them"
+    assert gains["GPU memory"] > 30, "with 17 GiB all of them stay"
+    assert abs(gains["host memory"]) <= 1, "all rows have room already"
+
+
+def test_pictures_are_drawn(model: str, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "pictures"
+    arguments = ["plan", "--model", model, "--hardware", "t4", *MEMORY, *JOB]
+    assert run([*arguments, "--plot", "--out", str(out)]) == 0
+    titles = {}
+    for path in out.iterdir():
+        root = ET.parse(path).getroot()
+        titles[path.name] = "".join(root.itertext())
+    assert set(titles) == {"roofline.svg", "throughput.svg"}
+    assert "FFN of 64 tokens" in titles["roofline.svg"]
+    assert "CGOPipe, policy of MoE-Lightning" in titles["throughput.svg"]
+
+
+def test_the_gantt_shows_the_layers_in_the_middle() -> None:
+    """Six layers of 1, 2, ... seconds: the third and the fourth are shown."""
+    spans, now = [], 0.0
+    for layer in range(6):
+        for op, start, seconds in ((Op.PRE, 0.0, 0.5), (Op.EXPERTS, 0.5, 0.5 + layer)):
+            task = Task(op=op, layer=layer, part=0, resource=Resource.GPU)
+            spans.append(Span(task, now + start, now + start + seconds))
+        now += 1.0 + layer
+    text = gantt(Timeline("all", tuple(spans)), 80)
+    assert "2 of the 6 layers of a decode pass, which takes 21.0 s" in text
+    lane = re.search(r"\|(.*)\|", text)
+    assert lane is not None
+    assert re.fullmatch(r"A+X+A+X+", lane[1])
+    assert [len(run) / 60 for run in re.findall(r"A+X+", lane[1])] == pytest.approx(
+        [3 / 7, 4 / 7], abs=0.02
+    )
+
+
+def plan_without_libraries(*arguments: str) -> subprocess.CompletedProcess[str]:
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({BLOCKED}))\n"
+        "from raymoe.cli import run; sys.exit(run(sys.argv[1:]))"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code, "plan", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def check_outcome(done: subprocess.CompletedProcess[str]) -> None:
+    """A plan, or a refusal in numbers."""
+    if done.returncode == 0:
+        assert "generated tokens/s" in done.stdout
+        return
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"needs [\d.]+ [GT]iB of \w+ memory.*\([\d.]+ [MGT]iB short\)", done.stderr)
+
+
+def test_planning_needs_no_library_that_computes() -> None:
+    rng = random.Random()
+    check_outcome(
+        plan_without_libraries(
+            "--model", "mixtral-8x7b", "--hardware", rng.choice(list(HARDWARE_PRESETS))
+        )
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hardware", HARDWARE_PRESETS)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_on_every_node_is_planned_or_refused(name: str, hardware: str) -> None:
+    check_outcome(plan_without_libraries("--model", name, "--hardware", hardware))
