@@ -14,6 +14,7 @@ from rich.text import Text
 from raymoe.cli.options import model_by_name, size
 from raymoe.cli.plan_tables import gantt, memory_table, policy_table, prediction_table
 from raymoe.errors import ConfigError, UnknownOptionError
+from raymoe.plan.device_pass import DevicePass
 from raymoe.plan.pictures import PlanOn, roofline_picture, throughput_picture
 from raymoe.plan.plan import DEFAULT_WORKLOAD, Plan
 from raymoe.plan.search import find_plan
@@ -183,10 +184,10 @@ def _what_if_table(plan: Plan, plan_on: PlanOn) -> Table:
 
 
 def _pictures(plan: Plan, model: ModelSpec, plan_on: PlanOn) -> dict[str, str]:
-    """Pictures by file name; without a GPU there is one roof only, and nothing to see under it."""
+    """Pictures by file name; where nothing streams there is one roof, and no picture of it."""
     pictures = {"throughput.svg": throughput_picture(plan, model, plan_on)}
-    if plan.hardware.has_gpu:
-        pictures["roofline.svg"] = roofline_picture(plan, model)
+    if isinstance(plan.passes, DevicePass):
+        pictures["roofline.svg"] = roofline_picture(plan, plan.passes)
     return pictures
 
 

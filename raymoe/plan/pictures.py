@@ -10,6 +10,7 @@ from dataclasses import replace
 from raymoe.errors import ConfigError, InfeasiblePlanError
 from raymoe.plan.device_pass import DevicePass
 from raymoe.plan.draw import Curve, CurvePoint, draw_roofline, draw_throughput
+from raymoe.plan.load import PassLoad
 from raymoe.plan.papers.hrm import Hierarchy, Operation, place
 from raymoe.plan.papers.policies import PaperPolicies
 from raymoe.plan.plan import RESOURCE_NAMES, Plan
@@ -23,7 +24,6 @@ from raymoe.specs.model import ModelSpec
 PlanOn = Callable[[HardwareSpec], Plan]
 """Plans one job on any node."""
 
-BYTES_PER_ELEMENT = 2
 STEPS = 4  # of host memory, from the weights to what the node has, and on to twice as much
 PAPERS: Mapping[str, tuple[str, Callable[[PaperPolicies], Policy]]] = {
     "cgopipe": ("CGOPipe, policy of MoE-Lightning", PaperPolicies.cgopipe),
@@ -31,50 +31,51 @@ PAPERS: Mapping[str, tuple[str, Callable[[PaperPolicies], Policy]]] = {
 }
 
 
-def roofline_picture(plan: Plan, model: ModelSpec) -> str:
+def roofline_picture(plan: Plan, passes: DevicePass) -> str:
     """The roofs of a plan's node, and below them what its decode pass computes.
 
     Args:
-        plan: For a node with a GPU.
-        model: Its model.
+        plan: Whose weights stream.
+        passes: Its passes.
     """
-    node, work = Hierarchy.of(plan.hardware), ModelWork.of(model, BYTES_PER_ELEMENT)
+    node, load = Hierarchy.of(plan.hardware), plan.decode_load
     return draw_roofline(
         node,
-        place(node, feed_forward(plan, work)),
-        [place(node, attention(plan, work))],
+        place(node, feed_forward(passes, load)),
+        [place(node, attention(passes.work, load.decode_context))],
         title=f"{plan.model_name} on {plan.hardware.name}, a decode pass of {plan.schedule}",
     )
 
 
-def feed_forward(plan: Plan, work: ModelWork) -> Operation:
-    """Experts, shared experts and dense networks of a decode pass, all layers.
+def feed_forward(passes: DevicePass, load: PassLoad) -> Operation:
+    """Experts, shared experts and dense networks of a pass, all layers.
 
     A launch reads from device memory what some token chose; the link brings what streams, which is
     experts alone where the device holds the rest.
-
-    Args:
-        plan: The plan.
-        work: Its model in numbers.
     """
-    passes, tokens = plan.passes, plan.decode_load.tokens
-    tasks = passes.schedule(plan.decode_load).tasks
-    launches = sum(task.op is Op.EXPERTS for task in tasks) / len(work.layers)
+    layers = passes.work.layers
+    tasks = passes.schedule(load).tasks
+    launches = sum(task.op is Op.EXPERTS for task in tasks) / len(layers)
     read = sum(
-        layer.common.num_bytes + layer.touched_experts(tokens / launches) * layer.expert.num_bytes
-        for layer in work.layers
+        layer.common.num_bytes
+        + layer.touched_experts(load.tokens / launches) * layer.expert.num_bytes
+        for layer in layers
     )
     return Operation(
-        name=f"FFN of {tokens:.0f} tokens",
-        flop=tokens * sum(layer.ffn_token_flop for layer in work.layers),
+        name=f"FFN of {load.tokens:.0f} tokens",
+        flop=load.tokens * sum(layer.ffn_token_flop for layer in layers),
         near_bytes=launches * read,
-        far_bytes=passes.passes.cut.streamed_bytes if isinstance(passes, DevicePass) else 0,
+        far_bytes=passes.passes.cut.streamed_bytes,
     )
 
 
-def attention(plan: Plan, work: ModelWork) -> Operation:
-    """Decode attention of a row, whose KV is on the host; a batch has the same intensity."""
-    context = plan.decode_load.decode_context
+def attention(work: ModelWork, context: float) -> Operation:
+    """Decode attention of a row, whose KV is on the host; a batch has the same intensity.
+
+    Args:
+        work: The model in numbers.
+        context: Tokens of the row.
+    """
     kv_bytes = context * work.kv_token_bytes
     return Operation(
         name=f"attention at {context:.0f} tokens",
@@ -94,7 +95,7 @@ def throughput_picture(plan: Plan, model: ModelSpec, plan_on: PlanOn) -> str:
         model: Its model.
         plan_on: Plans the job on a node with other memory.
     """
-    own, weight_bytes = plan.hardware, plan.footprint.bytes_of("weights")
+    own, weight_bytes = plan.hardware, dict(plan.footprint.parts).get("weights", 0)
     nodes = [
         replace(own, host_memory_bytes=memory)
         for memory in _memories(weight_bytes, own.host_memory_bytes)

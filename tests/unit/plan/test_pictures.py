@@ -10,6 +10,7 @@ import pytest
 from raymoe.errors import InfeasiblePlanError
 from raymoe.plan.device_pass import DevicePass
 from raymoe.plan.draw.chart import HEIGHT, LEFT, RIGHT, WIDTH
+from raymoe.plan.papers.hrm import Operation
 from raymoe.plan.pictures import attention, feed_forward, roofline_picture, throughput_picture
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import DevicePolicy, Policy
@@ -25,6 +26,15 @@ from raymoe.units import GIB
 MIXTRAL, L4 = model_preset("mixtral-8x7b"), hardware_preset("l4")
 WORKLOAD = Workload(num_rows=2000, prompt_tokens=100, generated_tokens=20)
 EXPERT_BYTES = 3 * 4096 * 14336 * 2
+
+
+def passes_of(plan: Plan) -> DevicePass:
+    assert isinstance(plan.passes, DevicePass)
+    return plan.passes
+
+
+def experts(plan: Plan) -> Operation:
+    return feed_forward(passes_of(plan), plan.decode_load)
 
 
 def plan_with(
@@ -43,7 +53,7 @@ def plan_with(
 @pytest.mark.parametrize(("group", "launches"), [(1, 8), (3, 3), (8, 1)])
 def test_the_feed_forward_network_is_counted(group: int, launches: int) -> None:
     """Eight experts, of which each token meets two; every launch has tokens for all of them."""
-    found = feed_forward(plan_with(group=group), ModelWork.of(MIXTRAL, 2))
+    found = experts(plan_with(group=group))
     assert found.name == "FFN of 512 tokens"
     assert found.flop == 512 * 32 * 2 * 2 * (EXPERT_BYTES // 2)
     assert found.near_bytes == pytest.approx(launches * 32 * 8 * EXPERT_BYTES, rel=1e-6)
@@ -53,24 +63,23 @@ def test_the_feed_forward_network_is_counted(group: int, launches: int) -> None:
 
 def test_what_stays_is_not_fetched() -> None:
     chosen = plan_with(resident=8 * GIB)
-    assert isinstance(chosen.passes, DevicePass)
-    resident = chosen.passes.passes.cut.resident_bytes
+    resident = passes_of(chosen).passes.cut.resident_bytes
     assert resident > 7 * GIB
-    work = ModelWork.of(MIXTRAL, 2)
-    streamed = feed_forward(plan_with(), work).far_bytes
-    assert feed_forward(chosen, work).far_bytes == streamed - resident
+    assert experts(chosen).far_bytes == experts(plan_with()).far_bytes - resident
 
 
 def test_attention_reads_its_context_once() -> None:
     """Four queries share a head of KV: 4 operations for each of its 2-byte numbers, twice."""
-    found = attention(plan_with(), ModelWork.of(MIXTRAL, 2))
+    found = attention(ModelWork.of(MIXTRAL, 2), 110)
     assert found.name == "attention at 110 tokens"
     assert found.far_bytes == found.near_bytes == 110 * 32 * 2 * 8 * 128 * 2
     assert found.flop / found.near_bytes == 4
 
 
 def test_the_roofline_holds_both_operations() -> None:
-    text = "".join(ET.fromstring(roofline_picture(plan_with(), MIXTRAL)).itertext())
+    chosen = plan_with()
+    picture = roofline_picture(chosen, passes_of(chosen))
+    text = "".join(ET.fromstring(picture).itertext())
     for wanted in ("mixtral-8x7b on l4", "FFN of 512 tokens", "attention at 110 tokens", "P1 at"):
         assert wanted in text
 
