@@ -9,8 +9,9 @@ many rows, a few of like length move as one, and where rows are long, a few pass
 job of many batches is simulated until its rate is steady and then extended.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 from raymoe.plan.load import PassLoad
 from raymoe.plan.policy import Policy
@@ -23,6 +24,13 @@ BUNDLES = 128  # of a batch: rows that move as one
 STEPS = 256  # of a row: passes beyond that count several as one
 MEAN_WASTE = KV_BLOCK_TOKENS // 2  # tokens that a last block could still take
 MOST_ADMISSIONS = 256  # of one pass, as in the engine
+
+
+class Passes(NamedTuple):
+    """Passes of one load, and how many they are; a mean may be a fraction."""
+
+    load: PassLoad
+    count: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +49,19 @@ class JobEstimate:
     prompt_tokens: float
     generated_tokens: float
 
+    @classmethod
+    def of(
+        cls, workload: Workload, passes: Iterable[Passes], seconds_of: Callable[[PassLoad], float]
+    ) -> Self:
+        """Add up passes of a job."""
+        passes = list(passes)
+        return cls(
+            seconds=sum(count * seconds_of(load) for load, count in passes),
+            num_passes=sum(count for _, count in passes),
+            prompt_tokens=workload.total_prompt_tokens,
+            generated_tokens=workload.total_generated_tokens,
+        )
+
     @property
     def tokens_per_s(self) -> float:
         """Generated tokens per second of the whole job."""
@@ -48,11 +69,7 @@ class JobEstimate:
 
 
 def estimate_job(
-    workload: Workload,
-    policy: Policy,
-    seconds_of: Callable[[PassLoad], float],
-    *,
-    most_steps: int = STEPS,
+    workload: Workload, policy: Policy, seconds_of: Callable[[PassLoad], float]
 ) -> JobEstimate:
     """Run a job on paper.
 
@@ -60,6 +77,16 @@ def estimate_job(
         workload: Its rows.
         policy: Sizes of passes and of the KV cache.
         seconds_of: How long a pass takes.
+    """
+    return JobEstimate.of(workload, job_passes(workload, policy), seconds_of)
+
+
+def job_passes(workload: Workload, policy: Policy, *, most_steps: int = STEPS) -> list[Passes]:
+    """The passes of a job, whatever they take.
+
+    Args:
+        workload: Its rows.
+        policy: Sizes of passes and of the KV cache.
         most_steps: In how many steps a row generates its tokens; fewer are faster and coarser.
     """
     batch = min(policy.batch_size, workload.num_rows)
@@ -67,16 +94,17 @@ def estimate_job(
     num_bundles = min(workload.num_rows, BATCHES * batch) // bundle
     stride = ceil_div(workload.generated_tokens, most_steps)
     job = _Job(workload, policy, num_bundles, bundle=bundle, stride=stride)
-    while job.num_finished < num_bundles:
-        job.step(seconds_of)
-    num_more = workload.num_rows / bundle - num_bundles
-    bundle_s = job.steady_s(num_bundles // BATCHES) if num_more >= 1 else job.now_s / num_bundles
-    return JobEstimate(
-        seconds=job.now_s + num_more * bundle_s,
-        num_passes=stride * job.num_steps * (1 + num_more * bundle_s / job.now_s),
-        prompt_tokens=workload.total_prompt_tokens,
-        generated_tokens=workload.total_generated_tokens,
-    )
+    while len(job.ends) < num_bundles:
+        job.step()
+    num_more, each = workload.num_rows / bundle - num_bundles, num_bundles // BATCHES
+    if num_more < 1:
+        times = 1 + num_more / num_bundles
+        return [Passes(load, stride * times) for load in job.loads]
+    steady = range(job.ends[each - 1] + 1, job.ends[2 * each - 1] + 1)
+    return [
+        Passes(load, stride * (1 + (step in steady) * num_more / each))
+        for step, load in enumerate(job.loads)
+    ]
 
 
 @dataclass(slots=True)
@@ -161,18 +189,12 @@ class _Job:
         self._num_entered = 0
         self._prompts: list[_Prompt] = []
         self._decoding = _Rows()
-        self._end_s: list[float] = []  # when each bundle ended
-        self.num_steps = 0
-        self.now_s = 0.0
+        self.ends: list[int] = []  # the step with which each bundle ended
+        self.loads: list[PassLoad] = []  # of each step
 
-    @property
-    def num_finished(self) -> int:
-        """Bundles that have ended."""
-        return len(self._end_s)
-
-    def step(self, seconds_of: Callable[[PassLoad], float]) -> None:
+    def step(self) -> None:
         """One pass, or as many as the stride."""
-        now, rows = self.num_steps, self._decoding.count
+        now, rows = len(self.loads), self._decoding.count
         context = self._decoding.tokens(now)
         prompt_tokens, num_chunks, done = self._take_prompts()
         load = PassLoad(
@@ -181,18 +203,13 @@ class _Job:
             prompt_tokens=prompt_tokens,
             prompt_chunk=self._stride * prompt_tokens / num_chunks if num_chunks else 1.0,
         )
-        self.now_s += self._stride * seconds_of(load)
         self._end(now)
         for prompt in done:
-            self._begin_decoding(prompt)
+            self._begin_decoding(prompt, now)
         for prompt in self._prompts:
             self._hold(prompt, now, -1)
             self._hold(prompt, now + 1)
-        self.num_steps += 1
-
-    def steady_s(self, batch: int) -> float:
-        """Seconds of a bundle while the second batch of bundles ended."""
-        return (self._end_s[2 * batch - 1] - self._end_s[batch - 1]) / batch
+        self.loads.append(load)
 
     def _take_prompts(self) -> tuple[int, int, list[_Prompt]]:
         """Prompt tokens of this step, chunks that they come in, and prompts that end."""
@@ -217,10 +234,10 @@ class _Job:
                 return
             live = self._decoding.count + self._bundle * (len(self._prompts) + 1)
             prompt = self._next_prompt()
-            self._hold(prompt, self.num_steps)
+            self._hold(prompt, len(self.loads))
             is_over = live > self._policy.batch_size or not self._cache.fits
             if is_over and live > self._bundle:  # alone, a bundle is let in whatever it needs
-                self._hold(prompt, self.num_steps, -1)
+                self._hold(prompt, len(self.loads), -1)
                 return
             self._prompts.append(prompt)
             self._num_entered += 1
@@ -238,12 +255,12 @@ class _Job:
         offset = self._bundle * (prompt.length - step) + self._waste
         self._cache.hold(step + prompt.generated, sign * self._bundle, sign * offset)
 
-    def _begin_decoding(self, prompt: _Prompt) -> None:
+    def _begin_decoding(self, prompt: _Prompt, now: int) -> None:
         """The step that ended the prompt gave the first token; each later one gives another."""
-        now, count = self.num_steps, self._bundle
+        count = self._bundle
         self._hold(prompt, now, -1)
         if prompt.generated == 1:
-            self._end_s.append(self.now_s)
+            self.ends.append(now)
             return
         offset = count * (prompt.length - now)
         self._cache.hold(now + prompt.generated - 1, count, offset + self._waste)
@@ -253,4 +270,4 @@ class _Job:
         ended = self._cache.end(now)
         num_bundles = ended.count // self._bundle
         self._decoding.add(-ended.count, num_bundles * self._waste - ended.offset)
-        self._end_s += [self.now_s] * num_bundles
+        self.ends += [now] * num_bundles
