@@ -3,6 +3,7 @@
 T tokens, H hidden, X outputs of the projection to queries, keys and values.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,9 +23,10 @@ from raymoe.measure.experts import (
     make_expert_layers,
     make_linear_layers,
 )
+from raymoe.measure.tasks import pass_jobs, task_overhead
 from raymoe.measure.timing import KernelJob, measure_in_turns
 from raymoe.specs.curve import Curve
-from raymoe.specs.hardware import HostCurves
+from raymoe.specs.hardware import HardwareSpec, HostCurves
 
 # Sizes of real models, small enough for a minute: experts of Qwen3-30B-A3B, heads of Mixtral.
 HIDDEN_SIZE, PROJECTED_SIZE = 2048, 4096
@@ -62,16 +64,13 @@ class _Series:
 
 
 @torch.inference_mode()
-def measure_host_curves(num_threads: int, seconds: float) -> HostCurves:
-    """Measure with `num_threads` threads, in about `seconds`; takes 1.5 GiB of memory.
-
-    The threads of the kernels are `num_threads` afterwards.
-    """
+def measure_host_curves(node: HardwareSpec, seconds: float) -> HostCurves:
+    """Measure the kernels with the threads of a node, in about `seconds`; takes 2 GiB of memory."""
     end_s = time.perf_counter() + seconds
     layers = make_layers(HEADS, CACHED_TOKENS // USUAL_CONTEXT, USUAL_CONTEXT)
     usual = decode_job(HEADS, CACHED_TOKENS // USUAL_CONTEXT, USUAL_CONTEXT, layers)
-    of_threads = _over_threads(usual, num_threads, THREADS_SHARE * seconds)
-    set_num_threads(num_threads, num_torch_threads(num_threads))
+    of_threads = _over_threads(usual, node.num_cores, THREADS_SHARE * seconds)
+    set_num_threads(node.num_cores, num_torch_threads(node.num_cores))
     crowded = decode_job(CROWDED_HEADS, CACHED_TOKENS // USUAL_CONTEXT, USUAL_CONTEXT, layers)
     decodes = [decode_job(HEADS, CACHED_TOKENS // each, each, layers) for each in CONTEXTS]
     prefills = [prefill_job(HEADS, PREFILL_TOKENS // each, each, layers) for each in PROMPTS]
@@ -83,10 +82,12 @@ def measure_host_curves(num_threads: int, seconds: float) -> HostCurves:
         _Series([USUAL_CONTEXT], [crowded], _flop),
         _Series([PREFILL_TOKENS], [_activation_job(PREFILL_TOKENS)], _bytes),
     ]
-    product, experts, attention, prefill, crowd, activations = _measure(
-        series, max(0.0, end_s - time.perf_counter())
-    )
-    return HostCurves(
+    jobs = [*(job for each in series for job in each.jobs), *pass_jobs()]
+    times = iter(measure_in_turns(jobs, max(0.0, end_s - time.perf_counter())))
+    product, experts, attention, prefill, crowd, activations = [
+        each.curve([next(times) for _ in each.jobs]) for each in series
+    ]
+    curves = HostCurves(
         product_flop_per_s=product,
         expert_flop_per_s=experts,
         attention_bytes_per_s=attention,
@@ -95,6 +96,8 @@ def measure_host_curves(num_threads: int, seconds: float) -> HostCurves:
         prefill_flop_per_s=prefill,
         activation_bytes_per_s=activations.highest,
     )
+    overhead = task_overhead(dataclasses.replace(node, host_curves=curves), list(times))
+    return dataclasses.replace(curves, task_overhead_s=overhead)
 
 
 def num_torch_threads(num_threads: int) -> int:
@@ -108,12 +111,6 @@ def _bytes(job: KernelJob) -> float:
 
 def _flop(job: KernelJob) -> float:
     return job.flop_per_call
-
-
-def _measure(series: Sequence[_Series], seconds: float) -> list[Curve]:
-    """All jobs of all series in turns; one curve for each series."""
-    times = iter(measure_in_turns([job for each in series for job in each.jobs], seconds))
-    return [each.curve([next(times) for _ in each.jobs]) for each in series]
 
 
 def _product_series() -> _Series:

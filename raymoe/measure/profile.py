@@ -13,14 +13,13 @@ from raymoe.kernels.threads import set_num_threads
 from raymoe.measure.gpu import measure_device
 from raymoe.measure.host import measure_host_curves, num_torch_threads
 from raymoe.measure.machine import identify_machine, load_profile, store_profile
-from raymoe.measure.tasks import measure_task_overhead
 from raymoe.measure.timing import KernelJob, measure_in_turns
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.presets_hardware import USABLE_FRACTION
 from raymoe.units import MIB
 
 USUAL_SECONDS = 55.0  # a minute with the time that it takes to start
-PROBE_SHARE, COPY_SHARE, TASK_SHARE, DEVICE_SHARE = 0.1, 0.05, 0.05, 0.35
+PROBE_SHARE, COPY_SHARE, DEVICE_SHARE = 0.1, 0.05, 0.35
 PAGE_BYTES, NUM_PAGES, RING_PAGES = 64 * MIB, 8, 2
 
 
@@ -37,17 +36,12 @@ def measure_machine(num_threads: int | None = None, seconds: float = USUAL_SECON
     set_num_threads(host.num_cores, num_torch_threads(host.num_cores))
     (copy_s,) = measure_in_turns([staging_job()], COPY_SHARE * seconds)
     has_gpu = torch.cuda.is_available()
-    later_s = (TASK_SHARE + DEVICE_SHARE * has_gpu) * seconds
-    curves = measure_host_curves(host.num_cores, end_s - time.perf_counter() - later_s)
+    left_s = end_s - time.perf_counter() - DEVICE_SHARE * seconds * has_gpu
     host = dataclasses.replace(
         host,
         host_memory_bytes=int(USABLE_FRACTION * read_host().total_memory_bytes),
         host_copy_bytes_per_s=PAGE_BYTES / copy_s,
-        host_curves=curves,
-    )
-    overhead = measure_task_overhead(host, TASK_SHARE * seconds)
-    host = dataclasses.replace(
-        host, host_curves=dataclasses.replace(curves, task_overhead_s=overhead)
+        host_curves=measure_host_curves(host, left_s),
     )
     return measure_device(host, max(0.0, end_s - time.perf_counter())) if has_gpu else host
 

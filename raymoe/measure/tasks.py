@@ -4,13 +4,14 @@ Kernels alone are timed in tight loops, in which no thread falls asleep. A small
 as a model does; what they take beyond the kernels' own rates is the overhead.
 """
 
-import statistics
-import time
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, KvLayout
+from raymoe.measure.timing import KernelJob
 from raymoe.memory.arena import HostArena
 from raymoe.memory.kv_cache import KvCache
 from raymoe.model.decoder import Decoder
@@ -27,9 +28,8 @@ from raymoe.specs.weight_names import model_weights
 from raymoe.units import ceil_div
 
 DTYPE = torch.bfloat16
-TOKENS = (1, 8, 64, 256)
+TOKENS = (1, 8, 64)  # more kernels use all threads the more rows there are
 CONTEXT = BLOCK_TOKENS
-NUM_PASSES = 5  # at least, of each size
 LEAST_S = 1e-6  # where the kernels' rates leave less than nothing
 MODEL = ModelSpec.from_config(
     {
@@ -48,21 +48,34 @@ MODEL = ModelSpec.from_config(
 )
 
 
-def measure_task_overhead(node: HardwareSpec, seconds: float) -> Curve:
-    """Seconds of a task beyond its kernels over the tokens of its pass.
+def pass_jobs() -> list[KernelJob]:
+    """Passes of each number of `TOKENS` through one decoder."""
+    runner = _make_runner()
+    return [
+        KernelJob(
+            kernel="pass",
+            case=f"{tokens} tokens",
+            calls=[partial(runner.run, decode_inputs(tokens, CONTEXT, MODEL.vocab_size))],
+            bytes_per_call=0.0,
+            flop_per_call=0.0,
+        )
+        for tokens in TOKENS
+    ]
+
+
+def task_overhead(node: HardwareSpec, pass_s: Sequence[float]) -> Curve:
+    """Seconds of a task beyond its kernels, over the tokens of its pass.
 
     Args:
-        node: With curves; the kernels use its threads.
-        seconds: For all of it, about.
+        node: With curves.
+        pass_s: Seconds of each of `pass_jobs` on it.
     """
     tasks = build_in_place(MODEL.num_layers).tasks
-    runner, work, points = _make_runner(), ModelWork.of(MODEL, DTYPE.itemsize), []
-    for tokens in TOKENS:
+    work, points = ModelWork.of(MODEL, DTYPE.itemsize), []
+    for tokens, taken_s in zip(TOKENS, pass_s, strict=True):
         cost = HostCost(work, node, PassShape.decode(tokens, CONTEXT))
-        kernels_s = sum(cost.kernel_s(task) for task in tasks)
-        inputs = decode_inputs(tokens, CONTEXT, MODEL.vocab_size)
-        pass_s = _median_pass_s(runner, inputs, seconds / len(TOKENS))
-        points.append((float(tokens), max(LEAST_S, (pass_s - kernels_s) / len(tasks))))
+        beyond_s = taken_s - sum(cost.kernel_s(task) for task in tasks)
+        points.append((float(tokens), max(LEAST_S, beyond_s / len(tasks))))
     return Curve(tuple(points))
 
 
@@ -96,13 +109,3 @@ def _make_runner() -> PassRunner:
     layout = KvLayout(num_kv_heads=attention.num_kv_heads, head_dim=attention.head_dim, dtype=DTYPE)
     cache = KvCache(layout, MODEL.num_layers, max(TOKENS) * ceil_div(CONTEXT, BLOCK_TOKENS))
     return PassRunner(decoder, cache, build_in_place(MODEL.num_layers))
-
-
-def _median_pass_s(runner: PassRunner, inputs: PassInputs, seconds: float) -> float:
-    """Of passes for about `seconds`, after one that is not counted."""
-    end_s = time.perf_counter() + seconds
-    runner.run(inputs)
-    taken: list[float] = []
-    while len(taken) < NUM_PASSES or time.perf_counter() < end_s:
-        taken.append(runner.run(inputs).makespan_s)
-    return statistics.median(taken)

@@ -69,7 +69,7 @@ def test_everything_is_measured_on_the_cores(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("small")
 def test_the_kernels_have_their_threads_back() -> None:
     set_num_threads(1)
-    host.measure_host_curves(2, 0.1)
+    host.measure_host_curves(dataclasses.replace(MEASURED, num_cores=2), 0.1)
     assert _native.num_threads() == 2
 
 

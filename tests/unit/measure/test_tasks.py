@@ -1,0 +1,41 @@
+"""The overhead of a task is what a pass takes beyond its kernels, shared by its tasks."""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+from raymoe.measure.tasks import CONTEXT, LEAST_S, MODEL, TOKENS, pass_jobs, task_overhead
+from raymoe.plan.cost import HostCost, PassShape
+from raymoe.plan.work import ModelWork
+from raymoe.schedule.builders.in_place import build_in_place
+from raymoe.schedule.simulate import simulate
+from raymoe.specs.hardware import HardwareSpec
+from tests.unit.plan.test_cost import CURVES, NODE
+
+
+def predicted_s(node: HardwareSpec, tokens: int) -> float:
+    cost = HostCost(ModelWork.of(MODEL, 2), node, PassShape.decode(tokens, CONTEXT))
+    return simulate(build_in_place(MODEL.num_layers), cost).makespan_s
+
+
+def test_a_pass_is_predicted_to_take_what_it_took() -> None:
+    taken = [random.uniform(1.0, 2.0) for _ in TOKENS]
+    curves = dataclasses.replace(CURVES, task_overhead_s=task_overhead(NODE, taken))
+    node = dataclasses.replace(NODE, host_curves=curves)
+    assert [predicted_s(node, tokens) for tokens in TOKENS] == pytest.approx(taken)
+
+
+def test_kernels_that_ran_faster_than_their_rates_leave_nearly_nothing() -> None:
+    assert {overhead for _, overhead in task_overhead(NODE, [0.0] * len(TOKENS)).points} == {
+        LEAST_S
+    }
+
+
+@torch.inference_mode()
+def test_passes_run_all_layers_with_all_tokens() -> None:
+    for tokens, job in zip(TOKENS, pass_jobs(), strict=True):
+        timeline = job.calls[0]()
+        assert len(timeline.spans) == len(build_in_place(MODEL.num_layers).tasks)
+        assert job.case == f"{tokens} tokens"
