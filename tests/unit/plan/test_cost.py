@@ -130,6 +130,12 @@ def test_a_curve_is_felt_by_its_own_kernels(curve: str, shape: PassShape, ops: s
     assert all(after[op] < before[op] for op in ops)
 
 
+def test_few_tokens_touch_few_experts() -> None:
+    experts_flop = 2 * TOP_K * 3 * HIDDEN * EXPERT_HIDDEN
+    taken = seconds(PassShape.decode(1, 512), with_curves(activation_bytes_per_s=1e30))
+    assert taken[Op.EXPERTS] == pytest.approx(experts_flop / 5e10)
+
+
 def test_operations_bind_attention_where_many_heads_share_keys() -> None:
     slow = with_curves(attention_flop_per_s=1e9)
     assert seconds(DECODE, slow)[Op.ATTN] == pytest.approx(4 * HEADS * DIM * 64 * 512 / 1e9)
