@@ -76,9 +76,9 @@ def _policy_rows(plan: Plan) -> Iterator[Row]:
 
 def _device_rows(passes: StreamedPasses) -> Iterator[Row]:
     device, share = passes.device, 100 * passes.cpu_attention_fraction
-    yield "waves of a pass", f"{passes.num_waves}"
+    yield "waves of a pass", str(passes.num_waves)
     if passes.schedule == "waves":  # the others fix these themselves
-        yield "attention runs", f"up to {device.look_ahead} waves ahead"
+        yield "waves that attend ahead", str(device.look_ahead)
         yield "experts run", _group(device)
     yield "decode attention", f"{share:.0f} % on the CPU, {100 - share:.0f} % on the GPU"
     cut = passes.cut

@@ -43,7 +43,7 @@ def roofline_picture(plan: Plan, passes: DevicePass) -> str:
         node,
         place(node, feed_forward(passes, load)),
         [place(node, attention(passes.work, load.decode_context))],
-        title=f"{plan.model_name} on {plan.hardware.name}, a decode pass of {plan.schedule}",
+        title=f"{plan.model_name} on {plan.hardware.name}, decoding by schedule {plan.schedule}",
     )
 
 

@@ -27,7 +27,7 @@ from raymoe.units import GIB, format_bytes
 NAMES = ("host memory, GiB", "generated tokens per second")
 COLOURS = (Colour.GPU, Colour.CPU, Colour.GPU_MEMORY, Colour.OTHER, Colour.LINK)
 HEADROOM = 1.05
-LEGEND_HEIGHT = 20
+LEGEND_TOP, LEGEND_HEIGHT = 22, 20  # above its first line, and of a line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +85,10 @@ def draw_throughput(
             f"draw_throughput: {len(marked)} points on {len(curves)} curves; "
             f"it draws at least one point on at most {len(COLOURS)} curves"
         )
+    above = LEGEND_TOP + LEGEND_HEIGHT * len(curves)
     chart = Chart.from_zero(
         HEADROOM * max(point.host_memory_bytes for point in marked) / GIB,
-        HEADROOM * max(point.tokens_per_s for point in marked),
+        max(point.tokens_per_s for point in marked) / (1 - above / (HEIGHT - TOP - BOTTOM)),
     )
     return svg_page(
         title,
@@ -118,7 +119,9 @@ def _weights(chart: Chart, weight_bytes: float) -> Iterator[str]:
         height = HEIGHT - TOP - BOTTOM
         yield f'<rect class="lane" x="{LEFT}" y="{TOP}" width="{width:.1f}" height="{height}"/>'
         text = f"weights {format_bytes(weight_bytes)}"
-        yield note_at(LEFT + width - 8, HEIGHT - BOTTOM - 12, text, "end")
+        is_inside = width > LETTER_WIDTH * len(text)
+        x, style = (LEFT + width - 8, "end") if is_inside else (LEFT + width + 8, "")
+        yield note_at(x, HEIGHT - BOTTOM - 12, text, style)
 
 
 def _curve(chart: Chart, curve: Curve, colour: Colour) -> Iterator[str]:
@@ -136,9 +139,9 @@ def _curve(chart: Chart, curve: Curve, colour: Colour) -> Iterator[str]:
 
 
 def _legend(curves: Sequence[Curve]) -> Iterator[str]:
-    """In the corner that curves leave empty: little memory, high rate."""
+    """Above all curves."""
     for index, (curve, colour) in enumerate(zip(curves, COLOURS, strict=False)):
-        y = TOP + 22 + LEGEND_HEIGHT * index
+        y = TOP + LEGEND_TOP + LEGEND_HEIGHT * index
         dash = ' stroke-dasharray="8 5"' if curve.is_bound else ""
         yield (f'<path stroke="{colour}" stroke-width="3"{dash} d="M{LEFT + 16} {y - 4}h26"/>')
         yield note_at(LEFT + 50, y, curve.name)

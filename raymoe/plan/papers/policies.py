@@ -3,11 +3,11 @@
 Assumptions:
 - A paper's batch, micro-batches, resident weights and tokens of a pass are taken as far as they
   fit. Our count of memory is higher than the papers': where it does not hold them, there are fewer
-  KV blocks, fewer resident weights, and passes of half, a quarter, ... of the tokens.
+  KV blocks, fewer resident weights, and passes of half, a quarter, ... of the tokens, with as
+  many rows as these hold.
 - Rows that are not there leave smaller batches.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from raymoe.errors import InfeasiblePlanError
@@ -85,14 +85,17 @@ class PaperPolicies:
         return self._fitted("vslpipe", policy)
 
     def _fitted(self, schedule: str, wanted: Policy) -> Policy:
-        for tokens in _halving(wanted.pass_tokens, wanted.batch_size):
-            policy = self._sized(schedule, replace(wanted, pass_tokens=tokens))
+        tokens = wanted.pass_tokens
+        while tokens:
+            batch = min(wanted.batch_size, tokens)
+            policy = self._sized(schedule, replace(wanted, pass_tokens=tokens, batch_size=batch))
             if policy is not None:
                 return policy
+            tokens //= 2
         raise InfeasiblePlanError(
-            f"{schedule} with the {wanted.batch_size} rows of its paper does not fit "
-            f"{self.hardware.name}: {format_bytes(self.hardware.gpu_memory_bytes)} of device "
-            f"memory and {format_bytes(self.hardware.host_memory_bytes)} of host memory"
+            f"{schedule} with the policy of its paper does not fit {self.hardware.name}: "
+            f"{format_bytes(self.hardware.gpu_memory_bytes)} of device memory and "
+            f"{format_bytes(self.hardware.host_memory_bytes)} of host memory"
         )
 
     def _sized(self, schedule: str, wanted: Policy) -> Policy | None:
@@ -118,10 +121,3 @@ class PaperPolicies:
     @property
     def _work(self) -> ModelWork:
         return ModelWork.of(self.model, BYTES_PER_ELEMENT)
-
-
-def _halving(most: int, least: int) -> Iterator[int]:
-    while most > least:
-        yield most
-        most //= 2
-    yield least

@@ -146,7 +146,7 @@ def test_a_curve_lies_where_its_points_do() -> None:
         [LEFT + X_LENGTH * (1 + i) / 6 / 1.05 for i in range(6)], abs=0.1
     )
     assert [float(y) for _, y in pixels] == pytest.approx(
-        [HEIGHT - BOTTOM - Y_LENGTH * min(1 + i, 3) / 3 / 1.05 for i in range(6)], abs=0.1
+        [HEIGHT - BOTTOM - (Y_LENGTH - 42) * min(1 + i, 3) / 3 for i in range(6)], abs=0.1
     )
 
 
@@ -170,9 +170,31 @@ def test_weights_legend_and_the_chosen_plan() -> None:
         assert wanted in found
     ((x, y),) = diamonds(root)
     assert x == pytest.approx(LEFT + X_LENGTH * 3 / 6 / 1.05, abs=0.1)
-    assert y == pytest.approx(HEIGHT - BOTTOM - Y_LENGTH * 345.6 / 800 / 1.05, abs=0.1)
+    assert y == pytest.approx(HEIGHT - BOTTOM - (Y_LENGTH - 62) * 345.6 / 800, abs=0.1)
     dashed = [path for path in root.iter(f"{SVG}path") if path.get("stroke-dasharray") == "8 5"]
     assert len(dashed) == 2, "the line and its sample in the legend"
+
+
+@pytest.mark.parametrize("num_curves", [1, 5])
+def test_a_flat_curve_lies_below_the_legend(num_curves: int) -> None:
+    root = ET.fromstring(draw_throughput([curve(gpu_from=1)] * num_curves, title="t"))
+    legend = [
+        float(text.get("y", "nan")) for text in root.iter(f"{SVG}text") if text.text == "ours"
+    ]
+    assert len(legend) == num_curves
+    line = next(p for p in root.iter(f"{SVG}path") if p.get("fill") == "none" and p.get("d"))
+    assert min(float(y) for _, y in re.findall(r"[ML]([\d.]+) ([\d.]+)", line.get("d", ""))) > max(
+        legend
+    )
+
+
+@pytest.mark.parametrize("gib", [1, 400])
+def test_the_name_of_the_weights_is_on_the_page(gib: int) -> None:
+    root = ET.fromstring(draw_throughput([curve()], title="t", weight_bytes=gib * GIB))
+    name = next(text for text in root.iter(f"{SVG}text") if (text.text or "").startswith("weights"))
+    x, length = float(name.get("x", "nan")), 6.4 * len(name.text or "")
+    start = x - length if "end" in (name.get("class") or "") else x
+    assert LEFT <= start < start + length < WIDTH
 
 
 def test_ticks_are_round_and_inside() -> None:
