@@ -23,6 +23,7 @@ HIDDEN_SIZE, PROJECTED_SIZE, EXPERT_SIZE = 4096, 4096, 2048
 ROWS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 MIN_WEIGHT_BYTES = 512 * MIB  # ten times the second-level cache of an H100
 COPY_BYTES = 64 * MIB  # a page of weights
+READ_BYTES = GIB // 2
 LINK_SHARE = 0.6  # of the time
 ATTENTION_BATCH, ATTENTION_CONTEXT = 128, 512
 
@@ -84,9 +85,11 @@ def measure_device(host: HardwareSpec, seconds: float, index: int = 0) -> Hardwa
     api = TorchCuda(index)
     with api.thread_context():
         attention = decode_job(AttentionShape(), ATTENTION_BATCH, ATTENTION_CONTEXT)
-        copies = make_copies(api.device)
+        copies, jobs = make_copies(api.device), make_jobs(api.device)
+        # The data is made on the current stream, for which the streams of the runs do not wait.
+        api.wait_stream(torch.cuda.current_stream(api.device))
         link = measure_link(api, copies, attention, LINK_SHARE * seconds)
-        rates = measure_rates(api, make_jobs(api.device), (1 - LINK_SHARE) * seconds)
+        rates = measure_rates(api, jobs, (1 - LINK_SHARE) * seconds)
         _, memory_bytes = torch.cuda.mem_get_info(api.device)
         return with_device(host, memory_bytes, link, rates)
 
@@ -154,12 +157,12 @@ def make_jobs(device: torch.device) -> DeviceJobs:
         )
     ]
     inputs = [random(rows, HIDDEN_SIZE) for rows in ROWS]
-    source = torch.empty(2, GIB // 2, dtype=torch.uint8, device=device)
+    source = torch.empty(2, READ_BYTES, dtype=torch.uint8, device=device)
     return DeviceJobs(
         products=[[partial(each, hidden) for each in products] for hidden in inputs],
         product_parameters=PROJECTED_SIZE * HIDDEN_SIZE,
         experts=[[partial(each, hidden) for each in experts] for hidden in inputs],
         expert_parameters=3 * EXPERT_SIZE * HIDDEN_SIZE,
         reads=[partial(source[0].copy_, source[1])],
-        read_bytes=GIB // 2,
+        read_bytes=READ_BYTES,
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from raymoe.kernels.cpu_linear import packed_linear_is_used
 from raymoe.kernels.cpu_norm import rms_norm
@@ -71,17 +72,7 @@ def measure_host_curves(node: HardwareSpec, seconds: float) -> HostCurves:
     usual = decode_job(HEADS, CACHED_TOKENS // USUAL_CONTEXT, USUAL_CONTEXT, layers)
     of_threads = _over_threads(usual, node.num_cores, THREADS_SHARE * seconds)
     set_num_threads(node.num_cores, num_torch_threads(node.num_cores))
-    crowded = decode_job(CROWDED_HEADS, CACHED_TOKENS // USUAL_CONTEXT, USUAL_CONTEXT, layers)
-    decodes = [decode_job(HEADS, CACHED_TOKENS // each, each, layers) for each in CONTEXTS]
-    prefills = [prefill_job(HEADS, PREFILL_TOKENS // each, each, layers) for each in PROMPTS]
-    series = [
-        _product_series(),
-        _expert_series(),
-        _Series(CONTEXTS, decodes, _bytes),
-        _Series(PROMPTS, prefills, _flop),
-        _Series([USUAL_CONTEXT], [crowded], _flop),
-        _Series([PREFILL_TOKENS], [_activation_job(PREFILL_TOKENS)], _bytes),
-    ]
+    series = _all_series(layers)
     jobs = [*(job for each in series for job in each.jobs), *pass_jobs()]
     times = iter(measure_in_turns(jobs, max(0.0, end_s - time.perf_counter())))
     product, experts, attention, prefill, crowd, activations = [
@@ -111,6 +102,21 @@ def _bytes(job: KernelJob) -> float:
 
 def _flop(job: KernelJob) -> float:
     return job.flop_per_call
+
+
+def _all_series(layers: Sequence[Tensor]) -> list[_Series]:
+    """Projections, experts, decode and prefill attention, many heads, what lies between."""
+    decodes = [decode_job(HEADS, CACHED_TOKENS // each, each, layers) for each in CONTEXTS]
+    prefills = [prefill_job(HEADS, PREFILL_TOKENS // each, each, layers) for each in PROMPTS]
+    crowded = decode_job(CROWDED_HEADS, CACHED_TOKENS // USUAL_CONTEXT, USUAL_CONTEXT, layers)
+    return [
+        _product_series(),
+        _expert_series(),
+        _Series(CONTEXTS, decodes, _bytes),
+        _Series(PROMPTS, prefills, _flop),
+        _Series([USUAL_CONTEXT], [crowded], _flop),
+        _Series([PREFILL_TOKENS], [_activation_job(PREFILL_TOKENS)], _bytes),
+    ]
 
 
 def _product_series() -> _Series:
@@ -145,7 +151,7 @@ def _activation_job(num_tokens: int) -> KernelJob:
     table = torch.ones(num_tokens, head_dim // 2)
     positions = torch.arange(num_tokens, dtype=torch.int32)
 
-    def run(hidden_TH: torch.Tensor, qkv_TX: torch.Tensor) -> None:
+    def run(hidden_TH: Tensor, qkv_TX: Tensor) -> None:
         rms_norm(hidden_TH, hidden_TH[0], 1e-5)
         qkv_rope(
             qkv_TX,

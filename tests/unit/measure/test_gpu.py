@@ -1,0 +1,67 @@
+"""The data of a GPU's measurements, made on the host: shapes, directions, bytes."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from raymoe.measure import gpu
+
+CPU = torch.device("cpu")
+SIZES = {
+    "HIDDEN_SIZE": 64,
+    "PROJECTED_SIZE": 96,
+    "EXPERT_SIZE": 32,
+    "ROWS": (1, 5),
+    "MIN_WEIGHT_BYTES": 3 * 2 * 64 * 96,
+    "READ_BYTES": 1024,
+    "COPY_BYTES": 256,
+}
+
+
+@pytest.fixture(autouse=True)
+def _small_and_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SIZES.items():
+        monkeypatch.setattr(gpu, name, value)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    monkeypatch.setattr(Tensor, "pin_memory", Tensor.clone)
+
+
+def test_jobs_multiply_every_number_of_rows_by_every_copy_of_the_weights() -> None:
+    jobs = gpu.make_jobs(CPU)
+    assert jobs.product_parameters == 64 * 96
+    assert jobs.expert_parameters == 3 * 64 * 32
+    for rows, products, experts in zip((1, 5), jobs.products, jobs.experts, strict=True):
+        assert len(products) == 3
+        assert {call().shape for call in products} == {(rows, 96)}
+        assert {call().shape for call in experts} == {(rows, 64)}
+    copied = jobs.reads[0]()
+    assert isinstance(copied, Tensor)
+    assert copied.nbytes == jobs.read_bytes == 1024
+
+
+def test_copies_go_where_their_name_says() -> None:
+    copies = gpu.make_copies(CPU)
+    ends = {
+        name: (call.func.__self__, call.args[0])  # type: ignore[attr-defined]
+        for name, call in (
+            ("htod", copies.htod),
+            ("dtoh", copies.dtoh),
+            ("pageable_htod", copies.pageable_htod),
+            ("pageable_dtoh", copies.pageable_dtoh),
+        )
+    }
+
+    def memory(tensor: Tensor) -> int:
+        return tensor.untyped_storage().data_ptr()
+
+    assert {target.nbytes for target, _ in ends.values()} == {copies.num_bytes}
+    device = memory(ends["htod"][0])
+    assert memory(ends["pageable_htod"][0]) == memory(ends["dtoh"][1]) == device
+    assert memory(ends["pageable_dtoh"][1]) == device
+    pinned, pageable = memory(ends["htod"][1]), memory(ends["pageable_htod"][1])
+    assert memory(ends["dtoh"][0]) == pinned
+    assert memory(ends["pageable_dtoh"][0]) == pageable
+    assert len({device, pinned, pageable}) == 3
+    # The two directions have different ends, so that they can be under way at once.
+    assert ends["htod"][0].data_ptr() != ends["dtoh"][1].data_ptr()
+    assert ends["htod"][1].data_ptr() != ends["dtoh"][0].data_ptr()
