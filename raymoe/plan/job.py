@@ -30,7 +30,7 @@ class Passes(NamedTuple):
     """Passes of one load, and how many they are; a mean may be a fraction."""
 
     load: PassLoad
-    count: float
+    number: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
