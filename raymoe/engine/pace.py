@@ -61,6 +61,7 @@ def _attention_shape(batch: AttentionBatch) -> AttentionShape:
     is_decode = takes == 1
     return AttentionShape(
         rows=int(takes.sum()),
+        decode_rows=int(is_decode.sum()),
         pairs=int(pairs[is_decode].sum()),
         prompt_pairs=int(pairs[~is_decode].sum()),
         context_tokens=int(contexts.sum()),

@@ -9,7 +9,9 @@ Assumptions:
   memory are left out: where they are large, operations bind.
 - While weights stream, the link takes its bytes from host memory and tasks on the CPU get the rest
   (MoE-Lens, section 5.3, equation 5), at least half.
-- Context is counted as it is given; sliding windows are not cut.
+- Attention of a layer with a sliding window reads no more of a context than the window.
+- A measured node attends on the CPU at its measured rate, and at that share of it which the link
+  leaves of the bandwidth; all else is by formula, measured or not.
 """
 
 from collections.abc import Callable, Mapping
@@ -138,6 +140,17 @@ class DeviceCost:
             return max(flop / hardware.gpu_flop_per_s, num_bytes / hardware.gpu_bytes_per_s)
         return max(flop / self.hardware.host_flop_per_s, num_bytes / self.host_bytes_per_s)
 
+    def host_attention_s(self, share: AttentionShape, layer: LayerWork) -> float:
+        """Appending and attention on the CPU: at measured rates where the node has them."""
+        read, flop = share.context_tokens * layer.kv_token_bytes, _attention_flop(share, layer)
+        curves = self.hardware.host_curves if self.work.bytes_per_element == 2 else None
+        if curves is None or not share.rows:
+            appended = 2 * share.rows * layer.kv_token_bytes
+            return self.roof_s(Resource.CPU, flop, read / CPU_ATTENTION_EFFICIENCY + appended)
+        left = self.host_bytes_per_s / self.hardware.host_bytes_per_s
+        rate = left * curves.attention_bytes_per_s.at(share.context_tokens / share.rows)
+        return max(read / rate, flop / curves.attention_flop_per_s)
+
     def product_s(self, rows: float, weights: Matrices, times: float = 1.0) -> float:
         """One matrix product on the GPU whose weights are read once.
 
@@ -156,6 +169,12 @@ class DeviceCost:
         hardware = self.hardware
         is_htod = resource is Resource.HTOD
         return num_bytes / (hardware.htod_bytes_per_s if is_htod else hardware.dtoh_bytes_per_s)
+
+    @property
+    def pages_s(self) -> float:
+        """All pages of a pass over the link."""
+        num_bytes, number = sum(map(sum, self.page_bytes)), sum(map(len, self.page_bytes))
+        return number * OVERHEAD_S[Resource.HTOD] + self.copy_s(Resource.HTOD, num_bytes)
 
     def row_bytes(self, width: int) -> int:
         """Bytes of a row of activations."""
@@ -191,18 +210,20 @@ def _qkv_s(cost: DeviceCost, task: Task) -> float:
 
 
 def _attention_s(cost: DeviceCost, task: Task) -> float:
-    """Append to the cache, then attention of the CPU's share.
+    """Append to the cache, then attention: of the CPU's share, or of all on a GPU with the cache.
 
     The appended rows are read and written once; the KV of the context is read once for all heads
     of a group. Source: MoE-Lightning, section 4.2, equations 13 and 14, with the operations of
     both products (queries by keys, scores by values), where its code counts one.
     """
-    share, layer = cost.wave(task).host, cost.layer(task)
-    read = share.context_tokens * layer.kv_token_bytes
-    if task.resource is not Resource.GPU:
-        read /= CPU_ATTENTION_EFFICIENCY
-    appended = 2 * share.rows * layer.kv_token_bytes
-    return cost.roof_s(task.resource, _attention_flop(share, layer), read + appended)
+    wave, layer = cost.wave(task), cost.layer(task)
+    if task.resource is Resource.GPU:
+        share = (wave.host + wave.device).within(layer.window)
+        num_bytes = (share.context_tokens + 2 * share.rows) * layer.kv_token_bytes
+        flop = _attention_flop(share, layer) / DEVICE_ATTENTION_EFFICIENCY
+        return cost.roof_s(task.resource, flop, num_bytes)
+    share = wave.host.within(layer.window)
+    return cost.host_attention_s(share, layer)
 
 
 def _attention_flop(share: AttentionShape, layer: LayerWork) -> float:
@@ -211,13 +232,15 @@ def _attention_flop(share: AttentionShape, layer: LayerWork) -> float:
 
 def _kv_s(cost: DeviceCost, task: Task) -> float:
     """Earlier KV of the device's share: D4 of MoE-Lightning, section 4.1."""
-    num_bytes = cost.wave(task).device.past_tokens * cost.layer(task).kv_token_bytes
-    return cost.copy_s(task.resource, num_bytes)
+    layer = cost.layer(task)
+    share = cost.wave(task).device.within(layer.window)
+    return cost.copy_s(task.resource, share.past_tokens * layer.kv_token_bytes)
 
 
 def _device_attention_s(cost: DeviceCost, task: Task) -> float:
     """Attention of the device's share: MoE-Lightning, section 4.2, equations 13 and 14."""
-    share, layer = cost.wave(task).device, cost.layer(task)
+    layer = cost.layer(task)
+    share = cost.wave(task).device.within(layer.window)
     flop = _attention_flop(share, layer) / DEVICE_ATTENTION_EFFICIENCY
     return cost.roof_s(task.resource, flop, layer.kv_token_bytes * share.context_tokens)
 

@@ -1,6 +1,6 @@
 """WaveShape: what one wave of a pass holds, in the numbers that costs depend on."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from raymoe.errors import ConfigError
@@ -12,18 +12,20 @@ class AttentionShape:
 
     Attributes:
         rows: New tokens: their KV is appended, they attend.
+        decode_rows: Those of them that decode.
         pairs: Pairs of a token that decodes and a token that it sees.
         prompt_pairs: The same of tokens that come several of a sequence at once.
         context_tokens: Tokens whose KV is read, summed over sequences; new ones included.
     """
 
     rows: float = 0.0
+    decode_rows: float = 0.0
     pairs: float = 0.0
     prompt_pairs: float = 0.0
     context_tokens: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("rows", "pairs", "prompt_pairs", "context_tokens"):
+        for name in ("rows", "decode_rows", "pairs", "prompt_pairs", "context_tokens"):
             value = getattr(self, name)
             if value < 0:
                 raise ConfigError(f"AttentionShape.{name} is {value!r}; it must not be negative")
@@ -38,9 +40,27 @@ class AttentionShape:
         """Tokens whose KV was there before."""
         return self.context_tokens - self.rows
 
+    def within(self, window: int | None) -> "AttentionShape":
+        """The same in a layer whose tokens see so many tokens at most; prompts begin here."""
+        if window is None:
+            return self
+        unseen = max(0.0, self.pairs - window * self.decode_rows)
+        prompt_pairs, prompt_rows = self.prompt_pairs, self.rows - self.decode_rows
+        if prompt_rows:
+            length = 2 * prompt_pairs / prompt_rows - 1  # a token sees half of its prompt
+            if length > window:
+                prompt_pairs = prompt_rows * (window - window * (window - 1) / (2 * length))
+        return replace(
+            self,
+            pairs=self.pairs - unseen,
+            prompt_pairs=prompt_pairs,
+            context_tokens=self.context_tokens - unseen,
+        )
+
     def __add__(self, other: "AttentionShape") -> "AttentionShape":
         return AttentionShape(
             rows=self.rows + other.rows,
+            decode_rows=self.decode_rows + other.decode_rows,
             pairs=self.pairs + other.pairs,
             prompt_pairs=self.prompt_pairs + other.prompt_pairs,
             context_tokens=self.context_tokens + other.context_tokens,
@@ -112,4 +132,5 @@ class WaveShape:
 
 
 def _decoding(rows: float, context: float) -> AttentionShape:
-    return AttentionShape(rows=rows, pairs=rows * context, context_tokens=rows * context)
+    pairs = rows * context
+    return AttentionShape(rows=rows, decode_rows=rows, pairs=pairs, context_tokens=pairs)

@@ -24,7 +24,7 @@ from raymoe.specs.layer_weights import (
     expert_weights,
     num_elements,
 )
-from raymoe.specs.layers import LatentAttentionSpec, LayerSpec, MoeSpec
+from raymoe.specs.layers import AttentionSpec, LatentAttentionSpec, LayerSpec, MoeSpec
 from raymoe.specs.model import ModelSpec
 
 Weights = Iterable[tuple[str, Shape]]
@@ -67,6 +67,7 @@ class LayerWork:
         kv_token_bytes: KV of one token.
         query_width: Elements of the queries of a token that decodes.
         output_width: Elements of its result.
+        window: Tokens that a token sees at most; None for all.
     """
 
     pre: Matrices
@@ -81,6 +82,7 @@ class LayerWork:
     kv_token_bytes: int
     query_width: int
     output_width: int
+    window: int | None = None
 
     @classmethod
     def of(cls, model: ModelSpec, i: int, bytes_per_element: int, kv_element_bytes: int) -> Self:
@@ -111,6 +113,7 @@ class LayerWork:
             kv_token_bytes=attention.cache_width * kv_element_bytes,
             query_width=attention.query_width,
             output_width=attention.output_width,
+            window=_window(attention),
         )
 
     @property
@@ -224,6 +227,10 @@ class ModelWork:
         """Expected weights that a pass of this many tokens reads."""
         layers = sum(layer.weight_bytes(layer.touched_experts(tokens)) for layer in self.layers)
         return layers + self.head.num_bytes
+
+
+def _window(attention: AttentionSpec | LatentAttentionSpec) -> int | None:
+    return attention.sliding_window if isinstance(attention, AttentionSpec) else None
 
 
 def _by_reader(layer: LayerSpec, hidden_size: int) -> dict[str, list[tuple[str, Shape]]]:

@@ -15,7 +15,8 @@ from raymoe.schedule.builders.in_place import build_resident
 from raymoe.schedule.builders.shape import PassForm
 from raymoe.schedule.simulate import simulate
 from raymoe.schedule.task import RESOURCES_OF, Op, Resource, Task
-from raymoe.specs.hardware import HardwareSpec
+from raymoe.specs.curve import Curve
+from raymoe.specs.hardware import HardwareSpec, HostCurves
 from raymoe.specs.presets_hardware import hardware_preset
 from raymoe.specs.presets_models import model_preset
 
@@ -252,6 +253,64 @@ def test_a_resident_model_attends_at_the_speed_of_device_memory() -> None:
     assert on_gpu == pytest.approx((10 * 500 + 2 * 10) * KV_ROW / 200e9)
     timeline = simulate(build_resident(32), cost)
     assert timeline.resources == (Resource.GPU,)
+
+
+def test_a_resident_model_attends_for_both_shares() -> None:
+    split = WaveShape.decode(10, 500, cpu_attention_fraction=0.3)
+    whole = WaveShape.decode(10, 500)
+    split_s, whole_s = (
+        work_s(cost_of(wave), Op.ATTN, resource=Resource.GPU) for wave in (split, whole)
+    )
+    assert split_s == pytest.approx(whole_s)
+    prompts = cost_of(WaveShape.prefill(1, 8000))
+    flop = 4 * 4096 * 8000 * 8001 / 2
+    assert work_s(prompts, Op.ATTN, resource=Resource.GPU) == pytest.approx(flop / (0.7 * 50e12))
+
+
+def test_layers_with_a_window_read_no_more_than_it() -> None:
+    work = ModelWork.of(model_preset("gpt-oss-20b"), 2)
+    assert [layer.window for layer in work.layers[:3]] == [128, None, 128]
+    cost = DeviceCost(work, NODE, (WaveShape.decode(10, 1000, cpu_attention_fraction=0.5),))
+    row = work.layers[0].kv_token_bytes
+
+    def seconds(op: Op, layer: int) -> float:
+        task = Task(op=op, layer=layer, part=0, resource=lane_of(op))
+        return cost.duration_s(task) - OVERHEAD_S[task.resource]
+
+    assert seconds(Op.KV, 0) == pytest.approx(5 * 127 * row / 10e9)
+    assert seconds(Op.KV, 1) == pytest.approx(5 * 999 * row / 10e9)
+    assert seconds(Op.ATTN, 0) == pytest.approx((5 * 128 / 0.85 + 2 * 5) * row / 100e9)
+    assert seconds(Op.GATTN, 1) == pytest.approx(5 * 1000 * row / 200e9)
+
+
+def test_a_measured_host_attends_at_its_measured_rate() -> None:
+    """Rates at the context, the share that the link leaves, and operations where these bind."""
+    node = dataclasses.replace(NODE, host_curves=attention_curves(((100, 20e9), (1000, 50e9))))
+    wave = WaveShape.decode(10, 1000)
+    read = 10 * 1000 * KV_ROW
+    assert work_s(cost_of(wave, node=node), Op.ATTN) == pytest.approx(read / 50e9)
+    streaming = cost_of(wave, node=node, pages=(1,))
+    assert work_s(streaming, Op.ATTN) == pytest.approx(read / (0.9 * 50e9))
+    short = cost_of(WaveShape.decode(10, 100), node=node)
+    assert work_s(short, Op.ATTN) == pytest.approx(read / 10 / 20e9)
+    crowded = attention_curves(((1, 1e15),), flop_per_s=1e12)
+    bound = cost_of(wave, node=dataclasses.replace(NODE, host_curves=crowded))
+    assert work_s(bound, Op.ATTN) == pytest.approx(4 * 4096 * 10 * 1000 / 1e12)
+
+
+def attention_curves(
+    points: tuple[tuple[float, float], ...], flop_per_s: float = 1e18
+) -> HostCurves:
+    any_rate = Curve(((1, 1e12),))
+    return HostCurves(
+        product_flop_per_s=any_rate,
+        expert_flop_per_s=any_rate,
+        attention_bytes_per_s=Curve(points),
+        attention_flop_per_s=flop_per_s,
+        attention_bytes_per_s_of_threads=any_rate,
+        prefill_flop_per_s=any_rate,
+        activation_bytes_per_s=1e12,
+    )
 
 
 def test_a_node_without_a_gpu_is_refused() -> None:

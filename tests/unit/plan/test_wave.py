@@ -8,7 +8,7 @@ from raymoe.plan.wave import AttentionShape, WaveShape
 
 def test_a_decode_wave_reads_every_context_and_wants_logits_of_every_row() -> None:
     wave = WaveShape.decode(3, 100)
-    assert wave.host == AttentionShape(rows=3, pairs=300, context_tokens=300)
+    assert wave.host == AttentionShape(rows=3, decode_rows=3, pairs=300, context_tokens=300)
     assert (wave.tokens, wave.host.past_tokens, wave.logit_rows) == (3, 297, 3)
     assert wave.device == AttentionShape()
 
@@ -29,11 +29,31 @@ def test_both_shares_of_the_attention_make_the_whole(fraction: float) -> None:
 
 def test_waves_add_up() -> None:
     both = WaveShape.decode(3, 100, cpu_attention_fraction=0.0) + WaveShape.prefill(2, 4)
-    assert both.device == AttentionShape(rows=11, pairs=300, prompt_pairs=20, context_tokens=308)
+    assert both.device == AttentionShape(
+        rows=11, decode_rows=3, pairs=300, prompt_pairs=20, context_tokens=308
+    )
     assert (both.tokens, both.logit_rows) == (11, 5)
 
 
-@pytest.mark.parametrize("field", ["rows", "pairs", "prompt_pairs", "context_tokens"])
+@pytest.mark.parametrize("window", [1, 3, 40, 99, 100, 5000])
+def test_a_window_hides_what_lies_further_back(window: int) -> None:
+    """Counted pair by pair: three rows of 100 tokens that decode, two prompts of 60."""
+    wave = WaveShape.decode(3, 100, cpu_attention_fraction=0.0) + WaveShape.prefill(2, 60)
+    seen = wave.device.within(window)
+    assert seen.pairs == 3 * min(window, 100)
+    assert seen.prompt_pairs == pytest.approx(2 * sum(min(window, n) for n in range(1, 61)))
+    assert seen.context_tokens == seen.pairs + 2 * 60, "a prompt's own keys are read"
+    assert (seen.rows, seen.decode_rows) == (3 + 2 * 60, 3)
+
+
+def test_without_a_window_all_is_seen() -> None:
+    share = WaveShape.decode(3, 100).host
+    assert share.within(None) == share.within(100) == share
+
+
+@pytest.mark.parametrize(
+    "field", ["rows", "decode_rows", "pairs", "prompt_pairs", "context_tokens"]
+)
 def test_negative_counts_are_refused(field: str) -> None:
     with pytest.raises(ConfigError, match=rf"AttentionShape\.{field} is -1"):
         AttentionShape(**{field: -1})
