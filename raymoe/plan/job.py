@@ -6,31 +6,27 @@ cache would not overflow before others end.
 
 Assumptions: lengths are known (the engine forecasts them) and nothing is preempted. Where there are
 many rows, a few of like length move as one, and where rows are long, a few passes count as one. A
-job of many batches is simulated until its rate is steady and then extended.
+job of many batches is simulated until it is steady, and goes on with such passes until all tokens
+are computed.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from math import ceil
+from typing import Self
 
-from raymoe.plan.load import PassLoad
+from raymoe.plan.load import Passes, PassLoad, alike
 from raymoe.plan.policy import Policy
 from raymoe.plan.streaming import KV_BLOCK_TOKENS
 from raymoe.specs.workload import Workload
 from raymoe.units import ceil_div
 
-BATCHES = 3  # that are simulated; beyond, every batch takes as long as the second
-BUNDLES = 128  # of a batch: rows that move as one
+BATCHES = 3  # that are simulated; beyond, passes are as those of the second
+BUNDLES = 256  # of a batch: rows that move as one
+LEAST_BUNDLES = 8  # that count as a batch: fewer tell little of rows that differ
 STEPS = 256  # of a row: passes beyond that count several as one
 MEAN_WASTE = KV_BLOCK_TOKENS // 2  # tokens that a last block could still take
 MOST_ADMISSIONS = 256  # of one pass, as in the engine
-
-
-class Passes(NamedTuple):
-    """Passes of one load, and how many they are; a mean may be a fraction."""
-
-    load: PassLoad
-    number: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,35 +72,51 @@ def estimate_job(
     Args:
         workload: Its rows.
         policy: Sizes of passes and of the KV cache.
-        seconds_of: How long a pass takes.
+        seconds_of: How long a pass takes; asked for a few loads.
     """
-    return JobEstimate.of(workload, job_passes(workload, policy), seconds_of)
+    return JobEstimate.of(workload, alike(job_passes(workload, policy)), seconds_of)
 
 
-def job_passes(workload: Workload, policy: Policy, *, most_steps: int = STEPS) -> list[Passes]:
-    """The passes of a job, whatever they take.
-
-    Args:
-        workload: Its rows.
-        policy: Sizes of passes and of the KV cache.
-        most_steps: In how many steps a row generates its tokens; fewer are faster and coarser.
-    """
+def job_passes(workload: Workload, policy: Policy) -> list[Passes]:
+    """The passes of a job, whatever they take."""
     batch = min(policy.batch_size, workload.num_rows)
-    bundle = max(1, batch // BUNDLES)
-    num_bundles = min(workload.num_rows, BATCHES * batch) // bundle
-    stride = ceil_div(workload.generated_tokens, most_steps)
-    job = _Job(workload, policy, num_bundles, bundle=bundle, stride=stride)
-    while len(job.ends) < num_bundles:
-        job.step()
-    num_more, each = workload.num_rows / bundle - num_bundles, num_bundles // BATCHES
-    if num_more < 1:
-        times = 1 + num_more / num_bundles
-        return [Passes(load, stride * times) for load in job.loads]
-    steady = range(job.ends[each - 1] + 1, job.ends[2 * each - 1] + 1)
-    return [
-        Passes(load, stride * (1 + (step in steady) * num_more / each))
-        for step, load in enumerate(job.loads)
-    ]
+    job = _Job(
+        workload,
+        policy,
+        rows=max(1.0, batch / BUNDLES),
+        stride=ceil_div(workload.generated_tokens, STEPS),
+    )
+    num_bundles = round(workload.num_rows / job.rows)
+    each = max(LEAST_BUNDLES, round(batch / job.rows))
+    num_simulated = min(num_bundles, BATCHES * each)
+    job.run(num_simulated)
+    passes = [Passes(load, float(job.stride)) for load in job.loads]
+    if num_simulated == num_bundles:
+        return passes
+    steady = slice(job.ends[each - 1] + 1, job.ends[2 * each - 1] + 1)
+    left = _tokens_of(workload) - sum(number * load.tokens for load, number in passes)
+    more = left / sum(load.tokens for load, _ in passes[steady])
+    passes[steady] = [Passes(load, number + more) for load, number in passes[steady]]
+    return passes
+
+
+def _tokens_of(workload: Workload) -> float:
+    """Tokens that are computed: the last one of a row is not."""
+    return workload.total_prompt_tokens + workload.total_generated_tokens - workload.num_rows
+
+
+def fewest_passes(workload: Workload, policy: Policy) -> Passes:
+    """The passes of a job if all were alike and as full as they can be."""
+    tokens, prompts = _tokens_of(workload), workload.total_prompt_tokens
+    decoded = tokens - prompts
+    count = max(1.0, decoded / policy.batch_size, tokens / policy.pass_tokens)
+    load = PassLoad(
+        decode_rows=decoded / count,
+        decode_context=workload.prompt_tokens + workload.generated_tokens / 2,
+        prompt_tokens=prompts / count,
+        prompt_chunk=min(workload.prompt_tokens, policy.prefill_chunk_tokens),
+    )
+    return Passes(load, count)
 
 
 @dataclass(slots=True)
@@ -153,121 +165,136 @@ class _Cache:
         """Whether it never overflows: as sequences end, those that run longer have grown."""
         if self._most <= self._capacity:
             return True
-        running = _Rows()
+        count, offset = 0, 0.0
         for step in sorted(self._ending, reverse=True):
             ending = self._ending[step]
-            running.add(ending.count, ending.offset)
-            if running.tokens(step) > self._capacity:
+            count += ending.count
+            offset += ending.offset
+            if offset + count * step > self._capacity:
                 return False
         return True
 
 
 @dataclass(slots=True)
 class _Prompt:
-    """A bundle whose prompt is being computed."""
+    """A bundle whose prompt is being computed: tokens of each of its rows."""
 
     length: int
     generated: int
-    left: int
+    left: float
 
 
 class _Job:
-    """Bundles of rows from the queue to their end.
+    """The rows of a job from the queue to their end, in a smaller scale.
 
-    With a stride, a step is so many passes and all tokens are counted in so many.
+    A bundle of rows moves as one and a step is as many passes as the stride, so all that is counted
+    here is of one row of a bundle, and in as many tokens as the stride.
+
+    Attributes:
+        rows: Of a bundle; may be a fraction.
+        stride: Passes of a step.
+        ends: The step with which each bundle ended.
+        loads: The load of the passes of each step.
     """
 
-    def __init__(
-        self, workload: Workload, policy: Policy, num_bundles: int, *, bundle: int, stride: int
-    ) -> None:
+    def __init__(self, workload: Workload, policy: Policy, *, rows: float, stride: int) -> None:
+        self.rows, self.stride = rows, stride
         self._workload, self._policy = workload, policy
-        self._num_bundles, self._bundle, self._stride = num_bundles, bundle, stride
+        self._most_live = round(policy.batch_size / rows)
+        self._most_admissions = ceil(stride * MOST_ADMISSIONS / rows)
         # As in the engine, one block of 64 stays free for growth that no forecast saw.
         num_blocks = policy.num_kv_blocks - policy.num_kv_blocks // 64
-        self._cache = _Cache(num_blocks * KV_BLOCK_TOKENS / stride)
-        self._waste = bundle * MEAN_WASTE / stride
+        self._cache = _Cache(num_blocks * KV_BLOCK_TOKENS / (rows * stride))
         self._num_entered = 0
         self._prompts: list[_Prompt] = []
         self._decoding = _Rows()
-        self.ends: list[int] = []  # the step with which each bundle ended
-        self.loads: list[PassLoad] = []  # of each step
+        self.ends: list[int] = []
+        self.loads: list[PassLoad] = []
 
-    def step(self) -> None:
-        """One pass, or as many as the stride."""
-        now, rows = len(self.loads), self._decoding.count
-        context = self._decoding.tokens(now)
-        prompt_tokens, num_chunks, done = self._take_prompts()
+    def run(self, num_bundles: int) -> None:
+        """From the first step to the end of the last bundle."""
+        while len(self.ends) < num_bundles:
+            self._step(num_bundles)
+
+    def _step(self, num_bundles: int) -> None:
+        now, decoding = len(self.loads), self._decoding.count
+        context = self._decoding.tokens(now) / decoding if decoding else 0.0
+        prompt_tokens, num_chunks, done = self._take_prompts(num_bundles)
         load = PassLoad(
-            decode_rows=rows,
-            decode_context=self._stride * context / rows if rows else 0.0,
-            prompt_tokens=prompt_tokens,
-            prompt_chunk=self._stride * prompt_tokens / num_chunks if num_chunks else 1.0,
+            decode_rows=self.rows * decoding,
+            decode_context=self.stride * context,
+            prompt_tokens=self.rows * prompt_tokens,
+            prompt_chunk=self.stride * prompt_tokens / num_chunks if num_chunks else 1.0,
         )
-        self._end(now)
+        ended = self._cache.end(now)
+        self._decoding.add(-ended.count, ended.count * self._waste - ended.offset)
+        self.ends += [now] * ended.count
         for prompt in done:
-            self._begin_decoding(prompt, now)
+            self._begin_decoding(prompt)
         for prompt in self._prompts:
             self._hold(prompt, now, -1)
             self._hold(prompt, now + 1)
         self.loads.append(load)
 
-    def _take_prompts(self) -> tuple[int, int, list[_Prompt]]:
+    @property
+    def _waste(self) -> float:
+        return MEAN_WASTE / self.stride
+
+    def _take_prompts(self, num_bundles: int) -> tuple[float, int, list[_Prompt]]:
         """Prompt tokens of this step, chunks that they come in, and prompts that end."""
-        budget = self._policy.pass_tokens - self._decoding.count
-        self._admit(budget - sum(prompt.left for prompt in self._prompts))
-        chunk = self._policy.prefill_chunk_tokens * self._bundle
-        taken, num_chunks = 0, 0
+        budget = self._policy.pass_tokens / self.rows - self._decoding.count
+        self._admit(num_bundles, budget - sum(prompt.left for prompt in self._prompts))
+        taken, num_chunks = 0.0, 0
         for prompt in self._prompts:
-            take = min(prompt.left, chunk, budget - taken)
+            take = min(prompt.left, self._policy.prefill_chunk_tokens, budget - taken)
             if take <= 0:
                 break
             prompt.left -= take
             taken += take
-            num_chunks += self._bundle
+            num_chunks += 1
         done = [prompt for prompt in self._prompts if not prompt.left]
         self._prompts = [prompt for prompt in self._prompts if prompt.left]
         return taken, num_chunks, done
 
-    def _admit(self, budget: int) -> None:
-        for _ in range(self._stride * MOST_ADMISSIONS):
-            if budget <= 0 or self._num_entered == self._num_bundles:
+    def _admit(self, num_bundles: int, budget: float) -> None:
+        for _ in range(self._most_admissions):
+            if budget <= 0 or self._num_entered == num_bundles:
                 return
-            live = self._decoding.count + self._bundle * (len(self._prompts) + 1)
-            prompt = self._next_prompt()
+            live = self._decoding.count + len(self._prompts) + 1
+            prompt = self._next_prompt(num_bundles)
             self._hold(prompt, len(self.loads))
-            is_over = live > self._policy.batch_size or not self._cache.fits
-            if is_over and live > self._bundle:  # alone, a bundle is let in whatever it needs
+            is_over = live > self._most_live or not self._cache.fits
+            if is_over and live > 1:  # alone, a bundle is let in whatever it needs
                 self._hold(prompt, len(self.loads), -1)
                 return
             self._prompts.append(prompt)
             self._num_entered += 1
             budget -= prompt.left
 
-    def _next_prompt(self) -> _Prompt:
+    def _next_prompt(self, num_bundles: int) -> _Prompt:
         length, generated = (
-            max(1, round(tokens / self._stride))
-            for tokens in self._workload.lengths(self._num_entered)
+            max(1, round(tokens / self.stride))
+            for tokens in self._workload.lengths(self._next_row(num_bundles))
         )
-        return _Prompt(length, generated, length * self._bundle)
+        return _Prompt(length, generated, length)
+
+    def _next_row(self, num_bundles: int) -> int:
+        """The row that the next bundle is like: each in turn, or a few from all over them."""
+        few = min(1.0, num_bundles / max(1, len(self._workload.row_lengths)))
+        return int(self._num_entered / few)
 
     def _hold(self, prompt: _Prompt, step: int, sign: int = 1) -> None:
         """Room for a bundle as if its prompt ended with this step; sign -1 takes it back."""
-        offset = self._bundle * (prompt.length - step) + self._waste
-        self._cache.hold(step + prompt.generated, sign * self._bundle, sign * offset)
+        offset = prompt.length - step + self._waste
+        self._cache.hold(step + prompt.generated, sign, sign * offset)
 
-    def _begin_decoding(self, prompt: _Prompt, now: int) -> None:
+    def _begin_decoding(self, prompt: _Prompt) -> None:
         """The step that ended the prompt gave the first token; each later one gives another."""
-        count = self._bundle
+        now = len(self.loads)
         self._hold(prompt, now, -1)
         if prompt.generated == 1:
             self.ends.append(now)
             return
-        offset = count * (prompt.length - now)
-        self._cache.hold(now + prompt.generated - 1, count, offset + self._waste)
-        self._decoding.add(count, offset)
-
-    def _end(self, now: int) -> None:
-        ended = self._cache.end(now)
-        num_bundles = ended.count // self._bundle
-        self._decoding.add(-ended.count, num_bundles * self._waste - ended.offset)
-        self.ends += [now] * num_bundles
+        offset = prompt.length - now
+        self._cache.hold(now + prompt.generated - 1, 1, offset + self._waste)
+        self._decoding.add(1, offset)

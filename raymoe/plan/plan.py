@@ -86,8 +86,17 @@ class Plan:
         return self.job.tokens_per_s
 
     def pass_times(self) -> PassTimes:
-        """Seconds of any pass of this policy."""
-        return _pass_times(self.workload, self.policy, self.passes)
+        """Seconds of any pass of this policy, interpolated between simulated ones."""
+        workload, policy = self.workload, self.policy
+        longest = max((sum(lengths) for lengths in workload.row_lengths), default=0)
+        longest = max(longest, workload.context_tokens)
+        return PassTimes(
+            self.passes,
+            most_rows=min(policy.batch_size, workload.num_rows),
+            most_prompt_tokens=policy.pass_tokens,
+            contexts=(1.0, longest / 4, longest / 2, longest),
+            prompt_chunk=min(workload.prompt_tokens, policy.prefill_chunk_tokens),
+        )
 
     def estimate(self, workload: Workload) -> JobEstimate:
         """What another job takes with this policy."""
@@ -132,22 +141,6 @@ class Plan:
         ]
 
 
-def _contexts(workload: Workload) -> tuple[float, ...]:
-    longest = max((sum(lengths) for lengths in workload.row_lengths), default=0)
-    longest = max(longest, workload.context_tokens)
-    return (1.0, longest / 4, longest / 2, longest)
-
-
 def predict_job(workload: Workload, policy: Policy, passes: PassModel) -> JobEstimate:
-    """Run a job on paper, with pass times interpolated between simulated ones."""
-    return estimate_job(workload, policy, _pass_times(workload, policy, passes))
-
-
-def _pass_times(workload: Workload, policy: Policy, passes: PassModel) -> PassTimes:
-    return PassTimes(
-        passes,
-        most_rows=min(policy.batch_size, workload.num_rows),
-        most_prompt_tokens=policy.pass_tokens,
-        contexts=_contexts(workload),
-        prompt_chunk=min(workload.prompt_tokens, policy.prefill_chunk_tokens),
-    )
+    """Run a job on paper."""
+    return estimate_job(workload, policy, passes.seconds)

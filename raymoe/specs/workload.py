@@ -54,6 +54,11 @@ class Workload:
         return self.prompt_tokens + self.generated_tokens
 
     @property
+    def longest_prompt_tokens(self) -> int:
+        """Tokens of the longest prompt."""
+        return max((prompt for prompt, _ in self.row_lengths), default=self.prompt_tokens)
+
+    @property
     def total_prompt_tokens(self) -> float:
         """Prompt tokens of all rows."""
         return self.num_rows * self._mean(0)
