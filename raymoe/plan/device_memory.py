@@ -4,6 +4,8 @@ T tokens of a pass, W tokens of a wave, H hidden, K experts per token.
 """
 
 from raymoe.plan.footprint import Footprint
+from raymoe.plan.pages import PageCut, layer_sizes
+from raymoe.plan.policy import Policy
 from raymoe.plan.streaming import KV_BLOCK_TOKENS, StreamedPasses
 from raymoe.plan.work import LayerWork, ModelWork
 from raymoe.specs.model import ModelSpec
@@ -28,19 +30,17 @@ def device_footprint(model: ModelSpec, work: ModelWork, passes: StreamedPasses) 
     """
     element, hidden = work.bytes_per_element, work.hidden_size
     tokens = passes.policy.pass_tokens
-    top_k = max(layer.top_k for layer in work.layers)
-    streamed = max(map(sum, passes.cut.page_bytes), default=0)
     ring = passes.ring * _around_attention(model, work, passes.wave_tokens)
-    routed = 2 * tokens * hidden * element + tokens * top_k * 2 * FLOAT_BYTES
+    at_experts = min(passes.waves_per_group * passes.wave_tokens, tokens)
     return Footprint(
         memory="device memory",
         parts=(
             ("weights that stay", passes.cut.resident_bytes),
-            ("weight slots", NUM_SLOTS * streamed),
+            ("weight slots", weight_slots_bytes(passes.cut)),
             ("final norm and head", work.head.num_bytes + hidden * element),
-            ("activations", routed + ring),
+            ("activations", _routed(work, tokens) + ring),
             ("staged KV", STAGED_WAVES * passes.staged_blocks * _layer_block_bytes(work)),
-            ("intermediates", _intermediates(model, work, passes)),
+            ("intermediates", _intermediates(model, work, at_experts)),
         ),
     )
 
@@ -60,6 +60,33 @@ def host_footprint(model: ModelSpec, work: ModelWork, passes: StreamedPasses) ->
             ("runtime", RUNTIME_BYTES + logit_bytes(model)),
         ),
     )
+
+
+def resident_footprint(model: ModelSpec, work: ModelWork, policy: Policy) -> Footprint:
+    """Device memory of a policy with all weights and the KV cache on the device."""
+    element, hidden, tokens = work.bytes_per_element, work.hidden_size, policy.pass_tokens
+    embedding = model.vocab_size * hidden * element
+    routed = _routed(work, tokens) + _around_attention(model, work, tokens)
+    return Footprint(
+        memory="device memory",
+        parts=(
+            ("weights", sum(layer.total for layer in layer_sizes(model, element))),
+            ("embedding, final norm and head", embedding + work.head.num_bytes + hidden * element),
+            ("KV cache", policy.num_kv_blocks * kv_block_bytes(work)),
+            ("activations", routed),
+            ("intermediates", _intermediates(model, work, tokens)),
+        ),
+    )
+
+
+def resident_host_footprint(model: ModelSpec) -> Footprint:
+    """Host memory of a model that lies on the device."""
+    return Footprint(memory="host memory", parts=(("runtime", RUNTIME_BYTES + logit_bytes(model)),))
+
+
+def weight_slots_bytes(cut: PageCut) -> int:
+    """Room for what streams of two layers."""
+    return NUM_SLOTS * max(map(sum, cut.page_bytes), default=0)
 
 
 def kv_block_bytes(work: ModelWork) -> int:
@@ -83,9 +110,14 @@ def _layer_block_bytes(work: ModelWork) -> int:
     return KV_BLOCK_TOKENS * max(layer.kv_token_bytes for layer in work.layers)
 
 
-def _intermediates(model: ModelSpec, work: ModelWork, passes: StreamedPasses) -> int:
+def _routed(work: ModelWork, tokens: int) -> int:
+    """Hidden states of all tokens, twice, and the choices of the router."""
+    top_k = max(layer.top_k for layer in work.layers)
+    return tokens * (2 * work.hidden_size * work.bytes_per_element + top_k * 2 * FLOAT_BYTES)
+
+
+def _intermediates(model: ModelSpec, work: ModelWork, tokens: int) -> int:
     """The largest of what operations allocate while they run: projections, or routed experts."""
-    tokens = min(passes.waves_per_group * passes.wave_tokens, passes.policy.pass_tokens)
     largest = max(_ffn_intermediates(layer, work, tokens) for layer in work.layers)
     return largest + logit_bytes(model) + DEVICE_RUNTIME_BYTES
 

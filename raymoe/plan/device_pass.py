@@ -1,6 +1,6 @@
 """Passes of a model on a node with a GPU, simulated whole or from a few layers."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -11,18 +11,21 @@ from raymoe.plan.streaming import StreamedPasses
 from raymoe.plan.wave import WaveShape
 from raymoe.plan.work import ModelWork
 from raymoe.schedule.builders import STREAMING_BUILDERS
-from raymoe.schedule.builders.shape import PassForm
+from raymoe.schedule.builders.shape import LayerPages, PassForm
 from raymoe.schedule.graph import Schedule
 from raymoe.schedule.outline import Outline
 from raymoe.schedule.simulate import simulate
-from raymoe.schedule.task import Op, Task
+from raymoe.schedule.task import Op, Resource, Task
 from raymoe.schedule.timeline import Timeline
 from raymoe.specs.hardware import HardwareSpec
+from raymoe.units import ceil_div
 
 # Layers of a model are alike, and two slots make the pattern repeat after two of them: the time of
 # a pass grows by the same amount with every pair of layers beyond the first. Over random policies
 # this is 0.2 % from all layers in the mean, and 4 % at most.
 FEW_LAYERS, MORE_LAYERS = 2, 4
+# Of a layer: more are merged, with hardly a difference to when the tasks between them start.
+ENOUGH_PAGES = 24
 
 
 @dataclass(frozen=True)
@@ -46,26 +49,55 @@ class DevicePass:
 
     def schedule(self, load: PassLoad) -> Schedule:
         """The schedule of the whole pass."""
-        return self.passes.build(_form(self.passes, load))
+        return self.passes.build(self._form(load))
 
     def seconds(self, load: PassLoad) -> float:
         """Its length from a few of the layers; a pass of few layers is simulated whole."""
         if not load.tokens:
             return 0.0
-        form, waves = _form(self.passes, load), self._waves(load)
+        form, waves = self._form(load), self._waves(load)
         seconds = [self._sampled_s(sample, form, waves) for sample in self._samples]
         if len(seconds) == 1:
             return seconds[0]
         few_s, more_s = seconds
         each_s = (more_s - few_s) / (MORE_LAYERS - FEW_LAYERS)
-        return more_s + each_s * (len(self.work.layers) - MORE_LAYERS)
+        return more_s + each_s * (self.num_layers - MORE_LAYERS)
+
+    def least_s(self, load: PassLoad) -> float:
+        """What its busiest lane takes: no order of the tasks is faster."""
+        if not load.tokens:
+            return 0.0
+        layers = self.work.layers[-FEW_LAYERS:]
+        cost = self._cost(replace(self.work, layers=layers), self.passes.cut, self._waves(load))
+        form = replace(self._form(load), layers=(LayerPages(num_pages=0),) * len(layers))
+        tasks = _tasks(self.passes.schedule, form)
+        busy_s = dict.fromkeys(Resource, 0.0)
+        for task, seconds in zip(tasks, _durations(tasks, cost), strict=True):
+            is_once = task.op in {Op.EMBED, Op.UP, Op.HEAD}
+            busy_s[task.resource] += seconds * (1 if is_once else self.num_layers / len(layers))
+        busy_s[Resource.HTOD] += cost.pages_s
+        return max(busy_s.values())
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return len(self.work.layers)
 
     def _sampled_s(self, sample: "_Sample", form: PassForm, waves: tuple[WaveShape, ...]) -> float:
         outline = _outline(
             self.passes.schedule, replace(form, layers=sample.cut.layers), sample.layer_kinds
         )
         cost = self._cost(sample.work, sample.cut, waves)
-        return outline.makespan_s(_durations(outline, cost))
+        return outline.makespan_s(_durations(outline.kinds, cost))
+
+    def _form(self, load: PassLoad) -> PassForm:
+        """Who attends for this load; see `runtime.waves.Division`."""
+        fraction = self.passes.cpu_attention_fraction
+        return replace(
+            self.passes.form,
+            has_device_attention=load.prompt_tokens > 0 or (load.decode_rows > 0 and fraction < 1),
+            has_cpu_attention=load.decode_rows > 0 and fraction > 0,
+        )
 
     def _waves(self, load: PassLoad) -> tuple[WaveShape, ...]:
         return load.waves(self.passes.num_waves, self.passes.cpu_attention_fraction)
@@ -82,9 +114,8 @@ class DevicePass:
 
     @cached_property
     def _samples(self) -> tuple["_Sample", ...]:
-        num_layers = len(self.work.layers)
-        if num_layers <= MORE_LAYERS:
-            return (_Sample.of(self.work, self.passes.cut, num_layers),)
+        if self.num_layers <= MORE_LAYERS:
+            return (_Sample.of(self.work, self.passes.cut, self.num_layers),)
         return tuple(
             _Sample.of(self.work, self.passes.cut, count) for count in (FEW_LAYERS, MORE_LAYERS)
         )
@@ -118,23 +149,25 @@ def _last_pages(cut: PageCut, count: int) -> PageCut:
     mean = sum(map(sum, cut.page_bytes)) / len(cut.page_bytes)
     of_these = sum(map(sum, cut.page_bytes[-count:])) / count
     scale = mean / of_these if of_these else 1.0
+    by = max(1, max(map(len, cut.page_bytes)) // ENOUGH_PAGES)
     return replace(
         cut,
-        layers=cut.layers[-count:],
+        layers=tuple(_merge(pages, by) for pages in cut.layers[-count:]),
         page_bytes=tuple(
-            tuple(round(scale * size) for size in pages) for pages in cut.page_bytes[-count:]
+            tuple(
+                round(scale * sum(sizes[first : first + by])) for first in range(0, len(sizes), by)
+            )
+            for sizes in cut.page_bytes[-count:]
         ),
     )
 
 
-def _form(passes: StreamedPasses, load: PassLoad) -> PassForm:
-    """Who attends for this load; see `runtime.waves.Division`."""
-    fraction = passes.cpu_attention_fraction
-    on_device = load.prompt_tokens > 0 or (load.decode_rows > 0 and fraction < 1)
-    return replace(
-        passes.form,
-        has_device_attention=on_device,
-        has_cpu_attention=load.decode_rows > 0 and fraction > 0,
+def _merge(pages: LayerPages, by: int) -> LayerPages:
+    """So many pages each as one."""
+    return LayerPages(
+        num_pages=ceil_div(pages.num_pages, by),
+        attention_pages=tuple(sorted({page // by for page in pages.attention_pages})),
+        expert_pages=tuple(sorted({page // by for page in pages.expert_pages})),
     )
 
 
@@ -153,12 +186,17 @@ def _outline(schedule: str, form: PassForm, layer_kinds: tuple[int, ...]) -> Out
     return Outline.of(STREAMING_BUILDERS[schedule](form), kind_of)
 
 
-def _durations(outline: Outline, cost: DeviceCost) -> list[float]:
-    """Seconds of the kinds of an outline; waves of one shape are counted once."""
+@lru_cache(maxsize=1024)
+def _tasks(schedule: str, form: PassForm) -> tuple[Task, ...]:
+    return STREAMING_BUILDERS[schedule](form).tasks
+
+
+def _durations(tasks: Sequence[Task], cost: DeviceCost) -> list[float]:
+    """Seconds of each task; what does the same on waves of one shape is counted once."""
     first = {id(wave): number for number, wave in reversed(list(enumerate(cost.waves)))}
     known: dict[Hashable, float] = {}
     durations = []
-    for task in outline.kinds:
+    for task in tasks:
         part: float = task.part
         if task.op is Op.EXPERTS:
             part = cost.group_tokens(task.part)

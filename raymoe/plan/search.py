@@ -1,11 +1,18 @@
 """find_plan: the sizes of a run, what it needs and how fast it will be."""
 
-from raymoe.plan.device_memory import device_footprint, host_footprint
+from raymoe.plan.device_job import DeviceJob
+from raymoe.plan.device_memory import (
+    device_footprint,
+    host_footprint,
+    resident_host_footprint,
+)
 from raymoe.plan.device_pass import DevicePass
 from raymoe.plan.device_search import DeviceSearch
+from raymoe.plan.device_sizes import DeviceSizes
 from raymoe.plan.host_search import HostPass, HostSearch
 from raymoe.plan.plan import DEFAULT_WORKLOAD, Plan, predict_job
 from raymoe.plan.policy import Policy
+from raymoe.plan.resident import ResidentPass, ResidentSearch
 from raymoe.plan.streaming import StreamedPasses
 from raymoe.plan.work import ModelWork
 from raymoe.specs.hardware import HardwareSpec
@@ -55,13 +62,35 @@ def find_plan(  # noqa: PLR0913 - the options of one decision
             max_context_tokens=context,
         )
         return _plan_host(search, policy)
-    name = "waves" if schedule == "auto" else schedule
+    job = DeviceJob(
+        model=model, work=work, hardware=hardware, workload=workload, max_context_tokens=context
+    )
     if policy is None:
-        device_search = DeviceSearch(model, work, hardware, workload, context, schedule=name)
-        passes = device_search.best().passes
-    else:
-        passes = StreamedPasses.of(model, name, policy, bytes_per_element)
-    return _plan_device(model, work, hardware, workload, passes)
+        return _choose(job, schedule)
+    if schedule == "resident":
+        return _plan_resident(ResidentSearch(job), policy)
+    name = "waves" if schedule == "auto" else schedule
+    return _plan_streamed(job, StreamedPasses.of(model, name, policy, bytes_per_element))
+
+
+def _choose(job: DeviceJob, schedule: str) -> Plan:
+    """The faster of all on the device and of a stream of weights, where both are open."""
+    found: list[Plan] = []
+    if schedule in {"auto", "resident"}:
+        search = ResidentSearch(job)
+        policy = search.best()
+        if policy is not None:
+            found.append(_plan_resident(search, policy))
+        elif schedule == "resident":
+            search.refuse()
+    if schedule != "resident":
+        sizes = DeviceSizes(job, schedule="waves" if schedule == "auto" else schedule)
+        best = DeviceSearch(sizes).best()
+        if best is not None:
+            found.append(_plan_streamed(job, best.passes))
+        elif not found:
+            sizes.refuse()
+    return min(found, key=lambda plan: plan.job.seconds)
 
 
 def _plan_host(search: HostSearch, policy: Policy | None) -> Plan:
@@ -82,34 +111,44 @@ def _plan_host(search: HostSearch, policy: Policy | None) -> Plan:
     )
 
 
-def _plan_device(  # noqa: PLR0917 - the arguments of find_plan, checked
-    model: ModelSpec,
-    work: ModelWork,
-    hardware: HardwareSpec,
-    workload: Workload,
-    passes: StreamedPasses,
-) -> Plan:
-    on_host = host_footprint(model, work, passes)
-    on_device = device_footprint(model, work, passes)
+def _plan_resident(search: ResidentSearch, policy: Policy) -> Plan:
+    job, passes = search.job, ResidentPass(search.job.work, search.job.hardware)
+    search.check(policy)
+    return Plan(
+        model_name=job.model.name,
+        hardware=job.hardware,
+        workload=job.workload,
+        schedule="resident",
+        policy=policy,
+        footprint=resident_host_footprint(job.model),
+        device_footprint=search.footprint(policy),
+        passes=passes,
+        job=predict_job(job.workload, policy, passes),
+    )
+
+
+def _plan_streamed(job: DeviceJob, passes: StreamedPasses) -> Plan:
+    on_host = host_footprint(job.model, job.work, passes)
+    on_device = device_footprint(job.model, job.work, passes)
     on_host.check_fits(
-        hardware.host_memory_bytes,
-        what=model.name,
+        job.hardware.host_memory_bytes,
+        what=job.model.name,
         advice="Reduce num_kv_blocks, or choose a node with more host memory.",
     )
     on_device.check_fits(
-        hardware.gpu_memory_bytes,
-        what=model.name,
+        job.hardware.gpu_memory_bytes,
+        what=job.model.name,
         advice="Reduce resident_bytes, pass_tokens or staged_blocks, or use more waves.",
     )
-    device_passes = DevicePass(work, hardware, passes)
+    device_passes = DevicePass(job.work, job.hardware, passes)
     return Plan(
-        model_name=model.name,
-        hardware=hardware,
-        workload=workload,
+        model_name=job.model.name,
+        hardware=job.hardware,
+        workload=job.workload,
         schedule=passes.schedule,
         policy=passes.policy,
         footprint=on_host,
         device_footprint=on_device,
         passes=device_passes,
-        job=predict_job(workload, passes.policy, device_passes),
+        job=predict_job(job.workload, passes.policy, device_passes),
     )

@@ -20,6 +20,7 @@ and comes back after `ring` of them.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from raymoe.schedule.builders._pages import Load, loads_of_first_layer
 from raymoe.schedule.builders.shape import PassForm
@@ -59,8 +60,10 @@ class Program:
         self._num_staged = 0
         first = loads_of_first_layer(form)
         # Which layer a page in a slot belongs to; a task that reads it is issued to get this one.
-        self._pages = {Buffer("weights", (load.slot, load.page)): load.layer for load in first}
-        self._unwritten = set(self._pages)
+        self._held: tuple[dict[int, int], dict[int, int]] = ({}, {})
+        for load in first:
+            self._held[load.slot][load.page] = load.layer
+        self._unwritten = {_slot_page(load.slot, load.page) for load in first}
         self._slot_of = {load.layer: load.slot for load in first}
 
     def schedule(self) -> Schedule:
@@ -174,11 +177,11 @@ class Program:
             where = (load.layer, load.page, Resource.HOST_COPY)
             self._add(Op.STAGE, *where, reads=(source,), writes=(staged,))
             source = staged
-        slot = Buffer("weights", (load.slot, load.page))
+        slot_page = _slot_page(load.slot, load.page)
         where = (load.layer, load.page, Resource.HTOD)
-        self._add(Op.W, *where, reads=(source,), writes=(slot,))
-        self._pages[slot] = load.layer
-        self._unwritten.discard(slot)
+        self._add(Op.W, *where, reads=(source,), writes=(slot_page,))
+        self._held[load.slot][load.page] = load.layer
+        self._unwritten.discard(slot_page)
         # The first layer is loaded again for the next pass; this pass reads it where it was.
         self._slot_of.setdefault(load.layer, load.slot)
 
@@ -190,14 +193,19 @@ class Program:
 
     def holds(self, layer: int, pages: Sequence[int]) -> bool:
         """Whether these pages of a layer were issued, so that a task that reads them may be."""
-        slot = self._slot_of.get(layer, -1)
-        return all(self._pages.get(Buffer("weights", (slot, page))) == layer for page in pages)
+        if layer not in self._slot_of:
+            return not pages
+        return {layer}.issuperset(map(self._held[self._slot_of[layer]].get, pages))
 
-    def _weights(self, layer: int, pages: Sequence[int]) -> tuple[Buffer, ...]:
+    def _weights(self, layer: int, pages: tuple[int, ...]) -> tuple[Buffer, ...]:
         assert self.holds(layer, pages), f"pages {pages} of layer {layer} are not in their slot"
-        buffers = [Buffer("weights", (self._slot_of[layer], page)) for page in pages]
-        self._inputs.update(self._unwritten.intersection(buffers))
-        return (self._input("resident", layer), *buffers)
+        resident = self._input("resident", layer)
+        if not pages:
+            return (resident,)
+        slot_pages = _slot_pages(self._slot_of[layer], pages)
+        if self._unwritten:
+            self._inputs.update(self._unwritten.intersection(slot_pages))
+        return (resident, *slot_pages)
 
     def _add(  # noqa: PLR0917 - private constructor of a task
         self,
@@ -229,6 +237,16 @@ class Program:
         # Counted through the pass: by wave alone, the last waves of a layer and the first of the
         # next could meet in one buffer where num_waves is no multiple of the ring.
         return layer * self._form.num_waves + wave
+
+
+@lru_cache(maxsize=1024)
+def _slot_pages(slot: int, pages: tuple[int, ...]) -> tuple[Buffer, ...]:
+    """Pages on the device; every wave reads the same."""
+    return tuple(_slot_page(slot, page) for page in pages)
+
+
+def _slot_page(slot: int, page: int) -> Buffer:
+    return Buffer("weights", (slot, page))
 
 
 def _hidden(wave: int) -> Buffer:

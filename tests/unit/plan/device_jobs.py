@@ -1,0 +1,48 @@
+"""Jobs on nodes with a GPU, at random from the presets."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+from raymoe.plan.device_job import DeviceJob
+from raymoe.plan.device_sizes import DeviceSizes
+from raymoe.plan.knobs import Grid, Knobs
+from raymoe.plan.work import ModelWork
+from raymoe.specs.hardware import HardwareSpec
+from raymoe.specs.model import ModelSpec
+from raymoe.specs.presets_hardware import HARDWARE_PRESETS
+from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
+from raymoe.specs.workload import Workload
+
+POINTS = tuple(Grid().points())
+
+
+def device_job(model: ModelSpec | str, node: HardwareSpec, workload: Workload) -> DeviceJob:
+    spec = model_preset(model) if isinstance(model, str) else model
+    return DeviceJob(
+        model=spec,
+        work=ModelWork.of(spec, 2),
+        hardware=node,
+        workload=workload,
+        max_context_tokens=max(4096, 2 * workload.context_tokens),
+    )
+
+
+def random_workload(dice: random.Random) -> Workload:
+    """From a few rows that all fit at once to more than anyone waits for."""
+    return Workload(
+        num_rows=dice.choice((dice.randint(50, 500), dice.randint(1000, 5000), 20_000, 10**6)),
+        prompt_tokens=round(2 ** dice.uniform(5, 12)),
+        generated_tokens=round(2 ** dice.uniform(4, 11)),
+    )
+
+
+def random_jobs(seed: int) -> Iterator[DeviceJob]:
+    """Presets with their own host memory, twice or four times of it; jobs that fit somehow."""
+    dice = random.Random(seed)
+    while True:
+        node = dice.choice(list(HARDWARE_PRESETS.values()))
+        node = replace(node, host_memory_bytes=dice.choice((1, 2, 4)) * node.host_memory_bytes)
+        job = device_job(dice.choice(list(MODEL_PRESETS)), node, random_workload(dice))
+        if DeviceSizes(job).passes(Knobs(0.125, 2, False, 1, 1.0, 2048)) is not None:
+            yield job

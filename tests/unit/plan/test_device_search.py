@@ -1,0 +1,188 @@
+"""The walk against all points of the grid and against the papers' policies; how policies move."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from raymoe.errors import ConfigError, InfeasiblePlanError
+from raymoe.plan.device_job import DeviceJob
+from raymoe.plan.device_pass import DevicePass
+from raymoe.plan.device_search import Candidate, DeviceSearch
+from raymoe.plan.device_sizes import DeviceSizes
+from raymoe.plan.knobs import Grid
+from raymoe.plan.papers.policies import PaperPolicies
+from raymoe.plan.plan import Plan
+from raymoe.plan.policy import DevicePolicy
+from raymoe.plan.search import find_plan
+from raymoe.specs.curve import Curve
+from raymoe.specs.hardware import HardwareSpec, HostCurves
+from raymoe.specs.presets_hardware import hardware_preset
+from raymoe.specs.presets_models import model_preset
+from raymoe.specs.workload import Workload
+from raymoe.units import GB, GIB
+from tests.unit.plan.device_jobs import random_jobs
+
+SMALL = Grid(
+    batch_share=(1.0, 0.5),
+    num_waves=(1, 2, 4),
+    look_ahead=(1, 15),
+    cpu_attention_fraction=(1.0, 0.6, 0.0),
+    pass_tokens=(2048, 8192),
+)
+GOOD = 0.98  # of the best throughput on the grid
+MIXTRAL = model_preset("mixtral-8x7b")
+
+
+def fastest(search: DeviceSearch, grid: Grid, limit_s: float) -> float:
+    """Seconds of the best point of the grid, where some point takes less than the limit.
+
+    Points are left out that cannot take less; the bound is exact but for the sampling of layers.
+    """
+    points = set(map(search.sizes.fixed, grid.points()))
+    for candidate in filter(None, map(search.candidate, sorted(points))):
+        if candidate.least_s < 1.01 * limit_s:
+            limit_s = min(limit_s, candidate.seconds)
+    return limit_s
+
+
+def check_quality(job: DeviceJob, grid: Grid) -> Candidate:
+    search = DeviceSearch(DeviceSizes(job))
+    chosen = search.best(grid)
+    assert chosen is not None
+    best_s = fastest(search, grid, chosen.seconds)
+    assert chosen.seconds <= best_s / GOOD, f"{chosen.knobs} takes {chosen.seconds / best_s:.4f}"
+    return chosen
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_walk_finds_what_trying_everything_finds(seed: int) -> None:
+    check_quality(next(random_jobs(seed)), SMALL)
+
+
+def paper_plans(job: DeviceJob) -> Iterator[Plan]:
+    """Every schedule of a paper with its own policy, where it has one that fits.
+
+    FlexGen's, FastDecode's and the plain one take that of MoE-Lightning, who compares them so.
+    """
+    papers = PaperPolicies(job.model, job.hardware, job.workload)
+    like_cgopipe = ("cgopipe", "flexgen_s3", "flexgen_s4", "fastdecode", "layer_by_layer")
+    choosers = dict.fromkeys(like_cgopipe, papers.cgopipe)
+    choosers |= {"vslpipe": papers.vslpipe, "module_batching": papers.module_batching}
+    for schedule, choose in choosers.items():
+        try:
+            yield find_plan(
+                job.model,
+                job.hardware,
+                job.workload,
+                schedule=schedule,
+                policy=choose(),
+                max_context_tokens=job.max_context_tokens,
+            )
+        except (ConfigError, InfeasiblePlanError):
+            continue
+
+
+def check_papers(job: DeviceJob, chosen_s: float) -> int:
+    plans = list(paper_plans(job))
+    for plan in plans:
+        assert chosen_s <= plan.job.seconds, f"{plan.schedule}: {plan.policy}"
+    return len(plans)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(50))
+def test_on_random_jobs_the_walk_is_good_and_no_paper_is_faster(number: int) -> None:
+    job = next(itertools.islice(random_jobs(2026), number, None))
+    chosen = check_quality(job, Grid())
+    check_papers(job, chosen.seconds)
+
+
+def test_no_paper_is_faster_on_its_own_ground() -> None:
+    """Mixtral on the L4 host of MoE-Lightning, MTBench."""
+    workload = Workload(num_rows=5000, prompt_tokens=77, generated_tokens=128)
+    chosen = find_plan(MIXTRAL, hardware_preset("l4"), workload, max_context_tokens=4096)
+    job = DeviceJob(
+        model=MIXTRAL,
+        work=passes_of(chosen).work,
+        hardware=hardware_preset("l4"),
+        workload=workload,
+        max_context_tokens=4096,
+    )
+    assert check_papers(job, chosen.job.seconds) >= 5
+
+
+def passes_of(plan: Plan) -> DevicePass:
+    assert isinstance(plan.passes, DevicePass)
+    return plan.passes
+
+
+def policy_on(node: HardwareSpec) -> DevicePolicy:
+    """For Mixtral with 512 + 256 tokens, the job of MoE-Gen's table 10."""
+    workload = Workload(num_rows=20_000, prompt_tokens=512, generated_tokens=256)
+    plan = find_plan(MIXTRAL, node, workload, schedule="waves", max_context_tokens=4096)
+    assert plan.policy.device is not None
+    return plan.policy.device
+
+
+def with_attention(node: HardwareSpec, bytes_per_s: float) -> HardwareSpec:
+    """A node whose CPU attends at a measured rate."""
+    rate, any_rate = Curve(((1, bytes_per_s),)), Curve(((1, 1e12),))
+    curves = HostCurves(
+        product_flop_per_s=any_rate,
+        expert_flop_per_s=any_rate,
+        attention_bytes_per_s=rate,
+        attention_flop_per_s=1e18,
+        attention_bytes_per_s_of_threads=rate,
+        prefill_flop_per_s=any_rate,
+        activation_bytes_per_s=1e12,
+    )
+    return replace(node, host_curves=curves)
+
+
+def test_attention_goes_to_the_gpu_as_the_cpu_weakens() -> None:
+    """MoE-Lightning, section 6.3, figure 10: where the CPU is weak, KV stays with the GPU."""
+    node = hardware_preset("a100")
+    fractions = [
+        policy_on(
+            replace(
+                node,
+                host_bytes_per_s=scale * node.host_bytes_per_s,
+                host_flop_per_s=scale * node.host_flop_per_s,
+            )
+        ).cpu_attention_fraction
+        for scale in (4, 1, 0.25, 0.125)
+    ]
+    assert fractions == sorted(fractions, reverse=True)
+    assert fractions[0] == 1.0
+    assert fractions[-1] <= 0.2
+
+
+def test_the_split_on_the_a5000_host_is_that_of_the_kernel() -> None:
+    """MoE-Gen, table 10, C2: 6:4 with its kernel, which reads 23.5 GB/s; ours needs no help."""
+    node = replace(hardware_preset("a5000"), host_memory_bytes=512 * GIB)
+    assert policy_on(node).cpu_attention_fraction == 1.0
+    slow = policy_on(with_attention(node, 23.5 * GB)).cpu_attention_fraction
+    assert slow == pytest.approx(0.6, abs=0.15)
+
+
+def test_fewer_weights_stay_where_a_faster_link_has_better_use_for_the_memory() -> None:
+    """MoE-Lightning, section 6.3: more weights on the CPU as the link gets faster.
+
+    Ours fill what is free. It is the KV of attention on the GPU that takes their room: a faster
+    link brings more of it.
+    """
+    node = hardware_preset("a5000")
+    resident = [
+        policy_on(
+            replace(
+                node,
+                htod_bytes_per_s=scale * node.htod_bytes_per_s,
+                dtoh_bytes_per_s=scale * node.dtoh_bytes_per_s,
+            )
+        ).resident_bytes
+        for scale in (1, 4, 8)
+    ]
+    assert resident == sorted(resident, reverse=True)
+    assert resident[-1] < 0.8 * resident[0]

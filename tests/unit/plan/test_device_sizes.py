@@ -1,0 +1,95 @@
+"""Sizes of a point: they fit both memories, and leave neither empty."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from raymoe.errors import InfeasiblePlanError
+from raymoe.plan.device_memory import device_footprint, host_footprint, kv_block_bytes
+from raymoe.plan.device_sizes import DeviceSizes
+from raymoe.plan.knobs import Knobs
+from raymoe.plan.pages import layer_sizes
+from raymoe.specs.presets_hardware import hardware_preset
+from raymoe.specs.workload import Workload
+from raymoe.units import GIB
+from tests.unit.plan.device_jobs import POINTS, device_job, random_jobs
+
+ENDLESS = Workload(num_rows=10**7, prompt_tokens=200, generated_tokens=100)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_memory_holds_the_sizes_of_every_point(seed: int) -> None:
+    dice, job = random.Random(seed), next(random_jobs(seed))
+    sizes = DeviceSizes(job)
+    for knobs in dice.sample(POINTS, 10):
+        passes = sizes.passes(sizes.fixed(knobs))
+        if passes is None:
+            continue
+        on_host = host_footprint(job.model, job.work, passes).total
+        on_device = device_footprint(job.model, job.work, passes).total
+        assert on_host <= job.hardware.host_memory_bytes
+        assert on_device <= job.hardware.gpu_memory_bytes
+        assert passes.policy.num_kv_blocks >= job.least_blocks
+        assert 1 <= passes.policy.batch_size <= min(job.workload.num_rows, knobs.pass_tokens)
+
+
+@pytest.mark.parametrize("name", ["l4", "a5000", "h200"])
+def test_an_endless_job_fills_both_memories(name: str) -> None:
+    """There is no room for another expert of each layer, nor for another percent of KV."""
+    job = device_job("mixtral-8x7b", hardware_preset(name), ENDLESS)
+    passes = DeviceSizes(job).passes(Knobs(1.0, 4, False, 2, 1.0, 32768))
+    assert passes is not None
+    on_device = device_footprint(job.model, job.work, passes)
+    layers = layer_sizes(job.model, 2)
+    is_all_resident = not passes.cut.streamed_bytes
+    expert = sum(layer.expert for layer in layers)
+    assert is_all_resident or on_device.total + expert > job.hardware.gpu_memory_bytes
+    on_host = host_footprint(job.model, job.work, passes)
+    spare = job.hardware.host_memory_bytes - on_host.total
+    is_cache_useful = passes.policy.batch_size < passes.policy.pass_tokens
+    assert not is_cache_useful or spare < 0.01 * on_host.bytes_of("KV cache")
+
+
+def test_what_stays_on_the_device_leaves_its_room_on_the_host_to_the_cache() -> None:
+    large, none = (
+        device_job(
+            "mixtral-8x7b", replace(hardware_preset("l4"), gpu_memory_bytes=gib * GIB), ENDLESS
+        )
+        for gib in (60, 12)
+    )
+    with_room, without = (
+        DeviceSizes(job).passes(Knobs(1.0, 4, False, 2, 1.0, 8192)) for job in (large, none)
+    )
+    assert with_room is not None
+    assert without is not None
+    kept = with_room.cut.resident_bytes - without.cut.resident_bytes
+    more_blocks = with_room.policy.num_kv_blocks - without.policy.num_kv_blocks
+    assert more_blocks * kv_block_bytes(large.work) == pytest.approx(kept, rel=0.01)
+
+
+def test_a_model_larger_than_the_host_may_lie_on_both_sides() -> None:
+    node = replace(hardware_preset("a100"), host_memory_bytes=60 * GIB)
+    job = device_job("mixtral-8x7b", node, ENDLESS)
+    assert job.model.weight_bytes(2) > node.host_memory_bytes
+    passes = DeviceSizes(job).passes(Knobs(1.0, 4, False, 2, 1.0, 4096))
+    assert passes is not None
+    assert passes.cut.resident_bytes > 40 * GIB
+
+
+def test_schedules_fix_their_knobs_and_equal_points_have_one_form() -> None:
+    knobs = Knobs(1.0, 8, True, 15, 0.4, 4096)
+    job = next(random_jobs(1))
+    assert DeviceSizes(job).fixed(knobs) == replace(knobs, look_ahead=7)
+    assert DeviceSizes(job, "vslpipe").fixed(knobs) == Knobs(1.0, 2, False, 0, 1.0, 4096)
+    assert DeviceSizes(job, "flexgen_s4").fixed(knobs) == Knobs(1.0, 8, False, 0, 0.0, 4096)
+    one = DeviceSizes(job).fixed(replace(knobs, num_waves=1))
+    assert one == Knobs(1.0, 1, False, 0, 0.4, 4096)
+
+
+@pytest.mark.parametrize(("name", "memory"), [("a40", "host memory"), ("t4", "device memory")])
+def test_what_does_not_fit_is_refused_with_the_bytes_missing(name: str, memory: str) -> None:
+    sizes = DeviceSizes(device_job("deepseek-v3", hardware_preset(name), ENDLESS))
+    assert sizes.passes(Knobs(0.125, 16, False, 1, 1.0, 1024)) is None
+    with pytest.raises(InfeasiblePlanError, match=rf"GiB of {memory}.*GiB short"):
+        sizes.refuse()
