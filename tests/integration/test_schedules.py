@@ -9,6 +9,7 @@ from raymoe.engine.engine import Engine
 from raymoe.errors import ConfigError, InfeasiblePlanError
 from raymoe.plan.policy import DevicePolicy, Policy
 from raymoe.schedule.builders import STREAMING_BUILDERS
+from raymoe.specs.workload import Workload
 from tests.parity.cases import get_case
 from tests.parity.configurations import CONFIGURATIONS
 
@@ -137,3 +138,28 @@ def test_a_schedule_of_another_device_is_refused_with_those_that_fit() -> None:
         make_engine(name, {}, device="cpu", schedule="cgopipe")
     with pytest.raises(ConfigError, match="cgopipe, fastdecode"):
         make_engine(name, {}, device="emulated", schedule="in_place")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_that_fits_on_the_device_is_resident_with_the_same_tokens(family: str) -> None:
+    name = plain_configuration(family)
+    config = EngineConfig(dtype="float32", device="emulated", hardware="l4", linger_s=0.0)
+    with Engine.from_pretrained(get_case(name).directory, config) as engine:
+        assert engine.plan is not None
+        assert engine.plan.schedule == "resident"
+        assert run(engine, name, {}) == on_cpu(name, "mixed lengths")
+        assert engine.last_timeline is not None
+        assert engine.last_timeline.name == "resident"
+
+
+@pytest.mark.parametrize("schedule", ["waves", "cgopipe", "flexgen_s4"])
+def test_the_planners_own_policy_changes_no_token(schedule: str) -> None:
+    name = plain_configuration("qwen3_moe")
+    workload = Workload(num_rows=20, prompt_tokens=30, generated_tokens=16)
+    config = EngineConfig(
+        dtype="float32", device="emulated", schedule=schedule, workload=workload, linger_s=0.0
+    )
+    with Engine.from_pretrained(get_case(name).directory, config) as engine:
+        assert engine.plan is not None
+        assert engine.plan.schedule == schedule
+        assert run(engine, name, {}) == on_cpu(name, "mixed lengths")
