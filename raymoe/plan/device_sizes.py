@@ -12,7 +12,7 @@ from raymoe.plan.device_memory import (
     kv_block_bytes,
     weight_slots_bytes,
 )
-from raymoe.plan.knobs import Knobs
+from raymoe.plan.knobs import Grid, Knobs
 from raymoe.plan.pages import LayerBytes, layer_sizes
 from raymoe.plan.policy import PAGE_BYTES, DevicePolicy, Policy
 from raymoe.plan.streaming import KV_BLOCK_TOKENS, StreamedPasses
@@ -94,21 +94,21 @@ class DeviceSizes:
         Raises:
             InfeasiblePlanError: With the table of the memory that does not hold it.
         """
-        knobs = Knobs(1.0, 1, False, 0, 1.0, 256)
+        knobs = Knobs(1.0, 1, False, 0, 1.0, min(Grid().pass_tokens))
         bare = self.sized(knobs, batch_size=1, num_kv_blocks=self.job.least_blocks)
         sized = self._filled(bare) or bare
         what = f"{self.job.model.name} with one sequence"
-        device_footprint(self.job.model, self.job.work, sized).check_fits(
-            self.job.hardware.gpu_memory_bytes,
-            what=what,
-            advice="Two layers must fit on the device; choose a larger one, or weights in fewer "
-            "bits.",
-        )
         host_footprint(self.job.model, self.job.work, sized).check_fits(
             self.job.hardware.host_memory_bytes,
             what=what,
             advice="Choose a node with more host memory, shorter sequences (max_context_tokens), "
             "or weights in fewer bits.",
+        )
+        device_footprint(self.job.model, self.job.work, sized).check_fits(
+            self.job.hardware.gpu_memory_bytes,
+            what=what,
+            advice="Two layers must fit on the device; choose a larger one, or weights in fewer "
+            "bits.",
         )
         raise InfeasiblePlanError(f"{what} fits {self.job.hardware.name}, but no policy does")
 

@@ -89,7 +89,10 @@ def test_schedules_fix_their_knobs_and_equal_points_have_one_form() -> None:
 
 @pytest.mark.parametrize(("name", "memory"), [("a40", "host memory"), ("t4", "device memory")])
 def test_what_does_not_fit_is_refused_with_the_bytes_missing(name: str, memory: str) -> None:
-    sizes = DeviceSizes(device_job("deepseek-v3", hardware_preset(name), ENDLESS))
+    node = hardware_preset(name)
+    if memory == "device memory":
+        node = replace(node, host_memory_bytes=1024 * GIB)
+    sizes = DeviceSizes(device_job("deepseek-v3", node, ENDLESS))
     assert sizes.passes(Knobs(0.125, 16, False, 1, 1.0, 1024)) is None
     with pytest.raises(InfeasiblePlanError, match=rf"GiB of {memory}.*GiB short"):
         sizes.refuse()
