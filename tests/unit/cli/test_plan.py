@@ -119,7 +119,7 @@ def test_a_model_that_does_not_fit_is_refused_with_the_bytes_missing(
     error = capsys.readouterr().err
     assert "deepseek-v3 with one sequence needs" in error
     assert re.search(r"\([\d.]+ GiB short\)", error)
-    assert re.search(r"^ +weight slots +[\d.]+ GiB$", error, re.MULTILINE)
+    assert re.search(r"^ +KV cache +[\d.]+ GiB$", error, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
