@@ -171,8 +171,8 @@ class EngineConfig:
         device_memory_bytes: How much of the device may be used; all that is free by default.
         hardware: What to plan with: a `HardwareSpec`, or a file of `raymoe profile --out`; None or
             "auto" for this machine, as `raymoe profile` measured it or else by a quick probe. On
-            the device "emulated" a preset's name or a `HardwareSpec`: whose pace it takes on,
-            while the plan is for this machine.
+            the device "emulated" also a preset's name: the pace of this node is taken on, while
+            its host memory is that of this machine; without one nothing is slowed down.
         workload: Rows to plan for; a typical job where it is not known.
         max_context_tokens: Prompt and generated tokens of a row; at most the model's own limit.
         on_too_long: What happens to a prompt that leaves no room for `max_tokens`: "error" makes

@@ -26,6 +26,8 @@ from raymoe.specs.presets_hardware import HARDWARE_PRESETS, find_hardware
 from raymoe.specs.presets_models import MODEL_PRESETS
 from raymoe.specs.workload import Workload
 
+SCHEDULES = ("auto", "resident", *STREAMING_BUILDERS)
+
 Model = Annotated[
     str,
     typer.Option(
@@ -46,7 +48,7 @@ NumRows = Annotated[int, typer.Option(min=1, help="Rows of the job.")]
 ScheduleName = Annotated[
     str,
     typer.Option(
-        help=f"Order of work on a GPU: auto, or one of {', '.join(STREAMING_BUILDERS)}.",
+        help=f"Order of work on a GPU: one of {', '.join(SCHEDULES)}.",
         metavar="NAME",
     ),
 ]
@@ -140,8 +142,8 @@ def _check(
     schedule: str,
     max_context: int | None,
 ) -> None:
-    if schedule not in ("auto", *STREAMING_BUILDERS):
-        raise UnknownOptionError(schedule, ("auto", *STREAMING_BUILDERS), "schedule")
+    if schedule not in SCHEDULES:
+        raise UnknownOptionError(schedule, SCHEDULES, "schedule")
     if schedule != "auto" and not node.has_gpu:
         raise ConfigError(f"--schedule {schedule}: {node.name} has no GPU; leave it out")
     longest = min(max_context or model.max_context_tokens, model.max_context_tokens)

@@ -95,7 +95,8 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
             model, open_cuda(memory_bytes=config.device_memory_bytes), None
         )
     else:
-        runner, release = _load_emulated(model, hardware, is_paced=config.hardware is not None)
+        is_paced = config.hardware not in {None, "auto"}
+        runner, release = _load_emulated(model, hardware, is_paced=is_paced)
     warm_up(runner, spec.vocab_size)
     return EngineParts(
         runner=runner,
@@ -143,15 +144,21 @@ def _load_emulated(
         work = ModelWork.of(
             model.spec, model.dtype.itemsize, kv_element_bytes=model.kv_layout.dtype.itemsize
         )
-        pace = Pace(device, work, hardware, model.passes.cut.page_bytes)
+        pages = () if _is_resident(model) else model.passes.cut.page_bytes
+        pace = Pace(device, work, hardware, pages)
     return _load_or_close(model, device, pace)
+
+
+def _is_resident(model: LoadedModel) -> bool:
+    """Whether nothing streams."""
+    return model.passes.schedule == "resident"
 
 
 def _load_or_close(
     model: LoadedModel, device: Device, before_pass: BeforePass | None
 ) -> tuple[Runner, Release]:
     try:
-        load = load_resident if model.passes.schedule == "resident" else load_on_device
+        load = load_resident if _is_resident(model) else load_on_device
         return load(model, device, before_pass)
     except BaseException:
         device.close()

@@ -11,7 +11,12 @@ from raymoe.device.probe import probe_host
 from raymoe.errors import ConfigError
 from raymoe.measure.machine import identify_machine, load_profile
 from raymoe.specs.hardware import HardwareSpec
-from raymoe.specs.presets_hardware import HARDWARE_PRESETS, hardware_preset, is_hardware_file
+from raymoe.specs.presets_hardware import (
+    HARDWARE_PRESETS,
+    find_hardware,
+    hardware_preset,
+    is_hardware_file,
+)
 
 MEMORY_FRACTION = 0.85  # of what is available: Ray ends processes of a node that is 95 % full
 EMULATED_BY_DEFAULT = "t4"
@@ -71,8 +76,8 @@ def _this_machine(config: EngineConfig, settings: Settings, device: str) -> Hard
 
 def _emulated(config: EngineConfig, settings: Settings) -> HardwareSpec:
     """The node whose pace is taken on, with the memory and the cores of this machine."""
-    chosen = config.hardware or EMULATED_BY_DEFAULT
-    spec = hardware_preset(chosen) if isinstance(chosen, str) else chosen
+    chosen = EMULATED_BY_DEFAULT if config.hardware in {None, "auto"} else config.hardware
+    spec = find_hardware(chosen) if isinstance(chosen, str) else chosen
     if not spec.has_gpu:
         raise ConfigError(f"hardware is {spec.name!r}, which has no GPU to emulate")
     num_threads = config.num_threads or settings.num_threads

@@ -7,34 +7,26 @@ Assumptions:
   not disturb each other (section 4.1).
 - The expected number of distinct experts is read, choices independent. Activations in device
   memory are left out: where they are large, operations bind.
-- While weights stream, the link takes its bytes from host memory and tasks on the CPU get the rest
-  (MoE-Lens, section 5.3, equation 5), at least half.
 - Attention of a layer with a sliding window reads no more of a context than the window.
-- A measured node attends on the CPU at its measured rate, and at that share of it which the link
-  leaves of the bandwidth; all else is by formula, measured or not.
+- The rates are those of `device_rates`, measured or not.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 from raymoe.errors import ConfigError
+from raymoe.plan.device_rates import DeviceRates
 from raymoe.plan.wave import AttentionShape, WaveShape
-from raymoe.plan.work import LayerWork, Matrices, ModelWork
+from raymoe.plan.work import LayerWork, ModelWork
 from raymoe.schedule.graph import Schedule
 from raymoe.schedule.task import Op, Resource, Task
 from raymoe.specs.hardware import HardwareSpec
 
-# Rows at which a matrix product on the GPU reaches half of its best rate beyond the memory bound:
-# 0.94 at the 2^10 tokens per expert at which MoE-Gen, figure 3, finds the GPU saturated.
-HALF_EFFICIENCY_ROWS = 64.0
 # Of the rate of matrix products: FlashAttention-2 reaches 50 to 73 % of the peak of an A100, matrix
 # products 80 to 90 % (Dao, 2023, section 1).
 DEVICE_ATTENTION_EFFICIENCY = 0.7
-# Of host read bandwidth: our kernel reads the cache at 0.84 to 0.93 of it (README, Results).
-CPU_ATTENTION_EFFICIENCY = 0.85
-# Reading the pageable original and writing the pinned copy, beside the read by the link.
-STAGED_PASSES, DIRECT_PASSES = 3, 1
 # Our estimates: a handful of kernel launches of 5 to 10 microseconds, one copy's set-up, and the
 # interpreter's time as in `cost`.
 OVERHEAD_S: Mapping[Resource, float] = {
@@ -46,7 +38,7 @@ OVERHEAD_S: Mapping[Resource, float] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DeviceCost:
     """Cost model of one pass on a node with a GPU.
 
@@ -118,63 +110,28 @@ class DeviceCost:
         start = group * self.waves_per_group
         return sum(wave.tokens for wave in self.waves[start : start + self.waves_per_group])
 
-    @property
-    def host_bytes_per_s(self) -> float:
-        """Host bandwidth that the link and its staging leave to the CPU.
-
-        Source: MoE-Lens, section 5.3, equation 5: the need is the sum of KV and link traffic.
-        """
-        whole = self.hardware.host_bytes_per_s
-        if not any(self.page_bytes):
-            return whole
-        passes = STAGED_PASSES if self.is_staged else DIRECT_PASSES
-        return max(whole / 2, whole - passes * self.hardware.htod_bytes_per_s)
-
-    def roof_s(self, resource: Resource, flop: float, num_bytes: float) -> float:
-        """The longer of operations and bytes on the level of a resource.
-
-        Source: MoE-Lightning, section 3.2, equation 8.
-        """
-        if resource is Resource.GPU:
-            hardware = self.hardware
-            return max(flop / hardware.gpu_flop_per_s, num_bytes / hardware.gpu_bytes_per_s)
-        return max(flop / self.hardware.host_flop_per_s, num_bytes / self.host_bytes_per_s)
-
-    def host_attention_s(self, share: AttentionShape, layer: LayerWork) -> float:
-        """Appending and attention on the CPU: at measured rates where the node has them."""
-        read, flop = share.context_tokens * layer.kv_token_bytes, _attention_flop(share, layer)
-        curves = self.hardware.host_curves if self.work.bytes_per_element == 2 else None
-        if curves is None or not share.rows:
-            appended = 2 * share.rows * layer.kv_token_bytes
-            return self.roof_s(Resource.CPU, flop, read / CPU_ATTENTION_EFFICIENCY + appended)
-        left = self.host_bytes_per_s / self.hardware.host_bytes_per_s
-        rate = left * curves.attention_bytes_per_s.at(share.context_tokens / share.rows)
-        return max(read / rate, flop / curves.attention_flop_per_s)
-
-    def product_s(self, rows: float, weights: Matrices, times: float = 1.0) -> float:
-        """One matrix product on the GPU whose weights are read once.
-
-        Args:
-            rows: Rows of the left side.
-            weights: Elements and bytes of the right side.
-            times: How many such products there are.
-        """
-        if not rows:
-            return 0.0
-        flop = 2 * (rows + HALF_EFFICIENCY_ROWS) * times * weights.parameters
-        return self.roof_s(Resource.GPU, flop, times * weights.num_bytes)
-
-    def copy_s(self, resource: Resource, num_bytes: float) -> float:
-        """A copy over the link, from or to pinned memory."""
-        hardware = self.hardware
-        is_htod = resource is Resource.HTOD
-        return num_bytes / (hardware.htod_bytes_per_s if is_htod else hardware.dtoh_bytes_per_s)
+    @cached_property
+    def rates(self) -> DeviceRates:
+        """What host, GPU and link reach during the pass."""
+        num_layers = len(self.work.layers)
+        read_bytes = sum(
+            wave.host.within(layer.window).context_tokens * layer.kv_token_bytes
+            for layer in self.work.layers
+            for wave in self.waves
+        )
+        return DeviceRates(
+            self.hardware,
+            is_16_bit=self.work.bytes_per_element == 2,
+            page_bytes=sum(map(sum, self.page_bytes)) / max(1, len(self.page_bytes)),
+            read_bytes=read_bytes / num_layers,
+            is_staged=self.is_staged,
+        )
 
     @property
     def pages_s(self) -> float:
         """All pages of a pass over the link."""
         num_bytes, number = sum(map(sum, self.page_bytes)), sum(map(len, self.page_bytes))
-        return number * OVERHEAD_S[Resource.HTOD] + self.copy_s(Resource.HTOD, num_bytes)
+        return number * OVERHEAD_S[Resource.HTOD] + self.rates.copy_s(Resource.HTOD, num_bytes)
 
     def row_bytes(self, width: int) -> int:
         """Bytes of a row of activations."""
@@ -184,13 +141,13 @@ class DeviceCost:
 def _embed_s(cost: DeviceCost, task: Task) -> float:
     """Each row is read from the table and written: HRM equation 8, no operations."""
     num_bytes = 2 * cost.wave(task).tokens * cost.row_bytes(cost.work.hidden_size)
-    return cost.roof_s(task.resource, 0.0, num_bytes)
+    return cost.rates.roof_s(task.resource, 0.0, num_bytes)
 
 
 def _up_s(cost: DeviceCost, task: Task) -> float:
     """Hidden states of all tokens: D2 of MoE-Lightning, section 4.1."""
     num_bytes = cost.wave(task).tokens * cost.row_bytes(cost.work.hidden_size)
-    return cost.copy_s(task.resource, num_bytes)
+    return cost.rates.copy_s(task.resource, num_bytes)
 
 
 def _pre_s(cost: DeviceCost, task: Task) -> float:
@@ -199,14 +156,14 @@ def _pre_s(cost: DeviceCost, task: Task) -> float:
     MoE-Lightning leaves the projections out (section 4.2).
     """
     wave, layer = cost.wave(task), cost.layer(task)
-    return cost.product_s(wave.tokens, layer.pre)
+    return cost.rates.projection_s(wave.tokens, layer.pre)
 
 
 def _qkv_s(cost: DeviceCost, task: Task) -> float:
     """Queries of the CPU's share, all keys and values: D1 of MoE-Lightning, section 4.1."""
     wave, layer = cost.wave(task), cost.layer(task)
     queries = wave.host.rows * cost.row_bytes(layer.query_width)
-    return cost.copy_s(task.resource, queries + wave.tokens * layer.kv_token_bytes)
+    return cost.rates.copy_s(task.resource, queries + wave.tokens * layer.kv_token_bytes)
 
 
 def _attention_s(cost: DeviceCost, task: Task) -> float:
@@ -221,9 +178,9 @@ def _attention_s(cost: DeviceCost, task: Task) -> float:
         share = (wave.host + wave.device).within(layer.window)
         num_bytes = (share.context_tokens + 2 * share.rows) * layer.kv_token_bytes
         flop = _attention_flop(share, layer) / DEVICE_ATTENTION_EFFICIENCY
-        return cost.roof_s(task.resource, flop, num_bytes)
+        return cost.rates.roof_s(task.resource, flop, num_bytes)
     share = wave.host.within(layer.window)
-    return cost.host_attention_s(share, layer)
+    return cost.rates.host_attention_s(share, layer.kv_token_bytes, _attention_flop(share, layer))
 
 
 def _attention_flop(share: AttentionShape, layer: LayerWork) -> float:
@@ -234,7 +191,7 @@ def _kv_s(cost: DeviceCost, task: Task) -> float:
     """Earlier KV of the device's share: D4 of MoE-Lightning, section 4.1."""
     layer = cost.layer(task)
     share = cost.wave(task).device.within(layer.window)
-    return cost.copy_s(task.resource, share.past_tokens * layer.kv_token_bytes)
+    return cost.rates.copy_s(task.resource, share.past_tokens * layer.kv_token_bytes)
 
 
 def _device_attention_s(cost: DeviceCost, task: Task) -> float:
@@ -242,25 +199,25 @@ def _device_attention_s(cost: DeviceCost, task: Task) -> float:
     layer = cost.layer(task)
     share = cost.wave(task).device.within(layer.window)
     flop = _attention_flop(share, layer) / DEVICE_ATTENTION_EFFICIENCY
-    return cost.roof_s(task.resource, flop, layer.kv_token_bytes * share.context_tokens)
+    return cost.rates.roof_s(task.resource, flop, layer.kv_token_bytes * share.context_tokens)
 
 
 def _append_s(cost: DeviceCost, task: Task) -> float:
     """Keys and values of the device's share, read and written once on the host."""
     num_bytes = 2 * cost.wave(task).device.rows * cost.layer(task).kv_token_bytes
-    return cost.roof_s(task.resource, 0.0, num_bytes)
+    return cost.rates.roof_s(task.resource, 0.0, num_bytes)
 
 
 def _hidden_s(cost: DeviceCost, task: Task) -> float:
     """Attention output of the CPU's share: D2 of MoE-Lightning, section 4.1."""
     num_bytes = cost.wave(task).host.rows * cost.row_bytes(cost.layer(task).output_width)
-    return cost.copy_s(task.resource, num_bytes)
+    return cost.rates.copy_s(task.resource, num_bytes)
 
 
 def _post_s(cost: DeviceCost, task: Task) -> float:
     """Output projection and router: GB of MoE-Lens, section 6.4, without the experts."""
     layer = cost.layer(task)
-    return cost.product_s(cost.wave(task).tokens, layer.post.plus(layer.router))
+    return cost.rates.projection_s(cost.wave(task).tokens, layer.post.plus(layer.router))
 
 
 def _experts_s(cost: DeviceCost, task: Task) -> float:
@@ -272,23 +229,23 @@ def _experts_s(cost: DeviceCost, task: Task) -> float:
     tokens, layer = cost.group_tokens(task.part), cost.layer(task)
     if not tokens:
         return 0.0
-    seconds = cost.product_s(tokens, layer.common)
+    seconds = cost.rates.projection_s(tokens, layer.common)
     touched = layer.touched_experts(tokens)
     if touched:
         rows_per_expert = tokens * layer.top_k / touched
-        seconds += cost.product_s(rows_per_expert, layer.expert, touched)
+        seconds += touched * cost.rates.expert_s(rows_per_expert, layer.expert)
     return seconds
 
 
 def _head_s(cost: DeviceCost, task: Task) -> float:
     """Logits of all waves in one product."""
     del task
-    return cost.product_s(sum(wave.logit_rows for wave in cost.waves), cost.work.head)
+    return cost.rates.projection_s(sum(wave.logit_rows for wave in cost.waves), cost.work.head)
 
 
 def _page_s(cost: DeviceCost, task: Task) -> float:
     """One page of weights to the device: D3 of MoE-Lightning, section 4.1."""
-    return cost.copy_s(task.resource, cost.page_bytes[task.layer][task.part])
+    return cost.rates.copy_s(task.resource, cost.page_bytes[task.layer][task.part])
 
 
 def _stage_s(cost: DeviceCost, task: Task) -> float:

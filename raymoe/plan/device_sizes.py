@@ -101,8 +101,8 @@ class DeviceSizes:
         host_footprint(self.job.model, self.job.work, sized).check_fits(
             self.job.hardware.host_memory_bytes,
             what=what,
-            advice="Choose a node with more host memory, shorter sequences (max_context_tokens), "
-            "or weights in fewer bits.",
+            advice="Choose a node with more host memory, shorter sequences (max_context_tokens; "
+            "--max-context), or weights in fewer bits.",
         )
         device_footprint(self.job.model, self.job.work, sized).check_fits(
             self.job.hardware.gpu_memory_bytes,

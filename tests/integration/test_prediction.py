@@ -151,7 +151,10 @@ class Outcome:
         return abs(self.predicted / self.measured - 1)
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.predicted:.1f} predicted, {self.measured:.1f} measured"
+        return (
+            f"{self.name}: {self.predicted:.1f} predicted, {self.measured:.1f} measured, "
+            f"{100 * self.error:.1f} % off"
+        )
 
 
 def run_job(
@@ -191,6 +194,7 @@ def test_jobs_take_as_long_as_planned(tmp_path: Path, monkeypatch: pytest.Monkey
         for workload in WORKLOADS
     ]
     table = "\n".join(map(str, outcomes))
+    print(table)
     errors = [outcome.error for outcome in outcomes]
     assert statistics.mean(errors) <= 0.06, table
     assert max(errors) <= 0.12, table

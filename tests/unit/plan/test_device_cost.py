@@ -16,7 +16,7 @@ from raymoe.schedule.builders.shape import PassForm
 from raymoe.schedule.simulate import simulate
 from raymoe.schedule.task import RESOURCES_OF, Op, Resource, Task
 from raymoe.specs.curve import Curve
-from raymoe.specs.hardware import HardwareSpec, HostCurves
+from raymoe.specs.hardware import DeviceCurves, HardwareSpec, HostCurves
 from raymoe.specs.presets_hardware import hardware_preset
 from raymoe.specs.presets_models import model_preset
 
@@ -148,7 +148,7 @@ def test_attention_of_long_prompts_grows_with_their_square() -> None:
 
 
 def test_pages_take_the_link_and_staging_the_host() -> None:
-    cost = cost_of(WaveShape.decode(1, 1), pages=(64_000_000, 1_000_000))
+    cost = cost_of(WaveShape.prefill(1, 1), pages=(64_000_000, 1_000_000))
     assert work_s(cost, Op.W, part=0) == pytest.approx(6.4e-3)
     assert work_s(cost, Op.W, part=1) == pytest.approx(1e-4)
     assert work_s(cost, Op.STAGE, part=0) == pytest.approx(3.2e-3)
@@ -164,6 +164,60 @@ def test_the_link_leaves_the_cpu_the_rest_of_the_bandwidth() -> None:
     assert work_s(streaming, Op.ATTN) == pytest.approx(alone_s / 0.9)
     assert work_s(staged, Op.ATTN) == pytest.approx(alone_s / 0.7)
     assert work_s(slow, Op.ATTN) == pytest.approx(alone_s / 0.5)
+
+
+def test_weights_take_six_seconds_instead_of_five_beside_a_large_cache() -> None:
+    """MoE-Lens, section 13: Mixtral on an A40 host whose CPU reads 210 GB of KV in a pass."""
+    cut, rows = layer_pages(MIXTRAL, 2), 210e9 / (32 * KV_ROW * 400)
+    free, busy = (
+        DeviceCost(WORK, hardware_preset("a40"), (wave,), page_bytes=cut.page_bytes).pages_s
+        for wave in (WaveShape.decode(rows, 400, 0.0), WaveShape.decode(rows, 400))
+    )
+    assert free == pytest.approx(5.0, rel=0.05)
+    assert busy == pytest.approx(6.0, rel=0.05)
+
+
+def test_the_link_slows_down_to_its_measured_rate_at_most() -> None:
+    node = dataclasses.replace(NODE, device_curves=device_curves(busy_htod=8e9))
+    few, many = (
+        cost_of(WaveShape.decode(rows, 1000), node=node, pages=(10_000_000,)) for rows in (1, 10**6)
+    )
+    assert work_s(many, Op.W) == pytest.approx(10e6 / 8e9)
+    reading_s = 1000 * KV_ROW / (0.85 * 90e9)
+    assert work_s(few, Op.W) == pytest.approx(10e6 / 10e9 + (1 - 0.8) * reading_s)
+
+
+def test_a_measured_gpu_multiplies_at_its_measured_rate() -> None:
+    """At the rows of the product and of each expert; quantised weights by formula."""
+    rates = Curve(((8, 1e12), (64, 8e12)))
+    curves = device_curves(product=rates, expert=rates.scaled(0.5))
+    node = dataclasses.replace(NODE, device_curves=curves)
+    cost = cost_of(WaveShape.decode(32, 1), node=node)
+    assert work_s(cost, Op.PRE) == pytest.approx(2 * 32 * 4096 * (4096 + 2 * 1024) / 4e12)
+    parameters = 3 * 4096 * 14336
+    assert work_s(cost, Op.EXPERTS) == pytest.approx(2 * 64 * parameters / 0.5e12, rel=1e-3)
+    quantised = dataclasses.replace(
+        WORK.layers[1], expert=Matrices(parameters=parameters, num_bytes=parameters // 2)
+    )
+    work = dataclasses.replace(WORK, layers=(quantised,) * 32)
+    by_formula = DeviceCost(work, NODE, cost.waves)
+    assert work_s(DeviceCost(work, node, cost.waves), Op.EXPERTS) == work_s(by_formula, Op.EXPERTS)
+
+
+def device_curves(
+    *, busy_htod: float = 1e10, product: Curve | None = None, expert: Curve | None = None
+) -> DeviceCurves:
+    any_rate = Curve(((1, 1e12),))
+    return DeviceCurves(
+        product_flop_per_s=product or any_rate,
+        expert_flop_per_s=expert or any_rate,
+        pageable_htod_bytes_per_s=1e9,
+        pageable_dtoh_bytes_per_s=1e9,
+        duplex_htod_bytes_per_s=1e10,
+        duplex_dtoh_bytes_per_s=1e10,
+        busy_htod_bytes_per_s=busy_htod,
+        busy_attention_bytes_per_s=1e11,
+    )
 
 
 def test_attention_is_bound_by_operations_where_the_cpu_is_slow() -> None:
