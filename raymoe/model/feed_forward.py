@@ -8,8 +8,9 @@ from typing import Protocol
 from torch import Tensor
 
 from raymoe.kernels.cpu_experts import ACTIVATIONS, GatedFfn
-from raymoe.kernels.cpu_router import Routing, add_gated_, route
+from raymoe.kernels.cpu_router import Routing, add_gated_
 from raymoe.model.loading import Loader
+from raymoe.model.router import choose_experts
 from raymoe.specs.model import DenseSpec, MoeSpec
 
 
@@ -62,7 +63,10 @@ class MoE:
 
     def __init__(self, spec: MoeSpec, loader: Loader, prefix: str) -> None:
         self._spec = spec
-        self._router = loader.linear([f"{prefix}gate"])
+        self._router = loader.linear([f"{prefix}gate"], has_bias=spec.router.has_bias)
+        self._selection_bias_E = None
+        if spec.router.has_selection_bias:
+            self._selection_bias_E = loader.vector(f"{prefix}gate.e_score_correction_bias")
         self._experts = loader.experts(f"{prefix}experts.", spec)
         self._shared = self._shared_gate = None
         if spec.shared is not None:
@@ -72,8 +76,7 @@ class MoE:
 
     def route(self, normed_TH: Tensor) -> Routing:
         """See `FeedForward`."""
-        logits_TE = self._router(normed_TH)
-        return route(logits_TE, self._spec.top_k, renormalize=self._spec.router.renormalize)
+        return choose_experts(self._router(normed_TH), self._spec, self._selection_bias_E)
 
     def __call__(self, normed_TH: Tensor, routing: Routing | None) -> Tensor:
         """See `FeedForward`."""

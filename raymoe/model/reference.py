@@ -99,7 +99,10 @@ class ReferenceModel:
         angles: tuple[Tensor, Tensor],
     ) -> Tensor:
         query_TAD, key_TGD, value_TGD = self._heads(normed_TH, spec, prefix)
-        query_TAD, key_TGD = _rotate(query_TAD, *angles), _rotate(key_TGD, *angles)
+        query_TAD, key_TGD = self._rotate(query_TAD, *angles), self._rotate(key_TGD, *angles)
+        if spec.qk_norm != "none" and spec.is_norm_after_rope:
+            query_TAD = self._norm(query_TAD, f"{prefix}q_norm.weight")
+            key_TGD = self._norm(key_TGD, f"{prefix}k_norm.weight")
         group = spec.num_heads // spec.num_kv_heads
         key_TAD = key_TGD.repeat_interleave(group, 1)
         value_TAD = value_TGD.repeat_interleave(group, 1)
@@ -123,15 +126,27 @@ class ReferenceModel:
             ("v", spec.num_kv_heads),
         ):
             width_TX = self._linear(normed_TH, f"{prefix}{part}_proj", has_bias=spec.qkv_bias)
-            if part != "v" and spec.qk_norm == "full":
+            norm = "none" if part == "v" or spec.is_norm_after_rope else spec.qk_norm
+            if norm == "full":
                 width_TX = self._norm(width_TX, f"{prefix}{part}_norm.weight")
             heads_TXD = width_TX.view(-1, count, spec.head_dim)
-            if part != "v" and spec.qk_norm == "head":
+            if norm == "head":
                 heads_TXD = self._norm(heads_TXD, f"{prefix}{part}_norm.weight")
             if spec.clip_qkv is not None:
                 heads_TXD = heads_TXD.clamp(-spec.clip_qkv, spec.clip_qkv)
             heads.append(heads_TXD)
         return heads[0], heads[1], heads[2]
+
+    def _rotate(self, heads_TXD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+        num_rotated = 2 * cos_TR.shape[1]
+        rotary_TXD, rest_TXD = heads_TXD[..., :num_rotated], heads_TXD[..., num_rotated:]
+        if self.spec.rope.is_interleaved:
+            first, second = rotary_TXD[..., ::2], rotary_TXD[..., 1::2]
+        else:
+            first, second = rotary_TXD.chunk(2, dim=-1)
+        cos_T1R, sin_T1R = cos_TR[:, None], sin_TR[:, None]
+        rotated = (first * cos_T1R - second * sin_T1R, second * cos_T1R + first * sin_T1R)
+        return torch.cat([*rotated, rest_TXD], dim=-1)
 
     def _dense(self, input_TH: Tensor, spec: DenseSpec, prefix: str) -> Tensor:
         gate, up, down = (f"{prefix}{part}_proj" for part in ("gate", "up", "down"))
@@ -140,15 +155,15 @@ class ReferenceModel:
         return self._linear(gate_TF * up_TF, down, has_bias=spec.has_bias)
 
     def _moe(self, input_TH: Tensor, spec: MoeSpec, prefix: str) -> Tensor:
-        logits_TE = self._linear(input_TH, f"{prefix}gate")
-        top = logits_TE.to(self._wide).softmax(-1).topk(spec.top_k)
-        weights_TK = top.values
-        if spec.router.renormalize:
-            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        logits_TE = self._linear(input_TH, f"{prefix}gate", has_bias=spec.router.has_bias)
+        selection_E = None
+        if spec.router.has_selection_bias:
+            selection_E = self._weight(f"{prefix}gate.e_score_correction_bias").to(self._wide)
+        ids_TK, weights_TK = reference_routing(logits_TE.to(self._wide), spec, selection_E)
         out_TH = torch.zeros_like(input_TH)
         expert_spec = DenseSpec(hidden=spec.expert_hidden, activation=spec.activation)
         for expert in range(spec.num_experts):
-            tokens, slots = (top.indices == expert).nonzero(as_tuple=True)
+            tokens, slots = (ids_TK == expert).nonzero(as_tuple=True)
             if len(tokens):
                 name = f"{prefix}experts.{expert}."
                 expert_RH = self._dense(input_TH[tokens], expert_spec, name)
@@ -164,9 +179,41 @@ class ReferenceModel:
         return out_TH
 
 
-def _rotate(heads_TXD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-    half = cos_TR.shape[1]
-    first, second = heads_TXD[..., :half], heads_TXD[..., half : 2 * half]
-    cos_T1R, sin_T1R = cos_TR[:, None], sin_TR[:, None]
-    rotated = (first * cos_T1R - second * sin_T1R, second * cos_T1R + first * sin_T1R)
-    return torch.cat([*rotated, heads_TXD[..., 2 * half :]], dim=-1)
+def reference_routing(
+    logits_TE: Tensor, moe: MoeSpec, selection_bias_E: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Experts and weights of each token, [T, K] each, in the type of the logits."""
+    if moe.router.scoring == "sparsemixer":
+        return _sparse_mixer(logits_TE, moe)
+    router = moe.router
+    scores_TE = logits_TE.softmax(-1) if router.scoring == "softmax" else logits_TE.sigmoid()
+    choice_TE = scores_TE if selection_bias_E is None else scores_TE + selection_bias_E
+    if router.num_groups > 1:
+        size = moe.num_experts // router.num_groups
+        grouped_TGX = choice_TE.clone().view(len(choice_TE), router.num_groups, size)
+        score_TG = grouped_TGX.topk(1 if router.group_score == "max" else 2).values.sum(-1)
+        worst_TG = score_TG.topk(router.num_groups - router.top_groups, largest=False).indices
+        for token, groups in enumerate(worst_TG.tolist()):
+            grouped_TGX[token, groups] = -torch.inf
+        choice_TE = grouped_TGX.flatten(1)
+    ids_TK = choice_TE.topk(moe.top_k).indices
+    weights_TK = scores_TE.gather(1, ids_TK)
+    if router.renormalize:
+        sums_T1 = weights_TK.sum(-1, keepdim=True)
+        weights_TK = weights_TK / sums_T1.clamp_min(router.min_weight_sum)
+    return ids_TK, weights_TK * router.scale
+
+
+def _sparse_mixer(logits_TE: Tensor, moe: MoeSpec) -> tuple[Tensor, Tensor]:
+    ids_TK = logits_TE.topk(moe.top_k).indices
+    weights_TK = torch.empty(ids_TK.shape, dtype=logits_TE.dtype)
+    for token, ids in enumerate(ids_TK.tolist()):
+        left = dict(enumerate(logits_TE[token].tolist()))
+        for slot, best in enumerate(ids):
+            near = [
+                logit
+                for logit in left.values()
+                if left[best] - logit <= 2 * moe.router.jitter * max(abs(logit), left[best])
+            ]
+            weights_TK[token, slot] = torch.tensor(near).sub(left.pop(best)).exp().sum() ** -1
+    return ids_TK, weights_TK

@@ -41,21 +41,9 @@ _MISSING: Mapping[str, Callable[[ModelSpec], bool]] = {
         isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers
     ),
     "attention sinks": lambda spec: any(attention.has_sinks for attention in _grouped(spec)),
-    "norms of queries and keys after their rotation": lambda spec: any(
-        attention.is_norm_after_rope and attention.qk_norm != "none" for attention in _grouped(spec)
-    ),
-    "interleaved rotation": lambda spec: spec.rope.is_interleaved,
     "layer norms": lambda spec: spec.norm != "rms",
     "multipliers of embeddings, residuals or logits": lambda spec: (
         {spec.embedding_multiplier, spec.residual_multiplier, spec.logits_divisor} != {1.0}
-    ),
-    "sigmoid routers": lambda spec: any(moe.router.scoring != "softmax" for moe in _moes(spec)),
-    "biases of routers": lambda spec: any(
-        moe.router.has_bias or moe.router.has_selection_bias for moe in _moes(spec)
-    ),
-    "groups of experts": lambda spec: any(moe.router.num_groups > 1 for moe in _moes(spec)),
-    "scaled weights of experts": lambda spec: any(
-        moe.router.scale != 1.0 or moe.router.min_weight_sum > 0 for moe in _moes(spec)
     ),
     "biases of experts": lambda spec: any(
         moe.has_bias or (moe.shared is not None and moe.shared.has_bias) for moe in _moes(spec)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 QkNorm = Literal["none", "head", "full"]
-Scoring = Literal["softmax", "sigmoid"]
+Scoring = Literal["softmax", "sigmoid", "sparsemixer"]
 GroupScore = Literal["max", "top2_sum"]
 
 
@@ -136,6 +136,9 @@ class RouterSpec:
     best are left out; the best `top_k` of `MoeSpec` are chosen, and weighed by their scores without
     that bias. A softmax over the logits of the chosen alone is a softmax over all, renormalised.
 
+    The sparse mixer has no scores: it takes the largest logit and weighs it by a softmax over the
+    logits near it, then does the same with what is left. None of the other attributes applies.
+
     Attributes:
         scoring: From logits to scores.
         renormalize: Whether the chosen weights are scaled to sum to 1.
@@ -147,6 +150,7 @@ class RouterSpec:
         top_groups: Groups that may be chosen from.
         group_score: Score of a group: that of its best expert, or the sum of its two best; None
             with one group.
+        jitter: Sparse mixer: logits are near where they differ by at most twice this part.
     """
 
     scoring: Scoring = "softmax"
@@ -158,6 +162,12 @@ class RouterSpec:
     num_groups: int = 1
     top_groups: int = 1
     group_score: GroupScore | None = None
+    jitter: float = 0.0
+
+    @property
+    def is_plain_softmax(self) -> bool:
+        """Whether the weights are those of a softmax, renormalised or not, times `scale`."""
+        return self.scoring == "softmax" and self.min_weight_sum == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
