@@ -54,13 +54,14 @@ void bind_elementwise(py::module_& m) {
         [](const TensorView& qkv, const TensorView& positions, const TensorView& cosine,
            const TensorView& sine, const Optional& query_norm, const Optional& key_norm,
            const TensorView& query, const TensorView& key, const TensorView& value, float eps,
-           float clip) {
-          qkv_rope({qkv, positions, cosine, sine, query_norm, key_norm, query, key, value}, eps,
-                   clip);
+           float clip, bool norm_follows, bool interleaved) {
+          qkv_rope({qkv, positions, cosine, sine, query_norm, key_norm, query, key, value},
+                   {eps, clip, norm_follows, interleaved});
         },
         py::arg("qkv"), py::arg("positions"), py::arg("cosine"), py::arg("sine"),
         py::arg("query_norm"), py::arg("key_norm"), py::arg("query"), py::arg("key"),
-        py::arg("value"), py::arg("eps"), py::arg("clip"),
+        py::arg("value"), py::arg("eps"), py::arg("clip"), py::arg("norm_follows"),
+        py::arg("interleaved"),
         py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_rope.py.");
   m.def("route", &route, py::arg("logits"), py::arg("renormalize"), py::arg("ids"),
         py::arg("weights"), py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_router.py.");

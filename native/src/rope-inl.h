@@ -43,6 +43,26 @@ inline void load_head(const QkvRope& args, const T* head, const T* weight, float
   });
 }
 
+/// The first of all pairs of neighbours, then the second of all.
+inline void part_pairs(const QkvRope& args, float* x) {
+  float pairs[kMaxHeadDim];
+  const int64_t half = args.half_dims;
+  std::memcpy(pairs, x, static_cast<size_t>(2 * half) * sizeof(float));
+  for (int64_t i = 0; i < half; ++i) {
+    x[i] = pairs[2 * i];
+    x[half + i] = pairs[2 * i + 1];
+  }
+}
+
+/// A head in place: round(weight * round(x * scale)).
+template <typename T>
+inline void norm_head(const QkvRope& args, const T* weight, T* x) {
+  const F32 factor = splat(inverse_rms(x, args.head_dim, args.eps));
+  for_lanes(args.head_dim, [&](int64_t i, auto part) {
+    store(x + i, mul(load(weight + i, part), rounded_to<T>(mul(load(x + i, part), factor))), part);
+  });
+}
+
 /// out = x * cos + rotate_half(x) * sin, each product and the sum rounded.
 template <typename T>
 inline void rotate_head(const QkvRope& args, const float* x, const Angles& angles, T* out) {
@@ -65,16 +85,18 @@ inline void project_heads(const QkvRope& args, const T* heads, const T* weight, 
                           const Angles& angles, T* out) {
   float head[kMaxHeadDim];
   const int64_t dim = args.head_dim;
+  const T* before = args.norm_follows ? nullptr : weight;
   float scale = 1.0f;
-  if (weight != nullptr && args.norm_spans_heads)
+  if (before != nullptr && args.norm_spans_heads)
     scale = inverse_rms(heads, num_heads * dim, args.eps);
   for (int64_t h = 0; h < num_heads; ++h) {
-    if (weight != nullptr && !args.norm_spans_heads)
+    if (before != nullptr && !args.norm_spans_heads)
       scale = inverse_rms(heads + h * dim, dim, args.eps);
-    const T* head_weight =
-        weight == nullptr || !args.norm_spans_heads ? weight : weight + h * dim;
+    const T* head_weight = before == nullptr || !args.norm_spans_heads ? before : before + h * dim;
     load_head(args, heads + h * dim, head_weight, scale, head);
+    if (args.interleaved) part_pairs(args, head);
     rotate_head(args, head, angles, out + h * dim);
+    if (args.norm_follows && weight != nullptr) norm_head(args, weight, out + h * dim);
   }
 }
 

@@ -69,10 +69,14 @@ bool check_shapes(const QkvRopeViews& views) {
 
 }  // namespace
 
-void qkv_rope(const QkvRopeViews& views, float eps, float clip) {
+void qkv_rope(const QkvRopeViews& views, const QkvRopeOptions& options) {
   const auto kernel = kernels().of(views.qkv.dtype(), "qkv_rope: qkv");
   QkvRope args{};
   args.norm_spans_heads = check_shapes(views);
+  args.norm_follows = options.norm_follows;
+  args.interleaved = options.interleaved;
+  if (args.norm_spans_heads && args.norm_follows)
+    throw std::invalid_argument("qkv_rope: a norm after the rotation must be one per head");
   args.qkv = views.qkv.raw();
   args.positions = views.positions.data<int32_t>();
   args.cosine = views.cosine.data<float>();
@@ -88,8 +92,8 @@ void qkv_rope(const QkvRopeViews& views, float eps, float clip) {
   args.num_kv_heads = views.key.size(1);
   args.head_dim = views.query.size(2);
   args.half_dims = views.cosine.size(1);
-  args.eps = eps;
-  args.clip = clip;
+  args.eps = options.eps;
+  args.clip = options.clip;
   for_row_ranges(views.qkv.size(0), views.qkv.size(1),
                  [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
 }

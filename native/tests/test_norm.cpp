@@ -86,7 +86,7 @@ void norms_match_on_every_tail() {
 }
 
 void rotation_turns_pairs_and_passes_the_rest(int64_t tokens, int64_t heads, int64_t kv_heads,
-                                              int64_t dim, int64_t half) {
+                                              int64_t dim, int64_t half, bool interleaved) {
   const int64_t width = (heads + 2 * kv_heads) * dim;
   Tensor<float> qkv({tokens, width}), cosine({9, half}), sine({9, half});
   Tensor<int32_t> positions({tokens});
@@ -98,16 +98,19 @@ void rotation_turns_pairs_and_passes_the_rest(int64_t tokens, int64_t heads, int
   for (int64_t t = 0; t < tokens; ++t) positions[t] = static_cast<int32_t>(8 - t % 9);
   raymoe::qkv_rope({qkv.view(), positions.view(), cosine.view(), sine.view(), std::nullopt,
                     std::nullopt, query.view(), key.view(), value.view()},
-                   1e-6f, std::numeric_limits<float>::infinity());
+                   {1e-6f, std::numeric_limits<float>::infinity(), false, interleaved});
   for (int64_t t = 0; t < tokens; ++t)
     for (int64_t h = 0; h < heads; ++h)
       for (int64_t i = 0; i < dim; ++i) {
         const float* x = &qkv[t * width + h * dim];
         const float got = query[(t * heads + h) * dim + i];
         const int64_t pair = i < half ? i : i - half, angle = positions[t] * half + pair;
-        const float c = i < 2 * half ? cosine[angle] : 1, s = i < 2 * half ? sine[angle] : 0;
-        const float other = i < half ? -x[i + half] : i < 2 * half ? x[i - half] : 0;
-        CHECK_NEAR(got, x[i] * c + other * s, 1e-6);
+        const int64_t first = interleaved ? 2 * pair : pair;
+        const int64_t second = interleaved ? 2 * pair + 1 : pair + half;
+        float want = x[i];
+        if (i < half) want = x[first] * cosine[angle] - x[second] * sine[angle];
+        if (i >= half && i < 2 * half) want = x[second] * cosine[angle] + x[first] * sine[angle];
+        CHECK_NEAR(got, want, 1e-6);
       }
   for (int64_t t = 0; t < tokens; ++t)
     for (int64_t i = 0; i < kv_heads * dim; ++i)
@@ -159,10 +162,12 @@ int main() {
   for (raymoe::Isa isa : raymoe::supported_isas()) {
     raymoe::set_isa(isa);
     norms_match_on_every_tail();
-    rotation_turns_pairs_and_passes_the_rest(5, 2, 1, 64, 32);
-    rotation_turns_pairs_and_passes_the_rest(3, 3, 1, 24, 9);
-    rotation_turns_pairs_and_passes_the_rest(20, 4, 2, 8, 4);
-    rotation_turns_pairs_and_passes_the_rest(2, 1, 1, 512, 256);
+    for (bool interleaved : {false, true}) {
+      rotation_turns_pairs_and_passes_the_rest(5, 2, 1, 64, 32, interleaved);
+      rotation_turns_pairs_and_passes_the_rest(3, 3, 1, 24, 9, interleaved);
+      rotation_turns_pairs_and_passes_the_rest(20, 4, 2, 8, 4, interleaved);
+      rotation_turns_pairs_and_passes_the_rest(2, 1, 1, 512, 256, interleaved);
+    }
     routing_picks_the_largest(40, 64, 8);
     routing_picks_the_largest(9, 3, 3);
     routing_picks_the_largest(2, 1024, 4);

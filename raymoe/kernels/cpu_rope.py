@@ -38,8 +38,10 @@ def qkv_rope(  # noqa: PLR0913 - an operator: its tensors are its arguments
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
     clip: float | None = None,
+    is_norm_after_rope: bool = False,
+    is_interleaved: bool = False,
 ) -> Projected:
-    """Split, norm queries and keys, clip all three, rotate queries and keys (neox pairs).
+    """Split, norm queries and keys, clip all three, rotate queries and keys.
 
     The order and every rounding are those of Hugging Face's attention: for bfloat16 the cosines,
     sines, both products and their sum are rounded one by one.
@@ -58,6 +60,10 @@ def qkv_rope(  # noqa: PLR0913 - an operator: its tensors are its arguments
         k_norm: Likewise, [D] or [G * D].
         eps: Of the norms.
         clip: Largest magnitude after the norms (OLMoE's `clip_qkv`), values included.
+        is_norm_after_rope: The norms, of each head, follow the rotation instead (Hunyuan).
+        is_interleaved: Neighbouring dimensions are a pair (DeepSeek, ERNIE), instead of dimensions
+            R apart. What comes out has the first of all pairs before the second of all, in queries
+            and keys alike: their products are the same.
     """
     tables = (cos_PR, sin_PR)
     width = (num_heads + 2 * num_kv_heads) * head_dim
@@ -75,6 +81,8 @@ def qkv_rope(  # noqa: PLR0913 - an operator: its tensors are its arguments
             norms=(q_norm, k_norm),
             eps=eps,
             clip=clip,
+            is_norm_after_rope=is_norm_after_rope,
+            is_interleaved=is_interleaved,
         )
     num_tokens, dtype = qkv_TX.shape[0], qkv_TX.dtype
     out = Projected(
@@ -83,7 +91,18 @@ def qkv_rope(  # noqa: PLR0913 - an operator: its tensors are its arguments
         torch.empty(num_tokens, num_kv_heads, head_dim, dtype=dtype),
     )
     limit = math.inf if clip is None else clip
-    _native.qkv_rope(qkv_TX, positions_T, *tables, q_norm, k_norm, *out, eps, limit)
+    _native.qkv_rope(
+        qkv_TX,
+        positions_T,
+        *tables,
+        q_norm,
+        k_norm,
+        *out,
+        eps,
+        limit,
+        is_norm_after_rope,
+        is_interleaved,
+    )
     return out
 
 
@@ -105,7 +124,7 @@ def _is_native(
     )
 
 
-def qkv_rope_reference(
+def qkv_rope_reference(  # noqa: PLR0913 - the options of the kernel
     qkv_TX: Tensor,
     positions_T: Tensor,
     tables: tuple[Tensor, Tensor],
@@ -114,21 +133,29 @@ def qkv_rope_reference(
     norms: tuple[Tensor | None, Tensor | None],
     eps: float,
     clip: float | None,
+    is_norm_after_rope: bool = False,
+    is_interleaved: bool = False,
 ) -> Projected:
     """The plain reference of `qkv_rope`; sizes are (H, G, D), norms those of queries and keys."""
     heads, kv_heads, dim = sizes
-    query_end, key_end = heads * dim, (heads + kv_heads) * dim
-    query = _norm_heads(qkv_TX[:, :query_end], norms[0], dim, eps)
-    key = _norm_heads(qkv_TX[:, query_end:key_end], norms[1], dim, eps)
-    value = qkv_TX[:, key_end:]
-    if clip is not None:
-        query, key, value = (x.clamp(-clip, clip) for x in (query, key, value))
-    cos_T1R, sin_T1R = (t[positions_T.long(), None].to(qkv_TX.dtype) for t in tables)
-    return Projected(
-        _rotate(query.reshape(-1, heads, dim), cos_T1R, sin_T1R),
-        _rotate(key.reshape(-1, kv_heads, dim), cos_T1R, sin_T1R),
-        value.reshape(-1, kv_heads, dim).contiguous(),
+    angles = [t[positions_T.long(), None].to(qkv_TX.dtype) for t in tables]
+    query_TY, key_TY, value_TY = torch.split(
+        qkv_TX, [heads * dim, kv_heads * dim, kv_heads * dim], dim=1
     )
+    rotated = []
+    for part_TY, norm in zip((query_TY, key_TY), norms, strict=True):
+        x_TY = part_TY if is_norm_after_rope else _norm_heads(part_TY, norm, dim, eps)
+        if clip is not None:
+            x_TY = x_TY.clamp(-clip, clip)
+        x_TND = x_TY.reshape(len(x_TY), -1, dim)
+        x_TND = _rotate(_part_pairs(x_TND, angles[0]) if is_interleaved else x_TND, *angles)
+        if is_norm_after_rope and norm is not None:
+            x_TND = rms_norm_reference(x_TND, norm, eps)
+        rotated.append(x_TND.contiguous())
+    if clip is not None:
+        value_TY = value_TY.clamp(-clip, clip)
+    value_TGD = value_TY.reshape(len(value_TY), kv_heads, dim).contiguous()
+    return Projected(rotated[0], rotated[1], value_TGD)
 
 
 def _norm_heads(x_TY: Tensor, weight: Tensor | None, head_dim: int, eps: float) -> Tensor:
@@ -136,6 +163,13 @@ def _norm_heads(x_TY: Tensor, weight: Tensor | None, head_dim: int, eps: float) 
         return x_TY
     span = x_TY.shape[1] if weight.numel() == x_TY.shape[1] else head_dim
     return rms_norm_reference(x_TY.reshape(-1, span), weight, eps).view(x_TY.shape)
+
+
+def _part_pairs(heads_TND: Tensor, cos_T1R: Tensor) -> Tensor:
+    """The first of all pairs of neighbours, then the second of all; what is not rotated stays."""
+    end = 2 * cos_T1R.shape[-1]
+    parts = (heads_TND[..., 0:end:2], heads_TND[..., 1:end:2], heads_TND[..., end:])
+    return torch.cat(parts, dim=-1)
 
 
 def _rotate(heads_TND: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:

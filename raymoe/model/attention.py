@@ -16,9 +16,25 @@ from raymoe.specs.model import AttentionSpec
 class Attention:
     """Weights and operations of the attention of one layer."""
 
-    def __init__(self, spec: AttentionSpec, loader: Loader, prefix: str, *, eps: float) -> None:
-        """Load what is called `prefix` + "q_proj" and so on; `eps` is that of all norms."""
-        self._spec, self._eps = spec, eps
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        loader: Loader,
+        prefix: str,
+        *,
+        eps: float,
+        is_interleaved: bool,
+    ) -> None:
+        """Load what is called `prefix` + "q_proj" and so on.
+
+        Args:
+            spec: What to compute.
+            loader: Where weights come from.
+            prefix: What their names begin with.
+            eps: Of the norms of queries and keys.
+            is_interleaved: See `RopeSpec`.
+        """
+        self._spec, self._eps, self._is_interleaved = spec, eps, is_interleaved
         self._qkv = loader.linear(
             [f"{prefix}{part}_proj" for part in "qkv"], has_bias=spec.qkv_bias
         )
@@ -39,6 +55,8 @@ class Attention:
             k_norm=self._key_norm,
             eps=self._eps,
             clip=self._spec.clip_qkv,
+            is_norm_after_rope=self._spec.is_norm_after_rope,
+            is_interleaved=self._is_interleaved,
         )
 
     def attend(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:

@@ -20,7 +20,7 @@ from raymoe.model.attention import Attention
 from raymoe.model.feed_forward import Dense, FeedForward, MoE
 from raymoe.model.loading import GetWeight, Loader
 from raymoe.model.rope import Rotary
-from raymoe.specs.model import DenseSpec, LayerSpec, ModelSpec
+from raymoe.specs.model import DenseSpec, ModelSpec
 from raymoe.specs.weight_names import (
     EMBEDDING,
     FINAL_NORM,
@@ -45,9 +45,16 @@ class Posted(NamedTuple):
 class Layer:
     """Weights of one decoder layer."""
 
-    def __init__(self, spec: LayerSpec, loader: Loader, prefix: str, *, eps: float) -> None:
+    def __init__(self, model: ModelSpec, i: int, loader: Loader) -> None:
+        spec, prefix = model.layers[i], layer_prefix(i)
         self.input_norm_H = loader.vector(f"{prefix}input_layernorm.weight")
-        self.attention = Attention(spec.grouped_attention, loader, f"{prefix}self_attn.", eps=eps)
+        self.attention = Attention(
+            spec.grouped_attention,
+            loader,
+            f"{prefix}self_attn.",
+            eps=model.norm_eps,
+            is_interleaved=model.rope.is_interleaved,
+        )
         self.ffn_norm_H = loader.vector(f"{prefix}post_attention_layernorm.weight")
         self.ffn: FeedForward
         if isinstance(spec.ffn, DenseSpec):
@@ -76,9 +83,8 @@ class Decoder:
         self._embedding_VH = loader.table(EMBEDDING)
         self._layers: list[Layer] = []
         for i, layer in enumerate(spec.layers):
-            prefix = layer_prefix(i)
-            self._layers.append(Layer(layer, loader, prefix, eps=spec.norm_eps))
-            release([prefix + name for name in layer_weights(layer, spec.hidden_size)])
+            self._layers.append(Layer(spec, i, loader))
+            release([layer_prefix(i) + name for name in layer_weights(layer, spec.hidden_size)])
         self._final_norm_H = loader.vector(FINAL_NORM)
         if spec.tie_word_embeddings:
             self._head = loader.tied_linear(self._embedding_VH)

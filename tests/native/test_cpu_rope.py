@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 from transformers.models.mixtral.modeling_mixtral import apply_rotary_pos_emb
 from transformers.models.olmoe.modeling_olmoe import OlmoeRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
@@ -114,12 +115,80 @@ def test_norm_then_clip_then_rotation_as_in_olmoe_and_qwen3(
     assert_same(got, want, exact=False)
 
 
-def test_the_reference_agrees_with_the_kernel() -> None:
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize(("dim", "half"), [(64, 32), (8, 4), (40, 20), (80, 16), (24, 12)])
+def test_interleaved_pairs_come_out_parted_as_in_deepseek(
+    dim: int, half: int, dtype: torch.dtype
+) -> None:
+    qkv = random(9, 4 * dim, dtype=dtype)
+    cos, sin = tables(half)
+    sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": dim}
+    got = qkv_rope(qkv, positions(9), cos, sin, **sizes, is_interleaved=True)
+    query, key, value = (x.unflatten(1, (-1, dim)) for x in qkv.split([2 * dim, dim, dim], dim=1))
+    full = (t[positions(9).long()].repeat(1, 2).to(dtype)[None] for t in (cos, sin))
+    rotary = apply_rotary_pos_emb_interleave(
+        *(x[None, ..., : 2 * half] for x in (query, key)), *full, unsqueeze_dim=2
+    )
+    want = Projected(
+        torch.cat([rotary[0][0], query[..., 2 * half :]], -1),
+        torch.cat([rotary[1][0], key[..., 2 * half :]], -1),
+        value,
+    )
+    assert_same(got, want, exact=True)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("clip", [None, 0.75])
+def test_a_norm_after_the_rotation_as_in_hunyuan(clip: float | None, dtype: torch.dtype) -> None:
+    heads, kv_heads, dim = 4, 2, 48
+    qkv = random(19, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    cos, sin = tables(dim // 2)
+    sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim}
+    norms = [Qwen3MoeRMSNorm(dim, eps=1e-5) for _ in range(2)]
+    for seed, norm in enumerate(norms):
+        norm.weight.data = random(dim, dtype=dtype, seed=seed + 1)
+    with torch.no_grad():
+        rotated = qkv_rope(qkv, positions(19), cos, sin, **sizes, clip=clip)
+        got = qkv_rope(
+            qkv,
+            positions(19),
+            cos,
+            sin,
+            **sizes,
+            q_norm=norms[0].weight,
+            k_norm=norms[1].weight,
+            eps=1e-5,
+            clip=clip,
+            is_norm_after_rope=True,
+        )
+        query, key = (norm(x) for norm, x in zip(norms, rotated, strict=False))
+    assert_same(got, Projected(query, key, rotated.value_TGD), exact=False)
+
+
+def test_a_norm_over_all_heads_after_the_rotation_is_refused() -> None:
+    qkv, weight = torch.ones(1, 24), torch.ones(16)
+    sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 6}
+    with pytest.raises(ValueError, match="must be one per head"):
+        qkv_rope(
+            qkv, positions(1), *tables(3), **sizes, q_norm=weight[:12], is_norm_after_rope=True
+        )
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("is_norm_after_rope", [False, True])
+def test_the_reference_agrees_with_the_kernel(
+    is_norm_after_rope: bool, is_interleaved: bool
+) -> None:
     qkv = random(11, 8 * 32, dtype=torch.bfloat16)
     cos, sin = tables(8)
     weight = random(32, dtype=torch.bfloat16, seed=1)
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
-    got = qkv_rope(qkv, positions(11), cos, sin, **sizes, q_norm=weight, k_norm=None, clip=1.5)
+    options = {
+        "clip": 1.5,
+        "is_norm_after_rope": is_norm_after_rope,
+        "is_interleaved": is_interleaved,
+    }
+    got = qkv_rope(qkv, positions(11), cos, sin, **sizes, q_norm=weight, k_norm=None, **options)
     want = qkv_rope_reference(
         qkv,
         positions(11),
@@ -127,7 +196,7 @@ def test_the_reference_agrees_with_the_kernel() -> None:
         sizes=(4, 2, 32),
         norms=(weight, None),
         eps=1e-6,
-        clip=1.5,
+        **options,
     )
     assert_same(got, want, exact=False)
 

@@ -11,9 +11,10 @@ namespace raymoe {
 
 constexpr int64_t kMaxHeadDim = 512;
 
-/// Per token: split, RMS norm of queries and keys (if weights), clip (if finite), neox rotation of
-/// the first 2 * half_dims dimensions of every query and key head. Every step is rounded to the
-/// storage type, cosines and sines too, where Hugging Face rounds.
+/// Per token: split, RMS norm of queries and keys (if weights), clip (if finite), rotation of the
+/// first 2 * half_dims dimensions of every query and key head. A pair is half_dims apart; where
+/// interleaved, neighbours are a pair, and the first of all pairs come out before the second of
+/// all. Every step is rounded to the storage type, cosines and sines too, where Hugging Face rounds.
 struct QkvRope {
   const void* qkv;           // [T, (H + 2 G) * D], row stride qkv_stride
   const int32_t* positions;  // [T]
@@ -25,6 +26,8 @@ struct QkvRope {
   int64_t qkv_stride, table_stride;
   int64_t num_heads, num_kv_heads, head_dim, half_dims;
   bool norm_spans_heads;     // one norm over all heads of a token (OLMoE), not one per head
+  bool norm_follows;         // the norm, one per head, comes after the rotation (Hunyuan)
+  bool interleaved;
   float eps, clip;           // clip is infinity for none
 };
 
@@ -36,7 +39,12 @@ struct QkvRopeViews {
   TensorView query, key, value;
 };
 
+struct QkvRopeOptions {
+  float eps, clip;
+  bool norm_follows, interleaved;
+};
+
 /// Checks (positions against the tables too), splits the tokens over the worker pool.
-void qkv_rope(const QkvRopeViews& views, float eps, float clip);
+void qkv_rope(const QkvRopeViews& views, const QkvRopeOptions& options);
 
 }  // namespace raymoe
