@@ -25,6 +25,15 @@ class Projected(NamedTuple):
     value_TGD: Tensor
 
 
+class Steps(NamedTuple):
+    """What happens to a head: see `qkv_rope`; `clip` is infinity for none."""
+
+    eps: float
+    clip: float
+    is_norm_after_rope: bool
+    is_interleaved: bool
+
+
 def qkv_rope(  # noqa: PLR0913 - an operator: its tensors are its arguments
     qkv_TX: Tensor,
     positions_T: Tensor,
@@ -66,44 +75,33 @@ def qkv_rope(  # noqa: PLR0913 - an operator: its tensors are its arguments
             and keys alike: their products are the same.
     """
     tables = (cos_PR, sin_PR)
-    width = (num_heads + 2 * num_kv_heads) * head_dim
+    sizes = (num_heads, num_kv_heads, head_dim)
+    _check_width(qkv_TX, sizes)
+    limit = math.inf if clip is None else clip
+    steps = Steps(eps, limit, is_norm_after_rope, is_interleaved)
+    norms = (q_norm, k_norm)
+    if not _is_native(qkv_TX, positions_T, tables, norms):
+        return qkv_rope_reference(
+            qkv_TX, positions_T, tables, sizes=sizes, norms=norms, steps=steps
+        )
+    out = Projected(
+        *(
+            torch.empty(len(qkv_TX), heads, head_dim, dtype=qkv_TX.dtype)
+            for heads in (num_heads, num_kv_heads, num_kv_heads)
+        )
+    )
+    _native.qkv_rope(qkv_TX, positions_T, *tables, *norms, *out, eps, limit, *steps[2:])
+    return out
+
+
+def _check_width(qkv_TX: Tensor, sizes: tuple[int, int, int]) -> None:
+    heads, kv_heads, dim = sizes
+    width = (heads + 2 * kv_heads) * dim
     if qkv_TX.ndim != 2 or qkv_TX.shape[1] != width:
         raise ConfigError(
-            f"qkv_rope: qkv has shape {tuple(qkv_TX.shape)}, expected [T, {width}] for {num_heads} "
-            f"query and {num_kv_heads} KV heads of {head_dim}"
+            f"qkv_rope: qkv has shape {tuple(qkv_TX.shape)}, expected [T, {width}] for {heads} "
+            f"query and {kv_heads} KV heads of {dim}"
         )
-    if not _is_native(qkv_TX, positions_T, tables, (q_norm, k_norm)):
-        return qkv_rope_reference(
-            qkv_TX,
-            positions_T,
-            tables,
-            sizes=(num_heads, num_kv_heads, head_dim),
-            norms=(q_norm, k_norm),
-            eps=eps,
-            clip=clip,
-            is_norm_after_rope=is_norm_after_rope,
-            is_interleaved=is_interleaved,
-        )
-    num_tokens, dtype = qkv_TX.shape[0], qkv_TX.dtype
-    out = Projected(
-        torch.empty(num_tokens, num_heads, head_dim, dtype=dtype),
-        torch.empty(num_tokens, num_kv_heads, head_dim, dtype=dtype),
-        torch.empty(num_tokens, num_kv_heads, head_dim, dtype=dtype),
-    )
-    limit = math.inf if clip is None else clip
-    _native.qkv_rope(
-        qkv_TX,
-        positions_T,
-        *tables,
-        q_norm,
-        k_norm,
-        *out,
-        eps,
-        limit,
-        is_norm_after_rope,
-        is_interleaved,
-    )
-    return out
 
 
 def _is_native(
@@ -124,17 +122,14 @@ def _is_native(
     )
 
 
-def qkv_rope_reference(  # noqa: PLR0913 - the options of the kernel
+def qkv_rope_reference(
     qkv_TX: Tensor,
     positions_T: Tensor,
     tables: tuple[Tensor, Tensor],
     *,
     sizes: tuple[int, int, int],
     norms: tuple[Tensor | None, Tensor | None],
-    eps: float,
-    clip: float | None,
-    is_norm_after_rope: bool = False,
-    is_interleaved: bool = False,
+    steps: Steps,
 ) -> Projected:
     """The plain reference of `qkv_rope`; sizes are (H, G, D), norms those of queries and keys."""
     heads, kv_heads, dim = sizes
@@ -144,17 +139,13 @@ def qkv_rope_reference(  # noqa: PLR0913 - the options of the kernel
     )
     rotated = []
     for part_TY, norm in zip((query_TY, key_TY), norms, strict=True):
-        x_TY = part_TY if is_norm_after_rope else _norm_heads(part_TY, norm, dim, eps)
-        if clip is not None:
-            x_TY = x_TY.clamp(-clip, clip)
-        x_TND = x_TY.reshape(len(x_TY), -1, dim)
-        x_TND = _rotate(_part_pairs(x_TND, angles[0]) if is_interleaved else x_TND, *angles)
-        if is_norm_after_rope and norm is not None:
-            x_TND = rms_norm_reference(x_TND, norm, eps)
-        rotated.append(x_TND.contiguous())
-    if clip is not None:
-        value_TY = value_TY.clamp(-clip, clip)
-    value_TGD = value_TY.reshape(len(value_TY), kv_heads, dim).contiguous()
+        x_TY = part_TY if steps.is_norm_after_rope else _norm_heads(part_TY, norm, dim, steps.eps)
+        x_TND = x_TY.clamp(-steps.clip, steps.clip).reshape(len(x_TY), part_TY.shape[1] // dim, dim)
+        x_TND = _rotate(_part_pairs(x_TND, angles[0]) if steps.is_interleaved else x_TND, *angles)
+        if steps.is_norm_after_rope and norm is not None:
+            x_TND = rms_norm_reference(x_TND, norm, steps.eps)
+        rotated.append(x_TND)
+    value_TGD = value_TY.clamp(-steps.clip, steps.clip).reshape(len(value_TY), kv_heads, dim)
     return Projected(rotated[0], rotated[1], value_TGD)
 
 

@@ -10,7 +10,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 from raymoe.errors import ConfigError
 from raymoe.kernels.cpu_norm import FLOAT_DTYPES
-from raymoe.kernels.cpu_rope import Projected, qkv_rope, qkv_rope_reference
+from raymoe.kernels.cpu_rope import Projected, Steps, qkv_rope, qkv_rope_reference
 
 NUM_POSITIONS = 50
 UNIT = {torch.float32: 2**-23, torch.float16: 2**-10, torch.bfloat16: 2**-7}
@@ -183,20 +183,17 @@ def test_the_reference_agrees_with_the_kernel(
     cos, sin = tables(8)
     weight = random(32, dtype=torch.bfloat16, seed=1)
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
-    options = {
-        "clip": 1.5,
-        "is_norm_after_rope": is_norm_after_rope,
-        "is_interleaved": is_interleaved,
-    }
-    got = qkv_rope(qkv, positions(11), cos, sin, **sizes, q_norm=weight, k_norm=None, **options)
+    steps = Steps(1e-6, 1.5, is_norm_after_rope, is_interleaved)
+    got = qkv_rope(
+        qkv, positions(11), cos, sin, **sizes, q_norm=weight, k_norm=None, **steps._asdict()
+    )
     want = qkv_rope_reference(
         qkv,
         positions(11),
         (cos, sin),
         sizes=(4, 2, 32),
         norms=(weight, None),
-        eps=1e-6,
-        **options,
+        steps=steps,
     )
     assert_same(got, want, exact=False)
 
