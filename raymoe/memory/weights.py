@@ -13,6 +13,8 @@ from raymoe.memory.checkpoint import TORCH_DTYPES, Checkpoint
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_names import EMBEDDING, HEAD, Location, locate_weights
 
+FLOATS = ("F16", "BF16", "F32")  # stored types of what is not quantised
+
 
 class WeightStore:
     """Views of the memory-mapped weights of one checkpoint, by canonical name.
@@ -46,10 +48,10 @@ class WeightStore:
             raise CheckpointError(f"{directory}: {error}") from error
         for name in {location.name for location in locations.values()}:
             entry = checkpoint.entry(name)
-            if entry.dtype not in TORCH_DTYPES:
+            if entry.dtype not in FLOATS:
                 raise CheckpointError(
                     f"{directory / entry.file}: tensor {name!r} has type {entry.dtype}; "
-                    f"supported: {', '.join(TORCH_DTYPES)}"
+                    f"supported: {', '.join(FLOATS)}"
                 )
         store = cls(checkpoint, locations)
         if spec.tie_word_embeddings and HEAD in checkpoint.names():
@@ -94,5 +96,5 @@ def _dtype(checkpoint: Checkpoint) -> torch.dtype:
     for name in checkpoint.names():
         entry = checkpoint.entry(name)
         sizes[entry.dtype] += entry.num_bytes
-    floats = [name for name, _ in sizes.most_common() if name in TORCH_DTYPES]
+    floats = [name for name, _ in sizes.most_common() if name in FLOATS]
     return TORCH_DTYPES[floats[0]] if floats else torch.float32

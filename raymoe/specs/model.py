@@ -36,6 +36,7 @@ from raymoe.specs.layers import (
 from raymoe.specs.quantization import Quantization, parse_quantization
 from raymoe.specs.rope import RopeSpec
 from raymoe.specs.rope_fields import parse_rope
+from raymoe.specs.stored_types import ITEM_BYTES
 from raymoe.specs.weight_format import PLAIN_FORMATS
 
 __all__ = [
@@ -111,7 +112,7 @@ class ModelSpec:
     def stored_bytes(self) -> int:
         """Bytes of all weights in a checkpoint; bfloat16 where the configuration names no type."""
         plain = PLAIN_FORMATS[self.dtype or "bfloat16"]
-        return self.weight_bytes(plain.bits // 8)
+        return self.weight_bytes(ITEM_BYTES[plain.dtype])
 
     def weight_bytes(self, bytes_per_element: int) -> int:
         """Bytes of all weights: as stored where quantised, else of this many bytes each."""

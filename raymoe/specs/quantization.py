@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from raymoe.errors import UnsupportedModelError
 from raymoe.specs.layer_weights import EXPERTS, HEAD, ROUTER
 from raymoe.specs.module_patterns import is_matched, name_or_expression, prefix_or_suffix
-from raymoe.specs.weight_format import FP8_BLOCK, MXFP4, WeightFormat, fp8_channel, int4_group
+from raymoe.specs.weight_format import (
+    Awq,
+    Fp8Block,
+    Fp8Channel,
+    Gptq,
+    Mxfp4,
+    PackedInt4,
+    WeightFormat,
+)
 
 Config = Mapping[str, object]
 
@@ -35,9 +43,6 @@ _WEIGHTS_FIELDS = frozenset({"strategy", "group_size", "symmetric", "observer", 
 
 # Read by row, or so small that every method leaves them alone.
 _ALWAYS_PLAIN = ("model.embed_tokens.", ROUTER, "mlp.shared_expert_gate.")
-_INDEX_BITS = 32
-# compressed-tensors stores the shape of a packed matrix as two 64-bit integers.
-_SHAPE_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +107,7 @@ def _fp8(config: Config) -> Quantization:
     names = _names(config, "modules_to_not_convert") or _names(config, "ignored_layers")
     return Quantization(
         method="fp8",
-        format=FP8_BLOCK,
+        format=Fp8Block(),
         excluded=tuple(map(prefix_or_suffix, names)),
         is_head_plain=not names,
     )
@@ -114,7 +119,7 @@ def _fbgemm_fp8(config: Config) -> Quantization:
     names = _names(config, "modules_to_not_convert")
     return Quantization(
         method="fbgemm_fp8",
-        format=fp8_channel(32),
+        format=Fp8Channel(),
         excluded=tuple(map(prefix_or_suffix, names)),
         is_head_plain=not names,
     )
@@ -126,7 +131,7 @@ def _mxfp4(config: Config) -> Quantization:
     names = _names(config, "modules_to_not_convert")
     return Quantization(
         method="mxfp4",
-        format=MXFP4,
+        format=Mxfp4(),
         excluded=tuple(map(prefix_or_suffix, names)),
         is_experts_only=True,
     )
@@ -145,7 +150,7 @@ def _gptq(config: Config) -> Quantization:
     _check(config, accepted, _GPTQ_FIELDS)
     return Quantization(
         method="gptq",
-        format=int4_group(_group_size(config), has_zero_points=True, column_bits=_INDEX_BITS),
+        format=Gptq(_group_size(config)),
         excluded=tuple(map(name_or_expression, _dynamic_exclusions(config))),
         is_head_plain=config.get("lm_head") is not True,
     )
@@ -165,7 +170,7 @@ def _awq(config: Config) -> Quantization:
     names = _names(config, "modules_to_not_convert")
     return Quantization(
         method="awq",
-        format=int4_group(_group_size(config), has_zero_points=True),
+        format=Awq(_group_size(config)),
         excluded=tuple(map(prefix_or_suffix, names)),
     )
 
@@ -218,14 +223,13 @@ def _weights_format(weights: object, layout: str) -> WeightFormat:
     _check(weights, accepted, _WEIGHTS_FIELDS)
     strategy = weights.get("strategy")
     if layout == "pack-quantized" and strategy in {"group", "channel"}:
-        return int4_group(
+        return PackedInt4(
             _group_size(weights) if strategy == "group" else 0,
             has_zero_points=weights.get("symmetric") is False,
-            column_bits=_INDEX_BITS * (weights.get("actorder") == "group"),
-            fixed_bytes=_SHAPE_BYTES,
+            has_order=weights.get("actorder") == "group",
         )
     if layout == "float-quantized" and strategy == "channel":
-        return fp8_channel(16)
+        return Fp8Channel()
     supported = ("group", "channel") if layout == "pack-quantized" else ("channel",)
     raise _refusal("weights.strategy", strategy, supported)
 

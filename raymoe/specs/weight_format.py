@@ -1,100 +1,313 @@
-"""WeightFormat: how one matrix is stored, and the bytes that takes, scales included."""
+"""How one matrix [rows, columns] = [outputs, inputs] is stored: its tensors and their bytes."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
+from typing import NoReturn
 
 from raymoe.errors import UnsupportedModelError
+from raymoe.specs.stored_types import ITEM_BYTES
 from raymoe.units import ceil_div
 
-_WORD_BITS = 32  # elements of fewer bits than a byte are packed in words of integers
+HALVES = ("F16", "BF16")
+_NIBBLES = 8  # elements of 4 bits in a word of 32
+FP8_ROWS = FP8_COLUMNS = 128
+MXFP4_COLUMNS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightFormat:
-    """Storage of a matrix [rows, columns] = [outputs, inputs].
+class Piece:
+    """One stored tensor of a matrix.
 
     Attributes:
-        name: For people and for the codec.
-        bits: Of an element.
-        block: Rows and columns that share a scale, 0 for all of them; None without scales.
-        scale_bits: Of a scale.
-        has_zero_points: Whether each block also has a zero point of `bits` bits.
-        column_bits: Of the index that says to which group each column belongs.
-        fixed_bytes: Of what is stored once for the matrix.
+        name: What the codec calls it.
+        suffix: Of the tensor's name, behind that of the module.
+        shape: Of the tensor.
+        dtypes: Types that it may have, all of one width, in which it is kept.
+        widened: Narrower types that it may have; it is kept in the first of `dtypes`, exactly.
+        row_axis: Axis of the outputs of the matrix; None for what belongs to all of them.
+        rows: Outputs of one entry of that axis.
     """
 
     name: str
-    bits: int
-    block: tuple[int, int] | None = None
-    scale_bits: int = 0
-    has_zero_points: bool = False
-    column_bits: int = 0
-    fixed_bytes: int = 0
+    suffix: str
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    widened: tuple[str, ...] = ()
+    row_axis: int | None = 0
+    rows: int = 1
 
-    def matrix_bytes(self, rows: int, columns: int) -> int:
-        """Bytes of a matrix with its scales.
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of an element as it is kept."""
+        return ITEM_BYTES[self.dtypes[0]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes as it is kept."""
+        return prod(self.shape) * self.item_bytes
+
+
+class WeightFormat(ABC):
+    """A way to store matrices; instances are plain data and can be compared."""
+
+    name: str
+
+    @abstractmethod
+    def pieces(self, rows: int, columns: int) -> tuple[Piece, ...]:
+        """The tensors of a matrix.
 
         Raises:
-            UnsupportedModelError: Groups of columns do not divide the columns.
+            UnsupportedModelError: A matrix of this shape cannot be stored so.
         """
-        if self.block is None:
-            return rows * columns * self.bits // 8
-        block_rows, block_columns = self.block[0] or rows, self.block[1] or columns
-        is_packed = self.bits < 8
-        if is_packed and columns % block_columns:
-            raise UnsupportedModelError(
-                f"a matrix of {rows} x {columns} cannot be stored as {self.name}: groups of "
-                f"{block_columns} do not divide {columns} columns"
-            )
-        num_groups = ceil_div(columns, block_columns)
-        num_scales = ceil_div(rows, block_rows) * num_groups
-        bits = rows * self._line_bits(columns) + num_scales * self.scale_bits
-        bits += self.has_zero_points * num_groups * self._line_bits(rows)
-        return (bits + columns * self.column_bits) // 8 + self.fixed_bytes
 
-    def _line_bits(self, count: int) -> int:
-        """Bits of so many neighbouring elements."""
-        word = _WORD_BITS if self.bits < 8 else 8
-        return word * ceil_div(count * self.bits, word)
+    def matrix_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of a matrix with its scales; errors as for `pieces`."""
+        return sum(piece.num_bytes for piece in self.pieces(rows, columns))
 
 
-PLAIN_FORMATS: Mapping[str, WeightFormat] = {
-    "float32": WeightFormat(name="float32", bits=32),
-    "float16": WeightFormat(name="float16", bits=16),
-    "bfloat16": WeightFormat(name="bfloat16", bits=16),
-}
-# DeepSeek-V3 (arXiv 2412.19437), section 3.3: one float32 for each tile of 128 x 128.
-FP8_BLOCK = WeightFormat(name="fp8_block", bits=8, block=(128, 128), scale_bits=32)
-# Open Compute Project, Microscaling Formats 1.0, section 5: one E8M0 for 32 elements in a row.
-MXFP4 = WeightFormat(name="mxfp4", bits=4, block=(1, 32), scale_bits=8)
+@dataclass(frozen=True, slots=True)
+class PlainFormat(WeightFormat):
+    """Elements as they are."""
+
+    name: str
+    dtype: str
+
+    def pieces(self, rows: int, columns: int) -> tuple[Piece, ...]:
+        """See `WeightFormat`."""
+        return (Piece(name="codes", suffix=".weight", shape=(rows, columns), dtypes=(self.dtype,)),)
 
 
-def fp8_channel(scale_bits: int) -> WeightFormat:
-    """FP8 with one scale for each row, float32 or of the type of the model."""
-    return WeightFormat(name="fp8_channel", bits=8, block=(1, 0), scale_bits=scale_bits)
+@dataclass(frozen=True, slots=True)
+class Fp8Block(WeightFormat):
+    """FP8 with one float32 for each tile of 128 x 128.
 
-
-def int4_group(
-    group_size: int,
-    *,
-    has_zero_points: bool = False,
-    column_bits: int = 0,
-    fixed_bytes: int = 0,
-) -> WeightFormat:
-    """INT4 in words of eight, one 16-bit scale for each group of columns of a row.
-
-    Args:
-        group_size: Columns that share a scale; 0 for whole rows.
-        has_zero_points: Whether groups have zero points, packed like the elements.
-        column_bits: 32 where each column names its group (act-order).
-        fixed_bytes: Of what is stored once for a matrix, such as its shape.
+    Source: DeepSeek-V3 (arXiv 2412.19437), section 3.3; `FineGrainedFP8Config` of transformers.
     """
-    return WeightFormat(
-        name="int4_group",
-        bits=4,
-        block=(1, group_size),
-        scale_bits=16,
-        has_zero_points=has_zero_points,
-        column_bits=column_bits,
-        fixed_bytes=fixed_bytes,
+
+    name: str = "fp8_block"
+
+    def pieces(self, rows: int, columns: int) -> tuple[Piece, ...]:
+        """See `WeightFormat`."""
+        scales = (ceil_div(rows, FP8_ROWS), ceil_div(columns, FP8_COLUMNS))
+        return (
+            _fp8_codes(rows, columns),
+            Piece(
+                name="scales",
+                suffix=".weight_scale_inv",
+                shape=scales,
+                dtypes=("F32",),
+                widened=HALVES,
+                rows=FP8_ROWS,
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Channel(WeightFormat):
+    """FP8 with one scale for each row, kept as float32.
+
+    Source: "float-quantized" with strategy "channel" of compressed-tensors 0.20;
+    `FbgemmFp8Config` of transformers.
+    """
+
+    name: str = "fp8_channel"
+
+    def pieces(self, rows: int, columns: int) -> tuple[Piece, ...]:
+        """See `WeightFormat`."""
+        return (
+            _fp8_codes(rows, columns),
+            Piece(
+                name="scales",
+                suffix=".weight_scale",
+                shape=(rows, 1),
+                dtypes=("F32",),
+                widened=HALVES,
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PackedInt4(WeightFormat):
+    """INT4, eight neighbours of a row in a word, one 16-bit scale for each group of columns.
+
+    Attributes:
+        group_size: Columns of a group; 0 for whole rows.
+        has_zero_points: Whether groups have zero points, eight neighbours of a column in a word.
+        has_order: Whether each column names its group (act-order).
+
+    Source: "pack-quantized" of compressed-tensors 0.20.
+    """
+
+    group_size: int
+    has_zero_points: bool = False
+    has_order: bool = False
+    name: str = "int4_packed"
+
+    def pieces(self, rows: int, columns: int) -> tuple[Piece, ...]:
+        """See `WeightFormat`."""
+        groups = _num_groups(self.name, rows, columns, self.group_size)
+        found = [
+            Piece(
+                name="codes",
+                suffix=".weight_packed",
+                shape=(rows, ceil_div(columns, _NIBBLES)),
+                dtypes=("I32",),
+            ),
+            Piece(name="scales", suffix=".weight_scale", shape=(rows, groups), dtypes=HALVES),
+        ]
+        if self.has_zero_points:
+            found.append(
+                Piece(
+                    name="zeros",
+                    suffix=".weight_zero_point",
+                    shape=(ceil_div(rows, _NIBBLES), groups),
+                    dtypes=("I32",),
+                    rows=_NIBBLES,
+                )
+            )
+        if self.has_order:
+            found.append(_order(".weight_g_idx", columns))
+        shape = Piece(
+            name="shape",
+            suffix=".weight_shape",
+            shape=(2,),
+            dtypes=("I64",),
+            widened=("I32",),
+            row_axis=None,
+        )
+        return (*found, shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Gptq(WeightFormat):
+    """INT4, eight neighbours of a column in a word; zero points are stored less one.
+
+    Each column names its group, in order or not (act-order).
+
+    Attributes:
+        group_size: Columns of a group; 0 for whole rows.
+
+    Source: checkpoint_format "gptq" of GPTQModel 7.7.
+    """
+
+    group_size: int
+    name: str = "gptq"
+
+    def pieces(self, rows: int, columns: int) -> tuple[Piece, ...]:
+        """See `WeightFormat`."""
+        groups = _num_groups(self.name, rows, columns, self.group_size)
+        _check_words(self.name, rows, columns, rows=rows, columns=columns)
+        return (
+            Piece(
+                name="codes",
+                suffix=".qweight",
+                shape=(columns // _NIBBLES, rows),
+                dtypes=("I32",),
+                row_axis=1,
+            ),
+            *_column_groups(groups, rows),
+            _order(".g_idx", columns),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Awq(WeightFormat):
+    """INT4, eight rows of a column in a word in an order of their own, with zero points.
+
+    Attributes:
+        group_size: Columns of a group; 0 for whole rows.
+
+    Source: version "gemm" of AutoAWQ 0.2.9.
+    """
+
+    group_size: int
+    name: str = "awq"
+
+    def pieces(self, rows: int, columns: int) -> tuple[Piece, ...]:
+        """See `WeightFormat`."""
+        groups = _num_groups(self.name, rows, columns, self.group_size)
+        _check_words(self.name, rows, columns, rows=rows)
+        return (
+            Piece(
+                name="codes",
+                suffix=".qweight",
+                shape=(columns, rows // _NIBBLES),
+                dtypes=("I32",),
+                row_axis=1,
+                rows=_NIBBLES,
+            ),
+            *_column_groups(groups, rows),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4(WeightFormat):
+    """E2M1, two neighbours of a row in a byte, one E8M0 for 32 columns.
+
+    Source: Open Compute Project, Microscaling Formats 1.0, section 5; `Mxfp4Config` of
+    transformers, of which gpt-oss is stored.
+    """
+
+    name: str = "mxfp4"
+
+    def pieces(self, rows: int, columns: int) -> tuple[Piece, ...]:
+        """See `WeightFormat`."""
+        groups = _num_groups(self.name, rows, columns, MXFP4_COLUMNS)
+        return (
+            Piece(
+                name="codes",
+                suffix="_blocks",
+                shape=(rows, groups, MXFP4_COLUMNS // 2),
+                dtypes=("U8",),
+            ),
+            Piece(name="scales", suffix="_scales", shape=(rows, groups), dtypes=("U8",)),
+        )
+
+
+PLAIN_FORMATS: Mapping[str, PlainFormat] = {
+    "float32": PlainFormat("float32", "F32"),
+    "float16": PlainFormat("float16", "F16"),
+    "bfloat16": PlainFormat("bfloat16", "BF16"),
+}
+
+
+def _fp8_codes(rows: int, columns: int) -> Piece:
+    return Piece(name="codes", suffix=".weight", shape=(rows, columns), dtypes=("F8_E4M3",))
+
+
+def _column_groups(groups: int, rows: int) -> tuple[Piece, Piece]:
+    """Zero points and scales of GPTQ and AWQ, by group and row."""
+    return (
+        Piece(
+            name="zeros",
+            suffix=".qzeros",
+            shape=(groups, rows // _NIBBLES),
+            dtypes=("I32",),
+            row_axis=1,
+            rows=_NIBBLES,
+        ),
+        Piece(name="scales", suffix=".scales", shape=(groups, rows), dtypes=HALVES, row_axis=1),
     )
+
+
+def _order(suffix: str, columns: int) -> Piece:
+    return Piece(name="order", suffix=suffix, shape=(columns,), dtypes=("I32",), row_axis=None)
+
+
+def _num_groups(name: str, rows: int, columns: int, group_size: int) -> int:
+    size = group_size or columns
+    if columns % size:
+        _refuse(name, rows, columns, f"groups of {size} do not divide {columns} columns")
+    return columns // size
+
+
+def _check_words(name: str, num_rows: int, num_columns: int, **counts: int) -> None:
+    for what, count in counts.items():
+        if count % _NIBBLES:
+            _refuse(name, num_rows, num_columns, f"words of 8 do not divide {count} {what}")
+
+
+def _refuse(name: str, rows: int, columns: int, why: str) -> NoReturn:
+    raise UnsupportedModelError(f"a matrix of {rows} x {columns} cannot be stored as {name}: {why}")

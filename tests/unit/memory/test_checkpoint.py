@@ -96,12 +96,12 @@ def test_reading_maps_pages_and_dropping_them_gives_them_back(tmp_path) -> None:
     assert tensor[0] == 1
 
 
-def test_integers_are_listed_but_not_read(tmp_path) -> None:
-    save_file({"ids": torch.arange(3)}, tmp_path / "model.safetensors")
+def test_flags_are_listed_but_not_read(tmp_path) -> None:
+    save_file({"flags": torch.arange(3) > 1}, tmp_path / "model.safetensors")
     checkpoint = Checkpoint.open(tmp_path)
-    assert checkpoint.shapes() == {"ids": (3,)}
-    with pytest.raises(CheckpointError, match=r"model\.safetensors.*'ids'.*I64.*supported"):
-        checkpoint.tensor("ids")
+    assert checkpoint.shapes() == {"flags": (3,)}
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*'flags'.*BOOL.*supported"):
+        checkpoint.tensor("flags")
 
 
 def test_unknown_names_are_refused(tmp_path) -> None:

@@ -11,7 +11,7 @@ from raymoe.specs.model import ModelSpec
 from raymoe.specs.module_patterns import MAX_REPETITIONS, is_matched, prefix_or_suffix
 from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
 from raymoe.specs.quantization import Quantization, parse_quantization
-from raymoe.specs.weight_format import FP8_BLOCK, MXFP4, fp8_channel, int4_group
+from raymoe.specs.weight_format import Awq, Fp8Block, Fp8Channel, Gptq, Mxfp4, PackedInt4
 
 FP8 = MODEL_PRESETS["deepseek-v3"]["quantization_config"]
 MINIMAX = MODEL_PRESETS["minimax-m2"]["quantization_config"]
@@ -102,21 +102,21 @@ def read(config: Any) -> Quantization:
 @pytest.mark.parametrize(
     ("config", "stored", "meant"),
     [
-        (FP8, FP8_BLOCK, {ATTENTION, LATENT, SHARED, EXPERT, DENSE}),
-        (MINIMAX, FP8_BLOCK, {ATTENTION, LATENT, SHARED, EXPERT, DENSE}),
-        (QWEN_FP8, FP8_BLOCK, {ATTENTION, LATENT, SHARED, EXPERT, DENSE}),
-        (MXFP4_CONFIG, MXFP4, {EXPERT}),
-        (KIMI_INT4, int4_group(32, fixed_bytes=16), {EXPERT}),
-        (CHANNELS, fp8_channel(16), {EXPERT}),
+        (FP8, Fp8Block(), {ATTENTION, LATENT, SHARED, EXPERT, DENSE}),
+        (MINIMAX, Fp8Block(), {ATTENTION, LATENT, SHARED, EXPERT, DENSE}),
+        (QWEN_FP8, Fp8Block(), {ATTENTION, LATENT, SHARED, EXPERT, DENSE}),
+        (MXFP4_CONFIG, Mxfp4(), {EXPERT}),
+        (KIMI_INT4, PackedInt4(32), {EXPERT}),
+        (CHANNELS, Fp8Channel(), {EXPERT}),
         (
             GPTQ,
-            int4_group(128, has_zero_points=True, column_bits=32),
+            Gptq(128),
             {ATTENTION, LATENT, EXPERT, DENSE},
         ),
-        (AWQ, int4_group(128, has_zero_points=True), {ATTENTION, LATENT, SHARED, EXPERT}),
+        (AWQ, Awq(128), {ATTENTION, LATENT, SHARED, EXPERT}),
         (
             {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["model.layers.3.mlp"]},
-            fp8_channel(32),
+            Fp8Channel(),
             {ATTENTION, LATENT, DENSE, HEAD},
         ),
     ],
@@ -251,4 +251,5 @@ def test_act_order_stores_the_group_of_each_column() -> None:
 
 
 def test_asymmetric_groups_store_zero_points() -> None:
-    assert read(KIMI_INT4 | weights(symmetric=False)).format.has_zero_points
+    stored = read(KIMI_INT4 | weights(symmetric=False)).format
+    assert stored == PackedInt4(32, has_zero_points=True)

@@ -8,11 +8,13 @@ from transformers.integrations.finegrained_fp8 import FP8Linear
 
 from raymoe.errors import UnsupportedModelError
 from raymoe.specs.weight_format import (
-    FP8_BLOCK,
-    MXFP4,
     PLAIN_FORMATS,
-    fp8_channel,
-    int4_group,
+    Awq,
+    Fp8Block,
+    Fp8Channel,
+    Gptq,
+    Mxfp4,
+    PackedInt4,
 )
 
 SEEDS = range(8)
@@ -33,7 +35,7 @@ def test_fp8_blocks_take_what_a_layer_of_transformers_takes(seed: int) -> None:
     rng = random.Random(seed)
     rows, columns = rng.randrange(1, 700), rng.randrange(1, 700)
     layer = FP8Linear(columns, rows, block_size=(128, 128))
-    assert FP8_BLOCK.matrix_bytes(rows, columns) == num_bytes(*layer.parameters())
+    assert Fp8Block().matrix_bytes(rows, columns) == num_bytes(*layer.parameters())
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -41,9 +43,8 @@ def test_fp8_channels_take_a_scale_for_each_row(seed: int) -> None:
     rng = random.Random(seed)
     rows, columns = rng.randrange(1, 700), rng.randrange(1, 700)
     weight = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
-    for dtype in (torch.float32, torch.bfloat16):
-        stored = num_bytes(weight, torch.empty(rows, 1, dtype=dtype))
-        assert fp8_channel(8 * dtype.itemsize).matrix_bytes(rows, columns) == stored
+    kept = num_bytes(weight, torch.empty(rows, 1, dtype=torch.float32))
+    assert Fp8Channel().matrix_bytes(rows, columns) == kept
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -53,7 +54,7 @@ def test_mxfp4_takes_blocks_and_scales(seed: int) -> None:
     rows, groups = rng.randrange(1, 500), rng.randrange(1, 90)
     blocks = torch.empty(rows, groups, 16, dtype=torch.uint8)
     scales = torch.empty(rows, groups, dtype=torch.uint8)
-    assert MXFP4.matrix_bytes(rows, 32 * groups) == num_bytes(blocks, scales)
+    assert Mxfp4().matrix_bytes(rows, 32 * groups) == num_bytes(blocks, scales)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -65,9 +66,9 @@ def test_packed_groups_take_words_scales_and_shape(seed: int) -> None:
     scales = torch.empty(rows, groups, dtype=torch.bfloat16)
     shape = torch.tensor([rows, size * groups])
     zeros = torch.empty(-(-rows // 8), groups, dtype=torch.int32)
-    plain = int4_group(size, fixed_bytes=16)
+    plain = PackedInt4(size)
     assert plain.matrix_bytes(rows, size * groups) == num_bytes(packed, scales, shape)
-    shifted = int4_group(size, has_zero_points=True, fixed_bytes=16)
+    shifted = PackedInt4(size, has_zero_points=True)
     stored = num_bytes(packed, scales, shape, zeros)
     assert shifted.matrix_bytes(rows, size * groups) == stored
 
@@ -82,17 +83,21 @@ def test_gptq_and_awq_take_their_tensors(seed: int) -> None:
     qzeros = torch.empty(groups, rows // 8, dtype=torch.int32)
     scales = torch.empty(groups, rows, dtype=torch.float16)
     g_idx = torch.empty(columns, dtype=torch.int32)
-    awq = int4_group(size, has_zero_points=True)
-    assert awq.matrix_bytes(rows, columns) == num_bytes(qweight, qzeros, scales)
-    gptq = int4_group(size, has_zero_points=True, column_bits=32)
-    assert gptq.matrix_bytes(rows, columns) == num_bytes(qweight, qzeros, scales, g_idx)
+    assert Awq(size).matrix_bytes(rows, columns) == num_bytes(qweight, qzeros, scales)
+    assert Gptq(size).matrix_bytes(rows, columns) == num_bytes(qweight, qzeros, scales, g_idx)
 
 
 def test_a_group_of_whole_rows_is_one_scale_each() -> None:
-    assert int4_group(0).matrix_bytes(10, 48) == 10 * 24 + 10 * 2
+    assert PackedInt4(0).matrix_bytes(10, 48) == 10 * 24 + 10 * 2 + 16
 
 
-@pytest.mark.parametrize("stored", [MXFP4, int4_group(32)])
+@pytest.mark.parametrize("stored", [Mxfp4(), PackedInt4(32), Gptq(32), Awq(32)])
 def test_groups_that_do_not_divide_are_refused(stored) -> None:
     with pytest.raises(UnsupportedModelError, match="groups of 32 do not divide 40 columns"):
         stored.matrix_bytes(8, 40)
+
+
+@pytest.mark.parametrize(("stored", "rows", "columns"), [(Gptq(0), 12, 64), (Awq(0), 12, 64)])
+def test_words_that_do_not_divide_are_refused(stored, rows: int, columns: int) -> None:
+    with pytest.raises(UnsupportedModelError, match="words of 8 do not divide 12 rows"):
+        stored.matrix_bytes(rows, columns)
