@@ -17,6 +17,7 @@ COMMANDS = {
     "generate": "Generate text for a table of prompts: parquet or JSONL in and out.",
     "demo": "Tidy thousands of messy rows with the bundled model and check the answers.",
     "plan": "Choose the policy for a model, a node and a job, and predict what it will take.",
+    "models": "List the models and weight formats that run, or say what a given model is.",
     "compare": "Run schedules side by side on an emulated device, predicted and measured.",
     "profile": "Measure this machine in a minute: what its cores, memory, GPU and link reach.",
     "bench": "Measure this machine: our engine against transformers, beside the bound.",

@@ -33,11 +33,28 @@ def resolve_model(model_source: str | Path, *, revision: str | None = None) -> P
     if path.is_dir():
         return path
     name = str(model_source)
-    if path.exists() or not _HUB_NAME.fullmatch(name):
+    if path.exists() or not is_hub_name(name):
         kind = "a file" if path.exists() else "not there, and not a name on the Hugging Face hub"
         raise ConfigError(f"model_source {name!r} is {kind}; give a directory with config.json")
     cached = _find_cached(name, revision)
     return cached if cached is not None else _download(name, revision)
+
+
+def is_hub_name(text: str) -> bool:
+    """Whether this can be a name on the Hugging Face hub."""
+    return _HUB_NAME.fullmatch(text) is not None
+
+
+def fetch_config(name: str, *, revision: str | None = None) -> Path:
+    """The `config.json` of a hub name, downloaded into the hub cache where it is not there yet.
+
+    Raises:
+        CheckpointError: The hub does not have it, or cannot be reached.
+    """
+    try:
+        return Path(huggingface_hub.hf_hub_download(name, "config.json", revision=revision))
+    except (OSError, ValueError) as error:
+        raise _unreachable(name, error) from error
 
 
 def _find_cached(name: str, revision: str | None) -> Path | None:
@@ -72,8 +89,12 @@ def _download(name: str, revision: str | None) -> Path:
             )
         )
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"model_source {name!r} is neither a local directory nor in the Hugging Face cache, "
-            f"and downloading it failed ({type(error).__name__}: {error}); check the name, the "
-            "network and the access token, or give a directory"
-        ) from error
+        raise _unreachable(name, error) from error
+
+
+def _unreachable(name: str, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{name!r} is neither a local directory nor in the Hugging Face cache, and downloading it "
+        f"failed ({type(error).__name__}: {error}); check the name, the network and the access "
+        "token, or give a directory"
+    )

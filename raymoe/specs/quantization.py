@@ -8,6 +8,7 @@ for.
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from raymoe.errors import UnsupportedModelError
 from raymoe.specs.layer_weights import EXPERTS, HEAD, ROUTER
@@ -85,9 +86,9 @@ def parse_quantization(value: object) -> Quantization | None:
     if not isinstance(value, Mapping):
         raise UnsupportedModelError(f"quantization_config is {value!r}; expected an object")
     method = value.get("quant_method")
-    if method not in _METHODS:
-        raise _refusal("quant_method", method, tuple(_METHODS))
-    return _METHODS[str(method)](value)
+    if method not in METHODS:
+        raise _refusal("quant_method", method, tuple(METHODS))
+    return METHODS[str(method)].read(value)
 
 
 def _fp8(config: Config) -> Quantization:
@@ -234,13 +235,23 @@ def _weights_format(weights: object, layout: str) -> WeightFormat:
     raise _refusal("weights.strategy", strategy, supported)
 
 
-_METHODS: Mapping[str, Callable[[Config], Quantization]] = {
-    "fp8": _fp8,
-    "fbgemm_fp8": _fbgemm_fp8,
-    "mxfp4": _mxfp4,
-    "gptq": _gptq,
-    "awq": _awq,
-    "compressed-tensors": _compressed_tensors,
+class Method(NamedTuple):
+    """What a `quant_method` says: in words, and read from the configuration."""
+
+    about: str
+    read: Callable[[Config], Quantization]
+
+
+METHODS: Mapping[str, Method] = {
+    "fp8": Method("FP8 (e4m3), a scale for 128 x 128 elements", _fp8),
+    "fbgemm_fp8": Method("FP8 (e4m3), a scale for each row", _fbgemm_fp8),
+    "mxfp4": Method("FP4 (e2m1) of experts, a scale for 32 elements", _mxfp4),
+    "gptq": Method("INT4 with a scale and a zero point for each group, in any order", _gptq),
+    "awq": Method("INT4 with a scale and a zero point for each group", _awq),
+    "compressed-tensors": Method(
+        "INT4 by groups or rows (pack-quantized), FP8 by rows (float-quantized)",
+        _compressed_tensors,
+    ),
 }
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 import random
 import statistics
 import time
@@ -194,7 +195,7 @@ def test_jobs_take_as_long_as_planned(tmp_path: Path, monkeypatch: pytest.Monkey
         for workload in WORKLOADS
     ]
     table = "\n".join(map(str, outcomes))
-    print(table)
+    logging.getLogger(__name__).info("%s", table)
     errors = [outcome.error for outcome in outcomes]
     assert statistics.mean(errors) <= 0.06, table
     assert max(errors) <= 0.12, table
