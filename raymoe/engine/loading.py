@@ -63,7 +63,7 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
     kv_dtype = _kv_dtype(config, dtype)
     hardware = find_node(config, settings, device)
     context = min(spec.max_context_tokens, config.max_context_tokens or spec.max_context_tokens)
-    arena_bytes = decoder_arena_bytes(spec, dtype, store.stored_dtype)
+    arena_bytes = decoder_arena_bytes(spec, dtype, store)
     plan = find_plan(
         spec,
         hardware,

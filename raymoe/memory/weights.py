@@ -59,18 +59,21 @@ class WeightStore:
         return store
 
     def __call__(self, name: str) -> Tensor:
-        """The weight of this canonical name: a read-only view where the file's alignment allows."""
+        """The weight of this canonical name: a read-only view where the file's alignment allows.
+
+        Rows are as far apart as they are stored, and their elements too (`is_contiguous`).
+        """
         location = self._locations[name]
         tensor = self.checkpoint.tensor(location.name)
+        if location.shape is not None:
+            tensor = tensor.view(location.shape)
         if location.expert is not None:
             tensor = tensor[location.expert]
+        if location.is_transposed:
+            tensor = tensor.T
         if location.rows is not None:
-            tensor = tensor[location.rows[0] : location.rows[1]]
+            tensor = tensor[slice(*location.rows)]
         return tensor
-
-    def stored_dtype(self, name: str) -> torch.dtype:
-        """Type in which the weight of this canonical name is stored."""
-        return TORCH_DTYPES[self.checkpoint.entry(self._locations[name].name).dtype]
 
     def drop_pages(self, names: Iterable[str]) -> None:
         """Give back the memory of weights that were copied elsewhere; views stay valid."""

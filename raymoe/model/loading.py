@@ -31,7 +31,6 @@ from raymoe.specs.weight_names import EMBEDDING, HEAD, layer_prefix
 ALIGNMENT = 64
 
 GetWeight = Callable[[str], Tensor]
-GetDtype = Callable[[str], torch.dtype]
 
 
 class Loader:
@@ -91,7 +90,7 @@ class Loader:
 
     def _matrix(self, names: Sequence[str], *, is_packed: bool) -> Tensor:
         parts = [self._weights(name) for name in names]
-        if len(parts) == 1 and parts[0].dtype == self.dtype:
+        if len(parts) == 1 and _is_read_as_stored(parts[0], self.dtype):
             return parts[0]
         rows, columns = sum(len(part) for part in parts), parts[0].shape[1]
         if is_packed:
@@ -107,24 +106,23 @@ class Loader:
 
 
 def decoder_arena_bytes(
-    spec: ModelSpec, dtype: torch.dtype, stored_dtype: GetDtype | None = None
+    spec: ModelSpec, dtype: torch.dtype, weights: GetWeight | None = None
 ) -> int:
     """Bytes that `Decoder.load` asks its arena for, each request rounded up to 64.
 
     Args:
         spec: The model.
         dtype: Type to compute in.
-        stored_dtype: Canonical weight name -> stored type; None: everything is stored in `dtype`.
+        weights: As `Decoder.load` gets them; None: everything is stored as it is read.
     """
-    plan = _ArenaPlan(spec, dtype, stored_dtype or (lambda _name: dtype))
-    return plan.num_bytes()
+    return _ArenaPlan(spec, dtype, weights).num_bytes()
 
 
 class _ArenaPlan:
     """Mirrors `Loader`: what each of its parts asks for."""
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, stored_dtype: GetDtype) -> None:
-        self._spec, self._dtype, self._stored_dtype = spec, dtype, stored_dtype
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, weights: GetWeight | None) -> None:
+        self._spec, self._dtype, self._weights = spec, dtype, weights
 
     def num_bytes(self) -> int:
         spec = self._spec
@@ -179,9 +177,15 @@ class _ArenaPlan:
         return self._matrix([f"{name}.weight" for name in names], outputs, inputs)
 
     def _matrix(self, names: Sequence[str], outputs: int, inputs: int) -> int:
-        if len(names) == 1 and self._stored_dtype(names[0]) == self._dtype:
+        if len(names) == 1 and (
+            self._weights is None or _is_read_as_stored(self._weights(names[0]), self._dtype)
+        ):
             return 0
         return _aligned(outputs * inputs * self._dtype.itemsize)
+
+
+def _is_read_as_stored(weight_OI: Tensor, dtype: torch.dtype) -> bool:
+    return weight_OI.dtype == dtype and weight_OI.is_contiguous()
 
 
 def _aligned(num_bytes: int) -> int:

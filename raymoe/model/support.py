@@ -33,8 +33,6 @@ def _moes(spec: ModelSpec) -> Iterator[MoeSpec]:
             yield layer.ffn
 
 
-# Families whose stored names `specs.weight_names` finds.
-_LOCATED = {"llama", "mistral", "mixtral", "olmoe", "qwen2_moe", "qwen3", "qwen3_moe"}
 # A line goes when the decoder has learnt it.
 _MISSING: Mapping[str, Callable[[ModelSpec], bool]] = {
     "latent attention": lambda spec: any(
@@ -51,5 +49,4 @@ _MISSING: Mapping[str, Callable[[ModelSpec], bool]] = {
     "a bias of the logits": lambda spec: spec.has_head_bias,
     "clamped experts": lambda spec: any(moe.clamp is not None for moe in _moes(spec)),
     "quantised weights": lambda spec: spec.quantization is not None,
-    "other names of stored weights": lambda spec: spec.model_type not in _LOCATED,
 }

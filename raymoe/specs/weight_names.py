@@ -1,29 +1,32 @@
 """The weights of a model by canonical name, and where they lie in a checkpoint.
 
-What a checkpoint stores may have other names and forms (tuples below, read off
-`conversion_mapping.py` of transformers 5.23).
+What a checkpoint stores may have other names and forms: `specs.stored_names` lists them.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from raymoe.errors import CheckpointError
 from raymoe.specs.layer_weights import (
     EMBEDDING,
+    EXPERTS,
     FINAL_NORM,
     HEAD,
+    HEAD_BIAS,
     Shape,
-    expert_weights,
     layer_prefix,
     layer_weights,
 )
 from raymoe.specs.layers import MoeSpec
 from raymoe.specs.model import ModelSpec
+from raymoe.specs.stored_names import EXPERT, Fused, Naming, namings_of
 
 __all__ = [
     "EMBEDDING",
     "FINAL_NORM",
     "HEAD",
+    "HEAD_BIAS",
     "Location",
     "Shape",
     "layer_prefix",
@@ -32,25 +35,31 @@ __all__ = [
     "model_weights",
 ]
 
-_PARTS = ("gate_proj", "up_proj", "down_proj")
-_MOE_MODULES = ("mlp", "block_sparse_moe")
-# Per-expert matrices: gate, up, down.
-_PER_EXPERT = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+_EXPERT_NUMBER = re.compile(rf"(?<=^{re.escape(EXPERTS)})\d+(?=\.)")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+# What predicts a second token: layers that hold such a matrix (DeepSeek-V3, GLM), or modules whose
+# names begin like that (ERNIE).
+_PREDICTOR_MARK = "eh_proj.weight"
+_PREDICTORS = "model.mtp_"
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a canonical weight lies in a checkpoint.
+    """Where a canonical weight lies in a checkpoint; read from left to right.
 
     Attributes:
         name: Stored tensor.
+        shape: In which to read it, where that is not as it is stored.
         expert: Index into its first dimension, where all experts are stored as one tensor.
-        rows: Range of the following dimension, where gate and up are stored as one.
+        is_transposed: Whether the matrix is stored [inputs, outputs].
+        rows: First, end and step of its rows, where several weights are stored as one.
     """
 
     name: str
+    shape: Shape | None = None
     expert: int | None = None
-    rows: tuple[int, int] | None = None
+    is_transposed: bool = False
+    rows: tuple[int, int, int] | None = None
 
 
 def model_weights(spec: ModelSpec) -> dict[str, Shape]:
@@ -75,89 +84,133 @@ def locate_weights(
     Raises:
         CheckpointError: A tensor is missing, has the wrong shape, or belongs to nothing.
     """
-    return _Locator(spec, stored, files).locate()
+    best: dict[str, _Place] = {}
+    missing: list[str] | None = None
+    for naming in namings_of(spec.model_type):
+        places = dict(_places(spec, naming))
+        absent = [name for name, place in places.items() if place.location.name not in stored]
+        if missing is None or len(absent) < len(missing):
+            best, missing = places, absent
+        if not missing:
+            break
+    if missing:
+        raise CheckpointError(_explain_missing(spec, missing[0], best[missing[0]]))
+    _check_shapes(best.values(), stored, files)
+    _check_for_others(spec, {place.location.name for place in best.values()}, stored, files)
+    return {name: place.location for name, place in best.items()}
 
 
-class _Locator:
-    """One search for the weights of a model among the tensors of a checkpoint."""
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a weight should lie, and the shape of the tensor stored there."""
+
+    location: Location
+    stored_shape: Shape
+
+
+def _places(spec: ModelSpec, naming: Naming) -> Iterator[tuple[str, _Place]]:
+    """The place of every canonical weight when all is named in one way."""
+    for name, shape in spec.outer_weights().items():
+        yield name, _Place(Location(naming.rename(name)), shape)
+    for i, layer in enumerate(spec.layers):
+        weights = layer_weights(layer, spec.hidden_size)
+        num_experts = layer.ffn.num_experts if isinstance(layer.ffn, MoeSpec) else 0
+        names = _LayerNames(naming, naming.layers.format(layer=i), weights, num_experts)
+        for name in weights:
+            yield layer_prefix(i) + name, names.place(name)
+
+
+class _LayerNames:
+    """The names of one layer."""
 
     def __init__(
-        self, spec: ModelSpec, stored: Mapping[str, Shape], files: Mapping[str, str]
+        self, naming: Naming, prefix: str, weights: Mapping[str, Shape], num_experts: int
     ) -> None:
-        self._spec, self._stored, self._files = spec, stored, files
+        self._naming, self._prefix, self._weights = naming, prefix, weights
+        self._num_experts = num_experts
+        self._fused = {name: tensor for tensor in naming.fused for name in tensor.weights}
 
-    def locate(self) -> dict[str, Location]:
-        """See `locate_weights`."""
-        locations: dict[str, Location] = {}
-        for name, shape in model_weights(self._spec).items():
-            if ".mlp.experts." not in name:
-                other = name.replace(".mlp.", ".block_sparse_moe.")
-                locations[name] = self._checked(other if other in self._stored else name, shape)
-        for i, layer in enumerate(self._spec.layers):
-            if isinstance(layer.ffn, MoeSpec):
-                locations |= self._experts(layer_prefix(i), layer.ffn)
-        used = {location.name for location in locations.values()}
-        extra = [name for name in self._stored.keys() - used if not self._is_redundant(name)]
-        if extra:
-            name = min(extra)
-            raise CheckpointError(
-                f"{self._files[name]}: tensor {name!r} belongs to nothing in a "
-                f"{self._spec.model_type} of this configuration ({len(extra)} such tensors); "
-                "is config.json of another checkpoint?"
-            )
-        return locations
+    def place(self, name: str) -> _Place:
+        """Of a canonical weight, named without the prefix of its layer."""
+        number = _EXPERT_NUMBER.search(name)
+        general = name if number is None else _EXPERT_NUMBER.sub(EXPERT, name)
+        tensor = self._fused.get(general)
+        if tensor is not None:
+            return self._in_fused(tensor, general, None if number is None else number[0])
+        stored = self._naming.rename(general)
+        if number is not None:
+            stored = stored.replace(EXPERT, number[0])
+        return _Place(Location(self._prefix + stored), self._weights[name])
 
-    def _experts(self, prefix: str, moe: MoeSpec) -> dict[str, Location]:
-        canonical = f"{prefix}mlp.experts."
-        for module in _MOE_MODULES:
-            stored = f"{prefix}{module}.experts."
-            if f"{stored}gate_up_proj" in self._stored or f"{stored}down_proj" in self._stored:
-                return self._fused(stored, canonical, moe)
-            for parts in _PER_EXPERT:
-                if any(f"{stored}0.{part}.weight" in self._stored for part in parts):
-                    return self._separate(stored, canonical, moe, parts)
-        raise CheckpointError(
-            f"tensor '{canonical}0.gate_proj.weight' is missing, and so is every other form in "
-            f"which experts are stored ('{prefix}block_sparse_moe.experts.0.w1.weight', "
-            f"'{canonical}gate_up_proj')"
+    def _in_fused(self, tensor: Fused, general: str, expert: str | None) -> _Place:
+        shapes = [self._weights[name.replace(EXPERT, expert or "")] for name in tensor.weights]
+        index, count = tensor.weights.index(general), len(tensor.weights)
+        begin, total = sum(shape[0] for shape in shapes[:index]), sum(shape[0] for shape in shapes)
+        rows = None
+        if count > 1:
+            end = begin + shapes[index][0]
+            rows = (index, total, count) if tensor.is_interleaved else (begin, end, 1)
+        shape = stored_shape = (total, *shapes[0][1:])[:: -1 if tensor.is_transposed else 1]
+        if expert is not None:
+            shape = stored_shape = (self._num_experts, *shape)
+        if tensor.is_folded:
+            stored_shape = (shape[0] * shape[1], *shape[2:])
+        elif tensor.is_row:
+            stored_shape = (1, *shape)
+        location = Location(
+            self._prefix + tensor.name,
+            shape=None if shape == stored_shape else shape,
+            expert=None if expert is None else int(expert),
+            is_transposed=tensor.is_transposed,
+            rows=rows,
         )
+        return _Place(location, stored_shape)
 
-    def _separate(
-        self, stored: str, canonical: str, moe: MoeSpec, parts: tuple[str, ...]
-    ) -> dict[str, Location]:
-        locations = {}
-        shapes = [shape for _, shape in expert_weights(moe, self._spec.hidden_size)]
-        for expert in range(moe.num_experts):
-            for part, stored_part, shape in zip(_PARTS, parts, shapes, strict=True):
-                location = self._checked(f"{stored}{expert}.{stored_part}.weight", shape)
-                locations[f"{canonical}{expert}.{part}.weight"] = location
-        return locations
 
-    def _fused(self, stored: str, canonical: str, moe: MoeSpec) -> dict[str, Location]:
-        hidden, hidden_size = moe.expert_hidden, self._spec.hidden_size
-        gate_up = self._checked(
-            f"{stored}gate_up_proj", (moe.num_experts, 2 * hidden, hidden_size)
-        ).name
-        down = self._checked(f"{stored}down_proj", (moe.num_experts, hidden_size, hidden)).name
-        locations = {}
-        for expert in range(moe.num_experts):
-            name = f"{canonical}{expert}."
-            locations[f"{name}gate_proj.weight"] = Location(gate_up, expert, (0, hidden))
-            locations[f"{name}up_proj.weight"] = Location(gate_up, expert, (hidden, 2 * hidden))
-            locations[f"{name}down_proj.weight"] = Location(down, expert)
-        return locations
+def _explain_missing(spec: ModelSpec, name: str, best: _Place) -> str:
+    message = f"tensor {best.location.name!r} of shape {list(best.stored_shape)} is missing"
+    others = {
+        dict(_places(spec, naming))[name].location.name for naming in namings_of(spec.model_type)
+    }
+    others.discard(best.location.name)
+    if others:
+        message += f", and so are its other names: {', '.join(map(repr, sorted(others)))}"
+    return message
 
-    def _checked(self, name: str, shape: Shape) -> Location:
-        if name not in self._stored:
-            raise CheckpointError(f"tensor {name!r} of shape {list(shape)} is missing")
-        if tuple(self._stored[name]) != shape:
+
+def _check_shapes(
+    places: Iterable[_Place], stored: Mapping[str, Shape], files: Mapping[str, str]
+) -> None:
+    for place in places:
+        name, shape = place.location.name, place.stored_shape
+        if tuple(stored[name]) != shape:
             raise CheckpointError(
-                f"{self._files[name]}: tensor {name!r} has shape {list(self._stored[name])}, "
+                f"{files[name]}: tensor {name!r} has shape {list(stored[name])}, "
                 f"config.json says {list(shape)}"
             )
-        return Location(name)
 
-    def _is_redundant(self, name: str) -> bool:
-        """Old checkpoints store the rope frequencies; tied ones may store the head twice."""
-        is_tied_head = self._spec.tie_word_embeddings and name == HEAD
-        return is_tied_head or name.endswith(".rotary_emb.inv_freq")
+
+def _check_for_others(
+    spec: ModelSpec, used: set[str], stored: Mapping[str, Shape], files: Mapping[str, str]
+) -> None:
+    extra = [name for name in stored.keys() - used if not _is_redundant(spec, name, stored)]
+    if extra:
+        name = min(extra)
+        raise CheckpointError(
+            f"{files[name]}: tensor {name!r} belongs to nothing in a {spec.model_type} of this "
+            f"configuration ({len(extra)} such tensors); is config.json of another checkpoint?"
+        )
+
+
+def _is_redundant(spec: ModelSpec, name: str, stored: Mapping[str, Shape]) -> bool:
+    """What is stored and not computed.
+
+    Old checkpoints store the rope frequencies; tied ones may store the head twice; layers that
+    predict a second token follow the last one, or are modules of their own.
+    """
+    if name.startswith(_PREDICTORS) or name.endswith(".rotary_emb.inv_freq"):
+        return True
+    layer = _LAYER.match(name)
+    if layer is not None and int(layer[1]) >= spec.num_layers:
+        return layer[0] + _PREDICTOR_MARK in stored
+    return spec.tie_word_embeddings and name == HEAD

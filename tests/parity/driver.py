@@ -19,7 +19,7 @@ def load_decoder(directory: Path, dtype: torch.dtype = torch.float32) -> Decoder
     """The decoder of a checkpoint; its arena is exactly as large as the plan says."""
     spec = ModelSpec.from_directory(directory)
     store = WeightStore.open(spec, directory)
-    num_bytes = decoder_arena_bytes(spec, dtype, store.stored_dtype)
+    num_bytes = decoder_arena_bytes(spec, dtype, store)
     arena = HostArena(num_bytes)
     decoder = Decoder.load(spec, store, arena.allocate, dtype, release=store.drop_pages)
     assert arena.used_bytes == num_bytes

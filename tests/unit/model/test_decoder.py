@@ -43,7 +43,7 @@ def random_weights(spec: ModelSpec, dtype: torch.dtype, seed: int = 0) -> dict[s
 
 
 def load(spec: ModelSpec, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> Decoder:
-    num_bytes = decoder_arena_bytes(spec, dtype, lambda name: weights[name].dtype)
+    num_bytes = decoder_arena_bytes(spec, dtype, weights.__getitem__)
     arena = HostArena(num_bytes)
     decoder = Decoder.load(spec, weights.__getitem__, arena.allocate, dtype)
     assert arena.used_bytes == num_bytes

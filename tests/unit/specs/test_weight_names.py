@@ -59,8 +59,8 @@ def test_names_of_the_original_mixtral_are_found() -> None:
 def test_experts_stored_as_one_tensor_are_found() -> None:
     locations = locate(fused(model_weights(MIXTRAL)))
     stored = "model.layers.1.mlp.experts.gate_up_proj"
-    assert locations[GATE] == Location(stored, 1, (0, 24))
-    assert locations[UP] == Location(stored, 1, (24, 48))
+    assert locations[GATE] == Location(stored, expert=1, rows=(0, 24, 1))
+    assert locations[UP] == Location(stored, expert=1, rows=(24, 48, 1))
 
 
 def test_frequencies_of_old_checkpoints_are_ignored() -> None:
