@@ -2,51 +2,17 @@
 #include "raymoe/attention.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
-#include <cstdlib>
 #include <limits>
-#include <memory>
-#include <new>
-#include <stdexcept>
 #include <string>
 
+#include "attention_pass.h"
 #include "attention_plan.h"
+#include "attention_run.h"
 #include "raymoe/worker_pool.h"
 
 namespace raymoe {
 namespace {
-
-/// 64-byte aligned floats that grow and stay with their thread.
-class Scratch {
- public:
-  float* reserve(int64_t floats) {
-    if (floats > size_) {
-      const size_t bytes = (static_cast<size_t>(floats) * sizeof(float) + 63) / 64 * 64;
-      data_.reset(static_cast<float*>(std::aligned_alloc(64, bytes)));
-      size_ = data_ == nullptr ? 0 : floats;
-      if (data_ == nullptr) throw std::bad_alloc();
-    }
-    return data_.get();
-  }
-
- private:
-  struct Free {
-    void operator()(float* data) const { std::free(data); }
-  };
-  std::unique_ptr<float, Free> data_;
-  int64_t size_ = 0;
-};
-
-int64_t padded_rows(int64_t rows) { return (rows + 15) / 16 * 16; }
-
-int64_t state_floats(int64_t rows, int64_t head_dim) {
-  return 2 * padded_rows(rows) + rows * padded_head_dim(head_dim);
-}
-
-AttentionState state_at(float* data, int64_t rows) {
-  return {data, data + padded_rows(rows), data + 2 * padded_rows(rows)};
-}
 
 /// Everything that the workers of one call read.
 struct Call {
@@ -62,9 +28,6 @@ struct Call {
   char* cache;
   int64_t query_size;  // bytes of an element
   int64_t cache_size;
-  float* parts;  // states of the splits of shared tiles
-  int64_t part_floats;
-  std::atomic<int64_t>* unfinished;  // splits of each shared tile
 
   char* cache_of(int64_t kv_head) const { return cache + kv_head * shape.head_stride * cache_size; }
   const int32_t* table_of(int64_t sequence) const {
@@ -86,128 +49,89 @@ void run_append(const Call& call, int64_t sequence, int64_t kv_head, int64_t fir
   call.append_tokens(task);
 }
 
-AttentionTile tile_of(const Call& call, const AttentionItem& item) {
-  const int64_t token = call.pass.query_start[item.sequence] + item.first_token;
-  const int64_t head_offset = item.kv_head * call.shape.group * call.shape.head_dim;
-  AttentionTile tile;
-  tile.shape = &call.shape;
-  tile.query = call.query + (token * call.shape.query_stride + head_offset) * call.query_size;
-  tile.out = call.out + (token * call.shape.out_stride + head_offset) * call.query_size;
-  tile.cache = call.cache_of(item.kv_head);
-  tile.block_table = call.table_of(item.sequence);
-  tile.first_position = call.pass.first_position(item.sequence) + item.first_token;
-  tile.num_tokens = item.num_tokens;
-  return tile;
-}
+/// Attention of a call for `run_attention`.
+class GroupedAttention {
+ public:
+  explicit GroupedAttention(const Call& call) : call_(call) {}
 
-/// One split of a shared tile; whoever ends the last one merges them all, in order.
-void run_part(const Call& call, const AttentionItem& item, const AttentionTile& tile,
-              float* scratch) {
-  const int64_t rows = tile.num_rows();
-  const auto part_state = [&](int64_t part) {
-    return state_at(call.parts + part * call.part_floats, rows);
-  };
-  call.kernel.attend(tile, item.first_split, part_state(item.part), scratch);
-  if (call.unfinished[item.shared].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-  const int64_t first = item.part - (item.first_split - tile.first_visible() / kSplitTokens);
-  for (int64_t part = first + 1; part < first + item.num_parts; ++part)
-    merge_attention(part_state(first), part_state(part), rows, call.shape.head_dim);
-  call.kernel.store(tile, part_state(first));
-}
-
-const void* keys_of(const Call& call, const AttentionItem& item, int64_t block) {
-  return call.cache_of(item.kv_head) +
-         call.table_of(item.sequence)[block] * call.shape.block_stride * call.cache_size;
-}
-
-int64_t last_position(const Call& call, const AttentionItem& item) {
-  return call.pass.first_position(item.sequence) + item.first_token + item.num_tokens - 1;
-}
-
-/// Whether the token of a sequence that has only one goes to the cache within this item.
-bool is_append(const Call& call, const AttentionItem& item) {
-  return call.pass.num_tokens(item.sequence) == 1 &&
-         item.last_split == last_position(call, item) / kSplitTokens;
-}
-
-/// After its split, the tile's thread goes on to `split` of `item`.
-void set_next(const Call& call, const AttentionItem& item, int64_t split, AttentionTile& tile) {
-  const int64_t position = call.pass.first_position(item.sequence) + item.first_token;
-  const int64_t first = std::max(call.pass.first_visible(position), split * kSplitTokens);
-  const int64_t last_block = last_position(call, item) / kBlockTokens;
-  for (int64_t i = 0; i < kStepBlocks; ++i)
-    tile.next_keys[i] = keys_of(call, item, std::min(first / kBlockTokens + i, last_block));
-  const bool appends = split == item.first_split && is_append(call, item);
-  tile.next_append = appends ? keys_of(call, item, last_block) : nullptr;
-}
-
-void run_item(const Call& call, const AttentionItem& item, const AttentionItem& next) {
-  thread_local Scratch memory;
-  const int64_t dim = call.shape.head_dim;
-  AttentionTile tile = tile_of(call, item);
-  const auto prefetch_after = [&](int64_t split) {
-    if (split < item.last_split)
-      set_next(call, item, split + 1, tile);
-    else
-      set_next(call, next, next.first_split, tile);
-  };
-  prefetch_after(item.first_split);
-  const int64_t rows = tile.num_rows();
-  const int64_t state_size = (state_floats(rows, dim) + 15) / 16 * 16;
-  float* data = memory.reserve(2 * state_size + attention_scratch_floats(rows, dim));
-  float* scratch = data + 2 * state_size;
-  if (is_append(call, item)) run_append(call, item.sequence, item.kv_head, 0, 1);
-  if (item.part >= 0) return run_part(call, item, tile, scratch);
-  const AttentionState total = state_at(data, rows);
-  const AttentionState part = state_at(data + state_size, rows);
-  call.kernel.attend(tile, item.first_split, total, scratch);
-  for (int64_t split = item.first_split + 1; split <= item.last_split; ++split) {
-    prefetch_after(split);
-    call.kernel.attend(tile, split, part, scratch);
-    merge_attention(total, part, rows, dim);
+  int64_t head_dim() const { return call_.shape.head_dim; }
+  int64_t num_rows(const AttentionItem& item) const { return item.num_tokens * call_.shape.group; }
+  int64_t first_split(const AttentionItem& item) const {
+    return call_.pass.first_visible(first_position(item)) / kSplitTokens;
   }
-  call.kernel.store(tile, total);
-}
+  int64_t scratch_floats(int64_t rows) const { return attention_scratch_floats(rows, head_dim()); }
 
-void run_call(Call& call) {
+  void attend(const AttentionItem& item, int64_t split, NextSplit next,
+              const AttentionState& state, float* scratch) const {
+    AttentionTile tile = tile_of(item);
+    set_next(next, tile);
+    if (split == item.first_split && appends(item))
+      run_append(call_, item.sequence, item.kv_head, 0, 1);
+    call_.kernel.attend(tile, split, state, scratch);
+  }
+
+  void store(const AttentionItem& item, const AttentionState& state) const {
+    call_.kernel.store(tile_of(item), state);
+  }
+
+ private:
+  int64_t first_position(const AttentionItem& item) const {
+    return call_.pass.first_position(item.sequence) + item.first_token;
+  }
+  int64_t last_position(const AttentionItem& item) const {
+    return first_position(item) + item.num_tokens - 1;
+  }
+  const void* keys_of(const AttentionItem& item, int64_t block) const {
+    return call_.cache_of(item.kv_head) +
+           call_.table_of(item.sequence)[block] * call_.shape.block_stride * call_.cache_size;
+  }
+
+  /// Whether the token of a sequence that has only one goes to the cache within this item.
+  bool appends(const AttentionItem& item) const {
+    return call_.pass.num_tokens(item.sequence) == 1 &&
+           item.last_split == last_position(item) / kSplitTokens;
+  }
+
+  AttentionTile tile_of(const AttentionItem& item) const {
+    const AttentionShape& shape = call_.shape;
+    const int64_t token = call_.pass.query_start[item.sequence] + item.first_token;
+    const int64_t head_offset = item.kv_head * shape.group * shape.head_dim;
+    AttentionTile tile;
+    tile.shape = &shape;
+    tile.query = call_.query + (token * shape.query_stride + head_offset) * call_.query_size;
+    tile.out = call_.out + (token * shape.out_stride + head_offset) * call_.query_size;
+    tile.cache = call_.cache_of(item.kv_head);
+    tile.block_table = call_.table_of(item.sequence);
+    tile.first_position = first_position(item);
+    tile.num_tokens = item.num_tokens;
+    return tile;
+  }
+
+  /// Tells the tile what its thread reads next.
+  void set_next(NextSplit next, AttentionTile& tile) const {
+    const int64_t visible = call_.pass.first_visible(first_position(next.item));
+    const int64_t first = std::max(visible, next.split * kSplitTokens);
+    const int64_t last_block = last_position(next.item) / kBlockTokens;
+    for (int64_t i = 0; i < kStepBlocks; ++i)
+      tile.next_keys[i] = keys_of(next.item, std::min(first / kBlockTokens + i, last_block));
+    const bool is_append = next.split == next.item.first_split && appends(next.item);
+    tile.next_append = is_append ? keys_of(next.item, last_block) : nullptr;
+  }
+
+  const Call& call_;
+};
+
+void run_call(const Call& call) {
   thread_local AttentionPlan plan;
-  thread_local Scratch parts;
-  thread_local std::unique_ptr<std::atomic<int64_t>[]> unfinished;
-  thread_local int64_t unfinished_size = 0;
   const auto pool = worker_pool();
   plan.build(call.pass, pool->num_threads());
-  if (plan.num_shared() > unfinished_size) {
-    unfinished.reset(new std::atomic<int64_t>[static_cast<size_t>(plan.num_shared())]);
-    unfinished_size = plan.num_shared();
-  }
-  for (const AttentionItem& item : plan.items())
-    if (item.shared >= 0) unfinished[static_cast<size_t>(item.shared)] = item.num_parts;
-  call.unfinished = unfinished.get();
-  call.part_floats = (state_floats(plan.max_rows(), call.shape.head_dim) + 15) / 16 * 16;
-  call.parts = parts.reserve(plan.num_parts() * call.part_floats);
-  // The lambdas run on other threads: thread_local names would be theirs, so bind references.
+  // The lambda runs on other threads: a thread_local name would be theirs, so bind a reference.
   const std::vector<AppendItem>& appends = plan.appends();
-  const std::vector<AttentionItem>& items = plan.items();
   pool->for_each(static_cast<int64_t>(appends.size()), 1, [&](int, int64_t index) {
     const AppendItem& item = appends[static_cast<size_t>(index)];
     run_append(call, item.sequence, item.kv_head, item.first_token, item.num_tokens);
   });
-  // Each thread claims an item before it works on the last one it claimed, so that it can prefetch.
-  const auto num_items = static_cast<int64_t>(items.size());
-  std::atomic<int64_t> unclaimed{0};
-  pool->run([&](int) {
-    int64_t index = unclaimed.fetch_add(1, std::memory_order_relaxed);
-    while (index < num_items) {
-      const int64_t next = unclaimed.fetch_add(1, std::memory_order_relaxed);
-      run_item(call, items[static_cast<size_t>(index)],
-               items[static_cast<size_t>(std::min(next, num_items - 1))]);
-      index = next;
-    }
-  });
-}
-
-[[noreturn]] void refuse(const std::string& message) {
-  throw std::invalid_argument("attention: " + message);
+  run_attention(plan, *pool, GroupedAttention(call));
 }
 
 /// [T, heads, D] with both inner dimensions contiguous.
@@ -216,7 +140,7 @@ void check_tokens(const TensorView& tensor, const char* name, const TensorView& 
   tensor.expect(what.c_str(), query.dtype(), 3);
   for (int64_t axis : {0, 2}) tensor.expect_size(what.c_str(), axis, query.size(axis));
   if (tensor.num_elements() > 0 && tensor.size(1) > 1 && tensor.stride(1) != tensor.size(2))
-    refuse(std::string(name) + " must be contiguous in its last two dimensions");
+    refuse_attention(std::string(name) + " must be contiguous in its last two dimensions");
 }
 
 void check_query_and_cache(const TensorView& query, const TensorView& key, const TensorView& value,
@@ -228,76 +152,26 @@ void check_query_and_cache(const TensorView& query, const TensorView& key, const
   const int64_t kv_heads = key.size(1), dim = query.size(2);
   value.expect_size("attention: value", 1, kv_heads);
   if (kv_heads < 1 || query.size(1) < 1 || query.size(1) % kv_heads != 0)
-    refuse("query has " + std::to_string(query.size(1)) + " heads, not a multiple of key's " +
+    refuse_attention("query has " + std::to_string(query.size(1)) + " heads, not a multiple of key's " +
            std::to_string(kv_heads));
   if (dim < 8 || dim % 8 != 0)
-    refuse("query has head_dim " + std::to_string(dim) + ", expected a multiple of 8");
+    refuse_attention("query has head_dim " + std::to_string(dim) + ", expected a multiple of 8");
   cache.expect_rank("attention: cache", 4);
   if (append_function(query.dtype(), cache.dtype()) == nullptr)
-    refuse(std::string("query has dtype ") + dtype_name(query.dtype()) + " and cache " +
+    refuse_attention(std::string("query has dtype ") + dtype_name(query.dtype()) + " and cache " +
            dtype_name(cache.dtype()) + "; they must be equal, or query float32");
   cache.expect_size("attention: cache", 1, kv_heads);
   cache.expect_size("attention: cache", 2, 2);
   cache.expect_size("attention: cache", 3, kBlockTokens * dim);
   if (cache.num_elements() > 0 &&
       (cache.stride(2) != kBlockTokens * dim || cache.stride(1) != 2 * kBlockTokens * dim))
-    refuse("cache must be contiguous within a block");
+    refuse_attention("cache must be contiguous within a block");
 }
 
 void check_out(const TensorView& query, const TensorView& out) {
   out.expect("attention: out", query.dtype(), 2).expect_contiguous("attention: out");
   out.expect_size("attention: out", 0, query.size(0));
   out.expect_size("attention: out", 1, query.size(1) * query.size(2));
-}
-
-void check_blocks(const AttentionPass& pass, int64_t sequence, int64_t table_width,
-                  int64_t num_blocks) {
-  const int64_t first = pass.first_visible(pass.first_position(sequence)) / kBlockTokens;
-  const int64_t end = (pass.context_tokens[sequence] + kBlockTokens - 1) / kBlockTokens;
-  if (end > table_width)
-    refuse("sequence " + std::to_string(sequence) + " has " +
-           std::to_string(pass.context_tokens[sequence]) +
-           " context_tokens, block_table room for " + std::to_string(table_width * kBlockTokens));
-  const int32_t* table = pass.block_table + sequence * pass.table_stride;
-  for (int64_t i = first; i < end; ++i)
-    if (table[i] < 0 || table[i] >= num_blocks)
-      refuse("block_table[" + std::to_string(sequence) + ", " + std::to_string(i) + "] is " +
-             std::to_string(table[i]) + ", the cache has " + std::to_string(num_blocks) +
-             " blocks");
-}
-
-void check_pass(const AttentionPass& pass, int64_t num_tokens, int64_t table_width,
-                int64_t num_blocks) {
-  if (pass.query_start[0] != 0 || pass.query_start[pass.num_sequences] != num_tokens)
-    refuse("query_start runs from " + std::to_string(pass.query_start[0]) + " to " +
-           std::to_string(pass.query_start[pass.num_sequences]) + ", expected 0 to " +
-           std::to_string(num_tokens));
-  for (int64_t sequence = 0; sequence < pass.num_sequences; ++sequence) {
-    const int64_t count = pass.num_tokens(sequence);
-    if (count < 0) refuse("query_start falls after entry " + std::to_string(sequence));
-    if (count > pass.context_tokens[sequence])
-      refuse("sequence " + std::to_string(sequence) + " has " + std::to_string(count) +
-             " tokens in the pass but " + std::to_string(pass.context_tokens[sequence]) +
-             " context_tokens");
-    if (count > 0) check_blocks(pass, sequence, table_width, num_blocks);
-  }
-}
-
-AttentionPass make_pass(const TensorView& query_start, const TensorView& context_tokens,
-                        const TensorView& block_table) {
-  context_tokens.expect("attention: context_tokens", DType::kInt32, 1);
-  query_start.expect("attention: query_start", DType::kInt32, 1);
-  block_table.expect("attention: block_table", DType::kInt32, 2);
-  const int64_t count = context_tokens.size(0);
-  query_start.expect_size("attention: query_start", 0, count + 1);
-  block_table.expect_size("attention: block_table", 0, count);
-  AttentionPass pass;
-  pass.query_start = query_start.data<int32_t>();
-  pass.context_tokens = context_tokens.data<int32_t>();
-  pass.block_table = block_table.data<int32_t>();
-  pass.table_stride = block_table.stride(0);
-  pass.num_sequences = count;
-  return pass;
 }
 
 AttentionKernel choose_kernel(DType query, DType cache) {
@@ -367,10 +241,8 @@ void append_and_attend(const TensorView& query, const TensorView& key, const Ten
                        const TensorView& out, double scale, int64_t sliding_window) {
   check_query_and_cache(query, key, value, cache);
   check_out(query, out);
-  if (!(scale > 0) || !std::isfinite(scale))
-    refuse("scale is " + std::to_string(scale) + ", expected a positive number");
   if (sliding_window < 1)
-    refuse("sliding_window is " + std::to_string(sliding_window) + ", expected 1 or more");
+    refuse_attention("sliding_window is " + std::to_string(sliding_window) + ", expected 1 or more");
   Call call{};
   call.pass = make_pass(query_start, context_tokens, block_table);
   call.pass.num_kv_heads = key.size(1);
@@ -378,9 +250,8 @@ void append_and_attend(const TensorView& query, const TensorView& key, const Ten
   call.pass.window = sliding_window;
   check_pass(call.pass, query.size(0), block_table.size(1), cache.size(0));
   if (query.size(0) == 0) return;
-  constexpr double kLog2E = 1.4426950408889634;
   call.shape.window = call.pass.window;
-  call.shape.scale_log2e = static_cast<float>(scale * kLog2E);
+  call.shape.scale_log2e = checked_scale_log2e(scale);
   set_memory(call, query, key, value, cache);
   call.shape.out_stride = query.size(1) * query.size(2);
   call.kernel = choose_kernel(query.dtype(), cache.dtype());

@@ -4,33 +4,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "attention_pass.h"
 #include "raymoe/attention.h"
 
 namespace raymoe {
-
-/// Ragged shape of a pass; the arrays of AttentionBatch.
-struct AttentionPass {
-  const int32_t* query_start = nullptr;
-  const int32_t* context_tokens = nullptr;
-  const int32_t* block_table = nullptr;
-  int64_t table_stride = 0;
-  int64_t num_sequences = 0;
-  int64_t num_kv_heads = 0;
-  int64_t group = 0;
-  int64_t window = 0;
-
-  int64_t num_tokens(int64_t sequence) const {
-    return query_start[sequence + 1] - query_start[sequence];
-  }
-  /// Position of the first token of the pass in its sequence.
-  int64_t first_position(int64_t sequence) const {
-    return context_tokens[sequence] - num_tokens(sequence);
-  }
-  /// First position that the sequence's first token sees.
-  int64_t first_visible(int64_t position) const {
-    return position < window ? 0 : position - window + 1;
-  }
-};
 
 /// One item of work: a tile, over all its splits or over one of them.
 struct AttentionItem {
