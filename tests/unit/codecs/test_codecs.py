@@ -1,0 +1,226 @@
+"""Codecs give what the libraries that define the formats give, bit for bit."""
+
+import numpy as np
+import pytest
+import torch
+from compressed_tensors.compressors.naive_quantized.base import FloatQuantizationCompressor
+from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize, _dequantize_fp8_weight
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from raymoe.codecs import CODECS, StoredMatrix, as_tensor
+from raymoe.specs.weight_format import (
+    Awq,
+    Fp8Block,
+    Fp8Channel,
+    Gptq,
+    Mxfp4,
+    PackedInt4,
+    WeightFormat,
+)
+from tests.quantisers import AWQ_ORDER, Quantised, quantise
+
+SEEDS = range(6)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FORMATS = [
+    Fp8Block(),
+    Fp8Channel(),
+    PackedInt4(32),
+    PackedInt4(0),
+    PackedInt4(16, has_zero_points=True),
+    PackedInt4(16, has_zero_points=True, has_order=True),
+    Gptq(32),
+    Gptq(0),
+    Awq(32),
+    Awq(0),
+    Mxfp4(),
+]
+
+
+def random_matrix(seed: int) -> torch.Tensor:
+    """Rows and columns that every format takes; values of very different sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, columns = 8 * (1 + 7 * seed), 32 * (1 + 3 * seed)
+    weight = torch.randn(rows, columns, generator=generator)
+    return weight * torch.exp(2 * torch.randn(rows, 1, generator=generator))
+
+
+def make(stored: WeightFormat, seed: int, scale_dtype: torch.dtype = torch.float16) -> Quantised:
+    return quantise(stored, random_matrix(seed), scale_dtype=scale_dtype, seed=seed)
+
+
+def scrambled(stored: WeightFormat, rows: int, columns: int, seed: int) -> StoredMatrix:
+    """Any bits at all as codes and zero points; scales that are numbers."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def tensor(piece) -> torch.Tensor:
+        if piece.name == "order":
+            return torch.randint(0, 2, piece.shape, generator=generator).int()
+        if piece.name == "scales" and piece.dtypes != ("U8",):
+            return torch.randn(piece.shape, generator=generator).half()
+        if piece.name == "scales":
+            return torch.randint(0, 255, piece.shape, generator=generator).byte()
+        if piece.name == "shape":
+            return torch.tensor([rows, columns])
+        size = (*piece.shape[:-1], piece.shape[-1] * piece.item_bytes)
+        bits = torch.randint(0, 256, size, generator=generator).byte()
+        types = {"I32": torch.int32, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
+        return bits.view(types[piece.dtypes[0]])
+
+    return StoredMatrix(
+        format=stored,
+        shape=(rows, columns),
+        pieces={piece.name: tensor(piece) for piece in stored.pieces(rows, columns)},
+    )
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("stored", FORMATS, ids=str)
+def test_decoded_is_what_was_stored(stored: WeightFormat, seed: int) -> None:
+    """To float32 rounded twice at most where a scale has 24 bits, else once."""
+    quantised = make(stored, seed)
+    for dtype in DTYPES:
+        expected = quantised.exact.float().to(dtype)
+        assert torch.equal(as_tensor(quantised.matrix, dtype), expected)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_fp8_blocks_are_those_of_transformers(seed: int) -> None:
+    quantised = make(Fp8Block(), seed)
+    matrix, scales = quantised.matrix, quantised.tensors[".weight_scale_inv"]
+    codes = quantised.tensors[".weight"]
+    by_backward = _dequantize_fp8_weight(codes, scales, [128, 128], torch.float32)
+    assert torch.equal(as_tensor(matrix, torch.float32), by_backward)
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
+def test_whole_fp8_blocks_are_those_of_transformers(scale_dtype: torch.dtype) -> None:
+    weight = torch.randn(256, 384, generator=torch.Generator().manual_seed(7))
+    quantised = quantise(Fp8Block(), weight, scale_dtype=scale_dtype)
+    codes, scales = (quantised.tensors[name] for name in (".weight", ".weight_scale_inv"))
+    for dtype in DTYPES:
+        theirs = Fp8Dequantize(None)._dequantize_one(codes, scales, output_dtype=dtype)
+        assert torch.equal(as_tensor(quantised.matrix, dtype), theirs)
+
+
+def test_every_fp8_code_has_its_value() -> None:
+    matrix = scrambled(Fp8Channel(), 64, 256, 0)
+    matrix.pieces["codes"][0] = torch.arange(256).byte().view(torch.float8_e4m3fn)
+    expected = matrix.pieces["codes"].float() * matrix.pieces["scales"].float()
+    torch.testing.assert_close(
+        as_tensor(matrix, torch.float32), expected, rtol=0, atol=0, equal_nan=True
+    )
+    assert as_tensor(matrix, torch.float32)[0].isnan().sum() == 2
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
+def test_fp8_channels_are_those_of_compressed_tensors(scale_dtype: torch.dtype, seed: int) -> None:
+    quantised = make(Fp8Channel(), seed, scale_dtype)
+    arguments = QuantizationArgs(num_bits=8, type="float", strategy="channel")
+    state = {
+        "weight": quantised.tensors[".weight"],
+        "weight_scale": quantised.tensors[".weight_scale"],
+    }
+    theirs = decompressed(FloatQuantizationCompressor, state, arguments)
+    assert torch.equal(as_tensor(quantised.matrix, scale_dtype), theirs)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    "stored",
+    [PackedInt4(32), PackedInt4(0), PackedInt4(16, has_zero_points=True)],
+    ids=str,
+)
+def test_packed_int4_is_that_of_compressed_tensors(stored: PackedInt4, seed: int) -> None:
+    arguments = QuantizationArgs(
+        num_bits=4,
+        strategy="group" if stored.group_size else "channel",
+        group_size=stored.group_size or None,
+        symmetric=not stored.has_zero_points,
+    )
+    for scale_dtype in (torch.bfloat16, torch.float16):
+        quantised = make(stored, seed, scale_dtype)
+        state = {name.removeprefix("."): tensor for name, tensor in quantised.tensors.items()}
+        theirs = decompressed(PackedQuantizationCompressor, state, arguments)
+        assert torch.equal(as_tensor(quantised.matrix, scale_dtype), theirs)
+
+
+def decompressed(compressor, state: dict, arguments: QuantizationArgs) -> torch.Tensor:
+    scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
+    return compressor.decompress(state, scheme)["weight"]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_mxfp4_is_that_of_transformers(seed: int) -> None:
+    matrix = scrambled(Mxfp4(), 8 + seed, 64 * (seed + 1), seed)
+    blocks, scales = matrix.pieces["codes"], matrix.pieces["scales"]
+    for dtype in (torch.bfloat16, torch.float32):
+        theirs = convert_moe_packed_tensors(blocks[None], scales[None], dtype=dtype)[0].t()
+        assert torch.equal(as_tensor(matrix, dtype), theirs)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_gptq_is_unpacked_as_it_is_packed(seed: int) -> None:
+    """GPTQModel 7.7: words of zero points count up by one, then nibbles; (code - zero) * scale."""
+    matrix = scrambled(Gptq(32), 8 * (seed + 1), 64, seed)
+    qweight, scales, qzeros, order = (
+        matrix.pieces[name].numpy() for name in ("codes", "scales", "zeros", "order")
+    )
+    words = qzeros.view(np.uint32) + np.uint32(0x11111111)
+    exact = np.zeros(matrix.shape, np.float32)
+    for o in range(matrix.shape[0]):
+        for i in range(matrix.shape[1]):
+            group = order[i]
+            code = qweight.view(np.uint32)[i // 8, o] >> np.uint32(4 * (i % 8)) & np.uint32(15)
+            zero = words[group, o // 8] >> np.uint32(4 * (o % 8)) & np.uint32(15)
+            exact[o, i] = (int(code) - int(zero)) * np.float32(scales[group, o])
+    assert np.array_equal(as_tensor(matrix, torch.float32).numpy(), exact)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_awq_is_unpacked_as_it_is_packed(seed: int) -> None:
+    """AutoAWQ 0.2.9: nibble n of a word is output AWQ_ORDER[n] of eight."""
+    matrix = scrambled(Awq(32), 8 * (seed + 1), 64, seed)
+    qweight, scales, qzeros = (matrix.pieces[name].numpy() for name in ("codes", "scales", "zeros"))
+    exact = np.zeros(matrix.shape, np.float32)
+    for o in range(matrix.shape[0]):
+        shift = np.uint32(4 * AWQ_ORDER.index(o % 8))
+        for i in range(matrix.shape[1]):
+            code = qweight.view(np.uint32)[i, o // 8] >> shift & np.uint32(15)
+            zero = qzeros.view(np.uint32)[i // 32, o // 8] >> shift & np.uint32(15)
+            exact[o, i] = (int(code) - int(zero)) * np.float32(scales[i // 32, o])
+    assert np.array_equal(as_tensor(matrix, torch.float32).numpy(), exact)
+
+
+@pytest.mark.parametrize("stored", FORMATS, ids=str)
+def test_rows_of_a_matrix_are_rows_of_its_numbers(stored: WeightFormat) -> None:
+    weight = torch.randn(264, 64, generator=torch.Generator().manual_seed(1))
+    matrix = quantise(stored, weight, seed=1).matrix
+    whole = as_tensor(matrix, torch.float32)
+    for begin, end in ((0, 128), (128, 264), (128, 256)):
+        part = matrix.rows(begin, end)
+        assert part.shape == (end - begin, 64)
+        assert torch.equal(as_tensor(part, torch.float32), whole[begin:end])
+
+
+def test_every_other_row_of_what_has_a_scale_of_its_own() -> None:
+    matrix = make(Mxfp4(), 2).matrix
+    odd = matrix.rows(1, matrix.shape[0], 2)
+    assert torch.equal(as_tensor(odd, torch.bfloat16), as_tensor(matrix, torch.bfloat16)[1::2])
+
+
+@pytest.mark.parametrize("stored", FORMATS, ids=str)
+def test_a_stored_matrix_has_the_bytes_of_its_format(stored: WeightFormat) -> None:
+    matrix = scrambled(stored, 64, 128, 0)
+    widened = sum(
+        tensor.numel() * 2
+        for name, tensor in matrix.pieces.items()
+        if name == "scales" and isinstance(stored, Fp8Block | Fp8Channel)
+    )  # made here with 16 bits, kept with 32
+    assert matrix.num_bytes + widened == stored.matrix_bytes(64, 128)
+
+
+def test_every_format_has_a_codec() -> None:
+    assert {type(stored) for stored in FORMATS} == set(CODECS)
