@@ -22,7 +22,8 @@ from raymoe.plan.policy import DevicePolicy, Policy
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.presets_models import MODEL_PRESETS
 from raymoe.units import GIB, MIB
-from tests.parity.configurations import CONFIGURATIONS, make_checkpoint
+from tests.parity.configurations import CONFIGURATIONS
+from tests.parity.oracle import make_checkpoint
 from tests.unit.engine.fakes import write_byte_tokenizer
 
 SMALL = EngineConfig(host_memory_bytes=2 * GIB, linger_s=0.0)

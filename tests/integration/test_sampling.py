@@ -10,7 +10,8 @@ from scipy.stats import chisquare
 from raymoe.config import EngineConfig
 from raymoe.engine.engine import Engine
 from raymoe.plan.policy import Policy
-from tests.parity.configurations import CONFIGURATIONS, make_checkpoint
+from tests.parity.configurations import CONFIGURATIONS
+from tests.parity.oracle import make_checkpoint
 
 PROMPT = [5, 17, 17, 80, 3, 120, 44, 9]
 NUM_ROWS = 6000

@@ -9,13 +9,8 @@ from pathlib import Path
 
 import transformers
 
-from tests.parity.configurations import (
-    CONFIGURATIONS,
-    Configuration,
-    Reference,
-    make_checkpoint,
-    make_reference,
-)
+from tests.parity.configurations import CONFIGURATIONS, Configuration
+from tests.parity.oracle import Reference, make_checkpoint, make_reference
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,8 @@ from raymoe.errors import CheckpointError
 from raymoe.memory.weights import WeightStore
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_names import model_weights
-from tests.parity.configurations import CONFIGURATIONS, Configuration, make_checkpoint
+from tests.parity.configurations import CONFIGURATIONS, Configuration
+from tests.parity.oracle import make_checkpoint
 
 MIXTRAL = CONFIGURATIONS[0]
 TIED = next(c for c in CONFIGURATIONS if c.name == "llama: llama3 rope, tied")

@@ -12,14 +12,9 @@ from raymoe.model.loading import decoder_arena_bytes
 from raymoe.model.reference import ReferenceModel
 from raymoe.specs.model import LayerSpec, ModelSpec, MoeSpec, SharedSpec
 from raymoe.specs.weight_names import model_weights
-from tests.parity.configurations import (
-    CONFIGURATIONS,
-    first_of_each_family,
-    make_checkpoint,
-    make_model,
-    make_prompts,
-)
+from tests.parity.configurations import CONFIGURATIONS, first_of_each_family
 from tests.parity.driver import Driver, load_decoder
+from tests.parity.oracle import make_checkpoint, make_model, make_prompts
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ODD = [c for c in CONFIGURATIONS if any(word in c.name for word in ("bias", "clipped", "gelu"))]

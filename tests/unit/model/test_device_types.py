@@ -20,7 +20,7 @@ from raymoe.specs.model import DenseSpec, ModelSpec
 from raymoe.specs.weight_names import EMBEDDING, HEAD, layer_prefix, model_weights
 from raymoe.specs.weight_parts import layer_parts
 from tests.parity.cases import get_case
-from tests.parity.configurations import CONFIGURATIONS
+from tests.parity.configurations import CONFIGURATIONS, first_of_each_family
 
 DEVICE = torch.device("meta")
 BATCH = AttentionBatch(
@@ -56,7 +56,13 @@ def to_device(batch: PagedBatch) -> PagedBatch:
 
 
 @pytest.mark.parametrize(
-    "name", [c.name for c in CONFIGURATIONS if "dynamic" not in c.name], ids=str
+    "name",
+    [
+        pytest.param(c.name, marks=[] if c in first_of_each_family() else pytest.mark.slow)
+        for c in CONFIGURATIONS
+        if "dynamic" not in c.name
+    ],
+    ids=str,
 )
 @torch.inference_mode()
 def test_what_a_layer_computes_stays_on_the_device(name: str) -> None:

@@ -8,7 +8,7 @@ from raymoe.errors import ConfigError
 from raymoe.model.rope import Rotary, dynamic_frequencies, inverse_frequencies
 from raymoe.specs.rope import RopeRule, RopeSpec
 from raymoe.specs.rope_fields import parse_rope
-from tests.parity.configurations import DYNAMIC, LINEAR, LLAMA3, YARN, longrope
+from tests.parity.fields import DYNAMIC, LINEAR, LLAMA3, YARN, longrope
 
 HEAD_DIM, MAX_POSITIONS = 32, 48
 SCALINGS = {

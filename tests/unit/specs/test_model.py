@@ -6,7 +6,8 @@ import transformers
 from raymoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 from raymoe.specs.families import FAMILIES
 from raymoe.specs.model import DenseSpec, ModelSpec, MoeSpec
-from tests.parity.configurations import CONFIGURATIONS, FAMILY_CONFIGS, make_model
+from tests.parity.configurations import CONFIGURATIONS, FAMILY_CONFIGS
+from tests.parity.oracle import make_model
 from tests.unit.specs.config_classes import (
     NEEDED,
     config_of,

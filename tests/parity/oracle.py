@@ -1,0 +1,221 @@
+"""What transformers generates by a random model, without the rows in which rounding decides."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import GenerationConfig, PreTrainedModel
+
+from raymoe.specs.model import ModelSpec, MoeSpec
+from tests.parity.configurations import FAMILY_CONFIGS, Configuration
+
+MAX_NEW_TOKENS = 48
+NUM_PROMPTS = 24
+PROMPT_LENGTHS = (1, 33, 9, 70, 32, 47)
+
+
+def make_model(configuration: Configuration) -> PreTrainedModel:
+    """The random model in transformers: float32, eager attention, biases and norms random too."""
+    config_class = getattr(transformers, FAMILY_CONFIGS[configuration.family])
+    config = config_class(**configuration.fields, attn_implementation="eager")
+    with torch.random.fork_rng():
+        torch.manual_seed(configuration.seed)
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="eager"
+        )
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            _randomise(name, tensor.data)
+    # Greedy, whatever the defaults of the configuration class.
+    model.generation_config = GenerationConfig(do_sample=False, use_cache=True)
+    return model.eval()
+
+
+def _randomise(name: str, tensor: torch.Tensor) -> None:
+    """What a fresh model leaves at zero or one: biases, norms, sinks."""
+    module, leaf = name.split(".")[-2:]
+    if leaf.endswith("bias"):
+        torch.nn.init.normal_(tensor, std=0.2)
+    elif leaf == "sinks":
+        torch.nn.init.normal_(tensor)
+    elif "norm" in module:
+        torch.nn.init.uniform_(tensor, 0.5, 1.5)
+
+
+def make_checkpoint(configuration: Configuration, directory: Path) -> PreTrainedModel:
+    """Save the random model to `directory` as transformers does; return it for comparison."""
+    model = make_model(configuration)
+    model.save_pretrained(directory)
+    return model
+
+
+def make_prompts(configuration: Configuration, num_prompts: int = NUM_PROMPTS) -> list[list[int]]:
+    """Random prompts, shorter and longer than windows, blocks and the borders of ropes."""
+    generator = torch.Generator().manual_seed(1000 + configuration.seed)
+    vocabulary = configuration.fields["vocab_size"]
+    return [
+        torch.randint(
+            vocabulary, (PROMPT_LENGTHS[index % len(PROMPT_LENGTHS)],), generator=generator
+        ).tolist()
+        for index in range(num_prompts)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """Prompts, and the greedy tokens that transformers generates for each alone."""
+
+    prompts: list[list[int]]
+    tokens: list[list[int]]
+
+
+def make_reference(
+    model: PreTrainedModel,
+    configuration: Configuration,
+    num_prompts: int = NUM_PROMPTS,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+) -> Reference:
+    """Reference rows in which no decision is a tie.
+
+    Where the two best tokens, or the last expert chosen and the first not chosen, are closer than
+    float32 rounding, no implementation can be expected to agree with another; such rows (a few in
+    a hundred) are replaced by others.
+    """
+    candidates = make_prompts(configuration, num_prompts + 2 * len(PROMPT_LENGTHS))
+    with Gaps(model) as gaps:
+        tokens = _generate(model, candidates, max_new_tokens, gaps)
+    clear = [index for index, gap in enumerate(gaps.of_rows) if gap > 1.0][:num_prompts]
+    assert len(clear) == num_prompts, f"only {len(clear)} rows of {configuration.name} are clear"
+    return Reference(
+        prompts=[candidates[index] for index in clear], tokens=[tokens[index] for index in clear]
+    )
+
+
+def reference_tokens(
+    model: PreTrainedModel, prompts: list[list[int]], max_new_tokens: int = MAX_NEW_TOKENS
+) -> list[list[int]]:
+    """Greedy tokens of transformers for each prompt alone, ties and all."""
+    with Gaps(model) as gaps:
+        return _generate(model, prompts, max_new_tokens, gaps)
+
+
+class Gaps:
+    """How clear the decisions of a model were, by hooks on its head and its routers.
+
+    Attributes:
+        of_rows: Smallest gap of each row, in units of what counts as clear.
+    """
+
+    TOKEN_GAP, EXPERT_GAP = 3e-4, 1e-4
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.of_rows: list[float] = []
+        self._model, self._batch_gap = model, torch.empty(0)
+        spec = ModelSpec.from_config(json.loads(model.config.to_json_string(use_diff=False)))
+        self._moe = next(
+            (layer.ffn for layer in spec.layers if isinstance(layer.ffn, MoeSpec)), None
+        )
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def __enter__(self) -> "Gaps":
+        head = self._model.lm_head
+        self._handles.append(head.register_forward_hook(self._after_head))
+        for module in self._model.modules():
+            if type(module).__name__.lower().endswith(("topkrouter", "dbrxrouter", "moev1gate")):
+                self._handles.append(module.register_forward_hook(self._after_router))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def begin(self, num_rows: int) -> None:
+        """Start a batch."""
+        self._batch_gap = torch.full((num_rows,), torch.inf)
+
+    def end(self, rows: list[int]) -> None:
+        """Note the gaps of a batch that held these rows."""
+        self.of_rows += [0.0] * (max(rows) + 1 - len(self.of_rows))
+        for row, gap in zip(rows, self._batch_gap.tolist(), strict=True):
+            self.of_rows[row] = gap
+
+    def _after_head(self, _module: torch.nn.Module, _inputs: object, logits: torch.Tensor) -> None:
+        best = logits[:, -1].topk(2).values
+        self._note((best[:, 0] - best[:, 1]) / self.TOKEN_GAP)
+
+    def _after_router(
+        self, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], outputs: Any
+    ) -> None:
+        logits_TE = outputs[0] if isinstance(outputs, tuple) else outputs
+        top_k = self._moe.top_k
+        if top_k < logits_TE.shape[1]:
+            bias_E = next(chain(inputs[1:], _selection_biases(module)), None)
+            for scores, count in _choices(logits_TE, self._moe, bias_E):
+                best = scores.topk(count + 1).values
+                gap_T = (best[:, count - 1] - best[:, count]) / self.EXPERT_GAP
+                self._note(gap_T.view(len(self._batch_gap), -1).amin(1))
+
+    def _note(self, gap: torch.Tensor) -> None:
+        self._batch_gap = torch.minimum(self._batch_gap, gap)
+
+
+def _selection_biases(router: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """What a router adds to the scores for the choice alone, where it holds that itself."""
+    for name, tensor in (*router.named_buffers(), *router.named_parameters()):
+        if name.endswith("e_score_correction_bias"):
+            yield tensor.flatten()
+
+
+def _choices(
+    logits_TE: torch.Tensor, moe: MoeSpec, bias_E: torch.Tensor | None
+) -> Iterator[tuple[torch.Tensor, int]]:
+    """What a router sorts, and how many it takes: groups, then experts."""
+    router = moe.router
+    if bias_E is None and router.num_groups == 1:
+        yield logits_TE, moe.top_k
+        return
+    scores_TE = logits_TE.softmax(-1) if router.scoring == "softmax" else logits_TE.sigmoid()
+    choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
+    if router.top_groups < router.num_groups:
+        grouped_TGX = choice_TE.unflatten(1, (router.num_groups, -1))
+        score_TG = grouped_TGX.topk(1 if router.group_score == "max" else 2).values.sum(-1)
+        yield score_TG, router.top_groups
+        border_T1 = score_TG.topk(router.top_groups).values[:, -1:]
+        is_in_TG = score_TG >= border_T1
+        choice_TE = grouped_TGX.masked_fill(~is_in_TG[..., None], -torch.inf).flatten(1)
+    yield choice_TE, moe.top_k
+
+
+@torch.no_grad()
+def _generate(
+    model: PreTrainedModel, prompts: list[list[int]], max_new_tokens: int, gaps: Gaps
+) -> list[list[int]]:
+    """Prompts of one length share a batch: without padding, each is as if alone."""
+    rows: list[list[int]] = [[] for _ in prompts]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # matrices this small only wait for a second thread
+    for length in sorted({len(prompt) for prompt in prompts}):
+        members = [index for index, prompt in enumerate(prompts) if len(prompt) == length]
+        _forget_longer_rows(model)
+        gaps.begin(len(members))
+        output = model.generate(
+            torch.tensor([prompts[index] for index in members]),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+        )
+        gaps.end(members)
+        for index, row in zip(members, output[:, length:].tolist(), strict=True):
+            rows[index] = row
+    torch.set_num_threads(threads)
+    return rows
+
+
+def _forget_longer_rows(model: PreTrainedModel) -> None:
+    """Dynamic rope keeps the base of the longest row so far; a row alone starts from the first."""
+    rotary = model.base_model.rotary_emb
+    rotary.inv_freq = rotary.original_inv_freq.clone()
+    rotary.max_seq_len_cached = rotary.original_max_seq_len
