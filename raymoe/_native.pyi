@@ -64,6 +64,23 @@ def append(
     context_tokens: Tensor,
     block_table: Tensor,
 ) -> None: ...
+def append_and_attend_latent(
+    query: Tensor,
+    latent: Tensor,
+    cache: Tensor,
+    query_start: Tensor,
+    context_tokens: Tensor,
+    block_table: Tensor,
+    out: Tensor,
+    scale: float,
+) -> None: ...
+def append_latent(
+    latent: Tensor,
+    cache: Tensor,
+    query_start: Tensor,
+    context_tokens: Tensor,
+    block_table: Tensor,
+) -> None: ...
 def argmax(logits: Tensor, ids: Tensor) -> None: ...
 def gumbel_argmax(
     logits: Tensor,

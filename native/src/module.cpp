@@ -7,6 +7,7 @@
 #include "raymoe/attention.h"
 #include "raymoe/gemm_ops.h"
 #include "raymoe/isa.h"
+#include "raymoe/latent_attention.h"
 #include "raymoe/linear.h"
 #include "raymoe/norm.h"
 #include "raymoe/probe.h"
@@ -99,6 +100,13 @@ void bind_attention(py::module_& m) {
   m.def("append", &append, py::arg("key"), py::arg("value"), py::arg("cache"),
         py::arg("query_start"), py::arg("context_tokens"), py::arg("block_table"),
         py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_attention.py.");
+  m.def("append_and_attend_latent", &append_and_attend_latent, py::arg("query"), py::arg("latent"),
+        py::arg("cache"), py::arg("query_start"), py::arg("context_tokens"),
+        py::arg("block_table"), py::arg("out"), py::arg("scale"),
+        py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_latent_attention.py.");
+  m.def("append_latent", &append_latent, py::arg("latent"), py::arg("cache"),
+        py::arg("query_start"), py::arg("context_tokens"), py::arg("block_table"),
+        py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_latent_attention.py.");
 }
 
 void bind_sampling(py::module_& m) {

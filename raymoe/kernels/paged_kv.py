@@ -12,6 +12,7 @@ C = 64 dimensions, the last one narrower if need be: the kernel reads each as on
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,17 +24,32 @@ VALUE_COLUMNS = 64
 CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+class CacheLayout(Protocol):
+    """Shape and type of one layer's cache, whatever a token leaves in it."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of its elements."""
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        """Shape of one block of one layer."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of one layer."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLayout:
-    """Shape and type of one layer's cache."""
+    """Keys and values of grouped-query attention."""
 
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        if self.dtype not in CACHE_DTYPES:
-            raise ConfigError(f"KV cache dtype is {self.dtype}; supported: {CACHE_DTYPES}")
+        check_cache_dtype(self.dtype)
         if self.head_dim < 8 or self.head_dim % 8:
             raise ConfigError(f"head_dim is {self.head_dim}; the kernels need a multiple of 8")
 
@@ -51,6 +67,16 @@ class KvLayout:
     def block_bytes(self) -> int:
         """Bytes of one block of one layer."""
         return 2 * self.num_kv_heads * BLOCK_TOKENS * self.head_dim * self.dtype.itemsize
+
+
+def check_cache_dtype(dtype: torch.dtype) -> None:
+    """Refuse types that no attention kernel reads.
+
+    Raises:
+        ConfigError: The type is none of `CACHE_DTYPES`.
+    """
+    if dtype not in CACHE_DTYPES:
+        raise ConfigError(f"KV cache dtype is {dtype}; supported: {CACHE_DTYPES}")
 
 
 def unpack_block(block: Tensor, layout: KvLayout) -> tuple[Tensor, Tensor]:

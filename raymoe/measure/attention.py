@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from raymoe.kernels.cpu_attention import AttentionBatch, append_and_attend
-from raymoe.kernels.paged_kv import BLOCK_TOKENS, KvLayout
+from raymoe.kernels.paged_kv import BLOCK_TOKENS, CacheLayout, KvLayout
 from raymoe.measure.timing import KernelJob
 from raymoe.memory.arena import HostArena
 from raymoe.units import ceil_div
@@ -77,13 +77,16 @@ def prefill_job(
 
 def make_layers(shape: AttentionShape, batch: int, context: int) -> list[Tensor]:
     """KV cache of sequences, so many layers that no cache holds one when its turn comes again."""
-    layout = _layout(shape)
-    num_blocks = batch * ceil_div(context, BLOCK_TOKENS)
-    num_layers = ceil_div(MIN_CACHE_BYTES, batch * context * shape.kv_bytes_per_token)
-    num_bytes = num_layers * num_blocks * layout.block_bytes
-    layers = HostArena(num_bytes).allocate(num_bytes).view(layout.dtype)
-    layers.fill_(0.5)
-    return list(layers.view(num_layers, num_blocks, *layout.block_shape))
+    return cache_layers(_layout(shape), batch * ceil_div(context, BLOCK_TOKENS))
+
+
+def cache_layers(layout: CacheLayout, num_blocks: int) -> list[Tensor]:
+    """So many layers of `num_blocks` blocks that no cache holds one when its turn comes again."""
+    layer_bytes = num_blocks * layout.block_bytes
+    num_layers = ceil_div(MIN_CACHE_BYTES, layer_bytes)
+    layers = HostArena(num_layers * layer_bytes).allocate(num_layers * layer_bytes)
+    shaped = layers.view(layout.dtype).view(num_layers, num_blocks, *layout.block_shape)
+    return list(shaped.fill_(0.5))
 
 
 def _calls(  # noqa: PLR0917 - of two public functions above
@@ -100,7 +103,7 @@ def _calls(  # noqa: PLR0917 - of two public functions above
     pass_batch = AttentionBatch(
         query_start=torch.arange(0, tokens + 1, new_tokens, dtype=torch.int32),
         context_tokens=torch.full((batch,), context, dtype=torch.int32),
-        block_table=_shuffled_table(batch, ceil_div(context, BLOCK_TOKENS)),
+        block_table=shuffled_table(batch, ceil_div(context, BLOCK_TOKENS)),
     )
     return [
         partial(
@@ -115,7 +118,8 @@ def _layout(shape: AttentionShape) -> KvLayout:
     return KvLayout(num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, dtype=shape.dtype)
 
 
-def _shuffled_table(batch: int, blocks_each: int) -> Tensor:
+def shuffled_table(batch: int, blocks_each: int) -> Tensor:
+    """Block table of sequences whose blocks lie anywhere, [batch, blocks_each] int32."""
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(batch * blocks_each, generator=generator)
     return order.to(torch.int32).reshape(batch, blocks_each)

@@ -1,0 +1,385 @@
+// The latent attention kernel of the vector instruction sets, over the `Vector` of this file's
+// flags.
+//
+// A tile is worked off in steps of 4 blocks (128 positions): scores = K Q^T with a position in each
+// row and a head in each lane, online softmax of all lanes at once, out = factor * out + P V with a
+// head in each row. So the cached rows are read as they lie, and nothing is summed across lanes.
+//
+// A row's arithmetic never depends on the rest of its tile: positions that only other rows see
+// score -inf, get weight 0 and add 0.
+#pragma once
+
+#include <array>
+#include <utility>
+
+#include "attention_vector-inl.h"
+#include "raymoe/latent_attention.h"
+
+namespace raymoe {
+namespace {
+
+using Reg = Vector::Reg;
+
+constexpr int64_t kLineBytes = 64;
+constexpr int64_t kLanes = Vector::kLanes;
+constexpr int kPanelVectors = 2;
+constexpr int64_t kPanelColumns = kPanelVectors * kLanes;
+#if defined(__AVX512F__)
+constexpr int kMostRows = 12;  // of a register block: 12 x 2 of 32 registers
+#else
+constexpr int kMostRows = 6;
+#endif
+
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+inline int64_t rounded_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
+
+/// Where a tile keeps what it works on; A is the type of the operands, of which `pair` are
+/// multiplied together. R rows of the tile, padded to whole vectors.
+template <typename A>
+struct Workspace {
+  A* queries;      // panels of R columns, each [width / pair][columns][pair]
+  A* values;       // a step of the cache as the right operand of P V
+  A* weights;      // [kStepTokens / pair][R][pair]
+  float* scores;   // [kStepTokens][R]
+  float* factors;  // [R]
+};
+
+/// Up to 4 consecutive blocks of the cache.
+template <typename A>
+struct Step {
+  const A* rows[kStepBlocks];
+  int64_t first;  // position
+  int64_t count;
+  const char* next[kStepBlocks];  // blocks of the cache to be prefetched
+  int64_t block_bytes;
+};
+
+/// The right operand of P V from some column on: a row, or a pair of them, after every `step`.
+template <typename A>
+struct Panel {
+  const A* data;
+  int64_t step;
+};
+
+template <typename C>
+const C* block_at(const LatentTile& tile, int64_t index) {
+  return static_cast<const C*>(tile.cache) + tile.block_table[index] * tile.shape->block_stride;
+}
+
+/// Operands are float32: cached rows are widened into `values`, which serve both products.
+template <typename Cache>
+struct Wide {
+  using C = Cache;
+  using A = float;
+  static constexpr int64_t kPair = 1;
+
+  static Reg load(const A* b) { return Vector::load(b); }
+  static Reg multiply_add(Reg acc, const A* a, Reg b) {
+    return Vector::fma(Vector::set1(*a), b, acc);
+  }
+  static void store_weights(A* to, const Reg (&weights)[1]) { Vector::store(to, weights[0]); }
+
+  static void gather(const LatentTile& tile, const Workspace<A>& work, Step<A>& step) {
+    const int64_t width = tile.shape->width;
+    for (int64_t i = 0; i < step.count; i += kBlockTokens) {
+      const Cache* from = block_at<Cache>(tile, (step.first + i) / kBlockTokens);
+      A* to = work.values + i * width;
+      const int64_t elements = smaller(kBlockTokens, step.count - i) * width;
+      for (int64_t d = 0; d < elements; d += 8) store8(to + d, load8(from + d));
+      step.rows[i / kBlockTokens] = to;
+    }
+  }
+  static Panel<A> values(const LatentShape& shape, const Workspace<A>& work, int64_t column,
+                         int64_t) {
+    return {work.values + column, shape.width};
+  }
+};
+
+/// out[rows][columns of a panel] = scale * out + A * B. `b` is a panel of B: row after row (pair of
+/// rows after pair of rows) of its columns.
+template <typename Format>
+struct Product {
+  const typename Format::A* a;
+  int64_t a_row;   // elements between rows
+  int64_t a_step;  // elements between columns, or pairs of them
+  const typename Format::A* b;
+  int64_t b_step;
+  int64_t num_steps;
+  float* out;
+  int64_t out_row;
+  const float* scale;      // [rows]; null overwrites out
+  const char* ahead;       // a line of cache is prefetched with each step
+  const char* ahead_end;
+};
+
+/// Not inlined, so that every accumulator stays in a register.
+template <typename Format, int kCols, int kRows>
+__attribute__((noinline)) void multiply_block(const Product<Format>& product) {
+  Reg acc[kRows][kCols];
+  for (int i = 0; i < kRows; ++i)
+    for (int j = 0; j < kCols; ++j)
+      acc[i][j] = product.scale == nullptr
+                      ? Vector::zero()
+                      : Vector::mul(Vector::set1(product.scale[i]),
+                                    Vector::load(product.out + i * product.out_row + j * kLanes));
+  const typename Format::A* a = product.a;
+  const typename Format::A* b = product.b;
+  const char* ahead = product.ahead;
+  for (int64_t step = 0; step < product.num_steps; ++step) {
+    if (ahead < product.ahead_end) {
+      _mm_prefetch(ahead, _MM_HINT_T1);
+      ahead += kLineBytes;
+    }
+    Reg columns[kCols];
+    for (int j = 0; j < kCols; ++j) columns[j] = Format::load(b + j * kLanes * Format::kPair);
+    for (int i = 0; i < kRows; ++i)
+      for (int j = 0; j < kCols; ++j)
+        acc[i][j] = Format::multiply_add(acc[i][j], a + i * product.a_row, columns[j]);
+    a += product.a_step;
+    b += product.b_step;
+  }
+  for (int i = 0; i < kRows; ++i)
+    for (int j = 0; j < kCols; ++j)
+      Vector::store(product.out + i * product.out_row + j * kLanes, acc[i][j]);
+}
+
+template <typename Format>
+using MultiplyBlock = void (*)(const Product<Format>&);
+
+template <typename Format, int kCols, int... kRows>
+constexpr std::array<MultiplyBlock<Format>, kMostRows> block_table(
+    std::integer_sequence<int, kRows...>) {
+  return {multiply_block<Format, kCols, kRows + 1>...};
+}
+
+/// All rows of a product, in register blocks of nearly equal size. Returns where its prefetches end.
+template <typename Format>
+const char* multiply(Product<Format> product, int64_t num_rows, bool is_half) {
+  using Rows = std::make_integer_sequence<int, kMostRows>;
+  static constexpr auto kWhole = block_table<Format, kPanelVectors>(Rows());
+  static constexpr auto kHalf = block_table<Format, 1>(Rows());
+  const int64_t num_blocks = (num_rows + kMostRows - 1) / kMostRows;
+  const Product<Format> all = product;
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    const int64_t first = block * num_rows / num_blocks;
+    const int64_t rows = (block + 1) * num_rows / num_blocks - first;
+    product.a = all.a + first * all.a_row;
+    product.out = all.out + first * all.out_row;
+    if (all.scale != nullptr) product.scale = all.scale + first;
+    (is_half ? kHalf : kWhole)[static_cast<size_t>(rows - 1)](product);
+    product.ahead += product.num_steps * kLineBytes;
+  }
+  return product.ahead;
+}
+
+template <typename Q>
+inline void pack_pair(const Q* from, float* to) {
+  *to = to_float(*from);
+}
+inline void pack_pair(const bf16* from, bf16* to) { __builtin_memcpy(to, from, 2 * sizeof(bf16)); }
+
+/// The queries of a tile as the right operand: a row becomes a column.
+template <typename Format, typename Q>
+void pack_queries(const LatentTile& tile, typename Format::A* to) {
+  constexpr int64_t pair = Format::kPair;
+  const LatentShape& shape = *tile.shape;
+  const int64_t num_rows = tile.num_rows(), padded = rounded_up(num_rows, kLanes);
+  for (int64_t panel = 0; panel < padded; panel += kPanelColumns) {
+    const int64_t columns = smaller(padded - panel, kPanelColumns);
+    for (int64_t column = 0; column < columns; ++column) {
+      const int64_t row = panel + column;
+      typename Format::A* out = to + panel * shape.width + column * pair;
+      const Q* query = static_cast<const Q*>(tile.query) +
+                       row / tile.num_heads * shape.query_stride +
+                       row % tile.num_heads * shape.width;
+      for (int64_t d = 0; d < shape.width; d += pair, out += columns * pair)
+        if (row < num_rows)
+          pack_pair(query + d, out);
+        else
+          for (int64_t p = 0; p < pair; ++p) out[p] = typename Format::A{};
+    }
+  }
+}
+
+/// scores[position][row of the tile] for the positions of a step.
+template <typename Format>
+void score_step(const LatentTile& tile, const Step<typename Format::A>& step,
+                const Workspace<typename Format::A>& work) {
+  const int64_t width = tile.shape->width, padded = rounded_up(tile.num_rows(), kLanes);
+  Product<Format> product{};
+  product.a_row = width;
+  product.a_step = Format::kPair;
+  product.num_steps = width / Format::kPair;
+  product.out_row = padded;
+  for (int64_t block = 0; block * kBlockTokens < step.count; ++block) {
+    product.ahead = step.next[block];
+    product.ahead_end = product.ahead + step.block_bytes;
+    for (int64_t panel = 0; panel < padded; panel += kPanelColumns) {
+      const int64_t columns = smaller(padded - panel, kPanelColumns);
+      product.a = step.rows[block];
+      product.b = work.queries + panel * width;
+      product.b_step = columns * Format::kPair;
+      product.out = work.scores + block * kBlockTokens * padded + panel;
+      const int64_t rows = smaller(kBlockTokens, step.count - block * kBlockTokens);
+      product.ahead = multiply(product, rows, columns < kPanelColumns);
+    }
+  }
+}
+
+/// Positions behind a row's own score -inf: rows of later tokens see them.
+template <typename A>
+void mask_step(const LatentTile& tile, const Step<A>& step, float* scores) {
+  const int64_t padded = rounded_up(tile.num_rows(), kLanes);
+  for (int64_t i = larger(tile.first_position + 1 - step.first, 0); i < step.count; ++i) {
+    const int64_t first_row = (step.first + i - tile.first_position) * tile.num_heads;
+    for (int64_t row = 0; row < smaller(first_row, padded); row += kLanes) {
+      float* at = scores + i * padded + row;
+      const int from = static_cast<int>(smaller(first_row - row, kLanes));
+      Vector::store(at, Vector::keep(Vector::load(at), from, static_cast<int>(kLanes)));
+    }
+  }
+}
+
+/// Online softmax: weights of a step from its scores, and the factors of everything summed before.
+template <typename Format>
+void weigh_step(const LatentTile& tile, int64_t count, const Workspace<typename Format::A>& work,
+                const AttentionState& state) {
+  const int64_t padded = rounded_up(tile.num_rows(), kLanes);
+  const Reg scale = Vector::set1(tile.shape->scale_log2e);
+  const Reg lowest = Vector::set1(-3.0e38f);
+  for (int64_t row = 0; row < padded; row += kLanes) {
+    const float* scores = work.scores + row;
+    Reg top = Vector::load(scores);
+    for (int64_t i = 1; i < count; ++i) top = Vector::max(top, Vector::load(scores + i * padded));
+    const Reg old_max = Vector::load(state.max + row);
+    const Reg max = Vector::max(old_max, Vector::mul(top, scale));
+    // A row that has seen nothing yet: any finite reference gives weights of zero.
+    const Reg reference = Vector::max(max, lowest);
+    const Reg factor = Vector::exp2(Vector::fms(old_max, Vector::set1(1.0f), reference));
+    Reg sum = Vector::mul(Vector::load(state.sum + row), factor);
+    for (int64_t i = 0; i < count; i += Format::kPair) {
+      Reg weights[Format::kPair];
+      for (int64_t p = 0; p < Format::kPair; ++p) {
+        weights[p] = i + p < count
+                         ? Vector::exp2(Vector::fms(Vector::load(scores + (i + p) * padded), scale,
+                                                    reference))
+                         : Vector::zero();
+        sum = Vector::add(sum, weights[p]);
+      }
+      Format::store_weights(work.weights + (i * padded + row * Format::kPair), weights);
+    }
+    Vector::store(state.max + row, max);
+    Vector::store(state.sum + row, sum);
+    Vector::store(work.factors + row, factor);
+  }
+}
+
+/// out = factors * out + P V.
+template <typename Format>
+void add_values(const LatentTile& tile, int64_t count, const Workspace<typename Format::A>& work,
+                const AttentionState& state) {
+  constexpr int64_t pair = Format::kPair;
+  const LatentShape& shape = *tile.shape;
+  const int64_t padded = rounded_up(tile.num_rows(), kLanes);
+  const int64_t rank = rounded_up(shape.rank, kLanes);
+  Product<Format> product{};
+  product.a = work.weights;
+  product.a_row = pair;
+  product.a_step = padded * pair;
+  product.num_steps = (count + pair - 1) / pair;
+  product.out_row = padded_head_dim(shape.rank);
+  product.scale = work.factors;
+  for (int64_t column = 0; column < rank; column += kPanelColumns) {
+    const int64_t columns = smaller(rank - column, kPanelColumns);
+    const auto panel = Format::values(shape, work, column, columns);
+    product.b = panel.data;
+    product.b_step = panel.step;
+    product.out = state.out + column;
+    multiply(product, tile.num_rows(), columns < kPanelColumns);
+  }
+}
+
+template <typename Format>
+Workspace<typename Format::A> workspace_at(float* scratch, const LatentShape& shape,
+                                           int64_t num_rows) {
+  using A = typename Format::A;
+  const int64_t padded = rounded_up(num_rows, kLanes);
+  Workspace<A> work;
+  work.factors = scratch;
+  work.scores = work.factors + padded;
+  float* next = work.scores + kStepTokens * padded;
+  if constexpr (Format::kPair == 1) {
+    work.weights = work.scores;  // each takes the place of its score
+  } else {
+    work.weights = reinterpret_cast<A*>(next);
+    next += kStepTokens * padded / Format::kPair;
+  }
+  work.queries = reinterpret_cast<A*>(next);
+  next += rounded_up(padded * shape.width, 16) / Format::kPair;
+  work.values = reinterpret_cast<A*>(next);
+  return work;
+}
+
+/// The positions of a step, and the blocks that its thread reads after it.
+template <typename Format>
+Step<typename Format::A> make_step(const LatentTile& tile, int64_t first, int64_t end) {
+  Step<typename Format::A> step;
+  step.first = first;
+  step.count = smaller(kStepTokens, end - first);
+  step.block_bytes = kBlockTokens * tile.shape->width * int64_t{sizeof(typename Format::C)};
+  for (int64_t i = 0; i < kStepBlocks; ++i) {
+    const int64_t position = first + kStepTokens + i * kBlockTokens;
+    const void* next = position < end
+                           ? block_at<typename Format::C>(tile, position / kBlockTokens)
+                           : tile.next_blocks[i];
+    step.next[i] = static_cast<const char*>(next);
+  }
+  return step;
+}
+
+template <typename Format, typename Q>
+void attend(const LatentTile& tile, int64_t split, const AttentionState& state, float* scratch) {
+  const LatentShape& shape = *tile.shape;
+  const int64_t num_rows = tile.num_rows();
+  const auto work = workspace_at<Format>(scratch, shape, num_rows);
+  pack_queries<Format, Q>(tile, work.queries);
+  for (int64_t row = 0; row < rounded_up(num_rows, kLanes); ++row) {
+    state.max[row] = -__builtin_inff();
+    state.sum[row] = 0;
+  }
+  const int64_t out_size = num_rows * padded_head_dim(shape.rank);
+  for (int64_t i = 0; i < out_size; ++i) state.out[i] = 0;
+  const int64_t end = smaller(tile.last_position() + 1, (split + 1) * kSplitTokens);
+  for (int64_t first = split * kSplitTokens; first < end; first += kStepTokens) {
+    auto step = make_step<Format>(tile, first, end);
+    Format::gather(tile, work, step);
+    score_step<Format>(tile, step, work);
+    mask_step(tile, step, work.scores);
+    weigh_step<Format>(tile, step.count, work, state);
+    add_values<Format>(tile, step.count, work, state);
+  }
+}
+
+template <typename Q>
+void store(const LatentTile& tile, const AttentionState& state) {
+  const LatentShape& shape = *tile.shape;
+  for (int64_t row = 0; row < tile.num_rows(); ++row) {
+    const float* from = state.out + row * padded_head_dim(shape.rank);
+    Q* to = static_cast<Q*>(tile.out) + row / tile.num_heads * shape.out_stride +
+            row % tile.num_heads * shape.rank;
+    const __m256 factor = _mm256_set1_ps(1.0f / state.sum[row]);
+    for (int64_t d = 0; d < shape.rank; d += 8) store8(to + d, _mm256_mul_ps(load8(from + d), factor));
+  }
+}
+
+inline LatentKernel wide_kernel(DType query, DType cache) {
+  if (query == DType::kBFloat16) return {attend<Wide<bf16>, bf16>, store<bf16>};
+  if (query == DType::kFloat16) return {attend<Wide<fp16>, fp16>, store<fp16>};
+  if (cache == DType::kBFloat16) return {attend<Wide<bf16>, float>, store<float>};
+  if (cache == DType::kFloat16) return {attend<Wide<fp16>, float>, store<float>};
+  return {attend<Wide<float>, float>, store<float>};
+}
+
+}  // namespace
+}  // namespace raymoe
