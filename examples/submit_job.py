@@ -3,7 +3,7 @@
 The same by hand, with the head's dashboard forwarded by `ray dashboard cluster.yaml`:
 
     ray job submit --address http://127.0.0.1:8265 -- raymoe generate \
-        --model mistralai/Mixtral-8x7B-Instruct-v0.1 --input s3://bucket/prompts/ \
+        --model mistralai/Mixtral-8x7B-Instruct-v0.1 --input /data/prompts/ \
         --output /data/answers --id-column id --resume --num-actors 16
 """
 
