@@ -38,7 +38,12 @@ def fused_experts(
     topk_weights: Tensor,
     gate_up: Tensor,
     down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
     expert_size: int,
+    gain: float,
+    limit: float,
+    offset: float,
     out: Tensor,
 ) -> None: ...
 def gated_ffn(

@@ -1,6 +1,6 @@
 // The experts of one layer. Tokens pass in blocks; for each block, with a barrier between:
 //   sort     worker 0 groups the block's (token, slot) rows by expert, in a counting sort
-//   gate     tasks of (rows of an expert, panels of gate and up): gather, multiply, silu(gate) * up
+//   gate     tasks of (rows of an expert, panels of gate and up): gather, multiply, gate * up
 //   down     tasks of one panel of outputs over all experts in ascending order: multiply, add to
 //            the accumulators of the tokens, round
 // Down tasks own their columns, so the sums of a token need no locks and have one order.
@@ -21,7 +21,7 @@ namespace {
 
 constexpr int64_t kGatePanelColumns = kPanelColumns / 2;
 constexpr int64_t kGatherBytes = 512 << 10;     // rows of a gate task: half of a 1 MiB L2 cache
-constexpr int64_t kActivationBytes = 48 << 20;  // silu(gate) * up of a block of tokens
+constexpr int64_t kActivationBytes = 48 << 20;  // gated products of a block of tokens
 constexpr int64_t kRowsPerExpert = 128;         // at the peak rate, weights stream at 3 to 4 GB/s
 constexpr int64_t kGateTasksPerWorker = 128;
 constexpr int64_t kInlineCycles = 20'000;  // below about 5 microseconds waking workers costs more
@@ -156,6 +156,10 @@ class ExpertsLaunch {
   const bf16* down_panel(int64_t expert, int64_t panel) const {
     return problem_.weights.down + (expert * sizes_.down_panels + panel) * sizes_.down_elements;
   }
+  /// Of one panel of an expert; zeros where the experts have none.
+  static const float* bias_of(const float* biases, int64_t expert, int64_t panels, int64_t panel) {
+    return biases == nullptr ? kNoBias : biases + (expert * panels + panel) * kPanelColumns;
+  }
   bool is_dense() const { return problem_.topk_ids == nullptr; }
 
   const GemmKernels& kernels_ = gemm_kernels();
@@ -276,8 +280,11 @@ void ExpertsLaunch::multiply_gate(const WorkerArrays& arrays, const GateTask& ta
                              arrays.sums};
   bf16* out =
       scratch_.activations + task.rows.first * sizes_.activation_stride + panel * kGatePanelColumns;
+  const float* bias =
+      bias_of(problem_.weights.gate_up_bias, task.rows.expert, sizes_.gate_panels, panel);
   multiply_panel(kernels_, product, [&](int64_t row, int64_t count, const float* sums) {
-    kernels_.gate(count, {sums, out + row * sizes_.activation_stride, sizes_.activation_stride});
+    kernels_.gate(count, {sums, bias, problem_.gating, out + row * sizes_.activation_stride,
+                          sizes_.activation_stride});
   });
 }
 
@@ -306,6 +313,7 @@ void ExpertsLaunch::multiply_down(const WorkerArrays& arrays, size_t index, int6
                              down_panel(next_expert, is_last ? panel + 1 : panel),
                              arrays.sums};
   const int64_t column = panel * kPanelColumns;
+  const float* bias = bias_of(problem_.weights.down_bias, rows.expert, sizes_.down_panels, panel);
   multiply_panel(kernels_, product, [&](int64_t row, int64_t count, const float* sums) {
     const int64_t first = rows.first + row;
     if (is_dense())
@@ -314,8 +322,8 @@ void ExpertsLaunch::multiply_down(const WorkerArrays& arrays, size_t index, int6
           {sums, nullptr, problem_.out + (first_token_ + first) * problem_.out_stride + column,
            problem_.out_stride, std::min(kPanelColumns, problem_.weights.hidden_size - column)});
     else
-      kernels_.scatter(count, {sums, scratch_.row_tokens + first, scratch_.row_weights + first,
-                               arrays.accumulator});
+      kernels_.scatter(count, {sums, bias, scratch_.row_tokens + first,
+                               scratch_.row_weights + first, arrays.accumulator});
   });
 }
 

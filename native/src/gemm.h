@@ -13,6 +13,7 @@
 #include <cstdint>
 
 #include "raymoe/bf16.h"
+#include "raymoe/experts.h"
 #include "raymoe/isa.h"
 
 namespace raymoe {
@@ -54,16 +55,21 @@ struct StoreTile {
   int64_t columns;  // valid ones, 1 to kPanelColumns
 };
 
-/// Sums hold 16 gate columns and 16 up columns; writes 16 columns of silu(gate) * up.
+inline constexpr float kNoBias[kPanelColumns] = {};
+
+/// Sums and biases hold 16 gate columns and 16 up columns; writes 16 columns of their product.
 struct GateTile {
   const float* sums;
+  const float* bias;  // [kPanelColumns]
+  Gating gating;
   bf16* out;
   int64_t out_stride;
 };
 
-/// accumulator[token] += weight * sums, for each row.
+/// accumulator[token] += weight * (sums + bias), for each row.
 struct ScatterTile {
   const float* sums;
+  const float* bias;  // [kPanelColumns]
   const int32_t* tokens;
   const float* weights;
   float* accumulator;  // [tokens][kPanelColumns]

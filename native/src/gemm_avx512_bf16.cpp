@@ -135,9 +135,9 @@ void store_avx512_bf16(int64_t rows, const StoreTile& tile) {
   }
 }
 
-/// x / (1 + exp(-x)) to about 13 bits: the result is rounded to 8 bits at once.
-inline __m512 silu(__m512 x) {
-  __m512 power = _mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f));
+/// x / (1 + exp(-gain * x)) to about 13 bits: the result is rounded to 8 bits at once.
+inline __m512 silu(__m512 x, float gain) {
+  __m512 power = _mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f * gain));
   // Operand order: max and min return their second operand when one is NaN.
   power = _mm512_max_ps(_mm512_set1_ps(-126.0f), power);
   power = _mm512_min_ps(_mm512_set1_ps(126.0f), power);
@@ -153,22 +153,33 @@ inline __m512 silu(__m512 x) {
 }
 
 void gate_avx512_bf16(int64_t rows, const GateTile& tile) {
+  const __m512 gate_bias = _mm512_loadu_ps(tile.bias), up_bias = _mm512_loadu_ps(tile.bias + 16);
+  const __m512 limit = _mm512_set1_ps(tile.gating.limit);
+  const __m512 least = _mm512_set1_ps(-tile.gating.limit);
+  const __m512 offset = _mm512_set1_ps(tile.gating.offset);
   for (int64_t row = 0; row < rows; ++row) {
     const float* sums = tile.sums + row * kPanelColumns;
-    const __m512 product = _mm512_mul_ps(silu(_mm512_loadu_ps(sums)), _mm512_loadu_ps(sums + 16));
+    // Operand order: min and max return their second operand when one is NaN.
+    const __m512 gate = _mm512_min_ps(limit, _mm512_add_ps(_mm512_loadu_ps(sums), gate_bias));
+    __m512 up = _mm512_min_ps(limit, _mm512_add_ps(_mm512_loadu_ps(sums + 16), up_bias));
+    up = _mm512_add_ps(_mm512_max_ps(least, up), offset);
+    const __m512 product = _mm512_mul_ps(silu(gate, tile.gating.gain), up);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(tile.out + row * tile.out_stride),
                         round_to_bf16(product));
   }
 }
 
 void scatter_avx512_bf16(int64_t rows, const ScatterTile& tile) {
+  const __m512 left_bias = _mm512_loadu_ps(tile.bias);
+  const __m512 right_bias = _mm512_loadu_ps(tile.bias + 16);
   for (int64_t row = 0; row < rows; ++row) {
-    const float* sums = tile.sums + row * kPanelColumns;
-    float* accumulator = tile.accumulator + tile.tokens[row] * kPanelColumns;
+    const __m512 left = _mm512_add_ps(_mm512_loadu_ps(tile.sums + row * kPanelColumns), left_bias);
+    const __m512 right =
+        _mm512_add_ps(_mm512_loadu_ps(tile.sums + row * kPanelColumns + 16), right_bias);
+    float* sum = tile.accumulator + tile.tokens[row] * kPanelColumns;
     const __m512 weight = _mm512_set1_ps(tile.weights[row]);
-    const __m512 left = _mm512_loadu_ps(accumulator), right = _mm512_loadu_ps(accumulator + 16);
-    _mm512_storeu_ps(accumulator, _mm512_fmadd_ps(weight, _mm512_loadu_ps(sums), left));
-    _mm512_storeu_ps(accumulator + 16, _mm512_fmadd_ps(weight, _mm512_loadu_ps(sums + 16), right));
+    _mm512_storeu_ps(sum, _mm512_fmadd_ps(weight, left, _mm512_loadu_ps(sum)));
+    _mm512_storeu_ps(sum + 16, _mm512_fmadd_ps(weight, right, _mm512_loadu_ps(sum + 16)));
   }
 }
 

@@ -51,6 +51,14 @@ ExpertWeights expert_weights(const TensorView& gate_up, const TensorView& down, 
           expert_size};
 }
 
+const float* bias_data(const char* what, const TensorView* bias, int64_t num_experts,
+                       int64_t outputs) {
+  if (bias == nullptr) return nullptr;
+  bias->expect(what, DType::kFloat32, 2).expect_size(what, 0, num_experts);
+  bias->expect_size(what, 1, num_panels(outputs) * kPanelColumns).expect_contiguous(what);
+  return bias->data<float>();
+}
+
 }  // namespace
 
 int64_t packed_gate_up_bytes(int64_t expert_size, int64_t hidden_size) {
@@ -90,7 +98,8 @@ void packed_linear_op(const TensorView& x, const TensorView& packed, const Tenso
 
 void fused_experts_op(const TensorView& hidden, const TensorView& topk_ids,
                       const TensorView& topk_weights, const TensorView& gate_up,
-                      const TensorView& down, int64_t expert_size, const TensorView& out) {
+                      const TensorView& down, const ExpertBiases& biases, int64_t expert_size,
+                      const Gating& gating, const TensorView& out) {
   hidden.expect("fused_experts: hidden", DType::kBFloat16, 2);
   const int64_t num_tokens = hidden.size(0), hidden_size = hidden.size(1);
   check_rows("fused_experts: out", out, num_tokens, hidden_size);
@@ -103,9 +112,14 @@ void fused_experts_op(const TensorView& hidden, const TensorView& topk_ids,
       .expect_size("fused_experts: topk_weights", 0, num_tokens)
       .expect_size("fused_experts: topk_weights", 1, top_k)
       .expect_contiguous("fused_experts: topk_weights");
-  fused_experts({expert_weights(gate_up, down, hidden_size, expert_size), hidden.data<bf16>(),
-                 hidden.stride(0), topk_ids.data<int32_t>(), topk_weights.data<float>(), num_tokens,
-                 top_k, out.data<bf16>(), out.stride(0)});
+  ExpertWeights weights = expert_weights(gate_up, down, hidden_size, expert_size);
+  weights.gate_up_bias = bias_data("fused_experts: gate_up_bias", biases.gate_up,
+                                   weights.num_experts, 2 * expert_size);
+  weights.down_bias =
+      bias_data("fused_experts: down_bias", biases.down, weights.num_experts, hidden_size);
+  fused_experts({weights, hidden.data<bf16>(), hidden.stride(0), topk_ids.data<int32_t>(),
+                 topk_weights.data<float>(), num_tokens, top_k, out.data<bf16>(), out.stride(0),
+                 gating});
 }
 
 void gated_ffn_op(const TensorView& hidden, const TensorView& gate_up, const TensorView& down,

@@ -1,4 +1,5 @@
 // The matrix product without vectors: the readable reference of gemm_avx512_bf16.cpp.
+#include <algorithm>
 #include <cmath>
 
 #include "gemm.h"
@@ -34,10 +35,15 @@ void store_scalar(int64_t rows, const StoreTile& tile) {
 void gate_scalar(int64_t rows, const GateTile& tile) {
   for (int64_t row = 0; row < rows; ++row)
     for (int64_t column = 0; column < kPanelColumns / 2; ++column) {
-      const float gate = tile.sums[row * kPanelColumns + column];
-      const float up = tile.sums[row * kPanelColumns + kPanelColumns / 2 + column];
+      const int64_t other = column + kPanelColumns / 2;
+      const float* sums = tile.sums + row * kPanelColumns;
+      const Gating& gating = tile.gating;
+      // Operand order: NaN passes through std::min and std::max as their first operand.
+      const float gate = std::min(sums[column] + tile.bias[column], gating.limit);
+      const float up = std::min(sums[other] + tile.bias[other], gating.limit);
       tile.out[row * tile.out_stride + column] =
-          from_float<bf16>(gate / (1.0f + std::exp(-gate)) * up);
+          from_float<bf16>(gate / (1.0f + std::exp(-gating.gain * gate)) *
+                           (std::max(up, -gating.limit) + gating.offset));
     }
 }
 
@@ -45,7 +51,8 @@ void scatter_scalar(int64_t rows, const ScatterTile& tile) {
   for (int64_t row = 0; row < rows; ++row) {
     float* accumulator = tile.accumulator + tile.tokens[row] * kPanelColumns;
     for (int64_t column = 0; column < kPanelColumns; ++column)
-      accumulator[column] += tile.weights[row] * tile.sums[row * kPanelColumns + column];
+      accumulator[column] +=
+          tile.weights[row] * (tile.sums[row * kPanelColumns + column] + tile.bias[column]);
   }
 }
 

@@ -85,9 +85,20 @@ void bind_gemm(py::module_& m) {
            const TensorView& out) { packed_linear_op(x, packed, bias ? &*bias : nullptr, out); },
         py::arg("x"), py::arg("packed"), py::arg("bias"), py::arg("out"), Guard(),
         "See kernels/cpu_linear.py.");
-  m.def("fused_experts", &fused_experts_op, py::arg("hidden"), py::arg("topk_ids"),
-        py::arg("topk_weights"), py::arg("gate_up"), py::arg("down"), py::arg("expert_size"),
-        py::arg("out"), Guard(), "See kernels/cpu_experts.py.");
+  m.def("fused_experts",
+        [](const TensorView& hidden, const TensorView& topk_ids, const TensorView& topk_weights,
+           const TensorView& gate_up, const TensorView& down,
+           const std::optional<TensorView>& gate_up_bias,
+           const std::optional<TensorView>& down_bias, int64_t expert_size, float gain,
+           float limit, float offset, const TensorView& out) {
+          fused_experts_op(hidden, topk_ids, topk_weights, gate_up, down,
+                           {pointer_to(gate_up_bias), pointer_to(down_bias)}, expert_size,
+                           {gain, limit, offset}, out);
+        },
+        py::arg("hidden"), py::arg("topk_ids"), py::arg("topk_weights"), py::arg("gate_up"),
+        py::arg("down"), py::arg("gate_up_bias"), py::arg("down_bias"), py::arg("expert_size"),
+        py::arg("gain"), py::arg("limit"), py::arg("offset"), py::arg("out"), Guard(),
+        "See kernels/cpu_experts.py.");
   m.def("gated_ffn", &gated_ffn_op, py::arg("hidden"), py::arg("gate_up"), py::arg("down"),
         py::arg("expert_size"), py::arg("out"), Guard(), "See kernels/cpu_experts.py.");
 }

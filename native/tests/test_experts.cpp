@@ -70,19 +70,28 @@ void check_linear(int64_t rows, int64_t inputs, int64_t outputs, bool has_bias) 
 
 struct Experts {
   int64_t hidden_size, expert_size, num_experts;
+  Gating gating;
   std::vector<bf16> gate, up, down;
   Packed packed_gate_up, packed_down;
+  std::vector<float> gate_up_bias, down_bias;  // empty for none
 
-  Experts(int64_t hidden, int64_t expert, int64_t count)
+  Experts(int64_t hidden, int64_t expert, int64_t count, bool has_bias = false, Gating how = {})
       : hidden_size(hidden),
         expert_size(expert),
         num_experts(count),
+        gating(how),
         gate(random_matrix(count * expert, hidden, 0.5f)),
         up(random_matrix(count * expert, hidden, 0.5f)),
         down(random_matrix(count * hidden, expert, 0.5f)),
         packed_gate_up(allocate(count * packed_gate_up_bytes(expert, hidden))),
         packed_down(allocate(count * packed_bytes(hidden, expert))) {
     const int64_t size = hidden * expert;
+    if (has_bias) {
+      gate_up_bias.resize(static_cast<size_t>(count * gate_panels() * kPanelColumns));
+      down_bias.resize(static_cast<size_t>(count * num_panels(hidden) * kPanelColumns));
+      for (float& value : gate_up_bias) value = random_value();
+      for (float& value : down_bias) value = random_value();
+    }
     for (int64_t e = 0; e < count; ++e) {
       pack_gate_up(source(gate.data() + e * size, expert, hidden),
                    source(up.data() + e * size, expert, hidden),
@@ -92,14 +101,29 @@ struct Experts {
     }
   }
 
+  int64_t gate_panels() const { return ceil_div(expert_size, kPanelColumns / 2); }
+
+  /// Of output f of the gate (part 0) or of up (part 1).
+  double gate_bias(int64_t expert, int64_t f, int64_t part) const {
+    if (gate_up_bias.empty()) return 0;
+    const int64_t half = kPanelColumns / 2, panel = expert * gate_panels() + f / half;
+    return gate_up_bias[static_cast<size_t>(panel * kPanelColumns + part * half + f % half)];
+  }
+
   void add(const bf16* x, int64_t expert, double weight, double* sums) const {
     std::vector<double> middle(static_cast<size_t>(expert_size));
     for (int64_t f = 0; f < expert_size; ++f) {
       const int64_t row = (expert * expert_size + f) * hidden_size;
-      const double value = dot(x, gate.data() + row, hidden_size);
-      middle[static_cast<size_t>(f)] =
-          value / (1 + std::exp(-value)) * dot(x, up.data() + row, hidden_size);
+      const double limit = gating.limit;
+      const double value =
+          std::min(dot(x, gate.data() + row, hidden_size) + gate_bias(expert, f, 0), limit);
+      const double other = dot(x, up.data() + row, hidden_size) + gate_bias(expert, f, 1);
+      middle[static_cast<size_t>(f)] = value / (1 + std::exp(-gating.gain * value)) *
+                                       (std::clamp(other, -limit, limit) + gating.offset);
     }
+    const int64_t columns = num_panels(hidden_size) * kPanelColumns;
+    for (int64_t h = 0; h < hidden_size && !down_bias.empty(); ++h)
+      sums[h] += weight * down_bias[static_cast<size_t>(expert * columns + h)];
     for (int64_t h = 0; h < hidden_size; ++h)
       for (int64_t f = 0; f < expert_size; ++f)
         sums[h] +=
@@ -120,7 +144,9 @@ void check_experts(const Experts& experts, int64_t num_tokens, int64_t top_k, bo
   }
   std::vector<bf16> out(hidden.size());
   fused_experts({{experts.packed_gate_up.get(), experts.packed_down.get(), experts.num_experts,
-                  hidden_size, experts.expert_size},
+                  hidden_size, experts.expert_size,
+                  experts.gate_up_bias.empty() ? nullptr : experts.gate_up_bias.data(),
+                  experts.down_bias.empty() ? nullptr : experts.down_bias.data()},
                  hidden.data(),
                  hidden_size,
                  is_dense ? nullptr : ids.data(),
@@ -128,7 +154,8 @@ void check_experts(const Experts& experts, int64_t num_tokens, int64_t top_k, bo
                  num_tokens,
                  is_dense ? 1 : top_k,
                  out.data(),
-                 hidden_size});
+                 hidden_size,
+                 experts.gating});
   for (int64_t token = 0; token < num_tokens; ++token) {
     std::vector<double> want(static_cast<size_t>(hidden_size), 0.0);
     const bf16* x = hidden.data() + token * hidden_size;
@@ -167,6 +194,10 @@ void experts_are_right() {
     check_experts(deep, 9, 2, is_dense);
     check_experts(narrow, 700, 3, is_dense);
   }
+  const Gating limited{1.7f, 0.6f, 1.0f};
+  check_experts(Experts(17, 13, 5, true), 40, 3, false);
+  check_experts(Experts(64, 48, 8, true, limited), 90, 2, false);
+  check_experts(Experts(33, 16, 3, false, limited), 20, 1, false);
 }
 
 void bad_expert_ids_are_refused() {

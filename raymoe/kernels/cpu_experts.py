@@ -3,9 +3,10 @@
 T tokens, H hidden, E experts, K experts per token, F expert hidden.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +24,35 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
     "relu": functional.relu,
 }
+
+
+class Biases(NamedTuple):
+    """Of the three projections of one expert."""
+
+    gate_F: Tensor
+    up_F: Tensor
+    down_H: Tensor
+
+
+class Clamp(NamedTuple):
+    """Limits of a gated product: see `gated_product`."""
+
+    gain: float
+    limit: float
+
+
+def gated_product(
+    gate_TF: Tensor, up_TF: Tensor, activation: str, clamp: Clamp | None = None
+) -> Tensor:
+    """activation(gate) * up; with a clamp, (up + 1) * gate * sigmoid(gain * gate) within limits.
+
+    Source: OpenAI, gpt-oss-120b & gpt-oss-20b model card (2025), section 2.2.
+    """
+    if clamp is None:
+        return ACTIVATIONS[activation](gate_TF) * up_TF
+    gate_TF = gate_TF.clamp(max=clamp.limit)
+    up_TF = up_TF.clamp(-clamp.limit, clamp.limit)
+    return (up_TF + 1) * gate_TF * torch.sigmoid(clamp.gain * gate_TF)
 
 
 class Experts(Protocol):
@@ -52,12 +82,26 @@ class PlainExperts:
     """
 
     def __init__(
-        self, gate_EFH: Matrices, up_EFH: Matrices, down_EHF: Matrices, *, activation: str
+        self,
+        gate_EFH: Matrices,
+        up_EFH: Matrices,
+        down_EHF: Matrices,
+        *,
+        activation: str,
+        biases: Sequence[Biases] | None = None,
+        clamp: Clamp | None = None,
     ) -> None:
         check_activation(activation)
         self._ffns = [
-            PlainGatedFfn(gate_FH, up_FH, down_HF, activation=activation)
-            for gate_FH, up_FH, down_HF in zip(gate_EFH, up_EFH, down_EHF, strict=True)
+            PlainGatedFfn(
+                gate_EFH[expert],
+                up_EFH[expert],
+                down_EHF[expert],
+                activation=activation,
+                biases=None if biases is None else biases[expert],
+                clamp=clamp,
+            )
+            for expert in range(len(gate_EFH))
         ]
 
     def __call__(self, hidden_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
@@ -82,16 +126,28 @@ class PlainExperts:
 class PlainGatedFfn:
     """Three products through torch, each rounded to the type of the input. Also the reference."""
 
-    def __init__(self, gate_FH: Tensor, up_FH: Tensor, down_HF: Tensor, *, activation: str) -> None:
+    def __init__(
+        self,
+        gate_FH: Tensor,
+        up_FH: Tensor,
+        down_HF: Tensor,
+        *,
+        activation: str,
+        biases: Biases | None = None,
+        clamp: Clamp | None = None,
+    ) -> None:
         check_activation(activation)
         self._gate_FH, self._up_FH, self._down_HF = gate_FH, up_FH, down_HF
-        self._activate = ACTIVATIONS[activation]
+        self._biases = (None, None, None) if biases is None else biases
+        self._activation, self._clamp = activation, clamp
 
     def __call__(self, hidden_TH: Tensor) -> Tensor:
         """See `GatedFfn`."""
-        gate_TF = functional.linear(hidden_TH, self._gate_FH)
-        up_TF = functional.linear(hidden_TH, self._up_FH)
-        return functional.linear(self._activate(gate_TF) * up_TF, self._down_HF)
+        gate_F, up_F, down_H = self._biases
+        gate_TF = functional.linear(hidden_TH, self._gate_FH, gate_F)
+        up_TF = functional.linear(hidden_TH, self._up_FH, up_F)
+        product_TF = gated_product(gate_TF, up_TF, self._activation, self._clamp)
+        return functional.linear(product_TF, self._down_HF, down_H)
 
 
 class _PackedFfns:
@@ -118,15 +174,27 @@ class _PackedFfns:
 class PackedExperts:
     """Sort, gather, gate and up, down and combine in one launch of our own kernel, silu only.
 
-    Gate, up and down have float32 sums; silu(gate) * up is rounded to bfloat16. The products of a
+    Gate, up and down have float32 sums; the gated product is rounded to bfloat16. The products of a
     token are added in ascending order of expert, in float32, and rounded once: the bits of a token
-    do not depend on the batch or the number of threads.
+    do not depend on the batch or the number of threads. Biases are kept in float32.
     """
 
     def __init__(
-        self, gate_EFH: Matrices, up_EFH: Matrices, down_EHF: Matrices, allocate: Allocate
+        self,
+        gate_EFH: Matrices,
+        up_EFH: Matrices,
+        down_EHF: Matrices,
+        allocate: Allocate,
+        *,
+        biases: Sequence[Biases] | None = None,
+        clamp: Clamp | None = None,
     ) -> None:
         self._weights = _PackedFfns(gate_EFH, up_EFH, down_EHF, allocate)
+        self._gate_up_bias_EX = self._down_bias_EX = None
+        if biases is not None:
+            self._gate_up_bias_EX = torch.stack([_pack_gate_up_bias(bias) for bias in biases])
+            self._down_bias_EX = torch.stack([_padded(bias.down_H, 32) for bias in biases])
+        self._gating = (1.0, math.inf, 0.0) if clamp is None else (*clamp, 1.0)
 
     def __call__(self, hidden_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         """See `Experts`."""
@@ -138,7 +206,10 @@ class PackedExperts:
             topk_weights_TK.contiguous(),
             self._weights.gate_up,
             self._weights.down,
+            self._gate_up_bias_EX,
+            self._down_bias_EX,
             self._weights.expert_size,
+            *self._gating,
             out_TH,
         )
         return out_TH
@@ -166,6 +237,8 @@ def make_experts(
     *,
     activation: str,
     allocate: Allocate,
+    biases: Sequence[Biases] | None = None,
+    clamp: Clamp | None = None,
 ) -> Experts:
     """The fastest experts for these weights on this machine.
 
@@ -174,8 +247,10 @@ def make_experts(
     piece) and keeps no reference.
     """
     if packed_experts_are_used(gate_EFH[0].dtype, activation):
-        return PackedExperts(gate_EFH, up_EFH, down_EHF, allocate)
-    return PlainExperts(gate_EFH, up_EFH, down_EHF, activation=activation)
+        return PackedExperts(gate_EFH, up_EFH, down_EHF, allocate, biases=biases, clamp=clamp)
+    return PlainExperts(
+        gate_EFH, up_EFH, down_EHF, activation=activation, biases=biases, clamp=clamp
+    )
 
 
 def make_gated_ffn(
@@ -205,6 +280,16 @@ def check_activation(activation: str) -> None:
     """Raise `ConfigError` for an activation that no kernel knows."""
     if activation not in ACTIVATIONS:
         raise ConfigError(f"activation {activation!r} is not one of {sorted(ACTIVATIONS)}")
+
+
+def _pack_gate_up_bias(biases: Biases) -> Tensor:
+    """16 of the gate and 16 of up in turn, as the outputs of the packed weights; float32."""
+    gate_PC, up_PC = (_padded(bias_F, 16).view(-1, 16) for bias_F in (biases.gate_F, biases.up_F))
+    return torch.stack([gate_PC, up_PC], dim=1).flatten()
+
+
+def _padded(bias_O: Tensor, multiple: int) -> Tensor:
+    return functional.pad(bias_O.detach().float(), (0, -len(bias_O) % multiple))
 
 
 def _with_contiguous_rows(hidden_TH: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from raymoe.kernels.cpu_experts import ACTIVATIONS, GatedFfn
+from raymoe.kernels.cpu_experts import GatedFfn, gated_product
 from raymoe.kernels.cpu_router import Routing, add_gated_
 from raymoe.model.loading import Loader
 from raymoe.model.router import choose_experts
@@ -32,22 +32,26 @@ class BiasedFfn:
             loader.linear([f"{prefix}{part}_proj"], has_bias=True)
             for part in ("gate", "up", "down")
         )
-        self._activate = ACTIVATIONS[activation]
+        self._activation = activation
 
     def __call__(self, hidden_TH: Tensor) -> Tensor:
         """down(activation(gate(hidden)) * up(hidden)), [T, H]."""
-        return self._down(self._activate(self._gate(hidden_TH)) * self._up(hidden_TH))
+        gate_TF, up_TF = self._gate(hidden_TH), self._up(hidden_TH)
+        return self._down(gated_product(gate_TF, up_TF, self._activation))
+
+
+def load_network(spec: DenseSpec, loader: Loader, prefix: str) -> GatedFfn:
+    """A dense network, with biases or without."""
+    if spec.has_bias:
+        return BiasedFfn(loader, prefix, spec.activation)
+    return loader.gated_ffn(prefix, spec.activation)
 
 
 class Dense:
     """Gated network that every token visits."""
 
     def __init__(self, spec: DenseSpec, loader: Loader, prefix: str) -> None:
-        self._ffn: GatedFfn
-        if spec.has_bias:
-            self._ffn = BiasedFfn(loader, prefix, spec.activation)
-        else:
-            self._ffn = loader.gated_ffn(prefix, spec.activation)
+        self._ffn = load_network(spec, loader, prefix)
 
     def route(self, normed_TH: Tensor) -> None:
         """See `FeedForward`."""
@@ -70,7 +74,8 @@ class MoE:
         self._experts = loader.experts(f"{prefix}experts.", spec)
         self._shared = self._shared_gate = None
         if spec.shared is not None:
-            self._shared = loader.gated_ffn(f"{prefix}shared_expert.", spec.activation)
+            network = spec.shared.network(spec.activation)
+            self._shared = load_network(network, loader, f"{prefix}shared_expert.")
             if spec.shared.is_gated:
                 self._shared_gate = loader.linear([f"{prefix}shared_expert_gate"])
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from raymoe.kernels.cpu_experts import (
+    Biases,
+    Clamp,
     Experts,
     GatedFfn,
     make_experts,
@@ -69,7 +71,29 @@ class Loader:
             ]
             for part in ("gate", "up", "down")
         )
-        return make_experts(gate, up, down, activation=moe.activation, allocate=self._allocate)
+        return make_experts(
+            gate,
+            up,
+            down,
+            activation=moe.activation,
+            allocate=self._allocate,
+            biases=self.expert_biases(prefix, moe),
+            clamp=clamp_of(moe),
+        )
+
+    def expert_biases(self, prefix: str, moe: MoeSpec) -> list[Biases] | None:
+        """Of the projections of all experts; None where they have none."""
+        if not moe.has_bias:
+            return None
+        return [
+            Biases(
+                *(
+                    self.vector(f"{prefix}{expert}.{part}_proj.bias")
+                    for part in ("gate", "up", "down")
+                )
+            )
+            for expert in range(moe.num_experts)
+        ]
 
     def gated_ffn(self, prefix: str, activation: str) -> GatedFfn:
         """A gated network without biases."""
@@ -103,6 +127,11 @@ class Loader:
             out_OI[begin : begin + len(part_OI)].copy_(part_OI)
             begin += len(part_OI)
         return out_OI
+
+
+def clamp_of(moe: MoeSpec) -> Clamp | None:
+    """The limits of the gated product, as the kernels read them."""
+    return None if moe.clamp is None else Clamp(moe.clamp.gain, moe.clamp.limit)
 
 
 def decoder_arena_bytes(
@@ -143,18 +172,18 @@ class _ArenaPlan:
         total = self._linear(qkv, attention.query_width + 2 * attention.kv_width, hidden_size)
         total += self._linear(output, hidden_size, attention.query_width)
         if isinstance(ffn, DenseSpec):
-            return total + self._dense(f"{prefix}mlp.", ffn)
+            return total + self._network(f"{prefix}mlp.", ffn)
         total += self._linear([f"{prefix}mlp.gate"], ffn.num_experts, hidden_size)
         experts = [f"{prefix}mlp.experts.{expert}." for expert in range(ffn.num_experts)]
         total += self._gated(experts, ffn.expert_hidden, ffn.activation)
         if ffn.shared is not None:
             shared = f"{prefix}mlp.shared_expert"
-            total += self._gated([f"{shared}."], ffn.shared.hidden, ffn.activation)
+            total += self._network(f"{shared}.", ffn.shared.network(ffn.activation))
             if ffn.shared.is_gated:
                 total += self._linear([f"{shared}_gate"], 1, hidden_size)
         return total
 
-    def _dense(self, prefix: str, dense: DenseSpec) -> int:
+    def _network(self, prefix: str, dense: DenseSpec) -> int:
         if not dense.has_bias:
             return self._gated([prefix], dense.hidden, dense.activation)
         wide = (dense.hidden, self._spec.hidden_size)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from raymoe.kernels.cpu_experts import Experts, GatedFfn, PlainExperts, PlainGatedFfn
 from raymoe.kernels.cpu_linear import Linear, PlainLinear
-from raymoe.model.loading import Loader
+from raymoe.model.loading import Loader, clamp_of
 from raymoe.specs.model import MoeSpec
 from raymoe.specs.weight_names import HEAD
 
@@ -44,7 +44,14 @@ class PagedLoader(Loader):
             ]
             for part in ("gate", "up", "down")
         )
-        return PlainExperts(gate, up, down, activation=moe.activation)
+        return PlainExperts(
+            gate,
+            up,
+            down,
+            activation=moe.activation,
+            biases=self.expert_biases(prefix, moe),
+            clamp=clamp_of(moe),
+        )
 
     def gated_ffn(self, prefix: str, activation: str) -> GatedFfn:
         """See `Loader`."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from raymoe.model.rope import frequencies_by_length, rope_lengths
-from raymoe.specs.model import AttentionSpec, DenseSpec, ModelSpec, MoeSpec
+from raymoe.specs.model import AttentionSpec, ClampSpec, DenseSpec, ModelSpec, MoeSpec
 from raymoe.specs.weight_names import EMBEDDING, FINAL_NORM, HEAD, layer_prefix
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -148,11 +148,18 @@ class ReferenceModel:
         rotated = (first * cos_T1R - second * sin_T1R, second * cos_T1R + first * sin_T1R)
         return torch.cat([*rotated, rest_TXD], dim=-1)
 
-    def _dense(self, input_TH: Tensor, spec: DenseSpec, prefix: str) -> Tensor:
+    def _dense(
+        self, input_TH: Tensor, spec: DenseSpec, prefix: str, clamp: ClampSpec | None = None
+    ) -> Tensor:
         gate, up, down = (f"{prefix}{part}_proj" for part in ("gate", "up", "down"))
-        gate_TF = ACTIVATIONS[spec.activation](self._linear(input_TH, gate, has_bias=spec.has_bias))
+        gate_TF = self._linear(input_TH, gate, has_bias=spec.has_bias)
         up_TF = self._linear(input_TH, up, has_bias=spec.has_bias)
-        return self._linear(gate_TF * up_TF, down, has_bias=spec.has_bias)
+        if clamp is None:
+            product_TF = ACTIVATIONS[spec.activation](gate_TF) * up_TF
+        else:
+            cut_TF, up_TF = gate_TF.clamp_max(clamp.limit), up_TF.clamp(-clamp.limit, clamp.limit)
+            product_TF = (up_TF + 1) * cut_TF * (clamp.gain * cut_TF).sigmoid()
+        return self._linear(product_TF, down, has_bias=spec.has_bias)
 
     def _moe(self, input_TH: Tensor, spec: MoeSpec, prefix: str) -> Tensor:
         logits_TE = self._linear(input_TH, f"{prefix}gate", has_bias=spec.router.has_bias)
@@ -161,17 +168,19 @@ class ReferenceModel:
             selection_E = self._weight(f"{prefix}gate.e_score_correction_bias").to(self._wide)
         ids_TK, weights_TK = reference_routing(logits_TE.to(self._wide), spec, selection_E)
         out_TH = torch.zeros_like(input_TH)
-        expert_spec = DenseSpec(hidden=spec.expert_hidden, activation=spec.activation)
+        expert_spec = DenseSpec(
+            hidden=spec.expert_hidden, activation=spec.activation, has_bias=spec.has_bias
+        )
         for expert in range(spec.num_experts):
             tokens, slots = (ids_TK == expert).nonzero(as_tuple=True)
             if len(tokens):
                 name = f"{prefix}experts.{expert}."
-                expert_RH = self._dense(input_TH[tokens], expert_spec, name)
+                expert_RH = self._dense(input_TH[tokens], expert_spec, name, spec.clamp)
                 expert_RH = expert_RH * weights_TK[tokens, slots, None].to(self.dtype)
                 out_TH.index_add_(0, tokens, expert_RH)
         if spec.shared is not None:
-            dense = DenseSpec(hidden=spec.shared.hidden, activation=spec.activation)
-            shared_TH = self._dense(input_TH, dense, f"{prefix}shared_expert.")
+            network = spec.shared.network(spec.activation)
+            shared_TH = self._dense(input_TH, network, f"{prefix}shared_expert.")
             if spec.shared.is_gated:
                 gate_T1 = self._linear(input_TH, f"{prefix}shared_expert_gate").sigmoid()
                 shared_TH = gate_T1 * shared_TH

@@ -43,10 +43,6 @@ _MISSING: Mapping[str, Callable[[ModelSpec], bool]] = {
     "multipliers of embeddings, residuals or logits": lambda spec: (
         {spec.embedding_multiplier, spec.residual_multiplier, spec.logits_divisor} != {1.0}
     ),
-    "biases of experts": lambda spec: any(
-        moe.has_bias or (moe.shared is not None and moe.shared.has_bias) for moe in _moes(spec)
-    ),
     "a bias of the logits": lambda spec: spec.has_head_bias,
-    "clamped experts": lambda spec: any(moe.clamp is not None for moe in _moes(spec)),
     "quantised weights": lambda spec: spec.quantization is not None,
 }

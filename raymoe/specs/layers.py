@@ -204,6 +204,10 @@ class SharedSpec:
     is_gated: bool
     has_bias: bool = False
 
+    def network(self, activation: str) -> DenseSpec:
+        """What it computes before its gate; the activation is that of the experts."""
+        return DenseSpec(hidden=self.hidden, activation=activation, has_bias=self.has_bias)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec:

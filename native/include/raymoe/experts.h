@@ -8,18 +8,31 @@
 namespace raymoe {
 
 /// Packed weights of all experts of a layer, one expert after the other (linear.h).
+///
+/// Biases are null or float32 in the order and with the zeros of the packed outputs: 16 of the gate
+/// and 16 of up in turn, [E, panels * 32]; those of down [E, panels * 32].
 struct ExpertWeights {
   const bf16* gate_up;
   const bf16* down;
   int64_t num_experts;
   int64_t hidden_size;
   int64_t expert_size;
+  const float* gate_up_bias = nullptr;
+  const float* down_bias = nullptr;
 };
 
-/// out = sum over k of topk_weights[k] * down(silu(gate(x)) * up(x)) of expert topk_ids[k].
+/// How gate and up are multiplied: (clamp(up, -limit, limit) + offset) * g * sigmoid(gain * g) with
+/// g = min(gate, limit). Without limits this is silu(gate) * up.
+struct Gating {
+  float gain = 1.0f;
+  float limit = __builtin_inff();
+  float offset = 0.0f;
+};
+
+/// out = sum over k of topk_weights[k] * down(gating(gate(x), up(x))) of expert topk_ids[k].
 ///
 /// The K products of a token are added in float32 in ascending order of expert and rounded once;
-/// silu(gate) * up is rounded to bfloat16 between the two products. The bits of a token depend on
+/// the gated product is rounded to bfloat16 between the two products. The bits of a token depend on
 /// nothing but its own row, ids and weights. No overlap of out with hidden.
 struct ExpertsProblem {
   ExpertWeights weights;
@@ -31,6 +44,7 @@ struct ExpertsProblem {
   int64_t top_k;
   bf16* out;
   int64_t out_stride;
+  Gating gating = {};
 };
 
 /// Throws std::invalid_argument for an expert index out of range.
