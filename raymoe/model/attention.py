@@ -7,7 +7,8 @@ from torch import Tensor
 
 from raymoe.kernels.cpu_attention import AttentionBatch, append_and_attend
 from raymoe.kernels.cpu_rope import Projected, qkv_rope
-from raymoe.kernels.device_attention import PagedBatch, append_and_attend_paged
+from raymoe.kernels.device_attention import append_and_attend_paged
+from raymoe.kernels.paged_batch import PagedBatch
 from raymoe.model.loading import Loader
 from raymoe.model.rope import Angles
 from raymoe.specs.model import AttentionSpec

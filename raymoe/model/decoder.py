@@ -15,7 +15,7 @@ from raymoe.kernels.cpu_linear import Allocate
 from raymoe.kernels.cpu_norm import add_rms_norm_, rms_norm
 from raymoe.kernels.cpu_rope import Projected
 from raymoe.kernels.cpu_router import Routing
-from raymoe.kernels.device_attention import PagedBatch
+from raymoe.kernels.paged_batch import PagedBatch
 from raymoe.model.attention import Attention
 from raymoe.model.feed_forward import Dense, FeedForward, MoE
 from raymoe.model.loading import GetWeight, Loader

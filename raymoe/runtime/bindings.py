@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from raymoe.kernels.cpu_attention import AttentionBatch
-from raymoe.kernels.device_attention import PagedBatch
+from raymoe.kernels.paged_batch import PagedBatch
 from raymoe.memory.kv_cache import KvCache
 from raymoe.model.decoder import Decoder, Projected, Routing
 from raymoe.runtime.executor import Bindings

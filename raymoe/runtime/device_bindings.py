@@ -13,7 +13,7 @@ from torch import Tensor
 
 from raymoe.kernels.cpu_attention import append
 from raymoe.kernels.cpu_router import Routing
-from raymoe.kernels.device_attention import PagedBatch
+from raymoe.kernels.paged_batch import PagedBatch
 from raymoe.kernels.paged_kv import KvLayout
 from raymoe.memory.activations import HostActivations, PassActivations, WaveActivations
 from raymoe.memory.kv_cache import KvCache

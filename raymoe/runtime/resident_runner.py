@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from raymoe.device.device import Device
-from raymoe.kernels.device_attention import PagedBatch
+from raymoe.kernels.paged_batch import PagedBatch
 from raymoe.kernels.paged_kv import KvLayout
 from raymoe.model.decoder import Decoder, Projected
 from raymoe.runtime.bindings import PassInputs, PassState, bind_in_place

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from raymoe.kernels.cpu_attention import AttentionBatch
-from raymoe.kernels.device_attention import PagedBatch
+from raymoe.kernels.paged_batch import PagedBatch
 from raymoe.kernels.paged_kv import KvLayout
 from raymoe.model.decoder import Decoder
 from raymoe.model.paged_loading import PagedLoader

@@ -1,0 +1,134 @@
+"""Plain and absorbed latent attention, on the CPU and by torch alone, against each other."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from raymoe.kernels import cpu_latent_prefill, device_latent_attention, paged_batch
+from raymoe.kernels.cpu_latent_attention import append_and_attend_latent
+from raymoe.kernels.cpu_latent_prefill import append_and_attend_unfolded
+from raymoe.kernels.device_latent_attention import append_and_attend_latent_paged
+from raymoe.kernels.latent_forms import LatentHeads
+from raymoe.kernels.paged_batch import PagedBatch
+from tests.native.attention_cases import BF16, FP32, PASSES
+from tests.native.test_cpu_latent_attention import Case
+
+CPU = torch.device("cpu")
+# Heads, N, rotated dimensions, V, rank: values narrower and wider than keys, odd sizes.
+SHAPES = [(4, 16, 8, 16, 32), (5, 24, 16, 48, 40), (1, 9, 8, 5, 24), (20, 40, 8, 24, 16)]
+
+
+def make(
+    sequences: list[tuple[int, int]],
+    shape: tuple[int, int, int, int, int],
+    dtypes: tuple[torch.dtype, torch.dtype] = (FP32, FP32),
+) -> tuple[Case, LatentHeads]:
+    """A case whose queries are plain, and the weight."""
+    num_heads, nope, rope, value, rank = shape
+    case = Case(sequences, (num_heads, rank, rope), dtypes)
+    random = torch.Generator().manual_seed(1)
+    weight = torch.randn(num_heads, nope + value, rank, generator=random) * rank**-0.5
+    case.query = torch.randn(case.starts[-1], num_heads, nope + rope, generator=random)
+    case.query = case.query.to(dtypes[0])
+    heads = LatentHeads(weight_HXR=weight.to(dtypes[0]), nope_dim=nope, rope_dim=rope)
+    return case, heads
+
+
+def absorbed(case: Case, heads: LatentHeads) -> Tensor:
+    """By the kernel that reads nothing but the cache."""
+    query = heads.absorb(case.query)
+    result = append_and_attend_latent(
+        query, case.latent, case.cache.clone(), case.batch(), rank=heads.rank, scale=case.scale
+    )
+    return heads.unfold(result)
+
+
+def plain(case: Case, heads: LatentHeads, cache: Tensor | None = None) -> Tensor:
+    cache = case.cache.clone() if cache is None else cache
+    return append_and_attend_unfolded(
+        case.query, case.latent, cache, case.batch(), heads=heads, scale=case.scale
+    )
+
+
+def by_torch(case: Case, heads: LatentHeads, cache: Tensor | None = None) -> Tensor:
+    cache = case.cache.clone() if cache is None else cache
+    batch = PagedBatch.of(case.batch(), case.layout, CPU)
+    return append_and_attend_latent_paged(
+        case.query, case.latent, cache, batch, heads=heads, scale=case.scale
+    )
+
+
+def exact(case: Case, heads: LatentHeads) -> Tensor:
+    """Unfolded one sequence after the other, in float64."""
+    wide = replace(heads, weight_HXR=heads.weight_HXR.double())
+    rows = case.cache.clone()
+    out = []
+    for sequence, context in enumerate(case.contexts):
+        begin, end = case.starts[sequence], case.starts[sequence + 1]
+        blocks = case.table[sequence, : -(-context // 32)].long()
+        cached = rows[blocks].flatten(0, 1)[:context].double()
+        cached[context - (end - begin) :] = case.latent[begin:end].to(case.layout.dtype).double()
+        keys, values = wide.keys_and_values(cached, slice(None))
+        scores = torch.einsum("qhd,chd->hqc", case.query[begin:end].double(), keys) * case.scale
+        hidden = torch.arange(context) > torch.arange(context - (end - begin), context)[:, None]
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        out.append(torch.einsum("hqc,chv->qhv", weights, values))
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", PASSES)
+def test_all_forms_are_the_exact_result(
+    name: str, shape: tuple[int, int, int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, heads = make(PASSES[name], shape)
+    want = exact(case, heads)
+    for attend in (absorbed, plain, by_torch):
+        torch.testing.assert_close(attend(case, heads).double(), want, rtol=2e-5, atol=2e-5)
+    for is_plain in (True, False):
+        monkeypatch.setattr(LatentHeads, "is_plain_cheaper", lambda _heads, _new, p=is_plain: p)
+        torch.testing.assert_close(by_torch(case, heads).double(), want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtypes", [(BF16, BF16), (FP32, BF16)], ids=str)
+def test_the_forms_agree_in_other_types(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    case, heads = make(PASSES["mixed"], (6, 32, 16, 32, 64), dtypes)
+    want = exact(case, heads)
+    unit = 3e-2 if dtypes[0] == BF16 else 2e-5
+    for attend in (absorbed, plain, by_torch):
+        torch.testing.assert_close(attend(case, heads).double(), want, rtol=unit, atol=unit)
+
+
+@pytest.mark.parametrize("attend", [plain, by_torch])
+def test_both_leave_the_rows_in_the_cache(attend) -> None:  # type: ignore[no-untyped-def]
+    case, heads = make(PASSES["mixed"], SHAPES[0])
+    wanted, cache = case.cache.clone(), case.cache.clone()
+    append_and_attend_latent(
+        heads.absorb(case.query), case.latent, wanted, case.batch(), rank=heads.rank, scale=1.0
+    )
+    attend(case, heads, cache)
+    assert torch.equal(cache.view(torch.uint8), wanted.view(torch.uint8))
+
+
+def test_what_does_not_fit_at_once_is_done_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, heads = make([(200, 150), (120, 1), (90, 90), (64, 1)], SHAPES[1])
+    want = exact(case, heads)
+    monkeypatch.setattr(cpu_latent_prefill, "UNFOLDED_BYTES", 150_000)
+    monkeypatch.setattr(device_latent_attention, "GATHERED_BYTES", 150_000)
+    monkeypatch.setattr(paged_batch, "GATHERED_BYTES", 150_000)
+    torch.testing.assert_close(plain(case, heads).double(), want, rtol=2e-5, atol=2e-5)
+    for is_plain in (True, False):
+        monkeypatch.setattr(LatentHeads, "is_plain_cheaper", lambda _heads, _new, p=is_plain: p)
+        torch.testing.assert_close(by_torch(case, heads).double(), want, rtol=2e-5, atol=2e-5)
+
+
+def test_the_plain_form_pays_from_the_operations_that_it_saves() -> None:
+    deepseek = LatentHeads(weight_HXR=torch.empty(128, 256, 512), nope_dim=128, rope_dim=64)
+    # 2 * 512 * 256 operations on each position, 2 * (512 + 64 + 512 - 192 - 128) less with each of
+    # the new tokens, of which half see it.
+    assert not deepseek.is_plain_cheaper(341)
+    assert deepseek.is_plain_cheaper(342)
+    wide = LatentHeads(weight_HXR=torch.empty(4, 64, 8), nope_dim=32, rope_dim=8)
+    assert not wide.is_plain_cheaper(10**9)
