@@ -31,7 +31,32 @@ def packed_bytes(out_features: int, in_features: int) -> int: ...
 def packed_gate_up_bytes(expert_size: int, hidden_size: int) -> int: ...
 def pack_linear(weight: Tensor, packed: Tensor) -> None: ...
 def pack_gate_up(gate: Tensor, up: Tensor, packed: Tensor) -> None: ...
-def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> None: ...
+
+class CodeFormat:
+    def __init__(
+        self,
+        kind: str,
+        group_size: int,
+        shares_scales: bool,
+        has_zeros: bool,
+        has_order: bool,
+    ) -> None: ...
+    def packed_bytes(self, out_features: int, in_features: int) -> int: ...
+    def packed_gate_up_bytes(self, expert_size: int, hidden_size: int) -> int: ...
+
+_Codes = tuple[Tensor, Tensor, int, Tensor | None, Tensor | None]
+
+def pack_codes(code_format: CodeFormat, weight: _Codes, packed: Tensor) -> None: ...
+def pack_gate_up_codes(
+    code_format: CodeFormat, gate: _Codes, up: _Codes, packed: Tensor
+) -> None: ...
+def packed_linear(
+    x: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    code_format: CodeFormat | None = None,
+) -> None: ...
 def fused_experts(
     hidden: Tensor,
     topk_ids: Tensor,
@@ -45,9 +70,17 @@ def fused_experts(
     limit: float,
     offset: float,
     out: Tensor,
+    gate_up_format: CodeFormat | None = None,
+    down_format: CodeFormat | None = None,
 ) -> None: ...
 def gated_ffn(
-    hidden: Tensor, gate_up: Tensor, down: Tensor, expert_size: int, out: Tensor
+    hidden: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    expert_size: int,
+    out: Tensor,
+    gate_up_format: CodeFormat | None = None,
+    down_format: CodeFormat | None = None,
 ) -> None: ...
 def append_and_attend(
     query: Tensor,

@@ -30,7 +30,8 @@ struct Sizes {
   int num_workers;
   int64_t block_tokens, block_rows;
   int64_t gather_rows, gather_stride, activation_stride;
-  int64_t gate_panels, gate_elements, down_panels, down_elements;
+  int64_t gate_panels, gate_up_bytes;  // of one expert
+  int64_t down_panels, down_bytes;
 };
 
 /// Tokens of a block: enough rows for each expert that reading its weights again for the next
@@ -41,6 +42,17 @@ int64_t choose_block_tokens(const ExpertsProblem& problem) {
       std::max<int64_t>(512, kRowsPerExpert * problem.weights.num_experts / problem.top_k);
   limit = std::clamp<int64_t>(kActivationBytes / row_bytes, kTileRows, limit);
   return ceil_div(problem.num_tokens, ceil_div(problem.num_tokens, limit));
+}
+
+/// Gate and up of one expert, each of so many bytes.
+PackedWeight gate_up_of(const ExpertWeights& weights, int64_t expert, int64_t expert_bytes) {
+  return {weights.gate_up + expert * expert_bytes, weights.gate_up_format,
+          ceil_div(weights.expert_size, kGatePanelColumns) * kPanelColumns, weights.hidden_size};
+}
+
+PackedWeight down_of(const ExpertWeights& weights, int64_t expert, int64_t expert_bytes) {
+  return {weights.down + expert * expert_bytes, weights.down_format, weights.hidden_size,
+          weights.expert_size};
 }
 
 Sizes make_sizes(const ExpertsProblem& problem, int num_threads) {
@@ -54,9 +66,9 @@ Sizes make_sizes(const ExpertsProblem& problem, int num_threads) {
   sizes.gather_stride = padded_stride(weights.hidden_size);
   sizes.gate_panels = ceil_div(weights.expert_size, kGatePanelColumns);
   sizes.activation_stride = padded_stride(sizes.gate_panels * kGatePanelColumns);
-  sizes.gate_elements = panel_elements(weights.hidden_size);
+  sizes.gate_up_bytes = gate_up_of(weights, 0, 0).num_bytes();
   sizes.down_panels = num_panels(weights.hidden_size);
-  sizes.down_elements = panel_elements(weights.expert_size);
+  sizes.down_bytes = down_of(weights, 0, 0).num_bytes();
   const int64_t cycles = (2 * problem.num_tokens * problem.top_k + 20) * sizes.gate_panels *
                          num_pairs(weights.hidden_size) * 3 / 2;
   sizes.num_workers = cycles < kInlineCycles ? 1 : num_threads;
@@ -94,6 +106,7 @@ struct WorkerArrays {
   float* sums;         // [max(gather rows, rows of an expert)][kPanelColumns]
   bf16* gathered;      // [gather_rows][gather_stride]
   float* accumulator;  // [block_tokens][kPanelColumns]
+  bf16* decoded;       // [kDecodedElements]
 };
 
 /// What a calling thread keeps between launches.
@@ -119,6 +132,7 @@ int64_t carve(const Sizes& sizes, void* base, ExpertsScratch* scratch) {
     worker.sums = carver.take<float>(sizes.block_tokens * kPanelColumns);
     worker.gathered = carver.take<bf16>(sizes.gather_rows * sizes.gather_stride);
     worker.accumulator = carver.take<float>(sizes.block_tokens * kPanelColumns);
+    worker.decoded = carver.take<bf16>(kDecodedElements);
   }
   return carver.used();
 }
@@ -150,11 +164,11 @@ class ExpertsLaunch {
   void multiply_gate(const WorkerArrays& arrays, const GateTask& task, int64_t panel);
   void run_down_task(int worker, int64_t panel);
   void multiply_down(const WorkerArrays& arrays, size_t index, int64_t panel);
-  const bf16* gate_panel(int64_t expert, int64_t panel) const {
-    return problem_.weights.gate_up + (expert * sizes_.gate_panels + panel) * sizes_.gate_elements;
+  PanelSource gate_panel(int64_t expert, int64_t panel) const {
+    return panel_of(gate_up_of(problem_.weights, expert, sizes_.gate_up_bytes), panel);
   }
-  const bf16* down_panel(int64_t expert, int64_t panel) const {
-    return problem_.weights.down + (expert * sizes_.down_panels + panel) * sizes_.down_elements;
+  PanelSource down_panel(int64_t expert, int64_t panel) const {
+    return panel_of(down_of(problem_.weights, expert, sizes_.down_bytes), panel);
   }
   /// Of one panel of an expert; zeros where the experts have none.
   static const float* bias_of(const float* biases, int64_t expert, int64_t panels, int64_t panel) {
@@ -269,15 +283,11 @@ void ExpertsLaunch::run_gate_tasks(int worker) {
 }
 
 void ExpertsLaunch::multiply_gate(const WorkerArrays& arrays, const GateTask& task, int64_t panel) {
-  const bf16* weights = gate_panel(task.rows.expert, panel);
-  // Panels and experts follow each other in memory, so what comes next is almost always next.
-  const PanelProduct product{arrays.gathered,
-                             sizes_.gather_stride,
-                             task.rows.count,
-                             weights,
-                             num_pairs(problem_.weights.hidden_size),
-                             weights + sizes_.gate_elements,
-                             arrays.sums};
+  const PanelProduct product{
+      arrays.gathered, sizes_.gather_stride, task.rows.count, gate_panel(task.rows.expert, panel),
+      num_pairs(problem_.weights.hidden_size),
+      // Panels and experts follow each other, so this is almost always next.
+      gate_panel(task.rows.expert, panel + 1).weights, arrays.sums, arrays.decoded};
   bf16* out =
       scratch_.activations + task.rows.first * sizes_.activation_stride + panel * kGatePanelColumns;
   const float* bias =
@@ -310,8 +320,9 @@ void ExpertsLaunch::multiply_down(const WorkerArrays& arrays, size_t index, int6
                              rows.count,
                              down_panel(rows.expert, panel),
                              num_pairs(problem_.weights.expert_size),
-                             down_panel(next_expert, is_last ? panel + 1 : panel),
-                             arrays.sums};
+                             down_panel(next_expert, is_last ? panel + 1 : panel).weights,
+                             arrays.sums,
+                             arrays.decoded};
   const int64_t column = panel * kPanelColumns;
   const float* bias = bias_of(problem_.weights.down_bias, rows.expert, sizes_.down_panels, panel);
   multiply_panel(kernels_, product, [&](int64_t row, int64_t count, const float* sums) {

@@ -5,6 +5,9 @@
 // vector holds 16 outputs x 2 inputs, the operand of the bfloat16 dot-product instruction. Tails
 // are zeros. A tile multiplies 1 to 14 rows by one panel: 28 of the 32 vector registers hold sums.
 //
+// Panels of codes (code_panels.h) are decoded block by block into scratch, then multiplied the same
+// way: the bits are those of a product with the decoded weights.
+//
 // Sums are float32 and run over the pairs of inputs in ascending order, whatever the number of
 // rows, threads or blocks: a row gives the same bits in every batch.
 #pragma once
@@ -12,21 +15,20 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "code_panels.h"
+#include "gemm_layout.h"
 #include "raymoe/bf16.h"
 #include "raymoe/experts.h"
 #include "raymoe/isa.h"
 
 namespace raymoe {
 
-constexpr int64_t kPanelColumns = 32;
 constexpr int64_t kTileRows = 14;
 // Inputs of one block: 2048 pairs x 128 bytes of a panel stay in L2 while tiles of rows pass.
 constexpr int64_t kBlockPairs = 2048;
-
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-inline int64_t num_pairs(int64_t inputs) { return ceil_div(inputs, 2); }
-inline int64_t num_panels(int64_t outputs) { return ceil_div(outputs, kPanelColumns); }
-inline int64_t panel_elements(int64_t inputs) { return num_pairs(inputs) * kPanelColumns * 2; }
+// Of a block that is decoded: 16 KiB of bfloat16 weights stay in L1 while tiles of rows pass.
+constexpr int64_t kDecodedPairs = 128;
+constexpr int64_t kDecodedElements = kDecodedPairs * kPanelColumns * 2;
 
 /// Distance of rows, in elements, of a copy of `columns` columns: whole cache lines and never a
 /// multiple of 1 KiB, so that the rows of a tile do not fall into the same sets of the L1 cache.
@@ -81,6 +83,7 @@ struct GemmKernels {
   void (*store)(int64_t rows, const StoreTile&);
   void (*gate)(int64_t rows, const GateTile&);
   void (*scatter)(int64_t rows, const ScatterTile&);
+  void (*decode)(const CodePanel&, int64_t begin_pair, int64_t end_pair, bf16* out);
 };
 
 const GemmKernels& gemm_kernels_scalar();
@@ -89,15 +92,44 @@ const GemmKernels& gemm_kernels_avx512_bf16();
 /// The kernels of the active instruction set; scalar where it has no bfloat16 dot products.
 const GemmKernels& gemm_kernels();
 
+/// A packed weight [O, I], in bfloat16 or in codes.
+struct PackedWeight {
+  const uint8_t* data;
+  const CodeFormat* format;  // null: bfloat16
+  int64_t outputs, inputs;
+
+  int64_t num_bytes() const {
+    if (format != nullptr) return packed_codes_bytes(*format, outputs, inputs);
+    return num_panels(outputs) * panel_elements(inputs) * static_cast<int64_t>(sizeof(bf16));
+  }
+};
+
+/// One panel of such a weight.
+struct PanelSource {
+  const bf16* weights;  // where the weights are bfloat16
+  CodePanel codes;      // where they are codes
+  bool is_coded;
+};
+
+inline PanelSource panel_of(const PackedWeight& weight, int64_t index) {
+  if (weight.format == nullptr) {
+    const bf16* panels = reinterpret_cast<const bf16*>(weight.data);
+    return {panels + index * panel_elements(weight.inputs), {}, false};
+  }
+  const CodeLayout layout(*weight.format, weight.inputs);
+  return {nullptr, code_panel(*weight.format, layout, weight.data, index), true};
+}
+
 /// Rows of one expert, or of a block of tokens, times one panel.
 struct PanelProduct {
   const bf16* a;
   int64_t a_stride;
   int64_t num_rows;
-  const bf16* panel;
+  PanelSource panel;
   int64_t num_pairs;
   const bf16* next_panel;  // the one that this thread multiplies next; null if unknown
   float* sums;             // scratch, [num_rows][kPanelColumns]
+  bf16* decoded;           // scratch of kDecodedElements, for codes
 };
 
 /// Prefetches a share of `next` with each of the first tiles that pass over a block of a panel:
@@ -109,29 +141,47 @@ inline void set_prefetch(GemmTile* tile, const bf16* next, int64_t index, int64_
   tile->prefetch = is_needed ? next + index * lines * 32 * (tile->num_pairs / 4) : nullptr;
 }
 
+/// Pairs [pair, end) of a panel in bfloat16, and what to prefetch meanwhile.
+struct PanelBlock {
+  const bf16* weights;
+  const bf16* next;
+};
+
+inline PanelBlock block_of(const GemmKernels& kernels, const PanelProduct& product, int64_t pair,
+                           int64_t end) {
+  if (product.panel.is_coded) {
+    kernels.decode(product.panel.codes, pair, end, product.decoded);
+    return {product.decoded, nullptr};
+  }
+  const bf16* panel = product.panel.weights;
+  const bool is_last = end == product.num_pairs;
+  return {panel + pair * kPanelColumns * 2,
+          is_last ? product.next_panel : panel + end * kPanelColumns * 2};
+}
+
 /// Multiplies all rows by a panel; calls epilogue(first_row, rows, sums) for each finished tile.
 template <typename Epilogue>
 void multiply_panel(const GemmKernels& kernels, const PanelProduct& product,
                     const Epilogue& epilogue) {
   const int64_t num_tiles = ceil_div(product.num_rows, kTileRows);
-  for (int64_t pair = 0; pair < product.num_pairs; pair += kBlockPairs) {
-    const int64_t end = std::min(pair + kBlockPairs, product.num_pairs);
-    const bool is_last = end == product.num_pairs;
-    const bf16* next = is_last ? product.next_panel : product.panel + end * kPanelColumns * 2;
+  const int64_t block_pairs = product.panel.is_coded ? kDecodedPairs : kBlockPairs;
+  for (int64_t pair = 0; pair < product.num_pairs; pair += block_pairs) {
+    const int64_t end = std::min(pair + block_pairs, product.num_pairs);
+    const PanelBlock block = block_of(kernels, product, pair, end);
     for (int64_t index = 0; index < num_tiles; ++index) {
       const int64_t first = index * product.num_rows / num_tiles;
       const int64_t rows = (index + 1) * product.num_rows / num_tiles - first;
       GemmTile tile{product.a + first * product.a_stride + pair * 2,
                     product.a_stride,
-                    product.panel + pair * kPanelColumns * 2,
+                    block.weights,
                     end - pair,
                     product.sums + first * kPanelColumns,
                     pair > 0,
                     nullptr,
                     0};
-      set_prefetch(&tile, next, index, num_tiles);
+      set_prefetch(&tile, block.next, index, num_tiles);
       kernels.tile(rows, tile);
-      if (is_last) epilogue(first, rows, tile.sums);
+      if (end == product.num_pairs) epilogue(first, rows, tile.sums);
     }
   }
 }

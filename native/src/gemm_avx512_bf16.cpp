@@ -187,7 +187,7 @@ void scatter_avx512_bf16(int64_t rows, const ScatterTile& tile) {
 
 const GemmKernels& gemm_kernels_avx512_bf16() {
   static const GemmKernels kernels{tile_avx512_bf16, store_avx512_bf16, gate_avx512_bf16,
-                                   scatter_avx512_bf16};
+                                   scatter_avx512_bf16, decode_panel_avx512_bf16};
   return kernels;
 }
 

@@ -34,21 +34,8 @@ void check_rows(const char* what, const TensorView& view, int64_t num_rows, int6
   view.expect_size(what, 1, columns);
 }
 
-ExpertWeights expert_weights(const TensorView& gate_up, const TensorView& down, int64_t hidden_size,
-                             int64_t expert_size) {
-  if (hidden_size < 1 || expert_size < 1)
-    fail("fused_experts: hidden size " + std::to_string(hidden_size) + " and expert size " +
-         std::to_string(expert_size) + " must be at least 1");
-  const int64_t expert_bytes = packed_bytes(hidden_size, expert_size);
-  down.expect("fused_experts: down", DType::kUInt8, 1);
-  const int64_t num_experts = down.size(0) / expert_bytes;
-  if (num_experts < 1 || num_experts * expert_bytes != down.size(0))
-    fail("fused_experts: down has " + std::to_string(down.size(0)) + " bytes, an expert has " +
-         std::to_string(expert_bytes));
-  return {packed_data("fused_experts: gate_up", gate_up,
-                      num_experts * packed_gate_up_bytes(expert_size, hidden_size)),
-          packed_data("fused_experts: down", down, down.size(0)), num_experts, hidden_size,
-          expert_size};
+uint8_t* packed_bytes_of(const char* what, const TensorView& packed, int64_t num_bytes) {
+  return reinterpret_cast<uint8_t*>(packed_data(what, packed, num_bytes));
 }
 
 const float* bias_data(const char* what, const TensorView* bias, int64_t num_experts,
@@ -57,6 +44,32 @@ const float* bias_data(const char* what, const TensorView* bias, int64_t num_exp
   bias->expect(what, DType::kFloat32, 2).expect_size(what, 0, num_experts);
   bias->expect_size(what, 1, num_panels(outputs) * kPanelColumns).expect_contiguous(what);
   return bias->data<float>();
+}
+
+ExpertWeights expert_weights(const PackedExperts& experts, int64_t hidden_size) {
+  const int64_t expert_size = experts.expert_size;
+  if (hidden_size < 1 || expert_size < 1)
+    fail("fused_experts: hidden size " + std::to_string(hidden_size) + " and expert size " +
+         std::to_string(expert_size) + " must be at least 1");
+  const int64_t panels = ceil_div(expert_size, kHalfPanel);
+  const PackedWeight gate_up{nullptr, experts.gate_up_format, panels * kPanelColumns, hidden_size};
+  const PackedWeight down{nullptr, experts.down_format, hidden_size, expert_size};
+  const int64_t expert_bytes = down.num_bytes();
+  experts.down.expect("fused_experts: down", DType::kUInt8, 1);
+  const int64_t num_experts = experts.down.size(0) / expert_bytes;
+  if (num_experts < 1 || num_experts * expert_bytes != experts.down.size(0))
+    fail("fused_experts: down has " + std::to_string(experts.down.size(0)) +
+         " bytes, an expert has " + std::to_string(expert_bytes));
+  return {
+      packed_bytes_of("fused_experts: gate_up", experts.gate_up, num_experts * gate_up.num_bytes()),
+      packed_bytes_of("fused_experts: down", experts.down, experts.down.size(0)),
+      experts.gate_up_format,
+      experts.down_format,
+      num_experts,
+      hidden_size,
+      expert_size,
+      bias_data("fused_experts: gate_up_bias", experts.gate_up_bias, num_experts, 2 * expert_size),
+      bias_data("fused_experts: down_bias", experts.down_bias, num_experts, hidden_size)};
 }
 
 }  // namespace
@@ -82,24 +95,24 @@ void pack_gate_up_op(const TensorView& gate, const TensorView& up, const TensorV
                            packed_gate_up_bytes(gate.size(0), gate.size(1))));
 }
 
-void packed_linear_op(const TensorView& x, const TensorView& packed, const TensorView* bias,
-                      const TensorView& out) {
+void packed_linear_op(const TensorView& x, const TensorView& packed, const CodeFormat* format,
+                      const TensorView* bias, const TensorView& out) {
   x.expect("packed_linear: x", DType::kBFloat16, 2);
   check_rows("packed_linear: out", out, x.size(0), out.rank() == 2 ? out.size(1) : 0);
   if (x.size(1) < 1 || out.size(1) < 1) fail("packed_linear: x and out must have columns");
   if (bias != nullptr)
     bias->expect("packed_linear: bias", DType::kBFloat16, 1)
         .expect_size("packed_linear: bias", 0, out.size(1));
+  const PackedWeight weight{nullptr, format, out.size(1), x.size(1)};
   packed_linear({x.data<bf16>(), x.stride(0), x.size(0),
-                 packed_data("packed_linear: packed", packed, packed_bytes(out.size(1), x.size(1))),
+                 packed_bytes_of("packed_linear: packed", packed, weight.num_bytes()), format,
                  out.size(1), x.size(1), bias == nullptr ? nullptr : bias->data<bf16>(),
                  out.data<bf16>(), out.stride(0)});
 }
 
 void fused_experts_op(const TensorView& hidden, const TensorView& topk_ids,
-                      const TensorView& topk_weights, const TensorView& gate_up,
-                      const TensorView& down, const ExpertBiases& biases, int64_t expert_size,
-                      const Gating& gating, const TensorView& out) {
+                      const TensorView& topk_weights, const PackedExperts& experts,
+                      const TensorView& out) {
   hidden.expect("fused_experts: hidden", DType::kBFloat16, 2);
   const int64_t num_tokens = hidden.size(0), hidden_size = hidden.size(1);
   check_rows("fused_experts: out", out, num_tokens, hidden_size);
@@ -112,21 +125,15 @@ void fused_experts_op(const TensorView& hidden, const TensorView& topk_ids,
       .expect_size("fused_experts: topk_weights", 0, num_tokens)
       .expect_size("fused_experts: topk_weights", 1, top_k)
       .expect_contiguous("fused_experts: topk_weights");
-  ExpertWeights weights = expert_weights(gate_up, down, hidden_size, expert_size);
-  weights.gate_up_bias = bias_data("fused_experts: gate_up_bias", biases.gate_up,
-                                   weights.num_experts, 2 * expert_size);
-  weights.down_bias =
-      bias_data("fused_experts: down_bias", biases.down, weights.num_experts, hidden_size);
-  fused_experts({weights, hidden.data<bf16>(), hidden.stride(0), topk_ids.data<int32_t>(),
-                 topk_weights.data<float>(), num_tokens, top_k, out.data<bf16>(), out.stride(0),
-                 gating});
+  fused_experts({expert_weights(experts, hidden_size), hidden.data<bf16>(), hidden.stride(0),
+                 topk_ids.data<int32_t>(), topk_weights.data<float>(), num_tokens, top_k,
+                 out.data<bf16>(), out.stride(0), experts.gating});
 }
 
-void gated_ffn_op(const TensorView& hidden, const TensorView& gate_up, const TensorView& down,
-                  int64_t expert_size, const TensorView& out) {
+void gated_ffn_op(const TensorView& hidden, const PackedExperts& expert, const TensorView& out) {
   hidden.expect("gated_ffn: hidden", DType::kBFloat16, 2);
   check_rows("gated_ffn: out", out, hidden.size(0), hidden.size(1));
-  const ExpertWeights weights = expert_weights(gate_up, down, hidden.size(1), expert_size);
+  const ExpertWeights weights = expert_weights(expert, hidden.size(1));
   if (weights.num_experts != 1) fail("gated_ffn: the weights hold more than one expert");
   fused_experts({weights, hidden.data<bf16>(), hidden.stride(0), nullptr, nullptr, hidden.size(0),
                  1, out.data<bf16>(), out.stride(0)});

@@ -59,7 +59,8 @@ void scatter_scalar(int64_t rows, const ScatterTile& tile) {
 }  // namespace
 
 const GemmKernels& gemm_kernels_scalar() {
-  static const GemmKernels kernels{tile_scalar, store_scalar, gate_scalar, scatter_scalar};
+  static const GemmKernels kernels{tile_scalar, store_scalar, gate_scalar, scatter_scalar,
+                                   decode_panel_scalar};
   return kernels;
 }
 

@@ -55,14 +55,17 @@ class LinearWorker {
   LinearWorker(const LinearProblem& problem, const LinearPlan& plan, char* scratch)
       : problem_(problem),
         plan_(plan),
+        weight_{problem.packed, problem.format, problem.outputs, problem.inputs},
         sums_(reinterpret_cast<float*>(scratch)),
-        copy_(reinterpret_cast<bf16*>(scratch + sums_bytes(plan))) {}
+        decoded_(reinterpret_cast<bf16*>(scratch + sums_bytes(plan))),
+        copy_(decoded_ + kDecodedElements) {}
 
   static int64_t sums_bytes(const LinearPlan& plan) {
     return plan.block_rows * kPanelColumns * static_cast<int64_t>(sizeof(float));
   }
   static int64_t scratch_bytes(const LinearPlan& plan) {
-    return ceil_div(sums_bytes(plan) + plan.block_elements * 2 + 64, 4096) * 4096;
+    const int64_t elements = kDecodedElements + plan.block_elements;
+    return ceil_div(sums_bytes(plan) + elements * 2 + 64, 4096) * 4096;
   }
 
   void run(int64_t task) {
@@ -82,15 +85,15 @@ class LinearWorker {
 
  private:
   void multiply(const bf16* a, int64_t first, int64_t rows, int64_t panel) {
-    const int64_t elements = panel_elements(problem_.inputs);
     const int64_t next = panel + 1 == plan_.num_panels ? 0 : panel + 1;
     const PanelProduct product{a,
                                plan_.a_stride,
                                rows,
-                               problem_.packed + panel * elements,
+                               panel_of(weight_, panel),
                                num_pairs(problem_.inputs),
-                               problem_.packed + next * elements,
-                               sums_};
+                               panel_of(weight_, next).weights,
+                               sums_,
+                               decoded_};
     const int64_t column = panel * kPanelColumns;
     multiply_panel(kernels_, product, [&](int64_t row, int64_t count, const float* sums) {
       kernels_.store(
@@ -103,7 +106,9 @@ class LinearWorker {
   const GemmKernels& kernels_ = gemm_kernels();
   const LinearProblem& problem_;
   const LinearPlan& plan_;
+  const PackedWeight weight_;
   float* sums_;
+  bf16* decoded_;
   bf16* copy_;
   int64_t copied_block_ = -1;
 };

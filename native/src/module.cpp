@@ -3,8 +3,10 @@
 #include <pybind11/stl.h>
 
 #include <optional>
+#include <tuple>
 
 #include "raymoe/attention.h"
+#include "raymoe/code_ops.h"
 #include "raymoe/gemm_ops.h"
 #include "raymoe/isa.h"
 #include "raymoe/latent_attention.h"
@@ -38,8 +40,9 @@ void bind_runtime(py::module_& m) {
         py::call_guard<py::gil_scoped_release>(), "Replace the worker pool.");
 }
 
-const TensorView* pointer_to(const std::optional<TensorView>& view) {
-  return view ? &*view : nullptr;
+template <typename T>
+const T* pointer_to(const std::optional<T>& value) {
+  return value ? &*value : nullptr;
 }
 
 void bind_elementwise(py::module_& m) {
@@ -72,6 +75,8 @@ void bind_elementwise(py::module_& m) {
 
 void bind_gemm(py::module_& m) {
   using Guard = py::call_guard<py::gil_scoped_release>;
+  using Format = std::optional<CodeFormat>;
+  using Optional = std::optional<TensorView>;
   m.def("packed_bytes", &packed_bytes, py::arg("out_features"), py::arg("in_features"),
         "Bytes of a packed weight [out_features, in_features].");
   m.def("packed_gate_up_bytes", &packed_gate_up_bytes, py::arg("expert_size"),
@@ -82,25 +87,70 @@ void bind_gemm(py::module_& m) {
         Guard(), "See kernels/cpu_experts.py.");
   m.def("packed_linear",
         [](const TensorView& x, const TensorView& packed, const std::optional<TensorView>& bias,
-           const TensorView& out) { packed_linear_op(x, packed, bias ? &*bias : nullptr, out); },
-        py::arg("x"), py::arg("packed"), py::arg("bias"), py::arg("out"), Guard(),
-        "See kernels/cpu_linear.py.");
+           const TensorView& out, const Format& format) {
+          packed_linear_op(x, packed, pointer_to(format), pointer_to(bias), out);
+        },
+        py::arg("x"), py::arg("packed"), py::arg("bias"), py::arg("out"),
+        py::arg("code_format") = py::none(), Guard(), "See kernels/cpu_linear.py.");
   m.def("fused_experts",
         [](const TensorView& hidden, const TensorView& topk_ids, const TensorView& topk_weights,
-           const TensorView& gate_up, const TensorView& down,
-           const std::optional<TensorView>& gate_up_bias,
-           const std::optional<TensorView>& down_bias, int64_t expert_size, float gain,
-           float limit, float offset, const TensorView& out) {
-          fused_experts_op(hidden, topk_ids, topk_weights, gate_up, down,
-                           {pointer_to(gate_up_bias), pointer_to(down_bias)}, expert_size,
-                           {gain, limit, offset}, out);
+           const TensorView& gate_up, const TensorView& down, const Optional& gate_up_bias,
+           const Optional& down_bias, int64_t expert_size, float gain, float limit, float offset,
+           const TensorView& out, const Format& gate_up_format, const Format& down_format) {
+          fused_experts_op(hidden, topk_ids, topk_weights,
+                           {gate_up, down, expert_size, pointer_to(gate_up_format),
+                            pointer_to(down_format), pointer_to(gate_up_bias),
+                            pointer_to(down_bias), {gain, limit, offset}},
+                           out);
         },
         py::arg("hidden"), py::arg("topk_ids"), py::arg("topk_weights"), py::arg("gate_up"),
         py::arg("down"), py::arg("gate_up_bias"), py::arg("down_bias"), py::arg("expert_size"),
-        py::arg("gain"), py::arg("limit"), py::arg("offset"), py::arg("out"), Guard(),
+        py::arg("gain"), py::arg("limit"), py::arg("offset"), py::arg("out"),
+        py::arg("gate_up_format") = py::none(), py::arg("down_format") = py::none(), Guard(),
         "See kernels/cpu_experts.py.");
-  m.def("gated_ffn", &gated_ffn_op, py::arg("hidden"), py::arg("gate_up"), py::arg("down"),
-        py::arg("expert_size"), py::arg("out"), Guard(), "See kernels/cpu_experts.py.");
+  m.def("gated_ffn",
+        [](const TensorView& hidden, const TensorView& gate_up, const TensorView& down,
+           int64_t expert_size, const TensorView& out, const Format& gate_up_format,
+           const Format& down_format) {
+          gated_ffn_op(hidden, {gate_up, down, expert_size, pointer_to(gate_up_format),
+                                pointer_to(down_format)},
+                       out);
+        },
+        py::arg("hidden"), py::arg("gate_up"), py::arg("down"), py::arg("expert_size"),
+        py::arg("out"), py::arg("gate_up_format") = py::none(),
+        py::arg("down_format") = py::none(), Guard(), "See kernels/cpu_experts.py.");
+}
+
+using CodeTuple = std::tuple<TensorView, TensorView, int64_t, std::optional<TensorView>,
+                             std::optional<TensorView>>;
+
+CodeTensors code_tensors(const CodeTuple& weight) {
+  const auto& [codes, scales, scale_rows, zeros, order] = weight;
+  return {codes, scales, scale_rows, pointer_to(zeros), pointer_to(order)};
+}
+
+void bind_codes(py::module_& m) {
+  using Guard = py::call_guard<py::gil_scoped_release>;
+  py::class_<CodeFormat>(m, "CodeFormat", "How a matrix of codes is packed; see kernels/codes.py.")
+      .def(py::init(&make_code_format), py::arg("kind"), py::arg("group_size"),
+           py::arg("shares_scales"), py::arg("has_zeros"), py::arg("has_order"))
+      .def("packed_bytes", &packed_codes_bytes, py::arg("out_features"), py::arg("in_features"),
+           "Bytes of a packed matrix [out_features, in_features].")
+      .def("packed_gate_up_bytes", &packed_gate_up_codes_bytes, py::arg("expert_size"),
+           py::arg("hidden_size"), "Bytes of the packed gate and up matrices of one expert.");
+  m.def("pack_codes",
+        [](const CodeFormat& format, const CodeTuple& weight, const TensorView& packed) {
+          pack_codes_op(format, code_tensors(weight), packed);
+        },
+        py::arg("code_format"), py::arg("weight"), py::arg("packed"), Guard(),
+        "See kernels/codes.py.");
+  m.def("pack_gate_up_codes",
+        [](const CodeFormat& format, const CodeTuple& gate, const CodeTuple& up,
+           const TensorView& packed) {
+          pack_gate_up_codes_op(format, code_tensors(gate), code_tensors(up), packed);
+        },
+        py::arg("code_format"), py::arg("gate"), py::arg("up"), py::arg("packed"), Guard(),
+        "See kernels/codes.py.");
 }
 
 void bind_attention(py::module_& m) {
@@ -163,6 +213,7 @@ PYBIND11_MODULE(_raymoe_native, m) {
   raymoe::bind_probe(m);
   raymoe::bind_sampling(m);
   raymoe::bind_elementwise(m);
+  raymoe::bind_codes(m);
   raymoe::bind_gemm(m);
   raymoe::bind_attention(m);
 }

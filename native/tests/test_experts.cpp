@@ -45,6 +45,10 @@ WeightSource source(const bf16* data, int64_t outputs, int64_t inputs) {
   return {data, outputs, inputs, inputs, 1};
 }
 
+const uint8_t* bytes_of(const Packed& packed) {
+  return reinterpret_cast<const uint8_t*>(packed.get());
+}
+
 double dot(const bf16* a, const bf16* b, int64_t count) {
   double sum = 0;
   for (int64_t i = 0; i < count; ++i) sum += double{to_float(a[i])} * double{to_float(b[i])};
@@ -57,7 +61,7 @@ void check_linear(int64_t rows, int64_t inputs, int64_t outputs, bool has_bias) 
   const Packed packed = allocate(packed_bytes(outputs, inputs));
   pack_weight(source(weight.data(), outputs, inputs), packed.get());
   std::vector<bf16> out(static_cast<size_t>(rows * outputs));
-  packed_linear({x.data(), inputs, rows, packed.get(), outputs, inputs,
+  packed_linear({x.data(), inputs, rows, bytes_of(packed), nullptr, outputs, inputs,
                  has_bias ? bias.data() : nullptr, out.data(), outputs});
   for (int64_t row = 0; row < rows; ++row)
     for (int64_t column = 0; column < outputs; ++column) {
@@ -143,8 +147,8 @@ void check_experts(const Experts& experts, int64_t num_tokens, int64_t top_k, bo
     weights[row] = random_value() + 1.5f;
   }
   std::vector<bf16> out(hidden.size());
-  fused_experts({{experts.packed_gate_up.get(), experts.packed_down.get(), experts.num_experts,
-                  hidden_size, experts.expert_size,
+  fused_experts({{bytes_of(experts.packed_gate_up), bytes_of(experts.packed_down), nullptr, nullptr,
+                  experts.num_experts, hidden_size, experts.expert_size,
                   experts.gate_up_bias.empty() ? nullptr : experts.gate_up_bias.data(),
                   experts.down_bias.empty() ? nullptr : experts.down_bias.data()},
                  hidden.data(),
@@ -207,7 +211,8 @@ void bad_expert_ids_are_refused() {
   const std::vector<float> weights{1, 1};
   for (const int32_t bad : {-1, 2}) {
     const std::vector<int32_t> ids{0, bad};
-    CHECK_THROWS(fused_experts({{experts.packed_gate_up.get(), experts.packed_down.get(), 2, 4, 4},
+    CHECK_THROWS(fused_experts({{bytes_of(experts.packed_gate_up), bytes_of(experts.packed_down),
+                                 nullptr, nullptr, 2, 4, 4},
                                 hidden.data(),
                                 4,
                                 ids.data(),

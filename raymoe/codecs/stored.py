@@ -2,10 +2,23 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Self
 
+import torch
 from torch import Tensor
 
 from raymoe.specs.weight_format import Piece, WeightFormat
+
+# By their names in the format safetensors: all types in which weights are stored.
+TORCH_DTYPES: Mapping[str, torch.dtype] = {
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -19,6 +32,15 @@ class StoredMatrix:
     format: WeightFormat
     shape: tuple[int, int]
     pieces: Mapping[str, Tensor]
+
+    @classmethod
+    def without_data(cls, stored: WeightFormat, shape: tuple[int, int]) -> Self:
+        """Pieces of the right types and shapes on the device "meta"."""
+        pieces = {
+            piece.name: torch.empty(piece.shape, dtype=TORCH_DTYPES[piece.dtypes[0]], device="meta")
+            for piece in stored.pieces(*shape)
+        }
+        return cls(format=stored, shape=shape, pieces=pieces)
 
     @property
     def num_bytes(self) -> int:

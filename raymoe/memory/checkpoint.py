@@ -17,6 +17,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from raymoe.codecs.stored import TORCH_DTYPES
 from raymoe.errors import CheckpointError
 from raymoe.specs.files import (
     open_regular,
@@ -31,17 +32,6 @@ SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 _LENGTH_BYTES = 8
-
-# What matrices are stored in; which type a tensor must have is decided by the weight store.
-TORCH_DTYPES = {
-    "U8": torch.uint8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "I64": torch.int64,
-}
 
 
 @dataclass(frozen=True, slots=True)

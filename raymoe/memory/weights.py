@@ -8,8 +8,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from raymoe.codecs.stored import TORCH_DTYPES
 from raymoe.errors import CheckpointError
-from raymoe.memory.checkpoint import TORCH_DTYPES, Checkpoint
+from raymoe.memory.checkpoint import Checkpoint
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_names import EMBEDDING, HEAD, Location, locate_weights
 

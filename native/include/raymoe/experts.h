@@ -4,16 +4,19 @@
 #include <cstdint>
 
 #include "raymoe/bf16.h"
+#include "raymoe/codes.h"
 
 namespace raymoe {
 
-/// Packed weights of all experts of a layer, one expert after the other (linear.h).
+/// Packed weights of all experts of a layer, one expert after the other (linear.h, codes.h).
 ///
 /// Biases are null or float32 in the order and with the zeros of the packed outputs: 16 of the gate
 /// and 16 of up in turn, [E, panels * 32]; those of down [E, panels * 32].
 struct ExpertWeights {
-  const bf16* gate_up;
-  const bf16* down;
+  const uint8_t* gate_up;
+  const uint8_t* down;
+  const CodeFormat* gate_up_format;  // null: bfloat16
+  const CodeFormat* down_format;
   int64_t num_experts;
   int64_t hidden_size;
   int64_t expert_size;

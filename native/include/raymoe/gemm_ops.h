@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "raymoe/codes.h"
 #include "raymoe/experts.h"
 #include "raymoe/tensor_view.h"
 
@@ -17,25 +18,29 @@ void pack_gate_up_op(const TensorView& gate, const TensorView& up, const TensorV
 
 int64_t packed_gate_up_bytes(int64_t expert_size, int64_t hidden_size);
 
-/// x [T, I] -> out [T, O]; bias [O] or null.
-void packed_linear_op(const TensorView& x, const TensorView& packed, const TensorView* bias,
-                      const TensorView& out);
+/// x [T, I] -> out [T, O]; bias [O] or null; packed bfloat16, or codes where a format is given.
+void packed_linear_op(const TensorView& x, const TensorView& packed, const CodeFormat* format,
+                      const TensorView* bias, const TensorView& out);
 
-/// Float32 [E, panels * 32] as experts.h orders them, or null.
-struct ExpertBiases {
-  const TensorView* gate_up;
-  const TensorView* down;
+/// Packed weights of experts, one after the other: bfloat16, or codes where a format is given.
+/// Biases are float32 [E, panels * 32] as experts.h orders them, or null.
+struct PackedExperts {
+  TensorView gate_up;
+  TensorView down;
+  int64_t expert_size;
+  const CodeFormat* gate_up_format;
+  const CodeFormat* down_format;
+  const TensorView* gate_up_bias = nullptr;
+  const TensorView* down_bias = nullptr;
+  Gating gating = {};
 };
 
-/// hidden [T, H], topk_ids [T, K] int32, topk_weights [T, K] float32 -> out [T, H]; gate_up and
-/// down hold the packed weights of the experts one after the other.
+/// hidden [T, H], topk_ids [T, K] int32, topk_weights [T, K] float32 -> out [T, H].
 void fused_experts_op(const TensorView& hidden, const TensorView& topk_ids,
-                      const TensorView& topk_weights, const TensorView& gate_up,
-                      const TensorView& down, const ExpertBiases& biases, int64_t expert_size,
-                      const Gating& gating, const TensorView& out);
+                      const TensorView& topk_weights, const PackedExperts& experts,
+                      const TensorView& out);
 
 /// The same with one expert for all tokens.
-void gated_ffn_op(const TensorView& hidden, const TensorView& gate_up, const TensorView& down,
-                  int64_t expert_size, const TensorView& out);
+void gated_ffn_op(const TensorView& hidden, const PackedExperts& expert, const TensorView& out);
 
 }  // namespace raymoe

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "raymoe/bf16.h"
+#include "raymoe/codes.h"
 
 namespace raymoe {
 
@@ -33,7 +34,8 @@ struct LinearProblem {
   const bf16* x;
   int64_t x_stride;  // elements
   int64_t num_rows;
-  const bf16* packed;
+  const uint8_t* packed;
+  const CodeFormat* format;  // of `packed`; null: bfloat16
   int64_t outputs;
   int64_t inputs;
   const bf16* bias;  // null: none

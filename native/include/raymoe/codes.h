@@ -1,0 +1,50 @@
+// Quantised weights in panels: codes and scales that are decoded next to the matrix product.
+#pragma once
+
+#include <cstdint>
+
+namespace raymoe {
+
+/// What number a code is, and the type of the scales.
+enum class CodeKind {
+  kInt4Float16,   // code - zero point, 0 to 15 each; float16 scales
+  kInt4BFloat16,  // the same with bfloat16 scales
+  kE2m1,          // FP4; scales are powers of two (E8M0)
+  kE4m3,          // FP8; float32 scales
+};
+
+/// How a matrix is stored; its elements are number * scale, rounded to bfloat16.
+struct CodeFormat {
+  CodeKind kind;
+  int64_t group_size;  // inputs that share a scale
+  bool shares_scales;  // 16 neighbouring outputs of a panel have the same scales
+  bool has_zeros;      // zero points for each group and output; without them 8 (int4) or 0
+  bool has_order;      // each input names its group
+};
+
+/// A matrix that is read once, by packing. Strides are in elements.
+struct CodeSource {
+  const uint8_t* codes;  // one for each element
+  int64_t outputs, inputs;
+  int64_t output_stride, input_stride;
+  const uint8_t* scales;  // of the type of the kind
+  int64_t num_groups;
+  int64_t scale_rows;  // outputs of a row of scales
+  int64_t scale_output_stride, scale_group_stride;
+  const uint8_t* zeros;  // or null
+  int64_t zero_output_stride, zero_group_stride;
+  const int32_t* order;  // [inputs], or null
+};
+
+/// Bytes of the packed form of a matrix [outputs, inputs]; the layout is in code_panels.h.
+int64_t packed_codes_bytes(const CodeFormat& format, int64_t outputs, int64_t inputs);
+
+/// Packs a matrix on all threads; `packed` is 64-byte aligned and does not overlap the source.
+void pack_codes(const CodeFormat& format, const CodeSource& weight, uint8_t* packed);
+
+/// Packs gate and up [F, H] into panels of 16 gate and 16 up columns of the same index:
+/// packed_codes_bytes(2 * 16 * ceil(F / 16), H) bytes. Both have the order of gate.
+void pack_gate_up_codes(const CodeFormat& format, const CodeSource& gate, const CodeSource& up,
+                        uint8_t* packed);
+
+}  // namespace raymoe

@@ -1,0 +1,87 @@
+// Panels of codes: what gemm.h says of panels, with codes in place of bfloat16 weights.
+//
+// A packed matrix is, where inputs name their groups, int32 [2 * pairs] of them; then its panels.
+// A panel of 32 columns is
+//   codes   [pairs][32][2] bytes; or, of four bits, [pairs][2][16] bytes: byte b of half h holds
+//           input b % 2 of column 16 h + b / 2 below and of column 16 h + 8 + b / 2 above
+//   scales  [groups][32], or [groups][2] where 16 columns share them
+//   zeros   [groups][16] bytes: byte b holds column b below and column 16 + b above
+// and both the order and each panel begin at a multiple of 64 bytes. Tails decode to finite
+// numbers.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "gemm_layout.h"
+#include "raymoe/bf16.h"
+#include "raymoe/codes.h"
+
+namespace raymoe {
+
+constexpr int64_t kHalfPanel = kPanelColumns / 2;
+constexpr int kInt4Zero = 8;
+
+inline bool is_four_bits(CodeKind kind) { return kind != CodeKind::kE4m3; }
+
+inline int64_t scale_bytes(CodeKind kind) {
+  if (kind == CodeKind::kE2m1) return 1;
+  return kind == CodeKind::kE4m3 ? 4 : 2;
+}
+
+/// Bytes of the codes of two inputs of all columns.
+inline int64_t pair_bytes(CodeKind kind) {
+  return is_four_bits(kind) ? kPanelColumns : 2 * kPanelColumns;
+}
+
+/// Offsets in bytes.
+struct CodeLayout {
+  int64_t num_groups;
+  int64_t scales_of_group;  // 32 or 2
+  int64_t scales, zeros;    // from the begin of a panel
+  int64_t panel_bytes;
+  int64_t panels;  // from the begin of the matrix
+
+  CodeLayout(const CodeFormat& format, int64_t inputs) {
+    num_groups = ceil_div(inputs, format.group_size);
+    scales_of_group = format.shares_scales ? 2 : kPanelColumns;
+    scales = num_pairs(inputs) * pair_bytes(format.kind);
+    zeros = scales + num_groups * scales_of_group * scale_bytes(format.kind);
+    panel_bytes = zeros + (format.has_zeros ? num_groups * kHalfPanel : 0);
+    panel_bytes = ceil_div(panel_bytes, 64) * 64;
+    panels = format.has_order ? ceil_div(8 * num_pairs(inputs), 64) * 64 : 0;
+  }
+};
+
+/// One panel, to be decoded.
+struct CodePanel {
+  const CodeFormat* format;
+  const uint8_t* codes;
+  const uint8_t* scales;
+  const uint8_t* zeros;  // null: none
+  const int32_t* order;  // null: neighbours
+  int64_t num_groups;
+};
+
+inline CodePanel code_panel(const CodeFormat& format, const CodeLayout& layout,
+                            const uint8_t* matrix, int64_t index) {
+  const uint8_t* panel = matrix + layout.panels + index * layout.panel_bytes;
+  return {&format,
+          panel,
+          panel + layout.scales,
+          format.has_zeros ? panel + layout.zeros : nullptr,
+          format.has_order ? reinterpret_cast<const int32_t*>(matrix) : nullptr,
+          layout.num_groups};
+}
+
+/// The group of an input; that of the last one for the zero behind an odd number of inputs.
+inline int64_t group_of(const CodePanel& panel, int64_t input) {
+  if (panel.order != nullptr) return panel.order[input];
+  return std::min(input / panel.format->group_size, panel.num_groups - 1);
+}
+
+/// Decodes pairs [begin, end) of a panel to bfloat16 as gemm.h has them, [end - begin][32][2].
+void decode_panel_scalar(const CodePanel& panel, int64_t begin, int64_t end, bf16* out);
+void decode_panel_avx512_bf16(const CodePanel& panel, int64_t begin, int64_t end, bf16* out);
+
+}  // namespace raymoe

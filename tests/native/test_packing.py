@@ -1,0 +1,128 @@
+"""Panels of codes: products have the bits of products with the decoded weights."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from raymoe import _native
+from raymoe.codecs import as_tensor
+from raymoe.kernels.packing import BFloat16Packing, Packing, packing_for, packing_of
+from raymoe.specs.weight_format import (
+    Awq,
+    Fp8Block,
+    Fp8Channel,
+    Gptq,
+    Mxfp4,
+    PackedInt4,
+    WeightFormat,
+)
+from tests.native.test_cpu_experts import allocate
+from tests.quantisers import Quantised, quantise
+
+FORMATS = [
+    PackedInt4(32),
+    PackedInt4(16, has_zero_points=True),
+    PackedInt4(16, has_zero_points=True, has_order=True),
+    Gptq(32),
+    Awq(32),
+    Mxfp4(),
+    Fp8Block(),
+    Fp8Channel(),
+]
+# Outputs and inputs: tails of panels, several tiles of FP8, more than a block of decoded pairs.
+SHAPES = [(8, 32), (40, 96), (264, 544), (72, 2336)]
+
+
+def make(stored: WeightFormat, shape: tuple[int, int], seed: int = 0) -> Quantised:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(shape, generator=generator) / shape[1] ** 0.5
+    dtype = (torch.float16, torch.bfloat16)[seed % 2]
+    return quantise(stored, weight, scale_dtype=dtype, seed=seed)
+
+
+def packed(packing: Packing, weight, shape: tuple[int, int]) -> Tensor:
+    memory = allocate(packing.linear_bytes(*shape))
+    packing.pack_linear(weight, memory)
+    return memory
+
+
+def multiply(packing: Packing, memory: Tensor, x: Tensor, outputs: int) -> Tensor:
+    out = torch.empty(len(x), outputs, dtype=torch.bfloat16)
+    _native.packed_linear(x, memory, None, out, packing.format)
+    return out
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("stored", FORMATS, ids=str)
+def test_products_are_those_of_the_decoded_matrix(
+    stored: WeightFormat, shape: tuple[int, int]
+) -> None:
+    for seed in (0, 1):
+        matrix = make(stored, shape, seed).matrix
+        plain, coded = BFloat16Packing(), packing_of(matrix)
+        decoded = packed(plain, as_tensor(matrix, torch.bfloat16), shape)
+        codes = packed(coded, matrix, shape)
+        for rows in (1, 5, 33):
+            x = torch.randn(rows, shape[1]).bfloat16()
+            want = multiply(plain, decoded, x, shape[0])
+            assert torch.equal(multiply(coded, codes, x, shape[0]), want)
+
+
+@pytest.mark.parametrize("stored", FORMATS, ids=str)
+def test_packed_codes_take_the_bytes_of_what_is_stored(stored: WeightFormat) -> None:
+    """Of real widths; GPTQ and the like name the group of each input here as they do there."""
+    shape = (768, 2048)
+    num_bytes = packing_for(stored, *shape).linear_bytes(*shape)
+    assert num_bytes <= 1.005 * stored.matrix_bytes(*shape)
+
+
+@pytest.mark.parametrize("stored", FORMATS, ids=str)
+def test_sizes_are_known_before_there_is_a_weight(stored: WeightFormat) -> None:
+    for shape in SHAPES:
+        before, after = packing_for(stored, *shape), packing_of(make(stored, shape, 1).matrix)
+        assert before.linear_bytes(*shape) == after.linear_bytes(*shape)
+        assert before.gate_up_bytes(*shape) == after.gate_up_bytes(*shape)
+
+
+@pytest.mark.usefixtures("isa")
+def test_every_number_of_fp8_is_decoded() -> None:
+    matrix = make(Fp8Channel(), (32, 256)).matrix
+    codes = torch.arange(256)
+    codes[[127, 255]] = 0  # NaN
+    matrix.pieces["codes"][:] = codes.byte().view(torch.float8_e4m3fn)
+    coded, one_of_each = packing_of(matrix), torch.eye(256).bfloat16()
+    got = multiply(coded, packed(coded, matrix, (32, 256)), one_of_each, 32)
+    assert torch.equal(got, as_tensor(matrix, torch.bfloat16).t())
+    matrix.pieces["codes"].view(torch.uint8)[3, [127, 255]] = torch.tensor([127, 255]).byte()
+    got = multiply(coded, packed(coded, matrix, (32, 256)), one_of_each, 32)
+    assert got[:, 3].isnan().all()
+    assert got.isnan().sum() == 256
+
+
+def test_wrong_arguments_are_named() -> None:
+    matrix = make(PackedInt4(32), (40, 96)).matrix
+    coded = packing_of(matrix)
+    assert coded.format is not None
+    scales = matrix.pieces["scales"]
+    codes = torch.zeros(40, 96, dtype=torch.uint8)
+    memory = allocate(coded.linear_bytes(40, 96))
+    for weight, named in (
+        ((codes.int(), scales, 1, None, None), "codes has dtype int32.*expected uint8"),
+        ((codes, scales.bfloat16(), 1, None, None), "scales has dtype bfloat16.*expected float16"),
+        ((codes, scales[:, :2], 1, None, None), "scales has size 2 in dimension 1, expected 3"),
+        ((codes, scales, 1, codes[:, :3], None), "zero points and order must be given where"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            _native.pack_codes(coded.format, weight, memory)
+    with pytest.raises(ValueError, match="expected"):
+        _native.pack_codes(coded.format, (codes, scales, 1, None, None), memory[:-64])
+    with pytest.raises(ValueError, match="unknown kind 'int3'"):
+        _native.CodeFormat("int3", 32, False, False, False)
+
+
+def test_an_order_names_groups_that_there_are() -> None:
+    matrix = make(Gptq(32), (8, 64)).matrix
+    matrix.pieces["order"][5] = 2
+    with pytest.raises(ValueError, match="order has group 2 for input 5, there are 2"):
+        packed(packing_of(matrix), matrix, (8, 64))
