@@ -93,6 +93,7 @@ def append_and_attend(
     out: Tensor,
     scale: float,
     sliding_window: int,
+    sinks: Tensor | None,
 ) -> None: ...
 def append(
     key: Tensor,

@@ -26,6 +26,7 @@ struct Call {
   const char* value;
   char* out;
   char* cache;
+  const float* sinks;  // [heads], or null
   int64_t query_size;  // bytes of an element
   int64_t cache_size;
 
@@ -71,6 +72,7 @@ class GroupedAttention {
   }
 
   void store(const AttentionItem& item, const AttentionState& state) const {
+    if (call_.sinks != nullptr) add_sinks(item, state);
     call_.kernel.store(tile_of(item), state);
   }
 
@@ -84,6 +86,16 @@ class GroupedAttention {
   const void* keys_of(const AttentionItem& item, int64_t block) const {
     return call_.cache_of(item.kv_head) +
            call_.table_of(item.sequence)[block] * call_.shape.block_stride * call_.cache_size;
+  }
+
+  /// The score of each head that has no value. Where it is so much larger than all others that its
+  /// weight overflows, they add up to nothing.
+  void add_sinks(const AttentionItem& item, const AttentionState& state) const {
+    constexpr float kLog2e = 1.44269504f;
+    const int64_t group = call_.shape.group;
+    const float* sinks = call_.sinks + item.kv_head * group;
+    for (int64_t row = 0; row < num_rows(item); ++row)
+      state.sum[row] += std::exp2(sinks[row % group] * kLog2e - state.max[row]);
   }
 
   /// Whether the token of a sequence that has only one goes to the cache within this item.
@@ -238,9 +250,14 @@ void merge_attention(const AttentionState& total, const AttentionState& part, in
 void append_and_attend(const TensorView& query, const TensorView& key, const TensorView& value,
                        const TensorView& cache, const TensorView& query_start,
                        const TensorView& context_tokens, const TensorView& block_table,
-                       const TensorView& out, double scale, int64_t sliding_window) {
+                       const TensorView& out, double scale, int64_t sliding_window,
+                       const TensorView* sinks) {
   check_query_and_cache(query, key, value, cache);
   check_out(query, out);
+  if (sinks != nullptr)
+    sinks->expect("attention: sinks", DType::kFloat32, 1)
+        .expect_size("attention: sinks", 0, query.size(1))
+        .expect_contiguous("attention: sinks");
   if (sliding_window < 1)
     refuse_attention("sliding_window is " + std::to_string(sliding_window) + ", expected 1 or more");
   Call call{};
@@ -256,6 +273,7 @@ void append_and_attend(const TensorView& query, const TensorView& key, const Ten
   call.shape.out_stride = query.size(1) * query.size(2);
   call.kernel = choose_kernel(query.dtype(), cache.dtype());
   call.out = static_cast<char*>(out.raw());
+  call.sinks = sinks == nullptr ? nullptr : sinks->data<float>();
   run_call(call);
 }
 

@@ -154,9 +154,18 @@ void bind_codes(py::module_& m) {
 }
 
 void bind_attention(py::module_& m) {
-  m.def("append_and_attend", &append_and_attend, py::arg("query"), py::arg("key"),
-        py::arg("value"), py::arg("cache"), py::arg("query_start"), py::arg("context_tokens"),
-        py::arg("block_table"), py::arg("out"), py::arg("scale"), py::arg("sliding_window"),
+  m.def("append_and_attend",
+        [](const TensorView& query, const TensorView& key, const TensorView& value,
+           const TensorView& cache, const TensorView& query_start,
+           const TensorView& context_tokens, const TensorView& block_table,
+           const TensorView& out, double scale, int64_t sliding_window,
+           const std::optional<TensorView>& sinks) {
+          append_and_attend(query, key, value, cache, query_start, context_tokens, block_table, out,
+                            scale, sliding_window, pointer_to(sinks));
+        },
+        py::arg("query"), py::arg("key"), py::arg("value"), py::arg("cache"),
+        py::arg("query_start"), py::arg("context_tokens"), py::arg("block_table"), py::arg("out"),
+        py::arg("scale"), py::arg("sliding_window"), py::arg("sinks"),
         py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_attention.py.");
   m.def("append", &append, py::arg("key"), py::arg("value"), py::arg("cache"),
         py::arg("query_start"), py::arg("context_tokens"), py::arg("block_table"),

@@ -27,6 +27,7 @@ struct Problem {
   std::vector<Q> query, key, value, out;
   std::vector<C> cache;
   std::vector<int32_t> starts{0}, contexts, table;
+  std::vector<float> sinks;  // of each head, or none
   std::mt19937 random{7};
 
   Problem(std::vector<Sequence> list, int64_t kv_heads_, int64_t group_, int64_t dim_,
@@ -66,13 +67,14 @@ struct Problem {
     constexpr DType q = DTypeOf<Q>::value;
     const int64_t heads = kv_heads * group;
     const auto count = static_cast<int64_t>(sequences.size());
+    const TensorView sink_view = view(sinks, DType::kFloat32, {heads});
     append_and_attend(
         view(query, q, {num_tokens, heads, dim}), view(key, q, {num_tokens, kv_heads, dim}),
         view(value, q, {num_tokens, kv_heads, dim}),
         view(cache, DTypeOf<C>::value, {num_blocks, kv_heads, 2, kBlockTokens * dim}),
         view(starts, DType::kInt32, {count + 1}), view(contexts, DType::kInt32, {count}),
         view(table, DType::kInt32, {count, width}), view(out, q, {num_tokens, heads * dim}),
-        1 / std::sqrt(double(dim)), window);
+        1 / std::sqrt(double(dim)), window, sinks.empty() ? nullptr : &sink_view);
   }
 
   double cached(int64_t sequence, int64_t position, int64_t head, bool is_value, int64_t d) const {
@@ -91,7 +93,7 @@ struct Problem {
     const int64_t position = shape.context - shape.tokens + token;
     const int64_t row = (starts[static_cast<size_t>(sequence)] + token) * kv_heads * group + head;
     std::vector<double> sum(static_cast<size_t>(dim));
-    double total = 0;
+    double total = sinks.empty() ? 0 : std::exp(double{sinks[static_cast<size_t>(head)]});
     for (int64_t past = std::max<int64_t>(0, position - window + 1); past <= position; ++past) {
       double score = 0;
       for (int64_t d = 0; d < dim; ++d)
@@ -133,6 +135,9 @@ void agrees_with_the_reference(double tolerance) {
         Problem<Q, C> problem(pass, 2, group, dim, window);
         problem.run();
         problem.check(tolerance);
+        problem.fill(problem.sinks, 2 * group);
+        problem.run();
+        problem.check(tolerance);
       }
 }
 
@@ -152,6 +157,7 @@ void long_sequences_are_split_among_threads() {
   for (Isa isa : supported_isas()) {
     set_isa(isa);
     Problem<float, float> problem({{4100, 1}, {3, 1}}, 1, 2, 16, int64_t{1} << 62);
+    problem.sinks = {3.0f, 7.0f};
     problem.run();
     problem.check(1e-5);
   }

@@ -43,6 +43,7 @@ def append_and_attend(  # noqa: PLR0917 - an operator: its tensors are its argum
     *,
     scale: float,
     sliding_window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Append keys and values of the pass to the cache, then attend causally; returns [T, H * D].
 
@@ -58,6 +59,7 @@ def append_and_attend(  # noqa: PLR0917 - an operator: its tensors are its argum
         batch: Ragged shape of the pass.
         scale: Factor of the scores, positive.
         sliding_window: Tokens that a query sees, itself included; None sees all.
+        sinks_H: float32; a score of each head that takes part in the softmax and has no value.
 
     Raises:
         ConfigError: A shape, type or entry of the batch does not fit; names the argument.
@@ -76,6 +78,7 @@ def append_and_attend(  # noqa: PLR0917 - an operator: its tensors are its argum
             out_TX,
             scale,
             ALL_TOKENS if sliding_window is None else sliding_window,
+            sinks_H,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -125,6 +128,7 @@ def append_and_attend_reference(  # noqa: PLR0917 - the same signature as the ke
     *,
     scale: float,
     sliding_window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """The plain reference of `append_and_attend`, one sequence after another, in float32."""
     num_tokens, num_heads, head_dim = query_THD.shape
@@ -148,7 +152,11 @@ def append_and_attend_reference(  # noqa: PLR0917 - the same signature as the ke
         visible = position_C <= position_Q1
         if sliding_window is not None:
             visible &= position_C > position_Q1 - sliding_window
-        weights_HQC = scores_HQC.masked_fill(~visible, float("-inf")).softmax(-1)
+        scores_HQC = scores_HQC.masked_fill(~visible, float("-inf"))
+        if sinks_H is not None:
+            sink_HQ1 = sinks_H.float()[:, None, None].expand(-1, scores_HQC.shape[1], 1)
+            scores_HQC = torch.cat([scores_HQC, sink_HQ1], dim=-1)
+        weights_HQC = scores_HQC.softmax(-1)[..., :context]
         out_THD[begin:end] = torch.einsum(
             "hqc,chd->qhd", weights_HQC, values_CGD.repeat_interleave(group, 1)
         ).to(out_THD.dtype)

@@ -5,13 +5,17 @@ Sequences with as many new tokens go through one call together. The cache has th
 of a block, M blocks of the longest sequence, C = M * B, Q new tokens of each sequence.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from raymoe.kernels.cpu_rope import Projected
 from raymoe.kernels.paged_batch import PagedBatch
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, VALUE_COLUMNS, KvLayout
+
+_GROWTH = 8
 
 
 def append_and_attend_paged(
@@ -21,6 +25,7 @@ def append_and_attend_paged(
     *,
     scale: float,
     sliding_window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """As `cpu_attention.append_and_attend`, on the device of its arguments; [T, H * D]."""
     query_THD = projected.query_THD
@@ -34,16 +39,44 @@ def append_and_attend_paged(
             gathered.masked_fill(group.is_rest(gathered.shape[2])[:, None, :, None], 0)
             for gathered in _gather(cache, group.block_table_SM, layout)
         )
-        attended_SHQD = scaled_dot_product_attention(
+        operands = _Operands(
             query_SHQD,
             keys_SGCD.to(query_SHQD.dtype),
             values_SGCD.to(query_SHQD.dtype),
-            attn_mask=group.visible(keys_SGCD.shape[2], sliding_window)[:, None],
-            scale=scale,
-            enable_gqa=True,
+            group.visible(keys_SGCD.shape[2], sliding_window)[:, None],
         )
-        out_THD[group.rows_SQ] = attended_SHQD.transpose(1, 2)
+        if sinks_H is not None:
+            operands = _with_sinks(operands, sinks_H / scale)
+        attended_SHQD = scaled_dot_product_attention(*operands, scale=scale, enable_gqa=True)
+        out_THD[group.rows_SQ] = attended_SHQD[..., :head_dim].transpose(1, 2)
     return out_THD.flatten(1)
+
+
+class _Operands(NamedTuple):
+    """Of one call of torch's attention; the last says which positions each new token sees."""
+
+    query_SHQD: Tensor
+    keys_SGCD: Tensor
+    values_SGCD: Tensor
+    visible_S1QC: Tensor
+
+
+def _with_sinks(operands: _Operands, sinks_H: Tensor) -> _Operands:
+    """One more position, whose score is the sink of each head and whose value is zero.
+
+    It needs a dimension of its own: there the key of that position is 1, and that of a query the
+    sink, divided by the scale. Both grow by 8 rather than 1: kernels want aligned sizes.
+    """
+    query_SHQD, keys_SGCD, values_SGCD, visible_S1QC = operands
+    head_dim, num_positions = query_SHQD.shape[-1], keys_SGCD.shape[2]
+    query_SHQD = pad(query_SHQD, (0, _GROWTH))
+    query_SHQD[..., head_dim] = sinks_H[:, None]
+    keys_SGCD = pad(keys_SGCD, (0, _GROWTH, 0, _GROWTH))
+    keys_SGCD[:, :, num_positions, head_dim] = 1
+    values_SGCD = pad(values_SGCD, (0, _GROWTH, 0, _GROWTH))
+    visible_S1QC = pad(visible_S1QC, (0, _GROWTH))
+    visible_S1QC[..., num_positions] = True
+    return _Operands(query_SHQD, keys_SGCD, values_SGCD, visible_S1QC)
 
 
 def _append(projected: Projected, cache: Tensor, batch: PagedBatch, layout: KvLayout) -> None:

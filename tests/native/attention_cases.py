@@ -63,6 +63,7 @@ class Case:
             for count in (num_heads, num_kv_heads, num_kv_heads)
         )
         self.scale = head_dim**-0.5
+        self.sinks: Tensor | None = None
 
     def _randn(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.random)
@@ -74,6 +75,11 @@ class Case:
             both = self._randn(*shape).to(self.layout.dtype)
             both[:, max(past - index * BLOCK_TOKENS, 0) :] = 0
             self.cache[block] = pack_block(both[0], both[1], self.layout)
+
+    def add_sinks(self) -> None:
+        """Scores without values, some of them far above or below all others."""
+        self.sinks = 3 * self._randn(self.query.shape[1])
+        self.sinks[0], self.sinks[-1] = 200.0, -200.0
 
     def batch(self) -> AttentionBatch:
         return AttentionBatch(
@@ -92,6 +98,7 @@ class Case:
             self.batch(),
             scale=self.scale,
             sliding_window=window,
+            sinks_H=self.sinks,
         )
 
     def reference(self, window: int | None = None, *, exact: bool = False) -> Tensor:
@@ -106,4 +113,5 @@ class Case:
             self.batch(),
             scale=self.scale,
             sliding_window=window,
+            sinks_H=self.sinks,
         )

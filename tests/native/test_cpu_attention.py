@@ -51,6 +51,30 @@ def test_a_token_sees_only_its_window(window: int, dtypes: tuple[torch.dtype, to
     assert_accurate(Case([(260, 1), (150, 150), (300, 40)], (4, 2, 32), dtypes), window)
 
 
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_sinks_take_their_part_of_the_softmax(
+    heads: tuple[int, int, int], dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    case = Case([(70, 1), (50, 18), (1, 1)], heads, dtypes)
+    case.add_sinks()
+    assert_accurate(case)
+    assert_accurate(case, window=5)
+
+
+def test_sinks_count_once_in_contexts_of_several_splits() -> None:
+    case = Case([(3000, 1), (2100, 70)], (3, 1, 16), (FP32, FP32))
+    case.add_sinks()
+    assert_accurate(case)
+
+
+def test_sinks_of_another_shape_or_type_are_refused() -> None:
+    case = Case([(70, 1)], (4, 2, 8), (BF16, BF16))
+    for case.sinks in (torch.zeros(2), torch.zeros(4, dtype=BF16)):
+        with pytest.raises(ConfigError, match="sinks"):
+            case.run()
+
+
 @pytest.mark.parametrize("dtypes", [(FP32, FP32), (BF16, BF16)], ids=str)
 @pytest.mark.parametrize("window", [None, 1500])
 def test_equals_the_reference_for_thousands_of_tokens(

@@ -138,11 +138,12 @@ using AppendFunction = void (*)(const AppendTask& task);
 /// The function for keys of type `query` and a cache of type `cache`; null if unsupported.
 AppendFunction append_function(DType query, DType cache);
 
-/// See append_and_attend in raymoe/kernels/cpu_attention.py.
+/// See append_and_attend in raymoe/kernels/cpu_attention.py; sinks is float32 [heads] or null.
 void append_and_attend(const TensorView& query, const TensorView& key, const TensorView& value,
                        const TensorView& cache, const TensorView& query_start,
                        const TensorView& context_tokens, const TensorView& block_table,
-                       const TensorView& out, double scale, int64_t sliding_window);
+                       const TensorView& out, double scale, int64_t sliding_window,
+                       const TensorView* sinks);
 
 /// See append in raymoe/kernels/cpu_attention.py.
 void append(const TensorView& key, const TensorView& value, const TensorView& cache,

@@ -22,6 +22,7 @@ def run(case: Case, window: int | None = None, cache: Tensor | None = None) -> T
         PagedBatch.of(case.batch(), case.layout, CPU),
         scale=case.scale,
         sliding_window=window,
+        sinks_H=None if case.sinks is None else case.sinks.to(case.query.dtype),
     )
 
 
@@ -48,6 +49,19 @@ def test_equals_the_reference_for_every_shape_of_heads(heads: tuple[int, int, in
 @pytest.mark.parametrize("window", [1, 31, 32, 33, 100])
 def test_a_token_sees_only_its_window(window: int) -> None:
     check(Case([(260, 1), (150, 150), (300, 40)], (4, 2, 32), (FP32, FP32)), window)
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("window", [None, 33])
+def test_sinks_take_their_part_of_the_softmax(
+    window: int | None,
+    heads: tuple[int, int, int],
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> None:
+    case = Case([(70, 1), (50, 18), (1, 1)], heads, dtypes)
+    case.add_sinks()
+    check(case, window)
 
 
 def test_large_groups_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
