@@ -23,7 +23,7 @@ from raymoe.runtime.device_runner import BeforePass, DevicePassRunner, Passes
 from raymoe.runtime.resident_runner import ResidentPassRunner
 from raymoe.runtime.waves import Division
 from raymoe.specs.model import DenseSpec, LayerSpec, ModelSpec, MoeSpec
-from raymoe.specs.weight_names import EMBEDDING, FINAL_NORM, HEAD, layer_prefix
+from raymoe.specs.weight_names import EMBEDDING, HEAD, layer_prefix
 from raymoe.units import format_bytes
 
 EVERYTHING = 1 << 62  # bytes: more than any model
@@ -189,11 +189,11 @@ def _resident_parts(cut: PageCut, i: int, layer: LayerSpec) -> frozenset[str]:
 
 def _load_kept(model: LoadedModel, device: Device) -> dict[str, Tensor]:
     """What is in no layer: the embedding on the host, final norm and head on the device."""
-    kept = {EMBEDDING: model.store(EMBEDDING).to(model.dtype)}
-    head = EMBEDDING if model.spec.tie_word_embeddings else HEAD
-    for name, stored in ((FINAL_NORM, FINAL_NORM), (HEAD, head)):
-        kept[name] = _put(model.store(stored).to(model.dtype), device, "head")
-    return kept
+    embedding = model.store(EMBEDDING).to(model.dtype)
+    outer = {name: model.store(name) for name in model.spec.outer_weights() if name != EMBEDDING}
+    outer.setdefault(HEAD, embedding)
+    kept = {name: _put(weight.to(model.dtype), device, "head") for name, weight in outer.items()}
+    return kept | {EMBEDDING: embedding}
 
 
 def _put(source: Tensor, device: Device, purpose: str) -> Tensor:
@@ -215,5 +215,5 @@ def _decoder(
         prefix = layer_prefix(i)
         for name in weights.names(i):
             views[prefix + name] = weights.device_weight(i, name, first_slot)
-    loader = PagedLoader(views.__getitem__, model.dtype, device.torch_device)
+    loader = PagedLoader(views.__getitem__, model.store, model.dtype, device.torch_device)
     return Decoder(model.spec, loader, lambda _names: None)

@@ -43,6 +43,10 @@ class Attention:
         has_norm = spec.qk_norm != "none"
         self._query_norm = loader.vector(f"{prefix}q_norm.weight") if has_norm else None
         self._key_norm = loader.vector(f"{prefix}k_norm.weight") if has_norm else None
+        self._sinks_H = self._host_sinks_H = None
+        if spec.has_sinks:
+            self._sinks_H = loader.vector(f"{prefix}sinks")
+            self._host_sinks_H = loader.host_vector(f"{prefix}sinks").float()
 
     def project(self, normed_TH: Tensor, angles: Angles) -> Projected:
         """Queries, keys and values, normed and rotated."""
@@ -68,6 +72,7 @@ class Attention:
             batch,
             scale=self._spec.scale,
             sliding_window=self._spec.sliding_window,
+            sinks_H=self._host_sinks_H,
         )
 
     def attend_staged(self, projected: Projected, staged: Tensor, batch: PagedBatch) -> Tensor:
@@ -78,6 +83,7 @@ class Attention:
             batch,
             scale=self._spec.scale,
             sliding_window=self._spec.sliding_window,
+            sinks_H=self._sinks_H,
         )
 
     def output(self, attention_TX: Tensor) -> Tensor:

@@ -12,19 +12,22 @@ from torch.nn import functional
 
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.cpu_linear import Allocate
-from raymoe.kernels.cpu_norm import add_rms_norm_, rms_norm
 from raymoe.kernels.cpu_rope import Projected
 from raymoe.kernels.cpu_router import Routing
 from raymoe.kernels.paged_batch import PagedBatch
 from raymoe.model.attention import Attention
 from raymoe.model.feed_forward import Dense, FeedForward, MoE
 from raymoe.model.loading import GetWeight, Loader
+from raymoe.model.norm import load_norm
 from raymoe.model.rope import Rotary
 from raymoe.specs.model import DenseSpec, ModelSpec
 from raymoe.specs.weight_names import (
     EMBEDDING,
+    FFN_NORM,
     FINAL_NORM,
     HEAD,
+    HEAD_BIAS,
+    INPUT_NORM,
     layer_prefix,
     layer_weights,
 )
@@ -47,7 +50,7 @@ class Layer:
 
     def __init__(self, model: ModelSpec, i: int, loader: Loader) -> None:
         spec, prefix = model.layers[i], layer_prefix(i)
-        self.input_norm_H = loader.vector(f"{prefix}input_layernorm.weight")
+        self.input_norm = load_norm(model, loader, f"{prefix}{INPUT_NORM}")
         self.attention = Attention(
             spec.grouped_attention,
             loader,
@@ -55,7 +58,7 @@ class Layer:
             eps=model.norm_eps,
             is_interleaved=model.rope.is_interleaved,
         )
-        self.ffn_norm_H = loader.vector(f"{prefix}post_attention_layernorm.weight")
+        self.ffn_norm = load_norm(model, loader, f"{prefix}{FFN_NORM}")
         self.ffn: FeedForward
         if isinstance(spec.ffn, DenseSpec):
             self.ffn = Dense(spec.ffn, loader, f"{prefix}mlp.")
@@ -85,11 +88,12 @@ class Decoder:
         for i, layer in enumerate(spec.layers):
             self._layers.append(Layer(spec, i, loader))
             release([layer_prefix(i) + name for name in layer_weights(layer, spec.hidden_size)])
-        self._final_norm_H = loader.vector(FINAL_NORM)
+        self._final_norm = load_norm(spec, loader, FINAL_NORM.removesuffix(".weight"))
+        head_bias = HEAD_BIAS if spec.has_head_bias else None
         if spec.tie_word_embeddings:
-            self._head = loader.tied_linear(self._embedding_VH)
+            self._head = loader.tied_linear(self._embedding_VH, head_bias)
         else:
-            self._head = loader.linear([HEAD.removesuffix(".weight")])
+            self._head = loader.linear([HEAD.removesuffix(".weight")], has_bias=spec.has_head_bias)
             release([HEAD])
 
     @classmethod
@@ -120,7 +124,10 @@ class Decoder:
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
         """Hidden state of tokens, [T, H]; ids are int64."""
-        return functional.embedding(token_ids_T, self._embedding_VH)
+        hidden_TH = functional.embedding(token_ids_T, self._embedding_VH)
+        if self.spec.embedding_multiplier != 1:
+            hidden_TH *= self.spec.embedding_multiplier
+        return hidden_TH
 
     def pre(
         self,
@@ -139,8 +146,8 @@ class Decoder:
                 `needs_prompt_tokens` says so (`model.rope` tells why).
         """
         layer = self._layers[i]
-        normed_TH = rms_norm(hidden_TH, layer.input_norm_H, self.spec.norm_eps)
-        return layer.attention.project(normed_TH, self._rotary.angles(positions_T, prompt_tokens_T))
+        angles = self._rotary.angles(positions_T, prompt_tokens_T)
+        return layer.attention.project(layer.input_norm(hidden_TH), angles)
 
     def attend(
         self, i: int, projected: Projected, cache_layer: Tensor, batch: AttentionBatch
@@ -158,17 +165,21 @@ class Decoder:
         """Output projection, residual, norm and router of layer `i`."""
         layer = self._layers[i]
         delta_TH = layer.attention.output(attention_TX)
-        normed_TH = add_rms_norm_(hidden_TH, delta_TH, layer.ffn_norm_H, self.spec.norm_eps)
+        if self.spec.residual_multiplier != 1:
+            delta_TH *= self.spec.residual_multiplier
+        normed_TH = layer.ffn_norm.after_adding_(hidden_TH, delta_TH)
         return Posted(hidden_TH, normed_TH, layer.ffn.route(normed_TH))
 
     def ffn(self, i: int, hidden_TH: Tensor, normed_TH: Tensor, routing: Routing | None) -> Tensor:
         """Experts or dense network of layer `i`, and its residual; [T, H]."""
-        return hidden_TH.add_(self._layers[i].ffn(normed_TH, routing))
+        delta_TH = self._layers[i].ffn(normed_TH, routing)
+        return hidden_TH.add_(delta_TH, alpha=self.spec.residual_multiplier)
 
     def final(self, hidden_TH: Tensor, rows_R: Tensor) -> Tensor:
         """Final norm of the rows whose logits are wanted, [R, H]; rows are int64."""
-        return rms_norm(hidden_TH[rows_R], self._final_norm_H, self.spec.norm_eps)
+        return self._final_norm(hidden_TH[rows_R])
 
     def logits(self, final_RH: Tensor) -> Tensor:
         """Logits [R, V] of normed rows, in the type of the model."""
-        return self._head(final_RH)
+        logits_RV = self._head(final_RH)
+        return logits_RV if self.spec.logits_divisor == 1 else logits_RV / self.spec.logits_divisor

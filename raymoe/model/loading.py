@@ -57,9 +57,10 @@ class Loader:
             bias_O = torch.cat([self.vector(f"{name}.bias") for name in names])
         return make_linear(weight_OI, bias_O, self._allocate)
 
-    def tied_linear(self, weight_OI: Tensor) -> Linear:
-        """A projection by a matrix that was loaded already."""
-        return make_linear(weight_OI, None, self._allocate)
+    def tied_linear(self, weight_OI: Tensor, bias: str | None) -> Linear:
+        """A projection by a matrix that was loaded already, and the bias of this name."""
+        bias_O = None if bias is None else self.vector(bias)
+        return make_linear(weight_OI, bias_O, self._allocate)
 
     def experts(self, prefix: str, moe: MoeSpec) -> Experts:
         """The routed experts of a layer."""
@@ -111,6 +112,10 @@ class Loader:
     def vector(self, name: str) -> Tensor:
         """A norm weight or a bias, copied: it is small and shares its page with large ones."""
         return self._weights(name).to(self.dtype, copy=True)
+
+    def host_vector(self, name: str) -> Tensor:
+        """The same on the host, wherever the decoder computes."""
+        return self.vector(name)
 
     def _matrix(self, names: Sequence[str], *, is_packed: bool) -> Tensor:
         parts = [self._weights(name) for name in names]

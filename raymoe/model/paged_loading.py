@@ -7,7 +7,7 @@ from torch import Tensor
 
 from raymoe.kernels.cpu_experts import Experts, GatedFfn, PlainExperts, PlainGatedFfn
 from raymoe.kernels.cpu_linear import Linear, PlainLinear
-from raymoe.model.loading import Loader, clamp_of
+from raymoe.model.loading import GetWeight, Loader, clamp_of
 from raymoe.specs.model import MoeSpec
 from raymoe.specs.weight_names import HEAD
 
@@ -21,19 +21,29 @@ class PagedLoader(Loader):
     `specs.weight_parts` orders them.
     """
 
-    def __init__(self, view: GetView, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, view: GetView, stored: GetWeight, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Build over views.
+
+        Args:
+            view: Canonical name -> the weight where the decoder computes.
+            stored: Canonical name -> the weight on the host, for what computes there.
+            dtype: Of the views.
+            device: Where they are.
+        """
         super().__init__(view, _refuse_to_allocate, dtype)
-        self._view, self.device = view, device
+        self._view, self._stored, self.device = view, stored, device
 
     def linear(self, names: Sequence[str], *, has_bias: bool = False) -> Linear:
         """See `Loader`."""
         bias_O = _joined([self._view(f"{name}.bias") for name in names]) if has_bias else None
         return PlainLinear(_joined([self._view(f"{name}.weight") for name in names]), bias_O)
 
-    def tied_linear(self, weight_OI: Tensor) -> Linear:
+    def tied_linear(self, weight_OI: Tensor, bias: str | None) -> Linear:
         """See `Loader`; the embedding is on the host, so the head has a view of its own."""
         del weight_OI
-        return PlainLinear(self._view(HEAD), None)
+        return PlainLinear(self._view(HEAD), None if bias is None else self._view(bias))
 
     def experts(self, prefix: str, moe: MoeSpec) -> Experts:
         """See `Loader`."""
@@ -67,6 +77,10 @@ class PagedLoader(Loader):
     def vector(self, name: str) -> Tensor:
         """See `Loader`; a view here."""
         return self._view(name)
+
+    def host_vector(self, name: str) -> Tensor:
+        """See `Loader`; a copy of what is stored."""
+        return self._stored(name).to(self.dtype, copy=True)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

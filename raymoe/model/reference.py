@@ -15,7 +15,15 @@ from torch.nn import functional
 
 from raymoe.model.rope import frequencies_by_length, rope_lengths
 from raymoe.specs.model import AttentionSpec, ClampSpec, DenseSpec, ModelSpec, MoeSpec
-from raymoe.specs.weight_names import EMBEDDING, FINAL_NORM, HEAD, layer_prefix
+from raymoe.specs.weight_names import (
+    EMBEDDING,
+    FFN_NORM,
+    FINAL_NORM,
+    HEAD,
+    HEAD_BIAS,
+    INPUT_NORM,
+    layer_prefix,
+)
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -44,23 +52,26 @@ class ReferenceModel:
             prompt_tokens: Length of the prompt, which decides the rotation of length-dependent
                 ropes (`model.rope`); None: all of it is prompt.
         """
-        hidden_TH = self._weight(EMBEDDING)[torch.tensor(token_ids)]
+        spec = self.spec
+        hidden_TH = self._weight(EMBEDDING)[torch.tensor(token_ids)] * spec.embedding_multiplier
         angles = self._angles(len(token_ids), prompt_tokens or len(token_ids))
-        for i, layer in enumerate(self.spec.layers):
+        for i, layer in enumerate(spec.layers):
             prefix = layer_prefix(i)
-            normed_TH = self._norm(hidden_TH, f"{prefix}input_layernorm.weight")
+            normed_TH = self._norm(hidden_TH, f"{prefix}{INPUT_NORM}")
             attention = self._attention(
                 normed_TH, layer.grouped_attention, f"{prefix}self_attn.", angles=angles
             )
-            hidden_TH = hidden_TH + attention
-            normed_TH = self._norm(hidden_TH, f"{prefix}post_attention_layernorm.weight")
+            hidden_TH = hidden_TH + attention * spec.residual_multiplier
+            normed_TH = self._norm(hidden_TH, f"{prefix}{FFN_NORM}")
             if isinstance(layer.ffn, DenseSpec):
                 ffn_TH = self._dense(normed_TH, layer.ffn, f"{prefix}mlp.")
             else:
                 ffn_TH = self._moe(normed_TH, layer.ffn, f"{prefix}mlp.")
-            hidden_TH = hidden_TH + ffn_TH
-        head = EMBEDDING if self.spec.tie_word_embeddings else HEAD
-        return self._norm(hidden_TH, FINAL_NORM) @ self._weight(head).T
+            hidden_TH = hidden_TH + ffn_TH * spec.residual_multiplier
+        normed_TH = self._norm(hidden_TH, FINAL_NORM.removesuffix(".weight"))
+        head = EMBEDDING if spec.tie_word_embeddings else HEAD
+        bias_V = self._weight(HEAD_BIAS) if spec.has_head_bias else None
+        return functional.linear(normed_TH, self._weight(head), bias_V) / spec.logits_divisor
 
     def generate(self, prompt: list[int], max_new_tokens: int) -> list[int]:
         """Greedy tokens."""
@@ -76,7 +87,19 @@ class ReferenceModel:
         bias_O = self._weight(f"{name}.bias") if has_bias else None
         return functional.linear(input_TI, self._weight(f"{name}.weight"), bias_O)
 
-    def _norm(self, input_TX: Tensor, name: str) -> Tensor:
+    def _norm(self, input_TH: Tensor, name: str) -> Tensor:
+        if self.spec.norm == "rms":
+            return self._rms_norm(input_TH, f"{name}.weight")
+        wide_TH = input_TH.to(self._wide)
+        centred_TH = wide_TH - wide_TH.mean(-1, keepdim=True)
+        variance_T1 = centred_TH.pow(2).mean(-1, keepdim=True)
+        normed_TH = centred_TH * torch.rsqrt(variance_T1 + self.spec.norm_eps)
+        normed_TH = normed_TH * self._weight(f"{name}.weight").to(self._wide)
+        if self.spec.has_norm_bias:
+            normed_TH = normed_TH + self._weight(f"{name}.bias").to(self._wide)
+        return normed_TH.to(self.dtype)
+
+    def _rms_norm(self, input_TX: Tensor, name: str) -> Tensor:
         wide_TX = input_TX.to(self._wide)
         mean_T1 = wide_TX.pow(2).mean(-1, keepdim=True)
         normed_TX = (wide_TX * torch.rsqrt(mean_T1 + self.spec.norm_eps)).to(self.dtype)
@@ -101,8 +124,8 @@ class ReferenceModel:
         query_TAD, key_TGD, value_TGD = self._heads(normed_TH, spec, prefix)
         query_TAD, key_TGD = self._rotate(query_TAD, *angles), self._rotate(key_TGD, *angles)
         if spec.qk_norm != "none" and spec.is_norm_after_rope:
-            query_TAD = self._norm(query_TAD, f"{prefix}q_norm.weight")
-            key_TGD = self._norm(key_TGD, f"{prefix}k_norm.weight")
+            query_TAD = self._rms_norm(query_TAD, f"{prefix}q_norm.weight")
+            key_TGD = self._rms_norm(key_TGD, f"{prefix}k_norm.weight")
         group = spec.num_heads // spec.num_kv_heads
         key_TAD = key_TGD.repeat_interleave(group, 1)
         value_TAD = value_TGD.repeat_interleave(group, 1)
@@ -112,7 +135,10 @@ class ReferenceModel:
         if spec.sliding_window is not None:
             is_visible_TT &= distance_TT < spec.sliding_window
         scores_ATT = scores_ATT.masked_fill(~is_visible_TT, float("-inf"))
-        weights_ATT = scores_ATT.to(self._wide).softmax(-1).to(self.dtype)
+        if spec.has_sinks:
+            sinks_AT1 = self._weight(f"{prefix}sinks")[:, None, None].expand(-1, len(normed_TH), 1)
+            scores_ATT = torch.cat([scores_ATT, sinks_AT1], dim=-1)
+        weights_ATT = scores_ATT.to(self._wide).softmax(-1).to(self.dtype)[..., : len(normed_TH)]
         mixed_TAD = torch.einsum("ats,sad->tad", weights_ATT, value_TAD)
         return self._linear(mixed_TAD.flatten(1), f"{prefix}o_proj", has_bias=spec.output_bias)
 
@@ -128,10 +154,10 @@ class ReferenceModel:
             width_TX = self._linear(normed_TH, f"{prefix}{part}_proj", has_bias=spec.qkv_bias)
             norm = "none" if part == "v" or spec.is_norm_after_rope else spec.qk_norm
             if norm == "full":
-                width_TX = self._norm(width_TX, f"{prefix}{part}_norm.weight")
+                width_TX = self._rms_norm(width_TX, f"{prefix}{part}_norm.weight")
             heads_TXD = width_TX.view(-1, count, spec.head_dim)
             if norm == "head":
-                heads_TXD = self._norm(heads_TXD, f"{prefix}{part}_norm.weight")
+                heads_TXD = self._rms_norm(heads_TXD, f"{prefix}{part}_norm.weight")
             if spec.clip_qkv is not None:
                 heads_TXD = heads_TXD.clamp(-spec.clip_qkv, spec.clip_qkv)
             heads.append(heads_TXD)

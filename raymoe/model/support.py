@@ -1,9 +1,9 @@
 """What the decoder computes, of all that a `ModelSpec` can say."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 from raymoe.errors import UnsupportedModelError
-from raymoe.specs.layers import AttentionSpec, LatentAttentionSpec, MoeSpec
+from raymoe.specs.layers import LatentAttentionSpec
 from raymoe.specs.model import ModelSpec
 
 
@@ -21,28 +21,10 @@ def check_supported(spec: ModelSpec) -> None:
         )
 
 
-def _grouped(spec: ModelSpec) -> Iterator[AttentionSpec]:
-    for layer in spec.layers:
-        if isinstance(layer.attention, AttentionSpec):
-            yield layer.attention
-
-
-def _moes(spec: ModelSpec) -> Iterator[MoeSpec]:
-    for layer in spec.layers:
-        if isinstance(layer.ffn, MoeSpec):
-            yield layer.ffn
-
-
 # A line goes when the decoder has learnt it.
 _MISSING: Mapping[str, Callable[[ModelSpec], bool]] = {
     "latent attention": lambda spec: any(
         isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers
     ),
-    "attention sinks": lambda spec: any(attention.has_sinks for attention in _grouped(spec)),
-    "layer norms": lambda spec: spec.norm != "rms",
-    "multipliers of embeddings, residuals or logits": lambda spec: (
-        {spec.embedding_multiplier, spec.residual_multiplier, spec.logits_divisor} != {1.0}
-    ),
-    "a bias of the logits": lambda spec: spec.has_head_bias,
     "quantised weights": lambda spec: spec.quantization is not None,
 }

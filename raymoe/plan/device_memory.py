@@ -28,7 +28,6 @@ def device_footprint(model: ModelSpec, work: ModelWork, passes: StreamedPasses) 
         work: The same in numbers.
         passes: Schedule and sizes.
     """
-    element, hidden = work.bytes_per_element, work.hidden_size
     tokens = passes.policy.pass_tokens
     ring = passes.ring * _around_attention(model, work, passes.wave_tokens)
     at_experts = min(passes.waves_per_group * passes.wave_tokens, tokens)
@@ -37,7 +36,7 @@ def device_footprint(model: ModelSpec, work: ModelWork, passes: StreamedPasses) 
         parts=(
             ("weights that stay", passes.cut.resident_bytes),
             ("weight slots", weight_slots_bytes(passes.cut)),
-            ("final norm and head", work.head.num_bytes + hidden * element),
+            ("final norm and head", _head_bytes(model, work)),
             ("activations", _routed(work, tokens) + ring),
             ("staged KV", STAGED_WAVES * passes.staged_blocks * _layer_block_bytes(work)),
             ("intermediates", _intermediates(model, work, at_experts)),
@@ -71,12 +70,18 @@ def resident_footprint(model: ModelSpec, work: ModelWork, policy: Policy) -> Foo
         memory="device memory",
         parts=(
             ("weights", sum(layer.total for layer in layer_sizes(model, element))),
-            ("embedding, final norm and head", embedding + work.head.num_bytes + hidden * element),
+            ("embedding, final norm and head", embedding + _head_bytes(model, work)),
             ("KV cache", policy.num_kv_blocks * kv_block_bytes(work)),
             ("activations", routed),
             ("intermediates", _intermediates(model, work, tokens)),
         ),
     )
+
+
+def _head_bytes(model: ModelSpec, work: ModelWork) -> int:
+    """Final norm and head, with the biases they may have."""
+    vectors = sum(shape[0] for shape in model.outer_weights().values() if len(shape) == 1)
+    return work.head.num_bytes + vectors * work.bytes_per_element
 
 
 def resident_host_footprint(model: ModelSpec) -> Footprint:

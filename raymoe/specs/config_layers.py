@@ -47,7 +47,11 @@ def parse_layers(
     if moe is not None and rule is not None:
         sparse = sparse_layers(fields, rule.sparse_layers, num_layers)
     return tuple(
-        LayerSpec(attention=variants[window], ffn=moe if is_sparse and moe is not None else dense)
+        LayerSpec(
+            attention=variants[window],
+            ffn=moe if is_sparse and moe is not None else dense,
+            has_norm_bias=fields.family.has_norm_bias,
+        )
         for window, is_sparse in zip(windows, sparse, strict=True)
     )
 
@@ -162,6 +166,7 @@ def _router(fields: ConfigFields, rule: RouterRule, num_experts: int) -> RouterS
         scale=fields.number_or(rule.scale),
         has_bias=rule.has_bias,
         has_selection_bias=rule.has_selection_bias,
+        jitter=fields.number_or(rule.jitter),
     )
     if rule.group_score is None or not _has_groups(fields, rule):
         return router

@@ -73,6 +73,7 @@ class RouterRule:
 
     Attributes:
         renormalize: Whether the chosen weights are renormalised, or the field that switches it.
+        jitter: See `RouterSpec`; or the field that holds it.
         min_weight_sum: See `RouterSpec`; or the field that holds it.
         scale: Factor of the weights, or the field that holds it.
         group_score: How groups are compared, in families that have `n_group` and `topk_group`.
@@ -87,6 +88,7 @@ class RouterRule:
     has_selection_bias: bool = False
     group_score: GroupScore | None = None
     groups_switch: tuple[str, str, str] | None = None
+    jitter: float | str = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +139,7 @@ class Family:
         rope: The rope of the family.
         norm: Kind of the norms around attention and feed-forward network.
         norm_eps: Of the norms, or the field that holds it.
+        has_norm_bias: Whether these norms have biases.
         is_latent: Whether attention is latent (MLA).
         scale: Field with the factor of the attention scores.
         qk_norm: Norm of queries and keys: none, per head, or over the full width.
@@ -166,6 +169,7 @@ class Family:
     rope: RopeRule = field(default_factory=RopeRule)
     norm: NormKind = "rms"
     norm_eps: float | str = "rms_norm_eps"
+    has_norm_bias: bool = False
     is_latent: bool = False
     scale: str | None = None
     qk_norm: QkNorm = "none"

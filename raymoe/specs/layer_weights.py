@@ -20,6 +20,8 @@ Shape = tuple[int, ...]
 NamedShapes = Iterator[tuple[str, Shape]]
 
 EMBEDDING, FINAL_NORM = "model.embed_tokens.weight", "model.norm.weight"
+FINAL_NORM_BIAS = "model.norm.bias"
+INPUT_NORM, FFN_NORM = "input_layernorm", "post_attention_layernorm"
 HEAD, HEAD_BIAS = "lm_head.weight", "lm_head.bias"
 EXPERTS = "mlp.experts."
 ROUTER = "mlp.gate."
@@ -38,11 +40,18 @@ def num_elements(weights: Iterable[tuple[str, Shape]]) -> int:
 
 
 def outer_weights(
-    vocab_size: int, hidden_size: int, *, is_head_tied: bool, has_head_bias: bool
+    vocab_size: int,
+    hidden_size: int,
+    *,
+    is_head_tied: bool,
+    has_head_bias: bool,
+    has_norm_bias: bool,
 ) -> NamedShapes:
     """What is not in a layer; a tied head has no matrix of its own."""
     yield EMBEDDING, (vocab_size, hidden_size)
     yield FINAL_NORM, (hidden_size,)
+    if has_norm_bias:
+        yield FINAL_NORM_BIAS, (hidden_size,)
     if not is_head_tied:
         yield HEAD, (vocab_size, hidden_size)
     if has_head_bias:
@@ -74,12 +83,12 @@ def expert_parameters(moe: MoeSpec, hidden_size: int) -> int:
 
 def attention_weights(layer: LayerSpec, hidden_size: int) -> NamedShapes:
     """What the operations around attention read: norms, projections, router."""
-    yield "input_layernorm.weight", (hidden_size,)
+    yield from _linear(INPUT_NORM, (hidden_size,), has_bias=layer.has_norm_bias)
     if isinstance(layer.attention, AttentionSpec):
         yield from _grouped(layer.attention, hidden_size)
     else:
         yield from _latent(layer.attention, hidden_size)
-    yield "post_attention_layernorm.weight", (hidden_size,)
+    yield from _linear(FFN_NORM, (hidden_size,), has_bias=layer.has_norm_bias)
     if isinstance(layer.ffn, MoeSpec):
         yield from _router(layer.ffn, hidden_size)
 

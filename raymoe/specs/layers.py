@@ -230,10 +230,15 @@ class MoeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One decoder layer: norm, attention, residual, norm, feed-forward, residual."""
+    """One decoder layer: norm, attention, residual, norm, feed-forward, residual.
+
+    Attributes:
+        has_norm_bias: Whether both norms have a bias.
+    """
 
     attention: AttentionSpec | LatentAttentionSpec
     ffn: DenseSpec | MoeSpec
+    has_norm_bias: bool = False
 
     @property
     def grouped_attention(self) -> AttentionSpec:

@@ -93,6 +93,11 @@ class ModelSpec:
         return len(self.layers)
 
     @property
+    def has_norm_bias(self) -> bool:
+        """Whether the norms of layers, and the final one, have biases."""
+        return any(layer.has_norm_bias for layer in self.layers)
+
+    @property
     def num_parameters(self) -> int:
         """Elements of all weights; tied embeddings count once."""
         layers = sum(layer_parameters(layer, self.hidden_size) for layer in self.layers)
@@ -154,6 +159,7 @@ class ModelSpec:
             self.hidden_size,
             is_head_tied=self.tie_word_embeddings,
             has_head_bias=self.has_head_bias,
+            has_norm_bias=self.has_norm_bias,
         )
         return dict(weights)
 

@@ -16,6 +16,8 @@ class RopeRule:
         partial_factor: That part.
         is_interleaved: See `RopeSpec`; the field `rope_interleave` wins in families that have it.
         has_alpha: Whether a `dynamic` scaling may have the fixed factor `alpha`.
+        has_mscale: Whether a `longrope` names the factors of cosine and sine of short and of long
+            sequences; nothing else may be scaled then.
         parameters: Scaling.
     """
 
@@ -24,6 +26,7 @@ class RopeRule:
     partial_factor: float = 1.0
     is_interleaved: bool = False
     has_alpha: bool = False
+    has_mscale: bool = False
     parameters: Mapping[str, object] = field(default_factory=dict)
 
 

@@ -15,6 +15,7 @@ from raymoe.errors import UnsupportedModelError
 from raymoe.specs.rope import ROPE_TYPES, RopeRule, RopeSpec
 
 NTK_ALPHA = "dynamic with alpha"
+MSCALE = "longrope with mscale"
 
 _COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 # Written by training scripts; no effect on the angles.
@@ -46,6 +47,15 @@ _FIELDS = {
         "low_freq_factor",
         "high_freq_factor",
     },
+    # Phi-3.5-MoE.
+    MSCALE: {
+        "factor",
+        "original_max_position_embeddings",
+        "short_factor",
+        "long_factor",
+        "short_mscale",
+        "long_mscale",
+    },
     # Hunyuan: the base is stretched once and for all; transformers reads nothing but `alpha`.
     NTK_ALPHA: {"alpha", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"},
 }
@@ -74,6 +84,8 @@ def parse_rope(
     kind = _kind(fields)
     if kind == "dynamic" and rule.has_alpha and fields.get("alpha") is not None:
         kind = NTK_ALPHA
+    if rule.has_mscale and kind != "default":
+        kind = _with_mscale(kind)
     _check_fields(fields, kind, max_position_embeddings)
     partial = _number(fields, "partial_rotary_factor", rule.partial_factor)
     if partial != 1.0 and not rule.is_partial:
@@ -149,6 +161,14 @@ def _kind(fields: Mapping[str, object]) -> str:
     return str(kind)
 
 
+def _with_mscale(kind: str) -> str:
+    if kind != "longrope":
+        raise UnsupportedModelError(
+            f"rope_type {kind!r} is not supported for this model_type; supported: default, longrope"
+        )
+    return MSCALE
+
+
 def _rotary_dim(head_dim: int, partial: float) -> int:
     rotary_dim = int(head_dim * partial)
     if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
@@ -212,6 +232,31 @@ def _longrope(spec: RopeSpec, fields: Mapping[str, object]) -> RopeSpec:
     )
 
 
+def _mscale(spec: RopeSpec, fields: Mapping[str, object]) -> RopeSpec:
+    """As `PhimoeForCausalLM` of transformers 5.23 computes it.
+
+    It asks for the frequencies of no particular length and gets those of short sequences. By the
+    length it chooses the factor, for all tokens of a row anew; equal ones need no such choice.
+    """
+    short, long = (_number(fields, f"{name}_mscale", None) for name in ("short", "long"))
+    if short != long:
+        raise UnsupportedModelError(
+            f"rope parameters short_mscale = {short} and long_mscale = {long} differ, which is not "
+            "supported: a row that grows beyond original_max_position_embeddings would have to be "
+            "computed again"
+        )
+    num_frequencies = spec.rotary_dim // 2
+    _numbers(fields, "long_factor", num_frequencies)
+    factors = _numbers(fields, "short_factor", num_frequencies)
+    return replace(
+        spec,
+        kind="longrope",
+        attention_factor=short,
+        short_factor=factors,
+        long_factor=factors,
+    )
+
+
 def _llama3(spec: RopeSpec, fields: Mapping[str, object]) -> RopeSpec:
     return replace(
         spec,
@@ -233,6 +278,7 @@ _SCALINGS: dict[str, Callable[[RopeSpec, Mapping[str, object]], RopeSpec]] = {
     "dynamic": _stretched,
     "yarn": _yarn,
     "longrope": _longrope,
+    MSCALE: _mscale,
     "llama3": _llama3,
     NTK_ALPHA: _ntk_alpha,
 }

@@ -11,9 +11,11 @@ from raymoe.errors import CheckpointError
 from raymoe.specs.layer_weights import (
     EMBEDDING,
     EXPERTS,
+    FFN_NORM,
     FINAL_NORM,
     HEAD,
     HEAD_BIAS,
+    INPUT_NORM,
     Shape,
     layer_prefix,
     layer_weights,
@@ -24,9 +26,11 @@ from raymoe.specs.stored_names import EXPERT, Fused, Naming, namings_of
 
 __all__ = [
     "EMBEDDING",
+    "FFN_NORM",
     "FINAL_NORM",
     "HEAD",
     "HEAD_BIAS",
+    "INPUT_NORM",
     "Location",
     "Shape",
     "layer_prefix",

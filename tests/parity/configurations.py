@@ -4,9 +4,11 @@ Weights are drawn wide (`initializer_range` 0.3), so that decisions are clear an
 take them.
 """
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.parity.odd_families import ODD_FAMILIES
 from tests.parity.sigmoid_families import SIGMOID_FAMILIES
 from tests.parity.softmax_families import SOFTMAX_FAMILIES
 
@@ -23,6 +25,10 @@ FAMILY_CONFIGS = {
     "minimax_m2": "MiniMaxM2Config",
     "ernie4_5_moe": "Ernie4_5_MoeConfig",
     "hunyuan_v1_moe": "HunYuanMoEV1Config",
+    "granitemoe": "GraniteMoeConfig",
+    "phimoe": "PhimoeConfig",
+    "dbrx": "DbrxConfig",
+    "gpt_oss": "GptOssConfig",
 }
 
 
@@ -43,9 +49,17 @@ class Configuration:
 
 CONFIGURATIONS = [
     Configuration(
-        name=f"{family}: {variant}", family=family, fields=common | differences, seed=seed
+        name=f"{family}: {variant}",
+        family=family,
+        # Configuration classes add to the objects they are given.
+        fields=copy.deepcopy(common | differences),
+        seed=seed,
     )
-    for family, (common, variants) in {**SOFTMAX_FAMILIES, **SIGMOID_FAMILIES}.items()
+    for family, (common, variants) in {
+        **SOFTMAX_FAMILIES,
+        **SIGMOID_FAMILIES,
+        **ODD_FAMILIES,
+    }.items()
     for seed, (variant, differences) in enumerate(variants.items())
 ]
 

@@ -146,6 +146,7 @@ SIGMOID_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = 
                 "moe_num_shared_experts": 0,
                 "rope_parameters": LINEAR,
             },
+            "biases everywhere, tied": {"use_bias": True, "tie_word_embeddings": True},
             "5 experts, top-3, vocabulary 123": {
                 "moe_num_experts": 5,
                 "moe_k": 3,

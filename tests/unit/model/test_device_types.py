@@ -67,9 +67,14 @@ def to_device(batch: PagedBatch) -> PagedBatch:
 @torch.inference_mode()
 def test_what_a_layer_computes_stays_on_the_device(name: str) -> None:
     spec = ModelSpec.from_directory(get_case(name).directory)
+    shapes = model_weights(spec)
+
+    def on_host(name: str) -> Tensor:
+        return torch.empty(shapes[name])
+
     decoder = Decoder(
         spec,
-        PagedLoader(weights_on_device(spec).__getitem__, torch.float32, DEVICE),
+        PagedLoader(weights_on_device(spec).__getitem__, on_host, torch.float32, DEVICE),
         lambda _names: None,
     )
     attention = spec.layers[0].attention
