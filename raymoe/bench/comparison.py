@@ -17,9 +17,10 @@ import torch
 from raymoe.device.emulated import EmulatedDevice
 from raymoe.engine.device_loading import LoadedModel, load_on_device
 from raymoe.errors import ConfigError
-from raymoe.kernels.paged_kv import BLOCK_TOKENS, KvLayout
+from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.measure.tasks import decode_inputs
 from raymoe.memory.weights import WeightStore
+from raymoe.model.cache import cache_layout
 from raymoe.plan.device_cost import DeviceCost
 from raymoe.plan.pages import PageCut, layer_pages
 from raymoe.plan.policy import PAGE_BYTES, DevicePolicy, Policy
@@ -169,7 +170,6 @@ class _Run:
         )
 
     def _model(self) -> LoadedModel:
-        attention = self._spec.layers[0].grouped_attention
         policy = Policy(
             batch_size=self._rows,
             pass_tokens=self._rows,
@@ -186,11 +186,7 @@ class _Run:
             spec=self._spec,
             store=WeightStore.open(self._spec, self._directory),
             dtype=torch.float32,
-            kv_layout=KvLayout(
-                num_kv_heads=attention.num_kv_heads,
-                head_dim=attention.head_dim,
-                dtype=torch.float32,
-            ),
+            kv_layout=cache_layout(self._spec, torch.float32),
             passes=StreamedPasses.of(self._spec, self._name, policy, 4),
         )
 

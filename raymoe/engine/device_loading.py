@@ -9,7 +9,7 @@ from torch import Tensor
 
 from raymoe.device.device import Device
 from raymoe.errors import PerformanceWarning
-from raymoe.kernels.paged_kv import KvLayout
+from raymoe.kernels.paged_kv import CacheLayout
 from raymoe.memory.activations import ActivationSizes, HostActivations, PassActivations
 from raymoe.memory.kv_cache import KvCache
 from raymoe.memory.weight_pages import LayerPaging, WeightPages
@@ -37,7 +37,7 @@ class LoadedModel:
     spec: ModelSpec
     store: WeightStore
     dtype: torch.dtype
-    kv_layout: KvLayout
+    kv_layout: CacheLayout
     passes: StreamedPasses
 
 

@@ -20,14 +20,14 @@ from raymoe.engine.pace import Pace
 from raymoe.engine.parts import EngineParts
 from raymoe.engine.request import Request
 from raymoe.engine.tokenizer import Tokenizer
-from raymoe.errors import ConfigError, UnknownOptionError, UnsupportedModelError
+from raymoe.errors import ConfigError, UnknownOptionError
 from raymoe.kernels.cpu_linear import packed_linear_is_used
-from raymoe.kernels.paged_kv import KvLayout
 from raymoe.kernels.threads import set_num_threads
 from raymoe.memory.arena import HostArena
 from raymoe.memory.kv_cache import KvCache
 from raymoe.memory.source import resolve_model
 from raymoe.memory.weights import WeightStore
+from raymoe.model.cache import cache_layout
 from raymoe.model.decoder import Decoder
 from raymoe.model.loading import decoder_arena_bytes
 from raymoe.model.support import check_supported
@@ -85,7 +85,7 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
         spec=spec,
         store=store,
         dtype=dtype,
-        kv_layout=_kv_layout(spec, kv_dtype),
+        kv_layout=cache_layout(spec, kv_dtype),
         passes=StreamedPasses.of(spec, plan.schedule, plan.policy, dtype.itemsize),
     )
     if device == "cpu":
@@ -217,17 +217,6 @@ def _kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
             "kernels take a cache of the same type, or any type when the model is float32"
         )
     return kv_dtype
-
-
-def _kv_layout(spec: ModelSpec, dtype: torch.dtype) -> KvLayout:
-    attentions = [layer.grouped_attention for layer in spec.layers]
-    shapes = {(attention.num_kv_heads, attention.head_dim) for attention in attentions}
-    if len(shapes) > 1:
-        raise UnsupportedModelError(
-            f"{spec.name}: layers with different KV heads or head_dim ({sorted(shapes)})"
-        )
-    num_kv_heads, head_dim = shapes.pop()
-    return KvLayout(num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype)
 
 
 def _eos_token_ids(spec: ModelSpec, directory: Path) -> tuple[int, ...]:

@@ -33,6 +33,23 @@ class AttentionBatch:
     context_tokens: Tensor
     block_table: Tensor
 
+    def select(self, sequences: Tensor) -> tuple[Tensor, "AttentionBatch"]:
+        """The tokens of some sequences, int64, and the batch of these alone.
+
+        Args:
+            sequences: int64, which ones and in which order.
+        """
+        starts = self.query_start.long()
+        takes = starts.diff()[sequences]
+        ends = takes.cumsum(0)
+        offsets = torch.repeat_interleave(starts[sequences] - (ends - takes), takes)
+        chosen = AttentionBatch(
+            query_start=torch.cat([ends.new_zeros(1), ends]).int(),
+            context_tokens=self.context_tokens[sequences],
+            block_table=self.block_table[sequences],
+        )
+        return torch.arange(len(offsets)) + offsets, chosen
+
 
 def append_and_attend(  # noqa: PLR0917 - an operator: its tensors are its arguments
     query_THD: Tensor,

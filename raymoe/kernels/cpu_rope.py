@@ -18,7 +18,10 @@ MAX_NATIVE_HEAD_DIM = 512
 
 
 class Projected(NamedTuple):
-    """Queries [T, H, D], keys and values [T, G, D] of a pass; contiguous."""
+    """Queries [T, H, D], keys and values [T, G, D] of a pass; contiguous.
+
+    In latent attention the cached row of a token is its one key, and its value has no dimensions.
+    """
 
     query_THD: Tensor
     key_TGD: Tensor
@@ -141,12 +144,27 @@ def qkv_rope_reference(
     for part_TY, norm in zip((query_TY, key_TY), norms, strict=True):
         x_TY = part_TY if steps.is_norm_after_rope else _norm_heads(part_TY, norm, dim, steps.eps)
         x_TND = x_TY.clamp(-steps.clip, steps.clip).reshape(len(x_TY), part_TY.shape[1] // dim, dim)
-        x_TND = _rotate(_part_pairs(x_TND, angles[0]) if steps.is_interleaved else x_TND, *angles)
+        x_TND = rotate_heads(x_TND, *angles, is_interleaved=steps.is_interleaved)
         if steps.is_norm_after_rope and norm is not None:
             x_TND = rms_norm_reference(x_TND, norm, steps.eps)
         rotated.append(x_TND)
     value_TGD = value_TY.clamp(-steps.clip, steps.clip).reshape(len(value_TY), kv_heads, dim)
     return Projected(rotated[0], rotated[1], value_TGD)
+
+
+def rotate_heads(
+    heads_TND: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, *, is_interleaved: bool
+) -> Tensor:
+    """Rotate the first 2 R dimensions of heads as `qkv_rope` does, on any device.
+
+    Args:
+        heads_TND: Any heads.
+        cos_T1R: Cosines of each token, in the type of the heads.
+        sin_T1R: Sines, likewise.
+        is_interleaved: See `qkv_rope`.
+    """
+    parted_TND = _part_pairs(heads_TND, cos_T1R) if is_interleaved else heads_TND
+    return _rotate(parted_TND, cos_T1R, sin_T1R)
 
 
 def _norm_heads(x_TY: Tensor, weight: Tensor | None, head_dim: int, eps: float) -> Tensor:

@@ -37,7 +37,7 @@ def append_and_attend_latent_paged(
         rows_SCW = cache[group.block_table_SM].flatten(1, 2)
         num_positions, num_new = rows_SCW.shape[1], group.rows_SQ.shape[1]
         rows_SCW = rows_SCW.masked_fill(group.is_rest(num_positions)[..., None], 0)
-        attend = attend_plain if heads.is_plain_cheaper(num_new) else attend_absorbed
+        attend = attend_plain if num_new >= heads.fewest_plain_tokens else attend_absorbed
         out_THV[group.rows_SQ] = attend(
             query_THD[group.rows_SQ],
             rows_SCW.to(query_THD.dtype),

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+NEVER = 2**62  # tokens that no sequence has
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentHeads:
@@ -71,11 +73,13 @@ class LatentHeads:
         rope_ChO = rows_CW[..., None, self.rank :].expand(*nope_ChN.shape[:-1], -1)
         return torch.cat([nope_ChN, rope_ChO], dim=-1), value_ChV
 
-    def is_plain_cheaper(self, new_tokens: int) -> bool:
-        """Whether so many new tokens of a sequence make the plain form the one with less work.
+    @property
+    def fewest_plain_tokens(self) -> int:
+        """New tokens of a sequence from which on the plain form is the one with less work.
 
         It spends 2 R (N + V) operations on every position to save 2 (W + R - D - V) with every new
         token that sees it; in a prompt taken at once that is half of them.
         """
         saved = 2 * self.rank + self.rope_dim - self.query_dim - self.value_dim
-        return new_tokens * saved > 2 * self.rank * self.weight_HXR.shape[1]
+        spent = 2 * self.rank * self.weight_HXR.shape[1]
+        return spent // saved + 1 if saved > 0 else NEVER

@@ -10,10 +10,11 @@ from functools import partial
 import torch
 
 from raymoe.kernels.cpu_attention import AttentionBatch
-from raymoe.kernels.paged_kv import BLOCK_TOKENS, KvLayout
+from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.measure.timing import KernelJob
 from raymoe.memory.arena import HostArena
 from raymoe.memory.kv_cache import KvCache
+from raymoe.model.cache import cache_layout
 from raymoe.model.decoder import Decoder
 from raymoe.model.loading import decoder_arena_bytes
 from raymoe.plan.cost import HostCost, PassShape
@@ -105,7 +106,6 @@ def _make_runner() -> PassRunner:
     }
     arena = HostArena(decoder_arena_bytes(MODEL, DTYPE))
     decoder = Decoder.load(MODEL, weights.__getitem__, arena.allocate, DTYPE)
-    attention = MODEL.layers[0].grouped_attention
-    layout = KvLayout(num_kv_heads=attention.num_kv_heads, head_dim=attention.head_dim, dtype=DTYPE)
+    layout = cache_layout(MODEL, DTYPE)
     cache = KvCache(layout, MODEL.num_layers, max(TOKENS) * ceil_div(CONTEXT, BLOCK_TOKENS))
     return PassRunner(decoder, cache, build_in_place(MODEL.num_layers))

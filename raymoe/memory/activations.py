@@ -5,12 +5,13 @@ T tokens of a pass, W tokens of a wave, H hidden, K experts per token.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
 from raymoe.kernels.cpu_rope import Projected
-from raymoe.kernels.paged_kv import KvLayout
+from raymoe.kernels.paged_kv import CacheLayout
 from raymoe.specs.model import ModelSpec, MoeSpec
 
 Allocate = Callable[[int], Tensor]  # bytes -> uint8 tensor
@@ -35,30 +36,72 @@ class ActivationSizes:
     staged_blocks: int
 
 
+class _TwoForms:
+    """Memory of the tokens of a wave: the first of them in one form, the others in another."""
+
+    def __init__(
+        self,
+        tokens: int,
+        first: tuple[int, ...],
+        rest: tuple[int, ...],
+        *,
+        dtype: torch.dtype,
+        allocate: Allocate,
+    ) -> None:
+        self._first, self._rest = first, rest
+        self._stride = max(prod(first), prod(rest))
+        self._memory = _tensor((tokens * self._stride,), dtype, allocate)
+
+    def first(self, end: int) -> Tensor:
+        """Tokens before `end`, in the first form."""
+        return self._memory[: end * prod(self._first)].view(end, *self._first)
+
+    def rest(self, begin: int, end: int) -> Tensor:
+        """Tokens from `begin` on, in the other."""
+        count, offset = end - begin, begin * self._stride
+        return self._memory[offset : offset + count * prod(self._rest)].view(count, *self._rest)
+
+
 class WaveActivations:
-    """Between the operations around attention, of one wave."""
+    """Between the operations around attention, of one wave.
+
+    The first tokens are those that the host attends to, in absorbed form; the others are the
+    device's. What goes into the cache is the same for both.
+    """
 
     def __init__(
         self, spec: ModelSpec, tokens: int, dtype: torch.dtype, allocate: Allocate
     ) -> None:
         self.num_tokens = tokens
-        attention = spec.layers[0].grouped_attention
-        heads, kv_heads, dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
-        self._projected = Projected(
-            *(
-                _tensor((tokens, count, dim), dtype, allocate)
-                for count in (heads, kv_heads, kv_heads)
-            )
+        shapes = spec.layers[0].attention.token_shapes
+        self._query = _TwoForms(
+            tokens, shapes.absorbed_query, shapes.query, dtype=dtype, allocate=allocate
         )
-        self._attention_WX = _tensor((tokens, heads * dim), dtype, allocate)
+        self._key = _tensor((tokens, *shapes.key), dtype, allocate)
+        self._value = _tensor((tokens, *shapes.value), dtype, allocate)
+        self._result = _TwoForms(
+            tokens, (shapes.absorbed_output,), (shapes.output,), dtype=dtype, allocate=allocate
+        )
 
-    def projected(self, num_tokens: int) -> Projected:
-        """Queries, keys and values of the first tokens."""
-        return Projected(*(tensor[:num_tokens] for tensor in self._projected))
+    def absorbed(self, end: int) -> Projected:
+        """Absorbed queries, keys and values of the tokens before `end`."""
+        return Projected(self._query.first(end), *self.cached(0, end))
 
-    def attention(self, num_tokens: int) -> Tensor:
-        """Attention output of the first tokens, [num_tokens, heads * head_dim]."""
-        return self._attention_WX[:num_tokens]
+    def projected(self, begin: int, end: int) -> Projected:
+        """Queries, keys and values of tokens from `begin` on."""
+        return Projected(self._query.rest(begin, end), *self.cached(begin, end))
+
+    def cached(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of tokens from `begin` on."""
+        return self._key[begin:end], self._value[begin:end]
+
+    def absorbed_result(self, end: int) -> Tensor:
+        """Absorbed results of attention for the tokens before `end`, [end, X]."""
+        return self._result.first(end)
+
+    def result(self, begin: int, end: int) -> Tensor:
+        """Results of attention for tokens from `begin` on, [end - begin, X]."""
+        return self._result.rest(begin, end)
 
 
 class HostActivations:
@@ -81,7 +124,7 @@ class PassActivations:
         self,
         spec: ModelSpec,
         sizes: ActivationSizes,
-        layout: KvLayout,
+        layout: CacheLayout,
         *,
         dtype: torch.dtype,
         allocate: Allocate,

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from raymoe.errors import CapacityError, ConfigError
-from raymoe.kernels.paged_kv import BLOCK_TOKENS, KvLayout
+from raymoe.kernels.paged_kv import BLOCK_TOKENS, CacheLayout
 from raymoe.memory.arena import HostArena, aligned_bytes
 from raymoe.units import ceil_div, format_bytes
 
@@ -24,7 +24,7 @@ def blocks_of_tokens(num_tokens: int) -> int:
 class KvCache:
     """Blocks of all layers, on huge pages; physical memory is taken when a block is first used."""
 
-    def __init__(self, layout: KvLayout, num_layers: int, num_blocks: int) -> None:
+    def __init__(self, layout: CacheLayout, num_layers: int, num_blocks: int) -> None:
         if num_layers < 1 or num_blocks < 1:
             raise ConfigError(
                 f"KV cache of {num_layers} layers and {num_blocks} blocks; both must be at least 1"
@@ -45,7 +45,7 @@ class KvCache:
         return self._arena.memory
 
     def layer(self, index: int) -> Tensor:
-        """Blocks of one layer, [N, G, 2, B * D] in the layout of `kernels.paged_kv`."""
+        """Blocks of one layer, [N, *block_shape], as `kernels.paged_kv` or `paged_latent` say."""
         return self._layers[index]
 
     def close(self) -> None:

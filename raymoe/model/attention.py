@@ -1,11 +1,14 @@
 """Attention of one decoder layer: fused projection, norms, rotation, paged attention, output.
 
-T tokens, H hidden, X = (heads + 2 KV heads) * head_dim.
+T tokens, H hidden, A heads, D dimensions of a query, X = (heads + 2 KV heads) * head_dim, or the
+elements of a result.
 """
+
+from typing import Protocol
 
 from torch import Tensor
 
-from raymoe.kernels.cpu_attention import AttentionBatch, append_and_attend
+from raymoe.kernels.cpu_attention import AttentionBatch, append, append_and_attend
 from raymoe.kernels.cpu_rope import Projected, qkv_rope
 from raymoe.kernels.device_attention import append_and_attend_paged
 from raymoe.kernels.paged_batch import PagedBatch
@@ -14,8 +17,41 @@ from raymoe.model.rope import Angles
 from raymoe.specs.model import AttentionSpec
 
 
+class LayerAttention(Protocol):
+    """The attention of one layer, of whichever kind.
+
+    A host that holds the cache but not the weights attends in *absorbed* form, which needs nothing
+    but the cache: queries are absorbed before they travel, results unfolded when they are back.
+    What a token leaves in the cache is the same in both forms.
+    """
+
+    def project(self, normed_TH: Tensor, angles: Angles) -> Projected:
+        """Queries, keys and values, normed and rotated."""
+
+    def append(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> None:
+        """Append to the layer's cache on the host and attend to nothing; queries are not read."""
+
+    def attend(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
+        """Append to the layer's cache on the host, where the weights are, and attend."""
+
+    def attend_staged(self, projected: Projected, staged: Tensor, batch: PagedBatch) -> Tensor:
+        """The same with blocks and batch on the device of the weights."""
+
+    def absorb(self, query_TAD: Tensor) -> Tensor:
+        """Queries of the absorbed form."""
+
+    def attend_absorbed(self, absorbed: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
+        """Append and attend on a host without the weights; absorbed results."""
+
+    def unfold(self, result_TX: Tensor) -> Tensor:
+        """What `attend` gives, from absorbed results."""
+
+    def output(self, attention_TX: Tensor) -> Tensor:
+        """What attention adds to the hidden state, [T, H]."""
+
+
 class Attention:
-    """Weights and operations of the attention of one layer."""
+    """Grouped-query attention; its absorbed form is the form that it has anyway."""
 
     def __init__(
         self,
@@ -64,8 +100,12 @@ class Attention:
             is_interleaved=self._is_interleaved,
         )
 
+    def append(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> None:
+        """See `LayerAttention`."""
+        append(projected.key_TGD, projected.value_TGD, cache, batch)
+
     def attend(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
-        """Append keys and values to the layer's cache and attend; [T, heads * head_dim]."""
+        """See `LayerAttention`; [T, heads * head_dim]."""
         return append_and_attend(
             *projected,
             cache,
@@ -76,7 +116,7 @@ class Attention:
         )
 
     def attend_staged(self, projected: Projected, staged: Tensor, batch: PagedBatch) -> Tensor:
-        """The same with blocks and batch on the device of the weights."""
+        """See `LayerAttention`; [T, heads * head_dim]."""
         return append_and_attend_paged(
             projected,
             staged,
@@ -86,6 +126,18 @@ class Attention:
             sinks_H=self._sinks_H,
         )
 
+    def absorb(self, query_TAD: Tensor) -> Tensor:
+        """See `LayerAttention`."""
+        return query_TAD
+
+    def attend_absorbed(self, absorbed: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
+        """See `LayerAttention`."""
+        return self.attend(absorbed, cache, batch)
+
+    def unfold(self, result_TX: Tensor) -> Tensor:
+        """See `LayerAttention`."""
+        return result_TX
+
     def output(self, attention_TX: Tensor) -> Tensor:
-        """What attention adds to the hidden state, [T, H]."""
+        """See `LayerAttention`."""
         return self._output(attention_TX)

@@ -15,12 +15,13 @@ from raymoe.kernels.cpu_linear import Allocate
 from raymoe.kernels.cpu_rope import Projected
 from raymoe.kernels.cpu_router import Routing
 from raymoe.kernels.paged_batch import PagedBatch
-from raymoe.model.attention import Attention
+from raymoe.model.attention import Attention, LayerAttention
 from raymoe.model.feed_forward import Dense, FeedForward, MoE
+from raymoe.model.latent_attention import LatentAttention
 from raymoe.model.loading import GetWeight, Loader
 from raymoe.model.norm import load_norm
 from raymoe.model.rope import Rotary
-from raymoe.specs.model import DenseSpec, ModelSpec
+from raymoe.specs.model import DenseSpec, LatentAttentionSpec, ModelSpec
 from raymoe.specs.weight_names import (
     EMBEDDING,
     FFN_NORM,
@@ -51,19 +52,21 @@ class Layer:
     def __init__(self, model: ModelSpec, i: int, loader: Loader) -> None:
         spec, prefix = model.layers[i], layer_prefix(i)
         self.input_norm = load_norm(model, loader, f"{prefix}{INPUT_NORM}")
-        self.attention = Attention(
-            spec.grouped_attention,
-            loader,
-            f"{prefix}self_attn.",
-            eps=model.norm_eps,
-            is_interleaved=model.rope.is_interleaved,
-        )
+        self.attention = _attention(model, i, loader)
         self.ffn_norm = load_norm(model, loader, f"{prefix}{FFN_NORM}")
         self.ffn: FeedForward
         if isinstance(spec.ffn, DenseSpec):
             self.ffn = Dense(spec.ffn, loader, f"{prefix}mlp.")
         else:
             self.ffn = MoE(spec.ffn, loader, f"{prefix}mlp.")
+
+
+def _attention(model: ModelSpec, i: int, loader: Loader) -> LayerAttention:
+    spec, prefix = model.layers[i].attention, f"{layer_prefix(i)}self_attn."
+    is_interleaved = model.rope.is_interleaved
+    if isinstance(spec, LatentAttentionSpec):
+        return LatentAttention(spec, loader, prefix, is_interleaved=is_interleaved)
+    return Attention(spec, loader, prefix, eps=model.norm_eps, is_interleaved=is_interleaved)
 
 
 class Decoder:
@@ -160,6 +163,26 @@ class Decoder:
     ) -> Tensor:
         """The same over blocks of layer `i` that were brought to where the weights are."""
         return self._layers[i].attention.attend_staged(projected, staged, batch)
+
+    def absorb(self, i: int, query_TAD: Tensor) -> Tensor:
+        """Queries for a host without the weights; see `attention.LayerAttention`."""
+        return self._layers[i].attention.absorb(query_TAD)
+
+    def attend_absorbed(
+        self, i: int, absorbed: Projected, cache_layer: Tensor, batch: AttentionBatch
+    ) -> Tensor:
+        """Append and attend on a host without the weights; the result is for `unfold`."""
+        return self._layers[i].attention.attend_absorbed(absorbed, cache_layer, batch)
+
+    def append(
+        self, i: int, projected: Projected, cache_layer: Tensor, batch: AttentionBatch
+    ) -> None:
+        """Append to the cache of layer `i` on the host, for tokens attended to elsewhere."""
+        self._layers[i].attention.append(projected, cache_layer, batch)
+
+    def unfold(self, i: int, result_TX: Tensor) -> Tensor:
+        """Results of `attend_absorbed` as `post` takes them."""
+        return self._layers[i].attention.unfold(result_TX)
 
     def post(self, i: int, hidden_TH: Tensor, attention_TX: Tensor) -> Posted:
         """Output projection, residual, norm and router of layer `i`."""

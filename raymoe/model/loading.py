@@ -27,7 +27,14 @@ from raymoe.kernels.cpu_linear import (
     packed_linear_bytes,
     packed_linear_is_used,
 )
-from raymoe.specs.model import DenseSpec, LayerSpec, ModelSpec, MoeSpec
+from raymoe.specs.model import (
+    AttentionSpec,
+    DenseSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    ModelSpec,
+    MoeSpec,
+)
 from raymoe.specs.weight_names import EMBEDDING, HEAD, layer_prefix
 
 ALIGNMENT = 64
@@ -109,6 +116,19 @@ class Loader:
         """A matrix that is read by row: a view of the checkpoint, or converted in the arena."""
         return self._matrix([name], is_packed=False)
 
+    def head_matrices(self, name: str, num_heads: int) -> Tensor:
+        """One projection as a matrix of each head, [heads, outputs of a head, inputs].
+
+        A view of the checkpoint where other matrices are; a copy where they are packed.
+        """
+        if packed_linear_is_used(self.dtype):
+            stored_OI = self._weights(f"{name}.weight")
+            memory = self._allocate(stored_OI.numel() * self.dtype.itemsize)
+            weight_OI = memory.view(self.dtype).view(stored_OI.shape).copy_(stored_OI)
+        else:
+            weight_OI = self._matrix([f"{name}.weight"], is_packed=False)
+        return weight_OI.view(num_heads, -1, weight_OI.shape[1])
+
     def vector(self, name: str) -> Tensor:
         """A norm weight or a bias, copied: it is small and shares its page with large ones."""
         return self._weights(name).to(self.dtype, copy=True)
@@ -171,11 +191,8 @@ class _ArenaPlan:
         return total
 
     def _layer(self, prefix: str, layer: LayerSpec) -> int:
-        hidden_size, attention, ffn = self._spec.hidden_size, layer.grouped_attention, layer.ffn
-        qkv = [f"{prefix}self_attn.{part}_proj" for part in "qkv"]
-        output = [f"{prefix}self_attn.o_proj"]
-        total = self._linear(qkv, attention.query_width + 2 * attention.kv_width, hidden_size)
-        total += self._linear(output, hidden_size, attention.query_width)
+        hidden_size, ffn = self._spec.hidden_size, layer.ffn
+        total = self._attention(f"{prefix}self_attn.", layer.attention)
         if isinstance(ffn, DenseSpec):
             return total + self._network(f"{prefix}mlp.", ffn)
         total += self._linear([f"{prefix}mlp.gate"], ffn.num_experts, hidden_size)
@@ -187,6 +204,30 @@ class _ArenaPlan:
             if ffn.shared.is_gated:
                 total += self._linear([f"{shared}_gate"], 1, hidden_size)
         return total
+
+    def _attention(self, prefix: str, attention: AttentionSpec | LatentAttentionSpec) -> int:
+        hidden_size, output = self._spec.hidden_size, attention.token_shapes.output
+        total = self._linear([f"{prefix}o_proj"], hidden_size, output)
+        if isinstance(attention, LatentAttentionSpec):
+            return total + self._latent(prefix, attention)
+        qkv = [f"{prefix}{part}_proj" for part in "qkv"]
+        width = attention.query_width + 2 * attention.kv_width
+        return total + self._linear(qkv, width, hidden_size)
+
+    def _latent(self, prefix: str, attention: LatentAttentionSpec) -> int:
+        hidden_size, rank = self._spec.hidden_size, attention.q_lora_rank
+        query_width = attention.num_heads * attention.query_head_dim
+        if rank is None:
+            total = self._linear([f"{prefix}q_proj"], query_width, hidden_size)
+        else:
+            total = self._linear([f"{prefix}q_a_proj"], rank, hidden_size)
+            total += self._linear([f"{prefix}q_b_proj"], query_width, rank)
+        row = [f"{prefix}kv_a_proj_with_mqa"]
+        total += self._linear(row, attention.cache_width, hidden_size)
+        unfolded = attention.num_heads * (attention.nope_head_dim + attention.value_head_dim)
+        if packed_linear_is_used(self._dtype):
+            return total + _aligned(unfolded * attention.kv_lora_rank * self._dtype.itemsize)
+        return total + self._matrix([f"{prefix}kv_b_proj.weight"], unfolded, attention.kv_lora_rank)
 
     def _network(self, prefix: str, dense: DenseSpec) -> int:
         if not dense.has_bias:

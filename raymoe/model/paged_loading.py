@@ -45,6 +45,11 @@ class PagedLoader(Loader):
         del weight_OI
         return PlainLinear(self._view(HEAD), None if bias is None else self._view(bias))
 
+    def head_matrices(self, name: str, num_heads: int) -> Tensor:
+        """See `Loader`; a view here."""
+        weight_OI = self._view(f"{name}.weight")
+        return weight_OI.view(num_heads, -1, weight_OI.shape[1])
+
     def experts(self, prefix: str, moe: MoeSpec) -> Experts:
         """See `Loader`."""
         gate, up, down = (

@@ -14,7 +14,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from raymoe.model.rope import frequencies_by_length, rope_lengths
-from raymoe.specs.model import AttentionSpec, ClampSpec, DenseSpec, ModelSpec, MoeSpec
+from raymoe.specs.model import (
+    AttentionSpec,
+    ClampSpec,
+    DenseSpec,
+    LatentAttentionSpec,
+    ModelSpec,
+    MoeSpec,
+)
 from raymoe.specs.weight_names import (
     EMBEDDING,
     FFN_NORM,
@@ -59,7 +66,7 @@ class ReferenceModel:
             prefix = layer_prefix(i)
             normed_TH = self._norm(hidden_TH, f"{prefix}{INPUT_NORM}")
             attention = self._attention(
-                normed_TH, layer.grouped_attention, f"{prefix}self_attn.", angles=angles
+                normed_TH, layer.attention, f"{prefix}self_attn.", angles=angles
             )
             hidden_TH = hidden_TH + attention * spec.residual_multiplier
             normed_TH = self._norm(hidden_TH, f"{prefix}{FFN_NORM}")
@@ -99,10 +106,11 @@ class ReferenceModel:
             normed_TH = normed_TH + self._weight(f"{name}.bias").to(self._wide)
         return normed_TH.to(self.dtype)
 
-    def _rms_norm(self, input_TX: Tensor, name: str) -> Tensor:
+    def _rms_norm(self, input_TX: Tensor, name: str, eps: float | None = None) -> Tensor:
         wide_TX = input_TX.to(self._wide)
         mean_T1 = wide_TX.pow(2).mean(-1, keepdim=True)
-        normed_TX = (wide_TX * torch.rsqrt(mean_T1 + self.spec.norm_eps)).to(self.dtype)
+        eps = self.spec.norm_eps if eps is None else eps
+        normed_TX = (wide_TX * torch.rsqrt(mean_T1 + eps)).to(self.dtype)
         return self._weight(name) * normed_TX
 
     def _angles(self, num_tokens: int, prompt_tokens: int) -> tuple[Tensor, Tensor]:
@@ -116,11 +124,13 @@ class ReferenceModel:
     def _attention(
         self,
         normed_TH: Tensor,
-        spec: AttentionSpec,
+        spec: AttentionSpec | LatentAttentionSpec,
         prefix: str,
         *,
         angles: tuple[Tensor, Tensor],
     ) -> Tensor:
+        if isinstance(spec, LatentAttentionSpec):
+            return self._latent_attention(normed_TH, spec, prefix, angles=angles)
         query_TAD, key_TGD, value_TGD = self._heads(normed_TH, spec, prefix)
         query_TAD, key_TGD = self._rotate(query_TAD, *angles), self._rotate(key_TGD, *angles)
         if spec.qk_norm != "none" and spec.is_norm_after_rope:
@@ -130,17 +140,63 @@ class ReferenceModel:
         key_TAD = key_TGD.repeat_interleave(group, 1)
         value_TAD = value_TGD.repeat_interleave(group, 1)
         scores_ATT = torch.einsum("tad,sad->ats", query_TAD, key_TAD) * spec.scale
-        distance_TT = torch.arange(len(normed_TH))[:, None] - torch.arange(len(normed_TH))
-        is_visible_TT = distance_TT >= 0
-        if spec.sliding_window is not None:
-            is_visible_TT &= distance_TT < spec.sliding_window
-        scores_ATT = scores_ATT.masked_fill(~is_visible_TT, float("-inf"))
-        if spec.has_sinks:
-            sinks_AT1 = self._weight(f"{prefix}sinks")[:, None, None].expand(-1, len(normed_TH), 1)
-            scores_ATT = torch.cat([scores_ATT, sinks_AT1], dim=-1)
-        weights_ATT = scores_ATT.to(self._wide).softmax(-1).to(self.dtype)[..., : len(normed_TH)]
+        sinks_A = self._weight(f"{prefix}sinks") if spec.has_sinks else None
+        weights_ATT = self._softmax(scores_ATT, spec.sliding_window, sinks_A)
         mixed_TAD = torch.einsum("ats,sad->tad", weights_ATT, value_TAD)
         return self._linear(mixed_TAD.flatten(1), f"{prefix}o_proj", has_bias=spec.output_bias)
+
+    def _latent_attention(
+        self,
+        normed_TH: Tensor,
+        spec: LatentAttentionSpec,
+        prefix: str,
+        *,
+        angles: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """In plain form: keys and values of all heads from the latents of the tokens."""
+        query_TX, name = normed_TH, f"{prefix}q_proj"
+        if spec.q_lora_rank is not None:
+            query_TX = self._linear(normed_TH, f"{prefix}q_a_proj", has_bias=spec.has_bias)
+            query_TX = self._rms_norm(query_TX, f"{prefix}q_a_layernorm.weight", spec.norm_eps)
+            name = f"{prefix}q_b_proj"
+        query_TAD = self._linear(query_TX, name).view(-1, spec.num_heads, spec.query_head_dim)
+        row_TX = self._linear(normed_TH, f"{prefix}kv_a_proj_with_mqa", has_bias=spec.has_bias)
+        latent_TX, rope_TX = row_TX.tensor_split([spec.kv_lora_rank], dim=-1)
+        latent_TX = self._rms_norm(latent_TX, f"{prefix}kv_a_layernorm.weight", spec.norm_eps)
+        unfolded_TX = self._linear(latent_TX, f"{prefix}kv_b_proj")
+        unfolded_TAX = unfolded_TX.view(
+            -1, spec.num_heads, spec.nope_head_dim + spec.value_head_dim
+        )
+        key_TAD, value_TAD = unfolded_TAX.tensor_split([spec.nope_head_dim], dim=-1)
+        nope_TAD, rope_TAD = query_TAD.tensor_split([spec.nope_head_dim], dim=-1)
+        scores_ATT = torch.einsum("tad,sad->ats", nope_TAD, key_TAD)
+        rope_TAD, rope_T1D = (
+            self._rotate(rope_TAD, *angles),
+            self._rotate(rope_TX[:, None], *angles),
+        )
+        scores_ATT = scores_ATT + torch.einsum("tad,sd->ats", rope_TAD, rope_T1D[:, 0])
+        weights_ATT = self._softmax(scores_ATT * spec.scale)
+        mixed_TAD = torch.einsum("ats,sad->tad", weights_ATT, value_TAD)
+        return self._linear(mixed_TAD.flatten(1), f"{prefix}o_proj", has_bias=spec.has_bias)
+
+    def _softmax(
+        self,
+        scores_ATT: Tensor,
+        sliding_window: int | None = None,
+        sinks_A: Tensor | None = None,
+    ) -> Tensor:
+        """Weights of what each token sees; a sink takes its part and is gone."""
+        num_tokens = scores_ATT.shape[1]
+        position_T = torch.arange(num_tokens)
+        distance_TT = position_T[:, None] - position_T
+        is_visible_TT = distance_TT >= 0
+        if sliding_window is not None:
+            is_visible_TT &= distance_TT < sliding_window
+        scores_ATT = scores_ATT.masked_fill(~is_visible_TT, float("-inf"))
+        if sinks_A is not None:
+            sinks_AT1 = sinks_A[:, None, None].expand(-1, num_tokens, 1)
+            scores_ATT = torch.cat([scores_ATT, sinks_AT1], dim=-1)
+        return scores_ATT.to(self._wide).softmax(-1).to(self.dtype)[..., :num_tokens]
 
     def _heads(
         self, normed_TH: Tensor, spec: AttentionSpec, prefix: str

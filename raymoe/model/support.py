@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 
 from raymoe.errors import UnsupportedModelError
-from raymoe.specs.layers import LatentAttentionSpec
 from raymoe.specs.model import ModelSpec
 
 
@@ -23,8 +22,5 @@ def check_supported(spec: ModelSpec) -> None:
 
 # A line goes when the decoder has learnt it.
 _MISSING: Mapping[str, Callable[[ModelSpec], bool]] = {
-    "latent attention": lambda spec: any(
-        isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers
-    ),
     "quantised weights": lambda spec: spec.quantization is not None,
 }

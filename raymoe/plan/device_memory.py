@@ -106,8 +106,7 @@ def logit_bytes(model: ModelSpec) -> int:
 
 def _around_attention(model: ModelSpec, work: ModelWork, wave_tokens: int) -> int:
     """Queries, keys, values and results of a wave, [W, ...]."""
-    attention = model.layers[0].attention
-    width = attention.query_width + attention.cache_width + attention.output_width
+    width = model.layers[0].attention.token_shapes.num_elements
     return wave_tokens * width * work.bytes_per_element
 
 

@@ -4,24 +4,23 @@ Who runs what, and what is copied when, is the schedule's business; here is only
 to the buffers that it names.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from raymoe.kernels.cpu_attention import append
 from raymoe.kernels.cpu_router import Routing
 from raymoe.kernels.paged_batch import PagedBatch
-from raymoe.kernels.paged_kv import KvLayout
+from raymoe.kernels.paged_kv import CacheLayout
 from raymoe.memory.activations import HostActivations, PassActivations, WaveActivations
 from raymoe.memory.kv_cache import KvCache
 from raymoe.memory.weight_pages import WeightPages
-from raymoe.model.decoder import Decoder, Projected
+from raymoe.model.decoder import Decoder
 from raymoe.runtime.bindings import LOGIT_CHUNK_ROWS, PassInputs
 from raymoe.runtime.executor import Bindings
-from raymoe.runtime.waves import CutPass, Share, Wave
+from raymoe.runtime.waves import CutPass, Wave
 from raymoe.schedule.task import Buffer, Op, Task
 
 _RINGED = frozenset(("qkv", "host_qkv", "host_attention", "attention", "device_attention"))
@@ -70,7 +69,9 @@ class DeviceInputs:
     staged: tuple[PagedBatch, ...]
 
     @classmethod
-    def of(cls, inputs: PassInputs, cut: CutPass, layout: KvLayout, device: torch.device) -> Self:
+    def of(
+        cls, inputs: PassInputs, cut: CutPass, layout: CacheLayout, device: torch.device
+    ) -> Self:
         """Send them to `device`."""
         prompt_tokens_T = inputs.prompt_tokens
         if prompt_tokens_T is not None:
@@ -162,30 +163,29 @@ class _Bound:
             inputs.positions_T[wave.rows],
             prompt_tokens_T,
         )
-        into = self._on_device(task).projected(wave.num_tokens)
-        _copy(projected, into)
-        self._wrote(task, state, *into)
+        split, into = wave.host.end, self._on_device(task)
+        host, device = into.absorbed(split), into.projected(split, wave.num_tokens)
+        absorbed_TAD = self._decoder(state).absorb(task.layer, projected.query_THD[:split])
+        _copy((absorbed_TAD, *(part[:split] for part in projected[1:])), host)
+        _copy((part[split:] for part in projected), device)
+        self._wrote(task, state, *host, *device)
 
     def qkv(self, task: Task, state: DevicePass) -> None:
-        wave = state.wave(task)
-        source = self._on_device(task).projected(wave.num_tokens)
-        target = self._on_host(task).projected(wave.num_tokens)
-        _send(source.query_THD[: wave.host.end], target.query_THD[: wave.host.end])
-        _send(source.key_TGD, target.key_TGD)
-        _send(source.value_TGD, target.value_TGD)
+        wave, source, target = state.wave(task), self._on_device(task), self._on_host(task)
+        _send(source.absorbed(wave.host.end).query_THD, target.absorbed(wave.host.end).query_THD)
+        _copy(source.cached(0, wave.num_tokens), target.cached(0, wave.num_tokens))
 
     def attend_on_host(self, task: Task, state: DevicePass) -> None:
-        share = state.wave(task).host
-        activations = self._on_host(task)
-        attention_TX = self._decoder(state).attend(
-            task.layer, _slice(activations, share), self._cache(task), share.batch
+        share, activations = state.wave(task).host, self._on_host(task)
+        result_TX = self._decoder(state).attend_absorbed(
+            task.layer, activations.absorbed(share.end), self._cache(task), share.batch
         )
-        activations.attention(share.end)[share.begin :].copy_(attention_TX)
+        activations.absorbed_result(share.end).copy_(result_TX)
 
     def append(self, task: Task, state: DevicePass) -> None:
         share = state.wave(task).device
-        projected = _slice(self._on_host(task), share)
-        append(projected.key_TGD, projected.value_TGD, self._cache(task), share.batch)
+        projected = self._on_host(task).projected(share.begin, share.end)
+        self._decoder(state).append(task.layer, projected, self._cache(task), share.batch)
 
     def stage_kv(self, task: Task, state: DevicePass) -> None:
         staging = state.wave(task).staging
@@ -195,30 +195,27 @@ class _Bound:
         self._wrote(task, state, staged[: staging.num_blocks])
 
     def attend_on_device(self, task: Task, state: DevicePass) -> None:
-        wave = state.wave(task)
-        activations = self._on_device(task)
+        share, activations = state.wave(task).device, self._on_device(task)
         attention_TX = self._decoder(state).attend_staged(
             task.layer,
-            _slice(activations, wave.device),
+            activations.projected(share.begin, share.end),
             self._staged(task),
             state.on_device.staged[task.part],
         )
-        into = activations.attention(wave.num_tokens)[wave.device.begin :]
+        into = activations.result(share.begin, share.end)
         into.copy_(attention_TX)
         self._wrote(task, state, into)
 
     def hid(self, task: Task, state: DevicePass) -> None:
         end = state.wave(task).host.end
-        into = self._on_device(task).attention(end)
-        _send(self._on_host(task).attention(end), into)
+        into = self._on_device(task).absorbed_result(end)
+        _send(self._on_host(task).absorbed_result(end), into)
         self._wrote(task, state, into)
 
     def post(self, task: Task, state: DevicePass) -> None:
         wave, device = state.wave(task), self._memory.device
         hidden_TH = device.hidden_TH[wave.rows]
-        posted = self._decoder(state).post(
-            task.layer, hidden_TH, self._on_device(task).attention(wave.num_tokens)
-        )
+        posted = self._decoder(state).post(task.layer, hidden_TH, self._attended(task, state))
         hidden_TH.copy_(posted.hidden_TH)
         device.normed_TH[wave.rows].copy_(posted.normed_TH)
         routed = (device.normed_TH, device.topk_ids_TK, device.topk_weights_TK)
@@ -272,6 +269,18 @@ class _Bound:
         (buffer,) = task.writes
         state.used[buffer] = tensors
 
+    def _attended(self, task: Task, state: DevicePass) -> Tensor:
+        """Results of attention of a whole wave, wherever they were computed."""
+        wave, activations = state.wave(task), self._on_device(task)
+        split = wave.host.end
+        from_device_TX = activations.result(split, wave.num_tokens)
+        if not split:
+            return from_device_TX
+        from_host_TX = self._decoder(state).unfold(task.layer, activations.absorbed_result(split))
+        if split == wave.num_tokens:
+            return from_host_TX
+        return torch.cat([from_host_TX, from_device_TX])
+
     def _decoder(self, state: DevicePass) -> Decoder:
         return self._memory.decoders[state.first_slot]
 
@@ -298,12 +307,7 @@ def _key_of(task: Task, names: frozenset[str]) -> int:
     return key[0]
 
 
-def _slice(activations: WaveActivations, share: Share) -> Projected:
-    projected = activations.projected(share.end)
-    return Projected(*(tensor[share.begin :] for tensor in projected))
-
-
-def _copy(source: Projected, target: Projected) -> None:
+def _copy(source: Iterable[Tensor], target: Iterable[Tensor]) -> None:
     for from_tensor, to_tensor in zip(source, target, strict=True):
         _send(from_tensor, to_tensor)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from raymoe.device.device import Device
 from raymoe.kernels.paged_batch import PagedBatch
-from raymoe.kernels.paged_kv import KvLayout
+from raymoe.kernels.paged_kv import CacheLayout
 from raymoe.model.decoder import Decoder, Projected
 from raymoe.runtime.bindings import PassInputs, PassState, bind_in_place
 from raymoe.runtime.device_runner import BeforePass
@@ -27,7 +27,7 @@ class ResidentPassRunner:
         self,
         decoder: Decoder,
         cache: Sequence[Tensor],
-        layout: KvLayout,
+        layout: CacheLayout,
         device: Device,
         *,
         before_pass: BeforePass | None = None,

@@ -157,23 +157,13 @@ def _on_device(takes: Int64s, contexts: Int64s, division: Division) -> npt.NDArr
 def _wave(batch: AttentionBatch, takes: Int64s, members: tuple[Int64s, Int64s], begin: int) -> Wave:
     host_tokens, device_tokens = (int(takes[share].sum()) for share in members)
     num_tokens = host_tokens + device_tokens
-    device = _sub_batch(batch, takes, members[1])
+    (_, host), (_, device) = (batch.select(torch.from_numpy(share)) for share in members)
     return Wave(
         begin=begin,
         end=begin + num_tokens,
-        host=Share(begin=0, end=host_tokens, batch=_sub_batch(batch, takes, members[0])),
+        host=Share(begin=0, end=host_tokens, batch=host),
         device=Share(begin=host_tokens, end=num_tokens, batch=device),
         staging=_stage(device),
-    )
-
-
-def _sub_batch(batch: AttentionBatch, takes: Int64s, sequences: Int64s) -> AttentionBatch:
-    chosen = torch.from_numpy(sequences)
-    starts = np.concatenate([[0], np.cumsum(takes[sequences])]).astype(np.int32)
-    return AttentionBatch(
-        query_start=torch.from_numpy(starts),
-        context_tokens=batch.context_tokens[chosen],
-        block_table=batch.block_table[chosen],
     )
 
 

@@ -1,11 +1,40 @@
 """What one layer of a model computes, as pure data: attention, router, experts, networks."""
 
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 QkNorm = Literal["none", "head", "full"]
 Scoring = Literal["softmax", "sigmoid", "sparsemixer"]
 GroupScore = Literal["max", "top2_sum"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenShapes:
+    """What attention takes and gives for one token.
+
+    Where the weights are, attention is asked in one form; where there is nothing but the cache, in
+    the *absorbed* one. Grouped-query attention has the same form for both.
+
+    Attributes:
+        query: Heads, and dimensions of each.
+        key: What goes into the cache; likewise.
+        value: Without dimensions where values are part of the keys.
+        output: Elements of the result.
+    """
+
+    query: tuple[int, int]
+    absorbed_query: tuple[int, int]
+    key: tuple[int, int]
+    value: tuple[int, int]
+    output: int
+    absorbed_output: int
+
+    @property
+    def num_elements(self) -> int:
+        """Of all of it, in the wider form."""
+        query = max(prod(self.query), prod(self.absorbed_query))
+        return query + prod(self.key) + prod(self.value) + max(self.output, self.absorbed_output)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +92,19 @@ class AttentionSpec:
     def prompt_width(self) -> int:
         """Elements of the queries and the result of a prompt token."""
         return self.query_width + self.output_width
+
+    @property
+    def token_shapes(self) -> TokenShapes:
+        """What attention takes and gives for one token."""
+        query, cached = (self.num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
+        return TokenShapes(
+            query=query,
+            absorbed_query=query,
+            key=cached,
+            value=cached,
+            output=self.output_width,
+            absorbed_output=self.output_width,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +168,18 @@ class LatentAttentionSpec:
     def prompt_width(self) -> int:
         """Elements of the queries and the result of a prompt token, in the plain form."""
         return self.num_heads * (self.query_head_dim + self.value_head_dim)
+
+    @property
+    def token_shapes(self) -> TokenShapes:
+        """What attention takes and gives for one token."""
+        return TokenShapes(
+            query=(self.num_heads, self.query_head_dim),
+            absorbed_query=(self.num_heads, self.cache_width),
+            key=(1, self.cache_width),
+            value=(1, 0),
+            output=self.num_heads * self.value_head_dim,
+            absorbed_output=self.output_width,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,9 +293,3 @@ class LayerSpec:
     attention: AttentionSpec | LatentAttentionSpec
     ffn: DenseSpec | MoeSpec
     has_norm_bias: bool = False
-
-    @property
-    def grouped_attention(self) -> AttentionSpec:
-        """The attention, for code that `model.support` keeps latent attention away from."""
-        assert isinstance(self.attention, AttentionSpec), "latent attention is refused when loading"
-        return self.attention

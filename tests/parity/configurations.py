@@ -8,6 +8,7 @@ import copy
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.parity.latent_families import LATENT_FAMILIES
 from tests.parity.odd_families import ODD_FAMILIES
 from tests.parity.sigmoid_families import SIGMOID_FAMILIES
 from tests.parity.softmax_families import SOFTMAX_FAMILIES
@@ -29,6 +30,9 @@ FAMILY_CONFIGS = {
     "phimoe": "PhimoeConfig",
     "dbrx": "DbrxConfig",
     "gpt_oss": "GptOssConfig",
+    "deepseek_v2": "DeepseekV2Config",
+    "deepseek_v3": "DeepseekV3Config",
+    "glm4_moe_lite": "Glm4MoeLiteConfig",
 }
 
 
@@ -47,6 +51,7 @@ class Configuration:
     seed: int = 0
 
 
+_FAMILIES = {**SOFTMAX_FAMILIES, **SIGMOID_FAMILIES, **ODD_FAMILIES, **LATENT_FAMILIES}
 CONFIGURATIONS = [
     Configuration(
         name=f"{family}: {variant}",
@@ -55,11 +60,7 @@ CONFIGURATIONS = [
         fields=copy.deepcopy(common | differences),
         seed=seed,
     )
-    for family, (common, variants) in {
-        **SOFTMAX_FAMILIES,
-        **SIGMOID_FAMILIES,
-        **ODD_FAMILIES,
-    }.items()
+    for family, (common, variants) in _FAMILIES.items()
     for seed, (variant, differences) in enumerate(variants.items())
 ]
 

@@ -6,10 +6,11 @@ import numpy as np
 import torch
 
 from raymoe.kernels.cpu_attention import AttentionBatch
-from raymoe.kernels.paged_kv import BLOCK_TOKENS, KvLayout
+from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.memory.arena import HostArena
 from raymoe.memory.kv_cache import KvCache
 from raymoe.memory.weights import WeightStore
+from raymoe.model.cache import cache_layout
 from raymoe.model.decoder import Decoder
 from raymoe.model.loading import decoder_arena_bytes
 from raymoe.specs.model import ModelSpec
@@ -40,10 +41,7 @@ class Driver:
             for start, count in zip(first, self.blocks, strict=True)
         ]
         self.block_table = torch.tensor(np.array(table), dtype=torch.int32)
-        attention = decoder.spec.layers[0].attention
-        layout = KvLayout(
-            num_kv_heads=attention.num_kv_heads, head_dim=attention.head_dim, dtype=decoder.dtype
-        )
+        layout = cache_layout(decoder.spec, decoder.dtype)
         self.cache = KvCache(layout, decoder.spec.num_layers, sum(self.blocks))
 
     @torch.inference_mode()

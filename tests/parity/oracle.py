@@ -178,8 +178,11 @@ def _choices(
     if bias_E is None and router.num_groups == 1:
         yield logits_TE, moe.top_k
         return
-    scores_TE = logits_TE.softmax(-1) if router.scoring == "softmax" else logits_TE.sigmoid()
-    choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
+    if bias_E is None and router.scoring == "softmax" and router.group_score == "max":
+        choice_TE = logits_TE  # sorted as their softmax is, without its tiny differences
+    else:
+        scores_TE = logits_TE.softmax(-1) if router.scoring == "softmax" else logits_TE.sigmoid()
+        choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
     if router.top_groups < router.num_groups:
         grouped_TGX = choice_TE.unflatten(1, (router.num_groups, -1))
         score_TG = grouped_TGX.topk(1 if router.group_score == "max" else 2).values.sum(-1)

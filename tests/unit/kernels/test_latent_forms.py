@@ -10,7 +10,7 @@ from raymoe.kernels import cpu_latent_prefill, device_latent_attention, paged_ba
 from raymoe.kernels.cpu_latent_attention import append_and_attend_latent
 from raymoe.kernels.cpu_latent_prefill import append_and_attend_unfolded
 from raymoe.kernels.device_latent_attention import append_and_attend_latent_paged
-from raymoe.kernels.latent_forms import LatentHeads
+from raymoe.kernels.latent_forms import NEVER, LatentHeads
 from raymoe.kernels.paged_batch import PagedBatch
 from tests.native.attention_cases import BF16, FP32, PASSES
 from tests.native.test_cpu_latent_attention import Case
@@ -87,8 +87,8 @@ def test_all_forms_are_the_exact_result(
     want = exact(case, heads)
     for attend in (absorbed, plain, by_torch):
         torch.testing.assert_close(attend(case, heads).double(), want, rtol=2e-5, atol=2e-5)
-    for is_plain in (True, False):
-        monkeypatch.setattr(LatentHeads, "is_plain_cheaper", lambda _heads, _new, p=is_plain: p)
+    for fewest in (1, NEVER):
+        monkeypatch.setattr(LatentHeads, "fewest_plain_tokens", fewest)
         torch.testing.assert_close(by_torch(case, heads).double(), want, rtol=2e-5, atol=2e-5)
 
 
@@ -119,8 +119,8 @@ def test_what_does_not_fit_at_once_is_done_in_pieces(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(device_latent_attention, "GATHERED_BYTES", 150_000)
     monkeypatch.setattr(paged_batch, "GATHERED_BYTES", 150_000)
     torch.testing.assert_close(plain(case, heads).double(), want, rtol=2e-5, atol=2e-5)
-    for is_plain in (True, False):
-        monkeypatch.setattr(LatentHeads, "is_plain_cheaper", lambda _heads, _new, p=is_plain: p)
+    for fewest in (1, NEVER):
+        monkeypatch.setattr(LatentHeads, "fewest_plain_tokens", fewest)
         torch.testing.assert_close(by_torch(case, heads).double(), want, rtol=2e-5, atol=2e-5)
 
 
@@ -128,7 +128,6 @@ def test_the_plain_form_pays_from_the_operations_that_it_saves() -> None:
     deepseek = LatentHeads(weight_HXR=torch.empty(128, 256, 512), nope_dim=128, rope_dim=64)
     # 2 * 512 * 256 operations on each position, 2 * (512 + 64 + 512 - 192 - 128) less with each of
     # the new tokens, of which half see it.
-    assert not deepseek.is_plain_cheaper(341)
-    assert deepseek.is_plain_cheaper(342)
+    assert deepseek.fewest_plain_tokens == 342
     wide = LatentHeads(weight_HXR=torch.empty(4, 64, 8), nope_dim=32, rope_dim=8)
-    assert not wide.is_plain_cheaper(10**9)
+    assert wide.fewest_plain_tokens == NEVER

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.paged_batch import PagedBatch
-from raymoe.kernels.paged_kv import KvLayout
+from raymoe.model.cache import cache_layout
 from raymoe.model.decoder import Decoder
 from raymoe.model.paged_loading import PagedLoader
 from raymoe.specs.model import DenseSpec, ModelSpec
@@ -77,10 +77,7 @@ def test_what_a_layer_computes_stays_on_the_device(name: str) -> None:
         PagedLoader(weights_on_device(spec).__getitem__, on_host, torch.float32, DEVICE),
         lambda _names: None,
     )
-    attention = spec.layers[0].attention
-    layout = KvLayout(
-        num_kv_heads=attention.num_kv_heads, head_dim=attention.head_dim, dtype=torch.float32
-    )
+    layout = cache_layout(spec, torch.float32)
     batch = to_device(PagedBatch.of(BATCH, layout, torch.device("cpu")))
     staged = torch.empty(9, *layout.block_shape, device=DEVICE)
     hidden_TH = torch.empty(NUM_TOKENS, spec.hidden_size, device=DEVICE)

@@ -9,7 +9,16 @@ from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
 from tests.parity.configurations import CONFIGURATIONS
 from tests.unit.specs.config_classes import config_of, written
 
-RUNS = {"mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "glm-4.5-air", "dbrx"}
+RUNS = {
+    "mixtral-8x7b",
+    "mixtral-8x22b",
+    "qwen3-30b-a3b",
+    "qwen3-235b-a22b",
+    "glm-4.5-air",
+    "dbrx",
+    "deepseek-v2",
+    "deepseek-v2-lite",
+}
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=lambda c: c.name)
@@ -31,7 +40,7 @@ def test_models_run_or_are_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("config", "missing"),
     [
-        (MODEL_PRESETS["deepseek-v3"], "latent attention, quantised weights"),
+        (MODEL_PRESETS["deepseek-v3"], r"\(deepseek_v3\) needs quantised weights"),
         (MODEL_PRESETS["gpt-oss-20b"], "needs quantised weights"),
         (
             MODEL_PRESETS["mixtral-8x7b"]

@@ -1,0 +1,144 @@
+"""Latent attention of one decoder layer: projections, norms of the latents, rotation, both forms.
+
+T tokens, H hidden, A heads, D dimensions of a query, W elements of a cached row, R of its latent,
+V dimensions of a value.
+"""
+
+import torch
+from torch import Tensor
+
+from raymoe.kernels.cpu_attention import AttentionBatch
+from raymoe.kernels.cpu_latent_attention import append_and_attend_latent, append_latent
+from raymoe.kernels.cpu_latent_prefill import append_and_attend_unfolded
+from raymoe.kernels.cpu_norm import rms_norm
+from raymoe.kernels.cpu_rope import Projected, rotate_heads
+from raymoe.kernels.device_latent_attention import append_and_attend_latent_paged
+from raymoe.kernels.latent_forms import LatentHeads
+from raymoe.kernels.paged_batch import PagedBatch
+from raymoe.model.loading import Loader
+from raymoe.model.rope import Angles
+from raymoe.specs.model import LatentAttentionSpec
+
+
+class LatentAttention:
+    """Weights and operations of the latent attention of one layer; see `attention.LayerAttention`.
+
+    Sequences with few new tokens are attended in absorbed form, those with many in the plain one;
+    where the weights are not at hand, all in absorbed form.
+    """
+
+    def __init__(
+        self, spec: LatentAttentionSpec, loader: Loader, prefix: str, *, is_interleaved: bool
+    ) -> None:
+        """Load what is called `prefix` + "kv_b_proj" and so on.
+
+        Args:
+            spec: What to compute.
+            loader: Where weights come from.
+            prefix: What their names begin with.
+            is_interleaved: See `RopeSpec`.
+        """
+        self._spec, self._is_interleaved = spec, is_interleaved
+        if spec.q_lora_rank is None:
+            self._query_down = self._query_norm = None
+            self._query = loader.linear([f"{prefix}q_proj"])
+        else:
+            self._query_down = loader.linear([f"{prefix}q_a_proj"], has_bias=spec.has_bias)
+            self._query_norm = loader.vector(f"{prefix}q_a_layernorm.weight")
+            self._query = loader.linear([f"{prefix}q_b_proj"])
+        self._row = loader.linear([f"{prefix}kv_a_proj_with_mqa"], has_bias=spec.has_bias)
+        self._row_norm = loader.vector(f"{prefix}kv_a_layernorm.weight")
+        self._heads = LatentHeads(
+            weight_HXR=loader.head_matrices(f"{prefix}kv_b_proj", spec.num_heads),
+            nope_dim=spec.nope_head_dim,
+            rope_dim=spec.rope_head_dim,
+        )
+        self._output = loader.linear([f"{prefix}o_proj"], has_bias=spec.has_bias)
+
+    def project(self, normed_TH: Tensor, angles: Angles) -> Projected:
+        """Rotated queries [T, A, D] and the rows of the tokens [T, 1, W]; no values."""
+        spec = self._spec
+        query_TAD = self._query_of(normed_TH).view(len(normed_TH), spec.num_heads, -1)
+        row_TW = self._row(normed_TH)
+        latent_TR, key_T1O = row_TW[:, : spec.kv_lora_rank], row_TW[:, None, spec.kv_lora_rank :]
+        row_T1W = torch.empty_like(row_TW)[:, None]
+        row_T1W[:, 0, : spec.kv_lora_rank] = rms_norm(latent_TR, self._row_norm, spec.norm_eps)
+        row_T1W[..., spec.kv_lora_rank :] = self._rotate(key_T1O, angles)
+        rope_TAO = query_TAD[..., spec.nope_head_dim :]
+        rope_TAO.copy_(self._rotate(rope_TAO, angles))
+        return Projected(query_TAD, row_T1W, row_T1W[..., :0])
+
+    def append(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> None:
+        """See `LayerAttention`."""
+        append_latent(projected.key_TGD[:, 0], cache, batch)
+
+    def attend(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
+        """See `LayerAttention`; [T, A * V]."""
+        query_TAD, row_TW = projected.query_THD, projected.key_TGD[:, 0]
+        is_plain = batch.query_start.diff() >= self._heads.fewest_plain_tokens
+        out_TAV = query_TAD.new_empty(*query_TAD.shape[:2], self._heads.value_dim)
+        if bool(is_plain.any()):
+            rows, chosen = batch.select(is_plain.nonzero().flatten())
+            out_TAV[rows] = append_and_attend_unfolded(
+                query_TAD[rows],
+                row_TW[rows],
+                cache,
+                chosen,
+                heads=self._heads,
+                scale=self._spec.scale,
+            )
+        rows, chosen = batch.select((~is_plain).nonzero().flatten())
+        if len(rows):
+            absorbed = Projected(
+                self.absorb(query_TAD[rows]), *(part[rows] for part in projected[1:])
+            )
+            result_TX = self.unfold(self.attend_absorbed(absorbed, cache, chosen))
+            out_TAV[rows] = result_TX.view(len(rows), *out_TAV.shape[1:])
+        return out_TAV.flatten(1)
+
+    def attend_staged(self, projected: Projected, staged: Tensor, batch: PagedBatch) -> Tensor:
+        """See `LayerAttention`; [T, A * V]."""
+        return append_and_attend_latent_paged(
+            projected.query_THD,
+            projected.key_TGD[:, 0],
+            staged,
+            batch,
+            heads=self._heads,
+            scale=self._spec.scale,
+        ).flatten(1)
+
+    def absorb(self, query_TAD: Tensor) -> Tensor:
+        """See `LayerAttention`; [T, A, W]."""
+        return self._heads.absorb(query_TAD)
+
+    def attend_absorbed(self, absorbed: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
+        """See `LayerAttention`; [T, A * R]."""
+        return append_and_attend_latent(
+            absorbed.query_THD,
+            absorbed.key_TGD[:, 0],
+            cache,
+            batch,
+            rank=self._spec.kv_lora_rank,
+            scale=self._spec.scale,
+        ).flatten(1)
+
+    def unfold(self, result_TX: Tensor) -> Tensor:
+        """See `LayerAttention`; from [T, A * R] to [T, A * V]."""
+        result_TAR = result_TX.view(len(result_TX), self._spec.num_heads, -1)
+        return self._heads.unfold(result_TAR).flatten(1)
+
+    def output(self, attention_TX: Tensor) -> Tensor:
+        """See `LayerAttention`."""
+        return self._output(attention_TX)
+
+    def _query_of(self, normed_TH: Tensor) -> Tensor:
+        if self._query_down is None:
+            return self._query(normed_TH)
+        latent_TL = self._query_down(normed_TH)
+        return self._query(rms_norm(latent_TL, self._query_norm, self._spec.norm_eps))
+
+    def _rotate(self, heads_TND: Tensor, angles: Angles) -> Tensor:
+        rows_T = angles.rows_T.long()
+        tables = (angles.cos_PR, angles.sin_PR)
+        cos_T1R, sin_T1R = (table_PR[rows_T, None].to(heads_TND.dtype) for table_PR in tables)
+        return rotate_heads(heads_TND, cos_T1R, sin_T1R, is_interleaved=self._is_interleaved)

@@ -1,0 +1,120 @@
+"""Odd configurations of the families with latent attention.
+
+Prompts of `PROMPT_LENGTHS` tokens lie on both sides of the length from which on the plain form is
+used.
+"""
+
+from typing import Any
+
+from tests.parity.fields import BASE, LINEAR, YARN
+
+_LATENT = BASE | {
+    "num_key_value_heads": 6,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "moe_intermediate_size": 40,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+}
+_V2 = _LATENT | {"n_shared_experts": 2, "routed_scaling_factor": 1.0}
+_V3 = _LATENT | {"n_group": 1, "topk_group": 1, "norm_topk_prob": True}
+_GLM = {name: value for name, value in _V3.items() if name != "first_k_dense_replace"}
+_EXPERTS = {"n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
+_ODD = {
+    "num_attention_heads": 5,
+    "num_key_value_heads": 5,
+    "hidden_size": 40,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 11,
+}
+# A latent so narrow that most prompts are attended to in plain form.
+_NARROW = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "v_head_dim": 8}
+_WIDE_VALUES = {"kv_lora_rank": 40, "qk_nope_head_dim": 12, "v_head_dim": 32}
+_STRETCHED = YARN | {"mscale": 0.707, "mscale_all_dim": 0.9}
+_ALIKE = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
+
+LATENT_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
+    "deepseek_v2": (
+        _V2,
+        {
+            "plain": {},
+            "direct queries, 2 dense layers": {"q_lora_rank": None, "first_k_dense_replace": 2},
+            "groups, scaled": {
+                **_EXPERTS,
+                "topk_method": "group_limited_greedy",
+                "routed_scaling_factor": 1.7,
+            },
+            "odd sizes, no dense layer": {**_ODD, "first_k_dense_replace": 0},
+            "stretched yarn, biases": {"rope_parameters": _STRETCHED, "attention_bias": True},
+            "narrow latent, direct queries, tied": {
+                **_NARROW,
+                "q_lora_rank": None,
+                "tie_word_embeddings": True,
+            },
+        },
+    ),
+    "deepseek_v3": (
+        _V3,
+        {
+            "plain": {},
+            "groups, 2 dense layers, scaled": {
+                **_EXPERTS,
+                "first_k_dense_replace": 2,
+                "routed_scaling_factor": 2.5,
+            },
+            "odd sizes, direct queries": {**_ODD, "q_lora_rank": None},
+            "yarn, biases, not renormalised": {
+                "rope_parameters": _ALIKE,
+                "attention_bias": True,
+                "norm_topk_prob": False,
+            },
+            "narrow latent, pairs apart, no dense layer": {
+                **_NARROW,
+                "rope_interleave": False,
+                "first_k_dense_replace": 0,
+            },
+            "wide values, 2 shared, linear rope": {
+                **_WIDE_VALUES,
+                "n_shared_experts": 2,
+                "rope_parameters": LINEAR,
+            },
+        },
+    ),
+    "glm4_moe_lite": (
+        _GLM,
+        {
+            "plain": {},
+            "direct queries, all sparse": {
+                "q_lora_rank": None,
+                "mlp_layer_types": ["sparse"] * 3,
+            },
+            "groups, dense layers between": {
+                **_EXPERTS,
+                "mlp_layer_types": ["dense", "sparse", "dense"],
+            },
+            "odd sizes, tied, top-1": {
+                **_ODD,
+                "tie_word_embeddings": True,
+                "num_experts_per_tok": 1,
+            },
+            "narrow latent, biases, scaled": {
+                **_NARROW,
+                "attention_bias": True,
+                "routed_scaling_factor": 0.8,
+            },
+            "wide values, pairs apart, vocabulary 201": {
+                **_WIDE_VALUES,
+                "rope_interleave": False,
+                "vocab_size": 201,
+            },
+        },
+    ),
+}
