@@ -58,7 +58,7 @@ class LatentAttention:
     def project(self, normed_TH: Tensor, angles: Angles) -> Projected:
         """Rotated queries [T, A, D] and the rows of the tokens [T, 1, W]; no values."""
         spec = self._spec
-        query_TAD = self._query_of(normed_TH).view(len(normed_TH), spec.num_heads, -1)
+        query_TAD = self._query_of(normed_TH).view(-1, spec.num_heads, spec.query_head_dim)
         row_TW = self._row(normed_TH)
         latent_TR, key_T1O = row_TW[:, : spec.kv_lora_rank], row_TW[:, None, spec.kv_lora_rank :]
         row_T1W = torch.empty_like(row_TW)[:, None]
@@ -124,7 +124,7 @@ class LatentAttention:
 
     def unfold(self, result_TX: Tensor) -> Tensor:
         """See `LayerAttention`; from [T, A * R] to [T, A * V]."""
-        result_TAR = result_TX.view(len(result_TX), self._spec.num_heads, -1)
+        result_TAR = result_TX.view(-1, self._spec.num_heads, self._spec.kv_lora_rank)
         return self._heads.unfold(result_TAR).flatten(1)
 
     def output(self, attention_TX: Tensor) -> Tensor:
