@@ -1,0 +1,47 @@
+"""Every configuration of every family on the emulated device gives the tokens of transformers."""
+
+import pytest
+
+from raymoe.config import EngineConfig
+from raymoe.engine.engine import Engine
+from raymoe.plan.policy import DevicePolicy, Policy
+from tests.parity.cases import get_case
+from tests.parity.configurations import CONFIGURATIONS, first_of_each_family
+from tests.parity.oracle import MAX_NEW_TOKENS
+
+SCHEDULES = ("cgopipe", "vslpipe", "module_batching")
+QUICK_PROMPTS, QUICK_TOKENS = 8, 12
+# Every layer moves in several pages, and the host attends for a part of the rows.
+DEVICE = DevicePolicy(num_waves=3, page_bytes=9_000, cpu_attention_fraction=0.4)
+POLICY = Policy(
+    batch_size=24, pass_tokens=512, prefill_chunk_tokens=40, num_kv_blocks=160, device=DEVICE
+)
+
+
+def check(name: str, schedule: str, num_prompts: int | None, max_tokens: int) -> None:
+    case = get_case(name)
+    config = EngineConfig(
+        dtype="float32", device="emulated", schedule=schedule, policy=POLICY, linger_s=0.0
+    )
+    with Engine.from_pretrained(case.directory, config) as engine:
+        generations = engine.generate(
+            case.reference.prompts[:num_prompts], {"temperature": 0, "max_tokens": max_tokens}
+        )
+        assert engine.last_timeline is not None
+        assert engine.last_timeline.name == schedule
+    assert [generation.error for generation in generations] == [""] * len(generations)
+    expected = [tuple(row[:max_tokens]) for row in case.reference.tokens[:num_prompts]]
+    assert [generation.token_ids for generation in generations] == expected
+
+
+@pytest.mark.parametrize("configuration", first_of_each_family(), ids=lambda c: c.family)
+def test_the_plain_model_of_each_family(configuration) -> None:
+    turn = sum(map(ord, configuration.family)) % len(SCHEDULES)
+    check(configuration.name, SCHEDULES[turn], QUICK_PROMPTS, QUICK_TOKENS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", [configuration.name for configuration in CONFIGURATIONS])
+def test_24_prompts_of_every_configuration(name: str, schedule: str) -> None:
+    check(name, schedule, None, MAX_NEW_TOKENS)
