@@ -119,6 +119,7 @@ def _sigmoid(*differences: str) -> Any:
 
 FAMILIES = {
     "dbrx": _dbrx,
+    "phimoe": _with("attention_bias", "lm_head_bias", num_local_experts=5),
     "gpt_oss": _with("attention_bias", num_local_experts=5, num_experts_per_tok=2),
     "ernie4_5_moe": _ernie,
     "hunyuan_v1_moe": _with("attention_bias", num_experts=5, moe_topk=2),
@@ -172,6 +173,14 @@ def test_norms_of_dbrx_have_the_epsilon_of_transformers() -> None:
     spec, theirs = ModelSpec.from_config(written(config)), meta_model(config).transformer
     assert (spec.norm, spec.norm_eps) == ("layer", theirs.norm_f.eps)
     assert theirs.norm_f.bias is None
+
+
+def test_norms_of_phimoe_have_biases() -> None:
+    config = config_of("phimoe", **FAMILIES["phimoe"](random.Random(0)), rms_norm_eps=1e-3)
+    spec, theirs = ModelSpec.from_config(written(config)), meta_model(config).model
+    assert (spec.norm, spec.norm_eps) == ("layer", theirs.norm.eps)
+    assert spec.has_norm_bias
+    assert theirs.norm.bias is not None
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "dots1"])
@@ -310,6 +319,9 @@ def test_perturbed_configurations_are_refused(
         ("glm4_moe_lite", {"first_k_dense_replace": 2}, "first_k_dense_replace = 2"),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types"),
         ("mixtral", {"rope_scaling": {"type": "dynamic", "alpha": 9.0, "factor": 2.0}}, "alpha"),
+        ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok = 3"),
+        ("phimoe", {"router_jitter_noise": 0}, "router_jitter_noise is 0"),
+        ("phimoe", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "default, longrope"),
     ],
 )
 def test_perturbed_families_are_refused(family: str, fields: dict[str, Any], named: str) -> None:

@@ -52,6 +52,37 @@ def test_top_level_original_length_wins() -> None:
     assert parse(config).original_max_tokens == 512
 
 
+PHI = {
+    "type": "longrope",
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "short_mscale": 1.25,
+    "long_mscale": 1.25,
+    "original_max_position_embeddings": 512,
+}
+
+
+def test_named_factors_of_cosine_and_sine_come_with_short_wavelengths() -> None:
+    spec = parse({"rope_scaling": PHI}, has_mscale=True)
+    assert (spec.kind, spec.attention_factor) == ("longrope", 1.25)
+    assert spec.short_factor == spec.long_factor == (1.0,) * 8
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"long_mscale": 1.5}, "short_mscale = 1.25 and long_mscale = 1.5 differ"),
+        ({"short_mscale": None}, "short_mscale"),
+        ({"long_factor": [2.0] * 7}, "long_factor"),
+        ({"attention_factor": 1.0}, "attention_factor"),
+        ({"type": "yarn"}, "yarn.*supported: default, longrope"),
+    ],
+)
+def test_other_named_factors_are_refused(fields: dict, named: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=named):
+        parse({"rope_scaling": PHI | fields}, has_mscale=True)
+
+
 @pytest.mark.parametrize(
     ("scaling", "named"),
     [

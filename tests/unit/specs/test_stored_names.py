@@ -1,0 +1,145 @@
+"""Names under which the families store their weights, as the published checkpoints have them."""
+
+import pytest
+
+from raymoe.errors import CheckpointError
+from raymoe.memory.checkpoint import Checkpoint
+from raymoe.specs.families import FAMILIES
+from raymoe.specs.model import ModelSpec
+from raymoe.specs.stored_names import NAMINGS
+from raymoe.specs.weight_names import Location, locate_weights
+from tests.parity.cases import get_case
+
+LAYER = "model.layers.1."
+EXPERT = f"{LAYER}mlp.experts.2."
+# Family -> canonical name -> where the index of a published checkpoint has it.
+PUBLISHED = {
+    "mixtral": {  # mistralai/Mixtral-8x7B-v0.1
+        f"{EXPERT}up_proj.weight": Location(f"{LAYER}block_sparse_moe.experts.2.w3.weight"),
+        f"{LAYER}mlp.gate.weight": Location(f"{LAYER}block_sparse_moe.gate.weight"),
+    },
+    "phimoe": {  # microsoft/Phi-3.5-MoE-instruct
+        f"{EXPERT}down_proj.weight": Location(f"{LAYER}block_sparse_moe.experts.2.w2.weight"),
+        f"{LAYER}input_layernorm.bias": Location(f"{LAYER}input_layernorm.bias"),
+    },
+    "minimax_m2": {  # MiniMaxAI/MiniMax-M2
+        f"{EXPERT}gate_proj.weight": Location(f"{LAYER}block_sparse_moe.experts.2.w1.weight"),
+        f"{LAYER}mlp.gate.e_score_correction_bias": Location(
+            f"{LAYER}block_sparse_moe.e_score_correction_bias"
+        ),
+    },
+    "glm4_moe": {  # zai-org/GLM-4.5-Air
+        f"{LAYER}mlp.shared_expert.up_proj.weight": Location(
+            f"{LAYER}mlp.shared_experts.up_proj.weight"
+        ),
+        f"{LAYER}mlp.gate.e_score_correction_bias": Location(
+            f"{LAYER}mlp.gate.e_score_correction_bias"
+        ),
+    },
+    "ernie4_5_moe": {  # baidu/ERNIE-4.5-21B-A3B-PT
+        f"{LAYER}mlp.gate.e_score_correction_bias": Location(
+            f"{LAYER}mlp.moe_statics.e_score_correction_bias", shape=(6,)
+        ),
+    },
+    "hunyuan_v1_moe": {  # tencent/Hunyuan-A13B-Instruct
+        f"{LAYER}mlp.gate.weight": Location(f"{LAYER}mlp.gate.wg.weight"),
+        f"{LAYER}self_attn.q_norm.weight": Location(f"{LAYER}self_attn.query_layernorm.weight"),
+        f"{LAYER}mlp.shared_expert.down_proj.weight": Location(
+            f"{LAYER}mlp.shared_mlp.down_proj.weight"
+        ),
+    },
+    "granitemoe": {  # ibm-granite/granite-3.1-3b-a800m-instruct
+        f"{LAYER}mlp.gate.weight": Location(f"{LAYER}block_sparse_moe.router.layer.weight"),
+        f"{EXPERT}up_proj.weight": Location(
+            f"{LAYER}block_sparse_moe.input_linear.weight", expert=2, rows=(56, 112, 1)
+        ),
+    },
+    "gpt_oss": {  # openai/gpt-oss-20b, but for its quantised experts
+        f"{LAYER}mlp.gate.bias": Location(f"{LAYER}mlp.router.bias"),
+        f"{LAYER}self_attn.sinks": Location(f"{LAYER}self_attn.sinks"),
+        f"{EXPERT}up_proj.bias": Location(
+            f"{LAYER}mlp.experts.gate_up_proj_bias", expert=2, rows=(1, 112, 2)
+        ),
+        f"{EXPERT}up_proj.weight": Location(
+            f"{LAYER}mlp.experts.gate_up_proj", expert=2, is_transposed=True, rows=(1, 112, 2)
+        ),
+    },
+    "dbrx": {  # databricks/dbrx-instruct
+        f"{LAYER}self_attn.v_proj.weight": Location(
+            "transformer.blocks.1.norm_attn_norm.attn.Wqkv.weight", rows=(64, 80, 1)
+        ),
+        f"{EXPERT}gate_proj.weight": Location(
+            "transformer.blocks.1.ffn.experts.mlp.w1", shape=(4, 56, 48), expert=2
+        ),
+        f"{EXPERT}down_proj.weight": Location(
+            "transformer.blocks.1.ffn.experts.mlp.w2",
+            shape=(4, 56, 48),
+            expert=2,
+            is_transposed=True,
+        ),
+        "model.norm.weight": Location("transformer.norm_f.weight"),
+    },
+}
+
+
+def stored_by_transformers(family: str) -> tuple[ModelSpec, dict[str, tuple[int, ...]]]:
+    """A tiny model, and the tensors that `save_pretrained` writes for it."""
+    directory = get_case(f"{family}: plain").directory
+    return ModelSpec.from_directory(directory), Checkpoint.open(directory).shapes()
+
+
+def locate(spec: ModelSpec, stored: dict[str, tuple[int, ...]]) -> dict[str, Location]:
+    return locate_weights(spec, stored, dict.fromkeys(stored, "a.safetensors"))
+
+
+def test_every_naming_belongs_to_a_family() -> None:
+    assert NAMINGS.keys() <= FAMILIES.keys()
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_weights_lie_where_published_checkpoints_have_them(family: str) -> None:
+    locations = locate(*stored_by_transformers(family))
+    for name, location in PUBLISHED[family].items():
+        assert locations[name] == location
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_what_transformers_writes_is_used_to_the_last_tensor(family: str) -> None:
+    spec, stored = stored_by_transformers(family)
+    assert {location.name for location in locate(spec, stored).values()} == stored.keys()
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_a_stored_tensor_of_another_shape_is_refused(family: str) -> None:
+    spec, stored = stored_by_transformers(family)
+    for name in {location.name for location in PUBLISHED[family].values()}:
+        wrong = stored | {name: (*stored[name][:-1], stored[name][-1] + 1)}
+        with pytest.raises(CheckpointError, match=f"{name}.*has shape"):
+            locate(spec, wrong)
+
+
+PREDICTOR = "model.layers.3.eh_proj.weight"
+
+
+def test_a_layer_that_predicts_a_second_token_is_left_out() -> None:
+    spec, stored = stored_by_transformers("glm4_moe")
+    extra = {"model.layers.3.input_layernorm.weight": (48,), PREDICTOR: (48, 96)}
+    assert locate(spec, stored | extra) == locate(spec, stored)
+    del extra[PREDICTOR]
+    with pytest.raises(CheckpointError, match="belongs to nothing"):
+        locate(spec, stored | extra)
+    with pytest.raises(CheckpointError, match="belongs to nothing"):
+        locate(spec, stored | {"model.layers.2.eh_proj.weight": (48, 96)})
+
+
+def test_modules_that_predict_a_second_token_are_left_out() -> None:
+    spec, stored = stored_by_transformers("ernie4_5_moe")
+    assert locate(spec, stored | {"model.mtp_block.0.mlp.up_proj.weight": (9, 9)})
+
+
+def test_a_missing_tensor_is_named_as_the_family_names_it() -> None:
+    spec, stored = stored_by_transformers("gpt_oss")
+    name = "model.layers.0.mlp.experts.gate_up_proj_bias"
+    del stored[name]
+    with pytest.raises(CheckpointError, match=f"{name}.*112.* is missing.*experts.0.gate_proj"):
+        locate(spec, stored)
