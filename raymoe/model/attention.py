@@ -81,8 +81,8 @@ class Attention:
         self._key_norm = loader.vector(f"{prefix}k_norm.weight") if has_norm else None
         self._sinks_H = self._host_sinks_H = None
         if spec.has_sinks:
-            self._sinks_H = loader.vector(f"{prefix}sinks")
-            self._host_sinks_H = loader.host_vector(f"{prefix}sinks").float()
+            self._sinks_H = loader.score_vector(f"{prefix}sinks")
+            self._host_sinks_H = loader.score_vector(f"{prefix}sinks", is_on_host=True)
 
     def project(self, normed_TH: Tensor, angles: Angles) -> Projected:
         """Queries, keys and values, normed and rotated."""

@@ -70,7 +70,8 @@ class MoE:
         self._router = loader.linear([f"{prefix}gate"], has_bias=spec.router.has_bias)
         self._selection_bias_E = None
         if spec.router.has_selection_bias:
-            self._selection_bias_E = loader.vector(f"{prefix}gate.e_score_correction_bias")
+            # Trained in steps of 0.001 (DeepSeek-V3, section 4.2): finer than bfloat16 is near 1.
+            self._selection_bias_E = loader.score_vector(f"{prefix}gate.e_score_correction_bias")
         self._experts = loader.experts(f"{prefix}experts.", spec)
         self._shared = self._shared_gate = None
         if spec.shared is not None:

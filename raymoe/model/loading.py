@@ -133,9 +133,15 @@ class Loader:
         """A norm weight or a bias, copied: it is small and shares its page with large ones."""
         return self._weights(name).to(self.dtype, copy=True)
 
-    def host_vector(self, name: str) -> Tensor:
-        """The same on the host, wherever the decoder computes."""
-        return self.vector(name)
+    def score_vector(self, name: str, *, is_on_host: bool = False) -> Tensor:
+        """What is added to scores, in float32, and where they are computed for as long as we live.
+
+        Args:
+            name: Of few elements, whatever the size of the model.
+            is_on_host: Whether the host computes these scores, wherever the decoder computes.
+        """
+        del is_on_host
+        return self._weights(name).to(torch.float32, copy=True)
 
     def _matrix(self, names: Sequence[str], *, is_packed: bool) -> Tensor:
         parts = [self._weights(name) for name in names]

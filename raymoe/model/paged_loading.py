@@ -28,7 +28,7 @@ class PagedLoader(Loader):
 
         Args:
             view: Canonical name -> the weight where the decoder computes.
-            stored: Canonical name -> the weight on the host, for what computes there.
+            stored: Canonical name -> the weight as it is stored, for the few that stay.
             dtype: Of the views.
             device: Where they are.
         """
@@ -83,9 +83,10 @@ class PagedLoader(Loader):
         """See `Loader`; a view here."""
         return self._view(name)
 
-    def host_vector(self, name: str) -> Tensor:
-        """See `Loader`; a copy of what is stored."""
-        return self._stored(name).to(self.dtype, copy=True)
+    def score_vector(self, name: str, *, is_on_host: bool = False) -> Tensor:
+        """See `Loader`; a copy of what is stored, beside the views."""
+        device = "cpu" if is_on_host else self.device
+        return self._stored(name).to(device, torch.float32, copy=True)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
