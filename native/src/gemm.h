@@ -54,7 +54,8 @@ struct StoreTile {
   const bf16* bias;  // of these columns, or null
   bf16* out;
   int64_t out_stride;
-  int64_t columns;  // valid ones, 1 to kPanelColumns
+  int64_t columns;        // valid ones, 1 to kPanelColumns
+  float* wide = nullptr;  // in place of `out`, for sums that are not rounded
 };
 
 inline constexpr float kNoBias[kPanelColumns] = {};

@@ -126,12 +126,17 @@ void store_avx512_bf16(int64_t rows, const StoreTile& tile) {
   const __m512 right_bias = load_bias(tile.bias, 16, right);
   for (int64_t row = 0; row < rows; ++row) {
     const float* sums = tile.sums + row * kPanelColumns;
-    bf16* out = tile.out + row * tile.out_stride;
-    _mm256_mask_storeu_epi16(out, left,
-                             round_to_bf16(_mm512_add_ps(_mm512_loadu_ps(sums), left_bias)));
-    if (right != 0)
-      _mm256_mask_storeu_epi16(
-          out + 16, right, round_to_bf16(_mm512_add_ps(_mm512_loadu_ps(sums + 16), right_bias)));
+    const __m512 first = _mm512_add_ps(_mm512_loadu_ps(sums), left_bias);
+    const __m512 second = _mm512_add_ps(_mm512_loadu_ps(sums + 16), right_bias);
+    if (tile.wide != nullptr) {
+      float* wide = tile.wide + row * tile.out_stride;
+      _mm512_mask_storeu_ps(wide, left, first);
+      if (right != 0) _mm512_mask_storeu_ps(wide + 16, right, second);
+    } else {
+      bf16* out = tile.out + row * tile.out_stride;
+      _mm256_mask_storeu_epi16(out, left, round_to_bf16(first));
+      if (right != 0) _mm256_mask_storeu_epi16(out + 16, right, round_to_bf16(second));
+    }
   }
 }
 

@@ -98,7 +98,9 @@ void pack_gate_up_op(const TensorView& gate, const TensorView& up, const TensorV
 void packed_linear_op(const TensorView& x, const TensorView& packed, const CodeFormat* format,
                       const TensorView* bias, const TensorView& out) {
   x.expect("packed_linear: x", DType::kBFloat16, 2);
-  check_rows("packed_linear: out", out, x.size(0), out.rank() == 2 ? out.size(1) : 0);
+  const bool is_wide = out.dtype() == DType::kFloat32;
+  out.expect("packed_linear: out", is_wide ? DType::kFloat32 : DType::kBFloat16, 2)
+      .expect_size("packed_linear: out", 0, x.size(0));
   if (x.size(1) < 1 || out.size(1) < 1) fail("packed_linear: x and out must have columns");
   if (bias != nullptr)
     bias->expect("packed_linear: bias", DType::kBFloat16, 1)
@@ -107,7 +109,8 @@ void packed_linear_op(const TensorView& x, const TensorView& packed, const CodeF
   packed_linear({x.data<bf16>(), x.stride(0), x.size(0),
                  packed_bytes_of("packed_linear: packed", packed, weight.num_bytes()), format,
                  out.size(1), x.size(1), bias == nullptr ? nullptr : bias->data<bf16>(),
-                 out.data<bf16>(), out.stride(0)});
+                 is_wide ? nullptr : out.data<bf16>(), out.stride(0),
+                 is_wide ? out.data<float>() : nullptr});
 }
 
 void fused_experts_op(const TensorView& hidden, const TensorView& topk_ids,

@@ -27,8 +27,11 @@ void store_scalar(int64_t rows, const StoreTile& tile) {
   for (int64_t row = 0; row < rows; ++row)
     for (int64_t column = 0; column < tile.columns; ++column) {
       const float bias = tile.bias == nullptr ? 0.0f : to_float(tile.bias[column]);
-      tile.out[row * tile.out_stride + column] =
-          from_float<bf16>(tile.sums[row * kPanelColumns + column] + bias);
+      const float sum = tile.sums[row * kPanelColumns + column] + bias;
+      if (tile.wide != nullptr)
+        tile.wide[row * tile.out_stride + column] = sum;
+      else
+        tile.out[row * tile.out_stride + column] = from_float<bf16>(sum);
     }
 }
 

@@ -96,10 +96,14 @@ class LinearWorker {
                                decoded_};
     const int64_t column = panel * kPanelColumns;
     multiply_panel(kernels_, product, [&](int64_t row, int64_t count, const float* sums) {
-      kernels_.store(
-          count, {sums, problem_.bias == nullptr ? nullptr : problem_.bias + column,
-                  problem_.out + (first + row) * problem_.out_stride + column, problem_.out_stride,
-                  std::min(kPanelColumns, problem_.outputs - column)});
+      StoreTile tile{sums, problem_.bias == nullptr ? nullptr : problem_.bias + column, nullptr,
+                     problem_.out_stride, std::min(kPanelColumns, problem_.outputs - column)};
+      const int64_t place = (first + row) * problem_.out_stride + column;
+      if (problem_.wide_out != nullptr)
+        tile.wide = problem_.wide_out + place;
+      else
+        tile.out = problem_.out + place;
+      kernels_.store(count, tile);
     });
   }
 

@@ -63,12 +63,17 @@ void check_linear(int64_t rows, int64_t inputs, int64_t outputs, bool has_bias) 
   std::vector<bf16> out(static_cast<size_t>(rows * outputs));
   packed_linear({x.data(), inputs, rows, bytes_of(packed), nullptr, outputs, inputs,
                  has_bias ? bias.data() : nullptr, out.data(), outputs});
+  std::vector<float> wide(out.size());
+  packed_linear({x.data(), inputs, rows, bytes_of(packed), nullptr, outputs, inputs,
+                 has_bias ? bias.data() : nullptr, nullptr, outputs, wide.data()});
   for (int64_t row = 0; row < rows; ++row)
     for (int64_t column = 0; column < outputs; ++column) {
       double want = dot(x.data() + row * inputs, weight.data() + column * inputs, inputs);
       if (has_bias) want += to_float(bias[static_cast<size_t>(column)]);
       CHECK_NEAR(to_float(out[static_cast<size_t>(row * outputs + column)]), want,
                  std::fabs(want) / 256 + 1e-4);
+      CHECK_NEAR(wide[static_cast<size_t>(row * outputs + column)], want,
+                 1e-6 * double(inputs) + 1e-5);
     }
 }
 

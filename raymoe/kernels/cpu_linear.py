@@ -26,7 +26,8 @@ class Linear(Protocol):
 
         Args:
             input_TI: Rows may be any distance apart.
-            out: Where the result goes; a new tensor without it. Rows may be any distance apart.
+            out: Where the result goes; a new tensor without it. Rows may be any distance apart. One
+                of float32 takes the sums of a bfloat16 projection as exactly as it has them.
         """
 
 

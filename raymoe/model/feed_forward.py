@@ -5,6 +5,7 @@ T tokens, H hidden, F hidden of a network, E experts, K experts per token.
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from raymoe.kernels.cpu_experts import GatedFfn, gated_product
@@ -82,7 +83,11 @@ class MoE:
 
     def route(self, normed_TH: Tensor) -> Routing:
         """See `FeedForward`."""
-        return choose_experts(self._router(normed_TH), self._spec, self._selection_bias_E)
+        size = (len(normed_TH), self._spec.num_experts)
+        logits_TE = torch.empty(size, dtype=torch.float32, device=normed_TH.device)
+        return choose_experts(
+            self._router(normed_TH, logits_TE), self._spec, self._selection_bias_E
+        )
 
     def __call__(self, normed_TH: Tensor, routing: Routing | None) -> Tensor:
         """See `FeedForward`."""

@@ -6,8 +6,9 @@ from raymoe.config import EngineConfig
 from raymoe.engine.engine import Engine
 from raymoe.plan.policy import Policy
 from tests.parity.cases import get_case
-from tests.parity.configurations import CONFIGURATIONS, FAMILY_CONFIGS, first_of_each_family
+from tests.parity.configurations import CONFIGURATIONS
 from tests.parity.oracle import MAX_NEW_TOKENS, NUM_PROMPTS
+from tests.parity.softmax_families import SOFTMAX_FAMILIES
 
 QUICK_PROMPTS, QUICK_TOKENS = 8, 20
 BY_NAME = {configuration.name: configuration for configuration in CONFIGURATIONS}
@@ -15,11 +16,11 @@ ODD = ("yarn", "window", "top-1", "tied", "clipped", "llama3")
 
 
 def quick_names() -> list[str]:
-    """The plain configuration of each family, and of the first families one that is odd each."""
-    names = [configuration.name for configuration in first_of_each_family()]
-    for family, odd in zip(FAMILY_CONFIGS, ("5 experts", *ODD), strict=False):
+    """Of families with the simplest layers the plain configuration, and one that is odd each."""
+    names = []
+    for family, odd in zip(SOFTMAX_FAMILIES, ("5 experts", *ODD), strict=True):
         own = [name for name in BY_NAME if name.startswith(f"{family}:")]
-        names.append(next((name for name in own[1:] if odd in name), own[-1]))
+        names += [own[0], next((name for name in own[1:] if odd in name), own[-1])]
     return names
 
 

@@ -8,6 +8,7 @@ from raymoe.plan.policy import DevicePolicy, Policy
 from tests.parity.cases import get_case
 from tests.parity.configurations import CONFIGURATIONS, first_of_each_family
 from tests.parity.oracle import MAX_NEW_TOKENS
+from tests.parity.softmax_families import SOFTMAX_FAMILIES
 
 SCHEDULES = ("cgopipe", "vslpipe", "module_batching")
 QUICK_PROMPTS, QUICK_TOKENS = 8, 12
@@ -34,8 +35,12 @@ def check(name: str, schedule: str, num_prompts: int | None, max_tokens: int) ->
     assert [generation.token_ids for generation in generations] == expected
 
 
-@pytest.mark.parametrize("configuration", first_of_each_family(), ids=lambda c: c.family)
-def test_the_plain_model_of_each_family(configuration) -> None:
+@pytest.mark.parametrize(
+    "configuration",
+    [c for c in first_of_each_family() if c.family not in SOFTMAX_FAMILIES],
+    ids=lambda c: c.family,
+)
+def test_the_plain_model_of_families_that_test_schedules_has_not(configuration) -> None:
     turn = sum(map(ord, configuration.family)) % len(SCHEDULES)
     check(configuration.name, SCHEDULES[turn], QUICK_PROMPTS, QUICK_TOKENS)
 

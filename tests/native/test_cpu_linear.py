@@ -69,6 +69,22 @@ def test_error_is_at_most_twice_that_of_torch(shape: tuple[int, int, int], has_b
     assert largest_error(got, want) <= 2 * largest_error(plain, want) + 1e-6
 
 
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sums_may_stay_in_float32(shape: tuple[int, int, int], has_bias: bool) -> None:
+    rows, inputs, outputs = shape
+    x, weight = random(rows, inputs, seed=0), random(outputs, inputs, seed=1)
+    bias = random(outputs, seed=2) if has_bias else None
+    want = x.double() @ weight.double().T + (0.0 if bias is None else bias.double())
+    linear = PackedLinear(weight, bias, allocate)
+    wide = torch.full((rows, outputs + 5), 7.0)
+    got = linear(x, out=wide[:, :outputs])
+    assert largest_error(got, want) <= 1e-6 * inputs + 1e-5
+    assert torch.equal(got.bfloat16(), linear(x))
+    assert (wide[:, outputs:] == 7.0).all()
+
+
 @pytest.mark.usefixtures("isa", "threads")
 def test_bits_of_a_row_depend_on_nothing_but_the_row() -> None:
     x, weight = random(300, 4200, seed=0), random(34, 4200, seed=1)

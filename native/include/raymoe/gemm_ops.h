@@ -18,7 +18,8 @@ void pack_gate_up_op(const TensorView& gate, const TensorView& up, const TensorV
 
 int64_t packed_gate_up_bytes(int64_t expert_size, int64_t hidden_size);
 
-/// x [T, I] -> out [T, O]; bias [O] or null; packed bfloat16, or codes where a format is given.
+/// x [T, I] -> out [T, O], bfloat16 or float32; bias [O] or null; packed bfloat16, or codes where a
+/// format is given.
 void packed_linear_op(const TensorView& x, const TensorView& packed, const CodeFormat* format,
                       const TensorView* bias, const TensorView& out);
 

@@ -28,7 +28,7 @@ void pack_weight(const WeightSource& weight, bf16* packed);
 void pack_gate_up(const WeightSource& gate, const WeightSource& up, bf16* packed);
 
 /// out = x * weight^T + bias. Rows of x and out may be any distance apart; no overlap of out with
-/// anything else. Float32 sums in a fixed order, one rounding: the bits of a row do not depend on
+/// anything else. Float32 sums in a fixed order, at most one rounding: the bits of a row do not depend on
 /// the other rows or on the number of threads.
 struct LinearProblem {
   const bf16* x;
@@ -41,6 +41,7 @@ struct LinearProblem {
   const bf16* bias;  // null: none
   bf16* out;
   int64_t out_stride;
+  float* wide_out = nullptr;  // in place of `out`, for sums that are not rounded
 };
 
 void packed_linear(const LinearProblem& problem);
