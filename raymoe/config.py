@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from raymoe.errors import ConfigError, UnknownOptionError
+from raymoe.structured import StructuredOutputs
 
 if TYPE_CHECKING:
     from raymoe.plan.policy import Policy
@@ -57,7 +58,9 @@ class SamplingParams:
         logprobs: Log probabilities of this many best tokens besides the chosen one; None is off.
         prompt_logprobs: The same for the tokens of the prompt.
         logit_bias: Added to the logits of these token ids.
-        structured_outputs: Not supported yet.
+        structured_outputs: The form that the text must have: a `StructuredOutputs`, a mapping with
+            one of json, regex, choice, grammar and json_object, or the JSON text of one. The text
+            ends with the form, or unfinished at `max_tokens`.
     """
 
     max_tokens: int = 16
@@ -77,7 +80,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] | None = None
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | str | None = None
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
@@ -96,6 +99,8 @@ class SamplingParams:
         put("stop", _stop_strings(self.stop))
         put("stop_token_ids", _stop_token_ids(self.stop_token_ids))
         put("logit_bias", _logit_bias(self.logit_bias))
+        if self.structured_outputs is not None:
+            put("structured_outputs", StructuredOutputs.of(self.structured_outputs))
         self._check()
 
     def _check(self) -> None:
@@ -106,8 +111,11 @@ class SamplingParams:
         for name in ("top_p", "repetition_penalty"):
             if getattr(self, name) == 0:
                 raise ConfigError(f"{name} is 0; it must be more than 0")
-        if self.structured_outputs is not None:
-            raise ConfigError("structured_outputs is not supported yet; leave it out")
+        if self.structured_outputs is not None and (self.min_tokens or self.ignore_eos):
+            raise ConfigError(
+                "structured_outputs end the text where their form does; leave out min_tokens and "
+                "ignore_eos"
+            )
 
     @property
     def is_greedy(self) -> bool:
@@ -118,6 +126,11 @@ class SamplingParams:
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as it is stored."""
         return self.stop  # type: ignore[return-value]  # normalised in __post_init__
+
+    @property
+    def form(self) -> StructuredOutputs | None:
+        """`structured_outputs` as it is stored."""
+        return self.structured_outputs  # type: ignore[return-value]  # as above
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> Self:

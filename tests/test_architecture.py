@@ -17,7 +17,8 @@ MAY_IMPORT = {
     "units": set(),
     "_version": set(),
     "specs": BASE,
-    "config": BASE | {"specs", "plan"},
+    "structured": {"errors"},
+    "config": BASE | {"specs", "plan", "structured"},
     "schedule": {"errors"},
     "plan": BASE | {"specs", "schedule"},
     "codecs": {"errors", "specs"},
@@ -28,17 +29,18 @@ MAY_IMPORT = {
     "runtime": {"errors", "schedule", "device", "memory", "model", "kernels"},
     "assets": set(),
 }
-MAY_IMPORT["measure"] = {*MAY_IMPORT} - {"config", "assets"}
+MAY_IMPORT["measure"] = {*MAY_IMPORT} - {"config", "structured", "assets"}
 MAY_IMPORT["engine"] = {*MAY_IMPORT, "config"} - {"assets"}
-MAY_IMPORT["data"] = BASE | {"config", "specs", "plan", "engine"}
+MAY_IMPORT["data"] = BASE | {"config", "structured", "specs", "plan", "engine"}
 EVERYTHING = {*MAY_IMPORT, "bench", "cli"}
 MAY_IMPORT["bench"] = EVERYTHING - {"cli"}
 MAY_IMPORT["cli"] = EVERYTHING
 
-PURE = {"errors", "units", "specs", "config", "schedule", "plan", "assets"}
+PURE = {"errors", "units", "specs", "structured", "config", "schedule", "plan", "assets"}
 ONLY_IN = {
     "ray": {"data", "cli"},
     "transformers": {"engine", "bench"},
+    "xgrammar": {"engine"},
     "safetensors": {"memory", "bench"},
     "typer": {"cli"},
 }

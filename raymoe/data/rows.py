@@ -242,7 +242,8 @@ def _read_options(cell: Any) -> dict[str, Any]:
         kind = type(cell).__name__
         reason = f"is {shown(cell)} ({kind}); it takes a struct or JSON text"
         raise RowError("TypeError", SAMPLING_COLUMN, reason)
-    return {key: _as_integer(key, value) for key, value in cell.items() if value is not None}
+    # Arrow fills the keys of other rows' schemas with null, at every depth.
+    return {key: _as_integer(key, value) for key, value in without_nulls(dict(cell)).items()}
 
 
 def _as_integer(key: str, value: Any) -> Any:

@@ -17,14 +17,16 @@ from raymoe.engine.scheduler import PassScheduler
 from raymoe.engine.sequence import Bools, Int32s, Pass
 from raymoe.engine.statistics import Counters
 from raymoe.engine.stopping import Decode, DecodeError, StopStrings
-from raymoe.errors import ExecutionError
+from raymoe.engine.token_masks import TokenMasks
+from raymoe.errors import ConfigError, ExecutionError
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.plan.policy import Policy
 from raymoe.runtime.bindings import PassInputs
 from raymoe.schedule.timeline import Timeline
 
 _NO_TOKEN = ExecutionError(
-    "no token can be chosen: the logits have NaN, or logit_bias and stop tokens exclude everything"
+    "no token can be chosen: the logits have NaN, or logit_bias, stop tokens and grammar exclude "
+    "everything"
 )
 Finish = Callable[[Request, Generation], None]
 
@@ -48,9 +50,10 @@ class EngineCore:
         decode: Token ids to text.
         finish: Called with each finished row.
         accuracy: Learns how long each pass took.
+        masks: Of rows with a grammar; without it there must be none.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of an engine, most of them keyword-only
         self,
         runner: Runner,
         policy: Policy,
@@ -61,11 +64,13 @@ class EngineCore:
         decode: Decode,
         finish: Finish,
         accuracy: Accuracy | None = None,
+        masks: TokenMasks | None = None,
     ) -> None:
         self._runner, self._decode, self._finish_row = runner, decode, finish
         self.scheduler = PassScheduler(policy, max_context_tokens)
         self._table = self.scheduler.table
-        self._sampler = Sampler(self._table, eos_token_ids)
+        self._masks = masks
+        self._sampler = Sampler(self._table, eos_token_ids, masks)
         self._is_eos: Bools = np.zeros(vocab_size, np.bool_)
         self._is_eos[[token for token in eos_token_ids if token < vocab_size]] = True
         slots = policy.batch_size
@@ -91,6 +96,8 @@ class EngineCore:
         next_pass = self.scheduler.next_pass()
         for sample in self.scheduler.admitted:
             self._admit(sample)
+        if self._masks is not None:
+            self._masks.ask()
         self._chosen = []
         inputs = _pass_inputs(next_pass, lambda row, logits: self._take(next_pass, row, logits))
         self.last_timeline = self._runner.run(inputs)
@@ -100,6 +107,8 @@ class EngineCore:
             self._accuracy.record(next_pass, self.last_timeline)
         for slots, tokens in self._chosen:
             self._advance(slots, tokens)
+        if self._masks is not None:
+            self._masks.ask()  # they are made while the next pass runs
 
     def _admit(self, sample: Sample) -> None:
         slot, params = sample.slot, sample.request.params
@@ -112,6 +121,10 @@ class EngineCore:
         self._ignores_eos[slot] = params.ignore_eos
         self._is_watched[slot] = bool(params.stop_strings or params.stop_token_ids or leads_others)
         self._wants_logprobs[slot] = params.logprobs is not None
+        if self._masks is not None:
+            self._masks.end(slot)  # of a row that was preempted here
+            if sample.request.grammar is not None:
+                self._masks.begin(slot, sample.request.grammar, self._table.generated(slot))
 
     def _take(self, done: Pass, first_row: int, logits_CV: Tensor) -> None:
         """Sample from a chunk of the logits of a pass, and collect log probabilities."""
@@ -154,6 +167,8 @@ class EngineCore:
     def _advance(self, slots: Int32s, tokens: Int32s) -> None:
         """Append the chosen tokens and finish the sequences that are over."""
         self._table.append(slots, tokens)
+        if self._masks is not None:
+            self._masks.accept(slots, tokens)
         is_eos = self._is_eos[tokens] & ~self._ignores_eos[slots]
         is_full = self._table.known_tokens[slots] >= self._table.limit_tokens[slots]
         for row in np.flatnonzero(is_eos | is_full | self._is_watched[slots] | (tokens < 0)):
@@ -169,7 +184,9 @@ class EngineCore:
         sample = self.scheduler.sample_of(slot)
         params = sample.request.params
         if token < 0:
-            self._end(sample, Generation.from_error(_NO_TOKEN, sample.num_prompt_tokens))
+            reason = self._masks.error(slot) if self._masks is not None else ""
+            error = ConfigError(reason) if reason else _NO_TOKEN
+            self._end(sample, Generation.from_error(error, sample.num_prompt_tokens))
             return
         is_first = int(self._table.known_tokens[slot]) == sample.num_prompt_tokens + 1
         if is_first and sample.index == 0:
@@ -209,6 +226,8 @@ class EngineCore:
 
     def _end(self, sample: Sample, generation: Generation) -> None:
         request = sample.request
+        if self._masks is not None:
+            self._masks.end(sample.slot)
         self.scheduler.finish(sample.slot)
         self.counters.num_generated_tokens += generation.num_generated_tokens
         request.finished[sample.index] = generation

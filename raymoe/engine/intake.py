@@ -12,12 +12,15 @@ from concurrent.futures import Future
 import numpy as np
 
 from raymoe.config import EngineConfig, SamplingParams
+from raymoe.engine.grammar_server import check_present
+from raymoe.engine.json_schema import check_schema
 from raymoe.engine.request import Request
 from raymoe.engine.sequence import Int32s
 from raymoe.engine.tokenizer import Tokenizer
 from raymoe.errors import ConfigError
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.memory.kv_cache import blocks_of_tokens
+from raymoe.structured import StructuredOutputs
 
 DEFAULT_PARAMS = SamplingParams()
 
@@ -30,6 +33,7 @@ class Intake:
         vocab_size: Of the model.
         max_context_tokens: Prompt and generated tokens of a row.
         num_kv_blocks: Of the cache; a row must fit alone.
+        has_eos: Whether the model has a token that ends a text.
         config: Says what happens to long prompts, and the seed.
     """
 
@@ -40,10 +44,12 @@ class Intake:
         vocab_size: int,
         max_context_tokens: int,
         num_kv_blocks: int,
+        has_eos: bool,
         config: EngineConfig,
     ) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._max_context_tokens, self._num_kv_blocks = max_context_tokens, num_kv_blocks
+        self._has_eos = has_eos
         self._on_too_long, self._seed = config.on_too_long, config.seed
 
     def build(self, prompt: object, params: object, row_key: object) -> Request:
@@ -75,6 +81,8 @@ class Intake:
             raise ConfigError(f"sampling_params is a {kind}; it takes SamplingParams or a mapping")
         if params.stop_strings and not self._tokenizer.is_present:
             raise ConfigError("stop strings need a tokenizer, which the model directory lacks")
+        if params.form is not None:
+            self._check_form(params.form)
         for name in ("logit_bias", "stop_token_ids"):
             for token in getattr(params, name) or ():
                 if token >= self._vocab_size:
@@ -83,6 +91,15 @@ class Intake:
                         f"0 to {self._vocab_size - 1}"
                     )
         return params
+
+    def _check_form(self, form: StructuredOutputs) -> None:
+        check_present()
+        if not (self._tokenizer.is_present and self._has_eos):
+            raise ConfigError(
+                "structured_outputs need a tokenizer and an EOS token, which the model lacks"
+            )
+        if form.json is not None:
+            check_schema(form.json)
 
     def _fit(self, tokens: Int32s, max_tokens: int) -> Int32s:
         """Apply `on_too_long`."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from raymoe.config import MAX_SAMPLES, SamplingParams
 from raymoe.engine.generation import Generation, TokenLogprob
+from raymoe.engine.grammars import Grammar
 from raymoe.engine.sequence import Int32s
 from raymoe.engine.stopping import StopStrings
 
@@ -21,6 +22,7 @@ class Request:
         row_key: Of the random numbers; 63 bits.
         future: Resolved when all samples are finished.
         order: Order of arrival among requests.
+        grammar: That the tokens must follow; set before the engine thread gets the request.
     """
 
     prompt: Int32s
@@ -30,6 +32,7 @@ class Request:
     row_key: int
     future: Future[Generation]
     order: int = 0
+    grammar: Grammar | None = None
     samples: list["Sample"] = field(default_factory=list)
     finished: list[Generation | None] = field(default_factory=list)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from raymoe.engine.logits import forbid, keep_min_p, keep_top_k, keep_top_p, penalise
 from raymoe.engine.request import Sample
 from raymoe.engine.sequence import Bools, Int32s, SequenceTable
+from raymoe.engine.token_masks import TokenMasks
 from raymoe.kernels.cpu_sampling import RandomKeys, argmax, gumbel_argmax
 
 SLICE_ELEMENTS = 1 << 22  # logits that are processed at once: 16 MiB in float32
@@ -26,11 +27,18 @@ class Sampler:
     Args:
         table: The live sequences.
         eos_token_ids: Of the model; they are impossible before `min_tokens`.
+        masks: Of rows with a grammar; without it there must be none.
     """
 
-    def __init__(self, table: SequenceTable, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        table: SequenceTable,
+        eos_token_ids: tuple[int, ...],
+        masks: TokenMasks | None = None,
+    ) -> None:
         size = table.num_slots
-        self._table, self._eos_token_ids = table, eos_token_ids
+        self._table, self._eos_token_ids, self._masks = table, eos_token_ids, masks
+        self._has_grammar: Bools = np.zeros(size, np.bool_)
         self._path = np.zeros(size, np.int8)  # GREEDY, FREE or PROCESSED
         self._is_special: Bools = np.zeros(size, np.bool_)  # logit_bias or min_tokens
         self._is_greedy: Bools = np.zeros(size, np.bool_)
@@ -69,7 +77,8 @@ class Sampler:
             or params.frequency_penalty != 0
         )
         self._is_special[slot] = bool(params.logit_bias or params.min_tokens)
-        is_adjusted = self._has_penalty[slot] or self._is_special[slot]
+        self._has_grammar[slot] = request.grammar is not None
+        is_adjusted = self._has_penalty[slot] or self._is_special[slot] or self._has_grammar[slot]
         is_filtered = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
         if is_adjusted or (is_filtered and not params.is_greedy):
             self._path[slot] = PROCESSED
@@ -150,6 +159,10 @@ class Sampler:
             penalised_RV = logits_RV[index]
             penalise(penalised_RV, slots[rows], self._table, penalties)
             logits_RV[index] = penalised_RV
+        rows = np.flatnonzero(self._has_grammar[slots])
+        if len(rows):
+            assert self._masks is not None
+            self._masks.apply(logits_RV, rows, slots[rows])
 
     def _filter(self, logits_RV: Tensor, slots: Int32s) -> Tensor:
         def numbers(name: str) -> Tensor:

@@ -114,6 +114,10 @@ class SequenceTable:
         out[-1] = self.last_token[slot]
         return out
 
+    def generated(self, slot: int) -> Int32s:
+        """Known tokens of a slot that are not the prompt's, copied."""
+        return self.tokens(slot)[self.prompt_tokens[slot] :]
+
     def blocks(self, slot: int) -> Int32s:
         """Blocks of a slot in order, copied."""
         return self.block_table[slot, : self.num_blocks[slot]].copy()

@@ -27,6 +27,7 @@ class Tokenizer:
     """
 
     def __init__(self, directory: Path, vocab_size: int) -> None:
+        self.directory = directory
         self._vocab_size = vocab_size
         # The Rust tokenizers refuse use from two threads while one sets their truncation.
         self._lock = threading.Lock()

@@ -64,7 +64,7 @@ def test_an_integer_stays_an_integer_and_a_number_becomes_a_float():
         ({"logit_bias": {"x": 1.0}}, "logit_bias key is 'x'"),
         ({"logit_bias": {3: 1000}}, "logit_bias of token 3 is 1000"),
         ({"logit_bias": [1]}, "logit_bias is"),
-        ({"structured_outputs": {}}, "structured_outputs is not supported yet"),
+        ({"structured_outputs": {}}, "structured_outputs has none; it takes one of"),
     ],
 )
 def test_bad_value_is_refused_with_field_value_and_limit(options, message):

@@ -99,7 +99,7 @@ def test_each_row_has_its_own_parameters(make_engine):
         ([1], {"temperature": -1}, "temperature is -1"),
         ([1], 7, "sampling_params is a int"),
         ([1], {"logit_bias": {258: 1.0}}, "logit_bias has token 258"),
-        ([1], {"structured_outputs": {"json": {}}}, "not supported yet"),
+        ([1], {"structured_outputs": {"jsen": {}}}, "did you mean 'json'"),
     ],
 )
 def test_a_bad_row_is_an_error_row_and_disturbs_no_other(make_engine, prompt, params, message):

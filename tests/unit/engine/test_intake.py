@@ -15,6 +15,7 @@ def make_intake(directory, **config) -> Intake:
         vocab_size=100,
         max_context_tokens=64,
         num_kv_blocks=8,
+        has_eos=True,
         config=EngineConfig(**config),
     )
 

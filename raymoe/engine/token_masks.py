@@ -1,0 +1,236 @@
+"""Which tokens may come next? Masks of the rows with a grammar, made while passes run.
+
+S slots, R rows of a chunk of logits, V vocabulary, W words of 32 tokens.
+"""
+
+import contextlib
+import dataclasses
+import json
+import mmap
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from raymoe.engine.grammar_server import GrammarServer
+from raymoe.engine.grammars import Grammar
+from raymoe.engine.sequence import Int32s
+from raymoe.errors import ExecutionError
+from raymoe.units import MIB, ceil_div
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+WORD_BITS = 32
+NO_SLOT = -1
+MAX_FORKS = 3  # in a row that no row explains
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatchLimits:
+    """What the masks of live rows may take.
+
+    Attributes:
+        row_limit_s: CPU time that a row may use in advance.
+        token_limit_s: CPU time that each token adds; a mask takes well under a millisecond.
+        max_row_bytes: Memory of one row.
+        max_memory_bytes: Of all of them.
+    """
+
+    row_limit_s: float = 1.0
+    token_limit_s: float = 0.01
+    max_row_bytes: int = 128 * MIB
+    max_memory_bytes: int = 4096 * MIB
+
+
+@dataclass(slots=True)
+class _News:
+    """What the process was not told yet: slots, and the token of each that has one more."""
+
+    ended: set[int] = field(default_factory=set)
+    begun: set[int] = field(default_factory=set)
+    accepted: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.ended or self.begun or self.accepted)
+
+
+class TokenMasks:
+    """The rows with a grammar. The engine thread owns it.
+
+    Masks are made in a process of their own: it is told of tokens when they are chosen and asked
+    for masks when the next ones are. A row that ends this process is known by the slot in work; it
+    fails alone, and the others begin anew in another process, by their tokens.
+
+    Args:
+        server: Of processes with the vocabulary.
+        num_slots: Most rows at once.
+        vocab_size: Of the model.
+        limits: Of each row.
+    """
+
+    def __init__(
+        self,
+        server: GrammarServer,
+        num_slots: int,
+        vocab_size: int,
+        limits: MatchLimits | None = None,
+    ) -> None:
+        self._server, self._num_slots, self._vocab_size = server, num_slots, vocab_size
+        self._limits = limits or MatchLimits()
+        self._num_words = ceil_div(vocab_size, WORD_BITS)
+        self._rows: dict[int, tuple[Grammar, list[int]]] = {}
+        self._errors: dict[int, str] = {}
+        self._known: set[str] = set()  # grammars that the process has
+        self._news = _News()
+        self._is_asked = False
+        self._pipe: Connection | None = None
+        self._memory: mmap.mmap | None = None
+        self._descriptor = -1
+
+    def begin(self, slot: int, grammar: Grammar, tokens: Iterable[int]) -> None:
+        """Put a row into a slot, after these generated tokens."""
+        self._rows[slot] = (grammar, [int(token) for token in tokens])
+        self._news.begun.add(slot)
+
+    def accept(self, slots: Int32s, tokens: Int32s) -> None:
+        """Append a token to those of these slots that have a grammar."""
+        for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
+            if slot in self._rows and slot not in self._errors:
+                self._rows[slot][1].append(token)
+                if slot not in self._news.begun:
+                    self._news.accepted[slot] = token
+
+    def end(self, slot: int) -> None:
+        """Forget what is in a slot, if anything is."""
+        if self._rows.pop(slot, None) is not None:
+            self._errors.pop(slot, None)
+            self._news.begun.discard(slot)
+            self._news.accepted.pop(slot, None)
+            self._news.ended.add(slot)
+
+    def error(self, slot: int) -> str:
+        """Why the row in this slot has no tokens to choose from, or ""."""
+        return self._errors.get(slot, "")
+
+    def ask(self) -> None:
+        """Let the process work on what has changed."""
+        self._collect()
+        if self._news.is_empty:
+            return
+        if self._pipe is None:
+            self._fork()
+        else:
+            self._tell()
+
+    def apply(self, logits_RV: Tensor, rows: npt.NDArray[np.int64], slots: Int32s) -> None:
+        """Make impossible what the grammars of some rows forbid; waits for their masks.
+
+        Args:
+            logits_RV: Float32, changed in place.
+            rows: Of the logits.
+            slots: Of these rows.
+        """
+        self.ask()
+        self._collect()
+        masks_RW = self._masks()[slots]
+        masks_RW[[slot in self._errors for slot in slots.tolist()]] = 0
+        bits = np.unpackbits(masks_RW.view(np.uint8), axis=1, bitorder="little")
+        is_allowed_RV = torch.from_numpy(bits[:, : self._vocab_size]).bool()
+        index = torch.from_numpy(rows)
+        logits_RV[index] = logits_RV[index].masked_fill(~is_allowed_RV, float("-inf"))
+
+    def close(self) -> None:
+        """End the process and give the memory back."""
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
+        if self._memory is not None:
+            os.close(self._descriptor)
+            self._memory.close()
+            self._memory = None
+
+    def _masks(self) -> Int32s:
+        assert self._memory is not None
+        words = np.frombuffer(self._memory, np.int32)
+        return words[:-1].reshape(self._num_slots, self._num_words)
+
+    def _collect(self) -> None:
+        """Wait for the answer that is due."""
+        num_forks = 0
+        while self._is_asked:
+            assert self._pipe is not None
+            try:
+                failed = json.loads(self._pipe.recv_bytes())
+                self._is_asked = False
+            except (EOFError, OSError) as error:
+                failed = {}
+                slot = self._slot_in_work()
+                if slot in self._rows:
+                    failed[slot] = f"takes more than {self._limits.row_limit_s:g} s for one token"
+                elif num_forks == MAX_FORKS:
+                    raise ExecutionError(
+                        "the process that matches grammars keeps ending"
+                    ) from error
+                num_forks += slot not in self._rows
+                self._fail(failed)
+                self._fork()
+            else:
+                self._fail(failed)
+
+    def _fail(self, failed: dict[Any, str]) -> None:
+        for slot, error in failed.items():
+            self._errors[int(slot)] = f"structured_outputs has a grammar that {error}"
+
+    def _slot_in_work(self) -> int:
+        assert self._memory is not None
+        return int(np.frombuffer(self._memory, np.int32)[-1])
+
+    def _fork(self) -> None:
+        """Start a process and tell it of all rows that are well."""
+        if self._pipe is not None:
+            self._pipe.close()
+        if self._memory is None:
+            num_bytes = 4 * (self._num_slots * self._num_words + 1)
+            self._descriptor = os.memfd_create("raymoe-masks")
+            os.truncate(self._descriptor, num_bytes)
+            self._memory = mmap.mmap(self._descriptor, num_bytes)
+        np.frombuffer(self._memory, np.int32)[-1:] = NO_SLOT
+        self._pipe = self._server.fork(b"match", self._descriptor)
+        settings = {"num_slots": self._num_slots, **dataclasses.asdict(self._limits)}
+        self._pipe.send_bytes(json.dumps(settings).encode())
+        self._known.clear()
+        self._news = _News(begun=self._rows.keys() - self._errors.keys())
+        self._tell()
+
+    def _tell(self) -> None:
+        """Send the news, with the grammars that are new to the process."""
+        assert self._pipe is not None
+        news, self._news = self._news, _News()
+        grammars = {grammar.digest: (slot, grammar) for slot, (grammar, _) in self._rows.items()}
+        fresh = [
+            (digest, slot, grammar)
+            for digest, (slot, grammar) in grammars.items()
+            if digest not in self._known
+        ]
+        content = {
+            "grammars": [(digest, slot, grammar.is_json) for digest, slot, grammar in fresh],
+            "forgotten": [digest for digest in self._known if digest not in grammars],
+            "ended": list(news.ended),
+            "begun": [
+                (slot, self._rows[slot][0].digest, self._rows[slot][1]) for slot in news.begun
+            ],
+            "accepted": list(news.accepted.items()),
+        }
+        self._known = set(grammars)
+        self._is_asked = True
+        with contextlib.suppress(OSError):  # it has ended, which the answer will show
+            self._pipe.send_bytes(json.dumps(content).encode())
+            for _, _, grammar in fresh:
+                self._pipe.send_bytes(grammar.data)

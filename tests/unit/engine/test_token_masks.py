@@ -1,0 +1,149 @@
+"""Masks against a plain reference, and what happens to a process that a row ends."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from raymoe.engine.grammar_server import GrammarServer
+from raymoe.engine.grammars import CompileLimits, Grammars
+from raymoe.engine.token_masks import MatchLimits, TokenMasks
+from raymoe.errors import ConfigError
+from raymoe.structured import StructuredOutputs
+from tests.hostile import exploding_outputs, slow_outputs
+from tests.unit.engine.fakes import EOS, VOCAB_SIZE
+
+NUM_SLOTS = 6
+
+
+@pytest.fixture(scope="module")
+def server(tokenizer_directory):
+    server = GrammarServer(tokenizer_directory, VOCAB_SIZE, (EOS,))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def grammars(server):
+    grammars = Grammars(server, CompileLimits(limit_s=2.0))
+    yield grammars
+    grammars.close()
+
+
+@pytest.fixture
+def make_masks(server):
+    made = []
+
+    def make(limits=None):
+        made.append(TokenMasks(server, NUM_SLOTS, VOCAB_SIZE, limits))
+        return made[-1]
+
+    yield make
+    for masks in made:
+        masks.close()
+
+
+def compiled(grammars, **options):
+    return grammars.get(StructuredOutputs.of(options)).result(60)
+
+
+def allowed(masks, *slots):
+    """The tokens that may come next in each slot, as sets."""
+    logits = torch.zeros(len(slots), VOCAB_SIZE)
+    masks.apply(logits, np.arange(len(slots)), np.array(slots, np.int32))
+    return [set(row.isfinite().nonzero()[:, 0].tolist()) for row in logits]
+
+
+def accept(masks, **tokens):
+    slots = np.array([int(slot[1:]) for slot in tokens], np.int32)
+    masks.accept(slots, np.array(list(tokens.values()), np.int32))
+
+
+def expected(texts, prefix):
+    """What may follow when the text is one of several: bytes, or EOS where one is complete."""
+    rest = [text[len(prefix) :] for text in texts if text.startswith(prefix)]
+    return {text[0] if text else EOS for text in rest}
+
+
+def test_masks_of_choices_are_those_of_plain_prefixes(grammars, make_masks):
+    masks, rng = make_masks(), random.Random(5)
+    texts = ["".join(rng.choices('ab\n"\\é日', k=rng.randrange(1, 6))) for _ in range(12)]
+    plain = [text.encode() for text in texts]
+    grammar = compiled(grammars, choice=texts)
+    prefixes = [rng.choice(plain)[: rng.randrange(4)] for _ in range(NUM_SLOTS)]
+    for slot, prefix in enumerate(prefixes):
+        masks.begin(slot, grammar, prefix)
+    while any(prefix is not None for prefix in prefixes):
+        live = [slot for slot, prefix in enumerate(prefixes) if prefix is not None]
+        for slot, found in zip(live, allowed(masks, *live), strict=True):
+            assert found == expected(plain, prefixes[slot])
+            token = rng.choice(sorted(found))
+            if token == EOS:
+                masks.end(slot)
+                prefixes[slot] = None
+            else:
+                accept(masks, **{f"s{slot}": token})
+                prefixes[slot] += bytes([token])
+
+
+def test_special_tokens_and_surrogates_never_fit(grammars, make_masks):
+    masks = make_masks()
+    masks.begin(0, compiled(grammars, regex=".{4}"), b"\xed")
+    assert allowed(masks, 0) == [set(range(0x80, 0xA0))]
+    masks.begin(1, compiled(grammars, choice=["<s>"]), b"")
+    assert allowed(masks, 1) == [{ord("<")}]
+
+
+def test_a_slot_is_used_again_and_grammars_are_forgotten(grammars, make_masks):
+    masks = make_masks()
+    for text in ("ab", "cd", "ab"):
+        masks.begin(2, compiled(grammars, choice=[text]), text[:1].encode())
+        assert allowed(masks, 2) == [{ord(text[1])}]
+        masks.end(2)
+        masks.ask()
+
+
+def test_a_row_that_is_too_slow_fails_alone(grammars, make_masks):
+    masks = make_masks(MatchLimits(row_limit_s=0.2, token_limit_s=0.001))
+    masks.begin(0, compiled(grammars, choice=["a" * 60]), b"aa")
+    masks.begin(1, compiled(grammars, **slow_outputs()[0]), b"")
+    for _ in range(40):
+        assert allowed(masks, 0) == [{ord("a")}]
+        accept(masks, s0=ord("a"), s1=ord("a"))
+        if masks.error(1):
+            break
+    assert "to match" in masks.error(1) or "for one token" in masks.error(1)
+    assert allowed(masks, 0, 1) == [{ord("a")}, set()]
+    assert masks.error(0) == ""
+
+
+def test_a_process_that_ends_is_replaced_and_its_rows_go_on(grammars, make_masks):
+    masks = make_masks(MatchLimits(row_limit_s=0.05, token_limit_s=0.0))
+    masks.begin(0, compiled(grammars, choice=["abcdef"]), b"ab")
+    assert allowed(masks, 0) == [{ord("c")}]
+    accept(masks, s0=ord("c"))
+    # One step of hundreds of tokens takes longer than the row and its process may.
+    masks.begin(3, compiled(grammars, **slow_outputs()[1]), b"ab" * 400)
+    assert allowed(masks, 0, 3) == [{ord("d")}, set()]
+    assert "takes more than 0.05 s for one token" in masks.error(3)
+    masks.end(3)
+    masks.begin(3, compiled(grammars, choice=["xy"]), b"")
+    accept(masks, s0=ord("d"))
+    assert allowed(masks, 0, 3) == [{ord("e")}, {ord("x")}]
+
+
+def test_what_explodes_is_refused_with_its_limits_and_once_only(grammars):
+    form = StructuredOutputs.of(exploding_outputs()[1])
+    assert grammars.get(form) is grammars.get(form)
+    with pytest.raises(ConfigError, match=r"needs more memory|takes more than 2 s or 1024 MiB"):
+        grammars.get(form).result(120)
+
+
+def test_old_grammars_leave_the_cache(grammars, monkeypatch):
+    monkeypatch.setattr("raymoe.engine.grammars.MAX_ENTRIES", 2)
+    forms = [StructuredOutputs.of({"choice": [text]}) for text in "pqr"]
+    first = [grammars.get(form) for form in forms]
+    assert [future.result(60).digest for future in first] == [form.digest for form in forms]
+    assert grammars.get(forms[2]) is first[2]
+    assert grammars.get(forms[0]) is not first[0]
