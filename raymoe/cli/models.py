@@ -11,7 +11,6 @@ from raymoe.cli.options import model_by_name
 from raymoe.errors import ConfigError
 from raymoe.memory.source import fetch_config, is_hub_name
 from raymoe.memory.weights import WeightStore
-from raymoe.model.support import check_supported
 from raymoe.specs.files import read_json_object
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS
@@ -42,7 +41,6 @@ def run(model: Source = None) -> None:
         return
     spec = _find(model)
     console.print(model_table(spec))
-    check_supported(spec)
     if Path(model).is_dir():
         checked = _check_weights(spec, Path(model))
     else:

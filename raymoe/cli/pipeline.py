@@ -19,7 +19,6 @@ from raymoe.data.generator import MoEGenerator
 from raymoe.data.sizing import map_batches_kwargs, plan_actor
 from raymoe.errors import ConfigError, ExecutionError, RaymoeError
 from raymoe.memory.weights import WeightStore
-from raymoe.model.support import check_supported
 from raymoe.specs.model import ModelSpec
 from raymoe.units import format_seconds
 
@@ -137,7 +136,6 @@ def check_model(job: Job) -> None:
     if not directory.exists():
         return
     spec = ModelSpec.from_directory(directory)
-    check_supported(spec)
     WeightStore.open(spec, directory)
     if not has_cluster():
         plan_actor(directory, job.engine_config, this_machine().share(job.num_actors))

@@ -4,7 +4,7 @@ A weight is a tensor where it is stored as it is, or a `StoredMatrix`, which kee
 it is used. `CODECS` has one function for each format.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -22,9 +22,22 @@ from raymoe.specs.weight_format import (
     WeightFormat,
 )
 
-__all__ = ["CODECS", "Codes", "StoredMatrix", "Weight", "as_tensor", "unpack"]
+__all__ = [
+    "BLOCK_ELEMENTS",
+    "CODECS",
+    "Codes",
+    "StoredMatrix",
+    "Weight",
+    "as_tensor",
+    "row_blocks",
+    "unpack",
+]
 
 Weight = Tensor | StoredMatrix
+
+# With everything on the way to them, about 100 MiB; enough for a product at full rate.
+BLOCK_ELEMENTS = 8 << 20
+_CUT_ROWS = 128  # between these no format shares a scale
 
 CODECS: Mapping[type[WeightFormat], Callable[[StoredMatrix], Codes]] = {
     Fp8Block: fp8.unpack_block,
@@ -41,9 +54,24 @@ def unpack(matrix: StoredMatrix) -> Codes:
     return CODECS[type(matrix.format)](matrix)
 
 
+def row_blocks(weight: StoredMatrix) -> Iterator[tuple[slice, StoredMatrix]]:
+    """The rows of a matrix in blocks that are small enough to be decoded at once."""
+    outputs, inputs = weight.shape
+    rows = max(BLOCK_ELEMENTS // inputs // _CUT_ROWS, 1) * _CUT_ROWS
+    for begin in range(0, outputs, rows):
+        end = min(begin + rows, outputs)
+        yield slice(begin, end), weight.rows(begin, end)
+
+
 def as_tensor(weight: Weight, dtype: torch.dtype) -> Tensor:
     """A weight in the type to compute in; decoded if it is not stored as it is.
 
     A decoded element is the exact product of number and scale in float32, rounded to `dtype`.
     """
-    return decode(unpack(weight), dtype) if isinstance(weight, StoredMatrix) else weight.to(dtype)
+    if not isinstance(weight, StoredMatrix):
+        return weight.to(dtype)
+    device = weight.pieces["codes"].device
+    decoded_OI = torch.empty(weight.shape, dtype=dtype, device=device)
+    for rows, block in row_blocks(weight):
+        decoded_OI[rows] = decode(unpack(block), dtype)
+    return decoded_OI

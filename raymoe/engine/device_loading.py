@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from raymoe.codecs import StoredMatrix, Weight, as_tensor
 from raymoe.device.device import Device
 from raymoe.errors import PerformanceWarning
 from raymoe.kernels.paged_kv import CacheLayout
@@ -140,7 +141,7 @@ def load_resident(
     cut = layer_pages(model.spec, model.dtype.itemsize, resident_bytes=EVERYTHING)
     weights = _load_pages(model, cut, device)
     kept = _load_kept(model, device)
-    kept[EMBEDDING] = _put(kept[EMBEDDING], device, "embedding")
+    kept[EMBEDDING] = _put(kept[EMBEDDING], model.dtype, device, "embedding")
     layout, num_blocks = model.kv_layout, model.passes.policy.num_kv_blocks
     cache = [
         device.allocate(num_blocks * layout.block_bytes, "KV cache")
@@ -187,24 +188,35 @@ def _resident_parts(cut: PageCut, i: int, layer: LayerSpec) -> frozenset[str]:
     return frozenset(parts)
 
 
-def _load_kept(model: LoadedModel, device: Device) -> dict[str, Tensor]:
+def _load_kept(model: LoadedModel, device: Device) -> dict[str, Weight]:
     """What is in no layer: the embedding on the host, final norm and head on the device."""
-    embedding = model.store(EMBEDDING).to(model.dtype)
+    embedding = as_tensor(model.store(EMBEDDING), model.dtype)
     outer = {name: model.store(name) for name in model.spec.outer_weights() if name != EMBEDDING}
     outer.setdefault(HEAD, embedding)
-    kept = {name: _put(weight.to(model.dtype), device, "head") for name, weight in outer.items()}
+    kept = {name: _put(weight, model.dtype, device) for name, weight in outer.items()}
     return kept | {EMBEDDING: embedding}
 
 
-def _put(source: Tensor, device: Device, purpose: str) -> Tensor:
-    memory = device.allocate(source.nbytes, purpose)
-    return memory.view(source.dtype).view(source.shape).copy_(source)
+def _put(source: Weight, dtype: torch.dtype, device: Device, purpose: str = "head") -> Weight:
+    """A weight on the device: a tensor in `dtype`, a quantised one as it is stored."""
+    if isinstance(source, StoredMatrix):
+        pieces = {
+            name: _copied(tensor, tensor.dtype, device, purpose)
+            for name, tensor in source.pieces.items()
+        }
+        return replace(source, pieces=pieces)
+    return _copied(source, dtype, device, purpose)
+
+
+def _copied(source: Tensor, dtype: torch.dtype, device: Device, purpose: str) -> Tensor:
+    memory = device.allocate(source.numel() * dtype.itemsize, purpose)
+    return memory.view(dtype).view(source.shape).copy_(source)
 
 
 def _decoder(
     model: LoadedModel,
     weights: WeightPages,
-    kept: Mapping[str, Tensor],
+    kept: Mapping[str, Weight],
     *,
     first_slot: int,
     device: Device,

@@ -30,7 +30,6 @@ from raymoe.memory.weights import WeightStore
 from raymoe.model.cache import cache_layout
 from raymoe.model.decoder import Decoder
 from raymoe.model.loading import decoder_arena_bytes
-from raymoe.model.support import check_supported
 from raymoe.plan.policy import Policy
 from raymoe.plan.search import find_plan
 from raymoe.plan.streaming import StreamedPasses
@@ -57,7 +56,6 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
     settings = Settings.from_environment()
     directory = resolve_model(path)
     spec = ModelSpec.from_directory(directory)
-    check_supported(spec)
     store = WeightStore.open(spec, directory)
     dtype = store.dtype if config.dtype == "auto" else DTYPES[config.dtype]
     kv_dtype = _kv_dtype(config, dtype)

@@ -3,20 +3,29 @@
 T tokens, H hidden, E experts, K experts per token, F expert hidden.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from raymoe import _native
+from raymoe.codecs import Weight
 from raymoe.errors import ConfigError
-from raymoe.kernels.cpu_linear import Allocate, packed_linear_is_used
-
-Matrices = Tensor | Sequence[Tensor]  # one matrix for each expert
+from raymoe.kernels.cpu_linear import (
+    Allocate,
+    compute_dtype,
+    multiply,
+    packed_linear_is_used,
+)
+from raymoe.kernels.packed_experts import (
+    Biases,
+    Clamp,
+    Matrices,
+    PackedExperts,
+    PackedGatedFfn,
+)
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -24,21 +33,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
     "relu": functional.relu,
 }
-
-
-class Biases(NamedTuple):
-    """Of the three projections of one expert."""
-
-    gate_F: Tensor
-    up_F: Tensor
-    down_H: Tensor
-
-
-class Clamp(NamedTuple):
-    """Limits of a gated product: see `gated_product`."""
-
-    gain: float
-    limit: float
 
 
 def gated_product(
@@ -128,9 +122,9 @@ class PlainGatedFfn:
 
     def __init__(
         self,
-        gate_FH: Tensor,
-        up_FH: Tensor,
-        down_HF: Tensor,
+        gate_FH: Weight,
+        up_FH: Weight,
+        down_HF: Weight,
         *,
         activation: str,
         biases: Biases | None = None,
@@ -144,90 +138,10 @@ class PlainGatedFfn:
     def __call__(self, hidden_TH: Tensor) -> Tensor:
         """See `GatedFfn`."""
         gate_F, up_F, down_H = self._biases
-        gate_TF = functional.linear(hidden_TH, self._gate_FH, gate_F)
-        up_TF = functional.linear(hidden_TH, self._up_FH, up_F)
+        gate_TF = multiply(hidden_TH, self._gate_FH, gate_F)
+        up_TF = multiply(hidden_TH, self._up_FH, up_F)
         product_TF = gated_product(gate_TF, up_TF, self._activation, self._clamp)
-        return functional.linear(product_TF, self._down_HF, down_H)
-
-
-class _PackedFfns:
-    """Packed bfloat16 weights of silu-gated feed-forwards, one after the other in one piece."""
-
-    def __init__(
-        self, gate_EFH: Matrices, up_EFH: Matrices, down_EHF: Matrices, allocate: Allocate
-    ) -> None:
-        self.expert_size, hidden_size = gate_EFH[0].shape
-        gate_up_bytes = _native.packed_gate_up_bytes(self.expert_size, hidden_size)
-        num_experts = len(gate_EFH)
-        memory = allocate(packed_experts_bytes(num_experts, hidden_size, self.expert_size))
-        self.gate_up = memory[: num_experts * gate_up_bytes]
-        self.down = memory[num_experts * gate_up_bytes :]
-        gate_ups = self.gate_up.view(num_experts, -1)
-        downs = self.down.view(num_experts, -1)
-        for expert in range(num_experts):
-            _native.pack_gate_up(
-                gate_EFH[expert].detach(), up_EFH[expert].detach(), gate_ups[expert]
-            )
-            _native.pack_linear(down_EHF[expert].detach(), downs[expert])
-
-
-class PackedExperts:
-    """Sort, gather, gate and up, down and combine in one launch of our own kernel, silu only.
-
-    Gate, up and down have float32 sums; the gated product is rounded to bfloat16. The products of a
-    token are added in ascending order of expert, in float32, and rounded once: the bits of a token
-    do not depend on the batch or the number of threads. Biases are kept in float32.
-    """
-
-    def __init__(
-        self,
-        gate_EFH: Matrices,
-        up_EFH: Matrices,
-        down_EHF: Matrices,
-        allocate: Allocate,
-        *,
-        biases: Sequence[Biases] | None = None,
-        clamp: Clamp | None = None,
-    ) -> None:
-        self._weights = _PackedFfns(gate_EFH, up_EFH, down_EHF, allocate)
-        self._gate_up_bias_EX = self._down_bias_EX = None
-        if biases is not None:
-            self._gate_up_bias_EX = torch.stack([_pack_gate_up_bias(bias) for bias in biases])
-            self._down_bias_EX = torch.stack([_padded(bias.down_H, 32) for bias in biases])
-        self._gating = (1.0, math.inf, 0.0) if clamp is None else (*clamp, 1.0)
-
-    def __call__(self, hidden_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
-        """See `Experts`."""
-        hidden_TH = _with_contiguous_rows(hidden_TH)
-        out_TH = torch.empty(hidden_TH.shape, dtype=torch.bfloat16)
-        _native.fused_experts(
-            hidden_TH,
-            topk_ids_TK.contiguous(),
-            topk_weights_TK.contiguous(),
-            self._weights.gate_up,
-            self._weights.down,
-            self._gate_up_bias_EX,
-            self._down_bias_EX,
-            self._weights.expert_size,
-            *self._gating,
-            out_TH,
-        )
-        return out_TH
-
-
-class PackedGatedFfn:
-    """The kernel of `PackedExperts` with one expert for all tokens."""
-
-    def __init__(self, gate_FH: Tensor, up_FH: Tensor, down_HF: Tensor, allocate: Allocate) -> None:
-        self._weights = _PackedFfns([gate_FH], [up_FH], [down_HF], allocate)
-
-    def __call__(self, hidden_TH: Tensor) -> Tensor:
-        """See `GatedFfn`."""
-        hidden_TH = _with_contiguous_rows(hidden_TH)
-        out_TH = torch.empty(hidden_TH.shape, dtype=torch.bfloat16)
-        weights = self._weights
-        _native.gated_ffn(hidden_TH, weights.gate_up, weights.down, weights.expert_size, out_TH)
-        return out_TH
+        return multiply(product_TF, self._down_HF, down_H)
 
 
 def make_experts(
@@ -239,14 +153,15 @@ def make_experts(
     allocate: Allocate,
     biases: Sequence[Biases] | None = None,
     clamp: Clamp | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Experts:
     """The fastest experts for these weights on this machine.
 
     Weights may be lists of per-expert views: anything that indexes to [F, H], [F, H] and [H, F],
     with any strides. A packed form copies them into `allocate` (`packed_experts_bytes` in one
-    piece) and keeps no reference.
+    piece) and keeps no reference. `dtype` is the type to compute in, which quantised weights need.
     """
-    if packed_experts_are_used(gate_EFH[0].dtype, activation):
+    if packed_experts_are_used(compute_dtype(gate_EFH[0], dtype), activation):
         return PackedExperts(gate_EFH, up_EFH, down_EHF, allocate, biases=biases, clamp=clamp)
     return PlainExperts(
         gate_EFH, up_EFH, down_EHF, activation=activation, biases=biases, clamp=clamp
@@ -254,13 +169,19 @@ def make_experts(
 
 
 def make_gated_ffn(
-    gate_FH: Tensor, up_FH: Tensor, down_HF: Tensor, *, activation: str, allocate: Allocate
+    gate_FH: Weight,
+    up_FH: Weight,
+    down_HF: Weight,
+    *,
+    activation: str,
+    allocate: Allocate,
+    dtype: torch.dtype | None = None,
 ) -> GatedFfn:
     """The fastest dense feed-forward for these weights on this machine; see `make_experts`.
 
     A packed form takes `packed_experts_bytes` of one expert from `allocate`.
     """
-    if packed_experts_are_used(gate_FH.dtype, activation):
+    if packed_experts_are_used(compute_dtype(gate_FH, dtype), activation):
         return PackedGatedFfn(gate_FH, up_FH, down_HF, allocate)
     return PlainGatedFfn(gate_FH, up_FH, down_HF, activation=activation)
 
@@ -270,27 +191,7 @@ def packed_experts_are_used(dtype: torch.dtype, activation: str) -> bool:
     return activation == "silu" and packed_linear_is_used(dtype)
 
 
-def packed_experts_bytes(num_experts: int, hidden_size: int, expert_size: int) -> int:
-    """Bytes that the packed experts of a layer take from `allocate`, in one piece."""
-    gate_up_bytes = _native.packed_gate_up_bytes(expert_size, hidden_size)
-    return num_experts * (gate_up_bytes + _native.packed_bytes(hidden_size, expert_size))
-
-
 def check_activation(activation: str) -> None:
     """Raise `ConfigError` for an activation that no kernel knows."""
     if activation not in ACTIVATIONS:
         raise ConfigError(f"activation {activation!r} is not one of {sorted(ACTIVATIONS)}")
-
-
-def _pack_gate_up_bias(biases: Biases) -> Tensor:
-    """16 of the gate and 16 of up in turn, as the outputs of the packed weights; float32."""
-    gate_PC, up_PC = (_padded(bias_F, 16).view(-1, 16) for bias_F in (biases.gate_F, biases.up_F))
-    return torch.stack([gate_PC, up_PC], dim=1).flatten()
-
-
-def _padded(bias_O: Tensor, multiple: int) -> Tensor:
-    return functional.pad(bias_O.detach().float(), (0, -len(bias_O) % multiple))
-
-
-def _with_contiguous_rows(hidden_TH: Tensor) -> Tensor:
-    return hidden_TH if hidden_TH.stride(1) == 1 else hidden_TH.contiguous()

@@ -1,25 +1,33 @@
 """Weights in pages: where each lies in host memory, and where on the device it will be found.
 
-The host holds every layer in the order of `specs.weight_parts`, in the type that the kernels read.
+The host holds every layer in the order of `specs.weight_parts`: quantised matrices as they are
+stored, the others in the type that the kernels read. Within a part, tensors of larger elements lie
+before those of smaller ones, so that all are aligned.
+
 The device holds the resident parts of each layer for good, and two *slots*, each as large as the
 largest rest of a layer: a layer that is not wholly resident is copied page by page into the slot
 that the last but one has left.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
+from raymoe.codecs import StoredMatrix, Weight
+from raymoe.codecs.stored import TORCH_DTYPES
 from raymoe.memory.arena import HostArena, aligned_bytes
 from raymoe.specs.model import ModelSpec
+from raymoe.specs.weight_format import Piece, WeightFormat
 from raymoe.specs.weight_names import Shape, layer_prefix
-from raymoe.specs.weight_parts import layer_parts
+from raymoe.specs.weight_parts import PART_ALIGNMENT, WeightPart, layer_parts
+from raymoe.units import ceil_div
 
 NUM_SLOTS = 2
 
-GetWeight = Callable[[str], Tensor]
+GetWeight = Callable[[str], Weight]
 Allocate = Callable[[int], Tensor]
 
 
@@ -36,13 +44,40 @@ class LayerPaging:
     resident_parts: frozenset[str]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """Offset in bytes from the begin of the layer's streamed, or of its resident, bytes."""
+    """One tensor of a weight.
 
-    offset: int
+    Attributes:
+        piece: Which of a quantised matrix; None for a weight that is one tensor.
+        shape: Of the tensor.
+        item_bytes: Of its elements.
+        offset: In bytes from the begin of the layer's streamed, or of its resident, bytes.
+        is_resident: Which of the two.
+    """
+
+    piece: Piece | None
     shape: Shape
+    item_bytes: int
+    offset: int
     is_resident: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensor."""
+        return prod(self.shape) * self.item_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Weight:
+    """All tensors of a weight; `stored` is how it is quantised."""
+
+    stored: WeightFormat | None
+    shape: Shape
+    places: tuple[_Place, ...]
+
+
+Weights = dict[str, _Weight]  # by canonical name without the prefix of the layer
 
 
 class WeightPages:
@@ -62,27 +97,40 @@ class WeightPages:
 
         Args:
             spec: The model.
-            weights: Canonical name -> stored tensor.
+            weights: Canonical name -> weight as it is stored.
             paging: Of each layer.
-            dtype: Type that the kernels read; stored weights of another are converted.
+            dtype: Type that the kernels read; weights that are not quantised are converted to it.
             allocate_on_device: Bytes -> uint8 tensor of device memory.
             release: Called with the names of a layer once it is copied.
         """
         self._dtype, self._paging = dtype, tuple(paging)
-        self._places = [_places(spec, i, cut, dtype) for i, cut in enumerate(paging)]
+        layouts = [_lay_out(spec, i, cut, dtype.itemsize) for i, cut in enumerate(paging)]
+        self._weights = [layout.weights for layout in layouts]
+        # Scales have the type of the checkpoint.
+        self._dtypes: list[dict[tuple[str, str], torch.dtype]] = [{} for _ in paging]
         streamed = [sum(cut.page_bytes) for cut in paging]
         self._arena = HostArena(sum(map(aligned_bytes, streamed)))
         self._host = [self._arena.allocate(num_bytes) for num_bytes in streamed]
         slot_bytes = max(streamed, default=0)
         self._slots = [allocate_on_device(slot_bytes) for _ in range(NUM_SLOTS)]
-        self._resident = [
-            allocate_on_device(_bytes_of(places, dtype)) for places in map(_resident, self._places)
-        ]
-        for i, places in enumerate(self._places):
-            for name, place in places.items():
-                memory = self._resident[i] if place.is_resident else self._host[i]
-                _view(memory, place, dtype).copy_(weights(layer_prefix(i) + name))
-            release([layer_prefix(i) + name for name in places])
+        self._resident = [allocate_on_device(layout.resident_bytes) for layout in layouts]
+        for i, names in enumerate(self._weights):
+            for name in names:
+                self._copy(i, name, weights(layer_prefix(i) + name))
+            release([layer_prefix(i) + name for name in names])
+
+    def _copy(self, layer: int, name: str, weight: Weight) -> None:
+        """Copy a weight to where it belongs."""
+        for place in self._weights[layer][name].places:
+            source, dtype = weight, self._dtype
+            if place.piece is not None:
+                assert isinstance(weight, StoredMatrix)
+                source = weight.pieces[place.piece.name]
+                dtype = _kept_dtype(place.piece, source.dtype)
+                self._dtypes[layer][name, place.piece.name] = dtype
+            assert isinstance(source, Tensor)
+            memory = self._resident[layer] if place.is_resident else self._host[layer]
+            _view(memory, place, dtype).copy_(source)
 
     @property
     def host_memory(self) -> Tensor:
@@ -91,7 +139,7 @@ class WeightPages:
 
     def names(self, layer: int) -> tuple[str, ...]:
         """The weights of a layer, without its prefix, in the order in which they lie."""
-        return tuple(self._places[layer])
+        return tuple(self._weights[layer])
 
     def host_page(self, layer: int, page: int) -> Tensor:
         """One page where it lies in host memory, uint8."""
@@ -101,7 +149,7 @@ class WeightPages:
         """Where that page goes in a slot, uint8."""
         return _page(self._slots[slot], self._paging[layer], page)
 
-    def device_weight(self, layer: int, name: str, first_slot: int) -> Tensor:
+    def device_weight(self, layer: int, name: str, first_slot: int) -> Weight:
         """A weight as the device will find it when the first streamed layer is in `first_slot`.
 
         Args:
@@ -109,12 +157,21 @@ class WeightPages:
             name: Its name without the prefix of the layer.
             first_slot: Streamed layers take the two slots in turn from here on.
         """
-        place = self._places[layer][name]
-        if place.is_resident:
-            return _view(self._resident[layer], place, self._dtype)
-        streamed_before = sum(bool(cut.page_bytes) for cut in self._paging[:layer])
-        slot = (first_slot + streamed_before) % NUM_SLOTS
-        return _view(self._slots[slot], place, self._dtype)
+        weight = self._weights[layer][name]
+        first, memory = weight.places[0], self._resident[layer]
+        if not first.is_resident:
+            streamed_before = sum(bool(cut.page_bytes) for cut in self._paging[:layer])
+            memory = self._slots[(first_slot + streamed_before) % NUM_SLOTS]
+        if weight.stored is None:
+            return _view(memory, first, self._dtype)
+        dtypes = self._dtypes[layer]
+        pieces = {
+            place.piece.name: _view(memory, place, dtypes[name, place.piece.name])
+            for place in weight.places
+            if place.piece is not None
+        }
+        outputs, inputs = weight.shape
+        return StoredMatrix(format=weight.stored, shape=(outputs, inputs), pieces=pieces)
 
     def close(self) -> None:
         """Let go of all memory."""
@@ -122,35 +179,67 @@ class WeightPages:
         self._arena.close()
 
 
-def _places(spec: ModelSpec, layer: int, cut: LayerPaging, dtype: torch.dtype) -> dict[str, _Place]:
-    places: dict[str, _Place] = {}
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where the weights of a layer lie."""
+
+    weights: Weights
+    resident_bytes: int
+
+
+def _lay_out(spec: ModelSpec, layer: int, cut: LayerPaging, plain_bytes: int) -> _Layout:
+    weights: Weights = {}
     offsets = {True: 0, False: 0}
     for part in layer_parts(spec.layers[layer], spec.hidden_size):
         is_resident = part.name in cut.resident_parts
-        for name, shape in part.shapes.items():
-            places[name] = _Place(offsets[is_resident], shape, is_resident)
-            offsets[is_resident] += _num_bytes(shape, dtype)
+        formats = {
+            name: spec.format_of(layer_prefix(layer) + name, shape)
+            for name, shape in part.shapes.items()
+        }
+        places: dict[str, list[_Place]] = {name: [] for name in formats}
+        offset = offsets[is_resident]
+        for name, piece, shape in _tensors_of(part, formats, plain_bytes):
+            place = _Place(
+                piece=piece,
+                shape=shape,
+                item_bytes=plain_bytes if piece is None else piece.item_bytes,
+                offset=offset,
+                is_resident=is_resident,
+            )
+            places[name].append(place)
+            offset += place.num_bytes
+        offsets[is_resident] = PART_ALIGNMENT * ceil_div(offset, PART_ALIGNMENT)
+        for name, stored in formats.items():
+            weights[name] = _Weight(
+                stored=stored, shape=part.shapes[name], places=tuple(places[name])
+            )
     assert offsets[False] == sum(cut.page_bytes), (
         "the pages of a layer do not hold what is streamed"
     )
-    return places
+    return _Layout(weights, offsets[True])
 
 
-def _resident(places: dict[str, _Place]) -> list[_Place]:
-    return [place for place in places.values() if place.is_resident]
+def _tensors_of(
+    part: WeightPart, formats: Mapping[str, WeightFormat | None], plain_bytes: int
+) -> list[tuple[str, Piece | None, Shape]]:
+    """All tensors of a part in their order, the quantised matrices' pieces one by one."""
+    tensors: list[tuple[str, Piece | None, Shape]] = []
+    for name, shape in part.shapes.items():
+        stored = formats[name]
+        if stored is None:
+            tensors.append((name, None, shape))
+        else:
+            tensors += [(name, piece, piece.shape) for piece in stored.pieces(*shape)]
+    return sorted(tensors, key=lambda item: -(item[1].item_bytes if item[1] else plain_bytes))
 
 
-def _bytes_of(places: list[_Place], dtype: torch.dtype) -> int:
-    return sum(_num_bytes(place.shape, dtype) for place in places)
-
-
-def _num_bytes(shape: Shape, dtype: torch.dtype) -> int:
-    return torch.Size(shape).numel() * dtype.itemsize
+def _kept_dtype(piece: Piece, stored: torch.dtype) -> torch.dtype:
+    kept = [TORCH_DTYPES[name] for name in piece.dtypes]
+    return stored if stored in kept else kept[0]
 
 
 def _view(memory: Tensor, place: _Place, dtype: torch.dtype) -> Tensor:
-    end = place.offset + _num_bytes(place.shape, dtype)
-    return memory[place.offset : end].view(dtype).view(place.shape)
+    return memory[place.offset : place.offset + place.num_bytes].view(dtype).view(place.shape)
 
 
 def _page(memory: Tensor, paging: LayerPaging, page: int) -> Tensor:

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Self
 
 import torch
-from torch import Tensor
 
+from raymoe.codecs import StoredMatrix, Weight
+from raymoe.codecs.checks import check_values
 from raymoe.codecs.stored import TORCH_DTYPES
 from raymoe.errors import CheckpointError
 from raymoe.memory.checkpoint import Checkpoint
@@ -30,7 +31,7 @@ class WeightStore:
     def __init__(self, checkpoint: Checkpoint, locations: dict[str, Location]) -> None:
         self.checkpoint = checkpoint
         self._locations = locations
-        self.dtype = _dtype(checkpoint)
+        self.dtype = _dtype(checkpoint, locations.values())
 
     @classmethod
     def open(cls, spec: ModelSpec, directory: Path) -> Self:
@@ -47,24 +48,25 @@ class WeightStore:
             locations = locate_weights(spec, checkpoint.shapes(), checkpoint.files())
         except CheckpointError as error:
             raise CheckpointError(f"{directory}: {error}") from error
-        for name in {location.name for location in locations.values()}:
-            entry = checkpoint.entry(name)
-            if entry.dtype not in FLOATS:
-                raise CheckpointError(
-                    f"{directory / entry.file}: tensor {name!r} has type {entry.dtype}; "
-                    f"supported: {', '.join(FLOATS)}"
-                )
+        for location in locations.values():
+            _check_types(checkpoint, location)
         store = cls(checkpoint, locations)
         if spec.tie_word_embeddings and HEAD in checkpoint.names():
             store._check_tied_head()
         return store
 
-    def __call__(self, name: str) -> Tensor:
-        """The weight of this canonical name: a read-only view where the file's alignment allows.
+    def __call__(self, name: str) -> Weight:
+        """The weight of this canonical name: read-only views where the file's alignment allows.
 
-        Rows are as far apart as they are stored, and their elements too (`is_contiguous`).
+        Rows of a tensor are as far apart as they are stored, and their elements too
+        (`is_contiguous`). What is quantised is not decoded.
+
+        Raises:
+            CheckpointError: Scales or groups of a quantised weight are not usable.
         """
         location = self._locations[name]
+        if location.quantised is not None:
+            return self._stored_matrix(location)
         tensor = self.checkpoint.tensor(location.name)
         if location.shape is not None:
             tensor = tensor.view(location.shape)
@@ -76,16 +78,34 @@ class WeightStore:
             tensor = tensor[slice(*location.rows)]
         return tensor
 
+    def _stored_matrix(self, location: Location) -> StoredMatrix:
+        assert location.quantised is not None
+        stored, shape = location.quantised
+        tensors, names = {}, {}
+        for name, piece in location.pieces().items():
+            tensor = self.checkpoint.tensor(name)
+            tensors[piece.name] = tensor if location.expert is None else tensor[location.expert]
+            names[piece.name] = name
+        matrix = StoredMatrix(format=stored, shape=shape, pieces=tensors)
+        check_values(matrix, lambda piece: self._describe(names[piece]))
+        return matrix if location.rows is None else matrix.rows(*location.rows)
+
+    def _describe(self, name: str) -> str:
+        return f"{self.checkpoint.directory / self.checkpoint.entry(name).file}: tensor {name!r}"
+
     def drop_pages(self, names: Iterable[str]) -> None:
         """Give back the memory of weights that were copied elsewhere; views stay valid."""
-        self.checkpoint.drop_pages({self._locations[name].name for name in names})
+        self.checkpoint.drop_pages(
+            {tensor for name in names for tensor in self._locations[name].tensor_names()}
+        )
 
     def _check_tied_head(self) -> None:
         """Refuse a stored head that differs from the embedding it is said to be.
 
         transformers 5 unties such a model and 4 overwrites the head; neither can be assumed.
         """
-        head, embedding = self.checkpoint.tensor(HEAD), self(EMBEDDING)
+        head = self.checkpoint.tensor(HEAD)
+        embedding = self.checkpoint.tensor(self._locations[EMBEDDING].name)
         is_same = head.shape == embedding.shape and torch.equal(head, embedding)
         self.checkpoint.drop_pages([HEAD, self._locations[EMBEDDING].name])
         if not is_same:
@@ -95,10 +115,22 @@ class WeightStore:
             )
 
 
-def _dtype(checkpoint: Checkpoint) -> torch.dtype:
+def _check_types(checkpoint: Checkpoint, location: Location) -> None:
+    pieces = location.pieces()
+    for name in location.tensor_names():
+        entry = checkpoint.entry(name)
+        supported = (*pieces[name].dtypes, *pieces[name].widened) if pieces else FLOATS
+        if entry.dtype not in supported:
+            raise CheckpointError(
+                f"{checkpoint.directory / entry.file}: tensor {name!r} has type {entry.dtype}; "
+                f"supported: {', '.join(supported)}"
+            )
+
+
+def _dtype(checkpoint: Checkpoint, locations: Iterable[Location]) -> torch.dtype:
+    """Type of most elements that are not quantised."""
     sizes: Counter[str] = Counter()
-    for name in checkpoint.names():
+    for name in {location.name for location in locations if location.quantised is None}:
         entry = checkpoint.entry(name)
         sizes[entry.dtype] += entry.num_bytes
-    floats = [name for name, _ in sizes.most_common() if name in FLOATS]
-    return TORCH_DTYPES[floats[0]] if floats else torch.float32
+    return TORCH_DTYPES[sizes.most_common(1)[0][0]] if sizes else torch.float32

@@ -48,12 +48,16 @@ class LatentAttention:
             self._query = loader.linear([f"{prefix}q_b_proj"])
         self._row = loader.linear([f"{prefix}kv_a_proj_with_mqa"], has_bias=spec.has_bias)
         self._row_norm = loader.vector(f"{prefix}kv_a_layernorm.weight")
-        self._heads = LatentHeads(
-            weight_HXR=loader.head_matrices(f"{prefix}kv_b_proj", spec.num_heads),
-            nope_dim=spec.nope_head_dim,
-            rope_dim=spec.rope_head_dim,
-        )
+        self._unfolding = loader.head_matrices(f"{prefix}kv_b_proj", spec.num_heads)
         self._output = loader.linear([f"{prefix}o_proj"], has_bias=spec.has_bias)
+
+    @property
+    def _heads(self) -> LatentHeads:
+        return LatentHeads(
+            weight_HXR=self._unfolding(),
+            nope_dim=self._spec.nope_head_dim,
+            rope_dim=self._spec.rope_head_dim,
+        )
 
     def project(self, normed_TH: Tensor, angles: Angles) -> Projected:
         """Rotated queries [T, A, D] and the rows of the tokens [T, 1, W]; no values."""
@@ -74,9 +78,9 @@ class LatentAttention:
 
     def attend(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
         """See `LayerAttention`; [T, A * V]."""
-        query_TAD, row_TW = projected.query_THD, projected.key_TGD[:, 0]
-        is_plain = batch.query_start.diff() >= self._heads.fewest_plain_tokens
-        out_TAV = query_TAD.new_empty(*query_TAD.shape[:2], self._heads.value_dim)
+        heads, query_TAD, row_TW = self._heads, projected.query_THD, projected.key_TGD[:, 0]
+        is_plain = batch.query_start.diff() >= heads.fewest_plain_tokens
+        out_TAV = query_TAD.new_empty(*query_TAD.shape[:2], heads.value_dim)
         if bool(is_plain.any()):
             rows, chosen = batch.select(is_plain.nonzero().flatten())
             out_TAV[rows] = append_and_attend_unfolded(
@@ -84,7 +88,7 @@ class LatentAttention:
                 row_TW[rows],
                 cache,
                 chosen,
-                heads=self._heads,
+                heads=heads,
                 scale=self._spec.scale,
             )
         rows, chosen = batch.select((~is_plain).nonzero().flatten())

@@ -1,8 +1,9 @@
 """From stored weights to projections and experts, and what of that is kept in the arena.
 
-Weights that the kernels read as they are stay views of the checkpoint. What is packed, converted to
-another type, or fused with its neighbours is copied into memory that `allocate` gives; a copy made
-only to be packed is freed at once.
+Weights that the kernels read as they are stay views of the checkpoint; quantised ones that are not
+packed are decoded where they are used. What is packed, converted to another type, or fused with its
+neighbours is copied into memory that `allocate` gives; a copy made only to be packed is freed at
+once.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,23 +11,23 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from raymoe.codecs import StoredMatrix, Weight, as_tensor
 from raymoe.kernels.cpu_experts import (
-    Biases,
-    Clamp,
     Experts,
     GatedFfn,
     make_experts,
     make_gated_ffn,
     packed_experts_are_used,
-    packed_experts_bytes,
 )
 from raymoe.kernels.cpu_linear import (
     Allocate,
     Linear,
+    SideBySide,
     make_linear,
     packed_linear_bytes,
     packed_linear_is_used,
 )
+from raymoe.kernels.packed_experts import Biases, Clamp, packed_experts_bytes
 from raymoe.specs.model import (
     AttentionSpec,
     DenseSpec,
@@ -35,11 +36,13 @@ from raymoe.specs.model import (
     ModelSpec,
     MoeSpec,
 )
-from raymoe.specs.weight_names import EMBEDDING, HEAD, layer_prefix
+from raymoe.specs.weight_format import WeightFormat
+from raymoe.specs.weight_names import EMBEDDING, HEAD, layer_prefix, model_weights
 
 ALIGNMENT = 64
 
-GetWeight = Callable[[str], Tensor]
+GetWeight = Callable[[str], Weight]
+HeadMatrices = Callable[[], Tensor]  # [heads, outputs of a head, inputs]
 
 
 class Loader:
@@ -57,12 +60,13 @@ class Loader:
 
     def linear(self, names: Sequence[str], *, has_bias: bool = False) -> Linear:
         """One projection whose outputs are those of the named modules, side by side."""
+        weights = [self._weights(f"{name}.weight") for name in names]
+        biases = [self.vector(f"{name}.bias") for name in names] if has_bias else None
+        if any(isinstance(weight, StoredMatrix) for weight in weights):
+            return self._side_by_side(weights, biases)
         is_packed = packed_linear_is_used(self.dtype)
-        weight_OI = self._matrix([f"{name}.weight" for name in names], is_packed=is_packed)
-        bias_O = None
-        if has_bias:
-            bias_O = torch.cat([self.vector(f"{name}.bias") for name in names])
-        return make_linear(weight_OI, bias_O, self._allocate)
+        bias_O = None if biases is None else torch.cat(biases)
+        return make_linear(self._matrix(weights, is_packed=is_packed), bias_O, self._allocate)
 
     def tied_linear(self, weight_OI: Tensor, bias: str | None) -> Linear:
         """A projection by a matrix that was loaded already, and the bias of this name."""
@@ -74,7 +78,9 @@ class Loader:
         is_packed = packed_experts_are_used(self.dtype, moe.activation)
         gate, up, down = (
             [
-                self._matrix([f"{prefix}{expert}.{part}_proj.weight"], is_packed=is_packed)
+                self._matrix(
+                    [self._weights(f"{prefix}{expert}.{part}_proj.weight")], is_packed=is_packed
+                )
                 for expert in range(moe.num_experts)
             ]
             for part in ("gate", "up", "down")
@@ -87,6 +93,7 @@ class Loader:
             allocate=self._allocate,
             biases=self.expert_biases(prefix, moe),
             clamp=clamp_of(moe),
+            dtype=self.dtype,
         )
 
     def expert_biases(self, prefix: str, moe: MoeSpec) -> list[Biases] | None:
@@ -107,31 +114,46 @@ class Loader:
         """A gated network without biases."""
         is_packed = packed_experts_are_used(self.dtype, activation)
         gate, up, down = (
-            self._matrix([f"{prefix}{part}_proj.weight"], is_packed=is_packed)
+            self._matrix([self._weights(f"{prefix}{part}_proj.weight")], is_packed=is_packed)
             for part in ("gate", "up", "down")
         )
-        return make_gated_ffn(gate, up, down, activation=activation, allocate=self._allocate)
+        return make_gated_ffn(
+            gate,
+            up,
+            down,
+            activation=activation,
+            allocate=self._allocate,
+            dtype=self.dtype,
+        )
 
     def table(self, name: str) -> Tensor:
         """A matrix that is read by row: a view of the checkpoint, or converted in the arena."""
-        return self._matrix([name], is_packed=False)
+        table = self._matrix([self._weights(name)], is_packed=False)
+        assert isinstance(table, Tensor), "tables are never quantised"
+        return table
 
-    def head_matrices(self, name: str, num_heads: int) -> Tensor:
-        """One projection as a matrix of each head, [heads, outputs of a head, inputs].
+    def head_matrices(self, name: str, num_heads: int) -> HeadMatrices:
+        """One projection as a matrix of each head.
 
-        A view of the checkpoint where other matrices are; a copy where they are packed.
+        A view of the checkpoint where other matrices are; a copy where they are packed. A quantised
+        one is kept decoded: it is small, and read twice in each layer of each pass.
         """
-        if packed_linear_is_used(self.dtype):
-            stored_OI = self._weights(f"{name}.weight")
-            memory = self._allocate(stored_OI.numel() * self.dtype.itemsize)
-            weight_OI = memory.view(self.dtype).view(stored_OI.shape).copy_(stored_OI)
+        stored = self._weights(f"{name}.weight")
+        if packed_linear_is_used(self.dtype) or isinstance(stored, StoredMatrix):
+            outputs, inputs = stored.shape
+            memory = self._allocate(outputs * inputs * self.dtype.itemsize)
+            weight_OI = memory.view(self.dtype).view(outputs, inputs)
+            weight_OI.copy_(as_tensor(stored, self.dtype))
         else:
-            weight_OI = self._matrix([f"{name}.weight"], is_packed=False)
-        return weight_OI.view(num_heads, -1, weight_OI.shape[1])
+            weight_OI = self.table(f"{name}.weight")
+        weight_HXI = weight_OI.view(num_heads, -1, weight_OI.shape[1])
+        return lambda: weight_HXI
 
     def vector(self, name: str) -> Tensor:
         """A norm weight or a bias, copied: it is small and shares its page with large ones."""
-        return self._weights(name).to(self.dtype, copy=True)
+        vector = self._weights(name)
+        assert isinstance(vector, Tensor), "vectors are never quantised"
+        return vector.to(self.dtype, copy=True)
 
     def score_vector(self, name: str, *, is_on_host: bool = False) -> Tensor:
         """What is added to scores, in float32, and where they are computed for as long as we live.
@@ -141,12 +163,29 @@ class Loader:
             is_on_host: Whether the host computes these scores, wherever the decoder computes.
         """
         del is_on_host
-        return self._weights(name).to(torch.float32, copy=True)
+        vector = self._weights(name)
+        assert isinstance(vector, Tensor), "vectors are never quantised"
+        return vector.to(torch.float32, copy=True)
 
-    def _matrix(self, names: Sequence[str], *, is_packed: bool) -> Tensor:
-        parts = [self._weights(name) for name in names]
-        if len(parts) == 1 and _is_read_as_stored(parts[0], self.dtype):
-            return parts[0]
+    def _side_by_side(self, weights: Sequence[Weight], biases: Sequence[Tensor] | None) -> Linear:
+        """Each of the projections by itself: they are stored in different ways."""
+        is_packed = packed_linear_is_used(self.dtype)
+        parts = [
+            make_linear(
+                self._matrix([weight], is_packed=is_packed),
+                None if biases is None else biases[i],
+                self._allocate,
+                self.dtype,
+            )
+            for i, weight in enumerate(weights)
+        ]
+        return parts[0] if len(parts) == 1 else SideBySide(parts)
+
+    def _matrix(self, weights: Sequence[Weight], *, is_packed: bool) -> Weight:
+        """Weights as one matrix of the type to compute in; a quantised one stays as it is."""
+        if len(weights) == 1 and _is_read_as_stored(weights[0], self.dtype):
+            return weights[0]
+        parts = [weight for weight in weights if isinstance(weight, Tensor)]
         rows, columns = sum(len(part) for part in parts), parts[0].shape[1]
         if is_packed:
             out_OI = torch.empty(rows, columns, dtype=self.dtype)
@@ -183,15 +222,16 @@ class _ArenaPlan:
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, weights: GetWeight | None) -> None:
         self._spec, self._dtype, self._weights = spec, dtype, weights
+        self._shapes = model_weights(spec)
 
     def num_bytes(self) -> int:
         spec = self._spec
         vocabulary = (spec.vocab_size, spec.hidden_size)
         total = self._matrix([EMBEDDING], *vocabulary)
-        if packed_linear_is_used(self._dtype):
+        if not spec.tie_word_embeddings:
+            total += self._linear([HEAD.removesuffix(".weight")], *vocabulary)
+        elif packed_linear_is_used(self._dtype):
             total += _aligned(packed_linear_bytes(*vocabulary))
-        elif not spec.tie_word_embeddings:
-            total += self._matrix([HEAD], *vocabulary)
         for i, layer in enumerate(spec.layers):
             total += self._layer(layer_prefix(i), layer)
         return total
@@ -231,9 +271,10 @@ class _ArenaPlan:
         row = [f"{prefix}kv_a_proj_with_mqa"]
         total += self._linear(row, attention.cache_width, hidden_size)
         unfolded = attention.num_heads * (attention.nope_head_dim + attention.value_head_dim)
-        if packed_linear_is_used(self._dtype):
+        name = f"{prefix}kv_b_proj.weight"
+        if packed_linear_is_used(self._dtype) or self._format(name) is not None:
             return total + _aligned(unfolded * attention.kv_lora_rank * self._dtype.itemsize)
-        return total + self._matrix([f"{prefix}kv_b_proj.weight"], unfolded, attention.kv_lora_rank)
+        return total + self._matrix([name], unfolded, attention.kv_lora_rank)
 
     def _network(self, prefix: str, dense: DenseSpec) -> int:
         if not dense.has_bias:
@@ -245,7 +286,12 @@ class _ArenaPlan:
     def _gated(self, prefixes: Sequence[str], hidden: int, activation: str) -> int:
         hidden_size = self._spec.hidden_size
         if packed_experts_are_used(self._dtype, activation):
-            return _aligned(packed_experts_bytes(len(prefixes), hidden_size, hidden))
+            gate_up, down = (
+                self._format(f"{prefixes[0]}{part}_proj.weight") for part in ("gate", "down")
+            )
+            return _aligned(
+                packed_experts_bytes(len(prefixes), hidden_size, hidden, gate_up=gate_up, down=down)
+            )
         return sum(
             self._matrix([f"{prefix}{part}_proj.weight"], hidden, hidden_size)
             for prefix in prefixes
@@ -253,19 +299,36 @@ class _ArenaPlan:
         )
 
     def _linear(self, names: Sequence[str], outputs: int, inputs: int) -> int:
+        weights = [f"{name}.weight" for name in names]
+        if any(self._format(name) for name in weights):
+            return sum(self._part(name) for name in weights)
         if packed_linear_is_used(self._dtype):
             return _aligned(packed_linear_bytes(outputs, inputs))
-        return self._matrix([f"{name}.weight" for name in names], outputs, inputs)
+        return self._matrix(weights, outputs, inputs)
+
+    def _part(self, name: str) -> int:
+        """One of several projections that are stored in different ways."""
+        outputs, inputs = self._shapes[name]
+        if packed_linear_is_used(self._dtype):
+            return _aligned(packed_linear_bytes(outputs, inputs, self._format(name)))
+        return self._matrix([name], outputs, inputs)
+
+    def _format(self, name: str) -> WeightFormat | None:
+        return self._spec.format_of(name, self._shapes[name])
 
     def _matrix(self, names: Sequence[str], outputs: int, inputs: int) -> int:
         if len(names) == 1 and (
-            self._weights is None or _is_read_as_stored(self._weights(names[0]), self._dtype)
+            self._weights is None
+            or self._format(names[0]) is not None
+            or _is_read_as_stored(self._weights(names[0]), self._dtype)
         ):
             return 0
         return _aligned(outputs * inputs * self._dtype.itemsize)
 
 
-def _is_read_as_stored(weight_OI: Tensor, dtype: torch.dtype) -> bool:
+def _is_read_as_stored(weight_OI: Weight, dtype: torch.dtype) -> bool:
+    if isinstance(weight_OI, StoredMatrix):
+        return True
     return weight_OI.dtype == dtype and weight_OI.is_contiguous()
 
 

@@ -5,13 +5,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from raymoe.codecs import Weight, as_tensor
 from raymoe.kernels.cpu_experts import Experts, GatedFfn, PlainExperts, PlainGatedFfn
-from raymoe.kernels.cpu_linear import Linear, PlainLinear
-from raymoe.model.loading import GetWeight, Loader, clamp_of
+from raymoe.kernels.cpu_linear import Linear, PlainLinear, SideBySide
+from raymoe.model.loading import GetWeight, HeadMatrices, Loader, clamp_of
 from raymoe.specs.model import MoeSpec
 from raymoe.specs.weight_names import HEAD
 
-GetView = Callable[[str], Tensor]
+GetView = Callable[[str], Weight]
 
 
 class PagedLoader(Loader):
@@ -37,18 +38,27 @@ class PagedLoader(Loader):
 
     def linear(self, names: Sequence[str], *, has_bias: bool = False) -> Linear:
         """See `Loader`."""
-        bias_O = _joined([self._view(f"{name}.bias") for name in names]) if has_bias else None
-        return PlainLinear(_joined([self._view(f"{name}.weight") for name in names]), bias_O)
+        weights = [self._view(f"{name}.weight") for name in names]
+        biases = [self.vector(f"{name}.bias") for name in names] if has_bias else None
+        plain = [weight for weight in weights if isinstance(weight, Tensor)]
+        if len(plain) == len(weights):
+            return PlainLinear(_joined(plain), None if biases is None else _joined(biases))
+        parts = [
+            PlainLinear(weight, None if biases is None else biases[i])
+            for i, weight in enumerate(weights)
+        ]
+        return parts[0] if len(parts) == 1 else SideBySide(parts)
 
     def tied_linear(self, weight_OI: Tensor, bias: str | None) -> Linear:
         """See `Loader`; the embedding is on the host, so the head has a view of its own."""
         del weight_OI
-        return PlainLinear(self._view(HEAD), None if bias is None else self._view(bias))
+        return PlainLinear(self._view(HEAD), None if bias is None else self.vector(bias))
 
-    def head_matrices(self, name: str, num_heads: int) -> Tensor:
-        """See `Loader`; a view here."""
-        weight_OI = self._view(f"{name}.weight")
-        return weight_OI.view(num_heads, -1, weight_OI.shape[1])
+    def head_matrices(self, name: str, num_heads: int) -> HeadMatrices:
+        """See `Loader`; a view here, decoded whenever it is asked for."""
+        weight = self._view(f"{name}.weight")
+        shape = (num_heads, -1, weight.shape[1])
+        return lambda: as_tensor(weight, self.dtype).view(shape)
 
     def experts(self, prefix: str, moe: MoeSpec) -> Experts:
         """See `Loader`."""
@@ -77,16 +87,20 @@ class PagedLoader(Loader):
 
     def table(self, name: str) -> Tensor:
         """See `Loader`."""
-        return self._view(name)
+        return self.vector(name)
 
     def vector(self, name: str) -> Tensor:
         """See `Loader`; a view here."""
-        return self._view(name)
+        view = self._view(name)
+        assert isinstance(view, Tensor), "tables and vectors are never quantised"
+        return view
 
     def score_vector(self, name: str, *, is_on_host: bool = False) -> Tensor:
         """See `Loader`; a copy of what is stored, beside the views."""
         device = "cpu" if is_on_host else self.device
-        return self._stored(name).to(device, torch.float32, copy=True)
+        stored = self._stored(name)
+        assert isinstance(stored, Tensor), "vectors are never quantised"
+        return stored.to(device, torch.float32, copy=True)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -13,6 +13,7 @@ from raymoe.units import GIB, MIB
 
 RUNTIME_BYTES = GIB  # interpreter, torch, tokenizer, request state
 DEVICE_RUNTIME_BYTES = 512 * MIB  # kernels, workspaces of matrix products, rounding
+DECODING_BYTES = 160 * MIB  # a block of a quantised matrix on its way to numbers
 LOGIT_CHUNK_ROWS = 256
 NUM_SLOTS = 2
 STAGED_WAVES = 2  # KV of this many waves is on the device at once
@@ -123,7 +124,8 @@ def _routed(work: ModelWork, tokens: int) -> int:
 def _intermediates(model: ModelSpec, work: ModelWork, tokens: int) -> int:
     """The largest of what operations allocate while they run: projections, or routed experts."""
     largest = max(_ffn_intermediates(layer, work, tokens) for layer in work.layers)
-    return largest + logit_bytes(model) + DEVICE_RUNTIME_BYTES
+    decoding = 0 if model.quantization is None else DECODING_BYTES
+    return largest + decoding + logit_bytes(model) + DEVICE_RUNTIME_BYTES
 
 
 def _ffn_intermediates(layer: LayerWork, work: ModelWork, tokens: int) -> int:

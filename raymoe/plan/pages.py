@@ -5,7 +5,7 @@ shared expert, the experts that do not stay. It is cut by bytes, so a page may e
 and may hold both parts; whoever reads a part waits for all pages that hold some of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Self
@@ -13,9 +13,15 @@ from typing import NamedTuple, Self
 from raymoe.errors import ConfigError
 from raymoe.plan.policy import PAGE_BYTES
 from raymoe.schedule.builders.shape import LayerPages
-from raymoe.specs.layer_weights import attention_weights, common_weights, expert_weights
+from raymoe.specs.layer_weights import (
+    Shape,
+    attention_weights,
+    common_weights,
+    expert_weights,
+)
 from raymoe.specs.layers import MoeSpec
 from raymoe.specs.model import ModelSpec
+from raymoe.specs.weight_parts import PART_ALIGNMENT
 from raymoe.units import ceil_div
 
 PAGE_ALIGNMENT = 256
@@ -23,7 +29,7 @@ PAGE_ALIGNMENT = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerBytes:
-    """Bytes of the weights of one layer, by who reads them.
+    """Bytes of the weights of one layer, by who reads them, whole `PART_ALIGNMENT`s each.
 
     Attributes:
         attention: Norms, Q, K, V and O projections, router.
@@ -47,14 +53,19 @@ class LayerBytes:
             bytes_per_element: Of weights that are not quantised.
         """
         layer, hidden = model.layers[i], model.hidden_size
-        attention = model.bytes_of(attention_weights(layer, hidden), bytes_per_element, i)
-        common = model.bytes_of(common_weights(layer, hidden), bytes_per_element, i)
+
+        def count(weights: Iterable[tuple[str, Shape]]) -> int:
+            num_bytes = model.bytes_of(weights, bytes_per_element, i)
+            return PART_ALIGNMENT * ceil_div(num_bytes, PART_ALIGNMENT)
+
+        attention = count(attention_weights(layer, hidden))
+        common = count(common_weights(layer, hidden))
         if not isinstance(layer.ffn, MoeSpec):
             return cls(attention=attention, shared=0, expert=common, num_experts=1)
         return cls(
             attention=attention,
             shared=common,
-            expert=model.bytes_of(expert_weights(layer.ffn, hidden), bytes_per_element, i),
+            expert=count(expert_weights(layer.ffn, hidden)),
             num_experts=layer.ffn.num_experts,
         )
 

@@ -37,7 +37,7 @@ from raymoe.specs.quantization import Quantization, parse_quantization
 from raymoe.specs.rope import RopeSpec
 from raymoe.specs.rope_fields import parse_rope
 from raymoe.specs.stored_types import ITEM_BYTES
-from raymoe.specs.weight_format import PLAIN_FORMATS
+from raymoe.specs.weight_format import PLAIN_FORMATS, WeightFormat
 
 __all__ = [
     "AttentionSpec",
@@ -143,14 +143,18 @@ class ModelSpec:
         prefix = "" if layer is None else layer_prefix(layer)
         total = 0
         for name, shape in weights:
-            stored = None
-            if self.quantization is not None and len(shape) == 2:
-                stored = self.quantization.format_of(prefix + name)
+            stored = self.format_of(prefix + name, shape)
             if stored is None:
                 total += prod(shape) * bytes_per_element
             else:
                 total += stored.matrix_bytes(*shape)
         return total
+
+    def format_of(self, name: str, shape: Shape) -> WeightFormat | None:
+        """How a weight is stored, by its canonical name; None: as it is."""
+        if self.quantization is None or len(shape) != 2:
+            return None
+        return self.quantization.format_of(name)
 
     def outer_weights(self) -> dict[str, Shape]:
         """Canonical names and shapes of the weights that are not in a layer."""

@@ -7,7 +7,7 @@ for.
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from raymoe.errors import UnsupportedModelError
@@ -42,6 +42,7 @@ _TENSORS_FIELDS = frozenset(
 )
 _WEIGHTS_FIELDS = frozenset({"strategy", "group_size", "symmetric", "observer", "observer_kwargs"})
 
+_EXPERT_NUMBER = re.compile(rf"(?<={re.escape(EXPERTS)})\d+")
 # Read by row, or so small that every method leaves them alone.
 _ALWAYS_PLAIN = ("model.embed_tokens.", ROUTER, "mlp.shared_expert_gate.")
 
@@ -63,9 +64,21 @@ class Quantization:
     excluded: tuple[re.Pattern[str], ...] = ()
     is_head_plain: bool = True
     is_experts_only: bool = False
+    _known: dict[str, WeightFormat | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def format_of(self, name: str) -> WeightFormat | None:
-        """The format of a matrix by its canonical name; None where it is stored as it is."""
+        """The format of a matrix by its canonical name; None where it is stored as it is.
+
+        Patterns name no single expert, so the experts of a layer are looked up once.
+        """
+        name = _EXPERT_NUMBER.sub("0", name, count=1)
+        if name not in self._known:
+            self._known[name] = self._find(name)
+        return self._known[name]
+
+    def _find(self, name: str) -> WeightFormat | None:
         if any(plain in name for plain in _ALWAYS_PLAIN):
             return None
         if (name == HEAD and self.is_head_plain) or (self.is_experts_only and EXPERTS not in name):

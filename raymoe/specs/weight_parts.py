@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from raymoe.specs.layer_weights import EXPERTS, ROUTER, Shape, layer_weights, num_elements
 from raymoe.specs.layers import LayerSpec
 
+# Bytes: each part begins at a multiple, so that all types of elements can be read in it.
+PART_ALIGNMENT = 16
+
 _FIRST = ("input_layernorm.weight", *(f"self_attn.{part}_proj.weight" for part in "qkv"))
 _NEXT = tuple(f"self_attn.{part}_proj.bias" for part in "qkv")
 

@@ -1,0 +1,84 @@
+"""Quantised checkpoints give what transformers gives with the numbers that they stand for."""
+
+import pytest
+import torch
+import transformers
+
+from raymoe.config import EngineConfig
+from raymoe.engine.engine import Engine
+from raymoe.memory.checkpoint import Checkpoint
+from raymoe.plan.policy import DevicePolicy, Policy
+from raymoe.specs.model import ModelSpec
+from tests.parity.driver import Driver, load_decoder
+from tests.quantised_checkpoints import CASES, checkpoints
+
+NAMES = [case.name for case in CASES]
+# Through the engine in the default run: other bits, other scales, zero points and orders.
+QUICK = ("fp8 blocks, bfloat16 scales, some plain", "gptq, act-order, zero points", "mxfp4")
+ENGINE_NAMES = [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NAMES
+]
+SIZES = {"batch_size": 8, "pass_tokens": 128, "prefill_chunk_tokens": 64, "num_kv_blocks": 40}
+DEVICE = DevicePolicy(num_waves=2, page_bytes=9_000, resident_bytes=30_000)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(199, (n,), generator=generator).tolist() for n in (1, 40, 17, 33, 8)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_transformers_with_the_decoded_weights(name: str) -> None:
+    found = checkpoints(name)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        found.plain,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",
+    ).eval()
+    rows = prompts()
+    driver = Driver(load_decoder(found.quantised), rows, 1)
+    logits_TV = driver.run_pass([(0, len(row)) for row in rows])
+    for row, logits in zip(rows, logits_TV.split([len(row) for row in rows]), strict=True):
+        with torch.no_grad():
+            expected = theirs(torch.tensor([row])).logits[0]
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * expected.abs().max())
+
+
+def generate(directory, **options) -> list[tuple[int, ...]]:
+    device_policy = DEVICE if options.get("device") == "emulated" else None
+    policy = Policy(**SIZES, device=device_policy)
+    config = EngineConfig(linger_s=0.0, policy=policy, **options)
+    with Engine.from_pretrained(directory, config) as engine:
+        rows = engine.generate(prompts(), {"temperature": 0, "max_tokens": 24, "ignore_eos": True})
+    assert [row.error for row in rows] == [""] * len(rows)
+    return [row.token_ids for row in rows]
+
+
+@pytest.mark.parametrize("name", ENGINE_NAMES)
+def test_pages_of_stored_bytes_give_the_tokens_of_the_cpu(name: str) -> None:
+    found = checkpoints(name)
+    expected = generate(found.plain, dtype="float32")
+    assert generate(found.quantised, dtype="float32") == expected
+    on_device = {"dtype": "float32", "device": "emulated", "schedule": "cgopipe"}
+    assert generate(found.quantised, **on_device) == expected
+
+
+@pytest.mark.parametrize("name", ENGINE_NAMES)
+def test_packed_codes_give_the_tokens_of_packed_weights(name: str) -> None:
+    """In bfloat16, to the bit where the kernels have it: codes are decoded to what was packed."""
+    found = checkpoints(name)
+    assert generate(found.quantised, dtype="bfloat16") == generate(found.plain, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_take_the_bytes_that_the_plan_counts(name: str) -> None:
+    directory = checkpoints(name).quantised
+    stored = Checkpoint.open(directory)
+    widened = sum(
+        stored.entry(tensor).num_bytes
+        for tensor in stored.names()
+        if "weight_scale_inv" in tensor and stored.entry(tensor).dtype == "BF16"
+    )
+    num_bytes = sum(stored.entry(tensor).num_bytes for tensor in stored.names()) + widened
+    assert ModelSpec.from_directory(directory).weight_bytes(4) == num_bytes

@@ -1,0 +1,208 @@
+"""Tiny quantised checkpoints, each beside the plain one of the numbers that it stands for."""
+
+import atexit
+import functools
+import json
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from raymoe.specs.weight_format import (
+    Awq,
+    Fp8Block,
+    Fp8Channel,
+    Gptq,
+    Mxfp4,
+    PackedInt4,
+    WeightFormat,
+)
+from tests.parity.configurations import Configuration
+from tests.parity.fields import BASE
+from tests.parity.oracle import make_model
+from tests.quantisers import quantise
+
+_PROJECTION = re.compile(r"(_proj|\.w[123])\.weight$")
+_FUSED_EXPERTS = re.compile(r"experts\.(gate_up|down)_proj$")  # [experts, inputs, outputs]
+_FILE = "model.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantisedCase:
+    """A random model and how it is stored.
+
+    Attributes:
+        excluded: Parts of the names of projections that are not quantised.
+        seed: Of weights, orders and zero points.
+    """
+
+    name: str
+    family: str
+    stored: WeightFormat
+    config: dict[str, Any]
+    fields: dict[str, Any] = field(default_factory=dict)
+    excluded: tuple[str, ...] = ()
+    scale_dtype: torch.dtype = torch.float16
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoints:
+    """Directories of the same model."""
+
+    quantised: Path
+    plain: Path
+
+
+def _group(strategy: str = "group", **weights: Any) -> dict[str, Any]:
+    arguments = {"num_bits": 4, "type": "int", "strategy": strategy, "symmetric": True} | weights
+    return {"group_0": {"targets": ["Linear"], "weights": arguments}}
+
+
+_SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+_QWEN3 = BASE | _SIZES | {"moe_intermediate_size": 64, "num_experts": 6, "num_experts_per_tok": 2}
+_MIXTRAL = BASE | _SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}
+_FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, "sym": True}
+_PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+
+CASES = [
+    QuantisedCase(
+        name="fp8 blocks, odd sizes",
+        family="qwen3_moe",
+        stored=Fp8Block(),
+        config=_FP8,
+        fields=_QWEN3 | {"hidden_size": 136, "moe_intermediate_size": 150},
+    ),
+    QuantisedCase(
+        name="fp8 blocks, bfloat16 scales, some plain",
+        family="qwen3_moe",
+        stored=Fp8Block(),
+        config=_FP8 | {"modules_to_not_convert": ["lm_head", "model.layers.0", "k_proj"]},
+        fields=_QWEN3,
+        excluded=("layers.0", "k_proj"),
+        scale_dtype=torch.bfloat16,
+    ),
+    QuantisedCase(
+        name="fp8 channels",
+        family="mixtral",
+        stored=Fp8Channel(),
+        config={"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]},
+        fields=_MIXTRAL,
+        scale_dtype=torch.float32,
+    ),
+    QuantisedCase(
+        name="gptq",
+        family="qwen2_moe",
+        stored=Gptq(16),
+        config=_GPTQ,
+        fields={k: v for k, v in _QWEN3.items() if k != "head_dim"}
+        | {"shared_expert_intermediate_size": 80, "num_attention_heads": 4},
+    ),
+    QuantisedCase(
+        name="gptq, act-order, zero points",
+        family="mixtral",
+        stored=Gptq(32),
+        config=_GPTQ | {"group_size": 32, "desc_act": True, "sym": False},
+        fields=_MIXTRAL,
+        seed=1,
+    ),
+    QuantisedCase(
+        name="awq",
+        family="qwen3_moe",
+        stored=Awq(32),
+        config={"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True},
+        fields=_QWEN3,
+    ),
+    QuantisedCase(
+        name="packed int4, experts alone",
+        family="qwen3_moe",
+        stored=PackedInt4(32),
+        config=_PACKED
+        | {"config_groups": _group(group_size=32), "ignore": ["lm_head", "re:.*self_attn.*"]},
+        fields=_QWEN3,
+        excluded=("self_attn",),
+        scale_dtype=torch.bfloat16,
+    ),
+    QuantisedCase(
+        name="packed int4, zero points, order",
+        family="mixtral",
+        stored=PackedInt4(16, has_zero_points=True, has_order=True),
+        config=_PACKED
+        | {
+            "config_groups": _group(group_size=16, symmetric=False, actorder="group"),
+            "ignore": ["lm_head"],
+        },
+        fields=_MIXTRAL,
+    ),
+    QuantisedCase(
+        name="mxfp4",
+        family="gpt_oss",
+        stored=Mxfp4(),
+        config={"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+        fields=_MIXTRAL | {"sliding_window": 20},
+        excluded=("self_attn",),
+    ),
+    QuantisedCase(
+        name="fp8 blocks of MiniMax-M2",
+        family="minimax_m2",
+        stored=Fp8Block(),
+        config=_FP8 | {"modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"]},
+        fields=_MIXTRAL | {"intermediate_size": 136},
+        scale_dtype=torch.float32,
+    ),
+]
+
+
+@functools.cache
+def checkpoints(name: str) -> Checkpoints:
+    """The checkpoints of the case of this name; they live as long as the process."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    case = next(case for case in CASES if case.name == name)
+    root = Path(tempfile.mkdtemp(prefix="raymoe-quantised-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    configuration = Configuration(
+        name=case.name, family=case.family, fields=case.fields, seed=case.seed
+    )
+    plain, quantised = root / "plain", root / "quantised"
+    make_model(configuration).save_pretrained(plain)
+    shutil.copytree(plain, quantised)
+    tensors, numbers = _quantised(case, load_file(plain / _FILE))
+    save_file(tensors, quantised / _FILE)
+    save_file(numbers, plain / _FILE)
+    config = json.loads((quantised / "config.json").read_text())
+    config["quantization_config"] = case.config
+    (quantised / "config.json").write_text(json.dumps(config))
+    return Checkpoints(quantised=quantised, plain=plain)
+
+
+def _quantised(
+    case: QuantisedCase, weights: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What is stored, and the numbers of the plain checkpoint."""
+    tensors: dict[str, Tensor] = {}
+    numbers = dict(weights)
+    for name, weight in weights.items():
+        is_excluded = any(part in name for part in case.excluded)
+        if _FUSED_EXPERTS.search(name):
+            found = [quantise(case.stored, expert.t()) for expert in weight]
+            for suffix in found[0].tensors:
+                tensors[name + suffix] = torch.stack([each.tensors[suffix] for each in found])
+            numbers[name] = torch.stack([each.exact.float().t() for each in found]).contiguous()
+            continue
+        if is_excluded or not _PROJECTION.search(name):
+            tensors[name] = weight
+            continue
+        found = quantise(case.stored, weight, scale_dtype=case.scale_dtype, seed=case.seed)
+        module = name.removesuffix(".weight")
+        tensors |= {module + suffix: tensor for suffix, tensor in found.tensors.items()}
+        numbers[name] = found.exact.float()
+    return tensors, numbers
