@@ -29,7 +29,7 @@ from tests.parity.fields import BASE
 from tests.parity.oracle import make_model
 from tests.quantisers import quantise
 
-_PROJECTION = re.compile(r"(_proj|\.w[123])\.weight$")
+_PROJECTION = re.compile(r"(_proj|_mqa|\.w[123])\.weight$")
 _FUSED_EXPERTS = re.compile(r"experts\.(gate_up|down)_proj$")  # [experts, inputs, outputs]
 _FILE = "model.safetensors"
 
@@ -156,6 +156,31 @@ CASES = [
         stored=Fp8Block(),
         config=_FP8 | {"modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"]},
         fields=_MIXTRAL | {"intermediate_size": 136},
+        scale_dtype=torch.float32,
+    ),
+    QuantisedCase(
+        name="fp8 blocks of DeepSeek-V3",
+        family="deepseek_v3",
+        stored=Fp8Block(),
+        config=_FP8,
+        fields={
+            **BASE,
+            "hidden_size": 72,
+            "intermediate_size": 144,
+            "moe_intermediate_size": 56,
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 6,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "q_lora_rank": 40,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 24,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 20,
+        },
         scale_dtype=torch.float32,
     ),
 ]

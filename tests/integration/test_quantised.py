@@ -14,7 +14,12 @@ from tests.quantised_checkpoints import CASES, checkpoints
 
 NAMES = [case.name for case in CASES]
 # Through the engine in the default run: other bits, other scales, zero points and orders.
-QUICK = ("fp8 blocks, bfloat16 scales, some plain", "gptq, act-order, zero points", "mxfp4")
+QUICK = (
+    "fp8 blocks, bfloat16 scales, some plain",
+    "gptq, act-order, zero points",
+    "mxfp4",
+    "fp8 blocks of DeepSeek-V3",
+)
 ENGINE_NAMES = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NAMES
 ]
