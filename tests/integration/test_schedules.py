@@ -13,7 +13,8 @@ from raymoe.specs.workload import Workload
 from tests.parity.cases import get_case
 from tests.parity.configurations import CONFIGURATIONS
 
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3")
+PAPERS = ("cgopipe", "vslpipe", "module_batching")
 NUM_PROMPTS, NUM_TOKENS = 10, 16
 SIZES = {"batch_size": 16, "pass_tokens": 512, "prefill_chunk_tokens": 512, "num_kv_blocks": 120}
 # Sizes of passes that differ from SIZES, and what is asked of the rows.
@@ -117,6 +118,22 @@ def test_slots_change_places_and_dense_layers_stream(name: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_schedule_and_scenario(family: str, schedule: str, scenario: str) -> None:
     check(family, schedule, scenario, DEVICES["pages"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", PAPERS)
+@pytest.mark.parametrize("name", [configuration.name for configuration in CONFIGURATIONS])
+def test_every_configuration_under_the_schedules_of_the_papers(name: str, schedule: str) -> None:
+    check_configuration(name, schedule, "mixed lengths", DEVICES["pages"])
+    check_configuration(name, schedule, "long prompt", DEVICES["resident share"])
+
+
+def test_latent_attention_is_divided_between_host_and_device() -> None:
+    name = "deepseek_v3: narrow latent, pairs apart, no dense layer"  # prompts in both forms
+    for schedule in PAPERS:
+        check_configuration(name, schedule, "mixed lengths", DEVICES["pages"])
+    check_configuration(name, "module_batching", "preemption", DEVICES["resident"])
+    check_configuration(name, "flexgen_s4", "long prompt", DEVICES["one wave"])
 
 
 @pytest.mark.slow
