@@ -26,7 +26,7 @@ _ERNIE = BASE | {
     "num_attention_heads": 3,
     "num_key_value_heads": 1,
     "num_hidden_layers": 3,
-    "tie_word_embeddings": False,
+    "use_bias": True,
 }
 _HUNYUAN = BASE | {"head_dim": 16, "num_experts": 5, "moe_topk": 2}
 GROUPS = {"n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
@@ -127,7 +127,7 @@ SIGMOID_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = 
             "no dense layer, top-1, tied": {
                 "moe_layer_start_index": 0,
                 "moe_k": 1,
-                "tie_word_embeddings": True,
+                "use_bias": False,
             },
             "every second layer, 2 shared": {
                 "num_hidden_layers": 4,
@@ -139,6 +139,7 @@ SIGMOID_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = 
                 "moe_layer_start_index": 1,
                 "moe_layer_end_index": 2,
                 "moe_norm_min": 0.7,
+                "tie_word_embeddings": False,
             },
             "MHA of 8, none shared, linear rope": {
                 "num_attention_heads": 6,
@@ -146,7 +147,7 @@ SIGMOID_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = 
                 "moe_num_shared_experts": 0,
                 "rope_parameters": LINEAR,
             },
-            "biases everywhere, tied": {"use_bias": True, "tie_word_embeddings": True},
+            "no biases, not tied": {"use_bias": False, "tie_word_embeddings": False},
             "5 experts, top-3, vocabulary 123": {
                 "moe_num_experts": 5,
                 "moe_k": 3,
