@@ -99,6 +99,8 @@ def parse_latent_attention(fields: ConfigFields) -> LatentAttentionSpec:
     # What transformers derives from the other fields, and writes.
     derived = {"num_key_value_heads": num_heads, "head_dim": rope, "qk_head_dim": nope + rope}
     for name, value in derived.items():
+        if name in fields.family.ignored:
+            continue
         if fields.has(name) and fields.positive(name) != value:
             raise ConfigError(
                 f"{name} is {fields.get(name)!r}; with latent attention of this configuration it "

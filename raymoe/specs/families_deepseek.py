@@ -1,14 +1,13 @@
 """Families with experts as DeepSeek's: a bias or groups for their choice, some of them shared."""
 
-import dataclasses
 from collections.abc import Mapping
 
 from raymoe.specs.family import Family, MoeRule, RouterRule, SharedRule, common_fields
 from raymoe.specs.rope import RopeRule
 
 # What trains the router, and layers that predict a second token.
-_TRAINING = frozenset({"aux_loss_alpha", "ep_size", "num_nextn_predict_layers", "seq_aux"})
-_NOAUX_TC = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
+TRAINING_FIELDS = frozenset({"aux_loss_alpha", "ep_size", "num_nextn_predict_layers", "seq_aux"})
+NOAUX_TC = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
 # DeepSeek-V3 adds 1e-20 to the sum of the weights; a floor differs where the sum is smaller still.
 _SIGMOID = RouterRule(
     scoring="sigmoid",
@@ -18,134 +17,16 @@ _SIGMOID = RouterRule(
     has_selection_bias=True,
     group_score="top2_sum",
 )
-_SHARED = SharedRule(hidden="moe_intermediate_size", count="n_shared_experts")
-_EXPERTS = MoeRule(
+SHARED = SharedRule(hidden="moe_intermediate_size", count="n_shared_experts")
+SIGMOID_EXPERTS = MoeRule(
     num_experts="n_routed_experts",
     expert_hidden="moe_intermediate_size",
     router=_SIGMOID,
-    shared=_SHARED,
+    shared=SHARED,
     sparse_layers="after_leading",
 )
 
-_LATENT: dict[str, object] = {
-    "qk_head_dim": None,
-    "attention_bias": False,
-    "kv_lora_rank": 512,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-}
-
 DEEPSEEK_FAMILIES: Mapping[str, Family] = {
-    "deepseek_v2": Family(
-        architecture="DeepseekV2ForCausalLM",
-        was_published_with_code=True,
-        defaults=common_fields(
-            vocab_size=102400,
-            intermediate_size=11008,
-            max_position_embeddings=2048,
-            eos_token_id=2,
-            mlp_bias=False,
-            first_k_dense_replace=0,
-            n_group=None,
-            n_routed_experts=64,
-            n_shared_experts=2,
-            routed_scaling_factor=1.0,
-            topk_group=None,
-            topk_method="greedy",
-            num_experts_per_tok=None,
-            moe_intermediate_size=1407,
-            **_LATENT,
-        ),
-        aliases={"num_experts": "n_routed_experts"},
-        ignored=_TRAINING,
-        fixed={
-            "moe_layer_freq": (1,),
-            "norm_topk_prob": (False, None),
-            "scoring_func": ("softmax",),
-        },
-        rope=RopeRule(is_interleaved=True),
-        is_latent=True,
-        qkv_bias="attention_bias",
-        mlp_bias="mlp_bias",
-        moe=MoeRule(
-            num_experts="n_routed_experts",
-            expert_hidden="moe_intermediate_size",
-            router=RouterRule(
-                renormalize=False,
-                scale="routed_scaling_factor",
-                group_score="max",
-                groups_switch=("topk_method", "group_limited_greedy", "greedy"),
-            ),
-            shared=_SHARED,
-            sparse_layers="after_leading",
-        ),
-    ),
-    "deepseek_v3": Family(
-        architecture="DeepseekV3ForCausalLM",
-        was_published_with_code=True,
-        defaults=common_fields(
-            vocab_size=129280,
-            hidden_size=7168,
-            intermediate_size=18432,
-            num_hidden_layers=61,
-            num_attention_heads=128,
-            num_key_value_heads=128,
-            max_position_embeddings=4096,
-            eos_token_id=1,
-            first_k_dense_replace=3,
-            n_group=8,
-            n_routed_experts=256,
-            n_shared_experts=1,
-            norm_topk_prob=True,
-            routed_scaling_factor=2.5,
-            topk_group=4,
-            num_experts_per_tok=8,
-            moe_intermediate_size=2048,
-            rope_interleave=True,
-            **_LATENT,
-        ),
-        aliases={"num_local_experts": "n_routed_experts"},
-        ignored=_TRAINING,
-        fixed=_NOAUX_TC,
-        rope=RopeRule(is_interleaved=True),
-        is_latent=True,
-        qkv_bias="attention_bias",
-        moe=_EXPERTS,
-    ),
-    "glm4_moe_lite": Family(
-        architecture="Glm4MoeLiteForCausalLM",
-        defaults=common_fields(
-            vocab_size=154880,
-            hidden_size=2048,
-            intermediate_size=10240,
-            num_hidden_layers=47,
-            num_attention_heads=20,
-            num_key_value_heads=20,
-            max_position_embeddings=202752,
-            rms_norm_eps=1e-5,
-            eos_token_id=1,
-            mlp_layer_types=None,
-            n_group=1,
-            n_routed_experts=64,
-            n_shared_experts=1,
-            norm_topk_prob=True,
-            routed_scaling_factor=1.8,
-            topk_group=1,
-            num_experts_per_tok=4,
-            moe_intermediate_size=1536,
-            rope_interleave=True,
-            **_LATENT | {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256},
-        ),
-        aliases={"num_local_experts": "n_routed_experts"},
-        ignored=_TRAINING,
-        fixed=_NOAUX_TC | {"first_k_dense_replace": (1,)},
-        rope=RopeRule(is_interleaved=True),
-        is_latent=True,
-        qkv_bias="attention_bias",
-        moe=dataclasses.replace(_EXPERTS, sparse_layers="listed"),
-    ),
     "glm4_moe": Family(
         architecture="Glm4MoeForCausalLM",
         defaults=common_fields(
@@ -169,13 +50,13 @@ DEEPSEEK_FAMILIES: Mapping[str, Family] = {
             use_qk_norm=False,
         ),
         aliases={"num_local_experts": "n_routed_experts"},
-        ignored=_TRAINING,
-        fixed=_NOAUX_TC,
+        ignored=TRAINING_FIELDS,
+        fixed=NOAUX_TC,
         rope=RopeRule(is_partial=True, partial_factor=0.5),
         qk_norm="head",
         qk_norm_switch="use_qk_norm",
         qkv_bias="attention_bias",
-        moe=_EXPERTS,
+        moe=SIGMOID_EXPERTS,
     ),
     "dots1": Family(
         architecture="Dots1ForCausalLM",
@@ -202,12 +83,12 @@ DEEPSEEK_FAMILIES: Mapping[str, Family] = {
             layer_types=None,
         ),
         aliases={"num_local_experts": "n_routed_experts"},
-        ignored=_TRAINING,
-        fixed=_NOAUX_TC,
+        ignored=TRAINING_FIELDS,
+        fixed=NOAUX_TC,
         qk_norm="head",
         qkv_bias="attention_bias",
         output_bias="attention_bias",
-        moe=_EXPERTS,
+        moe=SIGMOID_EXPERTS,
         windowed_layers="from_max",
         has_layer_types=True,
     ),

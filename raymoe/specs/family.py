@@ -141,6 +141,9 @@ class Family:
         norm_eps: Of the norms, or the field that holds it.
         has_norm_bias: Whether these norms have biases.
         is_latent: Whether attention is latent (MLA).
+        context_limit: Field with the tokens from which on attention would leave some of them out,
+            which is not implemented: longer contexts are refused.
+        full_layer_type: What `layer_types` calls a layer that sees everything.
         scale: Field with the factor of the attention scores.
         qk_norm: Norm of queries and keys: none, per head, or over the full width.
         qk_norm_switch: Field that switches that norm; None: it is always there.
@@ -171,6 +174,8 @@ class Family:
     norm_eps: float | str = "rms_norm_eps"
     has_norm_bias: bool = False
     is_latent: bool = False
+    context_limit: str | None = None
+    full_layer_type: str = "full_attention"
     scale: str | None = None
     qk_norm: QkNorm = "none"
     qk_norm_switch: str | None = None

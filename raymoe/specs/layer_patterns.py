@@ -6,7 +6,7 @@ from raymoe.errors import ConfigError, UnsupportedModelError
 from raymoe.specs.config_fields import ConfigFields
 from raymoe.specs.family import SparseLayers
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+SLIDING = "sliding_attention"
 DENSE, SPARSE = "dense", "sparse"
 
 
@@ -56,7 +56,8 @@ def _sliding_layers(fields: ConfigFields, num_layers: int) -> list[bool]:
 
 
 def _named_layers(fields: ConfigFields, num_layers: int, slides: list[bool]) -> list[bool]:
-    named = _kinds(fields.layer_types, "layer_types", (FULL, SLIDING), num_layers)
+    kinds = (fields.family.full_layer_type, SLIDING)
+    named = _kinds(fields.layer_types, "layer_types", kinds, num_layers)
     if not fields.family.has_layer_types and named != slides:
         raise UnsupportedModelError(
             f"layer_types = {fields.layer_types!r} disagrees with the sliding window of this "
@@ -91,9 +92,14 @@ def _after_leading(fields: ConfigFields, num_layers: int) -> list[bool]:
 
 def _listed(fields: ConfigFields, num_layers: int) -> list[bool]:
     if not fields.has("mlp_layer_types"):
-        return [i > 0 for i in range(num_layers)]
+        is_counted = fields.has("first_k_dense_replace")
+        return _after_leading(fields, num_layers) if is_counted else _after_first(num_layers)
     kinds = fields.get("mlp_layer_types")
     return _kinds(kinds, "mlp_layer_types", (DENSE, SPARSE), num_layers)
+
+
+def _after_first(num_layers: int) -> list[bool]:
+    return [i > 0 for i in range(num_layers)]
 
 
 def _ranged(fields: ConfigFields, num_layers: int) -> list[bool]:

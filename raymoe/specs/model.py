@@ -61,7 +61,8 @@ class ModelSpec:
         norm: Kind of all norms but those of queries, keys and latents, which are RMS norms.
         dtype: Type that the configuration names for the stored weights; None where it is silent.
         eos_token_ids: Of the configuration; a generation configuration may name others.
-        max_context_tokens: Longest sequence that the positions were made for.
+        max_context_tokens: Longest sequence that the positions were made for, and that sees all of
+            its tokens.
         embedding_multiplier: Factor of the embeddings of tokens.
         residual_multiplier: Factor of what attention and feed-forward network add.
         logits_divisor: Divisor of the logits.
@@ -193,6 +194,9 @@ class ModelSpec:
         )
         if isinstance(attention, LatentAttentionSpec):
             attention = replace(attention, scale=attention.scale * rope.scale_factor)
+        limit = rope.max_context_tokens
+        if family.context_limit is not None:
+            limit = min(limit, fields.positive(family.context_limit))
         embedding, residual, logits = map(fields.number_or, family.multipliers)
         return cls(
             model_type=model_type,
@@ -204,7 +208,7 @@ class ModelSpec:
             norm_eps=fields.number_or(family.norm_eps),
             rope=rope,
             tie_word_embeddings=fields.boolean("tie_word_embeddings"),
-            max_context_tokens=rope.max_context_tokens,
+            max_context_tokens=limit,
             dtype=_dtype(config),
             eos_token_ids=fields.token_ids("eos_token_id"),
             embedding_multiplier=embedding,

@@ -6,7 +6,7 @@ Names are those below the prefix of a layer, with "{expert}" for the number of a
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 EXPERT = "{expert}"
 
@@ -41,11 +41,13 @@ class Naming:
         layers: Prefix of a layer, with "{layer}" for its number.
         renamed: Begins of canonical names -> begins of stored ones; the first that fits counts.
         fused: Tensors that hold more than one weight.
+        unread: Parts of the names of tensors that are stored and not computed.
     """
 
     layers: str = "model.layers.{layer}."
     renamed: Mapping[str, str] | None = None
     fused: tuple[Fused, ...] = ()
+    unread: tuple[str, ...] = ()
 
     def rename(self, name: str) -> str:
         """The stored name of a canonical one; both without the prefix of their layer."""
@@ -82,6 +84,7 @@ _IN_ONE = Naming(
 )
 _MIXTRAL = Naming(renamed={**_MIXTRAL_EXPERTS, "mlp.": "block_sparse_moe."})
 _SEVERAL_SHARED = Naming(renamed={"mlp.shared_expert.": "mlp.shared_experts."})
+_INDEXED = replace(_SEVERAL_SHARED, unread=(".self_attn.indexer.",))
 
 NAMINGS: Mapping[str, tuple[Naming, ...]] = {
     "mixtral": (_MIXTRAL,),
@@ -97,6 +100,8 @@ NAMINGS: Mapping[str, tuple[Naming, ...]] = {
     "phimoe": (_MIXTRAL,),
     "deepseek_v2": (_SEVERAL_SHARED,),
     "deepseek_v3": (_SEVERAL_SHARED,),
+    "deepseek_v32": (_INDEXED,),
+    "glm_moe_dsa": (_INDEXED,),
     "glm4_moe": (_SEVERAL_SHARED,),
     "glm4_moe_lite": (_SEVERAL_SHARED,),
     "dots1": (_SEVERAL_SHARED,),

@@ -283,9 +283,13 @@ def _is_redundant(spec: ModelSpec, name: str, stored: Mapping[str, Shape]) -> bo
     """What is stored and not computed.
 
     Old checkpoints store the rope frequencies; tied ones may store the head twice; layers that
-    predict a second token follow the last one, or are modules of their own.
+    predict a second token follow the last one, or are modules of their own; some families store
+    what chooses tokens in contexts that are refused.
     """
     if name.startswith(_PREDICTORS) or name.endswith(".rotary_emb.inv_freq"):
+        return True
+    namings = namings_of(spec.model_type)
+    if any(part in name for naming in namings for part in naming.unread):
         return True
     layer = _LAYER.match(name)
     if layer is not None and int(layer[1]) >= spec.num_layers:

@@ -33,6 +33,8 @@ FAMILY_CONFIGS = {
     "deepseek_v2": "DeepseekV2Config",
     "deepseek_v3": "DeepseekV3Config",
     "glm4_moe_lite": "Glm4MoeLiteConfig",
+    "deepseek_v32": "DeepseekV32Config",
+    "glm_moe_dsa": "GlmMoeDsaConfig",
 }
 
 

@@ -25,6 +25,8 @@ _LATENT = BASE | {
 _V2 = _LATENT | {"n_shared_experts": 2, "routed_scaling_factor": 1.0}
 _V3 = _LATENT | {"n_group": 1, "topk_group": 1, "norm_topk_prob": True}
 _GLM = {name: value for name, value in _V3.items() if name != "first_k_dense_replace"}
+# No row of the tests is as long as `index_topk`: every token is attended to.
+_INDEXED = _V3 | {"index_topk": 128, "index_head_dim": 24, "index_n_heads": 2}
 _EXPERTS = {"n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
 _ODD = {
     "num_attention_heads": 5,
@@ -53,7 +55,11 @@ LATENT_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
                 "routed_scaling_factor": 1.7,
             },
             "odd sizes, no dense layer": {**_ODD, "first_k_dense_replace": 0},
-            "stretched yarn, biases": {"rope_parameters": _STRETCHED, "attention_bias": True},
+            "stretched yarn, biases": {
+                "rope_parameters": _STRETCHED,
+                "attention_bias": True,
+                "mlp_bias": True,
+            },
             "narrow latent, direct queries, tied": {
                 **_NARROW,
                 "q_lora_rank": None,
@@ -114,6 +120,35 @@ LATENT_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
                 **_WIDE_VALUES,
                 "rope_interleave": False,
                 "vocab_size": 201,
+            },
+        },
+    ),
+    "deepseek_v32": (
+        _INDEXED,
+        {
+            "plain": {},
+            "groups, 2 dense layers": {**_EXPERTS, "first_k_dense_replace": 2},
+            "odd sizes, tied": {**_ODD, "tie_word_embeddings": True},
+            "yarn, biases": {"rope_parameters": _ALIKE, "attention_bias": True},
+            "narrow latent, listed layers": {
+                **_NARROW,
+                "mlp_layer_types": ["sparse", "dense", "sparse"],
+            },
+            "wide values, no dense layer": {**_WIDE_VALUES, "first_k_dense_replace": 0},
+        },
+    ),
+    "glm_moe_dsa": (
+        _INDEXED,
+        {
+            "plain": {},
+            "groups, shared indexers": {**_EXPERTS, "indexer_types": ["full", "shared", "shared"]},
+            "odd sizes, 2 dense layers": {**_ODD, "first_k_dense_replace": 2},
+            "not renormalised, biases": {"norm_topk_prob": False, "attention_bias": True},
+            "narrow latent, all sparse": {**_NARROW, "mlp_layer_types": ["sparse"] * 3},
+            "wide values, top-1, scaled": {
+                **_WIDE_VALUES,
+                "num_experts_per_tok": 1,
+                "routed_scaling_factor": 0.7,
             },
         },
     ),

@@ -88,6 +88,13 @@ def _lite(rng: random.Random) -> dict[str, Any]:
     return fields | {"mlp_layer_types": rng.choice((None, kinds))}
 
 
+def _indexed(rng: random.Random) -> dict[str, Any]:
+    kinds = _lite(rng)["mlp_layer_types"]
+    fields = _latent(rng) | {"q_lora_rank": 12, "index_topk": 64, "index_n_heads": 2}
+    count = len(kinds) if kinds else fields["num_hidden_layers"]
+    return fields | {"num_hidden_layers": count, "mlp_layer_types": kinds}
+
+
 def _ernie(rng: random.Random) -> dict[str, Any]:
     fields = _grouped(rng) | {"use_bias": rng.choice((True, False))}
     return fields | {
@@ -127,6 +134,8 @@ FAMILIES = {
     "deepseek_v2": _v2,
     "deepseek_v3": _latent,
     "glm4_moe_lite": _lite,
+    "deepseek_v32": _indexed,
+    "glm_moe_dsa": _indexed,
     "glm4_moe": _sigmoid("use_qk_norm"),
     "dots1": _sigmoid(),
     "minimax_m2": _with(num_local_experts=5, num_experts_per_tok=2),
@@ -147,7 +156,9 @@ def test_random_models_have_as_many_elements_as_in_transformers(family: str, see
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
+@pytest.mark.parametrize(
+    "family", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"]
+)
 def test_scores_of_latent_attention_are_scaled_as_in_transformers(family: str, seed: int) -> None:
     rng = random.Random(f"scale {family} {seed}")
     rope = {"rope_type": "yarn", "factor": rng.uniform(1, 40), "rope_theta": 10_000.0}
@@ -266,7 +277,7 @@ YARN = published("deepseek-v3")["rope_scaling"]
         ("deepseek-v3", {"auto_map": {"AutoModel": "modeling_x.OtherModel"}}, "auto_map"),
         ("deepseek-v3", {"auto_map": "modeling_deepseek.Other"}, "auto_map"),
         ("deepseek-v3", {"architectures": ["DeepseekV32ForCausalLM"]}, "DeepseekV32"),
-        ("deepseek-v3", {"model_type": "deepseek_v32"}, "deepseek_v32.*supported: dbrx"),
+        ("deepseek-v3", {"model_type": "deepseek_v4"}, "deepseek_v4.*supported: dbrx"),
         ("kimi-k2", {"model_type": "kimi_k3"}, "kimi_k3"),
         ("kimi-k2", {"qk_layernorm": True}, "qk_layernorm"),
         ("gpt-oss-20b", {"hidden_act": "gelu"}, "clamped experts"),
@@ -318,6 +329,12 @@ def test_perturbed_configurations_are_refused(
         ("hunyuan_v1_moe", {"use_cla": True}, "use_cla"),
         ("glm4_moe_lite", {"first_k_dense_replace": 2}, "first_k_dense_replace = 2"),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types"),
+        ("deepseek_v32", {"index_topk": None}, "index_topk is None"),
+        ("deepseek_v32", {"rope_interleave": False}, "rope_interleave = False"),
+        ("deepseek_v32", {"layer_types": ["full_attention"] * 61}, "one of indexed_attention"),
+        ("glm_moe_dsa", {"moe_router_dtype": "bfloat16"}, "moe_router_dtype = 'bfloat16'"),
+        ("glm_moe_dsa", {"mlp_layer_types": ["dense"]}, "mlp_layer_types"),
+        ("glm_moe_dsa", {"index_compression": 4}, "index_compression"),
         ("mixtral", {"rope_scaling": {"type": "dynamic", "alpha": 9.0, "factor": 2.0}}, "alpha"),
         ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok = 3"),
         ("phimoe", {"router_jitter_noise": 0}, "router_jitter_noise is 0"),

@@ -10,7 +10,7 @@ from raymoe.specs.layers import AttentionSpec, DenseSpec, LatentAttentionSpec, M
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
 from tests.unit.specs.config_classes import (
-    CONFIG_CLASSES,
+    FAMILY_CONFIGS,
     meta_model,
     num_stored_elements,
     written,
@@ -118,7 +118,7 @@ def test_transformers_builds_a_model_with_as_many_elements(name: str) -> None:
     model, config = model_preset(name), dict(MODEL_PRESETS[name])
     config.pop("quantization_config", None)
     config.pop("model_type")
-    config_class = getattr(transformers, CONFIG_CLASSES[model.model_type])
+    config_class = getattr(transformers, FAMILY_CONFIGS[model.model_type])
     assert num_stored_elements(meta_model(config_class(**config))) == model.num_parameters
 
 
@@ -128,7 +128,7 @@ def test_what_transformers_makes_of_a_preset_is_the_same_model(name: str) -> Non
     quantization = config.pop("quantization_config", None)
     model_type = model_preset(name).model_type
     config.pop("model_type")
-    again = written(getattr(transformers, CONFIG_CLASSES[model_type])(**config))
+    again = written(getattr(transformers, FAMILY_CONFIGS[model_type])(**config))
     if quantization is not None:
         again["quantization_config"] = quantization
     assert ModelSpec.from_config(json.loads(json.dumps(again)), name=name) == model_preset(name)

@@ -1,0 +1,139 @@
+"""Families that leave tokens out in long contexts run up to there; longer contexts are refused."""
+
+import pytest
+
+from raymoe.errors import CheckpointError
+from raymoe.specs.layers import DenseSpec, LatentAttentionSpec
+from raymoe.specs.model import ModelSpec
+from raymoe.specs.weight_names import locate_weights, model_weights
+
+# What the published configurations of GLM-5.2 and DeepSeek-V3.2 say, but for the quantisation.
+GLM = {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "dtype": "bfloat16",
+    "eos_token_id": [154820, 154827, 154829],
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "head_dim": 192,
+    "hidden_act": "silu",
+    "hidden_size": 6144,
+    "index_head_dim": 128,
+    "index_n_heads": 32,
+    "index_share_for_mtp_iteration": True,
+    "index_skip_topk_offset": 3,
+    "index_topk": 2048,
+    "index_topk_freq": 4,
+    "index_topk_pattern": None,
+    "indexer_rope_interleave": True,
+    "indexer_types": ["full"] * 3 + ["shared"] * 75,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 1048576,
+    "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 75,
+    "model_type": "glm_moe_dsa",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "moe_router_dtype": "float32",
+    "n_group": 1,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 78,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 1,
+    "pad_token_id": 154820,
+    "pretraining_tp": 1,
+    "q_lora_rank": 2048,
+    "qk_head_dim": 256,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_interleave": True,
+    "rope_parameters": {"rope_theta": 8000000, "rope_type": "default"},
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "transformers_version": "5.15.0",
+    "use_cache": True,
+    "v_head_dim": 256,
+    "vocab_size": 154880,
+}
+DEEPSEEK = {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "first_k_dense_replace": 3,
+    "hidden_size": 7168,
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+
+
+@pytest.mark.parametrize(("config", "total"), [(GLM, 743e9), (DEEPSEEK, 671e9)])
+def test_published_configurations_run_up_to_the_tokens_that_are_all_seen(config, total) -> None:
+    spec = ModelSpec.from_config(config)
+    assert spec.max_context_tokens == 2048
+    assert spec.kv_bytes_per_token(2) == len(spec.layers) * (512 + 64) * 2
+    assert [isinstance(layer.ffn, DenseSpec) for layer in spec.layers[:4]] == [True] * 3 + [False]
+    assert isinstance(spec.layers[0].attention, LatentAttentionSpec)
+    assert spec.num_parameters == pytest.approx(total, rel=0.005)  # model cards, 744e9 and 671e9
+
+
+def test_positions_may_end_before_that() -> None:
+    assert ModelSpec.from_config(GLM | {"max_position_embeddings": 1024}).max_context_tokens == 1024
+
+
+def test_what_chooses_tokens_is_stored_and_not_read() -> None:
+    spec = ModelSpec.from_config(GLM | {"num_hidden_layers": 4, "mlp_layer_types": ["dense"] * 4})
+    stored = {
+        name.replace("mlp.shared_expert.", "mlp.shared_experts."): shape
+        for name, shape in model_weights(spec).items()
+    }
+    files = dict.fromkeys(stored, "model.safetensors")
+    indexer = "model.layers.2.self_attn.indexer.wk.weight"
+    assert locate_weights(spec, stored | {indexer: (128, 6144)}, files | {indexer: "x"}).keys() == (
+        model_weights(spec).keys()
+    )
+    other = indexer.replace("indexer", "selector")
+    with pytest.raises(CheckpointError, match="selector"):
+        locate_weights(spec, stored | {other: (128, 6144)}, files | {other: "x"})
