@@ -122,6 +122,8 @@ def locate_weights(
     if missing:
         raise CheckpointError(_explain_missing(spec, missing[0], best[missing[0]], stored))
     _check_shapes(best.values(), stored, files)
+    for place in best.values():
+        _check_cut(place.location)
     used = {name for place in best.values() for name in place.shapes}
     _check_for_others(spec, used, stored, files)
     return {name: place.location for name, place in best.items()}
@@ -215,14 +217,6 @@ class _LayerNames:
 
     def _quantised(self, location: Location, whole: Shape, quantised: WeightFormat) -> _Place:
         """Of a quantised weight; its tensors are never transposed or folded."""
-        rows = location.rows or (0, whole[0], 1)
-        for piece in _pieces(quantised, (whole[0], whole[1])):
-            is_cut = rows[0] % piece.rows > 0 or (rows[2] > 1 and piece.rows > 1)
-            if piece.row_axis is not None and is_cut:
-                raise UnsupportedModelError(
-                    f"{location.name!r} holds several weights as {quantised.name}, but "
-                    f"{piece.rows} of their rows share an entry of {piece.suffix!r}"
-                )
         place = _plain_or_quantised(location, whole, quantised)
         if location.expert is None:
             return place
@@ -264,6 +258,20 @@ def _check_shapes(
             raise CheckpointError(
                 f"{files[name]}: tensor {name!r} has shape {list(stored[name])}, "
                 f"config.json says {list(shape)}"
+            )
+
+
+def _check_cut(location: Location) -> None:
+    """What holds several quantised weights must be divisible between them."""
+    if location.rows is None:
+        return
+    begin, _, step = location.rows
+    for name, piece in location.pieces().items():
+        is_cut = begin % piece.rows > 0 or (step > 1 and piece.rows > 1)
+        if piece.row_axis is not None and is_cut:
+            raise UnsupportedModelError(
+                f"tensor {name!r} has one entry for {piece.rows} rows, and the weights that it "
+                f"holds are divided at row {begin} in steps of {step}"
             )
 
 
