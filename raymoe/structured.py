@@ -23,7 +23,8 @@ class StructuredOutputs:
         choice: Texts, one of which is generated.
         grammar: EBNF with rules ``name ::= ...`` of which one is `root`, or Lark with `start`.
         json_object: Any JSON object.
-        disable_any_whitespace: JSON without line ends and indentation.
+        disable_any_whitespace: JSON without white space; else there are at most 32 characters of it
+            between two parts.
     """
 
     json: str | None = None

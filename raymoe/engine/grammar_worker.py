@@ -33,6 +33,7 @@ from transformers import AutoTokenizer
 COMPILE, MATCH = b"compile", b"match"
 MAX_ERROR_CHARACTERS = 500
 NO_SLOT = -1
+MAX_SPACES = 32  # between two parts of JSON: a line end and an indentation
 SURROGATE, SECOND_OF_SURROGATE = re.compile(b"\xed[\xa0-\xbf]"), re.compile(b"[\xa0-\xbf]")
 
 
@@ -90,7 +91,8 @@ def compile_grammar(
     """Compile one request of `StructuredOutputs`."""
     compiler = new_compiler(vocabulary)
     kind, source = request["kind"], request["source"]
-    spaces: dict[str, Any] = {"any_whitespace": True}
+    # Without a limit some models write spaces until `max_tokens`.
+    spaces: dict[str, Any] = {"any_whitespace": True, "max_whitespace_cnt": MAX_SPACES}
     if request["is_compact"]:
         spaces = {"any_whitespace": False, "separators": (",", ":")}
     if kind == "json":

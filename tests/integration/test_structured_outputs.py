@@ -43,15 +43,11 @@ def test_random_schemas_give_only_valid_json(engine, count):
         for index, schema in enumerate(schemas)
     ]
     generations = engine.generate(["Write JSON."] * count, params)
-    num_cut = 0
     for schema, generation in zip(schemas, generations, strict=True):
         assert generation.error == "", schema
-        if generation.finish_reason == "length":  # a random model may write spaces for ever
-            num_cut += 1
-            continue
+        assert generation.finish_reason == "stop"
         value = json.loads(generation.text)
         jsonschema.validate(value, schema, jsonschema.Draft202012Validator)
-    assert num_cut <= count // 10
 
 
 @pytest.mark.parametrize(
