@@ -10,12 +10,14 @@ import typer
 from raymoe.cli.pipeline import Job, check_model, find_written, print_summary, run_job
 from raymoe.cli.progress import plain_console
 from raymoe.cli.sinks import check_apart, open_sink
-from raymoe.cli.sources import Source, open_source
+from raymoe.cli.sources import FORMS, Source, open_source
 from raymoe.config import DTYPES, ON_TOO_LONG, EngineConfig, SamplingParams
 from raymoe.data.columns import OutputColumns
+from raymoe.data.openai_batch import ID_COLUMN, TOOLS_COLUMN
 from raymoe.data.rows import RowReader
 from raymoe.errors import ConfigError
 
+COLUMNS = ("prompt_column", "messages_column", "tools_column")
 TABLE = "Table"
 SAMPLING = "Sampling"
 RUN = "Run"
@@ -31,6 +33,18 @@ PromptColumn = Annotated[str, typer.Option(help="Text, or token ids.", rich_help
 MessagesColumn = Annotated[str, typer.Option(help="Chat messages.", rich_help_panel=TABLE)]
 IdColumn = Annotated[
     str | None, typer.Option(help="Unique ids; --resume needs them.", rich_help_panel=TABLE)
+]
+ToolsColumn = Annotated[
+    str | None, typer.Option(help="Tools that messages may call.", rich_help_panel=TABLE)
+]
+Form = Annotated[
+    str,
+    typer.Option(
+        "--format",
+        help=f"Of JSON lines: {', '.join(FORMS)}. Requests of an OpenAI batch bring their own "
+        "parameters and are answered as responses.",
+        rich_help_panel=TABLE,
+    ),
 ]
 MaxTokens = Annotated[
     int, typer.Option(help="Most tokens to generate for a row.", rich_help_panel=SAMPLING)
@@ -80,6 +94,8 @@ def run(  # noqa: PLR0913 - the options of a command
     prompt_column: PromptColumn = "prompt",
     messages_column: MessagesColumn = "messages",
     id_column: IdColumn = None,
+    tools_column: ToolsColumn = None,
+    form: Form = "auto",
     max_tokens: MaxTokens = 64,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
@@ -102,22 +118,19 @@ def run(  # noqa: PLR0913 - the options of a command
     Rows that cannot be generated come out too: column __inference_error__ says why. Runs in a
     local Ray, or in the cluster that RAY_ADDRESS names.
     """
-    _check_resume(resume=resume, overwrite=overwrite, id_column=id_column)
     flags = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-    params = SamplingParams.from_dict({**flags, "ignore_eos": ignore_eos})
-    options = {
-        "sampling_params": params.override(_parse(sampling_params)),
-        "prompt_column": prompt_column,
-        "messages_column": messages_column,
-    }
+    more = {"ignore_eos": ignore_eos, **_parse(sampling_params)}
+    columns = dict(zip(COLUMNS, (prompt_column, messages_column, tools_column), strict=True))
+    options = {"sampling_params": SamplingParams.from_dict(flags).override(more), **columns}
     config = EngineConfig(dtype=dtype, num_threads=num_threads, on_too_long=on_too_long, seed=seed)
-    source = open_source(input_, prompt_column=prompt_column, id_column=id_column)
-    _check_columns(source, options, id_column)
+    source = open_source(input_, prompt_column=prompt_column, id_column=id_column, form=form)
+    id_column = _check_columns(source, options, id_column)
+    _check_resume(resume=resume, overwrite=overwrite, id_column=id_column)
     check_apart(output, source.paths, input_)
     job = Job(
         model=model,
         source=source,
-        sink=open_sink(output, source.json_columns),
+        sink=open_sink(output, source.json_columns, is_batch=source.is_batch),
         options=options,
         engine_config=config,
         num_rows=source.num_rows,
@@ -131,6 +144,24 @@ def run(  # noqa: PLR0913 - the options of a command
     job.sink.prepare(resume=resume, overwrite=overwrite)
     tally = run_job(_without_written(job) if resume else job, plain_console(stderr=True))
     print_summary(tally, output, plain_console())
+
+
+def _set_batch_columns(options: dict[str, Any], id_column: str | None) -> str:
+    """Set the columns that requests of a batch are read into; returns that of their ids."""
+    own = {
+        "id_column": id_column in (None, ID_COLUMN),
+        "prompt_column": options["prompt_column"] == "prompt",
+        "messages_column": options["messages_column"] == "messages",
+        "tools_column": options["tools_column"] in (None, TOOLS_COLUMN),
+    }
+    for name, is_own in own.items():
+        if not is_own:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} has no meaning for an OpenAI batch; leave it out, or "
+                "add --format table"
+            )
+    options |= {"tools_column": TOOLS_COLUMN, "has_choices": True}
+    return ID_COLUMN
 
 
 def _check_resume(*, resume: bool, overwrite: bool, id_column: str | None) -> None:
@@ -158,13 +189,15 @@ def _parse(text: str) -> dict[str, Any]:
     return options
 
 
-def _check_columns(source: Source, options: dict[str, Any], id_column: str | None) -> None:
-    """Find out now what the operator would find at its first batch."""
+def _check_columns(source: Source, options: dict[str, Any], id_column: str | None) -> str | None:
+    """Find out now what the operator would find at its first batch; returns the column of ids."""
+    if source.is_batch:
+        id_column = _set_batch_columns(options, id_column)
     reader = RowReader(
         defaults=options["sampling_params"],
-        prompt_column=options["prompt_column"],
-        messages_column=options["messages_column"],
         id_column=id_column,
+        **{name: options[name] for name in COLUMNS},
     )
     reader.check_schema(source.schema)
     OutputColumns.of(options["sampling_params"]).check_schema(source.schema)
+    return id_column

@@ -40,11 +40,13 @@ class JsonlFormat:
             several types.
         prompt_column: A string column as soon as one prompt is text: prompts that are not are
             errors of their rows.
+        text_columns: Of which every line must have text.
     """
 
     schema: pa.Schema
     json_columns: frozenset[str]
-    prompt_column: str
+    prompt_column: str = ""
+    text_columns: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +142,8 @@ def _read_one(split: Split, layout: JsonlFormat) -> pa.Table:
 
 def _cell(value: Any, field: pa.Field, layout: JsonlFormat) -> Any:
     """Return the value as its column holds it; a ValueError says why it cannot."""
+    if field.name in layout.text_columns and not isinstance(value, str):
+        raise ValueError(f"is {shown(value)}; it takes text")
     if value is None:
         return None
     if field.name == layout.prompt_column and not _fits_prompt(value, field.type):

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raymoe.data.cells import BadCell, read_cells
+from raymoe.cli.lines import BatchLines, Lines, TableLines, as_text
 from raymoe.data.columns import ERROR_COLUMN
 from raymoe.errors import ConfigError, RaymoeError
 
@@ -45,10 +45,22 @@ class Sink(Protocol):
         ...
 
 
-def open_sink(path: Path, json_columns: frozenset[str]) -> Sink:
-    """Return a file of JSON lines when the path ends in .jsonl, else a directory of parquet."""
+def open_sink(path: Path, json_columns: frozenset[str], *, is_batch: bool = False) -> Sink:
+    """Return a file of JSON lines when the path ends in .jsonl, else a directory of parquet.
+
+    Args:
+        path: Of the output.
+        json_columns: String columns whose cells are JSON text.
+        is_batch: Lines are responses of OpenAI's batch form.
+
+    Raises:
+        ConfigError: Responses are to be written as parquet.
+    """
     if path.suffix == ".jsonl":
-        return JsonlSink(path=path, json_columns=json_columns)
+        return JsonlSink(path=path, lines=BatchLines() if is_batch else TableLines(json_columns))
+    if is_batch:
+        raise ConfigError(f"--output {path}: responses of an OpenAI batch are JSON lines; give a "
+                          "file that ends in .jsonl, or --format table")  # fmt: skip
     return ParquetSink(path=path)
 
 
@@ -149,7 +161,7 @@ class JsonlSink:
     """One file of JSON lines; ``<name>.partial`` until it is complete."""
 
     path: Path
-    json_columns: frozenset[str] = frozenset()
+    lines: Lines = field(default_factory=TableLines)
     _lines: list[str] = field(default_factory=list)
 
     @property
@@ -178,8 +190,7 @@ class JsonlSink:
         with self.partial.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 try:
-                    row = json.loads(line)
-                    pair = row[id_column], row[ERROR_COLUMN]
+                    pair = self.lines.read(json.loads(line), id_column)
                 except (ValueError, KeyError, TypeError) as error:
                     raise RaymoeError(
                         f"{self.partial} line {number} has no readable {id_column!r}: {error!r}"
@@ -188,22 +199,10 @@ class JsonlSink:
 
     def write(self, table: pa.Table) -> None:
         """Collect rows; write them when there are enough."""
-        columns = {name: self._cells(table, name) for name in table.column_names}
-        for cells in zip(*columns.values(), strict=True):
-            record = dict(zip(columns, cells, strict=True))
-            self._lines.append(json.dumps(record, ensure_ascii=False, default=_as_text))
+        for record in self.lines.of(table):
+            self._lines.append(json.dumps(record, ensure_ascii=False, default=as_text))
         if len(self._lines) >= ROWS_PER_PART:
             self.flush()
-
-    def _cells(self, table: pa.Table, name: str) -> list[Any]:
-        cells = read_cells(table, name)
-        if name in self.json_columns:
-            return [None if cell is None else json.loads(cell) for cell in cells]
-        if not any(isinstance(cell, BadCell) for cell in cells):
-            return cells
-        if pa.types.is_string(table.schema.field(name).type):
-            return [_as_text(cell) for cell in table.column(name).cast(pa.binary()).to_pylist()]
-        return [None if isinstance(cell, BadCell) else cell for cell in cells]
 
     def flush(self) -> None:
         """Append the collected lines."""
@@ -240,10 +239,3 @@ def _cut_torn_line(path: Path) -> None:
             end = begin
         if end < size:
             file.truncate(end)
-
-
-def _as_text(value: Any) -> Any:
-    """Return what JSON can hold of a value that it cannot."""
-    if value is None:
-        return None
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

@@ -1,5 +1,6 @@
 """Where do the rows come from? Files, directories and globs of parquet or JSON lines."""
 
+import dataclasses
 import functools
 import glob
 from abc import ABC, abstractmethod
@@ -14,11 +15,26 @@ import pyarrow.parquet as pq
 import ray
 import ray.data
 
-from raymoe.cli.jsonl import INPUT_ERROR_COLUMN, JsonlScan, read_split, scan
+from raymoe.cli.jsonl import (
+    INPUT_ERROR_COLUMN,
+    JsonlFormat,
+    JsonlScan,
+    parse_line,
+    read_split,
+    scan,
+)
+from raymoe.data.openai_batch import (
+    BATCH_COLUMNS,
+    ID_COLUMN,
+    ROW_COLUMNS,
+    TEXT_COLUMNS,
+    read_requests,
+)
 from raymoe.errors import ConfigError
 
 PARQUET_SUFFIXES = (".parquet", ".pq")
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
+FORMS = ("auto", "table", "openai-batch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +48,7 @@ class Source(ABC):
         ids: The id column, without lines that cannot be read; empty when none was named.
         json_columns: String columns whose cells are JSON text of the input's values.
         error_column: Added by the reader; the reasons of rows that it could not read.
+        is_batch: The lines are requests of OpenAI's batch form.
     """
 
     paths: tuple[Path, ...]
@@ -40,6 +57,7 @@ class Source(ABC):
     ids: pa.Array
     json_columns: frozenset[str] = frozenset()
     error_column: str | None = None
+    is_batch: bool = False
 
     @abstractmethod
     def dataset(self) -> ray.data.Dataset:
@@ -64,20 +82,42 @@ class JsonlSource(Source):
 
     def dataset(self) -> ray.data.Dataset:
         """Return the rows as a dataset."""
+        lines = self._lines()
+        if not self.is_batch:
+            return lines
+        read = functools.partial(read_requests, error_column=INPUT_ERROR_COLUMN)
+        return lines.map_batches(read, batch_size=None, batch_format="pyarrow")
+
+    def _lines(self) -> ray.data.Dataset:
         splits = [split._asdict() for split in self.scanned.splits]
         listed = ray.data.from_items(splits, override_num_blocks=max(1, len(splits)))
         read = functools.partial(read_split, layout=self.scanned.layout)
         return listed.map_batches(read, batch_size=1, batch_format="pyarrow")
 
 
-def open_source(pattern: str, *, prompt_column: str, id_column: str | None) -> Source:
+def open_source(
+    pattern: str, *, prompt_column: str, id_column: str | None, form: str = "auto"
+) -> Source:
     """Find the files of a path, directory or glob, and read their columns and ids.
+
+    Args:
+        pattern: The path, directory or glob.
+        prompt_column: Of prompts.
+        id_column: Of ids; None for none.
+        form: One of `FORMS`: what JSON lines are; "auto" looks at their keys.
 
     Raises:
         ConfigError: Nothing is there, two formats are mixed, or ids are missing or not unique.
     """
+    if form not in FORMS:
+        raise ConfigError(f"--format is {form!r}; it must be one of {', '.join(FORMS)}")
     paths = find_files(pattern)
-    if paths[0].suffix in JSONL_SUFFIXES:
+    is_jsonl = paths[0].suffix in JSONL_SUFFIXES
+    if form == "openai-batch" and not is_jsonl:
+        raise ConfigError("--format openai-batch takes JSON lines, not parquet")
+    if is_jsonl and form != "table" and (form == "openai-batch" or _has_requests(paths)):
+        return _open_batch(paths)
+    if is_jsonl:
         source: Source = _open_jsonl(paths, prompt_column, id_column)
     else:
         source = _open_parquet(paths, id_column)
@@ -161,6 +201,43 @@ def _open_jsonl(paths: Sequence[Path], prompt_column: str, id_column: str | None
         json_columns=layout.json_columns,
         scanned=scanned,
     )
+
+
+def _has_requests(paths: Sequence[Path]) -> bool:
+    """Whether the first line that can be read is a request of OpenAI's batch form."""
+    with paths[0].open("rb") as file:
+        records = (parse_line(line)[0] for line in file)
+        first = next((record for record in records if record), {})
+    return set(BATCH_COLUMNS) <= first.keys()
+
+
+def _open_batch(paths: Sequence[Path]) -> JsonlSource:
+    layout = JsonlFormat(
+        schema=pa.schema([(name, pa.string()) for name in BATCH_COLUMNS]),
+        json_columns=frozenset({"body"}),
+        text_columns=frozenset(TEXT_COLUMNS),
+    )
+    scanned = dataclasses.replace(scan(paths, "", ID_COLUMN), layout=layout)
+    # Lines without an id become error rows; without text that Arrow can hold, too.
+    ids = [row_id for row_id in scanned.ids if isinstance(row_id, str) and _encodes(row_id)]
+    source = JsonlSource(
+        paths=tuple(paths),
+        schema=pa.schema([(name, pa.string()) for name in ROW_COLUMNS]),
+        num_rows=scanned.num_rows,
+        ids=pa.array(ids, pa.string()),
+        scanned=scanned,
+        is_batch=True,
+    )
+    check_ids(source.ids, ID_COLUMN)
+    return source
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def check_ids(ids: pa.Array, id_column: str) -> None:

@@ -11,6 +11,7 @@ from raymoe.engine.generation import Generation, TokenLogprob
 from raymoe.errors import ConfigError
 
 ERROR_COLUMN = "__inference_error__"
+CHOICES_COLUMN = "choices"
 
 _CANDIDATE = [("token_id", pa.int32()), ("logprob", pa.float32())]
 _LOGPROBS = pa.list_(pa.struct([*_CANDIDATE, ("top", pa.list_(pa.struct(_CANDIDATE)))]))
@@ -22,6 +23,16 @@ _FIELDS = (
     pa.field("finish_reason", pa.string()),
     pa.field(ERROR_COLUMN, pa.string()),
 )
+_CHOICES = pa.list_(
+    pa.struct(
+        [
+            ("text", pa.string()),
+            ("finish_reason", pa.string()),
+            ("num_generated_tokens", pa.int32()),
+            ("logprobs", _LOGPROBS),
+        ]
+    )
+)
 OUTPUT_COLUMNS = tuple(field.name for field in _FIELDS)
 
 
@@ -32,9 +43,11 @@ class OutputColumns:
     fields: tuple[pa.Field, ...]
 
     @classmethod
-    def of(cls, defaults: SamplingParams) -> "OutputColumns":
+    def of(cls, defaults: SamplingParams, *, has_choices: bool = False) -> "OutputColumns":
         """Return the fixed columns and those that the parameters turn on."""
         fields = list(_FIELDS)
+        if has_choices:
+            fields.append(pa.field(CHOICES_COLUMN, _CHOICES))
         if defaults.n > 1:
             fields.append(pa.field("generated_texts", pa.list_(pa.string())))
         if defaults.logprobs is not None:
@@ -78,6 +91,15 @@ def _logprob_cell(one: TokenLogprob) -> dict[str, Any]:
     return {"token_id": one.token_id, "logprob": one.logprob, "top": top}
 
 
+def _choice_cell(one: Generation) -> dict[str, Any]:
+    return {
+        "text": one.text,
+        "finish_reason": one.finish_reason,
+        "num_generated_tokens": one.num_generated_tokens,
+        "logprobs": _logprob_cells(one.logprobs),
+    }
+
+
 _CELLS: dict[str, Callable[[Generation], Any]] = {
     "generated_text": lambda one: one.text,
     "generated_tokens": lambda one: list(one.token_ids),
@@ -85,6 +107,7 @@ _CELLS: dict[str, Callable[[Generation], Any]] = {
     "num_generated_tokens": lambda one: one.num_generated_tokens,
     "finish_reason": lambda one: one.finish_reason,
     ERROR_COLUMN: lambda one: one.error,
+    CHOICES_COLUMN: lambda one: [_choice_cell(sample) for sample in (one, *one.others)],
     "generated_texts": lambda one: [one.text, *(other.text for other in one.others)],
     "logprobs": lambda one: _logprob_cells(one.logprobs),
     "prompt_logprobs": lambda one: _logprob_cells(one.prompt_logprobs),

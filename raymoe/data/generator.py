@@ -35,7 +35,8 @@ class MoEGenerator:
 
     Columns added: ``generated_text, generated_tokens, num_input_tokens, num_generated_tokens,
     finish_reason, __inference_error__``; with ``n > 1`` also ``generated_texts`` (all samples; the
-    others hold the first), with ``logprobs`` and ``prompt_logprobs`` columns of these names.
+    others hold the first), with ``has_choices`` also ``choices``, with ``logprobs`` and
+    ``prompt_logprobs`` columns of these names.
 
     Args:
         model_source: A local model directory, or a name on the Hugging Face hub.
@@ -44,7 +45,11 @@ class MoEGenerator:
         prompt_column: Text, or token ids.
         messages_column: Chat messages, as structs or JSON text; a row has a prompt or messages.
         id_column: Makes the random numbers of a row depend on this value instead of its prompt.
+        tools_column: Tools that the messages may call, as structs or JSON text, for chat templates
+            that take them.
         error_column: Rows with text in this column become error rows with that text.
+        has_choices: Adds a column with all samples of a row, their ends and log probabilities;
+            rows may then ask for ``n`` and ``logprobs`` on their own.
         engine_config: An `EngineConfig`, or its fields as a dict.
         should_continue_on_error: False raises on the first error row instead.
         seed: Of rows whose parameters have none.
@@ -62,7 +67,9 @@ class MoEGenerator:
         prompt_column: str = "prompt",
         messages_column: str = "messages",
         id_column: str | None = None,
+        tools_column: str | None = None,
         error_column: str | None = None,
+        has_choices: bool = False,
         engine_config: EngineConfig | Mapping[str, Any] | None = None,
         should_continue_on_error: bool = True,
         seed: int | None = None,
@@ -77,9 +84,11 @@ class MoEGenerator:
             prompt_column=prompt_column,
             messages_column=messages_column,
             id_column=id_column,
+            tools_column=tools_column,
             error_column=error_column,
+            has_choices=has_choices,
         )
-        self._columns = OutputColumns.of(defaults)
+        self._columns = OutputColumns.of(defaults, has_choices=has_choices)
         self._should_continue_on_error = should_continue_on_error
         self._has_finished_a_batch = False
         changes: dict[str, Any] = {

@@ -21,10 +21,11 @@ from raymoe.data.cells import (
     shown,
     without_nulls,
 )
+from raymoe.engine.chat_template import Chat
 from raymoe.errors import ConfigError
 
 SAMPLING_COLUMN = "sampling_params"
-Prompt = str | list[int] | list[dict[str, Any]]
+Prompt = str | list[int] | list[dict[str, Any]] | Chat
 
 _INTEGER_KEYS = ("max_tokens", "min_tokens", "top_k", "n", "seed", "logprobs", "prompt_logprobs")
 _KEYS_WITH_A_COLUMN = ("logprobs", "prompt_logprobs")
@@ -54,15 +55,19 @@ class RowReader:
     Attributes:
         defaults: Parameters of every row; column `sampling_params` overrides them key by key.
         id_column: Its values become row keys.
+        tools_column: What the messages may call.
         error_column: Rows with text in it become error rows with that text: someone before us
             has already found what is wrong with them.
+        has_choices: The output has a column for all samples and their log probabilities.
     """
 
     defaults: SamplingParams
     prompt_column: str = "prompt"
     messages_column: str = "messages"
     id_column: str | None = None
+    tools_column: str | None = None
     error_column: str | None = None
+    has_choices: bool = False
 
     def check_schema(self, schema: pa.Schema) -> None:
         """Refuse a table without the columns that were asked for.
@@ -77,7 +82,7 @@ class RowReader:
                 f"neither column {self.prompt_column!r} nor {self.messages_column!r} exists; "
                 f"{have}; set prompt_column or messages_column"
             )
-        for option in ("id_column", "error_column"):
+        for option in ("id_column", "tools_column", "error_column"):
             name = getattr(self, option)
             if name is not None and name not in names:
                 raise ConfigError(f"{option} {name!r} does not exist; {have}")
@@ -89,6 +94,7 @@ class RowReader:
             read_cells(table, self.messages_column),
             read_cells(table, SAMPLING_COLUMN),
             read_cells(table, self.id_column),
+            read_cells(table, self.tools_column),
             read_cells(table, self.error_column),
             strict=True,
         )
@@ -104,13 +110,13 @@ class RowReader:
         try:
             if row.error:
                 return dataclasses.replace(request, error=f"ValueError: {shown(row.error, 500)}")
-            prompt = self._read_prompt(row.prompt, row.messages)
+            prompt = self._read_prompt(row.prompt, row.messages, row.tools)
             sampling_params = self._read_params(row.params)
         except RowError as error:
             return dataclasses.replace(request, error=str(error))
         return dataclasses.replace(request, prompt=prompt, sampling_params=sampling_params)
 
-    def _read_prompt(self, prompt: Any, messages: Any) -> Prompt:
+    def _read_prompt(self, prompt: Any, messages: Any, tools: Any) -> Prompt:
         if prompt is None and messages is None:
             other = f"and column {self.messages_column!r} has no messages"
             raise RowError("ValueError", self.prompt_column, f"is null {other}")
@@ -119,7 +125,8 @@ class RowReader:
             raise RowError("ValueError", self.prompt_column, f"has a prompt {other}")
         if prompt is not None:
             return read_prompt(prompt, self.prompt_column)
-        return read_messages(messages, self.messages_column)
+        chat = read_messages(messages, self.messages_column)
+        return chat if tools is None else Chat(chat, read_tools(tools, str(self.tools_column)))
 
     def _read_params(self, cell: Any) -> SamplingParams:
         if cell is None:
@@ -129,9 +136,9 @@ class RowReader:
             params = self.defaults.override(options)
         except ConfigError as error:
             raise RowError(type(error).__name__, SAMPLING_COLUMN, f"has {error}") from error
-        if params.n > 1 and self.defaults.n == 1:
+        if params.n > 1 and self.defaults.n == 1 and not self.has_choices:
             raise _needs_default("n", f"n {params.n}")
-        for key in _KEYS_WITH_A_COLUMN:
+        for key in ("prompt_logprobs",) if self.has_choices else _KEYS_WITH_A_COLUMN:
             if getattr(params, key) is not None and getattr(self.defaults, key) is None:
                 raise _needs_default(key, key)
         return params
@@ -142,6 +149,7 @@ class _Row(NamedTuple):
     messages: Any
     params: Any
     row_id: Any
+    tools: Any
     error: Any
 
 
@@ -204,6 +212,29 @@ def read_messages(value: Any, column: str) -> list[dict[str, Any]]:
     except UnicodeEncodeError as error:
         raise RowError("UnicodeEncodeError", column, f"has a lone surrogate: {error}") from error
     return value
+
+
+def read_tools(value: Any, column: str) -> list[dict[str, Any]]:
+    """Return the tools of a cell: a list of structs with type and function, or its JSON text.
+
+    Raises:
+        RowError: It is something else.
+    """
+    refuse_bad_cell(value, column)
+    if isinstance(value, bytes):
+        value = decode(value, column)
+    if isinstance(value, str):
+        value = parse_json(value, column)
+    value = without_nulls(value)
+    if not isinstance(value, list) or not all(_is_tool(tool) for tool in value):
+        form = '{"type": "function", "function": {"name": ...}}'
+        raise RowError("ValueError", column, f"is {shown(value)}; it takes a list of {form}")
+    return value
+
+
+def _is_tool(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def _message_problem(message: Any) -> str:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +22,19 @@ MAX_CHARACTERS = 8_000_000
 MAX_MEMORY_BYTES = 1 << 30
 MAX_MESSAGES = 10_000
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' own: marks where to go on
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Messages, and the tools that they may call.
+
+    Attributes:
+        messages: Each with role and content.
+        tools: In OpenAI's form; () for none.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
 class TemplateTimeoutError(ConfigError):
@@ -45,8 +59,12 @@ class ChatTemplate:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def render(self, messages: object) -> str:
+    def render(self, messages: object, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Text of a chat: the final assistant message is continued, any other one is answered.
+
+        Args:
+            messages: A list of mappings with role and content.
+            tools: What the messages may call.
 
         Raises:
             ConfigError: The messages are broken, the template refuses them or exceeds a limit.
@@ -57,12 +75,14 @@ class ChatTemplate:
             chat[-1] = chat[-1] | {"content": chat[-1].get("content", "") + CONTINUE_TAG}
         request = self._variables | {
             "messages": chat,
-            "tools": None,
+            "tools": list(tools) or None,
             "documents": None,
             "add_generation_prompt": not is_continued,
         }
         with self._lock:
             text = self._ask(request)
+            if tools and text == self._ask(request | {"tools": None}):
+                raise ConfigError("the model's chat template takes no tools; leave them out")
         return _before_tag(text) if is_continued else text
 
     def close(self) -> None:
@@ -166,6 +186,8 @@ def _check_message(index: int, message: object) -> dict[str, Any]:
     role = fields.get("role")
     if not isinstance(role, str) or not role:
         raise ConfigError(f"{where} has role {role!r:.60}; it takes a name such as 'user'")
+    if "tool_calls" in fields:
+        fields["tool_calls"] = _check_tool_calls(where, fields["tool_calls"])
     content = fields.get("content")
     if isinstance(content, Sequence) and not isinstance(content, (str, bytes)):
         fields["content"] = content = "".join(_part_text(where, part) for part in content)
@@ -174,6 +196,27 @@ def _check_message(index: int, message: object) -> dict[str, Any]:
     if not isinstance(content, str):
         raise ConfigError(f"{where} has content {content!r:.60}; it takes text")
     return fields
+
+
+def _check_tool_calls(where: str, calls: object) -> list[dict[str, Any]]:
+    """Tool calls with arguments as values: OpenAI writes them as text, templates as JSON."""
+    if isinstance(calls, (str, bytes, Mapping)) or not isinstance(calls, Sequence):
+        raise ConfigError(f"{where} has tool_calls {calls!r:.60}; it takes a list")
+    checked = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
+            raise ConfigError(f"{where} has a tool call {call!r:.60}; it takes a function")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(
+                    f"{where} has tool arguments that are not JSON: {error}"
+                ) from error
+        checked.append({**call, "function": {**function, "arguments": arguments}})
+    return checked
 
 
 def _part_text(where: str, part: object) -> str:

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
-from raymoe.engine.chat_template import ChatTemplate
+from raymoe.engine.chat_template import Chat, ChatTemplate
 from raymoe.engine.sequence import Int32s
 from raymoe.engine.stopping import DecodeError
 from raymoe.errors import CheckpointError, ConfigError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
-Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
+Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | Chat
 
 
 class Tokenizer:
@@ -53,13 +53,15 @@ class Tokenizer:
             return self._encode_text(prompt, add_special_tokens=True)
         if isinstance(prompt, np.ndarray):
             prompt = prompt.tolist()
+        if isinstance(prompt, Chat):
+            return self._encode_text(self._render(prompt), add_special_tokens=False)
         if isinstance(prompt, (bytes, dict)) or not isinstance(prompt, Sequence):
             kind = type(prompt).__name__
             raise ConfigError(f"the prompt is a {kind}; it takes text, token ids or messages")
         if len(prompt) == 0:
             raise ConfigError("the prompt is empty")
         if isinstance(prompt[0], dict):
-            return self._encode_text(self._render(prompt), add_special_tokens=False)
+            return self.encode(Chat(prompt))
         return self._check_ids(prompt)
 
     def decode(self, token_ids: Iterable[int]) -> str:
@@ -86,10 +88,10 @@ class Tokenizer:
         if self._chat is not None:
             self._chat.close()
 
-    def _render(self, messages: Sequence[Any]) -> str:
+    def _render(self, chat: Chat) -> str:
         if self._chat is None:
             raise ConfigError("the model has no chat template; give prompts as text instead")
-        return self._chat.render(messages)
+        return self._chat.render(chat.messages, chat.tools)
 
     def _encode_text(self, text: str, *, add_special_tokens: bool) -> Int32s:
         if self._tokenizer is None:

@@ -120,6 +120,35 @@ def test_samples_and_log_probabilities_get_columns_when_turned_on(model):
     assert bad["generated_texts"] == [""]
 
 
+def test_rows_ask_for_samples_on_their_own_where_there_is_a_column_for_them(model):
+    params = [{"n": 3, "logprobs": 1}, None, {"prompt_logprobs": 1}]
+    table = pa.table({"prompt": ["abc"] * 3, "sampling_params": params})
+    generator = make(model, has_choices=True)
+    try:
+        many, one, refused = generator(table).to_pylist()
+    finally:
+        generator.close()
+    assert [len(row["choices"]) for row in (many, one)] == [3, 1]
+    assert many["choices"][0]["text"] == many["generated_text"]
+    assert all(len(choice["logprobs"]) == 5 for choice in many["choices"])
+    assert one["choices"][0]["logprobs"] is None
+    assert "asks for prompt_logprobs" in refused["__inference_error__"]
+
+
+def test_tools_are_refused_row_by_row_by_a_template_without_them(model):
+    chat = [{"role": "user", "content": "hi"}]
+    tools = [None, '[{"type": "function", "function": {"name": "add"}}]', "[1]"]
+    generator = make(model, tools_column="tools")
+    try:
+        out = generator(pa.table({"messages": [chat] * 3, "tools": tools}))
+    finally:
+        generator.close()
+    fine, useless, broken = out.column("__inference_error__").to_pylist()
+    assert fine == ""
+    assert "column 'messages': the model's chat template takes no tools" in useless
+    assert broken.startswith("ValueError: column 'tools' is [1]")
+
+
 def test_the_seed_and_the_id_decide_what_is_sampled(model):
     def sample(seed, ids):
         params = {"max_tokens": 12, "temperature": 1.0}

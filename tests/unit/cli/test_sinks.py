@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raymoe.cli import sinks
+from raymoe.cli.lines import TableLines
 from raymoe.cli.sinks import JsonlSink, ParquetSink, check_apart, open_sink
 from raymoe.errors import ConfigError, RaymoeError
 
@@ -104,7 +105,7 @@ def test_json_columns_come_back_as_values_and_bad_text_is_marked(tmp_path):
         pa.string(), 1, [None, pa.array([0, 2], pa.int32()).buffers()[1], pa.py_buffer(b"a\xff")]
     )
     table = pa.table({"text": text, "nested": ['{"a": [1]}']})
-    sink = JsonlSink(path=tmp_path / "a.jsonl", json_columns=frozenset({"nested"}))
+    sink = JsonlSink(path=tmp_path / "a.jsonl", lines=TableLines(frozenset({"nested"})))
     finish(sink, table)
     assert json.loads(sink.path.read_text()) == {"text": "a\ufffd", "nested": {"a": [1]}}
 

@@ -1,5 +1,7 @@
 """Chat templates: as transformers renders them, and within limits."""
 
+import json
+
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -131,3 +133,27 @@ def test_text_parts_are_joined_and_null_keys_dropped():
     assert check_messages([{"role": "user", "content": parts, "name": None}]) == [
         {"role": "user", "content": "ab"}
     ]
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+
+
+def test_tools_reach_a_template_that_takes_them_and_are_refused_by_one_that_does_not():
+    taking = ChatTemplate("{{ tools | tojson }}{{ messages[0].content }}", VARIABLES)
+    ignoring = ChatTemplate("{{ messages[0].content }}", VARIABLES)
+    chat = [{"role": "user", "content": "x"}]
+    assert taking.render(chat, [TOOL]) == json.dumps([TOOL]) + "x"
+    assert taking.render(chat) == "nullx"
+    with pytest.raises(ConfigError, match="takes no tools"):
+        ignoring.render(chat, [TOOL])
+    taking.close()
+    ignoring.close()
+
+
+def test_arguments_of_tool_calls_are_values():
+    call = {"id": "1", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    (message,) = check_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert message["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    for bad in ("text", [1], [{"function": {"name": "add", "arguments": "{"}}]):
+        with pytest.raises(ConfigError, match=r"messages\[0\] has"):
+            check_messages([{"role": "assistant", "content": "", "tool_calls": bad}])

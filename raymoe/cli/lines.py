@@ -1,0 +1,74 @@
+"""What does a line of an output hold? The columns of a row, or a response of an OpenAI batch."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from raymoe.data.cells import BadCell, read_cells
+from raymoe.data.columns import ERROR_COLUMN
+from raymoe.data.openai_batch import read_response, write_responses
+
+
+class Lines(Protocol):
+    """What a line of an output holds."""
+
+    def of(self, table: pa.Table) -> Iterator[dict[str, Any]]:
+        """Yield the object of each row."""
+        ...
+
+    def read(self, record: dict[str, Any], id_column: str) -> tuple[Any, str]:
+        """Return the id and the error of a line."""
+        ...
+
+
+@dataclass(frozen=True)
+class TableLines:
+    """The columns of the row.
+
+    Attributes:
+        json_columns: String columns whose cells are JSON text.
+    """
+
+    json_columns: frozenset[str] = frozenset()
+
+    def of(self, table: pa.Table) -> Iterator[dict[str, Any]]:
+        """Yield the object of each row."""
+        columns = {name: self._cells(table, name) for name in table.column_names}
+        for cells in zip(*columns.values(), strict=True):
+            yield dict(zip(columns, cells, strict=True))
+
+    def read(self, record: dict[str, Any], id_column: str) -> tuple[Any, str]:
+        """Return the id and the error of a line."""
+        return record[id_column], record[ERROR_COLUMN]
+
+    def _cells(self, table: pa.Table, name: str) -> list[Any]:
+        cells = read_cells(table, name)
+        if name in self.json_columns:
+            return [None if cell is None else json.loads(cell) for cell in cells]
+        if not any(isinstance(cell, BadCell) for cell in cells):
+            return cells
+        if pa.types.is_string(table.schema.field(name).type):
+            return [as_text(cell) for cell in table.column(name).cast(pa.binary()).to_pylist()]
+        return [None if isinstance(cell, BadCell) else cell for cell in cells]
+
+
+class BatchLines:
+    """A response of OpenAI's batch form."""
+
+    def of(self, table: pa.Table) -> Iterator[dict[str, Any]]:
+        """Yield the object of each row."""
+        return write_responses(table)
+
+    def read(self, record: dict[str, Any], _id_column: str) -> tuple[Any, str]:
+        """Return the id and the error of a line."""
+        return read_response(record)
+
+
+def as_text(value: Any) -> Any:
+    """Return what JSON can hold of a value that it cannot."""
+    if value is None:
+        return None
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

@@ -1,0 +1,237 @@
+"""Lines of an OpenAI batch file: requests to rows for `MoEGenerator`, its rows to responses.
+
+The form is that of OpenAI's batch API: ``{"custom_id", "method", "url", "body"}`` in, ``{"id",
+"custom_id", "response", "error"}`` out. Each field of a body is honoured, or named in the error of
+its line.
+"""
+
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pyarrow as pa
+
+from raymoe.config import SamplingParams
+from raymoe.data.cells import RowError, parse_json, shown
+from raymoe.data.columns import CHOICES_COLUMN, ERROR_COLUMN
+
+ID_COLUMN, TOOLS_COLUMN = "custom_id", "tools"
+TEXT_COLUMNS = (ID_COLUMN, "method", "url")
+BATCH_COLUMNS = (*TEXT_COLUMNS, "body")
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+ROW_COLUMNS = (ID_COLUMN, "url", "model", "prompt", "messages", TOOLS_COLUMN, "sampling_params")
+
+_SAME_NAME = frozenset(field.name for field in dataclasses.fields(SamplingParams)) - {
+    "logprobs",
+    "prompt_logprobs",
+}
+_WITHOUT_EFFECT = frozenset(("user", "metadata"))  # for the account that is billed
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "stream": (False,),
+    "store": (False,),
+    "echo": (False,),
+    "suffix": ("",),
+    "parallel_tool_calls": (True,),
+    "modalities": (["text"],),
+    "service_tier": ("auto", "default"),
+    "tool_choice": ("auto",),
+}
+
+
+def read_requests(table: pa.Table, *, error_column: str) -> pa.Table:
+    """Return one row for each line.
+
+    Args:
+        table: The columns of `BATCH_COLUMNS`, bodies as JSON text, and the error column.
+        error_column: Why a line cannot be used, or "".
+    """
+    rows = [_read_line(line, error_column) for line in table.to_pylist()]
+    columns = {
+        name: pa.array([row.get(name) for row in rows], pa.string())
+        for name in (*ROW_COLUMNS, error_column)
+    }
+    return pa.table(columns)
+
+
+def _read_line(line: dict[str, Any], error_column: str) -> dict[str, str | None]:
+    row = {name: line[name] for name in (ID_COLUMN, "url", error_column)}
+    try:
+        return row if row[error_column] else row | _read_body(line)
+    except RowError as error:
+        return row | {error_column: str(error).removeprefix("ValueError: ")}
+
+
+def _read_body(line: dict[str, Any]) -> dict[str, str | None]:
+    if line["method"] != "POST":
+        raise _refused("method", f"is {shown(line['method'])}; it takes 'POST'")
+    if line["url"] not in (CHAT, COMPLETION):
+        raise _refused("url", f"is {shown(line['url'])}; it takes {CHAT!r} or {COMPLETION!r}")
+    body = parse_json(line["body"] or "null", "body")
+    if not isinstance(body, dict):
+        raise _refused("body", f"is {shown(body)}; it takes an object")
+    body = {name: value for name, value in body.items() if value is not None}
+    model = body.pop("model", None)
+    if not isinstance(model, str):
+        raise _refused("body", f"has model {shown(model)}; it takes a name")
+    prompt = _pop_prompt(body, is_chat=line["url"] == CHAT)
+    params = _read_params(body, is_chat=line["url"] == CHAT)
+    return {"model": model, **prompt, "sampling_params": json.dumps(params)}
+
+
+def _pop_prompt(body: dict[str, Any], *, is_chat: bool) -> dict[str, str | None]:
+    """Take what is asked out of a body: messages and tools, or a prompt."""
+    if is_chat:
+        messages, tools = body.pop("messages", None), body.pop("tools", None)
+        if not isinstance(messages, list):
+            raise _refused("body", f"has messages {shown(messages)}; it takes a list")
+        return {"messages": json.dumps(messages), "tools": tools and json.dumps(tools)}
+    prompt = body.pop("prompt", None)
+    if isinstance(prompt, list) and len(prompt) == 1:
+        prompt = prompt[0]
+    if not isinstance(prompt, str):
+        raise _refused("body", f"has prompt {shown(prompt)}; it takes one text")
+    return {"prompt": prompt}
+
+
+def _read_params(body: dict[str, Any], *, is_chat: bool) -> dict[str, Any]:
+    """Return the sampling parameters that a body asks for."""
+    params = {name: body.pop(name) for name in _SAME_NAME & body.keys()}
+    for name in _WITHOUT_EFFECT & body.keys():
+        del body[name]
+    for name, values in _ONLY.items():
+        value = body.pop(name, values[0])
+        if value not in values:
+            raise _refused("body", f"has {name} {shown(value)}; it takes {values[0]!r}")
+    most = body.pop("max_completion_tokens", None)
+    if most is not None:
+        params["max_tokens"] = most
+    params |= (_chat_logprobs if is_chat else _completion_logprobs)(body)
+    params |= _form(body.pop("response_format", {"type": "text"}))
+    if body:
+        raise _refused("body", f"has {', '.join(map(shown, sorted(body)))}, not supported here")
+    return params
+
+
+def _chat_logprobs(body: dict[str, Any]) -> dict[str, Any]:
+    is_wanted, count = body.pop("logprobs", False), body.pop("top_logprobs", None)
+    if is_wanted is not True:
+        if is_wanted is not False or count is not None:
+            raise _refused("body", "has top_logprobs without 'logprobs': true")
+        return {}
+    return {"logprobs": count or 0}
+
+
+def _completion_logprobs(body: dict[str, Any]) -> dict[str, Any]:
+    count = body.pop("logprobs", None)
+    return {} if count is None else {"logprobs": count}
+
+
+def _form(response_format: Any) -> dict[str, Any]:
+    """Return structured outputs of OpenAI's `response_format`."""
+    kind = response_format.get("type") if isinstance(response_format, dict) else None
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"structured_outputs": {"json_object": True}}
+    named = response_format.get("json_schema") if kind == "json_schema" else None
+    if not isinstance(named, dict) or "schema" not in named:
+        raise _refused("body", f"has response_format {shown(response_format)}; it takes type text, "
+                       "json_object or json_schema with a schema")  # fmt: skip
+    return {"structured_outputs": {"json": named["schema"]}}
+
+
+def _refused(column: str, reason: str) -> RowError:
+    return RowError("ValueError", column, reason)
+
+
+def write_responses(table: pa.Table) -> Iterator[dict[str, Any]]:
+    """Yield the output line of each row of a table that the operator returned."""
+    created = int(time.time())
+    for row in table.to_pylist():
+        error, digest = row[ERROR_COLUMN], _digest(row)
+        if error:
+            kind, _, reason = error.partition(": ")
+            problem = {"code": kind, "message": reason}
+            content, status = {"error": {**problem, "type": "invalid_request_error"}}, 400
+        else:
+            problem, content, status = None, _completion(row, digest, created), 200
+        yield {
+            "id": f"batch_req_{digest}",
+            ID_COLUMN: row[ID_COLUMN],
+            "response": {"status_code": status, "request_id": f"req_{digest}", "body": content},
+            "error": problem,
+        }
+
+
+def read_response(record: Mapping[str, Any]) -> tuple[Any, str]:
+    """Return the id and the error of an output line, as the operator wrote them."""
+    problem = record["error"]
+    error = f"{problem['code']}: {problem['message']}" if problem else ""
+    return record[ID_COLUMN], error
+
+
+def _digest(row: Mapping[str, Any]) -> str:
+    """Of the line's id, or where it has none, of what is wrong with it."""
+    text = row[ID_COLUMN] if row[ID_COLUMN] is not None else f"error {row[ERROR_COLUMN]}"
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+
+
+def _completion(row: Mapping[str, Any], digest: str, created: int) -> dict[str, Any]:
+    is_chat = row["url"] == CHAT
+    choices = row[CHOICES_COLUMN]
+    make: Callable[[Mapping[str, Any]], dict[str, Any]] = _chat_choice if is_chat else _text_choice
+    completion_tokens = sum(choice["num_generated_tokens"] for choice in choices)
+    return {
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{digest}",
+        "object": "chat.completion" if is_chat else "text_completion",
+        "created": created,
+        "model": row["model"],
+        "choices": [
+            {"index": index, **make(choice), "finish_reason": choice["finish_reason"]}
+            for index, choice in enumerate(choices)
+        ],
+        "usage": {
+            "prompt_tokens": row["num_input_tokens"],
+            "completion_tokens": completion_tokens,
+            "total_tokens": row["num_input_tokens"] + completion_tokens,
+        },
+    }
+
+
+def _chat_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
+    logprobs = choice["logprobs"]
+    return {
+        "message": {"role": "assistant", "content": choice["text"]},
+        "logprobs": None if logprobs is None else {"content": [_chat_logprob(o) for o in logprobs]},
+    }
+
+
+def _chat_logprob(one: Mapping[str, Any]) -> dict[str, Any]:
+    top = [{**_named(entry), "bytes": None} for entry in one["top"]]
+    return {**_named(one), "bytes": None, "top_logprobs": top}
+
+
+def _named(one: Mapping[str, Any]) -> dict[str, Any]:
+    return {"token": _token(one), "logprob": one["logprob"]}
+
+
+def _token(one: Mapping[str, Any]) -> str:
+    """Return the name of a token: its id, as vLLM writes it when asked to."""
+    return f"token_id:{one['token_id']}"
+
+
+def _text_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
+    logprobs = choice["logprobs"]
+    if logprobs is None:
+        return {"text": choice["text"], "logprobs": None}
+    return {
+        "text": choice["text"],
+        "logprobs": {
+            "tokens": [_token(one) for one in logprobs],
+            "token_logprobs": [one["logprob"] for one in logprobs],
+            "top_logprobs": [{_token(o): o["logprob"] for o in one["top"]} for one in logprobs],
+        },
+    }
