@@ -1,0 +1,133 @@
+"""What is wrong with a quantised checkpoint is said by file, tensor, value and what is expected."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from raymoe.codecs import StoredMatrix
+from raymoe.errors import CheckpointError, UnsupportedModelError
+from raymoe.memory.weights import WeightStore
+from raymoe.specs.model import ModelSpec
+from raymoe.specs.weight_names import model_weights
+from tests.quantised_checkpoints import CASES, checkpoints
+
+FILE = "model.safetensors"
+Tensors = dict[str, Tensor]
+
+
+def read_all(directory: Path) -> None:
+    spec = ModelSpec.from_directory(directory)
+    store = WeightStore.open(spec, directory)
+    for name in model_weights(spec):
+        store(name)
+
+
+def damaged(name: str, tmp_path: Path, damage: Callable[[Tensors], object]) -> Path:
+    """A copy of the checkpoint of a case, its tensors changed."""
+    shutil.copytree(checkpoints(name).quantised, tmp_path / "copy")
+    tensors = load_file(tmp_path / "copy" / FILE)
+    damage(tensors)
+    save_file(tensors, tmp_path / "copy" / FILE)
+    return tmp_path / "copy"
+
+
+def find(tensors: Tensors, end: str) -> str:
+    return min(name for name in tensors if name.endswith(end))
+
+
+def without(end: str) -> Callable[[Tensors], None]:
+    def damage(tensors: Tensors) -> None:
+        del tensors[find(tensors, end)]
+
+    return damage
+
+
+def changed(end: str, change: Callable[[Tensor], Tensor]) -> Callable[[Tensors], None]:
+    def damage(tensors: Tensors) -> None:
+        name = find(tensors, end)
+        tensors[name] = change(tensors[name]).contiguous()
+
+    return damage
+
+
+def first(value: float) -> Callable[[Tensor], Tensor]:
+    def change(tensor: Tensor) -> Tensor:
+        tensor.flatten()[0] = value
+        return tensor
+
+    return change
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES])
+def test_matrices_are_read_as_they_are_stored(name: str) -> None:
+    directory = checkpoints(name).quantised
+    spec = ModelSpec.from_directory(directory)
+    store = WeightStore.open(spec, directory)
+    for weight, shape in model_weights(spec).items():
+        found = store(weight)
+        assert tuple(found.shape) == shape
+        assert isinstance(found, StoredMatrix) == (spec.format_of(weight, shape) is not None)
+
+
+FP8, GPTQ, PACKED, MXFP4 = (
+    "fp8 blocks, odd sizes",
+    "gptq, act-order, zero points",
+    "packed int4, zero points, order",
+    "mxfp4",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "said"),
+    [
+        (FP8, without("q_proj.weight_scale_inv"), r"q_proj.weight_scale_inv'.*missing.*fp8_block"),
+        (GPTQ, without("q_proj.qzeros"), r"q_proj.qzeros' of shape .* missing.*'.*q_proj.scales'"),
+        (GPTQ, without("q_proj.g_idx"), r"q_proj.g_idx'.*missing"),
+        (PACKED, without("weight_shape"), r"weight_shape'.*missing.*int4_packed"),
+        (MXFP4, without("_scales"), r"_scales'.*missing.*mxfp4"),
+        (FP8, changed("scale_inv", lambda t: t[:, :1]), r"scale_inv' has shape .*config.json says"),
+        (GPTQ, changed(".scales", lambda t: t.t()), r"scales' has shape .*config.json says"),
+        (MXFP4, changed("_blocks", lambda t: t[:, :-1]), r"_blocks' has shape"),
+        (FP8, changed("_proj.weight", lambda t: t.float()), r"type F32; supported: F8_E4M3"),
+        (FP8, changed("scale_inv", lambda t: t.int()), r"type I32; supported: F32, F16, BF16"),
+        (GPTQ, changed(".scales", lambda t: t.float()), r"type F32; supported: F16, BF16"),
+        (GPTQ, changed(".qweight", lambda t: t.long()), r"type I64; supported: I32"),
+        (FP8, changed("scale_inv", first(float("nan"))), r"scale_inv' has 1 scales.*\[0, 0\].*nan"),
+        (GPTQ, changed(".scales", first(float("inf"))), r"scales' has 1 scales.*finite.*inf"),
+        (MXFP4, changed("_scales", first(255)), r"_scales' has 1 scales.*finite.*255"),
+        (GPTQ, changed("g_idx", first(-1)), r"g_idx' has 1 groups other than 0 to.*\(-1\)"),
+        (PACKED, changed("g_idx", first(99)), r"g_idx' has 1 groups other than 0 to.*\(99\)"),
+        (PACKED, changed("weight_shape", first(7)), r"weight_shape' is \[7, .*config.json says"),
+        (FP8, lambda tensors: tensors.update(other=torch.ones(2)), r"'other' belongs to nothing"),
+    ],
+)
+def test_damage_is_named(name: str, damage, said: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=said) as refusal:
+        read_all(damaged(name, tmp_path, damage))
+    assert FILE in str(refusal.value) or "missing" in said
+
+
+def test_groups_that_do_not_divide_are_refused_by_tensor(tmp_path: Path) -> None:
+    directory = damaged(GPTQ, tmp_path, dict)
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"]["group_size"] = 24
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match=r"tensor '.*_proj.*': .*groups of 24 do not"):
+        read_all(directory)
+
+
+def test_a_plain_matrix_where_a_quantised_one_is_meant_is_refused(tmp_path: Path) -> None:
+    def damage(tensors: Tensors) -> None:
+        name = find(tensors, "q_proj.qweight")
+        for suffix in (".qweight", ".qzeros", ".scales", ".g_idx"):
+            del tensors[name.replace(".qweight", suffix)]
+        tensors[name.replace(".qweight", ".weight")] = torch.zeros(96, 64)
+
+    with pytest.raises(CheckpointError, match=r"q_proj.qweight'.*is missing"):
+        read_all(damaged(GPTQ, tmp_path, damage))
