@@ -23,7 +23,8 @@ def find_family(config: Mapping[str, object]) -> tuple[str, Family]:
         )
     family = FAMILIES[model_type]
     architectures = config.get("architectures")
-    if architectures and architectures != [family.architecture]:
+    known = [[family.architecture], [family.published_architecture]]
+    if architectures and architectures not in known:
         raise UnsupportedModelError(
             f"architectures = {architectures!r} is not supported for model_type {model_type!r}; "
             f"supported: {family.architecture}"
@@ -95,7 +96,8 @@ def _check_auto_map(value: object, family: Family) -> None:
     """Refuse code of the model's own, except where transformers has it by the same names."""
     if not value:
         return
-    name = family.architecture.removesuffix("ForCausalLM")
+    architecture = family.published_architecture or family.architecture
+    name = architecture.removesuffix("ForCausalLM")
     known = {f"{name}{kind}" for kind in ("Config", "Model", "ForCausalLM")}
     classes = value if isinstance(value, Mapping) else {"AutoModel": value}
     for auto, path in classes.items():

@@ -169,6 +169,7 @@ MOE_FAMILIES: Mapping[str, Family] = {
     "phimoe": Family(
         architecture="PhimoeForCausalLM",
         was_published_with_code=True,
+        published_architecture="PhiMoEForCausalLM",
         defaults=common_fields(
             vocab_size=32064,
             intermediate_size=6400,

@@ -131,6 +131,7 @@ class Family:
         architecture: Class that `architectures` of the configuration must name.
         was_published_with_code: Whether checkpoints name classes of this architecture in
             `auto_map`, code of a time before transformers had it.
+        published_architecture: That class in such checkpoints, where it had another name.
         defaults: Used fields, and what the configuration class takes where one is missing.
         nested: Objects whose fields are read as "object.field".
         aliases: Other names of used fields.
@@ -165,6 +166,7 @@ class Family:
     architecture: str
     defaults: Mapping[str, object]
     was_published_with_code: bool = False
+    published_architecture: str | None = None
     nested: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()

@@ -186,6 +186,35 @@ def test_norms_of_dbrx_have_the_epsilon_of_transformers() -> None:
     assert theirs.norm_f.bias is None
 
 
+def test_phimoe_has_its_published_sizes() -> None:
+    """Model card of microsoft/Phi-3.5-MoE-instruct: 41.9B (files), 6.6B active parameters."""
+    factors = {"short_factor": [1.0] * 64, "long_factor": [1.0] * 64}
+    mscales = {"short_mscale": 1.243163121016122, "long_mscale": 1.243163121016122}
+    spec = ModelSpec.from_config(
+        {
+            "architectures": ["PhiMoEForCausalLM"],
+            "auto_map": {
+                "AutoConfig": "configuration_phimoe.PhiMoEConfig",
+                "AutoModelForCausalLM": "modeling_phimoe.PhiMoEForCausalLM",
+            },
+            "model_type": "phimoe",
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "hidden_dropout": 0.0,
+            "input_jitter_noise": 0.01,
+            "router_jitter_noise": 0.01,
+            "original_max_position_embeddings": 4096,
+            "sliding_window": 131072,
+            "rope_scaling": factors
+            | mscales
+            | {"type": "longrope", "original_max_position_embeddings": 4096},
+        }
+    )
+    assert round(spec.num_parameters / 1e9, 1) == 41.9
+    assert round(spec.num_active_parameters / 1e9, 1) == 6.6
+    assert spec.max_context_tokens == 131072
+
+
 def test_norms_of_phimoe_have_biases() -> None:
     config = config_of("phimoe", **FAMILIES["phimoe"](random.Random(0)), rms_norm_eps=1e-3)
     spec, theirs = ModelSpec.from_config(written(config)), meta_model(config).model
@@ -337,6 +366,7 @@ def test_perturbed_configurations_are_refused(
         ("glm_moe_dsa", {"index_compression": 4}, "index_compression"),
         ("mixtral", {"rope_scaling": {"type": "dynamic", "alpha": 9.0, "factor": 2.0}}, "alpha"),
         ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok = 3"),
+        ("phimoe", {"architectures": ["Phi4MoEForCausalLM"]}, "supported: PhimoeForCausalLM"),
         ("phimoe", {"router_jitter_noise": 0}, "router_jitter_noise is 0"),
         ("phimoe", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "default, longrope"),
     ],
