@@ -40,6 +40,15 @@ class DeviceJob:
         mean = workload.prompt_tokens + workload.generated_tokens // 2
         return ceil(share * min(workload.num_rows, num_blocks // blocks_of(mean)))
 
+    @property
+    def balanced_tokens(self) -> int:
+        """Tokens of a pass for which the GPU takes as long as the link for all weights.
+
+        Source: MoE-Lens, section 6.3 (n_real).
+        """
+        pass_s = self.work.all_weight_bytes / self.hardware.htod_bytes_per_s
+        return max(1, int(pass_s * self.hardware.gpu_flop_per_s / self.work.token_flop))
+
     def useful_blocks(self, num_blocks: int, batch_size: int) -> int:
         """Those of the blocks that so many sequences could fill; more would mostly stay empty."""
         roomy = min(self.max_context_tokens, 2 * self.workload.context_tokens)

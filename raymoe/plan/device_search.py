@@ -10,10 +10,10 @@ simulated.
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from raymoe.plan.device_job import DeviceJob
 from raymoe.plan.device_pass import DevicePass
 from raymoe.plan.device_sizes import DeviceSizes
 from raymoe.plan.job import JobEstimate, fewest_passes, job_passes
@@ -27,12 +27,21 @@ from raymoe.plan.streaming import StreamedPasses
 EVEN_SHARE = 0.97
 ENOUGH = 1.001  # the axes are walked again only if that gained more than this
 
-# CGOPipe, VSLPipe, and module-based batching with its split attention (design, section 4.1).
-STARTS = (
-    Knobs(1.0, 8, False, 2, 1.0, 4096),
-    Knobs(1.0, 2, False, 1, 1.0, 8192),
-    Knobs(1.0, 4, True, 15, 0.6, 8192),
-)
+
+def starts(job: DeviceJob) -> tuple[Knobs, ...]:
+    """Where walks begin.
+
+    The first three are CGOPipe, VSLPipe with its own size of a pass, and module-based batching with
+    its split attention (design, section 4.1). The others are large passes in many waves, and few
+    sequences that leave the device to the weights.
+    """
+    return (
+        Knobs(1.0, 8, False, 2, 1.0, 4096),
+        Knobs(1.0, 2, False, 1, 1.0, job.balanced_tokens),
+        Knobs(1.0, 4, True, 15, 0.6, 8192),
+        Knobs(1.0, 8, False, 15, 1.0, 32768),
+        Knobs(0.125, 1, False, 0, 0.7, 32768),
+    )
 
 
 @dataclass
@@ -43,13 +52,11 @@ class DeviceSearch:
     _points: dict[Knobs, "Candidate | None"] = field(default_factory=dict)
     _jobs: dict[Policy, list[Passes]] = field(default_factory=dict)
 
-    def best(
-        self, grid: Grid | None = None, starts: Iterable[Knobs] = STARTS
-    ) -> "Candidate | None":
+    def best(self, grid: Grid | None = None) -> "Candidate | None":
         """Walk the axes from each start; None where nothing fits."""
         grid = grid or Grid()
-        ends = [end for start in starts if (end := self._walk(start, grid)) is not None]
-        return min(ends, key=lambda end: end.seconds, default=None)
+        ends = (self._walk(start, grid) for start in starts(self.sizes.job))
+        return min(filter(None, ends), key=lambda end: end.seconds, default=None)
 
     def faster(self, knobs: Knobs, limit_s: float = math.inf) -> "Candidate | None":
         """The candidate at a point, if it fits and takes less than the limit."""

@@ -19,6 +19,8 @@ from raymoe.plan.streaming import KV_BLOCK_TOKENS, StreamedPasses
 from raymoe.schedule.builders import CPU_ATTENTION_FRACTIONS, MOST_WAVES
 from raymoe.units import ceil_div
 
+LEAST_CHUNK = 1024  # tokens of a prompt in a pass, for rows that are longer than those planned for
+
 
 @dataclass(frozen=True)
 class DeviceSizes:
@@ -75,7 +77,7 @@ class DeviceSizes:
         policy = Policy(
             batch_size=batch_size,
             pass_tokens=knobs.pass_tokens,
-            prefill_chunk_tokens=max(1, ceil_div(knobs.pass_tokens, num_waves)),
+            prefill_chunk_tokens=min(ceil_div(knobs.pass_tokens, num_waves), self._longest_chunk),
             num_kv_blocks=num_kv_blocks,
             device=DevicePolicy(
                 num_waves=num_waves,
@@ -134,6 +136,11 @@ class DeviceSizes:
         bare = host_footprint(self.job.model, self.job.work, passes)
         free = self.job.hardware.host_memory_bytes - bare.total + bare.bytes_of("KV cache")
         return free // kv_block_bytes(self.job.work)
+
+    @property
+    def _longest_chunk(self) -> int:
+        """Of a prompt: whole prompts where they are short, as the largest wave has one to spare."""
+        return max(LEAST_CHUNK, self.job.workload.longest_prompt_tokens)
 
     def _staged_blocks(self, knobs: Knobs, batch_size: int, num_waves: int) -> int:
         """Room for the device's share of a wave: decoding sequences, and the prompts of a wave."""

@@ -28,22 +28,22 @@ def make_model(configuration: Configuration) -> PreTrainedModel:
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation="eager"
         )
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            _randomise(name, tensor.data)
+        randomise(model)
     # Greedy, whatever the defaults of the configuration class.
     model.generation_config = GenerationConfig(do_sample=False, use_cache=True)
     return model.eval()
 
 
-def _randomise(name: str, tensor: torch.Tensor) -> None:
+def randomise(model: PreTrainedModel) -> None:
     """What a fresh model leaves at zero or one: biases, norms, sinks."""
-    module, leaf = name.split(".")[-2:]
-    if leaf.endswith("bias"):
-        torch.nn.init.normal_(tensor, std=0.2)
-    elif leaf == "sinks":
-        torch.nn.init.normal_(tensor)
-    elif "norm" in module:
-        torch.nn.init.uniform_(tensor, 0.5, 1.5)
+    for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+        module, leaf = name.split(".")[-2:]
+        if leaf.endswith("bias"):
+            torch.nn.init.normal_(parameter.data, std=0.2)
+        elif leaf == "sinks":
+            torch.nn.init.normal_(parameter.data)
+        elif "norm" in module:
+            torch.nn.init.uniform_(parameter.data, 0.5, 1.5)
 
 
 def make_checkpoint(configuration: Configuration, directory: Path) -> PreTrainedModel:
