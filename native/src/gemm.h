@@ -26,8 +26,8 @@ namespace raymoe {
 constexpr int64_t kTileRows = 14;
 // Inputs of one block: 2048 pairs x 128 bytes of a panel stay in L2 while tiles of rows pass.
 constexpr int64_t kBlockPairs = 2048;
-// Of a block that is decoded: 16 KiB of bfloat16 weights stay in L1 while tiles of rows pass.
-constexpr int64_t kDecodedPairs = 128;
+// Of a block that is decoded: 32 KiB of bfloat16 weights stay near while tiles of rows pass.
+constexpr int64_t kDecodedPairs = 256;
 constexpr int64_t kDecodedElements = kDecodedPairs * kPanelColumns * 2;
 
 /// Distance of rows, in elements, of a copy of `columns` columns: whole cache lines and never a

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+from raymoe.bench.quantised import FORMATS, quantised_experts_job
 from raymoe.measure.attention import AttentionShape, decode_job, prefill_job
 from raymoe.measure.experts import ExpertsShape, experts_job, linear_job
 from raymoe.measure.latent_attention import LatentShape, latent_decode_job
@@ -21,6 +22,8 @@ PREFILL_CASES = ((16, 128), (8, 512), (2, 2048))
 FEW_BIG_EXPERTS = ExpertsShape(hidden_size=1024, expert_size=2816, num_experts=8, top_k=2)
 MANY_SMALL_EXPERTS = ExpertsShape(hidden_size=1024, expert_size=384, num_experts=64, top_k=8)
 TOKENS = (32, 128, 512, 2048)
+QUANTISED_EXPERTS = ExpertsShape(hidden_size=2048, expert_size=768, num_experts=16, top_k=4)
+QUANTISED_TOKENS = (4, 32, 512, 2048)  # 1, 8, 128 and 512 rows of each expert
 
 
 def kernel_jobs() -> list[Callable[[], KernelJob]]:
@@ -35,6 +38,11 @@ def kernel_jobs() -> list[Callable[[], KernelJob]]:
             partial(experts_job, shape, tokens)
             for shape in (FEW_BIG_EXPERTS, MANY_SMALL_EXPERTS)
             for tokens in TOKENS
+        ),
+        *(
+            partial(quantised_experts_job, QUANTISED_EXPERTS, tokens, stored)
+            for stored in FORMATS
+            for tokens in QUANTISED_TOKENS
         ),
         *(partial(linear_job, 1024, 3072, tokens) for tokens in TOKENS),
     ]

@@ -43,14 +43,16 @@ class Codes:
 
 def decode(codes: Codes, dtype: torch.dtype) -> Tensor:
     """The elements, [O, I]: exact products in float32, rounded once to `dtype`."""
-    numbers_OI = _NUMBERS[codes.kind](codes.codes_OI)
+    # Bytes are turned around fastest, where codes lie in the order of the outputs.
+    numbers_OI = _NUMBERS[codes.kind](codes.codes_OI.contiguous())
+    groups_OGS = _by_group(numbers_OI, codes)
     if codes.kind == "int4":
         zeros_OG = codes.zeros_OG
-        numbers_OI -= INT4_ZERO if zeros_OG is None else _by_input(zeros_OG, codes)
+        groups_OGS -= INT4_ZERO if zeros_OG is None else _by_input(zeros_OG, codes)
     scales_BG = float_scales(codes.scales_BG)
     if codes.block_rows > 1:
         scales_BG = scales_BG.repeat_interleave(codes.block_rows, 0)[: len(numbers_OI)]
-    numbers_OI *= _by_input(scales_BG, codes)
+    groups_OGS *= _by_input(scales_BG, codes)
     return numbers_OI.to(dtype)
 
 
@@ -68,7 +70,22 @@ def nibbles(packed: Tensor) -> Tensor:
     return torch.stack((low_high & 0xF, low_high >> 4), -1).flatten(-2)
 
 
+def _is_regular(codes: Codes) -> bool:
+    """Whether groups are neighbours and equally large."""
+    return codes.order_I is None and codes.codes_OI.shape[1] % codes.group_size == 0
+
+
+def _by_group(numbers_OI: Tensor, codes: Codes) -> Tensor:
+    """The numbers as [O, G, S], or as they are where groups are not so regular."""
+    if not _is_regular(codes):
+        return numbers_OI
+    return numbers_OI.view(len(numbers_OI), -1, codes.group_size)
+
+
 def _by_input(values_OG: Tensor, codes: Codes) -> Tensor:
+    """Values of groups for each number, in the shape of `_by_group`."""
+    if _is_regular(codes):
+        return values_OG[..., None]
     if codes.order_I is not None:
         return values_OG[:, codes.order_I.long()]
     num_inputs = codes.codes_OI.shape[1]

@@ -41,7 +41,12 @@ class ExpertsShape:
 
 
 def experts_job(
-    shape: ExpertsShape, num_tokens: int, layers: Sequence[Experts] | None = None
+    shape: ExpertsShape,
+    num_tokens: int,
+    layers: Sequence[Experts] | None = None,
+    *,
+    kernel: str = "experts",
+    expert_bytes: int | None = None,
 ) -> KernelJob:
     """The experts of one layer, tokens routed at random, the same for all layers.
 
@@ -49,6 +54,8 @@ def experts_job(
         shape: Sizes.
         num_tokens: Tokens of a call.
         layers: Of `make_expert_layers`; made for this job by default.
+        kernel: What they are called.
+        expert_bytes: Of the weights of one expert; of bfloat16 by default.
     """
     generator = torch.Generator().manual_seed(num_tokens)
     hidden_TH = torch.randn(num_tokens, shape.hidden_size, generator=generator).bfloat16()
@@ -56,13 +63,13 @@ def experts_job(
     topk_weights_TK, topk_ids_TK = logits_TE.softmax(-1).topk(shape.top_k)
     num_hit = int((torch.bincount(topk_ids_TK.reshape(-1)) > 0).sum())
     return KernelJob(
-        kernel="experts",
+        kernel=kernel,
         case=f"{shape}, {num_tokens} tokens",
         calls=[
             partial(layer, hidden_TH, topk_ids_TK.int(), topk_weights_TK)
             for layer in layers or make_expert_layers(shape)
         ],
-        bytes_per_call=2 * shape.parameters * num_hit,
+        bytes_per_call=(expert_bytes or 2 * shape.parameters) * num_hit,
         flop_per_call=2 * num_tokens * shape.top_k * shape.parameters,
     )
 
@@ -96,7 +103,7 @@ def make_expert_layers(shape: ExpertsShape) -> list[Experts]:
             up_EFH.clone(),
             down_EHF.clone(),
             activation="silu",
-            allocate=_allocate_huge_pages,
+            allocate=allocate_huge_pages,
         )
         for _ in range(ceil_div(MIN_WEIGHT_BYTES, 2 * shape.num_experts * shape.parameters))
     ]
@@ -106,12 +113,12 @@ def make_linear_layers(in_features: int, out_features: int) -> list[Linear]:
     """Layers of the same random projection, each in memory of its own."""
     weight_OI = _random_weights((out_features, in_features))
     return [
-        make_linear(weight_OI.clone(), None, _allocate_huge_pages)
+        make_linear(weight_OI.clone(), None, allocate_huge_pages)
         for _ in range(ceil_div(MIN_WEIGHT_BYTES, weight_OI.nbytes))
     ]
 
 
-def _allocate_huge_pages(num_bytes: int) -> Tensor:
+def allocate_huge_pages(num_bytes: int) -> Tensor:
     """Anonymous memory on huge pages; lives as long as the tensor."""
     return HostArena(num_bytes).allocate(num_bytes)
 

@@ -14,6 +14,7 @@ from raymoe.bench.passes import (
     predict_pass,
     times_by_kind,
 )
+from raymoe.bench.quantised import quantised_experts_job
 from raymoe.bench.suite import run_suite
 from raymoe.bench.workloads import WORKLOADS, make_checkpoint, make_prompts
 from raymoe.errors import ConfigError
@@ -24,6 +25,7 @@ from raymoe.schedule.task import Op, Resource, Task
 from raymoe.schedule.timeline import Span, Timeline
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
+from raymoe.specs.weight_format import Mxfp4
 
 
 def test_both_contenders_generate_every_token_and_are_set_beside_the_bound(tmp_path: Path) -> None:
@@ -65,6 +67,19 @@ def test_kernels_are_held_against_the_limit_that_binds_them() -> None:
         assert 0 < rate.share_of_limit < 1.5  # a limit is a measurement too
         assert rate.bytes_per_s > 0
         assert rate.flop_per_s > 0
+
+
+def test_a_job_on_codes_reads_the_bytes_that_are_stored() -> None:
+    shape = ExpertsShape(hidden_size=1024, expert_size=512, num_experts=4, top_k=2)
+    (rate,) = measure_kernels(
+        [lambda: quantised_experts_job(shape, 64, Mxfp4())], num_threads=2, repetitions=1
+    )
+    assert rate.kernel == "experts in mxfp4"
+    parameters = 3 * 1024 * 512
+    operations = 2 * 64 * 2 * parameters
+    num_bytes = 4 * parameters * 17 // 32  # 4 bits, and 8 for each 32 elements
+    assert rate.flop_per_s / rate.bytes_per_s == pytest.approx(operations / num_bytes)
+    assert 0 < rate.share_of_limit < 1.5
 
 
 def test_a_decode_job_reads_the_keys_and_values_of_every_token() -> None:
