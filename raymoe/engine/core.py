@@ -1,6 +1,7 @@
 """One pass after another: schedule, run, sample, finish. Knows neither threads nor callers."""
 
 import dataclasses
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -28,6 +29,7 @@ _NO_TOKEN = ExecutionError(
     "no token can be chosen: the logits have NaN, or logit_bias, stop tokens and grammar exclude "
     "everything"
 )
+PATIENCE = 0.02  # share of a pass that rows without a grammar may wait for masks of others
 Finish = Callable[[Request, Generation], None]
 
 
@@ -77,7 +79,11 @@ class EngineCore:
         self._ignores_eos: Bools = np.zeros(slots, np.bool_)
         self._is_watched: Bools = np.zeros(slots, np.bool_)  # stop tokens, strings, siblings
         self._wants_logprobs: Bools = np.zeros(slots, np.bool_)
+        self._has_grammar: Bools = np.zeros(slots, np.bool_)
         self._chosen: list[tuple[Int32s, Int32s]] = []
+        self._deferred: list[Int32s] = []  # slots of the latest pass whose masks were not there
+        self._late: set[int] = set()  # slots that wait for their masks outside of passes
+        self._begin_s = 0.0  # of the latest pass
         self.counters = Counters()
         self._accuracy = accuracy
         self.last_timeline: Timeline | None = None
@@ -93,22 +99,44 @@ class EngineCore:
 
     def step(self) -> None:
         """Run one pass; there must be work."""
-        next_pass = self.scheduler.next_pass()
+        next_pass = self.scheduler.next_pass(self._held_slots())
         for sample in self.scheduler.admitted:
             self._admit(sample)
         if self._masks is not None:
-            self._masks.ask()
-        self._chosen = []
+            self._masks.settle()
+        self._chosen, self._deferred = [], []
+        self._begin_s = time.perf_counter()
         inputs = _pass_inputs(next_pass, lambda row, logits: self._take(next_pass, row, logits))
         self.last_timeline = self._runner.run(inputs)
         self.scheduler.complete(next_pass)
         self.counters.record_pass(next_pass, self.last_timeline.makespan_s)
+        for slots in self._deferred:
+            self._table.computed_tokens[slots] -= 1  # their logits are computed again
+            self._late.update(slots.tolist())
+            self.counters.num_sampled_tokens -= len(slots)
         if self._accuracy is not None:
             self._accuracy.record(next_pass, self.last_timeline)
         for slots, tokens in self._chosen:
             self._advance(slots, tokens)
         if self._masks is not None:
-            self._masks.ask()  # they are made while the next pass runs
+            self._masks.settle()  # they are made while the next pass runs
+
+    def _held_slots(self) -> set[int]:
+        """Sequences that had better not be in the next pass: their masks took longer than one."""
+        if self._masks is None or not self._late:
+            return set()
+        if self._late & self._masks.pending() >= set(self._table.live_slots().tolist()):
+            self._masks.settle(None)  # there is nothing else to do
+        self._late &= self._masks.pending()
+        return self._late
+
+    def _have_masks(self, done: Pass, slots: Int32s) -> Bools:
+        """Which of these slots can be sampled; others of the pass do not wait long for the rest."""
+        assert self._masks is not None
+        has_others = not self._has_grammar[done.row_slots].all()
+        elapsed_s = time.perf_counter() - self._begin_s
+        self._masks.settle(PATIENCE * elapsed_s if has_others else None)
+        return ~np.isin(slots, list(self._masks.pending()))
 
     def _admit(self, sample: Sample) -> None:
         slot, params = sample.slot, sample.request.params
@@ -122,6 +150,7 @@ class EngineCore:
         self._is_watched[slot] = bool(params.stop_strings or params.stop_token_ids or leads_others)
         self._wants_logprobs[slot] = params.logprobs is not None
         if self._masks is not None:
+            self._has_grammar[slot] = sample.request.grammar is not None
             self._masks.end(slot)  # of a row that was preempted here
             if sample.request.grammar is not None:
                 self._masks.begin(slot, sample.request.grammar, self._table.generated(slot))
@@ -139,6 +168,13 @@ class EngineCore:
                 return
             logits_CV = logits_CV[torch.from_numpy(chosen)]
             slots, positions = slots[chosen], positions[chosen]
+        if self._has_grammar[slots].any():
+            is_ready = self._have_masks(done, slots)
+            self._deferred.append(slots[~is_ready])
+            if not is_ready.any():
+                return
+            logits_CV = logits_CV[torch.from_numpy(is_ready)]
+            slots, positions = slots[is_ready], positions[is_ready]
         tokens = self._sampler.choose(logits_CV, slots, positions)
         self._chosen.append((slots, tokens))
         wanted = np.flatnonzero(self._wants_logprobs[slots])

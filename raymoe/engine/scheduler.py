@@ -1,7 +1,7 @@
 """Which tokens go into the next pass: decode, chunks of prompts, admission and preemption."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
 
@@ -74,13 +74,18 @@ class PassScheduler:
         """Let these samples go before all that wait, in their order."""
         self._waiting.extendleft(reversed(list(samples)))
 
-    def next_pass(self) -> Pass:
-        """Assemble the next pass; there must be work. `admitted` says who joined."""
+    def next_pass(self, held: Collection[int] = ()) -> Pass:
+        """Assemble the next pass; there must be work. `admitted` says who joined.
+
+        Args:
+            held: Slots that stay out of it; not all that live.
+        """
         self.admitted = []
         has_preempted = self._make_room()
         if not has_preempted or self.table.num_live == 0:
             self._admit()
         slots = self.table.live_slots()
+        slots = slots[~np.isin(slots, list(held))] if held else slots
         takes = self._takes(slots)
         assert takes.any(), "there is work, but no sequence fits"
         return assemble_pass(self.table, slots, takes)

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import mmap
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -64,9 +65,10 @@ class _News:
 class TokenMasks:
     """The rows with a grammar. The engine thread owns it.
 
-    Masks are made in a process of their own: it is told of tokens when they are chosen and asked
-    for masks when the next ones are. A row that ends this process is known by the slot in work; it
-    fails alone, and the others begin anew in another process, by their tokens.
+    Masks are made in a process of their own, which is told of tokens when they are chosen. Who
+    needs a mask that is not made yet may wait for it, or come back later. A row that ends this
+    process is known by the slot in work; it fails alone, and the others begin anew in another
+    process, by their tokens.
 
     Args:
         server: Of processes with the vocabulary.
@@ -89,7 +91,7 @@ class TokenMasks:
         self._errors: dict[int, str] = {}
         self._known: set[str] = set()  # grammars that the process has
         self._news = _News()
-        self._is_asked = False
+        self._asked: set[int] = set()  # slots of which an answer is due
         self._pipe: Connection | None = None
         self._memory: mmap.mmap | None = None
         self._descriptor = -1
@@ -119,26 +121,31 @@ class TokenMasks:
         """Why the row in this slot has no tokens to choose from, or ""."""
         return self._errors.get(slot, "")
 
-    def ask(self) -> None:
-        """Let the process work on what has changed."""
-        self._collect()
-        if self._news.is_empty:
-            return
-        if self._pipe is None:
-            self._fork()
-        else:
-            self._tell()
+    def pending(self) -> set[int]:
+        """Slots whose masks are not made yet."""
+        return (self._asked | self._news.begun | self._news.accepted.keys()) - self._errors.keys()
+
+    def settle(self, patience_s: float | None = 0.0) -> None:
+        """Take in what the process has made, and let it work on what has changed.
+
+        Args:
+            patience_s: Longest wait for pending masks; None waits for all of them.
+        """
+        deadline_s = None if patience_s is None else time.monotonic() + patience_s
+        while self._collect(deadline_s) and not self._news.is_empty:
+            if self._pipe is None:
+                self._fork()
+            else:
+                self._tell()
 
     def apply(self, logits_RV: Tensor, rows: npt.NDArray[np.int64], slots: Int32s) -> None:
-        """Make impossible what the grammars of some rows forbid; waits for their masks.
+        """Make impossible what the grammars of some rows forbid.
 
         Args:
             logits_RV: Float32, changed in place.
             rows: Of the logits.
-            slots: Of these rows.
+            slots: Of these rows; none may be pending.
         """
-        self.ask()
-        self._collect()
         masks_RW = self._masks()[slots]
         masks_RW[[slot in self._errors for slot in slots.tolist()]] = 0
         bits = np.unpackbits(masks_RW.view(np.uint8), axis=1, bitorder="little")
@@ -161,28 +168,29 @@ class TokenMasks:
         words = np.frombuffer(self._memory, np.int32)
         return words[:-1].reshape(self._num_slots, self._num_words)
 
-    def _collect(self) -> None:
-        """Wait for the answer that is due."""
+    def _collect(self, deadline_s: float | None) -> bool:
+        """Take in the answer that is due; returns False if it does not come in time."""
         num_forks = 0
-        while self._is_asked:
+        while self._asked:
             assert self._pipe is not None
+            left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+            if not self._pipe.poll(left_s):
+                return False
             try:
-                failed = json.loads(self._pipe.recv_bytes())
-                self._is_asked = False
+                self._fail(json.loads(self._pipe.recv_bytes()))
+                self._asked.clear()
             except (EOFError, OSError) as error:
-                failed = {}
                 slot = self._slot_in_work()
                 if slot in self._rows:
-                    failed[slot] = f"takes more than {self._limits.row_limit_s:g} s for one token"
+                    limit_s = self._limits.row_limit_s
+                    self._fail({slot: f"takes more than {limit_s:g} s for one token"})
                 elif num_forks == MAX_FORKS:
                     raise ExecutionError(
                         "the process that matches grammars keeps ending"
                     ) from error
                 num_forks += slot not in self._rows
-                self._fail(failed)
                 self._fork()
-            else:
-                self._fail(failed)
+        return True
 
     def _fail(self, failed: dict[Any, str]) -> None:
         for slot, error in failed.items():
@@ -229,7 +237,7 @@ class TokenMasks:
             "accepted": list(news.accepted.items()),
         }
         self._known = set(grammars)
-        self._is_asked = True
+        self._asked = news.begun | news.accepted.keys() or {NO_SLOT}
         with contextlib.suppress(OSError):  # it has ended, which the answer will show
             self._pipe.send_bytes(json.dumps(content).encode())
             for _, _, grammar in fresh:

@@ -110,6 +110,29 @@ def test_tokens_depend_neither_on_neighbours_nor_on_preemption(make_engine, engi
     ]
 
 
+def test_rows_whose_masks_are_late_sit_out_and_have_the_same_tokens(make_engine, engine):
+    prompts = [f"row {i}" for i in range(6)]
+    params = [sampled(seed=i) if i % 2 else {"temperature": 0, "max_tokens": 90} for i in range(6)]
+    alone = engine.generate(prompts, params)
+    slow = make_engine()
+    slow.generate(prompts[1:2], params[1:2])  # its grammar is there when the others come
+    computed_before = slow.stats().num_computed_tokens
+    settle, calls = slow._masks.settle, []
+
+    def settle_rarely(patience_s=0.0):
+        calls.append(patience_s)
+        if patience_s is None or len(calls) % 7 == 0:
+            settle(patience_s)
+
+    slow._masks.settle = settle_rarely
+    together = slow.generate(prompts, params)
+    assert [g.token_ids for g in together] == [g.token_ids for g in alone]
+    useful = sum(g.num_input_tokens + g.num_generated_tokens - 1 for g in together)
+    assert (
+        slow.stats().num_computed_tokens > computed_before + useful
+    )  # what was late was computed again
+
+
 @pytest.mark.parametrize(("outputs", "message"), malformed_outputs())
 def test_a_malformed_form_is_an_error_row_and_disturbs_no_other(engine, outputs, message):
     params = [{"temperature": 0, "max_tokens": 4}, {"structured_outputs": outputs}]

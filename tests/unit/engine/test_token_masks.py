@@ -50,6 +50,8 @@ def compiled(grammars, **options):
 
 def allowed(masks, *slots):
     """The tokens that may come next in each slot, as sets."""
+    masks.settle(None)
+    assert not masks.pending()
     logits = torch.zeros(len(slots), VOCAB_SIZE)
     masks.apply(logits, np.arange(len(slots)), np.array(slots, np.int32))
     return [set(row.isfinite().nonzero()[:, 0].tolist()) for row in logits]
@@ -101,7 +103,7 @@ def test_a_slot_is_used_again_and_grammars_are_forgotten(grammars, make_masks):
         masks.begin(2, compiled(grammars, choice=[text]), text[:1].encode())
         assert allowed(masks, 2) == [{ord(text[1])}]
         masks.end(2)
-        masks.ask()
+        masks.settle()
 
 
 def test_a_row_that_is_too_slow_fails_alone(grammars, make_masks):
