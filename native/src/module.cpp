@@ -131,7 +131,7 @@ CodeTensors code_tensors(const CodeTuple& weight) {
 
 void bind_codes(py::module_& m) {
   using Guard = py::call_guard<py::gil_scoped_release>;
-  py::class_<CodeFormat>(m, "CodeFormat", "How a matrix of codes is packed; see kernels/codes.py.")
+  py::class_<CodeFormat>(m, "CodeFormat", "How a matrix of codes is packed; see kernels/packing.py.")
       .def(py::init(&make_code_format), py::arg("kind"), py::arg("group_size"),
            py::arg("shares_scales"), py::arg("has_zeros"), py::arg("has_order"))
       .def("packed_bytes", &packed_codes_bytes, py::arg("out_features"), py::arg("in_features"),
@@ -143,14 +143,14 @@ void bind_codes(py::module_& m) {
           pack_codes_op(format, code_tensors(weight), packed);
         },
         py::arg("code_format"), py::arg("weight"), py::arg("packed"), Guard(),
-        "See kernels/codes.py.");
+        "See kernels/packing.py.");
   m.def("pack_gate_up_codes",
         [](const CodeFormat& format, const CodeTuple& gate, const CodeTuple& up,
            const TensorView& packed) {
           pack_gate_up_codes_op(format, code_tensors(gate), code_tensors(up), packed);
         },
         py::arg("code_format"), py::arg("gate"), py::arg("up"), py::arg("packed"), Guard(),
-        "See kernels/codes.py.");
+        "See kernels/packing.py.");
 }
 
 void bind_attention(py::module_& m) {

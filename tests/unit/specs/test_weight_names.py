@@ -1,6 +1,6 @@
 import pytest
 
-from raymoe.errors import CheckpointError
+from raymoe.errors import CheckpointError, UnsupportedModelError
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_names import Location, locate_weights, model_weights
 
@@ -92,3 +92,37 @@ def test_a_tensor_that_belongs_to_nothing_is_named() -> None:
     stored = model_weights(MIXTRAL) | {"model.layers.2.input_layernorm.weight": (16,)}
     with pytest.raises(CheckpointError, match=r"a\.safetensors.*layers\.2.*nothing"):
         locate(stored)
+
+
+FP8 = ModelSpec.from_config(
+    SIZES
+    | {"model_type": "mixtral", "num_local_experts": 2}
+    | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+)
+
+
+def fp8_shapes(*, is_fused: bool) -> dict[str, tuple[int, ...]]:
+    """What a checkpoint of FP8 blocks stores, experts apart or in one tensor each."""
+    stored = dict(fused(model_weights(FP8)) if is_fused else model_weights(FP8))
+    for name, shape in list(stored.items()):
+        is_fused_tensor = name.endswith(("gate_up_proj", "down_proj"))
+        if is_fused_tensor:
+            stored[f"{name}.weight"] = stored.pop(name)
+            stored[f"{name}.weight_scale_inv"] = (shape[0], 1, 1)
+        elif "_proj" in name:
+            stored[f"{name}_scale_inv"] = (1, 1)
+    return stored
+
+
+def test_the_tensors_of_a_quantised_matrix_follow_the_name_of_its_module() -> None:
+    stored = fp8_shapes(is_fused=False)
+    found = locate_weights(FP8, stored, dict.fromkeys(stored, "a.safetensors"))
+    assert found[GATE].tensor_names() == (GATE, f"{GATE}_scale_inv")
+    assert found["model.norm.weight"].tensor_names() == ("model.norm.weight",)
+
+
+def test_tiles_that_hold_rows_of_two_weights_are_refused() -> None:
+    """Gate and up of 24 rows each, in one tensor: the tile of 128 rows is of both."""
+    stored = fp8_shapes(is_fused=True)
+    with pytest.raises(UnsupportedModelError, match=r"gate_up_proj.*one entry for 128 rows.*24"):
+        locate_weights(FP8, stored, dict.fromkeys(stored, "a.safetensors"))
