@@ -28,8 +28,8 @@ void pack_weight(const WeightSource& weight, bf16* packed);
 void pack_gate_up(const WeightSource& gate, const WeightSource& up, bf16* packed);
 
 /// out = x * weight^T + bias. Rows of x and out may be any distance apart; no overlap of out with
-/// anything else. Float32 sums in a fixed order, at most one rounding: the bits of a row do not depend on
-/// the other rows or on the number of threads.
+/// anything else. Float32 sums in a fixed order, at most one rounding: the bits of a row do not
+/// depend on the other rows or on the number of threads.
 struct LinearProblem {
   const bf16* x;
   int64_t x_stride;  // elements
