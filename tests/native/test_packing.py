@@ -6,6 +6,8 @@ from torch import Tensor
 
 from raymoe import _native
 from raymoe.codecs import as_tensor
+from raymoe.errors import UnsupportedModelError
+from raymoe.kernels.packed_experts import PackedExperts, PackedGatedFfn
 from raymoe.kernels.packing import BFloat16Packing, Packing, packing_for, packing_of
 from raymoe.specs.weight_format import (
     Awq,
@@ -67,6 +69,43 @@ def test_products_are_those_of_the_decoded_matrix(
             x = torch.randn(rows, shape[1]).bfloat16()
             want = multiply(plain, decoded, x, shape[0])
             assert torch.equal(multiply(coded, codes, x, shape[0]), want)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("stored", FORMATS, ids=str)
+def test_experts_are_those_of_the_decoded_matrices(stored: WeightFormat) -> None:
+    """Gate and up lie in one panel, each with scales and zero points of its own."""
+    num_experts, expert_size, hidden_size = 3, 160, 192
+    sizes = {"gate": (expert_size, hidden_size), "up": (expert_size, hidden_size)}
+    sizes["down"] = (hidden_size, expert_size)
+    codes: dict[str, list] = {part: [] for part in sizes}
+    for expert in range(num_experts):
+        for part, shape in sizes.items():
+            weight = torch.randn(shape, generator=torch.Generator().manual_seed(expert + len(part)))
+            codes[part].append(quantise(stored, weight / 10, seed=2 * expert + 1).matrix)
+    decoded = {
+        part: [as_tensor(matrix, torch.bfloat16) for matrix in matrices]
+        for part, matrices in codes.items()
+    }
+    hidden = torch.randn(20, hidden_size).bfloat16()
+    top = torch.rand(20, num_experts).topk(2)
+    arguments = (hidden, top.indices.int(), top.values)
+    experts = PackedExperts(*codes.values(), allocate)
+    assert torch.equal(experts(*arguments), PackedExperts(*decoded.values(), allocate)(*arguments))
+    one = [matrices[1] for matrices in codes.values()]
+    plain = [matrices[1] for matrices in decoded.values()]
+    ffn = PackedGatedFfn(*one, allocate)
+    assert torch.equal(ffn(hidden), PackedGatedFfn(*plain, allocate)(hidden))
+
+
+def test_gate_and_up_that_are_stored_differently_are_refused() -> None:
+    shape = (32, 64)
+    one, other = make(Gptq(32), shape, 1).matrix, make(Gptq(32), shape, 3).matrix
+    down = make(Gptq(32), (64, 32)).matrix
+    with pytest.raises(UnsupportedModelError, match="different orders of their inputs"):
+        PackedGatedFfn(one, other, down, allocate)
+    with pytest.raises(UnsupportedModelError, match="stored as gptq and up_proj as awq"):
+        PackedGatedFfn(one, make(Awq(32), shape).matrix, down, allocate)
 
 
 @pytest.mark.parametrize("stored", FORMATS, ids=str)
