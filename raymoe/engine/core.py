@@ -286,6 +286,7 @@ def _pass_inputs(done: Pass, on_logits: Callable[[int, Tensor], None]) -> PassIn
             query_start=torch.from_numpy(done.query_start),
             context_tokens=torch.from_numpy(done.context_tokens),
             block_table=torch.from_numpy(done.block_table),
+            prompt_tokens=torch.from_numpy(done.prompt_tokens[done.query_start[:-1]]),
         ),
         prompt_tokens=torch.from_numpy(done.prompt_tokens),
         logit_rows=torch.from_numpy(done.logit_rows),

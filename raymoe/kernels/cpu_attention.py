@@ -27,28 +27,61 @@ class AttentionBatch:
             the positions of its query tokens are the last of them.
         block_table: [S, M], blocks of each sequence in order; entries beyond its context are
             ignored.
+        prompt_tokens: [S], length of the prompt of each sequence; None: of all that came so far
+            where several tokens are new, nothing where one is.
     """
 
     query_start: Tensor
     context_tokens: Tensor
     block_table: Tensor
+    prompt_tokens: Tensor | None = None
 
-    def select(self, sequences: Tensor) -> tuple[Tensor, "AttentionBatch"]:
-        """The tokens of some sequences, int64, and the batch of these alone.
+    @property
+    def num_new(self) -> Tensor:
+        """Tokens of each sequence in the pass, [S] int64."""
+        return self.query_start.long().diff()
+
+    @property
+    def num_new_of_prompts(self) -> Tensor:
+        """How many of these are of the prompt, [S] int64; they come first."""
+        num_new, contexts = self.num_new, self.context_tokens.long()
+        prompts = self.prompt_tokens
+        if prompts is None:
+            prompts = contexts.where(num_new > 1, 0)
+        return (prompts.long() - (contexts - num_new)).clamp_min(0).minimum(num_new)
+
+    def select(self, sequences: Tensor) -> "AttentionBatch":
+        """Some sequences with all their tokens.
 
         Args:
             sequences: int64, which ones and in which order.
         """
-        starts = self.query_start.long()
-        takes = starts.diff()[sequences]
-        ends = takes.cumsum(0)
-        offsets = torch.repeat_interleave(starts[sequences] - (ends - takes), takes)
-        chosen = AttentionBatch(
-            query_start=torch.cat([ends.new_zeros(1), ends]).int(),
-            context_tokens=self.context_tokens[sequences],
+        num_new = self.num_new[sequences]
+        return self._of(sequences, self.context_tokens[sequences], num_new)
+
+    def cut(self, begins: Tensor, ends: Tensor) -> tuple[Tensor, "AttentionBatch"]:
+        """Some of the new tokens of each sequence, and the batch of these alone.
+
+        Args:
+            begins: [S] int64, first of the new tokens of each sequence that is in the cut.
+            ends: [S] int64, behind the last; sequences without any are left out.
+        """
+        sequences = (ends > begins).nonzero().flatten()
+        counts = (ends - begins)[sequences]
+        behind = (self.num_new - ends)[sequences]
+        chosen = self._of(sequences, self.context_tokens[sequences] - behind.int(), counts)
+        offsets = (self.query_start[:-1] + begins)[sequences] - chosen.query_start[:-1]
+        rows = torch.arange(int(counts.sum())) + torch.repeat_interleave(offsets, counts)
+        return rows, chosen
+
+    def _of(self, sequences: Tensor, contexts: Tensor, num_new: Tensor) -> "AttentionBatch":
+        prompts = self.prompt_tokens
+        return AttentionBatch(
+            query_start=torch.cat([num_new.new_zeros(1), num_new.cumsum(0)]).int(),
+            context_tokens=contexts,
             block_table=self.block_table[sequences],
+            prompt_tokens=None if prompts is None else prompts[sequences],
         )
-        return torch.arange(len(offsets)) + offsets, chosen
 
 
 def append_and_attend(  # noqa: PLR0917 - an operator: its tensors are its arguments

@@ -21,7 +21,9 @@ def append_and_attend_latent_paged(
     heads: LatentHeads,
     scale: float,
 ) -> Tensor:
-    """Append the rows of the pass to the cache and attend, in the cheaper form; [T, H, V].
+    """Append the rows of the pass to the cache and attend; [T, H, V].
+
+    The new tokens of a sequence take the form that is the cheaper one for so many of them.
 
     Args:
         query_THD: Plain, rotated already.

@@ -75,7 +75,7 @@ class LatentHeads:
 
     @property
     def fewest_plain_tokens(self) -> int:
-        """New tokens of a sequence from which on the plain form is the one with less work.
+        """Tokens of a prompt from which on the plain form is the one with less work.
 
         It spends 2 R (N + V) operations on every position to save 2 (W + R - D - V) with every new
         token that sees it; in a prompt taken at once that is half of them.

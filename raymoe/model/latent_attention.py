@@ -23,8 +23,8 @@ from raymoe.specs.model import LatentAttentionSpec
 class LatentAttention:
     """Weights and operations of the latent attention of one layer; see `attention.LayerAttention`.
 
-    Sequences with few new tokens are attended in absorbed form, those with many in the plain one;
-    where the weights are not at hand, all in absorbed form.
+    Tokens of long prompts are attended to in plain form, all others in absorbed form; where the
+    weights are not at hand, all.
     """
 
     def __init__(
@@ -78,26 +78,17 @@ class LatentAttention:
 
     def attend(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
         """See `LayerAttention`; [T, A * V]."""
-        heads, query_TAD, row_TW = self._heads, projected.query_THD, projected.key_TGD[:, 0]
-        is_plain = batch.query_start.diff() >= heads.fewest_plain_tokens
+        heads, query_TAD = self._heads, projected.query_THD
         out_TAV = query_TAD.new_empty(*query_TAD.shape[:2], heads.value_dim)
-        if bool(is_plain.any()):
-            rows, chosen = batch.select(is_plain.nonzero().flatten())
-            out_TAV[rows] = append_and_attend_unfolded(
-                query_TAD[rows],
-                row_TW[rows],
-                cache,
-                chosen,
-                heads=heads,
-                scale=self._spec.scale,
-            )
-        rows, chosen = batch.select((~is_plain).nonzero().flatten())
-        if len(rows):
-            absorbed = Projected(
-                self.absorb(query_TAD[rows]), *(part[rows] for part in projected[1:])
-            )
-            result_TX = self.unfold(self.attend_absorbed(absorbed, cache, chosen))
-            out_TAV[rows] = result_TX.view(len(rows), *out_TAV.shape[1:])
+        num_plain = self._num_plain(batch, heads)
+        for first, end, attend in (
+            (torch.zeros_like(num_plain), num_plain, self._attend_plain),
+            (num_plain, batch.num_new, self._attend_and_unfold),
+        ):
+            rows, part = batch.cut(first, end)
+            if len(rows):
+                chosen = Projected(*(tensor[rows] for tensor in projected))
+                out_TAV[rows] = attend(chosen, cache, part).view(len(rows), *out_TAV.shape[1:])
         return out_TAV.flatten(1)
 
     def attend_staged(self, projected: Projected, staged: Tensor, batch: PagedBatch) -> Tensor:
@@ -134,6 +125,29 @@ class LatentAttention:
     def output(self, attention_TX: Tensor) -> Tensor:
         """See `LayerAttention`."""
         return self._output(attention_TX)
+
+    @staticmethod
+    def _num_plain(batch: AttentionBatch, heads: LatentHeads) -> Tensor:
+        """Of the new tokens of each sequence, those that are attended to in plain form.
+
+        Those of long prompts: which depends on nothing but the row that a token is in, so that
+        rounding does not either.
+        """
+        num_new, prompts = batch.num_new_of_prompts, batch.prompt_tokens
+        lengths = batch.context_tokens if prompts is None else prompts
+        return num_new.where(lengths >= heads.fewest_plain_tokens, 0)
+
+    def _attend_plain(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
+        query_TAD, row_TW = projected.query_THD, projected.key_TGD[:, 0]
+        return append_and_attend_unfolded(
+            query_TAD, row_TW, cache, batch, heads=self._heads, scale=self._spec.scale
+        )
+
+    def _attend_and_unfold(
+        self, projected: Projected, cache: Tensor, batch: AttentionBatch
+    ) -> Tensor:
+        absorbed = projected._replace(query_THD=self.absorb(projected.query_THD))
+        return self.unfold(self.attend_absorbed(absorbed, cache, batch))
 
     def _query_of(self, normed_TH: Tensor) -> Tensor:
         if self._query_down is None:

@@ -130,7 +130,7 @@ class HostSearch:
         hidden, widest = self.model.hidden_size, 0
         for layer in self.model.layers:
             attention, ffn = layer.attention, layer.ffn
-            width = 2 * (attention.query_width + attention.cache_width)
+            width = attention.working_width
             if isinstance(ffn, MoeSpec):
                 width += ffn.top_k * (ffn.expert_hidden + hidden)
             else:

@@ -157,7 +157,7 @@ def _on_device(takes: Int64s, contexts: Int64s, division: Division) -> npt.NDArr
 def _wave(batch: AttentionBatch, takes: Int64s, members: tuple[Int64s, Int64s], begin: int) -> Wave:
     host_tokens, device_tokens = (int(takes[share].sum()) for share in members)
     num_tokens = host_tokens + device_tokens
-    (_, host), (_, device) = (batch.select(torch.from_numpy(share)) for share in members)
+    host, device = (batch.select(torch.from_numpy(share)) for share in members)
     return Wave(
         begin=begin,
         end=begin + num_tokens,

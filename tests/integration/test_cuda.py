@@ -24,14 +24,16 @@ def check(family: str, schedule: str, scenario: str, placement: str, **config: o
 
 @pytest.mark.parametrize("pace", [0.0, 0.4], ids=["lazy", "random"])
 @pytest.mark.parametrize(
-    ("schedule", "scenario", "placement"),
+    ("family", "schedule", "scenario", "placement"),
     [
-        ("cgopipe", "mixed lengths", "pages"),
-        ("module_batching", "long prompt", "staged"),
-        ("flexgen_s4", "early end", "resident share"),
+        ("mixtral", "cgopipe", "mixed lengths", "pages"),
+        ("mixtral", "module_batching", "long prompt", "staged"),
+        ("mixtral", "flexgen_s4", "early end", "resident share"),
+        ("deepseek_v3", "module_batching", "mixed lengths", "pages"),
     ],
 )
 def test_a_device_that_works_later_gives_the_tokens_of_the_cpu(
+    family: str,
     schedule: str,
     scenario: str,
     placement: str,
@@ -42,7 +44,7 @@ def test_a_device_that_works_later_gives_the_tokens_of_the_cpu(
     cuda = DeferredCuda(pace=pace)
     without_native_kernels.append(cuda)
     monkeypatch.setattr(loading, "open_cuda", lambda **_: CudaDevice(cuda, GIB))
-    check("mixtral", schedule, scenario, placement, hardware=hardware_preset("t4"))
+    check(family, schedule, scenario, placement, hardware=hardware_preset("t4"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -56,6 +56,7 @@ class Driver:
             query_start=torch.tensor([0, *np.cumsum(counts).tolist()], dtype=torch.int32),
             context_tokens=torch.tensor([ranges[s][1] for s in active], dtype=torch.int32),
             block_table=self.block_table[active],
+            prompt_tokens=torch.tensor(prompt_tokens, dtype=torch.int32),
         )
         return self._forward(
             torch.tensor(tokens),

@@ -8,7 +8,7 @@ import transformers
 from torch import Tensor
 from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
-from raymoe.model.reference import reference_routing
+from raymoe.model.reference_router import reference_routing
 from raymoe.model.router import choose_experts
 from raymoe.specs.layers import MoeSpec, RouterSpec
 from raymoe.specs.model import ModelSpec

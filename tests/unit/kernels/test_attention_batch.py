@@ -1,0 +1,50 @@
+"""Which tokens of a pass are whose, and what of them is of a prompt."""
+
+import torch
+
+from raymoe.kernels.cpu_attention import AttentionBatch
+
+PROMPTS = torch.tensor([5, 40, 9, 30], dtype=torch.int32)
+
+
+def batch(prompt_tokens: torch.Tensor | None = PROMPTS) -> AttentionBatch:
+    """A generated token; the rest of a prompt; one and its continuation again; a first chunk."""
+    return AttentionBatch(
+        query_start=torch.tensor([0, 1, 4, 16, 26], dtype=torch.int32),
+        context_tokens=torch.tensor([8, 40, 12, 10], dtype=torch.int32),
+        block_table=torch.arange(8, dtype=torch.int32).view(4, 2),
+        prompt_tokens=prompt_tokens,
+    )
+
+
+def test_new_tokens_of_a_prompt_come_before_those_that_were_generated() -> None:
+    assert batch().num_new.tolist() == [1, 3, 12, 10]
+    assert batch().num_new_of_prompts.tolist() == [0, 3, 9, 10]
+    assert batch(None).num_new_of_prompts.tolist() == [0, 3, 12, 10]
+
+
+def test_a_selection_keeps_the_tokens_of_its_sequences() -> None:
+    chosen = batch().select(torch.tensor([2, 0]))
+    assert chosen.query_start.tolist() == [0, 12, 13]
+    assert chosen.context_tokens.tolist() == [12, 8]
+    assert chosen.block_table.tolist() == [[4, 5], [0, 1]]
+    assert chosen.prompt_tokens is not None
+    assert chosen.prompt_tokens.tolist() == [9, 5]
+    assert batch().select(torch.empty(0, dtype=torch.int64)).query_start.tolist() == [0]
+
+
+def test_a_cut_has_some_tokens_of_each_sequence_and_their_contexts() -> None:
+    whole = batch()
+    split = torch.tensor([0, 3, 9, 4])
+    rows, first = whole.cut(torch.zeros_like(split), split)
+    assert rows.tolist() == [1, 2, 3, *range(4, 13), *range(16, 20)]
+    assert first.query_start.tolist() == [0, 3, 12, 16]
+    assert first.context_tokens.tolist() == [40, 9, 4]
+    assert first.block_table.tolist() == [[2, 3], [4, 5], [6, 7]]
+    rows, rest = whole.cut(split, whole.num_new)
+    assert rows.tolist() == [0, 13, 14, 15, *range(20, 26)]
+    assert rest.query_start.tolist() == [0, 1, 4, 10]
+    assert rest.context_tokens.tolist() == [8, 12, 10]
+    assert rest.query_start.dtype == rest.context_tokens.dtype == torch.int32
+    rows, none = whole.cut(split, split)
+    assert len(rows) == len(none.context_tokens) == 0
