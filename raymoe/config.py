@@ -186,7 +186,8 @@ class EngineConfig:
             "auto" for this machine, as `raymoe profile` measured it or else by a quick probe. On
             the device "emulated" also a preset's name: the pace of this node is taken on, while
             its host memory is that of this machine; without one nothing is slowed down.
-        workload: Rows to plan for; a typical job where it is not known.
+        workload: Rows to plan for; a typical job where it is not known. The KV cache that they will
+            fill is then taken from the operating system when the model is loaded, not on the way.
         max_context_tokens: Prompt and generated tokens of a row; at most the model's own limit.
         on_too_long: What happens to a prompt that leaves no room for `max_tokens`: "error" makes
             an error row, "truncate_left" drops its first tokens, "truncate_right" its last.

@@ -18,7 +18,7 @@ from raymoe.device.emulated import EmulatedDevice
 from raymoe.engine.device_loading import LoadedModel, load_on_device
 from raymoe.errors import ConfigError
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
-from raymoe.measure.tasks import decode_inputs
+from raymoe.measure.tasks import pass_inputs
 from raymoe.memory.weights import WeightStore
 from raymoe.model.cache import cache_layout
 from raymoe.plan.device_cost import DeviceCost
@@ -153,7 +153,7 @@ class _Run:
         with contextlib.closing(EmulatedDevice(memory_bytes, Instant(), time_scale)) as device:
             model = self._model()
             runner, release = load_on_device(model, device)
-            inputs = decode_inputs(self._rows, self._context, self._spec.vocab_size)
+            inputs = pass_inputs(self._rows, self._context, self._spec.vocab_size)
             runner.run(inputs)
             schedule = runner.schedule_of(inputs)
             cost = self._cost(schedule, model)

@@ -24,22 +24,22 @@ from raymoe.specs.workload import Workload
 
 Prompts = Sequence[list[int]]
 Run = Callable[[Prompts, int], int]  # prompts, new tokens -> tokens generated
-Predict = Callable[[Prompts, int], float | None]  # prompts, new tokens -> seconds
 
 PAD_TOKEN_ID = 2
 
 
 class Contender(NamedTuple):
-    """What is measured, and what it says beforehand."""
+    """What is measured, and the seconds that it says beforehand, if it does."""
 
     run: Run
-    predict: Predict
+    predicted_s: float | None
 
 
-def load_raymoe(model: Path, num_threads: int, num_rows: int) -> Contender:
+def load_raymoe(model: Path, num_threads: int, workload: Workload) -> Contender:
     """Our engine; its plan predicts."""
-    del num_rows
-    config = EngineConfig(dtype="bfloat16", device="cpu", num_threads=num_threads)
+    config = EngineConfig(
+        dtype="bfloat16", device="cpu", num_threads=num_threads, workload=workload
+    )
     engine = Engine.from_pretrained(model, config)
 
     def run(prompts: Prompts, new_tokens: int) -> int:
@@ -47,22 +47,18 @@ def load_raymoe(model: Path, num_threads: int, num_rows: int) -> Contender:
         generations = engine.generate(list(prompts), params)
         return sum(generation.num_generated_tokens for generation in generations)
 
-    def predict(prompts: Prompts, new_tokens: int) -> float | None:
-        lengths = tuple((len(prompt), new_tokens) for prompt in prompts)
-        plan = engine.plan
-        return None if plan is None else plan.estimate(Workload.of_rows(lengths)).seconds
-
-    return Contender(run, predict)
+    plan = engine.plan
+    return Contender(run, None if plan is None else plan.estimate(workload).seconds)
 
 
-def load_transformers(model: Path, num_threads: int, num_rows: int) -> Contender:
+def load_transformers(model: Path, num_threads: int, workload: Workload) -> Contender:
     """Transformers `generate` at its best on CPUs: grouped experts, sorted rows, static batches."""
     torch.set_num_threads(num_threads)
     transformers.logging.set_verbosity_error()
     loaded = AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.bfloat16, experts_implementation="grouped_mm"
     ).eval()
-    batch_size = 32 if num_rows <= 64 else 128
+    batch_size = 32 if workload.num_rows <= 64 else 128
 
     @torch.inference_mode()
     def run(prompts: Prompts, new_tokens: int) -> int:
@@ -81,7 +77,7 @@ def load_transformers(model: Path, num_threads: int, num_rows: int) -> Contender
             count += out[:, ids.shape[1] :].numel()
         return count
 
-    return Contender(run, lambda _prompts, _new_tokens: None)
+    return Contender(run, None)
 
 
 def pad_left(prompts: Prompts) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,11 +117,12 @@ def main() -> None:
     vocab_size = json.loads((args.model / "config.json").read_text())["vocab_size"]
     workload = WORKLOADS[args.workload]
     prompts = make_prompts(workload, vocab_size)
-    contender = CONTENDERS[args.contender](args.model, args.num_threads, len(prompts))
+    lengths = tuple((len(prompt), workload.generated_tokens) for prompt in prompts)
+    contender = CONTENDERS[args.contender](args.model, args.num_threads, Workload.of_rows(lengths))
     run = contender.run
     run(prompts[:8], 2)
     line = {
-        "predicted_s": contender.predict(prompts, workload.generated_tokens),
+        "predicted_s": contender.predicted_s,
         "prefill_s": timed(run, prompts, 1) if args.phases else None,
         "total_s": timed(run, prompts, workload.generated_tokens),
         "peak_rss_bytes": peak_rss_bytes(),

@@ -27,6 +27,7 @@ from raymoe.schedule.simulate import simulate
 from raymoe.schedule.timeline import Timeline
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
+from raymoe.specs.workload import Workload
 
 WARM_UP_ROWS = 8
 
@@ -154,12 +155,17 @@ def compare_passes(
     model: Path, hardware: HardwareSpec, workload: RowLengths, repetitions: int = 1
 ) -> list[Job]:
     """Run a job on one engine, `repetitions` times; the passes of each run."""
-    config = EngineConfig(
-        dtype="bfloat16", device="cpu", num_threads=hardware.num_cores, hardware=hardware
-    )
-    parts = load_parts(model, config)
     spec = ModelSpec.from_directory(model)
     prompts = make_prompts(workload, spec.vocab_size)
+    rows = tuple((len(prompt), workload.generated_tokens) for prompt in prompts)
+    config = EngineConfig(
+        dtype="bfloat16",
+        device="cpu",
+        num_threads=hardware.num_cores,
+        hardware=hardware,
+        workload=Workload.of_rows(rows),
+    )
+    parts = load_parts(model, config)
     recorder = PassRecorder(parts.runner)
     runs: list[Job] = []
     with Engine(dataclasses.replace(parts, runner=recorder), config) as engine:

@@ -24,7 +24,7 @@ from raymoe.errors import ConfigError, UnknownOptionError
 from raymoe.kernels.cpu_linear import packed_linear_is_used
 from raymoe.kernels.threads import set_num_threads
 from raymoe.memory.arena import HostArena
-from raymoe.memory.kv_cache import KvCache
+from raymoe.memory.kv_cache import KvCache, blocks_of_tokens
 from raymoe.memory.source import resolve_model
 from raymoe.memory.weights import WeightStore
 from raymoe.model.cache import cache_layout
@@ -42,6 +42,7 @@ from raymoe.schedule.simulate import Instant
 from raymoe.specs.files import read_json_object
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
+from raymoe.specs.workload import Workload
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
         passes=StreamedPasses.of(spec, plan.schedule, plan.policy, dtype.itemsize),
     )
     if device == "cpu":
-        runner, release = _load_in_place(model, arena_bytes)
+        runner, release = _load_in_place(model, arena_bytes, config.workload, hardware.num_cores)
     elif device == "cuda":
         runner, release = _load_or_close(
             model, open_cuda(memory_bytes=config.device_memory_bytes), None
@@ -163,10 +164,17 @@ def _load_or_close(
         raise
 
 
-def _load_in_place(model: LoadedModel, arena_bytes: int) -> tuple[Runner, Release]:
+def _load_in_place(
+    model: LoadedModel, arena_bytes: int, workload: Workload | None, num_threads: int
+) -> tuple[Runner, Release]:
     spec, arena, store = model.spec, HostArena(arena_bytes), model.store
     decoder = Decoder.load(spec, store, arena.allocate, model.dtype, release=store.drop_pages)
-    cache = KvCache(model.kv_layout, spec.num_layers, model.passes.policy.num_kv_blocks)
+    policy = model.passes.policy
+    cache = KvCache(model.kv_layout, spec.num_layers, policy.num_kv_blocks)
+    if workload is not None:
+        rows = min(workload.num_rows, policy.batch_size)
+        used_blocks = min(policy.num_kv_blocks, rows * blocks_of_tokens(workload.context_tokens))
+        cache.touch(used_blocks, num_threads)
 
     def release() -> None:
         cache.close()

@@ -29,8 +29,11 @@ from raymoe.specs.weight_names import model_weights
 from raymoe.units import ceil_div
 
 DTYPE = torch.bfloat16
-TOKENS = (1, 8, 64)  # more kernels use all threads the more rows there are
 CONTEXT = BLOCK_TOKENS
+# Sequences of a pass, and new tokens of each. More kernels use all threads the more rows there are;
+# of hundreds of tokens, what tasks hand on no longer stays in the caches close to a core.
+PASSES = ((1, 1), (8, 1), (64, 1), (8, 64))
+TOKENS = tuple(rows * new_tokens for rows, new_tokens in PASSES)
 LEAST_S = 1e-6  # where the kernels' rates leave less than nothing
 MODEL = ModelSpec.from_config(
     {
@@ -50,18 +53,30 @@ MODEL = ModelSpec.from_config(
 
 
 def pass_jobs() -> list[KernelJob]:
-    """Passes of each number of `TOKENS` through one decoder."""
+    """Each of `PASSES` through one decoder."""
     runner = _make_runner()
     return [
         KernelJob(
             kernel="pass",
-            case=f"{tokens} tokens",
-            calls=[partial(runner.run, decode_inputs(tokens, CONTEXT, MODEL.vocab_size))],
+            case=f"{rows * new_tokens} tokens",
+            calls=[
+                partial(
+                    runner.run,
+                    pass_inputs(rows, _context(new_tokens), MODEL.vocab_size, new_tokens),
+                )
+            ],
             bytes_per_call=0.0,
             flop_per_call=0.0,
         )
-        for tokens in TOKENS
+        for rows, new_tokens in PASSES
     ]
+
+
+def pass_shape(rows: int, new_tokens: int) -> PassShape:
+    """What one of `PASSES` holds."""
+    if new_tokens == 1:
+        return PassShape.decode(rows, CONTEXT)
+    return PassShape.prefill(rows, new_tokens)
 
 
 def task_overhead(node: HardwareSpec, pass_s: Sequence[float]) -> Curve:
@@ -73,26 +88,26 @@ def task_overhead(node: HardwareSpec, pass_s: Sequence[float]) -> Curve:
     """
     tasks = build_in_place(MODEL.num_layers).tasks
     work, points = ModelWork.of(MODEL, DTYPE.itemsize), []
-    for tokens, taken_s in zip(TOKENS, pass_s, strict=True):
-        cost = HostCost(work, node, PassShape.decode(tokens, CONTEXT))
+    for sizes, taken_s in zip(PASSES, pass_s, strict=True):
+        cost = HostCost(work, node, pass_shape(*sizes))
         beyond_s = taken_s - sum(cost.kernel_s(task) for task in tasks)
-        points.append((float(tokens), max(LEAST_S, beyond_s / len(tasks))))
+        points.append((cost.shape.tokens, max(LEAST_S, beyond_s / len(tasks))))
     return Curve(tuple(points))
 
 
-def decode_inputs(rows: int, context: int, vocab_size: int) -> PassInputs:
-    """A pass of one token for each of `rows` sequences of `context` tokens, logits dropped."""
-    blocks = ceil_div(context, BLOCK_TOKENS)
+def pass_inputs(rows: int, context: int, vocab_size: int, new_tokens: int = 1) -> PassInputs:
+    """The last `new_tokens` of each of `rows` sequences of `context` tokens; logits are dropped."""
+    blocks, tokens = ceil_div(context, BLOCK_TOKENS), rows * new_tokens
     return PassInputs(
-        token_ids=torch.arange(rows) % vocab_size,
-        positions=torch.full((rows,), context - 1, dtype=torch.int32),
+        token_ids=torch.arange(tokens) % vocab_size,
+        positions=torch.arange(context - new_tokens, context, dtype=torch.int32).repeat(rows),
         attention=AttentionBatch(
-            query_start=torch.arange(rows + 1, dtype=torch.int32),
+            query_start=torch.arange(0, tokens + 1, new_tokens, dtype=torch.int32),
             context_tokens=torch.full((rows,), context, dtype=torch.int32),
             block_table=torch.arange(rows * blocks, dtype=torch.int32).reshape(rows, blocks),
         ),
-        prompt_tokens=torch.full((rows,), context - 1, dtype=torch.int32),
-        logit_rows=torch.arange(rows),
+        prompt_tokens=torch.full((tokens,), context - (new_tokens == 1), dtype=torch.int32),
+        logit_rows=torch.arange(new_tokens - 1, tokens, new_tokens),
         on_logits=lambda _row, _logits: None,
     )
 
@@ -107,5 +122,11 @@ def _make_runner() -> PassRunner:
     arena = HostArena(decoder_arena_bytes(MODEL, DTYPE))
     decoder = Decoder.load(MODEL, weights.__getitem__, arena.allocate, DTYPE)
     layout = cache_layout(MODEL, DTYPE)
-    cache = KvCache(layout, MODEL.num_layers, max(TOKENS) * ceil_div(CONTEXT, BLOCK_TOKENS))
+    num_blocks = max(rows * ceil_div(_context(new), BLOCK_TOKENS) for rows, new in PASSES)
+    cache = KvCache(layout, MODEL.num_layers, num_blocks)
     return PassRunner(decoder, cache, build_in_place(MODEL.num_layers))
+
+
+def _context(new_tokens: int) -> int:
+    """Tokens of a sequence of one of `PASSES`, the new ones included."""
+    return max(CONTEXT, new_tokens)

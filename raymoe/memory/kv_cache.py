@@ -4,6 +4,8 @@ A block id means the same block in every layer. Who owns which block is the busi
 engine; what is in a block that of the attention kernels.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
@@ -47,6 +49,20 @@ class KvCache:
     def layer(self, index: int) -> Tensor:
         """Blocks of one layer, [N, *block_shape], as `kernels.paged_kv` or `paged_latent` say."""
         return self._layers[index]
+
+    def touch(self, num_blocks: int, num_threads: int) -> None:
+        """Have the operating system provide the first blocks of every layer now.
+
+        Otherwise it clears a huge page whenever a pass is the first to write into one: on a virtual
+        machine up to seconds for a gigabyte. Blocks are handed out in this order.
+
+        Args:
+            num_blocks: At most as many as there are; what they held is lost.
+            num_threads: To use.
+        """
+        with ThreadPoolExecutor(num_threads) as pool:
+            for _ in pool.map(lambda layer: layer[:num_blocks].zero_(), self._layers):
+                pass
 
     def close(self) -> None:
         """Let go of the blocks; their memory returns when no tensor uses them any more."""

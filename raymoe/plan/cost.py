@@ -138,8 +138,12 @@ class HostCost:
         return max(flop / hardware.host_flop_per_s, num_bytes / hardware.host_bytes_per_s)
 
     def _overhead_s(self) -> float:
+        """Beyond the largest pass that was measured, as much for each token as there."""
         overhead = self.curves.task_overhead_s if self.curves else None
-        return TASK_OVERHEAD_S if overhead is None else overhead.at(self.shape.tokens)
+        if overhead is None:
+            return TASK_OVERHEAD_S
+        tokens, (largest, _) = self.shape.tokens, overhead.points[-1]
+        return overhead.at(tokens) * max(1.0, tokens / largest)
 
     def _weights_s(self, rows: float, parameters: float, curve: Curve | None) -> float:
         if not rows:

@@ -6,17 +6,26 @@ import random
 import pytest
 import torch
 
-from raymoe.measure.tasks import CONTEXT, LEAST_S, MODEL, TOKENS, pass_jobs, task_overhead
+from raymoe.measure.tasks import (
+    LEAST_S,
+    MODEL,
+    PASSES,
+    TOKENS,
+    pass_jobs,
+    pass_shape,
+    task_overhead,
+)
 from raymoe.plan.cost import HostCost, PassShape
 from raymoe.plan.work import ModelWork
 from raymoe.schedule.builders.in_place import build_in_place
 from raymoe.schedule.simulate import simulate
+from raymoe.specs.curve import Curve
 from raymoe.specs.hardware import HardwareSpec
 from tests.unit.plan.test_cost import CURVES, NODE
 
 
-def predicted_s(node: HardwareSpec, tokens: int) -> float:
-    cost = HostCost(ModelWork.of(MODEL, 2), node, PassShape.decode(tokens, CONTEXT))
+def predicted_s(node: HardwareSpec, shape: PassShape) -> float:
+    cost = HostCost(ModelWork.of(MODEL, 2), node, shape)
     return simulate(build_in_place(MODEL.num_layers), cost).makespan_s
 
 
@@ -24,7 +33,7 @@ def test_a_pass_is_predicted_to_take_what_it_took() -> None:
     taken = [random.uniform(1.0, 2.0) for _ in TOKENS]
     curves = dataclasses.replace(CURVES, task_overhead_s=task_overhead(NODE, taken))
     node = dataclasses.replace(NODE, host_curves=curves)
-    assert [predicted_s(node, tokens) for tokens in TOKENS] == pytest.approx(taken)
+    assert [predicted_s(node, pass_shape(*each)) for each in PASSES] == pytest.approx(taken)
 
 
 def test_kernels_that_ran_faster_than_their_rates_leave_nearly_nothing() -> None:
@@ -39,3 +48,12 @@ def test_passes_run_all_layers_with_all_tokens() -> None:
         timeline = job.calls[0]()
         assert len(timeline.spans) == len(build_in_place(MODEL.num_layers).tasks)
         assert job.case == f"{tokens} tokens"
+
+
+def test_tasks_of_larger_passes_than_measured_take_as_much_more_for_each_token() -> None:
+    curves = dataclasses.replace(CURVES, task_overhead_s=Curve(((1.0, 1e-4), (512.0, 8e-4))))
+    node = dataclasses.replace(NODE, host_curves=curves)
+    shape = PassShape.prefill(32, 48)
+    cost = HostCost(ModelWork.of(MODEL, 2), node, shape)
+    task = build_in_place(MODEL.num_layers).tasks[0]
+    assert cost.duration_s(task) - cost.kernel_s(task) == pytest.approx(3 * 8e-4)

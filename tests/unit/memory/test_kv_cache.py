@@ -37,6 +37,17 @@ def test_blocks_of_tokens_round_up(tokens, blocks):
     assert blocks_of_tokens(tokens) == blocks
 
 
+def test_touched_blocks_are_the_first_of_every_layer():
+    layout = KvLayout(num_kv_heads=3, head_dim=8, dtype=torch.bfloat16)
+    cache = KvCache(layout, num_layers=3, num_blocks=8)
+    for index in range(3):
+        cache.layer(index).fill_(1)
+    cache.touch(5, num_threads=2)
+    for index in range(3):
+        assert not cache.layer(index)[:5].any()
+        assert (cache.layer(index)[5:] == 1).all()
+
+
 def test_asking_for_more_than_is_free_takes_nothing():
     pool = BlockPool(4)
     pool.allocate(3)
