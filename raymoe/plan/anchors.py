@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from raymoe.plan.device_cost import DeviceCost
-from raymoe.plan.pages import LayerBytes, cut_pages
+from raymoe.plan.pages import cut_pages, layer_sizes
 from raymoe.plan.wave import WaveShape
 from raymoe.plan.work import ModelWork
 from raymoe.schedule.builders.flexgen import build_flexgen_s4
@@ -87,7 +87,7 @@ def _simulate(
     node: HardwareSpec, build: Callable[[PassForm], Schedule], published: float, *, on_cpu: bool
 ) -> Anchor:
     model = model_preset("mixtral-8x7b")
-    sizes = [LayerBytes.of(model, i, BYTES_PER_ELEMENT) for i in range(model.num_layers)]
+    sizes = layer_sizes(model, BYTES_PER_ELEMENT)
     cut = cut_pages(sizes, resident_bytes=sum(size.common for size in sizes))
     context = PROMPT_TOKENS + GENERATED_TOKENS // 2
     wave = WaveShape.decode(MICRO_BATCH_SIZE, context, cpu_attention_fraction=float(on_cpu))

@@ -112,18 +112,18 @@ def _around_attention(model: ModelSpec, work: ModelWork, wave_tokens: int) -> in
 
 
 def _layer_block_bytes(work: ModelWork) -> int:
-    return KV_BLOCK_TOKENS * max(layer.kv_token_bytes for layer in work.layers)
+    return KV_BLOCK_TOKENS * max(layer.kv_token_bytes for layer in work.kinds)
 
 
 def _routed(work: ModelWork, tokens: int) -> int:
     """Hidden states of all tokens, twice, and the choices of the router."""
-    top_k = max(layer.top_k for layer in work.layers)
+    top_k = max(layer.top_k for layer in work.kinds)
     return tokens * (2 * work.hidden_size * work.bytes_per_element + top_k * 2 * FLOAT_BYTES)
 
 
 def _intermediates(model: ModelSpec, work: ModelWork, tokens: int) -> int:
     """The largest of what operations allocate while they run: projections, or routed experts."""
-    largest = max(_ffn_intermediates(layer, work, tokens) for layer in work.layers)
+    largest = max(_ffn_intermediates(layer, work, tokens) for layer in work.kinds)
     decoding = 0 if model.quantization is None else DECODING_BYTES
     return largest + decoding + logit_bytes(model) + DEVICE_RUNTIME_BYTES
 

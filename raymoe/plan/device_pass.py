@@ -26,6 +26,8 @@ from raymoe.units import ceil_div
 FEW_LAYERS, MORE_LAYERS = 2, 4
 # Of a layer: more are merged, with hardly a difference to when the tasks between them start.
 ENOUGH_PAGES = 24
+ONCE = frozenset({Op.EMBED, Op.UP, Op.HEAD})  # in a pass, not in every layer
+OF_NO_WAVE = frozenset({Op.W, Op.STAGE, Op.HEAD, Op.SYNC})
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class DevicePass:
 
     def schedule(self, load: PassLoad) -> Schedule:
         """The schedule of the whole pass."""
-        return self.passes.build(self._form(load))
+        return _schedule(self.passes.schedule, self._form(load))
 
     def seconds(self, load: PassLoad) -> float:
         """Its length from a few of the layers; a pass of few layers is simulated whole."""
@@ -67,14 +69,14 @@ class DevicePass:
         """What its busiest lane takes: no order of the tasks is faster."""
         if not load.tokens:
             return 0.0
-        layers = self.work.layers[-FEW_LAYERS:]
-        cost = self._cost(replace(self.work, layers=layers), self.passes.cut, self._waves(load))
-        form = replace(self._form(load), layers=(LayerPages(num_pages=0),) * len(layers))
+        few = self._few_layers
+        cost = self._cost(few, self.passes.cut, self._waves(load))
+        form = replace(self._form(load), layers=(LayerPages(num_pages=0),) * len(few.layers))
         tasks = _tasks(self.passes.schedule, form)
         busy_s = dict.fromkeys(Resource, 0.0)
+        often = self.num_layers / len(few.layers)
         for task, seconds in zip(tasks, _durations(tasks, cost), strict=True):
-            is_once = task.op in {Op.EMBED, Op.UP, Op.HEAD}
-            busy_s[task.resource] += seconds * (1 if is_once else self.num_layers / len(layers))
+            busy_s[task.resource] += seconds if task.op in ONCE else often * seconds
         busy_s[Resource.HTOD] += cost.pages_s
         return max(busy_s.values())
 
@@ -111,6 +113,10 @@ class DevicePass:
             waves_per_group=self.passes.waves_per_group,
             is_staged=self.passes.device.staging_slots > 0,
         )
+
+    @cached_property
+    def _few_layers(self) -> ModelWork:
+        return replace(self.work, layers=self.work.layers[-FEW_LAYERS:])
 
     @cached_property
     def _samples(self) -> tuple["_Sample", ...]:
@@ -186,6 +192,12 @@ def _outline(schedule: str, form: PassForm, layer_kinds: tuple[int, ...]) -> Out
     return Outline.of(STREAMING_BUILDERS[schedule](form), kind_of)
 
 
+@lru_cache(maxsize=2)
+def _schedule(schedule: str, form: PassForm) -> Schedule:
+    """Whole passes that are asked for again when a plan is shown."""
+    return STREAMING_BUILDERS[schedule](form)
+
+
 @lru_cache(maxsize=1024)
 def _tasks(schedule: str, form: PassForm) -> tuple[Task, ...]:
     return STREAMING_BUILDERS[schedule](form).tasks
@@ -194,14 +206,18 @@ def _tasks(schedule: str, form: PassForm) -> tuple[Task, ...]:
 def _durations(tasks: Sequence[Task], cost: DeviceCost) -> list[float]:
     """Seconds of each task; what does the same on waves of one shape is counted once."""
     first = {id(wave): number for number, wave in reversed(list(enumerate(cost.waves)))}
+    like_wave = [first[id(wave)] for wave in cost.waves]
+    group_tokens = [
+        cost.group_tokens(group) for group in range(ceil_div(len(cost.waves), cost.waves_per_group))
+    ]
     known: dict[Hashable, float] = {}
     durations = []
     for task in tasks:
         part: float = task.part
         if task.op is Op.EXPERTS:
-            part = cost.group_tokens(task.part)
-        elif task.op not in {Op.W, Op.STAGE, Op.HEAD, Op.SYNC}:
-            part = first[id(cost.waves[task.part])]
+            part = group_tokens[task.part]
+        elif task.op not in OF_NO_WAVE:
+            part = like_wave[task.part]
         key = (task.op, task.layer, part)
         if key not in known:
             known[key] = cost.duration_s(task)

@@ -49,26 +49,38 @@ class DeviceSizes:
             look_ahead=min(knobs.look_ahead, num_waves - 1) if is_waves else 0,
         )
 
-    def passes(self, knobs: Knobs) -> StreamedPasses | None:
+    def passes(self, knobs: Knobs, *, size_bits: int | None = None) -> StreamedPasses | None:
         """Sizes of a point: the KV cache takes what the host has left, weights that of the device.
 
         What stays on the device leaves the host to the cache, a larger batch leaves less of the
         device to what stays; the second round starts from what the first one leaves at least.
 
         None where not even one sequence, or no slot for the weights, fits.
+
+        Args:
+            knobs: The point.
+            size_bits: Leading bits of batch and cache that are kept, the rest rounded down, so that
+                points that are close have the same; all by default.
         """
         sized = self.sized(knobs, batch_size=1, num_kv_blocks=1)
+        filled = self._filled(sized)
         for _ in range(2):
-            filled = self._filled(sized)
             if filled is None:
                 return None
             num_blocks = self._free_blocks(filled)
+            if num_blocks > self.job.least_blocks:
+                num_blocks = max(self.job.least_blocks, _leading_bits(num_blocks, size_bits))
             batch_size = min(self.job.batch_size(num_blocks, knobs.batch_share), knobs.pass_tokens)
             if batch_size < 1:
                 return None
+            batch_size = _leading_bits(batch_size, size_bits)
             num_blocks = self.job.useful_blocks(num_blocks, batch_size)
-            sized = self.sized(knobs, batch_size=batch_size, num_kv_blocks=num_blocks)
-        filled = self._filled(sized)
+            before, sized = (
+                sized,
+                self.sized(knobs, batch_size=batch_size, num_kv_blocks=num_blocks),
+            )
+            if sized.policy != before.policy:
+                filled = self._filled(sized)
         return filled if filled and self._free_blocks(filled) >= num_blocks else None
 
     def sized(self, knobs: Knobs, *, batch_size: int, num_kv_blocks: int) -> StreamedPasses:
@@ -120,10 +132,14 @@ class DeviceSizes:
         spare -= device_footprint(self.job.model, self.job.work, passes).total
         if spare < 0:
             return None
-        filled = passes
+        filled, resident_bytes = passes, -1
         for _ in range(3):  # what stays makes the slots smaller, which makes room for more
+            before = resident_bytes
             shrunk = weight_slots_bytes(passes.cut) - weight_slots_bytes(filled.cut)
-            filled = self._with_resident(passes, spare + shrunk)
+            resident_bytes = spare + shrunk
+            if resident_bytes == before:
+                break
+            filled = self._with_resident(passes, resident_bytes)
         return filled
 
     def _with_resident(self, passes: StreamedPasses, resident_bytes: int) -> StreamedPasses:
@@ -152,3 +168,9 @@ class DeviceSizes:
     @cached_property
     def _layers(self) -> tuple[LayerBytes, ...]:
         return layer_sizes(self.job.model, self.job.work.bytes_per_element)
+
+
+def _leading_bits(value: int, count: int | None) -> int:
+    """The value with all but its first bits set to zero."""
+    shift = 0 if count is None else max(0, value.bit_length() - count)
+    return value >> shift << shift

@@ -166,8 +166,7 @@ class _Cache:
         if self._most <= self._capacity:
             return True
         count, offset = 0, 0.0
-        for step in sorted(self._ending, reverse=True):
-            ending = self._ending[step]
+        for step, ending in sorted(self._ending.items(), reverse=True):
             count += ending.count
             offset += ending.offset
             if offset + count * step > self._capacity:
@@ -260,11 +259,12 @@ class _Job:
         for _ in range(self._most_admissions):
             if budget <= 0 or self._num_entered == num_bundles:
                 return
-            live = self._decoding.count + len(self._prompts) + 1
+            live = self._decoding.count + len(self._prompts)
+            if live and live >= self._most_live:  # alone, a bundle is let in whatever it needs
+                return
             prompt = self._next_prompt(num_bundles)
             self._hold(prompt, len(self.loads))
-            is_over = live > self._most_live or not self._cache.fits
-            if is_over and live > 1:  # alone, a bundle is let in whatever it needs
+            if live and not self._cache.fits:
                 self._hold(prompt, len(self.loads), -1)
                 return
             self._prompts.append(prompt)

@@ -141,8 +141,9 @@ def layer_sizes(model: ModelSpec, bytes_per_element: int) -> tuple[LayerBytes, .
     return tuple(LayerBytes.of(model, i, bytes_per_element) for i in range(model.num_layers))
 
 
+@lru_cache(maxsize=256)  # a search asks for the same cut again and again
 def cut_pages(
-    sizes: Sequence[LayerBytes], *, page_bytes: int = PAGE_BYTES, resident_bytes: int = 0
+    sizes: tuple[LayerBytes, ...], *, page_bytes: int = PAGE_BYTES, resident_bytes: int = 0
 ) -> PageCut:
     """Keep what fits in `resident_bytes` on the device and cut the rest in pages of like size.
 

@@ -1,6 +1,7 @@
 """Plan: a policy, what it needs, and what it will take."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from raymoe.plan.footprint import Footprint
 from raymoe.plan.job import JobEstimate, estimate_job
@@ -25,7 +26,7 @@ RESOURCE_NAMES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """A policy with its prediction.
 
@@ -60,7 +61,7 @@ class Plan:
         chunk = min(self.workload.prompt_tokens, self.policy.prefill_chunk_tokens)
         return PassLoad(prompt_tokens=self.policy.pass_tokens, prompt_chunk=chunk)
 
-    @property
+    @cached_property
     def decode(self) -> Timeline:
         """Predicted timeline of `decode_load`."""
         return self.passes.timeline(self.decode_load)

@@ -3,7 +3,7 @@
 What the engine allocates and what the planner counts is decided here, once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, Self
@@ -47,7 +47,7 @@ class StreamedPasses:
         return cls.of_layers(layer_sizes(model, bytes_per_element), schedule, policy)
 
     @classmethod
-    def of_layers(cls, sizes: Sequence[LayerBytes], schedule: str, policy: Policy) -> Self:
+    def of_layers(cls, sizes: tuple[LayerBytes, ...], schedule: str, policy: Policy) -> Self:
         """Cut layers of these sizes.
 
         Raises:

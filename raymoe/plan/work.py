@@ -9,6 +9,7 @@ Assumptions:
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import NamedTuple, Self
 
@@ -148,7 +149,7 @@ class LayerWork:
         return always + self.common.num_bytes + num_experts * self.expert.num_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelWork:
     """All layers and the head.
 
@@ -184,6 +185,11 @@ class ModelWork:
             bytes_per_element=bytes_per_element,
         )
 
+    @cached_property
+    def kinds(self) -> tuple[LayerWork, ...]:
+        """Of the layers that are alike, one."""
+        return tuple(dict.fromkeys(self.layers))
+
     @property
     def head_parameters(self) -> int:
         """Elements of the head."""
@@ -212,7 +218,7 @@ class ModelWork:
         """Operations of one pair of a prompt token and a context token, all layers."""
         return sum(layer.prefill_pair_flop for layer in self.layers)
 
-    @property
+    @cached_property
     def kv_token_bytes(self) -> int:
         """KV of one token, all layers."""
         return sum(layer.kv_token_bytes for layer in self.layers)

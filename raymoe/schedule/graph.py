@@ -1,7 +1,8 @@
 """Schedule: tasks in issue order, with dependencies derived from the buffers they name."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 from raymoe.errors import ScheduleError
 from raymoe.schedule.checks import check_tasks
@@ -9,19 +10,14 @@ from raymoe.schedule.task import Buffer, Resource, Task
 from raymoe.schedule.text import format_buffers, format_task, parse_buffers, parse_task
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Schedule:
-    """Tasks in issue order; `dependencies[j]` are the indices of the tasks that task j waits for.
-
-    A task waits for the last writer of what it reads, and for the last writer and all later
-    readers of what it writes. Lanes run their tasks in issue order and dependencies point
-    backwards, so in-order lanes cannot deadlock.
+    """Tasks in issue order, and what each waits for.
 
     Attributes:
         name: The builder's name, such as "in_place".
         tasks: In issue order; each (op, layer, part) at most once.
         inputs: Buffers that hold data before the first task.
-        dependencies: Derived; do not pass them.
 
     Raises:
         ScheduleError: A task occurs twice, is on a lane that cannot run it, or reads a buffer
@@ -31,11 +27,19 @@ class Schedule:
     name: str
     tasks: tuple[Task, ...]
     inputs: frozenset[Buffer] = frozenset()
-    dependencies: tuple[tuple[int, ...], ...] = field(init=False)
 
     def __post_init__(self) -> None:
         check_tasks(self.name, self.tasks, self.inputs)
-        object.__setattr__(self, "dependencies", _derive(self.tasks))
+
+    @cached_property
+    def dependencies(self) -> tuple[tuple[int, ...], ...]:
+        """Of each task the indices of those that it waits for.
+
+        A task waits for the last writer of what it reads, and for the last writer and all later
+        readers of what it writes. Lanes run their tasks in issue order and dependencies point
+        backwards, so in-order lanes cannot deadlock.
+        """
+        return _derive(self.tasks)
 
     @classmethod
     def from_text(cls, text: str) -> "Schedule":

@@ -44,9 +44,17 @@ def fastest(search: DeviceSearch, grid: Grid, limit_s: float) -> float:
     """
     points = set(map(search.sizes.fixed, grid.points()))
     for candidate in filter(None, map(search.candidate, sorted(points))):
-        if candidate.even_s < 1.1 * limit_s and candidate.least_s < 1.01 * limit_s:
-            limit_s = min(limit_s, candidate.seconds)
+        is_open = candidate.even_s < 1.1 * limit_s and candidate.least_s < 1.01 * limit_s
+        if is_open and candidate.seconds < limit_s:
+            limit_s = min(candidate.seconds, exact(candidate).seconds)
     return limit_s
+
+
+def exact(candidate: Candidate) -> Candidate:
+    """The same point with sizes that are not rounded."""
+    passes = candidate.search.sizes.passes(candidate.knobs)
+    assert passes is not None
+    return Candidate(candidate.knobs, passes, candidate.search)
 
 
 def check_quality(job: DeviceJob, grid: Grid) -> Candidate:

@@ -100,7 +100,7 @@ def without(schedule: Schedule, before: int, after: int) -> Schedule:
         tuple(wait for wait in waits if (wait, index) != (before, after))
         for index, waits in enumerate(schedule.dependencies)
     ]
-    object.__setattr__(copy, "dependencies", tuple(dependencies))
+    vars(copy)["dependencies"] = tuple(dependencies)
     return copy
 
 
