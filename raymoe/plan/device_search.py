@@ -27,8 +27,8 @@ from raymoe.plan.streaming import StreamedPasses
 EVEN_SHARE = 0.97
 # Of batch and cache while searching: points that use the device otherwise share their jobs.
 SIZE_BITS = 7
-# Walks stay where a job takes less than this times the best one so far: half of the time, for 0.05 %
-# of the throughput in the mean over random jobs.
+# Walks stay where a job takes less than this times the best one so far: half of the time, for
+# 0.05 % of the throughput in the mean over random jobs.
 DETOUR = 1.25
 ENOUGH = 1.001  # the axes are walked again only if that gained more than this
 

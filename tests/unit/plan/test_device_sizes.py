@@ -23,7 +23,7 @@ def test_memory_holds_the_sizes_of_every_point(seed: int) -> None:
     dice, job = random.Random(seed), next(random_jobs(seed))
     sizes = DeviceSizes(job)
     for knobs in dice.sample(POINTS, 10):
-        passes = sizes.passes(sizes.fixed(knobs))
+        passes = sizes.passes(sizes.fixed(knobs), size_bits=dice.choice((None, 4, 7)))
         if passes is None:
             continue
         on_host = host_footprint(job.model, job.work, passes).total
@@ -32,6 +32,18 @@ def test_memory_holds_the_sizes_of_every_point(seed: int) -> None:
         assert on_device <= job.hardware.gpu_memory_bytes
         assert passes.policy.num_kv_blocks >= job.least_blocks
         assert 1 <= passes.policy.batch_size <= min(job.workload.num_rows, knobs.pass_tokens)
+
+
+@pytest.mark.parametrize("bits", [3, 7])
+def test_rounded_sizes_have_few_leading_bits_and_waste_little(bits: int) -> None:
+    job = device_job("mixtral-8x7b", hardware_preset("a5000"), ENDLESS)
+    knobs = Knobs(0.75, 6, False, 2, 0.9, 32768)
+    full, rounded = (DeviceSizes(job).passes(knobs, size_bits=count) for count in (None, bits))
+    assert full is not None
+    assert rounded is not None
+    batch, least = rounded.policy.batch_size, 1 - 2.0 ** (1 - bits)
+    assert batch % (1 << max(0, batch.bit_length() - bits)) == 0
+    assert least**2 * full.policy.batch_size <= batch <= full.policy.batch_size
 
 
 @pytest.mark.parametrize("name", ["l4", "a5000", "h200"])

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raymoe.errors import ConfigError
-from raymoe.plan.pages import PAGE_ALIGNMENT, LayerBytes, cut_pages, layer_pages
+from raymoe.plan.pages import PAGE_ALIGNMENT, LayerBytes, cut_pages, layer_pages, layer_sizes
 from raymoe.plan.policy import PAGE_BYTES
 from raymoe.specs.layer_weights import layer_parameters
 from raymoe.specs.model import ModelSpec
@@ -19,7 +19,7 @@ LAYERS = st.builds(
     expert=st.integers(1, 1500),
     num_experts=st.integers(1, 5),
 )
-SIZES = st.lists(LAYERS, min_size=1, max_size=9)
+SIZES = st.lists(LAYERS, min_size=1, max_size=9).map(tuple)
 BUDGETS = st.integers(0, 30_000)
 CONFIGS = [
     {"model_type": "mixtral"},
@@ -33,7 +33,7 @@ MIXTRAL = LayerBytes(attention=84_000_000, shared=0, expert=352_000_000, num_exp
 
 @given(SIZES, st.integers(1, 5000), BUDGETS)
 def test_a_byte_is_resident_or_in_one_page(
-    sizes: list[LayerBytes], page_bytes: int, budget: int
+    sizes: tuple[LayerBytes, ...], page_bytes: int, budget: int
 ) -> None:
     cut = cut_pages(sizes, page_bytes=page_bytes, resident_bytes=budget)
     assert cut.resident_bytes + cut.streamed_bytes == sum(size.total for size in sizes)
@@ -47,7 +47,7 @@ def test_a_byte_is_resident_or_in_one_page(
 
 @given(SIZES, st.integers(1, 5000), BUDGETS)
 def test_whoever_reads_a_part_waits_for_all_pages_that_hold_some_of_it(
-    sizes: list[LayerBytes], page_bytes: int, budget: int
+    sizes: tuple[LayerBytes, ...], page_bytes: int, budget: int
 ) -> None:
     cut = cut_pages(sizes, page_bytes=page_bytes, resident_bytes=budget)
     for i, size in enumerate(sizes):
@@ -63,7 +63,7 @@ def test_whoever_reads_a_part_waits_for_all_pages_that_hold_some_of_it(
 
 @given(SIZES, st.integers(1, 5000), BUDGETS)
 def test_pages_are_full_but_for_the_last_and_fit_their_slot(
-    sizes: list[LayerBytes], page_bytes: int, budget: int
+    sizes: tuple[LayerBytes, ...], page_bytes: int, budget: int
 ) -> None:
     cut = cut_pages(sizes, page_bytes=page_bytes, resident_bytes=budget)
     assert cut.page_length % PAGE_ALIGNMENT == 0
@@ -77,7 +77,7 @@ def test_pages_are_full_but_for_the_last_and_fit_their_slot(
 
 @given(SIZES, BUDGETS)
 def test_nothing_that_streams_would_fit_in_what_is_left(
-    sizes: list[LayerBytes], budget: int
+    sizes: tuple[LayerBytes, ...], budget: int
 ) -> None:
     cut = cut_pages(sizes, resident_bytes=budget)
     left = budget - cut.resident_bytes
@@ -93,12 +93,12 @@ def test_nothing_that_streams_would_fit_in_what_is_left(
 def test_equal_layers_differ_by_one_expert_at_most(
     size: LayerBytes, count: int, budget: int
 ) -> None:
-    cut = cut_pages([size] * count, resident_bytes=budget)
+    cut = cut_pages((size,) * count, resident_bytes=budget)
     assert max(cut.resident_experts) - min(cut.resident_experts) <= 1
 
 
 def test_a_few_experts_stay_in_layers_far_apart() -> None:
-    sizes = [MIXTRAL] * 32
+    sizes = (MIXTRAL,) * 32
     budget = 32 * MIXTRAL.common + 5 * MIXTRAL.expert - 1
     cut = cut_pages(sizes, resident_bytes=budget)
     assert [i for i, experts in enumerate(cut.resident_experts) if experts] == [0, 8, 16, 24]
@@ -107,13 +107,13 @@ def test_a_few_experts_stay_in_layers_far_apart() -> None:
 
 def test_a_share_below_one_expert_a_layer_is_used() -> None:
     """MoE-Lightning truncates the ratio to whole experts of a layer, which left none resident."""
-    cut = cut_pages([MIXTRAL] * 32, resident_bytes=int(0.1 * 32 * MIXTRAL.total))
+    cut = cut_pages((MIXTRAL,) * 32, resident_bytes=int(0.1 * 32 * MIXTRAL.total))
     assert sum(cut.resident_experts) > 0
     assert cut.resident_bytes > 0.095 * 32 * MIXTRAL.total
 
 
 def test_a_model_that_fits_has_no_pages() -> None:
-    cut = cut_pages([MIXTRAL] * 3, resident_bytes=3 * MIXTRAL.total)
+    cut = cut_pages((MIXTRAL,) * 3, resident_bytes=3 * MIXTRAL.total)
     assert all(pages.num_pages == 0 for pages in cut.layers)
     assert (cut.streamed_bytes, cut.slot_bytes) == (0, 0)
     assert cut.device_bytes == 3 * MIXTRAL.total
@@ -122,7 +122,7 @@ def test_a_model_that_fits_has_no_pages() -> None:
 def test_mixtral_streams_its_published_bytes() -> None:
     """Bytes of 8 experts in 32 layers and of attention: 90.19 and 2.68 GB in 16-bit numbers."""
     model = model_preset("mixtral-8x7b")
-    sizes = [LayerBytes.of(model, i, 2) for i in range(model.num_layers)]
+    sizes = layer_sizes(model, 2)
     cut = cut_pages(sizes, resident_bytes=sum(size.common for size in sizes))
     assert cut.streamed_bytes == pytest.approx(90.19e9, rel=1e-4)
     assert cut.resident_bytes == pytest.approx(2.68e9, rel=0.01)
@@ -166,4 +166,4 @@ def test_the_shared_expert_is_apart() -> None:
 @pytest.mark.parametrize("sizes", [{"page_bytes": 0}, {"resident_bytes": -1}])
 def test_sizes_out_of_range_are_refused(sizes: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="page_bytes is"):
-        cut_pages([MIXTRAL], **sizes)
+        cut_pages((MIXTRAL,), **sizes)

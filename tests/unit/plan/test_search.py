@@ -1,5 +1,6 @@
 """Plans: they fit, they are chosen by prediction, and what does not fit is refused with numbers."""
 
+import gc
 import re
 
 import pytest
@@ -10,6 +11,8 @@ from raymoe.plan.policy import Policy
 from raymoe.plan.search import find_plan
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
+from raymoe.specs.presets_hardware import hardware_preset
+from raymoe.specs.presets_models import model_preset
 from raymoe.specs.workload import Workload
 from raymoe.units import GIB
 
@@ -98,3 +101,14 @@ def test_policies_without_meaning_are_refused(field: str, value: object) -> None
     sizes = {"batch_size": 1, "pass_tokens": 1, "prefill_chunk_tokens": 1, "num_kv_blocks": 1}
     with pytest.raises(ConfigError, match=f"Policy.{field} is"):
         Policy(**{**sizes, field: value})
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_planning_leaves_the_collector_as_it_was(*, is_enabled: bool) -> None:
+    before = gc.isenabled()
+    (gc.enable if is_enabled else gc.disable)()
+    try:
+        find_plan(model_preset("mixtral-8x7b"), hardware_preset("t4"), max_context_tokens=1024)
+        assert gc.isenabled() == is_enabled
+    finally:
+        (gc.enable if before else gc.disable)()
