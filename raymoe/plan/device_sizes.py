@@ -70,10 +70,9 @@ class DeviceSizes:
             num_blocks = self._free_blocks(filled)
             if num_blocks > self.job.least_blocks:
                 num_blocks = max(self.job.least_blocks, _leading_bits(num_blocks, size_bits))
-            batch_size = min(self.job.batch_size(num_blocks, knobs.batch_share), knobs.pass_tokens)
+            batch_size = self._batch_size(num_blocks, knobs, size_bits)
             if batch_size < 1:
                 return None
-            batch_size = _leading_bits(batch_size, size_bits)
             num_blocks = self.job.useful_blocks(num_blocks, batch_size)
             before, sized = (
                 sized,
@@ -141,6 +140,15 @@ class DeviceSizes:
                 break
             filled = self._with_resident(passes, resident_bytes)
         return filled
+
+    def _batch_size(self, num_blocks: int, knobs: Knobs, size_bits: int | None) -> int:
+        """Sequences at once; rounded only as far as the rows do not take a batch more."""
+        batch_size = min(self.job.batch_size(num_blocks, knobs.batch_share), knobs.pass_tokens)
+        if batch_size < 1:
+            return 0
+        num_rows = self.job.workload.num_rows
+        least = ceil_div(num_rows, ceil_div(num_rows, batch_size))
+        return max(least, _leading_bits(batch_size, size_bits))
 
     def _with_resident(self, passes: StreamedPasses, resident_bytes: int) -> StreamedPasses:
         device = replace(passes.device, resident_bytes=resident_bytes)

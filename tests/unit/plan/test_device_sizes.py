@@ -46,6 +46,15 @@ def test_rounded_sizes_have_few_leading_bits_and_waste_little(bits: int) -> None
     assert least**2 * full.policy.batch_size <= batch <= full.policy.batch_size
 
 
+def test_rounding_takes_no_batch_more() -> None:
+    workload = Workload(num_rows=2 * 283, prompt_tokens=20, generated_tokens=10)
+    job = device_job("mixtral-8x7b", hardware_preset("a5000"), workload)
+    share = 283 / DeviceSizes(job).job.batch_size(10**6, 1.0)
+    passes = DeviceSizes(job).passes(Knobs(share, 4, False, 2, 1.0, 8192), size_bits=7)
+    assert passes is not None
+    assert passes.policy.batch_size == 283
+
+
 @pytest.mark.parametrize("name", ["l4", "a5000", "h200"])
 def test_an_endless_job_fills_both_memories(name: str) -> None:
     """There is no room for another expert of each layer, nor for another percent of KV."""
