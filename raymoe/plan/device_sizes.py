@@ -68,7 +68,7 @@ class DeviceSizes:
             if filled is None:
                 return None
             num_blocks = self._free_blocks(filled)
-            if num_blocks > self.job.least_blocks:
+            if size_bits is not None and num_blocks > self.job.least_blocks:
                 num_blocks = max(self.job.least_blocks, _leading_bits(num_blocks, size_bits))
             batch_size = self._batch_size(num_blocks, knobs, size_bits)
             if batch_size < 1:
@@ -142,12 +142,13 @@ class DeviceSizes:
         return filled
 
     def _batch_size(self, num_blocks: int, knobs: Knobs, size_bits: int | None) -> int:
-        """Sequences at once; rounded only as far as the rows do not take a batch more."""
+        """Sequences at once; rounded only as far as the batches of all rows grow as little."""
         batch_size = min(self.job.batch_size(num_blocks, knobs.batch_share), knobs.pass_tokens)
-        if batch_size < 1:
-            return 0
+        if batch_size < 1 or size_bits is None:
+            return batch_size
         num_rows = self.job.workload.num_rows
-        least = ceil_div(num_rows, ceil_div(num_rows, batch_size))
+        num_batches = ceil_div(num_rows, batch_size)
+        least = ceil_div(num_rows, num_batches + (num_batches >> (size_bits - 1)))
         return max(least, _leading_bits(batch_size, size_bits))
 
     def _with_resident(self, passes: StreamedPasses, resident_bytes: int) -> StreamedPasses:
@@ -178,7 +179,7 @@ class DeviceSizes:
         return layer_sizes(self.job.model, self.job.work.bytes_per_element)
 
 
-def _leading_bits(value: int, count: int | None) -> int:
+def _leading_bits(value: int, count: int) -> int:
     """The value with all but its first bits set to zero."""
-    shift = 0 if count is None else max(0, value.bit_length() - count)
+    shift = max(0, value.bit_length() - count)
     return value >> shift << shift
