@@ -117,8 +117,7 @@ def main() -> None:
     vocab_size = json.loads((args.model / "config.json").read_text())["vocab_size"]
     workload = WORKLOADS[args.workload]
     prompts = make_prompts(workload, vocab_size)
-    lengths = tuple((len(prompt), workload.generated_tokens) for prompt in prompts)
-    contender = CONTENDERS[args.contender](args.model, args.num_threads, Workload.of_rows(lengths))
+    contender = CONTENDERS[args.contender](args.model, args.num_threads, workload.job)
     run = contender.run
     run(prompts[:8], 2)
     line = {

@@ -27,7 +27,6 @@ from raymoe.schedule.simulate import simulate
 from raymoe.schedule.timeline import Timeline
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
-from raymoe.specs.workload import Workload
 
 WARM_UP_ROWS = 8
 
@@ -157,13 +156,12 @@ def compare_passes(
     """Run a job on one engine, `repetitions` times; the passes of each run."""
     spec = ModelSpec.from_directory(model)
     prompts = make_prompts(workload, spec.vocab_size)
-    rows = tuple((len(prompt), workload.generated_tokens) for prompt in prompts)
     config = EngineConfig(
         dtype="bfloat16",
         device="cpu",
         num_threads=hardware.num_cores,
         hardware=hardware,
-        workload=Workload.of_rows(rows),
+        workload=workload.job,
     )
     parts = load_parts(model, config)
     recorder = PassRecorder(parts.runner)

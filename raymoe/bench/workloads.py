@@ -10,6 +10,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from raymoe.errors import ConfigError
+from raymoe.specs.workload import Workload
 
 SHAPES: dict[str, dict[str, object]] = {
     # 0.93 B parameters, 0.27 B active per token: few big experts.
@@ -75,6 +76,13 @@ class RowLengths:
         low, high = self.mean_prompt_tokens - quarter, self.mean_prompt_tokens + quarter
         lengths = np.linspace(low, high, self.num_rows).astype(int)
         return [int(n) for n in np.random.default_rng(7).permutation(lengths)]
+
+    @property
+    def job(self) -> Workload:
+        """The rows with their lengths."""
+        return Workload.of_rows(
+            tuple((length, self.generated_tokens) for length in self.prompt_lengths())
+        )
 
 
 WORKLOADS = {
