@@ -10,15 +10,16 @@ simulated.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from raymoe.plan.device_job import DeviceJob
 from raymoe.plan.device_pass import DevicePass
 from raymoe.plan.device_sizes import DeviceSizes
 from raymoe.plan.job import JobEstimate, fewest_passes, job_passes
 from raymoe.plan.knobs import AXES, Grid, Knobs
-from raymoe.plan.load import Passes, alike
+from raymoe.plan.load import Passes, PassLoad, alike
 from raymoe.plan.policy import Policy
 from raymoe.plan.streaming import StreamedPasses
 
@@ -72,10 +73,7 @@ class DeviceSearch:
     def faster(self, knobs: Knobs, limit_s: float = math.inf) -> "Candidate | None":
         """The candidate at a point, if it fits and takes less than the limit."""
         candidate = self.candidate(self.sizes.fixed(knobs))
-        if candidate is None:
-            return None
-        is_slow = EVEN_SHARE * candidate.even_s >= limit_s or candidate.least_s >= limit_s
-        return None if is_slow or candidate.seconds >= limit_s else candidate
+        return candidate if candidate and candidate.beats(limit_s) else None
 
     def passes_of_job(self, policy: Policy) -> list[Passes]:
         """The passes of the job with a policy; how the device is used makes no difference."""
@@ -122,19 +120,41 @@ class Candidate:
     @cached_property
     def least_s(self) -> float:
         """Seconds that no order of the tasks can beat: the busiest lane of each pass."""
-        passes = self.search.passes_of_job(self.passes.policy)
-        return sum(count * self._model.least_s(load) for load, count in passes)
+        return sum(self._least_s)
 
     @cached_property
     def job(self) -> JobEstimate:
         """The whole job, its passes simulated."""
-        passes = self.search.passes_of_job(self.passes.policy)
-        return JobEstimate.of(self.search.sizes.job.workload, passes, self._model.seconds)
+        return JobEstimate.of(self.search.sizes.job.workload, self._job_passes, self._seconds_of)
 
     @property
     def seconds(self) -> float:
         """Of the whole job."""
         return self.job.seconds
+
+    def beats(self, limit_s: float) -> bool:
+        """Whether the job takes less; passes are simulated until the rest cannot save it."""
+        if EVEN_SHARE * self.even_s >= limit_s or self.least_s >= limit_s:
+            return False
+        seconds = self.least_s
+        for (load, count), least_s in zip(self._job_passes, self._least_s, strict=True):
+            seconds += count * self._seconds_of(load) - least_s
+            if seconds >= limit_s:
+                return False
+        return True
+
+    @cached_property
+    def _job_passes(self) -> list[Passes]:
+        return self.search.passes_of_job(self.passes.policy)
+
+    @cached_property
+    def _least_s(self) -> list[float]:
+        """Of all passes of one load together."""
+        return [count * self._model.least_s(load) for load, count in self._job_passes]
+
+    @cached_property
+    def _seconds_of(self) -> Callable[[PassLoad], float]:
+        return lru_cache(maxsize=None)(self._model.seconds)
 
     @cached_property
     def _model(self) -> DevicePass:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from xml.sax.saxutils import escape
+from html import escape
 
 STYLE = """\
 text { font: 12px ui-sans-serif, system-ui, sans-serif; fill: #1b1f24 }
