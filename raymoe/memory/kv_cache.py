@@ -54,7 +54,7 @@ class KvCache:
         """Have the operating system provide the first blocks of every layer now.
 
         Otherwise it clears a huge page whenever a pass is the first to write into one: on a virtual
-        machine up to seconds for a gigabyte. Blocks are handed out in this order.
+        machine more than a second for a gigabyte. Blocks are handed out in this order.
 
         Args:
             num_blocks: At most as many as there are; what they held is lost.

@@ -92,7 +92,7 @@ def resident_host_footprint(model: ModelSpec) -> Footprint:
 
 def weight_slots_bytes(cut: PageCut) -> int:
     """Room for what streams of two layers."""
-    return NUM_SLOTS * max(map(sum, cut.page_bytes), default=0)
+    return NUM_SLOTS * cut.largest_layer_bytes
 
 
 def kv_block_bytes(work: ModelWork) -> int:

@@ -1,8 +1,10 @@
 """Passes of a model on a node with a GPU, simulated whole or from a few layers."""
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple, Self
 
 from raymoe.plan.device_cost import DeviceCost
 from raymoe.plan.load import PassLoad
@@ -72,11 +74,15 @@ class DevicePass:
         few = self._few_layers
         cost = self._cost(few, self.passes.cut, self._waves(load))
         form = replace(self._form(load), layers=(LayerPages(num_pages=0),) * len(few.layers))
-        tasks = _tasks(self.passes.schedule, form)
         busy_s = dict.fromkeys(Resource, 0.0)
         often = self.num_layers / len(few.layers)
-        for task, seconds in zip(tasks, _durations(tasks, cost), strict=True):
-            busy_s[task.resource] += seconds if task.op in ONCE else often * seconds
+        alike = _Alike.of(cost)
+        of_waves, of_groups = Counter(alike.waves), Counter(alike.groups)
+        for tasks in _by_part(self.passes.schedule, form):
+            op, resource = tasks[0].op, tasks[0].resource
+            parts = {0: 1} if op in OF_NO_WAVE else of_groups if op is Op.EXPERTS else of_waves
+            seconds = sum(number * cost.duration_s(tasks[part]) for part, number in parts.items())
+            busy_s[resource] += seconds if op in ONCE else often * seconds
         busy_s[Resource.HTOD] += cost.pages_s
         return max(busy_s.values())
 
@@ -199,26 +205,47 @@ def _schedule(schedule: str, form: PassForm) -> Schedule:
 
 
 @lru_cache(maxsize=1024)
-def _tasks(schedule: str, form: PassForm) -> tuple[Task, ...]:
-    return STREAMING_BUILDERS[schedule](form).tasks
+def _by_part(schedule: str, form: PassForm) -> tuple[tuple[Task, ...], ...]:
+    """The tasks of each operation and layer, part after part."""
+    tasks: dict[Hashable, list[Task]] = {}
+    for task in STREAMING_BUILDERS[schedule](form).tasks:
+        tasks.setdefault((task.op, task.layer), []).append(task)
+    return tuple(tuple(sorted(each, key=lambda task: task.part)) for each in tasks.values())
+
+
+class _Alike(NamedTuple):
+    """Of each wave the first one of its shape, and of each group the first one with its tokens."""
+
+    waves: tuple[int, ...]
+    groups: tuple[int, ...]
+
+    @classmethod
+    def of(cls, cost: DeviceCost) -> Self:
+        num_groups = ceil_div(len(cost.waves), cost.waves_per_group)
+        return cls(
+            _first_of_each(list(map(id, cost.waves))),  # equal waves are one object
+            _first_of_each(list(map(cost.group_tokens, range(num_groups)))),
+        )
+
+    def part(self, task: Task) -> int:
+        """The first part with which the operation takes as long in this layer."""
+        if task.op is Op.EXPERTS:
+            return self.groups[task.part]
+        return task.part if task.op in OF_NO_WAVE else self.waves[task.part]
+
+
+def _first_of_each(values: Sequence[float]) -> tuple[int, ...]:
+    first = {value: number for number, value in reversed(list(enumerate(values)))}
+    return tuple(first[value] for value in values)
 
 
 def _durations(tasks: Sequence[Task], cost: DeviceCost) -> list[float]:
     """Seconds of each task; what does the same on waves of one shape is counted once."""
-    first = {id(wave): number for number, wave in reversed(list(enumerate(cost.waves)))}
-    like_wave = [first[id(wave)] for wave in cost.waves]
-    group_tokens = [
-        cost.group_tokens(group) for group in range(ceil_div(len(cost.waves), cost.waves_per_group))
-    ]
+    alike = _Alike.of(cost)
     known: dict[Hashable, float] = {}
     durations = []
     for task in tasks:
-        part: float = task.part
-        if task.op is Op.EXPERTS:
-            part = group_tokens[task.part]
-        elif task.op not in OF_NO_WAVE:
-            part = like_wave[task.part]
-        key = (task.op, task.layer, part)
+        key = (task.op, task.layer, alike.part(task))
         if key not in known:
             known[key] = cost.duration_s(task)
         durations.append(known[key])

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Self
 
+from raymoe.plan.cache_forecast import CacheForecast, GrowingRows
 from raymoe.plan.load import Passes, PassLoad, alike
 from raymoe.plan.policy import Policy
 from raymoe.plan.streaming import KV_BLOCK_TOKENS
@@ -120,61 +121,6 @@ def fewest_passes(workload: Workload, policy: Policy) -> Passes:
 
 
 @dataclass(slots=True)
-class _Rows:
-    """Sequences that grow by a token a step.
-
-    Attributes:
-        count: How many.
-        offset: Sum of the tokens they would have had at step 0.
-    """
-
-    count: int = 0
-    offset: float = 0.0
-
-    def tokens(self, step: int) -> float:
-        """Their tokens at a step."""
-        return self.offset + self.count * step
-
-    def add(self, count: int, offset: float) -> None:
-        """Some more; or fewer."""
-        self.count += count
-        self.offset += offset
-
-
-class _Cache:
-    """Who holds tokens of the KV cache, and until when."""
-
-    def __init__(self, capacity: float) -> None:
-        self._capacity = capacity
-        self._ending: dict[int, _Rows] = {}  # by their last step
-        self._most = 0.0  # what all would hold if each had grown to its end
-
-    def hold(self, last: int, count: int, offset: float) -> None:
-        """Sequences with this last step; a negative count takes them out."""
-        self._ending.setdefault(last, _Rows()).add(count, offset)
-        self._most += offset + count * last
-
-    def end(self, step: int) -> _Rows:
-        """Take out those whose last step this is."""
-        ended = self._ending.pop(step, _Rows())
-        self._most -= ended.tokens(step)
-        return ended
-
-    @property
-    def fits(self) -> bool:
-        """Whether it never overflows: as sequences end, those that run longer have grown."""
-        if self._most <= self._capacity:
-            return True
-        count, offset = 0, 0.0
-        for step, ending in sorted(self._ending.items(), reverse=True):
-            count += ending.count
-            offset += ending.offset
-            if offset + count * step > self._capacity:
-                return False
-        return True
-
-
-@dataclass(slots=True)
 class _Prompt:
     """A bundle whose prompt is being computed: tokens of each of its rows."""
 
@@ -203,10 +149,10 @@ class _Job:
         self._most_admissions = ceil(stride * MOST_ADMISSIONS / rows)
         # As in the engine, one block of 64 stays free for growth that no forecast saw.
         num_blocks = policy.num_kv_blocks - policy.num_kv_blocks // 64
-        self._cache = _Cache(num_blocks * KV_BLOCK_TOKENS / (rows * stride))
+        self._cache = CacheForecast(num_blocks * KV_BLOCK_TOKENS / (rows * stride))
         self._num_entered = 0
         self._prompts: list[_Prompt] = []
-        self._decoding = _Rows()
+        self._decoding = GrowingRows()
         self.ends: list[int] = []
         self.loads: list[PassLoad] = []
 

@@ -7,7 +7,7 @@ and may hold both parts; whoever reads a part waits for all pages that hold some
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple, Self
 
 from raymoe.errors import ConfigError
@@ -27,9 +27,10 @@ from raymoe.units import ceil_div
 PAGE_ALIGNMENT = 256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerBytes:
+class LayerBytes(NamedTuple):
     """Bytes of the weights of one layer, by who reads them, whole `PART_ALIGNMENT`s each.
+
+    A tuple, because a search looks up the cut of all layers all the time.
 
     Attributes:
         attention: Norms, Q, K, V and O projections, router.
@@ -80,7 +81,7 @@ class LayerBytes:
         return self.common + self.num_experts * self.expert
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PageCut:
     """The resident share of a model's layers and the pages of the rest.
 
@@ -101,10 +102,15 @@ class PageCut:
     resident_experts: tuple[int, ...]
     resident_bytes: int
 
-    @property
+    @cached_property
     def streamed_bytes(self) -> int:
         """Bytes that each pass sends to the device."""
         return sum(map(sum, self.page_bytes))
+
+    @cached_property
+    def largest_layer_bytes(self) -> int:
+        """Bytes that a pass sends to the device for the layer that has most."""
+        return max(map(sum, self.page_bytes), default=0)
 
     @property
     def slot_bytes(self) -> int:

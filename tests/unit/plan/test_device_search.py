@@ -46,15 +46,10 @@ def fastest(search: DeviceSearch, grid: Grid, limit_s: float) -> float:
     for candidate in filter(None, map(search.candidate, sorted(points))):
         is_open = candidate.even_s < 1.1 * limit_s and candidate.least_s < 1.01 * limit_s
         if is_open and candidate.seconds < limit_s:
-            limit_s = min(candidate.seconds, exact(candidate).seconds)
+            in_full = search.in_full(candidate.knobs)
+            assert in_full is not None
+            limit_s = min(candidate.seconds, in_full.seconds)
     return limit_s
-
-
-def exact(candidate: Candidate) -> Candidate:
-    """The same point with sizes that are not rounded."""
-    passes = candidate.search.sizes.passes(candidate.knobs)
-    assert passes is not None
-    return Candidate(candidate.knobs, passes, candidate.search)
 
 
 def check_quality(job: DeviceJob, grid: Grid) -> Candidate:
