@@ -1,5 +1,7 @@
 """Quantised checkpoints give what transformers gives with the numbers that they stand for."""
 
+import itertools
+
 import pytest
 import torch
 import transformers
@@ -22,6 +24,12 @@ QUICK = (
 )
 ENGINE_NAMES = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NAMES
+]
+SCHEDULES = ("cgopipe", "vslpipe", "module_batching")
+QUICK_PAIRS = set(zip(QUICK, itertools.cycle(SCHEDULES), strict=False))
+PAIRS = [
+    pytest.param(*pair, marks=() if pair in QUICK_PAIRS else pytest.mark.slow)
+    for pair in itertools.product(NAMES, SCHEDULES)
 ]
 SIZES = {"batch_size": 8, "pass_tokens": 128, "prefill_chunk_tokens": 64, "num_kv_blocks": 40}
 DEVICE = DevicePolicy(num_waves=2, page_bytes=9_000, resident_bytes=30_000)
@@ -61,12 +69,17 @@ def generate(directory, **options) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("name", ENGINE_NAMES)
-def test_pages_of_stored_bytes_give_the_tokens_of_the_cpu(name: str) -> None:
+def test_stored_bytes_give_the_tokens_of_the_decoded_weights(name: str) -> None:
     found = checkpoints(name)
     expected = generate(found.plain, dtype="float32")
     assert generate(found.quantised, dtype="float32") == expected
-    on_device = {"dtype": "float32", "device": "emulated", "schedule": "cgopipe"}
-    assert generate(found.quantised, **on_device) == expected
+
+
+@pytest.mark.parametrize(("name", "schedule"), PAIRS)
+def test_pages_of_stored_bytes_give_the_tokens_of_the_cpu(name: str, schedule: str) -> None:
+    stored = checkpoints(name).quantised
+    on_device = {"dtype": "float32", "device": "emulated", "schedule": schedule}
+    assert generate(stored, **on_device) == generate(stored, dtype="float32")
 
 
 @pytest.mark.parametrize("name", ENGINE_NAMES)
