@@ -71,6 +71,7 @@ _QWEN3 = BASE | _SIZES | {"moe_intermediate_size": 64, "num_experts": 6, "num_ex
 _MIXTRAL = BASE | _SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}
 _FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, "sym": True}
+_BLOCKS = {"strategy": "block", "block_structure": [128, 128], "num_bits": 8, "type": "float"}
 _PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 
 CASES = [
@@ -88,6 +89,27 @@ CASES = [
         config=_FP8 | {"modules_to_not_convert": ["lm_head", "model.layers.0", "k_proj"]},
         fields=_QWEN3,
         excluded=("layers.0", "k_proj"),
+        scale_dtype=torch.bfloat16,
+    ),
+    QuantisedCase(
+        name="fp8 blocks, powers of two",
+        family="qwen3_moe",
+        stored=Fp8Block(),
+        config=_FP8 | {"scale_fmt": "ue8m0"},
+        fields=_QWEN3 | {"moe_intermediate_size": 150},
+        scale_dtype=torch.float8_e8m0fnu,
+    ),
+    QuantisedCase(
+        name="fp8 blocks of compressed-tensors",
+        family="mixtral",
+        stored=Fp8Block(scales_suffix=".weight_scale"),
+        config=_PACKED
+        | {
+            "format": "float-quantized",
+            "config_groups": _group(**_BLOCKS),
+            "ignore": ["lm_head"],
+        },
+        fields=_MIXTRAL | {"intermediate_size": 136},
         scale_dtype=torch.bfloat16,
     ),
     QuantisedCase(

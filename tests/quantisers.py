@@ -82,18 +82,18 @@ def pack_words(codes: np.ndarray, axis: int, order: tuple[int, ...] = tuple(rang
     return torch.from_numpy(np.ascontiguousarray(np.moveaxis(words, -1, axis)).view(np.int32))
 
 
-def _fp8_block(_stored: Fp8Block, weight: np.ndarray, scale_dtype: torch.dtype, _seed: int):
+def _fp8_block(stored: Fp8Block, weight: np.ndarray, scale_dtype: torch.dtype, _seed: int):
     rows, columns = weight.shape
     scales = np.zeros((-(-rows // 128), -(-columns // 128)))
     for i in range(scales.shape[0]):
         for j in range(scales.shape[1]):
             tile = weight[128 * i : 128 * i + 128, 128 * j : 128 * j + 128]
             scales[i, j] = np.abs(tile).max() / 448 + 1e-9
-    dtype = scale_dtype if scale_dtype == torch.bfloat16 else torch.float32
+    dtype = torch.float32 if scale_dtype == torch.float16 else scale_dtype
     stored_scales = torch.from_numpy(scales).to(dtype)
     wide = np.kron(stored_scales.double().numpy(), np.ones((128, 128)))[:rows, :columns]
     codes = torch.from_numpy(weight / wide).float().to(torch.float8_e4m3fn)
-    tensors = {".weight": codes, ".weight_scale_inv": stored_scales}
+    tensors = {".weight": codes, stored.scales_suffix: stored_scales}
     return tensors, codes.double().numpy() * wide
 
 

@@ -13,6 +13,7 @@ from raymoe.specs.weight_format import Piece, WeightFormat
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "I32": torch.int32,

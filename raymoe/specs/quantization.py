@@ -14,6 +14,8 @@ from raymoe.errors import UnsupportedModelError
 from raymoe.specs.layer_weights import EXPERTS, HEAD, ROUTER
 from raymoe.specs.module_patterns import is_matched, name_or_expression, prefix_or_suffix
 from raymoe.specs.weight_format import (
+    FP8_COLUMNS,
+    FP8_ROWS,
     Awq,
     Fp8Block,
     Fp8Channel,
@@ -24,6 +26,7 @@ from raymoe.specs.weight_format import (
 )
 
 Config = Mapping[str, object]
+BLOCKS = ([FP8_ROWS, FP8_COLUMNS], (FP8_ROWS, FP8_COLUMNS))
 
 # Used, or about how the weights were found and not about what they are.
 _GPTQ_FIELDS = frozenset(
@@ -40,7 +43,9 @@ _AWQ_FIELDS = frozenset(
 _TENSORS_FIELDS = frozenset(
     {"config_groups", "ignore", "quantization_status", "global_compression_ratio", "version"}
 )
-_WEIGHTS_FIELDS = frozenset({"strategy", "group_size", "symmetric", "observer", "observer_kwargs"})
+_WEIGHTS_FIELDS = frozenset(
+    {"strategy", "group_size", "block_structure", "symmetric", "observer", "observer_kwargs"}
+)
 
 _EXPERT_NUMBER = re.compile(rf"(?<={re.escape(EXPERTS)})\d+")
 # Read by row, or so small that every method leaves them alone.
@@ -107,17 +112,17 @@ def parse_quantization(value: object) -> Quantization | None:
 def _fp8(config: Config) -> Quantization:
     """DeepSeek's, as `FineGrainedFP8Config` of transformers."""
     accepted = {
-        "weight_block_size": ([128, 128], (128, 128)),
+        "weight_block_size": BLOCKS,
         "activation_scheme": ("dynamic",),
         "fmt": ("e4m3", "float8_e4m3fn"),
-        "scale_fmt": ("float", None),
+        "scale_fmt": ("float", "ue8m0", None),
         "expert_dtype": ("fp8", None),
         "dequantize": (False, None),
         "modules_to_convert": (None, []),
     }
     _check(config, accepted, {"modules_to_not_convert", "ignored_layers"})
     if "weight_block_size" not in config:
-        raise _refusal("weight_block_size", None, ([128, 128],))
+        raise _refusal("weight_block_size", None, BLOCKS[:1])
     names = _names(config, "modules_to_not_convert") or _names(config, "ignored_layers")
     return Quantization(
         method="fp8",
@@ -236,6 +241,9 @@ def _weights_format(weights: object, layout: str) -> WeightFormat:
     }
     _check(weights, accepted, _WEIGHTS_FIELDS)
     strategy = weights.get("strategy")
+    blocks = weights.get("block_structure")
+    if blocks not in (BLOCKS if strategy == "block" else (None,)):
+        raise _refusal("weights.block_structure", blocks, BLOCKS[:1])
     if layout == "pack-quantized" and strategy in {"group", "channel"}:
         return PackedInt4(
             _group_size(weights) if strategy == "group" else 0,
@@ -244,7 +252,9 @@ def _weights_format(weights: object, layout: str) -> WeightFormat:
         )
     if layout == "float-quantized" and strategy == "channel":
         return Fp8Channel()
-    supported = ("group", "channel") if layout == "pack-quantized" else ("channel",)
+    if layout == "float-quantized" and strategy == "block":
+        return Fp8Block(scales_suffix=".weight_scale")
+    supported = ("group", "channel") if layout == "pack-quantized" else ("channel", "block")
     raise _refusal("weights.strategy", strategy, supported)
 
 
@@ -262,7 +272,7 @@ METHODS: Mapping[str, Method] = {
     "gptq": Method("INT4 with a scale and a zero point for each group, in any order", _gptq),
     "awq": Method("INT4 with a scale and a zero point for each group", _awq),
     "compressed-tensors": Method(
-        "INT4 by groups or rows (pack-quantized), FP8 by rows (float-quantized)",
+        "INT4 by groups or rows (pack-quantized), FP8 by blocks or rows (float-quantized)",
         _compressed_tensors,
     ),
 }

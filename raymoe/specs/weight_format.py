@@ -81,11 +81,16 @@ class PlainFormat(WeightFormat):
 
 @dataclass(frozen=True, slots=True)
 class Fp8Block(WeightFormat):
-    """FP8 with one float32 for each tile of 128 x 128.
+    """FP8 with one scale for each tile of 128 x 128, kept as float32.
 
-    Source: DeepSeek-V3 (arXiv 2412.19437), section 3.3; `FineGrainedFP8Config` of transformers.
+    Attributes:
+        scales_suffix: Of the name of the scales.
+
+    Source: DeepSeek-V3 (arXiv 2412.19437), section 3.3; `FineGrainedFP8Config` of transformers;
+    "float-quantized" with strategy "block" of compressed-tensors 0.20.
     """
 
+    scales_suffix: str = ".weight_scale_inv"
     name: str = "fp8_block"
 
     def pieces(self, rows: int, columns: int) -> tuple[Piece, ...]:
@@ -95,10 +100,10 @@ class Fp8Block(WeightFormat):
             _fp8_codes(rows, columns),
             Piece(
                 name="scales",
-                suffix=".weight_scale_inv",
+                suffix=self.scales_suffix,
                 shape=scales,
                 dtypes=("F32",),
-                widened=HALVES,
+                widened=(*HALVES, "F8_E8M0"),
                 rows=FP8_ROWS,
             ),
         )

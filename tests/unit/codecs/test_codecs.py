@@ -94,7 +94,7 @@ def test_fp8_blocks_are_those_of_transformers(seed: int) -> None:
     assert torch.equal(as_tensor(matrix, torch.float32), by_backward)
 
 
-@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
 def test_whole_fp8_blocks_are_those_of_transformers(scale_dtype: torch.dtype) -> None:
     weight = torch.randn(256, 384, generator=torch.Generator().manual_seed(7))
     quantised = quantise(Fp8Block(), weight, scale_dtype=scale_dtype)
@@ -119,6 +119,21 @@ def test_every_fp8_code_has_its_value() -> None:
 def test_fp8_channels_are_those_of_compressed_tensors(scale_dtype: torch.dtype, seed: int) -> None:
     quantised = make(Fp8Channel(), seed, scale_dtype)
     arguments = QuantizationArgs(num_bits=8, type="float", strategy="channel")
+    state = {
+        "weight": quantised.tensors[".weight"],
+        "weight_scale": quantised.tensors[".weight_scale"],
+    }
+    theirs = decompressed(FloatQuantizationCompressor, state, arguments)
+    assert torch.equal(as_tensor(quantised.matrix, scale_dtype), theirs)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
+def test_fp8_blocks_are_those_of_compressed_tensors(scale_dtype: torch.dtype, seed: int) -> None:
+    quantised = make(Fp8Block(scales_suffix=".weight_scale"), seed, scale_dtype)
+    arguments = QuantizationArgs(
+        num_bits=8, type="float", strategy="block", block_structure=[128, 128]
+    )
     state = {
         "weight": quantised.tensors[".weight"],
         "weight_scale": quantised.tensors[".weight_scale"],

@@ -74,16 +74,18 @@ AWQ = {
     "zero_point": True,
     "modules_to_not_convert": ["gate", "model.layers.0"],
 }
-CHANNELS = KIMI_INT4 | {
-    "format": "float-quantized",
-    "config_groups": {
-        "group_0": GROUP
-        | {
-            "input_activations": {"dynamic": True, "num_bits": 8, "type": "float"},
-            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
-        }
-    },
-}
+
+
+def floats(**weights: Any) -> dict[str, Any]:
+    """FP8 of compressed-tensors."""
+    arguments = {"num_bits": 8, "type": "float", "symmetric": True} | weights
+    activations = {"dynamic": True, "num_bits": 8, "type": "float"}
+    group = GROUP | {"input_activations": activations, "weights": arguments}
+    return KIMI_INT4 | {"format": "float-quantized", "config_groups": {"group_0": group}}
+
+
+CHANNELS = floats(strategy="channel")
+BLOCKS = floats(strategy="block", block_structure=[128, 128])
 
 ATTENTION = "model.layers.3.self_attn.q_proj.weight"
 LATENT = "model.layers.3.self_attn.kv_b_proj.weight"
@@ -106,6 +108,8 @@ def read(config: Any) -> Quantization:
         (MINIMAX, Fp8Block(), {ATTENTION, LATENT, SHARED, EXPERT, DENSE}),
         (QWEN_FP8, Fp8Block(), {ATTENTION, LATENT, SHARED, EXPERT, DENSE}),
         (MXFP4_CONFIG, Mxfp4(), {EXPERT}),
+        (FP8 | {"scale_fmt": "ue8m0"}, Fp8Block(), {ATTENTION, LATENT, SHARED, EXPERT, DENSE}),
+        (BLOCKS, Fp8Block(scales_suffix=".weight_scale"), {EXPERT}),
         (KIMI_INT4, PackedInt4(32), {EXPERT}),
         (CHANNELS, Fp8Channel(), {EXPERT}),
         (
@@ -203,7 +207,7 @@ def weights(**fields: Any) -> dict[str, Any]:
         (FP8 | {"weight_block_size": [64, 64]}, "weight_block_size"),
         (FP8 | {"activation_scheme": "static"}, "activation_scheme = 'static'"),
         (FP8 | {"fmt": "e5m2"}, "fmt = 'e5m2'"),
-        (FP8 | {"scale_fmt": "ue8m0"}, "scale_fmt = 'ue8m0'"),
+        (FP8 | {"scale_fmt": "e4m3"}, "scale_fmt = 'e4m3'"),
         (FP8 | {"expert_dtype": "fp4"}, "expert_dtype = 'fp4'"),
         (FP8 | {"modules_to_convert": ["model.embed_tokens"]}, "modules_to_convert"),
         (FP8 | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert"),
@@ -233,6 +237,9 @@ def weights(**fields: Any) -> dict[str, Any]:
         (KIMI_INT4 | weights(strategy="tensor"), "strategy = 'tensor'"),
         (KIMI_INT4 | weights(scale_dtype="torch.float8_e4m3fn"), "scale_dtype"),
         (KIMI_INT4 | weights(block_structure=[128, 128]), "block_structure"),
+        (floats(strategy="block", block_structure=[64, 128]), r"block_structure = \[64, 128\]"),
+        (floats(strategy="block"), "block_structure = None"),
+        (floats(strategy="tensor"), "strategy = 'tensor'"),
         (
             CHANNELS | {"config_groups": {"g": GROUP | {"input_activations": {"dynamic": False}}}},
             "input_activations.dynamic = False",
