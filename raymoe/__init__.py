@@ -10,6 +10,7 @@ from raymoe._version import __version__
 
 if TYPE_CHECKING:
     from raymoe.config import EngineConfig, SamplingParams
+    from raymoe.data.context import configure_data_context
     from raymoe.data.generator import MoEGenerator
     from raymoe.data.sizing import map_batches_kwargs
     from raymoe.engine.engine import Engine
@@ -37,6 +38,7 @@ _HOMES = {
     "Schedule": "raymoe.schedule.graph",
     "Timeline": "raymoe.schedule.timeline",
     "Workload": "raymoe.specs.workload",
+    "configure_data_context": "raymoe.data.context",
     "find_plan": "raymoe.plan.search",
     "map_batches_kwargs": "raymoe.data.sizing",
     "simulate": "raymoe.schedule.simulate",
@@ -56,6 +58,7 @@ __all__ = [
     "Timeline",
     "Workload",
     "__version__",
+    "configure_data_context",
     "find_plan",
     "map_batches_kwargs",
     "simulate",

@@ -11,15 +11,14 @@ os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # read when Ray is impo
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import ray
-import ray.data
 
+from raymoe.data.context import configure_data_context
 from raymoe.data.sizing import Cluster
 from raymoe.device.host import read_host
 from raymoe.units import MIB
 
 STDERR = 2
 OBJECT_STORE_BYTES = 400 * MIB
-NO_PROGRESS_TIMEOUT_S = 6 * 3600  # one slow wave or a large load moves no block
 
 
 def has_cluster() -> bool:
@@ -47,10 +46,8 @@ def running_ray(*, preserve_order: bool, verbose: bool) -> Iterator[None]:
     address = os.environ.get("RAY_ADDRESS")
     with nullcontext() if verbose else _without_stderr():
         _start(address, verbose=verbose)
-    context = ray.data.DataContext.get_current()
+    context = configure_data_context(preserve_order=preserve_order)
     context.enable_progress_bars = False
-    context.execution_no_progress_timeout_s = NO_PROGRESS_TIMEOUT_S
-    context.execution_options.preserve_order = preserve_order
     if not verbose:
         logging.getLogger("ray.data").setLevel(logging.CRITICAL)
     try:
