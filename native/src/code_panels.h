@@ -80,8 +80,22 @@ inline int64_t group_of(const CodePanel& panel, int64_t input) {
   return std::min(input / panel.format->group_size, panel.num_groups - 1);
 }
 
+/// The first pair from `begin` on whose inputs are not both of the groups of the pair `begin`.
+inline int64_t end_of_groups(const CodePanel& panel, int64_t begin, int64_t end) {
+  const int64_t group = group_of(panel, 2 * begin);
+  if (group_of(panel, 2 * begin + 1) != group) return begin + 1;
+  if (panel.order == nullptr && panel.format->group_size % 2 == 0)
+    return std::min(end, (group + 1) * panel.format->group_size / 2);
+  int64_t stop = begin + 1;
+  while (stop < end && group_of(panel, 2 * stop) == group && group_of(panel, 2 * stop + 1) == group)
+    ++stop;
+  return stop;
+}
+
 /// Decodes pairs [begin, end) of a panel to bfloat16 as gemm.h has them, [end - begin][32][2].
 void decode_panel_scalar(const CodePanel& panel, int64_t begin, int64_t end, bf16* out);
+void decode_panel_avx2(const CodePanel& panel, int64_t begin, int64_t end, bf16* out);
+void decode_panel_avx512(const CodePanel& panel, int64_t begin, int64_t end, bf16* out);
 void decode_panel_avx512_bf16(const CodePanel& panel, int64_t begin, int64_t end, bf16* out);
 
 }  // namespace raymoe

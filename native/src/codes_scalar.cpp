@@ -1,44 +1,10 @@
-// Decoding of panels without vectors: the readable reference of codes_avx512_bf16.cpp.
+// Decoding of panels without vectors: the readable reference of the other files.
 #include <cmath>
-#include <cstring>
 
-#include "code_panels.h"
+#include "code_scales-inl.h"
 
 namespace raymoe {
 namespace {
-
-float float_at(const uint8_t* data, int64_t index) {
-  float out;
-  std::memcpy(&out, data + 4 * index, sizeof out);
-  return out;
-}
-
-template <typename Half>
-float half_at(const uint8_t* data, int64_t index) {
-  Half half;
-  std::memcpy(&half, data + 2 * index, sizeof half);
-  return to_float(half);
-}
-
-float scale_at(const CodePanel& panel, int64_t group, int64_t column) {
-  const int64_t index = panel.format->shares_scales ? 2 * group + column / kHalfPanel
-                                                    : kPanelColumns * group + column;
-  switch (panel.format->kind) {
-    case CodeKind::kInt4Float16:
-      return half_at<fp16>(panel.scales, index);
-    case CodeKind::kInt4BFloat16:
-      return half_at<bf16>(panel.scales, index);
-    case CodeKind::kE2m1:
-      return std::ldexp(1.0f, panel.scales[index] - 127);
-    case CodeKind::kE4m3:
-      return float_at(panel.scales, index);
-  }
-  return 0.0f;
-}
-
-int nibble(const uint8_t* bytes, int64_t byte, bool is_above) {
-  return is_above ? bytes[byte] >> 4 : bytes[byte] & 15;
-}
 
 int code_at(const CodePanel& panel, int64_t pair, int64_t column, int64_t half_pair) {
   const uint8_t* codes = panel.codes + pair * pair_bytes(panel.format->kind);
@@ -46,11 +12,6 @@ int code_at(const CodePanel& panel, int64_t pair, int64_t column, int64_t half_p
   const int64_t in_half = column % kHalfPanel;
   const int64_t byte = column / kHalfPanel * kHalfPanel + in_half % 8 * 2 + half_pair;
   return nibble(codes, byte, in_half >= 8);
-}
-
-int zero_at(const CodePanel& panel, int64_t group, int64_t column) {
-  if (panel.zeros == nullptr) return kInt4Zero;
-  return nibble(panel.zeros + group * kHalfPanel, column % kHalfPanel, column >= kHalfPanel);
 }
 
 float e4m3_number(int code) {

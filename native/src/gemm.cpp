@@ -5,7 +5,16 @@ namespace raymoe {
 
 const GemmKernels& gemm_kernels() {
 #if defined(RAYMOE_X86_KERNELS)
-  if (active_isa() == Isa::kAvx512Bf16) return gemm_kernels_avx512_bf16();
+  switch (active_isa()) {
+    case Isa::kAvx2:
+      return gemm_kernels_avx2();
+    case Isa::kAvx512:
+      return gemm_kernels_avx512();
+    case Isa::kAvx512Bf16:
+      return gemm_kernels_avx512_bf16();
+    case Isa::kScalar:
+      break;
+  }
 #endif
   return gemm_kernels_scalar();
 }

@@ -2,8 +2,9 @@
 // rows, and what happens to a finished tile.
 //
 // A weight [O, I] is packed into panels of 32 outputs, [ceil(O / 32)][ceil(I / 2)][32][2]: one
-// vector holds 16 outputs x 2 inputs, the operand of the bfloat16 dot-product instruction. Tails
-// are zeros. A tile multiplies 1 to 14 rows by one panel: 28 of the 32 vector registers hold sums.
+// vector holds 16 outputs x 2 inputs, the operand of the bfloat16 dot-product instruction; other
+// files widen its two halves. Tails are zeros. A tile multiplies 1 to 14 rows by one panel: 28 of
+// the 32 vector registers hold sums.
 //
 // Panels of codes (code_panels.h) are decoded block by block into scratch, then multiplied the same
 // way: the bits are those of a product with the decoded weights.
@@ -88,9 +89,11 @@ struct GemmKernels {
 };
 
 const GemmKernels& gemm_kernels_scalar();
+const GemmKernels& gemm_kernels_avx2();
+const GemmKernels& gemm_kernels_avx512();
 const GemmKernels& gemm_kernels_avx512_bf16();
 
-/// The kernels of the active instruction set; scalar where it has no bfloat16 dot products.
+/// The kernels of the active instruction set.
 const GemmKernels& gemm_kernels();
 
 /// A packed weight [O, I], in bfloat16 or in codes.

@@ -1,4 +1,4 @@
-// The matrix product without vectors: the readable reference of gemm_avx512_bf16.cpp.
+// The matrix product without vectors: the readable reference of the other files.
 #include <algorithm>
 #include <cmath>
 

@@ -1,4 +1,4 @@
-"""Dense projections on the CPU: packed bfloat16 weights where the ISA has dot products for them.
+"""Dense projections on the CPU: packed bfloat16 weights where the ISA has vectors.
 
 T tokens, I inputs, O outputs.
 """
@@ -48,7 +48,7 @@ class PlainLinear:
 
 
 class PackedLinear:
-    """bfloat16 dot products on weights or codes in panels of 32 outputs, our own kernel.
+    """bfloat16 weights or codes in panels of 32 outputs, our own kernel.
 
     Sums are float32 in a fixed order: the bits of a row do not depend on the batch or the number
     of threads. The error against exact arithmetic is that of one rounding to bfloat16.
@@ -133,7 +133,7 @@ def compute_dtype(weight: Weight, dtype: torch.dtype | None) -> torch.dtype:
 
 def packed_linear_is_used(dtype: torch.dtype) -> bool:
     """Whether `make_linear` copies weights of this type into packed form on this machine."""
-    return dtype == torch.bfloat16 and _native.active_isa() == "avx512_bf16"
+    return dtype == torch.bfloat16 and _native.active_isa() != "scalar"
 
 
 def packed_linear_bytes(
