@@ -32,6 +32,7 @@ GREEDY_BELOW_TEMPERATURE = 1e-5  # vLLM's threshold: dividing by less overflows 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda", "emulated")
+LOAD_FORMATS = ("auto", "dummy")
 ON_TOO_LONG = ("error", "truncate_left", "truncate_right")
 
 
@@ -178,6 +179,8 @@ class EngineConfig:
         kv_dtype: Of the KV cache; "auto" is `dtype`.
         device: "cpu"; "cuda"; "emulated", made of host memory, to which weights stream as to a
             GPU; or "auto", a GPU where there is one.
+        load_format: "dummy" makes random weights in memory instead of reading any; the directory
+            needs nothing but config.json then. For measuring speed.
         schedule: A name of `raymoe.schedule.builders.BUILDERS` that suits the device, or "auto".
         policy: Overrides the sizes that the planner would choose.
         host_memory_bytes: Budget for weights and KV cache.
@@ -201,6 +204,7 @@ class EngineConfig:
 
     dtype: str = "auto"
     device: str = "auto"
+    load_format: str = "auto"
     schedule: str = "auto"
     policy: "Policy | None" = None
     kv_dtype: str = "auto"
@@ -221,6 +225,7 @@ class EngineConfig:
         _choice("dtype", self.dtype, DTYPES)
         _choice("kv_dtype", self.kv_dtype, DTYPES)
         _choice("device", self.device, DEVICES)
+        _choice("load_format", self.load_format, LOAD_FORMATS)
         _choice("on_too_long", self.on_too_long, ON_TOO_LONG)
         for name in ("host_memory_bytes", "device_memory_bytes"):
             if getattr(self, name) is not None:

@@ -9,10 +9,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from raymoe.codecs.stored import TORCH_DTYPES
 from raymoe.memory.checkpoint import INDEX_FILE
+from raymoe.memory.dummy_weights import DummyWeights
 from raymoe.specs.model import ModelSpec
-from raymoe.specs.weight_format import Piece
 from raymoe.specs.weight_names import layer_prefix, model_weights
 
 
@@ -38,26 +37,14 @@ def make_random_checkpoint(config: dict[str, Any], directory: Path) -> int:
 
 
 def _tensors(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    generator = torch.Generator().manual_seed(len(prefix))
-    for name, shape in model_weights(spec).items():
+    weights = DummyWeights(spec, torch.bfloat16)
+    for name in model_weights(spec):
         if not (name.startswith(prefix) if prefix else ".layers." not in name):
             continue
-        stored = spec.format_of(name, shape)
-        if stored is None:
-            yield name, torch.randn(shape, generator=generator).mul_(0.02).bfloat16()
+        weight = weights(name)
+        if isinstance(weight, Tensor):
+            yield name, weight
             continue
-        for piece in stored.pieces(*shape):
-            module = name.removesuffix(".weight")
-            yield module + piece.suffix, _random(piece, shape, generator)
-
-
-def _random(piece: Piece, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    dtype = TORCH_DTYPES[piece.dtypes[0]]
-    if piece.name == "scales":
-        return torch.full(piece.shape, 0.01 if dtype.is_floating_point else 120, dtype=dtype)
-    if piece.name == "shape":
-        return torch.tensor(shape)
-    if piece.name == "order":
-        return torch.zeros(piece.shape, dtype=dtype)
-    size = (*piece.shape[:-1], piece.shape[-1] * dtype.itemsize)
-    return torch.randint(0, 127, size, dtype=torch.uint8, generator=generator).view(dtype)
+        module = name.removesuffix(".weight")
+        for piece in weight.format.pieces(*weight.shape):
+            yield module + piece.suffix, weight.pieces[piece.name]

@@ -12,6 +12,7 @@ from raymoe.device.device import Device
 from raymoe.errors import PerformanceWarning
 from raymoe.kernels.paged_kv import CacheLayout
 from raymoe.memory.activations import ActivationSizes, HostActivations, PassActivations
+from raymoe.memory.dummy_weights import DummyWeights
 from raymoe.memory.kv_cache import KvCache
 from raymoe.memory.weight_pages import LayerPaging, WeightPages
 from raymoe.memory.weights import WeightStore
@@ -36,7 +37,7 @@ class LoadedModel:
     """What is loaded: the model, the types, the sizes."""
 
     spec: ModelSpec
-    store: WeightStore
+    store: WeightStore | DummyWeights
     dtype: torch.dtype
     kv_layout: CacheLayout
     passes: StreamedPasses

@@ -24,6 +24,7 @@ from raymoe.errors import ConfigError, UnknownOptionError
 from raymoe.kernels.cpu_linear import packed_linear_is_used
 from raymoe.kernels.threads import set_num_threads
 from raymoe.memory.arena import HostArena
+from raymoe.memory.dummy_weights import DummyWeights
 from raymoe.memory.kv_cache import KvCache, blocks_of_tokens
 from raymoe.memory.source import resolve_model
 from raymoe.memory.weights import WeightStore
@@ -57,12 +58,13 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
     settings = Settings.from_environment()
     directory = resolve_model(path)
     spec = ModelSpec.from_directory(directory)
-    store = WeightStore.open(spec, directory)
+    store = _open_weights(spec, directory, config)
     dtype = store.dtype if config.dtype == "auto" else DTYPES[config.dtype]
     kv_dtype = _kv_dtype(config, dtype)
     hardware = find_node(config, settings, device)
     context = min(spec.max_context_tokens, config.max_context_tokens or spec.max_context_tokens)
-    arena_bytes = decoder_arena_bytes(spec, dtype, store)
+    # Dummy weights have the type to compute in; they would be made to be looked at.
+    arena_bytes = decoder_arena_bytes(spec, dtype, None if _is_dummy(config) else store)
     plan = find_plan(
         spec,
         hardware,
@@ -109,6 +111,19 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
         plan=plan,
         release=release,
     )
+
+
+def _is_dummy(config: EngineConfig) -> bool:
+    return config.load_format == "dummy"
+
+
+def _open_weights(
+    spec: ModelSpec, directory: Path, config: EngineConfig
+) -> WeightStore | DummyWeights:
+    if not _is_dummy(config):
+        return WeightStore.open(spec, directory)
+    name = config.dtype if config.dtype != "auto" else spec.dtype or "bfloat16"
+    return DummyWeights(spec, DTYPES[name])
 
 
 def _device_name(config: EngineConfig) -> str:
