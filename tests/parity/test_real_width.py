@@ -34,6 +34,9 @@ def one_layer(name: str) -> dict[str, Any]:
     fields["model_type"] = MODEL_TYPE_ALIASES.get(fields["model_type"], fields["model_type"])
     fields.pop("quantization_config", None)
     fields["n_layers" if name == "dbrx" else "num_hidden_layers"] = 1
+    if name == "dbrx":  # transformers 5.23 does not look for the base where it is published
+        rope = {"rope_type": "default", "rope_theta": fields["attn_config"]["rope_theta"]}
+        fields["rope_parameters"] = rope
     if "first_k_dense_replace" in fields:
         fields["first_k_dense_replace"] = 0
     return next(fitting for fitting in fewer_experts(fields) if num_bytes(fitting) <= MOST_BYTES)
