@@ -7,8 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
-from raymoe.cli.pipeline import Job, check_model, find_written, print_summary, run_job
-from raymoe.cli.progress import plain_console
+from raymoe.cli.pipeline import (
+    Job,
+    check_model,
+    find_manifest,
+    find_written,
+    print_summary,
+    run_job,
+)
+from raymoe.cli.progress import Tally, plain_console
+from raymoe.cli.resume import Remains
 from raymoe.cli.sinks import check_apart, open_sink
 from raymoe.cli.sources import FORMS, Source, open_source
 from raymoe.config import DTYPES, ON_TOO_LONG, EngineConfig, SamplingParams
@@ -16,6 +24,7 @@ from raymoe.data.columns import OutputColumns
 from raymoe.data.openai_batch import ID_COLUMN, TOOLS_COLUMN
 from raymoe.data.rows import RowReader
 from raymoe.errors import ConfigError
+from raymoe.units import format_bytes
 
 COLUMNS = ("prompt_column", "messages_column", "tools_column")
 TABLE = "Table"
@@ -76,7 +85,15 @@ PreserveOrder = Annotated[
     bool, typer.Option("--preserve-order", help="Rows in input order.", rich_help_panel=RUN)
 ]
 Resume = Annotated[
-    bool, typer.Option("--resume", help="Skip ids already written.", rich_help_panel=RUN)
+    bool, typer.Option("--resume", help="Go on where a run ended.", rich_help_panel=RUN)
+]
+Journal = Annotated[
+    bool,
+    typer.Option(
+        "--journal/--no-journal",
+        help="Keep finished rows beside the output, for --resume and for actors that are killed.",
+        rich_help_panel=RUN,
+    ),
 ]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the output.", rich_help_panel=RUN)
@@ -111,6 +128,7 @@ def run(  # noqa: PLR0913 - the options of a command
     preserve_order: PreserveOrder = False,
     resume: Resume = False,
     overwrite: Overwrite = False,
+    journal: Journal = True,
     verbose: Verbose = False,
 ) -> None:
     """Generate text for every row of a table; every input row gives one output row.
@@ -127,6 +145,7 @@ def run(  # noqa: PLR0913 - the options of a command
     id_column = _check_columns(source, options, id_column)
     _check_resume(resume=resume, overwrite=overwrite, id_column=id_column)
     check_apart(output, source.paths, input_)
+    remains = Remains(output=output.resolve())
     job = Job(
         model=model,
         source=source,
@@ -135,14 +154,13 @@ def run(  # noqa: PLR0913 - the options of a command
         engine_config=config,
         num_rows=source.num_rows,
         id_column=id_column,
+        journal_dir=remains.journal if journal else None,
         num_actors=num_actors,
         batch_size=batch_size,
         preserve_order=preserve_order,
         verbose=verbose,
     )
-    check_model(job)  # before an old output is given up
-    job.sink.prepare(resume=resume, overwrite=overwrite)
-    tally = run_job(_without_written(job) if resume else job, plain_console(stderr=True))
+    tally = _run(job, remains, resume=resume, overwrite=overwrite)
     print_summary(tally, output, plain_console())
 
 
@@ -169,6 +187,26 @@ def _check_resume(*, resume: bool, overwrite: bool, id_column: str | None) -> No
         raise ConfigError("--resume and --overwrite contradict each other; give one of them")
     if resume and id_column is None:
         raise ConfigError("--resume needs --id-column: it skips the ids that are already written")
+
+
+def _run(job: Job, remains: Remains, *, resume: bool, overwrite: bool) -> Tally:
+    check_model(job)  # before an old output is given up
+    _prepare(job, remains, resume=resume, overwrite=overwrite)
+    tally = run_job(_without_written(job) if resume else job, plain_console(stderr=True))
+    remains.finish()
+    return tally
+
+
+def _prepare(job: Job, remains: Remains, *, resume: bool, overwrite: bool) -> None:
+    """Make the output and what is beside it ready; nothing changes before all is checked."""
+    manifest = find_manifest(job)
+    remains.check(manifest, resume=resume, overwrite=overwrite)
+    job.sink.prepare(resume=resume, overwrite=overwrite)
+    remains.prepare(manifest, resume=resume, has_journal=job.journal_dir is not None)
+    num_bytes = remains.journal_bytes
+    if num_bytes:
+        size = format_bytes(num_bytes)
+        typer.echo(f"finished rows in {remains.journal} ({size}) are not generated again", err=True)
 
 
 def _without_written(job: Job) -> Job:

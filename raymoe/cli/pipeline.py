@@ -16,8 +16,11 @@ from raymoe.cli.sinks import Sink
 from raymoe.cli.sources import Source, without_written
 from raymoe.config import EngineConfig
 from raymoe.data.generator import MoEGenerator
+from raymoe.data.manifest import Manifest
 from raymoe.data.sizing import map_batches_kwargs, plan_actor
+from raymoe.engine.identity import ModelIdentity
 from raymoe.errors import ConfigError, ExecutionError, RaymoeError
+from raymoe.memory.source import find_model
 from raymoe.memory.weights import WeightStore
 from raymoe.specs.model import ModelSpec
 from raymoe.units import format_seconds
@@ -35,6 +38,7 @@ class Job:
         options: Of `MoEGenerator`.
         num_rows: Rows that are left to do.
         written: What a former run finished.
+        journal_dir: Where actors keep finished rows and look for those of a former run.
     """
 
     model: str
@@ -45,6 +49,7 @@ class Job:
     num_rows: int
     id_column: str | None = None
     written: "Written | None" = None
+    journal_dir: Path | None = None
     num_actors: int = 1
     batch_size: int = 32
     rows_in_flight: int | None = None
@@ -141,6 +146,15 @@ def check_model(job: Job) -> None:
         plan_actor(directory, job.engine_config, this_machine().share(job.num_actors))
 
 
+def find_manifest(job: Job) -> Manifest | None:
+    """Return what the job's tokens depend on; None where its model is not on this machine."""
+    directory = find_model(job.model)
+    if directory is None:
+        return None
+    params = job.options["sampling_params"]
+    return Manifest.of(ModelIdentity.of(directory), params, job.engine_config)
+
+
 def _drain(job: Job, tally: Tally) -> None:
     last_flush_s = time.monotonic()
     for table in _tables(job):
@@ -163,6 +177,7 @@ def _tables(job: Job) -> Iterator[pa.Table]:
         batch_size=job.batch_size,
         rows_in_flight=job.rows_in_flight,
         engine_config=job.engine_config,
+        journal_dir=job.journal_dir,
         id_column=job.id_column,
         error_column=job.source.error_column,
         **job.options,

@@ -1,5 +1,6 @@
 """`MoEGenerator`: tables in, tables out, many threads at once, one engine underneath."""
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -11,6 +12,9 @@ import pyarrow as pa
 
 from raymoe.config import EngineConfig, SamplingParams
 from raymoe.data.columns import OutputColumns
+from raymoe.data.finished_rows import FinishedRows
+from raymoe.data.journal import SYNC_EVERY_S
+from raymoe.data.manifest import Manifest
 from raymoe.data.options import as_engine_config, as_sampling_params
 from raymoe.data.rows import SAMPLING_COLUMN, RowReader, RowRequest
 from raymoe.data.worker import should_leave_process
@@ -19,8 +23,10 @@ from raymoe.errors import ConfigError, ExecutionError
 
 if TYPE_CHECKING:
     from raymoe.engine.engine import Engine
+    from raymoe.engine.identity import ModelIdentity
 
 SAMPLING_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+LAST_FLUSH_S = 10.0  # a slow disk must not keep a broken process from being replaced
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +63,13 @@ class MoEGenerator:
             starts at once instead of waiting for `linger_s`. `map_batches_kwargs` sets it.
         linger_s: How long an idle engine waits for more rows.
         on_too_long: "error", "truncate_left" or "truncate_right".
+        journal_dir: Keeps each finished row in a file of this directory, and looks rows up there
+            before they are generated: what a killed actor or job had finished is not generated
+            again, even where its batch was not. All actors of a job take the same directory, of a
+            file system that their nodes share. It belongs to one model and one set of options;
+            with others, this class refuses to start. Remove it when the job is done.
+        journal_sync_s: The journal is forced to disk this often. What a process wrote survives its
+            end at once, and that of its machine after this time.
     """
 
     def __init__(  # noqa: PLR0913 - the options of a user, all keyword-only
@@ -76,8 +89,11 @@ class MoEGenerator:
         max_concurrent_calls: int | None = None,
         linger_s: float | None = None,
         on_too_long: str | None = None,
+        journal_dir: str | Path | None = None,
+        journal_sync_s: float = SYNC_EVERY_S,
     ) -> None:
         self._engine: Engine | None = None
+        self._finished_rows: FinishedRows | None = None
         defaults = as_sampling_params(sampling_params)
         self._reader = RowReader(
             defaults=defaults,
@@ -99,7 +115,18 @@ class MoEGenerator:
         }
         given = {name: value for name, value in changes.items() if value is not None}
         config = dataclasses.replace(as_engine_config(engine_config), **given)
-        self._engine = _load_engine(model_source, config)
+        if journal_dir is not None:
+            # Before the model loads: a journal of another job is refused in a second.
+            identity = _identify(model_source)
+            model_source = identity.directory  # the engine loads what was identified
+            self._finished_rows = FinishedRows.open(
+                journal_dir, Manifest.of(identity, defaults, config), sync_every_s=journal_sync_s
+            )
+        try:
+            self._engine = _load_engine(model_source, config)
+        except BaseException:
+            self.close()
+            raise
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         """Generate for one table; blocks until all its rows are done."""
@@ -117,9 +144,11 @@ class MoEGenerator:
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
+        if self._finished_rows is not None:
+            self._finished_rows.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_engine", None) is not None:
+        if getattr(self, "_engine", None) or getattr(self, "_finished_rows", None):
             self.close()
 
     def _check(self, batch: pa.Table) -> None:
@@ -135,10 +164,16 @@ class MoEGenerator:
 
     def _generate(self, engine: "Engine", requests: Sequence[RowRequest]) -> list[Generation]:
         good = [request for request in requests if request.prompt is not None]
+        finished = self._finished_rows
+        known = [None] * len(good) if finished is None else finished.look_up(good)
+        missing = [request for request, found in zip(good, known, strict=True) if found is None]
         try:
-            done = iter(_wait_for(engine, good))
+            fresh = iter(_wait_for(engine, missing, finished) if missing else ())
         except Exception as error:
             self._fail(error)
+        if finished is not None:
+            finished.flush()
+        done = iter([next(fresh) if found is None else found for found in known])
         return [
             Generation(finish_reason="error", error=request.error)
             if request.prompt is None
@@ -153,6 +188,9 @@ class MoEGenerator:
         permanent, and without this the job would restart for ever.
         """
         logger.critical("the engine is broken: %s", error, exc_info=error)
+        if self._finished_rows is not None:
+            with contextlib.suppress(ExecutionError):  # the journal broke too, and has logged why
+                self._finished_rows.flush(LAST_FLUSH_S)
         if should_leave_process(has_finished_a_batch=self._has_finished_a_batch):
             logging.shutdown()
             os._exit(1)
@@ -166,12 +204,22 @@ def _load_engine(model_source: str | Path, config: EngineConfig) -> "Engine":
     return Engine.from_pretrained(model_source, config)
 
 
-def _wait_for(engine: "Engine", requests: Sequence[RowRequest]) -> list[Generation]:
+def _identify(model_source: str | Path) -> "ModelIdentity":
+    from raymoe.engine.identity import ModelIdentity  # noqa: PLC0415 - loads torch, as above
+
+    return ModelIdentity.of(model_source)
+
+
+def _wait_for(
+    engine: "Engine", requests: Sequence[RowRequest], finished: FinishedRows | None
+) -> list[Generation]:
     futures = engine.submit(
         [request.prompt for request in requests if request.prompt is not None],
         [request.sampling_params for request in requests],
         row_keys=[request.row_key for request in requests],
     )
+    if finished is not None:
+        futures = list(map(finished.watch, requests, futures))
     engine.enter_call()  # after `submit`: from now on this thread brings no more rows
     try:
         return [future.result() for future in futures]

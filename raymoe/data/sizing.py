@@ -33,7 +33,7 @@ BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}
 PREFETCHED_FRACTION = 0.25  # tasks that wait at the actor with their input already local
 
 
-def map_batches_kwargs(
+def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-only
     model_source: str | Path,
     *,
     num_actors: int = 1,
@@ -43,6 +43,7 @@ def map_batches_kwargs(
     num_cpus: float | None = None,
     memory: int | None = None,
     engine_config: EngineConfig | Mapping[str, Any] | None = None,
+    journal_dir: str | Path | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Return the keyword arguments with which `Dataset.map_batches` runs `MoEGenerator`.
@@ -61,6 +62,8 @@ def map_batches_kwargs(
         memory: Bytes that Ray reserves for an actor; None takes what the plan needs. It decides
             placement only and limits nothing.
         engine_config: An `EngineConfig`, or its fields as a dict.
+        journal_dir: Where the actors keep finished rows, see `MoEGenerator`; a relative path is one
+            of this process, wherever the actors run.
         options: Passed to `MoEGenerator`: sampling_params, id_column and so on.
 
     Raises:
@@ -74,6 +77,8 @@ def map_batches_kwargs(
         rows_in_flight = DEFAULT_ROWS if plan is None else ROWS_PER_SEQUENCE * plan.batch_size
     calls = min(MAX_CONCURRENT_CALLS, ceil_div(rows_in_flight, batch_size))
     constructor = {"engine_config": config, "max_concurrent_calls": calls, **options}
+    if journal_dir is not None:
+        constructor["journal_dir"] = _absolute(journal_dir)
     return {
         "batch_size": batch_size,
         "batch_format": "pyarrow",
@@ -85,6 +90,12 @@ def map_batches_kwargs(
         "fn_constructor_kwargs": constructor,
         "compute": _make_pool(num_actors, calls),
     }
+
+
+def _absolute(journal_dir: str | Path) -> str:
+    """Actors have working directories of their own."""
+    text = str(journal_dir)
+    return text if "://" in text else str(Path(text).expanduser().absolute())
 
 
 def _make_pool(num_actors: int, calls: int) -> ActorPoolStrategy:

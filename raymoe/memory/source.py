@@ -40,6 +40,15 @@ def resolve_model(model_source: str | Path, *, revision: str | None = None) -> P
     return cached if cached is not None else _download(name, revision)
 
 
+def find_model(model_source: str | Path) -> Path | None:
+    """The local directory of a model that is here already; None for one to be downloaded."""
+    path = Path(model_source).expanduser()
+    if path.is_dir():
+        return path
+    name = str(model_source)
+    return _find_cached(name, None) if is_hub_name(name) and not path.exists() else None
+
+
 def is_hub_name(text: str) -> bool:
     """Whether this can be a name on the Hugging Face hub."""
     return _HUB_NAME.fullmatch(text) is not None

@@ -1,0 +1,234 @@
+"""Which job does a journal or an output belong to? Everything that its tokens depend on, as JSON.
+
+Written once, whole or not at all; whoever comes later must agree with it.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raymoe._version import __version__
+from raymoe.config import EngineConfig, SamplingParams
+from raymoe.data.journal_writer import sync_directory
+from raymoe.errors import CheckpointError, ConfigError
+from raymoe.specs.files import parse_json_object
+
+if TYPE_CHECKING:
+    from raymoe.engine.identity import ModelIdentity
+
+FORMAT = 1  # of this file, of the keys and of the records: a change of any of them raises it
+FILE_NAME = "manifest.json"
+
+# Names and versions that may differ as long as the contents that they stand for do not.
+_FOR_PEOPLE = ("model", "raymoe")
+_DEFAULTS = SamplingParams()
+_SHOWN_CHARACTERS = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What the tokens of a job depend on besides its rows.
+
+    Attributes:
+        format: Of the files of a journal.
+        raymoe: Version that wrote it; others of the same format may go on.
+        model: Directory or hub name, for people; the contents are below.
+        revision: Commit on the hub; None for a directory, which then agrees with any.
+        config: Digest of config.json and generation_config.json.
+        weights: Digest of the names, sizes and samples of the weight files.
+        tokenizer: Digest of its files.
+        chat_template: Digest of the template.
+        sampling_params: Of rows that have none of their own, as far as they differ from raymoe's.
+        seed: Of rows that have none.
+        dtype: Of the computation.
+        kv_dtype: Of the KV cache.
+        max_context_tokens: Limit given by the user; None is the model's.
+        on_too_long: What happens to long prompts.
+    """
+
+    format: int = FORMAT
+    raymoe: str = __version__
+    model: str
+    revision: str | None
+    config: str
+    weights: str
+    tokenizer: str
+    chat_template: str
+    sampling_params: Mapping[str, Any]
+    seed: int
+    dtype: str
+    kv_dtype: str
+    max_context_tokens: int | None
+    on_too_long: str
+
+    @classmethod
+    def of(
+        cls, identity: "ModelIdentity", sampling_params: SamplingParams, config: EngineConfig
+    ) -> "Manifest":
+        """Return the manifest of a job with this model and these options."""
+        dtype = identity.dtype if config.dtype == "auto" else config.dtype
+        return cls(
+            model=identity.name,
+            revision=identity.revision,
+            config=identity.config,
+            weights=identity.weights,
+            tokenizer=identity.tokenizer,
+            chat_template=identity.chat_template,
+            sampling_params=json.loads(json.dumps(plain_params(sampling_params))),
+            seed=config.seed,
+            dtype=dtype,
+            kv_dtype=dtype if config.kv_dtype == "auto" else config.kv_dtype,
+            max_context_tokens=config.max_context_tokens,
+            on_too_long=config.on_too_long,
+        )
+
+    @property
+    def digest(self) -> str:
+        """Equal for manifests that agree."""
+        plain = dataclasses.asdict(self)
+        for name in (*_FOR_PEOPLE, "revision"):
+            del plain[name]
+        return hashlib.blake2b(_json(plain), digest_size=16).hexdigest()
+
+    def differences(self, now: "Manifest") -> list[str]:
+        """Return each field that has another value now, with both; [] when the two agree."""
+        old, new = dataclasses.asdict(self), dataclasses.asdict(now)
+        if None in (self.revision, now.revision):
+            old["revision"] = new["revision"] = None
+        old |= _flat("sampling_params", old.pop("sampling_params"))
+        new |= _flat("sampling_params", new.pop("sampling_params"))
+        changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+        if not set(changed) - set(_FOR_PEOPLE):
+            return []
+        return [f"{name} was {_shown(old, name)}, is {_shown(new, name)}" for name in changed]
+
+
+def plain_params(params: SamplingParams) -> dict[str, Any]:
+    """Return the parameters that differ from raymoe's own, as JSON can hold them."""
+    names = [field.name for field in dataclasses.fields(params)]
+    given = {name: getattr(params, name) for name in names}
+    changed = {name: value for name, value in given.items() if value != getattr(_DEFAULTS, name)}
+    if params.logit_bias is not None:
+        changed["logit_bias"] = sorted(params.logit_bias.items())
+    if params.form is not None:
+        changed["structured_outputs"] = dataclasses.asdict(params.form)
+    return changed
+
+
+def claim(path: Path, manifest: Manifest) -> None:
+    """Write a manifest, or compare it with the one that is there.
+
+    Of several processes that do it at once, one writes and the others compare.
+
+    Raises:
+        ConfigError: It belongs to another job; names each difference.
+    """
+    if not path.exists():
+        _write_first(path, manifest)
+    check(path, manifest)
+
+
+def check(path: Path, manifest: Manifest) -> None:
+    """Compare with a manifest that was written before.
+
+    Raises:
+        ConfigError: They differ, or it cannot be read.
+    """
+    differences = read(path).differences(manifest)
+    if differences:
+        raise ConfigError(
+            f"{path} is of another job, whose rows would be mixed with those of this one: "
+            f"{'; '.join(differences)}. Resume with the model and the options of that job, or "
+            "start anew with another output or journal_dir (raymoe generate: --overwrite)"
+        )
+
+
+def read(path: Path) -> Manifest:
+    """Read a manifest.
+
+    Raises:
+        ConfigError: It is not there, damaged, or of another format.
+    """
+    try:
+        found = parse_json_object(path.read_bytes(), where=str(path))
+    except (OSError, CheckpointError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}; {_WHAT_TO_DO}") from error
+    if found.get("format") != FORMAT:
+        raise ConfigError(
+            f"{path} is of format {found.get('format')!r}, written by raymoe "
+            f"{found.get('raymoe')}; this raymoe {__version__} reads format {FORMAT}: resume with "
+            f"that version, or {_WHAT_TO_DO}"
+        )
+    names = {field.name for field in dataclasses.fields(Manifest)}
+    if found.keys() != names:
+        wrong = ", ".join(sorted(found.keys() ^ names))
+        raise ConfigError(f"{path} is damaged ({wrong}); {_WHAT_TO_DO}")
+    return Manifest(**found)  # type: ignore[arg-type]  # a wrong type is a difference
+
+
+def is_manifest(path: Path) -> bool:
+    """Whether a file is a manifest, of any format."""
+    try:
+        found = parse_json_object(path.read_bytes(), where=str(path))
+    except (OSError, CheckpointError):
+        return False
+    return {"format", "raymoe", "weights"} <= found.keys()
+
+
+def write(path: Path, manifest: Manifest) -> None:
+    """Write a manifest, in place of one that may be there; it appears whole."""
+    temporary = _write_temporary(path, manifest)
+    temporary.replace(path)
+    sync_directory(path.parent)
+
+
+_WHAT_TO_DO = "remove it with the files beside it to start anew (raymoe generate: --overwrite)"
+
+
+def _write_first(path: Path, manifest: Manifest) -> None:
+    """Write a manifest unless another process was faster."""
+    temporary = _write_temporary(path, manifest)
+    try:
+        # Unlike a rename, a link never replaces what is there.
+        with contextlib.suppress(FileExistsError):
+            path.hardlink_to(temporary)
+    except OSError:  # a file system without links: the last of those at once wins, all compare
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_directory(path.parent)
+
+
+def _write_temporary(path: Path, manifest: Manifest) -> Path:
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    with temporary.open("xb") as file:
+        file.write(json.dumps(dataclasses.asdict(manifest), indent=2).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    return temporary
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True).encode()
+
+
+def _flat(name: str, params: Any) -> dict[str, Any]:
+    if not isinstance(params, Mapping):
+        return {name: params}
+    return {f"{name}.{key}": value for key, value in params.items()}
+
+
+def _shown(fields: Mapping[str, Any], name: str) -> str:
+    """Return a value for a message; a parameter that is as by default is not in the file."""
+    if name not in fields:
+        key = name.partition(".")[2]
+        return f"{getattr(_DEFAULTS, key, None)!r}" if key else "not there"
+    text = repr(fields[name])
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."

@@ -1,0 +1,110 @@
+"""What lies beside an output: never lost, never mixed, never of somebody else."""
+
+import pytest
+
+from raymoe.cli.resume import Remains
+from raymoe.data import manifest as manifests
+from raymoe.data.journal import RowJournal
+from raymoe.errors import ConfigError
+from tests.unit.data.jobs import made
+from tests.unit.data.journals import key_of, row
+
+
+@pytest.fixture(params=["out", "out.jsonl"])
+def remains(request, tmp_path):
+    return Remains(output=tmp_path / request.param)
+
+
+def run(remains, manifest, *, is_killed=False, **how):
+    """What the command does, and an actor in it."""
+    how = {"resume": False, "overwrite": False, **how}
+    remains.check(manifest, **how)
+    remains.prepare(manifest, resume=how["resume"])
+    journal = RowJournal(remains.journal)
+    for number in range(3):
+        journal.append(key_of(number), row(number))
+    journal.close()
+    if not is_killed:
+        remains.finish()
+    return journal
+
+
+def names(remains):
+    return sorted(path.name for path in remains.output.parent.iterdir())
+
+
+def test_a_finished_run_leaves_its_manifest_and_nothing_else(remains):
+    run(remains, made())
+    assert names(remains) == [f"{remains.output.name}.manifest.json"]
+    run(remains, made(), resume=True)
+    assert names(remains) == [f"{remains.output.name}.manifest.json"]
+    assert manifests.read(remains.manifest) == made()
+
+
+def test_a_killed_run_is_neither_repeated_nor_forgotten_unless_told_so(remains):
+    run(remains, made(), is_killed=True)
+    with pytest.raises(ConfigError, match=r"a run that was not finished; add --resume .*overwrite"):
+        run(remains, made())
+    assert run(remains, made(), is_killed=True, resume=True).contents.num_rows == 3
+    assert run(remains, made(seed=4), overwrite=True).contents.num_rows == 0
+    assert manifests.read(remains.manifest).seed == 4
+
+
+def test_a_run_that_died_before_its_first_row_is_just_repeated(remains):
+    remains.prepare(made(), resume=False)
+    run(remains, made(seed=2))
+    assert manifests.read(remains.manifest).seed == 2
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_another_job_may_not_resume(remains, is_killed):
+    run(remains, made(), is_killed=is_killed)
+    before = names(remains)
+    with pytest.raises(ConfigError, match=r"seed was 0, is 1"):
+        run(remains, made(seed=1), resume=True)
+    assert names(remains) == before
+    assert manifests.read(remains.manifest) == made()
+
+
+def test_a_driver_without_the_model_lets_the_actors_compare_and_keeps_their_manifest(remains):
+    remains.check(None, resume=False, overwrite=False)
+    remains.prepare(None, resume=False)
+    manifests.claim(remains.journal / manifests.FILE_NAME, made())  # as an actor does
+    remains.finish()
+    assert manifests.read(remains.manifest) == made()
+    remains.check(None, resume=True, overwrite=False)
+    remains.prepare(None, resume=True)
+    with pytest.raises(ConfigError, match=r"seed was 0, is 1"):
+        manifests.claim(remains.journal / manifests.FILE_NAME, made(seed=1))
+
+
+def test_without_a_journal_there_is_still_a_manifest(remains):
+    remains.prepare(made(), resume=False, has_journal=False)
+    assert names(remains) == [f"{remains.output.name}.manifest.json"]
+
+
+def test_files_of_others_are_left_alone_even_to_overwrite(remains):
+    remains.journal.mkdir()
+    (remains.journal / "thesis.doc").write_text("x")
+    with pytest.raises(ConfigError, match=r"thesis\.doc, which raymoe did not write"):
+        run(remains, made(), overwrite=True)
+    assert (remains.journal / "thesis.doc").exists()
+
+
+@pytest.mark.parametrize("content", ["my own notes", '{"format": 1}'])
+def test_a_manifest_of_something_else_is_left_alone(remains, content):
+    remains.manifest.write_text(content)
+    with pytest.raises(ConfigError, match=r"is no manifest of raymoe"):
+        run(remains, made(), overwrite=True)
+    assert remains.manifest.read_text() == content
+
+
+def test_a_link_or_a_file_in_the_place_of_the_journal_is_refused(remains, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    remains.journal.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="is not a directory"):
+        run(remains, made())
+    remains.journal.unlink()
+    remains.journal.write_text("x")
+    with pytest.raises(ConfigError, match="is not a directory"):
+        run(remains, made())

@@ -1,0 +1,266 @@
+"""The operator with a journal: what is finished is generated once, whoever finished it."""
+
+import dataclasses
+import subprocess
+import sys
+from concurrent.futures import Future
+
+import pyarrow as pa
+import pytest
+
+from raymoe.config import SamplingParams
+from raymoe.data import generator as generators
+from raymoe.data.finished_rows import FinishedRows, is_final
+from raymoe.data.generator import MoEGenerator
+from raymoe.data.journal import RowJournal
+from raymoe.data.rows import RowReader
+from raymoe.engine.engine import Engine
+from raymoe.engine.generation import Generation
+from raymoe.errors import ConfigError, ExecutionError
+from tests.unit.data.jobs import IDENTITY, made
+from tests.unit.data.journals import ENVIRONMENT, ROOT, keys_of_samples
+from tests.unit.engine.fakes import FakeRunner, fake_parts, small_policy, write_byte_tokenizer
+
+SAMPLED = {"max_tokens": 6, "temperature": 1.0}
+
+
+@pytest.fixture(scope="module")
+def tokenizer_directory(tmp_path_factory):
+    return write_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+class Fakes:
+    """Makes operators around the checksum model."""
+
+    def __init__(self, directory, monkeypatch):
+        self.directory = directory
+        self.before_pass = lambda _inputs: None
+        self.identity = IDENTITY
+        self.made = []
+        monkeypatch.setattr(generators, "_load_engine", self._load)
+        monkeypatch.setattr(generators, "_identify", lambda _source: self.identity)
+
+    def _load(self, _source, config):
+        runner = FakeRunner(64, self._before_pass)
+        parts = fake_parts(runner, small_policy(), directory=self.directory)
+        return Engine(parts, dataclasses.replace(config, linger_s=0.0))
+
+    def _before_pass(self, inputs):
+        self.before_pass(inputs)  # which a test may set after the engine was made
+
+    def make(self, journal_dir, **options):
+        options = {"sampling_params": SAMPLED, **options}
+        self.made.append(MoEGenerator("model", journal_dir=journal_dir, **options))
+        return self.made[-1]
+
+
+@pytest.fixture
+def fakes(tokenizer_directory, monkeypatch):
+    fakes = Fakes(tokenizer_directory, monkeypatch)
+    yield fakes
+    for operator in fakes.made:
+        operator.close()
+
+
+def num_generated(operator):
+    return operator._engine.stats().num_finished_rows
+
+
+TABLE = pa.table({"id": ["a", "b", "c"], "prompt": ["one", "two", "three"]})
+
+
+def test_a_later_process_returns_finished_rows_without_generating_them(fakes, tmp_path):
+    params = {**SAMPLED, "n": 2, "logprobs": 2, "prompt_logprobs": 1}
+    first = fakes.make(tmp_path, id_column="id", sampling_params=params)
+    table = first(TABLE)
+    first.close()
+    second = fakes.make(tmp_path, id_column="id", sampling_params=params)
+    assert second(TABLE) == table
+    assert num_generated(second) == 0
+
+
+def test_only_the_rows_that_are_missing_are_generated_and_each_is_in_its_place(fakes, tmp_path):
+    undisturbed = fakes.make(None, id_column="id")(TABLE)
+    first = fakes.make(tmp_path, id_column="id")
+    first(TABLE.slice(1, 1))
+    first.close()
+    second = fakes.make(tmp_path, id_column="id")
+    assert second(TABLE) == undisturbed
+    assert num_generated(second) == 2
+    assert second(TABLE) == undisturbed  # the process that wrote them finds them as well
+    assert num_generated(second) == 2
+
+
+def test_a_row_is_on_disk_before_the_others_of_its_batch_are_finished(fakes, tmp_path):
+    counts = []
+
+    def look(_inputs):
+        operator._finished_rows.flush()
+        journal = RowJournal(tmp_path)
+        journal.close()
+        counts.append(journal.contents.num_rows)
+
+    operator = fakes.make(tmp_path)
+    fakes.before_pass = look
+    table = pa.table({"prompt": ["a", "b"], "sampling_params": [{"max_tokens": n} for n in (1, 9)]})
+    operator(table)
+    assert counts[0] == 0
+    assert 1 in counts
+    assert 2 not in counts
+
+
+def test_all_rows_of_a_batch_are_on_disk_when_its_call_returns(fakes, tmp_path):
+    operator = fakes.make(tmp_path)
+    for begin in range(0, 60, 3):
+        operator(pa.table({"prompt": [f"row {begin + index}" for index in range(3)]}))
+        journal = RowJournal(tmp_path)  # as another process would
+        journal.close()
+        assert journal.contents.num_rows == begin + 3
+
+
+def test_rows_without_an_id_are_known_by_what_they_ask_for(fakes, tmp_path):
+    first = fakes.make(tmp_path)
+    first(pa.table({"prompt": ["same", "other"]}))
+    first.close()
+    second = fakes.make(tmp_path)
+    out = second(pa.table({"prompt": ["new", "same", "same"]})).column("generated_tokens")
+    assert num_generated(second) == 1
+    tokens = out.to_pylist()
+    assert tokens[1] == tokens[2] != tokens[0]
+
+
+def test_a_row_with_another_id_prompt_or_parameter_is_another_row(fakes, tmp_path):
+    first = fakes.make(tmp_path, id_column="id")
+    first(TABLE)
+    first.close()
+    params = pa.array([None, None, {"seed": 5}], pa.struct([("seed", pa.int64())]))
+    table = pa.table({"id": ["x", "b", "c"], "prompt": ["one", "TWO", "three"]})
+    second = fakes.make(tmp_path, id_column="id")
+    second(table.append_column("sampling_params", params))
+    assert num_generated(second) == 3
+
+
+def test_the_kind_of_a_prompt_is_part_of_the_row(fakes, tmp_path):
+    first = fakes.make(tmp_path)
+    first(pa.table({"prompt": ["[1, 2]"]}))
+    first.close()
+    second = fakes.make(tmp_path)
+    second(pa.table({"prompt": [[1, 2]]}))
+    second(pa.table({"messages": [[{"role": "user", "content": "[1, 2]"}]]}))
+    assert num_generated(second) == 2
+
+
+def test_final_errors_are_kept_and_name_their_column(fakes, tmp_path):
+    table = pa.table({"prompt": ["x" * 600, None, "fine"]})
+    first = fakes.make(tmp_path)
+    out = first(table)
+    first.close()
+    second = fakes.make(tmp_path)
+    assert second(table) == out
+    assert num_generated(second) == 0
+    assert "column 'prompt': the prompt has 601 tokens" in out["__inference_error__"][0].as_py()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        ("", True),
+        ("ConfigError: the prompt has 601 tokens", True),
+        ("UnknownOptionError: unknown", True),
+        ("DecodeError: token 3", True),
+        ("ExecutionError: the engine failed", False),
+        ("MemoryError: ", False),
+        ("OSError: ConfigError: nested", False),
+        ("TemplateTimeoutError: took more than 5 s", False),
+    ],
+)
+def test_errors_that_may_go_away_are_not_final(error, expected):
+    assert is_final(Generation(error=error)) == expected
+
+
+def test_rows_of_a_broken_engine_are_generated_by_the_next(fakes, tmp_path):
+    def fail(_inputs):
+        passes.append(1)
+        if len(passes) == 3:
+            raise RuntimeError("the card fell off the bus")
+
+    passes = []
+    params = [{"max_tokens": n} for n in (1, 9)]
+    table = pa.table({"prompt": ["a", "b"], "sampling_params": params})
+    first = fakes.make(tmp_path)
+    fakes.before_pass = fail
+    with pytest.raises(ExecutionError, match="the card fell off the bus"):
+        first(table)
+    first.close()
+    second = fakes.make(tmp_path)
+    out = second(table)
+    assert out.column("__inference_error__").to_pylist() == ["", ""]
+    assert out.column("num_generated_tokens").to_pylist() == [1, 9]
+    assert num_generated(second) == 1  # the short one was finished before
+
+
+def test_another_model_or_other_options_are_refused_before_the_model_loads(fakes, tmp_path):
+    fakes.make(tmp_path).close()
+    with pytest.raises(ConfigError, match=r"seed was 0, is 1"):
+        fakes.make(tmp_path, seed=1)
+    with pytest.raises(ConfigError, match=r"sampling_params.temperature was 1.0, is 0.0"):
+        fakes.make(tmp_path, sampling_params={"max_tokens": 6, "temperature": 0.0})
+    fakes.identity = dataclasses.replace(IDENTITY, weights="0" * 64)
+    with pytest.raises(ConfigError, match=r"weights was 'ddd"):
+        fakes.make(tmp_path)
+    assert len(fakes.made) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+
+
+def test_an_engine_that_cannot_load_leaves_no_thread(fakes, tmp_path, monkeypatch):
+    def refuse(_source, _config):
+        raise ConfigError("no such device")
+
+    closed = []
+    monkeypatch.setattr(generators, "_load_engine", refuse)
+    monkeypatch.setattr(FinishedRows, "close", lambda self: closed.append(self._journal.close()))
+    with pytest.raises(ConfigError, match="no such device"):
+        fakes.make(tmp_path)
+    assert closed
+
+
+KEYS = """
+import sys
+sys.path.append(sys.argv[1])
+from tests.unit.data.jobs import IDENTITY, made
+from tests.unit.data.journals import keys_of_samples
+print(" ".join(keys_of_samples()))
+"""
+
+
+def test_keys_are_the_same_in_every_process_and_differ_between_rows():
+    keys = keys_of_samples()
+    assert len(set(keys)) == 3
+    environment = {**ENVIRONMENT, "PYTHONHASHSEED": "7"}
+    done = subprocess.run(
+        [sys.executable, "-c", KEYS, ROOT],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == keys
+
+
+def test_keys_depend_on_the_job():
+    other = FinishedRows(None, made(seed=1))
+    (request,) = RowReader(defaults=SamplingParams()).read(pa.table({"prompt": ["a"]}))
+    assert other._key(request) != FinishedRows(None, made())._key(request)
+
+
+def test_a_row_whose_future_fails_is_not_recorded_and_its_waiter_hears_why(tmp_path):
+    rows = FinishedRows.open(tmp_path, made(), sync_every_s=1.0)
+    (request,) = RowReader(defaults=SamplingParams()).read(pa.table({"prompt": ["a"]}))
+    future = Future()
+    recorded = rows.watch(request, future)
+    future.set_exception(ExecutionError("broken"))
+    with pytest.raises(ExecutionError, match="broken"):
+        recorded.result(0)
+    rows.flush()
+    assert rows.look_up([request]) == [None]
+    rows.close()
