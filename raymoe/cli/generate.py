@@ -91,7 +91,8 @@ Journal = Annotated[
     bool,
     typer.Option(
         "--journal/--no-journal",
-        help="Keep finished rows beside the output, for --resume and for actors that are killed.",
+        help="Keep finished rows beside the output, for --resume and for actors that are killed; "
+        "a cluster's nodes must share that file system.",
         rich_help_panel=RUN,
     ),
 ]

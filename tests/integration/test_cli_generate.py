@@ -13,6 +13,10 @@ import pytest
 
 import raymoe
 from raymoe.cli import run
+from raymoe.cli.resume import Remains
+from raymoe.config import EngineConfig, SamplingParams
+from raymoe.data.manifest import Manifest
+from raymoe.engine.identity import ModelIdentity
 from tests.tiny import make_checkpoint
 
 COMMAND = [sys.executable, "-c", "from raymoe.cli import main; main()"]
@@ -153,6 +157,29 @@ def test_an_output_that_is_the_input_or_not_empty_is_refused(capfd, model, tmp_p
     assert "already has rows" in line
     assert full.read_text() == "{}\n"
     assert len(read_lines(source)) == 1
+
+
+def test_an_unfinished_run_of_another_job_is_refused_before_ray_starts(capfd, model, tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", '{"id": 1, "prompt": "a"}')
+    remains = Remains(output=tmp_path / "out.jsonl")
+    params = SamplingParams(max_tokens=64, temperature=0.0)
+    manifest = Manifest.of(ModelIdentity.of(model), params, EngineConfig())
+    remains.prepare(manifest, resume=False)
+    (remains.journal / "rows-1.journal").write_bytes(b"raymoej1")
+    basic = ("--model", model, "--input", source, "--output", remains.output, "--id-column", "id")
+    code, line = refused(capfd, *basic)
+    assert code == 2
+    assert "a run that was not finished; add --resume" in line
+    for option, difference in (
+        (("--seed", 3), "seed was 0, is 3"),
+        (("--max-tokens", 65), "sampling_params.max_tokens was 64, is 65"),
+        (("--dtype", "bfloat16"), "dtype was 'float32', is 'bfloat16'"),
+    ):
+        code, line = refused(capfd, *basic, "--resume", *option)
+        assert code == 2
+        assert difference in line
+    assert not remains.output.exists()
+    assert (remains.journal / "rows-1.journal").exists()
 
 
 def test_a_model_that_is_none_is_refused_before_ray_starts(capfd, tmp_path):
