@@ -93,4 +93,4 @@ def _content(request: RowRequest) -> list[object]:
     prompt: object = request.prompt
     if isinstance(prompt, Chat):
         prompt = [prompt.messages, prompt.tools]
-    return [type(request.prompt).__name__, prompt, plain_params(request.sampling_params)]
+    return [prompt, plain_params(request.sampling_params)]

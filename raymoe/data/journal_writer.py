@@ -18,6 +18,7 @@ from raymoe.data.records import (
 )
 from raymoe.engine.generation import Generation
 from raymoe.errors import ExecutionError
+from raymoe.units import format_bytes
 
 PREFIX, SUFFIX = "rows-", ".journal"
 
@@ -147,6 +148,8 @@ class JournalWriter:
             payload = encode_generation(generation)
             if len(payload) > MAX_PAYLOAD_BYTES:
                 self.num_lost_rows += 1
+                size_text = format_bytes(len(payload))
+                logger.warning("a finished row of %s is too long for the journal", size_text)
                 continue
             places.append((key, size))
             records.append(pack_record(key, payload))

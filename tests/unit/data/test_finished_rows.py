@@ -253,6 +253,21 @@ def test_keys_depend_on_the_job():
     assert other._key(request) != FinishedRows(None, made())._key(request)
 
 
+def test_whoever_waits_for_a_row_hears_of_it_after_the_journal(tmp_path):
+    rows = FinishedRows.open(tmp_path, made(), sync_every_s=1.0)
+    (request,) = RowReader(defaults=SamplingParams()).read(pa.table({"prompt": ["a"]}))
+    future = Future()
+    recorded = rows.watch(request, future)
+    append, was_done = rows._journal.append, []
+    rows._journal.append = lambda *row: (was_done.append(recorded.done()), append(*row))
+    future.set_result(Generation(text="b"))
+    assert was_done == [False]
+    assert recorded.result(0) == Generation(text="b")
+    rows.flush()
+    assert rows.look_up([request]) == [Generation(text="b")]
+    rows.close()
+
+
 def test_a_row_whose_future_fails_is_not_recorded_and_its_waiter_hears_why(tmp_path):
     rows = FinishedRows.open(tmp_path, made(), sync_every_s=1.0)
     (request,) = RowReader(defaults=SamplingParams()).read(pa.table({"prompt": ["a"]}))

@@ -110,6 +110,27 @@ def test_a_flipped_bit_anywhere_ends_the_file_there_and_nothing_wrong_is_found(t
     assert "ignored and their rows generated again" in caplog.text
 
 
+def test_a_row_whose_key_agrees_in_half_with_another_is_not_taken_for_it(tmp_path):
+    written(tmp_path, 0)
+    journal = RowJournal(tmp_path)
+    journal.close()
+    half = key_of(0)[:8]
+    assert journal.find([half + key_of(1)[8:], key_of(0)]) == [None, row(0)]
+
+
+def test_a_row_that_is_too_long_for_a_record_is_counted_and_the_others_are_kept(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(journal_writer, "MAX_PAYLOAD_BYTES", 1000)
+    journal = RowJournal(tmp_path)
+    journal.append(key_of(0), Generation(text="x" * 1000))
+    journal.append(key_of(1), row(1))
+    journal.close()
+    assert journal.num_lost_rows == 1
+    assert "is too long for the journal" in caplog.text
+    assert found(tmp_path, 0, 1) == [None, row(1)]
+
+
 def test_damage_that_comes_after_opening_is_no_row(tmp_path, caplog):
     written(tmp_path, 0, 1)
     journal = RowJournal(tmp_path)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raymoe.data import records as records_module
 from raymoe.data.records import (
     MAGIC,
     DamagedRecordError,
@@ -79,6 +80,13 @@ def test_what_no_writer_wrote_is_no_record(tail):
     assert next(records).payload == b"a"
     with pytest.raises(DamagedRecordError, match=r"record at byte 33"):
         next(records)
+
+
+def test_a_damaged_length_makes_nobody_read_more_than_the_limit(monkeypatch):
+    content = MAGIC + pack_record(key_of(1), b"a" * 20)
+    monkeypatch.setattr(records_module, "MAX_PAYLOAD_BYTES", 19)
+    with pytest.raises(DamagedRecordError, match="byte 8 is damaged"):
+        list(read_records(opened(content)))
 
 
 def test_a_file_of_something_else_is_refused_and_an_empty_one_is_unfinished():
