@@ -107,6 +107,7 @@ class MoEGenerator:
         self._columns = OutputColumns.of(defaults, has_choices=has_choices)
         self._should_continue_on_error = should_continue_on_error
         self._has_finished_a_batch = False
+        self._has_generated_a_batch = False
         changes: dict[str, Any] = {
             "seed": seed,
             "expected_calls": max_concurrent_calls,
@@ -171,6 +172,7 @@ class MoEGenerator:
             fresh = iter(_wait_for(engine, missing, finished) if missing else ())
         except Exception as error:
             self._fail(error)
+        self._has_generated_a_batch |= bool(missing)
         if finished is not None:
             finished.flush()
         done = iter([next(fresh) if found is None else found for found in known])
@@ -184,14 +186,15 @@ class MoEGenerator:
     def _fail(self, error: Exception) -> NoReturn:
         """End the process inside a Ray actor, so that Ray restarts it; raise elsewhere.
 
-        A restarted actor that breaks again before it finished anything raises too: the cause is
-        permanent, and without this the job would restart for ever.
+        A restarted actor that breaks again before it generated anything raises too: the cause is
+        permanent, and without this the job would restart for ever. What it had from the journal
+        does not count.
         """
         logger.critical("the engine is broken: %s", error, exc_info=error)
         if self._finished_rows is not None:
             with contextlib.suppress(ExecutionError):  # the journal broke too, and has logged why
                 self._finished_rows.flush(LAST_FLUSH_S)
-        if should_leave_process(has_finished_a_batch=self._has_finished_a_batch):
+        if should_leave_process(has_finished_a_batch=self._has_generated_a_batch):
             logging.shutdown()
             os._exit(1)
         raise ExecutionError(f"the engine is broken: {error}") from error

@@ -64,7 +64,7 @@ class ModelIdentity:
         directory = resolve_model(model_source)
         spec = ModelSpec.from_directory(directory)
         root = directory.resolve()
-        is_snapshot = root.parent.name == "snapshots"
+        is_snapshot = root.parent.name == "snapshots" and spec.name != root.name
         tokenizer_config, template = _split_tokenizer_config(directory)
         return cls(
             directory=directory,

@@ -148,7 +148,6 @@ def test_a_driver_that_is_killed_five_times_generates_nothing_twice(tiny_model, 
         assert not finished & set(fresh), "a row that was in the journal was generated again"
         finished = recorded_ids(journal_dir, ROWS)
         unrecorded = set(command.logged()) - finished
-        print(f"killed at {len(command.logged())} rows, {len(unrecorded)} not in the journal")
         assert len(unrecorded) <= ROWS_IN_FLIGHT
 
     check_refusals(command, output, journal_dir)

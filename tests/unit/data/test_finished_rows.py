@@ -199,6 +199,20 @@ def test_rows_of_a_broken_engine_are_generated_by_the_next(fakes, tmp_path):
     assert num_generated(second) == 1  # the short one was finished before
 
 
+def test_rows_of_the_journal_are_no_sign_that_the_engine_works(fakes, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(generators, "should_leave_process", lambda **how: asked.append(how))
+    first = fakes.make(tmp_path, id_column="id")
+    first(TABLE)
+    second = fakes.make(tmp_path, id_column="id")
+    second(TABLE)
+    for operator, prompt in ((first, "four"), (second, "five")):
+        operator._engine.close()
+        with pytest.raises(ExecutionError, match="the engine is broken"):
+            operator(pa.table({"id": ["d"], "prompt": [prompt]}))
+    assert [how["has_finished_a_batch"] for how in asked] == [True, False]
+
+
 def test_another_model_or_other_options_are_refused_before_the_model_loads(fakes, tmp_path):
     fakes.make(tmp_path).close()
     with pytest.raises(ConfigError, match=r"seed was 0, is 1"):

@@ -66,6 +66,12 @@ def test_a_snapshot_of_the_hub_has_its_name_and_revision(original, tmp_path):
     assert changed_digests(original, place) == []
 
 
+def test_a_directory_that_is_only_called_like_a_snapshot_has_no_revision(original, tmp_path):
+    place = shutil.copytree(original, tmp_path / "snapshots" / "step-100")
+    identity = ModelIdentity.of(place)
+    assert (identity.name, identity.revision) == (str(place), None)
+
+
 def test_a_link_out_of_the_directory_is_refused(model):
     (model / "tokenizer.json").unlink()
     (model / "tokenizer.json").symlink_to("/etc/passwd")
