@@ -9,6 +9,10 @@ import pytest
 # At the end: the source tree has no compiled module and must not hide the installed package.
 sys.path.append(str(Path(__file__).parent.parent))
 
+from tests import triton_mode
+
+triton_mode.choose()
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_profile_of_this_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:

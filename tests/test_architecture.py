@@ -42,6 +42,7 @@ ONLY_IN = {
     "transformers": {"engine", "bench"},
     "xgrammar": {"engine"},
     "safetensors": {"memory", "bench"},
+    "triton": {"kernels"},
     "typer": {"cli"},
 }
 

@@ -37,6 +37,13 @@ def check_values(matrix: StoredMatrix, describe: Callable[[str], str]) -> None:
         )
 
 
+def is_in_order(matrix: StoredMatrix) -> bool:
+    """Whether the table that names the group of each input names neighbours."""
+    inputs = matrix.shape[1]
+    neighbours = torch.arange(inputs) // (inputs // _num_groups(matrix))
+    return torch.equal(matrix.pieces["order"].long(), neighbours)
+
+
 def _num_groups(matrix: StoredMatrix) -> int:
     scales = next(p for p in matrix.format.pieces(*matrix.shape) if p.name == "scales")
     return scales.shape[1 - (scales.row_axis or 0)]

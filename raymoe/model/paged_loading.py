@@ -5,9 +5,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from raymoe.codecs import Weight, as_tensor
-from raymoe.kernels.cpu_experts import Experts, GatedFfn, PlainExperts, PlainGatedFfn
+from raymoe.codecs import StoredMatrix, Weight, as_tensor
+from raymoe.codecs.checks import is_in_order
+from raymoe.kernels.cpu_experts import Experts, GatedFfn, PlainGatedFfn
 from raymoe.kernels.cpu_linear import Linear, PlainLinear, SideBySide
+from raymoe.kernels.device_experts_choice import ExpertMatrices, make_device_experts
+from raymoe.kernels.device_experts_tiles import TileTable
 from raymoe.model.loading import GetWeight, HeadMatrices, Loader, clamp_of
 from raymoe.specs.model import MoeSpec
 from raymoe.specs.weight_names import HEAD
@@ -23,7 +26,13 @@ class PagedLoader(Loader):
     """
 
     def __init__(
-        self, view: GetView, stored: GetWeight, dtype: torch.dtype, device: torch.device
+        self,
+        view: GetView,
+        stored: GetWeight,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        tiles: TileTable | None = None,
     ) -> None:
         """Build over views.
 
@@ -32,9 +41,11 @@ class PagedLoader(Loader):
             stored: Canonical name -> the weight as it is stored, for the few that stay.
             dtype: Of the views.
             device: Where they are.
+            tiles: Measured tiles of the GPU's kernels for experts.
         """
         super().__init__(view, _refuse_to_allocate, dtype)
         self._view, self._stored, self.device = view, stored, device
+        self._tiles = tiles
 
     def linear(self, names: Sequence[str], *, has_bias: bool = False) -> Linear:
         """See `Loader`."""
@@ -69,14 +80,32 @@ class PagedLoader(Loader):
             ]
             for part in ("gate", "up", "down")
         )
-        return PlainExperts(
-            gate,
-            up,
-            down,
+        return make_device_experts(
+            ExpertMatrices(
+                gate,
+                up,
+                down,
+                biases=self.expert_biases(prefix, moe),
+                are_reordered=self._are_reordered(prefix, moe),
+            ),
             activation=moe.activation,
-            biases=self.expert_biases(prefix, moe),
+            dtype=self.dtype,
             clamp=clamp_of(moe),
+            tiles=self._tiles,
         )
+
+    def _are_reordered(self, prefix: str, moe: MoeSpec) -> bool:
+        """Whether an expert's inputs are in groups of others than their neighbours.
+
+        The tables that say so are read from the checkpoint: there is nothing in a slot yet.
+        """
+        names = (
+            f"{prefix}{expert}.{part}_proj.weight"
+            for expert in range(moe.num_experts)
+            for part in ("gate", "up", "down")
+        )
+        with_tables = (name for name in names if _has_order(self._view(name)))
+        return not all(_is_in_order(self._stored(name)) for name in with_tables)
 
     def gated_ffn(self, prefix: str, activation: str) -> GatedFfn:
         """See `Loader`."""
@@ -101,6 +130,14 @@ class PagedLoader(Loader):
         stored = self._stored(name)
         assert isinstance(stored, Tensor), "vectors are never quantised"
         return stored.to(device, torch.float32, copy=True)
+
+
+def _has_order(weight: Weight) -> bool:
+    return isinstance(weight, StoredMatrix) and "order" in weight.pieces
+
+
+def _is_in_order(stored: Weight) -> bool:
+    return isinstance(stored, StoredMatrix) and is_in_order(stored)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

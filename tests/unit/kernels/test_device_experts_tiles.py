@@ -1,0 +1,84 @@
+"""Tiles: what is chosen without a measurement, and what may be read from a file."""
+
+import pytest
+import torch
+
+from raymoe.errors import ConfigError
+from raymoe.kernels.device_experts_layout import MatrixLayout
+from raymoe.kernels.device_experts_tiles import (
+    BUCKETS,
+    TileKey,
+    TileShape,
+    TileTable,
+    candidate_shapes,
+    default_shape,
+    key_of,
+    units_of_step,
+)
+
+PLAIN = MatrixLayout(kind="plain", shape=(64, 64), unit=torch.float16, code_strides=(64, 1))
+WORDS = MatrixLayout(
+    kind="int4", shape=(64, 64), unit=torch.int32, unit_inputs=8, code_strides=(8, 1)
+)
+MEASURED = TileShape(outputs=128, rows=32, warps=8, stages=4)
+CAPABILITIES = [(7, 5), (8, 0), (8, 9), (9, 0)]
+
+
+def test_a_key_is_the_format_and_the_bucket_below() -> None:
+    assert key_of(PLAIN, 0.1) == TileKey("plain float16 1x1", 1)
+    assert key_of(PLAIN, 63.9).bucket == 32
+    assert key_of(PLAIN, 1e6).bucket == BUCKETS[-1]
+    assert key_of(WORDS, 64).format == "int4 int32 8x1"
+
+
+def test_what_was_measured_goes_before_the_default() -> None:
+    table = TileTable(capability=(8, 9), chosen={key_of(WORDS, 64): MEASURED})
+    assert table.shape(WORDS, 100) == MEASURED
+    assert table.shape(WORDS, 128) == default_shape(128, (8, 9))
+    assert table.shape(PLAIN, 100) == default_shape(64, (8, 9))
+
+
+def test_a_table_survives_a_file() -> None:
+    table = TileTable(capability=(8, 9), chosen={key_of(WORDS, 64): MEASURED})
+    assert TileTable.from_json((8, 9), table.to_json()) == table
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+@pytest.mark.parametrize("bucket", BUCKETS)
+def test_every_candidate_may_be_written_and_read(bucket: int, capability: tuple[int, int]) -> None:
+    shapes = candidate_shapes(bucket, capability)
+    assert shapes[0] == default_shape(bucket, capability)
+    assert len(set(shapes)) == len(shapes)
+    for shape in shapes:
+        table = TileTable(capability=capability, chosen={TileKey("x", bucket): shape})
+        assert TileTable.from_json(capability, table.to_json()) == table
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rows": 24}, "powers of two"),
+        ({"rows": 8}, "at least 64, 16 and 4"),
+        ({"outputs": 32}, "at least 64"),
+        ({"warps": 2}, "and 4"),
+        ({"stages": 0}, "stages"),
+        ({"stages": "3"}, "stages"),
+        ({"colour": 1}, "a tile has bucket, format"),
+    ],
+    ids=str,
+)
+def test_tiles_that_the_kernels_cannot_use_are_refused(
+    change: dict[str, object], message: str
+) -> None:
+    (entry,) = TileTable(capability=(8, 0), chosen={TileKey("x", 1): MEASURED}).to_json()
+    with pytest.raises(ConfigError, match=message):
+        TileTable.from_json((8, 0), [entry | change])
+    with pytest.raises(ConfigError, match="a list of tiles"):
+        TileTable.from_json((8, 0), {})
+
+
+def test_a_step_of_tensor_cores_reads_64_to_128_bytes_of_every_output() -> None:
+    for layout in (PLAIN, WORDS):
+        units = units_of_step(layout, has_tensor_cores=True)
+        assert 64 <= units * layout.unit.itemsize <= 128
+        assert units_of_step(layout, has_tensor_cores=False) == 16
