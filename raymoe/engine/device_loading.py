@@ -10,6 +10,7 @@ from torch import Tensor
 from raymoe.codecs import StoredMatrix, Weight, as_tensor
 from raymoe.device.device import Device
 from raymoe.errors import PerformanceWarning
+from raymoe.kernels.device_experts_tiles import TileTable
 from raymoe.kernels.paged_kv import CacheLayout
 from raymoe.memory.activations import ActivationSizes, HostActivations, PassActivations
 from raymoe.memory.dummy_weights import DummyWeights
@@ -34,13 +35,14 @@ STAGING_SLOTS = 4  # pages of the ring where weights cannot be pinned
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """What is loaded: the model, the types, the sizes."""
+    """What is loaded: the model, the types, the sizes, and measured tiles of the GPU's kernels."""
 
     spec: ModelSpec
     store: WeightStore | DummyWeights
     dtype: torch.dtype
     kv_layout: CacheLayout
     passes: StreamedPasses
+    tiles: TileTable | None = None
 
 
 def load_on_device(
@@ -228,5 +230,7 @@ def _decoder(
         prefix = layer_prefix(i)
         for name in weights.names(i):
             views[prefix + name] = weights.device_weight(i, name, first_slot)
-    loader = PagedLoader(views.__getitem__, model.store, model.dtype, device.torch_device)
+    loader = PagedLoader(
+        views.__getitem__, model.store, model.dtype, device.torch_device, tiles=model.tiles
+    )
     return Decoder(model.spec, loader, lambda _names: None)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from raymoe.engine.request import Request
 from raymoe.engine.tokenizer import Tokenizer
 from raymoe.errors import ConfigError, UnknownOptionError
 from raymoe.kernels.cpu_linear import packed_linear_is_used
+from raymoe.kernels.device_experts_tiles import TileTable
 from raymoe.kernels.threads import set_num_threads
+from raymoe.measure.expert_tiles import Gpu, load_tiles
 from raymoe.memory.arena import HostArena
 from raymoe.memory.dummy_weights import DummyWeights
 from raymoe.memory.kv_cache import KvCache, blocks_of_tokens
@@ -92,9 +95,9 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
     if device == "cpu":
         runner, release = _load_in_place(model, arena_bytes, config.workload, hardware.num_cores)
     elif device == "cuda":
-        runner, release = _load_or_close(
-            model, open_cuda(memory_bytes=config.device_memory_bytes), None
-        )
+        model = replace(model, tiles=_kept_tiles(settings))
+        opened = open_cuda(memory_bytes=config.device_memory_bytes)
+        runner, release = _load_or_close(model, opened, None)
     else:
         is_paced = config.hardware not in {None, "auto"}
         runner, release = _load_emulated(model, hardware, is_paced=is_paced)
@@ -161,6 +164,13 @@ def _load_emulated(
         pages = () if _is_resident(model) else model.passes.cut.page_bytes
         pace = Pace(device, work, hardware, pages)
     return _load_or_close(model, device, pace)
+
+
+def _kept_tiles(settings: Settings) -> TileTable | None:
+    """Tiles that were measured on the GPU; None where a stand-in for one computes."""
+    if not torch.cuda.is_available():
+        return None
+    return load_tiles(settings.cache_directory, Gpu.current())
 
 
 def _is_resident(model: LoadedModel) -> bool:

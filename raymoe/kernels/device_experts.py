@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
+from raymoe.errors import CapacityError
 from raymoe.kernels.device_experts_choice import Compute, ExpertMatrices
 from raymoe.kernels.device_experts_decode import TRITON_TYPES, kernel_matrix
 from raymoe.kernels.device_experts_groups import (
@@ -48,8 +50,19 @@ class Launch:
     options: Mapping[str, int]
 
     def run(self) -> None:
-        """Start it on the current stream."""
-        self.kernel[self.grid](*self.tensors.values(), **self.constants, **self.options)
+        """Start it on the current stream.
+
+        Raises:
+            CapacityError: The tile is too large for the GPU.
+        """
+        try:
+            self.kernel[self.grid](*self.tensors.values(), **self.constants, **self.options)
+        except OutOfResources as error:
+            tile = {name: self.constants.get(name) for name in ("OUTPUTS", "ROWS")}
+            raise CapacityError(
+                f"{self.kernel.__name__} with {tile | dict(self.options)} does not fit on this "
+                f"GPU: {error}; measure its tiles anew, or remove the file they were read from"
+            ) from error
 
 
 class GroupedExperts:

@@ -74,6 +74,63 @@ def _gated(
 
 
 @triton.jit
+def _project_both(
+    row_ptr: tl.tensor,
+    inputs_ptr: tl.tensor,
+    outputs_O: tl.tensor,
+    GATE: tl.constexpr,
+    UP: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Products of the same inputs with both matrices, float32 [O, N] each."""
+    gate_ON = tl.full([OUTPUTS, ROWS], 0.0, tl.float32)
+    up_ON = tl.full([OUTPUTS, ROWS], 0.0, tl.float32)
+    for step in range(GATE.num_steps):
+        units_U = step * GATE.step + tl.arange(0, GATE.step)
+        gate_OU = load_units(row_ptr, outputs_O, units_U, GATE)
+        up_OU = load_units(row_ptr, outputs_O, units_U, UP)
+        for plane in tl.static_range(GATE.unit_inputs):
+            if GATE.kind == "plain":
+                gate_scaling = (0.0, 0.0)
+                up_scaling = (0.0, 0.0)
+            elif plane == 0 or GATE.groups == "plane":
+                gate_scaling = load_scaling(row_ptr, outputs_O, units_U, step, plane, GATE)
+                up_scaling = load_scaling(row_ptr, outputs_O, units_U, step, plane, UP)
+            input_UN = _load_inputs(inputs_ptr, units_U, plane, GATE)
+            gate = decoded(gate_OU, gate_scaling[0], gate_scaling[1], outputs_O, plane, GATE)
+            gate_ON = tl.dot(gate, input_UN, gate_ON, input_precision="ieee")
+            up = decoded(up_OU, up_scaling[0], up_scaling[1], outputs_O, plane, UP)
+            up_ON = tl.dot(up, input_UN, up_ON, input_precision="ieee")
+    return gate_ON, up_ON
+
+
+@triton.jit
+def _project(
+    row_ptr: tl.tensor,
+    inputs_ptr: tl.tensor,
+    outputs_O: tl.tensor,
+    M: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> tl.tensor:
+    """Product of inputs with one matrix, float32 [O, N]."""
+    out_ON = tl.full([OUTPUTS, ROWS], 0.0, tl.float32)
+    for step in range(M.num_steps):
+        units_U = step * M.step + tl.arange(0, M.step)
+        units_OU = load_units(row_ptr, outputs_O, units_U, M)
+        for plane in tl.static_range(M.unit_inputs):
+            if M.kind == "plain":
+                scaling = (0.0, 0.0)
+            elif plane == 0 or M.groups == "plane":
+                scaling = load_scaling(row_ptr, outputs_O, units_U, step, plane, M)
+            input_UN = _load_inputs(inputs_ptr, units_U, plane, M)
+            element_OU = decoded(units_OU, scaling[0], scaling[1], outputs_O, plane, M)
+            out_ON = tl.dot(element_OU, input_UN, out_ON, input_precision="ieee")
+    return out_ON
+
+
+@triton.jit
 def gate_up_kernel(
     hidden_ptr: tl.tensor,
     tokens_ptr: tl.tensor,
@@ -116,24 +173,7 @@ def gate_up_kernel(
     # Rows behind the last are computed with the last one's token, and not written.
     tokens_N = tl.load(tokens_ptr + tl.minimum(rows_N, end - 1)).to(tl.int64)
     inputs_ptr = hidden_ptr + (tokens_N * (GATE.unit_inputs * GATE.num_units))[:, None]
-    gate_ON = tl.full([OUTPUTS, ROWS], 0.0, tl.float32)
-    up_ON = tl.full([OUTPUTS, ROWS], 0.0, tl.float32)
-    for step in range(GATE.num_steps):
-        units_U = step * GATE.step + tl.arange(0, GATE.step)
-        gate_OU = load_units(row_ptr, outputs_O, units_U, GATE)
-        up_OU = load_units(row_ptr, outputs_O, units_U, UP)
-        for plane in tl.static_range(GATE.unit_inputs):
-            if GATE.kind == "plain":
-                gate_scaling = (0.0, 0.0)
-                up_scaling = (0.0, 0.0)
-            elif plane == 0 or GATE.groups == "plane":
-                gate_scaling = load_scaling(row_ptr, outputs_O, units_U, step, plane, GATE)
-                up_scaling = load_scaling(row_ptr, outputs_O, units_U, step, plane, UP)
-            input_UN = _load_inputs(inputs_ptr, units_U, plane, GATE)
-            gate = decoded(gate_OU, gate_scaling[0], gate_scaling[1], outputs_O, plane, GATE)
-            gate_ON = tl.dot(gate, input_UN, gate_ON, input_precision="ieee")
-            up = decoded(up_OU, up_scaling[0], up_scaling[1], outputs_O, plane, UP)
-            up_ON = tl.dot(up, input_UN, up_ON, input_precision="ieee")
+    gate_ON, up_ON = _project_both(row_ptr, inputs_ptr, outputs_O, GATE, UP, OUTPUTS, ROWS)
     is_output_O = outputs_O < GATE.outputs
     if HAS_BIAS:
         gate_ON += _load_bias(row_ptr, outputs_O, is_output_O, GATE)
@@ -167,18 +207,7 @@ def down_kernel(
     outputs_O = block * OUTPUTS + tl.arange(0, OUTPUTS)
     places_N = tl.minimum(rows_N, end - 1).to(tl.int64) * (DOWN.unit_inputs * DOWN.num_units)
     inputs_ptr = product_ptr + places_N[:, None]
-    out_ON = tl.full([OUTPUTS, ROWS], 0.0, tl.float32)
-    for step in range(DOWN.num_steps):
-        units_U = step * DOWN.step + tl.arange(0, DOWN.step)
-        down_OU = load_units(row_ptr, outputs_O, units_U, DOWN)
-        for plane in tl.static_range(DOWN.unit_inputs):
-            if DOWN.kind == "plain":
-                scaling = (0.0, 0.0)
-            elif plane == 0 or DOWN.groups == "plane":
-                scaling = load_scaling(row_ptr, outputs_O, units_U, step, plane, DOWN)
-            input_UN = _load_inputs(inputs_ptr, units_U, plane, DOWN)
-            down = decoded(down_OU, scaling[0], scaling[1], outputs_O, plane, DOWN)
-            out_ON = tl.dot(down, input_UN, out_ON, input_precision="ieee")
+    out_ON = _project(row_ptr, inputs_ptr, outputs_O, DOWN, OUTPUTS, ROWS)
     is_output_O = outputs_O < DOWN.outputs
     if HAS_BIAS:
         out_ON += _load_bias(row_ptr, outputs_O, is_output_O, DOWN)

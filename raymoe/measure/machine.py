@@ -7,6 +7,7 @@ import hashlib
 import platform
 import re
 import tempfile
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -42,9 +43,7 @@ class Machine:
     def file_name(self) -> str:
         """A name that says what it is, and a hash that says it exactly."""
         words = f"{self.cpu_model} {self.num_threads} threads {self.memory_gib} GiB {self.gpu}"
-        plain = re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
-        digest = hashlib.sha256(repr((FORMAT, astuple(self))).encode()).hexdigest()
-        return f"{plain[:80]}-{digest[:12]}.json"
+        return kept_name(words, repr((FORMAT, astuple(self))))
 
 
 def identify_machine(num_threads: int | None = None, root: Path = Path("/")) -> Machine:
@@ -80,12 +79,29 @@ def store_profile(directory: Path, machine: Machine, hardware: HardwareSpec) -> 
     Raises:
         OSError: The directory cannot be written.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     path = directory / machine.file_name
-    with tempfile.TemporaryDirectory(dir=directory) as scratch:
-        hardware.to_file(Path(scratch) / path.name)
-        (Path(scratch) / path.name).replace(path)  # readers see the old file or the new one
+    keep(path, hardware.to_file)
     return path
+
+
+def kept_name(words: str, exact: str) -> str:
+    """Name of a file that says what it is of, and a hash that says it exactly."""
+    plain = re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
+    digest = hashlib.sha256(exact.encode()).hexdigest()
+    return f"{plain[:80]}-{digest[:12]}.json"
+
+
+def keep(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file so that readers see the old one or the new one, never a part.
+
+    Raises:
+        OSError: The directory cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        written = Path(scratch) / path.name
+        write(written)
+        written.replace(path)
 
 
 def _cpu_model(root: Path) -> str:
