@@ -100,21 +100,26 @@ class PlainExperts:
 
     def __call__(self, hidden_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         """See `Experts`."""
-        num_tokens, top_k = topk_ids_TK.shape
-        slots_R = topk_ids_TK.reshape(-1).long()
-        order_R = slots_R.argsort(stable=True)
-        counts = torch.bincount(slots_R, minlength=len(self._ffns)).tolist()
-        out_RH = hidden_TH.new_empty(num_tokens * top_k, hidden_TH.shape[1])
-        begin = 0
-        for expert, count in enumerate(counts):
-            rows = order_R[begin : begin + count]
-            begin += count
-            if count:
-                out_RH[rows] = self._ffns[expert](hidden_TH[rows // top_k])
-        weighted_TKH = (
-            out_RH.view(num_tokens, top_k, hidden_TH.shape[1]) * topk_weights_TK[..., None]
-        )
-        return weighted_TKH.sum(1).to(hidden_TH.dtype)
+        return one_by_one(self._ffns, hidden_TH, topk_ids_TK, topk_weights_TK)
+
+
+def one_by_one(
+    ffns: Sequence[GatedFfn], hidden_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor
+) -> Tensor:
+    """As `Experts`, by the networks of those that have tokens; a token's sum in order of slots."""
+    num_tokens, top_k = topk_ids_TK.shape
+    slots_R = topk_ids_TK.reshape(-1).long()
+    order_R = slots_R.argsort(stable=True)
+    counts = torch.bincount(slots_R, minlength=len(ffns)).tolist()
+    out_RH = hidden_TH.new_empty(num_tokens * top_k, hidden_TH.shape[1])
+    begin = 0
+    for expert, count in enumerate(counts):
+        rows = order_R[begin : begin + count]
+        begin += count
+        if count:
+            out_RH[rows] = ffns[expert](hidden_TH[rows // top_k])
+    weighted_TKH = out_RH.view(num_tokens, top_k, hidden_TH.shape[1]) * topk_weights_TK[..., None]
+    return weighted_TKH.sum(1).to(hidden_TH.dtype)
 
 
 class PlainGatedFfn:

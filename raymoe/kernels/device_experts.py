@@ -4,15 +4,9 @@ Needs Triton; `device_experts_choice` imports this file where a GPU is used. T t
 E experts, K experts per token, R = T * K rows, F expert hidden, P planes.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 
-from raymoe.errors import CapacityError
 from raymoe.kernels.device_experts_choice import Compute, ExpertMatrices
 from raymoe.kernels.device_experts_decode import TRITON_TYPES, kernel_matrix
 from raymoe.kernels.device_experts_groups import (
@@ -22,47 +16,12 @@ from raymoe.kernels.device_experts_groups import (
     tile_table,
 )
 from raymoe.kernels.device_experts_kernels import combine_kernel, down_kernel, gate_up_kernel
+from raymoe.kernels.device_experts_launch import Launch
 from raymoe.kernels.device_experts_layout import MatrixLayout, addresses_of, alignment_of
 from raymoe.kernels.device_experts_tiles import TileShape, units_of_step
 from raymoe.kernels.packed_experts import Clamp
 
 _COMBINED_COLUMNS = 1024
-# Products and sums stay apart, whichever way a version of Triton has as its default.
-_EXACT = {"enable_fp_fusion": False}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """One launch of a kernel.
-
-    Attributes:
-        kernel: Of `device_experts_kernels`.
-        grid: Programs.
-        tensors: Its arguments in their order.
-        constants: What it is compiled for.
-        options: Warps and stages.
-    """
-
-    kernel: Any
-    grid: tuple[int, ...]
-    tensors: Mapping[str, Tensor]
-    constants: Mapping[str, object]
-    options: Mapping[str, int]
-
-    def run(self) -> None:
-        """Start it on the current stream.
-
-        Raises:
-            CapacityError: The tile is too large for the GPU.
-        """
-        try:
-            self.kernel[self.grid](*self.tensors.values(), **self.constants, **self.options)
-        except OutOfResources as error:
-            tile = {name: self.constants.get(name) for name in ("OUTPUTS", "ROWS")}
-            raise CapacityError(
-                f"{self.kernel.__name__} with {tile | dict(self.options)} does not fit on this "
-                f"GPU: {error}; measure its tiles anew, or remove the file they were read from"
-            ) from error
 
 
 class GroupedExperts:
@@ -129,7 +88,7 @@ class GroupedExperts:
         launch = Launch(
             kernel=gate_up_kernel,
             grid=(len(tiles) * _blocks(outputs, shape),),
-            tensors={
+            arguments={
                 "hidden_ptr": in_planes(hidden_TH, self._gate_up.unit_inputs),
                 "tokens_ptr": groups.tokens_R,
                 "tiles_ptr": tiles,
@@ -156,7 +115,7 @@ class GroupedExperts:
         launch = Launch(
             kernel=down_kernel,
             grid=(len(tiles) * _blocks(outputs, shape),),
-            tensors={
+            arguments={
                 "product_ptr": product_RX,
                 "tiles_ptr": tiles,
                 "table_ptr": self._table_EA,
@@ -175,7 +134,7 @@ class GroupedExperts:
         launch = Launch(
             kernel=combine_kernel,
             grid=(num_tokens, -(-hidden_size // _COMBINED_COLUMNS)),
-            tensors={
+            arguments={
                 "rows_ptr": rows_RH,
                 "places_ptr": groups.places_TK,
                 "weights_ptr": groups.weights_TK,
@@ -188,7 +147,7 @@ class GroupedExperts:
                 "DOT": TRITON_TYPES[self._compute.dot],
                 "COLUMNS": _COMBINED_COLUMNS,
             },
-            options={"num_warps": 4, **_EXACT},
+            options={"num_warps": 4},
         )
         return launch, out_TH
 
@@ -232,4 +191,4 @@ def _blocks(outputs: int, shape: TileShape) -> int:
 
 
 def _options(shape: TileShape) -> dict[str, int]:
-    return {"num_warps": shape.warps, "num_stages": shape.stages, **_EXACT}
+    return {"num_warps": shape.warps, "num_stages": shape.stages}

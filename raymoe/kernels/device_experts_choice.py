@@ -19,6 +19,9 @@ from raymoe.kernels.device_experts_tiles import TENSOR_CORES_SINCE, TileTable
 from raymoe.kernels.packed_experts import Biases, Clamp
 
 OLDEST_CAPABILITY = (7, 5)
+# Per expert: 8.1 TFLOP/s of a T4 without tensor cores read 16-bit weights at its 320 GB/s for about
+# as many. From the data sheet, not measured.
+FEW_TOKENS = 16
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -114,12 +117,7 @@ def make_device_experts(
         clamp: Limits of the gated product.
         tiles: Measured tiles of the GPU; None for the usual ones.
     """
-    if grouped_experts_are_used(matrices, activation, dtype, clamp):
-        from raymoe.kernels.device_experts import GroupedExperts  # noqa: PLC0415 - needs Triton
-
-        found = tiles or TileTable(capability=torch.cuda.get_device_capability(matrices.device))
-        return GroupedExperts(matrices, compute=Compute.on(found, dtype), clamp=clamp)
-    return PlainExperts(
+    plain = PlainExperts(
         matrices.gate_EFH,
         matrices.up_EFH,
         matrices.down_EHF,
@@ -127,6 +125,37 @@ def make_device_experts(
         biases=matrices.biases,
         clamp=clamp,
     )
+    if not grouped_experts_are_used(matrices, activation, dtype, clamp):
+        return plain
+    # They need Triton.
+    from raymoe.kernels.device_experts import GroupedExperts  # noqa: PLC0415
+    from raymoe.kernels.device_experts_decoded import DecodedExperts  # noqa: PLC0415
+
+    found = tiles or TileTable(capability=torch.cuda.get_device_capability(matrices.device))
+    compute = Compute.on(found, dtype)
+    grouped = GroupedExperts(matrices, compute=compute, clamp=clamp)
+    if found.capability >= TENSOR_CORES_SINCE or dtype != torch.float16:
+        return grouped
+    if not isinstance(matrices.gate_EFH[0], StoredMatrix):
+        return FewOrMany(grouped, plain, matrices.num_experts)
+    decoded = DecodedExperts(matrices, compute=compute, activation=activation, clamp=clamp)
+    return FewOrMany(grouped, decoded, matrices.num_experts)
+
+
+class FewOrMany:
+    """Our kernels for few tokens, cuBLAS expert by expert for many: Turing in float16.
+
+    Triton multiplies there without the tensor cores, and still reads weights as fast as they come.
+    The bits of a token depend on which of both it is, and so on the tokens beside it.
+    """
+
+    def __init__(self, few: Experts, many: Experts, num_experts: int) -> None:
+        self._few, self._many, self._num_experts = few, many, num_experts
+
+    def __call__(self, hidden_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
+        """See `Experts`."""
+        has_few = topk_ids_TK.numel() <= FEW_TOKENS * self._num_experts
+        return (self._few if has_few else self._many)(hidden_TH, topk_ids_TK, topk_weights_TK)
 
 
 def grouped_experts_are_used(

@@ -129,11 +129,15 @@ def _intermediates(model: ModelSpec, work: ModelWork, tokens: int) -> int:
 
 
 def _ffn_intermediates(layer: LayerWork, work: ModelWork, tokens: int) -> int:
-    """Results of all routed rows, weighted in float32, and three matrices of one expert's rows."""
+    """What a layer's network takes: torch's experts one by one, or ours in tiles, or a dense one.
+
+    Torch's: results of all routed rows, weighted in float32, and three matrices of one expert's
+    rows. Ours: gated products and float32 results of all rows, and a copy of the inputs.
+    """
     element, hidden = work.bytes_per_element, work.hidden_size
-    rows = tokens * layer.top_k
+    rows, wide = tokens * layer.top_k, layer.expert.parameters // (3 * hidden)
     busiest = min(tokens, UNEVENNESS * rows // max(layer.num_experts, 1))
-    routed = rows * hidden * (element + FLOAT_BYTES)
-    routed += 3 * busiest * (layer.expert.parameters // (3 * hidden)) * element
+    one_by_one = rows * hidden * (element + FLOAT_BYTES) + 3 * busiest * wide * element
+    in_tiles = rows * (wide * element + hidden * FLOAT_BYTES) + tokens * hidden * element
     dense = 3 * tokens * (layer.common.parameters // (3 * hidden)) * element
-    return max(routed, dense)
+    return max(one_by_one, in_tiles, dense)

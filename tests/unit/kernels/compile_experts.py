@@ -15,12 +15,15 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from raymoe.kernels.device_experts import GroupedExperts, Launch
+from raymoe.kernels.device_experts import GroupedExperts
 from raymoe.kernels.device_experts_choice import Compute
+from raymoe.kernels.device_experts_decoded import DecodedExperts
 from raymoe.kernels.device_experts_groups import group_by_expert
+from raymoe.kernels.device_experts_launch import EXACT, Launch
 from raymoe.kernels.device_experts_tiles import TileTable
 from tests.unit.kernels.expert_shapes import NUM_EXPERTS, SHAPES, ExpertShape
 
@@ -38,17 +41,19 @@ PRODUCTS = re.compile(r"\b(wgmma\.mma_async\S*|mma\.sync\S*|fma\.rn\.f32)")
 
 def compile_ahead(launch: Launch, capability: int) -> Any:
     """As `Launch.run` would compile it for a GPU of this capability (75: Turing)."""
-    signature = {name: POINTERS[tensor.dtype] for name, tensor in launch.tensors.items()}
+    tensors = {name: each for name, each in launch.arguments.items() if isinstance(each, Tensor)}
+    signature = dict.fromkeys(launch.arguments, "i32")
+    signature |= {name: POINTERS[tensor.dtype] for name, tensor in tensors.items()}
     signature |= dict.fromkeys(launch.constants, "constexpr")
     names = launch.kernel.arg_names
     source = ASTSource(
         fn=launch.kernel,
         signature={name: signature[name] for name in names},
         constexprs=dict(launch.constants),
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in launch.tensors},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in tensors},
     )
     target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options=dict(launch.options))
+    return triton.compile(source, target=target, options={**launch.options, **EXACT})
 
 
 def resources(compiled: Any) -> dict[str, int]:
@@ -69,17 +74,18 @@ def launches(shape: ExpertShape, capability: int, tokens_per_expert: int) -> Ite
     """All launches of a layer."""
     tiles = TileTable(capability=divmod(capability, 10))
     dtype = torch.float16 if capability < 80 else torch.bfloat16
-    experts = GroupedExperts(
-        shape.matrices(dtype), compute=Compute.on(tiles, dtype), clamp=shape.clamp
-    )
+    matrices, compute = shape.matrices(dtype), Compute.on(tiles, dtype)
+    experts = GroupedExperts(matrices, compute=compute, clamp=shape.clamp)
     num_tokens = max(tokens_per_expert * NUM_EXPERTS // shape.top_k, 1)
     ids_TK = torch.zeros(num_tokens, shape.top_k, dtype=torch.int32)
     groups = group_by_expert(ids_TK, torch.zeros(ids_TK.shape), NUM_EXPERTS)
-    gate_up, product_RX = experts.gate_up(
-        torch.zeros(num_tokens, shape.hidden, dtype=dtype), groups
-    )
+    hidden_TH = torch.zeros(num_tokens, shape.hidden, dtype=dtype)
+    gate_up, product_RX = experts.gate_up(hidden_TH, groups)
     down, rows_RH = experts.down(product_RX, groups)
     yield from (gate_up, down, experts.combine(rows_RH, groups)[0])
+    if shape.stored is not None:
+        one_by_one = DecodedExperts(matrices, compute=compute, activation="silu")
+        yield one_by_one.ffns[0].gate.launch(0, shape.wide)[0]
 
 
 def main(arguments: list[str]) -> None:

@@ -27,8 +27,8 @@ class ExpertCase:
 
     dtype: torch.dtype = torch.float16
     device: str = "cpu"
-    num_tokens: int = 9
-    num_experts: int = 4
+    num_tokens: int = 7
+    num_experts: int = 3
     top_k: int = 2
     hidden: int = 72
     wide: int = 40

@@ -38,7 +38,7 @@ def test_every_kernel_compiles_and_fits(
     for kernel in found:
         assert kernel["shared_bytes"] <= SHARED_BYTES[capability], kernel
         assert kernel["spilled_bytes"] <= SPILLED_BYTES, kernel
-        if kernel["kernel"] != "combine_kernel":
+        if kernel["kernel"] in {"gate_up_kernel", "down_kernel"}:
             # One instruction whatever the tile: a token's bits do not depend on its neighbours.
             (product,) = {name.split(".aligned")[0] for name in kernel["products"]}
             assert product.startswith(PRODUCTS[capability]), kernel

@@ -93,7 +93,7 @@ def test_addresses_are_those_of_the_pieces_and_nothing_is_zero() -> None:
 
 def test_nothing_loads_triton_before_a_kernel_runs() -> None:
     code = (
-        "import sys, raymoe.engine.engine, raymoe.model.paged_loading, raymoe.cli\n"
+        "import sys, raymoe.model.paged_loading, raymoe.cli\n"
         "import raymoe.kernels.device_experts_choice\n"
         "assert 'triton' not in sys.modules"
     )

@@ -51,9 +51,9 @@ class Recorded:
         self._layouts, self._tiles, self._calls = case.matrices.layouts(), tiles, calls
 
     def __call__(self, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        mean = ids_TK.numel() / 4
+        mean = ids_TK.numel() / 3
         (shape,) = {self._tiles.shape(layout, mean) for layout in self._layouts}
-        counts = torch.bincount(ids_TK.flatten(), minlength=4)
+        counts = torch.bincount(ids_TK.flatten(), minlength=3)
         assert counts.max() - counts.min() <= 1
         if shape.outputs == 128:
             raise CapacityError("too large")
