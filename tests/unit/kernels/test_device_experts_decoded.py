@@ -57,7 +57,7 @@ def test_elements_are_those_of_the_codec_bit_by_bit(
 @pytest.mark.parametrize("clamp", [None, CLAMP], ids=["silu", "clamp"])
 @pytest.mark.parametrize("name", ["int4 packed, rows, odd", "mxfp4"])
 def test_equals_the_reference(name: str, clamp: object, device: str) -> None:
-    stored, sizes = FORMATS[name]
+    stored, sizes = FORMATS[name][0], {"hidden": 32, "wide": 32}
     case = ExpertCase(
         stored=stored, has_bias=True, clamp=clamp, num_experts=2, device=device, **sizes
     )
