@@ -175,6 +175,7 @@ class JsonlSink:
             raise ConfigError(f"--output {self.path} is a directory; a file is needed for .jsonl")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         for file in (self.path, self.partial):
+            _check_plain_file(file)
             if file.exists() and file.stat().st_size and not (resume or overwrite):
                 raise ConfigError(_not_empty(file, "rows"))
         if not resume:
@@ -216,6 +217,13 @@ class JsonlSink:
         """Give the file its name."""
         self.flush()
         self.partial.replace(self.path)
+
+
+def _check_plain_file(path: Path) -> None:
+    """Refuse links, which somebody else may have put there, pipes and devices."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        kind = f"a link to {path.readlink()}" if path.is_symlink() else "not a regular file"
+        raise ConfigError(f"--output: {path} is {kind}; name a file, or a path that is free")
 
 
 def _not_empty(path: Path, what: str) -> str:

@@ -12,8 +12,11 @@ from raymoe.engine.chat_template import Chat, ChatTemplate
 from raymoe.engine.sequence import Int32s
 from raymoe.engine.stopping import DecodeError
 from raymoe.errors import CheckpointError, ConfigError
+from raymoe.specs.files import check_small_files
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+# What transformers may open by itself when it loads a tokenizer.
+TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | Chat
 
 
@@ -131,6 +134,7 @@ class Tokenizer:
 def _load(directory: Path) -> Any:
     if not any((directory / name).exists() for name in TOKENIZER_FILES):
         return None
+    check_small_files(directory, TEXT_SUFFIXES)
     try:
         return AutoTokenizer.from_pretrained(
             str(directory), trust_remote_code=False, local_files_only=True

@@ -31,6 +31,7 @@ from raymoe.units import format_bytes
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
+MAX_DIMENSIONS = 64  # torch has no more
 _LENGTH_BYTES = 8
 
 
@@ -237,10 +238,10 @@ def _read_header(mapping: mmap.mmap, *, file: str, where: str) -> dict[str, Entr
 def _parse_entry(name: str, value: object, *, file: str, where: str, begin: int) -> Entry:
     where = f"{where}: tensor {name!r}"
     if not isinstance(value, dict):
-        raise CheckpointError(f"{where}: entry is {value!r}, expected an object")
+        raise CheckpointError(f"{where}: entry is {value!r:.100}, expected an object")
     dtype = value.get("dtype")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise CheckpointError(f"{where}: unknown type {dtype!r}")
+        raise CheckpointError(f"{where}: unknown type {dtype!r:.100}")
     shape = _naturals(value.get("shape"), where=f"{where}: shape")
     offsets = _naturals(value.get("data_offsets"), where=f"{where}: data_offsets")
     if len(offsets) != 2 or offsets[0] > offsets[1]:
@@ -255,9 +256,15 @@ def _parse_entry(name: str, value: object, *, file: str, where: str, begin: int)
 
 
 def _naturals(value: object, *, where: str) -> tuple[int, ...]:
-    if isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value):
+    if (
+        isinstance(value, list)
+        and len(value) <= MAX_DIMENSIONS
+        and all(type(item) is int and 0 <= item < 2**63 for item in value)
+    ):
         return tuple(value)
-    raise CheckpointError(f"{where} is {value!r}, not a list of sizes")
+    raise CheckpointError(
+        f"{where} is {value!r:.100}, not a list of sizes (at most {MAX_DIMENSIONS} of them)"
+    )
 
 
 def _check_layout(entries: Mapping[str, Entry], *, where: str, begin: int, size: int) -> None:

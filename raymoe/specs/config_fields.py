@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from raymoe.errors import ConfigError
 from raymoe.specs.family import Family
 
+MAX_INTEGER = 2**40 - 1
+
 
 class ConfigFields:
     """The used fields of one configuration; a missing one takes the default of its family.
@@ -29,13 +31,13 @@ class ConfigFields:
         """Whether the family has the field and it is not null."""
         return self._values.get(name) is not None
 
-    def positive(self, name: str) -> int:
+    def positive(self, name: str, *, maximum: int = MAX_INTEGER) -> int:
         """A positive integer."""
-        return _integer(name, self._values[name], minimum=1)
+        return _integer(name, self._values[name], minimum=1, maximum=maximum)
 
-    def natural(self, name: str) -> int:
+    def natural(self, name: str, *, maximum: int = MAX_INTEGER) -> int:
         """An integer, zero allowed."""
-        return _integer(name, self._values[name], minimum=0)
+        return _integer(name, self._values[name], minimum=0, maximum=maximum)
 
     def positive_or_none(self, name: str) -> int | None:
         """A positive integer, or None where it is null."""
@@ -88,9 +90,8 @@ class ConfigFields:
         raise ConfigError(f"config.json: {name} is {value!r}; expected token ids")
 
 
-def _integer(name: str, value: object, *, minimum: int) -> int:
-    if type(value) is int and minimum <= value < 2**40:
+def _integer(name: str, value: object, *, minimum: int, maximum: int = MAX_INTEGER) -> int:
+    if type(value) is int and minimum <= value <= maximum:
         return value
-    raise ConfigError(
-        f"config.json: {name} is {value!r}; expected an integer of at least {minimum}"
-    )
+    bounds = f"at least {minimum}" + (f" and at most {maximum}" if maximum < MAX_INTEGER else "")
+    raise ConfigError(f"config.json: {name} is {value!r:.100}; expected an integer of {bounds}")

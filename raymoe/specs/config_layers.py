@@ -25,6 +25,8 @@ ACTIVATIONS = {
     "relu": "relu",
 }
 HEAD_DIM_MULTIPLE = 8
+# Ten times what anybody has published: a configuration is not trusted with our memory.
+MAX_LAYERS, MAX_EXPERTS = 1024, 4096
 # Of the norms of the latents, in every class of transformers with latent attention: the default of
 # their RMSNorm, whatever rms_norm_eps says.
 LATENT_NORM_EPS = 1e-6
@@ -39,7 +41,7 @@ def parse_layers(
         fields: Of the configuration.
         attention: Of every layer, without a window.
     """
-    num_layers = fields.positive("num_hidden_layers")
+    num_layers = fields.positive("num_hidden_layers", maximum=MAX_LAYERS)
     windows = layer_windows(fields, num_layers)
     variants = {window: _with_window(attention, window) for window in set(windows)}
     dense, moe, rule = _dense(fields), _moe(fields), fields.family.moe
@@ -140,7 +142,7 @@ def _moe(fields: ConfigFields) -> MoeSpec | None:
     rule = fields.family.moe
     if rule is None:
         return None
-    num_experts = fields.natural(rule.num_experts)
+    num_experts = fields.natural(rule.num_experts, maximum=MAX_EXPERTS)
     if num_experts == 0:
         return None
     top_k = fields.uniform(rule.top_k)

@@ -3,7 +3,8 @@
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from raymoe.errors import CheckpointError
@@ -28,12 +29,29 @@ def resolve_inside(directory: Path, name: str) -> Path:
             "weights must lie in the model directory itself"
         )
     root = directory.resolve()
-    path = root / name
+    return _resolve(root / name, _allowed_root(root))
+
+
+def check_small_files(directory: Path, suffixes: Collection[str]) -> None:
+    """Check what a library will open by itself: every file of these kinds, in folders too.
+
+    Raises:
+        CheckpointError: One is a link that leaves the directory (see `resolve_inside`), no regular
+            file, or absurdly large.
+    """
+    allowed = _allowed_root(directory.resolve())
+    for path in sorted(directory.resolve().rglob("*")):
+        if path.suffix in suffixes and _resolve(path, allowed).stat().st_size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path}: larger than {format_bytes(MAX_JSON_BYTES)}, refused")
+
+
+def _resolve(path: Path, allowed: Path) -> Path:
+    """The real path of a regular file that must lie in `allowed`."""
     try:
         real = path.resolve()
     except (OSError, RuntimeError) as error:  # a loop of links, up to Python 3.12
         raise CheckpointError(f"{path}: cannot be read ({error})") from error
-    if not real.is_relative_to(_allowed_root(root)):
+    if not real.is_relative_to(allowed):
         raise CheckpointError(
             f"{path}: a link that leaves the model directory (to {real}); "
             "copy the file or use the directory that holds it"
@@ -85,9 +103,9 @@ def parse_json_object(content: bytes, *, where: str) -> dict[str, object]:
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         result = dict(pairs)
         if len(result) != len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise CheckpointError(f"{where}: {twice!r} occurs twice")
+            counts = Counter(key for key, _ in pairs)
+            twice = next(key for key in counts if counts[key] > 1)
+            raise CheckpointError(f"{where}: {twice!r:.100} occurs twice")
         return result
 
     try:

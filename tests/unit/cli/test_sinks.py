@@ -53,6 +53,33 @@ def test_an_output_with_rows_is_refused_unless_told_otherwise(sink):
     assert ids_in(last) == [3]
 
 
+@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.partial"])
+def test_nothing_is_written_through_a_link_or_into_a_pipe(tmp_path, name):
+    victim = tmp_path / "victim"
+    victim.write_text("kept")
+    (tmp_path / name).symlink_to(victim)
+    for how in ({"overwrite": True}, {"resume": True}, {}):
+        with pytest.raises(ConfigError, match=f"{name} is a link to .*victim"):
+            finish(JsonlSink(path=tmp_path / "out.jsonl"), rows(1), **how)
+    assert victim.read_text() == "kept"
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ConfigError, match="not a regular file"):
+        finish(JsonlSink(path=tmp_path / "out.jsonl"), rows(1), overwrite=True)
+
+
+def test_parts_of_parquet_are_not_written_through_links(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("kept")
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in ("part-000000.parquet", ".part-000000.parquet.tmp", ".part-000001.parquet.tmp"):
+        (out / name).symlink_to(victim)
+    finish(ParquetSink(path=out), rows(1), overwrite=True)
+    assert victim.read_text() == "kept"
+    assert ids_in(ParquetSink(path=out)) == [1]
+
+
 def test_a_resumed_output_keeps_its_rows_and_adds_to_them(sink):
     finish(sink, rows(1), rows(2))
     second = again(sink)

@@ -1,5 +1,8 @@
 """Prompts of any form to tokens, and back."""
 
+import os
+import shutil
+
 import numpy as np
 import pytest
 
@@ -61,6 +64,42 @@ def test_code_of_a_model_repository_is_not_run(tmp_path):
     )
     with pytest.raises(CheckpointError):
         Tokenizer(tmp_path, 10)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja"]
+)
+def test_files_beside_the_tokenizer_that_are_no_files_of_it_are_refused(
+    tokenizer_directory, tmp_path, name
+):
+    directory = tmp_path / "model"
+    shutil.copytree(tokenizer_directory, directory)
+    path = directory / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        Tokenizer(directory, VOCAB_SIZE)
+    path.unlink()
+    (tmp_path / "secret").write_text("{}")
+    path.symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match="a link that leaves the model directory"):
+        Tokenizer(directory, VOCAB_SIZE)
+    path.unlink()
+    path.touch()
+    os.truncate(path, 1 << 40)  # takes no room on the disk
+    with pytest.raises(CheckpointError, match="larger than"):
+        Tokenizer(directory, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, '{"model": ' + "9" * 5000])
+def test_bombs_of_json_are_errors_of_the_tokenizer(tokenizer_directory, tmp_path, text):
+    shutil.copytree(tokenizer_directory, tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "model" / name).write_text(text)
+        with pytest.raises(CheckpointError, match="cannot be loaded"):
+            Tokenizer(tmp_path / "model", VOCAB_SIZE)
+        shutil.copy(tokenizer_directory / name, tmp_path / "model" / name)
 
 
 def test_a_tokenizer_that_fails_to_decode_names_the_problem(tokenizer):

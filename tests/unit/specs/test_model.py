@@ -183,6 +183,8 @@ def test_what_would_change_the_mathematics_is_refused(fields: dict, named: str) 
         {"hidden_size": 0},
         {"hidden_size": True},
         {"num_hidden_layers": -1},
+        {"num_hidden_layers": 10**9},
+        {"num_experts": 10**9},
         {"vocab_size": 1.5},
         {"num_key_value_heads": 3},
         {"num_experts_per_tok": 9},
