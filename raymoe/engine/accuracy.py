@@ -1,7 +1,7 @@
 """Predicted beside measured, pass by pass, and what the difference teaches."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
@@ -63,35 +63,64 @@ class Correction:
         self._ratios[kind] = before + LEARNING_RATE * (ratio - before)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """The passes of one run together; printed, it is one line.
+
+    Attributes:
+        num_passes: Passes.
+        predicted_s: What the cost model says of them, uncorrected.
+        measured_s: What they took; time between passes is not in it.
+        busy_s: Seconds that each resource worked, of those that had any work.
+    """
+
+    num_passes: int = 0
+    predicted_s: float = 0.0
+    measured_s: float = 0.0
+    busy_s: Mapping[Resource, float] = field(default_factory=dict)
+
+    def with_pass(self, predicted_s: float, measured: Timeline) -> "RunReport":
+        """This run with one more pass."""
+        busy_s = dict(self.busy_s)
+        for resource in measured.resources:
+            busy_s[resource] = busy_s.get(resource, 0.0) + measured.busy_s(resource)
+        return RunReport(
+            num_passes=self.num_passes + 1,
+            predicted_s=self.predicted_s + predicted_s,
+            measured_s=self.measured_s + measured.makespan_s,
+            busy_s=busy_s,
+        )
+
+    def busy_share(self, resource: Resource) -> float:
+        """Busy share of a resource in the passes, 0..1."""
+        return self.busy_s.get(resource, 0.0) / self.measured_s if self.measured_s else 0.0
+
+    def __str__(self) -> str:
+        line = report_line(self.predicted_s, self.measured_s, self.busy_share(Resource.HTOD))
+        return f"{self.num_passes} passes: {line}"
+
+
 class Accuracy:
     """Adds up the passes of a run. The engine thread owns it.
 
     Attributes:
         correction: Learns from every pass.
+        report: The run so far.
     """
 
     def __init__(self, correction: Correction) -> None:
         self.correction = correction
-        self.restart()
+        self.report = RunReport()
 
     def restart(self) -> None:
         """Begin a new run; what was learnt stays."""
-        self.num_passes = 0
-        self.predicted_s = self.measured_s = self._link_s = 0.0
+        self.report = RunReport()
 
     def record(self, done: Pass, measured: Timeline) -> None:
         """Count a pass."""
-        load, measured_s = load_of(done), measured.makespan_s
-        self.num_passes += 1
-        self.predicted_s += self.correction.seconds_of(load)
-        self.measured_s += measured_s
-        self._link_s += measured.busy_s(Resource.HTOD)
-        self.correction.learn(load, measured_s)
-
-    def line(self) -> str:
-        """The line of a report."""
-        busy = self._link_s / self.measured_s if self.measured_s else 0.0
-        return report_line(self.predicted_s, self.measured_s, busy)
+        load = load_of(done)
+        self.report = self.report.with_pass(self.correction.seconds_of(load), measured)
+        self.correction.learn(load, measured.makespan_s)
 
 
 def load_of(done: Pass) -> PassLoad:

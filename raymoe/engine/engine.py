@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from raymoe.config import EngineConfig, SamplingParams
-from raymoe.engine.accuracy import Accuracy, Correction
+from raymoe.engine.accuracy import Accuracy, Correction, RunReport
 from raymoe.engine.core import EngineCore
 from raymoe.engine.generation import Generation
 from raymoe.engine.grammar_server import GrammarServer
@@ -50,7 +50,7 @@ class Engine:
         policy: Sizes in use.
         accuracy: What passes were predicted to take and what they took, since rows last began;
             None for an engine made from parts.
-        last_report: The same in one line, of the last time that all rows were done.
+        last_report: The same, of the last time that all rows were done.
     """
 
     def __init__(self, parts: EngineParts, config: EngineConfig | None = None) -> None:
@@ -59,7 +59,7 @@ class Engine:
         self._parts = parts
         self.plan = parts.plan
         self.policy = parts.policy
-        self.last_report: str | None = None
+        self.last_report: RunReport | None = None
         self.accuracy = None
         if parts.plan is not None:
             self.accuracy = Accuracy(Correction(parts.plan.pass_times()))
@@ -329,9 +329,9 @@ class Engine:
 
     def _report_run(self) -> None:
         """Once all rows are done, say how right the plan was."""
-        if self.accuracy is None or self._core.has_work or not self.accuracy.num_passes:
+        if self.accuracy is None or self._core.has_work or not self.accuracy.report.num_passes:
             return
-        self.last_report = f"{self.accuracy.num_passes} passes: {self.accuracy.line()}"
+        self.last_report = self.accuracy.report
         logger.info("%s", self.last_report)
         self.accuracy.restart()
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from raymoe.engine.accuracy import Accuracy, Correction, PassKind, load_of
+from raymoe.engine.accuracy import Accuracy, Correction, PassKind, RunReport, load_of
 from raymoe.engine.sequence import Pass
 from raymoe.plan.load import PassLoad
 from raymoe.schedule.task import Op, Resource, Task
@@ -81,13 +81,20 @@ def test_a_lasting_change_is_followed_and_one_slow_pass_is_not() -> None:
     assert correction(DECODE) == pytest.approx(2 * seconds_of(DECODE), rel=0.01)
 
 
-def test_a_run_is_reported_with_gap_and_link_and_then_forgotten() -> None:
+def test_a_run_is_reported_with_gap_and_busy_shares_and_then_forgotten() -> None:
     accuracy = Accuracy(Correction(seconds_of))
     accuracy.record(pass_of((1, 50)), timeline(gpu_s=0.02, link_s=0.01))
     accuracy.record(pass_of((9, 9)), timeline(gpu_s=0.02, link_s=0.04))
-    assert accuracy.num_passes == 2
-    assert accuracy.predicted_s == pytest.approx(0.1)
-    assert accuracy.line() == "predicted 0.1 s, measured 0.06 s, gap -40.0 %, link busy 83 %"
+    report = accuracy.report
+    assert report.num_passes == 2
+    assert report.predicted_s == pytest.approx(0.1)
+    assert report.busy_s == {Resource.GPU: pytest.approx(0.04), Resource.HTOD: pytest.approx(0.05)}
+    assert report.busy_share(Resource.GPU) == pytest.approx(2 / 3)
+    assert report.busy_share(Resource.CPU) == 0.0
+    assert str(report) == (
+        "2 passes: predicted 0.1 s, measured 0.06 s, gap -40.0 %, link busy 83 %"
+    )
     accuracy.restart()
-    assert (accuracy.num_passes, accuracy.measured_s) == (0, 0.0)
+    assert accuracy.report == RunReport()
+    assert report.num_passes == 2
     assert accuracy.correction.ratios[PassKind.DECODE] == pytest.approx(2.0)
