@@ -20,7 +20,13 @@ from raymoe.units import GIB
 
 MIXTRAL = model_preset("mixtral-8x7b")
 MTBENCH = Workload(num_rows=20_000, prompt_tokens=77, generated_tokens=128)
-CHOOSERS = {"cgopipe": PaperPolicies.cgopipe, "vslpipe": PaperPolicies.vslpipe}
+CHOOSERS = {
+    "cgopipe": PaperPolicies.cgopipe,
+    "vslpipe": PaperPolicies.vslpipe,
+    "flexgen_s3": PaperPolicies.flexgen_s3,
+    "flexgen_s4": PaperPolicies.flexgen_s4,
+    "layer_by_layer": PaperPolicies.layer_by_layer,
+}
 
 
 def plan(schedule: str, node: HardwareSpec, workload: Workload = MTBENCH) -> Plan:
@@ -69,6 +75,33 @@ def test_moe_lens_fills_the_host_with_kv() -> None:
     assert chosen.policy.device is not None
     assert chosen.policy.device.resident_bytes == 0
     assert chosen.policy.num_kv_blocks * 32 == pytest.approx(lens.kv_tokens, rel=0.02)
+
+
+def test_flexgen_has_the_sizes_of_moe_lightning_and_room_for_the_kv_of_a_wave() -> None:
+    node = hardware_preset("l4")
+    lightning, s3, s4 = (
+        plan(schedule, node).policy for schedule in ("cgopipe", "flexgen_s3", "flexgen_s4")
+    )
+    assert s3 == lightning
+    assert s4.device is not None
+    assert lightning.device is not None
+    assert (s4.batch_size, s4.device.num_waves) == (
+        lightning.batch_size,
+        lightning.device.num_waves,
+    )
+    wave_rows = -(-s4.batch_size // s4.device.num_waves)
+    assert s4.device.staged_blocks == wave_rows * -(-(77 + 128) // 32)
+
+
+def test_a_batch_of_layer_by_layer_has_its_kv_beside_two_layers() -> None:
+    node = hardware_preset("l4")
+    policy = plan("layer_by_layer", node).policy
+    assert policy.device is not None
+    assert (policy.device.num_waves, policy.device.resident_bytes) == (1, 0)
+    kv_bytes = policy.num_kv_blocks * 32 * MIXTRAL.kv_bytes_per_token(2)
+    two_layers = 2 * MIXTRAL.weight_bytes(2) / MIXTRAL.num_layers
+    assert 0.6 * node.gpu_memory_bytes < kv_bytes + two_layers < node.gpu_memory_bytes
+    assert policy.num_kv_blocks == policy.batch_size * -(-(77 + 128) // 32)
 
 
 @pytest.mark.parametrize("schedule", CHOOSERS)

@@ -50,28 +50,7 @@ class PaperPolicies:
 
         Source: MoE-Lightning (ASPLOS 2025), section 4.2.
         """
-        model, workload = self.model, self.workload
-        best = LightningOptimizer(
-            model=PaperModel.of(model),
-            hardware=self.hardware,
-            prompt_tokens=workload.prompt_tokens,
-            generated_tokens=workload.generated_tokens,
-        ).best()
-        layers = [LayerBytes.of(model, i, BYTES_PER_ELEMENT) for i in range(model.num_layers)]
-        common = sum(layer.common for layer in layers)
-        experts = sum(layer.total for layer in layers) - common
-        batch = min(best.batch_size, workload.num_rows)
-        policy = Policy(
-            batch_size=batch,
-            pass_tokens=batch * workload.prompt_tokens,
-            prefill_chunk_tokens=workload.prompt_tokens,
-            num_kv_blocks=batch * ceil_div(workload.context_tokens, KV_BLOCK_TOKENS),
-            device=DevicePolicy(
-                num_waves=ceil_div(batch, best.micro_batch_size),
-                resident_bytes=common + int(best.resident_fraction * experts),
-            ),
-        )
-        return self._fitted("cgopipe", policy)
+        return self._fitted("cgopipe", self._lightning())
 
     def vslpipe(self) -> Policy:
         """MoE-Lens: host memory full of KV, tokens of a pass for which the GPU takes as the link.
@@ -118,15 +97,85 @@ class PaperPolicies:
             batch_size=batch,
             pass_tokens=max(batch, prefill.batch_size * workload.prompt_tokens),
             prefill_chunk_tokens=workload.prompt_tokens,
-            num_kv_blocks=batch * ceil_div(workload.context_tokens, KV_BLOCK_TOKENS),
+            num_kv_blocks=batch * self._row_blocks,
             device=DevicePolicy(
                 num_waves=num_waves,
                 cpu_attention_fraction=decode.cpu_attention_fraction,
                 resident_bytes=int(decode.resident_fraction * layers),
-                staged_blocks=rows * ceil_div(workload.context_tokens, KV_BLOCK_TOKENS),
+                staged_blocks=rows * self._row_blocks,
             ),
         )
         return self._fitted("module_batching", policy)
+
+    def flexgen_s3(self) -> Policy:
+        """FlexGen with attention on the CPU, by the sizes of `cgopipe`: the schedule differs.
+
+        Source: MoE-Lightning, table 5, which runs FlexGen by MoE-Lightning's policy; FlexGen's own
+        comes from rates fitted to dozens of runs on the node.
+        """
+        return self._fitted("flexgen_s3", self._lightning())
+
+    def flexgen_s4(self) -> Policy:
+        """FlexGen with attention on the GPU, by the sizes of `cgopipe` and room for a wave's KV.
+
+        Source: as for `flexgen_s3`.
+        """
+        wanted = self._lightning()
+        assert wanted.device is not None
+        rows = ceil_div(wanted.batch_size, wanted.device.num_waves)
+        device = replace(wanted.device, staged_blocks=rows * self._row_blocks)
+        return self._fitted("flexgen_s4", replace(wanted, device=device))
+
+    def layer_by_layer(self) -> Policy:
+        """ZeRO-Inference: one batch, as large as the device holds with all its KV.
+
+        Here the KV is on the host and comes over the link, as in every schedule.
+
+        Source: MoE-Lightning, table 4 (DeepSpeed: one micro-batch, no larger than fits the GPU).
+        """
+        workload = self.workload
+        row = Policy(
+            batch_size=1,
+            pass_tokens=workload.prompt_tokens,
+            prefill_chunk_tokens=workload.prompt_tokens,
+            num_kv_blocks=self._row_blocks,
+            device=DevicePolicy(num_waves=1, staged_blocks=self._row_blocks),
+        )
+        bare = self._passes("layer_by_layer", row, resident_bytes=0)
+        spare = self.hardware.gpu_memory_bytes - self._device_bytes(bare)
+        row_bytes = self._row_blocks * kv_block_bytes(self._work)
+        batch = max(1, min(workload.num_rows, spare // row_bytes))
+        wanted = replace(
+            row,
+            batch_size=batch,
+            pass_tokens=batch * workload.prompt_tokens,
+            num_kv_blocks=batch * self._row_blocks,
+            device=DevicePolicy(num_waves=1, staged_blocks=batch * self._row_blocks),
+        )
+        return self._fitted("layer_by_layer", wanted)
+
+    def _lightning(self) -> Policy:
+        model, workload = self.model, self.workload
+        best = LightningOptimizer(
+            model=PaperModel.of(model),
+            hardware=self.hardware,
+            prompt_tokens=workload.prompt_tokens,
+            generated_tokens=workload.generated_tokens,
+        ).best()
+        layers = [LayerBytes.of(model, i, BYTES_PER_ELEMENT) for i in range(model.num_layers)]
+        common = sum(layer.common for layer in layers)
+        experts = sum(layer.total for layer in layers) - common
+        batch = min(best.batch_size, workload.num_rows)
+        return Policy(
+            batch_size=batch,
+            pass_tokens=batch * workload.prompt_tokens,
+            prefill_chunk_tokens=workload.prompt_tokens,
+            num_kv_blocks=batch * self._row_blocks,
+            device=DevicePolicy(
+                num_waves=ceil_div(batch, best.micro_batch_size),
+                resident_bytes=common + int(best.resident_fraction * experts),
+            ),
+        )
 
     def _fitted(self, schedule: str, wanted: Policy) -> Policy:
         tokens = wanted.pass_tokens
@@ -146,14 +195,14 @@ class PaperPolicies:
         """The policy with as many resident weights and KV blocks as fit; None where none do."""
         hardware = self.hardware
         bare = self._passes(schedule, wanted, resident_bytes=0)
-        spare = hardware.gpu_memory_bytes - device_footprint(self.model, self._work, bare).total
+        spare = hardware.gpu_memory_bytes - self._device_bytes(bare)
         if spare < 0:
             return None
         resident = min(spare, 0 if wanted.device is None else wanted.device.resident_bytes)
         passes = self._passes(schedule, replace(wanted, num_kv_blocks=1), resident_bytes=resident)
         free = hardware.host_memory_bytes - host_footprint(self.model, self._work, passes).total
         num_blocks = min(wanted.num_kv_blocks, 1 + free // kv_block_bytes(self._work))
-        if num_blocks < ceil_div(self.workload.context_tokens, KV_BLOCK_TOKENS):
+        if num_blocks < self._row_blocks:
             return None
         return replace(passes.policy, num_kv_blocks=num_blocks)
 
@@ -161,6 +210,14 @@ class PaperPolicies:
         device = replace(policy.device or DevicePolicy(), resident_bytes=resident_bytes)
         policy = replace(policy, device=device)
         return StreamedPasses.of(self.model, schedule, policy, BYTES_PER_ELEMENT)
+
+    def _device_bytes(self, passes: StreamedPasses) -> int:
+        return device_footprint(self.model, self._work, passes).total
+
+    @property
+    def _row_blocks(self) -> int:
+        """KV blocks of a row at its end."""
+        return ceil_div(self.workload.context_tokens, KV_BLOCK_TOKENS)
 
     @property
     def _work(self) -> ModelWork:
