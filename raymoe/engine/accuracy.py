@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -100,17 +101,27 @@ class RunReport:
         return f"{self.num_passes} passes: {line}"
 
 
+class MeasuredPass(NamedTuple):
+    """What a pass held, and when its tasks ran."""
+
+    load: PassLoad
+    timeline: Timeline
+
+
 class Accuracy:
-    """Adds up the passes of a run. The engine thread owns it.
+    """Adds up the passes of a run. The engine thread owns it; others may read.
 
     Attributes:
         correction: Learns from every pass.
         report: The run so far.
+        total: All runs.
+        last_pass: The latest; None before the first.
     """
 
     def __init__(self, correction: Correction) -> None:
         self.correction = correction
-        self.report = RunReport()
+        self.report = self.total = RunReport()
+        self.last_pass: MeasuredPass | None = None
 
     def restart(self) -> None:
         """Begin a new run; what was learnt stays."""
@@ -119,7 +130,10 @@ class Accuracy:
     def record(self, done: Pass, measured: Timeline) -> None:
         """Count a pass."""
         load = load_of(done)
-        self.report = self.report.with_pass(self.correction.seconds_of(load), measured)
+        predicted_s = self.correction.seconds_of(load)
+        self.report = self.report.with_pass(predicted_s, measured)
+        self.total = self.total.with_pass(predicted_s, measured)
+        self.last_pass = MeasuredPass(load, measured)
         self.correction.learn(load, measured.makespan_s)
 
 

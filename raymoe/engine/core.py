@@ -266,6 +266,7 @@ class EngineCore:
             self._masks.end(sample.slot)
         self.scheduler.finish(sample.slot)
         self.counters.num_generated_tokens += generation.num_generated_tokens
+        self.counters.num_cached_tokens += generation.num_cached_tokens
         request.finished[sample.index] = generation
         finished = [entry for entry in request.finished if entry is not None]
         if len(finished) == len(request.finished):

@@ -29,6 +29,7 @@ from raymoe.engine.tokenizer import Prompt
 from raymoe.engine.watchdog import Watchdog
 from raymoe.errors import ConfigError, ExecutionError
 from raymoe.kernels.threads import set_num_threads
+from raymoe.schedule.task import Resource
 from raymoe.schedule.timeline import Timeline
 
 logger = logging.getLogger(__name__)
@@ -191,17 +192,24 @@ class Engine:
         with self._changed:
             scheduler, counters = self._core.scheduler, self._core.counters
             active_s = counters.active_s
+            total = RunReport() if self.accuracy is None else self.accuracy.total
             return EngineStats(
                 num_finished_rows=self._num_finished,
                 num_error_rows=self._num_errors,
                 num_queued_rows=self._num_queued(),
                 num_live_sequences=scheduler.table.num_live,
+                num_slots=self.policy.batch_size,
                 num_free_blocks=scheduler.pool.num_free,
+                num_kv_blocks=self.policy.num_kv_blocks,
                 num_passes=counters.num_passes,
                 num_computed_tokens=counters.num_computed_tokens,
+                num_prompt_tokens=counters.num_prompt_tokens,
+                num_cached_tokens=counters.num_cached_tokens,
                 num_generated_tokens=counters.num_sampled_tokens,
                 num_preemptions=scheduler.num_preemptions,
                 busy_s=counters.pass_s,
+                predicted_s=total.predicted_s,
+                link_s=total.busy_s.get(Resource.HTOD, 0.0),
                 generated_tokens_per_s=counters.num_sampled_tokens / active_s if active_s else 0.0,
             )
 

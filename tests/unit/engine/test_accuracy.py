@@ -96,5 +96,10 @@ def test_a_run_is_reported_with_gap_and_busy_shares_and_then_forgotten() -> None
     )
     accuracy.restart()
     assert accuracy.report == RunReport()
+    assert accuracy.total == report
     assert report.num_passes == 2
+    assert accuracy.last_pass == (
+        PassLoad(prompt_tokens=9, prompt_chunk=9),
+        timeline(gpu_s=0.02, link_s=0.04),
+    )
     assert accuracy.correction.ratios[PassKind.DECODE] == pytest.approx(2.0)

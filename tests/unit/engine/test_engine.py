@@ -303,6 +303,11 @@ def test_statistics_count_rows_tokens_and_passes(make_engine):
     stats = engine.stats()
     assert (stats.num_finished_rows, stats.num_error_rows) == (2, 1)
     assert (stats.num_generated_tokens, stats.num_computed_tokens) == (4, 6)
+    assert (stats.num_prompt_tokens, stats.num_cached_tokens) == (3, 0)
+    assert (stats.num_slots, stats.num_kv_blocks) == (
+        engine.policy.batch_size,
+        engine.policy.num_kv_blocks,
+    )
     assert (stats.num_passes, stats.num_live_sequences, stats.num_queued_rows) == (4, 0, 0)
     assert stats.num_free_blocks == engine.policy.num_kv_blocks
 

@@ -179,6 +179,7 @@ def test_samples_of_a_row_share_the_full_blocks_of_its_prompt():
     bench.run()
     generation = bench.results[request.order]
     assert [len(generation.others), generation.others[0].num_cached_tokens] == [2, 64]
+    assert bench.core.counters.num_cached_tokens == 2 * 64
     for sample in (generation, *generation.others):
         assert list(sample.token_ids) == expected_tokens(prompt, 5)
     assert pool.num_free == pool.num_blocks
