@@ -199,7 +199,9 @@ class EngineConfig:
             and an idle engine starts. None relies on `linger_s`.
         linger_s: How long an idle engine waits for more rows before it starts.
         max_queued_rows: `submit` blocks while this many rows wait.
-        watchdog_s: A pass that takes longer counts as stuck and fails all rows.
+        watchdog_s: A pass that takes longer counts as stuck: all rows fail, and the process of a
+            Ray actor ends, so that Ray starts another. None takes twenty times the longest pass of
+            the plan, and at least ten minutes.
     """
 
     dtype: str = "auto"
@@ -219,7 +221,7 @@ class EngineConfig:
     expected_calls: int | None = None
     linger_s: float = 0.1
     max_queued_rows: int = 8192
-    watchdog_s: float = 1800.0
+    watchdog_s: float | None = None
 
     def __post_init__(self) -> None:
         _choice("dtype", self.dtype, DTYPES)
@@ -238,7 +240,8 @@ class EngineConfig:
         _integer("seed", self.seed, 0, 2**63 - 1)
         _integer("max_queued_rows", self.max_queued_rows, 1, 2**30)
         _number("linger_s", self.linger_s, 0.0, 3600.0)
-        _number("watchdog_s", self.watchdog_s, 0.001, 1e9)
+        if self.watchdog_s is not None:
+            _number("watchdog_s", self.watchdog_s, 0.001, 1e9)
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> Self:

@@ -26,7 +26,7 @@ from raymoe.engine.start_rule import StartRule
 from raymoe.engine.statistics import EngineStats
 from raymoe.engine.token_masks import TokenMasks
 from raymoe.engine.tokenizer import Prompt
-from raymoe.engine.watchdog import Watchdog
+from raymoe.engine.watchdog import Watchdog, longest_pass_s, stacks_of_all_threads
 from raymoe.errors import ConfigError, ExecutionError
 from raymoe.kernels.threads import set_num_threads
 from raymoe.schedule.task import Resource
@@ -99,7 +99,7 @@ class Engine:
         self._max_queued_rows = config.max_queued_rows
         pool_rows = min(parts.policy.batch_size, config.max_queued_rows)
         self._start = StartRule(pool_rows, config.linger_s, config.expected_calls)
-        self._watchdog = Watchdog(config.watchdog_s, self._give_up)
+        self._watchdog = Watchdog(config.watchdog_s or longest_pass_s(parts.plan), self._give_up)
         self._thread = threading.Thread(target=self._run, name="raymoe-engine", daemon=True)
         self._thread.start()
         # An interpreter that ends kills daemon threads wherever they are, native code included.
@@ -353,6 +353,7 @@ class Engine:
 
     def _give_up(self, waited_s: float) -> None:
         number = self._core.counters.num_passes + 1
+        logger.critical("pass %d is stuck; all threads:\n%s", number, stacks_of_all_threads())
         self._fail_all(
             f"pass {number} has not ended after {waited_s:.1f} s, so the engine counts as stuck; "
             "raise watchdog_s if passes may take that long",

@@ -1,8 +1,18 @@
 """Notices that the engine thread is stuck: a native kernel that never returns raises nothing."""
 
+import faulthandler
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+
+from raymoe.plan.load import PassLoad
+from raymoe.plan.plan import Plan
+from raymoe.plan.streaming import KV_BLOCK_TOKENS
+
+# A node that does other work too, a first pass that compiles, a predicted length that is wrong:
+# none of them makes a pass this much longer, and a restart for nothing costs a load of the model.
+STUCK_AFTER_PREDICTIONS, STUCK_AFTER_S = 20, 600.0
 
 
 class Watchdog:
@@ -55,3 +65,31 @@ class Watchdog:
             else:
                 return
         self._on_stuck(self._limit_s + late_s)
+
+
+def longest_pass_s(plan: Plan | None) -> float:
+    """Seconds after which a pass counts as stuck: many times the longest that the plan predicts.
+
+    That is a pass with every sequence decoding over a full cache, and full of prompts besides.
+
+    Args:
+        plan: Of the engine; None where nothing was predicted.
+    """
+    if plan is None:
+        return STUCK_AFTER_S
+    policy = plan.policy
+    largest = PassLoad(
+        decode_rows=policy.batch_size,
+        decode_context=max(1.0, policy.num_kv_blocks * KV_BLOCK_TOKENS / policy.batch_size),
+        prompt_tokens=policy.pass_tokens,
+        prompt_chunk=policy.prefill_chunk_tokens,
+    )
+    return max(STUCK_AFTER_S, STUCK_AFTER_PREDICTIONS * plan.passes.seconds(largest))
+
+
+def stacks_of_all_threads() -> str:
+    """Where every thread is; a thread in native code shows the call that led there."""
+    with tempfile.TemporaryFile() as file:  # faulthandler writes to descriptors only
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read().decode(errors="replace")

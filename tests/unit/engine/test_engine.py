@@ -228,7 +228,8 @@ def test_a_stuck_engine_closes_without_waiting_for_ever(make_engine, caplog):
     with pytest.raises(ExecutionError):
         engine.generate([[1]], GREEDY)
     engine.close()
-    assert "stuck" in caplog.text
+    assert "stuck; all threads:" in caplog.text
+    assert "test_a_stuck_engine_closes_without_waiting_for_ever" in caplog.text
     gate.opened.set()
 
 
