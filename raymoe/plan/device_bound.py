@@ -84,7 +84,9 @@ def device_bound(work: ModelWork, hardware: HardwareSpec, workload: Workload) ->
     read = num_passes * work.touched_weight_bytes(tokens / num_passes)
     held = num_passes * hardware.gpu_memory_bytes
     kv_read = _pairs(work, rows, _kv_bytes, 1)
-    flop: float = work.token_flop * tokens + work.head_flop * sum(generated for _, generated in rows)
+    flop: float = work.token_flop * tokens + work.head_flop * sum(
+        generated for _, generated in rows
+    )
     flop += work.prefill_pair_flop * sum(prompt * (prompt + 1) // 2 for prompt, _ in rows)
     flop += _pairs(work, rows, _pair_flop, 1)
     return DeviceBound(
