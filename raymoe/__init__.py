@@ -10,6 +10,7 @@ from raymoe._version import __version__
 
 if TYPE_CHECKING:
     from raymoe.config import EngineConfig, SamplingParams
+    from raymoe.data.arrange import arrange
     from raymoe.data.context import configure_data_context
     from raymoe.data.generator import MoEGenerator
     from raymoe.data.sizing import map_batches_kwargs
@@ -38,6 +39,7 @@ _HOMES = {
     "Schedule": "raymoe.schedule.graph",
     "Timeline": "raymoe.schedule.timeline",
     "Workload": "raymoe.specs.workload",
+    "arrange": "raymoe.data.arrange",
     "configure_data_context": "raymoe.data.context",
     "find_plan": "raymoe.plan.search",
     "map_batches_kwargs": "raymoe.data.sizing",
@@ -58,6 +60,7 @@ __all__ = [
     "Timeline",
     "Workload",
     "__version__",
+    "arrange",
     "configure_data_context",
     "find_plan",
     "map_batches_kwargs",

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from raymoe.cli.pipeline import (
+    PROMPT_COLUMNS,
     Job,
     check_model,
     find_manifest,
@@ -26,7 +27,6 @@ from raymoe.data.rows import RowReader
 from raymoe.errors import ConfigError
 from raymoe.units import format_bytes
 
-COLUMNS = ("prompt_column", "messages_column", "tools_column")
 TABLE = "Table"
 SAMPLING = "Sampling"
 RUN = "Run"
@@ -84,6 +84,15 @@ OnTooLong = Annotated[
 PreserveOrder = Annotated[
     bool, typer.Option("--preserve-order", help="Rows in input order.", rich_help_panel=RUN)
 ]
+Arrange = Annotated[
+    bool,
+    typer.Option(
+        "--arrange",
+        help="Sort rows so that those whose prompts begin alike share their computation; no row "
+        "comes out before all were read, and their order is lost.",
+        rich_help_panel=RUN,
+    ),
+]
 Resume = Annotated[
     bool, typer.Option("--resume", help="Go on where a run ended.", rich_help_panel=RUN)
 ]
@@ -127,6 +136,7 @@ def run(  # noqa: PLR0913 - the options of a command
     num_threads: NumThreads = None,
     on_too_long: OnTooLong = "error",
     preserve_order: PreserveOrder = False,
+    arrange: Arrange = False,
     resume: Resume = False,
     overwrite: Overwrite = False,
     journal: Journal = True,
@@ -139,12 +149,14 @@ def run(  # noqa: PLR0913 - the options of a command
     """
     flags = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     more = {"ignore_eos": ignore_eos, **_parse(sampling_params)}
-    columns = dict(zip(COLUMNS, (prompt_column, messages_column, tools_column), strict=True))
+    columns = dict(zip(PROMPT_COLUMNS, (prompt_column, messages_column, tools_column), strict=True))
     options = {"sampling_params": SamplingParams.from_dict(flags).override(more), **columns}
     config = EngineConfig(dtype=dtype, num_threads=num_threads, on_too_long=on_too_long, seed=seed)
     source = open_source(input_, prompt_column=prompt_column, id_column=id_column, form=form)
     id_column = _check_columns(source, options, id_column)
     _check_resume(resume=resume, overwrite=overwrite, id_column=id_column)
+    if arrange and preserve_order:
+        raise ConfigError("--arrange and --preserve-order contradict each other; give one of them")
     check_apart(output, source.paths, input_)
     remains = Remains(output=output.resolve())
     job = Job(
@@ -159,6 +171,7 @@ def run(  # noqa: PLR0913 - the options of a command
         num_actors=num_actors,
         batch_size=batch_size,
         preserve_order=preserve_order,
+        is_arranged=arrange,
         verbose=verbose,
     )
     tally = _run(job, remains, resume=resume, overwrite=overwrite)
@@ -235,7 +248,7 @@ def _check_columns(source: Source, options: dict[str, Any], id_column: str | Non
     reader = RowReader(
         defaults=options["sampling_params"],
         id_column=id_column,
-        **{name: options[name] for name in COLUMNS},
+        **{name: options[name] for name in PROMPT_COLUMNS},
     )
     reader.check_schema(source.schema)
     OutputColumns.of(options["sampling_params"]).check_schema(source.schema)

@@ -15,6 +15,7 @@ from raymoe.cli.progress import Progress, Tally
 from raymoe.cli.sinks import Sink
 from raymoe.cli.sources import Source, without_written
 from raymoe.config import EngineConfig
+from raymoe.data.arrange import arrange
 from raymoe.data.generator import MoEGenerator
 from raymoe.data.manifest import Manifest
 from raymoe.data.sizing import map_batches_kwargs, plan_actor
@@ -27,6 +28,7 @@ from raymoe.units import format_seconds
 
 FLUSH_EVERY_S = 60.0
 MAX_REASONS = 3
+PROMPT_COLUMNS = ("prompt_column", "messages_column", "tools_column")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,7 @@ class Job:
         num_rows: Rows that are left to do.
         written: What a former run finished.
         journal_dir: Where actors keep finished rows and look for those of a former run.
+        is_arranged: Rows that share a prefix come together; their order is lost.
     """
 
     model: str
@@ -54,6 +57,7 @@ class Job:
     batch_size: int = 32
     rows_in_flight: int | None = None
     preserve_order: bool = False
+    is_arranged: bool = False
     verbose: bool = False
 
 
@@ -182,7 +186,11 @@ def _tables(job: Job) -> Iterator[pa.Table]:
         error_column=job.source.error_column,
         **job.options,
     )
-    dataset = dataset.repartition(target_num_rows_per_block=job.batch_size)
+    if job.is_arranged:
+        columns = {name: job.options[name] for name in PROMPT_COLUMNS}
+        dataset = arrange(dataset, **columns, rows_per_block=job.batch_size)
+    else:
+        dataset = dataset.repartition(target_num_rows_per_block=job.batch_size)
     dataset = dataset.map_batches(MoEGenerator, **arguments)
     for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
         hidden = [name for name in (job.source.error_column,) if name in table.column_names]

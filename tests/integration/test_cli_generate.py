@@ -91,6 +91,29 @@ def test_json_lines_come_out_with_an_answer_or_a_reason_each_once(model, tmp_pat
     assert sorted(read_lines(output), key=str) == sorted(rows, key=str)
 
 
+@pytest.mark.slow
+@pytest.mark.ray
+def test_arranged_rows_get_the_answers_they_get_without(model, tmp_path):
+    prompts = [f"{'ab'[index % 2] * 100} row {index}" for index in range(50)]
+    source = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"id": range(50), "prompt": [*prompts[:-1], None]}), source)
+    answers = []
+    for more in ((), ("--arrange",)):
+        output = tmp_path / f"out{len(more)}"
+        options = ("--input", source, "--output", output, "--id-column", "id", "--batch-size", 8)
+        done = generate("--model", model, *options, "--max-tokens", 3, *more)
+        assert done.returncode == 0, done.stderr
+        answers.append(pq.read_table(output).sort_by("id"))
+    assert answers[0].equals(answers[1])
+
+
+def test_rows_cannot_be_arranged_and_keep_their_order(capsys, tmp_path):
+    write_lines(tmp_path / "in.jsonl", '{"prompt": "a"}')
+    options = ("--model", "m", "--input", f"{tmp_path}/in.jsonl", "--output", f"{tmp_path}/out")
+    assert run(["generate", *options, "--arrange", "--preserve-order"]) == 2
+    assert "--arrange and --preserve-order contradict each other" in capsys.readouterr().err
+
+
 @pytest.mark.ray
 def test_parquet_is_resumed_with_the_rows_that_are_missing(model, tmp_path):
     (tmp_path / "in").mkdir()
