@@ -23,6 +23,7 @@ from raymoe.memory.kv_cache import blocks_of_tokens
 from raymoe.structured import StructuredOutputs
 
 DEFAULT_PARAMS = SamplingParams()
+MAX_ROW_LOGPROBS = 1 << 20  # 128 MiB of entries
 
 
 class Intake:
@@ -62,6 +63,7 @@ class Intake:
         tokens = self._fit(self._tokenizer.encode(prompt), checked.max_tokens)
         limit = min(len(tokens) + checked.max_tokens, self._max_context_tokens)
         self._check_fits_cache(len(tokens), limit)
+        _check_num_logprobs(checked, len(tokens), limit)
         return Request(
             prompt=tokens,
             params=checked,
@@ -127,6 +129,20 @@ class Intake:
                 f"{self._num_kv_blocks}: reduce max_tokens, shorten the prompt, or give the "
                 "engine more host memory"
             )
+
+
+def _check_num_logprobs(params: SamplingParams, num_prompt_tokens: int, limit: int) -> None:
+    """Bound what a row holds in memory: an entry takes a hundred times what its token takes."""
+    count = 0
+    if params.logprobs is not None:
+        count += params.n * (limit - num_prompt_tokens) * (1 + params.logprobs)
+    if params.prompt_logprobs is not None:
+        count += num_prompt_tokens * (1 + params.prompt_logprobs)
+    if count > MAX_ROW_LOGPROBS:
+        raise ConfigError(
+            f"the row may need {count} log probabilities; at most {MAX_ROW_LOGPROBS} are allowed: "
+            "reduce logprobs, prompt_logprobs, n or max_tokens"
+        )
 
 
 def hash_key(value: object) -> int:

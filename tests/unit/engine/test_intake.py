@@ -1,20 +1,22 @@
-"""Row keys: what random numbers depend on."""
+"""Row keys, which random numbers depend on, and rows that ask for too much."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from raymoe.config import EngineConfig, SamplingParams
 from raymoe.engine.intake import Intake, hash_key
 from raymoe.engine.tokenizer import Tokenizer
+from raymoe.errors import ConfigError
 
 
-def make_intake(directory, **config) -> Intake:
+def make_intake(directory, *, max_context_tokens=64, **config) -> Intake:
     return Intake(
         Tokenizer(directory, 100),
         vocab_size=100,
-        max_context_tokens=64,
-        num_kv_blocks=8,
+        max_context_tokens=max_context_tokens,
+        num_kv_blocks=max_context_tokens // 8,
         has_eos=True,
         config=EngineConfig(**config),
     )
@@ -51,3 +53,20 @@ def test_the_seed_is_the_rows_or_the_engines(tmp_path):
     intake = make_intake(tmp_path, seed=7)
     assert intake.build([1], None, None).seed == 7
     assert intake.build([1], {"seed": 3}, None).seed == 3
+
+
+@pytest.mark.parametrize(
+    ("params", "count"),
+    [
+        ({"logprobs": 63, "max_tokens": 257, "n": 64}, 64 * 257 * 64),
+        ({"prompt_logprobs": 61, "max_tokens": 1}, 17_000 * 62),
+        ({"logprobs": 9, "prompt_logprobs": 60, "max_tokens": 1159}, 1159 * 10 + 17_000 * 61),
+    ],
+)
+def test_a_row_cannot_ask_for_more_log_probabilities_than_memory_allows(tmp_path, params, count):
+    intake = make_intake(tmp_path, max_context_tokens=1 << 15)
+    with pytest.raises(ConfigError, match=f"may need {count} log probabilities; at most 1048576"):
+        intake.build([1] * 17_000, params, None)
+    fewer = {name: value - 1 for name, value in params.items() if "logprobs" in name}
+    assert intake.build([1] * 17_000, params | fewer, None).limit_tokens
+    assert intake.build([1], params | {"n": 1, "max_tokens": 1 << 20, "logprobs": 0}, None)
