@@ -93,7 +93,8 @@ class GrammarServer:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=(number,),
-                start_new_session=True,
+                # Not a session: the kernel may share the cores among sessions, whatever is nice.
+                process_group=0,
             )
         if self._is_closed:  # `close` came before there was a process to end
             self._stop()
@@ -119,7 +120,7 @@ class GrammarServer:
 
     @staticmethod
     def _kill(process: subprocess.Popen[bytes] | None) -> None:
-        """End a process and its children, which are in its session."""
+        """End a process and its children, which are in its group."""
         if process is not None and process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

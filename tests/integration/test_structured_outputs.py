@@ -7,10 +7,10 @@ import pyarrow as pa
 import pytest
 from transformers import AutoTokenizer
 
+from raymoe.bench.hostile_forms import exploding_outputs, malformed_outputs, slow_outputs
 from raymoe.config import EngineConfig
 from raymoe.data.generator import MoEGenerator
 from raymoe.engine.engine import Engine
-from tests.hostile import exploding_outputs, malformed_outputs, slow_outputs
 from tests.schemas import SchemaMaker
 from tests.tiny import make_checkpoint
 

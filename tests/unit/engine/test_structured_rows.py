@@ -5,9 +5,9 @@ import json
 
 import pytest
 
+from raymoe.bench.hostile_forms import malformed_outputs
 from raymoe.config import EngineConfig
 from raymoe.engine.engine import Engine
-from tests.hostile import malformed_outputs
 from tests.unit.engine.fakes import EOS, FakeRunner, expected_tokens, fake_parts, small_policy
 
 RECORD = {
