@@ -23,6 +23,7 @@ PUBLIC = [
     "Timeline",
     "Workload",
     "__version__",
+    "arrange",
     "configure_data_context",
     "find_plan",
     "map_batches_kwargs",
