@@ -54,17 +54,33 @@ class StoredMatrix:
         Pieces whose entries hold several outputs must be cut between two entries.
         """
         pieces = {
-            piece.name: _cut(self.pieces[piece.name], piece, slice(begin, end, step))
+            piece.name: self._cut(piece, piece.row_axis, piece.rows, slice(begin, end, step))
             for piece in self.format.pieces(*self.shape)
         }
         shape = (len(range(begin, end, step)), self.shape[1])
         return replace(self, shape=shape, pieces=pieces)
 
+    def columns(self, begin: int, end: int) -> "StoredMatrix":
+        """The inputs `begin` to `end`; views, but for the table that names their groups.
 
-def _cut(tensor: Tensor, piece: Piece, rows: slice) -> Tensor:
-    if piece.row_axis is None:
-        return tensor
-    assert rows.start % piece.rows == 0, f"{piece.suffix} cannot be cut at output {rows.start}"
-    assert rows.step == 1 or piece.rows == 1, f"{piece.suffix} cannot be cut in steps"
-    entries = slice(rows.start // piece.rows, -(-rows.stop // piece.rows), rows.step)
-    return tensor[(slice(None),) * piece.row_axis + (entries,)]
+        Pieces whose entries hold several inputs must be cut between two entries, and inputs be in
+        the groups of their neighbours (`checks.is_in_order`).
+        """
+        pieces = {
+            piece.name: self._cut(piece, piece.column_axis, piece.columns, slice(begin, end))
+            for piece in self.format.pieces(*self.shape)
+        }
+        if "order" in pieces:  # groups count from those that are left
+            pieces["order"] = pieces["order"] - pieces["order"][0]
+        return replace(self, shape=(self.shape[0], end - begin), pieces=pieces)
+
+    def _cut(self, piece: Piece, axis: int | None, size: int, cut: slice) -> Tensor:
+        """A piece with the entries of an axis, of `size` rows or columns each, that hold a cut."""
+        tensor = self.pieces[piece.name]
+        if axis is None:
+            return tensor
+        step = cut.step or 1
+        assert cut.start % size == 0, f"{piece.suffix} cannot be cut at {cut.start}"
+        assert step == 1 or size == 1, f"{piece.suffix} cannot be cut in steps"
+        entries = slice(cut.start // size, -(-cut.stop // size), step)
+        return tensor[(slice(None),) * axis + (entries,)]

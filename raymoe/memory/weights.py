@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 
@@ -16,6 +16,22 @@ from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_names import EMBEDDING, HEAD, Location, locate_weights
 
 FLOATS = ("F16", "BF16", "F32")  # stored types of what is not quantised
+
+
+class Weights(Protocol):
+    """The weights of a model by canonical name, wherever they come from.
+
+    Attributes:
+        dtype: Type of most elements that are not quantised.
+    """
+
+    dtype: torch.dtype
+
+    def __call__(self, name: str) -> Weight:
+        """The weight of this canonical name; not to be written to."""
+
+    def drop_pages(self, names: Iterable[str]) -> None:
+        """Give back the memory of weights that were copied elsewhere."""
 
 
 class WeightStore:

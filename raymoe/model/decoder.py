@@ -34,6 +34,7 @@ from raymoe.specs.weight_names import (
 )
 
 Release = Callable[[Iterable[str]], None]
+Reduce = Callable[[Tensor], Tensor]
 
 __all__ = ["Decoder", "Posted", "Projected", "Routing"]
 
@@ -69,6 +70,11 @@ def _attention(model: ModelSpec, i: int, loader: Loader) -> LayerAttention:
     return Attention(spec, loader, prefix, eps=model.norm_eps, is_interleaved=is_interleaved)
 
 
+def keep(delta_TH: Tensor) -> Tensor:
+    """The sum over the ranks where there is one."""
+    return delta_TH
+
+
 class Decoder:
     """A model whose weights are where its loader says; operations work on a ragged pass of tokens.
 
@@ -81,9 +87,12 @@ class Decoder:
         needs_prompt_tokens: Whether `pre` needs the prompt length of each token.
     """
 
-    def __init__(self, spec: ModelSpec, loader: Loader, release: Release) -> None:
+    def __init__(
+        self, spec: ModelSpec, loader: Loader, release: Release, *, reduce: Reduce = keep
+    ) -> None:
         """Use `load`."""
         self.spec, self.dtype = spec, loader.dtype
+        self._reduce = reduce
         self.needs_prompt_tokens = spec.rope.depends_on_length
         self._rotary = Rotary(spec.rope, loader.device)
         self._embedding_VH = loader.table(EMBEDDING)
@@ -108,6 +117,7 @@ class Decoder:
         dtype: torch.dtype,
         *,
         release: Release = lambda _names: None,
+        reduce: Reduce = keep,
     ) -> Self:
         """Build the decoder layer by layer, so that at most one layer exists twice.
 
@@ -118,8 +128,11 @@ class Decoder:
             dtype: Type to compute in; weights of another type are converted.
             release: Called with the names of each layer once it is built, so that the memory of
                 originals that were copied can be given back.
+            reduce: What a rank adds to the hidden state, [T, H] -> the sum over all ranks, the same
+                on each; called behind attention and behind the network of each layer, where `spec`
+                is the part of one rank (`specs.tensor_shards`). May work in place.
         """
-        return cls(spec, Loader(weights, allocate, dtype), release)
+        return cls(spec, Loader(weights, allocate, dtype), release, reduce=reduce)
 
     def reserve(self, num_positions: int) -> None:
         """Prepare `pre` for positions below `num_positions`; between passes."""
@@ -185,9 +198,12 @@ class Decoder:
         return self._layers[i].attention.unfold(result_TX)
 
     def post(self, i: int, hidden_TH: Tensor, attention_TX: Tensor) -> Posted:
-        """Output projection, residual, norm and router of layer `i`."""
+        """Output projection, residual, norm and router of layer `i`.
+
+        Every rank routes by itself: what it routes is a sum that all have bit by bit.
+        """
         layer = self._layers[i]
-        delta_TH = layer.attention.output(attention_TX)
+        delta_TH = self._reduce(layer.attention.output(attention_TX))
         if self.spec.residual_multiplier != 1:
             delta_TH *= self.spec.residual_multiplier
         normed_TH = layer.ffn_norm.after_adding_(hidden_TH, delta_TH)
@@ -195,7 +211,7 @@ class Decoder:
 
     def ffn(self, i: int, hidden_TH: Tensor, normed_TH: Tensor, routing: Routing | None) -> Tensor:
         """Experts or dense network of layer `i`, and its residual; [T, H]."""
-        delta_TH = self._layers[i].ffn(normed_TH, routing)
+        delta_TH = self._reduce(self._layers[i].ffn(normed_TH, routing))
         return hidden_TH.add_(delta_TH, alpha=self.spec.residual_multiplier)
 
     def final(self, hidden_TH: Tensor, rows_R: Tensor) -> Tensor:

@@ -68,6 +68,8 @@ class ModelSpec:
         logits_divisor: Divisor of the logits.
         has_head_bias: Whether the logits have a bias.
         quantization: Formats of stored matrices; None where all are stored in `dtype`.
+        num_shards: Ranks between which heads and hidden columns are divided; the layers are the
+            part of one of them (`specs.tensor_shards`).
     """
 
     model_type: str
@@ -87,6 +89,7 @@ class ModelSpec:
     logits_divisor: float = 1.0
     has_head_bias: bool = False
     quantization: Quantization | None = None
+    num_shards: int = 1
 
     @property
     def num_layers(self) -> int:

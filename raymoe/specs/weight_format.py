@@ -28,6 +28,8 @@ class Piece:
         widened: Narrower types that it may have; it is kept in the first of `dtypes`, exactly.
         row_axis: Axis of the outputs of the matrix; None for what belongs to all of them.
         rows: Outputs of one entry of that axis.
+        column_axis: Axis of the inputs of the matrix; None for what belongs to all of them.
+        columns: Inputs of one entry of that axis.
     """
 
     name: str
@@ -37,6 +39,8 @@ class Piece:
     widened: tuple[str, ...] = ()
     row_axis: int | None = 0
     rows: int = 1
+    column_axis: int | None = None
+    columns: int = 1
 
     @property
     def item_bytes(self) -> int:
@@ -76,7 +80,7 @@ class PlainFormat(WeightFormat):
 
     def pieces(self, rows: int, columns: int) -> tuple[Piece, ...]:
         """See `WeightFormat`."""
-        return (Piece(name="codes", suffix=".weight", shape=(rows, columns), dtypes=(self.dtype,)),)
+        return (_codes(rows, columns, self.dtype),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +101,7 @@ class Fp8Block(WeightFormat):
         """See `WeightFormat`."""
         scales = (ceil_div(rows, FP8_ROWS), ceil_div(columns, FP8_COLUMNS))
         return (
-            _fp8_codes(rows, columns),
+            _codes(rows, columns, "F8_E4M3"),
             Piece(
                 name="scales",
                 suffix=self.scales_suffix,
@@ -105,6 +109,8 @@ class Fp8Block(WeightFormat):
                 dtypes=("F32",),
                 widened=(*HALVES, "F8_E8M0"),
                 rows=FP8_ROWS,
+                column_axis=1,
+                columns=FP8_COLUMNS,
             ),
         )
 
@@ -122,7 +128,7 @@ class Fp8Channel(WeightFormat):
     def pieces(self, rows: int, columns: int) -> tuple[Piece, ...]:
         """See `WeightFormat`."""
         return (
-            _fp8_codes(rows, columns),
+            _codes(rows, columns, "F8_E4M3"),
             Piece(
                 name="scales",
                 suffix=".weight_scale",
@@ -159,8 +165,17 @@ class PackedInt4(WeightFormat):
                 suffix=".weight_packed",
                 shape=(rows, ceil_div(columns, _NIBBLES)),
                 dtypes=("I32",),
+                column_axis=1,
+                columns=_NIBBLES,
             ),
-            Piece(name="scales", suffix=".weight_scale", shape=(rows, groups), dtypes=HALVES),
+            Piece(
+                name="scales",
+                suffix=".weight_scale",
+                shape=(rows, groups),
+                dtypes=HALVES,
+                column_axis=1 if self.group_size else None,
+                columns=self.group_size or 1,
+            ),
         ]
         if self.has_zero_points:
             found.append(
@@ -170,6 +185,8 @@ class PackedInt4(WeightFormat):
                     shape=(ceil_div(rows, _NIBBLES), groups),
                     dtypes=("I32",),
                     rows=_NIBBLES,
+                    column_axis=1 if self.group_size else None,
+                    columns=self.group_size or 1,
                 )
             )
         if self.has_order:
@@ -211,8 +228,10 @@ class Gptq(WeightFormat):
                 shape=(columns // _NIBBLES, rows),
                 dtypes=("I32",),
                 row_axis=1,
+                column_axis=0,
+                columns=_NIBBLES,
             ),
-            *_column_groups(groups, rows),
+            *_column_groups(groups, rows, self.group_size),
             _order(".g_idx", columns),
         )
 
@@ -242,8 +261,9 @@ class Awq(WeightFormat):
                 dtypes=("I32",),
                 row_axis=1,
                 rows=_NIBBLES,
+                column_axis=0,
             ),
-            *_column_groups(groups, rows),
+            *_column_groups(groups, rows, self.group_size),
         )
 
 
@@ -266,8 +286,17 @@ class Mxfp4(WeightFormat):
                 suffix="_blocks",
                 shape=(rows, groups, MXFP4_COLUMNS // 2),
                 dtypes=("U8",),
+                column_axis=1,
+                columns=MXFP4_COLUMNS,
             ),
-            Piece(name="scales", suffix="_scales", shape=(rows, groups), dtypes=("U8",)),
+            Piece(
+                name="scales",
+                suffix="_scales",
+                shape=(rows, groups),
+                dtypes=("U8",),
+                column_axis=1,
+                columns=MXFP4_COLUMNS,
+            ),
         )
 
 
@@ -278,12 +307,15 @@ PLAIN_FORMATS: Mapping[str, PlainFormat] = {
 }
 
 
-def _fp8_codes(rows: int, columns: int) -> Piece:
-    return Piece(name="codes", suffix=".weight", shape=(rows, columns), dtypes=("F8_E4M3",))
+def _codes(rows: int, columns: int, dtype: str) -> Piece:
+    """One element for each of the matrix."""
+    return Piece(
+        name="codes", suffix=".weight", shape=(rows, columns), dtypes=(dtype,), column_axis=1
+    )
 
 
-def _column_groups(groups: int, rows: int) -> tuple[Piece, Piece]:
-    """Zero points and scales of GPTQ and AWQ, by group and row."""
+def _column_groups(groups: int, rows: int, size: int) -> tuple[Piece, Piece]:
+    """Zero points and scales of GPTQ and AWQ, by group and row; size 0 is one of whole rows."""
     return (
         Piece(
             name="zeros",
@@ -292,13 +324,30 @@ def _column_groups(groups: int, rows: int) -> tuple[Piece, Piece]:
             dtypes=("I32",),
             row_axis=1,
             rows=_NIBBLES,
+            column_axis=0 if size else None,
+            columns=size or 1,
         ),
-        Piece(name="scales", suffix=".scales", shape=(groups, rows), dtypes=HALVES, row_axis=1),
+        Piece(
+            name="scales",
+            suffix=".scales",
+            shape=(groups, rows),
+            dtypes=HALVES,
+            row_axis=1,
+            column_axis=0 if size else None,
+            columns=size or 1,
+        ),
     )
 
 
 def _order(suffix: str, columns: int) -> Piece:
-    return Piece(name="order", suffix=suffix, shape=(columns,), dtypes=("I32",), row_axis=None)
+    return Piece(
+        name="order",
+        suffix=suffix,
+        shape=(columns,),
+        dtypes=("I32",),
+        row_axis=None,
+        column_axis=0,
+    )
 
 
 def _num_groups(name: str, rows: int, columns: int, group_size: int) -> int:

@@ -38,6 +38,11 @@ FORMATS = [
 ]
 
 
+def has_order(stored: WeightFormat) -> bool:
+    """Whether inputs may be in groups of others than their neighbours."""
+    return isinstance(stored, PackedInt4) and stored.has_order
+
+
 def random_matrix(seed: int) -> torch.Tensor:
     """Rows and columns that every format takes; values of very different sizes."""
     generator = torch.Generator().manual_seed(seed)
@@ -218,6 +223,24 @@ def test_rows_of_a_matrix_are_rows_of_its_numbers(stored: WeightFormat) -> None:
         part = matrix.rows(begin, end)
         assert part.shape == (end - begin, 64)
         assert torch.equal(as_tensor(part, torch.float32), whole[begin:end])
+
+
+@pytest.mark.parametrize("stored", [stored for stored in FORMATS if not has_order(stored)])
+def test_columns_of_a_matrix_are_columns_of_its_numbers(stored: WeightFormat) -> None:
+    matrix = quantise(stored, torch.randn(136, 384), seed=2).matrix
+    whole = as_tensor(matrix, torch.float32)
+    for begin, end in ((0, 128), (128, 256), (256, 384), (128, 384)):
+        cut = matrix.columns(begin, end)
+        assert cut.shape == (136, end - begin)
+        assert torch.equal(as_tensor(cut, torch.float32), whole[:, begin:end])
+        shapes = {piece.name: piece.shape for piece in stored.pieces(*cut.shape)}
+        assert {name: tuple(piece.shape) for name, piece in cut.pieces.items()} == shapes
+
+
+def test_columns_are_not_cut_within_a_group() -> None:
+    matrix = quantise(PackedInt4(32), torch.randn(8, 64)).matrix
+    with pytest.raises(AssertionError, match="weight_scale cannot be cut at 16"):
+        matrix.columns(16, 48)
 
 
 def test_every_other_row_of_what_has_a_scale_of_its_own() -> None:
