@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raymoe.data import manifest as manifests
+from raymoe.data.inside import inside_files
 from raymoe.data.journal import journal_files, make_directory
 from raymoe.data.manifest import FILE_NAME, Manifest
 from raymoe.errors import ConfigError
@@ -104,7 +105,8 @@ class Remains:
     def _journal_files(self) -> list[Path]:
         """Everything that raymoe writes into the directory."""
         unfinished = self.journal.glob(f".{FILE_NAME}.*.tmp")
-        known = [*journal_files(self.journal), self.journal / FILE_NAME, *unfinished]
+        known = [*journal_files(self.journal), *inside_files(self.journal)]
+        known += [self.journal / FILE_NAME, *unfinished]
         return [path for path in known if path.exists()]
 
     def _remove_journal(self) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Protocol
 
 from raymoe.data.journal import RowJournal, make_directory
 from raymoe.data.manifest import FILE_NAME, Manifest, claim, plain_params
@@ -17,6 +18,17 @@ from raymoe.engine.generation import Generation
 # What is wrong with a row stays wrong. Anything else may go better the next time: a tokenizer that
 # had too little memory, a template that took too long, what a broken engine says.
 FINAL_ERRORS = frozenset({"ConfigError", "UnknownOptionError", "DecodeError"})
+
+
+class Leave(Protocol):
+    """Hears that a row has left the engine."""
+
+    def __call__(self, *, is_finished: bool) -> None:
+        """Whether there is an answer."""
+
+
+def _stay(*, is_finished: bool) -> None:
+    """Tell nobody."""
 
 
 class FinishedRows:
@@ -43,19 +55,35 @@ class FinishedRows:
         claim(path / FILE_NAME, manifest)
         return cls(RowJournal(path, sync_every_s=sync_every_s), manifest)
 
-    def look_up(self, requests: Sequence[RowRequest]) -> list[Generation | None]:
-        """Return the generations of rows that are finished, None for the others."""
-        return self._journal.find([self._key(request) for request in requests])
+    @property
+    def directory(self) -> Path:
+        """Of the journal."""
+        return self._journal.directory
 
-    def watch(self, request: RowRequest, future: Future[Generation]) -> Future[Generation]:
+    def keys(self, requests: Sequence[RowRequest]) -> list[bytes]:
+        """Return by what each row is known in the journal."""
+        return [self._key(request) for request in requests]
+
+    def look_up(self, keys: Sequence[bytes]) -> list[Generation | None]:
+        """Return the generations of rows that are finished, None for the others."""
+        return self._journal.find(keys)
+
+    def watch(
+        self, key: bytes, future: Future[Generation], leave: Leave = _stay
+    ) -> Future[Generation]:
         """Record a row as soon as it is finished.
+
+        Args:
+            key: Of the row.
+            future: Its answer from the engine.
+            leave: Called once it is recorded, with `is_finished`: whether there is an answer.
 
         Returns:
             The same answer, but not before it is with the journal: whoever waits for `future`
             itself may be faster than its callbacks.
         """
         recorded: Future[Generation] = Future()
-        record = functools.partial(self._record, self._key(request), recorded)
+        record = functools.partial(self._record, key, recorded, leave)
         future.add_done_callback(record)
         return recorded
 
@@ -67,14 +95,22 @@ class FinishedRows:
         """Write what is left; more than once is fine."""
         self._journal.close()
 
-    def _record(self, key: bytes, recorded: Future[Generation], future: Future[Generation]) -> None:
+    def _record(
+        self,
+        key: bytes,
+        recorded: Future[Generation],
+        leave: Leave,
+        future: Future[Generation],
+    ) -> None:
         error = future.exception()
         if error is not None:  # the engine broke: the row itself may be fine
+            leave(is_finished=False)
             recorded.set_exception(error)
             return
         generation = future.result()
         if is_final(generation):
             self._journal.append(key, generation)
+        leave(is_finished=True)
         recorded.set_result(generation)
 
     def _key(self, request: RowRequest) -> bytes:

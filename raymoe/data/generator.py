@@ -2,9 +2,11 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -12,7 +14,7 @@ import pyarrow as pa
 
 from raymoe.config import EngineConfig, SamplingParams
 from raymoe.data.columns import OutputColumns
-from raymoe.data.finished_rows import FinishedRows
+from raymoe.data.job_rows import Found, JobRows
 from raymoe.data.journal import SYNC_EVERY_S
 from raymoe.data.manifest import Manifest
 from raymoe.data.options import as_engine_config, as_sampling_params
@@ -67,7 +69,9 @@ class MoEGenerator:
             before they are generated: what a killed actor or job had finished is not generated
             again, even where its batch was not. All actors of a job take the same directory, of a
             file system that their nodes share. It belongs to one model and one set of options;
-            with others, this class refuses to start. Remove it when the job is done.
+            with others, this class refuses to start. Remove it when the job is done. It also tells
+            a row that ends every process it is in from its neighbours, and makes it an error row
+            (`raymoe.data.strikes` says how); without it such a row is tried for ever.
         journal_sync_s: The journal is forced to disk this often. What a process wrote survives its
             end at once, and that of its machine after this time.
     """
@@ -93,7 +97,7 @@ class MoEGenerator:
         journal_sync_s: float = SYNC_EVERY_S,
     ) -> None:
         self._engine: Engine | None = None
-        self._finished_rows: FinishedRows | None = None
+        self._job: JobRows | None = None
         defaults = as_sampling_params(sampling_params)
         self._reader = RowReader(
             defaults=defaults,
@@ -120,7 +124,7 @@ class MoEGenerator:
             # Before the model loads: a journal of another job is refused in a second.
             identity = _identify(model_source)
             model_source = identity.directory  # the engine loads what was identified
-            self._finished_rows = FinishedRows.open(
+            self._job = JobRows.open(
                 journal_dir, Manifest.of(identity, defaults, config), sync_every_s=journal_sync_s
             )
         try:
@@ -145,11 +149,11 @@ class MoEGenerator:
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
-        if self._finished_rows is not None:
-            self._finished_rows.close()
+        if self._job is not None:
+            self._job.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_engine", None) or getattr(self, "_finished_rows", None):
+        if getattr(self, "_engine", None) or getattr(self, "_job", None):
             self.close()
 
     def _check(self, batch: pa.Table) -> None:
@@ -165,17 +169,20 @@ class MoEGenerator:
 
     def _generate(self, engine: "Engine", requests: Sequence[RowRequest]) -> list[Generation]:
         good = [request for request in requests if request.prompt is not None]
-        finished = self._finished_rows
-        known = [None] * len(good) if finished is None else finished.look_up(good)
-        missing = [request for request, found in zip(good, known, strict=True) if found is None]
+        job = self._job
+        known = [Found(b"", None)] * len(good) if job is None else job.find(good)
+        missing = [i for i, (_, answer) in enumerate(known) if answer is None]
+        wanted, keys = [good[i] for i in missing], [known[i].key for i in missing]
+        submit = functools.partial(_submit, engine)
         try:
-            fresh = iter(_wait_for(engine, missing, finished) if missing else ())
+            futures = submit(wanted) if job is None else job.submit(wanted, keys, submit)
+            fresh = iter(_wait_for(engine, futures))
         except Exception as error:
             self._fail(error)
         self._has_generated_a_batch |= bool(missing)
-        if finished is not None:
-            finished.flush()
-        done = iter([next(fresh) if found is None else found for found in known])
+        if job is not None:
+            job.flush()
+        done = iter([next(fresh) if answer is None else answer for _, answer in known])
         return [
             Generation(finish_reason="error", error=request.error)
             if request.prompt is None
@@ -186,15 +193,16 @@ class MoEGenerator:
     def _fail(self, error: Exception) -> NoReturn:
         """End the process inside a Ray actor, so that Ray restarts it; raise elsewhere.
 
-        A restarted actor that breaks again before it generated anything raises too: the cause is
-        permanent, and without this the job would restart for ever. What it had from the journal
-        does not count.
+        Without a journal, a restarted actor that breaks again before it generated anything raises
+        too: the cause is permanent, and the job would restart for ever. With one, the deaths tell
+        whether it is a row, which becomes an error row, or the engine, which then fails the job.
         """
         logger.critical("the engine is broken: %s", error, exc_info=error)
-        if self._finished_rows is not None:
+        if self._job is not None:
             with contextlib.suppress(ExecutionError):  # the journal broke too, and has logged why
-                self._finished_rows.flush(LAST_FLUSH_S)
-        if should_leave_process(has_finished_a_batch=self._has_generated_a_batch):
+                self._job.flush(LAST_FLUSH_S)
+        is_useful = self._has_generated_a_batch or self._job is not None
+        if should_leave_process(is_restart_useful=is_useful):
             logging.shutdown()
             os._exit(1)
         raise ExecutionError(f"the engine is broken: {error}") from error
@@ -213,16 +221,17 @@ def _identify(model_source: str | Path) -> "ModelIdentity":
     return ModelIdentity.of(model_source)
 
 
-def _wait_for(
-    engine: "Engine", requests: Sequence[RowRequest], finished: FinishedRows | None
-) -> list[Generation]:
-    futures = engine.submit(
+def _submit(engine: "Engine", requests: Sequence[RowRequest]) -> list[Future[Generation]]:
+    return engine.submit(
         [request.prompt for request in requests if request.prompt is not None],
         [request.sampling_params for request in requests],
         row_keys=[request.row_key for request in requests],
     )
-    if finished is not None:
-        futures = list(map(finished.watch, requests, futures))
+
+
+def _wait_for(engine: "Engine", futures: Sequence[Future[Generation]]) -> list[Generation]:
+    if not futures:
+        return []
     engine.enter_call()  # after `submit`: from now on this thread brings no more rows
     try:
         return [future.result() for future in futures]

@@ -3,12 +3,16 @@
 import sys
 
 
-def should_leave_process(*, has_finished_a_batch: bool) -> bool:
+def should_leave_process(*, is_restart_useful: bool) -> bool:
     """Say whether ending this process is the way to get a new engine.
 
     True inside a Ray actor: Ray starts a new one and sends it the same batches, while an ordinary
     exception fails the job. False elsewhere, and for an actor that was already restarted and broke
-    again before it finished anything: the cause is permanent.
+    again where another restart is of no use.
+
+    Args:
+        is_restart_useful: Whether the engine may go on if it breaks once more: it has generated
+            something, or somebody else finds out why it breaks.
     """
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
@@ -16,4 +20,4 @@ def should_leave_process(*, has_finished_a_batch: bool) -> bool:
     context = ray.get_runtime_context()
     if context.get_actor_id() is None:
         return False
-    return has_finished_a_batch or not context.was_current_actor_reconstructed
+    return is_restart_useful or not context.was_current_actor_reconstructed

@@ -122,7 +122,8 @@ def recorded_ids(journal_dir, rows):
     journal = RowJournal(journal_dir)
     try:
         reader = RowReader(defaults=PARAMS, id_column="id")
-        found = FinishedRows(journal, manifest).look_up(reader.read(pa.Table.from_pylist(rows)))
+        finished = FinishedRows(journal, manifest)
+        found = finished.look_up(finished.keys(reader.read(pa.Table.from_pylist(rows))))
         return {row["id"] for row, one in zip(rows, found, strict=True) if one is not None}
     finally:
         journal.close()

@@ -17,6 +17,7 @@ from raymoe.data.rows import RowReader
 from raymoe.engine.engine import Engine
 from raymoe.engine.generation import Generation
 from raymoe.errors import ConfigError, ExecutionError
+from tests.unit.data.deaths import die
 from tests.unit.data.jobs import IDENTITY, made
 from tests.unit.data.journals import ENVIRONMENT, ROOT, keys_of_samples
 from tests.unit.engine.fakes import FakeRunner, fake_parts, small_policy, write_byte_tokenizer
@@ -95,7 +96,7 @@ def test_a_row_is_on_disk_before_the_others_of_its_batch_are_finished(fakes, tmp
     counts = []
 
     def look(_inputs):
-        operator._finished_rows.flush()
+        operator._job.flush()
         journal = RowJournal(tmp_path)
         journal.close()
         counts.append(journal.contents.num_rows)
@@ -200,17 +201,40 @@ def test_rows_of_a_broken_engine_are_generated_by_the_next(fakes, tmp_path):
 
 
 def test_rows_of_the_journal_are_no_sign_that_the_engine_works(fakes, tmp_path, monkeypatch):
+    fakes.make(tmp_path, id_column="id")(TABLE)
+    operator = fakes.make(tmp_path, id_column="id")
+    operator(TABLE)
+    assert not operator._has_generated_a_batch
+
+
+def test_a_restart_is_useful_if_the_engine_has_worked_or_deaths_are_counted(
+    fakes, tmp_path, monkeypatch
+):
     asked = []
     monkeypatch.setattr(generators, "should_leave_process", lambda **how: asked.append(how))
-    first = fakes.make(tmp_path, id_column="id")
-    first(TABLE)
-    second = fakes.make(tmp_path, id_column="id")
-    second(TABLE)
-    for operator, prompt in ((first, "four"), (second, "five")):
+    worked, fresh, counting = fakes.make(None), fakes.make(None), fakes.make(tmp_path)
+    worked(TABLE)
+    for operator in (worked, fresh, counting):
         operator._engine.close()
         with pytest.raises(ExecutionError, match="the engine is broken"):
-            operator(pa.table({"id": ["d"], "prompt": [prompt]}))
-    assert [how["has_finished_a_batch"] for how in asked] == [True, False]
+            operator(TABLE)
+    assert [how["is_restart_useful"] for how in asked] == [True, False, True]
+
+
+def test_a_guilty_row_becomes_an_error_row_among_good_ones(fakes, tmp_path):
+    first = fakes.make(tmp_path, id_column="id")
+    requests = first._reader.read(TABLE)
+    key = first._job._finished.keys(requests)[1]
+    first.close()
+    die(tmp_path, [key], alone=True)
+    die(tmp_path, [key], alone=True)
+    operator = fakes.make(tmp_path, id_column="id")
+    out = operator(TABLE)
+    good, error, also_good = out.column("__inference_error__").to_pylist()
+    assert (good, also_good) == ("", "")
+    assert error.startswith("ExecutionError: column 'prompt': this row ended the process 2 times")
+    assert out.column("finish_reason").to_pylist()[1] == "error"
+    assert num_generated(operator) == 2
 
 
 def test_another_model_or_other_options_are_refused_before_the_model_loads(fakes, tmp_path):
@@ -269,27 +293,27 @@ def test_keys_depend_on_the_job():
 
 def test_whoever_waits_for_a_row_hears_of_it_after_the_journal(tmp_path):
     rows = FinishedRows.open(tmp_path, made(), sync_every_s=1.0)
-    (request,) = RowReader(defaults=SamplingParams()).read(pa.table({"prompt": ["a"]}))
+    (key,) = rows.keys(RowReader(defaults=SamplingParams()).read(pa.table({"prompt": ["a"]})))
     future = Future()
-    recorded = rows.watch(request, future)
+    recorded = rows.watch(key, future)
     append, was_done = rows._journal.append, []
     rows._journal.append = lambda *row: (was_done.append(recorded.done()), append(*row))
     future.set_result(Generation(text="b"))
     assert was_done == [False]
     assert recorded.result(0) == Generation(text="b")
     rows.flush()
-    assert rows.look_up([request]) == [Generation(text="b")]
+    assert rows.look_up([key]) == [Generation(text="b")]
     rows.close()
 
 
 def test_a_row_whose_future_fails_is_not_recorded_and_its_waiter_hears_why(tmp_path):
     rows = FinishedRows.open(tmp_path, made(), sync_every_s=1.0)
-    (request,) = RowReader(defaults=SamplingParams()).read(pa.table({"prompt": ["a"]}))
+    (key,) = rows.keys(RowReader(defaults=SamplingParams()).read(pa.table({"prompt": ["a"]})))
     future = Future()
-    recorded = rows.watch(request, future)
+    recorded = rows.watch(key, future)
     future.set_exception(ExecutionError("broken"))
     with pytest.raises(ExecutionError, match="broken"):
         recorded.result(0)
     rows.flush()
-    assert rows.look_up([request]) == [None]
+    assert rows.look_up([key]) == [None]
     rows.close()

@@ -19,5 +19,5 @@ def test_a_driver_that_names_the_operator_loads_no_torch():
 
 
 def test_a_process_that_is_no_ray_actor_is_never_ended():
-    assert not should_leave_process(has_finished_a_batch=True)
-    assert not should_leave_process(has_finished_a_batch=False)
+    assert not should_leave_process(is_restart_useful=True)
+    assert not should_leave_process(is_restart_useful=False)

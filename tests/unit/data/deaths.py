@@ -1,0 +1,14 @@
+"""What killed processes leave."""
+
+import os
+
+from raymoe.data.inside import InsideFile
+
+
+def die(directory, inside, *, left=(), alone=False):
+    """Leave what a killed process leaves."""
+    file = InsideFile(directory)
+    if left:
+        file.record(entered=left)
+    file.record(entered=inside, left=left, alone=alone)
+    os.close(file._file)
