@@ -53,6 +53,7 @@ class EngineCore:
         finish: Called with each finished row.
         accuracy: Learns how long each pass took.
         masks: Of rows with a grammar; without it there must be none.
+        shares_across_lengths: See `PassScheduler`.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of an engine, most of them keyword-only
@@ -67,9 +68,12 @@ class EngineCore:
         finish: Finish,
         accuracy: Accuracy | None = None,
         masks: TokenMasks | None = None,
+        shares_across_lengths: bool = True,
     ) -> None:
         self._runner, self._decode, self._finish_row = runner, decode, finish
-        self.scheduler = PassScheduler(policy, max_context_tokens)
+        self.scheduler = PassScheduler(
+            policy, max_context_tokens, shares_across_lengths=shares_across_lengths
+        )
         self._table = self.scheduler.table
         self._masks = masks
         self._sampler = Sampler(self._table, eos_token_ids, masks)

@@ -87,6 +87,7 @@ class Engine:
             finish=self._resolve,
             accuracy=self.accuracy,
             masks=self._masks,
+            shares_across_lengths=parts.shares_across_lengths,
         )
         # Guards everything below; notified when rows come, slots get free, or the engine ends.
         self._changed = threading.Condition()

@@ -112,6 +112,7 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
         num_threads=hardware.num_cores,
         num_torch_threads=num_torch_threads,
         plan=plan,
+        shares_across_lengths=not spec.rope.depends_on_length,
         release=release,
     )
 

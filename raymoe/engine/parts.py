@@ -27,6 +27,8 @@ class EngineParts:
         num_threads: Of the native kernels.
         num_torch_threads: Of torch; None takes as many.
         plan: What was planned, if it was.
+        shares_across_lengths: Whether prompts of different lengths that begin alike have the same
+            KV there; not where rotary embeddings depend on the length.
         release: Called once when the engine has ended: gives memory back.
     """
 
@@ -39,6 +41,7 @@ class EngineParts:
     num_threads: int
     num_torch_threads: int | None = None
     plan: Plan | None = None
+    shares_across_lengths: bool = True
     release: Callable[[], None] = _nothing
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ class Request:
         future: Resolved when all samples are finished.
         order: Order of arrival among requests.
         grammar: That the tokens must follow; set before the engine thread gets the request.
+        prefix_keys: Of the prompt's full blocks; None until the scheduler needs them.
     """
 
     prompt: Int32s
@@ -33,6 +34,7 @@ class Request:
     future: Future[Generation]
     order: int = 0
     grammar: Grammar | None = None
+    prefix_keys: tuple[bytes, ...] | None = None
     samples: list["Sample"] = field(default_factory=list)
     finished: list[Generation | None] = field(default_factory=list)
 

@@ -1,11 +1,13 @@
 """Which tokens go into the next pass: decode, chunks of prompts, admission and preemption."""
 
+import itertools
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
 from raymoe.engine.forecast import LengthForecast, count_admissible
+from raymoe.engine.prefixes import PrefixIndex, prefix_keys
 from raymoe.engine.request import Sample
 from raymoe.engine.sequence import (
     Admission,
@@ -21,6 +23,7 @@ from raymoe.memory.kv_cache import BlockPool, blocks_of_tokens
 from raymoe.plan.policy import Policy
 
 MAX_ADMISSIONS = 256  # of one pass
+MAX_CANDIDATES = 1024  # that are looked at for it
 MEAN_WASTE = BLOCK_TOKENS // 2  # tokens that a last block could still take, on average
 RESERVED_FRACTION = 64  # one block of so many stays free for growth that no forecast saw
 
@@ -33,9 +36,19 @@ class PassScheduler:
     that the KV cache sustains. When a sequence needs a block and none is free, the newest one
     gives up its blocks, keeps its tokens and computes them again later; the oldest always
     finishes, so everything does.
+
+    A prompt that begins like that of a live sequence takes over its full blocks. While those are
+    still being computed, and are at least half of it, a sequence lets others go before it.
+
+    Args:
+        policy: Sizes of passes and of the KV cache.
+        max_context_tokens: Of any sequence.
+        shares_across_lengths: Whether KV does not depend on how long the prompt is.
     """
 
-    def __init__(self, policy: Policy, max_context_tokens: int) -> None:
+    def __init__(
+        self, policy: Policy, max_context_tokens: int, *, shares_across_lengths: bool = True
+    ) -> None:
         self.policy = policy
         self.pool = BlockPool(policy.num_kv_blocks)
         self.table = SequenceTable(policy.batch_size, max_context_tokens, policy.num_kv_blocks)
@@ -44,6 +57,8 @@ class PassScheduler:
         self.admitted: list[Sample] = []  # by the latest pass
         self.num_preemptions = 0
         self._waiting: deque[Sample] = deque()
+        self._prefixes = PrefixIndex()
+        self._shares_across_lengths = shares_across_lengths
         self._reserved_blocks = policy.num_kv_blocks // RESERVED_FRACTION
 
     @property
@@ -92,7 +107,11 @@ class PassScheduler:
 
     def complete(self, done: Pass) -> None:
         """Record that the KV of a pass is in the cache."""
+        before = self.table.computed_tokens[done.slots]
         self.table.computed_tokens[done.slots] += done.takes
+        is_prompt = before < self.table.prompt_tokens[done.slots]
+        for slot, computed in zip(done.slots[is_prompt], before[is_prompt], strict=True):
+            self._share(int(slot), int(computed))
 
     def finish(self, slot: int) -> Sample:
         """Free the slot and the blocks of a sequence that ended."""
@@ -130,7 +149,10 @@ class PassScheduler:
         self.forecast.record_preemption()
 
     def _leave(self, sample: Sample) -> None:
-        self.pool.release(self.table.remove(sample.slot))
+        computed = int(self.table.computed_tokens[sample.slot])
+        self._prefixes.forget(self._keys(sample)[computed // BLOCK_TOKENS :])
+        freed = self.pool.release(self.table.remove(sample.slot))
+        self._prefixes.remove(freed.tolist())
         self.live[sample.slot] = None
         sample.slot = -1
 
@@ -138,14 +160,35 @@ class PassScheduler:
         budget = self.policy.pass_tokens - int(self._takes(self.table.live_slots()).sum())
         if budget <= 0 or not self._waiting:
             return
-        for _ in range(self._num_admissible()):
-            if budget <= 0 or self.table.num_free_slots == 0 or not self._has_blocks():
-                return
-            budget -= self._enter(self._waiting.popleft())
+        candidates = self._candidates()
+        for sample in candidates[: self._num_admissible(candidates)]:
+            if budget <= 0 or self.table.num_free_slots == 0 or not self._has_blocks(sample):
+                break
+            budget -= self._enter(sample)
+        looked_at = [self._waiting.popleft() for _ in range(min(MAX_CANDIDATES, self.num_waiting))]
+        self.add_first(sample for sample in looked_at if sample.slot < 0)
 
-    def _num_admissible(self) -> int:
-        """Sequences that may join without the cache becoming too full before others end."""
-        candidates = [self._waiting[i] for i in range(min(MAX_ADMISSIONS, len(self._waiting)))]
+    def _candidates(self) -> list[Sample]:
+        """Samples to admit next: in order, but for those that gain by waiting for another."""
+        chosen: list[Sample] = []
+        coming: set[bytes] = set()
+        for sample in itertools.islice(self._waiting, MAX_CANDIDATES):
+            keys = self._keys(sample)
+            middle = keys[len(keys) // 2] if keys else None
+            if middle is not None and not sample.wants_prompt_logits:
+                is_coming = middle in coming and not self._prefixes.is_computed(middle)
+                if is_coming or self._prefixes.is_coming(middle):
+                    continue
+            chosen.append(sample)
+            if len(chosen) == MAX_ADMISSIONS:
+                break
+            coming.update(keys)
+        return chosen
+
+    def _num_admissible(self, candidates: Sequence[Sample]) -> int:
+        """How many of them may join without the cache becoming too full before others end."""
+        if not candidates:
+            return 0
         known = np.array([len(sample.known) for sample in candidates])
         prompt = np.array([sample.num_prompt_tokens for sample in candidates])
         limit = np.array([sample.request.limit_tokens for sample in candidates])
@@ -166,8 +209,7 @@ class PassScheduler:
         remaining = self.forecast.remaining(known - prompt, limit - prompt, is_fixed)
         return known.astype(np.int64) + MEAN_WASTE, remaining
 
-    def _has_blocks(self) -> bool:
-        sample = self._waiting[0]
+    def _has_blocks(self, sample: Sample) -> bool:
         reserved = self._reserved_blocks if self.table.num_live else 0
         needed = blocks_of_tokens(len(sample.known)) - len(self._shared_blocks(sample))
         return needed + reserved <= self.pool.num_free
@@ -190,6 +232,7 @@ class PassScheduler:
                 has_fixed_length=sample.has_fixed_length,
             )
         )
+        self._prefixes.expect(self._keys(sample)[len(shared) :])
         sample.num_cached_tokens = computed
         sample.tokens = None
         self.live[sample.slot] = sample
@@ -197,15 +240,19 @@ class PassScheduler:
         return min(len(known) - computed, self.policy.prefill_chunk_tokens)
 
     def _shared_blocks(self, sample: Sample) -> Int32s:
-        """Blocks of the prompt that another sample of the row has computed.
+        """Blocks of the prompt that live sequences have computed."""
+        return self._prefixes.find(() if sample.wants_prompt_logits else self._keys(sample))
 
-        Only full ones, and never the prompt's last token, whose logits are needed again.
-        """
-        if not sample.wants_prompt_logits:
-            num_blocks = (sample.num_prompt_tokens - 1) // BLOCK_TOKENS
-            for other in sample.request.samples if num_blocks else ():
-                if other.slot >= 0 and (
-                    self.table.computed_tokens[other.slot] >= num_blocks * BLOCK_TOKENS
-                ):
-                    return self.table.block_table[other.slot, :num_blocks].copy()
-        return np.empty(0, np.int32)
+    def _keys(self, sample: Sample) -> tuple[bytes, ...]:
+        request = sample.request
+        if request.prefix_keys is None:
+            salt = 0 if self._shares_across_lengths else len(request.prompt)
+            request.prefix_keys = prefix_keys(request.prompt, salt)
+        return request.prefix_keys
+
+    def _share(self, slot: int, computed: int) -> None:
+        """Let others find the blocks of a prompt that were completed since `computed` tokens."""
+        new = slice(computed // BLOCK_TOKENS, int(self.table.computed_tokens[slot]) // BLOCK_TOKENS)
+        keys = self._keys(self.sample_of(slot))[new]
+        self._prefixes.forget(keys)
+        self._prefixes.add(keys, self.table.block_table[slot, new][: len(keys)].tolist())

@@ -108,13 +108,14 @@ class BlockPool:
         assert (self._references[blocks] > 0).all(), "retained a free block"
         np.add.at(self._references, blocks, 1)
 
-    def release(self, blocks: BlockIds) -> None:
-        """Drop a reference to each of these blocks; those without any become free."""
+    def release(self, blocks: BlockIds) -> BlockIds:
+        """Drop a reference to each of these blocks; returns those that became free."""
         np.subtract.at(self._references, blocks, 1)
         freed = np.unique(blocks[self._references[blocks] <= 0])
         assert (self._references[freed] == 0).all(), "released a free block"
         self._free[self.num_free : self.num_free + len(freed)] = freed
         self.num_free += len(freed)
+        return freed
 
     def references(self, block: int) -> int:
         """How many own this block."""

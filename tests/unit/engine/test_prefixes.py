@@ -1,0 +1,195 @@
+"""Rows that begin alike share KV blocks: fewer tokens are computed, and none changes."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raymoe.data.arrange import deal_rows, prompt_bytes
+from raymoe.engine.core import EngineCore
+from raymoe.engine.prefixes import prefix_keys
+from raymoe.engine.scheduler import PassScheduler
+from raymoe.kernels.paged_kv import BLOCK_TOKENS
+from tests.unit.engine.fakes import expected_tokens, small_policy
+from tests.unit.engine.test_scheduler import Bench, prompts_of, short_rows_then_long_ones
+
+ROOMY = small_policy(batch_size=64, pass_tokens=4096, prefill_chunk_tokens=4096, num_kv_blocks=512)
+
+
+def family(head: int, tails, seed=0):
+    """Prompts that share their first `head` tokens."""
+    (shared,) = prompts_of([head], seed)
+    return [shared + tail for tail in prompts_of(tails, seed + 1)]
+
+
+def cached(bench: Bench) -> int:
+    return sum(generation.num_cached_tokens for generation in bench.results.values())
+
+
+def assert_nothing_is_left(bench: Bench) -> None:
+    scheduler = bench.core.scheduler
+    assert scheduler.pool.num_free == scheduler.pool.num_blocks
+    assert len(scheduler._prefixes) == 0
+
+
+def test_keys_say_whether_all_tokens_before_are_equal() -> None:
+    one, other = (np.asarray(prompt) for prompt in family(3 * BLOCK_TOKENS, [50, 50]))
+    keys, others = prefix_keys(one), prefix_keys(other)
+    assert len(keys) == (3 * BLOCK_TOKENS + 49) // BLOCK_TOKENS
+    assert keys[:3] == others[:3]
+    assert keys[3] != others[3]
+    assert len(prefix_keys(one[: 2 * BLOCK_TOKENS])) == 1
+    assert not set(keys) & set(prefix_keys(one, salt=1))
+    one[0] += 1
+    assert not set(keys) & set(prefix_keys(one))
+
+
+def test_a_row_takes_over_what_a_live_one_has_computed() -> None:
+    bench = Bench(ROOMY)
+    prompts = family(100, [10, 30, 1])
+    bench.add(prompts[0], max_tokens=9)
+    bench.core.step()
+    for prompt in prompts[1:]:
+        bench.add(prompt, max_tokens=9)
+    bench.core.step()
+    assert bench.runner.pass_tokens[-1] == 1 + (130 - 96) + (101 - 96)
+    bench.run()
+    bench.assert_all_as_expected(prompts, 9)
+    assert cached(bench) == 2 * 96
+    assert_nothing_is_left(bench)
+
+
+def test_rows_wait_for_the_first_of_their_family_and_let_others_pass() -> None:
+    bench = Bench(ROOMY)
+    families = [family(96, [8] * 4, seed) for seed in (0, 10, 20)]
+    prompts = [prompt for group in families for prompt in group]
+    for prompt in prompts:
+        bench.add(prompt, max_tokens=4)
+    bench.core.step()
+    assert bench.runner.pass_tokens == [3 * 104]  # one of each
+    bench.core.step()
+    assert bench.runner.pass_tokens[1] == 3 + 9 * 8
+    bench.run()
+    bench.assert_all_as_expected(prompts, 4)
+    assert cached(bench) == 9 * 96
+
+
+def test_rows_that_share_little_do_not_wait() -> None:
+    bench = Bench(ROOMY)
+    for prompt in family(40, [100] * 3):
+        bench.add(prompt, max_tokens=4)
+    bench.core.step()
+    assert bench.runner.pass_tokens == [3 * 140]
+
+
+def test_a_prompt_whose_probabilities_are_wanted_is_computed() -> None:
+    bench = Bench(ROOMY)
+    prompts = family(100, [10, 10])
+    bench.add(prompts[0], max_tokens=9)
+    bench.core.step()
+    row = bench.add(prompts[1], max_tokens=9, prompt_logprobs=0)
+    bench.run()
+    assert bench.results[row.order].num_cached_tokens == 0
+    assert len(bench.results[row.order].prompt_logprobs) == 110
+    bench.assert_all_as_expected(prompts, 9)
+    assert_nothing_is_left(bench)
+
+
+@pytest.mark.parametrize(("shares_across_lengths", "expected"), [(True, 96), (False, 0)])
+def test_lengths_that_matter_keep_prompts_apart(shares_across_lengths, expected) -> None:
+    scheduler = PassScheduler(ROOMY, 512, shares_across_lengths=shares_across_lengths)
+    bench = Bench(ROOMY)
+    bench.core.scheduler = scheduler
+    first, longer, equal = (bench_request(bench, prompt) for prompt in family(100, [10, 20, 10]))
+    scheduler.add(first.samples[0])
+    scheduler.complete(scheduler.next_pass())
+    for request, shared in ((longer, expected), (equal, 96)):
+        scheduler.add(request.samples[0])
+        scheduler.next_pass()
+        assert request.samples[0].num_cached_tokens == shared
+
+
+def bench_request(bench: Bench, prompt):
+    """A request that the bench's own scheduler does not see."""
+    bench.core.add = lambda _request: None
+    return bench.add(prompt, max_tokens=3)
+
+
+@given(
+    heads=st.lists(st.integers(0, 120), min_size=1, max_size=3),
+    tails=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 70)), min_size=1, max_size=12),
+    max_tokens=st.integers(1, 20),
+    pass_tokens=st.integers(1, 80),
+    chunk=st.integers(1, 80),
+    num_blocks=st.integers(8, 24),
+    num_samples=st.integers(1, 2),
+)
+@settings(max_examples=30, deadline=None)
+def test_tokens_are_those_of_rows_alone(
+    heads, tails, max_tokens, pass_tokens, chunk, num_blocks, num_samples
+):
+    policy = small_policy(
+        batch_size=5, pass_tokens=pass_tokens, prefill_chunk_tokens=chunk, num_kv_blocks=num_blocks
+    )
+    bench, shared = Bench(policy), prompts_of(heads)
+    prompts = [
+        shared[which % len(shared)] + prompts_of([length], seed=index)[0]
+        for index, (which, length) in enumerate(tails)
+    ]
+    for prompt in prompts:
+        bench.add(prompt, max_tokens=max_tokens, n=num_samples)
+    bench.run()
+    bench.assert_all_as_expected(prompts, max_tokens)
+    assert_nothing_is_left(bench)
+
+
+def test_families_survive_preemption() -> None:
+    bench, _ = short_rows_then_long_ones(small_policy(num_kv_blocks=12, batch_size=8))
+    prompts = family(64, [3, 9, 20, 1, 30, 5])
+    orders = [bench.add(prompt, max_tokens=90).order for prompt in prompts]
+    bench.run()
+    assert bench.core.scheduler.num_preemptions > 0
+    for order, prompt in zip(orders, prompts, strict=True):
+        assert list(bench.results[order].token_ids) == expected_tokens(prompt, 90)
+    assert_nothing_is_left(bench)
+
+
+def test_a_prompt_that_is_given_up_half_way_is_no_longer_waited_for() -> None:
+    bench = Bench(small_policy(prefill_chunk_tokens=BLOCK_TOKENS))
+    prompts = family(128, [5, 7])
+    first = bench.add(prompts[0], max_tokens=3)
+    bench.core.step()
+    bench.core.scheduler._preempt(first.samples[0])
+    assert_nothing_is_left(bench)
+    bench.add(prompts[1], max_tokens=3)
+    bench.run()
+    bench.assert_all_as_expected(prompts, 3)
+
+
+def test_arranged_rows_share_more() -> None:
+    policy = small_policy(batch_size=8, pass_tokens=256, prefill_chunk_tokens=128, num_kv_blocks=48)
+    families = [family(96, [5 + i for i in range(6)], 10 * seed) for seed in range(20)]
+    mixed = [group[index] for index in range(6) for group in families]
+    texts = sorted((prompt_bytes(None, None, prompt), prompt) for prompt in mixed)
+    order = deal_rows([text for text, _ in texts], [len(text) for text, _ in texts], 16)
+    benches = []
+    for prompts in (mixed, [texts[index][1] for index in order]):
+        bench = Bench(policy)
+        for prompt in prompts:
+            bench.add(prompt, max_tokens=4)
+        bench.run()
+        bench.assert_all_as_expected(prompts, 4)
+        benches.append(bench)
+    apart, together = benches
+    assert cached(apart) < 96 * 10
+    assert cached(together) >= 96 * 20 * 4  # of 5 rows of each family that could
+    tokens = [bench.core.counters.num_computed_tokens for bench in benches]
+    assert tokens[1] < tokens[0] / 2
+
+
+def test_a_core_takes_the_setting_along() -> None:
+    core = EngineCore(
+        Bench(ROOMY).runner, ROOMY, max_context_tokens=512, vocab_size=8, eos_token_ids=(),
+        decode=str, finish=lambda *_: None, shares_across_lengths=False,
+    )  # fmt: skip
+    assert not core.scheduler._shares_across_lengths
