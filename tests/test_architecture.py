@@ -31,7 +31,7 @@ MAY_IMPORT = {
 }
 MAY_IMPORT["measure"] = {*MAY_IMPORT} - {"config", "structured", "assets"}
 MAY_IMPORT["engine"] = {*MAY_IMPORT, "config"} - {"assets"}
-MAY_IMPORT["data"] = BASE | {"config", "structured", "specs", "plan", "engine"}
+MAY_IMPORT["data"] = BASE | {"config", "structured", "specs", "schedule", "plan", "engine"}
 EVERYTHING = {*MAY_IMPORT, "bench", "cli"}
 MAY_IMPORT["bench"] = EVERYTHING - {"cli"}
 MAY_IMPORT["cli"] = EVERYTHING

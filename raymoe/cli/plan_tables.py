@@ -10,7 +10,7 @@ from raymoe.plan.plan import RESOURCE_NAMES, Plan
 from raymoe.plan.policy import DevicePolicy
 from raymoe.plan.streaming import KV_BLOCK_TOKENS, StreamedPasses
 from raymoe.schedule.draw.text import draw_text
-from raymoe.schedule.task import Op
+from raymoe.schedule.excerpt import middle_layers
 from raymoe.schedule.timeline import Timeline
 from raymoe.units import format_bytes, format_seconds
 
@@ -44,20 +44,12 @@ def prediction_table(plan: Plan, price_per_hour: float | None) -> Table:
 
 def gantt(decode: Timeline, width: int) -> str:
     """The layers in the middle of a decode pass as text of at most so many letters a line."""
-    starts = {
-        span.task.layer: span.start_s
-        for span in decode.spans
-        if span.task.op is Op.PRE and span.task.part == 0
-    }
-    shown = min(GANTT_LAYERS, len(starts))
-    first = (len(starts) - shown) // 2
-    start_s = starts[first] if first else 0.0
-    end_s = starts.get(first + shown, decode.makespan_s)
-    few = Timeline("", decode.between(start_s, end_s).spans)
+    few, shown, num_layers = middle_layers(decode, GANTT_LAYERS)
     title = (
-        f"{shown} of the {len(starts)} layers of a decode pass, which takes "
+        f"{shown} of the {num_layers} layers of a decode pass, which takes "
         f"{format_seconds(decode.makespan_s)}"
     )
+    few = Timeline("", few.spans)
     return f"{title}\n{draw_text([few], columns=max(1, width - AROUND_LANE))}"
 
 

@@ -19,6 +19,9 @@ from raymoe.data.journal import SYNC_EVERY_S
 from raymoe.data.manifest import Manifest
 from raymoe.data.options import as_engine_config, as_sampling_params
 from raymoe.data.rows import SAMPLING_COLUMN, RowReader, RowRequest
+from raymoe.data.status.files import make_status_directory, status_beside
+from raymoe.data.status.observer import Observer
+from raymoe.data.status.row_counter import RowCounter
 from raymoe.data.worker import should_leave_process
 from raymoe.engine.generation import Generation
 from raymoe.errors import ConfigError, ExecutionError
@@ -74,6 +77,9 @@ class MoEGenerator:
             (`raymoe.data.strikes` says how); without it such a row is tried for ever.
         journal_sync_s: The journal is forced to disk this often. What a process wrote survives its
             end at once, and that of its machine after this time.
+        status_dir: Where this actor writes how it does every few seconds, for ``raymoe status`` and
+            ``raymoe report``; all actors of a job take the same directory. With a journal_dir, the
+            directory of the same name with the ending ``.status`` is the default.
     """
 
     def __init__(  # noqa: PLR0913 - the options of a user, all keyword-only
@@ -95,8 +101,10 @@ class MoEGenerator:
         on_too_long: str | None = None,
         journal_dir: str | Path | None = None,
         journal_sync_s: float = SYNC_EVERY_S,
+        status_dir: str | Path | None = None,
     ) -> None:
         self._engine: Engine | None = None
+        self._observer: Observer | None = None
         self._job: JobRows | None = None
         defaults = as_sampling_params(sampling_params)
         self._reader = RowReader(
@@ -120,6 +128,7 @@ class MoEGenerator:
         }
         given = {name: value for name, value in changes.items() if value is not None}
         config = dataclasses.replace(as_engine_config(engine_config), **given)
+        name = str(model_source)
         if journal_dir is not None:
             # Before the model loads: a journal of another job is refused in a second.
             identity = _identify(model_source)
@@ -127,11 +136,9 @@ class MoEGenerator:
             self._job = JobRows.open(
                 journal_dir, Manifest.of(identity, defaults, config), sync_every_s=journal_sync_s
             )
-        try:
-            self._engine = _load_engine(model_source, config)
-        except BaseException:
-            self.close()
-            raise
+            status_dir = status_dir or _status_beside(journal_dir)
+        self._counts = RowCounter()
+        self._load(model_source, config, name=name, status_dir=status_dir)
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         """Generate for one table; blocks until all its rows are done."""
@@ -147,14 +154,36 @@ class MoEGenerator:
     def close(self) -> None:
         """Stop the engine and free its memory; more than once is fine."""
         engine, self._engine = self._engine, None
+        if self._observer is not None:
+            self._observer.close()  # it looks at the engine a last time
         if engine is not None:
             engine.close()
         if self._job is not None:
             self._job.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_engine", None) or getattr(self, "_job", None):
+        owned = ("_engine", "_job", "_observer")
+        if any(getattr(self, name, None) for name in owned):
             self.close()
+
+    def _load(
+        self,
+        model_source: str | Path,
+        config: EngineConfig,
+        *,
+        name: str,
+        status_dir: str | Path | None,
+    ) -> None:
+        """Start the engine, watched from before it loads."""
+        try:
+            self._observer = Observer(name, self._counts, status_dir=status_dir)
+            self._engine = _load_engine(model_source, config)
+        except BaseException as error:
+            if self._observer is not None:
+                self._observer.fail(f"{type(error).__name__}: {error}")
+            self.close()
+            raise
+        self._observer.attach(self._engine)
 
     def _check(self, batch: pa.Table) -> None:
         if not isinstance(batch, pa.Table):
@@ -183,12 +212,14 @@ class MoEGenerator:
         if job is not None:
             job.flush()
         done = iter([next(fresh) if answer is None else answer for _, answer in known])
-        return [
+        generations = [
             Generation(finish_reason="error", error=request.error)
             if request.prompt is None
             else _with_column(next(done), request.column)
             for request in requests
         ]
+        self._counts.add(generations, num_found=len(known) - len(missing))
+        return generations
 
     def _fail(self, error: Exception) -> NoReturn:
         """End the process inside a Ray actor, so that Ray restarts it; raise elsewhere.
@@ -201,11 +232,22 @@ class MoEGenerator:
         if self._job is not None:
             with contextlib.suppress(ExecutionError):  # the journal broke too, and has logged why
                 self._job.flush(LAST_FLUSH_S)
+        if self._observer is not None:
+            self._observer.fail(f"the engine is broken: {error}")
         is_useful = self._has_generated_a_batch or self._job is not None
         if should_leave_process(is_restart_useful=is_useful):
             logging.shutdown()
             os._exit(1)
         raise ExecutionError(f"the engine is broken: {error}") from error
+
+
+def _status_beside(journal_dir: str | Path) -> Path | None:
+    """Return where the status goes by default; nobody asked for it, so it may be missing."""
+    try:
+        return make_status_directory(status_beside(Path(journal_dir).expanduser().absolute()))
+    except ConfigError as error:
+        logger.warning("no status is written: %s; give a status_dir", error)
+        return None
 
 
 def _load_engine(model_source: str | Path, config: EngineConfig) -> "Engine":

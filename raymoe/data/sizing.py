@@ -44,6 +44,7 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
     memory: int | None = None,
     engine_config: EngineConfig | Mapping[str, Any] | None = None,
     journal_dir: str | Path | None = None,
+    status_dir: str | Path | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Return the keyword arguments with which `Dataset.map_batches` runs `MoEGenerator`.
@@ -64,6 +65,7 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
         engine_config: An `EngineConfig`, or its fields as a dict.
         journal_dir: Where the actors keep finished rows, see `MoEGenerator`; a relative path is one
             of this process, wherever the actors run.
+        status_dir: Where the actors write how they do, in the same way.
         options: Passed to `MoEGenerator`: sampling_params, id_column and so on.
 
     Raises:
@@ -77,8 +79,9 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
         rows_in_flight = DEFAULT_ROWS if plan is None else ROWS_PER_SEQUENCE * plan.batch_size
     calls = min(MAX_CONCURRENT_CALLS, ceil_div(rows_in_flight, batch_size))
     constructor = {"engine_config": config, "max_concurrent_calls": calls, **options}
-    if journal_dir is not None:
-        constructor["journal_dir"] = _absolute(journal_dir)
+    for name, directory in (("journal_dir", journal_dir), ("status_dir", status_dir)):
+        if directory is not None:
+            constructor[name] = _absolute(directory)
     return {
         "batch_size": batch_size,
         "batch_format": "pyarrow",
@@ -92,9 +95,9 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
     }
 
 
-def _absolute(journal_dir: str | Path) -> str:
+def _absolute(directory: str | Path) -> str:
     """Actors have working directories of their own."""
-    text = str(journal_dir)
+    text = str(directory)
     return text if "://" in text else str(Path(text).expanduser().absolute())
 
 

@@ -50,6 +50,21 @@ class EngineStats:
     link_s: float
     generated_tokens_per_s: float
 
+    @property
+    def pool_fill(self) -> float:
+        """Share of the slots in use, 0..1."""
+        return self.num_live_sequences / max(1, self.num_slots)
+
+    @property
+    def kv_use(self) -> float:
+        """Share of the KV blocks in use, 0..1."""
+        return 1.0 - self.num_free_blocks / max(1, self.num_kv_blocks)
+
+    @property
+    def link_busy(self) -> float:
+        """Share of the time in passes that the link to the device was busy, 0..1."""
+        return self.link_s / self.busy_s if self.busy_s else 0.0
+
 
 class Counters:
     """Sums over all passes; the engine thread counts, others read."""

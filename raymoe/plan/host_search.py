@@ -27,10 +27,14 @@ GOOD_PASS, GOOD_BATCH = 0.995, 0.98
 
 
 class HostPass:
-    """Passes of a model on the cores of a node."""
+    """Passes of a model on the cores of a node.
+
+    Attributes:
+        work: The model in numbers.
+    """
 
     def __init__(self, work: ModelWork, hardware: HardwareSpec) -> None:
-        self._work, self._hardware = work, hardware
+        self.work, self._hardware = work, hardware
         self._schedule = build_in_place(len(work.layers))
 
     def schedule(self, load: PassLoad) -> Schedule:
@@ -41,7 +45,7 @@ class HostPass:
     def timeline(self, load: PassLoad) -> Timeline:
         """The predicted timeline of a pass."""
         shape = PassShape.of(load)
-        return simulate(self._schedule, HostCost(self._work, self._hardware, shape))
+        return simulate(self._schedule, HostCost(self.work, self._hardware, shape))
 
     def seconds(self, load: PassLoad) -> float:
         """Its length."""

@@ -3,15 +3,22 @@
 After MoE-Lightning (ASPLOS 2025), figures 1, 4 and 5, and MoE-Lens (2025), figure 3.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 from raymoe.errors import ConfigError, InfeasiblePlanError
 from raymoe.plan.device_pass import DevicePass
-from raymoe.plan.draw import Curve, CurvePoint, draw_roofline, draw_throughput
+from raymoe.plan.draw import (
+    Curve,
+    CurvePoint,
+    draw_host_roofline,
+    draw_roofline,
+    draw_throughput,
+)
+from raymoe.plan.host_search import HostPass
 from raymoe.plan.load import PassLoad
-from raymoe.plan.papers.hrm import Hierarchy, Operation, place
+from raymoe.plan.papers.hrm import Hierarchy, Level, Operation, place
 from raymoe.plan.papers.policies import PaperPolicies
 from raymoe.plan.plan import RESOURCE_NAMES, Plan
 from raymoe.plan.policy import Policy
@@ -38,13 +45,38 @@ def roofline_picture(plan: Plan, passes: DevicePass) -> str:
         plan: Whose weights stream.
         passes: Its passes.
     """
-    node, load = Hierarchy.of(plan.hardware), plan.decode_load
-    return draw_roofline(
-        node,
-        place(node, feed_forward(passes, load)),
-        [place(node, attention(passes.work, load.decode_context))],
+    load = plan.decode_load
+    return draw_operations(
+        plan.hardware,
+        [feed_forward(passes, load), attention(passes.work, load.decode_context)],
         title=f"{plan.model_name} on {plan.hardware.name}, decoding by schedule {plan.schedule}",
     )
+
+
+def operations_of(plan: Plan) -> list[Operation]:
+    """What a decode pass of a plan computes, experts first; empty where no host memory is read."""
+    load, passes = plan.decode_load, plan.passes
+    if isinstance(passes, HostPass):
+        return [host_feed_forward(passes.work, load), attention(passes.work, load.decode_context)]
+    if isinstance(passes, DevicePass) and passes.passes.cut.streamed_bytes:
+        return [feed_forward(passes, load), attention(passes.work, load.decode_context)]
+    return []
+
+
+def draw_operations(node: HardwareSpec, operations: Sequence[Operation], *, title: str) -> str:
+    """The roofs of a node and operations under them; the first is the one that was planned for.
+
+    Args:
+        node: With a GPU or without.
+        operations: At least one.
+        title: The heading.
+    """
+    if not node.has_gpu:
+        host = Level(node.host_flop_per_s, node.host_bytes_per_s)
+        return draw_host_roofline(host, operations, title=title)
+    hierarchy = Hierarchy.of(node)
+    first, *others = (place(hierarchy, operation) for operation in operations)
+    return draw_roofline(hierarchy, first, others, title=title)
 
 
 def feed_forward(passes: DevicePass, load: PassLoad) -> Operation:
@@ -66,6 +98,20 @@ def feed_forward(passes: DevicePass, load: PassLoad) -> Operation:
         flop=load.tokens * sum(layer.ffn_token_flop for layer in layers),
         near_bytes=launches * read,
         far_bytes=passes.passes.cut.streamed_bytes,
+    )
+
+
+def host_feed_forward(work: ModelWork, load: PassLoad) -> Operation:
+    """The same where the CPU computes all of it, in one launch of each layer."""
+    read = sum(
+        layer.common.num_bytes + layer.touched_experts(load.tokens) * layer.expert.num_bytes
+        for layer in work.layers
+    )
+    return Operation(
+        name=f"FFN of {load.tokens:.0f} tokens",
+        flop=load.tokens * sum(layer.ffn_token_flop for layer in work.layers),
+        near_bytes=read,
+        far_bytes=read,
     )
 
 

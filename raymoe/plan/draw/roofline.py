@@ -20,7 +20,7 @@ from raymoe.plan.draw.chart import (
     Colour,
     note_at,
 )
-from raymoe.plan.papers.hrm import Hierarchy, Placement, Roof
+from raymoe.plan.papers.hrm import Hierarchy, Level, Operation, Placement, Point, Roof
 from raymoe.schedule.draw.page import svg_page
 from raymoe.units import GB, MB, TB
 
@@ -63,6 +63,49 @@ def draw_roofline(
         ],
         style=STYLE,
     )
+
+
+def draw_host_roofline(host: Level, operations: Sequence[Operation], *, title: str) -> str:
+    """Draw the two roofs of a node without a GPU, and what is attainable for operations there.
+
+    Args:
+        host: Cores and memory.
+        operations: Of a pass.
+        title: The heading.
+    """
+    intensities = [operation.far_intensity for operation in operations]
+    x_values = [host.turning_point / 30, host.turning_point * 30]
+    x_values += [x * factor for x in intensities for factor in (1 / 3, 3)]
+    chart = Chart.decades(x_values, [host.attainable(min(x_values)), host.flop_per_s * 2])
+    ends = ((chart.x.least, host.flop_per_s), (chart.x.most, host.flop_per_s))
+    return svg_page(
+        title,
+        WIDTH,
+        HEIGHT,
+        [
+            *chart.frame(
+                NAMES,
+                [f"{tick:,g}" for tick in chart.x.ticks()],
+                [_rate(tick) for tick in chart.y.ticks()],
+            ),
+            chart.line(_slope(chart, host.bytes_per_s, host.flop_per_s), Colour.CPU),
+            _slope_note(chart, host.bytes_per_s, f"host memory {_rate(host.bytes_per_s, 'B/s')}"),
+            chart.line(ends, Colour.CPU, dash="7 4"),
+            note_at(LEFT + 8, chart.y.at(host.flop_per_s) - 6, f"CPU {_rate(host.flop_per_s)}"),
+            *(
+                element
+                for operation, x in zip(operations, intensities, strict=True)
+                for element in _spot(
+                    chart, Point(x, host.attainable(x)), operation.name, _host_limit(host, x)
+                )
+            ),
+        ],
+        style=STYLE,
+    )
+
+
+def _host_limit(host: Level, flop_per_byte: float) -> str:
+    return "memory" if flop_per_byte < host.turning_point else "CPU"
 
 
 def _regions(chart: Chart, hierarchy: Hierarchy, chosen: Placement) -> Iterator[str]:
@@ -154,16 +197,19 @@ def _turning_points(chart: Chart, chosen: Placement) -> Iterator[str]:
 
 def _operation(chart: Chart, placement: Placement) -> Iterator[str]:
     """A point with its name, its speed and what limits it there."""
-    point, operation = placement.point, placement.operation
     limit = LIMITS[placement.near_roof] if placement.is_near_better else "CPU"
+    yield from _spot(chart, placement.point, placement.operation.name, limit)
+
+
+def _spot(chart: Chart, point: Point, name: str, limit: str) -> Iterator[str]:
     x, y = chart.pixel(*point)
     yield chart.line(
         [(point.flop_per_byte, chart.y.least), point], Colour.OTHER, width=1.5, dash="4 3"
     )
     yield chart.dot(*point, Colour.OTHER)
-    is_right = x > WIDTH - RIGHT - LETTER_WIDTH * len(operation.name) - 20
+    is_right = x > WIDTH - RIGHT - LETTER_WIDTH * len(name) - 20
     note_x, style = (x - 10, "end") if is_right else (x + 10, "")
-    yield note_at(note_x, y + 20, operation.name, f"name {style}".rstrip())
+    yield note_at(note_x, y + 20, name, f"name {style}".rstrip())
     yield note_at(note_x, y + 36, f"{_rate(point.flop_per_s)}, {limit}", style)
 
 

@@ -1,0 +1,169 @@
+"""Where is the status of a job, and what does it say? Files that appear whole, read without trust.
+
+answers.status/              beside the output, and beside a journal of another name
+    job.json                 the driver's: rows that are in the output
+    actor-NODE-PID-X.json    of each process that generates, every few seconds
+    pass-NODE-PID-X.json     a typical pass of it
+
+Nothing here is needed to go on with a job: a file that is torn or old costs a line of a table.
+"""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from raymoe.data.status.record import FORMAT, ActorStatus, JobStatus, PassRecord
+from raymoe.errors import CheckpointError, ConfigError
+from raymoe.specs.files import open_regular, parse_json_object
+from raymoe.specs.plain_data import from_plain, to_json
+from raymoe.units import MIB, format_bytes
+
+SUFFIX = ".status"
+JOB_FILE = "job.json"
+ACTOR_PREFIX, PASS_PREFIX = "actor-", "pass-"
+JOURNAL_SUFFIX = ".journal"
+MAX_FILE_BYTES = 16 * MIB
+OURS = re.compile(r"\.?(job|actor-[\w.-]+|pass-[\w.-]+)\.json(\.tmp)?", re.ASCII)
+
+Record = TypeVar("Record", ActorStatus, JobStatus, PassRecord)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusFiles:
+    """What a directory held.
+
+    Attributes:
+        job: None where there is no driver that writes one: Ray Data without `raymoe generate`.
+        actors: In the order of their names.
+        passes: In the order of their names.
+        unreadable: What could not be read, and why, a line each.
+        written_unix_s: When the file of each actor was last changed, as the file system says.
+    """
+
+    directory: Path
+    job: JobStatus | None = None
+    actors: tuple[ActorStatus, ...] = ()
+    passes: tuple[PassRecord, ...] = ()
+    unreadable: tuple[str, ...] = ()
+    written_unix_s: tuple[float, ...] = ()
+
+
+def status_beside(path: str | Path) -> Path:
+    """Return the directory of the status of a job with this output or journal."""
+    path = Path(path)
+    name = path.name.removesuffix(JOURNAL_SUFFIX) or path.name
+    return path.with_name(name + SUFFIX)
+
+
+def find_status(path: str | Path) -> Path:
+    """Return the directory of the status of a job.
+
+    Args:
+        path: That directory, or the output or the journal beside which it lies.
+
+    Raises:
+        ConfigError: There is none; says where it was looked for.
+    """
+    path = Path(path).expanduser().absolute()
+    if path.name.endswith(SUFFIX) and path.is_dir():
+        return path
+    beside = status_beside(path)
+    if not beside.is_dir():
+        raise ConfigError(
+            f"{path}: no status of a job here or in {beside}; give the output, the journal_dir or "
+            "the status_dir of a job that was started with one"
+        )
+    return beside
+
+
+def make_status_directory(directory: str | Path) -> Path:
+    """Make the directory where it is missing; return its absolute path.
+
+    Raises:
+        ConfigError: It cannot be made or written, or is no path of a file system.
+    """
+    if "://" in str(directory):
+        raise ConfigError(
+            f"status_dir is {str(directory)!r}; give a directory of a file system that the nodes "
+            "share"
+        )
+    path = Path(directory).expanduser().absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"status_dir {path} cannot be made: {error}") from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"status_dir {path} cannot be written by this user")
+    return path
+
+
+def clear_status(directory: Path) -> None:
+    """Remove what a former run wrote, and nothing else.
+
+    Raises:
+        ConfigError: There are files of others; names one.
+    """
+    if not directory.is_dir():
+        return
+    for path in sorted(directory.iterdir()):
+        if not OURS.fullmatch(path.name):
+            raise ConfigError(
+                f"{directory} holds {path.name}, which raymoe did not write; move it away"
+            )
+    for path in directory.iterdir():
+        path.unlink(missing_ok=True)
+
+
+def write_record(path: Path, record: ActorStatus | JobStatus | PassRecord) -> None:
+    """Write a file in place of what is there; a reader finds the one or the other, whole.
+
+    It is not forced to disk: who needs it after a crash of the machine reads what is left.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")  # one process writes one name
+    temporary.write_text(to_json(record))
+    temporary.replace(path)
+
+
+def read_status(directory: Path) -> StatusFiles:
+    """Read all that is there. What is torn, foreign or gone meanwhile is named, never an error."""
+    unreadable: list[str] = []
+
+    def read(kind: type[Record], path: Path) -> tuple[Record, float] | None:
+        try:
+            return _read(kind, path)
+        except FileNotFoundError:  # of a former run, removed between listing and reading
+            return None
+        except (OSError, CheckpointError, ConfigError) as error:
+            unreadable.append(f"{path.name}: {error}")
+            return None
+
+    def read_all(kind: type[Record], prefix: str) -> list[tuple[Record, float]]:
+        found = [read(kind, path) for path in sorted(directory.glob(f"{prefix}*.json"))]
+        return [one for one in found if one is not None]
+
+    job = read(JobStatus, directory / JOB_FILE)
+    actors, passes = read_all(ActorStatus, ACTOR_PREFIX), read_all(PassRecord, PASS_PREFIX)
+    return StatusFiles(
+        directory=directory,
+        job=None if job is None else job[0],
+        actors=tuple(status for status, _ in actors),
+        passes=tuple(record for record, _ in passes),
+        unreadable=tuple(unreadable),
+        written_unix_s=tuple(written_s for _, written_s in actors),
+    )
+
+
+def _read(kind: type[Record], path: Path) -> tuple[Record, float]:
+    with os.fdopen(open_regular(path), "rb") as file:
+        state = os.fstat(file.fileno())
+        if state.st_size > MAX_FILE_BYTES:
+            raise CheckpointError(f"{format_bytes(state.st_size)} are no status")
+        plain = parse_json_object(file.read(), where="content")
+    if plain.get("format") != FORMAT:
+        raise ConfigError(f"format {plain.get('format')!r} is not {FORMAT}: of another raymoe")
+    return from_plain(kind, plain, where="content"), state.st_mtime

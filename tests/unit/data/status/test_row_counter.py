@@ -1,0 +1,41 @@
+"""Rows are counted by what was wrong with them, in a fixed amount of memory."""
+
+from raymoe.data.status.row_counter import MAX_KINDS, MAX_MESSAGES, RowCounter
+from raymoe.engine.generation import Generation
+
+
+def good(tokens=4, **changes):
+    return Generation(
+        text="x",
+        finish_reason="stop",
+        num_input_tokens=3,
+        num_generated_tokens=tokens,
+        **changes,
+    )
+
+
+def bad(error):
+    return Generation(finish_reason="error", error=error)
+
+
+def test_rows_tokens_and_kinds_of_errors_are_summed_up():
+    counter = RowCounter()
+    counter.add([good(), good(others=(good(6),)), bad("ConfigError: a"), bad("ConfigError: b")])
+    counter.add([good(), bad("DecodeError: c")], num_found=2)
+    counts = counter.counts()
+    assert (counts.num_rows, counts.num_error_rows, counts.num_found_rows) == (6, 3, 2)
+    assert (counts.num_input_tokens, counts.num_generated_tokens) == (9, 18)
+    assert counts.errors == (("ConfigError", 2), ("DecodeError", 1))
+    assert counts.messages == ("ConfigError: a", "ConfigError: b", "DecodeError: c")
+
+
+def test_errors_with_any_text_take_a_fixed_amount_of_memory():
+    counter = RowCounter()
+    for number in range(1000):
+        counter.add([bad(f"Kind{number}: {'long ' * 1000}"), bad(f"\x1b[31m {number}: text")])
+    counts = counter.counts()
+    assert sum(count for _, count in counts.errors) == counts.num_error_rows == 2000
+    assert len(counts.errors) <= MAX_KINDS + 1
+    assert all(kind.isidentifier() for kind, _ in counts.errors)
+    assert len(counts.messages) == MAX_MESSAGES
+    assert max(map(len, counts.messages)) <= 400
