@@ -1,6 +1,7 @@
 """Shapes of models and lengths of rows that the benchmark runs on random weights."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,14 +95,17 @@ WORKLOADS = {
 
 
 def make_prompts(workload: RowLengths, vocab_size: int) -> list[list[int]]:
+    """Prompts of a workload; see `random_prompts`."""
+    return random_prompts(workload.prompt_lengths(), vocab_size)
+
+
+def random_prompts(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
     """Random token ids; frequencies fall as 1 / rank, as in text."""
-    rng = np.random.default_rng(1234)
     weights = 1.0 / np.arange(10, vocab_size + 10)
     weights /= weights.sum()
-    return [
-        [int(token) for token in rng.choice(vocab_size, size=length, p=weights)]
-        for length in workload.prompt_lengths()
-    ]
+    tokens = np.random.default_rng(1234).choice(vocab_size, size=sum(lengths), p=weights)
+    ends = np.cumsum(lengths)[:-1]
+    return [prompt.tolist() for prompt in np.split(tokens, ends)]
 
 
 def make_checkpoint(shape: str, directory: Path, *, seed: int = 0) -> Path:

@@ -20,7 +20,7 @@ COMMANDS = {
     "models": "List the models and weight formats that run, or say what a given model is.",
     "compare": "Run schedules side by side on an emulated device, predicted and measured.",
     "profile": "Measure this machine in a minute: what its cores, memory, GPU and link reach.",
-    "bench": "Measure this machine: our engine against transformers, beside the bound.",
+    "bench": "Measure engines and schedules on this machine, beside what it could do at most.",
 }
 EXIT_FAILED = 1
 EXIT_BAD_USAGE = 2

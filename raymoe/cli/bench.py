@@ -1,7 +1,8 @@
-"""`raymoe bench`: our engine against transformers on the same rows, beside the machine's limit."""
+"""`raymoe bench`: engines and schedules on the same rows, beside the limit of the machine."""
 
 import itertools
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -11,15 +12,20 @@ from rich.live import Live
 from rich.table import Table
 
 from raymoe.bench.contenders import CONTENDERS
+from raymoe.bench.gpu.contenders import GPU_CONTENDERS
+from raymoe.bench.gpu.shapes import GPU_SHAPES
+from raymoe.bench.gpu.workloads import GPU_WORKLOADS
 from raymoe.bench.jobs import kernel_jobs
 from raymoe.bench.kernels import measure_kernels
 from raymoe.bench.lanes import measure_lanes
 from raymoe.bench.passes import KindTimes, compare_passes, times_by_kind
 from raymoe.bench.suite import Result, run_suite
 from raymoe.bench.workloads import SHAPES, WORKLOADS, make_checkpoint
+from raymoe.cli.gpu_bench import GpuOptions, run_gpu
+from raymoe.cli.options import size
 from raymoe.config import Settings
 from raymoe.device.host import read_host
-from raymoe.errors import ConfigError
+from raymoe.errors import ConfigError, UnknownOptionError
 from raymoe.kernels.threads import set_num_threads
 from raymoe.measure.profile import obtain_profile
 from raymoe.schedule.task import Op
@@ -27,60 +33,210 @@ from raymoe.units import GB, GIB, format_seconds
 
 # Of a pass on host cores, those that take time.
 PASS_OPS = (Op.PRE, Op.ATTN, Op.POST, Op.EXPERTS, Op.HEAD)
+SUITES = ("cpu", "gpu")
+CPU, GPU = "Suite cpu", "Suite gpu"
+
+Suite = Annotated[
+    str,
+    typer.Option(
+        help="cpu: engines on the cores of this machine. gpu: schedules of the papers, each with "
+        "its own policy, and accelerate, on one GPU."
+    ),
+]
+Shapes = Annotated[
+    list[str],
+    typer.Option(
+        "--shape",
+        help=f"Models, repeatable. cpu: {', '.join(SHAPES)}; gpu: {', '.join(GPU_SHAPES)}.",
+    ),
+]
+Workloads = Annotated[
+    list[str],
+    typer.Option(
+        "--workload",
+        help=f"Row lengths, repeatable. cpu: {', '.join(WORKLOADS)}; "
+        f"gpu: {', '.join(GPU_WORKLOADS)} (prompts and generated tokens as published).",
+    ),
+]
+Contenders = Annotated[
+    list[str],
+    typer.Option(
+        "--contender",
+        help=f"Repeatable. cpu: {', '.join(CONTENDERS)}; gpu: {', '.join(GPU_CONTENDERS)}.",
+    ),
+]
+Repetitions = Annotated[
+    int, typer.Option(min=1, help="Runs of each; medians are shown.", rich_help_panel=CPU)
+]
+Phases = Annotated[
+    bool,
+    typer.Option(
+        "--phases",
+        help="Time the prefill apart; takes about twice as long.",
+        rich_help_panel=CPU,
+    ),
+]
+Kernels = Annotated[
+    bool,
+    typer.Option(
+        "--kernels",
+        help="Measure kernels, not engines; about four minutes.",
+        rich_help_panel=CPU,
+    ),
+]
+Passes = Annotated[
+    bool,
+    typer.Option(
+        "--passes",
+        help="Our passes, predicted with this machine's profile, too.",
+        rich_help_panel=CPU,
+    ),
+]
+Device = Annotated[
+    str,
+    typer.Option(
+        help="cuda; or emulated, made of host memory, to try the suite without a GPU.",
+        rich_help_panel=GPU,
+    ),
+]
+Hardware = Annotated[
+    str | None,
+    typer.Option(
+        help="Whose pace --device emulated takes on: l4, t4, a5000, ...", rich_help_panel=GPU
+    ),
+]
+DeviceMemory = Annotated[
+    int | None,
+    typer.Option(
+        parser=size,
+        metavar="SIZE",
+        help="Cap, to stand for a smaller GPU: 16GiB; all that is free by default.",
+        rich_help_panel=GPU,
+    ),
+]
+HostMemory = Annotated[
+    int | None,
+    typer.Option(
+        parser=size,
+        metavar="SIZE",
+        help="Cap; 0.85 of what is available by default.",
+        rich_help_panel=GPU,
+    ),
+]
+Layers = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="The first layers of each shape; as many as host memory and time allow by default.",
+        rich_help_panel=GPU,
+    ),
+]
+PartLimit = Annotated[
+    float,
+    typer.Option(
+        min=10,
+        help="Seconds of a part, for half of which its rows are chosen; beyond, it has failed.",
+        rich_help_panel=GPU,
+    ),
+]
+MostRows = Annotated[int, typer.Option(min=1, help="Rows of a part, at most.", rich_help_panel=GPU)]
+Again = Annotated[
+    bool,
+    typer.Option(
+        "--again",
+        help="Also run parts that --out has results of; those that failed run again anyway.",
+        rich_help_panel=GPU,
+    ),
+]
 
 
 def run(  # noqa: PLR0913 - the options of a command
     *,
-    shape: Annotated[
-        list[str], typer.Option(help=f"Model shapes, of {', '.join(SHAPES)}; repeatable.")
-    ] = ["mixtral"],  # noqa: B006 - typer copies it
-    workload: Annotated[
-        list[str], typer.Option(help=f"Row lengths, of {', '.join(WORKLOADS)}; repeatable.")
-    ] = ["W1"],  # noqa: B006 - typer copies it
-    contender: Annotated[
-        list[str], typer.Option(help=f"Engines, of {', '.join(CONTENDERS)}; repeatable.")
-    ] = ["raymoe", "transformers"],  # noqa: B006 - typer copies it
-    repetitions: Annotated[int, typer.Option(min=1, help="Runs of each; medians are shown.")] = 3,
+    suite: Suite = "cpu",
+    shape: Shapes = [],  # noqa: B006 - typer copies it
+    workload: Workloads = [],  # noqa: B006
+    contender: Contenders = [],  # noqa: B006
+    repetitions: Repetitions = 3,
     num_threads: Annotated[int | None, typer.Option(min=1, help="Cores; all by default.")] = None,
-    phases: Annotated[
-        bool, typer.Option("--phases", help="Time the prefill apart; takes about twice as long.")
-    ] = False,
-    kernels: Annotated[
-        bool, typer.Option("--kernels", help="Measure kernels, not engines; about four minutes.")
-    ] = False,
-    passes: Annotated[
-        bool,
-        typer.Option("--passes", help="Our passes, predicted with this machine's profile, too."),
-    ] = False,
+    phases: Phases = False,
+    kernels: Kernels = False,
+    passes: Passes = False,
     out: Annotated[
-        Path, typer.Option(help="Directory for checkpoints (kept) and results.jsonl.")
+        Path, typer.Option(help="Directory for checkpoints (kept), results and pictures.")
     ] = Path("raymoe-bench"),
+    device: Device = "cuda",
+    hardware: Hardware = None,
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
+    layers: Layers = None,
+    part_limit: PartLimit = 540.0,
+    most_rows: MostRows = 8192,
+    again: Again = False,
 ) -> None:
     """Measure generated tokens per second on random weights, end to end; or kernels, or passes.
 
     Bound: operations over 0.94 of the measured bfloat16 peak and bytes over the measured read
     bandwidth, the longer for each phase. Rows generate every token (no early end), greedily.
+
+    The suite gpu runs each part (a shape, a workload, a contender) in a process of its own, takes
+    up where it was stopped, and leaves gpu.jsonl, report.md and pictures in --out. Its bound:
+    weights over the link, weights and KV out of host memory, operations, for the whole job.
     """
-    _check_names(shape=(shape, SHAPES), workload=(workload, WORKLOADS))
-    _check_names(contender=(contender, CONTENDERS))
-    num_threads = num_threads or read_host().num_cores
+    if suite not in SUITES:
+        raise UnknownOptionError(suite, SUITES, "suite")
+    if suite == "gpu":
+        run_gpu(
+            GpuOptions(
+                shapes=shape, workloads=workload, contenders=contender, device=device,
+                hardware=hardware, device_memory=device_memory, host_memory=host_memory,
+                num_threads=num_threads, num_layers=layers, part_limit_s=part_limit,
+                most_rows=most_rows, is_again=again, out=out,
+            )
+        )  # fmt: skip
+        return
+    chosen = _CpuOptions(
+        shapes=shape or ["mixtral"],
+        workloads=workload or ["W1"],
+        contenders=contender or ["raymoe", "transformers"],
+        repetitions=repetitions,
+        num_threads=num_threads or read_host().num_cores,
+        out=out,
+    )
     if kernels:
-        _run_kernels(num_threads, repetitions)
-        return
-    console = Console(stderr=True)
+        _run_kernels(chosen.num_threads, repetitions)
+    elif passes:
+        _run_passes(chosen)
+    else:
+        _run_engines(chosen, has_phases=phases)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CpuOptions:
+    """Of the suite cpu."""
+
+    shapes: list[str]
+    workloads: list[str]
+    contenders: list[str]
+    repetitions: int
+    num_threads: int
+    out: Path
+
+    def __post_init__(self) -> None:
+        _check_names(shape=(self.shapes, SHAPES), workload=(self.workloads, WORKLOADS))
+        _check_names(contender=(self.contenders, CONTENDERS))
+
+
+def _run_engines(options: _CpuOptions, *, has_phases: bool) -> None:
+    console, results, out = Console(stderr=True), [], options.out
     out.mkdir(parents=True, exist_ok=True)
-    if passes:
-        _run_passes(itertools.product(shape, workload), num_threads, repetitions, out)
-        return
-    results = []
     with (out / "results.jsonl").open("a") as lines:
         for result in run_suite(
-            shapes=shape,
-            workloads=workload,
-            contenders=contender,
-            repetitions=repetitions,
-            num_threads=num_threads,
-            has_phases=phases,
+            shapes=options.shapes,
+            workloads=options.workloads,
+            contenders=options.contenders,
+            repetitions=options.repetitions,
+            num_threads=options.num_threads,
+            has_phases=has_phases,
             directory=out,
             report=lambda text: console.print(text, style="dim"),
         ):
@@ -98,14 +254,13 @@ def _check_names(**options: tuple[Iterable[str], Collection[str]]) -> None:
                 raise ConfigError(f"--{name} {value!r} is not one of {', '.join(known)}")
 
 
-def _run_passes(
-    cases: Iterable[tuple[str, str]], num_threads: int, repetitions: int, directory: Path
-) -> None:
+def _run_passes(options: _CpuOptions) -> None:
     settings = Settings.from_environment()
-    hardware, _ = obtain_profile(settings.cache_directory, num_threads)
-    for shape, workload in cases:
-        model = make_checkpoint(shape, directory / shape)
-        runs = compare_passes(model, hardware, WORKLOADS[workload], repetitions)
+    options.out.mkdir(parents=True, exist_ok=True)
+    hardware, _ = obtain_profile(settings.cache_directory, options.num_threads)
+    for shape, workload in itertools.product(options.shapes, options.workloads):
+        model = make_checkpoint(shape, options.out / shape)
+        runs = compare_passes(model, hardware, WORKLOADS[workload], options.repetitions)
         Console().print(_pass_table(f"{shape} {workload}", times_by_kind(runs)))
 
 

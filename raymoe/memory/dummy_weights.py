@@ -55,7 +55,7 @@ class DummyWeights:
             return self._matrix(name, stored, (rows, columns))
         if len(shape) == 1 and name.endswith("norm.weight"):
             return torch.ones(shape, dtype=self.dtype)
-        drawn = _dealt(self._values, name, shape)
+        drawn = dealt(self._values, name, shape)
         # Tokens must differ by more than the layers add, or all of them choose the same experts.
         return drawn.div_(STANDARD_DEVIATION) if name == EMBEDDING else drawn
 
@@ -76,11 +76,17 @@ class DummyWeights:
         if piece.name == "order":  # all columns in the first group
             return torch.zeros(piece.shape, dtype=dtype)
         width = (*piece.shape[:-1], piece.shape[-1] * dtype.itemsize)
-        return _dealt(self._codes, name + piece.suffix, width).view(dtype)
+        return dealt(self._codes, name + piece.suffix, width).view(dtype)
 
 
-def _dealt(values: Tensor, name: str, shape: Shape) -> Tensor:
-    """Values from a place that the name decides, again from the first one behind the last."""
+def dealt(values: Tensor, name: str, shape: Shape) -> Tensor:
+    """Values from a place that the name decides, again from the first one behind the last.
+
+    Args:
+        values: One dimension.
+        name: Of the weight.
+        shape: Of the result.
+    """
     out = torch.empty(shape, dtype=values.dtype)
     flat, at = out.view(-1), zlib.crc32(name.encode()) % len(values)
     done = 0

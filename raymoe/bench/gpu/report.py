@@ -1,0 +1,176 @@
+"""Tables of the GPU suite, for the terminal and for `report.md`, and the bar charts."""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from raymoe.bench.gpu.pictures import Bar, draw_bars, timeline_files
+from raymoe.bench.gpu.result import Figures, PartResult, PredictedFigures, Status
+from raymoe.units import GB, format_bytes
+
+REPORT = "report.md"
+COLUMNS = (
+    "contender",
+    "rows",
+    "prefill",
+    "decode",
+    "end to end",
+    "raymoe is",
+    "of pinned",
+    "to plan",
+    "of bound",
+)
+MORE_COLUMNS = ("link GB/s", "bound by", "busy GPU, CPU, in, out", "schedule (policy)")
+LEGEND = (
+    "Tokens per second. Prefill: prompt tokens of the job with one new token for each row; decode: "
+    "the other generated tokens over the time beyond that; end to end: all generated tokens over "
+    "all of it (~: the first steps stand for all). Of pinned: weights while their pages were "
+    "copied, of the rate of copies from pinned memory just before. To plan: how much longer the "
+    "job took than its plan said. Bound: bytes and operations of the job at the rates of the node, "
+    "nothing lost. Busy: share of the passes in which each resource worked (in: host to device)."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Results of one shape and workload on one node."""
+
+    title: str
+    file_name: str
+    results: tuple[PartResult, ...]
+
+    def rows(self) -> Iterator[tuple[str, ...]]:
+        """A line for each result that was measured, for `COLUMNS` and `MORE_COLUMNS`."""
+        ours = [r for r in self.results if r.settings.contender == "raymoe"]
+        mine = ours[0].figures if ours else None
+        for result in self.results:
+            if result.figures is not None:
+                yield _row(result.settings.contender, result.figures, mine)
+
+    def notes(self) -> Iterator[str]:
+        """A line for each result that was not."""
+        for result in self.results:
+            if result.figures is None:
+                reason = first_line(result.reason)
+                yield f"{result.settings.contender} {result.status}: {reason}"
+
+    def bars(self) -> str | None:
+        """The bar chart; None where nothing was measured."""
+        bars = [
+            Bar(
+                result.settings.contender,
+                result.figures.tokens_per_s,
+                f"tokens/s, {_percent(result.figures.share_of_bound)} of bound",
+            )
+            for result in self.results
+            if result.figures is not None
+        ]
+        return draw_bars(bars, title=self.title) if bars else None
+
+
+def groups_of(results: Iterable[PartResult]) -> list[Group]:
+    """Results by shape and workload, node and number of layers, in their order."""
+    ordered = sorted(results, key=_group_key)
+    return [_group(tuple(members)) for _, members in groupby(ordered, key=_group_key)]
+
+
+def write_report(results: Sequence[PartResult], out: Path) -> Path:
+    """Write `report.md` and the bar charts; returns the former."""
+    sections = [LEGEND]
+    for group in groups_of(results):
+        lines = [f"## {group.title}", "", *_markdown(group)]
+        bars = group.bars()
+        if bars is not None:
+            (out / group.file_name).write_text(bars)
+            lines += ["", f"![generated tokens per second]({group.file_name})"]
+        links = [link for result in group.results for link in _timeline_links(result, out)]
+        if links:
+            lines += ["", f"A steady decode pass: {', '.join(links)}."]
+        sections.append("\n".join(lines))
+    path = out / REPORT
+    path.write_text("# GPU suite\n\n" + "\n\n".join(sections) + "\n")
+    return path
+
+
+def first_line(text: str) -> str:
+    """The first line of a message that may hold a table."""
+    return text.splitlines()[0] if text else ""
+
+
+def _group_key(result: PartResult) -> tuple[str, ...]:
+    settings = result.settings
+    return (settings.shape, settings.workload, f"{settings.num_layers:04d}", str(settings.node))
+
+
+def _group(results: tuple[PartResult, ...]) -> Group:
+    first = results[0]
+    settings, node = first.settings, first.settings.node
+    measured = next((r for r in results if r.status == Status.DONE), first)
+    cap = node.device_memory_bytes
+    title = (
+        f"{settings.shape}, {settings.num_layers} of {first.whole_layers} layers, "
+        f"{settings.workload}: {measured.device_name}, "
+        f"{'all its memory' if cap is None else format_bytes(cap)}"
+    )
+    digest = hashlib.sha256(repr(_group_key(first)).encode()).hexdigest()
+    name = f"{settings.shape}-{settings.workload}-{digest[:8]}.svg"
+    return Group(title=title, file_name=name, results=results)
+
+
+def _row(contender: str, figures: Figures, ours: Figures | None) -> tuple[str, ...]:
+    is_part = figures.num_measured_steps < figures.generated_tokens // figures.num_rows - 1
+    mark = "~" if is_part else ""
+    rate, model = figures.tokens_per_s, figures.model
+    decode = figures.decode_tokens_per_s
+    link, gap, rates, busy = ("",) * 4 if model is None else _model_cells(figures, model)
+    return (
+        contender,
+        f"{figures.num_rows}",
+        f"{figures.prefill_tokens_per_s:.1f}",
+        f"{mark}{decode:.1f}" if decode else "",
+        f"{mark}{rate:.1f}",
+        "" if ours is None else f"{ours.tokens_per_s / rate:.2f} x",
+        link,
+        gap,
+        _percent(figures.share_of_bound),
+        rates,
+        figures.limit,
+        busy,
+        f"{figures.schedule} ({figures.policy})",
+    )
+
+
+def _model_cells(figures: Figures, model: PredictedFigures) -> tuple[str, str, str, str]:
+    busy, link, pinned = model.busy, model.link_bytes_per_s, figures.pinned_bytes_per_s
+    return (
+        _percent(link / pinned) if link else "",
+        f"{100 * (figures.total_s / model.predicted_s - 1):+.0f} %",
+        f"{link / GB:.1f} of {pinned / GB:.1f}" if link else "",
+        ", ".join(_percent(share) for share in (busy.gpu, busy.cpu, busy.htod, busy.dtoh)),
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+def _markdown(group: Group) -> Iterator[str]:
+    rows = list(group.rows())
+    if rows:
+        yield _line((*COLUMNS, *MORE_COLUMNS))
+        yield _line(["---"] * len((*COLUMNS, *MORE_COLUMNS)))
+        yield from map(_line, rows)
+        yield ""
+    yield from (f"- {note}" for note in group.notes())
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+
+def _timeline_links(result: PartResult, out: Path) -> Iterator[str]:
+    picture, trace = timeline_files(result.settings)
+    if result.figures is not None and (out / picture).exists():
+        yield f"[{result.settings.contender}]({picture}) ([trace]({trace}))"

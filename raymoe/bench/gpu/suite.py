@@ -1,0 +1,159 @@
+"""Runs the parts of the GPU suite one after another, each in a process with a time limit."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from raymoe.bench.gpu.node import measured_node
+from raymoe.bench.gpu.part import result_of
+from raymoe.bench.gpu.result import PartResult, Status, append_result, read_results
+from raymoe.bench.gpu.settings import NodeSettings, PartSettings
+from raymoe.bench.gpu.shapes import layers_that_fit
+from raymoe.bench.gpu.workloads import GPU_WORKLOADS
+from raymoe.config import Settings
+from raymoe.errors import ExecutionError
+from raymoe.specs.hardware import HardwareSpec
+from raymoe.units import format_seconds
+
+Report = Callable[[str], None]
+
+RESULTS = "gpu.jsonl"
+# Of the limit of a part: what the weights of all passes may take on the link. Schedules that wait
+# for them take up to twice that.
+LINK_SHARE = 0.3
+NODE_LIMIT_S = 300.0  # the profile of a machine takes a minute
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuiteSettings:
+    """What to run.
+
+    Attributes:
+        node: On what.
+        shapes: Of `GPU_SHAPES`.
+        workloads: Of `GPU_WORKLOADS`.
+        contenders: Of `GPU_CONTENDERS`.
+        num_layers: Of every shape; None for as many as fit memory and time.
+        limit_s: Of each part.
+        most_rows: Of each part.
+        is_again: Whether parts with a result run again.
+    """
+
+    node: NodeSettings
+    shapes: Sequence[str]
+    workloads: Sequence[str]
+    contenders: Sequence[str]
+    num_layers: int | None
+    limit_s: float
+    most_rows: int
+    is_again: bool
+
+    def parts(self, node: HardwareSpec) -> list[PartSettings]:
+        """All parts, contenders of one shape and workload together."""
+        return [
+            PartSettings(
+                node=self.node,
+                shape=shape,
+                num_layers=self._layers(shape, workload, node),
+                workload=workload,
+                contender=contender,
+                limit_s=self.limit_s,
+                most_rows=self.most_rows,
+            )
+            for shape, workload, contender in product(self.shapes, self.workloads, self.contenders)
+        ]
+
+    def _layers(self, shape: str, workload: str, node: HardwareSpec) -> int:
+        if self.num_layers is not None:
+            return self.num_layers
+        generated = GPU_WORKLOADS[workload].generated_tokens
+        return layers_that_fit(shape, node, generated, LINK_SHARE * self.limit_s)
+
+
+def run_gpu_suite(suite: SuiteSettings, out: Path, report: Report) -> Iterator[PartResult]:
+    """Yield the result of every part, of those that have one already, too.
+
+    Args:
+        suite: What to run.
+        out: Where results, pictures and logs are kept.
+        report: Told what is being done.
+
+    Raises:
+        ConfigError: The file of results is not one.
+        ExecutionError: The node cannot be found.
+    """
+    (out / "logs").mkdir(parents=True, exist_ok=True)
+    results = out / RESULTS
+    known = {result.key: result for result in read_results(results)}
+    node_file = out / "node.json"
+    if suite.node.device == "cuda":
+        report("the node: a profile takes a minute where there is none yet")
+        node = _measure_node(suite.node, node_file, out / "logs" / "node.log")
+    else:
+        node = measured_node(suite.node, Settings.from_environment())
+        node.to_file(node_file)
+    parts = suite.parts(node)
+    for number, part in enumerate(parts, 1):
+        before = known.get(part.key)
+        if before is not None and before.status == Status.DONE and not suite.is_again:
+            report(f"{number} of {len(parts)}: {part.name} was measured {before.date}")
+            yield before
+            continue
+        limit = format_seconds(part.limit_s)
+        report(f"{number} of {len(parts)}: {part.name}, {part.num_layers} layers, at most {limit}")
+        result = run_in_process(part, node, node_file, out)
+        append_result(results, result)
+        yield result
+
+
+def run_in_process(
+    part: PartSettings, node: HardwareSpec, node_file: Path, out: Path
+) -> PartResult:
+    """Run a part; a process that ends without a result, or does not end, has failed."""
+    log = out / "logs" / f"{part.file_name}.log"
+    module = [sys.executable, "-m", "raymoe.bench.gpu.part"]
+    arguments = [part.to_json(), str(node_file), str(out)]
+    code, text = _run([*module, *arguments], log, part.limit_s)
+    lines = [line for line in text.splitlines() if line.startswith("{")]
+    if code == 0 and lines:
+        return PartResult.from_json(lines[-1])
+    if code is None:
+        reason = f"not done after {format_seconds(part.limit_s)}; see {log}"
+    elif code < 0:
+        reason = f"ended by signal {signal.Signals(-code).name} (of memory, perhaps); see {log}"
+    else:
+        reason = f"ended with status {code}; see {log}"
+    return result_of(part, Status.FAILED, reason, node.name)
+
+
+def _measure_node(settings: NodeSettings, file: Path, log: Path) -> HardwareSpec:
+    command = [sys.executable, "-m", "raymoe.bench.gpu.node", settings.to_json(), str(file)]
+    code, _ = _run(command, log, NODE_LIMIT_S)
+    if code != 0:
+        lines = log.read_text().splitlines() or ["no output"]
+        raise ExecutionError(f"the node cannot be measured: {lines[-1]}; see {log}")
+    return HardwareSpec.from_file(file)
+
+
+def _run(command: Sequence[str], log: Path, limit_s: float) -> tuple[int | None, str]:
+    """Status and output of a process; no status if it had to be ended, with all that it started."""
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+        ) as process,
+    ):
+        try:
+            text, _ = process.communicate(timeout=limit_s)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            if isinstance(error, subprocess.TimeoutExpired):
+                return None, ""
+            raise
+    return process.returncode, text
