@@ -28,6 +28,7 @@ MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIASES = 4096
 MAX_TOKEN_ID = 2**31 - 1
+MAX_RANKS = 64
 GREEDY_BELOW_TEMPERATURE = 1e-5  # vLLM's threshold: dividing by less overflows float32
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -177,6 +178,9 @@ class EngineConfig:
     Attributes:
         dtype: Of the computation; "auto" is the checkpoint's.
         kv_dtype: Of the KV cache; "auto" is `dtype`.
+        tensor_parallel_size: GPUs of the node that share every pass: attention heads, columns of
+            experts and KV cache are divided between them, each with a link of its own. A policy,
+            and `device_memory_bytes`, are then those of one of them.
         device: "cpu"; "cuda"; "emulated", made of host memory, to which weights stream as to a
             GPU; or "auto", a GPU where there is one.
         load_format: "dummy" makes random weights in memory instead of reading any; the directory
@@ -205,6 +209,7 @@ class EngineConfig:
     """
 
     dtype: str = "auto"
+    tensor_parallel_size: int = 1
     device: str = "auto"
     load_format: str = "auto"
     schedule: str = "auto"
@@ -235,6 +240,7 @@ class EngineConfig:
         for name, high in (("num_threads", 4096), ("max_context_tokens", 2**30)):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 1, high)
+        _integer("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS)
         if self.expected_calls is not None:
             _integer("expected_calls", self.expected_calls, 1, 2**20)
         _integer("seed", self.seed, 0, 2**63 - 1)

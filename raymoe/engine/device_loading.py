@@ -13,11 +13,10 @@ from raymoe.errors import PerformanceWarning
 from raymoe.kernels.device_experts_tiles import TileTable
 from raymoe.kernels.paged_kv import CacheLayout
 from raymoe.memory.activations import ActivationSizes, HostActivations, PassActivations
-from raymoe.memory.dummy_weights import DummyWeights
 from raymoe.memory.kv_cache import KvCache
 from raymoe.memory.weight_pages import LayerPaging, WeightPages
-from raymoe.memory.weights import WeightStore
-from raymoe.model.decoder import Decoder
+from raymoe.memory.weights import Weights
+from raymoe.model.decoder import Decoder, Reduce, keep
 from raymoe.model.paged_loading import PagedLoader
 from raymoe.plan.pages import PageCut, layer_pages
 from raymoe.plan.streaming import StreamedPasses
@@ -35,14 +34,19 @@ STAGING_SLOTS = 4  # pages of the ring where weights cannot be pinned
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """What is loaded: the model, the types, the sizes, and measured tiles of the GPU's kernels."""
+    """What is loaded: the model, the types, the sizes, and measured tiles of the GPU's kernels.
+
+    Attributes:
+        reduce: Adds up what ranks add to hidden states, where `spec` is the part of one.
+    """
 
     spec: ModelSpec
-    store: WeightStore | DummyWeights
+    store: Weights
     dtype: torch.dtype
     kv_layout: CacheLayout
     passes: StreamedPasses
     tiles: TileTable | None = None
+    reduce: Reduce = keep
 
 
 def load_on_device(
@@ -233,4 +237,4 @@ def _decoder(
     loader = PagedLoader(
         views.__getitem__, model.store, model.dtype, device.torch_device, tiles=model.tiles
     )
-    return Decoder(model.spec, loader, lambda _names: None)
+    return Decoder(model.spec, loader, lambda _names: None, reduce=model.reduce)

@@ -223,6 +223,8 @@ class Engine:
             self._changed.notify_all()
         atexit.unregister(self.close)
         is_stuck = self._failure is not None
+        if is_stuck:
+            self._parts.interrupt()
         if threading.current_thread() is not self._thread:
             self._thread.join(STUCK_JOIN_S if is_stuck else None)
         self._watchdog.close()

@@ -1,9 +1,8 @@
 """From a model directory to the parts of an engine; nothing large is taken before the plan fits."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,47 +10,27 @@ import numpy as np
 import torch
 
 from raymoe.config import EngineConfig, SamplingParams, Settings
-from raymoe.device.cuda import open_cuda
-from raymoe.device.device import Device
-from raymoe.device.emulated import EmulatedDevice
 from raymoe.engine.core import EngineCore, Runner
-from raymoe.engine.device_loading import LoadedModel, load_on_device, load_resident
+from raymoe.engine.load_job import DTYPES, LoadJob, RankShare, open_weights
 from raymoe.engine.node import find_node
-from raymoe.engine.pace import Pace
 from raymoe.engine.parts import EngineParts
+from raymoe.engine.ranks import load_ranks
 from raymoe.engine.request import Request
+from raymoe.engine.runner_loading import Loaded, in_place_arena_bytes, load_runner
 from raymoe.engine.tokenizer import Tokenizer
+from raymoe.engine.watchdog import longest_pass_s
 from raymoe.errors import ConfigError, UnknownOptionError
 from raymoe.kernels.cpu_linear import packed_linear_is_used
-from raymoe.kernels.device_experts_tiles import TileTable
 from raymoe.kernels.threads import set_num_threads
-from raymoe.measure.expert_tiles import Gpu, load_tiles
-from raymoe.memory.arena import HostArena
-from raymoe.memory.dummy_weights import DummyWeights
-from raymoe.memory.kv_cache import KvCache, blocks_of_tokens
 from raymoe.memory.source import resolve_model
-from raymoe.memory.weights import WeightStore
-from raymoe.model.cache import cache_layout
-from raymoe.model.decoder import Decoder
-from raymoe.model.loading import decoder_arena_bytes
+from raymoe.memory.weights import Weights
 from raymoe.plan.policy import Policy
 from raymoe.plan.search import find_plan
-from raymoe.plan.streaming import StreamedPasses
-from raymoe.plan.work import ModelWork
-from raymoe.runtime.device_runner import BeforePass
-from raymoe.runtime.runner import PassRunner
 from raymoe.schedule.builders import BUILDERS, STREAMING_BUILDERS
-from raymoe.schedule.builders.in_place import build_in_place
-from raymoe.schedule.simulate import Instant
 from raymoe.specs.files import read_json_object
-from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
-from raymoe.specs.workload import Workload
 
 logger = logging.getLogger(__name__)
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-Release = Callable[[], None]
 
 
 def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
@@ -61,73 +40,70 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
     settings = Settings.from_environment()
     directory = resolve_model(path)
     spec = ModelSpec.from_directory(directory)
-    store = _open_weights(spec, directory, config)
-    dtype = store.dtype if config.dtype == "auto" else DTYPES[config.dtype]
+    weights = open_weights(spec, directory, config)
+    dtype = weights.dtype if config.dtype == "auto" else DTYPES[config.dtype]
     kv_dtype = _kv_dtype(config, dtype)
-    hardware = find_node(config, settings, device)
     context = min(spec.max_context_tokens, config.max_context_tokens or spec.max_context_tokens)
-    # Dummy weights have the type to compute in; they would be made to be looked at.
-    arena_bytes = decoder_arena_bytes(spec, dtype, None if _is_dummy(config) else store)
     plan = find_plan(
         spec,
-        hardware,
+        find_node(config, settings, device),
         config.workload,
         schedule=schedule,
         policy=config.policy,
         bytes_per_element=dtype.itemsize,
         kv_bytes_per_element=kv_dtype.itemsize,
-        weight_bytes=_weight_bytes(spec, dtype, arena_bytes),
+        weight_bytes=_weight_bytes(spec, weights, dtype),
         max_context_tokens=context,
+        tensor_parallel_size=config.tensor_parallel_size,
     )
     logger.info("plan: %s", plan.describe())
     tokenizer = Tokenizer(directory, spec.vocab_size)
-    # Where the weights are packed, torch is left with operations too small to share: its second
-    # thread would only spin beside the workers of the native kernels and take their cores.
-    num_torch_threads = 1 if packed_linear_is_used(dtype) else hardware.num_cores
-    set_num_threads(hardware.num_cores, num_torch_threads)
-    model = LoadedModel(
-        spec=spec,
-        store=store,
+    job = LoadJob(
+        directory=directory,
+        config=config,
+        settings=settings,
+        device=device,
         dtype=dtype,
-        kv_layout=cache_layout(spec, kv_dtype),
-        passes=StreamedPasses.of(spec, plan.schedule, plan.policy, dtype.itemsize),
+        kv_dtype=kv_dtype,
+        hardware=plan.hardware,
+        schedule=plan.schedule,
+        policy=plan.policy,
+        # Where the weights are packed, torch is left with operations too small to share: its second
+        # thread would only spin beside the workers of the native kernels and take their cores.
+        num_torch_threads=1 if packed_linear_is_used(dtype) else plan.hardware.num_cores,
+        pass_limit_s=config.watchdog_s or longest_pass_s(plan),
     )
-    if device == "cpu":
-        runner, release = _load_in_place(model, arena_bytes, config.workload, hardware.num_cores)
-    elif device == "cuda":
-        model = replace(model, tiles=_kept_tiles(settings))
-        opened = open_cuda(memory_bytes=config.device_memory_bytes)
-        runner, release = _load_or_close(model, opened, None)
-    else:
-        is_paced = config.hardware not in {None, "auto"}
-        runner, release = _load_emulated(model, hardware, is_paced=is_paced)
-    warm_up(runner, spec.vocab_size)
+    set_num_threads(job.hardware.num_cores, job.num_torch_threads)
+    loaded = _load(job, spec, weights)
     return EngineParts(
-        runner=runner,
+        runner=loaded.runner,
         policy=plan.policy,
         tokenizer=tokenizer,
         vocab_size=spec.vocab_size,
         max_context_tokens=context,
         eos_token_ids=_eos_token_ids(spec, directory),
-        num_threads=hardware.num_cores,
-        num_torch_threads=num_torch_threads,
+        num_threads=job.hardware.num_cores,
+        num_torch_threads=job.num_torch_threads,
         plan=plan,
         shares_across_lengths=not spec.rope.depends_on_length,
-        release=release,
+        release=loaded.release,
+        interrupt=loaded.interrupt,
     )
 
 
-def _is_dummy(config: EngineConfig) -> bool:
-    return config.load_format == "dummy"
-
-
-def _open_weights(
-    spec: ModelSpec, directory: Path, config: EngineConfig
-) -> WeightStore | DummyWeights:
-    if not _is_dummy(config):
-        return WeightStore.open(spec, directory)
-    name = config.dtype if config.dtype != "auto" else spec.dtype or "bfloat16"
-    return DummyWeights(spec, DTYPES[name])
+def _load(job: LoadJob, spec: ModelSpec, weights: Weights) -> Loaded:
+    """Load all ranks and let each touch its weights."""
+    if job.num_ranks == 1:
+        share = RankShare.of(spec, weights, rank=0, num_ranks=1)
+        loaded = load_runner(job, share)
+    else:
+        loaded = load_ranks(job, spec, weights)
+    try:
+        warm_up(loaded.runner, spec.vocab_size)
+    except BaseException:
+        loaded.release()
+        raise
+    return loaded
 
 
 def _device_name(config: EngineConfig) -> str:
@@ -142,6 +118,7 @@ def _schedule_name(config: EngineConfig, device: str) -> str:
     if name not in known:
         raise UnknownOptionError(name, known, "schedule")
     has_device = device != "cpu"
+    _check_ranks(config.tensor_parallel_size, device)
     fitting = ["resident", *sorted(STREAMING_BUILDERS)] if has_device else ["in_place"]
     if name not in ("auto", *fitting):
         raise ConfigError(f"schedule is {name!r}; the device {device!r} runs {', '.join(fitting)}")
@@ -153,64 +130,25 @@ def _schedule_name(config: EngineConfig, device: str) -> str:
     return name
 
 
-def _load_emulated(
-    model: LoadedModel, hardware: HardwareSpec, *, is_paced: bool
-) -> tuple[Runner, Release]:
-    device = EmulatedDevice(hardware.gpu_memory_bytes, Instant())
-    pace = None
-    if is_paced:
-        work = ModelWork.of(
-            model.spec, model.dtype.itemsize, kv_element_bytes=model.kv_layout.dtype.itemsize
+def _check_ranks(num_ranks: int, device: str) -> None:
+    if num_ranks == 1:
+        return
+    if device == "cpu":
+        raise ConfigError(
+            f"tensor_parallel_size is {num_ranks}, but the device 'cpu' has no GPUs to divide the "
+            "model between, and one engine uses all cores; leave it out"
         )
-        pages = () if _is_resident(model) else model.passes.cut.page_bytes
-        pace = Pace(device, work, hardware, pages)
-    return _load_or_close(model, device, pace)
+    if device == "cuda" and torch.cuda.device_count() < num_ranks:
+        raise ConfigError(
+            f"tensor_parallel_size is {num_ranks}, but torch sees {torch.cuda.device_count()} "
+            "CUDA devices; reduce it, or let the process see more (num_gpus of a Ray actor, "
+            "CUDA_VISIBLE_DEVICES)"
+        )
 
 
-def _kept_tiles(settings: Settings) -> TileTable | None:
-    """Tiles that were measured on the GPU; None where a stand-in for one computes."""
-    if not torch.cuda.is_available():
-        return None
-    return load_tiles(settings.cache_directory, Gpu.current())
-
-
-def _is_resident(model: LoadedModel) -> bool:
-    """Whether nothing streams."""
-    return model.passes.schedule == "resident"
-
-
-def _load_or_close(
-    model: LoadedModel, device: Device, before_pass: BeforePass | None
-) -> tuple[Runner, Release]:
-    try:
-        load = load_resident if _is_resident(model) else load_on_device
-        return load(model, device, before_pass)
-    except BaseException:
-        device.close()
-        raise
-
-
-def _load_in_place(
-    model: LoadedModel, arena_bytes: int, workload: Workload | None, num_threads: int
-) -> tuple[Runner, Release]:
-    spec, arena, store = model.spec, HostArena(arena_bytes), model.store
-    decoder = Decoder.load(spec, store, arena.allocate, model.dtype, release=store.drop_pages)
-    policy = model.passes.policy
-    cache = KvCache(model.kv_layout, spec.num_layers, policy.num_kv_blocks)
-    if workload is not None:
-        rows = min(workload.num_rows, policy.batch_size)
-        used_blocks = min(policy.num_kv_blocks, rows * blocks_of_tokens(workload.context_tokens))
-        cache.touch(used_blocks, num_threads)
-
-    def release() -> None:
-        cache.close()
-        arena.close()
-
-    return PassRunner(decoder, cache, build_in_place(spec.num_layers)), release
-
-
-def _weight_bytes(spec: ModelSpec, dtype: torch.dtype, arena_bytes: int) -> int:
+def _weight_bytes(spec: ModelSpec, weights: Weights, dtype: torch.dtype) -> int:
     """Weights in memory: packed copies and the embedding, or the mapped files and their copies."""
+    arena_bytes = in_place_arena_bytes(spec, weights, dtype)
     if packed_linear_is_used(dtype):
         return arena_bytes + spec.vocab_size * spec.hidden_size * dtype.itemsize
     return spec.weight_bytes(dtype.itemsize) + arena_bytes

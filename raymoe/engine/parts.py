@@ -9,8 +9,8 @@ from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Policy
 
 
-def _nothing() -> None:
-    """Close nothing."""
+def nothing() -> None:
+    """There is nothing to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +30,7 @@ class EngineParts:
         shares_across_lengths: Whether prompts of different lengths that begin alike have the same
             KV there; not where rotary embeddings depend on the length.
         release: Called once when the engine has ended: gives memory back.
+        interrupt: Called when a pass is stuck: ends what it may be waiting for, so that it fails.
     """
 
     runner: Runner
@@ -42,7 +43,8 @@ class EngineParts:
     num_torch_threads: int | None = None
     plan: Plan | None = None
     shares_across_lengths: bool = True
-    release: Callable[[], None] = _nothing
+    release: Callable[[], None] = nothing
+    interrupt: Callable[[], None] = nothing
 
     def close(self) -> None:
         """Give back what the parts hold."""

@@ -9,6 +9,8 @@ Assumptions:
   memory are left out: where they are large, operations bind.
 - Attention of a layer with a sliding window reads no more of a context than the window.
 - The rates are those of `device_rates`, measured or not.
+- Ranks add up their parts in a ring, on the GPU's time; that the weights of all of them come over
+  the same links meanwhile is left out.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,6 +38,7 @@ OVERHEAD_S: Mapping[Resource, float] = {
     Resource.DTOH: 10e-6,
     Resource.HOST_COPY: 10e-6,
 }
+PEER_STEP_S = 10e-6  # our estimate, of NCCL over PCIe
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,22 @@ class DeviceCost:
         num_bytes, number = sum(map(sum, self.page_bytes)), sum(map(len, self.page_bytes))
         return number * OVERHEAD_S[Resource.HTOD] + self.rates.copy_s(Resource.HTOD, num_bytes)
 
+    def all_reduce_s(self, tokens: float) -> float:
+        """Hidden states of so many tokens, added up over the ranks.
+
+        Each sends and receives 2 (n - 1) / n of them in 2 (n - 1) steps.
+
+        Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of
+        workstations (2009), section 4.
+        """
+        ranks, hardware = self.work.num_ranks, self.hardware
+        if ranks == 1 or not tokens:
+            return 0.0
+        slower = min(hardware.htod_bytes_per_s, hardware.dtoh_bytes_per_s)
+        steps = 2 * (ranks - 1)
+        num_bytes = tokens * self.row_bytes(self.work.hidden_size)
+        return steps * (PEER_STEP_S + num_bytes / ranks / (hardware.peer_bytes_per_s or slower))
+
     def row_bytes(self, width: int) -> int:
         """Bytes of a row of activations."""
         return self.work.bytes_per_element * width
@@ -216,8 +235,9 @@ def _hidden_s(cost: DeviceCost, task: Task) -> float:
 
 def _post_s(cost: DeviceCost, task: Task) -> float:
     """Output projection and router: GB of MoE-Lens, section 6.4, without the experts."""
-    layer = cost.layer(task)
-    return cost.rates.projection_s(cost.wave(task).tokens, layer.post.plus(layer.router))
+    layer, tokens = cost.layer(task), cost.wave(task).tokens
+    seconds = cost.rates.projection_s(tokens, layer.post.plus(layer.router))
+    return seconds + cost.all_reduce_s(tokens)
 
 
 def _experts_s(cost: DeviceCost, task: Task) -> float:
@@ -229,7 +249,7 @@ def _experts_s(cost: DeviceCost, task: Task) -> float:
     tokens, layer = cost.group_tokens(task.part), cost.layer(task)
     if not tokens:
         return 0.0
-    seconds = cost.rates.projection_s(tokens, layer.common)
+    seconds = cost.rates.projection_s(tokens, layer.common) + cost.all_reduce_s(tokens)
     touched = layer.touched_experts(tokens)
     if touched:
         rows_per_expert = tokens * layer.top_k / touched

@@ -31,11 +31,13 @@ class Plan:
     """A policy with its prediction.
 
     Attributes:
+        hardware: What one rank has of the node.
         schedule: Name of the schedule.
-        footprint: Host memory.
-        device_footprint: Device memory; None on a node without a GPU.
+        footprint: Host memory, of one rank.
+        device_footprint: Device memory, of one rank; None on a node without a GPU.
         passes: Predicts any pass.
         job: What the workload will take.
+        num_ranks: GPUs that share every pass; 1 without tensor parallelism.
     """
 
     model_name: str
@@ -47,6 +49,12 @@ class Plan:
     device_footprint: Footprint | None
     passes: PassModel
     job: JobEstimate
+    num_ranks: int = 1
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of all ranks."""
+        return self.num_ranks * self.footprint.total
 
     @property
     def decode_load(self) -> PassLoad:
@@ -113,6 +121,7 @@ class Plan:
         lines = [
             f"{self.model_name} on {hardware.name} ({hardware.num_cores} cores, "
             f"{format_bytes(hardware.host_memory_bytes)})",
+            *self._describe_ranks(),
             f"policy: schedule {self.schedule}, batch {policy.batch_size} sequences, "
             f"{policy.pass_tokens} tokens per pass, {policy.num_kv_blocks} KV blocks of "
             f"{KV_BLOCK_TOKENS} tokens",
@@ -129,6 +138,11 @@ class Plan:
             f"{workload.num_rows} rows in {format_seconds(self.job.seconds)}"
         )
         return "\n".join(lines)
+
+    def _describe_ranks(self) -> list[str]:
+        if self.num_ranks == 1:
+            return []
+        return [f"tensor parallel: {self.num_ranks} GPUs share each pass; sizes are of one of them"]
 
     def _describe_device(self) -> list[str]:
         device = self.policy.device

@@ -4,6 +4,7 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
+from raymoe.errors import ConfigError
 from raymoe.plan.device_job import DeviceJob
 from raymoe.plan.device_memory import (
     device_footprint,
@@ -21,6 +22,7 @@ from raymoe.plan.streaming import StreamedPasses
 from raymoe.plan.work import ModelWork
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
+from raymoe.specs.tensor_shards import shard_model
 from raymoe.specs.workload import Workload
 
 
@@ -35,6 +37,7 @@ def find_plan(  # noqa: PLR0913 - the options of one decision
     kv_bytes_per_element: int | None = None,
     weight_bytes: int | None = None,
     max_context_tokens: int | None = None,
+    tensor_parallel_size: int = 1,
 ) -> Plan:
     """Choose the policy, or check the given one, and predict what it does.
 
@@ -49,10 +52,14 @@ def find_plan(  # noqa: PLR0913 - the options of one decision
         weight_bytes: Exact bytes of all weights in kernel form, on a node without a GPU; estimated
             by default.
         max_context_tokens: Longest sequence; the model's by default.
+        tensor_parallel_size: GPUs that share each pass, each with a link and a part of the host;
+            plan and policy are those of one (MoE-Lightning, section 4.3).
 
     Raises:
+        ConfigError: The model cannot be divided between so many GPUs, or the node has none.
         InfeasiblePlanError: The plan needs more memory than there is; shows what needs what.
     """
+    model, hardware = _of_one_rank(model, hardware, tensor_parallel_size)
     workload = workload or DEFAULT_WORKLOAD
     work = ModelWork.of(model, bytes_per_element, kv_element_bytes=kv_bytes_per_element)
     context = min(max_context_tokens or model.max_context_tokens, model.max_context_tokens)
@@ -75,6 +82,17 @@ def find_plan(  # noqa: PLR0913 - the options of one decision
         return _plan_resident(ResidentSearch(job), policy)
     name = "waves" if schedule == "auto" else schedule
     return _plan_streamed(job, StreamedPasses.of(model, name, policy, bytes_per_element))
+
+
+def _of_one_rank(
+    model: ModelSpec, hardware: HardwareSpec, num_ranks: int
+) -> tuple[ModelSpec, HardwareSpec]:
+    """What one of several ranks has of the model and of the node."""
+    if num_ranks > 1 and not hardware.has_gpu:
+        raise ConfigError(
+            f"tensor_parallel_size is {num_ranks}, but {hardware.name} has no GPU; leave it out"
+        )
+    return shard_model(model, num_ranks), hardware.share(num_ranks)
 
 
 def _choose(job: DeviceJob, schedule: str) -> Plan:
@@ -141,6 +159,7 @@ def _plan_resident(search: ResidentSearch, policy: Policy) -> Plan:
         device_footprint=search.footprint(policy),
         passes=passes,
         job=predict_job(job.workload, policy, passes),
+        num_ranks=job.model.num_shards,
     )
 
 
@@ -168,4 +187,5 @@ def _plan_streamed(job: DeviceJob, passes: StreamedPasses) -> Plan:
         device_footprint=on_device,
         passes=device_passes,
         job=predict_job(job.workload, passes.policy, device_passes),
+        num_ranks=job.model.num_shards,
     )

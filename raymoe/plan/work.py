@@ -155,12 +155,14 @@ class ModelWork:
 
     Attributes:
         bytes_per_element: Of activations, and of weights that are not quantised.
+        num_ranks: Ranks that add up their parts of the hidden state, twice in each layer.
     """
 
     layers: tuple[LayerWork, ...]
     hidden_size: int
     head: Matrices
     bytes_per_element: int
+    num_ranks: int = 1
 
     @classmethod
     def of(
@@ -183,6 +185,7 @@ class ModelWork:
             hidden_size=model.hidden_size,
             head=Matrices(prod(shape), model.bytes_of([(head, shape)], bytes_per_element)),
             bytes_per_element=bytes_per_element,
+            num_ranks=model.num_shards,
         )
 
     @cached_property

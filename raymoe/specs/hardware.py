@@ -51,6 +51,18 @@ class HostCurves:
     def __post_init__(self) -> None:
         _check_positive(self, ("attention_flop_per_s", "activation_bytes_per_s"))
 
+    def scaled(self, factor: float) -> "HostCurves":
+        """What a share of the cores reaches; a task waits as long for the interpreter."""
+        return replace(
+            self,
+            product_flop_per_s=self.product_flop_per_s.scaled(factor),
+            expert_flop_per_s=self.expert_flop_per_s.scaled(factor),
+            attention_bytes_per_s=self.attention_bytes_per_s.scaled(factor),
+            attention_flop_per_s=self.attention_flop_per_s * factor,
+            prefill_flop_per_s=self.prefill_flop_per_s.scaled(factor),
+            activation_bytes_per_s=self.activation_bytes_per_s * factor,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceCurves:
@@ -85,7 +97,8 @@ class HardwareSpec:
     """What a node can do, as measured on it; presets estimate what would be measured.
 
     Rates are those that long runs sustain, not the peaks of a data sheet. The numbers of the GPU
-    and its link are all zero on a node without one, and all positive otherwise. Curves are there
+    and its link are all zero on a node without one, and all positive otherwise; where a node has
+    several GPUs, they are those of one. Curves are there
     where the node was measured (`raymoe profile`); presets have none, and costs are then formulas.
 
     Attributes:
@@ -102,6 +115,8 @@ class HardwareSpec:
         dtoh_bytes_per_s: Copies from the device to pinned host memory.
         host_copy_bytes_per_s: Copies from pageable to pinned host memory, bytes copied per second;
             0 where that is not known and there is no GPU.
+        peer_bytes_per_s: What a GPU sends to another one of the node while it receives as much; 0
+            where that is not known: the slower direction of its link.
         host_curves: Of the cores.
         device_curves: Of the GPU and its link; only on a node with one.
     """
@@ -117,13 +132,15 @@ class HardwareSpec:
     htod_bytes_per_s: float = 0.0
     dtoh_bytes_per_s: float = 0.0
     host_copy_bytes_per_s: float = 0.0
+    peer_bytes_per_s: float = 0.0
     host_curves: HostCurves | None = None
     device_curves: DeviceCurves | None = None
 
     def __post_init__(self) -> None:
         _check_positive(self, HOST_FIELDS)
-        if self.host_copy_bytes_per_s != 0:
-            _check_positive(self, ["host_copy_bytes_per_s"])
+        for field in ("host_copy_bytes_per_s", "peer_bytes_per_s"):
+            if getattr(self, field) != 0:
+                _check_positive(self, [field])
         if all(getattr(self, field) == 0 for field in DEVICE_FIELDS):
             if self.device_curves is not None:
                 raise ConfigError("HardwareSpec.device_curves is given, but there is no GPU")
@@ -150,7 +167,36 @@ class HardwareSpec:
             gpu_flop_per_s=0.0,
             htod_bytes_per_s=0.0,
             dtoh_bytes_per_s=0.0,
+            peer_bytes_per_s=0.0,
             device_curves=None,
+        )
+
+    def share(self, count: int) -> "HardwareSpec":
+        """What one of `count` equal users of the node has: a GPU with its link, a part of the host.
+
+        Raises:
+            ConfigError: Not even one core is left for each.
+        """
+        if count == 1:
+            return self
+        if self.num_cores < count:
+            raise ConfigError(
+                f"{self.name} has {self.num_cores} cores for {count} GPUs; each needs one"
+            )
+        curves = self.device_curves
+        if curves is not None:
+            busy = curves.busy_attention_bytes_per_s / count
+            curves = replace(curves, busy_attention_bytes_per_s=busy)
+        return replace(
+            self,
+            name=f"1/{count} of {self.name}",
+            num_cores=self.num_cores // count,
+            host_memory_bytes=self.host_memory_bytes // count,
+            host_bytes_per_s=self.host_bytes_per_s / count,
+            host_flop_per_s=self.host_flop_per_s / count,
+            host_copy_bytes_per_s=self.host_copy_bytes_per_s / count,
+            host_curves=self.host_curves and self.host_curves.scaled(1 / count),
+            device_curves=curves,
         )
 
     def with_gpu_of(self, other: "HardwareSpec", gpu_memory_bytes: int) -> Self:
@@ -167,6 +213,7 @@ class HardwareSpec:
             gpu_flop_per_s=other.gpu_flop_per_s,
             htod_bytes_per_s=other.htod_bytes_per_s,
             dtoh_bytes_per_s=other.dtoh_bytes_per_s,
+            peer_bytes_per_s=other.peer_bytes_per_s,
             host_copy_bytes_per_s=self.host_copy_bytes_per_s or other.host_copy_bytes_per_s,
             device_curves=other.device_curves,
         )

@@ -1,0 +1,277 @@
+"""Rank 0's view of the others: processes that are started, told each pass, watched and ended."""
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from raymoe.device.rank_group import RankGroup
+from raymoe.engine.core import Runner
+from raymoe.engine.load_job import LoadJob, RankShare
+from raymoe.engine.rank_messages import Begin, Failed, RankPass, Reached, receive, send
+from raymoe.engine.runner_loading import Loaded, load_runner
+from raymoe.errors import ExecutionError
+from raymoe.memory.weights import Weights
+from raymoe.runtime.bindings import PassInputs
+from raymoe.schedule.timeline import Timeline
+from raymoe.specs.model import ModelSpec
+
+STAGES = ("started", "imported", "loaded")
+IMPORT_LIMIT_S = 300.0  # importing torch takes long where everything else is busy
+NOTICE_S = 5.0  # how long a failed pass waits for news of the rank that failed
+END_S = 5.0  # how long a rank may take to end by itself
+# As multiprocessing's "spawn" does, but without running the user's script again.
+START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); \
+from raymoe.engine.rank_worker import main; main(int(sys.argv[2]))"
+
+
+class RankProcess:
+    """One rank: its process, the pipe to it, and a thread that listens to what it says.
+
+    Args:
+        begin: What it is to do.
+        on_change: Called, in that thread, whenever `stage` or `failure` has changed.
+
+    Attributes:
+        rank: Which one.
+        stage: How far it has come; one of `STAGES`.
+        failure: Why it has ended or will; empty while it works.
+    """
+
+    def __init__(self, begin: Begin, on_change: Callable[[], None]) -> None:
+        self.rank, self.stage, self.failure = begin.rank, STAGES[0], ""
+        self._on_change, self._is_closing = on_change, False
+        self._process, self._connection = _start()
+        self._thread = threading.Thread(
+            target=self._listen, name=f"raymoe-rank-{begin.rank}", daemon=True
+        )
+        self._thread.start()
+        self.send(begin)
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"rank {self.rank} (process {self._process.pid})"
+
+    def send(self, message: Begin | RankPass) -> None:
+        """Tell it something; if it is gone, `failure` will say so."""
+        with contextlib.suppress(OSError):
+            send(self._connection, message)
+
+    def kill(self) -> None:
+        """End it, whatever it does; from any thread."""
+        self.failure = self.failure or f"{self.name} was ended"
+        self._process.kill()
+
+    def close(self) -> None:
+        """End it and everything that belongs to it here."""
+        self._is_closing = True
+        with contextlib.suppress(OSError):
+            # Unlike `close`, this wakes the thread that listens; the process sees its pipe end.
+            _shut_down(self._connection)
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._thread.join()
+        self._connection.close()
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                message = receive(self._connection)
+                if isinstance(message, Reached):
+                    self.stage = message.stage
+                elif isinstance(message, Failed):
+                    self.failure = f"{self.name} failed: {message.error}"
+                self._on_change()
+        except (EOFError, OSError):
+            if self._is_closing:
+                return
+        self.failure = self.failure or f"{self.name} ended: {self._describe_end()}"
+        self._on_change()
+
+    def _describe_end(self) -> str:
+        try:
+            code = self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            return "it closed its pipe"
+        if code >= 0:
+            return f"exit code {code}"
+        name = signal.Signals(-code).name
+        hint = "; was the host out of memory?" if name == "SIGKILL" else ""
+        return f"killed by {name}{hint}"
+
+
+class Ranks:
+    """The ranks other than this process, and the group of all of them.
+
+    Args:
+        job: What they load.
+    """
+
+    def __init__(self, job: LoadJob) -> None:
+        self._changed = threading.Condition()
+        self._group: RankGroup | None = None
+        self._processes: list[RankProcess] = []
+        self._directory = tempfile.TemporaryDirectory(prefix="raymoe-ranks-")
+        meeting_place = Path(self._directory.name) / "store"
+        try:
+            for rank in range(1, job.num_ranks):
+                begin = Begin(rank=rank, meeting_place=meeting_place, job=job)
+                self._processes.append(RankProcess(begin, self._notice))
+            self.wait_for("imported", IMPORT_LIMIT_S)
+            device = torch.device("cuda", 0) if job.device == "cuda" else torch.device("cpu")
+            self._group = RankGroup(
+                meeting_place, 0, job.num_ranks, device=device, timeout_s=job.pass_limit_s
+            )
+        except BaseException as error:
+            failure = self.failure
+            self.close()
+            if failure:  # which a group that is not complete does not know
+                raise ExecutionError(failure) from error
+            raise
+        self.all_reduce = self._group.all_reduce
+
+    @property
+    def failure(self) -> str:
+        """What happened to the first rank that is gone; empty while all are there."""
+        return next((rank.failure for rank in self._processes if rank.failure), "")
+
+    def wait_for(self, stage: str, limit_s: float | None = None) -> None:
+        """Wait until all ranks have come so far.
+
+        Raises:
+            ExecutionError: One of them failed, or took too long.
+        """
+        least = STAGES.index(stage)
+
+        def behind() -> list[RankProcess]:
+            return [rank for rank in self._processes if STAGES.index(rank.stage) < least]
+
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure or not behind(), limit_s)
+            if self.failure:
+                raise ExecutionError(self.failure)
+            if behind():
+                names = ", ".join(rank.name for rank in behind())
+                raise ExecutionError(f"{names} not {stage} after {limit_s:g} s")
+
+    def send(self, inputs: PassInputs) -> None:
+        """Tell all ranks to run a pass.
+
+        Raises:
+            ExecutionError: One of them is gone.
+        """
+        if self.failure:
+            raise ExecutionError(self.failure)
+        message = RankPass.of(inputs)
+        for rank in self._processes:
+            rank.send(message)
+
+    def explain(self, error: Exception) -> Exception:
+        """What to raise when a pass failed with an error: what happened to a rank, if it did."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure, NOTICE_S)
+        return ExecutionError(self.failure) if self.failure else error
+
+    def interrupt(self) -> None:
+        """End the ranks, so that a sum that waits for them fails; from any thread."""
+        for rank in self._processes:
+            rank.kill()
+        if self._group is not None:
+            self._group.abort()
+
+    def close(self) -> None:
+        """End the ranks."""
+        for rank in self._processes:
+            rank.close()
+        self._directory.cleanup()
+
+    def _notice(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+        if self.failure and self._group is not None:
+            self._group.abort()
+
+
+class RankedRunner:
+    """Runs each pass on all ranks.
+
+    Args:
+        own: Runs the share of this one.
+        ranks: The others.
+    """
+
+    def __init__(self, own: Runner, ranks: Ranks) -> None:
+        self._own, self._ranks = own, ranks
+
+    def run(self, inputs: PassInputs) -> Timeline:
+        """Run one pass; `inputs.on_logits` receives the logits. Returns what was measured here.
+
+        Raises:
+            ExecutionError: A task failed, or a rank; names it.
+        """
+        self._ranks.send(inputs)
+        try:
+            return self._own.run(inputs)
+        except Exception as error:
+            raise self._ranks.explain(error) from error
+
+
+def load_ranks(job: LoadJob, model: ModelSpec, weights: Weights) -> Loaded:
+    """Load all ranks at once, the first one here.
+
+    Args:
+        job: What is loaded.
+        model: The whole model.
+        weights: Of the whole model.
+
+    Raises:
+        ExecutionError: A rank failed; names it.
+    """
+    share = RankShare.of(model, weights, rank=0, num_ranks=job.num_ranks)
+    ranks = Ranks(job)
+    try:
+        own = load_runner(job, share, ranks.all_reduce)
+        ranks.wait_for("loaded")
+    except BaseException:
+        ranks.close()
+        raise
+
+    def release() -> None:
+        ranks.close()
+        own.release()
+
+    return Loaded(RankedRunner(own.runner, ranks), release, ranks.interrupt)
+
+
+def _start() -> tuple[subprocess.Popen[bytes], Connection]:
+    """A process in a session of its own, which no interrupt from a terminal reaches, and a pipe."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        number = theirs.fileno()
+        # -P: a script's folder must not come before the standard library.
+        command = [sys.executable, "-P", "-c", START, json.dumps(sys.path), str(number)]
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=(number,), start_new_session=True
+        )
+        return process, Connection(ours.detach())
+
+
+def _shut_down(connection: Connection) -> None:
+    pipe = socket.socket(fileno=connection.fileno())
+    try:
+        pipe.shutdown(socket.SHUT_RDWR)
+    finally:
+        pipe.detach()
