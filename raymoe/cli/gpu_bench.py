@@ -120,7 +120,7 @@ def _print(group: Group) -> None:
     table = Table(title=group.title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column in COLUMNS:
         justify: JustifyMethod = "left" if column == COLUMNS[0] else "right"
-        table.add_column(column, justify=justify, no_wrap=True)
+        table.add_column(column.replace(" ", "\n", 1), justify=justify, no_wrap=True)
     for row in group.rows():
         table.add_row(*row[: len(COLUMNS)])
     console = Console()
