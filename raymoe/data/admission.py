@@ -23,7 +23,8 @@ class Admission:
     """Lets rows into the engine of this process, and keeps on disk who is inside. Thread-safe.
 
     Rows without suspicion enter at once, all of a call together, unless a suspect must be alone:
-    then nobody enters before it has been, and it enters when all others have left.
+    then nobody enters before it has been, and it enters when all others have left. Once the engine
+    is broken nobody enters: those who waited were not inside when it broke.
 
     Args:
         directory: Of the journal.
@@ -38,6 +39,7 @@ class Admission:
         self._suspects: Counter[int] = Counter()  # inside, by unexplained deaths
         self._is_alone = False  # the one row that is inside must be alone
         self._num_waiting_alone = 0
+        self._is_broken = False
         self._left: list[bytes] = []  # not written yet
         self._has_finished = False
         self._strikes.look(self._file.name)
@@ -62,6 +64,9 @@ class Admission:
         """Yield the rows that may enter now, waiting for those that may not yet.
 
         The caller submits each group before it asks for the next, and says when its rows have left.
+
+        Raises:
+            ExecutionError: The engine is broken.
         """
         self._strikes.look(self._file.name)
         deaths = [self._strikes.num_deaths(key) for key in keys]
@@ -88,6 +93,8 @@ class Admission:
             if is_finished:
                 self._left.append(key)
                 self._has_finished = True
+            else:
+                self._is_broken = True
             self._changed.notify_all()
 
     def flush(self) -> None:
@@ -107,10 +114,12 @@ class Admission:
         with self._changed:
             if alone:
                 self._num_waiting_alone += 1
-                self._changed.wait_for(lambda: not self._num_inside)
+                self._changed.wait_for(lambda: not self._num_inside or self._is_broken)
                 self._num_waiting_alone -= 1
             else:
-                self._changed.wait_for(lambda: self._has_room(group.num_deaths))
+                self._changed.wait_for(lambda: self._has_room(group.num_deaths) or self._is_broken)
+            if self._is_broken:
+                raise ExecutionError("the engine is broken, so that no more rows enter")
             self._is_alone = alone
             self._num_inside += len(group.positions)
             self._suspects[group.num_deaths] += len(group.positions)

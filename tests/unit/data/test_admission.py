@@ -95,6 +95,35 @@ def test_a_row_whose_engine_broke_is_still_inside_for_the_next_process(tmp_path)
     assert [strikes.num_deaths(key) for key in KEYS[:2]] == [0, 1]
 
 
+def test_nobody_enters_an_engine_that_is_broken(tmp_path):
+    die(tmp_path, KEYS[:1])
+    die(tmp_path, KEYS[:1])
+    admission = Admission(tmp_path)
+    suspects = admission.admit(KEYS[:1])
+    next(suspects)
+    errors = []
+
+    def wait(key):
+        with pytest.raises(ExecutionError, match="the engine is broken") as caught:
+            list(admission.admit([key]))
+        errors.append(caught.value)
+
+    waiting = [threading.Thread(target=wait, args=(key,)) for key in (KEYS[0], KEYS[1])]
+    for thread in waiting:
+        thread.start()
+        thread.join(0.2)
+    assert not errors
+    admission.leave(KEYS[0], 2, is_finished=False)
+    for thread in waiting:
+        thread.join(30)
+    assert len(errors) == 2
+    admission.close()
+    again = Admission(tmp_path)
+    assert again._strikes.num_deaths(KEYS[0]) == 3
+    assert again._strikes._num_strikes[KEYS[0]] == 1
+    assert again._strikes.num_deaths(KEYS[1]) == 0
+
+
 def test_a_guilty_row_is_an_error_row_unless_the_engine_ends_whatever_it_is_given(tmp_path):
     for key in KEYS[:3]:
         admission = Admission(tmp_path)
