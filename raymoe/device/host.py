@@ -55,8 +55,17 @@ def read_host(root: Path = Path("/"), cpus: frozenset[int] | None = None) -> Hos
 
 def peak_rss_bytes(root: Path = Path("/")) -> int:
     """Largest resident memory of this process so far."""
+    return _status_bytes(root, "VmHWM:")
+
+
+def rss_bytes(root: Path = Path("/")) -> int:
+    """Resident memory of this process."""
+    return _status_bytes(root, "VmRSS:")
+
+
+def _status_bytes(root: Path, field: str) -> int:
     for line in _lines(root / "proc/self/status"):
-        if line.startswith("VmHWM:"):
+        if line.startswith(field):
             return int(line.split()[1]) * KIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
 

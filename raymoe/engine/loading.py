@@ -12,6 +12,7 @@ import torch
 from raymoe.config import EngineConfig, SamplingParams, Settings
 from raymoe.engine.core import EngineCore, Runner
 from raymoe.engine.load_job import DTYPES, LoadJob, RankShare, open_weights
+from raymoe.engine.memory_check import check_available
 from raymoe.engine.node import find_node
 from raymoe.engine.parts import EngineParts
 from raymoe.engine.ranks import load_ranks
@@ -57,6 +58,7 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
         tensor_parallel_size=config.tensor_parallel_size,
     )
     logger.info("plan: %s", plan.describe())
+    check_available(plan.footprint, what=spec.name, num_ranks=config.tensor_parallel_size)
     tokenizer = Tokenizer(directory, spec.vocab_size)
     job = LoadJob(
         directory=directory,

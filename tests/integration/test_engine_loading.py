@@ -9,6 +9,7 @@ import pytest
 
 from raymoe.config import EngineConfig
 from raymoe.device.host import read_host
+from raymoe.engine import memory_check
 from raymoe.engine.engine import Engine
 from raymoe.errors import (
     CheckpointError,
@@ -185,3 +186,13 @@ def test_an_engine_reports_its_plan_beside_what_it_took(directory):
     assert str(engine.last_report).startswith("5 passes: predicted ")
     assert engine.accuracy is not None
     assert set(engine.accuracy.correction.ratios) == {"decode", "prefill"}
+
+
+def test_a_budget_beyond_what_is_free_is_refused_before_anything_is_taken(directory, monkeypatch):
+    monkeypatch.setattr(memory_check, "PATIENCE_S", 0.0)
+    policy = Policy(
+        batch_size=8, pass_tokens=64, prefill_chunk_tokens=64, num_kv_blocks=2**32 // 100
+    )
+    config = EngineConfig(device="cpu", host_memory_bytes=2**50, policy=policy)
+    with pytest.raises(InfeasiblePlanError, match="So much is free now"):
+        Engine.from_pretrained(directory, config)
