@@ -26,6 +26,7 @@ except ImportError as error:
 MAX_CONCURRENT_CALLS = 256  # beyond it Ray Data dispatches slower than it gains
 DEFAULT_ROWS = 1024
 ROWS_PER_SEQUENCE = 2
+LEAST_ROWS_PER_CALL = 16  # a task costs the driver some milliseconds, however few its rows are
 MEMORY_FRACTION = 0.85  # of a node's: Ray ends processes of a node that is 95 % full
 # Typical rates of a core; they decide the sizes of a plan, never results.
 CORE_BYTES_PER_S, CORE_FLOP_PER_S = 8e9, 60e9
@@ -38,7 +39,7 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
     *,
     num_actors: int = 1,
     rows_in_flight: int | None = None,
-    batch_size: int = 16,
+    batch_size: int | None = None,
     num_gpus: float | None = None,
     num_cpus: float | None = None,
     memory: int | None = None,
@@ -49,8 +50,9 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
 ) -> dict[str, Any]:
     """Return the keyword arguments with which `Dataset.map_batches` runs `MoEGenerator`.
 
-    Blocks should have about `batch_size` rows: a task is one block, and the unit of a retry.
-    ``ds.repartition(target_num_rows_per_block=64)`` before `map_batches` does that.
+    Blocks should have about `batch_size` rows or a small multiple: a task is one block, and the
+    unit of a retry. ``ds.repartition(target_num_rows_per_block=64)`` before `map_batches` does
+    that. Arguments that the user gave are kept as they are.
 
     Args:
         model_source: A local model directory, or a name on the Hugging Face hub.
@@ -58,6 +60,7 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
         rows_in_flight: Rows inside one actor; None takes twice the sequences that the plan keeps
             live at once, so that the next rows wait where they are needed.
         batch_size: Rows of one call; a call leaves when its slowest row does, so small is better.
+            None takes 16, or as many as it takes to have `rows_in_flight` inside of 256 calls.
         num_gpus: Of an actor; None takes one where the cluster has any and the device allows it.
         num_cpus: Of an actor; None shares the CPUs of the nodes and leaves one to the reads.
         memory: Bytes that Ray reserves for an actor; None takes what the plan needs. It decides
@@ -77,6 +80,8 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
     config, plan = _plan_share(model_source, config, cluster, num_actors)
     if rows_in_flight is None:
         rows_in_flight = DEFAULT_ROWS if plan is None else ROWS_PER_SEQUENCE * plan.batch_size
+    if batch_size is None:
+        batch_size = rows_of_a_call(rows_in_flight)
     calls = min(MAX_CONCURRENT_CALLS, ceil_div(rows_in_flight, batch_size))
     constructor = {"engine_config": config, "max_concurrent_calls": calls, **options}
     for name, directory in (("journal_dir", journal_dir), ("status_dir", status_dir)):
@@ -93,6 +98,11 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
         "fn_constructor_kwargs": constructor,
         "compute": _make_pool(num_actors, calls),
     }
+
+
+def rows_of_a_call(rows_in_flight: int) -> int:
+    """Return the least rows of a call with which so many are inside of an actor."""
+    return max(LEAST_ROWS_PER_CALL, ceil_div(rows_in_flight, MAX_CONCURRENT_CALLS))
 
 
 def _absolute(directory: str | Path) -> str:

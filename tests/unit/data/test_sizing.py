@@ -19,8 +19,16 @@ def test_rows_in_flight_become_calls_of_small_batches():
 
 
 def test_calls_stay_below_the_limit_of_dispatch():
-    kwargs = map_batches_kwargs("m", rows_in_flight=10**6)
+    kwargs = map_batches_kwargs("m", rows_in_flight=10**6, batch_size=16)
     assert kwargs["compute"].max_concurrent_calls_per_actor == 256
+
+
+def test_calls_hold_more_rows_where_there_would_be_too_many_calls():
+    assert map_batches_kwargs("m", rows_in_flight=2000)["batch_size"] == 16
+    kwargs = map_batches_kwargs("m", rows_in_flight=21_760)
+    assert kwargs["batch_size"] == 85
+    assert kwargs["compute"].max_concurrent_calls_per_actor == 256
+    assert map_batches_kwargs("m", rows_in_flight=21_760, batch_size=16)["batch_size"] == 16
 
 
 def test_all_arguments_are_named_ones_of_map_batches():
