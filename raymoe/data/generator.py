@@ -177,13 +177,17 @@ class MoEGenerator:
         """Start the engine, watched from before it loads."""
         try:
             self._observer = Observer(name, self._counts, status_dir=status_dir)
-            self._engine = _load_engine(model_source, config)
+            self._engine = self._open_engine(model_source, config)
         except BaseException as error:
             if self._observer is not None:
                 self._observer.fail(f"{type(error).__name__}: {error}")
             self.close()
             raise
         self._observer.attach(self._engine)
+
+    def _open_engine(self, model_source: str | Path, config: EngineConfig) -> "Engine":
+        """Load the engine; a generator with another kind of engine replaces this."""
+        return _load_engine(model_source, config)
 
     def _check(self, batch: pa.Table) -> None:
         if not isinstance(batch, pa.Table):

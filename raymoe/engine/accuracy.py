@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from raymoe.engine.sequence import Pass
+from raymoe.engine.sequence import Int32s, Pass
 from raymoe.plan.load import PassLoad
 from raymoe.schedule.critical import report_line
 from raymoe.schedule.task import Resource
@@ -139,7 +139,11 @@ class Accuracy:
 
 def load_of(done: Pass) -> PassLoad:
     """A pass in the numbers that predictions depend on; one new token counts as decoding."""
-    takes, contexts = done.takes, done.context_tokens
+    return load_of_takes(done.takes, done.context_tokens)
+
+
+def load_of_takes(takes: Int32s, contexts: Int32s) -> PassLoad:
+    """The same from the tokens that each sequence computes, and those it has then."""
     is_decode = takes == 1
     decoding, chunks = int(np.count_nonzero(is_decode)), takes[~is_decode]
     return PassLoad(

@@ -1,0 +1,61 @@
+"""What processes of this machine use: memory and CPU time, from /proc."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Of one or more processes.
+
+    Attributes:
+        rss_bytes: Resident memory; what processes share counts for each.
+        cpu_s: User and system time so far.
+    """
+
+    rss_bytes: int = 0
+    cpu_s: float = 0.0
+
+    def __add__(self, other: "Usage") -> "Usage":
+        return Usage(self.rss_bytes + other.rss_bytes, self.cpu_s + other.cpu_s)
+
+
+def usage_of(pid: int, root: Path = Path("/proc")) -> Usage | None:
+    """What a process uses; None when it has ended."""
+    try:
+        status = (root / str(pid) / "statm").read_text().split()
+        fields = _stat(root / str(pid))
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    if not status:
+        return None
+    user, system = int(fields[11]), int(fields[12])
+    return Usage(int(status[1]) * PAGE_BYTES, (user + system) / TICKS_PER_S)
+
+
+def descendants(pid: int, root: Path = Path("/proc")) -> set[int]:
+    """Processes that a process started, and those that they did; of now, without itself."""
+    children: dict[int, list[int]] = {}
+    for entry in root.iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int(_stat(entry)[1])
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            children.setdefault(parent, []).append(int(entry.name))
+    found: set[int] = set()
+    left = [pid]
+    while left:
+        new = set(children.get(left.pop(), ())) - found
+        found |= new
+        left += new
+    return found
+
+
+def _stat(directory: Path) -> list[str]:
+    """Fields of stat behind the name, which may hold anything: state, parent, ..."""
+    return (directory / "stat").read_text().rpartition(")")[2].split()

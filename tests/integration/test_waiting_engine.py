@@ -1,0 +1,83 @@
+"""The waiting engine: real rows in and out, passes as long as planned, and nothing computed."""
+
+import pickle
+
+import pytest
+import torch
+
+from raymoe.assets import demo_model_path
+from raymoe.bench.waiting import WaitingModel, WaitingRunner, waiting_parts
+from raymoe.config import EngineConfig
+from raymoe.engine.engine import Engine
+from raymoe.errors import ConfigError
+from raymoe.plan.load import PassLoad
+from raymoe.plan.search import find_plan
+from raymoe.specs.presets_hardware import hardware_preset
+from raymoe.specs.presets_models import model_preset
+from raymoe.specs.workload import Workload
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return find_plan(
+        model_preset("mixtral-8x7b"),
+        hardware_preset("l4"),
+        Workload(num_rows=64, prompt_tokens=64, generated_tokens=16),
+        max_context_tokens=256,
+    )
+
+
+def test_passes_take_what_the_plan_says_over_the_speedup(plan) -> None:
+    model = pickle.loads(pickle.dumps(WaitingModel.of(plan, speedup=8.0)))
+    model.times.model = None  # whatever is asked, it knows already
+    times = plan.pass_times()
+    for rows, context, prompts in ((0, 0, 64), (5, 30, 0), (64, 80, 100), (10**6, 10**6, 10**6)):
+        load = PassLoad(decode_rows=rows, decode_context=context, prompt_tokens=prompts)
+        assert model.seconds(load) == pytest.approx(times(load) / 8)
+    with pytest.raises(ConfigError, match="speed-up"):
+        WaitingModel.of(plan, speedup=0.0)
+
+
+def test_rows_go_through_the_real_engine(plan, monkeypatch) -> None:
+    asked = []
+    seconds = WaitingModel.seconds
+
+    def watched(self, load):
+        asked.append(load)
+        return seconds(self, load)
+
+    monkeypatch.setattr(WaitingModel, "seconds", watched)
+    model = WaitingModel.of(plan, speedup=1e5)
+    prompts = [f"{index} of the rows" for index in range(40)]
+    params = [{"max_tokens": 4 + index % 9, "temperature": 0.0} for index in range(40)]
+    with Engine(waiting_parts(model, demo_model_path()), EngineConfig(linger_s=0.0)) as engine:
+        rows = engine.generate(prompts, params)
+        stats = engine.stats()
+    assert [row.num_generated_tokens for row in rows] == [4 + index % 9 for index in range(40)]
+    assert all(row.text and row.finish_reason == "length" for row in rows)
+    assert stats.num_passes == len(asked)
+    assert sum(load.tokens for load in asked) == stats.num_computed_tokens
+    assert stats.num_computed_tokens == sum(row.num_input_tokens for row in rows) + sum(
+        row.num_generated_tokens - 1 for row in rows
+    )
+
+
+def test_a_runner_waits_and_says_for_how_long(plan) -> None:
+    waited = []
+
+    class Inputs:  # of a pass with one decoding row
+        def __init__(self, attention, logit_rows):
+            self.attention, self.logit_rows = attention, logit_rows
+            self.on_logits = lambda first, logits: waited.append((first, tuple(logits.shape)))
+
+    class Attention:
+        def __init__(self, query_start, context_tokens):
+            self.query_start, self.context_tokens = query_start, context_tokens
+
+    batch = Attention(torch.arange(301), torch.full((300,), 70))
+    timeline = WaitingRunner(WaitingModel.of(plan, speedup=100.0), 258).run(
+        Inputs(batch, torch.arange(300))
+    )
+    assert waited == [(0, (256, 258)), (256, (44, 258))]
+    load = PassLoad(decode_rows=300, decode_context=70)
+    assert timeline.makespan_s >= plan.pass_times()(load) / 100

@@ -1,0 +1,121 @@
+"""Figures of runs with many actors, and what they mean for more."""
+
+import os
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import pyarrow as pa
+import pytest
+
+from raymoe.bench.processes import descendants, usage_of
+from raymoe.bench.scale import (
+    Run,
+    describe_limit,
+    describe_overhead,
+    efficiencies,
+    steady_rate,
+)
+from raymoe.bench.scale_pictures import draw_efficiency, draw_memory
+from raymoe.bench.waiting_rows import RowCheck, make_rows
+from raymoe.errors import ExecutionError
+from raymoe.specs.workload import Workload
+
+
+def a_run(**changes) -> Run:
+    figures = {
+        "num_actors": 1,
+        "num_rows": 1000,
+        "rows_per_task": 10,
+        "start_s": 5.0,
+        "job_s": 100.0,
+        "steady_rows_per_s": 12.0,
+        "actor_cpu_s": 2.0,
+        "driver_cpu_s": 0.5,
+        "ray_cpu_s": 0.25,
+    }
+    return Run(**(figures | changes))
+
+
+def test_efficiency_is_the_share_of_n_times_the_first_rate() -> None:
+    runs = [a_run(num_actors=2), a_run(), a_run(num_actors=4, steady_rows_per_s=45.6, job_s=26.0)]
+    found = {each.num_actors: each for each in efficiencies(runs)}
+    assert found[1].steady == found[1].job == 1
+    assert found[2].steady == found[2].job == 0.5
+    assert found[4].steady == pytest.approx(0.95)
+    assert found[4].job == pytest.approx(100 / 26 / 4)
+
+
+def test_a_steady_rate_leaves_out_beginning_and_end() -> None:
+    start = [(0.0, 25)]
+    middle = [(10.0 + i, 5) for i in range(10)]
+    end = [(500.0, 25)]
+    assert steady_rate(start + middle + end) == pytest.approx(5)
+    with pytest.raises(ExecutionError, match="give more rows"):
+        steady_rate([(0.0, 10), (1.0, 10)])
+
+
+def test_overhead_is_for_each_row() -> None:
+    text = describe_overhead(a_run())
+    assert "2.000 ms in its actor" in text
+    assert "0.500 ms in the driver (5.00 ms for a task of 10 rows)" in text
+
+
+def test_the_limit_is_the_lowest_rate_and_shows_its_arithmetic() -> None:
+    limits = [a_run(job_s=1.0), a_run(job_s=0.5)]  # 100 and 200 tasks/s
+    lines = list(describe_limit(limits, node_rows_per_s=4.0, rows_per_task=16))
+    text = "\n".join(lines)
+    assert "100 nodes: 100 * 4.00 / 16 = 25.00 tasks/s, 25.0 % of the driver's limit" in text
+    over = next(line for line in lines if line.lstrip().startswith("1000 nodes"))
+    assert "250.0 % of the driver's limit: too many; a task needs 40 rows or more" in over
+    assert "100 * 16 / 4.00 = 400 nodes" in lines[-1]
+
+
+def test_pictures_are_drawn_from_all_points() -> None:
+    found = efficiencies([a_run(), a_run(num_actors=16, steady_rows_per_s=185)])
+    memory = {"driver": [(float(i), 1e9 + i) for i in range(2000)], "actor 1": [(0.0, 2e9)]}
+    for picture in (draw_efficiency(found, title="a <b>"), draw_memory(memory, title="m")):
+        page = ElementTree.fromstring(picture)
+        assert page.tag.endswith("svg")
+        assert "nan" not in picture
+    assert "actor 1" in picture
+
+
+def test_rows_are_made_from_ids_and_are_of_all_lengths() -> None:
+    workload = Workload(num_rows=200, prompt_tokens=40, generated_tokens=8)
+    ids = pa.table({"id": range(200)})
+    rows = make_rows(ids, workload=workload).to_pylist()
+    lengths = [len(row["prompt"]) for row in rows]
+    assert sum(lengths) / 200 == pytest.approx(40, rel=0.05)
+    assert (min(lengths), max(lengths)) == (30, 50)
+    assert len({row["prompt"] for row in rows}) == 200
+    assert rows == make_rows(ids, workload=workload).to_pylist()
+
+
+def test_ids_are_there_once() -> None:
+    def block(*ids, error=""):
+        return pa.table({"id": list(ids), "__inference_error__": [error] * len(ids)})
+
+    check = RowCheck(4)
+    check.add(block(3, 0))
+    check.add(block(1))
+    with pytest.raises(ExecutionError, match="1 of 4 ids are missing, such as 2"):
+        check.finish()
+    check.add(block(2))
+    check.finish()
+    check.add(block(1))
+    with pytest.raises(ExecutionError, match="1 of 4 ids are there twice, such as 1"):
+        check.finish()
+    with pytest.raises(ExecutionError, match="error rows: ValueError: no"):
+        check.add(block(1, error="ValueError: no"))
+
+
+def test_processes_are_found_with_what_they_use() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert child.pid in descendants(os.getpid())
+    usage = usage_of(child.pid)
+    assert usage is not None
+    assert usage.rss_bytes > 1e6
+    child.communicate(b"\n")
+    assert usage_of(child.pid) is None
+    assert child.pid not in descendants(os.getpid())
