@@ -14,10 +14,11 @@ from rich.table import Table
 
 from raymoe.assets import demo_model_path
 from raymoe.assets.wrangling import KINDS, make_rows
+from raymoe.cli.parquet_sink import ParquetSink
 from raymoe.cli.pipeline import Job, check_model, print_summary, run_job
 from raymoe.cli.progress import plain_console
-from raymoe.cli.sinks import ParquetSink
 from raymoe.cli.sources import open_source
+from raymoe.cli.storage import Location
 from raymoe.config import EngineConfig, SamplingParams
 from raymoe.errors import ConfigError, ExecutionError
 
@@ -46,14 +47,13 @@ def run(
     """
     input_path = _write_prompts(output, rows, seed)
     source = open_source(str(input_path), prompt_column="prompt", id_column="id")
-    sink = ParquetSink(path=output / OUTPUT_NAME)
+    sink = ParquetSink(location=Location.local(output / OUTPUT_NAME))
     job = Job(
         model=str(demo_model_path()),
         source=source,
         sink=sink,
         options={"sampling_params": SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)},
         engine_config=EngineConfig(),
-        num_rows=source.num_rows,
         id_column="id",
         num_actors=num_actors,
         verbose=verbose,
@@ -63,12 +63,12 @@ def run(
     console = plain_console()
     console.print(f"{rows:,} messy rows in {input_path}; starting Ray and loading the model ...")
     tally = run_job(job, plain_console(stderr=True))
-    answers = pq.read_table(sink.path).sort_by("id")
+    answers = pq.read_table(output / OUTPUT_NAME).sort_by("id")
     scores = score(answers)
     console.print(_sample_table(answers))
     console.print(_score_table(scores))
     _check_ids(source.ids, answers.column("id"))
-    print_summary(tally, sink.path, console)
+    print_summary(tally, sink.location, console)
     console.print(f"input:  {input_path}")
     total = scores[-1]
     console.print(f"exact match: {100 * total.accuracy:.2f} % of {total.num_rows:,} rows")

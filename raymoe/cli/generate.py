@@ -16,10 +16,11 @@ from raymoe.cli.pipeline import (
     print_summary,
     run_job,
 )
-from raymoe.cli.progress import Tally, plain_console
+from raymoe.cli.progress import plain_console
 from raymoe.cli.resume import Remains
 from raymoe.cli.sinks import check_apart, open_sink
 from raymoe.cli.sources import Source, open_source
+from raymoe.cli.storage import Location
 from raymoe.config import EngineConfig, SamplingParams
 from raymoe.data.columns import OutputColumns
 from raymoe.data.openai_batch import ID_COLUMN, TOOLS_COLUMN
@@ -54,7 +55,8 @@ def run(  # noqa: PLR0913 - the options of a command
     arrange: option.Arrange = False,
     resume: option.Resume = False,
     overwrite: option.Overwrite = False,
-    journal: option.Journal = True,
+    journal: option.Journal = None,
+    no_journal: option.NoJournal = False,
     verbose: option.Verbose = False,
 ) -> None:
     """Generate text for every row of a table; every input row gives one output row.
@@ -65,33 +67,41 @@ def run(  # noqa: PLR0913 - the options of a command
     _refuse_both({"--resume": resume, "--overwrite": overwrite})
     _refuse_both({"--arrange": arrange, "--preserve-order": preserve_order})
     flags = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-    sampling = SamplingParams.from_dict({**flags, "ignore_eos": ignore_eos})
-    columns = dict(zip(PROMPT_COLUMNS, (prompt_column, messages_column, tools_column), strict=True))
-    options = {"sampling_params": sampling.override(_parse(sampling_params)), **columns}
+    params = _read_params({**flags, "ignore_eos": ignore_eos}, sampling_params)
+    options = _operator_options(params, prompt_column, messages_column, tools_column)
     config = EngineConfig(dtype=dtype, num_threads=num_threads, on_too_long=on_too_long, seed=seed)
     source = open_source(input_, prompt_column=prompt_column, id_column=id_column, form=form)
     id_column = _check_columns(source, options, id_column)
-    if resume and id_column is None:
-        raise ConfigError("--resume needs --id-column: it skips the ids that are already written")
-    check_apart(output, source.paths, input_)
-    remains = Remains(output=output.resolve())
+    remains = _find_output(output, source, input_, journal)
     job = Job(
         model=model,
         source=source,
-        sink=open_sink(output, source.json_columns, is_batch=source.is_batch),
+        sink=open_sink(remains.output, source.json_columns, is_batch=source.is_batch),
         options=options,
         engine_config=config,
-        num_rows=source.num_rows,
         id_column=id_column,
-        journal_dir=remains.journal if journal else None,
+        journal_dir=None if no_journal else remains.journal,
         num_actors=num_actors,
         batch_size=batch_size,
         preserve_order=preserve_order,
         is_arranged=arrange,
         verbose=verbose,
     )
-    tally = _run(job, remains, resume=resume, overwrite=overwrite)
-    print_summary(tally, output, plain_console())
+    _run(job, remains, resume=resume, overwrite=overwrite)
+
+
+def _read_params(flags: dict[str, Any], more: str) -> SamplingParams:
+    return SamplingParams.from_dict(flags).override(_parse(more))
+
+
+def _operator_options(params: SamplingParams, *columns: str | None) -> dict[str, Any]:
+    return {"sampling_params": params, **dict(zip(PROMPT_COLUMNS, columns, strict=True))}
+
+
+def _find_output(output: str, source: Source, input_: str, journal_dir: str | None) -> Remains:
+    place = Location.parse(output)
+    check_apart(place, source.files, Location.parse(input_))
+    return Remains.of(place, journal_dir)
 
 
 def _set_batch_columns(options: dict[str, Any], id_column: str | None) -> str:
@@ -117,12 +127,14 @@ def _refuse_both(flags: dict[str, bool]) -> None:
         raise ConfigError(f"{' and '.join(flags)} contradict each other; give one of them")
 
 
-def _run(job: Job, remains: Remains, *, resume: bool, overwrite: bool) -> Tally:
+def _run(job: Job, remains: Remains, *, resume: bool, overwrite: bool) -> None:
+    if resume and job.id_column is None:
+        raise ConfigError("--resume needs --id-column: it skips the ids that are already written")
     check_model(job)  # before an old output is given up
     _prepare(job, remains, resume=resume, overwrite=overwrite)
     tally = run_job(_without_written(job) if resume else job, plain_console(stderr=True))
     remains.finish()
-    return tally
+    print_summary(tally, remains.output, plain_console())
 
 
 def _prepare(job: Job, remains: Remains, *, resume: bool, overwrite: bool) -> None:
@@ -131,6 +143,9 @@ def _prepare(job: Job, remains: Remains, *, resume: bool, overwrite: bool) -> No
     remains.check(manifest, resume=resume, overwrite=overwrite)
     job.sink.prepare(resume=resume, overwrite=overwrite)
     remains.prepare(manifest, resume=resume, has_journal=job.journal_dir is not None)
+    if remains.journal is None:
+        typer.echo("no journal: rows of an actor that is killed are generated again; --journal DIR "
+                   "keeps them in a directory that all nodes share", err=True)  # fmt: skip
     num_bytes = remains.journal_bytes
     if num_bytes:
         size = format_bytes(num_bytes)
@@ -140,9 +155,9 @@ def _prepare(job: Job, remains: Remains, *, resume: bool, overwrite: bool) -> No
 def _without_written(job: Job) -> Job:
     """Return the job without the rows that a former run wrote."""
     written = find_written(job.source, job.sink, job.id_column or "")
-    total = job.num_rows
+    total = job.source.num_rows
     typer.echo(f"{written.num_rows:,} of {total:,} rows are already written", err=True)
-    return dataclasses.replace(job, written=written, num_rows=total - written.num_rows)
+    return dataclasses.replace(job, written=written)
 
 
 def _parse(text: str) -> dict[str, Any]:

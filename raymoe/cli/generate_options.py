@@ -1,6 +1,5 @@
 """The options of `raymoe generate`, with their help."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,10 +13,17 @@ RUN = "Run"
 
 Model = Annotated[str, typer.Option(help="Model directory, or a name on the hub.")]
 Input = Annotated[
-    str, typer.Option("--input", help="Parquet or JSONL: a file, a directory or a glob.")
+    str,
+    typer.Option(
+        "--input",
+        help="Parquet or JSONL: a file, a directory or a glob; also s3://, gs:// and others.",
+    ),
 ]
 Output = Annotated[
-    Path, typer.Option(help="Directory for parquet parts, or a file that ends in .jsonl.")
+    str,
+    typer.Option(
+        help="Directory for parquet parts, or a file that ends in .jsonl; also s3://, gs:// ..."
+    ),
 ]
 PromptColumn = Annotated[str, typer.Option(help="Text, or token ids.", rich_help_panel=TABLE)]
 MessagesColumn = Annotated[str, typer.Option(help="Chat messages.", rich_help_panel=TABLE)]
@@ -78,13 +84,16 @@ Resume = Annotated[
     bool, typer.Option("--resume", help="Go on where a run ended.", rich_help_panel=RUN)
 ]
 Journal = Annotated[
-    bool,
+    str | None,
     typer.Option(
-        "--journal/--no-journal",
-        help="Keep finished rows beside the output, for --resume and for actors that are killed; "
-        "a cluster's nodes must share that file system.",
+        help="Keep finished rows in this directory, for --resume and for actors that are killed; "
+        "a cluster's nodes must share it. By default beside a local output.",
+        show_default=False,
         rich_help_panel=RUN,
     ),
+]
+NoJournal = Annotated[
+    bool, typer.Option("--no-journal", help="Keep no finished rows.", rich_help_panel=RUN)
 ]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the output.", rich_help_panel=RUN)

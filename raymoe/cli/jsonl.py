@@ -7,11 +7,11 @@ split. Arrow's own reader refuses a whole file for one bad line, so lines are pa
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from raymoe.cli.storage import Location
 from raymoe.data.cells import shown
 from raymoe.errors import ConfigError
 
@@ -80,15 +80,15 @@ def parse_line(line: bytes) -> tuple[dict[str, Any] | None, str]:
     return record, error
 
 
-def scan(paths: Sequence[Path], prompt_column: str, id_column: str | None) -> JsonlScan:
+def scan(files: Sequence[Location], prompt_column: str, id_column: str | None) -> JsonlScan:
     """Read all lines once: types, splits, ids."""
     kinds: dict[str, set[str]] = {}
     splits: list[Split] = []
     ids: list[Any] = []
     num_rows = 0
-    for path in paths:
+    for file in files:
         begin = size = rows = 0
-        for line in _lines(path):
+        for line in _lines(file):
             size += len(line)
             if line.strip():
                 record, _ = parse_line(line)
@@ -98,27 +98,32 @@ def scan(paths: Sequence[Path], prompt_column: str, id_column: str | None) -> Js
                     ids.append(record.get(id_column))
                 rows += 1
             if size >= SPLIT_BYTES or rows >= SPLIT_ROWS:
-                splits.append(Split(str(path), begin, size))
+                splits.append(Split(file.path, begin, size))
                 begin, num_rows, size, rows = begin + size, num_rows + rows, 0, 0
         if rows:
-            splits.append(Split(str(path), begin, size))
+            splits.append(Split(file.path, begin, size))
             num_rows += rows
     if not kinds:
-        raise ConfigError(f"no JSON object in {', '.join(map(str, paths[:3]))}")
+        raise ConfigError(f"no JSON object in {', '.join(map(str, files[:3]))}")
     layout = _choose_format(kinds, prompt_column)
     return JsonlScan(layout=layout, splits=tuple(splits), num_rows=num_rows, ids=ids)
 
 
-def read_split(table: pa.Table, *, layout: JsonlFormat) -> pa.Table:
-    """Return the rows of the splits that the table lists."""
-    tables = [_read_one(Split(**row), layout) for row in table.to_pylist()]
-    return pa.concat_tables(tables)
+def read_split(table: pa.Table, *, layout: JsonlFormat, root: Location) -> pa.Table:
+    """Return the rows of the splits that the table lists.
+
+    Args:
+        table: One split a row.
+        layout: The columns.
+        root: Anything of the file system that has the files.
+    """
+    splits = [Split(**row) for row in table.to_pylist()]
+    return pa.concat_tables([_read_one(one, layout, root.at(one.path)) for one in splits])
 
 
-def _read_one(split: Split, layout: JsonlFormat) -> pa.Table:
-    with Path(split.path).open("rb") as file:
-        file.seek(split.offset)
-        lines = file.read(split.num_bytes).splitlines(keepends=True)
+def _read_one(split: Split, layout: JsonlFormat, location: Location) -> pa.Table:
+    with location.open_file() as file:
+        lines = file.read_at(split.num_bytes, split.offset).splitlines(keepends=True)
     columns: dict[str, list[Any]] = {name: [] for name in layout.schema.names}
     errors = []
     offset = split.offset
@@ -135,7 +140,7 @@ def _read_one(split: Split, layout: JsonlFormat) -> pa.Table:
                 cell = None
             columns[field.name].append(cell)
         # The place makes the text unique: a resumed run knows lines without an id by it.
-        errors.append(f"{error} ({split.path}, byte {begin})" if error else "")
+        errors.append(f"{error} ({location}, byte {begin})" if error else "")
     arrays = {field.name: pa.array(columns[field.name], field.type) for field in layout.schema}
     return pa.table({**arrays, INPUT_ERROR_COLUMN: pa.array(errors, pa.string())})
 
@@ -206,6 +211,6 @@ def _kind(value: Any) -> str:
     return "str" if isinstance(value, str) else "nested"
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
+def _lines(location: Location) -> Iterator[bytes]:
+    with location.explained("read"), location.open_lines() as file:
         yield from file

@@ -1,7 +1,7 @@
 """What does a line of an output hold? The columns of a row, or a response of an OpenAI batch."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ import pyarrow as pa
 from raymoe.data.cells import BadCell, read_cells
 from raymoe.data.columns import ERROR_COLUMN
 from raymoe.data.openai_batch import read_response, write_responses
+from raymoe.errors import RaymoeError
 
 
 class Lines(Protocol):
@@ -65,6 +66,30 @@ class BatchLines:
     def read(self, record: dict[str, Any], _id_column: str) -> tuple[Any, str]:
         """Return the id and the error of a line."""
         return read_response(record)
+
+
+def write_lines(lines: Lines, table: pa.Table) -> Iterator[str]:
+    """Yield the text of each row, with its line end."""
+    for record in lines.of(table):
+        yield json.dumps(record, ensure_ascii=False, default=as_text) + "\n"
+
+
+def read_lines(
+    lines: Lines, file: Iterable[bytes], id_column: str, *, where: str
+) -> Iterator[tuple[Any, str]]:
+    """Yield the id and the error of each line.
+
+    Raises:
+        RaymoeError: A line cannot be read; says where it is.
+    """
+    for number, line in enumerate(file, 1):
+        try:
+            pair = lines.read(json.loads(line), id_column)
+        except (ValueError, KeyError, TypeError) as error:
+            raise RaymoeError(
+                f"{where} line {number} has no readable {id_column!r}: {error!r}"
+            ) from error
+        yield pair
 
 
 def as_text(value: Any) -> Any:

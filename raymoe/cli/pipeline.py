@@ -14,6 +14,7 @@ from raymoe.cli.local_ray import has_cluster, running_ray, this_machine
 from raymoe.cli.progress import Progress, Tally
 from raymoe.cli.sinks import Sink
 from raymoe.cli.sources import Source, without_written
+from raymoe.cli.storage import Location
 from raymoe.config import EngineConfig
 from raymoe.data.arrange import arrange
 from raymoe.data.generator import MoEGenerator
@@ -38,7 +39,6 @@ class Job:
     Attributes:
         model: A local model directory, or a name on the hub.
         options: Of `MoEGenerator`.
-        num_rows: Rows that are left to do.
         written: What a former run finished.
         journal_dir: Where actors keep finished rows and look for those of a former run.
         is_arranged: Rows that share a prefix come together; their order is lost.
@@ -49,7 +49,6 @@ class Job:
     sink: Sink
     options: dict[str, Any]
     engine_config: EngineConfig
-    num_rows: int
     id_column: str | None = None
     written: "Written | None" = None
     journal_dir: Path | None = None
@@ -59,6 +58,11 @@ class Job:
     preserve_order: bool = False
     is_arranged: bool = False
     verbose: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that are left to do."""
+        return self.source.num_rows - (0 if self.written is None else self.written.num_rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +99,7 @@ def find_written(source: Source, sink: Sink, id_column: str) -> Written:
         known = pa.array(ids, source.ids.type)
     except (pa.ArrowException, TypeError, OverflowError) as error:
         raise ConfigError(
-            f"the ids in {sink.path} are not of the input's type {source.ids.type}: {error}"
+            f"the ids in {sink.location} are not of the input's type {source.ids.type}: {error}"
         ) from error
     return Written(
         ids=source.ids.filter(pc.is_in(source.ids, value_set=known)),
@@ -209,7 +213,7 @@ def innermost_reason(error: BaseException) -> str:
     return type(error).__name__
 
 
-def print_summary(tally: Tally, output: Path, console: Console) -> None:
+def print_summary(tally: Tally, output: Location, console: Console) -> None:
     """Print rows, the most frequent errors, tokens, speed, and where the output is."""
     errors = f", {tally.num_errors:,} error rows" if tally.num_errors else ""
     console.print(f"{tally.num_rows:,} rows in {format_seconds(tally.elapsed_s)}{errors}")

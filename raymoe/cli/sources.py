@@ -2,12 +2,11 @@
 
 import dataclasses
 import functools
-import glob
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -15,6 +14,7 @@ import pyarrow.parquet as pq
 import ray
 import ray.data
 
+from raymoe.cli.input_files import JSONL_SUFFIXES, find_files
 from raymoe.cli.jsonl import (
     INPUT_ERROR_COLUMN,
     JsonlFormat,
@@ -23,6 +23,8 @@ from raymoe.cli.jsonl import (
     read_split,
     scan,
 )
+from raymoe.cli.storage import NUM_READERS, Location
+from raymoe.cli.storage_errors import help_for, reason_of
 from raymoe.data.openai_batch import (
     BATCH_COLUMNS,
     ID_COLUMN,
@@ -32,17 +34,15 @@ from raymoe.data.openai_batch import (
 )
 from raymoe.errors import ConfigError
 
-PARQUET_SUFFIXES = (".parquet", ".pq")
-JSONL_SUFFIXES = (".jsonl", ".ndjson")
 FORMS = ("auto", "table", "openai-batch")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source(ABC):
-    """A table of prompts on disk.
+    """A table of prompts in files.
 
     Attributes:
-        paths: The files.
+        files: At least one, all of one file system.
         schema: Their columns.
         num_rows: Rows in all files.
         ids: The id column, without lines that cannot be read; empty when none was named.
@@ -51,7 +51,7 @@ class Source(ABC):
         is_batch: The lines are requests of OpenAI's batch form.
     """
 
-    paths: tuple[Path, ...]
+    files: tuple[Location, ...]
     schema: pa.Schema
     num_rows: int
     ids: pa.Array
@@ -70,7 +70,8 @@ class ParquetSource(Source):
 
     def dataset(self) -> ray.data.Dataset:
         """Return the rows as a dataset."""
-        return ray.data.read_parquet([str(path) for path in self.paths])
+        paths = [file.path for file in self.files]
+        return ray.data.read_parquet(paths, filesystem=self.files[0].filesystem)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,7 @@ class JsonlSource(Source):
     def _lines(self) -> ray.data.Dataset:
         splits = [split._asdict() for split in self.scanned.splits]
         listed = ray.data.from_items(splits, override_num_blocks=max(1, len(splits)))
-        read = functools.partial(read_split, layout=self.scanned.layout)
+        read = functools.partial(read_split, layout=self.scanned.layout, root=self.files[0])
         return listed.map_batches(read, batch_size=1, batch_format="pyarrow")
 
 
@@ -101,7 +102,7 @@ def open_source(
     """Find the files of a path, directory or glob, and read their columns and ids.
 
     Args:
-        pattern: The path, directory or glob.
+        pattern: The path, directory or glob, or the URI of one.
         prompt_column: Of prompts.
         id_column: Of ids; None for none.
         form: One of `FORMS`: what JSON lines are; "auto" looks at their keys.
@@ -111,68 +112,53 @@ def open_source(
     """
     if form not in FORMS:
         raise ConfigError(f"--format is {form!r}; it must be one of {', '.join(FORMS)}")
-    paths = find_files(pattern)
-    is_jsonl = paths[0].suffix in JSONL_SUFFIXES
+    files = find_files(pattern)
+    is_jsonl = files[0].suffix in JSONL_SUFFIXES
     if form == "openai-batch" and not is_jsonl:
         raise ConfigError("--format openai-batch takes JSON lines, not parquet")
-    if is_jsonl and form != "table" and (form == "openai-batch" or _has_requests(paths)):
-        return _open_batch(paths)
+    if is_jsonl and form != "table" and (form == "openai-batch" or _has_requests(files)):
+        return _open_batch(files)
     if is_jsonl:
-        source: Source = _open_jsonl(paths, prompt_column, id_column)
+        source: Source = _open_jsonl(files, prompt_column, id_column)
     else:
-        source = _open_parquet(paths, id_column)
+        source = _open_parquet(files, id_column)
     if id_column is not None:
         check_ids(source.ids, id_column)
     return source
 
 
-def find_files(pattern: str) -> tuple[Path, ...]:
-    """Return the input files of one format, sorted by name."""
-    path = Path(pattern)
-    if path.is_file():
-        found = [path]
-    elif path.is_dir():
-        found = [file for file in path.rglob("*") if file.is_file() and not _is_hidden(file, path)]
-    else:
-        names = glob.glob(pattern, recursive=True)  # noqa: PTH207 - Path.glob takes no absolute one
-        found = [Path(name) for name in names if Path(name).is_file()]
-    known = (*PARQUET_SUFFIXES, *JSONL_SUFFIXES)
-    files = tuple(sorted(file for file in found if file.suffix in known))
-    if not files:
-        kinds = ", ".join(known)
-        found_some = f" ({len(found)} files of other kinds)" if found else ""
-        raise ConfigError(f"--input {pattern}: no file that ends in {kinds}{found_some}")
-    if len({file.suffix in JSONL_SUFFIXES for file in files}) > 1:
+def _open_parquet(files: Sequence[Location], id_column: str | None) -> ParquetSource:
+    with ThreadPoolExecutor(NUM_READERS) as pool:
+        heads = list(pool.map(lambda file: _read_head(file, id_column), files))
+    schema = pa.unify_schemas([head.schema for head in heads], promote_options="permissive")
+    ids = pa.chunked_array([head.ids for head in heads])
+    num_rows = sum(head.num_rows for head in heads)
+    return ParquetSource(files=tuple(files), schema=schema, num_rows=num_rows, ids=_combine(ids))
+
+
+class _Head(NamedTuple):
+    schema: pa.Schema
+    num_rows: int
+    ids: pa.Array
+
+
+def _read_head(location: Location, id_column: str | None) -> _Head:
+    try:
+        with location.open_file() as opened, pq.ParquetFile(opened) as file:
+            ids = pa.array([], pa.null())
+            if id_column is not None:
+                ids = _read_ids(file, location, id_column)
+            return _Head(file.schema_arrow, file.metadata.num_rows, ids)
+    except (pa.ArrowException, OSError) as error:
         raise ConfigError(
-            f"--input {pattern}: both parquet and JSON lines; name one kind by a glob"
-        )
-    return files
+            f"{location} cannot be read as parquet: {reason_of(error)}{help_for(error)}"
+        ) from error
 
 
-def _is_hidden(file: Path, root: Path) -> bool:
-    return any(part.startswith((".", "_")) for part in file.relative_to(root).parts)
-
-
-def _open_parquet(paths: Sequence[Path], id_column: str | None) -> ParquetSource:
-    schemas, num_rows, ids = [], 0, []
-    for path in paths:
-        try:
-            with pq.ParquetFile(path) as file:
-                schemas.append(file.schema_arrow)
-                num_rows += file.metadata.num_rows
-                if id_column is not None:
-                    ids.append(_read_ids(file, path, id_column))
-        except (pa.ArrowException, OSError) as error:
-            raise ConfigError(f"{path} cannot be read as parquet: {error}") from error
-    schema = pa.unify_schemas(schemas, promote_options="permissive")
-    chunks = pa.chunked_array(ids) if ids else pa.chunked_array([[]])
-    return ParquetSource(paths=tuple(paths), schema=schema, num_rows=num_rows, ids=_combine(chunks))
-
-
-def _read_ids(file: pq.ParquetFile, path: Path, id_column: str) -> pa.Array:
+def _read_ids(file: pq.ParquetFile, location: Location, id_column: str) -> pa.Array:
     if id_column not in file.schema_arrow.names:
         names = ", ".join(file.schema_arrow.names)
-        raise ConfigError(f"{path} has no column {id_column!r} (--id-column); it has {names}")
+        raise ConfigError(f"{location} has no column {id_column!r} (--id-column); it has {names}")
     return _combine(file.read(columns=[id_column]).column(id_column))
 
 
@@ -181,8 +167,10 @@ def _combine(chunks: pa.ChunkedArray) -> pa.Array:
     return combined if isinstance(combined, pa.Array) else pa.concat_arrays(combined.chunks)
 
 
-def _open_jsonl(paths: Sequence[Path], prompt_column: str, id_column: str | None) -> JsonlSource:
-    scanned = scan(paths, prompt_column, id_column)
+def _open_jsonl(
+    files: Sequence[Location], prompt_column: str, id_column: str | None
+) -> JsonlSource:
+    scanned = scan(files, prompt_column, id_column)
     layout = scanned.layout
     ids = pa.array([], pa.null())
     if id_column is not None:
@@ -194,7 +182,7 @@ def _open_jsonl(paths: Sequence[Path], prompt_column: str, id_column: str | None
             raise ConfigError(f"the values of {id_column!r} are not all text or all whole numbers")
         ids = pa.array(scanned.ids, id_type)
     return JsonlSource(
-        paths=tuple(paths),
+        files=tuple(files),
         schema=layout.schema,
         num_rows=scanned.num_rows,
         ids=ids,
@@ -203,25 +191,25 @@ def _open_jsonl(paths: Sequence[Path], prompt_column: str, id_column: str | None
     )
 
 
-def _has_requests(paths: Sequence[Path]) -> bool:
+def _has_requests(files: Sequence[Location]) -> bool:
     """Whether the first line that can be read is a request of OpenAI's batch form."""
-    with paths[0].open("rb") as file:
+    with files[0].explained("read"), files[0].open_lines() as file:
         records = (parse_line(line)[0] for line in file)
         first = next((record for record in records if record), {})
     return set(BATCH_COLUMNS) <= first.keys()
 
 
-def _open_batch(paths: Sequence[Path]) -> JsonlSource:
+def _open_batch(files: Sequence[Location]) -> JsonlSource:
     layout = JsonlFormat(
         schema=pa.schema([(name, pa.string()) for name in BATCH_COLUMNS]),
         json_columns=frozenset({"body"}),
         text_columns=frozenset(TEXT_COLUMNS),
     )
-    scanned = dataclasses.replace(scan(paths, "", ID_COLUMN), layout=layout)
+    scanned = dataclasses.replace(scan(files, "", ID_COLUMN), layout=layout)
     # Lines without an id become error rows; without text that Arrow can hold, too.
     ids = [row_id for row_id in scanned.ids if isinstance(row_id, str) and _encodes(row_id)]
     source = JsonlSource(
-        paths=tuple(paths),
+        files=tuple(files),
         schema=pa.schema([(name, pa.string()) for name in ROW_COLUMNS]),
         num_rows=scanned.num_rows,
         ids=pa.array(ids, pa.string()),

@@ -141,10 +141,19 @@ def check(path: Path, manifest: Manifest) -> None:
     Raises:
         ConfigError: They differ, or it cannot be read.
     """
-    differences = read(path).differences(manifest)
+    compare(read(path), manifest, where=path)
+
+
+def compare(found: Manifest, manifest: Manifest, *, where: object) -> None:
+    """Refuse a manifest that was written before and differs.
+
+    Raises:
+        ConfigError: Names each difference.
+    """
+    differences = found.differences(manifest)
     if differences:
         raise ConfigError(
-            f"{path} is of another job, whose rows would be mixed with those of this one: "
+            f"{where} is of another job, whose rows would be mixed with those of this one: "
             f"{'; '.join(differences)}. Resume with the model and the options of that job, or "
             "start anew with another output or journal_dir (raymoe generate: --overwrite)"
         )
@@ -157,36 +166,47 @@ def read(path: Path) -> Manifest:
         ConfigError: It is not there, damaged, or of another format.
     """
     try:
-        found = parse_json_object(path.read_bytes(), where=str(path))
-    except (OSError, CheckpointError) as error:
+        data = path.read_bytes()
+    except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}; {_WHAT_TO_DO}") from error
+    return parse(data, where=path)
+
+
+def parse(data: bytes, *, where: object) -> Manifest:
+    """Return the manifest that a file holds.
+
+    Raises:
+        ConfigError: It is damaged, or of another format.
+    """
+    try:
+        found = parse_json_object(data, where=str(where))
+    except CheckpointError as error:
+        raise ConfigError(f"{where} cannot be read: {error}; {_WHAT_TO_DO}") from error
     if found.get("format") != FORMAT:
         raise ConfigError(
-            f"{path} is of format {found.get('format')!r}, written by raymoe "
+            f"{where} is of format {found.get('format')!r}, written by raymoe "
             f"{found.get('raymoe')}; this raymoe {__version__} reads format {FORMAT}: resume with "
             f"that version, or {_WHAT_TO_DO}"
         )
     names = {field.name for field in dataclasses.fields(Manifest)}
     if found.keys() != names:
         wrong = ", ".join(sorted(found.keys() ^ names))
-        raise ConfigError(f"{path} is damaged ({wrong}); {_WHAT_TO_DO}")
+        raise ConfigError(f"{where} is damaged ({wrong}); {_WHAT_TO_DO}")
     return Manifest(**found)  # type: ignore[arg-type]  # a wrong type is a difference
 
 
-def is_manifest(path: Path) -> bool:
-    """Whether a file is a manifest, of any format."""
+def is_manifest(data: bytes) -> bool:
+    """Whether a file that holds this is a manifest, of any format."""
     try:
-        found = parse_json_object(path.read_bytes(), where=str(path))
-    except (OSError, CheckpointError):
+        found = parse_json_object(data, where="the manifest")
+    except CheckpointError:
         return False
     return {"format", "raymoe", "weights"} <= found.keys()
 
 
-def write(path: Path, manifest: Manifest) -> None:
-    """Write a manifest, in place of one that may be there; it appears whole."""
-    temporary = _write_temporary(path, manifest)
-    temporary.replace(path)
-    sync_directory(path.parent)
+def as_bytes(manifest: Manifest) -> bytes:
+    """Return what a manifest's file holds."""
+    return json.dumps(dataclasses.asdict(manifest), indent=2).encode() + b"\n"
 
 
 _WHAT_TO_DO = "remove it with the files beside it to start anew (raymoe generate: --overwrite)"
@@ -209,7 +229,7 @@ def _write_first(path: Path, manifest: Manifest) -> None:
 def _write_temporary(path: Path, manifest: Manifest) -> Path:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     with temporary.open("xb") as file:
-        file.write(json.dumps(dataclasses.asdict(manifest), indent=2).encode() + b"\n")
+        file.write(as_bytes(manifest))
         file.flush()
         os.fsync(file.fileno())
     return temporary

@@ -14,6 +14,7 @@ import pytest
 import raymoe
 from raymoe.cli import run
 from raymoe.cli.resume import Remains
+from raymoe.cli.storage import Location
 from raymoe.config import EngineConfig, SamplingParams
 from raymoe.data.manifest import Manifest
 from raymoe.engine.identity import ModelIdentity
@@ -184,7 +185,7 @@ def test_an_output_that_is_the_input_or_not_empty_is_refused(capfd, model, tmp_p
 
 def test_an_unfinished_run_of_another_job_is_refused_before_ray_starts(capfd, model, tmp_path):
     source = write_lines(tmp_path / "in.jsonl", '{"id": 1, "prompt": "a"}')
-    remains = Remains(output=tmp_path / "out.jsonl")
+    remains = Remains.of(Location.local(tmp_path / "out.jsonl"))
     params = SamplingParams(max_tokens=64, temperature=0.0)
     manifest = Manifest.of(ModelIdentity.of(model), params, EngineConfig())
     remains.prepare(manifest, resume=False)

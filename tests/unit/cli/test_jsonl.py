@@ -7,14 +7,15 @@ import pytest
 
 from raymoe.cli import jsonl
 from raymoe.cli.jsonl import INPUT_ERROR_COLUMN, read_split, scan
+from raymoe.cli.storage import Location
 from raymoe.errors import ConfigError
 
 
 def read(path, *lines, prompt_column="prompt"):
     path.write_bytes(b"\n".join(lines))
-    scanned = scan([path], prompt_column, None)
+    scanned = scan([Location.local(path)], prompt_column, None)
     splits = pa.Table.from_pylist([split._asdict() for split in scanned.splits])
-    return scanned, read_split(splits, layout=scanned.layout)
+    return scanned, read_split(splits, layout=scanned.layout, root=Location.local(path))
 
 
 def lines_of(*records):

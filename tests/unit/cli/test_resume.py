@@ -3,16 +3,18 @@
 import pytest
 
 from raymoe.cli.resume import Remains
+from raymoe.cli.storage import Location
 from raymoe.data import manifest as manifests
 from raymoe.data.journal import RowJournal
 from raymoe.errors import ConfigError
+from tests.unit.cli.places import remote
 from tests.unit.data.jobs import made
 from tests.unit.data.journals import key_of, row
 
 
 @pytest.fixture(params=["out", "out.jsonl"])
 def remains(request, tmp_path):
-    return Remains(output=tmp_path / request.param)
+    return Remains.of(Location.local(tmp_path / request.param))
 
 
 def run(remains, manifest, *, is_killed=False, **how):
@@ -30,7 +32,7 @@ def run(remains, manifest, *, is_killed=False, **how):
 
 
 def names(remains):
-    return sorted(path.name for path in remains.output.parent.iterdir())
+    return sorted(path.name for path in remains.output.local_path.parent.iterdir())
 
 
 def test_a_finished_run_leaves_its_manifest_and_nothing_else(remains):
@@ -38,7 +40,7 @@ def test_a_finished_run_leaves_its_manifest_and_nothing_else(remains):
     assert names(remains) == [f"{remains.output.name}.manifest.json"]
     run(remains, made(), resume=True)
     assert names(remains) == [f"{remains.output.name}.manifest.json"]
-    assert manifests.read(remains.manifest) == made()
+    assert manifests.read(remains.manifest.local_path) == made()
 
 
 def test_a_killed_run_is_neither_repeated_nor_forgotten_unless_told_so(remains):
@@ -47,13 +49,13 @@ def test_a_killed_run_is_neither_repeated_nor_forgotten_unless_told_so(remains):
         run(remains, made())
     assert run(remains, made(), is_killed=True, resume=True).contents.num_rows == 3
     assert run(remains, made(seed=4), overwrite=True).contents.num_rows == 0
-    assert manifests.read(remains.manifest).seed == 4
+    assert manifests.read(remains.manifest.local_path).seed == 4
 
 
 def test_a_run_that_died_before_its_first_row_is_just_repeated(remains):
     remains.prepare(made(), resume=False)
     run(remains, made(seed=2))
-    assert manifests.read(remains.manifest).seed == 2
+    assert manifests.read(remains.manifest.local_path).seed == 2
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
@@ -63,7 +65,7 @@ def test_another_job_may_not_resume(remains, is_killed):
     with pytest.raises(ConfigError, match=r"seed was 0, is 1"):
         run(remains, made(seed=1), resume=True)
     assert names(remains) == before
-    assert manifests.read(remains.manifest) == made()
+    assert manifests.read(remains.manifest.local_path) == made()
 
 
 def test_a_driver_without_the_model_lets_the_actors_compare_and_keeps_their_manifest(remains):
@@ -71,7 +73,7 @@ def test_a_driver_without_the_model_lets_the_actors_compare_and_keeps_their_mani
     remains.prepare(None, resume=False)
     manifests.claim(remains.journal / manifests.FILE_NAME, made())  # as an actor does
     remains.finish()
-    assert manifests.read(remains.manifest) == made()
+    assert manifests.read(remains.manifest.local_path) == made()
     remains.check(None, resume=True, overwrite=False)
     remains.prepare(None, resume=True)
     with pytest.raises(ConfigError, match=r"seed was 0, is 1"):
@@ -93,10 +95,10 @@ def test_files_of_others_are_left_alone_even_to_overwrite(remains):
 
 @pytest.mark.parametrize("content", ["my own notes", '{"format": 1}'])
 def test_a_manifest_of_something_else_is_left_alone(remains, content):
-    remains.manifest.write_text(content)
+    remains.manifest.local_path.write_text(content)
     with pytest.raises(ConfigError, match=r"is no manifest of raymoe"):
         run(remains, made(), overwrite=True)
-    assert remains.manifest.read_text() == content
+    assert remains.manifest.local_path.read_text() == content
 
 
 def test_a_link_or_a_file_in_the_place_of_the_journal_is_refused(remains, tmp_path):
@@ -108,3 +110,36 @@ def test_a_link_or_a_file_in_the_place_of_the_journal_is_refused(remains, tmp_pa
     remains.journal.write_text("x")
     with pytest.raises(ConfigError, match="is not a directory"):
         run(remains, made())
+
+
+def test_on_a_store_the_manifest_is_beside_the_output_and_there_is_no_journal(tmp_path):
+    remains = Remains.of(remote(tmp_path, "out"))
+    assert remains.journal is None
+    for resume in (False, True):
+        remains.check(made(), resume=resume, overwrite=False)
+        remains.prepare(made(), resume=resume)
+        remains.finish()
+    assert [one.name for one in remains.output.at("bucket").entries()] == ["out.manifest.json"]
+    with pytest.raises(ConfigError, match=r"store://bucket/out\.manifest\.json .* was 0, is 1"):
+        remains.check(made(seed=1), resume=True, overwrite=False)
+    remains.check(made(seed=1), resume=False, overwrite=True)
+    remains.prepare(made(seed=1), resume=False)
+    assert manifests.parse(remains.manifest.read_bytes(), where="").seed == 1
+
+
+def test_on_a_store_a_journal_is_where_it_is_told(tmp_path):
+    output = remote(tmp_path, "out")
+    remains = Remains.of(output, str(tmp_path / "journal"))
+    run(remains, made(), is_killed=True)
+    assert manifests.read(tmp_path / "journal" / manifests.FILE_NAME) == made()
+    with pytest.raises(ConfigError, match="a run that was not finished"):
+        run(remains, made())
+    assert run(remains, made(), resume=True).contents.num_rows == 3
+    assert not (tmp_path / "journal").exists()
+
+
+def test_a_journal_is_neither_among_the_rows_nor_on_a_store(tmp_path):
+    with pytest.raises(ConfigError, match="is in the output"):
+        Remains.of(Location.local(tmp_path / "out"), str(tmp_path / "out" / "journal"))
+    with pytest.raises(ConfigError, match="a journal grows row by row"):
+        Remains.of(Location.local(tmp_path / "out"), "s3://jobs/journal?region=us-east-1")

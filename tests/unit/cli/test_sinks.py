@@ -7,10 +7,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raymoe.cli import sinks
+from raymoe.cli import jsonl_sink, parquet_sink
+from raymoe.cli.jsonl_sink import JsonlSink
 from raymoe.cli.lines import TableLines
-from raymoe.cli.sinks import JsonlSink, ParquetSink, check_apart, open_sink
+from raymoe.cli.parquet_sink import ParquetSink
+from raymoe.cli.sinks import check_apart, open_sink
+from raymoe.cli.storage import Location
 from raymoe.errors import ConfigError, RaymoeError
+from tests.unit.cli.places import PLACES, remote
 
 
 def rows(*ids, error=""):
@@ -29,18 +33,19 @@ def ids_in(sink):
     return [row_id for row_id, _ in sink.read_written("id")]
 
 
-@pytest.fixture(params=["out.jsonl", "out"])
+@pytest.fixture(params=[(place, name) for place in PLACES for name in ("out.jsonl", "out")])
 def sink(request, tmp_path):
-    return open_sink(tmp_path / request.param, frozenset())
+    place, name = request.param
+    return open_sink(PLACES[place](tmp_path, name), frozenset())
 
 
 def again(sink):
-    return open_sink(sink.path, frozenset())
+    return open_sink(sink.location, frozenset())
 
 
 def test_the_name_decides_the_format(tmp_path):
-    assert isinstance(open_sink(tmp_path / "a.jsonl", frozenset()), JsonlSink)
-    assert isinstance(open_sink(tmp_path / "a.parquet", frozenset()), ParquetSink)
+    assert isinstance(open_sink(Location.local(tmp_path / "a.jsonl"), frozenset()), JsonlSink)
+    assert isinstance(open_sink(Location.local(tmp_path / "a.parquet"), frozenset()), ParquetSink)
 
 
 def test_an_output_with_rows_is_refused_unless_told_otherwise(sink):
@@ -60,12 +65,12 @@ def test_nothing_is_written_through_a_link_or_into_a_pipe(tmp_path, name):
     (tmp_path / name).symlink_to(victim)
     for how in ({"overwrite": True}, {"resume": True}, {}):
         with pytest.raises(ConfigError, match=f"{name} is a link to .*victim"):
-            finish(JsonlSink(path=tmp_path / "out.jsonl"), rows(1), **how)
+            finish(JsonlSink(location=Location.local(tmp_path / "out.jsonl")), rows(1), **how)
     assert victim.read_text() == "kept"
     (tmp_path / name).unlink()
     os.mkfifo(tmp_path / name)
     with pytest.raises(ConfigError, match="not a regular file"):
-        finish(JsonlSink(path=tmp_path / "out.jsonl"), rows(1), overwrite=True)
+        finish(JsonlSink(location=Location.local(tmp_path / "out.jsonl")), rows(1), overwrite=True)
 
 
 def test_parts_of_parquet_are_not_written_through_links(tmp_path):
@@ -75,9 +80,9 @@ def test_parts_of_parquet_are_not_written_through_links(tmp_path):
     out.mkdir()
     for name in ("part-000000.parquet", ".part-000000.parquet.tmp", ".part-000001.parquet.tmp"):
         (out / name).symlink_to(victim)
-    finish(ParquetSink(path=out), rows(1), overwrite=True)
+    finish(ParquetSink(location=Location.local(out)), rows(1), overwrite=True)
     assert victim.read_text() == "kept"
-    assert ids_in(ParquetSink(path=out)) == [1]
+    assert ids_in(ParquetSink(location=Location.local(out))) == [1]
 
 
 def test_a_resumed_output_keeps_its_rows_and_adds_to_them(sink):
@@ -103,7 +108,7 @@ def test_rows_that_were_not_flushed_are_not_there(sink):
 
 
 def test_a_json_lines_file_has_its_name_only_when_complete(tmp_path):
-    sink = JsonlSink(path=tmp_path / "a.jsonl")
+    sink = JsonlSink(location=Location.local(tmp_path / "a.jsonl"))
     sink.prepare(resume=False, overwrite=False)
     sink.write(rows(1))
     sink.flush()
@@ -115,15 +120,15 @@ def test_a_json_lines_file_has_its_name_only_when_complete(tmp_path):
 @pytest.mark.parametrize("tail_bytes", [3, 1 << 20])
 @pytest.mark.parametrize("torn", [b"", b'{"id": 3', b'{"id"', b"x" * 100])
 def test_half_a_line_at_the_end_is_dropped(tmp_path, monkeypatch, torn, tail_bytes):
-    monkeypatch.setattr(sinks, "TAIL_BYTES", tail_bytes)
-    sink = JsonlSink(path=tmp_path / "a.jsonl")
+    monkeypatch.setattr(jsonl_sink, "TAIL_BYTES", tail_bytes)
+    sink = JsonlSink(location=Location.local(tmp_path / "a.jsonl"))
     sink.prepare(resume=False, overwrite=False)
     sink.write(rows(1, 2))
     sink.flush()
     with sink.partial.open("ab") as file:
         file.write(torn)
-    finish(JsonlSink(path=sink.path), rows(3), resume=True)
-    lines = sink.path.read_text().splitlines()
+    finish(JsonlSink(location=sink.location), rows(3), resume=True)
+    lines = sink.location.local_path.read_text().splitlines()
     assert [json.loads(line)["id"] for line in lines] == [1, 2, 3]
 
 
@@ -132,17 +137,22 @@ def test_json_columns_come_back_as_values_and_bad_text_is_marked(tmp_path):
         pa.string(), 1, [None, pa.array([0, 2], pa.int32()).buffers()[1], pa.py_buffer(b"a\xff")]
     )
     table = pa.table({"text": text, "nested": ['{"a": [1]}']})
-    sink = JsonlSink(path=tmp_path / "a.jsonl", lines=TableLines(frozenset({"nested"})))
+    sink = JsonlSink(
+        location=Location.local(tmp_path / "a.jsonl"), lines=TableLines(frozenset({"nested"}))
+    )
     finish(sink, table)
-    assert json.loads(sink.path.read_text()) == {"text": "a\ufffd", "nested": {"a": [1]}}
+    assert json.loads(sink.location.local_path.read_text()) == {
+        "text": "a\ufffd",
+        "nested": {"a": [1]},
+    }
 
 
 def test_parts_are_full_and_numbered_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(sinks, "ROWS_PER_PART", 3)
-    sink = ParquetSink(path=tmp_path / "out")
+    monkeypatch.setattr(parquet_sink, "ROWS_PER_PART", 3)
+    sink = ParquetSink(location=Location.local(tmp_path / "out"))
     finish(sink, rows(1, 2), rows(3, 4), rows(5))
-    finish(ParquetSink(path=sink.path), rows(6), resume=True)
-    parts = sorted(sink.path.iterdir())
+    finish(ParquetSink(location=sink.location), rows(6), resume=True)
+    parts = sorted(sink.location.local_path.iterdir())
     assert [path.name for path in parts] == [f"part-{n:06d}.parquet" for n in range(3)]
     assert [pq.read_metadata(path).num_rows for path in parts] == [4, 1, 1]
 
@@ -150,16 +160,39 @@ def test_parts_are_full_and_numbered_on(tmp_path, monkeypatch):
 def test_a_directory_with_files_of_others_is_refused_even_to_overwrite(tmp_path):
     (tmp_path / "thesis.doc").write_text("x")
     with pytest.raises(ConfigError, match=r"thesis\.doc, which raymoe did not write"):
-        ParquetSink(path=tmp_path).prepare(resume=False, overwrite=True)
+        ParquetSink(location=Location.local(tmp_path)).prepare(resume=False, overwrite=True)
     assert (tmp_path / "thesis.doc").exists()
 
 
 def test_a_damaged_part_is_named(tmp_path):
     (tmp_path / "part-000000.parquet").write_bytes(b"PAR1")
-    sink = ParquetSink(path=tmp_path)
+    sink = ParquetSink(location=Location.local(tmp_path))
     sink.prepare(resume=True, overwrite=False)
     with pytest.raises(RaymoeError, match=r"part-000000\.parquet has no readable column 'id'"):
         ids_in(sink)
+
+
+def test_a_bucket_is_no_output():
+    with pytest.raises(ConfigError, match=r"s3://jobs is a bucket; name a place in it"):
+        open_sink(Location.parse("s3://jobs?region=us-east-1"), frozenset())
+
+
+def test_on_a_store_too_an_output_is_neither_the_input_nor_in_it(tmp_path):
+    source = remote(tmp_path, "in/a.parquet")
+    root = remote(tmp_path, "in")
+    root.make_dir()
+    for output in ("in/a.parquet", "in"):
+        with pytest.raises(ConfigError, match="is or holds the input"):
+            check_apart(remote(tmp_path, output), [source], source)
+    for output in ("in", "in/out"):
+        with pytest.raises(ConfigError, match="lies in the input directory"):
+            check_apart(remote(tmp_path, output), [source], root)
+    check_apart(remote(tmp_path, "input"), [source], root)
+    check_apart(Location.local(tmp_path / "in"), [source], root)
+
+
+def apart(output, source, root):
+    check_apart(Location.local(output), [Location.local(source)], Location.local(root))
 
 
 def make_links(tmp_path):
@@ -178,11 +211,11 @@ def make_links(tmp_path):
 def test_an_output_that_is_or_holds_the_input_is_refused(tmp_path, name):
     source = make_links(tmp_path)
     with pytest.raises(ConfigError, match="is or holds the input"):
-        check_apart(tmp_path / name, [source], str(source))
-    check_apart(tmp_path / "in" / "b.jsonl", [source], str(source))
+        apart(tmp_path / name, source, source)
+    apart(tmp_path / "in" / "b.jsonl", source, source)
 
 
 def test_an_output_inside_an_input_directory_is_refused(tmp_path):
     source = make_links(tmp_path)
     with pytest.raises(ConfigError, match="lies in the input directory"):
-        check_apart(tmp_path / "dir" / "out", [source], str(source.parent))
+        apart(tmp_path / "dir" / "out", source, source.parent)

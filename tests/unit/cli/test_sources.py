@@ -4,7 +4,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raymoe.cli.sources import check_ids, find_files, open_source
+from raymoe.cli.input_files import find_files
+from raymoe.cli.sources import check_ids, open_source
+from raymoe.cli.storage import Location
 from raymoe.errors import ConfigError
 
 
@@ -23,6 +25,7 @@ def test_directories_and_globs_give_their_files_by_name(tmp_path):
     second = write(tmp_path / "in" / "deep" / "b.parquet", id=[2])
     write(tmp_path / "in" / "_hidden" / "c.parquet", id=[3])
     (tmp_path / "in" / "notes.txt").write_text("x")
+    first, second = Location.local(first), Location.local(second)
     assert find_files(str(tmp_path / "in")) == (first, second)
     assert find_files(str(tmp_path / "in" / "*.parquet")) == (first,)
 

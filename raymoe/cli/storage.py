@@ -1,0 +1,293 @@
+"""Where is a file? A file system of Arrow's and a path in it, local or of an object store."""
+
+import contextlib
+import glob
+import io
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, cast
+from urllib.parse import quote
+
+import pyarrow as pa
+from fsspec.implementations.arrow import ArrowFSWrapper
+from pyarrow import fs
+
+from raymoe.cli.storage_errors import help_for, reason_of, without_secrets
+from raymoe.cli.uploads import RETRY_AFTER_S, Chunks, chunks_of, upload
+from raymoe.data.journal_writer import sync_directory
+from raymoe.errors import ConfigError
+
+# A file of these appears when it is complete, under its own name; they have no directories.
+OBJECT_STORES = frozenset({"s3", "gcs", "abfs"})
+NUM_READERS = 16  # files that are read at once where there are many: each takes a round trip
+BUFFER_BYTES = 8 << 20  # of lines that are read: each buffer is a request
+SPOOL_BYTES = 64 << 20  # what waits to be sent is kept in memory up to this size
+GCS_RETRY_S = 60  # Arrow's own default waits for a quarter of an hour when there are no credentials
+URI_CHARACTERS = "%/:@?&=+,;!$'()*~#"
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A file or directory.
+
+    Attributes:
+        filesystem: Where it is; can be sent to Ray's workers.
+        path: In the file system; of an object store, the bucket comes first.
+        scheme: Of its URI; "" for local files.
+    """
+
+    filesystem: fs.FileSystem
+    path: str
+    scheme: str = ""
+
+    @classmethod
+    def local(cls, path: str | Path) -> "Location":
+        """Return a file of this machine."""
+        return cls(fs.LocalFileSystem(), str(Path(path).absolute()))
+
+    @classmethod
+    def parse(cls, text: str) -> "Location":
+        """Return what a path or URI names; nothing need be there.
+
+        Raises:
+            ConfigError: The URI is of an unknown kind, or its bucket cannot be found.
+        """
+        scheme, is_uri, rest = text.partition("://")
+        if not is_uri:
+            return cls.local(text)
+        # What people write is not always a URI: blanks, brackets and other letters are quoted.
+        uri = f"{scheme}://{quote(rest, safe=URI_CHARACTERS)}"
+        if scheme in ("gs", "gcs") and "retry_limit_seconds" not in rest:
+            uri += f"{'&' if '?' in rest else '?'}retry_limit_seconds={GCS_RETRY_S}"
+        try:
+            filesystem, path = fs.FileSystem.from_uri(uri)
+        except (pa.ArrowException, OSError) as error:
+            shown = without_secrets(text)
+            reason = reason_of(error).replace(uri, shown)
+            raise ConfigError(f"{shown} cannot be used: {reason}{help_for(error)}") from None
+        if isinstance(filesystem, fs.LocalFileSystem):
+            return cls.local(path)
+        return cls(filesystem, path.rstrip("/"), scheme)
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.path}" if self.scheme else self.path
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is a file of this machine: it can grow, and be forced to disk."""
+        return isinstance(self.filesystem, fs.LocalFileSystem)
+
+    @property
+    def local_path(self) -> Path:
+        """The path of a local file."""
+        assert self.is_local
+        return Path(self.path)
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return PurePosixPath(self.path).name
+
+    @property
+    def suffix(self) -> str:
+        """The end of the name from its last dot on."""
+        return PurePosixPath(self.path).suffix
+
+    @property
+    def is_bucket(self) -> bool:
+        """Whether it is a whole bucket, beside which nothing can be."""
+        return self.filesystem.type_name in OBJECT_STORES and "/" not in self.path
+
+    def at(self, path: str) -> "Location":
+        """Return another file of the same file system."""
+        return Location(self.filesystem, path, self.scheme)
+
+    def child(self, name: str) -> "Location":
+        """Return what is in this directory."""
+        return self.at(f"{self.path}/{name}")
+
+    def sibling(self, name: str) -> "Location":
+        """Return what is beside it."""
+        return self.at(str(PurePosixPath(self.path).with_name(name)))
+
+    def info(self) -> fs.FileInfo:
+        """Return whether it is there, as what, and its size in bytes."""
+        with self.explained("looked at"):
+            return self.filesystem.get_file_info(self.path)
+
+    def exists(self) -> bool:
+        """Whether there is a file or a directory."""
+        return bool(self.info().type != fs.FileType.NotFound)
+
+    def is_file(self) -> bool:
+        """Whether it is a file."""
+        return bool(self.info().type == fs.FileType.File)
+
+    def is_dir(self) -> bool:
+        """Whether it is a directory, or what other names begin with."""
+        return bool(self.info().type == fs.FileType.Directory)
+
+    def entries(self) -> list["Location"]:
+        """Return what is in this directory, sorted; [] where there is none."""
+        selector = fs.FileSelector(self.path, allow_not_found=True)
+        with self.explained("listed"):
+            infos = self.filesystem.get_file_info(selector)
+        return [self.at(path) for path in sorted(info.path for info in infos)]
+
+    def files(self) -> list["Location"]:
+        """Return the files in this directory and those below it, without hidden ones."""
+        if self.is_local:  # unlike Arrow, Python follows no links to directories
+            paths = [str(path) for path in self.local_path.rglob("*") if path.is_file()]
+        else:
+            with self.explained("listed"):
+                infos = self.filesystem.get_file_info(fs.FileSelector(self.path, recursive=True))
+            paths = [info.path for info in infos if info.type == fs.FileType.File]
+        return [self.at(path) for path in paths if not self._is_hidden(path)]
+
+    def glob(self) -> list["Location"]:
+        """Return the files that match this path with its ``*``, ``?``, ``[...]`` and ``**``."""
+        if self.is_local:
+            names = glob.glob(self.path, recursive=True)  # noqa: PTH207 - Path's needs no root
+        else:
+            with self.explained("listed"):
+                names = ArrowFSWrapper(self.filesystem).glob(self.path)
+        found = [self.at(name) for name in names]
+        return [one for one in found if one.is_file()]
+
+    def open_file(self) -> Any:
+        """Open for reading at any place: an Arrow file."""
+        return self.filesystem.open_input_file(self.path)
+
+    def open_lines(self) -> io.BufferedReader:
+        """Open for reading line by line."""
+        return io.BufferedReader(self.filesystem.open_input_stream(self.path), BUFFER_BYTES)
+
+    def read_bytes(self) -> bytes:
+        """Return the whole content."""
+        with self.open_file() as file:
+            return cast("bytes", file.readall())
+
+    def delete(self) -> None:
+        """Remove the file."""
+        with self.explained("deleted"):
+            self.filesystem.delete_file(self.path)
+
+    def delete_dir(self) -> None:
+        """Remove the directory with what is in it."""
+        with self.explained("deleted"):
+            self.filesystem.delete_dir(self.path)
+
+    def make_dir(self) -> None:
+        """Make a directory here where file systems have any."""
+        if self.filesystem.type_name not in OBJECT_STORES:
+            with self.explained("made"):
+                self.filesystem.create_dir(self.path, recursive=True)
+
+    @contextlib.contextmanager
+    def replacing(self, retry_after_s: Sequence[float] = RETRY_AFTER_S) -> Iterator[IO[bytes]]:
+        """Yield a file to write: its content is here, whole and safe, when the block has ended.
+
+        Nothing changes here when the block raises.
+
+        Args:
+            retry_after_s: Of a store that is away, how long to wait before each further try.
+
+        Raises:
+            ExecutionError: The content cannot be sent.
+        """
+        if self.is_local:
+            with _replacing_local(self.local_path) as file:
+                yield file
+            return
+        with tempfile.SpooledTemporaryFile(SPOOL_BYTES) as spool:
+            yield cast("IO[bytes]", spool)
+            self.write(lambda: _from_start(cast("IO[bytes]", spool)), retry_after_s)
+
+    def write(self, chunks: Chunks, retry_after_s: Sequence[float] = RETRY_AFTER_S) -> None:
+        """Write a file that appears whole; not for local files, see `replacing`.
+
+        Args:
+            chunks: Gives the content, from its start, each time it is called.
+            retry_after_s: As of `replacing`.
+
+        Raises:
+            ExecutionError: It cannot be sent, with what may help.
+        """
+        is_at_once = self.filesystem.type_name in OBJECT_STORES
+        path = self.path if is_at_once else self.sibling(f".{self.name}.tmp").path
+        upload(
+            self.filesystem,
+            path,
+            chunks,
+            explain=lambda error: self._said("written", error),
+            retry_after_s=retry_after_s,
+        )
+        if not is_at_once:
+            with self.explained("written"):
+                self.filesystem.move(path, self.path)
+
+    def chunks(self) -> Iterator[bytes]:
+        """Yield the content piece by piece."""
+        with self.open_file() as file:
+            yield from chunks_of(file)
+
+    def check_writable(self) -> None:
+        """Write and delete something beside it, before anything depends on it.
+
+        Raises:
+            ConfigError: It cannot be written or not be deleted, with what may help.
+        """
+        if self.is_local:
+            return
+        test = self.sibling(f"{self.name}.write-test")
+        with test.explained("written and deleted"):
+            with self.filesystem.open_output_stream(test.path) as stream:
+                stream.write(b"may be deleted\n")
+            self.filesystem.delete_file(test.path)
+
+    @contextlib.contextmanager
+    def explained(self, what: str) -> Iterator[None]:
+        """Turn an error of the file system into one that names the file and what may help."""
+        try:
+            yield
+        except (pa.ArrowException, OSError) as error:
+            raise ConfigError(self._said(what, error)) from error
+
+    def _said(self, what: str, error: Exception) -> str:
+        return f"{self} cannot be {what}: {reason_of(error)}{help_for(error)}"
+
+    def _is_hidden(self, path: str) -> bool:
+        parts = PurePosixPath(path).relative_to(self.path).parts
+        return any(part.startswith((".", "_")) for part in parts)
+
+
+def not_empty(output: Location | Path, what: str) -> str:
+    """Return what to say of an output that is there already."""
+    return (
+        f"--output {output} already has {what}; add --resume to generate what is missing or "
+        "--overwrite to start anew"
+    )
+
+
+def _from_start(file: IO[bytes]) -> Iterator[bytes]:
+    file.seek(0)
+    return chunks_of(file)
+
+
+@contextlib.contextmanager
+def _replacing_local(path: Path) -> Iterator[IO[bytes]]:
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        with temporary.open("xb") as file:  # not through a link that somebody put there
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
