@@ -1,0 +1,123 @@
+"""Our latent attention kernels against the exact result: in Triton's interpreter, or on a GPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from raymoe.kernels import device_attention_batch
+from raymoe.kernels.device_attention_batch import LatentRaggedBatch
+from raymoe.kernels.latent_forms import NEVER, LatentHeads
+from tests.native.attention_cases import BF16, FP16, FP32, PASSES
+from tests.native.test_cpu_latent_attention import Case
+from tests.triton_mode import DEVICES
+from tests.unit.kernels.test_device_paged_attention import compute_of
+from tests.unit.kernels.test_latent_forms import SHAPES, exact, make
+
+pytest.importorskip("triton")
+
+UNITS = {FP32: 2e-5, FP16: 2**-8, BF16: 3e-2}
+FORMS = {"absorbed": NEVER, "plain": 1, "both": 3}
+device = pytest.mark.parametrize("device", DEVICES)
+form = pytest.mark.parametrize("form", FORMS)
+
+
+def run(
+    case: Case, heads: LatentHeads, fewest: int, *, device: str, cache: Tensor | None = None
+) -> Tensor:
+    # They need Triton.
+    from raymoe.kernels.device_attention_launches import Scoring  # noqa: PLC0415
+    from raymoe.kernels.device_paged_latent import (  # noqa: PLC0415
+        append_and_attend_latent_ragged,
+    )
+
+    batch = LatentRaggedBatch.of(
+        case.batch(),
+        case.layout,
+        compute_of(case.query.dtype, device),
+        torch.device(device),
+        fewest_plain_tokens=fewest,
+    )
+    return append_and_attend_latent_ragged(
+        case.query.to(device),
+        case.latent.to(device),
+        (case.cache.clone() if cache is None else cache).to(device),
+        batch,
+        heads=replace(heads, weight_HXR=heads.weight_HXR.to(device)),
+        scoring=Scoring(scale=case.scale),
+    ).cpu()
+
+
+def check(case: Case, heads: LatentHeads, fewest: int, *, device: str) -> None:
+    got, unit = run(case, heads, fewest, device=device), UNITS[case.query.dtype]
+    torch.testing.assert_close(got.double(), exact(case, heads), rtol=unit, atol=unit)
+
+
+@device
+@form
+def test_equals_the_exact_result(form: str, device: str) -> None:
+    case, heads = make([(33, 1), (1, 1), (36, 4), (5, 2)], SHAPES[0])
+    check(case, heads, FORMS[form], device=device)
+
+
+@device
+@form
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", PASSES)
+def test_equals_the_exact_result_for_every_shape(
+    name: str, shape: tuple[int, int, int, int, int], form: str, device: str
+) -> None:
+    case, heads = make(PASSES[name], shape)
+    check(case, heads, FORMS[form], device=device)
+
+
+@device
+@form
+@pytest.mark.slow
+@pytest.mark.parametrize("dtypes", [(BF16, BF16), (FP16, FP16), (FP32, BF16)], ids=str)
+def test_equals_the_exact_result_in_every_type(
+    dtypes: tuple[torch.dtype, torch.dtype], form: str, device: str
+) -> None:
+    case, heads = make(PASSES["mixed"], (6, 32, 16, 32, 64), dtypes)
+    check(case, heads, FORMS[form], device=device)
+
+
+@device
+@pytest.mark.slow
+def test_equals_the_exact_result_in_the_sizes_of_deepseek(device: str) -> None:
+    case, heads = make([(40, 1), (34, 3)], (32, 128, 64, 128, 512))
+    check(case, heads, 3, device=device)
+
+
+@device
+def test_what_does_not_fit_at_once_is_done_in_pieces(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from raymoe.kernels import (  # noqa: PLC0415
+        device_attention_launches,
+        device_paged_latent,
+    )
+
+    case, heads = make([(40, 1), (36, 4), (5, 5), (70, 1)], SHAPES[2])
+    whole = run(case, heads, 3, device=device)
+    for module in (device_attention_batch, device_attention_launches, device_paged_latent):
+        monkeypatch.setattr(module, "GATHERED_BYTES", 1)
+    assert torch.equal(run(case, heads, 3, device=device), whole)
+    monkeypatch.setattr(device_attention_launches, "SPLIT_POSITIONS", 32)
+    check(case, heads, 3, device=device)
+
+
+@device
+def test_rows_land_in_their_places(device: str) -> None:
+    case, heads = make([(37, 5), (33, 1)], SHAPES[2], (FP32, BF16))
+    cache = case.cache.clone().to(device)
+    run(case, heads, 3, device=device, cache=cache)
+    want = case.cache.clone()
+    for sequence, context in enumerate(case.contexts):
+        begin, end = case.starts[sequence : sequence + 2]
+        for token, position in zip(range(begin, end), range(context)[begin - end :], strict=True):
+            block = case.table[sequence, position // 32]
+            want[block, position % 32] = case.latent[token].to(BF16)
+    assert torch.equal(cache.cpu().view(torch.uint8), want.view(torch.uint8))
