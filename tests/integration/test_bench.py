@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from raymoe import cli
 from raymoe.bench.kernels import measure_kernels
 from raymoe.bench.passes import (
     PassKind,
@@ -17,7 +18,6 @@ from raymoe.bench.passes import (
 from raymoe.bench.quantised import quantised_experts_job
 from raymoe.bench.suite import run_suite
 from raymoe.bench.workloads import WORKLOADS, make_checkpoint, make_prompts
-from raymoe.cli import run
 from raymoe.errors import ConfigError
 from raymoe.measure.attention import AttentionShape, decode_job, prefill_job
 from raymoe.measure.experts import ExpertsShape, experts_job, linear_job
@@ -168,10 +168,10 @@ def test_an_unknown_shape_is_refused_with_the_known_ones(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_plain_rows_are_timed_beside_structured_outputs_that_hurt(tmp_path, capsys):
     arguments = ["--suite", "structured", "--shape", "tiny", "--repetitions", "1"]
-    assert run(["bench", *arguments, "--num-threads", "2", "--out", str(tmp_path)]) == 0
+    assert cli.run(["bench", *arguments, "--num-threads", "2", "--out", str(tmp_path)]) == 0
     (result,) = map(json.loads, (tmp_path / "structured.jsonl").read_text().splitlines())
     assert (result["num_plain"], result["num_hostile"]) == (60, 3)
     assert result["pace"] == result["alone_s"][0] / result["beside_s"][0]
     assert result["hostile_s"][0] >= result["beside_s"][0]
     assert "the same tokens; all hostile rows ended as error rows" in capsys.readouterr().out
-    assert run(["bench", "--suite", "structured", "--shape", "tiny", "--shape", "qwen3"]) == 2
+    assert cli.run(["bench", "--suite", "structured", "--shape", "tiny", "--shape", "qwen3"]) == 2
