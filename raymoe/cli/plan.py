@@ -13,11 +13,12 @@ from rich.text import Text
 
 from raymoe.cli.options import model_by_name, size
 from raymoe.cli.plan_tables import gantt, memory_table, policy_table, prediction_table
+from raymoe.config import MAX_RANKS
 from raymoe.errors import ConfigError, UnknownOptionError
 from raymoe.plan.device_pass import DevicePass
 from raymoe.plan.pictures import PlanOn, roofline_picture, throughput_picture
 from raymoe.plan.plan import DEFAULT_WORKLOAD, Plan
-from raymoe.plan.search import find_plan
+from raymoe.plan.search import find_plan, of_one_rank
 from raymoe.plan.what_if import next_steps
 from raymoe.schedule.builders import STREAMING_BUILDERS
 from raymoe.specs.hardware import HardwareSpec
@@ -68,6 +69,14 @@ MaxContext = Annotated[
     int | None,
     typer.Option(min=1, help="Longest row, prompt and all; by default what the model allows."),
 ]
+TensorParallel = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        max=MAX_RANKS,
+        help="GPUs of the node that share every pass; the plan is that of one of them.",
+    ),
+]
 Price = Annotated[
     float | None, typer.Option(min=0.0, help="Of the node, to show the cost of tokens and job.")
 ]
@@ -92,6 +101,7 @@ def run(  # noqa: PLR0913 - the options of a command
     host_memory: HostMemory = None,
     device_memory: DeviceMemory = None,
     max_context: MaxContext = None,
+    tensor_parallel: TensorParallel = 1,
     price_per_hour: Price = None,
     what_if: WhatIf = False,
     plot: Plot = False,
@@ -107,6 +117,7 @@ def run(  # noqa: PLR0913 - the options of a command
     node = _node(hardware, host_memory, device_memory)
     workload = Workload(num_rows=num_rows, prompt_tokens=prompt_len, generated_tokens=gen_len)
     _check(spec, node, workload, schedule=schedule, max_context=max_context)
+    spec, node = of_one_rank(spec, node, tensor_parallel)
     plan_on: PlanOn = partial(
         find_plan, spec, workload=workload, schedule=schedule, max_context_tokens=max_context
     )

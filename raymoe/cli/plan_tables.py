@@ -55,6 +55,8 @@ def gantt(decode: Timeline, width: int) -> str:
 
 def _policy_rows(plan: Plan) -> Iterator[Row]:
     policy = plan.policy
+    if plan.num_ranks > 1:
+        yield "tensor parallel", f"{plan.num_ranks} GPUs share each pass; sizes are of one"
     yield "schedule", plan.schedule
     yield "batch", f"{policy.batch_size:,} sequences"
     yield (

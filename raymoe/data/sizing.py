@@ -61,7 +61,8 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
             live at once, so that the next rows wait where they are needed.
         batch_size: Rows of one call; a call leaves when its slowest row does, so small is better.
             None takes 16, or as many as it takes to have `rows_in_flight` inside of 256 calls.
-        num_gpus: Of an actor; None takes one where the cluster has any and the device allows it.
+        num_gpus: Of an actor; None takes `tensor_parallel_size` of the engine, usually one, where
+            the cluster has any GPU and the device allows it.
         num_cpus: Of an actor; None shares the CPUs of the nodes and leaves one to the reads.
         memory: Bytes that Ray reserves for an actor; None takes what the plan needs. It decides
             placement only and limits nothing.
@@ -175,15 +176,18 @@ def plan_actor(
     kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
     if config.host_memory_bytes is not None:
         node = dataclasses.replace(node, host_memory_bytes=config.host_memory_bytes)
+    hardware = config.hardware if isinstance(config.hardware, HardwareSpec) else node
     plan = find_plan(
         spec,
-        config.hardware if isinstance(config.hardware, HardwareSpec) else node,
+        hardware,
         policy=config.policy,
         bytes_per_element=BYTES_PER_ELEMENT[dtype],
         kv_bytes_per_element=BYTES_PER_ELEMENT[kv_dtype],
         max_context_tokens=config.max_context_tokens,
+        # What Ray knows of a node says nothing of its GPUs; ranks need what one engine would.
+        tensor_parallel_size=config.tensor_parallel_size if hardware.has_gpu else 1,
     )
-    return ActorPlan(batch_size=plan.policy.batch_size, memory_bytes=plan.footprint.total)
+    return ActorPlan(batch_size=plan.policy.batch_size, memory_bytes=plan.host_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +253,13 @@ def _share_node(config: EngineConfig, node: HardwareSpec) -> EngineConfig:
 def _choose_num_gpus(
     num_gpus: float | None, config: EngineConfig, cluster: Cluster
 ) -> float | None:
-    if num_gpus is not None:
-        return num_gpus
+    num_ranks = config.tensor_parallel_size
     wants_gpu = config.device == "cuda" or (config.device == "auto" and cluster.num_gpus >= 1)
-    return 1 if wants_gpu else None
+    if num_gpus is None:
+        return num_ranks if wants_gpu else None
+    if wants_gpu and 1 < num_ranks != num_gpus:
+        raise ConfigError(
+            f"num_gpus is {num_gpus:g}, but tensor_parallel_size is {num_ranks}: an actor needs a "
+            "GPU for each rank; leave num_gpus out"
+        )
+    return num_gpus

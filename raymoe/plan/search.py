@@ -59,7 +59,7 @@ def find_plan(  # noqa: PLR0913 - the options of one decision
         ConfigError: The model cannot be divided between so many GPUs, or the node has none.
         InfeasiblePlanError: The plan needs more memory than there is; shows what needs what.
     """
-    model, hardware = _of_one_rank(model, hardware, tensor_parallel_size)
+    model, hardware = of_one_rank(model, hardware, tensor_parallel_size)
     workload = workload or DEFAULT_WORKLOAD
     work = ModelWork.of(model, bytes_per_element, kv_element_bytes=kv_bytes_per_element)
     context = min(max_context_tokens or model.max_context_tokens, model.max_context_tokens)
@@ -84,10 +84,14 @@ def find_plan(  # noqa: PLR0913 - the options of one decision
     return _plan_streamed(job, StreamedPasses.of(model, name, policy, bytes_per_element))
 
 
-def _of_one_rank(
+def of_one_rank(
     model: ModelSpec, hardware: HardwareSpec, num_ranks: int
 ) -> tuple[ModelSpec, HardwareSpec]:
-    """What one of several ranks has of the model and of the node."""
+    """What one of several ranks has of the model and of the node; `find_plan` plans that too.
+
+    Raises:
+        ConfigError: The model cannot be divided between so many GPUs, or the node has none.
+    """
     if num_ranks > 1 and not hardware.has_gpu:
         raise ConfigError(
             f"tensor_parallel_size is {num_ranks}, but {hardware.name} has no GPU; leave it out"

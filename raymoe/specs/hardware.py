@@ -174,15 +174,10 @@ class HardwareSpec:
     def share(self, count: int) -> "HardwareSpec":
         """What one of `count` equal users of the node has: a GPU with its link, a part of the host.
 
-        Raises:
-            ConfigError: Not even one core is left for each.
+        At least one core, which it may have to share.
         """
         if count == 1:
             return self
-        if self.num_cores < count:
-            raise ConfigError(
-                f"{self.name} has {self.num_cores} cores for {count} GPUs; each needs one"
-            )
         curves = self.device_curves
         if curves is not None:
             busy = curves.busy_attention_bytes_per_s / count
@@ -190,7 +185,7 @@ class HardwareSpec:
         return replace(
             self,
             name=f"1/{count} of {self.name}",
-            num_cores=self.num_cores // count,
+            num_cores=max(1, self.num_cores // count),
             host_memory_bytes=self.host_memory_bytes // count,
             host_bytes_per_s=self.host_bytes_per_s / count,
             host_flop_per_s=self.host_flop_per_s / count,

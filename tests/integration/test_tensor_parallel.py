@@ -49,7 +49,7 @@ def case_of(family: str) -> Case:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8 if is_latent else 2}
-    configuration = replace(plain, fields=plain.fields | heads)
+    configuration = replace(plain, fields=plain.fields | heads | {"hidden_size": 64})
     directory = Path(tempfile.mkdtemp(prefix="raymoe-ranks-"))
     reference = make_reference(make_checkpoint(configuration, directory), configuration)
     return Case(configuration=configuration, directory=directory, reference=reference)

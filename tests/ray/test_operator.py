@@ -1,5 +1,6 @@
 """The operator in a real Ray: every row once, whatever is in it and whatever happens."""
 
+import dataclasses
 import json
 
 import psutil
@@ -62,7 +63,7 @@ def write_rows(path, num_rows):
     return str(path)
 
 
-def generated(path, model, *, num_actors=2, **options):
+def generated(path, model, *, num_actors=2, engine_config=CONFIG, **options):
     arguments = map_batches_kwargs(
         model,
         num_actors=num_actors,
@@ -70,7 +71,7 @@ def generated(path, model, *, num_actors=2, **options):
         rows_in_flight=256,
         sampling_params=PARAMS,
         id_column="id",
-        engine_config=CONFIG,
+        engine_config=engine_config,
         **options,
     )
     dataset = ray.data.read_parquet(path).repartition(target_num_rows_per_block=ROWS_PER_BLOCK)
@@ -117,10 +118,39 @@ def test_a_killed_actor_loses_no_row(local_ray, tiny_model, tmp_path, num_rows):
     check(tables, num_rows)
 
 
+@pytest.mark.slow
+def test_an_actor_whose_rank_is_killed_loses_no_row_and_leaves_no_rank(
+    local_ray, tiny_model, tmp_path
+):
+    path = write_rows(tmp_path / "rows.parquet", 2000)
+    config = dataclasses.replace(
+        CONFIG, device="emulated", schedule="cgopipe", tensor_parallel_size=2
+    )
+    tables, killed = [], []
+    for table in generated(path, tiny_model, num_actors=1, engine_config=config):
+        tables.append(table)
+        if not killed and sum(table.num_rows for table in tables) > 250:
+            killed = processes("rank_worker")
+            assert len(killed) == 1
+            killed[0].kill()
+    found = check(tables, 2000).sort_by("id")
+    assert len(killed) == 1
+    _, alive = psutil.wait_procs(processes("rank_worker"), timeout=30)
+    assert alive == []
+    with Engine.from_pretrained(tiny_model, CONFIG) as engine:
+        (alone,) = engine.generate(["row 1999"], PARAMS)
+        assert found.column("generated_tokens")[1999].as_py() == list(alone.token_ids)
+
+
 def actors():
     """The processes of the operator's actors."""
+    return processes("MoEGenerator")
+
+
+def processes(name):
+    """Those below this one with this name in their command."""
     children = psutil.Process().children(recursive=True)
-    return [child for child in children if any("MoEGenerator" in arg for arg in child.cmdline())]
+    return [child for child in children if any(name in arg for arg in child.cmdline())]
 
 
 def test_rows_keep_their_order_when_asked(preserve_order, tiny_model, tmp_path):

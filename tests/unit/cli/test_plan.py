@@ -104,6 +104,25 @@ def test_it_prints_what_was_planned(model: str, capsys: pytest.CaptureFixture[st
             assert f"{purpose} {format_bytes(num_bytes)}" in found
 
 
+def test_it_prints_the_plan_of_one_of_several_gpus(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = find_plan(ModelSpec.from_directory(model), NODE, WORKLOAD, tensor_parallel_size=2)
+    arguments = ["plan", "--model", model, "--hardware", "t4", *MEMORY, *JOB]
+    assert run([*arguments, "--tensor-parallel", "2", "--what-if"]) == 0
+    found = words(capsys.readouterr().out)
+    for wanted in (
+        "few-layers on 1/2 of t4: 64 rows of 64 + 8 tokens",
+        "tensor parallel 2 GPUs share each pass",
+        f"batch {plan.policy.batch_size} sequences",
+        f"end to end {plan.tokens_per_s:,.1f} generated tokens/s",
+        "available 15.00 GiB",
+        "available 9.00 GiB",
+        "cores 12 with 50 GB/s 24 with 100 GB/s",
+    ):
+        assert wanted in found
+
+
 def test_no_line_is_wider_than_a_terminal(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "--model", model, "--hardware", "t4", *MEMORY, *JOB, "--what-if"]) == 0
     out = capsys.readouterr().out

@@ -1,12 +1,18 @@
 """The arguments of map_batches."""
 
+import dataclasses
 import inspect
 
 import pytest
 import ray.data
 
-from raymoe.data.sizing import Cluster, map_batches_kwargs
+from raymoe.config import EngineConfig
+from raymoe.data.sizing import Cluster, map_batches_kwargs, plan_actor
 from raymoe.errors import ConfigError
+from raymoe.plan.search import find_plan
+from raymoe.specs.model import ModelSpec
+from raymoe.specs.presets_hardware import hardware_preset
+from tests.tiny import make_checkpoint
 
 
 def test_rows_in_flight_become_calls_of_small_batches():
@@ -54,3 +60,33 @@ def test_actors_leave_a_cpu_of_each_node_to_the_reads(num_cpus, num_nodes, num_a
 def test_sizes_that_make_no_sense_are_refused(field, value):
     with pytest.raises(ConfigError, match=field):
         map_batches_kwargs("m", **{field: value})
+
+
+@pytest.mark.parametrize(("size", "num_gpus"), [(1, 1), (2, 2), (4, 4)])
+def test_an_actor_asks_for_a_gpu_for_each_rank(size, num_gpus):
+    config = {"device": "cuda", "tensor_parallel_size": size}
+    kwargs = map_batches_kwargs("m", engine_config=config)
+    assert kwargs["num_gpus"] == num_gpus
+    assert kwargs["fn_constructor_kwargs"]["engine_config"].tensor_parallel_size == size
+
+
+def test_ranks_of_an_emulated_device_need_no_gpu():
+    config = {"device": "emulated", "tensor_parallel_size": 2}
+    assert map_batches_kwargs("m", engine_config=config)["num_gpus"] is None
+
+
+def test_gpus_that_are_too_few_for_the_ranks_are_refused():
+    config = {"device": "cuda", "tensor_parallel_size": 2}
+    with pytest.raises(ConfigError, match="num_gpus is 1, but tensor_parallel_size is 2"):
+        map_batches_kwargs("m", engine_config=config, num_gpus=1)
+
+
+def test_memory_of_an_actor_is_that_of_all_its_ranks(tmp_path):
+    make_checkpoint(tmp_path, num_attention_heads=4, num_key_value_heads=2)
+    node = hardware_preset("t4")
+    config = EngineConfig(hardware=node, tensor_parallel_size=2)
+    plan = find_plan(ModelSpec.from_directory(tmp_path), node, tensor_parallel_size=2)
+    found = plan_actor(tmp_path, dataclasses.replace(config, dtype="bfloat16"), node)
+    assert found is not None
+    assert found.memory_bytes == 2 * plan.footprint.total
+    assert found.batch_size == plan.policy.batch_size
