@@ -84,9 +84,12 @@ def attention_tile(
     """
     key_dim, value_dim = dims
     is_wide = value_dim > 256
-    most_rows = (32 if is_wide else 64) if compute.has_tensor_cores else _FEWEST_ROWS
+    if compute.has_tensor_cores:
+        fewest_rows, most_rows = _FEWEST_ROWS, 32 if is_wide else 64
+    else:
+        fewest_rows = most_rows = _FEWEST_ROWS // 2 if is_wide else _FEWEST_ROWS
     heads = 1 if tokens > 1 else min(power_of_two(group), most_rows)
-    rows = max(tokens * heads, _FEWEST_ROWS)
+    rows = max(tokens * heads, fewest_rows)
     if not compute.has_tensor_cores:
         # A thread keeps all its operands of a product in registers: as few as may be.
         return AttentionTile(
@@ -94,7 +97,7 @@ def attention_tile(
             rows=rows,
             positions=16 * pair,
             step=16 * pair,
-            warps=8 if rows > _FEWEST_ROWS else 4,
+            warps=8 if is_wide or rows > _FEWEST_ROWS else 4,
             stages=1,
         )
     return AttentionTile(

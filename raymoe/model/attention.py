@@ -6,12 +6,16 @@ elements of a result.
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from raymoe.kernels import device_attention_choice
 from raymoe.kernels.cpu_attention import AttentionBatch, append, append_and_attend
 from raymoe.kernels.cpu_rope import Projected, qkv_rope
 from raymoe.kernels.device_attention import append_and_attend_paged
+from raymoe.kernels.device_attention_batch import RaggedBatch, StagedBatch
 from raymoe.kernels.paged_batch import PagedBatch
+from raymoe.kernels.paged_kv import CacheLayout
 from raymoe.model.loading import Loader
 from raymoe.model.rope import Angles
 from raymoe.specs.model import AttentionSpec
@@ -34,8 +38,13 @@ class LayerAttention(Protocol):
     def attend(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
         """Append to the layer's cache on the host, where the weights are, and attend."""
 
-    def attend_staged(self, projected: Projected, staged: Tensor, batch: PagedBatch) -> Tensor:
-        """The same with blocks and batch on the device of the weights."""
+    def staged_batch(
+        self, batch: AttentionBatch, layout: CacheLayout, device: torch.device
+    ) -> StagedBatch:
+        """A batch as `attend_staged` takes it, on the device of the weights; for all layers."""
+
+    def attend_staged(self, projected: Projected, staged: Tensor, batch: StagedBatch) -> Tensor:
+        """Append to blocks on the device of the weights, and attend."""
 
     def absorb(self, query_TAD: Tensor) -> Tensor:
         """Queries of the absorbed form."""
@@ -72,6 +81,7 @@ class Attention:
             is_interleaved: See `RopeSpec`.
         """
         self._spec, self._eps, self._is_interleaved = spec, eps, is_interleaved
+        self._dtype = loader.dtype
         self._qkv = loader.linear(
             [f"{prefix}{part}_proj" for part in "qkv"], has_bias=spec.qkv_bias
         )
@@ -115,8 +125,20 @@ class Attention:
             sinks_H=self._host_sinks_H,
         )
 
-    def attend_staged(self, projected: Projected, staged: Tensor, batch: PagedBatch) -> Tensor:
+    def staged_batch(
+        self, batch: AttentionBatch, layout: CacheLayout, device: torch.device
+    ) -> StagedBatch:
+        """See `LayerAttention`."""
+        compute = device_attention_choice.attention_compute(device, self._dtype)
+        if compute is None:
+            return PagedBatch.of(batch, layout, device)
+        return RaggedBatch.of(batch, compute, device)
+
+    def attend_staged(self, projected: Projected, staged: Tensor, batch: StagedBatch) -> Tensor:
         """See `LayerAttention`; [T, heads * head_dim]."""
+        if isinstance(batch, RaggedBatch):
+            return self._attend_ragged(projected, staged, batch)
+        assert isinstance(batch, PagedBatch), "made by this layer's `staged_batch`"
         return append_and_attend_paged(
             projected,
             staged,
@@ -125,6 +147,18 @@ class Attention:
             sliding_window=self._spec.sliding_window,
             sinks_H=self._sinks_H,
         )
+
+    def _attend_ragged(self, projected: Projected, staged: Tensor, batch: RaggedBatch) -> Tensor:
+        # They need Triton.
+        from raymoe.kernels.device_attention_launches import Scoring  # noqa: PLC0415
+        from raymoe.kernels.device_paged_attention import append_and_attend_ragged  # noqa: PLC0415
+
+        scoring = Scoring(
+            scale=self._spec.scale,
+            sliding_window=self._spec.sliding_window,
+            sinks_H=None if self._sinks_H is None else self._sinks_H.float(),
+        )
+        return append_and_attend_ragged(projected, staged, batch, scoring)
 
     def absorb(self, query_TAD: Tensor) -> Tensor:
         """See `LayerAttention`."""

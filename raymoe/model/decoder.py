@@ -14,7 +14,8 @@ from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.cpu_linear import Allocate
 from raymoe.kernels.cpu_rope import Projected
 from raymoe.kernels.cpu_router import Routing
-from raymoe.kernels.paged_batch import PagedBatch
+from raymoe.kernels.device_attention_batch import StagedBatch
+from raymoe.kernels.paged_kv import CacheLayout
 from raymoe.model.attention import Attention, LayerAttention
 from raymoe.model.feed_forward import Dense, FeedForward, MoE
 from raymoe.model.latent_attention import LatentAttention
@@ -171,8 +172,20 @@ class Decoder:
         """Append to the cache of layer `i` on the host and attend there; [T, X]."""
         return self._layers[i].attention.attend(projected, cache_layer, batch)
 
+    def staged_batch(
+        self, batch: AttentionBatch, layout: CacheLayout, device: torch.device
+    ) -> StagedBatch:
+        """A batch as `attend_staged` takes it, made once for all layers.
+
+        Args:
+            batch: On the host; its block table is that of the staged blocks.
+            layout: Of the cache.
+            device: Where attention will run.
+        """
+        return self._layers[0].attention.staged_batch(batch, layout, device)
+
     def attend_staged(
-        self, i: int, projected: Projected, staged: Tensor, batch: PagedBatch
+        self, i: int, projected: Projected, staged: Tensor, batch: StagedBatch
     ) -> Tensor:
         """The same over blocks of layer `i` that were brought to where the weights are."""
         return self._layers[i].attention.attend_staged(projected, staged, batch)

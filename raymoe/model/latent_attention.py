@@ -7,14 +7,17 @@ V dimensions of a value.
 import torch
 from torch import Tensor
 
+from raymoe.kernels import device_attention_choice
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.cpu_latent_attention import append_and_attend_latent, append_latent
 from raymoe.kernels.cpu_latent_prefill import append_and_attend_unfolded
 from raymoe.kernels.cpu_norm import rms_norm
 from raymoe.kernels.cpu_rope import Projected, rotate_heads
+from raymoe.kernels.device_attention_batch import LatentRaggedBatch, StagedBatch
 from raymoe.kernels.device_latent_attention import append_and_attend_latent_paged
 from raymoe.kernels.latent_forms import LatentHeads
 from raymoe.kernels.paged_batch import PagedBatch
+from raymoe.kernels.paged_kv import CacheLayout
 from raymoe.model.loading import Loader
 from raymoe.model.rope import Angles
 from raymoe.specs.model import LatentAttentionSpec
@@ -39,6 +42,7 @@ class LatentAttention:
             is_interleaved: See `RopeSpec`.
         """
         self._spec, self._is_interleaved = spec, is_interleaved
+        self._dtype = loader.dtype
         if spec.q_lora_rank is None:
             self._query_down = self._query_norm = None
             self._query = loader.linear([f"{prefix}q_proj"])
@@ -53,8 +57,11 @@ class LatentAttention:
 
     @property
     def _heads(self) -> LatentHeads:
+        return self._heads_of(self._unfolding())
+
+    def _heads_of(self, weight_HXR: Tensor) -> LatentHeads:
         return LatentHeads(
-            weight_HXR=self._unfolding(),
+            weight_HXR=weight_HXR,
             nope_dim=self._spec.nope_head_dim,
             rope_dim=self._spec.rope_head_dim,
         )
@@ -91,8 +98,22 @@ class LatentAttention:
                 out_TAV[rows] = attend(chosen, cache, part).view(len(rows), *out_TAV.shape[1:])
         return out_TAV.flatten(1)
 
-    def attend_staged(self, projected: Projected, staged: Tensor, batch: PagedBatch) -> Tensor:
+    def staged_batch(
+        self, batch: AttentionBatch, layout: CacheLayout, device: torch.device
+    ) -> StagedBatch:
+        """See `LayerAttention`."""
+        compute = device_attention_choice.attention_compute(device, self._dtype)
+        if compute is None:
+            return PagedBatch.of(batch, layout, device)
+        return LatentRaggedBatch.of(
+            batch, layout, compute, device, fewest_plain_tokens=self._fewest_plain_tokens
+        )
+
+    def attend_staged(self, projected: Projected, staged: Tensor, batch: StagedBatch) -> Tensor:
         """See `LayerAttention`; [T, A * V]."""
+        if isinstance(batch, LatentRaggedBatch):
+            return self._attend_ragged(projected, staged, batch)
+        assert isinstance(batch, PagedBatch), "made by this layer's `staged_batch`"
         return append_and_attend_latent_paged(
             projected.query_THD,
             projected.key_TGD[:, 0],
@@ -125,6 +146,31 @@ class LatentAttention:
     def output(self, attention_TX: Tensor) -> Tensor:
         """See `LayerAttention`."""
         return self._output(attention_TX)
+
+    @property
+    def _fewest_plain_tokens(self) -> int:
+        """By sizes alone: between passes the weight may be on its way."""
+        spec = self._spec
+        shape = (spec.num_heads, spec.nope_head_dim + spec.value_head_dim, spec.kv_lora_rank)
+        return self._heads_of(torch.empty(shape, device="meta")).fewest_plain_tokens
+
+    def _attend_ragged(
+        self, projected: Projected, staged: Tensor, batch: LatentRaggedBatch
+    ) -> Tensor:
+        # They need Triton.
+        from raymoe.kernels.device_attention_launches import Scoring  # noqa: PLC0415
+        from raymoe.kernels.device_paged_latent import (  # noqa: PLC0415
+            append_and_attend_latent_ragged,
+        )
+
+        return append_and_attend_latent_ragged(
+            projected.query_THD,
+            projected.key_TGD[:, 0],
+            staged,
+            batch,
+            heads=self._heads,
+            scoring=Scoring(scale=self._spec.scale),
+        ).flatten(1)
 
     @staticmethod
     def _num_plain(batch: AttentionBatch, heads: LatentHeads) -> Tensor:

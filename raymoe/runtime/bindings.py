@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from raymoe.kernels.cpu_attention import AttentionBatch
-from raymoe.kernels.paged_batch import PagedBatch
+from raymoe.kernels.device_attention_batch import StagedBatch
 from raymoe.memory.kv_cache import KvCache
 from raymoe.model.decoder import Decoder, Projected, Routing
 from raymoe.runtime.executor import Bindings
@@ -55,7 +55,7 @@ class PassState:
     """
 
     inputs: PassInputs
-    paged: PagedBatch | None = None
+    paged: StagedBatch | None = None
     hidden_TH: Tensor | None = None
     projected: Projected | None = None
     attention_TX: Tensor | None = None

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from raymoe.kernels.cpu_router import Routing
-from raymoe.kernels.paged_batch import PagedBatch
-from raymoe.kernels.paged_kv import CacheLayout
+from raymoe.kernels.device_attention_batch import StagedBatch
 from raymoe.memory.activations import HostActivations, PassActivations, WaveActivations
 from raymoe.memory.kv_cache import KvCache
 from raymoe.memory.weight_pages import WeightPages
@@ -66,13 +65,14 @@ class DeviceInputs:
     positions_T: Tensor
     prompt_tokens_T: Tensor | None
     logit_places_R: Tensor
-    staged: tuple[PagedBatch, ...]
+    staged: tuple[StagedBatch, ...]
 
     @classmethod
     def of(
-        cls, inputs: PassInputs, cut: CutPass, layout: CacheLayout, device: torch.device
+        cls, inputs: PassInputs, cut: CutPass, memory: "DeviceMemory", device: torch.device
     ) -> Self:
         """Send them to `device`."""
+        decoder, layout = memory.decoders[0], memory.cache.layout
         prompt_tokens_T = inputs.prompt_tokens
         if prompt_tokens_T is not None:
             prompt_tokens_T = prompt_tokens_T[cut.order_T].to(device)
@@ -80,7 +80,7 @@ class DeviceInputs:
             inputs.positions[cut.order_T].to(device),
             prompt_tokens_T,
             cut.place_T[inputs.logit_rows].to(device),
-            tuple(PagedBatch.of(wave.staging.batch, layout, device) for wave in cut.waves),
+            tuple(decoder.staged_batch(wave.staging.batch, layout, device) for wave in cut.waves),
         )
 
 

@@ -95,8 +95,7 @@ class DevicePassRunner:
     def _state(self, inputs: PassInputs, cut: CutPass, first_slot: int) -> DevicePass:
         for decoder in self._memory.decoders:
             decoder.reserve(inputs.num_positions)
-        layout = self._memory.cache.layout
-        on_device = DeviceInputs.of(inputs, cut, layout, self._device.torch_device)
+        on_device = DeviceInputs.of(inputs, cut, self._memory, self._device.torch_device)
         self._device.settle()
         return DevicePass(inputs, cut, first_slot, on_device)
 

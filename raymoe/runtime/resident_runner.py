@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from raymoe.device.device import Device
-from raymoe.kernels.paged_batch import PagedBatch
 from raymoe.kernels.paged_kv import CacheLayout
 from raymoe.model.decoder import Decoder, Projected
 from raymoe.runtime.bindings import PassInputs, PassState, bind_in_place
@@ -78,4 +77,5 @@ class ResidentPassRunner:
             logit_rows=inputs.logit_rows.to(target),
             prompt_tokens=None if inputs.prompt_tokens is None else inputs.prompt_tokens.to(target),
         )
-        return PassState(on_device, PagedBatch.of(inputs.attention, self._layout, target))
+        batch = self._decoder.staged_batch(inputs.attention, self._layout, target)
+        return PassState(on_device, batch)
