@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from raymoe.cli.tiles import run_tiles
 from raymoe.config import Settings
 from raymoe.errors import ConfigError
 from raymoe.measure.profile import USUAL_SECONDS, obtain_profile
@@ -33,12 +34,28 @@ def run(
     again: Annotated[
         bool, typer.Option("--again", help="Measure even if this machine was measured before.")
     ] = False,
+    tiles: Annotated[
+        bool,
+        typer.Option(
+            "--tiles",
+            help="Instead, find the fastest tiles of the kernels for a model's experts on this "
+            "GPU; takes minutes, and is kept for this GPU and the format of the weights.",
+        ),
+    ] = False,
+    model: Annotated[
+        str | None, typer.Option(help="For --tiles: a model preset, or a directory.")
+    ] = None,
 ) -> None:
     """Measure this machine for the planner: our kernels on its cores, its memory, GPU and link.
 
     The numbers are kept for this processor, memory, GPU and number of threads, and every plan for
     this machine is made with them. What else runs on it is measured too: leave it alone meanwhile.
     """
+    if tiles:
+        run_tiles(model, is_again=again)
+        return
+    if model is not None:
+        raise ConfigError(f"--model {model} is for --tiles; a profile is of the machine alone")
     if out is not None and not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out}: there is no directory {out.absolute().parent}")
     settings = Settings.from_environment()

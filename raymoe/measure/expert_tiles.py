@@ -104,7 +104,7 @@ def measure_tiles(
     chosen = dict(tiles.chosen)
     for bucket in buckets:
         hidden_TH = hidden(ceil_div(bucket * matrices.num_experts, top_k))
-        routing = _balanced(len(hidden_TH), matrices.num_experts, top_k, hidden_TH.device)
+        routing = balanced_routing(len(hidden_TH), matrices.num_experts, top_k, hidden_TH.device)
         keys = {key_of(layout, bucket) for layout in layouts}
         seconds: dict[TileShape, float] = {}
         for shape in candidate_shapes(bucket, tiles.capability):
@@ -122,10 +122,10 @@ def _with(tiles: TileTable, shapes: Mapping[TileKey, TileShape]) -> TileTable:
     return replace(tiles, chosen=MappingProxyType({**tiles.chosen, **shapes}))
 
 
-def _balanced(
+def balanced_routing(
     num_tokens: int, num_experts: int, top_k: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Experts in turn, with equal weights."""
+    """Experts in turn, with equal weights: ids int32 and weights float32, [T, K]."""
     rows_R = torch.arange(num_tokens * top_k, dtype=torch.int32, device=device)
     ids_TK = (rows_R % num_experts).view(num_tokens, top_k)
     return ids_TK, torch.full(ids_TK.shape, 1 / top_k, device=device)

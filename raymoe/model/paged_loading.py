@@ -73,6 +73,16 @@ class PagedLoader(Loader):
 
     def experts(self, prefix: str, moe: MoeSpec) -> Experts:
         """See `Loader`."""
+        return make_device_experts(
+            self.expert_matrices(prefix, moe),
+            activation=moe.activation,
+            dtype=self.dtype,
+            clamp=clamp_of(moe),
+            tiles=self._tiles,
+        )
+
+    def expert_matrices(self, prefix: str, moe: MoeSpec) -> ExpertMatrices:
+        """The views of all experts of a layer."""
         gate, up, down = (
             [
                 self._view(f"{prefix}{expert}.{part}_proj.weight")
@@ -80,18 +90,12 @@ class PagedLoader(Loader):
             ]
             for part in ("gate", "up", "down")
         )
-        return make_device_experts(
-            ExpertMatrices(
-                gate,
-                up,
-                down,
-                biases=self.expert_biases(prefix, moe),
-                are_reordered=self._are_reordered(prefix, moe),
-            ),
-            activation=moe.activation,
-            dtype=self.dtype,
-            clamp=clamp_of(moe),
-            tiles=self._tiles,
+        return ExpertMatrices(
+            gate,
+            up,
+            down,
+            biases=self.expert_biases(prefix, moe),
+            are_reordered=self._are_reordered(prefix, moe),
         )
 
     def _are_reordered(self, prefix: str, moe: MoeSpec) -> bool:
