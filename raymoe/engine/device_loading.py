@@ -9,6 +9,7 @@ from torch import Tensor
 
 from raymoe.codecs import StoredMatrix, Weight, as_tensor
 from raymoe.device.device import Device
+from raymoe.engine.expert_warm_up import compile_experts
 from raymoe.errors import PerformanceWarning
 from raymoe.kernels.device_experts_tiles import TileTable
 from raymoe.kernels.paged_kv import CacheLayout
@@ -68,6 +69,8 @@ def load_on_device(
     if not passes.device.staging_slots and not _is_pinned(weights.host_memory, device):
         passes = replace(passes, device=replace(passes.device, staging_slots=STAGING_SLOTS))
     memory = _load_memory(replace(model, passes=passes), weights, device)
+    most_tokens = min(passes.waves_per_group * passes.wave_tokens, passes.policy.pass_tokens)
+    _compile_experts(model, memory.decoders[0], most_tokens, device)
     device.settle()
     division = Division(
         cpu_attention_fraction=passes.cpu_attention_fraction, staged_blocks=passes.staged_blocks
@@ -157,6 +160,7 @@ def load_resident(
         for _ in range(model.spec.num_layers)
     ]
     decoder = _decoder(model, weights, kept, first_slot=0, device=device)
+    _compile_experts(model, decoder, model.passes.policy.pass_tokens, device)
     device.settle()
     runner = ResidentPassRunner(decoder, cache, layout, device, before_pass=before_pass)
 
@@ -165,6 +169,19 @@ def load_resident(
         weights.close()
 
     return runner, release
+
+
+def _compile_experts(
+    model: LoadedModel, decoder: Decoder, most_tokens: int, device: Device
+) -> None:
+    """On a GPU; elsewhere nothing is compiled."""
+    if device.torch_device.type != "cuda":
+        return
+    compile_experts(
+        model.spec, decoder.ffn, most_tokens, dtype=model.dtype, device=device.torch_device
+    )
+    device.settle()
+    torch.cuda.empty_cache()  # what the calling thread's stream holds, the lanes cannot use
 
 
 def _load_pages(model: LoadedModel, cut: PageCut, device: Device) -> WeightPages:
