@@ -12,8 +12,8 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import ray
 
+from raymoe.data.cluster import Cluster
 from raymoe.data.context import configure_data_context
-from raymoe.data.sizing import Cluster
 from raymoe.device.host import read_host
 from raymoe.units import MIB
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from raymoe.config import EngineConfig
+from raymoe.data.cluster import Cluster
 from raymoe.data.options import as_engine_config
 from raymoe.errors import ConfigError, InfeasiblePlanError
 from raymoe.plan.search import find_plan
@@ -16,7 +17,6 @@ from raymoe.specs.model import ModelSpec
 from raymoe.units import ceil_div
 
 try:
-    import ray
     from ray.data import ActorPoolStrategy
 except ImportError as error:
     raise ImportError(
@@ -27,9 +27,6 @@ MAX_CONCURRENT_CALLS = 256  # beyond it Ray Data dispatches slower than it gains
 DEFAULT_ROWS = 1024
 ROWS_PER_SEQUENCE = 2
 LEAST_ROWS_PER_CALL = 16  # a task costs the driver some milliseconds, however few its rows are
-MEMORY_FRACTION = 0.85  # of a node's: Ray ends processes of a node that is 95 % full
-# Typical rates of a core; they decide the sizes of a plan, never results.
-CORE_BYTES_PER_S, CORE_FLOP_PER_S = 8e9, 60e9
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}
 PREFETCHED_FRACTION = 0.25  # tasks that wait at the actor with their input already local
 
@@ -54,6 +51,10 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
     unit of a retry. ``ds.repartition(target_num_rows_per_block=64)`` before `map_batches` does
     that. Arguments that the user gave are kept as they are.
 
+    Sizes come from the plan of an engine on the smallest node that can run one: with a GPU, where
+    there are any, of the kind that Ray names (``accelerator_type``). On a cluster that has no such
+    node yet, ``engine_config={"hardware": ...}`` says what will come.
+
     Args:
         model_source: A local model directory, or a name on the Hugging Face hub.
         num_actors: Engines; each has its own copy of the weights.
@@ -77,7 +78,8 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
     """
     _check_counts(num_actors=num_actors, rows_in_flight=rows_in_flight, batch_size=batch_size)
     config = as_engine_config(engine_config)
-    cluster = Cluster.connected()
+    cluster = Cluster.connected(config.device)
+    cluster.advise()
     config, plan = _plan_share(model_source, config, cluster, num_actors)
     if rows_in_flight is None:
         rows_in_flight = DEFAULT_ROWS if plan is None else ROWS_PER_SEQUENCE * plan.batch_size
@@ -122,11 +124,11 @@ def _make_pool(num_actors: int, calls: int) -> ActorPoolStrategy:
 
 
 def _plan_share(
-    model_source: str | Path, config: EngineConfig, cluster: "Cluster", num_actors: int
+    model_source: str | Path, config: EngineConfig, cluster: Cluster, num_actors: int
 ) -> "tuple[EngineConfig, ActorPlan | None]":
     """Return the configuration of an actor on its share of a node, and its plan if it fits."""
     node = cluster.share(num_actors)
-    if node is not None and num_actors > cluster.num_nodes:
+    if node is not None and cluster.actors_per_node(num_actors) > 1:
         config = _share_node(config, node)
     try:
         return config, plan_actor(model_source, config, node)
@@ -161,7 +163,8 @@ def plan_actor(
     Args:
         model_source: Only a local directory can be planned for.
         config: Of the engine.
-        node: The actor's share of its node; None where it is unknown.
+        node: The actor's share of its node; None where it is unknown. The hardware of the
+            configuration counts before it.
 
     Returns:
         None when the model or the node is not known here.
@@ -169,76 +172,27 @@ def plan_actor(
     Raises:
         InfeasiblePlanError: The model does not fit the node; shows what needs what.
     """
-    if node is None or not (Path(model_source) / "config.json").is_file():
+    given = config.hardware if isinstance(config.hardware, HardwareSpec) else node
+    if given is None or not (Path(model_source) / "config.json").is_file():
         return None
     spec = ModelSpec.from_directory(model_source)
     dtype = spec.dtype or "bfloat16" if config.dtype == "auto" else config.dtype
     kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
     if config.host_memory_bytes is not None:
-        node = dataclasses.replace(node, host_memory_bytes=config.host_memory_bytes)
-    hardware = config.hardware if isinstance(config.hardware, HardwareSpec) else node
+        given = dataclasses.replace(given, host_memory_bytes=config.host_memory_bytes)
     plan = find_plan(
         spec,
-        hardware,
+        given,
+        config.workload,
+        schedule=config.schedule,
         policy=config.policy,
         bytes_per_element=BYTES_PER_ELEMENT[dtype],
         kv_bytes_per_element=BYTES_PER_ELEMENT[kv_dtype],
         max_context_tokens=config.max_context_tokens,
-        # What Ray knows of a node says nothing of its GPUs; ranks need what one engine would.
-        tensor_parallel_size=config.tensor_parallel_size if hardware.has_gpu else 1,
+        # Where nothing is known of the GPUs, ranks need what one engine would.
+        tensor_parallel_size=config.tensor_parallel_size if given.has_gpu else 1,
     )
     return ActorPlan(batch_size=plan.policy.batch_size, memory_bytes=plan.host_bytes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
-    """What Ray has; one node of unknown size when Ray is not running yet."""
-
-    num_nodes: int
-    num_cpus: float
-    num_gpus: float
-    memory_bytes: float = 0
-
-    @classmethod
-    def connected(cls) -> "Cluster":
-        """Return the cluster that this process is connected to."""
-        if not ray.is_initialized():
-            return cls(num_nodes=1, num_cpus=0, num_gpus=0)
-        resources = ray.cluster_resources()
-        return cls(
-            num_nodes=max(1, sum(1 for node in ray.nodes() if node["Alive"])),
-            num_cpus=resources.get("CPU", 0),
-            num_gpus=resources.get("GPU", 0),
-            memory_bytes=resources.get("memory", 0),
-        )
-
-    def share(self, num_actors: int) -> HardwareSpec | None:
-        """Return what one of the actors may use of its node; None when Ray is not running."""
-        if not (self.num_cpus and self.memory_bytes):
-            return None
-        actors_per_node = ceil_div(num_actors, self.num_nodes)
-        cores = max(1, int(self.num_cpus / self.num_nodes) // actors_per_node)
-        memory_bytes = MEMORY_FRACTION * self.memory_bytes / self.num_nodes / actors_per_node
-        return HardwareSpec(
-            name="a node of the cluster",
-            num_cores=cores,
-            host_memory_bytes=int(memory_bytes),
-            host_bytes_per_s=cores * CORE_BYTES_PER_S,
-            host_flop_per_s=cores * CORE_FLOP_PER_S,
-        )
-
-    def cpus_for(self, num_actors: int) -> float:
-        """Return the CPUs of one actor such that a node's reads and writes keep one.
-
-        Without it a job waits for ever: actors that took all CPUs wait for blocks that nobody
-        may read.
-        """
-        if not self.num_cpus:
-            return 1
-        cpus_per_node = self.num_cpus / self.num_nodes
-        spare = 1.0 if cpus_per_node >= 2 else 0.5
-        share = (cpus_per_node - spare) / ceil_div(num_actors, self.num_nodes)
-        return float(math.floor(share)) if share >= 1 else math.floor(share * 1000) / 1000
 
 
 def _share_node(config: EngineConfig, node: HardwareSpec) -> EngineConfig:

@@ -7,7 +7,8 @@ import pytest
 import ray.data
 
 from raymoe.config import EngineConfig
-from raymoe.data.sizing import Cluster, map_batches_kwargs, plan_actor
+from raymoe.data.cluster import Cluster
+from raymoe.data.sizing import map_batches_kwargs, plan_actor
 from raymoe.errors import ConfigError
 from raymoe.plan.search import find_plan
 from raymoe.specs.model import ModelSpec

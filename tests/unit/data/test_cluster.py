@@ -1,0 +1,120 @@
+"""Which nodes count, what an actor has there, and what sizes follow from it."""
+
+import json
+import logging
+
+import pytest
+import ray
+
+from raymoe.data.cluster import Cluster
+from raymoe.data.sizing import map_batches_kwargs
+from raymoe.specs.presets_hardware import hardware_preset
+from raymoe.units import GB
+from tests.unit.specs.test_model import MIXTRAL
+
+HEAD = {"memory": 20 * GB, "object_store_memory": 4 * GB}  # without CPUs, as in cluster.yaml
+L4 = {
+    "CPU": 64.0,
+    "GPU": 1.0,
+    "memory": 230 * GB,
+    "object_store_memory": 8 * GB,
+    "accelerator_type:L4": 1.0,
+}
+CPUS = {"CPU": 16.0, "memory": 100 * GB, "object_store_memory": 8 * GB}
+
+
+@pytest.fixture
+def nodes(monkeypatch):
+    """The nodes that Ray names; a test fills it."""
+    found: list[dict] = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(
+        ray, "nodes", lambda: [{"Alive": True, "Resources": each} for each in found]
+    )
+    return found
+
+
+@pytest.fixture
+def mixtral(tmp_path):
+    """All that a plan needs of a model."""
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+    return tmp_path
+
+
+def test_a_head_without_cpus_runs_no_engine(nodes):
+    nodes += [HEAD, L4, L4]
+    cluster = Cluster.connected()
+    assert (cluster.num_nodes, cluster.num_cpus, cluster.num_gpus) == (2, 128, 2)
+    assert cluster.cpus_for(2) == 63
+    share = cluster.share(2)
+    assert share.num_cores == 64
+    assert share.host_memory_bytes == int(0.85 * 230 * GB)
+
+
+def test_engines_run_where_gpus_are_unless_they_are_for_the_cpu(nodes):
+    nodes += [CPUS, L4]
+    assert Cluster.connected().num_cpus == 64
+    assert Cluster.connected("cpu").num_cpus == 2 * 16
+    assert Cluster.connected("cpu").num_gpus == 0
+
+
+def test_the_smallest_node_counts(nodes):
+    nodes += [L4, L4 | {"CPU": 32.0, "memory": 100 * GB}]
+    cluster = Cluster.connected()
+    assert cluster.share(2).num_cores == 32
+    assert cluster.share(2).host_memory_bytes == int(0.85 * 100 * GB)
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"), [("L4", "l4"), ("T4", "t4"), ("A10G", "a10"), ("L40S", "l40s")]
+)
+def test_the_gpu_is_known_by_rays_name_for_it(nodes, name, preset):
+    nodes.append({f"accelerator_type:{name}": 1.0, "CPU": 8.0, "GPU": 1.0, "memory": 200 * GB})
+    share = Cluster.connected().share(1)
+    assert share.has_gpu
+    assert share.gpu_memory_bytes == hardware_preset(preset).gpu_memory_bytes
+    assert share.host_memory_bytes == int(0.85 * 200 * GB)
+
+
+def test_a_gpu_that_nobody_knows_leaves_a_plan_for_the_host(nodes):
+    nodes += [L4, {"CPU": 8.0, "GPU": 1.0, "memory": 200 * GB, "accelerator_type:X9": 1.0}]
+    assert not Cluster.connected().share(1).has_gpu
+
+
+def test_nodes_that_are_still_to_come_take_the_other_actors(nodes):
+    """The first node of a cluster that grows must not be divided between all actors."""
+    nodes += [HEAD, L4]
+    cluster = Cluster.connected()
+    assert cluster.actors_per_node(16) == 1
+    assert cluster.share(16) == cluster.share(1)
+    nodes[1] = L4 | {"GPU": 4.0}
+    assert Cluster.connected().actors_per_node(16) == 4
+
+
+def test_sizes_are_those_of_the_plan_on_such_a_node(nodes, mixtral):
+    nodes += [HEAD, L4, L4]
+    kwargs = map_batches_kwargs(mixtral, num_actors=2)
+    calls = kwargs["fn_constructor_kwargs"]["max_concurrent_calls"]
+    assert (kwargs["num_gpus"], kwargs["num_cpus"]) == (1, 63)
+    assert 94 * GB < kwargs["memory"] < 0.85 * 230 * GB  # weights, and what the KV cache gets
+    assert calls * kwargs["batch_size"] > 2000
+    assert kwargs["fn_constructor_kwargs"]["engine_config"].num_threads is None
+    nodes[1:] = [L4 | {"memory": 80 * GB}] * 2  # the weights do not fit: the engine says so
+    assert map_batches_kwargs(mixtral, num_actors=2)["memory"] is None
+
+
+def test_hardware_that_is_given_counts_before_any_node(nodes, mixtral):
+    nodes.append(HEAD)
+    assert map_batches_kwargs(mixtral)["memory"] is None
+    config = {"hardware": hardware_preset("l4")}
+    assert map_batches_kwargs(mixtral, engine_config=config)["memory"] > 94 * GB
+
+
+def test_a_large_object_store_is_pointed_out(nodes, caplog):
+    nodes.append(L4)
+    with caplog.at_level(logging.WARNING):
+        map_batches_kwargs("m")
+        assert not caplog.records
+        nodes[0] = L4 | {"object_store_memory": 70 * GB}
+        map_batches_kwargs("m")
+    assert "--object-store-memory=8000000000" in caplog.text
