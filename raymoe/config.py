@@ -203,6 +203,9 @@ class EngineConfig:
             and an idle engine starts. None relies on `linger_s`.
         linger_s: How long an idle engine waits for more rows before it starts.
         max_queued_rows: `submit` blocks while this many rows wait.
+        shared_weights: Engines of one machine and user keep one copy of the weights in shared
+            memory (`/dev/shm`) instead of one each, on devices with memory of their own. "auto"
+            leaves it to `map_batches_kwargs`, which shares where a node has several actors.
         watchdog_s: A pass that takes longer counts as stuck: all rows fail, and the process of a
             Ray actor ends, so that Ray starts another. None takes twenty times the longest pass of
             the plan, and at least ten minutes.
@@ -226,6 +229,7 @@ class EngineConfig:
     expected_calls: int | None = None
     linger_s: float = 0.1
     max_queued_rows: int = 8192
+    shared_weights: bool | str = "auto"
     watchdog_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -246,6 +250,10 @@ class EngineConfig:
         _integer("seed", self.seed, 0, 2**63 - 1)
         _integer("max_queued_rows", self.max_queued_rows, 1, 2**30)
         _number("linger_s", self.linger_s, 0.0, 3600.0)
+        if not (self.shared_weights == "auto" or isinstance(self.shared_weights, bool)):
+            raise ConfigError(
+                f"shared_weights is {_shown(self.shared_weights)}; it must be True, False or 'auto'"
+            )
         if self.watchdog_s is not None:
             _number("watchdog_s", self.watchdog_s, 0.001, 1e9)
 

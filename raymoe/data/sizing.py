@@ -10,6 +10,7 @@ from typing import Any
 from raymoe.config import EngineConfig
 from raymoe.data.cluster import Cluster
 from raymoe.data.options import as_engine_config
+from raymoe.data.weight_sharing import BYTES_PER_ELEMENT, choose_sharing, dtype_of, saved_bytes
 from raymoe.errors import ConfigError, InfeasiblePlanError
 from raymoe.plan.search import find_plan
 from raymoe.specs.hardware import HardwareSpec
@@ -27,7 +28,6 @@ MAX_CONCURRENT_CALLS = 256  # beyond it Ray Data dispatches slower than it gains
 DEFAULT_ROWS = 1024
 ROWS_PER_SEQUENCE = 2
 LEAST_ROWS_PER_CALL = 16  # a task costs the driver some milliseconds, however few its rows are
-BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}
 PREFETCHED_FRACTION = 0.25  # tasks that wait at the actor with their input already local
 
 
@@ -57,7 +57,8 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
 
     Args:
         model_source: A local model directory, or a name on the Hugging Face hub.
-        num_actors: Engines; each has its own copy of the weights.
+        num_actors: Engines. Several on one node share one copy of the weights in its `/dev/shm`,
+            where they run on devices (`EngineConfig.shared_weights`); others have one each.
         rows_in_flight: Rows inside one actor; None takes twice the sequences that the plan keeps
             live at once, so that the next rows wait where they are needed.
         batch_size: Rows of one call; a call leaves when its slowest row does, so small is better.
@@ -128,12 +129,21 @@ def _plan_share(
 ) -> "tuple[EngineConfig, ActorPlan | None]":
     """Return the configuration of an actor on its share of a node, and its plan if it fits."""
     node = cluster.share(num_actors)
-    if node is not None and cluster.actors_per_node(num_actors) > 1:
+    neighbours = cluster.actors_per_node(num_actors)
+    config = choose_sharing(config, actors_per_node=neighbours, num_gpus=cluster.num_gpus)
+    saved = saved_bytes(model_source, config, neighbours)
+    if node is not None and neighbours > 1:
+        # What the actors share counts in the plan of each, but is there once.
+        node = dataclasses.replace(node, host_memory_bytes=node.host_memory_bytes + saved)
         config = _share_node(config, node)
     try:
-        return config, plan_actor(model_source, config, node)
+        plan = plan_actor(model_source, config, node)
     except InfeasiblePlanError:
         return config, None  # a larger node may come; if none does, the engine says what is missing
+    if plan is not None:
+        own_bytes = max(plan.memory_bytes - saved, plan.memory_bytes // neighbours)
+        plan = dataclasses.replace(plan, memory_bytes=own_bytes)
+    return config, plan
 
 
 def _check_counts(**counts: int | None) -> None:
@@ -148,7 +158,8 @@ class ActorPlan:
 
     Attributes:
         batch_size: Sequences that are live at once.
-        memory_bytes: Weights, KV cache, activations and the interpreter.
+        memory_bytes: Weights, KV cache, activations and the interpreter; of weights that the actors
+            of a node share, its part.
     """
 
     batch_size: int
@@ -176,7 +187,7 @@ def plan_actor(
     if given is None or not (Path(model_source) / "config.json").is_file():
         return None
     spec = ModelSpec.from_directory(model_source)
-    dtype = spec.dtype or "bfloat16" if config.dtype == "auto" else config.dtype
+    dtype = dtype_of(spec, config)
     kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
     if config.host_memory_bytes is not None:
         given = dataclasses.replace(given, host_memory_bytes=config.host_memory_bytes)

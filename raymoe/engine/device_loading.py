@@ -10,11 +10,15 @@ from torch import Tensor
 from raymoe.codecs import StoredMatrix, Weight, as_tensor
 from raymoe.device.device import Device
 from raymoe.engine.expert_warm_up import compile_experts
+from raymoe.engine.sharing import Choice
 from raymoe.errors import PerformanceWarning
 from raymoe.kernels.device_experts_tiles import TileTable
 from raymoe.kernels.paged_kv import CacheLayout
 from raymoe.memory.activations import ActivationSizes, HostActivations, PassActivations
+from raymoe.memory.arena import HostArena
 from raymoe.memory.kv_cache import KvCache
+from raymoe.memory.shared_arena import SharedArena
+from raymoe.memory.shared_file import SharedFile
 from raymoe.memory.weight_pages import LayerPaging, WeightPages
 from raymoe.memory.weights import Weights
 from raymoe.model.decoder import Decoder, Reduce, keep
@@ -39,6 +43,8 @@ class LoadedModel:
 
     Attributes:
         reduce: Adds up what ranks add to hidden states, where `spec` is the part of one.
+        shared: Where the host's copy of the weights goes that other engines use too; None for one
+            of its own.
     """
 
     spec: ModelSpec
@@ -48,6 +54,16 @@ class LoadedModel:
     passes: StreamedPasses
     tiles: TileTable | None = None
     reduce: Reduce = keep
+    shared: SharedFile | None = None
+
+    def make_arena(self, num_bytes: int, device: Device) -> HostArena:
+        """Memory for the host's copy of the weights."""
+        if self.shared is None:
+            return HostArena(num_bytes)
+        # A driver pins only what could be written.
+        is_writable = device.torch_device.type == "cuda"
+        note = Choice.of(self.passes).note()
+        return SharedArena(num_bytes, self.shared, note, is_writable=is_writable)
 
 
 def load_on_device(
@@ -192,6 +208,7 @@ def _load_pages(model: LoadedModel, cut: PageCut, device: Device) -> WeightPages
         dtype=model.dtype,
         allocate_on_device=lambda num_bytes: device.allocate(num_bytes, "weights"),
         release=model.store.drop_pages,
+        make_arena=lambda num_bytes: model.make_arena(num_bytes, device),
     )
 
 

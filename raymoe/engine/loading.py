@@ -18,11 +18,13 @@ from raymoe.engine.parts import EngineParts
 from raymoe.engine.ranks import load_ranks
 from raymoe.engine.request import Request
 from raymoe.engine.runner_loading import Loaded, in_place_arena_bytes, load_runner
+from raymoe.engine.sharing import agree, open_shared
 from raymoe.engine.tokenizer import Tokenizer
 from raymoe.engine.watchdog import longest_pass_s
 from raymoe.errors import ConfigError, UnknownOptionError
 from raymoe.kernels.cpu_linear import packed_linear_is_used
 from raymoe.kernels.threads import set_num_threads
+from raymoe.memory.shared_file import SharedFile
 from raymoe.memory.source import resolve_model
 from raymoe.memory.weights import Weights
 from raymoe.plan.policy import Policy
@@ -37,19 +39,38 @@ logger = logging.getLogger(__name__)
 def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
     """Resolve, check, plan, then load. See `Engine.from_pretrained` for the errors."""
     device = _device_name(config)
-    schedule = _schedule_name(config, device)
-    settings = Settings.from_environment()
+    _check_schedule(config, device)
     directory = resolve_model(path)
     spec = ModelSpec.from_directory(directory)
     weights = open_weights(spec, directory, config)
     dtype = weights.dtype if config.dtype == "auto" else DTYPES[config.dtype]
+    shared = open_shared(config, directory, device, dtype)
+    try:
+        return _plan_and_load(directory, spec, weights, agree(config, shared), shared=shared)
+    except BaseException:
+        if shared is not None:
+            shared.close()
+        raise
+
+
+def _plan_and_load(
+    directory: Path,
+    spec: ModelSpec,
+    weights: Weights,
+    config: EngineConfig,
+    *,
+    shared: SharedFile | None,
+) -> EngineParts:
+    device, settings = _device_name(config), Settings.from_environment()
+    dtype = weights.dtype if config.dtype == "auto" else DTYPES[config.dtype]
     kv_dtype = _kv_dtype(config, dtype)
+    loaded_bytes = 0 if shared is None else shared.num_bytes  # by another engine
     context = min(spec.max_context_tokens, config.max_context_tokens or spec.max_context_tokens)
     plan = find_plan(
         spec,
-        find_node(config, settings, device),
+        find_node(config, settings, device, loaded_bytes=loaded_bytes),
         config.workload,
-        schedule=schedule,
+        schedule=config.schedule,
         policy=config.policy,
         bytes_per_element=dtype.itemsize,
         kv_bytes_per_element=kv_dtype.itemsize,
@@ -58,7 +79,12 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
         tensor_parallel_size=config.tensor_parallel_size,
     )
     logger.info("plan: %s", plan.describe())
-    check_available(plan.footprint, what=spec.name, num_ranks=config.tensor_parallel_size)
+    check_available(
+        plan.footprint,
+        what=spec.name,
+        num_ranks=config.tensor_parallel_size,
+        already_there=loaded_bytes,
+    )
     tokenizer = Tokenizer(directory, spec.vocab_size)
     job = LoadJob(
         directory=directory,
@@ -76,7 +102,7 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
         pass_limit_s=config.watchdog_s or longest_pass_s(plan),
     )
     set_num_threads(job.hardware.num_cores, job.num_torch_threads)
-    loaded = _load(job, spec, weights)
+    loaded = _load(job, spec, weights, shared)
     return EngineParts(
         runner=loaded.runner,
         policy=plan.policy,
@@ -93,11 +119,11 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
     )
 
 
-def _load(job: LoadJob, spec: ModelSpec, weights: Weights) -> Loaded:
+def _load(job: LoadJob, spec: ModelSpec, weights: Weights, shared: SharedFile | None) -> Loaded:
     """Load all ranks and let each touch its weights."""
     if job.num_ranks == 1:
         share = RankShare.of(spec, weights, rank=0, num_ranks=1)
-        loaded = load_runner(job, share)
+        loaded = load_runner(job, share, shared=shared)
     else:
         loaded = load_ranks(job, spec, weights)
     try:
@@ -114,8 +140,8 @@ def _device_name(config: EngineConfig) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _schedule_name(config: EngineConfig, device: str) -> str:
-    """The schedule that is asked for, once it suits the device; "auto" lets the planner choose."""
+def _check_schedule(config: EngineConfig, device: str) -> None:
+    """Refuse a schedule or policy that does not suit the device."""
     name, known = config.schedule, ("auto", *BUILDERS)
     if name not in known:
         raise UnknownOptionError(name, known, "schedule")
@@ -129,7 +155,6 @@ def _schedule_name(config: EngineConfig, device: str) -> str:
             f"policy.device is given, but the device {device!r} has no memory of its own; leave "
             "it out, or choose the device 'cuda' or 'emulated'"
         )
-    return name
 
 
 def _check_ranks(num_ranks: int, device: str) -> None:

@@ -23,13 +23,17 @@ EMULATED_BY_DEFAULT = "t4"
 PROBE_S = 0.3  # enough to tell the machine's kind; `raymoe profile` takes a minute
 
 
-def find_node(config: EngineConfig, settings: Settings, device: str) -> HardwareSpec:
+def find_node(
+    config: EngineConfig, settings: Settings, device: str, *, loaded_bytes: int = 0
+) -> HardwareSpec:
     """The node to plan for.
 
     Args:
         config: Of the engine.
         settings: Of the environment.
         device: "cpu", "cuda" or "emulated".
+        loaded_bytes: Weights that another engine has loaded for this one too: what is free does not
+            count them, and the plan does.
 
     Raises:
         ConfigError: The hardware that is asked for does not suit the device.
@@ -40,6 +44,9 @@ def find_node(config: EngineConfig, settings: Settings, device: str) -> Hardware
         node = _given(config, device) or _this_machine(config, settings, device)
     if config.host_memory_bytes is not None:
         node = dataclasses.replace(node, host_memory_bytes=config.host_memory_bytes)
+    elif loaded_bytes:
+        most = node.host_memory_bytes + loaded_bytes
+        node = dataclasses.replace(node, host_memory_bytes=most)
     if device != "cpu" and config.device_memory_bytes is not None:
         node = dataclasses.replace(node, gpu_memory_bytes=config.device_memory_bytes)
     return node

@@ -19,6 +19,7 @@ from raymoe.measure.expert_tiles import Gpu, load_tiles
 from raymoe.memory.arena import HostArena
 from raymoe.memory.dummy_weights import DummyWeights
 from raymoe.memory.kv_cache import KvCache, blocks_of_tokens
+from raymoe.memory.shared_file import SharedFile
 from raymoe.memory.weights import Weights
 from raymoe.model.cache import cache_layout
 from raymoe.model.decoder import Decoder, Reduce, keep
@@ -46,13 +47,16 @@ class Loaded:
     interrupt: Callable[[], None] = nothing
 
 
-def load_runner(job: LoadJob, share: RankShare, reduce: Reduce = keep) -> Loaded:
+def load_runner(
+    job: LoadJob, share: RankShare, reduce: Reduce = keep, shared: SharedFile | None = None
+) -> Loaded:
     """Fill the memory of a rank.
 
     Args:
         job: What is loaded.
         share: Which part of it.
         reduce: Adds up what ranks add to hidden states.
+        shared: Where the host's copy of the weights goes that other engines use too.
     """
     if job.device == "cpu":
         return _load_in_place(job, share)
@@ -63,6 +67,7 @@ def load_runner(job: LoadJob, share: RankShare, reduce: Reduce = keep) -> Loaded
         kv_layout=cache_layout(share.spec, job.kv_dtype),
         passes=StreamedPasses.of(share.spec, job.schedule, job.policy, job.dtype.itemsize),
         reduce=reduce,
+        shared=shared,
     )
     if job.device == "cuda":
         model = replace(model, tiles=_kept_tiles(job.settings))

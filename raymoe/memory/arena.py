@@ -28,7 +28,10 @@ class HostArena:
 
     Attributes:
         num_bytes: Size of the arena; the sum of `aligned_bytes` of all requests must fit.
+        is_filled: What is handed out holds already what it is for.
     """
+
+    is_filled = False
 
     def __init__(self, num_bytes: int) -> None:
         """Map the arena.
@@ -42,7 +45,7 @@ class HostArena:
         self.num_bytes = aligned_bytes(num_bytes)
         self._lock = threading.Lock()
         self._used_bytes = 0
-        self._memory: Tensor | None = _map_huge_pages(self.num_bytes)
+        self._memory: Tensor | None = self._map(self.num_bytes)
 
     @property
     def used_bytes(self) -> int:
@@ -77,6 +80,12 @@ class HostArena:
                 )
             self._used_bytes = begin + taken
             return memory[begin : begin + num_bytes]
+
+    def seal(self) -> None:
+        """Say that everything is in it; of use where others share it."""
+
+    def _map(self, num_bytes: int) -> Tensor:
+        return _map_huge_pages(num_bytes)
 
     def _open_memory(self) -> Tensor:
         if self._memory is None:

@@ -92,8 +92,9 @@ class WeightPages:
         dtype: torch.dtype,
         allocate_on_device: Allocate,
         release: Callable[[list[str]], None] = lambda _names: None,
+        make_arena: Callable[[int], HostArena] = HostArena,
     ) -> None:
-        """Copy all layers to the host arena, and the resident parts to the device.
+        """Copy all layers to the host arena, if not there yet, and resident parts to the device.
 
         Args:
             spec: The model.
@@ -102,6 +103,7 @@ class WeightPages:
             dtype: Type that the kernels read; weights that are not quantised are converted to it.
             allocate_on_device: Bytes -> uint8 tensor of device memory.
             release: Called with the names of a layer once it is copied.
+            make_arena: Bytes -> where the host's copy goes.
         """
         self._dtype, self._paging = dtype, tuple(paging)
         layouts = [_lay_out(spec, i, cut, dtype.itemsize) for i, cut in enumerate(paging)]
@@ -109,7 +111,7 @@ class WeightPages:
         # Scales have the type of the checkpoint.
         self._dtypes: list[dict[tuple[str, str], torch.dtype]] = [{} for _ in paging]
         streamed = [sum(cut.page_bytes) for cut in paging]
-        self._arena = HostArena(sum(map(aligned_bytes, streamed)))
+        self._arena = make_arena(sum(map(aligned_bytes, streamed)))
         self._host = [self._arena.allocate(num_bytes) for num_bytes in streamed]
         slot_bytes = max(streamed, default=0)
         self._slots = [allocate_on_device(slot_bytes) for _ in range(NUM_SLOTS)]
@@ -118,6 +120,7 @@ class WeightPages:
             for name in names:
                 self._copy(i, name, weights(layer_prefix(i) + name))
             release([layer_prefix(i) + name for name in names])
+        self._arena.seal()
 
     def _copy(self, layer: int, name: str, weight: Weight) -> None:
         """Copy a weight to where it belongs."""
@@ -129,6 +132,8 @@ class WeightPages:
                 dtype = _kept_dtype(place.piece, source.dtype)
                 self._dtypes[layer][name, place.piece.name] = dtype
             assert isinstance(source, Tensor)
+            if self._arena.is_filled and not place.is_resident:
+                continue
             memory = self._resident[layer] if place.is_resident else self._host[layer]
             _view(memory, place, dtype).copy_(source)
 

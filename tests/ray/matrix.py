@@ -116,7 +116,7 @@ class StuckOnce(BreaksInPasses):
 
 
 @contextlib.contextmanager
-def small_cluster(num_nodes):
+def small_cluster(num_nodes, *, num_gpus=1):
     """A head without an engine and nodes with one each; yields the cluster and its nodes."""
     cluster = Cluster(
         initialize_head=True,
@@ -129,7 +129,7 @@ def small_cluster(num_nodes):
         },
     )
     try:
-        nodes = [cluster.add_node(**NODE) for _ in range(num_nodes)]
+        nodes = [cluster.add_node(**NODE | {"num_gpus": num_gpus}) for _ in range(num_nodes)]
         cluster.wait_for_nodes()
         places = [Path(raymoe.__file__).parents[1], Path(__file__).parents[2]]
         path = os.pathsep.join(dict.fromkeys(map(str, places)))

@@ -12,6 +12,8 @@ import time
 
 import pytest
 
+from raymoe.memory.shared_file import DIRECTORY, PREFIX, SharedFile
+from raymoe.plan.policy import DevicePolicy, Policy
 from tests.ray import matrix
 from tests.ray.matrix import CONFIG, NODE, POISON, Job, make_rows, small_cluster, undisturbed
 from tests.ray.test_resume import ROWS as DRIVER_ROWS
@@ -80,6 +82,45 @@ def test_nodes_that_are_taken_away_and_replaced(cases, tiny_model, tmp_path, num
         found = job.rows()
     report("nodes", num_killed, job)
     assert found == expected
+
+
+def test_actors_of_a_node_share_weights_and_one_is_killed(cases, tiny_model, tmp_path):
+    rows, expected = cases(2048)
+    # Not "auto": the sizes of this small job would lie resident and nothing would be shared.
+    config = dataclasses.replace(
+        CONFIG,
+        device="emulated",
+        schedule="cgopipe",
+        shared_weights=True,
+        policy=Policy(
+            batch_size=64,
+            pass_tokens=256,
+            prefill_chunk_tokens=256,
+            num_kv_blocks=256,
+            device=DevicePolicy(num_waves=2),
+        ),
+    )
+    before = set(shared_files())
+    with small_cluster(1, num_gpus=2):
+        job = Job(tiny_model, rows, tmp_path, num_actors=2, engine_config=config)
+        job.wait_for_rows(300)
+        (path,) = set(shared_files()) - before
+        first = job.actors()[0]
+        first.kill()
+        first.wait()
+        job.wait_for_rows(job.num_logged() + 1)
+        assert path.exists()
+        found = job.rows()
+    report("an actor of two that share", 1, job)
+    print(f"left behind: {set(shared_files()) - before}")  # noqa: T201 - as above
+    assert found == expected
+    # What Ray killed at the end is removed by whoever shares weights next.
+    SharedFile.open("0").close()
+    assert not path.exists()
+
+
+def shared_files():
+    return DIRECTORY.glob(f"{PREFIX}{os.geteuid()}-*")
 
 
 def test_a_driver_that_is_killed_and_resumed(tiny_model, tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import json
 
 import pytest
 import ray.data
@@ -13,6 +14,7 @@ from raymoe.errors import ConfigError
 from raymoe.plan.search import find_plan
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_hardware import hardware_preset
+from raymoe.units import GIB
 from tests.tiny import make_checkpoint
 
 
@@ -91,3 +93,59 @@ def test_memory_of_an_actor_is_that_of_all_its_ranks(tmp_path):
     assert found is not None
     assert found.memory_bytes == 2 * plan.footprint.total
     assert found.batch_size == plan.policy.batch_size
+
+
+@pytest.fixture
+def model(tmp_path):
+    """Only a configuration: 1.6 GB of experts in bfloat16."""
+    config = {
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "torch_dtype": "bfloat16",
+        "vocab_size": 1000,
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def on_a_node(monkeypatch, num_gpus):
+    cluster = Cluster(num_nodes=1, num_cpus=32, num_gpus=num_gpus, memory_bytes=32 * GIB)
+    monkeypatch.setattr(Cluster, "connected", staticmethod(lambda _device: cluster))
+
+
+def test_actors_on_the_gpus_of_one_node_share_the_weights_and_their_memory(model, monkeypatch):
+    on_a_node(monkeypatch, 4)
+    shared, own = (
+        map_batches_kwargs(model, num_actors=4, engine_config={"shared_weights": choice})
+        for choice in ("auto", False)
+    )
+    configs = [kwargs["fn_constructor_kwargs"]["engine_config"] for kwargs in (shared, own)]
+    assert [config.shared_weights for config in configs] == [True, False]
+    weights = configs[0].host_memory_bytes - configs[1].host_memory_bytes
+    assert 0.75 * 1.6e9 < weights < 0.75 * 2.0e9  # three quarters are the neighbours'
+    assert configs[1].host_memory_bytes * 4 <= 32 * GIB
+    assert shared["memory"] < own["memory"]
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "num_actors", "options"),
+    [(4, 1, {}), (0, 4, {}), (4, 4, {"device": "cpu"}), (4, 4, {"load_format": "dummy"})],
+)
+def test_weights_are_not_shared_alone_or_without_a_device(
+    model, monkeypatch, num_gpus, num_actors, options
+):
+    on_a_node(monkeypatch, num_gpus)
+    kwargs = map_batches_kwargs(model, num_actors=num_actors, engine_config=options)
+    assert kwargs["fn_constructor_kwargs"]["engine_config"].shared_weights is False

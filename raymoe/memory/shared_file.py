@@ -1,0 +1,243 @@
+"""One copy of something large for all processes of a user on a machine, as long as they need it.
+
+A file in memory (`/dev/shm`), found by its name and mapped by everyone. Locks on it (flock) say who
+needs it, and the kernel gives up those of a process that dies, however it dies:
+
+- exclusive: its holder fills it. Whoever comes meanwhile waits. If the holder dies, the file has no
+  mark at its end that it is whole, and the next one fills it again.
+- shared: its holder uses it. The last one that leaves removes the file. What nobody holds (all its
+  users were killed) is used again by the next process that wants the same, and removed by the next
+  that wants another.
+
+    data       from the begin, a whole number of pages
+    mark       one page: magic, bytes of data, bytes of the note, the note
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import logging
+import mmap
+import os
+import struct
+import time
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from raymoe.errors import CapacityError, ExecutionError
+from raymoe.units import ceil_div, format_bytes
+
+DIRECTORY = Path("/dev/shm")
+PREFIX = "raymoe-"
+MAGIC = b"raymoes1"
+POLL_S, SAY_EVERY_S = 0.2, 60.0
+
+_MARK = struct.Struct("<8sQQ")
+
+logger = logging.getLogger(__name__)
+
+
+class SharedFile:
+    """A file that this process fills, or that is whole.
+
+    Attributes:
+        is_whole: It need not be filled.
+        note: What the process that filled it wanted to tell the others.
+    """
+
+    def __init__(self, path: Path, file: int) -> None:
+        """Use `open`."""
+        self._path, self._file = path, file
+        self.num_bytes, self.note, self.is_whole = _read_mark(file)
+        self._memory: Tensor | None = None
+
+    @classmethod
+    def open(cls, key: str, directory: Path | None = None) -> "SharedFile":
+        """Open the file of a key; waits while another process fills it.
+
+        Args:
+            key: Letters and digits that stand for the contents.
+            directory: A file system in memory; `DIRECTORY` by default.
+
+        Raises:
+            ExecutionError: Something that is not ours has this name.
+        """
+        directory = directory or DIRECTORY
+        prefix = f"{PREFIX}{os.geteuid()}-"
+        path = directory / f"{prefix}{key}"
+        for other in directory.glob(f"{prefix}*"):
+            if other != path:
+                _remove_unused(other)
+        while True:
+            file = _open(path)
+            # Shared first: a whole file needs no more. The kernel lets go of a lock before it takes
+            # another kind, so everything is asked again after each.
+            _lock(file, fcntl.LOCK_SH, path)
+            if not _read_mark(file)[2]:
+                _lock(file, fcntl.LOCK_EX, path)
+                if _read_mark(file)[2]:
+                    _lock(file, fcntl.LOCK_SH, path)
+            if _is_same(file, path):
+                return cls(path, file)
+            os.close(file)  # the last user has removed it
+
+    def create(self, num_bytes: int) -> Tensor:
+        """Take memory to be filled, uint8, zero.
+
+        Raises:
+            CapacityError: The file system in memory is too small.
+        """
+        length = ceil_div(num_bytes, mmap.PAGESIZE) * mmap.PAGESIZE + mmap.PAGESIZE
+        os.ftruncate(self._file, 0)
+        status = os.fstatvfs(self._file)
+        free = status.f_bavail * status.f_frsize
+        try:
+            if length > free:
+                raise OSError("too small")
+            os.posix_fallocate(self._file, 0, length)  # else the first write beyond it would kill
+        except OSError as error:
+            os.ftruncate(self._file, 0)
+            total = status.f_blocks * status.f_frsize
+            raise CapacityError(
+                f"{self._path.parent} has {format_bytes(free)} of {format_bytes(total)} free, and "
+                f"{format_bytes(length)} are needed for weights that actors share ({error}): make "
+                "it larger (docker: --shm-size; Kubernetes: an emptyDir with medium Memory), or "
+                "set shared_weights=False"
+            ) from error
+        self.num_bytes = num_bytes
+        self._memory = _map(self._file, num_bytes, is_writable=True)
+        return self._memory
+
+    def publish(self, note: bytes, *, is_writable: bool = False) -> None:
+        """Mark the file as whole and let the others use it.
+
+        Args:
+            note: At most a page less 24 bytes.
+            is_writable: Leave this process's mapping as it is; otherwise a write to it kills.
+        """
+        assert self._memory is not None
+        mark = _MARK.pack(MAGIC, self.num_bytes, len(note)) + note
+        if len(mark) > mmap.PAGESIZE:
+            raise ExecutionError(f"a note of {len(note)} bytes is longer than a page")
+        if not is_writable:
+            _protect(self._memory)
+        os.pwrite(self._file, mark, _mark_offset(self._file))
+        self.note, self.is_whole = note, True
+        _lock(self._file, fcntl.LOCK_SH, self._path)
+
+    def memory(self, *, is_writable: bool = False) -> Tensor:
+        """All data of a whole file, uint8; read-only unless told otherwise."""
+        if self._memory is None:
+            self._memory = _map(self._file, self.num_bytes, is_writable=is_writable)
+        return self._memory
+
+    def close(self) -> None:
+        """Leave; the last one removes the file. Memory returns when its last tensor is gone."""
+        if self._file < 0:
+            return
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_same(self._file, self._path):
+                self._path.unlink()
+        # Closing is not enough: a mapping keeps a copy of the descriptor, and the lock with it.
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+        os.close(self._file)
+        self._file, self._memory = -1, None
+
+
+def _open(path: Path) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        file = os.open(path, flags, 0o600)
+    except OSError as error:
+        raise ExecutionError(f"{path} cannot be opened for weights to share: {error}") from error
+    status = os.fstat(file)
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        os.close(file)
+        raise ExecutionError(
+            f"{path} belongs to another user or can be written by one (mode "
+            f"{status.st_mode & 0o777:o}); weights are not shared with strangers: remove it"
+        )
+    return file
+
+
+def _lock(file: int, kind: int, path: Path) -> None:
+    """Wait for a lock; says so now and then, because loading takes minutes."""
+    say_s = time.monotonic()
+    while True:
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= say_s:
+                logger.info("waiting for another process, which loads %s", path)
+                say_s = time.monotonic() + SAY_EVERY_S
+            time.sleep(POLL_S)
+        else:
+            return
+
+
+def _is_same(file: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def _remove_unused(path: Path) -> None:
+    """Remove a file that nobody holds."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:  # gone, or not ours
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_same(file, path):
+            logger.info("%s is of processes that have ended; removed", path)
+            path.unlink()
+    except BlockingIOError:
+        pass  # in use
+    finally:
+        os.close(file)
+
+
+def _mark_offset(file: int) -> int:
+    return os.fstat(file).st_size - mmap.PAGESIZE
+
+
+def _read_mark(file: int) -> tuple[int, bytes, bool]:
+    """Bytes of data, note, and whether the file is whole."""
+    offset = _mark_offset(file)
+    page = os.pread(file, mmap.PAGESIZE, offset) if offset >= 0 else b""
+    if not page.startswith(MAGIC):
+        return 0, b"", False
+    _, num_bytes, note_bytes = _MARK.unpack_from(page)
+    return num_bytes, page[_MARK.size : _MARK.size + note_bytes], True
+
+
+def _map(file: int, num_bytes: int, *, is_writable: bool) -> Tensor:
+    if not num_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    access = mmap.ACCESS_WRITE if is_writable else mmap.ACCESS_READ
+    mapping = mmap.mmap(file, num_bytes, access=access)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # Where the kernel has no huge pages for files in memory: slower, not wrong.
+        with contextlib.suppress(OSError):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    with warnings.catch_warnings():
+        # Torch has no read-only tensors and says so once; nothing writes to those of others.
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def _protect(memory: Tensor) -> None:
+    """Make a mapping read-only."""
+    if not memory.nbytes:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    address, length = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes)
+    if libc.mprotect(address, length, mmap.PROT_READ):
+        reason = os.strerror(ctypes.get_errno())
+        raise ExecutionError(f"weights that are shared cannot be made read-only: {reason}")
