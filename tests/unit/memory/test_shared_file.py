@@ -113,7 +113,7 @@ def test_a_whole_file_whose_users_were_killed_is_used_again_or_removed(tmp_path)
     assert paths(tmp_path) == []
 
 
-@pytest.mark.parametrize("publishes", [True, False])
+@pytest.mark.parametrize("publishes", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_write_to_what_others_use_ends_the_writer_and_changes_nothing(tmp_path, publishes):
     file = fill(tmp_path)
     code = """
