@@ -1,6 +1,11 @@
 """`raymoe bench --suite gpu` from the command line to its report, on a device of host memory."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from importlib.util import find_spec
@@ -129,6 +134,32 @@ def test_a_part_that_fails_does_not_end_the_suite_and_runs_again(
     assert len((tmp_path / "gpu.jsonl").read_text().splitlines()) == 6
     assert len(read_results(tmp_path / "gpu.jsonl")) == 3
     assert "- raymoe failed: " in (tmp_path / "report.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_suite_that_is_terminated_ends_its_part(tmp_path: Path) -> None:
+    """The part sleeps for a minute at its start and notes its process."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, pathlib, sys, time\n"
+        "if 'raymoe.bench.gpu.part' in sys.orig_argv:\n"
+        f"    pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))\n"
+        "    time.sleep(60)\n"
+    )
+    paths = [str(tmp_path), *sys.path]
+    suite = subprocess.Popen(
+        [sys.executable, "-c", "from raymoe.cli import main; main()", "bench", "--suite", "gpu",
+         "--device", "emulated", *SMALL, *contenders("vslpipe"), "--out", str(tmp_path / "out")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    )  # fmt: skip
+    deadline_s = time.monotonic() + 60
+    while not (tmp_path / "pid").exists() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    part_id = int((tmp_path / "pid").read_text())
+    suite.terminate()
+    assert suite.wait(timeout=30) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(part_id, 0)
+    assert not (tmp_path / "out" / "gpu.jsonl").exists()
 
 
 def cuda_part(contender: str) -> PartSettings:

@@ -4,10 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from types import FrameType
 
 from raymoe.bench.gpu.node import measured_node
 from raymoe.bench.gpu.part import result_of
@@ -26,6 +29,7 @@ RESULTS = "gpu.jsonl"
 # Of the limit of a part: what the weights of all passes may take on the link. Schedules that wait
 # for them take up to twice that.
 LINK_SHARE = 0.3
+SIGNALLED = 128  # and the number: how shells say that a signal ended a program
 NODE_LIMIT_S = 300.0  # the profile of a machine takes a minute
 
 
@@ -88,6 +92,11 @@ def run_gpu_suite(suite: SuiteSettings, out: Path, report: Report) -> Iterator[P
         ExecutionError: The node cannot be found.
     """
     (out / "logs").mkdir(parents=True, exist_ok=True)
+    with _ending_parts():
+        yield from _results(suite, out, report)
+
+
+def _results(suite: SuiteSettings, out: Path, report: Report) -> Iterator[PartResult]:
     results = out / RESULTS
     known = {result.key: result for result in read_results(results)}
     node_file = out / "node.json"
@@ -129,6 +138,23 @@ def run_in_process(
     else:
         reason = f"ended with status {code}; see {log}"
     return result_of(part, Status.FAILED, reason, node.name)
+
+
+@contextmanager
+def _ending_parts() -> Iterator[None]:
+    """Asked to terminate, the suite ends its part, too: that one would keep the GPU otherwise."""
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(SIGNALLED + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _measure_node(settings: NodeSettings, file: Path, log: Path) -> HardwareSpec:
