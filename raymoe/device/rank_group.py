@@ -3,11 +3,11 @@
 The group is an object of its own and no default group of torch's, so that it leaves alone what else
 the process does with torch.distributed, and any number of engines live side by side.
 
-Why no two ranks can wait for each other in different sums: sums are part of `post` and `experts`,
-which all run on the lane of the GPU. A lane runs its tasks in issue order, and all ranks issue the
-same schedule for the same tokens with the same sizes. So the n-th sum of a pass is the same one on
-every rank, however their other lanes interleave. Where pages lie, and whether they are staged, may
-differ between ranks; it changes when a sum begins and not which one is next.
+Why no two ranks can wait for each other in different sums: sums are part of `pre`, `post` and
+`experts`, which all run on the lane of the GPU. A lane runs its tasks in issue order, and all ranks
+issue the same schedule for the same tokens with the same sizes. So the n-th sum of a pass is the
+same one on every rank, however their other lanes interleave. Where pages lie, and whether they are
+staged, may differ between ranks; it changes when a sum begins and not which one is next.
 """
 
 # ruff: noqa: SLF001 - torch has these options under no other names
@@ -24,6 +24,10 @@ from raymoe.errors import ExecutionError
 
 LOOPBACK = "127.0.0.1"  # ranks are on one node; nobody else can connect
 JOIN_LIMIT_S = 120.0
+
+
+class PeerError(ExecutionError):
+    """Another rank is gone, or did not come in time."""
 
 
 class _Sum(Protocol):
@@ -61,16 +65,17 @@ class RankGroup:
             timeout_s: Longest wait for the others in one sum.
 
         Raises:
-            ExecutionError: Not all came in time, or the first sum is wrong.
+            PeerError: Not all came in time.
+            ExecutionError: The first sum is wrong.
         """
         self.rank, self.count = rank, count
         self._is_on_gpu = device.type == "cuda"
         store = dist.FileStore(str(meeting_place), count)  # type: ignore[attr-defined]
         try:
             self._group = _open(store, rank, count, device)
-            met = self.all_reduce(torch.ones(1, device=device)).item()
         except RuntimeError as error:
-            raise ExecutionError(f"rank {rank} did not find the other ranks: {error}") from error
+            raise PeerError(f"rank {rank} did not find the other ranks: {error}") from error
+        met = self.all_reduce(torch.ones(1, device=device)).item()
         if met != count:
             raise ExecutionError(f"rank {rank} of {count} added up {met} ranks")
         self._group._set_default_timeout(timedelta(seconds=timeout_s))
@@ -82,10 +87,13 @@ class RankGroup:
         the current stream waits, and not the caller.
 
         Raises:
-            RuntimeError: Another rank is gone, or did not come in time.
+            PeerError: Another rank is gone, or did not come in time.
         """
         if tensor.numel():  # waves may be empty, on all ranks alike
-            self._group.allreduce([tensor]).wait()
+            try:
+                self._group.allreduce([tensor]).wait()
+            except RuntimeError as error:
+                raise PeerError(f"rank {self.rank} waited in vain for another: {error}") from error
         return tensor
 
     def abort(self) -> None:

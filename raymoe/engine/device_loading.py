@@ -21,8 +21,9 @@ from raymoe.memory.shared_arena import SharedArena
 from raymoe.memory.shared_file import SharedFile
 from raymoe.memory.weight_pages import LayerPaging, WeightPages
 from raymoe.memory.weights import Weights
-from raymoe.model.decoder import Decoder, Reduce, keep
+from raymoe.model.decoder import Decoder
 from raymoe.model.paged_loading import PagedLoader
+from raymoe.model.ranks import Reduce, keep
 from raymoe.plan.pages import PageCut, layer_pages
 from raymoe.plan.streaming import StreamedPasses
 from raymoe.runtime.device_bindings import DeviceMemory

@@ -41,9 +41,15 @@ class Reached:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A rank ends; says why."""
+    """A rank ends.
+
+    Attributes:
+        error: Why.
+        is_consequence: Whether it is because another rank has ended.
+    """
 
     error: str
+    is_consequence: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

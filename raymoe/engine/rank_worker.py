@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from raymoe.device.rank_group import RankGroup
+from raymoe.device.rank_group import PeerError, RankGroup
 from raymoe.engine.load_job import RankShare, open_weights
 from raymoe.engine.rank_messages import Begin, Failed, RankPass, Reached, receive, send
 from raymoe.engine.runner_loading import load_runner
@@ -33,8 +33,14 @@ def main(descriptor: int) -> None:
         _serve(connection, inbox)
     except BaseException as error:
         text = f"{type(error).__name__}: {error}"
-        send(connection, Failed(text[:MAX_ERROR_CHARACTERS]))
+        send(connection, Failed(text[:MAX_ERROR_CHARACTERS], _is_consequence(error)))
         sys.exit(1)
+
+
+def _is_consequence(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, PeerError):
+        error = error.__cause__
+    return error is not None
 
 
 def _listen(connection: Connection, inbox: "queue.SimpleQueue[object]") -> None:

@@ -45,10 +45,12 @@ class RankProcess:
         rank: Which one.
         stage: How far it has come; one of `STAGES`.
         failure: Why it has ended or will; empty while it works.
+        is_consequence: Whether that is because another rank has ended.
     """
 
     def __init__(self, begin: Begin, on_change: Callable[[], None]) -> None:
-        self.rank, self.stage, self.failure = begin.rank, STAGES[0], ""
+        self.rank, self.stage = begin.rank, STAGES[0]
+        self.failure, self.is_consequence = "", False
         self._on_change, self._is_closing = on_change, False
         self._process, self._connection = _start()
         self._thread = threading.Thread(
@@ -93,6 +95,7 @@ class RankProcess:
                 if isinstance(message, Reached):
                     self.stage = message.stage
                 elif isinstance(message, Failed):
+                    self.is_consequence = message.is_consequence
                     self.failure = f"{self.name} failed: {message.error}"
                 self._on_change()
         except (EOFError, OSError):
@@ -145,8 +148,19 @@ class Ranks:
 
     @property
     def failure(self) -> str:
-        """What happened to the first rank that is gone; empty while all are there."""
-        return next((rank.failure for rank in self._processes if rank.failure), "")
+        """What happened to the rank that is gone; empty while all are there.
+
+        Where several are, the one that the others waited for, once that is known.
+        """
+        with self._changed:
+            self._changed.wait_for(self._is_explained, NOTICE_S)
+            gone = [rank for rank in self._processes if rank.failure]
+            return min(gone, key=lambda rank: rank.is_consequence).failure if gone else ""
+
+    def _is_explained(self) -> bool:
+        """Whether nobody is gone, or one that did not wait for others."""
+        gone = [rank for rank in self._processes if rank.failure]
+        return not gone or not all(rank.is_consequence for rank in gone)
 
     def wait_for(self, stage: str, limit_s: float | None = None) -> None:
         """Wait until all ranks have come so far.
@@ -160,9 +174,8 @@ class Ranks:
             return [rank for rank in self._processes if STAGES.index(rank.stage) < least]
 
         with self._changed:
-            self._changed.wait_for(lambda: self.failure or not behind(), limit_s)
-            if self.failure:
-                raise ExecutionError(self.failure)
+            self._changed.wait_for(lambda: self._has_failed() or not behind(), limit_s)
+            self._check()
             if behind():
                 names = ", ".join(rank.name for rank in behind())
                 raise ExecutionError(f"{names} not {stage} after {limit_s:g} s")
@@ -173,8 +186,7 @@ class Ranks:
         Raises:
             ExecutionError: One of them is gone.
         """
-        if self.failure:
-            raise ExecutionError(self.failure)
+        self._check()
         message = RankPass.of(inputs)
         for rank in self._processes:
             rank.send(message)
@@ -182,8 +194,9 @@ class Ranks:
     def explain(self, error: Exception) -> Exception:
         """What to raise when a pass failed with an error: what happened to a rank, if it did."""
         with self._changed:
-            self._changed.wait_for(lambda: self.failure, NOTICE_S)
-        return ExecutionError(self.failure) if self.failure else error
+            self._changed.wait_for(self._has_failed, NOTICE_S)
+        failure = self.failure
+        return ExecutionError(failure) if failure else error
 
     def interrupt(self) -> None:
         """End the ranks, so that a sum that waits for them fails; from any thread."""
@@ -198,10 +211,17 @@ class Ranks:
             rank.close()
         self._directory.cleanup()
 
+    def _has_failed(self) -> bool:
+        return any(rank.failure for rank in self._processes)
+
+    def _check(self) -> None:
+        if self._has_failed():
+            raise ExecutionError(self.failure)
+
     def _notice(self) -> None:
         with self._changed:
             self._changed.notify_all()
-        if self.failure and self._group is not None:
+        if self._has_failed() and self._group is not None:
             self._group.abort()
 
 

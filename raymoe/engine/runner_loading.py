@@ -22,8 +22,9 @@ from raymoe.memory.kv_cache import KvCache, blocks_of_tokens
 from raymoe.memory.shared_file import SharedFile
 from raymoe.memory.weights import Weights
 from raymoe.model.cache import cache_layout
-from raymoe.model.decoder import Decoder, Reduce, keep
+from raymoe.model.decoder import Decoder
 from raymoe.model.loading import decoder_arena_bytes
+from raymoe.model.ranks import Reduce, keep
 from raymoe.plan.streaming import StreamedPasses
 from raymoe.plan.work import ModelWork
 from raymoe.runtime.device_runner import BeforePass

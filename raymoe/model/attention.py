@@ -17,6 +17,7 @@ from raymoe.kernels.device_attention_batch import RaggedBatch, StagedBatch
 from raymoe.kernels.paged_batch import PagedBatch
 from raymoe.kernels.paged_kv import CacheLayout
 from raymoe.model.loading import Loader
+from raymoe.model.ranks import NormOverRanks
 from raymoe.model.rope import Angles
 from raymoe.specs.model import AttentionSpec
 
@@ -70,6 +71,7 @@ class Attention:
         *,
         eps: float,
         is_interleaved: bool,
+        norm_over_ranks: NormOverRanks | None = None,
     ) -> None:
         """Load what is called `prefix` + "q_proj" and so on.
 
@@ -79,7 +81,9 @@ class Attention:
             prefix: What their names begin with.
             eps: Of the norms of queries and keys.
             is_interleaved: See `RopeSpec`.
+            norm_over_ranks: Norms queries and keys where other ranks have some of their heads.
         """
+        self._norm_over_ranks = norm_over_ranks
         self._spec, self._eps, self._is_interleaved = spec, eps, is_interleaved
         self._dtype = loader.dtype
         self._qkv = loader.linear(
@@ -96,14 +100,20 @@ class Attention:
 
     def project(self, normed_TH: Tensor, angles: Angles) -> Projected:
         """Queries, keys and values, normed and rotated."""
+        qkv_TX, norms = self._qkv(normed_TH), (self._query_norm, self._key_norm)
+        if self._norm_over_ranks is not None:
+            middle, end = self._spec.query_width, self._spec.query_width + self._spec.kv_width
+            weights = [norm for norm in norms if norm is not None]
+            self._norm_over_ranks((qkv_TX[:, :middle], qkv_TX[:, middle:end]), weights)
+            norms = (None, None)
         return qkv_rope(
-            self._qkv(normed_TH),
+            qkv_TX,
             *angles,
             num_heads=self._spec.num_heads,
             num_kv_heads=self._spec.num_kv_heads,
             head_dim=self._spec.head_dim,
-            q_norm=self._query_norm,
-            k_norm=self._key_norm,
+            q_norm=norms[0],
+            k_norm=norms[1],
             eps=self._eps,
             clip=self._spec.clip_qkv,
             is_norm_after_rope=self._spec.is_norm_after_rope,

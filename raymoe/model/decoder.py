@@ -21,6 +21,7 @@ from raymoe.model.feed_forward import Dense, FeedForward, MoE
 from raymoe.model.latent_attention import LatentAttention
 from raymoe.model.loading import GetWeight, Loader
 from raymoe.model.norm import load_norm
+from raymoe.model.ranks import NormOverRanks, Reduce, keep
 from raymoe.model.rope import Rotary
 from raymoe.specs.model import DenseSpec, LatentAttentionSpec, ModelSpec
 from raymoe.specs.weight_names import (
@@ -35,7 +36,6 @@ from raymoe.specs.weight_names import (
 )
 
 Release = Callable[[Iterable[str]], None]
-Reduce = Callable[[Tensor], Tensor]
 
 __all__ = ["Decoder", "Posted", "Projected", "Routing"]
 
@@ -51,10 +51,10 @@ class Posted(NamedTuple):
 class Layer:
     """Weights of one decoder layer."""
 
-    def __init__(self, model: ModelSpec, i: int, loader: Loader) -> None:
+    def __init__(self, model: ModelSpec, i: int, loader: Loader, reduce: Reduce) -> None:
         spec, prefix = model.layers[i], layer_prefix(i)
         self.input_norm = load_norm(model, loader, f"{prefix}{INPUT_NORM}")
-        self.attention = _attention(model, i, loader)
+        self.attention = _attention(model, i, loader, reduce)
         self.ffn_norm = load_norm(model, loader, f"{prefix}{FFN_NORM}")
         self.ffn: FeedForward
         if isinstance(spec.ffn, DenseSpec):
@@ -63,17 +63,22 @@ class Layer:
             self.ffn = MoE(spec.ffn, loader, f"{prefix}mlp.")
 
 
-def _attention(model: ModelSpec, i: int, loader: Loader) -> LayerAttention:
+def _attention(model: ModelSpec, i: int, loader: Loader, reduce: Reduce) -> LayerAttention:
     spec, prefix = model.layers[i].attention, f"{layer_prefix(i)}self_attn."
     is_interleaved = model.rope.is_interleaved
     if isinstance(spec, LatentAttentionSpec):
         return LatentAttention(spec, loader, prefix, is_interleaved=is_interleaved)
-    return Attention(spec, loader, prefix, eps=model.norm_eps, is_interleaved=is_interleaved)
-
-
-def keep(delta_TH: Tensor) -> Tensor:
-    """The sum over the ranks where there is one."""
-    return delta_TH
+    norm_over_ranks = None
+    if spec.qk_norm == "full" and model.num_shards > 1:
+        norm_over_ranks = NormOverRanks(reduce, model.num_shards, model.norm_eps)
+    return Attention(
+        spec,
+        loader,
+        prefix,
+        eps=model.norm_eps,
+        is_interleaved=is_interleaved,
+        norm_over_ranks=norm_over_ranks,
+    )
 
 
 class Decoder:
@@ -99,7 +104,7 @@ class Decoder:
         self._embedding_VH = loader.table(EMBEDDING)
         self._layers: list[Layer] = []
         for i, layer in enumerate(spec.layers):
-            self._layers.append(Layer(spec, i, loader))
+            self._layers.append(Layer(spec, i, loader, reduce))
             release([layer_prefix(i) + name for name in layer_weights(layer, spec.hidden_size)])
         self._final_norm = load_norm(spec, loader, FINAL_NORM.removesuffix(".weight"))
         head_bias = HEAD_BIAS if spec.has_head_bias else None
@@ -129,9 +134,10 @@ class Decoder:
             dtype: Type to compute in; weights of another type are converted.
             release: Called with the names of each layer once it is built, so that the memory of
                 originals that were copied can be given back.
-            reduce: What a rank adds to the hidden state, [T, H] -> the sum over all ranks, the same
-                on each; called behind attention and behind the network of each layer, where `spec`
-                is the part of one rank (`specs.tensor_shards`). May work in place.
+            reduce: Adds up over the ranks what each adds to the hidden state, behind attention and
+                behind the network of each layer, where `spec` is the part of one rank
+                (`specs.tensor_shards`); before, the squares of queries and keys where their norms
+                are over all heads.
         """
         return cls(spec, Loader(weights, allocate, dtype), release, reduce=reduce)
 

@@ -9,8 +9,8 @@ Assumptions:
   memory are left out: where they are large, operations bind.
 - Attention of a layer with a sliding window reads no more of a context than the window.
 - The rates are those of `device_rates`, measured or not.
-- Ranks add up their parts in a ring, on the GPU's time; that the weights of all of them come over
-  the same links meanwhile is left out.
+- Ranks add up their parts in a ring, on the GPU's time; that weights come over the same links
+  meanwhile is left out, and so are the squares of norms over all heads, two numbers for a token.
 """
 
 from collections.abc import Callable, Mapping

@@ -8,6 +8,7 @@ a sum over the ranks, taken twice in a layer.
 | --- | --- |
 | queries, and what unfolds a latent; sinks | by heads |
 | keys, values | by KV heads; ranks share one where there are fewer heads than ranks |
+| norms of queries and keys over all heads | by heads; their squares are a sum over the ranks too |
 | output projection of attention | its inputs, by heads |
 | gate and up of experts, shared experts and dense networks | their outputs |
 | down of these | its inputs |
@@ -62,8 +63,7 @@ def shard_model(model: ModelSpec, count: int) -> ModelSpec:
     """The part of a model that each of `count` ranks has; sizes are the same for all of them.
 
     Raises:
-        ConfigError: Heads, hidden columns or the groups of quantised weights cannot be divided
-            so, or the model has an operation over all heads.
+        ConfigError: Heads, hidden columns or the groups of quantised weights cannot be divided so.
     """
     if count == 1:
         return model
@@ -116,11 +116,6 @@ class _Divided:
         num_heads = self._share("attention heads", attention.num_heads)
         if isinstance(attention, LatentAttentionSpec):
             return replace(attention, num_heads=num_heads)
-        if attention.qk_norm == "full":
-            raise ConfigError(
-                f"{self._where} normalises queries over all heads, which no rank has; leave out "
-                "tensor_parallel_size"
-            )
         num_kv_heads = 1  # which several ranks may have
         if self._count % attention.num_kv_heads:
             num_kv_heads = self._share("KV heads", attention.num_kv_heads)

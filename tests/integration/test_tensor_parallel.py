@@ -29,9 +29,9 @@ from tests.parity.configurations import first_of_each_family
 from tests.parity.oracle import make_checkpoint, make_reference
 
 PAPERS = ("cgopipe", "vslpipe", "module_batching")
-# Grouped queries, fewer KV heads than ranks; a gated shared expert, biases; sinks, biases of all
-# sums; latents, a group-limited router, dense layers.
-FAMILIES = ("mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3")
+# Grouped queries, fewer KV heads than ranks; norms over all heads; a gated shared expert, biases;
+# sinks, biases of all sums; latents, a group-limited router, dense layers.
+FAMILIES = ("mixtral", "olmoe", "qwen2_moe", "gpt_oss", "deepseek_v3")
 NUM_PROMPTS, NUM_TOKENS = 10, 16
 SIZES = {"batch_size": 16, "pass_tokens": 512, "prefill_chunk_tokens": 512, "num_kv_blocks": 120}
 STREAMED = DevicePolicy(num_waves=3, page_bytes=9_000, cpu_attention_fraction=0.4)

@@ -13,8 +13,9 @@ from raymoe.errors import ConfigError
 from raymoe.memory.arena import HostArena
 from raymoe.memory.sharded_weights import ShardedWeights
 from raymoe.memory.weights import WeightStore
-from raymoe.model.decoder import Decoder, Reduce
+from raymoe.model.decoder import Decoder
 from raymoe.model.loading import decoder_arena_bytes
+from raymoe.model.ranks import Reduce
 from raymoe.specs.layers import AttentionSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.tensor_shards import cut_of, shard_model
@@ -24,16 +25,12 @@ from tests.parity.configurations import CONFIGURATIONS, first_of_each_family
 from tests.parity.driver import Driver, load_decoder
 from tests.quantised_checkpoints import checkpoints
 
-FULL_NORM = [
-    configuration.name
-    for configuration in first_of_each_family()
-    if configuration.family in {"olmoe", "minimax_m2"}
-]
-# Grouped queries; a gated shared expert, biases; sinks, biases of all sums; latents, dense layers.
+# Grouped queries; norms over all heads; a gated shared expert, biases; sinks, biases of all sums;
+# latents, dense layers.
 FIRST = [
     configuration.name
     for configuration in first_of_each_family()
-    if configuration.family in {"mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3"}
+    if configuration.family in {"mixtral", "olmoe", "qwen2_moe", "gpt_oss", "deepseek_v3"}
 ]
 # Those of the tiny models whose groups allow it.
 QUANTISED = ("fp8 channels", "packed int4, experts alone")
@@ -180,9 +177,3 @@ def test_every_configuration_that_can_be_divided(name: str, count: int) -> None:
     for each_TV in found:
         assert torch.equal(each_TV, found[0])
         torch.testing.assert_close(each_TV, expected_TV, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", FULL_NORM)
-def test_norms_over_all_heads_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="over all heads"):
-        open_parts(get_case(name).directory, 2)

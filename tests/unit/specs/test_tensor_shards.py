@@ -99,12 +99,17 @@ def test_biases_behind_a_sum_are_added_once() -> None:
     assert cuts(model, "mlp.experts.3.up_proj.bias", 2)[1] == Cut(0, 1440, 2880)
 
 
+def test_norms_over_all_heads_are_divided_like_the_heads() -> None:
+    model = replace(preset("minimax-m2"), quantization=None)  # 48 heads and 8 KV heads of 128
+    assert cuts(model, "self_attn.q_norm.weight", 2)[1] == Cut(0, 24 * 128, 48 * 128)
+    assert cuts(model, "self_attn.k_norm.weight", 16)[3] == Cut(0, 128, 256)
+
+
 @pytest.mark.parametrize(
     ("model", "count", "message"),
     [
         ("mixtral-8x7b", 3, "layer 0 has 32 attention heads; tensor_parallel_size 3 does not"),
         ("dbrx", 12, "layer 0 has 8 KV heads; tensor_parallel_size 12 does not"),
-        ("minimax-m2", 2, "layer 0 normalises queries over all heads"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(model: str, count: int, message: str) -> None:
