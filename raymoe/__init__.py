@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from raymoe.data.arrange import arrange
     from raymoe.data.context import configure_data_context
     from raymoe.data.generator import MoEGenerator
+    from raymoe.data.samples import explode_samples
     from raymoe.data.sizing import map_batches_kwargs
     from raymoe.engine.engine import Engine
     from raymoe.engine.generation import Generation
@@ -41,6 +42,7 @@ _HOMES = {
     "Workload": "raymoe.specs.workload",
     "arrange": "raymoe.data.arrange",
     "configure_data_context": "raymoe.data.context",
+    "explode_samples": "raymoe.data.samples",
     "find_plan": "raymoe.plan.search",
     "map_batches_kwargs": "raymoe.data.sizing",
     "simulate": "raymoe.schedule.simulate",
@@ -62,6 +64,7 @@ __all__ = [
     "__version__",
     "arrange",
     "configure_data_context",
+    "explode_samples",
     "find_plan",
     "map_batches_kwargs",
     "simulate",

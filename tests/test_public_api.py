@@ -25,6 +25,7 @@ PUBLIC = [
     "__version__",
     "arrange",
     "configure_data_context",
+    "explode_samples",
     "find_plan",
     "map_batches_kwargs",
     "simulate",

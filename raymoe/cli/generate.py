@@ -25,6 +25,7 @@ from raymoe.config import EngineConfig, SamplingParams
 from raymoe.data.columns import OutputColumns
 from raymoe.data.openai_batch import ID_COLUMN, TOOLS_COLUMN
 from raymoe.data.rows import RowReader
+from raymoe.data.samples import INPUT_MAY_NOT_HAVE, check_names
 from raymoe.errors import ConfigError
 from raymoe.units import format_bytes
 
@@ -39,6 +40,7 @@ def run(  # noqa: PLR0913 - the options of a command
     id_column: option.IdColumn = None,
     tools_column: option.ToolsColumn = None,
     form: option.Form = "auto",
+    samples_as_rows: option.SamplesAsRows = False,
     max_tokens: option.MaxTokens = 64,
     temperature: option.Temperature = 0.0,
     top_p: option.TopP = 1.0,
@@ -68,7 +70,7 @@ def run(  # noqa: PLR0913 - the options of a command
     _refuse_both({"--arrange": arrange, "--preserve-order": preserve_order})
     flags = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     params = _read_params({**flags, "ignore_eos": ignore_eos}, sampling_params)
-    options = _operator_options(params, prompt_column, messages_column, tools_column)
+    options = _options(params, samples_as_rows, prompt_column, messages_column, tools_column)
     config = EngineConfig(dtype=dtype, num_threads=num_threads, on_too_long=on_too_long, seed=seed)
     source = open_source(input_, prompt_column=prompt_column, id_column=id_column, form=form)
     id_column = _check_columns(source, options, id_column)
@@ -76,7 +78,7 @@ def run(  # noqa: PLR0913 - the options of a command
     job = Job(
         model=model,
         source=source,
-        sink=open_sink(remains.output, source.json_columns, is_batch=source.is_batch),
+        sink=open_sink(remains.output, source, has_samples=samples_as_rows),
         options=options,
         engine_config=config,
         id_column=id_column,
@@ -94,8 +96,10 @@ def _read_params(flags: dict[str, Any], more: str) -> SamplingParams:
     return SamplingParams.from_dict(flags).override(_parse(more))
 
 
-def _operator_options(params: SamplingParams, *columns: str | None) -> dict[str, Any]:
-    return {"sampling_params": params, **dict(zip(PROMPT_COLUMNS, columns, strict=True))}
+def _options(params: SamplingParams, samples_as_rows: bool, *columns: str | None) -> dict[str, Any]:
+    """Return the options of the operator."""
+    named = dict(zip(PROMPT_COLUMNS, columns, strict=True))
+    return {"sampling_params": params, "has_choices": samples_as_rows, **named}
 
 
 def _find_output(output: str, source: Source, input_: str, journal_dir: str | None) -> Remains:
@@ -172,6 +176,8 @@ def _parse(text: str) -> dict[str, Any]:
 
 def _check_columns(source: Source, options: dict[str, Any], id_column: str | None) -> str | None:
     """Find out now what the operator would find at its first batch; returns the column of ids."""
+    if options["has_choices"]:
+        _check_samples(source)
     if source.is_batch:
         id_column = _set_batch_columns(options, id_column)
     reader = RowReader(
@@ -180,5 +186,13 @@ def _check_columns(source: Source, options: dict[str, Any], id_column: str | Non
         **{name: options[name] for name in PROMPT_COLUMNS},
     )
     reader.check_schema(source.schema)
-    OutputColumns.of(options["sampling_params"]).check_schema(source.schema)
+    columns = OutputColumns.of(options["sampling_params"], has_choices=options["has_choices"])
+    columns.check_schema(source.schema)
     return id_column
+
+
+def _check_samples(source: Source) -> None:
+    if source.is_batch:
+        raise ConfigError("--samples-as-rows has no meaning for an OpenAI batch: each response has "
+                          "all samples; leave it out, or add --format table")  # fmt: skip
+    check_names(source.schema.names, INPUT_MAY_NOT_HAVE)

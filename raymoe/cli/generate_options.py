@@ -42,6 +42,15 @@ Form = Annotated[
         rich_help_panel=TABLE,
     ),
 ]
+SamplesAsRows = Annotated[
+    bool,
+    typer.Option(
+        "--samples-as-rows",
+        help="With n in --sampling-params, each sample is a row of its own: same id, its number in "
+        "sample_index, of num_samples.",
+        rich_help_panel=TABLE,
+    ),
+]
 MaxTokens = Annotated[
     int, typer.Option(help="Most tokens to generate for a row.", rich_help_panel=SAMPLING)
 ]

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pyarrow as pa
 
@@ -48,7 +48,7 @@ class JsonlSink:
         if self._path.exists() and not self.partial.exists():
             self._path.rename(self.partial)
         self.partial.touch()
-        _cut_torn_line(self.partial)
+        _cut_torn_row(self.partial, self.lines)
 
     def read_written(self, id_column: str) -> Iterator[tuple[Any, str]]:
         """Yield the id and the error of all whole lines."""
@@ -82,17 +82,28 @@ def _check_plain_file(path: Path) -> None:
         raise ConfigError(f"--output: {path} is {kind}; name a file, or a path that is free")
 
 
-def _cut_torn_line(path: Path) -> None:
-    """Drop what follows the last line end: a crash may leave half a row."""
+def _cut_torn_row(path: Path, lines: Lines) -> None:
+    """Drop what follows the last row: a crash may leave half a line, or some lines of a row."""
     with path.open("r+b") as file:
-        end = size = file.seek(0, os.SEEK_END)
+        size = file.seek(0, os.SEEK_END)
+        end = _after_newline(file, size)
         while end:
-            begin = max(0, end - TAIL_BYTES)
+            begin = _after_newline(file, end - 1)
             file.seek(begin)
-            newline = file.read(end - begin).rfind(b"\n")
-            if newline >= 0:
-                end = begin + newline + 1
+            if lines.ends_row(file.read(end - begin)):
                 break
             end = begin
         if end < size:
             file.truncate(end)
+
+
+def _after_newline(file: IO[bytes], end: int) -> int:
+    """Return the place behind the last line end before `end`, 0 where there is none."""
+    while end:
+        begin = max(0, end - TAIL_BYTES)
+        file.seek(begin)
+        newline = file.read(end - begin).rfind(b"\n")
+        if newline >= 0:
+            return begin + newline + 1
+        end = begin
+    return 0

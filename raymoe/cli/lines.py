@@ -1,7 +1,7 @@
 """What does a line of an output hold? The columns of a row, or a response of an OpenAI batch."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,7 +10,8 @@ import pyarrow as pa
 from raymoe.data.cells import BadCell, read_cells
 from raymoe.data.columns import ERROR_COLUMN
 from raymoe.data.openai_batch import read_response, write_responses
-from raymoe.errors import RaymoeError
+from raymoe.data.samples import COUNT_COLUMN, INDEX_COLUMN, explode_samples
+from raymoe.errors import ConfigError, RaymoeError
 
 
 class Lines(Protocol):
@@ -24,6 +25,10 @@ class Lines(Protocol):
         """Return the id and the error of a line."""
         ...
 
+    def ends_row(self, line: bytes) -> bool:
+        """Whether a row is complete with this line."""
+        ...
+
 
 @dataclass(frozen=True)
 class TableLines:
@@ -31,9 +36,11 @@ class TableLines:
 
     Attributes:
         json_columns: String columns whose cells are JSON text.
+        has_count: Whether rows have a column of how many samples there are.
     """
 
     json_columns: frozenset[str] = frozenset()
+    has_count: bool = False
 
     def of(self, table: pa.Table) -> Iterator[dict[str, Any]]:
         """Yield the object of each row."""
@@ -43,7 +50,12 @@ class TableLines:
 
     def read(self, record: dict[str, Any], id_column: str) -> tuple[Any, str]:
         """Return the id and the error of a line."""
+        check_form(record, has_count=self.has_count)
         return record[id_column], record[ERROR_COLUMN]
+
+    def ends_row(self, _line: bytes) -> bool:
+        """Whether a row is complete with this line: each line is one."""
+        return True
 
     def _cells(self, table: pa.Table, name: str) -> list[Any]:
         cells = read_cells(table, name)
@@ -67,6 +79,27 @@ class BatchLines:
         """Return the id and the error of a line."""
         return read_response(record)
 
+    def ends_row(self, _line: bytes) -> bool:
+        """Whether a row is complete with this line: each line is one."""
+        return True
+
+
+@dataclass(frozen=True)
+class SampleLines(TableLines):
+    """The columns of one sample; a row has as many lines as samples, one after the other."""
+
+    def of(self, table: pa.Table) -> Iterator[dict[str, Any]]:
+        """Yield the object of each sample."""
+        return super().of(explode_samples(table))
+
+    def ends_row(self, line: bytes) -> bool:
+        """Whether a row is complete with this line: it has its last sample."""
+        try:
+            record = json.loads(line)
+            return bool(record[INDEX_COLUMN] == record[COUNT_COLUMN] - 1)
+        except (ValueError, KeyError, TypeError):
+            return True  # whoever reads the rows says what is wrong with it
+
 
 def write_lines(lines: Lines, table: pa.Table) -> Iterator[str]:
     """Yield the text of each row, with its line end."""
@@ -85,11 +118,27 @@ def read_lines(
     for number, line in enumerate(file, 1):
         try:
             pair = lines.read(json.loads(line), id_column)
+        except ConfigError:
+            raise
         except (ValueError, KeyError, TypeError) as error:
             raise RaymoeError(
                 f"{where} line {number} has no readable {id_column!r}: {error!r}"
             ) from error
         yield pair
+
+
+def check_form(names: Container[str], *, has_count: bool) -> None:
+    """Refuse to go on with rows for samples where there are others, or the other way round.
+
+    Raises:
+        ConfigError: The rows that are there were written the other way.
+    """
+    if (COUNT_COLUMN in names) != has_count:
+        was, now = ("without", "with") if has_count else ("with", "without")
+        raise ConfigError(
+            f"the output was written {was} --samples-as-rows and this run is {now} it; resume it "
+            "the way it was started, or start anew with --overwrite"
+        )
 
 
 def as_text(value: Any) -> Any:

@@ -1,5 +1,6 @@
 """Rows as parquet: a directory of parts, each of which appears when it is complete."""
 
+import functools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -8,9 +9,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from raymoe.cli.lines import check_form
 from raymoe.cli.parts import Parts
 from raymoe.cli.storage import NUM_READERS, Location, not_empty
 from raymoe.data.columns import ERROR_COLUMN
+from raymoe.data.samples import explode_samples
 from raymoe.errors import ConfigError, RaymoeError
 
 ROWS_PER_PART = 8192
@@ -18,9 +21,17 @@ ROWS_PER_PART = 8192
 
 @dataclass(kw_only=True)
 class ParquetSink:
-    """A directory of part files, local or of an object store."""
+    """A directory of part files, local or of an object store.
+
+    Attributes:
+        location: The directory.
+        has_samples: Each sample is a row; those of one row of the input are in the same part.
+        has_count: Whether rows have a column of how many samples there are.
+    """
 
     location: Location
+    has_samples: bool = False
+    has_count: bool = False
     _tables: list[pa.Table] = field(default_factory=list)
     _next_part: int = 0
 
@@ -48,12 +59,13 @@ class ParquetSink:
     def read_written(self, id_column: str) -> Iterator[tuple[Any, str]]:
         """Yield the id and the error of the rows of all parts."""
         with ThreadPoolExecutor(NUM_READERS) as pool:
-            for pairs in pool.map(lambda part: _read_pairs(part, id_column), self.parts.find()):
+            read = functools.partial(_read_pairs, id_column=id_column, has_count=self.has_count)
+            for pairs in pool.map(read, self.parts.find()):
                 yield from pairs
 
     def write(self, table: pa.Table) -> None:
         """Collect rows; write a part when there are enough for one."""
-        self._tables.append(table)
+        self._tables.append(explode_samples(table) if self.has_samples else table)
         if sum(table.num_rows for table in self._tables) >= ROWS_PER_PART:
             self.flush()
 
@@ -72,11 +84,12 @@ class ParquetSink:
         self.flush()
 
 
-def _read_pairs(part: Location, id_column: str) -> list[tuple[Any, str]]:
+def _read_pairs(part: Location, *, id_column: str, has_count: bool) -> list[tuple[Any, str]]:
     columns = [id_column, ERROR_COLUMN]
     try:
-        with part.open_file() as file:
-            table = pq.read_table(file, columns=columns)
+        with part.open_file() as opened, pq.ParquetFile(opened) as file:
+            check_form(file.schema_arrow.names, has_count=has_count)
+            table = file.read(columns=columns)
         return list(zip(*(table.column(name).to_pylist() for name in columns), strict=True))
     except (pa.ArrowException, OSError, KeyError) as error:
         raise RaymoeError(

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from raymoe.data.columns import ERROR_COLUMN
+from raymoe.data.columns import CHOICES_COLUMN, ERROR_COLUMN
 from raymoe.units import format_seconds
 
 LOG_EVERY_S = 30.0
@@ -38,7 +38,7 @@ class Tally:
         """Count the rows of one output table."""
         self.num_rows += table.num_rows
         self.num_input_tokens += pc.sum(table.column("num_input_tokens")).as_py() or 0
-        self.num_generated_tokens += pc.sum(table.column("num_generated_tokens")).as_py() or 0
+        self.num_generated_tokens += pc.sum(_generated_tokens(table)).as_py() or 0
         errors = [error for error in table.column(ERROR_COLUMN).to_pylist() if error]
         self.num_errors += len(errors)
         self.reasons.update(_without_numbers(error) for error in errors)
@@ -106,6 +106,13 @@ class Progress:
     def _log(self) -> None:
         while not self._is_over.wait(self._log_every_s):
             self._console.print(self._tally.line())
+
+
+def _generated_tokens(table: pa.Table) -> pa.ChunkedArray:
+    """Return the number of tokens of each row, or of each sample where the table has them."""
+    if CHOICES_COLUMN not in table.column_names:
+        return table.column("num_generated_tokens")
+    return pc.struct_field(pc.list_flatten(table.column(CHOICES_COLUMN)), "num_generated_tokens")
 
 
 def _without_numbers(error: str) -> str:

@@ -8,9 +8,11 @@ import pyarrow as pa
 
 from raymoe.cli.joined_sink import JoinedSink
 from raymoe.cli.jsonl_sink import JsonlSink
-from raymoe.cli.lines import BatchLines, TableLines
+from raymoe.cli.lines import BatchLines, SampleLines, TableLines
 from raymoe.cli.parquet_sink import ParquetSink
+from raymoe.cli.sources import Source
 from raymoe.cli.storage import Location
+from raymoe.data.samples import COUNT_COLUMN
 from raymoe.errors import ConfigError
 
 
@@ -40,13 +42,13 @@ class Sink(Protocol):
         ...
 
 
-def open_sink(location: Location, json_columns: frozenset[str], *, is_batch: bool = False) -> Sink:
+def open_sink(location: Location, source: Source, *, has_samples: bool = False) -> Sink:
     """Return a file of JSON lines when the name ends in .jsonl, else a directory of parquet.
 
     Args:
         location: Of the output.
-        json_columns: String columns whose cells are JSON text.
-        is_batch: Lines are responses of OpenAI's batch form.
+        source: Where the rows come from; requests of OpenAI's batch form become responses.
+        has_samples: Each sample becomes a row.
 
     Raises:
         ConfigError: Responses are to be written as parquet, or the output is a whole bucket.
@@ -54,14 +56,16 @@ def open_sink(location: Location, json_columns: frozenset[str], *, is_batch: boo
     if location.is_bucket:
         raise ConfigError(f"--output {location} is a bucket; name a place in it, such as "
                           f"{location}/answers")  # fmt: skip
+    has_count = has_samples or COUNT_COLUMN in source.schema.names
+    kind_of_lines = SampleLines if has_samples else TableLines
     if location.suffix == ".jsonl":
-        lines = BatchLines() if is_batch else TableLines(json_columns)
+        lines = BatchLines() if source.is_batch else kind_of_lines(source.json_columns, has_count)
         kind = JsonlSink if location.is_local else JoinedSink
         return kind(location=location, lines=lines)
-    if is_batch:
+    if source.is_batch:
         raise ConfigError(f"--output {location}: responses of an OpenAI batch are JSON lines; give "
                           "a file that ends in .jsonl, or --format table")  # fmt: skip
-    return ParquetSink(location=location)
+    return ParquetSink(location=location, has_samples=has_samples, has_count=has_count)
 
 
 def check_apart(output: Location, inputs: Iterable[Location], root: Location) -> None:

@@ -27,6 +27,7 @@ _CHOICES = pa.list_(
     pa.struct(
         [
             ("text", pa.string()),
+            ("token_ids", pa.list_(pa.int32())),
             ("finish_reason", pa.string()),
             ("num_generated_tokens", pa.int32()),
             ("logprobs", _LOGPROBS),
@@ -94,6 +95,7 @@ def _logprob_cell(one: TokenLogprob) -> dict[str, Any]:
 def _choice_cell(one: Generation) -> dict[str, Any]:
     return {
         "text": one.text,
+        "token_ids": list(one.token_ids),
         "finish_reason": one.finish_reason,
         "num_generated_tokens": one.num_generated_tokens,
         "logprobs": _logprob_cells(one.logprobs),

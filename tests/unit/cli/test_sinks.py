@@ -2,19 +2,27 @@
 
 import json
 import os
+import tempfile
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow import fs
 
-from raymoe.cli import jsonl_sink, parquet_sink
+from raymoe.cli import joined_sink, jsonl_sink, parquet_sink
 from raymoe.cli.jsonl_sink import JsonlSink
 from raymoe.cli.lines import TableLines
 from raymoe.cli.parquet_sink import ParquetSink
 from raymoe.cli.sinks import check_apart, open_sink
 from raymoe.cli.storage import Location
+from raymoe.config import SamplingParams
+from raymoe.data.columns import OutputColumns
+from raymoe.engine.generation import Generation
 from raymoe.errors import ConfigError, RaymoeError
 from tests.unit.cli.places import PLACES, remote
+
+TABLE = SimpleNamespace(schema=pa.schema([]), json_columns=frozenset(), is_batch=False)
 
 
 def rows(*ids, error=""):
@@ -36,16 +44,16 @@ def ids_in(sink):
 @pytest.fixture(params=[(place, name) for place in PLACES for name in ("out.jsonl", "out")])
 def sink(request, tmp_path):
     place, name = request.param
-    return open_sink(PLACES[place](tmp_path, name), frozenset())
+    return open_sink(PLACES[place](tmp_path, name), TABLE)
 
 
 def again(sink):
-    return open_sink(sink.location, frozenset())
+    return open_sink(sink.location, TABLE)
 
 
 def test_the_name_decides_the_format(tmp_path):
-    assert isinstance(open_sink(Location.local(tmp_path / "a.jsonl"), frozenset()), JsonlSink)
-    assert isinstance(open_sink(Location.local(tmp_path / "a.parquet"), frozenset()), ParquetSink)
+    assert isinstance(open_sink(Location.local(tmp_path / "a.jsonl"), TABLE), JsonlSink)
+    assert isinstance(open_sink(Location.local(tmp_path / "a.parquet"), TABLE), ParquetSink)
 
 
 def test_an_output_with_rows_is_refused_unless_told_otherwise(sink):
@@ -132,6 +140,75 @@ def test_half_a_line_at_the_end_is_dropped(tmp_path, monkeypatch, torn, tail_byt
     assert [json.loads(line)["id"] for line in lines] == [1, 2, 3]
 
 
+def samples(row_id, count):
+    """A row as the operator returns it, with so many samples."""
+    params = SamplingParams(n=count)
+    table = pa.table({"id": pa.array([row_id], pa.int64())})
+    others = tuple(Generation(text=f"{row_id}.{one}") for one in range(1, count))
+    generation = Generation(text=f"{row_id}.0", others=others)
+    return OutputColumns.of(params, has_choices=True).append(table, [generation])
+
+
+def texts_in(sink):
+    if sink.location.suffix == ".jsonl":
+        lines = sink.location.read_bytes().splitlines()
+        return [json.loads(line)["generated_text"] for line in lines]
+    with tempfile.TemporaryDirectory() as copy:
+        fs.copy_files(sink.location.path, copy, source_filesystem=sink.location.filesystem)
+        return pq.read_table(copy).column("generated_text").to_pylist()
+
+
+def test_samples_are_rows_and_a_row_is_there_with_all_of_them(sink, monkeypatch):
+    monkeypatch.setattr(parquet_sink, "ROWS_PER_PART", 4)
+    monkeypatch.setattr(joined_sink, "ROWS_PER_PART", 4)
+    first = open_sink(sink.location, TABLE, has_samples=True)
+    finish(first, samples(1, 3), samples(2, 1), samples(3, 2))
+    again = open_sink(sink.location, TABLE, has_samples=True)
+    again.prepare(resume=True, overwrite=False)
+    assert ids_in(again) == [1, 1, 1, 2, 3, 3]
+    again.write(samples(4, 2))
+    again.close()
+    assert texts_in(sink) == ["1.0", "1.1", "1.2", "2.0", "3.0", "3.1", "4.0", "4.1"]
+
+
+@pytest.mark.parametrize("has_samples", [True, False])
+def test_samples_do_not_go_on_where_there_are_rows_nor_rows_where_there_are_samples(
+    sink, has_samples
+):
+    finish(open_sink(sink.location, TABLE, has_samples=has_samples), samples(1, 2))
+    other = open_sink(sink.location, TABLE, has_samples=not has_samples)
+    other.prepare(resume=True, overwrite=False)
+    with pytest.raises(ConfigError, match=r"written with(out)? --samples-as-rows and this run"):
+        ids_in(other)
+
+
+def test_rows_that_came_as_samples_are_rows_like_others(tmp_path):
+    source = SimpleNamespace(schema=pa.schema([("num_samples", pa.int32())]), is_batch=False)
+    source.json_columns = frozenset()
+    sink = open_sink(Location.local(tmp_path / "a.jsonl"), source)
+    table = rows(1).append_column("num_samples", pa.array([2], pa.int32()))
+    finish(sink, table)
+    sink.prepare(resume=True, overwrite=False)
+    assert ids_in(sink) == [1]
+
+
+@pytest.mark.parametrize("tail_bytes", [3, 1 << 20])
+def test_a_row_without_its_last_sample_is_dropped_wherever_it_was_torn(
+    tmp_path, monkeypatch, tail_bytes
+):
+    monkeypatch.setattr(jsonl_sink, "TAIL_BYTES", tail_bytes)
+    location = Location.local(tmp_path / "a.jsonl")
+    finish(open_sink(location, TABLE, has_samples=True), samples(1, 2), samples(2, 3))
+    content = location.read_bytes()
+    first_row_bytes = sum(map(len, content.splitlines(keepends=True)[:2]))
+    for size in range(0, len(content), 7):
+        sink = open_sink(location, TABLE, has_samples=True)
+        location.local_path.unlink(missing_ok=True)
+        sink.partial.write_bytes(content[:size])
+        sink.prepare(resume=True, overwrite=False)
+        assert sink.partial.read_bytes() == (content[:first_row_bytes] * (size >= first_row_bytes))
+
+
 def test_json_columns_come_back_as_values_and_bad_text_is_marked(tmp_path):
     text = pa.Array.from_buffers(
         pa.string(), 1, [None, pa.array([0, 2], pa.int32()).buffers()[1], pa.py_buffer(b"a\xff")]
@@ -174,7 +251,7 @@ def test_a_damaged_part_is_named(tmp_path):
 
 def test_a_bucket_is_no_output():
     with pytest.raises(ConfigError, match=r"s3://jobs is a bucket; name a place in it"):
-        open_sink(Location.parse("s3://jobs?region=us-east-1"), frozenset())
+        open_sink(Location.parse("s3://jobs?region=us-east-1"), TABLE)
 
 
 def test_on_a_store_too_an_output_is_neither_the_input_nor_in_it(tmp_path):
