@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,7 @@ class Cluster:
         num_cpus: Of all of them; 0 where nothing is known.
         num_gpus: Of all of them.
         memory_bytes: Of all of them, without Ray's object stores.
+        gpus_per_actor: That an engine takes, where there are any.
         gpu: The preset with their GPU, where Ray knows its name and we do.
         store_bytes: Of the largest object store.
     """
@@ -47,22 +48,24 @@ class Cluster:
     num_cpus: float
     num_gpus: float
     memory_bytes: float = 0
+    gpus_per_actor: float = 1
     gpu: HardwareSpec | None = None
     store_bytes: float = 0
 
     @classmethod
-    def connected(cls, device: str = "auto") -> "Cluster":
+    def connected(cls, device: str = "auto", gpus_per_actor: float = 1) -> "Cluster":
         """Return the cluster that this process is connected to.
 
         Args:
             device: Of the engines. Where some nodes have GPUs, engines run on those, unless they
                 are for the CPU. A head without CPUs runs none.
+            gpus_per_actor: That an engine takes at once; nodes with fewer run none where others
+                have enough.
         """
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]] if _has_ray() else []
         nodes = [resources for resources in nodes if resources.get("CPU")]
-        with_gpu = [resources for resources in nodes if resources.get("GPU", 0) >= 1]
-        if with_gpu and device in {"auto", "cuda"}:
-            nodes = with_gpu
+        with_gpus = _with_gpus(nodes, gpus_per_actor) if device in {"auto", "cuda"} else []
+        nodes = with_gpus or nodes
         if not nodes:
             return cls(num_nodes=1, num_cpus=0, num_gpus=0)
 
@@ -72,9 +75,10 @@ class Cluster:
         return cls(
             num_nodes=len(nodes),
             num_cpus=of_all("CPU"),
-            num_gpus=of_all("GPU"),
+            num_gpus=of_all("GPU") if with_gpus else 0,
             memory_bytes=of_all("memory"),
-            gpu=_known_gpu(nodes),
+            gpus_per_actor=gpus_per_actor,
+            gpu=_known_gpu(with_gpus),
             store_bytes=max(float(node.get("object_store_memory", 0)) for node in nodes),
         )
 
@@ -84,7 +88,9 @@ class Cluster:
         Not more than its GPUs: the nodes of a cluster that grows come after the first actors.
         """
         even = ceil_div(num_actors, self.num_nodes)
-        return min(even, int(self.num_gpus / self.num_nodes)) if self.num_gpus else even
+        if not self.num_gpus:
+            return even
+        return min(even, max(1, int(self.num_gpus / self.num_nodes / self.gpus_per_actor)))
 
     def share(self, num_actors: int) -> HardwareSpec | None:
         """Return what one of the actors may use of its node; None when no node is known."""
@@ -128,6 +134,12 @@ class Cluster:
 
 def _has_ray() -> bool:
     return bool(ray.is_initialized())
+
+
+def _with_gpus(nodes: Sequence[Mapping[str, Any]], least: float) -> list[Mapping[str, Any]]:
+    """The nodes with so many GPUs, or, where there are none, those with any."""
+    enough = [resources for resources in nodes if resources.get("GPU", 0) >= least]
+    return enough or [resources for resources in nodes if resources.get("GPU", 0) > 0]
 
 
 def _known_gpu(nodes: Iterable[Mapping[str, Any]]) -> HardwareSpec | None:

@@ -79,7 +79,8 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
     """
     _check_counts(num_actors=num_actors, rows_in_flight=rows_in_flight, batch_size=batch_size)
     config = as_engine_config(engine_config)
-    cluster = Cluster.connected(config.device)
+    device = "cpu" if num_gpus == 0 else config.device
+    cluster = Cluster.connected(device, num_gpus or config.tensor_parallel_size)
     cluster.advise()
     config, plan = _plan_share(model_source, config, cluster, num_actors)
     if rows_in_flight is None:
@@ -200,7 +201,7 @@ def plan_actor(
         bytes_per_element=BYTES_PER_ELEMENT[dtype],
         kv_bytes_per_element=BYTES_PER_ELEMENT[kv_dtype],
         max_context_tokens=config.max_context_tokens,
-        # Where nothing is known of the GPUs, ranks need what one engine would.
+        # Where Ray does not know the GPUs of a node, ranks need what one engine would.
         tensor_parallel_size=config.tensor_parallel_size if given.has_gpu else 1,
     )
     return ActorPlan(batch_size=plan.policy.batch_size, memory_bytes=plan.host_bytes)

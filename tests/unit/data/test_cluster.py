@@ -49,13 +49,21 @@ def test_a_head_without_cpus_runs_no_engine(nodes):
     share = cluster.share(2)
     assert share.num_cores == 64
     assert share.host_memory_bytes == int(0.85 * 230 * GB)
+    nodes[1:] = [CPUS]
+    assert Cluster.connected().num_nodes == 1
+    assert Cluster.connected().share(1).host_memory_bytes == int(0.85 * 100 * GB)
 
 
 def test_engines_run_where_gpus_are_unless_they_are_for_the_cpu(nodes):
     nodes += [CPUS, L4]
     assert Cluster.connected().num_cpus == 64
     assert Cluster.connected("cpu").num_cpus == 2 * 16
-    assert Cluster.connected("cpu").num_gpus == 0
+    nodes[0] = L4
+    for device in ("cpu", "emulated"):
+        cluster = Cluster.connected(device)
+        assert cluster.num_gpus == 0
+        assert not cluster.share(1).has_gpu
+        assert cluster.actors_per_node(4) == 2
 
 
 def test_the_smallest_node_counts(nodes):
@@ -89,6 +97,22 @@ def test_nodes_that_are_still_to_come_take_the_other_actors(nodes):
     assert cluster.share(16) == cluster.share(1)
     nodes[1] = L4 | {"GPU": 4.0}
     assert Cluster.connected().actors_per_node(16) == 4
+    assert Cluster.connected(gpus_per_actor=2).actors_per_node(16) == 2
+
+
+def test_nodes_with_too_few_gpus_for_an_engine_run_none(nodes):
+    nodes += [L4, L4 | {"GPU": 2.0, "CPU": 96.0}]
+    assert Cluster.connected(gpus_per_actor=2).num_cpus == 96
+    assert Cluster.connected(gpus_per_actor=4).num_gpus == 2 * 1  # none has four: Ray will wait
+
+
+def test_actors_may_share_a_gpu_or_do_without(nodes):
+    nodes += [L4, L4]
+    assert map_batches_kwargs("m", num_actors=4, num_gpus=0.5)["num_cpus"] == 31
+    shared = map_batches_kwargs("m", num_actors=4, num_gpus=0.5)["fn_constructor_kwargs"]
+    assert shared["engine_config"].host_memory_bytes == int(0.85 * 230 * GB / 2)
+    without = map_batches_kwargs("m", num_actors=6, num_gpus=0)
+    assert (without["num_gpus"], without["num_cpus"]) == (0, 21)
 
 
 def test_sizes_are_those_of_the_plan_on_such_a_node(nodes, mixtral):

@@ -122,7 +122,7 @@ def model(tmp_path):
 
 def on_a_node(monkeypatch, num_gpus):
     cluster = Cluster(num_nodes=1, num_cpus=32, num_gpus=num_gpus, memory_bytes=32 * GIB)
-    monkeypatch.setattr(Cluster, "connected", staticmethod(lambda _device: cluster))
+    monkeypatch.setattr(Cluster, "connected", staticmethod(lambda *_: cluster))
 
 
 def test_actors_on_the_gpus_of_one_node_share_the_weights_and_their_memory(model, monkeypatch):
