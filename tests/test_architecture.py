@@ -15,6 +15,7 @@ MAY_IMPORT = {
     "_native": {"_version"},
     "errors": set(),
     "units": set(),
+    "safe_text": set(),
     "_version": set(),
     "specs": BASE,
     "structured": {"errors"},
@@ -29,14 +30,25 @@ MAY_IMPORT = {
     "runtime": {"errors", "schedule", "device", "memory", "model", "kernels"},
     "assets": set(),
 }
-MAY_IMPORT["measure"] = {*MAY_IMPORT} - {"config", "structured", "assets"}
+MAY_IMPORT["measure"] = {*MAY_IMPORT} - {"config", "structured", "assets", "safe_text"}
 MAY_IMPORT["engine"] = {*MAY_IMPORT, "config"} - {"assets"}
 MAY_IMPORT["data"] = BASE | {"config", "structured", "specs", "schedule", "plan", "engine"}
+MAY_IMPORT["report"] = BASE | {"safe_text", "specs", "schedule", "plan", "data"}
 EVERYTHING = {*MAY_IMPORT, "bench", "cli"}
 MAY_IMPORT["bench"] = EVERYTHING - {"cli"}
 MAY_IMPORT["cli"] = EVERYTHING
 
-PURE = {"errors", "units", "specs", "structured", "config", "schedule", "plan", "assets"}
+PURE = {
+    "errors",
+    "units",
+    "safe_text",
+    "specs",
+    "structured",
+    "config",
+    "schedule",
+    "plan",
+    "assets",
+}
 ONLY_IN = {
     "ray": {"data", "cli"},
     "transformers": {"engine", "bench"},

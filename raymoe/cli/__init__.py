@@ -12,9 +12,12 @@ import typer
 
 from raymoe._version import __version__
 from raymoe.errors import ConfigError, RaymoeError
+from raymoe.safe_text import harmless
 
 COMMANDS = {
     "generate": "Generate text for a table of prompts: parquet or JSONL in and out.",
+    "status": "Show how far a job is, and how its actors do: while it runs, and after it.",
+    "report": "Write a page with pictures of a job: while it runs, and after it.",
     "demo": "Tidy thousands of messy rows with the bundled model and check the answers.",
     "plan": "Choose the policy for a model, a node and a job, and predict what it will take.",
     "models": "List the models and weight formats that run, or say what a given model is.",
@@ -73,7 +76,8 @@ def _report(error: Exception) -> int:
     """Print one line (a table of sizes may follow); say which kind of failure it was."""
     is_ours = isinstance(error, RaymoeError)
     text = str(error) if is_ours else f"{type(error).__name__}: {error}; --debug shows where"
-    typer.echo(f"error: {text}", err=True)
+    shown = harmless(text, keep="\n")  # rows and models have a say in it
+    typer.echo(f"error: {shown}", err=True)
     return EXIT_BAD_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
 
 

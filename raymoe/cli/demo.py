@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from raymoe.assets import demo_model_path
 from raymoe.assets.wrangling import KINDS, make_rows
@@ -20,7 +21,10 @@ from raymoe.cli.progress import plain_console
 from raymoe.cli.sources import open_source
 from raymoe.cli.storage import Location
 from raymoe.config import EngineConfig, SamplingParams
+from raymoe.data.status.files import clear_status, report_beside, status_beside
 from raymoe.errors import ConfigError, ExecutionError
+from raymoe.report.write import write_report
+from raymoe.safe_text import harmless
 
 MAX_TOKENS = 32  # the longest answer has 24
 SAMPLES_PER_KIND = 2
@@ -55,10 +59,12 @@ def run(
         options={"sampling_params": SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)},
         engine_config=EngineConfig(),
         id_column="id",
+        status_dir=_status_dir(output),
         num_actors=num_actors,
         verbose=verbose,
     )
     check_model(job)
+    clear_status(_status_dir(output))
     sink.prepare(resume=False, overwrite=True)
     console = plain_console()
     console.print(f"{rows:,} messy rows in {input_path}; starting Ray and loading the model ...")
@@ -70,6 +76,8 @@ def run(
     _check_ids(source.ids, answers.column("id"))
     print_summary(tally, sink.location, console)
     console.print(f"input:  {input_path}")
+    write_report(_status_dir(output), report_beside(_status_dir(output)))
+    console.print(f"report: {report_beside(_status_dir(output))}")
     total = scores[-1]
     console.print(f"exact match: {100 * total.accuracy:.2f} % of {total.num_rows:,} rows")
     if min_accuracy is not None and total.accuracy < min_accuracy:
@@ -109,7 +117,8 @@ def score(answers: pa.Table) -> list[Score]:
 
 def _write_prompts(output: Path, num_rows: int, seed: int) -> Path:
     """Write fresh rows; replace what a former run left and nothing else."""
-    ours = {INPUT_NAME, OUTPUT_NAME}
+    status_dir = _status_dir(output)
+    ours = {INPUT_NAME, OUTPUT_NAME, status_dir.name, report_beside(status_dir).name}
     others = sorted({path.name for path in output.iterdir()} - ours) if output.is_dir() else []
     if others or (output.exists() and not output.is_dir()):
         what = f"holds {others[0]}" if others else "is a file"
@@ -130,6 +139,10 @@ def _write_prompts(output: Path, num_rows: int, seed: int) -> Path:
     return path
 
 
+def _status_dir(output: Path) -> Path:
+    return status_beside(output / OUTPUT_NAME)
+
+
 def _check_ids(expected: pa.Array, found: pa.ChunkedArray) -> None:
     missing = len(expected.filter(pc.invert(pc.is_in(expected, value_set=found))))
     if missing or len(found) != len(expected):
@@ -147,7 +160,7 @@ def _sample_table(answers: pa.Table) -> Table:
         for row in rows.to_pylist():
             text = row["generated_text"] or row["__inference_error__"]
             right = "yes" if text.strip() == row["answer"] else f"no: {row['answer']}"
-            table.add_row(kind, row["prompt"], text, right)
+            table.add_row(*(Text(harmless(cell)) for cell in (kind, row["prompt"], text, right)))
     return table
 
 

@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import typer
+from rich.console import Console
 
 from raymoe.cli import generate_options as option
 from raymoe.cli.pipeline import (
@@ -21,16 +22,23 @@ from raymoe.cli.resume import Remains
 from raymoe.cli.sinks import check_apart, open_sink
 from raymoe.cli.sources import Source, open_source
 from raymoe.cli.storage import Location
+from raymoe.cli.storage_errors import without_secrets
 from raymoe.config import EngineConfig, SamplingParams
 from raymoe.data.columns import OutputColumns
 from raymoe.data.openai_batch import ID_COLUMN, TOOLS_COLUMN
 from raymoe.data.rows import RowReader
 from raymoe.data.samples import INPUT_MAY_NOT_HAVE, check_names
-from raymoe.errors import ConfigError
+from raymoe.data.status.record import Pairs
+from raymoe.errors import ConfigError, RaymoeError
+from raymoe.report.write import write_report
+from raymoe.safe_text import harmless
 from raymoe.units import format_bytes
+
+ADDRESSES = frozenset({"input", "output", "journal"})
 
 
 def run(  # noqa: PLR0913 - the options of a command
+    context: typer.Context,
     *,
     model: option.Model,
     input_: option.Input,
@@ -59,6 +67,8 @@ def run(  # noqa: PLR0913 - the options of a command
     overwrite: option.Overwrite = False,
     journal: option.Journal = None,
     no_journal: option.NoJournal = False,
+    price_per_hour: option.Price = None,
+    report: option.Report = True,
     verbose: option.Verbose = False,
 ) -> None:
     """Generate text for every row of a table; every input row gives one output row.
@@ -83,13 +93,23 @@ def run(  # noqa: PLR0913 - the options of a command
         engine_config=config,
         id_column=id_column,
         journal_dir=None if no_journal else remains.journal,
+        status_dir=remains.status,
+        price_per_hour=price_per_hour,
+        settings=_settings(context.params),
         num_actors=num_actors,
         batch_size=batch_size,
         preserve_order=preserve_order,
         is_arranged=arrange,
         verbose=verbose,
     )
-    _run(job, remains, resume=resume, overwrite=overwrite)
+    _run(job, remains, resume=resume, overwrite=overwrite, has_report=report)
+
+
+def _settings(params: dict[str, Any]) -> Pairs:
+    """Return what was asked for, for people: keys that an address may have are left out."""
+    texts = {name.rstrip("_"): str(value) for name, value in params.items()}
+    addresses = {name: text for name, text in texts.items() if name in ADDRESSES and "://" in text}
+    return tuple((texts | {one: without_secrets(addresses[one]) for one in addresses}).items())
 
 
 def _read_params(flags: dict[str, Any], more: str) -> SamplingParams:
@@ -131,14 +151,29 @@ def _refuse_both(flags: dict[str, bool]) -> None:
         raise ConfigError(f"{' and '.join(flags)} contradict each other; give one of them")
 
 
-def _run(job: Job, remains: Remains, *, resume: bool, overwrite: bool) -> None:
+def _run(job: Job, remains: Remains, *, resume: bool, overwrite: bool, has_report: bool) -> None:
     if resume and job.id_column is None:
         raise ConfigError("--resume needs --id-column: it skips the ids that are already written")
     check_model(job)  # before an old output is given up
     _prepare(job, remains, resume=resume, overwrite=overwrite)
-    tally = run_job(_without_written(job) if resume else job, plain_console(stderr=True))
-    remains.finish()
-    print_summary(tally, remains.output, plain_console())
+    console = plain_console()
+    try:
+        tally = run_job(_without_written(job) if resume else job, plain_console(stderr=True))
+        remains.finish()
+        print_summary(tally, remains.output, console)
+    finally:
+        if has_report:  # of a run that failed, too
+            _write_report(remains, console)
+
+
+def _write_report(remains: Remains, console: Console) -> None:
+    if remains.status is None or remains.report is None:
+        return
+    try:
+        write_report(remains.status, remains.report)
+        console.print(f"report: {harmless(str(remains.report))}")
+    except (OSError, RaymoeError) as error:  # the rows are there
+        typer.echo(f"no report in {remains.report}: {error}", err=True)
 
 
 def _prepare(job: Job, remains: Remains, *, resume: bool, overwrite: bool) -> None:

@@ -107,6 +107,18 @@ NoJournal = Annotated[
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the output.", rich_help_panel=RUN)
 ]
+Price = Annotated[
+    float | None,
+    typer.Option(min=0.0, help="Of a node, to show what tokens cost.", rich_help_panel=RUN),
+]
+Report = Annotated[
+    bool,
+    typer.Option(
+        "--report/--no-report",
+        help="Write a page with pictures of the run beside the output.",
+        rich_help_panel=RUN,
+    ),
+]
 Verbose = Annotated[
     bool, typer.Option("--verbose", help="Show the logs of Ray.", rich_help_panel=RUN)
 ]

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from rich.console import Console
 
+from raymoe.cli.job_watch import JobWatch
 from raymoe.cli.local_ray import has_cluster, running_ray, this_machine
 from raymoe.cli.progress import Progress, Tally
 from raymoe.cli.sinks import Sink
@@ -20,10 +22,13 @@ from raymoe.data.arrange import arrange
 from raymoe.data.generator import MoEGenerator
 from raymoe.data.manifest import Manifest
 from raymoe.data.sizing import map_batches_kwargs, plan_actor
+from raymoe.data.status.files import make_status_directory
+from raymoe.data.status.record import Pairs
 from raymoe.engine.identity import ModelIdentity
 from raymoe.errors import ConfigError, ExecutionError, RaymoeError
 from raymoe.memory.source import find_model
 from raymoe.memory.weights import WeightStore
+from raymoe.safe_text import harmless
 from raymoe.specs.model import ModelSpec
 from raymoe.units import format_seconds
 
@@ -41,6 +46,9 @@ class Job:
         options: Of `MoEGenerator`.
         written: What a former run finished.
         journal_dir: Where actors keep finished rows and look for those of a former run.
+        status_dir: Where actors and driver write how they do; None writes nothing.
+        price_per_hour: Of a node.
+        settings: Names and values, for people.
         is_arranged: Rows that share a prefix come together; their order is lost.
     """
 
@@ -52,6 +60,9 @@ class Job:
     id_column: str | None = None
     written: "Written | None" = None
     journal_dir: Path | None = None
+    status_dir: Path | None = None
+    price_per_hour: float | None = None
+    settings: Pairs = ()
     num_actors: int = 1
     batch_size: int = 32
     rows_in_flight: int | None = None
@@ -114,16 +125,42 @@ def run_job(job: Job, console: Console) -> Tally:
         ExecutionError: The run failed; the message has the innermost reason.
     """
     tally = Tally(total_rows=job.num_rows)
-    if not job.num_rows:
+    with _watched(job, tally) as watch:
+        if job.num_rows:
+            _run(job, tally, watch, console)
         job.sink.close()
-        tally.finished_s = time.monotonic()
-        return tally
+        tally.finished_s = tally.finished_s or time.monotonic()
+    return tally
+
+
+def _watched(job: Job, tally: Tally) -> AbstractContextManager[JobWatch | None]:
+    if job.status_dir is None:
+        return nullcontext()
+    return JobWatch(
+        make_status_directory(job.status_dir),
+        tally,
+        model=job.model,
+        settings=job.settings,
+        num_written_before=0 if job.written is None else job.written.num_rows,
+        price_per_hour=job.price_per_hour,
+    )
+
+
+def _run(job: Job, tally: Tally, watch: JobWatch | None, console: Console) -> None:
+    def more() -> Iterator[str]:
+        if watch is not None and watch.cost_per_million_tokens is not None:
+            yield f"{watch.cost_per_million_tokens:.3g} per million tokens"
+        if watch is not None and watch.node_rates:
+            yield f"now {harmless(watch.node_rates)}"
+
     with running_ray(preserve_order=job.preserve_order, verbose=job.verbose):
         try:
             tally.started_s = time.monotonic()
-            with Progress(tally, console):
+            with Progress(tally, console, more=more):
                 _drain(job, tally)
             tally.finished_s = time.monotonic()
+            if watch is not None:
+                watch.wait_for_actors()
         except KeyboardInterrupt:
             job.sink.flush()
             raise
@@ -133,8 +170,6 @@ def run_job(job: Job, console: Console) -> Tally:
             job.sink.flush()
             kept = f"{tally.num_rows:,} of {tally.total_rows:,} rows were written"
             raise ExecutionError(f"the run failed: {innermost_reason(error)} ({kept})") from error
-    job.sink.close()
-    return tally
 
 
 def check_model(job: Job) -> None:
@@ -186,6 +221,7 @@ def _tables(job: Job) -> Iterator[pa.Table]:
         rows_in_flight=job.rows_in_flight,
         engine_config=job.engine_config,
         journal_dir=job.journal_dir,
+        status_dir=job.status_dir,
         id_column=job.id_column,
         error_column=job.source.error_column,
         **job.options,
@@ -218,9 +254,9 @@ def print_summary(tally: Tally, output: Location, console: Console) -> None:
     errors = f", {tally.num_errors:,} error rows" if tally.num_errors else ""
     console.print(f"{tally.num_rows:,} rows in {format_seconds(tally.elapsed_s)}{errors}")
     for reason, count in tally.reasons.most_common(MAX_REASONS):
-        console.print(f"  {count:,} x {reason}")
+        console.print(f"  {count:,} x {harmless(reason)}")
     console.print(
         f"{tally.num_input_tokens:,} tokens in, {tally.num_generated_tokens:,} tokens out, "
         f"{tally.tokens_per_s:,.0f} tokens/s out (loading included)"
     )
-    console.print(f"output: {output}")
+    console.print(f"output: {harmless(str(output))}")

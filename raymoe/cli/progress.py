@@ -1,9 +1,10 @@
-"""How far are we? A live line on a terminal, a log line every 30 seconds elsewhere."""
+"""How far are we? A live line on a terminal, a log line every minute elsewhere."""
 
 import re
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -14,9 +15,10 @@ from rich.live import Live
 from rich.text import Text
 
 from raymoe.data.columns import CHOICES_COLUMN, ERROR_COLUMN
+from raymoe.data.status.row_counter import error_kind
 from raymoe.units import format_seconds
 
-LOG_EVERY_S = 30.0
+LOG_EVERY_S = 60.0
 BAR_CELLS = 24
 MAX_REASON_CHARACTERS = 120
 
@@ -31,6 +33,7 @@ class Tally:
     num_input_tokens: int = 0
     num_generated_tokens: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
     started_s: float = field(default_factory=time.monotonic)
     finished_s: float | None = None
 
@@ -42,6 +45,7 @@ class Tally:
         errors = [error for error in table.column(ERROR_COLUMN).to_pylist() if error]
         self.num_errors += len(errors)
         self.reasons.update(_without_numbers(error) for error in errors)
+        self.kinds.update(error_kind(error, self.kinds) for error in errors)
 
     @property
     def elapsed_s(self) -> float:
@@ -74,8 +78,23 @@ def plain_console(*, stderr: bool = False) -> Console:
 class Progress:
     """Shows a tally while it grows; a context manager."""
 
-    def __init__(self, tally: Tally, console: Console, *, log_every_s: float = LOG_EVERY_S) -> None:
-        self._tally = tally
+    def __init__(
+        self,
+        tally: Tally,
+        console: Console,
+        *,
+        more: Callable[[], Iterable[str]] = tuple,
+        log_every_s: float = LOG_EVERY_S,
+    ) -> None:
+        """Show.
+
+        Args:
+            tally: What comes out.
+            console: Where; harmless text only.
+            more: Asked for what else there is to say, each time that the line is shown.
+            log_every_s: Where there is no terminal.
+        """
+        self._tally, self._more = tally, more
         self._console = console
         self._log_every_s = log_every_s
         self._is_over = threading.Event()
@@ -101,11 +120,14 @@ class Progress:
     def _draw(self) -> Text:
         tally = self._tally
         filled = round(BAR_CELLS * tally.num_rows / max(1, tally.total_rows))
-        return Text(f"[{'#' * filled}{'.' * (BAR_CELLS - filled)}] {tally.line()}")
+        return Text(f"[{'#' * filled}{'.' * (BAR_CELLS - filled)}] {self._line()}")
 
     def _log(self) -> None:
         while not self._is_over.wait(self._log_every_s):
-            self._console.print(self._tally.line())
+            self._console.print(self._line())
+
+    def _line(self) -> str:
+        return " | ".join((self._tally.line(), *self._more()))
 
 
 def _generated_tokens(table: pa.Table) -> pa.ChunkedArray:

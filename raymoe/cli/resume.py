@@ -3,9 +3,11 @@
 answers/                     parts, or answers.jsonl: only rows, so that any reader takes it
 answers.manifest.json        what the rows were generated with; stays
 answers.journal/             rows that finished; removed when all are in the output
+answers.status/              how the latest run does, or did; stays
+answers.report.html          the same as a page; stays
 
 A journal grows, which files of object stores cannot: for an output there, it has a directory of
-its own or is not kept.
+its own or is not kept. The last two are then beside the journal, or not kept either.
 """
 
 from dataclasses import dataclass
@@ -16,7 +18,9 @@ from raymoe.data import manifest as manifests
 from raymoe.data.inside import inside_files
 from raymoe.data.journal import journal_files, make_directory
 from raymoe.data.manifest import FILE_NAME, Manifest
+from raymoe.data.status.files import check_status, clear_status, report_beside, status_beside
 from raymoe.errors import ConfigError
+from raymoe.report.page import is_report
 from raymoe.units import format_bytes
 
 
@@ -62,6 +66,21 @@ class Remains:
         return self.output.sibling(f"{self.output.name}.manifest.json")
 
     @property
+    def status(self) -> Path | None:
+        """Directory of what actors and driver say of the latest run; None where there can be none.
+
+        Beside a local output, else beside the journal.
+        """
+        if self.output.is_local:
+            return status_beside(self.output.local_path)
+        return None if self.journal is None else status_beside(self.journal)
+
+    @property
+    def report(self) -> Path | None:
+        """The page that shows it."""
+        return None if self.status is None else report_beside(self.status)
+
+    @property
     def journal_bytes(self) -> int:
         """Size of the rows in the journal."""
         return sum(path.stat().st_size for path in self._row_files())
@@ -99,6 +118,8 @@ class Remains:
             ConfigError: The journal's directory cannot be made, or belongs to another job; or
                 nothing can be written where the output shall be.
         """
+        if self.status is not None:
+            clear_status(self.status)
         if not resume:
             self._remove_journal()
             if self.manifest.exists():
@@ -142,6 +163,10 @@ class Remains:
                 raise ConfigError(
                     f"{journal} holds {others[0].name}, which raymoe did not write; move it away"
                 )
+        if self.status is not None:
+            check_status(self.status)
+        if self.report is not None and self.report.exists() and not is_report(self.report):
+            raise ConfigError(f"{self.report} is no report of raymoe; move it away")
         if self.manifest.exists():
             is_file = self.manifest.is_file()
             if not is_file or not manifests.is_manifest(self.manifest.read_bytes()):

@@ -17,7 +17,10 @@ from raymoe.cli.resume import Remains
 from raymoe.cli.storage import Location
 from raymoe.config import EngineConfig, SamplingParams
 from raymoe.data.manifest import Manifest
+from raymoe.data.status.files import read_status
+from raymoe.data.status.view import JobView
 from raymoe.engine.identity import ModelIdentity
+from raymoe.report.page import is_report
 from tests.tiny import make_checkpoint
 
 COMMAND = [sys.executable, "-c", "from raymoe.cli import main; main()"]
@@ -68,7 +71,7 @@ def test_json_lines_come_out_with_an_answer_or_a_reason_each_once(model, tmp_pat
     options = ("--model", model, "--input", source, "--output", output, "--id-column", "id")
 
     options = (*options, "--max-tokens", 4, "--ignore-eos")
-    done = generate(*options, "--preserve-order")
+    done = generate(*options, "--preserve-order", "--price-per-hour", 1.2)
     assert done.returncode == 0, done.stderr
     assert "error" not in done.stderr
     assert "41 rows in" in done.stdout
@@ -80,6 +83,8 @@ def test_json_lines_come_out_with_an_answer_or_a_reason_each_once(model, tmp_pat
     assert [row["num_generated_tokens"] for row in rows[:8]] == [4, 4, 4, 0, 0, 2, 0, 4]
     assert "not JSON" in rows[10]["__inference_error__"]
     assert "did you mean 'max_tokens'" in rows[6]["__inference_error__"]
+
+    check_traces(tmp_path, done)
 
     # As after a crash: some rows are written, the last one half.
     partial = tmp_path / "out.jsonl.partial"
@@ -115,6 +120,24 @@ def test_rows_cannot_be_arranged_and_keep_their_order(capsys, tmp_path):
     assert "--arrange and --preserve-order contradict each other" in capsys.readouterr().err
 
 
+def check_traces(directory, done):
+    """What a run leaves beside its output besides the rows, for those who look later."""
+    files = read_status(directory / "out.jsonl.status")
+    assert (files.job.state, files.job.num_rows, files.job.num_error_rows) == ("ended", 41, 4)
+    assert dict(files.job.settings)["ignore_eos"] == "True"
+    assert files.unreadable == ()
+    (actor,) = files.actors
+    assert (actor.state, actor.rows.num_rows) == ("ended", 41)
+    assert actor.engine.num_generated_tokens == actor.rows.num_generated_tokens == 36 * 4 + 2
+    assert [record.actor for record in files.passes] == [actor.actor]
+    view = JobView.of(files, files.job.updated_unix_s)
+    assert view.cost_per_million_tokens > 0
+    report = directory / "out.jsonl.report.html"
+    assert f"report: {report}" in done.stdout
+    assert is_report(report)
+    assert "Predicted and measured" in report.read_text()
+
+
 @pytest.mark.ray
 def test_parquet_is_resumed_with_the_rows_that_are_missing(model, tmp_path):
     (tmp_path / "in").mkdir()
@@ -129,8 +152,13 @@ def test_parquet_is_resumed_with_the_rows_that_are_missing(model, tmp_path):
     assert done.returncode == 0, done.stderr
     first_parts = set(output.iterdir())
     pq.write_table(table.slice(45), tmp_path / "in" / "b.parquet")
-    again = generate(*options, "--resume")
+    report = tmp_path / "out.report.html"
+    report.unlink()
+    again = generate(*options, "--resume", "--no-report")
+    assert not report.exists()
     assert again.returncode == 0, again.stderr
+    job = read_status(tmp_path / "out.status").job
+    assert (job.num_written_before, job.num_rows) == (45, 15)
     assert "45 of 60 rows are already written" in again.stderr
     new_parts = set(output.iterdir()) - first_parts
     assert sum(pq.read_metadata(part).num_rows for part in new_parts) == 15

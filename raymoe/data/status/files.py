@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from raymoe.data.manifest import FILE_NAME as MANIFEST_FILE
 from raymoe.data.status.record import FORMAT, ActorStatus, JobStatus, PassRecord
 from raymoe.errors import CheckpointError, ConfigError
 from raymoe.specs.files import open_regular, parse_json_object
@@ -23,7 +24,8 @@ from raymoe.units import MIB, format_bytes
 SUFFIX = ".status"
 JOB_FILE = "job.json"
 ACTOR_PREFIX, PASS_PREFIX = "actor-", "pass-"
-JOURNAL_SUFFIX = ".journal"
+JOURNAL_SUFFIX, REPORT_SUFFIX = ".journal", ".report.html"
+MANIFEST_SUFFIX = f".{MANIFEST_FILE}"
 MAX_FILE_BYTES = 16 * MIB
 OURS = re.compile(r"\.?(job|actor-[\w.-]+|pass-[\w.-]+)\.json(\.tmp)?", re.ASCII)
 
@@ -55,6 +57,18 @@ def status_beside(path: str | Path) -> Path:
     path = Path(path)
     name = path.name.removesuffix(JOURNAL_SUFFIX) or path.name
     return path.with_name(name + SUFFIX)
+
+
+def report_beside(status_dir: Path) -> Path:
+    """Return where the report of a job goes by default."""
+    return status_dir.with_name(status_dir.name.removesuffix(SUFFIX) + REPORT_SUFFIX)
+
+
+def manifests_beside(status_dir: Path) -> tuple[Path, ...]:
+    """Return where the manifest of a job may lie: beside its output, or in its journal."""
+    name = status_dir.name.removesuffix(SUFFIX)
+    beside, journal = status_dir.with_name(name + MANIFEST_SUFFIX), name + JOURNAL_SUFFIX
+    return (beside, *(status_dir.with_name(one) / MANIFEST_FILE for one in (journal, name)))
 
 
 def find_status(path: str | Path) -> Path:
@@ -99,20 +113,29 @@ def make_status_directory(directory: str | Path) -> Path:
     return path
 
 
+def check_status(directory: Path) -> None:
+    """Refuse a directory that is not ours.
+
+    Raises:
+        ConfigError: There are files of others; names one.
+    """
+    if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
+        raise ConfigError(f"{directory} is not a directory; move it away")
+    for path in sorted(directory.iterdir()) if directory.exists() else ():
+        if not OURS.fullmatch(path.name):
+            raise ConfigError(
+                f"{directory} holds {path.name}, which raymoe did not write; move it away"
+            )
+
+
 def clear_status(directory: Path) -> None:
     """Remove what a former run wrote, and nothing else.
 
     Raises:
         ConfigError: There are files of others; names one.
     """
-    if not directory.is_dir():
-        return
-    for path in sorted(directory.iterdir()):
-        if not OURS.fullmatch(path.name):
-            raise ConfigError(
-                f"{directory} holds {path.name}, which raymoe did not write; move it away"
-            )
-    for path in directory.iterdir():
+    check_status(directory)
+    for path in directory.iterdir() if directory.exists() else ():
         path.unlink(missing_ok=True)
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from raymoe.engine.engine import Engine
 
 SAMPLE_EVERY_S = 1.0
-WRITE_EVERY_S = 5.0
+WRITE_EVERY_S = 3.0
 LOG_EVERY_S = 60.0
 FIRST_PASS_S = 10.0  # until a typical pass is written; then after twice as long, and so on
 LAST_WRITE_S = 10.0  # a slow disk must not keep a broken process from being replaced

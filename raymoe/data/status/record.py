@@ -3,13 +3,17 @@
 from dataclasses import dataclass
 
 from raymoe.engine.statistics import EngineStats
+from raymoe.errors import ConfigError
 from raymoe.plan.load import PassLoad
 from raymoe.plan.papers.hrm import Operation
+from raymoe.schedule.task import Op, Resource
 from raymoe.specs.hardware import HardwareSpec
 
 FORMAT = 1  # of all files of a status; a change of any of them raises it
 
 LOADING, RUNNING, ENDED, FAILED = "loading", "running", "ended", "failed"
+
+_OPS, _RESOURCES = frozenset(Op), frozenset(Resource)
 
 Pairs = tuple[tuple[str, str], ...]
 PlainSpan = tuple[str, int, int, str, float, float]
@@ -29,7 +33,7 @@ class RowCounts:
         num_input_tokens: Of their prompts.
         num_generated_tokens: Of their samples.
         errors: How many of each kind, most frequent first.
-        messages: What the first error rows said, cut; text that rows had a say in.
+        messages: What the first error rows said, each once, cut; rows had a say in it.
     """
 
     num_rows: int = 0
@@ -129,6 +133,11 @@ class PassRecord:
     hardware: HardwareSpec
     operations: tuple[PlainOperation, ...] = ()
 
+    def __post_init__(self) -> None:
+        for op, _, _, resource, start_s, end_s in (*self.predicted, *self.measured):
+            if op not in _OPS or resource not in _RESOURCES or not start_s <= end_s:
+                raise ConfigError(f"{op!r} on {resource!r}, {start_s} to {end_s} s, is no task")
+
     @property
     def placed(self) -> list[Operation]:
         """The operations."""
@@ -145,6 +154,8 @@ class JobStatus:
     Attributes:
         state: "running", "ended", "failed".
         reason: Why it failed.
+        elapsed_s: Since it began, at the moment of `updated_unix_s`; Ray's own start not counted.
+        errors: Error rows of each kind, most frequent first.
         total_rows: Rows to do in this run.
         num_written_before: Rows that former runs had written.
         price_per_hour: Of a node; None where nobody said it.
@@ -158,12 +169,14 @@ class JobStatus:
     reason: str = ""
     started_unix_s: float
     updated_unix_s: float
+    elapsed_s: float
     total_rows: int
     num_written_before: int = 0
     num_rows: int = 0
     num_error_rows: int = 0
     num_input_tokens: int = 0
     num_generated_tokens: int = 0
+    errors: tuple[tuple[str, int], ...] = ()
     price_per_hour: float | None = None
     settings: Pairs = ()
 

@@ -3,7 +3,7 @@
 import re
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from raymoe.data.status.record import RowCounts
 from raymoe.engine.generation import Generation
@@ -43,9 +43,10 @@ class RowCounter:
             self._input_tokens += input_tokens
             self._generated_tokens += generated_tokens
             for error in errors:
-                self._errors[self._kind(error)] += 1
-                if len(self._messages) < MAX_MESSAGES:
-                    self._messages.append(error[:MAX_MESSAGE_CHARACTERS])
+                self._errors[error_kind(error, self._errors)] += 1
+                message = error[:MAX_MESSAGE_CHARACTERS]
+                if len(self._messages) < MAX_MESSAGES and message not in self._messages:
+                    self._messages.append(message)
 
     def counts(self) -> RowCounts:
         """The sums so far."""
@@ -60,8 +61,14 @@ class RowCounter:
                 messages=tuple(self._messages),
             )
 
-    def _kind(self, error: str) -> str:
-        """The type of an error; text of a user's own error column has none."""
-        kind = error.partition(":")[0]
-        is_known = kind in self._errors or len(self._errors) < MAX_KINDS
-        return kind if is_known and _KIND.fullmatch(kind) else OTHER
+
+def error_kind(error: str, known: Collection[str] = ()) -> str:
+    """The type of an error; text of a user's own error column has none.
+
+    Args:
+        error: "Type: message".
+        known: Kinds that there are already; beyond `MAX_KINDS` there are no more.
+    """
+    kind = error.partition(":")[0]
+    has_place = kind in known or len(known) < MAX_KINDS
+    return kind if has_place and _KIND.fullmatch(kind) else OTHER

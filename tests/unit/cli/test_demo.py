@@ -1,11 +1,18 @@
 """The demo: fresh rows, honest scores, no file of others touched."""
 
+import io
+from collections import Counter
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 
 from raymoe.assets.wrangling import KINDS
 from raymoe.cli import demo
+from raymoe.cli.pipeline import print_summary
+from raymoe.cli.progress import Tally
+from raymoe.cli.storage import Location
 from raymoe.errors import ConfigError, ExecutionError
 
 
@@ -28,6 +35,8 @@ def test_each_run_replaces_the_prompts_and_answers_of_the_last(tmp_path):
     first = pq.read_table(demo._write_prompts(output, 20, seed=0))
     (output / "answers").mkdir()
     (output / "answers" / "part-000000.parquet").write_text("old")
+    (output / "answers.status").mkdir()
+    (output / "answers.report.html").write_text("old")
     second = pq.read_table(demo._write_prompts(output, 30, seed=1))
     assert (first.num_rows, second.num_rows) == (20, 30)
     assert first.column("prompt").to_pylist() != second.column("prompt").to_pylist()[:20]
@@ -48,3 +57,29 @@ def test_lost_and_repeated_rows_fail_the_demo(found):
     with pytest.raises(ExecutionError, match="2 rows went in"):
         demo._check_ids(pa.array(["a", "b"]), pa.chunked_array([found]))
     demo._check_ids(pa.array(["a", "b"]), pa.chunked_array([["b", "a"]]))
+
+
+def test_text_of_a_model_does_nothing_to_a_terminal():
+    evil = "\x1b]0;owned\x07[bold]"
+    answers = pa.table(
+        {
+            "kind": [KINDS[0]],
+            "prompt": [evil],
+            "generated_text": [evil],
+            "__inference_error__": [""],
+            "answer": ["right"],
+        }
+    )
+    log = io.StringIO()
+    Console(file=log, width=300, force_terminal=True).print(demo._sample_table(answers))
+    assert "\\x1b]0;owned\\x07[bold]" in log.getvalue()
+    assert "\x1b]" not in log.getvalue()
+    assert "\x07" not in log.getvalue()
+
+
+def test_errors_of_rows_do_nothing_to_a_terminal(tmp_path):
+    log = io.StringIO()
+    tally = Tally(total_rows=1, reasons=Counter({"\x1b[2J: bad": 1}))
+    print_summary(tally, Location.local(tmp_path / "a\x1b[2J"), Console(file=log, width=300))
+    assert "\x1b" not in log.getvalue()
+    assert "1 x \\x1b[2J: bad" in log.getvalue()

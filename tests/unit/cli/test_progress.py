@@ -47,6 +47,31 @@ def test_a_log_gets_lines_without_control_characters():
     assert "\x1b" not in log.getvalue()
 
 
+def test_errors_are_counted_by_kind_whatever_their_text_is():
+    tally = Tally(total_rows=10)
+    tally.add(table(2, "ConfigError: 17 is odd"))
+    tally.add(table(1, "\x1b[31m no kind"))
+    assert tally.kinds == {"ConfigError": 2, "other": 1}
+
+
+def test_a_line_has_what_else_there_is_to_say():
+    log = io.StringIO()
+    said = iter([(), ("0.5 per million tokens", "now node-a 7 tokens/s")])
+    shown = []
+
+    def more():
+        shown.append(next(said, ("last",)))
+        return shown[-1]
+
+    with Progress(Tally(total_rows=2), Console(file=log, width=200), more=more, log_every_s=0.01):
+        deadline = time.monotonic() + 5
+        while len(shown) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    first, second, *_ = log.getvalue().splitlines()
+    assert first.endswith("elapsed")
+    assert second.endswith("elapsed | 0.5 per million tokens | now node-a 7 tokens/s")
+
+
 def test_a_terminal_gets_a_line_that_is_drawn_again():
     log = io.StringIO()
     tally = Tally(total_rows=2)

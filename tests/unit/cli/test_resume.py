@@ -10,6 +10,7 @@ from raymoe.errors import ConfigError
 from tests.unit.cli.places import remote
 from tests.unit.data.jobs import made
 from tests.unit.data.journals import key_of, row
+from tests.unit.data.statuses import actor, job, write
 
 
 @pytest.fixture(params=["out", "out.jsonl"])
@@ -99,6 +100,30 @@ def test_a_manifest_of_something_else_is_left_alone(remains, content):
     with pytest.raises(ConfigError, match=r"is no manifest of raymoe"):
         run(remains, made(), overwrite=True)
     assert remains.manifest.local_path.read_text() == content
+
+
+def test_the_status_of_a_former_run_goes_with_the_next_one(remains):
+    write(remains.status, job=job(), actors=[actor()])
+    run(remains, made(), resume=True)
+    assert list(remains.status.iterdir()) == []
+    (remains.status / "thesis.doc").write_text("x")
+    with pytest.raises(ConfigError, match=r"thesis\.doc, which raymoe did not write"):
+        run(remains, made(), overwrite=True)
+
+
+def test_the_status_of_an_output_on_an_object_store_is_beside_its_journal(tmp_path):
+    output = remote(tmp_path, "out")
+    assert (Remains.of(output).status, Remains.of(output).report) == (None, None)
+    remains = Remains.of(output, str(tmp_path / "shared" / "job.journal"))
+    assert remains.status == tmp_path / "shared" / "job.status"
+    assert remains.report == tmp_path / "shared" / "job.report.html"
+
+
+def test_a_page_of_others_is_not_replaced_by_a_report(remains):
+    remains.report.write_text("<html>my thesis</html>")
+    with pytest.raises(ConfigError, match=r"is no report of raymoe; move it away"):
+        run(remains, made(), overwrite=True)
+    assert remains.report.name == f"{remains.output.name}.report.html"
 
 
 def test_a_link_or_a_file_in_the_place_of_the_journal_is_refused(remains, tmp_path):

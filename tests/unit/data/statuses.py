@@ -73,6 +73,8 @@ def job(**changes):
         "state": "running",
         "started_unix_s": NOW_S - 600,
         "updated_unix_s": NOW_S,
+        "elapsed_s": 600.0,
+        "errors": (("ConfigError", 2), ("DecodeError", 1)),
         "total_rows": 400,
         "num_rows": 100,
         "num_error_rows": 3,

@@ -21,11 +21,11 @@ def bad(error):
 def test_rows_tokens_and_kinds_of_errors_are_summed_up():
     counter = RowCounter()
     counter.add([good(), good(others=(good(6),)), bad("ConfigError: a"), bad("ConfigError: b")])
-    counter.add([good(), bad("DecodeError: c")], num_found=2)
+    counter.add([good(), bad("DecodeError: c"), bad("ConfigError: a")], num_found=2)
     counts = counter.counts()
-    assert (counts.num_rows, counts.num_error_rows, counts.num_found_rows) == (6, 3, 2)
+    assert (counts.num_rows, counts.num_error_rows, counts.num_found_rows) == (7, 4, 2)
     assert (counts.num_input_tokens, counts.num_generated_tokens) == (9, 18)
-    assert counts.errors == (("ConfigError", 2), ("DecodeError", 1))
+    assert counts.errors == (("ConfigError", 3), ("DecodeError", 1))
     assert counts.messages == ("ConfigError: a", "ConfigError: b", "DecodeError: c")
 
 

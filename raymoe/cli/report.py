@@ -1,0 +1,34 @@
+"""`raymoe report`: one page with pictures, from what a job wrote beside its output."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raymoe.data.status.files import find_status, report_beside
+from raymoe.errors import ExecutionError
+from raymoe.report.write import write_report
+from raymoe.safe_text import harmless
+
+
+def run(
+    job: Annotated[
+        Path, typer.Argument(help="Output, journal_dir or status_dir of a job.", metavar="JOB")
+    ],
+    *,
+    output: Annotated[
+        Path | None, typer.Option(help="HTML file; by default beside the output.")
+    ] = None,
+) -> None:
+    """Write a page with pictures of a job, while it runs or after it.
+
+    The page is one file that loads nothing: rows, rates, errors, predicted and measured, a typical
+    pass, the roofline, actors, settings.
+    """
+    directory = find_status(job)
+    path = output or report_beside(directory)
+    try:
+        write_report(directory, path)
+    except OSError as error:
+        raise ExecutionError(f"{path} cannot be written: {error.strerror}") from error
+    typer.echo(harmless(str(path)))

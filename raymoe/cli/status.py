@@ -1,0 +1,159 @@
+"""`raymoe status`: how far a job is, from what its processes wrote beside its output."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from raymoe.data.status.files import find_status, read_status
+from raymoe.data.status.view import (
+    STALE,
+    ActorView,
+    JobView,
+    measured_over_predicted,
+)
+from raymoe.safe_text import harmless
+from raymoe.units import format_seconds
+
+WATCH_EVERY_S = 2.0
+NOTHING = "-"
+ACTOR_COLUMNS = ("actor", "state", "rows", "tokens/s", "pool", "KV", "preempted", "meas/pred")
+
+
+def run(
+    job: Annotated[
+        Path, typer.Argument(help="Output, journal_dir or status_dir of a job.", metavar="JOB")
+    ],
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Until the job is over.")] = False,
+) -> None:
+    """Show how far a job is and how its actors do, while it runs or after it.
+
+    Works in any process and on any machine that sees the files beside the output. An actor that
+    has said nothing for half a minute is shown as stale: dead, or cut off.
+    """
+    directory = find_status(job)
+    if watch and not as_json:
+        _watch(directory)
+        return
+    view = look(directory)
+    while watch and view.is_alive:
+        typer.echo(json.dumps(view.as_plain()))
+        threading.Event().wait(WATCH_EVERY_S)
+        view = look(directory)
+    if as_json:
+        typer.echo(json.dumps(view.as_plain(), indent=None if watch else 2))
+    else:
+        Console().print(render(view))
+
+
+def look(directory: Path) -> JobView:
+    """Read a job's status as it is now."""
+    return JobView.of(read_status(directory), time.time())
+
+
+def _watch(directory: Path) -> None:
+    with Live(render(look(directory)), auto_refresh=False) as live:
+        while True:
+            view = look(directory)
+            live.update(render(view), refresh=True)
+            if not view.is_alive:
+                return
+            threading.Event().wait(WATCH_EVERY_S)
+
+
+def render(view: JobView) -> RenderableType:
+    """All of it for a terminal."""
+    parts: list[RenderableType] = [_text(line) for line in _lines(view)]
+    if len(view.nodes) > 1:
+        parts.append(_node_table(view))
+    if view.actors:
+        parts.append(_actor_table(view))
+    parts += [_text(f"could not be read: {line}") for line in view.unreadable]
+    return Group(*parts)
+
+
+def _lines(view: JobView) -> Iterator[str]:
+    job = view.job
+    total = f" of {job.total_rows:,}" if job is not None else ""
+    name = job.name if job is not None else view.model or "job"
+    parts = [f"{name}: {view.state}", f"{view.num_rows:,}{total} rows"]
+    if job is not None and job.num_written_before:
+        parts.append(f"{job.num_written_before:,} of former runs")
+    if view.num_error_rows:
+        parts.append(f"{view.num_error_rows:,} error rows")
+    yield " | ".join(parts)
+    window = "the last minute" if view.is_alive else "the run"
+    parts = [
+        f"{view.tokens_per_s:,.0f} tokens/s over {window}",
+        f"{view.num_generated_tokens:,} tokens out",
+        f"{format_seconds(view.elapsed_s)} elapsed",
+    ]
+    if view.left_s is not None:
+        parts.append(f"{format_seconds(view.left_s)} left")
+    if view.cost is not None:
+        parts.append(f"cost {view.cost:.3g}")
+    if view.cost_per_million_tokens is not None:
+        parts.append(f"{view.cost_per_million_tokens:.3g} per million tokens")
+    yield " | ".join(parts)
+    if job is not None and job.reason:
+        yield f"reason: {job.reason}"
+    for kind, count in view.errors:
+        yield f"  {count:,} x {kind}"
+
+
+def _node_table(view: JobView) -> Table:
+    table = _table("nodes", ("node", "actors", "rows", "tokens/s"), num_names=1)
+    for node in view.nodes:
+        alive = sum(actor.is_alive for actor in node.actors)
+        _add(
+            table,
+            node.name,
+            f"{alive} of {len(node.actors)}",
+            f"{node.num_rows:,}",
+            f"{node.tokens_per_s:,.0f}",
+        )
+    return table
+
+
+def _actor_table(view: JobView) -> Table:
+    table = _table("actors", ACTOR_COLUMNS, num_names=2)
+    for actor in view.actors:
+        _add(table, *_actor_cells(actor))
+    return table
+
+
+def _actor_cells(actor: ActorView) -> Iterator[str]:
+    engine, ratio = actor.status.engine, measured_over_predicted(actor)
+    yield actor.status.actor
+    yield actor.state if actor.state != STALE else f"stale, {format_seconds(actor.age_s)}"
+    yield f"{actor.status.rows.num_rows:,}"
+    yield f"{actor.tokens_per_s:,.0f}"
+    yield NOTHING if engine is None else f"{100 * engine.pool_fill:.0f} %"
+    yield NOTHING if engine is None else f"{100 * engine.kv_use:.0f} %"
+    yield NOTHING if engine is None else f"{engine.num_preemptions:,}"
+    yield NOTHING if ratio is None else f"{ratio:.2f}"
+
+
+def _table(title: str, header: tuple[str, ...], *, num_names: int) -> Table:
+    table = Table(title=title, title_justify="left")
+    for index, name in enumerate(header):
+        table.add_column(name, justify="left" if index < num_names else "right")
+    return table
+
+
+def _add(table: Table, *cells: str) -> None:
+    table.add_row(*(_text(cell) for cell in cells))
+
+
+def _text(value: str) -> Text:
+    return Text(harmless(value))
