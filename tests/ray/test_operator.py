@@ -1,5 +1,6 @@
 """The operator in a real Ray: every row once, whatever is in it and whatever happens."""
 
+import contextlib
 import dataclasses
 import json
 
@@ -148,9 +149,13 @@ def actors():
 
 
 def processes(name):
-    """Those below this one with this name in their command."""
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if any(name in arg for arg in child.cmdline())]
+    """Those below this one with this name in their command, and alive."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # a zombie has no command either
+            if any(name in arg for arg in child.cmdline()):
+                found.append(child)
+    return found
 
 
 def test_rows_keep_their_order_when_asked(preserve_order, tiny_model, tmp_path):
