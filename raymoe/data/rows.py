@@ -196,9 +196,8 @@ def read_messages(value: Any, column: str) -> list[dict[str, Any]]:
     refuse_bad_cell(value, column)
     if isinstance(value, bytes):
         value = decode(value, column)
-    if isinstance(value, str):
-        value = parse_json(value, column)
-    value = without_nulls(value)
+    # Nulls in text are somebody's own, such as those of a tool call's arguments.
+    value = parse_json(value, column) if isinstance(value, str) else without_nulls(value)
     if not isinstance(value, list):
         raise RowError("TypeError", column, f"is {shown(value)}; it takes a list of messages")
     if not value:
@@ -223,9 +222,7 @@ def read_tools(value: Any, column: str) -> list[dict[str, Any]]:
     refuse_bad_cell(value, column)
     if isinstance(value, bytes):
         value = decode(value, column)
-    if isinstance(value, str):
-        value = parse_json(value, column)
-    value = without_nulls(value)
+    value = parse_json(value, column) if isinstance(value, str) else without_nulls(value)
     if not isinstance(value, list) or not all(_is_tool(tool) for tool in value):
         form = '{"type": "function", "function": {"name": ...}}'
         raise RowError("ValueError", column, f"is {shown(value)}; it takes a list of {form}")

@@ -186,6 +186,8 @@ def _check_message(index: int, message: object) -> dict[str, Any]:
     role = fields.get("role")
     if not isinstance(role, str) or not role:
         raise ConfigError(f"{where} has role {role!r:.60}; it takes a name such as 'user'")
+    if fields.get("tool_calls") == []:  # as tables have it in messages without any
+        del fields["tool_calls"]
     if "tool_calls" in fields:
         fields["tool_calls"] = _check_tool_calls(where, fields["tool_calls"])
     content = fields.get("content")
