@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from raymoe.device.cuda import CudaDevice
-from raymoe.engine import loading
+from raymoe.engine import runner_loading
 from raymoe.errors import ConfigError
 from raymoe.schedule.builders import STREAMING_BUILDERS
 from raymoe.specs.presets_hardware import hardware_preset
@@ -43,7 +43,7 @@ def test_a_device_that_works_later_gives_the_tokens_of_the_cpu(
 ) -> None:
     cuda = DeferredCuda(pace=pace)
     without_native_kernels.append(cuda)
-    monkeypatch.setattr(loading, "open_cuda", lambda **_: CudaDevice(cuda, GIB))
+    monkeypatch.setattr(runner_loading, "open_cuda", lambda *_, **__: CudaDevice(cuda, GIB))
     check(family, schedule, scenario, placement, hardware=hardware_preset("t4"))
 
 

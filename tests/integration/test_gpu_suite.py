@@ -20,7 +20,7 @@ from raymoe.bench.gpu.result import Status, read_results
 from raymoe.bench.gpu.settings import NodeSettings, PartSettings
 from raymoe.cli import run
 from raymoe.device.cuda import CudaDevice
-from raymoe.engine import loading
+from raymoe.engine import runner_loading
 from raymoe.specs.presets_hardware import hardware_preset
 from raymoe.units import GIB
 from tests.unit.device.deferred_cuda import DeferredCuda, without_native_kernels
@@ -185,7 +185,7 @@ def test_the_engine_of_a_part_runs_on_a_gpu_that_works_later_than_asked(
 ) -> None:
     cuda = DeferredCuda(pace=0.4)
     without_native_kernels.append(cuda)
-    monkeypatch.setattr(loading, "open_cuda", lambda **_: CudaDevice(cuda, GIB))
+    monkeypatch.setattr(runner_loading, "open_cuda", lambda *_, **__: CudaDevice(cuda, GIB))
     monkeypatch.setattr(engine_part, "pinned_bytes_per_s", lambda *_: 10e9)
     node = hardware_preset("l4")
     figures = engine_part.measure_engine(cuda_part(contender), node, tmp_path)
