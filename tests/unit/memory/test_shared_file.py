@@ -71,6 +71,18 @@ def test_others_find_what_the_first_has_filled_and_its_note(tmp_path):
     second.close()
 
 
+def test_memory_that_outlives_its_user_keeps_no_lock(tmp_path):
+    file = fill(tmp_path)
+    memory = file.memory()
+    (path,) = paths(tmp_path)
+    newcomer = os.open(path, os.O_RDWR)  # it opens the file in the moment in which it is removed
+    file.close()
+    assert paths(tmp_path) == []
+    fcntl.flock(newcomer, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    os.close(newcomer)
+    assert memory[:3].tolist() == [0, 1, 2]
+
+
 def test_one_fills_while_the_others_wait(tmp_path, monkeypatch):
     monkeypatch.setattr(shared_file, "POLL_S", 0.01)
     first, others = SharedFile.open("a", tmp_path), []
