@@ -9,10 +9,19 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from raymoe.device.batched_copies import BatchedCopies, Pieces
+
 StreamT = TypeVar("StreamT")
 EventT = TypeVar("EventT")
 
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context
+
+
+def copy_one_by_one(target: Tensor, source: Tensor, pieces: Pieces) -> None:
+    """Enqueue each piece by itself on the current stream."""
+    sink, data = target.view(-1).view(torch.uint8), source.view(-1).view(torch.uint8)
+    for begin, into, size in zip(*(each.tolist() for each in pieces), strict=True):
+        sink[into : into + size].copy_(data[begin : begin + size], non_blocking=True)
 
 
 class CudaApi(Protocol[StreamT, EventT]):
@@ -66,8 +75,28 @@ class CudaDriver(CudaApi[StreamT, EventT], HostRegistrar, Protocol[StreamT, Even
     def device(self) -> torch.device:
         """Where torch finds the memory."""
 
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Device memory, uint8.
+
+        Raises:
+            torch.OutOfMemoryError: The device has not that much left.
+        """
+
+    def reserve(self, num_bytes: int, stream: StreamT) -> None:
+        """Have memory for what operations on a stream allocate; errors as `allocate`."""
+
     def allocate_pinned(self, num_bytes: int) -> Tensor:
         """Page-locked host memory, uint8."""
+
+    def copy_batch(self, target: Tensor, source: Tensor, pieces: Pieces, stream: StreamT) -> None:
+        """Enqueue copies from pinned memory to the device, in as few calls as there can be.
+
+        Args:
+            target: On the device; in one piece, as is the source.
+            source: Pinned.
+            pieces: Where in them, in bytes.
+            stream: On which.
+        """
 
     def settle(self) -> None:
         """Block the calling thread until its default stream is done."""
@@ -78,6 +107,7 @@ class TorchCuda:
 
     def __init__(self, index: int = 0) -> None:
         self.device = torch.device("cuda", index)
+        self._batches = BatchedCopies.load()
 
     def thread_context(self) -> AbstractContextManager[object]:
         """Current device and inference mode, both of which belong to a thread."""
@@ -122,9 +152,51 @@ class TorchCuda:
         """See `CudaApi.elapsed_s`."""
         return float(start.elapsed_time(end)) / 1e3
 
+    @property
+    def pci_address(self) -> str:
+        """Of the GPU, as sysfs has it; empty where torch does not say."""
+        gpu = torch.cuda.get_device_properties(self.device)
+        domain, bus, slot = (
+            int(getattr(gpu, f"pci_{part}_id", -1)) for part in ("domain", "bus", "device")
+        )
+        return "" if min(domain, bus, slot) < 0 else f"{domain:04x}:{bus:02x}:{slot:02x}.0"
+
+    def limit_memory(self, num_bytes: int | None) -> None:
+        """Let torch's allocator take no more than this of the GPU in this process; None: all."""
+        total_bytes = torch.cuda.get_device_properties(self.device).total_memory
+        fraction = 1.0 if num_bytes is None else min(num_bytes / total_bytes, 1.0)
+        torch.cuda.set_per_process_memory_fraction(fraction, self.device)
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """See `CudaDriver.allocate`."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def reserve(self, num_bytes: int, stream: torch.cuda.Stream) -> None:
+        """See `CudaDriver.reserve`.
+
+        torch keeps what is freed for the stream that used it, and gives parts of it to whoever
+        allocates there: one piece of all of it now, and no pass asks CUDA for more.
+        """
+        with self.use(stream):
+            torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
     def allocate_pinned(self, num_bytes: int) -> Tensor:
         """See `CudaDriver.allocate_pinned`."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def copy_batch(
+        self, target: Tensor, source: Tensor, pieces: Pieces, stream: torch.cuda.Stream
+    ) -> None:
+        """See `CudaDriver.copy_batch`; one by one where the runtime or the driver is too old."""
+        if self._batches is not None:
+            addresses = Pieces(
+                pieces.sources + source.data_ptr(), pieces.targets + target.data_ptr(), pieces.sizes
+            )
+            if self._batches.copy(addresses, stream.cuda_stream):
+                return
+            self._batches = None
+        with self.use(stream):
+            copy_one_by_one(target, source, pieces)
 
     def settle(self) -> None:
         """See `CudaDriver.settle`."""

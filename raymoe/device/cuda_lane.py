@@ -8,7 +8,7 @@ from typing import Generic, NamedTuple
 
 from raymoe.device.cuda_api import CudaApi, EventT, StreamT
 from raymoe.device.lane import Call, HostMark, Mark
-from raymoe.device.worker import Worker
+from raymoe.device.worker import ThreadContext, Worker
 from raymoe.schedule.task import Resource, Task
 
 # Event times are float32 milliseconds since the anchor: after a minute still exact to 4 us.
@@ -102,13 +102,25 @@ class CudaLane(Generic[StreamT, EventT]):
 
     is_synchronous = False
 
-    def __init__(self, resource: Resource, api: CudaApi[StreamT, EventT]) -> None:
+    def __init__(
+        self,
+        resource: Resource,
+        api: CudaApi[StreamT, EventT],
+        context: ThreadContext | None = None,
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            resource: What the lane stands for.
+            api: Of the device.
+            context: Entered by the thread; None for that of `api`.
+        """
         self.resource = resource
         self.stream = api.new_stream()
         self._api = api
         self._anchor: _Anchor[EventT] | None = None
         self._last: EventT | None = None
-        self._worker = Worker(f"raymoe-lane-{resource}", api.thread_context)
+        self._worker = Worker(f"raymoe-lane-{resource}", context or api.thread_context)
 
     def submit(self, task: Task, call: Call, after: Sequence[Mark]) -> CudaMark[StreamT, EventT]:
         """Queue `call`, which enqueues the work of `task` on the stream; see `Lane.submit`."""

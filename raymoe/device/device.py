@@ -1,11 +1,13 @@
 """What the runtime needs to know of a device, real or emulated."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from raymoe.device.batched_copies import Runs
 from raymoe.device.lane import Lane
 from raymoe.device.ledger import MemoryLedger
 from raymoe.schedule.task import Resource
@@ -45,6 +47,25 @@ class Device(Protocol):
 
     def load(self, target: Tensor, source: Tensor) -> None:
         """Copy a page of weights from pinned host memory; only in tasks of the HTOD lane."""
+
+    def reserve(self, num_bytes: int) -> None:
+        """Have memory for what operations allocate while they run; before the first pass.
+
+        Raises:
+            CapacityError: There is not that much.
+        """
+
+    def memory_near(self) -> AbstractContextManager[None]:
+        """Have host memory that this thread is the first to touch come from beside the device."""
+
+    def load_blocks(self, target: Tensor, source: Tensor, runs: Runs) -> None:
+        """Copy runs of rows from host memory; only in tasks of the HTOD lane.
+
+        Args:
+            target: On the device; in one piece, as is the source.
+            source: Rows of the same size.
+            runs: Source row, target row and number of rows of each.
+        """
 
     def settle(self) -> None:
         """Wait until what the calling thread itself has put on the device is there."""

@@ -7,11 +7,13 @@ says.
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from raymoe.device.batched_copies import Runs
 from raymoe.device.lane import Call, ThreadLane
 from raymoe.device.ledger import MemoryLedger
 from raymoe.device.pacing import sleep_until
@@ -103,6 +105,21 @@ class EmulatedDevice:
     def load(target: Tensor, source: Tensor) -> None:
         """Copy a page of weights."""
         target.copy_(source)
+
+    @staticmethod
+    def reserve(num_bytes: int) -> None:
+        """See `Device`; nothing to do."""
+
+    @staticmethod
+    def memory_near() -> AbstractContextManager[None]:
+        """See `Device`; all memory is as near."""
+        return nullcontext()
+
+    @staticmethod
+    def load_blocks(target: Tensor, source: Tensor, runs: Runs) -> None:
+        """Copy runs of rows, (source row, target row, rows)."""
+        for begin, into, count in runs:
+            target[into : into + count].copy_(source[begin : begin + count])
 
     @staticmethod
     def settle() -> None:

@@ -45,14 +45,24 @@ class MemoryLedger:
                 raise CapacityError(self._refusal(taken, free_bytes, purpose))
             self._bytes_of[purpose] = self._bytes_of.get(purpose, 0) + taken
 
+    def table(self) -> str:
+        """What has been taken, largest first, a line for each purpose."""
+        with self._lock:
+            return _table(self._rows())
+
+    def _rows(self) -> list[tuple[str, int]]:
+        return sorted(self._bytes_of.items(), key=lambda row: -row[1])
+
     def _refusal(self, taken: int, free_bytes: int, purpose: str) -> str:
-        rows = sorted(self._bytes_of.items(), key=lambda row: -row[1])
-        rows += [("free", free_bytes), (f"{purpose} (asked)", taken)]
-        width = max(len(name) for name, _ in rows)
-        table = "\n".join(f"  {name:<{width}}  {format_bytes(size):>12}" for name, size in rows)
+        table = _table([*self._rows(), ("free", free_bytes), (f"{purpose} (asked)", taken)])
         return (
             f"device memory of {format_bytes(self.memory_bytes)} is "
             f"{format_bytes(taken - free_bytes)} short for {purpose}:\n{table}\n"
             "plan with smaller waves, fewer resident weights or smaller pages, "
             "or give the device more memory"
         )
+
+
+def _table(rows: list[tuple[str, int]]) -> str:
+    width = max((len(name) for name, _ in rows), default=0)
+    return "\n".join(f"  {name:<{width}}  {format_bytes(size):>12}" for name, size in rows)

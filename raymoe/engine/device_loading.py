@@ -40,9 +40,16 @@ STAGING_SLOTS = 4  # pages of the ring where weights cannot be pinned
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """What is loaded: the model, the types, the sizes, and measured tiles of the GPU's kernels.
+    """What is loaded.
 
     Attributes:
+        spec: The model.
+        store: Its weights.
+        dtype: Of hidden states.
+        kv_layout: Of the cache.
+        passes: Schedule and sizes.
+        tiles: Measured tiles of the GPU's kernels.
+        workspace_bytes: Device memory that operations allocate while they run, at most.
         reduce: Adds up what ranks add to hidden states, where `spec` is the part of one.
         shared: Where the host's copy of the weights goes that other engines use too; None for one
             of its own.
@@ -54,6 +61,7 @@ class LoadedModel:
     kv_layout: CacheLayout
     passes: StreamedPasses
     tiles: TileTable | None = None
+    workspace_bytes: int = 0
     reduce: Reduce = keep
     shared: SharedFile | None = None
 
@@ -82,12 +90,14 @@ def load_on_device(
         ConfigError: The schedule cannot run with this policy.
     """
     passes = model.passes
-    weights = _load_pages(model, passes.cut, device)
+    with device.memory_near():
+        weights = _load_pages(model, passes.cut, device)
     if not passes.device.staging_slots and not _is_pinned(weights.host_memory, device):
         passes = replace(passes, device=replace(passes.device, staging_slots=STAGING_SLOTS))
     memory = _load_memory(replace(model, passes=passes), weights, device)
     most_tokens = min(passes.waves_per_group * passes.wave_tokens, passes.policy.pass_tokens)
     _compile_experts(model, memory.decoders[0], most_tokens, device)
+    device.reserve(model.workspace_bytes)
     device.settle()
     division = Division(
         cpu_attention_fraction=passes.cpu_attention_fraction, staged_blocks=passes.staged_blocks
@@ -158,6 +168,7 @@ def _load_memory(model: LoadedModel, weights: WeightPages, device: Device) -> De
             for _ in range(passes.device.staging_slots)
         ],
         load=device.load,
+        load_blocks=device.load_blocks,
     )
 
 
@@ -178,6 +189,7 @@ def load_resident(
     ]
     decoder = _decoder(model, weights, kept, first_slot=0, device=device)
     _compile_experts(model, decoder, model.passes.policy.pass_tokens, device)
+    device.reserve(model.workspace_bytes)
     device.settle()
     runner = ResidentPassRunner(decoder, cache, layout, device, before_pass=before_pass)
 

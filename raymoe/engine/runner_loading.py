@@ -25,6 +25,7 @@ from raymoe.model.cache import cache_layout
 from raymoe.model.decoder import Decoder
 from raymoe.model.loading import decoder_arena_bytes
 from raymoe.model.ranks import Reduce, keep
+from raymoe.plan.device_memory import device_footprint, resident_footprint, workspace_bytes
 from raymoe.plan.streaming import StreamedPasses
 from raymoe.plan.work import ModelWork
 from raymoe.runtime.device_runner import BeforePass
@@ -71,7 +72,9 @@ def load_runner(
         shared=shared,
     )
     if job.device == "cuda":
-        model = replace(model, tiles=_kept_tiles(job.settings))
+        model = replace(
+            model, tiles=_kept_tiles(job.settings), workspace_bytes=_workspace_bytes(model)
+        )
         opened = open_cuda(share.rank, memory_bytes=job.config.device_memory_bytes)
         return _load_or_close(model, opened, None)
     return _load_emulated(job, model)
@@ -86,6 +89,15 @@ def _load_emulated(job: LoadJob, model: LoadedModel) -> Loaded:
         pages = () if _is_resident(model) else model.passes.cut.page_bytes
         pace = Pace(device, work, job.hardware, pages)
     return _load_or_close(model, device, pace)
+
+
+def _workspace_bytes(model: LoadedModel) -> int:
+    """What operations allocate while they run, as the plan counts it."""
+    kv_bytes, passes = model.kv_layout.dtype.itemsize, model.passes
+    work = ModelWork.of(model.spec, model.dtype.itemsize, kv_element_bytes=kv_bytes)
+    if _is_resident(model):
+        return workspace_bytes(resident_footprint(model.spec, work, passes.policy))
+    return workspace_bytes(device_footprint(model.spec, work, passes))
 
 
 def _kept_tiles(settings: Settings) -> TileTable | None:

@@ -90,6 +90,11 @@ def resident_host_footprint(model: ModelSpec) -> Footprint:
     return Footprint(memory="host memory", parts=(("runtime", RUNTIME_BYTES + logit_bytes(model)),))
 
 
+def workspace_bytes(footprint: Footprint) -> int:
+    """Of the intermediates of a device, what operations allocate through torch."""
+    return footprint.bytes_of("intermediates") - DEVICE_RUNTIME_BYTES
+
+
 def weight_slots_bytes(cut: PageCut) -> int:
     """Room for what streams of two layers."""
     return NUM_SLOTS * cut.largest_layer_bytes

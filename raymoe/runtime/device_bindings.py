@@ -11,6 +11,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from raymoe.device.batched_copies import Runs
 from raymoe.kernels.cpu_router import Routing
 from raymoe.kernels.device_attention_batch import StagedBatch
 from raymoe.memory.activations import HostActivations, PassActivations, WaveActivations
@@ -39,6 +40,7 @@ class DeviceMemory:
         host: Activations on the host; its ring is as long as that of the device.
         staging: Pinned pages between pageable memory and the device; empty if nothing is staged.
         load: Copies a page of weights to the device, (target, source).
+        load_blocks: Copies runs of KV blocks to the device, (target, source, runs).
     """
 
     top_k: tuple[int, ...]
@@ -49,6 +51,7 @@ class DeviceMemory:
     host: HostActivations
     staging: Sequence[Tensor]
     load: Callable[[Tensor, Tensor], None]
+    load_blocks: Callable[[Tensor, Tensor, Runs], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +193,7 @@ class _Bound:
     def stage_kv(self, task: Task, state: DevicePass) -> None:
         staging = state.wave(task).staging
         staged, cache = self._staged(task), self._cache(task)
-        for host, device, count in staging.runs:
-            _send(cache[host : host + count], staged[device : device + count])
+        self._memory.load_blocks(staged, cache, staging.runs)
         self._wrote(task, state, staged[: staging.num_blocks])
 
     def attend_on_device(self, task: Task, state: DevicePass) -> None:

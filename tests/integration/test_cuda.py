@@ -5,7 +5,8 @@ import torch
 
 from raymoe.device.cuda import CudaDevice
 from raymoe.engine import runner_loading
-from raymoe.errors import ConfigError
+from raymoe.errors import CapacityError, ConfigError
+from raymoe.plan.device_memory import workspace_bytes
 from raymoe.schedule.builders import STREAMING_BUILDERS
 from raymoe.specs.presets_hardware import hardware_preset
 from raymoe.units import GIB
@@ -45,6 +46,40 @@ def test_a_device_that_works_later_gives_the_tokens_of_the_cpu(
     without_native_kernels.append(cuda)
     monkeypatch.setattr(runner_loading, "open_cuda", lambda *_, **__: CudaDevice(cuda, GIB))
     check(family, schedule, scenario, placement, hardware=hardware_preset("t4"))
+    # Blocks travel together; CGOPipe attends on the host, and these prompts come in one pass.
+    assert (cuda.num_batches > 0) == (schedule != "cgopipe")
+
+
+def test_passes_allocate_nothing_and_a_full_gpu_is_refused_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, without_native_kernels: list[DeferredCuda]
+) -> None:
+    name = schedules.plain_configuration("mixtral")
+    config = {"schedule": "module_batching", "device_policy": PLACEMENTS["pages"]}
+    config |= {"device": "cuda", "hardware": hardware_preset("t4"), "device_memory_bytes": GIB}
+    cuda = DeferredCuda()
+    without_native_kernels.append(cuda)
+    opened = []
+
+    def open_cuda(_index: int, *, memory_bytes: int) -> CudaDevice:
+        opened.append(CudaDevice(cuda, memory_bytes))
+        return opened[-1]
+
+    monkeypatch.setattr(runner_loading, "open_cuda", open_cuda)
+    with schedules.make_engine(name, {}, **config) as engine:
+        (device,), at_start = opened, list(cuda.allocated)
+        assert engine.plan is not None
+        footprint = engine.plan.device_footprint
+        assert footprint is not None
+        assert at_start[-1] == workspace_bytes(footprint)
+        assert sum(at_start) <= footprint.total <= GIB
+        engine.generate([[1, 2, 3]] * 3, {"temperature": 0, "max_tokens": 4})
+        assert cuda.allocated == at_start
+    cuda.allocated, cuda.memory_bytes = [], sum(at_start) - 1
+    with pytest.raises(CapacityError, match=r"no .* left for intermediates(.|\n)*weights"):
+        schedules.make_engine(name, {}, **config)
+    cuda.allocated, cuda.memory_bytes = [], device.ledger.used_bytes // 2
+    with pytest.raises(CapacityError, match="something else uses it"):
+        schedules.make_engine(name, {}, **config)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

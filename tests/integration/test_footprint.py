@@ -5,8 +5,11 @@ import zlib
 import pytest
 
 from raymoe.device.emulated import EmulatedDevice
-from raymoe.engine import loading
+from raymoe.engine import runner_loading
+from raymoe.errors import InfeasiblePlanError
+from raymoe.plan.device_memory import workspace_bytes
 from raymoe.schedule.builders import STREAMING_BUILDERS
+from raymoe.specs.presets_hardware import hardware_preset
 from raymoe.units import KIB
 from tests.integration import test_schedules as schedules
 from tests.parity.configurations import first_of_each_family
@@ -23,7 +26,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedDevice]:
         made.append(EmulatedDevice(*args))  # type: ignore[arg-type]
         return made[-1]
 
-    monkeypatch.setattr(loading, "EmulatedDevice", make)
+    monkeypatch.setattr(runner_loading, "EmulatedDevice", make)
     return made
 
 
@@ -43,3 +46,21 @@ def test_device_memory_is_counted_to_the_kilobyte(
         planned = footprint.total - footprint.bytes_of("intermediates")
     (device,) = devices
     assert device.ledger.used_bytes == pytest.approx(planned, abs=32 * KIB)
+
+
+def test_the_cap_is_honoured_to_the_byte(devices: list[EmulatedDevice]) -> None:
+    name = schedules.plain_configuration("mixtral")
+    config = {"device": "emulated", "device_policy": schedules.DEVICES["pages"]}
+    config |= {"schedule": "module_batching", "hardware": hardware_preset("t4")}
+    with schedules.make_engine(name, {}, **config) as engine:
+        assert engine.plan is not None
+        footprint = engine.plan.device_footprint
+        assert footprint is not None
+    with schedules.make_engine(name, {}, device_memory_bytes=footprint.total, **config) as engine:
+        used_bytes = devices[-1].ledger.used_bytes
+        (row,) = engine.generate([[1, 2, 3]], {"temperature": 0, "max_tokens": 4})
+        assert row.error == ""
+        assert devices[-1].ledger.used_bytes == used_bytes, "passes allocate nothing"
+        assert used_bytes + workspace_bytes(footprint) <= footprint.total
+    with pytest.raises(InfeasiblePlanError, match=r"\(1 B short\)(.|\n)*weight slots(.|\n)*total"):
+        schedules.make_engine(name, {}, device_memory_bytes=footprint.total - 1, **config)

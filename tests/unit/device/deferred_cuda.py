@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from raymoe.device.cuda_api import copy_one_by_one
 from raymoe.device.emulated import EmulatedDevice
 from raymoe.kernels import cpu_norm, cpu_rope, cpu_router
 from tests.unit.device.fake_cuda import FakeCuda, FakeStream
@@ -31,12 +32,32 @@ class DeferredCuda(FakeCuda):
     """See the module."""
 
     device = torch.device("cpu")
+    num_batches = 0  # of copies
+    memory_bytes = 1 << 40
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(**options)  # type: ignore[arg-type]
+        self.allocated: list[int] = []
 
     def thread_context(self) -> AbstractContextManager[object]:
         return self._deferring()
 
+    def allocate(self, num_bytes: int) -> Tensor:
+        self.allocated.append(num_bytes)
+        if sum(self.allocated) > self.memory_bytes:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def reserve(self, num_bytes: int, stream: FakeStream) -> None:
+        self.allocate(num_bytes)
+
     def allocate_pinned(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8).fill_(255)
+
+    def copy_batch(self, target, source, pieces, stream) -> None:
+        self.num_batches += 1
+        with self.use(stream):
+            self.launch(lambda: copy_one_by_one(target, source, pieces))
 
     def settle(self) -> None:
         pass

@@ -1,5 +1,7 @@
 """Pinning in chunks, and what happens when it is refused."""
 
+import resource
+
 import pytest
 import torch
 from torch import Tensor
@@ -55,10 +57,21 @@ def test_chunks_cover_the_memory_and_end_at_multiples_of_their_size(
     assert registrar.ranges == {}
 
 
-def test_a_refusal_unpins_all_and_says_how_far_it_came() -> None:
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [
+        (resource.RLIM_INFINITY, ""),
+        (8 << 20, "; locked memory is limited to 8.00 MiB (ulimit -l)"),
+    ],
+)
+def test_a_refusal_unpins_all_and_says_how_far_it_came(
+    limit: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, resource.RLIM_INFINITY))
     registrar = Registrar(limit=2)
     pinned = PinnedMemory(memory_at_a_page(4 * CHUNK), registrar)
-    assert pinned.register(chunk_bytes=CHUNK) == "out of memory after 32.00 KiB"
+    reason = pinned.register(chunk_bytes=CHUNK)
+    assert reason == f"out of memory after 32.00 KiB of 64.00 KiB{said}"
     assert registrar.ranges == {}
 
 
