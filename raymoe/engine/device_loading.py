@@ -207,7 +207,7 @@ def _compile_experts(
     if device.torch_device.type != "cuda":
         return
     compile_experts(
-        model.spec, decoder.ffn, most_tokens, dtype=model.dtype, device=device.torch_device
+        model.spec, decoder.own_ffn, most_tokens, dtype=model.dtype, device=device.torch_device
     )
     device.settle()
     torch.cuda.empty_cache()  # what the calling thread's stream holds, the lanes cannot use

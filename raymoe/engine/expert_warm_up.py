@@ -13,8 +13,8 @@ from raymoe.specs.model import LayerSpec, ModelSpec, MoeSpec
 from raymoe.specs.weight_format import WeightFormat
 from raymoe.units import ceil_div
 
-# `Decoder.ffn`: layer, hidden states, the same normed, and the experts of each token.
-ComputeExperts = Callable[[int, Tensor, Tensor, Routing], object]
+# `Decoder.own_ffn`: no rank waits for another. Layer, hidden states, and the experts of each token.
+ComputeExperts = Callable[[int, Tensor, Routing], object]
 
 
 @torch.inference_mode()
@@ -41,7 +41,7 @@ def compile_experts(
         for num_tokens in _sizes(moe, most_tokens):
             hidden_TH = torch.zeros(num_tokens, spec.hidden_size, dtype=dtype, device=device)
             routing = balanced_routing(num_tokens, moe.num_experts, moe.top_k, device)
-            compute(i, hidden_TH, hidden_TH.clone(), Routing(*routing))
+            compute(i, hidden_TH, Routing(*routing))
 
 
 def _sizes(moe: MoeSpec, most_tokens: int) -> Iterator[int]:

@@ -230,8 +230,12 @@ class Decoder:
 
     def ffn(self, i: int, hidden_TH: Tensor, normed_TH: Tensor, routing: Routing | None) -> Tensor:
         """Experts or dense network of layer `i`, and its residual; [T, H]."""
-        delta_TH = self._reduce(self._layers[i].ffn(normed_TH, routing))
+        delta_TH = self._reduce(self.own_ffn(i, normed_TH, routing))
         return hidden_TH.add_(delta_TH, alpha=self.spec.residual_multiplier)
+
+    def own_ffn(self, i: int, normed_TH: Tensor, routing: Routing | None) -> Tensor:
+        """What this rank's share of layer `i` adds to the hidden state behind attention; [T, H]."""
+        return self._layers[i].ffn(normed_TH, routing)
 
     def final(self, hidden_TH: Tensor, rows_R: Tensor) -> Tensor:
         """Final norm of the rows whose logits are wanted, [R, H]; rows are int64."""

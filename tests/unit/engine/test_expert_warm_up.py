@@ -23,8 +23,8 @@ def buckets_of(spec: ModelSpec, most_tokens: int) -> list[tuple[int, int]]:
     """(layer, bucket) of each call."""
     seen = []
 
-    def compute(i: int, hidden_TH: torch.Tensor, normed_TH: torch.Tensor, to: Routing) -> None:
-        assert len(hidden_TH) == len(normed_TH) <= most_tokens
+    def compute(i: int, hidden_TH: torch.Tensor, to: Routing) -> None:
+        assert len(hidden_TH) <= most_tokens
         assert hidden_TH.dtype == torch.bfloat16
         assert to.topk_ids_TK.dtype == torch.int32
         rows = to.topk_ids_TK.numel() / 12
