@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers import AutoTokenizer
 from raymoe.engine.chat_template import Chat, ChatTemplate
 from raymoe.engine.sequence import Int32s
 from raymoe.engine.stopping import DecodeError
-from raymoe.errors import CheckpointError, ConfigError
+from raymoe.errors import CheckpointError, ConfigError, ExecutionError
 from raymoe.specs.files import check_small_files
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
@@ -34,6 +35,9 @@ class Tokenizer:
         self._vocab_size = vocab_size
         # The Rust tokenizers refuse use from two threads while one sets their truncation.
         self._lock = threading.Lock()
+        # They keep ten thousand words for each thread that ever encoded with them, several MiB:
+        # with hundreds of callers, more than a model's activations.
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="raymoe-tokenizer")
         self._tokenizer = _load(directory)
         self._chat: ChatTemplate | None = None
         source = getattr(self._tokenizer, "chat_template", None)
@@ -87,7 +91,8 @@ class Tokenizer:
         return self._tokenizer is not None
 
     def close(self) -> None:
-        """End the process that renders chats."""
+        """End the process that renders chats, and the thread that encodes."""
+        self._encoder.shutdown(wait=False)
         if self._chat is not None:
             self._chat.close()
 
@@ -107,6 +112,16 @@ class Tokenizer:
             raise ConfigError(
                 f"the prompt is not valid Unicode: {error.reason} at character {error.start}"
             ) from error
+        try:
+            future = self._encoder.submit(self._token_ids, text, add_special_tokens)
+        except RuntimeError as error:
+            raise ExecutionError("the tokenizer is closed") from error
+        token_ids = future.result()
+        if not token_ids:
+            raise ConfigError("the prompt has no tokens")
+        return self._check_ids(token_ids)
+
+    def _token_ids(self, text: str, add_special_tokens: bool) -> list[int]:
         with self._lock:
             encoded = self._tokenizer(
                 text,
@@ -114,10 +129,7 @@ class Tokenizer:
                 return_attention_mask=False,
                 verbose=False,
             )
-        token_ids = encoded["input_ids"]
-        if not token_ids:
-            raise ConfigError("the prompt has no tokens")
-        return self._check_ids(token_ids)
+        return list(encoded["input_ids"])
 
     def _check_ids(self, token_ids: Sequence[Any]) -> Int32s:
         for index, token in enumerate(token_ids):

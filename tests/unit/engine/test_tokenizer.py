@@ -2,13 +2,15 @@
 
 import os
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from raymoe.engine.stopping import DecodeError
 from raymoe.engine.tokenizer import Tokenizer
-from raymoe.errors import CheckpointError, ConfigError
+from raymoe.errors import CheckpointError, ConfigError, ExecutionError
 from tests.unit.engine.fakes import BOS, EOS, VOCAB_SIZE
 
 
@@ -21,6 +23,27 @@ def tokenizer(tokenizer_directory):
 
 def test_text_gets_the_special_tokens_of_the_tokenizer(tokenizer):
     assert tokenizer.encode("hé").tolist() == [BOS, *"hé".encode()]
+
+
+def test_all_callers_encode_in_one_thread_because_the_library_keeps_words_for_each(tokenizer):
+    inner, threads = tokenizer._tokenizer, set()
+
+    def noting(text, **options):
+        threads.add(threading.get_ident())
+        return inner(text, **options)
+
+    tokenizer._tokenizer = noting
+    with ThreadPoolExecutor(8) as callers:
+        texts = [f"{index}" for index in range(64)]
+        found = [tokens.tolist() for tokens in callers.map(tokenizer.encode, texts)]
+    assert found == [[BOS, *text.encode()] for text in texts]
+    assert len(threads) == 1
+
+
+def test_a_closed_tokenizer_says_so(tokenizer):
+    tokenizer.close()
+    with pytest.raises(ExecutionError, match="the tokenizer is closed"):
+        tokenizer.encode("x")
 
 
 def test_token_ids_are_taken_as_they_are(tokenizer):
