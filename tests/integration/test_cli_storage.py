@@ -41,7 +41,7 @@ def wait_for(port, process):
 @pytest.fixture(scope="module")
 def endpoint():
     """Run a server of S3's API."""
-    pytest.importorskip("moto", reason="needs moto[s3], flask and flask-cors")
+    pytest.importorskip("moto", reason="pip install '.[slow]'")
     port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
