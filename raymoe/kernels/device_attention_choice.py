@@ -10,6 +10,7 @@ import torch
 
 OLDEST_CAPABILITY = (7, 5)
 TENSOR_CORES_SINCE = (8, 0)  # Triton leaves those of Turing alone; see `device_experts_tiles`
+WARPGROUPS_SINCE = (9, 0)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Positions of the context that one program reads for a token that comes alone. A constant, cut at
 # multiples of itself, so that the order of a token's sums does not depend on the batch.
@@ -25,15 +26,21 @@ class AttentionCompute:
         dtype: Type of queries and results.
         dot: Type in which the kernels multiply: that of tensor cores, or float32 without them,
             which is what Triton multiplies in there.
+        has_warpgroups: Whether four warps multiply together, as on Hopper.
     """
 
     dtype: torch.dtype
     dot: torch.dtype
+    has_warpgroups: bool = False
 
     @classmethod
     def on(cls, capability: tuple[int, int], dtype: torch.dtype) -> "AttentionCompute":
         """On a GPU of this capability: (7, 5) is Turing, (8, 0) Ampere, (9, 0) Hopper."""
-        return cls(dtype=dtype, dot=dtype if capability >= TENSOR_CORES_SINCE else torch.float32)
+        return cls(
+            dtype=dtype,
+            dot=dtype if capability >= TENSOR_CORES_SINCE else torch.float32,
+            has_warpgroups=capability >= WARPGROUPS_SINCE,
+        )
 
     @property
     def has_tensor_cores(self) -> bool:
@@ -100,12 +107,14 @@ def attention_tile(
             warps=8 if is_wide or rows > _FEWEST_ROWS else 4,
             stages=1,
         )
+    # What fits registers, by the compiler: one warpgroup for bfloat16, whose pairs it takes apart.
+    takes_four = compute.has_warpgroups and compute.dot == torch.bfloat16
     return AttentionTile(
         heads=heads,
         rows=rows,
         positions=64 if value_dim <= 128 else 16 if is_wide else 32,
         step=max(min(key_dim & -key_dim, 128), 16 * pair),
-        warps=8 if value_dim > 128 and rows > _FEWEST_ROWS else 4,
+        warps=8 if value_dim > 128 and rows > _FEWEST_ROWS and not takes_four else 4,
         stages=2,
     )
 
