@@ -253,10 +253,13 @@ class Engine:
             request = self._intake.build(prompt, params, key)
         except Exception as error:  # a tokenizer may raise anything; the row says what
             future: Future[Generation] = Future()
-            future.set_result(Generation.from_error(error))
             with self._changed:
+                if self._failure is not None or self._is_closing:  # not the row's fault
+                    future.set_exception(self._failed("the engine is closed", None))
+                    return future
                 self._num_errors += 1
                 self._num_finished += 1
+            future.set_result(Generation.from_error(error))
             return future
         request.future.set_running_or_notify_cancel()  # a row cannot be cancelled
         with self._changed:
