@@ -46,15 +46,14 @@ def run(  # noqa: PLR0913 - the options of a command
     """
     if suite not in option.SUITES:
         raise UnknownOptionError(suite, option.SUITES, "suite")
+    cores = num_threads or read_host().num_cores
     if suite == "structured":
-        run_structured(shape, num_threads or read_host().num_cores, repetitions, out)
-        return
-    if suite in option.NODE_SUITES:
+        run_structured(shape, cores, repetitions, out)
+    elif suite in option.NODE_SUITES:
         nodes = importlib.import_module("raymoe.cli.bench_scale")  # Ray is slow to import
         options = option.ScaleOptions(actors=actors, rows=rows, speedup=speedup, out=out)
         nodes.run_suite(suite, options)
-        return
-    if suite == "gpu":
+    elif suite == "gpu":
         run_gpu(
             GpuOptions(
                 shapes=shape, workloads=workload, contenders=contender, device=device,
@@ -63,18 +62,12 @@ def run(  # noqa: PLR0913 - the options of a command
                 most_rows=most_rows, is_again=again, out=out,
             )
         )  # fmt: skip
-        return
-    chosen = CpuOptions(
-        shapes=shape or ["mixtral"],
-        workloads=workload or ["W1"],
-        contenders=contender or ["raymoe", "transformers"],
-        repetitions=repetitions,
-        num_threads=num_threads or read_host().num_cores,
-        out=out,
-    )
-    if kernels:
-        run_kernels(chosen.num_threads, repetitions)
-    elif passes:
-        run_passes(chosen)
+    elif kernels:
+        run_kernels(cores, repetitions)
     else:
-        run_engines(chosen, has_phases=phases)
+        chosen = CpuOptions(
+            shapes=shape or ["mixtral"], workloads=workload or ["W1"],
+            contenders=contender or ["raymoe", "transformers"],
+            repetitions=repetitions, num_threads=cores, out=out,
+        )  # fmt: skip
+        run_passes(chosen) if passes else run_engines(chosen, has_phases=phases)

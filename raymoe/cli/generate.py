@@ -86,22 +86,13 @@ def run(  # noqa: PLR0913 - the options of a command
     id_column = _check_columns(source, options, id_column)
     remains = _find_output(output, source, input_, journal)
     job = Job(
-        model=model,
-        source=source,
+        model=model, source=source, options=options, engine_config=config, id_column=id_column,
         sink=open_sink(remains.output, source, has_samples=samples_as_rows),
-        options=options,
-        engine_config=config,
-        id_column=id_column,
-        journal_dir=None if no_journal else remains.journal,
-        status_dir=remains.status,
-        price_per_hour=price_per_hour,
-        settings=_settings(context.params),
-        num_actors=num_actors,
-        batch_size=batch_size,
-        preserve_order=preserve_order,
-        is_arranged=arrange,
-        verbose=verbose,
-    )
+        journal_dir=None if no_journal else remains.journal, status_dir=remains.status,
+        price_per_hour=price_per_hour, settings=_settings(context.params), verbose=verbose,
+        num_actors=num_actors, batch_size=batch_size,
+        preserve_order=preserve_order, is_arranged=arrange,
+    )  # fmt: skip
     _run(job, remains, resume=resume, overwrite=overwrite, has_report=report)
 
 

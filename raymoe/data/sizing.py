@@ -28,10 +28,11 @@ MAX_CONCURRENT_CALLS = 256  # beyond it Ray Data dispatches slower than it gains
 DEFAULT_ROWS = 1024
 ROWS_PER_SEQUENCE = 2
 LEAST_ROWS_PER_CALL = 16  # a task costs the driver some milliseconds, however few its rows are
+DIRECTORIES = ("journal_dir", "status_dir")
 PREFETCHED_FRACTION = 0.25  # tasks that wait at the actor with their input already local
 
 
-def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-only
+def map_batches_kwargs(
     model_source: str | Path,
     *,
     num_actors: int = 1,
@@ -41,15 +42,12 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
     num_cpus: float | None = None,
     memory: int | None = None,
     engine_config: EngineConfig | Mapping[str, Any] | None = None,
-    journal_dir: str | Path | None = None,
-    status_dir: str | Path | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Return the keyword arguments with which `Dataset.map_batches` runs `MoEGenerator`.
 
-    Blocks should have about `batch_size` rows or a small multiple: a task is one block, and the
-    unit of a retry. ``ds.repartition(target_num_rows_per_block=64)`` before `map_batches` does
-    that. Arguments that the user gave are kept as they are.
+    Blocks should have about `batch_size` rows or a few times that (a task, and what is retried, is
+    a block): ``ds.repartition(target_num_rows_per_block=64)``. What the user gave is kept.
 
     Sizes come from the plan of an engine on the smallest node that can run one: with a GPU, where
     there are any, of the kind that Ray names (``accelerator_type``). On a cluster that has no such
@@ -69,29 +67,20 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
         memory: Bytes that Ray reserves for an actor; None takes what the plan needs. It decides
             placement only and limits nothing.
         engine_config: An `EngineConfig`, or its fields as a dict.
-        journal_dir: Where the actors keep finished rows, see `MoEGenerator`; a relative path is one
-            of this process, wherever the actors run.
-        status_dir: Where the actors write how they do, in the same way.
-        options: Passed to `MoEGenerator`: sampling_params, id_column and so on.
+        options: Passed to `MoEGenerator`: sampling_params, id_column and so on. A relative
+            journal_dir or status_dir is one of this process, wherever the actors run.
 
     Raises:
         ConfigError: A number that makes no sense.
     """
     _check_counts(num_actors=num_actors, rows_in_flight=rows_in_flight, batch_size=batch_size)
     config = as_engine_config(engine_config)
-    device = "cpu" if num_gpus == 0 else config.device
-    cluster = Cluster.connected(device, num_gpus or config.tensor_parallel_size)
-    cluster.advise()
+    cluster = _find_cluster(config, num_gpus)
     config, plan = _plan_share(model_source, config, cluster, num_actors)
-    if rows_in_flight is None:
-        rows_in_flight = DEFAULT_ROWS if plan is None else ROWS_PER_SEQUENCE * plan.batch_size
-    if batch_size is None:
-        batch_size = rows_of_a_call(rows_in_flight)
-    calls = min(MAX_CONCURRENT_CALLS, ceil_div(rows_in_flight, batch_size))
-    constructor = {"engine_config": config, "max_concurrent_calls": calls, **options}
-    for name, directory in (("journal_dir", journal_dir), ("status_dir", status_dir)):
-        if directory is not None:
-            constructor[name] = _absolute(directory)
+    rows = rows_in_flight or _default_rows(plan)
+    batch_size = batch_size or rows_of_a_call(rows)
+    calls = min(MAX_CONCURRENT_CALLS, ceil_div(rows, batch_size))
+    constructor = {"engine_config": config, "max_concurrent_calls": calls, **_absolute(options)}
     return {
         "batch_size": batch_size,
         "batch_format": "pyarrow",
@@ -110,10 +99,24 @@ def rows_of_a_call(rows_in_flight: int) -> int:
     return max(LEAST_ROWS_PER_CALL, ceil_div(rows_in_flight, MAX_CONCURRENT_CALLS))
 
 
-def _absolute(directory: str | Path) -> str:
-    """Actors have working directories of their own."""
-    text = str(directory)
-    return text if "://" in text else str(Path(text).expanduser().absolute())
+def _find_cluster(config: EngineConfig, num_gpus: float | None) -> Cluster:
+    device = "cpu" if num_gpus == 0 else config.device
+    cluster = Cluster.connected(device, num_gpus or config.tensor_parallel_size)
+    cluster.advise()
+    return cluster
+
+
+def _default_rows(plan: "ActorPlan | None") -> int:
+    return DEFAULT_ROWS if plan is None else ROWS_PER_SEQUENCE * plan.batch_size
+
+
+def _absolute(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with absolute directories: actors have working directories of their own."""
+    given = {name: str(options[name]) for name in DIRECTORIES if options.get(name) is not None}
+    return dict(options) | {
+        name: text if "://" in text else str(Path(text).expanduser().absolute())
+        for name, text in given.items()
+    }
 
 
 def _make_pool(num_actors: int, calls: int) -> ActorPoolStrategy:

@@ -27,6 +27,7 @@ from raymoe.kernels.threads import set_num_threads
 from raymoe.memory.shared_file import SharedFile
 from raymoe.memory.source import resolve_model
 from raymoe.memory.weights import Weights
+from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Policy
 from raymoe.plan.search import find_plan
 from raymoe.schedule.builders import BUILDERS, STREAMING_BUILDERS
@@ -43,8 +44,7 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
     directory = resolve_model(path)
     spec = ModelSpec.from_directory(directory)
     weights = open_weights(spec, directory, config)
-    dtype = weights.dtype if config.dtype == "auto" else DTYPES[config.dtype]
-    shared = open_shared(config, directory, device, dtype)
+    shared = open_shared(config, directory, device, _dtype(config, weights))
     try:
         return _plan_and_load(directory, spec, weights, agree(config, shared), shared=shared)
     except BaseException:
@@ -61,38 +61,16 @@ def _plan_and_load(
     *,
     shared: SharedFile | None,
 ) -> EngineParts:
-    device, settings = _device_name(config), Settings.from_environment()
-    dtype = weights.dtype if config.dtype == "auto" else DTYPES[config.dtype]
-    kv_dtype = _kv_dtype(config, dtype)
-    loaded_bytes = 0 if shared is None else shared.num_bytes  # by another engine
-    context = min(spec.max_context_tokens, config.max_context_tokens or spec.max_context_tokens)
-    plan = find_plan(
-        spec,
-        find_node(config, settings, device, loaded_bytes=loaded_bytes),
-        config.workload,
-        schedule=config.schedule,
-        policy=config.policy,
-        bytes_per_element=dtype.itemsize,
-        kv_bytes_per_element=kv_dtype.itemsize,
-        weight_bytes=_weight_bytes(spec, weights, dtype),
-        max_context_tokens=context,
-        tensor_parallel_size=config.tensor_parallel_size,
-    )
-    logger.info("plan: %s", plan.describe())
-    check_available(
-        plan.footprint,
-        what=spec.name,
-        num_ranks=config.tensor_parallel_size,
-        already_there=loaded_bytes,
-    )
+    settings, dtype = Settings.from_environment(), _dtype(config, weights)
+    plan = _make_plan(spec, weights, config, settings, shared=shared)
     tokenizer = Tokenizer(directory, spec.vocab_size)
     job = LoadJob(
         directory=directory,
         config=config,
         settings=settings,
-        device=device,
+        device=_device_name(config),
         dtype=dtype,
-        kv_dtype=kv_dtype,
+        kv_dtype=_kv_dtype(config, dtype),
         hardware=plan.hardware,
         schedule=plan.schedule,
         policy=plan.policy,
@@ -108,7 +86,7 @@ def _plan_and_load(
         policy=plan.policy,
         tokenizer=tokenizer,
         vocab_size=spec.vocab_size,
-        max_context_tokens=context,
+        max_context_tokens=_context_tokens(spec, config),
         eos_token_ids=_eos_token_ids(spec, directory),
         num_threads=job.hardware.num_cores,
         num_torch_threads=job.num_torch_threads,
@@ -117,6 +95,47 @@ def _plan_and_load(
         release=loaded.release,
         interrupt=loaded.interrupt,
     )
+
+
+def _make_plan(
+    spec: ModelSpec,
+    weights: Weights,
+    config: EngineConfig,
+    settings: Settings,
+    *,
+    shared: SharedFile | None,
+) -> Plan:
+    """Plan, and find out whether the memory is there."""
+    dtype = _dtype(config, weights)
+    loaded_bytes = 0 if shared is None else shared.num_bytes  # by another engine
+    plan = find_plan(
+        spec,
+        find_node(config, settings, _device_name(config), loaded_bytes=loaded_bytes),
+        config.workload,
+        schedule=config.schedule,
+        policy=config.policy,
+        bytes_per_element=dtype.itemsize,
+        kv_bytes_per_element=_kv_dtype(config, dtype).itemsize,
+        weight_bytes=_weight_bytes(spec, weights, dtype),
+        max_context_tokens=_context_tokens(spec, config),
+        tensor_parallel_size=config.tensor_parallel_size,
+    )
+    logger.info("plan: %s", plan.describe())
+    check_available(
+        plan.footprint,
+        what=spec.name,
+        num_ranks=config.tensor_parallel_size,
+        already_there=loaded_bytes,
+    )
+    return plan
+
+
+def _dtype(config: EngineConfig, weights: Weights) -> torch.dtype:
+    return weights.dtype if config.dtype == "auto" else DTYPES[config.dtype]
+
+
+def _context_tokens(spec: ModelSpec, config: EngineConfig) -> int:
+    return min(spec.max_context_tokens, config.max_context_tokens or spec.max_context_tokens)
 
 
 def _load(job: LoadJob, spec: ModelSpec, weights: Weights, shared: SharedFile | None) -> Loaded:
