@@ -16,7 +16,7 @@ from pathlib import Path
 from raymoe.cli.storage import Location
 from raymoe.data import manifest as manifests
 from raymoe.data.inside import inside_files
-from raymoe.data.journal import journal_files, make_directory
+from raymoe.data.journal import journal_files, make_journal_directory
 from raymoe.data.manifest import FILE_NAME, Manifest
 from raymoe.data.status.files import check_status, clear_status, report_beside, status_beside
 from raymoe.errors import ConfigError
@@ -132,7 +132,7 @@ class Remains:
             self._write_manifest(manifest)
         self.output.check_writable()
         if has_journal and self.journal is not None:
-            make_directory(self.journal)
+            make_journal_directory(self.journal)
             if manifest is not None:
                 manifests.claim(self.journal / FILE_NAME, manifest)
 

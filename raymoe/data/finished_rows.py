@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
 
-from raymoe.data.journal import RowJournal, make_directory
+from raymoe.data.journal import RowJournal, make_journal_directory
 from raymoe.data.manifest import FILE_NAME, Manifest, claim, plain_params
 from raymoe.data.records import KEY_BYTES
 from raymoe.data.rows import RowRequest
@@ -51,7 +51,7 @@ class FinishedRows:
         Raises:
             ConfigError: The directory cannot be used, or holds the journal of another job.
         """
-        path = make_directory(directory)
+        path = make_journal_directory(directory)
         claim(path / FILE_NAME, manifest)
         return cls(RowJournal(path, sync_every_s=sync_every_s), manifest)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 
+from raymoe.data.directories import make_directory
 from raymoe.data.journal_writer import PREFIX, SUFFIX, JournalWriter, Place
 from raymoe.data.records import (
     DamagedRecordError,
@@ -73,7 +74,7 @@ class RowJournal:
         """
         if not sync_every_s >= 0:
             raise ConfigError(f"journal_sync_s is {sync_every_s!r}; it must be 0 or more seconds")
-        self.directory = make_directory(directory)
+        self.directory = make_journal_directory(directory)
         self.contents = Contents()
         self._lock = threading.Lock()  # guards the two below
         self._numbers: dict[Path, int] = {}
@@ -154,25 +155,13 @@ def journal_files(directory: Path) -> list[Path]:
     return sorted(directory.glob(f"{PREFIX}*{SUFFIX}"))
 
 
-def make_directory(directory: str | Path) -> Path:
+def make_journal_directory(directory: str | Path) -> Path:
     """Make a journal's directory where it is missing; return its absolute path.
 
     Raises:
-        ConfigError: It cannot be made or written, or is no path of a file system.
+        ConfigError: As for `make_directory`.
     """
-    if "://" in str(directory):
-        raise ConfigError(
-            f"journal_dir is {str(directory)!r}; a journal is appended to row by row, which object "
-            "stores cannot do: give a directory of a file system that the nodes share"
-        )
-    path = Path(directory).expanduser().absolute()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"journal_dir {path} cannot be made: {error}") from error
-    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-        raise ConfigError(f"journal_dir {path} cannot be written by this user")
-    return path
+    return make_directory(directory, "journal_dir", access=os.R_OK | os.W_OK | os.X_OK)
 
 
 def _read_places(

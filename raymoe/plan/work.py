@@ -139,10 +139,6 @@ class LayerWork:
         missed: float = (1.0 - self.top_k / self.num_experts) ** tokens
         return self.num_experts * (1.0 - missed)
 
-    def ffn_parameters_touched(self, tokens: float) -> float:
-        """Feed-forward weights that a pass of this many tokens reads."""
-        return self.common.parameters + self.touched_experts(tokens) * self.expert.parameters
-
     def weight_bytes(self, num_experts: float) -> float:
         """Bytes of the layer with so many of its experts."""
         always = self.pre.num_bytes + self.post.num_bytes + self.router.num_bytes

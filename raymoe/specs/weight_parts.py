@@ -32,11 +32,6 @@ class WeightPart:
     shapes: Mapping[str, Shape]
 
     @property
-    def is_attention(self) -> bool:
-        """Whether the operations around attention read it; the experts read the others."""
-        return self.name == "attention"
-
-    @property
     def num_elements(self) -> int:
         """Elements of all its weights."""
         return num_elements(self.shapes.items())

@@ -32,13 +32,13 @@ POISON = "<<poison>>"
 NODE = {"num_cpus": 1, "num_gpus": 1, "object_store_memory": 100 * 2**20}
 
 
-def make_rows(num_rows, *, max_tokens=24, poisoned=()):
-    """Rows of different lengths; the poisoned ones have a prompt that no other has."""
+def make_rows(num_rows, *, max_tokens=24):
+    """Rows of different lengths."""
     lengths = random.Random(0)
     return [
         {
             "id": f"row-{index}",
-            "prompt": POISON if index in poisoned else f"prompt {index % 97}",
+            "prompt": f"prompt {index % 97}",
             "sampling_params": {"max_tokens": lengths.randint(1, max_tokens)},
         }
         for index in range(num_rows)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from raymoe.data.directories import make_directory
 from raymoe.data.manifest import FILE_NAME as MANIFEST_FILE
 from raymoe.data.status.record import FORMAT, ActorStatus, JobStatus, PassRecord
 from raymoe.errors import CheckpointError, ConfigError
@@ -96,21 +97,9 @@ def make_status_directory(directory: str | Path) -> Path:
     """Make the directory where it is missing; return its absolute path.
 
     Raises:
-        ConfigError: It cannot be made or written, or is no path of a file system.
+        ConfigError: As for `make_directory`.
     """
-    if "://" in str(directory):
-        raise ConfigError(
-            f"status_dir is {str(directory)!r}; give a directory of a file system that the nodes "
-            "share"
-        )
-    path = Path(directory).expanduser().absolute()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"status_dir {path} cannot be made: {error}") from error
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(f"status_dir {path} cannot be written by this user")
-    return path
+    return make_directory(directory, "status_dir")
 
 
 def check_status(directory: Path) -> None:

@@ -1,0 +1,32 @@
+"""Directories that the processes of a job share: on a file system, and ours to write."""
+
+import os
+from pathlib import Path
+
+from raymoe.errors import ConfigError
+
+
+def make_directory(directory: str | Path, option: str, *, access: int = os.W_OK | os.X_OK) -> Path:
+    """Make a directory where it is missing; return its absolute path.
+
+    Args:
+        directory: What the user gave.
+        option: The name under which the user gave it.
+        access: What this user must be allowed there.
+
+    Raises:
+        ConfigError: It cannot be made or written, or is no path of a file system.
+    """
+    if "://" in str(directory):
+        raise ConfigError(
+            f"{option} is {str(directory)!r}; files there grow, which object stores cannot do: "
+            "give a directory of a file system that the nodes share"
+        )
+    path = Path(directory).expanduser().absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{option} {path} cannot be made: {error}") from error
+    if not os.access(path, access):
+        raise ConfigError(f"{option} {path} cannot be written by this user")
+    return path
