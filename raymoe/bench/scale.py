@@ -1,6 +1,6 @@
 """What runs with more and more waiting actors say: efficiency, overhead, limit of a driver."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from raymoe.errors import ExecutionError
@@ -19,7 +19,8 @@ class Run:
         rows_per_task: Rows of one call of the operator.
         start_s: From the start of the job until all actors were ready.
         job_s: From then to the last row.
-        steady_rows_per_s: Rows that came out between the first and the last quarter, per second.
+        steady_tokens_per_s: Of all actors, between their first and last quarter; None without an
+            engine.
         actor_cpu_s: Of all actors since they were ready.
         driver_cpu_s: Of the process that runs the job.
         ray_cpu_s: Of Ray's own processes on all nodes.
@@ -30,7 +31,7 @@ class Run:
     rows_per_task: int
     start_s: float
     job_s: float
-    steady_rows_per_s: float
+    steady_tokens_per_s: float | None
     actor_cpu_s: float
     driver_cpu_s: float
     ray_cpu_s: float
@@ -46,26 +47,28 @@ class Run:
         return self.rows_per_s / self.rows_per_task
 
 
-def steady_rate(arrivals: Sequence[tuple[float, int]]) -> float:
-    """Rows per second while the second and third quarter of the rows came out.
+def steady_rate(passes: Sequence[tuple[float, int]]) -> float:
+    """Tokens per second while the second and third quarter of the tokens were generated.
+
+    Not rows: those of a call come out together, so they come in waves.
 
     Args:
-        arrivals: (time, rows) of every block that came out, in order.
+        passes: (end, tokens) of every pass of every actor, in the order of their ends.
 
     Raises:
-        ExecutionError: There are too few blocks to tell.
+        ExecutionError: There are too few passes to tell.
     """
-    total = sum(rows for _, rows in arrivals)
+    total = sum(tokens for _, tokens in passes)
     seen, inside = 0, []
-    for time_s, rows in arrivals:
-        seen += rows
+    for time_s, tokens in passes:
+        seen += tokens
         if FIRST_QUARTER * total < seen <= LAST_QUARTER * total:
-            inside.append((time_s, rows))
+            inside.append((time_s, tokens))
     if len(inside) < 3 or inside[-1][0] <= inside[0][0]:
         raise ExecutionError(
-            f"{len(arrivals)} blocks of rows are too few to see a steady rate; give more rows"
+            f"{len(passes)} passes are too few to see a steady rate; give more rows"
         )
-    return sum(rows for _, rows in inside[1:]) / (inside[-1][0] - inside[0][0])
+    return sum(tokens for _, tokens in inside[1:]) / (inside[-1][0] - inside[0][0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,16 +86,22 @@ class Efficiency:
 
 
 def efficiencies(runs: Sequence[Run]) -> list[Efficiency]:
-    """How much of n times the rate of one actor n actors reach."""
+    """How much of n times the rate of one actor n actors reach.
+
+    Raises:
+        ExecutionError: There are runs without an engine.
+    """
     first = min(runs, key=lambda run: run.num_actors)
 
-    def share(rate: float, first_rate: float, num_actors: int) -> float:
+    def share(rate: float | None, first_rate: float | None, num_actors: int) -> float:
+        if rate is None or first_rate is None:
+            raise ExecutionError("an operator without an engine has no steady rate")
         return rate / (num_actors * first_rate / first.num_actors)
 
     return [
         Efficiency(
             num_actors=run.num_actors,
-            steady=share(run.steady_rows_per_s, first.steady_rows_per_s, run.num_actors),
+            steady=share(run.steady_tokens_per_s, first.steady_tokens_per_s, run.num_actors),
             job=share(run.rows_per_s, first.rows_per_s, run.num_actors),
         )
         for run in runs
@@ -112,14 +121,14 @@ def describe_overhead(run: Run) -> str:
 
 
 def describe_limit(
-    limits: Sequence[Run], node_rows_per_s: float, rows_per_task: int
+    limits: Sequence[Run], node_rows_per_s: float, rows_of_a_task: Callable[[int], int]
 ) -> Iterator[str]:
     """What the driver's limit means for many nodes, with the arithmetic.
 
     Args:
         limits: Runs whose operator takes no time.
         node_rows_per_s: Of a node at its real pace.
-        rows_per_task: That the plan's sizes give.
+        rows_of_a_task: That the plan's sizes give, for a number of nodes.
     """
     for run in limits:
         yield (
@@ -128,28 +137,22 @@ def describe_limit(
             f"{1e3 * run.driver_cpu_s * run.rows_per_task / run.num_rows:.2f} ms of driver CPU a "
             "task"
         )
-    slowest = min(limits, key=lambda run: run.tasks_per_s)
-    limit = slowest.tasks_per_s
+    limit = min(run.tasks_per_s for run in limits)
     yield (
         f"so the driver starts {limit:.0f} tasks/s at least on this machine, beside actors, which "
-        "share its cores; a node at its real pace takes "
-        f"{node_rows_per_s:.2f} rows/s / {rows_per_task} rows a task = "
-        f"{node_rows_per_s / rows_per_task:.4f} tasks/s"
+        f"share its cores; a node at its real pace takes {node_rows_per_s:.2f} rows/s"
     )
     for nodes in PROJECTED_NODES:
-        needed = nodes * node_rows_per_s / rows_per_task
+        rows = rows_of_a_task(nodes)
+        needed = nodes * node_rows_per_s / rows
         yield (
-            f"{nodes:>5} nodes: {nodes} * {node_rows_per_s:.2f} / {rows_per_task} = {needed:.2f} "
-            f"tasks/s, {100 * needed / limit:.1f} % of the driver's limit"
-            + (_too_many(nodes, node_rows_per_s, limit) if needed > limit else "")
+            f"{nodes:>5} nodes: {nodes} * {node_rows_per_s:.2f} rows/s / {rows} rows a task = "
+            f"{needed:.2f} tasks/s, {100 * needed / limit:.1f} % of the driver's limit"
         )
+    most = PROJECTED_NODES[-1]
     yield (
-        f"the limit is reached at {limit:.0f} * {rows_per_task} / {node_rows_per_s:.2f} = "
-        f"{limit * rows_per_task / node_rows_per_s:,.0f} nodes. Not measured: Ray with that many "
-        "nodes; this is the driver's share alone"
+        f"with the tasks of {most:,} nodes the limit is reached at {limit:.0f} * "
+        f"{rows_of_a_task(most)} / {node_rows_per_s:.2f} = "
+        f"{limit * rows_of_a_task(most) / node_rows_per_s:,.0f} nodes. Not measured: Ray with that "
+        "many nodes; this is the driver's share alone"
     )
-
-
-def _too_many(nodes: int, node_rows_per_s: float, limit: float) -> str:
-    least = nodes * node_rows_per_s / limit
-    return f": too many; a task needs {least:.0f} rows or more, or the input several jobs"

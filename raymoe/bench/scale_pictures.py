@@ -24,7 +24,7 @@ def draw_efficiency(found: Sequence[Efficiency], *, title: str) -> str:
         *_frame(chart, "actors, each on a node of its own", "% of one actor's rate times actors"),
         chart.line([(0, TARGET), (HEADROOM * most, TARGET)], Colour.OTHER, width=1, dash="4 4"),
         *_line(
-            chart, steady, Colour.GPU, place=0, name="between first and last quarter of the rows"
+            chart, steady, Colour.GPU, place=0, name="between first and last quarter of the tokens"
         ),
         *_line(chart, job, Colour.CPU, place=1, name="whole job, from when all actors were ready"),
         *(chart.dot(*point, Colour.GPU, radius=4) for point in steady),

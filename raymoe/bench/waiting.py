@@ -7,6 +7,7 @@ measure is everything around the GPU.
 
 import itertools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,10 +77,18 @@ class WaitingModel:
 
 
 class WaitingRunner:
-    """Runs passes by waiting; every row's next token is the same."""
+    """Runs passes by waiting; every row's next token is the same.
 
-    def __init__(self, model: WaitingModel, vocab_size: int) -> None:
-        self._model = model
+    Args:
+        model: How long they take.
+        vocab_size: Of the logits.
+        on_pass: Called after each with the number of tokens that it gave.
+    """
+
+    def __init__(
+        self, model: WaitingModel, vocab_size: int, on_pass: Callable[[int], None] | None = None
+    ) -> None:
+        self._model, self._on_pass = model, on_pass
         self._logits_CV = torch.zeros(LOGIT_CHUNK_ROWS, vocab_size)
         self._logits_CV[:, _TOKEN] = 1.0
 
@@ -95,17 +104,21 @@ class WaitingRunner:
         seconds = self._model.seconds(load)
         time.sleep(max(0.0, begin_s + seconds - time.perf_counter()))
         elapsed_s = time.perf_counter() - begin_s
+        if self._on_pass is not None:
+            self._on_pass(num_rows)
         return Timeline("waiting", (Span(_PASS, 0.0, elapsed_s),))
 
     def _logits(self, num_rows: int) -> Tensor:
         return self._logits_CV[:num_rows]
 
 
-def waiting_parts(model: WaitingModel, directory: Path) -> EngineParts:
+def waiting_parts(
+    model: WaitingModel, directory: Path, on_pass: Callable[[int], None] | None = None
+) -> EngineParts:
     """Parts of an engine that waits; the directory has a tokenizer and its vocabulary."""
     spec = ModelSpec.from_directory(directory)
     return EngineParts(
-        runner=WaitingRunner(model, spec.vocab_size),
+        runner=WaitingRunner(model, spec.vocab_size, on_pass),
         policy=model.policy,
         tokenizer=Tokenizer(directory, spec.vocab_size),
         vocab_size=spec.vocab_size,

@@ -1,6 +1,6 @@
 """Operators for measuring what is around an engine: one whose engine waits, one that has none.
 
-They write down when they were ready and how many rows and how much CPU time they have had since.
+They write down when they were ready, and how many tokens and how much CPU time they had when since.
 """
 
 import json
@@ -27,12 +27,12 @@ class ActorMoment:
 
     Attributes:
         time_s: Of the clock on the wall.
-        num_rows: That it has finished.
+        num_tokens: That it has generated.
         cpu_s: Of its process.
     """
 
     time_s: float
-    num_rows: int
+    num_tokens: int
     cpu_s: float
 
 
@@ -41,16 +41,16 @@ class ActorLog:
 
     def __init__(self, directory: str | Path) -> None:
         self._lock = threading.Lock()
-        self._num_rows = 0
+        self._num_tokens = 0
         self._path = Path(directory) / f"{os.getpid()}.jsonl"
         self.record(0)
 
-    def record(self, num_rows: int) -> None:
-        """Note that so many more rows are finished."""
+    def record(self, num_tokens: int) -> None:
+        """Note that there are so many more tokens."""
         with self._lock:
-            self._num_rows += num_rows
+            self._num_tokens += num_tokens
             moment = ActorMoment(
-                time_s=time.time(), num_rows=self._num_rows, cpu_s=time.process_time()
+                time_s=time.time(), num_tokens=self._num_tokens, cpu_s=time.process_time()
             )
             with self._path.open("a") as file:
                 file.write(json.dumps(asdict(moment)) + "\n")
@@ -85,13 +85,10 @@ class WaitingGenerator(MoEGenerator):
         self._log = ActorLog(log_dir)
 
     def _open_engine(self, model_source: str | Path, config: EngineConfig) -> Engine:
-        return Engine(waiting_parts(self._model, Path(model_source)), config)
+        def on_pass(num_tokens: int) -> None:
+            self._log.record(num_tokens)
 
-    def __call__(self, batch: pa.Table) -> pa.Table:
-        """Generate for one table, as the real operator does."""
-        done = super().__call__(batch)
-        self._log.record(batch.num_rows)
-        return done
+        return Engine(waiting_parts(self._model, Path(model_source), on_pass), config)
 
 
 class InstantGenerator:
@@ -110,5 +107,5 @@ class InstantGenerator:
     def __call__(self, batch: pa.Table) -> pa.Table:
         """Return the table with empty answers."""
         done = self._columns.append(batch, [Generation(finish_reason="stop")] * batch.num_rows)
-        self._log.record(batch.num_rows)
+        self._log.record(0)
         return done

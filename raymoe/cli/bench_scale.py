@@ -6,6 +6,7 @@ speed-up of s makes all that is measured here s times harder than it is at the n
 """
 
 import dataclasses
+import functools
 import json
 import statistics
 import tempfile
@@ -66,18 +67,17 @@ def _run_scale(options: ScaleOptions) -> None:
         (found,) = (one for one in efficiencies(runs) if one.num_actors == num_actors)
         _write(options.out / "scale.jsonl", "scale", run, model.speedup)
         console.print(
-            f"{num_actors:>3} actors: {run.steady_rows_per_s:.1f} rows/s in the middle half "
-            f"({100 * found.steady:.1f} % of {num_actors} times one), {run.rows_per_s:.1f} over "
-            f"all ({100 * found.job:.1f} %), {format_seconds(run.job_s)}, every id once"
+            f"{num_actors:>3} actors: {run.steady_tokens_per_s:,.0f} tokens/s in the middle half "
+            f"({100 * found.steady:.1f} % of {num_actors} times one), {run.rows_per_s:.1f} rows/s "
+            f"over all ({100 * found.job:.1f} %), {format_seconds(run.job_s)}, every id once"
         )
         console.print(describe_overhead(run))
     picture = options.out / "scale.svg"
     title = f"{MODEL} on {NODE} nodes that wait, {model.speedup:g} times faster than real ones"
     picture.write_text(draw_efficiency(efficiencies(runs), title=title))
     limits = list(_run_instant(plan, options.out))
-    for line in describe_limit(
-        limits, _node_rate(plan), rows_of_a_call(2 * plan.policy.batch_size)
-    ):
+    rows_of_call = functools.partial(rows_of_a_call, 2 * plan.policy.batch_size)
+    for line in describe_limit(limits, _node_rate(plan), rows_of_call):
         console.print(line)
     console.print(f"results: {options.out / 'scale.jsonl'}, {picture}")
 
@@ -142,7 +142,7 @@ class _Job:
                     model=self.model,
                     num_actors=self.num_actors,
                     rows_in_flight=rows_in_flight,
-                    rows_per_task=rows_per_task or rows_of_a_call(rows_in_flight),
+                    rows_per_task=rows_per_task or rows_of_a_call(rows_in_flight, self.num_actors),
                     log_dir=Path(name) / "logs",
                     journal_dir=Path(name) / "journal" if self.has_journal else None,
                 )

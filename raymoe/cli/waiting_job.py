@@ -1,11 +1,12 @@
 """A job on a local cluster whose engines wait, or are not there: rows in, figures out."""
 
 import functools
+import itertools
 import math
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,12 @@ from raymoe.assets import demo_model_path
 from raymoe.bench.processes import Usage, descendants, usage_of
 from raymoe.bench.scale import Run, steady_rate
 from raymoe.bench.waiting import WaitingModel
-from raymoe.bench.waiting_generator import InstantGenerator, WaitingGenerator, read_actor_logs
+from raymoe.bench.waiting_generator import (
+    ActorMoment,
+    InstantGenerator,
+    WaitingGenerator,
+    read_actor_logs,
+)
 from raymoe.bench.waiting_rows import ID_COLUMN, RowCheck, make_rows
 from raymoe.data.context import configure_data_context
 from raymoe.data.sizing import map_batches_kwargs
@@ -138,19 +144,18 @@ def run_waiting_job(job: WaitingJob) -> tuple[Run, Samples]:
     context.wait_for_min_actors_s = START_TIMEOUT_S  # all at once, or the first take all rows
     job.log_dir.mkdir(parents=True)
     check, samples = RowCheck(job.workload.num_rows), Samples()
-    arrivals: list[tuple[float, int]] = []
-    begin_s, before = time.time(), (0.0, 0.0)
+    begin_s, end_s, before = time.time(), None, (0.0, 0.0)
     with _sampling(samples, job.log_dir):
         for table in job.tables():
-            if not arrivals:  # what came before belongs to the start
+            if end_s is None:  # what came before belongs to the start
                 before = (time.process_time(), samples.cpu_s)
-            arrivals.append((time.time(), table.num_rows))
+            end_s = time.time()
             check.add(table)
     check.finish()
     run = _figures(
         job,
-        arrivals,
         begin_s=begin_s,
+        end_s=end_s or begin_s,
         driver_cpu_s=time.process_time() - before[0],
         ray_cpu_s=max(0.0, samples.cpu_s - before[1]),
     )
@@ -159,9 +164,9 @@ def run_waiting_job(job: WaitingJob) -> tuple[Run, Samples]:
 
 def _figures(
     job: WaitingJob,
-    arrivals: list[tuple[float, int]],
     *,
     begin_s: float,
+    end_s: float,
     driver_cpu_s: float,
     ray_cpu_s: float,
 ) -> Run:
@@ -177,9 +182,19 @@ def _figures(
         num_rows=job.workload.num_rows,
         rows_per_task=job.rows_per_task,
         start_s=ready_s - begin_s,
-        job_s=arrivals[-1][0] - ready_s,
-        steady_rows_per_s=steady_rate(arrivals),
+        job_s=end_s - ready_s,
+        steady_tokens_per_s=None if job.model is None else steady_rate(_passes(logs.values())),
         actor_cpu_s=sum(moments[-1].cpu_s - moments[0].cpu_s for moments in logs.values()),
         driver_cpu_s=driver_cpu_s,
         ray_cpu_s=ray_cpu_s,
     )
+
+
+def _passes(logs: Iterable[list[ActorMoment]]) -> list[tuple[float, int]]:
+    """(end, tokens) of all actors' passes."""
+    passes = [
+        (after.time_s, after.num_tokens - before.num_tokens)
+        for moments in logs
+        for before, after in itertools.pairwise(moments)
+    ]
+    return sorted(passes)

@@ -23,7 +23,8 @@ def configure_data_context(
     """Set Ray Data up for long passes; call it before the dataset is made.
 
     Without it Ray Data ends a job in which no block moved for half an hour, as happens while large
-    weights load or few long rows are left.
+    weights load or few long rows are left; and each of the hundreds of tasks inside of an actor has
+    a thread that reads the memory of their common process every second.
 
     With a checkpoint path, Ray Data notes the ids of every file it has written there, and a job
     that is started again skips those rows. The dataset must come from files, go through maps alone
@@ -60,6 +61,7 @@ def configure_data_context(
         never if math.isinf(no_progress_timeout_s) else no_progress_timeout_s
     )
     context.execution_options.preserve_order = preserve_order
+    context.memory_usage_poll_interval_s = None  # a thread for each task; their process is the same
     if checkpoint_path is not None:
         context.checkpoint_config = CheckpointConfig(
             id_column=id_column, checkpoint_path=str(checkpoint_path)

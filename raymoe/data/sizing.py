@@ -24,7 +24,9 @@ except ImportError as error:
         "raymoe.map_batches_kwargs needs Ray Data: pip install 'ray[data]>=2.60,<2.64'"
     ) from error
 
-MAX_CONCURRENT_CALLS = 256  # beyond it Ray Data dispatches slower than it gains
+MAX_CONCURRENT_CALLS = 256  # of an actor; beyond it Ray Data dispatches slower than it gains
+MAX_CALLS_OF_A_JOB = 8192  # the driver starts some 50 a second, and keeps watch over all of them
+LEAST_CALLS = 16  # of an actor; with fewer, many finished rows wait for the slowest of their call
 DEFAULT_ROWS = 1024
 ROWS_PER_SEQUENCE = 2
 LEAST_ROWS_PER_CALL = 16  # a task costs the driver some milliseconds, however few its rows are
@@ -60,7 +62,8 @@ def map_batches_kwargs(
         rows_in_flight: Rows inside one actor; None takes twice the sequences that the plan keeps
             live at once, so that the next rows wait where they are needed.
         batch_size: Rows of one call; a call leaves when its slowest row does, so small is better.
-            None takes 16, or as many as it takes to have `rows_in_flight` inside of 256 calls.
+            None takes 16, or as many as it takes to have `rows_in_flight` inside of 256 calls,
+            fewer with more than 32 actors: a driver bears some thousands of calls.
         num_gpus: Of an actor; None takes `tensor_parallel_size` of the engine, usually one, where
             the cluster has any GPU and the device allows it.
         num_cpus: Of an actor; None shares the CPUs of the nodes and leaves one to the reads.
@@ -78,7 +81,7 @@ def map_batches_kwargs(
     cluster = _find_cluster(config, num_gpus)
     config, plan = _plan_share(model_source, config, cluster, num_actors)
     rows = rows_in_flight or _default_rows(plan)
-    batch_size = batch_size or rows_of_a_call(rows)
+    batch_size = batch_size or rows_of_a_call(rows, num_actors)
     calls = min(MAX_CONCURRENT_CALLS, ceil_div(rows, batch_size))
     constructor = {"engine_config": config, "max_concurrent_calls": calls, **_absolute(options)}
     return {
@@ -94,9 +97,10 @@ def map_batches_kwargs(
     }
 
 
-def rows_of_a_call(rows_in_flight: int) -> int:
-    """Return the least rows of a call with which so many are inside of an actor."""
-    return max(LEAST_ROWS_PER_CALL, ceil_div(rows_in_flight, MAX_CONCURRENT_CALLS))
+def rows_of_a_call(rows_in_flight: int, num_actors: int) -> int:
+    """Return the least rows of a call with which so many are inside of each actor."""
+    calls = min(MAX_CONCURRENT_CALLS, max(LEAST_CALLS, MAX_CALLS_OF_A_JOB // num_actors))
+    return max(LEAST_ROWS_PER_CALL, ceil_div(rows_in_flight, calls))
 
 
 def _find_cluster(config: EngineConfig, num_gpus: float | None) -> Cluster:

@@ -29,7 +29,7 @@ def a_run(**changes) -> Run:
         "rows_per_task": 10,
         "start_s": 5.0,
         "job_s": 100.0,
-        "steady_rows_per_s": 12.0,
+        "steady_tokens_per_s": 12.0,
         "actor_cpu_s": 2.0,
         "driver_cpu_s": 0.5,
         "ray_cpu_s": 0.25,
@@ -38,7 +38,7 @@ def a_run(**changes) -> Run:
 
 
 def test_efficiency_is_the_share_of_n_times_the_first_rate() -> None:
-    runs = [a_run(num_actors=2), a_run(), a_run(num_actors=4, steady_rows_per_s=45.6, job_s=26.0)]
+    runs = [a_run(num_actors=2), a_run(), a_run(num_actors=4, steady_tokens_per_s=45.6, job_s=26.0)]
     found = {each.num_actors: each for each in efficiencies(runs)}
     assert found[1].steady == found[1].job == 1
     assert found[2].steady == found[2].job == 0.5
@@ -51,8 +51,13 @@ def test_a_steady_rate_leaves_out_beginning_and_end() -> None:
     middle = [(10.0 + i, 5) for i in range(10)]
     end = [(500.0, 25)]
     assert steady_rate(start + middle + end) == pytest.approx(5)
-    with pytest.raises(ExecutionError, match="give more rows"):
+    with pytest.raises(ExecutionError, match="2 passes are too few"):
         steady_rate([(0.0, 10), (1.0, 10)])
+
+
+def test_an_operator_without_an_engine_has_no_efficiency() -> None:
+    with pytest.raises(ExecutionError, match="no steady rate"):
+        efficiencies([a_run(steady_tokens_per_s=None)])
 
 
 def test_overhead_is_for_each_row() -> None:
@@ -63,16 +68,15 @@ def test_overhead_is_for_each_row() -> None:
 
 def test_the_limit_is_the_lowest_rate_and_shows_its_arithmetic() -> None:
     limits = [a_run(job_s=1.0), a_run(job_s=0.5)]  # 100 and 200 tasks/s
-    lines = list(describe_limit(limits, node_rows_per_s=4.0, rows_per_task=16))
+    lines = list(describe_limit(limits, 4.0, lambda nodes: 16 if nodes < 1000 else 160))
     text = "\n".join(lines)
-    assert "100 nodes: 100 * 4.00 / 16 = 25.00 tasks/s, 25.0 % of the driver's limit" in text
-    over = next(line for line in lines if line.lstrip().startswith("1000 nodes"))
-    assert "250.0 % of the driver's limit: too many; a task needs 40 rows or more" in over
-    assert "100 * 16 / 4.00 = 400 nodes" in lines[-1]
+    assert "100 nodes: 100 * 4.00 rows/s / 16 rows a task = 25.00 tasks/s, 25.0 % of" in text
+    assert "1000 nodes: 1000 * 4.00 rows/s / 160 rows a task = 25.00 tasks/s, 25.0 % of" in text
+    assert "100 * 160 / 4.00 = 4,000 nodes" in lines[-1]
 
 
 def test_pictures_are_drawn_from_all_points() -> None:
-    found = efficiencies([a_run(), a_run(num_actors=16, steady_rows_per_s=185)])
+    found = efficiencies([a_run(), a_run(num_actors=16, steady_tokens_per_s=185)])
     memory = {"driver": [(float(i), 1e9 + i) for i in range(2000)], "actor 1": [(0.0, 2e9)]}
     for picture in (draw_efficiency(found, title="a <b>"), draw_memory(memory, title="m")):
         page = ElementTree.fromstring(picture)

@@ -16,7 +16,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def context(monkeypatch: pytest.MonkeyPatch) -> DataContext:
     """That of the process, put back afterwards."""
     context = DataContext.get_current()
-    for name in ("execution_no_progress_timeout_s", "checkpoint_config"):
+    names = (
+        "execution_no_progress_timeout_s",
+        "checkpoint_config",
+        "memory_usage_poll_interval_s",
+    )
+    for name in names:
         monkeypatch.setattr(context, name, getattr(context, name))
     options = context.execution_options
     monkeypatch.setattr(options, "preserve_order", options.preserve_order)
@@ -30,6 +35,10 @@ def test_long_passes_are_no_reason_to_end_a_job(context) -> None:
     configure_data_context(context=context, no_progress_timeout_s=math.inf, preserve_order=True)
     assert context.execution_no_progress_timeout_s == -1
     assert context.execution_options.preserve_order
+
+
+def test_tasks_of_an_actor_do_not_each_watch_its_memory(context) -> None:
+    assert configure_data_context(context=context).memory_usage_poll_interval_s is None
 
 
 def test_a_checkpoint_knows_rows_by_their_ids(context, tmp_path) -> None:

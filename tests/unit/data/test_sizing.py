@@ -40,6 +40,13 @@ def test_calls_hold_more_rows_where_there_would_be_too_many_calls():
     assert map_batches_kwargs("m", rows_in_flight=21_760, batch_size=16)["batch_size"] == 16
 
 
+def test_calls_of_a_large_job_stay_few_enough_for_its_driver():
+    def batch_size(num_actors):
+        return map_batches_kwargs("m", rows_in_flight=2928, num_actors=num_actors)["batch_size"]
+
+    assert [batch_size(n) for n in (1, 16, 100, 1000)] == [16, 16, 37, 183]
+
+
 def test_all_arguments_are_named_ones_of_map_batches():
     names = inspect.signature(ray.data.Dataset.map_batches).parameters
     kwargs = map_batches_kwargs("m", sampling_params={"max_tokens": 3}, id_column="id")
