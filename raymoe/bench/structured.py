@@ -68,10 +68,11 @@ def hostile_forms(count: int, first_variant: int) -> list[Any]:
     malformed ones, of which there are a dozen.
     """
     malformed = [outputs for outputs, _ in malformed_outputs()]
-    forms: list[Any] = []
-    for variant in range(first_variant, first_variant + ceil_div(count, 3)):
-        exploding, slow = exploding_outputs(variant), slow_outputs(variant)
-        forms += [list_[variant % len(list_)] for list_ in (exploding, slow, malformed)]
+    forms = [
+        choices[variant % len(choices)]
+        for variant in range(first_variant, first_variant + ceil_div(count, 3))
+        for choices in (exploding_outputs(variant), slow_outputs(variant), malformed)
+    ]
     return forms[:count]
 
 

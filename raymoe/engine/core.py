@@ -29,7 +29,7 @@ _NO_TOKEN = ExecutionError(
     "no token can be chosen: the logits have NaN, or logit_bias, stop tokens and grammar exclude "
     "everything"
 )
-PATIENCE = 0.02  # share of a pass that rows without a grammar may wait for masks of others
+PATIENCE = 0.005  # share of a pass that rows without a grammar may wait for masks of others
 Finish = Callable[[Request, Generation], None]
 
 

@@ -43,7 +43,7 @@ class MatchLimits:
         max_memory_bytes: Of all of them.
     """
 
-    row_limit_s: float = 0.25
+    row_limit_s: float = 0.1
     token_limit_s: float = 0.01
     max_row_bytes: int = 128 * MIB
     max_memory_bytes: int = 4096 * MIB
