@@ -28,7 +28,10 @@ MAX_CONCURRENT_CALLS = 256  # of an actor; beyond it Ray Data dispatches slower 
 MAX_CALLS_OF_A_JOB = 8192  # the driver starts some 50 a second, and keeps watch over all of them
 LEAST_CALLS = 16  # of an actor; with fewer, many finished rows wait for the slowest of their call
 DEFAULT_ROWS = 1024
-ROWS_PER_SEQUENCE = 2
+# A call holds its finished rows until its slowest is done, so more rows must be inside than live:
+# as often as the longest row of a call is longer than the mean. Twice keeps a batch full if lengths
+# vary by half; with lengths like those of answers that end by themselves it would be 0.6 full.
+ROWS_PER_SEQUENCE = 4
 LEAST_ROWS_PER_CALL = 16  # a task costs the driver some milliseconds, however few its rows are
 DIRECTORIES = ("journal_dir", "status_dir")
 PREFETCHED_FRACTION = 0.25  # tasks that wait at the actor with their input already local
@@ -59,8 +62,8 @@ def map_batches_kwargs(
         model_source: A local model directory, or a name on the Hugging Face hub.
         num_actors: Engines. Several on one node share one copy of the weights in its `/dev/shm`,
             where they run on devices (`EngineConfig.shared_weights`); others have one each.
-        rows_in_flight: Rows inside one actor; None takes twice the sequences that the plan keeps
-            live at once, so that the next rows wait where they are needed.
+        rows_in_flight: Rows inside one actor; None takes four times the sequences that the plan
+            keeps live at once: finished rows wait inside for the slowest of their call.
         batch_size: Rows of one call; a call leaves when its slowest row does, so small is better.
             None takes 16, or as many as it takes to have `rows_in_flight` inside of 256 calls,
             fewer with more than 32 actors: a driver bears some thousands of calls.
