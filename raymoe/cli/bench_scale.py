@@ -33,7 +33,6 @@ from raymoe.units import GIB, format_seconds
 
 MODEL, NODE = "mixtral-8x7b", "l4"
 MANY_ROWS = 10**6  # so many that plans are for a steady stream of them
-BATCHES = 3  # rows of an actor, in sequences that are live at once
 INSTANT_ROWS, INSTANT_TASKS = (16, 64), 1500
 MOST_LINES = 5  # of a picture
 
@@ -56,8 +55,8 @@ def _run_scale(options: ScaleOptions) -> None:
     """The same number of rows for each actor, with more and more actors."""
     console = Console(soft_wrap=True)
     plan = _plan(Workload(num_rows=MANY_ROWS, prompt_tokens=418, generated_tokens=128))
-    each = options.rows or BATCHES * plan.policy.batch_size
-    model = WaitingModel.of(plan, speedup=options.speedup or 8.0)
+    each = options.rows or plan.policy.batch_size
+    model = WaitingModel.of(plan, speedup=options.speedup or 4.0)
     console.print(_describe(plan, model))
     runs = []
     for num_actors in sorted(set(options.actors or (1, 2, 4, 8, 16))):
