@@ -20,7 +20,6 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -34,10 +33,7 @@ from transformers import AutoTokenizer
 COMPILE, MATCH = b"compile", b"match"
 MAX_ERROR_CHARACTERS = 500
 NO_SLOT = -1
-# Most grammars compile in milliseconds, and rows wait for them; one that takes longer gets what the
-# cores have left, which on a busy machine is three of 1027 shares beside each thread of ours.
-PROMPT_S = 0.2
-PATIENCE = 200.0  # time by the clock over CPU time
+PATIENCE = 200.0  # time by the clock over CPU time, as `grammars` lets a slow one rest
 MAX_SPACES = 32  # between two parts of JSON: a line end and an indentation
 SURROGATE, SECOND_OF_SURROGATE = re.compile(b"\xed[\xa0-\xbf]"), re.compile(b"[\xa0-\xbf]")
 
@@ -92,12 +88,6 @@ def time_limit(limit_s: float) -> Iterator[None]:
             signal.setitimer(timer, 0.0)
 
 
-def yield_cores() -> None:
-    """Let this process run only where nobody else wants to: rows that are computed matter more."""
-    main_thread = os.getpid()
-    os.sched_setscheduler(main_thread, os.SCHED_IDLE, os.sched_param(0))
-
-
 def new_compiler(vocabulary: xgrammar.TokenizerInfo) -> xgrammar.GrammarCompiler:
     """A compiler that keeps nothing; the processes here have one thread each."""
     return xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
@@ -144,7 +134,8 @@ def reason(error: Exception) -> str:
 
 
 def serve_compile(pipe: Connection, vocabulary: xgrammar.TokenizerInfo) -> None:
-    """Compile one grammar; answer with an error, or "" and the grammar."""
+    """Say which process this is; compile one grammar; answer with an error, or "" and it."""
+    pipe.send_bytes(json.dumps({"pid": os.getpid()}).encode())
     request = json.loads(pipe.recv_bytes())
     limit_memory(request["max_memory_bytes"])
     with tempfile.TemporaryFile() as said:
@@ -313,9 +304,6 @@ def run_child(role: bytes, descriptors: list[int], vocabulary: xgrammar.Tokenize
     pipe = Connection(descriptors[0])
     with contextlib.suppress(EOFError, BrokenPipeError):
         if role == COMPILE:
-            timer = threading.Timer(PROMPT_S, yield_cores)
-            timer.daemon = True
-            timer.start()
             serve_compile(pipe, vocabulary)
             return
         settings = json.loads(pipe.recv_bytes())

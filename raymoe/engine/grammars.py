@@ -1,17 +1,31 @@
-"""Structured outputs to compiled grammars, in the background, within limits, each only once."""
+"""Structured outputs to compiled grammars, in the background, within limits, each only once.
 
+Nearly all grammars compile in milliseconds. One that does not begins anew in a lane of its own,
+where it neither delays the others nor takes the cores from the rows that are computed.
+"""
+
+import contextlib
 import json
+import os
+import signal
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
 
 from raymoe.engine.grammar_server import GrammarServer
 from raymoe.errors import ConfigError
 from raymoe.structured import StructuredOutputs
 from raymoe.units import MIB
 
-NUM_COMPILERS = 2
+NUM_PROMPT_COMPILERS = 2
+PROMPT_S = 0.2  # CPU time; what takes longer is slow
+# A slow one works so long for each core and then rests, while rows are computed. A low priority
+# would not keep it away from them: it comes in whenever one of their threads waits for another.
+WORK_S, REST_S = 0.01, 1.0
 MAX_ENTRIES = 4096
 MAX_CACHE_BYTES = 256 * MIB
 
@@ -51,13 +65,21 @@ class Grammars:
 
     Args:
         server: Of processes with the vocabulary.
+        is_busy: Whether rows are computed now.
         limits: Of each grammar.
     """
 
-    def __init__(self, server: GrammarServer, limits: CompileLimits | None = None) -> None:
-        self._server = server
+    def __init__(
+        self,
+        server: GrammarServer,
+        is_busy: Callable[[], bool],
+        limits: CompileLimits | None = None,
+    ) -> None:
+        self._server, self._is_busy = server, is_busy
         self._limits = limits or CompileLimits()
-        self._pool = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="raymoe-grammar")
+        self._prompt = ThreadPoolExecutor(NUM_PROMPT_COMPILERS, "raymoe-grammar")
+        self._slow = ThreadPoolExecutor(1, "raymoe-slow-grammar")
+        self._is_closed = threading.Event()
         self._lock = threading.Lock()
         self._cache: OrderedDict[str, Future[Grammar]] = OrderedDict()
 
@@ -67,14 +89,17 @@ class Grammars:
         with self._lock:
             future = self._cache.pop(digest, None)
             if future is None:
-                future = self._pool.submit(self._compile, outputs, digest)
+                future = Future()
+                self._prompt.submit(self._compile_promptly, outputs, future)
             self._cache[digest] = future
             self._evict()
         return future
 
     def close(self) -> None:
-        """End the threads; the server must be closed before, or they wait for it."""
-        self._pool.shutdown(cancel_futures=True)
+        """End the threads; the server must be closed before, so that what they still do fails."""
+        self._is_closed.set()
+        self._prompt.shutdown()  # before the lane that it may still fill
+        self._slow.shutdown()
 
     def _evict(self) -> None:
         sizes = {digest: _num_bytes(future) for digest, future in self._cache.items()}
@@ -85,29 +110,80 @@ class Grammars:
             total -= sizes[digest]
             del self._cache[digest]
 
-    def _compile(self, outputs: StructuredOutputs, digest: str) -> Grammar:
+    def _compile_promptly(self, outputs: StructuredOutputs, future: Future[Grammar]) -> None:
+        limit_s = min(PROMPT_S, self._limits.limit_s)
+        try:
+            future.set_result(self._compile(outputs, limit_s, _receive))
+        except _LimitError:
+            self._slow.submit(self._compile_slowly, outputs, future)
+        except Exception as error:
+            future.set_exception(error)
+
+    def _compile_slowly(self, outputs: StructuredOutputs, future: Future[Grammar]) -> None:
+        limits = self._limits
+        try:
+            future.set_result(self._compile(outputs, limits.limit_s, self._receive_slowly))
+        except _LimitError:
+            error = (
+                f"takes more than {limits.limit_s:g} s or {limits.max_memory_bytes // MIB} MiB to "
+                "compile"
+            )
+            future.set_exception(_refusal(outputs, error))
+        except Exception as error:
+            future.set_exception(error)
+
+    def _compile(
+        self, outputs: StructuredOutputs, limit_s: float, receive: Callable[[Connection, int], Any]
+    ) -> Grammar:
+        """Compile in a fresh process.
+
+        Raises:
+            _LimitError: The process ended without an answer.
+            ConfigError: The compiler refuses it.
+        """
         limits = self._limits
         request = {
             "kind": outputs.kind,
             "source": outputs.source,
             "is_compact": outputs.disable_any_whitespace,
-            "limit_s": limits.limit_s,
+            "limit_s": limit_s,
             "max_memory_bytes": limits.max_memory_bytes,
             "max_grammar_bytes": limits.max_grammar_bytes,
         }
         with self._server.fork(b"compile") as pipe:
             try:
+                pid = json.loads(pipe.recv_bytes())["pid"]
                 pipe.send_bytes(json.dumps(request).encode())
-                error = json.loads(pipe.recv_bytes())["error"]
+                error = receive(pipe, pid)["error"]
                 if not error:
                     is_json = outputs.kind in ("json", "json_object")
-                    return Grammar(digest, pipe.recv_bytes(), is_json)
-            except (EOFError, OSError):
-                error = (
-                    f"takes more than {limits.limit_s:g} s or {limits.max_memory_bytes // MIB} MiB "
-                    "to compile"
-                )
-        raise ConfigError(f"structured_outputs has a {outputs.kind} that cannot be used: {error}")
+                    return Grammar(outputs.digest, pipe.recv_bytes(), is_json)
+            except (EOFError, OSError) as problem:
+                raise _LimitError from problem
+        raise _refusal(outputs, error)
+
+    def _receive_slowly(self, pipe: Connection, pid: int) -> Any:
+        """Wait for the answer of a process that rests while rows are computed."""
+        work_s = WORK_S * len(os.sched_getaffinity(0))
+        with contextlib.suppress(ProcessLookupError):  # it has ended, which the pipe shows
+            while not pipe.poll(work_s):
+                if self._is_busy():
+                    os.kill(pid, signal.SIGSTOP)
+                    self._is_closed.wait(REST_S)
+                    os.kill(pid, signal.SIGCONT)
+        return _receive(pipe, pid)
+
+
+class _LimitError(Exception):
+    """A process used up its time or memory."""
+
+
+def _receive(pipe: Connection, _pid: int) -> Any:
+    return json.loads(pipe.recv_bytes())
+
+
+def _refusal(outputs: StructuredOutputs, error: str) -> ConfigError:
+    return ConfigError(f"structured_outputs has a {outputs.kind} that cannot be used: {error}")
 
 
 def _num_bytes(future: Future[Grammar]) -> int:

@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from raymoe.bench.processes import descendants
 from raymoe.engine.grammar_server import GrammarServer
 from raymoe.engine.grammars import CompileLimits, Grammars
 from raymoe.engine.token_masks import MatchLimits, TokenMasks
-from raymoe.errors import ConfigError
+from raymoe.errors import ConfigError, ExecutionError
 from raymoe.structured import StructuredOutputs
 from tests.unit.engine.fakes import EOS, VOCAB_SIZE
 
@@ -30,7 +31,7 @@ def server(tokenizer_directory):
 
 @pytest.fixture(scope="module")
 def grammars(server):
-    grammars = Grammars(server, CompileLimits(limit_s=2.0))
+    grammars = Grammars(server, lambda: False, CompileLimits(limit_s=2.0))
     yield grammars
     grammars.close()
 
@@ -143,18 +144,56 @@ def test_what_explodes_is_refused_with_its_limits_and_once_only(grammars):
     form = StructuredOutputs.of(exploding_outputs()[1])
     assert grammars.get(form) is grammars.get(form)
     with pytest.raises(ConfigError, match=r"needs more memory|takes more than 2 s or 1024 MiB"):
-        grammars.get(form).result(600)  # it yields to whoever else computes here
+        grammars.get(form).result(300)
 
 
-def test_what_takes_long_to_compile_yields_the_cores(grammars):
-    future = grammars.get(StructuredOutputs.of(exploding_outputs(variant=1)[2]))
-    policies = set()
-    while not future.done():
-        for pid in descendants(os.getpid()):
-            with contextlib.suppress(ProcessLookupError):
-                policies.add(os.sched_getscheduler(pid))
-        time.sleep(0.02)
-    assert policies == {os.SCHED_OTHER, os.SCHED_IDLE}  # the others do not
+def states_of_children():
+    """One letter for each process below this one, as `ps` shows it."""
+    states = set()
+    for pid in descendants(os.getpid()):
+        with contextlib.suppress(OSError):
+            states.add(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0])
+    return states
+
+
+@pytest.mark.parametrize("is_busy", [True, False], ids=["rows are computed", "nothing else"])
+def test_what_takes_long_to_compile_rests_while_rows_are_computed(server, monkeypatch, is_busy):
+    monkeypatch.setattr("raymoe.engine.grammars.REST_S", 0.05)
+    grammars = Grammars(server, lambda: is_busy, CompileLimits(limit_s=0.4))
+    slow = grammars.get(StructuredOutputs.of(exploding_outputs(variant=1)[2]))
+    seen = set()
+    while not slow.done():
+        seen |= states_of_children()
+        time.sleep(0.01)
+    assert ("T" in seen) == is_busy
+    with pytest.raises(ConfigError, match=r"takes more than 0.4 s or 1024 MiB"):
+        slow.result()
+    grammars.close()
+
+
+def test_what_takes_long_to_compile_delays_no_other(server):
+    is_busy = True
+    grammars = Grammars(server, lambda: is_busy, CompileLimits(limit_s=0.6))
+    slow = [
+        grammars.get(StructuredOutputs.of(exploding_outputs(variant)[2])) for variant in range(3)
+    ]
+    assert grammars.get(StructuredOutputs.of({"choice": ["a"]})).result(300).data
+    assert not all(future.done() for future in slow)
+    is_busy = False
+    for future in slow:
+        with pytest.raises(ConfigError):
+            future.result(300)
+    grammars.close()
+
+
+def test_grammars_that_are_not_compiled_yet_fail_when_all_is_closed(tokenizer_directory):
+    server = GrammarServer(tokenizer_directory, VOCAB_SIZE, (EOS,))
+    grammars = Grammars(server, lambda: True)
+    forms = [*(exploding_outputs(variant)[2] for variant in range(3)), {"choice": ["a"]}]
+    futures = [grammars.get(StructuredOutputs.of(form)) for form in forms]
+    server.close()
+    grammars.close()
+    assert all(isinstance(future.exception(0), ExecutionError) for future in futures)
 
 
 def test_old_grammars_leave_the_cache(grammars, monkeypatch):
