@@ -35,9 +35,13 @@ class GrammarServer:
         directory: Of the tokenizer.
         vocab_size: Of the model.
         stop_token_ids: Tokens that end a text.
+
+    Attributes:
+        vocab_size: Of the model.
     """
 
     def __init__(self, directory: Path, vocab_size: int, stop_token_ids: tuple[int, ...]) -> None:
+        self.vocab_size = vocab_size
         self._vocabulary = {
             "directory": str(directory),
             "vocab_size": vocab_size,
@@ -93,7 +97,6 @@ class GrammarServer:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=(number,),
-                # Not a session: the kernel may share the cores among sessions, whatever is nice.
                 process_group=0,
             )
         if self._is_closed:  # `close` came before there was a process to end

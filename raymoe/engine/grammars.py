@@ -1,7 +1,7 @@
 """Structured outputs to compiled grammars, in the background, within limits, each only once.
 
-Nearly all grammars compile in milliseconds. One that does not begins anew in a lane of its own,
-where it neither delays the others nor takes the cores from the rows that are computed.
+Nearly all grammars compile in a moment. One that does not begins anew in a lane of its own, where
+it neither delays the others nor takes the cores from the rows that are computed.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from raymoe.structured import StructuredOutputs
 from raymoe.units import MIB
 
 NUM_PROMPT_COMPILERS = 2
-PROMPT_S = 0.2  # CPU time; what takes longer is slow
+PROMPT_S, PROMPT_TOKEN_S = 0.1, 4e-6  # CPU time, and that of each token of the vocabulary
 # A slow one works so long for each core and then rests, while rows are computed. A low priority
 # would not keep it away from them: it comes in whenever one of their threads waits for another.
 WORK_S, REST_S = 0.01, 1.0
@@ -111,7 +111,8 @@ class Grammars:
             del self._cache[digest]
 
     def _compile_promptly(self, outputs: StructuredOutputs, future: Future[Grammar]) -> None:
-        limit_s = min(PROMPT_S, self._limits.limit_s)
+        prompt_s = PROMPT_S + PROMPT_TOKEN_S * self._server.vocab_size
+        limit_s = min(prompt_s, self._limits.limit_s)
         try:
             future.set_result(self._compile(outputs, limit_s, _receive))
         except _LimitError:
