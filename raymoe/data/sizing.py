@@ -63,10 +63,9 @@ def map_batches_kwargs(
         num_actors: Engines. Several on one node share one copy of the weights in its `/dev/shm`,
             where they run on devices (`EngineConfig.shared_weights`); others have one each.
         rows_in_flight: Rows inside one actor; None takes four times the sequences that the plan
-            keeps live at once: finished rows wait inside for the slowest of their call.
-        batch_size: Rows of one call; a call leaves when its slowest row does, so small is better.
-            None takes 16, or as many as it takes to have `rows_in_flight` inside of 256 calls,
-            fewer with more than 32 actors: a driver bears some thousands of calls.
+            keeps live: finished rows wait inside for the slowest of their call.
+        batch_size: Rows of one call, small rather than large. None takes 16, or as many as it takes
+            to have `rows_in_flight` inside of 256 calls (fewer with more than 32 actors).
         num_gpus: Of an actor; None takes `tensor_parallel_size` of the engine, usually one, where
             the cluster has any GPU and the device allows it.
         num_cpus: Of an actor; None shares the CPUs of the nodes and leaves one to the reads.
