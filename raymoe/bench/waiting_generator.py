@@ -1,6 +1,7 @@
 """Operators for measuring what is around an engine: one whose engine waits, one that has none.
 
-They write down when they were ready, and how many tokens and how much CPU time they had when since.
+They write down when they were ready, and after each pass how many tokens they have generated since
+and how much CPU time their process has had.
 """
 
 import json

@@ -32,6 +32,7 @@ from raymoe.specs.workload import Workload
 from raymoe.units import GIB, format_seconds
 
 MODEL, NODE = "mixtral-8x7b", "l4"
+ROWS_PER_SEQUENCE = 2  # inside of an actor; enough here, where lengths vary by half
 MANY_ROWS = 10**6  # so many that plans are for a steady stream of them
 INSTANT_ROWS, INSTANT_TASKS = (16, 64), 1500
 MOST_LINES = 5  # of a picture
@@ -75,7 +76,7 @@ def _run_scale(options: ScaleOptions) -> None:
     title = f"{MODEL} on {NODE} nodes that wait, {model.speedup:g} times faster than real ones"
     picture.write_text(draw_efficiency(efficiencies(runs), title=title))
     limits = list(_run_instant(plan, options.out))
-    rows_of_call = functools.partial(rows_of_a_call, 2 * plan.policy.batch_size)
+    rows_of_call = functools.partial(rows_of_a_call, _rows_in_flight(plan))
     for line in describe_limit(limits, _node_rate(plan), rows_of_call):
         console.print(line)
     console.print(f"results: {options.out / 'scale.jsonl'}, {picture}")
@@ -132,7 +133,7 @@ class _Job:
     has_journal: bool = False
 
     def run(self, rows_per_task: int | None = None) -> tuple[Run, Samples]:
-        rows_in_flight = 2 * self.plan.policy.batch_size
+        rows_in_flight = _rows_in_flight(self.plan)
         workload = dataclasses.replace(self.plan.workload, num_rows=self.num_rows)
         with tempfile.TemporaryDirectory(prefix="raymoe-") as name, local_cluster(self.num_actors):
             return run_waiting_job(
@@ -153,6 +154,10 @@ def _plan(workload: Workload) -> Plan:
     return find_plan(
         model_preset(MODEL), hardware_preset(NODE), workload, max_context_tokens=context
     )
+
+
+def _rows_in_flight(plan: Plan) -> int:
+    return ROWS_PER_SEQUENCE * plan.policy.batch_size
 
 
 def _node_rate(plan: Plan) -> float:
