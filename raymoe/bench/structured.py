@@ -5,6 +5,7 @@ turns; what is compared is the time until the last plain row is done.
 """
 
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +42,9 @@ class StructuredResult:
         alone_s: Of each run without hostile rows.
         beside_s: Of each run with them.
         hostile_s: Until the last hostile row was an error row too, in those runs.
+        alone_stolen, beside_stolen: Share of the cores that a virtual machine's host took during
+            the plain rows of each run, 0..1; 0 where the kernel does not know. Runs that differ in
+            it tell nothing of the rows.
     """
 
     num_plain: int
@@ -49,6 +53,8 @@ class StructuredResult:
     alone_s: tuple[float, ...]
     beside_s: tuple[float, ...]
     hostile_s: tuple[float, ...]
+    alone_stolen: tuple[float, ...]
+    beside_stolen: tuple[float, ...]
 
     @property
     def pace(self) -> float:
@@ -133,9 +139,10 @@ def compare_beside_hostile(
     for repetition in range(repetitions):
         report(f"{num_plain} plain rows, {repetition + 1} of {repetitions}")
         alone.append(_run(engine, rows, []))
-        report(f"took {alone[-1].plain_s:.1f} s; now beside {num_hostile} hostile rows")
+        report(f"{alone[-1]}; now beside {num_hostile} hostile rows")
         forms = hostile_forms(num_hostile, first_variant=repetition * num_hostile)
         beside.append(_run(engine, rows, [_hostile_row(form) for form in forms]))
+        report(f"{beside[-1]}")
         _check(alone[-1], beside[-1])
     return StructuredResult(
         num_plain=num_plain,
@@ -144,6 +151,8 @@ def compare_beside_hostile(
         alone_s=tuple(run.plain_s for run in alone),
         beside_s=tuple(run.plain_s for run in beside),
         hostile_s=tuple(run.total_s for run in beside),
+        alone_stolen=tuple(run.stolen for run in alone),
+        beside_stolen=tuple(run.stolen for run in beside),
     )
 
 
@@ -152,8 +161,12 @@ class _Run(NamedTuple):
 
     plain_s: float
     total_s: float
+    stolen: float
     plain: list[Generation]
     hostile: list[Generation]
+
+    def __str__(self) -> str:
+        return f"took {self.plain_s:.1f} s, the host {100 * self.stolen:.1f} % of the cores"
 
 
 def _hostile_row(form: object) -> Row:
@@ -167,14 +180,24 @@ def _hostile_row(form: object) -> Row:
 
 def _run(engine: Engine, plain: Sequence[Row], hostile: Sequence[Row]) -> _Run:
     """Submit hostile rows among the first plain ones; wait for all."""
-    begin_s = time.perf_counter()
+    begin_s, begin_stolen_s = time.perf_counter(), _stolen_s()
     first = engine.submit(*_columns(plain[: len(plain) // 4]))
     doomed = engine.submit(*_columns(hostile))
     rest = engine.submit(*_columns(plain[len(plain) // 4 :]))
     generations = [future.result() for future in [*first, *rest]]
     plain_s = time.perf_counter() - begin_s
+    stolen = (_stolen_s() - begin_stolen_s) / (plain_s * (os.cpu_count() or 1))
     errors = [future.result() for future in doomed]
-    return _Run(plain_s, time.perf_counter() - begin_s, generations, errors)
+    return _Run(plain_s, time.perf_counter() - begin_s, stolen, generations, errors)
+
+
+def _stolen_s() -> float:
+    """Core-seconds that the host of a virtual machine has given to others instead of it."""
+    try:
+        times = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    except FileNotFoundError:  # not Linux
+        return 0.0
+    return int(times[8]) / os.sysconf("SC_CLK_TCK")  # "cpu", user, nice, ..., softirq, steal
 
 
 def _columns(rows: Sequence[Row]) -> tuple[list[str], list[dict[str, Any]]]:

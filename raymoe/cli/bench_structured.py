@@ -52,9 +52,11 @@ def run_structured(
         f"{format_seconds(alone)} and {format_seconds(beside)}"
         for alone, beside in zip(result.alone_s, result.beside_s, strict=True)
     )
+    stolen = max(*result.alone_stolen, *result.beside_stolen)
     Console(soft_wrap=True).print(
         f"{num_plain} plain rows of {new_tokens} tokens, alone and beside {num_hostile} hostile "
         f"ones: {pairs}; {100 * result.pace:.1f} % as fast (median of {repetitions}), the same "
         f"tokens; all hostile rows ended as error rows, the last after "
-        f"{format_seconds(max(result.hostile_s))}"
+        f"{format_seconds(max(result.hostile_s))}; other machines took up to {100 * stolen:.1f} % "
+        "of the cores"
     )

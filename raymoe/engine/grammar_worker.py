@@ -33,7 +33,7 @@ from transformers import AutoTokenizer
 COMPILE, MATCH = b"compile", b"match"
 MAX_ERROR_CHARACTERS = 500
 NO_SLOT = -1
-PATIENCE = 200.0  # time by the clock over CPU time, as `grammars` lets a slow one rest
+PATIENCE = 400.0  # time by the clock over CPU time, as `grammars` lets a slow one rest
 MAX_SPACES = 32  # between two parts of JSON: a line end and an indentation
 SURROGATE, SECOND_OF_SURROGATE = re.compile(b"\xed[\xa0-\xbf]"), re.compile(b"[\xa0-\xbf]")
 

@@ -25,7 +25,7 @@ NUM_PROMPT_COMPILERS = 2
 PROMPT_S, PROMPT_TOKEN_S = 0.1, 4e-6  # CPU time, and that of each token of the vocabulary
 # A slow one works so long for each core and then rests, while rows are computed. A low priority
 # would not keep it away from them: it comes in whenever one of their threads waits for another.
-WORK_S, REST_S = 0.01, 1.0
+WORK_S, REST_S = 0.01, 3.0
 MAX_ENTRIES = 4096
 MAX_CACHE_BYTES = 256 * MIB
 

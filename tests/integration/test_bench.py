@@ -173,5 +173,6 @@ def test_plain_rows_are_timed_beside_structured_outputs_that_hurt(tmp_path, caps
     assert (result["num_plain"], result["num_hostile"]) == (60, 3)
     assert result["pace"] == result["alone_s"][0] / result["beside_s"][0]
     assert result["hostile_s"][0] >= result["beside_s"][0]
+    assert all(0.0 <= result[name][0] <= 1.0 for name in ("alone_stolen", "beside_stolen"))
     assert "the same tokens; all hostile rows ended as error rows" in capsys.readouterr().out
     assert cli.run(["bench", "--suite", "structured", "--shape", "tiny", "--shape", "qwen3"]) == 2
