@@ -22,8 +22,8 @@ from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.memory.kv_cache import BlockPool, blocks_of_tokens
 from raymoe.plan.policy import Policy
 
-MAX_ADMISSIONS = 256  # of one pass
-MAX_CANDIDATES = 1024  # that are looked at for it
+LEAST_CANDIDATES = 256  # for one pass; twice as many as joined the one before, where that is more
+LOOK_AHEAD = 4  # samples looked at for each candidate: some wait for the prompt of another
 MEAN_WASTE = BLOCK_TOKENS // 2  # tokens that a last block could still take, on average
 RESERVED_FRACTION = 64  # one block of so many stays free for growth that no forecast saw
 
@@ -59,6 +59,7 @@ class PassScheduler:
         self._waiting: deque[Sample] = deque()
         self._prefixes = PrefixIndex()
         self._shares_across_lengths = shares_across_lengths
+        self._num_candidates = LEAST_CANDIDATES
         self._reserved_blocks = policy.num_kv_blocks // RESERVED_FRACTION
 
     @property
@@ -165,14 +166,16 @@ class PassScheduler:
             if budget <= 0 or self.table.num_free_slots == 0 or not self._has_blocks(sample):
                 break
             budget -= self._enter(sample)
-        looked_at = [self._waiting.popleft() for _ in range(min(MAX_CANDIDATES, self.num_waiting))]
+        num_looked_at = min(LOOK_AHEAD * self._num_candidates, self.num_waiting)
+        looked_at = [self._waiting.popleft() for _ in range(num_looked_at)]
         self.add_first(sample for sample in looked_at if sample.slot < 0)
+        self._num_candidates = max(LEAST_CANDIDATES, 2 * len(self.admitted))
 
     def _candidates(self) -> list[Sample]:
         """Samples to admit next: in order, but for those that gain by waiting for another."""
         chosen: list[Sample] = []
         coming: set[bytes] = set()
-        for sample in itertools.islice(self._waiting, MAX_CANDIDATES):
+        for sample in itertools.islice(self._waiting, LOOK_AHEAD * self._num_candidates):
             keys = self._keys(sample)
             middle = keys[len(keys) // 2] if keys else None
             if middle is not None and not sample.wants_prompt_logits:
@@ -180,7 +183,7 @@ class PassScheduler:
                 if is_coming or self._prefixes.is_coming(middle):
                     continue
             chosen.append(sample)
-            if len(chosen) == MAX_ADMISSIONS:
+            if len(chosen) == self._num_candidates:
                 break
             coming.update(keys)
         return chosen

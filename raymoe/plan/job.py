@@ -12,7 +12,6 @@ are computed.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from math import ceil
 from typing import Self
 
 from raymoe.plan.cache_forecast import CacheForecast, GrowingRows
@@ -27,7 +26,6 @@ BUNDLES = 256  # of a batch: rows that move as one
 LEAST_BUNDLES = 8  # that count as a batch: fewer tell little of rows that differ
 STEPS = 256  # of a row: passes beyond that count several as one
 MEAN_WASTE = KV_BLOCK_TOKENS // 2  # tokens that a last block could still take
-MOST_ADMISSIONS = 256  # of one pass, as in the engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +144,6 @@ class _Job:
         self.rows, self.stride = rows, stride
         self._workload, self._policy = workload, policy
         self._most_live = round(policy.batch_size / rows)
-        self._most_admissions = ceil(stride * MOST_ADMISSIONS / rows)
         # As in the engine, one block of 64 stays free for growth that no forecast saw.
         num_blocks = policy.num_kv_blocks - policy.num_kv_blocks // 64
         self._cache = CacheForecast(num_blocks * KV_BLOCK_TOKENS / (rows * stride))
@@ -202,9 +199,7 @@ class _Job:
         return taken, num_chunks, done
 
     def _admit(self, num_bundles: int, budget: float) -> None:
-        for _ in range(self._most_admissions):
-            if budget <= 0 or self._num_entered == num_bundles:
-                return
+        while budget > 0 and self._num_entered < num_bundles:
             live = self._decoding.count + len(self._prompts)
             if live and live >= self._most_live:  # alone, a bundle is let in whatever it needs
                 return

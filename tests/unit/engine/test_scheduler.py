@@ -150,6 +150,20 @@ def test_a_free_slot_is_filled_in_the_next_pass():
     assert len(bench.results) == 4
 
 
+def test_rows_of_few_tokens_fill_all_slots():
+    bench = Bench(small_policy(batch_size=2048, num_kv_blocks=4096, pass_tokens=8192))
+    for prompt in prompts_of([2] * 6000):
+        bench.add(prompt, max_tokens=3, ignore_eos=True)
+    slots_in_use = []
+    while bench.core.has_work:
+        before = len(bench.results)
+        bench.core.step()
+        num_finished = len(bench.results) - before
+        slots_in_use.append(bench.core.scheduler.table.num_live + num_finished)
+    assert slots_in_use[:3] == [256, 256 + 512, 256 + 512 + 1024]
+    assert 2048 in slots_in_use
+
+
 def test_rows_of_unknown_length_are_admitted_only_while_their_worst_case_fits():
     bench = Bench(small_policy(num_kv_blocks=8, batch_size=8))
     for prompt in prompts_of([16] * 8):
