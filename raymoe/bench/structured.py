@@ -1,7 +1,9 @@
 """Do structured outputs that hurt slow down the rows beside them?
 
-Plain rows run alone and beside rows whose forms are malformed, explode or are slow to match, in
-turns; what is compared is the time until the last plain row is done.
+Plain rows run alone and beside rows whose forms are malformed, explode or are slow to match; what
+is compared is the time until the last plain row is done. Machines that share their host are faster
+or slower by a third from one quarter of an hour to the next, so the rows are cut in slices, and
+each slice runs both ways in turn.
 """
 
 import json
@@ -39,12 +41,12 @@ class StructuredResult:
     """Times of the plain rows.
 
     Attributes:
-        alone_s: Of each run without hostile rows.
-        beside_s: Of each run with them.
-        hostile_s: Until the last hostile row was an error row too, in those runs.
+        alone_s: Of each slice without hostile rows.
+        beside_s: Of each slice with them.
+        hostile_s: Until the last hostile row of the slice was an error row too.
         alone_stolen, beside_stolen: Share of the cores that a virtual machine's host took during
-            the plain rows of each run, 0..1; 0 where the kernel does not know. Runs that differ in
-            it tell nothing of the rows.
+            the plain rows of each slice, 0..1; 0 where the kernel does not know. Runs that differ
+            in it tell nothing of the rows.
     """
 
     num_plain: int
@@ -123,10 +125,13 @@ def compare_beside_hostile(
     num_plain: int,
     num_hostile: int,
     new_tokens: int,
+    num_slices: int,
     repetitions: int,
     report: Callable[[str], None],
 ) -> StructuredResult:
-    """Run the plain rows alone and beside the hostile ones, in turns.
+    """Run slices of the plain rows alone and beside slices of the hostile ones.
+
+    Every other slice runs beside the hostile rows first.
 
     Raises:
         ExecutionError: A plain row has other tokens beside the hostile ones, or a hostile row does
@@ -135,15 +140,21 @@ def compare_beside_hostile(
     plain = {"max_tokens": new_tokens, "ignore_eos": True, "temperature": 1.0}
     rows = [(f"{index} ".ljust(PROMPT_CHARACTERS, "x"), plain) for index in range(num_plain)]
     _run(engine, rows[:32], [("x", {"structured_outputs": {"choice": ["a"]}})])  # warm up
-    alone, beside = [], []
-    for repetition in range(repetitions):
-        report(f"{num_plain} plain rows, {repetition + 1} of {repetitions}")
-        alone.append(_run(engine, rows, []))
-        report(f"{alone[-1]}; now beside {num_hostile} hostile rows")
-        forms = hostile_forms(num_hostile, first_variant=repetition * num_hostile)
-        beside.append(_run(engine, rows, [_hostile_row(form) for form in forms]))
-        report(f"{beside[-1]}")
+    forms = hostile_forms(num_hostile * repetitions, first_variant=0)
+    num_pairs = num_slices * repetitions
+    alone: list[_Run] = []
+    beside: list[_Run] = []
+    for index in range(num_pairs):
+        plain_rows = rows[index % num_slices :: num_slices]
+        hostile_rows = [_hostile_row(form) for form in forms[index::num_pairs]]
+        for is_beside in (False, True) if index % 2 == 0 else (True, False):
+            run = _run(engine, plain_rows, hostile_rows if is_beside else [])
+            (beside if is_beside else alone).append(run)
         _check(alone[-1], beside[-1])
+        report(
+            f"{index + 1} of {num_pairs}: {len(plain_rows)} plain rows alone {alone[-1]}; "
+            f"beside {len(hostile_rows)} hostile ones {beside[-1]}"
+        )
     return StructuredResult(
         num_plain=num_plain,
         num_hostile=num_hostile,
