@@ -1,4 +1,4 @@
-"""What processes of this machine use: memory and CPU time, from /proc."""
+"""What processes of this machine use, and its host: memory and CPU time, from /proc."""
 
 import os
 from dataclasses import dataclass
@@ -54,6 +54,12 @@ def descendants(pid: int, root: Path = Path("/proc")) -> set[int]:
         found |= new
         left += new
     return found
+
+
+def stolen_s(root: Path = Path("/proc")) -> float:
+    """Core-seconds that the host of this virtual machine has taken from it so far."""
+    fields = (root / "stat").read_text().split("\n", 1)[0].split()
+    return int(fields[8]) / TICKS_PER_S  # "cpu", user, nice, ..., softirq, steal
 
 
 def _stat(directory: Path) -> list[str]:

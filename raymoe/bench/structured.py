@@ -1,9 +1,7 @@
 """Do structured outputs that hurt slow down the rows beside them?
 
-Plain rows run alone and beside rows whose forms are malformed, explode or are slow to match; what
-is compared is the time until the last plain row is done. Machines that share their host are faster
-or slower by a third from one quarter of an hour to the next, so the rows are cut in slices, and
-each slice runs both ways in turn.
+Plain rows run alone and beside rows whose forms are malformed, explode or are slow to match, in
+turns; what is compared is the time until the last plain row is done.
 """
 
 import json
@@ -21,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig
 
 from raymoe.bench.hostile_forms import exploding_outputs, malformed_outputs, slow_outputs
+from raymoe.bench.processes import stolen_s
 from raymoe.bench.workloads import SHAPES
 from raymoe.config import EngineConfig
 from raymoe.engine.engine import Engine
@@ -41,12 +40,11 @@ class StructuredResult:
     """Times of the plain rows.
 
     Attributes:
-        alone_s: Of each slice without hostile rows.
-        beside_s: Of each slice with them.
-        hostile_s: Until the last hostile row of the slice was an error row too.
+        alone_s: Of each run without hostile rows.
+        beside_s: Of each run with them.
+        hostile_s: Until the last hostile row was an error row too, in those runs.
         alone_stolen, beside_stolen: Share of the cores that a virtual machine's host took during
-            the plain rows of each slice, 0..1; 0 where the kernel does not know. Runs that differ
-            in it tell nothing of the rows.
+            the plain rows of each run, 0..1. Runs that differ in it tell little of the rows.
     """
 
     num_plain: int
@@ -125,13 +123,10 @@ def compare_beside_hostile(
     num_plain: int,
     num_hostile: int,
     new_tokens: int,
-    num_slices: int,
     repetitions: int,
     report: Callable[[str], None],
 ) -> StructuredResult:
-    """Run slices of the plain rows alone and beside slices of the hostile ones.
-
-    Every other slice runs beside the hostile rows first.
+    """Run the plain rows alone and beside the hostile ones, every other time those first.
 
     Raises:
         ExecutionError: A plain row has other tokens beside the hostile ones, or a hostile row does
@@ -140,21 +135,19 @@ def compare_beside_hostile(
     plain = {"max_tokens": new_tokens, "ignore_eos": True, "temperature": 1.0}
     rows = [(f"{index} ".ljust(PROMPT_CHARACTERS, "x"), plain) for index in range(num_plain)]
     _run(engine, rows[:32], [("x", {"structured_outputs": {"choice": ["a"]}})])  # warm up
-    forms = hostile_forms(num_hostile * repetitions, first_variant=0)
-    num_pairs = num_slices * repetitions
     alone: list[_Run] = []
     beside: list[_Run] = []
-    for index in range(num_pairs):
-        plain_rows = rows[index % num_slices :: num_slices]
-        hostile_rows = [_hostile_row(form) for form in forms[index::num_pairs]]
-        for is_beside in (False, True) if index % 2 == 0 else (True, False):
-            run = _run(engine, plain_rows, hostile_rows if is_beside else [])
-            (beside if is_beside else alone).append(run)
+    for repetition in range(repetitions):
+        forms = hostile_forms(num_hostile, first_variant=repetition * num_hostile)
+        hostile = [_hostile_row(form) for form in forms]
+        pair = [(alone, []), (beside, hostile)]
+        for runs, company in pair if repetition % 2 == 0 else reversed(pair):
+            runs.append(_run(engine, rows, company))
+            report(
+                f"{repetition + 1} of {repetitions}: {num_plain} plain rows beside "
+                f"{len(company)} hostile ones {runs[-1]}"
+            )
         _check(alone[-1], beside[-1])
-        report(
-            f"{index + 1} of {num_pairs}: {len(plain_rows)} plain rows alone {alone[-1]}; "
-            f"beside {len(hostile_rows)} hostile ones {beside[-1]}"
-        )
     return StructuredResult(
         num_plain=num_plain,
         num_hostile=num_hostile,
@@ -191,24 +184,15 @@ def _hostile_row(form: object) -> Row:
 
 def _run(engine: Engine, plain: Sequence[Row], hostile: Sequence[Row]) -> _Run:
     """Submit hostile rows among the first plain ones; wait for all."""
-    begin_s, begin_stolen_s = time.perf_counter(), _stolen_s()
+    begin_s, begin_stolen_s = time.perf_counter(), stolen_s()
     first = engine.submit(*_columns(plain[: len(plain) // 4]))
     doomed = engine.submit(*_columns(hostile))
     rest = engine.submit(*_columns(plain[len(plain) // 4 :]))
     generations = [future.result() for future in [*first, *rest]]
     plain_s = time.perf_counter() - begin_s
-    stolen = (_stolen_s() - begin_stolen_s) / (plain_s * (os.cpu_count() or 1))
+    stolen = (stolen_s() - begin_stolen_s) / (plain_s * (os.cpu_count() or 1))
     errors = [future.result() for future in doomed]
     return _Run(plain_s, time.perf_counter() - begin_s, stolen, generations, errors)
-
-
-def _stolen_s() -> float:
-    """Core-seconds that the host of a virtual machine has given to others instead of it."""
-    try:
-        times = Path("/proc/stat").read_text().split("\n", 1)[0].split()
-    except FileNotFoundError:  # not Linux
-        return 0.0
-    return int(times[8]) / os.sysconf("SC_CLK_TCK")  # "cpu", user, nice, ..., softirq, steal
 
 
 def _columns(rows: Sequence[Row]) -> tuple[list[str], list[dict[str, Any]]]:

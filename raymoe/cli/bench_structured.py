@@ -12,14 +12,13 @@ from raymoe.errors import ConfigError, UnknownOptionError
 from raymoe.units import format_seconds
 
 NUM_PLAIN, NUM_HOSTILE, NEW_TOKENS = 1000, 50, 64
-NUM_SLICES = 10
-SMALL = {"tiny": (60, 10, 8)}  # for trying the suite itself
+SMALL = {"tiny": (60, 3, 8)}  # for trying the suite itself
 
 
 def run_structured(
     shapes: Sequence[str], num_threads: int, repetitions: int, directory: Path
 ) -> None:
-    """Run slices of rows alone and beside hostile ones, in turns; print and keep the figures.
+    """Run the rows alone and beside the hostile ones, in turns; print and keep the figures.
 
     Raises:
         ConfigError: The shape does not exist, or there are several.
@@ -44,18 +43,20 @@ def run_structured(
             num_plain=num_plain,
             num_hostile=num_hostile,
             new_tokens=new_tokens,
-            num_slices=NUM_SLICES,
             repetitions=repetitions,
             report=lambda text: console.print(text, style="dim"),
         )
     with (directory / "structured.jsonl").open("a") as lines:
         lines.write(result.to_json() + "\n")
     stolen = max(*result.alone_stolen, *result.beside_stolen)
+    pairs = ", ".join(
+        f"{format_seconds(alone)} and {format_seconds(beside)}"
+        for alone, beside in zip(result.alone_s, result.beside_s, strict=True)
+    )
     Console(soft_wrap=True).print(
-        f"{num_plain} plain rows of {new_tokens} tokens in {NUM_SLICES} slices, alone "
-        f"{format_seconds(sum(result.alone_s))} and beside {num_hostile} hostile ones "
-        f"{format_seconds(sum(result.beside_s))}, {repetitions} times: {100 * result.pace:.1f} % "
-        f"as fast (median of {len(result.alone_s)} slices), the same tokens; all hostile rows "
-        f"ended as error rows, the last {format_seconds(max(result.hostile_s))} after its slice "
-        f"began; other machines took up to {100 * stolen:.1f} % of the cores"
+        f"{num_plain} plain rows of {new_tokens} tokens, alone and beside {num_hostile} hostile "
+        f"ones: {pairs}; {100 * result.pace:.1f} % as fast (median of {repetitions}), the same "
+        f"tokens; all hostile rows ended as error rows, the last after "
+        f"{format_seconds(max(result.hostile_s))}; other machines took up to {100 * stolen:.1f} % "
+        "of the cores"
     )

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import operator
 import statistics
 from pathlib import Path
 
@@ -169,15 +168,14 @@ def test_an_unknown_shape_is_refused_with_the_known_ones(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_plain_rows_are_timed_beside_structured_outputs_that_hurt(tmp_path, capsys):
-    arguments = ["--suite", "structured", "--shape", "tiny", "--repetitions", "1"]
+    arguments = ["--suite", "structured", "--shape", "tiny", "--repetitions", "2"]
     assert cli.run(["bench", *arguments, "--num-threads", "2", "--out", str(tmp_path)]) == 0
     (result,) = map(json.loads, (tmp_path / "structured.jsonl").read_text().splitlines())
-    assert (result["num_plain"], result["num_hostile"]) == (60, 10)
-    alone_s, beside_s = result["alone_s"], result["beside_s"]
-    assert len(alone_s) == len(beside_s) == len(result["hostile_s"]) == 10
-    pairs = zip(alone_s, beside_s, strict=True)
-    assert result["pace"] == statistics.median(alone / beside for alone, beside in pairs)
-    assert all(map(operator.ge, result["hostile_s"], beside_s))
+    assert (result["num_plain"], result["num_hostile"]) == (60, 3)
+    runs = list(zip(result["alone_s"], result["beside_s"], result["hostile_s"], strict=True))
+    assert len(runs) == 2
+    assert result["pace"] == statistics.median(alone / beside for alone, beside, _ in runs)
+    assert all(hostile >= beside for _, beside, hostile in runs)
     stolen = result["alone_stolen"] + result["beside_stolen"]
     assert all(0.0 <= share <= 1.0 for share in stolen)
     assert "the same tokens; all hostile rows ended as error rows" in capsys.readouterr().out

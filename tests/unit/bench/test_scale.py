@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pyarrow as pa
 import pytest
 
-from raymoe.bench.processes import descendants, usage_of
+from raymoe.bench.processes import TICKS_PER_S, descendants, stolen_s, usage_of
 from raymoe.bench.scale import (
     Run,
     describe_limit,
@@ -123,3 +123,9 @@ def test_processes_are_found_with_what_they_use() -> None:
     child.communicate(b"\n")
     assert usage_of(child.pid) is None
     assert child.pid not in descendants(os.getpid())
+
+
+def test_what_the_host_took_is_the_eighth_figure_of_all_cores(tmp_path) -> None:
+    figures = " ".join(str(TICKS_PER_S * figure) for figure in range(1, 11))
+    (tmp_path / "stat").write_text(f"cpu  {figures}\ncpu0 {figures}\n")
+    assert stolen_s(tmp_path) == 8.0
