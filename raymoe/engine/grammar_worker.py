@@ -89,8 +89,9 @@ def time_limit(limit_s: float) -> Iterator[None]:
 
 
 def new_compiler(vocabulary: xgrammar.TokenizerInfo) -> xgrammar.GrammarCompiler:
-    """A compiler that keeps nothing; the processes here have one thread each."""
-    return xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
+    """A compiler for one grammar; the processes here have one thread each."""
+    # With its cache, rules that a grammar has several times are compiled once.
+    return xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=True)
 
 
 def compile_grammar(
@@ -123,10 +124,15 @@ def check_first_token(grammar: xgrammar.CompiledGrammar, vocab_size: int) -> Non
         raise ValueError("no token of the vocabulary can begin a text that it allows")
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether Python or C++ could not allocate."""
+    return isinstance(error, MemoryError) or "bad_alloc" in str(error)
+
+
 def reason(error: Exception) -> str:
     """The message without time and source line of the compiler's own code."""
     text = str(error).strip()
-    if isinstance(error, MemoryError) or "bad_alloc" in text:
+    if is_out_of_memory(error):
         return "needs more memory than it may have"
     if text.startswith("[") and ": " in text:
         text = text.split(": ", 1)[1]
@@ -134,7 +140,10 @@ def reason(error: Exception) -> str:
 
 
 def serve_compile(pipe: Connection, vocabulary: xgrammar.TokenizerInfo) -> None:
-    """Say which process this is; compile one grammar; answer with an error, or "" and it."""
+    """Say which process this is; compile one grammar; answer with an error, or "" and it.
+
+    Without enough memory there is no answer, as there is none without enough time.
+    """
     pipe.send_bytes(json.dumps({"pid": os.getpid()}).encode())
     request = json.loads(pipe.recv_bytes())
     limit_memory(request["max_memory_bytes"])
@@ -146,6 +155,8 @@ def serve_compile(pipe: Connection, vocabulary: xgrammar.TokenizerInfo) -> None:
                 check_first_token(grammar, vocabulary.vocab_size)
                 text = grammar.serialize_json().encode()
         except Exception as problem:
+            if is_out_of_memory(problem):
+                return
             error = reason(problem)
         else:
             said.seek(0)
@@ -183,12 +194,19 @@ class SurrogateGuard:
 
 
 class Row:
-    """One live row: where it is in its grammar, and what it has cost."""
+    """One live row: where it is in its grammar, and what it has cost.
+
+    Attributes:
+        num_tokens: Accepted.
+        used_s: CPU time.
+        debt_s: Of that, what its tokens have not paid back.
+        grown_bytes: Memory.
+    """
 
     def __init__(self, *grammars: xgrammar.CompiledGrammar) -> None:
         self.matchers = [xgrammar.GrammarMatcher(grammar) for grammar in grammars]
         self.num_tokens = 0
-        self.used_s = 0.0
+        self.used_s = self.debt_s = 0.0
         self.grown_bytes = 0
 
     def accept(self, tokens: list[int]) -> None:
@@ -274,18 +292,20 @@ class Matchers:
         self._in_work[0] = slot
         row = self._rows[slot]
         limits = self._settings
-        allowed_s = limits["row_limit_s"] + (row.num_tokens + len(tokens)) * limits["token_limit_s"]
+        paid_s = max(1, len(tokens)) * limits["token_limit_s"]
         begin_s, begin_bytes = time.process_time(), used_bytes(1)
         try:
             # A row that is slow fails alone; only one endless step ends the whole process.
-            with time_limit(allowed_s - row.used_s + limits["row_limit_s"]):
+            with time_limit(paid_s - row.debt_s + 2 * limits["row_limit_s"]):
                 row.accept(tokens)
                 row.fill_mask(self._masks_SW[slot : slot + 1])
                 if tokens and self._guard.is_needed_after(tokens[-1]):
                     self._masks_SW[slot] &= self._guard.mask_W
-            row.used_s += time.process_time() - begin_s
+            step_s = time.process_time() - begin_s
+            row.used_s += step_s
+            row.debt_s = max(0.0, row.debt_s + step_s - paid_s)
             row.grown_bytes += used_bytes(1) - begin_bytes
-            if row.used_s > allowed_s:
+            if row.debt_s > limits["row_limit_s"]:
                 raise TimeoutError(f"took {row.used_s:.2f} s to match {row.num_tokens} tokens")
             if row.grown_bytes > limits["max_row_bytes"]:
                 raise MemoryError

@@ -143,7 +143,7 @@ def test_a_process_that_ends_is_replaced_and_its_rows_go_on(grammars, make_masks
 def test_what_explodes_is_refused_with_its_limits_and_once_only(grammars):
     form = StructuredOutputs.of(exploding_outputs()[1])
     assert grammars.get(form) is grammars.get(form)
-    with pytest.raises(ConfigError, match=r"needs more memory|takes more than 2 s or 1024 MiB"):
+    with pytest.raises(ConfigError, match="takes more than 2 s or 2048 MiB"):
         grammars.get(form).result(300)
 
 
@@ -166,7 +166,7 @@ def test_what_takes_long_to_compile_rests_while_rows_are_computed(server, monkey
         seen |= states_of_children()
         time.sleep(0.01)
     assert ("T" in seen) == is_busy
-    with pytest.raises(ConfigError, match=r"takes more than 0.4 s or 1024 MiB"):
+    with pytest.raises(ConfigError, match=r"takes more than 0.4 s or 2048 MiB"):
         slow.result()
     grammars.close()
 
