@@ -193,20 +193,37 @@ class SurrogateGuard:
         return token in self._leads
 
 
-class Row:
-    """One live row: where it is in its grammar, and what it has cost.
+class Allowance:
+    """CPU time that a row may use: some in advance, which its tokens pay back.
 
-    Attributes:
-        num_tokens: Accepted.
-        used_s: CPU time.
-        debt_s: Of that, what its tokens have not paid back.
-        grown_bytes: Memory.
+    What tokens do not use is not saved up: a row that was cheap for long may be no slower after.
     """
 
-    def __init__(self, *grammars: xgrammar.CompiledGrammar) -> None:
+    def __init__(self, row_limit_s: float, token_limit_s: float) -> None:
+        self._row_limit_s, self._token_limit_s = row_limit_s, token_limit_s
+        self._debt_s = 0.0
+
+    def left_s(self, num_tokens: int) -> float:
+        """What a step over so many tokens may use; the first mask counts as one."""
+        return self._row_limit_s + self._paid_s(num_tokens) - self._debt_s
+
+    def use(self, used_s: float, num_tokens: int) -> bool:
+        """Note what a step used; returns whether it may."""
+        self._debt_s = max(0.0, self._debt_s + used_s - self._paid_s(num_tokens))
+        return self._debt_s <= self._row_limit_s
+
+    def _paid_s(self, num_tokens: int) -> float:
+        return max(1, num_tokens) * self._token_limit_s
+
+
+class Row:
+    """One live row: where it is in its grammar, and what it has cost."""
+
+    def __init__(self, allowance: Allowance, *grammars: xgrammar.CompiledGrammar) -> None:
         self.matchers = [xgrammar.GrammarMatcher(grammar) for grammar in grammars]
+        self.allowance = allowance
         self.num_tokens = 0
-        self.used_s = self.debt_s = 0.0
+        self.used_s = 0.0
         self.grown_bytes = 0
 
     def accept(self, tokens: list[int]) -> None:
@@ -267,7 +284,7 @@ class Matchers:
             errors = {}
             for slot, digest, tokens in message["begun"]:
                 if digest in self._grammars:
-                    self._rows[slot] = Row(*self._grammars[digest])
+                    self._rows[slot] = Row(self._allowance(), *self._grammars[digest])
                     errors[slot] = self._step(slot, tokens)
                 else:
                     errors[slot] = "needs more memory than it may have to be loaded"
@@ -287,25 +304,26 @@ class Matchers:
             self._grammars[digest] = [grammar, self._any_json] if is_json else [grammar]
         self._in_work[0] = NO_SLOT
 
+    def _allowance(self) -> Allowance:
+        return Allowance(self._settings["row_limit_s"], self._settings["token_limit_s"])
+
     def _step(self, slot: int, tokens: list[int]) -> str:
         """Accept tokens and fill the mask of the next one; returns what is wrong with the row."""
         self._in_work[0] = slot
         row = self._rows[slot]
         limits = self._settings
-        paid_s = max(1, len(tokens)) * limits["token_limit_s"]
         begin_s, begin_bytes = time.process_time(), used_bytes(1)
         try:
             # A row that is slow fails alone; only one endless step ends the whole process.
-            with time_limit(paid_s - row.debt_s + 2 * limits["row_limit_s"]):
+            with time_limit(row.allowance.left_s(len(tokens)) + limits["row_limit_s"]):
                 row.accept(tokens)
                 row.fill_mask(self._masks_SW[slot : slot + 1])
                 if tokens and self._guard.is_needed_after(tokens[-1]):
                     self._masks_SW[slot] &= self._guard.mask_W
             step_s = time.process_time() - begin_s
             row.used_s += step_s
-            row.debt_s = max(0.0, row.debt_s + step_s - paid_s)
             row.grown_bytes += used_bytes(1) - begin_bytes
-            if row.debt_s > limits["row_limit_s"]:
+            if not row.allowance.use(step_s, len(tokens)):
                 raise TimeoutError(f"took {row.used_s:.2f} s to match {row.num_tokens} tokens")
             if row.grown_bytes > limits["max_row_bytes"]:
                 raise MemoryError

@@ -58,7 +58,7 @@ class CompileLimits:
         return dataclasses.replace(
             self,
             limit_s=min(0.1 + 4e-6 * vocab_size, self.limit_s),
-            max_memory_bytes=min(32 * MIB + 1024 * vocab_size, self.max_memory_bytes),
+            max_memory_bytes=min(16 * MIB + 512 * vocab_size, self.max_memory_bytes),
         )
 
 

@@ -55,7 +55,7 @@ class MatchLimits:
         Nearly all masks take less than a millisecond. The dearest of use, of ``.{1,200}``, took
         5 ms with 32,000 tokens and 35 with 128,000 on a core of 2024, single ones three times that.
         """
-        return cls(row_limit_s=0.1 + 2e-6 * vocab_size, token_limit_s=1e-3 + 5e-7 * vocab_size)
+        return cls(row_limit_s=0.05 + 2e-6 * vocab_size, token_limit_s=1e-3 + 4e-7 * vocab_size)
 
 
 @dataclass(slots=True)

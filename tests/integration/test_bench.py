@@ -53,6 +53,7 @@ def test_both_contenders_generate_every_token_and_are_set_beside_the_bound(tmp_p
         assert figures["peak_rss_bytes"] > 100e6
 
 
+@pytest.mark.slow
 def test_kernels_are_held_against_the_limit_that_binds_them() -> None:
     heads = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=32)
     experts = ExpertsShape(hidden_size=512, expert_size=512, num_experts=4, top_k=2)

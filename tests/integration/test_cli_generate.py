@@ -138,6 +138,7 @@ def check_traces(directory, done):
     assert "Predicted and measured" in report.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_parquet_is_resumed_with_the_rows_that_are_missing(model, tmp_path):
     (tmp_path / "in").mkdir()

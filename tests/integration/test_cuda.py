@@ -28,7 +28,7 @@ def check(family: str, schedule: str, scenario: str, placement: str, **config: o
     ("family", "schedule", "scenario", "placement"),
     [
         ("mixtral", "cgopipe", "mixed lengths", "pages"),
-        ("mixtral", "module_batching", "long prompt", "staged"),
+        pytest.param("mixtral", "module_batching", "long prompt", "staged", marks=pytest.mark.slow),
         ("mixtral", "flexgen_s4", "early end", "resident share"),
         ("deepseek_v3", "module_batching", "mixed lengths", "pages"),
     ],

@@ -23,8 +23,9 @@ LONGROPE = {
 def test_rows_share_blocks_and_keep_their_tokens(device, rope, tmp_path):
     changes = {} if rope is None else {"rope_parameters": rope}
     model = make_checkpoint(tmp_path / "model", **changes)
+    # `generate` starts the engine when all rows are inside; the first must not end before.
     config = EngineConfig(
-        dtype="float32", device=device, num_threads=1, host_memory_bytes=3 * 2**30, linger_s=0.0
+        dtype="float32", device=device, num_threads=1, host_memory_bytes=3 * 2**30, linger_s=60.0
     )
     prompts = [HEAD + "x" * (7 * index) for index in range(8)]
     with Engine.from_pretrained(model, config) as engine:

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from raymoe.engine.grammar_worker import Allowance
+
 JOB = """
 import threading
 from raymoe.engine import grammar_worker
@@ -27,3 +29,14 @@ def test_a_process_ends_when_its_time_is_over(body: str, patience: float, status
     job = JOB.format(body=body, patience=patience)
     done = subprocess.run([sys.executable, "-c", job], check=False, timeout=300)
     assert done.returncode == status
+
+
+def test_a_row_may_use_some_time_in_advance_and_saves_none_up() -> None:
+    allowance = Allowance(row_limit_s=1.0, token_limit_s=0.25)
+    assert allowance.left_s(0) == 1.25
+    assert allowance.use(1.25, 0)  # the first mask
+    assert allowance.left_s(1) == 0.25
+    assert allowance.use(0.0, 100)  # one step over many tokens
+    assert all(allowance.use(0.0, 1) for _ in range(100))
+    assert allowance.left_s(1) == 1.25
+    assert not allowance.use(1.26, 1)

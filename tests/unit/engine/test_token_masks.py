@@ -147,6 +147,22 @@ def test_what_explodes_is_refused_with_its_limits_and_once_only(grammars):
         grammars.get(form).result(300)
 
 
+@pytest.mark.slow
+def test_strings_of_different_long_maximal_lengths_compile_and_match(server, make_masks):
+    fields = {
+        f"field {length}": {"type": "string", "maxLength": length} for length in (200, 300, 450)
+    }
+    schema = {"type": "object", "properties": fields, "required": list(fields)}
+    grammars = Grammars(server, lambda: False)
+    masks = make_masks()
+    text = b'{"field 200": "' + b"a" * 199
+    masks.begin(0, compiled(grammars, json=schema), text)
+    assert ord("a") in allowed(masks, 0)[0]
+    accept(masks, s0=ord("a"))
+    assert allowed(masks, 0) == [{ord('"')}]
+    grammars.close()
+
+
 def states_of_children():
     """One letter for each process below this one, as `ps` shows it."""
     states = set()
