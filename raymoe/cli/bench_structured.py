@@ -48,11 +48,11 @@ def run_structured(
         )
     with (directory / "structured.jsonl").open("a") as lines:
         lines.write(result.to_json() + "\n")
-    stolen = max(*result.alone_stolen, *result.beside_stolen)
     pairs = ", ".join(
         f"{format_seconds(alone)} and {format_seconds(beside)}"
         for alone, beside in zip(result.alone_s, result.beside_s, strict=True)
     )
+    stolen = max(*result.alone_stolen, *result.beside_stolen)
     Console(soft_wrap=True).print(
         f"{num_plain} plain rows of {new_tokens} tokens, alone and beside {num_hostile} hostile "
         f"ones: {pairs}; {100 * result.pace:.1f} % as fast (median of {repetitions}), the same "
