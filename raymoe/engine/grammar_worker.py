@@ -146,6 +146,8 @@ def serve_compile(pipe: Connection, vocabulary: xgrammar.TokenizerInfo) -> None:
     """
     pipe.send_bytes(json.dumps({"pid": os.getpid()}).encode())
     request = json.loads(pipe.recv_bytes())
+    if request["is_slow"]:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     limit_memory(request["max_memory_bytes"])
     with tempfile.TemporaryFile() as said:
         os.dup2(said.fileno(), 2)
@@ -153,6 +155,8 @@ def serve_compile(pipe: Connection, vocabulary: xgrammar.TokenizerInfo) -> None:
             with time_limit(request["limit_s"]):
                 grammar = compile_grammar(vocabulary, request)
                 check_first_token(grammar, vocabulary.vocab_size)
+            # What explodes does so before; it gets less time than large ones need here.
+            with time_limit(request["write_limit_s"]):
                 text = grammar.serialize_json().encode()
         except Exception as problem:
             if is_out_of_memory(problem):

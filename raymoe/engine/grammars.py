@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Self
 
 from raymoe.engine.grammar_server import GrammarServer
@@ -23,8 +24,9 @@ from raymoe.structured import StructuredOutputs
 from raymoe.units import MIB
 
 NUM_PROMPT_COMPILERS = 2
-# A slow one works so long for each core and then rests, while rows are computed. A low priority
-# would not keep it away from them: it comes in whenever one of their threads waits for another.
+# While rows are computed a slow one takes what their threads leave of the cores, so much for each
+# core, and then rests. Its low priority alone would not keep it away from them: it comes in when
+# one thread waits for another, and then it is the other that waits.
 WORK_S, REST_S = 0.01, 3.0
 MAX_ENTRIES = 4096
 MAX_CACHE_BYTES = 256 * MIB
@@ -32,15 +34,17 @@ MAX_CACHE_BYTES = 256 * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileLimits:
-    """What compiling one grammar may take.
+    """What compiling one grammar may take; CPU time, so that busy machines refuse no more.
 
     Attributes:
-        limit_s: CPU time, so that a busy machine refuses no more grammars than an idle one.
+        limit_s: Until it is compiled.
+        write_limit_s: Until the result is written then.
         max_memory_bytes: Beyond the vocabulary.
         max_grammar_bytes: Of the result.
     """
 
     limit_s: float
+    write_limit_s: float = 20.0
     max_memory_bytes: int = 2048 * MIB
     max_grammar_bytes: int = 128 * MIB
 
@@ -48,17 +52,22 @@ class CompileLimits:
     def of(cls, vocab_size: int) -> Self:
         """Those of a vocabulary.
 
-        Measured with 32,000 and 128,000 tokens of a BPE on a core of 2024: objects of ten fields
-        0.1 and 0.4 s, one string with a `maxLength` of 500 2 and 9 s.
+        Measured with 32,000 and 128,000 tokens of a BPE on a core of 2024: one string with a
+        `maxLength` of 500 is compiled in 2 and 9 s.
         """
         return cls(limit_s=10.0 + 2e-4 * vocab_size)
 
     def promptly(self, vocab_size: int) -> Self:
-        """What is enough for nearly all grammars."""
+        """What is enough for nearly all grammars.
+
+        Measured as above: of 500 random schemas 99 % are compiled in 0.06 and 0.24 s and written in
+        0.13 and 0.50 s, objects of a hundred fields in 0.03 and 0.12 s, written in 0.52 and 0.66 s.
+        """
         return dataclasses.replace(
             self,
-            limit_s=min(0.1 + 4e-6 * vocab_size, self.limit_s),
-            max_memory_bytes=min(16 * MIB + 512 * vocab_size, self.max_memory_bytes),
+            limit_s=min(0.02 + 2e-6 * vocab_size, self.limit_s),
+            write_limit_s=min(0.5 + 5e-6 * vocab_size, self.write_limit_s),
+            max_memory_bytes=min(32 * MIB + 1024 * vocab_size, self.max_memory_bytes),
         )
 
 
@@ -142,7 +151,10 @@ class Grammars:
             future.set_result(self._compile(outputs, limits, self._receive_slowly))
         except _LimitError:
             memory = f"{limits.max_memory_bytes // MIB} MiB"
-            error = f"takes more than {limits.limit_s:.3g} s or {memory} to compile"
+            error = (
+                f"takes more than {limits.limit_s:.3g} s or {memory} to compile, "
+                f"or {limits.write_limit_s:.3g} s to write"
+            )
             future.set_exception(_refusal(outputs, error))
         except Exception as error:
             future.set_exception(error)
@@ -163,6 +175,7 @@ class Grammars:
             "kind": outputs.kind,
             "source": outputs.source,
             "is_compact": outputs.disable_any_whitespace,
+            "is_slow": limits is self._limits,
             **dataclasses.asdict(limits),
         }
         with self._server.fork(b"compile") as pipe:
@@ -179,12 +192,14 @@ class Grammars:
 
     def _receive_slowly(self, pipe: Connection, pid: int) -> Any:
         """Wait for the answer of a process that rests while rows are computed."""
-        work_s = WORK_S * len(os.sched_getaffinity(0))
-        with contextlib.suppress(ProcessLookupError):  # it has ended, which the pipe shows
+        work_s, used_s = WORK_S * len(os.sched_getaffinity(0)), 0.0
+        # That it has ended shows in the pipe.
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
             while not pipe.poll(work_s):
-                if self._is_busy():
+                if self._is_busy() and _cpu_s(pid) >= used_s + work_s:
                     os.kill(pid, signal.SIGSTOP)
                     self._is_closed.wait(REST_S)
+                    used_s = _cpu_s(pid)
                     os.kill(pid, signal.SIGCONT)
         return _receive(pipe, pid)
 
@@ -195,6 +210,12 @@ class _LimitError(Exception):
 
 def _receive(pipe: Connection, _pid: int) -> Any:
     return json.loads(pipe.recv_bytes())
+
+
+def _cpu_s(pid: int) -> float:
+    """CPU time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _refusal(outputs: StructuredOutputs, error: str) -> ConfigError:

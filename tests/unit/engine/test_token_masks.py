@@ -147,6 +147,14 @@ def test_what_explodes_is_refused_with_its_limits_and_once_only(grammars):
         grammars.get(form).result(300)
 
 
+def test_what_is_compiled_soon_but_takes_long_to_write_is_refused(server):
+    grammars = Grammars(server, lambda: False, CompileLimits(limit_s=20.0, write_limit_s=1e-3))
+    with pytest.raises(ConfigError, match=r"or 0.001 s to write"):
+        compiled(grammars, **slow_outputs()[0])
+    assert compiled(grammars, choice=["a"]).data
+    grammars.close()
+
+
 @pytest.mark.slow
 def test_strings_of_different_long_maximal_lengths_compile_and_match(server, make_masks):
     fields = {
@@ -164,11 +172,12 @@ def test_strings_of_different_long_maximal_lengths_compile_and_match(server, mak
 
 
 def states_of_children():
-    """One letter for each process below this one, as `ps` shows it."""
+    """Of each process below this one: a letter, as `ps` shows it, and how it is scheduled."""
     states = set()
     for pid in descendants(os.getpid()):
         with contextlib.suppress(OSError):
-            states.add(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0])
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+            states.add((state, os.sched_getscheduler(pid)))
     return states
 
 
@@ -181,7 +190,8 @@ def test_what_takes_long_to_compile_rests_while_rows_are_computed(server, monkey
     while not slow.done():
         seen |= states_of_children()
         time.sleep(0.01)
-    assert ("T" in seen) == is_busy
+    assert (("T", os.SCHED_IDLE) in seen) == is_busy
+    assert {policy for _, policy in seen} == {os.SCHED_OTHER, os.SCHED_IDLE}
     with pytest.raises(ConfigError, match=r"takes more than 0.4 s or 2048 MiB"):
         slow.result()
     grammars.close()
