@@ -76,7 +76,9 @@ class Engine:
             parts.tokenizer.directory, parts.vocab_size, parts.eos_token_ids
         )
         self._grammars = Grammars(self._grammar_server, lambda: self._core.has_work)
-        self._masks = TokenMasks(self._grammar_server, parts.policy.batch_size, parts.vocab_size)
+        self._masks = TokenMasks.with_slow_lane(
+            self._grammar_server, parts.policy.batch_size, parts.vocab_size
+        )
         self._core = EngineCore(
             parts.runner,
             parts.policy,

@@ -146,8 +146,6 @@ def serve_compile(pipe: Connection, vocabulary: xgrammar.TokenizerInfo) -> None:
     """
     pipe.send_bytes(json.dumps({"pid": os.getpid()}).encode())
     request = json.loads(pipe.recv_bytes())
-    if request["is_slow"]:
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     limit_memory(request["max_memory_bytes"])
     with tempfile.TemporaryFile() as said:
         os.dup2(said.fileno(), 2)
@@ -256,7 +254,7 @@ class Matchers:
         pipe: Where messages come from.
         memory: One row of mask words for each slot, and the slot in work behind them.
         vocabulary: Of the model.
-        settings: num_slots and limits.
+        settings: num_slots, limits, and whether it takes only what others leave of the cores.
     """
 
     def __init__(
@@ -285,18 +283,18 @@ class Matchers:
                 self._load(digest, slot, is_json=is_json)
             for slot in message["ended"]:
                 self._rows.pop(slot, None)
-            errors = {}
+            errors: dict[int, tuple[str, bool]] = {}
             for slot, digest, tokens in message["begun"]:
                 if digest in self._grammars:
                     self._rows[slot] = Row(self._allowance(), *self._grammars[digest])
                     errors[slot] = self._step(slot, tokens)
                 else:
-                    errors[slot] = "needs more memory than it may have to be loaded"
+                    errors[slot] = ("needs more memory than it may have to be loaded", False)
             for slot, token in message["accepted"]:
                 errors[slot] = self._step(slot, [token])
             for digest in message["forgotten"]:
                 self._grammars.pop(digest, None)
-            failed = {slot: error for slot, error in errors.items() if error}
+            failed = {slot: error for slot, error in errors.items() if error[0]}
             self._pipe.send_bytes(json.dumps(failed).encode())
 
     def _load(self, digest: str, slot: int, *, is_json: bool) -> None:
@@ -311,15 +309,19 @@ class Matchers:
     def _allowance(self) -> Allowance:
         return Allowance(self._settings["row_limit_s"], self._settings["token_limit_s"])
 
-    def _step(self, slot: int, tokens: list[int]) -> str:
-        """Accept tokens and fill the mask of the next one; returns what is wrong with the row."""
+    def _step(self, slot: int, tokens: list[int]) -> tuple[str, bool]:
+        """Accept tokens and fill the mask of the next one.
+
+        Returns:
+            What is wrong with the row, and whether it is that it is slow.
+        """
         self._in_work[0] = slot
         row = self._rows[slot]
         limits = self._settings
         begin_s, begin_bytes = time.process_time(), used_bytes(1)
         try:
             # A row that is slow fails alone; only one endless step ends the whole process.
-            with time_limit(row.allowance.left_s(len(tokens)) + limits["row_limit_s"]):
+            with time_limit(row.allowance.left_s(len(tokens)) + limits["step_limit_s"]):
                 row.accept(tokens)
                 row.fill_mask(self._masks_SW[slot : slot + 1])
                 if tokens and self._guard.is_needed_after(tokens[-1]):
@@ -332,11 +334,10 @@ class Matchers:
             if row.grown_bytes > limits["max_row_bytes"]:
                 raise MemoryError
         except Exception as problem:
-            error = reason(problem)
-        else:
-            error = ""
-        if error:
+            error = reason(problem), isinstance(problem, TimeoutError)
             del self._rows[slot]
+        else:
+            error = "", False
         self._in_work[0] = NO_SLOT
         return error
 
@@ -349,6 +350,8 @@ def run_child(role: bytes, descriptors: list[int], vocabulary: xgrammar.Tokenize
             serve_compile(pipe, vocabulary)
             return
         settings = json.loads(pipe.recv_bytes())
+        if settings["gives_way"]:
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         limit_memory(settings["max_memory_bytes"])
         memory = mmap.mmap(descriptors[1], 0)
         Matchers(pipe, memory, vocabulary, settings).serve()

@@ -139,7 +139,7 @@ class Grammars:
 
     def _compile_promptly(self, outputs: StructuredOutputs, future: Future[Grammar]) -> None:
         try:
-            future.set_result(self._compile(outputs, self._prompt_limits, _receive))
+            future.set_result(self._compile(outputs, self._prompt_limits, self._receive_promptly))
         except _LimitError:
             self._slow.submit(self._compile_slowly, outputs, future)
         except Exception as error:
@@ -175,7 +175,6 @@ class Grammars:
             "kind": outputs.kind,
             "source": outputs.source,
             "is_compact": outputs.disable_any_whitespace,
-            "is_slow": limits is self._limits,
             **dataclasses.asdict(limits),
         }
         with self._server.fork(b"compile") as pipe:
@@ -190,26 +189,35 @@ class Grammars:
                 raise _LimitError from problem
         raise _refusal(outputs, error)
 
+    def _receive_promptly(self, pipe: Connection, pid: int) -> Any:
+        """Wait for the answer of a process that gives way to rows if it does not come at once."""
+        with contextlib.suppress(ProcessLookupError):
+            if not pipe.poll(self._prompt_limits.limit_s / 2) and self._is_busy():
+                _give_way(pid)
+        return json.loads(pipe.recv_bytes())
+
     def _receive_slowly(self, pipe: Connection, pid: int) -> Any:
-        """Wait for the answer of a process that rests while rows are computed."""
+        """Wait for the answer of a process that gives way, and rests while rows are computed."""
         work_s, used_s = WORK_S * len(os.sched_getaffinity(0)), 0.0
         # That it has ended shows in the pipe.
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            _give_way(pid)
             while not pipe.poll(work_s):
                 if self._is_busy() and _cpu_s(pid) >= used_s + work_s:
                     os.kill(pid, signal.SIGSTOP)
                     self._is_closed.wait(REST_S)
                     used_s = _cpu_s(pid)
                     os.kill(pid, signal.SIGCONT)
-        return _receive(pipe, pid)
+        return json.loads(pipe.recv_bytes())
 
 
 class _LimitError(Exception):
     """A process used up its time or memory."""
 
 
-def _receive(pipe: Connection, _pid: int) -> Any:
-    return json.loads(pipe.recv_bytes())
+def _give_way(pid: int) -> None:
+    """Let a process take only what others leave of the cores."""
+    os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
 
 
 def _cpu_s(pid: int) -> float:

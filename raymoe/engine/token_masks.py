@@ -39,12 +39,15 @@ class MatchLimits:
     Attributes:
         row_limit_s: CPU time that a row may use in advance.
         token_limit_s: CPU time that each token pays back; what it does not use is not saved up.
+        step_limit_s: CPU time by which one step may exceed both; one that takes longer ends the
+            process of all rows, other slow ones just their row.
         max_row_bytes: Memory of one row.
         max_memory_bytes: Of all of them.
     """
 
     row_limit_s: float
     token_limit_s: float
+    step_limit_s: float
     max_row_bytes: int = 128 * MIB
     max_memory_bytes: int = 4096 * MIB
 
@@ -55,7 +58,16 @@ class MatchLimits:
         Nearly all masks take less than a millisecond. The dearest of use, of ``.{1,200}``, took
         5 ms with 32,000 tokens and 35 with 128,000 on a core of 2024, single ones three times that.
         """
-        return cls(row_limit_s=0.05 + 2e-6 * vocab_size, token_limit_s=1e-3 + 4e-7 * vocab_size)
+        row_limit_s = 0.05 + 2e-6 * vocab_size
+        return cls(
+            row_limit_s=row_limit_s,
+            token_limit_s=1e-3 + 4e-7 * vocab_size,
+            step_limit_s=row_limit_s,
+        )
+
+    def promptly(self, vocab_size: int) -> Self:
+        """What is enough for all of use."""
+        return dataclasses.replace(self, row_limit_s=0.01 + 5e-7 * vocab_size)
 
 
 @dataclass(slots=True)
@@ -84,6 +96,8 @@ class TokenMasks:
         num_slots: Most rows at once.
         vocab_size: Of the model.
         limits: Of each row; by default those of the vocabulary.
+        gives_way: Whether the process takes only what others leave of the cores.
+        slower: Where rows that are too slow here begin anew instead of failing.
     """
 
     def __init__(
@@ -92,9 +106,13 @@ class TokenMasks:
         num_slots: int,
         vocab_size: int,
         limits: MatchLimits | None = None,
+        *,
+        gives_way: bool = False,
+        slower: "TokenMasks | None" = None,
     ) -> None:
         self._server, self._num_slots, self._vocab_size = server, num_slots, vocab_size
         self._limits = limits or MatchLimits.of(vocab_size)
+        self._gives_way, self._slower = gives_way, slower
         self._num_words = ceil_div(vocab_size, WORD_BITS)
         self._rows: dict[int, tuple[Grammar, list[int]]] = {}
         self._errors: dict[int, str] = {}
@@ -104,6 +122,13 @@ class TokenMasks:
         self._pipe: Connection | None = None
         self._memory: mmap.mmap | None = None
         self._descriptor = -1
+
+    @classmethod
+    def with_slow_lane(cls, server: GrammarServer, num_slots: int, vocab_size: int) -> Self:
+        """Those of an engine: slow rows neither delay others nor take the cores from passes."""
+        limits = MatchLimits.of(vocab_size)
+        slower = cls(server, num_slots, vocab_size, limits, gives_way=True)
+        return cls(server, num_slots, vocab_size, limits.promptly(vocab_size), slower=slower)
 
     def begin(self, slot: int, grammar: Grammar, tokens: Iterable[int]) -> None:
         """Put a row into a slot, after these generated tokens."""
@@ -117,6 +142,8 @@ class TokenMasks:
                 self._rows[slot][1].append(token)
                 if slot not in self._news.begun:
                     self._news.accepted[slot] = token
+        if self._slower is not None:
+            self._slower.accept(slots, tokens)
 
     def end(self, slot: int) -> None:
         """Forget what is in a slot, if anything is."""
@@ -125,14 +152,21 @@ class TokenMasks:
             self._news.begun.discard(slot)
             self._news.accepted.pop(slot, None)
             self._news.ended.add(slot)
+        elif self._slower is not None:
+            self._slower.end(slot)
 
     def error(self, slot: int) -> str:
         """Why the row in this slot has no tokens to choose from, or ""."""
-        return self._errors.get(slot, "")
+        if slot in self._errors or self._slower is None:
+            return self._errors.get(slot, "")
+        return self._slower.error(slot)
 
     def pending(self) -> set[int]:
         """Slots whose masks are not made yet."""
-        return (self._asked | self._news.begun | self._news.accepted.keys()) - self._errors.keys()
+        asked = self._asked - self._news.ended
+        waiting = asked | self._news.begun | self._news.accepted.keys()
+        later = set() if self._slower is None else self._slower.pending()
+        return waiting - self._errors.keys() | later
 
     def settle(self, patience_s: float | None = 0.0) -> None:
         """Take in what the process has made, and let it work on what has changed.
@@ -146,6 +180,8 @@ class TokenMasks:
                 self._fork()
             else:
                 self._tell()
+        if self._slower is not None:
+            self._slower.settle(_left_s(deadline_s))
 
     def apply(self, logits_RV: Tensor, rows: npt.NDArray[np.int64], slots: Int32s) -> None:
         """Make impossible what the grammars of some rows forbid.
@@ -155,12 +191,29 @@ class TokenMasks:
             rows: Of the logits.
             slots: Of these rows; none may be pending.
         """
-        masks_RW = self._masks()[slots]
-        masks_RW[[slot in self._errors for slot in slots.tolist()]] = 0
+        masks_RW = np.zeros((len(slots), self._num_words), np.int32)
+        self.copy_masks(masks_RW, slots)
         bits = np.unpackbits(masks_RW.view(np.uint8), axis=1, bitorder="little")
         is_allowed_RV = torch.from_numpy(bits[:, : self._vocab_size]).bool()
         index = torch.from_numpy(rows)
         logits_RV[index] = logits_RV[index].masked_fill(~is_allowed_RV, float("-inf"))
+
+    def copy_masks(self, masks_RW: Int32s, slots: Int32s) -> None:
+        """Put in the masks of the rows that are well.
+
+        Args:
+            masks_RW: Changed in place.
+            slots: Of these rows; none may be pending.
+        """
+        well = self._rows.keys() - self._errors.keys()
+        is_well = np.array([slot in well for slot in slots.tolist()], bool)
+        if is_well.any():
+            assert self._memory is not None
+            words = np.frombuffer(self._memory, np.int32)
+            masks_SW = words[:-1].reshape(self._num_slots, self._num_words)
+            masks_RW[is_well] = masks_SW[slots[is_well]]
+        if self._slower is not None:
+            self._slower.copy_masks(masks_RW, slots)
 
     def close(self) -> None:
         """End the process and give the memory back."""
@@ -171,39 +224,42 @@ class TokenMasks:
             os.close(self._descriptor)
             self._memory.close()
             self._memory = None
-
-    def _masks(self) -> Int32s:
-        assert self._memory is not None
-        words = np.frombuffer(self._memory, np.int32)
-        return words[:-1].reshape(self._num_slots, self._num_words)
+        if self._slower is not None:
+            self._slower.close()
 
     def _collect(self, deadline_s: float | None) -> bool:
         """Take in the answer that is due; returns False if it does not come in time."""
         num_forks = 0
         while self._asked:
             assert self._pipe is not None
-            left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-            if not self._pipe.poll(left_s):
+            if not self._pipe.poll(_left_s(deadline_s)):
                 return False
             try:
                 self._fail(json.loads(self._pipe.recv_bytes()))
                 self._asked.clear()
             except (EOFError, OSError) as error:
                 slot = self._slot_in_work()
-                if slot in self._rows:
-                    limit_s = self._limits.row_limit_s
-                    self._fail({slot: f"takes more than {limit_s:.2g} s for one token"})
+                is_due_to_row = slot != NO_SLOT
+                if is_due_to_row:
+                    limit_s = self._limits.step_limit_s
+                    self._fail({slot: (f"takes more than {limit_s:.2g} s for one token", True)})
                 elif num_forks == MAX_FORKS:
                     raise ExecutionError(
                         "the process that matches grammars keeps ending"
                     ) from error
-                num_forks += slot not in self._rows
+                num_forks += not is_due_to_row
                 self._fork()
         return True
 
-    def _fail(self, failed: dict[Any, str]) -> None:
-        for slot, error in failed.items():
-            self._errors[int(slot)] = f"structured_outputs has a grammar that {error}"
+    def _fail(self, failed: dict[Any, tuple[str, bool]]) -> None:
+        """Note by slot what is wrong with a row, or hand it over if it is just slow."""
+        for slot, (error, is_slow) in failed.items():
+            if int(slot) in self._news.ended:
+                continue  # another row may be there by now
+            if is_slow and self._slower is not None:
+                self._slower.begin(int(slot), *self._rows.pop(int(slot)))
+            else:
+                self._errors[int(slot)] = f"structured_outputs has a grammar that {error}"
 
     def _slot_in_work(self) -> int:
         assert self._memory is not None
@@ -220,7 +276,10 @@ class TokenMasks:
             self._memory = mmap.mmap(self._descriptor, num_bytes)
         np.frombuffer(self._memory, np.int32)[-1:] = NO_SLOT
         self._pipe = self._server.fork(b"match", self._descriptor)
-        settings = {"num_slots": self._num_slots, **dataclasses.asdict(self._limits)}
+        settings = dataclasses.asdict(self._limits) | {
+            "num_slots": self._num_slots,
+            "gives_way": self._gives_way,
+        }
         self._pipe.send_bytes(json.dumps(settings).encode())
         self._known.clear()
         self._news = _News(begun=self._rows.keys() - self._errors.keys())
@@ -230,7 +289,11 @@ class TokenMasks:
         """Send the news, with the grammars that are new to the process."""
         assert self._pipe is not None
         news, self._news = self._news, _News()
-        grammars = {grammar.digest: (slot, grammar) for slot, (grammar, _) in self._rows.items()}
+        grammars = {
+            grammar.digest: (slot, grammar)
+            for slot, (grammar, _) in self._rows.items()
+            if slot not in self._errors
+        }
         fresh = [
             (digest, slot, grammar)
             for digest, (slot, grammar) in grammars.items()
@@ -251,3 +314,7 @@ class TokenMasks:
             self._pipe.send_bytes(json.dumps(content).encode())
             for _, _, grammar in fresh:
                 self._pipe.send_bytes(grammar.data)
+
+
+def _left_s(deadline_s: float | None) -> float | None:
+    return None if deadline_s is None else max(0.0, deadline_s - time.monotonic())

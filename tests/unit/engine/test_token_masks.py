@@ -40,8 +40,8 @@ def grammars(server):
 def make_masks(server):
     made = []
 
-    def make(limits=None):
-        made.append(TokenMasks(server, NUM_SLOTS, VOCAB_SIZE, limits))
+    def make(limits=None, **options):
+        made.append(TokenMasks(server, NUM_SLOTS, VOCAB_SIZE, limits, **options))
         return made[-1]
 
     yield make
@@ -73,8 +73,10 @@ def expected(texts, prefix):
     return {text[0] if text else EOS for text in rest}
 
 
-def test_masks_of_choices_are_those_of_plain_prefixes(grammars, make_masks):
-    masks, rng = make_masks(), random.Random(5)
+@pytest.mark.parametrize("token_limit_s", [1.0, 1.5e-4, 0.0], ids=["none", "some", "all"])
+def test_masks_are_those_of_plain_prefixes_whoever_is_slow(grammars, make_masks, token_limit_s):
+    limits = MatchLimits(row_limit_s=0.0, token_limit_s=token_limit_s, step_limit_s=0.05)
+    masks, rng = make_masks(limits, slower=make_masks(gives_way=True)), random.Random(5)
     texts = ["".join(rng.choices('ab\n"\\é日', k=rng.randrange(1, 6))) for _ in range(12)]
     plain = [text.encode() for text in texts]
     grammar = compiled(grammars, choice=texts)
@@ -112,7 +114,7 @@ def test_a_slot_is_used_again_and_grammars_are_forgotten(grammars, make_masks):
 
 
 def test_a_row_that_is_too_slow_fails_alone(grammars, make_masks):
-    masks = make_masks(MatchLimits(row_limit_s=0.2, token_limit_s=0.001))
+    masks = make_masks(MatchLimits(row_limit_s=0.2, token_limit_s=0.001, step_limit_s=0.2))
     masks.begin(0, compiled(grammars, choice=["a" * 60]), b"aa")
     masks.begin(1, compiled(grammars, **slow_outputs()[0]), b"")
     for _ in range(40):
@@ -125,8 +127,39 @@ def test_a_row_that_is_too_slow_fails_alone(grammars, make_masks):
     assert masks.error(0) == ""
 
 
+def test_a_slow_row_goes_on_in_a_process_that_gives_way(grammars, make_masks):
+    limits = MatchLimits(row_limit_s=0.02, token_limit_s=0.0, step_limit_s=0.2)
+    masks = make_masks(limits, slower=make_masks(gives_way=True))
+    masks.begin(0, compiled(grammars, choice=["a" * 60]), b"aa")
+    masks.begin(1, compiled(grammars, **slow_outputs()[0]), b"")
+    assert allowed(masks, 0, 1) == [{ord("a")}, set(b"abcde@")]
+    while not masks.error(1):
+        accept(masks, s0=ord("a"), s1=ord("a"))
+        allowed(masks, 0, 1)
+        if os.SCHED_IDLE in {policy for _, policy in states_of_children()}:
+            break
+    assert masks.error(1) == ""
+    assert allowed(masks, 0, 1) == [{ord("a")}, set(b"abcde@")]
+    masks.end(1)
+    masks.begin(1, compiled(grammars, choice=["xy"]), b"x")
+    assert allowed(masks, 1) == [{ord("y")}]
+
+
+def test_the_answer_of_a_row_that_has_ended_is_not_that_of_the_next_in_its_slot(
+    grammars, make_masks
+):
+    masks = make_masks()
+    masks.begin(1, compiled(grammars, choice=["ab"]), b"no such text")
+    masks.settle()  # asks and does not wait
+    masks.end(1)
+    assert masks.pending() == set()
+    masks.begin(1, compiled(grammars, choice=["cd"]), b"")
+    assert allowed(masks, 1) == [{ord("c")}]
+    assert masks.error(1) == ""
+
+
 def test_a_process_that_ends_is_replaced_and_its_rows_go_on(grammars, make_masks):
-    masks = make_masks(MatchLimits(row_limit_s=0.05, token_limit_s=0.0))
+    masks = make_masks(MatchLimits(row_limit_s=0.05, token_limit_s=0.0, step_limit_s=0.05))
     masks.begin(0, compiled(grammars, choice=["abcdef"]), b"ab")
     assert allowed(masks, 0) == [{ord("c")}]
     accept(masks, s0=ord("c"))
