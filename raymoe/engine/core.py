@@ -161,31 +161,27 @@ class EngineCore:
 
     def _take(self, done: Pass, first_row: int, logits_CV: Tensor) -> None:
         """Sample from a chunk of the logits of a pass, and collect log probabilities."""
-        rows = slice(first_row, first_row + logits_CV.shape[0])
-        slots, positions = done.row_slots[rows], done.row_positions[rows]
-        is_sample = done.row_is_sample[rows]
+        chunk = slice(first_row, first_row + logits_CV.shape[0])
+        slots, positions = done.row_slots[chunk], done.row_positions[chunk]
+        is_sample = done.row_is_sample[chunk]
         if not is_sample.all():
             prompt = np.flatnonzero(~is_sample)
             self._take_prompt(logits_CV[torch.from_numpy(prompt)], slots[prompt], positions[prompt])
-            chosen = np.flatnonzero(is_sample)
-            if len(chosen) == 0:
-                return
-            logits_CV = logits_CV[torch.from_numpy(chosen)]
-            slots, positions = slots[chosen], positions[chosen]
-        if self._has_grammar[slots].any():
-            is_ready = self._have_masks(done, slots)
-            self._deferred.append(slots[~is_ready])
-            if not is_ready.any():
-                return
-            logits_CV = logits_CV[torch.from_numpy(is_ready)]
-            slots, positions = slots[is_ready], positions[is_ready]
-        tokens = self._sampler.choose(logits_CV, slots, positions)
+        rows = np.flatnonzero(is_sample)
+        if self._has_grammar[slots[rows]].any():
+            is_ready = self._have_masks(done, slots[rows])
+            self._deferred.append(slots[rows[~is_ready]])
+            rows = rows[is_ready]
+        if len(rows) == 0:
+            return
+        slots, positions = slots[rows], positions[rows]
+        tokens = self._sampler.choose(logits_CV, slots, positions, rows)
         self._chosen.append((slots, tokens))
         wanted = np.flatnonzero(self._wants_logprobs[slots])
         if len(wanted):
             samples = [self.scheduler.sample_of(slot) for slot in slots[wanted]]
             counts = [sample.request.params.logprobs or 0 for sample in samples]
-            wanted_CV = logits_CV[torch.from_numpy(wanted)]
+            wanted_CV = logits_CV[torch.from_numpy(rows[wanted])]
             entries = token_logprobs(wanted_CV, tokens[wanted].tolist(), counts)
             for sample, entry in zip(samples, entries, strict=True):
                 assert sample.logprobs is not None

@@ -17,7 +17,9 @@ from raymoe.engine.sequence import Bools, Int32s, SequenceTable
 from raymoe.engine.token_masks import TokenMasks
 from raymoe.kernels.cpu_sampling import RandomKeys, argmax, gumbel_argmax
 
-SLICE_ELEMENTS = 1 << 22  # logits that are processed at once: 16 MiB in float32
+# Logits that are copied at once: 16 MiB in float32, which the allocator has at hand. Memory for
+# those of all rows would come from the kernel page by page, which takes longer than choosing.
+SLICE_ELEMENTS = 1 << 22
 GREEDY, FREE, PROCESSED = range(3)  # argmax; temperature alone; everything else
 
 
@@ -86,27 +88,37 @@ class Sampler:
             self._path[slot] = GREEDY if params.is_greedy else FREE
         self._samples[slot] = sample
 
-    def choose(self, logits_RV: Tensor, slots: Int32s, positions: Int32s) -> Int32s:
+    def choose(
+        self,
+        logits_RV: Tensor,
+        slots: Int32s,
+        positions: Int32s,
+        rows: npt.NDArray[np.int64] | None = None,
+    ) -> Int32s:
         """Choose a token for each row; -1 where the logits allow none.
 
         Args:
             logits_RV: In any float type; not changed.
             slots: Of each row.
             positions: Of the token to choose.
+            rows: Those to choose for, ascending; all by default.
         """
+        if rows is None:
+            rows = np.arange(len(slots))
         tokens = np.empty(len(slots), np.int32)
         path = self._path[slots]
-        for choose, rows in (
+        for choose, chosen in (
             (self._choose_greedy, np.flatnonzero(path == GREEDY)),
             (self._choose_free, np.flatnonzero(path == FREE)),
         ):
-            if len(rows):
-                is_all = len(rows) == len(slots)
-                some_RV = logits_RV if is_all else logits_RV[torch.from_numpy(rows)]
-                tokens[rows] = choose(some_RV, slots[rows], positions[rows])
-        for rows in _slices(np.flatnonzero(path == PROCESSED), logits_RV.shape[1]):
-            fresh_RV = logits_RV[torch.from_numpy(rows)]
-            tokens[rows] = self._choose_processed(fresh_RV, slots[rows], positions[rows])
+            if len(chosen) == logits_RV.shape[0]:
+                return choose(logits_RV, slots, positions)
+            for part in _slices(chosen, logits_RV.shape[1]):
+                some_RV = logits_RV.index_select(0, torch.from_numpy(rows[part]))
+                tokens[part] = choose(some_RV, slots[part], positions[part])
+        for part in _slices(np.flatnonzero(path == PROCESSED), logits_RV.shape[1]):
+            some_RV = logits_RV.index_select(0, torch.from_numpy(rows[part]))
+            tokens[part] = self._choose_processed(some_RV, slots[part], positions[part])
         return tokens
 
     def processed(self, logits_RV: Tensor, slots: Int32s, positions: Int32s) -> Tensor:

@@ -162,7 +162,7 @@ def test_eos_and_stop_tokens_are_impossible_before_min_tokens():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_choice_does_not_depend_on_the_other_rows(dtype):
+def test_choice_does_not_depend_on_the_other_rows(dtype, monkeypatch):
     params = [SamplingParams(**options) for options in [*CASES, {"temperature": 0.0}]]
     sampler = make_sampler(params)
     slots = np.array([s.slot for s in sampler._samples], np.int32)
@@ -177,6 +177,10 @@ def test_choice_does_not_depend_on_the_other_rows(dtype):
         for row in range(len(params))
     ]
     assert alone == together.tolist()
+    some = np.flatnonzero(np.arange(len(params)) % 3)
+    monkeypatch.setattr("raymoe.engine.sampler.SLICE_ELEMENTS", 2 * VOCABULARY)
+    chosen = sampler.choose(logits_RV, slots[some], positions[some], some)
+    assert chosen.tolist() == together[some].tolist()
 
 
 def test_logits_that_allow_no_token_give_minus_one():
