@@ -107,18 +107,17 @@ class Sampler:
             rows = np.arange(len(slots))
         tokens = np.empty(len(slots), np.int32)
         path = self._path[slots]
-        for choose, chosen in (
-            (self._choose_greedy, np.flatnonzero(path == GREEDY)),
-            (self._choose_free, np.flatnonzero(path == FREE)),
+        for choose, kind in (
+            (self._choose_greedy, GREEDY),
+            (self._choose_free, FREE),
+            (self._choose_processed, PROCESSED),
         ):
-            if len(chosen) == logits_RV.shape[0]:
+            chosen = np.flatnonzero(path == kind)
+            if kind != PROCESSED and len(chosen) == logits_RV.shape[0]:
                 return choose(logits_RV, slots, positions)
             for part in _slices(chosen, logits_RV.shape[1]):
                 some_RV = logits_RV.index_select(0, torch.from_numpy(rows[part]))
                 tokens[part] = choose(some_RV, slots[part], positions[part])
-        for part in _slices(np.flatnonzero(path == PROCESSED), logits_RV.shape[1]):
-            some_RV = logits_RV.index_select(0, torch.from_numpy(rows[part]))
-            tokens[part] = self._choose_processed(some_RV, slots[part], positions[part])
         return tokens
 
     def processed(self, logits_RV: Tensor, slots: Int32s, positions: Int32s) -> Tensor:

@@ -42,7 +42,7 @@ class MatchLimits:
         step_limit_s: CPU time by which one step may exceed both; one that takes longer ends the
             process of all rows, other slow ones just their row.
         max_row_bytes: Memory of one row.
-        max_memory_bytes: Of all of them.
+        max_memory_bytes: Of all of them, in each process.
     """
 
     row_limit_s: float
@@ -239,15 +239,14 @@ class TokenMasks:
                 self._asked.clear()
             except (EOFError, OSError) as error:
                 slot = self._slot_in_work()
-                is_due_to_row = slot != NO_SLOT
-                if is_due_to_row:
+                if slot != NO_SLOT:
                     limit_s = self._limits.step_limit_s
                     self._fail({slot: (f"takes more than {limit_s:.2g} s for one token", True)})
                 elif num_forks == MAX_FORKS:
                     raise ExecutionError(
                         "the process that matches grammars keeps ending"
                     ) from error
-                num_forks += not is_due_to_row
+                num_forks += slot == NO_SLOT
                 self._fork()
         return True
 
