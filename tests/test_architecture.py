@@ -16,6 +16,7 @@ MAY_IMPORT = {
     "errors": set(),
     "units": set(),
     "safe_text": set(),
+    "processes": set(),
     "_version": set(),
     "specs": BASE,
     "structured": {"errors"},
@@ -30,7 +31,7 @@ MAY_IMPORT = {
     "runtime": {"errors", "schedule", "device", "memory", "model", "kernels"},
     "assets": set(),
 }
-MAY_IMPORT["measure"] = {*MAY_IMPORT} - {"config", "structured", "assets", "safe_text"}
+MAY_IMPORT["measure"] = {*MAY_IMPORT} - {"config", "structured", "assets", "safe_text", "processes"}
 MAY_IMPORT["engine"] = {*MAY_IMPORT, "config"} - {"assets"}
 MAY_IMPORT["data"] = BASE | {"config", "structured", "specs", "schedule", "plan", "engine"}
 MAY_IMPORT["report"] = BASE | {"safe_text", "specs", "schedule", "plan", "data"}

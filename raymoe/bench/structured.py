@@ -19,12 +19,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig
 
 from raymoe.bench.hostile_forms import exploding_outputs, malformed_outputs, slow_outputs
-from raymoe.bench.processes import stolen_s
 from raymoe.bench.workloads import SHAPES
 from raymoe.config import EngineConfig
 from raymoe.engine.engine import Engine
 from raymoe.engine.generation import Generation
 from raymoe.errors import ExecutionError
+from raymoe.processes import stolen_s
 from raymoe.specs.workload import Workload
 from raymoe.units import ceil_div
 

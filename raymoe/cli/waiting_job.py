@@ -17,7 +17,6 @@ import ray
 import ray.data
 
 from raymoe.assets import demo_model_path
-from raymoe.bench.processes import Usage, descendants, usage_of
 from raymoe.bench.scale import Run, steady_rate
 from raymoe.bench.waiting import WaitingModel
 from raymoe.bench.waiting_generator import (
@@ -30,6 +29,7 @@ from raymoe.bench.waiting_rows import ID_COLUMN, RowCheck, make_rows
 from raymoe.data.context import configure_data_context
 from raymoe.data.sizing import map_batches_kwargs
 from raymoe.errors import ExecutionError
+from raymoe.processes import Usage, descendants, usage_of
 from raymoe.specs.workload import Workload
 
 START_TIMEOUT_S = 1800.0

@@ -15,11 +15,11 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Self
 
 from raymoe.engine.grammar_server import GrammarServer
 from raymoe.errors import ConfigError
+from raymoe.processes import usage_of
 from raymoe.structured import StructuredOutputs
 from raymoe.units import MIB
 
@@ -199,14 +199,14 @@ class Grammars:
     def _receive_slowly(self, pipe: Connection, pid: int) -> Any:
         """Wait for the answer of a process that gives way, and rests while rows are computed."""
         work_s, used_s = WORK_S * len(os.sched_getaffinity(0)), 0.0
-        # That it has ended shows in the pipe.
-        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+        with contextlib.suppress(ProcessLookupError):  # it has ended, which the pipe shows
             _give_way(pid)
             while not pipe.poll(work_s):
-                if self._is_busy() and _cpu_s(pid) >= used_s + work_s:
+                usage = usage_of(pid)
+                if self._is_busy() and usage is not None and usage.cpu_s >= used_s + work_s:
+                    used_s = usage.cpu_s
                     os.kill(pid, signal.SIGSTOP)
                     self._is_closed.wait(REST_S)
-                    used_s = _cpu_s(pid)
                     os.kill(pid, signal.SIGCONT)
         return json.loads(pipe.recv_bytes())
 
@@ -218,12 +218,6 @@ class _LimitError(Exception):
 def _give_way(pid: int) -> None:
     """Let a process take only what others leave of the cores."""
     os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
-
-
-def _cpu_s(pid: int) -> float:
-    """CPU time that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _refusal(outputs: StructuredOutputs, error: str) -> ConfigError:

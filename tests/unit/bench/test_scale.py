@@ -8,7 +8,6 @@ from xml.etree import ElementTree
 import pyarrow as pa
 import pytest
 
-from raymoe.bench.processes import TICKS_PER_S, descendants, stolen_s, usage_of
 from raymoe.bench.scale import (
     Run,
     describe_limit,
@@ -19,6 +18,7 @@ from raymoe.bench.scale import (
 from raymoe.bench.scale_pictures import draw_efficiency, draw_memory
 from raymoe.bench.waiting_rows import RowCheck, make_rows
 from raymoe.errors import ExecutionError
+from raymoe.processes import TICKS_PER_S, descendants, stolen_s, usage_of
 from raymoe.specs.workload import Workload
 
 

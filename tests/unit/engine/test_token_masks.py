@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from raymoe.bench.hostile_forms import exploding_outputs, slow_outputs
-from raymoe.bench.processes import descendants
 from raymoe.engine.grammar_server import GrammarServer
 from raymoe.engine.grammars import CompileLimits, Grammars
 from raymoe.engine.token_masks import MatchLimits, TokenMasks
 from raymoe.errors import ConfigError, ExecutionError
+from raymoe.processes import descendants
 from raymoe.structured import StructuredOutputs
 from tests.unit.engine.fakes import EOS, VOCAB_SIZE
 
