@@ -139,7 +139,7 @@ class EngineCore:
         assert self._masks is not None
         has_others = not self._has_grammar[done.row_slots].all()
         elapsed_s = time.perf_counter() - self._begin_s
-        self._masks.settle(PATIENCE * elapsed_s if has_others else None)
+        self._masks.settle(PATIENCE * elapsed_s if has_others else None, slots.tolist())
         return ~np.isin(slots, list(self._masks.pending()))
 
     def _admit(self, sample: Sample) -> None:

@@ -6,8 +6,8 @@ Each child ends itself when it uses more time or memory than it may, in C++ code
 kernel does it; whoever talks to it sees its pipe close.
 
 The control socket keeps the borders of messages. The first goes out: {"error": ""}, or what is
-wrong. Each message in is a role and the descriptors of the child. Pipes carry JSON messages, and
-bytes where a compiled grammar goes over.
+wrong. Each message in is a role and the descriptors of the child. Pipes carry JSON messages, the
+bytes of a compiled grammar out, and the descriptor of a file that has them in.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from typing import Any
 
 import numpy as np
@@ -279,8 +280,9 @@ class Matchers:
         """Answer messages until the pipe closes."""
         while True:
             message = json.loads(self._pipe.recv_bytes())
-            for digest, slot, is_json in message["grammars"]:
-                self._load(digest, slot, is_json=is_json)
+            begin_s = time.process_time()
+            if message["grammars"]:
+                self._load(message["grammars"])
             for slot in message["ended"]:
                 self._rows.pop(slot, None)
             errors: dict[int, tuple[str, bool]] = {}
@@ -295,16 +297,19 @@ class Matchers:
             for digest in message["forgotten"]:
                 self._grammars.pop(digest, None)
             failed = {slot: error for slot, error in errors.items() if error[0]}
-            self._pipe.send_bytes(json.dumps(failed).encode())
+            answer = {"failed": failed, "used_s": time.process_time() - begin_s}
+            self._pipe.send_bytes(json.dumps(answer).encode())
 
-    def _load(self, digest: str, slot: int, *, is_json: bool) -> None:
-        """Take over a grammar for the row in a slot and others, if there is memory for it."""
-        self._in_work[0] = slot
-        data = self._pipe.recv_bytes()
-        with contextlib.suppress(MemoryError):
-            grammar = xgrammar.CompiledGrammar.deserialize_json(data.decode(), self._vocabulary)
-            self._grammars[digest] = [grammar, self._any_json] if is_json else [grammar]
-        self._in_work[0] = NO_SLOT
+    def _load(self, grammars: list[tuple[str, int, int, bool]]) -> None:
+        """Take over grammars, each for the row in a slot and others, if there is memory for it."""
+        with os.fdopen(recv_handle(self._pipe), "rb") as file:
+            for digest, slot, num_bytes, is_json in grammars:
+                self._in_work[0] = slot
+                text = file.read(num_bytes).decode()
+                with contextlib.suppress(MemoryError):
+                    grammar = xgrammar.CompiledGrammar.deserialize_json(text, self._vocabulary)
+                    self._grammars[digest] = [grammar, self._any_json] if is_json else [grammar]
+                self._in_work[0] = NO_SLOT
 
     def _allowance(self) -> Allowance:
         return Allowance(self._settings["row_limit_s"], self._settings["token_limit_s"])

@@ -11,7 +11,8 @@ import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from multiprocessing.reduction import send_handle
+from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 WORD_BITS = 32
 NO_SLOT = -1
 MAX_FORKS = 3  # in a row that no row explains
+SLOW_SHARE = 0.005  # of the cores, for slow rows while others are computed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +98,7 @@ class TokenMasks:
         num_slots: Most rows at once.
         vocab_size: Of the model.
         limits: Of each row; by default those of the vocabulary.
-        gives_way: Whether the process takes only what others leave of the cores.
+        gives_way: Whether the process takes only what others leave of the cores, and rests.
         slower: Where rows that are too slow here begin anew instead of failing.
     """
 
@@ -122,6 +124,7 @@ class TokenMasks:
         self._pipe: Connection | None = None
         self._memory: mmap.mmap | None = None
         self._descriptor = -1
+        self._rest_until_s = 0.0
 
     @classmethod
     def with_slow_lane(cls, server: GrammarServer, num_slots: int, vocab_size: int) -> Self:
@@ -163,25 +166,27 @@ class TokenMasks:
 
     def pending(self) -> set[int]:
         """Slots whose masks are not made yet."""
-        asked = self._asked - self._news.ended
-        waiting = asked | self._news.begun | self._news.accepted.keys()
         later = set() if self._slower is None else self._slower.pending()
-        return waiting - self._errors.keys() | later
+        return self._pending_here() | later
 
-    def settle(self, patience_s: float | None = 0.0) -> None:
+    def settle(self, patience_s: float | None = 0.0, slots: Iterable[int] | None = None) -> None:
         """Take in what the process has made, and let it work on what has changed.
 
         Args:
             patience_s: Longest wait for pending masks; None waits for all of them.
+            slots: Whose masks are worth a wait; by default all.
         """
         deadline_s = None if patience_s is None else time.monotonic() + patience_s
-        while self._collect(deadline_s) and not self._news.is_empty:
+        waits = slots is None or not self._pending_here().isdisjoint(slots)
+        while self._collect(deadline_s if waits else 0.0) and not self._news.is_empty:
+            if time.monotonic() < self._rest_until_s and not (waits and patience_s is None):
+                break
             if self._pipe is None:
                 self._fork()
             else:
                 self._tell()
         if self._slower is not None:
-            self._slower.settle(_left_s(deadline_s))
+            self._slower.settle(_left_s(deadline_s), slots)
 
     def apply(self, logits_RV: Tensor, rows: npt.NDArray[np.int64], slots: Int32s) -> None:
         """Make impossible what the grammars of some rows forbid.
@@ -227,6 +232,12 @@ class TokenMasks:
         if self._slower is not None:
             self._slower.close()
 
+    def _pending_here(self) -> set[int]:
+        """Slots without those of the slow lane."""
+        asked = self._asked - self._news.ended
+        waiting = asked | self._news.begun | self._news.accepted.keys()
+        return waiting - self._errors.keys()
+
     def _collect(self, deadline_s: float | None) -> bool:
         """Take in the answer that is due; returns False if it does not come in time."""
         num_forks = 0
@@ -235,8 +246,12 @@ class TokenMasks:
             if not self._pipe.poll(_left_s(deadline_s)):
                 return False
             try:
-                self._fail(json.loads(self._pipe.recv_bytes()))
+                answer = json.loads(self._pipe.recv_bytes())
+                self._fail(answer["failed"])
                 self._asked.clear()
+                if self._gives_way:
+                    share = SLOW_SHARE * len(os.sched_getaffinity(0))
+                    self._rest_until_s = time.monotonic() + answer["used_s"] / share
             except (EOFError, OSError) as error:
                 slot = self._slot_in_work()
                 if slot != NO_SLOT:
@@ -299,7 +314,10 @@ class TokenMasks:
             if digest not in self._known
         ]
         content = {
-            "grammars": [(digest, slot, grammar.is_json) for digest, slot, grammar in fresh],
+            "grammars": [
+                (digest, slot, len(grammar.data), grammar.is_json)
+                for digest, slot, grammar in fresh
+            ],
             "forgotten": [digest for digest in self._known if digest not in grammars],
             "ended": list(news.ended),
             "begun": [
@@ -309,10 +327,20 @@ class TokenMasks:
         }
         self._known = set(grammars)
         self._asked = news.begun | news.accepted.keys() or {NO_SLOT}
-        with contextlib.suppress(OSError):  # it has ended, which the answer will show
+        # Through the pipe, grammars would go only as fast as the process reads them.
+        data = _memory_file(grammar.data for _, _, grammar in fresh) if fresh else None
+        with data or contextlib.nullcontext(), contextlib.suppress(OSError):
+            # This fails if the process has ended, which the answer will show.
             self._pipe.send_bytes(json.dumps(content).encode())
-            for _, _, grammar in fresh:
-                self._pipe.send_bytes(grammar.data)
+            if data is not None:
+                send_handle(self._pipe, data.fileno(), 0)
+
+
+def _memory_file(parts: Iterable[bytes]) -> BinaryIO:
+    file = os.fdopen(os.memfd_create("raymoe-grammars"), "wb")
+    file.writelines(parts)
+    file.seek(0)
+    return file
 
 
 def _left_s(deadline_s: float | None) -> float | None:

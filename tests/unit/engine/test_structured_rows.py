@@ -119,10 +119,10 @@ def test_rows_whose_masks_are_late_sit_out_and_have_the_same_tokens(make_engine,
     computed_before = slow.stats().num_computed_tokens
     settle, calls = slow._masks.settle, []
 
-    def settle_rarely(patience_s=0.0):
+    def settle_rarely(patience_s=0.0, slots=None):
         calls.append(patience_s)
         if patience_s is None or len(calls) % 7 == 0:
-            settle(patience_s)
+            settle(patience_s, slots)
 
     slow._masks.settle = settle_rarely
     together = slow.generate(prompts, params)

@@ -3,6 +3,8 @@
 import contextlib
 import os
 import random
+import signal
+import threading
 import time
 from pathlib import Path
 
@@ -145,6 +147,48 @@ def test_a_slow_row_goes_on_in_a_process_that_gives_way(grammars, make_masks):
     assert allowed(masks, 1) == [{ord("y")}]
 
 
+def test_a_process_that_gives_way_rests_until_there_is_nothing_else_to_do(
+    grammars, make_masks, monkeypatch
+):
+    monkeypatch.setattr("raymoe.engine.token_masks.SLOW_SHARE", 1e-9)
+    masks = make_masks(gives_way=True)
+    masks.begin(0, compiled(grammars, choice=["abc"]), b"")
+    assert allowed(masks, 0) == [{ord("a")}]
+    accept(masks, s0=ord("a"))
+    masks.settle(1.0)
+    assert masks.pending() == {0}
+    assert allowed(masks, 0) == [{ord("b")}]
+
+
+def test_masks_of_other_rows_are_not_waited_for(grammars, make_masks):
+    masks = make_masks(slower=make_masks(gives_way=True))
+    masks.begin(0, compiled(grammars, choice=["abc"]), b"")
+    masks.settle(30.0, [1, 2])
+    assert masks.pending() == {0}
+    masks.settle(30.0, [0, 1])
+    assert masks.pending() == set()
+
+
+def test_a_process_that_does_not_read_delays_nobody(grammars, make_masks):
+    masks = make_masks()
+    masks.begin(0, compiled(grammars, choice=["abc"]), b"")
+    assert allowed(masks, 0) == [{ord("a")}]
+    large = compiled(grammars, choice=[f"{number:08}" for number in range(12000)])
+    assert len(large.data) > 2**19  # more than a pipe holds
+    stopped = matching_processes()
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    resume = threading.Timer(60.0, lambda: [os.kill(pid, signal.SIGCONT) for pid in stopped])
+    resume.start()
+    masks.begin(1, large, b"000")
+    masks.settle()
+    assert resume.is_alive()
+    assert masks.pending() == {1}
+    resume.cancel()
+    resume.function()
+    assert allowed(masks, 0, 1) == [{ord("a")}, set(b"01")]
+
+
 def test_the_answer_of_a_row_that_has_ended_is_not_that_of_the_next_in_its_slot(
     grammars, make_masks
 ):
@@ -212,6 +256,17 @@ def states_of_children():
             state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
             states.add((state, os.sched_getscheduler(pid)))
     return states
+
+
+def matching_processes():
+    """Those that hold the memory of masks: forked for it, not the one that forks."""
+    return [
+        pid
+        for pid in descendants(os.getpid())
+        if any(
+            "raymoe-masks" in str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()
+        )
+    ]
 
 
 @pytest.mark.parametrize("is_busy", [True, False], ids=["rows are computed", "nothing else"])
