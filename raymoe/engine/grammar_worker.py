@@ -305,8 +305,9 @@ class Matchers:
         with os.fdopen(recv_handle(self._pipe), "rb") as file:
             for digest, slot, num_bytes, is_json in grammars:
                 self._in_work[0] = slot
-                text = file.read(num_bytes).decode()
+                data = file.read(num_bytes)
                 with contextlib.suppress(MemoryError):
+                    text = data.decode()
                     grammar = xgrammar.CompiledGrammar.deserialize_json(text, self._vocabulary)
                     self._grammars[digest] = [grammar, self._any_json] if is_json else [grammar]
                 self._in_work[0] = NO_SLOT
