@@ -23,40 +23,40 @@ def draw_efficiency(found: Sequence[Efficiency], *, title: str) -> str:
     body = [
         *_frame(chart, "actors, each on a node of its own", "% of one actor's rate times actors"),
         chart.line([(0, TARGET), (HEADROOM * most, TARGET)], Colour.OTHER, width=1, dash="4 4"),
-        *_line(
-            chart, steady, Colour.GPU, place=0, name="between first and last quarter of the tokens"
-        ),
-        *_line(chart, job, Colour.CPU, place=1, name="whole job, from when all actors were ready"),
+        chart.line(steady, Colour.GPU, width=2),
+        *_legend(Colour.GPU, place=0, name="between first and last quarter of the tokens"),
+        chart.line(job, Colour.CPU, width=2),
+        *_legend(Colour.CPU, place=1, name="whole job, from when all actors were ready"),
         *(chart.dot(*point, Colour.GPU, radius=4) for point in steady),
         *(chart.dot(*point, Colour.CPU, radius=4) for point in job),
     ]
     return svg_page(title, WIDTH, HEIGHT, body, style=STYLE)
 
 
-def draw_memory(memory: Mapping[str, Series], *, title: str) -> str:
+def draw_memory(memory: Mapping[str, Sequence[Series]], *, title: str) -> str:
     """Draw resident memory over time.
 
     Args:
-        memory: (seconds, bytes) of each process, by its name for the legend; at most five.
+        memory: (seconds, bytes) of processes, by the kind that stands in the legend; processes of
+            a kind share a colour. At most as many kinds as there are colours.
         title: The heading.
     """
-    lines = {
-        name: [(time_s / 60, used / GIB) for time_s, used in _thinned(points)]
-        for name, points in memory.items()
-    }
-    points = [point for line in lines.values() for point in line]
+    kinds = {kind: [_minutes_and_gib(line) for line in lines] for kind, lines in memory.items()}
+    points = [point for lines in kinds.values() for line in lines for point in line]
     chart = Chart.from_zero(
         max(time for time, _ in points) or 1.0,
-        HEADROOM * max(used for _, used in points) * (1 + 0.06 * len(lines)),
+        HEADROOM * max(used for _, used in points) * (1 + 0.06 * len(kinds)),
     )
     body = [*_frame(chart, "minutes", "resident memory, GiB")]
-    for place, (colour, (name, line)) in enumerate(zip(Colour, lines.items(), strict=False)):
-        body += _line(chart, line, colour, place=place, name=name)
+    for place, (colour, (kind, lines)) in enumerate(zip(Colour, kinds.items(), strict=False)):
+        body += [chart.line(line, colour, width=2) for line in lines]
+        body += _legend(colour, place=place, name=kind)
     return svg_page(title, WIDTH, HEIGHT, body, style=STYLE)
 
 
-def _thinned(points: Series) -> Series:
-    return points[:: max(1, len(points) // MOST_POINTS)]
+def _minutes_and_gib(points: Series) -> Series:
+    thinned = points[:: max(1, len(points) // MOST_POINTS)]
+    return [(time_s / 60, used / GIB) for time_s, used in thinned]
 
 
 def _frame(chart: Chart, x_name: str, y_name: str) -> list[str]:
@@ -64,10 +64,9 @@ def _frame(chart: Chart, x_name: str, y_name: str) -> list[str]:
     return list(chart.frame((x_name, y_name), x_labels, [f"{tick:g}" for tick in chart.y.ticks()]))
 
 
-def _line(chart: Chart, points: Series, colour: Colour, *, place: int, name: str) -> list[str]:
+def _legend(colour: Colour, *, place: int, name: str) -> list[str]:
     y = TOP + LINE_HEIGHT * (place + 1)
     return [
-        chart.line(points, colour, width=2),
         f'<path stroke="{colour}" stroke-width="3" d="M{LEFT + 16} {y - 4}h26"/>',
         note_at(LEFT + 50, y, name),
     ]

@@ -35,7 +35,6 @@ MODEL, NODE = "mixtral-8x7b", "l4"
 ROWS_PER_SEQUENCE = 2  # inside of an actor; enough here, where lengths vary by half
 MANY_ROWS = 10**6  # so many that plans are for a steady stream of them
 INSTANT_ROWS, INSTANT_TASKS = (16, 64), 1500
-MOST_LINES = 5  # of a picture
 
 
 def run_suite(suite: str, options: ScaleOptions) -> None:
@@ -109,9 +108,8 @@ def _run_million(options: ScaleOptions) -> None:
     )
     console.print(describe_overhead(run))
     picture = options.out / "million.svg"
-    shown = dict(list(samples.memory.items())[:MOST_LINES])
     title = f"{num_rows:,} rows through {num_actors} waiting actors: resident memory"
-    picture.write_text(draw_memory(shown, title=title))
+    picture.write_text(draw_memory(samples.by_kind(), title=title))
     for line in _describe_memory(samples):
         console.print(line)
     with (options.out / "million-memory.jsonl").open("w") as file:

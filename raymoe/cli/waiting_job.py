@@ -35,7 +35,7 @@ from raymoe.specs.workload import Workload
 START_TIMEOUT_S = 1800.0
 ROWS_PER_READ = 4096
 SAMPLE_S = 1.0
-DRIVER, RAY = "driver", "Ray's processes"
+DRIVER, RAY, ACTORS = "driver", "Ray's processes", "each actor"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +113,13 @@ class Samples:
         for name, usage in named.items():
             if usage is not None:
                 self.memory.setdefault(name, []).append((now_s, float(usage.rss_bytes)))
+
+    def by_kind(self) -> dict[str, list[list[tuple[float, float]]]]:
+        """`memory` of the driver, of Ray's processes, and of all actors."""
+        kinds: dict[str, list[list[tuple[float, float]]]] = {}
+        for name, points in self.memory.items():
+            kinds.setdefault(name if name in (DRIVER, RAY) else ACTORS, []).append(points)
+        return kinds
 
 
 @contextmanager

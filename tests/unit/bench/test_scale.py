@@ -18,6 +18,7 @@ from raymoe.bench.scale import (
 from raymoe.bench.scale_pictures import draw_efficiency, draw_memory
 from raymoe.bench.waiting_rows import RowCheck, make_rows
 from raymoe.errors import ExecutionError
+from raymoe.plan.draw.chart import Colour
 from raymoe.processes import TICKS_PER_S, descendants, stolen_s, usage_of
 from raymoe.specs.workload import Workload
 
@@ -77,12 +78,16 @@ def test_the_limit_is_the_lowest_rate_and_shows_its_arithmetic() -> None:
 
 def test_pictures_are_drawn_from_all_points() -> None:
     found = efficiencies([a_run(), a_run(num_actors=16, steady_tokens_per_s=185)])
-    memory = {"driver": [(float(i), 1e9 + i) for i in range(2000)], "actor 1": [(0.0, 2e9)]}
+    driver = [(float(i), 1e9 + i) for i in range(2000)]
+    actors = [[(0.0, 2e9), (9.0, number * 1e9)] for number in range(1, 10)]
+    memory = {"driver": [driver], "each actor": actors}
     for picture in (draw_efficiency(found, title="a <b>"), draw_memory(memory, title="m")):
         page = ElementTree.fromstring(picture)
         assert page.tag.endswith("svg")
         assert "nan" not in picture
-    assert "actor 1" in picture
+    assert picture.count("each actor") == 1
+    lines = picture.count(f'stroke="{Colour.LINK}"')  # the second colour, once in the legend
+    assert lines == len(actors) + 1
 
 
 def test_rows_are_made_from_ids_and_are_of_all_lengths() -> None:
