@@ -230,7 +230,7 @@ def _tables(job: Job) -> Iterator[pa.Table]:
         columns = {name: job.options[name] for name in PROMPT_COLUMNS}
         dataset = arrange(dataset, **columns, rows_per_block=job.batch_size)
     else:
-        dataset = dataset.repartition(target_num_rows_per_block=job.batch_size)
+        dataset = dataset.repartition(target_num_rows_per_block=job.batch_size, strict=True)
     dataset = dataset.map_batches(MoEGenerator, **arguments)
     for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
         hidden = [name for name in (job.source.error_column,) if name in table.column_names]

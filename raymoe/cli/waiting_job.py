@@ -65,7 +65,7 @@ class WaitingJob:
         rows = functools.partial(make_rows, workload=self.workload)
         dataset = ray.data.range(num_rows, override_num_blocks=reads)
         dataset = dataset.map_batches(rows, batch_size=None, batch_format="pyarrow")
-        dataset = dataset.repartition(target_num_rows_per_block=self.rows_per_task)
+        dataset = dataset.repartition(target_num_rows_per_block=self.rows_per_task, strict=True)
         operator = InstantGenerator if self.model is None else WaitingGenerator
         dataset = dataset.map_batches(operator, **self._arguments())
         yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ray.data import Dataset
 
 PREFIX_BYTES = 2048
-ROWS_PER_BLOCK = 64
+ROWS_PER_BLOCK = 16  # a call, unless an actor has very many rows inside
 LEAST_SHARED_BYTES = 64  # the engine shares blocks of 32 tokens, which rarely take fewer bytes
 PREFIX, MIX, SIZE = "__raymoe_prefix__", "__raymoe_mix__", "__raymoe_size__"
 KEYS = (PREFIX, MIX, SIZE)
@@ -61,7 +61,7 @@ def arrange(
         tools_column: What the messages may call; chat templates put it first.
         prefix_bytes: How far into a prompt rows are compared; each takes as much more while it is
             sorted. Rows that agree in all of it come together in any order.
-        rows_per_block: Of the blocks that come out, as `map_batches` of `MoEGenerator` wants them.
+        rows_per_block: Of all blocks that come out but one: `batch_size` of `map_batches_kwargs`.
 
     Raises:
         ConfigError: A number that makes no sense, or a dataset with neither column.
@@ -69,14 +69,23 @@ def arrange(
     for name, value in (("prefix_bytes", prefix_bytes), ("rows_per_block", rows_per_block)):
         if type(value) is not int or value < 1:
             raise ConfigError(f"{name} is {value!r}; it must be a whole number from 1")
-    add_keys = functools.partial(
-        _add_keys, columns=(tools_column, messages_column, prompt_column), num_bytes=prefix_bytes
-    )
+    columns = (tools_column, messages_column, prompt_column)
+    parts = sort_and_deal(dataset, columns, prefix_bytes, rows_per_block)
+    return parts.repartition(target_num_rows_per_block=rows_per_block, strict=True)
+
+
+def sort_and_deal(
+    dataset: "Dataset",
+    columns: tuple[str | None, str, str],
+    prefix_bytes: int,
+    rows_per_block: int,
+) -> "Dataset":
+    """Return the sorted parts, dealt but not cut; columns are tools, messages and prompt."""
+    add_keys = functools.partial(_add_keys, columns=columns, num_bytes=prefix_bytes)
     deal = functools.partial(_deal, rows_per_block=rows_per_block)
     keyed = dataset.map_batches(add_keys, batch_size=None, batch_format="pyarrow")
     parts = keyed.sort([PREFIX, MIX])
-    dealt = parts.map_batches(deal, batch_size=None, batch_format="pyarrow")
-    return dealt.repartition(target_num_rows_per_block=rows_per_block)
+    return parts.map_batches(deal, batch_size=None, batch_format="pyarrow")
 
 
 def prompt_bytes(tools: object, messages: object, prompt: object) -> bytes:

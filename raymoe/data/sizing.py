@@ -51,12 +51,12 @@ def map_batches_kwargs(
 ) -> dict[str, Any]:
     """Return the keyword arguments with which `Dataset.map_batches` runs `MoEGenerator`.
 
-    Blocks should have about `batch_size` rows or a few times that (a task, and what is retried, is
-    a block): ``ds.repartition(target_num_rows_per_block=64)``. What the user gave is kept.
+    ``ds.repartition(target_num_rows_per_block=..., strict=True)`` makes blocks of `batch_size`
+    rows, as they should be: larger ones, or small ones together, have calls one after another.
 
     Sizes come from the plan of an engine on the smallest node that can run one: with a GPU, where
     there are any, of the kind that Ray names (``accelerator_type``). On a cluster that has no such
-    node yet, ``engine_config={"hardware": ...}`` says what will come.
+    node yet, ``engine_config={"hardware": ...}`` says what will come. What the user gave is kept.
 
     Args:
         model_source: A local model directory, or a name on the Hugging Face hub.

@@ -11,7 +11,7 @@ import pytest
 import ray.data
 
 import raymoe
-from raymoe.data.arrange import KEYS
+from raymoe.data.arrange import KEYS, sort_and_deal
 
 pytestmark = [
     pytest.mark.ray,
@@ -81,7 +81,7 @@ def test_the_same_rows_come_out_and_those_that_share_are_neighbours(local_ray, m
     tables = arranged(make(rows), rows_per_block=16)
     found = [row for table in tables for row in table]
     assert counted(found) == counted(rows)
-    assert max(map(len, tables)) <= 16
+    assert sorted(map(len, tables)) == [16] * (NUM_ROWS // 16)
     heads = [row["prompt"][:SHARED] for row in found if row["prompt"]]
     num_changes = sum(one != other for one, other in itertools.pairwise(heads))
     assert num_changes < 2 * NUM_DOCUMENTS  # 360 of 363 before
@@ -92,9 +92,10 @@ def test_equal_prompts_do_not_end_up_in_one_part(local_ray):
     """A part is held by one task: many rows that only differ far behind must spread."""
     rows = [{"id": index, "prompt": "p" * 100} for index in range(2000)]
     parts = as_items(rows).map_batches(lambda table: table, batch_format="pyarrow")
-    tables = arranged(parts, prefix_bytes=50, rows_per_block=10**6)
-    assert sorted(row["id"] for table in tables for row in table) == list(range(2000))
-    assert max(map(len, tables)) <= 2000 / NUM_BLOCKS * 2
+    dealt = sort_and_deal(parts, (None, "messages", "prompt"), prefix_bytes=50, rows_per_block=16)
+    tables = list(dealt.iter_batches(batch_size=None, batch_format="pyarrow"))
+    assert sorted(pa.concat_tables(tables).column("id").to_pylist()) == list(range(2000))
+    assert max(table.num_rows for table in tables) <= 2000 / NUM_BLOCKS * 2
 
 
 @pytest.mark.slow

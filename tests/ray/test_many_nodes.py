@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from raymoe.cli import bench_scale, run
+from raymoe.bench.waiting_generator import read_actor_logs
+from raymoe.cli import bench_scale, run, waiting_job
 from raymoe.cli.local_cluster import local_cluster
 from raymoe.cli.waiting_job import DRIVER, RAY, WaitingJob, run_waiting_job
 from raymoe.specs.workload import Workload
@@ -32,7 +33,8 @@ def test_a_million_rows_but_fewer(tmp_path, capsys):
     assert (tmp_path / "million.svg").read_text().startswith("<svg")
 
 
-def test_actors_of_all_nodes_take_rows_and_the_driver_has_a_limit(tmp_path):
+def test_actors_of_all_nodes_take_rows_and_the_driver_has_a_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(waiting_job, "ROWS_PER_READ", 100)  # no multiple of 16
     job = WaitingJob(
         workload=Workload(num_rows=2000, prompt_tokens=20, generated_tokens=4),
         model=None,
@@ -46,6 +48,9 @@ def test_actors_of_all_nodes_take_rows_and_the_driver_has_a_limit(tmp_path):
     assert figures.num_actors == 2
     assert figures.tasks_per_s > 0
     assert figures.driver_cpu_s > 0
+    logs = read_actor_logs(job.log_dir).values()
+    num_calls = sum(len(moments) - 1 for moments in logs)
+    assert num_calls == 2000 // 16  # full ones alone, none of which waits for another
 
 
 def test_scale_compares_more_actors_with_fewer(tmp_path, capsys, monkeypatch):
