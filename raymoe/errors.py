@@ -9,6 +9,7 @@ RaymoeError
   ScheduleError                   an invariant of a schedule is broken
   CapacityError                   KV blocks or memory exhausted
   ExecutionError                  a task or the engine failed; carries the cause
+  WorkerProcessError              a helper process was ended from outside; the row may be retried
 RaymoeWarning
   PerformanceWarning              slower than predicted, or a slow path was taken
 """
@@ -63,6 +64,13 @@ class CapacityError(RaymoeError):
 
 class ExecutionError(RaymoeError):
     """A task or the engine failed; `__cause__` is the first error."""
+
+
+class WorkerProcessError(RaymoeError):
+    """A helper process (tokenizer, chat template, grammar) ended through no fault of the row.
+
+    Not final: a journal does not keep rows with this error, and a resumed job tries them again.
+    """
 
 
 class RaymoeWarning(UserWarning):

@@ -101,7 +101,7 @@ def test_imports_follow_the_map(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_files_and_functions_are_short(path: Path) -> None:
     text = path.read_text()
-    assert text.count("\n") <= 500
+    assert text.count("\n") <= 700
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
