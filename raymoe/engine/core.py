@@ -1,11 +1,13 @@
 """One pass after another: schedule, run, sample, finish. Knows neither threads nor callers."""
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,20 +19,24 @@ from raymoe.engine.sampler import Sampler
 from raymoe.engine.scheduler import PassScheduler
 from raymoe.engine.sequence import Bools, Int32s, Pass
 from raymoe.engine.statistics import Counters
-from raymoe.engine.stopping import Decode, DecodeError, StopStrings
+from raymoe.engine.stopping import Decode, StopStrings
 from raymoe.engine.token_masks import TokenMasks
-from raymoe.errors import ConfigError, ExecutionError
+from raymoe.errors import ConfigError, ExecutionError, RaymoeError
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.plan.policy import Policy
 from raymoe.runtime.bindings import PassInputs
 from raymoe.schedule.timeline import Timeline
 
-_NO_TOKEN = ExecutionError(
+NO_TOKEN = -1  # what the sampler gives where the logits allow none
+_NO_TOKEN = (
     "no token can be chosen: the logits have NaN, or logit_bias, stop tokens and grammar exclude "
     "everything"
 )
 PATIENCE = 0.005  # share of a pass that rows without a grammar may wait for masks of others
 Finish = Callable[[Request, Generation], None]
+Rows = npt.NDArray[np.int64]
+
+logger = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
@@ -87,6 +93,7 @@ class EngineCore:
         self._chosen: list[tuple[Int32s, Int32s]] = []
         self._deferred: list[Int32s] = []  # slots of the latest pass whose masks were not there
         self._late: set[int] = set()  # slots that wait for their masks outside of passes
+        self._errors: dict[int, Exception] = {}  # what ends the row in a slot after this pass
         self._begin_s = 0.0  # of the latest pass
         self.counters = Counters()
         self._accuracy = accuracy
@@ -105,7 +112,10 @@ class EngineCore:
         """Run one pass; there must be work."""
         next_pass = self.scheduler.next_pass(self._held_slots())
         for sample in self.scheduler.admitted:
-            self._admit(sample)
+            try:
+                self._admit(sample)
+            except Exception as error:
+                self._errors[sample.slot] = error
         if self._masks is not None:
             self._masks.settle()
         self._chosen, self._deferred = [], []
@@ -122,6 +132,9 @@ class EngineCore:
             self._accuracy.record(next_pass, self.last_timeline)
         for slots, tokens in self._chosen:
             self._advance(slots, tokens)
+        while self._errors:
+            slot, problem = self._errors.popitem()
+            self._fail(self.scheduler.sample_of(slot), problem)
         if self._masks is not None:
             self._masks.settle()  # they are made while the next pass runs
 
@@ -164,41 +177,87 @@ class EngineCore:
         chunk = slice(first_row, first_row + logits_CV.shape[0])
         slots, positions = done.row_slots[chunk], done.row_positions[chunk]
         is_sample = done.row_is_sample[chunk]
-        if not is_sample.all():
-            prompt = np.flatnonzero(~is_sample)
-            self._take_prompt(logits_CV[torch.from_numpy(prompt)], slots[prompt], positions[prompt])
-        rows = np.flatnonzero(is_sample)
+        prompt = np.flatnonzero(~is_sample)
+        if len(prompt):
+            self._take_prompt(logits_CV, slots[prompt], positions[prompt], prompt)
+        rows = self._well(np.flatnonzero(is_sample), slots)
         if self._has_grammar[slots[rows]].any():
             is_ready = self._have_masks(done, slots[rows])
             self._deferred.append(slots[rows[~is_ready]])
             rows = rows[is_ready]
-        if len(rows) == 0:
-            return
-        slots, positions = slots[rows], positions[rows]
-        tokens = self._sampler.choose(logits_CV, slots, positions, rows)
-        self._chosen.append((slots, tokens))
-        wanted = np.flatnonzero(self._wants_logprobs[slots])
-        if len(wanted):
-            samples = [self.scheduler.sample_of(slot) for slot in slots[wanted]]
-            counts = [sample.request.params.logprobs or 0 for sample in samples]
-            wanted_CV = logits_CV[torch.from_numpy(rows[wanted])]
-            entries = token_logprobs(wanted_CV, tokens[wanted].tolist(), counts)
-            for sample, entry in zip(samples, entries, strict=True):
-                assert sample.logprobs is not None
-                sample.logprobs.append(entry)
+        tokens = np.full(len(slots), NO_TOKEN, np.int32)
 
-    def _take_prompt(self, logits_RV: Tensor, slots: Int32s, positions: Int32s) -> None:
-        samples = [self.scheduler.sample_of(slot) for slot in slots]
-        counts = [sample.request.params.prompt_logprobs or 0 for sample in samples]
-        tokens = [
-            int(sample.request.prompt[position])
-            for sample, position in zip(samples, positions, strict=True)
-        ]
-        entries = token_logprobs(logits_RV, tokens, counts)
+        def choose(rows: Rows) -> None:
+            tokens[rows] = self._sampler.choose(logits_CV, slots[rows], positions[rows], rows)
+
+        self._each(rows, slots, choose)
+        for row in rows[tokens[rows] == NO_TOKEN].tolist():
+            self._errors.setdefault(int(slots[row]), self._no_token(int(slots[row])))
+        wanted = self._well(rows[self._wants_logprobs[slots[rows]]], slots)
+        self._each(wanted, slots, lambda rows: self._keep_logprobs(logits_CV, slots, tokens, rows))
+        rows = self._well(rows, slots)
+        self._chosen.append((slots[rows], tokens[rows]))
+
+    def _well(self, rows: Rows, slots: Int32s) -> Rows:
+        """The rows whose slots have no error."""
+        return rows[~np.isin(slots[rows], list(self._errors))] if self._errors else rows
+
+    def _each(self, rows: Rows, slots: Int32s, work: Callable[[Rows], None]) -> None:
+        """Work on some rows at once; if that raises, on each alone, so that only its own row ends.
+
+        Args:
+            rows: Of a chunk of logits.
+            slots: Of all rows of the chunk.
+            work: Changes nothing when it raises.
+        """
+        if not len(rows):
+            return
+        try:
+            work(rows)
+        except Exception:
+            for row in rows:
+                try:
+                    work(np.array([row]))
+                except Exception as error:
+                    self._errors[int(slots[row])] = error
+
+    def _no_token(self, slot: int) -> Exception:
+        reason = self._masks.error(slot) if self._masks is not None else ""
+        return ConfigError(reason) if reason else ExecutionError(_NO_TOKEN)
+
+    def _keep_logprobs(self, logits_CV: Tensor, slots: Int32s, tokens: Int32s, rows: Rows) -> None:
+        samples = [self.scheduler.sample_of(slot) for slot in slots[rows]]
+        counts = [sample.request.params.logprobs or 0 for sample in samples]
+        wanted_RV = logits_CV[torch.from_numpy(rows)]
+        entries = token_logprobs(wanted_RV, tokens[rows].tolist(), counts)
         for sample, entry in zip(samples, entries, strict=True):
-            if sample.prompt_logprobs is None:
-                sample.prompt_logprobs = [None]  # nothing predicts the first token
-            sample.prompt_logprobs.append(entry)
+            assert sample.logprobs is not None
+            sample.logprobs.append(entry)
+
+    def _take_prompt(self, logits_CV: Tensor, slots: Int32s, positions: Int32s, rows: Rows) -> None:
+        """Collect log probabilities of the tokens of prompts.
+
+        Args:
+            logits_CV: A chunk of logits.
+            slots: Of `rows`.
+            positions: Of the tokens that `rows` predict.
+            rows: Of the chunk, ascending.
+        """
+
+        def keep(index: Rows) -> None:
+            samples = [self.scheduler.sample_of(slot) for slot in slots[index]]
+            counts = [sample.request.params.prompt_logprobs or 0 for sample in samples]
+            tokens = [
+                int(sample.request.prompt[position])
+                for sample, position in zip(samples, positions[index], strict=True)
+            ]
+            entries = token_logprobs(logits_CV[torch.from_numpy(rows[index])], tokens, counts)
+            for sample, entry in zip(samples, entries, strict=True):
+                if sample.prompt_logprobs is None:
+                    sample.prompt_logprobs = [None]  # nothing predicts the first token
+                sample.prompt_logprobs.append(entry)
+
+        self._each(self._well(np.arange(len(rows)), slots), slots, keep)
 
     def _advance(self, slots: Int32s, tokens: Int32s) -> None:
         """Append the chosen tokens and finish the sequences that are over."""
@@ -207,47 +266,45 @@ class EngineCore:
             self._masks.accept(slots, tokens)
         is_eos = self._is_eos[tokens] & ~self._ignores_eos[slots]
         is_full = self._table.known_tokens[slots] >= self._table.limit_tokens[slots]
-        for row in np.flatnonzero(is_eos | is_full | self._is_watched[slots] | (tokens < 0)):
-            self._check(
-                int(slots[row]),
-                int(tokens[row]),
-                is_eos=bool(is_eos[row]),
-                is_full=bool(is_full[row]),
-            )
+        for row in np.flatnonzero(is_eos | is_full | self._is_watched[slots]):
+            sample = self.scheduler.sample_of(int(slots[row]))
+            if sample.index == 0 and self._num_generated(sample) == 1:
+                self.scheduler.add_first(sample.request.samples[1:])
+            try:
+                generation = self._check(
+                    sample, int(tokens[row]), is_eos=bool(is_eos[row]), is_full=bool(is_full[row])
+                )
+            except Exception as error:
+                self._errors[sample.slot] = error
+                continue
+            if generation is not None:
+                self.scheduler.forecast.record_finished(generation.num_generated_tokens)
+                self._end(sample, generation)
 
-    def _check(self, slot: int, token: int, *, is_eos: bool, is_full: bool) -> None:
-        """Look closer at a sequence that may be over, or whose siblings wait for it."""
-        sample = self.scheduler.sample_of(slot)
-        params = sample.request.params
-        if token < 0:
-            reason = self._masks.error(slot) if self._masks is not None else ""
-            error = ConfigError(reason) if reason else _NO_TOKEN
-            self._end(sample, Generation.from_error(error, sample.num_prompt_tokens))
-            return
-        is_first = int(self._table.known_tokens[slot]) == sample.num_prompt_tokens + 1
-        if is_first and sample.index == 0:
-            self.scheduler.add_first(sample.request.samples[1:])
-        is_stopped = is_eos or token in (params.stop_token_ids or ())
-        try:
-            text = None
-            if sample.stop_strings is not None and not is_stopped:
-                text = sample.stop_strings.push(token)
-            if is_stopped or text is not None:
-                self._finish(sample, "stop", text=text, num_hidden=int(is_stopped))
-            elif is_full:
-                self._finish(sample, "length")
-        except DecodeError as error:
-            self._end(sample, Generation.from_error(error, sample.num_prompt_tokens))
+    def _num_generated(self, sample: Sample) -> int:
+        return int(self._table.known_tokens[sample.slot]) - sample.num_prompt_tokens
 
-    def _finish(
+    def _check(
+        self, sample: Sample, token: int, *, is_eos: bool, is_full: bool
+    ) -> Generation | None:
+        """Look closer at a sequence that may be over; None if it goes on."""
+        is_stopped = is_eos or token in (sample.request.params.stop_token_ids or ())
+        text = None
+        if sample.stop_strings is not None and not is_stopped:
+            text = sample.stop_strings.push(token)
+        if is_stopped or text is not None:
+            return self._generation(sample, "stop", text=text, num_hidden=int(is_stopped))
+        return self._generation(sample, "length") if is_full else None
+
+    def _generation(
         self, sample: Sample, reason: str, *, text: str | None = None, num_hidden: int = 0
-    ) -> None:
-        """End a sample; the text leaves out `num_hidden` last tokens."""
+    ) -> Generation:
+        """The answer of a sample; its text leaves out `num_hidden` last tokens."""
         first = sample.num_prompt_tokens
         token_ids = self._table.tokens(sample.slot, first).tolist()
         if text is None:
             text = self._decode(token_ids[: len(token_ids) - num_hidden])
-        generation = Generation(
+        return Generation(
             text=text,
             token_ids=tuple(token_ids),
             finish_reason=reason,
@@ -257,7 +314,14 @@ class EngineCore:
             logprobs=None if sample.logprobs is None else tuple(sample.logprobs),
             prompt_logprobs=_prompt_logprobs(sample),
         )
-        self.scheduler.forecast.record_finished(len(token_ids))
+
+    def _fail(self, sample: Sample, error: Exception) -> None:
+        """End a sample by an error, and with it those that were to follow its first token."""
+        if not isinstance(error, RaymoeError):
+            logger.error("a row failed, the others go on", exc_info=error)
+        generation = Generation.from_error(error, sample.num_prompt_tokens)
+        if sample.index == 0 and self._num_generated(sample) == 0:
+            sample.request.finished[1:] = [generation] * (sample.request.params.n - 1)
         self._end(sample, generation)
 
     def _end(self, sample: Sample, generation: Generation) -> None:
