@@ -37,6 +37,14 @@ def usage_of(pid: int, root: Path = Path("/proc")) -> Usage | None:
     return Usage(int(status[1]) * PAGE_BYTES, (user + system) / TICKS_PER_S)
 
 
+def is_runnable(pid: int, root: Path = Path("/proc")) -> bool:
+    """Whether a process has or waits for a core; not if it is stopped, waits for else, or ended."""
+    try:
+        return _stat(root / str(pid))[0] == "R"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def descendants(pid: int, root: Path = Path("/proc")) -> set[int]:
     """Processes that a process started, and those that they did; of now, without itself."""
     children: dict[int, list[int]] = {}

@@ -21,7 +21,7 @@ from raymoe.engine.sequence import Bools, Int32s, Pass
 from raymoe.engine.statistics import Counters
 from raymoe.engine.stopping import Decode, StopStrings
 from raymoe.engine.token_masks import TokenMasks
-from raymoe.errors import ConfigError, ExecutionError, RaymoeError
+from raymoe.errors import ExecutionError, RaymoeError
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.plan.policy import Policy
 from raymoe.runtime.bindings import PassInputs
@@ -222,8 +222,8 @@ class EngineCore:
                     self._errors[int(slots[row])] = error
 
     def _no_token(self, slot: int) -> Exception:
-        reason = self._masks.error(slot) if self._masks is not None else ""
-        return ConfigError(reason) if reason else ExecutionError(_NO_TOKEN)
+        error = None if self._masks is None else self._masks.error(slot)
+        return error or ExecutionError(_NO_TOKEN)
 
     def _keep_logprobs(self, logits_CV: Tensor, slots: Int32s, tokens: Int32s, rows: Rows) -> None:
         samples = [self.scheduler.sample_of(slot) for slot in slots[rows]]

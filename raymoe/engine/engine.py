@@ -75,7 +75,11 @@ class Engine:
         self._grammar_server = GrammarServer(
             parts.tokenizer.directory, parts.vocab_size, parts.eos_token_ids
         )
-        self._grammars = Grammars(self._grammar_server, lambda: self._core.has_work)
+        self._grammars = Grammars(
+            self._grammar_server,
+            lambda: self._core.has_work,
+            computed_s=lambda: self._core.counters.active_s,
+        )
         self._masks = TokenMasks.with_slow_lane(
             self._grammar_server, parts.policy.batch_size, parts.vocab_size
         )
@@ -291,7 +295,8 @@ class Engine:
                 return
             self._changed.notify_all()
         if not is_closed:
-            error = ConfigError(str(grammar.exception()))
+            error = grammar.exception()
+            assert isinstance(error, Exception)
             self._resolve(request, Generation.from_error(error, len(request.prompt)))
 
     def _enqueue(self, request: Request) -> None:

@@ -3,14 +3,16 @@
 A grammar is text from a row. The first process only loads libraries and vocabulary, once, and forks
 a child for each request it gets: `compile` for one grammar, `match` for the masks of all live rows.
 Each child ends itself when it uses more time or memory than it may, in C++ code too, since the
-kernel does it; whoever talks to it sees its pipe close.
+kernel does it; whoever talks to it is told how it ended.
 
 The control socket keeps the borders of messages. The first goes out: {"error": ""}, or what is
-wrong. Each message in is a role and the descriptors of the child. Pipes carry JSON messages, the
-bytes of a compiled grammar out, and the descriptor of a file that has them in.
+wrong. Each message in is a role and the descriptors of the child. Pipes carry first out which
+process it is, then JSON messages, the bytes of a compiled grammar out, and the descriptor of a file
+that has them in. When a child has ended, the first process writes `ENDED` and its exit code.
 """
 
 import contextlib
+import ctypes
 import json
 import mmap
 import os
@@ -34,7 +36,8 @@ from transformers import AutoTokenizer
 COMPILE, MATCH = b"compile", b"match"
 MAX_ERROR_CHARACTERS = 500
 NO_SLOT = -1
-PATIENCE = 400.0  # time by the clock over CPU time, as `grammars` lets a slow one rest
+ENDED = b"\0ended "
+PR_SET_PDEATHSIG = 1
 MAX_SPACES = 32  # between two parts of JSON: a line end and an indentation
 SURROGATE, SECOND_OF_SURROGATE = re.compile(b"\xed[\xa0-\xbf]"), re.compile(b"[\xa0-\xbf]")
 
@@ -75,18 +78,12 @@ def limit_memory(num_bytes: int) -> None:
 
 @contextlib.contextmanager
 def time_limit(limit_s: float) -> Iterator[None]:
-    """End this process if the body takes more CPU time; other processes do not count.
-
-    Also if it takes so much longer by the clock that it must wait for what never comes.
-    """
-    limit_s = max(limit_s, 1e-3)
-    signal.setitimer(signal.ITIMER_PROF, limit_s)
-    signal.setitimer(signal.ITIMER_REAL, PATIENCE * limit_s)
+    """End this process if the body takes more CPU time; pauses and other processes do not count."""
+    signal.setitimer(signal.ITIMER_PROF, max(limit_s, 1e-3))
     try:
         yield
     finally:
-        for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
-            signal.setitimer(timer, 0.0)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
 
 
 def new_compiler(vocabulary: xgrammar.TokenizerInfo) -> xgrammar.GrammarCompiler:
@@ -141,12 +138,13 @@ def reason(error: Exception) -> str:
 
 
 def serve_compile(pipe: Connection, vocabulary: xgrammar.TokenizerInfo) -> None:
-    """Say which process this is; compile one grammar; answer with an error, or "" and it.
+    """Compile one grammar; answer with an error, or "" and it.
 
     Without enough memory there is no answer, as there is none without enough time.
     """
-    pipe.send_bytes(json.dumps({"pid": os.getpid()}).encode())
     request = json.loads(pipe.recv_bytes())
+    if request["gives_way"]:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     limit_memory(request["max_memory_bytes"])
     with tempfile.TemporaryFile() as said:
         os.dup2(said.fileno(), 2)
@@ -349,9 +347,10 @@ class Matchers:
 
 
 def run_child(role: bytes, descriptors: list[int], vocabulary: xgrammar.TokenizerInfo) -> None:
-    """Do what a role asks for."""
+    """Say which process this is, and do what a role asks for."""
     pipe = Connection(descriptors[0])
     with contextlib.suppress(EOFError, BrokenPipeError):
+        pipe.send_bytes(str(os.getpid()).encode())
         if role == COMPILE:
             serve_compile(pipe, vocabulary)
             return
@@ -365,19 +364,42 @@ def run_child(role: bytes, descriptors: list[int], vocabulary: xgrammar.Tokenize
 
 def serve(control: socket.socket, vocabulary: xgrammar.TokenizerInfo) -> None:
     """Fork a child for each message until the control socket closes; then end them all."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries them
+    pipes: dict[int, int] = {}  # of the children, so that what we say comes before their end
+    signal.signal(signal.SIGCHLD, lambda *_: report_ends(pipes))
+    server, prctl = os.getpid(), ctypes.CDLL(None).prctl
     while True:
         role, descriptors, _, _ = socket.recv_fds(control, 64, 2)
         if not role:
             os.killpg(0, signal.SIGKILL)
-        if os.fork() == 0:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+        pid = os.fork()
+        if pid == 0:
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             control.close()
+            for descriptor in pipes.values():
+                os.close(descriptor)
             try:
-                run_child(role, descriptors, vocabulary)
+                if os.getppid() == server:
+                    run_child(role, descriptors, vocabulary)
             finally:
                 os._exit(0)
-        for descriptor in descriptors:
+        pipes[pid] = descriptors[0]
+        for descriptor in descriptors[1:]:
             os.close(descriptor)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+
+
+def report_ends(pipes: dict[int, int]) -> None:
+    """Tell those who talk to children that have ended how they did."""
+    while pipes:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        descriptor = pipes.pop(pid)
+        os.set_blocking(descriptor, False)  # who does not read it must not stop us
+        with contextlib.suppress(OSError), Connection(descriptor) as pipe:
+            pipe.send_bytes(ENDED + str(os.waitstatus_to_exitcode(status)).encode())
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ it neither delays the others nor takes the cores from the rows that are computed
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import signal
 import threading
@@ -14,14 +15,15 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import Any, Self
+from typing import Self
 
-from raymoe.engine.grammar_server import GrammarServer
-from raymoe.errors import ConfigError
+from raymoe.engine.grammar_server import ForkedProcess, GrammarServer, LimitError
+from raymoe.errors import CapacityError, ConfigError, WorkerProcessError
 from raymoe.processes import usage_of
 from raymoe.structured import StructuredOutputs
 from raymoe.units import MIB
+
+logger = logging.getLogger(__name__)
 
 NUM_PROMPT_COMPILERS = 2
 # While rows are computed a slow one takes what their threads leave of the cores, so much for each
@@ -29,6 +31,9 @@ NUM_PROMPT_COMPILERS = 2
 # one thread waits for another, and then it is the other that waits. First tries have the priority
 # of all: at a low one they disturb for longer, and three times as much in sum.
 WORK_S, REST_S = 0.01, 3.0
+# What all slow ones of an engine may take together: as much as so many that reach their limit, and
+# a share of the time that rows were computed. So they prolong a job by no more than that.
+NUM_SLOW, SLOW_SHARE = 2, 0.05
 MAX_ENTRIES = 4096
 MAX_CACHE_BYTES = 256 * MIB
 
@@ -94,6 +99,10 @@ class Grammars:
         server: Of processes with the vocabulary.
         is_busy: Whether rows are computed now.
         limits: Of each grammar; by default those of the vocabulary.
+        computed_s: How long rows were computed so far.
+
+    Attributes:
+        slow_s: CPU time that slow grammars took.
     """
 
     def __init__(
@@ -101,8 +110,9 @@ class Grammars:
         server: GrammarServer,
         is_busy: Callable[[], bool],
         limits: CompileLimits | None = None,
+        computed_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self._server, self._is_busy = server, is_busy
+        self._server, self._is_busy, self._computed_s = server, is_busy, computed_s
         self._limits = limits or CompileLimits.of(server.vocab_size)
         self._prompt_limits = self._limits.promptly(server.vocab_size)
         self._prompt = ThreadPoolExecutor(NUM_PROMPT_COMPILERS, "raymoe-grammar")
@@ -110,13 +120,18 @@ class Grammars:
         self._is_closed = threading.Event()
         self._lock = threading.Lock()
         self._cache: OrderedDict[str, Future[Grammar]] = OrderedDict()
+        self.slow_s = 0.0
 
     def get(self, outputs: StructuredOutputs) -> Future[Grammar]:
-        """The grammar, or a ConfigError that says why there is none, as soon as it is known."""
+        """The grammar, or why there is none, as soon as it is known.
+
+        A ConfigError if it cannot be used, a CapacityError if all slow ones took too long together;
+        a WorkerProcessError or ExecutionError if it could not be compiled for other reasons.
+        """
         digest = outputs.digest
         with self._lock:
             future = self._cache.pop(digest, None)
-            if future is None:
+            if future is None or not self._is_still_right(future):
                 future = Future()
                 self._prompt.submit(self._compile_promptly, outputs, future)
             self._cache[digest] = future
@@ -138,19 +153,36 @@ class Grammars:
             total -= sizes[digest]
             del self._cache[digest]
 
+    def _is_still_right(self, future: Future[Grammar]) -> bool:
+        """Whether compiling it again would give the same."""
+        error = future.exception() if future.done() else None
+        if isinstance(error, CapacityError):
+            return self.slow_s >= self._slow_limit_s()
+        return error is None or isinstance(error, ConfigError)
+
+    def _slow_limit_s(self) -> float:
+        return NUM_SLOW * self._limits.limit_s + SLOW_SHARE * self._computed_s()
+
     def _compile_promptly(self, outputs: StructuredOutputs, future: Future[Grammar]) -> None:
         try:
-            future.set_result(self._compile(outputs, self._prompt_limits, _receive))
-        except _LimitError:
+            future.set_result(self._compile(outputs, self._prompt_limits))
+        except LimitError:
             self._slow.submit(self._compile_slowly, outputs, future)
         except Exception as error:
             future.set_exception(error)
 
     def _compile_slowly(self, outputs: StructuredOutputs, future: Future[Grammar]) -> None:
-        limits = self._limits
+        limits, limit_s = self._limits, self._slow_limit_s()
         try:
-            future.set_result(self._compile(outputs, limits, self._receive_slowly))
-        except _LimitError:
+            if self.slow_s >= limit_s:
+                raise CapacityError(
+                    f"structured_outputs has a {outputs.kind} that takes long to compile, and such "
+                    f"have taken {self.slow_s:.3g} s of CPU time; at most {limit_s:.3g} s, "
+                    f"{SLOW_SHARE:.0%} of the time that rows are computed included: simplify it, "
+                    "give its texts a smaller maxLength, or run the row again"
+                )
+            future.set_result(self._compile(outputs, limits, is_slow=True))
+        except LimitError:
             memory = f"{limits.max_memory_bytes // MIB} MiB"
             error = (
                 f"takes more than {limits.limit_s:.3g} s or {memory} to compile, "
@@ -161,56 +193,56 @@ class Grammars:
             future.set_exception(error)
 
     def _compile(
-        self,
-        outputs: StructuredOutputs,
-        limits: CompileLimits,
-        receive: Callable[[Connection, int], Any],
+        self, outputs: StructuredOutputs, limits: CompileLimits, *, is_slow: bool = False
     ) -> Grammar:
-        """Compile in a fresh process.
+        """Compile in a fresh process, and in another one if that was ended from outside.
 
         Raises:
-            _LimitError: The process ended without an answer.
+            LimitError: The process ended without an answer.
+            WorkerProcessError: The second was ended from outside too.
             ConfigError: The compiler refuses it.
         """
+        try:
+            return self._compile_once(outputs, limits, is_slow=is_slow)
+        except WorkerProcessError as error:
+            logger.warning("a grammar is compiled again: %s", error)
+            return self._compile_once(outputs, limits, is_slow=is_slow)
+
+    def _compile_once(
+        self, outputs: StructuredOutputs, limits: CompileLimits, *, is_slow: bool
+    ) -> Grammar:
         request = {
             "kind": outputs.kind,
             "source": outputs.source,
             "is_compact": outputs.disable_any_whitespace,
+            "gives_way": is_slow,
             **dataclasses.asdict(limits),
         }
-        with self._server.fork(b"compile") as pipe:
-            try:
-                pid = json.loads(pipe.recv_bytes())["pid"]
-                pipe.send_bytes(json.dumps(request).encode())
-                error = receive(pipe, pid)["error"]
-                if not error:
-                    is_json = outputs.kind in ("json", "json_object")
-                    return Grammar(outputs.digest, pipe.recv_bytes(), is_json)
-            except (EOFError, OSError) as problem:
-                raise _LimitError from problem
+        with self._server.fork(b"compile") as process:
+            process.send(request)
+            if is_slow:
+                self._wait_slowly(process)
+            error = json.loads(process.receive())["error"]
+            if not error:
+                is_json = outputs.kind in ("json", "json_object")
+                return Grammar(outputs.digest, process.receive(), is_json)
         raise _refusal(outputs, error)
 
-    def _receive_slowly(self, pipe: Connection, pid: int) -> Any:
-        """Wait for the answer of a process that gives way, and rests while rows are computed."""
-        work_s, used_s = WORK_S * len(os.sched_getaffinity(0)), 0.0
+    def _wait_slowly(self, process: ForkedProcess) -> None:
+        """Count the time of a process until it answers; while rows are computed, let it rest."""
+        work_s, used_s, rested_s = WORK_S * len(os.sched_getaffinity(0)), 0.0, 0.0
         with contextlib.suppress(ProcessLookupError):  # it has ended, which the pipe shows
-            os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
-            while not pipe.poll(work_s):
-                usage = usage_of(pid)
-                if self._is_busy() and usage is not None and usage.cpu_s >= used_s + work_s:
-                    used_s = usage.cpu_s
-                    os.kill(pid, signal.SIGSTOP)
+            while not process.has_answer(work_s):
+                usage = usage_of(process.pid) if process.pid else None
+                if usage is None:
+                    continue
+                self.slow_s += usage.cpu_s - used_s
+                used_s = usage.cpu_s
+                if self._is_busy() and used_s >= rested_s + work_s:
+                    rested_s = used_s
+                    os.kill(process.pid, signal.SIGSTOP)
                     self._is_closed.wait(REST_S)
-                    os.kill(pid, signal.SIGCONT)
-        return _receive(pipe, pid)
-
-
-class _LimitError(Exception):
-    """A process used up its time or memory."""
-
-
-def _receive(pipe: Connection, _pid: int) -> Any:
-    return json.loads(pipe.recv_bytes())
+                    os.kill(process.pid, signal.SIGCONT)
 
 
 def _refusal(outputs: StructuredOutputs, error: str) -> ConfigError:

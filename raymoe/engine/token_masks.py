@@ -12,25 +12,22 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from multiprocessing.reduction import send_handle
-from typing import TYPE_CHECKING, Any, BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from raymoe.engine.grammar_server import GrammarServer
+from raymoe.engine.grammar_server import ForkedProcess, GrammarServer, LimitError
 from raymoe.engine.grammars import Grammar
 from raymoe.engine.sequence import Int32s
-from raymoe.errors import ExecutionError
+from raymoe.errors import ConfigError, ExecutionError, RaymoeError, WorkerProcessError
 from raymoe.units import MIB, ceil_div
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
 
 WORD_BITS = 32
 NO_SLOT = -1
-MAX_FORKS = 3  # in a row that no row explains
+MAX_RETRIES = 3  # while processes end without an answer, and no row explains it
 SLOW_SHARE = 0.005  # of the cores, for slow rows while others are computed
 
 
@@ -91,7 +88,7 @@ class TokenMasks:
     Masks are made in a process of their own, which is told of tokens when they are chosen. Who
     needs a mask that is not made yet may wait for it, or come back later. A row that ends this
     process is known by the slot in work; it fails alone, and the others begin anew in another
-    process, by their tokens.
+    process, by their tokens. If the process is ended from outside, all do.
 
     Args:
         server: Of processes with the vocabulary.
@@ -117,11 +114,12 @@ class TokenMasks:
         self._gives_way, self._slower = gives_way, slower
         self._num_words = ceil_div(vocab_size, WORD_BITS)
         self._rows: dict[int, tuple[Grammar, list[int]]] = {}
-        self._errors: dict[int, str] = {}
+        self._errors: dict[int, RaymoeError] = {}
         self._known: set[str] = set()  # grammars that the process has
         self._news = _News()
         self._asked: set[int] = set()  # slots of which an answer is due
-        self._pipe: Connection | None = None
+        self._process: ForkedProcess | None = None
+        self._num_ends = 0  # that no row explains, since the latest answer
         self._memory: mmap.mmap | None = None
         self._descriptor = -1
         self._rest_until_s = 0.0
@@ -158,10 +156,10 @@ class TokenMasks:
         elif self._slower is not None:
             self._slower.end(slot)
 
-    def error(self, slot: int) -> str:
-        """Why the row in this slot has no tokens to choose from, or ""."""
+    def error(self, slot: int) -> RaymoeError | None:
+        """Why the row in this slot has no tokens to choose from, if it has none."""
         if slot in self._errors or self._slower is None:
-            return self._errors.get(slot, "")
+            return self._errors.get(slot)
         return self._slower.error(slot)
 
     def pending(self) -> set[int]:
@@ -181,7 +179,7 @@ class TokenMasks:
         while self._collect(deadline_s if waits else 0.0) and not self._news.is_empty:
             if time.monotonic() < self._rest_until_s and not (waits and patience_s is None):
                 break
-            if self._pipe is None:
+            if self._process is None:
                 self._fork()
             else:
                 self._tell()
@@ -222,9 +220,7 @@ class TokenMasks:
 
     def close(self) -> None:
         """End the process and give the memory back."""
-        if self._pipe is not None:
-            self._pipe.close()
-            self._pipe = None
+        self._end_process()
         if self._memory is not None:
             os.close(self._descriptor)
             self._memory.close()
@@ -240,30 +236,41 @@ class TokenMasks:
 
     def _collect(self, deadline_s: float | None) -> bool:
         """Take in the answer that is due; returns False if it does not come in time."""
-        num_forks = 0
         while self._asked:
-            assert self._pipe is not None
-            if not self._pipe.poll(_left_s(deadline_s)):
-                return False
+            assert self._process is not None
             try:
-                answer = json.loads(self._pipe.recv_bytes())
-                self._fail(answer["failed"])
-                self._asked.clear()
-                if self._gives_way:
-                    share = SLOW_SHARE * len(os.sched_getaffinity(0))
-                    self._rest_until_s = time.monotonic() + answer["used_s"] / share
-            except (EOFError, OSError) as error:
-                slot = self._slot_in_work()
-                if slot != NO_SLOT:
-                    limit_s = self._limits.step_limit_s
-                    self._fail({slot: (f"takes more than {limit_s:.2g} s for one token", True)})
-                elif num_forks == MAX_FORKS:
-                    raise ExecutionError(
-                        "the process that matches grammars keeps ending"
-                    ) from error
-                num_forks += slot == NO_SLOT
-                self._fork()
+                if not self._process.has_answer(_left_s(deadline_s)):
+                    return False
+                answer = json.loads(self._process.receive())
+            except (LimitError, WorkerProcessError) as error:
+                self._replace(error)
+                continue
+            self._num_ends = 0
+            self._fail(answer["failed"])
+            self._asked.clear()
+            if self._gives_way:
+                share = SLOW_SHARE * len(os.sched_getaffinity(0))
+                self._rest_until_s = time.monotonic() + answer["used_s"] / share
         return True
+
+    def _replace(self, error: Exception) -> None:
+        """Go on in another process without the row that ended this one, if a row did."""
+        slot = self._slot_in_work()
+        if isinstance(error, LimitError) and slot != NO_SLOT:
+            limit_s = self._limits.step_limit_s
+            self._fail({slot: (f"takes more than {limit_s:.2g} s for one token", True)})
+        else:
+            self._num_ends += 1
+        if self._num_ends > MAX_RETRIES:
+            reason = (
+                str(error) or "structured_outputs: the process that matches tokens keeps ending"
+            )
+            lost = self._well() if slot == NO_SLOT else {slot} - self._news.ended
+            self._errors |= dict.fromkeys(lost, WorkerProcessError(reason))
+        self._fork()
+
+    def _well(self) -> set[int]:
+        return self._rows.keys() - self._errors.keys()
 
     def _fail(self, failed: dict[Any, tuple[str, bool]]) -> None:
         """Note by slot what is wrong with a row, or hand it over if it is just slow."""
@@ -273,35 +280,52 @@ class TokenMasks:
             if is_slow and self._slower is not None:
                 self._slower.begin(int(slot), *self._rows.pop(int(slot)))
             else:
-                self._errors[int(slot)] = f"structured_outputs has a grammar that {error}"
+                reason = f"structured_outputs has a grammar that {error}"
+                self._errors[int(slot)] = ConfigError(reason)
 
     def _slot_in_work(self) -> int:
         assert self._memory is not None
         return int(np.frombuffer(self._memory, np.int32)[-1])
 
     def _fork(self) -> None:
-        """Start a process and tell it of all rows that are well."""
-        if self._pipe is not None:
-            self._pipe.close()
+        """Start a process and tell it of all rows that are well, if there are any."""
+        self._end_process()
+        if not self._well():
+            self._num_ends = 0
+            return
         if self._memory is None:
             num_bytes = 4 * (self._num_slots * self._num_words + 1)
             self._descriptor = os.memfd_create("raymoe-masks")
             os.truncate(self._descriptor, num_bytes)
             self._memory = mmap.mmap(self._descriptor, num_bytes)
         np.frombuffer(self._memory, np.int32)[-1:] = NO_SLOT
-        self._pipe = self._server.fork(b"match", self._descriptor)
+        try:
+            self._process = self._server.fork(b"match", self._descriptor)
+        except WorkerProcessError as error:
+            self._replace(error)
+            return
+        except ExecutionError as error:
+            self._errors |= dict.fromkeys(self._well(), error)
+            return
         settings = dataclasses.asdict(self._limits) | {
             "num_slots": self._num_slots,
             "gives_way": self._gives_way,
         }
-        self._pipe.send_bytes(json.dumps(settings).encode())
-        self._known.clear()
-        self._news = _News(begun=self._rows.keys() - self._errors.keys())
+        self._process.send(settings)
+        self._news = _News(begun=self._well())
         self._tell()
+
+    def _end_process(self) -> None:
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+        self._known.clear()
+        self._asked.clear()
+        self._news = _News()
 
     def _tell(self) -> None:
         """Send the news, with the grammars that are new to the process."""
-        assert self._pipe is not None
+        assert self._process is not None
         news, self._news = self._news, _News()
         grammars = {
             grammar.digest: (slot, grammar)
@@ -329,11 +353,11 @@ class TokenMasks:
         self._asked = news.begun | news.accepted.keys() or {NO_SLOT}
         # Through the pipe, grammars would go only as fast as the process reads them.
         data = _memory_file(grammar.data for _, _, grammar in fresh) if fresh else None
+        self._process.send(content)
         with data or contextlib.nullcontext(), contextlib.suppress(OSError):
             # This fails if the process has ended, which the answer will show.
-            self._pipe.send_bytes(json.dumps(content).encode())
             if data is not None:
-                send_handle(self._pipe, data.fileno(), 0)
+                send_handle(self._process.pipe, data.fileno(), 0)
 
 
 def _memory_file(parts: Iterable[bytes]) -> BinaryIO:

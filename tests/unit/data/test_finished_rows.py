@@ -21,6 +21,7 @@ from tests.unit.data.deaths import die
 from tests.unit.data.jobs import IDENTITY, made
 from tests.unit.data.journals import ENVIRONMENT, ROOT, keys_of_samples
 from tests.unit.engine.fakes import FakeRunner, fake_parts, small_policy, write_byte_tokenizer
+from tests.unit.engine.kills import signal_forked
 
 SAMPLED = {"max_tokens": 6, "temperature": 1.0}
 
@@ -173,10 +174,28 @@ def test_final_errors_are_kept_and_name_their_column(fakes, tmp_path):
         ("MemoryError: ", False),
         ("OSError: ConfigError: nested", False),
         ("TemplateTimeoutError: took more than 5 s", False),
+        ("WorkerProcessError: structured_outputs: was ended", False),
+        ("CapacityError: structured_outputs has a regex that takes long", False),
     ],
 )
 def test_errors_that_may_go_away_are_not_final(error, expected):
     assert is_final(Generation(error=error)) == expected
+
+
+def test_rows_whose_worker_processes_were_killed_are_generated_by_the_next(
+    fakes, tmp_path, monkeypatch
+):
+    params = {"max_tokens": 6, "structured_outputs": {"choice": ["abc"]}}
+    table = pa.table({"prompt": ["one", "two"]})
+    with monkeypatch.context() as patched:
+        signal_forked(patched, b"compile")
+        first = fakes.make(tmp_path, sampling_params=params)
+        errors = first(table)["__inference_error__"].to_pylist()
+        first.close()
+    assert [error.split(":")[0] for error in errors] == ["WorkerProcessError"] * 2
+    second = fakes.make(tmp_path, sampling_params=params)
+    assert second(table)["generated_text"].to_pylist() == ["abc"] * 2
+    assert num_generated(second) == 2
 
 
 def test_rows_of_a_broken_engine_are_generated_by_the_next(fakes, tmp_path):
