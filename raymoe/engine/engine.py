@@ -1,12 +1,12 @@
 """Engine: prompts in, generations out. One thread computes; any number of threads submit."""
 
 import atexit
-import contextlib
+import functools
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from types import TracebackType
@@ -361,8 +361,7 @@ class Engine:
             self._unfinished.pop(request.order, None)
             self._num_finished += 1
             self._num_errors += generation.finish_reason == "error"
-        with contextlib.suppress(InvalidStateError):  # the watchdog was faster
-            request.future.set_result(generation)
+        _resolve_future(functools.partial(request.future.set_result, generation))
 
     def _give_up(self, waited_s: float) -> None:
         number = self._core.counters.num_passes + 1
@@ -382,8 +381,8 @@ class Engine:
             self._inbox.clear()
             self._changed.notify_all()
         for request in requests:
-            with contextlib.suppress(InvalidStateError):
-                request.future.set_exception(self._failed(message, cause))
+            error = self._failed(message, cause)
+            _resolve_future(functools.partial(request.future.set_exception, error))
 
     def _failed(self, message: str, cause: BaseException | None) -> ExecutionError:
         """A fresh error for each future: a raised one collects the traceback of its raiser."""
@@ -391,6 +390,18 @@ class Engine:
         error = ExecutionError(message if first is None else str(first))
         error.__cause__ = cause if first is None else first.__cause__
         return error
+
+
+def _resolve_future(resolve: Callable[[], None]) -> None:
+    """Set a result or an error. Callbacks run here, and a `Future` holds back only `Exception`."""
+    try:
+        resolve()
+    except InvalidStateError:  # the watchdog was faster
+        pass
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        logger.exception("a callback of the future of a row raised")
 
 
 def _one_each(name: str, values: object, count: int) -> list[Any]:

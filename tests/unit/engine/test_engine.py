@@ -197,6 +197,43 @@ def test_a_callback_of_a_future_may_submit_more_even_when_the_queue_is_full(make
     assert all(not row.result(30).error for row in more)
 
 
+@pytest.mark.parametrize("error", [SystemExit, GeneratorExit, ValueError])
+def test_what_a_callback_of_a_future_raises_does_not_end_the_engine(make_engine, caplog, error):
+    def leave(_future) -> None:
+        raise error
+
+    gate = Gate()
+    engine = make_engine(before=gate)
+    futures = engine.submit([[row] for row in range(4)], GREEDY)
+    futures[1].add_done_callback(leave)
+    gate.opened.set()
+    assert [list(f.result(30).token_ids) for f in futures] == [
+        expected_tokens([row], 4) for row in range(4)
+    ]
+    assert list(engine.generate([[7]], GREEDY)[0].token_ids) == expected_tokens([7], 4)
+    assert error.__name__ in caplog.text
+
+
+def test_what_a_callback_of_a_future_raises_does_not_keep_other_rows_from_failing(make_engine):
+    def leave(_future) -> None:
+        raise SystemExit
+
+    gate = Gate()
+    engine = make_engine(before=gate)
+    futures = engine.submit([[row] for row in range(4)], GREEDY)
+    for future in futures[:2]:
+        future.add_done_callback(leave)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    while not engine._is_closing:
+        time.sleep(0.001)
+    gate.opened.set()
+    closing.join(30)
+    for future in futures:
+        with pytest.raises(ExecutionError, match="closed"):
+            future.result(0)
+
+
 def test_a_failed_pass_fails_pending_and_later_rows_with_its_cause(make_engine):
     def fail(inputs) -> None:
         raise RuntimeError("kernel exploded")
