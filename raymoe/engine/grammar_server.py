@@ -104,27 +104,19 @@ class ForkedProcess:
             if self.pipe.poll(min(max(0.0, left_s), CHECK_S)):
                 if self.pid:
                     return True
-                self.pid = int(self._read())
+                self.pid = int(self.receive())
             else:
                 self._check_moves()
                 if left_s <= 0.0:
                     return False
 
     def receive(self) -> bytes:
-        """Wait for an answer.
+        """The answer that `has_answer` has seen.
 
         Raises:
             LimitError: The process ended by what it was given.
-            WorkerProcessError: It ended from outside, or is at a standstill, which ends it.
+            WorkerProcessError: It ended from outside, or stopped in the middle of an answer.
         """
-        self.has_answer(None)
-        return self._read()
-
-    def close(self) -> None:
-        """Let the process end: it sees that its pipe closes."""
-        self.pipe.close()
-
-    def _read(self) -> bytes:
         try:
             message = self.pipe.recv_bytes()
         except (EOFError, OSError) as error:
@@ -137,6 +129,10 @@ class ForkedProcess:
         if code >= 0 or -code in OWN_SIGNALS:
             raise LimitError
         raise WorkerProcessError(_ended(f"was ended by signal {-code}"))
+
+    def close(self) -> None:
+        """Let the process end: it sees that its pipe closes."""
+        self.pipe.close()
 
     def _check_moves(self) -> None:
         """End a process that uses no CPU time and does not wait for it either."""

@@ -222,9 +222,11 @@ class Grammars:
             process.send(request)
             if is_slow:
                 self._wait_slowly(process)
+            process.has_answer(None)
             error = json.loads(process.receive())["error"]
             if not error:
                 is_json = outputs.kind in ("json", "json_object")
+                process.has_answer(None)
                 return Grammar(outputs.digest, process.receive(), is_json)
         raise _refusal(outputs, error)
 
