@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from raymoe.errors import ConfigError, UnknownOptionError
+from raymoe.nesting import nesting_problem
 
 MAX_CHARACTERS = 1 << 18
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
@@ -107,10 +108,13 @@ def _schema(value: object) -> str:
     if not isinstance(value, (Mapping, bool)):
         kind = type(value).__name__
         raise ConfigError(f"structured_outputs.json is a {kind}; it takes a JSON schema")
+    problem = nesting_problem(value)
+    if problem:
+        raise ConfigError(f"structured_outputs.json {problem}")
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()
-    except (TypeError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError(f"structured_outputs.json cannot be written as JSON: {error}") from error
     _limited("structured_outputs.json", len(text))
     return text

@@ -17,9 +17,10 @@ MAY_IMPORT = {
     "units": set(),
     "safe_text": set(),
     "processes": set(),
+    "nesting": set(),
     "_version": set(),
     "specs": BASE,
-    "structured": {"errors"},
+    "structured": {"errors", "nesting"},
     "config": BASE | {"specs", "plan", "structured"},
     "schedule": {"errors"},
     "plan": BASE | {"specs", "schedule"},
@@ -33,7 +34,15 @@ MAY_IMPORT = {
 }
 MAY_IMPORT["measure"] = {*MAY_IMPORT} - {"config", "structured", "assets", "safe_text", "processes"}
 MAY_IMPORT["engine"] = {*MAY_IMPORT, "config"} - {"assets"}
-MAY_IMPORT["data"] = BASE | {"config", "structured", "specs", "schedule", "plan", "engine"}
+MAY_IMPORT["data"] = BASE | {
+    "nesting",
+    "config",
+    "structured",
+    "specs",
+    "schedule",
+    "plan",
+    "engine",
+}
 MAY_IMPORT["report"] = BASE | {"safe_text", "specs", "schedule", "plan", "data"}
 EVERYTHING = {*MAY_IMPORT, "bench", "cli"}
 MAY_IMPORT["bench"] = EVERYTHING - {"cli"}
@@ -44,6 +53,7 @@ PURE = {
     "units",
     "safe_text",
     "specs",
+    "nesting",
     "structured",
     "config",
     "schedule",

@@ -6,9 +6,12 @@ from typing import Any
 
 import pyarrow as pa
 
+from raymoe.nesting import MAX_LEVELS, nesting_problem
+
 MAX_SHOWN_CHARACTERS = 60
 
-_UNREADABLE = (ValueError, KeyError, OverflowError)  # UnicodeDecodeError is a ValueError
+# UnicodeDecodeError is a ValueError; TypeError is that of a map with lists as keys.
+_UNREADABLE = (ValueError, KeyError, OverflowError, TypeError)
 
 
 class RowError(Exception):
@@ -31,10 +34,24 @@ def read_cells(table: pa.Table, column: str | None) -> list[Any]:
     if column is None or column not in table.column_names:
         return [None] * table.num_rows
     array = table.column(column)
+    if _is_too_deep(array.type):
+        bad = BadCell("ValueError", f"has a type nested more than {MAX_LEVELS} levels deep")
+        return [bad if scalar.is_valid else None for scalar in array]
     try:
         return list(array.to_pylist(maps_as_pydicts="strict"))
     except _UNREADABLE:
         return [_cell(scalar) for scalar in array]
+
+
+def _is_too_deep(kind: pa.DataType) -> bool:
+    """Whether Arrow itself may use up the stack for a value: that ends the process."""
+    level = [kind]
+    for _ in range(MAX_LEVELS + 1):
+        inner = [getattr(one, "storage_type", one) for one in level]
+        level = [one.field(i).type for one in inner for i in range(one.num_fields)]
+        if not level:
+            return False
+    return True
 
 
 def _cell(scalar: pa.Scalar) -> Any:
@@ -48,9 +65,12 @@ def _cell(scalar: pa.Scalar) -> Any:
 
 
 def refuse_bad_cell(value: Any, column: str) -> None:
-    """Raise the reason of a cell that cannot be read."""
+    """Raise the reason of a cell that cannot be read, or whose value is too deep to work with."""
     if isinstance(value, BadCell):
         raise RowError(value.kind, column, value.reason)
+    problem = nesting_problem(value)
+    if problem:
+        raise RowError("ValueError", column, problem)
 
 
 def decode(value: bytes, column: str) -> str:
@@ -74,10 +94,15 @@ def check_encodes(value: str, column: str) -> None:
 def parse_json(text: str, column: str) -> Any:
     """Return the value of JSON text; a `RowError` says where it is broken."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        value = json.loads(text)
+    except RecursionError as error:
+        reason = f"is nested more than {MAX_LEVELS} levels deep: {shown(text)}"
+        raise RowError("ValueError", column, reason) from error
+    except ValueError as error:
         reason = f"is not JSON: {error} in {shown(text)}"
         raise RowError("ValueError", column, reason) from error
+    refuse_bad_cell(value, column)
+    return value
 
 
 def without_nulls(value: Any) -> Any:

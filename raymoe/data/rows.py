@@ -105,9 +105,12 @@ class RowReader:
             prompt=None,
             sampling_params=self.defaults,
             column=self.messages_column if row.prompt is None else self.prompt_column,
-            row_key=row_key(row.row_id),
         )
         try:
+            if not isinstance(row.row_id, BadCell):  # such rows have no key
+                refuse_bad_cell(row.row_id, str(self.id_column))
+            request = dataclasses.replace(request, row_key=row_key(row.row_id))
+            refuse_bad_cell(row.error, str(self.error_column))
             if row.error:
                 return dataclasses.replace(request, error=f"ValueError: {shown(row.error, 500)}")
             prompt = self._read_prompt(row.prompt, row.messages, row.tools)
@@ -206,10 +209,7 @@ def read_messages(value: Any, column: str) -> list[dict[str, Any]]:
         problem = _message_problem(message)
         if problem:
             raise RowError("ValueError", column, f"message {position} {problem}")
-    try:
-        json.dumps(value, ensure_ascii=False, default=str).encode()
-    except UnicodeEncodeError as error:
-        raise RowError("UnicodeEncodeError", column, f"has a lone surrogate: {error}") from error
+    _check_is_json(value, column)
     return value
 
 
@@ -226,7 +226,19 @@ def read_tools(value: Any, column: str) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not all(_is_tool(tool) for tool in value):
         form = '{"type": "function", "function": {"name": ...}}'
         raise RowError("ValueError", column, f"is {shown(value)}; it takes a list of {form}")
+    _check_is_json(value, column)
     return value
+
+
+def _check_is_json(value: Any, column: str) -> None:
+    """Refuse what chat templates cannot be given."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        raise RowError("UnicodeEncodeError", column, f"has a lone surrogate: {error}") from error
+    except (TypeError, ValueError) as error:
+        reason = f"cannot be written as JSON: {error}"
+        raise RowError(type(error).__name__, column, reason) from error
 
 
 def _is_tool(tool: Any) -> bool:

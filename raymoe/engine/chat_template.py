@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from raymoe.engine.chat_worker import HEADER, write_frame
 from raymoe.errors import ConfigError
+from raymoe.nesting import nesting_problem
 
 WORKER = Path(__file__).with_name("chat_worker.py")
 START_LIMIT_S = 60.0
@@ -70,6 +71,7 @@ class ChatTemplate:
             ConfigError: The messages are broken, the template refuses them or exceeds a limit.
         """
         chat = check_messages(messages)
+        _check_nesting("tools", tools)
         is_continued = chat[-1]["role"] == "assistant"
         if is_continued:
             chat[-1] = chat[-1] | {"content": chat[-1].get("content", "") + CONTINUE_TAG}
@@ -168,12 +170,13 @@ def check_messages(messages: object) -> list[dict[str, Any]]:
         raise ConfigError(f"messages is a {type(messages).__name__}; it takes a list of messages")
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise ConfigError(f"messages has {len(messages)} entries; it takes 1 to {MAX_MESSAGES}")
+    _check_nesting("messages", messages)
     chat = [_check_message(index, message) for index, message in enumerate(messages)]
     try:
         json.dumps(chat, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ConfigError(f"messages are not valid Unicode: {error.reason}") from error
-    except (TypeError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError(f"messages cannot be written as JSON: {error}") from error
     return chat
 
@@ -217,8 +220,15 @@ def _check_tool_calls(where: str, calls: object) -> list[dict[str, Any]]:
                 raise ConfigError(
                     f"{where} has tool arguments that are not JSON: {error}"
                 ) from error
+            _check_nesting(f"{where}: the value of tool arguments", arguments)
         checked.append({**call, "function": {**function, "arguments": arguments}})
     return checked
+
+
+def _check_nesting(what: str, value: object) -> None:
+    problem = nesting_problem(value)
+    if problem:
+        raise ConfigError(f"{what} {problem}")
 
 
 def _part_text(where: str, part: object) -> str:

@@ -117,7 +117,7 @@ def test_keys_that_arrow_added_to_messages_are_dropped():
         ('[{"role": "user", "content": [{"type": "image_url"}]}]', "only text parts"),
         ('[{"role": "user", "content": "\\ud800"}]', "lone surrogate"),
         ('[{"role": "user"', "is not JSON"),
-        ("[" * 100_000, "is not JSON"),
+        ("[" * 100_000, "is nested more than 128 levels deep"),
     ],
 )
 def test_broken_messages_name_the_message_and_the_reason(text, reason):
