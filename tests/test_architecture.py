@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "processes": set(),
     "nesting": set(),
     "_version": set(),
-    "specs": BASE,
+    "specs": BASE | {"nesting"},
     "structured": {"errors", "nesting"},
     "config": BASE | {"specs", "plan", "structured"},
     "schedule": {"errors"},

@@ -8,9 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raymoe.engine.tokenizer import TOKENIZER_FILES
+from raymoe.errors import CheckpointError
 from raymoe.memory.checkpoint import INDEX_FILE, SINGLE_FILE
 from raymoe.memory.source import resolve_model
-from raymoe.specs.files import open_regular, read_json_object, resolve_inside
+from raymoe.specs.files import (
+    open_regular,
+    parse_json_object,
+    read_json_object,
+    resolve_inside,
+)
 from raymoe.specs.model import ModelSpec
 
 # A hub revision pins the weights. Directories of their own have none, and reading hundreds of
@@ -98,11 +104,9 @@ def _split_tokenizer_config(directory: Path) -> tuple[bytes, bytes]:
         return b"", b""
     content = _read(directory, _TOKENIZER_CONFIG)
     try:
-        config = json.loads(content)
-    except ValueError:
+        config = parse_json_object(content, where=_TOKENIZER_CONFIG)
+    except CheckpointError:
         return content, b""  # whoever loads the tokenizer says what is wrong with it
-    if not isinstance(config, dict):
-        return content, b""
     template = config.pop("chat_template", None)
     return _json(config), _json(template)
 

@@ -31,6 +31,7 @@ from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Policy
 from raymoe.plan.search import find_plan
 from raymoe.schedule.builders import BUILDERS, STREAMING_BUILDERS
+from raymoe.specs.config_fields import MAX_TOKEN_ID
 from raymoe.specs.files import read_json_object
 from raymoe.specs.model import ModelSpec
 
@@ -64,6 +65,7 @@ def _plan_and_load(
     settings, dtype = Settings.from_environment(), _dtype(config, weights)
     plan = _make_plan(spec, weights, config, settings, shared=shared)
     tokenizer = Tokenizer(directory, spec.vocab_size)
+    eos_token_ids = _eos_token_ids(spec, directory)
     job = LoadJob(
         directory=directory,
         config=config,
@@ -87,7 +89,7 @@ def _plan_and_load(
         tokenizer=tokenizer,
         vocab_size=spec.vocab_size,
         max_context_tokens=_context_tokens(spec, config),
-        eos_token_ids=_eos_token_ids(spec, directory),
+        eos_token_ids=eos_token_ids,
         num_threads=job.hardware.num_cores,
         num_torch_threads=job.num_torch_threads,
         plan=plan,
@@ -248,9 +250,9 @@ def _as_ids(generation: Mapping[str, Any], directory: Path) -> tuple[int, ...] |
     if value is None:
         return None
     ids = value if isinstance(value, list) else [value]
-    if not all(type(token) is int for token in ids):
+    if not all(type(token) is int and 0 <= token <= MAX_TOKEN_ID for token in ids):
         raise ConfigError(
-            f"{directory / 'generation_config.json'}: eos_token_id is {value!r}; "
+            f"{directory / 'generation_config.json'}: eos_token_id is {value!r:.100}; "
             "it takes a token id or a list of them"
         )
     return tuple(ids)

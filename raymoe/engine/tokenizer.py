@@ -148,10 +148,16 @@ def _load(directory: Path) -> Any:
         return None
     check_small_files(directory, TEXT_SUFFIXES)
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             str(directory), trust_remote_code=False, local_files_only=True
         )
     except Exception as error:
         raise CheckpointError(
             f"the tokenizer in {directory} cannot be loaded: {type(error).__name__}: {error}"
         ) from error
+    if not isinstance(tokenizer.model_max_length, int | float):  # it is compared with lengths
+        raise CheckpointError(
+            f"{directory / 'tokenizer_config.json'}: model_max_length is "
+            f"{tokenizer.model_max_length!r:.100}; it takes a number"
+        )
+    return tokenizer

@@ -6,6 +6,8 @@ from raymoe.errors import ConfigError
 from raymoe.specs.family import Family
 
 MAX_INTEGER = 2**40 - 1
+MAX_NUMBER = 1e30
+MAX_TOKEN_ID = 2**31 - 1
 
 
 class ConfigFields:
@@ -46,7 +48,11 @@ class ConfigFields:
     def number(self, name: str) -> float:
         """A positive number."""
         value = self._values[name]
-        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e30:
+        if (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and 0 < value < MAX_NUMBER
+        ):
             return float(value)
         raise ConfigError(f"config.json: {name} is {value!r}; expected a positive number")
 
@@ -85,7 +91,7 @@ class ConfigFields:
         """One token id, a list of them, or null."""
         value = self._values.get(name)
         items = value if isinstance(value, list | tuple) else [] if value is None else [value]
-        if all(type(item) is int and item >= 0 for item in items):
+        if all(type(item) is int and 0 <= item <= MAX_TOKEN_ID for item in items):
             return tuple(items)
         raise ConfigError(f"config.json: {name} is {value!r}; expected token ids")
 

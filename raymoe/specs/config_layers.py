@@ -225,8 +225,8 @@ def _clamp(fields: ConfigFields, rule: MoeRule) -> ClampSpec | None:
 
 def _activation(fields: ConfigFields) -> str:
     name = fields.get("hidden_act")
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise UnsupportedModelError(
             f"hidden_act = {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}"
         )
-    return ACTIVATIONS[str(name)]
+    return ACTIVATIONS[name]

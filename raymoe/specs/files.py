@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from raymoe.errors import CheckpointError
+from raymoe.nesting import nesting_problem
 from raymoe.units import MIB, format_bytes
 
 MAX_JSON_BYTES = 128 * MIB
@@ -112,6 +113,9 @@ def parse_json_object(content: bytes, *, where: str) -> dict[str, object]:
         value = json.loads(content.decode("utf-8"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where}: not valid JSON ({error})") from error
+    problem = nesting_problem(value)
+    if problem:
+        raise CheckpointError(f"{where}: JSON {problem}")
     if not isinstance(value, Mapping):
         raise CheckpointError(f"{where}: JSON holds {type(value).__name__}, expected an object")
     return dict(value)

@@ -104,9 +104,9 @@ def parse_quantization(value: object) -> Quantization | None:
     if not isinstance(value, Mapping):
         raise UnsupportedModelError(f"quantization_config is {value!r}; expected an object")
     method = value.get("quant_method")
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         raise _refusal("quant_method", method, tuple(METHODS))
-    return METHODS[str(method)].read(value)
+    return METHODS[method].read(value)
 
 
 def _fp8(config: Config) -> Quantization:
@@ -244,7 +244,7 @@ def _weights_format(weights: object, layout: str) -> WeightFormat:
     blocks = weights.get("block_structure")
     if blocks not in (BLOCKS if strategy == "block" else (None,)):
         raise _refusal("weights.block_structure", blocks, BLOCKS[:1])
-    if layout == "pack-quantized" and strategy in {"group", "channel"}:
+    if layout == "pack-quantized" and strategy in ("group", "channel"):
         return PackedInt4(
             _group_size(weights) if strategy == "group" else 0,
             has_zero_points=weights.get("symmetric") is False,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from raymoe.errors import UnsupportedModelError
+from raymoe.specs.config_fields import MAX_INTEGER, MAX_NUMBER
 from raymoe.specs.rope import ROPE_TYPES, RopeRule, RopeSpec
 
 NTK_ALPHA = "dynamic with alpha"
@@ -184,7 +185,7 @@ def _original(
     original = config.get("original_max_position_embeddings")
     if original is None:
         original = fields.get("original_max_position_embeddings", max_position_embeddings)
-    if not isinstance(original, int) or isinstance(original, bool) or original < 2:
+    if type(original) is not int or not 2 <= original <= MAX_INTEGER:
         raise UnsupportedModelError(
             f"original_max_position_embeddings is {original!r}; expected an integer above 1"
         )
@@ -269,6 +270,8 @@ def _llama3(spec: RopeSpec, fields: Mapping[str, object]) -> RopeSpec:
 def _ntk_alpha(spec: RopeSpec, fields: Mapping[str, object]) -> RopeSpec:
     """Source: /u/bloc97's NTK-aware scaling, as Hunyuan uses it."""
     dim, alpha = spec.rotary_dim, _number(fields, "alpha", None)
+    if dim == 2:
+        raise UnsupportedModelError("rope parameter alpha needs more than 2 rotated dimensions")
     return replace(spec, kind="default", theta=spec.theta * alpha ** (dim / (dim - 2)))
 
 
@@ -297,7 +300,7 @@ def _number(fields: Mapping[str, object], name: str, default: float | None) -> f
     value = default if value is None else value
     if isinstance(value, int | float) and not isinstance(value, bool):
         is_positive = value > 0 or (value == 0 and default == 0)
-        if is_positive and math.isfinite(value):
+        if is_positive and value < MAX_NUMBER:
             return float(value)
     raise UnsupportedModelError(f"rope parameter {name} is {value!r}; expected a positive number")
 

@@ -73,6 +73,13 @@ def test_eos_of_config_counts_where_generation_config_has_none(directory):
     assert tokens(directory).token_ids == plain[: plain.index(plain[3]) + 1]
 
 
+@pytest.mark.parametrize("value", ["2", -1, 2**31, [2, None], {"id": 2}])
+def test_eos_that_is_no_token_is_refused_by_the_name_of_its_file(directory, value):
+    edit(directory / "generation_config.json", eos_token_id=value)
+    with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id is"):
+        Engine.from_pretrained(directory, SMALL)
+
+
 def test_text_prompts_use_the_tokenizer_of_the_directory(directory):
     write_byte_tokenizer(directory)
     with Engine.from_pretrained(directory, SMALL) as engine:

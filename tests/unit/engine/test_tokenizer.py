@@ -1,5 +1,6 @@
 """Prompts of any form to tokens, and back."""
 
+import json
 import os
 import shutil
 import threading
@@ -128,3 +129,14 @@ def test_bombs_of_json_are_errors_of_the_tokenizer(tokenizer_directory, tmp_path
 def test_a_tokenizer_that_fails_to_decode_names_the_problem(tokenizer):
     with pytest.raises(DecodeError, match="cannot be decoded"):
         tokenizer.decode([-5])
+
+
+@pytest.mark.parametrize("value", [[], {}, "long", [None]])
+def test_a_length_that_is_no_number_is_an_error_of_the_tokenizer(
+    tokenizer_directory, tmp_path, value
+):
+    directory = shutil.copytree(tokenizer_directory, tmp_path / "copy")
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": value}))
+    with pytest.raises(CheckpointError, match="model_max_length is"):
+        Tokenizer(directory, 256)

@@ -1,0 +1,127 @@
+"""Values of wrong types and sizes in every field of a `config.json`: refused by name, never raw."""
+
+import copy
+import json
+import math
+
+import pytest
+
+from raymoe.errors import CheckpointError, ConfigError
+from raymoe.specs.families import FAMILIES
+from raymoe.specs.model import ModelSpec
+from tests.quantised_checkpoints import CASES
+from tests.unit.specs.config_classes import NEEDED
+
+VALUES = (
+    *([], {}, None, "x", "", -1, 0, 1, 1.5, 1e9, 1e300, math.nan, math.inf, True, False),
+    *(2**40, 2**100, 10**400, [[]], [{}], [None], ["x"], [-1], {"x": 1}, {"a": {"b": []}}),
+    {"rope_type": []},
+)
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "attention_factor": 1.0,
+    "truncate": True,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LONGROPE = {
+    "type": "longrope",
+    "short_factor": [1.0] * 64,
+    "long_factor": [1.0] * 64,
+    "short_mscale": 1.0,
+    "long_mscale": 1.0,
+    "original_max_position_embeddings": 4096,
+}
+OF_ALL_FAMILIES = (
+    *("_name_or_path", "architectures", "auto_map", "dtype", "eos_token_id", "layer_types"),
+    *("original_max_position_embeddings", "partial_rotary_factor", "pruned_heads"),
+    *("quantization_config", "rope_parameters", "rope_scaling", "rope_theta", "rotary_dim"),
+    *("sliding_window", "torch_dtype", "unknown"),
+)
+MIXTRAL = {"model_type": "mixtral"}
+ROPES = [
+    {"rope_scaling": YARN},
+    {"rope_scaling": LLAMA3},
+    {"rope_scaling": LONGROPE},
+    {"rope_scaling": {"type": "dynamic", "factor": 2.0, "alpha": 1000.0}},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+]
+
+
+def config_of(family):
+    """A configuration with every field that the family uses."""
+    config = {"model_type": family}
+    fixed = FAMILIES[family].fixed
+    for name, value in FAMILIES[family].defaults.items():
+        *outer, last = name.split(".")
+        place = config
+        for part in outer:
+            place = place.setdefault(part, {})
+        place[last] = fixed[name][0] if name in fixed else value
+    return config
+
+
+def places(config, outer=()):
+    for name, value in config.items():
+        yield (*outer, name)
+        if isinstance(value, dict):
+            yield from places(value, (*outer, name))
+
+
+def check_each_place(config, changed=None):
+    """Read the configuration with every wrong value at each place, or those of `changed`."""
+    for *outer, last in places(config if changed is None else changed):
+        for value in VALUES:
+            wrong = copy.deepcopy(config)
+            place = wrong
+            for name in outer:
+                place = place[name]
+            place[last] = value
+            try:
+                ModelSpec.from_config(wrong)
+            except ConfigError:  # UnsupportedModelError is one
+                pass
+            except Exception as error:
+                error.add_note(f"{'.'.join((*outer, last))} = {value!r}")
+                raise
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_value_of_a_field_raises_anything_but_its_own_error(family):
+    config = config_of(family) | NEEDED.get(family, {})
+    ModelSpec.from_config(config)  # what is wrong below is the one value
+    check_each_place(config)
+    check_each_place(config, dict.fromkeys(OF_ALL_FAMILIES))
+    for ropes in ROPES:
+        check_each_place(config | ropes, ropes)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_no_value_of_a_quantisation_raises_anything_but_its_own_error(case):
+    quantised = {"quantization_config": case.config}
+    check_each_place(MIXTRAL | quantised, quantised)
+
+
+@pytest.mark.parametrize("value", ["[" * 900 + "]" * 900, "1" + "0" * 5000, '{"a": 1, "a": 2}'])
+def test_values_that_python_cannot_work_with_are_refused_when_they_are_read(tmp_path, value):
+    config = json.dumps(MIXTRAL)[:-1] + f', "hidden_act": {value}}}'
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(CheckpointError, match=r"config\.json: "):
+        ModelSpec.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize("value", [2**31, -1, "2", [2, None]])
+def test_tokens_that_no_vocabulary_has_end_no_text(value):
+    with pytest.raises(ConfigError, match="eos_token_id is"):
+        ModelSpec.from_config(MIXTRAL | {"eos_token_id": value})
