@@ -26,11 +26,16 @@ from raymoe.specs.files import (
     resolve_inside,
 )
 from raymoe.specs.stored_types import ITEM_BYTES
-from raymoe.units import format_bytes
+from raymoe.units import MIB, format_bytes
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
+MAX_INDEX_BYTES = 64 * MIB
+MAX_TENSORS = 1 << 19  # more than twice those of any model that was published, 4 for a matrix
+MAX_ENTRY_BYTES = 512  # of one tensor in a header or an index
+_OTHER_BYTES = MIB  # of what else stands there
+_OTHER_OBJECTS = 1000  # metadata may hold JSON as text
 MAX_DIMENSIONS = 64  # torch has no more
 _LENGTH_BYTES = 8
 
@@ -63,19 +68,24 @@ class Checkpoint:
     must not change while they are mapped.
     """
 
-    def __init__(self, directory: Path, files: Mapping[str, Path]) -> None:
+    def __init__(
+        self, directory: Path, files: Mapping[str, Path], max_tensors: int = MAX_TENSORS
+    ) -> None:
         """Use `open`; this maps the files and reads their headers.
 
         Args:
             directory: For messages.
             files: Name in the directory -> resolved path.
+            max_tensors: In all files together.
         """
         self.directory = directory
         self._entries: dict[str, Entry] = {}
         self._maps: dict[str, tuple[mmap.mmap, Tensor]] = {}
         for file, path in files.items():
             mapping = _map_file(path)
-            for name, entry in _read_header(mapping, file=file, where=str(path)).items():
+            room = max_tensors - len(self._entries)
+            header = _read_header(mapping, file=file, where=str(path), max_tensors=room)
+            for name, entry in header.items():
                 if name in self._entries:
                     raise CheckpointError(
                         f"{path}: tensor {name!r} is also in {self._entries[name].file}"
@@ -84,8 +94,12 @@ class Checkpoint:
             self._maps[file] = (mapping, _as_bytes(mapping))
 
     @classmethod
-    def open(cls, directory: Path) -> Self:
+    def open(cls, directory: Path, max_tensors: int = MAX_TENSORS) -> Self:
         """Resolve, map and check the checkpoint of a model directory.
+
+        Args:
+            directory: Of the model.
+            max_tensors: What a checkpoint of the model can have; no more are looked at.
 
         Raises:
             CheckpointError: Missing, damaged, truncated, unsafe or pickled; names the file and,
@@ -95,12 +109,14 @@ class Checkpoint:
             raise CheckpointError(f"{directory}: not a directory")
         present = {path.name for path in directory.iterdir()}
         if SINGLE_FILE in present:
-            return cls(directory, {SINGLE_FILE: resolve_inside(directory, SINGLE_FILE)})
+            file = resolve_inside(directory, SINGLE_FILE)
+            return cls(directory, {SINGLE_FILE: file}, max_tensors)
         if INDEX_FILE not in present:
             raise CheckpointError(_explain_missing(directory, present))
-        weight_map = _read_weight_map(directory)
+        weight_map = _read_weight_map(directory, max_tensors)
         names = sorted(set(weight_map.values()))
-        checkpoint = cls(directory, {name: resolve_inside(directory, name) for name in names})
+        files = {name: resolve_inside(directory, name) for name in names}
+        checkpoint = cls(directory, files, max_tensors)
         checkpoint._check_against_index(weight_map)
         return checkpoint
 
@@ -182,8 +198,9 @@ def _explain_missing(directory: Path, present: set[str]) -> str:
     return f"{directory}: no weights; expected {SINGLE_FILE}, or {INDEX_FILE} and its files"
 
 
-def _read_weight_map(directory: Path) -> dict[str, str]:
-    weight_map = read_json_object(directory, INDEX_FILE).get("weight_map")
+def _read_weight_map(directory: Path, max_tensors: int) -> dict[str, str]:
+    max_bytes = min(MAX_INDEX_BYTES, _max_bytes(max_tensors))
+    weight_map = read_json_object(directory, INDEX_FILE, max_bytes=max_bytes).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{directory / INDEX_FILE}: weight_map is missing or empty")
     for name, file in weight_map.items():
@@ -213,19 +230,34 @@ def _as_bytes(mapping: mmap.mmap) -> Tensor:
         return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
-def _read_header(mapping: mmap.mmap, *, file: str, where: str) -> dict[str, Entry]:
+def _max_bytes(max_tensors: int) -> int:
+    """Bytes of JSON about so many tensors."""
+    return _OTHER_BYTES + max_tensors * MAX_ENTRY_BYTES
+
+
+def _read_header(
+    mapping: mmap.mmap, *, file: str, where: str, max_tensors: int
+) -> dict[str, Entry]:
     length = int.from_bytes(mapping[:_LENGTH_BYTES], "little")
     begin = _LENGTH_BYTES + length
-    if length > MAX_HEADER_BYTES:
+    max_bytes = min(MAX_HEADER_BYTES, _max_bytes(max_tensors))
+    if length > max_bytes:
         raise CheckpointError(
-            f"{where}: header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed; "
-            "not a safetensors file"
+            f"{where}: header of {length} bytes, at most {max_bytes} are allowed for the "
+            f"{max_tensors} tensors that may be here; not a safetensors file of this model"
         )
     if begin > len(mapping):
         raise CheckpointError(
             f"{where}: header of {length} bytes in a file of {len(mapping)}; truncated?"
         )
-    header = parse_json_object(mapping[_LENGTH_BYTES:begin], where=f"{where}: header")
+    content = mapping[_LENGTH_BYTES:begin]
+    num_objects = content.count(b"{")  # before they take a hundred times their bytes
+    if num_objects > max_tensors + _OTHER_OBJECTS:
+        raise CheckpointError(
+            f"{where}: header of about {num_objects} tensors, at most {max_tensors} may be here; "
+            "not a file of this model"
+        )
+    header = parse_json_object(content, where=f"{where}: header")
     header.pop("__metadata__", None)
     entries = {
         name: _parse_entry(name, value, file=file, where=where, begin=begin)

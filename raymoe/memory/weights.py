@@ -11,10 +11,13 @@ from raymoe.codecs import StoredMatrix, Weight
 from raymoe.codecs.checks import check_values
 from raymoe.codecs.stored import TORCH_DTYPES
 from raymoe.errors import CheckpointError
-from raymoe.memory.checkpoint import Checkpoint
+from raymoe.memory.checkpoint import MAX_TENSORS, Checkpoint
 from raymoe.specs.model import ModelSpec
-from raymoe.specs.weight_names import EMBEDDING, HEAD, Location, locate_weights
+from raymoe.specs.weight_names import EMBEDDING, HEAD, Location, locate_weights, model_weights
 
+# Of a weight: quantised ones have up to five, and what predicts more tokens is not in use.
+STORED_TENSORS = 8
+OTHER_TENSORS = 4096
 FLOATS = ("F16", "BF16", "F32")  # stored types of what is not quantised
 
 
@@ -59,7 +62,7 @@ class WeightStore:
             CheckpointError: Damaged or unsafe files, or a tensor that is missing, too many, of the
                 wrong shape or type; names file and tensor.
         """
-        checkpoint = Checkpoint.open(directory)
+        checkpoint = Checkpoint.open(directory, max_stored_tensors(spec))
         try:
             locations = locate_weights(spec, checkpoint.shapes(), checkpoint.files())
         except CheckpointError as error:
@@ -129,6 +132,11 @@ class WeightStore:
                 f"{self.checkpoint.directory}: tie_word_embeddings is set, but {HEAD!r} differs "
                 f"from {EMBEDDING!r}; set tie_word_embeddings to false or remove the tensor"
             )
+
+
+def max_stored_tensors(spec: ModelSpec) -> int:
+    """How many tensors a checkpoint of this model can have, in whatever form it is stored."""
+    return min(len(model_weights(spec)) * STORED_TENSORS + OTHER_TENSORS, MAX_TENSORS)
 
 
 def _check_types(checkpoint: Checkpoint, location: Location) -> None:

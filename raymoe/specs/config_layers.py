@@ -27,6 +27,7 @@ ACTIVATIONS = {
 HEAD_DIM_MULTIPLE = 8
 # Ten times what anybody has published: a configuration is not trusted with our memory.
 MAX_LAYERS, MAX_EXPERTS = 1024, 4096
+MAX_EXPERTS_OF_ALL_LAYERS = 1 << 17  # five times what anybody has
 # Of the norms of the latents, in every class of transformers with latent attention: the default of
 # their RMSNorm, whatever rms_norm_eps says.
 LATENT_NORM_EPS = 1e-6
@@ -48,6 +49,12 @@ def parse_layers(
     sparse = [False] * num_layers
     if moe is not None and rule is not None:
         sparse = sparse_layers(fields, rule.sparse_layers, num_layers)
+        num_experts = sum(sparse) * moe.num_experts
+        if num_experts > MAX_EXPERTS_OF_ALL_LAYERS:
+            raise ConfigError(
+                f"{sum(sparse)} layers with {moe.num_experts} experts are {num_experts} experts; "
+                f"at most {MAX_EXPERTS_OF_ALL_LAYERS} are supported"
+            )
     return tuple(
         LayerSpec(
             attention=variants[window],

@@ -83,7 +83,9 @@ def open_regular(path: Path) -> int:
     return descriptor
 
 
-def read_json_object(directory: Path, name: str) -> dict[str, object]:
+def read_json_object(
+    directory: Path, name: str, *, max_bytes: int = MAX_JSON_BYTES
+) -> dict[str, object]:
     """The JSON object in a file of a model directory.
 
     Raises:
@@ -92,9 +94,9 @@ def read_json_object(directory: Path, name: str) -> dict[str, object]:
     """
     path = resolve_inside(directory, name)
     with open(open_regular(path), "rb") as file:
-        content = file.read(MAX_JSON_BYTES + 1)
-    if len(content) > MAX_JSON_BYTES:
-        raise CheckpointError(f"{path}: larger than {format_bytes(MAX_JSON_BYTES)}, refused")
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise CheckpointError(f"{path}: larger than {format_bytes(max_bytes)}, refused")
     return parse_json_object(content, where=str(path))
 
 

@@ -5,8 +5,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from raymoe.errors import CheckpointError
-from raymoe.memory.weights import WeightStore
+from raymoe.memory.checkpoint import INDEX_FILE, MAX_TENSORS, Checkpoint
+from raymoe.memory.weights import WeightStore, max_stored_tensors
 from raymoe.specs.model import ModelSpec
+from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
 from raymoe.specs.weight_names import model_weights
 from tests.parity.configurations import CONFIGURATIONS, Configuration
 from tests.parity.oracle import make_checkpoint
@@ -108,3 +110,50 @@ def test_weights_of_another_configuration_are_refused_by_shape(tmp_path) -> None
     spec = ModelSpec.from_config(config | {"intermediate_size": 40})
     with pytest.raises(CheckpointError, match=r"gate_proj.*56, 48.*40, 48"):
         WeightStore.open(spec, tmp_path)
+
+
+def write_header(path, entries: list[str]) -> None:
+    header = ("{" + ",".join(entries) + "}").encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+def empty(name: str) -> str:
+    return f'"{name}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'
+
+
+def test_headers_of_more_tensors_than_the_model_can_have_are_not_read(tmp_path) -> None:
+    spec, _ = save(MIXTRAL, tmp_path)
+    path = tmp_path / "model.safetensors"
+    # Less than a second of checks and a few MiB each, where a million took 25 s and 1.3 GiB.
+    write_header(path, [empty(f"t{index}") for index in range(20_000)])
+    with pytest.raises(CheckpointError, match=r"about 20001 tensors, at most \d+ may be here"):
+        WeightStore.open(spec, tmp_path)
+    write_header(path, [empty("x" * 20_000_000)])
+    with pytest.raises(CheckpointError, match=r"header of 20000\d+ bytes, at most \d+ are allowed"):
+        WeightStore.open(spec, tmp_path)
+
+
+def test_an_index_longer_than_the_model_needs_is_not_read(tmp_path) -> None:
+    spec, _ = save(MIXTRAL, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    names = {f"t{index}": "a.safetensors" for index in range(300_000)}
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(CheckpointError, match=r"index\.json: larger than"):
+        WeightStore.open(spec, tmp_path)
+
+
+@pytest.mark.parametrize("name", MODEL_PRESETS)
+def test_the_largest_published_models_may_have_all_their_tensors(name) -> None:
+    spec = model_preset(name)
+    # Five for each matrix of a model quantised by groups, which no larger one has yet.
+    assert max_stored_tensors(spec) >= 5 * len(model_weights(spec))
+    assert max_stored_tensors(spec) <= MAX_TENSORS
+
+
+def test_all_tensors_of_deepseek_v3_may_stand_in_one_file(tmp_path) -> None:
+    spec = model_preset("deepseek-v3")
+    matrices = list(model_weights(spec))
+    names = [*matrices, *(f"{name}_scale_inv" for name in matrices)]
+    write_header(tmp_path / "model.safetensors", [empty(name) for name in names])
+    checkpoint = Checkpoint.open(tmp_path, max_stored_tensors(spec))
+    assert len(checkpoint.names()) == 2 * len(matrices) > 90_000

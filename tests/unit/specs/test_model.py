@@ -185,6 +185,7 @@ def test_what_would_change_the_mathematics_is_refused(fields: dict, named: str) 
         {"num_hidden_layers": -1},
         {"num_hidden_layers": 10**9},
         {"num_experts": 10**9},
+        {"num_experts": 4096, "num_hidden_layers": 1024},
         {"vocab_size": 1.5},
         {"num_key_value_heads": 3},
         {"num_experts_per_tok": 9},
