@@ -190,12 +190,20 @@ def check_model(job: Job) -> None:
 
 
 def find_manifest(job: Job) -> Manifest | None:
-    """Return what the job's tokens depend on; None where its model is not on this machine."""
+    """Return what the job's tokens depend on.
+
+    None where its model is not on this machine, or its weights are still to be read, which the
+    actors do while they load them; then the manifest of the journal counts. Without a journal this
+    waits.
+    """
     directory = find_model(job.model)
     if directory is None:
         return None
+    identity = ModelIdentity.of(directory, reads_weights=job.journal_dir is None)
+    if job.journal_dir is None:
+        _ = identity.weights
     params = job.options["sampling_params"]
-    return Manifest.of(ModelIdentity.of(directory), params, job.engine_config)
+    return Manifest.of(identity, params, job.engine_config) if identity.has_weights else None
 
 
 def _drain(job: Job, tally: Tally) -> None:

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from raymoe.config import EngineConfig, SamplingParams
 from raymoe.data.columns import OutputColumns
-from raymoe.data.job_rows import Found, JobRows
+from raymoe.data.job_rows import Found, JobRows, check_job
 from raymoe.data.journal import SYNC_EVERY_S
 from raymoe.data.manifest import Manifest
 from raymoe.data.options import as_engine_config, as_sampling_params
@@ -129,16 +129,17 @@ class MoEGenerator:
         given = {name: value for name, value in changes.items() if value is not None}
         config = dataclasses.replace(as_engine_config(engine_config), **given)
         name = str(model_source)
+        open_job = None
         if journal_dir is not None:
-            # Before the model loads: a journal of another job is refused in a second.
             identity = _identify(model_source)
             model_source = identity.directory  # the engine loads what was identified
-            self._job = JobRows.open(
-                journal_dir, Manifest.of(identity, defaults, config), sync_every_s=journal_sync_s
-            )
+            make_manifest = functools.partial(Manifest.of, identity, defaults, config)
+            check_job(journal_dir, make_manifest())  # in a second, not after minutes of loading
+            job = (journal_dir, identity, make_manifest, journal_sync_s)
+            open_job = functools.partial(_open_job, *job)
             status_dir = status_dir or _status_beside(journal_dir)
         self._counts = RowCounter()
-        self._load(model_source, config, name=name, status_dir=status_dir)
+        self._load(model_source, config, name=name, status_dir=status_dir, open_job=open_job)
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         """Generate for one table; blocks until all its rows are done."""
@@ -173,11 +174,13 @@ class MoEGenerator:
         *,
         name: str,
         status_dir: str | Path | None,
+        open_job: Callable[[], JobRows] | None,
     ) -> None:
-        """Start the engine, watched from before it loads."""
+        """Start the engine, watched from before it loads, and open its journal."""
         try:
             self._observer = Observer(name, self._counts, status_dir=status_dir)
             self._engine = self._open_engine(model_source, config)
+            self._job = None if open_job is None else open_job()
         except BaseException as error:
             if self._observer is not None:
                 self._observer.fail(f"{type(error).__name__}: {error}")
@@ -265,6 +268,17 @@ def _identify(model_source: str | Path) -> "ModelIdentity":
     from raymoe.engine.identity import ModelIdentity  # noqa: PLC0415 - loads torch, as above
 
     return ModelIdentity.of(model_source)
+
+
+def _open_job(
+    directory: str | Path,
+    identity: "ModelIdentity",
+    make_manifest: Callable[[], Manifest],
+    sync_every_s: float,
+) -> JobRows:
+    _ = identity.weights  # waits until they are known
+    identity.check_unchanged()
+    return JobRows.open(directory, make_manifest(), sync_every_s=sync_every_s)
 
 
 def _submit(engine: "Engine", requests: Sequence[RowRequest]) -> list[Future[Generation]]:

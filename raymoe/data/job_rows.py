@@ -8,11 +8,23 @@ from typing import NamedTuple
 
 from raymoe.data.admission import Admission
 from raymoe.data.finished_rows import FinishedRows
-from raymoe.data.manifest import Manifest
+from raymoe.data.journal import make_journal_directory
+from raymoe.data.manifest import FILE_NAME, Manifest, check
 from raymoe.data.rows import RowRequest
 from raymoe.engine.generation import Generation
 
 Submit = Callable[[Sequence[RowRequest]], list[Future[Generation]]]
+
+
+def check_job(directory: str | Path, manifest: Manifest) -> None:
+    """Refuse a directory that cannot be used, or that belongs to another job, before it is opened.
+
+    Raises:
+        ConfigError: With each difference.
+    """
+    path = make_journal_directory(directory) / FILE_NAME
+    if path.exists():
+        check(path, manifest)
 
 
 class Found(NamedTuple):

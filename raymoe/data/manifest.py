@@ -23,7 +23,7 @@ from raymoe.specs.files import parse_json_object
 if TYPE_CHECKING:
     from raymoe.engine.identity import ModelIdentity
 
-FORMAT = 1  # of this file, of the keys and of the records: a change of any of them raises it
+FORMAT = 2  # of this file, of the keys and of the records: a change of any of them raises it
 FILE_NAME = "manifest.json"
 
 # Names and versions that may differ as long as the contents that they stand for do not.
@@ -42,7 +42,7 @@ class Manifest:
         model: Directory or hub name, for people; the contents are below.
         revision: Commit on the hub; None for a directory, which then agrees with any.
         config: Digest of config.json and generation_config.json.
-        weights: Digest of the names, sizes and samples of the weight files.
+        weights: Digest of the weight files; "" where it is not known yet, which agrees with any.
         tokenizer: Digest of its files.
         chat_template: Digest of the template.
         sampling_params: Of rows that have none of their own, as far as they differ from raymoe's.
@@ -72,13 +72,16 @@ class Manifest:
     def of(
         cls, identity: "ModelIdentity", sampling_params: SamplingParams, config: EngineConfig
     ) -> "Manifest":
-        """Return the manifest of a job with this model and these options."""
+        """Return the manifest of a job with this model and these options.
+
+        Where the weights are still being read it has no digest of them.
+        """
         dtype = identity.dtype if config.dtype == "auto" else config.dtype
         return cls(
             model=identity.name,
             revision=identity.revision,
             config=identity.config,
-            weights=identity.weights,
+            weights=identity.weights if identity.has_weights else "",
             tokenizer=identity.tokenizer,
             chat_template=identity.chat_template,
             sampling_params=json.loads(json.dumps(plain_params(sampling_params))),
@@ -102,6 +105,8 @@ class Manifest:
         old, new = dataclasses.asdict(self), dataclasses.asdict(now)
         if None in (self.revision, now.revision):
             old["revision"] = new["revision"] = None
+        if not now.weights:
+            old["weights"] = ""
         old |= _flat("sampling_params", old.pop("sampling_params"))
         new |= _flat("sampling_params", new.pop("sampling_params"))
         changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]

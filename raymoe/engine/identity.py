@@ -3,13 +3,17 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
+from raymoe.config import Settings
 from raymoe.engine.tokenizer import TOKENIZER_FILES
 from raymoe.errors import CheckpointError
 from raymoe.memory.checkpoint import INDEX_FILE, SINGLE_FILE
+from raymoe.memory.digests import CACHE_NAME, file_state, known_digests, read_digests
 from raymoe.memory.source import resolve_model
 from raymoe.specs.files import (
     open_regular,
@@ -18,11 +22,9 @@ from raymoe.specs.files import (
     resolve_inside,
 )
 from raymoe.specs.model import ModelSpec
+from raymoe.units import GIB
 
-# A hub revision pins the weights. Directories of their own have none, and reading hundreds of
-# gigabytes would take as long as loading them: samples of each file tell other weights from these,
-# because training changes nearly all of them.
-NUM_SAMPLES, SAMPLE_BYTES = 16, 4096
+SMALL_BYTES = GIB  # weight files that are read at once, in a second or so
 
 _CONFIGS = ("config.json", "generation_config.json")
 _TOKENIZER_FILES = (
@@ -45,9 +47,10 @@ class ModelIdentity:
         revision: Commit of a snapshot in the hub's cache; None for other directories.
         dtype: Of the checkpoint, "auto" where its config does not say.
         config: Digest, as the following: of config.json and generation_config.json.
-        weights: Of the names and sizes of the weight files, and samples of what is in them.
         tokenizer: Of its files, the chat template left out.
         chat_template: Of the template.
+        files: `files_key` when it was made.
+        pending_weights: Digest of the weight files, names and contents; see `weights`.
     """
 
     directory: Path
@@ -55,13 +58,41 @@ class ModelIdentity:
     revision: str | None
     dtype: str
     config: str
-    weights: str
     tokenizer: str
     chat_template: str
+    files: str
+    pending_weights: Future[str]
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether `weights` is known already."""
+        return self.pending_weights.done()
+
+    @property
+    def weights(self) -> str:
+        """Digest of the weight files, names and contents; waits until they are read.
+
+        Raises:
+            CheckpointError: One cannot be read, or changed meanwhile.
+        """
+        return self.pending_weights.result()
+
+    def check_unchanged(self) -> None:
+        """Refuse what was loaded if it may be something else than what was identified.
+
+        Raises:
+            CheckpointError: A file has changed.
+        """
+        check_unchanged(self.directory, self.files)
 
     @classmethod
-    def of(cls, model_source: str | Path) -> "ModelIdentity":
+    def of(cls, model_source: str | Path, *, reads_weights: bool = True) -> "ModelIdentity":
         """Read the files of a model; a hub name is downloaded as for an engine.
+
+        Args:
+            model_source: A directory, or a hub name.
+            reads_weights: Whether large weight files whose digests are not known are read, in the
+                background; without it `weights` may never come. Small ones are always read.
 
         Raises:
             CheckpointError: A file is missing or unsafe, or the hub cannot be reached.
@@ -78,9 +109,10 @@ class ModelIdentity:
             revision=root.name if is_snapshot else None,
             dtype=spec.dtype or "auto",
             config=_digest(_contents(directory, _CONFIGS)),
-            weights=_digest(_weight_samples(directory)),
             tokenizer=_digest([*_contents(directory, _TOKENIZER_FILES), tokenizer_config]),
             chat_template=_digest([*_contents(directory, _TEMPLATE_FILES), template]),
+            files=files_key(directory),
+            pending_weights=_weights(directory, reads=reads_weights),
         )
 
 
@@ -115,28 +147,70 @@ def _json(value: object) -> bytes:
     return json.dumps(value, sort_keys=True).encode()
 
 
-def _weight_samples(directory: Path) -> list[bytes]:
+def weight_files(directory: Path) -> dict[str, Path]:
+    """Names of the weight files and the regular files behind them.
+
+    Raises:
+        CheckpointError: One is missing or unsafe.
+    """
     if (directory / SINGLE_FILE).exists():
         names = [SINGLE_FILE]
     else:
         weight_map = read_json_object(directory, INDEX_FILE).get("weight_map")
         names = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []
-    parts = _contents(directory, [INDEX_FILE])
-    for name in names:
-        parts += [name.encode(), *_samples(resolve_inside(directory, name))]
-    return parts
+    return {name: resolve_inside(directory, name) for name in names}
 
 
-def _samples(path: Path) -> list[bytes]:
-    """Return the size of a file and its bytes at places that are evenly spread over it."""
-    descriptor = open_regular(path)
-    try:
-        size = os.fstat(descriptor).st_size
-        last = max(0, size - SAMPLE_BYTES)
-        offsets = sorted({last * index // (NUM_SAMPLES - 1) for index in range(NUM_SAMPLES)})
-        return [str(size).encode(), *(os.pread(descriptor, SAMPLE_BYTES, at) for at in offsets)]
-    finally:
-        os.close(descriptor)
+def files_key(directory: Path) -> str:
+    """Digest of a configuration and of which weight files these are, as the kernel knows them.
+
+    No weights are read. It changes with every change of a file, and with the file behind a name;
+    equal contents in other files have another key.
+    """
+    states = [f"{name} {file_state(path)}" for name, path in weight_files(directory).items()]
+    return _digest([*_contents(directory, _CONFIGS), *(state.encode() for state in states)])
+
+
+def check_unchanged(directory: Path, key: str) -> None:
+    """Refuse a model whose files have changed since `files_key` gave a key.
+
+    Raises:
+        CheckpointError: They have.
+    """
+    if files_key(directory) != key:
+        raise CheckpointError(
+            f"{directory}: config.json or weight files have changed while they were loaded; "
+            "load the model again when they stay as they are"
+        )
+
+
+def _weights(directory: Path, *, reads: bool) -> Future[str]:
+    """The digest of all weight files; if it is not known and may be read, a thread finds it out."""
+    files = weight_files(directory)
+    index = _contents(directory, [] if SINGLE_FILE in files else [INDEX_FILE])
+    paths = list(files.values())
+    settings = Settings.from_environment()
+    caches = [directory.resolve() / CACHE_NAME, settings.cache_directory / CACHE_NAME]
+    found: Future[str] = Future()
+
+    def combine(digests: Mapping[Path, str]) -> str:
+        named = [f"{name} {digests[path]}".encode() for name, path in files.items()]
+        return _digest([*index, *named])
+
+    def read() -> None:
+        try:
+            found.set_result(combine(read_digests(paths, caches)))
+        except Exception as error:
+            found.set_exception(error)
+
+    known = known_digests(paths, caches)
+    if len(known) == len(set(paths)):
+        found.set_result(combine(known))
+    elif sum(path.stat().st_size for path in set(paths)) <= SMALL_BYTES:
+        read()
+    elif reads:
+        threading.Thread(target=read, name="raymoe-digest", daemon=True).start()
+    return found
 
 
 def _digest(parts: Iterable[bytes]) -> str:

@@ -11,6 +11,7 @@ import torch
 
 from raymoe.config import EngineConfig, SamplingParams, Settings
 from raymoe.engine.core import EngineCore, Runner
+from raymoe.engine.identity import check_unchanged, files_key
 from raymoe.engine.load_job import DTYPES, LoadJob, RankShare, open_weights
 from raymoe.engine.memory_check import check_available
 from raymoe.engine.node import find_node
@@ -43,14 +44,26 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
     device = _device_name(config)
     _check_schedule(config, device)
     directory = resolve_model(path)
+    files = files_key(directory) if config.shared_weights is True else ""
     spec = ModelSpec.from_directory(directory)
     weights = open_weights(spec, directory, config)
-    shared = open_shared(config, directory, device, _dtype(config, weights))
+    shared = open_shared(config, files, device, _dtype(config, weights))
     try:
-        return _plan_and_load(directory, spec, weights, agree(config, shared), shared=shared)
+        parts = _plan_and_load(directory, spec, weights, agree(config, shared), shared=shared)
+        if shared is not None:
+            _check_shared(parts, directory, files)
+        return parts
     except BaseException:
         if shared is not None:
             shared.close()
+        raise
+
+
+def _check_shared(parts: EngineParts, directory: Path, files: str) -> None:
+    try:
+        check_unchanged(directory, files)
+    except BaseException:
+        parts.close()
         raise
 
 

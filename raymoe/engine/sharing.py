@@ -8,13 +8,11 @@ import dataclasses
 import hashlib
 import json
 import warnings
-from pathlib import Path
 
 import torch
 
 from raymoe._version import __version__
 from raymoe.config import EngineConfig
-from raymoe.engine.identity import ModelIdentity
 from raymoe.errors import ConfigError, PerformanceWarning
 from raymoe.memory.shared_file import SharedFile
 from raymoe.plan.policy import DevicePolicy, Policy
@@ -24,9 +22,15 @@ FORMAT = 1  # of what lies in the memory: a change of its layout raises it
 
 
 def open_shared(
-    config: EngineConfig, directory: Path, device: str, dtype: torch.dtype
+    config: EngineConfig, files: str, device: str, dtype: torch.dtype
 ) -> SharedFile | None:
     """Open the weights that the engines of this node share; None where they do not.
+
+    Args:
+        config: Of the engine.
+        files: Key of the model's files (`identity.files_key`).
+        device: "cpu", "cuda" or "emulated".
+        dtype: Of the computation.
 
     Raises:
         ConfigError: Sharing is asked for where nothing can be shared.
@@ -44,7 +48,7 @@ def open_shared(
             raise ConfigError(
                 f"shared_weights is True, but weights {what} are not shared; leave it out"
             )
-    file = SharedFile.open(_key(directory, dtype))
+    file = SharedFile.open(_key(files, dtype))
     chosen = choice_of(file)
     if chosen is None or chosen.suits(config):
         return file
@@ -101,7 +105,8 @@ def agree(config: EngineConfig, file: SharedFile | None) -> EngineConfig:
     return dataclasses.replace(config, schedule=chosen.schedule, policy=chosen.policy)
 
 
-def _key(directory: Path, dtype: torch.dtype) -> str:
-    identity = ModelIdentity.of(directory)
-    parts = [str(FORMAT), __version__, identity.config, identity.weights, str(dtype)]
-    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:32]
+def _key(files: str, dtype: torch.dtype) -> str:
+    # Weights are shared within one machine, where the kernel itself knows which files they are.
+    return hashlib.sha256(
+        " ".join([str(FORMAT), __version__, files, str(dtype)]).encode()
+    ).hexdigest()[:32]

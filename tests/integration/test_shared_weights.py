@@ -3,12 +3,14 @@
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 
 import raymoe
 from raymoe.config import EngineConfig
@@ -147,6 +149,24 @@ def test_an_engine_that_is_told_other_sizes_says_so_and_loads_its_own(model, tmp
             ]
         assert len(list(tmp_path.iterdir())) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_edited_model_does_not_get_the_weights_of_the_original(model, tmp_path, monkeypatch):
+    """The edit keeps the file's size and is where samples of it would not see it."""
+    monkeypatch.setattr(shared_file, "DIRECTORY", tmp_path / "shm")
+    (tmp_path / "shm").mkdir()
+    edited = shutil.copytree(model, tmp_path / "edited")
+    tensors = load_file(edited / "model.safetensors")
+    weight = tensors["model.layers.0.self_attn.o_proj.weight"]
+    weight.copy_(weight.flip(0))
+    save_file(tensors, edited / "model.safetensors", {"format": "pt"})
+    shared = dataclasses.replace(CONFIG, shared_weights=True)
+    with Engine.from_pretrained(edited, CONFIG) as engine:
+        expected = [one.token_ids for one in engine.generate(PROMPTS, PARAMS)]
+    with Engine.from_pretrained(model, shared) as original:
+        with Engine.from_pretrained(edited, shared) as engine:
+            assert [one.token_ids for one in engine.generate(PROMPTS, PARAMS)] == expected
+        assert [one.token_ids for one in original.generate(PROMPTS, PARAMS)] != expected
 
 
 def test_an_engine_that_cannot_load_leaves_no_file(model, tmp_path, monkeypatch):

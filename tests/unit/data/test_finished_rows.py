@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 import sys
+import threading
 from concurrent.futures import Future
 
 import pyarrow as pa
@@ -18,7 +19,7 @@ from raymoe.engine.engine import Engine
 from raymoe.engine.generation import Generation
 from raymoe.errors import ConfigError, ExecutionError
 from tests.unit.data.deaths import die
-from tests.unit.data.jobs import IDENTITY, made
+from tests.unit.data.jobs import IDENTITY, identity, made
 from tests.unit.data.journals import ENVIRONMENT, ROOT, keys_of_samples
 from tests.unit.engine.fakes import FakeRunner, fake_parts, small_policy, write_byte_tokenizer
 from tests.unit.engine.kills import signal_forked
@@ -262,23 +263,23 @@ def test_another_model_or_other_options_are_refused_before_the_model_loads(fakes
         fakes.make(tmp_path, seed=1)
     with pytest.raises(ConfigError, match=r"sampling_params.temperature was 1.0, is 0.0"):
         fakes.make(tmp_path, sampling_params={"max_tokens": 6, "temperature": 0.0})
-    fakes.identity = dataclasses.replace(IDENTITY, weights="0" * 64)
+    fakes.identity = identity("0" * 64)
     with pytest.raises(ConfigError, match=r"weights was 'ddd"):
         fakes.make(tmp_path)
     assert len(fakes.made) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
 
 
-def test_an_engine_that_cannot_load_leaves_no_thread(fakes, tmp_path, monkeypatch):
-    def refuse(_source, _config):
-        raise ConfigError("no such device")
-
-    closed = []
-    monkeypatch.setattr(generators, "_load_engine", refuse)
-    monkeypatch.setattr(FinishedRows, "close", lambda self: closed.append(self._journal.close()))
-    with pytest.raises(ConfigError, match="no such device"):
+def test_a_journal_that_is_refused_after_loading_leaves_no_engine(fakes, tmp_path):
+    """Weights that had to be read while they were loaded turn out to be another model's."""
+    fakes.make(tmp_path).close()
+    fakes.identity = pending = dataclasses.replace(IDENTITY, pending_weights=Future())
+    threading.Timer(0.3, lambda: pending.pending_weights.set_result("0" * 64)).start()
+    before = threading.active_count()
+    with pytest.raises(ConfigError, match=r"weights was 'ddd"):
         fakes.make(tmp_path)
-    assert closed
+    assert [thread for thread in threading.enumerate() if thread.name == "raymoe-engine"] == []
+    assert threading.active_count() <= before
 
 
 KEYS = """

@@ -1,12 +1,17 @@
 """The identity of a model: equal for equal contents, wherever they lie; different for others."""
 
 import json
+import os
 import shutil
+import time
 
 import pytest
+from safetensors import safe_open
 
+from raymoe.engine import identity as identities
 from raymoe.engine.identity import ModelIdentity
 from raymoe.errors import CheckpointError
+from raymoe.memory import digests
 from tests.tiny import make_checkpoint
 
 
@@ -77,3 +82,131 @@ def test_a_link_out_of_the_directory_is_refused(model):
     (model / "tokenizer.json").symlink_to("/etc/passwd")
     with pytest.raises(CheckpointError, match="leaves the model directory"):
         ModelIdentity.of(model)
+
+
+def tensor_offsets(path):
+    """Where the data of each tensor begins."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items()}
+
+
+def edit_byte(path, offset):
+    """Change one byte and nothing else that a user can set."""
+    times = path.stat()
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def test_one_byte_of_any_tensor_makes_another_model(model):
+    path = model / "model.safetensors"
+    seen = {ModelIdentity.of(model).weights}
+    offsets = tensor_offsets(path)
+    with safe_open(path, "pt") as file:
+        assert set(file.keys()) == set(offsets)
+    for offset in offsets.values():
+        key = identities.files_key(model)
+        edit_byte(path, offset)
+        assert identities.files_key(model) != key
+        seen.add(ModelIdentity.of(model).weights)
+    assert len(seen) == 1 + len(offsets)
+
+
+@pytest.fixture
+def read_paths(monkeypatch):
+    """Files whose bytes were hashed."""
+    paths, digest = [], digests._digest
+    monkeypatch.setattr(digests, "_digest", lambda path: (paths.append(path), digest(path))[1])
+    return paths
+
+
+def age(path):
+    """Let a file look as if it had not changed lately; only the clock does it for real."""
+    time.sleep(0.01)
+    return path
+
+
+def test_what_was_read_is_kept_until_a_file_changes(model, read_paths, monkeypatch):
+    monkeypatch.setattr(digests, "SETTLED_NS", 0)
+    path = model / "model.safetensors"
+    first = ModelIdentity.of(age(model)).weights
+    assert ModelIdentity.of(model).weights == first
+    assert read_paths == [path]
+    edit_byte(path, path.stat().st_size - 1)
+    assert ModelIdentity.of(age(model)).weights != first
+    assert read_paths == [path, path]
+
+
+def test_a_file_that_has_just_changed_is_not_kept(model, read_paths):
+    assert ModelIdentity.of(model).weights == ModelIdentity.of(model).weights
+    assert len(read_paths) == 2
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", "not text \udcff", '{"1-2-3-4-5": 7}'])
+def test_a_broken_cache_is_read_over(model, read_paths, monkeypatch, content):
+    monkeypatch.setattr(digests, "SETTLED_NS", 0)
+    cache = model / digests.CACHE_NAME
+    cache.write_bytes(content.encode(errors="surrogateescape"))
+    first = ModelIdentity.of(age(model)).weights
+    assert ModelIdentity.of(model).weights == first
+    assert len(read_paths) == 1
+    assert all(len(digest) == 64 for digest in json.loads(cache.read_text()).values())
+
+
+def test_a_cache_that_others_can_write_is_not_believed(model, read_paths, monkeypatch):
+    monkeypatch.setattr(digests, "SETTLED_NS", 0)
+    state = digests.file_state(model / "model.safetensors")
+    cache = model / digests.CACHE_NAME
+    cache.write_text(json.dumps({state: "0" * 64}))
+    cache.chmod(0o666)
+    ModelIdentity.of(age(model))
+    assert len(read_paths) == 1
+
+
+def test_blobs_of_the_hub_cache_are_known_by_their_names(original, tmp_path, read_paths):
+    root = tmp_path / "models--some--model"
+    blobs, place = root / "blobs", root / "snapshots" / "0123abcd"
+    shutil.copytree(original, place)
+    blobs.mkdir()
+    plain = ModelIdentity.of(original).weights
+    read_paths.clear()
+    (name,) = digests.read_digests([original / "model.safetensors"], []).values()
+    (place / "model.safetensors").rename(blobs / name)
+    (place / "model.safetensors").symlink_to(f"../../blobs/{name}")
+    read_paths.clear()
+    assert ModelIdentity.of(place).weights == plain
+    assert read_paths == []
+
+
+def test_weights_that_change_while_they_are_read_are_refused(model, monkeypatch):
+    path, digest = model / "model.safetensors", digests._digest
+
+    def read(file):
+        found = digest(file)
+        edit_byte(path, path.stat().st_size - 1)
+        return found
+
+    monkeypatch.setattr(digests, "_digest", read)
+    with pytest.raises(CheckpointError, match="has changed while it was read"):
+        _ = ModelIdentity.of(model).weights
+
+
+def test_large_weights_are_read_in_the_background_and_only_if_wanted(model, monkeypatch):
+    expected = ModelIdentity.of(model).weights
+    monkeypatch.setattr(identities, "SMALL_BYTES", 0)
+    assert not ModelIdentity.of(model, reads_weights=False).has_weights
+    assert ModelIdentity.of(model).weights == expected
+
+
+def test_a_model_that_changes_while_it_is_loaded_is_refused(model):
+    identity = ModelIdentity.of(model)
+    identity.check_unchanged()
+    edit_byte(model / "model.safetensors", 5000)
+    with pytest.raises(CheckpointError, match="have changed while they were loaded"):
+        identity.check_unchanged()
