@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from raymoe.cli import generate_options as option
+from raymoe.cli.lease import Lease
 from raymoe.cli.pipeline import (
     PROMPT_COLUMNS,
     Job,
@@ -25,8 +26,8 @@ from raymoe.cli.storage import Location
 from raymoe.cli.storage_errors import without_secrets
 from raymoe.config import EngineConfig, SamplingParams
 from raymoe.data.columns import OutputColumns
-from raymoe.data.openai_batch import ID_COLUMN, TOOLS_COLUMN
-from raymoe.data.rows import RowReader
+from raymoe.data.openai_batch import CONTENT_COLUMNS, ID_COLUMN, TOOLS_COLUMN
+from raymoe.data.rows import SAMPLING_COLUMN, RowReader
 from raymoe.data.samples import INPUT_MAY_NOT_HAVE, check_names
 from raymoe.data.status.record import Pairs
 from raymoe.errors import ConfigError, RaymoeError
@@ -85,15 +86,21 @@ def run(  # noqa: PLR0913 - the options of a command
     source = open_source(input_, prompt_column=prompt_column, id_column=id_column, form=form)
     id_column = _check_columns(source, options, id_column)
     remains = _find_output(output, source, input_, journal)
+    lease, columns = Lease(remains.output), _content_columns(options, source.is_batch)
     job = Job(
         model=model, source=source, options=options, engine_config=config, id_column=id_column,
-        sink=open_sink(remains.output, source, has_samples=samples_as_rows),
+        sink=open_sink(remains.output, source, has_samples=samples_as_rows,
+                       content_columns=columns, run=lease.run), lease=lease,
         journal_dir=None if no_journal else remains.journal, status_dir=remains.status,
         price_per_hour=price_per_hour, settings=_settings(context.params), verbose=verbose,
         num_actors=num_actors, batch_size=batch_size,
         preserve_order=preserve_order, is_arranged=arrange,
     )  # fmt: skip
-    _run(job, remains, resume=resume, overwrite=overwrite, has_report=report)
+    if resume and id_column is None:
+        raise ConfigError("--resume needs --id-column: it skips the ids that are already written")
+    check_model(job)  # before an old output is given up
+    with lease:
+        _run(job, remains, resume=resume, overwrite=overwrite, has_report=report)
 
 
 def _settings(params: dict[str, Any]) -> Pairs:
@@ -111,6 +118,14 @@ def _options(params: SamplingParams, samples_as_rows: bool, *columns: str | None
     """Return the options of the operator."""
     named = dict(zip(PROMPT_COLUMNS, columns, strict=True))
     return {"sampling_params": params, "has_choices": samples_as_rows, **named}
+
+
+def _content_columns(options: dict[str, Any], is_batch: bool) -> tuple[str, ...]:
+    """Return the columns that the answer of a row depends on."""
+    if is_batch:
+        return CONTENT_COLUMNS
+    named = [options[name] for name in PROMPT_COLUMNS]
+    return (*(name for name in named if name is not None), SAMPLING_COLUMN)
 
 
 def _find_output(output: str, source: Source, input_: str, journal_dir: str | None) -> Remains:
@@ -143,9 +158,6 @@ def _refuse_both(flags: dict[str, bool]) -> None:
 
 
 def _run(job: Job, remains: Remains, *, resume: bool, overwrite: bool, has_report: bool) -> None:
-    if resume and job.id_column is None:
-        raise ConfigError("--resume needs --id-column: it skips the ids that are already written")
-    check_model(job)  # before an old output is given up
     _prepare(job, remains, resume=resume, overwrite=overwrite)
     console = plain_console()
     try:
@@ -184,7 +196,13 @@ def _prepare(job: Job, remains: Remains, *, resume: bool, overwrite: bool) -> No
 
 def _without_written(job: Job) -> Job:
     """Return the job without the rows that a former run wrote."""
-    written = find_written(job.source, job.sink, job.id_column or "")
+    columns, id_column = _content_columns(job.options, job.source.is_batch), job.id_column or ""
+    written = find_written(job.source, job.sink, columns, id_column)
+    if len(written.changed):
+        typer.echo(
+            f"{len(written.changed):,} rows have been edited since they were written and are "
+            "generated again", err=True)  # fmt: skip
+        job.sink.drop(written.changed, id_column)
     total = job.source.num_rows
     typer.echo(f"{written.num_rows:,} of {total:,} rows are already written", err=True)
     return dataclasses.replace(job, written=written)

@@ -3,11 +3,10 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import pyarrow as pa
 
-from raymoe.cli.lines import Lines, TableLines, read_lines, write_lines
+from raymoe.cli.lines import Lines, TableLines, WrittenRow, drop_lines, read_lines, write_lines
 from raymoe.cli.parts import Parts
 from raymoe.cli.storage import Location, not_empty
 from raymoe.errors import ConfigError
@@ -26,6 +25,7 @@ class JoinedSink:
 
     location: Location
     lines: Lines = field(default_factory=TableLines)
+    run: str = ""
     _lines: list[str] = field(default_factory=list)
     _next_part: int = 0
 
@@ -33,7 +33,7 @@ class JoinedSink:
     def parts(self) -> Parts:
         """The rows until the file is complete."""
         directory = self.location.sibling(f"{self.location.name}.partial")
-        return Parts(directory=directory, suffix=".jsonl")
+        return Parts(directory=directory, suffix=".jsonl", run=self.run)
 
     def prepare(self, *, resume: bool, overwrite: bool) -> None:
         """Refuse rows that are there, keep them or delete them."""
@@ -53,12 +53,22 @@ class JoinedSink:
         self.parts.directory.make_dir()
         self._next_part = self.parts.next_number()
 
-    def read_written(self, id_column: str) -> Iterator[tuple[Any, str]]:
-        """Yield the id and the error of all rows."""
-        files = self.parts.find() or [self.location] * self.location.exists()
-        for one in files:
+    def read_written(self, id_column: str) -> Iterator[WrittenRow]:
+        """Yield what a resumed run must know of all rows."""
+        for one in self._files():
             with one.open_lines() as file:
                 yield from read_lines(self.lines, file, id_column, where=str(one))
+
+    def drop(self, ids: pa.Array, id_column: str) -> None:
+        """Remove rows by their ids."""
+        dropped = set(ids.to_pylist())
+        for one in self._files():
+            with one.open_lines() as lines, one.replacing() as file:
+                file.writelines(drop_lines(self.lines, lines, dropped, id_column))
+
+    def _files(self) -> list[Location]:
+        """Where the rows are."""
+        return self.parts.find() or [self.location] * self.location.exists()
 
     def write(self, table: pa.Table) -> None:
         """Collect rows; write a part when there are enough for one."""

@@ -4,11 +4,11 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import pyarrow as pa
 
-from raymoe.cli.lines import Lines, TableLines, read_lines, write_lines
+from raymoe.cli.lines import Lines, TableLines, WrittenRow, drop_lines, read_lines, write_lines
 from raymoe.cli.storage import Location, not_empty
 from raymoe.errors import ConfigError
 
@@ -50,10 +50,18 @@ class JsonlSink:
         self.partial.touch()
         _cut_torn_row(self.partial, self.lines)
 
-    def read_written(self, id_column: str) -> Iterator[tuple[Any, str]]:
-        """Yield the id and the error of all whole lines."""
+    def read_written(self, id_column: str) -> Iterator[WrittenRow]:
+        """Yield what a resumed run must know of all whole lines."""
         with self.partial.open("rb") as file:
             yield from read_lines(self.lines, file, id_column, where=str(self.partial))
+
+    def drop(self, ids: pa.Array, id_column: str) -> None:
+        """Remove rows by their ids."""
+        with (
+            self.partial.open("rb") as lines,
+            self.location.at(str(self.partial)).replacing() as file,
+        ):
+            file.writelines(drop_lines(self.lines, lines, set(ids.to_pylist()), id_column))
 
     def write(self, table: pa.Table) -> None:
         """Collect rows; write them when there are enough."""

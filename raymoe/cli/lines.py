@@ -1,17 +1,25 @@
 """What does a line of an output hold? The columns of a row, or a response of an OpenAI batch."""
 
 import json
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
 
-from raymoe.data.cells import BadCell, read_cells
+from raymoe.data.cells import BadCell, as_text, content_digest, read_cells
 from raymoe.data.columns import ERROR_COLUMN
 from raymoe.data.openai_batch import read_response, write_responses
 from raymoe.data.samples import COUNT_COLUMN, INDEX_COLUMN, explode_samples
 from raymoe.errors import ConfigError, RaymoeError
+
+
+class WrittenRow(NamedTuple):
+    """A row of an output: its id, its error, and a digest of what its answer depends on."""
+
+    id: Any
+    error: str
+    digest: str
 
 
 class Lines(Protocol):
@@ -21,8 +29,8 @@ class Lines(Protocol):
         """Yield the object of each row."""
         ...
 
-    def read(self, record: dict[str, Any], id_column: str) -> tuple[Any, str]:
-        """Return the id and the error of a line."""
+    def read(self, record: dict[str, Any], id_column: str) -> WrittenRow:
+        """Return what a resumed run must know of a line."""
         ...
 
     def ends_row(self, line: bytes) -> bool:
@@ -37,10 +45,12 @@ class TableLines:
     Attributes:
         json_columns: String columns whose cells are JSON text.
         has_count: Whether rows have a column of how many samples there are.
+        content_columns: What the answer of a row depends on.
     """
 
     json_columns: frozenset[str] = frozenset()
     has_count: bool = False
+    content_columns: tuple[str, ...] = ()
 
     def of(self, table: pa.Table) -> Iterator[dict[str, Any]]:
         """Yield the object of each row."""
@@ -48,10 +58,14 @@ class TableLines:
         for cells in zip(*columns.values(), strict=True):
             yield dict(zip(columns, cells, strict=True))
 
-    def read(self, record: dict[str, Any], id_column: str) -> tuple[Any, str]:
-        """Return the id and the error of a line."""
+    def read(self, record: dict[str, Any], id_column: str) -> WrittenRow:
+        """Return what a resumed run must know of a line."""
         check_form(record, has_count=self.has_count)
-        return record[id_column], record[ERROR_COLUMN]
+        return WrittenRow(record[id_column], record[ERROR_COLUMN], self.digest(record))
+
+    def digest(self, record: Mapping[str, Any]) -> str:
+        """Digest of what the answer of a row depends on."""
+        return content_digest(record.get(name) for name in self.content_columns)
 
     def ends_row(self, _line: bytes) -> bool:
         """Whether a row is complete with this line: each line is one."""
@@ -75,9 +89,9 @@ class BatchLines:
         """Yield the object of each row."""
         return write_responses(table)
 
-    def read(self, record: dict[str, Any], _id_column: str) -> tuple[Any, str]:
-        """Return the id and the error of a line."""
-        return read_response(record)
+    def read(self, record: dict[str, Any], _id_column: str) -> WrittenRow:
+        """Return what a resumed run must know of a line."""
+        return WrittenRow(*read_response(record))
 
     def ends_row(self, _line: bytes) -> bool:
         """Whether a row is complete with this line: each line is one."""
@@ -109,22 +123,22 @@ def write_lines(lines: Lines, table: pa.Table) -> Iterator[str]:
 
 def read_lines(
     lines: Lines, file: Iterable[bytes], id_column: str, *, where: str
-) -> Iterator[tuple[Any, str]]:
-    """Yield the id and the error of each line.
+) -> Iterator[WrittenRow]:
+    """Yield what a resumed run must know of each line.
 
     Raises:
         RaymoeError: A line cannot be read; says where it is.
     """
     for number, line in enumerate(file, 1):
         try:
-            pair = lines.read(json.loads(line), id_column)
+            row = lines.read(json.loads(line), id_column)
         except ConfigError:
             raise
         except (ValueError, KeyError, TypeError) as error:
             raise RaymoeError(
                 f"{where} line {number} has no readable {id_column!r}: {error!r}"
             ) from error
-        yield pair
+        yield row
 
 
 def check_form(names: Container[str], *, has_count: bool) -> None:
@@ -141,8 +155,10 @@ def check_form(names: Container[str], *, has_count: bool) -> None:
         )
 
 
-def as_text(value: Any) -> Any:
-    """Return what JSON can hold of a value that it cannot."""
-    if value is None:
-        return None
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+def drop_lines(
+    lines: Lines, file: Iterable[bytes], ids: Container[Any], id_column: str
+) -> Iterator[bytes]:
+    """Yield the lines of the rows that have other ids."""
+    for line in file:
+        if lines.read(json.loads(line), id_column).id not in ids:
+            yield line

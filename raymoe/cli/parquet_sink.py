@@ -4,16 +4,16 @@ import functools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from raymoe.cli.lines import check_form
+from raymoe.cli.lines import TableLines, WrittenRow, check_form
 from raymoe.cli.parts import Parts
 from raymoe.cli.storage import NUM_READERS, Location, not_empty
 from raymoe.data.columns import ERROR_COLUMN
-from raymoe.data.samples import explode_samples
+from raymoe.data.samples import COUNT_COLUMN, explode_samples
 from raymoe.errors import ConfigError, RaymoeError
 
 ROWS_PER_PART = 8192
@@ -26,19 +26,21 @@ class ParquetSink:
     Attributes:
         location: The directory.
         has_samples: Each sample is a row; those of one row of the input are in the same part.
-        has_count: Whether rows have a column of how many samples there are.
+        lines: What a row of the output holds.
+        run: Id of this run.
     """
 
     location: Location
     has_samples: bool = False
-    has_count: bool = False
+    lines: TableLines = field(default_factory=TableLines)
+    run: str = ""
     _tables: list[pa.Table] = field(default_factory=list)
     _next_part: int = 0
 
     @property
     def parts(self) -> Parts:
         """The files of the rows."""
-        return Parts(directory=self.location, suffix=".parquet")
+        return Parts(directory=self.location, suffix=".parquet", run=self.run)
 
     def prepare(self, *, resume: bool, overwrite: bool) -> None:
         """Make the directory; with `overwrite`, remove the parts that are there."""
@@ -56,12 +58,26 @@ class ParquetSink:
                 part.delete()
         self._next_part = self.parts.next_number()
 
-    def read_written(self, id_column: str) -> Iterator[tuple[Any, str]]:
-        """Yield the id and the error of the rows of all parts."""
+    def read_written(self, id_column: str) -> Iterator[WrittenRow]:
+        """Yield what a resumed run must know of the rows of all parts."""
         with ThreadPoolExecutor(NUM_READERS) as pool:
-            read = functools.partial(_read_pairs, id_column=id_column, has_count=self.has_count)
-            for pairs in pool.map(read, self.parts.find()):
-                yield from pairs
+            read = functools.partial(_read_rows, id_column=id_column, lines=self.lines)
+            for rows in pool.map(read, self.parts.find()):
+                yield from rows
+
+    def drop(self, ids: pa.Array, id_column: str) -> None:
+        """Remove rows by their ids."""
+        for part in self.parts.find():
+            with part.open_file() as opened:
+                table = pq.read_table(opened)
+            kept = table.filter(pc.invert(pc.is_in(table.column(id_column), value_set=ids)))
+            if kept.num_rows == table.num_rows:
+                continue
+            if kept.num_rows == 0:
+                part.delete()
+                continue
+            with part.replacing() as file:
+                pq.write_table(kept, file)
 
     def write(self, table: pa.Table) -> None:
         """Collect rows; write a part when there are enough for one."""
@@ -84,13 +100,14 @@ class ParquetSink:
         self.flush()
 
 
-def _read_pairs(part: Location, *, id_column: str, has_count: bool) -> list[tuple[Any, str]]:
-    columns = [id_column, ERROR_COLUMN]
+def _read_rows(part: Location, *, id_column: str, lines: TableLines) -> list[WrittenRow]:
     try:
         with part.open_file() as opened, pq.ParquetFile(opened) as file:
-            check_form(file.schema_arrow.names, has_count=has_count)
-            table = file.read(columns=columns)
-        return list(zip(*(table.column(name).to_pylist() for name in columns), strict=True))
+            names = file.schema_arrow.names
+            check_form(names, has_count=lines.has_count)
+            columns = {id_column, ERROR_COLUMN, COUNT_COLUMN, *lines.content_columns}
+            table = file.read(columns=[name for name in names if name in columns])
+        return [lines.read(record, id_column) for record in lines.of(table)]
     except (pa.ArrowException, OSError, KeyError) as error:
         raise RaymoeError(
             f"{part} has no readable column {id_column!r}: {error}; delete the file and "

@@ -1,6 +1,7 @@
 """Numbered files in a directory of their own: each is there whole or not at all."""
 
 import contextlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO
@@ -18,10 +19,12 @@ class Parts:
     Attributes:
         directory: Where they are, and nothing else.
         suffix: Of their names.
+        run: Ends the names of new parts, so that no run replaces another's.
     """
 
     directory: Location
     suffix: str
+    run: str = ""
 
     def find(self) -> list[Location]:
         """Return the parts that are there, in order."""
@@ -44,7 +47,9 @@ class Parts:
 
     def number(self, part: Location) -> int:
         """Return the place of a part in the order."""
-        return int(part.name.removeprefix(PREFIX).removesuffix(self.suffix))
+        match = self._match(part.name)
+        assert match is not None
+        return int(match["number"])
 
     def next_number(self) -> int:
         """Return the number after that of the last part, from 0."""
@@ -54,9 +59,13 @@ class Parts:
     @contextlib.contextmanager
     def writing(self, number: int) -> Iterator[IO[bytes]]:
         """Yield the file of a part; the part is there when the block has ended."""
-        with self.directory.child(f"{PREFIX}{number:06d}{self.suffix}").replacing() as file:
+        run = f"-{self.run}" if self.run else ""
+        with self.directory.child(f"{PREFIX}{number:06d}{run}{self.suffix}").replacing() as file:
             yield file
 
     def _is_part(self, name: str) -> bool:
-        stem = name.removesuffix(self.suffix)
-        return name.endswith(self.suffix) and stem.removeprefix(PREFIX).isdigit()
+        return self._match(name) is not None
+
+    def _match(self, name: str) -> re.Match[str] | None:
+        suffix = re.escape(self.suffix)
+        return re.fullmatch(rf"{PREFIX}(?P<number>\d+)(-[0-9a-f]+)?{suffix}", name)

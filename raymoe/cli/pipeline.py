@@ -1,7 +1,7 @@
 """The main job: rows through the operator into files, counted on the way."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,8 @@ import pyarrow.compute as pc
 from rich.console import Console
 
 from raymoe.cli.job_watch import JobWatch
+from raymoe.cli.lease import Lease
+from raymoe.cli.lines import TableLines
 from raymoe.cli.local_ray import has_cluster, running_ray, this_machine
 from raymoe.cli.progress import Progress, Tally
 from raymoe.cli.sinks import Sink
@@ -21,6 +23,7 @@ from raymoe.config import EngineConfig
 from raymoe.data.arrange import arrange
 from raymoe.data.generator import MoEGenerator
 from raymoe.data.manifest import Manifest
+from raymoe.data.openai_batch import request_digest
 from raymoe.data.sizing import map_batches_kwargs, plan_actor
 from raymoe.data.status.files import make_status_directory
 from raymoe.data.status.record import Pairs
@@ -44,6 +47,7 @@ class Job:
     Attributes:
         model: A local model directory, or a name on the hub.
         options: Of `MoEGenerator`.
+        lease: The right to write the output; None where nobody else can want to.
         written: What a former run finished.
         journal_dir: Where actors keep finished rows and look for those of a former run.
         status_dir: Where actors and driver write how they do; None writes nothing.
@@ -58,6 +62,7 @@ class Job:
     options: dict[str, Any]
     engine_config: EngineConfig
     id_column: str | None = None
+    lease: Lease | None = None
     written: "Written | None" = None
     journal_dir: Path | None = None
     status_dir: Path | None = None
@@ -75,17 +80,24 @@ class Job:
         """Rows that are left to do."""
         return self.source.num_rows - (0 if self.written is None else self.written.num_rows)
 
+    def check_lease(self) -> None:
+        """Make sure that the output is still this run's; see `Lease.check`."""
+        if self.lease is not None:
+            self.lease.check()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
     """Rows of the input that are already in the output.
 
     Attributes:
-        ids: Of those that have one.
+        ids: Of those that have one, and whose answer is still that of the input.
+        changed: Ids of those that have been edited since.
         errors: What was said of lines so broken that they have no id.
     """
 
     ids: pa.Array
+    changed: pa.Array
     errors: pa.Array
 
     @property
@@ -94,28 +106,53 @@ class Written:
         return len(self.ids) + len(self.errors)
 
 
-def find_written(source: Source, sink: Sink, id_column: str) -> Written:
-    """Read the output of a former run.
+def find_written(source: Source, sink: Sink, columns: Sequence[str], id_column: str) -> Written:
+    """Read the output of a former run, and find the rows of the input that have changed since.
+
+    Args:
+        source: The input.
+        sink: The output.
+        columns: What the answer of a row depends on.
+        id_column: Of both.
 
     Raises:
         ConfigError: Its ids are of another type than those of the input.
     """
-    ids, errors = [], []
-    for row_id, error in sink.read_written(id_column):
-        if row_id is None:
-            errors.append(error.removeprefix("ValueError: "))
+    digests: dict[Any, str] = {}
+    errors = []
+    for row in sink.read_written(id_column):
+        if row.id is None:
+            errors.append(row.error.removeprefix("ValueError: "))
         else:
-            ids.append(row_id)
+            digests[row.id] = row.digest
+    changed = [
+        row_id
+        for row_id, digest in _input_digests(source, columns, id_column)
+        if digests.get(row_id, digest) != digest
+    ]
     try:
-        known = pa.array(ids, source.ids.type)
+        known = pa.array(list(digests), source.ids.type)
     except (pa.ArrowException, TypeError, OverflowError) as error:
         raise ConfigError(
             f"the ids in {sink.location} are not of the input's type {source.ids.type}: {error}"
         ) from error
-    return Written(
-        ids=source.ids.filter(pc.is_in(source.ids, value_set=known)),
-        errors=pa.array(errors, pa.string()),
+    edited = pa.array(changed, source.ids.type)
+    is_right = pc.and_not(
+        pc.is_in(source.ids, value_set=known), pc.is_in(source.ids, value_set=edited)
     )
+    return Written(
+        ids=source.ids.filter(is_right), changed=edited, errors=pa.array(errors, pa.string())
+    )
+
+
+def _input_digests(
+    source: Source, columns: Sequence[str], id_column: str
+) -> Iterator[tuple[Any, str]]:
+    lines = TableLines(source.json_columns, content_columns=tuple(columns))
+    for table in source.tables([id_column, *columns]):
+        for record in lines.of(table):
+            digest = request_digest(record) if source.is_batch else lines.digest(record)
+            yield record[id_column], digest
 
 
 def run_job(job: Job, console: Console) -> Tally:
@@ -128,6 +165,7 @@ def run_job(job: Job, console: Console) -> Tally:
     with _watched(job, tally) as watch:
         if job.num_rows:
             _run(job, tally, watch, console)
+        job.check_lease()
         job.sink.close()
         tally.finished_s = tally.finished_s or time.monotonic()
     return tally
@@ -162,11 +200,13 @@ def _run(job: Job, tally: Tally, watch: JobWatch | None, console: Console) -> No
             if watch is not None:
                 watch.wait_for_actors()
         except KeyboardInterrupt:
+            job.check_lease()
             job.sink.flush()
             raise
         except RaymoeError:
             raise
         except Exception as error:
+            job.check_lease()
             job.sink.flush()
             kept = f"{tally.num_rows:,} of {tally.total_rows:,} rows were written"
             raise ExecutionError(f"the run failed: {innermost_reason(error)} ({kept})") from error
@@ -210,6 +250,7 @@ def _drain(job: Job, tally: Tally) -> None:
     last_flush_s = time.monotonic()
     for table in _tables(job):
         tally.add(table)
+        job.check_lease()
         job.sink.write(table)
         if time.monotonic() - last_flush_s > FLUSH_EVERY_S:
             job.sink.flush()

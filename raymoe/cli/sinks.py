@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable, Iterator
 from pathlib import PurePath, PurePosixPath
-from typing import Any, Protocol
+from typing import Protocol
 
 import pyarrow as pa
 
 from raymoe.cli.joined_sink import JoinedSink
 from raymoe.cli.jsonl_sink import JsonlSink
-from raymoe.cli.lines import BatchLines, SampleLines, TableLines
+from raymoe.cli.lines import BatchLines, SampleLines, TableLines, WrittenRow
 from raymoe.cli.parquet_sink import ParquetSink
 from raymoe.cli.sources import Source
 from raymoe.cli.storage import Location
@@ -25,8 +25,12 @@ class Sink(Protocol):
         """Make the place ready; refuse one that is not empty unless told how to treat it."""
         ...
 
-    def read_written(self, id_column: str) -> Iterator[tuple[Any, str]]:
-        """Yield the id and the error of every row that is already there."""
+    def read_written(self, id_column: str) -> Iterator[WrittenRow]:
+        """Yield what a resumed run must know of every row that is already there."""
+        ...
+
+    def drop(self, ids: pa.Array, id_column: str) -> None:
+        """Remove the rows with these ids."""
         ...
 
     def write(self, table: pa.Table) -> None:
@@ -42,13 +46,22 @@ class Sink(Protocol):
         ...
 
 
-def open_sink(location: Location, source: Source, *, has_samples: bool = False) -> Sink:
+def open_sink(
+    location: Location,
+    source: Source,
+    *,
+    has_samples: bool = False,
+    content_columns: tuple[str, ...] = (),
+    run: str = "",
+) -> Sink:
     """Return a file of JSON lines when the name ends in .jsonl, else a directory of parquet.
 
     Args:
         location: Of the output.
         source: Where the rows come from; requests of OpenAI's batch form become responses.
         has_samples: Each sample becomes a row.
+        content_columns: What the answer of a row depends on.
+        run: Id of the run, in the names of its parts.
 
     Raises:
         ConfigError: Responses are to be written as parquet, or the output is a whole bucket.
@@ -57,15 +70,18 @@ def open_sink(location: Location, source: Source, *, has_samples: bool = False) 
         raise ConfigError(f"--output {location} is a bucket; name a place in it, such as "
                           f"{location}/answers")  # fmt: skip
     has_count = has_samples or COUNT_COLUMN in source.schema.names
-    kind_of_lines = SampleLines if has_samples else TableLines
+    columns = (source.json_columns, has_count, content_columns)
     if location.suffix == ".jsonl":
-        lines = BatchLines() if source.is_batch else kind_of_lines(source.json_columns, has_count)
-        kind = JsonlSink if location.is_local else JoinedSink
-        return kind(location=location, lines=lines)
+        kind_of_lines = SampleLines if has_samples else TableLines
+        lines = BatchLines() if source.is_batch else kind_of_lines(*columns)
+        if location.is_local:
+            return JsonlSink(location=location, lines=lines)
+        return JoinedSink(location=location, lines=lines, run=run)
     if source.is_batch:
         raise ConfigError(f"--output {location}: responses of an OpenAI batch are JSON lines; give "
                           "a file that ends in .jsonl, or --format table")  # fmt: skip
-    return ParquetSink(location=location, has_samples=has_samples, has_count=has_count)
+    lines = TableLines(*columns)
+    return ParquetSink(location=location, has_samples=has_samples, lines=lines, run=run)
 
 
 def check_apart(output: Location, inputs: Iterable[Location], root: Location) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -60,6 +60,10 @@ class Source(ABC):
     is_batch: bool = False
 
     @abstractmethod
+    def tables(self, columns: Sequence[str]) -> Iterator[pa.Table]:
+        """Yield the rows here, without Ray, with those of these columns that there are."""
+
+    @abstractmethod
     def dataset(self) -> ray.data.Dataset:
         """Return the rows as a dataset; Ray must be running."""
 
@@ -67,6 +71,14 @@ class Source(ABC):
 @dataclass(frozen=True, kw_only=True)
 class ParquetSource(Source):
     """Parquet files, read by Ray Data."""
+
+    def tables(self, columns: Sequence[str]) -> Iterator[pa.Table]:
+        """Yield the rows with these columns."""
+        for location in self.files:
+            with location.open_file() as opened, pq.ParquetFile(opened) as file:
+                names = [name for name in columns if name in file.schema_arrow.names]
+                for batch in file.iter_batches(columns=names):
+                    yield pa.table(batch)
 
     def dataset(self) -> ray.data.Dataset:
         """Return the rows as a dataset."""
@@ -80,6 +92,15 @@ class JsonlSource(Source):
 
     scanned: JsonlScan
     error_column: str | None = INPUT_ERROR_COLUMN
+
+    def tables(self, columns: Sequence[str]) -> Iterator[pa.Table]:
+        """Yield the rows with these columns."""
+        for split in self.scanned.splits:
+            listed = pa.Table.from_pylist([split._asdict()])
+            table = read_split(listed, layout=self.scanned.layout, root=self.files[0])
+            if self.is_batch:
+                table = read_requests(table, error_column=INPUT_ERROR_COLUMN)
+            yield table.select([name for name in columns if name in table.column_names])
 
     def dataset(self) -> ray.data.Dataset:
         """Return the rows as a dataset."""

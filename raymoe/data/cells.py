@@ -1,6 +1,8 @@
 """What is in a cell? Arrow values to Python, with a reason for those that cannot be read."""
 
+import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +91,19 @@ def check_encodes(value: str, column: str) -> None:
     except UnicodeEncodeError as error:
         reason = f"has a lone surrogate at character {error.start}"
         raise RowError("UnicodeEncodeError", column, reason) from error
+
+
+def content_digest(cells: Iterable[Any]) -> str:
+    """Digest of cells, the same for a row and for what a file of any format holds of it."""
+    text = json.dumps([without_nulls(cell) for cell in cells], sort_keys=True, default=as_text)
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+
+
+def as_text(value: Any) -> Any:
+    """Return what JSON can hold of a value that it cannot."""
+    if value is None:
+        return None
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
 def parse_json(text: str, column: str) -> Any:

@@ -6,7 +6,6 @@ its line.
 """
 
 import dataclasses
-import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,13 +14,14 @@ from typing import Any
 import pyarrow as pa
 
 from raymoe.config import SamplingParams
-from raymoe.data.cells import RowError, parse_json, shown
+from raymoe.data.cells import RowError, content_digest, parse_json, shown
 from raymoe.data.columns import CHOICES_COLUMN, ERROR_COLUMN
 
 ID_COLUMN, TOOLS_COLUMN = "custom_id", "tools"
 TEXT_COLUMNS = (ID_COLUMN, "method", "url")
 BATCH_COLUMNS = (*TEXT_COLUMNS, "body")
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+CONTENT_COLUMNS = ("url", "prompt", "messages", TOOLS_COLUMN, "sampling_params")
 ROW_COLUMNS = (ID_COLUMN, "url", "model", "prompt", "messages", TOOLS_COLUMN, "sampling_params")
 
 _SAME_NAME = frozenset(field.name for field in dataclasses.fields(SamplingParams)) - {
@@ -151,7 +151,7 @@ def write_responses(table: pa.Table) -> Iterator[dict[str, Any]]:
     """Yield the output line of each row of a table that the operator returned."""
     created = int(time.time())
     for row in table.to_pylist():
-        error, digest = row[ERROR_COLUMN], _digest(row)
+        error, digest = row[ERROR_COLUMN], request_digest(row)
         if error:
             kind, _, reason = error.partition(": ")
             problem = {"code": kind, "message": reason}
@@ -166,17 +166,18 @@ def write_responses(table: pa.Table) -> Iterator[dict[str, Any]]:
         }
 
 
-def read_response(record: Mapping[str, Any]) -> tuple[Any, str]:
-    """Return the id and the error of an output line, as the operator wrote them."""
+def read_response(record: Mapping[str, Any]) -> tuple[Any, str, str]:
+    """Return the id and the error of an output line, as the operator wrote them, and its digest."""
     problem = record["error"]
     error = f"{problem['code']}: {problem['message']}" if problem else ""
-    return record[ID_COLUMN], error
+    return record[ID_COLUMN], error, str(record["id"]).removeprefix("batch_req_")
 
 
-def _digest(row: Mapping[str, Any]) -> str:
-    """Of the line's id, or where it has none, of what is wrong with it."""
-    text = row[ID_COLUMN] if row[ID_COLUMN] is not None else f"error {row[ERROR_COLUMN]}"
-    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+def request_digest(row: Mapping[str, Any]) -> str:
+    """Digest of a request, or where its line has no id, of what is wrong with it."""
+    if row[ID_COLUMN] is None:
+        return content_digest([f"error {row.get(ERROR_COLUMN)}"])
+    return content_digest(row.get(name) for name in (ID_COLUMN, *CONTENT_COLUMNS))
 
 
 def _completion(row: Mapping[str, Any], digest: str, created: int) -> dict[str, Any]:

@@ -86,15 +86,23 @@ def test_json_lines_come_out_with_an_answer_or_a_reason_each_once(model, tmp_pat
 
     check_traces(tmp_path, done)
 
-    # As after a crash: some rows are written, the last one half.
+    # As after a crash: some rows are written, the last one half; and one row has been edited.
+    records[8]["prompt"] = "an edited row"
+    write_lines(source, *lines[:8], json.dumps(records[8]), lines[9], "{broken", *lines[10:])
     partial = tmp_path / "out.jsonl.partial"
     partial.write_text("".join(f"{json.dumps(row)}\n" for row in rows[5:25]) + '{"id": 39, "pro')
     output.unlink()
     again = generate(*options, "--resume")
     assert again.returncode == 0, again.stderr
-    assert "20 of 41 rows are already written" in again.stderr
+    assert "1 rows have been edited since they were written" in again.stderr
+    assert "19 of 41 rows are already written" in again.stderr
     assert not partial.exists()
-    assert sorted(read_lines(output), key=str) == sorted(rows, key=str)
+    found = sorted(read_lines(output), key=str)
+    old = rows.pop(8)
+    (edited,) = [row for row in found if row not in rows]
+    assert edited["generated_tokens"] != old["generated_tokens"]
+    assert edited["prompt"] == "an edited row"
+    assert len(found) == len(rows) + 1
 
 
 @pytest.mark.slow

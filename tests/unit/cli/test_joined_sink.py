@@ -33,7 +33,7 @@ def run(output, *ids, resume=False, overwrite=False):
     """Write the rows that are not there yet; return which were."""
     sink = JoinedSink(location=output)
     sink.prepare(resume=resume, overwrite=overwrite)
-    written = [row_id for row_id, _ in sink.read_written("id")]
+    written = [row_id for row_id, *_ in sink.read_written("id")]
     for row_id in ids:
         if row_id not in written:
             sink.write(rows(row_id))

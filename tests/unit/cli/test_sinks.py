@@ -38,7 +38,7 @@ def finish(sink, *tables, **how):
 
 
 def ids_in(sink):
-    return [row_id for row_id, _ in sink.read_written("id")]
+    return [row_id for row_id, *_ in sink.read_written("id")]
 
 
 @pytest.fixture(params=[(place, name) for place in PLACES for name in ("out.jsonl", "out")])

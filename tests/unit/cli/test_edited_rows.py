@@ -1,0 +1,113 @@
+"""A resumed run finds the rows whose input has changed since they were written, and no others."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raymoe.cli.pipeline import find_written
+from raymoe.cli.sinks import open_sink
+from raymoe.cli.sources import open_source
+from raymoe.config import SamplingParams
+from raymoe.data.columns import OutputColumns
+from raymoe.data.openai_batch import CONTENT_COLUMNS
+from raymoe.engine.generation import Generation
+from tests.unit.cli.places import PLACES
+
+COLUMNS = ("prompt", "messages", "sampling_params")
+CHAT = [{"role": "user", "content": "é 🙂"}, {"role": "assistant", "content": None, "x": [1.5]}]
+RECORDS = [
+    {"id": 0, "prompt": "plain", "other": 1},
+    {"id": 1, "prompt": "with parameters", "sampling_params": {"max_tokens": 3, "stop": ["x"]}},
+    {"id": 2, "messages": CHAT},
+    {"id": 3, "prompt": ""},
+    {"id": 5, "prompt": "last", "other": 5},
+]
+EDITS = {
+    0: {"prompt": "Plain"},
+    1: {"sampling_params": {"max_tokens": 4, "stop": ["x"]}},
+    2: {"messages": [*CHAT, {"role": "user", "content": "more"}]},
+    3: {"prompt": "x"},
+}
+
+
+def write_jsonl(path, records):
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+
+
+def write_parquet(path, records):
+    part = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string()),
+                               ("x", pa.list_(pa.float64()))]))  # fmt: skip
+    params = pa.struct([("max_tokens", pa.int8()), ("stop", pa.list_(pa.string()))])
+    fields = {"id": pa.int64(), "prompt": pa.binary(), "messages": part, "sampling_params": params}
+    schema = pa.schema([*fields.items(), ("other", pa.float32())])
+    pq.write_table(pa.Table.from_pylist(records, schema), path)
+
+
+def answer(source, sink, id_column):
+    """Write an answer for each row, as the operator would."""
+    params = SamplingParams()
+    sink.prepare(resume=False, overwrite=False)
+    for table in source.tables([*source.schema.names]):
+        good = Generation(text="a", token_ids=(1,), num_generated_tokens=1)
+        columns = OutputColumns.of(params, has_choices=source.is_batch)
+        sink.write(columns.append(table, [good] * table.num_rows))
+    sink.close()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["out.jsonl", "out"])
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+def test_edited_rows_are_found_and_dropped(tmp_path, write, name, place):
+    path = tmp_path / ("in.jsonl" if write is write_jsonl else "in.parquet")
+    write(path, RECORDS)
+
+    def open_both():
+        source = open_source(str(path), prompt_column="prompt", id_column="id")
+        location = PLACES[place](tmp_path, name)
+        return source, open_sink(location, source, content_columns=COLUMNS, run="0a1b")
+
+    source, sink = open_both()
+    answer(source, sink, "id")
+    ids = source.ids.to_pylist()
+
+    source, sink = open_both()
+    sink.prepare(resume=True, overwrite=False)
+    written = find_written(source, sink, COLUMNS, "id")
+    assert (written.changed.to_pylist(), written.ids.to_pylist()) == ([], ids)
+
+    write(path, [record | EDITS.get(record["id"], {"other": 7}) for record in RECORDS])
+    source, sink = open_both()
+    sink.prepare(resume=True, overwrite=False)
+    written = find_written(source, sink, COLUMNS, "id")
+    assert sorted(written.changed.to_pylist()) == [row_id for row_id in ids if row_id in EDITS]
+    assert written.ids.to_pylist() == [5]
+    sink.drop(written.changed, "id")
+    sink.close()
+    assert [row.id for row in open_again(sink).read_written("id")] == [5]
+
+
+def open_again(sink):
+    sink.prepare(resume=True, overwrite=False)
+    return sink
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_edited_requests_of_a_batch_are_found(tmp_path, place):
+    def request(number, content):
+        body = {"model": "m", "messages": [{"role": "user", "content": content}]}
+        url = "/v1/chat/completions"
+        return {"custom_id": f"r{number}", "method": "POST", "url": url, "body": body}
+
+    path, location = tmp_path / "in.jsonl", PLACES[place](tmp_path, "out.jsonl")
+    write_jsonl(path, [request(number, f"q{number}") for number in range(4)])
+    source = open_source(str(path), prompt_column="prompt", id_column=None)
+    answer(source, open_sink(location, source), "custom_id")
+    write_jsonl(path, [request(number, f"q{number}" * (1 + (number == 2))) for number in range(4)])
+    source = open_source(str(path), prompt_column="prompt", id_column=None)
+    sink = open_sink(location, source)
+    sink.prepare(resume=True, overwrite=False)
+    written = find_written(source, sink, CONTENT_COLUMNS, "custom_id")
+    assert written.changed.to_pylist() == ["r2"]
+    assert written.ids.to_pylist() == ["r0", "r1", "r3"]
