@@ -4,6 +4,7 @@ To add one: write ``raymoe/cli/<name>.py`` with a function ``run`` whose paramet
 and name it in `COMMANDS`.
 """
 
+import faulthandler
 import importlib
 import sys
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ _USAGE = "Usage: raymoe [--version] [--help] COMMAND [ARGS]..."
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave with its exit code: 0, 1 failed, 2 bad usage."""
+    faulthandler.enable(2)  # a signal that ends the process says where on standard error
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 

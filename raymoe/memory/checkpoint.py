@@ -65,7 +65,8 @@ class Checkpoint:
     """The tensors of one model directory, memory-mapped read-only.
 
     Opening checks everything and takes no memory: pages come in when a tensor is read. The files
-    must not change while they are mapped.
+    must not change while they are mapped: a page that is no longer there ends the process (SIGBUS)
+    when it is read, so each tensor is looked for before it is handed out.
     """
 
     def __init__(
@@ -82,9 +83,8 @@ class Checkpoint:
         self._entries: dict[str, Entry] = {}
         self._maps: dict[str, tuple[mmap.mmap, Tensor]] = {}
         for file, path in files.items():
-            mapping = _map_file(path)
             room = max_tensors - len(self._entries)
-            header = _read_header(mapping, file=file, where=str(path), max_tensors=room)
+            mapping, header = _open_file(path, file=file, max_tensors=room)
             for name, entry in header.items():
                 if name in self._entries:
                     raise CheckpointError(
@@ -150,7 +150,16 @@ class Checkpoint:
                 f"{self.directory / entry.file}: tensor {name!r} has type {entry.dtype}; "
                 f"supported: {', '.join(TORCH_DTYPES)}"
             )
-        data = self._maps[entry.file][1][entry.offset : entry.offset + entry.num_bytes]
+        mapping, file = self._maps[entry.file]
+        end = entry.offset + entry.num_bytes
+        size = mapping.size()  # of the file as it is now
+        if size < end:
+            raise CheckpointError(
+                f"{self.directory / entry.file}: became shorter while it was in use: tensor "
+                f"{name!r} ends at byte {end}, the file has {size} of {len(mapping)} bytes; "
+                "download the file again, and replace files by renaming"
+            )
+        data = file[entry.offset : end]
         if data.data_ptr() % ITEM_BYTES[entry.dtype]:
             data = data.clone()
         return data.view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
@@ -212,13 +221,15 @@ def _read_weight_map(directory: Path, max_tensors: int) -> dict[str, str]:
     return weight_map
 
 
-def _map_file(path: Path) -> mmap.mmap:
+def _open_file(path: Path, *, file: str, max_tensors: int) -> tuple[mmap.mmap, dict[str, Entry]]:
+    """Map a file; its header is read, not mapped."""
     descriptor = open_regular(path)
     try:
         size = os.fstat(descriptor).st_size
         if size <= _LENGTH_BYTES:
             raise CheckpointError(f"{path}: {size} bytes, too short for a safetensors file")
-        return mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)
+        header = _read_header(descriptor, size, file=file, where=str(path), max_tensors=max_tensors)
+        return mmap.mmap(descriptor, size, access=mmap.ACCESS_READ), header
     finally:
         os.close(descriptor)
 
@@ -236,9 +247,9 @@ def _max_bytes(max_tensors: int) -> int:
 
 
 def _read_header(
-    mapping: mmap.mmap, *, file: str, where: str, max_tensors: int
+    descriptor: int, size: int, *, file: str, where: str, max_tensors: int
 ) -> dict[str, Entry]:
-    length = int.from_bytes(mapping[:_LENGTH_BYTES], "little")
+    length = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
     begin = _LENGTH_BYTES + length
     max_bytes = min(MAX_HEADER_BYTES, _max_bytes(max_tensors))
     if length > max_bytes:
@@ -246,11 +257,9 @@ def _read_header(
             f"{where}: header of {length} bytes, at most {max_bytes} are allowed for the "
             f"{max_tensors} tensors that may be here; not a safetensors file of this model"
         )
-    if begin > len(mapping):
-        raise CheckpointError(
-            f"{where}: header of {length} bytes in a file of {len(mapping)}; truncated?"
-        )
-    content = mapping[_LENGTH_BYTES:begin]
+    if begin > size:
+        raise CheckpointError(f"{where}: header of {length} bytes in a file of {size}; truncated?")
+    content = os.pread(descriptor, length, _LENGTH_BYTES)
     num_objects = content.count(b"{")  # before they take a hundred times their bytes
     if num_objects > max_tensors + _OTHER_OBJECTS:
         raise CheckpointError(
@@ -263,7 +272,7 @@ def _read_header(
         name: _parse_entry(name, value, file=file, where=where, begin=begin)
         for name, value in header.items()
     }
-    _check_layout(entries, where=where, begin=begin, size=len(mapping))
+    _check_layout(entries, where=where, begin=begin, size=size)
     return entries
 
 

@@ -13,6 +13,7 @@ from raymoe.config import SamplingParams
 from raymoe.data import generator as generators
 from raymoe.data.finished_rows import FinishedRows, is_final
 from raymoe.data.generator import MoEGenerator
+from raymoe.data.inside import inside_files
 from raymoe.data.journal import RowJournal
 from raymoe.data.rows import RowReader
 from raymoe.engine.engine import Engine
@@ -337,3 +338,16 @@ def test_a_row_whose_future_fails_is_not_recorded_and_its_waiter_hears_why(tmp_p
     rows.flush()
     assert rows.look_up([key]) == [None]
     rows.close()
+
+
+def test_no_row_is_inside_while_the_engine_loads(fakes, tmp_path, monkeypatch):
+    seen = []
+
+    def load(source, config):
+        seen.append(inside_files(tmp_path))
+        return fakes._load(source, config)
+
+    monkeypatch.setattr(generators, "_load_engine", load)
+    fakes.make(tmp_path)(TABLE)
+    assert seen == [[]]
+    assert len(inside_files(tmp_path)) == 1

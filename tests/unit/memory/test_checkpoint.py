@@ -256,6 +256,25 @@ def test_a_truncated_tensor_is_named(tmp_path) -> None:
     refused(tmp_path, r"truncated in tensor '(first|second)'.*8 bytes short")
 
 
+def test_a_file_that_becomes_shorter_while_it_is_mapped_is_named(tmp_path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(4), "b": torch.ones(64 * MIB // 4)}, path)
+    checkpoint = Checkpoint.open(tmp_path)
+    os.truncate(path, 4096)
+    assert torch.equal(checkpoint.tensor("a"), torch.ones(4))
+    with pytest.raises(CheckpointError, match=r"safetensors: became shorter .* 'b' ends at byte"):
+        checkpoint.tensor("b").sum()
+
+
+def test_a_file_that_is_replaced_while_it_is_mapped_stays_as_it_was(tmp_path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(4096)}, path)
+    checkpoint = Checkpoint.open(tmp_path)
+    (tmp_path / "new").write_bytes(b"short")
+    (tmp_path / "new").replace(path)
+    assert torch.equal(checkpoint.tensor("a"), torch.ones(4096))
+
+
 def test_bytes_behind_the_last_tensor_are_refused(tmp_path) -> None:
     path = tmp_path / "model.safetensors"
     save_file(TENSORS, path)
