@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from raymoe.data.directories import open_private
 from raymoe.data.records import KEY_BYTES
 from raymoe.specs.files import open_regular
 from raymoe.units import MIB
@@ -109,8 +110,8 @@ class InsideFile:
         temporary = self._directory / f".{INSIDE}{uuid.uuid4().hex}.tmp"
         if self._file < 0:
             self._path = self._directory / f"{INSIDE}{uuid.uuid4().hex}{SUFFIX}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-        file = os.open(temporary, flags, 0o644)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
+        file = open_private(temporary, flags)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             told = _pack(LEFT, [_NOBODY] if self._has_finished else [])

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from raymoe.data.directories import open_private
 from raymoe.data.records import (
     HEADER_BYTES,
     MAGIC,
@@ -180,9 +181,9 @@ class JournalWriter:
 
     def _open_file(self) -> None:
         self._path = self._directory / f"{PREFIX}{uuid.uuid4().hex}{SUFFIX}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
         self._end = 0
-        self._file = os.open(self._path, flags, 0o644)
+        self._file = open_private(self._path, flags)
         sync_directory(self._directory)
         if os.write(self._file, MAGIC) < len(MAGIC):
             raise OSError(f"{self._path} takes no bytes")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from raymoe._version import __version__
 from raymoe.config import EngineConfig, SamplingParams
+from raymoe.data.directories import open_private
 from raymoe.data.journal_writer import sync_directory
 from raymoe.errors import CheckpointError, ConfigError
 from raymoe.specs.files import parse_json_object
@@ -233,7 +234,7 @@ def _write_first(path: Path, manifest: Manifest) -> None:
 
 def _write_temporary(path: Path, manifest: Manifest) -> Path:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    with temporary.open("xb") as file:
+    with open(temporary, "xb", opener=open_private) as file:
         file.write(as_bytes(manifest))
         file.flush()
         os.fsync(file.fileno())

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from raymoe.data.directories import make_directory
+from raymoe.data.directories import make_directory, open_private
 from raymoe.data.manifest import FILE_NAME as MANIFEST_FILE
 from raymoe.data.status.record import FORMAT, ActorStatus, JobStatus, PassRecord
 from raymoe.errors import CheckpointError, ConfigError
@@ -137,7 +137,8 @@ def write_record(path: Path, record: ActorStatus | JobStatus | PassRecord) -> No
         OSError: It cannot be written.
     """
     temporary = path.with_name(f".{path.name}.tmp")  # one process writes one name
-    temporary.write_text(to_json(record))
+    with open(temporary, "w", encoding="utf-8", opener=open_private) as file:
+        file.write(to_json(record))
     temporary.replace(path)
 
 
