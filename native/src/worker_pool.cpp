@@ -1,5 +1,7 @@
 #include "raymoe/worker_pool.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <stdexcept>
 
@@ -109,31 +111,50 @@ void WorkerPool::for_each(int64_t num_tasks, int64_t grain,
 
 namespace {
 
-std::mutex& pool_mutex() {
-  static std::mutex mutex;
-  return mutex;
+struct PoolSlot {
+  std::mutex mutex;
+  std::shared_ptr<WorkerPool> pool;
+};
+
+std::atomic<PoolSlot*> slot_of_process{nullptr};
+std::atomic<PoolSlot*> slot_of_parent{nullptr};  // kept, so that nothing counts as leaked
+
+// A fork has none of the threads, and what they had locked stays locked: nothing is ended there.
+void begin_fork() {
+  if (PoolSlot* slot = slot_of_process.exchange(nullptr)) slot_of_parent = slot;
 }
 
-std::shared_ptr<WorkerPool>& pool_slot() {
-  static std::shared_ptr<WorkerPool> pool;
-  return pool;
+PoolSlot& pool_slot() {
+  static const int at_fork = pthread_atfork(nullptr, nullptr, begin_fork);
+  if (at_fork != 0) throw std::runtime_error("worker pool: no memory for a handler of forks");
+  static const struct JoinAtExit {
+    ~JoinAtExit() { delete slot_of_process.exchange(nullptr); }
+  } join_at_exit;
+  PoolSlot* slot = slot_of_process;
+  if (slot == nullptr) {
+    auto fresh = std::make_unique<PoolSlot>();
+    if (slot_of_process.compare_exchange_strong(slot, fresh.get())) slot = fresh.release();
+  }
+  return *slot;
 }
 
 }  // namespace
 
 std::shared_ptr<WorkerPool> worker_pool() {
-  std::lock_guard<std::mutex> lock(pool_mutex());
-  if (!pool_slot())
-    pool_slot() = std::make_shared<WorkerPool>(
+  PoolSlot& slot = pool_slot();
+  std::lock_guard<std::mutex> lock(slot.mutex);
+  if (!slot.pool)
+    slot.pool = std::make_shared<WorkerPool>(
         std::max(1, static_cast<int>(std::thread::hardware_concurrency())));
-  return pool_slot();
+  return slot.pool;
 }
 
 void set_num_threads(int num_threads) {
   auto fresh = std::make_shared<WorkerPool>(num_threads);
+  PoolSlot& slot = pool_slot();
   {
-    std::lock_guard<std::mutex> lock(pool_mutex());
-    pool_slot().swap(fresh);
+    std::lock_guard<std::mutex> lock(slot.mutex);
+    slot.pool.swap(fresh);
   }  // the old pool, if unused, is joined here, outside the lock
 }
 

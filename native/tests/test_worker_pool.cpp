@@ -1,6 +1,10 @@
 // The worker pool: every worker and every task once, errors surface, pools can be replaced.
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <stdexcept>
 #include <thread>
 #include <vector>
@@ -71,6 +75,29 @@ void bad_sizes_are_refused() {
   CHECK(raymoe::worker_pool()->num_threads() == 2);
 }
 
+void count_tasks() {
+  std::atomic<int> calls{0};
+  raymoe::worker_pool()->for_each(100, 1, [&](int, int64_t) { calls++; });
+  CHECK(calls == 100);
+}
+
+void a_fork_has_a_pool_of_its_own_and_ends() {
+  raymoe::set_num_threads(3);
+  count_tasks();
+  for (const bool is_used : {false, true}) {
+    const pid_t child = fork();
+    if (child == 0) {
+      alarm(60);  // against waiting for ever
+      if (is_used) count_tasks();
+      std::exit(0);  // runs the destructors
+    }
+    int status = -1;
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  }
+  count_tasks();
+}
+
 }  // namespace
 
 int main() {
@@ -80,5 +107,6 @@ int main() {
   the_first_error_surfaces_and_the_pool_survives();
   several_threads_may_launch();
   bad_sizes_are_refused();
+  a_fork_has_a_pool_of_its_own_and_ends();
   return 0;
 }

@@ -103,6 +103,7 @@ class MoEGenerator:
         journal_sync_s: float = SYNC_EVERY_S,
         status_dir: str | Path | None = None,
     ) -> None:
+        self._pid = os.getpid()
         self._engine: Engine | None = None
         self._observer: Observer | None = None
         self._job: JobRows | None = None
@@ -144,6 +145,11 @@ class MoEGenerator:
     def __call__(self, batch: pa.Table) -> pa.Table:
         """Generate for one table; blocks until all its rows are done."""
         self._check(batch)
+        if os.getpid() != self._pid:
+            raise ExecutionError(
+                f"this MoEGenerator is of process {self._pid}; make one in each process, and start "
+                "processes with the method 'spawn'"
+            )
         if self._engine is None:
             raise ExecutionError("this MoEGenerator is closed")
         generations = self._generate(self._engine, self._reader.read(batch))
@@ -153,7 +159,12 @@ class MoEGenerator:
         return self._columns.append(batch, generations)
 
     def close(self) -> None:
-        """Stop the engine and free its memory; more than once is fine."""
+        """Stop the engine and free its memory; more than once is fine.
+
+        Does nothing in a process that was forked: threads and files are those of its parent.
+        """
+        if os.getpid() != self._pid:
+            return
         engine, self._engine = self._engine, None
         if self._observer is not None:
             self._observer.close()  # it looks at the engine a last time

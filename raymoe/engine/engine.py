@@ -3,6 +3,7 @@
 import atexit
 import functools
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -57,6 +58,7 @@ class Engine:
     def __init__(self, parts: EngineParts, config: EngineConfig | None = None) -> None:
         """Start an engine from loaded parts; `from_pretrained` is the usual way."""
         config = config or EngineConfig()
+        self._pid = os.getpid()
         self._parts = parts
         self.plan = parts.plan
         self.policy = parts.policy
@@ -185,6 +187,7 @@ class Engine:
             row_keys: What the random numbers of each row depend on, such as its id; without it,
                 or where it is None, the row's tokens and parameters.
         """
+        self._check_process()
         if isinstance(prompts, (str, bytes, Mapping)):
             raise ConfigError(f"prompts is a {type(prompts).__name__}; it takes a list of prompts")
         params = _one_each("sampling_params", sampling_params, len(prompts))
@@ -196,6 +199,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot of the counts."""
+        self._check_process()
         with self._changed:
             scheduler, counters = self._core.scheduler, self._core.counters
             active_s = counters.active_s
@@ -221,7 +225,12 @@ class Engine:
             )
 
     def close(self) -> None:
-        """Stop after the current pass, fail rows that are unfinished, join all threads."""
+        """Stop after the current pass, fail rows that are unfinished, join all threads.
+
+        Does nothing in a process that was forked from the one that has the engine.
+        """
+        if os.getpid() != self._pid:
+            return
         with self._changed:
             if self._is_closing:
                 return
@@ -253,6 +262,14 @@ class Engine:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ExecutionError(
+                f"this engine is of process {self._pid}, and process {os.getpid()}, which was "
+                "forked from it, has none of its threads: load an engine in each process, and "
+                "start processes with the method 'spawn'"
+            )
 
     def _submit_row(self, prompt: object, params: object, key: object) -> Future[Generation]:
         try:

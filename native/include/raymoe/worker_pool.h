@@ -52,6 +52,7 @@ class WorkerPool {
 
 /// The pool of this process; created on first use with one thread per core. Callers hold the
 /// pointer for the length of their launch, so a replaced pool ends after its last launch.
+/// A process forked from this one begins with no pool and makes its own.
 std::shared_ptr<WorkerPool> worker_pool();
 
 /// Replaces the pool of this process. Throws std::invalid_argument if num_threads < 1.
