@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -127,8 +128,9 @@ class Ranks:
         self._changed = threading.Condition()
         self._group: RankGroup | None = None
         self._processes: list[RankProcess] = []
-        self._directory = tempfile.TemporaryDirectory(prefix="raymoe-ranks-")
-        meeting_place = Path(self._directory.name) / "store"
+        # Not a `TemporaryDirectory`: every process forked from this one would remove it at its end.
+        self._directory = Path(tempfile.mkdtemp(prefix="raymoe-ranks-"))
+        meeting_place = self._directory / "store"
         try:
             for rank in range(1, job.num_ranks):
                 begin = Begin(rank=rank, meeting_place=meeting_place, job=job)
@@ -209,7 +211,7 @@ class Ranks:
         """End the ranks."""
         for rank in self._processes:
             rank.close()
-        self._directory.cleanup()
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     def _has_failed(self) -> bool:
         return any(rank.failure for rank in self._processes)
