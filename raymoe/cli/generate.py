@@ -96,11 +96,7 @@ def run(  # noqa: PLR0913 - the options of a command
         num_actors=num_actors, batch_size=batch_size,
         preserve_order=preserve_order, is_arranged=arrange,
     )  # fmt: skip
-    if resume and id_column is None:
-        raise ConfigError("--resume needs --id-column: it skips the ids that are already written")
-    check_model(job)  # before an old output is given up
-    with lease:
-        _run(job, remains, resume=resume, overwrite=overwrite, has_report=report)
+    _run(job, remains, resume=resume, overwrite=overwrite, has_report=report)
 
 
 def _settings(params: dict[str, Any]) -> Pairs:
@@ -158,6 +154,15 @@ def _refuse_both(flags: dict[str, bool]) -> None:
 
 
 def _run(job: Job, remains: Remains, *, resume: bool, overwrite: bool, has_report: bool) -> None:
+    if resume and job.id_column is None:
+        raise ConfigError("--resume needs --id-column: it skips the ids that are already written")
+    check_model(job)  # before an old output is given up
+    assert job.lease is not None
+    with job.lease:
+        _write(job, remains, resume=resume, overwrite=overwrite, has_report=has_report)
+
+
+def _write(job: Job, remains: Remains, *, resume: bool, overwrite: bool, has_report: bool) -> None:
     _prepare(job, remains, resume=resume, overwrite=overwrite)
     console = plain_console()
     try:
