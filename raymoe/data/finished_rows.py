@@ -15,8 +15,8 @@ from raymoe.data.rows import RowRequest
 from raymoe.engine.chat_template import Chat
 from raymoe.engine.generation import Generation
 
-# What is wrong with a row stays wrong. Anything else may go better the next time: a tokenizer that
-# had too little memory, a template that took too long, what a broken engine says.
+# What is wrong with a row stays wrong. Anything else may go better the next time: what is
+# said of a process that was killed from outside, or by a broken engine.
 FINAL_ERRORS = frozenset({"ConfigError", "UnknownOptionError", "DecodeError"})
 
 

@@ -1,24 +1,18 @@
 """Chat messages to the text that the model was trained on, within limits of time and size."""
 
-import contextlib
 import json
-import select
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from raymoe.engine.chat_worker import HEADER, write_frame
+from raymoe.engine.worker_process import WorkerProcess
 from raymoe.errors import ConfigError
 from raymoe.nesting import nesting_problem
 
 WORKER = Path(__file__).with_name("chat_worker.py")
-START_LIMIT_S = 60.0
-RENDER_LIMIT_S = 5.0
+LOAD_LIMIT_S = 60.0  # of CPU time
+RENDER_LIMIT_S = 5.0  # of CPU time
 MAX_CHARACTERS = 8_000_000
 MAX_MEMORY_BYTES = 1 << 30
 MAX_MESSAGES = 10_000
@@ -38,14 +32,8 @@ class Chat:
     tools: Sequence[Mapping[str, Any]] = ()
 
 
-class TemplateTimeoutError(ConfigError):
-    """A chat template took too long."""
-
-
 class ChatTemplate:
-    """Renders chats in a process of its own, which is ended when a chat takes too long.
-
-    Thread-safe: one chat is rendered at a time.
+    """Renders chats in a process of its own, one at a time. Thread-safe.
 
     Args:
         source: The jinja2 text.
@@ -55,10 +43,14 @@ class ChatTemplate:
     def __init__(
         self, source: str, variables: Mapping[str, Any], render_limit_s: float = RENDER_LIMIT_S
     ) -> None:
-        self._source, self._variables = source, dict(variables)
-        self._limit_s = render_limit_s
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._variables, self._limit_s = dict(variables), render_limit_s
+        self._worker = WorkerProcess(
+            WORKER,
+            {"template": source, "max_characters": MAX_CHARACTERS},
+            what="the chat template",
+            load_cpu_s=LOAD_LIMIT_S,
+            memory_bytes=MAX_MEMORY_BYTES,
+        )
 
     def render(self, messages: object, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Text of a chat: the final assistant message is continued, any other one is answered.
@@ -69,6 +61,7 @@ class ChatTemplate:
 
         Raises:
             ConfigError: The messages are broken, the template refuses them or exceeds a limit.
+            WorkerProcessError: The process was ended from outside.
         """
         chat = check_messages(messages)
         _check_nesting("tools", tools)
@@ -81,74 +74,18 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": not is_continued,
         }
-        with self._lock:
-            text = self._ask(request)
-            if tools and text == self._ask(request | {"tools": None}):
-                raise ConfigError("the model's chat template takes no tools; leave them out")
+        text = self._ask(request)
+        if tools and text == self._ask(request | {"tools": None}):
+            raise ConfigError("the model's chat template takes no tools; leave them out")
         return _before_tag(text) if is_continued else text
 
     def close(self) -> None:
         """End the process."""
-        with self._lock:
-            self._stop()
+        self._worker.close()
 
-    def _ask(self, request: dict[str, Any]) -> str:
-        if self._process is None:
-            self._start()
-        return self._exchange(request, self._limit_s)
-
-    def _start(self) -> None:
-        # -P: the folder of the script must not come before the standard library.
-        command = [sys.executable, "-P", str(WORKER)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )
-        limits = {"max_characters": MAX_CHARACTERS, "max_memory_bytes": MAX_MEMORY_BYTES}
-        self._exchange({"template": self._source, **limits}, START_LIMIT_S)
-
-    def _exchange(self, request: dict[str, Any], limit_s: float) -> str:
-        assert self._process is not None
-        try:
-            write_frame(cast("Any", self._process.stdin), request)
-            answer = self._read(time.monotonic() + limit_s)
-        except TimeoutError as error:
-            self._stop()
-            raise TemplateTimeoutError(
-                f"the chat template took more than {limit_s:g} s; check the model's chat_template"
-            ) from error
-        except (OSError, EOFError) as error:
-            self._stop()
-            raise ConfigError(f"the chat template's process ended: {error}") from error
-        if "error" in answer:
-            raise ConfigError(f"the chat template failed: {answer['error']}")
+    def _ask(self, variables: dict[str, Any]) -> str:
+        answer, _ = self._worker.ask(variables, cpu_s=self._limit_s)
         return str(answer["text"])
-
-    def _read(self, deadline_s: float) -> dict[str, Any]:
-        (size,) = HEADER.unpack(self._read_bytes(HEADER.size, deadline_s))
-        return dict(json.loads(self._read_bytes(size, deadline_s)))
-
-    def _read_bytes(self, count: int, deadline_s: float) -> bytes:
-        assert self._process is not None
-        stream = cast("Any", self._process.stdout).raw
-        data = bytearray()
-        while len(data) < count:
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0 or not select.select([stream], [], [], left_s)[0]:
-                raise TimeoutError
-            piece = stream.read(count - len(data))
-            if not piece:
-                raise EOFError("it closed its output, perhaps for lack of memory")
-            data += piece
-        return bytes(data)
-
-    def _stop(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            with contextlib.suppress(OSError):  # what was buffered has no reader any more
-                cast("Any", process.stdin).close()
-            cast("Any", process.stdout).close()
-            process.wait()
 
 
 def _before_tag(text: str) -> str:

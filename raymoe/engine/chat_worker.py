@@ -1,19 +1,14 @@
-"""The process that renders chat templates: run as a script, with the standard library and jinja2.
+"""What renders chat templates, in a process of its own: a role of `framed_worker`.
 
-A template is text from a model repository. The sandbox keeps it from Python; this process keeps it
-from the engine: its memory is limited here, its time by the parent, who ends it. The environment
-(filters, globals, tags) is that of transformers, so that the same template renders the same text.
-
-Protocol: frames of a 4-byte length and JSON. The first holds the template and its limits; then
-one for each chat, answered by {"text": ...} or {"error": ...}.
+A template is text from a model repository. The sandbox keeps it from Python; the process keeps it
+from the engine. The environment (filters, globals, tags) is that of transformers, so that the same
+template renders the same text.
 """
 
 import datetime
 import json
-import resource
-import struct
-import sys
-from typing import Any, BinaryIO
+from collections.abc import Callable
+from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -22,7 +17,8 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
 
-HEADER = struct.Struct("<I")
+Frame = tuple[dict[str, Any], bytes]
+Answer = Callable[[dict[str, Any], bytes], Frame]
 
 
 class TooLargeError(Exception):
@@ -118,47 +114,11 @@ def render(template: jinja2.Template, variables: dict[str, Any], max_characters:
     return "".join(pieces)
 
 
-def read_frame(stream: BinaryIO) -> dict[str, Any] | None:
-    """The next message, None at the end."""
-    header = stream.read(HEADER.size)
-    if len(header) < HEADER.size:
-        return None
-    return dict(json.loads(stream.read(HEADER.unpack(header)[0])))
+def start(settings: dict[str, Any], _: bytes) -> tuple[Frame, Answer]:
+    """Compile a template; the function that is returned renders one chat."""
+    template, limit = compile_template(settings["template"]), settings["max_characters"]
 
+    def answer(variables: dict[str, Any], _: bytes) -> Frame:
+        return {"text": render(template, variables, limit)}, b""
 
-def write_frame(stream: BinaryIO, message: dict[str, Any]) -> None:
-    """Send one message."""
-    payload = json.dumps(message).encode()
-    stream.write(HEADER.pack(len(payload)) + payload)
-    stream.flush()
-
-
-def _answer(template: jinja2.Template, request: dict[str, Any], limit: int) -> dict[str, Any]:
-    try:
-        return {"text": render(template, request, limit)}
-    except MemoryError:
-        return {"error": "the template needs more memory than it may have"}
-    except Exception as error:  # a template may raise anything
-        return {"error": f"{type(error).__name__}: {error}"[:1000]}
-
-
-def main() -> None:
-    """Serve until the parent closes the pipe."""
-    stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
-    settings = read_frame(stdin)
-    if settings is None:
-        return
-    limit = settings["max_memory_bytes"]
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    try:
-        template = compile_template(settings["template"])
-    except Exception as error:  # a template may be anything
-        write_frame(stdout, {"error": f"{type(error).__name__}: {error}"[:1000]})
-        return
-    write_frame(stdout, {"text": ""})
-    while (request := read_frame(stdin)) is not None:
-        write_frame(stdout, _answer(template, request, settings["max_characters"]))
-
-
-if __name__ == "__main__":
-    main()
+    return ({}, b""), answer

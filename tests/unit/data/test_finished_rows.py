@@ -175,7 +175,6 @@ def test_final_errors_are_kept_and_name_their_column(fakes, tmp_path):
         ("ExecutionError: the engine failed", False),
         ("MemoryError: ", False),
         ("OSError: ConfigError: nested", False),
-        ("TemplateTimeoutError: took more than 5 s", False),
         ("WorkerProcessError: structured_outputs: was ended", False),
         ("CapacityError: structured_outputs has a regex that takes long", False),
     ],
