@@ -1,6 +1,5 @@
 """One pass after another: schedule, run, sample, finish. Knows neither threads nor callers."""
 
-import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from raymoe.engine.sampler import Sampler
 from raymoe.engine.scheduler import PassScheduler
 from raymoe.engine.sequence import Bools, Int32s, Pass
 from raymoe.engine.statistics import Counters
-from raymoe.engine.stopping import Decode, StopStrings
+from raymoe.engine.stopping import DecodeAll, StopStrings
 from raymoe.engine.token_masks import TokenMasks
 from raymoe.errors import ExecutionError, RaymoeError
 from raymoe.kernels.cpu_attention import AttentionBatch
@@ -33,7 +32,7 @@ _NO_TOKEN = (
     "everything"
 )
 PATIENCE = 0.005  # share of a pass that rows without a grammar may wait for masks of others
-Finish = Callable[[Request, Generation], None]
+Finish = Callable[[Request], None]
 Rows = npt.NDArray[np.int64]
 
 logger = logging.getLogger(__name__)
@@ -55,8 +54,8 @@ class EngineCore:
         max_context_tokens: Of any sequence.
         vocab_size: Of the model.
         eos_token_ids: Of the model.
-        decode: Token ids to text.
-        finish: Called with each finished row.
+        decode_all: Token ids to texts, for stop strings.
+        finish: Called with each row whose samples are over; some of its texts are undecoded.
         accuracy: Learns how long each pass took.
         masks: Of rows with a grammar; without it there must be none.
         shares_across_lengths: See `PassScheduler`.
@@ -70,13 +69,13 @@ class EngineCore:
         max_context_tokens: int,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
-        decode: Decode,
+        decode_all: DecodeAll,
         finish: Finish,
         accuracy: Accuracy | None = None,
         masks: TokenMasks | None = None,
         shares_across_lengths: bool = True,
     ) -> None:
-        self._runner, self._decode, self._finish_row = runner, decode, finish
+        self._runner, self._decode_all, self._finish_row = runner, decode_all, finish
         self.scheduler = PassScheduler(
             policy, max_context_tokens, shares_across_lengths=shares_across_lengths
         )
@@ -159,7 +158,7 @@ class EngineCore:
         slot, params = sample.slot, sample.request.params
         self._sampler.admit(sample)
         if params.stop_strings and sample.stop_strings is None:
-            sample.stop_strings = StopStrings(params.stop_strings, self._decode)
+            sample.stop_strings = StopStrings(params.stop_strings)
         if params.logprobs is not None and sample.logprobs is None:
             sample.logprobs = []
         leads_others = sample.index == 0 and params.n > 1
@@ -266,13 +265,21 @@ class EngineCore:
             self._masks.accept(slots, tokens)
         is_eos = self._is_eos[tokens] & ~self._ignores_eos[slots]
         is_full = self._table.known_tokens[slots] >= self._table.limit_tokens[slots]
-        for row in np.flatnonzero(is_eos | is_full | self._is_watched[slots]):
+        rows = np.flatnonzero(is_eos | is_full | self._is_watched[slots])
+        is_stopped = [
+            bool(is_eos[row]) or self._is_stop_token(int(slots[row]), int(tokens[row]))
+            for row in rows
+        ]
+        texts = self._find_stop_strings(slots[rows[~np.array(is_stopped, np.bool_)]])
+        for row, is_stop in zip(rows, is_stopped, strict=True):
             sample = self.scheduler.sample_of(int(slots[row]))
             if sample.index == 0 and self._num_generated(sample) == 1:
                 self.scheduler.add_first(sample.request.samples[1:])
+            if sample.slot in self._errors:
+                continue
             try:
                 generation = self._check(
-                    sample, int(tokens[row]), is_eos=bool(is_eos[row]), is_full=bool(is_full[row])
+                    sample, texts.get(sample.slot), is_stop=is_stop, is_full=bool(is_full[row])
                 )
             except Exception as error:
                 self._errors[sample.slot] = error
@@ -284,16 +291,37 @@ class EngineCore:
     def _num_generated(self, sample: Sample) -> int:
         return int(self._table.known_tokens[sample.slot]) - sample.num_prompt_tokens
 
+    def _is_stop_token(self, slot: int, token: int) -> bool:
+        return token in (self.scheduler.sample_of(slot).request.params.stop_token_ids or ())
+
+    def _find_stop_strings(self, slots: Int32s) -> dict[int, str | None]:
+        """Texts before stop strings, of those slots that have any; decoded all at once."""
+        finders: dict[int, StopStrings] = {}
+        windows: list[list[int]] = []
+        for slot in slots.tolist():
+            finder = self.scheduler.sample_of(slot).stop_strings
+            if finder is None:
+                continue
+            try:
+                windows += finder.push(int(self._table.last_token[slot]))
+                finders[slot] = finder
+            except Exception as error:
+                self._errors[slot] = error
+        decoded = iter(self._decode_all(windows)) if windows else iter(())
+        found: dict[int, str | None] = {}
+        for (slot, finder), settled, text in zip(finders.items(), decoded, decoded, strict=True):
+            try:
+                found[slot] = finder.find(_text(settled), _text(text))
+            except Exception as error:
+                self._errors[slot] = error
+        return found
+
     def _check(
-        self, sample: Sample, token: int, *, is_eos: bool, is_full: bool
+        self, sample: Sample, text: str | None, *, is_stop: bool, is_full: bool
     ) -> Generation | None:
         """Look closer at a sequence that may be over; None if it goes on."""
-        is_stopped = is_eos or token in (sample.request.params.stop_token_ids or ())
-        text = None
-        if sample.stop_strings is not None and not is_stopped:
-            text = sample.stop_strings.push(token)
-        if is_stopped or text is not None:
-            return self._generation(sample, "stop", text=text, num_hidden=int(is_stopped))
+        if is_stop or text is not None:
+            return self._generation(sample, "stop", text=text, num_hidden=int(is_stop))
         return self._generation(sample, "length") if is_full else None
 
     def _generation(
@@ -303,9 +331,9 @@ class EngineCore:
         first = sample.num_prompt_tokens
         token_ids = self._table.tokens(sample.slot, first).tolist()
         if text is None:
-            text = self._decode(token_ids[: len(token_ids) - num_hidden])
+            sample.request.undecoded[sample.index] = token_ids[: len(token_ids) - num_hidden]
         return Generation(
-            text=text,
+            text=text or "",
             token_ids=tuple(token_ids),
             finish_reason=reason,
             num_input_tokens=first,
@@ -322,6 +350,7 @@ class EngineCore:
         generation = Generation.from_error(error, sample.num_prompt_tokens)
         if sample.index == 0 and self._num_generated(sample) == 0:
             sample.request.finished[1:] = [generation] * (sample.request.params.n - 1)
+        sample.request.undecoded.pop(sample.index, None)
         self._end(sample, generation)
 
     def _end(self, sample: Sample, generation: Generation) -> None:
@@ -332,9 +361,14 @@ class EngineCore:
         self.counters.num_generated_tokens += generation.num_generated_tokens
         self.counters.num_cached_tokens += generation.num_cached_tokens
         request.finished[sample.index] = generation
-        finished = [entry for entry in request.finished if entry is not None]
-        if len(finished) == len(request.finished):
-            self._finish_row(request, dataclasses.replace(finished[0], others=tuple(finished[1:])))
+        if None not in request.finished:
+            self._finish_row(request)
+
+
+def _text(decoded: str | Exception) -> str:
+    if isinstance(decoded, Exception):
+        raise decoded
+    return decoded
 
 
 def _prompt_logprobs(sample: Sample) -> tuple[TokenLogprob | None, ...] | None:

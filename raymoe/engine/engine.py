@@ -16,6 +16,7 @@ from typing import Any, Self
 from raymoe.config import EngineConfig, SamplingParams
 from raymoe.engine.accuracy import Accuracy, Correction, RunReport
 from raymoe.engine.core import EngineCore
+from raymoe.engine.detokenizer import Detokenizer
 from raymoe.engine.generation import Generation
 from raymoe.engine.grammar_server import GrammarServer
 from raymoe.engine.grammars import Grammar, Grammars
@@ -85,14 +86,15 @@ class Engine:
         self._masks = TokenMasks.with_slow_lane(
             self._grammar_server, parts.policy.batch_size, parts.vocab_size
         )
+        self._detokenizer = Detokenizer(parts.tokenizer.decode_all, self._resolve)
         self._core = EngineCore(
             parts.runner,
             parts.policy,
             max_context_tokens=parts.max_context_tokens,
             vocab_size=parts.vocab_size,
             eos_token_ids=parts.eos_token_ids,
-            decode=parts.tokenizer.decode,
-            finish=self._resolve,
+            decode_all=parts.tokenizer.decode_all,
+            finish=self._finish,
             accuracy=self.accuracy,
             masks=self._masks,
             shares_across_lengths=parts.shares_across_lengths,
@@ -192,10 +194,13 @@ class Engine:
             raise ConfigError(f"prompts is a {type(prompts).__name__}; it takes a list of prompts")
         params = _one_each("sampling_params", sampling_params, len(prompts))
         keys = _one_each("row_keys", row_keys, len(prompts))
-        return [
-            self._submit_row(prompt, param, key)
-            for prompt, param, key in zip(prompts, params, keys, strict=True)
-        ]
+        futures: dict[int, Future[Generation]] = {}
+        for index, request in self._intake.build_all(prompts, params, keys):
+            if isinstance(request, Exception):
+                futures[index] = self._refuse(request)
+            else:
+                futures[index] = self._submit(request)
+        return [futures[index] for index in range(len(prompts))]
 
     def stats(self) -> EngineStats:
         """A snapshot of the counts."""
@@ -243,11 +248,13 @@ class Engine:
         if threading.current_thread() is not self._thread:
             self._thread.join(STUCK_JOIN_S if is_stuck else None)
         self._watchdog.close()
+        self._detokenizer.close()
         self._fail_all("the engine was closed before this row was finished", None)
         self._grammar_server.close()
         self._grammars.close()
         if self._thread.is_alive():
             logger.warning("the engine thread is stuck in a pass; its memory is not released")
+            self._parts.tokenizer.close()
         else:
             self._masks.close()
             self._parts.close()
@@ -271,19 +278,19 @@ class Engine:
                 "start processes with the method 'spawn'"
             )
 
-    def _submit_row(self, prompt: object, params: object, key: object) -> Future[Generation]:
-        try:
-            request = self._intake.build(prompt, params, key)
-        except Exception as error:  # a tokenizer may raise anything; the row says what
-            future: Future[Generation] = Future()
-            with self._changed:
-                if self._failure is not None or self._is_closing:  # not the row's fault
-                    future.set_exception(self._failed("the engine is closed", None))
-                    return future
-                self._num_errors += 1
-                self._num_finished += 1
-            future.set_result(Generation.from_error(error))
-            return future
+    def _refuse(self, error: Exception) -> Future[Generation]:
+        """The future of a row that cannot be generated."""
+        future: Future[Generation] = Future()
+        with self._changed:
+            if self._failure is not None or self._is_closing:  # not the row's fault
+                future.set_exception(self._failed("the engine is closed", None))
+                return future
+            self._num_errors += 1
+            self._num_finished += 1
+        future.set_result(Generation.from_error(error))
+        return future
+
+    def _submit(self, request: Request) -> Future[Generation]:
         request.future.set_running_or_notify_cancel()  # a row cannot be cancelled
         with self._changed:
             self._wait_for_place()
@@ -325,8 +332,8 @@ class Engine:
         return len(self._inbox) + self._num_compiling + self._core.scheduler.num_waiting
 
     def _wait_for_place(self) -> None:
-        if threading.current_thread() is self._thread:
-            return  # a callback of a future submits more: waiting for itself would never end
+        if threading.current_thread() is self._thread or self._detokenizer.is_current_thread:
+            return  # a callback of a future submits more: others would wait for it
         self._num_blocked += 1
         self._changed.wait_for(
             lambda: (
@@ -372,6 +379,13 @@ class Engine:
         self.last_report = self.accuracy.report
         logger.info("%s", self.last_report)
         self.accuracy.restart()
+
+    def _finish(self, request: Request) -> None:
+        """Hand over a row whose samples are over: it gets its answer whatever the engine does."""
+        with self._changed:
+            is_open = self._unfinished.pop(request.order, None) is not None
+        if is_open:
+            self._detokenizer.put(request)
 
     def _resolve(self, request: Request, generation: Generation) -> None:
         with self._changed:

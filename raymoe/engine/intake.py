@@ -5,9 +5,11 @@ Everything that can be wrong with a row is found here, before the row can distur
 
 import dataclasses
 import hashlib
+import itertools
 import numbers
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,7 +18,7 @@ from raymoe.engine.grammar_server import check_present
 from raymoe.engine.json_schema import check_schema
 from raymoe.engine.request import Request
 from raymoe.engine.sequence import Int32s
-from raymoe.engine.tokenizer import Tokenizer
+from raymoe.engine.tokenizer import MAX_BATCH, Room, Text, Tokenizer
 from raymoe.errors import ConfigError
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.memory.kv_cache import blocks_of_tokens
@@ -24,6 +26,16 @@ from raymoe.structured import StructuredOutputs
 
 DEFAULT_PARAMS = SamplingParams()
 MAX_ROW_LOGPROBS = 1 << 20  # 128 MiB of entries
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row whose prompt may still have to be encoded."""
+
+    index: int
+    prompt: Text | Int32s
+    params: SamplingParams
+    key: object
 
 
 class Intake:
@@ -59,8 +71,57 @@ class Intake:
         Raises:
             ConfigError: The prompt or the parameters cannot be used; says why.
         """
+        ((_, built),) = self.build_all([prompt], [params], [row_key])
+        if isinstance(built, Exception):
+            raise built
+        return built
+
+    def build_all(
+        self, prompts: Sequence[object], params: Sequence[object], row_keys: Sequence[object]
+    ) -> Iterator[tuple[int, Request | Exception]]:
+        """Requests, or why there is none, with their indexes; those with long texts come last."""
+        waiting: list[_Row] = []
+        long: list[_Row] = []
+        for index, row in enumerate(zip(prompts, params, row_keys, strict=True)):
+            try:
+                read = self._read(index, *row)
+            except Exception as error:  # whatever is wrong with a row is the row's error
+                yield index, error
+                continue
+            is_long = isinstance(read.prompt, Text) and read.prompt.is_long
+            (long if is_long else waiting).append(read)
+            if len(waiting) == MAX_BATCH:
+                yield from self._encode(waiting)
+                waiting = []
+        yield from self._encode(waiting)
+        for late in long:
+            yield from self._encode([late])
+
+    def _read(self, index: int, prompt: object, params: object, row_key: object) -> "_Row":
         checked = self._check_params(params)
-        tokens = self._fit(self._tokenizer.encode(prompt), checked.max_tokens)
+        room = Room(max_tokens=self._room(checked.max_tokens), on_too_long=self._on_too_long)
+        return _Row(index, self._tokenizer.read(prompt, room), checked, row_key)
+
+    def _encode(self, rows: Sequence["_Row"]) -> Iterator[tuple[int, Request | Exception]]:
+        texts = [row.prompt for row in rows if isinstance(row.prompt, Text)]
+        encoded: Iterator[Int32s | Exception]
+        try:
+            encoded = iter(self._tokenizer.encode_all(texts))
+        except Exception as error:
+            encoded = itertools.repeat(error)
+        for row in rows:
+            tokens = next(encoded) if isinstance(row.prompt, Text) else row.prompt
+            try:
+                yield (
+                    row.index,
+                    tokens if isinstance(tokens, Exception) else self._build(row, tokens),
+                )
+            except Exception as error:
+                yield row.index, error
+
+    def _build(self, row: "_Row", tokens: Int32s) -> Request:
+        checked = row.params
+        tokens = self._fit(tokens, checked.max_tokens)
         limit = min(len(tokens) + checked.max_tokens, self._max_context_tokens)
         self._check_fits_cache(len(tokens), limit)
         _check_num_logprobs(checked, len(tokens), limit)
@@ -69,7 +130,7 @@ class Intake:
             params=checked,
             limit_tokens=limit,
             seed=self._seed if checked.seed is None else checked.seed,
-            row_key=_hash_row(tokens, checked) if row_key is None else hash_key(row_key),
+            row_key=_hash_row(tokens, checked) if row.key is None else hash_key(row.key),
             future=Future(),
         )
 
@@ -103,20 +164,24 @@ class Intake:
         if form.json is not None:
             check_schema(form.json)
 
+    def _room(self, max_tokens: int) -> int:
+        """Tokens that a prompt may have."""
+        context = self._max_context_tokens
+        if self._on_too_long == "error":
+            return context - 1
+        # Room for what is generated, but never less than half of the context for the prompt.
+        return max(context - max_tokens, context // 2, 1)
+
     def _fit(self, tokens: Int32s, max_tokens: int) -> Int32s:
         """Apply `on_too_long`."""
-        context, length = self._max_context_tokens, len(tokens)
-        if self._on_too_long == "error":
-            if length >= context:
-                raise ConfigError(
-                    f"the prompt has {length} tokens; at most {context - 1} fit the context of "
-                    f"{context} tokens with one generated: shorten it or set on_too_long"
-                )
-            return tokens
-        # Room for what is generated, but never less than half of the context for the prompt.
-        room = max(context - max_tokens, context // 2, 1)
+        length, room = len(tokens), self._room(max_tokens)
         if length <= room:
             return tokens
+        if self._on_too_long == "error":
+            raise ConfigError(
+                f"the prompt has {length} tokens; at most {room} fit the context of {room + 1} "
+                "tokens with one generated: shorten it or set on_too_long"
+            )
         return tokens[-room:] if self._on_too_long == "truncate_left" else tokens[:room]
 
     def _check_fits_cache(self, num_prompt_tokens: int, limit: int) -> None:

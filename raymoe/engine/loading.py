@@ -46,14 +46,17 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
     directory = resolve_model(path)
     files = files_key(directory) if config.shared_weights is True else ""
     spec = ModelSpec.from_directory(directory)
-    weights = open_weights(spec, directory, config)
-    shared = open_shared(config, files, device, _dtype(config, weights))
+    tokenizer = Tokenizer(directory, spec.vocab_size)  # its process loads while we do
+    shared = None
     try:
-        parts = _plan_and_load(directory, spec, weights, agree(config, shared), shared=shared)
+        weights = open_weights(spec, directory, config)
+        shared = open_shared(config, files, device, _dtype(config, weights))
+        parts = _plan_and_load(tokenizer, spec, weights, agree(config, shared), shared=shared)
         if shared is not None:
             _check_shared(parts, directory, files)
         return parts
     except BaseException:
+        tokenizer.close()
         if shared is not None:
             shared.close()
         raise
@@ -68,16 +71,16 @@ def _check_shared(parts: EngineParts, directory: Path, files: str) -> None:
 
 
 def _plan_and_load(
-    directory: Path,
+    tokenizer: Tokenizer,
     spec: ModelSpec,
     weights: Weights,
     config: EngineConfig,
     *,
     shared: SharedFile | None,
 ) -> EngineParts:
+    directory = tokenizer.directory
     settings, dtype = Settings.from_environment(), _dtype(config, weights)
     plan = _make_plan(spec, weights, config, settings, shared=shared)
-    tokenizer = Tokenizer(directory, spec.vocab_size)
     eos_token_ids = _eos_token_ids(spec, directory)
     job = LoadJob(
         directory=directory,
@@ -96,6 +99,11 @@ def _plan_and_load(
     )
     set_num_threads(job.hardware.num_cores, job.num_torch_threads)
     loaded = _load(job, spec, weights, shared)
+    try:
+        tokenizer.load()
+    except BaseException:
+        loaded.release()
+        raise
     return EngineParts(
         runner=loaded.runner,
         policy=plan.policy,
@@ -223,8 +231,8 @@ def warm_up(runner: Runner, vocab_size: int) -> None:
         max_context_tokens=4,
         vocab_size=vocab_size,
         eos_token_ids=(),
-        decode=lambda _token_ids: "",
-        finish=lambda _request, _generation: None,
+        decode_all=lambda sequences: [""] * len(sequences),
+        finish=lambda _request: None,
     )
     core.add(
         Request(

@@ -1,5 +1,7 @@
 """A row inside the engine: one Python object per row and per sample, none per token."""
 
+import dataclasses
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -24,6 +26,9 @@ class Request:
         order: Order of arrival among requests.
         grammar: That the tokens must follow; set before the engine thread gets the request.
         prefix_keys: Of the prompt's full blocks; None until the scheduler needs them.
+        samples: Its sequences.
+        finished: Their answers, by index.
+        undecoded: Token ids whose text is still missing in `finished`, by index.
     """
 
     prompt: Int32s
@@ -37,10 +42,17 @@ class Request:
     prefix_keys: tuple[bytes, ...] | None = None
     samples: list["Sample"] = field(default_factory=list)
     finished: list[Generation | None] = field(default_factory=list)
+    undecoded: dict[int, Sequence[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.samples = [Sample(request=self, index=index) for index in range(self.params.n)]
         self.finished = [None] * self.params.n
+
+    @property
+    def generation(self) -> Generation:
+        """The answer, once all samples are over."""
+        first, *others = [entry for entry in self.finished if entry is not None]
+        return dataclasses.replace(first, others=tuple(others))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from raymoe.errors import RaymoeError
 
-Decode = Callable[[Sequence[int]], str]
+DecodeAll = Callable[[Sequence[Sequence[int]]], Sequence[str | Exception]]
 
 UNFINISHED = "�"  # what decoders write for bytes that are not yet a character
 
@@ -14,27 +14,30 @@ class DecodeError(RaymoeError):
 
 
 class StopStrings:
-    """Decodes the tokens of one sample as they come and looks for stop strings.
+    """Looks for stop strings in the text of one sample, token by token.
 
     Text is decoded in a window that begins at a token border before the last new text: enough
     for characters of several tokens and for decoders that treat a first token differently, and
-    its cost does not grow with the text.
+    its cost does not grow with the text. What is to decode is given away, so that rows of a step
+    are decoded together.
     """
 
-    def __init__(self, stop: Sequence[str], decode: Decode) -> None:
-        self._stop, self._decode = stop, decode
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = stop
         self._overlap = max(map(len, stop)) - 1
         self._tokens: list[int] = []
         self._window = 0  # first token that is decoded again
         self._settled = 0  # tokens whose text is in `_text`
-        self._settled_text = ""  # decoded tokens from `_window` to `_settled`
         self._text = ""
 
-    def push(self, token: int) -> str | None:
-        """Add a token; returns the text before the first stop string once there is one."""
+    def push(self, token: int) -> tuple[list[int], list[int]]:
+        """Add a token; returns what `find` wants decoded: the window without and with new text."""
         self._tokens.append(token)
-        decoded = self._decode(self._tokens[self._window :])
-        fresh = decoded[len(self._settled_text) :]
+        return self._tokens[self._window : self._settled], self._tokens[self._window :]
+
+    def find(self, settled_text: str, decoded: str) -> str | None:
+        """The text before the first stop string once there is one."""
+        fresh = decoded[len(settled_text) :]
         visible = fresh.rstrip(UNFINISHED)
         if not visible:
             return None
@@ -45,7 +48,6 @@ class StopStrings:
         if visible == fresh:
             self._text += fresh
             self._window, self._settled = self._settled, len(self._tokens)
-            self._settled_text = self._decode(self._tokens[self._window :])
         return None
 
     def _find(self, begin: int, visible: str) -> str | None:

@@ -1,135 +1,242 @@
-"""Text to token ids and back, with the tokenizer of the model directory. No code from it is run."""
+"""Text to token ids and back, with the tokenizer of the model, in processes of their own."""
 
+import re
 import threading
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-from transformers import AutoTokenizer
 
 from raymoe.engine.chat_template import Chat, ChatTemplate
 from raymoe.engine.sequence import Int32s
 from raymoe.engine.stopping import DecodeError
-from raymoe.errors import CheckpointError, ConfigError, ExecutionError
+from raymoe.engine.worker_process import WorkerProcess
+from raymoe.errors import CheckpointError, ConfigError, ExecutionError, WorkerProcessError
 from raymoe.specs.files import check_small_files
+from raymoe.units import GIB
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 # What transformers may open by itself when it loads a tokenizer.
 TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
+WORKER = Path(__file__).with_name("tokenizer_worker.py")
+LOAD_LIMIT_S = 300.0  # of CPU time
+MAX_MEMORY_BYTES = 4 * GIB  # 12 MB of text in one piece take 2 GiB
+# CPU time of a request: ten times what a slow machine takes.
+REQUEST_LIMIT_S, LIMIT_S_PER_BYTE, LIMIT_S_PER_TOKEN = 5.0, 20e-6, 1e-4
+MAX_BATCH = 256  # texts
+# Who comes next waits for one request at most: characters to encode, tokens to decode.
+MAX_PIECE_CHARACTERS, MAX_BATCH_CHARACTERS, MAX_BATCH_TOKENS = 1 << 16, 1 << 17, 1 << 16
+JOINT = re.compile("(?<=[A-Za-z]) (?=[A-Za-z])")  # see `Codec._find_joint` in the worker
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | Chat
+ItemT = TypeVar("ItemT")
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """How much of a prompt is wanted.
+
+    Attributes:
+        max_tokens: More are not needed; None wants all.
+        on_too_long: As in `EngineConfig`: which end is needed.
+    """
+
+    max_tokens: int | None = None
+    on_too_long: str = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A prompt that must be encoded.
+
+    Attributes:
+        text: Not empty, valid Unicode.
+        has_special: Whether it gets the tokenizer's special tokens (BOS).
+        room: How much of it is wanted.
+    """
+
+    text: str
+    has_special: bool
+    room: Room
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it takes more than one request."""
+        return len(self.text) > MAX_PIECE_CHARACTERS
 
 
 class Tokenizer:
     """Encodes prompts of any form and decodes what was generated. Thread-safe.
 
+    Encoding and decoding happen in two processes, which start when it is made and are ready when
+    `load` returns: neither waits for the other, and a text that makes one panic, grow or never
+    end is an error of its row.
+
     Args:
         directory: Of the model. Without a tokenizer in it, prompts must be token ids and text
             stays empty.
         vocab_size: Token ids must be below.
+
+    Raises:
+        CheckpointError: Files of the directory are not what they seem.
     """
 
     def __init__(self, directory: Path, vocab_size: int) -> None:
         self.directory = directory
         self._vocab_size = vocab_size
-        # The Rust tokenizers refuse use from two threads while one sets their truncation.
         self._lock = threading.Lock()
-        # They keep ten thousand words for each thread that ever encoded with them, several MiB:
-        # with hundreds of callers, more than a model's activations.
-        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="raymoe-tokenizer")
-        self._tokenizer = _load(directory)
+        self._facts: dict[str, Any] | None = None
+        self._encoder: WorkerProcess | None = None
+        self._decoder: WorkerProcess | None = None
         self._chat: ChatTemplate | None = None
-        source = getattr(self._tokenizer, "chat_template", None)
-        if isinstance(source, dict):
-            source = source.get("default")
-        if source:
-            self._chat = ChatTemplate(source, self._tokenizer.special_tokens_map)
+        if any((directory / name).exists() for name in TOKENIZER_FILES):
+            check_small_files(directory, TEXT_SUFFIXES)
+            self._encoder = self._worker(wants_facts=True)
+            self._encoder.start()
 
-    def encode(self, prompt: object) -> Int32s:
-        """Token ids of a prompt: text, token ids or chat messages.
+    @property
+    def is_present(self) -> bool:
+        """Whether the model has a tokenizer."""
+        return self._encoder is not None
+
+    def load(self) -> None:
+        """Wait until the tokenizer is loaded; others do it when they need it.
+
+        Raises:
+            CheckpointError: It cannot be loaded.
+        """
+        with self._lock:
+            if self._facts is not None or self._encoder is None:
+                return
+            try:
+                facts, backend = self._encoder.load()
+            except (ConfigError, WorkerProcessError) as error:
+                raise CheckpointError(
+                    f"the tokenizer in {self.directory} cannot be loaded: {error}"
+                ) from error
+            self._decoder = self._worker(backend)
+            self._decoder.start()
+            if facts["chat_template"]:
+                self._chat = ChatTemplate(facts["chat_template"], facts["special_tokens"])
+            self._facts = facts
+
+    def read(self, prompt: object, room: Room) -> Text | Int32s:
+        """A prompt as token ids, or as the text to encode: chats are rendered.
 
         Text gets the tokenizer's special tokens (BOS); a chat only those of its template.
 
         Raises:
-            ConfigError: The prompt is empty or cannot be read; says why.
+            ConfigError: The prompt is empty, cannot be read or is surely too long; says why.
         """
         if prompt is None:
             raise ConfigError("the prompt is null")
         if isinstance(prompt, str):
-            return self._encode_text(prompt, add_special_tokens=True)
+            return self._check_text(Text(prompt, True, room))
         if isinstance(prompt, np.ndarray):
             prompt = prompt.tolist()
         if isinstance(prompt, Chat):
-            return self._encode_text(self._render(prompt), add_special_tokens=False)
+            return self._check_text(Text(self._render(prompt), False, room))
         if isinstance(prompt, (bytes, dict)) or not isinstance(prompt, Sequence):
             kind = type(prompt).__name__
             raise ConfigError(f"the prompt is a {kind}; it takes text, token ids or messages")
         if len(prompt) == 0:
             raise ConfigError("the prompt is empty")
         if isinstance(prompt[0], dict):
-            return self.encode(Chat(prompt))
+            return self.read(Chat(prompt), room)
         return self._check_ids(prompt)
 
-    def decode(self, token_ids: Iterable[int]) -> str:
+    def encode(self, prompt: object) -> Int32s:
+        """Token ids of one prompt, see `read`."""
+        text = self.read(prompt, Room())
+        return _value(self.encode_all([text])[0]) if isinstance(text, Text) else text
+
+    def encode_all(self, texts: Sequence[Text]) -> list[Int32s | Exception]:
+        """Token ids of each text, or why it has none.
+
+        Of a text that is longer than its room, there may be just the end that is needed, with
+        more tokens than there is room for.
+        """
+        self.load()
+        results: list[Int32s | Exception] = [ConfigError("the prompt has no tokens")] * len(texts)
+        short = [index for index, text in enumerate(texts) if not text.is_long]
+        for batch in _batches(short, [len(texts[i].text) for i in short], MAX_BATCH_CHARACTERS):
+            found = _try_all([texts[index] for index in batch], self._encode_batch)
+            for index, result in zip(batch, found, strict=True):
+                results[index] = result
+        for index, text in enumerate(texts):
+            if text.is_long:
+                results[index] = _result(self._encode_long, text)
+        return [_result(self._check_tokens, ids) for ids in results]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out.
 
         Raises:
             DecodeError: The tokenizer does not know them.
+            WorkerProcessError: The process was ended from outside.
         """
-        if self._tokenizer is None:
-            return ""
-        try:
-            with self._lock:
-                return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
-        except Exception as error:
-            raise DecodeError(f"generated tokens cannot be decoded: {error}") from error
+        return _value(self.decode_all([token_ids])[0])
 
-    @property
-    def is_present(self) -> bool:
-        """Whether the model has a tokenizer."""
-        return self._tokenizer is not None
+    def decode_all(self, sequences: Sequence[Sequence[int]]) -> list[str | Exception]:
+        """Text of each, special tokens left out, or why there is none."""
+        if not self.is_present:
+            return [""] * len(sequences)
+        self.load()
+        results: list[str | Exception] = []
+        every = [*range(len(sequences))]
+        for batch in _batches(every, [*map(len, sequences)], MAX_BATCH_TOKENS):
+            results += _try_all([sequences[index] for index in batch], self._decode_batch)
+        return results
 
     def close(self) -> None:
-        """End the process that renders chats, and the thread that encodes."""
-        self._encoder.shutdown(wait=False)
-        if self._chat is not None:
-            self._chat.close()
+        """End all processes."""
+        if self._encoder is not None:
+            self._encoder.close()  # ends `load` too
+        with self._lock:
+            for part in (self._decoder, self._chat):
+                if part is not None:
+                    part.close()
+
+    def _worker(self, backend: bytes = b"", *, wants_facts: bool = False) -> WorkerProcess:
+        return WorkerProcess(
+            WORKER,
+            {"directory": str(self.directory), "wants_facts": wants_facts},
+            backend,
+            what="the tokenizer",
+            load_cpu_s=LOAD_LIMIT_S,
+            memory_bytes=MAX_MEMORY_BYTES,
+        )
 
     def _render(self, chat: Chat) -> str:
+        self.load()
         if self._chat is None:
             raise ConfigError("the model has no chat template; give prompts as text instead")
         return self._chat.render(chat.messages, chat.tools)
 
-    def _encode_text(self, text: str, *, add_special_tokens: bool) -> Int32s:
-        if self._tokenizer is None:
+    def _check_text(self, text: Text) -> Text:
+        if not self.is_present:
             raise ConfigError("the model directory has no tokenizer; give prompts as token ids")
-        if not text:
+        if not text.text:
             raise ConfigError("the prompt is empty")
         try:
-            text.encode()
+            num_bytes = len(text.text.encode())
         except UnicodeEncodeError as error:
             raise ConfigError(
                 f"the prompt is not valid Unicode: {error.reason} at character {error.start}"
             ) from error
-        try:
-            future = self._encoder.submit(self._token_ids, text, add_special_tokens)
-        except RuntimeError as error:
-            raise ExecutionError("the tokenizer is closed") from error
-        token_ids = future.result()
-        if not token_ids:
-            raise ConfigError("the prompt has no tokens")
-        return self._check_ids(token_ids)
-
-    def _token_ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        with self._lock:
-            encoded = self._tokenizer(
-                text,
-                add_special_tokens=add_special_tokens,
-                return_attention_mask=False,
-                verbose=False,
+        self.load()
+        assert self._facts is not None
+        longest, room = self._facts["longest_token_bytes"], text.room
+        if room.max_tokens is None or room.on_too_long != "error" or longest is None:
+            return text
+        if num_bytes > room.max_tokens * longest:
+            raise ConfigError(
+                f"the prompt has {num_bytes} bytes; at most {room.max_tokens} tokens of up to "
+                f"{longest} bytes fit the context with one generated: shorten it or set on_too_long"
             )
-        return list(encoded["input_ids"])
+        return text
 
     def _check_ids(self, token_ids: Sequence[Any]) -> Int32s:
         for index, token in enumerate(token_ids):
@@ -142,22 +249,124 @@ class Tokenizer:
                 )
         return np.asarray(token_ids, np.int32)
 
+    def _check_tokens(self, result: Int32s | Exception) -> Int32s:
+        token_ids = _value(result)
+        if not len(token_ids):
+            raise ConfigError("the prompt has no tokens")
+        if token_ids.max() >= self._vocab_size:
+            return self._check_ids(token_ids.tolist())  # says which
+        return token_ids
 
-def _load(directory: Path) -> Any:
-    if not any((directory / name).exists() for name in TOKENIZER_FILES):
-        return None
-    check_small_files(directory, TEXT_SUFFIXES)
+    def _encode_batch(self, texts: Sequence[Text], num_tries: int) -> list[Int32s | Exception]:
+        assert self._encoder is not None
+        data = [text.text.encode() for text in texts]
+        num_bytes = [*map(len, data)]
+        answer, ids = self._encoder.ask(
+            {"num_bytes": num_bytes, "has_special": [text.has_special for text in texts]},
+            b"".join(data),
+            cpu_s=REQUEST_LIMIT_S + LIMIT_S_PER_BYTE * sum(num_bytes),
+            num_tries=num_tries,
+        )
+        ends = np.cumsum(answer["counts"])[:-1]
+        results: list[Int32s | Exception] = [*np.split(np.frombuffer(ids, np.int32), ends)]
+        for index, reason in answer["errors"].items():
+            results[int(index)] = ConfigError(f"the prompt cannot be tokenized: {reason}")
+        return results
+
+    def _encode_long(self, text: Text) -> Int32s:
+        """Encode in pieces, as many as are needed from the end that is needed."""
+        assert self._facts is not None
+        joint, room = self._facts["joint"], text.room
+        pieces = [text.text] if joint is None else [*_pieces(text.text, joint)]
+        if len(pieces) == 1:
+            return _value(_try_all([text], self._encode_batch)[0])
+        is_reversed = room.on_too_long == "truncate_left"
+        ends = (self._facts["prefix"], self._facts["suffix"]) if text.has_special else ([], [])
+        found = [np.asarray(ends[is_reversed], np.int32)]
+        needed = np.inf if room.max_tokens is None else room.max_tokens
+        for piece in reversed(pieces) if is_reversed else pieces:
+            part = Text(piece, False, room)
+            found.append(_value(_try_all([part], self._encode_batch)[0]))
+            needed -= len(found[-1])
+            if needed < 0 and room.on_too_long == "error":
+                raise ConfigError(
+                    f"the prompt has more than {room.max_tokens} tokens, which is all that fits "
+                    "the context with one generated: shorten it or set on_too_long"
+                )
+            if needed < 0:
+                break
+        else:
+            found.append(np.asarray(ends[not is_reversed], np.int32))
+        return np.concatenate(found[::-1] if is_reversed else found)
+
+    def _decode_batch(
+        self, sequences: Sequence[Sequence[int]], num_tries: int
+    ) -> list[str | Exception]:
+        assert self._decoder is not None
+        counts = [*map(len, sequences)]
+        ids = np.concatenate([np.asarray(sequence, np.int32) for sequence in sequences])
+        cpu_s = REQUEST_LIMIT_S + LIMIT_S_PER_TOKEN * len(ids)
+        try:
+            answer, _ = self._decoder.ask(
+                {"counts": counts}, ids.tobytes(), cpu_s=cpu_s, num_tries=num_tries
+            )
+        except ConfigError as error:
+            raise DecodeError(f"generated tokens cannot be decoded: {error}") from error
+        results: list[str | Exception] = [*answer["texts"]]
+        for index, reason in answer["errors"].items():
+            results[int(index)] = DecodeError(f"generated tokens cannot be decoded: {reason}")
+        return results
+
+
+def _pieces(text: str, joint: str) -> Iterator[str]:
+    """A text in pieces that are cut where its tokens are, wherever there is such a place."""
+    begin, lead = 0, ""
+    while found := JOINT.search(text, begin + MAX_PIECE_CHARACTERS):
+        yield lead + text[begin : found.start()]
+        begin, lead = found.end(), joint
+    yield lead + text[begin:]
+
+
+def _batches(items: Sequence[ItemT], sizes: Sequence[int], max_size: int) -> Iterator[list[ItemT]]:
+    """Items in order, a limited number and size at once; one that is larger comes alone."""
+    batch: list[ItemT] = []
+    total = 0
+    for item, size in zip(items, sizes, strict=True):
+        if batch and (len(batch) == MAX_BATCH or total + size > max_size):
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += size
+    if batch:
+        yield batch
+
+
+def _try_all(
+    items: Sequence[ItemT], work: Callable[[Sequence[ItemT], int], list[ResultT | Exception]]
+) -> list[ResultT | Exception]:
+    """Work on all at once; if that ends the process, on each alone: its neighbours go unharmed."""
+    if len(items) > 1:
+        try:
+            return work(items, 1)
+        except (ConfigError, DecodeError, WorkerProcessError):
+            pass  # each raises its own
+    return [_result(_one, work, item) for item in items]
+
+
+def _one(work: Callable[[Sequence[ItemT], int], list[ResultT | Exception]], item: ItemT) -> ResultT:
+    return _value(work([item], 2)[0])
+
+
+def _result(work: Callable[..., ResultT], *args: Any) -> ResultT | Exception:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(directory), trust_remote_code=False, local_files_only=True
-        )
+        return work(*args)
+    except ExecutionError:  # it was closed, which is no row's fault
+        raise
     except Exception as error:
-        raise CheckpointError(
-            f"the tokenizer in {directory} cannot be loaded: {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(tokenizer.model_max_length, int | float):  # it is compared with lengths
-        raise CheckpointError(
-            f"{directory / 'tokenizer_config.json'}: model_max_length is "
-            f"{tokenizer.model_max_length!r:.100}; it takes a number"
-        )
-    return tokenizer
+        return error
+
+
+def _value(result: ResultT | Exception) -> ResultT:
+    if isinstance(result, Exception):
+        raise result
+    return result

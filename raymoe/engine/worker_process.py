@@ -20,7 +20,7 @@ from typing import Any
 
 from raymoe.engine.framed_worker import HEADER, Frame, Message, pack
 from raymoe.errors import ConfigError, ExecutionError, WorkerProcessError
-from raymoe.processes import Usage, usage_of
+from raymoe.processes import Usage, is_runnable, usage_of
 
 SCRIPT = Path(__file__).with_name("framed_worker.py")
 POLL_S = 0.5
@@ -261,10 +261,10 @@ class WorkerProcess:
             try:
                 return operate()
             except TimeoutError:
-                usage = usage_of(self._process.pid)
-                is_idle = seen is not None and usage is not None and usage.cpu_s == seen.cpu_s
-                num_idle = num_idle + 1 if is_idle else 0
-                seen = usage
+                pid, before = self._process.pid, seen
+                seen = usage_of(pid)
+                is_idle = before is not None and seen is not None and seen.cpu_s == before.cpu_s
+                num_idle = num_idle + 1 if is_idle and not is_runnable(pid) else 0
             except OSError:
                 raise self._end(cpu_s) from None
             if num_idle >= MAX_IDLE_POLLS:

@@ -4,6 +4,8 @@ The fake runner keeps token ids where a real one keeps KV, in the same blocks: a
 stale one, or a token in the wrong place changes all later tokens.
 """
 
+import atexit
+import functools
 import json
 import zlib
 from pathlib import Path
@@ -132,6 +134,20 @@ def write_byte_tokenizer(directory: Path) -> Path:
     return directory
 
 
+class KeptTokenizer(Tokenizer):
+    """Outlives the engines of a test: its processes take two seconds to start."""
+
+    def close(self) -> None:
+        pass
+
+
+@functools.cache
+def kept_tokenizer(directory: Path) -> Tokenizer:
+    tokenizer = KeptTokenizer(directory, VOCAB_SIZE)
+    atexit.register(Tokenizer.close, tokenizer)
+    return tokenizer
+
+
 def fake_parts(
     runner, policy: Policy, *, directory: Path, max_context_tokens: int = 512
 ) -> EngineParts:
@@ -139,7 +155,7 @@ def fake_parts(
     return EngineParts(
         runner=runner,
         policy=policy,
-        tokenizer=Tokenizer(directory, VOCAB_SIZE),
+        tokenizer=kept_tokenizer(directory),
         vocab_size=VOCAB_SIZE,
         max_context_tokens=max_context_tokens,
         eos_token_ids=(EOS,),

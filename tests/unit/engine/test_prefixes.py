@@ -190,6 +190,6 @@ def test_arranged_rows_share_more() -> None:
 def test_a_core_takes_the_setting_along() -> None:
     core = EngineCore(
         Bench(ROOMY).runner, ROOMY, max_context_tokens=512, vocab_size=8, eos_token_ids=(),
-        decode=str, finish=lambda *_: None, shares_across_lengths=False,
+        decode_all=list, finish=lambda *_: None, shares_across_lengths=False,
     )  # fmt: skip
     assert not core.scheduler._shares_across_lengths

@@ -75,6 +75,7 @@ BREAKS = {
     "random": (Sampler, "_random_keys", of_slots(0)),
     "prompt log probabilities": (core, "token_logprobs", wants_bad_tokens),
     "stop strings": (StopStrings, "push", lambda *_: True),
+    "stop strings found": (StopStrings, "find", lambda *_: True),
     "stop strings begin": (StopStrings, "__init__", lambda *_args: True),
 }
 

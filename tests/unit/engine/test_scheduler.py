@@ -25,8 +25,8 @@ class Bench:
             max_context_tokens=max_context_tokens,
             vocab_size=VOCAB_SIZE,
             eos_token_ids=(EOS,),
-            decode=lambda _tokens: "",
-            finish=lambda request, generation: self.results.update({request.order: generation}),
+            decode_all=lambda sequences: [""] * len(sequences),
+            finish=lambda request: self.results.update({request.order: request.generation}),
         )
         self.num_rows = 0
 

@@ -17,9 +17,9 @@ PIECES = [b"\xc3", b"\xa4", b"\xe2", b"\x82", b"\xac", b"S", b"ST", b"TOP", b"P"
 
 def push_all(stop, tokens):
     """(number of tokens taken, text) at the stop, or None."""
-    finder = StopStrings(stop, decode)
+    finder = StopStrings(stop)
     for index, token in enumerate(tokens):
-        text = finder.push(token)
+        text = finder.find(*map(decode, finder.push(token)))
         if text is not None:
             return index + 1, text
     return None
@@ -61,13 +61,9 @@ def test_text_without_a_stop_string_goes_on():
 
 def test_decoding_does_not_grow_with_the_text():
     longest = 0
-
-    def measure(tokens):
-        nonlocal longest
-        longest = max(longest, len(tokens))
-        return decode(tokens)
-
-    finder = StopStrings(("never",), measure)
+    finder = StopStrings(("never",))
     for _ in range(500):
-        finder.push(9)
+        windows = finder.push(9)
+        longest = max(longest, *map(len, windows))
+        finder.find(*map(decode, windows))
     assert longest <= 3

@@ -1,0 +1,304 @@
+"""What encodes and decodes, in a process of its own: a role of `framed_worker`.
+
+Texts come from rows, the tokenizer from a model repository, and its libraries are native code that
+may panic, abort, or take any time and memory. No code from the repository is run.
+
+The first process loads the directory with transformers and gives facts and, where nothing else is
+needed, the tokenizer of the native library as JSON: the process that decodes, and any that comes
+later, starts from that in a tenth of the time, without transformers.
+
+Requests: {"num_bytes", "has_special"} of each text with the texts' UTF-8, answered by {"counts",
+"errors"} and token ids as int32; {"counts"} with token ids, answered by {"texts", "errors"}. Errors
+are by index; such a text has no tokens, or such tokens no text.
+"""
+
+import json
+import os
+import random
+import re
+import sys
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tokenizers
+
+Message = dict[str, Any]
+Frame = tuple[Message, bytes]
+
+MAX_ERROR_CHARACTERS = 1000
+# By how much a normalizer may shorten a text: U+1FBE with two accents, 7 bytes, becomes U+0390 of 2
+# bytes in NFC. Others do not shorten at all; those that are not here know no bound.
+SHORTENING = {"NFC": 4, "Prepend": 1, "Replace": 1}
+KEEPING = {"ByteLevel", "Split", "Digits", "Metaspace", "Punctuation", "UnicodeScripts"}
+# A token with a letter before a space would be cut where long texts are.
+LETTER_AND_SPACE = re.compile("[A-Za-z][ \u0120\u2581]")
+NUM_PROBES = 400
+PIECES = (
+    *(
+        "a",
+        "Z",
+        "the",
+        "McDonald",
+        "'s",
+        "'LL",
+        "é",
+        "e\u0301",
+        "ß",
+        "Ж",
+        "语言",
+        "。",
+        "ไทย",
+        "한",
+    ),
+    *(
+        "1",
+        "22",
+        "333",
+        "4444",
+        ".",
+        ",",
+        "...",
+        "!?",
+        "(",
+        "_",
+        "-",
+        "/",
+        "\u2581",
+        "\u00a0",
+        "🙂",
+    ),
+    *(" ", "  ", "\t", "\n", "\r\n", "\n\n ", " \n", "\u200d", "\ufeff", "\x00", "  \n\t "),
+)
+
+
+class Codec:
+    """A loaded tokenizer.
+
+    Args:
+        backend: That of the native library, which does all the work; None if it does not.
+        tokenizer: That of transformers; None where only `backend` is there.
+    """
+
+    def __init__(self, backend: Any, tokenizer: Any = None) -> None:
+        self._backend, self._tokenizer = backend, tokenizer
+        if backend is not None:
+            backend.no_truncation()
+            backend.no_padding()
+
+    @classmethod
+    def load(cls, directory: str) -> "Codec":
+        """Load a tokenizer as transformers does."""
+        # 2 s and 100 MB that no tokenizer needs.
+        sys.modules["torch"] = None  # type: ignore[assignment]
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: PLC0415
+
+        tokenizer = AutoTokenizer.from_pretrained(
+            directory, trust_remote_code=False, local_files_only=True
+        )
+        if not isinstance(tokenizer.model_max_length, int | float):  # it is compared with lengths
+            raise ValueError(
+                f"model_max_length is {tokenizer.model_max_length!r:.100}; it takes a number"
+            )
+        # Subclasses may do more than the native library.
+        is_plain = isinstance(tokenizer, PreTrainedTokenizerFast) and all(
+            getattr(type(tokenizer), name) is getattr(PreTrainedTokenizerFast, name)
+            for name in ("_encode_plus", "_decode", "decode")
+        )
+        is_plain = is_plain and not (tokenizer.split_special_tokens or _cleans_up(tokenizer))
+        return cls(tokenizer.backend_tokenizer if is_plain else None, tokenizer)
+
+    def answer(self, message: Message, blob: bytes) -> Frame:
+        """Encode or decode."""
+        if "num_bytes" not in message:
+            return self._decode(message["counts"], _ids(blob)), b""
+        texts = [piece.decode() for piece in _split(blob, message["num_bytes"])]
+        results: list[list[int]] = [[]] * len(texts)
+        errors: dict[int, str] = {}
+        for has_special in (False, True):
+            indexes = [i for i, flag in enumerate(message["has_special"]) if flag == has_special]
+            found, failed = self._encode_each([texts[i] for i in indexes], has_special)
+            for index, ids in zip(indexes, found, strict=True):
+                results[index] = ids
+            errors |= {indexes[i]: error for i, error in failed.items()}
+        data = b"".join(array("i", ids).tobytes() for ids in results)
+        return {"counts": [*map(len, results)], "errors": errors}, data
+
+    def encode(self, texts: Sequence[str], *, has_special: bool) -> list[list[int]]:
+        """Token ids as the tokenizer of transformers gives them."""
+        if not texts:
+            return []
+        if self._backend is not None:
+            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=has_special)
+            return [encoding.ids for encoding in encodings]
+        options = {"add_special_tokens": has_special, "return_attention_mask": False}
+        return [list(self._tokenizer(text, verbose=False, **options).input_ids) for text in texts]
+
+    def facts(self) -> Frame:
+        """What the parent wants to know, see `Tokenizer`; and the native tokenizer."""
+        source = getattr(self._tokenizer, "chat_template", None)
+        if isinstance(source, dict):
+            source = source.get("default")
+        facts = {"chat_template": source, "special_tokens": self._tokenizer.special_tokens_map}
+        if self._backend is None:
+            return facts | {"longest_token_bytes": None, "joint": None}, b""
+        facts |= {"longest_token_bytes": longest_token_bytes(self._backend), **self._find_joint()}
+        return facts, self._backend.to_str().encode()
+
+    def _encode_each(
+        self, texts: Sequence[str], has_special: bool
+    ) -> tuple[list[list[int]], dict[int, str]]:
+        """All at once; if that raises, each alone."""
+        try:
+            return self.encode(texts, has_special=has_special), {}
+        except BaseException as error:  # a panic of the Rust library is no Exception
+            if len(texts) == 1:
+                return [[]], {0: _describe(error)}
+        results: list[list[int]] = []
+        errors: dict[int, str] = {}
+        for index, text in enumerate(texts):
+            ids, failed = self._encode_each([text], has_special)
+            results += ids
+            if failed:
+                errors[index] = failed[0]
+        return results, errors
+
+    def _decode(self, counts: Sequence[int], ids: list[int]) -> Message:
+        texts, errors, begin = [], {}, 0
+        decode = (self._backend or self._tokenizer).decode
+        for index, count in enumerate(counts):
+            text = ""
+            try:
+                text = decode(ids[begin : begin + count], skip_special_tokens=True)
+            except BaseException as error:  # as above
+                errors[index] = _describe(error)
+            texts.append(text)
+            begin += count
+        return {"texts": texts, "errors": errors}
+
+    def _find_joint(self) -> Message:
+        """Whether texts can be encoded in pieces that are cut between a letter and a space.
+
+        The joint is what the later piece begins with: the space, nothing where the tokenizer adds
+        a space itself, or None where the tokens would not be those of the whole text. No token
+        may have the cut inside; that nothing else depends on what is beyond it (regular
+        expressions, normalizers, added tokens) is tried with many texts.
+        """
+        none: Message = {"joint": None, "prefix": [], "suffix": []}
+        added = self._backend.get_added_tokens_decoder().values()
+        names = [token.content for token in added]
+        if any(map(LETTER_AND_SPACE.search, self._backend.get_vocab())) or any(
+            token.rstrip and token.content[-1:].isalpha() for token in added
+        ):
+            return none
+        lefts, rights = _probes([*PIECES, *names[:50]])
+        wholes = [f"{left} {right}" for left, right in zip(lefts, rights, strict=True)]
+        plain = self.encode(wholes, has_special=False)
+        full = self.encode(wholes, has_special=True)
+        before = next((i for i in range(8) if full[0][i : i + len(plain[0])] == plain[0]), 0)
+        prefix, suffix = full[0][:before], full[0][before + len(plain[0]) :]
+        if full != [[*prefix, *ids, *suffix] for ids in plain]:
+            return none
+        first = self.encode(lefts, has_special=False)
+        for joint in (" ", ""):
+            second = self.encode([joint + right for right in rights], has_special=False)
+            if plain == [[*a, *b] for a, b in zip(first, second, strict=True)]:
+                return {"joint": joint, "prefix": prefix, "suffix": suffix}
+        return none
+
+
+def _probes(pieces: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Beginnings that end with a letter, and ends that begin with one."""
+    choose = random.Random(0)
+
+    def some() -> str:
+        return "".join(choose.choices(pieces, k=choose.randint(0, 12)))
+
+    letters = ("a", "Z", "the", "don't", "it's", "x1y")
+    lefts = [some() + choose.choice(letters) for _ in range(NUM_PROBES)]
+    return lefts, [choose.choice(letters) + some() for _ in range(NUM_PROBES)]
+
+
+def longest_token_bytes(backend: Any) -> int | None:
+    """Most bytes of text that a token can stand for; None where there is no such bound."""
+    model, vocabulary = backend.model, backend.get_vocab()
+    added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    normalizers = list(_parts(backend.normalizer))
+    kinds = [part["type"] for part in _parts(backend.pre_tokenizer)]
+    if type(model).__name__ != "BPE" or any(
+        token.lstrip or token.rstrip for token in added.values()
+    ):
+        return None
+    if not KEEPING.issuperset(kinds) or _removes(backend.pre_tokenizer):
+        return None
+    factor = 1
+    for part in normalizers:
+        if part["type"] not in SHORTENING or not _keeps_length(part):
+            return None
+        factor *= SHORTENING[part["type"]]
+    alphabet = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    is_byte_level = "ByteLevel" in kinds and vocabulary.keys() >= alphabet
+    has_bytes = model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+    if not is_byte_level and not has_bytes:
+        return None  # what is not in the vocabulary vanishes or becomes one token
+    lengths = [
+        len(token) if is_byte_level and token not in added else len(token.encode())
+        for token in vocabulary
+    ]
+    return factor * max(lengths)
+
+
+def _keeps_length(part: Message) -> bool:
+    if part["type"] != "Replace":
+        return True
+    pattern = part["pattern"].get("String")
+    return pattern is not None and len(part["content"].encode()) >= len(pattern.encode())
+
+
+def _removes(pre_tokenizer: Any) -> bool:
+    return any(part.get("behavior") == "Removed" for part in _parts(pre_tokenizer))
+
+
+def _parts(component: Any) -> Iterator[Message]:
+    """A normalizer or pre-tokenizer as its file has it, sequences resolved."""
+    waiting = [] if component is None else [json.loads(component.__getstate__())]
+    while waiting:
+        part = waiting.pop(0)
+        inner = part.get("normalizers", part.get("pretokenizers"))
+        if inner is None:
+            yield part
+        else:
+            waiting = [*inner, *waiting]
+
+
+def _split(blob: bytes, sizes: Sequence[int]) -> Iterator[bytes]:
+    begin = 0
+    for size in sizes:
+        yield blob[begin : begin + size]
+        begin += size
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]
+
+
+def _ids(blob: bytes) -> list[int]:
+    return array("i", blob).tolist()
+
+
+def _cleans_up(tokenizer: Any) -> bool:
+    """Whether transformers changes the text that the native library decodes."""
+    name = "clean_up_tokenization_spaces"
+    is_bpe = type(tokenizer.backend_tokenizer.model).__name__ == "BPE"
+    corrupts = getattr(tokenizer, f"{name}_for_bpe_even_though_it_will_corrupt_output", True)
+    return bool(getattr(tokenizer, name)) and (corrupts or not is_bpe)
+
+
+def start(settings: Message, blob: bytes) -> tuple[Frame, Callable[[Message, bytes], Frame]]:
+    """Load a tokenizer from its directory, or from the JSON that such a process gave."""
+    os.putenv("TOKENIZERS_PARALLELISM", "false")  # cores compute
+    os.putenv("RUST_BACKTRACE", "0")
+    if blob:
+        return ({}, b""), Codec(tokenizers.Tokenizer.from_buffer(blob)).answer
+    codec = Codec.load(settings["directory"])
+    return codec.facts() if settings["wants_facts"] else ({}, b""), codec.answer
