@@ -42,6 +42,8 @@ class Cluster:
         gpus_per_actor: That an engine takes, where there are any.
         gpu: The preset with their GPU, where Ray knows its name and we do.
         store_bytes: Of the largest object store.
+        num_generators: Of the pipeline that runs there, with as many actors each; None where that
+            was not said.
     """
 
     num_nodes: int
@@ -51,6 +53,7 @@ class Cluster:
     gpus_per_actor: float = 1
     gpu: HardwareSpec | None = None
     store_bytes: float = 0
+    num_generators: int | None = None
 
     @classmethod
     def connected(cls, device: str = "auto", gpus_per_actor: float = 1) -> "Cluster":
@@ -96,7 +99,7 @@ class Cluster:
         """Return what one of the actors may use of its node; None when no node is known."""
         if not (self.num_cpus and self.memory_bytes):
             return None
-        actors_per_node = self.actors_per_node(num_actors)
+        actors_per_node = self.actors_per_node(num_actors) * (self.num_generators or 1)
         cores = max(1, int(self.num_cpus / self.num_nodes) // actors_per_node)
         memory_bytes = MEMORY_FRACTION * self.memory_bytes / self.num_nodes / actors_per_node
         host = HardwareSpec(
@@ -109,16 +112,17 @@ class Cluster:
         return host if self.gpu is None else host.with_gpu_of(self.gpu, self.gpu.gpu_memory_bytes)
 
     def cpus_for(self, num_actors: int) -> float:
-        """Return the CPUs of one actor such that a node's reads and writes keep one.
+        """Return the CPUs that Ray reserves for one actor; threads of the engine are another thing.
 
-        Without it a job waits for ever: actors that took all CPUs wait for blocks that nobody
-        may read.
+        A node keeps one for its reads, maps and writes: actors that took all CPUs would wait for
+        blocks that nobody may read. A single node keeps room for a second generator too; of several
+        nodes actors take all they can, since that alone spreads them.
         """
         if not self.num_cpus:
             return 1
-        cpus_per_node = self.num_cpus / self.num_nodes
-        spare = 1.0 if cpus_per_node >= 2 else 0.5
-        share = (cpus_per_node - spare) / self.actors_per_node(num_actors)
+        generators = self.num_generators or (2 if self.num_nodes == 1 else 1)
+        spare = self.num_cpus / self.num_nodes - 1
+        share = max(0.0, spare) / (self.actors_per_node(num_actors) * generators)
         return float(math.floor(share)) if share >= 1 else math.floor(share * 1000) / 1000
 
     def advise(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from raymoe.config import EngineConfig
 from raymoe.data.cluster import Cluster
+from raymoe.data.fit import check_before_start
 from raymoe.data.options import as_engine_config
 from raymoe.data.weight_sharing import BYTES_PER_ELEMENT, choose_sharing, dtype_of, saved_bytes
 from raymoe.errors import ConfigError, InfeasiblePlanError
@@ -37,10 +38,11 @@ DIRECTORIES = ("journal_dir", "status_dir")
 PREFETCHED_FRACTION = 0.25  # tasks that wait at the actor with their input already local
 
 
-def map_batches_kwargs(
+def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-only
     model_source: str | Path,
     *,
     num_actors: int = 1,
+    num_generators: int | None = None,
     rows_in_flight: int | None = None,
     batch_size: int | None = None,
     num_gpus: float | None = None,
@@ -62,25 +64,24 @@ def map_batches_kwargs(
         model_source: A local model directory, or a name on the Hugging Face hub.
         num_actors: Engines. Several on one node share one copy of the weights in its `/dev/shm`,
             where they run on devices (`EngineConfig.shared_weights`); others have one each.
-        rows_in_flight: Rows inside one actor; None takes four times the sequences that the plan
-            keeps live: finished rows wait inside for the slowest of their call.
+        num_generators: Of the pipeline, where one writes and another judges, say: each plans with
+            its part of a node. None plans one with all of it, but a second finds a node's CPUs.
+        rows_in_flight: Of one actor; None takes four times the sequences that the plan keeps live:
+            finished rows wait for the slowest of their call.
         batch_size: Rows of one call, small rather than large. None takes 16, or as many as it takes
             to have `rows_in_flight` inside of 256 calls (fewer with more than 32 actors).
-        num_gpus: Of an actor; None takes `tensor_parallel_size` of the engine, usually one, where
-            the cluster has any GPU and the device allows it.
-        num_cpus: Of an actor; None shares the CPUs of the nodes and leaves one to the reads.
-        memory: Bytes that Ray reserves for an actor; None takes what the plan needs. It decides
-            placement only and limits nothing.
+        num_gpus: Of an actor; None takes `tensor_parallel_size` where there are GPUs to use.
+        num_cpus: Reserved for an actor, whatever its threads; None leaves one of a node to reads.
+        memory: Bytes reserved for an actor, which limit nothing; None takes what the plan needs.
         engine_config: An `EngineConfig`, or its fields as a dict.
         options: Passed to `MoEGenerator`: sampling_params, id_column and so on. A relative
             journal_dir or status_dir is one of this process, wherever the actors run.
-
-    Raises:
-        ConfigError: A number that makes no sense.
     """
-    _check_counts(num_actors=num_actors, rows_in_flight=rows_in_flight, batch_size=batch_size)
+    _check_counts(num_actors=num_actors, num_generators=num_generators)
+    _check_counts(rows_in_flight=rows_in_flight, batch_size=batch_size)
+    check_before_start()
     config = as_engine_config(engine_config)
-    cluster = _find_cluster(config, num_gpus)
+    cluster = _find_cluster(config, num_gpus, num_generators)
     config, plan = _plan_share(model_source, config, cluster, num_actors)
     rows = rows_in_flight or _default_rows(plan)
     batch_size = batch_size or rows_of_a_call(rows, num_actors)
@@ -105,11 +106,13 @@ def rows_of_a_call(rows_in_flight: int, num_actors: int) -> int:
     return max(LEAST_ROWS_PER_CALL, ceil_div(rows_in_flight, calls))
 
 
-def _find_cluster(config: EngineConfig, num_gpus: float | None) -> Cluster:
+def _find_cluster(
+    config: EngineConfig, num_gpus: float | None, num_generators: int | None
+) -> Cluster:
     device = "cpu" if num_gpus == 0 else config.device
     cluster = Cluster.connected(device, num_gpus or config.tensor_parallel_size)
     cluster.advise()
-    return cluster
+    return dataclasses.replace(cluster, num_generators=num_generators)
 
 
 def _default_rows(plan: "ActorPlan | None") -> int:
@@ -142,8 +145,8 @@ def _plan_share(
     neighbours = cluster.actors_per_node(num_actors)
     config = choose_sharing(config, actors_per_node=neighbours, num_gpus=cluster.num_gpus)
     saved = saved_bytes(model_source, config, neighbours)
-    if node is not None and neighbours > 1:
-        # What the actors share counts in the plan of each, but is there once.
+    if node is not None and neighbours * (cluster.num_generators or 1) > 1:
+        # What actors of one generator share counts in the plan of each, but is there once.
         node = dataclasses.replace(node, host_memory_bytes=node.host_memory_bytes + saved)
         config = _share_node(config, node)
     try:

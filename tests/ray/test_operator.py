@@ -14,6 +14,7 @@ from raymoe.config import EngineConfig
 from raymoe.data.generator import MoEGenerator
 from raymoe.data.sizing import map_batches_kwargs
 from raymoe.engine.engine import Engine
+from raymoe.errors import InfeasiblePlanError
 
 pytestmark = [
     pytest.mark.ray,
@@ -186,3 +187,34 @@ def test_a_wrong_column_name_fails_the_job_and_says_which_there_are(
                 path, tiny_model, num_actors=1, prompt_column="question", messages_column="chat"
             )
         )
+
+
+def two_generators(path, model, **options):
+    """One that writes and one that judges what was written, with reads and maps around."""
+    dataset = ray.data.read_parquet(path).repartition(target_num_rows_per_block=16, strict=True)
+    for column in ("prompt", "generated_text"):
+        arguments = map_batches_kwargs(
+            model, sampling_params=PARAMS, id_column="id", **{"engine_config": CONFIG, **options}
+        )
+        dataset = dataset.map_batches(as_prompt, fn_args=[column], batch_format="pyarrow")
+        dataset = dataset.map_batches(MoEGenerator, **arguments)
+    return dataset
+
+
+def as_prompt(table, column):
+    return table.select(["id", column]).rename_columns(["id", "prompt"])
+
+
+def test_two_generators_of_one_pipeline_end_with_the_defaults(local_ray, tiny_model, tmp_path):
+    path = write_rows(tmp_path / "rows.parquet", 200)
+    judged = two_generators(path, tiny_model, engine_config=None).take_all()
+    assert sorted(row["id"] for row in judged) == list(range(200))
+
+
+def test_two_generators_without_room_for_both_are_refused_at_once(local_ray, tiny_model, tmp_path):
+    path = write_rows(tmp_path / "rows.parquet", 20)
+    memory = int(0.6 * ray.cluster_resources()["memory"])
+    with pytest.raises(InfeasiblePlanError, match=r"GiB of memory.*num_generators"):
+        two_generators(path, tiny_model, memory=memory).take_all()
+    with pytest.raises(InfeasiblePlanError, match=r"no room for .* needs 1 CPU"):
+        two_generators(path, tiny_model, num_cpus=1).take_all()

@@ -58,14 +58,42 @@ def test_all_arguments_are_named_ones_of_map_batches():
 
 @pytest.mark.parametrize(
     ("num_cpus", "num_nodes", "num_actors", "expected"),
-    [(2, 1, 1, 1), (2, 1, 2, 0.5), (1, 1, 1, 0.5), (16, 1, 1, 15), (16, 1, 4, 3), (32, 4, 4, 7)],
+    [
+        (2, 1, 1, 0.5),
+        (2, 1, 2, 0.25),
+        (1, 1, 1, 0),
+        (2, 2, 2, 0),
+        (16, 1, 1, 7),
+        (17, 1, 4, 2),
+        (32, 4, 4, 7),
+    ],
 )
 def test_actors_leave_a_cpu_of_each_node_to_the_reads(num_cpus, num_nodes, num_actors, expected):
+    """On a single node, and a second generator's as well."""
     cluster = Cluster(num_cpus=num_cpus, num_nodes=num_nodes, num_gpus=0)
     assert cluster.cpus_for(num_actors) == expected
 
 
-@pytest.mark.parametrize("field", ["num_actors", "rows_in_flight", "batch_size"])
+@pytest.mark.parametrize("num_nodes", [1, 4])
+@pytest.mark.parametrize("num_generators", [1, 2, 3, 7])
+@pytest.mark.parametrize("num_actors", [1, 2, 5])
+@pytest.mark.parametrize("cpus", [1, 2, 3, 16, 64])
+def test_all_generators_of_a_pipeline_leave_a_cpu(num_nodes, num_generators, num_actors, cpus):
+    cluster = Cluster(
+        num_nodes=num_nodes,
+        num_cpus=cpus * num_nodes,
+        num_gpus=0,
+        memory_bytes=32 * GIB * num_nodes,
+        num_generators=num_generators,
+    )
+    per_node = cluster.actors_per_node(num_actors) * num_generators
+    assert cluster.cpus_for(num_actors) * per_node <= cpus - 1 + 1e-9
+    share = cluster.share(num_actors)
+    assert share.host_memory_bytes * per_node <= 32 * GIB
+    assert share.num_cores * per_node <= max(cpus, per_node)
+
+
+@pytest.mark.parametrize("field", ["num_actors", "num_generators", "rows_in_flight", "batch_size"])
 @pytest.mark.parametrize("value", [0, -1, 2.5, True])
 def test_sizes_that_make_no_sense_are_refused(field, value):
     with pytest.raises(ConfigError, match=field):
@@ -144,6 +172,18 @@ def test_actors_on_the_gpus_of_one_node_share_the_weights_and_their_memory(model
     assert 0.75 * 1.6e9 < weights < 0.75 * 2.0e9  # three quarters are the neighbours'
     assert configs[1].host_memory_bytes * 4 <= 32 * GIB
     assert shared["memory"] < own["memory"]
+
+
+def test_generators_of_one_pipeline_plan_with_their_part_of_a_node(model, monkeypatch):
+    cluster = Cluster(num_nodes=1, num_cpus=33, num_gpus=0, memory_bytes=32 * GIB)
+    monkeypatch.setattr(Cluster, "connected", staticmethod(lambda *_: cluster))
+    alone, one_of_two = (map_batches_kwargs(model, num_generators=n) for n in (1, 2))
+    assert (alone["num_cpus"], one_of_two["num_cpus"]) == (32, 16)
+    config = one_of_two["fn_constructor_kwargs"]["engine_config"]
+    assert config.host_memory_bytes == int(0.85 * 16 * GIB)
+    assert config.num_threads == 16
+    assert one_of_two["memory"] <= 16 * GIB
+    assert alone["fn_constructor_kwargs"]["engine_config"].host_memory_bytes is None
 
 
 @pytest.mark.parametrize(
