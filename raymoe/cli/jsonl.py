@@ -54,7 +54,7 @@ class JsonlScan:
     """What the first reading found.
 
     Attributes:
-        ids: Of the lines that could be read.
+        ids: Of the lines that could be read; one that is no text for Arrow makes an error row.
     """
 
     layout: JsonlFormat
@@ -95,7 +95,7 @@ def scan(files: Sequence[Location], prompt_column: str, id_column: str | None) -
                 for key, value in (record or {}).items():
                     kinds.setdefault(key, set()).add(_kind(value))
                 if id_column is not None and record is not None:
-                    ids.append(record.get(id_column))
+                    ids += [one for one in (record.get(id_column),) if _encodes(one)]
                 rows += 1
             if size >= SPLIT_BYTES or rows >= SPLIT_ROWS:
                 splits.append(Split(file.path, begin, size))
@@ -161,6 +161,13 @@ def _cell(value: Any, field: pa.Field, layout: JsonlFormat) -> Any:
         except UnicodeEncodeError as problem:
             raise ValueError(f"has a lone surrogate at character {problem.start}") from problem
     return value
+
+
+def _encodes(value: Any) -> bool:
+    try:
+        return not isinstance(value, str) or value.encode() is not None
+    except UnicodeEncodeError:
+        return False
 
 
 def _fits_prompt(value: Any, arrow_type: pa.DataType) -> bool:

@@ -227,8 +227,8 @@ def _open_batch(files: Sequence[Location]) -> JsonlSource:
         text_columns=frozenset(TEXT_COLUMNS),
     )
     scanned = dataclasses.replace(scan(files, "", ID_COLUMN), layout=layout)
-    # Lines without an id become error rows; without text that Arrow can hold, too.
-    ids = [row_id for row_id in scanned.ids if isinstance(row_id, str) and _encodes(row_id)]
+    # Lines without an id become error rows.
+    ids = [row_id for row_id in scanned.ids if isinstance(row_id, str)]
     source = JsonlSource(
         files=tuple(files),
         schema=pa.schema([(name, pa.string()) for name in ROW_COLUMNS]),
@@ -239,14 +239,6 @@ def _open_batch(files: Sequence[Location]) -> JsonlSource:
     )
     check_ids(source.ids, ID_COLUMN)
     return source
-
-
-def _encodes(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def check_ids(ids: pa.Array, id_column: str) -> None:

@@ -82,3 +82,11 @@ def test_ids_of_json_lines_are_text_or_whole_numbers(tmp_path):
         open_ids(path)
     path.write_text('{"id": 1}\n{broken\n{"id": 7}\n')
     assert open_ids(path).ids.to_pylist() == [1, 7]
+
+
+def test_an_id_that_is_no_text_for_arrow_is_an_error_of_its_row(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"id": "a", "prompt": "x"}\n{"id": "\\ud800", "prompt": "y"}\n')
+    source = open_source(str(path), prompt_column="prompt", id_column="id")
+    assert source.ids.to_pylist() == ["a"]
+    assert source.num_rows == 2
