@@ -203,11 +203,12 @@ def _without_written(job: Job) -> Job:
     """Return the job without the rows that a former run wrote."""
     columns, id_column = _content_columns(job.options, job.source.is_batch), job.id_column or ""
     written = find_written(job.source, job.sink, columns, id_column)
-    if len(written.changed):
-        typer.echo(
-            f"{len(written.changed):,} rows have been edited since they were written and are "
-            "generated again", err=True)  # fmt: skip
-        job.sink.drop(written.changed, id_column)
+    reasons = {"have been edited since they were written": written.changed,
+               "had an error from outside": written.failed}  # fmt: skip
+    for reason, ids in reasons.items():
+        if len(ids):
+            typer.echo(f"{len(ids):,} rows {reason} and are generated again", err=True)
+            job.sink.drop(ids, id_column)
     total = job.source.num_rows
     typer.echo(f"{written.num_rows:,} of {total:,} rows are already written", err=True)
     return dataclasses.replace(job, written=written)

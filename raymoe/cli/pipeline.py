@@ -37,6 +37,8 @@ from raymoe.units import format_seconds
 
 FLUSH_EVERY_S = 60.0
 MAX_REASONS = 3
+# Rows with these may succeed in another run, see `raymoe.errors`.
+TEMPORARY_ERRORS = ("WorkerProcessError:", "CapacityError:")
 PROMPT_COLUMNS = ("prompt_column", "messages_column", "tools_column")
 
 
@@ -93,11 +95,13 @@ class Written:
     Attributes:
         ids: Of those that have one, and whose answer is still that of the input.
         changed: Ids of those that have been edited since.
+        failed: Ids of those that ended by something outside of them.
         errors: What was said of lines so broken that they have no id.
     """
 
     ids: pa.Array
     changed: pa.Array
+    failed: pa.Array
     errors: pa.Array
 
     @property
@@ -119,12 +123,14 @@ def find_written(source: Source, sink: Sink, columns: Sequence[str], id_column: 
         ConfigError: Its ids are of another type than those of the input.
     """
     digests: dict[Any, str] = {}
-    errors = []
+    errors, failed = [], []
     for row in sink.read_written(id_column):
         if row.id is None:
             errors.append(row.error.removeprefix("ValueError: "))
         else:
             digests[row.id] = row.digest
+            if row.error.startswith(TEMPORARY_ERRORS):
+                failed.append(row.id)
     changed = [
         row_id
         for row_id, digest in _input_digests(source, columns, id_column)
@@ -136,12 +142,16 @@ def find_written(source: Source, sink: Sink, columns: Sequence[str], id_column: 
         raise ConfigError(
             f"the ids in {sink.location} are not of the input's type {source.ids.type}: {error}"
         ) from error
-    edited = pa.array(changed, source.ids.type)
+    again = [pa.array(ids, source.ids.type) for ids in (changed, failed)]
     is_right = pc.and_not(
-        pc.is_in(source.ids, value_set=known), pc.is_in(source.ids, value_set=edited)
+        pc.is_in(source.ids, value_set=known),
+        pc.is_in(source.ids, value_set=pa.concat_arrays(again)),
     )
     return Written(
-        ids=source.ids.filter(is_right), changed=edited, errors=pa.array(errors, pa.string())
+        ids=source.ids.filter(is_right),
+        changed=again[0],
+        failed=again[1],
+        errors=pa.array(errors, pa.string()),
     )
 
 

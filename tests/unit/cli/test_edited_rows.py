@@ -45,12 +45,12 @@ def write_parquet(path, records):
     pq.write_table(pa.Table.from_pylist(records, schema), path)
 
 
-def answer(source, sink, id_column):
+def answer(source, sink, *, error=""):
     """Write an answer for each row, as the operator would."""
     params = SamplingParams()
     sink.prepare(resume=False, overwrite=False)
     for table in source.tables([*source.schema.names]):
-        good = Generation(text="a", token_ids=(1,), num_generated_tokens=1)
+        good = Generation(text="a", token_ids=(1,), num_generated_tokens=1, error=error)
         columns = OutputColumns.of(params, has_choices=source.is_batch)
         sink.write(columns.append(table, [good] * table.num_rows))
     sink.close()
@@ -69,7 +69,7 @@ def test_edited_rows_are_found_and_dropped(tmp_path, write, name, place):
         return source, open_sink(location, source, content_columns=COLUMNS, run="0a1b")
 
     source, sink = open_both()
-    answer(source, sink, "id")
+    answer(source, sink)
     ids = source.ids.to_pylist()
 
     source, sink = open_both()
@@ -103,7 +103,7 @@ def test_edited_requests_of_a_batch_are_found(tmp_path, place):
     path, location = tmp_path / "in.jsonl", PLACES[place](tmp_path, "out.jsonl")
     write_jsonl(path, [request(number, f"q{number}") for number in range(4)])
     source = open_source(str(path), prompt_column="prompt", id_column=None)
-    answer(source, open_sink(location, source), "custom_id")
+    answer(source, open_sink(location, source))
     write_jsonl(path, [request(number, f"q{number}" * (1 + (number == 2))) for number in range(4)])
     source = open_source(str(path), prompt_column="prompt", id_column=None)
     sink = open_sink(location, source)
@@ -111,3 +111,16 @@ def test_edited_requests_of_a_batch_are_found(tmp_path, place):
     written = find_written(source, sink, CONTENT_COLUMNS, "custom_id")
     assert written.changed.to_pylist() == ["r2"]
     assert written.ids.to_pylist() == ["r0", "r1", "r3"]
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out"])
+def test_rows_whose_error_came_from_outside_are_generated_again(tmp_path, name):
+    path = tmp_path / "in.jsonl"
+    write_jsonl(path, RECORDS)
+    source = open_source(str(path), prompt_column="prompt", id_column="id")
+    sink = open_sink(PLACES["local"](tmp_path, name), source, content_columns=COLUMNS)
+    answer(source, sink, error="WorkerProcessError: the tokenizer's process was killed")
+    open_again(sink)
+    written = find_written(source, sink, COLUMNS, "id")
+    assert written.failed.to_pylist() == source.ids.to_pylist()
+    assert (len(written.ids), len(written.changed)) == (0, 0)
