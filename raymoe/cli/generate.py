@@ -208,7 +208,8 @@ def _without_written(job: Job) -> Job:
     for reason, ids in reasons.items():
         if len(ids):
             typer.echo(f"{len(ids):,} rows {reason} and are generated again", err=True)
-            job.sink.drop(ids, id_column)
+    if written.stale:
+        job.sink.drop(written.stale, id_column)
     total = job.source.num_rows
     typer.echo(f"{written.num_rows:,} of {total:,} rows are already written", err=True)
     return dataclasses.replace(job, written=written)

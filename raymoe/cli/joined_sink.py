@@ -6,7 +6,15 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 
-from raymoe.cli.lines import Lines, TableLines, WrittenRow, drop_lines, read_lines, write_lines
+from raymoe.cli.lines import (
+    Lines,
+    Stale,
+    TableLines,
+    WrittenRow,
+    drop_lines,
+    read_lines,
+    write_lines,
+)
 from raymoe.cli.parts import Parts
 from raymoe.cli.storage import Location, not_empty
 from raymoe.errors import ConfigError
@@ -59,12 +67,11 @@ class JoinedSink:
             with one.open_lines() as file:
                 yield from read_lines(self.lines, file, id_column, where=str(one))
 
-    def drop(self, ids: pa.Array, id_column: str) -> None:
-        """Remove rows by their ids."""
-        dropped = set(ids.to_pylist())
+    def drop(self, stale: Stale, id_column: str) -> None:
+        """Remove rows."""
         for one in self._files():
             with one.open_lines() as lines, one.replacing() as file:
-                file.writelines(drop_lines(self.lines, lines, dropped, id_column))
+                file.writelines(drop_lines(self.lines, lines, stale, id_column))
 
     def _files(self) -> list[Location]:
         """Where the rows are."""

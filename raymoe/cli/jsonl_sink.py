@@ -8,7 +8,15 @@ from typing import IO
 
 import pyarrow as pa
 
-from raymoe.cli.lines import Lines, TableLines, WrittenRow, drop_lines, read_lines, write_lines
+from raymoe.cli.lines import (
+    Lines,
+    Stale,
+    TableLines,
+    WrittenRow,
+    drop_lines,
+    read_lines,
+    write_lines,
+)
 from raymoe.cli.storage import Location, not_empty
 from raymoe.errors import ConfigError
 
@@ -55,13 +63,13 @@ class JsonlSink:
         with self.partial.open("rb") as file:
             yield from read_lines(self.lines, file, id_column, where=str(self.partial))
 
-    def drop(self, ids: pa.Array, id_column: str) -> None:
-        """Remove rows by their ids."""
+    def drop(self, stale: Stale, id_column: str) -> None:
+        """Remove rows."""
         with (
             self.partial.open("rb") as lines,
             self.location.at(str(self.partial)).replacing() as file,
         ):
-            file.writelines(drop_lines(self.lines, lines, set(ids.to_pylist()), id_column))
+            file.writelines(drop_lines(self.lines, lines, stale, id_column))
 
     def write(self, table: pa.Table) -> None:
         """Collect rows; write them when there are enough."""

@@ -22,6 +22,26 @@ class WrittenRow(NamedTuple):
     digest: str
 
 
+@dataclass(frozen=True, slots=True)
+class Stale:
+    """Rows of an output that no longer belong to the input.
+
+    Attributes:
+        ids: Of those that have one.
+        errors: Of those that have none, because their lines could not be read.
+    """
+
+    ids: frozenset[Any] = frozenset()
+    errors: frozenset[str] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.ids or self.errors)
+
+    def holds(self, row: WrittenRow) -> bool:
+        """Whether a row is one of them."""
+        return row.error in self.errors if row.id is None else row.id in self.ids
+
+
 class Lines(Protocol):
     """What a line of an output holds."""
 
@@ -156,9 +176,9 @@ def check_form(names: Container[str], *, has_count: bool) -> None:
 
 
 def drop_lines(
-    lines: Lines, file: Iterable[bytes], ids: Container[Any], id_column: str
+    lines: Lines, file: Iterable[bytes], stale: "Stale", id_column: str
 ) -> Iterator[bytes]:
-    """Yield the lines of the rows that have other ids."""
+    """Yield the lines of the rows that are not stale."""
     for line in file:
-        if lines.read(json.loads(line), id_column).id not in ids:
+        if not stale.holds(lines.read(json.loads(line), id_column)):
             yield line

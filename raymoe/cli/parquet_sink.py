@@ -6,10 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from raymoe.cli.lines import TableLines, WrittenRow, check_form
+from raymoe.cli.lines import Stale, TableLines, WrittenRow, check_form
 from raymoe.cli.parts import Parts
 from raymoe.cli.storage import NUM_READERS, Location, not_empty
 from raymoe.data.columns import ERROR_COLUMN
@@ -65,12 +64,13 @@ class ParquetSink:
             for rows in pool.map(read, self.parts.find()):
                 yield from rows
 
-    def drop(self, ids: pa.Array, id_column: str) -> None:
-        """Remove rows by their ids."""
+    def drop(self, stale: Stale, id_column: str) -> None:
+        """Remove rows."""
         for part in self.parts.find():
+            rows = _read_rows(part, id_column=id_column, lines=self.lines)
             with part.open_file() as opened:
                 table = pq.read_table(opened)
-            kept = table.filter(pc.invert(pc.is_in(table.column(id_column), value_set=ids)))
+            kept = table.filter(pa.array([not stale.holds(row) for row in rows], pa.bool_()))
             if kept.num_rows == table.num_rows:
                 continue
             if kept.num_rows == 0:

@@ -12,8 +12,9 @@ import pyarrow.compute as pc
 from rich.console import Console
 
 from raymoe.cli.job_watch import JobWatch
+from raymoe.cli.jsonl import INPUT_ERROR_COLUMN
 from raymoe.cli.lease import Lease
-from raymoe.cli.lines import TableLines
+from raymoe.cli.lines import Stale, TableLines, WrittenRow
 from raymoe.cli.local_ray import has_cluster, running_ray, this_machine
 from raymoe.cli.progress import Progress, Tally
 from raymoe.cli.sinks import Sink
@@ -39,6 +40,7 @@ FLUSH_EVERY_S = 60.0
 MAX_REASONS = 3
 # Rows with these may succeed in another run, see `raymoe.errors`.
 TEMPORARY_ERRORS = ("WorkerProcessError:", "CapacityError:")
+LINE_ERROR = "ValueError: "
 PROMPT_COLUMNS = ("prompt_column", "messages_column", "tools_column")
 
 
@@ -97,12 +99,15 @@ class Written:
         changed: Ids of those that have been edited since.
         failed: Ids of those that ended by something outside of them.
         errors: What was said of lines so broken that they have no id.
+        stale: Rows of the output that have to go: all that are to be generated again, and those of
+            broken lines that are not there any more.
     """
 
     ids: pa.Array
     changed: pa.Array
     failed: pa.Array
     errors: pa.Array
+    stale: Stale
 
     @property
     def num_rows(self) -> int:
@@ -123,19 +128,20 @@ def find_written(source: Source, sink: Sink, columns: Sequence[str], id_column: 
         ConfigError: Its ids are of another type than those of the input.
     """
     digests: dict[Any, str] = {}
-    errors, failed = [], []
+    errors: set[str] = set()
+    failed, changed, broken = [], [], set()
     for row in sink.read_written(id_column):
         if row.id is None:
-            errors.append(row.error.removeprefix("ValueError: "))
+            errors.add(row.error)
         else:
             digests[row.id] = row.digest
             if row.error.startswith(TEMPORARY_ERRORS):
                 failed.append(row.id)
-    changed = [
-        row_id
-        for row_id, digest in _input_digests(source, columns, id_column)
-        if digests.get(row_id, digest) != digest
-    ]
+    for now in _input_rows(source, columns, id_column):
+        if now.id is None:
+            broken.add(now.error)
+        elif digests.get(now.id, now.digest) != now.digest:
+            changed.append(now.id)
     try:
         known = pa.array(list(digests), source.ids.type)
     except (pa.ArrowException, TypeError, OverflowError) as error:
@@ -151,18 +157,19 @@ def find_written(source: Source, sink: Sink, columns: Sequence[str], id_column: 
         ids=source.ids.filter(is_right),
         changed=again[0],
         failed=again[1],
-        errors=pa.array(errors, pa.string()),
+        errors=pa.array([e.removeprefix(LINE_ERROR) for e in errors & broken], pa.string()),
+        stale=Stale(frozenset([*changed, *failed]), frozenset(errors - broken)),
     )
 
 
-def _input_digests(
-    source: Source, columns: Sequence[str], id_column: str
-) -> Iterator[tuple[Any, str]]:
+def _input_rows(source: Source, columns: Sequence[str], id_column: str) -> Iterator[WrittenRow]:
+    """Yield the rows of the input as they would be written; the errors are of broken lines."""
     lines = TableLines(source.json_columns, content_columns=tuple(columns))
-    for table in source.tables([id_column, *columns]):
+    for table in source.tables([id_column, *columns, INPUT_ERROR_COLUMN]):
         for record in lines.of(table):
             digest = request_digest(record) if source.is_batch else lines.digest(record)
-            yield record[id_column], digest
+            error = f"{LINE_ERROR}{record.get(INPUT_ERROR_COLUMN)}"
+            yield WrittenRow(record[id_column], error, digest)
 
 
 def run_job(job: Job, console: Console) -> Tally:

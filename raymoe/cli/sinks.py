@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from raymoe.cli.joined_sink import JoinedSink
 from raymoe.cli.jsonl_sink import JsonlSink
-from raymoe.cli.lines import BatchLines, SampleLines, TableLines, WrittenRow
+from raymoe.cli.lines import BatchLines, SampleLines, Stale, TableLines, WrittenRow
 from raymoe.cli.parquet_sink import ParquetSink
 from raymoe.cli.sources import Source
 from raymoe.cli.storage import Location
@@ -29,8 +29,8 @@ class Sink(Protocol):
         """Yield what a resumed run must know of every row that is already there."""
         ...
 
-    def drop(self, ids: pa.Array, id_column: str) -> None:
-        """Remove the rows with these ids."""
+    def drop(self, stale: Stale, id_column: str) -> None:
+        """Remove rows."""
         ...
 
     def write(self, table: pa.Table) -> None:

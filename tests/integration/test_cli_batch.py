@@ -45,7 +45,7 @@ BAD = {
     "tools": "takes no tools",
     "stream": "stream True",
     "hot": "temperature is 'hot'",
-    "long": "tokens; at most",
+    "long": "bytes; at most",
     "embed": "'/v1/embeddings'",
     "empty": "column 'body' is",
 }

@@ -83,7 +83,7 @@ def test_edited_rows_are_found_and_dropped(tmp_path, write, name, place):
     written = find_written(source, sink, COLUMNS, "id")
     assert sorted(written.changed.to_pylist()) == [row_id for row_id in ids if row_id in EDITS]
     assert written.ids.to_pylist() == [5]
-    sink.drop(written.changed, "id")
+    sink.drop(written.stale, "id")
     sink.close()
     assert [row.id for row in open_again(sink).read_written("id")] == [5]
 
