@@ -43,6 +43,8 @@ MAY_ANSWER = frozenset(
         "special tokens in text",
     }
 )
+# Kinds whose ids name no one row: a command refuses a table with them.
+WITHOUT_ID = frozenset({"duplicate id", "null id", "empty id"})
 # Kinds that keep a compiler busy for seconds each.
 SLOW = frozenset(
     {f"exploding form {i}" for i in range(len(exploding_outputs()))}

@@ -116,8 +116,11 @@ class StuckOnce(BreaksInPasses):
 
 
 @contextlib.contextmanager
-def small_cluster(num_nodes, *, num_gpus=1):
-    """A head without an engine and nodes with one each; yields the cluster and its nodes."""
+def small_cluster(num_nodes, *, num_gpus=1, environment=None):
+    """A head without an engine and nodes with one each; yields the cluster and its nodes.
+
+    Actors and what they start have the variables of `environment` too.
+    """
     cluster = Cluster(
         initialize_head=True,
         head_node_args={
@@ -137,7 +140,7 @@ def small_cluster(num_nodes, *, num_gpus=1):
             address=cluster.address,
             log_to_driver=False,
             logging_level="error",
-            runtime_env={"env_vars": {"PYTHONPATH": path}},
+            runtime_env={"env_vars": {"PYTHONPATH": path, **(environment or {})}},
         )
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False
@@ -149,7 +152,10 @@ def small_cluster(num_nodes, *, num_gpus=1):
 
 
 class Job:
-    """One job over rows, in a thread of its own, so that it can be disturbed and given up."""
+    """One job over rows, in a thread of its own, so that it can be disturbed and given up.
+
+    Rows whose cells have no common types come as `tables`.
+    """
 
     def __init__(
         self,
@@ -160,11 +166,12 @@ class Job:
         *,
         num_actors=1,
         rows_in_flight=ROWS_IN_FLIGHT,
+        tables=None,
         **options,
     ):
         self.log, self.tables, self.error = place / "generated.log", [], None
         self.ids = [row["id"] for row in rows]
-        options = {"engine_config": CONFIG, **options}
+        options = {"engine_config": CONFIG, "sampling_params": PARAMS, **options}
         arguments = map_batches_kwargs(
             model,
             num_actors=num_actors,
@@ -173,14 +180,18 @@ class Job:
             num_gpus=1,
             num_cpus=0,  # reads and writes take what there is
             memory=0,
-            sampling_params=PARAMS,
             id_column="id",
             journal_dir=place / "journal",
             log=str(self.log),
             **options,
         )
         self.actor_name = operator.__name__
-        dataset = ray.data.from_items(rows, override_num_blocks=len(rows) // ROWS_PER_BLOCK)
+        num_blocks = len(rows) // ROWS_PER_BLOCK
+        dataset = (
+            ray.data.from_items(rows, override_num_blocks=num_blocks)
+            if tables is None
+            else ray.data.from_arrow(tables)
+        )
         self._dataset = dataset.map_batches(operator, **arguments)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -218,12 +229,16 @@ class Job:
                     found.append(child)
         return found
 
-    def rows(self):
-        """The finished job's rows; fails where it failed or hung."""
-        self._thread.join(LONGEST_JOB_S)
+    def finish(self, longest_s=LONGEST_JOB_S):
+        """Wait for the end; fails where the job failed or hung."""
+        self._thread.join(longest_s)
         assert not self.is_running, "the job hangs"
         if self.error is not None:
             raise self.error
+
+    def rows(self):
+        """The finished job's rows."""
+        self.finish()
         return rows_of(pa.concat_tables(self.tables))
 
     def num_deaths(self):

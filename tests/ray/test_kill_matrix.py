@@ -27,6 +27,20 @@ pytestmark = [
 ]
 
 NUM_KILLS = 20
+# Not "auto": the sizes of this small job would lie resident and nothing would be shared.
+SHARING = dataclasses.replace(
+    CONFIG,
+    device="emulated",
+    schedule="cgopipe",
+    shared_weights=True,
+    policy=Policy(
+        batch_size=64,
+        pass_tokens=256,
+        prefill_chunk_tokens=256,
+        num_kv_blocks=256,
+        device=DevicePolicy(num_waves=2),
+    ),
+)
 
 
 @pytest.fixture(scope="module")
@@ -86,23 +100,9 @@ def test_nodes_that_are_taken_away_and_replaced(cases, tiny_model, tmp_path, num
 
 def test_actors_of_a_node_share_weights_and_one_is_killed(cases, tiny_model, tmp_path):
     rows, expected = cases(2048)
-    # Not "auto": the sizes of this small job would lie resident and nothing would be shared.
-    config = dataclasses.replace(
-        CONFIG,
-        device="emulated",
-        schedule="cgopipe",
-        shared_weights=True,
-        policy=Policy(
-            batch_size=64,
-            pass_tokens=256,
-            prefill_chunk_tokens=256,
-            num_kv_blocks=256,
-            device=DevicePolicy(num_waves=2),
-        ),
-    )
     before = set(shared_files())
     with small_cluster(1, num_gpus=2):
-        job = Job(tiny_model, rows, tmp_path, num_actors=2, engine_config=config)
+        job = Job(tiny_model, rows, tmp_path, num_actors=2, engine_config=SHARING)
         job.wait_for_rows(300)
         (path,) = set(shared_files()) - before
         first = job.actors()[0]

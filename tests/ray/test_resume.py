@@ -57,10 +57,10 @@ NUM_GOOD = sum(len(row["prompt"]) < 600 for row in ROWS)
 class Command:
     """`raymoe generate` of the same rows, in a process of its own."""
 
-    def __init__(self, model, place):
+    def __init__(self, model, place, rows=ROWS):
         self.model, self.place = model, place
         self.input, self.log = place / "in.jsonl", place / "generated.log"
-        self.input.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+        self.input.write_text("".join(json.dumps(row) + "\n" for row in rows))
         paths = [Path(raymoe.__file__).parents[1], Path(__file__).parents[2]]
         self.environment = {
             **os.environ,
