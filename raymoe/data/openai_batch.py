@@ -98,7 +98,8 @@ def _pop_prompt(body: dict[str, Any], *, is_chat: bool) -> dict[str, str | None]
 
 def _read_params(body: dict[str, Any], *, is_chat: bool) -> dict[str, Any]:
     """Return the sampling parameters that a body asks for."""
-    params = {name: body.pop(name) for name in _SAME_NAME & body.keys()}
+    # Sorted, so that the text, and with it the digest, is the same in every process.
+    params = {name: body.pop(name) for name in sorted(_SAME_NAME & body.keys())}
     for name in _WITHOUT_EFFECT & body.keys():
         del body[name]
     for name, values in _ONLY.items():
