@@ -12,7 +12,7 @@ from raymoe.data.status.view import JobView, node_rates
 
 WRITE_EVERY_S = 5.0
 LAST_WRITE_S = 10.0
-LAST_WORDS_S, LOOK_EVERY_S = 3.0, 0.05
+LAST_WORDS_S, LOOK_EVERY_S = 10.0, 0.05
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """Figures of runs with many actors, and what they mean for more."""
 
 import os
-import subprocess
 import sys
+from subprocess import PIPE, Popen
 from xml.etree import ElementTree
 
 import pyarrow as pa
@@ -120,7 +120,10 @@ def test_ids_are_there_once() -> None:
 
 
 def test_processes_are_found_with_what_they_use() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    code = "print(flush=True); input()"
+    child = Popen([sys.executable, "-c", code], stdin=PIPE, stdout=PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()  # until then it is a copy of this process, of no size
     assert child.pid in descendants(os.getpid())
     usage = usage_of(child.pid)
     assert usage is not None
