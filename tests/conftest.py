@@ -14,6 +14,11 @@ from tests import triton_mode
 triton_mode.choose()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # Files in their order: those that wait for Ray come early and do not end the run alone.
+    config.option.loadscopereorder = False
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _no_profile_of_this_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Plans must not depend on whether somebody measured this machine."""

@@ -30,6 +30,7 @@ from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_format import Mxfp4
 
 
+@pytest.mark.slow
 def test_both_contenders_generate_every_token_and_are_set_beside_the_bound(tmp_path: Path) -> None:
     results = list(
         run_suite(

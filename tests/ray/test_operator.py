@@ -98,7 +98,7 @@ def check(tables, num_rows):
     return table
 
 
-@pytest.mark.parametrize("num_rows", [2000, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_rows", [800, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_every_row_comes_out_once_and_bad_rows_say_why(local_ray, tiny_model, tmp_path, num_rows):
     path = write_rows(tmp_path / "rows.parquet", num_rows)
     tables = list(generated(path, tiny_model))
@@ -106,7 +106,7 @@ def test_every_row_comes_out_once_and_bad_rows_say_why(local_ray, tiny_model, tm
     assert len({str(table.schema) for table in tables}) == 1
 
 
-@pytest.mark.parametrize("num_rows", [2000, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_rows", [800, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_a_killed_actor_loses_no_row(local_ray, tiny_model, tmp_path, num_rows):
     path = write_rows(tmp_path / "rows.parquet", num_rows)
     tables = []
@@ -159,6 +159,7 @@ def processes(name):
     return found
 
 
+@pytest.mark.slow
 def test_rows_keep_their_order_when_asked(preserve_order, tiny_model, tmp_path):
     path = write_rows(tmp_path / "rows.parquet", 500)
     table = check(list(generated(path, tiny_model)), 500)
@@ -205,6 +206,7 @@ def as_prompt(table, column):
     return table.select(["id", column]).rename_columns(["id", "prompt"])
 
 
+@pytest.mark.slow
 def test_two_generators_of_one_pipeline_end_with_the_defaults(local_ray, tiny_model, tmp_path):
     path = write_rows(tmp_path / "rows.parquet", 200)
     judged = two_generators(path, tiny_model, engine_config=None).take_all()
