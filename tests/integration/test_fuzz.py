@@ -1,6 +1,8 @@
 """Random rows of many types, hostile ones among them: each is answered, none harms another."""
 
+import contextlib
 import logging
+import os
 import random
 import threading
 import time
@@ -75,7 +77,17 @@ def what_is_left() -> tuple[set[int], set[Path], set[str]]:
     """Child processes, shared memory and threads of this process."""
     children = {child.pid for child in psutil.Process().children(recursive=True)}
     threads = {thread.name for thread in threading.enumerate() if "raymoe" in thread.name}
-    return children, set(Path("/dev/shm").glob("raymoe-*")), threads
+    shared = {path for path in Path("/dev/shm").glob("raymoe-*") if not is_of_others(path)}
+    return children, shared, threads
+
+
+def is_of_others(path: Path) -> bool:
+    """Whether another process, such as one of another test, has a file open."""
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if link.readlink() == path and link.parts[2] != str(os.getpid()):
+                return True
+    return False
 
 
 def assert_same(ones: list[Row], others: list[Row]) -> None:
