@@ -117,7 +117,7 @@ def check(model: Path, device: str, seed: int, directory: Path, share: float = H
     for (_, kind), answered in found.items():
         is_wrong = [bool(row["__inference_error__"]) for row in answered]
         assert kind in MAY_ANSWER or all(is_wrong) == any(is_wrong) == bool(kind), kind
-    for key, answered in answers_of(model, plain, DEVICES["cpu"], None).items():
+    for key, answered in answers_of(model, plain, DEVICES[device], None).items():
         assert_same(found[key], answered)
     for key, answered in answers_of(model, tables, DEVICES[device], directory / "journal").items():
         assert_same(found[key], answered)
