@@ -211,7 +211,7 @@ def _messages(rng: random.Random) -> Iterator[tuple[str, Row]]:
 
 def _parameters(rng: random.Random) -> Iterator[tuple[str, Row]]:
     wrong: dict[str, list[Any]] = {
-        "max_tokens": [0, -1, 2**20 + 1, 10**30, 1.5, "four", True, [1], 2**20],
+        "max_tokens": [0, -1, 2**20 + 1, 10**30, 1.5, "four", True, [1]],
         "min_tokens": [-1, 10**9],
         "temperature": [-1, "hot", [0.5], 1e6],
         "top_p": [0, -0.1, 1.1, {}],
