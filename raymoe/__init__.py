@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from raymoe.plan.policy import Policy
     from raymoe.plan.search import find_plan
     from raymoe.schedule.graph import Schedule
-    from raymoe.schedule.simulate import simulate
-    from raymoe.schedule.timeline import Timeline
+    from raymoe.schedule.timeline import Timeline, simulate
     from raymoe.specs.hardware import HardwareSpec
     from raymoe.specs.model import ModelSpec
     from raymoe.specs.workload import Workload
@@ -45,7 +44,7 @@ _HOMES = {
     "explode_samples": "raymoe.data.samples",
     "find_plan": "raymoe.plan.search",
     "map_batches_kwargs": "raymoe.data.sizing",
-    "simulate": "raymoe.schedule.simulate",
+    "simulate": "raymoe.schedule.timeline",
 }
 
 __all__ = [

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from raymoe.errors import ConfigError, UnknownOptionError
-from raymoe.nesting import nesting_problem
+from raymoe.safe_text import nesting_problem
 
 MAX_CHARACTERS = 1 << 18
 KINDS = ("json", "regex", "choice", "grammar", "json_object")

@@ -22,17 +22,13 @@ from raymoe.measure.tasks import pass_inputs
 from raymoe.memory.weights import WeightStore
 from raymoe.model.cache import cache_layout
 from raymoe.plan.device_cost import DeviceCost
+from raymoe.plan.device_pass import StreamedPasses
 from raymoe.plan.pages import PageCut, layer_pages
 from raymoe.plan.policy import PAGE_BYTES, DevicePolicy, Policy
-from raymoe.plan.streaming import StreamedPasses
-from raymoe.plan.wave import WaveShape
-from raymoe.plan.work import ModelWork
+from raymoe.plan.work import ModelWork, WaveShape
 from raymoe.schedule.builders import MOST_WAVES
-from raymoe.schedule.critical import bound_by, gap
-from raymoe.schedule.graph import Schedule
-from raymoe.schedule.simulate import Instant, simulate
-from raymoe.schedule.task import Resource
-from raymoe.schedule.timeline import Timeline
+from raymoe.schedule.graph import Resource, Schedule
+from raymoe.schedule.timeline import Instant, Timeline, bound_by, gap, simulate
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.units import GIB, ceil_div

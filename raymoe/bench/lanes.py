@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from raymoe.device.lane import ThreadLane
 from raymoe.runtime.executor import Bindings, LaneExecutor
-from raymoe.schedule.graph import Schedule
-from raymoe.schedule.task import Buffer, Op, Resource, Task
+from raymoe.schedule.graph import Buffer, Op, Resource, Schedule, Task
 from raymoe.schedule.timeline import Timeline
 
 TARGET_S = 40e-6  # a task of a decode step takes at least some hundred microseconds

@@ -22,9 +22,8 @@ from raymoe.engine.loading import load_parts
 from raymoe.plan.cost import HostCost, PassShape
 from raymoe.plan.work import ModelWork
 from raymoe.runtime.bindings import PassInputs
-from raymoe.schedule.builders.in_place import build_in_place
-from raymoe.schedule.simulate import simulate
-from raymoe.schedule.timeline import Timeline
+from raymoe.schedule.builders import build_in_place
+from raymoe.schedule.timeline import Timeline, simulate
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
 

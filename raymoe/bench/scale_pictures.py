@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from raymoe.bench.scale import Efficiency
-from raymoe.plan.draw.chart import HEIGHT, LEFT, STYLE, TOP, WIDTH, Chart, Colour, note_at
-from raymoe.schedule.draw.page import svg_page
+from raymoe.plan.draw import HEIGHT, LEFT, STYLE, TOP, WIDTH, Chart, Colour, note_at
+from raymoe.schedule.draw import svg_page
 from raymoe.units import GIB
 
 HEADROOM = 1.1

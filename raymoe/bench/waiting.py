@@ -19,12 +19,12 @@ from raymoe.engine.accuracy import load_of_takes
 from raymoe.engine.parts import EngineParts
 from raymoe.engine.tokenizer import Tokenizer
 from raymoe.errors import ConfigError
-from raymoe.plan.load import PassLoad
-from raymoe.plan.pass_times import PassTimes
+from raymoe.plan.job import PassTimes
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Policy
+from raymoe.plan.work import PassLoad
 from raymoe.runtime.bindings import LOGIT_CHUNK_ROWS, PassInputs
-from raymoe.schedule.task import Op, Resource, Task
+from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.schedule.timeline import Span, Timeline
 from raymoe.specs.model import ModelSpec
 

@@ -20,7 +20,7 @@ from raymoe.config import Settings
 from raymoe.errors import ConfigError
 from raymoe.kernels.threads import set_num_threads
 from raymoe.measure.profile import obtain_profile
-from raymoe.schedule.task import Op
+from raymoe.schedule.graph import Op
 from raymoe.units import GB, GIB, format_seconds
 
 # Of a pass on host cores, those that take time.

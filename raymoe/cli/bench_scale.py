@@ -26,7 +26,7 @@ from raymoe.data.sizing import rows_of_a_call
 from raymoe.errors import ConfigError
 from raymoe.plan.plan import Plan
 from raymoe.plan.search import find_plan
-from raymoe.specs.presets_hardware import hardware_preset
+from raymoe.specs.hardware import hardware_preset
 from raymoe.specs.presets_models import model_preset
 from raymoe.specs.workload import Workload
 from raymoe.units import GIB, format_seconds

@@ -12,12 +12,10 @@ from raymoe.cli.options import size
 from raymoe.errors import UnknownOptionError
 from raymoe.plan.policy import PAGE_BYTES
 from raymoe.schedule.builders import STREAMING_BUILDERS
-from raymoe.schedule.critical import compare
-from raymoe.schedule.draw.chrome_trace import draw_chrome_trace
-from raymoe.schedule.draw.svg import draw_svg
-from raymoe.schedule.task import Resource
-from raymoe.schedule.timeline import Timeline
-from raymoe.specs.presets_hardware import hardware_preset
+from raymoe.schedule.draw import draw_chrome_trace, draw_svg
+from raymoe.schedule.graph import Resource
+from raymoe.schedule.timeline import Timeline, compare
+from raymoe.specs.hardware import hardware_preset
 from raymoe.specs.presets_models import model_preset
 from raymoe.units import format_seconds
 

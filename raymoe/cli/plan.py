@@ -21,9 +21,8 @@ from raymoe.plan.plan import DEFAULT_WORKLOAD, Plan
 from raymoe.plan.search import find_plan, of_one_rank
 from raymoe.plan.what_if import next_steps
 from raymoe.schedule.builders import STREAMING_BUILDERS
-from raymoe.specs.hardware import HardwareSpec
+from raymoe.specs.hardware import HARDWARE_PRESETS, HardwareSpec, find_hardware
 from raymoe.specs.model import ModelSpec
-from raymoe.specs.presets_hardware import HARDWARE_PRESETS, find_hardware
 from raymoe.specs.presets_models import MODEL_PRESETS
 from raymoe.specs.workload import Workload
 

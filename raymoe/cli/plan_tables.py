@@ -4,14 +4,11 @@ from collections.abc import Iterable, Iterator
 
 from rich.table import Table
 
-from raymoe.plan.device_pass import DevicePass
-from raymoe.plan.footprint import Footprint
+from raymoe.plan.device_pass import KV_BLOCK_TOKENS, DevicePass, StreamedPasses
 from raymoe.plan.plan import RESOURCE_NAMES, Plan
-from raymoe.plan.policy import DevicePolicy
-from raymoe.plan.streaming import KV_BLOCK_TOKENS, StreamedPasses
-from raymoe.schedule.draw.text import draw_text
-from raymoe.schedule.excerpt import middle_layers
-from raymoe.schedule.timeline import Timeline
+from raymoe.plan.policy import DevicePolicy, Footprint
+from raymoe.schedule.draw import draw_text
+from raymoe.schedule.timeline import Timeline, middle_layers
 from raymoe.units import format_bytes, format_seconds
 
 Row = tuple[str, str]

@@ -12,8 +12,7 @@ from raymoe.cli.tiles import run_tiles
 from raymoe.config import Settings
 from raymoe.errors import ConfigError
 from raymoe.measure.profile import USUAL_SECONDS, obtain_profile
-from raymoe.specs.curve import Curve
-from raymoe.specs.hardware import DeviceCurves, HardwareSpec, HostCurves
+from raymoe.specs.hardware import Curve, DeviceCurves, HardwareSpec, HostCurves
 from raymoe.units import GB, format_bytes, format_seconds
 
 Row = tuple[str, str, str]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from raymoe.nesting import MAX_LEVELS, nesting_problem
+from raymoe.safe_text import MAX_LEVELS, nesting_problem
 
 MAX_SHOWN_CHARACTERS = 60
 

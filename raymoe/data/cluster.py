@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raymoe.specs.hardware import HardwareSpec
-from raymoe.specs.presets_hardware import HARDWARE_PRESETS
+from raymoe.specs.hardware import HARDWARE_PRESETS, HardwareSpec
 from raymoe.units import GB, ceil_div, format_bytes
 
 try:

@@ -17,7 +17,7 @@ from raymoe.device.numa import NumaPlace, find_place, memory_near, near
 from raymoe.device.packets import PacketCopier
 from raymoe.device.pinned import CHUNK_BYTES, PinnedMemory
 from raymoe.errors import CapacityError, ConfigError
-from raymoe.schedule.task import Resource
+from raymoe.schedule.graph import Resource
 from raymoe.units import MIB, format_bytes
 
 if TYPE_CHECKING:

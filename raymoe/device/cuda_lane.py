@@ -9,7 +9,7 @@ from typing import Generic, NamedTuple
 from raymoe.device.cuda_api import CudaApi, EventT, StreamT
 from raymoe.device.lane import Call, HostMark, Mark
 from raymoe.device.worker import ThreadContext, Worker
-from raymoe.schedule.task import Resource, Task
+from raymoe.schedule.graph import Resource, Task
 
 # Event times are float32 milliseconds since the anchor: after a minute still exact to 4 us.
 ANCHOR_S = 60.0

@@ -10,7 +10,7 @@ from torch import Tensor
 from raymoe.device.batched_copies import Runs
 from raymoe.device.lane import Lane
 from raymoe.device.ledger import MemoryLedger
-from raymoe.schedule.task import Resource
+from raymoe.schedule.graph import Resource
 
 
 class Device(Protocol):

@@ -17,8 +17,8 @@ from raymoe.device.batched_copies import Runs
 from raymoe.device.lane import Call, ThreadLane
 from raymoe.device.ledger import MemoryLedger
 from raymoe.device.pacing import sleep_until
-from raymoe.schedule.simulate import CostModel
-from raymoe.schedule.task import Resource, Task
+from raymoe.schedule.graph import Resource, Task
+from raymoe.schedule.timeline import CostModel
 
 Stall = Callable[[Task], float]
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from raymoe.device.worker import ThreadContext, Worker
 from raymoe.errors import RaymoeError
-from raymoe.schedule.task import Resource, Task
+from raymoe.schedule.graph import Resource, Task
 
 Call = Callable[[], None]
 

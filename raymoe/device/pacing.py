@@ -4,7 +4,7 @@ import random
 import select
 import time
 
-from raymoe.schedule.task import Task
+from raymoe.schedule.graph import Task
 
 SPIN_S = 150e-6  # Linux wakes a sleeper 70 to 90 us late, of which 50 us are its timer slack
 

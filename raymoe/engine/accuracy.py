@@ -8,10 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from raymoe.engine.sequence import Int32s, Pass
-from raymoe.plan.load import PassLoad
-from raymoe.schedule.critical import report_line
-from raymoe.schedule.task import Resource
-from raymoe.schedule.timeline import Timeline
+from raymoe.plan.work import PassLoad
+from raymoe.schedule.graph import Resource
+from raymoe.schedule.timeline import Timeline, report_line
 
 LEARNING_RATE = 0.1  # weight of the latest pass in the correction of its kind
 

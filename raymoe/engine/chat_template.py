@@ -8,7 +8,7 @@ from typing import Any
 
 from raymoe.engine.worker_process import WorkerProcess
 from raymoe.errors import ConfigError
-from raymoe.nesting import nesting_problem
+from raymoe.safe_text import nesting_problem
 
 WORKER = Path(__file__).with_name("chat_worker.py")
 LOAD_LIMIT_S = 60.0  # of CPU time

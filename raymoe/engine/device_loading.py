@@ -24,8 +24,8 @@ from raymoe.memory.weights import Weights
 from raymoe.model.decoder import Decoder
 from raymoe.model.paged_loading import PagedLoader
 from raymoe.model.ranks import Reduce, keep
+from raymoe.plan.device_pass import StreamedPasses
 from raymoe.plan.pages import PageCut, layer_pages
-from raymoe.plan.streaming import StreamedPasses
 from raymoe.runtime.device_bindings import DeviceMemory
 from raymoe.runtime.device_runner import BeforePass, DevicePassRunner, Passes
 from raymoe.runtime.resident_runner import ResidentPassRunner

@@ -31,7 +31,7 @@ from raymoe.engine.tokenizer import Prompt
 from raymoe.engine.watchdog import Watchdog, longest_pass_s, stacks_of_all_threads
 from raymoe.errors import ConfigError, ExecutionError
 from raymoe.kernels.threads import set_num_threads
-from raymoe.schedule.task import Resource
+from raymoe.schedule.graph import Resource
 from raymoe.schedule.timeline import Timeline
 
 logger = logging.getLogger(__name__)

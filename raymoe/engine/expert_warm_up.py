@@ -8,9 +8,9 @@ from torch import Tensor
 from raymoe.kernels.cpu_router import Routing
 from raymoe.kernels.device_experts_tiles import BUCKETS
 from raymoe.measure.expert_tiles import balanced_routing
-from raymoe.specs.layer_weights import expert_weights, layer_prefix
 from raymoe.specs.model import LayerSpec, ModelSpec, MoeSpec
 from raymoe.specs.weight_format import WeightFormat
+from raymoe.specs.weight_names import expert_weights, layer_prefix
 from raymoe.units import ceil_div
 
 # `Decoder.own_ffn`: no rank waits for another. Layer, hidden states, and the experts of each token.

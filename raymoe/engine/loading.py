@@ -32,7 +32,7 @@ from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Policy
 from raymoe.plan.search import find_plan
 from raymoe.schedule.builders import BUILDERS, STREAMING_BUILDERS
-from raymoe.specs.config_fields import MAX_TOKEN_ID
+from raymoe.specs.config import MAX_TOKEN_ID
 from raymoe.specs.files import read_json_object
 from raymoe.specs.model import ModelSpec
 

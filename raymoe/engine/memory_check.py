@@ -4,7 +4,7 @@ import logging
 import time
 
 from raymoe.device.host import read_host, rss_bytes
-from raymoe.plan.footprint import Footprint
+from raymoe.plan.policy import Footprint
 from raymoe.units import format_bytes
 
 # An actor that is restarted begins while the kernel still takes back hundreds of gigabytes from the

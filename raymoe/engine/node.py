@@ -10,9 +10,9 @@ from raymoe.device.host import read_host
 from raymoe.device.probe import probe_host
 from raymoe.errors import ConfigError
 from raymoe.measure.machine import identify_machine, load_profile
-from raymoe.specs.hardware import HardwareSpec
-from raymoe.specs.presets_hardware import (
+from raymoe.specs.hardware import (
     HARDWARE_PRESETS,
+    HardwareSpec,
     find_hardware,
     hardware_preset,
     is_hardware_file,

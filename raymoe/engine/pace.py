@@ -5,8 +5,7 @@ import numpy as np
 from raymoe.device.emulated import EmulatedDevice
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.plan.device_cost import DeviceCost
-from raymoe.plan.wave import AttentionShape, WaveShape
-from raymoe.plan.work import ModelWork
+from raymoe.plan.work import AttentionShape, ModelWork, WaveShape
 from raymoe.runtime.waves import CutPass, Wave
 from raymoe.schedule.graph import Schedule
 from raymoe.specs.hardware import HardwareSpec

@@ -26,12 +26,12 @@ from raymoe.model.decoder import Decoder
 from raymoe.model.loading import decoder_arena_bytes
 from raymoe.model.ranks import Reduce, keep
 from raymoe.plan.device_memory import device_footprint, resident_footprint, workspace_bytes
-from raymoe.plan.streaming import StreamedPasses
+from raymoe.plan.device_pass import StreamedPasses
 from raymoe.plan.work import ModelWork
 from raymoe.runtime.device_runner import BeforePass
 from raymoe.runtime.runner import PassRunner
-from raymoe.schedule.builders.in_place import build_in_place
-from raymoe.schedule.simulate import Instant
+from raymoe.schedule.builders import build_in_place
+from raymoe.schedule.timeline import Instant
 from raymoe.specs.model import ModelSpec
 
 

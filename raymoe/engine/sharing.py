@@ -15,8 +15,8 @@ from raymoe._version import __version__
 from raymoe.config import EngineConfig
 from raymoe.errors import ConfigError, PerformanceWarning
 from raymoe.memory.shared_file import SharedFile
+from raymoe.plan.device_pass import StreamedPasses
 from raymoe.plan.policy import DevicePolicy, Policy
-from raymoe.plan.streaming import StreamedPasses
 
 FORMAT = 1  # of what lies in the memory: a change of its layout raises it
 

@@ -6,9 +6,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from raymoe.plan.load import PassLoad
+from raymoe.plan.device_pass import KV_BLOCK_TOKENS
 from raymoe.plan.plan import Plan
-from raymoe.plan.streaming import KV_BLOCK_TOKENS
+from raymoe.plan.work import PassLoad
 
 # A node that does other work too, a first pass that compiles, a predicted length that is wrong:
 # none of them makes a pass this much longer, and a restart for nothing costs a load of the model.

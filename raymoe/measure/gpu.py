@@ -15,8 +15,7 @@ from raymoe.kernels.cpu_experts import PlainGatedFfn
 from raymoe.kernels.cpu_linear import PlainLinear
 from raymoe.measure.attention import AttentionShape, decode_job
 from raymoe.measure.streams import Call, LinkCopies, LinkRates, measure_link, seconds_on_stream
-from raymoe.specs.curve import Curve
-from raymoe.specs.hardware import DeviceCurves, HardwareSpec
+from raymoe.specs.hardware import Curve, DeviceCurves, HardwareSpec
 from raymoe.units import GIB, MIB, ceil_div
 
 HIDDEN_SIZE, PROJECTED_SIZE, EXPERT_SIZE = 4096, 4096, 2048

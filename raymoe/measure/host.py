@@ -26,8 +26,7 @@ from raymoe.measure.experts import (
 )
 from raymoe.measure.tasks import pass_jobs, task_overhead
 from raymoe.measure.timing import KernelJob, measure_in_turns
-from raymoe.specs.curve import Curve
-from raymoe.specs.hardware import HardwareSpec, HostCurves
+from raymoe.specs.hardware import Curve, HardwareSpec, HostCurves
 
 # Sizes of real models, small enough for a minute: experts of Qwen3-30B-A3B, heads of Mixtral.
 HIDDEN_SIZE, PROJECTED_SIZE = 2048, 4096

@@ -14,8 +14,7 @@ from raymoe.measure.gpu import measure_device
 from raymoe.measure.host import measure_host_curves, num_torch_threads
 from raymoe.measure.machine import identify_machine, load_profile, store_profile
 from raymoe.measure.timing import KernelJob, measure_in_turns
-from raymoe.specs.hardware import HardwareSpec
-from raymoe.specs.presets_hardware import USABLE_FRACTION
+from raymoe.specs.hardware import USABLE_FRACTION, HardwareSpec
 from raymoe.units import MIB
 
 USUAL_SECONDS = 55.0  # a minute with the time that it takes to start

@@ -13,7 +13,7 @@ import torch
 from raymoe.device.cuda_api import CudaApi, EventT, StreamT
 from raymoe.device.lane import ThreadLane
 from raymoe.measure.timing import KernelJob
-from raymoe.schedule.task import Op, Resource, Task
+from raymoe.schedule.graph import Op, Resource, Task
 
 NUM_RUNS = 5  # of each measurement, of which the median counts
 

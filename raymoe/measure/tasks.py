@@ -21,9 +21,8 @@ from raymoe.plan.cost import HostCost, PassShape
 from raymoe.plan.work import ModelWork
 from raymoe.runtime.bindings import PassInputs
 from raymoe.runtime.runner import PassRunner
-from raymoe.schedule.builders.in_place import build_in_place
-from raymoe.specs.curve import Curve
-from raymoe.specs.hardware import HardwareSpec
+from raymoe.schedule.builders import build_in_place
+from raymoe.specs.hardware import Curve, HardwareSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_names import model_weights
 from raymoe.units import ceil_div

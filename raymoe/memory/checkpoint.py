@@ -25,7 +25,7 @@ from raymoe.specs.files import (
     read_json_object,
     resolve_inside,
 )
-from raymoe.specs.stored_types import ITEM_BYTES
+from raymoe.specs.weight_format import ITEM_BYTES
 from raymoe.units import MIB, format_bytes
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"

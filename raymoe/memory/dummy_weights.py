@@ -12,10 +12,9 @@ from torch import Tensor
 
 from raymoe.codecs import StoredMatrix, Weight
 from raymoe.codecs.stored import TORCH_DTYPES
-from raymoe.specs.layer_weights import EMBEDDING
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_format import Piece, WeightFormat
-from raymoe.specs.weight_names import Shape, model_weights
+from raymoe.specs.weight_names import EMBEDDING, Shape, model_weights
 
 NUM_VALUES = (1 << 24) - 3  # odd, so that rows of matrices do not repeat
 STANDARD_DEVIATION = 0.02

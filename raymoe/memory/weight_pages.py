@@ -21,8 +21,7 @@ from raymoe.codecs.stored import TORCH_DTYPES
 from raymoe.memory.arena import HostArena, aligned_bytes
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_format import Piece, WeightFormat
-from raymoe.specs.weight_names import Shape, layer_prefix
-from raymoe.specs.weight_parts import PART_ALIGNMENT, WeightPart, layer_parts
+from raymoe.specs.weight_names import PART_ALIGNMENT, Shape, WeightPart, layer_parts, layer_prefix
 from raymoe.units import ceil_div
 
 NUM_SLOTS = 2

@@ -10,16 +10,12 @@ from dataclasses import dataclass
 
 from raymoe.plan.device_cost import DeviceCost
 from raymoe.plan.pages import cut_pages, layer_sizes
-from raymoe.plan.wave import WaveShape
-from raymoe.plan.work import ModelWork
-from raymoe.schedule.builders.flexgen import build_flexgen_s4
-from raymoe.schedule.builders.shape import PassForm
-from raymoe.schedule.builders.waves import build_cgopipe
+from raymoe.plan.work import ModelWork, WaveShape
+from raymoe.schedule.builders import build_cgopipe, build_flexgen_s4
 from raymoe.schedule.graph import Schedule
-from raymoe.schedule.simulate import simulate
-from raymoe.schedule.timeline import Timeline
-from raymoe.specs.hardware import HardwareSpec
-from raymoe.specs.presets_hardware import hardware_preset
+from raymoe.schedule.program import PassForm
+from raymoe.schedule.timeline import Timeline, simulate
+from raymoe.specs.hardware import HardwareSpec, hardware_preset
 from raymoe.specs.presets_models import model_preset
 
 MICRO_BATCH_SIZE, NUM_MICRO_BATCHES = 36, 14

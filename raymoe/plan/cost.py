@@ -11,11 +11,9 @@ Assumptions:
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from raymoe.plan.load import PassLoad
-from raymoe.plan.work import ModelWork
-from raymoe.schedule.task import Op, Task
-from raymoe.specs.curve import Curve
-from raymoe.specs.hardware import HardwareSpec, HostCurves
+from raymoe.plan.work import ModelWork, PassLoad
+from raymoe.schedule.graph import Op, Task
+from raymoe.specs.hardware import Curve, HardwareSpec, HostCurves
 
 # Rows at which a matrix product reaches half of its peak beyond the memory bound: packed bfloat16
 # experts reach 0.93 of their best rate at 64 rows and 0.98 at 256.

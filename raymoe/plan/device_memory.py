@@ -3,10 +3,9 @@
 T tokens of a pass, W tokens of a wave, H hidden, K experts per token.
 """
 
-from raymoe.plan.footprint import Footprint
+from raymoe.plan.device_pass import KV_BLOCK_TOKENS, StreamedPasses
 from raymoe.plan.pages import PageCut, layer_sizes
-from raymoe.plan.policy import Policy
-from raymoe.plan.streaming import KV_BLOCK_TOKENS, StreamedPasses
+from raymoe.plan.policy import Footprint, Policy
 from raymoe.plan.work import LayerWork, ModelWork
 from raymoe.specs.model import ModelSpec
 from raymoe.units import GIB, MIB

@@ -1,26 +1,201 @@
-"""Passes of a model on a node with a GPU, simulated whole or from a few layers."""
+"""DeviceJob: what is planned for on a node with a GPU, and the sequences that a KV cache is for."""
 
+import itertools
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple, Self
+from math import ceil
+from typing import NamedTuple, NoReturn, Self
 
+from raymoe.errors import InfeasiblePlanError
 from raymoe.plan.device_cost import DeviceCost
-from raymoe.plan.load import PassLoad
-from raymoe.plan.pages import PageCut
-from raymoe.plan.streaming import StreamedPasses
-from raymoe.plan.wave import WaveShape
-from raymoe.plan.work import ModelWork
-from raymoe.schedule.builders import STREAMING_BUILDERS
-from raymoe.schedule.builders.shape import LayerPages, PassForm
-from raymoe.schedule.graph import Schedule
-from raymoe.schedule.outline import Outline
-from raymoe.schedule.simulate import simulate
-from raymoe.schedule.task import Op, Resource, Task
-from raymoe.schedule.timeline import Timeline
+from raymoe.plan.device_memory import kv_block_bytes, resident_footprint
+from raymoe.plan.device_search import Grid
+from raymoe.plan.job import estimate_job
+from raymoe.plan.pages import LayerBytes, PageCut, cut_pages, layer_sizes
+from raymoe.plan.policy import DevicePolicy, Footprint, Policy
+from raymoe.plan.work import ModelWork, PassLoad, WaveShape
+from raymoe.schedule.builders import (
+    CPU_ATTENTION_FRACTIONS,
+    MOST_WAVES,
+    STREAMING_BUILDERS,
+    build_resident,
+)
+from raymoe.schedule.graph import Op, Resource, Schedule, Task
+from raymoe.schedule.program import LayerPages, PassForm
+from raymoe.schedule.timeline import Outline, Timeline, simulate
 from raymoe.specs.hardware import HardwareSpec
+from raymoe.specs.model import ModelSpec
+from raymoe.specs.workload import Workload
 from raymoe.units import ceil_div
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceJob:
+    """A model, a node and a job.
+
+    Attributes:
+        model: The model.
+        work: The same in numbers.
+        hardware: The node.
+        workload: The job.
+        max_context_tokens: Longest sequence.
+    """
+
+    model: ModelSpec
+    work: ModelWork
+    hardware: HardwareSpec
+    workload: Workload
+    max_context_tokens: int
+
+    def batch_size(self, num_blocks: int, share: float) -> int:
+        """A share of the sequences whose KV fits on average: those that join later are shorter.
+
+        0 where the longest sequence does not fit.
+        """
+        if num_blocks < self.least_blocks:
+            return 0
+        workload = self.workload
+        mean = workload.prompt_tokens + workload.generated_tokens // 2
+        return ceil(share * min(workload.num_rows, num_blocks // blocks_of(mean)))
+
+    @property
+    def balanced_tokens(self) -> int:
+        """Tokens of a pass for which the GPU takes as long as the link for all weights.
+
+        Source: MoE-Lens, section 6.3 (n_real).
+        """
+        pass_s = self.work.all_weight_bytes / self.hardware.htod_bytes_per_s
+        return max(1, int(pass_s * self.hardware.gpu_flop_per_s / self.work.token_flop))
+
+    def useful_blocks(self, num_blocks: int, batch_size: int) -> int:
+        """Those of the blocks that so many sequences could fill; more would mostly stay empty."""
+        roomy = min(self.max_context_tokens, 2 * self.workload.context_tokens)
+        return min(num_blocks, max(self.least_blocks, batch_size * blocks_of(roomy)))
+
+    @property
+    def least_blocks(self) -> int:
+        """Blocks of the longest sequence."""
+        return blocks_of(self.max_context_tokens)
+
+
+def blocks_of(tokens: int) -> int:
+    """KV blocks that tokens of one sequence take."""
+    return ceil_div(tokens, KV_BLOCK_TOKENS)
+
+
+KV_BLOCK_TOKENS = 32
+LEAST_STAGED_BLOCKS = 256  # of a wave: the contexts of 16 rows of 512 tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamedPasses:
+    """The passes of one schedule with one policy.
+
+    Attributes:
+        schedule: A name of `STREAMING_BUILDERS`.
+        policy: Sizes of passes.
+        device: How the device is used.
+        cut: Which weights stay on the device, and the pages of the rest.
+    """
+
+    schedule: str
+    policy: Policy
+    device: DevicePolicy
+    cut: PageCut
+
+    @classmethod
+    def of(cls, model: ModelSpec, schedule: str, policy: Policy, bytes_per_element: int) -> Self:
+        """Cut the weights of a model, which take `bytes_per_element` where they are not quantised.
+
+        Raises:
+            ConfigError: The policy's sizes are out of range.
+        """
+        return cls.of_layers(layer_sizes(model, bytes_per_element), schedule, policy)
+
+    @classmethod
+    def of_layers(cls, sizes: tuple[LayerBytes, ...], schedule: str, policy: Policy) -> Self:
+        """Cut layers of these sizes.
+
+        Raises:
+            ConfigError: The policy's sizes are out of range.
+        """
+        device = policy.device or DevicePolicy()
+        cut = cut_pages(sizes, page_bytes=device.page_bytes, resident_bytes=device.resident_bytes)
+        return cls(schedule=schedule, policy=policy, device=device, cut=cut)
+
+    @property
+    def build(self) -> Callable[[PassForm], Schedule]:
+        """The builder of the schedule."""
+        return STREAMING_BUILDERS[self.schedule]
+
+    @property
+    def num_waves(self) -> int:
+        """Into how many waves a pass is cut."""
+        return min(self.device.num_waves, MOST_WAVES.get(self.schedule, self.device.num_waves))
+
+    @property
+    def cpu_attention_fraction(self) -> float:
+        """Share of the decoding sequences for which the CPU attends."""
+        return CPU_ATTENTION_FRACTIONS.get(self.schedule, self.device.cpu_attention_fraction)
+
+    @property
+    def form(self) -> PassForm:
+        """A pass in which both sides attend."""
+        return PassForm(
+            layers=self.cut.layers,
+            num_waves=self.num_waves,
+            has_device_attention=True,
+            waves_per_group=self.device.waves_per_group,
+            look_ahead=self.device.look_ahead,
+            staging_slots=self.device.staging_slots,
+        )
+
+    @property
+    def ring(self) -> int:
+        """Waves whose attention is under way at once."""
+        return _shape(self.schedule, self._bare_form).ring
+
+    @property
+    def waves_per_group(self) -> int:
+        """Waves whose tokens meet in one expert launch."""
+        return _shape(self.schedule, self._bare_form).waves_per_group
+
+    @property
+    def _bare_form(self) -> PassForm:
+        """As many layers as tell how waves follow each other, without pages."""
+        return replace(self.form, layers=(LayerPages(num_pages=0),) * min(2, len(self.cut.layers)))
+
+    @property
+    def wave_tokens(self) -> int:
+        """No wave is larger: dealing to the smallest exceeds the mean by one chunk at most."""
+        policy = self.policy
+        mean = ceil_div(policy.pass_tokens, self.num_waves)
+        return min(policy.pass_tokens, mean + policy.prefill_chunk_tokens)
+
+    @property
+    def staged_blocks(self) -> int:
+        """KV blocks of one wave that the device has room for."""
+        blocks = self.device.staged_blocks
+        if blocks is None:
+            blocks = max(LEAST_STAGED_BLOCKS, 2 * ceil_div(self.wave_tokens, KV_BLOCK_TOKENS))
+        return min(blocks, self.policy.num_kv_blocks)
+
+
+class _Shape(NamedTuple):
+    ring: int
+    waves_per_group: int
+
+
+@lru_cache(maxsize=1024)
+def _shape(schedule: str, form: PassForm) -> _Shape:
+    """What the tasks of a schedule say of the buffers they take."""
+    tasks = STREAMING_BUILDERS[schedule](form).tasks
+    places = [buffer.key[0] for task in tasks for buffer in task.writes if buffer.name == "qkv"]
+    groups = [len(task.writes) for task in tasks if task.op is Op.EXPERTS]
+    return _Shape(ring=1 + max(places), waves_per_group=max(groups))
+
 
 # Layers of a model are alike, and two slots make the pattern repeat after two of them: the time of
 # a pass grows by the same amount with every pair of layers beyond the first. Over random policies
@@ -250,3 +425,96 @@ def _durations(tasks: Sequence[Task], cost: DeviceCost) -> list[float]:
             known[key] = cost.duration_s(task)
         durations.append(known[key])
     return durations
+
+
+class ResidentPass:
+    """Passes on a GPU that holds everything."""
+
+    def __init__(self, work: ModelWork, hardware: HardwareSpec) -> None:
+        self._work, self._hardware = work, hardware
+        self._schedule = build_resident(len(work.layers))
+
+    def schedule(self, load: PassLoad) -> Schedule:
+        """The schedule of a pass, whatever it holds."""
+        del load
+        return self._schedule
+
+    def timeline(self, load: PassLoad) -> Timeline:
+        """The predicted timeline of a pass."""
+        waves = load.waves(1, cpu_attention_fraction=0.0)
+        return simulate(self._schedule, DeviceCost(self._work, self._hardware, waves))
+
+    def seconds(self, load: PassLoad) -> float:
+        """Its length."""
+        return self.timeline(load).makespan_s if load.tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentSearch:
+    """Chooses sizes for one job."""
+
+    job: DeviceJob
+
+    def best(self, grid: Grid | None = None) -> Policy | None:
+        """The sizes with which the job ends first; None where the model does not fit."""
+        grid = grid or Grid()
+        sizes = itertools.product(grid.pass_tokens, grid.batch_share)
+        fitting = [policy for policy in itertools.starmap(self.policy, sizes) if policy is not None]
+        return min(fitting, key=self.seconds, default=None)
+
+    def seconds(self, policy: Policy) -> float:
+        """Of the whole job."""
+        passes = ResidentPass(self.job.work, self.job.hardware)
+        return estimate_job(self.job.workload, policy, passes.seconds).seconds
+
+    def policy(self, pass_tokens: int, batch_share: float) -> Policy | None:
+        """The policy that fills the device; None where not even one sequence fits."""
+        job = self.job
+        bare = Policy(
+            batch_size=1,
+            pass_tokens=pass_tokens,
+            prefill_chunk_tokens=pass_tokens,
+            num_kv_blocks=1,
+        )
+        free = job.hardware.gpu_memory_bytes - self.footprint(bare).total
+        num_blocks = 1 + free // kv_block_bytes(job.work)
+        batch_size = min(job.batch_size(num_blocks, batch_share), pass_tokens)
+        if batch_size < 1:
+            return None
+        useful = job.useful_blocks(num_blocks, batch_size)
+        return replace(bare, batch_size=batch_size, num_kv_blocks=useful)
+
+    def footprint(self, policy: Policy) -> Footprint:
+        """Device memory of a policy."""
+        return resident_footprint(self.job.model, self.job.work, policy)
+
+    def refuse(self) -> NoReturn:
+        """Say what the smallest policy needs, where no policy fits.
+
+        Raises:
+            InfeasiblePlanError: With the table of the memory that does not hold it.
+        """
+        tokens = min(Grid().pass_tokens)
+        smallest = Policy(
+            batch_size=1,
+            pass_tokens=tokens,
+            prefill_chunk_tokens=tokens,
+            num_kv_blocks=self.job.least_blocks,
+        )
+        self.check(smallest)
+        raise InfeasiblePlanError(
+            f"{self.job.model.name} fits {self.job.hardware.name}, but no policy does"
+        )
+
+    def check(self, policy: Policy) -> None:
+        """Refuse a policy that does not fit.
+
+        Raises:
+            InfeasiblePlanError: With the table of the memory that does not hold it.
+        """
+        self.footprint(policy).check_fits(
+            self.job.hardware.gpu_memory_bytes,
+            what=f"{self.job.model.name} on the GPU alone",
+            advice="Let the weights stream (schedule 'auto'), reduce num_kv_blocks or pass_tokens, "
+            "or choose a larger GPU.",
+        )

@@ -1,25 +1,178 @@
-"""The passes of a whole job, admitted and refilled as the engine does it, with their seconds.
+"""CacheForecast: whether the sequences of a job on paper will ever overflow the KV cache."""
 
-A miniature of the engine's pass scheduler (MoE-Lens, section 6.2, extended): every pass holds a
-token of each sequence that decodes and prompt tokens up to the budget; rows join while the KV
-cache would not overflow before others end.
+import sys
+from bisect import insort
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Protocol, Self
 
-Assumptions: lengths are known (the engine forecasts them) and nothing is preempted. Where there are
-many rows, a few of like length move as one, and where rows are long, a few passes count as one. A
-job of many batches is simulated until it is steady, and goes on with such passes until all tokens
-are computed.
-"""
-
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Self
-
-from raymoe.plan.cache_forecast import CacheForecast, GrowingRows
-from raymoe.plan.load import Passes, PassLoad, alike
+from raymoe.plan.device_pass import KV_BLOCK_TOKENS
 from raymoe.plan.policy import Policy
-from raymoe.plan.streaming import KV_BLOCK_TOKENS
+from raymoe.plan.work import Passes, PassLoad, alike
+from raymoe.schedule.graph import Schedule
+from raymoe.schedule.timeline import Timeline
 from raymoe.specs.workload import Workload
 from raymoe.units import ceil_div
+
+NEVER = sys.maxsize  # a step that no job reaches
+
+
+@dataclass(slots=True)
+class GrowingRows:
+    """Sequences that grow by a token a step.
+
+    Attributes:
+        count: How many.
+        offset: Sum of the tokens they would have had at step 0.
+    """
+
+    count: int = 0
+    offset: float = 0.0
+
+    def tokens(self, step: int) -> float:
+        """Their tokens at a step."""
+        return self.offset + self.count * step
+
+    def add(self, count: int, offset: float) -> None:
+        """Some more; or fewer."""
+        self.count += count
+        self.offset += offset
+
+
+class CacheForecast:
+    """Who holds tokens of the KV cache, and until when."""
+
+    def __init__(self, capacity: float) -> None:
+        self._capacity = capacity
+        self._ending: dict[int, GrowingRows] = {}  # by their last step
+        self._steps: list[int] = []  # those last steps, in order
+        self._all = GrowingRows()
+        self._most = 0.0  # what all would hold if each had grown to its end
+        self._full_step = NEVER  # the one that overflowed last time, and who runs that long
+        self._at_full = GrowingRows()
+
+    def hold(self, last: int, count: int, offset: float) -> None:
+        """Sequences with this last step; a negative count takes them out."""
+        if last not in self._ending:
+            self._ending[last] = GrowingRows()
+            insort(self._steps, last)
+        self._ending[last].add(count, offset)
+        self._all.add(count, offset)
+        self._most += offset + count * last
+        if last >= self._full_step:
+            self._at_full.add(count, offset)
+
+    def end(self, step: int) -> GrowingRows:
+        """Take out those whose last step this is, none of which is earlier."""
+        if step not in self._ending:
+            return GrowingRows()
+        self._steps.remove(step)
+        ended = self._ending.pop(step)
+        self._all.add(-ended.count, -ended.offset)
+        self._most -= ended.tokens(step)
+        if step == self._full_step:
+            self._full_step, self._at_full = NEVER, GrowingRows()
+        return ended
+
+    @property
+    def fits(self) -> bool:
+        """Whether it never overflows: as sequences end, those that run longer have grown.
+
+        Asks where it overflowed last time, and then looks ahead until all that are left would fit
+        if each had grown to its end.
+        """
+        if self._at_full.tokens(self._full_step) > self._capacity:
+            return False
+        count, offset, most = self._all.count, self._all.offset, self._most
+        for step in self._steps:
+            if most <= self._capacity:
+                return True
+            if offset + count * step > self._capacity:
+                self._full_step, self._at_full = step, GrowingRows(count, offset)
+                return False
+            ending = self._ending[step]
+            count -= ending.count
+            offset -= ending.offset
+            most -= ending.tokens(step)
+        return True
+
+
+class PassModel(Protocol):
+    """Knows the passes of a model on a node."""
+
+    def schedule(self, load: PassLoad) -> Schedule:
+        """The schedule of a pass."""
+
+    def timeline(self, load: PassLoad) -> Timeline:
+        """The predicted timeline of a pass."""
+
+    def seconds(self, load: PassLoad) -> float:
+        """Its length."""
+
+
+Bracket = tuple[tuple[float, float], ...]
+NO_CONTEXT: Bracket = ((0.0, 1.0),)
+
+
+@dataclass
+class PassTimes:
+    """Seconds of any pass up to a largest one, interpolated between loads that are simulated.
+
+    Attributes:
+        model: Simulates.
+        most_rows: Decoding sequences of the largest pass.
+        most_prompt_tokens: Prompt tokens of the largest pass.
+        contexts: Mean contexts of the decoding sequences at which passes are simulated, ascending.
+        prompt_chunk: Prompt tokens of one sequence.
+    """
+
+    model: PassModel
+    most_rows: float
+    most_prompt_tokens: float
+    contexts: tuple[float, ...]
+    prompt_chunk: float
+    _known: dict[tuple[float, float, float], float] = field(default_factory=dict)
+
+    def __call__(self, load: PassLoad) -> float:
+        """Seconds of a pass: linear in rows, context and prompt tokens between the nodes."""
+        prompts = _bracket(load.prompt_tokens, _nodes(self.most_prompt_tokens))
+        contexts = _bracket(load.decode_context, self.contexts) if load.decode_rows else NO_CONTEXT
+        return sum(
+            rows_share * context_share * prompts_share * self._node(rows, context, prompt_tokens)
+            for rows, rows_share in _bracket(load.decode_rows, _nodes(self.most_rows))
+            for context, context_share in contexts
+            for prompt_tokens, prompts_share in prompts
+        )
+
+    def _node(self, rows: float, context: float, prompt_tokens: float) -> float:
+        key = (rows, context if rows else 0.0, prompt_tokens)
+        if key not in self._known:
+            self._known[key] = self.model.seconds(
+                PassLoad(
+                    decode_rows=rows,
+                    decode_context=context,
+                    prompt_tokens=prompt_tokens,
+                    prompt_chunk=self.prompt_chunk,
+                )
+            )
+        return self._known[key]
+
+
+def _nodes(most: float) -> tuple[float, ...]:
+    """A little is far more than nothing: weights travel for a single token, too."""
+    return (0.0, min(1.0, most), most / 4, most / 2, most)
+
+
+def _bracket(value: float, nodes: Sequence[float]) -> Bracket:
+    """The nodes around a value with their weights; beyond the last node, that node."""
+    for low, high in pairwise(nodes):
+        if value <= high and high > low:
+            share = max(0.0, (value - low) / (high - low))
+            both = ((low, 1.0 - share), (high, share))
+            return tuple(end for end in both if end[1])
+    return ((nodes[-1], 1.0),)
+
 
 BATCHES = 3  # that are simulated; beyond, passes are as those of the second
 BUNDLES = 256  # of a batch: rows that move as one

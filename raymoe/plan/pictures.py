@@ -16,15 +16,13 @@ from raymoe.plan.draw import (
     draw_roofline,
     draw_throughput,
 )
-from raymoe.plan.host_search import HostPass
-from raymoe.plan.load import PassLoad
 from raymoe.plan.papers.hrm import Hierarchy, Level, Operation, place
 from raymoe.plan.papers.policies import PaperPolicies
 from raymoe.plan.plan import RESOURCE_NAMES, Plan
 from raymoe.plan.policy import Policy
-from raymoe.plan.search import find_plan
-from raymoe.plan.work import ModelWork
-from raymoe.schedule.task import Op
+from raymoe.plan.search import HostPass, find_plan
+from raymoe.plan.work import ModelWork, PassLoad
+from raymoe.schedule.graph import Op
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
 

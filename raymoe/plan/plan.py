@@ -3,15 +3,12 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from raymoe.plan.footprint import Footprint
-from raymoe.plan.job import JobEstimate, estimate_job
-from raymoe.plan.load import PassLoad
-from raymoe.plan.pass_times import PassModel, PassTimes
-from raymoe.plan.policy import Policy
-from raymoe.plan.streaming import KV_BLOCK_TOKENS
-from raymoe.schedule.critical import bound_by
-from raymoe.schedule.task import Resource
-from raymoe.schedule.timeline import Timeline
+from raymoe.plan.device_pass import KV_BLOCK_TOKENS
+from raymoe.plan.job import JobEstimate, PassModel, PassTimes, estimate_job
+from raymoe.plan.policy import Footprint, Policy
+from raymoe.plan.work import PassLoad
+from raymoe.schedule.graph import Resource
+from raymoe.schedule.timeline import Timeline, bound_by
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.workload import Workload
 from raymoe.units import format_bytes, format_seconds

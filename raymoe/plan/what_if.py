@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from raymoe.specs.curve import Curve
-from raymoe.specs.hardware import DeviceCurves, HardwareSpec, HostCurves
+from raymoe.specs.hardware import Curve, DeviceCurves, HardwareSpec, HostCurves
 from raymoe.units import GB, GIB, TB, format_bytes
 
 MORE_DEVICE_BYTES = 8 * GIB

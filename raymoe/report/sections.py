@@ -22,7 +22,7 @@ from raymoe.report.page import (
 )
 from raymoe.safe_text import harmless
 from raymoe.schedule.draw import draw_svg
-from raymoe.schedule.task import Op, Resource, Task
+from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.schedule.timeline import Span, Timeline
 from raymoe.units import format_seconds
 

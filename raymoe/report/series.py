@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from raymoe.plan.draw.chart import STYLE, Colour, Scale
+from raymoe.plan.draw import STYLE, Colour, Scale
 from raymoe.safe_text import harmless
-from raymoe.schedule.draw.page import svg_page, text_at
+from raymoe.schedule.draw import svg_page, text_at
 
 WIDTH, PLOT_HEIGHT = 960, 220
 LEFT, RIGHT, TOP, BOTTOM = 72, 24, 44, 44  # margins of the plot; the legend stands above it

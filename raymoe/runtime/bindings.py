@@ -10,7 +10,7 @@ from raymoe.kernels.device_attention_batch import StagedBatch
 from raymoe.memory.kv_cache import KvCache
 from raymoe.model.decoder import Decoder, Projected, Routing
 from raymoe.runtime.executor import Bindings
-from raymoe.schedule.task import Op, Task
+from raymoe.schedule.graph import Op, Task
 
 LOGIT_CHUNK_ROWS = 256
 

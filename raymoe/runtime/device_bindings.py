@@ -21,7 +21,7 @@ from raymoe.model.decoder import Decoder
 from raymoe.runtime.bindings import LOGIT_CHUNK_ROWS, PassInputs
 from raymoe.runtime.executor import Bindings
 from raymoe.runtime.waves import CutPass, Wave
-from raymoe.schedule.task import Buffer, Op, Task
+from raymoe.schedule.graph import Buffer, Op, Task
 
 _RINGED = frozenset(("qkv", "host_qkv", "host_attention", "attention", "device_attention"))
 _STAGED = frozenset(("staged_kv",))

@@ -17,9 +17,9 @@ from raymoe.runtime.device_bindings import (
 )
 from raymoe.runtime.executor import LaneExecutor
 from raymoe.runtime.waves import CutPass, Division, cut_pass
-from raymoe.schedule.builders.first_layer import load_first_layer
-from raymoe.schedule.builders.shape import PassForm, next_first_slot
+from raymoe.schedule.builders import load_first_layer
 from raymoe.schedule.graph import Schedule
+from raymoe.schedule.program import PassForm, next_first_slot
 from raymoe.schedule.timeline import Timeline
 
 Build = Callable[[PassForm], Schedule]

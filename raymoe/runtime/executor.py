@@ -10,8 +10,7 @@ from raymoe.device.lane import Cancelled, Lane, Mark
 from raymoe.errors import ConfigError, ExecutionError, ScheduleError
 from raymoe.runtime.lifetimes import Lifetimes, ReaderCounts, find_lifetimes
 from raymoe.runtime.recorder import record
-from raymoe.schedule.graph import Schedule
-from raymoe.schedule.task import Buffer, Op, Resource, Task
+from raymoe.schedule.graph import Buffer, Op, Resource, Schedule, Task
 from raymoe.schedule.timeline import Span, Timeline
 
 State = TypeVar("State")

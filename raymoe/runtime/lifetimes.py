@@ -3,8 +3,7 @@
 import threading
 from dataclasses import dataclass
 
-from raymoe.schedule.graph import Schedule
-from raymoe.schedule.task import Buffer
+from raymoe.schedule.graph import Buffer, Schedule
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from raymoe.runtime.bindings import PassInputs, PassState, bind_in_place
 from raymoe.runtime.device_runner import BeforePass
 from raymoe.runtime.executor import LaneExecutor
 from raymoe.runtime.waves import Division, cut_pass
-from raymoe.schedule.builders.in_place import build_resident
+from raymoe.schedule.builders import build_resident
 from raymoe.schedule.timeline import Timeline
 
 ALL_ON_DEVICE = Division(cpu_attention_fraction=0.0, staged_blocks=1 << 62)

@@ -1,13 +1,105 @@
-"""Schedule: tasks in issue order, with dependencies derived from the buffers they name."""
+"""What a schedule is made of: resources, operations, buffers and tasks."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
+from types import MappingProxyType
+from typing import NamedTuple
 
 from raymoe.errors import ScheduleError
-from raymoe.schedule.checks import check_tasks
-from raymoe.schedule.task import Buffer, Resource, Task
-from raymoe.schedule.text import format_buffers, format_task, parse_buffers, parse_task
+
+
+class Resource(StrEnum):
+    """A unit that runs one task at a time, in issue order."""
+
+    GPU = "gpu"
+    CPU = "cpu"
+    HTOD = "htod"
+    DTOH = "dtoh"
+    HOST_COPY = "host_copy"
+
+
+class Op(StrEnum):
+    """The kind of work of a task.
+
+    Computation: `embed` turns tokens into hidden states; `pre` is norm, QKV projection and
+    rotation; `attn` appends to the KV cache and attends; `post` is the output projection,
+    residual, norm and router; `experts` the feed-forward network, of experts or dense; `head` the
+    final norm and the logits. Where attention is split, `gattn` is attention of the device's
+    share and `append` puts its keys and values into the host KV cache.
+
+    Transfers: `up` brings embedded tokens to the device, `qkv` queries, keys and values to the
+    host, `hid` the CPU's attention output to the device, `kv` the KV blocks that the device's
+    share reads. `w` loads one page of weights into its slot; `stage` copies it from pageable
+    memory to the pinned staging ring before. `sync` is a device-wide wait of a baseline.
+
+    A task's layer is the layer whose weights it loads or uses. Its part is the wave; the expert
+    group for `experts`; the page for `w` and `stage`; 0 for `head`.
+    """
+
+    EMBED = "embed"
+    UP = "up"
+    PRE = "pre"
+    QKV = "qkv"
+    ATTN = "attn"
+    KV = "kv"
+    APPEND = "append"
+    GATTN = "gattn"
+    HID = "hid"
+    POST = "post"
+    EXPERTS = "experts"
+    STAGE = "stage"
+    W = "w"
+    SYNC = "sync"
+    HEAD = "head"
+
+
+_CORES = frozenset({Resource.GPU, Resource.CPU})
+
+RESOURCES_OF: Mapping[Op, frozenset[Resource]] = MappingProxyType(
+    dict.fromkeys((Op.EMBED, Op.PRE, Op.ATTN, Op.POST, Op.EXPERTS, Op.HEAD), _CORES)
+    | dict.fromkeys((Op.UP, Op.KV, Op.HID, Op.W), frozenset({Resource.HTOD}))
+    | dict.fromkeys((Op.GATTN, Op.SYNC), frozenset({Resource.GPU}))
+    | {
+        Op.QKV: frozenset({Resource.DTOH}),
+        Op.APPEND: frozenset({Resource.CPU}),
+        Op.STAGE: frozenset({Resource.HOST_COPY}),
+    }
+)
+"""The resources on which each operation can run."""
+
+
+class Buffer(NamedTuple):
+    """A named piece of memory; two tasks that use an equal buffer depend on each other.
+
+    A tuple, because planning builds schedules by the hundred and looks up buffers all the time.
+    """
+
+    name: str
+    key: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.name}[{','.join(map(str, self.key))}]" if self.key else self.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One unit of work: an operation on one layer and one part (see `Op`) of the pass.
+
+    A task that updates a buffer in place names it in both `reads` and `writes`.
+    """
+
+    op: Op
+    layer: int
+    part: int
+    resource: Resource
+    reads: tuple[Buffer, ...] = ()
+    writes: tuple[Buffer, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.op}[{self.layer},{self.part}]"
 
 
 @dataclass(frozen=True)
@@ -104,3 +196,129 @@ def _parse_line(number: int, line: str) -> Task:
         return parse_task(line)
     except ScheduleError as error:
         raise ScheduleError(f"line {number}: {error}") from error
+
+
+SHOWN_TASKS = 4  # of each lane, in the excerpt of an error
+SHOWN_BUFFERS = 6
+
+
+def check_tasks(name: str, tasks: Sequence[Task], inputs: Iterable[Buffer]) -> None:
+    """Check the tasks of the schedule `name`, in issue order.
+
+    Raises:
+        ScheduleError: A task is on a lane that cannot run its operation, occurs twice, or reads a
+            buffer that nobody wrote before. Shows what was issued on every lane until then.
+    """
+    known = set(inputs)
+    seen: set[tuple[Op, int, int]] = set()
+    for index, task in enumerate(tasks):
+        if task.resource not in RESOURCES_OF[task.op]:
+            lanes = " or ".join(sorted(RESOURCES_OF[task.op]))
+            what = f"cannot run there; {task.op} runs on {lanes}"
+            raise _violation(name, tasks, index, what)
+        if (task.op, task.layer, task.part) in seen:
+            raise _violation(name, tasks, index, "occurs twice")
+        seen.add((task.op, task.layer, task.part))
+        for buffer in task.reads:
+            if buffer not in known:
+                hint = _hint(buffer, tasks[index + 1 :], known)
+                what = (
+                    f"reads {buffer}, which no earlier task writes and which is not an input; "
+                    f"{hint}"
+                )
+                raise _violation(name, tasks, index, what)
+        known.update(task.writes)
+
+
+def _violation(name: str, tasks: Sequence[Task], index: int, what: str) -> ScheduleError:
+    task = tasks[index]
+    return ScheduleError(
+        f"schedule {name!r}: task {task} on lane {task.resource} {what}\n"
+        f"issued until then (task {index + 1} of {len(tasks)} is marked):\n"
+        + "\n".join(_excerpt(tasks, index))
+    )
+
+
+def _excerpt(tasks: Sequence[Task], index: int) -> list[str]:
+    lines = []
+    for resource in Resource:
+        issued = [place for place in range(index + 1) if tasks[place].resource is resource]
+        if issued:
+            dots = ["..."] if len(issued) > SHOWN_TASKS else []
+            names = [
+                f">{tasks[place]}<" if place == index else str(tasks[place])
+                for place in issued[-SHOWN_TASKS:]
+            ]
+            lines.append(f"  {resource}: {' '.join(dots + names)}")
+    return lines
+
+
+def _hint(buffer: Buffer, later: Sequence[Task], known: Iterable[Buffer]) -> str:
+    for task in later:
+        if buffer in task.writes:
+            return f"{task} on lane {task.resource} writes it, but is issued later"
+    alike = sorted(other.key for other in known if other.name == buffer.name)
+    if not alike:
+        return f"no buffer is called {buffer.name!r} so far"
+    shown = ", ".join(str(Buffer(buffer.name, key)) for key in alike[:SHOWN_BUFFERS])
+    return f"so far there is {shown}" + (", ..." if len(alike) > SHOWN_BUFFERS else "")
+
+
+_BUFFER = re.compile(r"([A-Za-z_]\w*)(?:\[(\d+(?:,\d+)*)\])?")
+_TASK = re.compile(r"(\w+)\[(\d+),(\d+)\] (\w+):(.*)->(.*)")
+
+
+def format_buffers(buffers: Iterable[Buffer]) -> str:
+    """Buffers with a space between them."""
+    return " ".join(map(str, buffers))
+
+
+def format_task(task: Task) -> str:
+    """A task with what it reads and writes, such as `qkv[0,1] dtoh: qkv[1] -> host_qkv[1]`."""
+    reads = f" {format_buffers(task.reads)}" if task.reads else ""
+    writes = f" {format_buffers(task.writes)}" if task.writes else ""
+    return f"{task} {task.resource}:{reads} ->{writes}"
+
+
+def parse_buffers(text: str) -> tuple[Buffer, ...]:
+    """The reverse of `format_buffers`.
+
+    Raises:
+        ScheduleError: A word is not a buffer.
+    """
+    return tuple(_parse_buffer(word) for word in text.split())
+
+
+def parse_task(text: str) -> Task:
+    """The reverse of `format_task`.
+
+    Raises:
+        ScheduleError: The line has another form, or an operation or a lane does not exist.
+    """
+    match = _TASK.fullmatch(text.strip())
+    if match is None:
+        raise ScheduleError(
+            f"{text!r} is not a task; expected 'op[layer,part] lane: reads -> writes'"
+        )
+    op, layer, part, resource, reads, writes = match.groups()
+    if op not in list(Op):
+        raise ScheduleError(f"{text!r}: no operation is called {op!r}; known: {', '.join(Op)}")
+    if resource not in list(Resource):
+        known = ", ".join(Resource)
+        raise ScheduleError(f"{text!r}: no lane is called {resource!r}; known: {known}")
+    return Task(
+        op=Op(op),
+        layer=int(layer),
+        part=int(part),
+        resource=Resource(resource),
+        reads=parse_buffers(reads),
+        writes=parse_buffers(writes),
+    )
+
+
+def _parse_buffer(word: str) -> Buffer:
+    match = _BUFFER.fullmatch(word)
+    if match is None:
+        raise ScheduleError(f"{word!r} is not a buffer; expected 'name' or 'name[1,2]'")
+    name, key = match.groups()
+    return Buffer(name, tuple(map(int, key.split(","))) if key else ())

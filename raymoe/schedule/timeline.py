@@ -1,8 +1,12 @@
 """Timeline: when each task ran, whether predicted or measured."""
 
+import math
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
-from raymoe.schedule.task import Resource, Task
+from raymoe.errors import ScheduleError
+from raymoe.schedule.graph import Op, Resource, Schedule, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,3 +96,233 @@ class Timeline:
         for span in self.spans:
             seconds[span.task.op] = seconds.get(span.task.op, 0.0) + span.duration_s
         return seconds
+
+
+class CostModel(Protocol):
+    """Knows how long a task takes."""
+
+    def duration_s(self, task: Task) -> float:
+        """Duration of a task that runs alone, in seconds; not negative."""
+
+
+class Instant:
+    """A cost model of tasks that take no time: only their order is of interest."""
+
+    def duration_s(self, task: Task) -> float:
+        """See `CostModel`."""
+        del task
+        return 0.0
+
+
+def simulate(schedule: Schedule, cost: CostModel) -> Timeline:
+    """Run a schedule on paper: lanes in issue order, each task after what it waits for."""
+    free_s = dict.fromkeys(Resource, 0.0)
+    spans: list[Span] = []
+    for task, waits in zip(schedule.tasks, schedule.dependencies, strict=True):
+        start_s = max([free_s[task.resource], *(spans[wait].end_s for wait in waits)])
+        end_s = start_s + cost.duration_s(task)
+        free_s[task.resource] = end_s
+        spans.append(Span(task, start_s, end_s))
+    return Timeline(schedule.name, tuple(spans))
+
+
+def critical_path(schedule: Schedule, timeline: Timeline) -> tuple[Span, ...]:
+    """The chain of tasks that determines the makespan, first to last.
+
+    Begins at the task that ends last and goes back, each time to what held the task up: of those
+    that it waits for and the one before it on its lane, the one that ended last. In a predicted
+    timeline the chain has no gaps and is as long as the makespan; the gaps of a measured one are
+    the time from the end of a task to the start of what waited for it.
+
+    Raises:
+        ScheduleError: The timeline is not one of this schedule.
+    """
+    spans = timeline.spans
+    if tuple(span.task for span in spans) != schedule.tasks:
+        raise ScheduleError(
+            f"timeline {timeline.name!r} with {len(spans)} tasks is not one of schedule "
+            f"{schedule.name!r} with {len(schedule.tasks)}"
+        )
+    held_by = _holders(schedule, timeline)
+    path: list[Span] = []
+    at = max(range(len(spans)), key=lambda index: spans[index].end_s, default=None)
+    while at is not None:
+        path.append(spans[at])
+        at = held_by[at]
+    return tuple(reversed(path))
+
+
+def bound_by(schedule: Schedule, timeline: Timeline) -> Resource:
+    """The resource on which the critical path spends most of its time: more of it helps most.
+
+    Raises:
+        ScheduleError: The timeline is not one of this schedule, or nothing ran.
+    """
+    seconds = dict.fromkeys(timeline.resources, 0.0)
+    for span in critical_path(schedule, timeline):
+        seconds[span.task.resource] += span.duration_s
+    if not seconds:
+        raise ScheduleError(f"timeline {timeline.name!r} is empty; nothing bounds it")
+    return max(seconds, key=seconds.__getitem__)
+
+
+def gap(predicted: Timeline, measured: Timeline) -> float:
+    """How much longer it took than predicted, as a fraction; negative where it was shorter."""
+    if not predicted.makespan_s:
+        return math.inf if measured.makespan_s else 0.0
+    return measured.makespan_s / predicted.makespan_s - 1
+
+
+def compare(predicted: Timeline, measured: Timeline) -> str:
+    """The line of a report; the link is the direction from host to device."""
+    busy = measured.utilization(Resource.HTOD)
+    return report_line(predicted.makespan_s, measured.makespan_s, busy)
+
+
+def report_line(predicted_s: float, measured_s: float, link_busy: float) -> str:
+    """The line of a report of one timeline or of many.
+
+    Args:
+        predicted_s: Predicted seconds.
+        measured_s: Measured seconds.
+        link_busy: Busy share of the link from host to device, 0..1.
+    """
+    difference = measured_s / predicted_s - 1 if predicted_s else math.inf
+    return (
+        f"predicted {predicted_s:.3g} s, measured {measured_s:.3g} s, "
+        f"gap {100 * difference:+.1f} %, link busy {100 * link_busy:.0f} %"
+    )
+
+
+def _holders(schedule: Schedule, timeline: Timeline) -> list[int | None]:
+    """For each task the one that held it up; None for one that started for itself."""
+    spans = timeline.spans
+    last_on: dict[Resource, int] = {}
+    holders: list[int | None] = []
+    for index, (task, waits) in enumerate(zip(schedule.tasks, schedule.dependencies, strict=True)):
+        before = (*waits, last_on[task.resource]) if task.resource in last_on else waits
+        holders.append(max(before, key=lambda other: spans[other].end_s, default=None))
+        last_on[task.resource] = index
+    return holders
+
+
+_LANES = {resource: lane for lane, resource in enumerate(Resource)}
+
+
+@dataclass(slots=True)
+class _Run:
+    """Tasks of one lane that follow each other without a gap; waits are runs of other lanes."""
+
+    lane: int
+    waits: tuple[int, ...]
+    kinds: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What the length of a schedule depends on.
+
+    Attributes:
+        kinds: Of each kind of tasks, one.
+    """
+
+    kinds: tuple[Task, ...]
+    _runs: tuple[_Run, ...]
+
+    @classmethod
+    def of(cls, schedule: Schedule, kind_of: Callable[[Task], Hashable]) -> "Outline":
+        """Reduce a schedule.
+
+        Args:
+            schedule: The schedule.
+            kind_of: Equal for tasks that take equally long.
+        """
+        lanes = [_LANES[task.resource] for task in schedule.tasks]
+        waits = _needed_waits(lanes, schedule.dependencies)
+        awaited = {wait for task_waits in waits for wait in task_waits}
+        kinds: dict[Hashable, tuple[int, Task]] = {}
+        runs: list[_Run] = []
+        run_of: list[int] = []
+        last_on: dict[int, int] = {}
+        for index, (task, lane) in enumerate(zip(schedule.tasks, lanes, strict=True)):
+            before = last_on.get(lane)
+            if before is None or waits[index] or before in awaited:
+                run_of.append(len(runs))
+                runs.append(_Run(lane, tuple(run_of[wait] for wait in waits[index]), []))
+            else:
+                run_of.append(run_of[before])
+            kind, _ = kinds.setdefault(kind_of(task), (len(kinds), task))
+            runs[run_of[index]].kinds.append(kind)
+            last_on[lane] = index
+        return cls(tuple(task for _, task in kinds.values()), tuple(runs))
+
+    def makespan_s(self, durations_s: Sequence[float]) -> float:
+        """Length of the schedule, as `simulate` has it.
+
+        Args:
+            durations_s: Seconds of each of `kinds`, not negative.
+        """
+        free_s = [0.0] * len(_LANES)
+        ends_s: list[float] = []
+        for run in self._runs:
+            now_s = free_s[run.lane]
+            for wait in run.waits:
+                if ends_s[wait] > now_s:  # noqa: PLR1730 - the innermost loop of planning
+                    now_s = ends_s[wait]
+            for kind in run.kinds:
+                now_s += durations_s[kind]
+            free_s[run.lane] = now_s
+            ends_s.append(now_s)
+        return max(free_s)
+
+
+def _needed_waits(
+    lanes: Sequence[int], dependencies: Sequence[tuple[int, ...]]
+) -> list[tuple[int, ...]]:
+    """For each task the waits that do not follow from its others or from its lane."""
+    needed: list[tuple[int, ...]] = []
+    # Of each task, the last task of each lane that has ended when it ends.
+    reached: list[list[int]] = []
+    last_on = [-1] * len(_LANES)
+    for index, (lane, waits) in enumerate(zip(lanes, dependencies, strict=True)):
+        before = last_on[lane]
+        known = list(reached[before]) if before >= 0 else [-1] * len(_LANES)
+        kept = []
+        for wait in reversed(waits):  # the latest first, as it may imply earlier ones
+            if wait > known[lanes[wait]]:
+                kept.append(wait)
+                known = list(map(max, known, reached[wait]))
+        known[lane] = index
+        needed.append(tuple(kept))
+        reached.append(known)
+        last_on[lane] = index
+    return needed
+
+
+class Excerpt(NamedTuple):
+    """Part of a timeline, which starts at zero.
+
+    Attributes:
+        num_shown: Layers in it.
+        num_layers: Of the whole pass.
+    """
+
+    timeline: Timeline
+    num_shown: int
+    num_layers: int
+
+
+def middle_layers(timeline: Timeline, num_layers: int) -> Excerpt:
+    """Cut so many layers out of the middle of a pass; one of fewer is left whole."""
+    starts = {
+        span.task.layer: span.start_s
+        for span in timeline.spans
+        if span.task.op is Op.PRE and span.task.part == 0
+    }
+    shown = min(num_layers, len(starts))
+    first = (len(starts) - shown) // 2
+    start_s = starts[first] if first else 0.0
+    end_s = starts.get(first + shown, timeline.makespan_s)
+    return Excerpt(
+        Timeline(timeline.name, timeline.between(start_s, end_s).spans), shown, len(starts)
+    )

@@ -1,15 +1,61 @@
-"""HardwareSpec: the measured numbers of one node. Pure data."""
+"""Curve: a measured quantity over the size at which it was measured."""
 
+import bisect
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from raymoe.errors import CheckpointError, ConfigError
-from raymoe.specs.curve import Curve
-from raymoe.specs.files import parse_json_object
-from raymoe.specs.plain_data import from_plain, to_json
+from raymoe.errors import CheckpointError, ConfigError, UnknownOptionError
+from raymoe.specs.files import from_plain, parse_json_object, to_json
+from raymoe.units import GB, GIB, TB
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Values between the measured points, straight on logarithmic axes, and constant outside.
+
+    A roofline over intensity is two straight lines on these axes: the interpolation is exact where
+    memory binds (the rate grows with the rows) and where operations do (it is constant).
+
+    Attributes:
+        points: Pairs of a size and the value there, all positive, sizes ascending.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        if not self.points:
+            raise ConfigError("Curve.points is empty; a curve needs at least one point")
+        for size, value in self.points:
+            if not (0 < size < math.inf and 0 < value < math.inf):
+                raise ConfigError(
+                    f"Curve.points has ({size!r}, {value!r}); both must be positive and finite"
+                )
+        sizes = [size for size, _ in self.points]
+        if any(later <= earlier for earlier, later in itertools.pairwise(sizes)):
+            raise ConfigError(f"Curve.points has the sizes {sizes}; they must ascend")
+
+    def at(self, size: float) -> float:
+        """The value at a positive size."""
+        index = bisect.bisect_right(self.points, size, key=lambda point: point[0])
+        if index == 0 or index == len(self.points):
+            return self.points[max(0, index - 1)][1]
+        (left, low), (right, high) = self.points[index - 1 : index + 1]
+        share = math.log(size / left) / math.log(right / left)
+        return math.exp((1 - share) * math.log(low) + share * math.log(high))
+
+    def scaled(self, factor: float) -> "Curve":
+        """The same sizes, with all values multiplied."""
+        return Curve(tuple((size, factor * value) for size, value in self.points))
+
+    @property
+    def highest(self) -> float:
+        """The largest measured value."""
+        return max(value for _, value in self.points)
+
 
 HOST_FIELDS = ("num_cores", "host_memory_bytes", "host_bytes_per_s", "host_flop_per_s")
 DEVICE_FIELDS = (
@@ -248,3 +294,88 @@ def _check_positive(spec: object, fields: Iterable[str]) -> None:
             raise ConfigError(
                 f"{type(spec).__name__}.{field} is {value!r}; it must be positive and finite"
             )
+
+
+USABLE_FRACTION = 0.85
+GPU_READ_FRACTION = 0.75
+GPU_PRODUCT_FRACTION = 0.65
+COPY_PASSES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Host:
+    """Cores, installed GiB, GB/s read, 10^12 operations/s."""
+
+    cores: int
+    memory_gib: int
+    gb_per_s: float
+    tflop_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Gpu:
+    """GiB, GB/s of the data sheet, 10^12 operations/s sustained, GB/s of the link."""
+
+    memory_gib: float
+    gb_per_s: float
+    tflop_per_s: float
+    link_gb_per_s: float
+
+
+def _node(name: str, host: _Host, gpu: _Gpu) -> HardwareSpec:
+    return HardwareSpec(
+        name=name,
+        num_cores=host.cores,
+        host_memory_bytes=int(USABLE_FRACTION * host.memory_gib * GIB),
+        host_bytes_per_s=host.gb_per_s * GB,
+        host_flop_per_s=host.tflop_per_s * TB,
+        gpu_memory_bytes=int(gpu.memory_gib * GIB),
+        gpu_bytes_per_s=GPU_READ_FRACTION * gpu.gb_per_s * GB,
+        gpu_flop_per_s=gpu.tflop_per_s * TB,
+        htod_bytes_per_s=gpu.link_gb_per_s * GB,
+        dtoh_bytes_per_s=gpu.link_gb_per_s * GB,
+        host_copy_bytes_per_s=host.gb_per_s * GB / COPY_PASSES,
+    )
+
+
+_PCIE4, _PCIE5 = 24.3, 48.6
+_A6000, _L40S, _A100, _HOPPER = (GPU_PRODUCT_FRACTION * peak for peak in (155, 362, 312, 989))
+_NODES = (
+    _node("t4", _Host(24, 192, 100.0, 0.8), _Gpu(15.0, 320.0, 25.0, 12.35)),
+    _node("l4", _Host(24, 192, 81.6, 1.6), _Gpu(22.5, 300.0, 60.0, 12.35)),
+    _node("a10", _Host(32, 256, 150.0, 2.9), _Gpu(22.5, 600.0, 65.0, _PCIE4)),
+    _node("a5000", _Host(28, 512, 150.0, 2.5), _Gpu(24.0, 768.0, 72.0, _PCIE4)),
+    _node("a6000", _Host(16, 480, 150.0, 1.5), _Gpu(48.0, 768.0, _A6000, _PCIE4)),
+    _node("a40", _Host(40, 375, 150.0, 5.9), _Gpu(45.0, 696.0, 97.0, 19.5)),
+    _node("4090", _Host(32, 512, 200.0, 3.3), _Gpu(24.0, 1008.0, 140.0, _PCIE4)),
+    _node("l40s", _Host(32, 512, 150.0, 2.7), _Gpu(45.0, 864.0, _L40S, _PCIE4)),
+    _node("a100", _Host(24, 220, 56.0, 1.9), _Gpu(80.0, 2039.0, _A100, _PCIE4)),
+    _node("h100", _Host(40, 320, 140.0, 6.1), _Gpu(79.6, 3350.0, _HOPPER, _PCIE5)),
+    _node("h200", _Host(12, 231, 56.0, 1.5), _Gpu(140.4, 4800.0, _HOPPER, _PCIE5)),
+)
+HARDWARE_PRESETS: Mapping[str, HardwareSpec] = {node.name: node for node in _NODES}
+
+
+def is_hardware_file(text: str) -> bool:
+    """Whether a user means a file and not a preset: a path, or a name that ends in .json."""
+    return text.endswith(".json") or Path(text).name != text
+
+
+def find_hardware(text: str) -> HardwareSpec:
+    """The node in a file that `raymoe profile` wrote, or the preset of this name.
+
+    Raises:
+        ConfigError: As for `HardwareSpec.from_file` and `hardware_preset`.
+    """
+    return HardwareSpec.from_file(text) if is_hardware_file(text) else hardware_preset(text)
+
+
+def hardware_preset(name: str) -> HardwareSpec:
+    """The node of this name, in any case of letters.
+
+    Raises:
+        UnknownOptionError: There is none; names the nearest.
+    """
+    if name.lower() not in HARDWARE_PRESETS:
+        raise UnknownOptionError(name, HARDWARE_PRESETS, "hardware preset")
+    return HARDWARE_PRESETS[name.lower()]

@@ -7,22 +7,17 @@ from pathlib import Path
 from typing import Self
 
 from raymoe.errors import UnsupportedModelError
-from raymoe.specs.config_check import canonical_config, check_fields, find_family
-from raymoe.specs.config_fields import ConfigFields
-from raymoe.specs.config_layers import parse_attention, parse_latent_attention, parse_layers
+from raymoe.specs.config import (
+    ConfigFields,
+    canonical_config,
+    check_fields,
+    find_family,
+    parse_attention,
+    parse_latent_attention,
+    parse_layers,
+)
 from raymoe.specs.family import NormKind
 from raymoe.specs.files import read_json_object
-from raymoe.specs.layer_weights import (
-    Shape,
-    attention_weights,
-    common_weights,
-    expert_parameters,
-    expert_weights,
-    layer_parameters,
-    layer_prefix,
-    num_elements,
-    outer_weights,
-)
 from raymoe.specs.layers import (
     AttentionSpec,
     ClampSpec,
@@ -34,10 +29,19 @@ from raymoe.specs.layers import (
     SharedSpec,
 )
 from raymoe.specs.quantization import Quantization, parse_quantization
-from raymoe.specs.rope import RopeSpec
-from raymoe.specs.rope_fields import parse_rope
-from raymoe.specs.stored_types import ITEM_BYTES
-from raymoe.specs.weight_format import PLAIN_FORMATS, WeightFormat
+from raymoe.specs.rope import RopeSpec, parse_rope
+from raymoe.specs.weight_format import ITEM_BYTES, PLAIN_FORMATS, WeightFormat
+from raymoe.specs.weight_names import (
+    Shape,
+    attention_weights,
+    common_weights,
+    expert_parameters,
+    expert_weights,
+    layer_parameters,
+    layer_prefix,
+    num_elements,
+    outer_weights,
+)
 
 __all__ = [
     "AttentionSpec",

@@ -1,7 +1,11 @@
-"""RopeSpec: which rotary position embedding, with which numbers; RopeRule: that of a family."""
+"""RopeSpec: which rotary position embedding, read from the rope fields of a configuration."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from raymoe.errors import UnsupportedModelError
+from raymoe.specs.config import MAX_INTEGER, MAX_NUMBER
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
@@ -84,3 +88,302 @@ class RopeSpec:
         if self.kind == "yarn":
             return max(self.max_position_embeddings, int(self.original_max_tokens * self.factor))
         return self.max_position_embeddings
+
+
+NTK_ALPHA = "dynamic with alpha"
+MSCALE = "longrope with mscale"
+
+_COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+# Written by training scripts; no effect on the angles.
+_WITHOUT_EFFECT = {"finetuned"}
+_FIELDS = {
+    "default": set[str](),
+    "linear": {"factor"},
+    "dynamic": {"factor"},
+    "yarn": {
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    },
+    "longrope": {
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "short_factor",
+        "long_factor",
+    },
+    "llama3": {
+        "factor",
+        "original_max_position_embeddings",
+        "low_freq_factor",
+        "high_freq_factor",
+    },
+    # Phi-3.5-MoE.
+    MSCALE: {
+        "factor",
+        "original_max_position_embeddings",
+        "short_factor",
+        "long_factor",
+        "short_mscale",
+        "long_mscale",
+    },
+    # Hunyuan: the base is stretched once and for all; transformers reads nothing but `alpha`.
+    NTK_ALPHA: {"alpha", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"},
+}
+
+
+def parse_rope(
+    config: Mapping[str, object],
+    *,
+    head_dim: int,
+    max_position_embeddings: int,
+    rule: RopeRule,
+) -> RopeSpec:
+    """Read the rope fields of a configuration, as transformers 4 or 5 writes them.
+
+    Args:
+        config: The whole `config.json`.
+        head_dim: Dimensions of one head, or of its part that may be rotated at all.
+        max_position_embeddings: Of the same configuration.
+        rule: What holds where the configuration is silent.
+
+    Raises:
+        UnsupportedModelError: An unknown scaling, a field that the scaling does not have, or a
+            value without meaning.
+    """
+    fields = _merge(config, head_dim, rule)
+    kind = _kind(fields)
+    if kind == "dynamic" and rule.has_alpha and fields.get("alpha") is not None:
+        kind = NTK_ALPHA
+    if rule.has_mscale and kind != "default":
+        kind = _with_mscale(kind)
+    _check_fields(fields, kind, max_position_embeddings)
+    partial = _number(fields, "partial_rotary_factor", rule.partial_factor)
+    if partial != 1.0 and not rule.is_partial:
+        raise UnsupportedModelError(
+            f"partial_rotary_factor = {partial} is not supported for this model_type: transformers "
+            "ignores it for the default rope of this family and fails for every other"
+        )
+    interleave = config.get("rope_interleave")
+    spec = RopeSpec(
+        kind=kind,
+        theta=_number(fields, "rope_theta", rule.theta),
+        rotary_dim=_rotary_dim(head_dim, partial),
+        max_position_embeddings=max_position_embeddings,
+        is_interleaved=rule.is_interleaved
+        if interleave is None
+        else _boolean(config, "rope_interleave"),
+    )
+    if "original_max_position_embeddings" in _FIELDS[kind]:
+        spec = replace(spec, original_max_tokens=_original(config, fields, max_position_embeddings))
+    return _SCALINGS[kind](spec, fields)
+
+
+def _check_fields(fields: Mapping[str, object], kind: str, max_position_embeddings: int) -> None:
+    unknown = fields.keys() - _COMMON - _WITHOUT_EFFECT - _FIELDS[kind]
+    unknown -= {name for name in unknown if fields[name] is None}
+    if kind == "dynamic" and fields.get("original_max_position_embeddings") == (
+        max_position_embeddings
+    ):
+        unknown.discard("original_max_position_embeddings")
+    if unknown:
+        name = sorted(unknown)[0]
+        raise UnsupportedModelError(
+            f"rope parameter {name} = {fields[name]!r} is not known for rope_type {kind!r}; known: "
+            f"{', '.join(sorted(_COMMON | _FIELDS[kind]))}"
+        )
+
+
+def _merge(config: Mapping[str, object], head_dim: int, rule: RopeRule) -> dict[str, object]:
+    parameters = config.get("rope_scaling") or config.get("rope_parameters")
+    if parameters is None:
+        parameters = rule.parameters
+    if not isinstance(parameters, Mapping):
+        raise UnsupportedModelError(f"rope parameters are {parameters!r}; expected an object")
+    fields = dict(parameters)
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            raise UnsupportedModelError(
+                f"rope parameters per layer type ({name!r}) are not supported"
+            )
+    theta = config.get("rope_theta")
+    if theta is not None and fields.setdefault("rope_theta", theta) != theta:
+        raise UnsupportedModelError(
+            f"rope_theta is {theta!r}, but {fields['rope_theta']!r} among the rope parameters; "
+            "keep one"
+        )
+    if config.get("partial_rotary_factor") is not None:
+        fields.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
+    if config.get("rotary_dim") is not None:
+        rotary_dim = _number(config, "rotary_dim", None)
+        fields.setdefault("partial_rotary_factor", rotary_dim / head_dim)
+    return fields
+
+
+def _kind(fields: Mapping[str, object]) -> str:
+    new, old = fields.get("rope_type"), fields.get("type")
+    kind = new if new is not None else old if old is not None else "default"
+    if kind not in ROPE_TYPES:
+        raise UnsupportedModelError(
+            f"rope_type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
+        )
+    if new is not None and old is not None and new != old:
+        raise UnsupportedModelError(f"rope_type is {new!r} but type is {old!r}; keep one")
+    return str(kind)
+
+
+def _with_mscale(kind: str) -> str:
+    if kind != "longrope":
+        raise UnsupportedModelError(
+            f"rope_type {kind!r} is not supported for this model_type; supported: default, longrope"
+        )
+    return MSCALE
+
+
+def _rotary_dim(head_dim: int, partial: float) -> int:
+    rotary_dim = int(head_dim * partial)
+    if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
+        raise UnsupportedModelError(
+            f"{rotary_dim} of {head_dim} dimensions of a head are rotated; expected an even number"
+        )
+    return rotary_dim
+
+
+def _original(
+    config: Mapping[str, object], fields: Mapping[str, object], max_position_embeddings: int
+) -> int:
+    original = config.get("original_max_position_embeddings")
+    if original is None:
+        original = fields.get("original_max_position_embeddings", max_position_embeddings)
+    if type(original) is not int or not 2 <= original <= MAX_INTEGER:
+        raise UnsupportedModelError(
+            f"original_max_position_embeddings is {original!r}; expected an integer above 1"
+        )
+    return original
+
+
+def _stretched(spec: RopeSpec, fields: Mapping[str, object]) -> RopeSpec:
+    return replace(spec, factor=_number(fields, "factor", None))
+
+
+def _yarn(spec: RopeSpec, fields: Mapping[str, object]) -> RopeSpec:
+    """Source: YaRN (arXiv 2309.00071), section 3.4; mscale as in DeepSeek-V3."""
+    factor = _number(fields, "factor", spec.max_position_embeddings / spec.original_max_tokens)
+
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    above, below = _number(fields, "mscale", 0.0), _number(fields, "mscale_all_dim", 0.0)
+    attention = mscale(above) / mscale(below) if above and below else mscale(1.0)
+    return replace(
+        spec,
+        factor=factor,
+        attention_factor=_number(fields, "attention_factor", attention),
+        beta_fast=_number(fields, "beta_fast", 0.0) or spec.beta_fast,
+        beta_slow=_number(fields, "beta_slow", 0.0) or spec.beta_slow,
+        truncate=_boolean(fields, "truncate") if "truncate" in fields else True,
+        scale_factor=mscale(below) ** 2 if below else 1.0,
+    )
+
+
+def _longrope(spec: RopeSpec, fields: Mapping[str, object]) -> RopeSpec:
+    """Source: LongRoPE (arXiv 2402.13753); the attention factor is that of Phi-3."""
+    original = spec.original_max_tokens
+    factor = _number(fields, "factor", spec.max_position_embeddings / original)
+    attention = 1.0
+    if factor > 1:
+        attention = math.sqrt(1 + math.log(factor) / math.log(original))
+    num_frequencies = spec.rotary_dim // 2
+    return replace(
+        spec,
+        factor=factor,
+        attention_factor=_number(fields, "attention_factor", attention),
+        short_factor=_numbers(fields, "short_factor", num_frequencies),
+        long_factor=_numbers(fields, "long_factor", num_frequencies),
+    )
+
+
+def _mscale(spec: RopeSpec, fields: Mapping[str, object]) -> RopeSpec:
+    """As `PhimoeForCausalLM` of transformers 5.23 computes it.
+
+    It asks for the frequencies of no particular length and gets those of short sequences. By the
+    length it chooses the factor, for all tokens of a row anew; equal ones need no such choice.
+    """
+    short, long = (_number(fields, f"{name}_mscale", None) for name in ("short", "long"))
+    if short != long:
+        raise UnsupportedModelError(
+            f"rope parameters short_mscale = {short} and long_mscale = {long} differ, which is not "
+            "supported: a row that grows beyond original_max_position_embeddings would have to be "
+            "computed again"
+        )
+    num_frequencies = spec.rotary_dim // 2
+    _numbers(fields, "long_factor", num_frequencies)
+    factors = _numbers(fields, "short_factor", num_frequencies)
+    return replace(
+        spec,
+        kind="longrope",
+        attention_factor=short,
+        short_factor=factors,
+        long_factor=factors,
+    )
+
+
+def _llama3(spec: RopeSpec, fields: Mapping[str, object]) -> RopeSpec:
+    return replace(
+        spec,
+        factor=_number(fields, "factor", None),
+        low_freq_factor=_number(fields, "low_freq_factor", None),
+        high_freq_factor=_number(fields, "high_freq_factor", None),
+    )
+
+
+def _ntk_alpha(spec: RopeSpec, fields: Mapping[str, object]) -> RopeSpec:
+    """Source: /u/bloc97's NTK-aware scaling, as Hunyuan uses it."""
+    dim, alpha = spec.rotary_dim, _number(fields, "alpha", None)
+    if dim == 2:
+        raise UnsupportedModelError("rope parameter alpha needs more than 2 rotated dimensions")
+    return replace(spec, kind="default", theta=spec.theta * alpha ** (dim / (dim - 2)))
+
+
+_SCALINGS: dict[str, Callable[[RopeSpec, Mapping[str, object]], RopeSpec]] = {
+    "default": lambda spec, _: spec,
+    "linear": _stretched,
+    "dynamic": _stretched,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    MSCALE: _mscale,
+    "llama3": _llama3,
+    NTK_ALPHA: _ntk_alpha,
+}
+
+
+def _boolean(fields: Mapping[str, object], name: str) -> bool:
+    value = fields[name]
+    if isinstance(value, bool):
+        return value
+    raise UnsupportedModelError(f"rope parameter {name} is {value!r}; expected a boolean")
+
+
+def _number(fields: Mapping[str, object], name: str, default: float | None) -> float:
+    """A positive number; zero only where the default is zero (an optional weight)."""
+    value = fields.get(name)
+    value = default if value is None else value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        is_positive = value > 0 or (value == 0 and default == 0)
+        if is_positive and value < MAX_NUMBER:
+            return float(value)
+    raise UnsupportedModelError(f"rope parameter {name} is {value!r}; expected a positive number")
+
+
+def _numbers(fields: Mapping[str, object], name: str, length: int) -> tuple[float, ...]:
+    values = fields.get(name)
+    if isinstance(values, list | tuple) and len(values) == length:
+        return tuple(_number({name: value}, name, None) for value in values)
+    raise UnsupportedModelError(
+        f"rope parameter {name} must hold {length} positive numbers, one per frequency"
+    )

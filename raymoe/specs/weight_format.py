@@ -1,4 +1,4 @@
-"""How one matrix [rows, columns] = [outputs, inputs] is stored: its tensors and their bytes."""
+"""Types of stored tensors, by their names in the format safetensors (0.8), and their bytes."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -7,8 +7,27 @@ from math import prod
 from typing import NoReturn
 
 from raymoe.errors import UnsupportedModelError
-from raymoe.specs.stored_types import ITEM_BYTES
 from raymoe.units import ceil_div
+
+ITEM_BYTES: Mapping[str, int] = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "I64": 8,
+    "U64": 8,
+    "F64": 8,
+}
+
 
 HALVES = ("F16", "BF16")
 _NIBBLES = 8  # elements of 4 bits in a word of 32

@@ -23,7 +23,7 @@ from raymoe.errors import ConfigError
 from raymoe.measure.attention import AttentionShape, decode_job, prefill_job
 from raymoe.measure.experts import ExpertsShape, experts_job, linear_job
 from raymoe.plan.cost import PassShape
-from raymoe.schedule.task import Op, Resource, Task
+from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.schedule.timeline import Span, Timeline
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec

@@ -12,8 +12,8 @@ from raymoe.bench.comparison import Comparison, DecodeStep, compare_schedules
 from raymoe.cli import run
 from raymoe.errors import ConfigError
 from raymoe.schedule.builders import STREAMING_BUILDERS
-from raymoe.schedule.task import Op, Resource
-from raymoe.specs.presets_hardware import hardware_preset
+from raymoe.schedule.graph import Op, Resource
+from raymoe.specs.hardware import hardware_preset
 from raymoe.specs.presets_models import model_preset
 from tests.unit.schedule.figure_6 import (
     gpu_share_during_cpu_attention,

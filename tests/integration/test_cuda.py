@@ -8,7 +8,7 @@ from raymoe.engine import runner_loading
 from raymoe.errors import CapacityError, ConfigError
 from raymoe.plan.device_memory import workspace_bytes
 from raymoe.schedule.builders import STREAMING_BUILDERS
-from raymoe.specs.presets_hardware import hardware_preset
+from raymoe.specs.hardware import hardware_preset
 from raymoe.units import GIB
 from tests.integration import test_schedules as schedules
 from tests.unit.device.deferred_cuda import DeferredCuda, without_native_kernels

@@ -13,7 +13,7 @@ import torch
 from raymoe.device.emulated import EmulatedDevice
 from raymoe.device.lane import HostMark
 from raymoe.engine import loading
-from raymoe.schedule.task import Resource, Task
+from raymoe.schedule.graph import Resource, Task
 from tests.integration import test_schedules as schedules
 
 NUM_TASKS = 200_000

@@ -9,7 +9,7 @@ from raymoe.engine import runner_loading
 from raymoe.errors import InfeasiblePlanError
 from raymoe.plan.device_memory import workspace_bytes
 from raymoe.schedule.builders import STREAMING_BUILDERS
-from raymoe.specs.presets_hardware import hardware_preset
+from raymoe.specs.hardware import hardware_preset
 from raymoe.units import KIB
 from tests.integration import test_schedules as schedules
 from tests.parity.configurations import first_of_each_family

@@ -21,7 +21,7 @@ from raymoe.bench.gpu.settings import NodeSettings, PartSettings
 from raymoe.cli import run
 from raymoe.device.cuda import CudaDevice
 from raymoe.engine import runner_loading
-from raymoe.specs.presets_hardware import hardware_preset
+from raymoe.specs.hardware import hardware_preset
 from raymoe.units import GIB
 from tests.unit.device.deferred_cuda import DeferredCuda, without_native_kernels
 

@@ -11,8 +11,7 @@ from raymoe.kernels.threads import set_num_threads
 from raymoe.measure import attention, experts, host, machine, profile, tasks
 from raymoe.measure.attention import AttentionShape
 from raymoe.measure.experts import ExpertsShape
-from raymoe.specs.curve import Curve
-from raymoe.specs.hardware import HardwareSpec
+from raymoe.specs.hardware import Curve, HardwareSpec
 from raymoe.units import MIB
 from tests.unit.specs.test_hardware import MEASURED
 

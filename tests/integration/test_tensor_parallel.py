@@ -23,7 +23,7 @@ from raymoe.engine.ranks import Ranks
 from raymoe.errors import CheckpointError, ConfigError, ExecutionError
 from raymoe.plan.policy import DevicePolicy, Policy
 from raymoe.schedule.builders import STREAMING_BUILDERS
-from raymoe.specs.presets_hardware import hardware_preset
+from raymoe.specs.hardware import hardware_preset
 from tests.parity.cases import Case, get_case
 from tests.parity.configurations import first_of_each_family
 from tests.parity.oracle import make_checkpoint, make_reference

@@ -10,9 +10,9 @@ from raymoe.bench.waiting import WaitingModel, WaitingRunner, waiting_parts
 from raymoe.config import EngineConfig
 from raymoe.engine.engine import Engine
 from raymoe.errors import ConfigError
-from raymoe.plan.load import PassLoad
 from raymoe.plan.search import find_plan
-from raymoe.specs.presets_hardware import hardware_preset
+from raymoe.plan.work import PassLoad
+from raymoe.specs.hardware import hardware_preset
 from raymoe.specs.presets_models import model_preset
 from raymoe.specs.workload import Workload
 

@@ -4,9 +4,16 @@ import random
 
 import pytest
 
-from raymoe.plan.papers.hrm import Hierarchy, Level, Roof, decode_attention, expert_ffn, place
-from raymoe.plan.papers.symbols import PaperModel
-from raymoe.specs.presets_hardware import HARDWARE_PRESETS
+from raymoe.plan.papers.hrm import (
+    Hierarchy,
+    Level,
+    PaperModel,
+    Roof,
+    decode_attention,
+    expert_ffn,
+    place,
+)
+from raymoe.specs.hardware import HARDWARE_PRESETS
 from raymoe.specs.presets_models import model_preset
 
 # Figure 3 and the scripts of figures 4 and 5: the GPU's rate is its peak for sparse matrices.

@@ -6,13 +6,10 @@ from dataclasses import replace
 import pytest
 
 from raymoe.errors import InfeasiblePlanError
-from raymoe.plan.papers import moe_gen_graph
-from raymoe.plan.papers.hrm import Hierarchy
-from raymoe.plan.papers.moe_gen import GenSearch
-from raymoe.plan.papers.moe_gen_graph import ModuleTimes, critical_path_s
-from raymoe.plan.papers.symbols import PaperModel
-from raymoe.specs.hardware import HardwareSpec
-from raymoe.specs.presets_hardware import hardware_preset
+from raymoe.plan.papers import moe_gen
+from raymoe.plan.papers.hrm import Hierarchy, PaperModel
+from raymoe.plan.papers.moe_gen import GenSearch, ModuleTimes, critical_path_s
+from raymoe.specs.hardware import HardwareSpec, hardware_preset
 from raymoe.specs.presets_models import model_preset
 from raymoe.specs.workload import Workload
 from raymoe.units import GB, GIB
@@ -234,7 +231,7 @@ def test_two_layers_by_hand() -> None:
 def test_paths_are_within_their_bounds_and_slots_help(monkeypatch: pytest.MonkeyPatch) -> None:
     """No shorter than any processor's work, no longer than all; random times, eight layers."""
     rng = random.Random()
-    monkeypatch.setattr(moe_gen_graph, "WALKED_LAYERS", 8)
+    monkeypatch.setattr(moe_gen, "WALKED_LAYERS", 8)
     for _ in range(200):
         launches = rng.randint(0, 5)
         draw = [rng.expovariate(1.0) for _ in range(6)]
@@ -267,5 +264,5 @@ def test_a_few_layers_tell_how_long_all_take(
     """32 layers walked one by one against the first few and the last of them repeated; 1 %."""
     plan = search(NODES["C2"], "mixtral-8x7b", KERNEL_BYTES_PER_S)
     short = plan.decode(fraction)
-    monkeypatch.setattr(moe_gen_graph, "WALKED_LAYERS", 32)
+    monkeypatch.setattr(moe_gen, "WALKED_LAYERS", 32)
     assert plan.decode(fraction).pass_s == pytest.approx(short.pass_s, rel=0.01)

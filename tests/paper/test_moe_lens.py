@@ -5,6 +5,7 @@ import random
 import pytest
 
 from raymoe.errors import InfeasiblePlanError
+from raymoe.plan.papers.hrm import PaperModel
 from raymoe.plan.papers.moe_lens import (
     Bound,
     LensNode,
@@ -17,8 +18,7 @@ from raymoe.plan.papers.moe_lens import (
     stage2,
     tokens_to_saturate,
 )
-from raymoe.plan.papers.symbols import PaperModel
-from raymoe.specs.presets_hardware import hardware_preset
+from raymoe.specs.hardware import hardware_preset
 from raymoe.specs.presets_models import model_preset
 from raymoe.specs.workload import Workload
 from raymoe.units import GB, GIB, MIB, TIB

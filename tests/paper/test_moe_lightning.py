@@ -6,13 +6,13 @@ from typing import NamedTuple
 import pytest
 
 from raymoe.errors import ConfigError, InfeasiblePlanError
+from raymoe.plan.papers.hrm import PaperModel
 from raymoe.plan.papers.moe_lightning import (
     L4,
     T4,
     LightningOptimizer,
     LightningPolicy,
 )
-from raymoe.plan.papers.symbols import PaperModel
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.presets_models import model_preset
 from raymoe.units import GIB, TB

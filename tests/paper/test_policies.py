@@ -6,14 +6,13 @@ from dataclasses import replace
 import pytest
 
 from raymoe.errors import InfeasiblePlanError
+from raymoe.plan.papers.hrm import PaperModel
 from raymoe.plan.papers.moe_lens import LensNode, stage2
 from raymoe.plan.papers.moe_lightning import LightningOptimizer
 from raymoe.plan.papers.policies import PaperPolicies
-from raymoe.plan.papers.symbols import PaperModel
 from raymoe.plan.plan import Plan
 from raymoe.plan.search import find_plan
-from raymoe.specs.hardware import HardwareSpec
-from raymoe.specs.presets_hardware import HARDWARE_PRESETS, hardware_preset
+from raymoe.specs.hardware import HARDWARE_PRESETS, HardwareSpec, hardware_preset
 from raymoe.specs.presets_models import model_preset
 from raymoe.specs.workload import Workload
 from raymoe.units import GIB

@@ -26,7 +26,7 @@ from raymoe.bench.workloads import random_prompts
 from raymoe.device.host import peak_rss_bytes
 from raymoe.errors import ConfigError, ExecutionError
 from raymoe.memory.dummy_weights import NUM_VALUES, STANDARD_DEVIATION, dealt
-from raymoe.plan.device_bound import device_bound
+from raymoe.plan.bound import device_bound
 from raymoe.plan.work import LayerWork, ModelWork
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.units import GIB, format_bytes

@@ -23,11 +23,11 @@ from raymoe.engine.accuracy import RunReport
 from raymoe.engine.engine import Engine
 from raymoe.engine.loading import load_parts
 from raymoe.errors import ExecutionError
-from raymoe.plan.device_bound import device_bound
+from raymoe.plan.bound import device_bound
+from raymoe.plan.device_pass import StreamedPasses
 from raymoe.plan.plan import Plan
-from raymoe.plan.streaming import StreamedPasses
 from raymoe.plan.work import ModelWork
-from raymoe.schedule.task import Resource
+from raymoe.schedule.graph import Resource
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
 

@@ -6,11 +6,9 @@ from typing import NamedTuple
 
 from raymoe.bench.gpu.recorder import SteadyPass
 from raymoe.bench.gpu.settings import PartSettings
-from raymoe.plan.draw.chart import Colour
+from raymoe.plan.draw import Colour
 from raymoe.plan.plan import Plan
-from raymoe.schedule.draw.chrome_trace import draw_chrome_trace
-from raymoe.schedule.draw.page import svg_page, text_at
-from raymoe.schedule.draw.svg import draw_svg
+from raymoe.schedule.draw import draw_chrome_trace, draw_svg, svg_page, text_at
 from raymoe.schedule.timeline import Timeline
 
 WIDTH, LEFT, RIGHT, TOP = 860, 150, 250, 48

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 from raymoe.bench.passes import PassKind, shape_of
 from raymoe.engine.core import Runner
-from raymoe.plan.load import PassLoad
+from raymoe.plan.work import PassLoad
 from raymoe.runtime.bindings import PassInputs
-from raymoe.schedule.task import Op
+from raymoe.schedule.graph import Op
 from raymoe.schedule.timeline import Timeline
 
 

@@ -9,7 +9,7 @@ from typing import Self
 from raymoe.bench.gpu.settings import PartSettings
 from raymoe.errors import ConfigError
 from raymoe.measure.machine import keep
-from raymoe.specs.plain_data import from_plain
+from raymoe.specs.files import from_plain
 
 
 class Status(StrEnum):

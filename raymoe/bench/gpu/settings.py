@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Self
 
 from raymoe.errors import RaymoeError
-from raymoe.specs.plain_data import from_plain
+from raymoe.specs.files import from_plain
 
 # Part of the key of a result: raise it when what is measured, or how, changes.
 FORMAT = 1

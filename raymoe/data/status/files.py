@@ -18,8 +18,7 @@ from raymoe.data.directories import make_directory, open_private
 from raymoe.data.manifest import FILE_NAME as MANIFEST_FILE
 from raymoe.data.status.record import FORMAT, ActorStatus, JobStatus, PassRecord
 from raymoe.errors import CheckpointError, ConfigError
-from raymoe.specs.files import open_regular, parse_json_object
-from raymoe.specs.plain_data import from_plain, to_json
+from raymoe.specs.files import from_plain, open_regular, parse_json_object, to_json
 from raymoe.units import MIB, format_bytes
 
 SUFFIX = ".status"

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from raymoe.engine.statistics import EngineStats
 from raymoe.errors import ConfigError
-from raymoe.plan.load import PassLoad
 from raymoe.plan.papers.hrm import Operation
-from raymoe.schedule.task import Op, Resource
+from raymoe.plan.work import PassLoad
+from raymoe.schedule.graph import Op, Resource
 from raymoe.specs.hardware import HardwareSpec
 
 FORMAT = 1  # of all files of a status; a change of any of them raises it

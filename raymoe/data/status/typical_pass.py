@@ -5,11 +5,10 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from raymoe.data.status.record import PassRecord, PlainSpan
-from raymoe.plan.load import PassLoad
 from raymoe.plan.pictures import operations_of
 from raymoe.plan.plan import Plan
-from raymoe.schedule.excerpt import middle_layers
-from raymoe.schedule.timeline import Timeline
+from raymoe.plan.work import PassLoad
+from raymoe.schedule.timeline import Timeline, middle_layers
 
 if TYPE_CHECKING:  # a driver only names the operator: no numba there
     from raymoe.engine.accuracy import MeasuredPass

@@ -19,7 +19,7 @@ from math import sqrt
 from typing import Self
 
 from raymoe.errors import ConfigError, InfeasiblePlanError
-from raymoe.plan.papers.symbols import BYTES_PER_ELEMENT, PaperModel
+from raymoe.plan.papers.hrm import BYTES_PER_ELEMENT, PaperModel
 from raymoe.plan.work import ModelWork
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec

@@ -23,8 +23,14 @@ from dataclasses import dataclass, replace
 from itertools import chain, count
 
 from raymoe.errors import ConfigError, InfeasiblePlanError
-from raymoe.plan.papers.hrm import Hierarchy, Operation, decode_attention, expert_ffn
-from raymoe.plan.papers.symbols import BYTES_PER_ELEMENT, PaperModel
+from raymoe.plan.papers.hrm import (
+    BYTES_PER_ELEMENT,
+    Hierarchy,
+    Operation,
+    PaperModel,
+    decode_attention,
+    expert_ffn,
+)
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.units import GIB, TB, format_bytes
 

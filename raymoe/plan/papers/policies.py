@@ -13,13 +13,13 @@ from math import ceil
 
 from raymoe.errors import InfeasiblePlanError
 from raymoe.plan.device_memory import device_footprint, host_footprint, kv_block_bytes
+from raymoe.plan.device_pass import KV_BLOCK_TOKENS, StreamedPasses
 from raymoe.plan.pages import LayerBytes
+from raymoe.plan.papers.hrm import BYTES_PER_ELEMENT, PaperModel
 from raymoe.plan.papers.moe_gen import GenSearch
 from raymoe.plan.papers.moe_lens import LensNode, stage2
 from raymoe.plan.papers.moe_lightning import LightningOptimizer
-from raymoe.plan.papers.symbols import BYTES_PER_ELEMENT, PaperModel
 from raymoe.plan.policy import DevicePolicy, Policy
-from raymoe.plan.streaming import KV_BLOCK_TOKENS, StreamedPasses
 from raymoe.plan.work import ModelWork
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.layers import LatentAttentionSpec

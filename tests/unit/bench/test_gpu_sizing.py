@@ -17,7 +17,7 @@ from raymoe.errors import ConfigError
 from raymoe.plan.plan import Plan
 from raymoe.plan.work import ModelWork
 from raymoe.schedule.builders import BUILDERS
-from raymoe.specs.presets_hardware import hardware_preset
+from raymoe.specs.hardware import hardware_preset
 from raymoe.specs.workload import Workload
 from raymoe.units import GIB
 from tests.unit.bench.gpu_results import SETTINGS

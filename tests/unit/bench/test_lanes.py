@@ -3,7 +3,7 @@
 import pytest
 
 from raymoe.bench.lanes import TARGET_S, LaneLatency, _chain, measure_lanes
-from raymoe.schedule.task import Op, Resource
+from raymoe.schedule.graph import Op, Resource
 
 
 def test_each_task_waits_for_the_one_before_on_the_other_lane() -> None:

@@ -18,7 +18,7 @@ from raymoe.bench.scale import (
 from raymoe.bench.scale_pictures import draw_efficiency, draw_memory
 from raymoe.bench.waiting_rows import RowCheck, make_rows
 from raymoe.errors import ExecutionError
-from raymoe.plan.draw.chart import Colour
+from raymoe.plan.draw import Colour
 from raymoe.processes import TICKS_PER_S, descendants, stolen_s, usage_of
 from raymoe.specs.workload import Workload
 

@@ -15,11 +15,10 @@ from raymoe.cli import run
 from raymoe.cli.plan_tables import gantt
 from raymoe.plan.plan import RESOURCE_NAMES
 from raymoe.plan.search import find_plan
-from raymoe.schedule.task import Op, Resource, Task
+from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.schedule.timeline import Span, Timeline
-from raymoe.specs.hardware import HardwareSpec
+from raymoe.specs.hardware import HARDWARE_PRESETS, HardwareSpec, hardware_preset
 from raymoe.specs.model import ModelSpec
-from raymoe.specs.presets_hardware import HARDWARE_PRESETS, hardware_preset
 from raymoe.specs.workload import Workload
 from raymoe.units import GIB, format_bytes, format_seconds
 

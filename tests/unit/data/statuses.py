@@ -9,10 +9,10 @@ from raymoe.data.status.record import ActorStatus, JobStatus, RowCounts
 from raymoe.data.status.typical_pass import record_pass
 from raymoe.engine.accuracy import MeasuredPass
 from raymoe.engine.statistics import EngineStats
-from raymoe.plan.load import PassLoad
 from raymoe.plan.policy import DevicePolicy, Policy
 from raymoe.plan.search import find_plan
-from raymoe.specs.presets_hardware import find_hardware
+from raymoe.plan.work import PassLoad
+from raymoe.specs.hardware import find_hardware
 from raymoe.specs.presets_models import model_preset
 
 NOW_S = 1_800_000_000.0

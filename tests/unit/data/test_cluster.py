@@ -8,7 +8,7 @@ import ray
 
 from raymoe.data.cluster import Cluster
 from raymoe.data.sizing import map_batches_kwargs
-from raymoe.specs.presets_hardware import hardware_preset
+from raymoe.specs.hardware import hardware_preset
 from raymoe.units import GB
 from tests.unit.specs.test_model import MIXTRAL
 

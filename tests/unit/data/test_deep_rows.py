@@ -11,7 +11,7 @@ from raymoe.data.finished_rows import FinishedRows
 from raymoe.data.rows import RowReader
 from raymoe.engine.chat_template import check_messages
 from raymoe.errors import ConfigError
-from raymoe.nesting import MAX_LEVELS, nesting_problem
+from raymoe.safe_text import MAX_LEVELS, nesting_problem
 from tests.unit.data.jobs import made
 
 LEVELS = (MAX_LEVELS + 1, 900, 960, 980, 100_000)

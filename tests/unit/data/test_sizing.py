@@ -12,8 +12,8 @@ from raymoe.data.cluster import Cluster
 from raymoe.data.sizing import map_batches_kwargs, plan_actor
 from raymoe.errors import ConfigError
 from raymoe.plan.search import find_plan
+from raymoe.specs.hardware import hardware_preset
 from raymoe.specs.model import ModelSpec
-from raymoe.specs.presets_hardware import hardware_preset
 from raymoe.units import GIB
 from tests.tiny import make_checkpoint
 

@@ -12,8 +12,7 @@ from raymoe.device.cuda import CudaDevice, open_cuda
 from raymoe.errors import CapacityError, ConfigError
 from raymoe.memory.arena import HostArena
 from raymoe.runtime.executor import LaneExecutor
-from raymoe.schedule.graph import Schedule
-from raymoe.schedule.task import Buffer, Op, Resource, Task
+from raymoe.schedule.graph import Buffer, Op, Resource, Schedule, Task
 from raymoe.units import GIB, MIB
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")

@@ -9,8 +9,7 @@ from raymoe.device.cuda_lane import CudaLane
 from raymoe.device.lane import Cancelled, Lane, ThreadLane
 from raymoe.errors import ExecutionError
 from raymoe.runtime.executor import Bindings, LaneExecutor
-from raymoe.schedule.graph import Schedule
-from raymoe.schedule.task import Buffer, Op, Resource, Task
+from raymoe.schedule.graph import Buffer, Op, Resource, Schedule, Task
 from tests.unit.device.fake_cuda import FakeCuda, FakeEvent, FakeStream
 from tests.unit.runtime.random_schedules import (
     Memory,

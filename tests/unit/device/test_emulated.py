@@ -11,7 +11,7 @@ import torch
 from raymoe.device.emulated import EmulatedDevice
 from raymoe.device.pacing import RandomStalls, sleep_until
 from raymoe.errors import CapacityError, ConfigError
-from raymoe.schedule.task import Op, Resource, Task
+from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.units import KIB, MIB
 
 LOAD = Task(op=Op.W, layer=0, part=0, resource=Resource.HTOD)

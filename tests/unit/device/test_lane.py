@@ -8,7 +8,7 @@ import torch
 
 from raymoe.device.lane import Cancelled, ThreadLane
 from raymoe.errors import ExecutionError
-from raymoe.schedule.task import Op, Resource, Task
+from raymoe.schedule.graph import Op, Resource, Task
 
 TASK = Task(op=Op.ATTN, layer=0, part=0, resource=Resource.CPU)
 LOAD = Task(op=Op.W, layer=0, part=0, resource=Resource.HTOD)

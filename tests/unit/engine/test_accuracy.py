@@ -5,8 +5,8 @@ import pytest
 
 from raymoe.engine.accuracy import Accuracy, Correction, PassKind, RunReport, load_of
 from raymoe.engine.sequence import Pass
-from raymoe.plan.load import PassLoad
-from raymoe.schedule.task import Op, Resource, Task
+from raymoe.plan.work import PassLoad
+from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.schedule.timeline import Span, Timeline
 
 DECODE = PassLoad(decode_rows=10, decode_context=100)

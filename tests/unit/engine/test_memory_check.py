@@ -6,7 +6,7 @@ from raymoe.device.host import HostInfo
 from raymoe.engine import memory_check
 from raymoe.engine.memory_check import check_available
 from raymoe.errors import InfeasiblePlanError
-from raymoe.plan.footprint import Footprint
+from raymoe.plan.policy import Footprint
 from raymoe.units import GIB
 
 FOOTPRINT = Footprint(memory="host memory", parts=(("weights", 90 * GIB), ("KV cache", 10 * GIB)))

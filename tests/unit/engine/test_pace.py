@@ -1,7 +1,7 @@
 """A cut pass in the numbers of the cost model."""
 
 from raymoe.engine.pace import wave_shape
-from raymoe.plan.wave import AttentionShape
+from raymoe.plan.work import AttentionShape
 from tests.unit.runtime.test_waves import cut
 
 

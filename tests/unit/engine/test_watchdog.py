@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 from raymoe.engine import watchdog as watchdogs
 from raymoe.engine.watchdog import Watchdog, longest_pass_s, stacks_of_all_threads
+from raymoe.plan.device_pass import KV_BLOCK_TOKENS
 from raymoe.plan.policy import Policy
-from raymoe.plan.streaming import KV_BLOCK_TOKENS
 
 
 def test_a_step_that_takes_too_long_is_reported_once():

@@ -7,7 +7,7 @@ import pytest
 
 from raymoe.errors import ConfigError
 from raymoe.measure.machine import Machine, identify_machine, load_profile, store_profile
-from raymoe.specs.presets_hardware import hardware_preset
+from raymoe.specs.hardware import hardware_preset
 
 MACHINE = Machine(
     cpu_model="AMD EPYC 9V84 96-Core Processor", num_threads=8, memory_gib=64, gpu="NVIDIA L4",

@@ -17,10 +17,9 @@ from raymoe.measure.tasks import (
 )
 from raymoe.plan.cost import HostCost, PassShape
 from raymoe.plan.work import ModelWork
-from raymoe.schedule.builders.in_place import build_in_place
-from raymoe.schedule.simulate import simulate
-from raymoe.specs.curve import Curve
-from raymoe.specs.hardware import HardwareSpec
+from raymoe.schedule.builders import build_in_place
+from raymoe.schedule.timeline import simulate
+from raymoe.specs.hardware import Curve, HardwareSpec
 from tests.unit.plan.test_cost import CURVES, NODE
 
 

@@ -17,8 +17,7 @@ from raymoe.model.cache import cache_layout
 from raymoe.model.decoder import Decoder
 from raymoe.model.paged_loading import PagedLoader
 from raymoe.specs.model import DenseSpec, ModelSpec
-from raymoe.specs.weight_names import EMBEDDING, HEAD, layer_prefix, model_weights
-from raymoe.specs.weight_parts import layer_parts
+from raymoe.specs.weight_names import EMBEDDING, HEAD, layer_parts, layer_prefix, model_weights
 from tests.parity.cases import get_case
 from tests.parity.configurations import CONFIGURATIONS, first_of_each_family
 

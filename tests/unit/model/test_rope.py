@@ -6,8 +6,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from raymoe.errors import ConfigError
 from raymoe.model.rope import Rotary, dynamic_frequencies, inverse_frequencies
-from raymoe.specs.rope import RopeRule, RopeSpec
-from raymoe.specs.rope_fields import parse_rope
+from raymoe.specs.rope import RopeRule, RopeSpec, parse_rope
 from tests.parity.fields import DYNAMIC, LINEAR, LLAMA3, YARN, longrope
 
 HEAD_DIM, MAX_POSITIONS = 32, 48

@@ -4,13 +4,11 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
-from raymoe.plan.device_job import DeviceJob
-from raymoe.plan.device_sizes import DeviceSizes
-from raymoe.plan.knobs import Grid, Knobs
+from raymoe.plan.device_pass import DeviceJob
+from raymoe.plan.device_search import DeviceSizes, Grid, Knobs
 from raymoe.plan.work import ModelWork
-from raymoe.specs.hardware import HardwareSpec
+from raymoe.specs.hardware import HARDWARE_PRESETS, HardwareSpec
 from raymoe.specs.model import ModelSpec
-from raymoe.specs.presets_hardware import HARDWARE_PRESETS
 from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
 from raymoe.specs.workload import Workload
 

@@ -3,7 +3,7 @@
 import pytest
 
 from raymoe.plan.anchors import Anchors, moe_lightning_anchors
-from raymoe.schedule.task import Resource
+from raymoe.schedule.graph import Resource
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from raymoe.plan.cache_forecast import CacheForecast
+from raymoe.plan.job import CacheForecast
 
 Held = tuple[int, int, int]  # last step, sequences, their offset
 

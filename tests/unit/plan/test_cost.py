@@ -6,11 +6,10 @@ import pytest
 
 from raymoe.plan.cost import TASK_OVERHEAD_S, HostCost, PassShape
 from raymoe.plan.work import ModelWork
-from raymoe.schedule.builders.in_place import build_in_place
-from raymoe.schedule.simulate import simulate
-from raymoe.schedule.task import Op
-from raymoe.specs.curve import Curve
-from raymoe.specs.hardware import HardwareSpec, HostCurves
+from raymoe.schedule.builders import build_in_place
+from raymoe.schedule.graph import Op
+from raymoe.schedule.timeline import simulate
+from raymoe.specs.hardware import Curve, HardwareSpec, HostCurves
 from raymoe.specs.model import ModelSpec
 
 HIDDEN, HEADS, KV_HEADS, DIM, VOCABULARY = 1024, 16, 4, 64, 32000

@@ -4,12 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from raymoe.plan.device_bound import Limit, device_bound
+from raymoe.plan.bound import Limit, device_bound
 from raymoe.plan.papers.policies import PaperPolicies
 from raymoe.plan.search import find_plan
 from raymoe.plan.work import ModelWork
-from raymoe.specs.hardware import HardwareSpec
-from raymoe.specs.presets_hardware import hardware_preset
+from raymoe.specs.hardware import HardwareSpec, hardware_preset
 from raymoe.specs.presets_models import model_preset
 from raymoe.specs.workload import Workload
 from raymoe.units import GIB

@@ -8,16 +8,12 @@ import pytest
 from raymoe.errors import ConfigError
 from raymoe.plan.device_cost import OVERHEAD_S, DeviceCost
 from raymoe.plan.pages import layer_pages
-from raymoe.plan.wave import WaveShape
-from raymoe.plan.work import Matrices, ModelWork
-from raymoe.schedule.builders import STREAMING_BUILDERS
-from raymoe.schedule.builders.in_place import build_resident
-from raymoe.schedule.builders.shape import PassForm
-from raymoe.schedule.simulate import simulate
-from raymoe.schedule.task import RESOURCES_OF, Op, Resource, Task
-from raymoe.specs.curve import Curve
-from raymoe.specs.hardware import DeviceCurves, HardwareSpec, HostCurves
-from raymoe.specs.presets_hardware import hardware_preset
+from raymoe.plan.work import Matrices, ModelWork, WaveShape
+from raymoe.schedule.builders import STREAMING_BUILDERS, build_resident
+from raymoe.schedule.graph import RESOURCES_OF, Op, Resource, Task
+from raymoe.schedule.program import PassForm
+from raymoe.schedule.timeline import simulate
+from raymoe.specs.hardware import Curve, DeviceCurves, HardwareSpec, HostCurves, hardware_preset
 from raymoe.specs.presets_models import model_preset
 
 MIXTRAL = model_preset("mixtral-8x7b")

@@ -5,10 +5,10 @@ import random
 import pytest
 
 from raymoe.plan.device_pass import DevicePass
-from raymoe.plan.device_sizes import DeviceSizes
-from raymoe.plan.load import PassLoad
+from raymoe.plan.device_search import DeviceSizes
+from raymoe.plan.work import PassLoad
 from raymoe.schedule.builders import STREAMING_BUILDERS
-from raymoe.schedule.task import Resource
+from raymoe.schedule.graph import Resource
 from tests.unit.plan.device_jobs import POINTS, random_jobs
 
 

@@ -7,18 +7,13 @@ from dataclasses import replace
 import pytest
 
 from raymoe.errors import ConfigError, InfeasiblePlanError
-from raymoe.plan.device_job import DeviceJob
-from raymoe.plan.device_pass import DevicePass
-from raymoe.plan.device_search import Candidate, DeviceSearch
-from raymoe.plan.device_sizes import DeviceSizes
-from raymoe.plan.knobs import Grid
+from raymoe.plan.device_pass import DeviceJob, DevicePass
+from raymoe.plan.device_search import Candidate, DeviceSearch, DeviceSizes, Grid
 from raymoe.plan.papers.policies import PaperPolicies
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import DevicePolicy
 from raymoe.plan.search import find_plan
-from raymoe.specs.curve import Curve
-from raymoe.specs.hardware import HardwareSpec, HostCurves
-from raymoe.specs.presets_hardware import hardware_preset
+from raymoe.specs.hardware import Curve, HardwareSpec, HostCurves, hardware_preset
 from raymoe.specs.presets_models import model_preset
 from raymoe.specs.workload import Workload
 from raymoe.units import GB, GIB

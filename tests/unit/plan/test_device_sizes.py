@@ -7,10 +7,9 @@ import pytest
 
 from raymoe.errors import InfeasiblePlanError
 from raymoe.plan.device_memory import device_footprint, host_footprint, kv_block_bytes
-from raymoe.plan.device_sizes import DeviceSizes
-from raymoe.plan.knobs import Knobs
+from raymoe.plan.device_search import DeviceSizes, Knobs
 from raymoe.plan.pages import layer_sizes
-from raymoe.specs.presets_hardware import hardware_preset
+from raymoe.specs.hardware import hardware_preset
 from raymoe.specs.workload import Workload
 from raymoe.units import GIB
 from tests.unit.plan.device_jobs import POINTS, device_job, random_jobs

@@ -9,11 +9,22 @@ from itertools import pairwise
 import pytest
 
 from raymoe.errors import ConfigError
-from raymoe.plan.draw import Curve, CurvePoint, draw_roofline, draw_throughput, roofline
-from raymoe.plan.draw.chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Chart
-from raymoe.plan.papers.hrm import Hierarchy, Level, decode_attention, expert_ffn, place
-from raymoe.plan.papers.symbols import PaperModel
-from raymoe.specs.presets_hardware import HARDWARE_PRESETS
+from raymoe.plan.draw import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Chart,
+    Curve,
+    CurvePoint,
+    draw_roofline,
+    draw_throughput,
+    roofline,
+)
+from raymoe.plan.papers.hrm import Hierarchy, Level, PaperModel, decode_attention, expert_ffn, place
+from raymoe.specs.hardware import HARDWARE_PRESETS
 from raymoe.specs.presets_models import model_preset
 from raymoe.units import GIB
 

@@ -6,8 +6,8 @@ import pytest
 
 from raymoe.plan import job
 from raymoe.plan.job import estimate_job, fewest_passes, job_passes
-from raymoe.plan.load import PassLoad
 from raymoe.plan.policy import Policy
+from raymoe.plan.work import PassLoad
 from raymoe.specs.workload import Workload
 
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from raymoe.plan.load import CELLS, Passes, PassLoad, alike
+from raymoe.plan.work import CELLS, Passes, PassLoad, alike
 
 
 def random_load(dice: random.Random) -> PassLoad:

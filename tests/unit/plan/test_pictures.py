@@ -9,16 +9,15 @@ import pytest
 
 from raymoe.errors import InfeasiblePlanError
 from raymoe.plan.device_pass import DevicePass
-from raymoe.plan.draw.chart import HEIGHT, LEFT, RIGHT, WIDTH
+from raymoe.plan.draw import HEIGHT, LEFT, RIGHT, WIDTH
 from raymoe.plan.papers.hrm import Operation
 from raymoe.plan.pictures import attention, feed_forward, roofline_picture, throughput_picture
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import DevicePolicy, Policy
 from raymoe.plan.search import find_plan
 from raymoe.plan.work import ModelWork
-from raymoe.specs.hardware import HardwareSpec
+from raymoe.specs.hardware import HardwareSpec, hardware_preset
 from raymoe.specs.model import ModelSpec
-from raymoe.specs.presets_hardware import hardware_preset
 from raymoe.specs.presets_models import model_preset
 from raymoe.specs.workload import Workload
 from raymoe.units import GIB

@@ -5,14 +5,12 @@ from dataclasses import replace
 import pytest
 
 from raymoe.errors import InfeasiblePlanError
-from raymoe.plan.device_pass import DevicePass
-from raymoe.plan.load import PassLoad
+from raymoe.plan.device_pass import DevicePass, ResidentPass, ResidentSearch
 from raymoe.plan.policy import Policy
-from raymoe.plan.resident import ResidentPass, ResidentSearch
 from raymoe.plan.search import find_plan
-from raymoe.plan.work import ModelWork
-from raymoe.schedule.task import Resource
-from raymoe.specs.presets_hardware import hardware_preset
+from raymoe.plan.work import ModelWork, PassLoad
+from raymoe.schedule.graph import Resource
+from raymoe.specs.hardware import hardware_preset
 from raymoe.specs.presets_models import model_preset
 from raymoe.specs.workload import Workload
 from raymoe.units import GB, GIB

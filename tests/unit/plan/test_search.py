@@ -6,12 +6,10 @@ import re
 import pytest
 
 from raymoe.errors import ConfigError, InfeasiblePlanError
-from raymoe.plan.host_search import PASS_TOKENS
 from raymoe.plan.policy import Policy
-from raymoe.plan.search import find_plan
-from raymoe.specs.hardware import HardwareSpec
+from raymoe.plan.search import PASS_TOKENS, find_plan
+from raymoe.specs.hardware import HardwareSpec, hardware_preset
 from raymoe.specs.model import ModelSpec
-from raymoe.specs.presets_hardware import hardware_preset
 from raymoe.specs.presets_models import model_preset
 from raymoe.specs.workload import Workload
 from raymoe.units import GIB

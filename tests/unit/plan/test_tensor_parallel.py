@@ -8,12 +8,9 @@ from raymoe.errors import ConfigError
 from raymoe.plan.device_cost import OVERHEAD_S, PEER_STEP_S, DeviceCost
 from raymoe.plan.plan import Plan
 from raymoe.plan.search import find_plan
-from raymoe.plan.wave import AttentionShape, WaveShape
-from raymoe.plan.work import ModelWork
-from raymoe.schedule.task import Op, Resource, Task
-from raymoe.specs.curve import Curve
-from raymoe.specs.hardware import HardwareSpec, HostCurves
-from raymoe.specs.presets_hardware import hardware_preset
+from raymoe.plan.work import AttentionShape, ModelWork, WaveShape
+from raymoe.schedule.graph import Op, Resource, Task
+from raymoe.specs.hardware import Curve, HardwareSpec, HostCurves, hardware_preset
 from raymoe.specs.presets_models import model_preset
 from raymoe.specs.tensor_shards import shard_model
 from raymoe.specs.workload import Workload

@@ -3,7 +3,7 @@
 import pytest
 
 from raymoe.errors import ConfigError
-from raymoe.plan.wave import AttentionShape, WaveShape
+from raymoe.plan.work import AttentionShape, WaveShape
 
 
 def test_a_decode_wave_reads_every_context_and_wants_logits_of_every_row() -> None:

@@ -5,9 +5,7 @@ from dataclasses import fields
 import pytest
 
 from raymoe.plan.what_if import next_steps
-from raymoe.specs.curve import Curve
-from raymoe.specs.hardware import DeviceCurves, HardwareSpec, HostCurves
-from raymoe.specs.presets_hardware import hardware_preset
+from raymoe.specs.hardware import Curve, DeviceCurves, HardwareSpec, HostCurves, hardware_preset
 from raymoe.units import GIB
 
 L4 = hardware_preset("l4")

@@ -5,12 +5,11 @@ import torch
 
 from raymoe.plan.device_cost import DeviceCost
 from raymoe.plan.pages import LayerBytes, layer_pages
-from raymoe.plan.wave import WaveShape
-from raymoe.plan.work import ModelWork
-from raymoe.schedule.task import Op, Resource, Task
+from raymoe.plan.work import ModelWork, WaveShape
+from raymoe.schedule.graph import Op, Resource, Task
+from raymoe.specs.hardware import hardware_preset
 from raymoe.specs.layers import LatentAttentionSpec
 from raymoe.specs.model import ModelSpec
-from raymoe.specs.presets_hardware import hardware_preset
 from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
 
 V3 = model_preset("deepseek-v3")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from raymoe.device.lane import Call, Mark
-from raymoe.schedule.task import Resource, Task
+from raymoe.schedule.graph import Resource, Task
 
 
 class OrderNotAllowed(Exception):  # noqa: N818 - as Cancelled

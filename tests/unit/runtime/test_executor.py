@@ -4,8 +4,8 @@ import pytest
 
 from raymoe.errors import ExecutionError, ScheduleError
 from raymoe.runtime.executor import Bindings, SerialExecutor
-from raymoe.schedule.builders.in_place import build_in_place
-from raymoe.schedule.task import Op, Task
+from raymoe.schedule.builders import build_in_place
+from raymoe.schedule.graph import Op, Task
 
 SCHEDULE = build_in_place(3)
 

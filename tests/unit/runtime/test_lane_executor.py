@@ -10,8 +10,7 @@ import pytest
 from raymoe.device.lane import Mark, ThreadLane
 from raymoe.errors import ConfigError, ExecutionError, ScheduleError
 from raymoe.runtime.executor import Bindings, LaneExecutor
-from raymoe.schedule.graph import Schedule
-from raymoe.schedule.task import Buffer, Op, Resource, Task
+from raymoe.schedule.graph import Buffer, Op, Resource, Schedule, Task
 from tests.unit.runtime.random_schedules import (
     OP_OF,
     POISON,

@@ -12,8 +12,8 @@ from raymoe.device.emulated import EmulatedDevice
 from raymoe.device.lane import HostMark
 from raymoe.device.pacing import RandomStalls
 from raymoe.runtime.executor import LaneExecutor
-from raymoe.schedule.simulate import simulate
-from raymoe.schedule.task import Buffer, Resource, Task
+from raymoe.schedule.graph import Buffer, Resource, Task
+from raymoe.schedule.timeline import simulate
 from tests.unit.runtime.random_schedules import (
     POISON,
     Memory,

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from raymoe.schedule.builders.shape import PassForm
-from raymoe.schedule.task import Op, Task
+from raymoe.schedule.graph import Op, Task
+from raymoe.schedule.program import PassForm
 
 
 @dataclass(frozen=True)

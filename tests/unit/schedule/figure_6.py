@@ -1,6 +1,6 @@
 """Where the schedules of MoE-Lightning's figure 6 idle, looked for in any timeline."""
 
-from raymoe.schedule.task import Op, Resource
+from raymoe.schedule.graph import Op, Resource
 from raymoe.schedule.timeline import Timeline
 
 

@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from raymoe.schedule.builders import STREAMING_BUILDERS
-from raymoe.schedule.builders.shape import LayerPages, PassForm
+from raymoe.schedule.program import LayerPages, PassForm
 
 MAX_WAVES = {"vslpipe": 2}  # of the builders; papers may take fewer
 DEVICE_ONLY = ("flexgen_s4",)

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 
-from raymoe.schedule.graph import Schedule
-from raymoe.schedule.task import Buffer
+from raymoe.schedule.graph import Buffer, Schedule
 
 
 def live_bytes(schedule: Schedule, size_of: Callable[[Buffer], int]) -> int:

@@ -7,9 +7,8 @@ It knows the mathematics of a pass and nothing of how builders name rings and sl
 
 from collections.abc import Iterable
 
-from raymoe.schedule.builders.shape import PassForm, next_first_slot
-from raymoe.schedule.graph import Schedule
-from raymoe.schedule.task import Buffer, Op, Task
+from raymoe.schedule.graph import Buffer, Op, Schedule, Task
+from raymoe.schedule.program import PassForm, next_first_slot
 
 Meaning = tuple[str | int, ...]
 Memory = dict[Buffer, Meaning]

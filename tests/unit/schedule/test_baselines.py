@@ -4,12 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymoe.schedule.builders import STREAMING_BUILDERS
-from raymoe.schedule.builders.flexgen import build_flexgen_s4
-from raymoe.schedule.builders.layer_by_layer import build_layer_by_layer
-from raymoe.schedule.builders.shape import PassForm
-from raymoe.schedule.simulate import simulate
-from raymoe.schedule.task import Op, Resource
+from raymoe.schedule.builders import STREAMING_BUILDERS, build_flexgen_s4, build_layer_by_layer
+from raymoe.schedule.graph import Op, Resource
+from raymoe.schedule.program import PassForm
+from raymoe.schedule.timeline import simulate
 from tests.unit.schedule.costs import OpCost, TaskCost
 from tests.unit.schedule.figure_6 import (
     gpu_share_during_cpu_attention,

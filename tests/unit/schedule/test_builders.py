@@ -7,13 +7,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raymoe.schedule.builders import BUILDERS, STREAMING_BUILDERS
-from raymoe.schedule.builders.first_layer import load_first_layer
-from raymoe.schedule.builders.in_place import build_in_place
-from raymoe.schedule.builders.shape import LayerPages, PassForm, next_first_slot
-from raymoe.schedule.graph import Schedule
-from raymoe.schedule.simulate import simulate
-from raymoe.schedule.task import Op, Resource
+from raymoe.schedule.builders import BUILDERS, STREAMING_BUILDERS, build_in_place, load_first_layer
+from raymoe.schedule.graph import Op, Resource, Schedule
+from raymoe.schedule.program import LayerPages, PassForm, next_first_slot
+from raymoe.schedule.timeline import simulate
 from tests.unit.schedule import meaning
 from tests.unit.schedule.costs import TaskCost
 from tests.unit.schedule.forms import BUILDER_NAMES, pass_forms

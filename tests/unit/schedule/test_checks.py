@@ -3,8 +3,7 @@
 import pytest
 
 from raymoe.errors import ScheduleError
-from raymoe.schedule.graph import Schedule
-from raymoe.schedule.task import Buffer, Op, Resource, Task
+from raymoe.schedule.graph import Buffer, Op, Resource, Schedule, Task
 
 A, B = Buffer("a"), Buffer("b", (1,))
 

@@ -9,11 +9,8 @@ from hypothesis import strategies as st
 
 from raymoe.errors import ScheduleError
 from raymoe.schedule.builders import STREAMING_BUILDERS
-from raymoe.schedule.critical import bound_by, compare, critical_path, gap
-from raymoe.schedule.graph import Schedule
-from raymoe.schedule.simulate import simulate
-from raymoe.schedule.task import Buffer, Op, Resource, Task
-from raymoe.schedule.timeline import Span, Timeline
+from raymoe.schedule.graph import Buffer, Op, Resource, Schedule, Task
+from raymoe.schedule.timeline import Span, Timeline, bound_by, compare, critical_path, gap, simulate
 from tests.unit.schedule.costs import OpCost, TaskCost
 from tests.unit.schedule.forms import BUILDER_NAMES, pass_forms
 

@@ -10,12 +10,9 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from raymoe.schedule.builders import STREAMING_BUILDERS
-from raymoe.schedule.draw import draw_chrome_trace, draw_svg, draw_text
-from raymoe.schedule.draw.palette import LOOKS
-from raymoe.schedule.draw.svg import LEFT, RIGHT, WIDTH
-from raymoe.schedule.simulate import simulate
-from raymoe.schedule.task import RESOURCES_OF, Op, Resource, Task
-from raymoe.schedule.timeline import Span, Timeline
+from raymoe.schedule.draw import LEFT, LOOKS, RIGHT, WIDTH, draw_chrome_trace, draw_svg, draw_text
+from raymoe.schedule.graph import RESOURCES_OF, Op, Resource, Task
+from raymoe.schedule.timeline import Span, Timeline, simulate
 from tests.unit.schedule.costs import T4_LIKE
 from tests.unit.schedule.forms import form_for
 

@@ -1,8 +1,8 @@
 """The schedule of the device `cpu`."""
 
 from raymoe.schedule.builders import BUILDERS
-from raymoe.schedule.simulate import simulate
-from raymoe.schedule.task import Resource, Task
+from raymoe.schedule.graph import Resource, Task
+from raymoe.schedule.timeline import simulate
 
 SCHEDULE = BUILDERS["in_place"](2)
 

@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymoe.schedule.builders import STREAMING_BUILDERS
-from raymoe.schedule.graph import Schedule
-from raymoe.schedule.task import Buffer, Op, Resource, Task
+from raymoe.schedule.graph import Buffer, Op, Resource, Schedule, Task
 from tests.unit.schedule.forms import BUILDER_NAMES, pass_forms
 from tests.unit.schedule.liveness import live_bytes
 

@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raymoe.schedule.builders import STREAMING_BUILDERS
-from raymoe.schedule.outline import Outline
-from raymoe.schedule.simulate import simulate
-from raymoe.schedule.task import Task
+from raymoe.schedule.graph import Task
+from raymoe.schedule.timeline import Outline, simulate
 from tests.unit.schedule.costs import TaskCost
 from tests.unit.schedule.forms import BUILDER_NAMES, pass_forms, uniform_form
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from raymoe.errors import ConfigError
-from raymoe.schedule.builders.shape import LayerPages, PassForm, next_first_slot
+from raymoe.schedule.program import LayerPages, PassForm, next_first_slot
 from tests.unit.schedule.forms import streamed_layer
 
 

@@ -1,9 +1,7 @@
 """Simulation and the figures of a timeline, by hand."""
 
-from raymoe.schedule.graph import Schedule
-from raymoe.schedule.simulate import simulate
-from raymoe.schedule.task import Buffer, Op, Resource, Task
-from raymoe.schedule.timeline import Bubble, Timeline
+from raymoe.schedule.graph import Buffer, Op, Resource, Schedule, Task
+from raymoe.schedule.timeline import Bubble, Timeline, simulate
 
 X, Y = Buffer("x"), Buffer("y")
 LOAD = Task(op=Op.W, layer=0, part=0, resource=Resource.HTOD, writes=(X,))

@@ -8,12 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymoe.errors import ConfigError
-from raymoe.schedule.builders import STREAMING_BUILDERS
-from raymoe.schedule.builders.shape import LayerPages, PassForm
-from raymoe.schedule.builders.waves import build_vslpipe, build_waves
-from raymoe.schedule.graph import Schedule
-from raymoe.schedule.simulate import simulate
-from raymoe.schedule.task import Buffer, Op, Resource
+from raymoe.schedule.builders import STREAMING_BUILDERS, build_vslpipe, build_waves
+from raymoe.schedule.graph import Buffer, Op, Resource, Schedule
+from raymoe.schedule.program import LayerPages, PassForm
+from raymoe.schedule.timeline import simulate
 from tests.unit.schedule.costs import T4_LIKE, link_bound_costs
 from tests.unit.schedule.forms import form_for, pass_forms, streamed_layer, uniform_form
 

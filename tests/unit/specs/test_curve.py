@@ -6,7 +6,7 @@ import random
 import pytest
 
 from raymoe.errors import ConfigError
-from raymoe.specs.curve import Curve
+from raymoe.specs.hardware import Curve
 
 
 def test_measured_points_are_kept() -> None:

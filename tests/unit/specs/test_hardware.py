@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from raymoe.errors import ConfigError
-from raymoe.specs.curve import Curve
+from raymoe.specs.files import to_json
 from raymoe.specs.hardware import (
     DEVICE_FIELDS,
     HOST_FIELDS,
+    Curve,
     DeviceCurves,
     HardwareSpec,
     HostCurves,
 )
-from raymoe.specs.plain_data import to_json
 
 HOST = HardwareSpec(
     name="host", num_cores=2, host_memory_bytes=1, host_bytes_per_s=1.0, host_flop_per_s=1.0

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from raymoe.errors import ConfigError, UnknownOptionError
-from raymoe.specs.presets_hardware import HARDWARE_PRESETS, find_hardware, hardware_preset
+from raymoe.specs.hardware import HARDWARE_PRESETS, find_hardware, hardware_preset
 from raymoe.units import GIB
 
 # GB/s of device memory, dense 16-bit TFLOP/s, GB/s of the link, GB of device memory: data sheets.

@@ -1,8 +1,7 @@
 import pytest
 
 from raymoe.errors import UnsupportedModelError
-from raymoe.specs.rope import RopeRule, RopeSpec
-from raymoe.specs.rope_fields import parse_rope
+from raymoe.specs.rope import RopeRule, RopeSpec, parse_rope
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 

@@ -3,8 +3,7 @@
 import pytest
 
 from raymoe.specs.model import LayerSpec, ModelSpec
-from raymoe.specs.weight_names import layer_weights
-from raymoe.specs.weight_parts import layer_parts
+from raymoe.specs.weight_names import layer_parts, layer_weights
 from tests.parity.cases import get_case
 from tests.parity.configurations import CONFIGURATIONS
 

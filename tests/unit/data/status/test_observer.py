@@ -14,8 +14,8 @@ from raymoe.data.status.typical_pass import MAX_PASSES, TypicalPass
 from raymoe.engine.accuracy import MeasuredPass
 from raymoe.engine.engine import Engine
 from raymoe.errors import ConfigError, ExecutionError
-from raymoe.plan.load import PassLoad
-from raymoe.schedule.task import Op, Resource, Task
+from raymoe.plan.work import PassLoad
+from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.schedule.timeline import Span, Timeline
 from tests.unit.data.statuses import passed, planned
 from tests.unit.engine.fakes import FakeRunner, fake_parts, small_policy, write_byte_tokenizer

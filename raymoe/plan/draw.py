@@ -1,0 +1,507 @@
+"""Pictures of what a node can do: its rooflines, and throughput against host memory."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import groupby
+
+from raymoe.errors import ConfigError
+from raymoe.plan.papers.hrm import Hierarchy, Level, Operation, Placement, Point, Roof
+from raymoe.schedule.draw import round_step, svg_page, text_at
+from raymoe.units import GB, GIB, MB, TB, format_bytes
+
+__all__ = ["Curve", "CurvePoint", "draw_host_roofline", "draw_roofline", "draw_throughput"]
+
+
+WIDTH, HEIGHT = 960, 600
+LEFT, RIGHT, TOP, BOTTOM = 92, 28, 68, 58  # margins of the plot
+NUM_TICKS = 8
+LETTER_WIDTH = 6.4  # of a note
+STYLE = """
+.note { paint-order: stroke; stroke: #ffffff; stroke-width: 4; stroke-linejoin: round }
+.mark { stroke: #ffffff; stroke-width: 1.5 } .axis { stroke: #8b939c; fill: none }
+@media (prefers-color-scheme: dark) { .note, .mark { stroke: #16191d } .axis { stroke: #6b747e } }
+"""
+
+
+class Colour(StrEnum):
+    """Of Okabe and Ito, as for the operations that use the same resource in a Gantt chart."""
+
+    CPU = "#d55e00"
+    LINK = "#e69f00"
+    GPU_MEMORY = "#009e73"
+    GPU = "#0072b2"
+    OTHER = "#cc79a7"
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Values to pixels along one axis.
+
+    Attributes:
+        least: Value at pixel `low`.
+        most: Value at pixel `high`.
+        is_log: Whether equal factors take equal lengths.
+    """
+
+    least: float
+    most: float
+    low: float
+    high: float
+    is_log: bool = False
+
+    def at(self, value: float) -> float:
+        """The pixel of a value; what lies beyond an end is moved there."""
+        value = min(max(value, self.least), self.most)
+        if self.is_log:
+            share = math.log(value / self.least) / math.log(self.most / self.least)
+        else:
+            share = (value - self.least) / (self.most - self.least)
+        return self.low + share * (self.high - self.low)
+
+    def ticks(self) -> tuple[float, ...]:
+        """Powers of ten, or round steps."""
+        if self.is_log:
+            first, last = (math.ceil(math.log10(v) - 1e-9) for v in (self.least, self.most))
+            return tuple(10.0**power for power in range(first, last + 1))
+        step = round_step((self.most - self.least) / NUM_TICKS)
+        first = math.ceil(self.least / step - 1e-9)
+        return tuple(step * i for i in range(first, int(self.most / step + 1e-9) + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A plot: both scales and the elements that lie in it."""
+
+    x: Scale
+    y: Scale
+
+    @classmethod
+    def decades(cls, x_values: Iterable[float], y_values: Iterable[float]) -> "Chart":
+        """Logarithmic axes from whole powers of ten to whole powers of ten around the values."""
+        (left, right), (bottom, top) = _decades(x_values), _decades(y_values)
+        return cls(
+            Scale(left, right, LEFT, WIDTH - RIGHT, is_log=True),
+            Scale(bottom, top, HEIGHT - BOTTOM, TOP, is_log=True),
+        )
+
+    @classmethod
+    def from_zero(cls, x_most: float, y_most: float) -> "Chart":
+        """Linear axes from zero."""
+        return cls(
+            Scale(0.0, x_most, LEFT, WIDTH - RIGHT), Scale(0.0, y_most, HEIGHT - BOTTOM, TOP)
+        )
+
+    def pixel(self, x: float, y: float) -> tuple[float, float]:
+        """Where a point lies."""
+        return self.x.at(x), self.y.at(y)
+
+    def frame(
+        self,
+        names: tuple[str, str],
+        x_labels: Sequence[str],
+        y_labels: Sequence[str],
+    ) -> Iterator[str]:
+        """Grid, tick labels and names of both axes; one label for each tick."""
+        bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
+        for value, label in zip(self.x.ticks(), x_labels, strict=True):
+            x = self.x.at(value)
+            yield f'<path class="tick" d="M{x:.1f} {TOP}V{bottom}"/>'
+            yield text_at(x, bottom + 18, label, "middle")
+        for value, label in zip(self.y.ticks(), y_labels, strict=True):
+            y = self.y.at(value)
+            yield f'<path class="tick" d="M{LEFT} {y:.1f}H{right}"/>'
+            yield text_at(LEFT - 8, y + 4, label, "end")
+        yield f'<path class="axis" d="M{LEFT} {TOP}V{bottom}H{right}"/>'
+        yield text_at((LEFT + right) / 2, HEIGHT - 14, names[0], "middle name")
+        yield text_at(16, TOP - 16, names[1], "name")
+
+    def line(
+        self,
+        points: Iterable[tuple[float, float]],
+        colour: str,
+        *,
+        width: float = 2,
+        dash: str = "",
+    ) -> str:
+        """A line through points."""
+        dashes = f' stroke-dasharray="{dash}"' if dash else ""
+        return (
+            f'<path fill="none" stroke="{colour}" stroke-width="{width:g}"{dashes} '
+            f'stroke-linejoin="round" d="{self._outline(points)}"/>'
+        )
+
+    def area(self, points: Iterable[tuple[float, float]], colour: str) -> str:
+        """What lies below a line, lightly."""
+        corners = list(points)
+        down = [(corners[-1][0], self.y.least), (corners[0][0], self.y.least)]
+        return (
+            f'<path fill="{colour}" fill-opacity="0.12" d="{self._outline([*corners, *down])}z"/>'
+        )
+
+    def dot(self, x: float, y: float, colour: str, *, radius: float = 6) -> str:
+        """A point."""
+        left, top = self.pixel(x, y)
+        return (
+            f'<circle class="mark" cx="{left:.1f}" cy="{top:.1f}" r="{radius:g}" fill="{colour}"/>'
+        )
+
+    def diamond(self, x: float, y: float, colour: str) -> str:
+        """A turning point."""
+        left, top = self.pixel(x, y)
+        return f'<path class="mark" fill="{colour}" d="M{left:.1f} {top - 8:.1f}l8 8l-8 8l-8 -8z"/>'
+
+    def _outline(self, points: Iterable[tuple[float, float]]) -> str:
+        pixels = (self.pixel(x, y) for x, y in points)
+        return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in pixels)
+
+
+def note_at(
+    x: float, y: float, text: str, style: str = "", *, angle: float = 0.0, colour: str = ""
+) -> str:
+    """A line of text that stays readable on top of lines, turned by an angle in degrees."""
+    note = text_at(x, y, text, f"note {style}".rstrip(), colour=colour)
+    return f'<g transform="rotate({angle:.1f} {x:.1f} {y:.1f})">{note}</g>' if angle else note
+
+
+def _decades(values: Iterable[float]) -> tuple[float, float]:
+    present = [value for value in values if 0 < value < math.inf]
+    low, high = math.floor(math.log10(min(present))), math.ceil(math.log10(max(present)))
+    return 10.0**low, 10.0 ** max(high, low + 1)
+
+
+NAMES = ("operations per byte of host memory", "operations per second")
+LIMITS = {Roof.COMPUTE: "GPU", Roof.MEMORY: "GPU memory", Roof.LINK: "link"}
+COLOURS = {Roof.COMPUTE: Colour.GPU, Roof.MEMORY: Colour.GPU_MEMORY, Roof.LINK: Colour.LINK}
+
+
+def draw_roofline(
+    hierarchy: Hierarchy, chosen: Placement, others: Sequence[Placement] = (), *, title: str
+) -> str:
+    """Draw the roofs of a node with P1, the P2 of one operation, and where operations sit.
+
+    Args:
+        hierarchy: The node.
+        chosen: The operation whose P2 and regions are drawn: the experts of a policy.
+        others: More operations, as points: attention.
+        title: The heading.
+    """
+    sits = (chosen, *others)
+    x_values = [0.3, 3e3, 3 * chosen.p2.flop_per_byte]
+    x_values += [p.operation.far_intensity * factor for p in sits for factor in (1 / 3, 3)]
+    floor = hierarchy.link_bytes_per_s * min(x for x in x_values if x > 0)
+    chart = Chart.decades(x_values, [floor, hierarchy.near.flop_per_s * 2])
+    return svg_page(
+        title,
+        WIDTH,
+        HEIGHT,
+        [
+            *chart.frame(
+                NAMES,
+                [f"{tick:,g}" for tick in chart.x.ticks()],
+                [_rate(tick) for tick in chart.y.ticks()],
+            ),
+            *_regions(chart, hierarchy, chosen),
+            *_roofs(chart, hierarchy),
+            *_kernel(chart, chosen),
+            *_turning_points(chart, chosen),
+            *(element for placement in sits for element in _operation(chart, placement)),
+        ],
+        style=STYLE,
+    )
+
+
+def draw_host_roofline(host: Level, operations: Sequence[Operation], *, title: str) -> str:
+    """Draw the two roofs of a node without a GPU, and what is attainable for operations there.
+
+    Args:
+        host: Cores and memory.
+        operations: Of a pass.
+        title: The heading.
+    """
+    intensities = [operation.far_intensity for operation in operations]
+    x_values = [host.turning_point / 30, host.turning_point * 30]
+    x_values += [x * factor for x in intensities for factor in (1 / 3, 3)]
+    chart = Chart.decades(x_values, [host.attainable(min(x_values)), host.flop_per_s * 2])
+    ends = ((chart.x.least, host.flop_per_s), (chart.x.most, host.flop_per_s))
+    return svg_page(
+        title,
+        WIDTH,
+        HEIGHT,
+        [
+            *chart.frame(
+                NAMES,
+                [f"{tick:,g}" for tick in chart.x.ticks()],
+                [_rate(tick) for tick in chart.y.ticks()],
+            ),
+            chart.line(_slope(chart, host.bytes_per_s, host.flop_per_s), Colour.CPU),
+            _slope_note(chart, host.bytes_per_s, f"host memory {_rate(host.bytes_per_s, 'B/s')}"),
+            chart.line(ends, Colour.CPU, dash="7 4"),
+            note_at(LEFT + 8, chart.y.at(host.flop_per_s) - 6, f"CPU {_rate(host.flop_per_s)}"),
+            *(
+                element
+                for operation, x in zip(operations, intensities, strict=True)
+                for element in _spot(
+                    chart, Point(x, host.attainable(x)), operation.name, _host_limit(host, x)
+                )
+            ),
+        ],
+        style=STYLE,
+    )
+
+
+def _host_limit(host: Level, flop_per_byte: float) -> str:
+    return "memory" if flop_per_byte < host.turning_point else "CPU"
+
+
+def _regions(chart: Chart, hierarchy: Hierarchy, chosen: Placement) -> Iterator[str]:
+    """What limits at each intensity: colour under the attainable speed, and its name.
+
+    A GPU that is slower than the CPU even at P2 is nowhere the better place.
+    """
+    far, link, start, end = hierarchy.far, hierarchy.link_bytes_per_s, chart.x.least, chart.x.most
+    p1, p2 = max(start, chosen.p1.flop_per_byte), chosen.p2.flop_per_byte
+    if chosen.p2.flop_per_s < chosen.p1.flop_per_s:
+        p1 = p2 = end
+    corner = min(max(start, far.turning_point), p1)
+    roof = Roof.MEMORY if chosen.balance else Roof.COMPUTE
+    spans = (
+        ("better on the CPU", Colour.CPU, (start, corner, p1), far.attainable),
+        ("link limits", Colour.LINK, (p1, p2), lambda x: link * x),
+        (f"{LIMITS[roof]} limits", COLOURS[roof], (p2, end), lambda _: chosen.p2.flop_per_s),
+    )
+    for name, colour, intensities, speed in spans:
+        left, right = chart.x.at(intensities[0]), chart.x.at(intensities[-1])
+        if right > left:
+            points = [(x, speed(x)) for x in intensities]
+            yield chart.area(points, colour)
+            yield chart.line(points, colour, width=5)
+        if right - left > LETTER_WIDTH * len(name):
+            yield note_at((left + right) / 2, HEIGHT - BOTTOM - 12, name, "middle")
+
+
+def _roofs(chart: Chart, hierarchy: Hierarchy) -> Iterator[str]:
+    """The slanted and the flat roofs, each with its rate beside it."""
+    near, far, link = hierarchy.near, hierarchy.far, hierarchy.link_bytes_per_s
+    slanted = (
+        ("GPU memory", Colour.GPU_MEMORY, near.bytes_per_s, near.flop_per_s),
+        ("host memory", Colour.CPU, far.bytes_per_s, far.flop_per_s),
+        ("link", Colour.LINK, link, near.flop_per_s),
+    )
+    for name, colour, bytes_per_s, flop_per_s in slanted:
+        yield chart.line(_slope(chart, bytes_per_s, flop_per_s), colour)
+        yield _slope_note(chart, bytes_per_s, f"{name} {_rate(bytes_per_s, 'B/s')}")
+    for name, colour, flop_per_s in (
+        ("GPU", Colour.GPU, near.flop_per_s),
+        ("CPU", Colour.CPU, far.flop_per_s),
+    ):
+        ends = ((chart.x.least, flop_per_s), (chart.x.most, flop_per_s))
+        yield chart.line(ends, colour, dash="7 4")
+        yield note_at(LEFT + 8, chart.y.at(flop_per_s) - 6, f"{name} {_rate(flop_per_s)}")
+
+
+def _slope(chart: Chart, bytes_per_s: float, flop_per_s: float) -> list[tuple[float, float]]:
+    """A memory roof from the lower edge of the plot to its compute roof."""
+    low = max(chart.x.least, chart.y.least / bytes_per_s)
+    high = min(chart.x.most, flop_per_s / bytes_per_s)
+    return [(low, low * bytes_per_s), (high, high * bytes_per_s)]
+
+
+def _slope_note(chart: Chart, bytes_per_s: float, text: str) -> str:
+    """Text along a slanted roof, near its lower end."""
+    start = max(chart.x.least, chart.y.least / bytes_per_s) * 1.3
+    x, y = chart.pixel(start, start * bytes_per_s)
+    right, up = chart.pixel(10 * start, 10 * start * bytes_per_s)
+    angle = math.degrees(math.atan2(up - y, right - x))
+    return note_at(x - 4, y - 7, text, angle=angle)
+
+
+def _kernel(chart: Chart, chosen: Placement) -> Iterator[str]:
+    """The speed that device memory allows: the launch on its own roof, and across to P2."""
+    start, speed = chosen.operation.near_intensity, chosen.p2.flop_per_s
+    if chosen.balance is None:
+        return
+    yield chart.line(
+        [(start, speed), (chosen.p2.flop_per_byte, speed)], Colour.GPU_MEMORY, dash="2 4"
+    )
+    yield chart.dot(start, speed, Colour.GPU_MEMORY, radius=5)
+    x, y = chart.pixel(start, speed)
+    yield note_at(x - 9, y - 7, f"kernel {_rate(speed)}", "end")
+
+
+def _turning_points(chart: Chart, chosen: Placement) -> Iterator[str]:
+    for name, point, style, shift in (("P1", chosen.p1, "end", -12), ("P2", chosen.p2, "", 12)):
+        if point.flop_per_byte <= chart.x.least:
+            continue
+        x, y = chart.pixel(*point)
+        bottom = HEIGHT - BOTTOM
+        yield f'<path class="axis" stroke-dasharray="3 3" d="M{x:.1f} {y:.1f}V{bottom}"/>'
+        yield chart.diamond(*point, COLOURS[Roof.LINK])
+        text = f"{name} at {_three_digits(point.flop_per_byte)}"
+        yield note_at(x + shift, y - 10, text, f"name {style}")
+
+
+def _operation(chart: Chart, placement: Placement) -> Iterator[str]:
+    """A point with its name, its speed and what limits it there."""
+    limit = LIMITS[placement.near_roof] if placement.is_near_better else "CPU"
+    yield from _spot(chart, placement.point, placement.operation.name, limit)
+
+
+def _spot(chart: Chart, point: Point, name: str, limit: str) -> Iterator[str]:
+    x, y = chart.pixel(*point)
+    yield chart.line(
+        [(point.flop_per_byte, chart.y.least), point], Colour.OTHER, width=1.5, dash="4 3"
+    )
+    yield chart.dot(*point, Colour.OTHER)
+    is_right = x > WIDTH - RIGHT - LETTER_WIDTH * len(name) - 20
+    note_x, style = (x - 10, "end") if is_right else (x + 10, "")
+    yield note_at(note_x, y + 20, name, f"name {style}".rstrip())
+    yield note_at(note_x, y + 36, f"{_rate(point.flop_per_s)}, {limit}", style)
+
+
+def _rate(per_second: float, unit: str = "FLOP/s") -> str:
+    for prefix, size in (("P", 1000 * TB), ("T", TB), ("G", GB)):
+        if per_second >= size:
+            return f"{_three_digits(per_second / size)} {prefix}{unit}"
+    return f"{_three_digits(per_second / MB)} M{unit}"
+
+
+def _three_digits(value: float) -> str:
+    """Three digits that count, and never an exponent.
+
+    >>> _three_digits(0.5), _three_digits(81.25), _three_digits(13223.0)
+    ('0.5', '81.2', '13,223')
+    """
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+THROUGHPUT_NAMES = ("host memory, GiB", "generated tokens per second")
+THROUGHPUT_COLOURS = (Colour.GPU, Colour.CPU, Colour.GPU_MEMORY, Colour.OTHER, Colour.LINK)
+HEADROOM = 1.05
+LEGEND_TOP, LEGEND_HEIGHT = 22, 20  # above its first line, and of a line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurvePoint:
+    """One plan: how fast with how much memory, and what limits it."""
+
+    host_memory_bytes: float
+    tokens_per_s: float
+    bound: str = ""
+
+    def __post_init__(self) -> None:
+        for field in ("host_memory_bytes", "tokens_per_s"):
+            value = getattr(self, field)
+            if not value > 0:
+                raise ConfigError(f"CurvePoint.{field} is {value!r}; it must be positive")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """Plans that differ in host memory alone.
+
+    Attributes:
+        name: For the legend.
+        points: In order of memory.
+        is_bound: Whether it is a bound, which is drawn dashed.
+    """
+
+    name: str
+    points: tuple[CurvePoint, ...]
+    is_bound: bool = False
+
+
+def draw_throughput(
+    curves: Sequence[Curve],
+    *,
+    title: str,
+    weight_bytes: float = 0.0,
+    chosen: CurvePoint | None = None,
+) -> str:
+    """Draw throughput over host memory; where what limits a curve changes, its name is noted.
+
+    Args:
+        curves: At most five.
+        title: The heading.
+        weight_bytes: Host memory that the weights take, below which nothing runs.
+        chosen: A plan to point out.
+
+    Raises:
+        ConfigError: There is nothing to draw, or too much.
+    """
+    marked = [point for curve in curves for point in curve.points]
+    marked += [chosen] if chosen else []
+    if not marked or len(curves) > len(THROUGHPUT_COLOURS):
+        raise ConfigError(
+            f"draw_throughput: {len(marked)} points on {len(curves)} curves; "
+            f"it draws at least one point on at most {len(COLOURS)} curves"
+        )
+    above = LEGEND_TOP + LEGEND_HEIGHT * len(curves)
+    chart = Chart.from_zero(
+        HEADROOM * max(point.host_memory_bytes for point in marked) / GIB,
+        max(point.tokens_per_s for point in marked) / (1 - above / (HEIGHT - TOP - BOTTOM)),
+    )
+    return svg_page(
+        title,
+        WIDTH,
+        HEIGHT,
+        [
+            *_weights(chart, weight_bytes),
+            *chart.frame(
+                THROUGHPUT_NAMES,
+                [f"{tick:g}" for tick in chart.x.ticks()],
+                [f"{tick:,g}" for tick in chart.y.ticks()],
+            ),
+            *(
+                element
+                for curve, colour in zip(curves, THROUGHPUT_COLOURS, strict=False)
+                for element in _curve(chart, curve, colour)
+            ),
+            *_legend(curves),
+            *(_chosen(chart, chosen) if chosen else ()),
+        ],
+        style=STYLE,
+    )
+
+
+def _weights(chart: Chart, weight_bytes: float) -> Iterator[str]:
+    if weight_bytes:
+        width = chart.x.at(weight_bytes / GIB) - LEFT
+        height = HEIGHT - TOP - BOTTOM
+        yield f'<rect class="lane" x="{LEFT}" y="{TOP}" width="{width:.1f}" height="{height}"/>'
+        text = f"weights {format_bytes(weight_bytes)}"
+        is_inside = width > LETTER_WIDTH * len(text)
+        x, style = (LEFT + width - 8, "end") if is_inside else (LEFT + width + 8, "")
+        yield note_at(x, HEIGHT - BOTTOM - 12, text, style)
+
+
+def _curve(chart: Chart, curve: Curve, colour: Colour) -> Iterator[str]:
+    """The line, a dot where what limits changes, and its name in the middle of each part."""
+    points = [(point.host_memory_bytes / GIB, point.tokens_per_s) for point in curve.points]
+    yield chart.line(points, colour, width=3, dash="8 5" if curve.is_bound else "")
+    for index, (bound, run) in enumerate(groupby(curve.points, key=lambda point: point.bound)):
+        part = [(point.host_memory_bytes / GIB, point.tokens_per_s) for point in run]
+        if index:
+            yield chart.dot(*part[0], colour, radius=4)
+        x, y = chart.pixel(*part[len(part) // 2])
+        is_right = x > WIDTH - RIGHT - LETTER_WIDTH * len(bound) - 20
+        note_x, style = (x - 10, "end") if is_right else (x + 10, "")
+        yield note_at(note_x, y + 18, bound, style, colour=colour)
+
+
+def _legend(curves: Sequence[Curve]) -> Iterator[str]:
+    """Above all curves."""
+    for index, (curve, colour) in enumerate(zip(curves, THROUGHPUT_COLOURS, strict=False)):
+        y = TOP + LEGEND_TOP + LEGEND_HEIGHT * index
+        dash = ' stroke-dasharray="8 5"' if curve.is_bound else ""
+        yield (f'<path stroke="{colour}" stroke-width="3"{dash} d="M{LEFT + 16} {y - 4}h26"/>')
+        yield note_at(LEFT + 50, y, curve.name)
+
+
+def _chosen(chart: Chart, chosen: CurvePoint) -> Iterator[str]:
+    x = chosen.host_memory_bytes / GIB
+    yield chart.diamond(x, chosen.tokens_per_s, Colour.OTHER)
+    left, top = chart.pixel(x, chosen.tokens_per_s)
+    text = f"chosen: {chosen.tokens_per_s:.4g} tokens/s"
+    yield note_at(left - 10, top - 12, text, "end name")
