@@ -10,13 +10,12 @@ from raymoe._version import __version__
 
 if TYPE_CHECKING:
     from raymoe.config import EngineConfig, SamplingParams
-    from raymoe.data.arrange import arrange
-    from raymoe.data.context import configure_data_context
+    from raymoe.data.columns import explode_samples
     from raymoe.data.generator import MoEGenerator
-    from raymoe.data.samples import explode_samples
-    from raymoe.data.sizing import map_batches_kwargs
+    from raymoe.data.sizing import configure_data_context, map_batches_kwargs
+    from raymoe.data.sorting import arrange
     from raymoe.engine.engine import Engine
-    from raymoe.engine.generation import Generation
+    from raymoe.engine.outputs import Generation
     from raymoe.plan.plan import Plan
     from raymoe.plan.policy import Policy
     from raymoe.plan.search import find_plan
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Engine": "raymoe.engine.engine",
     "EngineConfig": "raymoe.config",
-    "Generation": "raymoe.engine.generation",
+    "Generation": "raymoe.engine.outputs",
     "HardwareSpec": "raymoe.specs.hardware",
     "MoEGenerator": "raymoe.data.generator",
     "ModelSpec": "raymoe.specs.model",
@@ -39,9 +38,9 @@ _HOMES = {
     "Schedule": "raymoe.schedule.graph",
     "Timeline": "raymoe.schedule.timeline",
     "Workload": "raymoe.specs.workload",
-    "arrange": "raymoe.data.arrange",
-    "configure_data_context": "raymoe.data.context",
-    "explode_samples": "raymoe.data.samples",
+    "arrange": "raymoe.data.sorting",
+    "configure_data_context": "raymoe.data.sizing",
+    "explode_samples": "raymoe.data.columns",
     "find_plan": "raymoe.plan.search",
     "map_batches_kwargs": "raymoe.data.sizing",
     "simulate": "raymoe.schedule.timeline",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from raymoe.specs.hardware import HardwareSpec
     from raymoe.specs.workload import Workload
 
+
 MAX_GENERATED_TOKENS = 2**20
 MAX_LOGPROBS = 64
 MAX_SAMPLES = 64
@@ -394,3 +395,15 @@ def _logit_bias(value: object) -> dict[int, float] | None:
         token = _integer("logit_bias key", int(key) if is_text else key, 0, MAX_TOKEN_ID)
         biases[token] = _number(f"logit_bias of token {token}", bias, -100.0, 100.0)
     return biases or None
+
+
+def as_sampling_params(options: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
+    """Return the parameters of an operator; a mapping takes the names of `SamplingParams`."""
+    if isinstance(options, SamplingParams):
+        return options
+    return SamplingParams.from_dict(options or {})
+
+
+def as_engine_config(options: EngineConfig | Mapping[str, Any] | None) -> EngineConfig:
+    """Return the configuration of an engine; a mapping takes the names of `EngineConfig`."""
+    return options if isinstance(options, EngineConfig) else EngineConfig.from_dict(options or {})

@@ -10,9 +10,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from raymoe.memory.checkpoint import INDEX_FILE
-from raymoe.memory.dummy_weights import DummyWeights
+from raymoe.memory.weights import DummyWeights
+from raymoe.specs.layer_weights import layer_prefix
 from raymoe.specs.model import ModelSpec
-from raymoe.specs.weight_names import layer_prefix, model_weights
+from raymoe.specs.weight_names import model_weights
 
 
 def make_random_checkpoint(config: dict[str, Any], directory: Path) -> int:

@@ -18,9 +18,9 @@ from raymoe.device.emulated import EmulatedDevice
 from raymoe.engine.device_loading import LoadedModel, load_on_device
 from raymoe.errors import ConfigError
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
-from raymoe.measure.tasks import pass_inputs
+from raymoe.measure.host import pass_inputs
 from raymoe.memory.weights import WeightStore
-from raymoe.model.cache import cache_layout
+from raymoe.model.decoder import cache_layout
 from raymoe.plan.device_cost import DeviceCost
 from raymoe.plan.device_pass import StreamedPasses
 from raymoe.plan.pages import PageCut, layer_pages

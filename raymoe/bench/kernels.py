@@ -1,15 +1,133 @@
-"""How near the kernels come to what the machine can do: bytes at its read rate, FLOPs at its peak.
+"""Jobs of the expert kernels on codes, in the formats that checkpoints are stored in.
 
-Machines change from second to second (other tenants, where the hypervisor puts the cores), so the
-limits are measured before and after each repetition, and each repetition is held against its own.
+The codes are random bits: what they stand for takes no part in the time.
 """
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+import torch
+from torch import Tensor
+
+from raymoe.codecs import TORCH_DTYPES, StoredMatrix
+from raymoe.kernels.cpu_experts import Experts, make_experts, packed_experts_bytes
+from raymoe.measure.jobs import (
+    MIN_WEIGHT_BYTES,
+    AttentionShape,
+    ExpertsShape,
+    LatentShape,
+    allocate_huge_pages,
+    decode_job,
+    experts_job,
+    latent_decode_job,
+    linear_job,
+    prefill_job,
+)
 from raymoe.measure.limits import Limits, mean_limits, measure_limits
 from raymoe.measure.timing import KernelJob, seconds_per_call
+from raymoe.specs.weight_format import Awq, Fp8Block, Mxfp4, PackedInt4, Piece, WeightFormat
+from raymoe.units import ceil_div
+
+# The formats of GLM and MiniMax, Kimi, Qwen's AWQ and gpt-oss.
+FORMATS: tuple[WeightFormat, ...] = (Fp8Block(), PackedInt4(32), Awq(128), Mxfp4())
+SCALE, EXPONENT = 0.01, 120  # as float and as E8M0
+
+
+def quantised_experts_job(shape: ExpertsShape, num_tokens: int, stored: WeightFormat) -> KernelJob:
+    """The job of `measure.experts.experts_job` with experts in a stored format.
+
+    Args:
+        shape: Sizes.
+        num_tokens: Tokens of a call.
+        stored: The format.
+    """
+    return experts_job(
+        shape,
+        num_tokens,
+        make_quantised_layers(shape, stored),
+        kernel=f"experts in {stored.name}",
+        expert_bytes=_expert_bytes(shape, stored),
+    )
+
+
+def make_quantised_layers(shape: ExpertsShape, stored: WeightFormat) -> list[Experts]:
+    """Layers of random experts, each in memory of its own; together no cache holds them."""
+    layer_bytes = shape.num_experts * _expert_bytes(shape, stored)
+    wide, high = (shape.expert_size, shape.hidden_size), (shape.hidden_size, shape.expert_size)
+    gate_up, down = _random_matrix(stored, wide), _random_matrix(stored, high)
+    return [
+        make_experts(
+            [gate_up] * shape.num_experts,
+            [gate_up] * shape.num_experts,
+            [down] * shape.num_experts,
+            activation="silu",
+            allocate=allocate_huge_pages,
+            dtype=torch.bfloat16,
+        )
+        for _ in range(ceil_div(MIN_WEIGHT_BYTES, layer_bytes))
+    ]
+
+
+def _expert_bytes(shape: ExpertsShape, stored: WeightFormat) -> int:
+    sizes = (shape.hidden_size, shape.expert_size)
+    return packed_experts_bytes(1, *sizes, gate_up=stored, down=stored)
+
+
+def _random_matrix(stored: WeightFormat, shape: tuple[int, int]) -> StoredMatrix:
+    pieces = {piece.name: _random_piece(piece) for piece in stored.pieces(*shape)}
+    return StoredMatrix(format=stored, shape=shape, pieces=pieces)
+
+
+def _random_piece(piece: Piece) -> Tensor:
+    dtype = TORCH_DTYPES[piece.dtypes[0]]
+    if piece.name == "scales":
+        value = SCALE if dtype.is_floating_point else EXPONENT
+        return torch.full(piece.shape, value, dtype=dtype)
+    # Bytes below 127 are numbers in every format; in FP8 the one above is NaN.
+    size = (*piece.shape[:-1], piece.shape[-1] * dtype.itemsize)
+    return torch.randint(0, 127, size, dtype=torch.uint8).view(dtype)
+
+
+EIGHT_KV_HEADS = AttentionShape()  # Mixtral, Llama 3 8B
+FOUR_KV_HEADS = AttentionShape(num_kv_heads=4)  # Qwen3 30B-A3B
+LATENT = LatentShape()  # DeepSeek-V2 and V3, Kimi-K2 with half the heads
+FEW_HEADS = LatentShape(num_heads=16)  # DeepSeek-V2-Lite
+DECODE_CASES = (
+    (64, 512), (64, 1024), (64, 4096), (128, 2048),
+    (256, 512), (256, 1024), (512, 512), (512, 1024),
+)  # fmt: skip
+LATENT_CASES = ((64, 512), (64, 1024), (64, 4096))
+PREFILL_CASES = ((16, 128), (8, 512), (2, 2048))
+FEW_BIG_EXPERTS = ExpertsShape(hidden_size=1024, expert_size=2816, num_experts=8, top_k=2)
+MANY_SMALL_EXPERTS = ExpertsShape(hidden_size=1024, expert_size=384, num_experts=64, top_k=8)
+TOKENS = (32, 128, 512, 2048)
+QUANTISED_EXPERTS = ExpertsShape(hidden_size=2048, expert_size=768, num_experts=16, top_k=4)
+QUANTISED_TOKENS = (4, 32, 512, 2048)  # 1, 8, 128 and 512 rows of each expert
+
+
+def kernel_jobs() -> list[Callable[[], KernelJob]]:
+    """Makers, so that only one job's data exists at a time (2 GiB at most)."""
+    return [
+        *(partial(decode_job, EIGHT_KV_HEADS, *case) for case in DECODE_CASES),
+        *(partial(decode_job, FOUR_KV_HEADS, *case) for case in ((64, 1024), (256, 1024))),
+        *(partial(latent_decode_job, LATENT, *case) for case in LATENT_CASES),
+        partial(latent_decode_job, FEW_HEADS, 64, 1024),
+        *(partial(prefill_job, EIGHT_KV_HEADS, *case) for case in PREFILL_CASES),
+        *(
+            partial(experts_job, shape, tokens)
+            for shape in (FEW_BIG_EXPERTS, MANY_SMALL_EXPERTS)
+            for tokens in TOKENS
+        ),
+        *(
+            partial(quantised_experts_job, QUANTISED_EXPERTS, tokens, stored)
+            for stored in FORMATS
+            for tokens in QUANTISED_TOKENS
+        ),
+        *(partial(linear_job, 1024, 3072, tokens) for tokens in TOKENS),
+    ]
+
 
 LIMITS_SECONDS = 0.4
 

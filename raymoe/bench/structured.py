@@ -22,7 +22,7 @@ from raymoe.bench.hostile_forms import exploding_outputs, malformed_outputs, slo
 from raymoe.bench.workloads import SHAPES
 from raymoe.config import EngineConfig
 from raymoe.engine.engine import Engine
-from raymoe.engine.generation import Generation
+from raymoe.engine.outputs import Generation
 from raymoe.errors import ExecutionError
 from raymoe.processes import stolen_s
 from raymoe.specs.workload import Workload

@@ -1,39 +1,435 @@
-"""`raymoe bench`: engines and schedules on the same rows, beside the limit of the machine."""
+"""The options of `raymoe bench`, with their help."""
 
-import importlib
+import itertools
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from raymoe.cli import bench_options as option
-from raymoe.cli.bench_cpu import CpuOptions, run_engines, run_kernels, run_passes
-from raymoe.cli.bench_gpu import GpuOptions, run_gpu
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, JustifyMethod
+from rich.live import Live
+from rich.table import Table
+
+from raymoe.bench.contenders import CONTENDERS
+from raymoe.bench.gpu.report import COLUMNS, Group, first_line, groups_of, write_report
+from raymoe.bench.gpu.result import PartResult, Status, read_results
+from raymoe.bench.gpu.settings import (
+    DEFAULT_SHAPES,
+    DEFAULT_WORKLOADS,
+    GPU_CONTENDERS,
+    GPU_SHAPES,
+    GPU_WORKLOADS,
+    NodeSettings,
+)
+from raymoe.bench.gpu.suite import RESULTS, SuiteSettings, run_gpu_suite
+from raymoe.bench.kernels import kernel_jobs, measure_kernels
+from raymoe.bench.steps import KindTimes, compare_passes, measure_lanes, times_by_kind
+from raymoe.bench.suite import Result, run_suite
+from raymoe.bench.workloads import SHAPES, WORKLOADS, make_checkpoint
 from raymoe.cli.bench_structured import run_structured
+from raymoe.cli.options import size
+from raymoe.config import Settings
 from raymoe.device.host import read_host
-from raymoe.errors import UnknownOptionError
+from raymoe.device.threads import set_num_threads
+from raymoe.errors import ConfigError, ExecutionError, UnknownOptionError
+from raymoe.measure.profile import obtain_profile
+from raymoe.schedule.graph import Op
+from raymoe.units import GB, GIB, format_seconds
+
+SUITES = ("cpu", "gpu", "structured")
+CPU, GPU = "Suite cpu", "Suite gpu"
+
+Suite = Annotated[
+    str,
+    typer.Option(
+        help="cpu: engines on the cores of this machine. gpu: schedules of the papers, each with "
+        "its own policy, and accelerate, on one GPU. "
+        "structured: plain rows beside structured outputs that hurt."
+    ),
+]
+Shapes = Annotated[
+    list[str],
+    typer.Option(
+        "--shape",
+        help=f"Models, repeatable. cpu: {', '.join(SHAPES)}; gpu: {', '.join(GPU_SHAPES)}.",
+    ),
+]
+Workloads = Annotated[
+    list[str],
+    typer.Option(
+        "--workload",
+        help=f"Row lengths, repeatable. cpu: {', '.join(WORKLOADS)}; "
+        f"gpu: {', '.join(GPU_WORKLOADS)} (prompts and generated tokens as published).",
+    ),
+]
+Contenders = Annotated[
+    list[str],
+    typer.Option(
+        "--contender",
+        help=f"Repeatable. cpu: {', '.join(CONTENDERS)}; gpu: {', '.join(GPU_CONTENDERS)}.",
+    ),
+]
+Repetitions = Annotated[
+    int, typer.Option(min=1, help="Runs of each; medians are shown.", rich_help_panel=CPU)
+]
+Phases = Annotated[
+    bool,
+    typer.Option(
+        "--phases",
+        help="Time the prefill apart; takes about twice as long.",
+        rich_help_panel=CPU,
+    ),
+]
+Kernels = Annotated[
+    bool,
+    typer.Option(
+        "--kernels",
+        help="Measure kernels, not engines; about four minutes.",
+        rich_help_panel=CPU,
+    ),
+]
+Passes = Annotated[
+    bool,
+    typer.Option(
+        "--passes",
+        help="Our passes, predicted with this machine's profile, too.",
+        rich_help_panel=CPU,
+    ),
+]
+Device = Annotated[
+    str,
+    typer.Option(
+        help="cuda; or emulated, made of host memory, to try the suite without a GPU.",
+        rich_help_panel=GPU,
+    ),
+]
+Hardware = Annotated[
+    str | None,
+    typer.Option(
+        help="Whose pace --device emulated takes on: l4, t4, a5000, ...", rich_help_panel=GPU
+    ),
+]
+DeviceMemory = Annotated[
+    int | None,
+    typer.Option(
+        parser=size,
+        metavar="SIZE",
+        help="Cap, to stand for a smaller GPU: 16GiB; all that is free by default.",
+        rich_help_panel=GPU,
+    ),
+]
+HostMemory = Annotated[
+    int | None,
+    typer.Option(
+        parser=size,
+        metavar="SIZE",
+        help="Cap; 0.85 of what is available by default.",
+        rich_help_panel=GPU,
+    ),
+]
+Layers = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="The first layers of each shape; as many as host memory and time allow by default.",
+        rich_help_panel=GPU,
+    ),
+]
+PartLimit = Annotated[
+    float,
+    typer.Option(
+        min=10,
+        help="Seconds of a part, for half of which its rows are chosen; beyond, it has failed.",
+        rich_help_panel=GPU,
+    ),
+]
+MostRows = Annotated[int, typer.Option(min=1, help="Rows of a part, at most.", rich_help_panel=GPU)]
+Again = Annotated[
+    bool,
+    typer.Option(
+        "--again",
+        help="Also run parts that --out has results of; those that failed run again anyway.",
+        rich_help_panel=GPU,
+    ),
+]
+NumThreads = Annotated[int | None, typer.Option(min=1, help="Cores; all by default.")]
+Out = Annotated[Path, typer.Option(help="Directory for checkpoints (kept), results and pictures.")]
+
+
+# Of a pass on host cores, those that take time.
+PASS_OPS = (Op.PRE, Op.ATTN, Op.POST, Op.EXPERTS, Op.HEAD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuOptions:
+    """Of the suite cpu."""
+
+    shapes: list[str]
+    workloads: list[str]
+    contenders: list[str]
+    repetitions: int
+    num_threads: int
+    out: Path
+
+    def __post_init__(self) -> None:
+        _check_names(shape=(self.shapes, SHAPES), workload=(self.workloads, WORKLOADS))
+        _check_names(contender=(self.contenders, CONTENDERS))
+
+
+def run_engines(options: CpuOptions, *, has_phases: bool) -> None:
+    """Run engines in turns; print a table and keep a line for each."""
+    console, results, out = Console(stderr=True), [], options.out
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / "results.jsonl").open("a") as lines:
+        for result in run_suite(
+            shapes=options.shapes,
+            workloads=options.workloads,
+            contenders=options.contenders,
+            repetitions=options.repetitions,
+            num_threads=options.num_threads,
+            has_phases=has_phases,
+            directory=out,
+            report=lambda text: console.print(text, style="dim"),
+        ):
+            lines.write(result.to_json() + "\n")
+            lines.flush()
+            results.append(result)
+    Console().print(_table(results))
+    console.print(f"one JSON line for each in {out / 'results.jsonl'}", style="dim")
+
+
+def _check_names(**options: tuple[Iterable[str], Collection[str]]) -> None:
+    for name, (chosen, known) in options.items():
+        for value in chosen:
+            if value not in known:
+                raise ConfigError(f"--{name} {value!r} is not one of {', '.join(known)}")
+
+
+def run_passes(options: CpuOptions) -> None:
+    """Hold our passes against what is predicted with this machine's profile."""
+    settings = Settings.from_environment()
+    options.out.mkdir(parents=True, exist_ok=True)
+    hardware, _ = obtain_profile(settings.cache_directory, options.num_threads)
+    for shape, workload in itertools.product(options.shapes, options.workloads):
+        model = make_checkpoint(shape, options.out / shape)
+        runs = compare_passes(model, hardware, WORKLOADS[workload], options.repetitions)
+        Console().print(_pass_table(f"{shape} {workload}", times_by_kind(runs)))
+
+
+def _pass_table(name: str, kinds: Iterable[KindTimes]) -> Table:
+    title = f"{name}: passes predicted with this machine's profile; gaps in %"
+    table = Table(title=title, pad_edge=False)
+    for column in ("passes", "predicted", "measured", "gap", *PASS_OPS):
+        table.add_column(column, justify="right", no_wrap=True)
+    for each in kinds:
+        table.add_row(
+            f"{each.num_passes} {each.kind}",
+            format_seconds(each.predicted_s),
+            format_seconds(each.measured_s),
+            f"{100 * each.gap:+.1f}",
+            *(f"{100 * each.gap_by_op[op]:+.0f}" for op in PASS_OPS),
+        )
+    return table
+
+
+def run_kernels(num_threads: int, repetitions: int) -> None:
+    """Hold kernels against what the machine can do."""
+    set_num_threads(num_threads, num_torch_threads=1)
+    table = Table(title="kernels beside what the machine can do")
+    for column in ("kernel", "case", "bound by"):
+        table.add_column(column)
+    for column in ("rate", "limit", "of limit"):
+        table.add_column(column, justify="right")
+    with Live(table, console=Console(), vertical_overflow="visible"):
+        for rate in measure_kernels(
+            kernel_jobs(), num_threads=num_threads, repetitions=repetitions
+        ):
+            if rate.is_memory_bound:
+                bound, unit, mine, limit = (
+                    "memory",
+                    "GB/s",
+                    rate.bytes_per_s,
+                    rate.limits.bytes_per_s,
+                )
+            else:
+                bound, unit, mine, limit = (
+                    "FLOPs",
+                    "GFLOP/s",
+                    rate.flop_per_s,
+                    rate.limits.flop_per_s,
+                )
+            table.add_row(
+                rate.kernel,
+                rate.case,
+                bound,
+                f"{mine / GB:.1f} {unit}",
+                f"{limit / GB:.1f} {unit}",
+                f"{100 * rate.share_of_limit:.0f} %",
+            )
+    Console().print(f"lanes: {measure_lanes()}")
+
+
+def _table(results: list[Result]) -> Table:
+    table = Table(title="generated tokens per second, end to end")
+    columns = ("shape", "workload", "engine", "tokens/s", "min..max", "of bound", "raymoe is")
+    for column in (*columns, "against plan", "prefill", "peak RSS", "peak GFLOP/s", "GB/s"):
+        table.add_column(column, justify="left" if column in columns[:3] else "right")
+    ours = {(r.shape, r.workload): r.tokens_per_s for r in results if r.contender == "raymoe"}
+    for result in results:
+        mine = ours.get((result.shape, result.workload))
+        low = result.generated_tokens / result.total_s_max
+        high = result.generated_tokens / result.total_s_min
+        table.add_row(
+            result.shape,
+            result.workload,
+            result.contender,
+            f"{result.tokens_per_s:.1f}",
+            f"{low:.1f}..{high:.1f}",
+            f"{100 * result.share_of_bound:.0f} %",
+            f"{mine / result.tokens_per_s:.2f} x" if mine else "",
+            "" if result.gap is None else f"{100 * result.gap:+.1f} % time",
+            "" if result.prefill_s is None else format_seconds(result.prefill_s),
+            f"{result.peak_rss_bytes / GIB:.2f} GiB",
+            f"{result.limits.flop_per_s / GB:.0f}",
+            f"{result.limits.bytes_per_s / GB:.1f}",
+        )
+    return table
+
+
+DEVICES = ("cuda", "emulated")
+EMULATED_BY_DEFAULT = "l4"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuOptions:
+    """The options of the command, as they were given; empty or None where they were not."""
+
+    shapes: list[str]
+    workloads: list[str]
+    contenders: list[str]
+    device: str
+    hardware: str | None
+    device_memory: int | None
+    host_memory: int | None
+    num_threads: int | None
+    num_layers: int | None
+    part_limit_s: float
+    most_rows: int
+    is_again: bool
+    out: Path
+
+
+def run_gpu(options: GpuOptions) -> None:
+    """Run the suite; fails at the end if a part did.
+
+    Raises:
+        ConfigError: An option does not exist or does not suit the device.
+        ExecutionError: A part failed.
+    """
+    suite = _suite_of(options)
+    console, results = Console(stderr=True), []
+
+    def report(text: str) -> None:
+        console.print(text, style="dim", markup=False)
+
+    for result in run_gpu_suite(suite, options.out, report):
+        results.append(result)
+        report(_line_of(result))
+        path = write_report(read_results(options.out / RESULTS), options.out)
+    keys = {result.key for result in results}
+    for group in groups_of(read_results(options.out / RESULTS)):
+        if any(result.key in keys for result in group.results):
+            _print(group)
+    report(f"{options.out / RESULTS} has a line for each part, {path} tables and pictures")
+    failed = [result.settings.name for result in results if result.status == Status.FAILED]
+    if failed:
+        raise ExecutionError(
+            f"{len(failed)} of {len(results)} parts failed ({', '.join(failed)}); their logs are "
+            f"in {options.out / 'logs'}; the same command runs them again"
+        )
+
+
+def _suite_of(options: GpuOptions) -> SuiteSettings:
+    if options.device not in DEVICES:
+        raise UnknownOptionError(options.device, DEVICES, "device of the GPU suite")
+    if options.device == "cuda" and options.hardware is not None:
+        raise ConfigError(
+            f"--hardware {options.hardware} sets the pace of --device emulated; a GPU has its own"
+        )
+    hardware = options.hardware or EMULATED_BY_DEFAULT
+    return SuiteSettings(
+        node=NodeSettings(
+            device=options.device,
+            hardware=None if options.device == "cuda" else hardware,
+            device_memory_bytes=options.device_memory,
+            host_memory_bytes=options.host_memory,
+            num_threads=options.num_threads,
+        ),
+        shapes=_known(options.shapes, GPU_SHAPES, DEFAULT_SHAPES, "shape"),
+        workloads=_known(options.workloads, GPU_WORKLOADS, DEFAULT_WORKLOADS, "workload"),
+        contenders=_known(options.contenders, GPU_CONTENDERS, GPU_CONTENDERS, "contender"),
+        num_layers=options.num_layers,
+        limit_s=options.part_limit_s,
+        most_rows=options.most_rows,
+        is_again=options.is_again,
+    )
+
+
+def _known(
+    given: list[str], known: Collection[str], default: Iterable[str], where: str
+) -> list[str]:
+    for name in given:
+        if name not in known:
+            raise UnknownOptionError(name, known, f"{where} of the GPU suite")
+    return given or list(default)
+
+
+def _line_of(result: PartResult) -> str:
+    if result.figures is None:
+        return f"  {result.status}: {first_line(result.reason)}"
+    figures = result.figures
+    return (
+        f"  {figures.tokens_per_s:.1f} tokens/s ({figures.num_rows} rows), "
+        f"{100 * figures.share_of_bound:.3g} % of the bound"
+    )
+
+
+def _print(group: Group) -> None:
+    """What fits a narrow terminal; the report has more."""
+    table = Table(title=group.title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in COLUMNS:
+        justify: JustifyMethod = "left" if column == COLUMNS[0] else "right"
+        table.add_column(column.replace(" ", "\n", 1), justify=justify, no_wrap=True)
+    for row in group.rows():
+        table.add_row(*row[: len(COLUMNS)])
+    console = Console()
+    console.print(table)
+    for note in group.notes():
+        console.print(f"  {note}", markup=False)
 
 
 def run(  # noqa: PLR0913 - the options of a command
     *,
-    suite: option.Suite = "cpu",
-    shape: option.Shapes = [],  # noqa: B006 - typer copies it
-    workload: option.Workloads = [],  # noqa: B006
-    contender: option.Contenders = [],  # noqa: B006
-    repetitions: option.Repetitions = 3,
-    num_threads: option.NumThreads = None,
-    phases: option.Phases = False,
-    kernels: option.Kernels = False,
-    passes: option.Passes = False,
-    out: option.Out = Path("raymoe-bench"),
-    device: option.Device = "cuda",
-    hardware: option.Hardware = None,
-    device_memory: option.DeviceMemory = None,
-    host_memory: option.HostMemory = None,
-    layers: option.Layers = None,
-    part_limit: option.PartLimit = 540.0,
-    most_rows: option.MostRows = 8192,
-    again: option.Again = False,
-    actors: option.NumActors = None,
-    rows: option.NumRows = None,
-    speedup: option.Speedup = None,
+    suite: Suite = "cpu",
+    shape: Shapes = [],  # noqa: B006 - typer copies it
+    workload: Workloads = [],  # noqa: B006
+    contender: Contenders = [],  # noqa: B006
+    repetitions: Repetitions = 3,
+    num_threads: NumThreads = None,
+    phases: Phases = False,
+    kernels: Kernels = False,
+    passes: Passes = False,
+    out: Out = Path("raymoe-bench"),
+    device: Device = "cuda",
+    hardware: Hardware = None,
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
+    layers: Layers = None,
+    part_limit: PartLimit = 540.0,
+    most_rows: MostRows = 8192,
+    again: Again = False,
 ) -> None:
     """Measure generated tokens per second on random weights, end to end; or kernels, or passes.
 
@@ -44,15 +440,11 @@ def run(  # noqa: PLR0913 - the options of a command
     up where it was stopped, and leaves gpu.jsonl, report.md and pictures in --out. Its bound:
     weights over the link, weights and KV out of host memory, operations, for the whole job.
     """
-    if suite not in option.SUITES:
-        raise UnknownOptionError(suite, option.SUITES, "suite")
+    if suite not in SUITES:
+        raise UnknownOptionError(suite, SUITES, "suite")
     cores = num_threads or read_host().num_cores
     if suite == "structured":
         run_structured(shape, cores, repetitions, out)
-    elif suite in option.NODE_SUITES:
-        nodes = importlib.import_module("raymoe.cli.bench_scale")  # Ray is slow to import
-        options = option.ScaleOptions(actors=actors, rows=rows, speedup=speedup, out=out)
-        nodes.run_suite(suite, options)
     elif suite == "gpu":
         run_gpu(
             GpuOptions(

@@ -15,15 +15,14 @@ from rich.text import Text
 
 from raymoe.assets import demo_model_path
 from raymoe.assets.wrangling import KINDS, make_rows
-from raymoe.cli.parquet_sink import ParquetSink
-from raymoe.cli.pipeline import Job, check_model, print_summary, run_job
-from raymoe.cli.progress import plain_console
+from raymoe.cli.pipeline import Job, check_model, plain_console, print_summary, run_job
 from raymoe.cli.sources import open_source
 from raymoe.cli.storage import Location
+from raymoe.cli.writers import ParquetSink
 from raymoe.config import EngineConfig, SamplingParams
-from raymoe.data.status.files import clear_status, report_beside, status_beside
+from raymoe.data.status import clear_status, report_beside, status_beside
 from raymoe.errors import ConfigError, ExecutionError
-from raymoe.report.write import write_report
+from raymoe.report import write_report
 from raymoe.safe_text import harmless
 
 MAX_TOKENS = 32  # the longest answer has 24

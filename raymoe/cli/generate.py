@@ -1,39 +1,152 @@
-"""`raymoe generate`: a table of prompts in, the same table with generated text out."""
+"""The options of `raymoe generate`, with their help."""
 
 import dataclasses
 import json
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from raymoe.cli import generate_options as option
-from raymoe.cli.lease import Lease
 from raymoe.cli.pipeline import (
     PROMPT_COLUMNS,
     Job,
     check_model,
     find_manifest,
     find_written,
+    plain_console,
     print_summary,
     run_job,
 )
-from raymoe.cli.progress import plain_console
-from raymoe.cli.resume import Remains
-from raymoe.cli.sinks import check_apart, open_sink
-from raymoe.cli.sources import Source, open_source
-from raymoe.cli.storage import Location
-from raymoe.cli.storage_errors import without_secrets
-from raymoe.config import EngineConfig, SamplingParams
-from raymoe.data.columns import OutputColumns
+from raymoe.cli.resume import Lease, Remains
+from raymoe.cli.sources import FORMS, Source, open_source
+from raymoe.cli.storage import Location, without_secrets
+from raymoe.cli.writers import check_apart, open_sink
+from raymoe.config import DTYPES, ON_TOO_LONG, EngineConfig, SamplingParams
+from raymoe.data.columns import INPUT_MAY_NOT_HAVE, OutputColumns, check_names
 from raymoe.data.openai_batch import CONTENT_COLUMNS, ID_COLUMN, TOOLS_COLUMN
 from raymoe.data.rows import SAMPLING_COLUMN, RowReader
-from raymoe.data.samples import INPUT_MAY_NOT_HAVE, check_names
-from raymoe.data.status.record import Pairs
+from raymoe.data.status import Pairs
 from raymoe.errors import ConfigError, RaymoeError
-from raymoe.report.write import write_report
+from raymoe.report import write_report
 from raymoe.safe_text import harmless
 from raymoe.units import format_bytes
+
+TABLE = "Table"
+SAMPLING = "Sampling"
+RUN = "Run"
+
+Model = Annotated[str, typer.Option(help="Model directory, or a name on the hub.")]
+Input = Annotated[
+    str,
+    typer.Option(
+        "--input",
+        help="Parquet or JSONL: a file, a directory or a glob; also s3://, gs:// and others.",
+    ),
+]
+Output = Annotated[
+    str,
+    typer.Option(
+        help="Directory for parquet parts, or a file that ends in .jsonl; also s3://, gs:// ..."
+    ),
+]
+PromptColumn = Annotated[str, typer.Option(help="Text, or token ids.", rich_help_panel=TABLE)]
+MessagesColumn = Annotated[str, typer.Option(help="Chat messages.", rich_help_panel=TABLE)]
+IdColumn = Annotated[
+    str | None, typer.Option(help="Unique ids; --resume needs them.", rich_help_panel=TABLE)
+]
+ToolsColumn = Annotated[
+    str | None, typer.Option(help="Tools that messages may call.", rich_help_panel=TABLE)
+]
+Form = Annotated[
+    str,
+    typer.Option(
+        "--format",
+        help=f"Of JSON lines: {', '.join(FORMS)}. Requests of an OpenAI batch bring their own "
+        "parameters and are answered as responses.",
+        rich_help_panel=TABLE,
+    ),
+]
+SamplesAsRows = Annotated[
+    bool,
+    typer.Option(
+        "--samples-as-rows",
+        help="With n in --sampling-params, each sample is a row of its own: same id, its number in "
+        "sample_index, of num_samples.",
+        rich_help_panel=TABLE,
+    ),
+]
+MaxTokens = Annotated[
+    int, typer.Option(help="Most tokens to generate for a row.", rich_help_panel=SAMPLING)
+]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=SAMPLING)]
+TopP = Annotated[float, typer.Option(help="Keep this much probability.", rich_help_panel=SAMPLING)]
+TopK = Annotated[
+    int, typer.Option(help="Keep this many tokens; 0 keeps all.", rich_help_panel=SAMPLING)
+]
+Seed = Annotated[int, typer.Option(help="Of rows that have none.", rich_help_panel=SAMPLING)]
+IgnoreEos = Annotated[
+    bool, typer.Option("--ignore-eos", help="Go on after EOS.", rich_help_panel=SAMPLING)
+]
+MoreParams = Annotated[str, typer.Option(help="More, as a JSON object.", rich_help_panel=SAMPLING)]
+Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.", rich_help_panel=RUN)]
+NumActors = Annotated[
+    int, typer.Option(min=1, help="Engines; each loads the model.", rich_help_panel=RUN)
+]
+BatchSize = Annotated[
+    int, typer.Option(min=1, help="Rows of one call of the operator.", rich_help_panel=RUN)
+]
+NumThreads = Annotated[
+    int | None, typer.Option(min=1, help="Cores of an engine.", rich_help_panel=RUN)
+]
+OnTooLong = Annotated[
+    str, typer.Option(help=f"One of {', '.join(ON_TOO_LONG)}.", rich_help_panel=RUN)
+]
+PreserveOrder = Annotated[
+    bool, typer.Option("--preserve-order", help="Rows in input order.", rich_help_panel=RUN)
+]
+Arrange = Annotated[
+    bool,
+    typer.Option(
+        "--arrange",
+        help="Sort rows so that those whose prompts begin alike share their computation; no row "
+        "comes out before all were read, and their order is lost.",
+        rich_help_panel=RUN,
+    ),
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on where a run ended.", rich_help_panel=RUN)
+]
+Journal = Annotated[
+    str | None,
+    typer.Option(
+        help="Keep finished rows in this directory, for --resume and for actors that are killed; "
+        "a cluster's nodes must share it. By default beside a local output.",
+        show_default=False,
+        rich_help_panel=RUN,
+    ),
+]
+NoJournal = Annotated[
+    bool, typer.Option("--no-journal", help="Keep no finished rows.", rich_help_panel=RUN)
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace the output.", rich_help_panel=RUN)
+]
+Price = Annotated[
+    float | None,
+    typer.Option(min=0.0, help="Of a node, to show what tokens cost.", rich_help_panel=RUN),
+]
+Report = Annotated[
+    bool,
+    typer.Option(
+        "--report/--no-report",
+        help="Write a page with pictures of the run beside the output.",
+        rich_help_panel=RUN,
+    ),
+]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", help="Show the logs of Ray.", rich_help_panel=RUN)
+]
+
 
 ADDRESSES = frozenset({"input", "output", "journal"})
 
@@ -41,36 +154,36 @@ ADDRESSES = frozenset({"input", "output", "journal"})
 def run(  # noqa: PLR0913 - the options of a command
     context: typer.Context,
     *,
-    model: option.Model,
-    input_: option.Input,
-    output: option.Output,
-    prompt_column: option.PromptColumn = "prompt",
-    messages_column: option.MessagesColumn = "messages",
-    id_column: option.IdColumn = None,
-    tools_column: option.ToolsColumn = None,
-    form: option.Form = "auto",
-    samples_as_rows: option.SamplesAsRows = False,
-    max_tokens: option.MaxTokens = 64,
-    temperature: option.Temperature = 0.0,
-    top_p: option.TopP = 1.0,
-    top_k: option.TopK = 0,
-    seed: option.Seed = 0,
-    ignore_eos: option.IgnoreEos = False,
-    sampling_params: option.MoreParams = "{}",
-    dtype: option.Dtype = "auto",
-    num_actors: option.NumActors = 1,
-    batch_size: option.BatchSize = 32,
-    num_threads: option.NumThreads = None,
-    on_too_long: option.OnTooLong = "error",
-    preserve_order: option.PreserveOrder = False,
-    arrange: option.Arrange = False,
-    resume: option.Resume = False,
-    overwrite: option.Overwrite = False,
-    journal: option.Journal = None,
-    no_journal: option.NoJournal = False,
-    price_per_hour: option.Price = None,
-    report: option.Report = True,
-    verbose: option.Verbose = False,
+    model: Model,
+    input_: Input,
+    output: Output,
+    prompt_column: PromptColumn = "prompt",
+    messages_column: MessagesColumn = "messages",
+    id_column: IdColumn = None,
+    tools_column: ToolsColumn = None,
+    form: Form = "auto",
+    samples_as_rows: SamplesAsRows = False,
+    max_tokens: MaxTokens = 64,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: Seed = 0,
+    ignore_eos: IgnoreEos = False,
+    sampling_params: MoreParams = "{}",
+    dtype: Dtype = "auto",
+    num_actors: NumActors = 1,
+    batch_size: BatchSize = 32,
+    num_threads: NumThreads = None,
+    on_too_long: OnTooLong = "error",
+    preserve_order: PreserveOrder = False,
+    arrange: Arrange = False,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    journal: Journal = None,
+    no_journal: NoJournal = False,
+    price_per_hour: Price = None,
+    report: Report = True,
+    verbose: Verbose = False,
 ) -> None:
     """Generate text for every row of a table; every input row gives one output row.
 

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
 
-from raymoe.data.cells import BadCell, as_text, content_digest, read_cells
-from raymoe.data.columns import ERROR_COLUMN
+from raymoe.data.columns import COUNT_COLUMN, ERROR_COLUMN, INDEX_COLUMN, explode_samples
 from raymoe.data.openai_batch import read_response, write_responses
-from raymoe.data.samples import COUNT_COLUMN, INDEX_COLUMN, explode_samples
+from raymoe.data.rows import BadCell, as_text, content_digest, read_cells
 from raymoe.errors import ConfigError, RaymoeError
 
 

@@ -1,19 +1,26 @@
 """`raymoe models`: what runs, and what a given model is and needs."""
 
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
-from raymoe.cli.model_tables import families_table, formats_table, model_table
 from raymoe.cli.options import model_by_name
 from raymoe.errors import ConfigError
 from raymoe.memory.source import fetch_config, is_hub_name
 from raymoe.memory.weights import WeightStore
+from raymoe.specs.families import FAMILIES
+from raymoe.specs.family import Family
 from raymoe.specs.files import read_json_object
+from raymoe.specs.layers import AttentionSpec, DenseSpec, LatentAttentionSpec, MoeSpec, RouterSpec
 from raymoe.specs.model import ModelSpec
-from raymoe.specs.presets_models import MODEL_PRESETS
+from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
+from raymoe.specs.quantization import METHODS
+from raymoe.units import format_bytes
 
 CONFIG_FILE = "config.json"
 
@@ -72,3 +79,105 @@ def _check_weights(spec: ModelSpec, directory: Path) -> str:
         return f"{directory} has no weights (*.safetensors)"
     store = WeightStore.open(spec, directory)
     return f"all {len(store.checkpoint.names()):,} tensors of {directory} are as they should be"
+
+
+Row = tuple[str, str]
+KV_BYTES = 2  # bfloat16
+
+
+def families_table() -> Table:
+    """Every `model_type` that is known."""
+    table = Table(title="families")
+    for column in ("model_type", "attention", "experts", "by name"):
+        table.add_column(column)
+    presets: dict[str, list[str]] = {}
+    for name in MODEL_PRESETS:
+        presets.setdefault(model_preset(name).model_type, []).append(name)
+    for model_type, family in sorted(FAMILIES.items()):
+        table.add_row(
+            model_type,
+            "latent" if family.is_latent else "grouped-query",
+            _experts_of_family(family),
+            ", ".join(presets.get(model_type, [])),
+        )
+    return table
+
+
+def formats_table() -> Table:
+    """Every way of storing weights that is known."""
+    table = Table(title="weight formats")
+    table.add_column("quant_method")
+    table.add_column("weights")
+    table.add_row("none", "bfloat16, float16, float32")
+    for name, method in METHODS.items():
+        table.add_row(name, method.about)
+    return table
+
+
+def model_table(spec: ModelSpec) -> Table:
+    """What one model is and needs."""
+    table = Table(title=spec.name, show_header=False)
+    for row in _rows(spec):
+        table.add_row(*row)
+    return table
+
+
+def _experts_of_family(family: Family) -> str:
+    if family.moe is None:
+        return "none"
+    shared = "" if family.moe.shared is None else ", shared"
+    return f"{family.moe.router.scoring}{shared}"
+
+
+def _rows(spec: ModelSpec) -> Iterator[Row]:
+    yield "family", f"{spec.model_type} ({FAMILIES[spec.model_type].architecture})"
+    yield (
+        "parameters",
+        f"{_billions(spec.num_parameters)}, {_billions(spec.num_active_parameters)} of a token",
+    )
+    yield (
+        "size",
+        f"{spec.num_layers} layers, hidden {spec.hidden_size:,}, vocabulary {spec.vocab_size:,}",
+    )
+    yield "context", f"{spec.max_context_tokens:,} tokens"
+    for attention, count in Counter(layer.attention for layer in spec.layers).items():
+        yield "attention", f"{count} layers: {_attention(attention)}"
+    for ffn, count in Counter(layer.ffn for layer in spec.layers).items():
+        yield "network", f"{count} layers: {_ffn(ffn)}"
+    formats = "as trained" if spec.quantization is None else spec.quantization.format.name
+    yield "weights", f"{format_bytes(spec.stored_bytes)}, {formats} ({spec.dtype or 'bfloat16'})"
+    yield "KV cache of a token", f"{format_bytes(spec.kv_bytes_per_token(KV_BYTES))} in bfloat16"
+
+
+def _attention(attention: AttentionSpec | LatentAttentionSpec) -> str:
+    if isinstance(attention, LatentAttentionSpec):
+        return (
+            f"latent, {attention.num_heads} heads, rank {attention.kv_lora_rank} + "
+            f"{attention.rope_head_dim}"
+        )
+    notes = [f"{attention.num_heads} heads, {attention.num_kv_heads} of KV, {attention.head_dim}"]
+    if attention.sliding_window is not None:
+        notes.append(f"window of {attention.sliding_window:,}")
+    if attention.has_sinks:
+        notes.append("sinks")
+    return ", ".join(notes)
+
+
+def _ffn(ffn: DenseSpec | MoeSpec) -> str:
+    if isinstance(ffn, DenseSpec):
+        return f"dense, hidden {ffn.hidden:,}"
+    shared = "" if ffn.shared is None else f", shared {ffn.shared.hidden:,}"
+    return (
+        f"{ffn.top_k} of {ffn.num_experts} experts, hidden {ffn.expert_hidden:,}{shared}, "
+        f"{_router(ffn.router)}"
+    )
+
+
+def _router(router: RouterSpec) -> str:
+    if router.num_groups == 1:
+        return f"{router.scoring} router"
+    return f"{router.scoring} router, {router.top_groups} of {router.num_groups} groups"
+
+
+def _billions(count: int) -> str:
+    return f"{count / 1e9:,.1f} B"

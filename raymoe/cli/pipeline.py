@@ -1,33 +1,48 @@
-"""The main job: rows through the operator into files, counted on the way."""
+"""How far are we? A live line on a terminal, a log line every minute elsewhere."""
 
+import logging
+import re
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
-from raymoe.cli.job_watch import JobWatch
-from raymoe.cli.jsonl import INPUT_ERROR_COLUMN
-from raymoe.cli.lease import Lease
 from raymoe.cli.lines import Stale, TableLines, WrittenRow
-from raymoe.cli.local_ray import has_cluster, running_ray, this_machine
-from raymoe.cli.progress import Progress, Tally
-from raymoe.cli.sinks import Sink
-from raymoe.cli.sources import Source, without_written
+from raymoe.cli.options import has_cluster, running_ray, this_machine
+from raymoe.cli.resume import Lease
+from raymoe.cli.sources import INPUT_ERROR_COLUMN, Source, without_written
 from raymoe.cli.storage import Location
+from raymoe.cli.writers import Sink
 from raymoe.config import EngineConfig
-from raymoe.data.arrange import arrange
+from raymoe.data.columns import CHOICES_COLUMN, ERROR_COLUMN
 from raymoe.data.generator import MoEGenerator
 from raymoe.data.manifest import Manifest
+from raymoe.data.observer import Periodic, error_kind
 from raymoe.data.openai_batch import request_digest
 from raymoe.data.sizing import map_batches_kwargs, plan_actor
-from raymoe.data.status.files import make_status_directory
-from raymoe.data.status.record import Pairs
+from raymoe.data.sorting import arrange
+from raymoe.data.status import (
+    ENDED,
+    FAILED,
+    JOB_FILE,
+    RUNNING,
+    JobStatus,
+    Pairs,
+    make_status_directory,
+    read_status,
+    write_record,
+)
+from raymoe.data.status_view import JobView, node_rates
 from raymoe.engine.identity import ModelIdentity
 from raymoe.errors import ConfigError, ExecutionError, RaymoeError
 from raymoe.memory.source import find_model
@@ -35,6 +50,230 @@ from raymoe.memory.weights import WeightStore
 from raymoe.safe_text import harmless
 from raymoe.specs.model import ModelSpec
 from raymoe.units import format_seconds
+
+LOG_EVERY_S = 60.0
+BAR_CELLS = 24
+MAX_REASON_CHARACTERS = 120
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """What has come out so far."""
+
+    total_rows: int
+    num_rows: int = 0
+    num_errors: int = 0
+    num_input_tokens: int = 0
+    num_generated_tokens: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
+    started_s: float = field(default_factory=time.monotonic)
+    finished_s: float | None = None
+
+    def add(self, table: pa.Table) -> None:
+        """Count the rows of one output table."""
+        self.num_rows += table.num_rows
+        self.num_input_tokens += pc.sum(table.column("num_input_tokens")).as_py() or 0
+        self.num_generated_tokens += pc.sum(_generated_tokens(table)).as_py() or 0
+        errors = [error for error in table.column(ERROR_COLUMN).to_pylist() if error]
+        self.num_errors += len(errors)
+        self.reasons.update(_without_numbers(error) for error in errors)
+        self.kinds.update(error_kind(error, self.kinds) for error in errors)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the start, up to the end if there was one."""
+        return (self.finished_s or time.monotonic()) - self.started_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens per second, loading included."""
+        return self.num_generated_tokens / max(self.elapsed_s, 1e-9)
+
+    def line(self) -> str:
+        """Return rows, speed and the time that is left, as one line."""
+        parts = [f"{self.num_rows:,} of {self.total_rows:,} rows"]
+        if self.num_errors:
+            parts.append(f"{self.num_errors:,} error rows")
+        parts.append(f"{self.tokens_per_s:,.0f} tokens/s")
+        parts.append(f"{format_seconds(self.elapsed_s)} elapsed")
+        if 0 < self.num_rows < self.total_rows:
+            left_s = (self.total_rows - self.num_rows) * self.elapsed_s / self.num_rows
+            parts.append(f"{format_seconds(left_s)} left")
+        return " | ".join(parts)
+
+
+def plain_console(*, stderr: bool = False) -> Console:
+    """Return a console that prints text as it is: rows may hold what rich takes for markup."""
+    return Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+
+class Progress:
+    """Shows a tally while it grows; a context manager."""
+
+    def __init__(
+        self,
+        tally: Tally,
+        console: Console,
+        *,
+        more: Callable[[], Iterable[str]] = tuple,
+        log_every_s: float = LOG_EVERY_S,
+    ) -> None:
+        """Show.
+
+        Args:
+            tally: What comes out.
+            console: Where; harmless text only.
+            more: Asked for what else there is to say, each time that the line is shown.
+            log_every_s: Where there is no terminal.
+        """
+        self._tally, self._more = tally, more
+        self._console = console
+        self._log_every_s = log_every_s
+        self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live = Live(get_renderable=self._draw, console=self._console, transient=True)
+            self._live.start()
+        else:
+            self._thread = threading.Thread(target=self._log, name="progress", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        if self._live is not None:
+            self._live.stop()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _draw(self) -> Text:
+        tally = self._tally
+        filled = round(BAR_CELLS * tally.num_rows / max(1, tally.total_rows))
+        return Text(f"[{'#' * filled}{'.' * (BAR_CELLS - filled)}] {self._line()}")
+
+    def _log(self) -> None:
+        while not self._is_over.wait(self._log_every_s):
+            self._console.print(self._line())
+
+    def _line(self) -> str:
+        return " | ".join((self._tally.line(), *self._more()))
+
+
+def _generated_tokens(table: pa.Table) -> pa.ChunkedArray:
+    """Return the number of tokens of each row, or of each sample where the table has them."""
+    if CHOICES_COLUMN not in table.column_names:
+        return table.column("num_generated_tokens")
+    return pc.struct_field(pc.list_flatten(table.column(CHOICES_COLUMN)), "num_generated_tokens")
+
+
+def _without_numbers(error: str) -> str:
+    """Return an error without what differs from row to row, so that equal reasons are counted."""
+    return re.sub(r"\d+", "N", error)[:MAX_REASON_CHARACTERS]
+
+
+WRITE_EVERY_S = 5.0
+LAST_WRITE_S = 10.0
+LAST_WORDS_S, LOOK_EVERY_S = 10.0, 0.05
+
+logger = logging.getLogger(__name__)
+
+
+class JobWatch:
+    """Writes how a job does while it runs, and how it ended; a context manager.
+
+    Attributes:
+        node_rates: What each machine generates, as its actors said last.
+        cost_per_million_tokens: So far; None without a price.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        tally: Tally,
+        *,
+        model: str,
+        settings: Pairs = (),
+        num_written_before: int = 0,
+        price_per_hour: float | None = None,
+    ) -> None:
+        """Watch a job.
+
+        Args:
+            directory: Of the status; there already.
+            tally: What comes out.
+            model: Name for people.
+            settings: Names and values, for people.
+            num_written_before: Rows that former runs had written.
+            price_per_hour: Of a node.
+        """
+        self._directory, self._tally, self._model = directory, tally, model
+        self._settings, self._num_written_before = settings, num_written_before
+        self._price_per_hour = price_per_hour
+        self._started_s = time.time()
+        self._state, self._reason = RUNNING, ""
+        self.node_rates = ""
+        self.cost_per_million_tokens: float | None = None
+        self._is_failing = False
+        self._thread: Periodic | None = None
+
+    def wait_for_actors(self, timeout_s: float = LAST_WORDS_S) -> None:
+        """Let actors say how they ended, before Ray ends their processes; those that do not, don't.
+
+        Args:
+            timeout_s: Wait no longer.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            actors = JobView.of(read_status(self._directory), time.time()).actors
+            if not any(actor.is_alive for actor in actors):
+                return
+            time.sleep(LOOK_EVERY_S)
+
+    def __enter__(self) -> "JobWatch":
+        self._thread = Periodic(self._look, WRITE_EVERY_S, name="raymoe-job")
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, _trace: object) -> None:
+        self._state = ENDED if kind is None else FAILED
+        if error is not None:
+            self._reason = str(error) or type(error).__name__
+        if self._thread is not None:
+            self._thread.close(LAST_WRITE_S)
+
+    def _look(self) -> None:
+        tally = self._tally
+        status = JobStatus(
+            name=self._directory.name.removesuffix(".status"),
+            model=self._model,
+            state=self._state,
+            reason=self._reason,
+            started_unix_s=self._started_s,
+            updated_unix_s=time.time(),
+            elapsed_s=tally.elapsed_s,
+            total_rows=tally.total_rows,
+            num_written_before=self._num_written_before,
+            num_rows=tally.num_rows,
+            num_error_rows=tally.num_errors,
+            num_input_tokens=tally.num_input_tokens,
+            num_generated_tokens=tally.num_generated_tokens,
+            errors=tuple(tally.kinds.most_common()),
+            price_per_hour=self._price_per_hour,
+            settings=self._settings,
+        )
+        try:
+            write_record(self._directory / JOB_FILE, status)
+        except OSError as error:
+            if not self._is_failing:
+                logger.warning("the status in %s cannot be written: %s", self._directory, error)
+            self._is_failing = True
+        view = JobView.of(read_status(self._directory), time.time())
+        self.node_rates = node_rates(view.nodes)
+        self.cost_per_million_tokens = view.cost_per_million_tokens
+
 
 FLUSH_EVERY_S = 60.0
 MAX_REASONS = 3

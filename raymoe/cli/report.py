@@ -1,13 +1,13 @@
-"""`raymoe report`: one page with pictures, from what a job wrote beside its output."""
+"""`raymoe report`: one page with pictures, from what a job wrote beside it."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from raymoe.data.status.files import find_status, report_beside
+from raymoe.data.status import find_status, report_beside
 from raymoe.errors import ExecutionError
-from raymoe.report.write import write_report
+from raymoe.report import write_report
 from raymoe.safe_text import harmless
 
 

@@ -13,13 +13,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from raymoe.data.status.files import find_status, read_status
-from raymoe.data.status.view import (
-    STALE,
-    ActorView,
-    JobView,
-    measured_over_predicted,
-)
+from raymoe.data.status import find_status, read_status
+from raymoe.data.status_view import STALE, ActorView, JobView, measured_over_predicted
 from raymoe.safe_text import harmless
 from raymoe.units import format_seconds
 

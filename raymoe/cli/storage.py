@@ -1,11 +1,14 @@
-"""Where is a file? A file system of Arrow's and a path in it, local or of an object store."""
+"""Why did a file system refuse? Its own words, short and without secrets, and what may help."""
 
 import contextlib
 import glob
 import io
+import logging
 import os
+import re
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
@@ -15,10 +18,112 @@ import pyarrow as pa
 from fsspec.implementations.arrow import ArrowFSWrapper
 from pyarrow import fs
 
-from raymoe.cli.storage_errors import help_for, reason_of, without_secrets
-from raymoe.cli.uploads import RETRY_AFTER_S, Chunks, chunks_of, upload
-from raymoe.data.journal_writer import sync_directory
-from raymoe.errors import ConfigError
+from raymoe.data.journal import sync_directory
+from raymoe.errors import ConfigError, ExecutionError
+
+MAX_REASON_CHARACTERS = 400
+
+# Words of S3, Google Cloud Storage, Azure and Arrow; the first that is found counts.
+_HELP = (
+    ("Unrecognized filesystem type", "it takes a path, or s3://, gs://, abfs://, hdfs://, file://"),
+    ("libjvm", "hdfs needs JAVA_HOME, HADOOP_HOME and CLASSPATH"),
+    (r"NO_SUCH_BUCKET|Bucket '.*' not found|bucket does not exist|ContainerNotFound",
+     "make the bucket or correct its name"),
+    ("NETWORK_CONNECTION", "check the network, and for a store that is not Amazon's "
+     "AWS_ENDPOINT_URL, or ?endpoint_override=HOST:PORT&scheme=http in the URI"),
+    (r"REDIRECT|AuthorizationHeaderMalformed|HTTP status 301", "add ?region=REGION to the URI"),
+    (r"ACCESS_DENIED|ACCESS_KEY|SIGNATURE|TOKEN|HTTP status 40[13]|OAuth2|PERMISSION_DENIED"
+     r"|UNAUTHENTICATED|[Cc]redential|AuthenticationFailed|AuthorizationFailure",
+     "give credentials that may do this, on every node: for s3 AWS_ACCESS_KEY_ID and "
+     "AWS_SECRET_ACCESS_KEY, AWS_PROFILE or the machine's role; for gs "
+     "GOOGLE_APPLICATION_CREDENTIALS or 'gcloud auth application-default login'"),
+    (r"does not exist|No such file|NotFound|NOT_FOUND", "check the path"),
+)  # fmt: skip
+
+
+def reason_of(error: Exception) -> str:
+    """Return the first line of an error, cut where it gets long."""
+    text = (str(error) or type(error).__name__).splitlines()[0]
+    text = re.sub(r" \(Request ID: [^)]*\)", "", text)
+    if len(text) <= MAX_REASON_CHARACTERS:
+        return text
+    return text[: MAX_REASON_CHARACTERS - 3] + "..."
+
+
+def help_for(error: Exception) -> str:
+    """Return what may help, to be put behind the reason; "" where nothing is known."""
+    text = str(error)
+    return next((f"; {advice}" for words, advice in _HELP if re.search(words, text)), "")
+
+
+def without_secrets(uri: str) -> str:
+    """Return a URI without what is before an @ and behind a question mark: keys may be there."""
+    scheme, _, rest = uri.partition("://")
+    host, slash, path = rest.partition("?")[0].partition("/")
+    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
+
+
+CHUNK_BYTES = 16 << 20
+# A job of days must outlive a store that is busy or away for a minute.
+RETRY_AFTER_S = (1.0, 4.0, 15.0, 40.0)
+
+Chunks = Callable[[], Iterable[bytes]]
+
+logger = logging.getLogger(__name__)
+
+
+def upload(
+    filesystem: fs.FileSystem,
+    path: str,
+    chunks: Chunks,
+    *,
+    explain: Callable[[Exception], str],
+    retry_after_s: Sequence[float] = RETRY_AFTER_S,
+) -> None:
+    """Write a file; try again when that fails.
+
+    Args:
+        filesystem: Of the file.
+        path: Of the file; what is there is replaced.
+        chunks: Gives the content, from its start, each time it is called.
+        explain: Turns the error of the file system into a message.
+        retry_after_s: How long to wait before each further try.
+
+    Raises:
+        ExecutionError: All tries failed.
+    """
+    for delay_s in (*retry_after_s, None):
+        try:
+            _send(filesystem, path, chunks())
+        except (pa.ArrowException, OSError) as error:
+            if delay_s is None:
+                raise ExecutionError(explain(error)) from error
+            logger.warning("%s; trying again in %g s", explain(error), delay_s)
+            time.sleep(delay_s)
+        else:
+            return
+
+
+def chunks_of(file: IO[bytes] | Any) -> Iterator[bytes]:
+    """Yield the rest of an open file piece by piece."""
+    while chunk := file.read(CHUNK_BYTES):
+        yield chunk
+
+
+def _send(filesystem: fs.FileSystem, path: str, chunks: Iterable[bytes]) -> None:
+    stream = filesystem.open_output_stream(path)
+    try:
+        for chunk in chunks:
+            stream.write(chunk)
+    except BaseException:
+        # Closing makes a file of what was sent so far, and so would forgetting to.
+        with contextlib.suppress(pa.ArrowException, OSError):
+            stream.close()
+        with contextlib.suppress(pa.ArrowException, OSError):
+            filesystem.delete_file(path)
+        raise
+    stream.close()
+
 
 # A file of these appears when it is complete, under its own name; they have no directories.
 OBJECT_STORES = frozenset({"s3", "gcs", "abfs"})

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -12,23 +13,21 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pyarrow as pa
 
-from raymoe.config import EngineConfig, SamplingParams
+from raymoe.config import EngineConfig, SamplingParams, as_engine_config, as_sampling_params
 from raymoe.data.columns import OutputColumns
 from raymoe.data.job_rows import Found, JobRows, check_job
 from raymoe.data.journal import SYNC_EVERY_S
 from raymoe.data.manifest import Manifest
-from raymoe.data.options import as_engine_config, as_sampling_params
+from raymoe.data.observer import Observer, RowCounter
 from raymoe.data.rows import SAMPLING_COLUMN, RowReader, RowRequest
-from raymoe.data.status.files import make_status_directory, status_beside
-from raymoe.data.status.observer import Observer
-from raymoe.data.status.row_counter import RowCounter
-from raymoe.data.worker import should_leave_process
-from raymoe.engine.generation import Generation
+from raymoe.data.status import make_status_directory, status_beside
+from raymoe.engine.outputs import Generation
 from raymoe.errors import ConfigError, ExecutionError
 
 if TYPE_CHECKING:
     from raymoe.engine.engine import Engine
     from raymoe.engine.identity import ModelIdentity
+
 
 SAMPLING_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 LAST_FLUSH_S = 10.0  # a slow disk must not keep a broken process from being replaced
@@ -74,7 +73,7 @@ class MoEGenerator:
             file system that their nodes share. It belongs to one model and one set of options;
             with others, this class refuses to start. Remove it when the job is done. It also tells
             a row that ends every process it is in from its neighbours, and makes it an error row
-            (`raymoe.data.strikes` says how); without it such a row is tried for ever.
+            (`raymoe.data.quarantine` says how); without it such a row is tried for ever.
         journal_sync_s: The journal is forced to disk this often. What a process wrote survives its
             end at once, and that of its machine after this time.
         status_dir: Where this actor writes how it does every few seconds, for ``raymoe status`` and
@@ -327,3 +326,23 @@ def _raise_first_error(generations: Sequence[Generation]) -> None:
                 f"row {position} of the batch cannot be generated: {generation.error}; with "
                 "should_continue_on_error=True it would become an error row"
             )
+
+
+def should_leave_process(*, is_restart_useful: bool) -> bool:
+    """Say whether ending this process is the way to get a new engine.
+
+    True inside a Ray actor: Ray starts a new one and sends it the same batches, while an ordinary
+    exception fails the job. False elsewhere, and for an actor that was already restarted and broke
+    again where another restart is of no use.
+
+    Args:
+        is_restart_useful: Whether the engine may go on if it breaks once more: it has generated
+            something, or somebody else finds out why it breaks.
+    """
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return False
+    context = ray.get_runtime_context()
+    if context.get_actor_id() is None:
+        return False
+    return is_restart_useful or not context.was_current_actor_reconstructed

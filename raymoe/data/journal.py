@@ -1,37 +1,470 @@
-"""Which rows are finished already? Files of many processes, read by those that come after them.
+"""Directories that the processes of a job share: on a file system, and ours to write.
 
-A process that is killed leaves what it had written: the operating system keeps it. A machine that
-goes down leaves what was synced before, at most `sync_every_s` seconds earlier. Damage costs rows,
-which are generated again, and never the job.
+They hold text of rows, so they are made for this user alone; one that was there keeps its mode.
 """
 
+import contextlib
+import dataclasses
+import json
 import logging
 import os
+import struct
 import threading
+import time
+import uuid
+import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from raymoe.data.directories import make_directory
-from raymoe.data.journal_writer import PREFIX, SUFFIX, JournalWriter, Place
-from raymoe.data.records import (
-    DamagedRecordError,
-    UnfinishedRecordError,
-    decode_generation,
-    read_record,
-    read_records,
-)
-from raymoe.data.row_index import RowIndex
-from raymoe.engine.generation import Generation
-from raymoe.errors import CheckpointError, ConfigError
+import numpy as np
+import numpy.typing as npt
+
+from raymoe.engine.outputs import Generation, TokenLogprob
+from raymoe.errors import CheckpointError, ConfigError, ExecutionError
 from raymoe.specs.files import open_regular
-from raymoe.units import format_bytes
+from raymoe.units import MIB, format_bytes
 
-SYNC_EVERY_S = 5.0
+PRIVATE_FILE, PRIVATE_DIRECTORY = 0o600, 0o700
+
+
+def open_private(path: str | Path, flags: int) -> int:
+    """Open a file that only this user may read, if the flags make one; fits `opener`."""
+    return os.open(path, flags | os.O_CLOEXEC, PRIVATE_FILE)
+
+
+def make_directory(directory: str | Path, option: str, *, access: int = os.W_OK | os.X_OK) -> Path:
+    """Make a directory where it is missing; return its absolute path.
+
+    Args:
+        directory: What the user gave.
+        option: The name under which the user gave it.
+        access: What this user must be allowed there.
+
+    Raises:
+        ConfigError: It cannot be made or written, or is no path of a file system.
+    """
+    if "://" in str(directory):
+        raise ConfigError(
+            f"{option} is {str(directory)!r}; files there grow, which object stores cannot do: "
+            "give a directory of a file system that the nodes share"
+        )
+    path = Path(directory).expanduser().absolute()
+    try:
+        path.mkdir(PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{option} {path} cannot be made: {error}") from error
+    if not os.access(path, access):
+        raise ConfigError(f"{option} {path} cannot be written by this user")
+    return path
+
+
+MAGIC = b"raymoej1"
+KEY_BYTES = 16
+MAX_PAYLOAD_BYTES = 256 * MIB  # a damaged length must not make a reader take all memory
+
+_HEADER = struct.Struct(f"<II{KEY_BYTES}s")
+HEADER_BYTES = _HEADER.size
+_LENGTH = struct.Struct("<I")
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(Generation)}
+
+
+class DamagedRecordError(Exception):
+    """Bytes that are no whole record; says why. The reader ignores them and what follows."""
+
+
+class UnfinishedRecordError(DamagedRecordError):
+    """The file ends inside of a record: its writer was killed, or is still writing."""
+
+
+class Record(NamedTuple):
+    """A record where it was found."""
+
+    key: bytes
+    offset: int
+    payload: bytes
+
+    @property
+    def end(self) -> int:
+        """Offset of the first byte behind it."""
+        return self.offset + HEADER_BYTES + len(self.payload)
+
+
+def pack_record(key: bytes, payload: bytes) -> bytes:
+    """Return the bytes of a record."""
+    return _HEADER.pack(len(payload), _checksum(key, payload), key) + payload
+
+
+def read_record(file: BufferedReader, offset: int) -> Record:
+    """Read the record that begins at `offset`.
+
+    Raises:
+        DamagedRecordError: There is none.
+    """
+    file.seek(offset)
+    return _read_next(file, offset)
+
+
+def read_records(file: BufferedReader) -> Iterator[Record]:
+    """Yield the records of a file from its begin to its end, one in memory at a time.
+
+    Raises:
+        DamagedRecordError: After the last whole record, if anything follows it.
+    """
+    file.seek(0)
+    magic = file.read(len(MAGIC))
+    if len(magic) < len(MAGIC) and MAGIC.startswith(magic):
+        raise UnfinishedRecordError("it has no record yet")
+    if magic != MAGIC:
+        raise DamagedRecordError("it does not begin as a journal does")
+    offset = len(MAGIC)
+    while file.peek(1):
+        record = _read_next(file, offset)
+        yield record
+        offset = record.end
+
+
+def _read_next(file: BufferedReader, offset: int) -> Record:
+    header = file.read(HEADER_BYTES)
+    if len(header) < HEADER_BYTES:
+        raise UnfinishedRecordError(f"it ends inside of the record at byte {offset}")
+    length, checksum, key = _HEADER.unpack(header)
+    if not 0 < length <= MAX_PAYLOAD_BYTES:
+        raise DamagedRecordError(f"the record at byte {offset} is damaged")
+    payload = file.read(length)
+    if len(payload) < length:
+        raise UnfinishedRecordError(f"it ends inside of the record at byte {offset}")
+    if checksum != _checksum(key, payload):
+        raise DamagedRecordError(f"the record at byte {offset} is damaged")
+    return Record(key, offset, payload)
+
+
+def _checksum(key: bytes, payload: bytes) -> int:
+    return zlib.crc32(payload, zlib.crc32(key, zlib.crc32(_LENGTH.pack(len(payload)))))
+
+
+def encode_generation(generation: Generation) -> bytes:
+    """Return everything that a generation holds; what is as by default is left out."""
+    plain = _plain(generation)
+    return json.dumps(plain, ensure_ascii=False, separators=(",", ":")).encode(
+        "utf-8", "surrogatepass"
+    )
+
+
+def decode_generation(payload: bytes) -> Generation:
+    """Return the generation that `encode_generation` was given, equal in every field."""
+    return _generation(json.loads(payload.decode("utf-8", "surrogatepass")))
+
+
+def _plain(generation: Generation) -> dict[str, Any]:
+    plain = {name: getattr(generation, name) for name in _DEFAULTS}
+    changed = {name: value for name, value in plain.items() if value != _DEFAULTS[name]}
+    for name in ("logprobs", "prompt_logprobs"):
+        if changed.get(name) is not None:
+            changed[name] = [_plain_logprob(entry) for entry in changed[name]]
+    if "others" in changed:
+        changed["others"] = [_plain(other) for other in generation.others]
+    return changed
+
+
+def _plain_logprob(entry: TokenLogprob | None) -> list[Any] | None:
+    return None if entry is None else [entry.token_id, entry.logprob, entry.top]
+
+
+def _generation(plain: dict[str, Any]) -> Generation:
+    fields = dict(plain)
+    if "token_ids" in fields:
+        fields["token_ids"] = tuple(fields["token_ids"])
+    for name in ("logprobs", "prompt_logprobs"):
+        if name in fields:
+            fields[name] = tuple(_logprob(entry) for entry in fields[name])
+    if "others" in fields:
+        fields["others"] = tuple(_generation(other) for other in fields["others"])
+    return Generation(**fields)
+
+
+def _logprob(entry: list[Any] | None) -> TokenLogprob | None:
+    if entry is None:
+        return None
+    token_id, logprob, top = entry
+    return TokenLogprob(token_id, logprob, tuple((token, value) for token, value in top))
+
+
+OFFSET_BITS = 40  # files of up to 1 TiB, 16 million of them
+MIN_RECENT = 1 << 14
+RECENT_PER_SORTED = 8
+
+UInt64s = npt.NDArray[np.uint64]
+
+
+class RowIndex:
+    """Half a key -> file and offset of its latest record. Not thread-safe.
+
+    The whole key is in the record itself: who finds a place compares it there. Two rows whose keys
+    agree in the half that is kept cost one of them its place, so that it is generated again.
+
+    Entries are sorted arrays, and a dict of the latest that is merged into them when it has grown
+    to an eighth of theirs: then a dict's 150 bytes for each are never needed for all.
+    """
+
+    def __init__(self) -> None:
+        self._halves: UInt64s = np.empty(0, np.uint64)
+        self._places: UInt64s = np.empty(0, np.uint64)
+        self._recent: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._halves) + len(self._recent)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the sorted entries."""
+        return self._halves.nbytes + self._places.nbytes
+
+    def add(self, key: bytes, file_number: int, offset: int) -> None:
+        """Remember where the record of a key begins."""
+        self._recent[_half(key)] = file_number << OFFSET_BITS | offset
+        if len(self._recent) >= max(MIN_RECENT, len(self._halves) // RECENT_PER_SORTED):
+            self._merge()
+
+    def find(self, key: bytes) -> tuple[int, int] | None:
+        """Return file number and offset of what may be the record of a key."""
+        half = _half(key)
+        place = self._recent.get(half)
+        if place is None:
+            at = int(np.searchsorted(self._halves, np.uint64(half)))
+            if at == len(self._halves) or int(self._halves[at]) != half:
+                return None
+            place = int(self._places[at])
+        return place >> OFFSET_BITS, place & ((1 << OFFSET_BITS) - 1)
+
+    def _merge(self) -> None:
+        count = len(self._recent)
+        halves = np.fromiter(self._recent.keys(), np.uint64, count)
+        places = np.fromiter(self._recent.values(), np.uint64, count)
+        self._recent.clear()
+        halves = np.concatenate([halves, self._halves])
+        places = np.concatenate([places, self._places])
+        # Of equal ones the first stays, which is the latest.
+        self._halves, first = np.unique(halves, return_index=True)
+        self._places = places[first]
+
+
+def _half(key: bytes) -> int:
+    return int.from_bytes(key[: KEY_BYTES // 2], "little")
+
+
+PREFIX, SUFFIX = "rows-", ".journal"
 
 logger = logging.getLogger(__name__)
+
+Row = tuple[bytes, Generation]
+Place = tuple[bytes, int]  # key, offset of its record
+
+
+class JournalWriter:
+    """Appends rows to a file that is this process's alone. Thread-safe; one thread writes.
+
+    Rows that come while others are being written make up the next write. A disk that refuses one
+    is no reason to stop: its rows are not in the journal, a warning says so, and the next ones go
+    to a new file, because nothing behind a torn record would be read.
+
+    Attributes:
+        num_lost_rows: Rows that could not be written.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        sync_every_s: float,
+        on_written: Callable[[Path, Sequence[Place]], None],
+    ) -> None:
+        """Start the thread; the file is made with the first row.
+
+        Args:
+            directory: There already.
+            sync_every_s: Written rows are forced to disk this often, and by `close`.
+            on_written: Called with the file and what was appended to it.
+        """
+        self._directory, self._sync_every_s = directory, sync_every_s
+        self._on_written = on_written
+        self.num_lost_rows = 0
+        # Guards the next lines; notified when rows come, rows are written, or it ends.
+        self._changed = threading.Condition()
+        self._pending: list[Row] = []
+        self._num_appended = self._num_handled = 0
+        self._is_closing = False
+        self._failure: BaseException | None = None
+        # The thread's own.
+        self._path, self._file, self._end = directory, -1, 0
+        self._is_failing = False
+        self._unsynced_since_s: float | None = None
+        self._thread = threading.Thread(target=self._run, name="raymoe-journal", daemon=True)
+        self._thread.start()
+
+    def append(self, key: bytes, generation: Generation) -> None:
+        """Take a finished row; never waits for a disk and never raises.
+
+        What comes after `close` is dropped: then the engine is gone, and nobody gets the row.
+        """
+        with self._changed:
+            if self._is_closing or self._failure is not None:
+                return
+            self._pending.append((key, generation))
+            self._num_appended += 1
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Wait until what was appended before is written, so that it outlives this process.
+
+        Args:
+            timeout_s: Wait no longer, for one who cannot wait for a slow disk.
+
+        Raises:
+            ExecutionError: The thread has failed; a disk that refuses a write is no such failure.
+        """
+        with self._changed:
+            target = self._num_appended
+            self._changed.wait_for(
+                lambda: self._num_handled >= target or self._failure is not None, timeout_s
+            )
+            if self._failure is not None:
+                raise ExecutionError(
+                    f"the journal in {self._directory} failed: {self._failure!r}"
+                ) from self._failure
+
+    def close(self) -> None:
+        """Write and sync what is left; more than once is fine."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while self._write_next():
+                pass
+        except BaseException as error:
+            logger.exception("the journal failed")
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _write_next(self) -> bool:
+        """Write what is pending and sync when it is time; False ends the thread."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: bool(self._pending) or self._is_closing, self._sync_due_s()
+            )
+            rows, self._pending = self._pending, []
+            is_over = self._is_closing and not rows
+        if rows:
+            self._write(rows)
+            with self._changed:
+                self._num_handled += len(rows)
+                self._changed.notify_all()
+        if is_over or self._sync_due_s() == 0.0:
+            self._sync()
+        if is_over:
+            self._close_file()
+        return not is_over
+
+    def _sync_due_s(self) -> float | None:
+        """Seconds until written rows must be synced; None when there are none."""
+        if self._unsynced_since_s is None:
+            return None
+        return max(0.0, self._unsynced_since_s + self._sync_every_s - time.monotonic())
+
+    def _write(self, rows: Sequence[Row]) -> None:
+        places, records, size = [], [], 0
+        for key, generation in rows:
+            payload = encode_generation(generation)
+            if len(payload) > MAX_PAYLOAD_BYTES:
+                self.num_lost_rows += 1
+                size_text = format_bytes(len(payload))
+                logger.warning("a finished row of %s is too long for the journal", size_text)
+                continue
+            places.append((key, size))
+            records.append(pack_record(key, payload))
+            size += HEADER_BYTES + len(payload)
+        try:
+            begin = self._append_bytes(b"".join(records))
+        except OSError as error:
+            self.num_lost_rows += len(places)
+            self._give_up_file(error)
+            return
+        if self._is_failing:
+            self._is_failing = False
+            logger.warning("the journal in %s is written again", self._directory)
+        self._on_written(self._path, [(key, begin + offset) for key, offset in places])
+
+    def _append_bytes(self, data: bytes) -> int:
+        """Return the offset at which the data begins."""
+        if self._file < 0:
+            self._open_file()
+        begin = self._end
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._file, view) :]
+        self._end += len(data)
+        if self._unsynced_since_s is None:
+            self._unsynced_since_s = time.monotonic()
+        return begin
+
+    def _open_file(self) -> None:
+        self._path = self._directory / f"{PREFIX}{uuid.uuid4().hex}{SUFFIX}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
+        self._end = 0
+        self._file = open_private(self._path, flags)
+        sync_directory(self._directory)
+        if os.write(self._file, MAGIC) < len(MAGIC):
+            raise OSError(f"{self._path} takes no bytes")
+        self._end = len(MAGIC)
+
+    def _sync(self) -> None:
+        self._unsynced_since_s = None
+        if self._file < 0:
+            return
+        try:
+            os.fsync(self._file)
+        except OSError as error:
+            self._give_up_file(error)
+
+    def _give_up_file(self, error: OSError) -> None:
+        if not self._is_failing:
+            logger.warning(
+                "the journal in %s cannot be written (%s): rows that finish now are generated "
+                "again if this process dies; make room, or give another journal_dir",
+                self._directory,
+                error,
+            )
+        self._is_failing = True
+        has_records = self._end > len(MAGIC)
+        if self._file >= 0 and not has_records:
+            self._path.unlink(missing_ok=True)
+        self._close_file()
+
+    def _close_file(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+
+def sync_directory(directory: Path) -> None:
+    """Force the names in a directory to disk: syncing a file does not."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        # Some network file systems refuse it for directories; there it is the server's business.
+        with contextlib.suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+SYNC_EVERY_S = 5.0
 
 
 @dataclass(slots=True, kw_only=True)

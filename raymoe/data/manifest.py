@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from raymoe._version import __version__
 from raymoe.config import EngineConfig, SamplingParams
-from raymoe.data.directories import open_private
-from raymoe.data.journal_writer import sync_directory
+from raymoe.data.journal import open_private, sync_directory
 from raymoe.errors import CheckpointError, ConfigError
 from raymoe.specs.files import parse_json_object
 

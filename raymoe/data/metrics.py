@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from raymoe.data.status.record import ActorStatus
-from raymoe.engine.statistics import EngineStats
+from raymoe.data.status import ActorStatus
+from raymoe.engine.outputs import EngineStats
 
 if TYPE_CHECKING:
     from ray.util.metrics import Metric as RayMetric

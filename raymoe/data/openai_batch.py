@@ -14,8 +14,8 @@ from typing import Any
 import pyarrow as pa
 
 from raymoe.config import SamplingParams
-from raymoe.data.cells import RowError, content_digest, parse_json, shown
 from raymoe.data.columns import CHOICES_COLUMN, ERROR_COLUMN
+from raymoe.data.rows import RowError, content_digest, parse_json, shown
 
 ID_COLUMN, TOOLS_COLUMN = "custom_id", "tools"
 TEXT_COLUMNS = (ID_COLUMN, "method", "url")

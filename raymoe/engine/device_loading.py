@@ -1,7 +1,7 @@
-"""The parts of an engine whose model streams to a device with memory of its own."""
+"""Kernels for experts are compiled when a model is loaded, not when a pass first needs them."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,30 +9,85 @@ from torch import Tensor
 
 from raymoe.codecs import StoredMatrix, Weight, as_tensor
 from raymoe.device.device import Device
-from raymoe.engine.expert_warm_up import compile_experts
-from raymoe.engine.sharing import Choice
+from raymoe.engine.identity import Choice
 from raymoe.errors import PerformanceWarning
-from raymoe.kernels.device_experts_tiles import TileTable
+from raymoe.kernels.cpu_elementwise import Routing
+from raymoe.kernels.gpu_experts_layout import BUCKETS, TileTable
 from raymoe.kernels.paged_kv import CacheLayout
+from raymoe.measure.tiles import balanced_routing
 from raymoe.memory.activations import ActivationSizes, HostActivations, PassActivations
-from raymoe.memory.arena import HostArena
+from raymoe.memory.arena import HostArena, SharedArena
 from raymoe.memory.kv_cache import KvCache
-from raymoe.memory.shared_arena import SharedArena
 from raymoe.memory.shared_file import SharedFile
 from raymoe.memory.weight_pages import LayerPaging, WeightPages
 from raymoe.memory.weights import Weights
 from raymoe.model.decoder import Decoder
-from raymoe.model.paged_loading import PagedLoader
-from raymoe.model.ranks import Reduce, keep
+from raymoe.model.loading import PagedLoader, Reduce, keep
 from raymoe.plan.device_pass import StreamedPasses
 from raymoe.plan.pages import PageCut, layer_pages
-from raymoe.runtime.device_bindings import DeviceMemory
-from raymoe.runtime.device_runner import BeforePass, DevicePassRunner, Passes
-from raymoe.runtime.resident_runner import ResidentPassRunner
-from raymoe.runtime.waves import Division
+from raymoe.runtime.bindings import DeviceMemory
+from raymoe.runtime.micro_batches import Division
+from raymoe.runtime.runner import BeforePass, DevicePassRunner, Passes, ResidentPassRunner
+from raymoe.specs.layer_weights import EMBEDDING, HEAD, expert_weights, layer_prefix
 from raymoe.specs.model import DenseSpec, LayerSpec, ModelSpec, MoeSpec
-from raymoe.specs.weight_names import EMBEDDING, HEAD, layer_prefix
-from raymoe.units import format_bytes
+from raymoe.specs.weight_format import WeightFormat
+from raymoe.units import ceil_div, format_bytes
+
+# `Decoder.own_ffn`: no rank waits for another. Layer, hidden states, and the experts of each token.
+ComputeExperts = Callable[[int, Tensor, Routing], object]
+
+
+@torch.inference_mode()
+def compile_experts(
+    spec: ModelSpec,
+    compute: ComputeExperts,
+    most_tokens: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Compute experts of each kind once with as many tokens as each tile is for.
+
+    What is in the weights does not matter; what comes of them is dropped.
+
+    Args:
+        spec: The model.
+        compute: Computes the experts of a layer.
+        most_tokens: Of one launch.
+        dtype: Of hidden states.
+        device: Where they are.
+    """
+    for i, moe in _kinds(spec):
+        for num_tokens in _sizes(moe, most_tokens):
+            hidden_TH = torch.zeros(num_tokens, spec.hidden_size, dtype=dtype, device=device)
+            routing = balanced_routing(num_tokens, moe.num_experts, moe.top_k, device)
+            compute(i, hidden_TH, Routing(*routing))
+
+
+def _sizes(moe: MoeSpec, most_tokens: int) -> Iterator[int]:
+    """The fewest tokens for each choice of tiles that a launch may make."""
+    for bucket in BUCKETS:
+        num_tokens = ceil_div(bucket * moe.num_experts, moe.top_k)
+        if num_tokens <= most_tokens or bucket == BUCKETS[0]:
+            yield min(num_tokens, most_tokens)
+
+
+def _kinds(spec: ModelSpec) -> Iterator[tuple[int, MoeSpec]]:
+    """A layer of each kind: its numbers, and how its experts are stored."""
+    seen = set()
+    for i, layer in enumerate(spec.layers):
+        kind = (layer.ffn, _formats(spec, i, layer))
+        if isinstance(layer.ffn, MoeSpec) and kind not in seen:
+            seen.add(kind)
+            yield i, layer.ffn
+
+
+def _formats(spec: ModelSpec, i: int, layer: LayerSpec) -> tuple[WeightFormat | None, ...]:
+    if not isinstance(layer.ffn, MoeSpec):
+        return ()
+    weights = expert_weights(layer.ffn, spec.hidden_size)
+    return tuple(spec.format_of(layer_prefix(i) + name, shape) for name, shape in weights)
+
 
 EVERYTHING = 1 << 62  # bytes: more than any model
 STAGING_SLOTS = 4  # pages of the ring where weights cannot be pinned

@@ -1,9 +1,11 @@
-"""Engine: prompts in, generations out. One thread computes; any number of threads submit."""
+"""Decodes finished rows in a thread of its own, so that no step waits for it."""
 
 import atexit
+import dataclasses
 import functools
 import logging
 import os
+import queue
 import threading
 import time
 from collections import deque
@@ -14,27 +16,138 @@ from types import TracebackType
 from typing import Any, Self
 
 from raymoe.config import EngineConfig, SamplingParams
+from raymoe.device.threads import set_num_threads
 from raymoe.engine.accuracy import Accuracy, Correction, RunReport
-from raymoe.engine.core import EngineCore
-from raymoe.engine.detokenizer import Detokenizer
-from raymoe.engine.generation import Generation
+from raymoe.engine.core import EngineCore, Watchdog, longest_pass_s, stacks_of_all_threads
 from raymoe.engine.grammar_server import GrammarServer
 from raymoe.engine.grammars import Grammar, Grammars
 from raymoe.engine.intake import Intake
 from raymoe.engine.loading import load_parts
-from raymoe.engine.parts import EngineParts
+from raymoe.engine.outputs import EngineStats, Generation
 from raymoe.engine.request import Request
-from raymoe.engine.start_rule import StartRule
-from raymoe.engine.statistics import EngineStats
+from raymoe.engine.runner_loading import EngineParts
+from raymoe.engine.sequence import DecodeAll
 from raymoe.engine.token_masks import TokenMasks
 from raymoe.engine.tokenizer import Prompt
-from raymoe.engine.watchdog import Watchdog, longest_pass_s, stacks_of_all_threads
 from raymoe.errors import ConfigError, ExecutionError
-from raymoe.kernels.threads import set_num_threads
 from raymoe.schedule.graph import Resource
 from raymoe.schedule.timeline import Timeline
 
+MAX_ROWS = 256  # at once
+
 logger = logging.getLogger(__name__)
+
+
+class Detokenizer:
+    """Takes rows whose samples are all over and hands them on with their texts.
+
+    Args:
+        decode_all: Texts of token ids.
+        finish: Called from the thread with each row and its answer.
+    """
+
+    def __init__(
+        self, decode_all: DecodeAll, finish: Callable[[Request, Generation], None]
+    ) -> None:
+        self._decode_all, self._finish = decode_all, finish
+        self._queue: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="raymoe-detokenizer", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_current_thread(self) -> bool:
+        """Whether it is this thread that asks: a callback of a future."""
+        return threading.current_thread() is self._thread
+
+    def put(self, request: Request) -> None:
+        """Take a row whose samples are over."""
+        self._queue.put(request)
+
+    def close(self) -> None:
+        """Hand on all rows that were taken, and end the thread."""
+        self._queue.put(None)
+        if not self.is_current_thread:
+            self._thread.join()
+            return
+        self._run()  # what is waiting; the loop that called us ends too
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        is_open = True
+        while is_open:
+            taken = [self._queue.get()]
+            while len(taken) < MAX_ROWS and not self._queue.empty():
+                taken.append(self._queue.get())
+            is_open = None not in taken
+            self._answer([request for request in taken if request is not None])
+
+    def _answer(self, requests: Sequence[Request]) -> None:
+        wanted = [(request, index) for request in requests for index in request.undecoded]
+        texts = self._decode([request.undecoded[index] for request, index in wanted])
+        for (request, index), text in zip(wanted, texts, strict=True):
+            generation = request.finished[index]
+            assert generation is not None
+            request.finished[index] = (
+                Generation.from_error(text, generation.num_input_tokens)
+                if isinstance(text, Exception)
+                else dataclasses.replace(generation, text=text)
+            )
+        for request in requests:
+            try:
+                self._finish(request, request.generation)
+            except BaseException:  # SystemExit, say: other rows wait for this thread
+                logger.exception("a callback of a row's future raised")
+
+    def _decode(self, sequences: Sequence[Sequence[int]]) -> Sequence[str | Exception]:
+        try:
+            return self._decode_all(sequences)
+        except Exception as error:  # the rows say what
+            return [error] * len(sequences)
+
+
+class StartRule:
+    """Holds back the first pass of an idle engine until waiting longer is pointless.
+
+    That is: a full pool of rows waits, or all callers are inside (so none can bring more), or a
+    caller said that it has no more, or the first row has waited `linger_s`. The owner's lock
+    guards it.
+
+    Args:
+        pool_rows: Rows that fill the engine.
+        linger_s: Longest wait.
+        expected_calls: How many callers there are; None if unknown.
+    """
+
+    def __init__(self, pool_rows: int, linger_s: float, expected_calls: int | None) -> None:
+        self.expected_calls = expected_calls
+        self.num_calls_inside = 0
+        self._pool_rows, self._linger_s = pool_rows, linger_s
+        self._first_row_s: float | None = None
+        self._is_hurried = False
+
+    def hurry(self) -> None:
+        """Start with the rows that are there."""
+        self._is_hurried = True
+
+    def row_came(self) -> None:
+        """Note that a row waits."""
+        if self._first_row_s is None:
+            self._first_row_s = time.monotonic()
+
+    def started(self) -> None:
+        """Note that the engine runs; the next idle time begins anew."""
+        self._first_row_s, self._is_hurried = None, False
+
+    def wait_s(self, num_rows: int) -> float | None:
+        """Seconds to wait with this many rows: 0 is start now, None is until something comes."""
+        if num_rows == 0 or self._first_row_s is None:
+            return None
+        expected = self.expected_calls
+        all_inside = expected is not None and self.num_calls_inside >= expected
+        if self._is_hurried or all_inside or num_rows >= self._pool_rows:
+            return 0.0
+        return max(0.0, self._first_row_s + self._linger_s - time.monotonic())
+
 
 Params = SamplingParams | Mapping[str, Any] | None
 STUCK_JOIN_S = 2.0  # how long `close` waits for a thread that the watchdog gave up

@@ -1,6 +1,8 @@
-"""From a model directory to the parts of an engine; nothing large is taken before the plan fits."""
+"""Is the memory of a plan there? Asked before anything is taken: later, the kernel would kill."""
 
+import dataclasses
 import logging
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -10,33 +12,191 @@ import numpy as np
 import torch
 
 from raymoe.config import EngineConfig, SamplingParams, Settings
-from raymoe.engine.core import EngineCore, Runner
-from raymoe.engine.identity import check_unchanged, files_key
-from raymoe.engine.load_job import DTYPES, LoadJob, RankShare, open_weights
-from raymoe.engine.memory_check import check_available
-from raymoe.engine.node import find_node
-from raymoe.engine.parts import EngineParts
+from raymoe.device.cuda import check_cuda
+from raymoe.device.host import read_host, rss_bytes
+from raymoe.device.threads import probe_host, set_num_threads
+from raymoe.engine.core import EngineCore, Runner, longest_pass_s
+from raymoe.engine.identity import agree, check_unchanged, files_key, open_shared
 from raymoe.engine.ranks import load_ranks
 from raymoe.engine.request import Request
-from raymoe.engine.runner_loading import Loaded, in_place_arena_bytes, load_runner
-from raymoe.engine.sharing import agree, open_shared
+from raymoe.engine.runner_loading import (
+    DTYPES,
+    EngineParts,
+    Loaded,
+    LoadJob,
+    RankShare,
+    in_place_arena_bytes,
+    load_runner,
+    open_weights,
+)
 from raymoe.engine.tokenizer import Tokenizer
-from raymoe.engine.watchdog import longest_pass_s
 from raymoe.errors import ConfigError, UnknownOptionError
 from raymoe.kernels.cpu_linear import packed_linear_is_used
-from raymoe.kernels.threads import set_num_threads
+from raymoe.measure.profile import identify_machine, load_profile
 from raymoe.memory.shared_file import SharedFile
 from raymoe.memory.source import resolve_model
 from raymoe.memory.weights import Weights
 from raymoe.plan.plan import Plan
-from raymoe.plan.policy import Policy
+from raymoe.plan.policy import Footprint, Policy
 from raymoe.plan.search import find_plan
 from raymoe.schedule.builders import BUILDERS, STREAMING_BUILDERS
-from raymoe.specs.config import MAX_TOKEN_ID
-from raymoe.specs.files import read_json_object
+from raymoe.specs.files import MAX_TOKEN_ID, read_json_object
+from raymoe.specs.hardware import (
+    HARDWARE_PRESETS,
+    HardwareSpec,
+    find_hardware,
+    hardware_preset,
+    is_hardware_file,
+)
 from raymoe.specs.model import ModelSpec
+from raymoe.units import format_bytes
+
+# An actor that is restarted begins while the kernel still takes back hundreds of gigabytes from the
+# process before it.
+PATIENCE_S, LOOK_EVERY_S = 30.0, 0.5
 
 logger = logging.getLogger(__name__)
+
+
+def check_available(
+    footprint: Footprint, *, what: str, num_ranks: int = 1, already_there: int = 0
+) -> None:
+    """Wait a little until so much memory is free, and refuse a plan for which it never is.
+
+    A budget that is given (`host_memory_bytes`, a `HardwareSpec`) may exceed what the machine or
+    the control groups of this process have left.
+
+    Args:
+        footprint: Host memory of the plan, which is that of one rank.
+        what: What needs it, for the message.
+        num_ranks: Ranks that take as much each.
+        already_there: Bytes of it that exist already, such as weights that others have loaded.
+
+    Raises:
+        InfeasiblePlanError: With the table and the bytes missing.
+    """
+    end_s = time.monotonic() + PATIENCE_S
+    is_waiting = False
+    while True:
+        # What this process has taken so far is part of the plan's "runtime".
+        free = read_host().available_memory_bytes + rss_bytes() + already_there
+        available = free // num_ranks
+        if footprint.total <= available:
+            return
+        if time.monotonic() >= end_s:
+            break
+        if not is_waiting:
+            is_waiting = True
+            logger.info(
+                "%s needs %s of host memory, %s are free; waiting for more",
+                what,
+                format_bytes(footprint.total),
+                format_bytes(available),
+            )
+        time.sleep(LOOK_EVERY_S)
+    footprint.check_fits(
+        available,
+        what=what,
+        advice="So much is free now, by /proc/meminfo and the control groups of this process. "
+        "Reduce host_memory_bytes, end what else runs on the node, or choose one with more memory.",
+    )
+
+
+MEMORY_FRACTION = 0.85  # of what is available: Ray ends processes of a node that is 95 % full
+EMULATED_BY_DEFAULT = "t4"
+PROBE_S = 0.3  # enough to tell the machine's kind; `raymoe profile` takes a minute
+
+
+def find_node(
+    config: EngineConfig, settings: Settings, device: str, *, loaded_bytes: int = 0
+) -> HardwareSpec:
+    """The node to plan for.
+
+    Args:
+        config: Of the engine.
+        settings: Of the environment.
+        device: "cpu", "cuda" or "emulated".
+        loaded_bytes: Weights that another engine has loaded for this one too: what is free does not
+            count them, and the plan does.
+
+    Raises:
+        ConfigError: The hardware that is asked for does not suit the device.
+    """
+    if device == "emulated":
+        node = _emulated(config, settings)
+    else:
+        node = _given(config, device) or _this_machine(config, settings, device)
+    if config.host_memory_bytes is not None:
+        node = dataclasses.replace(node, host_memory_bytes=config.host_memory_bytes)
+    elif loaded_bytes:
+        most = node.host_memory_bytes + loaded_bytes
+        node = dataclasses.replace(node, host_memory_bytes=most)
+    if device != "cpu" and config.device_memory_bytes is not None:
+        node = dataclasses.replace(node, gpu_memory_bytes=config.device_memory_bytes)
+    return node
+
+
+def _given(config: EngineConfig, device: str) -> HardwareSpec | None:
+    chosen = config.hardware
+    if isinstance(chosen, str) and chosen != "auto":
+        if not is_hardware_file(chosen):
+            raise ConfigError(
+                f"hardware is {chosen!r}; a preset sets the pace of the device 'emulated', the "
+                f"device {device!r} runs on this machine: leave it out, or name a file"
+            )
+        chosen = HardwareSpec.from_file(chosen)
+    if not isinstance(chosen, HardwareSpec):
+        return None
+    if device == "cpu":
+        return chosen.without_gpu()
+    if not chosen.has_gpu:
+        raise ConfigError(f"hardware is {chosen.name!r}, which has no GPU, for the device 'cuda'")
+    return chosen
+
+
+def _this_machine(config: EngineConfig, settings: Settings, device: str) -> HardwareSpec:
+    """As it was profiled, or else by a quick look, with the memory that it has now."""
+    num_threads = config.num_threads or settings.num_threads
+    kept = load_profile(settings.cache_directory, identify_machine(num_threads))
+    measured = kept or probe_host(num_threads=num_threads, seconds=PROBE_S)
+    measured = dataclasses.replace(measured, host_memory_bytes=_budget(settings))
+    if device == "cpu":
+        return measured.without_gpu()
+    return measured if measured.has_gpu else _with_known_gpu(measured)
+
+
+def _emulated(config: EngineConfig, settings: Settings) -> HardwareSpec:
+    """The node whose pace is taken on, with the memory and the cores of this machine."""
+    chosen = EMULATED_BY_DEFAULT if config.hardware in {None, "auto"} else config.hardware
+    spec = find_hardware(chosen) if isinstance(chosen, str) else chosen
+    if not spec.has_gpu:
+        raise ConfigError(f"hardware is {spec.name!r}, which has no GPU to emulate")
+    num_threads = config.num_threads or settings.num_threads
+    return dataclasses.replace(
+        spec,
+        num_cores=num_threads or read_host().num_cores,
+        host_memory_bytes=_budget(settings),
+    )
+
+
+def _budget(settings: Settings) -> int:
+    available = int(read_host().available_memory_bytes * MEMORY_FRACTION)
+    return settings.host_memory_bytes or available
+
+
+def _with_known_gpu(host: HardwareSpec) -> HardwareSpec:
+    """This host with the numbers of the preset whose name the driver's name for the GPU holds."""
+    check_cuda()
+    name = torch.cuda.get_device_name()
+    words = name.lower().replace("-", " ").split()
+    known = next((preset for preset in HARDWARE_PRESETS if preset in words), None)
+    if known is None:
+        raise ConfigError(
+            f"the GPU {name!r} is none of the presets ({', '.join(HARDWARE_PRESETS)}); run "
+            "'raymoe profile' once on this machine, or give hardware=HardwareSpec(...)"
+        )
+    free_bytes, _ = torch.cuda.mem_get_info()
+    return host.with_gpu_of(hardware_preset(known), free_bytes)
 
 
 def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:

@@ -1,7 +1,10 @@
-"""Rank 0's view of the others: processes that are started, told each pass, watched and ended."""
+"""What rank 0 and the other ranks tell each other, over a pipe between a process and its child."""
 
 import contextlib
 import json
+import os
+import pickle
+import queue
 import shutil
 import signal
 import socket
@@ -10,21 +13,194 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from raymoe.device.rank_group import RankGroup
+from raymoe.device.rank_group import PeerError, RankGroup
+from raymoe.device.threads import set_num_threads
 from raymoe.engine.core import Runner
-from raymoe.engine.load_job import LoadJob, RankShare
-from raymoe.engine.rank_messages import Begin, Failed, RankPass, Reached, receive, send
-from raymoe.engine.runner_loading import Loaded, load_runner
+from raymoe.engine.runner_loading import Loaded, LoadJob, RankShare, load_runner, open_weights
 from raymoe.errors import ExecutionError
+from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.memory.weights import Weights
 from raymoe.runtime.bindings import PassInputs
 from raymoe.schedule.timeline import Timeline
 from raymoe.specs.model import ModelSpec
+
+Array = npt.NDArray[np.int32] | npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begin:
+    """The first message to a rank.
+
+    Attributes:
+        rank: Which one it is.
+        meeting_place: Of its `RankGroup`.
+    """
+
+    rank: int
+    meeting_place: Path
+    job: LoadJob
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """A rank has come so far: "imported", then "loaded"."""
+
+    stage: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A rank ends.
+
+    Attributes:
+        error: Why.
+        is_consequence: Whether it is because another rank has ended.
+    """
+
+    error: str
+    is_consequence: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPass:
+    """The tokens of one pass without what is asked of them; see `PassInputs`."""
+
+    token_ids: Array
+    positions: Array
+    query_start: Array
+    context_tokens: Array
+    block_table: Array
+    sequence_prompts: Array | None
+    prompt_tokens: Array | None
+
+    @classmethod
+    def of(cls, inputs: PassInputs) -> Self:
+        """What another rank needs of a pass."""
+        batch = inputs.attention
+        return cls(
+            token_ids=inputs.token_ids.numpy(),
+            positions=inputs.positions.numpy(),
+            query_start=batch.query_start.numpy(),
+            context_tokens=batch.context_tokens.numpy(),
+            block_table=batch.block_table.numpy(),
+            sequence_prompts=_array(batch.prompt_tokens),
+            prompt_tokens=_array(inputs.prompt_tokens),
+        )
+
+    def inputs(self) -> PassInputs:
+        """The pass of a rank from which nobody wants logits."""
+        return PassInputs(
+            token_ids=torch.from_numpy(self.token_ids),
+            positions=torch.from_numpy(self.positions),
+            attention=AttentionBatch(
+                query_start=torch.from_numpy(self.query_start),
+                context_tokens=torch.from_numpy(self.context_tokens),
+                block_table=torch.from_numpy(self.block_table),
+                prompt_tokens=_tensor(self.sequence_prompts),
+            ),
+            logit_rows=torch.empty(0, dtype=torch.int64),
+            on_logits=_nobody_listens,
+            prompt_tokens=_tensor(self.prompt_tokens),
+        )
+
+
+def send(connection: Connection, message: object) -> None:
+    """Send a message; torch's own pickling of connections would share memory by descriptors.
+
+    Raises:
+        OSError: The other process is gone.
+    """
+    connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+
+
+def receive(connection: Connection) -> object:
+    """The next message.
+
+    Raises:
+        EOFError: The other process is gone.
+    """
+    return pickle.loads(connection.recv_bytes())  # from our own process or child, nobody else
+
+
+def _nobody_listens(first_row: int, logits_CV: Tensor) -> None:
+    raise AssertionError(f"logits of {len(logits_CV)} rows from {first_row} of a rank without any")
+
+
+def _array(tensor: Tensor | None) -> Array | None:
+    return None if tensor is None else tensor.numpy()
+
+
+def _tensor(array: Array | None) -> Tensor | None:
+    return None if array is None else torch.from_numpy(array)
+
+
+MAX_ERROR_CHARACTERS = 4000
+
+
+def main(descriptor: int) -> None:
+    """Serve rank 0 through the pipe of this descriptor."""
+    connection = Connection(descriptor)
+    inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+    listener = threading.Thread(target=_listen, args=(connection, inbox), daemon=True)
+    listener.start()
+    try:
+        _serve(connection, inbox)
+    except BaseException as error:
+        text = f"{type(error).__name__}: {error}"
+        send(connection, Failed(text[:MAX_ERROR_CHARACTERS], _is_consequence(error)))
+        sys.exit(1)
+
+
+def _is_consequence(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, PeerError):
+        error = error.__cause__
+    return error is not None
+
+
+def _listen(connection: Connection, inbox: "queue.SimpleQueue[object]") -> None:
+    try:
+        while True:
+            inbox.put(receive(connection))
+    except (EOFError, OSError):
+        os._exit(0)  # the engine is closed, or gone
+
+
+def _serve(connection: Connection, inbox: "queue.SimpleQueue[object]") -> None:
+    begin = inbox.get()
+    assert isinstance(begin, Begin)
+    job, rank = begin.job, begin.rank
+    send(connection, Reached("imported"))
+    device = torch.device("cuda", rank) if job.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # for whatever asks for the current one
+    group = RankGroup(
+        begin.meeting_place,
+        rank,
+        job.num_ranks,
+        device=device,
+        timeout_s=job.pass_limit_s,
+    )
+    set_num_threads(job.hardware.num_cores, job.num_torch_threads)
+    model = ModelSpec.from_directory(job.directory)
+    weights = open_weights(model, job.directory, job.config)
+    share = RankShare.of(model, weights, rank=rank, num_ranks=job.num_ranks)
+    runner = load_runner(job, share, group.all_reduce).runner
+    send(connection, Reached("loaded"))
+    while True:
+        message = inbox.get()
+        assert isinstance(message, RankPass)
+        runner.run(message.inputs())
+
 
 STAGES = ("started", "imported", "loaded")
 IMPORT_LIMIT_S = 300.0  # importing torch takes long where everything else is busy
@@ -32,7 +208,7 @@ NOTICE_S = 5.0  # how long a failed pass waits for news of the rank that failed
 END_S = 5.0  # how long a rank may take to end by itself
 # As multiprocessing's "spawn" does, but without running the user's script again.
 START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); \
-from raymoe.engine.rank_worker import main; main(int(sys.argv[2]))"
+from raymoe.engine.ranks import main; main(int(sys.argv[2]))"
 
 
 class RankProcess:

@@ -6,10 +6,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from raymoe.config import MAX_SAMPLES, SamplingParams
-from raymoe.engine.generation import Generation, TokenLogprob
 from raymoe.engine.grammars import Grammar
-from raymoe.engine.sequence import Int32s
-from raymoe.engine.stopping import StopStrings
+from raymoe.engine.outputs import Generation, TokenLogprob
+from raymoe.engine.sequence import Int32s, StopStrings
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

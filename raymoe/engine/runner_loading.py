@@ -1,38 +1,219 @@
-"""From the share of a rank to what runs its passes: in place, emulated, or on a GPU."""
+"""What an engine is put together from; loaded from a model, or made by a test."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+import numpy as np
 import torch
 
-from raymoe.config import Settings
+from raymoe.config import EngineConfig, Settings
 from raymoe.device.cuda import open_cuda
 from raymoe.device.device import Device
 from raymoe.device.emulated import EmulatedDevice
 from raymoe.engine.core import Runner
 from raymoe.engine.device_loading import LoadedModel, load_on_device, load_resident
-from raymoe.engine.load_job import LoadJob, RankShare
-from raymoe.engine.pace import Pace
-from raymoe.engine.parts import nothing
-from raymoe.kernels.device_experts_tiles import TileTable
-from raymoe.measure.expert_tiles import Gpu, load_tiles
+from raymoe.engine.tokenizer import Tokenizer
+from raymoe.kernels.cpu_attention import AttentionBatch
+from raymoe.kernels.gpu_experts_layout import TileTable
+from raymoe.measure.tiles import Gpu, load_tiles
 from raymoe.memory.arena import HostArena
-from raymoe.memory.dummy_weights import DummyWeights
 from raymoe.memory.kv_cache import KvCache, blocks_of_tokens
 from raymoe.memory.shared_file import SharedFile
-from raymoe.memory.weights import Weights
-from raymoe.model.cache import cache_layout
-from raymoe.model.decoder import Decoder
-from raymoe.model.loading import decoder_arena_bytes
-from raymoe.model.ranks import Reduce, keep
+from raymoe.memory.weights import DummyWeights, ShardedWeights, Weights, WeightStore
+from raymoe.model.decoder import Decoder, cache_layout
+from raymoe.model.loading import Reduce, decoder_arena_bytes, keep
+from raymoe.plan.device_cost import DeviceCost
 from raymoe.plan.device_memory import device_footprint, resident_footprint, workspace_bytes
 from raymoe.plan.device_pass import StreamedPasses
-from raymoe.plan.work import ModelWork
-from raymoe.runtime.device_runner import BeforePass
-from raymoe.runtime.runner import PassRunner
+from raymoe.plan.plan import Plan
+from raymoe.plan.policy import Policy
+from raymoe.plan.work import AttentionShape, ModelWork, WaveShape
+from raymoe.runtime.micro_batches import CutPass, Wave
+from raymoe.runtime.runner import BeforePass, PassRunner
 from raymoe.schedule.builders import build_in_place
+from raymoe.schedule.graph import Schedule
 from raymoe.schedule.timeline import Instant
+from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
+from raymoe.specs.tensor_shards import shard_model
+
+
+def nothing() -> None:
+    """There is nothing to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """A loaded model and its sizes.
+
+    Attributes:
+        runner: Computes passes.
+        policy: Sizes of passes and of the KV cache.
+        tokenizer: Of the model.
+        vocab_size: Of the model.
+        max_context_tokens: Prompt and generated tokens of a row.
+        eos_token_ids: Tokens that end a row.
+        num_threads: Of the native kernels.
+        num_torch_threads: Of torch; None takes as many.
+        plan: What was planned, if it was.
+        shares_across_lengths: Whether prompts of different lengths that begin alike have the same
+            KV there; not where rotary embeddings depend on the length.
+        release: Called once when the engine has ended: gives memory back.
+        interrupt: Called when a pass is stuck: ends what it may be waiting for, so that it fails.
+    """
+
+    runner: Runner
+    policy: Policy
+    tokenizer: Tokenizer
+    vocab_size: int
+    max_context_tokens: int
+    eos_token_ids: tuple[int, ...]
+    num_threads: int
+    num_torch_threads: int | None = None
+    plan: Plan | None = None
+    shares_across_lengths: bool = True
+    release: Callable[[], None] = nothing
+    interrupt: Callable[[], None] = nothing
+
+    def close(self) -> None:
+        """Give back what the parts hold."""
+        self.tokenizer.close()
+        self.release()
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadJob:
+    """A model and the sizes of a run.
+
+    Attributes:
+        directory: Of the model.
+        config: Of the engine.
+        settings: Of the environment.
+        device: "cpu", "cuda" or "emulated".
+        dtype: Type to compute in.
+        kv_dtype: Of the KV cache.
+        hardware: What a rank has of the node.
+        schedule: Name of the schedule.
+        policy: Sizes of passes.
+        num_torch_threads: Of torch, in each rank.
+        pass_limit_s: A pass that takes longer is stuck.
+    """
+
+    directory: Path
+    config: EngineConfig
+    settings: Settings
+    device: str
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    hardware: HardwareSpec
+    schedule: str
+    policy: Policy
+    num_torch_threads: int
+    pass_limit_s: float
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that share every pass."""
+        return self.config.tensor_parallel_size
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """What one rank loads of a model.
+
+    Attributes:
+        rank: From 0.
+        spec: Its part.
+        weights: Of that part.
+    """
+
+    rank: int
+    spec: ModelSpec
+    weights: Weights
+
+    @classmethod
+    def of(cls, model: ModelSpec, weights: Weights, *, rank: int, num_ranks: int) -> "RankShare":
+        """The share of a rank; all of it where there is only one.
+
+        Raises:
+            ConfigError: The model cannot be divided between so many ranks.
+        """
+        if num_ranks == 1:
+            return cls(rank, model, weights)
+        part = shard_model(model, num_ranks)
+        return cls(rank, part, ShardedWeights(weights, model, part, rank))
+
+
+def open_weights(spec: ModelSpec, directory: Path, config: EngineConfig) -> Weights:
+    """The weights of a whole model: those of its checkpoint, or random ones.
+
+    Raises:
+        CheckpointError: As for `WeightStore.open`.
+    """
+    if config.load_format != "dummy":
+        return WeightStore.open(spec, directory)
+    name = config.dtype if config.dtype != "auto" else spec.dtype or "bfloat16"
+    return DummyWeights(spec, DTYPES[name])
+
+
+class Pace:
+    """Sets the cost model of a device before each pass."""
+
+    def __init__(
+        self,
+        device: EmulatedDevice,
+        work: ModelWork,
+        hardware: HardwareSpec,
+        page_bytes: tuple[tuple[int, ...], ...],
+    ) -> None:
+        """Price passes of a model.
+
+        Args:
+            device: What is paced.
+            work: The model whose costs are taken.
+            hardware: On which it would run.
+            page_bytes: Of each layer, the bytes of each page that streams.
+        """
+        self._device, self._work, self._hardware = device, work, hardware
+        self._page_bytes = page_bytes
+
+    def __call__(self, cut: CutPass, schedule: Schedule) -> None:
+        """Take the costs of this pass from here on."""
+        self._device.cost = DeviceCost.of_schedule(
+            schedule,
+            self._work,
+            self._hardware,
+            waves=tuple(wave_shape(wave) for wave in cut.waves),
+            page_bytes=self._page_bytes,
+        )
+
+
+def wave_shape(wave: Wave) -> WaveShape:
+    """A wave in the numbers that costs depend on; every sequence gets logits."""
+    host, device = wave.host.batch, wave.device.batch
+    return WaveShape(
+        host=_attention_shape(host),
+        device=_attention_shape(device),
+        logit_rows=len(host.context_tokens) + len(device.context_tokens),
+    )
+
+
+def _attention_shape(batch: AttentionBatch) -> AttentionShape:
+    takes = np.diff(batch.query_start.numpy()).astype(np.int64)
+    contexts = batch.context_tokens.numpy().astype(np.int64)
+    pairs = takes * (contexts - takes) + takes * (takes + 1) // 2
+    is_decode = takes == 1
+    return AttentionShape(
+        rows=int(takes.sum()),
+        decode_rows=int(is_decode.sum()),
+        pairs=int(pairs[is_decode].sum()),
+        prompt_pairs=int(pairs[~is_decode].sum()),
+        context_tokens=int(contexts.sum()),
+    )
 
 
 @dataclass(frozen=True, slots=True)

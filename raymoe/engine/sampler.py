@@ -1,21 +1,242 @@
-"""Which token is next: greedy where that is all, the full processing of logits elsewhere.
+"""Top-p in linear time: weighted selection finds the border of the nucleus without a sort.
 
-R rows of a chunk of logits, V vocabulary. What is chosen for a row depends on its own logits,
-tokens, parameters and (seed, row key, sample index, position), never on other rows.
+A sort of each row costs as much as a layer when the vocabulary is large and the distribution flat.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from raymoe.engine.logits import forbid, keep_min_p, keep_top_k, keep_top_p, penalise
+from raymoe.engine.outputs import TokenLogprob
 from raymoe.engine.request import Sample
-from raymoe.engine.sequence import Bools, Int32s, SequenceTable
+from raymoe.engine.sequence import Bools, Int32s, SequenceTable, compiled
 from raymoe.engine.token_masks import TokenMasks
-from raymoe.kernels.cpu_sampling import RandomKeys, argmax, gumbel_argmax
+from raymoe.kernels.cpu_elementwise import (
+    RandomKeys,
+    argmax,
+    gumbel_argmax,
+    log_sum_exp,
+    topk_logprobs,
+)
+from raymoe.kernels.paged_kv import BLOCK_TOKENS
+
+Float32s = npt.NDArray[np.float32]
+Float64s = npt.NDArray[np.float64]
+
+
+@compiled
+def keep_nucleus(logits_RV: Float32s, top_p_R: Float32s, log_sum_R: Float32s) -> None:
+    """Make everything outside of the nucleus of its row -inf.
+
+    Args:
+        logits_RV: Changed in place.
+        top_p_R: Probability that the nucleus reaches.
+        log_sum_R: Logarithm of the sum of exponentials; rows where it is not finite are left alone.
+    """
+    values = np.empty(logits_RV.shape[1], np.float32)
+    weights = np.empty(logits_RV.shape[1], np.float64)
+    for row in range(logits_RV.shape[0]):
+        log_sum, top_p = log_sum_R[row], np.float64(top_p_R[row])
+        if np.isfinite(log_sum):
+            count = _candidates(logits_RV[row], log_sum, top_p, (values, weights))
+            threshold, above = _border(values[:count], weights[:count], top_p)
+            _drop_below(logits_RV[row], threshold, log_sum, top_p - above)
+
+
+@compiled
+def _candidates(
+    logits_V: Float32s, log_sum: float, top_p: float, out: tuple[Float32s, Float64s]
+) -> int:
+    """Tokens that may be in the nucleus; those below a share of (1 - top_p) / V are not."""
+    # The slack lets no rounding empty the set where all tokens are equal.
+    floor = log_sum + np.log(max((1.0 - top_p) / len(logits_V), 1e-30)) - 1e-3
+    count = 0
+    for logit in logits_V:
+        if logit >= floor:
+            out[0][count] = logit
+            out[1][count] = np.exp(np.float64(logit) - log_sum)
+            count += 1
+    return count
+
+
+@compiled
+def _border(values: Float32s, weights: Float64s, top_p: float) -> tuple[float, float]:
+    """The least value in the nucleus, and the weight of all greater ones."""
+    begin, end, above = 0, len(values), 0.0
+    while True:
+        pivot = values[(begin + end) // 2]
+        equal, less = _partition(values, weights, (begin, end), pivot)
+        greater_weight = weights[begin:equal].sum()
+        if above + greater_weight >= top_p and equal > begin:
+            end = equal
+            continue
+        equal_weight = weights[equal:less].sum()
+        if above + greater_weight + equal_weight >= top_p or less == end:
+            return pivot, above + greater_weight
+        above += greater_weight + equal_weight
+        begin = less
+
+
+@compiled
+def _partition(
+    values: Float32s, weights: Float64s, window: tuple[int, int], pivot: float
+) -> tuple[int, int]:
+    """Order a window as greater, equal, less; returns where equal and less begin."""
+    equal, less = window
+    place = equal
+    while place < less:
+        value, weight = values[place], weights[place]
+        if value > pivot:
+            values[place], weights[place] = values[equal], weights[equal]
+            values[equal], weights[equal] = value, weight
+            equal += 1
+            place += 1
+        elif value < pivot:
+            less -= 1
+            values[place], weights[place] = values[less], weights[less]
+            values[less], weights[less] = value, weight
+        else:
+            place += 1
+    return equal, less
+
+
+@compiled
+def _drop_below(logits_V: Float32s, threshold: float, log_sum: float, missing: float) -> None:
+    """Drop what is below the threshold; of what equals it, keep the first that are needed."""
+    for token in range(len(logits_V)):
+        if logits_V[token] == threshold and missing > 0.0:
+            missing -= np.exp(np.float64(threshold) - log_sum)
+        elif logits_V[token] <= threshold:
+            logits_V[token] = -np.inf
+
+
+SMALL_TOP_K = 64  # up to here the native selection is faster than torch's
+
+
+def forbid(logits_V: Tensor, token_ids: Sequence[int]) -> None:
+    """Make these tokens impossible."""
+    logits_V[torch.as_tensor(token_ids, dtype=torch.int64)] = float("-inf")
+
+
+def penalise(
+    logits_RV: Tensor, slots: Int32s, table: SequenceTable, penalties: tuple[Float32s, ...]
+) -> None:
+    """Apply repetition, presence and frequency penalties to the tokens of each slot.
+
+    Args:
+        logits_RV: One row for each slot.
+        slots: Whose tokens were seen before.
+        table: Holds the tokens.
+        penalties: (repetition, presence, frequency) of each row.
+    """
+    repetition, presence, frequency = penalties
+    _penalise(
+        logits_RV.numpy(),
+        (slots, table.known_tokens, table.prompt_tokens, table.block_table, table.token_blocks),
+        (repetition, presence, frequency),
+        np.zeros(logits_RV.shape[1], np.int32),
+    )
+
+
+@compiled
+def _penalise(
+    logits_RV: Float32s,
+    sequences: tuple[Int32s, Int32s, Int32s, Int32s, Int32s],
+    penalties: tuple[Float32s, Float32s, Float32s],
+    counts_V: Int32s,
+) -> None:
+    slots, known_tokens, prompt_tokens, block_table, token_blocks = sequences
+    repetition, presence, frequency = penalties
+    for row, slot in enumerate(slots):
+        # counts_V: 0 is unseen, else 1 + how often it was generated.
+        for position in range(known_tokens[slot]):
+            block = block_table[slot, position // BLOCK_TOKENS]
+            token = token_blocks[block, position % BLOCK_TOKENS]
+            if counts_V[token] == 0:
+                counts_V[token] = 1
+            if position >= prompt_tokens[slot]:
+                counts_V[token] += 1
+        for position in range(known_tokens[slot]):
+            block = block_table[slot, position // BLOCK_TOKENS]
+            token = token_blocks[block, position % BLOCK_TOKENS]
+            if counts_V[token] == 0:
+                continue
+            num_generated = counts_V[token] - 1
+            counts_V[token] = 0
+            logit = logits_RV[row, token]
+            logit = logit * repetition[row] if logit < 0 else logit / repetition[row]
+            if num_generated > 0:
+                logit -= frequency[row] * num_generated + presence[row]
+            logits_RV[row, token] = logit
+
+
+def keep_top_k(logits_RV: Tensor, top_k_R: Tensor) -> None:
+    """Drop what is below the k-th best logit of its row; ties with it stay."""
+    count = min(int(top_k_R.max()), logits_RV.shape[1])
+    if count <= SMALL_TOP_K:
+        best_RK = logits_RV.gather(1, topk_logprobs(logits_RV, count).ids_RK)
+    else:
+        best_RK = logits_RV.topk(count).values
+    index_R1 = (top_k_R.clamp(max=count) - 1)[:, None].long()
+    logits_RV.masked_fill_(logits_RV < best_RK.gather(1, index_R1), float("-inf"))
+
+
+def keep_top_p(logits_RV: Tensor, top_p_R: Tensor) -> None:
+    """Keep the fewest best tokens whose probability reaches top_p, at least one.
+
+    Of equal logits at the border, those with the lowest ids stay. A row without a finite logit is
+    left alone.
+    """
+    log_sum_R = log_sum_exp(logits_RV)
+    keep_nucleus(logits_RV.numpy(), top_p_R.numpy(), log_sum_R.numpy())
+
+
+def keep_min_p(logits_RV: Tensor, min_p_R: Tensor) -> None:
+    """Drop tokens less probable than min_p times the best of their row."""
+    least_R1 = logits_RV.amax(1, keepdim=True) + min_p_R.log()[:, None]
+    logits_RV.masked_fill_(logits_RV < least_R1, float("-inf"))
+
+
+SLICE_ROWS = 32  # float32 copies of that many rows at once
+
+
+def token_logprobs(
+    logits_RV: Tensor, token_ids: Sequence[int], num_top: Sequence[int]
+) -> list[TokenLogprob]:
+    """Log probability of one token of each row, and of the best ones.
+
+    Args:
+        logits_RV: Raw logits in any float type.
+        token_ids: The token of each row.
+        num_top: How many of the best tokens are wanted of each row.
+    """
+    entries: list[TokenLogprob] = []
+    for begin in range(0, len(token_ids), SLICE_ROWS):
+        end = min(begin + SLICE_ROWS, len(token_ids))
+        entries += _slice(logits_RV[begin:end].float(), token_ids[begin:end], num_top[begin:end])
+    return entries
+
+
+def _slice(
+    logits_RV: Tensor, token_ids: Sequence[int], num_top: Sequence[int]
+) -> list[TokenLogprob]:
+    log_sum_R1 = logits_RV.logsumexp(1, keepdim=True)
+    chosen = logits_RV.gather(1, torch.tensor(token_ids, dtype=torch.int64)[:, None])
+    chosen_R = (chosen - log_sum_R1)[:, 0].tolist()
+    best = logits_RV.topk(min(max(num_top), logits_RV.shape[1]))
+    top_ids, top_logprobs = best.indices.tolist(), (best.values - log_sum_R1).tolist()
+    return [
+        TokenLogprob(
+            token_id=token_ids[row],
+            logprob=chosen_R[row],
+            top=tuple(zip(top_ids[row][:count], top_logprobs[row][:count], strict=True)),
+        )
+        for row, count in enumerate(num_top)
+    ]
+
 
 # Logits that are copied at once: 16 MiB in float32, which the allocator has at hand. Memory for
 # those of all rows would come from the kernel page by page, which takes longer than choosing.

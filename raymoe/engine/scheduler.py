@@ -1,26 +1,211 @@
-"""Which tokens go into the next pass: decode, chunks of prompts, admission and preemption."""
+"""Which blocks of a prompt are in the KV cache already? Blocks are known by their tokens.
 
+A full block of a prompt and the blocks before it hold the same KV for every row whose prompt
+begins with the same tokens (Kwon et al., "Efficient Memory Management for Large Language Model
+Serving with PagedAttention", SOSP 2023, section 4.4). Only blocks of live sequences are found.
+"""
+
+import hashlib
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
-from raymoe.engine.forecast import LengthForecast, count_admissible
-from raymoe.engine.prefixes import PrefixIndex, prefix_keys
 from raymoe.engine.request import Sample
 from raymoe.engine.sequence import (
     Admission,
+    Bools,
     Int32s,
     Int64s,
     Pass,
     SequenceTable,
     assemble_pass,
     choose_takes,
+    compiled,
 )
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.memory.kv_cache import BlockPool, blocks_of_tokens
 from raymoe.plan.policy import Policy
+
+KEY_BYTES = 16
+
+
+def prefix_keys(prompt: Int32s, salt: int = 0) -> tuple[bytes, ...]:
+    """A key for each full block of a prompt: equal where all tokens up to its end are.
+
+    The block with the last token has none: the logits of that token are wanted of every row.
+
+    Args:
+        prompt: Token ids.
+        salt: Prompts of different salts share nothing.
+    """
+    tokens = np.ascontiguousarray(prompt, "<i4").tobytes()
+    size = BLOCK_TOKENS * 4
+    key, keys = salt.to_bytes(8, "little"), []
+    for end in range(size, (len(prompt) - 1) // BLOCK_TOKENS * size + 1, size):
+        key = hashlib.blake2b(key + tokens[end - size : end], digest_size=KEY_BYTES).digest()
+        keys.append(key)
+    return tuple(keys)
+
+
+class PrefixIndex:
+    """Blocks of live sequences by key, and keys that they will have computed soon.
+
+    The engine thread owns it.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[bytes, int] = {}
+        self._keys: dict[int, bytes] = {}
+        self._coming: Counter[bytes] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._blocks) + len(self._coming)
+
+    def find(self, keys: Sequence[bytes]) -> Int32s:
+        """Computed blocks of the longest prefix that has them."""
+        found = []
+        for key in keys:
+            block = self._blocks.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return np.array(found, np.int32)
+
+    def is_computed(self, key: bytes) -> bool:
+        """Whether a live sequence has this block."""
+        return key in self._blocks
+
+    def is_coming(self, key: bytes) -> bool:
+        """Whether a live sequence will have computed this block, and none has."""
+        return key in self._coming and key not in self._blocks
+
+    def expect(self, keys: Iterable[bytes]) -> None:
+        """Note that a sequence begins to compute these blocks."""
+        self._coming.update(keys)
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Note that a sequence computes these no longer, or has done so."""
+        for key in keys:
+            self._coming[key] -= 1
+            if not self._coming[key]:
+                del self._coming[key]
+
+    def add(self, keys: Iterable[bytes], blocks: Iterable[int]) -> None:
+        """Take computed blocks; of several with the same key, the first."""
+        for key, block in zip(keys, blocks, strict=True):
+            if key not in self._blocks:
+                self._blocks[key], self._keys[block] = block, key
+
+    def remove(self, blocks: Iterable[int]) -> None:
+        """Drop blocks that nobody owns any more."""
+        for block in blocks:
+            key = self._keys.pop(block, None)
+            if key is not None:
+                del self._blocks[key]
+
+
+HISTORY = 1024  # finished rows that are remembered
+MIN_HISTORY = 16  # with fewer, every row counts as long as it may become
+PREEMPTION_STEP = 0.25  # how much of the way to the worst case one preemption moves the estimate
+FINISH_DECAY = 0.98
+
+
+class LengthForecast:
+    """Expected number of tokens that a sequence still generates.
+
+    The mean of what finished rows generated beyond the same point, moved towards the limit of
+    the row by `pessimism`, which grows with each preemption and fades with each finished row.
+    """
+
+    def __init__(self) -> None:
+        self._lengths = np.zeros(HISTORY, np.int64)
+        self._num_finished = 0
+        self._is_dirty = True
+        self._sorted, self._suffix_sums = self._lengths[:0], np.zeros(1, np.int64)
+        self.pessimism = 0.0
+
+    def record_finished(self, num_generated: int) -> None:
+        """Learn from a row that ended by itself or by its limit."""
+        self._lengths[self._num_finished % HISTORY] = num_generated
+        self._num_finished += 1
+        self._is_dirty = True
+        self.pessimism *= FINISH_DECAY
+
+    def record_preemption(self) -> None:
+        """Learn that the estimate was too low."""
+        self.pessimism += (1.0 - self.pessimism) * PREEMPTION_STEP
+
+    def remaining(
+        self, generated: Int32s | Int64s, limit: Int32s | Int64s, is_fixed: Bools
+    ) -> Int64s:
+        """Expected tokens still to come of sequences.
+
+        Args:
+            generated: How many each has.
+            limit: How many it may have.
+            is_fixed: Whether nothing else ends it.
+        """
+        worst = (limit - generated).astype(np.int64)
+        if self._num_finished < MIN_HISTORY:
+            return worst
+        if self._is_dirty:
+            self._summarise()
+        index = np.searchsorted(self._sorted, generated, side="right")
+        num_longer = len(self._sorted) - index
+        mean = self._suffix_sums[index] / np.maximum(num_longer, 1) - generated
+        is_known = (num_longer > 0) & ~is_fixed
+        expected = np.where(is_known, np.minimum(np.ceil(mean), worst), worst)
+        estimate: Int64s = np.ceil(expected + self.pessimism * (worst - expected)).astype(np.int64)
+        return estimate
+
+    def _summarise(self) -> None:
+        self._sorted = np.sort(self._lengths[: min(self._num_finished, HISTORY)])
+        self._suffix_sums = np.zeros(len(self._sorted) + 1, np.int64)
+        self._suffix_sums[:-1] = np.cumsum(self._sorted[::-1])[::-1]
+        self._is_dirty = False
+
+
+def count_admissible(
+    live: tuple[Int64s, Int64s], waiting: tuple[Int64s, Int64s], capacity_tokens: int
+) -> int:
+    """How many of the waiting sequences, in order, join before the peak exceeds the capacity.
+
+    Args:
+        live: (tokens, remaining) of the sequences in the cache: what each has now, and how many
+            it will still append, one in each pass.
+        waiting: The same of those that wait.
+        capacity_tokens: Of the cache.
+    """
+    order = np.argsort(-live[1], kind="stable")
+    return _count_admissible((live[0][order], live[1][order]), waiting, capacity_tokens)
+
+
+@compiled
+def _count_admissible(
+    live: tuple[Int64s, Int64s], waiting: tuple[Int64s, Int64s], capacity_tokens: int
+) -> int:
+    num_live, num_waiting = len(live[0]), len(waiting[0])
+    tokens, remaining = (
+        np.zeros(num_live + num_waiting, np.int64),
+        np.zeros(num_live + num_waiting, np.int64),
+    )
+    tokens[:num_live], remaining[:num_live] = live[0], live[1]
+    for index in range(num_waiting):
+        size = num_live + index
+        place = size  # insertion sort by remaining, longest first
+        while place > 0 and remaining[place - 1] < waiting[1][index]:
+            tokens[place], remaining[place] = tokens[place - 1], remaining[place - 1]
+            place -= 1
+        tokens[place], remaining[place] = waiting[0][index], waiting[1][index]
+        total = 0
+        for rank in range(size + 1):
+            total += tokens[rank]
+            if total + remaining[rank] * (rank + 1) > capacity_tokens:
+                return index
+    return num_waiting
+
 
 LEAST_CANDIDATES = 256  # for one pass; twice as many as joined the one before, where that is more
 LOOK_AHEAD = 4  # samples looked at for each candidate: some wait for the prompt of another

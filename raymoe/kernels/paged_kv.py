@@ -1,21 +1,11 @@
-"""The layout of the paged KV cache that the attention kernels read.
-
-T tokens, G KV heads, D head dimension, B tokens of a block, N blocks, P elements of a pair.
-
-A block holds B tokens of one sequence for all KV heads of one layer, keys and values apart:
-
-    cache [N, G, 2, B * D]      keys   [D / P, B, P]      values [D / C, B / P, C, P]
-
-P is 2 for bfloat16 and 1 otherwise: the bfloat16 dot-product instruction multiplies pairs, so one
-vector of keys scores 16 tokens without a horizontal sum (design, section 5). Values lie in tiles of
-C = 64 dimensions, the last one narrower if need be: the kernel reads each as one run of memory.
-"""
+"""Layouts of the paged KV cache that attention kernels read: keys and values, latent rows."""
 
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from raymoe.errors import ConfigError
 
@@ -99,3 +89,108 @@ def pack_block(keys_BGD: Tensor, values_BGD: Tensor, layout: KvLayout) -> Tensor
         for tile in torch.split(values_BGD, VALUE_COLUMNS, dim=2)
     ]
     return torch.stack([keys.reshape(heads, -1), torch.cat(tiles, dim=1)], dim=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentLayout:
+    """Latents and rotated keys.
+
+    Attributes:
+        rank: Elements of the latent.
+        rope_dim: Elements of the rotated key.
+    """
+
+    rank: int
+    rope_dim: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        check_cache_dtype(self.dtype)
+        for name, size in (("rank", self.rank), ("rope_dim", self.rope_dim)):
+            if size < 8 or size % 8:
+                raise ConfigError(
+                    f"{name} of the latent is {size}; the kernels need multiples of 8"
+                )
+
+    @property
+    def width(self) -> int:
+        """Elements of a row (W)."""
+        return self.rank + self.rope_dim
+
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        """Shape of one block of one layer: [B, W]."""
+        return (BLOCK_TOKENS, self.width)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of one layer."""
+        return BLOCK_TOKENS * self.width * self.dtype.itemsize
+
+
+NEVER = 2**62  # tokens that no sequence has
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentHeads:
+    """The weight that unfolds latents into keys and values, and its sizes.
+
+    Attributes:
+        weight_HXR: [H, N + V, R].
+        nope_dim: N.
+        rope_dim: Dimensions of queries and of the shared key that are rotated.
+    """
+
+    weight_HXR: Tensor
+    nope_dim: int
+    rope_dim: int
+
+    @property
+    def rank(self) -> int:
+        """R."""
+        return self.weight_HXR.shape[2]
+
+    @property
+    def query_dim(self) -> int:
+        """D."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def value_dim(self) -> int:
+        """V."""
+        return self.weight_HXR.shape[1] - self.nope_dim
+
+    def absorb(self, query_THD: Tensor) -> Tensor:
+        """Queries in the space of the cached rows, [T, H, W]."""
+        num_tokens, num_heads, _ = query_THD.shape
+        absorbed_THW = query_THD.new_empty(num_tokens, num_heads, self.rank + self.rope_dim)
+        nope_HTN = query_THD[..., : self.nope_dim].transpose(0, 1)
+        absorbed_HTR = torch.bmm(nope_HTN, self.weight_HXR[:, : self.nope_dim])
+        absorbed_THW[..., : self.rank] = absorbed_HTR.transpose(0, 1)
+        absorbed_THW[..., self.rank :] = query_THD[..., self.nope_dim :]
+        return absorbed_THW
+
+    def unfold(self, result_THR: Tensor) -> Tensor:
+        """Results of the absorbed form as those of the plain one, [T, H, V]."""
+        weight_HRV = self.weight_HXR[:, self.nope_dim :].transpose(1, 2)
+        return torch.bmm(result_THR.transpose(0, 1), weight_HRV).transpose(0, 1)
+
+    def keys_and_values(self, rows_CW: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
+        """Keys [C, h, D] and values [C, h, V] of some heads; what precedes C stays in front."""
+        weight_hXR = self.weight_HXR[heads]
+        unfolded = functional.linear(rows_CW[..., : self.rank], weight_hXR.flatten(0, 1))
+        unfolded_ChX = unfolded.view(*rows_CW.shape[:-1], *weight_hXR.shape[:2])
+        nope_ChN, value_ChV = torch.split(unfolded_ChX, [self.nope_dim, self.value_dim], dim=-1)
+        rope_ChO = rows_CW[..., None, self.rank :].expand(*nope_ChN.shape[:-1], -1)
+        return torch.cat([nope_ChN, rope_ChO], dim=-1), value_ChV
+
+    @property
+    def fewest_plain_tokens(self) -> int:
+        """Tokens of a prompt from which on the plain form is the one with less work.
+
+        It spends 2 R (N + V) operations on every position to save 2 (W + R - D - V) with every new
+        token that sees it; in a prompt taken at once that is half of them.
+        """
+        saved = 2 * self.rank + self.rope_dim - self.query_dim - self.value_dim
+        spent = 2 * self.rank * self.weight_HXR.shape[1]
+        return spent // saved + 1 if saved > 0 else NEVER

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raymoe.kernels.cpu_probe import peak_flop_per_s, read_bandwidth_bytes_per_s
+from raymoe.device.threads import peak_flop_per_s, read_bandwidth_bytes_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

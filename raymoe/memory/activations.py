@@ -10,7 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from raymoe.kernels.cpu_rope import Projected
+from raymoe.kernels.cpu_elementwise import Projected
 from raymoe.kernels.paged_kv import CacheLayout
 from raymoe.specs.model import ModelSpec, MoeSpec
 

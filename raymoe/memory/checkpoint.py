@@ -17,7 +17,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from raymoe.codecs.stored import TORCH_DTYPES
+from raymoe.codecs import TORCH_DTYPES
 from raymoe.errors import CheckpointError
 from raymoe.specs.files import (
     open_regular,

@@ -16,12 +16,11 @@ from math import prod
 import torch
 from torch import Tensor
 
-from raymoe.codecs import StoredMatrix, Weight
-from raymoe.codecs.stored import TORCH_DTYPES
+from raymoe.codecs import TORCH_DTYPES, StoredMatrix, Weight
 from raymoe.memory.arena import HostArena, aligned_bytes
+from raymoe.specs.layer_weights import PART_ALIGNMENT, Shape, WeightPart, layer_parts, layer_prefix
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_format import Piece, WeightFormat
-from raymoe.specs.weight_names import PART_ALIGNMENT, Shape, WeightPart, layer_parts, layer_prefix
 from raymoe.units import ceil_div
 
 NUM_SLOTS = 2

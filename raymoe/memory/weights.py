@@ -1,19 +1,22 @@
 """The weights of a model by canonical name, checked against its specification before use."""
 
+import zlib
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol, Self
 
 import torch
+from torch import Tensor
 
-from raymoe.codecs import StoredMatrix, Weight
-from raymoe.codecs.checks import check_values
-from raymoe.codecs.stored import TORCH_DTYPES
-from raymoe.errors import CheckpointError
+from raymoe.codecs import TORCH_DTYPES, StoredMatrix, Weight, check_values, is_in_order
+from raymoe.errors import CheckpointError, ConfigError
 from raymoe.memory.checkpoint import MAX_TENSORS, Checkpoint
+from raymoe.specs.layer_weights import EMBEDDING, HEAD, Shape
 from raymoe.specs.model import ModelSpec
-from raymoe.specs.weight_names import EMBEDDING, HEAD, Location, locate_weights, model_weights
+from raymoe.specs.tensor_shards import cut_of
+from raymoe.specs.weight_format import Piece, WeightFormat
+from raymoe.specs.weight_names import Location, locate_weights, model_weights
 
 # Of a weight: quantised ones have up to five, and what predicts more tokens is not in use.
 STORED_TENSORS = 8
@@ -158,3 +161,141 @@ def _dtype(checkpoint: Checkpoint, locations: Iterable[Location]) -> torch.dtype
         entry = checkpoint.entry(name)
         sizes[entry.dtype] += entry.num_bytes
     return TORCH_DTYPES[sizes.most_common(1)[0][0]] if sizes else torch.float32
+
+
+class ShardedWeights:
+    """Views of weights, by canonical name, with the shapes of `specs.tensor_shards.shard_model`.
+
+    Attributes:
+        dtype: As of the whole.
+
+    Args:
+        weights: Of the whole model.
+        model: The whole model.
+        part: What each rank has of it.
+        rank: Which one this is.
+    """
+
+    def __init__(self, weights: Weights, model: ModelSpec, part: ModelSpec, rank: int) -> None:
+        self.dtype: torch.dtype = weights.dtype
+        self._weights, self._rank, self._count = weights, rank, part.num_shards
+        self._shapes = model_weights(model)
+        self._parts = model_weights(part)
+
+    def __call__(self, name: str) -> Weight:
+        """The rank's part of a weight.
+
+        Raises:
+            CheckpointError: As for `WeightStore`.
+            ConfigError: The inputs of a quantised matrix that would be cut are in groups of others
+                than their neighbours.
+        """
+        whole, part = self._shapes[name], self._parts[name]
+        cut = cut_of(name, whole, part, rank=self._rank, count=self._count)
+        weight = self._weights(name)
+        if isinstance(weight, StoredMatrix):
+            return self._cut_matrix(name, weight, cut.axis, (cut.begin, cut.end))
+        if cut.is_zero:
+            return torch.zeros_like(weight)
+        if cut.axis is None:
+            return weight
+        return weight.narrow(cut.axis, cut.begin, cut.end - cut.begin)
+
+    def drop_pages(self, names: Iterable[str]) -> None:
+        """Give back the memory of weights that were copied elsewhere."""
+        self._weights.drop_pages(names)
+
+    def _cut_matrix(
+        self, name: str, matrix: StoredMatrix, axis: int | None, ends: tuple[int, int]
+    ) -> StoredMatrix:
+        if axis is None:
+            return matrix
+        if axis == 0:
+            return matrix.rows(*ends)
+        if "order" in matrix.pieces and not is_in_order(matrix):
+            raise ConfigError(
+                f"{name} is stored as {matrix.format.name} with columns in an order of their own "
+                f"(act-order), which cannot be divided between {self._count} ranks; leave out "
+                "tensor_parallel_size"
+            )
+        return matrix.columns(*ends)
+
+
+NUM_VALUES = (1 << 24) - 3  # odd, so that rows of matrices do not repeat
+STANDARD_DEVIATION = 0.02
+# Scales with which decoded codes are as small as the other weights.
+SCALE, EXPONENT = 1e-3, 118
+LARGEST_CODE = 0x7E  # of E4M3; the next one is NaN
+
+
+class DummyWeights:
+    """Makes the weight of a canonical name whenever it is asked for; the same each time.
+
+    Attributes:
+        dtype: Of weights that are not quantised.
+
+    Args:
+        spec: The model.
+        dtype: See above.
+    """
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._spec = spec
+        self._shapes = model_weights(spec)
+        generator = torch.Generator().manual_seed(0)
+        values = torch.randn(NUM_VALUES, generator=generator)
+        self._values = values.mul_(STANDARD_DEVIATION).to(dtype)
+        self._codes = torch.randint(
+            LARGEST_CODE + 1, (NUM_VALUES,), dtype=torch.uint8, generator=generator
+        )
+
+    def __call__(self, name: str) -> Weight:
+        """The weight [O, I] or vector of a canonical name."""
+        shape = self._shapes[name]
+        stored = self._spec.format_of(name, shape)
+        if stored is not None:
+            rows, columns = shape
+            return self._matrix(name, stored, (rows, columns))
+        if len(shape) == 1 and name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=self.dtype)
+        drawn = dealt(self._values, name, shape)
+        # Tokens must differ by more than the layers add, or all of them choose the same experts.
+        return drawn.div_(STANDARD_DEVIATION) if name == EMBEDDING else drawn
+
+    def drop_pages(self, names: Iterable[str]) -> None:
+        """Nothing: no weight is kept."""
+
+    def _matrix(self, name: str, stored: WeightFormat, shape: tuple[int, int]) -> StoredMatrix:
+        pieces = {piece.name: self._piece(name, piece, shape) for piece in stored.pieces(*shape)}
+        return StoredMatrix(format=stored, shape=shape, pieces=pieces)
+
+    def _piece(self, name: str, piece: Piece, shape: tuple[int, int]) -> Tensor:
+        dtype = TORCH_DTYPES[piece.dtypes[0]]
+        if piece.name == "scales":
+            value = SCALE if dtype.is_floating_point else EXPONENT
+            return torch.full(piece.shape, value, dtype=dtype)
+        if piece.name == "shape":
+            return torch.tensor(shape, dtype=dtype)
+        if piece.name == "order":  # all columns in the first group
+            return torch.zeros(piece.shape, dtype=dtype)
+        width = (*piece.shape[:-1], piece.shape[-1] * dtype.itemsize)
+        return dealt(self._codes, name + piece.suffix, width).view(dtype)
+
+
+def dealt(values: Tensor, name: str, shape: Shape) -> Tensor:
+    """Values from a place that the name decides, again from the first one behind the last.
+
+    Args:
+        values: One dimension.
+        name: Of the weight.
+        shape: Of the result.
+    """
+    out = torch.empty(shape, dtype=values.dtype)
+    flat, at = out.view(-1), zlib.crc32(name.encode()) % len(values)
+    done = 0
+    while done < len(flat):
+        count = min(len(flat) - done, len(values) - at)
+        flat[done : done + count] = values[at : at + count]
+        done, at = done + count, 0
+    return out

@@ -9,15 +9,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from raymoe.kernels import device_attention_choice
+from raymoe.kernels import gpu_attention_batch
 from raymoe.kernels.cpu_attention import AttentionBatch, append, append_and_attend
-from raymoe.kernels.cpu_rope import Projected, qkv_rope
-from raymoe.kernels.device_attention import append_and_attend_paged
-from raymoe.kernels.device_attention_batch import RaggedBatch, StagedBatch
-from raymoe.kernels.paged_batch import PagedBatch
+from raymoe.kernels.cpu_elementwise import Projected, qkv_rope
+from raymoe.kernels.gpu_attention_batch import RaggedBatch, StagedBatch
 from raymoe.kernels.paged_kv import CacheLayout
-from raymoe.model.loading import Loader
-from raymoe.model.ranks import NormOverRanks
+from raymoe.kernels.torch_attention import PagedBatch, append_and_attend_paged
+from raymoe.model.loading import Loader, NormOverRanks
 from raymoe.model.rope import Angles
 from raymoe.specs.model import AttentionSpec
 
@@ -139,7 +137,7 @@ class Attention:
         self, batch: AttentionBatch, layout: CacheLayout, device: torch.device
     ) -> StagedBatch:
         """See `LayerAttention`."""
-        compute = device_attention_choice.attention_compute(device, self._dtype)
+        compute = gpu_attention_batch.attention_compute(device, self._dtype)
         if compute is None:
             return PagedBatch.of(batch, layout, device)
         return RaggedBatch.of(batch, compute, device)
@@ -160,8 +158,10 @@ class Attention:
 
     def _attend_ragged(self, projected: Projected, staged: Tensor, batch: RaggedBatch) -> Tensor:
         # They need Triton.
-        from raymoe.kernels.device_attention_launches import Scoring  # noqa: PLC0415
-        from raymoe.kernels.device_paged_attention import append_and_attend_ragged  # noqa: PLC0415
+        from raymoe.kernels.gpu_attention import (  # noqa: PLC0415
+            Scoring,
+            append_and_attend_ragged,
+        )
 
         scoring = Scoring(
             scale=self._spec.scale,

@@ -1,30 +1,27 @@
-"""Decoder: the operations of a model, in the order in which a layer runs them.
+"""The norms around attention and feed-forward network, of either kind.
 
-T tokens of a pass, H hidden, X heads * head_dim, R rows whose logits are wanted, V vocabulary.
+T tokens, H hidden.
 """
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from raymoe.errors import UnsupportedModelError
 from raymoe.kernels.cpu_attention import AttentionBatch
+from raymoe.kernels.cpu_elementwise import Projected, Routing, add_rms_norm_, rms_norm
 from raymoe.kernels.cpu_linear import Allocate
-from raymoe.kernels.cpu_rope import Projected
-from raymoe.kernels.cpu_router import Routing
-from raymoe.kernels.device_attention_batch import StagedBatch
-from raymoe.kernels.paged_kv import CacheLayout
+from raymoe.kernels.gpu_attention_batch import StagedBatch
+from raymoe.kernels.paged_kv import CacheLayout, KvLayout, LatentLayout
 from raymoe.model.attention import Attention, LayerAttention
 from raymoe.model.feed_forward import Dense, FeedForward, MoE
 from raymoe.model.latent_attention import LatentAttention
-from raymoe.model.loading import GetWeight, Loader
-from raymoe.model.norm import load_norm
-from raymoe.model.ranks import NormOverRanks, Reduce, keep
+from raymoe.model.loading import GetWeight, Loader, NormOverRanks, Reduce, keep
 from raymoe.model.rope import Rotary
-from raymoe.specs.model import DenseSpec, LatentAttentionSpec, ModelSpec
-from raymoe.specs.weight_names import (
+from raymoe.specs.layer_weights import (
     EMBEDDING,
     FFN_NORM,
     FINAL_NORM,
@@ -34,6 +31,84 @@ from raymoe.specs.weight_names import (
     layer_prefix,
     layer_weights,
 )
+from raymoe.specs.model import AttentionSpec, DenseSpec, LatentAttentionSpec, ModelSpec
+
+
+class Norm(Protocol):
+    """A norm of hidden states."""
+
+    def __call__(self, hidden_TH: Tensor) -> Tensor:
+        """The norm of every row; a new tensor."""
+
+    def after_adding_(self, hidden_TH: Tensor, delta_TH: Tensor) -> Tensor:
+        """The same of the sum, which goes to `hidden_TH`."""
+
+
+class RmsNorm:
+    """Root mean square, and a weight."""
+
+    def __init__(self, weight_H: Tensor, eps: float) -> None:
+        self._weight_H, self._eps = weight_H, eps
+
+    def __call__(self, hidden_TH: Tensor) -> Tensor:
+        """See `Norm`."""
+        return rms_norm(hidden_TH, self._weight_H, self._eps)
+
+    def after_adding_(self, hidden_TH: Tensor, delta_TH: Tensor) -> Tensor:
+        """See `Norm`."""
+        return add_rms_norm_(hidden_TH, delta_TH, self._weight_H, self._eps)
+
+
+class LayerNorm:
+    """Mean and variance, a weight, and a bias where there is one; by torch."""
+
+    def __init__(self, weight_H: Tensor, bias_H: Tensor | None, eps: float) -> None:
+        self._weight_H, self._bias_H, self._eps = weight_H, bias_H, eps
+
+    def __call__(self, hidden_TH: Tensor) -> Tensor:
+        """See `Norm`."""
+        shape = self._weight_H.shape
+        return functional.layer_norm(hidden_TH, shape, self._weight_H, self._bias_H, self._eps)
+
+    def after_adding_(self, hidden_TH: Tensor, delta_TH: Tensor) -> Tensor:
+        """See `Norm`."""
+        return self(hidden_TH.add_(delta_TH))
+
+
+def load_norm(model: ModelSpec, loader: Loader, name: str) -> Norm:
+    """The norm of this name, of the kind that the model has."""
+    weight_H = loader.vector(f"{name}.weight")
+    if model.norm == "rms":
+        return RmsNorm(weight_H, model.norm_eps)
+    bias_H = loader.vector(f"{name}.bias") if model.has_norm_bias else None
+    return LayerNorm(weight_H, bias_H, model.norm_eps)
+
+
+def cache_layout(spec: ModelSpec, dtype: torch.dtype) -> CacheLayout:
+    """The layout that all layers share.
+
+    Raises:
+        UnsupportedModelError: Layers differ in what a token leaves in the cache.
+        ConfigError: No kernel reads a cache of this type or of these sizes.
+    """
+    layouts = {_layout(layer.attention, dtype) for layer in spec.layers}
+    if len(layouts) > 1:
+        shapes = sorted(layout.block_shape for layout in layouts)
+        raise UnsupportedModelError(
+            f"{spec.name}: layers with different KV heads or head_dim (blocks of {shapes})"
+        )
+    return layouts.pop()
+
+
+def _layout(
+    attention: AttentionSpec | LatentAttentionSpec, dtype: torch.dtype
+) -> KvLayout | LatentLayout:
+    if isinstance(attention, LatentAttentionSpec):
+        return LatentLayout(
+            rank=attention.kv_lora_rank, rope_dim=attention.rope_head_dim, dtype=dtype
+        )
+    return KvLayout(num_kv_heads=attention.num_kv_heads, head_dim=attention.head_dim, dtype=dtype)
+
 
 Release = Callable[[Iterable[str]], None]
 

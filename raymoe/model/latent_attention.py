@@ -7,17 +7,17 @@ V dimensions of a value.
 import torch
 from torch import Tensor
 
-from raymoe.kernels import device_attention_choice
+from raymoe.kernels import gpu_attention_batch
 from raymoe.kernels.cpu_attention import AttentionBatch
-from raymoe.kernels.cpu_latent_attention import append_and_attend_latent, append_latent
-from raymoe.kernels.cpu_latent_prefill import append_and_attend_unfolded
-from raymoe.kernels.cpu_norm import rms_norm
-from raymoe.kernels.cpu_rope import Projected, rotate_heads
-from raymoe.kernels.device_attention_batch import LatentRaggedBatch, StagedBatch
-from raymoe.kernels.device_latent_attention import append_and_attend_latent_paged
-from raymoe.kernels.latent_forms import LatentHeads
-from raymoe.kernels.paged_batch import PagedBatch
-from raymoe.kernels.paged_kv import CacheLayout
+from raymoe.kernels.cpu_elementwise import Projected, rms_norm, rotate_heads
+from raymoe.kernels.cpu_latent_attention import (
+    append_and_attend_latent,
+    append_and_attend_unfolded,
+    append_latent,
+)
+from raymoe.kernels.gpu_attention_batch import LatentRaggedBatch, StagedBatch
+from raymoe.kernels.paged_kv import CacheLayout, LatentHeads
+from raymoe.kernels.torch_attention import PagedBatch, append_and_attend_latent_paged
 from raymoe.model.loading import Loader
 from raymoe.model.rope import Angles
 from raymoe.specs.model import LatentAttentionSpec
@@ -102,7 +102,7 @@ class LatentAttention:
         self, batch: AttentionBatch, layout: CacheLayout, device: torch.device
     ) -> StagedBatch:
         """See `LayerAttention`."""
-        compute = device_attention_choice.attention_compute(device, self._dtype)
+        compute = gpu_attention_batch.attention_compute(device, self._dtype)
         if compute is None:
             return PagedBatch.of(batch, layout, device)
         return LatentRaggedBatch.of(
@@ -158,8 +158,8 @@ class LatentAttention:
         self, projected: Projected, staged: Tensor, batch: LatentRaggedBatch
     ) -> Tensor:
         # They need Triton.
-        from raymoe.kernels.device_attention_launches import Scoring  # noqa: PLC0415
-        from raymoe.kernels.device_paged_latent import (  # noqa: PLC0415
+        from raymoe.kernels.gpu_attention import (  # noqa: PLC0415
+            Scoring,
             append_and_attend_latent_ragged,
         )
 

@@ -1,9 +1,6 @@
-"""From stored weights to projections and experts, and what of that is kept in the arena.
+"""What ranks have in common while they compute; `specs.tensor_shards` says what each has.
 
-Weights that the kernels read as they are stay views of the checkpoint; quantised ones that are not
-packed are decoded where they are used. What is packed, converted to another type, or fused with its
-neighbours is copied into memory that `allocate` gives; a copy made only to be packed is freed at
-once.
+T tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,23 +8,30 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from raymoe.codecs import StoredMatrix, Weight, as_tensor
+from raymoe.codecs import StoredMatrix, Weight, as_tensor, is_in_order
 from raymoe.kernels.cpu_experts import (
+    Biases,
+    Clamp,
     Experts,
     GatedFfn,
+    PlainGatedFfn,
     make_experts,
     make_gated_ffn,
     packed_experts_are_used,
+    packed_experts_bytes,
 )
 from raymoe.kernels.cpu_linear import (
     Allocate,
     Linear,
+    PlainLinear,
     SideBySide,
     make_linear,
     packed_linear_bytes,
     packed_linear_is_used,
 )
-from raymoe.kernels.packed_experts import Biases, Clamp, packed_experts_bytes
+from raymoe.kernels.gpu_experts_choice import make_device_experts
+from raymoe.kernels.gpu_experts_layout import ExpertMatrices, TileTable
+from raymoe.specs.layer_weights import EMBEDDING, HEAD, layer_prefix
 from raymoe.specs.model import (
     AttentionSpec,
     DenseSpec,
@@ -37,7 +41,40 @@ from raymoe.specs.model import (
     MoeSpec,
 )
 from raymoe.specs.weight_format import WeightFormat
-from raymoe.specs.weight_names import EMBEDDING, HEAD, layer_prefix, model_weights
+from raymoe.specs.weight_names import model_weights
+
+Reduce = Callable[[Tensor], Tensor]
+"""A tensor of each rank -> their sum, the same on each; may work in place."""
+
+
+def keep(tensor: Tensor) -> Tensor:
+    """The sum over the ranks where there is one."""
+    return tensor
+
+
+class NormOverRanks:
+    """RMS norms of queries and keys over the heads of all ranks, of which this one has its own.
+
+    Args:
+        reduce: Adds up over the ranks.
+        count: Of ranks.
+        eps: Of the norms.
+    """
+
+    def __init__(self, reduce: Reduce, count: int, eps: float) -> None:
+        self._reduce, self._count, self._eps = reduce, count, eps
+
+    def __call__(self, parts: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+        """Norm matrices [T, ...], each by its weight, in place; rounded as `rms_norm` does.
+
+        A head that several ranks have counts as often in the sum as in the number of elements.
+        """
+        squares_PT = torch.stack([part.float().square().sum(-1) for part in parts])
+        for part, weight, sum_T in zip(parts, weights, self._reduce(squares_PT), strict=True):
+            mean_T1 = sum_T[:, None] / (self._count * part.shape[-1])
+            normed = (part.float() * torch.rsqrt(mean_T1 + self._eps)).to(part.dtype)
+            part.copy_(weight * normed)
+
 
 ALIGNMENT = 64
 
@@ -334,3 +371,148 @@ def _is_read_as_stored(weight_OI: Weight, dtype: torch.dtype) -> bool:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+GetView = Callable[[str], Weight]
+
+
+class PagedLoader(Loader):
+    """Builds parts whose weights are where `view` says, whatever is there when they run.
+
+    Weights that form one matrix (queries, keys, values) must be neighbours in memory, as
+    `specs.weight_parts` orders them.
+    """
+
+    def __init__(
+        self,
+        view: GetView,
+        stored: GetWeight,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        tiles: TileTable | None = None,
+    ) -> None:
+        """Build over views.
+
+        Args:
+            view: Canonical name -> the weight where the decoder computes.
+            stored: Canonical name -> the weight as it is stored, for the few that stay.
+            dtype: Of the views.
+            device: Where they are.
+            tiles: Measured tiles of the GPU's kernels for experts.
+        """
+        super().__init__(view, _refuse_to_allocate, dtype)
+        self._view, self._stored, self.device = view, stored, device
+        self._tiles = tiles
+
+    def linear(self, names: Sequence[str], *, has_bias: bool = False) -> Linear:
+        """See `Loader`."""
+        weights = [self._view(f"{name}.weight") for name in names]
+        biases = [self.vector(f"{name}.bias") for name in names] if has_bias else None
+        plain = [weight for weight in weights if isinstance(weight, Tensor)]
+        if len(plain) == len(weights):
+            return PlainLinear(_joined(plain), None if biases is None else _joined(biases))
+        parts = [
+            PlainLinear(weight, None if biases is None else biases[i])
+            for i, weight in enumerate(weights)
+        ]
+        return parts[0] if len(parts) == 1 else SideBySide(parts)
+
+    def tied_linear(self, weight_OI: Tensor, bias: str | None) -> Linear:
+        """See `Loader`; the embedding is on the host, so the head has a view of its own."""
+        del weight_OI
+        return PlainLinear(self._view(HEAD), None if bias is None else self.vector(bias))
+
+    def head_matrices(self, name: str, num_heads: int) -> HeadMatrices:
+        """See `Loader`; a view here, decoded whenever it is asked for."""
+        weight = self._view(f"{name}.weight")
+        shape = (num_heads, -1, weight.shape[1])
+        return lambda: as_tensor(weight, self.dtype).view(shape)
+
+    def experts(self, prefix: str, moe: MoeSpec) -> Experts:
+        """See `Loader`."""
+        return make_device_experts(
+            self.expert_matrices(prefix, moe),
+            activation=moe.activation,
+            dtype=self.dtype,
+            clamp=clamp_of(moe),
+            tiles=self._tiles,
+        )
+
+    def expert_matrices(self, prefix: str, moe: MoeSpec) -> ExpertMatrices:
+        """The views of all experts of a layer."""
+        gate, up, down = (
+            [
+                self._view(f"{prefix}{expert}.{part}_proj.weight")
+                for expert in range(moe.num_experts)
+            ]
+            for part in ("gate", "up", "down")
+        )
+        return ExpertMatrices(
+            gate,
+            up,
+            down,
+            biases=self.expert_biases(prefix, moe),
+            are_reordered=self._are_reordered(prefix, moe),
+        )
+
+    def _are_reordered(self, prefix: str, moe: MoeSpec) -> bool:
+        """Whether an expert's inputs are in groups of others than their neighbours.
+
+        The tables that say so are read from the checkpoint: there is nothing in a slot yet.
+        """
+        names = (
+            f"{prefix}{expert}.{part}_proj.weight"
+            for expert in range(moe.num_experts)
+            for part in ("gate", "up", "down")
+        )
+        with_tables = (name for name in names if _has_order(self._view(name)))
+        return not all(_is_in_order(self._stored(name)) for name in with_tables)
+
+    def gated_ffn(self, prefix: str, activation: str) -> GatedFfn:
+        """See `Loader`."""
+        gate, up, down = (
+            self._view(f"{prefix}{part}_proj.weight") for part in ("gate", "up", "down")
+        )
+        return PlainGatedFfn(gate, up, down, activation=activation)
+
+    def table(self, name: str) -> Tensor:
+        """See `Loader`."""
+        return self.vector(name)
+
+    def vector(self, name: str) -> Tensor:
+        """See `Loader`; a view here."""
+        view = self._view(name)
+        assert isinstance(view, Tensor), "tables and vectors are never quantised"
+        return view
+
+    def score_vector(self, name: str, *, is_on_host: bool = False) -> Tensor:
+        """See `Loader`; a copy of what is stored, beside the views."""
+        device = "cpu" if is_on_host else self.device
+        stored = self._stored(name)
+        assert isinstance(stored, Tensor), "vectors are never quantised"
+        return stored.to(device, torch.float32, copy=True)
+
+
+def _has_order(weight: Weight) -> bool:
+    return isinstance(weight, StoredMatrix) and "order" in weight.pieces
+
+
+def _is_in_order(stored: Weight) -> bool:
+    return isinstance(stored, StoredMatrix) and is_in_order(stored)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Neighbouring tensors of equal width as one tensor."""
+    first = parts[0]
+    offset = first.storage_offset()
+    for part in parts:
+        assert part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        assert part.storage_offset() == offset, "weights of one projection are not neighbours"
+        offset += part.numel()
+    rows = sum(len(part) for part in parts)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def _refuse_to_allocate(num_bytes: int) -> Tensor:
+    raise AssertionError(f"{num_bytes} bytes asked for; paged parts are views")

@@ -73,8 +73,6 @@ class Grid:
 
 
 AXES = tuple(axis.name for axis in fields(Knobs))
-
-
 LEAST_CHUNK = 1024  # tokens of a prompt in a pass, for rows that are longer than those planned for
 
 

@@ -12,8 +12,6 @@ from raymoe.schedule.draw import round_step, svg_page, text_at
 from raymoe.units import GB, GIB, MB, TB, format_bytes
 
 __all__ = ["Curve", "CurvePoint", "draw_host_roofline", "draw_roofline", "draw_throughput"]
-
-
 WIDTH, HEIGHT = 960, 600
 LEFT, RIGHT, TOP, BOTTOM = 92, 28, 68, 58  # margins of the plot
 NUM_TICKS = 8

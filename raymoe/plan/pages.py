@@ -13,15 +13,15 @@ from typing import NamedTuple, Self
 from raymoe.errors import ConfigError
 from raymoe.plan.policy import PAGE_BYTES
 from raymoe.schedule.program import LayerPages
-from raymoe.specs.layers import MoeSpec
-from raymoe.specs.model import ModelSpec
-from raymoe.specs.weight_names import (
+from raymoe.specs.layer_weights import (
     PART_ALIGNMENT,
     Shape,
     attention_weights,
     common_weights,
     expert_weights,
 )
+from raymoe.specs.layers import MoeSpec
+from raymoe.specs.model import ModelSpec
 from raymoe.units import ceil_div
 
 PAGE_ALIGNMENT = 256

@@ -14,9 +14,7 @@ from math import ceil, prod
 from typing import NamedTuple, Self
 
 from raymoe.errors import ConfigError
-from raymoe.specs.layers import AttentionSpec, LatentAttentionSpec, LayerSpec, MoeSpec
-from raymoe.specs.model import ModelSpec
-from raymoe.specs.weight_names import (
+from raymoe.specs.layer_weights import (
     EMBEDDING,
     HEAD,
     KV_UP,
@@ -28,6 +26,8 @@ from raymoe.specs.weight_names import (
     expert_weights,
     num_elements,
 )
+from raymoe.specs.layers import AttentionSpec, LatentAttentionSpec, LayerSpec, MoeSpec
+from raymoe.specs.model import ModelSpec
 
 Weights = Iterable[tuple[str, Shape]]
 

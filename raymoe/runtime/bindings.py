@@ -1,16 +1,23 @@
 """Op -> callable: what each task of a schedule does to the state of a pass."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Self
 
+import torch
 from torch import Tensor
 
+from raymoe.device.cuda_api import Runs
 from raymoe.kernels.cpu_attention import AttentionBatch
-from raymoe.kernels.device_attention_batch import StagedBatch
+from raymoe.kernels.cpu_elementwise import Routing
+from raymoe.kernels.gpu_attention_batch import StagedBatch
+from raymoe.memory.activations import HostActivations, PassActivations, WaveActivations
 from raymoe.memory.kv_cache import KvCache
-from raymoe.model.decoder import Decoder, Projected, Routing
+from raymoe.memory.weight_pages import WeightPages
+from raymoe.model.decoder import Decoder, Projected
 from raymoe.runtime.executor import Bindings
-from raymoe.schedule.graph import Op, Task
+from raymoe.runtime.micro_batches import CutPass, Wave
+from raymoe.schedule.graph import Buffer, Op, Task
 
 LOGIT_CHUNK_ROWS = 256
 
@@ -126,3 +133,299 @@ def bind_in_place(decoder: Decoder, attend_layer: Attend) -> Bindings[PassState]
         Op.EXPERTS: experts,
         Op.HEAD: head,
     }
+
+
+_RINGED = frozenset(("qkv", "host_qkv", "host_attention", "attention", "device_attention"))
+_STAGED = frozenset(("staged_kv",))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """Everything that the bindings work on.
+
+    Attributes:
+        top_k: Experts per token of each layer; 0 where it has none.
+        decoders: The model over the slots, by the slot of layer 0.
+        weights: Pages and slots.
+        cache: KV of all sequences, on the host.
+        device: Activations on the device.
+        host: Activations on the host; its ring is as long as that of the device.
+        staging: Pinned pages between pageable memory and the device; empty if nothing is staged.
+        load: Copies a page of weights to the device, (target, source).
+        load_blocks: Copies runs of KV blocks to the device, (target, source, runs).
+    """
+
+    top_k: tuple[int, ...]
+    decoders: tuple[Decoder, Decoder]
+    weights: WeightPages
+    cache: KvCache
+    device: PassActivations
+    host: HostActivations
+    staging: Sequence[Tensor]
+    load: Callable[[Tensor, Tensor], None]
+    load_blocks: Callable[[Tensor, Tensor, Runs], None]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInputs:
+    """What of a pass the device has to know, in wave order.
+
+    Attributes:
+        positions_T: int32.
+        prompt_tokens_T: int32; None where the decoder does not need it.
+        logit_places_R: int64, tokens whose logits are wanted, in the order of the original pass.
+        staged: Of each wave, the sequences for which the device attends.
+    """
+
+    positions_T: Tensor
+    prompt_tokens_T: Tensor | None
+    logit_places_R: Tensor
+    staged: tuple[StagedBatch, ...]
+
+    @classmethod
+    def of(
+        cls, inputs: PassInputs, cut: CutPass, memory: "DeviceMemory", device: torch.device
+    ) -> Self:
+        """Send them to `device`."""
+        decoder, layout = memory.decoders[0], memory.cache.layout
+        prompt_tokens_T = inputs.prompt_tokens
+        if prompt_tokens_T is not None:
+            prompt_tokens_T = prompt_tokens_T[cut.order_T].to(device)
+        return cls(
+            inputs.positions[cut.order_T].to(device),
+            prompt_tokens_T,
+            cut.place_T[inputs.logit_rows].to(device),
+            tuple(decoder.staged_batch(wave.staging.batch, layout, device) for wave in cut.waves),
+        )
+
+
+@dataclass(slots=True)
+class DevicePass:
+    """One pass.
+
+    Attributes:
+        first_slot: Slot of layer 0.
+        on_device: What the device has to know of it.
+        used: Device memory of the buffers that were written last.
+    """
+
+    inputs: PassInputs
+    cut: CutPass
+    first_slot: int
+    on_device: DeviceInputs
+    used: dict[Buffer, tuple[Tensor, ...]] = field(default_factory=dict)
+
+    def wave(self, task: Task) -> Wave:
+        """The wave that a task works on."""
+        return self.cut.waves[task.part]
+
+
+def bind_device(memory: DeviceMemory) -> Bindings[DevicePass]:
+    """Bindings of a device."""
+    bound = _Bound(memory)
+    return {
+        Op.EMBED: bound.embed,
+        Op.UP: bound.up,
+        Op.PRE: bound.pre,
+        Op.QKV: bound.qkv,
+        Op.ATTN: bound.attend_on_host,
+        Op.APPEND: bound.append,
+        Op.KV: bound.stage_kv,
+        Op.GATTN: bound.attend_on_device,
+        Op.HID: bound.hid,
+        Op.POST: bound.post,
+        Op.EXPERTS: bound.experts,
+        Op.HEAD: bound.head,
+        Op.W: bound.load_page,
+        Op.STAGE: bound.stage_page,
+        Op.SYNC: bound.sync,
+    }
+
+
+def poison_dead(poison: Callable[[Tensor], None]) -> Callable[[Buffer, DevicePass], None]:
+    """What to do with buffers that nobody will read: whoever reads them after all shows."""
+
+    def on_dead(buffer: Buffer, state: DevicePass) -> None:
+        for tensor in state.used.pop(buffer, ()):
+            poison(tensor)
+
+    return on_dead
+
+
+class _Bound:
+    """The operations, in the order of a layer."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory = memory
+
+    def embed(self, task: Task, state: DevicePass) -> None:
+        rows = state.wave(task).rows
+        token_ids_T = state.inputs.token_ids[state.cut.order_T[rows]]
+        self._memory.host.embedded_TH[rows].copy_(self._decoder(state).embed(token_ids_T))
+
+    def up(self, task: Task, state: DevicePass) -> None:
+        rows = state.wave(task).rows
+        _send(self._memory.host.embedded_TH[rows], self._memory.device.hidden_TH[rows])
+
+    def pre(self, task: Task, state: DevicePass) -> None:
+        wave, inputs = state.wave(task), state.on_device
+        prompt_tokens_T = inputs.prompt_tokens_T
+        if prompt_tokens_T is not None:
+            prompt_tokens_T = prompt_tokens_T[wave.rows]
+        projected = self._decoder(state).pre(
+            task.layer,
+            self._memory.device.hidden_TH[wave.rows],
+            inputs.positions_T[wave.rows],
+            prompt_tokens_T,
+        )
+        split, into = wave.host.end, self._on_device(task)
+        host, device = into.absorbed(split), into.projected(split, wave.num_tokens)
+        absorbed_TAD = self._decoder(state).absorb(task.layer, projected.query_THD[:split])
+        _copy((absorbed_TAD, *(part[:split] for part in projected[1:])), host)
+        _copy((part[split:] for part in projected), device)
+        self._wrote(task, state, *host, *device)
+
+    def qkv(self, task: Task, state: DevicePass) -> None:
+        wave, source, target = state.wave(task), self._on_device(task), self._on_host(task)
+        _send(source.absorbed(wave.host.end).query_THD, target.absorbed(wave.host.end).query_THD)
+        _copy(source.cached(0, wave.num_tokens), target.cached(0, wave.num_tokens))
+
+    def attend_on_host(self, task: Task, state: DevicePass) -> None:
+        share, activations = state.wave(task).host, self._on_host(task)
+        result_TX = self._decoder(state).attend_absorbed(
+            task.layer, activations.absorbed(share.end), self._cache(task), share.batch
+        )
+        activations.absorbed_result(share.end).copy_(result_TX)
+
+    def append(self, task: Task, state: DevicePass) -> None:
+        share = state.wave(task).device
+        projected = self._on_host(task).projected(share.begin, share.end)
+        self._decoder(state).append(task.layer, projected, self._cache(task), share.batch)
+
+    def stage_kv(self, task: Task, state: DevicePass) -> None:
+        staging = state.wave(task).staging
+        staged, cache = self._staged(task), self._cache(task)
+        self._memory.load_blocks(staged, cache, staging.runs)
+        self._wrote(task, state, staged[: staging.num_blocks])
+
+    def attend_on_device(self, task: Task, state: DevicePass) -> None:
+        share, activations = state.wave(task).device, self._on_device(task)
+        attention_TX = self._decoder(state).attend_staged(
+            task.layer,
+            activations.projected(share.begin, share.end),
+            self._staged(task),
+            state.on_device.staged[task.part],
+        )
+        into = activations.result(share.begin, share.end)
+        into.copy_(attention_TX)
+        self._wrote(task, state, into)
+
+    def hid(self, task: Task, state: DevicePass) -> None:
+        end = state.wave(task).host.end
+        into = self._on_device(task).absorbed_result(end)
+        _send(self._on_host(task).absorbed_result(end), into)
+        self._wrote(task, state, into)
+
+    def post(self, task: Task, state: DevicePass) -> None:
+        wave, device = state.wave(task), self._memory.device
+        hidden_TH = device.hidden_TH[wave.rows]
+        posted = self._decoder(state).post(task.layer, hidden_TH, self._attended(task, state))
+        hidden_TH.copy_(posted.hidden_TH)
+        device.normed_TH[wave.rows].copy_(posted.normed_TH)
+        routed = (device.normed_TH, device.topk_ids_TK, device.topk_weights_TK)
+        state.used[Buffer("routed", (task.part,))] = tuple(tensor[wave.rows] for tensor in routed)
+        if posted.routing is not None:
+            top_k = posted.routing.topk_ids_TK.shape[1]
+            device.topk_ids_TK[wave.rows, :top_k].copy_(posted.routing.topk_ids_TK)
+            device.topk_weights_TK[wave.rows, :top_k].copy_(posted.routing.topk_weights_TK)
+
+    def experts(self, task: Task, state: DevicePass) -> None:
+        device = self._memory.device
+        waves = [state.cut.waves[wave] for (wave,) in _keys(task.writes, "hidden")]
+        rows = slice(waves[0].begin, waves[-1].end)
+        hidden_TH = device.hidden_TH[rows]
+        routing, top_k = None, self._memory.top_k[task.layer]
+        if top_k:
+            routing = Routing(
+                device.topk_ids_TK[rows, :top_k], device.topk_weights_TK[rows, :top_k]
+            )
+        result_TH = self._decoder(state).ffn(task.layer, hidden_TH, device.normed_TH[rows], routing)
+        hidden_TH.copy_(result_TH)
+
+    def head(self, _task: Task, state: DevicePass) -> None:
+        decoder, inputs = self._decoder(state), state.inputs
+        final_RH = decoder.final(self._memory.device.hidden_TH, state.on_device.logit_places_R)
+        for begin in range(0, final_RH.shape[0], LOGIT_CHUNK_ROWS):
+            chunk_CH = final_RH[begin : begin + LOGIT_CHUNK_ROWS]
+            inputs.on_logits(begin, decoder.logits(chunk_CH).cpu())
+
+    def load_page(self, task: Task, state: DevicePass) -> None:
+        weights = self._memory.weights
+        slot, page = task.writes[0].key
+        source = weights.host_page(task.layer, page)
+        staged = next((buffer for buffer in task.reads if buffer.name == "staging"), None)
+        if staged is not None:
+            source = self._memory.staging[staged.key[0]][: len(source)]
+        into = weights.slot_page(task.layer, page, slot)
+        self._memory.load(into, source)
+        self._wrote(task, state, into)
+
+    def stage_page(self, task: Task, _state: DevicePass) -> None:
+        source = self._memory.weights.host_page(task.layer, task.part)
+        (slot,) = task.writes[0].key
+        self._memory.staging[slot][: len(source)].copy_(source)
+
+    def sync(self, task: Task, state: DevicePass) -> None:
+        """Nothing: the schedule's dependencies are the wait."""
+
+    def _wrote(self, task: Task, state: DevicePass, *tensors: Tensor) -> None:
+        """Remember the memory of the one buffer that a task writes."""
+        (buffer,) = task.writes
+        state.used[buffer] = tensors
+
+    def _attended(self, task: Task, state: DevicePass) -> Tensor:
+        """Results of attention of a whole wave, wherever they were computed."""
+        wave, activations = state.wave(task), self._on_device(task)
+        split = wave.host.end
+        from_device_TX = activations.result(split, wave.num_tokens)
+        if not split:
+            return from_device_TX
+        from_host_TX = self._decoder(state).unfold(task.layer, activations.absorbed_result(split))
+        if split == wave.num_tokens:
+            return from_host_TX
+        return torch.cat([from_host_TX, from_device_TX])
+
+    def _decoder(self, state: DevicePass) -> Decoder:
+        return self._memory.decoders[state.first_slot]
+
+    def _cache(self, task: Task) -> Tensor:
+        return self._memory.cache.layer(task.layer)
+
+    def _staged(self, task: Task) -> Tensor:
+        return self._memory.device.staged_kv[_key_of(task, _STAGED)]
+
+    def _on_device(self, task: Task) -> WaveActivations:
+        return self._memory.device.ring[_key_of(task, _RINGED)]
+
+    def _on_host(self, task: Task) -> WaveActivations:
+        return self._memory.host.ring[_key_of(task, _RINGED)]
+
+
+def _keys(buffers: Sequence[Buffer], name: str) -> list[tuple[int, ...]]:
+    return [buffer.key for buffer in buffers if buffer.name == name]
+
+
+def _key_of(task: Task, names: frozenset[str]) -> int:
+    """Where the schedule puts the buffers of these names that a task uses; they agree."""
+    (key,) = {buffer.key for buffer in (*task.reads, *task.writes) if buffer.name in names}
+    return key[0]
+
+
+def _copy(source: Iterable[Tensor], target: Iterable[Tensor]) -> None:
+    for from_tensor, to_tensor in zip(source, target, strict=True):
+        _send(from_tensor, to_tensor)
+
+
+def _send(source: Tensor, target: Tensor) -> None:
+    """Copy within the device or between it and pinned memory; the host does not wait."""
+    target.copy_(source, non_blocking=True)

@@ -15,6 +15,7 @@ from raymoe.specs.family import (
     RouterRule,
     SparseLayers,
 )
+from raymoe.specs.files import MAX_INTEGER, MAX_NUMBER, MAX_TOKEN_ID
 from raymoe.specs.layers import (
     AttentionSpec,
     ClampSpec,
@@ -25,10 +26,6 @@ from raymoe.specs.layers import (
     RouterSpec,
     SharedSpec,
 )
-
-MAX_INTEGER = 2**40 - 1
-MAX_NUMBER = 1e30
-MAX_TOKEN_ID = 2**31 - 1
 
 
 class ConfigFields:

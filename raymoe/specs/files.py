@@ -202,3 +202,8 @@ def _tuple(members: tuple[object, ...], value: object, where: str) -> tuple[obje
     if len(members) != len(value):
         raise ConfigError(f"{where} is {value!r}; it takes {len(members)} entries")
     return tuple(_read(kind, entry, where) for kind, entry in zip(members, value, strict=True))
+
+
+MAX_INTEGER = 2**40 - 1
+MAX_NUMBER = 1e30
+MAX_TOKEN_ID = 2**31 - 1

@@ -18,6 +18,17 @@ from raymoe.specs.config import (
 )
 from raymoe.specs.family import NormKind
 from raymoe.specs.files import read_json_object
+from raymoe.specs.layer_weights import (
+    Shape,
+    attention_weights,
+    common_weights,
+    expert_parameters,
+    expert_weights,
+    layer_parameters,
+    layer_prefix,
+    num_elements,
+    outer_weights,
+)
 from raymoe.specs.layers import (
     AttentionSpec,
     ClampSpec,
@@ -31,17 +42,6 @@ from raymoe.specs.layers import (
 from raymoe.specs.quantization import Quantization, parse_quantization
 from raymoe.specs.rope import RopeSpec, parse_rope
 from raymoe.specs.weight_format import ITEM_BYTES, PLAIN_FORMATS, WeightFormat
-from raymoe.specs.weight_names import (
-    Shape,
-    attention_weights,
-    common_weights,
-    expert_parameters,
-    expert_weights,
-    layer_parameters,
-    layer_prefix,
-    num_elements,
-    outer_weights,
-)
 
 __all__ = [
     "AttentionSpec",

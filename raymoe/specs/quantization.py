@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from raymoe.errors import UnsupportedModelError
+from raymoe.specs.layer_weights import EXPERTS, HEAD, ROUTER
 from raymoe.specs.weight_format import (
     FP8_COLUMNS,
     FP8_ROWS,
@@ -21,7 +22,6 @@ from raymoe.specs.weight_format import (
     PackedInt4,
     WeightFormat,
 )
-from raymoe.specs.weight_names import EXPERTS, HEAD, ROUTER
 
 MAX_REPETITIONS = 6
 _UNDERSTOOD = re.compile(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from raymoe.errors import UnsupportedModelError
-from raymoe.specs.config import MAX_INTEGER, MAX_NUMBER
+from raymoe.specs.files import MAX_INTEGER, MAX_NUMBER
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 

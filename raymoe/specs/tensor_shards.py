@@ -23,6 +23,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from raymoe.errors import ConfigError
+from raymoe.specs.layer_weights import (
+    Shape,
+    attention_weights,
+    common_weights,
+    expert_weights,
+    layer_prefix,
+)
 from raymoe.specs.layers import (
     AttentionSpec,
     DenseSpec,
@@ -32,13 +39,6 @@ from raymoe.specs.layers import (
 )
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_format import Piece
-from raymoe.specs.weight_names import (
-    Shape,
-    attention_weights,
-    common_weights,
-    expert_weights,
-    layer_prefix,
-)
 
 _ADDED_ONCE = ("o_proj.bias", "down_proj.bias")
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from raymoe.kernels import device_attention_choice as choice
-from raymoe.kernels.device_attention_choice import AttentionCompute
-from raymoe.kernels.latent_forms import LatentHeads
+from raymoe.kernels import gpu_attention_batch as choice
+from raymoe.kernels.gpu_attention_batch import AttentionCompute
+from raymoe.kernels.paged_kv import LatentHeads
 from raymoe.plan.policy import DevicePolicy
 from tests.integration import test_schedules as schedules
 from tests.parity.cases import get_case
@@ -50,7 +50,7 @@ def generate(name: str, sizes: dict[str, int], **config: object) -> list[tuple[i
 def test_our_kernels_give_the_tokens_of_the_cpu(
     name: str, placement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from raymoe.kernels.device_attention_launches import Attending  # noqa: PLC0415 - needs Triton
+    from raymoe.kernels.gpu_attention import Attending  # noqa: PLC0415 - needs Triton
 
     name = schedules.plain_configuration(name)
     sizes = {"batch_size": 4, "pass_tokens": 24, "prefill_chunk_tokens": 12}

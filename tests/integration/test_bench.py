@@ -8,20 +8,19 @@ from pathlib import Path
 import pytest
 
 from raymoe import cli
-from raymoe.bench.kernels import measure_kernels
-from raymoe.bench.passes import (
-    PassKind,
-    PassPair,
-    compare_passes,
-    predict_pass,
-    times_by_kind,
-)
-from raymoe.bench.quantised import quantised_experts_job
+from raymoe.bench.kernels import measure_kernels, quantised_experts_job
+from raymoe.bench.steps import PassKind, PassPair, compare_passes, predict_pass, times_by_kind
 from raymoe.bench.suite import run_suite
 from raymoe.bench.workloads import WORKLOADS, make_checkpoint, make_prompts
 from raymoe.errors import ConfigError
-from raymoe.measure.attention import AttentionShape, decode_job, prefill_job
-from raymoe.measure.experts import ExpertsShape, experts_job, linear_job
+from raymoe.measure.jobs import (
+    AttentionShape,
+    ExpertsShape,
+    decode_job,
+    experts_job,
+    linear_job,
+    prefill_job,
+)
 from raymoe.plan.cost import PassShape
 from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.schedule.timeline import Span, Timeline

@@ -17,10 +17,10 @@ from raymoe.cli.resume import Remains
 from raymoe.cli.storage import Location
 from raymoe.config import EngineConfig, SamplingParams
 from raymoe.data.manifest import Manifest
-from raymoe.data.status.files import read_status
-from raymoe.data.status.view import JobView
+from raymoe.data.status import read_status
+from raymoe.data.status_view import JobView
 from raymoe.engine.identity import ModelIdentity
-from raymoe.report.page import is_report
+from raymoe.report import is_report
 from tests.tiny import make_checkpoint
 
 COMMAND = [sys.executable, "-c", "from raymoe.cli import main; main()"]

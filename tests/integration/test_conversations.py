@@ -6,12 +6,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raymoe.cli.jsonl import read_split, scan
+from raymoe.cli.sources import read_split, scan
 from raymoe.cli.storage import Location
 from raymoe.config import SamplingParams
 from raymoe.data.generator import MoEGenerator
 from raymoe.data.rows import RowReader
-from raymoe.engine.chat_template import Chat, ChatTemplate, check_messages
+from raymoe.engine.tokenizer import Chat, ChatTemplate, check_messages
 from tests.tiny import make_checkpoint
 
 # Asks for everything the way the templates of supported families do: what is defined is there.

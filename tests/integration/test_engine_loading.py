@@ -9,7 +9,7 @@ import pytest
 
 from raymoe.config import EngineConfig
 from raymoe.device.host import read_host
-from raymoe.engine import memory_check
+from raymoe.engine import loading
 from raymoe.engine.engine import Engine
 from raymoe.errors import (
     CheckpointError,
@@ -18,7 +18,7 @@ from raymoe.errors import (
     UnknownOptionError,
     UnsupportedModelError,
 )
-from raymoe.measure.machine import identify_machine, store_profile
+from raymoe.measure.profile import identify_machine, store_profile
 from raymoe.plan.policy import DevicePolicy, Policy
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.units import GIB, MIB
@@ -196,7 +196,7 @@ def test_an_engine_reports_its_plan_beside_what_it_took(directory):
 
 
 def test_a_budget_beyond_what_is_free_is_refused_before_anything_is_taken(directory, monkeypatch):
-    monkeypatch.setattr(memory_check, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(loading, "PATIENCE_S", 0.0)
     policy = Policy(
         batch_size=8, pass_tokens=64, prefill_chunk_tokens=64, num_kv_blocks=2**32 // 100
     )

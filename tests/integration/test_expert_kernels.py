@@ -7,7 +7,7 @@ import torch
 
 from raymoe.config import EngineConfig
 from raymoe.engine.engine import Engine
-from raymoe.kernels import device_experts_choice as choice
+from raymoe.kernels import gpu_experts_choice as choice
 from raymoe.plan.policy import DevicePolicy, Policy
 from tests.integration.test_schedules import plain_configuration
 from tests.parity.cases import get_case
@@ -39,7 +39,7 @@ def generate(directory: Path, device: str) -> list[tuple[int, ...]]:
 def test_streamed_and_resident_experts_give_the_tokens_of_the_cpu(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from raymoe.kernels.device_experts import GroupedExperts  # noqa: PLC0415 - needs Triton
+    from raymoe.kernels.gpu_experts import GroupedExperts  # noqa: PLC0415 - needs Triton
 
     is_plain = name == "mixtral"
     directory = (

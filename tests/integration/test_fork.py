@@ -13,7 +13,7 @@ SCRIPT = """
 import os, signal, sys
 import pyarrow as pa
 from raymoe.data.generator import MoEGenerator
-from raymoe.data.inside import inside_files
+from raymoe.data.quarantine import inside_files
 from raymoe.errors import ExecutionError
 from pathlib import Path
 

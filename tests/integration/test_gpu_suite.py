@@ -15,9 +15,14 @@ import pytest
 import torch
 
 from raymoe.bench.gpu import accelerate_part, engine_part, part
-from raymoe.bench.gpu.contenders import ACCELERATE, GPU_CONTENDERS, SCHEDULES
 from raymoe.bench.gpu.result import Status, read_results
-from raymoe.bench.gpu.settings import NodeSettings, PartSettings
+from raymoe.bench.gpu.settings import (
+    ACCELERATE,
+    GPU_CONTENDERS,
+    SCHEDULES,
+    NodeSettings,
+    PartSettings,
+)
 from raymoe.cli import run
 from raymoe.device.cuda import CudaDevice
 from raymoe.engine import runner_loading

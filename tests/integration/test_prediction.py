@@ -16,7 +16,7 @@ from raymoe.config import EngineConfig
 from raymoe.device.emulated import EmulatedDevice
 from raymoe.engine import loading
 from raymoe.engine.engine import Engine
-from raymoe.engine.pace import Pace
+from raymoe.engine.runner_loading import Pace
 from raymoe.plan.pages import layer_pages
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Policy

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from raymoe import _native, cli
-from raymoe.kernels.threads import set_num_threads
-from raymoe.measure import attention, experts, host, machine, profile, tasks
-from raymoe.measure.attention import AttentionShape
-from raymoe.measure.experts import ExpertsShape
+from raymoe.device.threads import set_num_threads
+from raymoe.measure import host, jobs, profile
+from raymoe.measure.jobs import AttentionShape, ExpertsShape
 from raymoe.specs.hardware import Curve, HardwareSpec
 from raymoe.units import MIB
 from tests.unit.specs.test_hardware import MEASURED
@@ -34,8 +33,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, value in sizes.items():
         monkeypatch.setattr(host, name, value)
-    monkeypatch.setattr(experts, "MIN_WEIGHT_BYTES", MIB)
-    monkeypatch.setattr(attention, "MIN_CACHE_BYTES", MIB)
+    monkeypatch.setattr(jobs, "MIN_WEIGHT_BYTES", MIB)
+    monkeypatch.setattr(jobs, "MIN_CACHE_BYTES", MIB)
     monkeypatch.setattr(profile, "PAGE_BYTES", MIB)
 
 
@@ -59,7 +58,7 @@ def test_everything_is_measured_on_the_cores(tmp_path: Path) -> None:
         "attention_bytes_per_s": [32, 512],
         "attention_bytes_per_s_of_threads": [1, 2],
         "prefill_flop_per_s": [32, 256],
-        "task_overhead_s": list(tasks.TOKENS),
+        "task_overhead_s": list(host.TOKENS),
     }
     node.to_file(tmp_path / "node.json")
     assert HardwareSpec.from_file(tmp_path / "node.json") == node
@@ -90,7 +89,7 @@ def test_a_machine_is_measured_once(
 ) -> None:
     node, path = profile.obtain_profile(tmp_path, 2)
     assert profile.obtain_profile(tmp_path, 2) == (node, path)
-    assert machine.load_profile(tmp_path, machine.identify_machine(2)) == node
+    assert profile.load_profile(tmp_path, profile.identify_machine(2)) == node
     assert len(measure()) == 1
     again, _ = profile.obtain_profile(tmp_path, 2, is_fresh=True)
     assert again.name == "node 2"

@@ -18,8 +18,8 @@ import transformers
 
 from raymoe.config import EngineConfig, Settings
 from raymoe.engine.engine import Engine
-from raymoe.engine.load_job import LoadJob
 from raymoe.engine.ranks import Ranks
+from raymoe.engine.runner_loading import LoadJob
 from raymoe.errors import CheckpointError, ConfigError, ExecutionError
 from raymoe.plan.policy import DevicePolicy, Policy
 from raymoe.schedule.builders import STREAMING_BUILDERS
@@ -85,7 +85,7 @@ def expected(case: Case) -> list[tuple[int, ...]]:
 
 def rank_processes() -> list[psutil.Process]:
     children = psutil.Process().children(recursive=True)
-    return [child for child in children if any("rank_worker" in word for word in child.cmdline())]
+    return [child for child in children if any("engine.ranks" in word for word in child.cmdline())]
 
 
 def assert_gone(processes: list[psutil.Process]) -> None:

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from raymoe.assets import demo_model_path
-from raymoe.bench.waiting import WaitingModel, WaitingRunner, waiting_parts
 from raymoe.config import EngineConfig
 from raymoe.engine.engine import Engine
 from raymoe.errors import ConfigError
@@ -15,6 +14,7 @@ from raymoe.plan.work import PassLoad
 from raymoe.specs.hardware import hardware_preset
 from raymoe.specs.presets_models import model_preset
 from raymoe.specs.workload import Workload
+from tests.scale.waiting import WaitingModel, WaitingRunner, waiting_parts
 
 
 @pytest.fixture(scope="module")

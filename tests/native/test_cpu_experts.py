@@ -17,8 +17,8 @@ from raymoe.kernels.cpu_experts import (
     PlainGatedFfn,
     make_experts,
     make_gated_ffn,
+    packed_experts_bytes,
 )
-from raymoe.kernels.packed_experts import packed_experts_bytes
 
 # Tokens, hidden, expert size, experts, experts per token.
 SHAPES = [

@@ -16,8 +16,7 @@ from raymoe.kernels.cpu_latent_attention import (
     append_latent,
     append_latent_reference,
 )
-from raymoe.kernels.paged_kv import BLOCK_TOKENS
-from raymoe.kernels.paged_latent import LatentLayout
+from raymoe.kernels.paged_kv import BLOCK_TOKENS, LatentLayout
 from tests.native.attention_cases import BF16, DTYPES, FP16, FP32, PASSES
 
 pytestmark = pytest.mark.usefixtures("isa")

@@ -3,15 +3,15 @@
 import pytest
 
 from raymoe import _native
-from raymoe.device.probe import probe_host
-from raymoe.errors import ConfigError
-from raymoe.kernels.cpu_probe import (
+from raymoe.device.threads import (
     PROBE_DTYPES,
     ProbeDtype,
     has_bfloat16_dot_products,
     peak_flop_per_s,
+    probe_host,
     read_bandwidth_bytes_per_s,
 )
+from raymoe.errors import ConfigError
 
 
 def test_memory_is_read_at_a_plausible_rate(isa: str) -> None:

@@ -9,8 +9,13 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 from raymoe.errors import ConfigError
-from raymoe.kernels.cpu_norm import FLOAT_DTYPES
-from raymoe.kernels.cpu_rope import Projected, Steps, qkv_rope, qkv_rope_reference
+from raymoe.kernels.cpu_elementwise import (
+    FLOAT_DTYPES,
+    Projected,
+    Steps,
+    qkv_rope,
+    qkv_rope_reference,
+)
 
 NUM_POSITIONS = 50
 UNIT = {torch.float32: 2**-23, torch.float16: 2**-10, torch.bfloat16: 2**-7}

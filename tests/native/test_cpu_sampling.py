@@ -6,8 +6,8 @@ from torch import Tensor
 
 from raymoe import _native
 from raymoe.errors import ConfigError
-from raymoe.kernels.cpu_norm import FLOAT_DTYPES
-from raymoe.kernels.cpu_sampling import (
+from raymoe.kernels.cpu_elementwise import (
+    FLOAT_DTYPES,
     RandomKeys,
     argmax,
     argmax_reference,

@@ -7,8 +7,8 @@ from torch import Tensor
 from raymoe import _native
 from raymoe.codecs import as_tensor
 from raymoe.errors import UnsupportedModelError
-from raymoe.kernels.packed_experts import PackedExperts, PackedGatedFfn
-from raymoe.kernels.packing import BFloat16Packing, Packing, packing_for, packing_of
+from raymoe.kernels.cpu_experts import PackedExperts, PackedGatedFfn
+from raymoe.kernels.cpu_linear import BFloat16Packing, Packing, packing_for, packing_of
 from raymoe.specs.weight_format import (
     Awq,
     Fp8Block,

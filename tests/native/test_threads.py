@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from raymoe import _native
-from raymoe.kernels.threads import set_num_threads
+from raymoe.device.threads import set_num_threads
 
 
 @pytest.fixture

@@ -10,8 +10,7 @@ from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.memory.arena import HostArena
 from raymoe.memory.kv_cache import KvCache
 from raymoe.memory.weights import WeightStore
-from raymoe.model.cache import cache_layout
-from raymoe.model.decoder import Decoder
+from raymoe.model.decoder import Decoder, cache_layout
 from raymoe.model.loading import decoder_arena_bytes
 from raymoe.specs.model import ModelSpec
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from raymoe.kernels.threads import set_num_threads
+from raymoe.device.threads import set_num_threads
 from tests.parity.cases import get_case
 from tests.parity.configurations import CONFIGURATIONS, FAMILY_CONFIGS, first_of_each_family
 from tests.parity.driver import generate, load_decoder

@@ -20,7 +20,7 @@ from ray.cluster_utils import Cluster
 import raymoe
 from raymoe.config import EngineConfig, SamplingParams
 from raymoe.data.generator import MoEGenerator
-from raymoe.data.inside import DEATH
+from raymoe.data.quarantine import DEATH
 from raymoe.data.sizing import map_batches_kwargs
 from tests.ray.logged import LoggedGenerator, read_log
 

@@ -11,7 +11,7 @@ import pytest
 import ray.data
 
 import raymoe
-from raymoe.data.arrange import KEYS, sort_and_deal
+from raymoe.data.sorting import KEYS, sort_and_deal
 
 pytestmark = [
     pytest.mark.ray,

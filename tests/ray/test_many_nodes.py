@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from raymoe.bench.waiting_generator import read_actor_logs
-from raymoe.cli import bench_scale, run, waiting_job
-from raymoe.cli.local_cluster import local_cluster
-from raymoe.cli.waiting_job import DRIVER, RAY, WaitingJob, run_waiting_job
 from raymoe.specs.workload import Workload
+from tests.scale import bench_scale, waiting_job
+from tests.scale.local_cluster import local_cluster
+from tests.scale.waiting_generator import read_actor_logs
+from tests.scale.waiting_job import DRIVER, RAY, WaitingJob, run_waiting_job
 
 pytestmark = [
     pytest.mark.ray,
@@ -20,8 +20,8 @@ pytestmark = [
 
 
 def test_a_million_rows_but_fewer(tmp_path, capsys):
-    options = ("--suite", "million", "--actors", "2", "--rows", "3000", "--speedup", "200")
-    assert run(["bench", *options, "--out", str(tmp_path)]) == 0
+    options = ("million", "--actors", "2", "--rows", "3000", "--speedup", "200")
+    bench_scale.APP([*options, "--out", str(tmp_path)], standalone_mode=False)
     printed = capsys.readouterr().out
     assert "3,000 rows, every id once, on 2 actors" in printed
     (line,) = (tmp_path / "million.jsonl").read_text().splitlines()
@@ -55,8 +55,8 @@ def test_actors_of_all_nodes_take_rows_and_the_driver_has_a_limit(tmp_path, monk
 
 def test_scale_compares_more_actors_with_fewer(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench_scale, "INSTANT_TASKS", 100)
-    options = ("--suite", "scale", "--actors", "1", "--actors", "2", "--rows", "300")
-    assert run(["bench", *options, "--speedup", "400", "--out", str(tmp_path)]) == 0
+    options = ("scale", "--actors", "1", "--actors", "2", "--rows", "300")
+    bench_scale.APP([*options, "--speedup", "400", "--out", str(tmp_path)], standalone_mode=False)
     printed = capsys.readouterr().out
     assert "% of 2 times one" in printed
     assert "1000 nodes: 1000 *" in printed

@@ -132,12 +132,12 @@ def test_an_actor_whose_rank_is_killed_loses_no_row_and_leaves_no_rank(
     for table in generated(path, tiny_model, num_actors=1, engine_config=config):
         tables.append(table)
         if not killed and sum(table.num_rows for table in tables) > 250:
-            killed = processes("rank_worker")
+            killed = processes("engine.ranks")
             assert len(killed) == 1
             killed[0].kill()
     found = check(tables, 2000).sort_by("id")
     assert len(killed) == 1
-    _, alive = psutil.wait_procs(processes("rank_worker"), timeout=30)
+    _, alive = psutil.wait_procs(processes("engine.ranks"), timeout=30)
     assert alive == []
     with Engine.from_pretrained(tiny_model, CONFIG) as engine:
         (alone,) = engine.generate(["row 1999"], PARAMS)

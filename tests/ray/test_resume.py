@@ -17,7 +17,7 @@ import ray.data
 import raymoe
 from raymoe.config import EngineConfig, SamplingParams
 from raymoe.data import manifest as manifests
-from raymoe.data.finished_rows import FinishedRows
+from raymoe.data.job_rows import FinishedRows
 from raymoe.data.journal import RowJournal
 from raymoe.data.rows import RowReader
 from raymoe.data.sizing import map_batches_kwargs

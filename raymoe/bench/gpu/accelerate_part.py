@@ -16,16 +16,21 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from raymoe.bench.gpu.link import pinned_bytes_per_s
-from raymoe.bench.gpu.memory import DTYPES, computing_dtype, device_peak_bytes
+from raymoe.bench.gpu.node import DTYPES, computing_dtype, device_peak_bytes, pinned_bytes_per_s
 from raymoe.bench.gpu.result import Figures
-from raymoe.bench.gpu.settings import PartSettings, SkipPartError
-from raymoe.bench.gpu.shapes import BYTES_PER_ELEMENT, shape_config, shape_spec
-from raymoe.bench.gpu.workloads import GPU_WORKLOADS, RowStatistics
+from raymoe.bench.gpu.settings import (
+    BYTES_PER_ELEMENT,
+    GPU_WORKLOADS,
+    PartSettings,
+    RowStatistics,
+    SkipPartError,
+    shape_config,
+    shape_spec,
+)
 from raymoe.bench.workloads import random_prompts
 from raymoe.device.host import peak_rss_bytes
 from raymoe.errors import ConfigError, ExecutionError
-from raymoe.memory.dummy_weights import NUM_VALUES, STANDARD_DEVIATION, dealt
+from raymoe.memory.weights import NUM_VALUES, STANDARD_DEVIATION, dealt
 from raymoe.plan.bound import device_bound
 from raymoe.plan.work import LayerWork, ModelWork
 from raymoe.specs.hardware import HardwareSpec

@@ -1,28 +1,31 @@
-"""A part of the GPU suite that runs our engine: sized by its plan, on random weights."""
+"""How many rows a part has: as many as its plan says fit the time."""
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from raymoe.bench.gpu.contenders import SCHEDULES, longest_row
-from raymoe.bench.gpu.link import pinned_bytes_per_s
-from raymoe.bench.gpu.memory import computing_dtype, device_peak_bytes
-from raymoe.bench.gpu.pictures import draw_steady_pass
-from raymoe.bench.gpu.recorder import RunRecorder
+from raymoe.bench.gpu.node import computing_dtype, device_peak_bytes, pinned_bytes_per_s
+from raymoe.bench.gpu.report import RunRecorder, draw_steady_pass
 from raymoe.bench.gpu.result import BusyShares, Figures, PredictedFigures
-from raymoe.bench.gpu.settings import PartSettings
-from raymoe.bench.gpu.shapes import BYTES_PER_ELEMENT, shape_spec, write_shape
-from raymoe.bench.gpu.sizing import fitting_plan
-from raymoe.bench.gpu.workloads import GPU_WORKLOADS
+from raymoe.bench.gpu.settings import (
+    BYTES_PER_ELEMENT,
+    GPU_WORKLOADS,
+    SCHEDULES,
+    PartSettings,
+    RowStatistics,
+    longest_row,
+    shape_spec,
+    write_shape,
+)
 from raymoe.bench.workloads import random_prompts
 from raymoe.config import EngineConfig, SamplingParams
 from raymoe.device.host import peak_rss_bytes
 from raymoe.engine.accuracy import RunReport
 from raymoe.engine.engine import Engine
 from raymoe.engine.loading import load_parts
-from raymoe.errors import ExecutionError
+from raymoe.errors import ConfigError, ExecutionError
 from raymoe.plan.bound import device_bound
 from raymoe.plan.device_pass import StreamedPasses
 from raymoe.plan.plan import Plan
@@ -30,6 +33,64 @@ from raymoe.plan.work import ModelWork
 from raymoe.schedule.graph import Resource
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
+from raymoe.specs.workload import Workload
+from raymoe.units import format_seconds
+
+PlanOf = Callable[[Workload], Plan]
+
+MARGIN = 0.95  # of the rows that would take exactly the time: passes do not shrink with their rows
+MOST_STEPS = 40
+
+
+def fitting_plan(plan_of: PlanOf, rows: RowStatistics, most_rows: int, seconds: float) -> Plan:
+    """The plan of the largest of some jobs that is predicted to fit, its prefill run twice.
+
+    Rows beyond the last whole batch are left out: with static batches they would take as long as
+    one.
+
+    Args:
+        plan_of: Plans a job.
+        rows: Their lengths.
+        most_rows: No more than that.
+        seconds: For the job and its prefill.
+
+    Raises:
+        ConfigError: Not even one row fits.
+    """
+    plan = _largest(plan_of, rows, most_rows, seconds)
+    num_rows, batch = plan.workload.num_rows, plan.policy.batch_size
+    if num_rows <= batch or not num_rows % batch:
+        return plan
+    whole = plan_of(rows.job(num_rows - num_rows % batch))
+    return whole if predicted_s(whole) <= seconds else plan
+
+
+def predicted_s(plan: Plan) -> float:
+    """Seconds of the job of a plan and of its prefill on its own."""
+    return plan.job.seconds + plan.estimate(prefill_of(plan.workload)).seconds
+
+
+def prefill_of(workload: Workload) -> Workload:
+    """The same rows with one new token each."""
+    lengths = tuple((prompt, 1) for prompt, _ in workload.row_lengths)
+    return replace(workload, generated_tokens=1, row_lengths=lengths)
+
+
+def _largest(plan_of: PlanOf, rows: RowStatistics, most_rows: int, seconds: float) -> Plan:
+    num_rows = most_rows
+    for _ in range(MOST_STEPS):
+        plan = plan_of(rows.job(num_rows))
+        needed_s = predicted_s(plan)
+        if needed_s <= seconds:
+            return plan
+        if num_rows == 1:
+            break
+        num_rows = max(1, min(num_rows - 1, int(MARGIN * num_rows * seconds / needed_s)))
+    raise ConfigError(
+        f"{num_rows} rows take {format_seconds(needed_s)} and there are {format_seconds(seconds)}; "
+        "allow more with --part-limit, or choose fewer layers (--layers) or shorter rows"
+    )
+
 
 # Of the limit of a part. The rest: to start, to make and pin the weights, and to be slower than
 # predicted.

@@ -12,7 +12,9 @@ import torch
 from raymoe.bench.gpu.settings import NodeSettings
 from raymoe.config import EngineConfig, Settings
 from raymoe.device.cuda import RESERVE_BYTES, check_cuda
-from raymoe.engine.node import find_node
+from raymoe.device.cuda_api import TorchCuda
+from raymoe.engine.loading import find_node
+from raymoe.measure.gpu import make_copies, seconds_on_stream
 from raymoe.measure.profile import obtain_profile
 from raymoe.specs.hardware import HardwareSpec
 
@@ -48,3 +50,51 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+LINK_SECONDS = 1.0
+
+
+def pinned_bytes_per_s(node: HardwareSpec, device: str) -> float:
+    """Rate from pinned host memory to the device; on an emulated one, the rate that it takes on."""
+    if device != "cuda":
+        return node.htod_bytes_per_s
+    api = TorchCuda()
+    with api.thread_context():
+        copies = make_copies(api.device)
+        api.wait_stream(torch.cuda.current_stream(api.device))
+        seconds = seconds_on_stream(api, api.new_stream(), [copies.htod], LINK_SECONDS)
+        rate = copies.num_bytes / seconds
+        del copies
+        torch.cuda.empty_cache()
+    return rate
+
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def computing_dtype(device: str) -> str:
+    """The 16-bit type that the device multiplies: float16 where a GPU has no bfloat16."""
+    if device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return "float16"
+    return "bfloat16"
+
+
+def cap_device(device: str, memory_bytes: int) -> None:
+    """Let torch take no more of a GPU than that, whatever engine asks.
+
+    The plan of our engine holds back what torch takes beside it, so that it has no need of more.
+    """
+    if device == "cuda":
+        _, total_bytes = torch.cuda.mem_get_info()
+        torch.cuda.set_per_process_memory_fraction(min(1.0, memory_bytes / total_bytes))
+
+
+def device_peak_bytes(device: str) -> int:
+    """Most device memory that torch held; 0 where there is none."""
+    return torch.cuda.max_memory_reserved() if device == "cuda" else 0
+
+
+def device_name(device: str, node_name: str) -> str:
+    """As the driver calls it, or the preset that is emulated."""
+    return torch.cuda.get_device_name() if device == "cuda" else f"emulated {node_name}"

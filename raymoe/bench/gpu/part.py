@@ -11,11 +11,9 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from raymoe.bench.gpu.contenders import ACCELERATE
-from raymoe.bench.gpu.memory import cap_device, device_name
+from raymoe.bench.gpu.node import cap_device, device_name
 from raymoe.bench.gpu.result import Figures, PartResult, Status
-from raymoe.bench.gpu.settings import PartSettings, SkipPartError
-from raymoe.bench.gpu.shapes import shape_spec
+from raymoe.bench.gpu.settings import ACCELERATE, PartSettings, SkipPartError, shape_spec
 from raymoe.specs.hardware import HardwareSpec
 
 PACKAGES = ("torch", "transformers", "triton", "accelerate")

@@ -1,14 +1,114 @@
-"""Tables of the GPU suite, for the terminal and for `report.md`, and the bar charts."""
+"""What the passes of a run moved, and one that stands for those in which all rows decode."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
-from raymoe.bench.gpu.pictures import Bar, draw_bars, timeline_files
 from raymoe.bench.gpu.result import Figures, PartResult, PredictedFigures, Status
+from raymoe.bench.gpu.settings import PartSettings
+from raymoe.bench.steps import PassKind, shape_of
+from raymoe.engine.core import Runner
+from raymoe.plan.draw import Colour
+from raymoe.plan.plan import Plan
+from raymoe.plan.work import PassLoad
+from raymoe.runtime.bindings import PassInputs
+from raymoe.schedule.draw import draw_chrome_trace, draw_svg, svg_page, text_at
+from raymoe.schedule.graph import Op
+from raymoe.schedule.timeline import Timeline
 from raymoe.units import GB, format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SteadyPass:
+    """A pass of nothing but decoding rows."""
+
+    load: PassLoad
+    measured: Timeline
+
+
+@dataclass(slots=True)
+class RunRecorder:
+    """A runner that passes everything on to another and keeps what came of it.
+
+    Attributes:
+        runner: The other one.
+        page_s: Seconds in which pages of weights were copied.
+        num_passes: Passes.
+        steady: Of the decoding passes with the most rows, the last.
+    """
+
+    runner: Runner
+    page_s: float = 0.0
+    num_passes: int = 0
+    steady: SteadyPass | None = field(default=None)
+
+    def restart(self) -> None:
+        """Forget what was recorded."""
+        self.page_s, self.num_passes, self.steady = 0.0, 0, None
+
+    def run(self, inputs: PassInputs) -> Timeline:
+        """See `Runner`."""
+        timeline = self.runner.run(inputs)
+        self.num_passes += 1
+        self.page_s += timeline.seconds_by_op().get(Op.W, 0.0)
+        shape = shape_of(inputs)
+        most = self.steady.load.decode_rows if self.steady else 1
+        if PassKind.of(shape) is PassKind.DECODE and shape.tokens >= most:
+            context = shape.context_tokens / shape.tokens
+            load = PassLoad(decode_rows=shape.tokens, decode_context=context)
+            self.steady = SteadyPass(load, timeline)
+        return timeline
+
+
+WIDTH, LEFT, RIGHT, TOP = 860, 150, 250, 48
+BAR_HEIGHT, BAR_STEP = 20, 30
+
+
+class Bar(NamedTuple):
+    """One contender: generated tokens per second, and what is written behind the bar."""
+
+    name: str
+    tokens_per_s: float
+    note: str
+
+
+def timeline_files(settings: PartSettings) -> tuple[str, str]:
+    """Names of the Gantt chart and the trace of a part."""
+    return f"{settings.file_name}.svg", f"{settings.file_name}.json"
+
+
+def draw_steady_pass(plan: Plan, steady: SteadyPass, settings: PartSettings, out: Path) -> None:
+    """Write a decode pass, predicted above measured, as SVG and as a Chrome trace."""
+    timelines = [
+        Timeline("predicted", plan.passes.timeline(steady.load).spans),
+        Timeline("measured", steady.measured.spans),
+    ]
+    title = f"{settings.name}: a decode pass of {steady.load.decode_rows:.0f} rows"
+    picture, trace = timeline_files(settings)
+    (out / picture).write_text(draw_svg(timelines, title=title))
+    (out / trace).write_text(draw_chrome_trace(timelines))
+
+
+def draw_bars(bars: Sequence[Bar], *, title: str) -> str:
+    """Generated tokens per second of each contender, as SVG; ours in another colour."""
+    most = max(bar.tokens_per_s for bar in bars)
+    return svg_page(title, WIDTH, TOP + BAR_STEP * len(bars) + 12, _bars(bars, most))
+
+
+def _bars(bars: Sequence[Bar], most: float) -> Iterator[str]:
+    for index, bar in enumerate(bars):
+        y = TOP + BAR_STEP * index
+        width = (WIDTH - LEFT - RIGHT) * bar.tokens_per_s / most
+        colour = Colour.CPU if bar.name == "raymoe" else Colour.GPU
+        yield text_at(LEFT - 10, y + 14, bar.name, "end")
+        yield (
+            f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR_HEIGHT}" fill="{colour}"/>'
+        )
+        yield text_at(LEFT + width + 8, y + 14, f"{bar.tokens_per_s:.4g} {bar.note}".rstrip(), "")
+
 
 REPORT = "report.md"
 COLUMNS = (

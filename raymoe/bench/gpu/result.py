@@ -8,7 +8,7 @@ from typing import Self
 
 from raymoe.bench.gpu.settings import PartSettings
 from raymoe.errors import ConfigError
-from raymoe.measure.machine import keep
+from raymoe.measure.profile import keep
 from raymoe.specs.files import from_plain
 
 

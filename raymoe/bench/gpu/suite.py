@@ -15,9 +15,7 @@ from types import FrameType
 from raymoe.bench.gpu.node import measured_node
 from raymoe.bench.gpu.part import result_of
 from raymoe.bench.gpu.result import PartResult, Status, append_result, read_results
-from raymoe.bench.gpu.settings import NodeSettings, PartSettings
-from raymoe.bench.gpu.shapes import layers_that_fit
-from raymoe.bench.gpu.workloads import GPU_WORKLOADS
+from raymoe.bench.gpu.settings import GPU_WORKLOADS, NodeSettings, PartSettings, layers_that_fit
 from raymoe.config import Settings
 from raymoe.errors import ExecutionError
 from raymoe.specs.hardware import HardwareSpec

@@ -7,12 +7,17 @@ from pathlib import Path
 import pytest
 
 from raymoe.bench.gpu.accelerate_part import sizes_that_fit
-from raymoe.bench.gpu.contenders import GPU_CONTENDERS, SCHEDULES
+from raymoe.bench.gpu.engine_part import fitting_plan, predicted_s, prefill_of
 from raymoe.bench.gpu.result import Status
-from raymoe.bench.gpu.shapes import DEFAULT_SHAPES, layers_that_fit, shape_spec
-from raymoe.bench.gpu.sizing import fitting_plan, predicted_s, prefill_of
+from raymoe.bench.gpu.settings import (
+    DEFAULT_SHAPES,
+    GPU_CONTENDERS,
+    GPU_WORKLOADS,
+    SCHEDULES,
+    layers_that_fit,
+    shape_spec,
+)
 from raymoe.bench.gpu.suite import run_in_process
-from raymoe.bench.gpu.workloads import GPU_WORKLOADS
 from raymoe.errors import ConfigError
 from raymoe.plan.plan import Plan
 from raymoe.plan.work import ModelWork

@@ -2,7 +2,7 @@
 
 import pytest
 
-from raymoe.bench.lanes import TARGET_S, LaneLatency, _chain, measure_lanes
+from raymoe.bench.steps import TARGET_S, LaneLatency, _chain, measure_lanes
 from raymoe.schedule.graph import Op, Resource
 
 

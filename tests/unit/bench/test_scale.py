@@ -8,19 +8,13 @@ from xml.etree import ElementTree
 import pyarrow as pa
 import pytest
 
-from raymoe.bench.scale import (
-    Run,
-    describe_limit,
-    describe_overhead,
-    efficiencies,
-    steady_rate,
-)
-from raymoe.bench.scale_pictures import draw_efficiency, draw_memory
-from raymoe.bench.waiting_rows import RowCheck, make_rows
 from raymoe.errors import ExecutionError
 from raymoe.plan.draw import Colour
 from raymoe.processes import TICKS_PER_S, descendants, stolen_s, usage_of
 from raymoe.specs.workload import Workload
+from tests.scale.figures import Run, describe_limit, describe_overhead, efficiencies, steady_rate
+from tests.scale.pictures import draw_efficiency, draw_memory
+from tests.scale.waiting_rows import RowCheck, make_rows
 
 
 def a_run(**changes) -> Run:

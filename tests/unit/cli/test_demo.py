@@ -10,8 +10,7 @@ from rich.console import Console
 
 from raymoe.assets.wrangling import KINDS
 from raymoe.cli import demo
-from raymoe.cli.pipeline import print_summary
-from raymoe.cli.progress import Tally
+from raymoe.cli.pipeline import Tally, print_summary
 from raymoe.cli.storage import Location
 from raymoe.errors import ConfigError, ExecutionError
 

@@ -7,12 +7,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from raymoe.cli.pipeline import find_written
-from raymoe.cli.sinks import open_sink
 from raymoe.cli.sources import open_source
+from raymoe.cli.writers import open_sink
 from raymoe.config import SamplingParams
 from raymoe.data.columns import OutputColumns
 from raymoe.data.openai_batch import CONTENT_COLUMNS
-from raymoe.engine.generation import Generation
+from raymoe.engine.outputs import Generation
 from tests.unit.cli.places import PLACES
 
 COLUMNS = ("prompt", "messages", "sampling_params")

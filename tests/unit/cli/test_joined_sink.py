@@ -5,8 +5,8 @@ import json
 import pyarrow as pa
 import pytest
 
-from raymoe.cli import joined_sink
-from raymoe.cli.joined_sink import JoinedSink
+from raymoe.cli import writers
+from raymoe.cli.writers import JoinedSink
 from raymoe.errors import ConfigError
 from tests.unit.cli.places import remote
 
@@ -17,7 +17,7 @@ class KilledError(Exception):
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch):
-    monkeypatch.setattr(joined_sink, "ROWS_PER_PART", 2)
+    monkeypatch.setattr(writers, "ROWS_PER_PART", 2)
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def kill_after(num_steps, patch):
         return do
 
     for name in ("write", "delete", "delete_dir"):
-        patch.setattr(joined_sink.Location, name, counted(getattr(joined_sink.Location, name)))
+        patch.setattr(writers.Location, name, counted(getattr(writers.Location, name)))
 
 
 def test_parts_that_a_finished_run_could_not_delete_are_not_rows(output):

@@ -5,8 +5,8 @@ import json
 import pyarrow as pa
 import pytest
 
-from raymoe.cli import jsonl
-from raymoe.cli.jsonl import INPUT_ERROR_COLUMN, read_split, scan
+from raymoe.cli import sources
+from raymoe.cli.sources import INPUT_ERROR_COLUMN, read_split, scan
 from raymoe.cli.storage import Location
 from raymoe.errors import ConfigError
 
@@ -82,7 +82,7 @@ def test_prompts_that_are_all_token_ids_are_lists(tmp_path):
 
 @pytest.mark.parametrize("split_rows", [1, 3, 1000])
 def test_splits_cover_every_line_once(tmp_path, monkeypatch, split_rows):
-    monkeypatch.setattr(jsonl, "SPLIT_ROWS", split_rows)
+    monkeypatch.setattr(sources, "SPLIT_ROWS", split_rows)
     records = [{"prompt": "é" * (index % 7), "id": index} for index in range(20)]
     scanned, table = read(tmp_path / "a.jsonl", *lines_of(*records))
     assert len(scanned.splits) == -(-20 // split_rows)

@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from raymoe.cli import lease as leases
-from raymoe.cli.lease import Lease
-from raymoe.cli.parts import Parts
+from raymoe.cli import resume as leases
+from raymoe.cli.resume import Lease
+from raymoe.cli.writers import Parts
 from raymoe.errors import ConfigError, ExecutionError
 from tests.unit.cli.places import PLACES
 
@@ -88,7 +88,7 @@ def test_a_killed_run_of_this_machine_does_not_block_the_next(tmp_path, monkeypa
     monkeypatch.setattr(leases, "STALE_S", 600.0)
     code = (
         "import os, signal, sys\n"
-        "from raymoe.cli.lease import Lease\n"
+        "from raymoe.cli.resume import Lease\n"
         "from raymoe.cli.storage import Location\n"
         "Lease(Location.local(sys.argv[1])).__enter__()\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

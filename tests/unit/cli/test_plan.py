@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from raymoe.cli import run
-from raymoe.cli.plan_tables import gantt
+from raymoe.cli.plan import gantt
 from raymoe.plan.plan import RESOURCE_NAMES
 from raymoe.plan.search import find_plan
 from raymoe.schedule.graph import Op, Resource, Task

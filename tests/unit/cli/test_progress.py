@@ -6,7 +6,7 @@ import time
 import pyarrow as pa
 from rich.console import Console
 
-from raymoe.cli.progress import Progress, Tally
+from raymoe.cli.pipeline import Progress, Tally
 
 
 def table(num_rows, error=""):

@@ -10,15 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import fs
 
-from raymoe.cli import joined_sink, jsonl_sink, parquet_sink
-from raymoe.cli.jsonl_sink import JsonlSink
+from raymoe.cli import writers
 from raymoe.cli.lines import TableLines
-from raymoe.cli.parquet_sink import ParquetSink
-from raymoe.cli.sinks import check_apart, open_sink
 from raymoe.cli.storage import Location
+from raymoe.cli.writers import JsonlSink, ParquetSink, check_apart, open_sink
 from raymoe.config import SamplingParams
 from raymoe.data.columns import OutputColumns
-from raymoe.engine.generation import Generation
+from raymoe.engine.outputs import Generation
 from raymoe.errors import ConfigError, RaymoeError
 from tests.unit.cli.places import PLACES, remote
 
@@ -128,7 +126,7 @@ def test_a_json_lines_file_has_its_name_only_when_complete(tmp_path):
 @pytest.mark.parametrize("tail_bytes", [3, 1 << 20])
 @pytest.mark.parametrize("torn", [b"", b'{"id": 3', b'{"id"', b"x" * 100])
 def test_half_a_line_at_the_end_is_dropped(tmp_path, monkeypatch, torn, tail_bytes):
-    monkeypatch.setattr(jsonl_sink, "TAIL_BYTES", tail_bytes)
+    monkeypatch.setattr(writers, "TAIL_BYTES", tail_bytes)
     sink = JsonlSink(location=Location.local(tmp_path / "a.jsonl"))
     sink.prepare(resume=False, overwrite=False)
     sink.write(rows(1, 2))
@@ -159,8 +157,8 @@ def texts_in(sink):
 
 
 def test_samples_are_rows_and_a_row_is_there_with_all_of_them(sink, monkeypatch):
-    monkeypatch.setattr(parquet_sink, "ROWS_PER_PART", 4)
-    monkeypatch.setattr(joined_sink, "ROWS_PER_PART", 4)
+    monkeypatch.setattr(writers, "ROWS_PER_PART", 4)
+    monkeypatch.setattr(writers, "ROWS_PER_PART", 4)
     first = open_sink(sink.location, TABLE, has_samples=True)
     finish(first, samples(1, 3), samples(2, 1), samples(3, 2))
     again = open_sink(sink.location, TABLE, has_samples=True)
@@ -196,7 +194,7 @@ def test_rows_that_came_as_samples_are_rows_like_others(tmp_path):
 def test_a_row_without_its_last_sample_is_dropped_wherever_it_was_torn(
     tmp_path, monkeypatch, tail_bytes
 ):
-    monkeypatch.setattr(jsonl_sink, "TAIL_BYTES", tail_bytes)
+    monkeypatch.setattr(writers, "TAIL_BYTES", tail_bytes)
     location = Location.local(tmp_path / "a.jsonl")
     finish(open_sink(location, TABLE, has_samples=True), samples(1, 2), samples(2, 3))
     content = location.read_bytes()
@@ -225,7 +223,7 @@ def test_json_columns_come_back_as_values_and_bad_text_is_marked(tmp_path):
 
 
 def test_parts_are_full_and_numbered_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(parquet_sink, "ROWS_PER_PART", 3)
+    monkeypatch.setattr(writers, "ROWS_PER_PART", 3)
     sink = ParquetSink(location=Location.local(tmp_path / "out"))
     finish(sink, rows(1, 2), rows(3, 4), rows(5))
     finish(ParquetSink(location=sink.location), rows(6), resume=True)

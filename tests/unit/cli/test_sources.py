@@ -4,8 +4,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raymoe.cli.input_files import find_files
-from raymoe.cli.sources import check_ids, open_source
+from raymoe.cli.sources import check_ids, find_files, open_source
 from raymoe.cli.storage import Location
 from raymoe.errors import ConfigError
 

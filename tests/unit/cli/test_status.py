@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from raymoe.cli import run
-from raymoe.cli.job_watch import JobWatch
-from raymoe.cli.progress import Tally
-from raymoe.data.status.files import read_status
+from raymoe.cli.pipeline import JobWatch, Tally
+from raymoe.data.status import read_status
 from raymoe.errors import ExecutionError
-from raymoe.report.page import is_report
+from raymoe.report import is_report
 from tests.unit.cli.test_progress import table
 from tests.unit.data.statuses import NOW_S, actor, job, write
 

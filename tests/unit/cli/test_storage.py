@@ -5,9 +5,7 @@ import pickle
 import pyarrow as pa
 import pytest
 
-from raymoe.cli.storage import Location
-from raymoe.cli.storage_errors import help_for, reason_of
-from raymoe.cli.uploads import upload
+from raymoe.cli.storage import Location, help_for, reason_of, upload
 from raymoe.errors import ConfigError, ExecutionError
 from tests.unit.cli.places import PLACES, remote
 

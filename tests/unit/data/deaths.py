@@ -2,7 +2,7 @@
 
 import os
 
-from raymoe.data.inside import InsideFile
+from raymoe.data.quarantine import InsideFile
 
 
 def die(directory, inside, *, left=(), alone=False):

@@ -14,7 +14,7 @@ import threading
 import time
 from pathlib import Path
 
-from raymoe.data.admission import Admission
+from raymoe.data.quarantine import Admission
 
 NUM_ROWS, ROWS_PER_CALL, PASSES_OF_A_ROW = 512, 16, 3
 

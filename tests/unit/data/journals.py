@@ -8,9 +8,9 @@ import pyarrow as pa
 
 import raymoe
 from raymoe.config import SamplingParams
-from raymoe.data.finished_rows import FinishedRows
+from raymoe.data.job_rows import FinishedRows
 from raymoe.data.rows import RowReader
-from raymoe.engine.generation import Generation, TokenLogprob
+from raymoe.engine.outputs import Generation, TokenLogprob
 
 ROOT = str(Path(__file__).parents[3])
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(raymoe.__file__).parents[1])}

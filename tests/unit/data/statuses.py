@@ -3,12 +3,18 @@
 import dataclasses
 import functools
 
-from raymoe.data.status.files import ACTOR_PREFIX, JOB_FILE, PASS_PREFIX, write_record
-from raymoe.data.status.probe import summarise
-from raymoe.data.status.record import ActorStatus, JobStatus, RowCounts
-from raymoe.data.status.typical_pass import record_pass
+from raymoe.data.observer import record_pass, summarise
+from raymoe.data.status import (
+    ACTOR_PREFIX,
+    JOB_FILE,
+    PASS_PREFIX,
+    ActorStatus,
+    JobStatus,
+    RowCounts,
+    write_record,
+)
 from raymoe.engine.accuracy import MeasuredPass
-from raymoe.engine.statistics import EngineStats
+from raymoe.engine.outputs import EngineStats
 from raymoe.plan.policy import DevicePolicy, Policy
 from raymoe.plan.search import find_plan
 from raymoe.plan.work import PassLoad

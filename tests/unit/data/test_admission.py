@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from raymoe.data.admission import Admission
+from raymoe.data.quarantine import Admission
 from raymoe.errors import ExecutionError
 from tests.unit.data.deaths import die
 from tests.unit.data.dying import key_of

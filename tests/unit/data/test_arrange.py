@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymoe.data.arrange import arrange, deal_rows, prompt_bytes, shared_bytes
+from raymoe.data.sorting import arrange, deal_rows, prompt_bytes, shared_bytes
 from raymoe.errors import ConfigError
 
 ROWS_PER_BLOCK = 8

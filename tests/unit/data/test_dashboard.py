@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from raymoe.data.dashboard import dashboard, series
 from raymoe.data.metrics import METRICS
+from tests.unit.data.dashboard import dashboard, series
 
 FILE = Path(__file__).parents[3] / "examples" / "grafana-raymoe.json"
 NAMES = {metric.exported_name for metric in METRICS}
@@ -17,7 +17,7 @@ TARGETS = [
 
 
 def test_the_file_is_what_is_built():
-    message = "python -m raymoe.data.dashboard > examples/grafana-raymoe.json writes it anew"
+    message = "python -m tests.unit.data.dashboard > examples/grafana-raymoe.json writes it anew"
     assert json.loads(FILE.read_text()) == dashboard(), message
 
 

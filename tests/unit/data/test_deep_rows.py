@@ -7,9 +7,9 @@ import pyarrow as pa
 import pytest
 
 from raymoe.config import SamplingParams
-from raymoe.data.finished_rows import FinishedRows
+from raymoe.data.job_rows import FinishedRows
 from raymoe.data.rows import RowReader
-from raymoe.engine.chat_template import check_messages
+from raymoe.engine.tokenizer import check_messages
 from raymoe.errors import ConfigError
 from raymoe.safe_text import MAX_LEVELS, nesting_problem
 from tests.unit.data.jobs import made

@@ -11,13 +11,13 @@ import pytest
 
 from raymoe.config import SamplingParams
 from raymoe.data import generator as generators
-from raymoe.data.finished_rows import FinishedRows, is_final
 from raymoe.data.generator import MoEGenerator
-from raymoe.data.inside import inside_files
+from raymoe.data.job_rows import FinishedRows, is_final
 from raymoe.data.journal import RowJournal
+from raymoe.data.quarantine import inside_files
 from raymoe.data.rows import RowReader
 from raymoe.engine.engine import Engine
-from raymoe.engine.generation import Generation
+from raymoe.engine.outputs import Generation
 from raymoe.errors import ConfigError, ExecutionError
 from tests.unit.data.deaths import die
 from tests.unit.data.jobs import IDENTITY, identity, made

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from raymoe.data import fit
-from raymoe.data.fit import CheckFit, Stage, check_before_start, find_problem
+from raymoe.data import cluster
+from raymoe.data.cluster import CheckFit, Stage, check_before_start, find_problem
 from raymoe.data.generator import MoEGenerator
 from raymoe.data.sizing import map_batches_kwargs
 from raymoe.errors import InfeasiblePlanError
@@ -108,7 +108,7 @@ def test_pipelines_without_a_generator_are_left_alone(monkeypatch):
 
 
 def test_the_check_stands_next_to_callbacks_of_others(monkeypatch):
-    monkeypatch.setenv(fit.VARIABLE, "somebody.Else")
+    monkeypatch.setenv(cluster.VARIABLE, "somebody.Else")
     map_batches_kwargs("m")
     check_before_start()
-    assert os.environ[fit.VARIABLE] == "somebody.Else,raymoe.data.fit.CheckFit"
+    assert os.environ[cluster.VARIABLE] == "somebody.Else,raymoe.data.cluster.CheckFit"

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import raymoe
-from raymoe.data.worker import should_leave_process
+from raymoe.data.generator import should_leave_process
 
 
 def test_a_driver_that_names_the_operator_loads_no_torch():

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from raymoe.data import inside
-from raymoe.data.inside import InsideFile, inside_files, keep_deaths, read_death
+from raymoe.data import quarantine
+from raymoe.data.quarantine import InsideFile, inside_files, keep_deaths, read_death
 
 KEYS = [bytes([number]) * 16 for number in range(1, 6)]
 
@@ -80,7 +80,7 @@ def test_a_torn_end_and_strange_bytes_are_ignored(tmp_path):
 
 
 def test_a_long_file_begins_anew_and_tells_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr(inside, "REWRITE_BYTES", 200)
+    monkeypatch.setattr(quarantine, "REWRITE_BYTES", 200)
     file = InsideFile(tmp_path)
     file.record(entered=KEYS[:1])
     for _ in range(100):

@@ -11,10 +11,9 @@ import tracemalloc
 
 import pytest
 
-from raymoe.data import journal_writer
-from raymoe.data.journal import RowJournal, journal_files
-from raymoe.data.records import HEADER_BYTES, MAGIC, encode_generation
-from raymoe.engine.generation import Generation
+from raymoe.data import journal as journals
+from raymoe.data.journal import HEADER_BYTES, MAGIC, RowJournal, encode_generation, journal_files
+from raymoe.engine.outputs import Generation
 from raymoe.errors import ConfigError, ExecutionError
 from tests.unit.data.journals import ENVIRONMENT, FULL, ROOT, key_of, row
 
@@ -121,7 +120,7 @@ def test_a_row_whose_key_agrees_in_half_with_another_is_not_taken_for_it(tmp_pat
 def test_a_row_that_is_too_long_for_a_record_is_counted_and_the_others_are_kept(
     tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(journal_writer, "MAX_PAYLOAD_BYTES", 1000)
+    monkeypatch.setattr(journals, "MAX_PAYLOAD_BYTES", 1000)
     journal = RowJournal(tmp_path)
     journal.append(key_of(0), Generation(text="x" * 1000))
     journal.append(key_of(1), row(1))
@@ -230,7 +229,7 @@ def full_disk(monkeypatch):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(file, data)
 
-    monkeypatch.setattr(journal_writer.os, "write", write_half)
+    monkeypatch.setattr(journals.os, "write", write_half)
     return state
 
 
@@ -266,7 +265,7 @@ def test_a_row_that_cannot_be_written_fails_the_flush_instead_of_hanging(tmp_pat
 def test_written_rows_are_synced_once_in_a_while_and_at_the_end(tmp_path, monkeypatch):
     synced = []
     fsync = os.fsync
-    monkeypatch.setattr(journal_writer.os, "fsync", lambda file: (synced.append(1), fsync(file)))
+    monkeypatch.setattr(journals.os, "fsync", lambda file: (synced.append(1), fsync(file)))
     often = RowJournal(tmp_path / "often", sync_every_s=0)
     seldom = RowJournal(tmp_path / "seldom", sync_every_s=3600)
     counts = []
@@ -284,8 +283,8 @@ def test_written_rows_are_synced_once_in_a_while_and_at_the_end(tmp_path, monkey
 
 def test_rows_are_synced_without_another_row_that_asks_for_it(tmp_path, monkeypatch):
     is_synced = threading.Event()
-    monkeypatch.setattr(journal_writer, "sync_directory", lambda _directory: None)
-    monkeypatch.setattr(journal_writer.os, "fsync", lambda _file: is_synced.set())
+    monkeypatch.setattr(journals, "sync_directory", lambda _directory: None)
+    monkeypatch.setattr(journals.os, "fsync", lambda _file: is_synced.set())
     journal = RowJournal(tmp_path, sync_every_s=0.01)
     journal.append(key_of(0), row(0))
     assert is_synced.wait(60)

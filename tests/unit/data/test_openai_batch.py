@@ -9,8 +9,8 @@ from raymoe.config import SamplingParams
 from raymoe.data.columns import OutputColumns
 from raymoe.data.openai_batch import read_requests, read_response, write_responses
 from raymoe.data.rows import RowReader
-from raymoe.engine.chat_template import Chat
-from raymoe.engine.generation import Generation, TokenLogprob
+from raymoe.engine.outputs import Generation, TokenLogprob
+from raymoe.engine.tokenizer import Chat
 
 CHAT = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

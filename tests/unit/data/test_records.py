@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymoe.data import records as records_module
-from raymoe.data.records import (
+from raymoe.data import journal as records_module
+from raymoe.data.journal import (
     MAGIC,
     DamagedRecordError,
     UnfinishedRecordError,
@@ -17,7 +17,7 @@ from raymoe.data.records import (
     read_record,
     read_records,
 )
-from raymoe.engine.generation import Generation, TokenLogprob
+from raymoe.engine.outputs import Generation, TokenLogprob
 from tests.unit.data.journals import FULL, key_of
 
 numbers = st.integers(0, 2**31 - 1)

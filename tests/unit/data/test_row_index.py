@@ -2,13 +2,13 @@
 
 import pytest
 
-from raymoe.data import row_index
-from raymoe.data.row_index import RowIndex
+from raymoe.data import journal
+from raymoe.data.journal import RowIndex
 from tests.unit.data.journals import key_of
 
 
 def test_the_latest_place_of_each_key_is_found_before_and_after_merges(monkeypatch):
-    monkeypatch.setattr(row_index, "MIN_RECENT", 50)
+    monkeypatch.setattr(journal, "MIN_RECENT", 50)
     index = RowIndex()
     expected = {}
     for number in range(1000):
@@ -34,4 +34,4 @@ def test_memory_of_a_row_does_not_grow_with_their_number(num_rows):
     for number in range(num_rows):
         index.add(key_of(number), 0, number)
     assert index.num_bytes + 16 * len(index._recent) == 16 * num_rows
-    assert len(index._recent) < row_index.MIN_RECENT
+    assert len(index._recent) < journal.MIN_RECENT

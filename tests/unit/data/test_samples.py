@@ -5,9 +5,8 @@ import pytest
 
 import raymoe
 from raymoe.config import SamplingParams
-from raymoe.data.columns import OutputColumns
-from raymoe.data.samples import explode_samples
-from raymoe.engine.generation import Generation, TokenLogprob
+from raymoe.data.columns import OutputColumns, explode_samples
+from raymoe.engine.outputs import Generation, TokenLogprob
 from raymoe.errors import ConfigError
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import raymoe
-from raymoe.data.inside import inside_files
-from raymoe.data.strikes import Strikes
+from raymoe.data.quarantine import Strikes, inside_files
 from raymoe.errors import ExecutionError
 from tests.unit.data.deaths import die
 from tests.unit.data.dying import NUM_ROWS, key_of, read_log

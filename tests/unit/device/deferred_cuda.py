@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from raymoe.device.cuda_api import copy_one_by_one
 from raymoe.device.emulated import EmulatedDevice
-from raymoe.kernels import cpu_norm, cpu_rope, cpu_router
+from raymoe.kernels import cpu_elementwise
 from tests.unit.device.fake_cuda import FakeCuda, FakeStream
 
 _HOST_WAITS = (
@@ -154,7 +154,7 @@ def _garbage_like(shape: Tensor) -> Tensor:
 def without_native_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[DeferredCuda]]:
     """Kernels of the host leave the tensors of these devices' streams alone, as on a GPU."""
     devices: list[DeferredCuda] = []
-    for module in (cpu_norm, cpu_rope, cpu_router):
+    for module in (cpu_elementwise, cpu_elementwise, cpu_elementwise):
         is_native = module._is_native
 
         def on_host(*args: object, is_native=is_native) -> bool:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from raymoe.device.batched_copies import BatchedCopies, Pieces, cut_runs
+from raymoe.device.cuda_api import BatchedCopies, Pieces, cut_runs
 
 ROW = 24
 

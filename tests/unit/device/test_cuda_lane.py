@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from raymoe.device.cuda_lane import CudaLane
+from raymoe.device.cuda import CudaLane
 from raymoe.device.lane import Cancelled, Lane, ThreadLane
 from raymoe.errors import ExecutionError
 from raymoe.runtime.executor import Bindings, LaneExecutor
@@ -182,7 +182,7 @@ def test_the_clock_is_set_anew_only_when_it_is_old_and_the_stream_is_idle(
     lane.submit(_task(Op.POST), lambda: None, ()).wait()
     lane.submit(_task(Op.POST), lambda: None, ()).wait()
     assert anchors() == 1
-    monkeypatch.setattr("raymoe.device.cuda_lane.ANCHOR_S", 0.0)
+    monkeypatch.setattr("raymoe.device.cuda.ANCHOR_S", 0.0)
     busy = lane.submit(_task(Op.POST), lambda: None, ())
     lane.submit(_task(Op.POST), lambda: None, ()).wait()
     assert anchors() == 2  # before `busy`; not behind it, while the stream works

@@ -8,8 +8,7 @@ from contextlib import closing
 import pytest
 import torch
 
-from raymoe.device.emulated import EmulatedDevice
-from raymoe.device.pacing import RandomStalls, sleep_until
+from raymoe.device.emulated import EmulatedDevice, RandomStalls, sleep_until
 from raymoe.errors import CapacityError, ConfigError
 from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.units import KIB, MIB

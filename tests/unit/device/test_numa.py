@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from raymoe.device.lane import Worker
 from raymoe.device.numa import (
     DEFAULT,
     PREFERRED,
@@ -15,7 +16,6 @@ from raymoe.device.numa import (
     near,
     parse_cpus,
 )
-from raymoe.device.worker import Worker
 from raymoe.errors import ConfigError
 
 GPU = "0000:3b:00.0"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from raymoe.device.packets import PacketCopier
+from raymoe.device.cuda_api import PacketCopier
 from raymoe.errors import ConfigError
 from tests.unit.device.fake_cuda import FakeCuda
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from raymoe.device.pinned import HOST_PAGE_BYTES, PinnedMemory
+from raymoe.device.cuda_api import HOST_PAGE_BYTES, PinnedMemory
 from raymoe.errors import ConfigError
 
 CHUNK = 4 * HOST_PAGE_BYTES

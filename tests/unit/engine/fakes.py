@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from raymoe.config import EngineConfig
-from raymoe.engine.parts import EngineParts
+from raymoe.engine.runner_loading import EngineParts
 from raymoe.engine.tokenizer import Tokenizer
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.plan.policy import Policy

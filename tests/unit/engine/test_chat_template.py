@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from raymoe.engine.chat_template import ChatTemplate, check_messages
+from raymoe.engine.tokenizer import ChatTemplate, check_messages
 from raymoe.errors import ConfigError
 
 CHATML = """{%- for message in messages %}

@@ -2,9 +2,9 @@
 
 import torch
 
-from raymoe.engine.expert_warm_up import compile_experts
-from raymoe.kernels.cpu_router import Routing
-from raymoe.kernels.device_experts_tiles import BUCKETS
+from raymoe.engine.device_loading import compile_experts
+from raymoe.kernels.cpu_elementwise import Routing
+from raymoe.kernels.gpu_experts_layout import BUCKETS
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS
 

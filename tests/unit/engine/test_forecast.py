@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymoe.engine.forecast import MIN_HISTORY, LengthForecast, count_admissible
+from raymoe.engine.scheduler import MIN_HISTORY, LengthForecast, count_admissible
 
 SEQUENCES = st.lists(st.tuples(st.integers(1, 50), st.integers(0, 40)), max_size=8)
 

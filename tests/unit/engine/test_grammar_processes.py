@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from raymoe.bench.hostile_forms import exploding_outputs
-from raymoe.data.finished_rows import is_final
+from raymoe.data.job_rows import is_final
 from raymoe.engine.engine import Engine
 from raymoe.engine.grammar_server import GrammarServer
 from raymoe.engine.grammars import NUM_SLOW, CompileLimits, Grammars

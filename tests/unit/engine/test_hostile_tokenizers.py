@@ -12,11 +12,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from raymoe.engine import tokenizer as tokenizer_module
-from raymoe.engine import worker_process
 from raymoe.engine.engine import Engine
-from raymoe.engine.parts import EngineParts
-from raymoe.engine.stopping import DecodeError
+from raymoe.engine.runner_loading import EngineParts
+from raymoe.engine.sequence import DecodeError
 from raymoe.engine.tokenizer import Room, Text, Tokenizer
+from raymoe.engine.workers import process
 from raymoe.errors import CheckpointError, ConfigError, ExecutionError
 from raymoe.units import MIB
 from tests.unit.engine.fakes import (
@@ -112,7 +112,7 @@ def test_a_panic_is_the_error_of_its_row(make, make_engine):
 
 
 def test_a_normalizer_that_takes_all_memory_harms_only_its_row(make, monkeypatch):
-    monkeypatch.setattr(tokenizer_module, "MAX_MEMORY_BYTES", 256 * MIB)
+    monkeypatch.setattr(tokenizer_module, "TOKENIZER_MAX_MEMORY_BYTES", 256 * MIB)
     results = ids_of(make(normalizer=GROW), ["good", "q", "other"])
     assert_only_the_middle_failed(results, "for lack of memory: it may have 256 MiB")
 
@@ -125,7 +125,7 @@ def test_a_normalizer_that_never_ends_harms_only_its_row(make, monkeypatch):
 
 @pytest.mark.slow
 def test_a_tokenizer_that_explodes_for_every_text_is_not_loaded(make, monkeypatch):
-    monkeypatch.setattr(tokenizer_module, "MAX_MEMORY_BYTES", 256 * MIB)
+    monkeypatch.setattr(tokenizer_module, "TOKENIZER_MAX_MEMORY_BYTES", 256 * MIB)
     every = [{"type": "Prepend", "prepend": "q"}, *MULTIPLY]
     tokenizer = make(normalizer={"type": "Sequence", "normalizers": every})
     with pytest.raises(CheckpointError, match=r"cannot be loaded: .* for lack of memory"):
@@ -133,7 +133,7 @@ def test_a_tokenizer_that_explodes_for_every_text_is_not_loaded(make, monkeypatc
 
 
 def test_decoders_that_panic_or_grow_harm_only_their_row(make, monkeypatch):
-    monkeypatch.setattr(tokenizer_module, "MAX_MEMORY_BYTES", 256 * MIB)
+    monkeypatch.setattr(tokenizer_module, "TOKENIZER_MAX_MEMORY_BYTES", 256 * MIB)
     panic = {"type": "Replace", "pattern": {"Regex": "(?:z|zz)+(?:x|w)"}, "content": ""}
     decoders = [BYTE_LEVEL, {"type": "Fuse"}, panic, *MULTIPLY]
     tokenizer = make(decoder={"type": "Sequence", "decoders": decoders})
@@ -158,8 +158,8 @@ def test_ten_million_spaces_are_the_error_of_their_row(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_processes_that_others_kill_or_stop_harm_no_row(make, make_engine, monkeypatch, number):
-    monkeypatch.setattr(worker_process, "POLL_S", 0.05)
-    monkeypatch.setattr(worker_process, "MAX_IDLE_POLLS", 6)
+    monkeypatch.setattr(process, "POLL_S", 0.05)
+    monkeypatch.setattr(process, "MAX_IDLE_POLLS", 6)
     tokenizer = make()
     engine = make_engine(tokenizer)
     tokenizer.load()
@@ -171,8 +171,8 @@ def test_processes_that_others_kill_or_stop_harm_no_row(make, make_engine, monke
             os.kill(worker._process.pid, number)
         send(worker, data)
 
-    send = worker_process.WorkerProcess._send
-    monkeypatch.setattr(worker_process.WorkerProcess, "_send", send_after_a_signal)
+    send = process.WorkerProcess._send
+    monkeypatch.setattr(process.WorkerProcess, "_send", send_after_a_signal)
     prompts = [f"row {row}" for row in range(100)]
     stops = GREEDY | {"stop": ["never"]}
     chat = [{"role": "user", "content": "x"}]

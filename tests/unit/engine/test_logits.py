@@ -8,7 +8,7 @@ import torch
 import transformers.generation.logits_process as hf
 
 from raymoe.config import SamplingParams
-from raymoe.engine import logits as module
+from raymoe.engine import sampler as module
 from raymoe.engine.request import Request
 from raymoe.engine.sampler import Sampler
 from raymoe.engine.sequence import Admission, SequenceTable

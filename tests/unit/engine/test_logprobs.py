@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from raymoe.engine.logprobs import SLICE_ROWS, token_logprobs
+from raymoe.engine.sampler import SLICE_ROWS, token_logprobs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

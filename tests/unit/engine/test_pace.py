@@ -1,6 +1,6 @@
 """A cut pass in the numbers of the cost model."""
 
-from raymoe.engine.pace import wave_shape
+from raymoe.engine.runner_loading import wave_shape
 from raymoe.plan.work import AttentionShape
 from tests.unit.runtime.test_waves import cut
 

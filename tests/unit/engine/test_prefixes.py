@@ -5,10 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymoe.data.arrange import deal_rows, prompt_bytes
+from raymoe.data.sorting import deal_rows, prompt_bytes
 from raymoe.engine.core import EngineCore
-from raymoe.engine.prefixes import prefix_keys
-from raymoe.engine.scheduler import PassScheduler
+from raymoe.engine.scheduler import PassScheduler, prefix_keys
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from tests.unit.engine.fakes import expected_tokens, small_policy
 from tests.unit.engine.test_scheduler import Bench, prompts_of, short_rows_then_long_ones

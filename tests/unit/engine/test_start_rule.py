@@ -1,6 +1,6 @@
 """When an idle engine starts."""
 
-from raymoe.engine.start_rule import StartRule
+from raymoe.engine.engine import StartRule
 
 
 def make_rule(linger_s=1000.0, expected_calls=None, num_rows=1) -> StartRule:

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from raymoe.engine import tokenizer as module
 from raymoe.engine.tokenizer import Room, Text
-from raymoe.engine.tokenizer_worker import PIECES, Codec, longest_token_bytes
+from raymoe.engine.workers.tokenizer_worker import PIECES, Codec, longest_token_bytes
 from raymoe.errors import ConfigError
 from tests.unit.engine.tokenizers_like import LIKE, SPACE, byte_level, sample_text, write_like
 

@@ -3,8 +3,8 @@
 import threading
 from types import SimpleNamespace
 
-from raymoe.engine import watchdog as watchdogs
-from raymoe.engine.watchdog import Watchdog, longest_pass_s, stacks_of_all_threads
+from raymoe.engine import core as watchdogs
+from raymoe.engine.core import Watchdog, longest_pass_s, stacks_of_all_threads
 from raymoe.plan.device_pass import KV_BLOCK_TOKENS
 from raymoe.plan.policy import Policy
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raymoe.engine import worker_process
-from raymoe.engine.worker_process import Turns, WorkerProcess
+from raymoe.engine.workers import process
+from raymoe.engine.workers.process import Turns, WorkerProcess
 from raymoe.errors import ConfigError, ExecutionError, WorkerProcessError
 
 ROLE = """
@@ -79,8 +79,8 @@ def pid_of(worker) -> int:
 
 def hurry(monkeypatch) -> None:
     """Lose patience soon with a process that is stopped."""
-    monkeypatch.setattr(worker_process, "POLL_S", 0.05)
-    monkeypatch.setattr(worker_process, "MAX_IDLE_POLLS", 4)
+    monkeypatch.setattr(process, "POLL_S", 0.05)
+    monkeypatch.setattr(process, "MAX_IDLE_POLLS", 4)
 
 
 def test_messages_and_raw_bytes_go_there_and_back_whatever_their_size(make):
@@ -194,7 +194,7 @@ def test_the_process_ends_with_its_parent(make, tmp_path):
     make()
     script = f"""
 import pathlib, time
-from raymoe.engine.worker_process import WorkerProcess
+from raymoe.engine.workers.process import WorkerProcess
 worker = WorkerProcess(
     pathlib.Path({str(tmp_path)!r}) / "role.py", {{"refuses": False}},
     what="it", load_cpu_s=20.0, memory_bytes=1 << 28,
@@ -202,7 +202,7 @@ worker = WorkerProcess(
 print(worker.load()[0]["pid"], flush=True)
 time.sleep(60)
 """
-    root = Path(worker_process.__file__).parents[2]
+    root = Path(process.__file__).parents[2]
     command = [sys.executable, "-c", script]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=root) as parent:
         assert parent.stdout is not None

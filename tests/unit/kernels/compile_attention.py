@@ -11,18 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from raymoe.kernels.cpu_rope import Projected
-from raymoe.kernels.device_attention_batch import Tiles
-from raymoe.kernels.device_attention_choice import SPLIT_POSITIONS, AttentionCompute
-from raymoe.kernels.device_attention_launches import (
-    Attending,
-    DeviceCache,
-    Scoring,
-    append_launch,
-)
-from raymoe.kernels.device_experts_launch import Launch
-from raymoe.kernels.paged_kv import KvLayout
-from raymoe.kernels.paged_latent import LatentLayout
+from raymoe.kernels.cpu_elementwise import Projected
+from raymoe.kernels.gpu_attention import Attending, DeviceCache, Scoring, append_launch
+from raymoe.kernels.gpu_attention_batch import SPLIT_POSITIONS, AttentionCompute, Tiles
+from raymoe.kernels.gpu_common import Launch
+from raymoe.kernels.paged_kv import KvLayout, LatentLayout
 from tests.unit.kernels.compile_experts import PRODUCTS, compile_ahead, resources
 
 

@@ -19,12 +19,10 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from raymoe.kernels.device_experts import GroupedExperts
-from raymoe.kernels.device_experts_choice import Compute
-from raymoe.kernels.device_experts_decoded import DecodedExperts
-from raymoe.kernels.device_experts_groups import group_by_expert
-from raymoe.kernels.device_experts_launch import EXACT, Launch
-from raymoe.kernels.device_experts_tiles import TileTable
+from raymoe.kernels.gpu_common import EXACT, Launch
+from raymoe.kernels.gpu_experts import DecodedExperts, GroupedExperts
+from raymoe.kernels.gpu_experts_kernels import group_by_expert
+from raymoe.kernels.gpu_experts_layout import Compute, TileTable
 from tests.unit.kernels.expert_shapes import NUM_EXPERTS, SHAPES, ExpertShape
 
 POINTERS = {

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from raymoe.codecs import StoredMatrix, Weight, as_tensor
-from raymoe.kernels.cpu_experts import PlainExperts, gated_product
-from raymoe.kernels.device_experts_choice import ExpertMatrices
-from raymoe.kernels.packed_experts import Biases, Clamp
+from raymoe.kernels.cpu_experts import Biases, Clamp, PlainExperts, gated_product
+from raymoe.kernels.gpu_experts_layout import ExpertMatrices
 from raymoe.specs.weight_format import WeightFormat
 from tests.quantisers import quantise
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from raymoe.codecs import StoredMatrix, Weight
-from raymoe.codecs.stored import TORCH_DTYPES
-from raymoe.kernels.device_experts_choice import ExpertMatrices
-from raymoe.kernels.packed_experts import Biases, Clamp
+from raymoe.codecs import TORCH_DTYPES, StoredMatrix, Weight
+from raymoe.kernels.cpu_experts import Biases, Clamp
+from raymoe.kernels.gpu_experts_layout import ExpertMatrices
 from raymoe.specs.weight_format import (
     Awq,
     Fp8Block,

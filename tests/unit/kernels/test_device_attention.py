@@ -4,12 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from raymoe.kernels import paged_batch
+from raymoe.kernels import torch_attention
 from raymoe.kernels.cpu_attention import append_reference
-from raymoe.kernels.cpu_rope import Projected
-from raymoe.kernels.device_attention import append_and_attend_paged
-from raymoe.kernels.paged_batch import PagedBatch
+from raymoe.kernels.cpu_elementwise import Projected
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, unpack_block
+from raymoe.kernels.torch_attention import PagedBatch, append_and_attend_paged
 from tests.native.attention_cases import BF16, DTYPES, FP16, FP32, HEADS, PASSES, Case
 
 CPU = torch.device("cpu")
@@ -66,7 +65,7 @@ def test_sinks_take_their_part_of_the_softmax(
 
 def test_large_groups_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case([(1 + 17 * n, 1) for n in range(12)] + [(40, 8)] * 3, (4, 2, 64), (FP32, FP32))
-    monkeypatch.setattr(paged_batch, "GATHERED_BYTES", 5 * case.layout.block_bytes)
+    monkeypatch.setattr(torch_attention, "GATHERED_BYTES", 5 * case.layout.block_bytes)
     assert len(PagedBatch.of(case.batch(), case.layout, CPU).groups) > 4
     check(case)
 

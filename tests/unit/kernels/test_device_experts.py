@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from raymoe.kernels.device_experts_choice import Compute
-from raymoe.kernels.device_experts_tiles import TileTable
+from raymoe.kernels.gpu_experts_layout import Compute, TileTable
 from raymoe.specs.weight_format import (
     Awq,
     Fp8Block,
@@ -50,7 +49,7 @@ def compute_of(case: ExpertCase) -> Compute:
 
 
 def run(case: ExpertCase, rows: slice | None = None, compute: Compute | None = None) -> Tensor:
-    from raymoe.kernels.device_experts import GroupedExperts  # noqa: PLC0415 - needs Triton
+    from raymoe.kernels.gpu_experts import GroupedExperts  # noqa: PLC0415 - needs Triton
 
     experts = GroupedExperts(case.matrices, compute=compute or compute_of(case), clamp=case.clamp)
     return experts(*(each[rows or slice(None)] for each in case.inputs))
@@ -185,7 +184,7 @@ def test_experts_lie_in_different_buffers_and_at_odd_places(device: str) -> None
 
 @device
 def test_weights_that_change_between_two_calls_are_read_anew(device: str) -> None:
-    from raymoe.kernels.device_experts import GroupedExperts  # noqa: PLC0415 - needs Triton
+    from raymoe.kernels.gpu_experts import GroupedExperts  # noqa: PLC0415 - needs Triton
 
     case = ExpertCase(device=device, hidden=24, wide=16)
     experts = GroupedExperts(case.matrices, compute=compute_of(case))

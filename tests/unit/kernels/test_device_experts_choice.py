@@ -6,16 +6,16 @@ import sys
 import pytest
 import torch
 
-from raymoe.kernels import device_experts_choice as choice
+from raymoe.kernels import gpu_experts_choice as choice
 from raymoe.kernels.cpu_experts import PlainExperts
-from raymoe.kernels.device_experts_choice import (
+from raymoe.kernels.gpu_experts_choice import grouped_experts_are_used, make_device_experts
+from raymoe.kernels.gpu_experts_layout import (
     Compute,
     ExpertMatrices,
-    grouped_experts_are_used,
-    make_device_experts,
+    TileTable,
+    addresses_of,
+    layout_of,
 )
-from raymoe.kernels.device_experts_layout import addresses_of, layout_of
-from raymoe.kernels.device_experts_tiles import TileTable
 from raymoe.specs.weight_format import Mxfp4, PackedInt4
 from tests.unit.kernels.expert_cases import CLAMP, ExpertCase
 
@@ -93,8 +93,8 @@ def test_addresses_are_those_of_the_pieces_and_nothing_is_zero() -> None:
 
 def test_nothing_loads_triton_before_a_kernel_runs() -> None:
     code = (
-        "import sys, raymoe.model.paged_loading, raymoe.cli\n"
-        "import raymoe.kernels.device_experts_choice\n"
+        "import sys, raymoe.model.loading, raymoe.cli\n"
+        "import raymoe.kernels.gpu_experts\n"
         "assert 'triton' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

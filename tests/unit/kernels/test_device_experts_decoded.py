@@ -6,15 +6,10 @@ import pytest
 import torch
 
 from raymoe.codecs import as_tensor
-from raymoe.kernels import device_experts_choice as choice
-from raymoe.kernels.device_experts_choice import (
-    FEW_TOKENS,
-    Compute,
-    FewOrMany,
-    make_device_experts,
-)
-from raymoe.kernels.device_experts_groups import in_planes
-from raymoe.kernels.device_experts_tiles import TileTable
+from raymoe.kernels import gpu_experts_choice as choice
+from raymoe.kernels.gpu_experts_choice import FEW_TOKENS, FewOrMany, make_device_experts
+from raymoe.kernels.gpu_experts_kernels import in_planes
+from raymoe.kernels.gpu_experts_layout import Compute, TileTable
 from tests.triton_mode import DEVICES
 from tests.unit.kernels.expert_cases import CLAMP, ExpertCase
 from tests.unit.kernels.test_device_experts import FORMATS, error_of
@@ -30,7 +25,7 @@ device = pytest.mark.parametrize("device", DEVICES)
 
 
 def experts_of(case: ExpertCase):
-    from raymoe.kernels.device_experts_decoded import DecodedExperts  # noqa: PLC0415 - needs Triton
+    from raymoe.kernels.gpu_experts import DecodedExperts  # noqa: PLC0415 - needs Triton
 
     compute = Compute.on(TURING, case.dtype)
     return DecodedExperts(case.matrices, compute=compute, activation="silu", clamp=case.clamp)
@@ -68,7 +63,7 @@ def test_equals_the_reference(name: str, clamp: object, device: str) -> None:
 
 @device
 def test_large_matrices_are_decoded_in_blocks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from raymoe.kernels import device_experts_decoded as decoded  # noqa: PLC0415 - needs Triton
+    from raymoe.kernels import gpu_experts as decoded  # noqa: PLC0415 - needs Triton
 
     case = ExpertCase(
         stored=FORMATS["fp8 block"][0], has_bias=True, num_experts=2, hidden=16, wide=150,

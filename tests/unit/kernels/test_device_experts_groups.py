@@ -3,12 +3,7 @@
 import pytest
 import torch
 
-from raymoe.kernels.device_experts_groups import (
-    group_by_expert,
-    in_planes,
-    max_tiles,
-    tile_table,
-)
+from raymoe.kernels.gpu_experts_kernels import group_by_expert, in_planes, max_tiles, tile_table
 
 
 def routes(num_tokens: int, num_experts: int, top_k: int, seed: int = 0) -> torch.Tensor:

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from raymoe.errors import ConfigError
-from raymoe.kernels.device_experts_layout import MatrixLayout
-from raymoe.kernels.device_experts_tiles import (
+from raymoe.kernels.gpu_experts_layout import (
     BUCKETS,
+    MatrixLayout,
     TileKey,
     TileShape,
     TileTable,

@@ -5,9 +5,8 @@ import torch
 from torch import Tensor
 
 from raymoe.kernels.cpu_attention import append_reference
-from raymoe.kernels.cpu_rope import Projected
-from raymoe.kernels.device_attention_batch import RaggedBatch
-from raymoe.kernels.device_attention_choice import AttentionCompute, attention_compute
+from raymoe.kernels.cpu_elementwise import Projected
+from raymoe.kernels.gpu_attention_batch import AttentionCompute, RaggedBatch, attention_compute
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, unpack_block
 from tests.native.attention_cases import BF16, DTYPES, FP16, FP32, HEADS, PASSES, Case
 from tests.triton_mode import DEVICES
@@ -38,8 +37,10 @@ def run(
     compute: AttentionCompute | None = None,
 ) -> Tensor:
     # They need Triton.
-    from raymoe.kernels.device_attention_launches import Scoring  # noqa: PLC0415
-    from raymoe.kernels.device_paged_attention import append_and_attend_ragged  # noqa: PLC0415
+    from raymoe.kernels.gpu_attention import (  # noqa: PLC0415
+        Scoring,
+        append_and_attend_ragged,
+    )
 
     compute = compute or compute_of(case.query.dtype, device)
     sinks = None if case.sinks is None else case.sinks.to(device)
@@ -137,7 +138,7 @@ def test_sinks_of_every_shape(
 def test_parts_of_a_context_are_merged(
     window: int | None, has_sinks: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from raymoe.kernels import device_attention_launches as launches  # noqa: PLC0415
+    from raymoe.kernels import gpu_attention as launches  # noqa: PLC0415
 
     case = Case(LONG, (2, 1, 16), (FP32, FP32))
     if has_sinks:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from raymoe.kernels import device_attention_batch
-from raymoe.kernels.device_attention_batch import LatentRaggedBatch
-from raymoe.kernels.latent_forms import NEVER, LatentHeads
+from raymoe.kernels import gpu_attention_batch
+from raymoe.kernels.gpu_attention_batch import LatentRaggedBatch
+from raymoe.kernels.paged_kv import NEVER, LatentHeads
 from tests.native.attention_cases import BF16, FP16, FP32, PASSES
 from tests.native.test_cpu_latent_attention import Case
 from tests.triton_mode import DEVICES
@@ -27,8 +27,8 @@ def run(
     case: Case, heads: LatentHeads, fewest: int, *, device: str, cache: Tensor | None = None
 ) -> Tensor:
     # They need Triton.
-    from raymoe.kernels.device_attention_launches import Scoring  # noqa: PLC0415
-    from raymoe.kernels.device_paged_latent import (  # noqa: PLC0415
+    from raymoe.kernels.gpu_attention import (  # noqa: PLC0415
+        Scoring,
         append_and_attend_latent_ragged,
     )
 
@@ -95,20 +95,17 @@ def test_equals_the_exact_result_in_the_sizes_of_deepseek(device: str) -> None:
 def test_what_does_not_fit_at_once_is_done_in_pieces(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from raymoe.kernels import (  # noqa: PLC0415
-        device_attention_launches,
-        device_paged_latent,
-    )
+    from raymoe.kernels import gpu_attention  # noqa: PLC0415
 
     case, heads = make([(40, 1), (36, 4), (5, 5), (70, 1)], SHAPES[2])
     whole = run(case, heads, 3, device=device)
-    for module in (device_attention_batch, device_attention_launches, device_paged_latent):
+    for module in (gpu_attention_batch, gpu_attention, gpu_attention):
         monkeypatch.setattr(module, "GATHERED_BYTES", 1)
     pieces = run(case, heads, 3, device=device)
     # Matrix products of other sizes may add in another order, but no more.
     torch.testing.assert_close(pieces, whole, rtol=1e-6, atol=1e-6)
     check(case, heads, 3, device=device)
-    monkeypatch.setattr(device_attention_launches, "SPLIT_POSITIONS", 32)
+    monkeypatch.setattr(gpu_attention, "SPLIT_POSITIONS", 32)
     check(case, heads, 3, device=device)
 
 

@@ -9,16 +9,16 @@ from torch import Tensor
 from raymoe.device.cuda_api import TorchCuda
 from raymoe.errors import CapacityError, ConfigError
 from raymoe.kernels.cpu_experts import Experts
-from raymoe.kernels.device_experts_choice import make_device_experts
-from raymoe.kernels.device_experts_tiles import (
+from raymoe.kernels.gpu_experts_choice import make_device_experts
+from raymoe.kernels.gpu_experts_layout import (
     TileKey,
     TileShape,
     TileTable,
     candidate_shapes,
     default_shape,
 )
-from raymoe.measure.expert_tiles import Gpu, load_tiles, measure_tiles, store_tiles
-from raymoe.measure.streams import seconds_on_stream
+from raymoe.measure.gpu import seconds_on_stream
+from raymoe.measure.tiles import Gpu, load_tiles, measure_tiles, store_tiles
 from raymoe.specs.weight_format import Mxfp4
 from tests.unit.kernels.expert_cases import ExpertCase
 

@@ -7,8 +7,8 @@ import torch
 
 from raymoe.cli import run
 from raymoe.errors import ConfigError
-from raymoe.kernels.device_experts_tiles import BUCKETS, TileShape, TileTable
-from raymoe.measure.model_tiles import ExpertLayer, measure_layer
+from raymoe.kernels.gpu_experts_layout import BUCKETS, TileShape, TileTable
+from raymoe.measure.tiles import ExpertLayer, measure_layer
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS
 

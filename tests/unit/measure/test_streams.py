@@ -7,15 +7,18 @@ from collections.abc import Callable
 import pytest
 
 from raymoe.device.lane import Cancelled
-from raymoe.measure.gpu import ROWS, DeviceJobs, measure_rates, with_device
-from raymoe.measure.streams import (
+from raymoe.measure.gpu import (
     NUM_RUNS,
+    ROWS,
     Background,
+    DeviceJobs,
     LinkCopies,
     LinkRates,
     StreamRun,
     measure_link,
+    measure_rates,
     seconds_on_stream,
+    with_device,
 )
 from raymoe.measure.timing import KernelJob
 from raymoe.specs.hardware import HardwareSpec

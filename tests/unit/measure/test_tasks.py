@@ -6,15 +6,7 @@ import random
 import pytest
 import torch
 
-from raymoe.measure.tasks import (
-    LEAST_S,
-    MODEL,
-    PASSES,
-    TOKENS,
-    pass_jobs,
-    pass_shape,
-    task_overhead,
-)
+from raymoe.measure.host import LEAST_S, MODEL, PASSES, TOKENS, pass_jobs, pass_shape, task_overhead
 from raymoe.plan.cost import HostCost, PassShape
 from raymoe.plan.work import ModelWork
 from raymoe.schedule.builders import build_in_place

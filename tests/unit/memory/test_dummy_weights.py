@@ -9,7 +9,7 @@ import torch
 from raymoe.codecs import StoredMatrix, as_tensor
 from raymoe.config import EngineConfig
 from raymoe.engine.engine import Engine
-from raymoe.memory.dummy_weights import DummyWeights
+from raymoe.memory.weights import DummyWeights
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_names import model_weights
 

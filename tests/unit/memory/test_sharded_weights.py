@@ -11,11 +11,9 @@ from torch import Tensor
 from raymoe.codecs import StoredMatrix, as_tensor
 from raymoe.errors import ConfigError
 from raymoe.memory.arena import HostArena
-from raymoe.memory.sharded_weights import ShardedWeights
-from raymoe.memory.weights import WeightStore
+from raymoe.memory.weights import ShardedWeights, WeightStore
 from raymoe.model.decoder import Decoder
-from raymoe.model.loading import decoder_arena_bytes
-from raymoe.model.ranks import Reduce
+from raymoe.model.loading import Reduce, decoder_arena_bytes
 from raymoe.specs.layers import AttentionSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.tensor_shards import cut_of, shard_model

@@ -16,7 +16,7 @@ import torch
 import raymoe
 from raymoe.errors import CapacityError, ExecutionError
 from raymoe.memory import shared_file
-from raymoe.memory.shared_arena import SharedArena
+from raymoe.memory.arena import SharedArena
 from raymoe.memory.shared_file import SharedFile
 
 NUM_BYTES = 3 * mmap.PAGESIZE + 100

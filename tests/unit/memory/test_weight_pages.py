@@ -8,8 +8,8 @@ from raymoe.engine.device_loading import layer_paging
 from raymoe.memory.weight_pages import WeightPages
 from raymoe.memory.weights import WeightStore
 from raymoe.plan.pages import layer_pages
+from raymoe.specs.layer_weights import layer_prefix
 from raymoe.specs.model import ModelSpec
-from raymoe.specs.weight_names import layer_prefix
 from tests.parity.cases import get_case
 from tests.parity.configurations import CONFIGURATIONS
 

@@ -4,17 +4,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from raymoe.kernels.threads import set_num_threads
+from raymoe.device.threads import set_num_threads
 from raymoe.memory.arena import HostArena
 from raymoe.memory.weights import WeightStore
 from raymoe.model.decoder import Decoder
 from raymoe.model.loading import decoder_arena_bytes
-from raymoe.model.reference import ReferenceModel
 from raymoe.specs.model import LayerSpec, ModelSpec, MoeSpec, SharedSpec
 from raymoe.specs.weight_names import model_weights
 from tests.parity.configurations import CONFIGURATIONS, first_of_each_family
 from tests.parity.driver import Driver, load_decoder
 from tests.parity.oracle import make_checkpoint, make_model, make_prompts
+from tests.reference import ReferenceModel
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ODD = [c for c in CONFIGURATIONS if any(word in c.name for word in ("bias", "clipped", "gelu"))]

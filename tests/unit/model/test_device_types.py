@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from raymoe.kernels.cpu_attention import AttentionBatch
-from raymoe.kernels.paged_batch import PagedBatch
-from raymoe.model.cache import cache_layout
-from raymoe.model.decoder import Decoder
-from raymoe.model.paged_loading import PagedLoader
+from raymoe.kernels.torch_attention import PagedBatch
+from raymoe.model.decoder import Decoder, cache_layout
+from raymoe.model.loading import PagedLoader
+from raymoe.specs.layer_weights import EMBEDDING, HEAD, layer_parts, layer_prefix
 from raymoe.specs.model import DenseSpec, ModelSpec
-from raymoe.specs.weight_names import EMBEDDING, HEAD, layer_parts, layer_prefix, model_weights
+from raymoe.specs.weight_names import model_weights
 from tests.parity.cases import get_case
 from tests.parity.configurations import CONFIGURATIONS, first_of_each_family
 

@@ -8,12 +8,12 @@ import torch
 import transformers
 from torch import Tensor
 
+from raymoe.device.threads import set_num_threads
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.cpu_linear import packed_linear_is_used
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
-from raymoe.kernels.threads import set_num_threads
 from raymoe.memory.arena import HostArena
-from raymoe.model.cache import cache_layout
+from raymoe.model.decoder import cache_layout
 from raymoe.model.latent_attention import LatentAttention
 from raymoe.model.loading import Loader
 from raymoe.model.rope import Rotary

@@ -8,10 +8,10 @@ import transformers
 from torch import Tensor
 from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
-from raymoe.model.reference_router import reference_routing
-from raymoe.model.router import choose_experts
+from raymoe.model.feed_forward import choose_experts
 from raymoe.specs.layers import MoeSpec, RouterSpec
 from raymoe.specs.model import ModelSpec
+from tests.reference import reference_routing
 from tests.unit.specs.config_classes import config_of, written
 from tests.unit.specs.test_meaning import CONFIGS, randomise, theirs
 

@@ -6,10 +6,9 @@ from torch import Tensor
 
 from raymoe.kernels.cpu_linear import packed_linear_is_used
 from raymoe.model.feed_forward import MoE
-from raymoe.model.loading import Loader
-from raymoe.model.paged_loading import PagedLoader
+from raymoe.model.loading import Loader, PagedLoader
+from raymoe.specs.layer_weights import expert_weights
 from raymoe.specs.layers import MoeSpec, RouterSpec
-from raymoe.specs.weight_names import expert_weights
 
 HIDDEN, NUM_EXPERTS = 32, 8
 SPEC = MoeSpec(

@@ -2,8 +2,8 @@
 
 import pytest
 
-from raymoe.plan.anchors import Anchors, moe_lightning_anchors
 from raymoe.schedule.graph import Resource
+from tests.paper.anchors import Anchors, moe_lightning_anchors
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from raymoe.errors import ConfigError
 from raymoe.plan.pages import PAGE_ALIGNMENT, LayerBytes, cut_pages, layer_pages, layer_sizes
 from raymoe.plan.policy import PAGE_BYTES
+from raymoe.specs.layer_weights import layer_parameters, layer_parts
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import model_preset
-from raymoe.specs.weight_names import layer_parameters, layer_parts
 
 LAYERS = st.builds(
     LayerBytes,

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from raymoe.errors import InfeasiblePlanError
-from raymoe.plan.device_pass import DevicePass, ResidentPass, ResidentSearch
+from raymoe.plan.device_pass import DevicePass
 from raymoe.plan.policy import Policy
-from raymoe.plan.search import find_plan
+from raymoe.plan.search import ResidentPass, ResidentSearch, find_plan
 from raymoe.plan.work import ModelWork, PassLoad
 from raymoe.schedule.graph import Resource
 from raymoe.specs.hardware import hardware_preset

@@ -6,14 +6,23 @@ from html.parser import HTMLParser
 
 import pytest
 
-from raymoe.data.status.files import read_status
-from raymoe.data.status.record import RowCounts
-from raymoe.data.status.view import ActorView, JobView
+from raymoe.data.status import RowCounts, read_status
+from raymoe.data.status_view import ActorView, JobView
 from raymoe.errors import ConfigError
-from raymoe.report.over_time import MOMENTS, levels, rates, slowest, total_rates
-from raymoe.report.page import is_report
-from raymoe.report.series import MAX_LINES, Line, draw_series, short
-from raymoe.report.write import make_report, write_report
+from raymoe.report import (
+    MAX_LINES,
+    MOMENTS,
+    Line,
+    draw_series,
+    is_report,
+    levels,
+    make_report,
+    rates,
+    short,
+    slowest,
+    total_rates,
+    write_report,
+)
 from tests.unit.data.jobs import made
 from tests.unit.data.statuses import NOW_S, actor, job, passed, planned, with_plan, write
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from raymoe.device.emulated import EmulatedDevice
+from raymoe.device.emulated import EmulatedDevice, RandomStalls
 from raymoe.device.lane import HostMark
-from raymoe.device.pacing import RandomStalls
 from raymoe.runtime.executor import LaneExecutor
 from raymoe.schedule.graph import Buffer, Resource, Task
 from raymoe.schedule.timeline import simulate

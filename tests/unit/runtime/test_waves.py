@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
-from raymoe.runtime.waves import CutPass, Division, cut_pass
+from raymoe.runtime.micro_batches import CutPass, Division, cut_pass
 
 SEQUENCES = st.lists(
     st.tuples(st.integers(1, 70), st.integers(0, 200)), min_size=1, max_size=30

@@ -6,6 +6,7 @@ import pytest
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from raymoe.errors import UnsupportedModelError
+from raymoe.specs.layer_weights import EMBEDDING, HEAD
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
 from raymoe.specs.quantization import (
@@ -16,7 +17,6 @@ from raymoe.specs.quantization import (
     prefix_or_suffix,
 )
 from raymoe.specs.weight_format import Awq, Fp8Block, Fp8Channel, Gptq, Mxfp4, PackedInt4
-from raymoe.specs.weight_names import EMBEDDING, HEAD
 
 FP8 = MODEL_PRESETS["deepseek-v3"]["quantization_config"]
 MINIMAX = MODEL_PRESETS["minimax-m2"]["quantization_config"]

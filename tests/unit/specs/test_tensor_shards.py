@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from raymoe.errors import ConfigError
+from raymoe.specs.layer_weights import layer_weights
 from raymoe.specs.layers import AttentionSpec, LatentAttentionSpec, MoeSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS
 from raymoe.specs.quantization import Quantization
 from raymoe.specs.tensor_shards import Cut, cut_of, shard_model
 from raymoe.specs.weight_format import Awq, Fp8Block, Gptq, Mxfp4, PackedInt4, WeightFormat
-from raymoe.specs.weight_names import layer_weights
 
 
 def preset(name: str) -> ModelSpec:

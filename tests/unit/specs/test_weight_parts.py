@@ -2,8 +2,8 @@
 
 import pytest
 
+from raymoe.specs.layer_weights import layer_parts, layer_weights
 from raymoe.specs.model import LayerSpec, ModelSpec
-from raymoe.specs.weight_names import layer_parts, layer_weights
 from tests.parity.cases import get_case
 from tests.parity.configurations import CONFIGURATIONS
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from raymoe.data.status.files import (
+from raymoe.data.status import (
     clear_status,
     find_status,
     make_status_directory,

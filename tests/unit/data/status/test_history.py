@@ -2,7 +2,7 @@
 
 import pytest
 
-from raymoe.data.status.history import History, recent_rate
+from raymoe.data.observer import History, recent_rate
 
 
 def sample(number, fill=0.5):

@@ -7,10 +7,10 @@ import pyarrow as pa
 import pytest
 
 from raymoe.data import generator as generators
+from raymoe.data import observer as observers
 from raymoe.data.generator import MoEGenerator
-from raymoe.data.status import observer as observers
-from raymoe.data.status.files import read_status
-from raymoe.data.status.typical_pass import MAX_PASSES, TypicalPass
+from raymoe.data.observer import MAX_PASSES, TypicalPass
+from raymoe.data.status import read_status
 from raymoe.engine.accuracy import MeasuredPass
 from raymoe.engine.engine import Engine
 from raymoe.errors import ConfigError, ExecutionError

@@ -1,7 +1,7 @@
 """Rows are counted by what was wrong with them, in a fixed amount of memory."""
 
-from raymoe.data.status.row_counter import MAX_KINDS, MAX_MESSAGES, RowCounter
-from raymoe.engine.generation import Generation
+from raymoe.data.observer import MAX_KINDS, MAX_MESSAGES, RowCounter
+from raymoe.engine.outputs import Generation
 
 
 def good(tokens=4, **changes):

@@ -1,0 +1,249 @@
+"""How long lanes take from the end of one task to the start of the task that waits for it."""
+
+import dataclasses
+import enum
+import itertools
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from raymoe.bench.workloads import RowLengths, make_prompts
+from raymoe.config import EngineConfig, SamplingParams
+from raymoe.device.lane import ThreadLane
+from raymoe.engine.core import Runner
+from raymoe.engine.engine import Engine
+from raymoe.engine.loading import load_parts
+from raymoe.plan.cost import HostCost, PassShape
+from raymoe.plan.work import ModelWork
+from raymoe.runtime.bindings import PassInputs
+from raymoe.runtime.executor import Bindings, LaneExecutor
+from raymoe.schedule.builders import build_in_place
+from raymoe.schedule.graph import Buffer, Op, Resource, Schedule, Task
+from raymoe.schedule.timeline import Timeline, simulate
+from raymoe.specs.hardware import HardwareSpec
+from raymoe.specs.model import ModelSpec
+
+TARGET_S = 40e-6  # a task of a decode step takes at least some hundred microseconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneLatency:
+    """Seconds between dependent tasks that themselves do nothing.
+
+    Attributes:
+        same_lane_s: The next task is on the same lane: median.
+        other_lane_s: It is on another lane, whose thread sleeps until then: median.
+        other_lane_p99_s: The same, 99th of 100.
+    """
+
+    same_lane_s: float
+    other_lane_s: float
+    other_lane_p99_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"from the end of a task to the start of the next: same lane "
+            f"{self.same_lane_s * 1e6:.1f} us, other lane {self.other_lane_s * 1e6:.1f} us "
+            f"(99 %: {self.other_lane_p99_s * 1e6:.1f} us), target {TARGET_S * 1e6:.0f} us"
+        )
+
+
+def measure_lanes(num_tasks: int = 2000) -> LaneLatency:
+    """Measure with `num_tasks` tasks in a chain, on one lane and on two in turn."""
+    same = _gaps_s(_run(_chain([Op.ATTN], num_tasks)))
+    other = _gaps_s(_run(_chain([Op.ATTN, Op.W], num_tasks)))
+    return LaneLatency(
+        same_lane_s=statistics.median(same),
+        other_lane_s=statistics.median(other),
+        other_lane_p99_s=statistics.quantiles(other, n=100)[-1],
+    )
+
+
+def _chain(ops: Sequence[Op], num_tasks: int) -> Schedule:
+    """Tasks that each read what the one before wrote; `attn` on the CPU's lane, `w` on HTOD."""
+    lanes = {Op.ATTN: Resource.CPU, Op.W: Resource.HTOD}
+    link = Buffer("link")
+    tasks = [
+        Task(op=op, layer=index, part=0, resource=lanes[op], reads=(link,), writes=(link,))
+        for index, op in ((index, ops[index % len(ops)]) for index in range(num_tasks))
+    ]
+    return Schedule("chain", tuple(tasks), frozenset({link}))
+
+
+def _run(schedule: Schedule) -> Timeline:
+    def nothing(_task: Task, _state: None) -> None:
+        """Do nothing."""
+
+    bindings: Bindings[None] = dict.fromkeys(Op, nothing)
+    lanes = {resource: ThreadLane(resource) for resource in schedule.resources}
+    try:
+        return LaneExecutor(schedule, bindings, lanes).run(None)
+    finally:
+        for lane in lanes.values():
+            lane.close()
+
+
+def _gaps_s(timeline: Timeline) -> list[float]:
+    """Gaps of the second half: in the first, tasks are still being submitted."""
+    spans = timeline.spans[len(timeline.spans) // 2 :]
+    return [later.start_s - earlier.end_s for earlier, later in itertools.pairwise(spans)]
+
+
+WARM_UP_ROWS = 8
+
+
+class PassKind(enum.StrEnum):
+    """What a pass holds."""
+
+    PREFILL = "prefill"
+    MIXED = "mixed"
+    DECODE = "decode"
+
+    @classmethod
+    def of(cls, shape: PassShape) -> "PassKind":
+        """The kind of a pass."""
+        if not shape.prefill_tokens:
+            return cls.DECODE
+        return cls.MIXED if shape.decode_rows else cls.PREFILL
+
+
+@dataclass(frozen=True, slots=True)
+class PassPair:
+    """One pass, predicted and measured."""
+
+    shape: PassShape
+    predicted: Timeline
+    measured: Timeline
+
+
+Job = Sequence[PassPair]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindTimes:
+    """All passes of one kind of a job, or all that it has.
+
+    Attributes:
+        kind: A `PassKind`, or "all".
+        num_passes: Of one run; several runs have the same.
+        predicted_s: Seconds of all of them together.
+        measured_s: The same, measured: the median over runs.
+        gap_by_op: Predicted over measured seconds of each operation, less one.
+    """
+
+    kind: str
+    num_passes: int
+    predicted_s: float
+    measured_s: float
+    gap_by_op: Mapping[str, float]
+
+    @property
+    def gap(self) -> float:
+        """Predicted over measured seconds, less one."""
+        return self.predicted_s / self.measured_s - 1
+
+    @classmethod
+    def of(cls, kind: str, runs: Sequence[Job]) -> "KindTimes":
+        """Medians over the runs of one job, of which each has passes of this kind."""
+        predicted = _seconds_by_op([pair.predicted for pair in runs[0]])
+        measured = [_seconds_by_op([pair.measured for pair in run]) for run in runs]
+        by_op = {op: statistics.median(run[op] for run in measured) for op in predicted}
+        return cls(
+            kind=kind,
+            num_passes=len(runs[0]),
+            predicted_s=sum(predicted.values()),
+            measured_s=statistics.median(sum(run.values()) for run in measured),
+            gap_by_op={op: predicted[op] / by_op[op] - 1 for op in predicted},
+        )
+
+
+def times_by_kind(runs: Sequence[Job]) -> list[KindTimes]:
+    """One entry for each kind of pass that a job has, and one for all, from its runs."""
+    grouped: dict[str, Sequence[Job]] = {
+        kind: [[pair for pair in run if PassKind.of(pair.shape) is kind] for run in runs]
+        for kind in PassKind
+    }
+    grouped["all"] = runs
+    return [KindTimes.of(kind, members) for kind, members in grouped.items() if all(members)]
+
+
+def _seconds_by_op(timelines: Iterable[Timeline]) -> dict[str, float]:
+    seconds: Counter[str] = Counter()
+    for timeline in timelines:
+        seconds.update(timeline.seconds_by_op())
+    return dict(seconds)
+
+
+class PassRecorder:
+    """A runner that passes everything on to another and keeps what came and how long it took."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.passes: list[tuple[PassShape, Timeline]] = []
+
+    def run(self, inputs: PassInputs) -> Timeline:
+        """See `Runner`."""
+        timeline = self._runner.run(inputs)
+        self.passes.append((shape_of(inputs), timeline))
+        return timeline
+
+
+def shape_of(inputs: PassInputs) -> PassShape:
+    """The numbers that the cost of a pass depends on; a chunk of one token counts as decoding."""
+    batch = inputs.attention
+    takes = batch.query_start.diff().long()
+    contexts = batch.context_tokens.long()
+    pairs = takes * (2 * contexts - takes + 1) // 2
+    is_prefill = takes > 1
+    return PassShape(
+        tokens=int(takes.sum()),
+        attention_pairs=int(pairs.sum()),
+        context_tokens=int(contexts.sum()),
+        logit_rows=len(inputs.logit_rows),
+        prefill_tokens=int(takes[is_prefill].sum()),
+        prefill_pairs=int(pairs[is_prefill].sum()),
+    )
+
+
+def predict_pass(model: ModelSpec, hardware: HardwareSpec, shape: PassShape) -> Timeline:
+    """What the cost model says of a pass with bfloat16 weights."""
+    work = ModelWork.of(model, torch.bfloat16.itemsize)
+    return simulate(build_in_place(model.num_layers), HostCost(work, hardware, shape))
+
+
+def compare_passes(
+    model: Path, hardware: HardwareSpec, workload: RowLengths, repetitions: int = 1
+) -> list[Job]:
+    """Run a job on one engine, `repetitions` times; the passes of each run."""
+    spec = ModelSpec.from_directory(model)
+    prompts = make_prompts(workload, spec.vocab_size)
+    config = EngineConfig(
+        dtype="bfloat16",
+        device="cpu",
+        num_threads=hardware.num_cores,
+        hardware=hardware,
+        workload=workload.job,
+    )
+    parts = load_parts(model, config)
+    recorder = PassRecorder(parts.runner)
+    runs: list[Job] = []
+    with Engine(dataclasses.replace(parts, runner=recorder), config) as engine:
+        engine.generate(prompts[:WARM_UP_ROWS], _params(2))
+        for _ in range(repetitions):
+            recorder.passes.clear()
+            engine.generate(prompts, _params(workload.generated_tokens))
+            runs.append(
+                [
+                    PassPair(shape, predict_pass(spec, hardware, shape), measured)
+                    for shape, measured in recorder.passes
+                ]
+            )
+    return runs
+
+
+def _params(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)

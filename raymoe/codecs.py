@@ -1,0 +1,414 @@
+"""Codecs: from the bytes of a checkpoint to the numbers they mean.
+
+A weight is a tensor where it is stored as it is, or a `StoredMatrix`, which keeps its bytes until
+it is used. `CODECS` has one function for each format.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+from raymoe.errors import CheckpointError
+from raymoe.specs.weight_format import (
+    FP8_COLUMNS,
+    FP8_ROWS,
+    MXFP4_COLUMNS,
+    Awq,
+    Fp8Block,
+    Fp8Channel,
+    Gptq,
+    Mxfp4,
+    PackedInt4,
+    Piece,
+    WeightFormat,
+)
+
+CodeKind = Literal["int4", "e2m1", "e4m3"]
+
+INT4_ZERO = 8  # code of zero, where there are no zero points
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_SMALLEST_E8M0 = 0x00400000  # bits of 2^-127, which is subnormal in float32
+_FLOAT32_EXPONENT_BIT = 23
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Codes:
+    """A matrix [O, I] whose elements are (number of the code - zero) * scale.
+
+    Attributes:
+        kind: What number a code is.
+        codes_OI: uint8, one for each element; may have any strides.
+        scales_BG: float16, bfloat16 or float32; or uint8, exponents of two plus 127 (E8M0).
+        group_size: Inputs that share a scale.
+        block_rows: Outputs that share a scale.
+        zeros_OG: uint8, of int4 alone; None: 8.
+        order_I: int32, the group of each input; None: neighbours, `group_size` each.
+    """
+
+    kind: CodeKind
+    codes_OI: Tensor
+    scales_BG: Tensor
+    group_size: int
+    block_rows: int = 1
+    zeros_OG: Tensor | None = None
+    order_I: Tensor | None = None
+
+
+def decode(codes: Codes, dtype: torch.dtype) -> Tensor:
+    """The elements, [O, I]: exact products in float32, rounded once to `dtype`."""
+    # Bytes are turned around fastest, where codes lie in the order of the outputs.
+    numbers_OI = _NUMBERS[codes.kind](codes.codes_OI.contiguous())
+    groups_OGS = _by_group(numbers_OI, codes)
+    if codes.kind == "int4":
+        zeros_OG = codes.zeros_OG
+        groups_OGS -= INT4_ZERO if zeros_OG is None else _by_input(zeros_OG, codes)
+    scales_BG = float_scales(codes.scales_BG)
+    if codes.block_rows > 1:
+        scales_BG = scales_BG.repeat_interleave(codes.block_rows, 0)[: len(numbers_OI)]
+    groups_OGS *= _by_input(scales_BG, codes)
+    return numbers_OI.to(dtype)
+
+
+def float_scales(scales: Tensor) -> Tensor:
+    """Scales as float32, exactly."""
+    if scales.dtype != torch.uint8:
+        return scales.float()
+    bits = (scales.int() << _FLOAT32_EXPONENT_BIT).clamp_min(_SMALLEST_E8M0)
+    return bits.view(torch.float32)
+
+
+def nibbles(packed: Tensor) -> Tensor:
+    """Halves of bytes as uint8, the lower one first; the last axis is twice as long in bytes."""
+    low_high = packed.view(torch.uint8)
+    return torch.stack((low_high & 0xF, low_high >> 4), -1).flatten(-2)
+
+
+def _is_regular(codes: Codes) -> bool:
+    """Whether groups are neighbours and equally large."""
+    return codes.order_I is None and codes.codes_OI.shape[1] % codes.group_size == 0
+
+
+def _by_group(numbers_OI: Tensor, codes: Codes) -> Tensor:
+    """The numbers as [O, G, S], or as they are where groups are not so regular."""
+    if not _is_regular(codes):
+        return numbers_OI
+    return numbers_OI.view(len(numbers_OI), -1, codes.group_size)
+
+
+def _by_input(values_OG: Tensor, codes: Codes) -> Tensor:
+    """Values of groups for each number, in the shape of `_by_group`."""
+    if _is_regular(codes):
+        return values_OG[..., None]
+    if codes.order_I is not None:
+        return values_OG[:, codes.order_I.long()]
+    num_inputs = codes.codes_OI.shape[1]
+    return values_OG.repeat_interleave(codes.group_size, 1)[:, :num_inputs]
+
+
+def _e2m1(codes_OI: Tensor) -> Tensor:
+    table = torch.tensor(
+        [*_E2M1, *(-number for number in _E2M1)], dtype=torch.float32, device=codes_OI.device
+    )
+    return table[codes_OI.int()]
+
+
+_NUMBERS: Mapping[CodeKind, Callable[[Tensor], Tensor]] = {
+    "int4": lambda codes_OI: codes_OI.float(),
+    "e2m1": _e2m1,
+    "e4m3": lambda codes_OI: codes_OI.view(torch.float8_e4m3fn).float(),
+}
+
+
+# By their names in the format safetensors: all types in which weights are stored.
+TORCH_DTYPES: Mapping[str, torch.dtype] = {
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StoredMatrix:
+    """A matrix [O, I] that is decoded where it is used.
+
+    Attributes:
+        pieces: By `Piece.name`; views of a file, of host or of device memory.
+    """
+
+    format: WeightFormat
+    shape: tuple[int, int]
+    pieces: Mapping[str, Tensor]
+
+    @classmethod
+    def without_data(cls, stored: WeightFormat, shape: tuple[int, int]) -> Self:
+        """Pieces of the right types and shapes on the device "meta"."""
+        pieces = {
+            piece.name: torch.empty(piece.shape, dtype=TORCH_DTYPES[piece.dtypes[0]], device="meta")
+            for piece in stored.pieces(*shape)
+        }
+        return cls(format=stored, shape=shape, pieces=pieces)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pieces."""
+        return sum(tensor.nbytes for tensor in self.pieces.values())
+
+    def rows(self, begin: int, end: int, step: int = 1) -> "StoredMatrix":
+        """Every `step`-th of the outputs `begin` to `end`; views.
+
+        Pieces whose entries hold several outputs must be cut between two entries.
+        """
+        pieces = {
+            piece.name: self._cut(piece, piece.row_axis, piece.rows, slice(begin, end, step))
+            for piece in self.format.pieces(*self.shape)
+        }
+        shape = (len(range(begin, end, step)), self.shape[1])
+        return replace(self, shape=shape, pieces=pieces)
+
+    def columns(self, begin: int, end: int) -> "StoredMatrix":
+        """The inputs `begin` to `end`; views, but for the table that names their groups.
+
+        Pieces whose entries hold several inputs must be cut between two entries, and inputs be in
+        the groups of their neighbours (`checks.is_in_order`).
+        """
+        pieces = {
+            piece.name: self._cut(piece, piece.column_axis, piece.columns, slice(begin, end))
+            for piece in self.format.pieces(*self.shape)
+        }
+        if "order" in pieces:  # groups count from those that are left
+            pieces["order"] = pieces["order"] - pieces["order"][0]
+        return replace(self, shape=(self.shape[0], end - begin), pieces=pieces)
+
+    def _cut(self, piece: Piece, axis: int | None, size: int, cut: slice) -> Tensor:
+        """A piece with the entries of an axis, of `size` rows or columns each, that hold a cut."""
+        tensor = self.pieces[piece.name]
+        if axis is None:
+            return tensor
+        step = cut.step or 1
+        assert cut.start % size == 0, f"{piece.suffix} cannot be cut at {cut.start}"
+        assert step == 1 or size == 1, f"{piece.suffix} cannot be cut in steps"
+        entries = slice(cut.start // size, -(-cut.stop // size), step)
+        return tensor[(slice(None),) * axis + (entries,)]
+
+
+__all__ = [
+    "BLOCK_ELEMENTS",
+    "CODECS",
+    "Codes",
+    "StoredMatrix",
+    "Weight",
+    "as_tensor",
+    "row_blocks",
+    "unpack",
+]
+
+Weight = Tensor | StoredMatrix
+
+# With everything on the way to them, about 100 MiB; enough for a product at full rate.
+BLOCK_ELEMENTS = 8 << 20
+_CUT_ROWS = 128  # between these no format shares a scale
+
+
+def unpack(matrix: StoredMatrix) -> Codes:
+    """Codes, scales and zero points of a matrix."""
+    return CODECS[type(matrix.format)](matrix)
+
+
+def row_blocks(weight: StoredMatrix) -> Iterator[tuple[slice, StoredMatrix]]:
+    """The rows of a matrix in blocks that are small enough to be decoded at once."""
+    outputs, inputs = weight.shape
+    rows = max(BLOCK_ELEMENTS // inputs // _CUT_ROWS, 1) * _CUT_ROWS
+    for begin in range(0, outputs, rows):
+        end = min(begin + rows, outputs)
+        yield slice(begin, end), weight.rows(begin, end)
+
+
+def as_tensor(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """A weight in the type to compute in; decoded if it is not stored as it is.
+
+    A decoded element is the exact product of number and scale in float32, rounded to `dtype`.
+    """
+    if not isinstance(weight, StoredMatrix):
+        return weight.to(dtype)
+    device = weight.pieces["codes"].device
+    decoded_OI = torch.empty(weight.shape, dtype=dtype, device=device)
+    for rows, block in row_blocks(weight):
+        decoded_OI[rows] = decode(unpack(block), dtype)
+    return decoded_OI
+
+
+E8M0_NAN = 255
+
+
+def check_values(matrix: StoredMatrix, describe: Callable[[str], str]) -> None:
+    """Read scales, order and shape of a matrix, but not its codes.
+
+    Args:
+        matrix: As it is stored.
+        describe: Name of a piece -> which file and tensor it is, for messages.
+
+    Raises:
+        CheckpointError: A scale is NaN or infinite, a column names a group that does not exist, or
+            the shape that is stored differs from the one that is expected.
+    """
+    pieces = matrix.pieces
+    scales = pieces["scales"]
+    is_bad = scales == E8M0_NAN if scales.dtype == torch.uint8 else ~scales.isfinite()
+    _refuse_any(is_bad, scales, describe("scales"), "scales that are not finite")
+    if "order" in pieces:
+        num_groups, order = _num_groups(matrix), pieces["order"]
+        is_bad = (order < 0) | (order >= num_groups)
+        _refuse_any(is_bad, order, describe("order"), f"groups other than 0 to {num_groups - 1}")
+    if "shape" in pieces and tuple(pieces["shape"].tolist()) != matrix.shape:
+        raise CheckpointError(
+            f"{describe('shape')} is {pieces['shape'].tolist()}, config.json says "
+            f"{list(matrix.shape)}"
+        )
+
+
+def is_in_order(matrix: StoredMatrix) -> bool:
+    """Whether the table that names the group of each input names neighbours."""
+    inputs = matrix.shape[1]
+    neighbours = torch.arange(inputs) // (inputs // _num_groups(matrix))
+    return torch.equal(matrix.pieces["order"].long(), neighbours)
+
+
+def _num_groups(matrix: StoredMatrix) -> int:
+    scales = next(p for p in matrix.format.pieces(*matrix.shape) if p.name == "scales")
+    return scales.shape[1 - (scales.row_axis or 0)]
+
+
+def _refuse_any(is_bad: Tensor, values: Tensor, where: str, what: str) -> None:
+    if is_bad.any():
+        place = is_bad.nonzero()[0].tolist()
+        raise CheckpointError(
+            f"{where} has {int(is_bad.sum())} {what}, the first at {place} "
+            f"({values[tuple(place)].item()})"
+        )
+
+
+_LOWER_HALF = 0xFFFF
+
+
+def unpack_awq(matrix: StoredMatrix) -> Codes:
+    """Of `specs.weight_format.Awq`."""
+    scales_GO = matrix.pieces["scales"]
+    return Codes(
+        kind="int4",
+        codes_OI=_in_order(matrix.pieces["codes"]).t(),
+        scales_BG=scales_GO.t(),
+        group_size=matrix.shape[1] // len(scales_GO),
+        zeros_OG=_in_order(matrix.pieces["zeros"]).t(),
+    )
+
+
+def _in_order(words: Tensor) -> Tensor:
+    """Nibbles of words as bytes: the lower half of a word holds outputs 0 2 4 6, the upper 1 3 5 7.
+
+    [n, m] int32 -> [n, 8 * m] uint8.
+    """
+    even, odd = _spread(words & _LOWER_HALF), _spread(words >> 16 & _LOWER_HALF)
+    return torch.stack((even.view(torch.uint8), odd.view(torch.uint8)), -1).flatten(1)
+
+
+def _spread(halves: Tensor) -> Tensor:
+    """The four nibbles of the lower half of each word to its four bytes, in place."""
+    halves |= halves << 8
+    halves &= 0x00FF00FF
+    halves |= halves << 4
+    halves &= 0x0F0F0F0F
+    return halves
+
+
+def unpack_block(matrix: StoredMatrix) -> Codes:
+    """Of `specs.weight_format.Fp8Block`."""
+    return Codes(
+        kind="e4m3",
+        codes_OI=matrix.pieces["codes"].view(torch.uint8),
+        scales_BG=matrix.pieces["scales"],
+        group_size=FP8_COLUMNS,
+        block_rows=FP8_ROWS,
+    )
+
+
+def unpack_channel(matrix: StoredMatrix) -> Codes:
+    """Of `specs.weight_format.Fp8Channel`."""
+    return Codes(
+        kind="e4m3",
+        codes_OI=matrix.pieces["codes"].view(torch.uint8),
+        scales_BG=matrix.pieces["scales"],
+        group_size=matrix.shape[1],
+    )
+
+
+_ONE_IN_EACH_NIBBLE = 0x11111111
+
+
+def unpack_gptq(matrix: StoredMatrix) -> Codes:
+    """Of `specs.weight_format.Gptq`.
+
+    One is added to whole words of zero points, carries and all, as GPTQModel does: it took them
+    off in the same way.
+    """
+    outputs, inputs = matrix.shape
+    pieces = matrix.pieces
+    words_JO = pieces["codes"]
+    bytes_JBO = words_JO.view(torch.uint8).view(*words_JO.shape, 4).transpose(1, 2)
+    codes_IO = torch.stack((bytes_JBO & 0xF, bytes_JBO >> 4), 2).reshape(inputs, outputs)
+    scales_GO = pieces["scales"]
+    group_size = inputs // len(scales_GO)
+    return Codes(
+        kind="int4",
+        codes_OI=codes_IO.t(),
+        scales_BG=scales_GO.t(),
+        group_size=group_size,
+        zeros_OG=nibbles(pieces["zeros"] + _ONE_IN_EACH_NIBBLE).t(),
+        order_I=pieces["order"],
+    )
+
+
+def unpack_mxfp4(matrix: StoredMatrix) -> Codes:
+    """Of `specs.weight_format.Mxfp4`."""
+    return Codes(
+        kind="e2m1",
+        codes_OI=nibbles(matrix.pieces["codes"]).flatten(1),
+        scales_BG=matrix.pieces["scales"],
+        group_size=MXFP4_COLUMNS,
+    )
+
+
+def unpack_packed_int4(matrix: StoredMatrix) -> Codes:
+    """Of `specs.weight_format.PackedInt4`."""
+    outputs, inputs = matrix.shape
+    pieces = matrix.pieces
+    zeros_OG = None
+    if "zeros" in pieces:
+        words_WG = pieces["zeros"]
+        shifts_8 = 4 * torch.arange(8, dtype=torch.int32, device=words_WG.device)
+        zeros_OG = (words_WG[:, None] >> shifts_8[:, None] & 0xF).flatten(0, 1)[:outputs].byte()
+    return Codes(
+        kind="int4",
+        codes_OI=nibbles(pieces["codes"])[:, :inputs],
+        scales_BG=pieces["scales"],
+        group_size=inputs // pieces["scales"].shape[1],
+        zeros_OG=zeros_OG,
+        order_I=pieces.get("order"),
+    )
+
+
+CODECS: Mapping[type[WeightFormat], Callable[[StoredMatrix], Codes]] = {
+    Fp8Block: unpack_block,
+    Fp8Channel: unpack_channel,
+    PackedInt4: unpack_packed_int4,
+    Gptq: unpack_gptq,
+    Awq: unpack_awq,
+    Mxfp4: unpack_mxfp4,
+}

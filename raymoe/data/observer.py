@@ -1,0 +1,491 @@
+"""What an actor tells others of its engine: files of its status, metrics of Ray, lines of a log."""
+
+import dataclasses
+import logging
+import os
+import platform
+import re
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raymoe.data.metrics import RayMetrics
+from raymoe.data.status import (
+    ACTOR_PREFIX,
+    ENDED,
+    FAILED,
+    HISTORY_COLUMNS,
+    LOADING,
+    PASS_PREFIX,
+    RUNNING,
+    ActorStatus,
+    HistoryPoint,
+    PassRecord,
+    PlainSpan,
+    PlanSummary,
+    RowCounts,
+    make_status_directory,
+    write_record,
+)
+from raymoe.engine.outputs import Generation
+from raymoe.plan.pictures import operations_of
+from raymoe.plan.plan import RESOURCE_NAMES, Plan
+from raymoe.plan.work import PassLoad
+from raymoe.schedule.timeline import Timeline, middle_layers
+
+if TYPE_CHECKING:
+    from raymoe.engine.accuracy import MeasuredPass
+    from raymoe.engine.engine import Engine
+    from raymoe.engine.outputs import EngineStats
+
+
+MAX_POINTS = 240
+NUM_SUMS = 4  # the time and counts in front of a point; means follow
+WINDOW_S = 60.0  # that counts as now
+
+
+class History:
+    """Bounded time series of one actor; one thread adds."""
+
+    def __init__(self, max_points: int = MAX_POINTS) -> None:
+        """Start empty.
+
+        Args:
+            max_points: An even number; one more stands for what is not yet a whole point.
+        """
+        self._max_points = max_points
+        self._stride = 1
+        self._pending: list[HistoryPoint] = []
+        self._points: list[HistoryPoint] = []
+
+    def add(self, sample: HistoryPoint) -> None:
+        """Take a sample; samples come at equal intervals, more or less."""
+        self._pending.append(sample)
+        if len(self._pending) < self._stride:
+            return
+        if len(self._points) == self._max_points:
+            self._points = list(map(merge, zip(self._points[::2], self._points[1::2], strict=True)))
+            self._stride *= 2
+            return
+        self._points.append(merge(tuple(self._pending)))
+        self._pending.clear()
+
+    @property
+    def points(self) -> tuple[HistoryPoint, ...]:
+        """All that happened, up to the latest sample."""
+        latest = [merge(tuple(self._pending))] if self._pending else []
+        return (*self._points, *latest)
+
+
+def merge(points: tuple[HistoryPoint, ...]) -> HistoryPoint:
+    """One point for several: the latest sums, the mean of the means."""
+    time_s, rows, prompt_tokens, generated_tokens, *_ = points[-1]
+    fill, use = (sum(point[i] for point in points) / len(points) for i in (NUM_SUMS, NUM_SUMS + 1))
+    return time_s, rows, prompt_tokens, generated_tokens, fill, use
+
+
+def recent_rate(
+    points: tuple[HistoryPoint, ...], column: str, window_s: float = WINDOW_S
+) -> float | None:
+    """How much a count grew per second at the end of a history.
+
+    Args:
+        points: In order of time.
+        column: A count of `HISTORY_COLUMNS`.
+        window_s: How long the end is.
+
+    Returns:
+        None before there are two moments.
+    """
+    index = HISTORY_COLUMNS.index(column)
+    if len(points) < 2:
+        return None
+    last = points[-1]
+    first = next((p for p in reversed(points[:-1]) if last[0] - p[0] >= window_s), points[0])
+    seconds = last[0] - first[0]
+    return (last[index] - first[index]) / seconds if seconds > 0 else None
+
+
+class Periodic:
+    """A thread that calls a function at once, every few seconds, and when it is closed."""
+
+    def __init__(self, call: Callable[[], None], every_s: float, *, name: str) -> None:
+        """Start.
+
+        Args:
+            call: Must not raise.
+            every_s: Between the end of a call and the start of the next.
+            name: Of the thread.
+        """
+        self._call, self._every_s = call, every_s
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Let the thread call once more and wait for its end; more than once is fine.
+
+        Args:
+            timeout_s: Wait no longer.
+        """
+        self._is_over.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        self._call()
+        while not self._is_over.wait(self._every_s):
+            self._call()
+        self._call()
+
+
+MAX_KINDS = 24
+MAX_MESSAGES = 20
+MAX_MESSAGE_CHARACTERS = 400
+OTHER = "other"
+
+_KIND = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
+
+
+class RowCounter:
+    """Sums over the rows that an operator answered. Thread-safe, and of fixed size."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._rows = self._found = self._input_tokens = self._generated_tokens = 0
+        self._errors: Counter[str] = Counter()
+        self._messages: list[str] = []
+
+    def add(self, generations: Sequence[Generation], num_found: int = 0) -> None:
+        """Count the rows of one batch.
+
+        Args:
+            generations: One of each row.
+            num_found: Of them, those that a journal had.
+        """
+        input_tokens = sum(one.num_input_tokens for one in generations)
+        generated_tokens = sum(
+            sample.num_generated_tokens for one in generations for sample in (one, *one.others)
+        )
+        errors = [one.error for one in generations if one.error]
+        with self._lock:
+            self._rows += len(generations)
+            self._found += num_found
+            self._input_tokens += input_tokens
+            self._generated_tokens += generated_tokens
+            for error in errors:
+                self._errors[error_kind(error, self._errors)] += 1
+                message = error[:MAX_MESSAGE_CHARACTERS]
+                if len(self._messages) < MAX_MESSAGES and message not in self._messages:
+                    self._messages.append(message)
+
+    def counts(self) -> RowCounts:
+        """The sums so far."""
+        with self._lock:
+            return RowCounts(
+                num_rows=self._rows,
+                num_error_rows=self._errors.total(),
+                num_found_rows=self._found,
+                num_input_tokens=self._input_tokens,
+                num_generated_tokens=self._generated_tokens,
+                errors=tuple(self._errors.most_common()),
+                messages=tuple(self._messages),
+            )
+
+
+def error_kind(error: str, known: Collection[str] = ()) -> str:
+    """The type of an error; text of a user's own error column has none.
+
+    Args:
+        error: "Type: message".
+        known: Kinds that there are already; beyond `MAX_KINDS` there are no more.
+    """
+    kind = error.partition(":")[0]
+    has_place = kind in known or len(known) < MAX_KINDS
+    return kind if has_place and _KIND.fullmatch(kind) else OTHER
+
+
+MAX_PASSES = 16  # that are remembered; each may have thousands of spans
+SHOWN_LAYERS = 2  # two kinds of layers may take turns
+
+
+class TypicalPass:
+    """Remembers a few passes of a run, spread over all of it; one thread uses it."""
+
+    def __init__(self) -> None:
+        self._passes: list[MeasuredPass] = []
+        self._stride = self._until_next = 1
+
+    def see(self, measured: "MeasuredPass | None") -> None:
+        """Take the latest pass into account; every n-th is kept, with n growing over time."""
+        if measured is None or (self._passes and measured is self._passes[-1]):
+            return
+        self._until_next -= 1
+        if self._until_next:
+            return
+        if len(self._passes) == MAX_PASSES:
+            self._passes = self._passes[::2]
+            self._stride *= 2
+        self._passes.append(measured)
+        self._until_next = self._stride
+
+    def choose(self) -> "MeasuredPass | None":
+        """A pass of the most frequent kind, of median length; None before the first."""
+        if not self._passes:
+            return None
+        kinds = Counter(_kind(one.load) for one in self._passes)
+        ((kind, _),) = kinds.most_common(1)
+        alike = [one for one in self._passes if _kind(one.load) == kind]
+        return sorted(alike, key=lambda one: one.timeline.makespan_s)[len(alike) // 2]
+
+
+def record_pass(actor: str, model: str, plan: Plan, chosen: "MeasuredPass") -> PassRecord:
+    """A pass beside its prediction, and what the plan computes under the roofs of its node.
+
+    Of both only the layers in the middle: all of a large model would be megabytes.
+    """
+    predicted, measured = plan.passes.timeline(chosen.load), chosen.timeline
+    excerpt = middle_layers(measured, SHOWN_LAYERS)
+    return PassRecord(
+        actor=actor,
+        model=model,
+        schedule=plan.schedule,
+        load=chosen.load,
+        num_layers=excerpt.num_layers,
+        num_shown_layers=excerpt.num_shown,
+        predicted_s=predicted.makespan_s,
+        measured_s=measured.makespan_s,
+        predicted=_plain(middle_layers(predicted, SHOWN_LAYERS).timeline),
+        measured=_plain(excerpt.timeline),
+        hardware=dataclasses.replace(plan.hardware, host_curves=None, device_curves=None),
+        operations=tuple(
+            (one.name, float(one.flop), float(one.near_bytes), float(one.far_bytes))
+            for one in operations_of(plan)
+        ),
+    )
+
+
+def _kind(load: PassLoad) -> tuple[bool, bool]:
+    """Whether it decodes, and whether it has prompts."""
+    return load.decode_rows > 0, load.prompt_tokens > 0
+
+
+def _plain(timeline: Timeline) -> tuple[PlainSpan, ...]:
+    return tuple(
+        (
+            span.task.op.value,
+            span.task.layer,
+            span.task.part,
+            span.task.resource.value,
+            span.start_s,
+            span.end_s,
+        )
+        for span in timeline.spans
+    )
+
+
+class ActorProbe:
+    """Reads the sums that an engine and its operator keep anyway.
+
+    Attributes:
+        actor: A name of this process's own, which any file system takes.
+        state: See `ActorStatus`; the operator sets it.
+        reason: The same.
+    """
+
+    def __init__(self, model: str, rows: RowCounter) -> None:
+        """Begin.
+
+        Args:
+            model: Name for people.
+            rows: What the operator counts.
+        """
+        self._model, self._rows = model, rows
+        self._node, self._pid = platform.node() or "node", os.getpid()
+        node = re.sub(r"[^\w.-]", "_", self._node, flags=re.ASCII)[:100]
+        self.actor = f"{node}-{self._pid}-{uuid.uuid4().hex[:6]}"
+        self.state, self.reason = LOADING, ""
+        self._started_s = time.time()
+        self._engine: Engine | None = None
+        self._stats: EngineStats | None = None
+        self._plan: PlanSummary | None = None
+        self._history, self._passes = History(), TypicalPass()
+
+    def attach(self, engine: "Engine") -> None:
+        """Say that the engine is loaded."""
+        self._engine = engine
+        self.state = RUNNING
+
+    def sample(self) -> None:
+        """Look at the engine."""
+        engine, rows = self._engine, self._rows.counts()
+        if engine is None:
+            return
+        if self._plan is None and engine.plan is not None:
+            self._plan = summarise(engine.plan)
+        if engine.accuracy is not None:
+            self._passes.see(engine.accuracy.last_pass)
+        self._stats = stats = engine.stats()
+        self._history.add(
+            (
+                time.time(),
+                float(rows.num_rows),
+                float(stats.num_prompt_tokens),
+                float(stats.num_generated_tokens),
+                stats.pool_fill,
+                stats.kv_use,
+            )
+        )
+
+    def status(self) -> ActorStatus:
+        """What was seen."""
+        return ActorStatus(
+            actor=self.actor,
+            node=self._node,
+            pid=self._pid,
+            model=self._model,
+            state=self.state,
+            reason=self.reason,
+            started_unix_s=self._started_s,
+            updated_unix_s=time.time(),
+            rows=self._rows.counts(),
+            engine=self._stats,
+            plan=self._plan,
+            history=self._history.points,
+        )
+
+    def typical_pass(self) -> PassRecord | None:
+        """A pass that shows how it goes, beside its prediction; takes a simulation."""
+        chosen, engine = self._passes.choose(), self._engine
+        if chosen is None or engine is None or engine.plan is None:
+            return None
+        return record_pass(self.actor, self._model, engine.plan, chosen)
+
+
+def summarise(plan: Plan) -> PlanSummary:
+    """The plan for those who have no engine."""
+    return PlanSummary(
+        schedule=plan.schedule,
+        tokens_per_s=plan.tokens_per_s,
+        bound=RESOURCE_NAMES[plan.bound],
+        description=plan.describe(),
+    )
+
+
+def actor_line(status: ActorStatus) -> str:
+    """Rows, speed, what is full, and how right the plan is."""
+    rows, engine = status.rows, status.engine
+    parts = [f"{rows.num_rows:,} rows"]
+    if rows.num_error_rows:
+        parts.append(f"{rows.num_error_rows:,} error rows")
+    rate = recent_rate(status.history, "num_generated_tokens")
+    if rate is not None:
+        parts.append(f"{rate:,.0f} tokens/s")
+    if engine is not None:
+        parts += [
+            f"pool {100 * engine.pool_fill:.0f} %",
+            f"KV {100 * engine.kv_use:.0f} %",
+            f"{engine.num_queued_rows:,} rows wait",
+        ]
+        if engine.num_preemptions:
+            parts.append(f"{engine.num_preemptions:,} preemptions")
+        if engine.predicted_s:
+            parts.append(f"passes {engine.busy_s / engine.predicted_s:.2f} x as predicted")
+    return " | ".join(parts)
+
+
+SAMPLE_EVERY_S = 1.0
+WRITE_EVERY_S = 3.0
+LOG_EVERY_S = 60.0
+FIRST_PASS_S = 10.0  # until a typical pass is written; then after twice as long, and so on
+LAST_WRITE_S = 10.0  # a slow disk must not keep a broken process from being replaced
+
+logger = logging.getLogger(__name__)
+
+
+class Observer:
+    """Watches one engine, from before it is loaded until it ends."""
+
+    def __init__(self, model: str, rows: RowCounter, *, status_dir: str | Path | None) -> None:
+        """Start the thread.
+
+        Args:
+            model: Name for people.
+            rows: What the operator counts.
+            status_dir: Where files are written; None writes none.
+
+        Raises:
+            ConfigError: The directory cannot be used.
+        """
+        self._directory = None if status_dir is None else make_status_directory(status_dir)
+        self._model, self._probe = model, ActorProbe(model, rows)
+        self._metrics: RayMetrics | None = None
+        self._written_s = self._logged_s = self._pass_s = time.monotonic() - WRITE_EVERY_S
+        self._pass_every_s = FIRST_PASS_S
+        self._cannot_write = self._is_broken = False
+        self._thread = Periodic(self._look, SAMPLE_EVERY_S, name="raymoe-status")
+
+    def attach(self, engine: "Engine") -> None:
+        """Say that the engine is loaded."""
+        self._metrics = RayMetrics.in_actor(self._model, self._probe.actor)
+        self._probe.attach(engine)
+
+    def fail(self, reason: str) -> None:
+        """Say that the engine broke; returns soon, whatever the disk does."""
+        self._probe.state, self._probe.reason = FAILED, reason
+        self._thread.close(LAST_WRITE_S)
+
+    def close(self) -> None:
+        """Say that the engine ends, before it does; more than once is fine."""
+        if self._probe.state != FAILED:
+            self._probe.state = ENDED
+        self._thread.close(LAST_WRITE_S)
+
+    def _look(self) -> None:
+        if self._is_broken:
+            return
+        try:
+            self._probe.sample()
+            self._tell(time.monotonic(), is_last=self._probe.state in {ENDED, FAILED})
+        except Exception:  # rows matter more than what is said of them
+            logger.exception("the status of this actor is not told from here on")
+            self._is_broken = True
+
+    def _tell(self, now_s: float, *, is_last: bool) -> None:
+        if not is_last and now_s - self._written_s < WRITE_EVERY_S:
+            return
+        status = self._probe.status()
+        self._written_s = now_s
+        if self._metrics is not None:
+            self._metrics.publish(status)
+        self._write(ACTOR_PREFIX, status)
+        if self._directory is not None and (is_last or self._is_time_for_a_pass(now_s)):
+            typical = self._probe.typical_pass()
+            if typical is not None:
+                self._write(PASS_PREFIX, typical)
+        if status.state == RUNNING and now_s - self._logged_s >= LOG_EVERY_S:
+            self._logged_s = now_s
+            logger.info("%s", actor_line(status))
+
+    def _is_time_for_a_pass(self, now_s: float) -> bool:
+        """Seldom, for it takes a simulation; a process that is killed leaves what there was."""
+        if now_s - self._pass_s < self._pass_every_s:
+            return False
+        self._pass_s = now_s
+        self._pass_every_s *= 2
+        return True
+
+    def _write(self, prefix: str, record: ActorStatus | PassRecord) -> None:
+        if self._directory is None:
+            return
+        try:
+            write_record(self._directory / f"{prefix}{record.actor}.json", record)
+            self._cannot_write = False
+        except OSError as error:
+            if not self._cannot_write:
+                logger.warning("the status in %s cannot be written: %s", self._directory, error)
+            self._cannot_write = True

@@ -1,0 +1,466 @@
+"""Which rows end processes: rows in flight kept on disk, crashes counted, suspects run alone."""
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from raymoe.data.journal import KEY_BYTES, open_private
+from raymoe.engine.outputs import Generation
+from raymoe.errors import CheckpointError, ExecutionError
+from raymoe.specs.files import open_regular
+from raymoe.units import MIB
+
+MAGIC = b"raymoei1"
+INSIDE, DEATH, SUFFIX = "inside-", "death-", ".rows"
+ENTERED, ALONE, LEFT = b"E", b"A", b"L"
+REWRITE_BYTES = MIB  # a file that has grown so long is replaced by what is inside now
+_RECORD_BYTES = 1 + KEY_BYTES
+_NOBODY = bytes(KEY_BYTES)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Death:
+    """What a process left behind.
+
+    Attributes:
+        inside: Keys of the rows that had entered and not left.
+        was_alone: One of them, and nothing else, was let in alone.
+        has_finished: Rows had left before.
+        when_ns: Latest write, by the clock of the file system.
+    """
+
+    inside: frozenset[bytes]
+    was_alone: bool
+    has_finished: bool
+    when_ns: int
+
+
+class InsideFile:
+    """Rows that are inside of this process, on disk. Thread-safe.
+
+    A disk that refuses a write costs what is known of the rows inside, and never the job.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._lock = threading.Lock()  # guards everything below
+        self._path, self._file, self._size = directory, -1, 0
+        self._inside: Counter[bytes] = Counter()
+        self._has_finished = False
+        self._is_failing = False
+
+    @property
+    def name(self) -> str:
+        """Of the file, once there is one."""
+        return self._path.name
+
+    def record(
+        self, *, entered: Sequence[bytes] = (), left: Sequence[bytes] = (), alone: bool = False
+    ) -> None:
+        """Write that rows enter, before they do, and that others have left.
+
+        Args:
+            entered: Keys.
+            left: Keys of rows that entered before and are finished.
+            alone: Nothing else is inside.
+        """
+        with self._lock:
+            self._inside.subtract(left)
+            self._inside += Counter()  # drops those that are 0
+            self._has_finished |= bool(left)
+            try:
+                if self._file < 0 or (entered and self._size > REWRITE_BYTES):
+                    self._open_file()
+                else:
+                    self._append(_pack(LEFT, left))
+                self._append(_pack(ALONE if alone else ENTERED, entered))
+            except OSError as error:
+                self._give_up(error)
+            self._inside.update(entered)
+
+    def close(self) -> None:
+        """Give the lock back; a file that tells nothing goes."""
+        with self._lock:
+            has_deaths = any(self._directory.glob(f"{DEATH}*{SUFFIX}"))
+            if self._file >= 0 and not self._inside and not (self._has_finished and has_deaths):
+                self._path.unlink(missing_ok=True)
+            self._close_file()
+
+    def _open_file(self) -> None:
+        """Begin a file, or the one that has grown anew, with what it has to tell."""
+        temporary = self._directory / f".{INSIDE}{uuid.uuid4().hex}.tmp"
+        if self._file < 0:
+            self._path = self._directory / f"{INSIDE}{uuid.uuid4().hex}{SUFFIX}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
+        file = open_private(temporary, flags)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            told = _pack(LEFT, [_NOBODY] if self._has_finished else [])
+            told += _pack(ENTERED, self._inside.elements())
+            _write_all(file, MAGIC + told)
+            # Only now others see it: locked, and whole.
+            temporary.replace(self._path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            os.close(file)
+            raise
+        self._close_file()
+        self._file, self._size = file, len(MAGIC) + len(told)
+
+    def _append(self, data: bytes) -> None:
+        _write_all(self._file, data)
+        self._size += len(data)
+        if self._is_failing:
+            self._is_failing = False
+            logger.warning("which rows are inside is written to %s again", self._directory)
+
+    def _give_up(self, error: OSError) -> None:
+        """Remove a file that may be torn; the next rows that enter begin another."""
+        if not self._is_failing:
+            logger.warning(
+                "which rows are inside cannot be written to %s (%s): a row that ends this process "
+                "is not found by the next one",
+                self._directory,
+                error,
+            )
+        self._is_failing = True
+        if self._file >= 0:
+            with contextlib.suppress(OSError):
+                self._path.unlink(missing_ok=True)
+        self._close_file()
+
+    def _close_file(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+
+def read_death(path: Path) -> Death:
+    """Read what a process left; a torn end is ignored.
+
+    Raises:
+        OSError: The file cannot be read.
+        CheckpointError: It is no regular file.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        when_ns = os.fstat(file.fileno()).st_mtime_ns
+        data = file.read()
+    inside: Counter[bytes] = Counter()
+    alone: set[bytes] = set()
+    has_finished = False
+    records = data[len(MAGIC) :] if data.startswith(MAGIC) else b""
+    for begin in range(0, len(records) - _RECORD_BYTES + 1, _RECORD_BYTES):
+        tag, key = records[begin : begin + 1], records[begin + 1 : begin + _RECORD_BYTES]
+        if tag == LEFT:
+            has_finished = True
+            inside[key] -= 1
+        else:
+            inside[key] += 1
+            (alone.add if tag == ALONE else alone.discard)(key)
+    kept = frozenset(key for key, count in inside.items() if count > 0)
+    return Death(
+        inside=kept,
+        was_alone=len(kept) == 1 and kept <= alone,
+        has_finished=has_finished,
+        when_ns=when_ns,
+    )
+
+
+def keep_deaths(directory: Path, own_name: str) -> None:
+    """Turn the files of processes that have ended into deaths; those that tell nothing go.
+
+    Args:
+        directory: Of the files.
+        own_name: File of this process.
+    """
+    for path in directory.glob(f"{INSIDE}*{SUFFIX}"):
+        if path.name != own_name:
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
+                _keep_if_dead(path)
+
+
+def inside_files(directory: Path) -> list[Path]:
+    """Return all files of this kind in a directory, in the order of their names."""
+    patterns = (f"{INSIDE}*{SUFFIX}", f"{DEATH}*{SUFFIX}", f".{INSIDE}*.tmp")
+    return sorted(path for pattern in patterns for path in directory.glob(pattern))
+
+
+def _keep_if_dead(path: Path) -> None:
+    file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                return  # it lives
+            raise
+        if not os.path.samestat(os.fstat(file), path.lstat()):
+            return  # its process has begun it again
+        death = read_death(path)
+        if death.inside or death.has_finished:
+            path.rename(path.with_name(DEATH + path.name.removeprefix(INSIDE)))
+        else:
+            path.unlink()
+    finally:
+        os.close(file)
+
+
+def _pack(tag: bytes, keys: Iterable[bytes]) -> bytes:
+    return b"".join(tag + key for key in keys)
+
+
+def _write_all(file: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]
+
+
+STRIKES = 2  # deaths alone that make a row guilty
+SUSPECT_AFTER = 2  # unexplained deaths
+DIVISOR = 8
+MAX_GUILTY_IN_A_ROW = 3
+LOOK_EVERY_S = 1.0
+
+
+class Strikes:
+    """The deaths of a job, from all its processes and runs. Thread-safe.
+
+    Args:
+        directory: Of the journal. Removing the files `death-*` from it acquits all rows.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._lock = threading.Lock()  # guards everything below
+        self._deaths: dict[str, Death] = {}
+        self._num_strikes: Counter[bytes] = Counter()
+        self._num_deaths: Counter[bytes] = Counter()  # unexplained
+        self._most_inside = 0
+        self._next_look_s = 0.0
+
+    def look(self, own_name: str) -> None:
+        """Notice processes that have ended since; at most once a second.
+
+        Args:
+            own_name: File of this process.
+        """
+        with self._lock:
+            if time.monotonic() < self._next_look_s:
+                return
+            self._next_look_s = time.monotonic() + LOOK_EVERY_S
+            try:
+                keep_deaths(self._directory, own_name)
+            except (OSError, CheckpointError) as error:
+                logger.warning("%s cannot be searched for deaths: %s", self._directory, error)
+            self._read()
+
+    def num_deaths(self, key: bytes) -> int:
+        """Unexplained deaths at which a row was inside."""
+        with self._lock:
+            return self._num_deaths[key]
+
+    def is_guilty(self, key: bytes) -> bool:
+        """Whether a row has ended its process too often, alone."""
+        with self._lock:
+            return self._num_strikes[key] >= STRIKES
+
+    def most_at_once(self, num_deaths: int) -> int | None:
+        """Rows with so many unexplained deaths or more that may run at once; None for no limit."""
+        if num_deaths < SUSPECT_AFTER:
+            return None
+        with self._lock:
+            divisor: int = DIVISOR ** (num_deaths - SUSPECT_AFTER + 1)
+            return max(1, self._most_inside // divisor)
+
+    def check_engine(self) -> None:
+        """Refuse to blame rows for an engine that finishes none.
+
+        Raises:
+            ExecutionError: Several rows in turn were guilty, and none was finished in between.
+        """
+        with self._lock:
+            deaths = self._deaths.values()
+            last_s = max((death.when_ns for death in deaths if death.has_finished), default=0)
+            since = [death for death in deaths if death.when_ns > last_s and death.was_alone]
+            keys = {key for death in since for key in death.inside}
+            guilty = [key for key in keys if self._num_strikes[key] >= STRIKES]
+        if len(guilty) >= MAX_GUILTY_IN_A_ROW:
+            raise ExecutionError(
+                f"{len(guilty)} rows in turn, each alone, have ended their process {STRIKES} times "
+                "and none was finished in between: the engine or its machine is at fault and not "
+                f"the rows. Find the reason in the logs of the actors, remove "
+                f"{self._directory / DEATH}*, and start again"
+            )
+
+    def _read(self) -> None:
+        found = {path.name: path for path in self._directory.glob(f"{DEATH}*{SUFFIX}")}
+        if found.keys() == self._deaths.keys():
+            return
+        known = {name: self._deaths[name] for name in found if name in self._deaths}
+        for name in found.keys() - known.keys():
+            try:
+                known[name] = read_death(found[name])
+            except (OSError, CheckpointError) as error:
+                logger.warning("%s cannot be read: %s", found[name], error)
+        self._deaths = known
+        self._num_strikes = Counter(
+            key for death in known.values() if death.was_alone for key in death.inside
+        )
+        guilty = {key for key, count in self._num_strikes.items() if count >= STRIKES}
+        unexplained = [death for death in known.values() if not death.inside & guilty]
+        self._num_deaths = Counter(key for death in unexplained for key in death.inside)
+        self._most_inside = max((len(death.inside) for death in unexplained), default=0)
+        logger.info(
+            "%s: %d processes have ended, %d of them unexplained; %d rows are guilty",
+            self._directory,
+            len(known),
+            len(unexplained),
+            len(guilty),
+        )
+
+
+class Group(NamedTuple):
+    """Rows that enter together: their positions, and the unexplained deaths of each."""
+
+    positions: list[int]
+    num_deaths: int
+
+
+class Admission:
+    """Lets rows into the engine of this process, and keeps on disk who is inside. Thread-safe.
+
+    Rows without suspicion enter at once, all of a call together, unless a suspect must be alone:
+    then nobody enters before it has been, and it enters when all others have left. Once the engine
+    is broken nobody enters: those who waited were not inside when it broke.
+
+    Args:
+        directory: Of the journal.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._strikes = Strikes(directory)
+        self._file = InsideFile(directory)
+        # Guards everything below; notified when rows leave.
+        self._changed = threading.Condition()
+        self._num_inside = 0
+        self._suspects: Counter[int] = Counter()  # inside, by unexplained deaths
+        self._is_alone = False  # the one row that is inside must be alone
+        self._num_waiting_alone = 0
+        self._is_broken = False
+        self._left: list[bytes] = []  # not written yet
+        self._has_finished = False
+        self._strikes.look(self._file.name)
+
+    def verdict(self, key: bytes) -> Generation | None:
+        """Return the answer of a row that is guilty, None for the others.
+
+        Raises:
+            ExecutionError: It is not the rows that end processes; see `Strikes.check_engine`.
+        """
+        if not self._strikes.is_guilty(key):
+            return None
+        if not self._has_finished:
+            self._strikes.check_engine()
+        error = ExecutionError(
+            f"this row ended the process {STRIKES} times while nothing else was in it, so it is "
+            "not tried again; the logs of the actors may say how"
+        )
+        return Generation.from_error(error)
+
+    def admit(self, keys: Sequence[bytes]) -> Iterator[Group]:
+        """Yield the rows that may enter now, waiting for those that may not yet.
+
+        The caller submits each group before it asks for the next, and says when its rows have left.
+
+        Raises:
+            ExecutionError: The engine is broken.
+        """
+        self._strikes.look(self._file.name)
+        deaths = [self._strikes.num_deaths(key) for key in keys]
+        free = [i for i, count in enumerate(deaths) if self._most_at_once(count) is None]
+        if free:
+            yield self._enter(Group(free, 0), keys)
+        suspects = sorted(set(range(len(keys))) - set(free), key=lambda i: -deaths[i])
+        for i in suspects:
+            yield self._enter(Group([i], deaths[i]), keys)
+
+    def leave(self, key: bytes, num_deaths: int, *, is_finished: bool) -> None:
+        """Note that a row has left; never waits for a disk.
+
+        Args:
+            key: Of the row.
+            num_deaths: Of its group.
+            is_finished: False where the engine broke: for the next process it is still inside.
+        """
+        with self._changed:
+            self._num_inside -= 1
+            self._suspects[num_deaths] -= 1
+            if not self._num_inside:
+                self._is_alone = False
+            if is_finished:
+                self._left.append(key)
+                self._has_finished = True
+            else:
+                self._is_broken = True
+            self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Write down who has left."""
+        left = self._take_left()
+        if left:
+            self._file.record(left=left)
+
+    def close(self) -> None:
+        """Tell those who come later that nobody is inside, if it is so; may be called again."""
+        self.flush()
+        self._file.close()
+
+    def _enter(self, group: Group, keys: Sequence[bytes]) -> Group:
+        """Wait until the group may enter, and write it down."""
+        alone = self._most_at_once(group.num_deaths) == 1
+        with self._changed:
+            if alone:
+                self._num_waiting_alone += 1
+                self._changed.wait_for(lambda: not self._num_inside or self._is_broken)
+                self._num_waiting_alone -= 1
+            else:
+                self._changed.wait_for(lambda: self._has_room(group.num_deaths) or self._is_broken)
+            if self._is_broken:
+                raise ExecutionError("the engine is broken, so that no more rows enter")
+            self._is_alone = alone
+            self._num_inside += len(group.positions)
+            self._suspects[group.num_deaths] += len(group.positions)
+        entered = [keys[i] for i in group.positions]
+        self._file.record(entered=entered, left=self._take_left(), alone=alone)
+        return group
+
+    def _has_room(self, num_deaths: int) -> bool:
+        """Whether one more row with so many deaths may enter; each limit counts all worse ones."""
+        if self._is_alone or self._num_waiting_alone:
+            return False
+        for level in range(SUSPECT_AFTER, num_deaths + 1):
+            inside = sum(count for deaths, count in self._suspects.items() if deaths >= level)
+            limit = self._most_at_once(level)
+            if limit is not None and inside >= limit:
+                return False
+        return True
+
+    def _most_at_once(self, num_deaths: int) -> int | None:
+        return self._strikes.most_at_once(num_deaths)
+
+    def _take_left(self) -> list[bytes]:
+        with self._changed:
+            left, self._left = self._left, []
+        return left

@@ -1,0 +1,354 @@
+"""How far a job is, and how well it runs: small files beside it, written and read."""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from raymoe.data.journal import make_directory, open_private
+from raymoe.data.manifest import FILE_NAME as MANIFEST_FILE
+from raymoe.engine.outputs import EngineStats
+from raymoe.errors import CheckpointError, ConfigError
+from raymoe.plan.papers.hrm import Operation
+from raymoe.plan.work import PassLoad
+from raymoe.schedule.graph import Op, Resource
+from raymoe.specs.files import from_plain, open_regular, parse_json_object, to_json
+from raymoe.specs.hardware import HardwareSpec
+from raymoe.units import MIB, format_bytes
+
+FORMAT = 1  # of all files of a status; a change of any of them raises it
+
+LOADING, RUNNING, ENDED, FAILED = "loading", "running", "ended", "failed"
+
+_OPS, _RESOURCES = frozenset(Op), frozenset(Resource)
+
+Pairs = tuple[tuple[str, str], ...]
+PlainSpan = tuple[str, int, int, str, float, float]
+"""Operation, layer, part, resource, start and end in seconds."""
+PlainOperation = tuple[str, float, float, float]
+"""Name, operations, bytes of device memory, bytes of host memory: `hrm.Operation`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowCounts:
+    """Rows that an operator answered.
+
+    Attributes:
+        num_rows: All, error rows included.
+        num_error_rows: Of them, those without a text.
+        num_found_rows: Of them, those that a journal had.
+        num_input_tokens: Of their prompts.
+        num_generated_tokens: Of their samples.
+        errors: How many of each kind, most frequent first.
+        messages: What the first error rows said, each once, cut; rows had a say in it.
+    """
+
+    num_rows: int = 0
+    num_error_rows: int = 0
+    num_found_rows: int = 0
+    num_input_tokens: int = 0
+    num_generated_tokens: int = 0
+    errors: tuple[tuple[str, int], ...] = ()
+    messages: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSummary:
+    """What an actor planned.
+
+    Attributes:
+        schedule: Its name.
+        tokens_per_s: Predicted generated tokens per second of the job that was planned for.
+        bound: What limits decoding.
+        description: All of it, for people.
+    """
+
+    schedule: str
+    tokens_per_s: float
+    bound: str
+    description: str
+
+
+HISTORY_COLUMNS = (
+    "unix_s",
+    "num_rows",
+    "num_prompt_tokens",
+    "num_generated_tokens",
+    "pool_fill",
+    "kv_use",
+)
+HistoryPoint = tuple[float, float, float, float, float, float]
+"""A moment: `HISTORY_COLUMNS`. Counts are sums since the start, fills are means since the last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorStatus:
+    """One actor, at one moment.
+
+    Attributes:
+        actor: Its own name, of no other process.
+        node: Name of its machine.
+        pid: Of its process there.
+        state: "loading", "running", "ended", "failed".
+        reason: Why it failed.
+        engine: None before the model is loaded.
+        plan: None before, and for an engine without one.
+    """
+
+    format: int = FORMAT
+    actor: str
+    node: str
+    pid: int
+    model: str
+    state: str
+    reason: str = ""
+    started_unix_s: float
+    updated_unix_s: float
+    rows: RowCounts
+    engine: EngineStats | None = None
+    plan: PlanSummary | None = None
+    history: tuple[HistoryPoint, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassRecord:
+    """A typical pass of an actor, and where its plan lies under the roofs of its node.
+
+    Attributes:
+        load: What the pass held.
+        num_layers: Of the whole pass.
+        num_shown_layers: Of them, those whose tasks are here.
+        predicted_s: The whole pass.
+        measured_s: The whole pass.
+        predicted: Tasks of a few layers.
+        measured: The same.
+        hardware: The node, without curves.
+        operations: Under its roofs; the first is the one that was planned for.
+    """
+
+    format: int = FORMAT
+    actor: str
+    model: str
+    schedule: str
+    load: PassLoad
+    num_layers: int
+    num_shown_layers: int
+    predicted_s: float
+    measured_s: float
+    predicted: tuple[PlainSpan, ...]
+    measured: tuple[PlainSpan, ...]
+    hardware: HardwareSpec
+    operations: tuple[PlainOperation, ...] = ()
+
+    def __post_init__(self) -> None:
+        for op, _, _, resource, start_s, end_s in (*self.predicted, *self.measured):
+            if op not in _OPS or resource not in _RESOURCES or not start_s <= end_s:
+                raise ConfigError(f"{op!r} on {resource!r}, {start_s} to {end_s} s, is no task")
+
+    @property
+    def placed(self) -> list[Operation]:
+        """The operations."""
+        return [
+            Operation(name=name, flop=flop, near_bytes=near, far_bytes=far)
+            for name, flop, near, far in self.operations
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStatus:
+    """The whole job, as its driver sees it: rows that are in the output.
+
+    Attributes:
+        state: "running", "ended", "failed".
+        reason: Why it failed.
+        elapsed_s: Since it began, at the moment of `updated_unix_s`; Ray's own start not counted.
+        errors: Error rows of each kind, most frequent first.
+        total_rows: Rows to do in this run.
+        num_written_before: Rows that former runs had written.
+        price_per_hour: Of a node; None where nobody said it.
+        settings: Names and values, for people.
+    """
+
+    format: int = FORMAT
+    name: str
+    model: str
+    state: str
+    reason: str = ""
+    started_unix_s: float
+    updated_unix_s: float
+    elapsed_s: float
+    total_rows: int
+    num_written_before: int = 0
+    num_rows: int = 0
+    num_error_rows: int = 0
+    num_input_tokens: int = 0
+    num_generated_tokens: int = 0
+    errors: tuple[tuple[str, int], ...] = ()
+    price_per_hour: float | None = None
+    settings: Pairs = ()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the driver has not said that it is over."""
+        return self.state == RUNNING
+
+
+SUFFIX = ".status"
+JOB_FILE = "job.json"
+ACTOR_PREFIX, PASS_PREFIX = "actor-", "pass-"
+JOURNAL_SUFFIX, REPORT_SUFFIX = ".journal", ".report.html"
+MANIFEST_SUFFIX = f".{MANIFEST_FILE}"
+MAX_FILE_BYTES = 16 * MIB
+OURS = re.compile(r"\.?(job|actor-[\w.-]+|pass-[\w.-]+)\.json(\.tmp)?", re.ASCII)
+
+Record = TypeVar("Record", ActorStatus, JobStatus, PassRecord)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusFiles:
+    """What a directory held.
+
+    Attributes:
+        job: None where there is no driver that writes one: Ray Data without `raymoe generate`.
+        actors: In the order of their names.
+        passes: In the order of their names.
+        unreadable: What could not be read, and why, a line each.
+        written_unix_s: When the file of each actor was last changed, as the file system says.
+    """
+
+    directory: Path
+    job: JobStatus | None = None
+    actors: tuple[ActorStatus, ...] = ()
+    passes: tuple[PassRecord, ...] = ()
+    unreadable: tuple[str, ...] = ()
+    written_unix_s: tuple[float, ...] = ()
+
+
+def status_beside(path: str | Path) -> Path:
+    """Return the directory of the status of a job with this output or journal."""
+    path = Path(path)
+    name = path.name.removesuffix(JOURNAL_SUFFIX) or path.name
+    return path.with_name(name + SUFFIX)
+
+
+def report_beside(status_dir: Path) -> Path:
+    """Return where the report of a job goes by default."""
+    return status_dir.with_name(status_dir.name.removesuffix(SUFFIX) + REPORT_SUFFIX)
+
+
+def manifests_beside(status_dir: Path) -> tuple[Path, ...]:
+    """Return where the manifest of a job may lie: beside its output, or in its journal."""
+    name = status_dir.name.removesuffix(SUFFIX)
+    beside, journal = status_dir.with_name(name + MANIFEST_SUFFIX), name + JOURNAL_SUFFIX
+    return (beside, *(status_dir.with_name(one) / MANIFEST_FILE for one in (journal, name)))
+
+
+def find_status(path: str | Path) -> Path:
+    """Return the directory of the status of a job.
+
+    Args:
+        path: That directory, or the output or the journal beside which it lies.
+
+    Raises:
+        ConfigError: There is none; says where it was looked for.
+    """
+    path = Path(path).expanduser().absolute()
+    if path.name.endswith(SUFFIX) and path.is_dir():
+        return path
+    beside = status_beside(path)
+    if not beside.is_dir():
+        raise ConfigError(
+            f"{path}: no status of a job here or in {beside}; give the output, the journal_dir or "
+            "the status_dir of a job that was started with one"
+        )
+    return beside
+
+
+def make_status_directory(directory: str | Path) -> Path:
+    """Make the directory where it is missing; return its absolute path.
+
+    Raises:
+        ConfigError: As for `make_directory`.
+    """
+    return make_directory(directory, "status_dir")
+
+
+def check_status(directory: Path) -> None:
+    """Refuse a directory that is not ours.
+
+    Raises:
+        ConfigError: There are files of others; names one.
+    """
+    if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
+        raise ConfigError(f"{directory} is not a directory; move it away")
+    for path in sorted(directory.iterdir()) if directory.exists() else ():
+        if not OURS.fullmatch(path.name):
+            raise ConfigError(
+                f"{directory} holds {path.name}, which raymoe did not write; move it away"
+            )
+
+
+def clear_status(directory: Path) -> None:
+    """Remove what a former run wrote, and nothing else.
+
+    Raises:
+        ConfigError: There are files of others; names one.
+    """
+    check_status(directory)
+    for path in directory.iterdir() if directory.exists() else ():
+        path.unlink(missing_ok=True)
+
+
+def write_record(path: Path, record: ActorStatus | JobStatus | PassRecord) -> None:
+    """Write a file in place of what is there; a reader finds the one or the other, whole.
+
+    It is not forced to disk: who needs it after a crash of the machine reads what is left.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")  # one process writes one name
+    with open(temporary, "w", encoding="utf-8", opener=open_private) as file:
+        file.write(to_json(record))
+    temporary.replace(path)
+
+
+def read_status(directory: Path) -> StatusFiles:
+    """Read all that is there. What is torn, foreign or gone meanwhile is named, never an error."""
+    unreadable: list[str] = []
+
+    def read(kind: type[Record], path: Path) -> tuple[Record, float] | None:
+        try:
+            return _read(kind, path)
+        except FileNotFoundError:  # of a former run, removed between listing and reading
+            return None
+        except (OSError, CheckpointError, ConfigError) as error:
+            unreadable.append(f"{path.name}: {error}")
+            return None
+
+    def read_all(kind: type[Record], prefix: str) -> list[tuple[Record, float]]:
+        found = [read(kind, path) for path in sorted(directory.glob(f"{prefix}*.json"))]
+        return [one for one in found if one is not None]
+
+    job = read(JobStatus, directory / JOB_FILE)
+    actors, passes = read_all(ActorStatus, ACTOR_PREFIX), read_all(PassRecord, PASS_PREFIX)
+    return StatusFiles(
+        directory=directory,
+        job=None if job is None else job[0],
+        actors=tuple(status for status, _ in actors),
+        passes=tuple(record for record, _ in passes),
+        unreadable=tuple(unreadable),
+        written_unix_s=tuple(written_s for _, written_s in actors),
+    )
+
+
+def _read(kind: type[Record], path: Path) -> tuple[Record, float]:
+    with os.fdopen(open_regular(path), "rb") as file:
+        state = os.fstat(file.fileno())
+        if state.st_size > MAX_FILE_BYTES:
+            raise CheckpointError(f"{format_bytes(state.st_size)} are no status")
+        plain = parse_json_object(file.read(), where="content")
+    if plain.get("format") != FORMAT:
+        raise ConfigError(f"format {plain.get('format')!r} is not {FORMAT}: of another raymoe")
+    return from_plain(kind, plain, where="content"), state.st_mtime

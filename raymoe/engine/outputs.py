@@ -1,0 +1,145 @@
+"""What an engine gives back: generations, and statistics of its steps."""
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from raymoe.engine.sequence import Pass
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log probability of one token under the model's own distribution (before any processing).
+
+    Attributes:
+        token_id: The token of the text.
+        logprob: Its natural log probability.
+        top: The most probable tokens and their log probabilities, best first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """The answer to one prompt.
+
+    Attributes:
+        text: Decoded without special tokens, cut before a stop string.
+        token_ids: What was generated, the token that ended it included.
+        finish_reason: "stop" (EOS, stop token or stop string), "length" or "error".
+        num_input_tokens: Tokens of the prompt, after truncation.
+        num_generated_tokens: Length of `token_ids`.
+        num_cached_tokens: Prompt tokens that were not computed for this sample but shared.
+        logprobs: One entry for each of `token_ids`, when asked for.
+        prompt_logprobs: One entry for each token of the prompt, None for the first.
+        error: "" when fine, else "Type: message".
+        others: Samples 1 to n - 1; this one is sample 0.
+    """
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    finish_reason: str = "stop"
+    num_input_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_cached_tokens: int = 0
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    error: str = ""
+    others: tuple["Generation", ...] = ()
+
+    @classmethod
+    def from_error(cls, error: Exception, num_input_tokens: int = 0) -> "Generation":
+        """The generation of a row that cannot be generated."""
+        return cls(
+            finish_reason="error",
+            num_input_tokens=num_input_tokens,
+            error=f"{type(error).__name__}: {error}",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """A snapshot of an engine.
+
+    Attributes:
+        num_finished_rows: Rows with a generation, error rows included.
+        num_error_rows: Rows that could not be generated.
+        num_queued_rows: Rows that wait for a slot.
+        num_live_sequences: Sequences with KV blocks.
+        num_slots: Sequences that can have KV blocks at once.
+        num_free_blocks: KV blocks without an owner.
+        num_kv_blocks: All KV blocks.
+        num_passes: Passes run.
+        num_computed_tokens: Prompt and generated tokens computed, recomputation included.
+        num_prompt_tokens: Those of them that belong to prompts.
+        num_cached_tokens: Prompt tokens of finished samples that were not computed but found.
+        num_generated_tokens: Tokens sampled.
+        num_preemptions: Sequences that gave up their blocks and were computed again.
+        busy_s: Time in passes.
+        predicted_s: What the plan's cost model predicted for them; 0 without a plan.
+        link_s: Time in them that the link to the device was busy.
+        generated_tokens_per_s: Over the time in passes and between them, idle time left out.
+    """
+
+    num_finished_rows: int
+    num_error_rows: int
+    num_queued_rows: int
+    num_live_sequences: int
+    num_slots: int
+    num_free_blocks: int
+    num_kv_blocks: int
+    num_passes: int
+    num_computed_tokens: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generated_tokens: int
+    num_preemptions: int
+    busy_s: float
+    predicted_s: float
+    link_s: float
+    generated_tokens_per_s: float
+
+    @property
+    def pool_fill(self) -> float:
+        """Share of the slots in use, 0..1."""
+        return self.num_live_sequences / max(1, self.num_slots)
+
+    @property
+    def kv_use(self) -> float:
+        """Share of the KV blocks in use, 0..1."""
+        return 1.0 - self.num_free_blocks / max(1, self.num_kv_blocks)
+
+    @property
+    def link_busy(self) -> float:
+        """Share of the time in passes that the link to the device was busy, 0..1."""
+        return self.link_s / self.busy_s if self.busy_s else 0.0
+
+
+class Counters:
+    """Sums over all passes; the engine thread counts, others read."""
+
+    def __init__(self) -> None:
+        self.num_passes = 0
+        self.num_computed_tokens = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_sampled_tokens = 0
+        self.num_generated_tokens = 0
+        self.pass_s = 0.0
+        self.active_s = 0.0
+
+    def record_pass(self, done: "Pass", pass_s: float) -> None:
+        """Count a pass."""
+        self.num_passes += 1
+        self.num_computed_tokens += done.num_tokens
+        self.num_prompt_tokens += int((done.positions < done.prompt_tokens).sum())
+        self.num_sampled_tokens += int(done.row_is_sample.sum())
+        self.pass_s += pass_s
+
+    def time_step(self, begin_s: float) -> None:
+        """Count the time since `begin_s`, scheduling and sampling included."""
+        self.active_s += time.perf_counter() - begin_s

@@ -1,0 +1,293 @@
+"""Our end of a helper process that answers framed requests, see `framed_worker`.
+
+Who is to blame when the process ends? A request that uses up its CPU time or memory, or that makes
+the process end itself twice: its row gets a `ConfigError`, which is final. Whoever kills or stops
+the process from outside: the request is tried once more in a new process, and if that one is ended
+too, the row gets a `WorkerProcessError`, which is not final.
+"""
+
+import functools
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from raymoe.engine.workers.framed_worker import HEADER, Frame, Message, pack
+from raymoe.errors import ConfigError, ExecutionError, WorkerProcessError
+from raymoe.processes import Usage, is_runnable, usage_of
+
+SCRIPT = Path(__file__).with_name("framed_worker.py")
+POLL_S = 0.5
+# A process that waits this many polls without any CPU time is stopped, not starved. Polls and not
+# the clock, which goes on while we are stopped ourselves.
+MAX_IDLE_POLLS = 60
+REAP_S = 5.0
+FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
+
+
+class _EndedError(Exception):
+    """The process ended during a request.
+
+    Args:
+        reason: How.
+        is_final: Another try would end the same way.
+        is_own: Nobody else ended it.
+    """
+
+    def __init__(self, reason: str, *, is_final: bool = False, is_own: bool = False) -> None:
+        super().__init__(reason)
+        self.is_final, self.is_own = is_final, is_own
+
+
+class Turns:
+    """A lock that is given in order of arrival: who comes again at once overtakes nobody."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queue: deque[threading.Lock] = deque()  # the first has its turn
+
+    def __enter__(self) -> None:
+        mine = threading.Lock()
+        mine.acquire()
+        with self._lock:
+            self._queue.append(mine)
+            if self._queue[0] is mine:
+                return
+        try:
+            mine.acquire()  # released by the one before
+        except BaseException:  # an interrupt
+            self._leave(mine)
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._leave(self._queue[0])
+
+    def _leave(self, lock: threading.Lock) -> None:
+        with self._lock:
+            is_next = self._queue[0] is lock
+            self._queue.remove(lock)
+            if is_next and self._queue:
+                self._queue[0].release()
+
+
+class WorkerProcess:
+    """A helper process, started when needed. Thread-safe: requests take turns.
+
+    Args:
+        role: The file with `start`.
+        settings: For it.
+        blob: For it too. If the first process gives raw bytes with its facts, later ones get those.
+        what: Names it in errors, such as "the chat template".
+        load_cpu_s: CPU time that starting may take.
+        memory_bytes: What it may allocate, the libraries of the role included.
+    """
+
+    def __init__(
+        self,
+        role: Path,
+        settings: Mapping[str, Any],
+        blob: bytes = b"",
+        *,
+        what: str,
+        load_cpu_s: float,
+        memory_bytes: int,
+    ) -> None:
+        self._role, self._what = role, what
+        self._settings = {**settings, "memory_bytes": memory_bytes}, blob
+        self._load_cpu_s, self._memory_bytes = load_cpu_s, memory_bytes
+        self._turns = Turns()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._facts: Frame | None = None
+        self._is_loaded = False  # the process of now
+        self._problem = ""  # why it can never be loaded
+        self._closed = threading.Event()
+
+    def start(self) -> None:
+        """Start it without waiting until it is ready."""
+        with self._turns:
+            try:
+                self._run()
+            except _EndedError:
+                self._stop()  # who needs it tries again
+
+    def load(self) -> Frame:
+        """What the process says of itself, once it is ready. Raises as `ask` does."""
+        return self._persist(lambda: self._facts or ({}, b""), num_tries=2)
+
+    def ask(
+        self, message: Message, blob: bytes = b"", *, cpu_s: float, num_tries: int = 2
+    ) -> Frame:
+        """The answer to a request.
+
+        Args:
+            message: JSON.
+            blob: Raw bytes that go with it.
+            cpu_s: CPU time that it may take.
+            num_tries: Processes that it may end.
+
+        Raises:
+            ConfigError: The request failed, or took more than it may.
+            WorkerProcessError: The process was killed or stopped from outside.
+            ExecutionError: It was closed.
+        """
+
+        def exchange() -> Frame:
+            self._send(pack(message, blob, cpu_s))
+            return self._receive(cpu_s)
+
+        answer, data = self._persist(exchange, num_tries)
+        if "error" in answer:
+            raise ConfigError(f"{self._what} failed: {answer['error']}")
+        return answer, data
+
+    def close(self) -> None:
+        """End the process, also one that computes; who waits for it gets an error."""
+        self._closed.set()
+        process = self._process
+        if process is not None:
+            process.kill()
+        with self._turns:
+            self._stop()
+
+    def _persist(self, work: Callable[[], Frame], num_tries: int) -> Frame:
+        ends: list[_EndedError] = []
+        with self._turns:
+            while True:
+                try:
+                    self._run()
+                    self._finish_loading()
+                    return work()
+                except _EndedError as end:
+                    self._stop()
+                    if self._closed.is_set():
+                        raise ExecutionError(f"{self._what} is closed") from end
+                    ends.append(end)
+                    if end.is_final or len(ends) == num_tries:
+                        raise self._verdict(ends) from end
+                except BaseException:
+                    self._stop()  # an interrupt leaves an answer in the socket
+                    raise
+
+    def _verdict(self, ends: list[_EndedError]) -> Exception:
+        if ends[-1].is_final:
+            return ConfigError(f"{self._what} {ends[-1]}")
+        if all(end.is_own for end in ends):
+            return ConfigError(
+                f"{self._what}'s process {ends[-1]}, perhaps for lack of memory: it may have "
+                f"{self._memory_bytes >> 20} MiB"
+            )
+        return WorkerProcessError(f"{self._what}'s process {ends[-1]}; try the row again")
+
+    def _run(self) -> None:
+        """See that there is a process, which may still be loading."""
+        if self._closed.is_set() or self._problem:
+            raise _EndedError(self._problem, is_final=True)
+        if self._process is not None and self._process.poll() is not None:
+            self._stop()  # between requests
+        if self._process is not None:
+            return
+        ours, theirs = socket.socketpair()
+        ours.settimeout(POLL_S)
+        self._socket = ours
+        # -P: the folder of the script must not come before the standard library.
+        command = [sys.executable, "-P", str(SCRIPT), str(self._role)]
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    process_group=0,  # a terminal's Ctrl-C is for us
+                )
+            except OSError as error:
+                raise _EndedError(f"cannot be started ({error})") from error
+        if self._closed.is_set():  # `close` came before there was a process to end
+            self._process.kill()
+        settings, blob = self._settings
+        if self._facts is not None:
+            blob = self._facts[1] or blob
+        self._send(pack(settings, blob, self._load_cpu_s))
+
+    def _finish_loading(self) -> None:
+        if self._is_loaded:
+            return
+        try:
+            facts = self._receive(self._load_cpu_s)
+            if "error" in facts[0]:
+                raise _EndedError(f"failed: {facts[0]['error']}", is_final=True)
+        except _EndedError as end:
+            if self._facts is not None:  # it could be loaded before
+                raise _EndedError(f"cannot be started again: it {end}") from end
+            self._problem = str(end) if end.is_final else ""
+            raise
+        self._facts, self._is_loaded = self._facts or facts, True
+
+    def _send(self, data: bytes) -> None:
+        assert self._socket is not None
+        left = memoryview(data)
+        while left:
+            left = left[self._patiently(functools.partial(self._socket.send, left), 0.0) :]
+
+    def _receive(self, cpu_s: float) -> Frame:
+        header = HEADER.unpack(self._read(HEADER.size, cpu_s))
+        message = json.loads(self._read(header[1], cpu_s))
+        return message, self._read(header[2], cpu_s)
+
+    def _read(self, count: int, cpu_s: float) -> bytes:
+        assert self._socket is not None
+        data = bytearray(count)
+        left = memoryview(data)
+        while left:
+            num_bytes = self._patiently(functools.partial(self._socket.recv_into, left), cpu_s)
+            if not num_bytes:
+                raise self._end(cpu_s)
+            left = left[num_bytes:]
+        return bytes(data)
+
+    def _patiently(self, operate: Callable[[], int], cpu_s: float) -> int:
+        """Repeat what times out as long as the process computes."""
+        assert self._process is not None
+        seen: Usage | None = None
+        num_idle = 0
+        while True:
+            try:
+                return operate()
+            except TimeoutError:
+                pid, before = self._process.pid, seen
+                seen = usage_of(pid)
+                is_idle = before is not None and seen is not None and seen.cpu_s == before.cpu_s
+                num_idle = num_idle + 1 if is_idle and not is_runnable(pid) else 0
+            except OSError:
+                raise self._end(cpu_s) from None
+            if num_idle >= MAX_IDLE_POLLS:
+                raise _EndedError(f"did nothing for {POLL_S * num_idle:g} s and was ended")
+
+    def _end(self, cpu_s: float) -> _EndedError:
+        """Find out how the process ended, which has closed its socket."""
+        assert self._process is not None
+        try:
+            code = self._process.wait(REAP_S)
+        except subprocess.TimeoutExpired:
+            return _EndedError("closed its socket and was ended")
+        if code == -signal.SIGPROF:
+            return _EndedError(f"took more than {cpu_s:g} s of CPU time", is_final=True)
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+        return _EndedError(how, is_own=-code not in FROM_OUTSIDE)
+
+    def _stop(self) -> None:
+        process, self._process = self._process, None
+        connection, self._socket = self._socket, None
+        self._is_loaded = False
+        if connection is not None:
+            connection.close()
+        if process is not None:
+            process.kill()
+            process.wait()

@@ -1,0 +1,466 @@
+"""CPU kernels of norms, rotary embeddings, routers and sampling."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from raymoe import _native
+from raymoe.errors import ConfigError
+
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def rms_norm(hidden_TH: Tensor, weight_H: Tensor | None, eps: float) -> Tensor:
+    """Norm of every row; returns a new contiguous [T, H].
+
+    Args:
+        hidden_TH: float32, float16 or bfloat16; rows may be strided.
+        weight_H: Factors in the same type; None for none.
+        eps: Added to the mean of squares.
+    """
+    if not _is_native(hidden_TH, weight_H):
+        return rms_norm_reference(hidden_TH, weight_H, eps)
+    out_TH = torch.empty(hidden_TH.shape, dtype=hidden_TH.dtype)
+    _native.rms_norm(hidden_TH, None, weight_H, eps, out_TH)
+    return out_TH
+
+
+def add_rms_norm_(
+    residual_TH: Tensor, delta_TH: Tensor, weight_H: Tensor | None, eps: float
+) -> Tensor:
+    """Add `delta_TH` to `residual_TH` in place, then norm it; returns a new contiguous [T, H]."""
+    same = delta_TH.shape == residual_TH.shape and delta_TH.dtype == residual_TH.dtype
+    if not (same and _is_native(residual_TH, weight_H) and _is_native(delta_TH, weight_H)):
+        return rms_norm_reference(residual_TH.add_(delta_TH), weight_H, eps)
+    out_TH = torch.empty(residual_TH.shape, dtype=residual_TH.dtype)
+    _native.rms_norm(residual_TH, delta_TH, weight_H, eps, out_TH)
+    return out_TH
+
+
+def _is_native(hidden_TH: Tensor, weight_H: Tensor | None) -> bool:
+    return (
+        hidden_TH.ndim == 2
+        and hidden_TH.dtype in FLOAT_DTYPES
+        and hidden_TH.is_cpu
+        and (hidden_TH.shape[1] == 1 or hidden_TH.stride(1) == 1)
+        and not (hidden_TH.requires_grad and torch.is_grad_enabled())
+        and (weight_H is None or (weight_H.dtype == hidden_TH.dtype and weight_H.is_contiguous()))
+    )
+
+
+def rms_norm_reference(hidden_TH: Tensor, weight_H: Tensor | None, eps: float) -> Tensor:
+    """The plain reference of `rms_norm`."""
+    wide_TH = hidden_TH.float()
+    mean_T1 = wide_TH.pow(2).mean(-1, keepdim=True)
+    normed_TH = (wide_TH * torch.rsqrt(mean_T1 + eps)).to(hidden_TH.dtype)
+    return normed_TH if weight_H is None else weight_H * normed_TH
+
+
+MAX_NATIVE_HEAD_DIM = 512
+
+
+class Projected(NamedTuple):
+    """Queries [T, H, D], keys and values [T, G, D] of a pass; contiguous.
+
+    In latent attention the cached row of a token is its one key, and its value has no dimensions.
+    """
+
+    query_THD: Tensor
+    key_TGD: Tensor
+    value_TGD: Tensor
+
+
+class Steps(NamedTuple):
+    """What happens to a head: see `qkv_rope`; `clip` is infinity for none."""
+
+    eps: float
+    clip: float
+    is_norm_after_rope: bool
+    is_interleaved: bool
+
+
+def qkv_rope(  # noqa: PLR0913 - an operator: its tensors are its arguments
+    qkv_TX: Tensor,
+    positions_T: Tensor,
+    cos_PR: Tensor,
+    sin_PR: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    clip: float | None = None,
+    is_norm_after_rope: bool = False,
+    is_interleaved: bool = False,
+) -> Projected:
+    """Split, norm queries and keys, clip all three, rotate queries and keys.
+
+    The order and every rounding are those of Hugging Face's attention: for bfloat16 the cosines,
+    sines, both products and their sum are rounded one by one.
+
+    Args:
+        qkv_TX: Queries, keys and values side by side; float32, float16 or bfloat16.
+        positions_T: int32, each in [0, P); ValueError otherwise.
+        cos_PR: Cosines by position, float32, multiplied by the attention scaling already; the
+            first 2 R dimensions of every head rotate, the rest passes through.
+        sin_PR: Sines, likewise.
+        num_heads: H.
+        num_kv_heads: G.
+        head_dim: D.
+        q_norm: Weight [D] for a norm of each head (Qwen3), [H * D] for one norm over all heads of
+            a token (OLMoE), None for none.
+        k_norm: Likewise, [D] or [G * D].
+        eps: Of the norms.
+        clip: Largest magnitude after the norms (OLMoE's `clip_qkv`), values included.
+        is_norm_after_rope: The norms, of each head, follow the rotation instead (Hunyuan).
+        is_interleaved: Neighbouring dimensions are a pair (DeepSeek, ERNIE), instead of dimensions
+            R apart. What comes out has the first of all pairs before the second of all, in queries
+            and keys alike: their products are the same.
+    """
+    tables = (cos_PR, sin_PR)
+    sizes = (num_heads, num_kv_heads, head_dim)
+    _check_width(qkv_TX, sizes)
+    limit = math.inf if clip is None else clip
+    steps = Steps(eps, limit, is_norm_after_rope, is_interleaved)
+    norms = (q_norm, k_norm)
+    if not _rope_is_native(qkv_TX, positions_T, tables, norms):
+        return qkv_rope_reference(
+            qkv_TX, positions_T, tables, sizes=sizes, norms=norms, steps=steps
+        )
+    out = Projected(
+        *(
+            torch.empty(len(qkv_TX), heads, head_dim, dtype=qkv_TX.dtype)
+            for heads in (num_heads, num_kv_heads, num_kv_heads)
+        )
+    )
+    _native.qkv_rope(qkv_TX, positions_T, *tables, *norms, *out, eps, limit, *steps[2:])
+    return out
+
+
+def _check_width(qkv_TX: Tensor, sizes: tuple[int, int, int]) -> None:
+    heads, kv_heads, dim = sizes
+    width = (heads + 2 * kv_heads) * dim
+    if qkv_TX.ndim != 2 or qkv_TX.shape[1] != width:
+        raise ConfigError(
+            f"qkv_rope: qkv has shape {tuple(qkv_TX.shape)}, expected [T, {width}] for {heads} "
+            f"query and {kv_heads} KV heads of {dim}"
+        )
+
+
+def _rope_is_native(
+    qkv_TX: Tensor,
+    positions_T: Tensor,
+    tables: tuple[Tensor, Tensor],
+    norms: tuple[Tensor | None, Tensor | None],
+) -> bool:
+    return (
+        qkv_TX.dtype in FLOAT_DTYPES
+        and qkv_TX.is_cpu
+        and qkv_TX.stride(1) == 1
+        and not (qkv_TX.requires_grad and torch.is_grad_enabled())
+        and positions_T.dtype == torch.int32
+        and all(table.dtype == torch.float32 and table.is_contiguous() for table in tables)
+        and tables[0].shape[1] <= MAX_NATIVE_HEAD_DIM // 2
+        and all(w is None or (w.dtype == qkv_TX.dtype and w.is_contiguous()) for w in norms)
+    )
+
+
+def qkv_rope_reference(
+    qkv_TX: Tensor,
+    positions_T: Tensor,
+    tables: tuple[Tensor, Tensor],
+    *,
+    sizes: tuple[int, int, int],
+    norms: tuple[Tensor | None, Tensor | None],
+    steps: Steps,
+) -> Projected:
+    """The plain reference of `qkv_rope`; sizes are (H, G, D), norms those of queries and keys."""
+    heads, kv_heads, dim = sizes
+    angles = [t[positions_T.long(), None].to(qkv_TX.dtype) for t in tables]
+    query_TY, key_TY, value_TY = torch.split(
+        qkv_TX, [heads * dim, kv_heads * dim, kv_heads * dim], dim=1
+    )
+    rotated = []
+    for part_TY, norm in zip((query_TY, key_TY), norms, strict=True):
+        x_TY = part_TY if steps.is_norm_after_rope else _norm_heads(part_TY, norm, dim, steps.eps)
+        x_TND = x_TY.clamp(-steps.clip, steps.clip).reshape(len(x_TY), part_TY.shape[1] // dim, dim)
+        x_TND = rotate_heads(x_TND, *angles, is_interleaved=steps.is_interleaved)
+        if steps.is_norm_after_rope and norm is not None:
+            x_TND = rms_norm_reference(x_TND, norm, steps.eps)
+        rotated.append(x_TND)
+    value_TGD = value_TY.clamp(-steps.clip, steps.clip).reshape(len(value_TY), kv_heads, dim)
+    return Projected(rotated[0], rotated[1], value_TGD)
+
+
+def rotate_heads(
+    heads_TND: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, *, is_interleaved: bool
+) -> Tensor:
+    """Rotate the first 2 R dimensions of heads as `qkv_rope` does, on any device.
+
+    Args:
+        heads_TND: Any heads.
+        cos_T1R: Cosines of each token, in the type of the heads.
+        sin_T1R: Sines, likewise.
+        is_interleaved: See `qkv_rope`.
+    """
+    parted_TND = _part_pairs(heads_TND, cos_T1R) if is_interleaved else heads_TND
+    return _rotate(parted_TND, cos_T1R, sin_T1R)
+
+
+def _norm_heads(x_TY: Tensor, weight: Tensor | None, head_dim: int, eps: float) -> Tensor:
+    if weight is None:
+        return x_TY
+    span = x_TY.shape[1] if weight.numel() == x_TY.shape[1] else head_dim
+    return rms_norm_reference(x_TY.reshape(-1, span), weight, eps).view(x_TY.shape)
+
+
+def _part_pairs(heads_TND: Tensor, cos_T1R: Tensor) -> Tensor:
+    """The first of all pairs of neighbours, then the second of all; what is not rotated stays."""
+    end = 2 * cos_T1R.shape[-1]
+    parts = (heads_TND[..., 0:end:2], heads_TND[..., 1:end:2], heads_TND[..., end:])
+    return torch.cat(parts, dim=-1)
+
+
+def _rotate(heads_TND: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
+    half = cos_T1R.shape[-1]
+    first, second = heads_TND[..., :half], heads_TND[..., half : 2 * half]
+    rotated = (first * cos_T1R + -second * sin_T1R, second * cos_T1R + first * sin_T1R)
+    return torch.cat([*rotated, heads_TND[..., 2 * half :]], dim=-1)
+
+
+MAX_NATIVE_EXPERTS = 1024
+
+
+class Routing(NamedTuple):
+    """The experts of each token, by descending weight; ids are distinct within a token."""
+
+    topk_ids_TK: Tensor  # int32
+    topk_weights_TK: Tensor  # float32
+
+
+def route(
+    logits_TE: Tensor, top_k: int, *, renormalize: bool, round_to: torch.dtype | None = None
+) -> Routing:
+    """Choose experts: softmax over all of them in float32, then the `top_k` largest.
+
+    Equal logits go to the lower index; NaN counts as the largest.
+
+    Args:
+        logits_TE: float32, float16 or bfloat16.
+        top_k: K.
+        renormalize: Divide the chosen weights by their sum (Mixtral; `norm_topk_prob` elsewhere).
+        round_to: Round the weights to this type, as Hugging Face does for Qwen2-MoE, Qwen3-MoE
+            and OLMoE (type of the logits) but not for Mixtral.
+    """
+    num_tokens, num_experts = logits_TE.shape
+    if not 1 <= top_k <= num_experts:
+        raise ConfigError(f"route: top_k is {top_k}, there are {num_experts} experts")
+    if num_experts > MAX_NATIVE_EXPERTS or not _router_is_native(logits_TE):
+        routing = route_reference(logits_TE, top_k, renormalize=renormalize)
+    else:
+        routing = Routing(
+            torch.empty(num_tokens, top_k, dtype=torch.int32),
+            torch.empty(num_tokens, top_k, dtype=torch.float32),
+        )
+        _native.route(logits_TE, renormalize, *routing)
+    if round_to is None or round_to == torch.float32:
+        return routing
+    return routing._replace(topk_weights_TK=routing.topk_weights_TK.to(round_to).float())
+
+
+def route_reference(logits_TE: Tensor, top_k: int, *, renormalize: bool) -> Routing:
+    """The plain reference of `route`, unrounded."""
+    weights_TE = logits_TE.float().softmax(-1)
+    order_TE = logits_TE.float().sort(stable=True, dim=-1, descending=True).indices
+    ids_TK = order_TE[:, :top_k]
+    weights_TK = weights_TE.gather(1, ids_TK)
+    if renormalize:
+        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+    return Routing(ids_TK.int().contiguous(), weights_TK)
+
+
+def add_gated_(out_TH: Tensor, shared_TH: Tensor, gate_T1: Tensor) -> Tensor:
+    """Add sigmoid(gate) * shared to `out_TH` in place (Qwen2-MoE's shared expert); returns it.
+
+    All three have one type; sigmoid, product and sum are rounded to it one by one.
+    """
+    if not all(
+        _router_is_native(x) and x.dtype == out_TH.dtype for x in (out_TH, shared_TH, gate_T1)
+    ):
+        return out_TH.add_(gate_T1.sigmoid() * shared_TH)
+    _native.add_gated(out_TH, shared_TH, gate_T1)
+    return out_TH
+
+
+def _router_is_native(x: Tensor) -> bool:
+    return (
+        x.ndim == 2
+        and x.dtype in FLOAT_DTYPES
+        and x.is_cpu
+        and (x.shape[1] == 1 or x.stride(1) == 1)
+        and not (x.requires_grad and torch.is_grad_enabled())
+    )
+
+
+WORD = 0xFFFFFFFF
+PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
+GROUP_TOKENS, GROUP_COUNTERS = 64, 16  # 16 counters of 4 words serve 64 tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomKeys:
+    """What the noise of every row depends on, beside the token id.
+
+    Attributes:
+        seed: int64 [R], any bits.
+        row_key: int64 [R], any bits.
+        sample: int32 [R], index among the samples of a prompt.
+        position: int32 [R], position of the token to choose.
+    """
+
+    seed: Tensor
+    row_key: Tensor
+    sample: Tensor
+    position: Tensor
+
+
+class TopLogprobs(NamedTuple):
+    """The largest log-probabilities of every row, descending; equal ones by token id."""
+
+    ids_RK: Tensor  # int64
+    logprobs_RK: Tensor  # float32
+
+
+def argmax(logits_RV: Tensor) -> Tensor:
+    """First position of the largest logit of every row, int64 [R]; any float type.
+
+    -1 for a row that has a NaN or nothing above -inf: no token can be chosen there.
+    """
+    if not _sampling_is_native(logits_RV):
+        return argmax_reference(logits_RV)
+    ids_R = torch.empty(logits_RV.shape[0], dtype=torch.int64)
+    _native.argmax(logits_RV, ids_R)
+    return ids_R
+
+
+def argmax_reference(logits_RV: Tensor) -> Tensor:
+    """The plain reference of `argmax`."""
+    return _first_largest(logits_RV.float())
+
+
+def gumbel_argmax(logits_RV: Tensor, keys: RandomKeys, scale_R: Tensor | None = None) -> Tensor:
+    """Sample a token of every row from softmax(logits * scale), int64 [R]; -1 as in `argmax`.
+
+    Args:
+        logits_RV: Any float type; tokens that must not be chosen are -inf.
+        keys: Of the noise.
+        scale_R: float32 factors, such as 1 / temperature; None for 1.
+    """
+    if not _sampling_is_native(logits_RV):
+        return gumbel_argmax_reference(logits_RV, keys, scale_R)
+    ids_R = torch.empty(logits_RV.shape[0], dtype=torch.int64)
+    _native.gumbel_argmax(
+        logits_RV, scale_R, keys.seed, keys.row_key, keys.sample, keys.position, ids_R
+    )
+    return ids_R
+
+
+def gumbel_argmax_reference(
+    logits_RV: Tensor, keys: RandomKeys, scale_R: Tensor | None = None
+) -> Tensor:
+    """The plain reference of `gumbel_argmax`, with noise in float64."""
+    scaled_RV = logits_RV.float() if scale_R is None else logits_RV.float() * scale_R[:, None]
+    return _first_largest(scaled_RV.double() + gumbel_noise(keys, logits_RV.shape[1]))
+
+
+def gumbel_noise(keys: RandomKeys, num_tokens: int) -> Tensor:
+    """The noise of tokens 0 .. num_tokens - 1 of every row, float64 [R, num_tokens]."""
+    halves = [
+        part.long() >> shift & WORD for part in (keys.seed, keys.row_key) for shift in (0, 32)
+    ]
+    zero_R = torch.zeros_like(halves[0])
+    mixed = philox4x32(halves, (zero_R, zero_R))
+    token_V = torch.arange(num_tokens)
+    counter_V = token_V // GROUP_TOKENS * GROUP_COUNTERS + token_V % GROUP_COUNTERS
+    position_R1, sample_R1 = (part.long()[:, None] & WORD for part in (keys.position, keys.sample))
+    counter = [counter_V, position_R1, sample_R1, mixed[2][:, None]]
+    words = philox4x32(counter, (mixed[0][:, None], mixed[1][:, None]))
+    which_RV = (token_V % GROUP_TOKENS // GROUP_COUNTERS).expand_as(words[0])
+    word_RV = torch.stack(words).gather(0, which_RV[None])[0]
+    return -torch.log(-torch.log1p(-(word_RV.double() + 0.5) / 2**32))
+
+
+def philox4x32(counter: list[Tensor], key: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """Philox4x32-10 on int64 tensors that hold 32-bit words.
+
+    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 4.3.
+    """
+    key0, key1 = key
+    for _ in range(10):
+        product0, product1 = counter[0] * PHILOX_MULTIPLIERS[0], counter[2] * PHILOX_MULTIPLIERS[1]
+        counter = [
+            (product1 >> 32 & WORD) ^ counter[1] ^ key0,
+            product1 & WORD,
+            (product0 >> 32 & WORD) ^ counter[3] ^ key1,
+            product0 & WORD,
+        ]
+        key0, key1 = (key0 + PHILOX_WEYL[0]) & WORD, (key1 + PHILOX_WEYL[1]) & WORD
+    return counter
+
+
+def log_sum_exp(logits_RV: Tensor) -> Tensor:
+    """Logarithm of the sum of exponentials of every row, float32 [R], without a float32 copy."""
+    if not _sampling_is_native(logits_RV):
+        return logits_RV.float().logsumexp(-1)
+    out_R = torch.empty(logits_RV.shape[0], dtype=torch.float32)
+    _native.log_sum_exp(logits_RV, out_R)
+    return out_R
+
+
+def log_softmax_at(logits_RV: Tensor, ids_RN: Tensor) -> Tensor:
+    """Log-probabilities of the given tokens of every row, float32 [R, N] (or [R] for ids [R])."""
+    index_RN = ids_RN.long() if ids_RN.ndim == 2 else ids_RN.long()[:, None]
+    logprobs_RN = logits_RV.gather(1, index_RN).float() - log_sum_exp(logits_RV)[:, None]
+    return logprobs_RN if ids_RN.ndim == 2 else logprobs_RN[:, 0]
+
+
+def topk_logprobs(logits_RV: Tensor, k: int) -> TopLogprobs:
+    """The `k` largest log-probabilities of every row."""
+    num_rows, num_tokens = logits_RV.shape
+    if not 1 <= k <= num_tokens:
+        raise ConfigError(f"topk_logprobs: k is {k}, the vocabulary has {num_tokens} tokens")
+    if not _sampling_is_native(logits_RV):
+        return topk_logprobs_reference(logits_RV, k)
+    ids_RK = torch.empty(num_rows, k, dtype=torch.int64)
+    values_RK = torch.empty(num_rows, k, dtype=torch.float32)
+    _native.top_k(logits_RV, ids_RK, values_RK)
+    return TopLogprobs(ids_RK, values_RK - log_sum_exp(logits_RV)[:, None])
+
+
+def topk_logprobs_reference(logits_RV: Tensor, k: int) -> TopLogprobs:
+    """The plain reference of `topk_logprobs`."""
+    order_RK = logits_RV.float().sort(stable=True, dim=-1, descending=True).indices[:, :k]
+    return TopLogprobs(order_RK, logits_RV.float().log_softmax(-1).gather(1, order_RK))
+
+
+def _first_largest(values_RV: Tensor) -> Tensor:
+    if values_RV.shape[1] == 0:
+        return torch.full((values_RV.shape[0],), -1)
+    ids_R = values_RV.sort(stable=True, dim=-1, descending=True).indices[:, 0]
+    largest_R = values_RV.amax(-1)  # NaN if the row has one
+    return ids_R.masked_fill(largest_R.isnan() | (largest_R == float("-inf")), -1)
+
+
+def _sampling_is_native(logits_RV: Tensor) -> bool:
+    return (
+        logits_RV.ndim == 2
+        and logits_RV.dtype in FLOAT_DTYPES
+        and logits_RV.is_cpu
+        and (logits_RV.shape[1] == 1 or logits_RV.stride(1) == 1)
+    )

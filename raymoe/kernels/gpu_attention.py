@@ -1,0 +1,419 @@
+"""Paged attention on a GPU by the Triton kernels: launches, appends, both latent forms."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import e, log2
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from raymoe.kernels.cpu_elementwise import Projected
+from raymoe.kernels.gpu_attention_batch import (
+    SPLIT_POSITIONS,
+    AttentionCompute,
+    AttentionTile,
+    LatentRaggedBatch,
+    RaggedBatch,
+    Tiles,
+    Unfolded,
+    attention_tile,
+    power_of_two,
+)
+from raymoe.kernels.gpu_attention_kernels import (
+    KernelCache,
+    KernelQueries,
+    append_kernel,
+    attend_kernel,
+    merge_kernel,
+)
+from raymoe.kernels.gpu_common import TRITON_TYPES, Launch
+from raymoe.kernels.paged_kv import KvLayout, LatentHeads, LatentLayout
+from raymoe.kernels.torch_attention import GATHERED_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceCache:
+    """Keys and values on the device, wherever they lie.
+
+    Attributes:
+        keys: The whole memory in units: words of two elements, or elements.
+        values: The same; may be the same tensor.
+        table_SM: int32, blocks of each sequence, or [S, 1] the first row of each.
+        is_blocked: Whether the layout is that of `paged_kv`.
+        is_paged: Whether the table is one of blocks.
+        pair: Elements of a unit.
+        dims: Of a key and of a value.
+        num_kv_heads: G.
+        key_strides: From row to row and from head to head; rows only.
+        value_strides: The same.
+    """
+
+    keys: Tensor
+    values: Tensor
+    table_SM: Tensor
+    is_blocked: bool
+    is_paged: bool
+    pair: int
+    dims: tuple[int, int]
+    num_kv_heads: int
+    key_strides: tuple[int, int] = (0, 0)
+    value_strides: tuple[int, int] = (0, 0)
+
+    @classmethod
+    def of_blocks(cls, cache: Tensor, layout: KvLayout, table_SM: Tensor) -> "DeviceCache":
+        """Blocks of one layer, [N, G, 2, B * D] in the layout of `paged_kv`."""
+        units = cache if layout.pair == 1 else cache.view(torch.int32)
+        return cls(
+            keys=units,
+            values=units,
+            table_SM=table_SM,
+            is_blocked=True,
+            is_paged=True,
+            pair=layout.pair,
+            dims=(layout.head_dim, layout.head_dim),
+            num_kv_heads=layout.num_kv_heads,
+        )
+
+    @classmethod
+    def of_latents(cls, cache: Tensor, layout: LatentLayout, table_SM: Tensor) -> "DeviceCache":
+        """Blocks of one layer, [N, B, W]: one KV head, whose values are the latents."""
+        return cls(
+            keys=cache,
+            values=cache,
+            table_SM=table_SM,
+            is_blocked=False,
+            is_paged=True,
+            pair=1,
+            dims=(layout.width, layout.rank),
+            num_kv_heads=1,
+            key_strides=(layout.width, 0),
+            value_strides=(layout.width, 0),
+        )
+
+    @classmethod
+    def of_rows(cls, keys_CGD: Tensor, values_CGV: Tensor, starts_S1: Tensor) -> "DeviceCache":
+        """Keys and values one after the other, whose last dimension is contiguous."""
+        return cls(
+            keys=keys_CGD,
+            values=values_CGV,
+            table_SM=starts_S1,
+            is_blocked=False,
+            is_paged=False,
+            pair=1,
+            dims=(keys_CGD.shape[2], values_CGV.shape[2]),
+            num_kv_heads=keys_CGD.shape[1],
+            key_strides=(keys_CGD.stride(0), keys_CGD.stride(1)),
+            value_strides=(values_CGV.stride(0), values_CGV.stride(1)),
+        )
+
+    def constants(self, compute: AttentionCompute, step_dims: int) -> KernelCache:
+        """As kernels read it."""
+        step = step_dims // self.pair
+        constants = {
+            "is_blocked": self.is_blocked,
+            "is_paged": self.is_paged,
+            "pair": self.pair,
+            "key_dim": self.dims[0],
+            "value_dim": self.dims[1],
+            "padded_values": max(power_of_two(self.dims[1]), 16),
+            "num_kv_heads": self.num_kv_heads,
+            "key_row": self.key_strides[0],
+            "key_head": self.key_strides[1],
+            "value_row": self.value_strides[0],
+            "value_head": self.value_strides[1],
+            "dot": TRITON_TYPES[compute.dot],
+            "step": step,
+            "num_steps": -(-self.dims[0] // self.pair // step),
+        }
+        return KernelCache(**_constexpr(constants))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scoring:
+    """What queries do with keys.
+
+    Attributes:
+        scale: Factor of the scores.
+        sliding_window: Positions that a token sees; None for all.
+        sinks_H: float32, a score of each head without a value.
+    """
+
+    scale: float
+    sliding_window: int | None = None
+    sinks_H: Tensor | None = None
+
+
+def append_launch(projected: Projected, slots_T: Tensor, cache: Tensor, layout: KvLayout) -> Launch:
+    """Keys and values of new tokens to their places in the blocks of one layer."""
+    _, key_TGD, value_TGD = projected
+    blocks = DeviceCache.of_blocks(cache, layout, slots_T)
+    compute = AttentionCompute.on((8, 0), key_TGD.dtype)
+    num_tokens, num_kv_heads, head_dim = key_TGD.shape
+    return Launch(
+        kernel=append_kernel,
+        grid=(num_tokens, num_kv_heads),
+        arguments={
+            "key_ptr": key_TGD,
+            "value_ptr": value_TGD,
+            "slots_ptr": slots_T,
+            "cache_ptr": cache,
+            "key_stride": key_TGD.stride(0),
+            "value_stride": value_TGD.stride(0),
+        },
+        constants={
+            "C": blocks.constants(compute, head_dim),
+            "COLUMNS": power_of_two(head_dim),
+        },
+        options={"num_warps": 1},
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attending:
+    """Who attends to what, and where the results go.
+
+    Attributes:
+        query_THD: Queries of the pass; the last dimension is contiguous.
+        cache: Keys and values, those of the pass included.
+        out_THV: Results; the last dimension is contiguous.
+        compute: How.
+        scoring: What queries do with keys.
+    """
+
+    query_THD: Tensor
+    cache: DeviceCache
+    out_THV: Tensor
+    compute: AttentionCompute
+    scoring: Scoring
+
+    def run(self, tiles: Tiles) -> None:
+        """Attend for the tokens of some tiles."""
+        for launch in self.launches(tiles):
+            launch.run()
+
+    def launches(self, tiles: Tiles) -> Iterator[Launch]:
+        """What `run` starts, in order; the memory of one launch may be that of the one before."""
+        num_tiles = len(tiles.tiles_NF)
+        if not num_tiles:
+            return
+        num_parts = 1 if tiles.tokens > 1 else self._most_parts(tiles)
+        if num_parts == 1:
+            yield self._attend(tiles, self.out_THV, tiles.tiles_NF, 1)
+            return
+        part_bytes = (self.cache.dims[1] + 2) * torch.float32.itemsize
+        at_once = GATHERED_BYTES // (self._num_heads * num_parts * part_bytes)
+        for some in tiles.split(max(1, at_once)):
+            sizes = (len(some.tiles_NF), self._num_heads, num_parts)
+            parts = self.out_THV.new_empty(*sizes, self.cache.dims[1], dtype=torch.float32)
+            totals = self.out_THV.new_empty(*sizes, 2, dtype=torch.float32)
+            yield self._attend(some, parts, totals, num_parts)
+            yield self._merge(some, parts, totals, num_parts)
+
+    def _attend(self, tiles: Tiles, target: Tensor, totals: Tensor, num_parts: int) -> Launch:
+        shape = self._shape(tiles)
+        heads = self.cache.num_kv_heads * -(-self._group // shape.heads)
+        return Launch(
+            kernel=attend_kernel,
+            grid=(len(tiles.tiles_NF), heads, num_parts),
+            arguments={
+                "query_ptr": self.query_THD,
+                "key_ptr": self.cache.keys,
+                "value_ptr": self.cache.values,
+                "table_ptr": self.cache.table_SM,
+                "tiles_ptr": tiles.tiles_NF,
+                "sinks_ptr": self._sinks(tiles),
+                "out_ptr": target,
+                "totals_ptr": totals,
+                "query_stride": self.query_THD.stride(0),
+                "out_stride": self.out_THV.stride(0),
+                "table_stride": self.cache.table_SM.stride(0),
+            },
+            constants=self._constants(shape, num_parts),
+            options={"num_warps": shape.warps, "num_stages": shape.stages},
+        )
+
+    def _merge(self, tiles: Tiles, parts: Tensor, totals: Tensor, num_parts: int) -> Launch:
+        return Launch(
+            kernel=merge_kernel,
+            grid=(len(tiles.tiles_NF), self._num_heads),
+            arguments={
+                "parts_ptr": parts,
+                "totals_ptr": totals,
+                "tiles_ptr": tiles.tiles_NF,
+                "sinks_ptr": self._sinks(tiles),
+                "out_ptr": self.out_THV,
+                "out_stride": self.out_THV.stride(0),
+                "most_parts": num_parts,
+            },
+            constants=self._constants(self._shape(tiles), num_parts),
+            options={"num_warps": 1 if self.cache.dims[1] <= 128 else 4},
+        )
+
+    @property
+    def _num_heads(self) -> int:
+        return self.query_THD.shape[1]
+
+    @property
+    def _group(self) -> int:
+        return self._num_heads // self.cache.num_kv_heads
+
+    def _shape(self, tiles: Tiles) -> AttentionTile:
+        return attention_tile(
+            self.compute,
+            tokens=tiles.tokens,
+            group=self._group,
+            dims=self.cache.dims,
+            pair=self.cache.pair,
+        )
+
+    def _sinks(self, tiles: Tiles) -> Tensor:
+        """The sinks; without them any tensor, which is not read."""
+        return tiles.tiles_NF if self.scoring.sinks_H is None else self.scoring.sinks_H
+
+    def _constants(self, shape: AttentionTile, num_parts: int) -> dict[str, object]:
+        queries = {
+            "group": self._group,
+            "query_head": self.query_THD.stride(1),
+            "out_head": self.out_THV.stride(1),
+            "scale": self.scoring.scale * log2(e),
+            "window": self.scoring.sliding_window or 0,
+            "has_sinks": self.scoring.sinks_H is not None,
+            "split": SPLIT_POSITIONS if num_parts > 1 else 0,
+            "heads": shape.heads,
+            "rows": shape.rows,
+            "positions": shape.positions,
+        }
+        cache = self.cache.constants(self.compute, shape.step)
+        return {"C": cache, "Q": KernelQueries(**_constexpr(queries))}
+
+    def _most_parts(self, tiles: Tiles) -> int:
+        """Parts of the context that a token of these tiles sees anything of, at most."""
+        parts = max(-(-tiles.num_positions // SPLIT_POSITIONS), 1)
+        window = self.scoring.sliding_window
+        return parts if window is None else min(parts, (window - 2) // SPLIT_POSITIONS + 2)
+
+
+def _constexpr(values: Mapping[str, object]) -> dict[str, tl.constexpr]:
+    return {name: tl.constexpr(value) for name, value in values.items()}
+
+
+def append_and_attend_ragged(
+    projected: Projected, cache: Tensor, batch: RaggedBatch, scoring: Scoring
+) -> Tensor:
+    """As `cpu_attention.append_and_attend`, on the GPU of its arguments; [T, H * D].
+
+    Nothing is gathered or added atomically: on one GPU, the bits of a token depend on its sequence
+    and on whether it comes alone, not on the sequences beside it.
+
+    Args:
+        projected: Rotated already; queries in the type of `batch.compute`.
+        cache: Blocks of one layer, [N, G, 2, B * D] in the layout of `paged_kv`; changed in place.
+        batch: The sequences.
+        scoring: What queries do with keys.
+    """
+    query_THD, key_TGD, _ = projected
+    out_THD = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
+    if not len(query_THD):
+        return out_THD.flatten(1)
+    _, num_kv_heads, head_dim = key_TGD.shape
+    layout = KvLayout(num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=cache.dtype)
+    append_launch(projected, batch.slots_T, cache, layout).run()
+    attending = Attending(
+        query_THD=query_THD,
+        cache=DeviceCache.of_blocks(cache, layout, batch.table_SM),
+        out_THV=out_THD,
+        compute=batch.compute,
+        scoring=scoring,
+    )
+    attending.run(batch.alone)
+    attending.run(batch.together)
+    return out_THD.flatten(1)
+
+
+def append_and_attend_latent_ragged(
+    query_THD: Tensor,
+    latent_TW: Tensor,
+    cache: Tensor,
+    batch: LatentRaggedBatch,
+    *,
+    heads: LatentHeads,
+    scoring: Scoring,
+) -> Tensor:
+    """Append the rows of the pass to the cache and attend; [T, H, V].
+
+    Tokens that are attended to alone take the absorbed form, which reads nothing but the cache; the
+    others the plain one, over keys and values that are unfolded some heads at a time.
+
+    Args:
+        query_THD: Plain, rotated already.
+        latent_TW: The rows of the new tokens.
+        cache: Blocks of one layer, [N, B, W]; changed in place.
+        batch: The sequences.
+        heads: Unfolds rows; of the type of the queries.
+        scoring: What queries do with keys.
+    """
+    cache.view(-1, cache.shape[2])[batch.slots_T] = latent_TW.to(cache.dtype)
+    out_THV = query_THD.new_empty(*query_THD.shape[:2], heads.value_dim)
+    if len(batch.tokens_A):
+        _attend_absorbed(query_THD, cache, batch, out_THV, heads=heads, scoring=scoring)
+    for unfolded in batch.unfolded:
+        _attend_plain(
+            query_THD,
+            cache,
+            unfolded,
+            out_THV,
+            compute=batch.compute,
+            heads=heads,
+            scoring=scoring,
+        )
+    return out_THV
+
+
+def _attend_absorbed(
+    query_THD: Tensor,
+    cache: Tensor,
+    batch: LatentRaggedBatch,
+    out_THV: Tensor,
+    *,
+    heads: LatentHeads,
+    scoring: Scoring,
+) -> None:
+    layout = LatentLayout(rank=heads.rank, rope_dim=heads.rope_dim, dtype=cache.dtype)
+    absorbed_AHW = heads.absorb(query_THD[batch.tokens_A])
+    result_AHR = absorbed_AHW.new_empty(*absorbed_AHW.shape[:2], layout.rank)
+    Attending(
+        query_THD=absorbed_AHW,
+        cache=DeviceCache.of_latents(cache, layout, batch.table_SM),
+        out_THV=result_AHR,
+        compute=batch.compute,
+        scoring=scoring,
+    ).run(batch.alone)
+    out_THV[batch.tokens_A] = heads.unfold(result_AHR)
+
+
+def _attend_plain(
+    query_THD: Tensor,
+    cache: Tensor,
+    unfolded: Unfolded,
+    out_THV: Tensor,
+    *,
+    compute: AttentionCompute,
+    heads: LatentHeads,
+    scoring: Scoring,
+) -> None:
+    rows_CW = cache.view(-1, cache.shape[2])[unfolded.rows_C].to(query_THD.dtype)
+    unfolded_dim = heads.query_dim + heads.nope_dim + 2 * heads.value_dim
+    head_bytes = len(rows_CW) * unfolded_dim * rows_CW.dtype.itemsize
+    num_heads = query_THD.shape[1]
+    at_once = max(1, GATHERED_BYTES // head_bytes)
+    for first in range(0, num_heads, at_once):
+        some = slice(first, min(first + at_once, num_heads))
+        keys_ChD, values_ChV = heads.keys_and_values(rows_CW, some)
+        Attending(
+            query_THD=query_THD[:, some],
+            cache=DeviceCache.of_rows(keys_ChD, values_ChV, unfolded.starts_S1),
+            out_THV=out_THV[:, some],
+            compute=compute,
+            scoring=scoring,
+        ).run(unfolded.tiles)

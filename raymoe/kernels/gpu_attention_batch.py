@@ -1,0 +1,374 @@
+"""Which kernels attend on a device, ours in Triton or torch's, and how large their tiles are.
+
+Triton is imported where a GPU is used, and nowhere else.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from raymoe.kernels.cpu_attention import AttentionBatch
+from raymoe.kernels.paged_kv import BLOCK_TOKENS, CacheLayout
+from raymoe.kernels.torch_attention import GATHERED_BYTES, PagedBatch
+
+OLDEST_CAPABILITY = (7, 5)
+TENSOR_CORES_SINCE = (8, 0)  # Triton leaves those of Turing alone; see `device_experts_tiles`
+WARPGROUPS_SINCE = (9, 0)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# Positions of the context that one program reads for a token that comes alone. A constant, cut at
+# multiples of itself, so that the order of a token's sums does not depend on the batch.
+SPLIT_POSITIONS = 1024
+_FEWEST_ROWS = 16  # of a product
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCompute:
+    """How our kernels attend.
+
+    Attributes:
+        dtype: Type of queries and results.
+        dot: Type in which the kernels multiply: that of tensor cores, or float32 without them,
+            which is what Triton multiplies in there.
+        has_warpgroups: Whether four warps multiply together, as on Hopper.
+    """
+
+    dtype: torch.dtype
+    dot: torch.dtype
+    has_warpgroups: bool = False
+
+    @classmethod
+    def on(cls, capability: tuple[int, int], dtype: torch.dtype) -> "AttentionCompute":
+        """On a GPU of this capability: (7, 5) is Turing, (8, 0) Ampere, (9, 0) Hopper."""
+        return cls(
+            dtype=dtype,
+            dot=dtype if capability >= TENSOR_CORES_SINCE else torch.float32,
+            has_warpgroups=capability >= WARPGROUPS_SINCE,
+        )
+
+    @property
+    def has_tensor_cores(self) -> bool:
+        """Whether they multiply."""
+        return self.dot != torch.float32
+
+    @property
+    def tile_tokens(self) -> int:
+        """Neighbours that one program attends for."""
+        return 64 if self.has_tensor_cores else 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionTile:
+    """What one program multiplies at once.
+
+    Attributes:
+        heads: Query heads of one KV head.
+        rows: Queries: tokens times heads.
+        positions: Of the context.
+        step: Dimensions of queries and keys in one product.
+        warps: Of a program.
+        stages: Steps whose loads are under way at once.
+    """
+
+    heads: int
+    rows: int
+    positions: int
+    step: int
+    warps: int
+    stages: int
+
+
+def attention_tile(
+    compute: AttentionCompute, *, tokens: int, group: int, dims: tuple[int, int], pair: int
+) -> AttentionTile:
+    """The tile for so many tokens of a sequence; fixed by the model and the GPU alone.
+
+    Neighbours share the keys that they read, so one query head at a time is enough for them; a
+    token that is alone brings all query heads of a KV head, as far as registers go.
+
+    Args:
+        compute: How.
+        tokens: Tokens of a tile.
+        group: Query heads of a KV head.
+        dims: Of a key and of a value.
+        pair: Elements that lie together.
+    """
+    key_dim, value_dim = dims
+    is_wide = value_dim > 256
+    if compute.has_tensor_cores:
+        fewest_rows, most_rows = _FEWEST_ROWS, 32 if is_wide else 64
+    else:
+        fewest_rows = most_rows = _FEWEST_ROWS // 2 if is_wide else _FEWEST_ROWS
+    heads = 1 if tokens > 1 else min(power_of_two(group), most_rows)
+    rows = max(tokens * heads, fewest_rows)
+    if not compute.has_tensor_cores:
+        # A thread keeps all its operands of a product in registers: as few as may be.
+        return AttentionTile(
+            heads=heads,
+            rows=rows,
+            positions=16 * pair,
+            step=16 * pair,
+            warps=8 if is_wide or rows > _FEWEST_ROWS else 4,
+            stages=1,
+        )
+    # What fits registers, by the compiler: one warpgroup for bfloat16, whose pairs it takes apart.
+    takes_four = compute.has_warpgroups and compute.dot == torch.bfloat16
+    return AttentionTile(
+        heads=heads,
+        rows=rows,
+        positions=64 if value_dim <= 128 else 16 if is_wide else 32,
+        step=max(min(key_dim & -key_dim, 128), 16 * pair),
+        warps=8 if value_dim > 128 and rows > _FEWEST_ROWS and not takes_four else 4,
+        stages=2,
+    )
+
+
+def attention_compute(device: torch.device, dtype: torch.dtype) -> AttentionCompute | None:
+    """How our kernels attend on a device; None where torch's do.
+
+    They do on a GPU from Turing on, where Triton is installed.
+    """
+    if device.type != "cuda" or find_spec("triton") is None or dtype not in DTYPES:
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    return AttentionCompute.on(capability, dtype) if capability >= OLDEST_CAPABILITY else None
+
+
+def power_of_two(number: int) -> int:
+    """The smallest that is not below `number`."""
+    return 1 << (number - 1).bit_length()
+
+
+TILE_FIELDS = 4  # of a row of `Tiles.tiles_NF`
+
+Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+class Tiles(NamedTuple):
+    """Tiles of one size, those with the longest contexts first.
+
+    Attributes:
+        tiles_NF: int32 [N, 4] on the device: the sequence, the first token in the pass, how many
+            tokens there are, and the position of the first.
+        tokens: Most tokens of a tile.
+        num_positions: All tokens have smaller positions.
+    """
+
+    tiles_NF: Tensor
+    tokens: int
+    num_positions: int
+
+    def split(self, at_once: int) -> Iterator["Tiles"]:
+        """The same in groups of at most so many tiles."""
+        for tiles_nF in torch.split(self.tiles_NF, at_once):
+            yield self._replace(tiles_NF=tiles_nF)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaggedBatch:
+    """An `AttentionBatch` for our kernels.
+
+    Attributes:
+        compute: How they compute.
+        slots_T: int64, place of each token in the cache, counted in tokens.
+        table_SM: int32 block table; entries behind a context are not read.
+        alone: Tokens that are attended to one by one.
+        together: All others.
+    """
+
+    compute: AttentionCompute
+    slots_T: Tensor
+    table_SM: Tensor
+    alone: Tiles
+    together: Tiles
+
+    @classmethod
+    def of(cls, batch: AttentionBatch, compute: AttentionCompute, device: torch.device) -> Self:
+        """Work the lists out on the host and send them to `device`."""
+        work = _Work(batch)
+        is_alone_S = work.takes_S == 1
+        return cls(
+            compute=compute,
+            slots_T=_sent(work.slots_T, torch.int64, device),
+            table_SM=_sent(work.table_SM, torch.int32, device),
+            alone=work.tiles(is_alone_S, 1, device),
+            together=work.tiles(~is_alone_S, compute.tile_tokens, device),
+        )
+
+
+class Unfolded(NamedTuple):
+    """Sequences whose keys and values are unfolded together.
+
+    Attributes:
+        rows_C: int64, places of all their tokens in the cache.
+        starts_S1: int32 [S, 1], where each sequence begins among them.
+        tiles: Of their new tokens.
+    """
+
+    rows_C: Tensor
+    starts_S1: Tensor
+    tiles: Tiles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentRaggedBatch:
+    """An `AttentionBatch` for our kernels over a cache of latents.
+
+    Attributes:
+        compute: How they compute.
+        slots_T: int64, place of each token in the cache, counted in tokens.
+        table_SM: int32 block table; entries behind a context are not read.
+        tokens_A: int64, tokens that are attended to one by one, in absorbed form.
+        alone: Their tiles, in which they are counted as in `tokens_A`.
+        unfolded: All others, in plain form.
+    """
+
+    compute: AttentionCompute
+    slots_T: Tensor
+    table_SM: Tensor
+    tokens_A: Tensor
+    alone: Tiles
+    unfolded: tuple[Unfolded, ...]
+
+    @classmethod
+    def of(
+        cls,
+        batch: AttentionBatch,
+        layout: CacheLayout,
+        compute: AttentionCompute,
+        device: torch.device,
+        *,
+        fewest_plain_tokens: int,
+    ) -> Self:
+        """Work the lists out on the host and send them to `device`.
+
+        Args:
+            batch: On the host.
+            layout: Of the cache.
+            compute: How attention computes.
+            device: Where it runs.
+            fewest_plain_tokens: New tokens of a sequence from which on the plain form is used.
+        """
+        work = _Work(batch)
+        is_alone_S = work.takes_S < fewest_plain_tokens
+        tokens_A = np.flatnonzero(is_alone_S[work.sequence_T])
+        row_bytes = layout.block_bytes // BLOCK_TOKENS
+        return cls(
+            compute=compute,
+            slots_T=_sent(work.slots_T, torch.int64, device),
+            table_SM=_sent(work.table_SM, torch.int32, device),
+            tokens_A=_sent(tokens_A, torch.int64, device),
+            alone=work.tiles(is_alone_S, 1, device, is_packed=True),
+            unfolded=tuple(
+                work.unfolded(members, compute.tile_tokens, device)
+                for members in _groups(~is_alone_S, work.contexts_S, GATHERED_BYTES // row_bytes)
+            ),
+        )
+
+
+StagedBatch = PagedBatch | RaggedBatch | LatentRaggedBatch  # for torch's kernels, or for ours
+
+
+class _Work:
+    """The numbers of a batch, on the host."""
+
+    def __init__(self, batch: AttentionBatch) -> None:
+        self.starts_S = batch.query_start.numpy().astype(np.int64)
+        self.contexts_S = batch.context_tokens.numpy().astype(np.int64)
+        self.takes_S = np.diff(self.starts_S)
+        self.starts_S = self.starts_S[:-1]
+        self.sequence_T = np.repeat(np.arange(len(self.takes_S)), self.takes_S)
+        self._firsts_S = self.contexts_S - self.takes_S
+        self._table_SM = batch.block_table.numpy().astype(np.int64)
+        counts_S = -(-self.contexts_S // BLOCK_TOKENS)
+        columns_M = np.arange(self._table_SM.shape[1])
+        self.table_SM = np.where(columns_M < counts_S[:, None], self._table_SM, 0)
+        offsets_T = np.arange(len(self.sequence_T)) - self.starts_S[self.sequence_T]
+        self.slots_T = self._slots(self.sequence_T, self._firsts_S[self.sequence_T] + offsets_T)
+
+    def tiles(
+        self, chosen_S: Bools, tokens: int, device: torch.device, *, is_packed: bool = False
+    ) -> Tiles:
+        """The new tokens of some sequences, so many to a tile.
+
+        Args:
+            chosen_S: Which sequences.
+            tokens: Of a tile.
+            device: Where to.
+            is_packed: Whether tokens are counted among those of these sequences alone.
+        """
+        members = np.flatnonzero(chosen_S)
+        starts = self.starts_S[members]
+        if is_packed:
+            starts = np.cumsum(self.takes_S[members]) - self.takes_S[members]
+        return self._tiles(members, tokens, device, names=members, starts=starts)
+
+    def unfolded(self, members: Int64s, tokens: int, device: torch.device) -> Unfolded:
+        """Positions of some sequences one after the other, and tiles that count by these."""
+        contexts, names = self.contexts_S[members], np.arange(len(members))
+        starts = np.cumsum(contexts) - contexts
+        sequence_C = np.repeat(members, contexts)
+        position_C = np.arange(len(sequence_C)) - np.repeat(starts, contexts)
+        return Unfolded(
+            _sent(self._slots(sequence_C, position_C), torch.int64, device),
+            _sent(starts[:, None], torch.int32, device),
+            self._tiles(members, tokens, device, names=names, starts=self.starts_S[members]),
+        )
+
+    def _tiles(
+        self,
+        members: Int64s,
+        tokens: int,
+        device: torch.device,
+        *,
+        names: Int64s,
+        starts: Int64s,
+    ) -> Tiles:
+        """Tiles of some sequences, each called by its name and with its first token."""
+        takes = self.takes_S[members]
+        counts = -(-takes // tokens)
+        of_N = np.repeat(np.arange(len(members)), counts)
+        offset_N = (np.arange(len(of_N)) - (np.cumsum(counts) - counts)[of_N]) * tokens
+        position_N = self._firsts_S[members][of_N] + offset_N
+        fields = (
+            names[of_N],
+            starts[of_N] + offset_N,
+            np.minimum(takes[of_N] - offset_N, tokens),
+            position_N,
+        )
+        order_N = np.argsort(-position_N, kind="stable")
+        return Tiles(
+            _sent(np.stack(fields, axis=1)[order_N], torch.int32, device),
+            tokens,
+            int(self.contexts_S[members].max(initial=0)),
+        )
+
+    def _slots(self, sequence: Int64s, position: Int64s) -> Int64s:
+        blocks = self._table_SM[sequence, position // BLOCK_TOKENS]
+        slots: Int64s = blocks * BLOCK_TOKENS + position % BLOCK_TOKENS
+        return slots
+
+
+def _groups(chosen_S: Bools, contexts_S: Int64s, most_positions: int) -> Iterator[Int64s]:
+    """Sequences in groups of so many positions, each at least one sequence."""
+    group: list[int] = []
+    num_positions = 0
+    for sequence in np.flatnonzero(chosen_S).tolist():
+        context = int(contexts_S[sequence])
+        if group and num_positions + context > most_positions:
+            yield np.array(group)
+            group, num_positions = [], 0
+        group.append(sequence)
+        num_positions += context
+    if group:
+        yield np.array(group)
+
+
+def _sent(values: Int64s, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(dtype).to(device)

@@ -1,0 +1,334 @@
+"""What the GPU kernels share: launches as data, and stored codes decoded to numbers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+from raymoe.errors import CapacityError
+from raymoe.kernels.gpu_experts_layout import FIELDS, MatrixLayout
+
+EXACT = {"enable_fp_fusion": False}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """One launch of a kernel.
+
+    Attributes:
+        kernel: Of `device_experts_kernels`.
+        grid: Programs.
+        arguments: Tensors and numbers in their order.
+        constants: What it is compiled for.
+        options: Warps and stages.
+
+    Products and sums stay apart, whichever way a version of Triton has as its default: the bits of
+    a result do not depend on the version, and tiles may be measured with any.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: Mapping[str, Tensor | int]
+    constants: Mapping[str, object]
+    options: Mapping[str, int]
+
+    def run(self) -> None:
+        """Start it on the current stream.
+
+        Raises:
+            CapacityError: The tile is too large for the GPU.
+        """
+        try:
+            self.kernel[self.grid](
+                *self.arguments.values(), **self.constants, **self.options, **EXACT
+            )
+        except OutOfResources as error:
+            tile = {name: self.constants.get(name) for name in ("OUTPUTS", "ROWS")}
+            raise CapacityError(
+                f"{self.kernel.__name__} with {tile | dict(self.options)} does not fit on this "
+                f"GPU: {error}; measure its tiles anew, or remove the file they were read from"
+            ) from error
+
+
+TRITON_TYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.int32: tl.int32,
+    torch.uint8: tl.uint8,
+}
+
+CODES, SCALES, ZEROS, ORDER, BIAS = (tl.constexpr(i) for i in range(len(FIELDS)))
+MAGIC_BITS = tl.constexpr(0x4B000000)  # 2^23 as float32: its last bits are integers
+MAGIC = tl.constexpr(8388608.0)
+GPTQ_ONES = tl.constexpr(0x11111111)
+WORD_MASK = tl.constexpr(0xFFFFFFFF)
+SMALLEST_E8M0 = tl.constexpr(0x00400000)  # 2^-127
+_MISSING_POWERS = {"e4m3": 2.0**8, "e2m1": 2.0**14}
+
+
+@dataclass(frozen=True)
+class KernelMatrix:
+    """A `MatrixLayout` as kernels read it: compile-time constants.
+
+    Attributes:
+        field: Number of the first of its addresses in a row of the table.
+        dtype: Type that elements are rounded to.
+        dtype_bytes: Its size.
+        dot: Type that they are multiplied in; float32 for bfloat16 where there is no product of it.
+        step: Units that one step of a kernel reads.
+        num_steps: Steps along the inputs.
+        is_even: Whether steps end where the inputs do.
+        alignment: Bytes of which all addresses of codes are multiples.
+        groups: Whether one step lies in one group ("step"), the units of all planes in the same
+            ("unit"), or neither ("plane").
+        missing: Power of two that the bits of a code lack.
+    """
+
+    field: tl.constexpr
+    kind: tl.constexpr
+    outputs: tl.constexpr
+    inputs: tl.constexpr
+    dtype: tl.constexpr
+    dtype_bytes: tl.constexpr
+    dot: tl.constexpr
+    unit: tl.constexpr
+    unit_inputs: tl.constexpr
+    unit_outputs: tl.constexpr
+    output_stride: tl.constexpr
+    unit_stride: tl.constexpr
+    num_units: tl.constexpr
+    step: tl.constexpr
+    num_steps: tl.constexpr
+    is_even: tl.constexpr
+    alignment: tl.constexpr
+    scale: tl.constexpr
+    scale_bytes: tl.constexpr
+    scale_output_stride: tl.constexpr
+    scale_group_stride: tl.constexpr
+    group_size: tl.constexpr
+    num_groups: tl.constexpr
+    block_rows: tl.constexpr
+    groups: tl.constexpr
+    missing: tl.constexpr
+    zeros: tl.constexpr
+    zero_output_stride: tl.constexpr
+    zero_group_stride: tl.constexpr
+    has_order: tl.constexpr
+
+
+def kernel_matrix(
+    layout: MatrixLayout,
+    *,
+    matrix: int,
+    dtype: torch.dtype,
+    dot: torch.dtype,
+    step: int,
+    alignment: int,
+) -> KernelMatrix:
+    """The constants of a kernel that reads a matrix.
+
+    Args:
+        layout: Of the matrix.
+        matrix: Its number in the table of addresses.
+        dtype: Type that elements are rounded to.
+        dot: Type that they are multiplied in.
+        step: Units of one step.
+        alignment: Bytes of which all addresses of codes are multiples.
+    """
+    outputs, inputs = layout.shape
+    group_size = layout.group_size or inputs
+    scale = layout.scales or torch.float32
+    values = {
+        "field": matrix * len(FIELDS),
+        "kind": layout.kind,
+        "outputs": outputs,
+        "inputs": inputs,
+        "dtype": TRITON_TYPES[dtype],
+        "dtype_bytes": dtype.itemsize,
+        "dot": TRITON_TYPES[dot],
+        "unit": TRITON_TYPES[layout.unit],
+        "unit_inputs": layout.unit_inputs,
+        "unit_outputs": layout.unit_outputs,
+        "output_stride": layout.code_strides[0],
+        "unit_stride": layout.code_strides[1],
+        "num_units": layout.num_units,
+        "step": step,
+        "num_steps": -(-layout.num_units // step),
+        "is_even": layout.num_units % step == 0,
+        "alignment": alignment,
+        "scale": TRITON_TYPES[scale],
+        "scale_bytes": scale.itemsize,
+        "scale_output_stride": layout.scale_strides[0],
+        "scale_group_stride": layout.scale_strides[1],
+        "group_size": group_size,
+        "num_groups": -(-inputs // group_size),
+        "block_rows": layout.block_rows,
+        "groups": _groups(layout, group_size, step),
+        "missing": _MISSING_POWERS.get(layout.kind, 1.0),
+        "zeros": layout.zeros,
+        "zero_output_stride": layout.zero_strides[0],
+        "zero_group_stride": layout.zero_strides[1],
+        "has_order": layout.has_order,
+    }
+    return KernelMatrix(**{name: tl.constexpr(value) for name, value in values.items()})
+
+
+def _groups(layout: MatrixLayout, group_size: int, step: int) -> str:
+    """See `KernelMatrix.groups`."""
+    if layout.has_order:
+        return "plane"
+    if group_size % (step * layout.unit_inputs) == 0 or group_size >= layout.shape[1]:
+        return "step"
+    return "unit" if group_size % layout.unit_inputs == 0 else "plane"
+
+
+@triton.jit
+def pointer(
+    row_ptr: tl.tensor, FIELD: tl.constexpr, TYPE: tl.constexpr, ALIGNMENT: tl.constexpr
+) -> tl.tensor:
+    """Where a tensor of an expert lies; `row_ptr` is the expert's row of the table."""
+    address = tl.load(row_ptr + FIELD)
+    return tl.multiple_of(address.to(tl.pointer_type(TYPE)), ALIGNMENT)
+
+
+@triton.jit
+def rounded(value: tl.tensor, TYPE: tl.constexpr, DOT: tl.constexpr) -> tl.tensor:
+    """A float32 value rounded to `TYPE`, as type `DOT`."""
+    if TYPE == DOT:
+        result = value.to(DOT)
+    else:
+        # bfloat16 kept in float32: to nearest even by hand, because Triton's interpreter truncates.
+        bits = value.to(tl.uint32, bitcast=True)
+        up = (bits + (((bits >> 16) & 1) + 0x7FFF)) & 0xFFFF0000
+        result = tl.where(value == value, up.to(tl.float32, bitcast=True), value)
+    return result
+
+
+@triton.jit
+def load_units(
+    row_ptr: tl.tensor, outputs_O: tl.tensor, units_U: tl.tensor, M: tl.constexpr
+) -> tl.tensor:
+    """Units of codes [O, U] as they are stored; 0 outside of the matrix."""
+    codes_ptr = pointer(row_ptr, M.field + CODES, M.unit, M.alignment)
+    rows_O = outputs_O // M.unit_outputs * M.output_stride
+    places_OU = rows_O[:, None] + (units_U * M.unit_stride)[None, :]
+    inside_OU = (outputs_O < M.outputs)[:, None]
+    if not M.is_even:
+        inside_OU = inside_OU & (units_U < M.num_units)[None, :]
+    return tl.load(codes_ptr + places_OU, mask=inside_OU, other=0)
+
+
+@triton.jit
+def load_scaling(
+    row_ptr: tl.tensor,
+    outputs_O: tl.tensor,
+    units_U: tl.tensor,
+    step: tl.tensor,
+    PLANE: tl.constexpr,
+    M: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Factors and zero points of one plane, float32 that broadcast to [O, U]."""
+    if M.groups == "step":
+        groups_1U = tl.full([1, 1], step * (M.step * M.unit_inputs) // M.group_size, tl.int32)
+    elif M.has_order:
+        columns_U = units_U * M.unit_inputs + PLANE
+        order_ptr = pointer(row_ptr, M.field + ORDER, tl.int32, 4)
+        groups_1U = tl.load(order_ptr + columns_U, mask=columns_U < M.inputs, other=0)[None, :]
+    else:
+        groups_1U = ((units_U * M.unit_inputs + PLANE) // M.group_size)[None, :]
+    inside_OU = (outputs_O < M.outputs)[:, None] & (groups_1U < M.num_groups)
+    scales_ptr = pointer(row_ptr, M.field + SCALES, M.scale, M.scale_bytes)
+    blocks_O1 = (outputs_O // M.block_rows)[:, None]
+    places_OU = blocks_O1 * M.scale_output_stride + groups_1U * M.scale_group_stride
+    stored_OU = tl.load(scales_ptr + places_OU, mask=inside_OU, other=0)
+    if M.scale == tl.uint8:
+        bits_OU = stored_OU.to(tl.int32) << 23
+        bits_OU = tl.maximum(bits_OU, SMALLEST_E8M0)
+        factors_OU = bits_OU.to(tl.float32, bitcast=True) * M.missing
+    else:
+        factors_OU = stored_OU.to(tl.float32) * M.missing
+    if M.zeros == "none":
+        zeros_OU = tl.full([1, 1], 8.0, tl.float32)
+    else:
+        zeros_OU = _load_zeros(row_ptr, outputs_O, groups_1U, inside_OU, M)
+    return factors_OU, zeros_OU
+
+
+@triton.jit
+def _load_zeros(
+    row_ptr: tl.tensor,
+    outputs_O: tl.tensor,
+    groups_1U: tl.tensor,
+    inside_OU: tl.tensor,
+    M: tl.constexpr,
+) -> tl.tensor:
+    """Zero points; those of GPTQ are stored less one, carries between neighbours and all."""
+    zeros_ptr = pointer(row_ptr, M.field + ZEROS, tl.int32, 4)
+    words_O1 = (outputs_O // 8)[:, None] * M.zero_output_stride
+    words_OU = tl.load(
+        zeros_ptr + (words_O1 + groups_1U * M.zero_group_stride), mask=inside_OU, other=0
+    )
+    if M.zeros == "gptq":
+        words_OU = ((words_OU.to(tl.int64) & WORD_MASK) + GPTQ_ONES) & WORD_MASK
+    if M.zeros == "awq":  # noqa: SIM108 - Triton would compute both
+        shifts_O1 = awq_shifts(outputs_O)[:, None]
+    else:
+        shifts_O1 = (outputs_O % 8 * 4)[:, None]
+    return ((words_OU >> shifts_O1) & 0xF).to(tl.float32)
+
+
+@triton.jit
+def awq_shifts(outputs_O: tl.tensor) -> tl.tensor:
+    """Where in a word of AWQ the nibble of an output is: it holds outputs 0 2 4 6 1 3 5 7."""
+    return (outputs_O % 2 * 4 + outputs_O % 8 // 2) * 4
+
+
+@triton.jit
+def decoded(
+    units_OU: tl.tensor,
+    factors_OU: tl.tensor,
+    zeros_OU: tl.tensor,
+    outputs_O: tl.tensor,
+    PLANE: tl.constexpr,
+    M: tl.constexpr,
+) -> tl.tensor:
+    """Elements of one plane of units, rounded to the type to compute in."""
+    if M.kind == "plain":
+        elements_OU = units_OU.to(M.dot)
+    else:
+        if M.kind == "e4m3":
+            numbers_OU = _e4m3(units_OU.to(tl.int32))
+        else:
+            if M.unit_outputs == 1:
+                nibbles_OU = (units_OU.to(tl.int32) >> (4 * PLANE)) & 0xF
+            else:
+                nibbles_OU = (units_OU >> awq_shifts(outputs_O)[:, None]) & 0xF
+            if M.kind == "e2m1":
+                numbers_OU = _e2m1(nibbles_OU)
+            else:
+                # Faster than a conversion, and exact: 2^23 + code, less 2^23 + zero.
+                magic_OU = (nibbles_OU | MAGIC_BITS).to(tl.float32, bitcast=True)
+                numbers_OU = magic_OU - (zeros_OU + MAGIC)
+        elements_OU = rounded(numbers_OU * factors_OU, M.dtype, M.dot)
+    return elements_OU
+
+
+@triton.jit
+def _e4m3(codes: tl.tensor) -> tl.tensor:
+    """The numbers of codes, divided by 2^8."""
+    magnitudes = codes & 0x7F
+    bits = tl.where(magnitudes == 0x7F, 0x7E00, magnitudes << 7) | ((codes & 0x80) << 8)
+    return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _e2m1(codes: tl.tensor) -> tl.tensor:
+    """The numbers of codes, divided by 2^14."""
+    bits = ((codes & 8) << 12) | ((codes & 7) << 9)
+    return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)

@@ -1,0 +1,373 @@
+"""Experts of a layer on a GPU: which kernel runs them, and its launches."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from raymoe.kernels.cpu_experts import (
+    Biases,
+    Clamp,
+    gated_product,
+    one_by_one,
+)
+from raymoe.kernels.gpu_common import (
+    TRITON_TYPES,
+    KernelMatrix,
+    Launch,
+    decoded,
+    kernel_matrix,
+    load_scaling,
+    load_units,
+)
+from raymoe.kernels.gpu_experts_kernels import (
+    ExpertGroups,
+    combine_kernel,
+    down_kernel,
+    gate_up_kernel,
+    group_by_expert,
+    in_planes,
+    tile_table,
+)
+from raymoe.kernels.gpu_experts_layout import (
+    Compute,
+    ExpertMatrices,
+    MatrixLayout,
+    TileShape,
+    addresses_of,
+    alignment_of,
+    units_of_step,
+)
+
+_COMBINED_COLUMNS = 1024
+
+
+class GroupedExperts:
+    """All experts in one launch for gate and up, one for down, one for the sums.
+
+    Gate, up and down have float32 sums; the gated product is rounded to the type of the hidden
+    state. The products of a token are added in ascending order of expert, in float32, and rounded
+    once. Nothing is added atomically and no order depends on the batch: on one GPU, the bits of a
+    token do not depend on the tokens beside it.
+
+    The matrices may lie anywhere on the device: the kernels take the address of each tensor from a
+    table, which is made here. What lies there when they run is read.
+
+    `PlainExperts` on the same device is the reference.
+    """
+
+    def __init__(
+        self, matrices: ExpertMatrices, *, compute: Compute, clamp: Clamp | None = None
+    ) -> None:
+        """Make the table.
+
+        Args:
+            matrices: On one device; stored alike, as `device_experts_choice` checks.
+            compute: How.
+            clamp: Limits of the gated product; silu without them.
+        """
+        layouts = matrices.layouts()
+        assert layouts is not None, "the matrices of a layer's experts are stored alike"
+        self._gate_up, self._down = layouts
+        self._compute, self._matrices = compute, matrices
+        self._has_bias = matrices.biases is not None
+        self._gating = {"GAIN": 1.0, "LIMIT": None} if clamp is None else _gating(clamp)
+        self._table_EA = _table_of(matrices)
+        gate_up_alignment = min(alignment_of(matrices.gate_EFH), alignment_of(matrices.up_EFH))
+        self._gate, self._up = (
+            self._constants(self._gate_up, matrix, gate_up_alignment) for matrix in (0, 1)
+        )
+        self._down_constants = self._constants(self._down, 2, alignment_of(matrices.down_EHF))
+
+    def __call__(self, hidden_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
+        """See `Experts`."""
+        if not len(hidden_TH):
+            return torch.empty_like(hidden_TH)
+        groups = group_by_expert(topk_ids_TK, topk_weights_TK, len(self._table_EA))
+        gate_up, product_RX = self.gate_up(hidden_TH, groups)
+        gate_up.run()
+        down, rows_RH = self.down(product_RX, groups)
+        del product_RX
+        down.run()
+        combine, out_TH = self.combine(rows_RH, groups)
+        combine.run()
+        return out_TH
+
+    def gate_up(self, hidden_TH: Tensor, groups: ExpertGroups) -> tuple[Launch, Tensor]:
+        """The launch of gate and up, and where its result goes: [R, P * ...] as down reads it."""
+        num_rows, (outputs, _) = groups.places_TK.numel(), self._gate_up.shape
+        shape = self._shape(self._gate_up, num_rows)
+        planes = self._down.unit_inputs
+        size = (num_rows, planes * self._down.num_units)
+        # Places behind the last column are multiplied by codes that do not exist.
+        make = hidden_TH.new_zeros if outputs % planes else hidden_TH.new_empty
+        product_RX = make(size)
+        tiles = tile_table(groups.bounds_E1, num_rows, shape.rows)
+        launch = Launch(
+            kernel=gate_up_kernel,
+            grid=(len(tiles) * _blocks(outputs, shape),),
+            arguments={
+                "hidden_ptr": in_planes(hidden_TH, self._gate_up.unit_inputs),
+                "tokens_ptr": groups.tokens_R,
+                "tiles_ptr": tiles,
+                "table_ptr": self._table_EA,
+                "product_ptr": product_RX,
+            },
+            constants={
+                "GATE": self._gate,
+                "UP": self._up,
+                "PLANES_OUT": planes,
+                **self._gating,
+                **self._common(shape),
+            },
+            options=_options(shape),
+        )
+        return launch, product_RX
+
+    def down(self, product_RX: Tensor, groups: ExpertGroups) -> tuple[Launch, Tensor]:
+        """The launch of down, and where its result goes: float32 [R, H]."""
+        num_rows, (outputs, _) = len(product_RX), self._down.shape
+        shape = self._shape(self._down, num_rows)
+        rows_RH = product_RX.new_empty(num_rows, outputs, dtype=torch.float32)
+        tiles = tile_table(groups.bounds_E1, num_rows, shape.rows)
+        launch = Launch(
+            kernel=down_kernel,
+            grid=(len(tiles) * _blocks(outputs, shape),),
+            arguments={
+                "product_ptr": product_RX,
+                "tiles_ptr": tiles,
+                "table_ptr": self._table_EA,
+                "out_ptr": rows_RH,
+            },
+            constants={"DOWN": self._down_constants, **self._common(shape)},
+            options=_options(shape),
+        )
+        return launch, rows_RH
+
+    def combine(self, rows_RH: Tensor, groups: ExpertGroups) -> tuple[Launch, Tensor]:
+        """The launch of the sums, and where its result goes: [T, H]."""
+        num_tokens, top_k = groups.places_TK.shape
+        hidden_size = rows_RH.shape[1]
+        out_TH = rows_RH.new_empty(num_tokens, hidden_size, dtype=self._compute.dtype)
+        launch = Launch(
+            kernel=combine_kernel,
+            grid=(num_tokens, -(-hidden_size // _COMBINED_COLUMNS)),
+            arguments={
+                "rows_ptr": rows_RH,
+                "places_ptr": groups.places_TK,
+                "weights_ptr": groups.weights_TK,
+                "out_ptr": out_TH,
+            },
+            constants={
+                "HIDDEN": hidden_size,
+                "TOP_K": top_k,
+                "DTYPE": TRITON_TYPES[self._compute.dtype],
+                "DOT": TRITON_TYPES[self._compute.dot],
+                "COLUMNS": _COMBINED_COLUMNS,
+            },
+            options={"num_warps": 4},
+        )
+        return launch, out_TH
+
+    def _shape(self, layout: MatrixLayout, num_rows: int) -> TileShape:
+        return self._compute.tiles.shape(layout, num_rows / len(self._table_EA))
+
+    def _common(self, shape: TileShape) -> dict[str, object]:
+        return {
+            "TABLE_FIELDS": self._table_EA.shape[1],
+            "HAS_BIAS": self._has_bias,
+            "OUTPUTS": shape.outputs,
+            "ROWS": shape.rows,
+        }
+
+    def _constants(self, layout: MatrixLayout, matrix: int, alignment: int) -> object:
+        return kernel_matrix(
+            layout,
+            matrix=matrix,
+            dtype=self._compute.dtype,
+            dot=self._compute.dot,
+            step=units_of_step(layout, has_tensor_cores=self._compute.has_tensor_cores),
+            alignment=alignment,
+        )
+
+
+def _table_of(matrices: ExpertMatrices) -> Tensor:
+    """Addresses of all tensors, int64 [E, A], on the device of the matrices."""
+    addresses = [
+        [address for matrix in matrices.of_expert(expert) for address in addresses_of(*matrix)]
+        for expert in range(matrices.num_experts)
+    ]
+    return torch.tensor(addresses, dtype=torch.int64, device=matrices.device)
+
+
+def _gating(clamp: Clamp) -> dict[str, float | None]:
+    return {"GAIN": float(clamp.gain), "LIMIT": float(clamp.limit)}
+
+
+def _blocks(outputs: int, shape: TileShape) -> int:
+    return -(-outputs // shape.outputs)
+
+
+def _options(shape: TileShape) -> dict[str, int]:
+    return {"num_warps": shape.warps, "num_stages": shape.stages}
+
+
+DECODED_BYTES = 128 << 20  # of a block of outputs, at most: the planner counts with it
+_OUTPUTS, _STEP = 64, 16
+
+
+@triton.jit
+def decode_kernel(
+    row_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    M: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+) -> None:
+    """Elements of a block of outputs and one step of units, in planes.
+
+    Args:
+        row_ptr: int64, the addresses of the matrix.
+        out_ptr: [end - begin, P * U].
+        begin: Output of the first row.
+        end: Output behind the last.
+        M: `KernelMatrix`.
+        OUTPUTS: Of one program.
+    """
+    block, step = tl.program_id(0), tl.program_id(1)
+    outputs_O = begin + block * OUTPUTS + tl.arange(0, OUTPUTS)
+    units_U = step * M.step + tl.arange(0, M.step)
+    units_OU = load_units(row_ptr, outputs_O, units_U, M)
+    inside_OU = (outputs_O < end)[:, None] & (units_U < M.num_units)[None, :]
+    rows_O = (outputs_O - begin).to(tl.int64) * (M.unit_inputs * M.num_units)
+    for plane in tl.static_range(M.unit_inputs):
+        if plane == 0 or M.groups == "plane":
+            scaling = load_scaling(row_ptr, outputs_O, units_U, step, plane, M)
+        elements_OU = decoded(units_OU, scaling[0], scaling[1], outputs_O, plane, M)
+        # Behind the last input there are codes of nothing.
+        is_input_1U = (units_U * M.unit_inputs + plane < M.inputs)[None, :]
+        elements_OU = tl.where(is_input_1U, elements_OU, 0.0)
+        columns_1U = (units_U + plane * M.num_units)[None, :]
+        tl.store(out_ptr + (rows_O[:, None] + columns_1U), elements_OU, mask=inside_OU)
+
+
+class DecodedMatrix:
+    """A stored matrix [O, I] that is decoded for each product; torch multiplies."""
+
+    def __init__(
+        self, row_A: Tensor, matrix: KernelMatrix, layout: MatrixLayout, dtype: torch.dtype
+    ) -> None:
+        """Decode what lies at the addresses `row_A`."""
+        self._row_A, self._matrix, self._layout, self._dtype = row_A, matrix, layout, dtype
+
+    def decode(self, begin: int, end: int) -> Tensor:
+        """Outputs `begin` to `end` in planes, [end - begin, P * U], zero behind the last input.
+
+        An element is the exact product of number and scale in float32, rounded.
+        """
+        launch, out_OX = self.launch(begin, end)
+        launch.run()
+        return out_OX
+
+    def launch(self, begin: int, end: int) -> tuple[Launch, Tensor]:
+        """The launch of `decode`, and where its result goes."""
+        columns = self._layout.unit_inputs * self._layout.num_units
+        out_OX = torch.empty(end - begin, columns, dtype=self._dtype, device=self._row_A.device)
+        launch = Launch(
+            kernel=decode_kernel,
+            grid=(-(-(end - begin) // _OUTPUTS), -(-self._layout.num_units // _STEP)),
+            arguments={"row_ptr": self._row_A, "out_ptr": out_OX, "begin": begin, "end": end},
+            constants={"M": self._matrix, "OUTPUTS": _OUTPUTS},
+            options={"num_warps": 4},
+        )
+        return launch, out_OX
+
+    def multiply(self, input_TI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """Products with all outputs, [T, O], rounded to the type of the input."""
+        outputs, inputs = self._layout.shape
+        input_TX = in_planes(input_TI, self._layout.unit_inputs)
+        out_TO = input_TI.new_empty(len(input_TI), outputs)
+        rows = max(DECODED_BYTES // (inputs * self._dtype.itemsize) // _OUTPUTS, 1) * _OUTPUTS
+        for begin in range(0, outputs, rows):
+            end = min(begin + rows, outputs)
+            bias = None if bias_O is None else bias_O[begin:end]
+            out_TO[:, begin:end] = functional.linear(input_TX, self.decode(begin, end), bias)
+        return out_TO
+
+
+class DecodedFfn:
+    """The gated network of one expert; the attributes are its matrices."""
+
+    def __init__(
+        self,
+        matrices: Sequence[DecodedMatrix],
+        biases: Biases | None,
+        *,
+        activation: str,
+        clamp: Clamp | None,
+    ) -> None:
+        self.gate, self.up, self.down = matrices
+        self._biases = (None, None, None) if biases is None else biases
+        self._activation, self._clamp = activation, clamp
+
+    def __call__(self, hidden_TH: Tensor) -> Tensor:
+        """See `cpu_experts.GatedFfn`."""
+        gate_TF = self.gate.multiply(hidden_TH, self._biases[0])
+        up_TF = self.up.multiply(hidden_TH, self._biases[1])
+        product_TF = gated_product(gate_TF, up_TF, self._activation, self._clamp)
+        return self.down.multiply(product_TF, self._biases[2])
+
+
+class DecodedExperts:
+    """The loop of `PlainExperts`, which is the reference, with our decoding.
+
+    Attributes:
+        ffns: The networks.
+    """
+
+    def __init__(
+        self,
+        matrices: ExpertMatrices,
+        *,
+        compute: Compute,
+        activation: str,
+        clamp: Clamp | None = None,
+    ) -> None:
+        """Make the table of addresses; arguments as of `device_experts.GroupedExperts`."""
+        layouts = matrices.layouts()
+        assert layouts is not None, "the matrices of a layer's experts are stored alike"
+        gate_up, down = layouts
+        alignment = min(
+            alignment_of(each) for each in (matrices.gate_EFH, matrices.up_EFH, matrices.down_EHF)
+        )
+        wide, narrow = (
+            kernel_matrix(
+                layout,
+                matrix=0,
+                dtype=compute.dtype,
+                dot=compute.dot,
+                step=_STEP,
+                alignment=alignment,
+            )
+            for layout in (gate_up, down)
+        )
+        kinds = ((wide, gate_up), (wide, gate_up), (narrow, down))
+        self._matrices = matrices  # the addresses are valid for as long as they live
+        self.ffns = []
+        for expert in range(matrices.num_experts):
+            rows = [addresses_of(*matrix) for matrix in matrices.of_expert(expert)]
+            table_3A = torch.tensor(rows, dtype=torch.int64, device=matrices.device)
+            decoded_3 = [
+                DecodedMatrix(row_A, *kind, compute.dtype)
+                for row_A, kind in zip(table_3A, kinds, strict=True)
+            ]
+            biases = None if matrices.biases is None else matrices.biases[expert]
+            self.ffns.append(DecodedFfn(decoded_3, biases, activation=activation, clamp=clamp))
+
+    def __call__(self, hidden_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
+        """See `cpu_experts.Experts`."""
+        return one_by_one(self.ffns, hidden_TH, topk_ids_TK, topk_weights_TK)

@@ -1,0 +1,285 @@
+"""Paged attention by torch alone, for any device."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from raymoe.kernels.cpu_attention import AttentionBatch
+from raymoe.kernels.cpu_elementwise import Projected
+from raymoe.kernels.paged_kv import BLOCK_TOKENS, VALUE_COLUMNS, CacheLayout, KvLayout, LatentHeads
+
+# Gathered blocks of one call: room beside weights and caches is scarce.
+GATHERED_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Sequences with Q new tokens each: their rows in the pass, blocks and contexts."""
+
+    rows_SQ: Tensor
+    block_table_SM: Tensor
+    context_S: Tensor
+
+    def visible(self, num_positions: int, sliding_window: int | None = None) -> Tensor:
+        """Which of the first positions each new token sees, [S, Q, C]."""
+        num_new, device = self.rows_SQ.shape[1], self.context_S.device
+        first_S1 = self.context_S[:, None] - num_new
+        query_SQ1 = (first_S1 + torch.arange(num_new, device=device))[..., None]
+        key_C = torch.arange(num_positions, device=device)
+        visible_SQC = key_C <= query_SQ1
+        if sliding_window is not None:
+            visible_SQC &= key_C > query_SQ1 - sliding_window
+        return visible_SQC
+
+    def is_rest(self, num_positions: int) -> Tensor:
+        """Which positions lie behind the context of each sequence, [S, C]: NaN may be there."""
+        position_C = torch.arange(num_positions, device=self.context_S.device)
+        return position_C >= self.context_S[:, None]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedBatch:
+    """An `AttentionBatch` as indices on the device, made once for all layers of a pass."""
+
+    blocks_T: Tensor
+    offsets_T: Tensor
+    groups: tuple[Group, ...]
+
+    @classmethod
+    def of(cls, batch: AttentionBatch, layout: CacheLayout, device: torch.device) -> Self:
+        """Work the indices out on the host and send them to `device`.
+
+        Args:
+            batch: On the host.
+            layout: Of the cache; decides how many sequences go into one group.
+            device: Where attention will run.
+        """
+        starts, contexts = batch.query_start.long(), batch.context_tokens.long()
+        takes = starts.diff()
+        sequence_T = torch.repeat_interleave(takes)
+        positions_T = torch.arange(len(sequence_T)) + (contexts - starts[1:])[sequence_T]
+        blocks_T = batch.block_table.long()[sequence_T, positions_T // BLOCK_TOKENS]
+        groups = [
+            Group(
+                (starts[members, None] + torch.arange(take)).to(device),
+                _blocks(batch, contexts, members, num_blocks).to(device),
+                contexts[members].to(device),
+            )
+            for members, take, num_blocks in _group(takes, contexts, layout)
+        ]
+        offsets_T = positions_T % BLOCK_TOKENS
+        return cls(blocks_T.to(device), offsets_T.to(device), tuple(groups))
+
+
+def _group(
+    takes: Tensor, contexts: Tensor, layout: CacheLayout
+) -> Iterator[tuple[Tensor, int, int]]:
+    """Sequences of one group, their new tokens, and the blocks of the longest of them."""
+    num_blocks = -(-contexts // BLOCK_TOKENS)
+    for take in sorted(set(takes.tolist())):
+        members = (takes == take).nonzero().flatten()
+        members = members[num_blocks[members].argsort(stable=True)]
+        longest = int(num_blocks[members].max())
+        at_once = max(1, GATHERED_BYTES // (longest * layout.block_bytes))
+        for chunk in members.split(at_once):
+            yield chunk, take, int(num_blocks[chunk].max())
+
+
+def _blocks(batch: AttentionBatch, contexts: Tensor, members: Tensor, num_blocks: int) -> Tensor:
+    """Block tables of some sequences; block 0 stands where a sequence has no block."""
+    is_used = torch.arange(num_blocks) * BLOCK_TOKENS < contexts[members, None]
+    return batch.block_table[members, :num_blocks].long().where(is_used, 0)
+
+
+_GROWTH = 8
+
+
+def append_and_attend_paged(
+    projected: Projected,
+    cache: Tensor,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """As `cpu_attention.append_and_attend`, on the device of its arguments; [T, H * D]."""
+    query_THD = projected.query_THD
+    _, num_kv_heads, head_dim = projected.key_TGD.shape
+    layout = KvLayout(num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=cache.dtype)
+    _append(projected, cache, batch, layout)
+    out_THD = torch.empty_like(query_THD)
+    for group in batch.groups:
+        query_SHQD = query_THD[group.rows_SQ].transpose(1, 2)
+        keys_SGCD, values_SGCD = (
+            gathered.masked_fill(group.is_rest(gathered.shape[2])[:, None, :, None], 0)
+            for gathered in _gather(cache, group.block_table_SM, layout)
+        )
+        operands = _Operands(
+            query_SHQD,
+            keys_SGCD.to(query_SHQD.dtype),
+            values_SGCD.to(query_SHQD.dtype),
+            group.visible(keys_SGCD.shape[2], sliding_window)[:, None],
+        )
+        if sinks_H is not None:
+            operands = _with_sinks(operands, sinks_H / scale)
+        attended_SHQD = scaled_dot_product_attention(*operands, scale=scale, enable_gqa=True)
+        out_THD[group.rows_SQ] = attended_SHQD[..., :head_dim].transpose(1, 2)
+    return out_THD.flatten(1)
+
+
+class _Operands(NamedTuple):
+    """Of one call of torch's attention; the last says which positions each new token sees."""
+
+    query_SHQD: Tensor
+    keys_SGCD: Tensor
+    values_SGCD: Tensor
+    visible_S1QC: Tensor
+
+
+def _with_sinks(operands: _Operands, sinks_H: Tensor) -> _Operands:
+    """One more position, whose score is the sink of each head and whose value is zero.
+
+    It needs a dimension of its own: there the key of that position is 1, and that of a query the
+    sink, divided by the scale. Both grow by 8 rather than 1: kernels want aligned sizes.
+    """
+    query_SHQD, keys_SGCD, values_SGCD, visible_S1QC = operands
+    head_dim, num_positions = query_SHQD.shape[-1], keys_SGCD.shape[2]
+    query_SHQD = pad(query_SHQD, (0, _GROWTH))
+    query_SHQD[..., head_dim] = sinks_H[:, None]
+    keys_SGCD = pad(keys_SGCD, (0, _GROWTH, 0, _GROWTH))
+    keys_SGCD[:, :, num_positions, head_dim] = 1
+    values_SGCD = pad(values_SGCD, (0, _GROWTH, 0, _GROWTH))
+    visible_S1QC = pad(visible_S1QC, (0, _GROWTH))
+    visible_S1QC[..., num_positions] = True
+    return _Operands(query_SHQD, keys_SGCD, values_SGCD, visible_S1QC)
+
+
+def _append(projected: Projected, cache: Tensor, batch: PagedBatch, layout: KvLayout) -> None:
+    num_tokens, num_kv_heads, head_dim = projected.key_TGD.shape
+    pair, blocks_T, offsets_T = layout.pair, batch.blocks_T, batch.offsets_T
+    keys, tiles = _views(cache, layout)
+    paired = projected.key_TGD.view(num_tokens, num_kv_heads, head_dim // pair, pair)
+    keys[blocks_T, :, :, offsets_T] = paired.to(cache.dtype)
+    columns = torch.split(projected.value_TGD, VALUE_COLUMNS, dim=2)
+    for tile, value_TGC in zip(tiles, columns, strict=True):
+        tile[blocks_T, :, offsets_T // pair, :, offsets_T % pair] = value_TGC.to(cache.dtype)
+
+
+def _gather(cache: Tensor, table_SM: Tensor, layout: KvLayout) -> tuple[Tensor, Tensor]:
+    """Keys and values of whole blocks, [S, G, C, D] each."""
+    keys, tiles = _views(cache, layout)
+    # [S, M, G, D / P, B, P] and, of each tile, [S, M, G, B / P, columns, P]
+    keys_SGCD = keys[table_SM].permute(0, 2, 1, 4, 3, 5).flatten(4, 5).flatten(2, 3)
+    values = [tile[table_SM].permute(0, 2, 1, 3, 5, 4).flatten(2, 4) for tile in tiles]
+    return keys_SGCD, torch.cat(values, dim=3)
+
+
+def _views(cache: Tensor, layout: KvLayout) -> tuple[Tensor, list[Tensor]]:
+    """Keys [N, G, D / P, B, P] and the tiles of the values, [N, G, B / P, columns, P] each."""
+    num_blocks, num_kv_heads, pair = len(cache), layout.num_kv_heads, layout.pair
+    shape = (num_blocks, num_kv_heads, layout.head_dim // pair, BLOCK_TOKENS, pair)
+    tiles = [
+        tile.view(num_blocks, num_kv_heads, BLOCK_TOKENS // pair, -1, pair)
+        for tile in torch.split(cache[:, :, 1], BLOCK_TOKENS * VALUE_COLUMNS, dim=2)
+    ]
+    return cache[:, :, 0].view(shape), tiles
+
+
+def append_and_attend_latent_paged(
+    query_THD: Tensor,
+    latent_TW: Tensor,
+    cache: Tensor,
+    batch: PagedBatch,
+    *,
+    heads: LatentHeads,
+    scale: float,
+) -> Tensor:
+    """Append the rows of the pass to the cache and attend; [T, H, V].
+
+    The new tokens of a sequence take the form that is the cheaper one for so many of them.
+
+    Args:
+        query_THD: Plain, rotated already.
+        latent_TW: The rows of the new tokens.
+        cache: Blocks of one layer on the device of all arguments; changed in place.
+        batch: The sequences.
+        heads: Unfolds rows; of the type of the queries.
+        scale: Factor of the scores.
+    """
+    cache[batch.blocks_T, batch.offsets_T] = latent_TW.to(cache.dtype)
+    out_THV = query_THD.new_empty(*query_THD.shape[:2], heads.value_dim)
+    for group in batch.groups:
+        rows_SCW = cache[group.block_table_SM].flatten(1, 2)
+        num_positions, num_new = rows_SCW.shape[1], group.rows_SQ.shape[1]
+        rows_SCW = rows_SCW.masked_fill(group.is_rest(num_positions)[..., None], 0)
+        attend = attend_plain if num_new >= heads.fewest_plain_tokens else attend_absorbed
+        out_THV[group.rows_SQ] = attend(
+            query_THD[group.rows_SQ],
+            rows_SCW.to(query_THD.dtype),
+            group.visible(num_positions),
+            heads,
+            scale=scale,
+        )
+    return out_THV
+
+
+def attend_plain(
+    query_SQHD: Tensor,
+    rows_SCW: Tensor,
+    visible_SQC: Tensor,
+    heads: LatentHeads,
+    *,
+    scale: float,
+) -> Tensor:
+    """Attention over keys and values that are unfolded some heads at a time; [S, Q, H, V]."""
+    num_heads = query_SQHD.shape[2]
+    unfolded_dim = heads.query_dim + heads.nope_dim + 2 * heads.value_dim
+    row_bytes = unfolded_dim * query_SQHD.dtype.itemsize
+    at_once = max(1, GATHERED_BYTES // (rows_SCW[..., 0].numel() * row_bytes))
+    attended = []
+    for first in range(0, num_heads, at_once):
+        some = slice(first, min(first + at_once, num_heads))
+        keys_SChD, values_SChV = heads.keys_and_values(rows_SCW, some)
+        attended.append(
+            scaled_dot_product_attention(
+                query_SQHD[:, :, some].transpose(1, 2),
+                keys_SChD.transpose(1, 2),
+                values_SChV.transpose(1, 2),
+                attn_mask=visible_SQC[:, None],
+                scale=scale,
+            )
+        )
+    return torch.cat(attended, dim=1).transpose(1, 2)
+
+
+def attend_absorbed(
+    query_SQHD: Tensor,
+    rows_SCW: Tensor,
+    visible_SQC: Tensor,
+    heads: LatentHeads,
+    *,
+    scale: float,
+) -> Tensor:
+    """Attention over the rows as they are, some new tokens at a time; [S, Q, H, V]."""
+    (num_sequences, num_positions, _), num_heads = rows_SCW.shape, query_SQHD.shape[2]
+    score_bytes = num_sequences * num_heads * num_positions * torch.float32.itemsize
+    at_once = max(1, GATHERED_BYTES // score_bytes)
+    attended = []
+    for query_SqHD, visible_SqC in zip(
+        torch.split(query_SQHD, at_once, 1), torch.split(visible_SQC, at_once, 1), strict=True
+    ):
+        tokens = query_SqHD.shape[:2]
+        absorbed_SqHW = heads.absorb(query_SqHD.flatten(0, 1)).view(*tokens, num_heads, -1)
+        scores_SqHC = torch.einsum("sqhw,scw->sqhc", absorbed_SqHW, rows_SCW).float() * scale
+        hidden_SqHC = ~visible_SqC[:, :, None]
+        weights_SqHC = scores_SqHC.masked_fill(hidden_SqHC, -torch.inf).softmax(-1)
+        latent_SCR = rows_SCW[..., : heads.rank]
+        result_SqHR = torch.einsum("sqhc,scr->sqhr", weights_SqHC.to(latent_SCR.dtype), latent_SCR)
+        attended_THV = heads.unfold(result_SqHR.flatten(0, 1))
+        attended.append(attended_THV.reshape(*tokens, num_heads, -1))
+    return torch.cat(attended, dim=1)

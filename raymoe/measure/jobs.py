@@ -1,0 +1,277 @@
+"""Jobs of CPU kernels to be measured: attention, latent attention, experts, projections."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from raymoe.kernels.cpu_attention import AttentionBatch, append_and_attend
+from raymoe.kernels.cpu_experts import Experts, make_experts
+from raymoe.kernels.cpu_latent_attention import append_and_attend_latent
+from raymoe.kernels.cpu_linear import Linear, make_linear
+from raymoe.kernels.paged_kv import BLOCK_TOKENS, CacheLayout, KvLayout, LatentLayout
+from raymoe.measure.timing import KernelJob
+from raymoe.memory.arena import HostArena
+from raymoe.units import ceil_div
+
+MIN_CACHE_BYTES = 512 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """Heads of one layer."""
+
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one token in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.num_heads}/{self.num_kv_heads} heads x {self.head_dim}"
+
+
+def decode_job(
+    shape: AttentionShape, batch: int, context: int, layers: Sequence[Tensor] | None = None
+) -> KernelJob:
+    """One new token for each of `batch` sequences of `context` tokens.
+
+    Args:
+        shape: Heads.
+        batch: Sequences.
+        context: Tokens of each, the new one included.
+        layers: Of `make_layers` for at least as many tokens; made for this job by default.
+    """
+    return KernelJob(
+        kernel="decode attention",
+        case=f"{shape}, {batch} x {context}",
+        calls=_calls(shape, batch, 1, context, layers),
+        bytes_per_call=batch * context * shape.kv_bytes_per_token,
+        flop_per_call=4 * batch * context * shape.num_heads * shape.head_dim,
+    )
+
+
+def prefill_job(
+    shape: AttentionShape, batch: int, prompt_tokens: int, layers: Sequence[Tensor] | None = None
+) -> KernelJob:
+    """Causal attention of `batch` whole prompts; work above the diagonal is not counted.
+
+    Arguments as in `decode_job`.
+    """
+    pairs = batch * prompt_tokens * (prompt_tokens + 1) / 2
+    return KernelJob(
+        kernel="prefill attention",
+        case=f"{shape}, {batch} x {prompt_tokens}",
+        calls=_calls(shape, batch, prompt_tokens, prompt_tokens, layers),
+        bytes_per_call=batch * prompt_tokens * shape.kv_bytes_per_token,
+        flop_per_call=4 * pairs * shape.num_heads * shape.head_dim,
+    )
+
+
+def make_layers(shape: AttentionShape, batch: int, context: int) -> list[Tensor]:
+    """KV cache of sequences, so many layers that no cache holds one when its turn comes again."""
+    return cache_layers(_layout(shape), batch * ceil_div(context, BLOCK_TOKENS))
+
+
+def cache_layers(layout: CacheLayout, num_blocks: int) -> list[Tensor]:
+    """So many layers of `num_blocks` blocks that no cache holds one when its turn comes again."""
+    layer_bytes = num_blocks * layout.block_bytes
+    num_layers = ceil_div(MIN_CACHE_BYTES, layer_bytes)
+    layers = HostArena(num_layers * layer_bytes).allocate(num_layers * layer_bytes)
+    shaped = layers.view(layout.dtype).view(num_layers, num_blocks, *layout.block_shape)
+    return list(shaped.fill_(0.5))
+
+
+def _calls(  # noqa: PLR0917 - of two public functions above
+    shape: AttentionShape,
+    batch: int,
+    new_tokens: int,
+    context: int,
+    layers: Sequence[Tensor] | None,
+) -> list[partial[Tensor]]:
+    """One call for each layer."""
+    tokens = batch * new_tokens
+    query_THD = torch.randn(tokens, shape.num_heads, shape.head_dim).to(shape.dtype)
+    key_TGD = torch.randn(tokens, shape.num_kv_heads, shape.head_dim).to(shape.dtype)
+    pass_batch = AttentionBatch(
+        query_start=torch.arange(0, tokens + 1, new_tokens, dtype=torch.int32),
+        context_tokens=torch.full((batch,), context, dtype=torch.int32),
+        block_table=shuffled_table(batch, ceil_div(context, BLOCK_TOKENS)),
+    )
+    return [
+        partial(
+            append_and_attend,
+            query_THD, key_TGD, key_TGD, layer, pass_batch, scale=shape.head_dim**-0.5,
+        )
+        for layer in layers or make_layers(shape, batch, context)
+    ]  # fmt: skip
+
+
+def _layout(shape: AttentionShape) -> KvLayout:
+    return KvLayout(num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, dtype=shape.dtype)
+
+
+def shuffled_table(batch: int, blocks_each: int) -> Tensor:
+    """Block table of sequences whose blocks lie anywhere, [batch, blocks_each] int32."""
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(batch * blocks_each, generator=generator)
+    return order.to(torch.int32).reshape(batch, blocks_each)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentShape:
+    """Heads of one layer and the row that they share."""
+
+    num_heads: int = 128
+    rank: int = 512
+    rope_dim: int = 64
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def width(self) -> int:
+        """Elements of a row."""
+        return self.rank + self.rope_dim
+
+    def __str__(self) -> str:
+        return f"{self.num_heads} heads, latent {self.rank} + {self.rope_dim}"
+
+
+def latent_decode_job(shape: LatentShape, batch: int, context: int) -> KernelJob:
+    """One new token for each of `batch` sequences of `context` tokens, the new one included."""
+    layout = LatentLayout(rank=shape.rank, rope_dim=shape.rope_dim, dtype=shape.dtype)
+    blocks_each = ceil_div(context, BLOCK_TOKENS)
+    query_THW = torch.randn(batch, shape.num_heads, shape.width).to(shape.dtype)
+    latent_TW = torch.randn(batch, shape.width).to(shape.dtype)
+    tokens = AttentionBatch(
+        query_start=torch.arange(batch + 1, dtype=torch.int32),
+        context_tokens=torch.full((batch,), context, dtype=torch.int32),
+        block_table=shuffled_table(batch, blocks_each),
+    )
+    scale = shape.width**-0.5
+    return KernelJob(
+        kernel="decode attention",
+        case=f"{shape}, {batch} x {context}",
+        calls=[
+            partial(
+                append_and_attend_latent,
+                query_THW, latent_TW, layer, tokens, rank=shape.rank, scale=scale,
+            )
+            for layer in cache_layers(layout, batch * blocks_each)
+        ],
+        bytes_per_call=batch * context * shape.width * shape.dtype.itemsize,
+        flop_per_call=2 * batch * context * shape.num_heads * (shape.width + shape.rank),
+    )  # fmt: skip
+
+
+MIN_WEIGHT_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsShape:
+    """Sizes of the experts of one layer."""
+
+    hidden_size: int
+    expert_size: int
+    num_experts: int
+    top_k: int
+
+    @property
+    def parameters(self) -> int:
+        """Of one expert."""
+        return 3 * self.hidden_size * self.expert_size
+
+    def __str__(self) -> str:
+        return f"{self.num_experts} x ({self.hidden_size} x {self.expert_size}) top-{self.top_k}"
+
+
+def experts_job(
+    shape: ExpertsShape,
+    num_tokens: int,
+    layers: Sequence[Experts] | None = None,
+    *,
+    kernel: str = "experts",
+    expert_bytes: int | None = None,
+) -> KernelJob:
+    """The experts of one layer, tokens routed at random, the same for all layers.
+
+    Args:
+        shape: Sizes.
+        num_tokens: Tokens of a call.
+        layers: Of `make_expert_layers`; made for this job by default.
+        kernel: What they are called.
+        expert_bytes: Of the weights of one expert; of bfloat16 by default.
+    """
+    generator = torch.Generator().manual_seed(num_tokens)
+    hidden_TH = torch.randn(num_tokens, shape.hidden_size, generator=generator).bfloat16()
+    logits_TE = torch.randn(num_tokens, shape.num_experts, generator=generator)
+    topk_weights_TK, topk_ids_TK = logits_TE.softmax(-1).topk(shape.top_k)
+    num_hit = int((torch.bincount(topk_ids_TK.reshape(-1)) > 0).sum())
+    return KernelJob(
+        kernel=kernel,
+        case=f"{shape}, {num_tokens} tokens",
+        calls=[
+            partial(layer, hidden_TH, topk_ids_TK.int(), topk_weights_TK)
+            for layer in layers or make_expert_layers(shape)
+        ],
+        bytes_per_call=(expert_bytes or 2 * shape.parameters) * num_hit,
+        flop_per_call=2 * num_tokens * shape.top_k * shape.parameters,
+    )
+
+
+def linear_job(
+    in_features: int, out_features: int, num_tokens: int, layers: Sequence[Linear] | None = None
+) -> KernelJob:
+    """One projection; `layers` of `make_linear_layers`, made for this job by default."""
+    parameters = in_features * out_features
+    hidden_TI = torch.randn(num_tokens, in_features).bfloat16()
+    return KernelJob(
+        kernel="projection",
+        case=f"{in_features} x {out_features}, {num_tokens} tokens",
+        calls=[
+            partial(layer, hidden_TI)
+            for layer in layers or make_linear_layers(in_features, out_features)
+        ],
+        bytes_per_call=2 * parameters,
+        flop_per_call=2 * num_tokens * parameters,
+    )
+
+
+def make_expert_layers(shape: ExpertsShape) -> list[Experts]:
+    """Layers of the same random experts, each in memory of its own."""
+    size = (shape.num_experts, shape.expert_size, shape.hidden_size)
+    gate_EFH, up_EFH = _random_weights(size), _random_weights(size)
+    down_EHF = _random_weights((size[0], size[2], size[1]))
+    return [
+        make_experts(
+            gate_EFH.clone(),
+            up_EFH.clone(),
+            down_EHF.clone(),
+            activation="silu",
+            allocate=allocate_huge_pages,
+        )
+        for _ in range(ceil_div(MIN_WEIGHT_BYTES, 2 * shape.num_experts * shape.parameters))
+    ]
+
+
+def make_linear_layers(in_features: int, out_features: int) -> list[Linear]:
+    """Layers of the same random projection, each in memory of its own."""
+    weight_OI = _random_weights((out_features, in_features))
+    return [
+        make_linear(weight_OI.clone(), None, allocate_huge_pages)
+        for _ in range(ceil_div(MIN_WEIGHT_BYTES, weight_OI.nbytes))
+    ]
+
+
+def allocate_huge_pages(num_bytes: int) -> Tensor:
+    """Anonymous memory on huge pages; lives as long as the tensor."""
+    return HostArena(num_bytes).allocate(num_bytes)
+
+
+def _random_weights(size: tuple[int, ...]) -> Tensor:
+    return torch.empty(size, dtype=torch.bfloat16).normal_(0.0, 0.03)

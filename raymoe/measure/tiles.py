@@ -1,0 +1,313 @@
+"""Which tiles the kernels for experts are fastest with on a GPU: measured, kept, read again."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from raymoe.codecs import StoredMatrix, Weight
+from raymoe.device.cuda_api import CudaApi, EventT, StreamT
+from raymoe.errors import CapacityError, ConfigError
+from raymoe.kernels.cpu_experts import Experts
+from raymoe.kernels.gpu_experts_choice import (
+    FEW_TOKENS,
+    OLDEST_CAPABILITY,
+    grouped_experts_are_used,
+    make_device_experts,
+)
+from raymoe.kernels.gpu_experts_layout import (
+    BUCKETS,
+    TENSOR_CORES_SINCE,
+    ExpertMatrices,
+    TileKey,
+    TileShape,
+    TileTable,
+    candidate_shapes,
+    key_of,
+)
+from raymoe.measure.gpu import StreamRun, seconds_on_stream
+from raymoe.measure.profile import keep, kept_name
+from raymoe.memory.weights import DummyWeights
+from raymoe.model.loading import PagedLoader, clamp_of
+from raymoe.specs.layer_weights import layer_prefix
+from raymoe.specs.model import ModelSpec, MoeSpec
+from raymoe.units import ceil_div
+
+# Part of the name of a file: raise it when the kernels change so that old choices mislead.
+FORMAT = 1
+
+MakeExperts = Callable[[TileTable], Experts]
+TimeCall = Callable[[Callable[[], Tensor]], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """What the choice of tiles depends on."""
+
+    name: str
+    capability: tuple[int, int]
+
+    @classmethod
+    def current(cls, index: int = 0) -> "Gpu":
+        """The CUDA device `index`."""
+        return cls(
+            name=torch.cuda.get_device_name(index),
+            capability=torch.cuda.get_device_capability(index),
+        )
+
+    @property
+    def file_name(self) -> str:
+        """Of the kept choices."""
+        return kept_name(f"tiles {self.name}", repr((FORMAT, self.name, self.capability)))
+
+
+def load_tiles(directory: Path, gpu: Gpu) -> TileTable:
+    """What `store_tiles` kept for this GPU; the usual tiles where it kept nothing.
+
+    Raises:
+        ConfigError: The file is damaged; names it.
+    """
+    path = directory / gpu.file_name
+    if not path.exists():
+        return TileTable(capability=gpu.capability)
+    try:
+        return TileTable.from_json(gpu.capability, json.loads(path.read_text()))
+    except (ValueError, ConfigError) as error:
+        raise ConfigError(f"{path}: {error}; remove it") from error
+
+
+def store_tiles(directory: Path, gpu: Gpu, tiles: TileTable) -> Path:
+    """Keep the choices for this GPU, in place of what was kept; returns the file.
+
+    Raises:
+        OSError: The directory cannot be written.
+    """
+    path = directory / gpu.file_name
+    keep(path, lambda written: written.write_text(json.dumps(tiles.to_json(), indent=1) + "\n"))
+    return path
+
+
+def measure_tiles(
+    tiles: TileTable,
+    matrices: ExpertMatrices,
+    *,
+    hidden: Callable[[int], Tensor],
+    top_k: int,
+    make: MakeExperts,
+    time_call: TimeCall,
+    buckets: Iterable[int] = BUCKETS,
+) -> TileTable:
+    """Measure all candidates for the formats of these matrices.
+
+    Args:
+        tiles: What is known already; other formats stay.
+        matrices: Of a layer, on the device.
+        hidden: Number of tokens -> hidden states.
+        top_k: Experts of a token.
+        make: Experts of these matrices that use given tiles.
+        time_call: Seconds of a call.
+        buckets: Tokens per expert.
+    """
+    layouts = matrices.layouts()
+    assert layouts is not None, "the matrices of a layer's experts are stored alike"
+    chosen = dict(tiles.chosen)
+    for bucket in buckets:
+        hidden_TH = hidden(ceil_div(bucket * matrices.num_experts, top_k))
+        routing = balanced_routing(len(hidden_TH), matrices.num_experts, top_k, hidden_TH.device)
+        keys = {key_of(layout, bucket) for layout in layouts}
+        seconds: dict[TileShape, float] = {}
+        for shape in candidate_shapes(bucket, tiles.capability):
+            experts = make(_with(tiles, dict.fromkeys(keys, shape)))
+            try:
+                seconds[shape] = time_call(partial(experts, hidden_TH, *routing))
+            except CapacityError:
+                continue  # too large a tile for this GPU
+        if seconds:
+            chosen |= dict.fromkeys(keys, min(seconds, key=seconds.__getitem__))
+    return replace(tiles, chosen=MappingProxyType(chosen))
+
+
+def _with(tiles: TileTable, shapes: Mapping[TileKey, TileShape]) -> TileTable:
+    return replace(tiles, chosen=MappingProxyType({**tiles.chosen, **shapes}))
+
+
+def balanced_routing(
+    num_tokens: int, num_experts: int, top_k: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Experts in turn, with equal weights: ids int32 and weights float32, [T, K]."""
+    rows_R = torch.arange(num_tokens * top_k, dtype=torch.int32, device=device)
+    ids_TK = (rows_R % num_experts).view(num_tokens, top_k)
+    return ids_TK, torch.full(ids_TK.shape, 1 / top_k, device=device)
+
+
+SECONDS = 0.05  # of each tile
+WEIGHT_SHARE = 0.5  # of the free memory of the device; the rest is for rows and their products
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketTiles:
+    """What was chosen for one number of tokens.
+
+    Attributes:
+        tokens_per_expert: At least.
+        shape: The fastest tile.
+        usual_s: Seconds of a layer with the usual tile.
+        best_s: With the fastest.
+        tiles: All choices so far.
+    """
+
+    tokens_per_expert: int
+    shape: TileShape
+    usual_s: float
+    best_s: float
+    tiles: TileTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertLayer:
+    """The experts of a layer on the device, as many as fit.
+
+    Attributes:
+        moe: Numbers of the layer, with as many experts as there are matrices.
+        hidden_size: Of the model.
+        dtype: Type to compute in.
+        matrices: Random, stored as the model's are.
+    """
+
+    moe: MoeSpec
+    hidden_size: int
+    dtype: torch.dtype
+    matrices: ExpertMatrices
+
+    @classmethod
+    def of(
+        cls, spec: ModelSpec, dtype: torch.dtype, device: torch.device, most_bytes: float
+    ) -> "ExpertLayer":
+        """The first layer that has experts; fewer of them where all take more than `most_bytes`.
+
+        Raises:
+            ConfigError: The model has no experts, or not as many fit as one token takes.
+        """
+        i, moe = _first_experts(spec)
+        weights = DummyWeights(spec, dtype)
+        prefix = f"{layer_prefix(i)}mlp.experts."
+        names = [f"{prefix}0.{part}_proj.weight" for part in ("gate", "up", "down")]
+        fitting = int(most_bytes // sum(_num_bytes(weights(name)) for name in names))
+        if fitting < moe.top_k:
+            raise ConfigError(
+                f"{fitting} experts of {spec.name} fit the device, a token takes {moe.top_k}"
+            )
+        moe = replace(moe, num_experts=min(moe.num_experts, fitting))
+        view = cache(lambda name: _on(weights(name), device))
+        loader = PagedLoader(view, weights, dtype, device)
+        matrices = loader.expert_matrices(prefix, moe)
+        return cls(moe=moe, hidden_size=spec.hidden_size, dtype=dtype, matrices=matrices)
+
+    def check_kernels(self) -> None:
+        """Refuse a layer that the kernels do not compute.
+
+        Raises:
+            ConfigError: Its activation or how it is stored is none of theirs, or the GPU is old.
+        """
+        moe = self.moe
+        if not grouped_experts_are_used(self.matrices, moe.activation, self.dtype, clamp_of(moe)):
+            raise ConfigError(
+                "the kernels with tiles do not compute these experts: they need Triton, a GPU of "
+                f"capability {'.'.join(map(str, OLDEST_CAPABILITY))} or newer, silu or the clamped "
+                f"product (here {moe.activation}), and all experts of a layer stored alike"
+            )
+
+    def buckets(self, capability: tuple[int, int]) -> tuple[int, ...]:
+        """Tokens per expert for which the kernels are used on a GPU (see `FewOrMany`)."""
+        is_turing = capability < TENSOR_CORES_SINCE and self.dtype == torch.float16
+        return tuple(bucket for bucket in BUCKETS if bucket <= FEW_TOKENS or not is_turing)
+
+
+def measure_layer(
+    layer: ExpertLayer, tiles: TileTable, time_call: TimeCall, *, is_again: bool = False
+) -> Iterator[BucketTiles]:
+    """Measure the tiles of a layer; yields after each number of tokens, to be stored.
+
+    Args:
+        layer: On the device.
+        tiles: What is known: kept, and not measured anew unless `is_again`.
+        time_call: Seconds of a call.
+        is_again: See `tiles`.
+    """
+    layouts = layer.matrices.layouts()
+    assert layouts is not None, "the matrices of a layer's experts are stored alike"
+    for bucket in layer.buckets(tiles.capability):
+        if not is_again and all(key_of(layout, bucket) in tiles.chosen for layout in layouts):
+            continue
+        seconds: list[float] = []
+        tiles = measure_tiles(
+            tiles,
+            layer.matrices,
+            hidden=partial(_hidden, layer),
+            top_k=layer.moe.top_k,
+            make=lambda known: make_device_experts(
+                layer.matrices,
+                activation=layer.moe.activation,
+                dtype=layer.dtype,
+                clamp=clamp_of(layer.moe),
+                tiles=known,
+            ),
+            time_call=_noting(time_call, seconds),
+            buckets=(bucket,),
+        )
+        if seconds:
+            yield BucketTiles(
+                tokens_per_expert=bucket,
+                shape=tiles.shape(layouts[0], bucket),
+                usual_s=seconds[0],  # the usual tile is the first candidate
+                best_s=min(seconds),
+                tiles=tiles,
+            )
+
+
+def time_on(api: CudaApi[StreamT, EventT], stream: StreamT) -> TimeCall:
+    """Times calls on a stream, on which their data was made; the first call compiles."""
+
+    def time_call(call: Callable[[], Tensor]) -> float:
+        StreamRun(api, stream, [call]).seconds()
+        return seconds_on_stream(api, stream, [call], SECONDS)
+
+    return time_call
+
+
+def _noting(time_call: TimeCall, seconds: list[float]) -> TimeCall:
+    def timed(call: Callable[[], Tensor]) -> float:
+        seconds.append(time_call(call))
+        return seconds[-1]
+
+    return timed
+
+
+def _first_experts(spec: ModelSpec) -> tuple[int, MoeSpec]:
+    for i, layer in enumerate(spec.layers):
+        if isinstance(layer.ffn, MoeSpec):
+            return i, layer.ffn
+    raise ConfigError(f"{spec.name} has no experts; there are no tiles to measure")
+
+
+def _hidden(layer: ExpertLayer, num_tokens: int) -> Tensor:
+    size = (num_tokens, layer.hidden_size)
+    return torch.randn(size, dtype=layer.dtype, device=layer.matrices.device)
+
+
+def _num_bytes(weight: Weight) -> int:
+    if isinstance(weight, StoredMatrix):
+        return sum(piece.nbytes for piece in weight.pieces.values())
+    return weight.nbytes
+
+
+def _on(weight: Weight, device: torch.device) -> Weight:
+    if isinstance(weight, StoredMatrix):
+        pieces = {name: piece.to(device) for name, piece in weight.pieces.items()}
+        return replace(weight, pieces=pieces)
+    return weight.to(device)

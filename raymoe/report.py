@@ -1,0 +1,601 @@
+"""What happened in a run, as one page that anyone can open: made from the files of its status."""
+
+import dataclasses
+import time
+import uuid
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from html import escape
+from itertools import chain, pairwise
+from pathlib import Path
+
+from raymoe.data import manifest as manifests
+from raymoe.data.manifest import Manifest
+from raymoe.data.status import (
+    HISTORY_COLUMNS,
+    SUFFIX,
+    HistoryPoint,
+    PassRecord,
+    PlainSpan,
+    manifests_beside,
+    read_status,
+)
+from raymoe.data.status_view import ActorView, JobView, measured_over_predicted
+from raymoe.errors import ConfigError
+from raymoe.plan.draw import STYLE, Colour, Scale
+from raymoe.plan.pictures import draw_operations
+from raymoe.safe_text import harmless
+from raymoe.schedule.draw import draw_svg, svg_page, text_at
+from raymoe.schedule.graph import Op, Resource, Task
+from raymoe.schedule.timeline import Span, Timeline
+from raymoe.units import format_seconds
+
+MARK = "<!-- a report of raymoe -->"
+
+PAGE_STYLE = """\
+:root { --ink: #1b1f24; --soft: #57606a; --paper: #f6f7f9; --card: #fff; --line: #d8dde3 }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e8ea; --soft: #9aa4af; --paper: #0f1216; --card: #16191d; --line: #343b43 }
+}
+:root { color-scheme: light dark }
+* { box-sizing: border-box }
+body { margin: 0 auto; padding: 1.5rem 1rem 3rem; max-width: 76rem; background: var(--paper);
+  color: var(--ink); font: 15px/1.5 ui-sans-serif, system-ui, sans-serif }
+h1 { margin: 0 0 .25rem; font-size: 1.5rem; overflow-wrap: anywhere }
+h2 { margin: 0 0 .75rem; font-size: 1.1rem }
+p { margin: .25rem 0 .75rem; color: var(--soft); overflow-wrap: anywhere }
+section { margin-top: 1rem; padding: 1rem; background: var(--card); border: 1px solid var(--line);
+  border-radius: .5rem }
+dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: 1rem;
+  margin: 0 }
+dt { color: var(--soft); font-size: .85rem }
+dd { margin: 0; font-size: 1.3rem; font-weight: 600; font-variant-numeric: tabular-nums;
+  overflow-wrap: anywhere }
+.wide { overflow-x: auto }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
+th, td { padding: .3rem .75rem .3rem 0; border-bottom: 1px solid var(--line); text-align: left;
+  vertical-align: top }
+th { color: var(--soft); font-weight: 600; font-size: .85rem; white-space: nowrap }
+td { overflow-wrap: anywhere; min-width: 4.5rem } td:first-child { min-width: 9rem }
+td.number, th.number { text-align: right; white-space: nowrap }
+pre, li { font: 13px/1.45 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere }
+pre { margin: 0 } ol { margin: 0; padding-left: 2.5rem }
+svg { display: block; width: 100%; min-width: 44rem; height: auto; border-radius: .25rem }
+h3 { margin: 1rem 0 .25rem; font-size: .95rem }
+"""
+
+
+def text(value: object) -> str:
+    """Text as HTML; what could reorder or hide it becomes visible."""
+    return escape(harmless(str(value), keep="\n"))
+
+
+def page(title: str, subtitle: str, sections: Iterable[str]) -> str:
+    """The whole page.
+
+    Args:
+        title: Of the window, too.
+        subtitle: Below it.
+        sections: HTML of `section`.
+    """
+    return "\n".join(
+        [
+            "<!DOCTYPE html>",
+            MARK,
+            '<html lang="en">',
+            "<head>",
+            '<meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta http-equiv="Content-Security-Policy" '
+            "content=\"default-src 'none'; style-src 'unsafe-inline'\">",
+            f"<title>{text(title)}</title>",
+            f"<style>{PAGE_STYLE}</style>",
+            "</head>",
+            "<body>",
+            f"<h1>{text(title)}</h1>",
+            f"<p>{text(subtitle)}</p>",
+            *sections,
+            "</body>",
+            "</html>\n",
+        ]
+    )
+
+
+def section(title: str, *parts: str) -> str:
+    """A part of the page with its heading.
+
+    Args:
+        title: The heading.
+        parts: HTML of the functions below.
+    """
+    return f"<section>\n<h2>{text(title)}</h2>\n{chr(10).join(parts)}\n</section>"
+
+
+def heading(value: str) -> str:
+    """A smaller heading."""
+    return f"<h3>{text(value)}</h3>"
+
+
+def paragraph(value: str) -> str:
+    """A paragraph."""
+    return f"<p>{text(value)}</p>"
+
+
+def preformatted(value: str) -> str:
+    """Text with its own line breaks."""
+    return f"<pre>{text(value)}</pre>"
+
+
+def numbers(entries: Iterable[tuple[str, str]]) -> str:
+    """Names with large values."""
+    cells = (f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in entries)
+    return f"<dl>{''.join(cells)}</dl>"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, num_names: int = 1) -> str:
+    """A table; after the first columns, values stand at the right.
+
+    Args:
+        header: Names of the columns.
+        rows: Cells.
+        num_names: Columns of text.
+    """
+    styles = ["" if i < num_names else ' class="number"' for i in range(len(header))]
+
+    def line(kind: str, cells: Sequence[str]) -> str:
+        parts = (
+            f"<{kind}{style}>{text(cell)}</{kind}>"
+            for style, cell in zip(styles, cells, strict=True)
+        )
+        return f"<tr>{''.join(parts)}</tr>"
+
+    body = "".join(line("td", cells) for cells in rows)
+    head = f"<thead>{line('th', header)}</thead>" if any(header) else ""
+    return f'<div class="wide"><table>{head}<tbody>{body}</tbody></table></div>'
+
+
+def numbered(values: Iterable[str]) -> str:
+    """A list."""
+    return f"<ol>{''.join(f'<li>{text(value)}</li>' for value in values)}</ol>"
+
+
+def picture(svg: str) -> str:
+    """A picture; on a narrow page it moves sideways."""
+    return f'<div class="wide">{svg}</div>'
+
+
+def is_report(path: Path) -> bool:
+    """Whether a file is a report that may be replaced by another."""
+    try:
+        with path.open("rb") as file:
+            return MARK.encode() in file.read(200)
+    except OSError:
+        return False
+
+
+WIDTH, PLOT_HEIGHT = 960, 220
+LEFT, RIGHT, TOP, BOTTOM = 72, 24, 44, 44  # margins of the plot; the legend stands above it
+LEGEND_LINE, LEGEND_COLUMNS = 18, 3
+MAX_NAME = 36  # letters of a name in the legend
+COLOURS = (Colour.GPU, Colour.CPU, Colour.GPU_MEMORY, Colour.OTHER, Colour.LINK, "#56b4e9")
+MAX_LINES = 2 * len(COLOURS)  # the second half is dashed
+INK = "#7f8a96"  # readable on light and dark
+HEADROOM = 1.05
+UNITS = ((3 * 86_400.0, 86_400.0, "days"), (3 * 3600.0, 3600.0, "hours"), (180.0, 60.0, "minutes"))
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """Values of one thing.
+
+    Attributes:
+        points: Seconds since the start, and value.
+        is_total: Whether it is the sum of the others, drawn thick.
+    """
+
+    name: str
+    points: tuple[Point, ...]
+    is_total: bool = False
+
+
+def draw_series(
+    lines: Sequence[Line], *, title: str, unit: str = "", most: float | None = None
+) -> str:
+    """Draw lines over time.
+
+    Args:
+        lines: At most `MAX_LINES`, and a total.
+        title: The heading.
+        unit: Behind each number of the axis.
+        most: Top of the axis; None for what the values need.
+    """
+    points = [point for line in lines for point in line.points]
+    end_s = max((seconds for seconds, _ in points), default=0.0) or 1.0
+    top = most or HEADROOM * max((value for _, value in points), default=0.0) or 1.0
+    rows = -(-len(lines) // LEGEND_COLUMNS)
+    plot_top = TOP + LEGEND_LINE * rows
+    x = Scale(0.0, end_s, LEFT, WIDTH - RIGHT)
+    y = Scale(0.0, top, plot_top + PLOT_HEIGHT, plot_top)
+    body = [*_frame(x, y, unit), *_lines(lines, x, y), *_legend(lines)]
+    return svg_page(harmless(title), WIDTH, plot_top + PLOT_HEIGHT + BOTTOM, body, style=STYLE)
+
+
+def _frame(x: Scale, y: Scale, unit: str) -> Iterator[str]:
+    scale, name = next(
+        ((seconds, name) for least, seconds, name in UNITS if x.most >= least), (1.0, "seconds")
+    )
+    time = Scale(0.0, x.most / scale, x.low, x.high)
+    for tick in time.ticks():
+        at = time.at(tick)
+        yield f'<path class="tick" d="M{at:.1f} {y.high:.1f}V{y.low:.1f}"/>'
+        yield text_at(at, y.low + 17, f"{tick:g}", "middle")
+    for tick in y.ticks():
+        at = y.at(tick)
+        yield f'<path class="tick" d="M{LEFT} {at:.1f}H{WIDTH - RIGHT}"/>'
+        yield text_at(LEFT - 8, at + 4, f"{tick:,g}{unit}", "end")
+    yield text_at(WIDTH - RIGHT, y.low + 34, name, "end")
+
+
+def _lines(lines: Sequence[Line], x: Scale, y: Scale) -> Iterator[str]:
+    for index, line in enumerate(lines):
+        pixels = [f"{x.at(seconds):.1f} {y.at(value):.1f}" for seconds, value in line.points]
+        if len(pixels) == 1:
+            left, top = pixels[0].split()
+            yield f'<circle cx="{left}" cy="{top}" r="3" fill="{_colour(index, line)}"/>'
+        if len(pixels) > 1:
+            yield f'<path fill="none" {_stroke(index, line)} d="M{"L".join(pixels)}"/>'
+
+
+def _legend(lines: Sequence[Line]) -> Iterator[str]:
+    width = (WIDTH - LEFT - RIGHT) / LEGEND_COLUMNS
+    for index, line in enumerate(lines):
+        row, column = divmod(index, LEGEND_COLUMNS)
+        left, top = LEFT + column * width, TOP + row * LEGEND_LINE
+        yield f'<path {_stroke(index, line)} d="M{left:.1f} {top - 4}h22"/>'
+        yield text_at(left + 30, top, short(harmless(line.name)), "name" if line.is_total else "")
+
+
+def _stroke(index: int, line: Line) -> str:
+    is_dashed = index % MAX_LINES >= len(COLOURS) and not line.is_total
+    dashes = ' stroke-dasharray="6 4"' if is_dashed else ""
+    width = 3 if line.is_total else 1.75
+    return f'stroke="{_colour(index, line)}" stroke-width="{width}" stroke-linejoin="round"{dashes}'
+
+
+def _colour(index: int, line: Line) -> str:
+    return INK if line.is_total else COLOURS[index % len(COLOURS)]
+
+
+def short(name: str) -> str:
+    """A name that fits, cut in the middle: both ends of a host's name tell something."""
+    if len(name) <= MAX_NAME:
+        return name
+    half = (MAX_NAME - 3) // 2
+    return f"{name[:half]}...{name[-half:]}"
+
+
+TOKENS = HISTORY_COLUMNS.index("num_generated_tokens")
+POOL_FILL, KV_USE = HISTORY_COLUMNS.index("pool_fill"), HISTORY_COLUMNS.index("kv_use")
+MOMENTS = 120  # at which the sum of all actors is drawn
+
+History = Sequence[HistoryPoint]
+
+
+def throughput(actors: Sequence[ActorView], start_s: float) -> str:
+    """Generated tokens per second of each actor, and of all of them.
+
+    Args:
+        actors: With histories.
+        start_s: When the first of them began to load, in Unix time.
+    """
+    lines = _lines_of_actors(actors, start_s, rates)
+    if len(actors) > 1:
+        lines.append(Line(name="all", points=_shifted(total_rates(_histories(actors)), start_s),
+                          is_total=True))  # fmt: skip
+    title = f"Generated tokens per second{_which(actors)}"
+    return draw_series(lines, title=title)
+
+
+def fills(actors: Sequence[ActorView], start_s: float) -> list[str]:
+    """Shares of slots and of KV blocks in use, a picture each."""
+    return [
+        draw_series(
+            _lines_of_actors(actors, start_s, partial(levels, column=column)),
+            title=f"{name}{_which(actors)}",
+            unit=" %",
+            most=100.0,
+        )
+        for column, name in ((POOL_FILL, "Slots in use"), (KV_USE, "KV blocks in use"))
+    ]
+
+
+def rates(history: History) -> list[tuple[float, float]]:
+    """Tokens per second between neighbouring moments, at the later one."""
+    return [
+        (after[0], (after[TOKENS] - before[TOKENS]) / (after[0] - before[0]))
+        for before, after in pairwise(history)
+        if after[0] > before[0]
+    ]
+
+
+def levels(history: History, column: int) -> list[tuple[float, float]]:
+    """A share at each moment, in percent."""
+    return [(point[0], 100.0 * point[column]) for point in history]
+
+
+def total_rates(histories: Sequence[History]) -> list[tuple[float, float]]:
+    """Tokens per second of all actors at moments that are equally far apart."""
+    begin_s = min(history[0][0] for history in histories)
+    end_s = max(history[-1][0] for history in histories)
+    step_s = (end_s - begin_s) / MOMENTS
+    if not step_s > 0:
+        return []
+    moments = [begin_s + step_s * i for i in range(MOMENTS + 1)]
+    counts = [sum(_count_at(history, moment) for history in histories) for moment in moments]
+    return [
+        (moment, (after - before) / step_s)
+        for moment, before, after in zip(moments[1:], counts, counts[1:], strict=False)
+    ]
+
+
+def _count_at(history: History, moment_s: float) -> float:
+    """Tokens at a moment: linear between two, constant before the first and after the last."""
+    index = bisect_left(history, moment_s, key=lambda point: point[0])
+    if index == 0:
+        return history[0][TOKENS]
+    if index == len(history):
+        return history[-1][TOKENS]
+    before, after = history[index - 1], history[index]
+    share = (moment_s - before[0]) / (after[0] - before[0])
+    return before[TOKENS] + share * (after[TOKENS] - before[TOKENS])
+
+
+def _lines_of_actors(
+    actors: Sequence[ActorView],
+    start_s: float,
+    values: Callable[[History], list[tuple[float, float]]],
+) -> list[Line]:
+    return [
+        Line(name=actor.status.actor, points=_shifted(values(actor.status.history), start_s))
+        for actor in slowest(actors)
+    ]
+
+
+def slowest(actors: Sequence[ActorView]) -> list[ActorView]:
+    """As many actors as a picture has place for: those with the fewest tokens, by name."""
+    by_tokens = sorted(actors, key=lambda actor: actor.status.history[-1][TOKENS])
+    return sorted(by_tokens[:MAX_LINES], key=lambda actor: actor.status.actor)
+
+
+def _which(actors: Sequence[ActorView]) -> str:
+    return f", the {MAX_LINES} slowest of {len(actors)} actors" if len(actors) > MAX_LINES else ""
+
+
+def _histories(actors: Sequence[ActorView]) -> list[History]:
+    return [actor.status.history for actor in actors]
+
+
+def _shifted(points: list[tuple[float, float]], start_s: float) -> tuple[tuple[float, float], ...]:
+    return tuple((max(0.0, seconds - start_s), value) for seconds, value in points)
+
+
+MAX_MESSAGES = 20
+NOTHING = "-"
+
+
+def summary(view: JobView) -> str:
+    """The large numbers."""
+    job = view.job
+    total = f" of {job.total_rows:,}" if job is not None else ""
+    entries = [
+        ("rows", f"{view.num_rows:,}{total}"),
+        ("error rows", f"{view.num_error_rows:,}"),
+        ("tokens in", f"{view.num_input_tokens:,}"),
+        ("tokens out", f"{view.num_generated_tokens:,}"),
+        ("tokens out per second", f"{view.tokens_per_s:,.0f}"),
+        ("time", format_seconds(view.elapsed_s)),
+        ("nodes, actors", f"{len(view.nodes)}, {len(view.actors)}"),
+    ]
+    if job is not None and job.num_written_before:
+        entries.insert(1, ("rows of former runs", f"{job.num_written_before:,}"))
+    if view.cost is not None:
+        entries.append(("cost", f"{view.cost:.3g}"))
+    if view.cost_per_million_tokens is not None:
+        entries.append(("cost per million tokens out", f"{view.cost_per_million_tokens:.3g}"))
+    notes = [paragraph(f"{view.state}: {job.reason}")] if job is not None and job.reason else []
+    return section("Summary", *notes, numbers(entries))
+
+
+def errors(view: JobView) -> str:
+    """Error rows by kind, and what the first of them said; empty where there are none."""
+    said = chain.from_iterable(one.status.rows.messages for one in view.actors)
+    messages = list(dict.fromkeys(said))
+    if not (view.errors or messages):
+        return ""
+    return section(
+        "Error rows",
+        table(("kind", "rows"), [(kind, f"{count:,}") for kind, count in view.errors]),
+        heading("What the first of them said"),
+        numbered(messages[:MAX_MESSAGES]),
+    )
+
+
+def accuracy(view: JobView) -> str:
+    """Passes as they were predicted and as they were."""
+    rows = [
+        (
+            actor.status.actor,
+            f"{engine.num_passes:,}",
+            format_seconds(engine.predicted_s),
+            format_seconds(engine.busy_s),
+            f"{100 * (engine.busy_s / engine.predicted_s - 1):+.0f} %",
+            f"{100 * engine.link_busy:.0f} %",
+        )
+        for actor in view.actors
+        if (engine := actor.status.engine) is not None and engine.predicted_s
+    ]
+    if not rows:
+        return ""
+    header = ("actor", "passes", "predicted", "measured", "gap", "link busy")
+    return section("Predicted and measured", table(header, rows), *_gantt(view.passes))
+
+
+def pictures(view: JobView) -> str:
+    """What happened over time."""
+    actors = [actor for actor in view.actors if len(actor.status.history) > 1]
+    if not actors:
+        return section("Over time", paragraph("No actor ran long enough to be seen twice."))
+    start_s = min(actor.status.started_unix_s for actor in actors)
+    charts = (throughput(actors, start_s), *fills(actors, start_s))
+    return section("Over time", *map(picture, charts))
+
+
+def roofline(view: JobView) -> str:
+    """Where the plan lies under the roofs of its node; empty where no weights are read there."""
+    record = next((one for one in view.passes if one.operations), None)
+    if record is None:
+        return ""
+    title = harmless(f"{record.model} on {record.hardware.name}, schedule {record.schedule}")
+    operations = [dataclasses.replace(one, name=harmless(one.name)) for one in record.placed]
+    return section("Roofline", picture(draw_operations(record.hardware, operations, title=title)))
+
+
+def actors(view: JobView) -> str:
+    """A line for each process that generated, and what could not be read."""
+    header = (
+        "actor", "node", "state", "rows", "error rows", "from the journal", "tokens out",
+        "preemptions", "measured / predicted",
+    )  # fmt: skip
+    rows = [_actor_row(actor) for actor in view.actors]
+    reasons = [
+        f"{actor.status.actor}: {actor.status.reason}"
+        for actor in view.actors
+        if actor.status.reason
+    ]
+    notes = [numbered([*reasons, *view.unreadable])] if reasons or view.unreadable else []
+    return section("Actors", table(header, rows, num_names=3), *notes)
+
+
+def settings(view: JobView, manifest: Manifest | None) -> str:
+    """What was asked for, what was planned, and what the tokens depend on."""
+    parts = []
+    if view.job is not None and view.job.settings:
+        parts += [heading("Settings"), table(("", ""), view.job.settings, num_names=2)]
+    plan = next((one.status.plan for one in view.actors if one.status.plan is not None), None)
+    if plan is not None:
+        parts += [heading("Plan, made for a typical job"), preformatted(plan.description)]
+    if manifest is not None:
+        fields = dataclasses.asdict(manifest).items()
+        rows = [(name, str(value)) for name, value in fields]
+        parts += [heading("Manifest"), table(("", ""), rows, num_names=2)]
+    return section("Settings and manifest", *parts) if parts else ""
+
+
+def when(view: JobView) -> str:
+    """Model, state and time, in a line."""
+    seen = datetime.fromtimestamp(view.now_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    model = view.model or "no model"
+    return f"{model} | {view.state} | {seen}"
+
+
+def _actor_row(actor: ActorView) -> tuple[str, ...]:
+    status, engine = actor.status, actor.status.engine
+    ratio = measured_over_predicted(actor)
+    return (
+        status.actor,
+        status.node,
+        actor.state,
+        f"{status.rows.num_rows:,}",
+        f"{status.rows.num_error_rows:,}",
+        f"{status.rows.num_found_rows:,}",
+        NOTHING if engine is None else f"{engine.num_generated_tokens:,}",
+        NOTHING if engine is None else f"{engine.num_preemptions:,}",
+        NOTHING if ratio is None else f"{ratio:.2f}",
+    )
+
+
+def _gantt(passes: Sequence[PassRecord]) -> Iterator[str]:
+    if not passes:
+        return
+    record = passes[0]
+    load = record.load
+    what = [f"{load.decode_rows:,.0f} sequences that decode"] if load.decode_rows else []
+    what += [f"{load.prompt_tokens:,.0f} prompt tokens"] if load.prompt_tokens else []
+    yield paragraph(
+        f"A typical pass of {record.actor}: {' and '.join(what)}, predicted "
+        f"{format_seconds(record.predicted_s)}, measured {format_seconds(record.measured_s)}. "
+        f"Below, {record.num_shown_layers} of its {record.num_layers} layers."
+    )
+    lanes = [_timeline("predicted", record.predicted), _timeline("measured", record.measured)]
+    yield picture(draw_svg(lanes, title=f"Schedule {harmless(record.schedule)}"))
+
+
+def _timeline(name: str, spans: Sequence[PlainSpan]) -> Timeline:
+    return Timeline(
+        name,
+        tuple(
+            Span(
+                Task(op=Op(op), layer=layer, part=part, resource=Resource(resource)), start_s, end_s
+            )
+            for op, layer, part, resource, start_s, end_s in spans
+        ),
+    )
+
+
+def write_report(status_dir: Path, path: Path) -> None:
+    """Write the report of a job, whole or not at all.
+
+    Args:
+        status_dir: Of the job, while it runs or after it.
+        path: Of the page; a former report is replaced.
+
+    Raises:
+        ConfigError: The path is a file of something else.
+        OSError: It cannot be written.
+    """
+    if path.exists() and not is_report(path):
+        raise ConfigError(f"{path} is there and no report of raymoe; choose another file")
+    view = JobView.of(read_status(status_dir), time.time())
+    name = status_dir.name.removesuffix(SUFFIX)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        temporary.write_text(make_report(view, name, find_manifest(status_dir)), encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def make_report(view: JobView, name: str, manifest: Manifest | None = None) -> str:
+    """The page of a job.
+
+    Args:
+        view: What is known of it.
+        name: For the heading.
+        manifest: What its tokens depend on, if it is there.
+    """
+    parts = (
+        summary(view),
+        errors(view),
+        pictures(view),
+        accuracy(view),
+        roofline(view),
+        actors(view),
+        settings(view, manifest),
+    )
+    return page(f"raymoe: {name}", when(view), filter(None, parts))
+
+
+def find_manifest(status_dir: Path) -> Manifest | None:
+    """The manifest beside a status, if there is one that can be read."""
+    for path in manifests_beside(status_dir):
+        if path.is_file():
+            try:
+                return manifests.read(path)
+            except ConfigError:  # of another version: the page has the rest
+                continue
+    return None

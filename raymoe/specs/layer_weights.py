@@ -1,0 +1,198 @@
+"""Canonical names and shapes of the weights of a layer, and its parts that move as a whole."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from raymoe.specs.layers import AttentionSpec, DenseSpec, LatentAttentionSpec, LayerSpec, MoeSpec
+
+Shape = tuple[int, ...]
+NamedShapes = Iterator[tuple[str, Shape]]
+FINAL_NORM_BIAS = "model.norm.bias"
+HEAD, HEAD_BIAS = "lm_head.weight", "lm_head.bias"
+EXPERTS = "mlp.experts."
+ROUTER = "mlp.gate."
+OUTPUT = "self_attn.o_proj"
+KV_UP = "self_attn.kv_b_proj"
+
+
+def layer_prefix(i: int) -> str:
+    """What the names of layer `i` begin with."""
+    return f"model.layers.{i}."
+
+
+def num_elements(weights: Iterable[tuple[str, Shape]]) -> int:
+    """Elements of all these weights."""
+    return sum(math.prod(shape) for _, shape in weights)
+
+
+def outer_weights(
+    vocab_size: int,
+    hidden_size: int,
+    *,
+    is_head_tied: bool,
+    has_head_bias: bool,
+    has_norm_bias: bool,
+) -> NamedShapes:
+    """What is not in a layer; a tied head has no matrix of its own."""
+    yield EMBEDDING, (vocab_size, hidden_size)
+    yield FINAL_NORM, (hidden_size,)
+    if has_norm_bias:
+        yield FINAL_NORM_BIAS, (hidden_size,)
+    if not is_head_tied:
+        yield HEAD, (vocab_size, hidden_size)
+    if has_head_bias:
+        yield HEAD_BIAS, (vocab_size,)
+
+
+def layer_weights(layer: LayerSpec, hidden_size: int) -> dict[str, Shape]:
+    """Names without the prefix of the layer, and shapes, of all weights of a layer."""
+    weights = dict(attention_weights(layer, hidden_size)) | dict(common_weights(layer, hidden_size))
+    if isinstance(layer.ffn, MoeSpec):
+        for expert in range(layer.ffn.num_experts):
+            weights |= dict(expert_weights(layer.ffn, hidden_size, expert))
+    return weights
+
+
+def layer_parameters(layer: LayerSpec, hidden_size: int) -> int:
+    """Elements of the weights of one layer."""
+    count = num_elements(attention_weights(layer, hidden_size))
+    count += num_elements(common_weights(layer, hidden_size))
+    if isinstance(layer.ffn, MoeSpec):
+        count += layer.ffn.num_experts * expert_parameters(layer.ffn, hidden_size)
+    return count
+
+
+def expert_parameters(moe: MoeSpec, hidden_size: int) -> int:
+    """Elements of the weights of one expert."""
+    return num_elements(expert_weights(moe, hidden_size))
+
+
+def attention_weights(layer: LayerSpec, hidden_size: int) -> NamedShapes:
+    """What the operations around attention read: norms, projections, router."""
+    yield from _linear(INPUT_NORM, (hidden_size,), has_bias=layer.has_norm_bias)
+    if isinstance(layer.attention, AttentionSpec):
+        yield from _grouped(layer.attention, hidden_size)
+    else:
+        yield from _latent(layer.attention, hidden_size)
+    yield from _linear(FFN_NORM, (hidden_size,), has_bias=layer.has_norm_bias)
+    if isinstance(layer.ffn, MoeSpec):
+        yield from _router(layer.ffn, hidden_size)
+
+
+def common_weights(layer: LayerSpec, hidden_size: int) -> NamedShapes:
+    """What every token visits after attention: the dense network, or the shared expert."""
+    ffn = layer.ffn
+    if isinstance(ffn, DenseSpec):
+        yield from _gated("mlp.", ffn.hidden, hidden_size, has_bias=ffn.has_bias)
+    elif ffn.shared is not None:
+        shared = ffn.shared
+        yield from _gated(
+            "mlp.shared_expert.", shared.hidden, hidden_size, has_bias=shared.has_bias
+        )
+        if shared.is_gated:
+            yield "mlp.shared_expert_gate.weight", (1, hidden_size)
+
+
+def expert_weights(moe: MoeSpec, hidden_size: int, expert: int = 0) -> NamedShapes:
+    """Of one expert; all experts of a layer have the same shapes."""
+    prefix = f"{EXPERTS}{expert}."
+    yield from _gated(prefix, moe.expert_hidden, hidden_size, has_bias=moe.has_bias)
+
+
+def _linear(name: str, shape: Shape, *, has_bias: bool = False) -> NamedShapes:
+    yield f"{name}.weight", shape
+    if has_bias:
+        yield f"{name}.bias", shape[:1]
+
+
+def _grouped(attention: AttentionSpec, hidden_size: int) -> NamedShapes:
+    query, kv = attention.query_width, attention.kv_width
+    for part, width in (("q", query), ("k", kv), ("v", kv)):
+        name = f"self_attn.{part}_proj"
+        yield from _linear(name, (width, hidden_size), has_bias=attention.qkv_bias)
+    if attention.qk_norm != "none":
+        is_full = attention.qk_norm == "full"
+        yield "self_attn.q_norm.weight", (query if is_full else attention.head_dim,)
+        yield "self_attn.k_norm.weight", (kv if is_full else attention.head_dim,)
+    if attention.has_sinks:
+        yield "self_attn.sinks", (attention.num_heads,)
+    yield from _linear(OUTPUT, (hidden_size, query), has_bias=attention.output_bias)
+
+
+def _latent(attention: LatentAttentionSpec, hidden_size: int) -> NamedShapes:
+    rank, heads, has_bias = attention.q_lora_rank, attention.num_heads, attention.has_bias
+    query_width = heads * attention.query_head_dim
+    if rank is None:
+        yield "self_attn.q_proj.weight", (query_width, hidden_size)
+    else:
+        yield from _linear("self_attn.q_a_proj", (rank, hidden_size), has_bias=has_bias)
+        yield "self_attn.q_a_layernorm.weight", (rank,)
+        yield "self_attn.q_b_proj.weight", (query_width, rank)
+    cached = (attention.cache_width, hidden_size)
+    yield from _linear("self_attn.kv_a_proj_with_mqa", cached, has_bias=has_bias)
+    yield "self_attn.kv_a_layernorm.weight", (attention.kv_lora_rank,)
+    unfolded = heads * (attention.nope_head_dim + attention.value_head_dim)
+    yield f"{KV_UP}.weight", (unfolded, attention.kv_lora_rank)
+    value_width = heads * attention.value_head_dim
+    yield from _linear(OUTPUT, (hidden_size, value_width), has_bias=has_bias)
+
+
+def _router(moe: MoeSpec, hidden_size: int) -> NamedShapes:
+    yield f"{ROUTER}weight", (moe.num_experts, hidden_size)
+    if moe.router.has_bias:
+        yield f"{ROUTER}bias", (moe.num_experts,)
+    if moe.router.has_selection_bias:
+        yield f"{ROUTER}e_score_correction_bias", (moe.num_experts,)
+
+
+def _gated(prefix: str, hidden: int, hidden_size: int, *, has_bias: bool) -> NamedShapes:
+    yield from _linear(f"{prefix}gate_proj", (hidden, hidden_size), has_bias=has_bias)
+    yield from _linear(f"{prefix}up_proj", (hidden, hidden_size), has_bias=has_bias)
+    yield from _linear(f"{prefix}down_proj", (hidden_size, hidden), has_bias=has_bias)
+
+
+# Bytes: each part begins at a multiple, so that all types of elements can be read in it.
+PART_ALIGNMENT = 16
+_FIRST = ("input_layernorm.weight", *(f"self_attn.{part}_proj.weight" for part in "qkv"))
+_NEXT = tuple(f"self_attn.{part}_proj.bias" for part in "qkv")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightPart:
+    """Weights that are in the same place at the same time.
+
+    Attributes:
+        name: "attention", "common" (the dense network, or the shared expert) or "expert <n>".
+        shapes: Canonical names without the prefix of the layer, in the order in which they lie.
+    """
+
+    name: str
+    shapes: Mapping[str, Shape]
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of all its weights."""
+        return num_elements(self.shapes.items())
+
+
+def layer_parts(layer: LayerSpec, hidden_size: int) -> tuple[WeightPart, ...]:
+    """The parts of a layer in order; a part that would be empty is left out."""
+    groups: dict[str, dict[str, Shape]] = {"attention": {}, "common": {}}
+    weights = layer_weights(layer, hidden_size)
+    ordered = [name for name in (*_FIRST, *_NEXT) if name in weights]
+    ordered += [name for name in weights if name not in set(ordered)]
+    for name in ordered:
+        groups.setdefault(_part_of(name), {})[name] = weights[name]
+    return tuple(WeightPart(name=name, shapes=shapes) for name, shapes in groups.items() if shapes)
+
+
+def _part_of(name: str) -> str:
+    if name.startswith(EXPERTS):
+        return f"expert {name.removeprefix(EXPERTS).split('.')[0]}"
+    is_network = name.startswith("mlp.") and not name.startswith(ROUTER)
+    return "common" if is_network else "attention"
+
+
+EMBEDDING, FINAL_NORM = "model.embed_tokens.weight", "model.norm.weight"
+INPUT_NORM, FFN_NORM = "input_layernorm", "post_attention_layernorm"

@@ -1,0 +1,306 @@
+"""The routers in plain torch: the oracle of the tests, one token after the other where it matters.
+
+T tokens, E experts, K experts per token, G groups of experts."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from raymoe.model.rope import frequencies_by_length, rope_lengths
+from raymoe.specs.layer_weights import (
+    EMBEDDING,
+    FFN_NORM,
+    FINAL_NORM,
+    HEAD,
+    INPUT_NORM,
+    layer_prefix,
+)
+from raymoe.specs.model import (
+    AttentionSpec,
+    ClampSpec,
+    DenseSpec,
+    LatentAttentionSpec,
+    ModelSpec,
+    MoeSpec,
+)
+from raymoe.specs.weight_names import HEAD_BIAS
+
+
+def reference_routing(
+    logits_TE: Tensor, moe: MoeSpec, selection_bias_E: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Experts and weights of each token, [T, K] each, in the type of the logits."""
+    if moe.router.scoring == "sparsemixer":
+        return _sparse_mixer(logits_TE, moe)
+    router = moe.router
+    scores_TE = logits_TE.softmax(-1) if router.scoring == "softmax" else logits_TE.sigmoid()
+    choice_TE = scores_TE if selection_bias_E is None else scores_TE + selection_bias_E
+    if router.num_groups > 1:
+        size = moe.num_experts // router.num_groups
+        grouped_TGX = choice_TE.clone().view(len(choice_TE), router.num_groups, size)
+        score_TG = grouped_TGX.topk(1 if router.group_score == "max" else 2).values.sum(-1)
+        worst_TG = score_TG.topk(router.num_groups - router.top_groups, largest=False).indices
+        for token, groups in enumerate(worst_TG.tolist()):
+            grouped_TGX[token, groups] = -torch.inf
+        choice_TE = grouped_TGX.flatten(1)
+    ids_TK = choice_TE.topk(moe.top_k).indices
+    weights_TK = scores_TE.gather(1, ids_TK)
+    if router.renormalize:
+        sums_T1 = weights_TK.sum(-1, keepdim=True)
+        weights_TK = weights_TK / sums_T1.clamp_min(router.min_weight_sum)
+    return ids_TK, weights_TK * router.scale
+
+
+def _sparse_mixer(logits_TE: Tensor, moe: MoeSpec) -> tuple[Tensor, Tensor]:
+    ids_TK = logits_TE.topk(moe.top_k).indices
+    weights_TK = torch.empty(ids_TK.shape, dtype=logits_TE.dtype)
+    for token, ids in enumerate(ids_TK.tolist()):
+        left = dict(enumerate(logits_TE[token].tolist()))
+        for slot, best in enumerate(ids):
+            near = [
+                logit
+                for logit in left.values()
+                if left[best] - logit <= 2 * moe.router.jitter * max(abs(logit), left[best])
+            ]
+            weights_TK[token, slot] = torch.tensor(near).sub(left.pop(best)).exp().sum() ** -1
+    return ids_TK, weights_TK
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_pytorch_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+}
+
+
+class ReferenceModel:
+    """One sequence at a time, all of it at once, no cache."""
+
+    def __init__(
+        self, spec: ModelSpec, weights: Callable[[str], Tensor], dtype: torch.dtype
+    ) -> None:
+        self.spec, self.dtype = spec, dtype
+        self._wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self._weights = weights
+
+    @torch.no_grad()
+    def logits(self, token_ids: list[int], prompt_tokens: int | None = None) -> Tensor:
+        """Logits [T, V] after each token.
+
+        Args:
+            token_ids: The sequence, prompt and generated tokens.
+            prompt_tokens: Length of the prompt, which decides the rotation of length-dependent
+                ropes (`model.rope`); None: all of it is prompt.
+        """
+        spec = self.spec
+        hidden_TH = self._weight(EMBEDDING)[torch.tensor(token_ids)] * spec.embedding_multiplier
+        angles = self._angles(len(token_ids), prompt_tokens or len(token_ids))
+        for i, layer in enumerate(spec.layers):
+            prefix = layer_prefix(i)
+            normed_TH = self._norm(hidden_TH, f"{prefix}{INPUT_NORM}")
+            attention = self._attention(
+                normed_TH, layer.attention, f"{prefix}self_attn.", angles=angles
+            )
+            hidden_TH = hidden_TH + attention * spec.residual_multiplier
+            normed_TH = self._norm(hidden_TH, f"{prefix}{FFN_NORM}")
+            if isinstance(layer.ffn, DenseSpec):
+                ffn_TH = self._dense(normed_TH, layer.ffn, f"{prefix}mlp.")
+            else:
+                ffn_TH = self._moe(normed_TH, layer.ffn, f"{prefix}mlp.")
+            hidden_TH = hidden_TH + ffn_TH * spec.residual_multiplier
+        normed_TH = self._norm(hidden_TH, FINAL_NORM.removesuffix(".weight"))
+        head = EMBEDDING if spec.tie_word_embeddings else HEAD
+        bias_V = self._weight(HEAD_BIAS) if spec.has_head_bias else None
+        return functional.linear(normed_TH, self._weight(head), bias_V) / spec.logits_divisor
+
+    def generate(self, prompt: list[int], max_new_tokens: int) -> list[int]:
+        """Greedy tokens."""
+        tokens = list(prompt)
+        for _ in range(max_new_tokens):
+            tokens.append(int(self.logits(tokens, len(prompt))[-1].argmax()))
+        return tokens[len(prompt) :]
+
+    def _weight(self, name: str) -> Tensor:
+        return self._weights(name).to(self.dtype)
+
+    def _linear(self, input_TI: Tensor, name: str, *, has_bias: bool = False) -> Tensor:
+        bias_O = self._weight(f"{name}.bias") if has_bias else None
+        return functional.linear(input_TI, self._weight(f"{name}.weight"), bias_O)
+
+    def _norm(self, input_TH: Tensor, name: str) -> Tensor:
+        if self.spec.norm == "rms":
+            return self._rms_norm(input_TH, f"{name}.weight")
+        wide_TH = input_TH.to(self._wide)
+        centred_TH = wide_TH - wide_TH.mean(-1, keepdim=True)
+        variance_T1 = centred_TH.pow(2).mean(-1, keepdim=True)
+        normed_TH = centred_TH * torch.rsqrt(variance_T1 + self.spec.norm_eps)
+        normed_TH = normed_TH * self._weight(f"{name}.weight").to(self._wide)
+        if self.spec.has_norm_bias:
+            normed_TH = normed_TH + self._weight(f"{name}.bias").to(self._wide)
+        return normed_TH.to(self.dtype)
+
+    def _rms_norm(self, input_TX: Tensor, name: str, eps: float | None = None) -> Tensor:
+        wide_TX = input_TX.to(self._wide)
+        mean_T1 = wide_TX.pow(2).mean(-1, keepdim=True)
+        eps = self.spec.norm_eps if eps is None else eps
+        normed_TX = (wide_TX * torch.rsqrt(mean_T1 + eps)).to(self.dtype)
+        return self._weight(name) * normed_TX
+
+    def _angles(self, num_tokens: int, prompt_tokens: int) -> tuple[Tensor, Tensor]:
+        positions_T = torch.arange(num_tokens)
+        lengths_T = rope_lengths(positions_T, prompt_tokens)
+        inv_TR = frequencies_by_length(self.spec.rope, lengths_T).to(self._wide)
+        angles_TR = positions_T.to(self._wide)[:, None] * inv_TR
+        factor = self.spec.rope.attention_factor
+        return (angles_TR.cos() * factor).to(self.dtype), (angles_TR.sin() * factor).to(self.dtype)
+
+    def _attention(
+        self,
+        normed_TH: Tensor,
+        spec: AttentionSpec | LatentAttentionSpec,
+        prefix: str,
+        *,
+        angles: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        if isinstance(spec, LatentAttentionSpec):
+            return self._latent_attention(normed_TH, spec, prefix, angles=angles)
+        query_TAD, key_TGD, value_TGD = self._heads(normed_TH, spec, prefix)
+        query_TAD, key_TGD = self._rotate(query_TAD, *angles), self._rotate(key_TGD, *angles)
+        if spec.qk_norm != "none" and spec.is_norm_after_rope:
+            query_TAD = self._rms_norm(query_TAD, f"{prefix}q_norm.weight")
+            key_TGD = self._rms_norm(key_TGD, f"{prefix}k_norm.weight")
+        group = spec.num_heads // spec.num_kv_heads
+        key_TAD = key_TGD.repeat_interleave(group, 1)
+        value_TAD = value_TGD.repeat_interleave(group, 1)
+        scores_ATT = torch.einsum("tad,sad->ats", query_TAD, key_TAD) * spec.scale
+        sinks_A = self._weight(f"{prefix}sinks") if spec.has_sinks else None
+        weights_ATT = self._softmax(scores_ATT, spec.sliding_window, sinks_A)
+        mixed_TAD = torch.einsum("ats,sad->tad", weights_ATT, value_TAD)
+        return self._linear(mixed_TAD.flatten(1), f"{prefix}o_proj", has_bias=spec.output_bias)
+
+    def _latent_attention(
+        self,
+        normed_TH: Tensor,
+        spec: LatentAttentionSpec,
+        prefix: str,
+        *,
+        angles: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """In plain form: keys and values of all heads from the latents of the tokens."""
+        query_TX, name = normed_TH, f"{prefix}q_proj"
+        if spec.q_lora_rank is not None:
+            query_TX = self._linear(normed_TH, f"{prefix}q_a_proj", has_bias=spec.has_bias)
+            query_TX = self._rms_norm(query_TX, f"{prefix}q_a_layernorm.weight", spec.norm_eps)
+            name = f"{prefix}q_b_proj"
+        query_TAD = self._linear(query_TX, name).view(-1, spec.num_heads, spec.query_head_dim)
+        row_TX = self._linear(normed_TH, f"{prefix}kv_a_proj_with_mqa", has_bias=spec.has_bias)
+        latent_TX, rope_TX = row_TX.tensor_split([spec.kv_lora_rank], dim=-1)
+        latent_TX = self._rms_norm(latent_TX, f"{prefix}kv_a_layernorm.weight", spec.norm_eps)
+        unfolded_TX = self._linear(latent_TX, f"{prefix}kv_b_proj")
+        unfolded_TAX = unfolded_TX.view(
+            -1, spec.num_heads, spec.nope_head_dim + spec.value_head_dim
+        )
+        key_TAD, value_TAD = unfolded_TAX.tensor_split([spec.nope_head_dim], dim=-1)
+        nope_TAD, rope_TAD = query_TAD.tensor_split([spec.nope_head_dim], dim=-1)
+        scores_ATT = torch.einsum("tad,sad->ats", nope_TAD, key_TAD)
+        rope_TAD, rope_T1D = (
+            self._rotate(rope_TAD, *angles),
+            self._rotate(rope_TX[:, None], *angles),
+        )
+        scores_ATT = scores_ATT + torch.einsum("tad,sd->ats", rope_TAD, rope_T1D[:, 0])
+        weights_ATT = self._softmax(scores_ATT * spec.scale)
+        mixed_TAD = torch.einsum("ats,sad->tad", weights_ATT, value_TAD)
+        return self._linear(mixed_TAD.flatten(1), f"{prefix}o_proj", has_bias=spec.has_bias)
+
+    def _softmax(
+        self,
+        scores_ATT: Tensor,
+        sliding_window: int | None = None,
+        sinks_A: Tensor | None = None,
+    ) -> Tensor:
+        """Weights of what each token sees; a sink takes its part and is gone."""
+        num_tokens = scores_ATT.shape[1]
+        position_T = torch.arange(num_tokens)
+        distance_TT = position_T[:, None] - position_T
+        is_visible_TT = distance_TT >= 0
+        if sliding_window is not None:
+            is_visible_TT &= distance_TT < sliding_window
+        scores_ATT = scores_ATT.masked_fill(~is_visible_TT, float("-inf"))
+        if sinks_A is not None:
+            sinks_AT1 = sinks_A[:, None, None].expand(-1, num_tokens, 1)
+            scores_ATT = torch.cat([scores_ATT, sinks_AT1], dim=-1)
+        return scores_ATT.to(self._wide).softmax(-1).to(self.dtype)[..., :num_tokens]
+
+    def _heads(
+        self, normed_TH: Tensor, spec: AttentionSpec, prefix: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        heads = []
+        for part, count in (
+            ("q", spec.num_heads),
+            ("k", spec.num_kv_heads),
+            ("v", spec.num_kv_heads),
+        ):
+            width_TX = self._linear(normed_TH, f"{prefix}{part}_proj", has_bias=spec.qkv_bias)
+            norm = "none" if part == "v" or spec.is_norm_after_rope else spec.qk_norm
+            if norm == "full":
+                width_TX = self._rms_norm(width_TX, f"{prefix}{part}_norm.weight")
+            heads_TXD = width_TX.view(-1, count, spec.head_dim)
+            if norm == "head":
+                heads_TXD = self._rms_norm(heads_TXD, f"{prefix}{part}_norm.weight")
+            if spec.clip_qkv is not None:
+                heads_TXD = heads_TXD.clamp(-spec.clip_qkv, spec.clip_qkv)
+            heads.append(heads_TXD)
+        return heads[0], heads[1], heads[2]
+
+    def _rotate(self, heads_TXD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+        num_rotated = 2 * cos_TR.shape[1]
+        rotary_TXD, rest_TXD = heads_TXD[..., :num_rotated], heads_TXD[..., num_rotated:]
+        if self.spec.rope.is_interleaved:
+            first, second = rotary_TXD[..., ::2], rotary_TXD[..., 1::2]
+        else:
+            first, second = rotary_TXD.chunk(2, dim=-1)
+        cos_T1R, sin_T1R = cos_TR[:, None], sin_TR[:, None]
+        rotated = (first * cos_T1R - second * sin_T1R, second * cos_T1R + first * sin_T1R)
+        return torch.cat([*rotated, rest_TXD], dim=-1)
+
+    def _dense(
+        self, input_TH: Tensor, spec: DenseSpec, prefix: str, clamp: ClampSpec | None = None
+    ) -> Tensor:
+        gate, up, down = (f"{prefix}{part}_proj" for part in ("gate", "up", "down"))
+        gate_TF = self._linear(input_TH, gate, has_bias=spec.has_bias)
+        up_TF = self._linear(input_TH, up, has_bias=spec.has_bias)
+        if clamp is None:
+            product_TF = ACTIVATIONS[spec.activation](gate_TF) * up_TF
+        else:
+            cut_TF, up_TF = gate_TF.clamp_max(clamp.limit), up_TF.clamp(-clamp.limit, clamp.limit)
+            product_TF = (up_TF + 1) * cut_TF * (clamp.gain * cut_TF).sigmoid()
+        return self._linear(product_TF, down, has_bias=spec.has_bias)
+
+    def _moe(self, input_TH: Tensor, spec: MoeSpec, prefix: str) -> Tensor:
+        logits_TE = self._linear(input_TH, f"{prefix}gate", has_bias=spec.router.has_bias)
+        selection_E = None
+        if spec.router.has_selection_bias:
+            selection_E = self._weight(f"{prefix}gate.e_score_correction_bias").to(self._wide)
+        ids_TK, weights_TK = reference_routing(logits_TE.to(self._wide), spec, selection_E)
+        out_TH = torch.zeros_like(input_TH)
+        expert_spec = DenseSpec(
+            hidden=spec.expert_hidden, activation=spec.activation, has_bias=spec.has_bias
+        )
+        for expert in range(spec.num_experts):
+            tokens, slots = (ids_TK == expert).nonzero(as_tuple=True)
+            if len(tokens):
+                name = f"{prefix}experts.{expert}."
+                expert_RH = self._dense(input_TH[tokens], expert_spec, name, spec.clamp)
+                expert_RH = expert_RH * weights_TK[tokens, slots, None].to(self.dtype)
+                out_TH.index_add_(0, tokens, expert_RH)
+        if spec.shared is not None:
+            network = spec.shared.network(spec.activation)
+            shared_TH = self._dense(input_TH, network, f"{prefix}shared_expert.")
+            if spec.shared.is_gated:
+                gate_T1 = self._linear(input_TH, f"{prefix}shared_expert_gate").sigmoid()
+                shared_TH = gate_T1 * shared_TH
+            out_TH = out_TH + shared_TH
+        return out_TH
