@@ -14,6 +14,7 @@ from raymoe.specs.layer_weights import (
     FFN_NORM,
     FINAL_NORM,
     HEAD,
+    HEAD_BIAS,
     INPUT_NORM,
     layer_prefix,
 )
@@ -25,7 +26,6 @@ from raymoe.specs.model import (
     ModelSpec,
     MoeSpec,
 )
-from raymoe.specs.weight_names import HEAD_BIAS
 
 
 def reference_routing(

@@ -1,35 +1,37 @@
 """How far are we? A live line on a terminal, a log line every minute elsewhere."""
 
 import logging
+import os
 import re
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import ray
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from raymoe.cli.lines import Stale, TableLines, WrittenRow
-from raymoe.cli.options import has_cluster, running_ray, this_machine
 from raymoe.cli.resume import Lease
 from raymoe.cli.sources import INPUT_ERROR_COLUMN, Source, without_written
 from raymoe.cli.storage import Location
-from raymoe.cli.writers import Sink
+from raymoe.cli.writers import Sink, Stale, TableLines, WrittenRow
 from raymoe.config import EngineConfig
+from raymoe.data.cluster import Cluster
 from raymoe.data.columns import CHOICES_COLUMN, ERROR_COLUMN
 from raymoe.data.generator import MoEGenerator
 from raymoe.data.manifest import Manifest
 from raymoe.data.observer import Periodic, error_kind
 from raymoe.data.openai_batch import request_digest
-from raymoe.data.sizing import map_batches_kwargs, plan_actor
+from raymoe.data.sizing import configure_data_context, map_batches_kwargs, plan_actor
 from raymoe.data.sorting import arrange
 from raymoe.data.status import (
     ENDED,
@@ -43,13 +45,14 @@ from raymoe.data.status import (
     write_record,
 )
 from raymoe.data.status_view import JobView, node_rates
+from raymoe.device.host import read_host
 from raymoe.engine.identity import ModelIdentity
 from raymoe.errors import ConfigError, ExecutionError, RaymoeError
 from raymoe.memory.source import find_model
 from raymoe.memory.weights import WeightStore
 from raymoe.safe_text import harmless
 from raymoe.specs.model import ModelSpec
-from raymoe.units import format_seconds
+from raymoe.units import MIB, format_seconds
 
 LOG_EVERY_S = 60.0
 BAR_CELLS = 24
@@ -565,3 +568,74 @@ def print_summary(tally: Tally, output: Location, console: Console) -> None:
         f"{tally.tokens_per_s:,.0f} tokens/s out (loading included)"
     )
     console.print(f"output: {harmless(str(output))}")
+
+
+STDERR = 2
+
+
+OBJECT_STORE_BYTES = 400 * MIB
+
+
+def has_cluster() -> bool:
+    """Whether RAY_ADDRESS names a cluster to use."""
+    return bool(os.environ.get("RAY_ADDRESS"))
+
+
+def this_machine() -> Cluster:
+    """Return what a Ray on this machine will have."""
+    host = read_host()
+    memory_bytes = host.available_memory_bytes - OBJECT_STORE_BYTES
+    return Cluster(
+        num_nodes=1, num_cpus=host.num_cores, num_gpus=0, memory_bytes=max(1, memory_bytes)
+    )
+
+
+@contextmanager
+def running_ray(*, preserve_order: bool, verbose: bool) -> Iterator[None]:
+    """Connect to Ray, or start it; leave or end it afterwards.
+
+    Args:
+        preserve_order: Rows come out in the order of the input.
+        verbose: Show what Ray and the actors log.
+    """
+    address = os.environ.get("RAY_ADDRESS")
+    with nullcontext() if verbose else _without_stderr():
+        _start(address, verbose=verbose)
+    context = configure_data_context(preserve_order=preserve_order)
+    context.enable_progress_bars = False
+    if not verbose:
+        logging.getLogger("ray.data").setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _start(address: str | None, *, verbose: bool) -> None:
+    level = "info" if verbose else "error"
+    if address:
+        ray.init(address, logging_level=level, log_to_driver=verbose)
+        return
+    ray.init(
+        "local",
+        num_cpus=read_host().num_cores,
+        object_store_memory=OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        logging_level=level,
+        log_to_driver=verbose,
+    )
+
+
+@contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Hide what native code prints while Ray starts; exceptions still say what went wrong."""
+    sys.stderr.flush()
+    saved = os.dup(STDERR)
+    with Path(os.devnull).open("wb") as nothing:
+        os.dup2(nothing.fileno(), STDERR)
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(saved, STDERR)
+        os.close(saved)

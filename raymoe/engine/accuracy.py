@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from raymoe.engine.sequence import Int32s, Pass
+from raymoe.engine.outputs import Int32s
+from raymoe.engine.sequence import Pass
 from raymoe.plan.work import PassLoad
 from raymoe.schedule.graph import Resource
 from raymoe.schedule.timeline import Timeline, report_line

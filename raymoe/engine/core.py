@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from raymoe.engine.accuracy import Accuracy
-from raymoe.engine.outputs import Counters, Generation, TokenLogprob
+from raymoe.engine.outputs import Counters, Generation, Int32s, TokenLogprob
 from raymoe.engine.request import Request, Sample
 from raymoe.engine.sampler import Sampler, token_logprobs
 from raymoe.engine.scheduler import PassScheduler
-from raymoe.engine.sequence import Bools, DecodeAll, Int32s, Pass, StopStrings
+from raymoe.engine.sequence import Bools, DecodeAll, Pass
 from raymoe.engine.token_masks import TokenMasks
+from raymoe.engine.tokenizer import StopStrings
 from raymoe.errors import ExecutionError, RaymoeError
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.plan.device_pass import KV_BLOCK_TOKENS

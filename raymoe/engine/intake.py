@@ -16,8 +16,8 @@ import numpy as np
 from raymoe.config import EngineConfig, SamplingParams
 from raymoe.engine.grammar_server import check_present
 from raymoe.engine.json_schema import check_schema
+from raymoe.engine.outputs import Int32s
 from raymoe.engine.request import Request
-from raymoe.engine.sequence import Int32s
 from raymoe.engine.tokenizer import MAX_BATCH, Room, Text, Tokenizer
 from raymoe.errors import ConfigError
 from raymoe.kernels.paged_kv import BLOCK_TOKENS

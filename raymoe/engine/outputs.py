@@ -4,6 +4,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 if TYPE_CHECKING:
     from raymoe.engine.sequence import Pass
 
@@ -143,3 +146,6 @@ class Counters:
     def time_step(self, begin_s: float) -> None:
         """Count the time since `begin_s`, scheduling and sampling included."""
         self.active_s += time.perf_counter() - begin_s
+
+
+Int32s = npt.NDArray[np.int32]

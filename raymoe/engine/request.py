@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from raymoe.config import MAX_SAMPLES, SamplingParams
 from raymoe.engine.grammars import Grammar
-from raymoe.engine.outputs import Generation, TokenLogprob
-from raymoe.engine.sequence import Int32s, StopStrings
+from raymoe.engine.outputs import Generation, Int32s, TokenLogprob
+from raymoe.engine.tokenizer import StopStrings
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

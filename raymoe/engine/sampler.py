@@ -10,9 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from raymoe.engine.outputs import TokenLogprob
+from raymoe.engine.outputs import Int32s, TokenLogprob
 from raymoe.engine.request import Sample
-from raymoe.engine.sequence import Bools, Int32s, SequenceTable, compiled
+from raymoe.engine.sequence import Bools, SequenceTable, compiled
 from raymoe.engine.token_masks import TokenMasks
 from raymoe.kernels.cpu_elementwise import (
     RandomKeys,

@@ -12,11 +12,11 @@ from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
+from raymoe.engine.outputs import Int32s
 from raymoe.engine.request import Sample
 from raymoe.engine.sequence import (
     Admission,
     Bools,
-    Int32s,
     Int64s,
     Pass,
     SequenceTable,

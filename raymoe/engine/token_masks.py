@@ -21,7 +21,7 @@ from torch import Tensor
 
 from raymoe.engine.grammar_server import ForkedProcess, GrammarServer, LimitError
 from raymoe.engine.grammars import Grammar
-from raymoe.engine.sequence import Int32s
+from raymoe.engine.outputs import Int32s
 from raymoe.errors import ConfigError, ExecutionError, RaymoeError, WorkerProcessError
 from raymoe.units import MIB, ceil_div
 

@@ -433,7 +433,7 @@ def draw_throughput(
     if not marked or len(curves) > len(THROUGHPUT_COLOURS):
         raise ConfigError(
             f"draw_throughput: {len(marked)} points on {len(curves)} curves; "
-            f"it draws at least one point on at most {len(COLOURS)} curves"
+            f"it draws at least one point on at most {len(THROUGHPUT_COLOURS)} curves"
         )
     above = LEGEND_TOP + LEGEND_HEIGHT * len(curves)
     chart = Chart.from_zero(

@@ -11,9 +11,8 @@ import pytest
 from pyarrow import fs
 
 from raymoe.cli import writers
-from raymoe.cli.lines import TableLines
 from raymoe.cli.storage import Location
-from raymoe.cli.writers import JsonlSink, ParquetSink, check_apart, open_sink
+from raymoe.cli.writers import JsonlSink, ParquetSink, TableLines, check_apart, open_sink
 from raymoe.config import SamplingParams
 from raymoe.data.columns import OutputColumns
 from raymoe.engine.outputs import Generation

@@ -14,8 +14,7 @@ from transformers import AutoTokenizer
 from raymoe.engine import tokenizer as tokenizer_module
 from raymoe.engine.engine import Engine
 from raymoe.engine.runner_loading import EngineParts
-from raymoe.engine.sequence import DecodeError
-from raymoe.engine.tokenizer import Room, Text, Tokenizer
+from raymoe.engine.tokenizer import DecodeError, Room, Text, Tokenizer
 from raymoe.engine.workers import process
 from raymoe.errors import CheckpointError, ConfigError, ExecutionError
 from raymoe.units import MIB

@@ -7,8 +7,8 @@ from raymoe.config import EngineConfig
 from raymoe.engine import core
 from raymoe.engine.engine import Engine
 from raymoe.engine.sampler import Sampler
-from raymoe.engine.sequence import StopStrings
 from raymoe.engine.token_masks import TokenMasks
+from raymoe.engine.tokenizer import StopStrings
 from tests.unit.engine.fakes import (
     FakeRunner,
     expected_tokens,

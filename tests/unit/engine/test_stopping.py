@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymoe.engine.sequence import StopStrings
+from raymoe.engine.tokenizer import StopStrings
 
 
 def decode(tokens) -> str:

@@ -7,8 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
-from raymoe.engine.sequence import DecodeError
-from raymoe.engine.tokenizer import Tokenizer
+from raymoe.engine.tokenizer import DecodeError, Tokenizer
 from raymoe.errors import CheckpointError, ConfigError, ExecutionError
 from tests.unit.engine.fakes import BOS, EOS, VOCAB_SIZE, kept_tokenizer
 

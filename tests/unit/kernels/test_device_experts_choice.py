@@ -94,7 +94,7 @@ def test_addresses_are_those_of_the_pieces_and_nothing_is_zero() -> None:
 def test_nothing_loads_triton_before_a_kernel_runs() -> None:
     code = (
         "import sys, raymoe.model.loading, raymoe.cli\n"
-        "import raymoe.kernels.gpu_experts\n"
+        "import raymoe.kernels.gpu_experts_choice\n"
         "assert 'triton' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 
 from raymoe.errors import ConfigError
+from raymoe.plan import draw
 from raymoe.plan.draw import (
     BOTTOM,
     HEIGHT,
@@ -21,7 +22,6 @@ from raymoe.plan.draw import (
     CurvePoint,
     draw_roofline,
     draw_throughput,
-    roofline,
 )
 from raymoe.plan.papers.hrm import Hierarchy, Level, PaperModel, decode_attention, expert_ffn, place
 from raymoe.specs.hardware import HARDWARE_PRESETS
@@ -131,8 +131,8 @@ def test_every_node_and_policy_fits_its_page(name: str) -> None:
 
 
 def test_numbers_in_pictures() -> None:
-    assert doctest.testmod(roofline).attempted == 1
-    assert doctest.testmod(roofline).failed == 0
+    assert doctest.testmod(draw).attempted == 1
+    assert doctest.testmod(draw).failed == 0
 
 
 def curve(name: str = "ours", *, gpu_from: int = 3) -> Curve:
