@@ -73,7 +73,6 @@ def decode(codes: Codes, dtype: torch.dtype) -> Tensor:
 
 
 def float_scales(scales: Tensor) -> Tensor:
-    """Scales as float32, exactly."""
     if scales.dtype != torch.uint8:
         return scales.float()
     bits = (scales.int() << _FLOAT32_EXPONENT_BIT).clamp_min(_SMALLEST_E8M0)
@@ -87,19 +86,16 @@ def nibbles(packed: Tensor) -> Tensor:
 
 
 def _is_regular(codes: Codes) -> bool:
-    """Whether groups are neighbours and equally large."""
     return codes.order_I is None and codes.codes_OI.shape[1] % codes.group_size == 0
 
 
 def _by_group(numbers_OI: Tensor, codes: Codes) -> Tensor:
-    """The numbers as [O, G, S], or as they are where groups are not so regular."""
     if not _is_regular(codes):
         return numbers_OI
     return numbers_OI.view(len(numbers_OI), -1, codes.group_size)
 
 
 def _by_input(values_OG: Tensor, codes: Codes) -> Tensor:
-    """Values of groups for each number, in the shape of `_by_group`."""
     if _is_regular(codes):
         return values_OG[..., None]
     if codes.order_I is not None:
@@ -158,7 +154,6 @@ class StoredMatrix:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all pieces."""
         return sum(tensor.nbytes for tensor in self.pieces.values())
 
     def rows(self, begin: int, end: int, step: int = 1) -> "StoredMatrix":
@@ -252,7 +247,6 @@ def check_values(matrix: StoredMatrix, describe: Callable[[str], str]) -> None:
     """Read scales, order and shape of a matrix, but not its codes.
 
     Args:
-        matrix: As it is stored.
         describe: Name of a piece -> which file and tensor it is, for messages.
 
     Raises:
@@ -299,7 +293,6 @@ _LOWER_HALF = 0xFFFF
 
 
 def unpack_awq(matrix: StoredMatrix) -> Codes:
-    """Of `specs.weight_format.Awq`."""
     scales_GO = matrix.pieces["scales"]
     return Codes(
         kind="int4",
@@ -320,7 +313,6 @@ def _in_order(words: Tensor) -> Tensor:
 
 
 def _spread(halves: Tensor) -> Tensor:
-    """The four nibbles of the lower half of each word to its four bytes, in place."""
     halves |= halves << 8
     halves &= 0x00FF00FF
     halves |= halves << 4
@@ -329,7 +321,6 @@ def _spread(halves: Tensor) -> Tensor:
 
 
 def unpack_block(matrix: StoredMatrix) -> Codes:
-    """Of `specs.weight_format.Fp8Block`."""
     return Codes(
         kind="e4m3",
         codes_OI=matrix.pieces["codes"].view(torch.uint8),
@@ -340,7 +331,6 @@ def unpack_block(matrix: StoredMatrix) -> Codes:
 
 
 def unpack_channel(matrix: StoredMatrix) -> Codes:
-    """Of `specs.weight_format.Fp8Channel`."""
     return Codes(
         kind="e4m3",
         codes_OI=matrix.pieces["codes"].view(torch.uint8),
@@ -376,7 +366,6 @@ def unpack_gptq(matrix: StoredMatrix) -> Codes:
 
 
 def unpack_mxfp4(matrix: StoredMatrix) -> Codes:
-    """Of `specs.weight_format.Mxfp4`."""
     return Codes(
         kind="e2m1",
         codes_OI=nibbles(matrix.pieces["codes"]).flatten(1),
@@ -386,7 +375,6 @@ def unpack_mxfp4(matrix: StoredMatrix) -> Codes:
 
 
 def unpack_packed_int4(matrix: StoredMatrix) -> Codes:
-    """Of `specs.weight_format.PackedInt4`."""
     outputs, inputs = matrix.shape
     pieces = matrix.pieces
     zeros_OG = None

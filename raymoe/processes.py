@@ -71,5 +71,4 @@ def stolen_s(root: Path = Path("/proc")) -> float:
 
 
 def _stat(directory: Path) -> list[str]:
-    """Fields of stat behind the name, which may hold anything: state, parent, ..."""
     return (directory / "stat").read_text().rpartition(")")[2].split()

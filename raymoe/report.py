@@ -74,13 +74,6 @@ def text(value: object) -> str:
 
 
 def page(title: str, subtitle: str, sections: Iterable[str]) -> str:
-    """The whole page.
-
-    Args:
-        title: Of the window, too.
-        subtitle: Below it.
-        sections: HTML of `section`.
-    """
     return "\n".join(
         [
             "<!DOCTYPE html>",
@@ -108,41 +101,30 @@ def section(title: str, *parts: str) -> str:
     """A part of the page with its heading.
 
     Args:
-        title: The heading.
         parts: HTML of the functions below.
     """
     return f"<section>\n<h2>{text(title)}</h2>\n{chr(10).join(parts)}\n</section>"
 
 
 def heading(value: str) -> str:
-    """A smaller heading."""
     return f"<h3>{text(value)}</h3>"
 
 
 def paragraph(value: str) -> str:
-    """A paragraph."""
     return f"<p>{text(value)}</p>"
 
 
 def preformatted(value: str) -> str:
-    """Text with its own line breaks."""
     return f"<pre>{text(value)}</pre>"
 
 
 def numbers(entries: Iterable[tuple[str, str]]) -> str:
-    """Names with large values."""
     cells = (f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in entries)
     return f"<dl>{''.join(cells)}</dl>"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, num_names: int = 1) -> str:
-    """A table; after the first columns, values stand at the right.
-
-    Args:
-        header: Names of the columns.
-        rows: Cells.
-        num_names: Columns of text.
-    """
+    """A table; after the first columns, values stand at the right."""
     styles = ["" if i < num_names else ' class="number"' for i in range(len(header))]
 
     def line(kind: str, cells: Sequence[str]) -> str:
@@ -158,7 +140,6 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, num_names: in
 
 
 def numbered(values: Iterable[str]) -> str:
-    """A list."""
     return f"<ol>{''.join(f'<li>{text(value)}</li>' for value in values)}</ol>"
 
 
@@ -210,7 +191,6 @@ def draw_series(
 
     Args:
         lines: At most `MAX_LINES`, and a total.
-        title: The heading.
         unit: Behind each number of the axis.
         most: Top of the axis; None for what the values need.
     """
@@ -290,7 +270,6 @@ def throughput(actors: Sequence[ActorView], start_s: float) -> str:
     """Generated tokens per second of each actor, and of all of them.
 
     Args:
-        actors: With histories.
         start_s: When the first of them began to load, in Unix time.
     """
     lines = _lines_of_actors(actors, start_s, rates)
@@ -324,7 +303,6 @@ def rates(history: History) -> list[tuple[float, float]]:
 
 
 def levels(history: History, column: int) -> list[tuple[float, float]]:
-    """A share at each moment, in percent."""
     return [(point[0], 100.0 * point[column]) for point in history]
 
 
@@ -344,7 +322,6 @@ def total_rates(histories: Sequence[History]) -> list[tuple[float, float]]:
 
 
 def _count_at(history: History, moment_s: float) -> float:
-    """Tokens at a moment: linear between two, constant before the first and after the last."""
     index = bisect_left(history, moment_s, key=lambda point: point[0])
     if index == 0:
         return history[0][TOKENS]
@@ -389,7 +366,6 @@ NOTHING = "-"
 
 
 def summary(view: JobView) -> str:
-    """The large numbers."""
     job = view.job
     total = f" of {job.total_rows:,}" if job is not None else ""
     entries = [
@@ -446,7 +422,6 @@ def accuracy(view: JobView) -> str:
 
 
 def pictures(view: JobView) -> str:
-    """What happened over time."""
     actors = [actor for actor in view.actors if len(actor.status.history) > 1]
     if not actors:
         return section("Over time", paragraph("No actor ran long enough to be seen twice."))
@@ -497,7 +472,6 @@ def settings(view: JobView, manifest: Manifest | None) -> str:
 
 
 def when(view: JobView) -> str:
-    """Model, state and time, in a line."""
     seen = datetime.fromtimestamp(view.now_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
     model = view.model or "no model"
     return f"{model} | {view.state} | {seen}"
@@ -550,10 +524,6 @@ def _timeline(name: str, spans: Sequence[PlainSpan]) -> Timeline:
 def write_report(status_dir: Path, path: Path) -> None:
     """Write the report of a job, whole or not at all.
 
-    Args:
-        status_dir: Of the job, while it runs or after it.
-        path: Of the page; a former report is replaced.
-
     Raises:
         ConfigError: The path is a file of something else.
         OSError: It cannot be written.
@@ -575,7 +545,6 @@ def make_report(view: JobView, name: str, manifest: Manifest | None = None) -> s
 
     Args:
         view: What is known of it.
-        name: For the heading.
         manifest: What its tokens depend on, if it is there.
     """
     parts = (

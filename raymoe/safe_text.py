@@ -17,7 +17,6 @@ def harmless(text: str, *, keep: str = "") -> str:
     r"""Replace what a terminal would obey by its escape in Python.
 
     Args:
-        text: From anywhere.
         keep: Control characters that stay, such as the line breaks of our own tables.
 
     >>> harmless("\x1b[2J done")

@@ -10,7 +10,6 @@ _UNITS |= {"KB": KB, "MB": MB, "GB": GB, "TB": TB, "K": KIB, "M": MIB, "G": GIB,
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
-    """Divide and round up."""
     return -(-numerator // denominator)
 
 

@@ -39,7 +39,6 @@ def make_rows(num_rows: int, *, seed: int, held_out: bool = False) -> Iterator[W
     """Yield random rows; the kinds take turns, and equal arguments give equal rows.
 
     Args:
-        num_rows: Rows to yield.
         seed: Below 1_000_000 for evaluation, from ``TRAINING_SEED_START`` for training.
         held_out: Yield only prompts that training never sees, instead of only those it may see.
     """
@@ -63,7 +62,6 @@ def _make_row(kind: str, rng: Random) -> WranglingRow:
 
 
 def _add_spaces(rng: Random, text: str) -> str:
-    """Double a space, or pad an end, in one text out of five."""
     choice = rng.random()
     if choice < 0.1:
         return text.replace(" ", "  ", 1)
@@ -188,7 +186,6 @@ def _make_phone(rng: Random) -> tuple[str, str]:
 
 
 def _make_digits(rng: Random, size: int, *, first: int) -> str:
-    """Return digits of which the leading one is at least ``first``."""
     return str(rng.randrange(first * 10 ** (size - 1), 10**size))
 
 
@@ -222,7 +219,6 @@ def _make_amount(rng: Random) -> tuple[str, str]:
 
 
 def _make_number(rng: Random) -> tuple[str, Decimal]:
-    """Return a number as people write it, and its value."""
     style = rng.random()
     if style < 0.15:
         return _write_multiple(rng)
@@ -239,7 +235,6 @@ def _make_number(rng: Random) -> tuple[str, Decimal]:
 
 
 def _write_multiple(rng: Random) -> tuple[str, Decimal]:
-    """Write a number of thousands or millions."""
     tenths = rng.randrange(10, 1000)
     value = Decimal(tenths) / 10
     shown = f"{value:.1f}" if tenths % 10 else f"{value:.0f}"
@@ -249,7 +244,6 @@ def _write_multiple(rng: Random) -> tuple[str, Decimal]:
 
 
 def _write_decimal(rng: Random, value: Decimal) -> str:
-    """Write two decimals in the manner of one of several countries."""
     english = f"{value:,.2f}"
     style = rng.randrange(6)
     if style == 0:

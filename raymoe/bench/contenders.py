@@ -36,7 +36,6 @@ class Contender(NamedTuple):
 
 
 def load_raymoe(model: Path, num_threads: int, workload: Workload) -> Contender:
-    """Our engine; its plan predicts."""
     config = EngineConfig(
         dtype="bfloat16", device="cpu", num_threads=num_threads, workload=workload
     )
@@ -106,7 +105,6 @@ def timed(run: Run, prompts: Prompts, new_tokens: int) -> float:
 
 
 def main() -> None:
-    """Run one contender on one checkpoint."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("contender", choices=sorted(CONTENDERS))
     parser.add_argument("--model", type=Path, required=True)

@@ -25,8 +25,7 @@ from raymoe.measure.jobs import (
     linear_job,
     prefill_job,
 )
-from raymoe.measure.limits import Limits, mean_limits, measure_limits
-from raymoe.measure.timing import KernelJob, seconds_per_call
+from raymoe.measure.timing import KernelJob, Limits, mean_limits, measure_limits, seconds_per_call
 from raymoe.specs.weight_format import Awq, Fp8Block, Mxfp4, PackedInt4, Piece, WeightFormat
 from raymoe.units import ceil_div
 
@@ -36,13 +35,7 @@ SCALE, EXPONENT = 0.01, 120  # as float and as E8M0
 
 
 def quantised_experts_job(shape: ExpertsShape, num_tokens: int, stored: WeightFormat) -> KernelJob:
-    """The job of `measure.experts.experts_job` with experts in a stored format.
-
-    Args:
-        shape: Sizes.
-        num_tokens: Tokens of a call.
-        stored: The format.
-    """
+    """The job of `measure.experts.experts_job` with experts in a stored format."""
     return experts_job(
         shape,
         num_tokens,

@@ -88,7 +88,6 @@ def _run(schedule: Schedule) -> Timeline:
 
 
 def _gaps_s(timeline: Timeline) -> list[float]:
-    """Gaps of the second half: in the first, tasks are still being submitted."""
     spans = timeline.spans[len(timeline.spans) // 2 :]
     return [later.start_s - earlier.end_s for earlier, later in itertools.pairwise(spans)]
 
@@ -97,15 +96,12 @@ WARM_UP_ROWS = 8
 
 
 class PassKind(enum.StrEnum):
-    """What a pass holds."""
-
     PREFILL = "prefill"
     MIXED = "mixed"
     DECODE = "decode"
 
     @classmethod
     def of(cls, shape: PassShape) -> "PassKind":
-        """The kind of a pass."""
         if not shape.prefill_tokens:
             return cls.DECODE
         return cls.MIXED if shape.decode_rows else cls.PREFILL
@@ -113,8 +109,6 @@ class PassKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PassPair:
-    """One pass, predicted and measured."""
-
     shape: PassShape
     predicted: Timeline
     measured: Timeline
@@ -128,8 +122,6 @@ class KindTimes:
     """All passes of one kind of a job, or all that it has.
 
     Attributes:
-        kind: A `PassKind`, or "all".
-        num_passes: Of one run; several runs have the same.
         predicted_s: Seconds of all of them together.
         measured_s: The same, measured: the median over runs.
         gap_by_op: Predicted over measured seconds of each operation, less one.
@@ -143,7 +135,6 @@ class KindTimes:
 
     @property
     def gap(self) -> float:
-        """Predicted over measured seconds, less one."""
         return self.predicted_s / self.measured_s - 1
 
     @classmethod
@@ -186,7 +177,6 @@ class PassRecorder:
         self.passes: list[tuple[PassShape, Timeline]] = []
 
     def run(self, inputs: PassInputs) -> Timeline:
-        """See `Runner`."""
         timeline = self._runner.run(inputs)
         self.passes.append((shape_of(inputs), timeline))
         return timeline

@@ -40,8 +40,6 @@ class StructuredResult:
     """Times of the plain rows.
 
     Attributes:
-        alone_s: Of each run without hostile rows.
-        beside_s: Of each run with them.
         hostile_s: Until the last hostile row was an error row too, in those runs.
         alone_stolen, beside_stolen: Share of the cores that a virtual machine's host took during
             the plain rows of each run, 0..1. Runs that differ in it tell little of the rows.
@@ -63,7 +61,6 @@ class StructuredResult:
         return statistics.median(alone / beside for alone, beside in pairs)
 
     def to_json(self) -> str:
-        """One JSON line, with the derived figure."""
         return json.dumps(asdict(self) | {"pace": self.pace})
 
 
@@ -183,7 +180,6 @@ def _hostile_row(form: object) -> Row:
 
 
 def _run(engine: Engine, plain: Sequence[Row], hostile: Sequence[Row]) -> _Run:
-    """Submit hostile rows among the first plain ones; wait for all."""
     begin_s, begin_stolen_s = time.perf_counter(), stolen_s()
     first = engine.submit(*_columns(plain[: len(plain) // 4]))
     doomed = engine.submit(*_columns(hostile))

@@ -15,7 +15,7 @@ from typing import Any
 
 from raymoe.bench.workloads import WORKLOADS, RowLengths, make_checkpoint
 from raymoe.errors import ExecutionError
-from raymoe.measure.limits import Limits, mean_limits, measure_limits
+from raymoe.measure.timing import Limits, mean_limits, measure_limits
 from raymoe.plan.bound import GEMM_EFFICIENCY, job_bound
 from raymoe.specs.model import ModelSpec
 
@@ -51,16 +51,13 @@ class Result:
 
     @property
     def gap(self) -> float | None:
-        """Measured over predicted time, less one."""
         return self.total_s / self.predicted_s - 1 if self.predicted_s else None
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens per second, prefill included."""
         return self.generated_tokens / self.total_s
 
     def to_json(self) -> str:
-        """One JSON line, with the derived figure."""
         return json.dumps(asdict(self) | {"tokens_per_s": self.tokens_per_s})
 
 

@@ -80,7 +80,6 @@ class RowLengths:
 
     @property
     def job(self) -> Workload:
-        """The rows with their lengths."""
         return Workload.of_rows(
             tuple((length, self.generated_tokens) for length in self.prompt_lengths())
         )
@@ -95,7 +94,6 @@ WORKLOADS = {
 
 
 def make_prompts(workload: RowLengths, vocab_size: int) -> list[list[int]]:
-    """Prompts of a workload; see `random_prompts`."""
     return random_prompts(workload.prompt_lengths(), vocab_size)
 
 

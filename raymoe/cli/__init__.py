@@ -75,7 +75,6 @@ def _run_command(name: str, arguments: list[str]) -> int:
 
 
 def _report(error: Exception) -> int:
-    """Print one line (a table of sizes may follow); say which kind of failure it was."""
     is_ours = isinstance(error, RaymoeError)
     text = str(error) if is_ours else f"{type(error).__name__}: {error}; --debug shows where"
     shown = harmless(text, keep="\n")  # rows and models have a say in it

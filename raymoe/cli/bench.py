@@ -14,7 +14,6 @@ from rich.table import Table
 
 from raymoe.bench.contenders import CONTENDERS
 from raymoe.bench.gpu.report import COLUMNS, Group, first_line, groups_of, write_report
-from raymoe.bench.gpu.result import PartResult, Status, read_results
 from raymoe.bench.gpu.settings import (
     DEFAULT_SHAPES,
     DEFAULT_WORKLOADS,
@@ -22,6 +21,9 @@ from raymoe.bench.gpu.settings import (
     GPU_SHAPES,
     GPU_WORKLOADS,
     NodeSettings,
+    PartResult,
+    Status,
+    read_results,
 )
 from raymoe.bench.gpu.suite import RESULTS, SuiteSettings, run_gpu_suite
 from raymoe.bench.kernels import kernel_jobs, measure_kernels
@@ -164,8 +166,6 @@ PASS_OPS = (Op.PRE, Op.ATTN, Op.POST, Op.EXPERTS, Op.HEAD)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuOptions:
-    """Of the suite cpu."""
-
     shapes: list[str]
     workloads: list[str]
     contenders: list[str]
@@ -397,7 +397,6 @@ def _line_of(result: PartResult) -> str:
 
 
 def _print(group: Group) -> None:
-    """What fits a narrow terminal; the report has more."""
     table = Table(title=group.title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column in COLUMNS:
         justify: JustifyMethod = "left" if column == COLUMNS[0] else "right"

@@ -1,23 +1,213 @@
 """`raymoe compare`: schedules side by side on an emulated device, predicted and measured."""
 
+import contextlib
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from raymoe.bench.comparison import Comparison, DecodeStep, compare_schedules
 from raymoe.cli.options import size
-from raymoe.errors import UnknownOptionError
-from raymoe.plan.policy import PAGE_BYTES
-from raymoe.schedule.builders import STREAMING_BUILDERS
+from raymoe.device.emulated import EmulatedDevice
+from raymoe.engine.device_loading import LoadedModel, load_on_device
+from raymoe.errors import ConfigError, UnknownOptionError
+from raymoe.kernels.paged_kv import BLOCK_TOKENS
+from raymoe.measure.host import pass_inputs
+from raymoe.memory.weights import WeightStore
+from raymoe.model.decoder import cache_layout
+from raymoe.plan.device_cost import DeviceCost
+from raymoe.plan.device_pass import StreamedPasses
+from raymoe.plan.pages import PageCut, layer_pages
+from raymoe.plan.policy import PAGE_BYTES, DevicePolicy, Policy
+from raymoe.plan.work import ModelWork, WaveShape
+from raymoe.schedule.builders import MOST_WAVES, STREAMING_BUILDERS
 from raymoe.schedule.draw import draw_chrome_trace, draw_svg
-from raymoe.schedule.graph import Resource
-from raymoe.schedule.timeline import Timeline, compare
-from raymoe.specs.hardware import hardware_preset
+from raymoe.schedule.graph import Resource, Schedule
+from raymoe.schedule.timeline import Instant, Timeline, bound_by, compare, gap, simulate
+from raymoe.specs.hardware import HardwareSpec, hardware_preset
+from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import model_preset
-from raymoe.units import format_seconds
+from raymoe.units import GIB, ceil_div, format_seconds
+
+BYTES_PER_ELEMENT = 2  # of the weights and the cache whose costs are taken
+STAND_IN_ROWS, STAND_IN_CONTEXT = 2, 40  # of a wave, where another model sets the pace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeStep:
+    """What each schedule does once.
+
+    Attributes:
+        wave_rows: Sequences of each, one new token each.
+        resident_share: Share of the weights that stays on the device, 0..1.
+    """
+
+    num_waves: int = 14
+    wave_rows: int = 36
+    context: int = 482
+    resident_share: float = 0.0
+    page_bytes: int = PAGE_BYTES
+    cpu_attention_fraction: float = 1.0
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_waves * self.wave_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    name: str
+    num_rows: int
+    schedule: Schedule
+    predicted: Timeline
+    measured: Timeline
+
+    @property
+    def gap(self) -> float:
+        return gap(self.predicted, self.measured)
+
+    @property
+    def bound(self) -> Resource:
+        """The resource on which the predicted critical path spends most of its time."""
+        return bound_by(self.schedule, self.predicted)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_rows / self.measured.makespan_s
+
+
+def compare_schedules(
+    model: Path,
+    hardware: HardwareSpec,
+    names: Sequence[str],
+    step: DecodeStep,
+    *,
+    costs_of: ModelSpec | None = None,
+    time_scale: float = 1.0,
+) -> Iterator[Comparison]:
+    """Run each schedule once after a pass that warms it up; yields as they end.
+
+    Args:
+        model: Directory of the model that computes.
+        hardware: Whose pace is emulated; it must have a GPU.
+        costs_of: The model whose numbers set the pace; that of `model` by default.
+        time_scale: Emulated seconds per second of the hardware; figures are divided by it.
+
+    Raises:
+        ConfigError: The model that sets the pace has fewer layers.
+    """
+    spec = ModelSpec.from_directory(model)
+    if costs_of is not None and costs_of.num_layers < spec.num_layers:
+        raise ConfigError(
+            f"{model} has {spec.num_layers} layers, {costs_of.name} has {costs_of.num_layers}; "
+            "the model that sets the pace needs at least as many as the one that computes"
+        )
+    if costs_of is not None:
+        costs_of = replace(costs_of, layers=costs_of.layers[: spec.num_layers])
+    for name in names:
+        yield _Run(spec, model, hardware, name, step, costs_of).compare(time_scale)
+
+
+class _Run:
+    def __init__(  # noqa: PLR0917 - the arguments of compare_schedules
+        self,
+        spec: ModelSpec,
+        directory: Path,
+        hardware: HardwareSpec,
+        name: str,
+        step: DecodeStep,
+        costs_of: ModelSpec | None,
+    ) -> None:
+        self._spec, self._directory, self._hardware = spec, directory, hardware
+        self._name, self._step = name, step
+        self._num_waves = min(step.num_waves, MOST_WAVES.get(name, step.num_waves))
+        self._paced = costs_of or spec
+        is_stand_in = costs_of is not None
+        self._rows = STAND_IN_ROWS * self._num_waves if is_stand_in else step.num_rows
+        self._context = STAND_IN_CONTEXT if is_stand_in else step.context
+
+    def compare(self, time_scale: float) -> Comparison:
+        memory_bytes = max(self._hardware.gpu_memory_bytes, 64 * GIB)
+        with contextlib.closing(EmulatedDevice(memory_bytes, Instant(), time_scale)) as device:
+            model = self._model()
+            runner, release = load_on_device(model, device)
+            inputs = pass_inputs(self._rows, self._context, self._spec.vocab_size)
+            runner.run(inputs)
+            schedule = runner.schedule_of(inputs)
+            cost = self._cost(schedule, model)
+            device.cost = cost
+            with _without_collector():
+                measured = runner.run(inputs)
+            release()
+        return Comparison(
+            name=self._name,
+            num_rows=self._step.num_rows,
+            schedule=schedule,
+            predicted=simulate(schedule, cost),
+            measured=measured.scaled(1 / time_scale),
+        )
+
+    def _model(self) -> LoadedModel:
+        policy = Policy(
+            batch_size=self._rows,
+            pass_tokens=self._rows,
+            prefill_chunk_tokens=1,
+            num_kv_blocks=self._rows * ceil_div(self._context, BLOCK_TOKENS),
+            device=DevicePolicy(
+                num_waves=self._num_waves,
+                page_bytes=self._page_bytes(),
+                resident_bytes=int(self._step.resident_share * self._layer_bytes(self._spec, 4)),
+                cpu_attention_fraction=self._step.cpu_attention_fraction,
+            ),
+        )
+        return LoadedModel(
+            spec=self._spec,
+            store=WeightStore.open(self._spec, self._directory),
+            dtype=torch.float32,
+            kv_layout=cache_layout(self._spec, torch.float32),
+            passes=StreamedPasses.of(self._spec, self._name, policy, 4),
+        )
+
+    def _page_bytes(self) -> int:
+        """Pages of the computing model, about as many as those of the one that sets the pace."""
+        ratio = self._layer_bytes(self._spec, 4) / self._layer_bytes(self._paced, BYTES_PER_ELEMENT)
+        return max(1, int(self._step.page_bytes * ratio))
+
+    @staticmethod
+    def _layer_bytes(spec: ModelSpec, bytes_per_element: int) -> int:
+        return layer_pages(spec, bytes_per_element, page_bytes=1 << 50).streamed_bytes
+
+    def _cost(self, schedule: Schedule, model: LoadedModel) -> DeviceCost:
+        scale = self._layer_bytes(self._paced, BYTES_PER_ELEMENT) / self._layer_bytes(self._spec, 4)
+        rows = self._step.num_rows // self._num_waves
+        wave = WaveShape.decode(rows, self._step.context, model.passes.cpu_attention_fraction)
+        return DeviceCost.of_schedule(
+            schedule,
+            ModelWork.of(self._paced, BYTES_PER_ELEMENT),
+            self._hardware,
+            waves=(wave,) * self._num_waves,
+            page_bytes=_scaled(model.passes.cut, scale),
+        )
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _scaled(cut: PageCut, scale: float) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(round(scale * size) for size in pages) for pages in cut.page_bytes)
+
 
 ResidentShare = Annotated[
     float, typer.Option(min=0.0, max=1.0, help="Share of the weights that stays on the device.")

@@ -87,15 +87,12 @@ def run(
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """Exact matches of one kind of rows."""
-
     kind: str
     num_rows: int
     num_exact: int
 
     @property
     def accuracy(self) -> float:
-        """Share of exact matches."""
         return self.num_exact / max(1, self.num_rows)
 
 
@@ -115,7 +112,6 @@ def score(answers: pa.Table) -> list[Score]:
 
 
 def _write_prompts(output: Path, num_rows: int, seed: int) -> Path:
-    """Write fresh rows; replace what a former run left and nothing else."""
     status_dir = _status_dir(output)
     ours = {INPUT_NAME, OUTPUT_NAME, status_dir.name, report_beside(status_dir).name}
     others = sorted({path.name for path in output.iterdir()} - ours) if output.is_dir() else []

@@ -213,7 +213,6 @@ def run(  # noqa: PLR0913 - the options of a command
 
 
 def _settings(params: dict[str, Any]) -> Pairs:
-    """Return what was asked for, for people: keys that an address may have are left out."""
     texts = {name.rstrip("_"): str(value) for name, value in params.items()}
     addresses = {name: text for name, text in texts.items() if name in ADDRESSES and "://" in text}
     return tuple((texts | {one: without_secrets(addresses[one]) for one in addresses}).items())
@@ -224,13 +223,11 @@ def _read_params(flags: dict[str, Any], more: str) -> SamplingParams:
 
 
 def _options(params: SamplingParams, samples_as_rows: bool, *columns: str | None) -> dict[str, Any]:
-    """Return the options of the operator."""
     named = dict(zip(PROMPT_COLUMNS, columns, strict=True))
     return {"sampling_params": params, "has_choices": samples_as_rows, **named}
 
 
 def _content_columns(options: dict[str, Any], is_batch: bool) -> tuple[str, ...]:
-    """Return the columns that the answer of a row depends on."""
     if is_batch:
         return CONTENT_COLUMNS
     named = [options[name] for name in PROMPT_COLUMNS]
@@ -244,7 +241,6 @@ def _find_output(output: str, source: Source, input_: str, journal_dir: str | No
 
 
 def _set_batch_columns(options: dict[str, Any], id_column: str | None) -> str:
-    """Set the columns that requests of a batch are read into; returns that of their ids."""
     own = {
         "id_column": id_column in (None, ID_COLUMN),
         "prompt_column": options["prompt_column"] == "prompt",
@@ -298,7 +294,6 @@ def _write_report(remains: Remains, console: Console) -> None:
 
 
 def _prepare(job: Job, remains: Remains, *, resume: bool, overwrite: bool) -> None:
-    """Make the output and what is beside it ready; nothing changes before all is checked."""
     manifest = find_manifest(job)
     remains.check(manifest, resume=resume, overwrite=overwrite)
     job.sink.prepare(resume=resume, overwrite=overwrite)
@@ -313,7 +308,6 @@ def _prepare(job: Job, remains: Remains, *, resume: bool, overwrite: bool) -> No
 
 
 def _without_written(job: Job) -> Job:
-    """Return the job without the rows that a former run wrote."""
     columns, id_column = _content_columns(job.options, job.source.is_batch), job.id_column or ""
     written = find_written(job.source, job.sink, columns, id_column)
     reasons = {"have been edited since they were written": written.changed,

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from raymoe.cli.options import model_by_name
 from raymoe.errors import ConfigError
-from raymoe.memory.source import fetch_config, is_hub_name
+from raymoe.memory.checkpoint import fetch_config, is_hub_name
 from raymoe.memory.weights import WeightStore
 from raymoe.specs.families import FAMILIES
 from raymoe.specs.family import Family
@@ -86,7 +86,6 @@ KV_BYTES = 2  # bfloat16
 
 
 def families_table() -> Table:
-    """Every `model_type` that is known."""
     table = Table(title="families")
     for column in ("model_type", "attention", "experts", "by name"):
         table.add_column(column)
@@ -115,7 +114,6 @@ def formats_table() -> Table:
 
 
 def model_table(spec: ModelSpec) -> Table:
-    """What one model is and needs."""
     table = Table(title=spec.name, show_header=False)
     for row in _rows(spec):
         table.add_row(*row)

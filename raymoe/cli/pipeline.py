@@ -48,7 +48,7 @@ from raymoe.data.status_view import JobView, node_rates
 from raymoe.device.host import read_host
 from raymoe.engine.identity import ModelIdentity
 from raymoe.errors import ConfigError, ExecutionError, RaymoeError
-from raymoe.memory.source import find_model
+from raymoe.memory.checkpoint import find_model
 from raymoe.memory.weights import WeightStore
 from raymoe.safe_text import harmless
 from raymoe.specs.model import ModelSpec
@@ -61,8 +61,6 @@ MAX_REASON_CHARACTERS = 120
 
 @dataclass(kw_only=True)
 class Tally:
-    """What has come out so far."""
-
     total_rows: int
     num_rows: int = 0
     num_errors: int = 0
@@ -74,7 +72,6 @@ class Tally:
     finished_s: float | None = None
 
     def add(self, table: pa.Table) -> None:
-        """Count the rows of one output table."""
         self.num_rows += table.num_rows
         self.num_input_tokens += pc.sum(table.column("num_input_tokens")).as_py() or 0
         self.num_generated_tokens += pc.sum(_generated_tokens(table)).as_py() or 0
@@ -90,7 +87,6 @@ class Tally:
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens per second, loading included."""
         return self.num_generated_tokens / max(self.elapsed_s, 1e-9)
 
     def line(self) -> str:
@@ -125,8 +121,6 @@ class Progress:
         """Show.
 
         Args:
-            tally: What comes out.
-            console: Where; harmless text only.
             more: Asked for what else there is to say, each time that the line is shown.
             log_every_s: Where there is no terminal.
         """
@@ -174,7 +168,6 @@ def _generated_tokens(table: pa.Table) -> pa.ChunkedArray:
 
 
 def _without_numbers(error: str) -> str:
-    """Return an error without what differs from row to row, so that equal reasons are counted."""
     return re.sub(r"\d+", "N", error)[:MAX_REASON_CHARACTERS]
 
 
@@ -206,12 +199,8 @@ class JobWatch:
         """Watch a job.
 
         Args:
-            directory: Of the status; there already.
-            tally: What comes out.
-            model: Name for people.
             settings: Names and values, for people.
             num_written_before: Rows that former runs had written.
-            price_per_hour: Of a node.
         """
         self._directory, self._tally, self._model = directory, tally, model
         self._settings, self._num_written_before = settings, num_written_before
@@ -224,11 +213,7 @@ class JobWatch:
         self._thread: Periodic | None = None
 
     def wait_for_actors(self, timeout_s: float = LAST_WORDS_S) -> None:
-        """Let actors say how they ended, before Ray ends their processes; those that do not, don't.
-
-        Args:
-            timeout_s: Wait no longer.
-        """
+        """Let actors say how they ended, before Ray ends their processes."""
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             actors = JobView.of(read_status(self._directory), time.time()).actors
@@ -292,12 +277,10 @@ class Job:
 
     Attributes:
         model: A local model directory, or a name on the hub.
-        options: Of `MoEGenerator`.
         lease: The right to write the output; None where nobody else can want to.
         written: What a former run finished.
         journal_dir: Where actors keep finished rows and look for those of a former run.
         status_dir: Where actors and driver write how they do; None writes nothing.
-        price_per_hour: Of a node.
         settings: Names and values, for people.
         is_arranged: Rows that share a prefix come together; their order is lost.
     """
@@ -323,7 +306,6 @@ class Job:
 
     @property
     def num_rows(self) -> int:
-        """Rows that are left to do."""
         return self.source.num_rows - (0 if self.written is None else self.written.num_rows)
 
     def check_lease(self) -> None:
@@ -353,7 +335,6 @@ class Written:
 
     @property
     def num_rows(self) -> int:
-        """Rows that need not be done again."""
         return len(self.ids) + len(self.errors)
 
 
@@ -361,10 +342,7 @@ def find_written(source: Source, sink: Sink, columns: Sequence[str], id_column: 
     """Read the output of a former run, and find the rows of the input that have changed since.
 
     Args:
-        source: The input.
-        sink: The output.
         columns: What the answer of a row depends on.
-        id_column: Of both.
 
     Raises:
         ConfigError: Its ids are of another type than those of the input.
@@ -517,7 +495,6 @@ def _drain(job: Job, tally: Tally) -> None:
 
 
 def _tables(job: Job) -> Iterator[pa.Table]:
-    """Yield the finished blocks."""
     dataset = job.source.dataset()
     if job.id_column is not None and job.written is not None and job.written.num_rows:
         written = job.written
@@ -577,7 +554,6 @@ OBJECT_STORE_BYTES = 400 * MIB
 
 
 def has_cluster() -> bool:
-    """Whether RAY_ADDRESS names a cluster to use."""
     return bool(os.environ.get("RAY_ADDRESS"))
 
 
@@ -628,7 +604,6 @@ def _start(address: str | None, *, verbose: bool) -> None:
 
 @contextmanager
 def _without_stderr() -> Iterator[None]:
-    """Hide what native code prints while Ray starts; exceptions still say what went wrong."""
     sys.stderr.flush()
     saved = os.dup(STDERR)
     with Path(os.devnull).open("wb") as nothing:

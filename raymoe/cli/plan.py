@@ -1,10 +1,10 @@
-"""A plan for people: its policy, memory and prediction, and what a pass looks like."""
+"""`raymoe plan`: the policy for a model, a node and a job, what it will take, what would help."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -20,15 +20,120 @@ from raymoe.plan.pictures import PlanOn, roofline_picture, throughput_picture
 from raymoe.plan.plan import DEFAULT_WORKLOAD, RESOURCE_NAMES, Plan
 from raymoe.plan.policy import DevicePolicy, Footprint
 from raymoe.plan.search import find_plan, of_one_rank
-from raymoe.plan.what_if import next_steps
 from raymoe.schedule.builders import STREAMING_BUILDERS
 from raymoe.schedule.draw import draw_text
 from raymoe.schedule.timeline import Timeline, middle_layers
-from raymoe.specs.hardware import HARDWARE_PRESETS, HardwareSpec, find_hardware
+from raymoe.specs.hardware import (
+    HARDWARE_PRESETS,
+    Curve,
+    DeviceCurves,
+    HardwareSpec,
+    HostCurves,
+    find_hardware,
+)
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS
 from raymoe.specs.workload import Workload
-from raymoe.units import format_bytes, format_seconds
+from raymoe.units import GB, GIB, TB, format_bytes, format_seconds
+
+MORE_DEVICE_BYTES = 8 * GIB
+HOST_MEMORY_FACTOR = 1.5
+RATE_FACTOR = 2
+
+Rates = TypeVar("Rates", HardwareSpec, HostCurves, DeviceCurves)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A node that has more of one thing.
+
+    Attributes:
+        resource: What there is more of.
+        before: How much of it the node has.
+        after: How much it would have.
+    """
+
+    resource: str
+    before: str
+    after: str
+    hardware: HardwareSpec
+
+
+def next_steps(node: HardwareSpec) -> Iterator[Step]:
+    """One step of each resource; those of the GPU and its link only where there is one."""
+    host_memory = int(HOST_MEMORY_FACTOR * node.host_memory_bytes)
+    if node.has_gpu:
+        device_memory = node.gpu_memory_bytes + MORE_DEVICE_BYTES
+        more = replace(node, gpu_memory_bytes=device_memory)
+        yield _step("GPU memory", node, more, _device_memory)
+    yield _step("host memory", node, replace(node, host_memory_bytes=host_memory), _host_memory)
+    if node.has_gpu:
+        yield _step("link", node, _with_faster_link(node), _link)
+    yield _step("cores", node, _with_faster_host(node), _host)
+    if node.has_gpu:
+        yield _step("GPU rate", node, _with_faster_gpu(node), _gpu)
+
+
+def _step(
+    resource: str, node: HardwareSpec, more: HardwareSpec, describe: Callable[[HardwareSpec], str]
+) -> Step:
+    return Step(resource=resource, before=describe(node), after=describe(more), hardware=more)
+
+
+def _with_faster_link(node: HardwareSpec) -> HardwareSpec:
+    curves = node.device_curves
+    if curves is not None:
+        names = [field.name for field in fields(curves) if "htod" in field.name]
+        names += [field.name for field in fields(curves) if "dtoh" in field.name]
+        curves = _faster(curves, *names)
+    return replace(_faster(node, "htod_bytes_per_s", "dtoh_bytes_per_s"), device_curves=curves)
+
+
+def _with_faster_host(node: HardwareSpec) -> HardwareSpec:
+    host, device = node.host_curves, node.device_curves
+    if host is not None:
+        host = _faster(host, *(field.name for field in fields(host)))
+    if device is not None:
+        device = _faster(device, "busy_attention_bytes_per_s")
+    names = ("num_cores", "host_bytes_per_s", "host_flop_per_s", "host_copy_bytes_per_s")
+    return replace(_faster(node, *names), host_curves=host, device_curves=device)
+
+
+def _with_faster_gpu(node: HardwareSpec) -> HardwareSpec:
+    curves = node.device_curves
+    if curves is not None:
+        curves = _faster(curves, "product_flop_per_s", "expert_flop_per_s")
+    return replace(_faster(node, "gpu_flop_per_s", "gpu_bytes_per_s"), device_curves=curves)
+
+
+def _faster(rates: Rates, *names: str) -> Rates:
+    changes: dict[str, Any] = {}
+    for name in names:
+        value = getattr(rates, name)
+        is_curve = isinstance(value, Curve)
+        changes[name] = value.scaled(RATE_FACTOR) if is_curve else RATE_FACTOR * value
+    return replace(rates, **changes)
+
+
+def _device_memory(node: HardwareSpec) -> str:
+    return format_bytes(node.gpu_memory_bytes)
+
+
+def _host_memory(node: HardwareSpec) -> str:
+    return format_bytes(node.host_memory_bytes)
+
+
+def _link(node: HardwareSpec) -> str:
+    return f"{node.htod_bytes_per_s / GB:.1f} GB/s"
+
+
+def _host(node: HardwareSpec) -> str:
+    return f"{node.num_cores} with {node.host_bytes_per_s / GB:.0f} GB/s"
+
+
+def _gpu(node: HardwareSpec) -> str:
+    return f"{node.gpu_flop_per_s / TB:.0f} TFLOP/s"
+
 
 Row = tuple[str, str]
 GANTT_LAYERS = 2  # two kinds of layers may take turns
@@ -36,7 +141,6 @@ AROUND_LANE = 20  # letters: the longest name of a lane, its frame and busy shar
 
 
 def policy_table(plan: Plan) -> Table:
-    """How a run is cut."""
     return _two_columns("policy", _policy_rows(plan))
 
 
@@ -237,7 +341,6 @@ def run(  # noqa: PLR0913 - the options of a command
 
 
 def _node(name: str, host_memory: int | None, device_memory: int | None) -> HardwareSpec:
-    """The node with the memory that may be used of it."""
     node = find_hardware(name)
     if host_memory is not None:
         node = replace(node, host_memory_bytes=host_memory)
@@ -282,7 +385,6 @@ def _print(plan: Plan, price_per_hour: float | None) -> None:
 
 
 def _what_if_table(plan: Plan, plan_on: PlanOn) -> Table:
-    """What one more step of each resource would give; each is a plan of its own."""
     table = Table(title="what if")
     for column in ("more", "now", "then", "tokens/s", "gain", "bound"):
         table.add_column(column, justify="right" if column in {"tokens/s", "gain"} else "left")
@@ -300,7 +402,6 @@ def _what_if_table(plan: Plan, plan_on: PlanOn) -> Table:
 
 
 def _pictures(plan: Plan, model: ModelSpec, plan_on: PlanOn) -> dict[str, str]:
-    """Pictures by file name; where nothing streams there is one roof, and no picture of it."""
     pictures = {"throughput.svg": throughput_picture(plan, model, plan_on)}
     if isinstance(plan.passes, DevicePass):
         pictures["roofline.svg"] = roofline_picture(plan, plan.passes)

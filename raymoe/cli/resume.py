@@ -43,8 +43,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """What a lease says of its run."""
-
     run: str
     host: str
     pid: int
@@ -177,7 +175,6 @@ class Lease:
                 logger.warning("%s cannot be renewed: %s", self._file, error)
 
     def _read(self) -> Holder | None:
-        """The lease that is there, if it can be understood: what cannot is nobody's."""
         if not self._file.exists():
             return None
         try:
@@ -208,18 +205,15 @@ class Lease:
 
 
 def _has_ended(holder: Holder) -> bool:
-    """Whether this machine knows that the run has ended."""
     return holder.host == _host() and _process_start(holder.pid) != holder.process_start
 
 
 def _host() -> str:
-    """This machine since it was started: process ids count within it."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}".strip()
 
 
 def _process_start(pid: int) -> str:
-    """When a process began, in ticks of the kernel; "" if there is none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -265,7 +259,6 @@ class Remains:
 
     @property
     def manifest(self) -> Location:
-        """What the output was generated with."""
         return self.output.sibling(f"{self.output.name}.manifest.json")
 
     @property
@@ -280,12 +273,10 @@ class Remains:
 
     @property
     def report(self) -> Path | None:
-        """The page that shows it."""
         return None if self.status is None else report_beside(self.status)
 
     @property
     def journal_bytes(self) -> int:
-        """Size of the rows in the journal."""
         return sum(path.stat().st_size for path in self._row_files())
 
     def check(self, manifest: Manifest | None, *, resume: bool, overwrite: bool) -> None:
@@ -294,8 +285,6 @@ class Remains:
         Args:
             manifest: Of this run; None where the model is not on this machine: the actors will
                 compare then.
-            resume: Continue the former run.
-            overwrite: Give it up.
 
         Raises:
             ConfigError: A run was not finished and nothing says what to do with it; or this run
@@ -379,7 +368,6 @@ class Remains:
         return [] if self.journal is None else list(journal_files(self.journal))
 
     def _journal_files(self) -> list[Path]:
-        """Everything that raymoe writes into the directory."""
         if self.journal is None:
             return []
         unfinished = self.journal.glob(f".{FILE_NAME}.*.tmp")

@@ -84,7 +84,6 @@ class JsonlFormat:
             several types.
         prompt_column: A string column as soon as one prompt is text: prompts that are not are
             errors of their rows.
-        text_columns: Of which every line must have text.
     """
 
     schema: pa.Schema
@@ -125,7 +124,6 @@ def parse_line(line: bytes) -> tuple[dict[str, Any] | None, str]:
 
 
 def scan(files: Sequence[Location], prompt_column: str, id_column: str | None) -> JsonlScan:
-    """Read all lines once: types, splits, ids."""
     kinds: dict[str, set[str]] = {}
     splits: list[Split] = []
     ids: list[Any] = []
@@ -157,8 +155,6 @@ def read_split(table: pa.Table, *, layout: JsonlFormat, root: Location) -> pa.Ta
     """Return the rows of the splits that the table lists.
 
     Args:
-        table: One split a row.
-        layout: The columns.
         root: Anything of the file system that has the files.
     """
     splits = [Split(**row) for row in table.to_pylist()]
@@ -190,7 +186,6 @@ def _read_one(split: Split, layout: JsonlFormat, location: Location) -> pa.Table
 
 
 def _cell(value: Any, field: pa.Field, layout: JsonlFormat) -> Any:
-    """Return the value as its column holds it; a ValueError says why it cannot."""
     if field.name in layout.text_columns and not isinstance(value, str):
         raise ValueError(f"is {shown(value)}; it takes text")
     if value is None:
@@ -238,7 +233,6 @@ def _choose_format(kinds: Mapping[str, set[str]], prompt_column: str) -> JsonlFo
 
 
 def _choose_type(found: set[str]) -> pa.DataType | None:
-    """Return the type that holds all values, None for JSON text."""
     if found <= {"str"}:
         return pa.string()
     if found <= {"bool"}:
@@ -276,8 +270,6 @@ class Source(ABC):
 
     Attributes:
         files: At least one, all of one file system.
-        schema: Their columns.
-        num_rows: Rows in all files.
         ids: The id column, without lines that cannot be read; empty when none was named.
         json_columns: String columns whose cells are JSON text of the input's values.
         error_column: Added by the reader; the reasons of rows that it could not read.
@@ -303,10 +295,7 @@ class Source(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class ParquetSource(Source):
-    """Parquet files, read by Ray Data."""
-
     def tables(self, columns: Sequence[str]) -> Iterator[pa.Table]:
-        """Yield the rows with these columns."""
         for location in self.files:
             with location.open_file() as opened, pq.ParquetFile(opened) as file:
                 names = [name for name in columns if name in file.schema_arrow.names]
@@ -314,7 +303,6 @@ class ParquetSource(Source):
                     yield pa.table(batch)
 
     def dataset(self) -> ray.data.Dataset:
-        """Return the rows as a dataset."""
         paths = [file.path for file in self.files]
         return ray.data.read_parquet(paths, filesystem=self.files[0].filesystem)
 
@@ -327,7 +315,6 @@ class JsonlSource(Source):
     error_column: str | None = INPUT_ERROR_COLUMN
 
     def tables(self, columns: Sequence[str]) -> Iterator[pa.Table]:
-        """Yield the rows with these columns."""
         for split in self.scanned.splits:
             listed = pa.Table.from_pylist([split._asdict()])
             table = read_split(listed, layout=self.scanned.layout, root=self.files[0])
@@ -336,7 +323,6 @@ class JsonlSource(Source):
             yield table.select([name for name in columns if name in table.column_names])
 
     def dataset(self) -> ray.data.Dataset:
-        """Return the rows as a dataset."""
         lines = self._lines()
         if not self.is_batch:
             return lines
@@ -357,8 +343,6 @@ def open_source(
 
     Args:
         pattern: The path, directory or glob, or the URI of one.
-        prompt_column: Of prompts.
-        id_column: Of ids; None for none.
         form: One of `FORMS`: what JSON lines are; "auto" looks at their keys.
 
     Raises:
@@ -446,7 +430,6 @@ def _open_jsonl(
 
 
 def _has_requests(files: Sequence[Location]) -> bool:
-    """Whether the first line that can be read is a request of OpenAI's batch form."""
     with files[0].explained("read"), files[0].open_lines() as file:
         records = (parse_line(line)[0] for line in file)
         first = next((record for record in records if record), {})
@@ -503,9 +486,6 @@ def without_written(
     """Return the rows that are not written yet.
 
     Args:
-        dataset: All rows.
-        id_column: Where their ids are.
-        ids: Of the rows that are written.
         errors: What the reader said of written rows that have no id because their lines are broken.
     """
     drop = functools.partial(

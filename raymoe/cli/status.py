@@ -67,7 +67,6 @@ def _watch(directory: Path) -> None:
 
 
 def render(view: JobView) -> RenderableType:
-    """All of it for a terminal."""
     parts: list[RenderableType] = [_text(line) for line in _lines(view)]
     if len(view.nodes) > 1:
         parts.append(_node_table(view))

@@ -83,8 +83,6 @@ def upload(
     """Write a file; try again when that fails.
 
     Args:
-        filesystem: Of the file.
-        path: Of the file; what is there is replaced.
         chunks: Gives the content, from its start, each time it is called.
         explain: Turns the error of the file system into a message.
         retry_after_s: How long to wait before each further try.
@@ -141,7 +139,6 @@ class Location:
     Attributes:
         filesystem: Where it is; can be sent to Ray's workers.
         path: In the file system; of an object store, the bucket comes first.
-        scheme: Of its URI; "" for local files.
     """
 
     filesystem: fs.FileSystem
@@ -150,7 +147,6 @@ class Location:
 
     @classmethod
     def local(cls, path: str | Path) -> "Location":
-        """Return a file of this machine."""
         return cls(fs.LocalFileSystem(), str(Path(path).absolute()))
 
     @classmethod
@@ -187,13 +183,11 @@ class Location:
 
     @property
     def local_path(self) -> Path:
-        """The path of a local file."""
         assert self.is_local
         return Path(self.path)
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
         return PurePosixPath(self.path).name
 
     @property
@@ -211,11 +205,9 @@ class Location:
         return Location(self.filesystem, path, self.scheme)
 
     def child(self, name: str) -> "Location":
-        """Return what is in this directory."""
         return self.at(f"{self.path}/{name}")
 
     def sibling(self, name: str) -> "Location":
-        """Return what is beside it."""
         return self.at(str(PurePosixPath(self.path).with_name(name)))
 
     def info(self) -> fs.FileInfo:
@@ -228,7 +220,6 @@ class Location:
         return bool(self.info().type != fs.FileType.NotFound)
 
     def is_file(self) -> bool:
-        """Whether it is a file."""
         return bool(self.info().type == fs.FileType.File)
 
     def is_dir(self) -> bool:
@@ -267,16 +258,13 @@ class Location:
         return self.filesystem.open_input_file(self.path)
 
     def open_lines(self) -> io.BufferedReader:
-        """Open for reading line by line."""
         return io.BufferedReader(self.filesystem.open_input_stream(self.path), BUFFER_BYTES)
 
     def read_bytes(self) -> bytes:
-        """Return the whole content."""
         with self.open_file() as file:
             return cast("bytes", file.readall())
 
     def delete(self) -> None:
-        """Remove the file."""
         with self.explained("deleted"):
             self.filesystem.delete_file(self.path)
 
@@ -316,7 +304,6 @@ class Location:
 
         Args:
             chunks: Gives the content, from its start, each time it is called.
-            retry_after_s: As of `replacing`.
 
         Raises:
             ExecutionError: It cannot be sent, with what may help.
@@ -335,7 +322,6 @@ class Location:
                 self.filesystem.move(path, self.path)
 
     def chunks(self) -> Iterator[bytes]:
-        """Yield the content piece by piece."""
         with self.open_file() as file:
             yield from chunks_of(file)
 

@@ -36,7 +36,6 @@ class Stale:
     """Rows of an output that no longer belong to the input.
 
     Attributes:
-        ids: Of those that have one.
         errors: Of those that have none, because their lines could not be read.
     """
 
@@ -47,7 +46,6 @@ class Stale:
         return bool(self.ids or self.errors)
 
     def holds(self, row: WrittenRow) -> bool:
-        """Whether a row is one of them."""
         return row.error in self.errors if row.id is None else row.id in self.ids
 
 
@@ -82,7 +80,6 @@ class TableLines:
     content_columns: tuple[str, ...] = ()
 
     def of(self, table: pa.Table) -> Iterator[dict[str, Any]]:
-        """Yield the object of each row."""
         columns = {name: self._cells(table, name) for name in table.column_names}
         for cells in zip(*columns.values(), strict=True):
             yield dict(zip(columns, cells, strict=True))
@@ -112,10 +109,7 @@ class TableLines:
 
 
 class BatchLines:
-    """A response of OpenAI's batch form."""
-
     def of(self, table: pa.Table) -> Iterator[dict[str, Any]]:
-        """Yield the object of each row."""
         return write_responses(table)
 
     def read(self, record: dict[str, Any], _id_column: str) -> WrittenRow:
@@ -132,7 +126,6 @@ class SampleLines(TableLines):
     """The columns of one sample; a row has as many lines as samples, one after the other."""
 
     def of(self, table: pa.Table) -> Iterator[dict[str, Any]]:
-        """Yield the object of each sample."""
         return super().of(explode_samples(table))
 
     def ends_row(self, line: bytes) -> bool:
@@ -202,7 +195,6 @@ class Parts:
 
     Attributes:
         directory: Where they are, and nothing else.
-        suffix: Of their names.
         run: Ends the names of new parts, so that no run replaces another's.
     """
 
@@ -275,7 +267,6 @@ class JoinedSink:
 
     @property
     def parts(self) -> Parts:
-        """The rows until the file is complete."""
         directory = self.location.sibling(f"{self.location.name}.partial")
         return Parts(directory=directory, suffix=".jsonl", run=self.run)
 
@@ -304,13 +295,11 @@ class JoinedSink:
                 yield from read_lines(self.lines, file, id_column, where=str(one))
 
     def drop(self, stale: Stale, id_column: str) -> None:
-        """Remove rows."""
         for one in self._files():
             with one.open_lines() as lines, one.replacing() as file:
                 file.writelines(drop_lines(self.lines, lines, stale, id_column))
 
     def _files(self) -> list[Location]:
-        """Where the rows are."""
         return self.parts.find() or [self.location] * self.location.exists()
 
     def write(self, table: pa.Table) -> None:
@@ -320,7 +309,6 @@ class JoinedSink:
             self.flush()
 
     def flush(self) -> None:
-        """Write the collected rows as one part."""
         if not self._lines:
             return
         if self._next_part == 0 and self._file_bytes() > 0:
@@ -369,7 +357,6 @@ class JsonlSink:
 
     @property
     def partial(self) -> Path:
-        """The file that grows."""
         return self._path.with_name(f"{self._path.name}.partial")
 
     @property
@@ -399,7 +386,6 @@ class JsonlSink:
             yield from read_lines(self.lines, file, id_column, where=str(self.partial))
 
     def drop(self, stale: Stale, id_column: str) -> None:
-        """Remove rows."""
         with (
             self.partial.open("rb") as lines,
             self.location.at(str(self.partial)).replacing() as file,
@@ -413,7 +399,6 @@ class JsonlSink:
             self.flush()
 
     def flush(self) -> None:
-        """Append the collected lines."""
         with self.partial.open("a", encoding="utf-8") as file:
             file.writelines(self._lines)
             file.flush()
@@ -421,13 +406,11 @@ class JsonlSink:
         self._lines.clear()
 
     def close(self) -> None:
-        """Give the file its name."""
         self.flush()
         self.partial.replace(self._path)
 
 
 def _check_plain_file(path: Path) -> None:
-    """Refuse links, which somebody else may have put there, pipes and devices."""
     if path.is_symlink() or (path.exists() and not path.is_file()):
         kind = f"a link to {path.readlink()}" if path.is_symlink() else "not a regular file"
         raise ConfigError(f"--output: {path} is {kind}; name a file, or a path that is free")
@@ -449,7 +432,6 @@ def _cut_torn_row(path: Path, lines: Lines) -> None:
 
 
 def _after_newline(file: IO[bytes], end: int) -> int:
-    """Return the place behind the last line end before `end`, 0 where there is none."""
     while end:
         begin = max(0, end - TAIL_BYTES)
         file.seek(begin)
@@ -465,10 +447,8 @@ class ParquetSink:
     """A directory of part files, local or of an object store.
 
     Attributes:
-        location: The directory.
         has_samples: Each sample is a row; those of one row of the input are in the same part.
         lines: What a row of the output holds.
-        run: Id of this run.
     """
 
     location: Location
@@ -480,7 +460,6 @@ class ParquetSink:
 
     @property
     def parts(self) -> Parts:
-        """The files of the rows."""
         return Parts(directory=self.location, suffix=".parquet", run=self.run)
 
     def prepare(self, *, resume: bool, overwrite: bool) -> None:
@@ -507,7 +486,6 @@ class ParquetSink:
                 yield from rows
 
     def drop(self, stale: Stale, id_column: str) -> None:
-        """Remove rows."""
         for part in self.parts.find():
             rows = _read_rows(part, id_column=id_column, lines=self.lines)
             with part.open_file() as opened:
@@ -528,7 +506,6 @@ class ParquetSink:
             self.flush()
 
     def flush(self) -> None:
-        """Write the collected rows as one part."""
         tables = [table for table in self._tables if table.num_rows]
         if not tables:
             return
@@ -538,7 +515,6 @@ class ParquetSink:
         self._tables.clear()
 
     def close(self) -> None:
-        """Write what is left."""
         self.flush()
 
 
@@ -570,9 +546,7 @@ class Sink(Protocol):
         """Yield what a resumed run must know of every row that is already there."""
         ...
 
-    def drop(self, stale: Stale, id_column: str) -> None:
-        """Remove rows."""
-        ...
+    def drop(self, stale: Stale, id_column: str) -> None: ...
 
     def write(self, table: pa.Table) -> None:
         """Take some rows; they are safe after the next `flush`."""
@@ -598,7 +572,6 @@ def open_sink(
     """Return a file of JSON lines when the name ends in .jsonl, else a directory of parquet.
 
     Args:
-        location: Of the output.
         source: Where the rows come from; requests of OpenAI's batch form become responses.
         has_samples: Each sample becomes a row.
         content_columns: What the answer of a row depends on.
@@ -629,7 +602,6 @@ def check_apart(output: Location, inputs: Iterable[Location], root: Location) ->
     """Refuse an output that is the input, holds it, or lies in the input's directory.
 
     Args:
-        output: Where rows are written.
         inputs: The files that are read.
         root: What the user named: one of them, their directory or a glob.
 
@@ -659,6 +631,5 @@ def _place(location: Location) -> PurePath:
 
 
 def _is_linked(output: Location, one: Location) -> bool:
-    """Whether two local names are of the same file."""
     is_there = output.is_local and output.local_path.exists()
     return is_there and output.local_path.samefile(one.local_path)

@@ -40,13 +40,8 @@ class Cluster:
     Where nodes differ, each counts as much as the smallest: an actor may land on any.
 
     Attributes:
-        num_nodes: How many.
-        num_cpus: Of all of them; 0 where nothing is known.
-        num_gpus: Of all of them.
-        memory_bytes: Of all of them, without Ray's object stores.
         gpus_per_actor: That an engine takes, where there are any.
         gpu: The preset with their GPU, where Ray knows its name and we do.
-        store_bytes: Of the largest object store.
         num_generators: Of the pipeline that runs there, with as many actors each; None where that
             was not said.
     """
@@ -146,7 +141,6 @@ def _has_ray() -> bool:
 
 
 def _with_gpus(nodes: Sequence[Mapping[str, Any]], least: float) -> list[Mapping[str, Any]]:
-    """The nodes with so many GPUs, or, where there are none, those with any."""
     enough = [resources for resources in nodes if resources.get("GPU", 0) >= least]
     return enough or [resources for resources in nodes if resources.get("GPU", 0) > 0]
 
@@ -181,7 +175,6 @@ class Stage:
     """What one stage of a pipeline must have at once.
 
     Attributes:
-        name: Ray's, for people.
         num_actors: 0 where it runs tasks, of which one must find room at a time.
         each: Of an actor or a task: CPU, GPU and memory.
         is_generator: A `MoEGenerator` runs in it.
@@ -264,7 +257,6 @@ def _size(stage: Stage) -> tuple[float, ...]:
 
 
 def _place(each: Resources, free: Iterable[Resources]) -> bool:
-    """Take what one actor or task needs from the first node that has it."""
     for node in free:
         if all(node[name] + SMALLEST > amount for name, amount in each.items()):
             for name, amount in each.items():

@@ -176,7 +176,6 @@ def check_names(names: Collection[str], taken: Collection[str] = COLUMNS) -> Non
     """Refuse a table that has a column with a name of the new ones.
 
     Args:
-        names: Of its columns.
         taken: `INPUT_MAY_NOT_HAVE` for a table that no `MoEGenerator` has seen yet.
 
     Raises:

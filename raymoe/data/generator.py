@@ -259,7 +259,6 @@ class MoEGenerator:
 
 
 def _status_beside(journal_dir: str | Path) -> Path | None:
-    """Return where the status goes by default; nobody asked for it, so it may be missing."""
     try:
         return make_status_directory(status_beside(Path(journal_dir).expanduser().absolute()))
     except ConfigError as error:
@@ -310,7 +309,6 @@ def _wait_for(engine: "Engine", futures: Sequence[Future[Generation]]) -> list[G
 
 
 def _with_column(generation: Generation, column: str) -> Generation:
-    """Name the column in an error of the engine, which knows nothing of columns."""
     if not generation.error:
         return generation
     kind, _, reason = generation.error.partition(": ")

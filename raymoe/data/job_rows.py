@@ -57,7 +57,6 @@ class FinishedRows:
 
     @property
     def directory(self) -> Path:
-        """Of the journal."""
         return self._journal.directory
 
     def keys(self, requests: Sequence[RowRequest]) -> list[bytes]:
@@ -74,7 +73,6 @@ class FinishedRows:
         """Record a row as soon as it is finished.
 
         Args:
-            key: Of the row.
             future: Its answer from the engine.
             leave: Called once it is recorded, with `is_finished`: whether there is an answer.
 
@@ -188,8 +186,6 @@ class JobRows:
         """Let rows in as they may enter, which can take until others have left.
 
         Args:
-            requests: Rows without an answer.
-            keys: Of the rows.
             submit: Gives rows to the engine.
 
         Returns:

@@ -40,7 +40,6 @@ def make_directory(directory: str | Path, option: str, *, access: int = os.W_OK 
     """Make a directory where it is missing; return its absolute path.
 
     Args:
-        directory: What the user gave.
         option: The name under which the user gave it.
         access: What this user must be allowed there.
 
@@ -81,20 +80,16 @@ class UnfinishedRecordError(DamagedRecordError):
 
 
 class Record(NamedTuple):
-    """A record where it was found."""
-
     key: bytes
     offset: int
     payload: bytes
 
     @property
     def end(self) -> int:
-        """Offset of the first byte behind it."""
         return self.offset + HEADER_BYTES + len(self.payload)
 
 
 def pack_record(key: bytes, payload: bytes) -> bytes:
-    """Return the bytes of a record."""
     return _HEADER.pack(len(payload), _checksum(key, payload), key) + payload
 
 
@@ -220,7 +215,6 @@ class RowIndex:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the sorted entries."""
         return self._halves.nbytes + self._places.nbytes
 
     def add(self, key: bytes, file_number: int, offset: int) -> None:
@@ -285,7 +279,6 @@ class JournalWriter:
         """Start the thread; the file is made with the first row.
 
         Args:
-            directory: There already.
             sync_every_s: Written rows are forced to disk this often, and by `close`.
             on_written: Called with the file and what was appended to it.
         """
@@ -354,7 +347,6 @@ class JournalWriter:
                 self._changed.notify_all()
 
     def _write_next(self) -> bool:
-        """Write what is pending and sync when it is time; False ends the thread."""
         with self._changed:
             self._changed.wait_for(
                 lambda: bool(self._pending) or self._is_closing, self._sync_due_s()
@@ -373,7 +365,6 @@ class JournalWriter:
         return not is_over
 
     def _sync_due_s(self) -> float | None:
-        """Seconds until written rows must be synced; None when there are none."""
         if self._unsynced_since_s is None:
             return None
         return max(0.0, self._unsynced_since_s + self._sync_every_s - time.monotonic())
@@ -402,7 +393,6 @@ class JournalWriter:
         self._on_written(self._path, [(key, begin + offset) for key, offset in places])
 
     def _append_bytes(self, data: bytes) -> int:
-        """Return the offset at which the data begins."""
         if self._file < 0:
             self._open_file()
         begin = self._end
@@ -472,7 +462,6 @@ class Contents:
     """What the files of a journal held when it was opened.
 
     Attributes:
-        num_rows: Whole records.
         num_ignored_bytes: Behind the last whole record of each file.
         num_damaged_files: Of those with ignored bytes, the ones that do not just end early, as a
             killed process leaves them, or cannot be read at all.
@@ -521,7 +510,6 @@ class RowJournal:
 
     @property
     def num_lost_rows(self) -> int:
-        """Rows that could not be written."""
         return self._writer.num_lost_rows
 
     def find(self, keys: Sequence[bytes]) -> list[Generation | None]:
@@ -540,7 +528,6 @@ class RowJournal:
         return found
 
     def append(self, key: bytes, generation: Generation) -> None:
-        """Take a finished row; see `JournalWriter.append`."""
         self._writer.append(key, generation)
 
     def flush(self, timeout_s: float | None = None) -> None:
@@ -558,7 +545,6 @@ class RowJournal:
                 self._index.add(key, number, offset)
 
     def _read_file(self, path: Path) -> None:
-        """Index the records of a file up to the first that is not whole."""
         contents = self.contents
         number = self._numbers.setdefault(path, len(self._numbers))
         size = end = 0
@@ -600,7 +586,6 @@ def make_journal_directory(directory: str | Path) -> Path:
 def _read_places(
     path: Path, wanted: Sequence[tuple[int, int]], keys: Sequence[bytes]
 ) -> Iterator[tuple[int, Generation]]:
-    """Yield position in `keys` and generation, for offsets in one file and their positions."""
     try:
         with _open(path) as file:
             for offset, position in wanted:

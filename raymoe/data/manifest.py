@@ -37,18 +37,12 @@ class Manifest:
     """What the tokens of a job depend on besides its rows.
 
     Attributes:
-        format: Of the files of a journal.
         raymoe: Version that wrote it; others of the same format may go on.
         model: Directory or hub name, for people; the contents are below.
         revision: Commit on the hub; None for a directory, which then agrees with any.
         config: Digest of config.json and generation_config.json.
         weights: Digest of the weight files; "" where it is not known yet, which agrees with any.
-        tokenizer: Digest of its files.
-        chat_template: Digest of the template.
         sampling_params: Of rows that have none of their own, as far as they differ from raymoe's.
-        seed: Of rows that have none.
-        dtype: Of the computation.
-        kv_dtype: Of the KV cache.
         max_context_tokens: Limit given by the user; None is the model's.
         on_too_long: What happens to long prompts.
     """
@@ -94,7 +88,6 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """Equal for manifests that agree."""
         plain = dataclasses.asdict(self)
         for name in (*_FOR_PEOPLE, "revision"):
             del plain[name]
@@ -210,7 +203,6 @@ def is_manifest(data: bytes) -> bool:
 
 
 def as_bytes(manifest: Manifest) -> bytes:
-    """Return what a manifest's file holds."""
     return json.dumps(dataclasses.asdict(manifest), indent=2).encode() + b"\n"
 
 
@@ -218,7 +210,6 @@ _WHAT_TO_DO = "remove it with the files beside it to start anew (raymoe generate
 
 
 def _write_first(path: Path, manifest: Manifest) -> None:
-    """Write a manifest unless another process was faster."""
     temporary = _write_temporary(path, manifest)
     try:
         # Unlike a rename, a link never replaces what is there.

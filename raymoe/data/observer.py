@@ -1,19 +1,24 @@
-"""What an actor tells others of its engine: files of its status, metrics of Ray, lines of a log."""
+"""How an engine does, as series of Ray: for Prometheus, Grafana, and Ray's own dashboard.
+
+They are read from the status of an actor every few seconds; nothing is counted in the hot path.
+"""
 
 import dataclasses
 import logging
 import os
 import platform
 import re
+import sys
 import threading
 import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raymoe.data.metrics import RayMetrics
 from raymoe.data.status import (
     ACTOR_PREFIX,
     ENDED,
@@ -31,16 +36,183 @@ from raymoe.data.status import (
     make_status_directory,
     write_record,
 )
-from raymoe.engine.outputs import Generation
+from raymoe.engine.outputs import EngineStats, Generation
 from raymoe.plan.pictures import operations_of
 from raymoe.plan.plan import RESOURCE_NAMES, Plan
 from raymoe.plan.work import PassLoad
 from raymoe.schedule.timeline import Timeline, middle_layers
 
 if TYPE_CHECKING:
+    from ray.util.metrics import Metric as RayMetric
+
     from raymoe.engine.accuracy import MeasuredPass
     from raymoe.engine.engine import Engine
-    from raymoe.engine.outputs import EngineStats
+
+
+TAGS = ("model", "actor")
+KIND_TAG = "kind"
+
+Values = dict[str, float]
+"""Values by the kind that they are of; those of a metric without kinds are under ""."""
+
+
+class MetricKind(StrEnum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One series of each actor, or one of each kind of something.
+
+    Attributes:
+        name: Without the prefix and the suffix that Ray adds.
+        values: From a status; empty where it says nothing of it.
+        has_kinds: Whether there is a tag `kind`.
+    """
+
+    name: str
+    kind: MetricKind
+    description: str
+    values: Callable[[ActorStatus], Values]
+    has_kinds: bool = False
+
+    @property
+    def exported_name(self) -> str:
+        return f"ray_{self.name}" + ("_total" if self.kind is MetricKind.COUNTER else "")
+
+
+def _of_rows(field: str) -> Callable[[ActorStatus], Values]:
+    return lambda status: {"": float(getattr(status.rows, field))}
+
+
+def _of_engine(value: Callable[[EngineStats], float]) -> Callable[[ActorStatus], Values]:
+    return lambda status: {} if status.engine is None else {"": float(value(status.engine))}
+
+
+def _errors(status: ActorStatus) -> Values:
+    return {kind: float(count) for kind, count in status.rows.errors}
+
+
+_COUNTER, _GAUGE = MetricKind.COUNTER, MetricKind.GAUGE
+
+_PLAIN = (
+    ("rows", _COUNTER, "Rows answered, error rows included.", _of_rows("num_rows")),
+    ("journal_rows", _COUNTER, "Rows that a journal had.", _of_rows("num_found_rows")),
+    (
+        "prompt_tokens",
+        _COUNTER,
+        "Prompt tokens computed, recomputation included.",
+        _of_engine(lambda one: one.num_prompt_tokens),
+    ),
+    (
+        "cached_tokens",
+        _COUNTER,
+        "Prompt tokens of finished rows that were found instead of computed.",
+        _of_engine(lambda one: one.num_cached_tokens),
+    ),
+    (
+        "generated_tokens",
+        _COUNTER,
+        "Tokens generated.",
+        _of_engine(lambda one: one.num_generated_tokens),
+    ),
+    (
+        "preemptions",
+        _COUNTER,
+        "Sequences that gave up their KV blocks and were computed again.",
+        _of_engine(lambda one: one.num_preemptions),
+    ),
+    ("passes", _COUNTER, "Passes run.", _of_engine(lambda one: one.num_passes)),
+    ("pass_seconds", _COUNTER, "Time in passes.", _of_engine(lambda one: one.busy_s)),
+    (
+        "predicted_pass_seconds",
+        _COUNTER,
+        "What the plan predicted for these passes.",
+        _of_engine(lambda one: one.predicted_s),
+    ),
+    (
+        "link_seconds",
+        _COUNTER,
+        "Time in passes that the link to the device was busy.",
+        _of_engine(lambda one: one.link_s),
+    ),
+    (
+        "queued_rows",
+        _GAUGE,
+        "Rows that wait for a slot.",
+        _of_engine(lambda one: one.num_queued_rows),
+    ),
+    (
+        "live_sequences",
+        _GAUGE,
+        "Sequences with KV blocks.",
+        _of_engine(lambda one: one.num_live_sequences),
+    ),
+    ("pool_fill", _GAUGE, "Slots in use, 0 to 1.", _of_engine(lambda one: one.pool_fill)),
+    ("kv_use", _GAUGE, "KV blocks in use, 0 to 1.", _of_engine(lambda one: one.kv_use)),
+)
+
+METRICS = (
+    *(
+        Metric(name=f"raymoe_{name}", kind=kind, description=description, values=values)
+        for name, kind, description, values in _PLAIN
+    ),
+    Metric(
+        name="raymoe_error_rows",
+        kind=_COUNTER,
+        description="Rows that could not be generated, by kind of error.",
+        values=_errors,
+        has_kinds=True,
+    ),
+)
+
+
+class RayMetrics:
+    """The metrics of one actor; Ray exports them under its own names of node and worker."""
+
+    def __init__(self, model: str, actor: str) -> None:
+        """Make all series.
+
+        Args:
+            model: Name or directory; its last part is the tag.
+        """
+        # Planning and drivers need no Ray.
+        from ray.util.metrics import Counter, Gauge  # noqa: PLC0415
+
+        classes = {MetricKind.COUNTER: Counter, MetricKind.GAUGE: Gauge}
+        self._tags = {"model": model.rstrip("/").rpartition("/")[2] or model, "actor": actor}
+        self._series: dict[str, RayMetric] = {}
+        self._published: dict[tuple[str, str], float] = {}
+        for metric in METRICS:
+            keys = (*TAGS, KIND_TAG) if metric.has_kinds else TAGS
+            make = classes[metric.kind]
+            self._series[metric.name] = make(metric.name, metric.description, tag_keys=keys)
+
+    @classmethod
+    def in_actor(cls, model: str, actor: str) -> "RayMetrics | None":
+        """The metrics of this process; None where it is no actor of a running Ray."""
+        ray = sys.modules.get("ray")
+        if ray is None or not ray.is_initialized():
+            return None
+        return None if ray.get_runtime_context().get_actor_id() is None else cls(model, actor)
+
+    def publish(self, status: ActorStatus) -> None:
+        """Bring all series to what a status says."""
+        for metric in METRICS:
+            for kind, value in metric.values(status).items():
+                self._set(metric, kind, value)
+
+    def _set(self, metric: Metric, kind: str, value: float) -> None:
+        series = self._series[metric.name]
+        tags = {**self._tags, KIND_TAG: kind} if metric.has_kinds else self._tags
+        if metric.kind is MetricKind.GAUGE:
+            series.set(value, tags=tags)
+            return
+        before = self._published.get((metric.name, kind), 0.0)
+        if value > before:  # Ray takes no increment of 0
+            series.inc(value - before, tags=tags)
+            self._published[metric.name, kind] = value
 
 
 MAX_POINTS = 240
@@ -94,8 +266,6 @@ def recent_rate(
     """How much a count grew per second at the end of a history.
 
     Args:
-        points: In order of time.
-        column: A count of `HISTORY_COLUMNS`.
         window_s: How long the end is.
 
     Returns:
@@ -117,9 +287,7 @@ class Periodic:
         """Start.
 
         Args:
-            call: Must not raise.
             every_s: Between the end of a call and the start of the next.
-            name: Of the thread.
         """
         self._call, self._every_s = call, every_s
         self._is_over = threading.Event()
@@ -127,11 +295,7 @@ class Periodic:
         self._thread.start()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Let the thread call once more and wait for its end; more than once is fine.
-
-        Args:
-            timeout_s: Wait no longer.
-        """
+        """Let the thread call once more and wait for its end; more than once is fine."""
         self._is_over.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
@@ -161,12 +325,6 @@ class RowCounter:
         self._messages: list[str] = []
 
     def add(self, generations: Sequence[Generation], num_found: int = 0) -> None:
-        """Count the rows of one batch.
-
-        Args:
-            generations: One of each row.
-            num_found: Of them, those that a journal had.
-        """
         input_tokens = sum(one.num_input_tokens for one in generations)
         generated_tokens = sum(
             sample.num_generated_tokens for one in generations for sample in (one, *one.others)
@@ -184,7 +342,6 @@ class RowCounter:
                     self._messages.append(message)
 
     def counts(self) -> RowCounts:
-        """The sums so far."""
         with self._lock:
             return RowCounts(
                 num_rows=self._rows,
@@ -201,7 +358,6 @@ def error_kind(error: str, known: Collection[str] = ()) -> str:
     """The type of an error; text of a user's own error column has none.
 
     Args:
-        error: "Type: message".
         known: Kinds that there are already; beyond `MAX_KINDS` there are no more.
     """
     kind = error.partition(":")[0]
@@ -270,7 +426,6 @@ def record_pass(actor: str, model: str, plan: Plan, chosen: "MeasuredPass") -> P
 
 
 def _kind(load: PassLoad) -> tuple[bool, bool]:
-    """Whether it decodes, and whether it has prompts."""
     return load.decode_rows > 0, load.prompt_tokens > 0
 
 
@@ -294,16 +449,9 @@ class ActorProbe:
     Attributes:
         actor: A name of this process's own, which any file system takes.
         state: See `ActorStatus`; the operator sets it.
-        reason: The same.
     """
 
     def __init__(self, model: str, rows: RowCounter) -> None:
-        """Begin.
-
-        Args:
-            model: Name for people.
-            rows: What the operator counts.
-        """
         self._model, self._rows = model, rows
         self._node, self._pid = platform.node() or "node", os.getpid()
         node = re.sub(r"[^\w.-]", "_", self._node, flags=re.ASCII)[:100]
@@ -316,12 +464,10 @@ class ActorProbe:
         self._history, self._passes = History(), TypicalPass()
 
     def attach(self, engine: "Engine") -> None:
-        """Say that the engine is loaded."""
         self._engine = engine
         self.state = RUNNING
 
     def sample(self) -> None:
-        """Look at the engine."""
         engine, rows = self._engine, self._rows.counts()
         if engine is None:
             return
@@ -342,7 +488,6 @@ class ActorProbe:
         )
 
     def status(self) -> ActorStatus:
-        """What was seen."""
         return ActorStatus(
             actor=self.actor,
             node=self._node,
@@ -414,8 +559,6 @@ class Observer:
         """Start the thread.
 
         Args:
-            model: Name for people.
-            rows: What the operator counts.
             status_dir: Where files are written; None writes none.
 
         Raises:
@@ -430,7 +573,6 @@ class Observer:
         self._thread = Periodic(self._look, SAMPLE_EVERY_S, name="raymoe-status")
 
     def attach(self, engine: "Engine") -> None:
-        """Say that the engine is loaded."""
         self._metrics = RayMetrics.in_actor(self._model, self._probe.actor)
         self._probe.attach(engine)
 
@@ -472,7 +614,6 @@ class Observer:
             logger.info("%s", actor_line(status))
 
     def _is_time_for_a_pass(self, now_s: float) -> bool:
-        """Seldom, for it takes a simulation; a process that is killed leaves what there was."""
         if now_s - self._pass_s < self._pass_every_s:
             return False
         self._pass_s = now_s

@@ -82,7 +82,6 @@ def _read_body(line: dict[str, Any]) -> dict[str, str | None]:
 
 
 def _pop_prompt(body: dict[str, Any], *, is_chat: bool) -> dict[str, str | None]:
-    """Take what is asked out of a body: messages and tools, or a prompt."""
     if is_chat:
         messages, tools = body.pop("messages", None), body.pop("tools", None)
         if not isinstance(messages, list):
@@ -97,7 +96,6 @@ def _pop_prompt(body: dict[str, Any], *, is_chat: bool) -> dict[str, str | None]
 
 
 def _read_params(body: dict[str, Any], *, is_chat: bool) -> dict[str, Any]:
-    """Return the sampling parameters that a body asks for."""
     # Sorted, so that the text, and with it the digest, is the same in every process.
     params = {name: body.pop(name) for name in sorted(_SAME_NAME & body.keys())}
     for name in _WITHOUT_EFFECT & body.keys():
@@ -131,7 +129,6 @@ def _completion_logprobs(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _form(response_format: Any) -> dict[str, Any]:
-    """Return structured outputs of OpenAI's `response_format`."""
     kind = response_format.get("type") if isinstance(response_format, dict) else None
     if kind == "text":
         return {}
@@ -221,7 +218,6 @@ def _named(one: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _token(one: Mapping[str, Any]) -> str:
-    """Return the name of a token: its id, as vLLM writes it when asked to."""
     return f"token_id:{one['token_id']}"
 
 

@@ -37,7 +37,6 @@ class Death:
     Attributes:
         inside: Keys of the rows that had entered and not left.
         was_alone: One of them, and nothing else, was let in alone.
-        has_finished: Rows had left before.
         when_ns: Latest write, by the clock of the file system.
     """
 
@@ -63,7 +62,6 @@ class InsideFile:
 
     @property
     def name(self) -> str:
-        """Of the file, once there is one."""
         return self._path.name
 
     def record(
@@ -72,9 +70,7 @@ class InsideFile:
         """Write that rows enter, before they do, and that others have left.
 
         Args:
-            entered: Keys.
             left: Keys of rows that entered before and are finished.
-            alone: Nothing else is inside.
         """
         with self._lock:
             self._inside.subtract(left)
@@ -99,7 +95,6 @@ class InsideFile:
             self._close_file()
 
     def _open_file(self) -> None:
-        """Begin a file, or the one that has grown anew, with what it has to tell."""
         temporary = self._directory / f".{INSIDE}{uuid.uuid4().hex}.tmp"
         if self._file < 0:
             self._path = self._directory / f"{INSIDE}{uuid.uuid4().hex}{SUFFIX}"
@@ -127,7 +122,6 @@ class InsideFile:
             logger.warning("which rows are inside is written to %s again", self._directory)
 
     def _give_up(self, error: OSError) -> None:
-        """Remove a file that may be torn; the next rows that enter begin another."""
         if not self._is_failing:
             logger.warning(
                 "which rows are inside cannot be written to %s (%s): a row that ends this process "
@@ -179,12 +173,7 @@ def read_death(path: Path) -> Death:
 
 
 def keep_deaths(directory: Path, own_name: str) -> None:
-    """Turn the files of processes that have ended into deaths; those that tell nothing go.
-
-    Args:
-        directory: Of the files.
-        own_name: File of this process.
-    """
+    """Turn the files of processes that have ended into deaths; those that tell nothing go."""
     for path in directory.glob(f"{INSIDE}*{SUFFIX}"):
         if path.name != own_name:
             with contextlib.suppress(FileNotFoundError):  # another process was faster
@@ -251,11 +240,7 @@ class Strikes:
         self._next_look_s = 0.0
 
     def look(self, own_name: str) -> None:
-        """Notice processes that have ended since; at most once a second.
-
-        Args:
-            own_name: File of this process.
-        """
+        """Notice processes that have ended since; at most once a second."""
         with self._lock:
             if time.monotonic() < self._next_look_s:
                 return
@@ -344,9 +329,6 @@ class Admission:
     Rows without suspicion enter at once, all of a call together, unless a suspect must be alone:
     then nobody enters before it has been, and it enters when all others have left. Once the engine
     is broken nobody enters: those who waited were not inside when it broke.
-
-    Args:
-        directory: Of the journal.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -400,8 +382,6 @@ class Admission:
         """Note that a row has left; never waits for a disk.
 
         Args:
-            key: Of the row.
-            num_deaths: Of its group.
             is_finished: False where the engine broke: for the next process it is still inside.
         """
         with self._changed:
@@ -417,7 +397,6 @@ class Admission:
             self._changed.notify_all()
 
     def flush(self) -> None:
-        """Write down who has left."""
         left = self._take_left()
         if left:
             self._file.record(left=left)
@@ -428,7 +407,6 @@ class Admission:
         self._file.close()
 
     def _enter(self, group: Group, keys: Sequence[bytes]) -> Group:
-        """Wait until the group may enter, and write it down."""
         alone = self._most_at_once(group.num_deaths) == 1
         with self._changed:
             if alone:
@@ -447,7 +425,6 @@ class Admission:
         return group
 
     def _has_room(self, num_deaths: int) -> bool:
-        """Whether one more row with so many deaths may enter; each limit counts all worse ones."""
         if self._is_alone or self._num_waiting_alone:
             return False
         for level in range(SUSPECT_AFTER, num_deaths + 1):

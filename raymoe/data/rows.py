@@ -50,7 +50,6 @@ def read_cells(table: pa.Table, column: str | None) -> list[Any]:
 
 
 def _is_too_deep(kind: pa.DataType) -> bool:
-    """Whether Arrow itself may use up the stack for a value: that ends the process."""
     level = [kind]
     for _ in range(MAX_LEVELS + 1):
         inner = [getattr(one, "storage_type", one) for one in level]
@@ -347,7 +346,6 @@ def read_tools(value: Any, column: str) -> list[dict[str, Any]]:
 
 
 def _check_is_json(value: Any, column: str) -> None:
-    """Refuse what chat templates cannot be given."""
     try:
         json.dumps(value, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
@@ -363,7 +361,6 @@ def _is_tool(tool: Any) -> bool:
 
 
 def _message_problem(message: Any) -> str:
-    """Say what is wrong with one chat message, or ""."""
     if not isinstance(message, dict):
         return f"is {shown(message)}; it takes an object with role and content"
     role, content = message.get("role"), message.get("content")
@@ -403,7 +400,6 @@ def _read_options(cell: Any) -> dict[str, Any]:
 
 
 def _as_integer(key: str, value: Any) -> Any:
-    """Undo what pandas does to a struct with missing keys: 5 became 5.0."""
     is_whole = isinstance(value, float) and value.is_integer()
     return int(value) if key in _INTEGER_KEYS and is_whole else value
 

@@ -42,7 +42,6 @@ def configure_data_context(
     actor with one CPU and 1 GiB of `memory` beside those of the job.
 
     Args:
-        id_column: Of the rows; needed for a checkpoint.
         checkpoint_path: A directory that all nodes reach, or an address of object storage.
         preserve_order: Rows come out in the order of the input; the rows of a node that dies then
             hold up all that follow them.
@@ -83,13 +82,7 @@ BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def choose_sharing(config: EngineConfig, *, actors_per_node: int, num_gpus: float) -> EngineConfig:
-    """Decide "auto": engines with a device each share the weights with their neighbours.
-
-    Args:
-        config: Of the engines.
-        actors_per_node: Engines of a node.
-        num_gpus: Of the cluster.
-    """
+    """Decide "auto": engines with a device each share the weights with their neighbours."""
     if config.shared_weights != "auto":
         return config
     has_device = config.device in {"cuda", "emulated"}
@@ -114,7 +107,6 @@ def saved_bytes(model_source: str | Path, config: EngineConfig, actors_per_node:
 
 
 def dtype_of(spec: ModelSpec, config: EngineConfig) -> str:
-    """The type that an engine computes in."""
     return spec.dtype or "bfloat16" if config.dtype == "auto" else config.dtype
 
 
@@ -220,7 +212,6 @@ def _default_rows(plan: "ActorPlan | None") -> int:
 
 
 def _absolute(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with absolute directories: actors have working directories of their own."""
     given = {name: str(options[name]) for name in DIRECTORIES if options.get(name) is not None}
     return dict(options) | {
         name: text if "://" in text else str(Path(text).expanduser().absolute())
@@ -286,7 +277,6 @@ def plan_actor(
 
     Args:
         model_source: Only a local directory can be planned for.
-        config: Of the engine.
         node: The actor's share of its node; None where it is unknown. The hardware of the
             configuration counts before it.
 
@@ -320,7 +310,6 @@ def plan_actor(
 
 
 def _share_node(config: EngineConfig, node: HardwareSpec) -> EngineConfig:
-    """Return a configuration that leaves room for the other actors of the node."""
     return dataclasses.replace(
         config,
         num_threads=config.num_threads or node.num_cores,

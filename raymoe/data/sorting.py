@@ -57,7 +57,6 @@ def arrange(
     Args:
         dataset: Rows of any block format.
         prompt_column: As for `MoEGenerator`, like the next two.
-        messages_column: Chat messages.
         tools_column: What the messages may call; chat templates put it first.
         prefix_bytes: How far into a prompt rows are compared; each takes as much more while it is
             sorted. Rows that agree in all of it come together in any order.
@@ -109,7 +108,6 @@ def _bytes_of(cell: Any) -> bytes:
 
 
 def _message_bytes(message: dict[str, Any]) -> bytes:
-    """Role and content in the order of a chat template; then the rest."""
     known = {name: message.get(name) for name in ("role", "content")}
     rest = {name: value for name, value in message.items() if name not in known and value}
     parts = [*known.values(), *([rest] if rest else [])]
@@ -172,7 +170,6 @@ class _Family:
 
 
 def _deal(table: pa.Table, *, rows_per_block: int) -> pa.Table:
-    """Order a sorted part, and drop the keys."""
     prefixes = table.column(PREFIX).to_pylist()
     sizes = table.column(SIZE).to_numpy()
     order = deal_rows(prefixes, sizes, rows_per_block)
@@ -185,7 +182,6 @@ def deal_rows(
     """Return the order in which sorted rows are dealt.
 
     Args:
-        prefixes: Of the rows, ascending.
         sizes: Bytes of each row's whole prompt.
         rows_per_block: Rows of a block; families of more rows fill blocks of their own.
     """
@@ -211,7 +207,6 @@ def shared_bytes(one: bytes, other: bytes) -> int:
 
 
 def _families(shared: Int64s, costs: Int64s) -> Iterator[_Family]:
-    """Cut where neighbours share hardly more than all rows of the part do."""
     starts = np.flatnonzero(shared < LEAST_SHARED_BYTES)  # the first row among them
     for begin, end in itertools.pairwise([*starts.tolist(), len(costs)]):
         yield _Family(begin, end, int(costs[begin:end].sum()))

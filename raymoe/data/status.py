@@ -35,11 +35,6 @@ class RowCounts:
     """Rows that an operator answered.
 
     Attributes:
-        num_rows: All, error rows included.
-        num_error_rows: Of them, those without a text.
-        num_found_rows: Of them, those that a journal had.
-        num_input_tokens: Of their prompts.
-        num_generated_tokens: Of their samples.
         errors: How many of each kind, most frequent first.
         messages: What the first error rows said, each once, cut; rows had a say in it.
     """
@@ -58,9 +53,7 @@ class PlanSummary:
     """What an actor planned.
 
     Attributes:
-        schedule: Its name.
         tokens_per_s: Predicted generated tokens per second of the job that was planned for.
-        bound: What limits decoding.
         description: All of it, for people.
     """
 
@@ -88,10 +81,6 @@ class ActorStatus:
 
     Attributes:
         actor: Its own name, of no other process.
-        node: Name of its machine.
-        pid: Of its process there.
-        state: "loading", "running", "ended", "failed".
-        reason: Why it failed.
         engine: None before the model is loaded.
         plan: None before, and for an engine without one.
     """
@@ -116,14 +105,7 @@ class PassRecord:
     """A typical pass of an actor, and where its plan lies under the roofs of its node.
 
     Attributes:
-        load: What the pass held.
-        num_layers: Of the whole pass.
-        num_shown_layers: Of them, those whose tasks are here.
-        predicted_s: The whole pass.
-        measured_s: The whole pass.
         predicted: Tasks of a few layers.
-        measured: The same.
-        hardware: The node, without curves.
         operations: Under its roofs; the first is the one that was planned for.
     """
 
@@ -148,7 +130,6 @@ class PassRecord:
 
     @property
     def placed(self) -> list[Operation]:
-        """The operations."""
         return [
             Operation(name=name, flop=flop, near_bytes=near, far_bytes=far)
             for name, flop, near, far in self.operations
@@ -160,13 +141,10 @@ class JobStatus:
     """The whole job, as its driver sees it: rows that are in the output.
 
     Attributes:
-        state: "running", "ended", "failed".
-        reason: Why it failed.
         elapsed_s: Since it began, at the moment of `updated_unix_s`; Ray's own start not counted.
         errors: Error rows of each kind, most frequent first.
         total_rows: Rows to do in this run.
         num_written_before: Rows that former runs had written.
-        price_per_hour: Of a node; None where nobody said it.
         settings: Names and values, for people.
     """
 

@@ -38,7 +38,6 @@ class ActorView:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it loads or generates."""
         return self.state in {LOADING, RUNNING}
 
     @property
@@ -50,8 +49,6 @@ class ActorView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeView:
-    """A machine with its actors."""
-
     name: str
     actors: tuple[ActorView, ...]
 
@@ -62,7 +59,6 @@ class NodeView:
 
     @property
     def num_rows(self) -> int:
-        """Rows answered."""
         return sum(actor.status.rows.num_rows for actor in self.actors)
 
 
@@ -82,7 +78,6 @@ class JobView:
 
     @classmethod
     def of(cls, files: StatusFiles, now_s: float) -> "JobView":
-        """Judge what was read."""
         job = files.job
         is_over = job is not None and not job.is_running
         actors = tuple(
@@ -111,7 +106,6 @@ class JobView:
 
     @property
     def is_alive(self) -> bool:
-        """Whether more will come."""
         return self.state in {LOADING, RUNNING}
 
     @property
@@ -123,7 +117,6 @@ class JobView:
 
     @property
     def nodes(self) -> tuple[NodeView, ...]:
-        """Machines, by name."""
         names = sorted({actor.status.node for actor in self.actors})
         return tuple(
             NodeView(
@@ -140,17 +133,14 @@ class JobView:
 
     @property
     def num_error_rows(self) -> int:
-        """Of them, those without a text."""
         return self.job.num_error_rows if self.job is not None else self._sum("num_error_rows")
 
     @property
     def num_input_tokens(self) -> int:
-        """Of these rows."""
         return self.job.num_input_tokens if self.job is not None else self._sum("num_input_tokens")
 
     @property
     def num_generated_tokens(self) -> int:
-        """Of these rows."""
         if self.job is not None:
             return self.job.num_generated_tokens
         return self._sum("num_generated_tokens")
@@ -256,7 +246,6 @@ def node_rates(nodes: Iterable[NodeView]) -> str:
 
 
 def _view(status: ActorStatus, written_s: float, now_s: float, *, is_over: bool) -> ActorView:
-    """Clocks of machines differ: the file system's word counts as well as the actor's own."""
     age_s = max(0.0, now_s - max(status.updated_unix_s, written_s))
     state = status.state
     if state in {LOADING, RUNNING}:
@@ -294,5 +283,4 @@ def measured_over_predicted(actor: ActorView) -> float | None:
 
 
 def ago(seconds: float) -> str:
-    """How long ago, for people."""
     return f"{format_seconds(max(1.0, seconds))} ago"

@@ -1,11 +1,23 @@
-"""A lane that is a CUDA stream: its thread issues work, the device waits by itself."""
+"""Threads and host memory beside a GPU, on machines with several NUMA nodes.
+
+A copy between a GPU and the memory of another socket crosses the link between the sockets, and
+shares it with everything else that does. Assumptions: Linux, sysfs in its usual place.
+
+Source: Linux, Documentation/ABI/stable/sysfs-devices-node and testing/sysfs-bus-pci;
+set_mempolicy(2).
+"""
 
 import contextlib
+import ctypes
 import logging
+import os
+import platform
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Generic, NamedTuple
 
@@ -27,7 +39,6 @@ from raymoe.device.cuda_api import (
 )
 from raymoe.device.device import MemoryLedger
 from raymoe.device.lane import Call, HostMark, Lane, Mark, ThreadContext, ThreadLane, Worker
-from raymoe.device.numa import NumaPlace, find_place, memory_near, near
 from raymoe.errors import CapacityError, ConfigError
 from raymoe.schedule.graph import Resource, Task
 from raymoe.units import MIB, format_bytes
@@ -36,20 +47,134 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
+PREFERRED, DEFAULT = 1, 0  # policies of set_mempolicy(2)
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # numbers of the system call
+_MASK_BITS = 1024  # nodes that any kernel has at most
+
+SetPolicy = Callable[[int, int | None], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumaPlace:
+    """A NUMA node of several.
+
+    Attributes:
+        cpus: Those of its CPUs that this process may use.
+    """
+
+    node: int
+    cpus: frozenset[int]
+
+
+def find_place(
+    pci_address: str, root: Path = Path("/"), allowed: frozenset[int] | None = None
+) -> NumaPlace | None:
+    """The NUMA node of a GPU; None where it makes no difference or is not known.
+
+    Args:
+        root: Where sys is found; tests give a tree of their own.
+        allowed: CPUs that may be used; None asks the operating system.
+    """
+    allowed = frozenset(os.sched_getaffinity(0)) if allowed is None else allowed
+    nodes = {
+        int(path.name.removeprefix("node")): parse_cpus(_text(path / "cpulist"))
+        for path in (root / "sys/devices/system/node").glob("node[0-9]*")
+    }
+    node = int(_text(root / "sys/bus/pci/devices" / pci_address / "numa_node") or -1)
+    cpus = nodes.get(node, frozenset()) & allowed
+    if len(nodes) < 2 or not cpus:
+        return None
+    return NumaPlace(node=node, cpus=cpus)
+
+
+def parse_cpus(text: str) -> frozenset[int]:
+    """CPUs of a list such as "0-3,8,10-11".
+
+    Raises:
+        ConfigError: It is none.
+    """
+    cpus: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        if not first.isdigit() or (last and not last.isdigit()):
+            raise ConfigError(f"{text!r} is no list of CPUs such as 0-3,8")
+        cpus |= set(range(int(first), int(last or first) + 1))
+    return frozenset(cpus)
+
+
+def bind_thread(place: NumaPlace | None) -> None:
+    """Keep the calling thread, and those that it starts, on the CPUs of a node."""
+    if place is not None:
+        os.sched_setaffinity(0, place.cpus)
+
+
+@contextmanager
+def memory_near(place: NumaPlace | None, set_policy: SetPolicy | None = None) -> Iterator[None]:
+    """Have pages that this thread is the first to touch come from a node while it has some free.
+
+    Threads that it starts meanwhile inherit that. Memory of other nodes is taken when the node is
+    full.
+
+    Args:
+        place: The node; None changes nothing.
+        set_policy: The system call, (policy, node); for tests.
+    """
+    if place is None:
+        yield
+        return
+    change = set_policy or _set_policy
+    change(PREFERRED, place.node)
+    try:
+        yield
+    finally:
+        change(DEFAULT, None)
+
+
+def near(
+    place: NumaPlace | None, context: Callable[[], AbstractContextManager[object]]
+) -> Callable[[], AbstractContextManager[object]]:
+    """A thread context that binds its thread to a node first."""
+
+    def bound() -> AbstractContextManager[object]:
+        bind_thread(place)
+        return context()
+
+    return bound
+
+
+def _set_policy(policy: int, node: int | None) -> None:
+    number = _SET_MEMPOLICY.get(platform.machine())
+    if number is None:
+        return
+    mask = (ctypes.c_ulong * (_MASK_BITS // 64))()
+    if node is not None:
+        mask[node // 64] = 1 << node % 64
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.syscall(
+        ctypes.c_long(number),
+        ctypes.c_long(policy),
+        None if node is None else mask,
+        ctypes.c_ulong(0 if node is None else _MASK_BITS),
+    )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
 # Event times are float32 milliseconds since the anchor: after a minute still exact to 4 us.
 ANCHOR_S = 60.0
 
 
 class _Anchor(NamedTuple, Generic[EventT]):
-    """An event of the lane and when it happened, in seconds of `time.perf_counter`."""
-
     event: EventT
     host_s: float
 
 
 class _Issued(NamedTuple, Generic[EventT]):
-    """What a task left in its stream."""
-
     start: EventT
     done: EventT
     anchor: _Anchor[EventT]
@@ -75,12 +200,10 @@ class CudaMark(Generic[StreamT, EventT]):
 
     @property
     def start_s(self) -> float:
-        """When the device reached the task."""
         return self._time_s(self._issued.start) if self._issued else 0.0
 
     @property
     def end_s(self) -> float:
-        """When the device was done with it."""
         return self._time_s(self._issued.done) if self._issued else 0.0
 
     def wait(self) -> None:
@@ -137,7 +260,6 @@ class CudaLane(Generic[StreamT, EventT]):
 
         Args:
             resource: What the lane stands for.
-            api: Of the device.
             context: Entered by the thread; None for that of `api`.
         """
         self.resource = resource
@@ -230,7 +352,6 @@ class CudaDevice(Generic[StreamT, EventT]):
         """Start the lanes; `open_cuda` is the usual way.
 
         Args:
-            driver: Of the GPU.
             memory_bytes: How much `allocate` gives out in all.
             place: NUMA node of the GPU, on which the threads stay that feed it; kernels of the CPU
                 lane use all cores that this process may.
@@ -258,7 +379,6 @@ class CudaDevice(Generic[StreamT, EventT]):
         """Take device memory as a uint8 tensor with unspecified contents.
 
         Args:
-            num_bytes: Size.
             purpose: Row of the table that a refusal shows, such as "weight slots".
 
         Raises:
@@ -352,7 +472,6 @@ def open_cuda(
     """The CUDA device `index`.
 
     Args:
-        index: Of the GPU.
         memory_bytes: How much may be used, by torch's allocator too; None for what is free now,
             less 512 MiB for what torch itself needs.
 

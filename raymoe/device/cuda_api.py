@@ -77,8 +77,6 @@ class CudaApi(Protocol[StreamT, EventT]):
 
 
 class HostRegistrar(Protocol):
-    """Page-locks host memory."""
-
     def register(self, address: int, num_bytes: int) -> str | None:
         """Page-lock a range; the reason if that is refused, with nothing left behind."""
 
@@ -111,9 +109,7 @@ class CudaDriver(CudaApi[StreamT, EventT], HostRegistrar, Protocol[StreamT, Even
 
         Args:
             target: On the device; in one piece, as is the source.
-            source: Pinned.
             pieces: Where in them, in bytes.
-            stream: On which.
         """
 
     def settle(self) -> None:
@@ -135,39 +131,30 @@ class TorchCuda:
         return context
 
     def use(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
-        """See `CudaApi.use`."""
         return torch.cuda.stream(stream)
 
     def new_stream(self) -> torch.cuda.Stream:
-        """See `CudaApi.new_stream`."""
         return torch.cuda.Stream(self.device)
 
     def new_event(self) -> torch.cuda.Event:
-        """See `CudaApi.new_event`."""
         return torch.cuda.Event(enable_timing=True, blocking=True)
 
     def record(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
-        """See `CudaApi.record`."""
         event.record(stream)
 
     def stream_wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        """See `CudaApi.stream_wait`."""
         stream.wait_event(event)
 
     def is_done(self, event: torch.cuda.Event) -> bool:
-        """See `CudaApi.is_done`."""
         return bool(event.query())
 
     def wait_event(self, event: torch.cuda.Event) -> None:
-        """See `CudaApi.wait_event`."""
         event.synchronize()
 
     def wait_stream(self, stream: torch.cuda.Stream) -> None:
-        """See `CudaApi.wait_stream`."""
         stream.synchronize()
 
     def elapsed_s(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """See `CudaApi.elapsed_s`."""
         return float(start.elapsed_time(end)) / 1e3
 
     @property
@@ -186,7 +173,6 @@ class TorchCuda:
         torch.cuda.set_per_process_memory_fraction(fraction, self.device)
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """See `CudaDriver.allocate`."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def reserve(self, num_bytes: int, stream: torch.cuda.Stream) -> None:
@@ -199,13 +185,11 @@ class TorchCuda:
             torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def allocate_pinned(self, num_bytes: int) -> Tensor:
-        """See `CudaDriver.allocate_pinned`."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def copy_batch(
         self, target: Tensor, source: Tensor, pieces: Pieces, stream: torch.cuda.Stream
     ) -> None:
-        """See `CudaDriver.copy_batch`; one by one where the runtime or the driver is too old."""
         if self._batches is not None:
             addresses = Pieces(
                 pieces.sources + source.data_ptr(), pieces.targets + target.data_ptr(), pieces.sizes
@@ -217,11 +201,9 @@ class TorchCuda:
             copy_one_by_one(target, source, pieces)
 
     def settle(self) -> None:
-        """See `CudaDriver.settle`."""
         torch.cuda.default_stream(self.device).synchronize()
 
     def register(self, address: int, num_bytes: int) -> str | None:
-        """See `HostRegistrar.register`."""
         code = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, PORTABLE))
         if code == 0:
             return None
@@ -230,7 +212,6 @@ class TorchCuda:
         return reason
 
     def unregister(self, address: int) -> None:
-        """See `HostRegistrar.unregister`."""
         torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
 
     def _forget_error(self) -> None:
@@ -260,12 +241,7 @@ def cut(begin: int, end: int, step: int) -> Iterator[tuple[int, int]]:
 
 
 class PinnedMemory:
-    """Owns the registrations of one host tensor; `close` before its memory goes.
-
-    Attributes:
-        memory: The tensor.
-        seconds: How long registering took.
-    """
+    """Owns the registrations of one host tensor; `close` before its memory goes."""
 
     def __init__(self, memory: Tensor, registrar: HostRegistrar) -> None:
         self.memory = memory
@@ -297,18 +273,15 @@ class PinnedMemory:
         return None
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in this memory."""
         offset = tensor.data_ptr() - self.memory.data_ptr()
         return offset >= 0 and offset + tensor.nbytes <= self.memory.nbytes
 
     def close(self) -> None:
-        """Undo the registrations; may be called again."""
         while self._addresses:
             self._registrar.unregister(self._addresses.pop())
 
 
 def _limit() -> str:
-    """The limit of locked memory of this process, for a message; nothing where there is none."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return ""
@@ -327,8 +300,6 @@ def cut_runs(runs: Runs, row_bytes: int, source_address: int, chunk_bytes: int) 
 
     Args:
         runs: Source row, target row and number of rows of each.
-        row_bytes: Bytes of a row.
-        source_address: Of the first row of the source.
         chunk_bytes: Pinned ranges end at multiples of it.
     """
     sources, targets, counts = np.array(runs, np.int64).reshape(-1, 3).T
@@ -348,8 +319,6 @@ class _Location(ctypes.Structure):
 
 
 class _Attributes(ctypes.Structure):
-    """cudaMemcpyAttributes."""
-
     _fields_ = (
         ("src_access_order", ctypes.c_int),
         ("src_location", _Location),
@@ -400,7 +369,6 @@ class BatchedCopies:
 
         Args:
             addresses: Sources, targets and sizes of the copies.
-            stream: Its handle.
 
         Returns:
             Whether the driver can; if not, nothing was enqueued.
@@ -453,9 +421,6 @@ class PacketCopier(Generic[StreamT, EventT]):
         """Make a copier.
 
         Args:
-            api: Of the device.
-            stream: On which it copies.
-            packet_bytes: Largest single copy.
             chunk_bytes: No copy crosses an address of the source that is a multiple of this; as
                 the source was pinned.
 

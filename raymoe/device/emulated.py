@@ -51,7 +51,6 @@ class RandomStalls:
         self._seed = seed
 
     def __call__(self, task: Task) -> float:
-        """Seconds by which the task is late."""
         dice = random.Random(f"{self._seed} {task}")
         return dice.random() * self._longest_s if dice.random() < self._probability else 0.0
 
@@ -107,7 +106,6 @@ class EmulatedDevice:
         The ledger does not see that: what was allocated counts until the device is gone.
 
         Args:
-            num_bytes: Size.
             purpose: Row of the table that a refusal shows, such as "weight slots".
 
         Raises:
@@ -139,7 +137,6 @@ class EmulatedDevice:
 
     @staticmethod
     def load(target: Tensor, source: Tensor) -> None:
-        """Copy a page of weights."""
         target.copy_(source)
 
     @staticmethod
@@ -148,7 +145,6 @@ class EmulatedDevice:
 
     @staticmethod
     def memory_near() -> AbstractContextManager[None]:
-        """See `Device`; all memory is as near."""
         return nullcontext()
 
     @staticmethod

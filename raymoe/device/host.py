@@ -59,7 +59,6 @@ def peak_rss_bytes(root: Path = Path("/")) -> int:
 
 
 def rss_bytes(root: Path = Path("/")) -> int:
-    """Resident memory of this process."""
     return _status_bytes(root, "VmRSS:")
 
 
@@ -83,7 +82,6 @@ def _first_line(path: Path) -> str:
 
 
 def _table(path: Path) -> dict[str, int]:
-    """Lines of "name value ..." as a dictionary."""
     rows = (line.replace(":", " ").split() for line in _lines(path))
     return {row[0]: int(row[1]) for row in rows if len(row) >= 2 and row[1].isdigit()}
 
@@ -129,7 +127,6 @@ def _cpu_quotas(root: Path) -> Iterator[int]:
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Limit and bytes in use, without reclaimable file cache, of every group with a limit."""
     for version, group in _groups(root, "memory"):
         if version == 2:
             limits = [_first_line(group / name) for name in ("memory.max", "memory.high")]

@@ -26,7 +26,6 @@ class Worker:
         """Start the thread; returns when it is in its context, so that no run pays for that.
 
         Args:
-            name: Of the thread, as debuggers and profilers show it.
             context: Entered by the thread for all its life; torch's inference mode and the current
                 device belong to a thread, so they cannot be set by whoever puts a job. Its error
                 is raised here.
@@ -192,7 +191,6 @@ Perform = Callable[[Task, Call], None]
 
 
 def perform(_task: Task, call: Call) -> None:
-    """Just run the call."""
     call()
 
 

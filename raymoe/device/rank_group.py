@@ -35,8 +35,6 @@ class _Sum(Protocol):
 
 
 class _Group(Protocol):
-    """What torch's groups can do and its stubs do not say."""
-
     def allreduce(self, tensors: list[Tensor]) -> _Sum: ...
 
     def abort(self) -> None: ...
@@ -45,12 +43,7 @@ class _Group(Protocol):
 
 
 class RankGroup:
-    """The ranks of a node, each a process.
-
-    Attributes:
-        rank: Of this process, from 0.
-        count: Of ranks.
-    """
+    """The ranks of a node, each a process."""
 
     def __init__(
         self, meeting_place: Path, rank: int, count: int, *, device: torch.device, timeout_s: float
@@ -59,8 +52,6 @@ class RankGroup:
 
         Args:
             meeting_place: A file that does not exist yet, in a directory that all ranks see.
-            rank: Of this process.
-            count: Of ranks.
             device: Where the tensors are; NCCL on a GPU, Gloo on the host.
             timeout_s: Longest wait for the others in one sum.
 

@@ -17,10 +17,6 @@ def set_num_threads(num_threads: int, num_torch_threads: int | None = None) -> N
     """Let the native kernels and torch use this many threads.
 
     Torch keeps the number for each thread of Python: call this in the thread that computes.
-
-    Args:
-        num_threads: Of the native kernels.
-        num_torch_threads: Of torch; the same by default.
     """
     _forget_threads_in_forks()
     torch.set_num_threads(num_torch_threads or num_threads)

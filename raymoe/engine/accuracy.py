@@ -25,7 +25,6 @@ class PassKind(StrEnum):
 
     @classmethod
     def of(cls, load: PassLoad) -> "PassKind":
-        """The kind of a load."""
         if not load.prompt_tokens:
             return cls.DECODE
         return cls.MIXED if load.decode_rows else cls.PREFILL
@@ -46,7 +45,6 @@ class Correction:
         self.seconds_of, self._ratios = seconds_of, {}
 
     def __call__(self, load: PassLoad) -> float:
-        """Seconds of a pass."""
         return self.seconds_of(load) * self._ratios.get(PassKind.of(load), 1.0)
 
     @property
@@ -69,7 +67,6 @@ class RunReport:
     """The passes of one run together; printed, it is one line.
 
     Attributes:
-        num_passes: Passes.
         predicted_s: What the cost model says of them, uncorrected.
         measured_s: What they took; time between passes is not in it.
         busy_s: Seconds that each resource worked, of those that had any work.
@@ -81,7 +78,6 @@ class RunReport:
     busy_s: Mapping[Resource, float] = field(default_factory=dict)
 
     def with_pass(self, predicted_s: float, measured: Timeline) -> "RunReport":
-        """This run with one more pass."""
         busy_s = dict(self.busy_s)
         for resource in measured.resources:
             busy_s[resource] = busy_s.get(resource, 0.0) + measured.busy_s(resource)
@@ -112,9 +108,6 @@ class Accuracy:
     """Adds up the passes of a run. The engine thread owns it; others may read.
 
     Attributes:
-        correction: Learns from every pass.
-        report: The run so far.
-        total: All runs.
         last_pass: The latest; None before the first.
     """
 
@@ -128,7 +121,6 @@ class Accuracy:
         self.report = RunReport()
 
     def record(self, done: Pass, measured: Timeline) -> None:
-        """Count a pass."""
         load = load_of(done)
         predicted_s = self.correction.seconds_of(load)
         self.report = self.report.with_pass(predicted_s, measured)

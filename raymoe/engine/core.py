@@ -39,7 +39,6 @@ class Watchdog:
     """A thread that calls `on_stuck` once when a step takes longer than `limit_s`.
 
     Args:
-        limit_s: Longest step.
         on_stuck: Called from the watchdog's thread with the seconds waited.
     """
 
@@ -52,7 +51,6 @@ class Watchdog:
         self._thread.start()
 
     def step_begins(self) -> None:
-        """Start the clock."""
         with self._changed:
             is_asleep = self._begin_s is None
             self._begin_s = time.monotonic()
@@ -60,12 +58,10 @@ class Watchdog:
                 self._changed.notify()
 
     def step_ends(self) -> None:
-        """Stop the clock."""
         with self._changed:
             self._begin_s = None
 
     def close(self) -> None:
-        """End and join the thread."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
@@ -91,9 +87,6 @@ def longest_pass_s(plan: Plan | None) -> float:
     """Seconds after which a pass counts as stuck: many times the longest that the plan predicts.
 
     That is a pass with every sequence decoding over a full cache, and full of prompts besides.
-
-    Args:
-        plan: Of the engine; None where nothing was predicted.
     """
     if plan is None:
         return STUCK_AFTER_S
@@ -138,16 +131,11 @@ class EngineCore:
     """Sequences from admission to their last token. One thread owns it.
 
     Args:
-        runner: Computes passes.
         policy: Sizes of passes and of the KV cache.
-        max_context_tokens: Of any sequence.
-        vocab_size: Of the model.
-        eos_token_ids: Of the model.
         decode_all: Token ids to texts, for stop strings.
         finish: Called with each row whose samples are over; some of its texts are undecoded.
         accuracy: Learns how long each pass took.
         masks: Of rows with a grammar; without it there must be none.
-        shares_across_lengths: See `PassScheduler`.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of an engine, most of them keyword-only
@@ -189,7 +177,6 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether a row is unfinished."""
         return self.scheduler.has_work
 
     def add(self, request: Request) -> None:
@@ -197,7 +184,6 @@ class EngineCore:
         self.scheduler.add(request.samples[0])
 
     def step(self) -> None:
-        """Run one pass; there must be work."""
         next_pass = self.scheduler.next_pass(self._held_slots())
         for sample in self.scheduler.admitted:
             try:
@@ -227,7 +213,6 @@ class EngineCore:
             self._masks.settle()  # they are made while the next pass runs
 
     def _held_slots(self) -> set[int]:
-        """Sequences that had better not be in the next pass: their masks took longer than one."""
         if self._masks is None or not self._late:
             return set()
         if self._late & self._masks.pending() >= set(self._table.live_slots().tolist()):
@@ -261,7 +246,6 @@ class EngineCore:
                 self._masks.begin(slot, sample.request.grammar, self._table.generated(slot))
 
     def _take(self, done: Pass, first_row: int, logits_CV: Tensor) -> None:
-        """Sample from a chunk of the logits of a pass, and collect log probabilities."""
         chunk = slice(first_row, first_row + logits_CV.shape[0])
         slots, positions = done.row_slots[chunk], done.row_positions[chunk]
         is_sample = done.row_is_sample[chunk]
@@ -287,15 +271,12 @@ class EngineCore:
         self._chosen.append((slots[rows], tokens[rows]))
 
     def _well(self, rows: Rows, slots: Int32s) -> Rows:
-        """The rows whose slots have no error."""
         return rows[~np.isin(slots[rows], list(self._errors))] if self._errors else rows
 
     def _each(self, rows: Rows, slots: Int32s, work: Callable[[Rows], None]) -> None:
         """Work on some rows at once; if that raises, on each alone, so that only its own row ends.
 
         Args:
-            rows: Of a chunk of logits.
-            slots: Of all rows of the chunk.
             work: Changes nothing when it raises.
         """
         if not len(rows):
@@ -323,15 +304,6 @@ class EngineCore:
             sample.logprobs.append(entry)
 
     def _take_prompt(self, logits_CV: Tensor, slots: Int32s, positions: Int32s, rows: Rows) -> None:
-        """Collect log probabilities of the tokens of prompts.
-
-        Args:
-            logits_CV: A chunk of logits.
-            slots: Of `rows`.
-            positions: Of the tokens that `rows` predict.
-            rows: Of the chunk, ascending.
-        """
-
         def keep(index: Rows) -> None:
             samples = [self.scheduler.sample_of(slot) for slot in slots[index]]
             counts = [sample.request.params.prompt_logprobs or 0 for sample in samples]
@@ -348,7 +320,6 @@ class EngineCore:
         self._each(self._well(np.arange(len(rows)), slots), slots, keep)
 
     def _advance(self, slots: Int32s, tokens: Int32s) -> None:
-        """Append the chosen tokens and finish the sequences that are over."""
         self._table.append(slots, tokens)
         if self._masks is not None:
             self._masks.accept(slots, tokens)
@@ -384,7 +355,6 @@ class EngineCore:
         return token in (self.scheduler.sample_of(slot).request.params.stop_token_ids or ())
 
     def _find_stop_strings(self, slots: Int32s) -> dict[int, str | None]:
-        """Texts before stop strings, of those slots that have any; decoded all at once."""
         finders: dict[int, StopStrings] = {}
         windows: list[list[int]] = []
         for slot in slots.tolist():
@@ -408,7 +378,6 @@ class EngineCore:
     def _check(
         self, sample: Sample, text: str | None, *, is_stop: bool, is_full: bool
     ) -> Generation | None:
-        """Look closer at a sequence that may be over; None if it goes on."""
         if is_stop or text is not None:
             return self._generation(sample, "stop", text=text, num_hidden=int(is_stop))
         return self._generation(sample, "length") if is_full else None
@@ -416,7 +385,6 @@ class EngineCore:
     def _generation(
         self, sample: Sample, reason: str, *, text: str | None = None, num_hidden: int = 0
     ) -> Generation:
-        """The answer of a sample; its text leaves out `num_hidden` last tokens."""
         first = sample.num_prompt_tokens
         token_ids = self._table.tokens(sample.slot, first).tolist()
         if text is None:

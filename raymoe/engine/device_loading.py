@@ -51,11 +51,7 @@ def compile_experts(
     What is in the weights does not matter; what comes of them is dropped.
 
     Args:
-        spec: The model.
         compute: Computes the experts of a layer.
-        most_tokens: Of one launch.
-        dtype: Of hidden states.
-        device: Where they are.
     """
     for i, moe in _kinds(spec):
         for num_tokens in _sizes(moe, most_tokens):
@@ -65,7 +61,6 @@ def compile_experts(
 
 
 def _sizes(moe: MoeSpec, most_tokens: int) -> Iterator[int]:
-    """The fewest tokens for each choice of tiles that a launch may make."""
     for bucket in BUCKETS:
         num_tokens = ceil_div(bucket * moe.num_experts, moe.top_k)
         if num_tokens <= most_tokens or bucket == BUCKETS[0]:
@@ -73,7 +68,6 @@ def _sizes(moe: MoeSpec, most_tokens: int) -> Iterator[int]:
 
 
 def _kinds(spec: ModelSpec) -> Iterator[tuple[int, MoeSpec]]:
-    """A layer of each kind: its numbers, and how its experts are stored."""
     seen = set()
     for i, layer in enumerate(spec.layers):
         kind = (layer.ffn, _formats(spec, i, layer))
@@ -98,11 +92,6 @@ class LoadedModel:
     """What is loaded.
 
     Attributes:
-        spec: The model.
-        store: Its weights.
-        dtype: Of hidden states.
-        kv_layout: Of the cache.
-        passes: Schedule and sizes.
         tiles: Measured tiles of the GPU's kernels.
         workspace_bytes: Device memory that operations allocate while they run, at most.
         reduce: Adds up what ranks add to hidden states, where `spec` is the part of one.
@@ -136,8 +125,6 @@ def load_on_device(
     """Fill host and device memory; returns the runner and what releases everything.
 
     Args:
-        model: What to load.
-        device: Where to.
         before_pass: Called with each pass and its schedule before it runs.
 
     Raises:
@@ -258,7 +245,6 @@ def load_resident(
 def _compile_experts(
     model: LoadedModel, decoder: Decoder, most_tokens: int, device: Device
 ) -> None:
-    """On a GPU; elsewhere nothing is compiled."""
     if device.torch_device.type != "cuda":
         return
     compile_experts(
@@ -289,7 +275,6 @@ def layer_paging(spec: ModelSpec, cut: PageCut) -> list[LayerPaging]:
 
 
 def _resident_parts(cut: PageCut, i: int, layer: LayerSpec) -> frozenset[str]:
-    """The planner counts a dense network as an expert and the shared one with the attention."""
     is_dense = isinstance(layer.ffn, DenseSpec)
     parts = {"common" if is_dense else f"expert {n}" for n in range(cut.resident_experts[i])}
     if cut.is_common_resident[i]:
@@ -307,7 +292,6 @@ def _load_kept(model: LoadedModel, device: Device) -> dict[str, Weight]:
 
 
 def _put(source: Weight, dtype: torch.dtype, device: Device, purpose: str = "head") -> Weight:
-    """A weight on the device: a tensor in `dtype`, a quantised one as it is stored."""
     if isinstance(source, StoredMatrix):
         pieces = {
             name: _copied(tensor, tensor.dtype, device, purpose)
@@ -330,7 +314,6 @@ def _decoder(
     first_slot: int,
     device: Device,
 ) -> Decoder:
-    """The model over the slots as they are when the first streamed layer is in `first_slot`."""
     views = dict(kept)
     for i in range(model.spec.num_layers):
         prefix = layer_prefix(i)

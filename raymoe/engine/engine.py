@@ -42,7 +42,6 @@ class Detokenizer:
     """Takes rows whose samples are all over and hands them on with their texts.
 
     Args:
-        decode_all: Texts of token ids.
         finish: Called from the thread with each row and its answer.
     """
 
@@ -60,7 +59,6 @@ class Detokenizer:
         return threading.current_thread() is self._thread
 
     def put(self, request: Request) -> None:
-        """Take a row whose samples are over."""
         self._queue.put(request)
 
     def close(self) -> None:
@@ -114,7 +112,6 @@ class StartRule:
 
     Args:
         pool_rows: Rows that fill the engine.
-        linger_s: Longest wait.
         expected_calls: How many callers there are; None if unknown.
     """
 
@@ -126,11 +123,9 @@ class StartRule:
         self._is_hurried = False
 
     def hurry(self) -> None:
-        """Start with the rows that are there."""
         self._is_hurried = True
 
     def row_came(self) -> None:
-        """Note that a row waits."""
         if self._first_row_s is None:
             self._first_row_s = time.monotonic()
 
@@ -537,7 +532,6 @@ class Engine:
 
 
 def _resolve_future(resolve: Callable[[], None]) -> None:
-    """Set a result or an error. Callbacks run here, and a `Future` holds back only `Exception`."""
     try:
         resolve()
     except InvalidStateError:  # the watchdog was faster

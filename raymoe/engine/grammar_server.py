@@ -60,7 +60,6 @@ class ForkedProcess:
     """A process that the server forked. One thread uses it.
 
     Attributes:
-        pipe: To it.
         pid: Once it has said so, before that 0.
     """
 
@@ -135,7 +134,6 @@ class ForkedProcess:
         self.pipe.close()
 
     def _check_moves(self) -> None:
-        """End a process that uses no CPU time and does not wait for it either."""
         now_s = time.monotonic()
         if now_s < self._checked_s + CHECK_S:
             return
@@ -154,12 +152,7 @@ class GrammarServer:
     """Forks processes that know the vocabulary; the first call starts it. Thread-safe.
 
     Args:
-        directory: Of the tokenizer.
-        vocab_size: Of the model.
         stop_token_ids: Tokens that end a text.
-
-    Attributes:
-        vocab_size: Of the model.
     """
 
     def __init__(self, directory: Path, vocab_size: int, stop_token_ids: tuple[int, ...]) -> None:
@@ -256,7 +249,6 @@ class GrammarServer:
 
 
 def _kill(process: "subprocess.Popen[bytes] | None") -> None:
-    """End a process and its children, which are in its group."""
     if process is not None and process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -95,7 +95,6 @@ def new_compiler(vocabulary: xgrammar.TokenizerInfo) -> xgrammar.GrammarCompiler
 def compile_grammar(
     vocabulary: xgrammar.TokenizerInfo, request: dict[str, Any]
 ) -> xgrammar.CompiledGrammar:
-    """Compile one request of `StructuredOutputs`."""
     compiler = new_compiler(vocabulary)
     kind, source = request["kind"], request["source"]
     # Without a limit some models write spaces until `max_tokens`.
@@ -123,7 +122,6 @@ def check_first_token(grammar: xgrammar.CompiledGrammar, vocab_size: int) -> Non
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether Python or C++ could not allocate."""
     return isinstance(error, MemoryError) or "bad_alloc" in str(error)
 
 
@@ -228,7 +226,6 @@ class Row:
         self.grown_bytes = 0
 
     def accept(self, tokens: list[int]) -> None:
-        """Go on by these tokens."""
         self.num_tokens += len(tokens)
         for token in tokens:
             if not all(matcher.accept_token(token) for matcher in self.matchers):
@@ -250,9 +247,7 @@ class Matchers:
     """The rows of an engine by slot, and the shared memory of their masks.
 
     Args:
-        pipe: Where messages come from.
         memory: One row of mask words for each slot, and the slot in work behind them.
-        vocabulary: Of the model.
         settings: num_slots, limits, and whether it takes only what others leave of the cores.
     """
 
@@ -275,7 +270,6 @@ class Matchers:
         self._any_json = new_compiler(vocabulary).compile_json_schema("true")
 
     def serve(self) -> None:
-        """Answer messages until the pipe closes."""
         while True:
             message = json.loads(self._pipe.recv_bytes())
             begin_s = time.process_time()
@@ -403,7 +397,6 @@ def report_ends(pipes: dict[int, int]) -> None:
 
 
 def main() -> None:
-    """Load, say so, serve."""
     control = socket.socket(fileno=int(sys.argv[1]))
     torch.set_num_threads(1)
     try:

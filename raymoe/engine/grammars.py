@@ -43,10 +43,7 @@ class CompileLimits:
     """What compiling one grammar may take; CPU time, so that busy machines refuse no more.
 
     Attributes:
-        limit_s: Until it is compiled.
         write_limit_s: Until the result is written then.
-        max_memory_bytes: Beyond the vocabulary.
-        max_grammar_bytes: Of the result.
     """
 
     limit_s: float
@@ -82,7 +79,6 @@ class Grammar:
     """A compiled grammar of one vocabulary.
 
     Attributes:
-        digest: Of what was compiled.
         data: How the compiler writes it.
         is_json: Whether all texts must be JSON.
     """
@@ -96,9 +92,7 @@ class Grammars:
     """Compiles grammars in processes of their own and keeps results, errors included. Thread-safe.
 
     Args:
-        server: Of processes with the vocabulary.
         is_busy: Whether rows are computed now.
-        limits: Of each grammar; by default those of the vocabulary.
         computed_s: How long rows were computed so far.
 
     Attributes:
@@ -154,7 +148,6 @@ class Grammars:
             del self._cache[digest]
 
     def _is_still_right(self, future: Future[Grammar]) -> bool:
-        """Whether compiling it again would give the same."""
         error = future.exception() if future.done() else None
         if isinstance(error, CapacityError):
             return self.slow_s >= self._slow_limit_s()
@@ -231,7 +224,6 @@ class Grammars:
         raise _refusal(outputs, error)
 
     def _wait_slowly(self, process: ForkedProcess) -> None:
-        """Count the time of a process until it answers; while rows are computed, let it rest."""
         work_s, used_s, rested_s = WORK_S * len(os.sched_getaffinity(0)), 0.0, 0.0
         with contextlib.suppress(ProcessLookupError):  # it has ended, which the pipe shows
             while not process.has_answer(work_s):

@@ -30,8 +30,6 @@ MAX_ROW_LOGPROBS = 1 << 20  # 128 MiB of entries
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A row whose prompt may still have to be encoded."""
-
     index: int
     prompt: Text | Int32s
     params: SamplingParams
@@ -42,10 +40,7 @@ class Intake:
     """Builds requests.
 
     Args:
-        tokenizer: Of the model.
-        vocab_size: Of the model.
         max_context_tokens: Prompt and generated tokens of a row.
-        num_kv_blocks: Of the cache; a row must fit alone.
         has_eos: Whether the model has a token that ends a text.
         config: Says what happens to long prompts, and the seed.
     """
@@ -165,7 +160,6 @@ class Intake:
             check_schema(form.json)
 
     def _room(self, max_tokens: int) -> int:
-        """Tokens that a prompt may have."""
         context = self._max_context_tokens
         if self._on_too_long == "error":
             return context - 1
@@ -173,7 +167,6 @@ class Intake:
         return max(context - max_tokens, context // 2, 1)
 
     def _fit(self, tokens: Int32s, max_tokens: int) -> Int32s:
-        """Apply `on_too_long`."""
         length, room = len(tokens), self._room(max_tokens)
         if length <= room:
             return tokens

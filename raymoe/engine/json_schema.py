@@ -78,7 +78,6 @@ def _check_keywords(where: str, schema: Mapping[str, Any]) -> None:
 
 
 def _check_types(where: str, schema: Mapping[str, Any]) -> None:
-    """A keyword of strings, say, holds for strings only: the type must be said."""
     types = schema.get("type", [])
     kinds = {types} if isinstance(types, str) else {str(kind) for kind in types}
     kinds |= {"number"} if "integer" in kinds else set()

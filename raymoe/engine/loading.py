@@ -33,8 +33,8 @@ from raymoe.engine.tokenizer import Tokenizer
 from raymoe.errors import ConfigError, UnknownOptionError
 from raymoe.kernels.cpu_linear import packed_linear_is_used
 from raymoe.measure.profile import identify_machine, load_profile
+from raymoe.memory.checkpoint import resolve_model
 from raymoe.memory.shared_file import SharedFile
-from raymoe.memory.source import resolve_model
 from raymoe.memory.weights import Weights
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Footprint, Policy
@@ -113,9 +113,6 @@ def find_node(
     """The node to plan for.
 
     Args:
-        config: Of the engine.
-        settings: Of the environment.
-        device: "cpu", "cuda" or "emulated".
         loaded_bytes: Weights that another engine has loaded for this one too: what is free does not
             count them, and the plan does.
 
@@ -166,7 +163,6 @@ def _this_machine(config: EngineConfig, settings: Settings, device: str) -> Hard
 
 
 def _emulated(config: EngineConfig, settings: Settings) -> HardwareSpec:
-    """The node whose pace is taken on, with the memory and the cores of this machine."""
     chosen = EMULATED_BY_DEFAULT if config.hardware in {None, "auto"} else config.hardware
     spec = find_hardware(chosen) if isinstance(chosen, str) else chosen
     if not spec.has_gpu:
@@ -288,7 +284,6 @@ def _make_plan(
     *,
     shared: SharedFile | None,
 ) -> Plan:
-    """Plan, and find out whether the memory is there."""
     dtype = _dtype(config, weights)
     loaded_bytes = 0 if shared is None else shared.num_bytes  # by another engine
     plan = find_plan(
@@ -322,7 +317,6 @@ def _context_tokens(spec: ModelSpec, config: EngineConfig) -> int:
 
 
 def _load(job: LoadJob, spec: ModelSpec, weights: Weights, shared: SharedFile | None) -> Loaded:
-    """Load all ranks and let each touch its weights."""
     if job.num_ranks == 1:
         share = RankShare.of(spec, weights, rank=0, num_ranks=1)
         loaded = load_runner(job, share, shared=shared)
@@ -343,7 +337,6 @@ def _device_name(config: EngineConfig) -> str:
 
 
 def _check_schedule(config: EngineConfig, device: str) -> None:
-    """Refuse a schedule or policy that does not suit the device."""
     name, known = config.schedule, ("auto", *BUILDERS)
     if name not in known:
         raise UnknownOptionError(name, known, "schedule")
@@ -376,7 +369,6 @@ def _check_ranks(num_ranks: int, device: str) -> None:
 
 
 def _weight_bytes(spec: ModelSpec, weights: Weights, dtype: torch.dtype) -> int:
-    """Weights in memory: packed copies and the embedding, or the mapped files and their copies."""
     arena_bytes = in_place_arena_bytes(spec, weights, dtype)
     if packed_linear_is_used(dtype):
         return arena_bytes + spec.vocab_size * spec.hidden_size * dtype.itemsize
@@ -419,7 +411,6 @@ def _kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
 
 
 def _eos_token_ids(spec: ModelSpec, directory: Path) -> tuple[int, ...]:
-    """EOS tokens: those of generation_config.json, else of config.json, as transformers does."""
     if not (directory / "generation_config.json").exists():
         return spec.eos_token_ids
     found = _as_ids(read_json_object(directory, "generation_config.json"), directory)

@@ -17,7 +17,6 @@ class TokenLogprob:
 
     Attributes:
         token_id: The token of the text.
-        logprob: Its natural log probability.
         top: The most probable tokens and their log probabilities, best first.
     """
 
@@ -72,17 +71,12 @@ class EngineStats:
         num_finished_rows: Rows with a generation, error rows included.
         num_error_rows: Rows that could not be generated.
         num_queued_rows: Rows that wait for a slot.
-        num_live_sequences: Sequences with KV blocks.
         num_slots: Sequences that can have KV blocks at once.
         num_free_blocks: KV blocks without an owner.
-        num_kv_blocks: All KV blocks.
-        num_passes: Passes run.
         num_computed_tokens: Prompt and generated tokens computed, recomputation included.
         num_prompt_tokens: Those of them that belong to prompts.
         num_cached_tokens: Prompt tokens of finished samples that were not computed but found.
-        num_generated_tokens: Tokens sampled.
         num_preemptions: Sequences that gave up their blocks and were computed again.
-        busy_s: Time in passes.
         predicted_s: What the plan's cost model predicted for them; 0 without a plan.
         link_s: Time in them that the link to the device was busy.
         generated_tokens_per_s: Over the time in passes and between them, idle time left out.
@@ -108,7 +102,6 @@ class EngineStats:
 
     @property
     def pool_fill(self) -> float:
-        """Share of the slots in use, 0..1."""
         return self.num_live_sequences / max(1, self.num_slots)
 
     @property
@@ -136,7 +129,6 @@ class Counters:
         self.active_s = 0.0
 
     def record_pass(self, done: "Pass", pass_s: float) -> None:
-        """Count a pass."""
         self.num_passes += 1
         self.num_computed_tokens += done.num_tokens
         self.num_prompt_tokens += int((done.positions < done.prompt_tokens).sum())

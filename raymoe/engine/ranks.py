@@ -39,13 +39,6 @@ Array = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
-    """The first message to a rank.
-
-    Attributes:
-        rank: Which one it is.
-        meeting_place: Of its `RankGroup`.
-    """
-
     rank: int
     meeting_place: Path
     job: LoadJob
@@ -63,7 +56,6 @@ class Failed:
     """A rank ends.
 
     Attributes:
-        error: Why.
         is_consequence: Whether it is because another rank has ended.
     """
 
@@ -85,7 +77,6 @@ class RankPass:
 
     @classmethod
     def of(cls, inputs: PassInputs) -> Self:
-        """What another rank needs of a pass."""
         batch = inputs.attention
         return cls(
             token_ids=inputs.token_ids.numpy(),
@@ -219,7 +210,6 @@ class RankProcess:
         on_change: Called, in that thread, whenever `stage` or `failure` has changed.
 
     Attributes:
-        rank: Which one.
         stage: How far it has come; one of `STAGES`.
         failure: Why it has ended or will; empty while it works.
         is_consequence: Whether that is because another rank has ended.
@@ -238,7 +228,6 @@ class RankProcess:
 
     @property
     def name(self) -> str:
-        """For messages."""
         return f"rank {self.rank} (process {self._process.pid})"
 
     def send(self, message: Begin | RankPass) -> None:
@@ -294,11 +283,7 @@ class RankProcess:
 
 
 class Ranks:
-    """The ranks other than this process, and the group of all of them.
-
-    Args:
-        job: What they load.
-    """
+    """The ranks other than this process, and the group of all of them."""
 
     def __init__(self, job: LoadJob) -> None:
         self._changed = threading.Condition()
@@ -336,7 +321,6 @@ class Ranks:
             return min(gone, key=lambda rank: rank.is_consequence).failure if gone else ""
 
     def _is_explained(self) -> bool:
-        """Whether nobody is gone, or one that did not wait for others."""
         gone = [rank for rank in self._processes if rank.failure]
         return not gone or not all(rank.is_consequence for rank in gone)
 
@@ -384,7 +368,6 @@ class Ranks:
             self._group.abort()
 
     def close(self) -> None:
-        """End the ranks."""
         for rank in self._processes:
             rank.close()
         shutil.rmtree(self._directory, ignore_errors=True)
@@ -408,7 +391,6 @@ class RankedRunner:
 
     Args:
         own: Runs the share of this one.
-        ranks: The others.
     """
 
     def __init__(self, own: Runner, ranks: Ranks) -> None:
@@ -429,11 +411,6 @@ class RankedRunner:
 
 def load_ranks(job: LoadJob, model: ModelSpec, weights: Weights) -> Loaded:
     """Load all ranks at once, the first one here.
-
-    Args:
-        job: What is loaded.
-        model: The whole model.
-        weights: Of the whole model.
 
     Raises:
         ExecutionError: A rank failed; names it.

@@ -16,17 +16,12 @@ class Request:
     """One row: its prompt, its parameters, and the future that its samples resolve.
 
     Attributes:
-        prompt: Token ids.
         params: How its tokens are chosen.
         limit_tokens: Prompt and generated tokens at which a sample is over.
-        seed: Of the random numbers.
-        row_key: Of the random numbers; 63 bits.
         future: Resolved when all samples are finished.
         order: Order of arrival among requests.
         grammar: That the tokens must follow; set before the engine thread gets the request.
         prefix_keys: Of the prompt's full blocks; None until the scheduler needs them.
-        samples: Its sequences.
-        finished: Their answers, by index.
         undecoded: Token ids whose text is still missing in `finished`, by index.
     """
 
@@ -49,7 +44,6 @@ class Request:
 
     @property
     def generation(self) -> Generation:
-        """The answer, once all samples are over."""
         first, *others = [entry for entry in self.finished if entry is not None]
         return dataclasses.replace(first, others=tuple(others))
 
@@ -63,7 +57,6 @@ class Sample:
         slot: Where it lives; -1 while it waits.
         tokens: What is known while it waits; None means just the prompt.
         num_cached_tokens: Prompt tokens whose KV was shared at the last admission.
-        logprobs: Of the generated tokens, when asked for.
         prompt_logprobs: Of the prompt's tokens, when asked for; complete or being collected.
         stop_strings: Looks for stop strings, when there are any.
     """
@@ -79,7 +72,6 @@ class Sample:
 
     @property
     def arrival(self) -> int:
-        """Order among all sequences."""
         return self.request.order * MAX_SAMPLES + self.index
 
     @property
@@ -89,7 +81,6 @@ class Sample:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Length of the prompt."""
         return len(self.request.prompt)
 
     @property

@@ -24,8 +24,12 @@ from raymoe.memory.weights import DummyWeights, ShardedWeights, Weights, WeightS
 from raymoe.model.decoder import Decoder, cache_layout
 from raymoe.model.loading import Reduce, decoder_arena_bytes, keep
 from raymoe.plan.device_cost import DeviceCost
-from raymoe.plan.device_memory import device_footprint, resident_footprint, workspace_bytes
-from raymoe.plan.device_pass import StreamedPasses
+from raymoe.plan.device_pass import (
+    StreamedPasses,
+    device_footprint,
+    resident_footprint,
+    workspace_bytes,
+)
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Policy
 from raymoe.plan.work import AttentionShape, ModelWork, WaveShape
@@ -48,14 +52,9 @@ class EngineParts:
     """A loaded model and its sizes.
 
     Attributes:
-        runner: Computes passes.
         policy: Sizes of passes and of the KV cache.
-        tokenizer: Of the model.
-        vocab_size: Of the model.
         max_context_tokens: Prompt and generated tokens of a row.
         eos_token_ids: Tokens that end a row.
-        num_threads: Of the native kernels.
-        num_torch_threads: Of torch; None takes as many.
         plan: What was planned, if it was.
         shares_across_lengths: Whether prompts of different lengths that begin alike have the same
             KV there; not where rotary embeddings depend on the length.
@@ -77,7 +76,6 @@ class EngineParts:
     interrupt: Callable[[], None] = nothing
 
     def close(self) -> None:
-        """Give back what the parts hold."""
         self.tokenizer.close()
         self.release()
 
@@ -90,16 +88,7 @@ class LoadJob:
     """A model and the sizes of a run.
 
     Attributes:
-        directory: Of the model.
-        config: Of the engine.
-        settings: Of the environment.
-        device: "cpu", "cuda" or "emulated".
-        dtype: Type to compute in.
-        kv_dtype: Of the KV cache.
         hardware: What a rank has of the node.
-        schedule: Name of the schedule.
-        policy: Sizes of passes.
-        num_torch_threads: Of torch, in each rank.
         pass_limit_s: A pass that takes longer is stuck.
     """
 
@@ -117,20 +106,11 @@ class LoadJob:
 
     @property
     def num_ranks(self) -> int:
-        """Processes that share every pass."""
         return self.config.tensor_parallel_size
 
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """What one rank loads of a model.
-
-    Attributes:
-        rank: From 0.
-        spec: Its part.
-        weights: Of that part.
-    """
-
     rank: int
     spec: ModelSpec
     weights: Weights
@@ -173,7 +153,6 @@ class Pace:
         """Price passes of a model.
 
         Args:
-            device: What is paced.
             work: The model whose costs are taken.
             hardware: On which it would run.
             page_bytes: Of each layer, the bytes of each page that streams.
@@ -236,8 +215,6 @@ def load_runner(
     """Fill the memory of a rank.
 
     Args:
-        job: What is loaded.
-        share: Which part of it.
         reduce: Adds up what ranks add to hidden states.
         shared: Where the host's copy of the weights goes that other engines use too.
     """
@@ -273,7 +250,6 @@ def _load_emulated(job: LoadJob, model: LoadedModel) -> Loaded:
 
 
 def _workspace_bytes(model: LoadedModel) -> int:
-    """What operations allocate while they run, as the plan counts it."""
     kv_bytes, passes = model.kv_layout.dtype.itemsize, model.passes
     work = ModelWork.of(model.spec, model.dtype.itemsize, kv_element_bytes=kv_bytes)
     if _is_resident(model):
@@ -282,14 +258,12 @@ def _workspace_bytes(model: LoadedModel) -> int:
 
 
 def _kept_tiles(settings: Settings) -> TileTable | None:
-    """Tiles that were measured on the GPU; None where a stand-in for one computes."""
     if not torch.cuda.is_available():
         return None
     return load_tiles(settings.cache_directory, Gpu.current())
 
 
 def _is_resident(model: LoadedModel) -> bool:
-    """Whether nothing streams."""
     return model.passes.schedule == "resident"
 
 

@@ -32,7 +32,6 @@ def keep_nucleus(logits_RV: Float32s, top_p_R: Float32s, log_sum_R: Float32s) ->
     """Make everything outside of the nucleus of its row -inf.
 
     Args:
-        logits_RV: Changed in place.
         top_p_R: Probability that the nucleus reaches.
         log_sum_R: Logarithm of the sum of exponentials; rows where it is not finite are left alone.
     """
@@ -64,7 +63,6 @@ def _candidates(
 
 @compiled
 def _border(values: Float32s, weights: Float64s, top_p: float) -> tuple[float, float]:
-    """The least value in the nucleus, and the weight of all greater ones."""
     begin, end, above = 0, len(values), 0.0
     while True:
         pivot = values[(begin + end) // 2]
@@ -84,7 +82,6 @@ def _border(values: Float32s, weights: Float64s, top_p: float) -> tuple[float, f
 def _partition(
     values: Float32s, weights: Float64s, window: tuple[int, int], pivot: float
 ) -> tuple[int, int]:
-    """Order a window as greater, equal, less; returns where equal and less begin."""
     equal, less = window
     place = equal
     while place < less:
@@ -105,7 +102,6 @@ def _partition(
 
 @compiled
 def _drop_below(logits_V: Float32s, threshold: float, log_sum: float, missing: float) -> None:
-    """Drop what is below the threshold; of what equals it, keep the first that are needed."""
     for token in range(len(logits_V)):
         if logits_V[token] == threshold and missing > 0.0:
             missing -= np.exp(np.float64(threshold) - log_sum)
@@ -117,7 +113,6 @@ SMALL_TOP_K = 64  # up to here the native selection is faster than torch's
 
 
 def forbid(logits_V: Tensor, token_ids: Sequence[int]) -> None:
-    """Make these tokens impossible."""
     logits_V[torch.as_tensor(token_ids, dtype=torch.int64)] = float("-inf")
 
 
@@ -129,7 +124,6 @@ def penalise(
     Args:
         logits_RV: One row for each slot.
         slots: Whose tokens were seen before.
-        table: Holds the tokens.
         penalties: (repetition, presence, frequency) of each row.
     """
     repetition, presence, frequency = penalties
@@ -248,8 +242,6 @@ class Sampler:
     """Parameters of live sequences as a struct of arrays, and the choice of their tokens.
 
     Args:
-        table: The live sequences.
-        eos_token_ids: Of the model; they are impossible before `min_tokens`.
         masks: Of rows with a grammar; without it there must be none.
     """
 
@@ -320,8 +312,6 @@ class Sampler:
 
         Args:
             logits_RV: In any float type; not changed.
-            slots: Of each row.
-            positions: Of the token to choose.
             rows: Those to choose for, ascending; all by default.
         """
         if rows is None:

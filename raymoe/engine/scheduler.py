@@ -37,7 +37,6 @@ def prefix_keys(prompt: Int32s, salt: int = 0) -> tuple[bytes, ...]:
     The block with the last token has none: the logits of that token are wanted of every row.
 
     Args:
-        prompt: Token ids.
         salt: Prompts of different salts share nothing.
     """
     tokens = np.ascontiguousarray(prompt, "<i4").tobytes()
@@ -74,7 +73,6 @@ class PrefixIndex:
         return np.array(found, np.int32)
 
     def is_computed(self, key: bytes) -> bool:
-        """Whether a live sequence has this block."""
         return key in self._blocks
 
     def is_coming(self, key: bytes) -> bool:
@@ -99,7 +97,6 @@ class PrefixIndex:
                 self._blocks[key], self._keys[block] = block, key
 
     def remove(self, blocks: Iterable[int]) -> None:
-        """Drop blocks that nobody owns any more."""
         for block in blocks:
             key = self._keys.pop(block, None)
             if key is not None:
@@ -134,7 +131,6 @@ class LengthForecast:
         self.pessimism *= FINISH_DECAY
 
     def record_preemption(self) -> None:
-        """Learn that the estimate was too low."""
         self.pessimism += (1.0 - self.pessimism) * PREEMPTION_STEP
 
     def remaining(
@@ -143,7 +139,6 @@ class LengthForecast:
         """Expected tokens still to come of sequences.
 
         Args:
-            generated: How many each has.
             limit: How many it may have.
             is_fixed: Whether nothing else ends it.
         """
@@ -176,7 +171,6 @@ def count_admissible(
         live: (tokens, remaining) of the sequences in the cache: what each has now, and how many
             it will still append, one in each pass.
         waiting: The same of those that wait.
-        capacity_tokens: Of the cache.
     """
     order = np.argsort(-live[1], kind="stable")
     return _count_admissible((live[0][order], live[1][order]), waiting, capacity_tokens)
@@ -227,7 +221,6 @@ class PassScheduler:
 
     Args:
         policy: Sizes of passes and of the KV cache.
-        max_context_tokens: Of any sequence.
         shares_across_lengths: Whether KV does not depend on how long the prompt is.
     """
 
@@ -249,26 +242,21 @@ class PassScheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences without a slot."""
         return len(self._waiting)
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence is unfinished."""
         return bool(self._waiting) or self.table.num_live > 0
 
     def sample_of(self, slot: int) -> Sample:
-        """The sample that lives in a slot."""
         sample = self.live[slot]
         assert sample is not None
         return sample
 
     def unfinished(self) -> list[Sample]:
-        """All samples that wait or live."""
         return [*self._waiting, *(sample for sample in self.live if sample is not None)]
 
     def add(self, sample: Sample) -> None:
-        """Let a sample wait behind all others."""
         self._waiting.append(sample)
 
     def add_first(self, samples: Iterable[Sample]) -> None:
@@ -310,7 +298,6 @@ class PassScheduler:
         return choose_takes(self.table, slots, policy.pass_tokens, policy.prefill_chunk_tokens)
 
     def _make_room(self) -> bool:
-        """Give a block to every decoding sequence that needs one; returns whether any had to go."""
         table, before = self.table, self.num_preemptions
         slots = table.live_slots()
         while True:
@@ -357,7 +344,6 @@ class PassScheduler:
         self._num_candidates = max(LEAST_CANDIDATES, 2 * len(self.admitted))
 
     def _candidates(self) -> list[Sample]:
-        """Samples to admit next: in order, but for those that gain by waiting for another."""
         chosen: list[Sample] = []
         coming: set[bytes] = set()
         for sample in itertools.islice(self._waiting, LOOK_AHEAD * self._num_candidates):
@@ -374,7 +360,6 @@ class PassScheduler:
         return chosen
 
     def _num_admissible(self, candidates: Sequence[Sample]) -> int:
-        """How many of them may join without the cache becoming too full before others end."""
         if not candidates:
             return 0
         known = np.array([len(sample.known) for sample in candidates])
@@ -403,7 +388,6 @@ class PassScheduler:
         return needed + reserved <= self.pool.num_free
 
     def _enter(self, sample: Sample) -> int:
-        """Admit a sample; returns the tokens that it may add to this pass."""
         shared, known = self._shared_blocks(sample), sample.known
         self.pool.retain(shared)
         fresh = self.pool.allocate(blocks_of_tokens(len(known)) - len(shared))
@@ -428,7 +412,6 @@ class PassScheduler:
         return min(len(known) - computed, self.policy.prefill_chunk_tokens)
 
     def _shared_blocks(self, sample: Sample) -> Int32s:
-        """Blocks of the prompt that live sequences have computed."""
         return self._prefixes.find(() if sample.wants_prompt_logits else self._keys(sample))
 
     def _keys(self, sample: Sample) -> tuple[bytes, ...]:
@@ -439,7 +422,6 @@ class PassScheduler:
         return request.prefix_keys
 
     def _share(self, slot: int, computed: int) -> None:
-        """Let others find the blocks of a prompt that were completed since `computed` tokens."""
         new = slice(computed // BLOCK_TOKENS, int(self.table.computed_tokens[slot]) // BLOCK_TOKENS)
         keys = self._keys(self.sample_of(slot))[new]
         self._prefixes.forget(keys)

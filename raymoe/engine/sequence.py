@@ -76,16 +76,13 @@ class SequenceTable:
 
     @property
     def num_live(self) -> int:
-        """Slots in use."""
         return self.num_slots - len(self._free_slots)
 
     @property
     def num_free_slots(self) -> int:
-        """Places for more sequences."""
         return len(self._free_slots)
 
     def live_slots(self) -> Int64s:
-        """Slots in use, oldest first."""
         slots = np.flatnonzero(self.is_live)
         return slots[np.argsort(self.arrival[slots], kind="stable")]
 
@@ -126,7 +123,6 @@ class SequenceTable:
         return self.tokens(slot)[self.prompt_tokens[slot] :]
 
     def blocks(self, slot: int) -> Int32s:
-        """Blocks of a slot in order, copied."""
         return self.block_table[slot, : self.num_blocks[slot]].copy()
 
     def add_blocks(self, slots: Int64s, blocks: Int32s) -> None:
@@ -153,13 +149,7 @@ class Pass:
 
     Attributes:
         slots: [S] sequences of the pass.
-        takes: [S] tokens of each.
-        token_ids: [T] int64.
-        positions: [T] int32.
         prompt_tokens: [T] int32, prompt length of each token's sequence.
-        query_start: [S + 1] int32.
-        context_tokens: [S] int32.
-        block_table: [S, M] int32.
         logit_rows: [R] int64, tokens of the pass whose logits are wanted, ascending.
         row_slots: [R] int32, the slot of each.
         row_positions: [R] int32, position of the token that these logits predict.
@@ -181,7 +171,6 @@ class Pass:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the pass."""
         return len(self.token_ids)
 
 
@@ -189,9 +178,7 @@ def choose_takes(table: SequenceTable, slots: Int64s, budget: int, chunk: int) -
     """Tokens that each of these slots gets in a pass: one for decode, then chunks of prompts.
 
     Args:
-        table: The live sequences.
         slots: Candidates; earlier ones are served first.
-        budget: Tokens of the pass.
         chunk: Most tokens of one sequence.
     """
     rests = table.known_tokens[slots] - table.computed_tokens[slots]

@@ -40,8 +40,6 @@ class MatchLimits:
         token_limit_s: CPU time that each token pays back; what it does not use is not saved up.
         step_limit_s: CPU time by which one step may exceed both; one that takes longer ends the
             process of all rows, other slow ones just their row.
-        max_row_bytes: Memory of one row.
-        max_memory_bytes: Of all of them, in each process.
     """
 
     row_limit_s: float
@@ -65,7 +63,6 @@ class MatchLimits:
         )
 
     def promptly(self, vocab_size: int) -> Self:
-        """What is enough for all of use."""
         return dataclasses.replace(self, row_limit_s=0.01 + 5e-7 * vocab_size)
 
 
@@ -91,10 +88,6 @@ class TokenMasks:
     process, by their tokens. If the process is ended from outside, all do.
 
     Args:
-        server: Of processes with the vocabulary.
-        num_slots: Most rows at once.
-        vocab_size: Of the model.
-        limits: Of each row; by default those of the vocabulary.
         gives_way: Whether the process takes only what others leave of the cores, and rests.
         slower: Where rows that are too slow here begin anew instead of failing.
     """
@@ -163,7 +156,6 @@ class TokenMasks:
         return self._slower.error(slot)
 
     def pending(self) -> set[int]:
-        """Slots whose masks are not made yet."""
         later = set() if self._slower is None else self._slower.pending()
         return self._pending_here() | later
 
@@ -187,13 +179,7 @@ class TokenMasks:
             self._slower.settle(_left_s(deadline_s), slots)
 
     def apply(self, logits_RV: Tensor, rows: npt.NDArray[np.int64], slots: Int32s) -> None:
-        """Make impossible what the grammars of some rows forbid.
-
-        Args:
-            logits_RV: Float32, changed in place.
-            rows: Of the logits.
-            slots: Of these rows; none may be pending.
-        """
+        """Make impossible what the grammars of some rows forbid."""
         masks_RW = np.zeros((len(slots), self._num_words), np.int32)
         self.copy_masks(masks_RW, slots)
         bits = np.unpackbits(masks_RW.view(np.uint8), axis=1, bitorder="little")
@@ -202,12 +188,7 @@ class TokenMasks:
         logits_RV[index] = logits_RV[index].masked_fill(~is_allowed_RV, float("-inf"))
 
     def copy_masks(self, masks_RW: Int32s, slots: Int32s) -> None:
-        """Put in the masks of the rows that are well.
-
-        Args:
-            masks_RW: Changed in place.
-            slots: Of these rows; none may be pending.
-        """
+        """Put in the masks of the rows that are well."""
         well = self._rows.keys() - self._errors.keys()
         is_well = np.array([slot in well for slot in slots.tolist()], bool)
         if is_well.any():
@@ -229,13 +210,11 @@ class TokenMasks:
             self._slower.close()
 
     def _pending_here(self) -> set[int]:
-        """Slots without those of the slow lane."""
         asked = self._asked - self._news.ended
         waiting = asked | self._news.begun | self._news.accepted.keys()
         return waiting - self._errors.keys()
 
     def _collect(self, deadline_s: float | None) -> bool:
-        """Take in the answer that is due; returns False if it does not come in time."""
         while self._asked:
             assert self._process is not None
             try:
@@ -254,7 +233,6 @@ class TokenMasks:
         return True
 
     def _replace(self, error: Exception) -> None:
-        """Go on in another process without the row that ended this one, if a row did."""
         slot = self._slot_in_work()
         if isinstance(error, LimitError) and slot != NO_SLOT:
             limit_s = self._limits.step_limit_s
@@ -288,7 +266,6 @@ class TokenMasks:
         return int(np.frombuffer(self._memory, np.int32)[-1])
 
     def _fork(self) -> None:
-        """Start a process and tell it of all rows that are well, if there are any."""
         self._end_process()
         if not self._well():
             self._num_ends = 0
@@ -324,7 +301,6 @@ class TokenMasks:
         self._news = _News()
 
     def _tell(self) -> None:
-        """Send the news, with the grammars that are new to the process."""
         assert self._process is not None
         news, self._news = self._news, _News()
         grammars = {

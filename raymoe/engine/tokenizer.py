@@ -99,7 +99,6 @@ class ChatTemplate:
     """Renders chats in a process of its own, one at a time. Thread-safe.
 
     Args:
-        source: The jinja2 text.
         variables: Special tokens and whatever else the template may use.
     """
 
@@ -143,7 +142,6 @@ class ChatTemplate:
         return _before_tag(text) if is_continued else text
 
     def close(self) -> None:
-        """End the process."""
         self._worker.close()
 
     def _ask(self, variables: dict[str, Any]) -> str:
@@ -204,7 +202,6 @@ def _check_message(index: int, message: object) -> dict[str, Any]:
 
 
 def _check_tool_calls(where: str, calls: object) -> list[dict[str, Any]]:
-    """Tool calls with arguments as values: OpenAI writes them as text, templates as JSON."""
     if isinstance(calls, (str, bytes, Mapping)) or not isinstance(calls, Sequence):
         raise ConfigError(f"{where} has tool_calls {calls!r:.60}; it takes a list")
     checked = []
@@ -274,7 +271,6 @@ class Text:
     """A prompt that must be encoded.
 
     Attributes:
-        text: Not empty, valid Unicode.
         has_special: Whether it gets the tokenizer's special tokens (BOS).
         room: How much of it is wanted.
     """
@@ -285,7 +281,6 @@ class Text:
 
     @property
     def is_long(self) -> bool:
-        """Whether it takes more than one request."""
         return len(self.text) > MAX_PIECE_CHARACTERS
 
 
@@ -320,7 +315,6 @@ class Tokenizer:
 
     @property
     def is_present(self) -> bool:
-        """Whether the model has a tokenizer."""
         return self._encoder is not None
 
     def load(self) -> None:
@@ -370,7 +364,6 @@ class Tokenizer:
         return self._check_ids(prompt)
 
     def encode(self, prompt: object) -> Int32s:
-        """Token ids of one prompt, see `read`."""
         text = self.read(prompt, Room())
         return _value(self.encode_all([text])[0]) if isinstance(text, Text) else text
 
@@ -413,7 +406,6 @@ class Tokenizer:
         return results
 
     def close(self) -> None:
-        """End all processes."""
         if self._encoder is not None:
             self._encoder.close()  # ends `load` too
         with self._lock:
@@ -496,7 +488,6 @@ class Tokenizer:
         return results
 
     def _encode_long(self, text: Text) -> Int32s:
-        """Encode in pieces, as many as are needed from the end that is needed."""
         assert self._facts is not None
         joint, room = self._facts["joint"], text.room
         pieces = [text.text] if joint is None else [*_pieces(text.text, joint)]
@@ -550,7 +541,6 @@ def _pieces(text: str, joint: str) -> Iterator[str]:
 
 
 def _batches(items: Sequence[ItemT], sizes: Sequence[int], max_size: int) -> Iterator[list[ItemT]]:
-    """Items in order, a limited number and size at once; one that is larger comes alone."""
     batch: list[ItemT] = []
     total = 0
     for item, size in zip(items, sizes, strict=True):

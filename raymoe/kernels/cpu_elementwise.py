@@ -52,7 +52,6 @@ def _is_native(hidden_TH: Tensor, weight_H: Tensor | None) -> bool:
 
 
 def rms_norm_reference(hidden_TH: Tensor, weight_H: Tensor | None, eps: float) -> Tensor:
-    """The plain reference of `rms_norm`."""
     wide_TH = hidden_TH.float()
     mean_T1 = wide_TH.pow(2).mean(-1, keepdim=True)
     normed_TH = (wide_TH * torch.rsqrt(mean_T1 + eps)).to(hidden_TH.dtype)
@@ -108,14 +107,9 @@ def qkv_rope(  # noqa: PLR0913 - an operator: its tensors are its arguments
         positions_T: int32, each in [0, P); ValueError otherwise.
         cos_PR: Cosines by position, float32, multiplied by the attention scaling already; the
             first 2 R dimensions of every head rotate, the rest passes through.
-        sin_PR: Sines, likewise.
-        num_heads: H.
-        num_kv_heads: G.
-        head_dim: D.
         q_norm: Weight [D] for a norm of each head (Qwen3), [H * D] for one norm over all heads of
             a token (OLMoE), None for none.
         k_norm: Likewise, [D] or [G * D].
-        eps: Of the norms.
         clip: Largest magnitude after the norms (OLMoE's `clip_qkv`), values included.
         is_norm_after_rope: The norms, of each head, follow the rotation instead (Hunyuan).
         is_interleaved: Neighbouring dimensions are a pair (DeepSeek, ERNIE), instead of dimensions
@@ -203,10 +197,7 @@ def rotate_heads(
     """Rotate the first 2 R dimensions of heads as `qkv_rope` does, on any device.
 
     Args:
-        heads_TND: Any heads.
         cos_T1R: Cosines of each token, in the type of the heads.
-        sin_T1R: Sines, likewise.
-        is_interleaved: See `qkv_rope`.
     """
     parted_TND = _part_pairs(heads_TND, cos_T1R) if is_interleaved else heads_TND
     return _rotate(parted_TND, cos_T1R, sin_T1R)
@@ -251,8 +242,6 @@ def route(
     Equal logits go to the lower index; NaN counts as the largest.
 
     Args:
-        logits_TE: float32, float16 or bfloat16.
-        top_k: K.
         renormalize: Divide the chosen weights by their sum (Mixtral; `norm_topk_prob` elsewhere).
         round_to: Round the weights to this type, as Hugging Face does for Qwen2-MoE, Qwen3-MoE
             and OLMoE (type of the logits) but not for Mixtral.
@@ -274,7 +263,6 @@ def route(
 
 
 def route_reference(logits_TE: Tensor, top_k: int, *, renormalize: bool) -> Routing:
-    """The plain reference of `route`, unrounded."""
     weights_TE = logits_TE.float().softmax(-1)
     order_TE = logits_TE.float().sort(stable=True, dim=-1, descending=True).indices
     ids_TK = order_TE[:, :top_k]
@@ -318,8 +306,6 @@ class RandomKeys:
     """What the noise of every row depends on, beside the token id.
 
     Attributes:
-        seed: int64 [R], any bits.
-        row_key: int64 [R], any bits.
         sample: int32 [R], index among the samples of a prompt.
         position: int32 [R], position of the token to choose.
     """
@@ -350,7 +336,6 @@ def argmax(logits_RV: Tensor) -> Tensor:
 
 
 def argmax_reference(logits_RV: Tensor) -> Tensor:
-    """The plain reference of `argmax`."""
     return _first_largest(logits_RV.float())
 
 
@@ -359,7 +344,6 @@ def gumbel_argmax(logits_RV: Tensor, keys: RandomKeys, scale_R: Tensor | None = 
 
     Args:
         logits_RV: Any float type; tokens that must not be chosen are -inf.
-        keys: Of the noise.
         scale_R: float32 factors, such as 1 / temperature; None for 1.
     """
     if not _sampling_is_native(logits_RV):
@@ -431,7 +415,6 @@ def log_softmax_at(logits_RV: Tensor, ids_RN: Tensor) -> Tensor:
 
 
 def topk_logprobs(logits_RV: Tensor, k: int) -> TopLogprobs:
-    """The `k` largest log-probabilities of every row."""
     num_rows, num_tokens = logits_RV.shape
     if not 1 <= k <= num_tokens:
         raise ConfigError(f"topk_logprobs: k is {k}, the vocabulary has {num_tokens} tokens")
@@ -444,7 +427,6 @@ def topk_logprobs(logits_RV: Tensor, k: int) -> TopLogprobs:
 
 
 def topk_logprobs_reference(logits_RV: Tensor, k: int) -> TopLogprobs:
-    """The plain reference of `topk_logprobs`."""
     order_RK = logits_RV.float().sort(stable=True, dim=-1, descending=True).indices[:, :k]
     return TopLogprobs(order_RK, logits_RV.float().log_softmax(-1).gather(1, order_RK))
 

@@ -29,23 +29,17 @@ Matrices = Tensor | Sequence[Weight]  # one matrix for each expert
 
 
 class Biases(NamedTuple):
-    """Of the three projections of one expert."""
-
     gate_F: Tensor
     up_F: Tensor
     down_H: Tensor
 
 
 class Clamp(NamedTuple):
-    """Limits of a gated product: see `gated_product`."""
-
     gain: float
     limit: float
 
 
 class _PackedFfns:
-    """Packed weights or codes of silu-gated feed-forwards, one after the other in one piece."""
-
     def __init__(
         self, gate_EFH: Matrices, up_EFH: Matrices, down_EHF: Matrices, allocate: Allocate
     ) -> None:
@@ -90,7 +84,6 @@ class PackedExperts:
         self._gating = (1.0, math.inf, 0.0) if clamp is None else (*clamp, 1.0)
 
     def __call__(self, hidden_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
-        """See `Experts`."""
         hidden_TH = _with_contiguous_rows(hidden_TH)
         out_TH = torch.empty(hidden_TH.shape, dtype=torch.bfloat16)
         _native.fused_experts(
@@ -116,7 +109,6 @@ class PackedGatedFfn:
         self._weights = _PackedFfns([gate_FH], [up_FH], [down_HF], allocate)
 
     def __call__(self, hidden_TH: Tensor) -> Tensor:
-        """See `GatedFfn`."""
         hidden_TH = _with_contiguous_rows(hidden_TH)
         out_TH = torch.empty(hidden_TH.shape, dtype=torch.bfloat16)
         weights = self._weights
@@ -142,7 +134,6 @@ def packed_experts_bytes(
     """Bytes that the packed experts of a layer take from `allocate`, in one piece.
 
     Args:
-        num_experts: Experts.
         hidden_size: Inputs of gate and up.
         expert_size: Outputs of gate and up.
         gate_up: Format of gate and up, where they are quantised.
@@ -223,7 +214,6 @@ class Experts(Protocol):
         Args:
             hidden_TH: Input, float32, float16 or bfloat16.
             topk_ids_TK: int32 expert indices; distinct within a token.
-            topk_weights_TK: float32 weights.
         """
 
 
@@ -264,7 +254,6 @@ class PlainExperts:
         ]
 
     def __call__(self, hidden_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
-        """See `Experts`."""
         return one_by_one(self._ffns, hidden_TH, topk_ids_TK, topk_weights_TK)
 
 
@@ -306,7 +295,6 @@ class PlainGatedFfn:
         self._activation, self._clamp = activation, clamp
 
     def __call__(self, hidden_TH: Tensor) -> Tensor:
-        """See `GatedFfn`."""
         gate_F, up_F, down_H = self._biases
         gate_TF = multiply(hidden_TH, self._gate_FH, gate_F)
         up_TF = multiply(hidden_TH, self._up_FH, up_F)

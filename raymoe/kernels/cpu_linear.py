@@ -23,8 +23,6 @@ _KINDS = {
 
 
 class Packing(Protocol):
-    """A packed form."""
-
     @property
     def format(self) -> _native.CodeFormat | None:
         """Of the codes; None: bfloat16."""
@@ -43,25 +41,19 @@ class Packing(Protocol):
 
 
 class BFloat16Packing:
-    """Weights in bfloat16."""
-
     format: _native.CodeFormat | None = None
 
     def linear_bytes(self, out_features: int, in_features: int) -> int:
-        """See `Packing`."""
         return _native.packed_bytes(out_features, in_features)
 
     def gate_up_bytes(self, expert_size: int, hidden_size: int) -> int:
-        """See `Packing`."""
         return _native.packed_gate_up_bytes(expert_size, hidden_size)
 
     def pack_linear(self, weight_OI: Weight, out: Tensor) -> None:
-        """See `Packing`."""
         assert isinstance(weight_OI, Tensor)
         _native.pack_linear(weight_OI.detach(), out)
 
     def pack_gate_up(self, gate_FH: Weight, up_FH: Weight, out: Tensor) -> None:
-        """See `Packing`."""
         assert isinstance(gate_FH, Tensor)
         assert isinstance(up_FH, Tensor)
         _native.pack_gate_up(gate_FH.detach(), up_FH.detach(), out)
@@ -84,24 +76,19 @@ class CodePacking:
         )
 
     def linear_bytes(self, out_features: int, in_features: int) -> int:
-        """See `Packing`."""
         return self.format.packed_bytes(out_features, in_features)
 
     def gate_up_bytes(self, expert_size: int, hidden_size: int) -> int:
-        """See `Packing`."""
         return self.format.packed_gate_up_bytes(expert_size, hidden_size)
 
     def pack_linear(self, weight_OI: Weight, out: Tensor) -> None:
-        """See `Packing`."""
         _native.pack_codes(self.format, _tensors(weight_OI), out)
 
     def pack_gate_up(self, gate_FH: Weight, up_FH: Weight, out: Tensor) -> None:
-        """See `Packing`."""
         _native.pack_gate_up_codes(self.format, _tensors(gate_FH), _tensors(up_FH), out)
 
 
 def packing_of(weight: Weight) -> Packing:
-    """How a weight is packed."""
     return CodePacking(unpack(weight)) if isinstance(weight, StoredMatrix) else BFloat16Packing()
 
 
@@ -154,7 +141,6 @@ class PlainLinear:
         self._weight_OI, self._bias_O = weight_OI, bias_O
 
     def __call__(self, input_TI: Tensor, out: Tensor | None = None) -> Tensor:
-        """See `Linear`."""
         result_TO = multiply(input_TI, self._weight_OI, self._bias_O)
         return result_TO if out is None else out.copy_(result_TO)
 
@@ -175,7 +161,6 @@ class PackedLinear:
         packing.pack_linear(weight_OI, self._packed)
 
     def __call__(self, input_TI: Tensor, out: Tensor | None = None) -> Tensor:
-        """See `Linear`."""
         if out is None:
             out = torch.empty(len(input_TI), self.out_features, dtype=torch.bfloat16)
         if input_TI.stride(1) != 1:
@@ -193,7 +178,6 @@ class SideBySide:
         self.out_features = sum(part.out_features for part in parts)
 
     def __call__(self, input_TI: Tensor, out: Tensor | None = None) -> Tensor:
-        """See `Linear`."""
         if out is None:
             out = input_TI.new_empty(len(input_TI), self.out_features)
         begin = 0

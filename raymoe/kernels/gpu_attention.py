@@ -42,11 +42,7 @@ class DeviceCache:
         table_SM: int32, blocks of each sequence, or [S, 1] the first row of each.
         is_blocked: Whether the layout is that of `paged_kv`.
         is_paged: Whether the table is one of blocks.
-        pair: Elements of a unit.
-        dims: Of a key and of a value.
-        num_kv_heads: G.
         key_strides: From row to row and from head to head; rows only.
-        value_strides: The same.
     """
 
     keys: Tensor
@@ -108,7 +104,6 @@ class DeviceCache:
         )
 
     def constants(self, compute: AttentionCompute, step_dims: int) -> KernelCache:
-        """As kernels read it."""
         step = step_dims // self.pair
         constants = {
             "is_blocked": self.is_blocked,
@@ -134,7 +129,6 @@ class Scoring:
     """What queries do with keys.
 
     Attributes:
-        scale: Factor of the scores.
         sliding_window: Positions that a token sees; None for all.
         sinks_H: float32, a score of each head without a value.
     """
@@ -177,7 +171,6 @@ class Attending:
         query_THD: Queries of the pass; the last dimension is contiguous.
         cache: Keys and values, those of the pass included.
         out_THV: Results; the last dimension is contiguous.
-        compute: How.
         scoring: What queries do with keys.
     """
 
@@ -188,7 +181,6 @@ class Attending:
     scoring: Scoring
 
     def run(self, tiles: Tiles) -> None:
-        """Attend for the tokens of some tiles."""
         for launch in self.launches(tiles):
             launch.run()
 
@@ -268,7 +260,6 @@ class Attending:
         )
 
     def _sinks(self, tiles: Tiles) -> Tensor:
-        """The sinks; without them any tensor, which is not read."""
         return tiles.tiles_NF if self.scoring.sinks_H is None else self.scoring.sinks_H
 
     def _constants(self, shape: AttentionTile, num_parts: int) -> dict[str, object]:
@@ -288,7 +279,6 @@ class Attending:
         return {"C": cache, "Q": KernelQueries(**_constexpr(queries))}
 
     def _most_parts(self, tiles: Tiles) -> int:
-        """Parts of the context that a token of these tiles sees anything of, at most."""
         parts = max(-(-tiles.num_positions // SPLIT_POSITIONS), 1)
         window = self.scoring.sliding_window
         return parts if window is None else min(parts, (window - 2) // SPLIT_POSITIONS + 2)
@@ -309,7 +299,6 @@ def append_and_attend_ragged(
     Args:
         projected: Rotated already; queries in the type of `batch.compute`.
         cache: Blocks of one layer, [N, G, 2, B * D] in the layout of `paged_kv`; changed in place.
-        batch: The sequences.
         scoring: What queries do with keys.
     """
     query_THD, key_TGD, _ = projected
@@ -346,10 +335,8 @@ def append_and_attend_latent_ragged(
     others the plain one, over keys and values that are unfolded some heads at a time.
 
     Args:
-        query_THD: Plain, rotated already.
         latent_TW: The rows of the new tokens.
         cache: Blocks of one layer, [N, B, W]; changed in place.
-        batch: The sequences.
         heads: Unfolds rows; of the type of the queries.
         scoring: What queries do with keys.
     """

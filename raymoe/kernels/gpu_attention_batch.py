@@ -53,12 +53,10 @@ class AttentionCompute:
 
     @property
     def has_tensor_cores(self) -> bool:
-        """Whether they multiply."""
         return self.dot != torch.float32
 
     @property
     def tile_tokens(self) -> int:
-        """Neighbours that one program attends for."""
         return 64 if self.has_tensor_cores else 32
 
 
@@ -68,10 +66,7 @@ class AttentionTile:
 
     Attributes:
         heads: Query heads of one KV head.
-        rows: Queries: tokens times heads.
-        positions: Of the context.
         step: Dimensions of queries and keys in one product.
-        warps: Of a program.
         stages: Steps whose loads are under way at once.
     """
 
@@ -92,11 +87,7 @@ def attention_tile(
     token that is alone brings all query heads of a KV head, as far as registers go.
 
     Args:
-        compute: How.
-        tokens: Tokens of a tile.
         group: Query heads of a KV head.
-        dims: Of a key and of a value.
-        pair: Elements that lie together.
     """
     key_dim, value_dim = dims
     is_wide = value_dim > 256
@@ -140,7 +131,6 @@ def attention_compute(device: torch.device, dtype: torch.dtype) -> AttentionComp
 
 
 def power_of_two(number: int) -> int:
-    """The smallest that is not below `number`."""
     return 1 << (number - 1).bit_length()
 
 
@@ -175,11 +165,9 @@ class RaggedBatch:
     """An `AttentionBatch` for our kernels.
 
     Attributes:
-        compute: How they compute.
         slots_T: int64, place of each token in the cache, counted in tokens.
         table_SM: int32 block table; entries behind a context are not read.
         alone: Tokens that are attended to one by one.
-        together: All others.
     """
 
     compute: AttentionCompute
@@ -208,7 +196,6 @@ class Unfolded(NamedTuple):
     Attributes:
         rows_C: int64, places of all their tokens in the cache.
         starts_S1: int32 [S, 1], where each sequence begins among them.
-        tiles: Of their new tokens.
     """
 
     rows_C: Tensor
@@ -221,7 +208,6 @@ class LatentRaggedBatch:
     """An `AttentionBatch` for our kernels over a cache of latents.
 
     Attributes:
-        compute: How they compute.
         slots_T: int64, place of each token in the cache, counted in tokens.
         table_SM: int32 block table; entries behind a context are not read.
         tokens_A: int64, tokens that are attended to one by one, in absorbed form.
@@ -249,10 +235,6 @@ class LatentRaggedBatch:
         """Work the lists out on the host and send them to `device`.
 
         Args:
-            batch: On the host.
-            layout: Of the cache.
-            compute: How attention computes.
-            device: Where it runs.
             fewest_plain_tokens: New tokens of a sequence from which on the plain form is used.
         """
         work = _Work(batch)
@@ -276,8 +258,6 @@ StagedBatch = PagedBatch | RaggedBatch | LatentRaggedBatch  # for torch's kernel
 
 
 class _Work:
-    """The numbers of a batch, on the host."""
-
     def __init__(self, batch: AttentionBatch) -> None:
         self.starts_S = batch.query_start.numpy().astype(np.int64)
         self.contexts_S = batch.context_tokens.numpy().astype(np.int64)
@@ -298,9 +278,6 @@ class _Work:
         """The new tokens of some sequences, so many to a tile.
 
         Args:
-            chosen_S: Which sequences.
-            tokens: Of a tile.
-            device: Where to.
             is_packed: Whether tokens are counted among those of these sequences alone.
         """
         members = np.flatnonzero(chosen_S)
@@ -310,7 +287,6 @@ class _Work:
         return self._tiles(members, tokens, device, names=members, starts=starts)
 
     def unfolded(self, members: Int64s, tokens: int, device: torch.device) -> Unfolded:
-        """Positions of some sequences one after the other, and tiles that count by these."""
         contexts, names = self.contexts_S[members], np.arange(len(members))
         starts = np.cumsum(contexts) - contexts
         sequence_C = np.repeat(members, contexts)
@@ -330,7 +306,6 @@ class _Work:
         names: Int64s,
         starts: Int64s,
     ) -> Tiles:
-        """Tiles of some sequences, each called by its name and with its first token."""
         takes = self.takes_S[members]
         counts = -(-takes // tokens)
         of_N = np.repeat(np.arange(len(members)), counts)
@@ -356,7 +331,6 @@ class _Work:
 
 
 def _groups(chosen_S: Bools, contexts_S: Int64s, most_positions: int) -> Iterator[Int64s]:
-    """Sequences in groups of so many positions, each at least one sequence."""
     group: list[int] = []
     num_positions = 0
     for sequence in np.flatnonzero(chosen_S).tolist():

@@ -31,16 +31,10 @@ class KernelCache:
             of each sequence.
         pair: Elements of a word (P).
         key_dim: Dimensions of queries and keys.
-        value_dim: Dimensions of a value.
-        padded_values: V.
-        num_kv_heads: How many there are.
         key_row: Elements from the key of a position to that of the next; rows only.
         key_head: From one KV head to the next.
-        value_row: As `key_row`.
-        value_head: As `key_head`.
         dot: Type that everything is multiplied in.
         step: Units of queries and keys in one product.
-        num_steps: Products.
     """
 
     is_blocked: tl.constexpr
@@ -84,7 +78,6 @@ def _value_places(columns: tl.tensor, offset: tl.tensor, C: tl.constexpr) -> tl.
 
 @triton.jit
 def as_type(values: tl.tensor, TYPE: tl.constexpr) -> tl.tensor:
-    """Values rounded to a type."""
     if tl.bfloat16 == TYPE and values.dtype == tl.float32:
         values = rounded(values, tl.bfloat16, tl.float32)
     return values.to(TYPE)
@@ -106,11 +99,9 @@ def append_kernel(
     Args:
         key_ptr: [T, G, D], contiguous within a token.
         value_ptr: [T, G, D], contiguous within a token.
-        slots_ptr: int64 [T].
         cache_ptr: [N, G, 2, B * D].
         key_stride: From one token to the next.
         value_stride: From one token to the next.
-        C: `KernelCache`.
         COLUMNS: At least D, a power of two.
     """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -227,8 +218,6 @@ class KernelQueries:
         has_sinks: Whether each head has a score without a value.
         split: Positions of a part of the context; 0 where it is not cut.
         heads: Query heads of a tile.
-        rows: M.
-        positions: C.
     """
 
     group: tl.constexpr
@@ -323,7 +312,6 @@ def _finished(
 
 @triton.jit
 def _load_all_queries(rows_ptr: tl.tensor, is_row_M: tl.tensor, C: tl.constexpr) -> tl.tuple:
-    """All planes of all steps."""
     queries: tl.tuple = ()
     for step in tl.static_range(C.num_steps):
         for plane in tl.static_range(C.pair):
@@ -437,19 +425,12 @@ def attend_kernel(
     The program ids are the tile, the KV head and some of its query heads, and the part.
 
     Args:
-        query_ptr: [T, H, D].
         key_ptr: As `C` says, in units.
-        value_ptr: The same.
-        table_ptr: int32 [S, M].
-        tiles_ptr: int32 [N, 4].
-        sinks_ptr: float32 [H].
         out_ptr: [T, H, V]; of parts float32 [N, H, parts, V], not divided yet.
         totals_ptr: Of parts, float32 [N, H, parts, 2]: the sum of the weights, the largest score.
         query_stride: From one token to the next.
         out_stride: From one token to the next.
         table_stride: From one sequence to the next.
-        C: `KernelCache`.
-        Q: `KernelQueries`.
     """
     tile_ptr = tiles_ptr + tl.program_id(0) * TILE_FIELDS
     count, position = tl.load(tile_ptr + 2), tl.load(tile_ptr + 3)
@@ -496,12 +477,7 @@ def merge_kernel(
     Args:
         parts_ptr: float32 [N, H, parts, V], as `attend_kernel` leaves them.
         totals_ptr: float32 [N, H, parts, 2].
-        tiles_ptr: int32 [N, 4].
-        sinks_ptr: float32 [H].
-        out_ptr: [T, H, V].
         out_stride: From one token to the next.
-        most_parts: Of any token.
-        C: `KernelCache`.
         Q: `KernelQueries`, with a size of the parts.
     """
     tile_ptr = tiles_ptr + tl.program_id(0) * TILE_FIELDS

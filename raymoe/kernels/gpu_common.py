@@ -21,11 +21,8 @@ class Launch:
     """One launch of a kernel.
 
     Attributes:
-        kernel: Of `device_experts_kernels`.
-        grid: Programs.
         arguments: Tensors and numbers in their order.
         constants: What it is compiled for.
-        options: Warps and stages.
 
     Products and sums stay apart, whichever way a version of Triton has as its default: the bits of
     a result do not depend on the version, and tiles may be measured with any.
@@ -79,10 +76,8 @@ class KernelMatrix:
     Attributes:
         field: Number of the first of its addresses in a row of the table.
         dtype: Type that elements are rounded to.
-        dtype_bytes: Its size.
         dot: Type that they are multiplied in; float32 for bfloat16 where there is no product of it.
         step: Units that one step of a kernel reads.
-        num_steps: Steps along the inputs.
         is_even: Whether steps end where the inputs do.
         alignment: Bytes of which all addresses of codes are multiples.
         groups: Whether one step lies in one group ("step"), the units of all planes in the same
@@ -134,11 +129,9 @@ def kernel_matrix(
     """The constants of a kernel that reads a matrix.
 
     Args:
-        layout: Of the matrix.
         matrix: Its number in the table of addresses.
         dtype: Type that elements are rounded to.
         dot: Type that they are multiplied in.
-        step: Units of one step.
         alignment: Bytes of which all addresses of codes are multiples.
     """
     outputs, inputs = layout.shape
@@ -180,7 +173,6 @@ def kernel_matrix(
 
 
 def _groups(layout: MatrixLayout, group_size: int, step: int) -> str:
-    """See `KernelMatrix.groups`."""
     if layout.has_order:
         return "plane"
     if group_size % (step * layout.unit_inputs) == 0 or group_size >= layout.shape[1]:
@@ -321,7 +313,6 @@ def decoded(
 
 @triton.jit
 def _e4m3(codes: tl.tensor) -> tl.tensor:
-    """The numbers of codes, divided by 2^8."""
     magnitudes = codes & 0x7F
     bits = tl.where(magnitudes == 0x7F, 0x7E00, magnitudes << 7) | ((codes & 0x80) << 8)
     return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -329,6 +320,5 @@ def _e4m3(codes: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _e2m1(codes: tl.tensor) -> tl.tensor:
-    """The numbers of codes, divided by 2^14."""
     bits = ((codes & 8) << 12) | ((codes & 7) << 9)
     return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)

@@ -66,7 +66,6 @@ class GroupedExperts:
 
         Args:
             matrices: On one device; stored alike, as `device_experts_choice` checks.
-            compute: How.
             clamp: Limits of the gated product; silu without them.
         """
         layouts = matrices.layouts()
@@ -83,7 +82,6 @@ class GroupedExperts:
         self._down_constants = self._constants(self._down, 2, alignment_of(matrices.down_EHF))
 
     def __call__(self, hidden_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
-        """See `Experts`."""
         if not len(hidden_TH):
             return torch.empty_like(hidden_TH)
         groups = group_by_expert(topk_ids_TK, topk_weights_TK, len(self._table_EA))
@@ -195,7 +193,6 @@ class GroupedExperts:
 
 
 def _table_of(matrices: ExpertMatrices) -> Tensor:
-    """Addresses of all tensors, int64 [E, A], on the device of the matrices."""
     addresses = [
         [address for matrix in matrices.of_expert(expert) for address in addresses_of(*matrix)]
         for expert in range(matrices.num_experts)
@@ -234,9 +231,6 @@ def decode_kernel(
         row_ptr: int64, the addresses of the matrix.
         out_ptr: [end - begin, P * U].
         begin: Output of the first row.
-        end: Output behind the last.
-        M: `KernelMatrix`.
-        OUTPUTS: Of one program.
     """
     block, step = tl.program_id(0), tl.program_id(1)
     outputs_O = begin + block * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -261,7 +255,6 @@ class DecodedMatrix:
     def __init__(
         self, row_A: Tensor, matrix: KernelMatrix, layout: MatrixLayout, dtype: torch.dtype
     ) -> None:
-        """Decode what lies at the addresses `row_A`."""
         self._row_A, self._matrix, self._layout, self._dtype = row_A, matrix, layout, dtype
 
     def decode(self, begin: int, end: int) -> Tensor:
@@ -315,7 +308,6 @@ class DecodedFfn:
         self._activation, self._clamp = activation, clamp
 
     def __call__(self, hidden_TH: Tensor) -> Tensor:
-        """See `cpu_experts.GatedFfn`."""
         gate_TF = self.gate.multiply(hidden_TH, self._biases[0])
         up_TF = self.up.multiply(hidden_TH, self._biases[1])
         product_TF = gated_product(gate_TF, up_TF, self._activation, self._clamp)
@@ -323,11 +315,7 @@ class DecodedFfn:
 
 
 class DecodedExperts:
-    """The loop of `PlainExperts`, which is the reference, with our decoding.
-
-    Attributes:
-        ffns: The networks.
-    """
+    """The loop of `PlainExperts`, which is the reference, with our decoding."""
 
     def __init__(
         self,
@@ -369,5 +357,4 @@ class DecodedExperts:
             self.ffns.append(DecodedFfn(decoded_3, biases, activation=activation, clamp=clamp))
 
     def __call__(self, hidden_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
-        """See `cpu_experts.Experts`."""
         return one_by_one(self.ffns, hidden_TH, topk_ids_TK, topk_weights_TK)

@@ -41,9 +41,6 @@ def make_device_experts(
     """The fastest experts for weights that are where they are.
 
     Args:
-        matrices: Views; nothing is copied.
-        activation: Of the gated product, where there is no clamp.
-        dtype: Type of hidden states.
         clamp: Limits of the gated product.
         tiles: Measured tiles of the GPU; None for the usual ones.
     """
@@ -83,7 +80,6 @@ class FewOrMany:
         self._few, self._many, self._num_experts = few, many, num_experts
 
     def __call__(self, hidden_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
-        """See `Experts`."""
         has_few = topk_ids_TK.numel() <= FEW_TOKENS * self._num_experts
         return (self._few if has_few else self._many)(hidden_TH, topk_ids_TK, topk_weights_TK)
 

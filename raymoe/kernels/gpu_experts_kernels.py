@@ -36,8 +36,6 @@ def group_by_expert(topk_ids_TK: Tensor, topk_weights_TK: Tensor, num_experts: i
 
     Args:
         topk_ids_TK: int32 experts; distinct within a token.
-        topk_weights_TK: float32 weights.
-        num_experts: Of the layer; ids are below it.
     """
     num_tokens, top_k = topk_ids_TK.shape
     device = topk_ids_TK.device
@@ -63,8 +61,6 @@ def tile_table(bounds_E1: Tensor, num_rows: int, tile_rows: int) -> Tensor:
     last. There are as many tiles as `max_tiles` says; those that are left over have expert -1.
 
     Args:
-        bounds_E1: Of `ExpertGroups`.
-        num_rows: R.
         tile_rows: Rows of a tile; the last of an expert has fewer.
     """
     num_experts = len(bounds_E1) - 1
@@ -227,18 +223,7 @@ def gate_up_kernel(
     Args:
         hidden_ptr: [T, P * units], in planes as GATE reads them.
         tokens_ptr: int32 [R], the token of each row.
-        tiles_ptr: int32 [tiles, 5].
-        table_ptr: int64 [E, TABLE_FIELDS], addresses.
         product_ptr: [R, planes * ...], in planes as the kernel of down reads them.
-        GATE: `KernelMatrix` of gate.
-        UP: Of up.
-        TABLE_FIELDS: Addresses of an expert.
-        PLANES_OUT: Planes of the product.
-        HAS_BIAS: Whether both have biases.
-        GAIN: Of the sigmoid.
-        LIMIT: Of the clamp; None without.
-        OUTPUTS: O.
-        ROWS: N.
     """
     expert, block, rows_N, end = _tile(tiles_ptr, (GATE.outputs + OUTPUTS - 1) // OUTPUTS, ROWS)
     if expert < 0:
@@ -294,7 +279,6 @@ def down_kernel(
 def _load_bias(
     row_ptr: tl.tensor, outputs_O: tl.tensor, is_output_O: tl.tensor, M: tl.constexpr
 ) -> tl.tensor:
-    """Biases of the outputs, float32 [O, 1]."""
     bias_ptr = pointer(row_ptr, M.field + BIAS, M.dtype, M.dtype_bytes)
     return tl.load(bias_ptr + outputs_O, mask=is_output_O, other=0).to(tl.float32)[:, None]
 
@@ -314,15 +298,7 @@ def combine_kernel(
     """Sum of weight times row over the experts of one token, in their order; rounded once.
 
     Args:
-        rows_ptr: float32 [R, H].
         places_ptr: int32 [T, K], rows of each token.
-        weights_ptr: float32 [T, K].
-        out_ptr: [T, H].
-        HIDDEN: H.
-        TOP_K: K.
-        DTYPE: Of the result.
-        DOT: As in `KernelMatrix`.
-        COLUMNS: Of the result that one program computes.
     """
     token = tl.program_id(0).to(tl.int64)
     columns_C = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

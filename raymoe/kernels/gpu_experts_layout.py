@@ -49,8 +49,6 @@ class MatrixLayout:
 
     Attributes:
         kind: What number a code is.
-        shape: O and I.
-        unit: Type of a unit.
         unit_inputs: Inputs whose codes are in one unit.
         unit_outputs: Outputs whose codes are in one unit; not more than one of both is above 1.
         code_strides: Units between neighbouring (units of) outputs, and of inputs.
@@ -80,7 +78,6 @@ class MatrixLayout:
 
     @property
     def num_units(self) -> int:
-        """Units along the inputs."""
         return -(-self.shape[1] // self.unit_inputs)
 
 
@@ -113,7 +110,6 @@ def _codes(weight: Weight) -> Tensor:
 
 
 def _has_whole_words(weight: Weight) -> bool:
-    """Whether bytes of codes can be read as words."""
     codes = _codes(weight)
     rows_apart = codes.stride(0) * codes.element_size()
     return codes.data_ptr() % _WORD_BYTES == 0 and rows_apart % _WORD_BYTES == 0
@@ -245,9 +241,6 @@ class TileShape:
     """A tile and who computes it.
 
     Attributes:
-        outputs: Of the weights.
-        rows: Of tokens.
-        warps: Of a program.
         stages: Steps whose loads are under way at once.
     """
 
@@ -276,7 +269,6 @@ class TileTable:
         return default_shape(key.bucket, self.capability) if found is None else found
 
     def to_json(self) -> list[dict[str, Any]]:
-        """The measured choices, for `from_json`."""
         return [{**key._asdict(), **asdict(shape)} for key, shape in self.chosen.items()]
 
     @classmethod
@@ -296,7 +288,6 @@ def units_of_step(layout: MatrixLayout, *, has_tensor_cores: bool) -> int:
     """Units of codes that one step of a kernel reads of each output.
 
     Args:
-        layout: Of the matrix.
         has_tensor_cores: Whether they multiply: then 64 to 128 bytes, as the memory gives at once.
             Otherwise a thread keeps all its operands of a step in registers: as few as may be.
     """
@@ -309,7 +300,6 @@ def units_of_step(layout: MatrixLayout, *, has_tensor_cores: bool) -> int:
 
 
 def key_of(layout: MatrixLayout, tokens_per_expert: float) -> TileKey:
-    """The key of a choice."""
     bucket = max((size for size in BUCKETS if size <= tokens_per_expert), default=BUCKETS[0])
     unit = str(layout.unit).removeprefix("torch.")
     return TileKey(f"{layout.kind} {unit} {layout.unit_inputs}x{layout.unit_outputs}", bucket)
@@ -331,7 +321,6 @@ def default_shape(bucket: int, capability: tuple[int, int]) -> TileShape:
 
 
 def candidate_shapes(bucket: int, capability: tuple[int, int]) -> list[TileShape]:
-    """Tiles worth measuring, the default first."""
     default = default_shape(bucket, capability)
     stages = (default.stages,) if capability < TENSOR_CORES_SINCE else (2, 3, 4)
     others = [
@@ -366,10 +355,6 @@ class ExpertMatrices(NamedTuple):
     """The weights of all experts of a layer, and their biases; E experts, H hidden, F wide.
 
     Attributes:
-        gate_EFH: Gate projections.
-        up_EFH: Up projections.
-        down_EHF: Down projections.
-        biases: Of all three.
         are_reordered: Whether tables that name the group of each input (act-order) may name others
             than groups of neighbours do; without them they are not read.
     """
@@ -382,11 +367,9 @@ class ExpertMatrices(NamedTuple):
 
     @property
     def num_experts(self) -> int:
-        """E."""
         return len(self.gate_EFH)
 
     def of_expert(self, expert: int) -> list[tuple[Weight, Tensor | None]]:
-        """Its three matrices with their biases."""
         weights = (self.gate_EFH[expert], self.up_EFH[expert], self.down_EHF[expert])
         if self.biases is None:
             return [(weight, None) for weight in weights]
@@ -394,7 +377,6 @@ class ExpertMatrices(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
         first = self.gate_EFH[0]
         return first.pieces["codes"].device if isinstance(first, StoredMatrix) else first.device
 
@@ -433,5 +415,4 @@ class Compute:
 
     @property
     def has_tensor_cores(self) -> bool:
-        """Whether they multiply."""
         return self.dot != torch.float32 and self.tiles.capability >= TENSOR_CORES_SINCE

@@ -32,8 +32,6 @@ class CacheLayout(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLayout:
-    """Keys and values of grouped-query attention."""
-
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
@@ -55,7 +53,6 @@ class KvLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block of one layer."""
         return 2 * self.num_kv_heads * BLOCK_TOKENS * self.head_dim * self.dtype.itemsize
 
 
@@ -96,7 +93,6 @@ class LatentLayout:
     """Latents and rotated keys.
 
     Attributes:
-        rank: Elements of the latent.
         rope_dim: Elements of the rotated key.
     """
 
@@ -114,7 +110,6 @@ class LatentLayout:
 
     @property
     def width(self) -> int:
-        """Elements of a row (W)."""
         return self.rank + self.rope_dim
 
     @property
@@ -124,7 +119,6 @@ class LatentLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block of one layer."""
         return BLOCK_TOKENS * self.width * self.dtype.itemsize
 
 
@@ -137,7 +131,6 @@ class LatentHeads:
 
     Attributes:
         weight_HXR: [H, N + V, R].
-        nope_dim: N.
         rope_dim: Dimensions of queries and of the shared key that are rotated.
     """
 
@@ -147,17 +140,14 @@ class LatentHeads:
 
     @property
     def rank(self) -> int:
-        """R."""
         return self.weight_HXR.shape[2]
 
     @property
     def query_dim(self) -> int:
-        """D."""
         return self.nope_dim + self.rope_dim
 
     @property
     def value_dim(self) -> int:
-        """V."""
         return self.weight_HXR.shape[1] - self.nope_dim
 
     def absorb(self, query_THD: Tensor) -> Tensor:

@@ -54,9 +54,7 @@ class PagedBatch:
         """Work the indices out on the host and send them to `device`.
 
         Args:
-            batch: On the host.
             layout: Of the cache; decides how many sequences go into one group.
-            device: Where attention will run.
         """
         starts, contexts = batch.query_start.long(), batch.context_tokens.long()
         takes = starts.diff()
@@ -78,7 +76,6 @@ class PagedBatch:
 def _group(
     takes: Tensor, contexts: Tensor, layout: CacheLayout
 ) -> Iterator[tuple[Tensor, int, int]]:
-    """Sequences of one group, their new tokens, and the blocks of the longest of them."""
     num_blocks = -(-contexts // BLOCK_TOKENS)
     for take in sorted(set(takes.tolist())):
         members = (takes == take).nonzero().flatten()
@@ -90,7 +87,6 @@ def _group(
 
 
 def _blocks(batch: AttentionBatch, contexts: Tensor, members: Tensor, num_blocks: int) -> Tensor:
-    """Block tables of some sequences; block 0 stands where a sequence has no block."""
     is_used = torch.arange(num_blocks) * BLOCK_TOKENS < contexts[members, None]
     return batch.block_table[members, :num_blocks].long().where(is_used, 0)
 
@@ -133,8 +129,6 @@ def append_and_attend_paged(
 
 
 class _Operands(NamedTuple):
-    """Of one call of torch's attention; the last says which positions each new token sees."""
-
     query_SHQD: Tensor
     keys_SGCD: Tensor
     values_SGCD: Tensor
@@ -171,7 +165,6 @@ def _append(projected: Projected, cache: Tensor, batch: PagedBatch, layout: KvLa
 
 
 def _gather(cache: Tensor, table_SM: Tensor, layout: KvLayout) -> tuple[Tensor, Tensor]:
-    """Keys and values of whole blocks, [S, G, C, D] each."""
     keys, tiles = _views(cache, layout)
     # [S, M, G, D / P, B, P] and, of each tile, [S, M, G, B / P, columns, P]
     keys_SGCD = keys[table_SM].permute(0, 2, 1, 4, 3, 5).flatten(4, 5).flatten(2, 3)
@@ -204,12 +197,9 @@ def append_and_attend_latent_paged(
     The new tokens of a sequence take the form that is the cheaper one for so many of them.
 
     Args:
-        query_THD: Plain, rotated already.
         latent_TW: The rows of the new tokens.
         cache: Blocks of one layer on the device of all arguments; changed in place.
-        batch: The sequences.
         heads: Unfolds rows; of the type of the queries.
-        scale: Factor of the scores.
     """
     cache[batch.blocks_T, batch.offsets_T] = latent_TW.to(cache.dtype)
     out_THV = query_THD.new_empty(*query_THD.shape[:2], heads.value_dim)

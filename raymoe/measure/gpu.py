@@ -94,8 +94,6 @@ def measure_link(
     """Each direction alone, from pageable memory, both at once, and while the CPU attends.
 
     Args:
-        api: The device.
-        copies: What to copy.
         attention: What the CPU does meanwhile; its calls must not hold the interpreter's lock.
         seconds: For all of it, about.
     """
@@ -129,11 +127,7 @@ def measure_link(
 
 
 class Background:
-    """Calls that a CPU lane repeats for as long as the context lasts, at least once.
-
-    Attributes:
-        num_calls: How many were made.
-    """
+    """Calls that a CPU lane repeats for as long as the context lasts, at least once."""
 
     def __init__(self, calls: Iterable[Call]) -> None:
         self._calls = itertools.cycle(calls)
@@ -187,8 +181,6 @@ class DeviceJobs:
     """Calls to be enqueued on a stream, and what one of them works on.
 
     Attributes:
-        products: Of each number of `ROWS`, projections of `product_parameters` each.
-        experts: Of each number of `ROWS`, experts of `expert_parameters` each.
         reads: Copies within the device; each reads `read_bytes` and writes as many.
     """
 
@@ -234,7 +226,6 @@ def measure_device(host: HardwareSpec, seconds: float, index: int = 0) -> Hardwa
     Args:
         host: Measured already; the kernels use its threads.
         seconds: For all of it, about.
-        index: Of the device.
     """
     api = TorchCuda(index)
     with api.thread_context():

@@ -69,7 +69,6 @@ MODEL = ModelSpec.from_config(
 
 
 def pass_jobs() -> list[KernelJob]:
-    """Each of `PASSES` through one decoder."""
     runner = _make_runner()
     return [
         KernelJob(
@@ -89,7 +88,6 @@ def pass_jobs() -> list[KernelJob]:
 
 
 def pass_shape(rows: int, new_tokens: int) -> PassShape:
-    """What one of `PASSES` holds."""
     if new_tokens == 1:
         return PassShape.decode(rows, CONTEXT)
     return PassShape.prefill(rows, new_tokens)
@@ -99,7 +97,6 @@ def task_overhead(node: HardwareSpec, pass_s: Sequence[float]) -> Curve:
     """Seconds of a task beyond its kernels, over the tokens of its pass.
 
     Args:
-        node: With curves.
         pass_s: Seconds of each of `pass_jobs` on it.
     """
     tasks = build_in_place(MODEL.num_layers).tasks
@@ -129,7 +126,6 @@ def pass_inputs(rows: int, context: int, vocab_size: int, new_tokens: int = 1) -
 
 
 def _make_runner() -> PassRunner:
-    """A decoder of random weights, with a cache for the largest pass."""
     generator = torch.Generator().manual_seed(0)
     weights = {
         name: torch.empty(shape, dtype=DTYPE).normal_(0.0, 0.03, generator=generator)
@@ -144,7 +140,6 @@ def _make_runner() -> PassRunner:
 
 
 def _context(new_tokens: int) -> int:
-    """Tokens of a sequence of one of `PASSES`, the new ones included."""
     return max(CONTEXT, new_tokens)
 
 
@@ -167,14 +162,11 @@ THREADS_SHARE = 0.1  # of the time, for attention with fewer threads
 
 @dataclass(frozen=True, slots=True)
 class _Series:
-    """Jobs of one kernel, each with its size, and what their rate counts."""
-
     sizes: Sequence[float]
     jobs: Sequence[KernelJob]
     work: Callable[[KernelJob], float]
 
     def curve(self, seconds: Sequence[float]) -> Curve:
-        """Rates from the seconds of a call of each job."""
         return Curve(
             tuple(
                 (size, self.work(job) / each_s)
@@ -224,7 +216,6 @@ def _flop(job: KernelJob) -> float:
 
 
 def _all_series(layers: Sequence[Tensor]) -> list[_Series]:
-    """Projections, experts, decode and prefill attention, many heads, what lies between."""
     decodes = [decode_job(HEADS, CACHED_TOKENS // each, each, layers) for each in CONTEXTS]
     prefills = [prefill_job(HEADS, PREFILL_TOKENS // each, each, layers) for each in PROMPTS]
     crowded = decode_job(CROWDED_HEADS, CACHED_TOKENS // USUAL_CONTEXT, USUAL_CONTEXT, layers)
@@ -245,14 +236,12 @@ def _product_series() -> _Series:
 
 
 def _expert_series() -> _Series:
-    """Over rows for each expert that is hit: operations per byte, as weights have two bytes."""
     layers = make_expert_layers(EXPERTS)
     jobs = [experts_job(EXPERTS, tokens, layers) for tokens in EXPERT_TOKENS]
     return _Series([job.intensity_flop_per_byte for job in jobs], jobs, _flop)
 
 
 def _over_threads(job: KernelJob, num_threads: int, seconds: float) -> Curve:
-    """One job with 1, 2, 4, ... and with all threads."""
     powers = [1 << bit for bit in range(num_threads.bit_length())]
     counts = sorted({*powers, num_threads})
     rates = []
@@ -264,7 +253,6 @@ def _over_threads(job: KernelJob, num_threads: int, seconds: float) -> Curve:
 
 
 def _activation_job(num_tokens: int) -> KernelJob:
-    """Norm and rotation of a layer: what lies between products reads and writes activations."""
     head_dim, num_heads = HEADS.head_dim, HIDDEN_SIZE // HEADS.head_dim
     num_kv_heads = (PROJECTED_SIZE - HIDDEN_SIZE) // (2 * head_dim)
     table = torch.ones(num_tokens, head_dim // 2)

@@ -7,9 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from raymoe.kernels.cpu_attention import AttentionBatch, append_and_attend
+from raymoe.kernels.cpu_attention import AttentionBatch, append_and_attend, append_and_attend_latent
 from raymoe.kernels.cpu_experts import Experts, make_experts
-from raymoe.kernels.cpu_latent_attention import append_and_attend_latent
 from raymoe.kernels.cpu_linear import Linear, make_linear
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, CacheLayout, KvLayout, LatentLayout
 from raymoe.measure.timing import KernelJob
@@ -21,8 +20,6 @@ MIN_CACHE_BYTES = 512 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """Heads of one layer."""
-
     num_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
@@ -43,8 +40,6 @@ def decode_job(
     """One new token for each of `batch` sequences of `context` tokens.
 
     Args:
-        shape: Heads.
-        batch: Sequences.
         context: Tokens of each, the new one included.
         layers: Of `make_layers` for at least as many tokens; made for this job by default.
     """
@@ -95,7 +90,6 @@ def _calls(  # noqa: PLR0917 - of two public functions above
     context: int,
     layers: Sequence[Tensor] | None,
 ) -> list[partial[Tensor]]:
-    """One call for each layer."""
     tokens = batch * new_tokens
     query_THD = torch.randn(tokens, shape.num_heads, shape.head_dim).to(shape.dtype)
     key_TGD = torch.randn(tokens, shape.num_kv_heads, shape.head_dim).to(shape.dtype)
@@ -135,7 +129,6 @@ class LatentShape:
 
     @property
     def width(self) -> int:
-        """Elements of a row."""
         return self.rank + self.rope_dim
 
     def __str__(self) -> str:
@@ -174,8 +167,6 @@ MIN_WEIGHT_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsShape:
-    """Sizes of the experts of one layer."""
-
     hidden_size: int
     expert_size: int
     num_experts: int
@@ -183,7 +174,6 @@ class ExpertsShape:
 
     @property
     def parameters(self) -> int:
-        """Of one expert."""
         return 3 * self.hidden_size * self.expert_size
 
     def __str__(self) -> str:
@@ -201,10 +191,6 @@ def experts_job(
     """The experts of one layer, tokens routed at random, the same for all layers.
 
     Args:
-        shape: Sizes.
-        num_tokens: Tokens of a call.
-        layers: Of `make_expert_layers`; made for this job by default.
-        kernel: What they are called.
         expert_bytes: Of the weights of one expert; of bfloat16 by default.
     """
     generator = torch.Generator().manual_seed(num_tokens)

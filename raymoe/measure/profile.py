@@ -37,7 +37,6 @@ class Machine:
         num_threads: With which the kernels are measured.
         memory_gib: Memory of the machine or its control group, rounded.
         gpu: Name of the GPU; empty without one.
-        gpu_driver: Version of its driver.
     """
 
     cpu_model: str
@@ -162,14 +161,7 @@ def obtain_profile(
     seconds: float = USUAL_SECONDS,
     is_fresh: bool = False,
 ) -> tuple[HardwareSpec, Path]:
-    """What is kept of this machine, and the file; measured and kept first where there is nothing.
-
-    Args:
-        directory: Where profiles are kept.
-        num_threads: As in `measure_machine`.
-        seconds: Of a measurement.
-        is_fresh: Measure in any case.
-    """
+    """What is kept of this machine, and the file; measured and kept first if nothing is."""
     machine = identify_machine(num_threads)
     hardware = None if is_fresh else load_profile(directory, machine)
     if hardware is None:

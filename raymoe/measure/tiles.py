@@ -47,14 +47,11 @@ TimeCall = Callable[[Callable[[], Tensor]], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """What the choice of tiles depends on."""
-
     name: str
     capability: tuple[int, int]
 
     @classmethod
     def current(cls, index: int = 0) -> "Gpu":
-        """The CUDA device `index`."""
         return cls(
             name=torch.cuda.get_device_name(index),
             capability=torch.cuda.get_device_capability(index),
@@ -62,7 +59,6 @@ class Gpu:
 
     @property
     def file_name(self) -> str:
-        """Of the kept choices."""
         return kept_name(f"tiles {self.name}", repr((FORMAT, self.name, self.capability)))
 
 
@@ -106,12 +102,8 @@ def measure_tiles(
 
     Args:
         tiles: What is known already; other formats stay.
-        matrices: Of a layer, on the device.
         hidden: Number of tokens -> hidden states.
-        top_k: Experts of a token.
         make: Experts of these matrices that use given tiles.
-        time_call: Seconds of a call.
-        buckets: Tokens per expert.
     """
     layouts = matrices.layouts()
     assert layouts is not None, "the matrices of a layer's experts are stored alike"
@@ -154,11 +146,7 @@ class BucketTiles:
     """What was chosen for one number of tokens.
 
     Attributes:
-        tokens_per_expert: At least.
-        shape: The fastest tile.
         usual_s: Seconds of a layer with the usual tile.
-        best_s: With the fastest.
-        tiles: All choices so far.
     """
 
     tokens_per_expert: int
@@ -174,8 +162,6 @@ class ExpertLayer:
 
     Attributes:
         moe: Numbers of the layer, with as many experts as there are matrices.
-        hidden_size: Of the model.
-        dtype: Type to compute in.
         matrices: Random, stored as the model's are.
     """
 
@@ -234,10 +220,7 @@ def measure_layer(
     """Measure the tiles of a layer; yields after each number of tokens, to be stored.
 
     Args:
-        layer: On the device.
         tiles: What is known: kept, and not measured anew unless `is_again`.
-        time_call: Seconds of a call.
-        is_again: See `tiles`.
     """
     layouts = layer.matrices.layouts()
     assert layouts is not None, "the matrices of a layer's experts are stored alike"

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from raymoe.device.threads import peak_flop_per_s, read_bandwidth_bytes_per_s
+
 NUM_TURNS = 7  # that the time suffices for, unless single calls are long
 
 Clock = Callable[[], float]
@@ -53,9 +55,7 @@ def measure_in_turns(
     The first call of a job is not counted, unless it took as long as a whole turn.
 
     Args:
-        jobs: What to measure.
         seconds: For all of them together.
-        clock: Now, in seconds.
     """
     deadline_s = clock() + seconds
     turn_s = seconds / max(1, NUM_TURNS * len(jobs))
@@ -82,3 +82,26 @@ def _turn(calls: Iterator[Callable[[], object]], turn_s: float, clock: Clock) ->
         if elapsed_s >= turn_s:
             return elapsed_s / count
     raise AssertionError("calls never end")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """bfloat16 operations from registers and bytes read from memory, per second."""
+
+    flop_per_s: float
+    bytes_per_s: float
+
+
+def measure_limits(num_threads: int, seconds: float = 2.0) -> Limits:
+    """Arithmetic for a quarter of the time, memory for the rest."""
+    return Limits(
+        flop_per_s=peak_flop_per_s(num_threads, "bfloat16", seconds / 4),
+        bytes_per_s=read_bandwidth_bytes_per_s(num_threads, 3 * seconds / 4),
+    )
+
+
+def mean_limits(limits: Sequence[Limits]) -> Limits:
+    return Limits(
+        flop_per_s=statistics.fmean(each.flop_per_s for each in limits),
+        bytes_per_s=statistics.fmean(each.bytes_per_s for each in limits),
+    )

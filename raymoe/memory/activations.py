@@ -53,11 +53,9 @@ class _TwoForms:
         self._memory = _tensor((tokens * self._stride,), dtype, allocate)
 
     def first(self, end: int) -> Tensor:
-        """Tokens before `end`, in the first form."""
         return self._memory[: end * prod(self._first)].view(end, *self._first)
 
     def rest(self, begin: int, end: int) -> Tensor:
-        """Tokens from `begin` on, in the other."""
         count, offset = end - begin, begin * self._stride
         return self._memory[offset : offset + count * prod(self._rest)].view(count, *self._rest)
 
@@ -110,7 +108,6 @@ class HostActivations:
     def __init__(
         self, spec: ModelSpec, sizes: ActivationSizes, *, dtype: torch.dtype, allocate: Allocate
     ) -> None:
-        """Take everything from `allocate`."""
         self.embedded_TH = _tensor((sizes.pass_tokens, spec.hidden_size), dtype, allocate)
         self.ring = [
             WaveActivations(spec, sizes.wave_tokens, dtype, allocate) for _ in range(sizes.ring)
@@ -129,7 +126,6 @@ class PassActivations:
         dtype: torch.dtype,
         allocate: Allocate,
     ) -> None:
-        """Take everything from `allocate`."""
         top_k = max(
             (layer.ffn.top_k for layer in spec.layers if isinstance(layer.ffn, MoeSpec)), default=0
         )

@@ -50,7 +50,6 @@ class HostArena:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes handed out, alignment included."""
         return self._used_bytes
 
     @property
@@ -135,7 +134,6 @@ class SharedArena(HostArena):
         """Map the memory.
 
         Args:
-            num_bytes: As for `HostArena`.
             file: Filled, or to be filled with `num_bytes`.
             note: For the other processes, if this one fills it.
             is_writable: Map it so that it could be written, as drivers want what they pin.
@@ -149,7 +147,6 @@ class SharedArena(HostArena):
         super().__init__(num_bytes)
 
     def seal(self) -> None:
-        """Say that everything is in it."""
         if not self.is_filled:
             self._file.publish(self._note, is_writable=self._is_writable)
             self.is_filled = True

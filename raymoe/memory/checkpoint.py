@@ -5,26 +5,25 @@ dtype, shape, data_offsets, then the data, without holes or overlaps.
 """
 
 import itertools
+import logging
 import math
 import mmap
 import os
+import re
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+import huggingface_hub
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import Tensor
 
 from raymoe.codecs import TORCH_DTYPES
-from raymoe.errors import CheckpointError
-from raymoe.specs.files import (
-    open_regular,
-    parse_json_object,
-    read_json_object,
-    resolve_inside,
-)
+from raymoe.errors import CheckpointError, ConfigError
+from raymoe.specs.files import open_regular, parse_json_object, read_json_object, resolve_inside
 from raymoe.specs.weight_format import ITEM_BYTES
 from raymoe.units import MIB, format_bytes
 
@@ -57,7 +56,6 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the data."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
@@ -75,9 +73,7 @@ class Checkpoint:
         """Use `open`; this maps the files and reads their headers.
 
         Args:
-            directory: For messages.
             files: Name in the directory -> resolved path.
-            max_tensors: In all files together.
         """
         self.directory = directory
         self._entries: dict[str, Entry] = {}
@@ -98,7 +94,6 @@ class Checkpoint:
         """Resolve, map and check the checkpoint of a model directory.
 
         Args:
-            directory: Of the model.
             max_tensors: What a checkpoint of the model can have; no more are looked at.
 
         Raises:
@@ -121,7 +116,6 @@ class Checkpoint:
         return checkpoint
 
     def names(self) -> frozenset[str]:
-        """Names of all tensors."""
         return frozenset(self._entries)
 
     def entry(self, name: str) -> Entry:
@@ -132,11 +126,9 @@ class Checkpoint:
             raise CheckpointError(f"{self.directory}: no tensor {name!r}") from None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor."""
         return {name: entry.shape for name, entry in self._entries.items()}
 
     def files(self) -> dict[str, str]:
-        """File of every tensor."""
         return {name: entry.file for name, entry in self._entries.items()}
 
     def tensor(self, name: str) -> Tensor:
@@ -222,7 +214,6 @@ def _read_weight_map(directory: Path, max_tensors: int) -> dict[str, str]:
 
 
 def _open_file(path: Path, *, file: str, max_tensors: int) -> tuple[mmap.mmap, dict[str, Entry]]:
-    """Map a file; its header is read, not mapped."""
     descriptor = open_regular(path)
     try:
         size = os.fstat(descriptor).st_size
@@ -242,7 +233,6 @@ def _as_bytes(mapping: mmap.mmap) -> Tensor:
 
 
 def _max_bytes(max_tensors: int) -> int:
-    """Bytes of JSON about so many tensors."""
     return _OTHER_BYTES + max_tensors * MAX_ENTRY_BYTES
 
 
@@ -309,7 +299,6 @@ def _naturals(value: object, *, where: str) -> tuple[int, ...]:
 
 
 def _check_layout(entries: Mapping[str, Entry], *, where: str, begin: int, size: int) -> None:
-    """The tensors follow one another without hole or overlap, up to the end of the file."""
     ordered = sorted(entries.items(), key=lambda item: (item[1].offset, item[1].num_bytes))
     ends = [begin, *(entry.offset + entry.num_bytes for _, entry in ordered)]
     for (name, entry), end in zip(ordered, itertools.islice(ends, len(ordered)), strict=True):
@@ -324,3 +313,100 @@ def _check_layout(entries: Mapping[str, Entry], *, where: str, begin: int, size:
         )
     if ends[-1] < size:
         raise CheckpointError(f"{where}: {size - ends[-1]} bytes behind the last tensor")
+
+
+logger = logging.getLogger(__name__)
+
+# Weights, configuration and tokenizer; no pickles and no code.
+DOWNLOADED = ["*.safetensors", "*.json", "tokenizer.model", "*.jinja", "*.txt"]
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def resolve_model(model_source: str | Path, *, revision: str | None = None) -> Path:
+    """The local directory of a model, downloaded into the hub cache where it is not there yet.
+
+    Args:
+        model_source: A directory, or a hub name such as "mistralai/Mixtral-8x7B-Instruct-v0.1".
+        revision: Branch, tag or commit of a hub name.
+
+    Raises:
+        ConfigError: Neither a directory nor something that can be a hub name.
+        CheckpointError: The hub does not have it, or cannot be reached.
+    """
+    path = Path(model_source).expanduser()
+    if path.is_dir():
+        return path
+    name = str(model_source)
+    if path.exists() or not is_hub_name(name):
+        kind = "a file" if path.exists() else "not there, and not a name on the Hugging Face hub"
+        raise ConfigError(f"model_source {name!r} is {kind}; give a directory with config.json")
+    cached = _find_cached(name, revision)
+    return cached if cached is not None else _download(name, revision)
+
+
+def find_model(model_source: str | Path) -> Path | None:
+    """The local directory of a model that is here already; None for one to be downloaded."""
+    path = Path(model_source).expanduser()
+    if path.is_dir():
+        return path
+    name = str(model_source)
+    return _find_cached(name, None) if is_hub_name(name) and not path.exists() else None
+
+
+def is_hub_name(text: str) -> bool:
+    """Whether this can be a name on the Hugging Face hub."""
+    return _HUB_NAME.fullmatch(text) is not None
+
+
+def fetch_config(name: str, *, revision: str | None = None) -> Path:
+    """The `config.json` of a hub name, downloaded into the hub cache where it is not there yet.
+
+    Raises:
+        CheckpointError: The hub does not have it, or cannot be reached.
+    """
+    try:
+        return Path(huggingface_hub.hf_hub_download(name, "config.json", revision=revision))
+    except (OSError, ValueError) as error:
+        raise _unreachable(name, error) from error
+
+
+def _find_cached(name: str, revision: str | None) -> Path | None:
+    try:
+        found = Path(
+            huggingface_hub.snapshot_download(name, revision=revision, local_files_only=True)
+        )
+    except (LocalEntryNotFoundError, ValueError):
+        return None
+    return found if _is_complete(found) else None
+
+
+def _is_complete(directory: Path) -> bool:
+    if not (directory / "config.json").is_file():
+        return False
+    if (directory / SINGLE_FILE).is_file():
+        return True
+    if not (directory / INDEX_FILE).is_file():
+        return False
+    weight_map = read_json_object(directory, INDEX_FILE).get("weight_map")
+    files = set(weight_map.values()) if isinstance(weight_map, dict) else set()
+    return all(isinstance(file, str) and (directory / file).is_file() for file in files)
+
+
+def _download(name: str, revision: str | None) -> Path:
+    logger.info("downloading %s into the Hugging Face cache", name)
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                name, revision=revision, allow_patterns=DOWNLOADED, max_workers=4
+            )
+        )
+    except (OSError, ValueError) as error:
+        raise _unreachable(name, error) from error
+
+
+def _unreachable(name: str, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{name!r} is neither a local directory nor in the Hugging Face cache, and downloading it "
+        f"failed ({type(error).__name__}: {error}); check the name, the network and the access "
+        "token, or give a directory"
+    )

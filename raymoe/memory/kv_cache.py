@@ -43,7 +43,6 @@ class KvCache:
 
     @property
     def host_memory(self) -> Tensor:
-        """The blocks of all layers, uint8."""
         return self._arena.memory
 
     def layer(self, index: int) -> Tensor:
@@ -58,7 +57,6 @@ class KvCache:
 
         Args:
             num_blocks: At most as many as there are; what they held is lost.
-            num_threads: To use.
         """
         with ThreadPoolExecutor(num_threads) as pool:
             for _ in pool.map(lambda layer: layer[:num_blocks].zero_(), self._layers):
@@ -118,5 +116,4 @@ class BlockPool:
         return freed
 
     def references(self, block: int) -> int:
-        """How many own this block."""
         return int(self._references[block])

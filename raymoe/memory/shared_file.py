@@ -49,7 +49,6 @@ class SharedFile:
     """
 
     def __init__(self, path: Path, file: int) -> None:
-        """Use `open`."""
         self._path, self._file = path, file
         self.num_bytes, self.note, self.is_whole = _read_mark(file)
         self._memory: Tensor | None = None
@@ -165,7 +164,6 @@ def _open(path: Path) -> int:
 
 
 def _lock(file: int, kind: int, path: Path) -> None:
-    """Wait for a lock; says so now and then, because loading takes minutes."""
     say_s = time.monotonic()
     while True:
         try:
@@ -187,7 +185,6 @@ def _is_same(file: int, path: Path) -> bool:
 
 
 def _remove_unused(path: Path) -> None:
-    """Remove a file that nobody holds."""
     try:
         file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:  # gone, or not ours
@@ -208,7 +205,6 @@ def _mark_offset(file: int) -> int:
 
 
 def _read_mark(file: int) -> tuple[int, bytes, bool]:
-    """Bytes of data, note, and whether the file is whole."""
     offset = _mark_offset(file)
     page = os.pread(file, mmap.PAGESIZE, offset) if offset >= 0 else b""
     if not page.startswith(MAGIC):
@@ -233,7 +229,6 @@ def _map(file: int, num_bytes: int, *, is_writable: bool) -> Tensor:
 
 
 def _protect(memory: Tensor) -> None:
-    """Make a mapping read-only."""
     if not memory.nbytes:
         return
     libc = ctypes.CDLL(None, use_errno=True)

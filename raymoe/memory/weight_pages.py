@@ -48,10 +48,7 @@ class _Place:
 
     Attributes:
         piece: Which of a quantised matrix; None for a weight that is one tensor.
-        shape: Of the tensor.
-        item_bytes: Of its elements.
         offset: In bytes from the begin of the layer's streamed, or of its resident, bytes.
-        is_resident: Which of the two.
     """
 
     piece: Piece | None
@@ -62,14 +59,11 @@ class _Place:
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensor."""
         return prod(self.shape) * self.item_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Weight:
-    """All tensors of a weight; `stored` is how it is quantised."""
-
     stored: WeightFormat | None
     shape: Shape
     places: tuple[_Place, ...]
@@ -95,9 +89,7 @@ class WeightPages:
         """Copy all layers to the host arena, if not there yet, and resident parts to the device.
 
         Args:
-            spec: The model.
             weights: Canonical name -> weight as it is stored.
-            paging: Of each layer.
             dtype: Type that the kernels read; weights that are not quantised are converted to it.
             allocate_on_device: Bytes -> uint8 tensor of device memory.
             release: Called with the names of a layer once it is copied.
@@ -121,7 +113,6 @@ class WeightPages:
         self._arena.seal()
 
     def _copy(self, layer: int, name: str, weight: Weight) -> None:
-        """Copy a weight to where it belongs."""
         for place in self._weights[layer][name].places:
             source, dtype = weight, self._dtype
             if place.piece is not None:
@@ -137,7 +128,6 @@ class WeightPages:
 
     @property
     def host_memory(self) -> Tensor:
-        """The streamed parts of all layers, uint8."""
         return self._arena.memory
 
     def names(self, layer: int) -> tuple[str, ...]:
@@ -156,7 +146,6 @@ class WeightPages:
         """A weight as the device will find it when the first streamed layer is in `first_slot`.
 
         Args:
-            layer: Its layer.
             name: Its name without the prefix of the layer.
             first_slot: Streamed layers take the two slots in turn from here on.
         """
@@ -177,15 +166,12 @@ class WeightPages:
         return StoredMatrix(format=weight.stored, shape=(outputs, inputs), pieces=pieces)
 
     def close(self) -> None:
-        """Let go of all memory."""
         self._host, self._slots, self._resident = [], [], []
         self._arena.close()
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where the weights of a layer lie."""
-
     weights: Weights
     resident_bytes: int
 
@@ -225,7 +211,6 @@ def _lay_out(spec: ModelSpec, layer: int, cut: LayerPaging, plain_bytes: int) ->
 def _tensors_of(
     part: WeightPart, formats: Mapping[str, WeightFormat | None], plain_bytes: int
 ) -> list[tuple[str, Piece | None, Shape]]:
-    """All tensors of a part in their order, the quantised matrices' pieces one by one."""
     tensors: list[tuple[str, Piece | None, Shape]] = []
     for name, shape in part.shapes.items():
         stored = formats[name]

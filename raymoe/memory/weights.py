@@ -46,7 +46,6 @@ class WeightStore:
     Calling it with a name of `specs.weight_names` gives the tensor.
 
     Attributes:
-        checkpoint: Where the tensors lie.
         dtype: Type of most elements, for models whose configuration names none.
     """
 
@@ -155,7 +154,6 @@ def _check_types(checkpoint: Checkpoint, location: Location) -> None:
 
 
 def _dtype(checkpoint: Checkpoint, locations: Iterable[Location]) -> torch.dtype:
-    """Type of most elements that are not quantised."""
     sizes: Counter[str] = Counter()
     for name in {location.name for location in locations if location.quantised is None}:
         entry = checkpoint.entry(name)
@@ -166,14 +164,8 @@ def _dtype(checkpoint: Checkpoint, locations: Iterable[Location]) -> torch.dtype
 class ShardedWeights:
     """Views of weights, by canonical name, with the shapes of `specs.tensor_shards.shard_model`.
 
-    Attributes:
-        dtype: As of the whole.
-
     Args:
-        weights: Of the whole model.
-        model: The whole model.
         part: What each rank has of it.
-        rank: Which one this is.
     """
 
     def __init__(self, weights: Weights, model: ModelSpec, part: ModelSpec, rank: int) -> None:
@@ -229,15 +221,7 @@ LARGEST_CODE = 0x7E  # of E4M3; the next one is NaN
 
 
 class DummyWeights:
-    """Makes the weight of a canonical name whenever it is asked for; the same each time.
-
-    Attributes:
-        dtype: Of weights that are not quantised.
-
-    Args:
-        spec: The model.
-        dtype: See above.
-    """
+    """Makes the weight of a canonical name whenever it is asked for; the same each time."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -284,13 +268,7 @@ class DummyWeights:
 
 
 def dealt(values: Tensor, name: str, shape: Shape) -> Tensor:
-    """Values from a place that the name decides, again from the first one behind the last.
-
-    Args:
-        values: One dimension.
-        name: Of the weight.
-        shape: Of the result.
-    """
+    """Values from a place that the name decides, again from the first one behind the last."""
     out = torch.empty(shape, dtype=values.dtype)
     flat, at = out.view(-1), zlib.crc32(name.encode()) % len(values)
     done = 0

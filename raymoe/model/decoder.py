@@ -16,9 +16,8 @@ from raymoe.kernels.cpu_elementwise import Projected, Routing, add_rms_norm_, rm
 from raymoe.kernels.cpu_linear import Allocate
 from raymoe.kernels.gpu_attention_batch import StagedBatch
 from raymoe.kernels.paged_kv import CacheLayout, KvLayout, LatentLayout
-from raymoe.model.attention import Attention, LayerAttention
+from raymoe.model.attention import Attention, LatentAttention, LayerAttention
 from raymoe.model.feed_forward import Dense, FeedForward, MoE
-from raymoe.model.latent_attention import LatentAttention
 from raymoe.model.loading import GetWeight, Loader, NormOverRanks, Reduce, keep
 from raymoe.model.rope import Rotary
 from raymoe.specs.layer_weights import (
@@ -45,17 +44,13 @@ class Norm(Protocol):
 
 
 class RmsNorm:
-    """Root mean square, and a weight."""
-
     def __init__(self, weight_H: Tensor, eps: float) -> None:
         self._weight_H, self._eps = weight_H, eps
 
     def __call__(self, hidden_TH: Tensor) -> Tensor:
-        """See `Norm`."""
         return rms_norm(hidden_TH, self._weight_H, self._eps)
 
     def after_adding_(self, hidden_TH: Tensor, delta_TH: Tensor) -> Tensor:
-        """See `Norm`."""
         return add_rms_norm_(hidden_TH, delta_TH, self._weight_H, self._eps)
 
 
@@ -66,12 +61,10 @@ class LayerNorm:
         self._weight_H, self._bias_H, self._eps = weight_H, bias_H, eps
 
     def __call__(self, hidden_TH: Tensor) -> Tensor:
-        """See `Norm`."""
         shape = self._weight_H.shape
         return functional.layer_norm(hidden_TH, shape, self._weight_H, self._bias_H, self._eps)
 
     def after_adding_(self, hidden_TH: Tensor, delta_TH: Tensor) -> Tensor:
-        """See `Norm`."""
         return self(hidden_TH.add_(delta_TH))
 
 
@@ -124,8 +117,6 @@ class Posted(NamedTuple):
 
 
 class Layer:
-    """Weights of one decoder layer."""
-
     def __init__(self, model: ModelSpec, i: int, loader: Loader, reduce: Reduce) -> None:
         spec, prefix = model.layers[i], layer_prefix(i)
         self.input_norm = load_norm(model, loader, f"{prefix}{INPUT_NORM}")
@@ -163,7 +154,6 @@ class Decoder:
     they are given in place; use what they return.
 
     Attributes:
-        spec: What is computed.
         dtype: Type of hidden states and logits.
         needs_prompt_tokens: Whether `pre` needs the prompt length of each token.
     """
@@ -171,7 +161,6 @@ class Decoder:
     def __init__(
         self, spec: ModelSpec, loader: Loader, release: Release, *, reduce: Reduce = keep
     ) -> None:
-        """Use `load`."""
         self.spec, self.dtype = spec, loader.dtype
         self._reduce = reduce
         self.needs_prompt_tokens = spec.rope.depends_on_length
@@ -203,7 +192,6 @@ class Decoder:
         """Build the decoder layer by layer, so that at most one layer exists twice.
 
         Args:
-            spec: What to compute.
             weights: Canonical name (`specs.weight_names`) -> tensor; may be a view of a file.
             allocate: Where copies go; `arena.decoder_arena_bytes` says how much is asked for.
             dtype: Type to compute in; weights of another type are converted.
@@ -237,8 +225,6 @@ class Decoder:
         """Norm, projection and rotation of layer `i`.
 
         Args:
-            i: Layer.
-            hidden_TH: Unchanged.
             positions_T: int32, position of each token in its sequence; see `reserve`.
             prompt_tokens_T: int32, prompt length of each token's sequence; needed where
                 `needs_prompt_tokens` says so (`model.rope` tells why).
@@ -260,8 +246,6 @@ class Decoder:
 
         Args:
             batch: On the host; its block table is that of the staged blocks.
-            layout: Of the cache.
-            device: Where attention will run.
         """
         return self._layers[0].attention.staged_batch(batch, layout, device)
 
@@ -288,7 +272,6 @@ class Decoder:
         self._layers[i].attention.append(projected, cache_layer, batch)
 
     def unfold(self, i: int, result_TX: Tensor) -> Tensor:
-        """Results of `attend_absorbed` as `post` takes them."""
         return self._layers[i].attention.unfold(result_TX)
 
     def post(self, i: int, hidden_TH: Tensor, attention_TX: Tensor) -> Posted:

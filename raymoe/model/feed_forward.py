@@ -81,7 +81,6 @@ def _mix_sparsely(logits_TE: Tensor, top_k: int, jitter: float) -> Routing:
 
 
 def _largest(scores_TX: Tensor, count: int) -> Tensor:
-    """Columns of the largest scores, descending, ties to the lower column."""
     return scores_TX.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
@@ -110,21 +109,17 @@ class BiasedFfn:
         self._activation = activation
 
     def __call__(self, hidden_TH: Tensor) -> Tensor:
-        """down(activation(gate(hidden)) * up(hidden)), [T, H]."""
         gate_TF, up_TF = self._gate(hidden_TH), self._up(hidden_TH)
         return self._down(gated_product(gate_TF, up_TF, self._activation))
 
 
 def load_network(spec: DenseSpec, loader: Loader, prefix: str) -> GatedFfn:
-    """A dense network, with biases or without."""
     if spec.has_bias:
         return BiasedFfn(loader, prefix, spec.activation)
     return loader.gated_ffn(prefix, spec.activation)
 
 
 class Dense:
-    """Gated network that every token visits."""
-
     def __init__(self, spec: DenseSpec, loader: Loader, prefix: str) -> None:
         self._ffn = load_network(spec, loader, prefix)
 
@@ -132,7 +127,6 @@ class Dense:
         """See `FeedForward`."""
 
     def __call__(self, normed_TH: Tensor, routing: Routing | None) -> Tensor:
-        """See `FeedForward`."""
         del routing
         return self._ffn(normed_TH)
 
@@ -156,7 +150,6 @@ class MoE:
                 self._shared_gate = loader.linear([f"{prefix}shared_expert_gate"])
 
     def route(self, normed_TH: Tensor) -> Routing:
-        """See `FeedForward`."""
         size = (len(normed_TH), self._spec.num_experts)
         logits_TE = torch.empty(size, dtype=torch.float32, device=normed_TH.device)
         return choose_experts(
@@ -164,7 +157,6 @@ class MoE:
         )
 
     def __call__(self, normed_TH: Tensor, routing: Routing | None) -> Tensor:
-        """See `FeedForward`."""
         assert routing is not None, "the experts of a layer need the routing of its router"
         out_TH = self._experts(normed_TH, *routing)
         if self._shared is None:

@@ -57,8 +57,6 @@ class NormOverRanks:
 
     Args:
         reduce: Adds up over the ranks.
-        count: Of ranks.
-        eps: Of the norms.
     """
 
     def __init__(self, reduce: Reduce, count: int, eps: float) -> None:
@@ -87,7 +85,6 @@ class Loader:
 
     Attributes:
         dtype: Type that the decoder computes in; weights of another type are converted.
-        device: Where it computes.
     """
 
     device = torch.device("cpu")
@@ -111,7 +108,6 @@ class Loader:
         return make_linear(weight_OI, bias_O, self._allocate)
 
     def experts(self, prefix: str, moe: MoeSpec) -> Experts:
-        """The routed experts of a layer."""
         is_packed = packed_experts_are_used(self.dtype, moe.activation)
         gate, up, down = (
             [
@@ -148,7 +144,6 @@ class Loader:
         ]
 
     def gated_ffn(self, prefix: str, activation: str) -> GatedFfn:
-        """A gated network without biases."""
         is_packed = packed_experts_are_used(self.dtype, activation)
         gate, up, down = (
             self._matrix([self._weights(f"{prefix}{part}_proj.weight")], is_packed=is_packed)
@@ -196,7 +191,6 @@ class Loader:
         """What is added to scores, in float32, and where they are computed for as long as we live.
 
         Args:
-            name: Of few elements, whatever the size of the model.
             is_on_host: Whether the host computes these scores, wherever the decoder computes.
         """
         del is_on_host
@@ -205,7 +199,6 @@ class Loader:
         return vector.to(torch.float32, copy=True)
 
     def _side_by_side(self, weights: Sequence[Weight], biases: Sequence[Tensor] | None) -> Linear:
-        """Each of the projections by itself: they are stored in different ways."""
         is_packed = packed_linear_is_used(self.dtype)
         parts = [
             make_linear(
@@ -247,16 +240,12 @@ def decoder_arena_bytes(
     """Bytes that `Decoder.load` asks its arena for, each request rounded up to 64.
 
     Args:
-        spec: The model.
-        dtype: Type to compute in.
         weights: As `Decoder.load` gets them; None: everything is stored as it is read.
     """
     return _ArenaPlan(spec, dtype, weights).num_bytes()
 
 
 class _ArenaPlan:
-    """Mirrors `Loader`: what each of its parts asks for."""
-
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, weights: GetWeight | None) -> None:
         self._spec, self._dtype, self._weights = spec, dtype, weights
         self._shapes = model_weights(spec)
@@ -344,7 +333,6 @@ class _ArenaPlan:
         return self._matrix(weights, outputs, inputs)
 
     def _part(self, name: str) -> int:
-        """One of several projections that are stored in different ways."""
         outputs, inputs = self._shapes[name]
         if packed_linear_is_used(self._dtype):
             return _aligned(packed_linear_bytes(outputs, inputs, self._format(name)))
@@ -397,8 +385,6 @@ class PagedLoader(Loader):
         Args:
             view: Canonical name -> the weight where the decoder computes.
             stored: Canonical name -> the weight as it is stored, for the few that stay.
-            dtype: Of the views.
-            device: Where they are.
             tiles: Measured tiles of the GPU's kernels for experts.
         """
         super().__init__(view, _refuse_to_allocate, dtype)
@@ -406,7 +392,6 @@ class PagedLoader(Loader):
         self._tiles = tiles
 
     def linear(self, names: Sequence[str], *, has_bias: bool = False) -> Linear:
-        """See `Loader`."""
         weights = [self._view(f"{name}.weight") for name in names]
         biases = [self.vector(f"{name}.bias") for name in names] if has_bias else None
         plain = [weight for weight in weights if isinstance(weight, Tensor)]
@@ -419,18 +404,15 @@ class PagedLoader(Loader):
         return parts[0] if len(parts) == 1 else SideBySide(parts)
 
     def tied_linear(self, weight_OI: Tensor, bias: str | None) -> Linear:
-        """See `Loader`; the embedding is on the host, so the head has a view of its own."""
         del weight_OI
         return PlainLinear(self._view(HEAD), None if bias is None else self.vector(bias))
 
     def head_matrices(self, name: str, num_heads: int) -> HeadMatrices:
-        """See `Loader`; a view here, decoded whenever it is asked for."""
         weight = self._view(f"{name}.weight")
         shape = (num_heads, -1, weight.shape[1])
         return lambda: as_tensor(weight, self.dtype).view(shape)
 
     def experts(self, prefix: str, moe: MoeSpec) -> Experts:
-        """See `Loader`."""
         return make_device_experts(
             self.expert_matrices(prefix, moe),
             activation=moe.activation,
@@ -470,24 +452,20 @@ class PagedLoader(Loader):
         return not all(_is_in_order(self._stored(name)) for name in with_tables)
 
     def gated_ffn(self, prefix: str, activation: str) -> GatedFfn:
-        """See `Loader`."""
         gate, up, down = (
             self._view(f"{prefix}{part}_proj.weight") for part in ("gate", "up", "down")
         )
         return PlainGatedFfn(gate, up, down, activation=activation)
 
     def table(self, name: str) -> Tensor:
-        """See `Loader`."""
         return self.vector(name)
 
     def vector(self, name: str) -> Tensor:
-        """See `Loader`; a view here."""
         view = self._view(name)
         assert isinstance(view, Tensor), "tables and vectors are never quantised"
         return view
 
     def score_vector(self, name: str, *, is_on_host: bool = False) -> Tensor:
-        """See `Loader`; a copy of what is stored, beside the views."""
         device = "cpu" if is_on_host else self.device
         stored = self._stored(name)
         assert isinstance(stored, Tensor), "vectors are never quantised"
@@ -503,7 +481,6 @@ def _is_in_order(stored: Weight) -> bool:
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """Neighbouring tensors of equal width as one tensor."""
     first = parts[0]
     offset = first.storage_offset()
     for part in parts:

@@ -30,7 +30,6 @@ class JobBound:
 
     @property
     def total_s(self) -> float:
-        """The whole job."""
         return self.prefill_s + self.decode_s
 
 
@@ -46,8 +45,6 @@ def job_bound(
     """Bound of a job whose rows all generate the same number of tokens.
 
     Args:
-        model: The model.
-        prompt_lengths: Tokens of each prompt.
         generated_tokens: Of each row; the first comes out of the prefill.
         flop_per_s: Attainable rate of matrix products.
         bytes_per_s: Read bandwidth of host memory.
@@ -89,7 +86,6 @@ class DeviceBound:
     """Seconds that each part of the node needs at least; the longest binds.
 
     Attributes:
-        num_passes: The fewest.
         link_s: Weights over the link from host to device.
         host_memory_s: Weights and KV out of host memory.
         gpu_s: Operations on GPU and cores.
@@ -104,12 +100,10 @@ class DeviceBound:
 
     @property
     def seconds(self) -> float:
-        """The least time of the job."""
         return max(self._seconds.values())
 
     @property
     def limit(self) -> Limit:
-        """What it takes the time for."""
         return max(self._seconds, key=self._seconds.__getitem__)
 
     @property
@@ -126,9 +120,7 @@ def device_bound(work: ModelWork, hardware: HardwareSpec, workload: Workload) ->
     """Bound of a job.
 
     Args:
-        work: The model.
         hardware: The node, with a GPU, and the memory that may be used of it.
-        workload: The rows.
     """
     rows = [workload.lengths(row) for row in range(workload.num_rows)]
     tokens = sum(prompt + generated - 1 for prompt, generated in rows)
@@ -184,7 +176,6 @@ def _pair_flop(layer: LayerWork) -> int:
 
 
 def _contexts(first: int, count: int, window: int | None) -> int:
-    """Sum of `count` contexts that grow by one from `first`, none of them beyond the window."""
     growing = count if window is None else min(count, max(0, window - first))
     full = 0 if window is None else (count - growing) * window
     return growing * first + growing * (growing - 1) // 2 + full

@@ -27,7 +27,6 @@ class PassShape:
     """What a pass holds.
 
     Attributes:
-        tokens: All tokens.
         attention_pairs: Pairs of a query token and a context token that it sees.
         context_tokens: Context tokens whose KV is read, summed over sequences.
         logit_rows: Tokens whose logits are computed.
@@ -44,7 +43,6 @@ class PassShape:
 
     @property
     def decode_rows(self) -> float:
-        """Sequences that decode one token."""
         return self.tokens - self.prefill_tokens
 
     @property
@@ -54,7 +52,6 @@ class PassShape:
 
     @classmethod
     def of(cls, load: PassLoad) -> "PassShape":
-        """The tokens of a load."""
         decoding = load.decode_rows * load.decode_context
         chunk = min(load.prompt_chunk, load.prompt_tokens) or 1.0
         prompt_pairs = load.prompt_tokens * (chunk + 1) / 2
@@ -75,7 +72,6 @@ class PassShape:
 
     @classmethod
     def prefill(cls, rows: int, prompt: int) -> "PassShape":
-        """The whole prompt of `rows` sequences."""
         pairs = rows * prompt * (prompt + 1) // 2
         return cls(
             tokens=rows * prompt,
@@ -101,7 +97,6 @@ class HostCost:
     shape: PassShape
 
     def duration_s(self, task: Task) -> float:
-        """See `CostModel`."""
         return self._overhead_s() + self.kernel_s(task)
 
     def kernel_s(self, task: Task) -> float:
@@ -136,7 +131,6 @@ class HostCost:
         return max(flop / hardware.host_flop_per_s, num_bytes / hardware.host_bytes_per_s)
 
     def _overhead_s(self) -> float:
-        """Beyond the largest pass that was measured, as much for each token as there."""
         overhead = self.curves.task_overhead_s if self.curves else None
         if overhead is None:
             return TASK_OVERHEAD_S
@@ -154,13 +148,11 @@ class HostCost:
 
 
 def _embed_s(cost: HostCost, task: Task) -> float:
-    """Rows of the table, read and written."""
     del task
     return cost.between_s(cost.shape.tokens, 2 * cost.work.hidden_size)
 
 
 def _pre_s(cost: HostCost, task: Task) -> float:
-    """Norm, projection, rotation."""
     layer, hidden, tokens = cost.work.layers[task.layer], cost.work.hidden_size, cost.shape.tokens
     outputs = layer.pre.parameters // hidden
     return cost.product_s(tokens, layer.pre.parameters) + cost.between_s(
@@ -169,7 +161,6 @@ def _pre_s(cost: HostCost, task: Task) -> float:
 
 
 def _attention_s(cost: HostCost, task: Task) -> float:
-    """Attention of decoding rows and of prompts; appending is part of the measured rates."""
     shape, layer, curves = cost.shape, cost.work.layers[task.layer], cost.curves
     if curves is None:
         flop = layer.pair_flop * shape.attention_pairs
@@ -190,14 +181,12 @@ def _attention_s(cost: HostCost, task: Task) -> float:
 
 
 def _post_s(cost: HostCost, task: Task) -> float:
-    """Output projection, residual, norm, router."""
     layer, hidden, tokens = cost.work.layers[task.layer], cost.work.hidden_size, cost.shape.tokens
     parameters = layer.post.parameters + layer.router.parameters
     return cost.product_s(tokens, parameters) + cost.between_s(tokens, 4 * hidden)
 
 
 def _experts_s(cost: HostCost, task: Task) -> float:
-    """The network that every token visits, the experts that some token chose, the residual."""
     layer, tokens = cost.work.layers[task.layer], cost.shape.tokens
     seconds = cost.network_s(tokens, layer.common.parameters)
     touched = layer.touched_experts(tokens)
@@ -208,7 +197,6 @@ def _experts_s(cost: HostCost, task: Task) -> float:
 
 
 def _head_s(cost: HostCost, task: Task) -> float:
-    """Logits, and the choice of a token from them."""
     del task
     rows, parameters = cost.shape.logit_rows, cost.work.head_parameters
     vocabulary = parameters / cost.work.hidden_size

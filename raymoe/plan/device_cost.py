@@ -36,7 +36,6 @@ class DeviceRates:
     """Rates of one pass.
 
     Attributes:
-        hardware: The node.
         is_16_bit: Whether activations have 16 bits, as those that were measured.
         page_bytes: Weights of the mean layer that come over the link.
         read_bytes: KV that the CPU reads for the mean layer.
@@ -96,9 +95,7 @@ class DeviceRates:
         """Appending and attention on the CPU: at measured rates where the node has them.
 
         Args:
-            share: Of the CPU.
             token_bytes: KV of one token in one layer.
-            flop: Operations of all pairs.
         """
         read = share.context_tokens * token_bytes
         curves = self.hardware.host_curves if self.is_16_bit else None
@@ -129,7 +126,6 @@ class DeviceRates:
 
     @property
     def _device_curves(self) -> DeviceCurves | None:
-        """Measured with numbers of 16 bits; None where they are not."""
         return self.hardware.device_curves if self.is_16_bit else None
 
 
@@ -202,7 +198,6 @@ class DeviceCost:
         )
 
     def duration_s(self, task: Task) -> float:
-        """See `CostModel`."""
         if task.op is Op.SYNC:
             return 0.0
         return OVERHEAD_S[task.resource] + _SECONDS[task.op](self, task)
@@ -212,7 +207,6 @@ class DeviceCost:
         return self.waves[task.part]
 
     def layer(self, task: Task) -> LayerWork:
-        """The layer of a task."""
         return self.work.layers[task.layer]
 
     def group_tokens(self, group: int) -> float:
@@ -260,18 +254,15 @@ class DeviceCost:
         return steps * (PEER_STEP_S + num_bytes / ranks / (hardware.peer_bytes_per_s or slower))
 
     def row_bytes(self, width: int) -> int:
-        """Bytes of a row of activations."""
         return self.work.bytes_per_element * width
 
 
 def _embed_s(cost: DeviceCost, task: Task) -> float:
-    """Each row is read from the table and written: HRM equation 8, no operations."""
     num_bytes = 2 * cost.wave(task).tokens * cost.row_bytes(cost.work.hidden_size)
     return cost.rates.roof_s(task.resource, 0.0, num_bytes)
 
 
 def _up_s(cost: DeviceCost, task: Task) -> float:
-    """Hidden states of all tokens: D2 of MoE-Lightning, section 4.1."""
     num_bytes = cost.wave(task).tokens * cost.row_bytes(cost.work.hidden_size)
     return cost.rates.copy_s(task.resource, num_bytes)
 
@@ -286,7 +277,6 @@ def _pre_s(cost: DeviceCost, task: Task) -> float:
 
 
 def _qkv_s(cost: DeviceCost, task: Task) -> float:
-    """Queries of the CPU's share, all keys and values: D1 of MoE-Lightning, section 4.1."""
     wave, layer = cost.wave(task), cost.layer(task)
     queries = wave.host.rows * cost.row_bytes(layer.query_width)
     return cost.rates.copy_s(task.resource, queries + wave.tokens * layer.kv_token_bytes)
@@ -314,14 +304,12 @@ def _attention_flop(share: AttentionShape, layer: LayerWork) -> float:
 
 
 def _kv_s(cost: DeviceCost, task: Task) -> float:
-    """Earlier KV of the device's share: D4 of MoE-Lightning, section 4.1."""
     layer = cost.layer(task)
     share = cost.wave(task).device.within(layer.window)
     return cost.rates.copy_s(task.resource, share.past_tokens * layer.kv_token_bytes)
 
 
 def _device_attention_s(cost: DeviceCost, task: Task) -> float:
-    """Attention of the device's share: MoE-Lightning, section 4.2, equations 13 and 14."""
     layer = cost.layer(task)
     share = cost.wave(task).device.within(layer.window)
     flop = _attention_flop(share, layer) / DEVICE_ATTENTION_EFFICIENCY
@@ -329,19 +317,16 @@ def _device_attention_s(cost: DeviceCost, task: Task) -> float:
 
 
 def _append_s(cost: DeviceCost, task: Task) -> float:
-    """Keys and values of the device's share, read and written once on the host."""
     num_bytes = 2 * cost.wave(task).device.rows * cost.layer(task).kv_token_bytes
     return cost.rates.roof_s(task.resource, 0.0, num_bytes)
 
 
 def _hidden_s(cost: DeviceCost, task: Task) -> float:
-    """Attention output of the CPU's share: D2 of MoE-Lightning, section 4.1."""
     num_bytes = cost.wave(task).host.rows * cost.row_bytes(cost.layer(task).output_width)
     return cost.rates.copy_s(task.resource, num_bytes)
 
 
 def _post_s(cost: DeviceCost, task: Task) -> float:
-    """Output projection and router: GB of MoE-Lens, section 6.4, without the experts."""
     layer, tokens = cost.layer(task), cost.wave(task).tokens
     seconds = cost.rates.projection_s(tokens, layer.post.plus(layer.router))
     return seconds + cost.all_reduce_s(tokens)
@@ -365,18 +350,15 @@ def _experts_s(cost: DeviceCost, task: Task) -> float:
 
 
 def _head_s(cost: DeviceCost, task: Task) -> float:
-    """Logits of all waves in one product."""
     del task
     return cost.rates.projection_s(sum(wave.logit_rows for wave in cost.waves), cost.work.head)
 
 
 def _page_s(cost: DeviceCost, task: Task) -> float:
-    """One page of weights to the device: D3 of MoE-Lightning, section 4.1."""
     return cost.rates.copy_s(task.resource, cost.page_bytes[task.layer][task.part])
 
 
 def _stage_s(cost: DeviceCost, task: Task) -> float:
-    """One page from pageable to pinned memory: W_CtoPin of MoE-Lightning, algorithm 1."""
     return cost.page_bytes[task.layer][task.part] / cost.hardware.host_copy_bytes_per_s
 
 

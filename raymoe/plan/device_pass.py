@@ -9,34 +9,20 @@ from typing import NamedTuple, Self
 
 from raymoe.plan.device_cost import DeviceCost
 from raymoe.plan.pages import LayerBytes, PageCut, cut_pages, layer_sizes
-from raymoe.plan.policy import DevicePolicy, Policy
-from raymoe.plan.work import ModelWork, PassLoad, WaveShape
-from raymoe.schedule.builders import (
-    CPU_ATTENTION_FRACTIONS,
-    MOST_WAVES,
-    STREAMING_BUILDERS,
-)
+from raymoe.plan.policy import DevicePolicy, Footprint, Policy
+from raymoe.plan.work import LayerWork, ModelWork, PassLoad, WaveShape
+from raymoe.schedule.builders import CPU_ATTENTION_FRACTIONS, MOST_WAVES, STREAMING_BUILDERS
 from raymoe.schedule.graph import Op, Resource, Schedule, Task
 from raymoe.schedule.program import LayerPages, PassForm
 from raymoe.schedule.timeline import Outline, Timeline, simulate
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
-from raymoe.units import ceil_div
+from raymoe.units import GIB, MIB, ceil_div
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceJob:
-    """A model, a node and a job.
-
-    Attributes:
-        model: The model.
-        work: The same in numbers.
-        hardware: The node.
-        workload: The job.
-        max_context_tokens: Longest sequence.
-    """
-
     model: ModelSpec
     work: ModelWork
     hardware: HardwareSpec
@@ -70,7 +56,6 @@ class DeviceJob:
 
     @property
     def least_blocks(self) -> int:
-        """Blocks of the longest sequence."""
         return blocks_of(self.max_context_tokens)
 
 
@@ -88,8 +73,6 @@ class StreamedPasses:
     """The passes of one schedule with one policy.
 
     Attributes:
-        schedule: A name of `STREAMING_BUILDERS`.
-        policy: Sizes of passes.
         device: How the device is used.
         cut: Which weights stay on the device, and the pages of the rest.
     """
@@ -121,7 +104,6 @@ class StreamedPasses:
 
     @property
     def build(self) -> Callable[[PassForm], Schedule]:
-        """The builder of the schedule."""
         return STREAMING_BUILDERS[self.schedule]
 
     @property
@@ -136,7 +118,6 @@ class StreamedPasses:
 
     @property
     def form(self) -> PassForm:
-        """A pass in which both sides attend."""
         return PassForm(
             layers=self.cut.layers,
             num_waves=self.num_waves,
@@ -158,7 +139,6 @@ class StreamedPasses:
 
     @property
     def _bare_form(self) -> PassForm:
-        """As many layers as tell how waves follow each other, without pages."""
         return replace(self.form, layers=(LayerPages(num_pages=0),) * min(2, len(self.cut.layers)))
 
     @property
@@ -184,7 +164,6 @@ class _Shape(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _shape(schedule: str, form: PassForm) -> _Shape:
-    """What the tasks of a schedule say of the buffers they take."""
     tasks = STREAMING_BUILDERS[schedule](form).tasks
     places = [buffer.key[0] for task in tasks for buffer in task.writes if buffer.name == "qkv"]
     groups = [len(task.writes) for task in tasks if task.op is Op.EXPERTS]
@@ -203,25 +182,17 @@ OF_NO_WAVE = frozenset({Op.W, Op.STAGE, Op.HEAD, Op.SYNC})
 
 @dataclass(frozen=True)
 class DevicePass:
-    """Passes of a model on a node with a GPU.
-
-    Attributes:
-        work: The model in numbers.
-        hardware: The node.
-        passes: Schedule and sizes.
-    """
+    """Passes of a model on a node with a GPU."""
 
     work: ModelWork
     hardware: HardwareSpec
     passes: StreamedPasses
 
     def timeline(self, load: PassLoad) -> Timeline:
-        """The whole pass, all layers."""
         schedule = self.schedule(load)
         return simulate(schedule, self._cost(self.work, self.passes.cut, self._waves(load)))
 
     def schedule(self, load: PassLoad) -> Schedule:
-        """The schedule of the whole pass."""
         return _schedule(self.passes.schedule, self._form(load))
 
     def seconds(self, load: PassLoad) -> float:
@@ -257,7 +228,6 @@ class DevicePass:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model."""
         return len(self.work.layers)
 
     def _sampled_s(self, sample: "_Sample", form: PassForm, waves: tuple[WaveShape, ...]) -> float:
@@ -268,7 +238,6 @@ class DevicePass:
         return outline.makespan_s(_durations(outline.kinds, cost))
 
     def _form(self, load: PassLoad) -> PassForm:
-        """Who attends for this load; see `runtime.waves.Division`."""
         fraction = self.passes.cpu_attention_fraction
         return replace(
             self.passes.form,
@@ -307,7 +276,6 @@ class _Sample:
     """The last layers of a model: the first ones may be dense.
 
     Attributes:
-        work: Of these layers.
         cut: Their pages, as large as those of all layers are on average.
         layer_kinds: Of each layer the first one that is like it.
     """
@@ -344,7 +312,6 @@ def _last_pages(cut: PageCut, count: int) -> PageCut:
 
 
 def _merge(pages: LayerPages, by: int) -> LayerPages:
-    """So many pages each as one."""
     return LayerPages(
         num_pages=ceil_div(pages.num_pages, by),
         attention_pages=tuple(sorted({page // by for page in pages.attention_pages})),
@@ -354,8 +321,6 @@ def _merge(pages: LayerPages, by: int) -> LayerPages:
 
 @lru_cache(maxsize=4096)
 def _outline(schedule: str, form: PassForm, layer_kinds: tuple[int, ...]) -> Outline:
-    """Outlines of passes; policies that differ in sizes alone share them."""
-
     def kind_of(task: Task) -> Hashable:
         if task.op in {Op.W, Op.STAGE}:  # pages of a layer are alike, but for the last one
             is_last = task.part + 1 == form.layers[task.layer].num_pages
@@ -369,13 +334,11 @@ def _outline(schedule: str, form: PassForm, layer_kinds: tuple[int, ...]) -> Out
 
 @lru_cache(maxsize=2)
 def _schedule(schedule: str, form: PassForm) -> Schedule:
-    """Whole passes that are asked for again when a plan is shown."""
     return STREAMING_BUILDERS[schedule](form)
 
 
 @lru_cache(maxsize=1024)
 def _by_part(schedule: str, form: PassForm) -> tuple[tuple[Task, ...], ...]:
-    """The tasks of each operation and layer, part after part."""
     tasks: dict[Hashable, list[Task]] = {}
     for task in STREAMING_BUILDERS[schedule](form).tasks:
         tasks.setdefault((task.op, task.layer), []).append(task)
@@ -397,7 +360,6 @@ class _Alike(NamedTuple):
         )
 
     def part(self, task: Task) -> int:
-        """The first part with which the operation takes as long in this layer."""
         if task.op is Op.EXPERTS:
             return self.groups[task.part]
         return task.part if task.op in OF_NO_WAVE else self.waves[task.part]
@@ -409,7 +371,6 @@ def _first_of_each(values: Sequence[float]) -> tuple[int, ...]:
 
 
 def _durations(tasks: Sequence[Task], cost: DeviceCost) -> list[float]:
-    """Seconds of each task; what does the same on waves of one shape is counted once."""
     alike = _Alike.of(cost)
     known: dict[Hashable, float] = {}
     durations = []
@@ -419,3 +380,128 @@ def _durations(tasks: Sequence[Task], cost: DeviceCost) -> list[float]:
             known[key] = cost.duration_s(task)
         durations.append(known[key])
     return durations
+
+
+RUNTIME_BYTES = GIB  # interpreter, torch, tokenizer, request state
+DEVICE_RUNTIME_BYTES = 512 * MIB  # kernels, workspaces of matrix products, rounding
+DECODING_BYTES = 160 * MIB  # a block of a quantised matrix on its way to numbers
+LOGIT_CHUNK_ROWS = 256
+NUM_SLOTS = 2
+STAGED_WAVES = 2  # KV of this many waves is on the device at once
+FLOAT_BYTES = 4
+UNEVENNESS = 4  # rows of the busiest expert over the mean
+
+
+def device_footprint(model: ModelSpec, work: ModelWork, passes: StreamedPasses) -> Footprint:
+    tokens = passes.policy.pass_tokens
+    ring = passes.ring * _around_attention(model, work, passes.wave_tokens)
+    at_experts = min(passes.waves_per_group * passes.wave_tokens, tokens)
+    return Footprint(
+        memory="device memory",
+        parts=(
+            ("weights that stay", passes.cut.resident_bytes),
+            ("weight slots", weight_slots_bytes(passes.cut)),
+            ("final norm and head", _head_bytes(model, work)),
+            ("activations", _routed(work, tokens) + ring),
+            ("staged KV", STAGED_WAVES * passes.staged_blocks * _layer_block_bytes(work)),
+            ("intermediates", _intermediates(model, work, at_experts)),
+        ),
+    )
+
+
+def host_footprint(model: ModelSpec, work: ModelWork, passes: StreamedPasses) -> Footprint:
+    """Host memory of a policy; arguments as in `device_footprint`."""
+    element, hidden = work.bytes_per_element, work.hidden_size
+    policy = passes.policy
+    ring = passes.ring * _around_attention(model, work, passes.wave_tokens)
+    staging = passes.device.staging_slots * passes.cut.page_length
+    return Footprint(
+        memory="host memory",
+        parts=(
+            ("weights", passes.cut.streamed_bytes + model.vocab_size * hidden * element),
+            ("KV cache", policy.num_kv_blocks * kv_block_bytes(work)),
+            ("activations", policy.pass_tokens * hidden * element + ring + staging),
+            ("runtime", RUNTIME_BYTES + logit_bytes(model)),
+        ),
+    )
+
+
+def resident_footprint(model: ModelSpec, work: ModelWork, policy: Policy) -> Footprint:
+    """Device memory of a policy with all weights and the KV cache on the device."""
+    element, hidden, tokens = work.bytes_per_element, work.hidden_size, policy.pass_tokens
+    embedding = model.vocab_size * hidden * element
+    routed = _routed(work, tokens) + _around_attention(model, work, tokens)
+    return Footprint(
+        memory="device memory",
+        parts=(
+            ("weights", sum(layer.total for layer in layer_sizes(model, element))),
+            ("embedding, final norm and head", embedding + _head_bytes(model, work)),
+            ("KV cache", policy.num_kv_blocks * kv_block_bytes(work)),
+            ("activations", routed),
+            ("intermediates", _intermediates(model, work, tokens)),
+        ),
+    )
+
+
+def _head_bytes(model: ModelSpec, work: ModelWork) -> int:
+    vectors = sum(shape[0] for shape in model.outer_weights().values() if len(shape) == 1)
+    return work.head.num_bytes + vectors * work.bytes_per_element
+
+
+def resident_host_footprint(model: ModelSpec) -> Footprint:
+    """Host memory of a model that lies on the device."""
+    return Footprint(memory="host memory", parts=(("runtime", RUNTIME_BYTES + logit_bytes(model)),))
+
+
+def workspace_bytes(footprint: Footprint) -> int:
+    """Of the intermediates of a device, what operations allocate through torch."""
+    return footprint.bytes_of("intermediates") - DEVICE_RUNTIME_BYTES
+
+
+def weight_slots_bytes(cut: PageCut) -> int:
+    return NUM_SLOTS * cut.largest_layer_bytes
+
+
+def kv_block_bytes(work: ModelWork) -> int:
+    """One block of the KV cache, all layers."""
+    return KV_BLOCK_TOKENS * work.kv_token_bytes
+
+
+def logit_bytes(model: ModelSpec) -> int:
+    """A chunk of logits, its float copy and what sampling makes of it."""
+    return 3 * FLOAT_BYTES * LOGIT_CHUNK_ROWS * model.vocab_size
+
+
+def _around_attention(model: ModelSpec, work: ModelWork, wave_tokens: int) -> int:
+    width = model.layers[0].attention.token_shapes.num_elements
+    return wave_tokens * width * work.bytes_per_element
+
+
+def _layer_block_bytes(work: ModelWork) -> int:
+    return KV_BLOCK_TOKENS * max(layer.kv_token_bytes for layer in work.kinds)
+
+
+def _routed(work: ModelWork, tokens: int) -> int:
+    top_k = max(layer.top_k for layer in work.kinds)
+    return tokens * (2 * work.hidden_size * work.bytes_per_element + top_k * 2 * FLOAT_BYTES)
+
+
+def _intermediates(model: ModelSpec, work: ModelWork, tokens: int) -> int:
+    largest = max(_ffn_intermediates(layer, work, tokens) for layer in work.kinds)
+    decoding = 0 if model.quantization is None else DECODING_BYTES
+    return largest + decoding + logit_bytes(model) + DEVICE_RUNTIME_BYTES
+
+
+def _ffn_intermediates(layer: LayerWork, work: ModelWork, tokens: int) -> int:
+    """What a layer's network takes: torch's experts one by one, or ours in tiles, or a dense one.
+
+    Torch's: results of all routed rows, weighted in float32, and three matrices of one expert's
+    rows. Ours: gated products and float32 results of all rows, and a copy of the inputs.
+    """
+    element, hidden = work.bytes_per_element, work.hidden_size
+    rows, wide = tokens * layer.top_k, layer.expert.parameters // (3 * hidden)
+    busiest = min(tokens, UNEVENNESS * rows // max(layer.num_experts, 1))
+    one_by_one = rows * hidden * (element + FLOAT_BYTES) + 3 * busiest * wide * element
+    in_tiles = rows * (wide * element + hidden * FLOAT_BYTES) + tokens * hidden * element
+    dense = 3 * tokens * (layer.common.parameters // (3 * hidden)) * element
+    return max(one_by_one, in_tiles, dense)

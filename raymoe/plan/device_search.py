@@ -8,18 +8,16 @@ from functools import cached_property, lru_cache
 from typing import NoReturn
 
 from raymoe.errors import InfeasiblePlanError
-from raymoe.plan.device_memory import (
-    device_footprint,
-    host_footprint,
-    kv_block_bytes,
-    weight_slots_bytes,
-)
 from raymoe.plan.device_pass import (
     KV_BLOCK_TOKENS,
     DeviceJob,
     DevicePass,
     StreamedPasses,
     blocks_of,
+    device_footprint,
+    host_footprint,
+    kv_block_bytes,
+    weight_slots_bytes,
 )
 from raymoe.plan.job import JobEstimate, fewest_passes, job_passes
 from raymoe.plan.pages import LayerBytes, layer_sizes
@@ -35,11 +33,9 @@ class Knobs:
 
     Attributes:
         batch_share: Live sequences as a share of the most that memory and workload allow, 0..1.
-        num_waves: Waves of a pass.
         is_grouped: Whether the experts run once over all waves, instead of for each wave.
         look_ahead: Waves whose attention runs ahead.
         cpu_attention_fraction: Share of the decoding sequences for which the CPU attends.
-        pass_tokens: Tokens of a pass.
     """
 
     batch_share: float
@@ -68,7 +64,6 @@ class Grid:
             yield replace(knobs, **dict(zip(names, values, strict=True)))
 
     def points(self) -> Iterator[Knobs]:
-        """All of them."""
         return itertools.starmap(Knobs, itertools.product(*astuple(self)))
 
 
@@ -81,9 +76,7 @@ class DeviceSizes:
     """Sizes the passes of one job.
 
     Attributes:
-        job: The job.
         schedule: "waves", or a schedule whose paper fixes some of the knobs.
-        page_bytes: Largest page of weights.
     """
 
     job: DeviceJob
@@ -112,7 +105,6 @@ class DeviceSizes:
         None where not even one sequence, or no slot for the weights, fits.
 
         Args:
-            knobs: The point.
             size_bits: Leading bits of batch and cache that are kept, the rest rounded down, so that
                 points that are close have the same; all by default.
         """
@@ -180,7 +172,6 @@ class DeviceSizes:
         raise InfeasiblePlanError(f"{what} fits {self.job.hardware.name}, but no policy does")
 
     def _filled(self, passes: StreamedPasses) -> StreamedPasses | None:
-        """Passes with nothing resident, and then with all that the device has room for."""
         spare = self.job.hardware.gpu_memory_bytes
         spare -= device_footprint(self.job.model, self.job.work, passes).total
         if spare < 0:
@@ -196,7 +187,6 @@ class DeviceSizes:
         return filled
 
     def _batch_size(self, num_blocks: int, knobs: Knobs, size_bits: int | None) -> int:
-        """Sequences at once; rounded only as far as the batches of all rows grow as little."""
         batch_size = min(self.job.batch_size(num_blocks, knobs.batch_share), knobs.pass_tokens)
         if batch_size < 1 or size_bits is None:
             return batch_size
@@ -211,7 +201,6 @@ class DeviceSizes:
         return StreamedPasses.of_layers(self._layers, self.schedule, policy)
 
     def _free_blocks(self, passes: StreamedPasses) -> int:
-        """KV blocks that the host has room for beside everything else."""
         bare = host_footprint(self.job.model, self.job.work, passes)
         free = self.job.hardware.host_memory_bytes - bare.total + bare.bytes_of("KV cache")
         return free // kv_block_bytes(self.job.work)
@@ -222,7 +211,6 @@ class DeviceSizes:
         return max(LEAST_CHUNK, self.job.workload.longest_prompt_tokens)
 
     def _staged_blocks(self, knobs: Knobs, batch_size: int, num_waves: int) -> int:
-        """Room for the device's share of a wave: decoding sequences, and the prompts of a wave."""
         rows = ceil_div(batch_size, num_waves)
         decoding = (1 - knobs.cpu_attention_fraction) * rows
         prompts = ceil_div(2 * knobs.pass_tokens, num_waves * KV_BLOCK_TOKENS)
@@ -234,7 +222,6 @@ class DeviceSizes:
 
 
 def _leading_bits(value: int, count: int) -> int:
-    """The value with all but its first bits set to zero."""
     shift = max(0, value.bit_length() - count)
     return value >> shift << shift
 
@@ -312,7 +299,6 @@ class DeviceSearch:
         return self._points[knobs]
 
     def _walk(self, start: Knobs, grid: Grid, most_s: float) -> "Candidate | None":
-        """Where a walk ends that never stands on a point slower than `most_s`."""
         best = self.faster(start, most_s)
         while True:
             before = best
@@ -344,12 +330,10 @@ class Candidate:
 
     @cached_property
     def job(self) -> JobEstimate:
-        """The whole job, its passes simulated."""
         return JobEstimate.of(self.search.sizes.job.workload, self._job_passes, self._seconds_of)
 
     @property
     def seconds(self) -> float:
-        """Of the whole job."""
         return self.job.seconds
 
     def beats(self, limit_s: float) -> bool:
@@ -369,7 +353,6 @@ class Candidate:
 
     @cached_property
     def _least_s(self) -> list[float]:
-        """Of all passes of one load together."""
         return [count * self._model.least_s(load) for load, count in self._job_passes]
 
     @cached_property

@@ -38,8 +38,6 @@ class Scale:
     """Values to pixels along one axis.
 
     Attributes:
-        least: Value at pixel `low`.
-        most: Value at pixel `high`.
         is_log: Whether equal factors take equal lengths.
     """
 
@@ -59,7 +57,6 @@ class Scale:
         return self.low + share * (self.high - self.low)
 
     def ticks(self) -> tuple[float, ...]:
-        """Powers of ten, or round steps."""
         if self.is_log:
             first, last = (math.ceil(math.log10(v) - 1e-9) for v in (self.least, self.most))
             return tuple(10.0**power for power in range(first, last + 1))
@@ -86,13 +83,11 @@ class Chart:
 
     @classmethod
     def from_zero(cls, x_most: float, y_most: float) -> "Chart":
-        """Linear axes from zero."""
         return cls(
             Scale(0.0, x_most, LEFT, WIDTH - RIGHT), Scale(0.0, y_most, HEIGHT - BOTTOM, TOP)
         )
 
     def pixel(self, x: float, y: float) -> tuple[float, float]:
-        """Where a point lies."""
         return self.x.at(x), self.y.at(y)
 
     def frame(
@@ -123,7 +118,6 @@ class Chart:
         width: float = 2,
         dash: str = "",
     ) -> str:
-        """A line through points."""
         dashes = f' stroke-dasharray="{dash}"' if dash else ""
         return (
             f'<path fill="none" stroke="{colour}" stroke-width="{width:g}"{dashes} '
@@ -131,7 +125,6 @@ class Chart:
         )
 
     def area(self, points: Iterable[tuple[float, float]], colour: str) -> str:
-        """What lies below a line, lightly."""
         corners = list(points)
         down = [(corners[-1][0], self.y.least), (corners[0][0], self.y.least)]
         return (
@@ -139,14 +132,12 @@ class Chart:
         )
 
     def dot(self, x: float, y: float, colour: str, *, radius: float = 6) -> str:
-        """A point."""
         left, top = self.pixel(x, y)
         return (
             f'<circle class="mark" cx="{left:.1f}" cy="{top:.1f}" r="{radius:g}" fill="{colour}"/>'
         )
 
     def diamond(self, x: float, y: float, colour: str) -> str:
-        """A turning point."""
         left, top = self.pixel(x, y)
         return f'<path class="mark" fill="{colour}" d="M{left:.1f} {top - 8:.1f}l8 8l-8 8l-8 -8z"/>'
 
@@ -180,10 +171,8 @@ def draw_roofline(
     """Draw the roofs of a node with P1, the P2 of one operation, and where operations sit.
 
     Args:
-        hierarchy: The node.
         chosen: The operation whose P2 and regions are drawn: the experts of a policy.
         others: More operations, as points: attention.
-        title: The heading.
     """
     sits = (chosen, *others)
     x_values = [0.3, 3e3, 3 * chosen.p2.flop_per_byte]
@@ -211,13 +200,7 @@ def draw_roofline(
 
 
 def draw_host_roofline(host: Level, operations: Sequence[Operation], *, title: str) -> str:
-    """Draw the two roofs of a node without a GPU, and what is attainable for operations there.
-
-    Args:
-        host: Cores and memory.
-        operations: Of a pass.
-        title: The heading.
-    """
+    """Draw the two roofs of a node without a GPU, and what is attainable for operations there."""
     intensities = [operation.far_intensity for operation in operations]
     x_values = [host.turning_point / 30, host.turning_point * 30]
     x_values += [x * factor for x in intensities for factor in (1 / 3, 3)]
@@ -280,7 +263,6 @@ def _regions(chart: Chart, hierarchy: Hierarchy, chosen: Placement) -> Iterator[
 
 
 def _roofs(chart: Chart, hierarchy: Hierarchy) -> Iterator[str]:
-    """The slanted and the flat roofs, each with its rate beside it."""
     near, far, link = hierarchy.near, hierarchy.far, hierarchy.link_bytes_per_s
     slanted = (
         ("GPU memory", Colour.GPU_MEMORY, near.bytes_per_s, near.flop_per_s),
@@ -300,14 +282,12 @@ def _roofs(chart: Chart, hierarchy: Hierarchy) -> Iterator[str]:
 
 
 def _slope(chart: Chart, bytes_per_s: float, flop_per_s: float) -> list[tuple[float, float]]:
-    """A memory roof from the lower edge of the plot to its compute roof."""
     low = max(chart.x.least, chart.y.least / bytes_per_s)
     high = min(chart.x.most, flop_per_s / bytes_per_s)
     return [(low, low * bytes_per_s), (high, high * bytes_per_s)]
 
 
 def _slope_note(chart: Chart, bytes_per_s: float, text: str) -> str:
-    """Text along a slanted roof, near its lower end."""
     start = max(chart.x.least, chart.y.least / bytes_per_s) * 1.3
     x, y = chart.pixel(start, start * bytes_per_s)
     right, up = chart.pixel(10 * start, 10 * start * bytes_per_s)
@@ -316,7 +296,6 @@ def _slope_note(chart: Chart, bytes_per_s: float, text: str) -> str:
 
 
 def _kernel(chart: Chart, chosen: Placement) -> Iterator[str]:
-    """The speed that device memory allows: the launch on its own roof, and across to P2."""
     start, speed = chosen.operation.near_intensity, chosen.p2.flop_per_s
     if chosen.balance is None:
         return
@@ -341,7 +320,6 @@ def _turning_points(chart: Chart, chosen: Placement) -> Iterator[str]:
 
 
 def _operation(chart: Chart, placement: Placement) -> Iterator[str]:
-    """A point with its name, its speed and what limits it there."""
     limit = LIMITS[placement.near_roof] if placement.is_near_better else "CPU"
     yield from _spot(chart, placement.point, placement.operation.name, limit)
 
@@ -400,8 +378,6 @@ class Curve:
     """Plans that differ in host memory alone.
 
     Attributes:
-        name: For the legend.
-        points: In order of memory.
         is_bound: Whether it is a bound, which is drawn dashed.
     """
 
@@ -420,8 +396,6 @@ def draw_throughput(
     """Draw throughput over host memory; where what limits a curve changes, its name is noted.
 
     Args:
-        curves: At most five.
-        title: The heading.
         weight_bytes: Host memory that the weights take, below which nothing runs.
         chosen: A plan to point out.
 
@@ -489,7 +463,6 @@ def _curve(chart: Chart, curve: Curve, colour: Colour) -> Iterator[str]:
 
 
 def _legend(curves: Sequence[Curve]) -> Iterator[str]:
-    """Above all curves."""
     for index, (curve, colour) in enumerate(zip(curves, THROUGHPUT_COLOURS, strict=False)):
         y = TOP + LEGEND_TOP + LEGEND_HEIGHT * index
         dash = ' stroke-dasharray="8 5"' if curve.is_bound else ""

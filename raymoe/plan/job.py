@@ -23,7 +23,6 @@ class GrowingRows:
     """Sequences that grow by a token a step.
 
     Attributes:
-        count: How many.
         offset: Sum of the tokens they would have had at step 0.
     """
 
@@ -31,11 +30,9 @@ class GrowingRows:
     offset: float = 0.0
 
     def tokens(self, step: int) -> float:
-        """Their tokens at a step."""
         return self.offset + self.count * step
 
     def add(self, count: int, offset: float) -> None:
-        """Some more; or fewer."""
         self.count += count
         self.offset += offset
 
@@ -120,7 +117,6 @@ class PassTimes:
     """Seconds of any pass up to a largest one, interpolated between loads that are simulated.
 
     Attributes:
-        model: Simulates.
         most_rows: Decoding sequences of the largest pass.
         most_prompt_tokens: Prompt tokens of the largest pass.
         contexts: Mean contexts of the decoding sequences at which passes are simulated, ascending.
@@ -160,12 +156,10 @@ class PassTimes:
 
 
 def _nodes(most: float) -> tuple[float, ...]:
-    """A little is far more than nothing: weights travel for a single token, too."""
     return (0.0, min(1.0, most), most / 4, most / 2, most)
 
 
 def _bracket(value: float, nodes: Sequence[float]) -> Bracket:
-    """The nodes around a value with their weights; beyond the last node, that node."""
     for low, high in pairwise(nodes):
         if value <= high and high > low:
             share = max(0.0, (value - low) / (high - low))
@@ -187,9 +181,6 @@ class JobEstimate:
 
     Attributes:
         seconds: From the first pass to the last row.
-        num_passes: Passes.
-        prompt_tokens: Of all rows.
-        generated_tokens: Of all rows.
     """
 
     seconds: float
@@ -201,7 +192,6 @@ class JobEstimate:
     def of(
         cls, workload: Workload, passes: Iterable[Passes], seconds_of: Callable[[PassLoad], float]
     ) -> Self:
-        """Add up passes of a job."""
         passes = list(passes)
         return cls(
             seconds=sum(count * seconds_of(load) for load, count in passes),
@@ -222,7 +212,6 @@ def estimate_job(
     """Run a job on paper.
 
     Args:
-        workload: Its rows.
         policy: Sizes of passes and of the KV cache.
         seconds_of: How long a pass takes; asked for a few loads.
     """
@@ -253,7 +242,6 @@ def job_passes(workload: Workload, policy: Policy) -> list[Passes]:
 
 
 def _tokens_of(workload: Workload) -> float:
-    """Tokens that are computed: the last one of a row is not."""
     return workload.total_prompt_tokens + workload.total_generated_tokens - workload.num_rows
 
 
@@ -273,8 +261,6 @@ def fewest_passes(workload: Workload, policy: Policy) -> Passes:
 
 @dataclass(slots=True)
 class _Prompt:
-    """A bundle whose prompt is being computed: tokens of each of its rows."""
-
     length: int
     generated: int
     left: float
@@ -287,8 +273,6 @@ class _Job:
     here is of one row of a bundle, and in as many tokens as the stride.
 
     Attributes:
-        rows: Of a bundle; may be a fraction.
-        stride: Passes of a step.
         ends: The step with which each bundle ended.
         loads: The load of the passes of each step.
     """
@@ -307,7 +291,6 @@ class _Job:
         self.loads: list[PassLoad] = []
 
     def run(self, num_bundles: int) -> None:
-        """From the first step to the end of the last bundle."""
         while len(self.ends) < num_bundles:
             self._step(num_bundles)
 
@@ -336,7 +319,6 @@ class _Job:
         return MEAN_WASTE / self.stride
 
     def _take_prompts(self, num_bundles: int) -> tuple[float, int, list[_Prompt]]:
-        """Prompt tokens of this step, chunks that they come in, and prompts that end."""
         budget = self._policy.pass_tokens / self.rows - self._decoding.count
         self._admit(num_bundles, budget - sum(prompt.left for prompt in self._prompts))
         taken, num_chunks = 0.0, 0
@@ -383,7 +365,6 @@ class _Job:
         self._cache.hold(step + prompt.generated, sign, sign * offset)
 
     def _begin_decoding(self, prompt: _Prompt) -> None:
-        """The step that ended the prompt gave the first token; each later one gives another."""
         now = len(self.loads)
         self._hold(prompt, now, -1)
         if prompt.generated == 1:

@@ -46,13 +46,6 @@ class LayerBytes(NamedTuple):
 
     @classmethod
     def of(cls, model: ModelSpec, i: int, bytes_per_element: int) -> Self:
-        """Count layer `i` of a model.
-
-        Args:
-            model: The model.
-            i: Layer.
-            bytes_per_element: Of weights that are not quantised.
-        """
         layer, hidden = model.layers[i], model.hidden_size
 
         def count(weights: Iterable[tuple[str, Shape]]) -> int:
@@ -77,7 +70,6 @@ class LayerBytes(NamedTuple):
 
     @property
     def total(self) -> int:
-        """The whole layer."""
         return self.common + self.num_experts * self.expert
 
 
@@ -87,12 +79,10 @@ class PageCut:
 
     Attributes:
         layers: Of each layer, the number of pages and which part is in which.
-        page_bytes: Of each layer, the bytes of each page.
         page_length: Bytes of a full page. Page p of any layer lies p times this far into its slot,
             so that pages of two layers share memory only where they share the number.
         is_common_resident: Of each layer, whether attention part and shared expert never move.
         resident_experts: Of each layer, how many experts never move: its first ones.
-        resident_bytes: All that never moves.
     """
 
     layers: tuple[LayerPages, ...]
@@ -134,8 +124,6 @@ def layer_pages(
 
     Args:
         model: The model; embedding and head are not part of its layers.
-        bytes_per_element: Of weights that are not quantised.
-        page_bytes: Largest page.
         resident_bytes: Device memory for weights that never move.
     """
     sizes = layer_sizes(model, bytes_per_element)
@@ -143,7 +131,6 @@ def layer_pages(
 
 
 def layer_sizes(model: ModelSpec, bytes_per_element: int) -> tuple[LayerBytes, ...]:
-    """Sizes of all layers of a model."""
     return tuple(LayerBytes.of(model, i, bytes_per_element) for i in range(model.num_layers))
 
 
@@ -154,7 +141,6 @@ def cut_pages(
     """Keep what fits in `resident_bytes` on the device and cut the rest in pages of like size.
 
     Args:
-        sizes: Of each layer.
         page_bytes: Largest page, rounded up to `PAGE_ALIGNMENT` bytes.
         resident_bytes: Device memory for weights that never move.
 
@@ -183,8 +169,6 @@ def cut_pages(
 
 
 class _Stay(NamedTuple):
-    """What of one layer stays on the device."""
-
     common: bool = False
     experts: int = 0
 
@@ -220,20 +204,17 @@ def _choose_resident(sizes: Sequence[LayerBytes], budget: int) -> list[_Stay]:
 
 
 def _whole_rounds(sizes: Sequence[LayerBytes], num_experts: Sequence[int], budget: int) -> int:
-    """How often each of these layers can have one expert more."""
     left = (size.num_experts - count for size, count in zip(sizes, num_experts, strict=True))
     return min(budget // max(1, sum(size.expert for size in sizes)), min(left, default=0))
 
 
 @lru_cache
 def _spread(count: int) -> tuple[int, ...]:
-    """The numbers below `count`, such that the first few are far apart: bits in reverse order."""
     width = max(count - 1, 1).bit_length()
     return tuple(sorted(range(count), key=lambda i: f"{i:0{width}b}"[::-1]))
 
 
 def _page_length(largest: int, page_bytes: int) -> int:
-    """Bytes of a full page, such that the pages of the largest layer are alike."""
     if largest == 0:
         return PAGE_ALIGNMENT
     even = ceil_div(largest, ceil_div(largest, page_bytes))

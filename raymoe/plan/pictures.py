@@ -37,12 +37,7 @@ PAPERS: Mapping[str, tuple[str, Callable[[PaperPolicies], Policy]]] = {
 
 
 def roofline_picture(plan: Plan, passes: DevicePass) -> str:
-    """The roofs of a plan's node, and below them what its decode pass computes.
-
-    Args:
-        plan: Whose weights stream.
-        passes: Its passes.
-    """
+    """The roofs of a plan's node, and below them what its decode pass computes."""
     load = plan.decode_load
     return draw_operations(
         plan.hardware,
@@ -66,8 +61,6 @@ def draw_operations(node: HardwareSpec, operations: Sequence[Operation], *, titl
 
     Args:
         node: With a GPU or without.
-        operations: At least one.
-        title: The heading.
     """
     if not node.has_gpu:
         host = Level(node.host_flop_per_s, node.host_bytes_per_s)
@@ -114,12 +107,7 @@ def host_feed_forward(work: ModelWork, load: PassLoad) -> Operation:
 
 
 def attention(work: ModelWork, context: float) -> Operation:
-    """Decode attention of a row, whose KV is on the host; a batch has the same intensity.
-
-    Args:
-        work: The model in numbers.
-        context: Tokens of the row.
-    """
+    """Decode attention of a row, whose KV is on the host; a batch has the same intensity."""
     kv_bytes = context * work.kv_token_bytes
     return Operation(
         name=f"attention at {context:.0f} tokens",
@@ -135,8 +123,6 @@ def throughput_picture(plan: Plan, model: ModelSpec, plan_on: PlanOn) -> str:
     One cost model judges all. Where nothing fits, or a paper has no formula, there is no point.
 
     Args:
-        plan: The plan.
-        model: Its model.
         plan_on: Plans the job on a node with other memory.
     """
     own, weight_bytes = plan.hardware, dict(plan.footprint.parts).get("weights", 0)

@@ -29,10 +29,8 @@ class Plan:
 
     Attributes:
         hardware: What one rank has of the node.
-        schedule: Name of the schedule.
         footprint: Host memory, of one rank.
         device_footprint: Device memory, of one rank; None on a node without a GPU.
-        passes: Predicts any pass.
         job: What the workload will take.
         num_ranks: GPUs that share every pass; 1 without tensor parallelism.
     """
@@ -50,7 +48,6 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of all ranks."""
         return self.num_ranks * self.footprint.total
 
     @property
@@ -62,13 +59,11 @@ class Plan:
 
     @property
     def prefill_load(self) -> PassLoad:
-        """A pass full of prompts."""
         chunk = min(self.workload.prompt_tokens, self.policy.prefill_chunk_tokens)
         return PassLoad(prompt_tokens=self.policy.pass_tokens, prompt_chunk=chunk)
 
     @cached_property
     def decode(self) -> Timeline:
-        """Predicted timeline of `decode_load`."""
         return self.passes.timeline(self.decode_load)
 
     @property
@@ -105,7 +100,6 @@ class Plan:
         )
 
     def estimate(self, workload: Workload) -> JobEstimate:
-        """What another job takes with this policy."""
         return predict_job(workload, self.policy, self.passes)
 
     def cost_per_million_tokens(self, price_per_hour: float) -> float:
@@ -113,7 +107,6 @@ class Plan:
         return price_per_hour / 3600 / self.tokens_per_s * 1e6
 
     def describe(self) -> str:
-        """The plan for people: policy, footprint, prediction."""
         policy, workload, hardware = self.policy, self.workload, self.hardware
         lines = [
             f"{self.model_name} on {hardware.name} ({hardware.num_cores} cores, "
@@ -154,5 +147,4 @@ class Plan:
 
 
 def predict_job(workload: Workload, policy: Policy, passes: PassModel) -> JobEstimate:
-    """Run a job on paper."""
     return estimate_job(workload, policy, passes.seconds)

@@ -91,7 +91,6 @@ class Footprint:
 
     Attributes:
         memory: Which, such as "host memory".
-        parts: Purpose and bytes.
     """
 
     memory: str
@@ -99,11 +98,9 @@ class Footprint:
 
     @property
     def total(self) -> int:
-        """All of it, in bytes."""
         return sum(size for _, size in self.parts)
 
     def bytes_of(self, purpose: str) -> int:
-        """Bytes of one purpose."""
         return dict(self.parts)[purpose]
 
     def table(self) -> str:
@@ -116,7 +113,6 @@ class Footprint:
         """Refuse a plan that is larger than the budget, before anything is allocated.
 
         Args:
-            budget_bytes: How much there is.
             what: What needs the memory, for the message.
             advice: What to do, for the message.
 

@@ -10,8 +10,12 @@ from typing import NoReturn
 from raymoe.errors import ConfigError, InfeasiblePlanError
 from raymoe.plan.cost import HostCost, PassShape
 from raymoe.plan.device_cost import DeviceCost
-from raymoe.plan.device_memory import (
+from raymoe.plan.device_pass import (
+    KV_BLOCK_TOKENS,
     RUNTIME_BYTES,
+    DeviceJob,
+    DevicePass,
+    StreamedPasses,
     device_footprint,
     host_footprint,
     kv_block_bytes,
@@ -19,7 +23,6 @@ from raymoe.plan.device_memory import (
     resident_footprint,
     resident_host_footprint,
 )
-from raymoe.plan.device_pass import KV_BLOCK_TOKENS, DeviceJob, DevicePass, StreamedPasses
 from raymoe.plan.device_search import DeviceSearch, DeviceSizes, Grid
 from raymoe.plan.job import estimate_job
 from raymoe.plan.plan import DEFAULT_WORKLOAD, Plan, predict_job
@@ -36,8 +39,6 @@ from raymoe.units import ceil_div
 
 
 class ResidentPass:
-    """Passes on a GPU that holds everything."""
-
     def __init__(self, work: ModelWork, hardware: HardwareSpec) -> None:
         self._work, self._hardware = work, hardware
         self._schedule = build_resident(len(work.layers))
@@ -48,19 +49,15 @@ class ResidentPass:
         return self._schedule
 
     def timeline(self, load: PassLoad) -> Timeline:
-        """The predicted timeline of a pass."""
         waves = load.waves(1, cpu_attention_fraction=0.0)
         return simulate(self._schedule, DeviceCost(self._work, self._hardware, waves))
 
     def seconds(self, load: PassLoad) -> float:
-        """Its length."""
         return self.timeline(load).makespan_s if load.tokens else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ResidentSearch:
-    """Chooses sizes for one job."""
-
     job: DeviceJob
 
     def best(self, grid: Grid | None = None) -> Policy | None:
@@ -71,7 +68,6 @@ class ResidentSearch:
         return min(fitting, key=self.seconds, default=None)
 
     def seconds(self, policy: Policy) -> float:
-        """Of the whole job."""
         passes = ResidentPass(self.job.work, self.job.hardware)
         return estimate_job(self.job.workload, policy, passes.seconds).seconds
 
@@ -93,7 +89,6 @@ class ResidentSearch:
         return replace(bare, batch_size=batch_size, num_kv_blocks=useful)
 
     def footprint(self, policy: Policy) -> Footprint:
-        """Device memory of a policy."""
         return resident_footprint(self.job.model, self.job.work, policy)
 
     def refuse(self) -> NoReturn:
@@ -136,11 +131,7 @@ GOOD_PASS, GOOD_BATCH = 0.995, 0.98
 
 
 class HostPass:
-    """Passes of a model on the cores of a node.
-
-    Attributes:
-        work: The model in numbers.
-    """
+    """Passes of a model on the cores of a node."""
 
     def __init__(self, work: ModelWork, hardware: HardwareSpec) -> None:
         self.work, self._hardware = work, hardware
@@ -152,12 +143,10 @@ class HostPass:
         return self._schedule
 
     def timeline(self, load: PassLoad) -> Timeline:
-        """The predicted timeline of a pass."""
         shape = PassShape.of(load)
         return simulate(self._schedule, HostCost(self.work, self._hardware, shape))
 
     def seconds(self, load: PassLoad) -> float:
-        """Its length."""
         return self.timeline(load).makespan_s if load.tokens else 0.0
 
 
@@ -166,12 +155,7 @@ class HostSearch:
     """Chooses sizes for one model, node and job.
 
     Attributes:
-        model: The model.
-        work: The same in numbers.
-        hardware: The node.
-        workload: The job.
         weight_bytes: All weights in the form the kernels read, mapped or packed.
-        max_context_tokens: Longest sequence.
     """
 
     model: ModelSpec
@@ -182,7 +166,6 @@ class HostSearch:
     max_context_tokens: int
 
     def footprint(self, policy: Policy) -> Footprint:
-        """Host memory of a policy."""
         return self._footprint(policy.pass_tokens, policy.num_kv_blocks)
 
     def best(self) -> Policy:
@@ -239,7 +222,6 @@ class HostSearch:
         )
 
     def _token_bytes(self) -> int:
-        """Hidden states, projections, and routed rows of the widest layer, of one token."""
         hidden, widest = self.model.hidden_size, 0
         for layer in self.model.layers:
             attention, ffn = layer.attention, layer.ffn
@@ -281,13 +263,9 @@ def find_plan(  # noqa: PLR0913 - the options of one decision
     """Choose the policy, or check the given one, and predict what it does.
 
     Args:
-        model: The model.
         hardware: The node, with the host memory that may be used.
         workload: Rows to plan for; a typical job where it is not known.
         schedule: A schedule for a node with a GPU; "auto" chooses.
-        policy: Taken as it is.
-        bytes_per_element: Of activations, and of weights that are not quantised.
-        kv_bytes_per_element: Of the KV cache; that of activations by default.
         weight_bytes: Exact bytes of all weights in kernel form, on a node without a GPU; estimated
             by default.
         max_context_tokens: Longest sequence; the model's by default.
@@ -361,7 +339,6 @@ def _choose(job: DeviceJob, schedule: str) -> Plan:
 
 @contextlib.contextmanager
 def _collection_paused() -> Iterator[None]:
-    """Without cycles among a million objects the collector would take a fifth of a search."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -35,18 +35,10 @@ _READERS = ((OUTPUT, "post"), (ROUTER, "router"), (KV_UP, "unfold"))
 
 
 class Matrices(NamedTuple):
-    """Matrices that are read together.
-
-    Attributes:
-        parameters: Elements.
-        num_bytes: Bytes, scales included.
-    """
-
     parameters: int = 0
     num_bytes: int = 0
 
     def plus(self, other: "Matrices") -> "Matrices":
-        """Both together."""
         return Matrices(self.parameters + other.parameters, self.num_bytes + other.num_bytes)
 
     def share(self, part: int, whole: int) -> "Matrices":
@@ -59,16 +51,11 @@ class LayerWork:
     """One layer.
 
     Attributes:
-        pre: Projections before attention.
         post: Projections behind it, without the router.
         router: Empty in a dense layer.
-        expert: Of one expert; empty in a dense layer.
-        common: Of the dense network or the shared expert.
         pair_flop: Of one pair of a token that decodes and a context token, all heads.
         prefill_pair_flop: The same of a prompt token.
-        kv_token_bytes: KV of one token.
         query_width: Elements of the queries of a token that decodes.
-        output_width: Elements of its result.
         window: Tokens that a token sees at most; None for all.
     """
 
@@ -120,12 +107,10 @@ class LayerWork:
 
     @property
     def attention_parameters(self) -> int:
-        """Elements of all projections around attention."""
         return self.pre.parameters + self.post.parameters
 
     @property
     def router_parameters(self) -> int:
-        """Elements of the router."""
         return self.router.parameters
 
     @property
@@ -151,7 +136,6 @@ class ModelWork:
     """All layers and the head.
 
     Attributes:
-        bytes_per_element: Of activations, and of weights that are not quantised.
         num_ranks: Ranks that add up their parts of the hidden state, twice in each layer.
     """
 
@@ -165,13 +149,6 @@ class ModelWork:
     def of(
         cls, model: ModelSpec, bytes_per_element: int, *, kv_element_bytes: int | None = None
     ) -> Self:
-        """Count a model.
-
-        Args:
-            model: The model.
-            bytes_per_element: Of activations, and of weights that are not quantised.
-            kv_element_bytes: Of the KV cache; as activations by default.
-        """
         kv_bytes = kv_element_bytes or bytes_per_element
         shape = (model.vocab_size, model.hidden_size)
         head = EMBEDDING if model.tie_word_embeddings else HEAD
@@ -187,12 +164,10 @@ class ModelWork:
 
     @cached_property
     def kinds(self) -> tuple[LayerWork, ...]:
-        """Of the layers that are alike, one."""
         return tuple(dict.fromkeys(self.layers))
 
     @property
     def head_parameters(self) -> int:
-        """Elements of the head."""
         return self.head.parameters
 
     @property
@@ -205,7 +180,6 @@ class ModelWork:
 
     @property
     def head_flop(self) -> int:
-        """Operations of the logits of one token."""
         return 2 * self.head.parameters
 
     @property
@@ -220,12 +194,10 @@ class ModelWork:
 
     @cached_property
     def kv_token_bytes(self) -> int:
-        """KV of one token, all layers."""
         return sum(layer.kv_token_bytes for layer in self.layers)
 
     @property
     def all_weight_bytes(self) -> float:
-        """Weights that a large pass reads."""
         layers = sum(layer.weight_bytes(layer.num_experts) for layer in self.layers)
         return layers + self.head.num_bytes
 
@@ -279,7 +251,6 @@ class AttentionShape:
 
     @property
     def past_tokens(self) -> float:
-        """Tokens whose KV was there before."""
         return self.context_tokens - self.rows
 
     def within(self, window: int | None) -> "AttentionShape":
@@ -334,8 +305,6 @@ class WaveShape:
         """One token for each of `rows` sequences that are `context` tokens long with it.
 
         Args:
-            rows: Sequences.
-            context: Tokens of each.
             cpu_attention_fraction: Share for which the CPU attends, 0..1 (omega of MoE-Gen,
                 equation 1).
         """
@@ -362,7 +331,6 @@ class WaveShape:
 
     @property
     def tokens(self) -> float:
-        """All tokens."""
         return self.host.rows + self.device.rows
 
     def __add__(self, other: "WaveShape") -> "WaveShape":
@@ -385,7 +353,6 @@ class PassLoad:
     Attributes:
         decode_rows: Sequences that decode a token.
         decode_context: Tokens of each of them, its new one included.
-        prompt_tokens: Prompt tokens.
         prompt_chunk: Prompt tokens of one sequence in the pass.
     """
 
@@ -396,7 +363,6 @@ class PassLoad:
 
     @property
     def tokens(self) -> float:
-        """All tokens."""
         return self.decode_rows + self.prompt_tokens
 
     def waves(self, num_waves: int, cpu_attention_fraction: float) -> tuple[WaveShape, ...]:
@@ -445,14 +411,11 @@ def alike(passes: Sequence[Passes]) -> list[Passes]:
 
 
 def _cell(value: float, most: float) -> int:
-    """Nothing is a cell of its own: weights travel for a single token, too."""
     return ceil(CELLS * value / most) if value else 0
 
 
 @dataclass(slots=True)
 class _Sum:
-    """Passes and what they hold together."""
-
     count: float = 0.0
     rows: float = 0.0
     pairs: float = 0.0
@@ -478,7 +441,6 @@ class _Sum:
 
 
 def _deal_chunks(tokens: float, chunk: float, num_waves: int) -> list[float]:
-    """Prompt tokens of each wave; the first ones have the most."""
     if tokens <= 0:
         return [0.0] * num_waves
     num_chunks = max(1, ceil(tokens / chunk))
@@ -490,7 +452,6 @@ def _deal_chunks(tokens: float, chunk: float, num_waves: int) -> list[float]:
 
 
 def _fill(loads: list[float], rows: float) -> list[float]:
-    """Rows of each wave such that the smallest waves grow to one level."""
     order = sorted(range(len(loads)), key=lambda wave: loads[wave])
     shares = [0.0] * len(loads)
     if not rows:  # rounding would leave a wave with less than nothing, or more

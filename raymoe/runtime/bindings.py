@@ -29,7 +29,6 @@ class PassInputs:
     """The tokens of one pass, ragged over sequences.
 
     Attributes:
-        token_ids: int64 [T].
         positions: int32 [T], position of each token in its sequence.
         prompt_tokens: int32 [T], prompt length of each token's sequence; where the decoder needs
             it (`Decoder.needs_prompt_tokens`).
@@ -86,7 +85,6 @@ def bind_in_place(decoder: Decoder, attend_layer: Attend) -> Bindings[PassState]
     """Bindings where weights, KV cache and work are in one memory.
 
     Args:
-        decoder: The model.
         attend_layer: Appends to the cache of a layer and attends.
     """
 
@@ -146,9 +144,7 @@ class DeviceMemory:
     Attributes:
         top_k: Experts per token of each layer; 0 where it has none.
         decoders: The model over the slots, by the slot of layer 0.
-        weights: Pages and slots.
         cache: KV of all sequences, on the host.
-        device: Activations on the device.
         host: Activations on the host; its ring is as long as that of the device.
         staging: Pinned pages between pageable memory and the device; empty if nothing is staged.
         load: Copies a page of weights to the device, (target, source).
@@ -171,7 +167,6 @@ class DeviceInputs:
     """What of a pass the device has to know, in wave order.
 
     Attributes:
-        positions_T: int32.
         prompt_tokens_T: int32; None where the decoder does not need it.
         logit_places_R: int64, tokens whose logits are wanted, in the order of the original pass.
         staged: Of each wave, the sequences for which the device attends.
@@ -186,7 +181,6 @@ class DeviceInputs:
     def of(
         cls, inputs: PassInputs, cut: CutPass, memory: "DeviceMemory", device: torch.device
     ) -> Self:
-        """Send them to `device`."""
         decoder, layout = memory.decoders[0], memory.cache.layout
         prompt_tokens_T = inputs.prompt_tokens
         if prompt_tokens_T is not None:
@@ -204,7 +198,6 @@ class DevicePass:
     """One pass.
 
     Attributes:
-        first_slot: Slot of layer 0.
         on_device: What the device has to know of it.
         used: Device memory of the buffers that were written last.
     """
@@ -216,12 +209,10 @@ class DevicePass:
     used: dict[Buffer, tuple[Tensor, ...]] = field(default_factory=dict)
 
     def wave(self, task: Task) -> Wave:
-        """The wave that a task works on."""
         return self.cut.waves[task.part]
 
 
 def bind_device(memory: DeviceMemory) -> Bindings[DevicePass]:
-    """Bindings of a device."""
     bound = _Bound(memory)
     return {
         Op.EMBED: bound.embed,
@@ -253,8 +244,6 @@ def poison_dead(poison: Callable[[Tensor], None]) -> Callable[[Buffer, DevicePas
 
 
 class _Bound:
-    """The operations, in the order of a layer."""
-
     def __init__(self, memory: DeviceMemory) -> None:
         self._memory = memory
 
@@ -379,12 +368,10 @@ class _Bound:
         """Nothing: the schedule's dependencies are the wait."""
 
     def _wrote(self, task: Task, state: DevicePass, *tensors: Tensor) -> None:
-        """Remember the memory of the one buffer that a task writes."""
         (buffer,) = task.writes
         state.used[buffer] = tensors
 
     def _attended(self, task: Task, state: DevicePass) -> Tensor:
-        """Results of attention of a whole wave, wherever they were computed."""
         wave, activations = state.wave(task), self._on_device(task)
         split = wave.host.end
         from_device_TX = activations.result(split, wave.num_tokens)
@@ -416,7 +403,6 @@ def _keys(buffers: Sequence[Buffer], name: str) -> list[tuple[int, ...]]:
 
 
 def _key_of(task: Task, names: frozenset[str]) -> int:
-    """Where the schedule puts the buffers of these names that a task uses; they agree."""
     (key,) = {buffer.key for buffer in (*task.reads, *task.writes) if buffer.name in names}
     return key[0]
 
@@ -427,5 +413,4 @@ def _copy(source: Iterable[Tensor], target: Iterable[Tensor]) -> None:
 
 
 def _send(source: Tensor, target: Tensor) -> None:
-    """Copy within the device or between it and pinned memory; the host does not wait."""
     target.copy_(source, non_blocking=True)

@@ -78,7 +78,6 @@ def record(schedule: Schedule, marks: Iterable[Mark], origin_s: float) -> Timeli
     """Measured timeline of a run; the same type as `simulate` predicts.
 
     Args:
-        schedule: What ran.
         marks: One per task, in issue order, all done.
         origin_s: Time zero of the timeline, in seconds of `time.perf_counter`.
     """
@@ -131,9 +130,6 @@ class LaneExecutor(Generic[State]):
 
     The lanes belong to whoever made them and serve any number of executors, one run at a time:
     two runs at once could queue behind each other in different orders on different lanes.
-
-    Attributes:
-        schedule: What it runs.
     """
 
     def __init__(
@@ -147,7 +143,6 @@ class LaneExecutor(Generic[State]):
         """Prepare the runs of one schedule.
 
         Args:
-            schedule: What to run.
             bindings: What each operation does; called in the threads of the lanes.
             lanes: At least the lanes of the schedule's resources.
             on_dead: Called with a buffer and the state when the last reader of a version of the
@@ -218,8 +213,6 @@ class LaneExecutor(Generic[State]):
 
 
 class _Run(Generic[State]):
-    """One run: what its tasks share across lanes."""
-
     def __init__(
         self,
         calls: list[tuple[Task, Callable[[Task, State], None]]],
@@ -236,11 +229,9 @@ class _Run(Generic[State]):
         self.failure: tuple[Task, BaseException] | None = None
 
     def cancel(self) -> None:
-        """Let no further task start."""
         self._is_cancelled = True
 
     def perform(self, index: int) -> None:
-        """Run one task, in the thread of its lane."""
         if self._is_cancelled:
             raise Cancelled("the run was cancelled")
         task, call = self._calls[index]
@@ -263,7 +254,6 @@ def _check_bindings(schedule: Schedule, bindings: Bindings[State]) -> None:
 
 
 def _lane_waits(schedule: Schedule) -> list[tuple[int, ...]]:
-    """Dependencies less those that the order of a lane implies: at most one per other lane."""
     reduced = []
     for task, waits in zip(schedule.tasks, schedule.dependencies, strict=True):
         latest: dict[Resource, int] = {}
@@ -275,7 +265,6 @@ def _lane_waits(schedule: Schedule) -> list[tuple[int, ...]]:
 
 
 def _outcome(mark: Mark) -> BaseException | None:
-    """Wait for a mark; its error, or None if the task was done."""
     try:
         mark.wait()
     except Exception as error:

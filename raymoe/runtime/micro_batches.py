@@ -23,7 +23,6 @@ class Share:
 
     Attributes:
         begin: First of its tokens in the wave.
-        end: Behind the last.
         batch: Its sequences; `query_start` counts from `begin`.
     """
 
@@ -60,12 +59,10 @@ class Wave:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the wave."""
         return self.end - self.begin
 
     @property
     def rows(self) -> slice:
-        """Its tokens in the reordered pass."""
         return slice(self.begin, self.end)
 
 
@@ -75,7 +72,6 @@ class CutPass:
 
     Attributes:
         order_T: int64, the token of the original pass at each place.
-        place_T: int64, the inverse.
         waves: As many as asked for; the last ones may be empty.
     """
 
@@ -85,17 +81,14 @@ class CutPass:
 
     @property
     def has_cpu_attention(self) -> bool:
-        """Whether the host attends for anyone."""
         return any(wave.host.end > wave.host.begin for wave in self.waves)
 
     @property
     def has_device_attention(self) -> bool:
-        """Whether the device attends for anyone."""
         return any(wave.device.end > wave.device.begin for wave in self.waves)
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of the largest wave."""
         return max(wave.num_tokens for wave in self.waves)
 
 
@@ -134,7 +127,6 @@ def cut_pass(batch: AttentionBatch, num_waves: int, division: Division) -> CutPa
 
 
 def _deal(takes: Int64s, contexts: Int64s, num_waves: int) -> list[Int64s]:
-    """Sequences of each wave, ascending: the fewest tokens first, then the least context."""
     members: list[list[int]] = [[] for _ in range(num_waves)]
     loads = [(0, 0, wave) for wave in range(num_waves)]
     for sequence in np.lexsort((-contexts, -takes)).tolist():
@@ -168,7 +160,6 @@ def _wave(batch: AttentionBatch, takes: Int64s, members: tuple[Int64s, Int64s], 
 
 
 def _stage(share: AttentionBatch) -> Staging:
-    """Number the blocks of a share from 0, sequence by sequence."""
     takes = np.diff(share.query_start.numpy().astype(np.int64))
     contexts = share.context_tokens.numpy().astype(np.int64)
     counts = -(-contexts // BLOCK_TOKENS)
@@ -193,7 +184,6 @@ def _stage(share: AttentionBatch) -> Staging:
 
 
 def _runs(host: Int64s, device: Int64s) -> tuple[tuple[int, int, int], ...]:
-    """Blocks that are neighbours on both sides make one copy."""
     if not len(host):
         return ()
     breaks = np.flatnonzero((np.diff(host) != 1) | (np.diff(device) != 1)) + 1

@@ -55,7 +55,6 @@ class Passes:
     Attributes:
         form: Pages and number of waves; who attends and the first slot are set for each pass.
         build: The builder of the schedule.
-        division: Who attends for what.
     """
 
     form: PassForm
@@ -77,8 +76,6 @@ class DevicePassRunner:
         """Bind the schedules of `passes`.
 
         Args:
-            memory: What they work on.
-            passes: How they are ordered.
             device: On whose lanes they run.
             before_pass: Called with each pass and its schedule before it runs.
         """
@@ -169,7 +166,6 @@ class ResidentPassRunner:
         Args:
             decoder: Its weights are on the device.
             cache: KV blocks of each layer, on the device.
-            layout: Of the cache.
             device: On whose lane the passes run.
             before_pass: Called with each pass, as one wave, and its schedule before it runs.
         """
@@ -201,7 +197,6 @@ class ResidentPassRunner:
         return self._executor.run(state)
 
     def _state(self, inputs: PassInputs) -> PassState:
-        """The pass with its tensors on the device."""
         target = self._device.torch_device
         on_device = replace(
             inputs,

@@ -124,7 +124,6 @@ def _attend_s4(program: Program, form: PassForm, step: Step) -> None:
 
 
 def _store_new_kv(program: Program, form: PassForm, step: Step) -> None:
-    """The device's share to the host; where the CPU attends, all of it is there already."""
     if not form.has_cpu_attention:
         program.store_qkv(*step)
     if form.has_device_attention:
@@ -150,10 +149,8 @@ def build_waves(form: PassForm, *, interleaves_pages: bool = True, name: str = "
     inputs have been issued.
 
     Args:
-        form: The pass.
         interleaves_pages: Spread the pages of a layer evenly over the waves before it; otherwise
             all of them follow the first one's hidden states as one block.
-        name: Name of the schedule.
     """
     program = Program(name, form, ring=min(form.look_ahead + 1, form.num_waves))
     return _Waves(program, form).build(interleaves_pages)
@@ -197,8 +194,6 @@ def build_module_batching(form: PassForm) -> Schedule:
 
 
 class _Waves:
-    """Issues fronts and backs; knows how far both are."""
-
     def __init__(self, program: Program, form: PassForm) -> None:
         self._program = program
         self._form = form

@@ -61,9 +61,6 @@ def svg_page(title: str, width: int, height: float, body: Iterable[str], *, styl
     """The SVG text of a picture with its heading.
 
     Args:
-        title: The heading.
-        width: Pixels.
-        height: Pixels.
         body: Elements, in order of drawing.
         style: Rules beyond those of all pictures.
     """
@@ -167,8 +164,6 @@ NUM_TICKS = 10
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """Seconds to pixels; the axis is `longest_s` long."""
-
     longest_s: float
 
     def x(self, seconds: float) -> float:
@@ -232,7 +227,6 @@ def _timeline(timeline: Timeline, axis: _Axis, top: float) -> Iterator[str]:
 
 
 def _bars(spans: Sequence[Span], axis: _Axis, y: float) -> Iterator[str]:
-    """One path an operation, so that ten thousands of tasks stay a small file; then labels."""
     for op in ops_in_order({span.task.op for span in spans}):
         bars = _joined([span for span in spans if span.task.op is op], axis)
         outline = "".join(
@@ -253,7 +247,6 @@ def _bar_label(text: str, span: Span, axis: _Axis, y: float) -> str:
 
 
 def _joined(spans: Sequence[Span], axis: _Axis) -> list[tuple[float, float]]:
-    """Left edge and width of each bar; narrow ones that touch become one."""
     bars: list[tuple[float, float]] = []
     for span in spans:
         x, width = axis.x(span.start_s), axis.x(span.end_s) - axis.x(span.start_s)

@@ -269,7 +269,6 @@ _TASK = re.compile(r"(\w+)\[(\d+),(\d+)\] (\w+):(.*)->(.*)")
 
 
 def format_buffers(buffers: Iterable[Buffer]) -> str:
-    """Buffers with a space between them."""
     return " ".join(map(str, buffers))
 
 

@@ -10,8 +10,6 @@ from raymoe.schedule.graph import Buffer, Op, Resource, Schedule, Task
 
 
 class Step(NamedTuple):
-    """One wave in one layer."""
-
     layer: int
     wave: int
 
@@ -97,12 +95,10 @@ class PassForm:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model."""
         return len(self.layers)
 
     @property
     def streamed(self) -> tuple[int, ...]:
-        """The layers with pages, ascending."""
         return tuple(layer for layer, pages in enumerate(self.layers) if pages.num_pages)
 
     @property
@@ -143,7 +139,6 @@ def plan_loads(form: PassForm, *, interleaves: bool) -> Mapping[Step, tuple[Load
     next streamed layer; the last one gives way to the first one, for the next pass.
 
     Args:
-        form: The pass.
         interleaves: Spread the pages evenly over the steps from one streamed layer to the next;
             otherwise all of them go to the first of these steps.
     """
@@ -172,8 +167,6 @@ class Program:
     """Collects tasks in issue order; one method for each operation of a pass.
 
     Args:
-        name: Name of the schedule.
-        form: The pass.
         ring: Steps that may have buffers in flight at once.
         has_barriers: Every task waits for the last `sync`, and every `sync` for all before it.
         cores: Where computation runs that is not attention.
@@ -205,7 +198,6 @@ class Program:
         self._slot_of = {load.layer: load.slot for load in first}
 
     def schedule(self) -> Schedule:
-        """The schedule of the tasks so far."""
         return Schedule(self._name, tuple(self._tasks), frozenset(self._inputs))
 
     def embed(self, wave: int) -> None:
@@ -221,14 +213,12 @@ class Program:
         self._add(Op.EMBED, 0, wave, self._cores, reads=(tokens,), writes=(_hidden(wave),))
 
     def pre(self, layer: int, wave: int) -> None:
-        """Norm, QKV projection, rotation."""
         pages = self._form.layers[layer].attention_pages
         reads = (_hidden(wave), *self._weights(layer, pages))
         writes = (self._ringed("qkv", layer, wave),)
         self._add(Op.PRE, layer, wave, self._cores, reads=reads, writes=writes)
 
     def store_qkv(self, layer: int, wave: int) -> None:
-        """Queries, keys and values to the host."""
         reads = (self._ringed("qkv", layer, wave),)
         writes = (self._ringed("host_qkv", layer, wave),)
         self._add(Op.QKV, layer, wave, Resource.DTOH, reads=reads, writes=writes)
@@ -260,7 +250,6 @@ class Program:
         self._add(Op.APPEND, layer, wave, Resource.CPU, reads=reads, writes=(cache,))
 
     def attend_on_device(self, layer: int, wave: int) -> None:
-        """Attention of the device's share."""
         reads = (self._ringed("qkv", layer, wave), self._staged_kv(layer, wave))
         writes = (self._ringed("device_attention", layer, wave),)
         self._add(Op.GATTN, layer, wave, Resource.GPU, reads=reads, writes=writes)
@@ -277,13 +266,11 @@ class Program:
             self.attend_on_device(layer, wave)
 
     def load_hidden(self, layer: int, wave: int) -> None:
-        """The CPU's attention output to the device."""
         reads = (self._ringed("host_attention", layer, wave),)
         writes = (self._ringed("attention", layer, wave),)
         self._add(Op.HID, layer, wave, Resource.HTOD, reads=reads, writes=writes)
 
     def post(self, layer: int, wave: int) -> None:
-        """Output projection, residual, norm, router."""
         attended = [self._ringed("attention", layer, wave)] * self._form.has_cpu_attention
         attended += [
             self._ringed("device_attention", layer, wave)
@@ -379,7 +366,6 @@ class Program:
 
 @lru_cache(maxsize=1024)
 def _slot_pages(slot: int, pages: tuple[int, ...]) -> tuple[Buffer, ...]:
-    """Pages on the device; every wave reads the same."""
     return tuple(_slot_page(slot, page) for page in pages)
 
 

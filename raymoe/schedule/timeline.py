@@ -19,7 +19,6 @@ class Span:
 
     @property
     def duration_s(self) -> float:
-        """Length in seconds."""
         return self.end_s - self.start_s
 
 
@@ -45,7 +44,6 @@ class Timeline:
         return max((span.end_s for span in self.spans), default=0.0)
 
     def scaled(self, factor: float) -> "Timeline":
-        """The same with all times multiplied."""
         return Timeline(
             self.name,
             tuple(
@@ -73,7 +71,6 @@ class Timeline:
         return tuple(span for span in self.spans if span.task.resource is resource)
 
     def busy_s(self, resource: Resource) -> float:
-        """Seconds that a resource worked."""
         return sum(span.duration_s for span in self.of(resource))
 
     def utilization(self, resource: Resource) -> float:
@@ -109,7 +106,6 @@ class Instant:
     """A cost model of tasks that take no time: only their order is of interest."""
 
     def duration_s(self, task: Task) -> float:
-        """See `CostModel`."""
         del task
         return 0.0
 
@@ -183,8 +179,6 @@ def report_line(predicted_s: float, measured_s: float, link_busy: float) -> str:
     """The line of a report of one timeline or of many.
 
     Args:
-        predicted_s: Predicted seconds.
-        measured_s: Measured seconds.
         link_busy: Busy share of the link from host to device, 0..1.
     """
     difference = measured_s / predicted_s - 1 if predicted_s else math.inf
@@ -195,7 +189,6 @@ def report_line(predicted_s: float, measured_s: float, link_busy: float) -> str:
 
 
 def _holders(schedule: Schedule, timeline: Timeline) -> list[int | None]:
-    """For each task the one that held it up; None for one that started for itself."""
     spans = timeline.spans
     last_on: dict[Resource, int] = {}
     holders: list[int | None] = []
@@ -220,11 +213,7 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """What the length of a schedule depends on.
-
-    Attributes:
-        kinds: Of each kind of tasks, one.
-    """
+    """What the length of a schedule depends on."""
 
     kinds: tuple[Task, ...]
     _runs: tuple[_Run, ...]
@@ -234,7 +223,6 @@ class Outline:
         """Reduce a schedule.
 
         Args:
-            schedule: The schedule.
             kind_of: Equal for tasks that take equally long.
         """
         lanes = [_LANES[task.resource] for task in schedule.tasks]
@@ -279,7 +267,6 @@ class Outline:
 def _needed_waits(
     lanes: Sequence[int], dependencies: Sequence[tuple[int, ...]]
 ) -> list[tuple[int, ...]]:
-    """For each task the waits that do not follow from its others or from its lane."""
     needed: list[tuple[int, ...]] = []
     # Of each task, the last task of each lane that has ended when it ends.
     reached: list[list[int]] = []
@@ -300,12 +287,7 @@ def _needed_waits(
 
 
 class Excerpt(NamedTuple):
-    """Part of a timeline, which starts at zero.
-
-    Attributes:
-        num_shown: Layers in it.
-        num_layers: Of the whole pass.
-    """
+    """Part of a timeline, which starts at zero."""
 
     timeline: Timeline
     num_shown: int

@@ -32,19 +32,16 @@ class ConfigFields:
     """The used fields of one configuration; a missing one takes the default of its family.
 
     Attributes:
-        family: Where defaults come from.
         layer_types: The field of this name, in families that do not use it as well.
     """
 
     def __init__(self, config: Mapping[str, object], family: Family) -> None:
-        """Read a configuration that `canonical_config` gives."""
         self.family = family
         self._values = dict(family.defaults)
         self._values |= {name: config[name] for name in family.defaults if name in config}
         self.layer_types = config.get("layer_types")
 
     def get(self, name: str) -> object:
-        """The value as it stands."""
         return self._values[name]
 
     def has(self, name: str) -> bool:
@@ -52,11 +49,9 @@ class ConfigFields:
         return self._values.get(name) is not None
 
     def positive(self, name: str, *, maximum: int = MAX_INTEGER) -> int:
-        """A positive integer."""
         return _integer(name, self._values[name], minimum=1, maximum=maximum)
 
     def natural(self, name: str, *, maximum: int = MAX_INTEGER) -> int:
-        """An integer, zero allowed."""
         return _integer(name, self._values[name], minimum=0, maximum=maximum)
 
     def positive_or_none(self, name: str) -> int | None:
@@ -64,7 +59,6 @@ class ConfigFields:
         return _integer(name, self._values[name], minimum=1) if self.has(name) else None
 
     def number(self, name: str) -> float:
-        """A positive number."""
         value = self._values[name]
         if (
             isinstance(value, int | float)
@@ -75,7 +69,6 @@ class ConfigFields:
         raise ConfigError(f"config.json: {name} is {value!r}; expected a positive number")
 
     def boolean(self, name: str) -> bool:
-        """True or false."""
         value = self._values[name]
         if isinstance(value, bool):
             return value
@@ -169,11 +162,6 @@ def canonical_config(config: Mapping[str, object], family: Family) -> dict[str, 
 def check_fields(config: Mapping[str, object], model_type: str, family: Family) -> None:
     """Refuse every field that is neither used, nor ignored, nor fixed at an accepted value.
 
-    Args:
-        config: As `canonical_config` gives it.
-        model_type: For messages.
-        family: What is known.
-
     Raises:
         UnsupportedModelError: Names the field, its value and what is supported.
     """
@@ -196,7 +184,6 @@ def check_fields(config: Mapping[str, object], model_type: str, family: Family) 
 
 
 def _check_fixed(name: str, value: object, accepted: tuple[object, ...], model_type: str) -> None:
-    """Refuse a value that is not accepted; in a list, each item must be."""
     items = value if isinstance(value, list) and value else [value]
     for item in items:
         if not any(item is one or item == one for one in accepted):
@@ -207,7 +194,6 @@ def _check_fixed(name: str, value: object, accepted: tuple[object, ...], model_t
 
 
 def _check_auto_map(value: object, family: Family) -> None:
-    """Refuse code of the model's own, except where transformers has it by the same names."""
     if not value:
         return
     architecture = family.published_architecture or family.architecture
@@ -284,7 +270,6 @@ def _named_layers(fields: ConfigFields, num_layers: int, slides: list[bool]) -> 
 
 
 def _kinds(value: object, name: str, kinds: tuple[str, str], num_layers: int) -> list[bool]:
-    """Whether each layer is of the second of two kinds."""
     if (
         not isinstance(value, list | tuple)
         or len(value) != num_layers
@@ -357,12 +342,7 @@ LATENT_NORM_EPS = 1e-6
 def parse_layers(
     fields: ConfigFields, attention: AttentionSpec | LatentAttentionSpec
 ) -> tuple[LayerSpec, ...]:
-    """All layers, with the windows and the experts that each of them has.
-
-    Args:
-        fields: Of the configuration.
-        attention: Of every layer, without a window.
-    """
+    """All layers, with the windows and the experts that each of them has."""
     num_layers = fields.positive("num_hidden_layers", maximum=MAX_LAYERS)
     windows = layer_windows(fields, num_layers)
     variants = {window: _with_window(attention, window) for window in set(windows)}

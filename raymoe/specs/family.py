@@ -139,7 +139,6 @@ class Family:
         fixed: Fields beyond `FIXED`, and the values that mean what the family does anyway.
         rope: The rope of the family.
         norm: Kind of the norms around attention and feed-forward network.
-        norm_eps: Of the norms, or the field that holds it.
         has_norm_bias: Whether these norms have biases.
         is_latent: Whether attention is latent (MLA).
         context_limit: Field with the tokens from which on attention would leave some of them out,
@@ -148,17 +147,14 @@ class Family:
         scale: Field with the factor of the attention scores.
         qk_norm: Norm of queries and keys: none, per head, or over the full width.
         qk_norm_switch: Field that switches that norm; None: it is always there.
-        is_norm_after_rope: See `AttentionSpec`.
         needs_full_width: Whether the full-width norm is as wide as the hidden state.
         qkv_bias: Field that switches biases of the query, key and value projections.
         output_bias: Field that switches the bias of the output projection.
         mlp_bias: Field that switches biases of dense and shared feed-forward networks.
         head_bias: Field that switches the bias of the logits.
-        has_sinks: See `AttentionSpec`.
         moe: The experts; None for dense families.
         windowed_layers: Which layers slide where no `layer_types` say so.
         is_window_switched: Whether `use_sliding_window` switches the window.
-        has_layer_types: Whether transformers reads `layer_types`.
         multipliers: Factors of embeddings and of what a layer adds, and divisor of the logits, or
             the fields that hold them.
     """

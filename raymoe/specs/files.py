@@ -50,7 +50,6 @@ def check_small_files(directory: Path, suffixes: Collection[str]) -> None:
 
 
 def _resolve(path: Path, allowed: Path) -> Path:
-    """The real path of a regular file that must lie in `allowed`."""
     try:
         real = path.resolve()
     except (OSError, RuntimeError) as error:  # a loop of links, up to Python 3.12
@@ -135,8 +134,6 @@ def from_plain(kind: type[Data], value: object, *, where: str) -> Data:
     Fields may be str, int, float, tuples, dataclasses, or one of these and None.
 
     Args:
-        kind: The dataclass.
-        value: What JSON held.
         where: Names the source in errors.
 
     Raises:

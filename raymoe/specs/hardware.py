@@ -39,7 +39,6 @@ class Curve:
             raise ConfigError(f"Curve.points has the sizes {sizes}; they must ascend")
 
     def at(self, size: float) -> float:
-        """The value at a positive size."""
         index = bisect.bisect_right(self.points, size, key=lambda point: point[0])
         if index == 0 or index == len(self.points):
             return self.points[max(0, index - 1)][1]
@@ -48,12 +47,10 @@ class Curve:
         return math.exp((1 - share) * math.log(low) + share * math.log(high))
 
     def scaled(self, factor: float) -> "Curve":
-        """The same sizes, with all values multiplied."""
         return Curve(tuple((size, factor * value) for size, value in self.points))
 
     @property
     def highest(self) -> float:
-        """The largest measured value."""
         return max(value for _, value in self.points)
 
 
@@ -120,7 +117,6 @@ class DeviceCurves:
         pageable_htod_bytes_per_s: Copies from ordinary host memory to the device.
         pageable_dtoh_bytes_per_s: Copies from the device to ordinary host memory.
         duplex_htod_bytes_per_s: Copies from pinned memory while others go the other way.
-        duplex_dtoh_bytes_per_s: Those others.
         busy_htod_bytes_per_s: Copies from pinned memory while the CPU attends on all cores.
         busy_attention_bytes_per_s: KV that the CPU then reads.
     """
@@ -148,7 +144,6 @@ class HardwareSpec:
     where the node was measured (`raymoe profile`); presets have none, and costs are then formulas.
 
     Attributes:
-        name: For messages.
         num_cores: Cores that may be used.
         host_memory_bytes: Host memory that may be used.
         host_bytes_per_s: Read bandwidth of host memory with all cores.
@@ -163,7 +158,6 @@ class HardwareSpec:
             0 where that is not known and there is no GPU.
         peer_bytes_per_s: What a GPU sends to another one of the node while it receives as much; 0
             where that is not known: the slower direction of its link.
-        host_curves: Of the cores.
         device_curves: Of the GPU and its link; only on a node with one.
     """
 
@@ -201,11 +195,9 @@ class HardwareSpec:
 
     @property
     def has_gpu(self) -> bool:
-        """Whether the node has a GPU."""
         return self.gpu_memory_bytes > 0
 
     def without_gpu(self) -> Self:
-        """The same host on its own."""
         return replace(
             self,
             gpu_memory_bytes=0,
@@ -304,8 +296,6 @@ COPY_PASSES = 3
 
 @dataclass(frozen=True, slots=True)
 class _Host:
-    """Cores, installed GiB, GB/s read, 10^12 operations/s."""
-
     cores: int
     memory_gib: int
     gb_per_s: float
@@ -314,8 +304,6 @@ class _Host:
 
 @dataclass(frozen=True, slots=True)
 class _Gpu:
-    """GiB, GB/s of the data sheet, 10^12 operations/s sustained, GB/s of the link."""
-
     memory_gib: float
     gb_per_s: float
     tflop_per_s: float

@@ -22,7 +22,6 @@ def layer_prefix(i: int) -> str:
 
 
 def num_elements(weights: Iterable[tuple[str, Shape]]) -> int:
-    """Elements of all these weights."""
     return sum(math.prod(shape) for _, shape in weights)
 
 
@@ -55,7 +54,6 @@ def layer_weights(layer: LayerSpec, hidden_size: int) -> dict[str, Shape]:
 
 
 def layer_parameters(layer: LayerSpec, hidden_size: int) -> int:
-    """Elements of the weights of one layer."""
     count = num_elements(attention_weights(layer, hidden_size))
     count += num_elements(common_weights(layer, hidden_size))
     if isinstance(layer.ffn, MoeSpec):
@@ -64,7 +62,6 @@ def layer_parameters(layer: LayerSpec, hidden_size: int) -> int:
 
 
 def expert_parameters(moe: MoeSpec, hidden_size: int) -> int:
-    """Elements of the weights of one expert."""
     return num_elements(expert_weights(moe, hidden_size))
 
 
@@ -172,7 +169,6 @@ class WeightPart:
 
     @property
     def num_elements(self) -> int:
-        """Elements of all its weights."""
         return num_elements(self.shapes.items())
 
 

@@ -18,7 +18,6 @@ class TokenShapes:
         query: Heads, and dimensions of each.
         key: What goes into the cache; likewise.
         value: Without dimensions where values are part of the keys.
-        output: Elements of the result.
     """
 
     query: tuple[int, int]
@@ -40,7 +39,6 @@ class AttentionSpec:
     """Grouped-query attention of one layer.
 
     Attributes:
-        scale: Factor of the scores.
         sliding_window: Tokens that a query sees, itself included; None sees all.
         qk_norm: RMS norm of queries and keys: none, per head, or full width.
         is_norm_after_rope: Whether that norm follows the rotation, instead of preceding it.
@@ -68,12 +66,10 @@ class AttentionSpec:
 
     @property
     def query_width(self) -> int:
-        """Outputs of the query projection."""
         return self.num_heads * self.head_dim
 
     @property
     def output_width(self) -> int:
-        """Elements of the result of a token."""
         return self.query_width
 
     @property
@@ -123,8 +119,6 @@ class LatentAttentionSpec:
         q_lora_rank: Width of the latent of queries; None where they are projected directly.
         kv_lora_rank: Width of the latent of keys and values.
         nope_head_dim: Dimensions of a query and a key that are not rotated.
-        rope_head_dim: Dimensions that are.
-        value_head_dim: Dimensions of a value.
         scale: Factor of the scores, the one of a stretched rope included.
         norm_eps: Of the RMS norms of both latents; not that of the layer.
         has_bias: Biases of the projections into the latents and of the output projection.
@@ -221,13 +215,11 @@ class RouterSpec:
     logits near it, then does the same with what is left. None of the other attributes applies.
 
     Attributes:
-        scoring: From logits to scores.
         renormalize: Whether the chosen weights are scaled to sum to 1.
         min_weight_sum: The sum of the chosen weights counts as at least this, where renormalised.
         scale: Factor of the weights, at last.
         has_bias: A bias of the logits.
         has_selection_bias: A bias of the scores that counts for the choice alone.
-        num_groups: Groups of neighbouring experts.
         top_groups: Groups that may be chosen from.
         group_score: Score of a group: that of its best expert, or the sum of its two best; None
             with one group.
@@ -267,8 +259,6 @@ class ClampSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseSpec:
-    """Gated feed-forward network: down(activation(gate(x)) * up(x))."""
-
     hidden: int
     activation: str
     has_bias: bool = False

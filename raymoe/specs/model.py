@@ -64,12 +64,10 @@ class ModelSpec:
         name: For people: directory or hub name.
         norm: Kind of all norms but those of queries, keys and latents, which are RMS norms.
         dtype: Type that the configuration names for the stored weights; None where it is silent.
-        eos_token_ids: Of the configuration; a generation configuration may name others.
         max_context_tokens: Longest sequence that the positions were made for, and that sees all of
             its tokens.
         embedding_multiplier: Factor of the embeddings of tokens.
         residual_multiplier: Factor of what attention and feed-forward network add.
-        logits_divisor: Divisor of the logits.
         has_head_bias: Whether the logits have a bias.
         quantization: Formats of stored matrices; None where all are stored in `dtype`.
         num_shards: Ranks between which heads and hidden columns are divided; the layers are the
@@ -97,7 +95,6 @@ class ModelSpec:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
         return len(self.layers)
 
     @property
@@ -144,8 +141,6 @@ class ModelSpec:
         """Bytes of some weights: as stored where quantised, else of this many bytes each.
 
         Args:
-            weights: Canonical names and shapes.
-            bytes_per_element: Of weights that are not quantised.
             layer: Whose prefix the names lack.
         """
         prefix = "" if layer is None else layer_prefix(layer)

@@ -29,7 +29,6 @@ _MXFP4: Config = {
 
 
 def _yarn(factor: float, **differences: object) -> Config:
-    """The stretched rope of DeepSeek's models."""
     return {
         "type": "yarn",
         "factor": factor,

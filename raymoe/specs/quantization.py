@@ -115,8 +115,6 @@ class Quantization:
     """Which matrices are stored in which format.
 
     Attributes:
-        method: `quant_method` of the configuration.
-        format: Of the matrices that it applies to.
         excluded: Modules that it does not apply to.
         is_head_plain: Whether the head is excluded without being named.
         is_experts_only: Whether it applies to routed experts alone.
@@ -168,7 +166,6 @@ def parse_quantization(value: object) -> Quantization | None:
 
 
 def _fp8(config: Config) -> Quantization:
-    """DeepSeek's, as `FineGrainedFP8Config` of transformers."""
     accepted = {
         "weight_block_size": BLOCKS,
         "activation_scheme": ("dynamic",),
@@ -191,7 +188,6 @@ def _fp8(config: Config) -> Quantization:
 
 
 def _fbgemm_fp8(config: Config) -> Quantization:
-    """One float32 scale a row, as `FbgemmFp8Config` of transformers."""
     _check(config, {}, {"modules_to_not_convert", "activation_scale_ub"})
     names = _names(config, "modules_to_not_convert")
     return Quantization(
@@ -203,7 +199,6 @@ def _fbgemm_fp8(config: Config) -> Quantization:
 
 
 def _mxfp4(config: Config) -> Quantization:
-    """Experts alone, as `Mxfp4Config` of transformers."""
     _check(config, {"dequantize": (False, None)}, {"modules_to_not_convert"})
     names = _names(config, "modules_to_not_convert")
     return Quantization(
@@ -215,7 +210,6 @@ def _mxfp4(config: Config) -> Quantization:
 
 
 def _gptq(config: Config) -> Quantization:
-    """Zero points are stored even where they are all alike; each column names its group."""
     accepted = {
         "bits": (4,),
         "checkpoint_format": ("gptq", None),
@@ -234,7 +228,6 @@ def _gptq(config: Config) -> Quantization:
 
 
 def _awq(config: Config) -> Quantization:
-    """As `AwqConfig` of transformers; the head is always left alone."""
     accepted = {
         "bits": (4,),
         "version": ("gemm", "GEMM", None),
@@ -253,7 +246,6 @@ def _awq(config: Config) -> Quantization:
 
 
 def _compressed_tensors(config: Config) -> Quantization:
-    """One group of linear modules, in one of three formats."""
     accepted: dict[str, tuple[object, ...]] = {
         "format": ("pack-quantized", "float-quantized"),
         "kv_cache_scheme": (None,),
@@ -339,7 +331,6 @@ METHODS: Mapping[str, Method] = {
 def _check(
     config: Config, accepted: Mapping[str, tuple[object, ...]], used: Collection[str]
 ) -> None:
-    """Refuse fields that are neither used nor accepted at their value."""
     for name, value in config.items():
         if name in accepted:
             if value not in accepted[name]:
@@ -356,7 +347,6 @@ def _names(config: Config, field: str) -> list[str]:
 
 
 def _group_size(config: Config) -> int:
-    """Columns of a group; 0 for -1, which means whole rows."""
     size = config.get("group_size")
     if type(size) is not int or (size != -1 and size < 1):
         raise _refusal("group_size", size, ("a positive integer", "-1"))
@@ -364,7 +354,6 @@ def _group_size(config: Config) -> int:
 
 
 def _dynamic_exclusions(config: Config) -> list[str]:
-    """GPTQModel leaves out what "-:" expressions match; other formats for some are not known."""
     dynamic = config.get("dynamic") or {}
     if not isinstance(dynamic, Mapping) or not all(
         isinstance(key, str) and key.startswith("-:") for key in dynamic

@@ -15,14 +15,11 @@ class RopeRule:
     """The rope of a family, where its configuration is silent.
 
     Attributes:
-        theta: Base of the wavelengths.
         is_partial: Whether a part of a head is rotated when the configuration asks for it.
-        partial_factor: That part.
         is_interleaved: See `RopeSpec`; the field `rope_interleave` wins in families that have it.
         has_alpha: Whether a `dynamic` scaling may have the fixed factor `alpha`.
         has_mscale: Whether a `longrope` names the factors of cosine and sine of short and of long
             sequences; nothing else may be scaled then.
-        parameters: Scaling.
     """
 
     theta: float = 10_000.0
@@ -39,13 +36,10 @@ class RopeSpec:
     """Rotation of queries and keys; every number resolved.
 
     Attributes:
-        kind: One of `ROPE_TYPES`.
-        theta: Base of the wavelengths.
         rotary_dim: Leading dimensions of a head that are rotated.
         max_position_embeddings: Length from which `dynamic` stretches the base.
         factor: Stretching of positions (linear, dynamic, yarn, llama3).
         original_max_tokens: Context of the pre-training (yarn, longrope, llama3).
-        attention_factor: Multiplies cosine and sine.
         beta_fast: Yarn: rotations above which nothing is interpolated.
         beta_slow: Yarn: rotations below which everything is interpolated.
         truncate: Yarn: round the two borders to whole dimensions.
@@ -82,7 +76,6 @@ class RopeSpec:
 
     @property
     def max_context_tokens(self) -> int:
-        """Context that the scaling was made for."""
         if self.kind in {"linear", "dynamic"}:
             return int(self.max_position_embeddings * max(self.factor, 1.0))
         if self.kind == "yarn":
@@ -147,9 +140,7 @@ def parse_rope(
     """Read the rope fields of a configuration, as transformers 4 or 5 writes them.
 
     Args:
-        config: The whole `config.json`.
         head_dim: Dimensions of one head, or of its part that may be rotated at all.
-        max_position_embeddings: Of the same configuration.
         rule: What holds where the configuration is silent.
 
     Raises:
@@ -272,7 +263,6 @@ def _stretched(spec: RopeSpec, fields: Mapping[str, object]) -> RopeSpec:
 
 
 def _yarn(spec: RopeSpec, fields: Mapping[str, object]) -> RopeSpec:
-    """Source: YaRN (arXiv 2309.00071), section 3.4; mscale as in DeepSeek-V3."""
     factor = _number(fields, "factor", spec.max_position_embeddings / spec.original_max_tokens)
 
     def mscale(weight: float) -> float:
@@ -292,7 +282,6 @@ def _yarn(spec: RopeSpec, fields: Mapping[str, object]) -> RopeSpec:
 
 
 def _longrope(spec: RopeSpec, fields: Mapping[str, object]) -> RopeSpec:
-    """Source: LongRoPE (arXiv 2402.13753); the attention factor is that of Phi-3."""
     original = spec.original_max_tokens
     factor = _number(fields, "factor", spec.max_position_embeddings / original)
     attention = 1.0
@@ -343,7 +332,6 @@ def _llama3(spec: RopeSpec, fields: Mapping[str, object]) -> RopeSpec:
 
 
 def _ntk_alpha(spec: RopeSpec, fields: Mapping[str, object]) -> RopeSpec:
-    """Source: /u/bloc97's NTK-aware scaling, as Hunyuan uses it."""
     dim, alpha = spec.rotary_dim, _number(fields, "alpha", None)
     if dim == 2:
         raise UnsupportedModelError("rope parameter alpha needs more than 2 rotated dimensions")
@@ -370,7 +358,6 @@ def _boolean(fields: Mapping[str, object], name: str) -> bool:
 
 
 def _number(fields: Mapping[str, object], name: str, default: float | None) -> float:
-    """A positive number; zero only where the default is zero (an optional weight)."""
     value = fields.get(name)
     value = default if value is None else value
     if isinstance(value, int | float) and not isinstance(value, bool):

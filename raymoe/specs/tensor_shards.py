@@ -49,7 +49,6 @@ class Cut(NamedTuple):
     Attributes:
         axis: Which is cut; None where the rank has all of it.
         begin: First index of that axis.
-        end: Behind the last.
         is_zero: Whether another rank adds it, so that here it is zero.
     """
 
@@ -79,11 +78,8 @@ def cut_of(name: str, whole: Shape, part: Shape, *, rank: int, count: int) -> Cu
     """Which part of a weight a rank has.
 
     Args:
-        name: Of the weight.
         whole: Its shape in the model.
         part: Its shape in `shard_model` of it.
-        rank: From 0.
-        count: Of ranks.
     """
     if name.endswith(_ADDED_ONCE):
         return Cut(is_zero=rank > 0)
@@ -96,8 +92,6 @@ def cut_of(name: str, whole: Shape, part: Shape, *, rank: int, count: int) -> Cu
 
 
 class _Divided:
-    """One layer between so many ranks."""
-
     def __init__(self, model: ModelSpec, i: int, count: int) -> None:
         self._spec, self._count = model.layers[i], count
         self._where = f"{model.name}, layer {i}"
@@ -142,7 +136,6 @@ class _Divided:
 
 
 def _check_groups(model: ModelSpec, part: ModelSpec, i: int) -> None:
-    """Refuse cuts through what several elements of a quantised matrix have in common."""
     weights = zip(_weights(model, i), _weights(part, i), strict=True)
     for (name, whole), (_, shape) in weights:
         stored = model.format_of(layer_prefix(i) + name, whole)
@@ -165,7 +158,6 @@ def _entry_size(piece: Piece, axis: int | None) -> int:
 
 
 def _weights(model: ModelSpec, i: int) -> Iterator[tuple[str, Shape]]:
-    """Of a layer, with one of its experts."""
     layer, hidden_size = model.layers[i], model.hidden_size
     yield from attention_weights(layer, hidden_size)
     yield from common_weights(layer, hidden_size)

@@ -41,8 +41,6 @@ class Piece:
 
     Attributes:
         name: What the codec calls it.
-        suffix: Of the tensor's name, behind that of the module.
-        shape: Of the tensor.
         dtypes: Types that it may have, all of one width, in which it is kept.
         widened: Narrower types that it may have; it is kept in the first of `dtypes`, exactly.
         row_axis: Axis of the outputs of the matrix; None for what belongs to all of them.
@@ -68,7 +66,6 @@ class Piece:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes as it is kept."""
         return prod(self.shape) * self.item_bytes
 
 
@@ -92,22 +89,16 @@ class WeightFormat(ABC):
 
 @dataclass(frozen=True, slots=True)
 class PlainFormat(WeightFormat):
-    """Elements as they are."""
-
     name: str
     dtype: str
 
     def pieces(self, rows: int, columns: int) -> tuple[Piece, ...]:
-        """See `WeightFormat`."""
         return (_codes(rows, columns, self.dtype),)
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Block(WeightFormat):
     """FP8 with one scale for each tile of 128 x 128, kept as float32.
-
-    Attributes:
-        scales_suffix: Of the name of the scales.
 
     Source: DeepSeek-V3 (arXiv 2412.19437), section 3.3; `FineGrainedFP8Config` of transformers;
     "float-quantized" with strategy "block" of compressed-tensors 0.20.
@@ -117,7 +108,6 @@ class Fp8Block(WeightFormat):
     name: str = "fp8_block"
 
     def pieces(self, rows: int, columns: int) -> tuple[Piece, ...]:
-        """See `WeightFormat`."""
         scales = (ceil_div(rows, FP8_ROWS), ceil_div(columns, FP8_COLUMNS))
         return (
             _codes(rows, columns, "F8_E4M3"),
@@ -145,7 +135,6 @@ class Fp8Channel(WeightFormat):
     name: str = "fp8_channel"
 
     def pieces(self, rows: int, columns: int) -> tuple[Piece, ...]:
-        """See `WeightFormat`."""
         return (
             _codes(rows, columns, "F8_E4M3"),
             Piece(
@@ -176,7 +165,6 @@ class PackedInt4(WeightFormat):
     name: str = "int4_packed"
 
     def pieces(self, rows: int, columns: int) -> tuple[Piece, ...]:
-        """See `WeightFormat`."""
         groups = _num_groups(self.name, rows, columns, self.group_size)
         found = [
             Piece(
@@ -237,7 +225,6 @@ class Gptq(WeightFormat):
     name: str = "gptq"
 
     def pieces(self, rows: int, columns: int) -> tuple[Piece, ...]:
-        """See `WeightFormat`."""
         groups = _num_groups(self.name, rows, columns, self.group_size)
         _check_words(self.name, rows, columns, rows=rows, columns=columns)
         return (
@@ -269,7 +256,6 @@ class Awq(WeightFormat):
     name: str = "awq"
 
     def pieces(self, rows: int, columns: int) -> tuple[Piece, ...]:
-        """See `WeightFormat`."""
         groups = _num_groups(self.name, rows, columns, self.group_size)
         _check_words(self.name, rows, columns, rows=rows)
         return (
@@ -297,7 +283,6 @@ class Mxfp4(WeightFormat):
     name: str = "mxfp4"
 
     def pieces(self, rows: int, columns: int) -> tuple[Piece, ...]:
-        """See `WeightFormat`."""
         groups = _num_groups(self.name, rows, columns, MXFP4_COLUMNS)
         return (
             Piece(
@@ -327,7 +312,6 @@ PLAIN_FORMATS: Mapping[str, PlainFormat] = {
 
 
 def _codes(rows: int, columns: int, dtype: str) -> Piece:
-    """One element for each of the matrix."""
     return Piece(
         name="codes", suffix=".weight", shape=(rows, columns), dtypes=(dtype,), column_axis=1
     )

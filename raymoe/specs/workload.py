@@ -11,7 +11,6 @@ class Workload:
 
     Attributes:
         num_rows: Rows that are there at once; more arrive as these end.
-        prompt_tokens: Mean prompt length.
         generated_tokens: Mean number of generated tokens.
         row_lengths: (prompt, generated) tokens of typical rows, repeated as often as needed; empty
             where only the means are known.
@@ -50,26 +49,21 @@ class Workload:
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of a row at its end."""
         return self.prompt_tokens + self.generated_tokens
 
     @property
     def longest_prompt_tokens(self) -> int:
-        """Tokens of the longest prompt."""
         return max((prompt for prompt, _ in self.row_lengths), default=self.prompt_tokens)
 
     @property
     def total_prompt_tokens(self) -> float:
-        """Prompt tokens of all rows."""
         return self.num_rows * self._mean(0)
 
     @property
     def total_generated_tokens(self) -> float:
-        """Generated tokens of all rows."""
         return self.num_rows * self._mean(1)
 
     def lengths(self, row: int) -> tuple[int, int]:
-        """Prompt and generated tokens of a row."""
         if self.row_lengths:
             return self.row_lengths[row % len(self.row_lengths)]
         return self.prompt_tokens, self.generated_tokens

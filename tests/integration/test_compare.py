@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 
-from raymoe.bench.comparison import Comparison, DecodeStep, compare_schedules
 from raymoe.cli import run
+from raymoe.cli.compare import Comparison, DecodeStep, compare_schedules
 from raymoe.errors import ConfigError
 from raymoe.schedule.builders import STREAMING_BUILDERS
 from raymoe.schedule.graph import Op, Resource

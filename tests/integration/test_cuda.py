@@ -6,7 +6,7 @@ import torch
 from raymoe.device.cuda import CudaDevice
 from raymoe.engine import runner_loading
 from raymoe.errors import CapacityError, ConfigError
-from raymoe.plan.device_memory import workspace_bytes
+from raymoe.plan.device_pass import workspace_bytes
 from raymoe.schedule.builders import STREAMING_BUILDERS
 from raymoe.specs.hardware import hardware_preset
 from raymoe.units import GIB

@@ -7,7 +7,7 @@ import pytest
 from raymoe.device.emulated import EmulatedDevice
 from raymoe.engine import runner_loading
 from raymoe.errors import InfeasiblePlanError
-from raymoe.plan.device_memory import workspace_bytes
+from raymoe.plan.device_pass import workspace_bytes
 from raymoe.schedule.builders import STREAMING_BUILDERS
 from raymoe.specs.hardware import hardware_preset
 from raymoe.units import KIB

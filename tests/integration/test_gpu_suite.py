@@ -14,14 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from raymoe.bench.gpu import accelerate_part, engine_part, part
-from raymoe.bench.gpu.result import Status, read_results
+from raymoe.bench.gpu import engines, part
 from raymoe.bench.gpu.settings import (
     ACCELERATE,
     GPU_CONTENDERS,
     SCHEDULES,
     NodeSettings,
     PartSettings,
+    Status,
+    read_results,
 )
 from raymoe.cli import run
 from raymoe.device.cuda import CudaDevice
@@ -191,9 +192,9 @@ def test_the_engine_of_a_part_runs_on_a_gpu_that_works_later_than_asked(
     cuda = DeferredCuda(pace=0.4)
     without_native_kernels.append(cuda)
     monkeypatch.setattr(runner_loading, "open_cuda", lambda *_, **__: CudaDevice(cuda, GIB))
-    monkeypatch.setattr(engine_part, "pinned_bytes_per_s", lambda *_: 10e9)
+    monkeypatch.setattr(engines, "pinned_bytes_per_s", lambda *_: 10e9)
     node = hardware_preset("l4")
-    figures = engine_part.measure_engine(cuda_part(contender), node, tmp_path)
+    figures = engines.measure_engine(cuda_part(contender), node, tmp_path)
     schedule = "resident" if contender == "raymoe" else contender
     assert (figures.schedule, figures.num_rows) == (schedule, 12)
     assert figures.pinned_bytes_per_s == 10e9
@@ -216,7 +217,7 @@ def test_accelerate_runs_a_batch_wherever_torch_does(most_rows: int) -> None:
     )
     node = hardware_preset("l4")
     small = replace(node, gpu_memory_bytes=1_080_000_000)
-    figures = accelerate_part.measure_accelerate(settings, small, "cpu")
+    figures = engines.measure_accelerate(settings, small, "cpu")
     assert 0 < figures.prefill_s < figures.total_s
     assert figures.generated_tokens == 6 * figures.num_rows
     assert (figures.num_rows == 4) == (most_rows == 4)
@@ -225,7 +226,7 @@ def test_accelerate_runs_a_batch_wherever_torch_does(most_rows: int) -> None:
 def test_without_accelerate_its_part_is_left_out_and_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(accelerate_part, "find_spec", lambda _name: None)
+    monkeypatch.setattr(engines, "find_spec", lambda _name: None)
     monkeypatch.setattr(part, "cap_device", lambda *_: None)
     monkeypatch.setattr(part, "device_name", lambda *_: "a GPU")
     result = part.run_part(cuda_part(ACCELERATE), hardware_preset("l4"), tmp_path)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from raymoe import _native
 from raymoe.errors import ConfigError
-from raymoe.kernels.cpu_attention import AttentionBatch
-from raymoe.kernels.cpu_latent_attention import (
+from raymoe.kernels.cpu_attention import (
+    AttentionBatch,
     append_and_attend_latent,
     append_and_attend_latent_reference,
     append_latent,

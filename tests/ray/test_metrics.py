@@ -14,7 +14,7 @@ import ray
 import raymoe
 from raymoe.config import EngineConfig
 from raymoe.data.generator import MoEGenerator
-from raymoe.data.metrics import METRICS
+from raymoe.data.observer import METRICS
 
 NEEDED = ("prometheus_client", "opentelemetry", "aiohttp_cors", "grpc")
 

@@ -43,7 +43,6 @@ def measured_node(chosen: NodeSettings, settings: Settings) -> HardwareSpec:
 
 
 def main() -> None:
-    """Find the node and write it."""
     chosen = NodeSettings.from_json(sys.argv[1])
     measured_node(chosen, Settings.from_environment()).to_file(Path(sys.argv[2]))
 

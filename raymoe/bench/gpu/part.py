@@ -12,15 +12,21 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from raymoe.bench.gpu.node import cap_device, device_name
-from raymoe.bench.gpu.result import Figures, PartResult, Status
-from raymoe.bench.gpu.settings import ACCELERATE, PartSettings, SkipPartError, shape_spec
+from raymoe.bench.gpu.settings import (
+    ACCELERATE,
+    Figures,
+    PartResult,
+    PartSettings,
+    SkipPartError,
+    Status,
+    shape_spec,
+)
 from raymoe.specs.hardware import HardwareSpec
 
 PACKAGES = ("torch", "transformers", "triton", "accelerate")
 
 
 def run_part(settings: PartSettings, node: HardwareSpec, out: Path) -> PartResult:
-    """Measure; whatever goes wrong is the result."""
     device, figures, reason, status = settings.node.device, None, "", Status.DONE
     name = device_name(device, node.name)
     try:
@@ -35,14 +41,13 @@ def run_part(settings: PartSettings, node: HardwareSpec, out: Path) -> PartResul
 
 
 def _measure(settings: PartSettings, node: HardwareSpec, out: Path) -> Figures:
-    """Each engine takes seconds to import, and the suite itself imports this module."""
     if settings.contender != ACCELERATE:
-        from raymoe.bench.gpu.engine_part import measure_engine  # noqa: PLC0415
+        from raymoe.bench.gpu.engines import measure_engine  # noqa: PLC0415
 
         return measure_engine(settings, node, out)
     if settings.node.device != "cuda":
         raise SkipPartError("accelerate moves weights to a GPU; an emulated device is none")
-    from raymoe.bench.gpu.accelerate_part import measure_accelerate  # noqa: PLC0415
+    from raymoe.bench.gpu.engines import measure_accelerate  # noqa: PLC0415
 
     return measure_accelerate(settings, node, settings.node.device)
 
@@ -72,7 +77,6 @@ def _versions() -> list[str]:
 
 
 def main() -> None:
-    """Run the part."""
     settings = PartSettings.from_json(sys.argv[1])
     result = run_part(settings, HardwareSpec.from_file(sys.argv[2]), Path(sys.argv[3]))
     print(result.to_json(), flush=True)

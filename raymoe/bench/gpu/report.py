@@ -7,8 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from raymoe.bench.gpu.result import Figures, PartResult, PredictedFigures, Status
-from raymoe.bench.gpu.settings import PartSettings
+from raymoe.bench.gpu.settings import Figures, PartResult, PartSettings, PredictedFigures, Status
 from raymoe.bench.steps import PassKind, shape_of
 from raymoe.engine.core import Runner
 from raymoe.plan.draw import Colour
@@ -23,8 +22,6 @@ from raymoe.units import GB, format_bytes
 
 @dataclass(frozen=True, slots=True)
 class SteadyPass:
-    """A pass of nothing but decoding rows."""
-
     load: PassLoad
     measured: Timeline
 
@@ -34,9 +31,7 @@ class RunRecorder:
     """A runner that passes everything on to another and keeps what came of it.
 
     Attributes:
-        runner: The other one.
         page_s: Seconds in which pages of weights were copied.
-        num_passes: Passes.
         steady: Of the decoding passes with the most rows, the last.
     """
 
@@ -46,11 +41,9 @@ class RunRecorder:
     steady: SteadyPass | None = field(default=None)
 
     def restart(self) -> None:
-        """Forget what was recorded."""
         self.page_s, self.num_passes, self.steady = 0.0, 0, None
 
     def run(self, inputs: PassInputs) -> Timeline:
-        """See `Runner`."""
         timeline = self.runner.run(inputs)
         self.num_passes += 1
         self.page_s += timeline.seconds_by_op().get(Op.W, 0.0)

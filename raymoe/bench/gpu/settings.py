@@ -1,15 +1,17 @@
-"""What decides a part of the GPU suite, and the name under which its result is kept."""
+"""What decides a part of the GPU suite, and its result."""
 
 import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 
 from raymoe.errors import ConfigError, InfeasiblePlanError, RaymoeError
+from raymoe.measure.profile import keep
 from raymoe.plan.papers.policies import PaperPolicies
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Policy
@@ -34,11 +36,9 @@ class NodeSettings:
     """Which node, and how much of it.
 
     Attributes:
-        device: "cuda" or "emulated".
         hardware: Preset whose pace the emulated device takes on; None on a GPU.
         device_memory_bytes: Cap; None for what is free.
         host_memory_bytes: Cap; None for what is available.
-        num_threads: Cores; None for all.
     """
 
     device: str
@@ -48,12 +48,10 @@ class NodeSettings:
     num_threads: int | None = None
 
     def to_json(self) -> str:
-        """For `from_json`, on a command line."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what `to_json` wrote."""
         return from_plain(cls, json.loads(text), where="NodeSettings")
 
 
@@ -62,11 +60,6 @@ class PartSettings:
     """One shape, workload and contender on one node.
 
     Attributes:
-        node: Which node.
-        shape: Of `shapes.GPU_SHAPES`.
-        num_layers: Of it, the first ones.
-        workload: Of `workloads.GPU_WORKLOADS`.
-        contender: Of `contenders.GPU_CONTENDERS`.
         limit_s: After which the part has failed.
         most_rows: No more rows than that, however fast.
     """
@@ -81,7 +74,6 @@ class PartSettings:
 
     @property
     def name(self) -> str:
-        """For people."""
         return f"{self.shape} {self.workload} {self.contender}"
 
     @property
@@ -91,17 +83,14 @@ class PartSettings:
 
     @property
     def key(self) -> str:
-        """The same for equal settings only."""
         text = json.dumps([FORMAT, asdict(self)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
-        """For `from_json`, on a command line."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what `to_json` wrote."""
         return from_plain(cls, json.loads(text), where="PartSettings")
 
 
@@ -113,7 +102,6 @@ class RowStatistics:
         least_prompt: Tokens of the shortest prompt.
         mean_prompt: Mean tokens of a prompt.
         most_prompt: Tokens of the longest one.
-        generated_tokens: Of each row.
     """
 
     least_prompt: int
@@ -136,7 +124,6 @@ class RowStatistics:
         return [int(length) for length in np.random.default_rng(7).permutation(lengths)]
 
     def job(self, num_rows: int) -> Workload:
-        """So many rows."""
         lengths = self.prompt_lengths(num_rows)
         return Workload.of_rows(tuple((length, self.generated_tokens) for length in lengths))
 
@@ -192,7 +179,6 @@ def shape_config(name: str, num_layers: int | None = None) -> dict[str, object]:
 
 
 def shape_spec(name: str, num_layers: int | None = None) -> ModelSpec:
-    """The model of a shape."""
     return ModelSpec.from_config(shape_config(name, num_layers), name=name)
 
 
@@ -207,10 +193,7 @@ def layers_that_fit(name: str, node: HardwareSpec, generated_tokens: int, second
     """Layers of a shape whose weights fit the host, and stream once for each token in the time.
 
     Args:
-        name: Of the shape.
         node: With the memory that may be used.
-        generated_tokens: Of each row, so as many passes at least.
-        seconds: For the passes.
     """
     most = shape_spec(name).num_layers
     return next(
@@ -242,8 +225,6 @@ class ScheduleContender:
     """Our engine by one schedule.
 
     Attributes:
-        schedule: Its name, or "auto".
-        paper: Whose policy it has.
         choose: That policy; None for our planner's.
     """
 
@@ -305,3 +286,159 @@ GPU_CONTENDERS = (*SCHEDULES, ACCELERATE)
 def longest_row(workload: Workload) -> int:
     """Tokens of the longest row at its end."""
     return max(prompt + generated for prompt, generated in workload.row_lengths)
+
+
+class Status(StrEnum):
+    DONE = "done"
+    SKIPPED = "skipped"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BusyShares:
+    """Busy share of each resource over the passes of a run, 0..1."""
+
+    gpu: float
+    cpu: float
+    htod: float
+    dtoh: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedFigures:
+    """What a plan said, and what was moved by it; only of our engine.
+
+    Attributes:
+        predicted_s: Seconds of the job, from the plan.
+        passes_predicted_s: Of the passes that were run, from the cost model.
+        link_bytes_per_s: Weights over the time in which their pages were copied; 0 where none were.
+    """
+
+    predicted_s: float
+    passes_predicted_s: float
+    passes_measured_s: float
+    link_bytes_per_s: float
+    busy: BusyShares
+    plan: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What was measured.
+
+    Attributes:
+        prefill_s: The job with one new token for each row.
+        num_measured_steps: Decode steps that were measured; where they are fewer than those of the
+            job, its time is that of the prefill and of as many mean steps.
+        pinned_bytes_per_s: Copies from pinned memory to the device, measured just before.
+        bound_s: The job at the limits of the node.
+        device_peak_bytes: Most device memory that torch reserved; 0 where there is none.
+        peak_rss_bytes: Most host memory of the process.
+        model: What our engine says besides.
+    """
+
+    schedule: str
+    policy: str
+    num_rows: int
+    prompt_tokens: int
+    generated_tokens: int
+    prefill_s: float
+    total_s: float
+    num_measured_steps: int
+    pinned_bytes_per_s: float
+    bound_s: float
+    limit: str
+    device_peak_bytes: int
+    peak_rss_bytes: int
+    model: PredictedFigures | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.generated_tokens / self.total_s
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        return self.prompt_tokens / self.prefill_s
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Tokens beyond the first of each row over the time beyond the prefill; 0 without any."""
+        decode_s = self.total_s - self.prefill_s
+        decoded = self.generated_tokens - self.num_rows
+        return decoded / decode_s if decode_s > 0 else 0.0
+
+    @property
+    def share_of_bound(self) -> float:
+        """Time at the limits of the node over the time it took."""
+        return self.bound_s / self.total_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartResult:
+    """One line of results.
+
+    Attributes:
+        reason: Why there are no figures; empty where there are.
+        whole_layers: Of the published model, of which the settings say how many were taken.
+        device_name: As the driver calls it, or the preset.
+        figures: None unless it is done.
+    """
+
+    key: str
+    settings: PartSettings
+    status: str
+    reason: str
+    whole_layers: int
+    date: str
+    device_name: str
+    versions: str
+    figures: Figures | None = None
+
+    def to_json(self) -> str:
+        """One line, with the derived figures for other programs."""
+        derived = {}
+        if self.figures is not None:
+            names = ("tokens_per_s", "prefill_tokens_per_s", "decode_tokens_per_s")
+            derived = {name: getattr(self.figures, name) for name in (*names, "share_of_bound")}
+        return json.dumps(asdict(self) | {"derived": derived})
+
+    @classmethod
+    def from_json(cls, line: str) -> Self:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ConfigError: It is something else.
+        """
+        try:
+            fields = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"it is not JSON: {line:.60}") from error
+        if isinstance(fields, dict):
+            fields.pop("derived", None)
+        return from_plain(cls, fields, where="PartResult")
+
+
+def read_results(path: Path) -> list[PartResult]:
+    """Results of a file in their order; of equal settings the latest, where the first was.
+
+    Raises:
+        ConfigError: A line is something else; says which.
+    """
+    latest: dict[str, PartResult] = {}
+    for number, line in enumerate(_lines(path), 1):
+        try:
+            result = PartResult.from_json(line)
+        except ConfigError as error:
+            raise ConfigError(f"{path}, line {number}: {error}; choose another --out") from error
+        latest[result.key] = result
+    return list(latest.values())
+
+
+def append_result(path: Path, result: PartResult) -> None:
+    """Add a line; readers see it whole or not at all."""
+    text = "".join(f"{line}\n" for line in (*_lines(path), result.to_json()))
+    keep(path, lambda written: written.write_text(text))
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []

@@ -14,8 +14,16 @@ from types import FrameType
 
 from raymoe.bench.gpu.node import measured_node
 from raymoe.bench.gpu.part import result_of
-from raymoe.bench.gpu.result import PartResult, Status, append_result, read_results
-from raymoe.bench.gpu.settings import GPU_WORKLOADS, NodeSettings, PartSettings, layers_that_fit
+from raymoe.bench.gpu.settings import (
+    GPU_WORKLOADS,
+    NodeSettings,
+    PartResult,
+    PartSettings,
+    Status,
+    append_result,
+    layers_that_fit,
+    read_results,
+)
 from raymoe.config import Settings
 from raymoe.errors import ExecutionError
 from raymoe.specs.hardware import HardwareSpec
@@ -36,13 +44,7 @@ class SuiteSettings:
     """What to run.
 
     Attributes:
-        node: On what.
-        shapes: Of `GPU_SHAPES`.
-        workloads: Of `GPU_WORKLOADS`.
-        contenders: Of `GPU_CONTENDERS`.
         num_layers: Of every shape; None for as many as fit memory and time.
-        limit_s: Of each part.
-        most_rows: Of each part.
         is_again: Whether parts with a result run again.
     """
 
@@ -81,7 +83,6 @@ def run_gpu_suite(suite: SuiteSettings, out: Path, report: Report) -> Iterator[P
     """Yield the result of every part, of those that have one already, too.
 
     Args:
-        suite: What to run.
         out: Where results, pictures and logs are kept.
         report: Told what is being done.
 
@@ -140,8 +141,6 @@ def run_in_process(
 
 @contextmanager
 def _ending_parts() -> Iterator[None]:
-    """Asked to terminate, the suite ends its part, too: that one would keep the GPU otherwise."""
-
     def leave(number: int, _frame: FrameType | None) -> None:
         raise SystemExit(SIGNALLED + number)
 

@@ -31,7 +31,6 @@ class GenerationTag(jinja2.ext.Extension):
     tags = {"generation"}  # noqa: RUF012 - jinja2's own form
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """Replace the tag by its body."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -52,10 +51,7 @@ class SafeNamespace(jinja2.utils.Namespace):
 
 
 class SafeDict:
-    """`dict(...)` without access to the type."""
-
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        """A dictionary."""
         return dict(*args, **kwargs)
 
 

@@ -29,7 +29,6 @@ Answer = Callable[[Message, bytes], Frame]
 
 
 def pack(message: Message, blob: bytes = b"", cpu_s: float = 0.0) -> bytes:
-    """A frame."""
     text = json.dumps(message).encode()
     return HEADER.pack(cpu_s, len(text), len(blob)) + text + blob
 
@@ -42,7 +41,6 @@ def describe(error: BaseException) -> str:
 
 
 def _read(stream: BinaryIO) -> tuple[float, Frame] | None:
-    """The next frame with its allowance of CPU time; None at the end."""
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
         return None
@@ -52,14 +50,12 @@ def _read(stream: BinaryIO) -> tuple[float, Frame] | None:
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Let allocations fail beyond what is there already and `num_bytes`."""
     with open("/proc/self/statm", "rb") as file:  # noqa: PTH123 - pathlib is not needed here
         limit = int(file.read().split()[0]) * mmap.PAGESIZE + num_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def main(role: str) -> None:
-    """Serve until the parent closes the socket."""
     connection = socket.socket(fileno=sys.stdin.fileno())
     stream = connection.makefile("rb")
     answer: Answer | None = None

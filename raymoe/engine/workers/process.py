@@ -35,9 +35,7 @@ class _EndedError(Exception):
     """The process ended during a request.
 
     Args:
-        reason: How.
         is_final: Another try would end the same way.
-        is_own: Nobody else ended it.
     """
 
     def __init__(self, reason: str, *, is_final: bool = False, is_own: bool = False) -> None:
@@ -80,8 +78,6 @@ class WorkerProcess:
     """A helper process, started when needed. Thread-safe: requests take turns.
 
     Args:
-        role: The file with `start`.
-        settings: For it.
         blob: For it too. If the first process gives raw bytes with its facts, later ones get those.
         what: Names it in errors, such as "the chat template".
         load_cpu_s: CPU time that starting may take.
@@ -127,7 +123,6 @@ class WorkerProcess:
         """The answer to a request.
 
         Args:
-            message: JSON.
             blob: Raw bytes that go with it.
             cpu_s: CPU time that it may take.
             num_tries: Processes that it may end.
@@ -186,7 +181,6 @@ class WorkerProcess:
         return WorkerProcessError(f"{self._what}'s process {ends[-1]}; try the row again")
 
     def _run(self) -> None:
-        """See that there is a process, which may still be loading."""
         if self._closed.is_set() or self._problem:
             raise _EndedError(self._problem, is_final=True)
         if self._process is not None and self._process.poll() is not None:
@@ -253,7 +247,6 @@ class WorkerProcess:
         return bytes(data)
 
     def _patiently(self, operate: Callable[[], int], cpu_s: float) -> int:
-        """Repeat what times out as long as the process computes."""
         assert self._process is not None
         seen: Usage | None = None
         num_idle = 0
@@ -271,7 +264,6 @@ class WorkerProcess:
                 raise _EndedError(f"did nothing for {POLL_S * num_idle:g} s and was ended")
 
     def _end(self, cpu_s: float) -> _EndedError:
-        """Find out how the process ended, which has closed its socket."""
         assert self._process is not None
         try:
             code = self._process.wait(REAP_S)

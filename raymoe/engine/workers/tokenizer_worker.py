@@ -88,7 +88,6 @@ class Codec:
 
     @classmethod
     def load(cls, directory: str) -> "Codec":
-        """Load a tokenizer as transformers does."""
         # 2 s and 100 MB that no tokenizer needs.
         sys.modules["torch"] = None  # type: ignore[assignment]
         from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: PLC0415
@@ -109,7 +108,6 @@ class Codec:
         return cls(tokenizer.backend_tokenizer if is_plain else None, tokenizer)
 
     def answer(self, message: Message, blob: bytes) -> Frame:
-        """Encode or decode."""
         if "num_bytes" not in message:
             return self._decode(message["counts"], _ids(blob)), b""
         texts = [piece.decode() for piece in _split(blob, message["num_bytes"])]
@@ -148,7 +146,6 @@ class Codec:
     def _encode_each(
         self, texts: Sequence[str], has_special: bool
     ) -> tuple[list[list[int]], dict[int, str]]:
-        """All at once; if that raises, each alone."""
         try:
             return self.encode(texts, has_special=has_special), {}
         except BaseException as error:  # a panic of the Rust library is no Exception
@@ -208,7 +205,6 @@ class Codec:
 
 
 def _probes(pieces: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Beginnings that end with a letter, and ends that begin with one."""
     choose = random.Random(0)
 
     def some() -> str:
@@ -260,7 +256,6 @@ def _removes(pre_tokenizer: Any) -> bool:
 
 
 def _parts(component: Any) -> Iterator[Message]:
-    """A normalizer or pre-tokenizer as its file has it, sequences resolved."""
     waiting = [] if component is None else [json.loads(component.__getstate__())]
     while waiting:
         part = waiting.pop(0)
@@ -287,7 +282,6 @@ def _ids(blob: bytes) -> list[int]:
 
 
 def _cleans_up(tokenizer: Any) -> bool:
-    """Whether transformers changes the text that the native library decodes."""
     name = "clean_up_tokenization_spaces"
     is_bpe = type(tokenizer.backend_tokenizer.model).__name__ == "BPE"
     corrupts = getattr(tokenizer, f"{name}_for_bpe_even_though_it_will_corrupt_output", True)

@@ -28,16 +28,11 @@ class PaperModel:
     Source: MoE-Lightning, table 1; MoE-Lens, section 5.1; MoE-Gen, table 2.
 
     Attributes:
-        num_layers: l.
         hidden_size: h1 of MoE-Lightning, h of MoE-Lens.
-        expert_hidden: h2, h_i.
         num_experts: n_e, N_e: of a layer that has experts.
-        top_k: k, N_k.
-        num_heads: n_q: query heads.
         query_width: n_q times the size of a head.
         kv_token_bytes: KV of one token in one layer.
         pair_flop: Operations of a query and a context token, all heads, both products.
-        expert_bytes: One expert.
         layer_expert_bytes: All experts of a layer.
         layer_dense_bytes: What is not an expert, of a layer.
     """
@@ -87,7 +82,6 @@ class PaperModel:
 
     @property
     def expert_bytes_all(self) -> float:
-        """All experts of all layers."""
         return self.num_layers * self.layer_expert_bytes
 
     @property
@@ -97,12 +91,10 @@ class PaperModel:
 
     @property
     def weight_bytes(self) -> float:
-        """All layers."""
         return self.expert_bytes_all + self.dense_bytes_all
 
     @property
     def kv_token_bytes_all(self) -> float:
-        """KV of one token in all layers."""
         return self.num_layers * self.kv_token_bytes
 
     def expert_flop(self, tokens: float) -> float:
@@ -112,8 +104,6 @@ class PaperModel:
 
 
 class Roof(StrEnum):
-    """What limits an operation."""
-
     COMPUTE = "compute"
     MEMORY = "memory"
     LINK = "link"
@@ -128,8 +118,6 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A processor and the memory beside it."""
-
     flop_per_s: float
     bytes_per_s: float
 
@@ -163,9 +151,7 @@ class Operation:
     Source: MoE-Lightning, section 3.2, definition 3.1.
 
     Attributes:
-        name: For people.
         near_bytes: Read from device memory if it runs there.
-        far_bytes: Of its data, what lives in host memory.
     """
 
     name: str
@@ -175,7 +161,6 @@ class Operation:
 
     @property
     def near_intensity(self) -> float:
-        """Operations per byte of device memory."""
         return self.flop / self.near_bytes
 
     @property
@@ -306,7 +291,6 @@ def decode_attention(
     The intensity does not depend on the batch.
 
     Args:
-        model: The model.
         context_tokens: Tokens that the query sees.
         kv_bits: Size of an element of queries, KV and output.
         products: 2, or 1 to count as MoE-Lightning's code does: queries by keys, not by values.
@@ -334,7 +318,6 @@ def expert_ffn(
     what is not resident once for the batch.
 
     Args:
-        model: The model.
         batch_size: N: tokens of a pass.
         micro_batch_size: mu: tokens of a launch.
         resident_fraction: r_w: share of the experts that stays on the device.

@@ -31,9 +31,7 @@ class ModuleTimes:
 
     Attributes:
         dense_copy: What is not an expert, to the device.
-        pre: What comes before attention.
         kv_copy: KV of each attention launch, to the device.
-        device_attention: Each attention launch.
         cpu_attention: Attention of the CPU's rows.
         post: What comes after attention, router included.
         expert_copy: One expert, to the device.
@@ -52,8 +50,6 @@ class ModuleTimes:
 
 @dataclass(slots=True)
 class _Graph:
-    """A graph that is built in topological order, and the earliest end of each node."""
-
     ends: list[float] = field(default_factory=list)
 
     def add(self, cost: float, *after: int) -> int:
@@ -107,7 +103,6 @@ def _layer_ends(
 
 
 def _that_frees(num_buffers: int, readers: list[int]) -> list[int]:
-    """The node that frees a buffer for the next copy, if they are all in use."""
     return [readers[-num_buffers]] if len(readers) >= num_buffers else []
 
 
@@ -132,7 +127,6 @@ class GenPolicy:
         attention_batch: b_a: rows of an attention launch on the GPU.
         expert_batch: b_e: tokens of a launch of one expert.
         cpu_attention_fraction: omega: share of the rows whose attention is on the CPU.
-        expert_slots: S_Expert, in experts.
         resident_fraction: S_Params over the weights: share that is never copied.
     """
 
@@ -264,7 +258,6 @@ class GenSearch:
         )
 
     def _policies(self, work: _Pass, batch: int, fraction: float) -> Iterator[GenPolicy]:
-        """All sizes that fit the device, each a half or twice the one before."""
         on_device = batch - round(batch * fraction)
         tokens = batch * work.tokens * self.model.top_k / self.model.num_experts
         for attention_batch in _halving(max(1, on_device)):
@@ -314,7 +307,6 @@ class GenSearch:
         return GenPlan(policy=policy, pass_s=pass_s, tokens_per_s=tokens / pass_s)
 
     def _times(self, work: _Pass, policy: GenPolicy) -> ModuleTimes:
-        """Nodes of one layer; projections are half before and half after attention."""
         model, levels = self.model, Hierarchy.of(self.hardware)
         streamed = (1 - policy.resident_fraction) / levels.link_bytes_per_s
         tokens = policy.batch_size * work.tokens
@@ -340,7 +332,6 @@ class GenSearch:
         )
 
     def _expert_s(self, tokens: int, expert_batch: int) -> float:
-        """One expert on its share of the tokens; each launch reads its weights again."""
         model = self.model
         num_bytes = model.layer_expert_bytes / model.num_experts
         launches = ceil(tokens * model.top_k / model.num_experts / expert_batch)
@@ -350,7 +341,6 @@ class GenSearch:
 
 
 def _doubling(most: int) -> Iterator[int]:
-    """1, 2, 4, ... and the largest."""
     size = 1
     while size < most:
         yield size
@@ -359,7 +349,6 @@ def _doubling(most: int) -> Iterator[int]:
 
 
 def _halving(most: int) -> Iterator[int]:
-    """The largest, its half, ... down to a launch of 1 or `MOST_LAUNCHES` of them."""
     launches = 1
     while launches <= min(most, MOST_LAUNCHES):
         yield ceil(most / launches)
@@ -367,6 +356,5 @@ def _halving(most: int) -> Iterator[int]:
 
 
 def _slices(rows: int, size: int) -> Iterator[int]:
-    """Rows in launches of a size; the last may be smaller."""
     for start in range(0, rows, size):
         yield min(size, rows - start)

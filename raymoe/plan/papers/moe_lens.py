@@ -30,8 +30,6 @@ BLOCK_TOKENS = 16
 
 
 class Bound(StrEnum):
-    """What limits a job."""
-
     KV_MEMORY = "host memory for KV"
     GPU = "GPU"
 
@@ -61,7 +59,6 @@ class LensNode:
         """Count a model on a node with a GPU.
 
         Args:
-            model: In 16 bits.
             hardware: Its rate of matrix products must be a sustained one.
             kv_bytes: Host memory for KV; by default what the weights leave.
 
@@ -142,9 +139,7 @@ def host_flop_need(
     """Operations per second of the CPU for attention at a rate of KV; 2: 16 bits become 32.
 
     Args:
-        kv_bytes_per_s: KV that is read.
         queries_per_kv_head: s: size of a group that shares keys and values.
-        flop_per_byte: Of one query.
 
     Source: MoE-Lens, section 5.3, equation 6.
     """

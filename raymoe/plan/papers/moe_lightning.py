@@ -75,16 +75,11 @@ class LightningPolicy:
     experts on the GPU only, F_g = 1, and KV lives where attention is, r_c = A_g.
 
     Attributes:
-        micro_batch_size: mu.
-        num_micro_batches: N over mu.
         resident_fraction: r_w: share of the experts that stays on the GPU.
-        is_attention_on_gpu: A_g.
-        host_bytes: Host memory in use.
         link_s: Link of one layer of a decode pass.
         gpu_s: GPU of one layer of a decode pass.
         cpu_s: CPU of one layer of a decode pass.
         prefill_s: All layers of the prefill, as its formulas have it; not in its objective.
-        decode_s: All decode passes.
         tokens_per_s: Its objective: generated tokens over the time of decoding alone.
     """
 
@@ -102,12 +97,10 @@ class LightningPolicy:
 
     @property
     def batch_size(self) -> int:
-        """N: sequences."""
         return self.micro_batch_size * self.num_micro_batches
 
     @property
     def end_to_end_tokens_per_s(self) -> float:
-        """Generated tokens over prefill and decoding."""
         return self.tokens_per_s * self.decode_s / (self.prefill_s + self.decode_s)
 
 
@@ -116,8 +109,6 @@ class LightningOptimizer:
     """The optimizer for one model, node and workload; all rows have the same lengths.
 
     Attributes:
-        prompt_tokens: s.
-        generated_tokens: n.
         keeps_residual: Whether the residual stream of all rows stays on the GPU while prefilling.
             The released optimizer has it so; the padded rows of the L4 were planned without.
         is_attention_on_gpu: A_g: the paper tries both, the released optimizer has it off.
@@ -210,7 +201,6 @@ class LightningOptimizer:
         return self.prompt_tokens + self.generated_tokens
 
     def _while_rising(self, micro_batch_size: int) -> Iterator[LightningPolicy]:
-        """Policies of ever more micro-batches, until one does not fit or is slower."""
         before = 0.0
         for number in count(1):
             policy = self.policy(micro_batch_size, number)
@@ -220,7 +210,6 @@ class LightningOptimizer:
             before = policy.tokens_per_s
 
     def _prefill_s(self, micro_batch_size: int, batch: int, streamed_bytes: float) -> float:
-        """All layers of the prefill: weights and hidden states over the link, or the GPU."""
         model, tokens, levels = self.model, self.prompt_tokens, Hierarchy.of(self.hardware)
         hidden = BYTES_PER_ELEMENT * batch * tokens * model.hidden_size
         link_s = (streamed_bytes + hidden) / levels.link_bytes_per_s
@@ -231,7 +220,6 @@ class LightningOptimizer:
         return model.num_layers * max(link_s, gpu_s)
 
     def _prompt_attention(self) -> Operation:
-        """Attention of a prompt; that a token does not see the later ones is not counted."""
         tokens, one = (
             self.prompt_tokens,
             decode_attention(self.model, self.prompt_tokens, products=1),
@@ -255,7 +243,6 @@ class LightningOptimizer:
         return 1 - host / (layer * (layers + 2)), (gpu - 2 * layer) / (layer * (layers - 2))
 
     def _gpu_bytes(self, micro_batch_size: int, batch: int) -> float:
-        """Device memory apart from experts: the larger of decoding and prefilling."""
         model, prompt = self.model, micro_batch_size * self.prompt_tokens
         row = BYTES_PER_ELEMENT * model.hidden_size
         decode = 2.0 * row * batch
@@ -272,7 +259,6 @@ class LightningOptimizer:
         return model.dense_bytes_all + max(decode, prefill) + SCRATCH_SLACK * prompt * width
 
     def _host_bytes(self, batch: int) -> float:
-        """Host memory apart from experts: KV and the hidden states of the prefill."""
         hidden = BYTES_PER_ELEMENT * batch * self.prompt_tokens * self.model.hidden_size
         return hidden + (0 if self.is_attention_on_gpu else self._cache_bytes(batch))
 

@@ -12,8 +12,13 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from raymoe.errors import InfeasiblePlanError
-from raymoe.plan.device_memory import device_footprint, host_footprint, kv_block_bytes
-from raymoe.plan.device_pass import KV_BLOCK_TOKENS, StreamedPasses
+from raymoe.plan.device_pass import (
+    KV_BLOCK_TOKENS,
+    StreamedPasses,
+    device_footprint,
+    host_footprint,
+    kv_block_bytes,
+)
 from raymoe.plan.pages import LayerBytes
 from raymoe.plan.papers.hrm import BYTES_PER_ELEMENT, PaperModel
 from raymoe.plan.papers.moe_gen import GenSearch
@@ -192,7 +197,6 @@ class PaperPolicies:
         )
 
     def _sized(self, schedule: str, wanted: Policy) -> Policy | None:
-        """The policy with as many resident weights and KV blocks as fit; None where none do."""
         hardware = self.hardware
         bare = self._passes(schedule, wanted, resident_bytes=0)
         spare = hardware.gpu_memory_bytes - self._device_bytes(bare)
@@ -216,7 +220,6 @@ class PaperPolicies:
 
     @property
     def _row_blocks(self) -> int:
-        """KV blocks of a row at its end."""
         return ceil_div(self.workload.context_tokens, KV_BLOCK_TOKENS)
 
     @property

@@ -2,8 +2,15 @@
 
 from dataclasses import replace
 
-from raymoe.bench.gpu.result import BusyShares, Figures, PartResult, PredictedFigures, Status
-from raymoe.bench.gpu.settings import NodeSettings, PartSettings
+from raymoe.bench.gpu.settings import (
+    BusyShares,
+    Figures,
+    NodeSettings,
+    PartResult,
+    PartSettings,
+    PredictedFigures,
+    Status,
+)
 
 SETTINGS = PartSettings(
     node=NodeSettings(device="emulated", hardware="l4", device_memory_bytes=16 << 30),

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from raymoe.bench.gpu.report import COLUMNS, groups_of, write_report
-from raymoe.bench.gpu.result import append_result, read_results
-from raymoe.bench.gpu.settings import NodeSettings
+from raymoe.bench.gpu.settings import NodeSettings, append_result, read_results
 from raymoe.errors import ConfigError
 from tests.unit.bench.gpu_results import FIGURES, SETTINGS, result
 

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from raymoe.bench.gpu.accelerate_part import sizes_that_fit
-from raymoe.bench.gpu.engine_part import fitting_plan, predicted_s, prefill_of
-from raymoe.bench.gpu.result import Status
+from raymoe.bench.gpu.engines import fitting_plan, predicted_s, prefill_of, sizes_that_fit
 from raymoe.bench.gpu.settings import (
     DEFAULT_SHAPES,
     GPU_CONTENDERS,
     GPU_WORKLOADS,
     SCHEDULES,
+    Status,
     layers_that_fit,
     shape_spec,
 )

@@ -1,4 +1,4 @@
-"""A dashboard for Grafana over the series of `raymoe.data.metrics`.
+"""A dashboard for Grafana over the series of `raymoe.data.observer`.
 
 Queries name series by the table of metrics, so neither can change without the other:
 ``python -m tests.unit.data.dashboard > examples/grafana-raymoe.json`` writes the file anew.
@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from raymoe.data.metrics import METRICS
+from raymoe.data.observer import METRICS
 
 SOURCE = {"type": "prometheus", "uid": "${source}"}
 OURS = '{model=~"$model", actor=~"$actor"}'

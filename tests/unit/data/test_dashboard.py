@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from raymoe.data.metrics import METRICS
+from raymoe.data.observer import METRICS
 from tests.unit.data.dashboard import dashboard, series
 
 FILE = Path(__file__).parents[3] / "examples" / "grafana-raymoe.json"

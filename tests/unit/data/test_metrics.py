@@ -6,7 +6,7 @@ from typing import ClassVar
 import pytest
 import ray.util.metrics
 
-from raymoe.data.metrics import METRICS, MetricKind, RayMetrics
+from raymoe.data.observer import METRICS, MetricKind, RayMetrics
 from tests.unit.data.statuses import ENGINE, ROWS, actor
 
 EXPECTED = {

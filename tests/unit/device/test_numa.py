@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from raymoe.device.lane import Worker
-from raymoe.device.numa import (
+from raymoe.device.cuda import (
     DEFAULT,
     PREFERRED,
     NumaPlace,
@@ -16,6 +15,7 @@ from raymoe.device.numa import (
     near,
     parse_cpus,
 )
+from raymoe.device.lane import Worker
 from raymoe.errors import ConfigError
 
 GPU = "0000:3b:00.0"

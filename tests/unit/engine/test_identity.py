@@ -8,10 +8,10 @@ import time
 import pytest
 from safetensors import safe_open
 
+from raymoe.engine import identity
 from raymoe.engine import identity as identities
 from raymoe.engine.identity import ModelIdentity
 from raymoe.errors import CheckpointError
-from raymoe.memory import digests
 from tests.tiny import make_checkpoint
 
 
@@ -121,8 +121,8 @@ def test_one_byte_of_any_tensor_makes_another_model(model):
 @pytest.fixture
 def read_paths(monkeypatch):
     """Files whose bytes were hashed."""
-    paths, digest = [], digests._digest
-    monkeypatch.setattr(digests, "_digest", lambda path: (paths.append(path), digest(path))[1])
+    paths, digest = [], identity._digest
+    monkeypatch.setattr(identity, "_digest", lambda path: (paths.append(path), digest(path))[1])
     return paths
 
 
@@ -133,7 +133,7 @@ def age(path):
 
 
 def test_what_was_read_is_kept_until_a_file_changes(model, read_paths, monkeypatch):
-    monkeypatch.setattr(digests, "SETTLED_NS", 0)
+    monkeypatch.setattr(identity, "SETTLED_NS", 0)
     path = model / "model.safetensors"
     first = ModelIdentity.of(age(model)).weights
     assert ModelIdentity.of(model).weights == first
@@ -150,8 +150,8 @@ def test_a_file_that_has_just_changed_is_not_kept(model, read_paths):
 
 @pytest.mark.parametrize("content", ["", "[]", "{", "not text \udcff", '{"1-2-3-4-5": 7}'])
 def test_a_broken_cache_is_read_over(model, read_paths, monkeypatch, content):
-    monkeypatch.setattr(digests, "SETTLED_NS", 0)
-    cache = model / digests.CACHE_NAME
+    monkeypatch.setattr(identity, "SETTLED_NS", 0)
+    cache = model / identity.CACHE_NAME
     cache.write_bytes(content.encode(errors="surrogateescape"))
     first = ModelIdentity.of(age(model)).weights
     assert ModelIdentity.of(model).weights == first
@@ -160,9 +160,9 @@ def test_a_broken_cache_is_read_over(model, read_paths, monkeypatch, content):
 
 
 def test_a_cache_that_others_can_write_is_not_believed(model, read_paths, monkeypatch):
-    monkeypatch.setattr(digests, "SETTLED_NS", 0)
-    state = digests.file_state(model / "model.safetensors")
-    cache = model / digests.CACHE_NAME
+    monkeypatch.setattr(identity, "SETTLED_NS", 0)
+    state = identity.file_state(model / "model.safetensors")
+    cache = model / identity.CACHE_NAME
     cache.write_text(json.dumps({state: "0" * 64}))
     cache.chmod(0o666)
     ModelIdentity.of(age(model))
@@ -176,7 +176,7 @@ def test_blobs_of_the_hub_cache_are_known_by_their_names(original, tmp_path, rea
     blobs.mkdir()
     plain = ModelIdentity.of(original).weights
     read_paths.clear()
-    (name,) = digests.read_digests([original / "model.safetensors"], []).values()
+    (name,) = identity.read_digests([original / "model.safetensors"], []).values()
     (place / "model.safetensors").rename(blobs / name)
     (place / "model.safetensors").symlink_to(f"../../blobs/{name}")
     read_paths.clear()
@@ -185,14 +185,14 @@ def test_blobs_of_the_hub_cache_are_known_by_their_names(original, tmp_path, rea
 
 
 def test_weights_that_change_while_they_are_read_are_refused(model, monkeypatch):
-    path, digest = model / "model.safetensors", digests._digest
+    path, digest = model / "model.safetensors", identity._digest
 
     def read(file):
         found = digest(file)
         edit_byte(path, path.stat().st_size - 1)
         return found
 
-    monkeypatch.setattr(digests, "_digest", read)
+    monkeypatch.setattr(identity, "_digest", read)
     with pytest.raises(CheckpointError, match="has changed while it was read"):
         _ = ModelIdentity.of(model).weights
 

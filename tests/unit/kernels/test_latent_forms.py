@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from raymoe.kernels import cpu_latent_attention, torch_attention
-from raymoe.kernels.cpu_latent_attention import append_and_attend_latent, append_and_attend_unfolded
+from raymoe.kernels import cpu_attention, torch_attention
+from raymoe.kernels.cpu_attention import append_and_attend_latent, append_and_attend_unfolded
 from raymoe.kernels.paged_kv import NEVER, LatentHeads
 from raymoe.kernels.torch_attention import PagedBatch, append_and_attend_latent_paged
 from tests.native.attention_cases import BF16, FP32, PASSES
@@ -113,7 +113,7 @@ def test_both_leave_the_rows_in_the_cache(attend) -> None:  # type: ignore[no-un
 def test_what_does_not_fit_at_once_is_done_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     case, heads = make([(200, 150), (120, 1), (90, 90), (64, 1)], SHAPES[1])
     want = exact(case, heads)
-    monkeypatch.setattr(cpu_latent_attention, "UNFOLDED_BYTES", 150_000)
+    monkeypatch.setattr(cpu_attention, "UNFOLDED_BYTES", 150_000)
     monkeypatch.setattr(torch_attention, "GATHERED_BYTES", 150_000)
     monkeypatch.setattr(torch_attention, "GATHERED_BYTES", 150_000)
     torch.testing.assert_close(plain(case, heads).double(), want, rtol=2e-5, atol=2e-5)

@@ -3,7 +3,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from raymoe.errors import CheckpointError, ConfigError
-from raymoe.memory.source import resolve_model
+from raymoe.memory.checkpoint import resolve_model
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.cpu_linear import packed_linear_is_used
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.memory.arena import HostArena
+from raymoe.model.attention import LatentAttention
 from raymoe.model.decoder import cache_layout
-from raymoe.model.latent_attention import LatentAttention
 from raymoe.model.loading import Loader
 from raymoe.model.rope import Rotary
 from raymoe.specs.model import LatentAttentionSpec, ModelSpec

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from raymoe.errors import InfeasiblePlanError
-from raymoe.plan.device_memory import device_footprint, host_footprint, kv_block_bytes
+from raymoe.plan.device_pass import device_footprint, host_footprint, kv_block_bytes
 from raymoe.plan.device_search import DeviceSizes, Knobs
 from raymoe.plan.pages import layer_sizes
 from raymoe.specs.hardware import hardware_preset

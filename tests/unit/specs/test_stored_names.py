@@ -6,8 +6,7 @@ from raymoe.errors import CheckpointError
 from raymoe.memory.checkpoint import Checkpoint
 from raymoe.specs.families import FAMILIES
 from raymoe.specs.model import ModelSpec
-from raymoe.specs.stored_names import NAMINGS
-from raymoe.specs.weight_names import Location, locate_weights
+from raymoe.specs.weight_names import NAMINGS, Location, locate_weights
 from tests.parity.cases import get_case
 
 LAYER = "model.layers.1."
