@@ -302,7 +302,7 @@ def load_state(
 def forced_match(
     model: MixtralForCausalLM, tokenizer: PreTrainedTokenizerFast, num_rows: int = 1000
 ) -> str:
-    """Measure exact match in one pass: if every argmax agrees, greedy decoding does too."""
+    """Measure exact match in one step: if every argmax agrees, greedy decoding does too."""
     model.eval()
     hits: Counter[str] = Counter()
     rows = list(make_rows(num_rows, seed=1, held_out=True))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from raymoe.data.columns import explode_samples
     from raymoe.data.generator import MoEGenerator
     from raymoe.data.sizing import configure_data_context, map_batches_kwargs
-    from raymoe.data.sorting import arrange
+    from raymoe.data.sorting import sort_by_prefix
     from raymoe.engine.engine import Engine
     from raymoe.engine.outputs import Generation
     from raymoe.plan.plan import Plan
@@ -38,7 +38,7 @@ _HOMES = {
     "Schedule": "raymoe.schedule.graph",
     "Timeline": "raymoe.schedule.timeline",
     "Workload": "raymoe.specs.workload",
-    "arrange": "raymoe.data.sorting",
+    "sort_by_prefix": "raymoe.data.sorting",
     "configure_data_context": "raymoe.data.sizing",
     "explode_samples": "raymoe.data.columns",
     "find_plan": "raymoe.plan.search",
@@ -60,12 +60,12 @@ __all__ = [
     "Timeline",
     "Workload",
     "__version__",
-    "arrange",
     "configure_data_context",
     "explode_samples",
     "find_plan",
     "map_batches_kwargs",
     "simulate",
+    "sort_by_prefix",
 ]
 
 

@@ -93,8 +93,8 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None or name not in _MAY_BE_NONE:
                 put(name, _integer(name, value, low, high))
-        for name, (least, most) in _NUMBER_RANGES.items():
-            put(name, _number(name, getattr(self, name), least, most))
+        for name, (minimum, maximum) in _NUMBER_RANGES.items():
+            put(name, _number(name, getattr(self, name), minimum, maximum))
         if not isinstance(self.ignore_eos, bool):
             raise ConfigError(f"ignore_eos is {self.ignore_eos!r}; it takes true or false")
         put("top_k", max(self.top_k, 0))
@@ -179,7 +179,7 @@ class EngineConfig:
     Attributes:
         dtype: Of the computation; "auto" is the checkpoint's.
         kv_dtype: Of the KV cache; "auto" is `dtype`.
-        tensor_parallel_size: GPUs of the node that share every pass: attention heads, columns of
+        tensor_parallel_size: GPUs of the node that share every step: attention heads, columns of
             experts and KV cache are divided between them, each with a link of its own. A policy,
             and `device_memory_bytes`, are then those of one of them.
         device: "cpu"; "cuda"; "emulated", made of host memory, to which weights stream as to a
@@ -196,7 +196,7 @@ class EngineConfig:
             its host memory is that of this machine; without one nothing is slowed down.
         workload: Rows to plan for; a typical job where it is not known. The KV cache that they will
             fill is then taken from the operating system when the model is loaded, not on the way.
-        max_context_tokens: Prompt and generated tokens of a row; at most the model's own limit.
+        max_model_len: Prompt and generated tokens of a row; at most the model's own limit.
         on_too_long: What happens to a prompt that leaves no room for `max_tokens`: "error" makes
             an error row, "truncate_left" drops its first tokens, "truncate_right" its last.
         seed: Of rows whose `SamplingParams` have none.
@@ -207,8 +207,8 @@ class EngineConfig:
         shared_weights: Engines of one machine and user keep one copy of the weights in shared
             memory (`/dev/shm`) instead of one each, on devices with memory of their own. "auto"
             leaves it to `map_batches_kwargs`, which shares where a node has several actors.
-        watchdog_s: A pass that takes longer counts as stuck: all rows fail, and the process of a
-            Ray actor ends, so that Ray starts another. None takes twenty times the longest pass of
+        watchdog_s: A step that takes longer counts as stuck: all rows fail, and the process of a
+            Ray actor ends, so that Ray starts another. None takes twenty times the longest step of
             the plan, and at least ten minutes.
     """
 
@@ -224,7 +224,7 @@ class EngineConfig:
     num_threads: int | None = None
     hardware: "str | HardwareSpec | None" = None
     workload: "Workload | None" = None
-    max_context_tokens: int | None = None
+    max_model_len: int | None = None
     on_too_long: str = "error"
     seed: int = 0
     expected_calls: int | None = None
@@ -242,7 +242,7 @@ class EngineConfig:
         for name in ("host_memory_bytes", "device_memory_bytes"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 1, 2**60)
-        for name, high in (("num_threads", 4096), ("max_context_tokens", 2**30)):
+        for name, high in (("num_threads", 4096), ("max_model_len", 2**30)):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 1, high)
         _integer("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS)

@@ -18,8 +18,8 @@ from raymoe.data.status import (
     HISTORY_COLUMNS,
     SUFFIX,
     HistoryPoint,
-    PassRecord,
     PlainSpan,
+    StepRecord,
     manifests_beside,
     read_status,
 )
@@ -185,7 +185,7 @@ class Line:
 
 
 def draw_series(
-    lines: Sequence[Line], *, title: str, unit: str = "", most: float | None = None
+    lines: Sequence[Line], *, title: str, unit: str = "", maximum: float | None = None
 ) -> str:
     """Draw lines over time.
 
@@ -196,7 +196,7 @@ def draw_series(
     """
     points = [point for line in lines for point in line.points]
     end_s = max((seconds for seconds, _ in points), default=0.0) or 1.0
-    top = most or HEADROOM * max((value for _, value in points), default=0.0) or 1.0
+    top = maximum or HEADROOM * max((value for _, value in points), default=0.0) or 1.0
     rows = -(-len(lines) // LEGEND_COLUMNS)
     plot_top = TOP + LEGEND_LINE * rows
     x = Scale(0.0, end_s, LEFT, WIDTH - RIGHT)
@@ -207,9 +207,10 @@ def draw_series(
 
 def _frame(x: Scale, y: Scale, unit: str) -> Iterator[str]:
     scale, name = next(
-        ((seconds, name) for least, seconds, name in UNITS if x.most >= least), (1.0, "seconds")
+        ((seconds, name) for minimum, seconds, name in UNITS if x.maximum >= minimum),
+        (1.0, "seconds"),
     )
-    time = Scale(0.0, x.most / scale, x.low, x.high)
+    time = Scale(0.0, x.maximum / scale, x.low, x.high)
     for tick in time.ticks():
         at = time.at(tick)
         yield f'<path class="tick" d="M{at:.1f} {y.high:.1f}V{y.low:.1f}"/>'
@@ -287,7 +288,7 @@ def fills(actors: Sequence[ActorView], start_s: float) -> list[str]:
             _lines_of_actors(actors, start_s, partial(levels, column=column)),
             title=f"{name}{_which(actors)}",
             unit=" %",
-            most=100.0,
+            maximum=100.0,
         )
         for column, name in ((POOL_FILL, "Slots in use"), (KV_USE, "KV blocks in use"))
     ]
@@ -406,7 +407,7 @@ def accuracy(view: JobView) -> str:
     rows = [
         (
             actor.status.actor,
-            f"{engine.num_passes:,}",
+            f"{engine.num_steps:,}",
             format_seconds(engine.predicted_s),
             format_seconds(engine.busy_s),
             f"{100 * (engine.busy_s / engine.predicted_s - 1):+.0f} %",
@@ -417,8 +418,8 @@ def accuracy(view: JobView) -> str:
     ]
     if not rows:
         return ""
-    header = ("actor", "passes", "predicted", "measured", "gap", "link busy")
-    return section("Predicted and measured", table(header, rows), *_gantt(view.passes))
+    header = ("actor", "steps", "predicted", "measured", "gap", "link busy")
+    return section("Predicted and measured", table(header, rows), *_gantt(view.steps))
 
 
 def pictures(view: JobView) -> str:
@@ -432,7 +433,7 @@ def pictures(view: JobView) -> str:
 
 def roofline(view: JobView) -> str:
     """Where the plan lies under the roofs of its node; empty where no weights are read there."""
-    record = next((one for one in view.passes if one.operations), None)
+    record = next((one for one in view.steps if one.operations), None)
     if record is None:
         return ""
     title = harmless(f"{record.model} on {record.hardware.name}, schedule {record.schedule}")
@@ -493,15 +494,15 @@ def _actor_row(actor: ActorView) -> tuple[str, ...]:
     )
 
 
-def _gantt(passes: Sequence[PassRecord]) -> Iterator[str]:
-    if not passes:
+def _gantt(steps: Sequence[StepRecord]) -> Iterator[str]:
+    if not steps:
         return
-    record = passes[0]
+    record = steps[0]
     load = record.load
     what = [f"{load.decode_rows:,.0f} sequences that decode"] if load.decode_rows else []
     what += [f"{load.prompt_tokens:,.0f} prompt tokens"] if load.prompt_tokens else []
     yield paragraph(
-        f"A typical pass of {record.actor}: {' and '.join(what)}, predicted "
+        f"A typical step of {record.actor}: {' and '.join(what)}, predicted "
         f"{format_seconds(record.predicted_s)}, measured {format_seconds(record.measured_s)}. "
         f"Below, {record.num_shown_layers} of its {record.num_layers} layers."
     )

@@ -199,11 +199,11 @@ class ReferenceModel:
         row_TX = self._linear(normed_TH, f"{prefix}kv_a_proj_with_mqa", has_bias=spec.has_bias)
         latent_TX, rope_TX = row_TX.tensor_split([spec.kv_lora_rank], dim=-1)
         latent_TX = self._rms_norm(latent_TX, f"{prefix}kv_a_layernorm.weight", spec.norm_eps)
-        unfolded_TX = self._linear(latent_TX, f"{prefix}kv_b_proj")
-        unfolded_TAX = unfolded_TX.view(
+        up_projected_TX = self._linear(latent_TX, f"{prefix}kv_b_proj")
+        up_projected_TAX = up_projected_TX.view(
             -1, spec.num_heads, spec.nope_head_dim + spec.value_head_dim
         )
-        key_TAD, value_TAD = unfolded_TAX.tensor_split([spec.nope_head_dim], dim=-1)
+        key_TAD, value_TAD = up_projected_TAX.tensor_split([spec.nope_head_dim], dim=-1)
         nope_TAD, rope_TAD = query_TAD.tensor_split([spec.nope_head_dim], dim=-1)
         scores_ATT = torch.einsum("tad,sad->ats", nope_TAD, key_TAD)
         rope_TAD, rope_T1D = (

@@ -34,20 +34,25 @@ class SchemaMaker:
         return {"type": "object", "properties": properties, "required": required, **more}
 
     def _array(self, depth: int) -> dict[str, Any]:
-        least = self._rng.randrange(3)
-        most = least + self._rng.randrange(3)
+        minimum = self._rng.randrange(3)
+        maximum = minimum + self._rng.randrange(3)
         if self._rng.random() < 0.3:
-            items = [self._any(depth) for _ in range(1 + most)]
+            items = [self._any(depth) for _ in range(1 + maximum)]
             return {"type": "array", "prefixItems": items, "items": False, "minItems": len(items)}
-        return {"type": "array", "items": self._any(depth), "minItems": least, "maxItems": most}
+        return {
+            "type": "array",
+            "items": self._any(depth),
+            "minItems": minimum,
+            "maxItems": maximum,
+        }
 
     def _string(self, _depth: int) -> dict[str, Any]:
-        least = self._rng.randrange(4)
+        minimum = self._rng.randrange(4)
         kind = self._rng.choice(
             (
                 {"pattern": self._rng.choice(PATTERNS)},
                 {"format": self._rng.choice(FORMATS)},
-                {"minLength": least, "maxLength": least + self._rng.randrange(8)},
+                {"minLength": minimum, "maxLength": minimum + self._rng.randrange(8)},
             )
         )
         return {"type": "string", **kind}

@@ -23,7 +23,7 @@ PUBLIC = [
     "Timeline",
     "Workload",
     "__version__",
-    "arrange",
+    "sort_by_prefix",
     "configure_data_context",
     "explode_samples",
     "find_plan",

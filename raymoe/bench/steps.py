@@ -17,9 +17,9 @@ from raymoe.device.lane import ThreadLane
 from raymoe.engine.core import Runner
 from raymoe.engine.engine import Engine
 from raymoe.engine.loading import load_parts
-from raymoe.plan.cost import HostCost, PassShape
+from raymoe.plan.cost import HostCost, StepShape
 from raymoe.plan.work import ModelWork
-from raymoe.runtime.bindings import PassInputs
+from raymoe.runtime.bindings import StepInputs
 from raymoe.runtime.executor import Bindings, LaneExecutor
 from raymoe.schedule.builders import build_in_place
 from raymoe.schedule.graph import Buffer, Op, Resource, Schedule, Task
@@ -95,31 +95,31 @@ def _gaps_s(timeline: Timeline) -> list[float]:
 WARM_UP_ROWS = 8
 
 
-class PassKind(enum.StrEnum):
+class StepKind(enum.StrEnum):
     PREFILL = "prefill"
     MIXED = "mixed"
     DECODE = "decode"
 
     @classmethod
-    def of(cls, shape: PassShape) -> "PassKind":
+    def of(cls, shape: StepShape) -> "StepKind":
         if not shape.prefill_tokens:
             return cls.DECODE
         return cls.MIXED if shape.decode_rows else cls.PREFILL
 
 
 @dataclass(frozen=True, slots=True)
-class PassPair:
-    shape: PassShape
+class StepPair:
+    shape: StepShape
     predicted: Timeline
     measured: Timeline
 
 
-Job = Sequence[PassPair]
+Job = Sequence[StepPair]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindTimes:
-    """All passes of one kind of a job, or all that it has.
+    """All steps of one kind of a job, or all that it has.
 
     Attributes:
         predicted_s: Seconds of all of them together.
@@ -128,7 +128,7 @@ class KindTimes:
     """
 
     kind: str
-    num_passes: int
+    num_steps: int
     predicted_s: float
     measured_s: float
     gap_by_op: Mapping[str, float]
@@ -139,13 +139,13 @@ class KindTimes:
 
     @classmethod
     def of(cls, kind: str, runs: Sequence[Job]) -> "KindTimes":
-        """Medians over the runs of one job, of which each has passes of this kind."""
+        """Medians over the runs of one job, of which each has steps of this kind."""
         predicted = _seconds_by_op([pair.predicted for pair in runs[0]])
         measured = [_seconds_by_op([pair.measured for pair in run]) for run in runs]
         by_op = {op: statistics.median(run[op] for run in measured) for op in predicted}
         return cls(
             kind=kind,
-            num_passes=len(runs[0]),
+            num_steps=len(runs[0]),
             predicted_s=sum(predicted.values()),
             measured_s=statistics.median(sum(run.values()) for run in measured),
             gap_by_op={op: predicted[op] / by_op[op] - 1 for op in predicted},
@@ -153,10 +153,10 @@ class KindTimes:
 
 
 def times_by_kind(runs: Sequence[Job]) -> list[KindTimes]:
-    """One entry for each kind of pass that a job has, and one for all, from its runs."""
+    """One entry for each kind of step that a job has, and one for all, from its runs."""
     grouped: dict[str, Sequence[Job]] = {
-        kind: [[pair for pair in run if PassKind.of(pair.shape) is kind] for run in runs]
-        for kind in PassKind
+        kind: [[pair for pair in run if StepKind.of(pair.shape) is kind] for run in runs]
+        for kind in StepKind
     }
     grouped["all"] = runs
     return [KindTimes.of(kind, members) for kind, members in grouped.items() if all(members)]
@@ -169,46 +169,46 @@ def _seconds_by_op(timelines: Iterable[Timeline]) -> dict[str, float]:
     return dict(seconds)
 
 
-class PassRecorder:
+class StepRecorder:
     """A runner that passes everything on to another and keeps what came and how long it took."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self.passes: list[tuple[PassShape, Timeline]] = []
+        self.steps: list[tuple[StepShape, Timeline]] = []
 
-    def run(self, inputs: PassInputs) -> Timeline:
+    def run(self, inputs: StepInputs) -> Timeline:
         timeline = self._runner.run(inputs)
-        self.passes.append((shape_of(inputs), timeline))
+        self.steps.append((shape_of(inputs), timeline))
         return timeline
 
 
-def shape_of(inputs: PassInputs) -> PassShape:
-    """The numbers that the cost of a pass depends on; a chunk of one token counts as decoding."""
+def shape_of(inputs: StepInputs) -> StepShape:
+    """The numbers that the cost of a step depends on; a chunk of one token counts as decoding."""
     batch = inputs.attention
-    takes = batch.query_start.diff().long()
+    num_scheduled_tokens = batch.query_start.diff().long()
     contexts = batch.context_tokens.long()
-    pairs = takes * (2 * contexts - takes + 1) // 2
-    is_prefill = takes > 1
-    return PassShape(
-        tokens=int(takes.sum()),
+    pairs = num_scheduled_tokens * (2 * contexts - num_scheduled_tokens + 1) // 2
+    is_prefill = num_scheduled_tokens > 1
+    return StepShape(
+        tokens=int(num_scheduled_tokens.sum()),
         attention_pairs=int(pairs.sum()),
         context_tokens=int(contexts.sum()),
         logit_rows=len(inputs.logit_rows),
-        prefill_tokens=int(takes[is_prefill].sum()),
+        prefill_tokens=int(num_scheduled_tokens[is_prefill].sum()),
         prefill_pairs=int(pairs[is_prefill].sum()),
     )
 
 
-def predict_pass(model: ModelSpec, hardware: HardwareSpec, shape: PassShape) -> Timeline:
-    """What the cost model says of a pass with bfloat16 weights."""
+def predict_step(model: ModelSpec, hardware: HardwareSpec, shape: StepShape) -> Timeline:
+    """What the cost model says of a step with bfloat16 weights."""
     work = ModelWork.of(model, torch.bfloat16.itemsize)
     return simulate(build_in_place(model.num_layers), HostCost(work, hardware, shape))
 
 
-def compare_passes(
+def compare_steps(
     model: Path, hardware: HardwareSpec, workload: RowLengths, repetitions: int = 1
 ) -> list[Job]:
-    """Run a job on one engine, `repetitions` times; the passes of each run."""
+    """Run a job on one engine, `repetitions` times; the steps of each run."""
     spec = ModelSpec.from_directory(model)
     prompts = make_prompts(workload, spec.vocab_size)
     config = EngineConfig(
@@ -219,17 +219,17 @@ def compare_passes(
         workload=workload.job,
     )
     parts = load_parts(model, config)
-    recorder = PassRecorder(parts.runner)
+    recorder = StepRecorder(parts.runner)
     runs: list[Job] = []
     with Engine(dataclasses.replace(parts, runner=recorder), config) as engine:
         engine.generate(prompts[:WARM_UP_ROWS], _params(2))
         for _ in range(repetitions):
-            recorder.passes.clear()
+            recorder.steps.clear()
             engine.generate(prompts, _params(workload.generated_tokens))
             runs.append(
                 [
-                    PassPair(shape, predict_pass(spec, hardware, shape), measured)
-                    for shape, measured in recorder.passes
+                    StepPair(shape, predict_step(spec, hardware, shape), measured)
+                    for shape, measured in recorder.steps
                 ]
             )
     return runs

@@ -27,11 +27,11 @@ from raymoe.bench.gpu.settings import (
 )
 from raymoe.bench.gpu.suite import RESULTS, SuiteSettings, run_gpu_suite
 from raymoe.bench.kernels import kernel_jobs, measure_kernels
-from raymoe.bench.steps import KindTimes, compare_passes, measure_lanes, times_by_kind
+from raymoe.bench.steps import KindTimes, compare_steps, measure_lanes, times_by_kind
 from raymoe.bench.suite import Result, run_suite
 from raymoe.bench.workloads import SHAPES, WORKLOADS, make_checkpoint
+from raymoe.cli import size
 from raymoe.cli.bench_structured import run_structured
-from raymoe.cli.options import size
 from raymoe.config import Settings
 from raymoe.device.host import read_host
 from raymoe.device.threads import set_num_threads
@@ -92,10 +92,10 @@ Kernels = Annotated[
         rich_help_panel=CPU,
     ),
 ]
-Passes = Annotated[
+Steps = Annotated[
     bool,
     typer.Option(
-        "--passes",
+        "--steps",
         help="Our passes, predicted with this machine's profile, too.",
         rich_help_panel=CPU,
     ),
@@ -147,7 +147,7 @@ PartLimit = Annotated[
         rich_help_panel=GPU,
     ),
 ]
-MostRows = Annotated[int, typer.Option(min=1, help="Rows of a part, at most.", rich_help_panel=GPU)]
+MaxRows = Annotated[int, typer.Option(min=1, help="Rows of a part, at most.", rich_help_panel=GPU)]
 Again = Annotated[
     bool,
     typer.Option(
@@ -160,8 +160,8 @@ NumThreads = Annotated[int | None, typer.Option(min=1, help="Cores; all by defau
 Out = Annotated[Path, typer.Option(help="Directory for checkpoints (kept), results and pictures.")]
 
 
-# Of a pass on host cores, those that take time.
-PASS_OPS = (Op.PRE, Op.ATTN, Op.POST, Op.EXPERTS, Op.HEAD)
+# Of a step on host cores, those that take time.
+STEP_OPS = (Op.PRE, Op.ATTN, Op.POST, Op.EXPERTS, Op.HEAD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,29 +207,29 @@ def _check_names(**options: tuple[Iterable[str], Collection[str]]) -> None:
                 raise ConfigError(f"--{name} {value!r} is not one of {', '.join(known)}")
 
 
-def run_passes(options: CpuOptions) -> None:
+def run_steps(options: CpuOptions) -> None:
     """Hold our passes against what is predicted with this machine's profile."""
     settings = Settings.from_environment()
     options.out.mkdir(parents=True, exist_ok=True)
     hardware, _ = obtain_profile(settings.cache_directory, options.num_threads)
     for shape, workload in itertools.product(options.shapes, options.workloads):
         model = make_checkpoint(shape, options.out / shape)
-        runs = compare_passes(model, hardware, WORKLOADS[workload], options.repetitions)
-        Console().print(_pass_table(f"{shape} {workload}", times_by_kind(runs)))
+        runs = compare_steps(model, hardware, WORKLOADS[workload], options.repetitions)
+        Console().print(_step_table(f"{shape} {workload}", times_by_kind(runs)))
 
 
-def _pass_table(name: str, kinds: Iterable[KindTimes]) -> Table:
+def _step_table(name: str, kinds: Iterable[KindTimes]) -> Table:
     title = f"{name}: passes predicted with this machine's profile; gaps in %"
     table = Table(title=title, pad_edge=False)
-    for column in ("passes", "predicted", "measured", "gap", *PASS_OPS):
+    for column in ("steps", "predicted", "measured", "gap", *STEP_OPS):
         table.add_column(column, justify="right", no_wrap=True)
     for each in kinds:
         table.add_row(
-            f"{each.num_passes} {each.kind}",
+            f"{each.num_steps} {each.kind}",
             format_seconds(each.predicted_s),
             format_seconds(each.measured_s),
             f"{100 * each.gap:+.1f}",
-            *(f"{100 * each.gap_by_op[op]:+.0f}" for op in PASS_OPS),
+            *(f"{100 * each.gap_by_op[op]:+.0f}" for op in STEP_OPS),
         )
     return table
 
@@ -316,7 +316,7 @@ class GpuOptions:
     num_threads: int | None
     num_layers: int | None
     part_limit_s: float
-    most_rows: int
+    max_rows: int
     is_again: bool
     out: Path
 
@@ -372,7 +372,7 @@ def _suite_of(options: GpuOptions) -> SuiteSettings:
         contenders=_known(options.contenders, GPU_CONTENDERS, GPU_CONTENDERS, "contender"),
         num_layers=options.num_layers,
         limit_s=options.part_limit_s,
-        most_rows=options.most_rows,
+        max_rows=options.max_rows,
         is_again=options.is_again,
     )
 
@@ -419,7 +419,7 @@ def run(  # noqa: PLR0913 - the options of a command
     num_threads: NumThreads = None,
     phases: Phases = False,
     kernels: Kernels = False,
-    passes: Passes = False,
+    steps: Steps = False,
     out: Out = Path("raymoe-bench"),
     device: Device = "cuda",
     hardware: Hardware = None,
@@ -427,7 +427,7 @@ def run(  # noqa: PLR0913 - the options of a command
     host_memory: HostMemory = None,
     layers: Layers = None,
     part_limit: PartLimit = 540.0,
-    most_rows: MostRows = 8192,
+    max_rows: MaxRows = 8192,
     again: Again = False,
 ) -> None:
     """Measure generated tokens per second on random weights, end to end; or kernels, or passes.
@@ -450,7 +450,7 @@ def run(  # noqa: PLR0913 - the options of a command
                 shapes=shape, workloads=workload, contenders=contender, device=device,
                 hardware=hardware, device_memory=device_memory, host_memory=host_memory,
                 num_threads=num_threads, num_layers=layers, part_limit_s=part_limit,
-                most_rows=most_rows, is_again=again, out=out,
+                max_rows=max_rows, is_again=again, out=out,
             )
         )  # fmt: skip
     elif kernels:
@@ -461,4 +461,4 @@ def run(  # noqa: PLR0913 - the options of a command
             contenders=contender or ["raymoe", "transformers"],
             repetitions=repetitions, num_threads=cores, out=out,
         )  # fmt: skip
-        run_passes(chosen) if passes else run_engines(chosen, has_phases=phases)
+        run_steps(chosen) if steps else run_engines(chosen, has_phases=phases)

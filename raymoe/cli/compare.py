@@ -12,20 +12,20 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from raymoe.cli.options import size
+from raymoe.cli import size
 from raymoe.device.emulated import EmulatedDevice
 from raymoe.engine.device_loading import LoadedModel, load_on_device
 from raymoe.errors import ConfigError, UnknownOptionError
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
-from raymoe.measure.host import pass_inputs
+from raymoe.measure.host import step_inputs
 from raymoe.memory.weights import WeightStore
 from raymoe.model.decoder import cache_layout
 from raymoe.plan.device_cost import DeviceCost
-from raymoe.plan.device_pass import StreamedPasses
+from raymoe.plan.device_step import StreamedSteps
 from raymoe.plan.pages import PageCut, layer_pages
 from raymoe.plan.policy import PAGE_BYTES, DevicePolicy, Policy
-from raymoe.plan.work import ModelWork, WaveShape
-from raymoe.schedule.builders import MOST_WAVES, STREAMING_BUILDERS
+from raymoe.plan.work import MicroBatchShape, ModelWork
+from raymoe.schedule.builders import MAX_MICRO_BATCHES, STREAMING_BUILDERS
 from raymoe.schedule.draw import draw_chrome_trace, draw_svg
 from raymoe.schedule.graph import Resource, Schedule
 from raymoe.schedule.timeline import Instant, Timeline, bound_by, compare, gap, simulate
@@ -35,7 +35,7 @@ from raymoe.specs.presets_models import model_preset
 from raymoe.units import GIB, ceil_div, format_seconds
 
 BYTES_PER_ELEMENT = 2  # of the weights and the cache whose costs are taken
-STAND_IN_ROWS, STAND_IN_CONTEXT = 2, 40  # of a wave, where another model sets the pace
+STAND_IN_ROWS, STAND_IN_CONTEXT = 2, 40  # of a micro-batch, where another model sets the pace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +43,12 @@ class DecodeStep:
     """What each schedule does once.
 
     Attributes:
-        wave_rows: Sequences of each, one new token each.
+        micro_batch_rows: Sequences of each, one new token each.
         resident_share: Share of the weights that stays on the device, 0..1.
     """
 
-    num_waves: int = 14
-    wave_rows: int = 36
+    num_micro_batches: int = 14
+    micro_batch_rows: int = 36
     context: int = 482
     resident_share: float = 0.0
     page_bytes: int = PAGE_BYTES
@@ -56,7 +56,7 @@ class DecodeStep:
 
     @property
     def num_rows(self) -> int:
-        return self.num_waves * self.wave_rows
+        return self.num_micro_batches * self.micro_batch_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ def compare_schedules(
     costs_of: ModelSpec | None = None,
     time_scale: float = 1.0,
 ) -> Iterator[Comparison]:
-    """Run each schedule once after a pass that warms it up; yields as they end.
+    """Run each schedule once after a step that warms it up; yields as they end.
 
     Args:
         model: Directory of the model that computes.
@@ -125,10 +125,12 @@ class _Run:
     ) -> None:
         self._spec, self._directory, self._hardware = spec, directory, hardware
         self._name, self._step = name, step
-        self._num_waves = min(step.num_waves, MOST_WAVES.get(name, step.num_waves))
+        self._num_micro_batches = min(
+            step.num_micro_batches, MAX_MICRO_BATCHES.get(name, step.num_micro_batches)
+        )
         self._paced = costs_of or spec
         is_stand_in = costs_of is not None
-        self._rows = STAND_IN_ROWS * self._num_waves if is_stand_in else step.num_rows
+        self._rows = STAND_IN_ROWS * self._num_micro_batches if is_stand_in else step.num_rows
         self._context = STAND_IN_CONTEXT if is_stand_in else step.context
 
     def compare(self, time_scale: float) -> Comparison:
@@ -136,7 +138,7 @@ class _Run:
         with contextlib.closing(EmulatedDevice(memory_bytes, Instant(), time_scale)) as device:
             model = self._model()
             runner, release = load_on_device(model, device)
-            inputs = pass_inputs(self._rows, self._context, self._spec.vocab_size)
+            inputs = step_inputs(self._rows, self._context, self._spec.vocab_size)
             runner.run(inputs)
             schedule = runner.schedule_of(inputs)
             cost = self._cost(schedule, model)
@@ -155,11 +157,11 @@ class _Run:
     def _model(self) -> LoadedModel:
         policy = Policy(
             batch_size=self._rows,
-            pass_tokens=self._rows,
-            prefill_chunk_tokens=1,
+            max_num_batched_tokens=self._rows,
+            max_prefill_chunk_tokens=1,
             num_kv_blocks=self._rows * ceil_div(self._context, BLOCK_TOKENS),
             device=DevicePolicy(
-                num_waves=self._num_waves,
+                num_micro_batches=self._num_micro_batches,
                 page_bytes=self._page_bytes(),
                 resident_bytes=int(self._step.resident_share * self._layer_bytes(self._spec, 4)),
                 cpu_attention_fraction=self._step.cpu_attention_fraction,
@@ -170,7 +172,7 @@ class _Run:
             store=WeightStore.open(self._spec, self._directory),
             dtype=torch.float32,
             kv_layout=cache_layout(self._spec, torch.float32),
-            passes=StreamedPasses.of(self._spec, self._name, policy, 4),
+            steps=StreamedSteps.of(self._spec, self._name, policy, 4),
         )
 
     def _page_bytes(self) -> int:
@@ -184,14 +186,16 @@ class _Run:
 
     def _cost(self, schedule: Schedule, model: LoadedModel) -> DeviceCost:
         scale = self._layer_bytes(self._paced, BYTES_PER_ELEMENT) / self._layer_bytes(self._spec, 4)
-        rows = self._step.num_rows // self._num_waves
-        wave = WaveShape.decode(rows, self._step.context, model.passes.cpu_attention_fraction)
+        rows = self._step.num_rows // self._num_micro_batches
+        micro_batch = MicroBatchShape.decode(
+            rows, self._step.context, model.steps.cpu_attention_fraction
+        )
         return DeviceCost.of_schedule(
             schedule,
             ModelWork.of(self._paced, BYTES_PER_ELEMENT),
             self._hardware,
-            waves=(wave,) * self._num_waves,
-            page_bytes=_scaled(model.passes.cut, scale),
+            micro_batches=(micro_batch,) * self._num_micro_batches,
+            page_bytes=_scaled(model.steps.cut, scale),
         )
 
 
@@ -233,8 +237,8 @@ def run(  # noqa: PLR0913 - the options of a command
         str | None,
         typer.Option(help="Model preset whose first layers set the pace, such as mixtral-8x7b."),
     ] = None,
-    num_waves: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 14,
-    wave_rows: Annotated[int, typer.Option(min=1, help="Sequences of each.")] = 36,
+    num_micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 14,
+    micro_batch_rows: Annotated[int, typer.Option(min=1, help="Sequences of each.")] = 36,
     context: Annotated[int, typer.Option(min=2, help="Tokens of each sequence.")] = 482,
     resident_share: ResidentShare = 0.0,
     page_bytes: PageBytes = PAGE_BYTES,
@@ -257,8 +261,8 @@ def run(  # noqa: PLR0913 - the options of a command
     console = Console(stderr=True)
     comparisons = []
     step = DecodeStep(
-        num_waves=num_waves,
-        wave_rows=wave_rows,
+        num_micro_batches=num_micro_batches,
+        micro_batch_rows=micro_batch_rows,
         context=context,
         resident_share=resident_share,
         page_bytes=page_bytes,

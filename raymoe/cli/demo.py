@@ -18,7 +18,7 @@ from raymoe.assets.wrangling import KINDS, make_rows
 from raymoe.cli.pipeline import Job, check_model, plain_console, print_summary, run_job
 from raymoe.cli.sources import open_source
 from raymoe.cli.storage import Location
-from raymoe.cli.writers import ParquetSink
+from raymoe.cli.writers import ParquetWriter
 from raymoe.config import EngineConfig, SamplingParams
 from raymoe.data.status import clear_status, report_beside, status_beside
 from raymoe.errors import ConfigError, ExecutionError
@@ -50,11 +50,11 @@ def run(
     """
     input_path = _write_prompts(output, rows, seed)
     source = open_source(str(input_path), prompt_column="prompt", id_column="id")
-    sink = ParquetSink(location=Location.local(output / OUTPUT_NAME))
+    writer = ParquetWriter(location=Location.local(output / OUTPUT_NAME))
     job = Job(
         model=str(demo_model_path()),
         source=source,
-        sink=sink,
+        writer=writer,
         options={"sampling_params": SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)},
         engine_config=EngineConfig(),
         id_column="id",
@@ -64,16 +64,16 @@ def run(
     )
     check_model(job)
     clear_status(_status_dir(output))
-    sink.prepare(resume=False, overwrite=True)
+    writer.prepare(resume=False, overwrite=True)
     console = plain_console()
     console.print(f"{rows:,} messy rows in {input_path}; starting Ray and loading the model ...")
-    tally = run_job(job, plain_console(stderr=True))
+    run_stats = run_job(job, plain_console(stderr=True))
     answers = pq.read_table(output / OUTPUT_NAME).sort_by("id")
     scores = score(answers)
     console.print(_sample_table(answers))
     console.print(_score_table(scores))
     _check_ids(source.ids, answers.column("id"))
-    print_summary(tally, sink.location, console)
+    print_summary(run_stats, writer.location, console)
     console.print(f"input:  {input_path}")
     write_report(_status_dir(output), report_beside(_status_dir(output)))
     console.print(f"report: {report_beside(_status_dir(output))}")

@@ -17,10 +17,10 @@ from raymoe.cli.pipeline import (
     print_summary,
     run_job,
 )
-from raymoe.cli.resume import Lease, Remains
+from raymoe.cli.resume import Lease, ResumeState
 from raymoe.cli.sources import FORMS, Source, open_source
 from raymoe.cli.storage import Location, without_secrets
-from raymoe.cli.writers import check_apart, open_sink
+from raymoe.cli.writers import check_apart, open_writer
 from raymoe.config import DTYPES, ON_TOO_LONG, EngineConfig, SamplingParams
 from raymoe.data.columns import INPUT_MAY_NOT_HAVE, OutputColumns, check_names
 from raymoe.data.openai_batch import CONTENT_COLUMNS, ID_COLUMN, TOOLS_COLUMN
@@ -104,11 +104,11 @@ OnTooLong = Annotated[
 PreserveOrder = Annotated[
     bool, typer.Option("--preserve-order", help="Rows in input order.", rich_help_panel=RUN)
 ]
-Arrange = Annotated[
+SortByPrefix = Annotated[
     bool,
     typer.Option(
-        "--arrange",
-        help="Sort rows so that those whose prompts begin alike share their computation; no row "
+        "--sort-by-prefix",
+        help="Sort rows so that those whose prompts begin the same share their computation; no row "
         "comes out before all were read, and their order is lost.",
         rich_help_panel=RUN,
     ),
@@ -176,7 +176,7 @@ def run(  # noqa: PLR0913 - the options of a command
     num_threads: NumThreads = None,
     on_too_long: OnTooLong = "error",
     preserve_order: PreserveOrder = False,
-    arrange: Arrange = False,
+    sort_by_prefix: SortByPrefix = False,
     resume: Resume = False,
     overwrite: Overwrite = False,
     journal: Journal = None,
@@ -191,25 +191,25 @@ def run(  # noqa: PLR0913 - the options of a command
     local Ray, or in the cluster that RAY_ADDRESS names.
     """
     _refuse_both({"--resume": resume, "--overwrite": overwrite})
-    _refuse_both({"--arrange": arrange, "--preserve-order": preserve_order})
+    _refuse_both({"--sort-by-prefix": sort_by_prefix, "--preserve-order": preserve_order})
     flags = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     params = _read_params({**flags, "ignore_eos": ignore_eos}, sampling_params)
     options = _options(params, samples_as_rows, prompt_column, messages_column, tools_column)
     config = EngineConfig(dtype=dtype, num_threads=num_threads, on_too_long=on_too_long, seed=seed)
     source = open_source(input_, prompt_column=prompt_column, id_column=id_column, form=form)
     id_column = _check_columns(source, options, id_column)
-    remains = _find_output(output, source, input_, journal)
-    lease, columns = Lease(remains.output), _content_columns(options, source.is_batch)
+    resume_state = _find_output(output, source, input_, journal)
+    lease, columns = Lease(resume_state.output), _content_columns(options, source.is_batch)
     job = Job(
         model=model, source=source, options=options, engine_config=config, id_column=id_column,
-        sink=open_sink(remains.output, source, has_samples=samples_as_rows,
+        writer=open_writer(resume_state.output, source, has_samples=samples_as_rows,
                        content_columns=columns, run=lease.run), lease=lease,
-        journal_dir=None if no_journal else remains.journal, status_dir=remains.status,
+        journal_dir=None if no_journal else resume_state.journal, status_dir=resume_state.status,
         price_per_hour=price_per_hour, settings=_settings(context.params), verbose=verbose,
         num_actors=num_actors, batch_size=batch_size,
-        preserve_order=preserve_order, is_arranged=arrange,
+        preserve_order=preserve_order, is_sorted=sort_by_prefix,
     )  # fmt: skip
-    _run(job, remains, resume=resume, overwrite=overwrite, has_report=report)
+    _run(job, resume_state, resume=resume, overwrite=overwrite, has_report=report)
 
 
 def _settings(params: dict[str, Any]) -> Pairs:
@@ -234,10 +234,10 @@ def _content_columns(options: dict[str, Any], is_batch: bool) -> tuple[str, ...]
     return (*(name for name in named if name is not None), SAMPLING_COLUMN)
 
 
-def _find_output(output: str, source: Source, input_: str, journal_dir: str | None) -> Remains:
+def _find_output(output: str, source: Source, input_: str, journal_dir: str | None) -> ResumeState:
     place = Location.parse(output)
     check_apart(place, source.files, Location.parse(input_))
-    return Remains.of(place, journal_dir)
+    return ResumeState.of(place, journal_dir)
 
 
 def _set_batch_columns(options: dict[str, Any], id_column: str | None) -> str:
@@ -262,61 +262,67 @@ def _refuse_both(flags: dict[str, bool]) -> None:
         raise ConfigError(f"{' and '.join(flags)} contradict each other; give one of them")
 
 
-def _run(job: Job, remains: Remains, *, resume: bool, overwrite: bool, has_report: bool) -> None:
+def _run(
+    job: Job, resume_state: ResumeState, *, resume: bool, overwrite: bool, has_report: bool
+) -> None:
     if resume and job.id_column is None:
         raise ConfigError("--resume needs --id-column: it skips the ids that are already written")
     check_model(job)  # before an old output is given up
     assert job.lease is not None
     with job.lease:
-        _write(job, remains, resume=resume, overwrite=overwrite, has_report=has_report)
+        _write(job, resume_state, resume=resume, overwrite=overwrite, has_report=has_report)
 
 
-def _write(job: Job, remains: Remains, *, resume: bool, overwrite: bool, has_report: bool) -> None:
-    _prepare(job, remains, resume=resume, overwrite=overwrite)
+def _write(
+    job: Job, resume_state: ResumeState, *, resume: bool, overwrite: bool, has_report: bool
+) -> None:
+    _prepare(job, resume_state, resume=resume, overwrite=overwrite)
     console = plain_console()
     try:
-        tally = run_job(_without_written(job) if resume else job, plain_console(stderr=True))
-        remains.finish()
-        print_summary(tally, remains.output, console)
+        run_stats = run_job(_without_written(job) if resume else job, plain_console(stderr=True))
+        resume_state.finish()
+        print_summary(run_stats, resume_state.output, console)
     finally:
         if has_report:  # of a run that failed, too
-            _write_report(remains, console)
+            _write_report(resume_state, console)
 
 
-def _write_report(remains: Remains, console: Console) -> None:
-    if remains.status is None or remains.report is None:
+def _write_report(resume_state: ResumeState, console: Console) -> None:
+    if resume_state.status is None or resume_state.report is None:
         return
     try:
-        write_report(remains.status, remains.report)
-        console.print(f"report: {harmless(str(remains.report))}")
+        write_report(resume_state.status, resume_state.report)
+        console.print(f"report: {harmless(str(resume_state.report))}")
     except (OSError, RaymoeError) as error:  # the rows are there
-        typer.echo(f"no report in {remains.report}: {error}", err=True)
+        typer.echo(f"no report in {resume_state.report}: {error}", err=True)
 
 
-def _prepare(job: Job, remains: Remains, *, resume: bool, overwrite: bool) -> None:
+def _prepare(job: Job, resume_state: ResumeState, *, resume: bool, overwrite: bool) -> None:
     manifest = find_manifest(job)
-    remains.check(manifest, resume=resume, overwrite=overwrite)
-    job.sink.prepare(resume=resume, overwrite=overwrite)
-    remains.prepare(manifest, resume=resume, has_journal=job.journal_dir is not None)
-    if remains.journal is None:
+    resume_state.check(manifest, resume=resume, overwrite=overwrite)
+    job.writer.prepare(resume=resume, overwrite=overwrite)
+    resume_state.prepare(manifest, resume=resume, has_journal=job.journal_dir is not None)
+    if resume_state.journal is None:
         typer.echo("no journal: rows of an actor that is killed are generated again; --journal DIR "
                    "keeps them in a directory that all nodes share", err=True)  # fmt: skip
-    num_bytes = remains.journal_bytes
+    num_bytes = resume_state.journal_bytes
     if num_bytes:
         size = format_bytes(num_bytes)
-        typer.echo(f"finished rows in {remains.journal} ({size}) are not generated again", err=True)
+        typer.echo(
+            f"finished rows in {resume_state.journal} ({size}) are not generated again", err=True
+        )
 
 
 def _without_written(job: Job) -> Job:
     columns, id_column = _content_columns(job.options, job.source.is_batch), job.id_column or ""
-    written = find_written(job.source, job.sink, columns, id_column)
+    written = find_written(job.source, job.writer, columns, id_column)
     reasons = {"have been edited since they were written": written.changed,
                "had an error from outside": written.failed}  # fmt: skip
     for reason, ids in reasons.items():
         if len(ids):
             typer.echo(f"{len(ids):,} rows {reason} and are generated again", err=True)
     if written.stale:
-        job.sink.drop(written.stale, id_column)
+        job.writer.drop(written.stale, id_column)
     total = job.source.num_rows
     typer.echo(f"{written.num_rows:,} of {total:,} rows are already written", err=True)
     return dataclasses.replace(job, written=written)

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from raymoe.cli.options import model_by_name
+from raymoe.cli import model_by_name
 from raymoe.errors import ConfigError
 from raymoe.memory.checkpoint import fetch_config, is_hub_name
 from raymoe.memory.weights import WeightStore
@@ -137,7 +137,7 @@ def _rows(spec: ModelSpec) -> Iterator[Row]:
         "size",
         f"{spec.num_layers} layers, hidden {spec.hidden_size:,}, vocabulary {spec.vocab_size:,}",
     )
-    yield "context", f"{spec.max_context_tokens:,} tokens"
+    yield "context", f"{spec.max_model_len:,} tokens"
     for attention, count in Counter(layer.attention for layer in spec.layers).items():
         yield "attention", f"{count} layers: {_attention(attention)}"
     for ffn, count in Counter(layer.ffn for layer in spec.layers).items():

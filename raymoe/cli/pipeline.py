@@ -23,7 +23,7 @@ from rich.text import Text
 from raymoe.cli.resume import Lease
 from raymoe.cli.sources import INPUT_ERROR_COLUMN, Source, without_written
 from raymoe.cli.storage import Location
-from raymoe.cli.writers import Sink, Stale, TableLines, WrittenRow
+from raymoe.cli.writers import Stale, TableLines, Writer, WrittenRow
 from raymoe.config import EngineConfig
 from raymoe.data.cluster import Cluster
 from raymoe.data.columns import CHOICES_COLUMN, ERROR_COLUMN
@@ -32,7 +32,7 @@ from raymoe.data.manifest import Manifest
 from raymoe.data.observer import Periodic, error_kind
 from raymoe.data.openai_batch import request_digest
 from raymoe.data.sizing import configure_data_context, map_batches_kwargs, plan_actor
-from raymoe.data.sorting import arrange
+from raymoe.data.sorting import sort_by_prefix
 from raymoe.data.status import (
     ENDED,
     FAILED,
@@ -60,7 +60,7 @@ MAX_REASON_CHARACTERS = 120
 
 
 @dataclass(kw_only=True)
-class Tally:
+class RunStats:
     total_rows: int
     num_rows: int = 0
     num_errors: int = 0
@@ -108,11 +108,11 @@ def plain_console(*, stderr: bool = False) -> Console:
 
 
 class Progress:
-    """Shows a tally while it grows; a context manager."""
+    """Shows a statistics while it grows; a context manager."""
 
     def __init__(
         self,
-        tally: Tally,
+        run_stats: RunStats,
         console: Console,
         *,
         more: Callable[[], Iterable[str]] = tuple,
@@ -124,7 +124,7 @@ class Progress:
             more: Asked for what else there is to say, each time that the line is shown.
             log_every_s: Where there is no terminal.
         """
-        self._tally, self._more = tally, more
+        self._run_stats, self._more = run_stats, more
         self._console = console
         self._log_every_s = log_every_s
         self._is_over = threading.Event()
@@ -148,8 +148,8 @@ class Progress:
             self._thread.join()
 
     def _draw(self) -> Text:
-        tally = self._tally
-        filled = round(BAR_CELLS * tally.num_rows / max(1, tally.total_rows))
+        run_stats = self._run_stats
+        filled = round(BAR_CELLS * run_stats.num_rows / max(1, run_stats.total_rows))
         return Text(f"[{'#' * filled}{'.' * (BAR_CELLS - filled)}] {self._line()}")
 
     def _log(self) -> None:
@@ -157,7 +157,7 @@ class Progress:
             self._console.print(self._line())
 
     def _line(self) -> str:
-        return " | ".join((self._tally.line(), *self._more()))
+        return " | ".join((self._run_stats.line(), *self._more()))
 
 
 def _generated_tokens(table: pa.Table) -> pa.ChunkedArray:
@@ -189,7 +189,7 @@ class JobWatch:
     def __init__(
         self,
         directory: Path,
-        tally: Tally,
+        run_stats: RunStats,
         *,
         model: str,
         settings: Pairs = (),
@@ -202,7 +202,7 @@ class JobWatch:
             settings: Names and values, for people.
             num_written_before: Rows that former runs had written.
         """
-        self._directory, self._tally, self._model = directory, tally, model
+        self._directory, self._run_stats, self._model = directory, run_stats, model
         self._settings, self._num_written_before = settings, num_written_before
         self._price_per_hour = price_per_hour
         self._started_s = time.time()
@@ -233,7 +233,7 @@ class JobWatch:
             self._thread.close(LAST_WRITE_S)
 
     def _look(self) -> None:
-        tally = self._tally
+        run_stats = self._run_stats
         status = JobStatus(
             name=self._directory.name.removesuffix(".status"),
             model=self._model,
@@ -241,14 +241,14 @@ class JobWatch:
             reason=self._reason,
             started_unix_s=self._started_s,
             updated_unix_s=time.time(),
-            elapsed_s=tally.elapsed_s,
-            total_rows=tally.total_rows,
+            elapsed_s=run_stats.elapsed_s,
+            total_rows=run_stats.total_rows,
             num_written_before=self._num_written_before,
-            num_rows=tally.num_rows,
-            num_error_rows=tally.num_errors,
-            num_input_tokens=tally.num_input_tokens,
-            num_generated_tokens=tally.num_generated_tokens,
-            errors=tuple(tally.kinds.most_common()),
+            num_rows=run_stats.num_rows,
+            num_error_rows=run_stats.num_errors,
+            num_input_tokens=run_stats.num_input_tokens,
+            num_generated_tokens=run_stats.num_generated_tokens,
+            errors=tuple(run_stats.kinds.most_common()),
             price_per_hour=self._price_per_hour,
             settings=self._settings,
         )
@@ -282,12 +282,12 @@ class Job:
         journal_dir: Where actors keep finished rows and look for those of a former run.
         status_dir: Where actors and driver write how they do; None writes nothing.
         settings: Names and values, for people.
-        is_arranged: Rows that share a prefix come together; their order is lost.
+        is_sorted: Rows that share a prefix come together; their order is lost.
     """
 
     model: str
     source: Source
-    sink: Sink
+    writer: Writer
     options: dict[str, Any]
     engine_config: EngineConfig
     id_column: str | None = None
@@ -301,7 +301,7 @@ class Job:
     batch_size: int = 32
     rows_in_flight: int | None = None
     preserve_order: bool = False
-    is_arranged: bool = False
+    is_sorted: bool = False
     verbose: bool = False
 
     @property
@@ -338,7 +338,7 @@ class Written:
         return len(self.ids) + len(self.errors)
 
 
-def find_written(source: Source, sink: Sink, columns: Sequence[str], id_column: str) -> Written:
+def find_written(source: Source, writer: Writer, columns: Sequence[str], id_column: str) -> Written:
     """Read the output of a former run, and find the rows of the input that have changed since.
 
     Args:
@@ -350,7 +350,7 @@ def find_written(source: Source, sink: Sink, columns: Sequence[str], id_column: 
     digests: dict[Any, str] = {}
     errors: set[str] = set()
     failed, changed, broken = [], [], set()
-    for row in sink.read_written(id_column):
+    for row in writer.read_written(id_column):
         if row.id is None:
             errors.add(row.error)
         else:
@@ -366,7 +366,7 @@ def find_written(source: Source, sink: Sink, columns: Sequence[str], id_column: 
         known = pa.array(list(digests), source.ids.type)
     except (pa.ArrowException, TypeError, OverflowError) as error:
         raise ConfigError(
-            f"the ids in {sink.location} are not of the input's type {source.ids.type}: {error}"
+            f"the ids in {writer.location} are not of the input's type {source.ids.type}: {error}"
         ) from error
     again = [pa.array(ids, source.ids.type) for ids in (changed, failed)]
     is_right = pc.and_not(
@@ -392,28 +392,28 @@ def _input_rows(source: Source, columns: Sequence[str], id_column: str) -> Itera
             yield WrittenRow(record[id_column], error, digest)
 
 
-def run_job(job: Job, console: Console) -> Tally:
+def run_job(job: Job, console: Console) -> RunStats:
     """Run a job to its end; what was finished stays on disk if it fails.
 
     Raises:
         ExecutionError: The run failed; the message has the innermost reason.
     """
-    tally = Tally(total_rows=job.num_rows)
-    with _watched(job, tally) as watch:
+    run_stats = RunStats(total_rows=job.num_rows)
+    with _watched(job, run_stats) as watch:
         if job.num_rows:
-            _run(job, tally, watch, console)
+            _run(job, run_stats, watch, console)
         job.check_lease()
-        job.sink.close()
-        tally.finished_s = tally.finished_s or time.monotonic()
-    return tally
+        job.writer.close()
+        run_stats.finished_s = run_stats.finished_s or time.monotonic()
+    return run_stats
 
 
-def _watched(job: Job, tally: Tally) -> AbstractContextManager[JobWatch | None]:
+def _watched(job: Job, run_stats: RunStats) -> AbstractContextManager[JobWatch | None]:
     if job.status_dir is None:
         return nullcontext()
     return JobWatch(
         make_status_directory(job.status_dir),
-        tally,
+        run_stats,
         model=job.model,
         settings=job.settings,
         num_written_before=0 if job.written is None else job.written.num_rows,
@@ -421,7 +421,7 @@ def _watched(job: Job, tally: Tally) -> AbstractContextManager[JobWatch | None]:
     )
 
 
-def _run(job: Job, tally: Tally, watch: JobWatch | None, console: Console) -> None:
+def _run(job: Job, run_stats: RunStats, watch: JobWatch | None, console: Console) -> None:
     def more() -> Iterator[str]:
         if watch is not None and watch.cost_per_million_tokens is not None:
             yield f"{watch.cost_per_million_tokens:.3g} per million tokens"
@@ -430,22 +430,22 @@ def _run(job: Job, tally: Tally, watch: JobWatch | None, console: Console) -> No
 
     with running_ray(preserve_order=job.preserve_order, verbose=job.verbose):
         try:
-            tally.started_s = time.monotonic()
-            with Progress(tally, console, more=more):
-                _drain(job, tally)
-            tally.finished_s = time.monotonic()
+            run_stats.started_s = time.monotonic()
+            with Progress(run_stats, console, more=more):
+                _drain(job, run_stats)
+            run_stats.finished_s = time.monotonic()
             if watch is not None:
                 watch.wait_for_actors()
         except KeyboardInterrupt:
             job.check_lease()
-            job.sink.flush()
+            job.writer.flush()
             raise
         except RaymoeError:
             raise
         except Exception as error:
             job.check_lease()
-            job.sink.flush()
-            kept = f"{tally.num_rows:,} of {tally.total_rows:,} rows were written"
+            job.writer.flush()
+            kept = f"{run_stats.num_rows:,} of {run_stats.total_rows:,} rows were written"
             raise ExecutionError(f"the run failed: {innermost_reason(error)} ({kept})") from error
 
 
@@ -483,14 +483,14 @@ def find_manifest(job: Job) -> Manifest | None:
     return Manifest.of(identity, params, job.engine_config) if identity.has_weights else None
 
 
-def _drain(job: Job, tally: Tally) -> None:
+def _drain(job: Job, run_stats: RunStats) -> None:
     last_flush_s = time.monotonic()
     for table in _tables(job):
-        tally.add(table)
+        run_stats.add(table)
         job.check_lease()
-        job.sink.write(table)
+        job.writer.write(table)
         if time.monotonic() - last_flush_s > FLUSH_EVERY_S:
-            job.sink.flush()
+            job.writer.flush()
             last_flush_s = time.monotonic()
 
 
@@ -511,9 +511,9 @@ def _tables(job: Job) -> Iterator[pa.Table]:
         error_column=job.source.error_column,
         **job.options,
     )
-    if job.is_arranged:
+    if job.is_sorted:
         columns = {name: job.options[name] for name in PROMPT_COLUMNS}
-        dataset = arrange(dataset, **columns, rows_per_block=job.batch_size)
+        dataset = sort_by_prefix(dataset, **columns, rows_per_block=job.batch_size)
     else:
         dataset = dataset.repartition(target_num_rows_per_block=job.batch_size, strict=True)
     dataset = dataset.map_batches(MoEGenerator, **arguments)
@@ -534,15 +534,15 @@ def innermost_reason(error: BaseException) -> str:
     return type(error).__name__
 
 
-def print_summary(tally: Tally, output: Location, console: Console) -> None:
+def print_summary(run_stats: RunStats, output: Location, console: Console) -> None:
     """Print rows, the most frequent errors, tokens, speed, and where the output is."""
-    errors = f", {tally.num_errors:,} error rows" if tally.num_errors else ""
-    console.print(f"{tally.num_rows:,} rows in {format_seconds(tally.elapsed_s)}{errors}")
-    for reason, count in tally.reasons.most_common(MAX_REASONS):
+    errors = f", {run_stats.num_errors:,} error rows" if run_stats.num_errors else ""
+    console.print(f"{run_stats.num_rows:,} rows in {format_seconds(run_stats.elapsed_s)}{errors}")
+    for reason, count in run_stats.reasons.most_common(MAX_REASONS):
         console.print(f"  {count:,} x {harmless(reason)}")
     console.print(
-        f"{tally.num_input_tokens:,} tokens in, {tally.num_generated_tokens:,} tokens out, "
-        f"{tally.tokens_per_s:,.0f} tokens/s out (loading included)"
+        f"{run_stats.num_input_tokens:,} tokens in, {run_stats.num_generated_tokens:,} tokens out, "
+        f"{run_stats.tokens_per_s:,.0f} tokens/s out (loading included)"
     )
     console.print(f"output: {harmless(str(output))}")
 

@@ -12,10 +12,10 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from raymoe.cli.options import model_by_name, size
+from raymoe.cli import model_by_name, size
 from raymoe.config import MAX_RANKS
 from raymoe.errors import ConfigError, UnknownOptionError
-from raymoe.plan.device_pass import KV_BLOCK_TOKENS, DevicePass, StreamedPasses
+from raymoe.plan.device_step import KV_BLOCK_TOKENS, DeviceStep, StreamedSteps
 from raymoe.plan.pictures import PlanOn, roofline_picture, throughput_picture
 from raymoe.plan.plan import DEFAULT_WORKLOAD, RESOURCE_NAMES, Plan
 from raymoe.plan.policy import DevicePolicy, Footprint
@@ -163,10 +163,10 @@ def prediction_table(plan: Plan, price_per_hour: float | None) -> Table:
 
 
 def gantt(decode: Timeline, width: int) -> str:
-    """The layers in the middle of a decode pass as text of at most so many letters a line."""
+    """The layers in the middle of a decode step as text of at most so many letters a line."""
     few, shown, num_layers = middle_layers(decode, GANTT_LAYERS)
     title = (
-        f"{shown} of the {num_layers} layers of a decode pass, which takes "
+        f"{shown} of the {num_layers} layers of a decode step, which takes "
         f"{format_seconds(decode.makespan_s)}"
     )
     few = Timeline("", few.spans)
@@ -176,35 +176,40 @@ def gantt(decode: Timeline, width: int) -> str:
 def _policy_rows(plan: Plan) -> Iterator[Row]:
     policy = plan.policy
     if plan.num_ranks > 1:
-        yield "tensor parallel", f"{plan.num_ranks} GPUs share each pass; sizes are of one"
+        yield "tensor parallel", f"{plan.num_ranks} GPUs share each step; sizes are of one"
     yield "schedule", plan.schedule
     yield "batch", f"{policy.batch_size:,} sequences"
     yield (
-        "pass",
-        f"{policy.pass_tokens:,} tokens, {policy.prefill_chunk_tokens:,} of a prompt at most",
+        "step",
+        f"{policy.max_num_batched_tokens:,} tokens, "
+        f"{policy.max_prefill_chunk_tokens:,} of a prompt at most",
     )
     yield "KV cache", f"{policy.num_kv_blocks:,} blocks of {KV_BLOCK_TOKENS} tokens"
-    if isinstance(plan.passes, DevicePass):
-        yield from _device_rows(plan.passes.passes)
+    if isinstance(plan.steps, DeviceStep):
+        yield from _device_rows(plan.steps.steps)
 
 
-def _device_rows(passes: StreamedPasses) -> Iterator[Row]:
-    device, share = passes.device, 100 * passes.cpu_attention_fraction
-    yield "waves of a pass", str(passes.num_waves)
-    if passes.schedule == "waves":  # the others fix these themselves
-        yield "waves that attend ahead", str(device.look_ahead)
+def _device_rows(steps: StreamedSteps) -> Iterator[Row]:
+    device, share = steps.device, 100 * steps.cpu_attention_fraction
+    yield "micro-batches of a step", str(steps.num_micro_batches)
+    if steps.schedule == "micro_batches":  # the others fix these themselves
+        yield "micro-batches that attend ahead", str(device.look_ahead)
         yield "experts run", _group(device)
     yield "decode attention", f"{share:.0f} % on the CPU, {100 - share:.0f} % on the GPU"
-    cut = passes.cut
+    cut = steps.cut
     rest = f"the rest in pages of {format_bytes(cut.page_length)}"
     kept = f"{format_bytes(cut.resident_bytes)} resident"
     yield "weights", f"{kept}, {rest if cut.streamed_bytes else 'which is all of them'}"
 
 
 def _group(device: DevicePolicy) -> str:
-    if device.waves_per_group >= device.num_waves:
-        return "once for the pass"
-    return f"every {device.waves_per_group} waves" if device.waves_per_group > 1 else "every wave"
+    if device.micro_batches_per_group >= device.num_micro_batches:
+        return "once for the step"
+    return (
+        f"every {device.micro_batches_per_group} micro-batches"
+        if device.micro_batches_per_group > 1
+        else "every micro-batch"
+    )
 
 
 def _prediction_rows(plan: Plan, price_per_hour: float | None) -> Iterator[Row]:
@@ -213,7 +218,7 @@ def _prediction_rows(plan: Plan, price_per_hour: float | None) -> Iterator[Row]:
     yield "prefill", f"{plan.prefill_tokens_per_s:,.1f} prompt tokens/s"
     yield "decode", f"{plan.decode_tokens_per_s:,.1f} tokens/s"
     yield "end to end", f"{plan.tokens_per_s:,.1f} generated tokens/s"
-    yield "the job", f"{format_seconds(job.seconds)} in {job.num_passes:,.0f} passes"
+    yield "the job", f"{format_seconds(job.seconds)} in {job.num_steps:,.0f} passes"
     if price_per_hour is not None:
         million = plan.cost_per_million_tokens(price_per_hour)
         yield "cost", f"{million:.3g} per million generated tokens"
@@ -281,7 +286,7 @@ TensorParallel = Annotated[
     typer.Option(
         min=1,
         max=MAX_RANKS,
-        help="GPUs of the node that share every pass; the plan is that of one of them.",
+        help="GPUs of the node that share every step; the plan is that of one of them.",
     ),
 ]
 Price = Annotated[
@@ -317,7 +322,7 @@ def run(  # noqa: PLR0913 - the options of a command
     """Choose how to run a model on a node, and predict speed, time and cost of a job.
 
     Needs neither weights nor node. Prints policy, memory, what limits decoding,
-    predicted rates, and a few layers of a pass. What does not fit is refused
+    predicted rates, and a few layers of a step. What does not fit is refused
     with the bytes that are missing.
     """
     spec = model_by_name(model)
@@ -326,7 +331,7 @@ def run(  # noqa: PLR0913 - the options of a command
     _check(spec, node, workload, schedule=schedule, max_context=max_context)
     spec, node = of_one_rank(spec, node, tensor_parallel)
     plan_on: PlanOn = partial(
-        find_plan, spec, workload=workload, schedule=schedule, max_context_tokens=max_context
+        find_plan, spec, workload=workload, schedule=schedule, max_model_len=max_context
     )
     plan = plan_on(node)
     _print(plan, price_per_hour)
@@ -363,7 +368,7 @@ def _check(
         raise UnknownOptionError(schedule, SCHEDULES, "schedule")
     if schedule != "auto" and not node.has_gpu:
         raise ConfigError(f"--schedule {schedule}: {node.name} has no GPU; leave it out")
-    longest = min(max_context or model.max_context_tokens, model.max_context_tokens)
+    longest = min(max_context or model.max_model_len, model.max_model_len)
     if workload.context_tokens > longest:
         raise ConfigError(
             f"a row has {workload.prompt_tokens} + {workload.generated_tokens} tokens; "
@@ -403,8 +408,8 @@ def _what_if_table(plan: Plan, plan_on: PlanOn) -> Table:
 
 def _pictures(plan: Plan, model: ModelSpec, plan_on: PlanOn) -> dict[str, str]:
     pictures = {"throughput.svg": throughput_picture(plan, model, plan_on)}
-    if isinstance(plan.passes, DevicePass):
-        pictures["roofline.svg"] = roofline_picture(plan, plan.passes)
+    if isinstance(plan.steps, DeviceStep):
+        pictures["roofline.svg"] = roofline_picture(plan, plan.steps)
     return pictures
 
 

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from raymoe.cli.options import model_by_name
+from raymoe.cli import model_by_name
 from raymoe.config import Settings
 from raymoe.device.cuda_api import TorchCuda
 from raymoe.errors import ConfigError

@@ -30,7 +30,7 @@ from raymoe.cli.storage import Location
 from raymoe.data import manifest as manifests
 from raymoe.data.journal import journal_files, make_journal_directory
 from raymoe.data.manifest import FILE_NAME, Manifest
-from raymoe.data.quarantine import inside_files
+from raymoe.data.quarantine import in_flight_files
 from raymoe.data.status import check_status, clear_status, report_beside, status_beside
 from raymoe.errors import ConfigError, ExecutionError, RaymoeError
 from raymoe.report import is_report
@@ -222,7 +222,7 @@ def _process_start(pid: int) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Remains:
+class ResumeState:
     """The files beside an output.
 
     Attributes:
@@ -234,7 +234,7 @@ class Remains:
     journal: Path | None
 
     @classmethod
-    def of(cls, output: Location, journal_dir: str | None = None) -> "Remains":
+    def of(cls, output: Location, journal_dir: str | None = None) -> "ResumeState":
         """Return what is beside an output.
 
         Args:
@@ -371,7 +371,7 @@ class Remains:
         if self.journal is None:
             return []
         unfinished = self.journal.glob(f".{FILE_NAME}.*.tmp")
-        known = [*self._row_files(), *inside_files(self.journal)]
+        known = [*self._row_files(), *in_flight_files(self.journal)]
         known += [self.journal / FILE_NAME, *unfinished]
         return [path for path in known if path.exists()]
 

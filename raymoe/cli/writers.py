@@ -190,7 +190,7 @@ PREFIX = "part-"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class Shards:
     """The parts of an output.
 
     Attributes:
@@ -251,7 +251,7 @@ ROWS_PER_PART = 8192
 
 
 @dataclass(kw_only=True)
-class JoinedSink:
+class JoinedWriter:
     """One file of JSON lines on an object store; ``<name>.partial/`` until it is complete.
 
     As long as the first part is there, the rows are those of the parts, and the file itself is
@@ -266,9 +266,9 @@ class JoinedSink:
     _next_part: int = 0
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> Shards:
         directory = self.location.sibling(f"{self.location.name}.partial")
-        return Parts(directory=directory, suffix=".jsonl", run=self.run)
+        return Shards(directory=directory, suffix=".jsonl", run=self.run)
 
     def prepare(self, *, resume: bool, overwrite: bool) -> None:
         """Refuse rows that are there, keep them or delete them."""
@@ -348,7 +348,7 @@ TAIL_BYTES = 1 << 20
 
 
 @dataclass(kw_only=True)
-class JsonlSink:
+class JsonlWriter:
     """One file of JSON lines; ``<name>.partial`` until it is complete."""
 
     location: Location
@@ -443,7 +443,7 @@ def _after_newline(file: IO[bytes], end: int) -> int:
 
 
 @dataclass(kw_only=True)
-class ParquetSink:
+class ParquetWriter:
     """A directory of part files, local or of an object store.
 
     Attributes:
@@ -459,8 +459,8 @@ class ParquetSink:
     _next_part: int = 0
 
     @property
-    def parts(self) -> Parts:
-        return Parts(directory=self.location, suffix=".parquet", run=self.run)
+    def parts(self) -> Shards:
+        return Shards(directory=self.location, suffix=".parquet", run=self.run)
 
     def prepare(self, *, resume: bool, overwrite: bool) -> None:
         """Make the directory; with `overwrite`, remove the parts that are there."""
@@ -533,7 +533,7 @@ def _read_rows(part: Location, *, id_column: str, lines: TableLines) -> list[Wri
         ) from error
 
 
-class Sink(Protocol):
+class Writer(Protocol):
     """A place for finished rows."""
 
     location: Location
@@ -561,14 +561,14 @@ class Sink(Protocol):
         ...
 
 
-def open_sink(
+def open_writer(
     location: Location,
     source: Source,
     *,
     has_samples: bool = False,
     content_columns: tuple[str, ...] = (),
     run: str = "",
-) -> Sink:
+) -> Writer:
     """Return a file of JSON lines when the name ends in .jsonl, else a directory of parquet.
 
     Args:
@@ -589,13 +589,13 @@ def open_sink(
         kind_of_lines = SampleLines if has_samples else TableLines
         lines = BatchLines() if source.is_batch else kind_of_lines(*columns)
         if location.is_local:
-            return JsonlSink(location=location, lines=lines)
-        return JoinedSink(location=location, lines=lines, run=run)
+            return JsonlWriter(location=location, lines=lines)
+        return JoinedWriter(location=location, lines=lines, run=run)
     if source.is_batch:
         raise ConfigError(f"--output {location}: responses of an OpenAI batch are JSON lines; give "
                           "a file that ends in .jsonl, or --format table")  # fmt: skip
     lines = TableLines(*columns)
-    return ParquetSink(location=location, has_samples=has_samples, lines=lines, run=run)
+    return ParquetWriter(location=location, has_samples=has_samples, lines=lines, run=run)
 
 
 def check_apart(output: Location, inputs: Iterable[Location], root: Location) -> None:

@@ -26,7 +26,7 @@ MEMORY_FRACTION = 0.85  # of a node's: Ray ends processes of a node that is 95 %
 # Typical rates of a core; they decide the sizes of a plan, never results.
 CORE_BYTES_PER_S, CORE_FLOP_PER_S = 8e9, 60e9
 # Prompts and answers need little: Ray's default of 30 % of the memory belongs to the KV cache.
-ENOUGH_STORE_BYTES, MOST_STORE_BYTES = int(8 * GB), int(16 * GB)
+MIN_STORE_BYTES, MAX_STORE_BYTES = int(8 * GB), int(16 * GB)
 _ACCELERATOR = "accelerator_type:"
 _PRESETS_OF_RAY = {"a10g": "a10"}  # Ray's names of GPUs that are not ours in lower case
 
@@ -127,12 +127,12 @@ class Cluster:
 
     def advise(self) -> None:
         """Warn of an object store that takes memory which the KV cache could use."""
-        if self.store_bytes > MOST_STORE_BYTES:
+        if self.store_bytes > MAX_STORE_BYTES:
             logger.warning(
                 "Ray's object store has %s of a node, which the engine cannot use; prompts and "
                 "answers need little of it: start nodes with --object-store-memory=%d",
                 format_bytes(self.store_bytes),
-                ENOUGH_STORE_BYTES,
+                MIN_STORE_BYTES,
             )
 
 
@@ -140,8 +140,8 @@ def _has_ray() -> bool:
     return bool(ray.is_initialized())
 
 
-def _with_gpus(nodes: Sequence[Mapping[str, Any]], least: float) -> list[Mapping[str, Any]]:
-    enough = [resources for resources in nodes if resources.get("GPU", 0) >= least]
+def _with_gpus(nodes: Sequence[Mapping[str, Any]], minimum: float) -> list[Mapping[str, Any]]:
+    enough = [resources for resources in nodes if resources.get("GPU", 0) >= minimum]
     return enough or [resources for resources in nodes if resources.get("GPU", 0) > 0]
 
 

@@ -152,7 +152,7 @@ class Found(NamedTuple):
 
 
 class JobRows:
-    """Finished rows are found, guilty ones refused; the others are let in and recorded."""
+    """Finished rows are found, poison ones refused; the others are let in and recorded."""
 
     def __init__(self, finished: FinishedRows, admission: Admission) -> None:
         self._finished, self._admission = finished, admission
@@ -171,7 +171,7 @@ class JobRows:
         """Return what is known of each row.
 
         Raises:
-            ExecutionError: So many rows are guilty that the engine must be; fails the job.
+            ExecutionError: So many rows are poison that the engine must be; fails the job.
         """
         keys = self._finished.keys(requests)
         answers = self._finished.look_up(keys)

@@ -43,7 +43,7 @@ class Manifest:
         config: Digest of config.json and generation_config.json.
         weights: Digest of the weight files; "" where it is not known yet, which agrees with any.
         sampling_params: Of rows that have none of their own, as far as they differ from raymoe's.
-        max_context_tokens: Limit given by the user; None is the model's.
+        max_model_len: Limit given by the user; None is the model's.
         on_too_long: What happens to long prompts.
     """
 
@@ -59,7 +59,7 @@ class Manifest:
     seed: int
     dtype: str
     kv_dtype: str
-    max_context_tokens: int | None
+    max_model_len: int | None
     on_too_long: str
 
     @classmethod
@@ -82,7 +82,7 @@ class Manifest:
             seed=config.seed,
             dtype=dtype,
             kv_dtype=dtype if config.kv_dtype == "auto" else config.kv_dtype,
-            max_context_tokens=config.max_context_tokens,
+            max_model_len=config.max_model_len,
             on_too_long=config.on_too_long,
         )
 

@@ -25,27 +25,27 @@ from raymoe.data.status import (
     FAILED,
     HISTORY_COLUMNS,
     LOADING,
-    PASS_PREFIX,
     RUNNING,
+    STEP_PREFIX,
     ActorStatus,
     HistoryPoint,
-    PassRecord,
     PlainSpan,
     PlanSummary,
     RowCounts,
+    StepRecord,
     make_status_directory,
     write_record,
 )
 from raymoe.engine.outputs import EngineStats, Generation
 from raymoe.plan.pictures import operations_of
 from raymoe.plan.plan import RESOURCE_NAMES, Plan
-from raymoe.plan.work import PassLoad
+from raymoe.plan.work import StepLoad
 from raymoe.schedule.timeline import Timeline, middle_layers
 
 if TYPE_CHECKING:
     from ray.util.metrics import Metric as RayMetric
 
-    from raymoe.engine.accuracy import MeasuredPass
+    from raymoe.engine.accuracy import MeasuredStep
     from raymoe.engine.engine import Engine
 
 
@@ -123,18 +123,18 @@ _PLAIN = (
         "Sequences that gave up their KV blocks and were computed again.",
         _of_engine(lambda one: one.num_preemptions),
     ),
-    ("passes", _COUNTER, "Passes run.", _of_engine(lambda one: one.num_passes)),
-    ("pass_seconds", _COUNTER, "Time in passes.", _of_engine(lambda one: one.busy_s)),
+    ("steps", _COUNTER, "Passes run.", _of_engine(lambda one: one.num_steps)),
+    ("step_seconds", _COUNTER, "Time in steps.", _of_engine(lambda one: one.busy_s)),
     (
-        "predicted_pass_seconds",
+        "predicted_step_seconds",
         _COUNTER,
-        "What the plan predicted for these passes.",
+        "What the plan predicted for these steps.",
         _of_engine(lambda one: one.predicted_s),
     ),
     (
         "link_seconds",
         _COUNTER,
-        "Time in passes that the link to the device was busy.",
+        "Time in steps that the link to the device was busy.",
         _of_engine(lambda one: one.link_s),
     ),
     (
@@ -365,48 +365,48 @@ def error_kind(error: str, known: Collection[str] = ()) -> str:
     return kind if has_place and _KIND.fullmatch(kind) else OTHER
 
 
-MAX_PASSES = 16  # that are remembered; each may have thousands of spans
+MAX_STEPS = 16  # that are remembered; each may have thousands of spans
 SHOWN_LAYERS = 2  # two kinds of layers may take turns
 
 
-class TypicalPass:
-    """Remembers a few passes of a run, spread over all of it; one thread uses it."""
+class TypicalStep:
+    """Remembers a few steps of a run, spread over all of it; one thread uses it."""
 
     def __init__(self) -> None:
-        self._passes: list[MeasuredPass] = []
+        self._steps: list[MeasuredStep] = []
         self._stride = self._until_next = 1
 
-    def see(self, measured: "MeasuredPass | None") -> None:
+    def see(self, measured: "MeasuredStep | None") -> None:
         """Take the latest pass into account; every n-th is kept, with n growing over time."""
-        if measured is None or (self._passes and measured is self._passes[-1]):
+        if measured is None or (self._steps and measured is self._steps[-1]):
             return
         self._until_next -= 1
         if self._until_next:
             return
-        if len(self._passes) == MAX_PASSES:
-            self._passes = self._passes[::2]
+        if len(self._steps) == MAX_STEPS:
+            self._steps = self._steps[::2]
             self._stride *= 2
-        self._passes.append(measured)
+        self._steps.append(measured)
         self._until_next = self._stride
 
-    def choose(self) -> "MeasuredPass | None":
-        """A pass of the most frequent kind, of median length; None before the first."""
-        if not self._passes:
+    def choose(self) -> "MeasuredStep | None":
+        """A step of the most frequent kind, of median length; None before the first."""
+        if not self._steps:
             return None
-        kinds = Counter(_kind(one.load) for one in self._passes)
+        kinds = Counter(_kind(one.load) for one in self._steps)
         ((kind, _),) = kinds.most_common(1)
-        alike = [one for one in self._passes if _kind(one.load) == kind]
-        return sorted(alike, key=lambda one: one.timeline.makespan_s)[len(alike) // 2]
+        duplicates = [one for one in self._steps if _kind(one.load) == kind]
+        return sorted(duplicates, key=lambda one: one.timeline.makespan_s)[len(duplicates) // 2]
 
 
-def record_pass(actor: str, model: str, plan: Plan, chosen: "MeasuredPass") -> PassRecord:
-    """A pass beside its prediction, and what the plan computes under the roofs of its node.
+def record_step(actor: str, model: str, plan: Plan, chosen: "MeasuredStep") -> StepRecord:
+    """A step beside its prediction, and what the plan computes under the roofs of its node.
 
     Of both only the layers in the middle: all of a large model would be megabytes.
     """
-    predicted, measured = plan.passes.timeline(chosen.load), chosen.timeline
+    predicted, measured = plan.steps.timeline(chosen.load), chosen.timeline
     excerpt = middle_layers(measured, SHOWN_LAYERS)
-    return PassRecord(
+    return StepRecord(
         actor=actor,
         model=model,
         schedule=plan.schedule,
@@ -425,7 +425,7 @@ def record_pass(actor: str, model: str, plan: Plan, chosen: "MeasuredPass") -> P
     )
 
 
-def _kind(load: PassLoad) -> tuple[bool, bool]:
+def _kind(load: StepLoad) -> tuple[bool, bool]:
     return load.decode_rows > 0, load.prompt_tokens > 0
 
 
@@ -461,7 +461,7 @@ class ActorProbe:
         self._engine: Engine | None = None
         self._stats: EngineStats | None = None
         self._plan: PlanSummary | None = None
-        self._history, self._passes = History(), TypicalPass()
+        self._history, self._steps = History(), TypicalStep()
 
     def attach(self, engine: "Engine") -> None:
         self._engine = engine
@@ -474,7 +474,7 @@ class ActorProbe:
         if self._plan is None and engine.plan is not None:
             self._plan = summarise(engine.plan)
         if engine.accuracy is not None:
-            self._passes.see(engine.accuracy.last_pass)
+            self._steps.see(engine.accuracy.last_step)
         self._stats = stats = engine.stats()
         self._history.add(
             (
@@ -503,12 +503,12 @@ class ActorProbe:
             history=self._history.points,
         )
 
-    def typical_pass(self) -> PassRecord | None:
-        """A pass that shows how it goes, beside its prediction; takes a simulation."""
-        chosen, engine = self._passes.choose(), self._engine
+    def typical_step(self) -> StepRecord | None:
+        """A step that shows how it goes, beside its prediction; takes a simulation."""
+        chosen, engine = self._steps.choose(), self._engine
         if chosen is None or engine is None or engine.plan is None:
             return None
-        return record_pass(self.actor, self._model, engine.plan, chosen)
+        return record_step(self.actor, self._model, engine.plan, chosen)
 
 
 def summarise(plan: Plan) -> PlanSummary:
@@ -546,7 +546,7 @@ def actor_line(status: ActorStatus) -> str:
 SAMPLE_EVERY_S = 1.0
 WRITE_EVERY_S = 3.0
 LOG_EVERY_S = 60.0
-FIRST_PASS_S = 10.0  # until a typical pass is written; then after twice as long, and so on
+FIRST_STEP_S = 10.0  # until a typical step is written; then after twice as long, and so on
 LAST_WRITE_S = 10.0  # a slow disk must not keep a broken process from being replaced
 
 logger = logging.getLogger(__name__)
@@ -567,8 +567,8 @@ class Observer:
         self._directory = None if status_dir is None else make_status_directory(status_dir)
         self._model, self._probe = model, ActorProbe(model, rows)
         self._metrics: RayMetrics | None = None
-        self._written_s = self._logged_s = self._pass_s = time.monotonic() - WRITE_EVERY_S
-        self._pass_every_s = FIRST_PASS_S
+        self._written_s = self._logged_s = self._step_s = time.monotonic() - WRITE_EVERY_S
+        self._step_every_s = FIRST_STEP_S
         self._cannot_write = self._is_broken = False
         self._thread = Periodic(self._look, SAMPLE_EVERY_S, name="raymoe-status")
 
@@ -605,22 +605,22 @@ class Observer:
         if self._metrics is not None:
             self._metrics.publish(status)
         self._write(ACTOR_PREFIX, status)
-        if self._directory is not None and (is_last or self._is_time_for_a_pass(now_s)):
-            typical = self._probe.typical_pass()
+        if self._directory is not None and (is_last or self._is_time_for_a_step(now_s)):
+            typical = self._probe.typical_step()
             if typical is not None:
-                self._write(PASS_PREFIX, typical)
+                self._write(STEP_PREFIX, typical)
         if status.state == RUNNING and now_s - self._logged_s >= LOG_EVERY_S:
             self._logged_s = now_s
             logger.info("%s", actor_line(status))
 
-    def _is_time_for_a_pass(self, now_s: float) -> bool:
-        if now_s - self._pass_s < self._pass_every_s:
+    def _is_time_for_a_step(self, now_s: float) -> bool:
+        if now_s - self._step_s < self._step_every_s:
             return False
-        self._pass_s = now_s
-        self._pass_every_s *= 2
+        self._step_s = now_s
+        self._step_every_s *= 2
         return True
 
-    def _write(self, prefix: str, record: ActorStatus | PassRecord) -> None:
+    def _write(self, prefix: str, record: ActorStatus | StepRecord) -> None:
         if self._directory is None:
             return
         try:

@@ -104,9 +104,9 @@ def _read_params(body: dict[str, Any], *, is_chat: bool) -> dict[str, Any]:
         value = body.pop(name, values[0])
         if value not in values:
             raise _refused("body", f"has {name} {shown(value)}; it takes {values[0]!r}")
-    most = body.pop("max_completion_tokens", None)
-    if most is not None:
-        params["max_tokens"] = most
+    maximum = body.pop("max_completion_tokens", None)
+    if maximum is not None:
+        params["max_tokens"] = maximum
     params |= (_chat_logprobs if is_chat else _completion_logprobs)(body)
     params |= _form(body.pop("response_format", {"type": "text"}))
     if body:

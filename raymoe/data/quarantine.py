@@ -21,7 +21,7 @@ from raymoe.specs.files import open_regular
 from raymoe.units import MIB
 
 MAGIC = b"raymoei1"
-INSIDE, DEATH, SUFFIX = "inside-", "death-", ".rows"
+IN_FLIGHT, DEATH, SUFFIX = "inside-", "death-", ".rows"
 ENTERED, ALONE, LEFT = b"E", b"A", b"L"
 REWRITE_BYTES = MIB  # a file that has grown so long is replaced by what is inside now
 _RECORD_BYTES = 1 + KEY_BYTES
@@ -46,7 +46,7 @@ class Death:
     when_ns: int
 
 
-class InsideFile:
+class InFlightFile:
     """Rows that are inside of this process, on disk. Thread-safe.
 
     A disk that refuses a write costs what is known of the rows inside, and never the job.
@@ -56,7 +56,7 @@ class InsideFile:
         self._directory = directory
         self._lock = threading.Lock()  # guards everything below
         self._path, self._file, self._size = directory, -1, 0
-        self._inside: Counter[bytes] = Counter()
+        self._in_flight: Counter[bytes] = Counter()
         self._has_finished = False
         self._is_failing = False
 
@@ -73,8 +73,8 @@ class InsideFile:
             left: Keys of rows that entered before and are finished.
         """
         with self._lock:
-            self._inside.subtract(left)
-            self._inside += Counter()  # drops those that are 0
+            self._in_flight.subtract(left)
+            self._in_flight += Counter()  # drops those that are 0
             self._has_finished |= bool(left)
             try:
                 if self._file < 0 or (entered and self._size > REWRITE_BYTES):
@@ -84,26 +84,26 @@ class InsideFile:
                 self._append(_pack(ALONE if alone else ENTERED, entered))
             except OSError as error:
                 self._give_up(error)
-            self._inside.update(entered)
+            self._in_flight.update(entered)
 
     def close(self) -> None:
         """Give the lock back; a file that tells nothing goes."""
         with self._lock:
             has_deaths = any(self._directory.glob(f"{DEATH}*{SUFFIX}"))
-            if self._file >= 0 and not self._inside and not (self._has_finished and has_deaths):
+            if self._file >= 0 and not self._in_flight and not (self._has_finished and has_deaths):
                 self._path.unlink(missing_ok=True)
             self._close_file()
 
     def _open_file(self) -> None:
-        temporary = self._directory / f".{INSIDE}{uuid.uuid4().hex}.tmp"
+        temporary = self._directory / f".{IN_FLIGHT}{uuid.uuid4().hex}.tmp"
         if self._file < 0:
-            self._path = self._directory / f"{INSIDE}{uuid.uuid4().hex}{SUFFIX}"
+            self._path = self._directory / f"{IN_FLIGHT}{uuid.uuid4().hex}{SUFFIX}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
         file = open_private(temporary, flags)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             told = _pack(LEFT, [_NOBODY] if self._has_finished else [])
-            told += _pack(ENTERED, self._inside.elements())
+            told += _pack(ENTERED, self._in_flight.elements())
             _write_all(file, MAGIC + told)
             # Only now others see it: locked, and whole.
             temporary.replace(self._path)
@@ -174,15 +174,15 @@ def read_death(path: Path) -> Death:
 
 def keep_deaths(directory: Path, own_name: str) -> None:
     """Turn the files of processes that have ended into deaths; those that tell nothing go."""
-    for path in directory.glob(f"{INSIDE}*{SUFFIX}"):
+    for path in directory.glob(f"{IN_FLIGHT}*{SUFFIX}"):
         if path.name != own_name:
             with contextlib.suppress(FileNotFoundError):  # another process was faster
                 _keep_if_dead(path)
 
 
-def inside_files(directory: Path) -> list[Path]:
+def in_flight_files(directory: Path) -> list[Path]:
     """Return all files of this kind in a directory, in the order of their names."""
-    patterns = (f"{INSIDE}*{SUFFIX}", f"{DEATH}*{SUFFIX}", f".{INSIDE}*.tmp")
+    patterns = (f"{IN_FLIGHT}*{SUFFIX}", f"{DEATH}*{SUFFIX}", f".{IN_FLIGHT}*.tmp")
     return sorted(path for pattern in patterns for path in directory.glob(pattern))
 
 
@@ -199,7 +199,7 @@ def _keep_if_dead(path: Path) -> None:
             return  # its process has begun it again
         death = read_death(path)
         if death.inside or death.has_finished:
-            path.rename(path.with_name(DEATH + path.name.removeprefix(INSIDE)))
+            path.rename(path.with_name(DEATH + path.name.removeprefix(IN_FLIGHT)))
         else:
             path.unlink()
     finally:
@@ -216,14 +216,14 @@ def _write_all(file: int, data: bytes) -> None:
         view = view[os.write(file, view) :]
 
 
-STRIKES = 2  # deaths alone that make a row guilty
+MAX_CRASHES = 2  # deaths alone that make a row poison
 SUSPECT_AFTER = 2  # unexplained deaths
 DIVISOR = 8
-MAX_GUILTY_IN_A_ROW = 3
+MAX_POISON_IN_A_ROW = 3
 LOOK_EVERY_S = 1.0
 
 
-class Strikes:
+class CrashCounts:
     """The deaths of a job, from all its processes and runs. Thread-safe.
 
     Args:
@@ -234,9 +234,9 @@ class Strikes:
         self._directory = directory
         self._lock = threading.Lock()  # guards everything below
         self._deaths: dict[str, Death] = {}
-        self._num_strikes: Counter[bytes] = Counter()
+        self._num_crashes: Counter[bytes] = Counter()
         self._num_deaths: Counter[bytes] = Counter()  # unexplained
-        self._most_inside = 0
+        self._max_in_flight = 0
         self._next_look_s = 0.0
 
     def look(self, own_name: str) -> None:
@@ -256,34 +256,35 @@ class Strikes:
         with self._lock:
             return self._num_deaths[key]
 
-    def is_guilty(self, key: bytes) -> bool:
+    def is_poison(self, key: bytes) -> bool:
         """Whether a row has ended its process too often, alone."""
         with self._lock:
-            return self._num_strikes[key] >= STRIKES
+            return self._num_crashes[key] >= MAX_CRASHES
 
-    def most_at_once(self, num_deaths: int) -> int | None:
+    def max_at_once(self, num_deaths: int) -> int | None:
         """Rows with so many unexplained deaths or more that may run at once; None for no limit."""
         if num_deaths < SUSPECT_AFTER:
             return None
         with self._lock:
             divisor: int = DIVISOR ** (num_deaths - SUSPECT_AFTER + 1)
-            return max(1, self._most_inside // divisor)
+            return max(1, self._max_in_flight // divisor)
 
     def check_engine(self) -> None:
         """Refuse to blame rows for an engine that finishes none.
 
         Raises:
-            ExecutionError: Several rows in turn were guilty, and none was finished in between.
+            ExecutionError: Several rows in turn were poison, and none was finished in between.
         """
         with self._lock:
             deaths = self._deaths.values()
             last_s = max((death.when_ns for death in deaths if death.has_finished), default=0)
             since = [death for death in deaths if death.when_ns > last_s and death.was_alone]
             keys = {key for death in since for key in death.inside}
-            guilty = [key for key in keys if self._num_strikes[key] >= STRIKES]
-        if len(guilty) >= MAX_GUILTY_IN_A_ROW:
+            poison = [key for key in keys if self._num_crashes[key] >= MAX_CRASHES]
+        if len(poison) >= MAX_POISON_IN_A_ROW:
             raise ExecutionError(
-                f"{len(guilty)} rows in turn, each alone, have ended their process {STRIKES} times "
+                f"{len(poison)} rows in turn, each alone, have ended their process "
+                f"{MAX_CRASHES} times "
                 "and none was finished in between: the engine or its machine is at fault and not "
                 f"the rows. Find the reason in the logs of the actors, remove "
                 f"{self._directory / DEATH}*, and start again"
@@ -300,19 +301,19 @@ class Strikes:
             except (OSError, CheckpointError) as error:
                 logger.warning("%s cannot be read: %s", found[name], error)
         self._deaths = known
-        self._num_strikes = Counter(
+        self._num_crashes = Counter(
             key for death in known.values() if death.was_alone for key in death.inside
         )
-        guilty = {key for key, count in self._num_strikes.items() if count >= STRIKES}
-        unexplained = [death for death in known.values() if not death.inside & guilty]
+        poison = {key for key, count in self._num_crashes.items() if count >= MAX_CRASHES}
+        unexplained = [death for death in known.values() if not death.inside & poison]
         self._num_deaths = Counter(key for death in unexplained for key in death.inside)
-        self._most_inside = max((len(death.inside) for death in unexplained), default=0)
+        self._max_in_flight = max((len(death.inside) for death in unexplained), default=0)
         logger.info(
-            "%s: %d processes have ended, %d of them unexplained; %d rows are guilty",
+            "%s: %d processes have ended, %d of them unexplained; %d rows are poison",
             self._directory,
             len(known),
             len(unexplained),
-            len(guilty),
+            len(poison),
         )
 
 
@@ -332,32 +333,32 @@ class Admission:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._strikes = Strikes(directory)
-        self._file = InsideFile(directory)
+        self._crash_counts = CrashCounts(directory)
+        self._file = InFlightFile(directory)
         # Guards everything below; notified when rows leave.
         self._changed = threading.Condition()
-        self._num_inside = 0
-        self._suspects: Counter[int] = Counter()  # inside, by unexplained deaths
+        self._num_in_flight = 0
+        self._quarantined: Counter[int] = Counter()  # inside, by unexplained deaths
         self._is_alone = False  # the one row that is inside must be alone
         self._num_waiting_alone = 0
         self._is_broken = False
         self._left: list[bytes] = []  # not written yet
         self._has_finished = False
-        self._strikes.look(self._file.name)
+        self._crash_counts.look(self._file.name)
 
     def verdict(self, key: bytes) -> Generation | None:
-        """Return the answer of a row that is guilty, None for the others.
+        """Return the answer of a row that is poison, None for the others.
 
         Raises:
-            ExecutionError: It is not the rows that end processes; see `Strikes.check_engine`.
+            ExecutionError: It is not the rows that end processes; see `Crashes.check_engine`.
         """
-        if not self._strikes.is_guilty(key):
+        if not self._crash_counts.is_poison(key):
             return None
         if not self._has_finished:
-            self._strikes.check_engine()
+            self._crash_counts.check_engine()
         error = ExecutionError(
-            f"this row ended the process {STRIKES} times while nothing else was in it, so it is "
-            "not tried again; the logs of the actors may say how"
+            f"this row ended the process {MAX_CRASHES} times while nothing else was in it, so it "
+            "is not tried again; the logs of the actors may say how"
         )
         return Generation.from_error(error)
 
@@ -369,13 +370,13 @@ class Admission:
         Raises:
             ExecutionError: The engine is broken.
         """
-        self._strikes.look(self._file.name)
-        deaths = [self._strikes.num_deaths(key) for key in keys]
-        free = [i for i, count in enumerate(deaths) if self._most_at_once(count) is None]
+        self._crash_counts.look(self._file.name)
+        deaths = [self._crash_counts.num_deaths(key) for key in keys]
+        free = [i for i, count in enumerate(deaths) if self._max_at_once(count) is None]
         if free:
             yield self._enter(Group(free, 0), keys)
-        suspects = sorted(set(range(len(keys))) - set(free), key=lambda i: -deaths[i])
-        for i in suspects:
+        quarantined = sorted(set(range(len(keys))) - set(free), key=lambda i: -deaths[i])
+        for i in quarantined:
             yield self._enter(Group([i], deaths[i]), keys)
 
     def leave(self, key: bytes, num_deaths: int, *, is_finished: bool) -> None:
@@ -385,9 +386,9 @@ class Admission:
             is_finished: False where the engine broke: for the next process it is still inside.
         """
         with self._changed:
-            self._num_inside -= 1
-            self._suspects[num_deaths] -= 1
-            if not self._num_inside:
+            self._num_in_flight -= 1
+            self._quarantined[num_deaths] -= 1
+            if not self._num_in_flight:
                 self._is_alone = False
             if is_finished:
                 self._left.append(key)
@@ -407,19 +408,19 @@ class Admission:
         self._file.close()
 
     def _enter(self, group: Group, keys: Sequence[bytes]) -> Group:
-        alone = self._most_at_once(group.num_deaths) == 1
+        alone = self._max_at_once(group.num_deaths) == 1
         with self._changed:
             if alone:
                 self._num_waiting_alone += 1
-                self._changed.wait_for(lambda: not self._num_inside or self._is_broken)
+                self._changed.wait_for(lambda: not self._num_in_flight or self._is_broken)
                 self._num_waiting_alone -= 1
             else:
                 self._changed.wait_for(lambda: self._has_room(group.num_deaths) or self._is_broken)
             if self._is_broken:
                 raise ExecutionError("the engine is broken, so that no more rows enter")
             self._is_alone = alone
-            self._num_inside += len(group.positions)
-            self._suspects[group.num_deaths] += len(group.positions)
+            self._num_in_flight += len(group.positions)
+            self._quarantined[group.num_deaths] += len(group.positions)
         entered = [keys[i] for i in group.positions]
         self._file.record(entered=entered, left=self._take_left(), alone=alone)
         return group
@@ -428,14 +429,14 @@ class Admission:
         if self._is_alone or self._num_waiting_alone:
             return False
         for level in range(SUSPECT_AFTER, num_deaths + 1):
-            inside = sum(count for deaths, count in self._suspects.items() if deaths >= level)
-            limit = self._most_at_once(level)
+            inside = sum(count for deaths, count in self._quarantined.items() if deaths >= level)
+            limit = self._max_at_once(level)
             if limit is not None and inside >= limit:
                 return False
         return True
 
-    def _most_at_once(self, num_deaths: int) -> int | None:
-        return self._strikes.most_at_once(num_deaths)
+    def _max_at_once(self, num_deaths: int) -> int | None:
+        return self._crash_counts.max_at_once(num_deaths)
 
     def _take_left(self) -> list[bytes]:
         with self._changed:

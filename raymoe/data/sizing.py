@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ray.data import DataContext
 
 
-NO_PROGRESS_TIMEOUT_S = 6 * 3600  # one slow wave or a large load moves no block
+NO_PROGRESS_TIMEOUT_S = 6 * 3600  # one slow micro-batch or a large load moves no block
 
 
 def configure_data_context(
@@ -30,7 +30,7 @@ def configure_data_context(
     no_progress_timeout_s: float = NO_PROGRESS_TIMEOUT_S,
     context: "DataContext | None" = None,
 ) -> "DataContext":
-    """Set Ray Data up for long passes; call it before the dataset is made.
+    """Set Ray Data up for long steps; call it before the dataset is made.
 
     Without it Ray Data ends a job in which no block moved for half an hour, as happens while large
     weights load or few long rows are left; and each of the hundreds of tasks inside of an actor has
@@ -119,13 +119,13 @@ except ImportError as error:
 
 MAX_CONCURRENT_CALLS = 256  # of an actor; beyond it Ray Data dispatches slower than it gains
 MAX_CALLS_OF_A_JOB = 8192  # the driver starts some 50 a second, and keeps watch over all of them
-LEAST_CALLS = 16  # of an actor; with fewer, many finished rows wait for the slowest of their call
+MIN_CALLS = 16  # of an actor; with fewer, many finished rows wait for the slowest of their call
 DEFAULT_ROWS = 1024
 # A call holds its finished rows until its slowest is done, so more rows must be inside than live:
 # as often as the longest row of a call is longer than the mean. Twice keeps a batch full if lengths
 # vary by half; with lengths like those of answers that end by themselves it would be 0.6 full.
 ROWS_PER_SEQUENCE = 4
-LEAST_ROWS_PER_CALL = 16  # a task costs the driver some milliseconds, however few its rows are
+MIN_ROWS_PER_CALL = 16  # a task costs the driver some milliseconds, however few its rows are
 DIRECTORIES = ("journal_dir", "status_dir")
 PREFETCHED_FRACTION = 0.25  # tasks that wait at the actor with their input already local
 
@@ -194,8 +194,8 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
 
 def rows_of_a_call(rows_in_flight: int, num_actors: int) -> int:
     """Return the least rows of a call with which so many are inside of each actor."""
-    calls = min(MAX_CONCURRENT_CALLS, max(LEAST_CALLS, MAX_CALLS_OF_A_JOB // num_actors))
-    return max(LEAST_ROWS_PER_CALL, ceil_div(rows_in_flight, calls))
+    calls = min(MAX_CONCURRENT_CALLS, max(MIN_CALLS, MAX_CALLS_OF_A_JOB // num_actors))
+    return max(MIN_ROWS_PER_CALL, ceil_div(rows_in_flight, calls))
 
 
 def _find_cluster(
@@ -302,7 +302,7 @@ def plan_actor(
         policy=config.policy,
         bytes_per_element=BYTES_PER_ELEMENT[dtype],
         kv_bytes_per_element=BYTES_PER_ELEMENT[kv_dtype],
-        max_context_tokens=config.max_context_tokens,
+        max_model_len=config.max_model_len,
         # Where Ray does not know the GPUs of a node, ranks need what one engine would.
         tensor_parallel_size=config.tensor_parallel_size if given.has_gpu else 1,
     )

@@ -1,4 +1,4 @@
-"""In which order should rows come? Those that begin alike together, the dear ones first.
+"""In which order should rows come? Those that begin the same together, the expensive ones first.
 
 The engine computes a prefix that rows share once, as long as they come near each other. Ray Data
 sorts the rows; each sorted part is then dealt into blocks that cost about the same, and the last
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PREFIX_BYTES = 2048
 ROWS_PER_BLOCK = 16  # a call, unless an actor has very many rows inside
-LEAST_SHARED_BYTES = 64  # the engine shares blocks of 32 tokens, which rarely take fewer bytes
+MIN_SHARED_BYTES = 64  # the engine shares blocks of 32 tokens, which rarely take fewer bytes
 PREFIX, MIX, SIZE = "__raymoe_prefix__", "__raymoe_mix__", "__raymoe_size__"
 KEYS = (PREFIX, MIX, SIZE)
 _INDEX_BITS = 20
@@ -35,7 +35,7 @@ _INDEX_BITS = 20
 Int64s = npt.NDArray[np.int64]
 
 
-def arrange(
+def sort_by_prefix(
     dataset: "Dataset",
     *,
     prompt_column: str = "prompt",
@@ -46,7 +46,7 @@ def arrange(
 ) -> "Dataset":
     """Return the same rows, with all their columns, in an order that is cheaper to generate.
 
-    Rows whose prompts begin alike become neighbours, so that the engine computes what they share
+    Rows whose prompts begin the same become neighbours, so that the engine computes what they share
     once. Rows that share nothing are dealt out by length, so that blocks cost about the same.
 
     This sorts: no row comes out before all were read, the rows go through Ray's object store (and
@@ -119,12 +119,14 @@ def _add_keys(table: pa.Table, *, columns: tuple[str | None, str, str], num_byte
     if table.num_rows and not set(columns[1:]) & set(table.column_names):
         have = ", ".join(map(repr, table.column_names)) or "no columns"
         raise ConfigError(
-            f"arrange: neither column {columns[2]!r} nor {columns[1]!r} exists; the rows have "
-            f"{have}; set prompt_column or messages_column"
+            f"sort by prefix: neither column {columns[2]!r} nor {columns[1]!r} exists; the rows "
+            f"have {have}; set prompt_column or messages_column"
         )
     clash = sorted(set(KEYS) & set(table.column_names))
     if clash:
-        raise ConfigError(f"arrange: the rows already have the column {clash[0]!r}; rename it")
+        raise ConfigError(
+            f"sort by prefix: the rows already have the column {clash[0]!r}; rename it"
+        )
     cells = zip(*(map(_readable, read_cells(table, name)) for name in columns), strict=True)
     texts = [prompt_bytes(*row) for row in cells]
     keys = (
@@ -207,7 +209,7 @@ def shared_bytes(one: bytes, other: bytes) -> int:
 
 
 def _families(shared: Int64s, costs: Int64s) -> Iterator[_Family]:
-    starts = np.flatnonzero(shared < LEAST_SHARED_BYTES)  # the first row among them
+    starts = np.flatnonzero(shared < MIN_SHARED_BYTES)  # the first row among them
     for begin, end in itertools.pairwise([*starts.tolist(), len(costs)]):
         yield _Family(begin, end, int(costs[begin:end].sum()))
 

@@ -11,7 +11,7 @@ from raymoe.data.manifest import FILE_NAME as MANIFEST_FILE
 from raymoe.engine.outputs import EngineStats
 from raymoe.errors import CheckpointError, ConfigError
 from raymoe.plan.papers.hrm import Operation
-from raymoe.plan.work import PassLoad
+from raymoe.plan.work import StepLoad
 from raymoe.schedule.graph import Op, Resource
 from raymoe.specs.files import from_plain, open_regular, parse_json_object, to_json
 from raymoe.specs.hardware import HardwareSpec
@@ -101,8 +101,8 @@ class ActorStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PassRecord:
-    """A typical pass of an actor, and where its plan lies under the roofs of its node.
+class StepRecord:
+    """A typical step of an actor, and where its plan lies under the roofs of its node.
 
     Attributes:
         predicted: Tasks of a few layers.
@@ -113,7 +113,7 @@ class PassRecord:
     actor: str
     model: str
     schedule: str
-    load: PassLoad
+    load: StepLoad
     num_layers: int
     num_shown_layers: int
     predicted_s: float
@@ -174,13 +174,13 @@ class JobStatus:
 
 SUFFIX = ".status"
 JOB_FILE = "job.json"
-ACTOR_PREFIX, PASS_PREFIX = "actor-", "pass-"
+ACTOR_PREFIX, STEP_PREFIX = "actor-", "pass-"
 JOURNAL_SUFFIX, REPORT_SUFFIX = ".journal", ".report.html"
 MANIFEST_SUFFIX = f".{MANIFEST_FILE}"
 MAX_FILE_BYTES = 16 * MIB
 OURS = re.compile(r"\.?(job|actor-[\w.-]+|pass-[\w.-]+)\.json(\.tmp)?", re.ASCII)
 
-Record = TypeVar("Record", ActorStatus, JobStatus, PassRecord)
+Record = TypeVar("Record", ActorStatus, JobStatus, StepRecord)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +198,7 @@ class StatusFiles:
     directory: Path
     job: JobStatus | None = None
     actors: tuple[ActorStatus, ...] = ()
-    passes: tuple[PassRecord, ...] = ()
+    steps: tuple[StepRecord, ...] = ()
     unreadable: tuple[str, ...] = ()
     written_unix_s: tuple[float, ...] = ()
 
@@ -278,7 +278,7 @@ def clear_status(directory: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def write_record(path: Path, record: ActorStatus | JobStatus | PassRecord) -> None:
+def write_record(path: Path, record: ActorStatus | JobStatus | StepRecord) -> None:
     """Write a file in place of what is there; a reader finds the one or the other, whole.
 
     It is not forced to disk: who needs it after a crash of the machine reads what is left.
@@ -310,12 +310,12 @@ def read_status(directory: Path) -> StatusFiles:
         return [one for one in found if one is not None]
 
     job = read(JobStatus, directory / JOB_FILE)
-    actors, passes = read_all(ActorStatus, ACTOR_PREFIX), read_all(PassRecord, PASS_PREFIX)
+    actors, steps = read_all(ActorStatus, ACTOR_PREFIX), read_all(StepRecord, STEP_PREFIX)
     return StatusFiles(
         directory=directory,
         job=None if job is None else job[0],
         actors=tuple(status for status, _ in actors),
-        passes=tuple(record for record, _ in passes),
+        steps=tuple(record for record, _ in steps),
         unreadable=tuple(unreadable),
         written_unix_s=tuple(written_s for _, written_s in actors),
     )

@@ -11,8 +11,8 @@ from raymoe.data.status import (
     RUNNING,
     ActorStatus,
     JobStatus,
-    PassRecord,
     StatusFiles,
+    StepRecord,
 )
 from raymoe.units import format_seconds
 
@@ -73,7 +73,7 @@ class JobView:
     now_s: float
     job: JobStatus | None
     actors: tuple[ActorView, ...]
-    passes: tuple[PassRecord, ...]
+    steps: tuple[StepRecord, ...]
     unreadable: tuple[str, ...]
 
     @classmethod
@@ -88,7 +88,7 @@ class JobView:
             now_s=now_s,
             job=job,
             actors=actors,
-            passes=files.passes,
+            steps=files.steps,
             unreadable=files.unreadable,
         )
 
@@ -277,7 +277,7 @@ def _plain_actor(actor: ActorView) -> dict[str, Any]:
 
 
 def measured_over_predicted(actor: ActorView) -> float | None:
-    """How long passes took over what was predicted; None where nothing was."""
+    """How long steps took over what was predicted; None where nothing was."""
     engine = actor.status.engine
     return engine.busy_s / engine.predicted_s if engine and engine.predicted_s else None
 

@@ -414,7 +414,7 @@ class CudaDevice(Generic[StreamT, EventT]):
         return memory_near(self._place)
 
     def allocate_pinned(self, num_bytes: int) -> Tensor:
-        """Take page-locked host memory, for buffers that are copied in every pass."""
+        """Take page-locked host memory, for buffers that are copied in every step."""
         return self._driver.allocate_pinned(num_bytes)
 
     def pin(self, memory: Tensor) -> str | None:
@@ -441,9 +441,9 @@ class CudaDevice(Generic[StreamT, EventT]):
         else:
             copy_one_by_one(target, source, pieces)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for the default stream: what the calling thread allocated, copied and computed."""
-        self._driver.settle()
+        self._driver.synchronize()
 
     def close(self) -> None:
         """Finish what was submitted, end the lanes, unpin; may be called again."""

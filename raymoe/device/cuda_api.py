@@ -37,9 +37,9 @@ class Pieces(NamedTuple):
 
 def copy_one_by_one(target: Tensor, source: Tensor, pieces: Pieces) -> None:
     """Enqueue each piece by itself on the current stream."""
-    sink, data = target.view(-1).view(torch.uint8), source.view(-1).view(torch.uint8)
+    target_bytes, data = target.view(-1).view(torch.uint8), source.view(-1).view(torch.uint8)
     for begin, into, size in zip(*(each.tolist() for each in pieces), strict=True):
-        sink[into : into + size].copy_(data[begin : begin + size], non_blocking=True)
+        target_bytes[into : into + size].copy_(data[begin : begin + size], non_blocking=True)
 
 
 class CudaApi(Protocol[StreamT, EventT]):
@@ -112,7 +112,7 @@ class CudaDriver(CudaApi[StreamT, EventT], HostRegistrar, Protocol[StreamT, Even
             pieces: Where in them, in bytes.
         """
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Block the calling thread until its default stream is done."""
 
 
@@ -179,7 +179,7 @@ class TorchCuda:
         """See `CudaDriver.reserve`.
 
         torch keeps what is freed for the stream that used it, and gives parts of it to whoever
-        allocates there: one piece of all of it now, and no pass asks CUDA for more.
+        allocates there: one piece of all of it now, and no step asks CUDA for more.
         """
         with self.use(stream):
             torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
@@ -200,7 +200,7 @@ class TorchCuda:
         with self.use(stream):
             copy_one_by_one(target, source, pieces)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         torch.cuda.default_stream(self.device).synchronize()
 
     def register(self, address: int, num_bytes: int) -> str | None:
@@ -449,12 +449,12 @@ class PacketCopier(Generic[StreamT, EventT]):
             raise ConfigError("source and target must be in one piece")
         if target.nbytes != source.nbytes:
             raise ConfigError(f"cannot copy {source.nbytes} bytes to {target.nbytes} bytes")
-        sink, data = _as_bytes(target), _as_bytes(source)
+        target_bytes, data = _as_bytes(target), _as_bytes(source)
         origin = data.data_ptr()
         for chunk_begin, chunk_end in cut(origin, origin + data.numel(), self._chunk_bytes):
             for begin in range(chunk_begin - origin, chunk_end - origin, self._packet_bytes):
                 end = min(begin + self._packet_bytes, chunk_end - origin)
-                self._send(sink[begin:end], data[begin:end])
+                self._send(target_bytes[begin:end], data[begin:end])
 
     def _send(self, target: Tensor, source: Tensor) -> None:
         if self._in_flight is not None:

@@ -67,7 +67,7 @@ class MemoryLedger:
         return (
             f"device memory of {format_bytes(self.memory_bytes)} is "
             f"{format_bytes(taken - free_bytes)} short for {purpose}:\n{table}\n"
-            "plan with smaller waves, fewer resident weights or smaller pages, "
+            "plan with smaller micro-batches, fewer resident weights or smaller pages, "
             "or give the device more memory"
         )
 
@@ -104,7 +104,7 @@ class Device(Protocol):
         """
 
     def allocate_pinned(self, num_bytes: int) -> Tensor:
-        """Take page-locked host memory as a uint8 tensor, for buffers copied in every pass."""
+        """Take page-locked host memory as a uint8 tensor, for buffers copied in every step."""
 
     def pin(self, memory: Tensor) -> str | None:
         """Page-lock host memory until `close`; the reason where that is refused."""
@@ -113,7 +113,7 @@ class Device(Protocol):
         """Copy a page of weights from pinned host memory; only in tasks of the HTOD lane."""
 
     def reserve(self, num_bytes: int) -> None:
-        """Have memory for what operations allocate while they run; before the first pass.
+        """Have memory for what operations allocate while they run; before the first step.
 
         Raises:
             CapacityError: There is not that much.
@@ -131,7 +131,7 @@ class Device(Protocol):
             runs: Source row, target row and number of rows of each.
         """
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until what the calling thread itself has put on the device is there."""
 
     def close(self) -> None:

@@ -128,7 +128,7 @@ class EmulatedDevice:
 
     @staticmethod
     def allocate_pinned(num_bytes: int) -> Tensor:
-        """Host memory for buffers that are copied in every pass; all of it is as good as pinned."""
+        """Host memory for buffers that are copied in every step; all of it is as good as pinned."""
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
     @staticmethod
@@ -154,7 +154,7 @@ class EmulatedDevice:
             target[into : into + count].copy_(source[begin : begin + count])
 
     @staticmethod
-    def settle() -> None:
+    def synchronize() -> None:
         """See `Device`; copies here are over when they return."""
 
     def close(self) -> None:

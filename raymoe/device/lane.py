@@ -140,7 +140,7 @@ class HostMark:
     """The end of a task that a host thread runs.
 
     Waiters block on a raw lock that the owner holds until the end and that each waiter passes on:
-    a third of the cost of `threading.Event`, and a pass has thousands of them.
+    a third of the cost of `threading.Event`, and a step has thousands of them.
     """
 
     __slots__ = ("_error", "_is_cancelled", "_is_done", "_lock", "end_s", "start_s")

@@ -5,7 +5,7 @@ the process does with torch.distributed, and any number of engines live side by 
 
 Why no two ranks can wait for each other in different sums: sums are part of `pre`, `post` and
 `experts`, which all run on the lane of the GPU. A lane runs its tasks in issue order, and all ranks
-issue the same schedule for the same tokens with the same sizes. So the n-th sum of a pass is the
+issue the same schedule for the same tokens with the same sizes. So the n-th sum of a step is the
 same one on every rank, however their other lanes interleave. Where pages lie, and whether they are
 staged, may differ between ranks; it changes when a sum begins and not which one is next.
 """
@@ -80,7 +80,7 @@ class RankGroup:
         Raises:
             PeerError: Another rank is gone, or did not come in time.
         """
-        if tensor.numel():  # waves may be empty, on all ranks alike
+        if tensor.numel():  # micro-batches may be empty, on all ranks the same
             try:
                 self._group.allreduce([tensor]).wait()
             except RuntimeError as error:

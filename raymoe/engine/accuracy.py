@@ -9,22 +9,22 @@ import numpy as np
 
 from raymoe.engine.outputs import Int32s
 from raymoe.engine.sequence import Pass
-from raymoe.plan.work import PassLoad
+from raymoe.plan.work import StepLoad
 from raymoe.schedule.graph import Resource
 from raymoe.schedule.timeline import Timeline, report_line
 
 LEARNING_RATE = 0.1  # weight of the latest pass in the correction of its kind
 
 
-class PassKind(StrEnum):
-    """What is in a pass; costs of each kind err in their own way."""
+class StepKind(StrEnum):
+    """What is in a step; costs of each kind err in their own way."""
 
     DECODE = "decode"
     PREFILL = "prefill"
     MIXED = "mixed"
 
     @classmethod
-    def of(cls, load: PassLoad) -> "PassKind":
+    def of(cls, load: StepLoad) -> "StepKind":
         if not load.prompt_tokens:
             return cls.DECODE
         return cls.MIXED if load.decode_rows else cls.PREFILL
@@ -35,86 +35,86 @@ class Correction:
     """Predicts passes by a cost model times the ratio that was measured so far.
 
     Attributes:
-        seconds_of: The cost model's prediction of a pass.
+        seconds_of: The cost model's prediction of a step.
     """
 
-    seconds_of: Callable[[PassLoad], float]
-    _ratios: dict[PassKind, float]
+    seconds_of: Callable[[StepLoad], float]
+    _ratios: dict[StepKind, float]
 
-    def __init__(self, seconds_of: Callable[[PassLoad], float]) -> None:
+    def __init__(self, seconds_of: Callable[[StepLoad], float]) -> None:
         self.seconds_of, self._ratios = seconds_of, {}
 
-    def __call__(self, load: PassLoad) -> float:
-        return self.seconds_of(load) * self._ratios.get(PassKind.of(load), 1.0)
+    def __call__(self, load: StepLoad) -> float:
+        return self.seconds_of(load) * self._ratios.get(StepKind.of(load), 1.0)
 
     @property
-    def ratios(self) -> dict[PassKind, float]:
-        """Measured over predicted of each kind of pass that was seen; recent passes count most."""
+    def ratios(self) -> dict[StepKind, float]:
+        """Measured over predicted of each kind of step that was seen; recent passes count most."""
         return dict(self._ratios)
 
-    def learn(self, load: PassLoad, measured_s: float) -> None:
-        """Take the length of a pass into account."""
+    def learn(self, load: StepLoad, measured_s: float) -> None:
+        """Take the length of a step into account."""
         predicted_s = self.seconds_of(load)
         if predicted_s <= 0:
             return
-        kind, ratio = PassKind.of(load), measured_s / predicted_s
+        kind, ratio = StepKind.of(load), measured_s / predicted_s
         before = self._ratios.get(kind, ratio)
         self._ratios[kind] = before + LEARNING_RATE * (ratio - before)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """The passes of one run together; printed, it is one line.
+    """The steps of one run together; printed, it is one line.
 
     Attributes:
         predicted_s: What the cost model says of them, uncorrected.
-        measured_s: What they took; time between passes is not in it.
+        measured_s: What they took; time between steps is not in it.
         busy_s: Seconds that each resource worked, of those that had any work.
     """
 
-    num_passes: int = 0
+    num_steps: int = 0
     predicted_s: float = 0.0
     measured_s: float = 0.0
     busy_s: Mapping[Resource, float] = field(default_factory=dict)
 
-    def with_pass(self, predicted_s: float, measured: Timeline) -> "RunReport":
+    def with_step(self, predicted_s: float, measured: Timeline) -> "RunReport":
         busy_s = dict(self.busy_s)
         for resource in measured.resources:
             busy_s[resource] = busy_s.get(resource, 0.0) + measured.busy_s(resource)
         return RunReport(
-            num_passes=self.num_passes + 1,
+            num_steps=self.num_steps + 1,
             predicted_s=self.predicted_s + predicted_s,
             measured_s=self.measured_s + measured.makespan_s,
             busy_s=busy_s,
         )
 
     def busy_share(self, resource: Resource) -> float:
-        """Busy share of a resource in the passes, 0..1."""
+        """Busy share of a resource in the steps, 0..1."""
         return self.busy_s.get(resource, 0.0) / self.measured_s if self.measured_s else 0.0
 
     def __str__(self) -> str:
         line = report_line(self.predicted_s, self.measured_s, self.busy_share(Resource.HTOD))
-        return f"{self.num_passes} passes: {line}"
+        return f"{self.num_steps} passes: {line}"
 
 
-class MeasuredPass(NamedTuple):
-    """What a pass held, and when its tasks ran."""
+class MeasuredStep(NamedTuple):
+    """What a step held, and when its tasks ran."""
 
-    load: PassLoad
+    load: StepLoad
     timeline: Timeline
 
 
 class Accuracy:
-    """Adds up the passes of a run. The engine thread owns it; others may read.
+    """Adds up the steps of a run. The engine thread owns it; others may read.
 
     Attributes:
-        last_pass: The latest; None before the first.
+        last_step: The latest; None before the first.
     """
 
     def __init__(self, correction: Correction) -> None:
         self.correction = correction
         self.report = self.total = RunReport()
-        self.last_pass: MeasuredPass | None = None
+        self.last_step: MeasuredStep | None = None
 
     def restart(self) -> None:
         """Begin a new run; what was learnt stays."""
@@ -123,22 +123,22 @@ class Accuracy:
     def record(self, done: Pass, measured: Timeline) -> None:
         load = load_of(done)
         predicted_s = self.correction.seconds_of(load)
-        self.report = self.report.with_pass(predicted_s, measured)
-        self.total = self.total.with_pass(predicted_s, measured)
-        self.last_pass = MeasuredPass(load, measured)
+        self.report = self.report.with_step(predicted_s, measured)
+        self.total = self.total.with_step(predicted_s, measured)
+        self.last_step = MeasuredStep(load, measured)
         self.correction.learn(load, measured.makespan_s)
 
 
-def load_of(done: Pass) -> PassLoad:
-    """A pass in the numbers that predictions depend on; one new token counts as decoding."""
-    return load_of_takes(done.takes, done.context_tokens)
+def load_of(done: Pass) -> StepLoad:
+    """A step in the numbers that predictions depend on; one new token counts as decoding."""
+    return load_of_scheduled_tokens(done.num_scheduled_tokens, done.context_tokens)
 
 
-def load_of_takes(takes: Int32s, contexts: Int32s) -> PassLoad:
+def load_of_scheduled_tokens(num_scheduled_tokens: Int32s, contexts: Int32s) -> StepLoad:
     """The same from the tokens that each sequence computes, and those it has then."""
-    is_decode = takes == 1
-    decoding, chunks = int(np.count_nonzero(is_decode)), takes[~is_decode]
-    return PassLoad(
+    is_decode = num_scheduled_tokens == 1
+    decoding, chunks = int(np.count_nonzero(is_decode)), num_scheduled_tokens[~is_decode]
+    return StepLoad(
         decode_rows=decoding,
         decode_context=float(contexts[is_decode].mean()) if decoding else 0.0,
         prompt_tokens=int(chunks.sum()),

@@ -17,21 +17,21 @@ from raymoe.engine.accuracy import Accuracy
 from raymoe.engine.outputs import Counters, Generation, Int32s, TokenLogprob
 from raymoe.engine.request import Request, Sample
 from raymoe.engine.sampler import Sampler, token_logprobs
-from raymoe.engine.scheduler import PassScheduler
+from raymoe.engine.scheduler import StepScheduler
 from raymoe.engine.sequence import Bools, DecodeAll, Pass
 from raymoe.engine.token_masks import TokenMasks
 from raymoe.engine.tokenizer import StopStrings
 from raymoe.errors import ExecutionError, RaymoeError
 from raymoe.kernels.cpu_attention import AttentionBatch
-from raymoe.plan.device_pass import KV_BLOCK_TOKENS
+from raymoe.plan.device_step import KV_BLOCK_TOKENS
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Policy
-from raymoe.plan.work import PassLoad
-from raymoe.runtime.bindings import PassInputs
+from raymoe.plan.work import StepLoad
+from raymoe.runtime.bindings import StepInputs
 from raymoe.schedule.timeline import Timeline
 
-# A node that does other work too, a first pass that compiles, a predicted length that is wrong:
-# none of them makes a pass this much longer, and a restart for nothing costs a load of the model.
+# A node that does other work too, a first step that compiles, a predicted length that is wrong:
+# none of them makes a step this much longer, and a restart for nothing costs a load of the model.
 STUCK_AFTER_PREDICTIONS, STUCK_AFTER_S = 20, 600.0
 
 
@@ -83,21 +83,21 @@ class Watchdog:
         self._on_stuck(self._limit_s + late_s)
 
 
-def longest_pass_s(plan: Plan | None) -> float:
-    """Seconds after which a pass counts as stuck: many times the longest that the plan predicts.
+def longest_step_s(plan: Plan | None) -> float:
+    """Seconds after which a step counts as stuck: many times the longest that the plan predicts.
 
-    That is a pass with every sequence decoding over a full cache, and full of prompts besides.
+    That is a step with every sequence decoding over a full cache, and full of prompts besides.
     """
     if plan is None:
         return STUCK_AFTER_S
     policy = plan.policy
-    largest = PassLoad(
+    largest = StepLoad(
         decode_rows=policy.batch_size,
         decode_context=max(1.0, policy.num_kv_blocks * KV_BLOCK_TOKENS / policy.batch_size),
-        prompt_tokens=policy.pass_tokens,
-        prompt_chunk=policy.prefill_chunk_tokens,
+        prompt_tokens=policy.max_num_batched_tokens,
+        prompt_chunk=policy.max_prefill_chunk_tokens,
     )
-    return max(STUCK_AFTER_S, STUCK_AFTER_PREDICTIONS * plan.passes.seconds(largest))
+    return max(STUCK_AFTER_S, STUCK_AFTER_PREDICTIONS * plan.steps.seconds(largest))
 
 
 def stacks_of_all_threads() -> str:
@@ -113,7 +113,7 @@ _NO_TOKEN = (
     "no token can be chosen: the logits have NaN, or logit_bias, stop tokens and grammar exclude "
     "everything"
 )
-PATIENCE = 0.005  # share of a pass that rows without a grammar may wait for masks of others
+PATIENCE = 0.005  # share of a step that rows without a grammar may wait for masks of others
 Finish = Callable[[Request], None]
 Rows = npt.NDArray[np.int64]
 
@@ -121,20 +121,20 @@ logger = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
-    """What computes a pass: `runtime.runner.PassRunner`, or a test's stand-in."""
+    """What computes a step: `runtime.runner.StepRunner`, or a test's stand-in."""
 
-    def run(self, inputs: PassInputs) -> Timeline:
-        """Run one pass; `inputs.on_logits` receives the logits."""
+    def run(self, inputs: StepInputs) -> Timeline:
+        """Run one step; `inputs.on_logits` receives the logits."""
 
 
 class EngineCore:
     """Sequences from admission to their last token. One thread owns it.
 
     Args:
-        policy: Sizes of passes and of the KV cache.
+        policy: Sizes of steps and of the KV cache.
         decode_all: Token ids to texts, for stop strings.
         finish: Called with each row whose samples are over; some of its texts are undecoded.
-        accuracy: Learns how long each pass took.
+        accuracy: Learns how long each step took.
         masks: Of rows with a grammar; without it there must be none.
     """
 
@@ -143,7 +143,7 @@ class EngineCore:
         runner: Runner,
         policy: Policy,
         *,
-        max_context_tokens: int,
+        max_model_len: int,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         decode_all: DecodeAll,
@@ -153,8 +153,8 @@ class EngineCore:
         shares_across_lengths: bool = True,
     ) -> None:
         self._runner, self._decode_all, self._finish_row = runner, decode_all, finish
-        self.scheduler = PassScheduler(
-            policy, max_context_tokens, shares_across_lengths=shares_across_lengths
+        self.scheduler = StepScheduler(
+            policy, max_model_len, shares_across_lengths=shares_across_lengths
         )
         self._table = self.scheduler.table
         self._masks = masks
@@ -168,8 +168,8 @@ class EngineCore:
         self._has_grammar: Bools = np.zeros(slots, np.bool_)
         self._chosen: list[tuple[Int32s, Int32s]] = []
         self._deferred: list[Int32s] = []  # slots of the latest pass whose masks were not there
-        self._late: set[int] = set()  # slots that wait for their masks outside of passes
-        self._errors: dict[int, Exception] = {}  # what ends the row in a slot after this pass
+        self._late: set[int] = set()  # slots that wait for their masks outside of steps
+        self._errors: dict[int, Exception] = {}  # what ends the row in a slot after this step
         self._begin_s = 0.0  # of the latest pass
         self.counters = Counters()
         self._accuracy = accuracy
@@ -184,48 +184,48 @@ class EngineCore:
         self.scheduler.add(request.samples[0])
 
     def step(self) -> None:
-        next_pass = self.scheduler.next_pass(self._held_slots())
+        next_step = self.scheduler.next_step(self._held_slots())
         for sample in self.scheduler.admitted:
             try:
                 self._admit(sample)
             except Exception as error:
                 self._errors[sample.slot] = error
         if self._masks is not None:
-            self._masks.settle()
+            self._masks.synchronize()
         self._chosen, self._deferred = [], []
         self._begin_s = time.perf_counter()
-        inputs = _pass_inputs(next_pass, lambda row, logits: self._take(next_pass, row, logits))
+        inputs = _step_inputs(next_step, lambda row, logits: self._take(next_step, row, logits))
         self.last_timeline = self._runner.run(inputs)
-        self.scheduler.complete(next_pass)
-        self.counters.record_pass(next_pass, self.last_timeline.makespan_s)
+        self.scheduler.complete(next_step)
+        self.counters.record_step(next_step, self.last_timeline.makespan_s)
         for slots in self._deferred:
-            self._table.computed_tokens[slots] -= 1  # their logits are computed again
+            self._table.num_computed_tokens[slots] -= 1  # their logits are computed again
             self._late.update(slots.tolist())
             self.counters.num_sampled_tokens -= len(slots)
         if self._accuracy is not None:
-            self._accuracy.record(next_pass, self.last_timeline)
+            self._accuracy.record(next_step, self.last_timeline)
         for slots, tokens in self._chosen:
             self._advance(slots, tokens)
         while self._errors:
             slot, problem = self._errors.popitem()
             self._fail(self.scheduler.sample_of(slot), problem)
         if self._masks is not None:
-            self._masks.settle()  # they are made while the next pass runs
+            self._masks.synchronize()  # they are made while the next step runs
 
     def _held_slots(self) -> set[int]:
         if self._masks is None or not self._late:
             return set()
         if self._late & self._masks.pending() >= set(self._table.live_slots().tolist()):
-            self._masks.settle(None)  # there is nothing else to do
+            self._masks.synchronize(None)  # there is nothing else to do
         self._late &= self._masks.pending()
         return self._late
 
     def _have_masks(self, done: Pass, slots: Int32s) -> Bools:
-        """Which of these slots can be sampled; others of the pass do not wait long for the rest."""
+        """Which of these slots can be sampled; others of the step do not wait long for the rest."""
         assert self._masks is not None
         has_others = not self._has_grammar[done.row_slots].all()
         elapsed_s = time.perf_counter() - self._begin_s
-        self._masks.settle(PATIENCE * elapsed_s if has_others else None, slots.tolist())
+        self._masks.synchronize(PATIENCE * elapsed_s if has_others else None, slots.tolist())
         return ~np.isin(slots, list(self._masks.pending()))
 
     def _admit(self, sample: Sample) -> None:
@@ -324,7 +324,7 @@ class EngineCore:
         if self._masks is not None:
             self._masks.accept(slots, tokens)
         is_eos = self._is_eos[tokens] & ~self._ignores_eos[slots]
-        is_full = self._table.known_tokens[slots] >= self._table.limit_tokens[slots]
+        is_full = self._table.num_tokens[slots] >= self._table.max_tokens_total[slots]
         rows = np.flatnonzero(is_eos | is_full | self._is_watched[slots])
         is_stopped = [
             bool(is_eos[row]) or self._is_stop_token(int(slots[row]), int(tokens[row]))
@@ -349,7 +349,7 @@ class EngineCore:
                 self._end(sample, generation)
 
     def _num_generated(self, sample: Sample) -> int:
-        return int(self._table.known_tokens[sample.slot]) - sample.num_prompt_tokens
+        return int(self._table.num_tokens[sample.slot]) - sample.num_prompt_tokens
 
     def _is_stop_token(self, slot: int, token: int) -> bool:
         return token in (self.scheduler.sample_of(slot).request.params.stop_token_ids or ())
@@ -368,9 +368,11 @@ class EngineCore:
                 self._errors[slot] = error
         decoded = iter(self._decode_all(windows)) if windows else iter(())
         found: dict[int, str | None] = {}
-        for (slot, finder), settled, text in zip(finders.items(), decoded, decoded, strict=True):
+        for (slot, finder), synchronized, text in zip(
+            finders.items(), decoded, decoded, strict=True
+        ):
             try:
-                found[slot] = finder.find(_text(settled), _text(text))
+                found[slot] = finder.find(_text(synchronized), _text(text))
             except Exception as error:
                 self._errors[slot] = error
         return found
@@ -434,8 +436,8 @@ def _prompt_logprobs(sample: Sample) -> tuple[TokenLogprob | None, ...] | None:
     return tuple(sample.prompt_logprobs or [None])  # a prompt of one token has no logits
 
 
-def _pass_inputs(done: Pass, on_logits: Callable[[int, Tensor], None]) -> PassInputs:
-    return PassInputs(
+def _step_inputs(done: Pass, on_logits: Callable[[int, Tensor], None]) -> StepInputs:
+    return StepInputs(
         token_ids=torch.from_numpy(done.token_ids),
         positions=torch.from_numpy(done.positions),
         attention=AttentionBatch(

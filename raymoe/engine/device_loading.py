@@ -1,4 +1,4 @@
-"""Kernels for experts are compiled when a model is loaded, not when a pass first needs them."""
+"""Kernels for experts are compiled when a model is loaded, not when a step first needs them."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +15,7 @@ from raymoe.kernels.cpu_elementwise import Routing
 from raymoe.kernels.gpu_experts_layout import BUCKETS, TileTable
 from raymoe.kernels.paged_kv import CacheLayout
 from raymoe.measure.tiles import balanced_routing
-from raymoe.memory.activations import ActivationSizes, HostActivations, PassActivations
+from raymoe.memory.activations import ActivationSizes, HostActivations, StepActivations
 from raymoe.memory.arena import HostArena, SharedArena
 from raymoe.memory.kv_cache import KvCache
 from raymoe.memory.shared_file import SharedFile
@@ -23,17 +23,18 @@ from raymoe.memory.weight_pages import LayerPaging, WeightPages
 from raymoe.memory.weights import Weights
 from raymoe.model.decoder import Decoder
 from raymoe.model.loading import PagedLoader, Reduce, keep
-from raymoe.plan.device_pass import StreamedPasses
+from raymoe.plan.device_step import StreamedSteps
 from raymoe.plan.pages import PageCut, layer_pages
 from raymoe.runtime.bindings import DeviceMemory
 from raymoe.runtime.micro_batches import Division
-from raymoe.runtime.runner import BeforePass, DevicePassRunner, Passes, ResidentPassRunner
+from raymoe.runtime.runner import BeforeStep, DeviceStepRunner, ResidentStepRunner, Steps
 from raymoe.specs.layer_weights import EMBEDDING, HEAD, expert_weights, layer_prefix
 from raymoe.specs.model import DenseSpec, LayerSpec, ModelSpec, MoeSpec
 from raymoe.specs.weight_format import WeightFormat
 from raymoe.units import ceil_div, format_bytes
 
-# `Decoder.own_ffn`: no rank waits for another. Layer, hidden states, and the experts of each token.
+# `Decoder.local_ffn`: no rank waits for another. Layer, hidden states, and the experts of each
+# token.
 ComputeExperts = Callable[[int, Tensor, Routing], object]
 
 
@@ -41,7 +42,7 @@ ComputeExperts = Callable[[int, Tensor, Routing], object]
 def compile_experts(
     spec: ModelSpec,
     compute: ComputeExperts,
-    most_tokens: int,
+    max_tokens: int,
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -54,17 +55,17 @@ def compile_experts(
         compute: Computes the experts of a layer.
     """
     for i, moe in _kinds(spec):
-        for num_tokens in _sizes(moe, most_tokens):
+        for num_tokens in _sizes(moe, max_tokens):
             hidden_TH = torch.zeros(num_tokens, spec.hidden_size, dtype=dtype, device=device)
             routing = balanced_routing(num_tokens, moe.num_experts, moe.top_k, device)
             compute(i, hidden_TH, Routing(*routing))
 
 
-def _sizes(moe: MoeSpec, most_tokens: int) -> Iterator[int]:
+def _sizes(moe: MoeSpec, max_tokens: int) -> Iterator[int]:
     for bucket in BUCKETS:
         num_tokens = ceil_div(bucket * moe.num_experts, moe.top_k)
-        if num_tokens <= most_tokens or bucket == BUCKETS[0]:
-            yield min(num_tokens, most_tokens)
+        if num_tokens <= max_tokens or bucket == BUCKETS[0]:
+            yield min(num_tokens, max_tokens)
 
 
 def _kinds(spec: ModelSpec) -> Iterator[tuple[int, MoeSpec]]:
@@ -103,7 +104,7 @@ class LoadedModel:
     store: Weights
     dtype: torch.dtype
     kv_layout: CacheLayout
-    passes: StreamedPasses
+    steps: StreamedSteps
     tiles: TileTable | None = None
     workspace_bytes: int = 0
     reduce: Reduce = keep
@@ -115,40 +116,43 @@ class LoadedModel:
             return HostArena(num_bytes)
         # A driver pins only what could be written.
         is_writable = device.torch_device.type == "cuda"
-        note = Choice.of(self.passes).note()
+        note = Choice.of(self.steps).note()
         return SharedArena(num_bytes, self.shared, note, is_writable=is_writable)
 
 
 def load_on_device(
-    model: LoadedModel, device: Device, before_pass: BeforePass | None = None
-) -> tuple[DevicePassRunner, Callable[[], None]]:
+    model: LoadedModel, device: Device, before_step: BeforeStep | None = None
+) -> tuple[DeviceStepRunner, Callable[[], None]]:
     """Fill host and device memory; returns the runner and what releases everything.
 
     Args:
-        before_pass: Called with each pass and its schedule before it runs.
+        before_step: Called with each step and its schedule before it runs.
 
     Raises:
         CapacityError: The device's memory does not hold what the policy asks for.
         ConfigError: The schedule cannot run with this policy.
     """
-    passes = model.passes
+    steps = model.steps
     with device.memory_near():
-        weights = _load_pages(model, passes.cut, device)
-    if not passes.device.staging_slots and not _is_pinned(weights.host_memory, device):
-        passes = replace(passes, device=replace(passes.device, staging_slots=STAGING_SLOTS))
-    memory = _load_memory(replace(model, passes=passes), weights, device)
-    most_tokens = min(passes.waves_per_group * passes.wave_tokens, passes.policy.pass_tokens)
-    _compile_experts(model, memory.decoders[0], most_tokens, device)
-    device.reserve(model.workspace_bytes)
-    device.settle()
-    division = Division(
-        cpu_attention_fraction=passes.cpu_attention_fraction, staged_blocks=passes.staged_blocks
+        weights = _load_pages(model, steps.cut, device)
+    if not steps.device.staging_slots and not _is_pinned(weights.host_memory, device):
+        steps = replace(steps, device=replace(steps.device, staging_slots=STAGING_SLOTS))
+    memory = _load_memory(replace(model, steps=steps), weights, device)
+    max_tokens = min(
+        steps.micro_batches_per_group * steps.micro_batch_tokens,
+        steps.policy.max_num_batched_tokens,
     )
-    runner = DevicePassRunner(
+    _compile_experts(model, memory.decoders[0], max_tokens, device)
+    device.reserve(model.workspace_bytes)
+    device.synchronize()
+    division = Division(
+        cpu_attention_fraction=steps.cpu_attention_fraction, staged_blocks=steps.staged_blocks
+    )
+    runner = DeviceStepRunner(
         memory,
-        Passes(form=passes.form, build=passes.build, division=division),
+        Steps(form=steps.form, build=steps.build, division=division),
         device,
-        before_pass=before_pass,
+        before_step=before_step,
     )
 
     def release() -> None:
@@ -175,15 +179,15 @@ def _is_pinned(memory: Tensor, device: Device) -> bool:
 
 
 def _load_memory(model: LoadedModel, weights: WeightPages, device: Device) -> DeviceMemory:
-    spec, dtype, passes = model.spec, model.dtype, model.passes
+    spec, dtype, steps = model.spec, model.dtype, model.steps
     kept = _load_kept(model, device)
     sizes = ActivationSizes(
-        pass_tokens=passes.policy.pass_tokens,
-        wave_tokens=passes.wave_tokens,
-        ring=passes.ring,
-        staged_blocks=passes.staged_blocks,
+        max_num_batched_tokens=steps.policy.max_num_batched_tokens,
+        micro_batch_tokens=steps.micro_batch_tokens,
+        ring=steps.ring,
+        staged_blocks=steps.staged_blocks,
     )
-    cache = KvCache(model.kv_layout, spec.num_layers, passes.policy.num_kv_blocks)
+    cache = KvCache(model.kv_layout, spec.num_layers, steps.policy.num_kv_blocks)
     reason = device.pin(cache.host_memory)
     if reason is not None:
         warnings.warn(
@@ -203,11 +207,10 @@ def _load_memory(model: LoadedModel, weights: WeightPages, device: Device) -> De
         ),
         weights=weights,
         cache=cache,
-        device=PassActivations(spec, sizes, model.kv_layout, dtype=dtype, allocate=device.allocate),
+        device=StepActivations(spec, sizes, model.kv_layout, dtype=dtype, allocate=device.allocate),
         host=HostActivations(spec, sizes, dtype=dtype, allocate=device.allocate_pinned),
         staging=[
-            device.allocate_pinned(passes.cut.page_length)
-            for _ in range(passes.device.staging_slots)
+            device.allocate_pinned(steps.cut.page_length) for _ in range(steps.device.staging_slots)
         ],
         load=device.load,
         load_blocks=device.load_blocks,
@@ -215,14 +218,14 @@ def _load_memory(model: LoadedModel, weights: WeightPages, device: Device) -> De
 
 
 def load_resident(
-    model: LoadedModel, device: Device, before_pass: BeforePass | None = None
-) -> tuple[ResidentPassRunner, Callable[[], None]]:
+    model: LoadedModel, device: Device, before_step: BeforeStep | None = None
+) -> tuple[ResidentStepRunner, Callable[[], None]]:
     """Put all weights and the KV cache on the device; otherwise as `load_on_device`."""
     cut = layer_pages(model.spec, model.dtype.itemsize, resident_bytes=EVERYTHING)
     weights = _load_pages(model, cut, device)
     kept = _load_kept(model, device)
     kept[EMBEDDING] = _put(kept[EMBEDDING], model.dtype, device, "embedding")
-    layout, num_blocks = model.kv_layout, model.passes.policy.num_kv_blocks
+    layout, num_blocks = model.kv_layout, model.steps.policy.num_kv_blocks
     cache = [
         device.allocate(num_blocks * layout.block_bytes, "KV cache")
         .view(layout.dtype)
@@ -230,10 +233,10 @@ def load_resident(
         for _ in range(model.spec.num_layers)
     ]
     decoder = _decoder(model, weights, kept, first_slot=0, device=device)
-    _compile_experts(model, decoder, model.passes.policy.pass_tokens, device)
+    _compile_experts(model, decoder, model.steps.policy.max_num_batched_tokens, device)
     device.reserve(model.workspace_bytes)
-    device.settle()
-    runner = ResidentPassRunner(decoder, cache, layout, device, before_pass=before_pass)
+    device.synchronize()
+    runner = ResidentStepRunner(decoder, cache, layout, device, before_step=before_step)
 
     def release() -> None:
         device.close()
@@ -242,15 +245,13 @@ def load_resident(
     return runner, release
 
 
-def _compile_experts(
-    model: LoadedModel, decoder: Decoder, most_tokens: int, device: Device
-) -> None:
+def _compile_experts(model: LoadedModel, decoder: Decoder, max_tokens: int, device: Device) -> None:
     if device.torch_device.type != "cuda":
         return
     compile_experts(
-        model.spec, decoder.own_ffn, most_tokens, dtype=model.dtype, device=device.torch_device
+        model.spec, decoder.local_ffn, max_tokens, dtype=model.dtype, device=device.torch_device
     )
-    device.settle()
+    device.synchronize()
     torch.cuda.empty_cache()  # what the calling thread's stream holds, the lanes cannot use
 
 

@@ -18,13 +18,12 @@ from typing import Any, Self
 from raymoe.config import EngineConfig, SamplingParams
 from raymoe.device.threads import set_num_threads
 from raymoe.engine.accuracy import Accuracy, Correction, RunReport
-from raymoe.engine.core import EngineCore, Watchdog, longest_pass_s, stacks_of_all_threads
+from raymoe.engine.core import EngineCore, Watchdog, longest_step_s, stacks_of_all_threads
 from raymoe.engine.grammar_server import GrammarServer
 from raymoe.engine.grammars import Grammar, Grammars
-from raymoe.engine.intake import Intake
 from raymoe.engine.loading import load_parts
 from raymoe.engine.outputs import EngineStats, Generation
-from raymoe.engine.request import Request
+from raymoe.engine.request import InputProcessor, Request
 from raymoe.engine.runner_loading import EngineParts
 from raymoe.engine.sequence import DecodeAll
 from raymoe.engine.token_masks import TokenMasks
@@ -103,8 +102,8 @@ class Detokenizer:
             return [error] * len(sequences)
 
 
-class StartRule:
-    """Holds back the first pass of an idle engine until waiting longer is pointless.
+class BatchingWindow:
+    """Holds back the first step of an idle engine until waiting longer is pointless.
 
     That is: a full pool of rows waits, or all callers are inside (so none can bring more), or a
     caller said that it has no more, or the first row has waited `linger_s`. The owner's lock
@@ -117,12 +116,12 @@ class StartRule:
 
     def __init__(self, pool_rows: int, linger_s: float, expected_calls: int | None) -> None:
         self.expected_calls = expected_calls
-        self.num_calls_inside = 0
+        self.num_calls_in_flight = 0
         self._pool_rows, self._linger_s = pool_rows, linger_s
         self._first_row_s: float | None = None
         self._is_hurried = False
 
-    def hurry(self) -> None:
+    def start_now(self) -> None:
         self._is_hurried = True
 
     def row_came(self) -> None:
@@ -138,8 +137,8 @@ class StartRule:
         if num_rows == 0 or self._first_row_s is None:
             return None
         expected = self.expected_calls
-        all_inside = expected is not None and self.num_calls_inside >= expected
-        if self._is_hurried or all_inside or num_rows >= self._pool_rows:
+        all_in_flight = expected is not None and self.num_calls_in_flight >= expected
+        if self._is_hurried or all_in_flight or num_rows >= self._pool_rows:
             return 0.0
         return max(0.0, self._first_row_s + self._linger_s - time.monotonic())
 
@@ -149,7 +148,7 @@ STUCK_JOIN_S = 2.0  # how long `close` waits for a thread that the watchdog gave
 
 
 class Engine:
-    """Generates text for rows, many at once, in passes over the whole model.
+    """Generates text for rows, many at once, in steps over the whole model.
 
     Rows from any number of `submit` calls share passes; each leaves as soon as it is finished and
     the next takes its place. A row's tokens depend on nothing but itself (design, section 8).
@@ -159,7 +158,7 @@ class Engine:
     Attributes:
         plan: Sizes, schedule, footprint and prediction; None for an engine made from parts.
         policy: Sizes in use.
-        accuracy: What passes were predicted to take and what they took, since rows last began;
+        accuracy: What steps were predicted to take and what they took, since rows last began;
             None for an engine made from parts.
         last_report: The same, of the last time that all rows were done.
     """
@@ -174,11 +173,11 @@ class Engine:
         self.last_report: RunReport | None = None
         self.accuracy = None
         if parts.plan is not None:
-            self.accuracy = Accuracy(Correction(parts.plan.pass_times()))
-        self._intake = Intake(
+            self.accuracy = Accuracy(Correction(parts.plan.step_times()))
+        self._input_processor = InputProcessor(
             parts.tokenizer,
             vocab_size=parts.vocab_size,
-            max_context_tokens=parts.max_context_tokens,
+            max_model_len=parts.max_model_len,
             num_kv_blocks=parts.policy.num_kv_blocks,
             has_eos=bool(parts.eos_token_ids),
             config=config,
@@ -198,7 +197,7 @@ class Engine:
         self._core = EngineCore(
             parts.runner,
             parts.policy,
-            max_context_tokens=parts.max_context_tokens,
+            max_model_len=parts.max_model_len,
             vocab_size=parts.vocab_size,
             eos_token_ids=parts.eos_token_ids,
             decode_all=parts.tokenizer.decode_all,
@@ -217,8 +216,8 @@ class Engine:
         self._is_closing = False
         self._max_queued_rows = config.max_queued_rows
         pool_rows = min(parts.policy.batch_size, config.max_queued_rows)
-        self._start = StartRule(pool_rows, config.linger_s, config.expected_calls)
-        self._watchdog = Watchdog(config.watchdog_s or longest_pass_s(parts.plan), self._give_up)
+        self._start = BatchingWindow(pool_rows, config.linger_s, config.expected_calls)
+        self._watchdog = Watchdog(config.watchdog_s or longest_step_s(parts.plan), self._give_up)
         self._thread = threading.Thread(target=self._run, name="raymoe-engine", daemon=True)
         self._thread.start()
         # An interpreter that ends kills daemon threads wherever they are, native code included.
@@ -255,13 +254,13 @@ class Engine:
     def enter_call(self) -> None:
         """Say that a caller is inside: it will bring no more rows before it has its answers."""
         with self._changed:
-            self._start.num_calls_inside += 1
+            self._start.num_calls_in_flight += 1
             self._changed.notify_all()
 
     def leave_call(self) -> None:
         """Say that a caller has its answers and may come again."""
         with self._changed:
-            self._start.num_calls_inside -= 1
+            self._start.num_calls_in_flight -= 1
 
     def generate(
         self, prompts: Sequence[Prompt], sampling_params: Params | Sequence[Params] = None
@@ -278,7 +277,7 @@ class Engine:
         """
         futures = self.submit(prompts, sampling_params)
         with self._changed:
-            self._start.hurry()
+            self._start.start_now()
             self._changed.notify_all()
         return [future.result() for future in futures]
 
@@ -303,7 +302,7 @@ class Engine:
         params = _one_each("sampling_params", sampling_params, len(prompts))
         keys = _one_each("row_keys", row_keys, len(prompts))
         futures: dict[int, Future[Generation]] = {}
-        for index, request in self._intake.build_all(prompts, params, keys):
+        for index, request in self._input_processor.build_all(prompts, params, keys):
             if isinstance(request, Exception):
                 futures[index] = self._refuse(request)
             else:
@@ -325,20 +324,20 @@ class Engine:
                 num_slots=self.policy.batch_size,
                 num_free_blocks=scheduler.pool.num_free,
                 num_kv_blocks=self.policy.num_kv_blocks,
-                num_passes=counters.num_passes,
+                num_steps=counters.num_steps,
                 num_computed_tokens=counters.num_computed_tokens,
                 num_prompt_tokens=counters.num_prompt_tokens,
                 num_cached_tokens=counters.num_cached_tokens,
                 num_generated_tokens=counters.num_sampled_tokens,
                 num_preemptions=scheduler.num_preemptions,
-                busy_s=counters.pass_s,
+                busy_s=counters.step_s,
                 predicted_s=total.predicted_s,
                 link_s=total.busy_s.get(Resource.HTOD, 0.0),
                 generated_tokens_per_s=counters.num_sampled_tokens / active_s if active_s else 0.0,
             )
 
     def close(self) -> None:
-        """Stop after the current pass, fail rows that are unfinished, join all threads.
+        """Stop after the current step, fail rows that are unfinished, join all threads.
 
         Does nothing in a process that was forked from the one that has the engine.
         """
@@ -361,7 +360,7 @@ class Engine:
         self._grammar_server.close()
         self._grammars.close()
         if self._thread.is_alive():
-            logger.warning("the engine thread is stuck in a pass; its memory is not released")
+            logger.warning("the engine thread is stuck in a step; its memory is not released")
             self._parts.tokenizer.close()
         else:
             self._masks.close()
@@ -482,7 +481,7 @@ class Engine:
 
     def _report_run(self) -> None:
         """Once all rows are done, say how right the plan was."""
-        if self.accuracy is None or self._core.has_work or not self.accuracy.report.num_passes:
+        if self.accuracy is None or self._core.has_work or not self.accuracy.report.num_steps:
             return
         self.last_report = self.accuracy.report
         logger.info("%s", self.last_report)
@@ -503,7 +502,7 @@ class Engine:
         _resolve_future(functools.partial(request.future.set_result, generation))
 
     def _give_up(self, waited_s: float) -> None:
-        number = self._core.counters.num_passes + 1
+        number = self._core.counters.num_steps + 1
         logger.critical("pass %d is stuck; all threads:\n%s", number, stacks_of_all_threads())
         self._fail_all(
             f"pass {number} has not ended after {waited_s:.1f} s, so the engine counts as stuck; "

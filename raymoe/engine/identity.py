@@ -34,7 +34,7 @@ from raymoe.engine.tokenizer import TOKENIZER_FILES
 from raymoe.errors import CheckpointError, ConfigError, PerformanceWarning
 from raymoe.memory.checkpoint import INDEX_FILE, SINGLE_FILE, resolve_model
 from raymoe.memory.shared_file import SharedFile
-from raymoe.plan.device_pass import StreamedPasses
+from raymoe.plan.device_step import StreamedSteps
 from raymoe.plan.policy import DevicePolicy, Policy
 from raymoe.specs.files import open_regular, parse_json_object, read_json_object, resolve_inside
 from raymoe.specs.model import ModelSpec
@@ -44,7 +44,7 @@ CACHE_NAME = ".raymoe-digests.json"
 MAX_ENTRIES = 4096
 READ_BYTES = 16 * MIB
 # A file that has just changed may change again within the resolution of its times.
-SETTLED_NS = 2_000_000_000
+STABLE_NS = 2_000_000_000
 
 _SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -87,15 +87,15 @@ def read_digests(paths: Sequence[Path], caches: Sequence[Path]) -> dict[Path, st
         now_ns = time.time_ns()
         with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "raymoe-digest") as pool:
             digests = list(pool.map(_digest, missing))
-        settled = {}
+        synchronized = {}
         for path, state, digest in zip(missing, states, digests, strict=True):
             if file_state(path) != state:
                 raise CheckpointError(f"{path}: has changed while it was read; load it again")
             status = path.stat()
-            if max(status.st_mtime_ns, status.st_ctime_ns) + SETTLED_NS < now_ns:
-                settled[state] = digest
-        if settled and cache is not None:
-            _write_cache(cache, settled)
+            if max(status.st_mtime_ns, status.st_ctime_ns) + STABLE_NS < now_ns:
+                synchronized[state] = digest
+        if synchronized and cache is not None:
+            _write_cache(cache, synchronized)
     return known | dict(zip(missing, digests, strict=True))
 
 
@@ -405,8 +405,8 @@ class Choice:
     policy: Policy
 
     @classmethod
-    def of(cls, passes: StreamedPasses) -> "Choice":
-        return cls(schedule=passes.schedule, policy=passes.policy)
+    def of(cls, steps: StreamedSteps) -> "Choice":
+        return cls(schedule=steps.schedule, policy=steps.policy)
 
     def suits(self, config: EngineConfig) -> bool:
         return config.policy in {None, self.policy} and config.schedule in {"auto", self.schedule}

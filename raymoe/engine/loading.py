@@ -15,7 +15,7 @@ from raymoe.config import EngineConfig, SamplingParams, Settings
 from raymoe.device.cuda import check_cuda
 from raymoe.device.host import read_host, rss_bytes
 from raymoe.device.threads import probe_host, set_num_threads
-from raymoe.engine.core import EngineCore, Runner, longest_pass_s
+from raymoe.engine.core import EngineCore, Runner, longest_step_s
 from raymoe.engine.identity import agree, check_unchanged, files_key, open_shared
 from raymoe.engine.ranks import load_ranks
 from raymoe.engine.request import Request
@@ -126,8 +126,8 @@ def find_node(
     if config.host_memory_bytes is not None:
         node = dataclasses.replace(node, host_memory_bytes=config.host_memory_bytes)
     elif loaded_bytes:
-        most = node.host_memory_bytes + loaded_bytes
-        node = dataclasses.replace(node, host_memory_bytes=most)
+        maximum = node.host_memory_bytes + loaded_bytes
+        node = dataclasses.replace(node, host_memory_bytes=maximum)
     if device != "cpu" and config.device_memory_bytes is not None:
         node = dataclasses.replace(node, gpu_memory_bytes=config.device_memory_bytes)
     return node
@@ -251,7 +251,7 @@ def _plan_and_load(
         # Where the weights are packed, torch is left with operations too small to share: its second
         # thread would only spin beside the workers of the native kernels and take their cores.
         num_torch_threads=1 if packed_linear_is_used(dtype) else plan.hardware.num_cores,
-        pass_limit_s=config.watchdog_s or longest_pass_s(plan),
+        step_limit_s=config.watchdog_s or longest_step_s(plan),
     )
     set_num_threads(job.hardware.num_cores, job.num_torch_threads)
     loaded = _load(job, spec, weights, shared)
@@ -265,7 +265,7 @@ def _plan_and_load(
         policy=plan.policy,
         tokenizer=tokenizer,
         vocab_size=spec.vocab_size,
-        max_context_tokens=_context_tokens(spec, config),
+        max_model_len=_context_tokens(spec, config),
         eos_token_ids=eos_token_ids,
         num_threads=job.hardware.num_cores,
         num_torch_threads=job.num_torch_threads,
@@ -295,7 +295,7 @@ def _make_plan(
         bytes_per_element=dtype.itemsize,
         kv_bytes_per_element=_kv_dtype(config, dtype).itemsize,
         weight_bytes=_weight_bytes(spec, weights, dtype),
-        max_context_tokens=_context_tokens(spec, config),
+        max_model_len=_context_tokens(spec, config),
         tensor_parallel_size=config.tensor_parallel_size,
     )
     logger.info("plan: %s", plan.describe())
@@ -313,7 +313,7 @@ def _dtype(config: EngineConfig, weights: Weights) -> torch.dtype:
 
 
 def _context_tokens(spec: ModelSpec, config: EngineConfig) -> int:
-    return min(spec.max_context_tokens, config.max_context_tokens or spec.max_context_tokens)
+    return min(spec.max_model_len, config.max_model_len or spec.max_model_len)
 
 
 def _load(job: LoadJob, spec: ModelSpec, weights: Weights, shared: SharedFile | None) -> Loaded:
@@ -379,8 +379,8 @@ def warm_up(runner: Runner, vocab_size: int) -> None:
     """Compile the loops and touch every weight, so that the first rows need not wait for it."""
     core = EngineCore(
         runner,
-        Policy(batch_size=1, pass_tokens=4, prefill_chunk_tokens=4, num_kv_blocks=1),
-        max_context_tokens=4,
+        Policy(batch_size=1, max_num_batched_tokens=4, max_prefill_chunk_tokens=4, num_kv_blocks=1),
+        max_model_len=4,
         vocab_size=vocab_size,
         eos_token_ids=(),
         decode_all=lambda sequences: [""] * len(sequences),
@@ -390,7 +390,7 @@ def warm_up(runner: Runner, vocab_size: int) -> None:
         Request(
             prompt=np.zeros(2, np.int32),
             params=SamplingParams(max_tokens=2, repetition_penalty=1.1),
-            limit_tokens=4,
+            max_tokens_total=4,
             seed=0,
             row_key=0,
             future=Future(),

@@ -79,7 +79,7 @@ class EngineStats:
         num_preemptions: Sequences that gave up their blocks and were computed again.
         predicted_s: What the plan's cost model predicted for them; 0 without a plan.
         link_s: Time in them that the link to the device was busy.
-        generated_tokens_per_s: Over the time in passes and between them, idle time left out.
+        generated_tokens_per_s: Over the time in steps and between them, idle time left out.
     """
 
     num_finished_rows: int
@@ -89,7 +89,7 @@ class EngineStats:
     num_slots: int
     num_free_blocks: int
     num_kv_blocks: int
-    num_passes: int
+    num_steps: int
     num_computed_tokens: int
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -111,29 +111,29 @@ class EngineStats:
 
     @property
     def link_busy(self) -> float:
-        """Share of the time in passes that the link to the device was busy, 0..1."""
+        """Share of the time in steps that the link to the device was busy, 0..1."""
         return self.link_s / self.busy_s if self.busy_s else 0.0
 
 
 class Counters:
-    """Sums over all passes; the engine thread counts, others read."""
+    """Sums over all steps; the engine thread counts, others read."""
 
     def __init__(self) -> None:
-        self.num_passes = 0
+        self.num_steps = 0
         self.num_computed_tokens = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_sampled_tokens = 0
         self.num_generated_tokens = 0
-        self.pass_s = 0.0
+        self.step_s = 0.0
         self.active_s = 0.0
 
-    def record_pass(self, done: "Pass", pass_s: float) -> None:
-        self.num_passes += 1
+    def record_step(self, done: "Pass", step_s: float) -> None:
+        self.num_steps += 1
         self.num_computed_tokens += done.num_tokens
         self.num_prompt_tokens += int((done.positions < done.prompt_tokens).sum())
         self.num_sampled_tokens += int(done.row_is_sample.sum())
-        self.pass_s += pass_s
+        self.step_s += step_s
 
     def time_step(self, begin_s: float) -> None:
         """Count the time since `begin_s`, scheduling and sampling included."""

@@ -30,7 +30,7 @@ from raymoe.engine.runner_loading import Loaded, LoadJob, RankShare, load_runner
 from raymoe.errors import ExecutionError
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.memory.weights import Weights
-from raymoe.runtime.bindings import PassInputs
+from raymoe.runtime.bindings import StepInputs
 from raymoe.schedule.timeline import Timeline
 from raymoe.specs.model import ModelSpec
 
@@ -64,8 +64,8 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankPass:
-    """The tokens of one pass without what is asked of them; see `PassInputs`."""
+class RankStep:
+    """The tokens of one step without what is asked of them; see `StepInputs`."""
 
     token_ids: Array
     positions: Array
@@ -76,7 +76,7 @@ class RankPass:
     prompt_tokens: Array | None
 
     @classmethod
-    def of(cls, inputs: PassInputs) -> Self:
+    def of(cls, inputs: StepInputs) -> Self:
         batch = inputs.attention
         return cls(
             token_ids=inputs.token_ids.numpy(),
@@ -88,9 +88,9 @@ class RankPass:
             prompt_tokens=_array(inputs.prompt_tokens),
         )
 
-    def inputs(self) -> PassInputs:
-        """The pass of a rank from which nobody wants logits."""
-        return PassInputs(
+    def inputs(self) -> StepInputs:
+        """The step of a rank from which nobody wants logits."""
+        return StepInputs(
             token_ids=torch.from_numpy(self.token_ids),
             positions=torch.from_numpy(self.positions),
             attention=AttentionBatch(
@@ -179,7 +179,7 @@ def _serve(connection: Connection, inbox: "queue.SimpleQueue[object]") -> None:
         rank,
         job.num_ranks,
         device=device,
-        timeout_s=job.pass_limit_s,
+        timeout_s=job.step_limit_s,
     )
     set_num_threads(job.hardware.num_cores, job.num_torch_threads)
     model = ModelSpec.from_directory(job.directory)
@@ -189,7 +189,7 @@ def _serve(connection: Connection, inbox: "queue.SimpleQueue[object]") -> None:
     send(connection, Reached("loaded"))
     while True:
         message = inbox.get()
-        assert isinstance(message, RankPass)
+        assert isinstance(message, RankStep)
         runner.run(message.inputs())
 
 
@@ -230,7 +230,7 @@ class RankProcess:
     def name(self) -> str:
         return f"rank {self.rank} (process {self._process.pid})"
 
-    def send(self, message: Begin | RankPass) -> None:
+    def send(self, message: Begin | RankStep) -> None:
         """Tell it something; if it is gone, `failure` will say so."""
         with contextlib.suppress(OSError):
             send(self._connection, message)
@@ -299,7 +299,7 @@ class Ranks:
             self.wait_for("imported", IMPORT_LIMIT_S)
             device = torch.device("cuda", 0) if job.device == "cuda" else torch.device("cpu")
             self._group = RankGroup(
-                meeting_place, 0, job.num_ranks, device=device, timeout_s=job.pass_limit_s
+                meeting_place, 0, job.num_ranks, device=device, timeout_s=job.step_limit_s
             )
         except BaseException as error:
             failure = self.failure
@@ -330,10 +330,10 @@ class Ranks:
         Raises:
             ExecutionError: One of them failed, or took too long.
         """
-        least = STAGES.index(stage)
+        minimum = STAGES.index(stage)
 
         def behind() -> list[RankProcess]:
-            return [rank for rank in self._processes if STAGES.index(rank.stage) < least]
+            return [rank for rank in self._processes if STAGES.index(rank.stage) < minimum]
 
         with self._changed:
             self._changed.wait_for(lambda: self._has_failed() or not behind(), limit_s)
@@ -342,19 +342,19 @@ class Ranks:
                 names = ", ".join(rank.name for rank in behind())
                 raise ExecutionError(f"{names} not {stage} after {limit_s:g} s")
 
-    def send(self, inputs: PassInputs) -> None:
-        """Tell all ranks to run a pass.
+    def send(self, inputs: StepInputs) -> None:
+        """Tell all ranks to run a step.
 
         Raises:
             ExecutionError: One of them is gone.
         """
         self._check()
-        message = RankPass.of(inputs)
+        message = RankStep.of(inputs)
         for rank in self._processes:
             rank.send(message)
 
     def explain(self, error: Exception) -> Exception:
-        """What to raise when a pass failed with an error: what happened to a rank, if it did."""
+        """What to raise when a step failed with an error: what happened to a rank, if it did."""
         with self._changed:
             self._changed.wait_for(self._has_failed, NOTICE_S)
         failure = self.failure
@@ -387,7 +387,7 @@ class Ranks:
 
 
 class RankedRunner:
-    """Runs each pass on all ranks.
+    """Runs each step on all ranks.
 
     Args:
         own: Runs the share of this one.
@@ -396,8 +396,8 @@ class RankedRunner:
     def __init__(self, own: Runner, ranks: Ranks) -> None:
         self._own, self._ranks = own, ranks
 
-    def run(self, inputs: PassInputs) -> Timeline:
-        """Run one pass; `inputs.on_logits` receives the logits. Returns what was measured here.
+    def run(self, inputs: StepInputs) -> Timeline:
+        """Run one step; `inputs.on_logits` receives the logits. Returns what was measured here.
 
         Raises:
             ExecutionError: A task failed, or a rank; names it.

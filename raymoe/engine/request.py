@@ -1,14 +1,25 @@
-"""A row inside the engine: one Python object per row and per sample, none per token."""
+"""Requests: from what a caller gives to tokens, limits, parameters and a key."""
 
 import dataclasses
-from collections.abc import Sequence
+import hashlib
+import itertools
+import numbers
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from raymoe.config import MAX_SAMPLES, SamplingParams
+import numpy as np
+
+from raymoe.config import MAX_SAMPLES, EngineConfig, SamplingParams
+from raymoe.engine.grammar_server import check_present
 from raymoe.engine.grammars import Grammar
+from raymoe.engine.json_schema import check_schema
 from raymoe.engine.outputs import Generation, Int32s, TokenLogprob
-from raymoe.engine.tokenizer import StopStrings
+from raymoe.engine.tokenizer import MAX_BATCH, Room, StopStrings, Text, Tokenizer
+from raymoe.errors import ConfigError
+from raymoe.kernels.paged_kv import BLOCK_TOKENS
+from raymoe.memory.kv_cache import blocks_of_tokens
+from raymoe.structured import StructuredOutputs
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -17,7 +28,7 @@ class Request:
 
     Attributes:
         params: How its tokens are chosen.
-        limit_tokens: Prompt and generated tokens at which a sample is over.
+        max_tokens_total: Prompt and generated tokens at which a sample is over.
         future: Resolved when all samples are finished.
         order: Order of arrival among requests.
         grammar: That the tokens must follow; set before the engine thread gets the request.
@@ -27,7 +38,7 @@ class Request:
 
     prompt: Int32s
     params: SamplingParams
-    limit_tokens: int
+    max_tokens_total: int
     seed: int
     row_key: int
     future: Future[Generation]
@@ -94,3 +105,205 @@ class Sample:
         """Whether log probabilities of the prompt are still missing."""
         wanted = self.index == 0 and self.request.params.prompt_logprobs is not None
         return wanted and len(self.prompt_logprobs or ()) < self.num_prompt_tokens
+
+
+DEFAULT_PARAMS = SamplingParams()
+MAX_ROW_LOGPROBS = 1 << 20  # 128 MiB of entries
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    index: int
+    prompt: Text | Int32s
+    params: SamplingParams
+    key: object
+
+
+class InputProcessor:
+    """Builds requests.
+
+    Args:
+        max_model_len: Prompt and generated tokens of a row.
+        has_eos: Whether the model has a token that ends a text.
+        config: Says what happens to long prompts, and the seed.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        num_kv_blocks: int,
+        has_eos: bool,
+        config: EngineConfig,
+    ) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._max_context_tokens, self._num_kv_blocks = max_model_len, num_kv_blocks
+        self._has_eos = has_eos
+        self._on_too_long, self._seed = config.on_too_long, config.seed
+
+    def build(self, prompt: object, params: object, row_key: object) -> Request:
+        """A request for one row.
+
+        Raises:
+            ConfigError: The prompt or the parameters cannot be used; says why.
+        """
+        ((_, built),) = self.build_all([prompt], [params], [row_key])
+        if isinstance(built, Exception):
+            raise built
+        return built
+
+    def build_all(
+        self, prompts: Sequence[object], params: Sequence[object], row_keys: Sequence[object]
+    ) -> Iterator[tuple[int, Request | Exception]]:
+        """Requests, or why there is none, with their indexes; those with long texts come last."""
+        waiting: list[_Row] = []
+        long: list[_Row] = []
+        for index, row in enumerate(zip(prompts, params, row_keys, strict=True)):
+            try:
+                read = self._read(index, *row)
+            except Exception as error:  # whatever is wrong with a row is the row's error
+                yield index, error
+                continue
+            is_long = isinstance(read.prompt, Text) and read.prompt.is_long
+            (long if is_long else waiting).append(read)
+            if len(waiting) == MAX_BATCH:
+                yield from self._encode(waiting)
+                waiting = []
+        yield from self._encode(waiting)
+        for late in long:
+            yield from self._encode([late])
+
+    def _read(self, index: int, prompt: object, params: object, row_key: object) -> "_Row":
+        checked = self._check_params(params)
+        room = Room(max_tokens=self._room(checked.max_tokens), on_too_long=self._on_too_long)
+        return _Row(index, self._tokenizer.read(prompt, room), checked, row_key)
+
+    def _encode(self, rows: Sequence["_Row"]) -> Iterator[tuple[int, Request | Exception]]:
+        texts = [row.prompt for row in rows if isinstance(row.prompt, Text)]
+        encoded: Iterator[Int32s | Exception]
+        try:
+            encoded = iter(self._tokenizer.encode_all(texts))
+        except Exception as error:
+            encoded = itertools.repeat(error)
+        for row in rows:
+            tokens = next(encoded) if isinstance(row.prompt, Text) else row.prompt
+            try:
+                yield (
+                    row.index,
+                    tokens if isinstance(tokens, Exception) else self._build(row, tokens),
+                )
+            except Exception as error:
+                yield row.index, error
+
+    def _build(self, row: "_Row", tokens: Int32s) -> Request:
+        checked = row.params
+        tokens = self._fit(tokens, checked.max_tokens)
+        limit = min(len(tokens) + checked.max_tokens, self._max_context_tokens)
+        self._check_fits_cache(len(tokens), limit)
+        _check_num_logprobs(checked, len(tokens), limit)
+        return Request(
+            prompt=tokens,
+            params=checked,
+            max_tokens_total=limit,
+            seed=self._seed if checked.seed is None else checked.seed,
+            row_key=_hash_row(tokens, checked) if row.key is None else hash_key(row.key),
+            future=Future(),
+        )
+
+    def _check_params(self, params: object) -> SamplingParams:
+        if params is None:
+            return DEFAULT_PARAMS
+        if isinstance(params, Mapping):
+            params = SamplingParams.from_dict(params)
+        if not isinstance(params, SamplingParams):
+            kind = type(params).__name__
+            raise ConfigError(f"sampling_params is a {kind}; it takes SamplingParams or a mapping")
+        if params.stop_strings and not self._tokenizer.is_present:
+            raise ConfigError("stop strings need a tokenizer, which the model directory lacks")
+        if params.form is not None:
+            self._check_form(params.form)
+        for name in ("logit_bias", "stop_token_ids"):
+            for token in getattr(params, name) or ():
+                if token >= self._vocab_size:
+                    raise ConfigError(
+                        f"{name} has token {token}; the vocabulary has ids "
+                        f"0 to {self._vocab_size - 1}"
+                    )
+        return params
+
+    def _check_form(self, form: StructuredOutputs) -> None:
+        check_present()
+        if not (self._tokenizer.is_present and self._has_eos):
+            raise ConfigError(
+                "structured_outputs need a tokenizer and an EOS token, which the model lacks"
+            )
+        if form.json is not None:
+            check_schema(form.json)
+
+    def _room(self, max_tokens: int) -> int:
+        context = self._max_context_tokens
+        if self._on_too_long == "error":
+            return context - 1
+        # Room for what is generated, but never less than half of the context for the prompt.
+        return max(context - max_tokens, context // 2, 1)
+
+    def _fit(self, tokens: Int32s, max_tokens: int) -> Int32s:
+        length, room = len(tokens), self._room(max_tokens)
+        if length <= room:
+            return tokens
+        if self._on_too_long == "error":
+            raise ConfigError(
+                f"the prompt has {length} tokens; at most {room} fit the context of {room + 1} "
+                "tokens with one generated: shorten it or set on_too_long"
+            )
+        return tokens[-room:] if self._on_too_long == "truncate_left" else tokens[:room]
+
+    def _check_fits_cache(self, num_prompt_tokens: int, limit: int) -> None:
+        # The last generated token is never computed, so it needs no room.
+        needed = blocks_of_tokens(max(limit - 1, num_prompt_tokens))
+        if needed > self._num_kv_blocks:
+            raise ConfigError(
+                f"the row may need {limit} tokens ({num_prompt_tokens} of the prompt), which is "
+                f"{needed} KV blocks of {BLOCK_TOKENS} tokens; the cache has "
+                f"{self._num_kv_blocks}: reduce max_tokens, shorten the prompt, or give the "
+                "engine more host memory"
+            )
+
+
+def _check_num_logprobs(params: SamplingParams, num_prompt_tokens: int, limit: int) -> None:
+    """Bound what a row holds in memory: an entry takes a hundred times what its token takes."""
+    count = 0
+    if params.logprobs is not None:
+        count += params.n * (limit - num_prompt_tokens) * (1 + params.logprobs)
+    if params.prompt_logprobs is not None:
+        count += num_prompt_tokens * (1 + params.prompt_logprobs)
+    if count > MAX_ROW_LOGPROBS:
+        raise ConfigError(
+            f"the row may need {count} log probabilities; at most {MAX_ROW_LOGPROBS} are allowed: "
+            "reduce logprobs, prompt_logprobs, n or max_tokens"
+        )
+
+
+def hash_key(value: object) -> int:
+    """63 bits of a row key: equal for equal values, whatever their integer or string type."""
+    if isinstance(value, numbers.Integral):
+        text = f"i{int(value)}"
+    elif isinstance(value, str):
+        text = f"s{value}"
+    elif isinstance(value, bytes):
+        text = f"b{value.hex()}"
+    else:
+        text = f"r{value!r}"
+    return _hash(text.encode("utf-8", "surrogatepass"))
+
+
+def _hash_row(tokens: Int32s, params: SamplingParams) -> int:
+    fields = dataclasses.asdict(params)
+    fields["logit_bias"] = sorted((params.logit_bias or {}).items())
+    return _hash(np.ascontiguousarray(tokens, "<i4").tobytes() + repr(fields).encode())
+
+
+def _hash(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1

@@ -24,17 +24,17 @@ from raymoe.memory.weights import DummyWeights, ShardedWeights, Weights, WeightS
 from raymoe.model.decoder import Decoder, cache_layout
 from raymoe.model.loading import Reduce, decoder_arena_bytes, keep
 from raymoe.plan.device_cost import DeviceCost
-from raymoe.plan.device_pass import (
-    StreamedPasses,
+from raymoe.plan.device_step import (
+    StreamedSteps,
     device_footprint,
     resident_footprint,
     workspace_bytes,
 )
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Policy
-from raymoe.plan.work import AttentionShape, ModelWork, WaveShape
-from raymoe.runtime.micro_batches import CutPass, Wave
-from raymoe.runtime.runner import BeforePass, PassRunner
+from raymoe.plan.work import AttentionShape, MicroBatchShape, ModelWork
+from raymoe.runtime.micro_batches import CutStep, MicroBatch
+from raymoe.runtime.runner import BeforeStep, StepRunner
 from raymoe.schedule.builders import build_in_place
 from raymoe.schedule.graph import Schedule
 from raymoe.schedule.timeline import Instant
@@ -52,21 +52,21 @@ class EngineParts:
     """A loaded model and its sizes.
 
     Attributes:
-        policy: Sizes of passes and of the KV cache.
-        max_context_tokens: Prompt and generated tokens of a row.
+        policy: Sizes of steps and of the KV cache.
+        max_model_len: Prompt and generated tokens of a row.
         eos_token_ids: Tokens that end a row.
         plan: What was planned, if it was.
-        shares_across_lengths: Whether prompts of different lengths that begin alike have the same
-            KV there; not where rotary embeddings depend on the length.
+        shares_across_lengths: Whether prompts of different lengths that begin the same have the
+            same KV there; not where rotary embeddings depend on the length.
         release: Called once when the engine has ended: gives memory back.
-        interrupt: Called when a pass is stuck: ends what it may be waiting for, so that it fails.
+        interrupt: Called when a step is stuck: ends what it may be waiting for, so that it fails.
     """
 
     runner: Runner
     policy: Policy
     tokenizer: Tokenizer
     vocab_size: int
-    max_context_tokens: int
+    max_model_len: int
     eos_token_ids: tuple[int, ...]
     num_threads: int
     num_torch_threads: int | None = None
@@ -89,7 +89,7 @@ class LoadJob:
 
     Attributes:
         hardware: What a rank has of the node.
-        pass_limit_s: A pass that takes longer is stuck.
+        step_limit_s: A step that takes longer is stuck.
     """
 
     directory: Path
@@ -102,7 +102,7 @@ class LoadJob:
     schedule: str
     policy: Policy
     num_torch_threads: int
-    pass_limit_s: float
+    step_limit_s: float
 
     @property
     def num_ranks(self) -> int:
@@ -140,8 +140,8 @@ def open_weights(spec: ModelSpec, directory: Path, config: EngineConfig) -> Weig
     return DummyWeights(spec, DTYPES[name])
 
 
-class Pace:
-    """Sets the cost model of a device before each pass."""
+class EmulatedTiming:
+    """Sets the cost model of a device before each step."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class Pace:
         hardware: HardwareSpec,
         page_bytes: tuple[tuple[int, ...], ...],
     ) -> None:
-        """Price passes of a model.
+        """Price steps of a model.
 
         Args:
             work: The model whose costs are taken.
@@ -160,21 +160,23 @@ class Pace:
         self._device, self._work, self._hardware = device, work, hardware
         self._page_bytes = page_bytes
 
-    def __call__(self, cut: CutPass, schedule: Schedule) -> None:
-        """Take the costs of this pass from here on."""
+    def __call__(self, cut: CutStep, schedule: Schedule) -> None:
+        """Take the costs of this step from here on."""
         self._device.cost = DeviceCost.of_schedule(
             schedule,
             self._work,
             self._hardware,
-            waves=tuple(wave_shape(wave) for wave in cut.waves),
+            micro_batches=tuple(
+                micro_batch_shape(micro_batch) for micro_batch in cut.micro_batches
+            ),
             page_bytes=self._page_bytes,
         )
 
 
-def wave_shape(wave: Wave) -> WaveShape:
-    """A wave in the numbers that costs depend on; every sequence gets logits."""
-    host, device = wave.host.batch, wave.device.batch
-    return WaveShape(
+def micro_batch_shape(micro_batch: MicroBatch) -> MicroBatchShape:
+    """A micro-batch in the numbers that costs depend on; every sequence gets logits."""
+    host, device = micro_batch.host.batch, micro_batch.device.batch
+    return MicroBatchShape(
         host=_attention_shape(host),
         device=_attention_shape(device),
         logit_rows=len(host.context_tokens) + len(device.context_tokens),
@@ -182,12 +184,15 @@ def wave_shape(wave: Wave) -> WaveShape:
 
 
 def _attention_shape(batch: AttentionBatch) -> AttentionShape:
-    takes = np.diff(batch.query_start.numpy()).astype(np.int64)
+    num_scheduled_tokens = np.diff(batch.query_start.numpy()).astype(np.int64)
     contexts = batch.context_tokens.numpy().astype(np.int64)
-    pairs = takes * (contexts - takes) + takes * (takes + 1) // 2
-    is_decode = takes == 1
+    pairs = (
+        num_scheduled_tokens * (contexts - num_scheduled_tokens)
+        + num_scheduled_tokens * (num_scheduled_tokens + 1) // 2
+    )
+    is_decode = num_scheduled_tokens == 1
     return AttentionShape(
-        rows=int(takes.sum()),
+        rows=int(num_scheduled_tokens.sum()),
         decode_rows=int(is_decode.sum()),
         pairs=int(pairs[is_decode].sum()),
         prompt_pairs=int(pairs[~is_decode].sum()),
@@ -201,7 +206,7 @@ class Loaded:
 
     Attributes:
         release: Gives everything back; called once, when nothing runs any more.
-        interrupt: Ends what a pass may be waiting for; from any thread.
+        interrupt: Ends what a step may be waiting for; from any thread.
     """
 
     runner: Runner
@@ -225,7 +230,7 @@ def load_runner(
         store=share.weights,
         dtype=job.dtype,
         kv_layout=cache_layout(share.spec, job.kv_dtype),
-        passes=StreamedPasses.of(share.spec, job.schedule, job.policy, job.dtype.itemsize),
+        steps=StreamedSteps.of(share.spec, job.schedule, job.policy, job.dtype.itemsize),
         reduce=reduce,
         shared=shared,
     )
@@ -240,21 +245,21 @@ def load_runner(
 
 def _load_emulated(job: LoadJob, model: LoadedModel) -> Loaded:
     device = EmulatedDevice(job.hardware.gpu_memory_bytes, Instant())
-    pace = None
+    emulated_timing = None
     if job.config.hardware not in {None, "auto"}:
         kv_bytes = model.kv_layout.dtype.itemsize
         work = ModelWork.of(model.spec, model.dtype.itemsize, kv_element_bytes=kv_bytes)
-        pages = () if _is_resident(model) else model.passes.cut.page_bytes
-        pace = Pace(device, work, job.hardware, pages)
-    return _load_or_close(model, device, pace)
+        pages = () if _is_resident(model) else model.steps.cut.page_bytes
+        emulated_timing = EmulatedTiming(device, work, job.hardware, pages)
+    return _load_or_close(model, device, emulated_timing)
 
 
 def _workspace_bytes(model: LoadedModel) -> int:
-    kv_bytes, passes = model.kv_layout.dtype.itemsize, model.passes
+    kv_bytes, steps = model.kv_layout.dtype.itemsize, model.steps
     work = ModelWork.of(model.spec, model.dtype.itemsize, kv_element_bytes=kv_bytes)
     if _is_resident(model):
-        return workspace_bytes(resident_footprint(model.spec, work, passes.policy))
-    return workspace_bytes(device_footprint(model.spec, work, passes))
+        return workspace_bytes(resident_footprint(model.spec, work, steps.policy))
+    return workspace_bytes(device_footprint(model.spec, work, steps))
 
 
 def _kept_tiles(settings: Settings) -> TileTable | None:
@@ -264,13 +269,13 @@ def _kept_tiles(settings: Settings) -> TileTable | None:
 
 
 def _is_resident(model: LoadedModel) -> bool:
-    return model.passes.schedule == "resident"
+    return model.steps.schedule == "resident"
 
 
-def _load_or_close(model: LoadedModel, device: Device, before_pass: BeforePass | None) -> Loaded:
+def _load_or_close(model: LoadedModel, device: Device, before_step: BeforeStep | None) -> Loaded:
     try:
         load = load_resident if _is_resident(model) else load_on_device
-        return Loaded(*load(model, device, before_pass))
+        return Loaded(*load(model, device, before_step))
     except BaseException:
         device.close()
         raise
@@ -298,4 +303,4 @@ def _load_in_place(job: LoadJob, share: RankShare) -> Loaded:
         cache.close()
         arena.close()
 
-    return Loaded(PassRunner(decoder, cache, build_in_place(spec.num_layers)), release)
+    return Loaded(StepRunner(decoder, cache, build_in_place(spec.num_layers)), release)

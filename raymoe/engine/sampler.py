@@ -129,7 +129,7 @@ def penalise(
     repetition, presence, frequency = penalties
     _penalise(
         logits_RV.numpy(),
-        (slots, table.known_tokens, table.prompt_tokens, table.block_table, table.token_blocks),
+        (slots, table.num_tokens, table.prompt_tokens, table.block_table, table.token_blocks),
         (repetition, presence, frequency),
         np.zeros(logits_RV.shape[1], np.int32),
     )
@@ -142,18 +142,18 @@ def _penalise(
     penalties: tuple[Float32s, Float32s, Float32s],
     counts_V: Int32s,
 ) -> None:
-    slots, known_tokens, prompt_tokens, block_table, token_blocks = sequences
+    slots, num_tokens, prompt_tokens, block_table, token_blocks = sequences
     repetition, presence, frequency = penalties
     for row, slot in enumerate(slots):
         # counts_V: 0 is unseen, else 1 + how often it was generated.
-        for position in range(known_tokens[slot]):
+        for position in range(num_tokens[slot]):
             block = block_table[slot, position // BLOCK_TOKENS]
             token = token_blocks[block, position % BLOCK_TOKENS]
             if counts_V[token] == 0:
                 counts_V[token] = 1
             if position >= prompt_tokens[slot]:
                 counts_V[token] += 1
-        for position in range(known_tokens[slot]):
+        for position in range(num_tokens[slot]):
             block = block_table[slot, position // BLOCK_TOKENS]
             token = token_blocks[block, position % BLOCK_TOKENS]
             if counts_V[token] == 0:
@@ -190,8 +190,8 @@ def keep_top_p(logits_RV: Tensor, top_p_R: Tensor) -> None:
 
 def keep_min_p(logits_RV: Tensor, min_p_R: Tensor) -> None:
     """Drop tokens less probable than min_p times the best of their row."""
-    least_R1 = logits_RV.amax(1, keepdim=True) + min_p_R.log()[:, None]
-    logits_RV.masked_fill_(logits_RV < least_R1, float("-inf"))
+    min_R1 = logits_RV.amax(1, keepdim=True) + min_p_R.log()[:, None]
+    logits_RV.masked_fill_(logits_RV < min_R1, float("-inf"))
 
 
 SLICE_ROWS = 32  # float32 copies of that many rows at once

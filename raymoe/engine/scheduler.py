@@ -20,8 +20,8 @@ from raymoe.engine.sequence import (
     Int64s,
     Pass,
     SequenceTable,
-    assemble_pass,
-    choose_takes,
+    assemble_step,
+    choose_scheduled_tokens,
     compiled,
 )
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
@@ -169,7 +169,7 @@ def count_admissible(
 
     Args:
         live: (tokens, remaining) of the sequences in the cache: what each has now, and how many
-            it will still append, one in each pass.
+            it will still append, one in each step.
         waiting: The same of those that wait.
     """
     order = np.argsort(-live[1], kind="stable")
@@ -201,35 +201,35 @@ def _count_admissible(
     return num_waiting
 
 
-LEAST_CANDIDATES = 256  # for one pass; twice as many as joined the one before, where that is more
+MIN_CANDIDATES = 256  # for one step; twice as many as joined the one before, where that is more
 LOOK_AHEAD = 4  # samples looked at for each candidate: some wait for the prompt of another
 MEAN_WASTE = BLOCK_TOKENS // 2  # tokens that a last block could still take, on average
 RESERVED_FRACTION = 64  # one block of so many stays free for growth that no forecast saw
 
 
-class PassScheduler:
+class StepScheduler:
     """Turns waiting and live sequences into passes. The engine thread owns it.
 
-    Every pass holds one token of each sequence that decodes and, up to `policy.pass_tokens`,
-    chunks of prompts: experts see more rows, so each token costs less. Sequences join at the rate
-    that the KV cache sustains. When a sequence needs a block and none is free, the newest one
-    gives up its blocks, keeps its tokens and computes them again later; the oldest always
-    finishes, so everything does.
+    Every step holds one token of each sequence that decodes and, up to
+    `policy.max_num_batched_tokens`, chunks of prompts: experts see more rows, so each token costs
+    less. Sequences join at the rate that the KV cache sustains. When a sequence needs a block and
+    none is free, the newest one gives up its blocks, keeps its tokens and computes them again
+    later; the oldest always finishes, so everything does.
 
     A prompt that begins like that of a live sequence takes over its full blocks. While those are
     still being computed, and are at least half of it, a sequence lets others go before it.
 
     Args:
-        policy: Sizes of passes and of the KV cache.
+        policy: Sizes of steps and of the KV cache.
         shares_across_lengths: Whether KV does not depend on how long the prompt is.
     """
 
     def __init__(
-        self, policy: Policy, max_context_tokens: int, *, shares_across_lengths: bool = True
+        self, policy: Policy, max_model_len: int, *, shares_across_lengths: bool = True
     ) -> None:
         self.policy = policy
         self.pool = BlockPool(policy.num_kv_blocks)
-        self.table = SequenceTable(policy.batch_size, max_context_tokens, policy.num_kv_blocks)
+        self.table = SequenceTable(policy.batch_size, max_model_len, policy.num_kv_blocks)
         self.forecast = LengthForecast()
         self.live: list[Sample | None] = [None] * policy.batch_size
         self.admitted: list[Sample] = []  # by the latest pass
@@ -237,7 +237,7 @@ class PassScheduler:
         self._waiting: deque[Sample] = deque()
         self._prefixes = PrefixIndex()
         self._shares_across_lengths = shares_across_lengths
-        self._num_candidates = LEAST_CANDIDATES
+        self._num_candidates = MIN_CANDIDATES
         self._reserved_blocks = policy.num_kv_blocks // RESERVED_FRACTION
 
     @property
@@ -263,8 +263,8 @@ class PassScheduler:
         """Let these samples go before all that wait, in their order."""
         self._waiting.extendleft(reversed(list(samples)))
 
-    def next_pass(self, held: Collection[int] = ()) -> Pass:
-        """Assemble the next pass; there must be work. `admitted` says who joined.
+    def next_step(self, held: Collection[int] = ()) -> Pass:
+        """Assemble the next step; there must be work. `admitted` says who joined.
 
         Args:
             held: Slots that stay out of it; not all that live.
@@ -275,14 +275,14 @@ class PassScheduler:
             self._admit()
         slots = self.table.live_slots()
         slots = slots[~np.isin(slots, list(held))] if held else slots
-        takes = self._takes(slots)
-        assert takes.any(), "there is work, but no sequence fits"
-        return assemble_pass(self.table, slots, takes)
+        num_scheduled_tokens = self._num_scheduled_tokens(slots)
+        assert num_scheduled_tokens.any(), "there is work, but no sequence fits"
+        return assemble_step(self.table, slots, num_scheduled_tokens)
 
     def complete(self, done: Pass) -> None:
-        """Record that the KV of a pass is in the cache."""
-        before = self.table.computed_tokens[done.slots]
-        self.table.computed_tokens[done.slots] += done.takes
+        """Record that the KV of a step is in the cache."""
+        before = self.table.num_computed_tokens[done.slots]
+        self.table.num_computed_tokens[done.slots] += done.num_scheduled_tokens
         is_prompt = before < self.table.prompt_tokens[done.slots]
         for slot, computed in zip(done.slots[is_prompt], before[is_prompt], strict=True):
             self._share(int(slot), int(computed))
@@ -293,16 +293,18 @@ class PassScheduler:
         self._leave(sample)
         return sample
 
-    def _takes(self, slots: Int64s) -> Int32s:
+    def _num_scheduled_tokens(self, slots: Int64s) -> Int32s:
         policy = self.policy
-        return choose_takes(self.table, slots, policy.pass_tokens, policy.prefill_chunk_tokens)
+        return choose_scheduled_tokens(
+            self.table, slots, policy.max_num_batched_tokens, policy.max_prefill_chunk_tokens
+        )
 
     def _make_room(self) -> bool:
         table, before = self.table, self.num_preemptions
         slots = table.live_slots()
         while True:
-            is_decoding = table.known_tokens[slots] - table.computed_tokens[slots] == 1
-            is_full = table.computed_tokens[slots] == table.num_blocks[slots] * BLOCK_TOKENS
+            is_decoding = table.num_tokens[slots] - table.num_computed_tokens[slots] == 1
+            is_full = table.num_computed_tokens[slots] == table.num_blocks[slots] * BLOCK_TOKENS
             needing = slots[is_decoding & is_full]
             if len(needing) <= self.pool.num_free:
                 break
@@ -322,7 +324,7 @@ class PassScheduler:
         self.forecast.record_preemption()
 
     def _leave(self, sample: Sample) -> None:
-        computed = int(self.table.computed_tokens[sample.slot])
+        computed = int(self.table.num_computed_tokens[sample.slot])
         self._prefixes.forget(self._keys(sample)[computed // BLOCK_TOKENS :])
         freed = self.pool.release(self.table.remove(sample.slot))
         self._prefixes.remove(freed.tolist())
@@ -330,7 +332,9 @@ class PassScheduler:
         sample.slot = -1
 
     def _admit(self) -> None:
-        budget = self.policy.pass_tokens - int(self._takes(self.table.live_slots()).sum())
+        budget = self.policy.max_num_batched_tokens - int(
+            self._num_scheduled_tokens(self.table.live_slots()).sum()
+        )
         if budget <= 0 or not self._waiting:
             return
         candidates = self._candidates()
@@ -341,7 +345,7 @@ class PassScheduler:
         num_looked_at = min(LOOK_AHEAD * self._num_candidates, self.num_waiting)
         looked_at = [self._waiting.popleft() for _ in range(num_looked_at)]
         self.add_first(sample for sample in looked_at if sample.slot < 0)
-        self._num_candidates = max(LEAST_CANDIDATES, 2 * len(self.admitted))
+        self._num_candidates = max(MIN_CANDIDATES, 2 * len(self.admitted))
 
     def _candidates(self) -> list[Sample]:
         chosen: list[Sample] = []
@@ -364,7 +368,7 @@ class PassScheduler:
             return 0
         known = np.array([len(sample.known) for sample in candidates])
         prompt = np.array([sample.num_prompt_tokens for sample in candidates])
-        limit = np.array([sample.request.limit_tokens for sample in candidates])
+        limit = np.array([sample.request.max_tokens_total for sample in candidates])
         is_fixed = np.array([sample.has_fixed_length for sample in candidates])
         remaining = self.forecast.remaining(known - prompt, limit - prompt, is_fixed)
         count = count_admissible(
@@ -377,8 +381,8 @@ class PassScheduler:
     def _live_lengths(self) -> tuple[Int64s, Int64s]:
         table = self.table
         slots = table.live_slots()
-        known, prompt = table.known_tokens[slots], table.prompt_tokens[slots]
-        limit, is_fixed = table.limit_tokens[slots], table.has_fixed_length[slots]
+        known, prompt = table.num_tokens[slots], table.prompt_tokens[slots]
+        limit, is_fixed = table.max_tokens_total[slots], table.has_fixed_length[slots]
         remaining = self.forecast.remaining(known - prompt, limit - prompt, is_fixed)
         return known.astype(np.int64) + MEAN_WASTE, remaining
 
@@ -397,8 +401,8 @@ class PassScheduler:
                 tokens=known,
                 blocks=np.concatenate([shared, fresh]),
                 prompt_tokens=sample.num_prompt_tokens,
-                limit_tokens=sample.request.limit_tokens,
-                computed_tokens=computed,
+                max_tokens_total=sample.request.max_tokens_total,
+                num_computed_tokens=computed,
                 arrival=sample.arrival,
                 wants_prompt_logits=sample.wants_prompt_logits,
                 has_fixed_length=sample.has_fixed_length,
@@ -409,7 +413,7 @@ class PassScheduler:
         sample.tokens = None
         self.live[sample.slot] = sample
         self.admitted.append(sample)
-        return min(len(known) - computed, self.policy.prefill_chunk_tokens)
+        return min(len(known) - computed, self.policy.max_prefill_chunk_tokens)
 
     def _shared_blocks(self, sample: Sample) -> Int32s:
         return self._prefixes.find(() if sample.wants_prompt_logits else self._keys(sample))
@@ -422,7 +426,9 @@ class PassScheduler:
         return request.prefix_keys
 
     def _share(self, slot: int, computed: int) -> None:
-        new = slice(computed // BLOCK_TOKENS, int(self.table.computed_tokens[slot]) // BLOCK_TOKENS)
+        new = slice(
+            computed // BLOCK_TOKENS, int(self.table.num_computed_tokens[slot]) // BLOCK_TOKENS
+        )
         keys = self._keys(self.sample_of(slot))[new]
         self._prefixes.forget(keys)
         self._prefixes.add(keys, self.table.block_table[slot, new][: len(keys)].tolist())

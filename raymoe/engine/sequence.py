@@ -33,8 +33,8 @@ class Admission:
         tokens: All known tokens: the prompt, and what was generated before a preemption.
         blocks: Enough for `tokens`; the first may be shared and computed already.
         prompt_tokens: How many of `tokens` are the prompt.
-        limit_tokens: Known tokens at which the sequence is over.
-        computed_tokens: Whose KV is in the first blocks.
+        max_tokens_total: Known tokens at which the sequence is over.
+        num_computed_tokens: Whose KV is in the first blocks.
         arrival: Order among all sequences; preemption takes the newest.
         wants_prompt_logits: Whether logits of the prompt's tokens are wanted too.
         has_fixed_length: Whether nothing but the limit ends the sequence.
@@ -43,8 +43,8 @@ class Admission:
     tokens: Int32s
     blocks: Int32s
     prompt_tokens: int
-    limit_tokens: int
-    computed_tokens: int
+    max_tokens_total: int
+    num_computed_tokens: int
     arrival: int
     wants_prompt_logits: bool
     has_fixed_length: bool = False
@@ -54,17 +54,17 @@ class SequenceTable:
     """Live sequences. The engine thread owns it; nothing here is thread-safe.
 
     Invariants of a live slot: computed < known <= limit; blocks cover known - 1 tokens at least.
-    The last known token may have no block yet: it is in `last_token` until a pass computes it.
+    The last known token may have no block yet: it is in `last_token` until a step computes it.
     """
 
-    def __init__(self, num_slots: int, max_context_tokens: int, num_blocks: int) -> None:
-        max_blocks = min(blocks_of_tokens(max_context_tokens), num_blocks)
+    def __init__(self, num_slots: int, max_model_len: int, num_blocks: int) -> None:
+        max_blocks = min(blocks_of_tokens(max_model_len), num_blocks)
         self.num_slots = num_slots
         self.is_live: Bools = np.zeros(num_slots, np.bool_)
         self.prompt_tokens: Int32s = np.zeros(num_slots, np.int32)
-        self.known_tokens: Int32s = np.zeros(num_slots, np.int32)
-        self.computed_tokens: Int32s = np.zeros(num_slots, np.int32)
-        self.limit_tokens: Int32s = np.zeros(num_slots, np.int32)
+        self.num_tokens: Int32s = np.zeros(num_slots, np.int32)
+        self.num_computed_tokens: Int32s = np.zeros(num_slots, np.int32)
+        self.max_tokens_total: Int32s = np.zeros(num_slots, np.int32)
         self.last_token: Int32s = np.zeros(num_slots, np.int32)
         self.arrival: Int64s = np.zeros(num_slots, np.int64)
         self.wants_prompt_logits: Bools = np.zeros(num_slots, np.bool_)
@@ -89,13 +89,13 @@ class SequenceTable:
     def admit(self, admission: Admission) -> int:
         """Put a sequence into a free slot and return the slot."""
         slot = self._free_slots.pop()
-        tokens, blocks, first = admission.tokens, admission.blocks, admission.computed_tokens
+        tokens, blocks, first = admission.tokens, admission.blocks, admission.num_computed_tokens
         assert first < len(tokens) <= len(blocks) * BLOCK_TOKENS
         self.is_live[slot] = True
         self.prompt_tokens[slot] = admission.prompt_tokens
-        self.known_tokens[slot] = len(tokens)
-        self.computed_tokens[slot] = first
-        self.limit_tokens[slot] = admission.limit_tokens
+        self.num_tokens[slot] = len(tokens)
+        self.num_computed_tokens[slot] = first
+        self.max_tokens_total[slot] = admission.max_tokens_total
         self.last_token[slot] = tokens[-1]
         self.arrival[slot] = admission.arrival
         self.wants_prompt_logits[slot] = admission.wants_prompt_logits
@@ -110,7 +110,7 @@ class SequenceTable:
 
     def tokens(self, slot: int, first: int = 0) -> Int32s:
         """Known tokens of a slot from position `first` on, copied."""
-        known = int(self.known_tokens[slot])
+        known = int(self.num_tokens[slot])
         position = np.arange(first, known - 1)
         out = np.empty(known - first, np.int32)
         blocks = self.block_table[slot, position // BLOCK_TOKENS]
@@ -140,24 +140,24 @@ class SequenceTable:
     def append(self, slots: Int32s, tokens: Int32s) -> None:
         """Append one sampled token to each of these slots."""
         self.last_token[slots] = tokens
-        self.known_tokens[slots] += 1
+        self.num_tokens[slots] += 1
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """The tokens of one pass as arrays, and whose they are.
+    """The tokens of one step as arrays, and whose they are.
 
     Attributes:
-        slots: [S] sequences of the pass.
+        slots: [S] sequences of the step.
         prompt_tokens: [T] int32, prompt length of each token's sequence.
-        logit_rows: [R] int64, tokens of the pass whose logits are wanted, ascending.
+        logit_rows: [R] int64, tokens of the step whose logits are wanted, ascending.
         row_slots: [R] int32, the slot of each.
         row_positions: [R] int32, position of the token that these logits predict.
         row_is_sample: [R], whether that token is to be sampled; else it is a prompt's.
     """
 
     slots: Int64s
-    takes: Int32s
+    num_scheduled_tokens: Int32s
     token_ids: Int64s
     positions: Int32s
     prompt_tokens: Int32s
@@ -174,53 +174,62 @@ class Pass:
         return len(self.token_ids)
 
 
-def choose_takes(table: SequenceTable, slots: Int64s, budget: int, chunk: int) -> Int32s:
-    """Tokens that each of these slots gets in a pass: one for decode, then chunks of prompts.
+def choose_scheduled_tokens(table: SequenceTable, slots: Int64s, budget: int, chunk: int) -> Int32s:
+    """Tokens that each of these slots gets in a step: one for decode, then chunks of prompts.
 
     Args:
         slots: Candidates; earlier ones are served first.
         chunk: Most tokens of one sequence.
     """
-    rests = table.known_tokens[slots] - table.computed_tokens[slots]
-    return _choose_takes(rests, budget, chunk)
+    rests = table.num_tokens[slots] - table.num_computed_tokens[slots]
+    return _choose_scheduled_tokens(rests, budget, chunk)
 
 
 @compiled
-def _choose_takes(rests: Int32s, budget: int, chunk: int) -> Int32s:
-    takes = np.zeros(len(rests), np.int32)
+def _choose_scheduled_tokens(rests: Int32s, budget: int, chunk: int) -> Int32s:
+    num_scheduled_tokens = np.zeros(len(rests), np.int32)
     for index, rest in enumerate(rests):
         if rest == 1 and budget > 0:
-            takes[index] = 1
+            num_scheduled_tokens[index] = 1
             budget -= 1
     for index, rest in enumerate(rests):
         if rest > 1:
-            takes[index] = min(rest, chunk, budget)
-            budget -= takes[index]
-    return takes
+            num_scheduled_tokens[index] = min(rest, chunk, budget)
+            budget -= num_scheduled_tokens[index]
+    return num_scheduled_tokens
 
 
-def assemble_pass(table: SequenceTable, slots: Int64s, takes: Int32s) -> Pass:
-    """Gather the tokens of a pass; the blocks for all of them must be there."""
-    slots, takes = slots[takes > 0], takes[takes > 0]
-    num_tokens, num_sequences = int(takes.sum()), len(slots)
-    context_tokens = (table.computed_tokens[slots] + takes).astype(np.int32)
+def assemble_step(table: SequenceTable, slots: Int64s, num_scheduled_tokens: Int32s) -> Pass:
+    """Gather the tokens of a step; the blocks for all of them must be there."""
+    slots, num_scheduled_tokens = (
+        slots[num_scheduled_tokens > 0],
+        num_scheduled_tokens[num_scheduled_tokens > 0],
+    )
+    num_tokens, num_sequences = int(num_scheduled_tokens.sum()), len(slots)
+    context_tokens = (table.num_computed_tokens[slots] + num_scheduled_tokens).astype(np.int32)
     num_columns = blocks_of_tokens(int(context_tokens.max(initial=1)))
     token_ids, positions = np.empty(num_tokens, np.int64), np.empty(num_tokens, np.int32)
     query_start = np.zeros(num_sequences + 1, np.int32)
-    np.cumsum(takes, out=query_start[1:])
+    np.cumsum(num_scheduled_tokens, out=query_start[1:])
     logit_rows, row_slots = np.empty(num_tokens, np.int64), np.empty(num_tokens, np.int32)
     row_positions, row_is_sample = np.empty(num_tokens, np.int32), np.empty(num_tokens, np.bool_)
     num_rows = _gather_tokens(
-        (slots, takes, table.known_tokens, table.computed_tokens, table.prompt_tokens),
+        (
+            slots,
+            num_scheduled_tokens,
+            table.num_tokens,
+            table.num_computed_tokens,
+            table.prompt_tokens,
+        ),
         (table.wants_prompt_logits, table.last_token, table.block_table, table.token_blocks),
         (token_ids, positions, logit_rows, row_slots, row_positions, row_is_sample),
     )
     return Pass(
         slots,
-        takes,
+        num_scheduled_tokens,
         token_ids,
         positions,
-        np.repeat(table.prompt_tokens[slots], takes),
+        np.repeat(table.prompt_tokens[slots], num_scheduled_tokens),
         query_start,
         context_tokens,
         np.ascontiguousarray(table.block_table[slots, :num_columns]),
@@ -237,15 +246,15 @@ def _gather_tokens(
     contents: tuple[Bools, Int32s, Int32s, Int32s],
     out: tuple[Int64s, Int32s, Int64s, Int32s, Int32s, Bools],
 ) -> int:
-    slots, takes, known_tokens, computed_tokens, prompt_tokens = lengths
+    slots, num_scheduled_tokens, num_tokens, num_computed_tokens, prompt_tokens = lengths
     wants_prompt_logits, last_token, block_table, token_blocks = contents
     token_ids, positions, logit_rows, row_slots, row_positions, row_is_sample = out
     token, row = 0, 0
     for index, slot in enumerate(slots):
-        begin = computed_tokens[slot]
-        for position in range(begin, begin + takes[index]):
+        begin = num_computed_tokens[slot]
+        for position in range(begin, begin + num_scheduled_tokens[index]):
             block, offset = block_table[slot, position // BLOCK_TOKENS], position % BLOCK_TOKENS
-            is_last = position + 1 == known_tokens[slot]
+            is_last = position + 1 == num_tokens[slot]
             if is_last:
                 token_blocks[block, offset] = last_token[slot]
             token_ids[token] = token_blocks[block, offset]

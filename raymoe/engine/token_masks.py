@@ -159,7 +159,9 @@ class TokenMasks:
         later = set() if self._slower is None else self._slower.pending()
         return self._pending_here() | later
 
-    def settle(self, patience_s: float | None = 0.0, slots: Iterable[int] | None = None) -> None:
+    def synchronize(
+        self, patience_s: float | None = 0.0, slots: Iterable[int] | None = None
+    ) -> None:
         """Take in what the process has made, and let it work on what has changed.
 
         Args:
@@ -176,7 +178,7 @@ class TokenMasks:
             else:
                 self._tell()
         if self._slower is not None:
-            self._slower.settle(_left_s(deadline_s), slots)
+            self._slower.synchronize(_left_s(deadline_s), slots)
 
     def apply(self, logits_RV: Tensor, rows: npt.NDArray[np.int64], slots: Int32s) -> None:
         """Make impossible what the grammars of some rows forbid."""

@@ -44,17 +44,17 @@ class StopStrings:
         self._overlap = max(map(len, stop)) - 1
         self._tokens: list[int] = []
         self._window = 0  # first token that is decoded again
-        self._settled = 0  # tokens whose text is in `_text`
+        self._synchronized = 0  # tokens whose text is in `_text`
         self._text = ""
 
     def push(self, token: int) -> tuple[list[int], list[int]]:
         """Add a token; returns what `find` wants decoded: the window without and with new text."""
         self._tokens.append(token)
-        return self._tokens[self._window : self._settled], self._tokens[self._window :]
+        return self._tokens[self._window : self._synchronized], self._tokens[self._window :]
 
-    def find(self, settled_text: str, decoded: str) -> str | None:
+    def find(self, stable_text: str, decoded: str) -> str | None:
         """The text before the first stop string once there is one."""
-        fresh = decoded[len(settled_text) :]
+        fresh = decoded[len(stable_text) :]
         visible = fresh.rstrip(UNFINISHED)
         if not visible:
             return None
@@ -64,7 +64,7 @@ class StopStrings:
             return found
         if visible == fresh:
             self._text += fresh
-            self._window, self._settled = self._settled, len(self._tokens)
+            self._window, self._synchronized = self._synchronized, len(self._tokens)
         return None
 
     def _find(self, begin: int, visible: str) -> str | None:

@@ -15,12 +15,12 @@ ALL_TOKENS = 2**62  # a sliding window that no sequence leaves
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBatch:
-    """Which tokens of a pass belong to which sequence, and where their KV lives. All int32.
+    """Which tokens of a step belong to which sequence, and where their KV lives. All int32.
 
     Attributes:
-        query_start: [S + 1], first token of each sequence in the pass; ends with T. A sequence
-            with one token in the pass is a decode or a one-token chunk: the same thing.
-        context_tokens: [S], tokens of each sequence in the cache after this pass appended its own;
+        query_start: [S + 1], first token of each sequence in the step; ends with T. A sequence
+            with one token in the step is a decode or a one-token chunk: the same thing.
+        context_tokens: [S], tokens of each sequence in the cache after this step appended its own;
             the positions of its query tokens are the last of them.
         block_table: [S, M], blocks of each sequence in order; entries beyond its context are
             ignored.
@@ -35,7 +35,7 @@ class AttentionBatch:
 
     @property
     def num_new(self) -> Tensor:
-        """Tokens of each sequence in the pass, [S] int64."""
+        """Tokens of each sequence in the step, [S] int64."""
         return self.query_start.long().diff()
 
     @property
@@ -92,7 +92,7 @@ def append_and_attend(  # noqa: PLR0917 - an operator: its tensors are its argum
     sliding_window: int | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Append keys and values of the pass to the cache, then attend causally; returns [T, H * D].
+    """Append keys and values of the step to the cache, then attend causally; returns [T, H * D].
 
     Token at position p of a sequence sees positions max(0, p - sliding_window + 1) .. p.
     Scores and sums are float32; the order of sums of a token depends only on its own position,
@@ -101,7 +101,7 @@ def append_and_attend(  # noqa: PLR0917 - an operator: its tensors are its argum
     Args:
         query_THD: float32, float16 or bfloat16; rotated already.
         cache: One layer's blocks, [N, G, 2, B * D] in the layout of `paged_kv`; changed in place.
-        batch: Ragged shape of the pass.
+        batch: Ragged shape of the step.
         scale: Factor of the scores, positive.
         sliding_window: Tokens that a query sees, itself included; None sees all.
         sinks_H: float32; a score of each head that takes part in the softmax and has no value.
@@ -131,7 +131,7 @@ def append_and_attend(  # noqa: PLR0917 - an operator: its tensors are its argum
 
 
 def append(key_TGD: Tensor, value_TGD: Tensor, cache: Tensor, batch: AttentionBatch) -> None:
-    """Append keys and values of the pass to the cache and attend to nothing.
+    """Append keys and values of the step to the cache and attend to nothing.
 
     For sequences whose attention is computed elsewhere; arguments and errors as in
     `append_and_attend`.
@@ -233,7 +233,7 @@ def append_and_attend_latent(
     rank: int,
     scale: float,
 ) -> Tensor:
-    """Append the rows of the pass to the cache, then attend causally; returns [T, H, R].
+    """Append the rows of the step to the cache, then attend causally; returns [T, H, R].
 
     Scores and sums are float32; the order of sums of a token depends only on its own position,
     never on the batch or the number of threads.
@@ -243,7 +243,7 @@ def append_and_attend_latent(
             part.
         latent_TW: Same type; the latent and the rotated key of each token.
         cache: One layer's blocks, [N, B, W] in the layout of `paged_latent`; changed in place.
-        batch: Ragged shape of the pass.
+        batch: Ragged shape of the step.
         rank: R; results are sums of the first R elements of the rows.
         scale: Factor of the scores, positive.
 
@@ -269,7 +269,7 @@ def append_and_attend_latent(
 
 
 def append_latent(latent_TW: Tensor, cache: Tensor, batch: AttentionBatch) -> None:
-    """Append the rows of the pass to the cache and attend to nothing.
+    """Append the rows of the step to the cache and attend to nothing.
 
     Arguments and errors as in `append_and_attend_latent`.
     """
@@ -318,10 +318,10 @@ def append_and_attend_latent_reference(
     return out_THR
 
 
-UNFOLDED_BYTES = 64 << 20  # keys and values of the heads that are unfolded at a time
+UP_PROJECTED_BYTES = 64 << 20  # keys and values of the heads that are up-projected at a time
 
 
-def append_and_attend_unfolded(
+def append_and_attend_up_projected(
     query_THD: Tensor,
     latent_TW: Tensor,
     cache: Tensor,
@@ -330,12 +330,12 @@ def append_and_attend_unfolded(
     heads: LatentHeads,
     scale: float,
 ) -> Tensor:
-    """Append the rows of the pass to the cache, then attend causally; returns [T, H, V].
+    """Append the rows of the step to the cache, then attend causally; returns [T, H, V].
 
     Args:
         latent_TW: The rows of the new tokens.
         cache: One layer's blocks in the layout of `paged_latent`; changed in place.
-        batch: Ragged shape of the pass.
+        batch: Ragged shape of the step.
         heads: Unfolds rows; of the type of the queries.
         scale: Factor of the scores, positive.
 
@@ -359,12 +359,12 @@ def _attend(query_QHD: Tensor, rows_CW: Tensor, heads: LatentHeads, scale: float
     dim = -(-max(heads.query_dim, heads.value_dim) // 8) * 8
     one_head = KvLayout(num_kv_heads=1, head_dim=dim, dtype=query_QHD.dtype)
     num_blocks = -(-context // BLOCK_TOKENS)
-    at_once = max(1, UNFOLDED_BYTES // (num_blocks * one_head.block_bytes))
+    at_once = max(1, UP_PROJECTED_BYTES // (num_blocks * one_head.block_bytes))
     out_QHV = query_QHD.new_empty(*query_QHD.shape[:2], heads.value_dim)
     for first in range(0, num_heads, at_once):
         some = slice(first, min(first + at_once, num_heads))
         keys_ChD, values_ChV = heads.keys_and_values(rows_CW, some)
-        attended_QX = _attend_unfolded(
+        attended_QX = _attend_up_projected(
             _padded(query_QHD[:, some], dim),
             _padded(keys_ChD, dim),
             _padded(values_ChV, dim),
@@ -375,22 +375,22 @@ def _attend(query_QHD: Tensor, rows_CW: Tensor, heads: LatentHeads, scale: float
     return out_QHV
 
 
-def _attend_unfolded(
+def _attend_up_projected(
     query_QhD: Tensor, keys_ChD: Tensor, values_ChD: Tensor, scale: float
 ) -> Tensor:
     (context, num_heads, dim), new_tokens = keys_ChD.shape, len(query_QhD)
     layout = KvLayout(num_kv_heads=num_heads, head_dim=dim, dtype=keys_ChD.dtype)
     num_blocks = -(-context // BLOCK_TOKENS)
-    unfolded = keys_ChD.new_empty(num_blocks, *layout.block_shape)
+    up_projected = keys_ChD.new_empty(num_blocks, *layout.block_shape)
     table = torch.arange(num_blocks, dtype=torch.int32)[None]
     past = context - new_tokens
     if past:
-        append(keys_ChD[:past], values_ChD[:past], unfolded, _one_sequence(past, past, table))
+        append(keys_ChD[:past], values_ChD[:past], up_projected, _one_sequence(past, past, table))
     return append_and_attend(
         query_QhD,
         keys_ChD[past:],
         values_ChD[past:],
-        unfolded,
+        up_projected,
         _one_sequence(new_tokens, context, table),
         scale=scale,
     )

@@ -62,7 +62,7 @@ MAX_NATIVE_HEAD_DIM = 512
 
 
 class Projected(NamedTuple):
-    """Queries [T, H, D], keys and values [T, G, D] of a pass; contiguous.
+    """Queries [T, H, D], keys and values [T, G, D] of a step; contiguous.
 
     In latent attention the cached row of a token is its one key, and its value has no dimensions.
     """
@@ -114,7 +114,7 @@ def qkv_rope(  # noqa: PLR0913 - an operator: its tensors are its arguments
         is_norm_after_rope: The norms, of each head, follow the rotation instead (Hunyuan).
         is_interleaved: Neighbouring dimensions are a pair (DeepSeek, ERNIE), instead of dimensions
             R apart. What comes out has the first of all pairs before the second of all, in queries
-            and keys alike: their products are the same.
+            and keys the same: their products are the same.
     """
     tables = (cos_PR, sin_PR)
     sizes = (num_heads, num_kv_heads, head_dim)

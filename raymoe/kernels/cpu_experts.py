@@ -43,7 +43,7 @@ class _PackedFfns:
     def __init__(
         self, gate_EFH: Matrices, up_EFH: Matrices, down_EHF: Matrices, allocate: Allocate
     ) -> None:
-        _check_alike(gate_EFH, up_EFH)
+        _check_duplicates(gate_EFH, up_EFH)
         num_experts = len(gate_EFH)
         self.expert_size, hidden_size = gate_EFH[0].shape
         gate_up, down = packing_of(gate_EFH[0]), packing_of(down_EHF[0])
@@ -145,8 +145,8 @@ def packed_experts_bytes(
     return num_experts * (expert_bytes + down_packing.linear_bytes(hidden_size, expert_size))
 
 
-def _check_alike(gate_EFH: Matrices, up_EFH: Matrices) -> None:
-    """Gate and up of an expert are packed as one matrix, so they must be stored alike."""
+def _check_duplicates(gate_EFH: Matrices, up_EFH: Matrices) -> None:
+    """Gate and up of an expert are packed as one matrix, so they must be stored the same."""
     for gate_FH, up_FH in zip(gate_EFH, up_EFH, strict=True):
         forms = [
             weight.format.name if isinstance(weight, StoredMatrix) else "plain"
@@ -155,7 +155,7 @@ def _check_alike(gate_EFH: Matrices, up_EFH: Matrices) -> None:
         if forms[0] != forms[1]:
             raise UnsupportedModelError(
                 f"gate_proj is stored as {forms[0]} and up_proj as {forms[1]}; in bfloat16 both "
-                "must be stored alike (float32 takes them as they are)"
+                "must be stored the same (float32 takes them as they are)"
             )
         if not (isinstance(gate_FH, StoredMatrix) and isinstance(up_FH, StoredMatrix)):
             continue

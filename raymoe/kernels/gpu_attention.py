@@ -16,7 +16,7 @@ from raymoe.kernels.gpu_attention_batch import (
     LatentRaggedBatch,
     RaggedBatch,
     Tiles,
-    Unfolded,
+    UpProjected,
     attention_tile,
     power_of_two,
 )
@@ -168,8 +168,8 @@ class Attending:
     """Who attends to what, and where the results go.
 
     Attributes:
-        query_THD: Queries of the pass; the last dimension is contiguous.
-        cache: Keys and values, those of the pass included.
+        query_THD: Queries of the step; the last dimension is contiguous.
+        cache: Keys and values, those of the step included.
         out_THV: Results; the last dimension is contiguous.
         scoring: What queries do with keys.
     """
@@ -189,7 +189,7 @@ class Attending:
         num_tiles = len(tiles.tiles_NF)
         if not num_tiles:
             return
-        num_parts = 1 if tiles.tokens > 1 else self._most_parts(tiles)
+        num_parts = 1 if tiles.tokens > 1 else self._max_parts(tiles)
         if num_parts == 1:
             yield self._attend(tiles, self.out_THV, tiles.tiles_NF, 1)
             return
@@ -236,7 +236,7 @@ class Attending:
                 "sinks_ptr": self._sinks(tiles),
                 "out_ptr": self.out_THV,
                 "out_stride": self.out_THV.stride(0),
-                "most_parts": num_parts,
+                "max_parts": num_parts,
             },
             constants=self._constants(self._shape(tiles), num_parts),
             options={"num_warps": 1 if self.cache.dims[1] <= 128 else 4},
@@ -278,7 +278,7 @@ class Attending:
         cache = self.cache.constants(self.compute, shape.step)
         return {"C": cache, "Q": KernelQueries(**_constexpr(queries))}
 
-    def _most_parts(self, tiles: Tiles) -> int:
+    def _max_parts(self, tiles: Tiles) -> int:
         parts = max(-(-tiles.num_positions // SPLIT_POSITIONS), 1)
         window = self.scoring.sliding_window
         return parts if window is None else min(parts, (window - 2) // SPLIT_POSITIONS + 2)
@@ -329,10 +329,10 @@ def append_and_attend_latent_ragged(
     heads: LatentHeads,
     scoring: Scoring,
 ) -> Tensor:
-    """Append the rows of the pass to the cache and attend; [T, H, V].
+    """Append the rows of the step to the cache and attend; [T, H, V].
 
     Tokens that are attended to alone take the absorbed form, which reads nothing but the cache; the
-    others the plain one, over keys and values that are unfolded some heads at a time.
+    others the plain one, over keys and values that are up-projected some heads at a time.
 
     Args:
         latent_TW: The rows of the new tokens.
@@ -344,11 +344,11 @@ def append_and_attend_latent_ragged(
     out_THV = query_THD.new_empty(*query_THD.shape[:2], heads.value_dim)
     if len(batch.tokens_A):
         _attend_absorbed(query_THD, cache, batch, out_THV, heads=heads, scoring=scoring)
-    for unfolded in batch.unfolded:
+    for up_projected in batch.up_projected:
         _attend_plain(
             query_THD,
             cache,
-            unfolded,
+            up_projected,
             out_THV,
             compute=batch.compute,
             heads=heads,
@@ -376,22 +376,22 @@ def _attend_absorbed(
         compute=batch.compute,
         scoring=scoring,
     ).run(batch.alone)
-    out_THV[batch.tokens_A] = heads.unfold(result_AHR)
+    out_THV[batch.tokens_A] = heads.up_project(result_AHR)
 
 
 def _attend_plain(
     query_THD: Tensor,
     cache: Tensor,
-    unfolded: Unfolded,
+    up_projected: UpProjected,
     out_THV: Tensor,
     *,
     compute: AttentionCompute,
     heads: LatentHeads,
     scoring: Scoring,
 ) -> None:
-    rows_CW = cache.view(-1, cache.shape[2])[unfolded.rows_C].to(query_THD.dtype)
-    unfolded_dim = heads.query_dim + heads.nope_dim + 2 * heads.value_dim
-    head_bytes = len(rows_CW) * unfolded_dim * rows_CW.dtype.itemsize
+    rows_CW = cache.view(-1, cache.shape[2])[up_projected.rows_C].to(query_THD.dtype)
+    up_projected_dim = heads.query_dim + heads.nope_dim + 2 * heads.value_dim
+    head_bytes = len(rows_CW) * up_projected_dim * rows_CW.dtype.itemsize
     num_heads = query_THD.shape[1]
     at_once = max(1, GATHERED_BYTES // head_bytes)
     for first in range(0, num_heads, at_once):
@@ -399,8 +399,8 @@ def _attend_plain(
         keys_ChD, values_ChV = heads.keys_and_values(rows_CW, some)
         Attending(
             query_THD=query_THD[:, some],
-            cache=DeviceCache.of_rows(keys_ChD, values_ChV, unfolded.starts_S1),
+            cache=DeviceCache.of_rows(keys_ChD, values_ChV, up_projected.starts_S1),
             out_THV=out_THV[:, some],
             compute=compute,
             scoring=scoring,
-        ).run(unfolded.tiles)
+        ).run(up_projected.tiles)

@@ -24,7 +24,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Positions of the context that one program reads for a token that comes alone. A constant, cut at
 # multiples of itself, so that the order of a token's sums does not depend on the batch.
 SPLIT_POSITIONS = 1024
-_FEWEST_ROWS = 16  # of a product
+_MIN_ROWS = 16  # of a product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,11 +92,11 @@ def attention_tile(
     key_dim, value_dim = dims
     is_wide = value_dim > 256
     if compute.has_tensor_cores:
-        fewest_rows, most_rows = _FEWEST_ROWS, 32 if is_wide else 64
+        min_rows, max_rows = _MIN_ROWS, 32 if is_wide else 64
     else:
-        fewest_rows = most_rows = _FEWEST_ROWS // 2 if is_wide else _FEWEST_ROWS
-    heads = 1 if tokens > 1 else min(power_of_two(group), most_rows)
-    rows = max(tokens * heads, fewest_rows)
+        min_rows = max_rows = _MIN_ROWS // 2 if is_wide else _MIN_ROWS
+    heads = 1 if tokens > 1 else min(power_of_two(group), max_rows)
+    rows = max(tokens * heads, min_rows)
     if not compute.has_tensor_cores:
         # A thread keeps all its operands of a product in registers: as few as may be.
         return AttentionTile(
@@ -104,17 +104,17 @@ def attention_tile(
             rows=rows,
             positions=16 * pair,
             step=16 * pair,
-            warps=8 if is_wide or rows > _FEWEST_ROWS else 4,
+            warps=8 if is_wide or rows > _MIN_ROWS else 4,
             stages=1,
         )
     # What fits registers, by the compiler: one warpgroup for bfloat16, whose pairs it takes apart.
-    takes_four = compute.has_warpgroups and compute.dot == torch.bfloat16
+    has_four_warps = compute.has_warpgroups and compute.dot == torch.bfloat16
     return AttentionTile(
         heads=heads,
         rows=rows,
         positions=64 if value_dim <= 128 else 16 if is_wide else 32,
         step=max(min(key_dim & -key_dim, 128), 16 * pair),
-        warps=8 if value_dim > 128 and rows > _FEWEST_ROWS and not takes_four else 4,
+        warps=8 if value_dim > 128 and rows > _MIN_ROWS and not has_four_warps else 4,
         stages=2,
     )
 
@@ -144,7 +144,7 @@ class Tiles(NamedTuple):
     """Tiles of one size, those with the longest contexts first.
 
     Attributes:
-        tiles_NF: int32 [N, 4] on the device: the sequence, the first token in the pass, how many
+        tiles_NF: int32 [N, 4] on the device: the sequence, the first token in the step, how many
             tokens there are, and the position of the first.
         tokens: Most tokens of a tile.
         num_positions: All tokens have smaller positions.
@@ -180,7 +180,7 @@ class RaggedBatch:
     def of(cls, batch: AttentionBatch, compute: AttentionCompute, device: torch.device) -> Self:
         """Work the lists out on the host and send them to `device`."""
         work = _Work(batch)
-        is_alone_S = work.takes_S == 1
+        is_alone_S = work.num_scheduled_tokens_S == 1
         return cls(
             compute=compute,
             slots_T=_sent(work.slots_T, torch.int64, device),
@@ -190,8 +190,8 @@ class RaggedBatch:
         )
 
 
-class Unfolded(NamedTuple):
-    """Sequences whose keys and values are unfolded together.
+class UpProjected(NamedTuple):
+    """Sequences whose keys and values are up-projected together.
 
     Attributes:
         rows_C: int64, places of all their tokens in the cache.
@@ -212,7 +212,7 @@ class LatentRaggedBatch:
         table_SM: int32 block table; entries behind a context are not read.
         tokens_A: int64, tokens that are attended to one by one, in absorbed form.
         alone: Their tiles, in which they are counted as in `tokens_A`.
-        unfolded: All others, in plain form.
+        up-projected: All others, in plain form.
     """
 
     compute: AttentionCompute
@@ -220,7 +220,7 @@ class LatentRaggedBatch:
     table_SM: Tensor
     tokens_A: Tensor
     alone: Tiles
-    unfolded: tuple[Unfolded, ...]
+    up_projected: tuple[UpProjected, ...]
 
     @classmethod
     def of(
@@ -230,15 +230,15 @@ class LatentRaggedBatch:
         compute: AttentionCompute,
         device: torch.device,
         *,
-        fewest_plain_tokens: int,
+        min_plain_tokens: int,
     ) -> Self:
         """Work the lists out on the host and send them to `device`.
 
         Args:
-            fewest_plain_tokens: New tokens of a sequence from which on the plain form is used.
+            min_plain_tokens: New tokens of a sequence from which on the plain form is used.
         """
         work = _Work(batch)
-        is_alone_S = work.takes_S < fewest_plain_tokens
+        is_alone_S = work.num_scheduled_tokens_S < min_plain_tokens
         tokens_A = np.flatnonzero(is_alone_S[work.sequence_T])
         row_bytes = layout.block_bytes // BLOCK_TOKENS
         return cls(
@@ -247,8 +247,8 @@ class LatentRaggedBatch:
             table_SM=_sent(work.table_SM, torch.int32, device),
             tokens_A=_sent(tokens_A, torch.int64, device),
             alone=work.tiles(is_alone_S, 1, device, is_packed=True),
-            unfolded=tuple(
-                work.unfolded(members, compute.tile_tokens, device)
+            up_projected=tuple(
+                work.up_projected(members, compute.tile_tokens, device)
                 for members in _groups(~is_alone_S, work.contexts_S, GATHERED_BYTES // row_bytes)
             ),
         )
@@ -261,10 +261,12 @@ class _Work:
     def __init__(self, batch: AttentionBatch) -> None:
         self.starts_S = batch.query_start.numpy().astype(np.int64)
         self.contexts_S = batch.context_tokens.numpy().astype(np.int64)
-        self.takes_S = np.diff(self.starts_S)
+        self.num_scheduled_tokens_S = np.diff(self.starts_S)
         self.starts_S = self.starts_S[:-1]
-        self.sequence_T = np.repeat(np.arange(len(self.takes_S)), self.takes_S)
-        self._firsts_S = self.contexts_S - self.takes_S
+        self.sequence_T = np.repeat(
+            np.arange(len(self.num_scheduled_tokens_S)), self.num_scheduled_tokens_S
+        )
+        self._firsts_S = self.contexts_S - self.num_scheduled_tokens_S
         self._table_SM = batch.block_table.numpy().astype(np.int64)
         counts_S = -(-self.contexts_S // BLOCK_TOKENS)
         columns_M = np.arange(self._table_SM.shape[1])
@@ -283,15 +285,18 @@ class _Work:
         members = np.flatnonzero(chosen_S)
         starts = self.starts_S[members]
         if is_packed:
-            starts = np.cumsum(self.takes_S[members]) - self.takes_S[members]
+            starts = (
+                np.cumsum(self.num_scheduled_tokens_S[members])
+                - self.num_scheduled_tokens_S[members]
+            )
         return self._tiles(members, tokens, device, names=members, starts=starts)
 
-    def unfolded(self, members: Int64s, tokens: int, device: torch.device) -> Unfolded:
+    def up_projected(self, members: Int64s, tokens: int, device: torch.device) -> UpProjected:
         contexts, names = self.contexts_S[members], np.arange(len(members))
         starts = np.cumsum(contexts) - contexts
         sequence_C = np.repeat(members, contexts)
         position_C = np.arange(len(sequence_C)) - np.repeat(starts, contexts)
-        return Unfolded(
+        return UpProjected(
             _sent(self._slots(sequence_C, position_C), torch.int64, device),
             _sent(starts[:, None], torch.int32, device),
             self._tiles(members, tokens, device, names=names, starts=self.starts_S[members]),
@@ -306,15 +311,15 @@ class _Work:
         names: Int64s,
         starts: Int64s,
     ) -> Tiles:
-        takes = self.takes_S[members]
-        counts = -(-takes // tokens)
+        num_scheduled_tokens = self.num_scheduled_tokens_S[members]
+        counts = -(-num_scheduled_tokens // tokens)
         of_N = np.repeat(np.arange(len(members)), counts)
         offset_N = (np.arange(len(of_N)) - (np.cumsum(counts) - counts)[of_N]) * tokens
         position_N = self._firsts_S[members][of_N] + offset_N
         fields = (
             names[of_N],
             starts[of_N] + offset_N,
-            np.minimum(takes[of_N] - offset_N, tokens),
+            np.minimum(num_scheduled_tokens[of_N] - offset_N, tokens),
             position_N,
         )
         order_N = np.argsort(-position_N, kind="stable")
@@ -330,12 +335,12 @@ class _Work:
         return slots
 
 
-def _groups(chosen_S: Bools, contexts_S: Int64s, most_positions: int) -> Iterator[Int64s]:
+def _groups(chosen_S: Bools, contexts_S: Int64s, max_positions: int) -> Iterator[Int64s]:
     group: list[int] = []
     num_positions = 0
     for sequence in np.flatnonzero(chosen_S).tolist():
         context = int(contexts_S[sequence])
-        if group and num_positions + context > most_positions:
+        if group and num_positions + context > max_positions:
             yield np.array(group)
             group, num_positions = [], 0
         group.append(sequence)

@@ -438,8 +438,8 @@ def attend_kernel(
     if begin >= end:
         return
     kv_head, heads_M, token_M, is_row_M = _rows(count, Q)
-    rows_of_pass_M = (tl.load(tile_ptr + 1) + token_M).to(tl.int64)
-    query_rows_ptr = query_ptr + rows_of_pass_M * query_stride + heads_M * Q.query_head
+    rows_of_step_M = (tl.load(tile_ptr + 1) + token_M).to(tl.int64)
+    query_rows_ptr = query_ptr + rows_of_step_M * query_stride + heads_M * Q.query_head
     queries = _load_all_queries(query_rows_ptr, is_row_M, C)
     row_ptr = table_ptr + tl.load(tile_ptr).to(tl.int64) * table_stride
     sum_MV, total_M, peak_M = _attended(
@@ -449,7 +449,7 @@ def attend_kernel(
     inside_MV = is_row_M[:, None] & (columns_V < C.value_dim)[None, :]
     if Q.split == 0:
         out_MV = _finished(sum_MV, total_M, peak_M, sinks_ptr, heads_M, is_row_M, Q)
-        out_M = rows_of_pass_M * out_stride + heads_M * Q.out_head
+        out_M = rows_of_step_M * out_stride + heads_M * Q.out_head
         out_MV = as_type(out_MV, out_ptr.dtype.element_ty)
         tl.store(out_ptr + out_M[:, None] + columns_V[None, :], out_MV, mask=inside_MV)
     else:
@@ -460,7 +460,7 @@ def attend_kernel(
         tl.store(out_ptr + part_MV, sum_MV, mask=inside_MV)
 
 
-@triton.jit(do_not_specialize=["most_parts"])
+@triton.jit(do_not_specialize=["max_parts"])
 def merge_kernel(
     parts_ptr: tl.tensor,
     totals_ptr: tl.tensor,
@@ -468,7 +468,7 @@ def merge_kernel(
     sinks_ptr: tl.tensor,
     out_ptr: tl.tensor,
     out_stride: tl.tensor,
-    most_parts: tl.tensor,
+    max_parts: tl.tensor,
     C: tl.constexpr,
     Q: tl.constexpr,
 ) -> None:
@@ -491,7 +491,7 @@ def merge_kernel(
     total_M = tl.full([1], 0.0, tl.float32)
     sum_MV = tl.full([1, C.padded_values], 0.0, tl.float32)
     for part in range(num_parts):
-        part_M = row_M * most_parts + part
+        part_M = row_M * max_parts + part
         peak_of_part_M = tl.load(totals_ptr + part_M * 2 + 1)
         part_ptr = parts_ptr + part_M[:, None] * C.value_dim + columns_V[None, :]
         part_MV = tl.load(part_ptr, mask=is_column_V[None, :], other=0)

@@ -65,11 +65,11 @@ class GroupedExperts:
         """Make the table.
 
         Args:
-            matrices: On one device; stored alike, as `device_experts_choice` checks.
+            matrices: On one device; stored the same, as `device_experts_choice` checks.
             clamp: Limits of the gated product; silu without them.
         """
         layouts = matrices.layouts()
-        assert layouts is not None, "the matrices of a layer's experts are stored alike"
+        assert layouts is not None, "the matrices of a layer's experts are stored the same"
         self._gate_up, self._down = layouts
         self._compute, self._matrices = compute, matrices
         self._has_bias = matrices.biases is not None
@@ -327,7 +327,7 @@ class DecodedExperts:
     ) -> None:
         """Make the table of addresses; arguments as of `device_experts.GroupedExperts`."""
         layouts = matrices.layouts()
-        assert layouts is not None, "the matrices of a layer's experts are stored alike"
+        assert layouts is not None, "the matrices of a layer's experts are stored the same"
         gate_up, down = layouts
         alignment = min(
             alignment_of(each) for each in (matrices.gate_EFH, matrices.up_EFH, matrices.down_EHF)

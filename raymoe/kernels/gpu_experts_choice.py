@@ -26,7 +26,7 @@ OLDEST_CAPABILITY = (7, 5)
 
 # Per expert: 8.1 TFLOP/s of a T4 without tensor cores read 16-bit weights at its 320 GB/s for about
 # as many. From the data sheet, not measured.
-FEW_TOKENS = 16
+MAX_SMALL_BATCH_TOKENS = 16
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -64,12 +64,12 @@ def make_device_experts(
     if found.capability >= TENSOR_CORES_SINCE or dtype != torch.float16:
         return grouped
     if not isinstance(matrices.gate_EFH[0], StoredMatrix):
-        return FewOrMany(grouped, plain, matrices.num_experts)
+        return DispatchByBatchSize(grouped, plain, matrices.num_experts)
     decoded = DecodedExperts(matrices, compute=compute, activation=activation, clamp=clamp)
-    return FewOrMany(grouped, decoded, matrices.num_experts)
+    return DispatchByBatchSize(grouped, decoded, matrices.num_experts)
 
 
-class FewOrMany:
+class DispatchByBatchSize:
     """Our kernels for few tokens, cuBLAS expert by expert for many: Turing in float16.
 
     Triton multiplies there without the tensor cores, and still reads weights as fast as they come.
@@ -77,11 +77,13 @@ class FewOrMany:
     """
 
     def __init__(self, few: Experts, many: Experts, num_experts: int) -> None:
-        self._few, self._many, self._num_experts = few, many, num_experts
+        self._small_batch, self._large_batch, self._num_experts = few, many, num_experts
 
     def __call__(self, hidden_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
-        has_few = topk_ids_TK.numel() <= FEW_TOKENS * self._num_experts
-        return (self._few if has_few else self._many)(hidden_TH, topk_ids_TK, topk_weights_TK)
+        is_small_batch = topk_ids_TK.numel() <= MAX_SMALL_BATCH_TOKENS * self._num_experts
+        return (self._small_batch if is_small_batch else self._large_batch)(
+            hidden_TH, topk_ids_TK, topk_weights_TK
+        )
 
 
 def grouped_experts_are_used(
@@ -90,7 +92,7 @@ def grouped_experts_are_used(
     """Whether `make_device_experts` takes our kernels.
 
     It does on a GPU from Turing on, where Triton is installed, for silu and the clamped product, if
-    all experts of the layer are stored alike.
+    all experts of the layer are stored the same.
     """
     device = matrices.device
     if device.type != "cuda" or find_spec("triton") is None or dtype not in DTYPES:

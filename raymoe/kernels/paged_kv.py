@@ -160,7 +160,7 @@ class LatentHeads:
         absorbed_THW[..., self.rank :] = query_THD[..., self.nope_dim :]
         return absorbed_THW
 
-    def unfold(self, result_THR: Tensor) -> Tensor:
+    def up_project(self, result_THR: Tensor) -> Tensor:
         """Results of the absorbed form as those of the plain one, [T, H, V]."""
         weight_HRV = self.weight_HXR[:, self.nope_dim :].transpose(1, 2)
         return torch.bmm(result_THR.transpose(0, 1), weight_HRV).transpose(0, 1)
@@ -168,14 +168,14 @@ class LatentHeads:
     def keys_and_values(self, rows_CW: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
         """Keys [C, h, D] and values [C, h, V] of some heads; what precedes C stays in front."""
         weight_hXR = self.weight_HXR[heads]
-        unfolded = functional.linear(rows_CW[..., : self.rank], weight_hXR.flatten(0, 1))
-        unfolded_ChX = unfolded.view(*rows_CW.shape[:-1], *weight_hXR.shape[:2])
-        nope_ChN, value_ChV = torch.split(unfolded_ChX, [self.nope_dim, self.value_dim], dim=-1)
+        up_projected = functional.linear(rows_CW[..., : self.rank], weight_hXR.flatten(0, 1))
+        up_projected_ChX = up_projected.view(*rows_CW.shape[:-1], *weight_hXR.shape[:2])
+        nope_ChN, value_ChV = torch.split(up_projected_ChX, [self.nope_dim, self.value_dim], dim=-1)
         rope_ChO = rows_CW[..., None, self.rank :].expand(*nope_ChN.shape[:-1], -1)
         return torch.cat([nope_ChN, rope_ChO], dim=-1), value_ChV
 
     @property
-    def fewest_plain_tokens(self) -> int:
+    def min_plain_tokens(self) -> int:
         """Tokens of a prompt from which on the plain form is the one with less work.
 
         It spends 2 R (N + V) operations on every position to save 2 (W + R - D - V) with every new

@@ -18,7 +18,7 @@ GATHERED_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Sequences with Q new tokens each: their rows in the pass, blocks and contexts."""
+    """Sequences with Q new tokens each: their rows in the step, blocks and contexts."""
 
     rows_SQ: Tensor
     block_table_SM: Tensor
@@ -43,7 +43,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """An `AttentionBatch` as indices on the device, made once for all layers of a pass."""
+    """An `AttentionBatch` as indices on the device, made once for all layers of a step."""
 
     blocks_T: Tensor
     offsets_T: Tensor
@@ -57,8 +57,8 @@ class PagedBatch:
             layout: Of the cache; decides how many sequences go into one group.
         """
         starts, contexts = batch.query_start.long(), batch.context_tokens.long()
-        takes = starts.diff()
-        sequence_T = torch.repeat_interleave(takes)
+        num_scheduled_tokens = starts.diff()
+        sequence_T = torch.repeat_interleave(num_scheduled_tokens)
         positions_T = torch.arange(len(sequence_T)) + (contexts - starts[1:])[sequence_T]
         blocks_T = batch.block_table.long()[sequence_T, positions_T // BLOCK_TOKENS]
         groups = [
@@ -67,18 +67,18 @@ class PagedBatch:
                 _blocks(batch, contexts, members, num_blocks).to(device),
                 contexts[members].to(device),
             )
-            for members, take, num_blocks in _group(takes, contexts, layout)
+            for members, take, num_blocks in _group(num_scheduled_tokens, contexts, layout)
         ]
         offsets_T = positions_T % BLOCK_TOKENS
         return cls(blocks_T.to(device), offsets_T.to(device), tuple(groups))
 
 
 def _group(
-    takes: Tensor, contexts: Tensor, layout: CacheLayout
+    num_scheduled_tokens: Tensor, contexts: Tensor, layout: CacheLayout
 ) -> Iterator[tuple[Tensor, int, int]]:
     num_blocks = -(-contexts // BLOCK_TOKENS)
-    for take in sorted(set(takes.tolist())):
-        members = (takes == take).nonzero().flatten()
+    for take in sorted(set(num_scheduled_tokens.tolist())):
+        members = (num_scheduled_tokens == take).nonzero().flatten()
         members = members[num_blocks[members].argsort(stable=True)]
         longest = int(num_blocks[members].max())
         at_once = max(1, GATHERED_BYTES // (longest * layout.block_bytes))
@@ -192,7 +192,7 @@ def append_and_attend_latent_paged(
     heads: LatentHeads,
     scale: float,
 ) -> Tensor:
-    """Append the rows of the pass to the cache and attend; [T, H, V].
+    """Append the rows of the step to the cache and attend; [T, H, V].
 
     The new tokens of a sequence take the form that is the cheaper one for so many of them.
 
@@ -207,7 +207,7 @@ def append_and_attend_latent_paged(
         rows_SCW = cache[group.block_table_SM].flatten(1, 2)
         num_positions, num_new = rows_SCW.shape[1], group.rows_SQ.shape[1]
         rows_SCW = rows_SCW.masked_fill(group.is_rest(num_positions)[..., None], 0)
-        attend = attend_plain if num_new >= heads.fewest_plain_tokens else attend_absorbed
+        attend = attend_plain if num_new >= heads.min_plain_tokens else attend_absorbed
         out_THV[group.rows_SQ] = attend(
             query_THD[group.rows_SQ],
             rows_SCW.to(query_THD.dtype),
@@ -226,10 +226,10 @@ def attend_plain(
     *,
     scale: float,
 ) -> Tensor:
-    """Attention over keys and values that are unfolded some heads at a time; [S, Q, H, V]."""
+    """Attention over keys and values that are up-projected some heads at a time; [S, Q, H, V]."""
     num_heads = query_SQHD.shape[2]
-    unfolded_dim = heads.query_dim + heads.nope_dim + 2 * heads.value_dim
-    row_bytes = unfolded_dim * query_SQHD.dtype.itemsize
+    up_projected_dim = heads.query_dim + heads.nope_dim + 2 * heads.value_dim
+    row_bytes = up_projected_dim * query_SQHD.dtype.itemsize
     at_once = max(1, GATHERED_BYTES // (rows_SCW[..., 0].numel() * row_bytes))
     attended = []
     for first in range(0, num_heads, at_once):
@@ -270,6 +270,6 @@ def attend_absorbed(
         weights_SqHC = scores_SqHC.masked_fill(hidden_SqHC, -torch.inf).softmax(-1)
         latent_SCR = rows_SCW[..., : heads.rank]
         result_SqHR = torch.einsum("sqhc,scr->sqhr", weights_SqHC.to(latent_SCR.dtype), latent_SCR)
-        attended_THV = heads.unfold(result_SqHR.flatten(0, 1))
+        attended_THV = heads.up_project(result_SqHR.flatten(0, 1))
         attended.append(attended_THV.reshape(*tokens, num_heads, -1))
     return torch.cat(attended, dim=1)

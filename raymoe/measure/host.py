@@ -34,10 +34,10 @@ from raymoe.memory.arena import HostArena
 from raymoe.memory.kv_cache import KvCache
 from raymoe.model.decoder import Decoder, cache_layout
 from raymoe.model.loading import decoder_arena_bytes
-from raymoe.plan.cost import HostCost, PassShape
+from raymoe.plan.cost import HostCost, StepShape
 from raymoe.plan.work import ModelWork
-from raymoe.runtime.bindings import PassInputs
-from raymoe.runtime.runner import PassRunner
+from raymoe.runtime.bindings import StepInputs
+from raymoe.runtime.runner import StepRunner
 from raymoe.schedule.builders import build_in_place
 from raymoe.specs.hardware import Curve, HardwareSpec, HostCurves
 from raymoe.specs.model import ModelSpec
@@ -46,11 +46,11 @@ from raymoe.units import ceil_div
 
 DTYPE = torch.bfloat16
 CONTEXT = BLOCK_TOKENS
-# Sequences of a pass, and new tokens of each. More kernels use all threads the more rows there are,
+# Sequences of a step, and new tokens of each. More kernels use all threads the more rows there are,
 # and from 64 to 512 tokens the overhead of a task grew threefold.
-PASSES = ((1, 1), (8, 1), (64, 1), (8, 64))
-TOKENS = tuple(rows * new_tokens for rows, new_tokens in PASSES)
-LEAST_S = 1e-6  # where the kernels' rates leave less than nothing
+STEPS = ((1, 1), (8, 1), (64, 1), (8, 64))
+TOKENS = tuple(rows * new_tokens for rows, new_tokens in STEPS)
+MIN_S = 1e-6  # where the kernels' rates leave less than nothing
 MODEL = ModelSpec.from_config(
     {
         "model_type": "mixtral",
@@ -68,7 +68,7 @@ MODEL = ModelSpec.from_config(
 )
 
 
-def pass_jobs() -> list[KernelJob]:
+def step_jobs() -> list[KernelJob]:
     runner = _make_runner()
     return [
         KernelJob(
@@ -77,41 +77,41 @@ def pass_jobs() -> list[KernelJob]:
             calls=[
                 partial(
                     runner.run,
-                    pass_inputs(rows, _context(new_tokens), MODEL.vocab_size, new_tokens),
+                    step_inputs(rows, _context(new_tokens), MODEL.vocab_size, new_tokens),
                 )
             ],
             bytes_per_call=0.0,
             flop_per_call=0.0,
         )
-        for rows, new_tokens in PASSES
+        for rows, new_tokens in STEPS
     ]
 
 
-def pass_shape(rows: int, new_tokens: int) -> PassShape:
+def step_shape(rows: int, new_tokens: int) -> StepShape:
     if new_tokens == 1:
-        return PassShape.decode(rows, CONTEXT)
-    return PassShape.prefill(rows, new_tokens)
+        return StepShape.decode(rows, CONTEXT)
+    return StepShape.prefill(rows, new_tokens)
 
 
-def task_overhead(node: HardwareSpec, pass_s: Sequence[float]) -> Curve:
-    """Seconds of a task beyond its kernels, over the tokens of its pass.
+def task_overhead(node: HardwareSpec, step_s: Sequence[float]) -> Curve:
+    """Seconds of a task beyond its kernels, over the tokens of its step.
 
     Args:
-        pass_s: Seconds of each of `pass_jobs` on it.
+        step_s: Seconds of each of `step_jobs` on it.
     """
     tasks = build_in_place(MODEL.num_layers).tasks
     work, points = ModelWork.of(MODEL, DTYPE.itemsize), []
-    for sizes, taken_s in zip(PASSES, pass_s, strict=True):
-        cost = HostCost(work, node, pass_shape(*sizes))
+    for sizes, taken_s in zip(STEPS, step_s, strict=True):
+        cost = HostCost(work, node, step_shape(*sizes))
         beyond_s = taken_s - sum(cost.kernel_s(task) for task in tasks)
-        points.append((cost.shape.tokens, max(LEAST_S, beyond_s / len(tasks))))
+        points.append((cost.shape.tokens, max(MIN_S, beyond_s / len(tasks))))
     return Curve(tuple(points))
 
 
-def pass_inputs(rows: int, context: int, vocab_size: int, new_tokens: int = 1) -> PassInputs:
+def step_inputs(rows: int, context: int, vocab_size: int, new_tokens: int = 1) -> StepInputs:
     """The last `new_tokens` of each of `rows` sequences of `context` tokens; logits are dropped."""
     blocks, tokens = ceil_div(context, BLOCK_TOKENS), rows * new_tokens
-    return PassInputs(
+    return StepInputs(
         token_ids=torch.arange(tokens) % vocab_size,
         positions=torch.arange(context - new_tokens, context, dtype=torch.int32).repeat(rows),
         attention=AttentionBatch(
@@ -125,7 +125,7 @@ def pass_inputs(rows: int, context: int, vocab_size: int, new_tokens: int = 1) -
     )
 
 
-def _make_runner() -> PassRunner:
+def _make_runner() -> StepRunner:
     generator = torch.Generator().manual_seed(0)
     weights = {
         name: torch.empty(shape, dtype=DTYPE).normal_(0.0, 0.03, generator=generator)
@@ -134,9 +134,9 @@ def _make_runner() -> PassRunner:
     arena = HostArena(decoder_arena_bytes(MODEL, DTYPE))
     decoder = Decoder.load(MODEL, weights.__getitem__, arena.allocate, DTYPE)
     layout = cache_layout(MODEL, DTYPE)
-    num_blocks = max(rows * ceil_div(_context(new), BLOCK_TOKENS) for rows, new in PASSES)
+    num_blocks = max(rows * ceil_div(_context(new), BLOCK_TOKENS) for rows, new in STEPS)
     cache = KvCache(layout, MODEL.num_layers, num_blocks)
-    return PassRunner(decoder, cache, build_in_place(MODEL.num_layers))
+    return StepRunner(decoder, cache, build_in_place(MODEL.num_layers))
 
 
 def _context(new_tokens: int) -> int:
@@ -184,7 +184,7 @@ def measure_host_curves(node: HardwareSpec, seconds: float) -> HostCurves:
     of_threads = _over_threads(usual, node.num_cores, THREADS_SHARE * seconds)
     set_num_threads(node.num_cores, num_torch_threads(node.num_cores))
     series = _all_series(layers)
-    jobs = [*(job for each in series for job in each.jobs), *pass_jobs()]
+    jobs = [*(job for each in series for job in each.jobs), *step_jobs()]
     times = iter(measure_in_turns(jobs, max(0.0, end_s - time.perf_counter())))
     product, experts, attention, prefill, crowd, activations = [
         each.curve([next(times) for _ in each.jobs]) for each in series

@@ -93,7 +93,7 @@ def _calls(  # noqa: PLR0917 - of two public functions above
     tokens = batch * new_tokens
     query_THD = torch.randn(tokens, shape.num_heads, shape.head_dim).to(shape.dtype)
     key_TGD = torch.randn(tokens, shape.num_kv_heads, shape.head_dim).to(shape.dtype)
-    pass_batch = AttentionBatch(
+    step_batch = AttentionBatch(
         query_start=torch.arange(0, tokens + 1, new_tokens, dtype=torch.int32),
         context_tokens=torch.full((batch,), context, dtype=torch.int32),
         block_table=shuffled_table(batch, ceil_div(context, BLOCK_TOKENS)),
@@ -101,7 +101,7 @@ def _calls(  # noqa: PLR0917 - of two public functions above
     return [
         partial(
             append_and_attend,
-            query_THD, key_TGD, key_TGD, layer, pass_batch, scale=shape.head_dim**-0.5,
+            query_THD, key_TGD, key_TGD, layer, step_batch, scale=shape.head_dim**-0.5,
         )
         for layer in layers or make_layers(shape, batch, context)
     ]  # fmt: skip

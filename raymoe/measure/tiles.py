@@ -15,7 +15,7 @@ from raymoe.device.cuda_api import CudaApi, EventT, StreamT
 from raymoe.errors import CapacityError, ConfigError
 from raymoe.kernels.cpu_experts import Experts
 from raymoe.kernels.gpu_experts_choice import (
-    FEW_TOKENS,
+    MAX_SMALL_BATCH_TOKENS,
     OLDEST_CAPABILITY,
     grouped_experts_are_used,
     make_device_experts,
@@ -106,7 +106,7 @@ def measure_tiles(
         make: Experts of these matrices that use given tiles.
     """
     layouts = matrices.layouts()
-    assert layouts is not None, "the matrices of a layer's experts are stored alike"
+    assert layouts is not None, "the matrices of a layer's experts are stored the same"
     chosen = dict(tiles.chosen)
     for bucket in buckets:
         hidden_TH = hidden(ceil_div(bucket * matrices.num_experts, top_k))
@@ -172,9 +172,9 @@ class ExpertLayer:
 
     @classmethod
     def of(
-        cls, spec: ModelSpec, dtype: torch.dtype, device: torch.device, most_bytes: float
+        cls, spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_bytes: float
     ) -> "ExpertLayer":
-        """The first layer that has experts; fewer of them where all take more than `most_bytes`.
+        """The first layer that has experts; fewer of them where all take more than `max_bytes`.
 
         Raises:
             ConfigError: The model has no experts, or not as many fit as one token takes.
@@ -183,7 +183,7 @@ class ExpertLayer:
         weights = DummyWeights(spec, dtype)
         prefix = f"{layer_prefix(i)}mlp.experts."
         names = [f"{prefix}0.{part}_proj.weight" for part in ("gate", "up", "down")]
-        fitting = int(most_bytes // sum(_num_bytes(weights(name)) for name in names))
+        fitting = int(max_bytes // sum(_num_bytes(weights(name)) for name in names))
         if fitting < moe.top_k:
             raise ConfigError(
                 f"{fitting} experts of {spec.name} fit the device, a token takes {moe.top_k}"
@@ -205,13 +205,15 @@ class ExpertLayer:
             raise ConfigError(
                 "the kernels with tiles do not compute these experts: they need Triton, a GPU of "
                 f"capability {'.'.join(map(str, OLDEST_CAPABILITY))} or newer, silu or the clamped "
-                f"product (here {moe.activation}), and all experts of a layer stored alike"
+                f"product (here {moe.activation}), and all experts of a layer stored the same"
             )
 
     def buckets(self, capability: tuple[int, int]) -> tuple[int, ...]:
-        """Tokens per expert for which the kernels are used on a GPU (see `FewOrMany`)."""
+        """Tokens per expert for which the kernels are used on a GPU (see `DispatchByBatchSize`)."""
         is_turing = capability < TENSOR_CORES_SINCE and self.dtype == torch.float16
-        return tuple(bucket for bucket in BUCKETS if bucket <= FEW_TOKENS or not is_turing)
+        return tuple(
+            bucket for bucket in BUCKETS if bucket <= MAX_SMALL_BATCH_TOKENS or not is_turing
+        )
 
 
 def measure_layer(
@@ -223,7 +225,7 @@ def measure_layer(
         tiles: What is known: kept, and not measured anew unless `is_again`.
     """
     layouts = layer.matrices.layouts()
-    assert layouts is not None, "the matrices of a layer's experts are stored alike"
+    assert layouts is not None, "the matrices of a layer's experts are stored the same"
     for bucket in layer.buckets(tiles.capability):
         if not is_again and all(key_of(layout, bucket) in tiles.chosen for layout in layouts):
             continue

@@ -1,6 +1,6 @@
-"""What a pass writes between its operations, on the device and on the host, allocated once.
+"""What a step writes between its operations, on the device and on the host, allocated once.
 
-T tokens of a pass, W tokens of a wave, H hidden, K experts per token.
+T tokens of a step, W tokens of a micro-batch, H hidden, K experts per token.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from raymoe.specs.model import ModelSpec, MoeSpec
 
 Allocate = Callable[[int], Tensor]  # bytes -> uint8 tensor
 
-STAGED_WAVES = 2  # KV of this many waves is on the device at once
+STAGED_MICRO_BATCHES = 2  # KV of this many micro-batches is on the device at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,20 +24,20 @@ class ActivationSizes:
     """How much of everything.
 
     Attributes:
-        pass_tokens: Most tokens of a pass (T).
-        wave_tokens: Most tokens of a wave (W).
-        ring: Waves whose attention is under way at once.
-        staged_blocks: KV blocks of one wave on the device; 0 if the device never attends.
+        max_num_batched_tokens: Most tokens of a step (T).
+        micro_batch_tokens: Most tokens of a micro-batch (W).
+        ring: Micro-batches whose attention is under way at once.
+        staged_blocks: KV blocks of one micro-batch on the device; 0 if the device never attends.
     """
 
-    pass_tokens: int
-    wave_tokens: int
+    max_num_batched_tokens: int
+    micro_batch_tokens: int
     ring: int
     staged_blocks: int
 
 
 class _TwoForms:
-    """Memory of the tokens of a wave: the first of them in one form, the others in another."""
+    """Memory of the tokens of a micro-batch, which take turns in it."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class _TwoForms:
         return self._memory[offset : offset + count * prod(self._rest)].view(count, *self._rest)
 
 
-class WaveActivations:
-    """Between the operations around attention, of one wave.
+class MicroBatchActivations:
+    """Between the operations around attention, of one micro-batch.
 
     The first tokens are those that the host attends to, in absorbed form; the others are the
     device's. What goes into the cache is the same for both.
@@ -103,19 +103,22 @@ class WaveActivations:
 
 
 class HostActivations:
-    """In pinned memory: embedded tokens of all waves, and a ring of what lies around attention."""
+    """In pinned memory: embedded tokens of all micro-batches, a ring of attention's data."""
 
     def __init__(
         self, spec: ModelSpec, sizes: ActivationSizes, *, dtype: torch.dtype, allocate: Allocate
     ) -> None:
-        self.embedded_TH = _tensor((sizes.pass_tokens, spec.hidden_size), dtype, allocate)
+        self.embedded_TH = _tensor(
+            (sizes.max_num_batched_tokens, spec.hidden_size), dtype, allocate
+        )
         self.ring = [
-            WaveActivations(spec, sizes.wave_tokens, dtype, allocate) for _ in range(sizes.ring)
+            MicroBatchActivations(spec, sizes.micro_batch_tokens, dtype, allocate)
+            for _ in range(sizes.ring)
         ]
 
 
-class PassActivations:
-    """On the device: hidden states of all waves, and a ring of what lies around attention."""
+class StepActivations:
+    """On the device: hidden states of all micro-batches, a ring of what lies around attention."""
 
     def __init__(
         self,
@@ -129,17 +132,18 @@ class PassActivations:
         top_k = max(
             (layer.ffn.top_k for layer in spec.layers if isinstance(layer.ffn, MoeSpec)), default=0
         )
-        tokens, hidden = sizes.pass_tokens, spec.hidden_size
+        tokens, hidden = sizes.max_num_batched_tokens, spec.hidden_size
         self.hidden_TH = _tensor((tokens, hidden), dtype, allocate)
         self.normed_TH = _tensor((tokens, hidden), dtype, allocate)
         self.topk_ids_TK = _tensor((tokens, top_k), torch.int32, allocate)
         self.topk_weights_TK = _tensor((tokens, top_k), torch.float32, allocate)
         self.ring = [
-            WaveActivations(spec, sizes.wave_tokens, dtype, allocate) for _ in range(sizes.ring)
+            MicroBatchActivations(spec, sizes.micro_batch_tokens, dtype, allocate)
+            for _ in range(sizes.ring)
         ]
         self.staged_kv = [
             _tensor((sizes.staged_blocks, *layout.block_shape), layout.dtype, allocate)
-            for _ in range(STAGED_WAVES)
+            for _ in range(STAGED_MICRO_BATCHES)
         ]
 
 

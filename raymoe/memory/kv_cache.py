@@ -52,7 +52,7 @@ class KvCache:
     def touch(self, num_blocks: int, num_threads: int) -> None:
         """Have the operating system provide the first blocks of every layer now.
 
-        Otherwise it clears a huge page whenever a pass is the first to write into one: on a virtual
+        Otherwise it clears a huge page whenever a step is the first to write into one: on a virtual
         machine more than a second for a gigabyte. Blocks are handed out in this order.
 
         Args:

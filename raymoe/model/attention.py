@@ -11,7 +11,7 @@ from raymoe.kernels.cpu_attention import (
     append,
     append_and_attend,
     append_and_attend_latent,
-    append_and_attend_unfolded,
+    append_and_attend_up_projected,
     append_latent,
 )
 from raymoe.kernels.cpu_elementwise import Projected, qkv_rope, rms_norm, rotate_heads
@@ -31,7 +31,7 @@ class LayerAttention(Protocol):
     """The attention of one layer, of whichever kind.
 
     A host that holds the cache but not the weights attends in *absorbed* form, which needs nothing
-    but the cache: queries are absorbed before they travel, results unfolded when they are back.
+    but the cache: queries are absorbed before they travel, results up-projected when they are back.
     What a token leaves in the cache is the same in both forms.
     """
 
@@ -58,7 +58,7 @@ class LayerAttention(Protocol):
     def attend_absorbed(self, absorbed: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
         """Append and attend on a host without the weights; absorbed results."""
 
-    def unfold(self, result_TX: Tensor) -> Tensor:
+    def up_project(self, result_TX: Tensor) -> Tensor:
         """What `attend` gives, from absorbed results."""
 
     def output(self, attention_TX: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ class Attention:
     def attend_absorbed(self, absorbed: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
         return self.attend(absorbed, cache, batch)
 
-    def unfold(self, result_TX: Tensor) -> Tensor:
+    def up_project(self, result_TX: Tensor) -> Tensor:
         return result_TX
 
     def output(self, attention_TX: Tensor) -> Tensor:
@@ -243,7 +243,7 @@ class LatentAttention:
         num_plain = self._num_plain(batch, heads)
         for first, end, attend in (
             (torch.zeros_like(num_plain), num_plain, self._attend_plain),
-            (num_plain, batch.num_new, self._attend_and_unfold),
+            (num_plain, batch.num_new, self._attend_and_up_project),
         ):
             rows, part = batch.cut(first, end)
             if len(rows):
@@ -258,7 +258,7 @@ class LatentAttention:
         if compute is None:
             return PagedBatch.of(batch, layout, device)
         return LatentRaggedBatch.of(
-            batch, layout, compute, device, fewest_plain_tokens=self._fewest_plain_tokens
+            batch, layout, compute, device, min_plain_tokens=self._min_plain_tokens
         )
 
     def attend_staged(self, projected: Projected, staged: Tensor, batch: StagedBatch) -> Tensor:
@@ -287,18 +287,18 @@ class LatentAttention:
             scale=self._spec.scale,
         ).flatten(1)
 
-    def unfold(self, result_TX: Tensor) -> Tensor:
+    def up_project(self, result_TX: Tensor) -> Tensor:
         result_TAR = result_TX.view(-1, self._spec.num_heads, self._spec.kv_lora_rank)
-        return self._heads.unfold(result_TAR).flatten(1)
+        return self._heads.up_project(result_TAR).flatten(1)
 
     def output(self, attention_TX: Tensor) -> Tensor:
         return self._output(attention_TX)
 
     @property
-    def _fewest_plain_tokens(self) -> int:
+    def _min_plain_tokens(self) -> int:
         spec = self._spec
         shape = (spec.num_heads, spec.nope_head_dim + spec.value_head_dim, spec.kv_lora_rank)
-        return self._heads_of(torch.empty(shape, device="meta")).fewest_plain_tokens
+        return self._heads_of(torch.empty(shape, device="meta")).min_plain_tokens
 
     def _attend_ragged(
         self, projected: Projected, staged: Tensor, batch: LatentRaggedBatch
@@ -327,19 +327,19 @@ class LatentAttention:
         """
         num_new, prompts = batch.num_new_of_prompts, batch.prompt_tokens
         lengths = batch.context_tokens if prompts is None else prompts
-        return num_new.where(lengths >= heads.fewest_plain_tokens, 0)
+        return num_new.where(lengths >= heads.min_plain_tokens, 0)
 
     def _attend_plain(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
         query_TAD, row_TW = projected.query_THD, projected.key_TGD[:, 0]
-        return append_and_attend_unfolded(
+        return append_and_attend_up_projected(
             query_TAD, row_TW, cache, batch, heads=self._heads, scale=self._spec.scale
         )
 
-    def _attend_and_unfold(
+    def _attend_and_up_project(
         self, projected: Projected, cache: Tensor, batch: AttentionBatch
     ) -> Tensor:
         absorbed = projected._replace(query_THD=self.absorb(projected.query_THD))
-        return self.unfold(self.attend_absorbed(absorbed, cache, batch))
+        return self.up_project(self.attend_absorbed(absorbed, cache, batch))
 
     def _query_of(self, normed_TH: Tensor) -> Tensor:
         if self._query_down is None:

@@ -205,7 +205,7 @@ class Decoder:
         return cls(spec, Loader(weights, allocate, dtype), release, reduce=reduce)
 
     def reserve(self, num_positions: int) -> None:
-        """Prepare `pre` for positions below `num_positions`; between passes."""
+        """Prepare `pre` for positions below `num_positions`; between steps."""
         self._rotary.reserve(num_positions)
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
@@ -262,7 +262,7 @@ class Decoder:
     def attend_absorbed(
         self, i: int, absorbed: Projected, cache_layer: Tensor, batch: AttentionBatch
     ) -> Tensor:
-        """Append and attend on a host without the weights; the result is for `unfold`."""
+        """Append and attend on a host without the weights; the result is for `up-project`."""
         return self._layers[i].attention.attend_absorbed(absorbed, cache_layer, batch)
 
     def append(
@@ -271,8 +271,8 @@ class Decoder:
         """Append to the cache of layer `i` on the host, for tokens attended to elsewhere."""
         self._layers[i].attention.append(projected, cache_layer, batch)
 
-    def unfold(self, i: int, result_TX: Tensor) -> Tensor:
-        return self._layers[i].attention.unfold(result_TX)
+    def up_project(self, i: int, result_TX: Tensor) -> Tensor:
+        return self._layers[i].attention.up_project(result_TX)
 
     def post(self, i: int, hidden_TH: Tensor, attention_TX: Tensor) -> Posted:
         """Output projection, residual, norm and router of layer `i`.
@@ -288,10 +288,10 @@ class Decoder:
 
     def ffn(self, i: int, hidden_TH: Tensor, normed_TH: Tensor, routing: Routing | None) -> Tensor:
         """Experts or dense network of layer `i`, and its residual; [T, H]."""
-        delta_TH = self._reduce(self.own_ffn(i, normed_TH, routing))
+        delta_TH = self._reduce(self.local_ffn(i, normed_TH, routing))
         return hidden_TH.add_(delta_TH, alpha=self.spec.residual_multiplier)
 
-    def own_ffn(self, i: int, normed_TH: Tensor, routing: Routing | None) -> Tensor:
+    def local_ffn(self, i: int, normed_TH: Tensor, routing: Routing | None) -> Tensor:
         """What this rank's share of layer `i` adds to the hidden state behind attention; [T, H]."""
         return self._layers[i].ffn(normed_TH, routing)
 

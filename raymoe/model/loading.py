@@ -168,7 +168,7 @@ class Loader:
         """One projection as a matrix of each head.
 
         A view of the checkpoint where other matrices are; a copy where they are packed. A quantised
-        one is kept decoded: it is small, and read twice in each layer of each pass.
+        one is kept decoded: it is small, and read twice in each layer of each step.
         """
         stored = self._weights(f"{name}.weight")
         if packed_linear_is_used(self.dtype) or isinstance(stored, StoredMatrix):
@@ -296,11 +296,11 @@ class _ArenaPlan:
             total += self._linear([f"{prefix}q_b_proj"], query_width, rank)
         row = [f"{prefix}kv_a_proj_with_mqa"]
         total += self._linear(row, attention.cache_width, hidden_size)
-        unfolded = attention.num_heads * (attention.nope_head_dim + attention.value_head_dim)
+        up_projected = attention.num_heads * (attention.nope_head_dim + attention.value_head_dim)
         name = f"{prefix}kv_b_proj.weight"
         if packed_linear_is_used(self._dtype) or self._format(name) is not None:
-            return total + _aligned(unfolded * attention.kv_lora_rank * self._dtype.itemsize)
-        return total + self._matrix([name], unfolded, attention.kv_lora_rank)
+            return total + _aligned(up_projected * attention.kv_lora_rank * self._dtype.itemsize)
+        return total + self._matrix([name], up_projected, attention.kv_lora_rank)
 
     def _network(self, prefix: str, dense: DenseSpec) -> int:
         if not dense.has_bias:

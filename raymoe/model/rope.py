@@ -25,7 +25,7 @@ _FIRST_ROWS = 4096
 
 
 class Angles(NamedTuple):
-    """Cosines and sines of the tokens of a pass: row `rows_T[t]` of the tables."""
+    """Cosines and sines of the tokens of a step: row `rows_T[t]` of the tables."""
 
     rows_T: Tensor
     cos_PR: Tensor

@@ -60,7 +60,7 @@ def job_bound(
     steps = generated_tokens - 1
     contexts = steps * prompt_tokens + rows * steps * generated_tokens // 2
     decode_flop = (work.token_flop + work.head_flop) * rows * steps + work.pair_flop * contexts
-    decode_bytes = work.touched_weight_bytes(rows) * steps + work.kv_token_bytes * contexts
+    decode_bytes = work.activated_weight_bytes(rows) * steps + work.kv_token_bytes * contexts
     prefill = _phase(prefill_flop / flop_per_s, prefill_bytes / bytes_per_s)
     decode = _phase(decode_flop / flop_per_s, decode_bytes / bytes_per_s)
     return JobBound(
@@ -92,7 +92,7 @@ class DeviceBound:
         gpu_memory_s: Weights out of device memory.
     """
 
-    num_passes: float
+    num_steps: float
     link_s: float
     host_memory_s: float
     gpu_s: float
@@ -127,9 +127,9 @@ def device_bound(work: ModelWork, hardware: HardwareSpec, workload: Workload) ->
     memory = hardware.host_memory_bytes + hardware.gpu_memory_bytes - work.all_weight_bytes
     longest_row = max(_pairs(work, [row], _kv_bytes, 0) / row[1] for row in rows)
     through_memory = _pairs(work, rows, _kv_bytes, 0) / max(memory, longest_row)
-    num_passes = max(through_memory, *(generated for _, generated in rows))
-    read = num_passes * work.touched_weight_bytes(tokens / num_passes)
-    held = num_passes * hardware.gpu_memory_bytes
+    num_steps = max(through_memory, *(generated for _, generated in rows))
+    read = num_steps * work.activated_weight_bytes(tokens / num_steps)
+    held = num_steps * hardware.gpu_memory_bytes
     kv_read = _pairs(work, rows, _kv_bytes, 1)
     flop: float = work.token_flop * tokens + work.head_flop * sum(
         generated for _, generated in rows
@@ -137,7 +137,7 @@ def device_bound(work: ModelWork, hardware: HardwareSpec, workload: Workload) ->
     flop += work.prefill_pair_flop * sum(prompt * (prompt + 1) // 2 for prompt, _ in rows)
     flop += _pairs(work, rows, _pair_flop, 1)
     return DeviceBound(
-        num_passes=num_passes,
+        num_steps=num_steps,
         link_s=max(0.0, read - held) / hardware.htod_bytes_per_s,
         host_memory_s=max(0.0, read + kv_read - held) / hardware.host_bytes_per_s,
         gpu_s=flop / (hardware.gpu_flop_per_s + hardware.host_flop_per_s),
@@ -149,9 +149,9 @@ def _pairs(
     work: ModelWork,
     rows: Iterable[tuple[int, int]],
     of_a_token: Callable[[LayerWork], int],
-    first_pass: int,
+    first_step: int,
 ) -> float:
-    """What a layer takes of a context token, over all layers, contexts and passes from a first.
+    """What a layer takes of a context token, over all layers, contexts and steps from a first.
 
     In pass j of a row, counted from 0, its context is the prompt and j tokens.
     """
@@ -160,7 +160,7 @@ def _pairs(
         windows[layer.window] = windows.get(layer.window, 0) + of_a_token(layer)
     return float(
         sum(
-            amount * _contexts(prompt + first_pass, generated - first_pass, window)
+            amount * _contexts(prompt + first_step, generated - first_step, window)
             for prompt, generated in rows
             for window, amount in windows.items()
         )

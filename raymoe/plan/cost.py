@@ -1,4 +1,4 @@
-"""Seconds of each task of a pass on host cores: work over what the node was measured to reach.
+"""Seconds of each task of a step on host cores: work over what the node was measured to reach.
 
 Assumptions:
 - Where the node has no curves, a task takes the longer of its operations and its bytes over the
@@ -11,7 +11,7 @@ Assumptions:
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from raymoe.plan.work import ModelWork, PassLoad
+from raymoe.plan.work import ModelWork, StepLoad
 from raymoe.schedule.graph import Op, Task
 from raymoe.specs.hardware import Curve, HardwareSpec, HostCurves
 
@@ -23,8 +23,8 @@ TASK_OVERHEAD_S = 50e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PassShape:
-    """What a pass holds.
+class StepShape:
+    """What a step holds.
 
     Attributes:
         attention_pairs: Pairs of a query token and a context token that it sees.
@@ -51,7 +51,7 @@ class PassShape:
         return self.attention_pairs - self.prefill_pairs
 
     @classmethod
-    def of(cls, load: PassLoad) -> "PassShape":
+    def of(cls, load: StepLoad) -> "StepShape":
         decoding = load.decode_rows * load.decode_context
         chunk = min(load.prompt_chunk, load.prompt_tokens) or 1.0
         prompt_pairs = load.prompt_tokens * (chunk + 1) / 2
@@ -65,13 +65,13 @@ class PassShape:
         )
 
     @classmethod
-    def decode(cls, rows: int, context: int) -> "PassShape":
+    def decode(cls, rows: int, context: int) -> "StepShape":
         """One token for each of `rows` sequences that are `context` tokens long."""
         pairs = rows * context
         return cls(tokens=rows, attention_pairs=pairs, context_tokens=pairs, logit_rows=rows)
 
     @classmethod
-    def prefill(cls, rows: int, prompt: int) -> "PassShape":
+    def prefill(cls, rows: int, prompt: int) -> "StepShape":
         pairs = rows * prompt * (prompt + 1) // 2
         return cls(
             tokens=rows * prompt,
@@ -85,7 +85,7 @@ class PassShape:
 
 @dataclass(frozen=True, slots=True)
 class HostCost:
-    """Cost model of a pass whose every task runs on all host cores.
+    """Cost model of a step whose every task runs on all host cores.
 
     On a measured node a product of 16-bit weights takes its operations over the rate at its rows,
     attention its bytes or operations over the rate at its context, and what lies between them the
@@ -94,7 +94,7 @@ class HostCost:
 
     work: ModelWork
     hardware: HardwareSpec
-    shape: PassShape
+    shape: StepShape
 
     def duration_s(self, task: Task) -> float:
         return self._overhead_s() + self.kernel_s(task)
@@ -189,10 +189,10 @@ def _post_s(cost: HostCost, task: Task) -> float:
 def _experts_s(cost: HostCost, task: Task) -> float:
     layer, tokens = cost.work.layers[task.layer], cost.shape.tokens
     seconds = cost.network_s(tokens, layer.common.parameters)
-    touched = layer.touched_experts(tokens)
-    if touched:
-        rows = tokens * layer.top_k / touched
-        seconds += cost.network_s(rows, touched * layer.expert.parameters)
+    activated = layer.activated_experts(tokens)
+    if activated:
+        rows = tokens * layer.top_k / activated
+        seconds += cost.network_s(rows, activated * layer.expert.parameters)
     return seconds + cost.between_s(tokens, 3 * cost.work.hidden_size)
 
 

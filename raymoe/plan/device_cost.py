@@ -1,4 +1,4 @@
-"""DeviceRates: what the host, the GPU and the link of a node reach during one pass.
+"""DeviceRates: what the host, the GPU and the link of a node reach during one step.
 
 Assumptions:
 - While weights stream, the link takes its bytes from host memory and tasks on the CPU get the rest
@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Self
 
 from raymoe.errors import ConfigError
-from raymoe.plan.work import AttentionShape, LayerWork, Matrices, ModelWork, WaveShape
+from raymoe.plan.work import AttentionShape, LayerWork, Matrices, MicroBatchShape, ModelWork
 from raymoe.schedule.graph import Op, Resource, Schedule, Task
 from raymoe.specs.hardware import Curve, DeviceCurves, HardwareSpec
 
@@ -28,12 +28,12 @@ CPU_ATTENTION_EFFICIENCY = 0.85
 # instead of 5 beside 210 GB of KV, which that host reads in 1.9 s by the formulas here.
 BUSY_LINK_SHARE = 0.5
 # Reading the pageable original and writing the pinned copy, beside the read by the link.
-STAGED_PASSES, DIRECT_PASSES = 3, 1
+STAGED_COPIES, DIRECT_COPIES = 3, 1
 
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """Rates of one pass.
+    """Rates of one step.
 
     Attributes:
         is_16_bit: Whether activations have 16 bits, as those that were measured.
@@ -57,8 +57,8 @@ class DeviceRates:
         whole = self.hardware.host_bytes_per_s
         if not self.page_bytes:
             return whole
-        passes = STAGED_PASSES if self.is_staged else DIRECT_PASSES
-        return max(whole / 2, whole - passes * self.hardware.htod_bytes_per_s)
+        copies = STAGED_COPIES if self.is_staged else DIRECT_COPIES
+        return max(whole / 2, whole - copies * self.hardware.htod_bytes_per_s)
 
     @cached_property
     def htod_bytes_per_s(self) -> float:
@@ -146,33 +146,34 @@ PEER_STEP_S = 10e-6  # our estimate, of NCCL over PCIe
 
 @dataclass(frozen=True)
 class DeviceCost:
-    """Cost model of one pass on a node with a GPU.
+    """Cost model of one step on a node with a GPU.
 
     Attributes:
         work: The model in numbers; hidden states have its `bytes_per_element`.
-        waves: Shape of each wave of the pass.
+        micro-batches: Shape of each micro-batch of the step.
         page_bytes: Of each layer, the bytes of each page of weights (`PageCut.page_bytes`); empty
             where nothing streams.
-        waves_per_group: Waves whose tokens meet in one launch of the experts.
+        micro_batches_per_group: Micro-batches whose tokens meet in one launch of the experts.
         is_staged: Whether pages go through a pinned staging ring.
 
     Raises:
-        ConfigError: The node has no GPU, or the shape of the pass makes no sense.
+        ConfigError: The node has no GPU, or the shape of the step makes no sense.
     """
 
     work: ModelWork
     hardware: HardwareSpec
-    waves: tuple[WaveShape, ...]
+    micro_batches: tuple[MicroBatchShape, ...]
     page_bytes: tuple[tuple[int, ...], ...] = ()
-    waves_per_group: int = 1
+    micro_batches_per_group: int = 1
     is_staged: bool = False
 
     def __post_init__(self) -> None:
         if not self.hardware.has_gpu:
             raise ConfigError(f"DeviceCost: {self.hardware.name} has no GPU")
-        if not self.waves or self.waves_per_group < 1:
+        if not self.micro_batches or self.micro_batches_per_group < 1:
             raise ConfigError(
-                f"DeviceCost: {len(self.waves)} waves in groups of {self.waves_per_group}; "
+                f"DeviceCost: {len(self.micro_batches)} micro-batches in groups of "
+                f"{self.micro_batches_per_group}; "
                 "both must be at least 1"
             )
 
@@ -183,17 +184,17 @@ class DeviceCost:
         work: ModelWork,
         hardware: HardwareSpec,
         *,
-        waves: tuple[WaveShape, ...],
+        micro_batches: tuple[MicroBatchShape, ...],
         page_bytes: tuple[tuple[int, ...], ...],
     ) -> Self:
-        """The costs of one pass by a schedule, which says how waves meet and pages travel."""
+        """The costs of one step by a schedule."""
         groups = [len(task.writes) for task in schedule.tasks if task.op is Op.EXPERTS]
         return cls(
             work,
             hardware,
-            waves=waves,
+            micro_batches=micro_batches,
             page_bytes=page_bytes,
-            waves_per_group=max(groups, default=1),
+            micro_batches_per_group=max(groups, default=1),
             is_staged=any(task.op is Op.STAGE for task in schedule.tasks),
         )
 
@@ -202,26 +203,29 @@ class DeviceCost:
             return 0.0
         return OVERHEAD_S[task.resource] + _SECONDS[task.op](self, task)
 
-    def wave(self, task: Task) -> WaveShape:
-        """The wave of a task of one wave."""
-        return self.waves[task.part]
+    def micro_batch(self, task: Task) -> MicroBatchShape:
+        """The micro-batch of a task of one micro-batch."""
+        return self.micro_batches[task.part]
 
     def layer(self, task: Task) -> LayerWork:
         return self.work.layers[task.layer]
 
     def group_tokens(self, group: int) -> float:
         """Tokens that meet in one launch of the experts."""
-        start = group * self.waves_per_group
-        return sum(wave.tokens for wave in self.waves[start : start + self.waves_per_group])
+        start = group * self.micro_batches_per_group
+        return sum(
+            micro_batch.tokens
+            for micro_batch in self.micro_batches[start : start + self.micro_batches_per_group]
+        )
 
     @cached_property
     def rates(self) -> DeviceRates:
-        """What host, GPU and link reach during the pass."""
+        """What host, GPU and link reach during the step."""
         num_layers = len(self.work.layers)
         read_bytes = sum(
-            wave.host.within(layer.window).context_tokens * layer.kv_token_bytes
+            micro_batch.host.within(layer.window).context_tokens * layer.kv_token_bytes
             for layer in self.work.layers
-            for wave in self.waves
+            for micro_batch in self.micro_batches
         )
         return DeviceRates(
             self.hardware,
@@ -233,7 +237,7 @@ class DeviceCost:
 
     @property
     def pages_s(self) -> float:
-        """All pages of a pass over the link."""
+        """All pages of a step over the link."""
         num_bytes, number = sum(map(sum, self.page_bytes)), sum(map(len, self.page_bytes))
         return number * OVERHEAD_S[Resource.HTOD] + self.rates.copy_s(Resource.HTOD, num_bytes)
 
@@ -258,12 +262,12 @@ class DeviceCost:
 
 
 def _embed_s(cost: DeviceCost, task: Task) -> float:
-    num_bytes = 2 * cost.wave(task).tokens * cost.row_bytes(cost.work.hidden_size)
+    num_bytes = 2 * cost.micro_batch(task).tokens * cost.row_bytes(cost.work.hidden_size)
     return cost.rates.roof_s(task.resource, 0.0, num_bytes)
 
 
 def _up_s(cost: DeviceCost, task: Task) -> float:
-    num_bytes = cost.wave(task).tokens * cost.row_bytes(cost.work.hidden_size)
+    num_bytes = cost.micro_batch(task).tokens * cost.row_bytes(cost.work.hidden_size)
     return cost.rates.copy_s(task.resource, num_bytes)
 
 
@@ -272,14 +276,14 @@ def _pre_s(cost: DeviceCost, task: Task) -> float:
 
     MoE-Lightning leaves the projections out (section 4.2).
     """
-    wave, layer = cost.wave(task), cost.layer(task)
-    return cost.rates.projection_s(wave.tokens, layer.pre)
+    micro_batch, layer = cost.micro_batch(task), cost.layer(task)
+    return cost.rates.projection_s(micro_batch.tokens, layer.pre)
 
 
 def _qkv_s(cost: DeviceCost, task: Task) -> float:
-    wave, layer = cost.wave(task), cost.layer(task)
-    queries = wave.host.rows * cost.row_bytes(layer.query_width)
-    return cost.rates.copy_s(task.resource, queries + wave.tokens * layer.kv_token_bytes)
+    micro_batch, layer = cost.micro_batch(task), cost.layer(task)
+    queries = micro_batch.host.rows * cost.row_bytes(layer.query_width)
+    return cost.rates.copy_s(task.resource, queries + micro_batch.tokens * layer.kv_token_bytes)
 
 
 def _attention_s(cost: DeviceCost, task: Task) -> float:
@@ -289,13 +293,13 @@ def _attention_s(cost: DeviceCost, task: Task) -> float:
     of a group. Source: MoE-Lightning, section 4.2, equations 13 and 14, with the operations of
     both products (queries by keys, scores by values), where its code counts one.
     """
-    wave, layer = cost.wave(task), cost.layer(task)
+    micro_batch, layer = cost.micro_batch(task), cost.layer(task)
     if task.resource is Resource.GPU:
-        share = (wave.host + wave.device).within(layer.window)
+        share = (micro_batch.host + micro_batch.device).within(layer.window)
         num_bytes = (share.context_tokens + 2 * share.rows) * layer.kv_token_bytes
         flop = _attention_flop(share, layer) / DEVICE_ATTENTION_EFFICIENCY
         return cost.rates.roof_s(task.resource, flop, num_bytes)
-    share = wave.host.within(layer.window)
+    share = micro_batch.host.within(layer.window)
     return cost.rates.host_attention_s(share, layer.kv_token_bytes, _attention_flop(share, layer))
 
 
@@ -305,29 +309,29 @@ def _attention_flop(share: AttentionShape, layer: LayerWork) -> float:
 
 def _kv_s(cost: DeviceCost, task: Task) -> float:
     layer = cost.layer(task)
-    share = cost.wave(task).device.within(layer.window)
+    share = cost.micro_batch(task).device.within(layer.window)
     return cost.rates.copy_s(task.resource, share.past_tokens * layer.kv_token_bytes)
 
 
 def _device_attention_s(cost: DeviceCost, task: Task) -> float:
     layer = cost.layer(task)
-    share = cost.wave(task).device.within(layer.window)
+    share = cost.micro_batch(task).device.within(layer.window)
     flop = _attention_flop(share, layer) / DEVICE_ATTENTION_EFFICIENCY
     return cost.rates.roof_s(task.resource, flop, layer.kv_token_bytes * share.context_tokens)
 
 
 def _append_s(cost: DeviceCost, task: Task) -> float:
-    num_bytes = 2 * cost.wave(task).device.rows * cost.layer(task).kv_token_bytes
+    num_bytes = 2 * cost.micro_batch(task).device.rows * cost.layer(task).kv_token_bytes
     return cost.rates.roof_s(task.resource, 0.0, num_bytes)
 
 
 def _hidden_s(cost: DeviceCost, task: Task) -> float:
-    num_bytes = cost.wave(task).host.rows * cost.row_bytes(cost.layer(task).output_width)
+    num_bytes = cost.micro_batch(task).host.rows * cost.row_bytes(cost.layer(task).output_width)
     return cost.rates.copy_s(task.resource, num_bytes)
 
 
 def _post_s(cost: DeviceCost, task: Task) -> float:
-    layer, tokens = cost.layer(task), cost.wave(task).tokens
+    layer, tokens = cost.layer(task), cost.micro_batch(task).tokens
     seconds = cost.rates.projection_s(tokens, layer.post.plus(layer.router))
     return seconds + cost.all_reduce_s(tokens)
 
@@ -342,16 +346,18 @@ def _experts_s(cost: DeviceCost, task: Task) -> float:
     if not tokens:
         return 0.0
     seconds = cost.rates.projection_s(tokens, layer.common) + cost.all_reduce_s(tokens)
-    touched = layer.touched_experts(tokens)
-    if touched:
-        rows_per_expert = tokens * layer.top_k / touched
-        seconds += touched * cost.rates.expert_s(rows_per_expert, layer.expert)
+    activated = layer.activated_experts(tokens)
+    if activated:
+        rows_per_expert = tokens * layer.top_k / activated
+        seconds += activated * cost.rates.expert_s(rows_per_expert, layer.expert)
     return seconds
 
 
 def _head_s(cost: DeviceCost, task: Task) -> float:
     del task
-    return cost.rates.projection_s(sum(wave.logit_rows for wave in cost.waves), cost.work.head)
+    return cost.rates.projection_s(
+        sum(micro_batch.logit_rows for micro_batch in cost.micro_batches), cost.work.head
+    )
 
 
 def _page_s(cost: DeviceCost, task: Task) -> float:

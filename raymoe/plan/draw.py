@@ -41,28 +41,28 @@ class Scale:
         is_log: Whether equal factors take equal lengths.
     """
 
-    least: float
-    most: float
+    minimum: float
+    maximum: float
     low: float
     high: float
     is_log: bool = False
 
     def at(self, value: float) -> float:
         """The pixel of a value; what lies beyond an end is moved there."""
-        value = min(max(value, self.least), self.most)
+        value = min(max(value, self.minimum), self.maximum)
         if self.is_log:
-            share = math.log(value / self.least) / math.log(self.most / self.least)
+            share = math.log(value / self.minimum) / math.log(self.maximum / self.minimum)
         else:
-            share = (value - self.least) / (self.most - self.least)
+            share = (value - self.minimum) / (self.maximum - self.minimum)
         return self.low + share * (self.high - self.low)
 
     def ticks(self) -> tuple[float, ...]:
         if self.is_log:
-            first, last = (math.ceil(math.log10(v) - 1e-9) for v in (self.least, self.most))
+            first, last = (math.ceil(math.log10(v) - 1e-9) for v in (self.minimum, self.maximum))
             return tuple(10.0**power for power in range(first, last + 1))
-        step = round_step((self.most - self.least) / NUM_TICKS)
-        first = math.ceil(self.least / step - 1e-9)
-        return tuple(step * i for i in range(first, int(self.most / step + 1e-9) + 1))
+        step = round_step((self.maximum - self.minimum) / NUM_TICKS)
+        first = math.ceil(self.minimum / step - 1e-9)
+        return tuple(step * i for i in range(first, int(self.maximum / step + 1e-9) + 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +82,8 @@ class Chart:
         )
 
     @classmethod
-    def from_zero(cls, x_most: float, y_most: float) -> "Chart":
-        return cls(
-            Scale(0.0, x_most, LEFT, WIDTH - RIGHT), Scale(0.0, y_most, HEIGHT - BOTTOM, TOP)
-        )
+    def from_zero(cls, x_max: float, y_max: float) -> "Chart":
+        return cls(Scale(0.0, x_max, LEFT, WIDTH - RIGHT), Scale(0.0, y_max, HEIGHT - BOTTOM, TOP))
 
     def pixel(self, x: float, y: float) -> tuple[float, float]:
         return self.x.at(x), self.y.at(y)
@@ -126,7 +124,7 @@ class Chart:
 
     def area(self, points: Iterable[tuple[float, float]], colour: str) -> str:
         corners = list(points)
-        down = [(corners[-1][0], self.y.least), (corners[0][0], self.y.least)]
+        down = [(corners[-1][0], self.y.minimum), (corners[0][0], self.y.minimum)]
         return (
             f'<path fill="{colour}" fill-opacity="0.12" d="{self._outline([*corners, *down])}z"/>'
         )
@@ -205,7 +203,7 @@ def draw_host_roofline(host: Level, operations: Sequence[Operation], *, title: s
     x_values = [host.turning_point / 30, host.turning_point * 30]
     x_values += [x * factor for x in intensities for factor in (1 / 3, 3)]
     chart = Chart.decades(x_values, [host.attainable(min(x_values)), host.flop_per_s * 2])
-    ends = ((chart.x.least, host.flop_per_s), (chart.x.most, host.flop_per_s))
+    ends = ((chart.x.minimum, host.flop_per_s), (chart.x.maximum, host.flop_per_s))
     return svg_page(
         title,
         WIDTH,
@@ -241,7 +239,12 @@ def _regions(chart: Chart, hierarchy: Hierarchy, chosen: Placement) -> Iterator[
 
     A GPU that is slower than the CPU even at P2 is nowhere the better place.
     """
-    far, link, start, end = hierarchy.far, hierarchy.link_bytes_per_s, chart.x.least, chart.x.most
+    far, link, start, end = (
+        hierarchy.far,
+        hierarchy.link_bytes_per_s,
+        chart.x.minimum,
+        chart.x.maximum,
+    )
     p1, p2 = max(start, chosen.p1.flop_per_byte), chosen.p2.flop_per_byte
     if chosen.p2.flop_per_s < chosen.p1.flop_per_s:
         p1 = p2 = end
@@ -276,19 +279,19 @@ def _roofs(chart: Chart, hierarchy: Hierarchy) -> Iterator[str]:
         ("GPU", Colour.GPU, near.flop_per_s),
         ("CPU", Colour.CPU, far.flop_per_s),
     ):
-        ends = ((chart.x.least, flop_per_s), (chart.x.most, flop_per_s))
+        ends = ((chart.x.minimum, flop_per_s), (chart.x.maximum, flop_per_s))
         yield chart.line(ends, colour, dash="7 4")
         yield note_at(LEFT + 8, chart.y.at(flop_per_s) - 6, f"{name} {_rate(flop_per_s)}")
 
 
 def _slope(chart: Chart, bytes_per_s: float, flop_per_s: float) -> list[tuple[float, float]]:
-    low = max(chart.x.least, chart.y.least / bytes_per_s)
-    high = min(chart.x.most, flop_per_s / bytes_per_s)
+    low = max(chart.x.minimum, chart.y.minimum / bytes_per_s)
+    high = min(chart.x.maximum, flop_per_s / bytes_per_s)
     return [(low, low * bytes_per_s), (high, high * bytes_per_s)]
 
 
 def _slope_note(chart: Chart, bytes_per_s: float, text: str) -> str:
-    start = max(chart.x.least, chart.y.least / bytes_per_s) * 1.3
+    start = max(chart.x.minimum, chart.y.minimum / bytes_per_s) * 1.3
     x, y = chart.pixel(start, start * bytes_per_s)
     right, up = chart.pixel(10 * start, 10 * start * bytes_per_s)
     angle = math.degrees(math.atan2(up - y, right - x))
@@ -309,7 +312,7 @@ def _kernel(chart: Chart, chosen: Placement) -> Iterator[str]:
 
 def _turning_points(chart: Chart, chosen: Placement) -> Iterator[str]:
     for name, point, style, shift in (("P1", chosen.p1, "end", -12), ("P2", chosen.p2, "", 12)):
-        if point.flop_per_byte <= chart.x.least:
+        if point.flop_per_byte <= chart.x.minimum:
             continue
         x, y = chart.pixel(*point)
         bottom = HEIGHT - BOTTOM
@@ -327,7 +330,7 @@ def _operation(chart: Chart, placement: Placement) -> Iterator[str]:
 def _spot(chart: Chart, point: Point, name: str, limit: str) -> Iterator[str]:
     x, y = chart.pixel(*point)
     yield chart.line(
-        [(point.flop_per_byte, chart.y.least), point], Colour.OTHER, width=1.5, dash="4 3"
+        [(point.flop_per_byte, chart.y.minimum), point], Colour.OTHER, width=1.5, dash="4 3"
     )
     yield chart.dot(*point, Colour.OTHER)
     is_right = x > WIDTH - RIGHT - LETTER_WIDTH * len(name) - 20
@@ -443,8 +446,8 @@ def _weights(chart: Chart, weight_bytes: float) -> Iterator[str]:
         height = HEIGHT - TOP - BOTTOM
         yield f'<rect class="lane" x="{LEFT}" y="{TOP}" width="{width:.1f}" height="{height}"/>'
         text = f"weights {format_bytes(weight_bytes)}"
-        is_inside = width > LETTER_WIDTH * len(text)
-        x, style = (LEFT + width - 8, "end") if is_inside else (LEFT + width + 8, "")
+        is_in_flight = width > LETTER_WIDTH * len(text)
+        x, style = (LEFT + width - 8, "end") if is_in_flight else (LEFT + width + 8, "")
         yield note_at(x, HEIGHT - BOTTOM - 12, text, style)
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol, Self
 
-from raymoe.plan.device_pass import KV_BLOCK_TOKENS
+from raymoe.plan.device_step import KV_BLOCK_TOKENS
 from raymoe.plan.policy import Policy
-from raymoe.plan.work import Passes, PassLoad, alike
+from raymoe.plan.work import StepLoad, Steps, duplicates
 from raymoe.schedule.graph import Schedule
 from raymoe.schedule.timeline import Timeline
 from raymoe.specs.workload import Workload
@@ -45,7 +45,7 @@ class CacheForecast:
         self._ending: dict[int, GrowingRows] = {}  # by their last step
         self._steps: list[int] = []  # those last steps, in order
         self._all = GrowingRows()
-        self._most = 0.0  # what all would hold if each had grown to its end
+        self._maximum = 0.0  # what all would hold if each had grown to its end
         self._full_step = NEVER  # the one that overflowed last time, and who runs that long
         self._at_full = GrowingRows()
 
@@ -56,7 +56,7 @@ class CacheForecast:
             insort(self._steps, last)
         self._ending[last].add(count, offset)
         self._all.add(count, offset)
-        self._most += offset + count * last
+        self._maximum += offset + count * last
         if last >= self._full_step:
             self._at_full.add(count, offset)
 
@@ -67,7 +67,7 @@ class CacheForecast:
         self._steps.remove(step)
         ended = self._ending.pop(step)
         self._all.add(-ended.count, -ended.offset)
-        self._most -= ended.tokens(step)
+        self._maximum -= ended.tokens(step)
         if step == self._full_step:
             self._full_step, self._at_full = NEVER, GrowingRows()
         return ended
@@ -81,9 +81,9 @@ class CacheForecast:
         """
         if self._at_full.tokens(self._full_step) > self._capacity:
             return False
-        count, offset, most = self._all.count, self._all.offset, self._most
+        count, offset, maximum = self._all.count, self._all.offset, self._maximum
         for step in self._steps:
-            if most <= self._capacity:
+            if maximum <= self._capacity:
                 return True
             if offset + count * step > self._capacity:
                 self._full_step, self._at_full = step, GrowingRows(count, offset)
@@ -91,20 +91,20 @@ class CacheForecast:
             ending = self._ending[step]
             count -= ending.count
             offset -= ending.offset
-            most -= ending.tokens(step)
+            maximum -= ending.tokens(step)
         return True
 
 
-class PassModel(Protocol):
-    """Knows the passes of a model on a node."""
+class StepModel(Protocol):
+    """Knows the steps of a model on a node."""
 
-    def schedule(self, load: PassLoad) -> Schedule:
-        """The schedule of a pass."""
+    def schedule(self, load: StepLoad) -> Schedule:
+        """The schedule of a step."""
 
-    def timeline(self, load: PassLoad) -> Timeline:
-        """The predicted timeline of a pass."""
+    def timeline(self, load: StepLoad) -> Timeline:
+        """The predicted timeline of a step."""
 
-    def seconds(self, load: PassLoad) -> float:
+    def seconds(self, load: StepLoad) -> float:
         """Its length."""
 
 
@@ -113,30 +113,30 @@ NO_CONTEXT: Bracket = ((0.0, 1.0),)
 
 
 @dataclass
-class PassTimes:
-    """Seconds of any pass up to a largest one, interpolated between loads that are simulated.
+class StepTimes:
+    """Seconds of any step up to a largest one, interpolated between loads that are simulated.
 
     Attributes:
-        most_rows: Decoding sequences of the largest pass.
-        most_prompt_tokens: Prompt tokens of the largest pass.
-        contexts: Mean contexts of the decoding sequences at which passes are simulated, ascending.
+        max_rows: Decoding sequences of the largest step.
+        max_prompt_tokens: Prompt tokens of the largest step.
+        contexts: Mean contexts of the decoding sequences at which steps are simulated, ascending.
         prompt_chunk: Prompt tokens of one sequence.
     """
 
-    model: PassModel
-    most_rows: float
-    most_prompt_tokens: float
+    model: StepModel
+    max_rows: float
+    max_prompt_tokens: float
     contexts: tuple[float, ...]
     prompt_chunk: float
     _known: dict[tuple[float, float, float], float] = field(default_factory=dict)
 
-    def __call__(self, load: PassLoad) -> float:
-        """Seconds of a pass: linear in rows, context and prompt tokens between the nodes."""
-        prompts = _bracket(load.prompt_tokens, _nodes(self.most_prompt_tokens))
+    def __call__(self, load: StepLoad) -> float:
+        """Seconds of a step: linear in rows, context and prompt tokens between the nodes."""
+        prompts = _bracket(load.prompt_tokens, _nodes(self.max_prompt_tokens))
         contexts = _bracket(load.decode_context, self.contexts) if load.decode_rows else NO_CONTEXT
         return sum(
             rows_share * context_share * prompts_share * self._node(rows, context, prompt_tokens)
-            for rows, rows_share in _bracket(load.decode_rows, _nodes(self.most_rows))
+            for rows, rows_share in _bracket(load.decode_rows, _nodes(self.max_rows))
             for context, context_share in contexts
             for prompt_tokens, prompts_share in prompts
         )
@@ -145,7 +145,7 @@ class PassTimes:
         key = (rows, context if rows else 0.0, prompt_tokens)
         if key not in self._known:
             self._known[key] = self.model.seconds(
-                PassLoad(
+                StepLoad(
                     decode_rows=rows,
                     decode_context=context,
                     prompt_tokens=prompt_tokens,
@@ -155,8 +155,8 @@ class PassTimes:
         return self._known[key]
 
 
-def _nodes(most: float) -> tuple[float, ...]:
-    return (0.0, min(1.0, most), most / 4, most / 2, most)
+def _nodes(maximum: float) -> tuple[float, ...]:
+    return (0.0, min(1.0, maximum), maximum / 4, maximum / 2, maximum)
 
 
 def _bracket(value: float, nodes: Sequence[float]) -> Bracket:
@@ -168,9 +168,9 @@ def _bracket(value: float, nodes: Sequence[float]) -> Bracket:
     return ((nodes[-1], 1.0),)
 
 
-BATCHES = 3  # that are simulated; beyond, passes are as those of the second
+BATCHES = 3  # that are simulated; beyond, steps are as those of the second
 BUNDLES = 256  # of a batch: rows that move as one
-LEAST_BUNDLES = 8  # that count as a batch: fewer tell little of rows that differ
+MIN_BUNDLES = 8  # that count as a batch: fewer tell little of rows that differ
 STEPS = 256  # of a row: passes beyond that count several as one
 MEAN_WASTE = KV_BLOCK_TOKENS // 2  # tokens that a last block could still take
 
@@ -180,22 +180,22 @@ class JobEstimate:
     """What a job will take.
 
     Attributes:
-        seconds: From the first pass to the last row.
+        seconds: From the first step to the last row.
     """
 
     seconds: float
-    num_passes: float
+    num_steps: float
     prompt_tokens: float
     generated_tokens: float
 
     @classmethod
     def of(
-        cls, workload: Workload, passes: Iterable[Passes], seconds_of: Callable[[PassLoad], float]
+        cls, workload: Workload, steps: Iterable[Steps], seconds_of: Callable[[StepLoad], float]
     ) -> Self:
-        passes = list(passes)
+        steps = list(steps)
         return cls(
-            seconds=sum(count * seconds_of(load) for load, count in passes),
-            num_passes=sum(count for _, count in passes),
+            seconds=sum(count * seconds_of(load) for load, count in steps),
+            num_steps=sum(count for _, count in steps),
             prompt_tokens=workload.total_prompt_tokens,
             generated_tokens=workload.total_generated_tokens,
         )
@@ -207,19 +207,19 @@ class JobEstimate:
 
 
 def estimate_job(
-    workload: Workload, policy: Policy, seconds_of: Callable[[PassLoad], float]
+    workload: Workload, policy: Policy, seconds_of: Callable[[StepLoad], float]
 ) -> JobEstimate:
     """Run a job on paper.
 
     Args:
-        policy: Sizes of passes and of the KV cache.
-        seconds_of: How long a pass takes; asked for a few loads.
+        policy: Sizes of steps and of the KV cache.
+        seconds_of: How long a step takes; asked for a few loads.
     """
-    return JobEstimate.of(workload, alike(job_passes(workload, policy)), seconds_of)
+    return JobEstimate.of(workload, duplicates(job_steps(workload, policy)), seconds_of)
 
 
-def job_passes(workload: Workload, policy: Policy) -> list[Passes]:
-    """The passes of a job, whatever they take."""
+def job_steps(workload: Workload, policy: Policy) -> list[Steps]:
+    """The steps of a job, whatever they take."""
     batch = min(policy.batch_size, workload.num_rows)
     job = _Job(
         workload,
@@ -228,35 +228,35 @@ def job_passes(workload: Workload, policy: Policy) -> list[Passes]:
         stride=ceil_div(workload.generated_tokens, STEPS),
     )
     num_bundles = round(workload.num_rows / job.rows)
-    each = max(LEAST_BUNDLES, round(batch / job.rows))
+    each = max(MIN_BUNDLES, round(batch / job.rows))
     num_simulated = min(num_bundles, BATCHES * each)
     job.run(num_simulated)
-    passes = [Passes(load, float(job.stride)) for load in job.loads]
+    steps = [Steps(load, float(job.stride)) for load in job.loads]
     if num_simulated == num_bundles:
-        return passes
+        return steps
     steady = slice(job.ends[each - 1] + 1, job.ends[2 * each - 1] + 1)
-    left = _tokens_of(workload) - sum(number * load.tokens for load, number in passes)
-    more = left / sum(load.tokens for load, _ in passes[steady])
-    passes[steady] = [Passes(load, number + more) for load, number in passes[steady]]
-    return passes
+    left = _tokens_of(workload) - sum(number * load.tokens for load, number in steps)
+    more = left / sum(load.tokens for load, _ in steps[steady])
+    steps[steady] = [Steps(load, number + more) for load, number in steps[steady]]
+    return steps
 
 
 def _tokens_of(workload: Workload) -> float:
     return workload.total_prompt_tokens + workload.total_generated_tokens - workload.num_rows
 
 
-def fewest_passes(workload: Workload, policy: Policy) -> Passes:
-    """The passes of a job if all were alike and as full as they can be."""
+def min_steps(workload: Workload, policy: Policy) -> Steps:
+    """The steps of a job if all were the same and as full as they can be."""
     tokens, prompts = _tokens_of(workload), workload.total_prompt_tokens
     decoded = tokens - prompts
-    count = max(1.0, decoded / policy.batch_size, tokens / policy.pass_tokens)
-    load = PassLoad(
+    count = max(1.0, decoded / policy.batch_size, tokens / policy.max_num_batched_tokens)
+    load = StepLoad(
         decode_rows=decoded / count,
         decode_context=workload.prompt_tokens + workload.generated_tokens / 2,
         prompt_tokens=prompts / count,
-        prompt_chunk=min(workload.prompt_tokens, policy.prefill_chunk_tokens),
+        prompt_chunk=min(workload.prompt_tokens, policy.max_prefill_chunk_tokens),
     )
-    return Passes(load, count)
+    return Steps(load, count)
 
 
 @dataclass(slots=True)
@@ -269,18 +269,18 @@ class _Prompt:
 class _Job:
     """The rows of a job from the queue to their end, in a smaller scale.
 
-    A bundle of rows moves as one and a step is as many passes as the stride, so all that is counted
+    A bundle of rows moves as one and a step is as many steps as the stride, so all that is counted
     here is of one row of a bundle, and in as many tokens as the stride.
 
     Attributes:
         ends: The step with which each bundle ended.
-        loads: The load of the passes of each step.
+        loads: The load of the steps of each step.
     """
 
     def __init__(self, workload: Workload, policy: Policy, *, rows: float, stride: int) -> None:
         self.rows, self.stride = rows, stride
         self._workload, self._policy = workload, policy
-        self._most_live = round(policy.batch_size / rows)
+        self._max_live = round(policy.batch_size / rows)
         # As in the engine, one block of 64 stays free for growth that no forecast saw.
         num_blocks = policy.num_kv_blocks - policy.num_kv_blocks // 64
         self._cache = CacheForecast(num_blocks * KV_BLOCK_TOKENS / (rows * stride))
@@ -288,7 +288,7 @@ class _Job:
         self._prompts: list[_Prompt] = []
         self._decoding = GrowingRows()
         self.ends: list[int] = []
-        self.loads: list[PassLoad] = []
+        self.loads: list[StepLoad] = []
 
     def run(self, num_bundles: int) -> None:
         while len(self.ends) < num_bundles:
@@ -298,7 +298,7 @@ class _Job:
         now, decoding = len(self.loads), self._decoding.count
         context = self._decoding.tokens(now) / decoding if decoding else 0.0
         prompt_tokens, num_chunks, done = self._take_prompts(num_bundles)
-        load = PassLoad(
+        load = StepLoad(
             decode_rows=self.rows * decoding,
             decode_context=self.stride * context,
             prompt_tokens=self.rows * prompt_tokens,
@@ -319,11 +319,11 @@ class _Job:
         return MEAN_WASTE / self.stride
 
     def _take_prompts(self, num_bundles: int) -> tuple[float, int, list[_Prompt]]:
-        budget = self._policy.pass_tokens / self.rows - self._decoding.count
+        budget = self._policy.max_num_batched_tokens / self.rows - self._decoding.count
         self._admit(num_bundles, budget - sum(prompt.left for prompt in self._prompts))
         taken, num_chunks = 0.0, 0
         for prompt in self._prompts:
-            take = min(prompt.left, self._policy.prefill_chunk_tokens, budget - taken)
+            take = min(prompt.left, self._policy.max_prefill_chunk_tokens, budget - taken)
             if take <= 0:
                 break
             prompt.left -= take
@@ -336,7 +336,7 @@ class _Job:
     def _admit(self, num_bundles: int, budget: float) -> None:
         while budget > 0 and self._num_entered < num_bundles:
             live = self._decoding.count + len(self._prompts)
-            if live and live >= self._most_live:  # alone, a bundle is let in whatever it needs
+            if live and live >= self._max_live:  # alone, a bundle is let in whatever it needs
                 return
             prompt = self._next_prompt(num_bundles)
             self._hold(prompt, len(self.loads))

@@ -94,12 +94,12 @@ class PageCut:
 
     @cached_property
     def streamed_bytes(self) -> int:
-        """Bytes that each pass sends to the device."""
+        """Bytes that each step sends to the device."""
         return sum(map(sum, self.page_bytes))
 
     @cached_property
     def largest_layer_bytes(self) -> int:
-        """Bytes that a pass sends to the device for the layer that has most."""
+        """Bytes that a step sends to the device for the layer that has most."""
         return max(map(sum, self.page_bytes), default=0)
 
     @property
@@ -156,7 +156,7 @@ def cut_pages(
     kept = [stay.num_bytes(size) for size, stay in zip(sizes, stays, strict=True)]
     largest = max((size.total - kept[i] for i, size in enumerate(sizes)), default=0)
     length = _page_length(largest, page_bytes)
-    cut = lru_cache(maxsize=None)(_cut_layer)  # most layers are alike
+    cut = lru_cache(maxsize=None)(_cut_layer)  # most layers are the same
     cuts = [cut(size, stay, length) for size, stay in zip(sizes, stays, strict=True)]
     return PageCut(
         layers=tuple(pages for pages, _ in cuts),

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from raymoe.errors import ConfigError, InfeasiblePlanError
-from raymoe.plan.device_pass import DevicePass
+from raymoe.plan.device_step import DeviceStep
 from raymoe.plan.draw import (
     Curve,
     CurvePoint,
@@ -20,8 +20,8 @@ from raymoe.plan.papers.hrm import Hierarchy, Level, Operation, place
 from raymoe.plan.papers.policies import PaperPolicies
 from raymoe.plan.plan import RESOURCE_NAMES, Plan
 from raymoe.plan.policy import Policy
-from raymoe.plan.search import HostPass, find_plan
-from raymoe.plan.work import ModelWork, PassLoad
+from raymoe.plan.search import HostStep, find_plan
+from raymoe.plan.work import ModelWork, StepLoad
 from raymoe.schedule.graph import Op
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
@@ -36,23 +36,23 @@ PAPERS: Mapping[str, tuple[str, Callable[[PaperPolicies], Policy]]] = {
 }
 
 
-def roofline_picture(plan: Plan, passes: DevicePass) -> str:
-    """The roofs of a plan's node, and below them what its decode pass computes."""
+def roofline_picture(plan: Plan, steps: DeviceStep) -> str:
+    """The roofs of a plan's node, and below them what its decode step computes."""
     load = plan.decode_load
     return draw_operations(
         plan.hardware,
-        [feed_forward(passes, load), attention(passes.work, load.decode_context)],
+        [feed_forward(steps, load), attention(steps.work, load.decode_context)],
         title=f"{plan.model_name} on {plan.hardware.name}, decoding by schedule {plan.schedule}",
     )
 
 
 def operations_of(plan: Plan) -> list[Operation]:
-    """What a decode pass of a plan computes, experts first; empty where no host memory is read."""
-    load, passes = plan.decode_load, plan.passes
-    if isinstance(passes, HostPass):
-        return [host_feed_forward(passes.work, load), attention(passes.work, load.decode_context)]
-    if isinstance(passes, DevicePass) and passes.passes.cut.streamed_bytes:
-        return [feed_forward(passes, load), attention(passes.work, load.decode_context)]
+    """What a decode step of a plan computes, experts first; empty where no host memory is read."""
+    load, steps = plan.decode_load, plan.steps
+    if isinstance(steps, HostStep):
+        return [host_feed_forward(steps.work, load), attention(steps.work, load.decode_context)]
+    if isinstance(steps, DeviceStep) and steps.steps.cut.streamed_bytes:
+        return [feed_forward(steps, load), attention(steps.work, load.decode_context)]
     return []
 
 
@@ -70,32 +70,32 @@ def draw_operations(node: HardwareSpec, operations: Sequence[Operation], *, titl
     return draw_roofline(hierarchy, first, others, title=title)
 
 
-def feed_forward(passes: DevicePass, load: PassLoad) -> Operation:
-    """Experts, shared experts and dense networks of a pass, all layers.
+def feed_forward(steps: DeviceStep, load: StepLoad) -> Operation:
+    """Experts, shared experts and dense networks of a step, all layers.
 
     A launch reads from device memory what some token chose; the link brings what streams, which is
     experts alone where the device holds the rest.
     """
-    layers = passes.work.layers
-    tasks = passes.schedule(load).tasks
+    layers = steps.work.layers
+    tasks = steps.schedule(load).tasks
     launches = sum(task.op is Op.EXPERTS for task in tasks) / len(layers)
     read = sum(
         layer.common.num_bytes
-        + layer.touched_experts(load.tokens / launches) * layer.expert.num_bytes
+        + layer.activated_experts(load.tokens / launches) * layer.expert.num_bytes
         for layer in layers
     )
     return Operation(
         name=f"FFN of {load.tokens:.0f} tokens",
         flop=load.tokens * sum(layer.ffn_token_flop for layer in layers),
         near_bytes=launches * read,
-        far_bytes=passes.passes.cut.streamed_bytes,
+        far_bytes=steps.steps.cut.streamed_bytes,
     )
 
 
-def host_feed_forward(work: ModelWork, load: PassLoad) -> Operation:
+def host_feed_forward(work: ModelWork, load: StepLoad) -> Operation:
     """The same where the CPU computes all of it, in one launch of each layer."""
     read = sum(
-        layer.common.num_bytes + layer.touched_experts(load.tokens) * layer.expert.num_bytes
+        layer.common.num_bytes + layer.activated_experts(load.tokens) * layer.expert.num_bytes
         for layer in work.layers
     )
     return Operation(

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from raymoe.plan.device_pass import KV_BLOCK_TOKENS
-from raymoe.plan.job import JobEstimate, PassModel, PassTimes, estimate_job
+from raymoe.plan.device_step import KV_BLOCK_TOKENS
+from raymoe.plan.job import JobEstimate, StepModel, StepTimes, estimate_job
 from raymoe.plan.policy import Footprint, Policy
-from raymoe.plan.work import PassLoad
+from raymoe.plan.work import StepLoad
 from raymoe.schedule.graph import Resource
 from raymoe.schedule.timeline import Timeline, bound_by
 from raymoe.specs.hardware import HardwareSpec
@@ -32,7 +32,7 @@ class Plan:
         footprint: Host memory, of one rank.
         device_footprint: Device memory, of one rank; None on a node without a GPU.
         job: What the workload will take.
-        num_ranks: GPUs that share every pass; 1 without tensor parallelism.
+        num_ranks: GPUs that share every step; 1 without tensor parallelism.
     """
 
     model_name: str
@@ -42,7 +42,7 @@ class Plan:
     policy: Policy
     footprint: Footprint
     device_footprint: Footprint | None
-    passes: PassModel
+    steps: StepModel
     job: JobEstimate
     num_ranks: int = 1
 
@@ -51,56 +51,56 @@ class Plan:
         return self.num_ranks * self.footprint.total
 
     @property
-    def decode_load(self) -> PassLoad:
-        """A pass in which every live sequence decodes, half way through its row."""
+    def decode_load(self) -> StepLoad:
+        """A step in which every live sequence decodes, half way through its row."""
         workload = self.workload
         context = workload.prompt_tokens + workload.generated_tokens / 2
-        return PassLoad(decode_rows=self.policy.batch_size, decode_context=context)
+        return StepLoad(decode_rows=self.policy.batch_size, decode_context=context)
 
     @property
-    def prefill_load(self) -> PassLoad:
-        chunk = min(self.workload.prompt_tokens, self.policy.prefill_chunk_tokens)
-        return PassLoad(prompt_tokens=self.policy.pass_tokens, prompt_chunk=chunk)
+    def prefill_load(self) -> StepLoad:
+        chunk = min(self.workload.prompt_tokens, self.policy.max_prefill_chunk_tokens)
+        return StepLoad(prompt_tokens=self.policy.max_num_batched_tokens, prompt_chunk=chunk)
 
     @cached_property
     def decode(self) -> Timeline:
-        return self.passes.timeline(self.decode_load)
+        return self.steps.timeline(self.decode_load)
 
     @property
     def bound(self) -> Resource:
         """The resource on which decoding spends most of its critical path."""
-        return bound_by(self.passes.schedule(self.decode_load), self.decode)
+        return bound_by(self.steps.schedule(self.decode_load), self.decode)
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Predicted prompt tokens per second of passes full of prompts."""
-        return self.policy.pass_tokens / self.passes.seconds(self.prefill_load)
+        """Predicted prompt tokens per second of steps full of prompts."""
+        return self.policy.max_num_batched_tokens / self.steps.seconds(self.prefill_load)
 
     @property
     def decode_tokens_per_s(self) -> float:
         """Predicted generated tokens per second while all sequences decode."""
-        return self.policy.batch_size / self.passes.seconds(self.decode_load)
+        return self.policy.batch_size / self.steps.seconds(self.decode_load)
 
     @property
     def tokens_per_s(self) -> float:
         """Predicted generated tokens per second of the whole job."""
         return self.job.tokens_per_s
 
-    def pass_times(self) -> PassTimes:
-        """Seconds of any pass of this policy, interpolated between simulated ones."""
+    def step_times(self) -> StepTimes:
+        """Seconds of any step of this policy, interpolated between simulated ones."""
         workload, policy = self.workload, self.policy
         longest = max((sum(lengths) for lengths in workload.row_lengths), default=0)
         longest = max(longest, workload.context_tokens)
-        return PassTimes(
-            self.passes,
-            most_rows=min(policy.batch_size, workload.num_rows),
-            most_prompt_tokens=policy.pass_tokens,
+        return StepTimes(
+            self.steps,
+            max_rows=min(policy.batch_size, workload.num_rows),
+            max_prompt_tokens=policy.max_num_batched_tokens,
             contexts=(1.0, longest / 4, longest / 2, longest),
-            prompt_chunk=min(workload.prompt_tokens, policy.prefill_chunk_tokens),
+            prompt_chunk=min(workload.prompt_tokens, policy.max_prefill_chunk_tokens),
         )
 
     def estimate(self, workload: Workload) -> JobEstimate:
-        return predict_job(workload, self.policy, self.passes)
+        return predict_job(workload, self.policy, self.steps)
 
     def cost_per_million_tokens(self, price_per_hour: float) -> float:
         """Price of a million generated tokens on a node of this price."""
@@ -113,7 +113,7 @@ class Plan:
             f"{format_bytes(hardware.host_memory_bytes)})",
             *self._describe_ranks(),
             f"policy: schedule {self.schedule}, batch {policy.batch_size} sequences, "
-            f"{policy.pass_tokens} tokens per pass, {policy.num_kv_blocks} KV blocks of "
+            f"{policy.max_num_batched_tokens} tokens per step, {policy.num_kv_blocks} KV blocks of "
             f"{KV_BLOCK_TOKENS} tokens",
             *self._describe_device(),
             f"host memory:\n{self.footprint.table()}",
@@ -132,19 +132,21 @@ class Plan:
     def _describe_ranks(self) -> list[str]:
         if self.num_ranks == 1:
             return []
-        return [f"tensor parallel: {self.num_ranks} GPUs share each pass; sizes are of one of them"]
+        return [f"tensor parallel: {self.num_ranks} GPUs share each step; sizes are of one of them"]
 
     def _describe_device(self) -> list[str]:
         device = self.policy.device
         if device is None:
             return []
         return [
-            f"device: {device.num_waves} waves, experts over {device.waves_per_group} of them, "
-            f"attention {device.look_ahead} ahead, {100 * device.cpu_attention_fraction:.0f} % of "
-            f"it on the CPU, {format_bytes(device.resident_bytes)} of weights resident, pages of "
+            f"device: {device.num_micro_batches} micro-batches, "
+            f"experts over {device.micro_batches_per_group} of them, "
+            f"attention {device.look_ahead} ahead, "
+            f"{100 * device.cpu_attention_fraction:.0f} % of it on the CPU, "
+            f"{format_bytes(device.resident_bytes)} of weights resident, pages of "
             f"{format_bytes(device.page_bytes)}"
         ]
 
 
-def predict_job(workload: Workload, policy: Policy, passes: PassModel) -> JobEstimate:
-    return estimate_job(workload, policy, passes.seconds)
+def predict_job(workload: Workload, policy: Policy, steps: StepModel) -> JobEstimate:
+    return estimate_job(workload, policy, steps.seconds)

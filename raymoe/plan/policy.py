@@ -12,24 +12,26 @@ PAGE_BYTES = 64 * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePolicy:
-    """How a pass uses a device that cannot hold the model.
+    """How a step uses a device that cannot hold the model.
 
     Attributes:
-        num_waves: Slices of a pass that go through attention together; schedules whose papers fix
-            it (`builders.MOST_WAVES`) take no more than that.
-        waves_per_group: Waves whose tokens meet in one expert launch, of the schedule "waves".
-        look_ahead: Waves whose attention runs ahead of the experts, of the schedule "waves".
+        num_micro_batches: Slices of a step that go through attention together; schedules whose
+            papers fix it (`builders.MAX_MICRO_BATCHES`) take no more than that.
+        micro_batches_per_group: Micro-batches whose tokens meet in one expert launch, of the
+            schedule "micro-batches".
+        look_ahead: Micro-batches whose attention runs ahead of the experts, of the schedule
+            "micro-batches".
         cpu_attention_fraction: Share of the decoding sequences for which the CPU attends, 0..1, of
             schedules that divide them (omega of MoE-Gen, section 4.3).
         page_bytes: Largest piece of weights that is sent at once.
         resident_bytes: Device memory for weights that never move.
         staging_slots: Pages of the pinned ring; 0 where all weights are pinned.
-        staged_blocks: KV blocks of one wave that the device has room for; None for what the prompts
-            of a wave need twice over, and at least `STAGED_BLOCKS`.
+        staged_blocks: KV blocks of one micro-batch that the device has room for; None for what the
+            prompts of a micro-batch need twice over, and at least `STAGED_BLOCKS`.
     """
 
-    num_waves: int = 4
-    waves_per_group: int = 1
+    num_micro_batches: int = 4
+    micro_batches_per_group: int = 1
     look_ahead: int = 2
     cpu_attention_fraction: float = 1.0
     page_bytes: int = PAGE_BYTES
@@ -38,9 +40,9 @@ class DevicePolicy:
     staged_blocks: int | None = None
 
     def __post_init__(self) -> None:
-        for field, least in (
-            ("num_waves", 1),
-            ("waves_per_group", 1),
+        for field, minimum in (
+            ("num_micro_batches", 1),
+            ("micro_batches_per_group", 1),
             ("look_ahead", 0),
             ("page_bytes", 1),
             ("resident_bytes", 0),
@@ -50,9 +52,9 @@ class DevicePolicy:
             value = getattr(self, field)
             if field == "staged_blocks" and value is None:
                 continue
-            if type(value) is not int or value < least:
+            if type(value) is not int or value < minimum:
                 raise ConfigError(
-                    f"DevicePolicy.{field} is {value!r}; it must be an integer >= {least}"
+                    f"DevicePolicy.{field} is {value!r}; it must be an integer >= {minimum}"
                 )
         if not 0 <= self.cpu_attention_fraction <= 1:
             raise ConfigError(
@@ -66,20 +68,25 @@ class Policy:
 
     Attributes:
         batch_size: Sequences that are live at once.
-        pass_tokens: Tokens of a pass, decode and prefill together; at least one each.
-        prefill_chunk_tokens: Prompt tokens of one sequence in one pass.
+        max_num_batched_tokens: Tokens of a step, decode and prefill together; at least one each.
+        max_prefill_chunk_tokens: Prompt tokens of one sequence in one step.
         num_kv_blocks: Blocks of the KV cache.
         device: How a device with memory of its own is used; None takes the defaults.
     """
 
     batch_size: int
-    pass_tokens: int
-    prefill_chunk_tokens: int
+    max_num_batched_tokens: int
+    max_prefill_chunk_tokens: int
     num_kv_blocks: int
     device: DevicePolicy | None = None
 
     def __post_init__(self) -> None:
-        for field in ("batch_size", "pass_tokens", "prefill_chunk_tokens", "num_kv_blocks"):
+        for field in (
+            "batch_size",
+            "max_num_batched_tokens",
+            "max_prefill_chunk_tokens",
+            "num_kv_blocks",
+        ):
             value = getattr(self, field)
             if type(value) is not int or value < 1:
                 raise ConfigError(f"Policy.{field} is {value!r}; it must be a positive integer")

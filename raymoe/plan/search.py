@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from raymoe.errors import ConfigError, InfeasiblePlanError
-from raymoe.plan.cost import HostCost, PassShape
+from raymoe.plan.cost import HostCost, StepShape
 from raymoe.plan.device_cost import DeviceCost
-from raymoe.plan.device_pass import (
+from raymoe.plan.device_search import DeviceSearch, DeviceSizes, SearchSpace
+from raymoe.plan.device_step import (
     KV_BLOCK_TOKENS,
     RUNTIME_BYTES,
     DeviceJob,
-    DevicePass,
-    StreamedPasses,
+    DeviceStep,
+    StreamedSteps,
     device_footprint,
     host_footprint,
     kv_block_bytes,
@@ -23,11 +24,10 @@ from raymoe.plan.device_pass import (
     resident_footprint,
     resident_host_footprint,
 )
-from raymoe.plan.device_search import DeviceSearch, DeviceSizes, Grid
 from raymoe.plan.job import estimate_job
 from raymoe.plan.plan import DEFAULT_WORKLOAD, Plan, predict_job
 from raymoe.plan.policy import Footprint, Policy
-from raymoe.plan.work import ModelWork, PassLoad
+from raymoe.plan.work import ModelWork, StepLoad
 from raymoe.schedule.builders import build_in_place, build_resident
 from raymoe.schedule.graph import Schedule
 from raymoe.schedule.timeline import Timeline, simulate
@@ -38,21 +38,21 @@ from raymoe.specs.workload import Workload
 from raymoe.units import ceil_div
 
 
-class ResidentPass:
+class ResidentStep:
     def __init__(self, work: ModelWork, hardware: HardwareSpec) -> None:
         self._work, self._hardware = work, hardware
         self._schedule = build_resident(len(work.layers))
 
-    def schedule(self, load: PassLoad) -> Schedule:
-        """The schedule of a pass, whatever it holds."""
+    def schedule(self, load: StepLoad) -> Schedule:
+        """The schedule of a step, whatever it holds."""
         del load
         return self._schedule
 
-    def timeline(self, load: PassLoad) -> Timeline:
-        waves = load.waves(1, cpu_attention_fraction=0.0)
-        return simulate(self._schedule, DeviceCost(self._work, self._hardware, waves))
+    def timeline(self, load: StepLoad) -> Timeline:
+        micro_batches = load.micro_batches(1, cpu_attention_fraction=0.0)
+        return simulate(self._schedule, DeviceCost(self._work, self._hardware, micro_batches))
 
-    def seconds(self, load: PassLoad) -> float:
+    def seconds(self, load: StepLoad) -> float:
         return self.timeline(load).makespan_s if load.tokens else 0.0
 
 
@@ -60,29 +60,29 @@ class ResidentPass:
 class ResidentSearch:
     job: DeviceJob
 
-    def best(self, grid: Grid | None = None) -> Policy | None:
+    def best(self, grid: SearchSpace | None = None) -> Policy | None:
         """The sizes with which the job ends first; None where the model does not fit."""
-        grid = grid or Grid()
-        sizes = itertools.product(grid.pass_tokens, grid.batch_share)
+        grid = grid or SearchSpace()
+        sizes = itertools.product(grid.max_num_batched_tokens, grid.batch_share)
         fitting = [policy for policy in itertools.starmap(self.policy, sizes) if policy is not None]
         return min(fitting, key=self.seconds, default=None)
 
     def seconds(self, policy: Policy) -> float:
-        passes = ResidentPass(self.job.work, self.job.hardware)
-        return estimate_job(self.job.workload, policy, passes.seconds).seconds
+        steps = ResidentStep(self.job.work, self.job.hardware)
+        return estimate_job(self.job.workload, policy, steps.seconds).seconds
 
-    def policy(self, pass_tokens: int, batch_share: float) -> Policy | None:
+    def policy(self, max_num_batched_tokens: int, batch_share: float) -> Policy | None:
         """The policy that fills the device; None where not even one sequence fits."""
         job = self.job
         bare = Policy(
             batch_size=1,
-            pass_tokens=pass_tokens,
-            prefill_chunk_tokens=pass_tokens,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_prefill_chunk_tokens=max_num_batched_tokens,
             num_kv_blocks=1,
         )
         free = job.hardware.gpu_memory_bytes - self.footprint(bare).total
         num_blocks = 1 + free // kv_block_bytes(job.work)
-        batch_size = min(job.batch_size(num_blocks, batch_share), pass_tokens)
+        batch_size = min(job.batch_size(num_blocks, batch_share), max_num_batched_tokens)
         if batch_size < 1:
             return None
         useful = job.useful_blocks(num_blocks, batch_size)
@@ -97,12 +97,12 @@ class ResidentSearch:
         Raises:
             InfeasiblePlanError: With the table of the memory that does not hold it.
         """
-        tokens = min(Grid().pass_tokens)
+        tokens = min(SearchSpace().max_num_batched_tokens)
         smallest = Policy(
             batch_size=1,
-            pass_tokens=tokens,
-            prefill_chunk_tokens=tokens,
-            num_kv_blocks=self.job.least_blocks,
+            max_num_batched_tokens=tokens,
+            max_prefill_chunk_tokens=tokens,
+            num_kv_blocks=self.job.min_blocks,
         )
         self.check(smallest)
         raise InfeasiblePlanError(
@@ -118,35 +118,36 @@ class ResidentSearch:
         self.footprint(policy).check_fits(
             self.job.hardware.gpu_memory_bytes,
             what=f"{self.job.model.name} on the GPU alone",
-            advice="Let the weights stream (schedule 'auto'), reduce num_kv_blocks or pass_tokens, "
+            advice="Let the weights stream (schedule 'auto'), reduce num_kv_blocks or "
+            "max_num_batched_tokens, "
             "or choose a larger GPU.",
         )
 
 
-PASS_TOKENS = (512, 1024, 2048, 4096, 8192)
+MAX_NUM_BATCHED_TOKENS = (512, 1024, 2048, 4096, 8192)
 BATCH_SIZES = (16, 32, 64, 128, 256, 512, 1024, 2048)
-# The smallest size that comes this close to the best is chosen: more tokens in a pass cost a few
+# The smallest size that comes this close to the best is chosen: more tokens in a step cost a few
 # megabytes, more sequences cost gigabytes of KV cache.
-GOOD_PASS, GOOD_BATCH = 0.995, 0.98
+GOOD_STEP, GOOD_BATCH = 0.995, 0.98
 
 
-class HostPass:
-    """Passes of a model on the cores of a node."""
+class HostStep:
+    """Steps of a model on the cores of a node."""
 
     def __init__(self, work: ModelWork, hardware: HardwareSpec) -> None:
         self.work, self._hardware = work, hardware
         self._schedule = build_in_place(len(work.layers))
 
-    def schedule(self, load: PassLoad) -> Schedule:
-        """The schedule of a pass, whatever it holds."""
+    def schedule(self, load: StepLoad) -> Schedule:
+        """The schedule of a step, whatever it holds."""
         del load
         return self._schedule
 
-    def timeline(self, load: PassLoad) -> Timeline:
-        shape = PassShape.of(load)
+    def timeline(self, load: StepLoad) -> Timeline:
+        shape = StepShape.of(load)
         return simulate(self._schedule, HostCost(self.work, self._hardware, shape))
 
-    def seconds(self, load: PassLoad) -> float:
+    def seconds(self, load: StepLoad) -> float:
         return self.timeline(load).makespan_s if load.tokens else 0.0
 
 
@@ -163,10 +164,10 @@ class HostSearch:
     hardware: HardwareSpec
     workload: Workload
     weight_bytes: int
-    max_context_tokens: int
+    max_model_len: int
 
     def footprint(self, policy: Policy) -> Footprint:
-        return self._footprint(policy.pass_tokens, policy.num_kv_blocks)
+        return self._footprint(policy.max_num_batched_tokens, policy.num_kv_blocks)
 
     def best(self) -> Policy:
         """The smallest sizes that are about as fast as any.
@@ -174,26 +175,30 @@ class HostSearch:
         Raises:
             InfeasiblePlanError: Not even one sequence fits; shows what needs what.
         """
-        passes, workload = HostPass(self.work, self.hardware), self.workload
+        steps, workload = HostStep(self.work, self.hardware), self.workload
 
-        def rate(load: PassLoad) -> float:
-            return load.tokens / passes.seconds(load)
+        def rate(load: StepLoad) -> float:
+            return load.tokens / steps.seconds(load)
 
-        pass_rates = [rate(self._prefill(tokens)) for tokens in PASS_TOKENS]
-        pass_tokens = _smallest_good(PASS_TOKENS, pass_rates, GOOD_PASS)
-        floor = self._footprint(pass_tokens, ceil_div(self.max_context_tokens, KV_BLOCK_TOKENS))
+        step_rates = [rate(self._prefill(tokens)) for tokens in MAX_NUM_BATCHED_TOKENS]
+        max_num_batched_tokens = _smallest_good(MAX_NUM_BATCHED_TOKENS, step_rates, GOOD_STEP)
+        floor = self._footprint(
+            max_num_batched_tokens, ceil_div(self.max_model_len, KV_BLOCK_TOKENS)
+        )
         self.check(floor, f"{self.model.name} with one sequence")
         free = self.hardware.host_memory_bytes - floor.total + floor.bytes_of("KV cache")
         blocks = free // kv_block_bytes(self.work)
-        most = max(1, blocks // ceil_div(workload.context_tokens, KV_BLOCK_TOKENS))
-        sizes = [size for size in BATCH_SIZES if size <= min(most, pass_tokens)] or [most]
+        maximum = max(1, blocks // ceil_div(workload.context_tokens, KV_BLOCK_TOKENS))
+        sizes = [size for size in BATCH_SIZES if size <= min(maximum, max_num_batched_tokens)] or [
+            maximum
+        ]
         batch_rates = [rate(self._decode(size)) for size in sizes]
         batch = _smallest_good(sizes, batch_rates, GOOD_BATCH)
-        roomy = min(self.max_context_tokens, 2 * workload.context_tokens)
+        roomy = min(self.max_model_len, 2 * workload.context_tokens)
         return Policy(
             batch_size=batch,
-            pass_tokens=pass_tokens,
-            prefill_chunk_tokens=pass_tokens,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_prefill_chunk_tokens=max_num_batched_tokens,
             num_kv_blocks=min(blocks, batch * ceil_div(roomy, KV_BLOCK_TOKENS)),
         )
 
@@ -206,17 +211,20 @@ class HostSearch:
         footprint.check_fits(
             self.hardware.host_memory_bytes,
             what=what,
-            advice="Reduce batch_size, num_kv_blocks or max_context_tokens, raise "
+            advice="Reduce batch_size, num_kv_blocks or max_model_len, raise "
             "host_memory_bytes, or choose a node with more memory.",
         )
 
-    def _footprint(self, pass_tokens: int, num_kv_blocks: int) -> Footprint:
+    def _footprint(self, max_num_batched_tokens: int, num_kv_blocks: int) -> Footprint:
         return Footprint(
             memory="host memory",
             parts=(
                 ("weights", self.weight_bytes),
                 ("KV cache", num_kv_blocks * kv_block_bytes(self.work)),
-                ("activations", pass_tokens * self._token_bytes() + logit_bytes(self.model)),
+                (
+                    "activations",
+                    max_num_batched_tokens * self._token_bytes() + logit_bytes(self.model),
+                ),
                 ("runtime", RUNTIME_BYTES),
             ),
         )
@@ -233,18 +241,18 @@ class HostSearch:
             widest = max(widest, width)
         return self.work.bytes_per_element * (widest + 5 * hidden)
 
-    def _prefill(self, pass_tokens: int) -> PassLoad:
-        chunk = min(self.workload.prompt_tokens, pass_tokens)
-        return PassLoad(prompt_tokens=pass_tokens, prompt_chunk=chunk)
+    def _prefill(self, max_num_batched_tokens: int) -> StepLoad:
+        chunk = min(self.workload.prompt_tokens, max_num_batched_tokens)
+        return StepLoad(prompt_tokens=max_num_batched_tokens, prompt_chunk=chunk)
 
-    def _decode(self, batch_size: int) -> PassLoad:
+    def _decode(self, batch_size: int) -> StepLoad:
         context = self.workload.prompt_tokens + self.workload.generated_tokens / 2
-        return PassLoad(decode_rows=batch_size, decode_context=context)
+        return StepLoad(decode_rows=batch_size, decode_context=context)
 
 
 def _smallest_good(sizes: Sequence[int], rates: Sequence[float], share: float) -> int:
-    least = share * max(rates)
-    return next(size for size, rate in zip(sizes, rates, strict=True) if rate >= least)
+    minimum = share * max(rates)
+    return next(size for size, rate in zip(sizes, rates, strict=True) if rate >= minimum)
 
 
 def find_plan(  # noqa: PLR0913 - the options of one decision
@@ -257,7 +265,7 @@ def find_plan(  # noqa: PLR0913 - the options of one decision
     bytes_per_element: int = 2,
     kv_bytes_per_element: int | None = None,
     weight_bytes: int | None = None,
-    max_context_tokens: int | None = None,
+    max_model_len: int | None = None,
     tensor_parallel_size: int = 1,
 ) -> Plan:
     """Choose the policy, or check the given one, and predict what it does.
@@ -268,8 +276,8 @@ def find_plan(  # noqa: PLR0913 - the options of one decision
         schedule: A schedule for a node with a GPU; "auto" chooses.
         weight_bytes: Exact bytes of all weights in kernel form, on a node without a GPU; estimated
             by default.
-        max_context_tokens: Longest sequence; the model's by default.
-        tensor_parallel_size: GPUs that share each pass, each with a link and a part of the host;
+        max_model_len: Longest sequence; the model's by default.
+        tensor_parallel_size: GPUs that share each step, each with a link and a part of the host;
             plan and policy are those of one (MoE-Lightning, section 4.3).
 
     Raises:
@@ -279,7 +287,7 @@ def find_plan(  # noqa: PLR0913 - the options of one decision
     model, hardware = of_one_rank(model, hardware, tensor_parallel_size)
     workload = workload or DEFAULT_WORKLOAD
     work = ModelWork.of(model, bytes_per_element, kv_element_bytes=kv_bytes_per_element)
-    context = min(max_context_tokens or model.max_context_tokens, model.max_context_tokens)
+    context = min(max_model_len or model.max_model_len, model.max_model_len)
     if not hardware.has_gpu:
         search = HostSearch(
             model=model,
@@ -287,18 +295,18 @@ def find_plan(  # noqa: PLR0913 - the options of one decision
             hardware=hardware,
             workload=workload,
             weight_bytes=weight_bytes or model.weight_bytes(bytes_per_element),
-            max_context_tokens=context,
+            max_model_len=context,
         )
         return _plan_host(search, policy)
     job = DeviceJob(
-        model=model, work=work, hardware=hardware, workload=workload, max_context_tokens=context
+        model=model, work=work, hardware=hardware, workload=workload, max_model_len=context
     )
     if policy is None:
         return _choose(job, schedule)
     if schedule == "resident":
         return _plan_resident(ResidentSearch(job), policy)
-    name = "waves" if schedule == "auto" else schedule
-    return _plan_streamed(job, StreamedPasses.of(model, name, policy, bytes_per_element))
+    name = "micro_batches" if schedule == "auto" else schedule
+    return _plan_streamed(job, StreamedSteps.of(model, name, policy, bytes_per_element))
 
 
 def of_one_rank(
@@ -327,11 +335,11 @@ def _choose(job: DeviceJob, schedule: str) -> Plan:
         elif schedule == "resident":
             search.refuse()
     if schedule != "resident":
-        sizes = DeviceSizes(job, schedule="waves" if schedule == "auto" else schedule)
+        sizes = DeviceSizes(job, schedule="micro_batches" if schedule == "auto" else schedule)
         with _collection_paused():
             best = DeviceSearch(sizes).best()
         if best is not None:
-            found.append(_plan_streamed(job, best.passes))
+            found.append(_plan_streamed(job, best.steps))
         elif not found:
             sizes.refuse()
     return min(found, key=lambda plan: plan.job.seconds)
@@ -352,7 +360,7 @@ def _plan_host(search: HostSearch, policy: Policy | None) -> Plan:
     chosen = policy or search.best()
     footprint = search.footprint(chosen)
     search.check(footprint, search.model.name)
-    passes = HostPass(search.work, search.hardware)
+    steps = HostStep(search.work, search.hardware)
     return Plan(
         model_name=search.model.name,
         hardware=search.hardware,
@@ -361,13 +369,13 @@ def _plan_host(search: HostSearch, policy: Policy | None) -> Plan:
         policy=chosen,
         footprint=footprint,
         device_footprint=None,
-        passes=passes,
-        job=predict_job(search.workload, chosen, passes),
+        steps=steps,
+        job=predict_job(search.workload, chosen, steps),
     )
 
 
 def _plan_resident(search: ResidentSearch, policy: Policy) -> Plan:
-    job, passes = search.job, ResidentPass(search.job.work, search.job.hardware)
+    job, steps = search.job, ResidentStep(search.job.work, search.job.hardware)
     search.check(policy)
     return Plan(
         model_name=job.model.name,
@@ -377,15 +385,15 @@ def _plan_resident(search: ResidentSearch, policy: Policy) -> Plan:
         policy=policy,
         footprint=resident_host_footprint(job.model),
         device_footprint=search.footprint(policy),
-        passes=passes,
-        job=predict_job(job.workload, policy, passes),
+        steps=steps,
+        job=predict_job(job.workload, policy, steps),
         num_ranks=job.model.num_shards,
     )
 
 
-def _plan_streamed(job: DeviceJob, passes: StreamedPasses) -> Plan:
-    on_host = host_footprint(job.model, job.work, passes)
-    on_device = device_footprint(job.model, job.work, passes)
+def _plan_streamed(job: DeviceJob, steps: StreamedSteps) -> Plan:
+    on_host = host_footprint(job.model, job.work, steps)
+    on_device = device_footprint(job.model, job.work, steps)
     on_host.check_fits(
         job.hardware.host_memory_bytes,
         what=job.model.name,
@@ -394,18 +402,19 @@ def _plan_streamed(job: DeviceJob, passes: StreamedPasses) -> Plan:
     on_device.check_fits(
         job.hardware.gpu_memory_bytes,
         what=job.model.name,
-        advice="Reduce resident_bytes, pass_tokens or staged_blocks, or use more waves.",
+        advice="Reduce resident_bytes, max_num_batched_tokens or staged_blocks, or use more "
+        "micro-batches.",
     )
-    device_passes = DevicePass(job.work, job.hardware, passes)
+    device_steps = DeviceStep(job.work, job.hardware, steps)
     return Plan(
         model_name=job.model.name,
         hardware=job.hardware,
         workload=job.workload,
-        schedule=passes.schedule,
-        policy=passes.policy,
+        schedule=steps.schedule,
+        policy=steps.policy,
         footprint=on_host,
         device_footprint=on_device,
-        passes=device_passes,
-        job=predict_job(job.workload, passes.policy, device_passes),
+        steps=device_steps,
+        job=predict_job(job.workload, steps.policy, device_steps),
         num_ranks=job.model.num_shards,
     )

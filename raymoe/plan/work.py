@@ -31,7 +31,7 @@ from raymoe.specs.model import ModelSpec
 
 Weights = Iterable[tuple[str, Shape]]
 
-_READERS = ((OUTPUT, "post"), (ROUTER, "router"), (KV_UP, "unfold"))
+_READERS = ((OUTPUT, "post"), (ROUTER, "router"), (KV_UP, "up_project"))
 
 
 class Matrices(NamedTuple):
@@ -87,8 +87,8 @@ class LayerWork:
         attention, moe = layer.attention, layer.ffn if isinstance(layer.ffn, MoeSpec) else None
         if isinstance(attention, LatentAttentionSpec):
             keys, values = attention.nope_head_dim, attention.value_head_dim
-            parts["pre"] = parts["pre"].plus(parts["unfold"].share(keys, keys + values))
-            parts["post"] = parts["post"].plus(parts["unfold"].share(values, keys + values))
+            parts["pre"] = parts["pre"].plus(parts["up_project"].share(keys, keys + values))
+            parts["post"] = parts["post"].plus(parts["up_project"].share(values, keys + values))
         return cls(
             pre=parts["pre"],
             post=parts["post"],
@@ -118,7 +118,7 @@ class LayerWork:
         """Feed-forward operations of one token, router left out."""
         return 2 * (self.common.parameters + self.top_k * self.expert.parameters)
 
-    def touched_experts(self, tokens: float) -> float:
+    def activated_experts(self, tokens: float) -> float:
         """Expected number of distinct experts that some token chooses, choices independent."""
         if not self.num_experts:
             return 0.0
@@ -201,9 +201,9 @@ class ModelWork:
         layers = sum(layer.weight_bytes(layer.num_experts) for layer in self.layers)
         return layers + self.head.num_bytes
 
-    def touched_weight_bytes(self, tokens: float) -> float:
-        """Expected weights that a pass of this many tokens reads."""
-        layers = sum(layer.weight_bytes(layer.touched_experts(tokens)) for layer in self.layers)
+    def activated_weight_bytes(self, tokens: float) -> float:
+        """Expected weights that a step of this many tokens reads."""
+        layers = sum(layer.weight_bytes(layer.activated_experts(tokens)) for layer in self.layers)
         return layers + self.head.num_bytes
 
 
@@ -213,7 +213,12 @@ def _window(attention: AttentionSpec | LatentAttentionSpec) -> int | None:
 
 def _by_reader(layer: LayerSpec, hidden_size: int) -> dict[str, list[tuple[str, Shape]]]:
     """The attention part of a layer by who reads it; what unfolds a latent has two readers."""
-    parts: dict[str, list[tuple[str, Shape]]] = {"pre": [], "post": [], "router": [], "unfold": []}
+    parts: dict[str, list[tuple[str, Shape]]] = {
+        "pre": [],
+        "post": [],
+        "router": [],
+        "up_project": [],
+    }
     for name, shape in attention_weights(layer, hidden_size):
         reader = next((part for prefix, part in _READERS if name.startswith(prefix)), "pre")
         parts[reader].append((name, shape))
@@ -281,8 +286,8 @@ class AttentionShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WaveShape:
-    """Tokens of a wave, by who attends for them.
+class MicroBatchShape:
+    """Tokens of a micro-batch, by who attends for them.
 
     Attributes:
         host: For whom the CPU attends.
@@ -297,7 +302,7 @@ class WaveShape:
     def __post_init__(self) -> None:
         if self.logit_rows < 0:
             raise ConfigError(
-                f"WaveShape.logit_rows is {self.logit_rows!r}; it must not be negative"
+                f"MicroBatchShape.logit_rows is {self.logit_rows!r}; it must not be negative"
             )
 
     @classmethod
@@ -333,8 +338,8 @@ class WaveShape:
     def tokens(self) -> float:
         return self.host.rows + self.device.rows
 
-    def __add__(self, other: "WaveShape") -> "WaveShape":
-        return WaveShape(
+    def __add__(self, other: "MicroBatchShape") -> "MicroBatchShape":
+        return MicroBatchShape(
             host=self.host + other.host,
             device=self.device + other.device,
             logit_rows=self.logit_rows + other.logit_rows,
@@ -347,13 +352,13 @@ def _decoding(rows: float, context: float) -> AttentionShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PassLoad:
-    """Tokens of a pass; means may be fractions.
+class StepLoad:
+    """Tokens of a step; means may be fractions.
 
     Attributes:
         decode_rows: Sequences that decode a token.
         decode_context: Tokens of each of them, its new one included.
-        prompt_chunk: Prompt tokens of one sequence in the pass.
+        prompt_chunk: Prompt tokens of one sequence in the step.
     """
 
     decode_rows: float = 0.0
@@ -365,53 +370,56 @@ class PassLoad:
     def tokens(self) -> float:
         return self.decode_rows + self.prompt_tokens
 
-    def waves(self, num_waves: int, cpu_attention_fraction: float) -> tuple[WaveShape, ...]:
-        """The pass dealt to waves: whole chunks in turn, then decoding rows where there is room.
+    def micro_batches(
+        self, num_micro_batches: int, cpu_attention_fraction: float
+    ) -> tuple[MicroBatchShape, ...]:
+        """The step divided into micro-batches: whole chunks in turn, then decoding rows.
 
-        As `runtime.waves` deals them (MoE-Lightning, algorithm 2), with means for sequences.
+        As `runtime.micro-batches` deals them (MoE-Lightning, algorithm 2), with means for
+        sequences.
         """
-        chunks = _deal_chunks(self.prompt_tokens, self.prompt_chunk, num_waves)
+        chunks = _deal_chunks(self.prompt_tokens, self.prompt_chunk, num_micro_batches)
         deals = list(zip(_fill(chunks, self.decode_rows), chunks, strict=True))
         shapes = {
-            deal: WaveShape.decode(deal[0], self.decode_context, cpu_attention_fraction)
+            deal: MicroBatchShape.decode(deal[0], self.decode_context, cpu_attention_fraction)
             + _prompts(deal[1], self.prompt_chunk)
             for deal in set(deals)
         }
-        return tuple(shapes[deal] for deal in deals)  # equal waves are one object
+        return tuple(shapes[deal] for deal in deals)  # equal micro-batches are one object
 
 
-class Passes(NamedTuple):
-    """Passes of one load, and how many they are; a mean may be a fraction."""
+class Steps(NamedTuple):
+    """Steps of one load, and how many they are; a mean may be a fraction."""
 
-    load: PassLoad
+    load: StepLoad
     number: float
 
 
 # Of the largest load, in each of its numbers. With three, a job takes 8 passes to simulate and is
-# as long as with every pass of its own: to 0.1 % in the mean over random jobs, and 3 % at most.
+# as long as with every step of its own: to 0.1 % in the mean over random jobs, and 3 % at most.
 CELLS = 3
 
 
-def alike(passes: Sequence[Passes]) -> list[Passes]:
-    """The same passes with one mean load for all whose loads are alike."""
-    most = PassLoad(
-        decode_rows=max(load.decode_rows for load, _ in passes),
-        decode_context=max(load.decode_context for load, _ in passes),
-        prompt_tokens=max(load.prompt_tokens for load, _ in passes),
+def duplicates(steps: Sequence[Steps]) -> list[Steps]:
+    """The same steps with one mean load for all whose loads are the same."""
+    maximum = StepLoad(
+        decode_rows=max(load.decode_rows for load, _ in steps),
+        decode_context=max(load.decode_context for load, _ in steps),
+        prompt_tokens=max(load.prompt_tokens for load, _ in steps),
     )
     cells: dict[tuple[int, int, int], _Sum] = {}
-    for load, count in passes:
+    for load, count in steps:
         cell = (
-            _cell(load.decode_rows, most.decode_rows),
-            _cell(load.decode_context, most.decode_context),
-            _cell(load.prompt_tokens, most.prompt_tokens),
+            _cell(load.decode_rows, maximum.decode_rows),
+            _cell(load.decode_context, maximum.decode_context),
+            _cell(load.prompt_tokens, maximum.prompt_tokens),
         )
         cells.setdefault(cell, _Sum()).add(load, count)
     return [total.mean() for total in cells.values()]
 
 
-def _cell(value: float, most: float) -> int:
-    return ceil(CELLS * value / most) if value else 0
+def _cell(value: float, maximum: float) -> int:
+    return ceil(CELLS * value / maximum) if value else 0
 
 
 @dataclass(slots=True)
@@ -422,7 +430,7 @@ class _Sum:
     prompt_tokens: float = 0.0
     chunks: float = 0.0
 
-    def add(self, load: PassLoad, count: float) -> None:
+    def add(self, load: StepLoad, count: float) -> None:
         rows = count * load.decode_rows
         self.count += count
         self.rows += rows
@@ -430,45 +438,46 @@ class _Sum:
         self.prompt_tokens += count * load.prompt_tokens
         self.chunks += count * load.prompt_tokens / load.prompt_chunk
 
-    def mean(self) -> Passes:
-        load = PassLoad(
+    def mean(self) -> Steps:
+        load = StepLoad(
             decode_rows=self.rows / self.count,
             decode_context=self.pairs / self.rows if self.rows else 0.0,
             prompt_tokens=self.prompt_tokens / self.count,
             prompt_chunk=self.prompt_tokens / self.chunks if self.chunks else 1.0,
         )
-        return Passes(load, self.count)
+        return Steps(load, self.count)
 
 
-def _deal_chunks(tokens: float, chunk: float, num_waves: int) -> list[float]:
+def _deal_chunks(tokens: float, chunk: float, num_micro_batches: int) -> list[float]:
     if tokens <= 0:
-        return [0.0] * num_waves
+        return [0.0] * num_micro_batches
     num_chunks = max(1, ceil(tokens / chunk))
     mean = tokens / num_chunks
     counts = [
-        num_chunks // num_waves + (wave < num_chunks % num_waves) for wave in range(num_waves)
+        num_chunks // num_micro_batches + (micro_batch < num_chunks % num_micro_batches)
+        for micro_batch in range(num_micro_batches)
     ]
     return [mean * count for count in counts]
 
 
 def _fill(loads: list[float], rows: float) -> list[float]:
-    order = sorted(range(len(loads)), key=lambda wave: loads[wave])
+    order = sorted(range(len(loads)), key=lambda micro_batch: loads[micro_batch])
     shares = [0.0] * len(loads)
-    if not rows:  # rounding would leave a wave with less than nothing, or more
+    if not rows:  # rounding would leave a micro-batch with less than nothing, or more
         return shares
     for count in range(len(loads), 0, -1):
         chosen = order[:count]
-        level = (rows + sum(loads[wave] for wave in chosen)) / count
+        level = (rows + sum(loads[micro_batch] for micro_batch in chosen)) / count
         if level >= loads[chosen[-1]]:
-            for wave in chosen:
-                shares[wave] = level - loads[wave]
+            for micro_batch in chosen:
+                shares[micro_batch] = level - loads[micro_batch]
             break
     return shares
 
 
-def _prompts(tokens: float, chunk: float) -> WaveShape:
+def _prompts(tokens: float, chunk: float) -> MicroBatchShape:
     chunk = min(chunk, tokens) or 1.0
-    return WaveShape(
+    return MicroBatchShape(
         device=AttentionShape(
             rows=tokens, prompt_pairs=tokens * (chunk + 1) / 2, context_tokens=tokens
         ),

@@ -1,4 +1,4 @@
-"""Op -> callable: what each task of a schedule does to the state of a pass."""
+"""Op -> callable: what each task of a schedule does to the state of a step."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,12 +11,12 @@ from raymoe.device.cuda_api import Runs
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.cpu_elementwise import Routing
 from raymoe.kernels.gpu_attention_batch import StagedBatch
-from raymoe.memory.activations import HostActivations, PassActivations, WaveActivations
+from raymoe.memory.activations import HostActivations, MicroBatchActivations, StepActivations
 from raymoe.memory.kv_cache import KvCache
 from raymoe.memory.weight_pages import WeightPages
 from raymoe.model.decoder import Decoder, Projected
 from raymoe.runtime.executor import Bindings
-from raymoe.runtime.micro_batches import CutPass, Wave
+from raymoe.runtime.micro_batches import CutStep, MicroBatch
 from raymoe.schedule.graph import Buffer, Op, Task
 
 LOGIT_CHUNK_ROWS = 256
@@ -25,15 +25,15 @@ OnLogits = Callable[[int, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PassInputs:
-    """The tokens of one pass, ragged over sequences.
+class StepInputs:
+    """The tokens of one step, ragged over sequences.
 
     Attributes:
         positions: int32 [T], position of each token in its sequence.
         prompt_tokens: int32 [T], prompt length of each token's sequence; where the decoder needs
             it (`Decoder.needs_prompt_tokens`).
         attention: Which tokens belong to which sequence, and its KV blocks.
-        logit_rows: int64 [R], ascending: tokens of the pass whose logits are wanted.
+        logit_rows: int64 [R], ascending: tokens of the step whose logits are wanted.
         on_logits: Called with (first row, logits [C, V]) for chunks of at most
             `LOGIT_CHUNK_ROWS` rows in order, so that the logits of a whole prompt are never held
             at once.
@@ -48,19 +48,19 @@ class PassInputs:
 
     @property
     def num_positions(self) -> int:
-        """All tokens of the pass have smaller positions."""
+        """All tokens of the step have smaller positions."""
         return int(self.attention.context_tokens.max()) if len(self.token_ids) else 0
 
 
 @dataclass(slots=True)
-class PassState:
-    """What lives between the tasks of one pass; every field is owned by the pass.
+class StepState:
+    """What lives between the tasks of one step; every field is owned by the step.
 
     Attributes:
         paged: The sequences as indices on a device that holds the KV cache.
     """
 
-    inputs: PassInputs
+    inputs: StepInputs
     paged: StagedBatch | None = None
     hidden_TH: Tensor | None = None
     projected: Projected | None = None
@@ -69,41 +69,41 @@ class PassState:
     routing: Routing | None = None
 
 
-Attend = Callable[[int, Projected, PassState], Tensor]
+Attend = Callable[[int, Projected, StepState], Tensor]
 
 
-def bind_cpu(decoder: Decoder, cache: KvCache) -> Bindings[PassState]:
+def bind_cpu(decoder: Decoder, cache: KvCache) -> Bindings[StepState]:
     """Bindings of the device `cpu`: every operation in place, on host memory."""
 
-    def attend(layer: int, projected: Projected, state: PassState) -> Tensor:
+    def attend(layer: int, projected: Projected, state: StepState) -> Tensor:
         return decoder.attend(layer, projected, cache.layer(layer), state.inputs.attention)
 
     return bind_in_place(decoder, attend)
 
 
-def bind_in_place(decoder: Decoder, attend_layer: Attend) -> Bindings[PassState]:
+def bind_in_place(decoder: Decoder, attend_layer: Attend) -> Bindings[StepState]:
     """Bindings where weights, KV cache and work are in one memory.
 
     Args:
         attend_layer: Appends to the cache of a layer and attends.
     """
 
-    def embed(_task: Task, state: PassState) -> None:
+    def embed(_task: Task, state: StepState) -> None:
         state.hidden_TH = decoder.embed(state.inputs.token_ids)
 
-    def pre(task: Task, state: PassState) -> None:
+    def pre(task: Task, state: StepState) -> None:
         assert state.hidden_TH is not None
         inputs = state.inputs
         state.projected = decoder.pre(
             task.layer, state.hidden_TH, inputs.positions, inputs.prompt_tokens
         )
 
-    def attend(task: Task, state: PassState) -> None:
+    def attend(task: Task, state: StepState) -> None:
         assert state.projected is not None
         state.attention_TX = attend_layer(task.layer, state.projected, state)
         state.projected = None
 
-    def post(task: Task, state: PassState) -> None:
+    def post(task: Task, state: StepState) -> None:
         assert state.hidden_TH is not None
         assert state.attention_TX is not None
         state.hidden_TH, state.normed_TH, state.routing = decoder.post(
@@ -111,12 +111,12 @@ def bind_in_place(decoder: Decoder, attend_layer: Attend) -> Bindings[PassState]
         )
         state.attention_TX = None
 
-    def experts(task: Task, state: PassState) -> None:
+    def experts(task: Task, state: StepState) -> None:
         assert state.hidden_TH is not None
         assert state.normed_TH is not None
         state.hidden_TH = decoder.ffn(task.layer, state.hidden_TH, state.normed_TH, state.routing)
 
-    def head(_task: Task, state: PassState) -> None:
+    def head(_task: Task, state: StepState) -> None:
         assert state.hidden_TH is not None
         final_RH = decoder.final(state.hidden_TH, state.inputs.logit_rows)
         for begin in range(0, final_RH.shape[0], LOGIT_CHUNK_ROWS):
@@ -155,7 +155,7 @@ class DeviceMemory:
     decoders: tuple[Decoder, Decoder]
     weights: WeightPages
     cache: KvCache
-    device: PassActivations
+    device: StepActivations
     host: HostActivations
     staging: Sequence[Tensor]
     load: Callable[[Tensor, Tensor], None]
@@ -164,12 +164,12 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class DeviceInputs:
-    """What of a pass the device has to know, in wave order.
+    """What of a step the device has to know, in micro-batch order.
 
     Attributes:
         prompt_tokens_T: int32; None where the decoder does not need it.
         logit_places_R: int64, tokens whose logits are wanted, in the order of the original pass.
-        staged: Of each wave, the sequences for which the device attends.
+        staged: Of each micro-batch, the sequences for which the device attends.
     """
 
     positions_T: Tensor
@@ -179,7 +179,7 @@ class DeviceInputs:
 
     @classmethod
     def of(
-        cls, inputs: PassInputs, cut: CutPass, memory: "DeviceMemory", device: torch.device
+        cls, inputs: StepInputs, cut: CutStep, memory: "DeviceMemory", device: torch.device
     ) -> Self:
         decoder, layout = memory.decoders[0], memory.cache.layout
         prompt_tokens_T = inputs.prompt_tokens
@@ -189,30 +189,33 @@ class DeviceInputs:
             inputs.positions[cut.order_T].to(device),
             prompt_tokens_T,
             cut.place_T[inputs.logit_rows].to(device),
-            tuple(decoder.staged_batch(wave.staging.batch, layout, device) for wave in cut.waves),
+            tuple(
+                decoder.staged_batch(micro_batch.staging.batch, layout, device)
+                for micro_batch in cut.micro_batches
+            ),
         )
 
 
 @dataclass(slots=True)
-class DevicePass:
-    """One pass.
+class DeviceStep:
+    """One step.
 
     Attributes:
         on_device: What the device has to know of it.
         used: Device memory of the buffers that were written last.
     """
 
-    inputs: PassInputs
-    cut: CutPass
+    inputs: StepInputs
+    cut: CutStep
     first_slot: int
     on_device: DeviceInputs
     used: dict[Buffer, tuple[Tensor, ...]] = field(default_factory=dict)
 
-    def wave(self, task: Task) -> Wave:
-        return self.cut.waves[task.part]
+    def micro_batch(self, task: Task) -> MicroBatch:
+        return self.cut.micro_batches[task.part]
 
 
-def bind_device(memory: DeviceMemory) -> Bindings[DevicePass]:
+def bind_device(memory: DeviceMemory) -> Bindings[DeviceStep]:
     bound = _Bound(memory)
     return {
         Op.EMBED: bound.embed,
@@ -233,10 +236,10 @@ def bind_device(memory: DeviceMemory) -> Bindings[DevicePass]:
     }
 
 
-def poison_dead(poison: Callable[[Tensor], None]) -> Callable[[Buffer, DevicePass], None]:
+def poison_dead(poison: Callable[[Tensor], None]) -> Callable[[Buffer, DeviceStep], None]:
     """What to do with buffers that nobody will read: whoever reads them after all shows."""
 
-    def on_dead(buffer: Buffer, state: DevicePass) -> None:
+    def on_dead(buffer: Buffer, state: DeviceStep) -> None:
         for tensor in state.used.pop(buffer, ()):
             poison(tensor)
 
@@ -247,58 +250,65 @@ class _Bound:
     def __init__(self, memory: DeviceMemory) -> None:
         self._memory = memory
 
-    def embed(self, task: Task, state: DevicePass) -> None:
-        rows = state.wave(task).rows
+    def embed(self, task: Task, state: DeviceStep) -> None:
+        rows = state.micro_batch(task).rows
         token_ids_T = state.inputs.token_ids[state.cut.order_T[rows]]
         self._memory.host.embedded_TH[rows].copy_(self._decoder(state).embed(token_ids_T))
 
-    def up(self, task: Task, state: DevicePass) -> None:
-        rows = state.wave(task).rows
+    def up(self, task: Task, state: DeviceStep) -> None:
+        rows = state.micro_batch(task).rows
         _send(self._memory.host.embedded_TH[rows], self._memory.device.hidden_TH[rows])
 
-    def pre(self, task: Task, state: DevicePass) -> None:
-        wave, inputs = state.wave(task), state.on_device
+    def pre(self, task: Task, state: DeviceStep) -> None:
+        micro_batch, inputs = state.micro_batch(task), state.on_device
         prompt_tokens_T = inputs.prompt_tokens_T
         if prompt_tokens_T is not None:
-            prompt_tokens_T = prompt_tokens_T[wave.rows]
+            prompt_tokens_T = prompt_tokens_T[micro_batch.rows]
         projected = self._decoder(state).pre(
             task.layer,
-            self._memory.device.hidden_TH[wave.rows],
-            inputs.positions_T[wave.rows],
+            self._memory.device.hidden_TH[micro_batch.rows],
+            inputs.positions_T[micro_batch.rows],
             prompt_tokens_T,
         )
-        split, into = wave.host.end, self._on_device(task)
-        host, device = into.absorbed(split), into.projected(split, wave.num_tokens)
+        split, into = micro_batch.host.end, self._on_device(task)
+        host, device = into.absorbed(split), into.projected(split, micro_batch.num_tokens)
         absorbed_TAD = self._decoder(state).absorb(task.layer, projected.query_THD[:split])
         _copy((absorbed_TAD, *(part[:split] for part in projected[1:])), host)
         _copy((part[split:] for part in projected), device)
         self._wrote(task, state, *host, *device)
 
-    def qkv(self, task: Task, state: DevicePass) -> None:
-        wave, source, target = state.wave(task), self._on_device(task), self._on_host(task)
-        _send(source.absorbed(wave.host.end).query_THD, target.absorbed(wave.host.end).query_THD)
-        _copy(source.cached(0, wave.num_tokens), target.cached(0, wave.num_tokens))
+    def qkv(self, task: Task, state: DeviceStep) -> None:
+        micro_batch, source, target = (
+            state.micro_batch(task),
+            self._on_device(task),
+            self._on_host(task),
+        )
+        _send(
+            source.absorbed(micro_batch.host.end).query_THD,
+            target.absorbed(micro_batch.host.end).query_THD,
+        )
+        _copy(source.cached(0, micro_batch.num_tokens), target.cached(0, micro_batch.num_tokens))
 
-    def attend_on_host(self, task: Task, state: DevicePass) -> None:
-        share, activations = state.wave(task).host, self._on_host(task)
+    def attend_on_host(self, task: Task, state: DeviceStep) -> None:
+        share, activations = state.micro_batch(task).host, self._on_host(task)
         result_TX = self._decoder(state).attend_absorbed(
             task.layer, activations.absorbed(share.end), self._cache(task), share.batch
         )
         activations.absorbed_result(share.end).copy_(result_TX)
 
-    def append(self, task: Task, state: DevicePass) -> None:
-        share = state.wave(task).device
+    def append(self, task: Task, state: DeviceStep) -> None:
+        share = state.micro_batch(task).device
         projected = self._on_host(task).projected(share.begin, share.end)
         self._decoder(state).append(task.layer, projected, self._cache(task), share.batch)
 
-    def stage_kv(self, task: Task, state: DevicePass) -> None:
-        staging = state.wave(task).staging
+    def stage_kv(self, task: Task, state: DeviceStep) -> None:
+        staging = state.micro_batch(task).staging
         staged, cache = self._staged(task), self._cache(task)
         self._memory.load_blocks(staged, cache, staging.runs)
         self._wrote(task, state, staged[: staging.num_blocks])
 
-    def attend_on_device(self, task: Task, state: DevicePass) -> None:
-        share, activations = state.wave(task).device, self._on_device(task)
+    def attend_on_device(self, task: Task, state: DeviceStep) -> None:
+        share, activations = state.micro_batch(task).device, self._on_device(task)
         attention_TX = self._decoder(state).attend_staged(
             task.layer,
             activations.projected(share.begin, share.end),
@@ -309,29 +319,33 @@ class _Bound:
         into.copy_(attention_TX)
         self._wrote(task, state, into)
 
-    def hid(self, task: Task, state: DevicePass) -> None:
-        end = state.wave(task).host.end
+    def hid(self, task: Task, state: DeviceStep) -> None:
+        end = state.micro_batch(task).host.end
         into = self._on_device(task).absorbed_result(end)
         _send(self._on_host(task).absorbed_result(end), into)
         self._wrote(task, state, into)
 
-    def post(self, task: Task, state: DevicePass) -> None:
-        wave, device = state.wave(task), self._memory.device
-        hidden_TH = device.hidden_TH[wave.rows]
+    def post(self, task: Task, state: DeviceStep) -> None:
+        micro_batch, device = state.micro_batch(task), self._memory.device
+        hidden_TH = device.hidden_TH[micro_batch.rows]
         posted = self._decoder(state).post(task.layer, hidden_TH, self._attended(task, state))
         hidden_TH.copy_(posted.hidden_TH)
-        device.normed_TH[wave.rows].copy_(posted.normed_TH)
+        device.normed_TH[micro_batch.rows].copy_(posted.normed_TH)
         routed = (device.normed_TH, device.topk_ids_TK, device.topk_weights_TK)
-        state.used[Buffer("routed", (task.part,))] = tuple(tensor[wave.rows] for tensor in routed)
+        state.used[Buffer("routed", (task.part,))] = tuple(
+            tensor[micro_batch.rows] for tensor in routed
+        )
         if posted.routing is not None:
             top_k = posted.routing.topk_ids_TK.shape[1]
-            device.topk_ids_TK[wave.rows, :top_k].copy_(posted.routing.topk_ids_TK)
-            device.topk_weights_TK[wave.rows, :top_k].copy_(posted.routing.topk_weights_TK)
+            device.topk_ids_TK[micro_batch.rows, :top_k].copy_(posted.routing.topk_ids_TK)
+            device.topk_weights_TK[micro_batch.rows, :top_k].copy_(posted.routing.topk_weights_TK)
 
-    def experts(self, task: Task, state: DevicePass) -> None:
+    def experts(self, task: Task, state: DeviceStep) -> None:
         device = self._memory.device
-        waves = [state.cut.waves[wave] for (wave,) in _keys(task.writes, "hidden")]
-        rows = slice(waves[0].begin, waves[-1].end)
+        micro_batches = [
+            state.cut.micro_batches[micro_batch] for (micro_batch,) in _keys(task.writes, "hidden")
+        ]
+        rows = slice(micro_batches[0].begin, micro_batches[-1].end)
         hidden_TH = device.hidden_TH[rows]
         routing, top_k = None, self._memory.top_k[task.layer]
         if top_k:
@@ -341,14 +355,14 @@ class _Bound:
         result_TH = self._decoder(state).ffn(task.layer, hidden_TH, device.normed_TH[rows], routing)
         hidden_TH.copy_(result_TH)
 
-    def head(self, _task: Task, state: DevicePass) -> None:
+    def head(self, _task: Task, state: DeviceStep) -> None:
         decoder, inputs = self._decoder(state), state.inputs
         final_RH = decoder.final(self._memory.device.hidden_TH, state.on_device.logit_places_R)
         for begin in range(0, final_RH.shape[0], LOGIT_CHUNK_ROWS):
             chunk_CH = final_RH[begin : begin + LOGIT_CHUNK_ROWS]
             inputs.on_logits(begin, decoder.logits(chunk_CH).cpu())
 
-    def load_page(self, task: Task, state: DevicePass) -> None:
+    def load_page(self, task: Task, state: DeviceStep) -> None:
         weights = self._memory.weights
         slot, page = task.writes[0].key
         source = weights.host_page(task.layer, page)
@@ -359,30 +373,32 @@ class _Bound:
         self._memory.load(into, source)
         self._wrote(task, state, into)
 
-    def stage_page(self, task: Task, _state: DevicePass) -> None:
+    def stage_page(self, task: Task, _state: DeviceStep) -> None:
         source = self._memory.weights.host_page(task.layer, task.part)
         (slot,) = task.writes[0].key
         self._memory.staging[slot][: len(source)].copy_(source)
 
-    def sync(self, task: Task, state: DevicePass) -> None:
+    def sync(self, task: Task, state: DeviceStep) -> None:
         """Nothing: the schedule's dependencies are the wait."""
 
-    def _wrote(self, task: Task, state: DevicePass, *tensors: Tensor) -> None:
+    def _wrote(self, task: Task, state: DeviceStep, *tensors: Tensor) -> None:
         (buffer,) = task.writes
         state.used[buffer] = tensors
 
-    def _attended(self, task: Task, state: DevicePass) -> Tensor:
-        wave, activations = state.wave(task), self._on_device(task)
-        split = wave.host.end
-        from_device_TX = activations.result(split, wave.num_tokens)
+    def _attended(self, task: Task, state: DeviceStep) -> Tensor:
+        micro_batch, activations = state.micro_batch(task), self._on_device(task)
+        split = micro_batch.host.end
+        from_device_TX = activations.result(split, micro_batch.num_tokens)
         if not split:
             return from_device_TX
-        from_host_TX = self._decoder(state).unfold(task.layer, activations.absorbed_result(split))
-        if split == wave.num_tokens:
+        from_host_TX = self._decoder(state).up_project(
+            task.layer, activations.absorbed_result(split)
+        )
+        if split == micro_batch.num_tokens:
             return from_host_TX
         return torch.cat([from_host_TX, from_device_TX])
 
-    def _decoder(self, state: DevicePass) -> Decoder:
+    def _decoder(self, state: DeviceStep) -> Decoder:
         return self._memory.decoders[state.first_slot]
 
     def _cache(self, task: Task) -> Tensor:
@@ -391,10 +407,10 @@ class _Bound:
     def _staged(self, task: Task) -> Tensor:
         return self._memory.device.staged_kv[_key_of(task, _STAGED)]
 
-    def _on_device(self, task: Task) -> WaveActivations:
+    def _on_device(self, task: Task) -> MicroBatchActivations:
         return self._memory.device.ring[_key_of(task, _RINGED)]
 
-    def _on_host(self, task: Task) -> WaveActivations:
+    def _on_host(self, task: Task) -> MicroBatchActivations:
         return self._memory.host.ring[_key_of(task, _RINGED)]
 
 

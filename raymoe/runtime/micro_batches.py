@@ -1,7 +1,7 @@
-"""A pass cut into waves, and the sequences of each wave between host and device attention.
+"""A step cut into micro-batches, each divided between attention on host and device.
 
 Source: MoE-Lightning (ASPLOS 2025), algorithm 2: longest first, each to the partition with the
-fewest tokens. Nothing is aborted here: a wave may exceed the others by one prompt chunk.
+fewest tokens. Nothing is aborted here: a micro-batch may exceed the others by one prompt chunk.
 """
 
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """Sequences of a wave whose attention one side computes.
+    """Sequences of a micro-batch whose attention one side computes.
 
     Attributes:
-        begin: First of its tokens in the wave.
+        begin: First of its tokens in the micro-batch.
         batch: Its sequences; `query_start` counts from `begin`.
     """
 
@@ -48,7 +48,7 @@ class Staging:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wave:
+class MicroBatch:
     """Tokens [begin, end) of the reordered pass: the host's share first, then the device's."""
 
     begin: int
@@ -67,77 +67,87 @@ class Wave:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CutPass:
-    """A pass in wave order.
+class CutStep:
+    """A step in micro-batch order.
 
     Attributes:
         order_T: int64, the token of the original pass at each place.
-        waves: As many as asked for; the last ones may be empty.
+        micro-batches: As many as asked for; the last ones may be empty.
     """
 
     order_T: Tensor
     place_T: Tensor
-    waves: tuple[Wave, ...]
+    micro_batches: tuple[MicroBatch, ...]
 
     @property
     def has_cpu_attention(self) -> bool:
-        return any(wave.host.end > wave.host.begin for wave in self.waves)
+        return any(
+            micro_batch.host.end > micro_batch.host.begin for micro_batch in self.micro_batches
+        )
 
     @property
     def has_device_attention(self) -> bool:
-        return any(wave.device.end > wave.device.begin for wave in self.waves)
+        return any(
+            micro_batch.device.end > micro_batch.device.begin for micro_batch in self.micro_batches
+        )
 
     @property
-    def most_tokens(self) -> int:
-        return max(wave.num_tokens for wave in self.waves)
+    def max_tokens(self) -> int:
+        return max(micro_batch.num_tokens for micro_batch in self.micro_batches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
     """Who attends.
 
-    The device does for sequences with several tokens in the pass, and for a share of those that
+    The device does for sequences with several tokens in the step, and for a share of those that
     decode, as far as it has room for their KV; the host does for all others.
 
     Attributes:
-        cpu_attention_fraction: Share of the decoding sequences of each wave for which the host
+        cpu_attention_fraction: Share of decoding sequences of a micro-batch for which the host
             attends, 0..1 (omega of MoE-Gen, section 4.3).
-        staged_blocks: KV blocks of one wave that the device has room for.
+        staged_blocks: KV blocks of one micro-batch that the device has room for.
     """
 
     cpu_attention_fraction: float
     staged_blocks: int
 
 
-def cut_pass(batch: AttentionBatch, num_waves: int, division: Division) -> CutPass:
-    """Deal the sequences of a pass to `num_waves` waves, and those of each to the two sides."""
+def cut_step(batch: AttentionBatch, num_micro_batches: int, division: Division) -> CutStep:
+    """Divide a step into `num_micro_batches`, and each of those between both sides."""
     starts = batch.query_start.numpy().astype(np.int64)
     contexts = batch.context_tokens.numpy().astype(np.int64)
-    takes = np.diff(starts)
-    waves, order, begin = [], [np.empty(0, np.int64)], 0
-    for members in _deal(takes, contexts, num_waves):
-        on_device = _on_device(takes[members], contexts[members], division)
+    num_scheduled_tokens = np.diff(starts)
+    micro_batches, order, begin = [], [np.empty(0, np.int64)], 0
+    for members in _deal(num_scheduled_tokens, contexts, num_micro_batches):
+        on_device = _on_device(num_scheduled_tokens[members], contexts[members], division)
         host, device = members[~on_device], members[on_device]
-        wave = _wave(batch, takes, (host, device), begin)
+        micro_batch = _micro_batch(batch, num_scheduled_tokens, (host, device), begin)
         order += [np.arange(starts[i], starts[i + 1]) for i in (*host, *device)]
-        waves.append(wave)
-        begin = wave.end
+        micro_batches.append(micro_batch)
+        begin = micro_batch.end
     order_T = torch.from_numpy(np.concatenate(order))
-    return CutPass(order_T=order_T, place_T=order_T.argsort(), waves=tuple(waves))
+    return CutStep(order_T=order_T, place_T=order_T.argsort(), micro_batches=tuple(micro_batches))
 
 
-def _deal(takes: Int64s, contexts: Int64s, num_waves: int) -> list[Int64s]:
-    members: list[list[int]] = [[] for _ in range(num_waves)]
-    loads = [(0, 0, wave) for wave in range(num_waves)]
-    for sequence in np.lexsort((-contexts, -takes)).tolist():
-        tokens, context, wave = min(loads)
-        members[wave].append(sequence)
-        loads[wave] = (tokens + int(takes[sequence]), context + int(contexts[sequence]), wave)
-    return [np.array(sorted(wave), np.int64) for wave in members]
+def _deal(num_scheduled_tokens: Int64s, contexts: Int64s, num_micro_batches: int) -> list[Int64s]:
+    members: list[list[int]] = [[] for _ in range(num_micro_batches)]
+    loads = [(0, 0, micro_batch) for micro_batch in range(num_micro_batches)]
+    for sequence in np.lexsort((-contexts, -num_scheduled_tokens)).tolist():
+        tokens, context, micro_batch = min(loads)
+        members[micro_batch].append(sequence)
+        loads[micro_batch] = (
+            tokens + int(num_scheduled_tokens[sequence]),
+            context + int(contexts[sequence]),
+            micro_batch,
+        )
+    return [np.array(sorted(micro_batch), np.int64) for micro_batch in members]
 
 
-def _on_device(takes: Int64s, contexts: Int64s, division: Division) -> npt.NDArray[np.bool_]:
-    on_device = takes > 1
+def _on_device(
+    num_scheduled_tokens: Int64s, contexts: Int64s, division: Division
+) -> npt.NDArray[np.bool_]:
+    on_device = num_scheduled_tokens > 1
     decoding = np.flatnonzero(~on_device)
     num_on_host = int(np.ceil(division.cpu_attention_fraction * len(decoding)))
     on_device[decoding[num_on_host:]] = True
@@ -146,11 +156,13 @@ def _on_device(takes: Int64s, contexts: Int64s, division: Division) -> npt.NDArr
     return on_device & fits
 
 
-def _wave(batch: AttentionBatch, takes: Int64s, members: tuple[Int64s, Int64s], begin: int) -> Wave:
-    host_tokens, device_tokens = (int(takes[share].sum()) for share in members)
+def _micro_batch(
+    batch: AttentionBatch, num_scheduled_tokens: Int64s, members: tuple[Int64s, Int64s], begin: int
+) -> MicroBatch:
+    host_tokens, device_tokens = (int(num_scheduled_tokens[share].sum()) for share in members)
     num_tokens = host_tokens + device_tokens
     host, device = (batch.select(torch.from_numpy(share)) for share in members)
-    return Wave(
+    return MicroBatch(
         begin=begin,
         end=begin + num_tokens,
         host=Share(begin=0, end=host_tokens, batch=host),
@@ -160,10 +172,10 @@ def _wave(batch: AttentionBatch, takes: Int64s, members: tuple[Int64s, Int64s], 
 
 
 def _stage(share: AttentionBatch) -> Staging:
-    takes = np.diff(share.query_start.numpy().astype(np.int64))
+    num_scheduled_tokens = np.diff(share.query_start.numpy().astype(np.int64))
     contexts = share.context_tokens.numpy().astype(np.int64)
     counts = -(-contexts // BLOCK_TOKENS)
-    filled = -(-(contexts - takes) // BLOCK_TOKENS)
+    filled = -(-(contexts - num_scheduled_tokens) // BLOCK_TOKENS)
     firsts = np.concatenate([[0], np.cumsum(counts)])
     table = np.zeros((len(counts), int(counts.max(initial=0))), np.int32)
     host: list[Int64s] = [np.empty(0, np.int64)]

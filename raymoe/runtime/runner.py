@@ -1,4 +1,4 @@
-"""PassRunner: one pass of tokens through all layers, by a schedule."""
+"""StepRunner: one step of tokens through all layers, by a schedule."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,84 +14,84 @@ from raymoe.model.decoder import Decoder, Projected
 from raymoe.runtime.bindings import (
     DeviceInputs,
     DeviceMemory,
-    DevicePass,
-    PassInputs,
-    PassState,
+    DeviceStep,
+    StepInputs,
+    StepState,
     bind_cpu,
     bind_device,
     bind_in_place,
     poison_dead,
 )
 from raymoe.runtime.executor import LaneExecutor, SerialExecutor
-from raymoe.runtime.micro_batches import CutPass, Division, cut_pass
+from raymoe.runtime.micro_batches import CutStep, Division, cut_step
 from raymoe.schedule.builders import build_resident, load_first_layer
 from raymoe.schedule.graph import Schedule
-from raymoe.schedule.program import PassForm, next_first_slot
+from raymoe.schedule.program import StepForm, next_first_slot
 from raymoe.schedule.timeline import Timeline
 
 
-class PassRunner:
-    """Runs passes of one model on the device `cpu`; holds nothing between passes."""
+class StepRunner:
+    """Runs steps of one model on the device `cpu`; holds nothing between steps."""
 
     def __init__(self, decoder: Decoder, cache: KvCache, schedule: Schedule) -> None:
         self._decoder = decoder
         self._executor = SerialExecutor(schedule, bind_cpu(decoder, cache))
 
     @torch.inference_mode()
-    def run(self, inputs: PassInputs) -> Timeline:
-        """Run one pass; `inputs.on_logits` receives the logits. Returns what was measured."""
+    def run(self, inputs: StepInputs) -> Timeline:
+        """Run one step; `inputs.on_logits` receives the logits. Returns what was measured."""
         self._decoder.reserve(inputs.num_positions)
-        return self._executor.run(PassState(inputs))
+        return self._executor.run(StepState(inputs))
 
 
-Build = Callable[[PassForm], Schedule]
-BeforePass = Callable[[CutPass, Schedule], None]
+Build = Callable[[StepForm], Schedule]
+BeforeStep = Callable[[CutStep, Schedule], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Passes:
-    """How passes are ordered.
+class Steps:
+    """How steps are ordered.
 
     Attributes:
-        form: Pages and number of waves; who attends and the first slot are set for each pass.
+        form: Pages and number of micro-batches; the rest is set for each step.
         build: The builder of the schedule.
     """
 
-    form: PassForm
+    form: StepForm
     build: Build
     division: Division
 
 
-class DevicePassRunner:
-    """Runs passes on the lanes of one device; between passes it keeps which slot is filled."""
+class DeviceStepRunner:
+    """Runs passes on the lanes of one device; between steps it keeps which slot is filled."""
 
     def __init__(
         self,
         memory: DeviceMemory,
-        passes: Passes,
+        steps: Steps,
         device: Device,
         *,
-        before_pass: BeforePass | None = None,
+        before_step: BeforeStep | None = None,
     ) -> None:
         """Bind the schedules of `passes`.
 
         Args:
             device: On whose lanes they run.
-            before_pass: Called with each pass and its schedule before it runs.
+            before_step: Called with each step and its schedule before it runs.
         """
-        self._memory, self._passes, self._device = memory, passes, device
+        self._memory, self._steps, self._device = memory, steps, device
         self._bindings = bind_device(memory)
         self._on_dead = None if device.poison is None else poison_dead(device.poison)
-        self._before_pass = before_pass
-        self._executors: dict[PassForm, LaneExecutor[DevicePass]] = {}
+        self._before_step = before_step
+        self._executors: dict[StepForm, LaneExecutor[DeviceStep]] = {}
         self._first_slot: int | None = None  # not loaded yet
 
     @torch.inference_mode()
-    def run(self, inputs: PassInputs) -> Timeline:
-        """Run one pass; `inputs.on_logits` receives the logits. Returns what was measured.
+    def run(self, inputs: StepInputs) -> Timeline:
+        """Run one step; `inputs.on_logits` receives the logits. Returns what was measured.
 
         Raises:
-            CapacityError: A wave is larger than its buffers.
+            CapacityError: A micro-batch is larger than its buffers.
             ExecutionError: A task failed.
         """
         cut = self._cut(inputs)
@@ -101,55 +101,56 @@ class DevicePassRunner:
         if self._first_slot is None:
             self._new_executor(load_first_layer(form)).run(state)
         executor = self._executor(form)
-        if self._before_pass is not None:
-            self._before_pass(cut, executor.schedule)
+        if self._before_step is not None:
+            self._before_step(cut, executor.schedule)
         timeline = executor.run(state)
         self._first_slot = next_first_slot(form)
         return timeline
 
-    def schedule_of(self, inputs: PassInputs) -> Schedule:
-        """The schedule by which `run` would run this pass next."""
+    def schedule_of(self, inputs: StepInputs) -> Schedule:
+        """The schedule by which `run` would run this step next."""
         return self._executor(self._form_of(self._cut(inputs))).schedule
 
-    def _state(self, inputs: PassInputs, cut: CutPass, first_slot: int) -> DevicePass:
+    def _state(self, inputs: StepInputs, cut: CutStep, first_slot: int) -> DeviceStep:
         for decoder in self._memory.decoders:
             decoder.reserve(inputs.num_positions)
         on_device = DeviceInputs.of(inputs, cut, self._memory, self._device.torch_device)
-        self._device.settle()
-        return DevicePass(inputs, cut, first_slot, on_device)
+        self._device.synchronize()
+        return DeviceStep(inputs, cut, first_slot, on_device)
 
-    def _executor(self, form: PassForm) -> LaneExecutor[DevicePass]:
+    def _executor(self, form: StepForm) -> LaneExecutor[DeviceStep]:
         if form not in self._executors:
-            self._executors[form] = self._new_executor(self._passes.build(form))
+            self._executors[form] = self._new_executor(self._steps.build(form))
         return self._executors[form]
 
-    def _cut(self, inputs: PassInputs) -> CutPass:
-        return cut_pass(inputs.attention, self._passes.form.num_waves, self._passes.division)
+    def _cut(self, inputs: StepInputs) -> CutStep:
+        return cut_step(inputs.attention, self._steps.form.num_micro_batches, self._steps.division)
 
-    def _form_of(self, cut: CutPass) -> PassForm:
+    def _form_of(self, cut: CutStep) -> StepForm:
         return replace(
-            self._passes.form,
+            self._steps.form,
             has_cpu_attention=cut.has_cpu_attention,
             has_device_attention=cut.has_device_attention,
             first_slot=self._first_slot or 0,
         )
 
-    def _new_executor(self, schedule: Schedule) -> LaneExecutor[DevicePass]:
+    def _new_executor(self, schedule: Schedule) -> LaneExecutor[DeviceStep]:
         return LaneExecutor(schedule, self._bindings, self._device.lanes, on_dead=self._on_dead)
 
-    def _check_room(self, cut: CutPass) -> None:
+    def _check_room(self, cut: CutStep) -> None:
         room = self._memory.device.ring[0].num_tokens
-        if cut.most_tokens > room:
+        if cut.max_tokens > room:
             raise CapacityError(
-                f"a wave has {cut.most_tokens} tokens, the device has room for {room}; reduce "
-                "prefill_chunk_tokens or pass_tokens, or use more waves"
+                f"a micro-batch has {cut.max_tokens} tokens, the device has room for {room}; "
+                "reduce max_prefill_chunk_tokens or max_num_batched_tokens, or use more "
+                "micro-batches"
             )
 
 
 ALL_ON_DEVICE = Division(cpu_attention_fraction=0.0, staged_blocks=1 << 62)
 
 
-class ResidentPassRunner:
+class ResidentStepRunner:
     """Runs passes on the GPU lane of one device; only tokens and logits travel."""
 
     def __init__(
@@ -159,20 +160,20 @@ class ResidentPassRunner:
         layout: CacheLayout,
         device: Device,
         *,
-        before_pass: BeforePass | None = None,
+        before_step: BeforeStep | None = None,
     ) -> None:
         """Bind the schedule.
 
         Args:
             decoder: Its weights are on the device.
             cache: KV blocks of each layer, on the device.
-            device: On whose lane the passes run.
-            before_pass: Called with each pass, as one wave, and its schedule before it runs.
+            device: On whose lane the steps run.
+            before_step: Called with each step, as one micro-batch, and its schedule before it runs.
         """
         self._decoder, self._layout, self._device = decoder, layout, device
-        self._before_pass = before_pass
+        self._before_step = before_step
 
-        def attend(layer: int, projected: Projected, state: PassState) -> Tensor:
+        def attend(layer: int, projected: Projected, state: StepState) -> Tensor:
             assert state.paged is not None
             return decoder.attend_staged(layer, projected, cache[layer], state.paged)
 
@@ -183,20 +184,20 @@ class ResidentPassRunner:
         )
 
     @torch.inference_mode()
-    def run(self, inputs: PassInputs) -> Timeline:
-        """Run one pass; `inputs.on_logits` receives the logits. Returns what was measured.
+    def run(self, inputs: StepInputs) -> Timeline:
+        """Run one step; `inputs.on_logits` receives the logits. Returns what was measured.
 
         Raises:
             ExecutionError: A task failed.
         """
         self._decoder.reserve(inputs.num_positions)
         state = self._state(inputs)
-        self._device.settle()
-        if self._before_pass is not None:
-            self._before_pass(cut_pass(inputs.attention, 1, ALL_ON_DEVICE), self._executor.schedule)
+        self._device.synchronize()
+        if self._before_step is not None:
+            self._before_step(cut_step(inputs.attention, 1, ALL_ON_DEVICE), self._executor.schedule)
         return self._executor.run(state)
 
-    def _state(self, inputs: PassInputs) -> PassState:
+    def _state(self, inputs: StepInputs) -> StepState:
         target = self._device.torch_device
         on_device = replace(
             inputs,
@@ -206,4 +207,4 @@ class ResidentPassRunner:
             prompt_tokens=None if inputs.prompt_tokens is None else inputs.prompt_tokens.to(target),
         )
         batch = self._decoder.staged_batch(inputs.attention, self._layout, target)
-        return PassState(on_device, batch)
+        return StepState(on_device, batch)

@@ -8,16 +8,16 @@ from raymoe.errors import ConfigError
 from raymoe.schedule.graph import Resource, Schedule
 from raymoe.schedule.program import (
     LayerPages,
-    PassForm,
     Program,
     Step,
+    StepForm,
     loads_of_first_layer,
     plan_loads,
 )
 
 
-def load_first_layer(form: PassForm) -> Schedule:
-    """Load the first streamed layer to where a pass of this form looks for it."""
+def load_first_layer(form: StepForm) -> Schedule:
+    """Load the first streamed layer to where a step of this form looks for it."""
     program = Program("load_first_layer", form)
     for load in loads_of_first_layer(form):
         program.load_page(load)
@@ -25,17 +25,17 @@ def load_first_layer(form: PassForm) -> Schedule:
 
 
 def build_in_place(num_layers: int) -> Schedule:
-    """The pass of `num_layers` layers on the CPU."""
+    """The step of `num_layers` layers on the CPU."""
     return _build("in_place", num_layers, Resource.CPU)
 
 
 def build_resident(num_layers: int) -> Schedule:
-    """The pass of `num_layers` layers on a GPU that holds the model and the KV cache."""
+    """The step of `num_layers` layers on a GPU that holds the model and the KV cache."""
     return _build("resident", num_layers, Resource.GPU)
 
 
 def _build(name: str, num_layers: int, cores: Resource) -> Schedule:
-    form = PassForm(layers=(LayerPages(num_pages=0),) * num_layers, num_waves=1)
+    form = StepForm(layers=(LayerPages(num_pages=0),) * num_layers, num_micro_batches=1)
     program = Program(name, form, cores=cores)
     program.embed_in_place(0)
     for layer in range(num_layers):
@@ -47,20 +47,20 @@ def _build(name: str, num_layers: int, cores: Resource) -> Schedule:
     return program.schedule()
 
 
-def build_layer_by_layer(form: PassForm) -> Schedule:
-    """Each layer over all waves in turn, then the whole next layer, with device-wide waits."""
+def build_layer_by_layer(form: StepForm) -> Schedule:
+    """Each layer over all micro-batches in turn, then the next layer, with device-wide waits."""
     program = Program("layer_by_layer", form, has_barriers=True)
     loads = plan_loads(form, interleaves=False)
-    for wave in range(form.num_waves):
-        program.embed(wave)
+    for micro_batch in range(form.num_micro_batches):
+        program.embed(micro_batch)
     for layer in range(form.num_layers):
-        for wave in range(form.num_waves):
-            step = Step(layer, wave)
+        for micro_batch in range(form.num_micro_batches):
+            step = Step(layer, micro_batch)
             program.front(*step)
             if form.has_cpu_attention:
                 program.load_hidden(*step)
             program.post(*step)
-            program.experts(layer, wave, (wave,))
+            program.experts(layer, micro_batch, (micro_batch,))
         program.sync(layer, 0)
         for load in loads.get(Step(layer, 0), ()):
             program.load_page(load)
@@ -69,12 +69,12 @@ def build_layer_by_layer(form: PassForm) -> Schedule:
     return program.schedule()
 
 
-def build_flexgen_s3(form: PassForm) -> Schedule:
+def build_flexgen_s3(form: StepForm) -> Schedule:
     """Attention in line: pre, down to the CPU, up again, post, experts; nothing overlaps it."""
     program = Program("flexgen_s3", form, has_barriers=True)
     loads = plan_loads(form, interleaves=False)
-    for wave in range(form.num_waves):
-        program.embed(wave)
+    for micro_batch in range(form.num_micro_batches):
+        program.embed(micro_batch)
     for step in form.steps:
         for load in loads.get(step, ()):
             program.load_page(load)
@@ -86,17 +86,17 @@ def build_flexgen_s3(form: PassForm) -> Schedule:
     return program.schedule()
 
 
-def build_flexgen_s4(form: PassForm) -> Schedule:
-    """Attention on the GPU: the KV blocks of the next wave come while a wave is computed.
+def build_flexgen_s4(form: StepForm) -> Schedule:
+    """Attention on the GPU: KV blocks of the next micro-batch come while one is computed.
 
-    New keys and values of a wave go to the host while the next wave is computed. Rows whose KV
+    New keys and values go to the host while the next micro-batch is computed. Rows whose KV
     blocks the device has no room for attend on the CPU, in line as in S3.
     """
     steps = form.steps
     program = Program("flexgen_s4", form, ring=min(2, len(steps)), has_barriers=True)
     loads = plan_loads(form, interleaves=False)
-    for wave in range(form.num_waves):
-        program.embed(wave)
+    for micro_batch in range(form.num_micro_batches):
+        program.embed(micro_batch)
     if form.has_device_attention:
         program.load_kv(*steps[0])
     for index, step in enumerate(steps):
@@ -113,7 +113,7 @@ def build_flexgen_s4(form: PassForm) -> Schedule:
     return program.schedule()
 
 
-def _attend_s4(program: Program, form: PassForm, step: Step) -> None:
+def _attend_s4(program: Program, form: StepForm, step: Step) -> None:
     program.pre(*step)
     if form.has_cpu_attention:
         program.store_qkv(*step)
@@ -123,7 +123,7 @@ def _attend_s4(program: Program, form: PassForm, step: Step) -> None:
         program.attend_on_device(*step)
 
 
-def _store_new_kv(program: Program, form: PassForm, step: Step) -> None:
+def _store_new_kv(program: Program, form: StepForm, step: Step) -> None:
     if not form.has_cpu_attention:
         program.store_qkv(*step)
     if form.has_device_attention:
@@ -132,44 +132,48 @@ def _store_new_kv(program: Program, form: PassForm, step: Step) -> None:
 
 def _finish(program: Program, step: Step) -> None:
     program.post(*step)
-    program.experts(step.layer, step.wave, (step.wave,))
+    program.experts(step.layer, step.micro_batch, (step.micro_batch,))
     program.sync(*step)
 
 
-def build_fastdecode(form: PassForm) -> Schedule:
-    """Attention one wave ahead, weights as one block behind the first wave's hidden states."""
-    apart = replace(form, waves_per_group=1, look_ahead=1)
-    return build_waves(apart, interleaves_pages=False, name="fastdecode")
+def build_fastdecode(form: StepForm) -> Schedule:
+    """Attention one micro-batch ahead, weights as one block after the first hidden states."""
+    apart = replace(form, micro_batches_per_group=1, look_ahead=1)
+    return build_micro_batches(apart, interleaves_pages=False, name="fastdecode")
 
 
-def build_waves(form: PassForm, *, interleaves_pages: bool = True, name: str = "waves") -> Schedule:
-    """Build one pass with the form's own `waves_per_group` and `look_ahead`.
+def build_micro_batches(
+    form: StepForm, *, interleaves_pages: bool = True, name: str = "micro_batches"
+) -> Schedule:
+    """Build one step with the form's own `micro_batches_per_group` and `look_ahead`.
 
-    Fronts are issued `look_ahead` waves beyond the wave whose back is next, as far as their own
-    inputs have been issued.
+    Attention is issued `look_ahead` micro-batches beyond the next experts, as far as its inputs
+    have been issued.
 
     Args:
-        interleaves_pages: Spread the pages of a layer evenly over the waves before it; otherwise
-            all of them follow the first one's hidden states as one block.
+        interleaves_pages: Spread pages of a layer evenly over the micro-batches before it;
+            otherwise all follow the first one's hidden states as one block.
     """
-    program = Program(name, form, ring=min(form.look_ahead + 1, form.num_waves))
-    return _Waves(program, form).build(interleaves_pages)
+    program = Program(name, form, ring=min(form.look_ahead + 1, form.num_micro_batches))
+    return _MicroBatches(program, form).build(interleaves_pages)
 
 
-def build_cgopipe(form: PassForm) -> Schedule:
-    """CGOPipe: an expert group for each wave, attention two waves ahead, pages in between.
+def build_cgopipe(form: StepForm) -> Schedule:
+    """CGOPipe: one expert group a micro-batch, attention two ahead, pages in between.
 
-    Algorithm 1 issues the front of wave j+2 right behind the back of wave j. Here it comes right
-    before it, so that the CPU has its next wave at hand while the GPU waits for wave j's hidden
-    states. Pages are cut by bytes, not by the number of waves.
+    Algorithm 1 issues attention of micro-batch j+2 right after the experts of j. Here it comes
+    right before them, so that the CPU has work while the GPU waits for the hidden states of j.
+    Pages are cut by bytes, not by the number of micro-batches.
 
     Source: MoE-Lightning (ASPLOS 2025), section 4.1, figure 6 (S1) and algorithm 1.
     """
-    return build_waves(replace(form, waves_per_group=1, look_ahead=2), name="cgopipe")
+    return build_micro_batches(
+        replace(form, micro_batches_per_group=1, look_ahead=2), name="cgopipe"
+    )
 
 
-def build_vslpipe(form: PassForm) -> Schedule:
-    """VSLPipe: two waves, alpha and beta, take turns on CPU and GPU; prefill rides along.
+def build_vslpipe(form: StepForm) -> Schedule:
+    """VSLPipe: two micro-batches, alpha and beta, take turns on CPU and GPU; prefill rides along.
 
     The paper ends each phase with a barrier of CPU and GPU; here each task waits for its inputs
     only, which is never later.
@@ -177,24 +181,31 @@ def build_vslpipe(form: PassForm) -> Schedule:
     Source: MoE-Lens, section 6.4, figures 8 and 9.
 
     Raises:
-        ConfigError: The pass has more than two waves.
+        ConfigError: The step has more than two micro-batches.
     """
-    if form.num_waves > 2:
-        raise ConfigError(f"num_waves is {form.num_waves}; vslpipe cuts a pass in at most 2 waves")
-    return build_waves(replace(form, waves_per_group=1, look_ahead=1), name="vslpipe")
+    if form.num_micro_batches > 2:
+        raise ConfigError(
+            f"num_micro_batches is {form.num_micro_batches}; vslpipe cuts a step in at most 2 "
+            "micro-batches"
+        )
+    return build_micro_batches(
+        replace(form, micro_batches_per_group=1, look_ahead=1), name="vslpipe"
+    )
 
 
-def build_module_batching(form: PassForm) -> Schedule:
-    """Module-based batching: all waves attend, then the experts run once over all of their tokens.
+def build_module_batching(form: StepForm) -> Schedule:
+    """Module-based batching: all micro-batches attend, then experts run once over their tokens.
 
     Source: MoE-Gen, section 4.
     """
-    whole = replace(form, waves_per_group=form.num_waves, look_ahead=form.num_waves - 1)
-    return build_waves(whole, name="module_batching")
+    whole = replace(
+        form, micro_batches_per_group=form.num_micro_batches, look_ahead=form.num_micro_batches - 1
+    )
+    return build_micro_batches(whole, name="module_batching")
 
 
-class _Waves:
-    def __init__(self, program: Program, form: PassForm) -> None:
+class _MicroBatches:
+    def __init__(self, program: Program, form: StepForm) -> None:
         self._program = program
         self._form = form
         self._num_fronts = 0
@@ -203,8 +214,8 @@ class _Waves:
     def build(self, interleaves_pages: bool) -> Schedule:
         program, form = self._program, self._form
         steps, loads = form.steps, plan_loads(form, interleaves=interleaves_pages)
-        for wave in range(form.num_waves):
-            program.embed(wave)
+        for micro_batch in range(form.num_micro_batches):
+            program.embed(micro_batch)
         for index, step in enumerate(steps):
             self._issue_fronts(steps[self._num_fronts : index + self._form.look_ahead + 1])
             if form.has_cpu_attention:
@@ -224,22 +235,28 @@ class _Waves:
             self._num_fronts += 1
 
     def _front_has_inputs(self, step: Step) -> bool:
-        layer, wave = step
+        layer, micro_batch = step
         pages = self._form.layers[layer].attention_pages
-        entered = not layer or self._num_groups[layer - 1] > wave // self._form.waves_per_group
+        entered = (
+            not layer
+            or self._num_groups[layer - 1] > micro_batch // self._form.micro_batches_per_group
+        )
         return entered and self._program.holds(layer, pages)
 
     def _end_group(self, step: Step) -> None:
-        layer, wave = step
-        group, place = divmod(wave, self._form.waves_per_group)
-        if place + 1 == self._form.waves_per_group or wave + 1 == self._form.num_waves:
-            self._program.experts(layer, group, range(wave - place, wave + 1))
+        layer, micro_batch = step
+        group, place = divmod(micro_batch, self._form.micro_batches_per_group)
+        if (
+            place + 1 == self._form.micro_batches_per_group
+            or micro_batch + 1 == self._form.num_micro_batches
+        ):
+            self._program.experts(layer, group, range(micro_batch - place, micro_batch + 1))
             self._num_groups[layer] += 1
 
 
-STREAMING_BUILDERS: Mapping[str, Callable[[PassForm], Schedule]] = MappingProxyType(
+STREAMING_BUILDERS: Mapping[str, Callable[[StepForm], Schedule]] = MappingProxyType(
     {
-        "waves": build_waves,
+        "micro_batches": build_micro_batches,
         "cgopipe": build_cgopipe,
         "vslpipe": build_vslpipe,
         "module_batching": build_module_batching,
@@ -249,15 +266,15 @@ STREAMING_BUILDERS: Mapping[str, Callable[[PassForm], Schedule]] = MappingProxyT
         "layer_by_layer": build_layer_by_layer,
     }
 )
-"""Those that take a `PassForm`: weights, KV or hidden states move between host and device."""
+"""Those that take a `StepForm`: weights, KV or hidden states move between host and device."""
 
 BUILDERS: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
     {"in_place": build_in_place, "resident": build_resident, **STREAMING_BUILDERS}
 )
 """All of them; "in_place" and "resident" take a number of layers."""
 
-MOST_WAVES: Mapping[str, int] = MappingProxyType({"vslpipe": 2, "layer_by_layer": 1})
-"""Schedules whose papers say into how many waves a pass is cut, at most."""
+MAX_MICRO_BATCHES: Mapping[str, int] = MappingProxyType({"vslpipe": 2, "layer_by_layer": 1})
+"""Schedules whose papers say into how many micro-batches a step is cut, at most."""
 
 CPU_ATTENTION_FRACTIONS: Mapping[str, float] = MappingProxyType(
     {

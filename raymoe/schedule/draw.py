@@ -84,10 +84,10 @@ def text_at(x: float, y: float, text: str, style: str, *, colour: str = "") -> s
     return f'<text class="{style}" x="{x:.1f}" y="{y:g}"{ink}>{escape(text)}</text>'
 
 
-def round_step(least: float) -> float:
+def round_step(minimum: float) -> float:
     """The smallest of 1, 2, 5 times a power of ten that is not below `least`."""
-    power = 10.0 ** math.floor(math.log10(least))
-    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least)
+    power = 10.0 ** math.floor(math.log10(minimum))
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= minimum)
 
 
 PARTLY_BUSY = "."

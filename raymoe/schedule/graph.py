@@ -35,8 +35,8 @@ class Op(StrEnum):
     share reads. `w` loads one page of weights into its slot; `stage` copies it from pageable
     memory to the pinned staging ring before. `sync` is a device-wide wait of a baseline.
 
-    A task's layer is the layer whose weights it loads or uses. Its part is the wave; the expert
-    group for `experts`; the page for `w` and `stage`; 0 for `head`.
+    A task's layer is the layer whose weights it loads or uses. Its part is the micro-batch; the
+    expert group for `experts`; the page for `w` and `stage`; 0 for `head`.
     """
 
     EMBED = "embed"
@@ -86,7 +86,7 @@ class Buffer(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One unit of work: an operation on one layer and one part (see `Op`) of the pass.
+    """One unit of work: an operation on one layer and one part (see `Op`) of the step.
 
     A task that updates a buffer in place names it in both `reads` and `writes`.
     """
@@ -257,11 +257,11 @@ def _hint(buffer: Buffer, later: Sequence[Task], known: Iterable[Buffer]) -> str
     for task in later:
         if buffer in task.writes:
             return f"{task} on lane {task.resource} writes it, but is issued later"
-    alike = sorted(other.key for other in known if other.name == buffer.name)
-    if not alike:
+    duplicates = sorted(other.key for other in known if other.name == buffer.name)
+    if not duplicates:
         return f"no buffer is called {buffer.name!r} so far"
-    shown = ", ".join(str(Buffer(buffer.name, key)) for key in alike[:SHOWN_BUFFERS])
-    return f"so far there is {shown}" + (", ..." if len(alike) > SHOWN_BUFFERS else "")
+    shown = ", ".join(str(Buffer(buffer.name, key)) for key in duplicates[:SHOWN_BUFFERS])
+    return f"so far there is {shown}" + (", ..." if len(duplicates) > SHOWN_BUFFERS else "")
 
 
 _BUFFER = re.compile(r"([A-Za-z_]\w*)(?:\[(\d+(?:,\d+)*)\])?")

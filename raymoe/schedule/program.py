@@ -1,4 +1,4 @@
-"""What a builder needs to know of a pass: the pages of each layer and how the batch is cut."""
+"""What a builder needs to know of a step: the pages of each layer and how the batch is cut."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from raymoe.schedule.graph import Buffer, Op, Resource, Schedule, Task
 
 class Step(NamedTuple):
     layer: int
-    wave: int
+    micro_batch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +19,7 @@ class LayerPages:
     """Into which pages the streamed weights of a layer are cut.
 
     Attributes:
-        num_pages: Pages to load for each pass; 0 where all weights are resident.
+        num_pages: Pages to load for each step; 0 where all weights are resident.
         attention_pages: Pages that hold what `pre` and `post` read, ascending.
         expert_pages: Pages that hold what `experts` reads, ascending; a page may be in both.
 
@@ -46,21 +46,21 @@ class LayerPages:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PassForm:
-    """How one pass is cut, and where it finds the weights of its first streamed layer.
+class StepForm:
+    """How one step is cut, and where it finds the weights of its first streamed layer.
 
     A layer with pages is *streamed*. Streamed layers take the two weight slots of the device in
     turn, and go on doing so from pass to pass.
 
     Attributes:
         layers: The pages of each layer.
-        num_waves: Slices of the pass that go through attention together.
+        num_micro_batches: Slices of the step that go through attention together.
         has_cpu_attention: Some rows attend on the CPU.
         has_device_attention: Some rows attend on the device, their KV blocks brought there.
-        waves_per_group: Waves whose tokens meet in one expert launch, of the schedule "waves"; the
-            last group of a layer may have fewer.
-        look_ahead: Waves whose attention is issued beyond the wave whose experts are next, of the
-            schedule "waves".
+        micro_batches_per_group: Micro-batches whose tokens meet in one expert launch, of the
+            schedule "micro-batches"; the last group of a layer may have fewer.
+        look_ahead: Micro-batches whose attention is issued beyond the micro-batch whose experts are
+            next, of the schedule "micro-batches".
         staging_slots: Pages in the pinned staging ring; 0 where weights are pinned themselves.
         first_slot: The weight slot, 0 or 1, that holds the first streamed layer.
 
@@ -69,21 +69,25 @@ class PassForm:
     """
 
     layers: tuple[LayerPages, ...]
-    num_waves: int
+    num_micro_batches: int
     has_cpu_attention: bool = True
     has_device_attention: bool = False
-    waves_per_group: int = 1
+    micro_batches_per_group: int = 1
     look_ahead: int = 2
     staging_slots: int = 0
     first_slot: int = 0
 
     def __post_init__(self) -> None:
         if not self.layers:
-            raise ConfigError("layers is empty; a pass goes through at least one layer")
-        if self.num_waves < 1:
-            raise ConfigError(f"num_waves is {self.num_waves}; it must be at least 1")
-        if self.waves_per_group < 1:
-            raise ConfigError(f"waves_per_group is {self.waves_per_group}; it must be at least 1")
+            raise ConfigError("layers is empty; a step goes through at least one layer")
+        if self.num_micro_batches < 1:
+            raise ConfigError(
+                f"num_micro_batches is {self.num_micro_batches}; it must be at least 1"
+            )
+        if self.micro_batches_per_group < 1:
+            raise ConfigError(
+                f"micro_batches_per_group is {self.micro_batches_per_group}; it must be at least 1"
+            )
         if self.look_ahead < 0:
             raise ConfigError(f"look_ahead is {self.look_ahead}; it must be at least 0")
         if not (self.has_cpu_attention or self.has_device_attention):
@@ -103,14 +107,16 @@ class PassForm:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """Every wave in every layer, layer by layer."""
+        """Every micro-batch in every layer, layer by layer."""
         return tuple(
-            Step(layer, wave) for layer in range(self.num_layers) for wave in range(self.num_waves)
+            Step(layer, micro_batch)
+            for layer in range(self.num_layers)
+            for micro_batch in range(self.num_micro_batches)
         )
 
 
-def next_first_slot(form: PassForm) -> int:
-    """The slot into which a pass of this form loads the first streamed layer for the next pass."""
+def next_first_slot(form: StepForm) -> int:
+    """The slot into which a step of this form loads the first streamed layer for the next step."""
     return (form.first_slot + len(form.streamed)) % 2
 
 
@@ -122,21 +128,21 @@ class Load(NamedTuple):
     slot: int
 
 
-def loads_of(form: PassForm, layer: int, slot: int) -> tuple[Load, ...]:
+def loads_of(form: StepForm, layer: int, slot: int) -> tuple[Load, ...]:
     """All pages of a layer, to one slot."""
     return tuple(Load(layer, page, slot) for page in range(form.layers[layer].num_pages))
 
 
-def loads_of_first_layer(form: PassForm) -> tuple[Load, ...]:
-    """The pages of the first streamed layer, to where a pass of this form looks for them."""
+def loads_of_first_layer(form: StepForm) -> tuple[Load, ...]:
+    """The pages of the first streamed layer, to where a step of this form looks for them."""
     return loads_of(form, form.streamed[0], form.first_slot) if form.streamed else ()
 
 
-def plan_loads(form: PassForm, *, interleaves: bool) -> Mapping[Step, tuple[Load, ...]]:
-    """The pages to issue in each step of a pass.
+def plan_loads(form: StepForm, *, interleaves: bool) -> Mapping[Step, tuple[Load, ...]]:
+    """The pages to issue in each step of a step.
 
     While one streamed layer runs, and the resident layers behind it, the other slot takes the
-    next streamed layer; the last one gives way to the first one, for the next pass.
+    next streamed layer; the last one gives way to the first one, for the next step.
 
     Args:
         interleaves: Spread the pages evenly over the steps from one streamed layer to the next;
@@ -148,9 +154,9 @@ def plan_loads(form: PassForm, *, interleaves: bool) -> Mapping[Step, tuple[Load
         is_last = place + 1 == len(streamed)
         following = streamed[0] if is_last else streamed[place + 1]
         loads = loads_of(form, following, (form.first_slot + place + 1) % 2)
-        begin = layer if place else 0  # at the start of a pass, the other slot is free already
+        begin = layer if place else 0  # at the start of a step, the other slot is free already
         end = form.num_layers if is_last else following
-        steps = form.steps[begin * form.num_waves : end * form.num_waves]
+        steps = form.steps[begin * form.num_micro_batches : end * form.num_micro_batches]
         if not interleaves:
             plan[steps[0]] = loads
             continue
@@ -164,7 +170,7 @@ TURN = Buffer("turn")
 
 
 class Program:
-    """Collects tasks in issue order; one method for each operation of a pass.
+    """Collects tasks in issue order; one method for each operation of a step.
 
     Args:
         ring: Steps that may have buffers in flight at once.
@@ -175,7 +181,7 @@ class Program:
     def __init__(
         self,
         name: str,
-        form: PassForm,
+        form: StepForm,
         *,
         ring: int = 1,
         has_barriers: bool = False,
@@ -200,96 +206,100 @@ class Program:
     def schedule(self) -> Schedule:
         return Schedule(self._name, tuple(self._tasks), frozenset(self._inputs))
 
-    def embed(self, wave: int) -> None:
-        """Tokens of a wave to hidden states: on the CPU, and up to the device."""
-        embedded = Buffer("embedded", (wave,))
-        tokens = self._input("tokens", wave)
-        self._add(Op.EMBED, 0, wave, Resource.CPU, reads=(tokens,), writes=(embedded,))
-        self._add(Op.UP, 0, wave, Resource.HTOD, reads=(embedded,), writes=(_hidden(wave),))
+    def embed(self, micro_batch: int) -> None:
+        """Tokens of a micro-batch to hidden states: on the CPU, and up to the device."""
+        embedded = Buffer("embedded", (micro_batch,))
+        tokens = self._input("tokens", micro_batch)
+        self._add(Op.EMBED, 0, micro_batch, Resource.CPU, reads=(tokens,), writes=(embedded,))
+        self._add(
+            Op.UP, 0, micro_batch, Resource.HTOD, reads=(embedded,), writes=(_hidden(micro_batch),)
+        )
 
-    def embed_in_place(self, wave: int) -> None:
-        """Tokens of a wave to hidden states, where the computation is."""
-        tokens = self._input("tokens", wave)
-        self._add(Op.EMBED, 0, wave, self._cores, reads=(tokens,), writes=(_hidden(wave),))
+    def embed_in_place(self, micro_batch: int) -> None:
+        """Tokens of a micro-batch to hidden states, where the computation is."""
+        tokens = self._input("tokens", micro_batch)
+        self._add(
+            Op.EMBED, 0, micro_batch, self._cores, reads=(tokens,), writes=(_hidden(micro_batch),)
+        )
 
-    def pre(self, layer: int, wave: int) -> None:
+    def pre(self, layer: int, micro_batch: int) -> None:
         pages = self._form.layers[layer].attention_pages
-        reads = (_hidden(wave), *self._weights(layer, pages))
-        writes = (self._ringed("qkv", layer, wave),)
-        self._add(Op.PRE, layer, wave, self._cores, reads=reads, writes=writes)
+        reads = (_hidden(micro_batch), *self._weights(layer, pages))
+        writes = (self._ringed("qkv", layer, micro_batch),)
+        self._add(Op.PRE, layer, micro_batch, self._cores, reads=reads, writes=writes)
 
-    def store_qkv(self, layer: int, wave: int) -> None:
-        reads = (self._ringed("qkv", layer, wave),)
-        writes = (self._ringed("host_qkv", layer, wave),)
-        self._add(Op.QKV, layer, wave, Resource.DTOH, reads=reads, writes=writes)
+    def store_qkv(self, layer: int, micro_batch: int) -> None:
+        reads = (self._ringed("qkv", layer, micro_batch),)
+        writes = (self._ringed("host_qkv", layer, micro_batch),)
+        self._add(Op.QKV, layer, micro_batch, Resource.DTOH, reads=reads, writes=writes)
 
-    def attend(self, layer: int, wave: int) -> None:
+    def attend(self, layer: int, micro_batch: int) -> None:
         """Append to the KV cache and attend, the CPU's share."""
-        cache = self._input("kv", layer, wave)
-        reads = (self._ringed("host_qkv", layer, wave), cache)
-        writes = (cache, self._ringed("host_attention", layer, wave))
-        self._add(Op.ATTN, layer, wave, Resource.CPU, reads=reads, writes=writes)
+        cache = self._input("kv", layer, micro_batch)
+        reads = (self._ringed("host_qkv", layer, micro_batch), cache)
+        writes = (cache, self._ringed("host_attention", layer, micro_batch))
+        self._add(Op.ATTN, layer, micro_batch, Resource.CPU, reads=reads, writes=writes)
 
-    def attend_in_place(self, layer: int, wave: int) -> None:
+    def attend_in_place(self, layer: int, micro_batch: int) -> None:
         """Append to the KV cache and attend, without a way to the host and back."""
-        cache = self._input("kv", layer, wave)
-        reads = (self._ringed("qkv", layer, wave), cache)
-        writes = (cache, self._ringed("attention", layer, wave))
-        self._add(Op.ATTN, layer, wave, self._cores, reads=reads, writes=writes)
+        cache = self._input("kv", layer, micro_batch)
+        reads = (self._ringed("qkv", layer, micro_batch), cache)
+        writes = (cache, self._ringed("attention", layer, micro_batch))
+        self._add(Op.ATTN, layer, micro_batch, self._cores, reads=reads, writes=writes)
 
-    def load_kv(self, layer: int, wave: int) -> None:
+    def load_kv(self, layer: int, micro_batch: int) -> None:
         """KV blocks of the device's share to the device."""
-        reads = (self._input("device_kv", layer, wave),)
-        writes = (self._staged_kv(layer, wave),)
-        self._add(Op.KV, layer, wave, Resource.HTOD, reads=reads, writes=writes)
+        reads = (self._input("device_kv", layer, micro_batch),)
+        writes = (self._staged_kv(layer, micro_batch),)
+        self._add(Op.KV, layer, micro_batch, Resource.HTOD, reads=reads, writes=writes)
 
-    def append(self, layer: int, wave: int) -> None:
+    def append(self, layer: int, micro_batch: int) -> None:
         """Keys and values of the device's share into the host KV cache."""
-        cache = self._input("device_kv", layer, wave)
-        reads = (self._ringed("host_qkv", layer, wave), cache)
-        self._add(Op.APPEND, layer, wave, Resource.CPU, reads=reads, writes=(cache,))
+        cache = self._input("device_kv", layer, micro_batch)
+        reads = (self._ringed("host_qkv", layer, micro_batch), cache)
+        self._add(Op.APPEND, layer, micro_batch, Resource.CPU, reads=reads, writes=(cache,))
 
-    def attend_on_device(self, layer: int, wave: int) -> None:
-        reads = (self._ringed("qkv", layer, wave), self._staged_kv(layer, wave))
-        writes = (self._ringed("device_attention", layer, wave),)
-        self._add(Op.GATTN, layer, wave, Resource.GPU, reads=reads, writes=writes)
+    def attend_on_device(self, layer: int, micro_batch: int) -> None:
+        reads = (self._ringed("qkv", layer, micro_batch), self._staged_kv(layer, micro_batch))
+        writes = (self._ringed("device_attention", layer, micro_batch),)
+        self._add(Op.GATTN, layer, micro_batch, Resource.GPU, reads=reads, writes=writes)
 
-    def front(self, layer: int, wave: int) -> None:
-        """The way of a wave through a layer as far as its attention."""
-        self.pre(layer, wave)
-        self.store_qkv(layer, wave)
+    def front(self, layer: int, micro_batch: int) -> None:
+        """The way of a micro-batch through a layer as far as its attention."""
+        self.pre(layer, micro_batch)
+        self.store_qkv(layer, micro_batch)
         if self._form.has_cpu_attention:
-            self.attend(layer, wave)
+            self.attend(layer, micro_batch)
         if self._form.has_device_attention:
-            self.load_kv(layer, wave)
-            self.append(layer, wave)
-            self.attend_on_device(layer, wave)
+            self.load_kv(layer, micro_batch)
+            self.append(layer, micro_batch)
+            self.attend_on_device(layer, micro_batch)
 
-    def load_hidden(self, layer: int, wave: int) -> None:
-        reads = (self._ringed("host_attention", layer, wave),)
-        writes = (self._ringed("attention", layer, wave),)
-        self._add(Op.HID, layer, wave, Resource.HTOD, reads=reads, writes=writes)
+    def load_hidden(self, layer: int, micro_batch: int) -> None:
+        reads = (self._ringed("host_attention", layer, micro_batch),)
+        writes = (self._ringed("attention", layer, micro_batch),)
+        self._add(Op.HID, layer, micro_batch, Resource.HTOD, reads=reads, writes=writes)
 
-    def post(self, layer: int, wave: int) -> None:
-        attended = [self._ringed("attention", layer, wave)] * self._form.has_cpu_attention
+    def post(self, layer: int, micro_batch: int) -> None:
+        attended = [self._ringed("attention", layer, micro_batch)] * self._form.has_cpu_attention
         attended += [
-            self._ringed("device_attention", layer, wave)
+            self._ringed("device_attention", layer, micro_batch)
         ] * self._form.has_device_attention
         weights = self._weights(layer, self._form.layers[layer].attention_pages)
-        reads = (_hidden(wave), *attended, *weights)
-        writes = (_hidden(wave), _routed(wave))
-        self._add(Op.POST, layer, wave, self._cores, reads=reads, writes=writes)
+        reads = (_hidden(micro_batch), *attended, *weights)
+        writes = (_hidden(micro_batch), _routed(micro_batch))
+        self._add(Op.POST, layer, micro_batch, self._cores, reads=reads, writes=writes)
 
-    def experts(self, layer: int, group: int, waves: Sequence[int]) -> None:
-        """The feed-forward network of an expert group: all of its waves at once."""
-        hidden = tuple(map(_hidden, waves))
+    def experts(self, layer: int, group: int, micro_batches: Sequence[int]) -> None:
+        """The feed-forward network of an expert group: all of its micro-batches at once."""
+        hidden = tuple(map(_hidden, micro_batches))
         weights = self._weights(layer, self._form.layers[layer].expert_pages)
-        reads = (*hidden, *map(_routed, waves), *weights)
+        reads = (*hidden, *map(_routed, micro_batches), *weights)
         self._add(Op.EXPERTS, layer, group, self._cores, reads=reads, writes=hidden)
 
     def head(self) -> None:
-        """Final norm and logits of the rows that need them, of all waves."""
-        reads = tuple(map(_hidden, range(self._form.num_waves)))
+        """Final norm and logits of the rows that need them, of all micro-batches."""
+        reads = tuple(map(_hidden, range(self._form.num_micro_batches)))
         writes = (Buffer("logits"),)
         self._add(Op.HEAD, self._form.num_layers, 0, self._cores, reads=reads, writes=writes)
 
@@ -307,7 +317,7 @@ class Program:
         self._add(Op.W, *where, reads=(source,), writes=(slot_page,))
         self._held[load.slot][load.page] = load.layer
         self._unwritten.discard(slot_page)
-        # The first layer is loaded again for the next pass; this pass reads it where it was.
+        # The first layer is loaded again for the next step; this step reads it where it was.
         self._slot_of.setdefault(load.layer, load.slot)
 
     def sync(self, layer: int, part: int) -> None:
@@ -352,16 +362,17 @@ class Program:
         self._inputs.add(buffer)
         return buffer
 
-    def _ringed(self, name: str, layer: int, wave: int) -> Buffer:
-        return Buffer(name, (self._step(layer, wave) % self._ring,))
+    def _ringed(self, name: str, layer: int, micro_batch: int) -> Buffer:
+        return Buffer(name, (self._step(layer, micro_batch) % self._ring,))
 
-    def _staged_kv(self, layer: int, wave: int) -> Buffer:
-        return Buffer("staged_kv", (self._step(layer, wave) % 2,))
+    def _staged_kv(self, layer: int, micro_batch: int) -> Buffer:
+        return Buffer("staged_kv", (self._step(layer, micro_batch) % 2,))
 
-    def _step(self, layer: int, wave: int) -> int:
-        # Counted through the pass: by wave alone, the last waves of a layer and the first of the
-        # next could meet in one buffer where num_waves is no multiple of the ring.
-        return layer * self._form.num_waves + wave
+    def _step(self, layer: int, micro_batch: int) -> int:
+        # Counted through the step: by micro-batch alone, the last micro-batches of a layer and the
+        # first of the next could meet in one buffer where num_micro_batches is no multiple of the
+        # ring.
+        return layer * self._form.num_micro_batches + micro_batch
 
 
 @lru_cache(maxsize=1024)
@@ -373,9 +384,9 @@ def _slot_page(slot: int, page: int) -> Buffer:
     return Buffer("weights", (slot, page))
 
 
-def _hidden(wave: int) -> Buffer:
-    return Buffer("hidden", (wave,))
+def _hidden(micro_batch: int) -> Buffer:
+    return Buffer("hidden", (micro_batch,))
 
 
-def _routed(wave: int) -> Buffer:
-    return Buffer("routed", (wave,))
+def _routed(micro_batch: int) -> Buffer:
+    return Buffer("routed", (micro_batch,))

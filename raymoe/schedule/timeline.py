@@ -295,7 +295,7 @@ class Excerpt(NamedTuple):
 
 
 def middle_layers(timeline: Timeline, num_layers: int) -> Excerpt:
-    """Cut so many layers out of the middle of a pass; one of fewer is left whole."""
+    """Cut so many layers out of the middle of a step; one of fewer is left whole."""
     starts = {
         span.task.layer: span.start_s
         for span in timeline.spans

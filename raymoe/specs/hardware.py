@@ -78,7 +78,7 @@ class HostCurves:
         prefill_flop_per_s: Causal attention of whole prompts over their tokens; what lies above
             the diagonal is not counted.
         activation_bytes_per_s: Norms and rotations: activations read and written.
-        task_overhead_s: What a task of a pass takes beyond its kernels, over the tokens of the
+        task_overhead_s: What a task of a step takes beyond its kernels, over the tokens of the
             pass; None for a constant of the cost model.
     """
 
@@ -291,7 +291,7 @@ def _check_positive(spec: object, fields: Iterable[str]) -> None:
 USABLE_FRACTION = 0.85
 GPU_READ_FRACTION = 0.75
 GPU_PRODUCT_FRACTION = 0.65
-COPY_PASSES = 3
+NUM_COPIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,7 +322,7 @@ def _node(name: str, host: _Host, gpu: _Gpu) -> HardwareSpec:
         gpu_flop_per_s=gpu.tflop_per_s * TB,
         htod_bytes_per_s=gpu.link_gb_per_s * GB,
         dtoh_bytes_per_s=gpu.link_gb_per_s * GB,
-        host_copy_bytes_per_s=host.gb_per_s * GB / COPY_PASSES,
+        host_copy_bytes_per_s=host.gb_per_s * GB / NUM_COPIES,
     )
 
 

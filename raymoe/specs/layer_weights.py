@@ -129,8 +129,8 @@ def _latent(attention: LatentAttentionSpec, hidden_size: int) -> NamedShapes:
     cached = (attention.cache_width, hidden_size)
     yield from _linear("self_attn.kv_a_proj_with_mqa", cached, has_bias=has_bias)
     yield "self_attn.kv_a_layernorm.weight", (attention.kv_lora_rank,)
-    unfolded = heads * (attention.nope_head_dim + attention.value_head_dim)
-    yield f"{KV_UP}.weight", (unfolded, attention.kv_lora_rank)
+    up_projected = heads * (attention.nope_head_dim + attention.value_head_dim)
+    yield f"{KV_UP}.weight", (up_projected, attention.kv_lora_rank)
     value_width = heads * attention.value_head_dim
     yield from _linear(OUTPUT, (hidden_size, value_width), has_bias=has_bias)
 

@@ -113,7 +113,7 @@ class LatentAttentionSpec:
     Queries come from a latent of their own, or directly; keys and values of all heads from one
     latent, which is cached beside the one rotated key that all heads share. In the *absorbed* form
     queries are carried into the latent space and results out of it, so that decoding reads nothing
-    but the cache; in the plain form keys and values are unfolded per head.
+    but the cache; in the plain form keys and values are up-projected per head.
 
     Attributes:
         q_lora_rank: Width of the latent of queries; None where they are projected directly.

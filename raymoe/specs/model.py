@@ -64,7 +64,7 @@ class ModelSpec:
         name: For people: directory or hub name.
         norm: Kind of all norms but those of queries, keys and latents, which are RMS norms.
         dtype: Type that the configuration names for the stored weights; None where it is silent.
-        max_context_tokens: Longest sequence that the positions were made for, and that sees all of
+        max_model_len: Longest sequence that the positions were made for, and that sees all of
             its tokens.
         embedding_multiplier: Factor of the embeddings of tokens.
         residual_multiplier: Factor of what attention and feed-forward network add.
@@ -82,7 +82,7 @@ class ModelSpec:
     norm_eps: float
     rope: RopeSpec
     tie_word_embeddings: bool
-    max_context_tokens: int
+    max_model_len: int
     dtype: str | None
     eos_token_ids: tuple[int, ...]
     norm: NormKind = "rms"
@@ -196,7 +196,7 @@ class ModelSpec:
         )
         if isinstance(attention, LatentAttentionSpec):
             attention = replace(attention, scale=attention.scale * rope.scale_factor)
-        limit = rope.max_context_tokens
+        limit = rope.max_model_len
         if family.context_limit is not None:
             limit = min(limit, fields.positive(family.context_limit))
         embedding, residual, logits = map(fields.number_or, family.multipliers)
@@ -210,7 +210,7 @@ class ModelSpec:
             norm_eps=fields.number_or(family.norm_eps),
             rope=rope,
             tie_word_embeddings=fields.boolean("tie_word_embeddings"),
-            max_context_tokens=limit,
+            max_model_len=limit,
             dtype=_dtype(config),
             eos_token_ids=fields.token_ids("eos_token_id"),
             embedding_multiplier=embedding,

@@ -75,7 +75,7 @@ class RopeSpec:
         return self.kind in {"dynamic", "longrope"}
 
     @property
-    def max_context_tokens(self) -> int:
+    def max_model_len(self) -> int:
         if self.kind in {"linear", "dynamic"}:
             return int(self.max_position_embeddings * max(self.factor, 1.0))
         if self.kind == "yarn":

@@ -18,10 +18,10 @@ PARAMS = {"temperature": 0, "max_tokens": 3, "ignore_eos": True}
 NUM_PROMPTS = 3
 DEVICES = {
     "staged, half of it": ("module_batching", DevicePolicy(
-        num_waves=2, page_bytes=9_000, cpu_attention_fraction=0.5
+        num_micro_batches=2, page_bytes=9_000, cpu_attention_fraction=0.5
     )),
     "staged, all of it": ("flexgen_s4", DevicePolicy(
-        num_waves=2, page_bytes=9_000, cpu_attention_fraction=0.0
+        num_micro_batches=2, page_bytes=9_000, cpu_attention_fraction=0.0
     )),
     "resident": ("resident", DevicePolicy(resident_bytes=1 << 30)),
 }  # fmt: skip
@@ -53,8 +53,8 @@ def test_our_kernels_give_the_tokens_of_the_cpu(
     from raymoe.kernels.gpu_attention import Attending  # noqa: PLC0415 - needs Triton
 
     name = schedules.plain_configuration(name)
-    sizes = {"batch_size": 4, "pass_tokens": 24, "prefill_chunk_tokens": 12}
-    monkeypatch.setattr(LatentHeads, "fewest_plain_tokens", 8)  # so that both forms are used
+    sizes = {"batch_size": 4, "max_num_batched_tokens": 24, "max_prefill_chunk_tokens": 12}
+    monkeypatch.setattr(LatentHeads, "min_plain_tokens", 8)  # so that both forms are used
     expected = generate(name, sizes)
     shapes = set()
     run = Attending.run

@@ -9,7 +9,7 @@ import pytest
 
 from raymoe import cli
 from raymoe.bench.kernels import measure_kernels, quantised_experts_job
-from raymoe.bench.steps import PassKind, PassPair, compare_passes, predict_pass, times_by_kind
+from raymoe.bench.steps import StepKind, StepPair, compare_steps, predict_step, times_by_kind
 from raymoe.bench.suite import run_suite
 from raymoe.bench.workloads import WORKLOADS, make_checkpoint, make_prompts
 from raymoe.errors import ConfigError
@@ -21,7 +21,7 @@ from raymoe.measure.jobs import (
     linear_job,
     prefill_job,
 )
-from raymoe.plan.cost import PassShape
+from raymoe.plan.cost import StepShape
 from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.schedule.timeline import Span, Timeline
 from raymoe.specs.hardware import HardwareSpec
@@ -99,7 +99,7 @@ def test_passes_of_a_job_are_set_beside_their_prediction(tmp_path: Path) -> None
         host_flop_per_s=1e11,
     )  # fmt: skip
     workload = WORKLOADS["smoke"]
-    runs = compare_passes(model, node, workload, repetitions=2)
+    runs = compare_steps(model, node, workload, repetitions=2)
     assert [len(run) for run in runs] == [workload.generated_tokens] * 2
     prompt_tokens = sum(workload.prompt_lengths())
     for run in runs:
@@ -109,30 +109,30 @@ def test_passes_of_a_job_are_set_beside_their_prediction(tmp_path: Path) -> None
         for step, shape in enumerate(decodes, 1):
             contexts = prompt_tokens + workload.num_rows * step
             assert shape == dataclasses.replace(
-                PassShape.decode(workload.num_rows, 0),
+                StepShape.decode(workload.num_rows, 0),
                 attention_pairs=contexts,
                 context_tokens=contexts,
             )
     kinds = times_by_kind(runs)
-    assert [(each.kind, each.num_passes) for each in kinds] == [
+    assert [(each.kind, each.num_steps) for each in kinds] == [
         ("prefill", 1), ("decode", 7), ("all", 8),
     ]  # fmt: skip
     spec = ModelSpec.from_directory(model)
-    predicted = sum(predict_pass(spec, node, pair.shape).makespan_s for pair in runs[0])
+    predicted = sum(predict_step(spec, node, pair.shape).makespan_s for pair in runs[0])
     assert kinds[-1].predicted_s == pytest.approx(predicted)
     for each in kinds:
         assert each.gap == pytest.approx(each.predicted_s / each.measured_s - 1)
         assert set(each.gap_by_op) == {"embed", "pre", "attn", "post", "experts", "head"}
 
 
-def pair_of(shape: PassShape, predicted_s: float, measured_s: float) -> PassPair:
+def pair_of(shape: StepShape, predicted_s: float, measured_s: float) -> StepPair:
     task = Task(op=Op.HEAD, layer=0, part=0, resource=Resource.CPU)
     timelines = [Timeline("", (Span(task, 0.0, each),)) for each in (predicted_s, measured_s)]
-    return PassPair(shape, *timelines)
+    return StepPair(shape, *timelines)
 
 
 def test_times_of_a_kind_are_medians_over_runs_of_sums_over_passes() -> None:
-    decode, prefill = PassShape.decode(4, 9), PassShape.prefill(2, 9)
+    decode, prefill = StepShape.decode(4, 9), StepShape.prefill(2, 9)
     mixed = dataclasses.replace(prefill, tokens=prefill.tokens + 1)
     runs = [
         [pair_of(prefill, 8, 4 * slow), pair_of(decode, 1, slow), pair_of(decode, 2, 2 * slow)]
@@ -143,7 +143,7 @@ def test_times_of_a_kind_are_medians_over_runs_of_sums_over_passes() -> None:
     assert (times["decode"].predicted_s, times["decode"].measured_s) == (3, 6)
     assert times["decode"].gap == times["decode"].gap_by_op["head"] == pytest.approx(-0.5)
     assert times["prefill"].gap == pytest.approx(0.0)
-    assert PassKind.of(mixed) is PassKind.MIXED
+    assert StepKind.of(mixed) is StepKind.MIXED
 
 
 def test_prompts_have_the_lengths_of_their_workload() -> None:

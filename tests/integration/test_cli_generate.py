@@ -13,7 +13,7 @@ import pytest
 
 import raymoe
 from raymoe.cli import run
-from raymoe.cli.resume import Remains
+from raymoe.cli.resume import ResumeState
 from raymoe.cli.storage import Location
 from raymoe.config import EngineConfig, SamplingParams
 from raymoe.data.manifest import Manifest
@@ -113,7 +113,7 @@ def test_arranged_rows_get_the_answers_they_get_without(model, tmp_path):
     source = tmp_path / "in.parquet"
     pq.write_table(pa.table({"id": range(50), "prompt": [*prompts[:-1], None]}), source)
     answers = []
-    for more in ((), ("--arrange",)):
+    for more in ((), ("--sort-by-prefix",)):
         output = tmp_path / f"out{len(more)}"
         options = ("--input", source, "--output", output, "--id-column", "id", "--batch-size", 8)
         done = generate("--model", model, *options, "--max-tokens", 3, *more)
@@ -125,8 +125,8 @@ def test_arranged_rows_get_the_answers_they_get_without(model, tmp_path):
 def test_rows_cannot_be_arranged_and_keep_their_order(capsys, tmp_path):
     write_lines(tmp_path / "in.jsonl", '{"prompt": "a"}')
     options = ("--model", "m", "--input", f"{tmp_path}/in.jsonl", "--output", f"{tmp_path}/out")
-    assert run(["generate", *options, "--arrange", "--preserve-order"]) == 2
-    assert "--arrange and --preserve-order contradict each other" in capsys.readouterr().err
+    assert run(["generate", *options, "--sort-by-prefix", "--preserve-order"]) == 2
+    assert "--sort-by-prefix and --preserve-order contradict each other" in capsys.readouterr().err
 
 
 def check_traces(directory, done):
@@ -138,7 +138,7 @@ def check_traces(directory, done):
     (actor,) = files.actors
     assert (actor.state, actor.rows.num_rows) == ("ended", 41)
     assert actor.engine.num_generated_tokens == actor.rows.num_generated_tokens == 36 * 4 + 2
-    assert [record.actor for record in files.passes] == [actor.actor]
+    assert [record.actor for record in files.steps] == [actor.actor]
     view = JobView.of(files, files.job.updated_unix_s)
     assert view.cost_per_million_tokens > 0
     report = directory / "out.jsonl.report.html"
@@ -223,12 +223,21 @@ def test_an_output_that_is_the_input_or_not_empty_is_refused(capfd, model, tmp_p
 
 def test_an_unfinished_run_of_another_job_is_refused_before_ray_starts(capfd, model, tmp_path):
     source = write_lines(tmp_path / "in.jsonl", '{"id": 1, "prompt": "a"}')
-    remains = Remains.of(Location.local(tmp_path / "out.jsonl"))
+    resume_state = ResumeState.of(Location.local(tmp_path / "out.jsonl"))
     params = SamplingParams(max_tokens=64, temperature=0.0)
     manifest = Manifest.of(ModelIdentity.of(model), params, EngineConfig())
-    remains.prepare(manifest, resume=False)
-    (remains.journal / "rows-1.journal").write_bytes(b"raymoej1")
-    basic = ("--model", model, "--input", source, "--output", remains.output, "--id-column", "id")
+    resume_state.prepare(manifest, resume=False)
+    (resume_state.journal / "rows-1.journal").write_bytes(b"raymoej1")
+    basic = (
+        "--model",
+        model,
+        "--input",
+        source,
+        "--output",
+        resume_state.output,
+        "--id-column",
+        "id",
+    )
     code, line = refused(capfd, *basic)
     assert code == 2
     assert "a run that was not finished; add --resume" in line
@@ -240,8 +249,8 @@ def test_an_unfinished_run_of_another_job_is_refused_before_ray_starts(capfd, mo
         code, line = refused(capfd, *basic, "--resume", *option)
         assert code == 2
         assert difference in line
-    assert not remains.output.exists()
-    assert (remains.journal / "rows-1.journal").exists()
+    assert not resume_state.output.exists()
+    assert (resume_state.journal / "rows-1.journal").exists()
 
 
 def test_a_model_that_is_none_is_refused_before_ray_starts(capfd, tmp_path):

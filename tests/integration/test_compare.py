@@ -45,9 +45,9 @@ def test_the_command_runs_every_schedule_and_draws_them(
 ) -> None:
     model = make_stand_in(tmp_path / "model", 2)
     code = run(
-        ["compare", "--model", str(model), "--hardware", "t4", "--num-waves", "3",
-         "--wave-rows", "2", "--context", "40", "--resident-share", "0.5", "--page-bytes", "1KiB",
-         "--cpu-attention-fraction", "0.5", "--out", str(tmp_path / "out")]
+        ["compare", "--model", str(model), "--hardware", "t4", "--num-micro-batches", "3",
+         "--micro-batch-rows", "2", "--context", "40", "--resident-share", "0.5", "--page-bytes",
+         "1KiB", "--cpu-attention-fraction", "0.5", "--out", str(tmp_path / "out")]
     )  # fmt: skip
     assert code == 0
     table = capsys.readouterr().out

@@ -6,7 +6,7 @@ import torch
 from raymoe.device.cuda import CudaDevice
 from raymoe.engine import runner_loading
 from raymoe.errors import CapacityError, ConfigError
-from raymoe.plan.device_pass import workspace_bytes
+from raymoe.plan.device_step import workspace_bytes
 from raymoe.schedule.builders import STREAMING_BUILDERS
 from raymoe.specs.hardware import hardware_preset
 from raymoe.units import GIB
@@ -23,7 +23,7 @@ def check(family: str, schedule: str, scenario: str, placement: str, **config: o
     schedules.check(family, schedule, scenario, PLACEMENTS[placement], device="cuda", **config)
 
 
-@pytest.mark.parametrize("pace", [0.0, 0.4], ids=["lazy", "random"])
+@pytest.mark.parametrize("delay", [0.0, 0.4], ids=["lazy", "random"])
 @pytest.mark.parametrize(
     ("family", "schedule", "scenario", "placement"),
     [
@@ -38,15 +38,15 @@ def test_a_device_that_works_later_gives_the_tokens_of_the_cpu(
     schedule: str,
     scenario: str,
     placement: str,
-    pace: float,
+    delay: float,
     monkeypatch: pytest.MonkeyPatch,
     without_native_kernels: list[DeferredCuda],
 ) -> None:
-    cuda = DeferredCuda(pace=pace)
+    cuda = DeferredCuda(delay=delay)
     without_native_kernels.append(cuda)
     monkeypatch.setattr(runner_loading, "open_cuda", lambda *_, **__: CudaDevice(cuda, GIB))
     check(family, schedule, scenario, placement, hardware=hardware_preset("t4"))
-    # Blocks travel together; CGOPipe attends on the host, and these prompts come in one pass.
+    # Blocks travel together; CGOPipe attends on the host, and these prompts come in one step.
     assert (cuda.num_batches > 0) == (schedule != "cgopipe")
 
 

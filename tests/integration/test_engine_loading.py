@@ -96,7 +96,11 @@ def test_too_little_memory_is_refused_with_a_table(directory):
 
 
 STREAMING = Policy(
-    batch_size=1, pass_tokens=8, prefill_chunk_tokens=8, num_kv_blocks=1, device=DevicePolicy()
+    batch_size=1,
+    max_num_batched_tokens=8,
+    max_prefill_chunk_tokens=8,
+    num_kv_blocks=1,
+    device=DevicePolicy(),
 )
 
 
@@ -180,7 +184,7 @@ def test_plan_and_timeline_are_there_to_be_compared(directory, caplog):
 
 def test_dtype_and_cache_type_can_be_chosen(directory):
     config = EngineConfig(
-        host_memory_bytes=2 * GIB, dtype="float32", kv_dtype="bfloat16", max_context_tokens=40
+        host_memory_bytes=2 * GIB, dtype="float32", kv_dtype="bfloat16", max_model_len=40
     )
     assert tokens(directory, GREEDY | {"max_tokens": 100}, config).num_generated_tokens == 35
 
@@ -198,7 +202,10 @@ def test_an_engine_reports_its_plan_beside_what_it_took(directory):
 def test_a_budget_beyond_what_is_free_is_refused_before_anything_is_taken(directory, monkeypatch):
     monkeypatch.setattr(loading, "PATIENCE_S", 0.0)
     policy = Policy(
-        batch_size=8, pass_tokens=64, prefill_chunk_tokens=64, num_kv_blocks=2**32 // 100
+        batch_size=8,
+        max_num_batched_tokens=64,
+        max_prefill_chunk_tokens=64,
+        num_kv_blocks=2**32 // 100,
     )
     config = EngineConfig(device="cpu", host_memory_bytes=2**50, policy=policy)
     with pytest.raises(InfeasiblePlanError, match="So much is free now"):

@@ -36,8 +36,8 @@ class Case:
     def engine(self, **policy: int) -> Engine:
         sizes = {
             "batch_size": 32,
-            "pass_tokens": 4096,
-            "prefill_chunk_tokens": 4096,
+            "max_num_batched_tokens": 4096,
+            "max_prefill_chunk_tokens": 4096,
             "num_kv_blocks": 200,
         }
         config = EngineConfig(dtype="float32", policy=Policy(**(sizes | policy)), linger_s=0.0)
@@ -59,13 +59,13 @@ def check_every_way(name: str, num_prompts: int, max_tokens: int) -> None:
         case.assert_agrees(engine, order=range(len(case.prompts))[::-1])
     with case.engine(batch_size=1) as engine:  # one row at a time
         case.assert_agrees(engine)
-    with case.engine(prefill_chunk_tokens=7, pass_tokens=40) as engine:
+    with case.engine(max_prefill_chunk_tokens=7, max_num_batched_tokens=40) as engine:
         case.assert_agrees(engine)
     check_preemption(Case(name, NUM_PROMPTS, max_tokens))
 
 
 def check_preemption(case: Case) -> None:
-    with case.engine(num_kv_blocks=8, pass_tokens=512) as engine:
+    with case.engine(num_kv_blocks=8, max_num_batched_tokens=512) as engine:
         # Rows of one token let the engine expect short ones, so that it overfills the cache.
         engine.generate([[1]] * 20, {"temperature": 0, "max_tokens": 1})
         case.assert_agrees(engine)

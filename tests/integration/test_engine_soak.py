@@ -38,7 +38,7 @@ class Stalls:
 
 
 def num_things() -> dict[str, int]:
-    """What a leak would add to; memory that a pass leaves to the next counts from the start."""
+    """What a leak would add to; memory that a step leaves to the next counts from the start."""
     gc.collect()
     things = gc.get_objects()
     return {
@@ -50,7 +50,7 @@ def num_things() -> dict[str, int]:
 
 
 def assert_nothing_left(before: dict[str, int], after: dict[str, int]) -> None:
-    """A few tensors of the last pass hang on frames; a leak of each would be thousands."""
+    """A few tensors of the last step hang on frames; a leak of each would be thousands."""
     assert after["tensors"] <= before["tensors"] + 16
     assert {**after, "tensors": 0} == {**before, "tensors": 0}
 

@@ -16,8 +16,13 @@ from tests.triton_mode import HAS_GPU
 
 pytest.importorskip("triton")
 
-SIZES = {"batch_size": 8, "pass_tokens": 64, "prefill_chunk_tokens": 64, "num_kv_blocks": 40}
-DEVICE = DevicePolicy(num_waves=2, page_bytes=9_000, resident_bytes=30_000)
+SIZES = {
+    "batch_size": 8,
+    "max_num_batched_tokens": 64,
+    "max_prefill_chunk_tokens": 64,
+    "num_kv_blocks": 40,
+}
+DEVICE = DevicePolicy(num_micro_batches=2, page_bytes=9_000, resident_bytes=30_000)
 PROMPTS = [[3, 5, 8], [13], [21, 34, 55, 89]]
 
 

@@ -13,7 +13,7 @@ SCRIPT = """
 import os, signal, sys
 import pyarrow as pa
 from raymoe.data.generator import MoEGenerator
-from raymoe.data.quarantine import inside_files
+from raymoe.data.quarantine import in_flight_files
 from raymoe.errors import ExecutionError
 from pathlib import Path
 
@@ -31,7 +31,7 @@ operator = MoEGenerator(
     sampling_params={"max_tokens": 4},
 )
 ask(operator, "before")
-before = inside_files(journal)
+before = in_flight_files(journal)
 child = os.fork()
 if child == 0:
     signal.alarm(120)  # against waiting for ever
@@ -46,7 +46,7 @@ if child == 0:
     sys.exit(0)
 _, status = os.waitpid(child, 0)
 assert status == 0, f"the fork ended with status {status}"
-assert inside_files(journal) == before
+assert in_flight_files(journal) == before
 ask(operator, "after")
 operator.close()
 print("done")

@@ -33,7 +33,7 @@ from tests.unit.device.deferred_cuda import DeferredCuda, without_native_kernels
 
 __all__ = ["without_native_kernels"]
 
-SMALL = ["--shape", "tiny", "--workload", "smoke", "--most-rows", "12", "--part-limit", "120"]
+SMALL = ["--shape", "tiny", "--workload", "smoke", "--max-rows", "12", "--part-limit", "120"]
 
 
 def bench(out: Path, *arguments: str) -> int:
@@ -176,7 +176,7 @@ def cuda_part(contender: str) -> PartSettings:
         workload="smoke",
         contender=contender,
         limit_s=120.0,
-        most_rows=12,
+        max_rows=12,
     )
 
 
@@ -189,7 +189,7 @@ def test_the_engine_of_a_part_runs_on_a_gpu_that_works_later_than_asked(
     monkeypatch: pytest.MonkeyPatch,
     without_native_kernels: list[DeferredCuda],
 ) -> None:
-    cuda = DeferredCuda(pace=0.4)
+    cuda = DeferredCuda(delay=0.4)
     without_native_kernels.append(cuda)
     monkeypatch.setattr(runner_loading, "open_cuda", lambda *_, **__: CudaDevice(cuda, GIB))
     monkeypatch.setattr(engines, "pinned_bytes_per_s", lambda *_: 10e9)
@@ -204,8 +204,8 @@ def test_the_engine_of_a_part_runs_on_a_gpu_that_works_later_than_asked(
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
-@pytest.mark.parametrize("most_rows", [4, 10_000])
-def test_accelerate_runs_a_batch_wherever_torch_does(most_rows: int) -> None:
+@pytest.mark.parametrize("max_rows", [4, 10_000])
+def test_accelerate_runs_a_batch_wherever_torch_does(max_rows: int) -> None:
     settings = PartSettings(
         node=NodeSettings(device="cpu"),
         shape="tiny",
@@ -213,14 +213,14 @@ def test_accelerate_runs_a_batch_wherever_torch_does(most_rows: int) -> None:
         workload="smoke",
         contender=ACCELERATE,
         limit_s=40.0,
-        most_rows=most_rows,
+        max_rows=max_rows,
     )
     node = hardware_preset("l4")
     small = replace(node, gpu_memory_bytes=1_080_000_000)
     figures = engines.measure_accelerate(settings, small, "cpu")
     assert 0 < figures.prefill_s < figures.total_s
     assert figures.generated_tokens == 6 * figures.num_rows
-    assert (figures.num_rows == 4) == (most_rows == 4)
+    assert (figures.num_rows == 4) == (max_rows == 4)
 
 
 def test_without_accelerate_its_part_is_left_out_and_says_what_to_install(

@@ -16,7 +16,7 @@ from raymoe.config import EngineConfig
 from raymoe.device.emulated import EmulatedDevice
 from raymoe.engine import loading
 from raymoe.engine.engine import Engine
-from raymoe.engine.runner_loading import Pace
+from raymoe.engine.runner_loading import EmulatedTiming
 from raymoe.plan.pages import layer_pages
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Policy
@@ -81,17 +81,17 @@ class Job:
 
     @classmethod
     def make(cls, model: Path, workload: str) -> "Job":
-        shortest, longest, most_tokens, num_rows = WORKLOADS[workload]
+        shortest, longest, max_tokens, num_rows = WORKLOADS[workload]
         dice = random.Random(workload)
         prompts = [
             [dice.randrange(VOCAB) for _ in range(dice.randint(shortest, longest))]
             for _ in range(num_rows)
         ]
         with Engine.from_pretrained(model, EngineConfig(dtype="float32", device="cpu")) as engine:
-            free = engine.generate(prompts, {"temperature": 0, "max_tokens": most_tokens})
+            free = engine.generate(prompts, {"temperature": 0, "max_tokens": max_tokens})
             tokens = [token for row in free for token in row.token_ids[2:]]
             stop = sorted(set(tokens), key=tokens.count)[len(set(tokens)) // 2]
-            params = {"temperature": 0, "max_tokens": most_tokens, "stop_token_ids": [stop]}
+            params = {"temperature": 0, "max_tokens": max_tokens, "stop_token_ids": [stop]}
             rows = engine.generate(prompts, params)
         lengths = [(row.num_input_tokens, row.num_generated_tokens) for row in rows]
         assert len({generated for _, generated in lengths}) > 3
@@ -105,9 +105,9 @@ def first_layers(model: ModelSpec) -> ModelSpec:
 def plan_job(name: str, hardware: HardwareSpec, job: Job) -> Plan:
     """The planner's own policy, but for a batch small enough to be refilled."""
     model, workload = first_layers(model_preset(name)), Workload.of_rows(job.row_lengths)
-    plan = find_plan(model, hardware, workload, max_context_tokens=512)
+    plan = find_plan(model, hardware, workload, max_model_len=512)
     policy = dataclasses.replace(plan.policy, batch_size=min(BATCH, plan.policy.batch_size))
-    return find_plan(model, hardware, workload, policy=policy, max_context_tokens=512)
+    return find_plan(model, hardware, workload, policy=policy, max_model_len=512)
 
 
 def stand_in_policy(plan: Plan, name: str, model: ModelSpec) -> Policy:
@@ -126,14 +126,16 @@ def stand_in_policy(plan: Plan, name: str, model: ModelSpec) -> Policy:
     return dataclasses.replace(plan.policy, device=scaled)
 
 
-def pace_of(name: str, plan: Plan, hardware: HardwareSpec):
-    """Costs of the large model for the passes of the small one."""
+def emulated_timing_of(name: str, plan: Plan, hardware: HardwareSpec):
+    """Costs of the large model for the steps of the small one."""
 
-    def make(device: EmulatedDevice, _work: object, _node: object, page_bytes) -> Pace:
-        passes = plan.passes.passes
-        scale = passes.cut.streamed_bytes / sum(map(sum, page_bytes))
+    def make(device: EmulatedDevice, _work: object, _node: object, page_bytes) -> EmulatedTiming:
+        steps = plan.steps.steps
+        scale = steps.cut.streamed_bytes / sum(map(sum, page_bytes))
         pages = tuple(tuple(round(scale * size) for size in layer) for layer in page_bytes)
-        return Pace(device, ModelWork.of(first_layers(model_preset(name)), 2), hardware, pages)
+        return EmulatedTiming(
+            device, ModelWork.of(first_layers(model_preset(name)), 2), hardware, pages
+        )
 
     return make
 
@@ -164,7 +166,7 @@ def run_job(
     job = Job.make(model, workload)
     hardware = dataclasses.replace(hardware_preset(node), gpu_memory_bytes=MODELS[name][0])
     plan = plan_job(name, hardware, job)
-    monkeypatch.setattr(loading, "Pace", pace_of(name, plan, hardware))
+    monkeypatch.setattr(loading, "EmulatedTiming", emulated_timing_of(name, plan, hardware))
     slowed = functools.partial(EmulatedDevice, time_scale=TIME_SCALE)
     monkeypatch.setattr(loading, "EmulatedDevice", slowed)
     config = EngineConfig(
@@ -173,7 +175,7 @@ def run_job(
         hardware=hardware,
         schedule=plan.schedule,
         policy=stand_in_policy(plan, name, ModelSpec.from_directory(model)),
-        max_context_tokens=512,
+        max_model_len=512,
         linger_s=0.0,
     )
     with Engine.from_pretrained(model, config) as engine:

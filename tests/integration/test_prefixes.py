@@ -1,4 +1,4 @@
-"""Rows that begin alike, through real models: the tokens of each alone, from shared blocks."""
+"""Rows that begin the same, through real models: the tokens of each alone, from shared blocks."""
 
 import pytest
 

@@ -33,8 +33,13 @@ PAIRS = [
     pytest.param(*pair, marks=() if pair in QUICK_PAIRS else pytest.mark.slow)
     for pair in itertools.product(NAMES, SCHEDULES)
 ]
-SIZES = {"batch_size": 8, "pass_tokens": 128, "prefill_chunk_tokens": 64, "num_kv_blocks": 40}
-DEVICE = DevicePolicy(num_waves=2, page_bytes=9_000, resident_bytes=30_000)
+SIZES = {
+    "batch_size": 8,
+    "max_num_batched_tokens": 128,
+    "max_prefill_chunk_tokens": 64,
+    "num_kv_blocks": 40,
+}
+DEVICE = DevicePolicy(num_micro_batches=2, page_bytes=9_000, resident_bytes=30_000)
 
 
 def prompts() -> list[list[int]]:
@@ -53,7 +58,7 @@ def test_logits_are_those_of_transformers_with_the_decoded_weights(name: str) ->
     ).eval()
     rows = prompts()
     driver = Driver(load_decoder(found.quantised), rows, 1)
-    logits_TV = driver.run_pass([(0, len(row)) for row in rows])
+    logits_TV = driver.run_step([(0, len(row)) for row in rows])
     for row, logits in zip(rows, logits_TV.split([len(row) for row in rows]), strict=True):
         with torch.no_grad():
             expected = theirs(torch.tensor([row])).logits[0]

@@ -79,8 +79,8 @@ from raymoe.plan.policy import DevicePolicy, Policy
 
 device = sys.argv[2]
 policy = Policy(
-    batch_size=2, pass_tokens=32, prefill_chunk_tokens=32, num_kv_blocks=8,
-    device=DevicePolicy(num_waves=1) if device == "emulated" else None,
+    batch_size=2, max_num_batched_tokens=32, max_prefill_chunk_tokens=32, num_kv_blocks=8,
+    device=DevicePolicy(num_micro_batches=1) if device == "emulated" else None,
 )
 schedule = "cgopipe" if device == "emulated" else "auto"
 config = EngineConfig(dtype="bfloat16", device=device, schedule=schedule, policy=policy)

@@ -16,21 +16,30 @@ from tests.parity.configurations import CONFIGURATIONS
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3")
 PAPERS = ("cgopipe", "vslpipe", "module_batching")
 NUM_PROMPTS, NUM_TOKENS = 10, 16
-SIZES = {"batch_size": 16, "pass_tokens": 512, "prefill_chunk_tokens": 512, "num_kv_blocks": 120}
-# Sizes of passes that differ from SIZES, and what is asked of the rows.
+SIZES = {
+    "batch_size": 16,
+    "max_num_batched_tokens": 512,
+    "max_prefill_chunk_tokens": 512,
+    "num_kv_blocks": 120,
+}
+# Sizes of steps that differ from SIZES, and what is asked of the rows.
 SCENARIOS: dict[str, tuple[dict[str, int], dict[str, object]]] = {
     "mixed lengths": ({}, {}),
     "early end": ({}, {"stop_token_ids": "common"}),
-    "preemption": ({"num_kv_blocks": 8, "pass_tokens": 512}, {}),
-    "long prompt": ({"prefill_chunk_tokens": 7, "pass_tokens": 40}, {}),
+    "preemption": ({"num_kv_blocks": 8, "max_num_batched_tokens": 512}, {}),
+    "long prompt": ({"max_prefill_chunk_tokens": 7, "max_num_batched_tokens": 40}, {}),
 }
 # Four ways to place the weights: everything moves; some experts stay; all stays; through a ring.
 DEVICES = {
-    "pages": DevicePolicy(num_waves=3, page_bytes=9_000, cpu_attention_fraction=0.4),
-    "resident share": DevicePolicy(num_waves=3, page_bytes=20_000, resident_bytes=60_000),
-    "resident": DevicePolicy(num_waves=2, resident_bytes=1 << 30, cpu_attention_fraction=0.7),
-    "staged": DevicePolicy(num_waves=4, page_bytes=5_000, staging_slots=3),
-    "one wave": DevicePolicy(num_waves=1, page_bytes=30_000, cpu_attention_fraction=0.0),
+    "pages": DevicePolicy(num_micro_batches=3, page_bytes=9_000, cpu_attention_fraction=0.4),
+    "resident share": DevicePolicy(num_micro_batches=3, page_bytes=20_000, resident_bytes=60_000),
+    "resident": DevicePolicy(
+        num_micro_batches=2, resident_bytes=1 << 30, cpu_attention_fraction=0.7
+    ),
+    "staged": DevicePolicy(num_micro_batches=4, page_bytes=5_000, staging_slots=3),
+    "one micro-batch": DevicePolicy(
+        num_micro_batches=1, page_bytes=30_000, cpu_attention_fraction=0.0
+    ),
 }
 
 
@@ -133,7 +142,7 @@ def test_latent_attention_is_divided_between_host_and_device() -> None:
     for schedule in PAPERS:
         check_configuration(name, schedule, "mixed lengths", DEVICES["pages"])
     check_configuration(name, "module_batching", "preemption", DEVICES["resident"])
-    check_configuration(name, "flexgen_s4", "long prompt", DEVICES["one wave"])
+    check_configuration(name, "flexgen_s4", "long prompt", DEVICES["one micro-batch"])
 
 
 @pytest.mark.slow
@@ -169,7 +178,7 @@ def test_a_model_that_fits_on_the_device_is_resident_with_the_same_tokens(family
         assert engine.last_timeline.name == "resident"
 
 
-@pytest.mark.parametrize("schedule", ["waves", "cgopipe", "flexgen_s4"])
+@pytest.mark.parametrize("schedule", ["micro_batches", "cgopipe", "flexgen_s4"])
 def test_the_planners_own_policy_changes_no_token(schedule: str) -> None:
     name = plain_configuration("qwen3_moe")
     workload = Workload(num_rows=20, prompt_tokens=30, generated_tokens=16)

@@ -24,10 +24,10 @@ from tests.tiny import make_checkpoint
 
 POLICY = Policy(
     batch_size=8,
-    pass_tokens=64,
-    prefill_chunk_tokens=64,
+    max_num_batched_tokens=64,
+    max_prefill_chunk_tokens=64,
     num_kv_blocks=32,
-    device=DevicePolicy(num_waves=2, page_bytes=MIB),
+    device=DevicePolicy(num_micro_batches=2, page_bytes=MIB),
 )
 CONFIG = EngineConfig(
     device="emulated",

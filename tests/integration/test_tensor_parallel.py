@@ -1,4 +1,4 @@
-"""Ranks that share every pass give the tokens of one, under all schedules; none is left behind."""
+"""Ranks that share every step give the tokens of one, under all schedules; none is left behind."""
 
 import functools
 import signal
@@ -33,10 +33,15 @@ PAPERS = ("cgopipe", "vslpipe", "module_batching")
 # sinks, biases of all sums; latents, a group-limited router, dense layers.
 FAMILIES = ("mixtral", "olmoe", "qwen2_moe", "gpt_oss", "deepseek_v3")
 NUM_PROMPTS, NUM_TOKENS = 10, 16
-SIZES = {"batch_size": 16, "pass_tokens": 512, "prefill_chunk_tokens": 512, "num_kv_blocks": 120}
-STREAMED = DevicePolicy(num_waves=3, page_bytes=9_000, cpu_attention_fraction=0.4)
-PARTLY_RESIDENT = DevicePolicy(num_waves=2, page_bytes=20_000, resident_bytes=30_000)
-STAGED = DevicePolicy(num_waves=4, page_bytes=5_000, staging_slots=3)
+SIZES = {
+    "batch_size": 16,
+    "max_num_batched_tokens": 512,
+    "max_prefill_chunk_tokens": 512,
+    "num_kv_blocks": 120,
+}
+STREAMED = DevicePolicy(num_micro_batches=3, page_bytes=9_000, cpu_attention_fraction=0.4)
+PARTLY_RESIDENT = DevicePolicy(num_micro_batches=2, page_bytes=20_000, resident_bytes=30_000)
+STAGED = DevicePolicy(num_micro_batches=4, page_bytes=5_000, staging_slots=3)
 ENDLESS = {"max_tokens": 200, "ignore_eos": True}
 END_S = 30.0  # for processes to disappear, however busy the machine is
 
@@ -132,8 +137,8 @@ def test_a_model_that_fits_is_resident_on_two_devices(family: str) -> None:
 @pytest.mark.slow
 def test_preemption_and_chunks_of_prompts_are_the_same_on_all_ranks() -> None:
     case = case_of("mixtral")
-    sizes = {"num_kv_blocks": 8, "pass_tokens": 40, "prefill_chunk_tokens": 7}
-    with make_engine(case, 2, "waves", sizes=sizes) as engine:
+    sizes = {"num_kv_blocks": 8, "max_num_batched_tokens": 40, "max_prefill_chunk_tokens": 7}
+    with make_engine(case, 2, "micro_batches", sizes=sizes) as engine:
         # Rows of one token let the engine expect short ones, so that a small cache overflows.
         engine.generate([[1]] * 20, {"temperature": 0, "max_tokens": 1})
         assert run(engine, case) == expected(case)
@@ -222,7 +227,7 @@ def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
         schedule="cgopipe",
         policy=Policy(**SIZES),
         num_torch_threads=1,
-        pass_limit_s=60.0,
+        step_limit_s=60.0,
     )
     ranks = Ranks(job)
     with pytest.raises(ExecutionError, match=rf"rank 1 .*{CheckpointError.__name__}: .*nothing"):

@@ -10,7 +10,7 @@ from raymoe.config import EngineConfig
 from raymoe.engine.engine import Engine
 from raymoe.errors import ConfigError
 from raymoe.plan.search import find_plan
-from raymoe.plan.work import PassLoad
+from raymoe.plan.work import StepLoad
 from raymoe.specs.hardware import hardware_preset
 from raymoe.specs.presets_models import model_preset
 from raymoe.specs.workload import Workload
@@ -23,16 +23,16 @@ def plan():
         model_preset("mixtral-8x7b"),
         hardware_preset("l4"),
         Workload(num_rows=64, prompt_tokens=64, generated_tokens=16),
-        max_context_tokens=256,
+        max_model_len=256,
     )
 
 
 def test_passes_take_what_the_plan_says_over_the_speedup(plan) -> None:
     model = pickle.loads(pickle.dumps(WaitingModel.of(plan, speedup=8.0)))
     model.times.model = None  # whatever is asked, it knows already
-    times = plan.pass_times()
+    times = plan.step_times()
     for rows, context, prompts in ((0, 0, 64), (5, 30, 0), (64, 80, 100), (10**6, 10**6, 10**6)):
-        load = PassLoad(decode_rows=rows, decode_context=context, prompt_tokens=prompts)
+        load = StepLoad(decode_rows=rows, decode_context=context, prompt_tokens=prompts)
         assert model.seconds(load) == pytest.approx(times(load) / 8)
     with pytest.raises(ConfigError, match="speed-up"):
         WaitingModel.of(plan, speedup=0.0)
@@ -55,7 +55,7 @@ def test_rows_go_through_the_real_engine(plan, monkeypatch) -> None:
         stats = engine.stats()
     assert [row.num_generated_tokens for row in rows] == [4 + index % 9 for index in range(40)]
     assert all(row.text and row.finish_reason == "length" for row in rows)
-    assert stats.num_passes == len(asked)
+    assert stats.num_steps == len(asked)
     assert sum(load.tokens for load in asked) == stats.num_computed_tokens
     assert stats.num_computed_tokens == sum(row.num_input_tokens for row in rows) + sum(
         row.num_generated_tokens - 1 for row in rows
@@ -65,7 +65,7 @@ def test_rows_go_through_the_real_engine(plan, monkeypatch) -> None:
 def test_a_runner_waits_and_says_for_how_long(plan) -> None:
     waited = []
 
-    class Inputs:  # of a pass with one decoding row
+    class Inputs:  # of a step with one decoding row
         def __init__(self, attention, logit_rows):
             self.attention, self.logit_rows = attention, logit_rows
             self.on_logits = lambda first, logits: waited.append((first, tuple(logits.shape)))
@@ -79,5 +79,5 @@ def test_a_runner_waits_and_says_for_how_long(plan) -> None:
         Inputs(batch, torch.arange(300))
     )
     assert waited == [(0, (256, 258)), (256, (44, 258))]
-    load = PassLoad(decode_rows=300, decode_context=70)
-    assert timeline.makespan_s >= plan.pass_times()(load) / 100
+    load = StepLoad(decode_rows=300, decode_context=70)
+    assert timeline.makespan_s >= plan.step_times()(load) / 100

@@ -19,7 +19,7 @@ DTYPES = [(FP32, FP32), (FP16, FP16), (BF16, BF16), (FP32, FP16), (FP32, BF16)]
 # Query heads, KV heads, head dimension: groups of 1, 2, 3, 4, 7, 8, 40; vectors with tails.
 HEADS = [(2, 2, 8), (4, 2, 24), (3, 1, 64), (8, 2, 128), (7, 1, 80), (8, 1, 256), (40, 1, 40)]
 # Context and query tokens of each sequence.
-PASSES = {
+STEPS = {
     "one token": [(1, 1)],
     "exactly one block": [(32, 32)],
     "one token after a block": [(33, 1)],
@@ -31,7 +31,7 @@ PASSES = {
 
 
 class Case:
-    """Random tensors of one pass; blocks that nobody owns are NaN."""
+    """Random tensors of one step; blocks that nobody owns are NaN."""
 
     def __init__(
         self,

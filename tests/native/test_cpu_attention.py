@@ -14,7 +14,7 @@ from raymoe.kernels.cpu_attention import (
     append_reference,
 )
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, unpack_block
-from tests.native.attention_cases import BF16, DTYPES, FP16, FP32, HEADS, PASSES, Case
+from tests.native.attention_cases import BF16, DTYPES, FP16, FP32, HEADS, STEPS, Case
 
 pytestmark = pytest.mark.usefixtures("isa")
 
@@ -30,7 +30,7 @@ def assert_accurate(case: Case, window: int | None = None) -> None:
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("sequences", PASSES.values(), ids=PASSES)
+@pytest.mark.parametrize("sequences", STEPS.values(), ids=STEPS)
 def test_equals_the_reference_for_every_shape_of_pass(
     sequences: list[tuple[int, int]], dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
@@ -186,11 +186,11 @@ def test_one_token_at_a_time_gives_the_same_bits_as_chunks(
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("name", STEPS)
 def test_append_alone_leaves_the_same_cache(
     name: str, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
-    case = Case(PASSES[name], (4, 2, 72), dtypes)
+    case = Case(STEPS[name], (4, 2, 72), dtypes)
     attended, appended = case.cache.clone(), case.cache.clone()
     case.run(cache=attended)
     append(case.key, case.value, appended, case.batch())
@@ -279,7 +279,7 @@ BROKEN: list[tuple[Callable[[Case], object], str]] = [
     ),
     (
         lambda case: setattr(case, "contexts", [2, 20]),
-        "sequence 0 has 3 tokens in the pass but 2 context_tokens",
+        "sequence 0 has 3 tokens in the step but 2 context_tokens",
     ),
     (
         lambda case: setattr(case, "cache", case.cache.half()),

@@ -17,7 +17,7 @@ from raymoe.kernels.cpu_attention import (
     append_latent_reference,
 )
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, LatentLayout
-from tests.native.attention_cases import BF16, DTYPES, FP16, FP32, PASSES
+from tests.native.attention_cases import BF16, DTYPES, FP16, FP32, STEPS
 
 pytestmark = pytest.mark.usefixtures("isa")
 
@@ -26,7 +26,7 @@ HEADS = [(1, 8, 8), (3, 24, 8), (16, 32, 16), (20, 72, 8), (33, 40, 24), (70, 64
 
 
 class Case:
-    """Random tensors of one pass; rows that no token owns are NaN."""
+    """Random tensors of one step; rows that no token owns are NaN."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ def assert_accurate(case: Case) -> None:
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("sequences", PASSES.values(), ids=PASSES)
+@pytest.mark.parametrize("sequences", STEPS.values(), ids=STEPS)
 def test_equals_the_reference_for_every_shape_of_pass(
     sequences: list[tuple[int, int]], dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
@@ -133,11 +133,11 @@ def test_an_empty_pass_gives_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("name", STEPS)
 def test_rows_land_in_their_places_and_nowhere_else(
     name: str, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
-    case = Case(PASSES[name], (4, 40, 8), dtypes)
+    case = Case(STEPS[name], (4, 40, 8), dtypes)
     attended, appended, wanted = (case.cache.clone() for _ in range(3))
     case.run(attended)
     append_latent(case.latent, appended, case.batch())

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from raymoe.plan.device_cost import DeviceCost
 from raymoe.plan.pages import cut_pages, layer_sizes
-from raymoe.plan.work import ModelWork, WaveShape
+from raymoe.plan.work import MicroBatchShape, ModelWork
 from raymoe.schedule.builders import build_cgopipe, build_flexgen_s4
 from raymoe.schedule.graph import Schedule
-from raymoe.schedule.program import PassForm
+from raymoe.schedule.program import StepForm
 from raymoe.schedule.timeline import Timeline, simulate
 from raymoe.specs.hardware import HardwareSpec, hardware_preset
 from raymoe.specs.presets_models import model_preset
@@ -80,23 +80,25 @@ def moe_lightning_anchors(hardware: HardwareSpec | None = None) -> Anchors:
 
 
 def _simulate(
-    node: HardwareSpec, build: Callable[[PassForm], Schedule], published: float, *, on_cpu: bool
+    node: HardwareSpec, build: Callable[[StepForm], Schedule], published: float, *, on_cpu: bool
 ) -> Anchor:
     model = model_preset("mixtral-8x7b")
     sizes = layer_sizes(model, BYTES_PER_ELEMENT)
     cut = cut_pages(sizes, resident_bytes=sum(size.common for size in sizes))
     context = PROMPT_TOKENS + GENERATED_TOKENS // 2
-    wave = WaveShape.decode(MICRO_BATCH_SIZE, context, cpu_attention_fraction=float(on_cpu))
-    form = PassForm(
+    micro_batch = MicroBatchShape.decode(
+        MICRO_BATCH_SIZE, context, cpu_attention_fraction=float(on_cpu)
+    )
+    form = StepForm(
         layers=cut.layers,
-        num_waves=NUM_MICRO_BATCHES,
+        num_micro_batches=NUM_MICRO_BATCHES,
         has_cpu_attention=on_cpu,
         has_device_attention=not on_cpu,
     )
     cost = DeviceCost(
         ModelWork.of(model, BYTES_PER_ELEMENT),
         node,
-        waves=(wave,) * NUM_MICRO_BATCHES,
+        micro_batches=(micro_batch,) * NUM_MICRO_BATCHES,
         page_bytes=cut.page_bytes,
     )
     return Anchor(

@@ -42,7 +42,7 @@ def search(
     lengths: tuple[int, int] = (512, 256),
     num_rows: int = 10**6,
 ) -> GenSearch:
-    """As released: all weights are copied in every pass."""
+    """As released: all weights are copied in every step."""
     return GenSearch(
         model=MODELS[model],
         hardware=node,
@@ -101,7 +101,7 @@ def test_a_kernel_at_the_rate_of_memory_attends_alone() -> None:
     )
     assert ours.policy.cpu_attention_fraction == 1.0
     weights_s = MODELS["mixtral-8x7b"].weight_bytes / A5000.htod_bytes_per_s
-    assert ours.pass_s == pytest.approx(weights_s, rel=0.25)
+    assert ours.step_s == pytest.approx(weights_s, rel=0.25)
     assert ours.tokens_per_s > 2 * theirs.tokens_per_s
 
 
@@ -144,7 +144,7 @@ def test_no_kv_comes_to_the_device_while_prefilling() -> None:
     slow = replace(NODES["C2"], htod_bytes_per_s=2 * GB, gpu_flop_per_s=1e16)
     plan = search(slow, "mixtral-8x7b", KERNEL_BYTES_PER_S, num_rows=1000).prefill()
     weights_s = MODELS["mixtral-8x7b"].weight_bytes / slow.htod_bytes_per_s
-    assert plan.pass_s == pytest.approx(weights_s, rel=0.02)
+    assert plan.step_s == pytest.approx(weights_s, rel=0.02)
 
 
 def test_tokens_that_hide_the_fetch_of_an_expert() -> None:
@@ -265,4 +265,4 @@ def test_a_few_layers_tell_how_long_all_take(
     plan = search(NODES["C2"], "mixtral-8x7b", KERNEL_BYTES_PER_S)
     short = plan.decode(fraction)
     monkeypatch.setattr(moe_gen, "WALKED_LAYERS", 32)
-    assert plan.decode(fraction).pass_s == pytest.approx(short.pass_s, rel=0.01)
+    assert plan.decode(fraction).step_s == pytest.approx(short.step_s, rel=0.01)

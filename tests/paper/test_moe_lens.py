@@ -29,14 +29,14 @@ KV_TOKEN_BYTES = {"8x7B": 131072, "8x22B": 229376}
 # Mixtral-8x7B (figure 7), which the independent evaluation below takes for all.
 WEIGHT_BYTES = {"8x7B": 94 * GB, "8x22B": 282 * GB}
 LINK_BYTES_PER_S = 19.5 * GB
-PASS_TOKENS = 18500
+MAX_NUM_BATCHED_TOKENS = 18500
 
 
 def a40(model: str, kv_gb: float) -> LensNode:
     return LensNode(
-        pass_s=WEIGHT_BYTES[model] / LINK_BYTES_PER_S,
+        step_s=WEIGHT_BYTES[model] / LINK_BYTES_PER_S,
         kv_tokens=kv_gb * GB / KV_TOKEN_BYTES[model],
-        pass_tokens=PASS_TOKENS,
+        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
     )
 
 
@@ -47,7 +47,7 @@ def rows_of(kv_gb: float, prompt: int, generated: int, active_rows: float) -> in
     return round(5 * active_rows)
 
 
-# Model, KV, prompt, generated; pass, q, rows that decode, tokens of a pass; T_1, T_2, T; stage 1.
+# Model, KV, prompt, generated; pass, q, rows that decode, tokens of a step; T_1, T_2, T; stage 1.
 # From a program apart from this code. T_2 is None where equation 12 counts a negative middle.
 SETTINGS = [
     ("8x7B", 70, 98, 32, 4.82, 133.0, 4255, 17288, 754, 820, 754, 945),
@@ -76,15 +76,15 @@ SETTINGS = [
 @pytest.mark.parametrize("row", SETTINGS, ids=lambda row: "-".join(map(str, row[:4])))
 def test_the_equations_on_the_settings_of_section_7(row: tuple[str, int, *tuple[int, ...]]) -> None:
     """Within 1 % of an evaluation apart from this code; equations 4 and 8 to 14."""
-    model, kv_gb, prompt, generated, pass_s, admitted, active, tokens, *rates = row
+    model, kv_gb, prompt, generated, step_s, admitted, active, tokens, *rates = row
     node = a40(model, kv_gb)
-    assert node.pass_s == pytest.approx(pass_s, rel=0.01)
+    assert node.step_s == pytest.approx(step_s, rel=0.01)
     num_rows = rows_of(kv_gb, prompt, generated, active)
     job = Workload(num_rows=num_rows, prompt_tokens=prompt, generated_tokens=generated)
     found = stage2(node, job)
-    assert found.admitted_per_pass == pytest.approx(admitted, rel=0.01)
+    assert found.admitted_per_step == pytest.approx(admitted, rel=0.01)
     assert found.active_rows == pytest.approx(active, rel=0.01)
-    assert found.admitted_per_pass * job.context_tokens == pytest.approx(tokens, rel=0.01)
+    assert found.admitted_per_step * job.context_tokens == pytest.approx(tokens, rel=0.01)
     memory, gpu, whole, stage1 = rates
     assert found.memory_tokens_per_s == pytest.approx(memory, rel=0.01)
     if gpu is None:
@@ -153,8 +153,8 @@ def test_operations_of_attention_on_the_cpu() -> None:
 def test_the_token_budget_of_the_a40_follows_from_its_rate_of_products() -> None:
     """Figure 7: the profiler finds about 18,500 tokens; the preset's rate comes from there."""
     node = LensNode.of(MIXTRAL, hardware_preset("a40"), kv_bytes=70 * GB)
-    assert node.pass_tokens == pytest.approx(PASS_TOKENS, rel=0.01)
-    assert node.pass_s == pytest.approx(a40("8x7B", 70).pass_s, rel=0.01)
+    assert node.max_num_batched_tokens == pytest.approx(MAX_NUM_BATCHED_TOKENS, rel=0.01)
+    assert node.step_s == pytest.approx(a40("8x7B", 70).step_s, rel=0.01)
     assert node.kv_tokens == pytest.approx(a40("8x7B", 70).kv_tokens)
 
 
@@ -201,14 +201,14 @@ def test_few_requests_have_a_rate_that_goes_over_into_equation_12() -> None:
     Equation 12 itself counts fewer than g passes below 17,474 rows, and below 4,096 less than none.
     """
     node, prompt, generated = a40("8x7B", 1000), 98, 256
-    filled = generated * PASS_TOKENS * (1 + prompt / (prompt + generated)) / 2 / prompt
+    filled = generated * MAX_NUM_BATCHED_TOKENS * (1 + prompt / (prompt + generated)) / 2 / prompt
 
     def gpu_rate(num_rows: int) -> float:
         job = Workload(num_rows=num_rows, prompt_tokens=prompt, generated_tokens=generated)
         return stage2(node, job).gpu_tokens_per_s
 
     assert gpu_rate(int(filled) + 1) == pytest.approx(gpu_rate(int(filled)), rel=1e-3)
-    assert gpu_rate(1) == pytest.approx(1 / node.pass_s, rel=1e-3)
+    assert gpu_rate(1) == pytest.approx(1 / node.step_s, rel=1e-3)
     rates = [gpu_rate(num_rows) for num_rows in (1, 100, 10_000, 40_000)]
     assert rates == sorted(rates)
 

@@ -88,7 +88,7 @@ def test_published_policies_are_found_exactly(row: Row) -> None:
 
 @pytest.mark.parametrize("row", [*SEARCHED, BY_HAND], ids=label)
 def test_times_of_published_policies(row: Row) -> None:
-    """Each processor's time of a decode pass to 0.005 s; the rate with prefill to 1 %."""
+    """Each processor's time of a decode step to 0.005 s; the rate with prefill to 1 %."""
     policy = row.optimizer().evaluate(row.micro_batch, row.count, 0.0)
     times = (policy.link_s, policy.gpu_s, policy.cpu_s)
     assert [time * MIXTRAL.num_layers for time in times] == pytest.approx(
@@ -104,7 +104,7 @@ def test_the_printed_plan_of_the_l4() -> None:
     assert round(best.tokens_per_s, 2) == 944.66
     assert best.resident_fraction == pytest.approx(0.055884688, abs=5e-10)
     assert round(best.link_s, 4) == 0.1549
-    assert round(best.decode_s / 31, 3) == 4.957, "32 layers of a pass"
+    assert round(best.decode_s / 31, 3) == 4.957, "32 layers of a step"
 
 
 def test_rates_that_the_optimizer_aims_at() -> None:

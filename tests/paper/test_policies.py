@@ -42,7 +42,7 @@ def test_moe_lightning_keeps_its_batch_and_micro_batches() -> None:
     policy = plan("cgopipe", node).policy
     assert policy.device is not None
     assert policy.batch_size == best.batch_size
-    assert policy.device.num_waves == best.num_micro_batches
+    assert policy.device.num_micro_batches == best.num_micro_batches
     assert policy.num_kv_blocks * 32 >= best.batch_size * (77 + 128)
     experts = 32 * 8 * 3 * 4096 * 14336 * 2
     matrices = 32 * 2 * (2 * 4096 * (4096 + 1024) + 8 * 4096)
@@ -84,19 +84,19 @@ def test_flexgen_has_the_sizes_of_moe_lightning_and_room_for_the_kv_of_a_wave() 
     assert s3 == lightning
     assert s4.device is not None
     assert lightning.device is not None
-    assert (s4.batch_size, s4.device.num_waves) == (
+    assert (s4.batch_size, s4.device.num_micro_batches) == (
         lightning.batch_size,
-        lightning.device.num_waves,
+        lightning.device.num_micro_batches,
     )
-    wave_rows = -(-s4.batch_size // s4.device.num_waves)
-    assert s4.device.staged_blocks == wave_rows * -(-(77 + 128) // 32)
+    micro_batch_rows = -(-s4.batch_size // s4.device.num_micro_batches)
+    assert s4.device.staged_blocks == micro_batch_rows * -(-(77 + 128) // 32)
 
 
 def test_a_batch_of_layer_by_layer_has_its_kv_beside_two_layers() -> None:
     node = hardware_preset("l4")
     policy = plan("layer_by_layer", node).policy
     assert policy.device is not None
-    assert (policy.device.num_waves, policy.device.resident_bytes) == (1, 0)
+    assert (policy.device.num_micro_batches, policy.device.resident_bytes) == (1, 0)
     kv_bytes = policy.num_kv_blocks * 32 * MIXTRAL.kv_bytes_per_token(2)
     two_layers = 2 * MIXTRAL.weight_bytes(2) / MIXTRAL.num_layers
     assert 0.6 * node.gpu_memory_bytes < kv_bytes + two_layers < node.gpu_memory_bytes
@@ -122,7 +122,7 @@ def test_sizes_fit_or_are_refused(schedule: str) -> None:
             assert node.name in str(refusal)  # noqa: PT017 - either outcome is right
             continue
         assert policy.batch_size <= workload.num_rows
-        assert policy.batch_size <= policy.pass_tokens
+        assert policy.batch_size <= policy.max_num_batched_tokens
         chosen = find_plan(MIXTRAL, node, workload, schedule=schedule, policy=policy)
         assert chosen.policy == policy, (node, workload)
 

@@ -27,7 +27,7 @@ def load_decoder(directory: Path, dtype: torch.dtype = torch.float32) -> Decoder
 
 
 class Driver:
-    """A batch of sequences, each with its own blocks, all in every pass."""
+    """A batch of sequences, each with its own blocks, all in every step."""
 
     def __init__(self, decoder: Decoder, prompts: list[list[int]], max_new_tokens: int) -> None:
         self.decoder, self.prompts = decoder, prompts
@@ -44,7 +44,7 @@ class Driver:
         self.cache = KvCache(layout, decoder.spec.num_layers, sum(self.blocks))
 
     @torch.inference_mode()
-    def run_pass(self, ranges: list[tuple[int, int]]) -> torch.Tensor:
+    def run_step(self, ranges: list[tuple[int, int]]) -> torch.Tensor:
         """Logits [T, V] of tokens begin..end of each sequence; an empty range leaves it out."""
         active = [s for s, (begin, end) in enumerate(ranges) if end > begin]
         counts = [ranges[s][1] - ranges[s][0] for s in active]
@@ -92,7 +92,7 @@ def generate(
             else (begin, begin)
             for row, prompt, begin in zip(driver.rows, prompts, done, strict=True)
         ]
-        logits_TV = driver.run_pass(ranges)
+        logits_TV = driver.run_step(ranges)
         offset = 0
         for sequence, (begin, end) in enumerate(ranges):
             offset += end - begin

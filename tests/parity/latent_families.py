@@ -41,7 +41,7 @@ _ODD = {
 _NARROW = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "v_head_dim": 8}
 _WIDE_VALUES = {"kv_lora_rank": 40, "qk_nope_head_dim": 12, "v_head_dim": 32}
 _STRETCHED = YARN | {"mscale": 0.707, "mscale_all_dim": 0.9}
-_ALIKE = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
+_DUPLICATE = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
 
 LATENT_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
     "deepseek_v2": (
@@ -78,7 +78,7 @@ LATENT_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
             },
             "odd sizes, direct queries": {**_ODD, "q_lora_rank": None},
             "yarn, biases, not renormalised": {
-                "rope_parameters": _ALIKE,
+                "rope_parameters": _DUPLICATE,
                 "attention_bias": True,
                 "norm_topk_prob": False,
             },
@@ -129,7 +129,7 @@ LATENT_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
             "plain": {},
             "groups, 2 dense layers": {**_EXPERTS, "first_k_dense_replace": 2},
             "odd sizes, tied": {**_ODD, "tie_word_embeddings": True},
-            "yarn, biases": {"rope_parameters": _ALIKE, "attention_bias": True},
+            "yarn, biases": {"rope_parameters": _DUPLICATE, "attention_bias": True},
             "narrow latent, listed layers": {
                 **_NARROW,
                 "mlp_layer_types": ["sparse", "dense", "sparse"],

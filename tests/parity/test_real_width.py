@@ -20,7 +20,7 @@ from tests.parity.oracle import randomise
 
 pytestmark = pytest.mark.slow
 
-MOST_BYTES = 7 * 10**9  # of the float32 weights of a layer
+MAX_BYTES = 7 * 10**9  # of the float32 weights of a layer
 VOCABULARY = 128
 PROMPT_LENGTHS = (1, 40, 17)
 # Of the largest logit: sums of ten thousand float32 products in another order.
@@ -39,7 +39,7 @@ def one_layer(name: str) -> dict[str, Any]:
         fields["rope_parameters"] = rope
     if "first_k_dense_replace" in fields:
         fields["first_k_dense_replace"] = 0
-    return next(fitting for fitting in fewer_experts(fields) if num_bytes(fitting) <= MOST_BYTES)
+    return next(fitting for fitting in fewer_experts(fields) if num_bytes(fitting) <= MAX_BYTES)
 
 
 def fewer_experts(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -92,7 +92,7 @@ def test_a_layer_in_its_real_width_gives_the_logits_of_transformers(
     gc.collect()
     decoder = load_decoder(tmp_path)
     rows = prompts()
-    logits_TV = Driver(decoder, rows, 0).run_pass([(0, len(row)) for row in rows])
+    logits_TV = Driver(decoder, rows, 0).run_step([(0, len(row)) for row in rows])
     expected_TV = torch.cat(torch.load(tmp_path / "expected"))
     worst = float((logits_TV - expected_TV).abs().max() / expected_TV.abs().max())
     assert worst < TOLERANCE, f"{worst:.1e}"

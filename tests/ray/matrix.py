@@ -45,16 +45,16 @@ def make_rows(num_rows, *, max_tokens=24):
     ]
 
 
-class BreaksInPasses(LoggedGenerator):
-    """Runs `before_pass` in the engine's thread, with the number and the tokens of each pass."""
+class BreaksInSteps(LoggedGenerator):
+    """Runs `before_step` in the engine's thread, with the number and the tokens of each step."""
 
     def __init__(self, *args, mark=None, **kwargs):
         super().__init__(*args, **kwargs)
         self.mark = None if mark is None else Path(mark)
         core = self._engine._core
-        core._runner = _Watched(core._runner, self.before_pass)
+        core._runner = _Watched(core._runner, self.before_step)
 
-    def before_pass(self, number, tokens):
+    def before_step(self, number, tokens):
         raise NotImplementedError
 
     def is_first(self):
@@ -66,12 +66,12 @@ class BreaksInPasses(LoggedGenerator):
 
 
 class _Watched:
-    def __init__(self, runner, before_pass):
-        self.runner, self.before_pass, self.num_passes = runner, before_pass, 0
+    def __init__(self, runner, before_step):
+        self.runner, self.before_step, self.num_steps = runner, before_step, 0
 
     def run(self, inputs):
-        self.num_passes += 1
-        self.before_pass(self.num_passes, _as_bytes(inputs.token_ids.tolist()))
+        self.num_steps += 1
+        self.before_step(self.num_steps, _as_bytes(inputs.token_ids.tolist()))
         return self.runner.run(inputs)
 
 
@@ -79,14 +79,14 @@ def _as_bytes(tokens):
     return b"".join(token.to_bytes(2, "big") for token in tokens)
 
 
-class Poisoned(BreaksInPasses):
+class Poisoned(BreaksInSteps):
     """A prompt kills the process, as a kernel that writes where it should not."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.poison = _as_bytes(self._engine._parts.tokenizer.encode(POISON).tolist())
 
-    def before_pass(self, number, tokens):
+    def before_step(self, number, tokens):
         if self.poison in tokens:
             psutil.Process().kill()
 
@@ -94,23 +94,23 @@ class Poisoned(BreaksInPasses):
 class PoisonedEngine(Poisoned):
     """A prompt breaks the engine instead."""
 
-    def before_pass(self, number, tokens):
+    def before_step(self, number, tokens):
         if self.poison in tokens:
             raise RuntimeError("this prompt is poison")
 
 
-class RaisesOnce(BreaksInPasses):
+class RaisesOnce(BreaksInSteps):
     """A pass of one process fails."""
 
-    def before_pass(self, number, tokens):
+    def before_step(self, number, tokens):
         if number == 20 and self.is_first():
             raise RuntimeError("the card fell off the bus")
 
 
-class StuckOnce(BreaksInPasses):
+class StuckOnce(BreaksInSteps):
     """A pass of one process never ends."""
 
-    def before_pass(self, number, tokens):
+    def before_step(self, number, tokens):
         if number == 20 and self.is_first():
             threading.Event().wait()
 

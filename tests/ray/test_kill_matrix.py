@@ -35,10 +35,10 @@ SHARING = dataclasses.replace(
     shared_weights=True,
     policy=Policy(
         batch_size=64,
-        pass_tokens=256,
-        prefill_chunk_tokens=256,
+        max_num_batched_tokens=256,
+        max_prefill_chunk_tokens=256,
         num_kv_blocks=256,
-        device=DevicePolicy(num_waves=2),
+        device=DevicePolicy(num_micro_batches=2),
     ),
 )
 
@@ -186,16 +186,16 @@ def test_a_pass_that_fails_or_never_ends(cases, tiny_model, tmp_path, operator, 
 @pytest.mark.parametrize("operator", ["Poisoned", "PoisonedEngine"])
 def test_a_row_that_ends_every_process_it_is_in(cases, tiny_model, tmp_path, operator):
     rows, expected = cases(1024)
-    guilty = 300
+    poison = 300
     rows = [*rows]
-    rows[guilty] = {**rows[guilty], "prompt": POISON}
+    rows[poison] = {**rows[poison], "prompt": POISON}
     with small_cluster(1):
         kind = getattr(matrix, operator)
         job = Job(tiny_model, rows, tmp_path, kind, rows_in_flight=512)
         found = job.rows()
     report(operator, job.num_deaths(), job)
     assert 4 <= job.num_deaths() <= 6
-    row_id = rows[guilty]["id"]
+    row_id = rows[poison]["id"]
     bad = json.loads(found.pop(row_id))
     assert "this row ended the process 2 times" in bad["__inference_error__"]
     assert bad["finish_reason"] == "error"

@@ -88,7 +88,7 @@ def test_the_series_arrive_with_the_numbers_of_the_rows(ray_with_metrics, tiny_m
         ("ray_raymoe_error_rows_total", "ValueError"): 1.0,
         ("ray_raymoe_generated_tokens_total", ""): 19 * 4.0,
         ("ray_raymoe_prompt_tokens_total", ""): float(stats.num_prompt_tokens),
-        ("ray_raymoe_passes_total", ""): float(stats.num_passes),
+        ("ray_raymoe_steps_total", ""): float(stats.num_steps),
         ("ray_raymoe_live_sequences", ""): 0.0,
         ("ray_raymoe_kv_use", ""): 0.0,
     }
@@ -99,8 +99,8 @@ def test_the_series_arrive_with_the_numbers_of_the_rows(ray_with_metrics, tiny_m
         found = scrape()
     values = {series: value for series, (value, _) in found.items()}
     assert {series: values.get(series) for series in expected} == expected
-    assert values["ray_raymoe_pass_seconds_total", ""] == pytest.approx(stats.busy_s)
-    predicted = values["ray_raymoe_predicted_pass_seconds_total", ""]
+    assert values["ray_raymoe_step_seconds_total", ""] == pytest.approx(stats.busy_s)
+    predicted = values["ray_raymoe_predicted_step_seconds_total", ""]
     assert predicted == pytest.approx(stats.predicted_s)
     tags = found["ray_raymoe_rows_total", ""][1]
     assert tags["model"] == tiny_model.name

@@ -1,6 +1,6 @@
 """Many nodes whose engines only wait: `python -m tests.scale.bench_scale scale|million`.
 
-A local cluster with a node for each actor stands for machines with a GPU; their passes take as long
+A local cluster with a node for each actor stands for machines with a GPU; their steps take as long
 as the plan of Mixtral-8x7B on an L4 node says, divided by a speed-up. Everything else is real, so a
 speed-up of s makes all that is measured here s times harder than it is at the nodes' own pace.
 """
@@ -178,9 +178,7 @@ class _Job:
 
 def _plan(workload: Workload) -> Plan:
     context = 2 * workload.context_tokens
-    return find_plan(
-        model_preset(MODEL), hardware_preset(NODE), workload, max_context_tokens=context
-    )
+    return find_plan(model_preset(MODEL), hardware_preset(NODE), workload, max_model_len=context)
 
 
 def _rows_in_flight(plan: Plan) -> int:
@@ -193,10 +191,10 @@ def _node_rate(plan: Plan) -> float:
 
 
 def _describe(plan: Plan, model: WaitingModel) -> str:
-    workload, pass_s = plan.workload, plan.passes.seconds(plan.decode_load)
+    workload, step_s = plan.workload, plan.steps.seconds(plan.decode_load)
     return (
         f"{MODEL} on {NODE}: {workload.prompt_tokens} + {workload.generated_tokens} tokens a row, "
-        f"{plan.policy.batch_size} sequences, {pass_s:.2f} s a pass, {_node_rate(plan):.2f} rows/s "
+        f"{plan.policy.batch_size} sequences, {step_s:.2f} s a step, {_node_rate(plan):.2f} rows/s "
         f"a node by plan; passes here take 1/{model.speedup:g} of that"
     )
 

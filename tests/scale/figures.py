@@ -47,27 +47,25 @@ class Run:
         return self.rows_per_s / self.rows_per_task
 
 
-def steady_rate(passes: Sequence[tuple[float, int]]) -> float:
+def steady_rate(steps: Sequence[tuple[float, int]]) -> float:
     """Tokens per second while the second and third quarter of the tokens were generated.
 
-    Not rows: those of a call come out together, so they come in waves.
+    Not rows: those of a call come out together, so they come in micro-batches.
 
     Args:
-        passes: (end, tokens) of every pass of every actor, in the order of their ends.
+        passes: (end, tokens) of every step of every actor, in the order of their ends.
 
     Raises:
-        ExecutionError: There are too few passes to tell.
+        ExecutionError: There are too few steps to tell.
     """
-    total = sum(tokens for _, tokens in passes)
+    total = sum(tokens for _, tokens in steps)
     seen, inside = 0, []
-    for time_s, tokens in passes:
+    for time_s, tokens in steps:
         seen += tokens
         if FIRST_QUARTER * total < seen <= LAST_QUARTER * total:
             inside.append((time_s, tokens))
     if len(inside) < 3 or inside[-1][0] <= inside[0][0]:
-        raise ExecutionError(
-            f"{len(passes)} passes are too few to see a steady rate; give more rows"
-        )
+        raise ExecutionError(f"{len(steps)} steps are too few to see a steady rate; give more rows")
     return sum(tokens for _, tokens in inside[1:]) / (inside[-1][0] - inside[0][0])
 
 
@@ -149,10 +147,10 @@ def describe_limit(
             f"{nodes:>5} nodes: {nodes} * {node_rows_per_s:.2f} rows/s / {rows} rows a task = "
             f"{needed:.2f} tasks/s, {100 * needed / limit:.1f} % of the driver's limit"
         )
-    most = PROJECTED_NODES[-1]
+    maximum = PROJECTED_NODES[-1]
     yield (
-        f"with the tasks of {most:,} nodes the limit is reached at {limit:.0f} * "
-        f"{rows_of_a_task(most)} / {node_rows_per_s:.2f} = "
-        f"{limit * rows_of_a_task(most) / node_rows_per_s:,.0f} nodes. Not measured: Ray with that "
-        "many nodes; this is the driver's share alone"
+        f"with the tasks of {maximum:,} nodes the limit is reached at {limit:.0f} * "
+        f"{rows_of_a_task(maximum)} / {node_rows_per_s:.2f} = "
+        f"{limit * rows_of_a_task(maximum) / node_rows_per_s:,.0f} nodes. Not measured: Ray with "
+        "that many nodes; this is the driver's share alone"
     )

@@ -10,19 +10,19 @@ from tests.scale.figures import Efficiency
 HEADROOM = 1.1
 TARGET = 95.0  # percent
 LINE_HEIGHT = 20
-MOST_POINTS = 600  # of a line
+MAX_POINTS = 600  # of a line
 Series = Sequence[tuple[float, float]]
 
 
 def draw_efficiency(found: Sequence[Efficiency], *, title: str) -> str:
     """Draw the share of n times the rate of one actor that n actors reach."""
-    most = max(each.num_actors for each in found)
-    chart = Chart.from_zero(HEADROOM * most, HEADROOM * 100)
+    maximum = max(each.num_actors for each in found)
+    chart = Chart.from_zero(HEADROOM * maximum, HEADROOM * 100)
     steady = [(each.num_actors, 100 * each.steady) for each in found]
     job = [(each.num_actors, 100 * each.job) for each in found]
     body = [
         *_frame(chart, "actors, each on a node of its own", "% of one actor's rate times actors"),
-        chart.line([(0, TARGET), (HEADROOM * most, TARGET)], Colour.OTHER, width=1, dash="4 4"),
+        chart.line([(0, TARGET), (HEADROOM * maximum, TARGET)], Colour.OTHER, width=1, dash="4 4"),
         chart.line(steady, Colour.GPU, width=2),
         *_legend(Colour.GPU, place=0, name="between first and last quarter of the tokens"),
         chart.line(job, Colour.CPU, width=2),
@@ -55,7 +55,7 @@ def draw_memory(memory: Mapping[str, Sequence[Series]], *, title: str) -> str:
 
 
 def _minutes_and_gib(points: Series) -> Series:
-    thinned = points[:: max(1, len(points) // MOST_POINTS)]
+    thinned = points[:: max(1, len(points) // MAX_POINTS)]
     return [(time_s / 60, used / GIB) for time_s, used in thinned]
 
 

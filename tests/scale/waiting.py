@@ -1,7 +1,7 @@
-"""An engine that only waits: every pass takes as long as a plan says, and nothing is computed.
+"""An engine that only waits: every step takes as long as a plan says, and nothing is computed.
 
 Intake, pool, scheduler, KV blocks, sampling, decoding, journal and operator are the real ones; what
-is replaced is the arithmetic of a pass. So many nodes fit on one small machine, and what is left to
+is replaced is the arithmetic of a step. So many nodes fit on one small machine, and what is left to
 measure is everything around the GPU.
 """
 
@@ -15,20 +15,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raymoe.engine.accuracy import load_of_takes
+from raymoe.engine.accuracy import load_of_scheduled_tokens
 from raymoe.engine.runner_loading import EngineParts
 from raymoe.engine.tokenizer import Tokenizer
 from raymoe.errors import ConfigError
-from raymoe.plan.job import PassTimes
+from raymoe.plan.job import StepTimes
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Policy
-from raymoe.plan.work import PassLoad
-from raymoe.runtime.bindings import LOGIT_CHUNK_ROWS, PassInputs
+from raymoe.plan.work import StepLoad
+from raymoe.runtime.bindings import LOGIT_CHUNK_ROWS, StepInputs
 from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.schedule.timeline import Span, Timeline
 from raymoe.specs.model import ModelSpec
 
-_PASS = Task(op=Op.EXPERTS, layer=0, part=0, resource=Resource.GPU)  # all of it
+_STEP = Task(op=Op.EXPERTS, layer=0, part=0, resource=Resource.GPU)  # all of it
 _TOKEN = 97  # that always follows; an ordinary one of every vocabulary here
 
 
@@ -37,42 +37,42 @@ class WaitingModel:
     """What a waiting engine stands for; small enough to be sent to every actor.
 
     Attributes:
-        policy: Sizes of passes and of the KV cache.
-        times: Seconds of any pass, all of its nodes known.
-        speedup: Passes are so many times shorter than predicted.
-        max_context_tokens: Of any sequence.
+        policy: Sizes of steps and of the KV cache.
+        times: Seconds of any step, all of its nodes known.
+        speedup: Steps are so many times shorter than predicted.
+        max_model_len: Of any sequence.
     """
 
     policy: Policy
-    times: PassTimes
+    times: StepTimes
     speedup: float
-    max_context_tokens: int
+    max_model_len: int
 
     @classmethod
     def of(cls, plan: Plan, *, speedup: float) -> "WaitingModel":
-        """Take the policy and the pass times of a plan.
+        """Take the policy and the step times of a plan.
 
         Raises:
             ConfigError: The speed-up is not positive.
         """
         if not speedup > 0:
             raise ConfigError(f"the speed-up is {speedup!r}; it must be positive")
-        times = plan.pass_times()
-        rows = (0.0, 1.0, times.most_rows / 4, times.most_rows / 2, times.most_rows)
-        most = times.most_prompt_tokens
-        prompts = (0.0, 1.0, most / 4, most / 2, most)
+        times = plan.step_times()
+        rows = (0.0, 1.0, times.max_rows / 4, times.max_rows / 2, times.max_rows)
+        maximum = times.max_prompt_tokens
+        prompts = (0.0, 1.0, maximum / 4, maximum / 2, maximum)
         for row, context, prompt in itertools.product(rows, times.contexts, prompts):
-            times(PassLoad(decode_rows=row, decode_context=context, prompt_tokens=prompt))
+            times(StepLoad(decode_rows=row, decode_context=context, prompt_tokens=prompt))
         workload = plan.workload
         return cls(
             policy=plan.policy,
             times=times,
             speedup=speedup,
-            max_context_tokens=2 * workload.context_tokens,
+            max_model_len=2 * workload.context_tokens,
         )
 
-    def seconds(self, load: PassLoad) -> float:
-        """What a pass takes here."""
+    def seconds(self, load: StepLoad) -> float:
+        """What a step takes here."""
         return self.times(load) / self.speedup
 
 
@@ -82,47 +82,47 @@ class WaitingRunner:
     Args:
         model: How long they take.
         vocab_size: Of the logits.
-        on_pass: Called after each with the number of tokens that it gave.
+        on_step: Called after each with the number of tokens that it gave.
     """
 
     def __init__(
-        self, model: WaitingModel, vocab_size: int, on_pass: Callable[[int], None] | None = None
+        self, model: WaitingModel, vocab_size: int, on_step: Callable[[int], None] | None = None
     ) -> None:
-        self._model, self._on_pass = model, on_pass
+        self._model, self._on_step = model, on_step
         self._logits_CV = torch.zeros(LOGIT_CHUNK_ROWS, vocab_size)
         self._logits_CV[:, _TOKEN] = 1.0
 
-    def run(self, inputs: PassInputs) -> Timeline:
-        """Hand out made-up logits, and return when the pass would be over."""
+    def run(self, inputs: StepInputs) -> Timeline:
+        """Hand out made-up logits, and return when the step would be over."""
         begin_s = time.perf_counter()
         batch = inputs.attention
-        takes = np.diff(batch.query_start.numpy())
-        load = load_of_takes(takes, batch.context_tokens.numpy())
+        num_scheduled_tokens = np.diff(batch.query_start.numpy())
+        load = load_of_scheduled_tokens(num_scheduled_tokens, batch.context_tokens.numpy())
         num_rows = len(inputs.logit_rows)
         for first in range(0, num_rows, LOGIT_CHUNK_ROWS):
             inputs.on_logits(first, self._logits(num_rows - first))
         seconds = self._model.seconds(load)
         time.sleep(max(0.0, begin_s + seconds - time.perf_counter()))
         elapsed_s = time.perf_counter() - begin_s
-        if self._on_pass is not None:
-            self._on_pass(num_rows)
-        return Timeline("waiting", (Span(_PASS, 0.0, elapsed_s),))
+        if self._on_step is not None:
+            self._on_step(num_rows)
+        return Timeline("waiting", (Span(_STEP, 0.0, elapsed_s),))
 
     def _logits(self, num_rows: int) -> Tensor:
         return self._logits_CV[:num_rows]
 
 
 def waiting_parts(
-    model: WaitingModel, directory: Path, on_pass: Callable[[int], None] | None = None
+    model: WaitingModel, directory: Path, on_step: Callable[[int], None] | None = None
 ) -> EngineParts:
     """Parts of an engine that waits; the directory has a tokenizer and its vocabulary."""
     spec = ModelSpec.from_directory(directory)
     return EngineParts(
-        runner=WaitingRunner(model, spec.vocab_size, on_pass),
+        runner=WaitingRunner(model, spec.vocab_size, on_step),
         policy=model.policy,
         tokenizer=Tokenizer(directory, spec.vocab_size),
         vocab_size=spec.vocab_size,
-        max_context_tokens=model.max_context_tokens,
+        max_model_len=model.max_model_len,
         eos_token_ids=(),
         num_threads=1,
         num_torch_threads=1,

@@ -1,6 +1,6 @@
 """Operators for measuring what is around an engine: one whose engine waits, one that has none.
 
-They write down when they were ready, and after each pass how many tokens they have generated since
+They write down when they were ready, and after each step how many tokens they have generated since
 and how much CPU time their process has had.
 """
 
@@ -86,10 +86,10 @@ class WaitingGenerator(MoEGenerator):
         self._log = ActorLog(log_dir)
 
     def _open_engine(self, model_source: str | Path, config: EngineConfig) -> Engine:
-        def on_pass(num_tokens: int) -> None:
+        def on_step(num_tokens: int) -> None:
             self._log.record(num_tokens)
 
-        return Engine(waiting_parts(self._model, Path(model_source), on_pass), config)
+        return Engine(waiting_parts(self._model, Path(model_source), on_step), config)
 
 
 class InstantGenerator:

@@ -189,18 +189,18 @@ def _figures(
         rows_per_task=job.rows_per_task,
         start_s=ready_s - begin_s,
         job_s=end_s - ready_s,
-        steady_tokens_per_s=None if job.model is None else steady_rate(_passes(logs.values())),
+        steady_tokens_per_s=None if job.model is None else steady_rate(_steps(logs.values())),
         actor_cpu_s=sum(moments[-1].cpu_s - moments[0].cpu_s for moments in logs.values()),
         driver_cpu_s=driver_cpu_s,
         ray_cpu_s=ray_cpu_s,
     )
 
 
-def _passes(logs: Iterable[list[ActorMoment]]) -> list[tuple[float, int]]:
+def _steps(logs: Iterable[list[ActorMoment]]) -> list[tuple[float, int]]:
     """(end, tokens) of all actors' passes."""
-    passes = [
+    steps = [
         (after.time_s, after.num_tokens - before.num_tokens)
         for moments in logs
         for before, after in itertools.pairwise(moments)
     ]
-    return sorted(passes)
+    return sorted(steps)

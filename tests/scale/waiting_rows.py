@@ -18,7 +18,7 @@ def make_rows(table: pa.Table, *, workload: Workload) -> pa.Table:
     """Turn ids into rows; a byte is a token.
 
     Prompt lengths are spread evenly over the mean +- 25 %, generated tokens over +- 50 %. No two
-    prompts begin alike.
+    prompts begin the same.
     """
     ids = table.column(ID_COLUMN).to_pylist()
     prompts, params = [], []

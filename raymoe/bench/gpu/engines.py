@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from raymoe.bench.gpu.node import DTYPES, computing_dtype, device_peak_bytes, pinned_bytes_per_s
-from raymoe.bench.gpu.report import RunRecorder, draw_steady_pass
+from raymoe.bench.gpu.report import RunRecorder, draw_steady_step
 from raymoe.bench.gpu.settings import (
     BYTES_PER_ELEMENT,
     GPU_WORKLOADS,
@@ -38,7 +38,7 @@ from raymoe.engine.loading import load_parts
 from raymoe.errors import ConfigError, ExecutionError
 from raymoe.memory.weights import NUM_VALUES, STANDARD_DEVIATION, dealt
 from raymoe.plan.bound import device_bound
-from raymoe.plan.device_pass import StreamedPasses
+from raymoe.plan.device_step import StreamedSteps
 from raymoe.plan.plan import Plan
 from raymoe.plan.work import LayerWork, ModelWork
 from raymoe.schedule.graph import Resource
@@ -50,10 +50,10 @@ from raymoe.units import GIB, format_bytes, format_seconds
 PlanOf = Callable[[Workload], Plan]
 
 MARGIN = 0.95  # of the rows that would take exactly the time: passes do not shrink with their rows
-MOST_STEPS = 40
+MAX_STEPS = 40
 
 
-def fitting_plan(plan_of: PlanOf, rows: RowStatistics, most_rows: int, seconds: float) -> Plan:
+def fitting_plan(plan_of: PlanOf, rows: RowStatistics, max_rows: int, seconds: float) -> Plan:
     """The plan of the largest of some jobs that is predicted to fit, its prefill run twice.
 
     Rows beyond the last whole batch are left out: with static batches they would take as long as
@@ -65,7 +65,7 @@ def fitting_plan(plan_of: PlanOf, rows: RowStatistics, most_rows: int, seconds: 
     Raises:
         ConfigError: Not even one row fits.
     """
-    plan = _largest(plan_of, rows, most_rows, seconds)
+    plan = _largest(plan_of, rows, max_rows, seconds)
     num_rows, batch = plan.workload.num_rows, plan.policy.batch_size
     if num_rows <= batch or not num_rows % batch:
         return plan
@@ -84,9 +84,9 @@ def prefill_of(workload: Workload) -> Workload:
     return replace(workload, generated_tokens=1, row_lengths=lengths)
 
 
-def _largest(plan_of: PlanOf, rows: RowStatistics, most_rows: int, seconds: float) -> Plan:
-    num_rows = most_rows
-    for _ in range(MOST_STEPS):
+def _largest(plan_of: PlanOf, rows: RowStatistics, max_rows: int, seconds: float) -> Plan:
+    num_rows = max_rows
+    for _ in range(MAX_STEPS):
         plan = plan_of(rows.job(num_rows))
         needed_s = predicted_s(plan)
         if needed_s <= seconds:
@@ -104,7 +104,7 @@ def _largest(plan_of: PlanOf, rows: RowStatistics, most_rows: int, seconds: floa
 # predicted.
 JOB_SHARE = 0.5
 WARM_UP_ROWS = 8
-LINGER_S = 60.0  # no pass before all rows are there
+LINGER_S = 60.0  # no step before all rows are there
 
 Prompts = Sequence[list[int]]
 
@@ -129,7 +129,7 @@ def measure_engine(settings: PartSettings, node: HardwareSpec, out: Path) -> Fig
     plan = fitting_plan(
         lambda workload: contender.plan(spec, node, workload)[0],
         GPU_WORKLOADS[settings.workload],
-        settings.most_rows,
+        settings.max_rows,
         JOB_SHARE * settings.limit_s,
     )
     _, policy_of = contender.plan(spec, node, plan.workload)
@@ -137,7 +137,7 @@ def measure_engine(settings: PartSettings, node: HardwareSpec, out: Path) -> Fig
     model = write_shape(settings.shape, settings.num_layers, out / "models" / settings.file_name)
     run = _run(model, plan, settings, spec)
     if run.recorder.steady is not None:
-        draw_steady_pass(plan, run.recorder.steady, settings, out)
+        draw_steady_step(plan, run.recorder.steady, settings, out)
     workload = plan.workload
     bound = device_bound(ModelWork.of(spec, BYTES_PER_ELEMENT), node, workload)
     return Figures(
@@ -171,10 +171,10 @@ def _run(model: Path, plan: Plan, settings: PartSettings, spec: ModelSpec) -> _R
         total_s = _generate(engine, prompts, workload.generated_tokens)
     report = engine.last_report  # complete: the engine reports a run before it ends
     assert report is not None, "an engine with a plan reports every run"
-    if report.num_passes != recorder.num_passes:
+    if report.num_steps != recorder.num_steps:
         raise ExecutionError(
-            f"the job came apart: {recorder.num_passes} passes, of which the engine saw "
-            f"{report.num_passes} in its last run"
+            f"the job came apart: {recorder.num_steps} passes, of which the engine saw "
+            f"{report.num_steps} in its last run"
         )
     return _Run(prefill_s=prefill_s, total_s=total_s, recorder=recorder, report=report)
 
@@ -191,7 +191,7 @@ def _config(plan: Plan, settings: PartSettings) -> EngineConfig:
         device_memory_bytes=plan.hardware.gpu_memory_bytes,
         num_threads=settings.node.num_threads,
         workload=plan.workload,
-        max_context_tokens=longest_row(plan.workload),
+        max_model_len=longest_row(plan.workload),
         max_queued_rows=plan.workload.num_rows,
         linger_s=LINGER_S,
         watchdog_s=settings.limit_s,
@@ -216,14 +216,14 @@ def _generate(engine: Engine, prompts: Prompts, new_tokens: int) -> float:
 def _predicted(plan: Plan, spec: ModelSpec, run: _Run) -> PredictedFigures:
     report, streamed = run.report, 0
     if plan.schedule != "resident":
-        passes = StreamedPasses.of(spec, plan.schedule, plan.policy, BYTES_PER_ELEMENT)
-        streamed = passes.cut.streamed_bytes
+        steps = StreamedSteps.of(spec, plan.schedule, plan.policy, BYTES_PER_ELEMENT)
+        streamed = steps.cut.streamed_bytes
     page_s = run.recorder.page_s
     return PredictedFigures(
         predicted_s=plan.job.seconds,
-        passes_predicted_s=report.predicted_s,
-        passes_measured_s=report.measured_s,
-        link_bytes_per_s=streamed * report.num_passes / page_s if page_s else 0.0,
+        steps_predicted_s=report.predicted_s,
+        steps_measured_s=report.measured_s,
+        link_bytes_per_s=streamed * report.num_steps / page_s if page_s else 0.0,
         busy=BusyShares(
             gpu=report.busy_share(Resource.GPU),
             cpu=report.busy_share(Resource.CPU),
@@ -236,7 +236,7 @@ def _predicted(plan: Plan, spec: ModelSpec, run: _Run) -> PredictedFigures:
 
 RUNTIME_BYTES = GIB  # of the device: kernels, workspaces, the allocator's rounding
 LAYERS_AT_ONCE = 2  # of weights: the one that computes, and copies that kernels make of it
-LEAST_STEP_S = 1e-6  # a prefill measured twice may differ by more than a step takes
+MIN_STEP_S = 1e-6  # a prefill measured twice may differ by more than a step takes
 PAD_TOKEN_ID = 2
 
 
@@ -272,14 +272,14 @@ def measure_accelerate(settings: PartSettings, node: HardwareSpec, device: str) 
     spec = shape_spec(settings.shape, settings.num_layers)
     # It has all weights in 16 bits, whatever they are stored in.
     work = ModelWork.of(replace(spec, quantization=None), BYTES_PER_ELEMENT)
-    sizes = sizes_that_fit(work, rows, settings.most_rows, node.gpu_memory_bytes)
+    sizes = sizes_that_fit(work, rows, settings.max_rows, node.gpu_memory_bytes)
     model = make_model(shape_config(settings.shape, settings.num_layers), device)
     place(model, device, sizes.weight_bytes)
     runner = BatchRunner(
         model=model, device=device, rows=rows, seconds=JOB_SHARE * settings.limit_s
     )
     run = runner.run_largest(sizes.batch_size)
-    job = replace(rows, least_prompt=rows.mean_prompt, most_prompt=rows.mean_prompt)
+    job = replace(rows, min_prompt=rows.mean_prompt, max_prompt=rows.mean_prompt)
     stored = ModelWork.of(spec, BYTES_PER_ELEMENT)
     bound = device_bound(stored, replace(node, htod_bytes_per_s=pinned), job.job(run.batch_size))
     return Figures(
@@ -299,9 +299,7 @@ def measure_accelerate(settings: PartSettings, node: HardwareSpec, device: str) 
     )
 
 
-def sizes_that_fit(
-    work: ModelWork, rows: RowStatistics, most_rows: int, device_bytes: int
-) -> Sizes:
+def sizes_that_fit(work: ModelWork, rows: RowStatistics, max_rows: int, device_bytes: int) -> Sizes:
     """The largest batch, and the weights that stay beside it.
 
     Args:
@@ -319,9 +317,9 @@ def sizes_that_fit(
             f"accelerate needs {format_bytes(fixed + row)} of device memory for one row, two "
             f"layers and its workspaces; the cap is {format_bytes(device_bytes)}"
         )
-    batch = min(fitting, most_rows)
+    batch = min(fitting, max_rows)
     spare = device_bytes - fixed - batch * row
-    return Sizes(batch_size=batch, weight_bytes=int(spare) if batch == most_rows else 0)
+    return Sizes(batch_size=batch, weight_bytes=int(spare) if batch == max_rows else 0)
 
 
 def _row_bytes(work: ModelWork, rows: RowStatistics) -> float:
@@ -413,7 +411,7 @@ class BatchRunner:
         self._generate_s(ids, 2)  # first use of every kernel
         prefill_s = self._generate_s(ids, 1)
         steps = self.rows.generated_tokens - 1
-        step_s = max(self._generate_s(ids, 2) - prefill_s, LEAST_STEP_S)
+        step_s = max(self._generate_s(ids, 2) - prefill_s, MIN_STEP_S)
         measured = max(1, min(steps, int((self.seconds - 4 * prefill_s) / step_s)))
         decode_s = self._generate_s(ids, 1 + measured) - prefill_s
         return BatchTimes(

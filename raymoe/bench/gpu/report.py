@@ -1,4 +1,4 @@
-"""What the passes of a run moved, and one that stands for those in which all rows decode."""
+"""What the steps of a run moved, and one that stands for those in which all rows decode."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from raymoe.bench.gpu.settings import Figures, PartResult, PartSettings, PredictedFigures, Status
-from raymoe.bench.steps import PassKind, shape_of
+from raymoe.bench.steps import StepKind, shape_of
 from raymoe.engine.core import Runner
 from raymoe.plan.draw import Colour
 from raymoe.plan.plan import Plan
-from raymoe.plan.work import PassLoad
-from raymoe.runtime.bindings import PassInputs
+from raymoe.plan.work import StepLoad
+from raymoe.runtime.bindings import StepInputs
 from raymoe.schedule.draw import draw_chrome_trace, draw_svg, svg_page, text_at
 from raymoe.schedule.graph import Op
 from raymoe.schedule.timeline import Timeline
@@ -21,8 +21,8 @@ from raymoe.units import GB, format_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class SteadyPass:
-    load: PassLoad
+class SteadyStep:
+    load: StepLoad
     measured: Timeline
 
 
@@ -32,27 +32,27 @@ class RunRecorder:
 
     Attributes:
         page_s: Seconds in which pages of weights were copied.
-        steady: Of the decoding passes with the most rows, the last.
+        steady: Of the decoding steps with the most rows, the last.
     """
 
     runner: Runner
     page_s: float = 0.0
-    num_passes: int = 0
-    steady: SteadyPass | None = field(default=None)
+    num_steps: int = 0
+    steady: SteadyStep | None = field(default=None)
 
     def restart(self) -> None:
-        self.page_s, self.num_passes, self.steady = 0.0, 0, None
+        self.page_s, self.num_steps, self.steady = 0.0, 0, None
 
-    def run(self, inputs: PassInputs) -> Timeline:
+    def run(self, inputs: StepInputs) -> Timeline:
         timeline = self.runner.run(inputs)
-        self.num_passes += 1
+        self.num_steps += 1
         self.page_s += timeline.seconds_by_op().get(Op.W, 0.0)
         shape = shape_of(inputs)
-        most = self.steady.load.decode_rows if self.steady else 1
-        if PassKind.of(shape) is PassKind.DECODE and shape.tokens >= most:
+        maximum = self.steady.load.decode_rows if self.steady else 1
+        if StepKind.of(shape) is StepKind.DECODE and shape.tokens >= maximum:
             context = shape.context_tokens / shape.tokens
-            load = PassLoad(decode_rows=shape.tokens, decode_context=context)
-            self.steady = SteadyPass(load, timeline)
+            load = StepLoad(decode_rows=shape.tokens, decode_context=context)
+            self.steady = SteadyStep(load, timeline)
         return timeline
 
 
@@ -73,13 +73,13 @@ def timeline_files(settings: PartSettings) -> tuple[str, str]:
     return f"{settings.file_name}.svg", f"{settings.file_name}.json"
 
 
-def draw_steady_pass(plan: Plan, steady: SteadyPass, settings: PartSettings, out: Path) -> None:
-    """Write a decode pass, predicted above measured, as SVG and as a Chrome trace."""
+def draw_steady_step(plan: Plan, steady: SteadyStep, settings: PartSettings, out: Path) -> None:
+    """Write a decode step, predicted above measured, as SVG and as a Chrome trace."""
     timelines = [
-        Timeline("predicted", plan.passes.timeline(steady.load).spans),
+        Timeline("predicted", plan.steps.timeline(steady.load).spans),
         Timeline("measured", steady.measured.spans),
     ]
-    title = f"{settings.name}: a decode pass of {steady.load.decode_rows:.0f} rows"
+    title = f"{settings.name}: a decode step of {steady.load.decode_rows:.0f} rows"
     picture, trace = timeline_files(settings)
     (out / picture).write_text(draw_svg(timelines, title=title))
     (out / trace).write_text(draw_chrome_trace(timelines))
@@ -87,14 +87,14 @@ def draw_steady_pass(plan: Plan, steady: SteadyPass, settings: PartSettings, out
 
 def draw_bars(bars: Sequence[Bar], *, title: str) -> str:
     """Generated tokens per second of each contender, as SVG; ours in another colour."""
-    most = max(bar.tokens_per_s for bar in bars)
-    return svg_page(title, WIDTH, TOP + BAR_STEP * len(bars) + 12, _bars(bars, most))
+    maximum = max(bar.tokens_per_s for bar in bars)
+    return svg_page(title, WIDTH, TOP + BAR_STEP * len(bars) + 12, _bars(bars, maximum))
 
 
-def _bars(bars: Sequence[Bar], most: float) -> Iterator[str]:
+def _bars(bars: Sequence[Bar], maximum: float) -> Iterator[str]:
     for index, bar in enumerate(bars):
         y = TOP + BAR_STEP * index
-        width = (WIDTH - LEFT - RIGHT) * bar.tokens_per_s / most
+        width = (WIDTH - LEFT - RIGHT) * bar.tokens_per_s / maximum
         colour = Colour.CPU if bar.name == "raymoe" else Colour.GPU
         yield text_at(LEFT - 10, y + 14, bar.name, "end")
         yield (
@@ -122,7 +122,7 @@ LEGEND = (
     "all of it (~: the first steps stand for all). Of pinned: weights while their pages were "
     "copied, of the rate of copies from pinned memory just before. To plan: how much longer the "
     "job took than its plan said. Bound: bytes and operations of the job at the rates of the node, "
-    "nothing lost. Busy: share of the passes in which each resource worked (in: host to device)."
+    "nothing lost. Busy: share of the steps in which each resource worked (in: host to device)."
 )
 
 
@@ -180,7 +180,7 @@ def write_report(results: Sequence[PartResult], out: Path) -> Path:
             lines += ["", f"![generated tokens per second]({group.file_name})"]
         links = [link for result in group.results for link in _timeline_links(result, out)]
         if links:
-            lines += ["", f"A steady decode pass: {', '.join(links)}."]
+            lines += ["", f"A steady decode step: {', '.join(links)}."]
         sections.append("\n".join(lines))
     path = out / REPORT
     path.write_text("# GPU suite\n\n" + "\n\n".join(sections) + "\n")

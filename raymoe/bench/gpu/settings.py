@@ -61,7 +61,7 @@ class PartSettings:
 
     Attributes:
         limit_s: After which the part has failed.
-        most_rows: No more rows than that, however fast.
+        max_rows: No more rows than that, however fast.
     """
 
     node: NodeSettings
@@ -70,7 +70,7 @@ class PartSettings:
     workload: str
     contender: str
     limit_s: float
-    most_rows: int
+    max_rows: int
 
     @property
     def name(self) -> str:
@@ -99,14 +99,14 @@ class RowStatistics:
     """Lengths of rows; the same for any number of them.
 
     Attributes:
-        least_prompt: Tokens of the shortest prompt.
+        min_prompt: Tokens of the shortest prompt.
         mean_prompt: Mean tokens of a prompt.
-        most_prompt: Tokens of the longest one.
+        max_prompt: Tokens of the longest one.
     """
 
-    least_prompt: int
+    min_prompt: int
     mean_prompt: int
-    most_prompt: int
+    max_prompt: int
     generated_tokens: int
 
     def prompt_lengths(self, num_rows: int) -> list[int]:
@@ -115,12 +115,12 @@ class RowStatistics:
         Quantiles of the power law that has the least, the mean and the largest length: the
         published statistics say no more.
         """
-        span = self.most_prompt - self.least_prompt
+        span = self.max_prompt - self.min_prompt
         if not span:
-            return [self.least_prompt] * num_rows
-        power = span / (self.mean_prompt - self.least_prompt) - 1
+            return [self.min_prompt] * num_rows
+        power = span / (self.mean_prompt - self.min_prompt) - 1
         quantiles = (np.arange(num_rows) + 0.5) / num_rows
-        lengths = np.rint(self.least_prompt + span * quantiles**power).astype(int)
+        lengths = np.rint(self.min_prompt + span * quantiles**power).astype(int)
         return [int(length) for length in np.random.default_rng(7).permutation(lengths)]
 
     def job(self, num_rows: int) -> Workload:
@@ -130,17 +130,15 @@ class RowStatistics:
 
 def _mtbench(generated_tokens: int) -> RowStatistics:
     return RowStatistics(
-        least_prompt=8, mean_prompt=77, most_prompt=418, generated_tokens=generated_tokens
+        min_prompt=8, mean_prompt=77, max_prompt=418, generated_tokens=generated_tokens
     )
 
 
 GPU_WORKLOADS: Mapping[str, RowStatistics] = {
     **{f"mtbench-{count}": _mtbench(count) for count in (32, 64, 128, 256)},
-    "512-256": RowStatistics(
-        least_prompt=512, mean_prompt=512, most_prompt=512, generated_tokens=256
-    ),
+    "512-256": RowStatistics(min_prompt=512, mean_prompt=512, max_prompt=512, generated_tokens=256),
     # For trying the suite itself.
-    "smoke": RowStatistics(least_prompt=4, mean_prompt=12, most_prompt=40, generated_tokens=6),
+    "smoke": RowStatistics(min_prompt=4, mean_prompt=12, max_prompt=40, generated_tokens=6),
 }
 DEFAULT_WORKLOADS = ("mtbench-64", "512-256")
 Config = Mapping[str, object]
@@ -195,13 +193,13 @@ def layers_that_fit(name: str, node: HardwareSpec, generated_tokens: int, second
     Args:
         node: With the memory that may be used.
     """
-    most = shape_spec(name).num_layers
+    maximum = shape_spec(name).num_layers
     return next(
         (
             count
-            for count in range(most, 1, -1)
+            for count in range(maximum, 1, -1)
             if _fits(ModelWork.of(shape_spec(name, count), BYTES_PER_ELEMENT), node)
-            and generated_tokens * _pass_s(name, count, node) <= seconds
+            and generated_tokens * _step_s(name, count, node) <= seconds
         ),
         1,
     )
@@ -211,7 +209,7 @@ def _fits(work: ModelWork, node: HardwareSpec) -> bool:
     return work.all_weight_bytes <= WEIGHT_SHARE * node.host_memory_bytes
 
 
-def _pass_s(name: str, num_layers: int, node: HardwareSpec) -> float:
+def _step_s(name: str, num_layers: int, node: HardwareSpec) -> float:
     weights = ModelWork.of(shape_spec(name, num_layers), BYTES_PER_ELEMENT).all_weight_bytes
     return max(0.0, weights - node.gpu_memory_bytes) / node.htod_bytes_per_s
 
@@ -254,7 +252,7 @@ class ScheduleContender:
             workload,
             schedule=self.schedule,
             policy=policy,
-            max_context_tokens=longest_row(workload),
+            max_model_len=longest_row(workload),
         )
         return plan, source
 
@@ -296,7 +294,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BusyShares:
-    """Busy share of each resource over the passes of a run, 0..1."""
+    """Busy share of each resource over the steps of a run, 0..1."""
 
     gpu: float
     cpu: float
@@ -310,13 +308,13 @@ class PredictedFigures:
 
     Attributes:
         predicted_s: Seconds of the job, from the plan.
-        passes_predicted_s: Of the passes that were run, from the cost model.
+        steps_predicted_s: Of the steps that were run, from the cost model.
         link_bytes_per_s: Weights over the time in which their pages were copied; 0 where none were.
     """
 
     predicted_s: float
-    passes_predicted_s: float
-    passes_measured_s: float
+    steps_predicted_s: float
+    steps_measured_s: float
     link_bytes_per_s: float
     busy: BusyShares
     plan: str

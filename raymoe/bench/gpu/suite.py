@@ -32,7 +32,7 @@ from raymoe.units import format_seconds
 Report = Callable[[str], None]
 
 RESULTS = "gpu.jsonl"
-# Of the limit of a part: what the weights of all passes may take on the link. Schedules that wait
+# Of the limit of a part: what the weights of all steps may take on the link. Schedules that wait
 # for them take up to twice that.
 LINK_SHARE = 0.3
 SIGNALLED = 128  # and the number: how shells say that a signal ended a program
@@ -54,7 +54,7 @@ class SuiteSettings:
     contenders: Sequence[str]
     num_layers: int | None
     limit_s: float
-    most_rows: int
+    max_rows: int
     is_again: bool
 
     def parts(self, node: HardwareSpec) -> list[PartSettings]:
@@ -67,7 +67,7 @@ class SuiteSettings:
                 workload=workload,
                 contender=contender,
                 limit_s=self.limit_s,
-                most_rows=self.most_rows,
+                max_rows=self.max_rows,
             )
             for shape, workload, contender in product(self.shapes, self.workloads, self.contenders)
         ]

@@ -318,7 +318,7 @@ def expert_ffn(
     what is not resident once for the batch.
 
     Args:
-        batch_size: N: tokens of a pass.
+        batch_size: N: tokens of a step.
         micro_batch_size: mu: tokens of a launch.
         resident_fraction: r_w: share of the experts that stays on the device.
 

@@ -1,4 +1,4 @@
-"""MoE-Gen: the graph of a pass, module by module, and its critical path.
+"""MoE-Gen: the graph of a step, module by module, and its critical path.
 
 Source: MoE-Gen (2025), section 4.4 and figure 6.
 
@@ -64,7 +64,7 @@ class _Graph:
 def critical_path_s(
     times: ModuleTimes, *, num_layers: int, num_experts: int, expert_slots: int
 ) -> float:
-    """Seconds of a pass: the longest path through its nodes, each processor one at a time.
+    """Seconds of a step: the longest path through its nodes, each processor one at a time.
 
     Source: MoE-Gen, section 4.4, figure 6 and equation 4; section 4.2 for the buffers.
     """
@@ -111,7 +111,7 @@ CPU_FRACTIONS = tuple(tenths / 10 for tenths in range(11))
 # Figure 3 finds the GPU saturated from 2^10 on; the code never launches more.
 EXPERT_BATCH = 2048
 # Then the two buffers of KV are a 128th of one layer's; smaller ones gain nothing.
-MOST_LAUNCHES = 256
+MAX_LAUNCHES = 256
 # Our estimate of the handful of kernels of a module, 5 to 10 microseconds each.
 LAUNCH_S = 30e-6
 
@@ -147,13 +147,13 @@ class GenPlan:
     """
 
     policy: GenPolicy
-    pass_s: float
+    step_s: float
     tokens_per_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Pass:
-    """What a row brings to a pass: its tokens, the pairs that it attends, the tokens it holds."""
+class _Step:
+    """What a row brings to a step: its tokens, the pairs that it attends, the tokens it holds."""
 
     tokens: int
     pairs: float
@@ -169,7 +169,7 @@ class GenSearch:
         cpu_attention_bytes_per_s: KV that attention on the CPU reads; 0 where there is no kernel,
             as for MLA in MoE-Gen, whose kernel read some 23.5 GB/s on an EPYC 7453.
         keeps_parameters: Whether device memory that is left keeps weights (S_Params); the released
-            code copies all of them in every pass.
+            code copies all of them in every step.
     """
 
     model: PaperModel
@@ -193,7 +193,7 @@ class GenSearch:
         if cpu_attention_fraction is not None:
             fractions = (cpu_attention_fraction,)
         context = self.workload.prompt_tokens + self.workload.generated_tokens / 2
-        work = _Pass(tokens=1, pairs=context, kv_tokens=context, is_decode=True)
+        work = _Step(tokens=1, pairs=context, kv_tokens=context, is_decode=True)
         batch = min(self.workload.num_rows, self.host_rows)
         return self._best(work, ((batch, fraction) for fraction in fractions))
 
@@ -206,7 +206,7 @@ class GenSearch:
         Source: MoE-Gen, section 4.3, P-D disaggregation.
         """
         prompt = self.workload.prompt_tokens
-        work = _Pass(
+        work = _Step(
             tokens=prompt, pairs=prompt * (prompt + 1) / 2, kv_tokens=prompt, is_decode=False
         )
         rows = min(self.workload.num_rows, self.host_rows)
@@ -231,7 +231,7 @@ class GenSearch:
             )
         return int(spare / row_bytes)
 
-    def _best(self, work: _Pass, batches: Iterable[tuple[int, float]]) -> GenPlan:
+    def _best(self, work: _Step, batches: Iterable[tuple[int, float]]) -> GenPlan:
         plans = (
             self._plan(work, policy)
             for batch, fraction in batches
@@ -257,7 +257,7 @@ class GenSearch:
             expert_slots=1,
         )
 
-    def _policies(self, work: _Pass, batch: int, fraction: float) -> Iterator[GenPolicy]:
+    def _policies(self, work: _Step, batch: int, fraction: float) -> Iterator[GenPolicy]:
         on_device = batch - round(batch * fraction)
         tokens = batch * work.tokens * self.model.top_k / self.model.num_experts
         for attention_batch in _halving(max(1, on_device)):
@@ -276,7 +276,7 @@ class GenSearch:
             if not on_device:
                 return
 
-    def _device_bytes(self, work: _Pass, policy: GenPolicy) -> float:
+    def _device_bytes(self, work: _Step, policy: GenPolicy) -> float:
         """Device memory apart from resident weights.
 
         Source: MoE-Gen, section 4.3, equation 3.
@@ -296,17 +296,17 @@ class GenSearch:
             + BYTES_PER_ELEMENT * (rows + attention + experts)
         )
 
-    def _plan(self, work: _Pass, policy: GenPolicy) -> GenPlan:
-        pass_s = critical_path_s(
+    def _plan(self, work: _Step, policy: GenPolicy) -> GenPlan:
+        step_s = critical_path_s(
             self._times(work, policy),
             num_layers=self.model.num_layers,
             num_experts=self.model.num_experts,
             expert_slots=policy.expert_slots,
         )
         tokens = policy.batch_size * work.tokens
-        return GenPlan(policy=policy, pass_s=pass_s, tokens_per_s=tokens / pass_s)
+        return GenPlan(policy=policy, step_s=step_s, tokens_per_s=tokens / step_s)
 
-    def _times(self, work: _Pass, policy: GenPolicy) -> ModuleTimes:
+    def _times(self, work: _Step, policy: GenPolicy) -> ModuleTimes:
         model, levels = self.model, Hierarchy.of(self.hardware)
         streamed = (1 - policy.resident_fraction) / levels.link_bytes_per_s
         tokens = policy.batch_size * work.tokens
@@ -340,18 +340,18 @@ class GenSearch:
         return launches * LAUNCH_S + near.seconds(flop, launches * num_bytes)
 
 
-def _doubling(most: int) -> Iterator[int]:
+def _doubling(maximum: int) -> Iterator[int]:
     size = 1
-    while size < most:
+    while size < maximum:
         yield size
         size *= 2
-    yield most
+    yield maximum
 
 
-def _halving(most: int) -> Iterator[int]:
+def _halving(maximum: int) -> Iterator[int]:
     launches = 1
-    while launches <= min(most, MOST_LAUNCHES):
-        yield ceil(most / launches)
+    while launches <= min(maximum, MAX_LAUNCHES):
+        yield ceil(maximum / launches)
         launches *= 2
 
 

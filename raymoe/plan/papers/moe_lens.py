@@ -5,11 +5,11 @@ memory holds; stage 2 adds a finite number of requests, a KV cache of blocks, th
 and decoding, and the ends of the job, where the pipeline is not full.
 
 Assumptions:
-- A pass takes as long as it takes to send the model over the link once: nothing is resident, and
+- A step takes as long as it takes to send the model over the link once: nothing is resident, and
   neither attention on the CPU nor its traffic on host memory slows the link. (Section 8.2 sees
-  passes of 5 s become 6 s.)
+  steps of 5 s become 6 s.)
 - Rows have the mean lengths; nothing is preempted.
-- Tokens of a pass are those at which the GPU takes as long as the link (n_real, section 6.3). The
+- Tokens of a step are those at which the GPU takes as long as the link (n_real, section 6.3). The
   paper writes T_GPU for it, and for tokens per second in equation 4.
 """
 
@@ -39,17 +39,17 @@ class LensNode:
     """All that the model knows of a model on a machine.
 
     Attributes:
-        pass_s: delta: seconds to send all weights over the link.
+        step_s: delta: seconds to send all weights over the link.
         kv_tokens: M: tokens whose KV fits in host memory.
-        pass_tokens: n_real: tokens at which the GPU takes as long as the link.
+        max_num_batched_tokens: n_real: tokens at which the GPU takes as long as the link.
     """
 
-    pass_s: float
+    step_s: float
     kv_tokens: float
-    pass_tokens: float
+    max_num_batched_tokens: float
 
     def __post_init__(self) -> None:
-        for field in ("pass_s", "kv_tokens", "pass_tokens"):
+        for field in ("step_s", "kv_tokens", "max_num_batched_tokens"):
             value = getattr(self, field)
             if not value > 0:
                 raise ConfigError(f"LensNode.{field} is {value!r}; it must be positive")
@@ -68,7 +68,7 @@ class LensNode:
         Source: MoE-Lens, section 5.2 (delta), section 6.3 (n_real).
         """
         weight_bytes = model.weight_bytes(BYTES_PER_ELEMENT)
-        pass_s = weight_bytes / hardware.htod_bytes_per_s
+        step_s = weight_bytes / hardware.htod_bytes_per_s
         if kv_bytes is None:
             kv_bytes = hardware.host_memory_bytes - weight_bytes
         if kv_bytes <= 0:
@@ -79,14 +79,14 @@ class LensNode:
             )
         token_flop = ModelWork.of(model, BYTES_PER_ELEMENT).token_flop
         return cls(
-            pass_s=pass_s,
+            step_s=step_s,
             kv_tokens=kv_bytes / model.kv_bytes_per_token(BYTES_PER_ELEMENT),
-            pass_tokens=pass_s * hardware.gpu_flop_per_s / token_flop,
+            max_num_batched_tokens=step_s * hardware.gpu_flop_per_s / token_flop,
         )
 
 
 def gemm_intensity(model: PaperModel, tokens: float) -> float:
-    """Operations of matrix products per byte of weights that a pass reads.
+    """Operations of matrix products per byte of weights that a step reads.
 
     The second form that the paper prints has 2 for the projections where its first has 4; this is
     the first, with both over the same layer. It comes to tokens times top-k over experts.
@@ -100,7 +100,7 @@ def gemm_intensity(model: PaperModel, tokens: float) -> float:
 def tokens_to_saturate(
     flop_per_s: float, link_bytes_per_s: float, *, num_experts: int, top_k: int
 ) -> float:
-    """Tokens of a pass at which the GPU is as slow as the link, in 16 bits.
+    """Tokens of a step at which the GPU is as slow as the link, in 16 bits.
 
     Source: MoE-Lens, section 5.1, equation 2.
     """
@@ -108,7 +108,7 @@ def tokens_to_saturate(
 
 
 def parallelism_memory_efficiency(prompt_tokens: float, generated_tokens: float) -> float:
-    """PME: tokens that a pass computes for each token whose KV is held, over a row's life.
+    """PME: tokens that a step computes for each token whose KV is held, over a row's life.
 
     Source: MoE-Lens, section 5.2, equation 3, last form; the sum before it has (g + 1) for g.
     """
@@ -126,7 +126,7 @@ def effective_kv_tokens(kv_tokens: float, workload: Workload) -> float:
 
 
 def host_bandwidth_need(kv_bytes: float, weight_bytes: float, link_bytes_per_s: float) -> float:
-    """Host memory bandwidth at which reading all KV once a pass hides behind the weights.
+    """Host memory bandwidth at which reading all KV once a step hides behind the weights.
 
     Source: MoE-Lens, section 5.3, equation 5.
     """
@@ -154,8 +154,8 @@ def stage1_tokens_per_s(node: LensNode, workload: Workload) -> float:
     Source: MoE-Lens, section 5.2, equation 4.
     """
     pme = parallelism_memory_efficiency(workload.prompt_tokens, workload.generated_tokens)
-    tokens_per_pass = min(pme * node.kv_tokens, node.pass_tokens)
-    return tokens_per_pass / node.pass_s * workload.generated_tokens / workload.context_tokens
+    tokens_per_step = min(pme * node.kv_tokens, node.max_num_batched_tokens)
+    return tokens_per_step / node.step_s * workload.generated_tokens / workload.context_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +163,7 @@ class Stage2:
     """A finite job, predicted.
 
     Attributes:
-        admitted_per_pass: q: rows that start in each pass, so that the cache is just full.
+        admitted_per_step: q: rows that start in each step, so that the cache is just full.
         active_rows: g q: rows that decode at once.
         memory_tokens_per_s: T_1: where KV memory limits.
         gpu_tokens_per_s: T_2: where the GPU limits.
@@ -171,7 +171,7 @@ class Stage2:
         bound: Which of the two it is.
     """
 
-    admitted_per_pass: float
+    admitted_per_step: float
     active_rows: float
     memory_tokens_per_s: float
     gpu_tokens_per_s: float
@@ -187,10 +187,10 @@ def stage2(node: LensNode, workload: Workload, *, block_tokens: int = BLOCK_TOKE
     prompt, generated, rows = workload.prompt_tokens, workload.generated_tokens, workload.num_rows
     blocks = sum(ceil_div(prompt + i, block_tokens) for i in range(generated + 1))
     admitted = node.kv_tokens / block_tokens / blocks
-    memory = rows * generated / ((rows / admitted + generated) * node.pass_s)
-    gpu = rows * generated / (_gpu_bound_passes(node.pass_tokens, workload) * node.pass_s)
+    memory = rows * generated / ((rows / admitted + generated) * node.step_s)
+    gpu = rows * generated / (_gpu_bound_steps(node.max_num_batched_tokens, workload) * node.step_s)
     return Stage2(
-        admitted_per_pass=admitted,
+        admitted_per_step=admitted,
         active_rows=generated * admitted,
         memory_tokens_per_s=memory,
         gpu_tokens_per_s=gpu,
@@ -199,10 +199,10 @@ def stage2(node: LensNode, workload: Workload, *, block_tokens: int = BLOCK_TOKE
     )
 
 
-def _gpu_bound_passes(pass_tokens: float, workload: Workload) -> float:
-    """Passes of a job that the GPU limits: filling, a middle, and draining while the last decode.
+def _gpu_bound_steps(max_num_batched_tokens: float, workload: Workload) -> float:
+    """Steps of a job that the GPU limits: filling, a middle, and draining while the last decode.
 
-    While the pipeline fills, prefill falls in a straight line from all tokens of a pass to its
+    While the pipeline fills, prefill falls in a straight line from all tokens of a step to its
     share in the middle. Equation 12 takes for granted that prompts are left after that; for few
     rows it would count a middle of negative length. Then the job ends its prompts on that line.
 
@@ -210,9 +210,12 @@ def _gpu_bound_passes(pass_tokens: float, workload: Workload) -> float:
     """
     generated = workload.generated_tokens
     prompts = workload.num_rows * workload.prompt_tokens
-    middle = pass_tokens * workload.prompt_tokens / workload.context_tokens
-    filling = generated * (middle + pass_tokens) / 2
+    middle = max_num_batched_tokens * workload.prompt_tokens / workload.context_tokens
+    filling = generated * (middle + max_num_batched_tokens) / 2
     if prompts > filling:
         return 2 * generated + (prompts - filling) / middle
-    slope = (pass_tokens - middle) / generated
-    return generated + (pass_tokens - sqrt(pass_tokens**2 - 2 * slope * prompts)) / slope
+    slope = (max_num_batched_tokens - middle) / generated
+    return (
+        generated
+        + (max_num_batched_tokens - sqrt(max_num_batched_tokens**2 - 2 * slope * prompts)) / slope
+    )

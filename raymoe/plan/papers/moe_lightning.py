@@ -13,7 +13,7 @@ What it has wrong or leaves out, kept here because the published policies follow
 - All experts are read again for every micro-batch. Projections, head, sampling, copies of hidden
   states and the copy to pinned memory take no time.
 - Prefill takes memory but no time: the objective is decoding alone. Its rate counts the token that
-  prefill generates and leaves out the pass that generates it.
+  prefill generates and leaves out the step that generates it.
 - The engine truncates the resident share to whole experts: none of 8 in any published row.
 - With attention on the GPU, the KV of the whole batch has to fit there while decoding.
 """
@@ -76,9 +76,9 @@ class LightningPolicy:
 
     Attributes:
         resident_fraction: r_w: share of the experts that stays on the GPU.
-        link_s: Link of one layer of a decode pass.
-        gpu_s: GPU of one layer of a decode pass.
-        cpu_s: CPU of one layer of a decode pass.
+        link_s: Link of one layer of a decode step.
+        gpu_s: GPU of one layer of a decode step.
+        cpu_s: CPU of one layer of a decode step.
         prefill_s: All layers of the prefill, as its formulas have it; not in its objective.
         tokens_per_s: Its objective: generated tokens over the time of decoding alone.
     """

@@ -1,9 +1,9 @@
 """The papers' own policies on our terms: sizes that our cost model judges beside our choice.
 
 Assumptions:
-- A paper's batch, micro-batches, resident weights and tokens of a pass are taken as far as they
+- A paper's batch, micro-batches, resident weights and tokens of a step are taken as far as they
   fit. Our count of memory is higher than the papers': where it does not hold them, there are fewer
-  KV blocks, fewer resident weights, and passes of half, a quarter, ... of the tokens, with as
+  KV blocks, fewer resident weights, and steps of half, a quarter, ... of the tokens, with as
   many rows as these hold.
 - Rows that are not there leave smaller batches.
 """
@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from raymoe.errors import InfeasiblePlanError
-from raymoe.plan.device_pass import (
+from raymoe.plan.device_step import (
     KV_BLOCK_TOKENS,
-    StreamedPasses,
+    StreamedSteps,
     device_footprint,
     host_footprint,
     kv_block_bytes,
@@ -34,7 +34,7 @@ from raymoe.units import GB, ceil_div, format_bytes
 
 # What the CPU of MoE-Gen's C2 reads at least at the published rate of Mixtral-8x7B.
 GEN_KERNEL_BYTES_PER_S = 23.5 * GB
-MOST_GEN_WAVES = 32  # its launches of one row would be thousands of tasks in every layer
+MAX_GEN_MICRO_BATCHES = 32  # its launches of one row would be thousands of tasks in every layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,27 +51,27 @@ class PaperPolicies:
     workload: Workload
 
     def cgopipe(self) -> Policy:
-        """MoE-Lightning: all prompts of a batch in one pass; all but the experts is resident.
+        """MoE-Lightning: all prompts of a batch in one step; all but the experts is resident.
 
         Source: MoE-Lightning (ASPLOS 2025), section 4.2.
         """
         return self._fitted("cgopipe", self._lightning())
 
     def vslpipe(self) -> Policy:
-        """MoE-Lens: host memory full of KV, tokens of a pass for which the GPU takes as the link.
+        """MoE-Lens: host memory full of KV, tokens of a step for which the GPU takes as the link.
 
         Source: MoE-Lens (2025), section 5.5 (rows that are active), section 6.3 (n_real).
         """
         workload = self.workload
         node = LensNode.of(self.model, self.hardware)
-        pass_tokens = max(1, int(node.pass_tokens))
+        max_num_batched_tokens = max(1, int(node.max_num_batched_tokens))
         active = int(stage2(node, workload).active_rows)
         policy = Policy(
-            batch_size=max(1, min(active, workload.num_rows, pass_tokens)),
-            pass_tokens=pass_tokens,
-            prefill_chunk_tokens=min(workload.prompt_tokens, pass_tokens),
+            batch_size=max(1, min(active, workload.num_rows, max_num_batched_tokens)),
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_prefill_chunk_tokens=min(workload.prompt_tokens, max_num_batched_tokens),
             num_kv_blocks=max(1, int(node.kv_tokens) // KV_BLOCK_TOKENS),
-            device=DevicePolicy(num_waves=2),
+            device=DevicePolicy(num_micro_batches=2),
         )
         return self._fitted("vslpipe", policy)
 
@@ -93,18 +93,20 @@ class PaperPolicies:
         decode, prefill = search.decode().policy, search.prefill().policy
         batch = decode.batch_size
         on_device = (1 - decode.cpu_attention_fraction) * batch
-        num_waves = min(MOST_GEN_WAVES, max(1, ceil(on_device / decode.attention_batch)))
-        rows = ceil_div(batch, num_waves)
+        num_micro_batches = min(
+            MAX_GEN_MICRO_BATCHES, max(1, ceil(on_device / decode.attention_batch))
+        )
+        rows = ceil_div(batch, num_micro_batches)
         layers = sum(
             LayerBytes.of(model, i, BYTES_PER_ELEMENT).total for i in range(model.num_layers)
         )
         policy = Policy(
             batch_size=batch,
-            pass_tokens=max(batch, prefill.batch_size * workload.prompt_tokens),
-            prefill_chunk_tokens=workload.prompt_tokens,
+            max_num_batched_tokens=max(batch, prefill.batch_size * workload.prompt_tokens),
+            max_prefill_chunk_tokens=workload.prompt_tokens,
             num_kv_blocks=batch * self._row_blocks,
             device=DevicePolicy(
-                num_waves=num_waves,
+                num_micro_batches=num_micro_batches,
                 cpu_attention_fraction=decode.cpu_attention_fraction,
                 resident_bytes=int(decode.resident_fraction * layers),
                 staged_blocks=rows * self._row_blocks,
@@ -121,13 +123,13 @@ class PaperPolicies:
         return self._fitted("flexgen_s3", self._lightning())
 
     def flexgen_s4(self) -> Policy:
-        """FlexGen with attention on the GPU, by the sizes of `cgopipe` and room for a wave's KV.
+        """FlexGen with attention on the GPU, sized as `cgopipe` with room for a micro-batch's KV.
 
         Source: as for `flexgen_s3`.
         """
         wanted = self._lightning()
         assert wanted.device is not None
-        rows = ceil_div(wanted.batch_size, wanted.device.num_waves)
+        rows = ceil_div(wanted.batch_size, wanted.device.num_micro_batches)
         device = replace(wanted.device, staged_blocks=rows * self._row_blocks)
         return self._fitted("flexgen_s4", replace(wanted, device=device))
 
@@ -141,21 +143,21 @@ class PaperPolicies:
         workload = self.workload
         row = Policy(
             batch_size=1,
-            pass_tokens=workload.prompt_tokens,
-            prefill_chunk_tokens=workload.prompt_tokens,
+            max_num_batched_tokens=workload.prompt_tokens,
+            max_prefill_chunk_tokens=workload.prompt_tokens,
             num_kv_blocks=self._row_blocks,
-            device=DevicePolicy(num_waves=1, staged_blocks=self._row_blocks),
+            device=DevicePolicy(num_micro_batches=1, staged_blocks=self._row_blocks),
         )
-        bare = self._passes("layer_by_layer", row, resident_bytes=0)
+        bare = self._steps("layer_by_layer", row, resident_bytes=0)
         spare = self.hardware.gpu_memory_bytes - self._device_bytes(bare)
         row_bytes = self._row_blocks * kv_block_bytes(self._work)
         batch = max(1, min(workload.num_rows, spare // row_bytes))
         wanted = replace(
             row,
             batch_size=batch,
-            pass_tokens=batch * workload.prompt_tokens,
+            max_num_batched_tokens=batch * workload.prompt_tokens,
             num_kv_blocks=batch * self._row_blocks,
-            device=DevicePolicy(num_waves=1, staged_blocks=batch * self._row_blocks),
+            device=DevicePolicy(num_micro_batches=1, staged_blocks=batch * self._row_blocks),
         )
         return self._fitted("layer_by_layer", wanted)
 
@@ -173,20 +175,22 @@ class PaperPolicies:
         batch = min(best.batch_size, workload.num_rows)
         return Policy(
             batch_size=batch,
-            pass_tokens=batch * workload.prompt_tokens,
-            prefill_chunk_tokens=workload.prompt_tokens,
+            max_num_batched_tokens=batch * workload.prompt_tokens,
+            max_prefill_chunk_tokens=workload.prompt_tokens,
             num_kv_blocks=batch * self._row_blocks,
             device=DevicePolicy(
-                num_waves=ceil_div(batch, best.micro_batch_size),
+                num_micro_batches=ceil_div(batch, best.micro_batch_size),
                 resident_bytes=common + int(best.resident_fraction * experts),
             ),
         )
 
     def _fitted(self, schedule: str, wanted: Policy) -> Policy:
-        tokens = wanted.pass_tokens
+        tokens = wanted.max_num_batched_tokens
         while tokens:
             batch = min(wanted.batch_size, tokens)
-            policy = self._sized(schedule, replace(wanted, pass_tokens=tokens, batch_size=batch))
+            policy = self._sized(
+                schedule, replace(wanted, max_num_batched_tokens=tokens, batch_size=batch)
+            )
             if policy is not None:
                 return policy
             tokens //= 2
@@ -198,25 +202,25 @@ class PaperPolicies:
 
     def _sized(self, schedule: str, wanted: Policy) -> Policy | None:
         hardware = self.hardware
-        bare = self._passes(schedule, wanted, resident_bytes=0)
+        bare = self._steps(schedule, wanted, resident_bytes=0)
         spare = hardware.gpu_memory_bytes - self._device_bytes(bare)
         if spare < 0:
             return None
         resident = min(spare, 0 if wanted.device is None else wanted.device.resident_bytes)
-        passes = self._passes(schedule, replace(wanted, num_kv_blocks=1), resident_bytes=resident)
-        free = hardware.host_memory_bytes - host_footprint(self.model, self._work, passes).total
+        steps = self._steps(schedule, replace(wanted, num_kv_blocks=1), resident_bytes=resident)
+        free = hardware.host_memory_bytes - host_footprint(self.model, self._work, steps).total
         num_blocks = min(wanted.num_kv_blocks, 1 + free // kv_block_bytes(self._work))
         if num_blocks < self._row_blocks:
             return None
-        return replace(passes.policy, num_kv_blocks=num_blocks)
+        return replace(steps.policy, num_kv_blocks=num_blocks)
 
-    def _passes(self, schedule: str, policy: Policy, *, resident_bytes: int) -> StreamedPasses:
+    def _steps(self, schedule: str, policy: Policy, *, resident_bytes: int) -> StreamedSteps:
         device = replace(policy.device or DevicePolicy(), resident_bytes=resident_bytes)
         policy = replace(policy, device=device)
-        return StreamedPasses.of(self.model, schedule, policy, BYTES_PER_ELEMENT)
+        return StreamedSteps.of(self.model, schedule, policy, BYTES_PER_ELEMENT)
 
-    def _device_bytes(self, passes: StreamedPasses) -> int:
-        return device_footprint(self.model, self._work, passes).total
+    def _device_bytes(self, steps: StreamedSteps) -> int:
+        return device_footprint(self.model, self._work, steps).total
 
     @property
     def _row_blocks(self) -> int:

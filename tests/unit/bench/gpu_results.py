@@ -19,10 +19,10 @@ SETTINGS = PartSettings(
     workload="mtbench-64",
     contender="raymoe",
     limit_s=540.0,
-    most_rows=8192,
+    max_rows=8192,
 )
 FIGURES = Figures(
-    schedule="waves",
+    schedule="micro_batches",
     policy="planner",
     num_rows=10,
     prompt_tokens=770,
@@ -37,8 +37,8 @@ FIGURES = Figures(
     peak_rss_bytes=1 << 30,
     model=PredictedFigures(
         predicted_s=3.2,
-        passes_predicted_s=3.1,
-        passes_measured_s=3.9,
+        steps_predicted_s=3.1,
+        steps_measured_s=3.9,
         link_bytes_per_s=9.0e9,
         busy=BusyShares(gpu=0.5, cpu=0.25, htod=0.9, dtoh=0.0),
         plan="two\nlines",

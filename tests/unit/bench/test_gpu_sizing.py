@@ -37,8 +37,8 @@ def test_rows_have_the_published_lengths(name: str, count: int) -> None:
     lengths = rows.prompt_lengths(count)
     assert len(lengths) == count
     assert sum(lengths) / count == pytest.approx(rows.mean_prompt, rel=0.02)
-    assert rows.least_prompt <= min(lengths)
-    assert 0.9 * rows.most_prompt <= max(lengths) <= rows.most_prompt
+    assert rows.min_prompt <= min(lengths)
+    assert 0.9 * rows.max_prompt <= max(lengths) <= rows.max_prompt
     assert rows.job(count).row_lengths == tuple((n, rows.generated_tokens) for n in lengths)
 
 
@@ -103,7 +103,7 @@ def test_where_a_paper_has_no_policy_the_planner_has_one_and_the_name_says_so() 
 
 def test_accelerate_fills_the_device_with_rows_or_else_with_weights() -> None:
     work = ModelWork.of(shape_spec("mixtral-8x7b", 16), 2)
-    few, many = (sizes_that_fit(work, ROWS, most, 16 * GIB) for most in (16, 10_000))
+    few, many = (sizes_that_fit(work, ROWS, maximum, 16 * GIB) for maximum in (16, 10_000))
     assert (few.batch_size, many.weight_bytes) == (16, 0)
     assert 0 < few.weight_bytes < 16 * GIB - 2 * work.layers[0].weight_bytes(8)
     assert 16 < many.batch_size < 10_000

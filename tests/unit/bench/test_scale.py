@@ -46,7 +46,7 @@ def test_a_steady_rate_leaves_out_beginning_and_end() -> None:
     middle = [(10.0 + i, 5) for i in range(10)]
     end = [(500.0, 25)]
     assert steady_rate(start + middle + end) == pytest.approx(5)
-    with pytest.raises(ExecutionError, match="2 passes are too few"):
+    with pytest.raises(ExecutionError, match="2 steps are too few"):
         steady_rate([(0.0, 10), (1.0, 10)])
 
 

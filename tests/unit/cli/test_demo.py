@@ -1,4 +1,4 @@
-"""The demo: fresh rows, honest scores, no file of others touched."""
+"""The demo: fresh rows, honest scores, no file of others activated."""
 
 import io
 from collections import Counter
@@ -10,7 +10,7 @@ from rich.console import Console
 
 from raymoe.assets.wrangling import KINDS
 from raymoe.cli import demo
-from raymoe.cli.pipeline import Tally, print_summary
+from raymoe.cli.pipeline import RunStats, print_summary
 from raymoe.cli.storage import Location
 from raymoe.errors import ConfigError, ExecutionError
 
@@ -78,7 +78,7 @@ def test_text_of_a_model_does_nothing_to_a_terminal():
 
 def test_errors_of_rows_do_nothing_to_a_terminal(tmp_path):
     log = io.StringIO()
-    tally = Tally(total_rows=1, reasons=Counter({"\x1b[2J: bad": 1}))
-    print_summary(tally, Location.local(tmp_path / "a\x1b[2J"), Console(file=log, width=300))
+    run_stats = RunStats(total_rows=1, reasons=Counter({"\x1b[2J: bad": 1}))
+    print_summary(run_stats, Location.local(tmp_path / "a\x1b[2J"), Console(file=log, width=300))
     assert "\x1b" not in log.getvalue()
     assert "1 x \\x1b[2J: bad" in log.getvalue()

@@ -8,7 +8,7 @@ import pytest
 
 from raymoe.cli.pipeline import find_written
 from raymoe.cli.sources import open_source
-from raymoe.cli.writers import open_sink
+from raymoe.cli.writers import open_writer
 from raymoe.config import SamplingParams
 from raymoe.data.columns import OutputColumns
 from raymoe.data.openai_batch import CONTENT_COLUMNS
@@ -45,15 +45,15 @@ def write_parquet(path, records):
     pq.write_table(pa.Table.from_pylist(records, schema), path)
 
 
-def answer(source, sink, *, error=""):
+def answer(source, writer, *, error=""):
     """Write an answer for each row, as the operator would."""
     params = SamplingParams()
-    sink.prepare(resume=False, overwrite=False)
+    writer.prepare(resume=False, overwrite=False)
     for table in source.tables([*source.schema.names]):
         good = Generation(text="a", token_ids=(1,), num_generated_tokens=1, error=error)
         columns = OutputColumns.of(params, has_choices=source.is_batch)
-        sink.write(columns.append(table, [good] * table.num_rows))
-    sink.close()
+        writer.write(columns.append(table, [good] * table.num_rows))
+    writer.close()
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -66,31 +66,31 @@ def test_edited_rows_are_found_and_dropped(tmp_path, write, name, place):
     def open_both():
         source = open_source(str(path), prompt_column="prompt", id_column="id")
         location = PLACES[place](tmp_path, name)
-        return source, open_sink(location, source, content_columns=COLUMNS, run="0a1b")
+        return source, open_writer(location, source, content_columns=COLUMNS, run="0a1b")
 
-    source, sink = open_both()
-    answer(source, sink)
+    source, writer = open_both()
+    answer(source, writer)
     ids = source.ids.to_pylist()
 
-    source, sink = open_both()
-    sink.prepare(resume=True, overwrite=False)
-    written = find_written(source, sink, COLUMNS, "id")
+    source, writer = open_both()
+    writer.prepare(resume=True, overwrite=False)
+    written = find_written(source, writer, COLUMNS, "id")
     assert (written.changed.to_pylist(), written.ids.to_pylist()) == ([], ids)
 
     write(path, [record | EDITS.get(record["id"], {"other": 7}) for record in RECORDS])
-    source, sink = open_both()
-    sink.prepare(resume=True, overwrite=False)
-    written = find_written(source, sink, COLUMNS, "id")
+    source, writer = open_both()
+    writer.prepare(resume=True, overwrite=False)
+    written = find_written(source, writer, COLUMNS, "id")
     assert sorted(written.changed.to_pylist()) == [row_id for row_id in ids if row_id in EDITS]
     assert written.ids.to_pylist() == [5]
-    sink.drop(written.stale, "id")
-    sink.close()
-    assert [row.id for row in open_again(sink).read_written("id")] == [5]
+    writer.drop(written.stale, "id")
+    writer.close()
+    assert [row.id for row in open_again(writer).read_written("id")] == [5]
 
 
-def open_again(sink):
-    sink.prepare(resume=True, overwrite=False)
-    return sink
+def open_again(writer):
+    writer.prepare(resume=True, overwrite=False)
+    return writer
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -103,12 +103,12 @@ def test_edited_requests_of_a_batch_are_found(tmp_path, place):
     path, location = tmp_path / "in.jsonl", PLACES[place](tmp_path, "out.jsonl")
     write_jsonl(path, [request(number, f"q{number}") for number in range(4)])
     source = open_source(str(path), prompt_column="prompt", id_column=None)
-    answer(source, open_sink(location, source))
+    answer(source, open_writer(location, source))
     write_jsonl(path, [request(number, f"q{number}" * (1 + (number == 2))) for number in range(4)])
     source = open_source(str(path), prompt_column="prompt", id_column=None)
-    sink = open_sink(location, source)
-    sink.prepare(resume=True, overwrite=False)
-    written = find_written(source, sink, CONTENT_COLUMNS, "custom_id")
+    writer = open_writer(location, source)
+    writer.prepare(resume=True, overwrite=False)
+    written = find_written(source, writer, CONTENT_COLUMNS, "custom_id")
     assert written.changed.to_pylist() == ["r2"]
     assert written.ids.to_pylist() == ["r0", "r1", "r3"]
 
@@ -118,9 +118,9 @@ def test_rows_whose_error_came_from_outside_are_generated_again(tmp_path, name):
     path = tmp_path / "in.jsonl"
     write_jsonl(path, RECORDS)
     source = open_source(str(path), prompt_column="prompt", id_column="id")
-    sink = open_sink(PLACES["local"](tmp_path, name), source, content_columns=COLUMNS)
-    answer(source, sink, error="WorkerProcessError: the tokenizer's process was killed")
-    open_again(sink)
-    written = find_written(source, sink, COLUMNS, "id")
+    writer = open_writer(PLACES["local"](tmp_path, name), source, content_columns=COLUMNS)
+    answer(source, writer, error="WorkerProcessError: the tokenizer's process was killed")
+    open_again(writer)
+    written = find_written(source, writer, COLUMNS, "id")
     assert written.failed.to_pylist() == source.ids.to_pylist()
     assert (len(written.ids), len(written.changed)) == (0, 0)

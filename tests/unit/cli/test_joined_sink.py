@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from raymoe.cli import writers
-from raymoe.cli.writers import JoinedSink
+from raymoe.cli.writers import JoinedWriter
 from raymoe.errors import ConfigError
 from tests.unit.cli.places import remote
 
@@ -31,13 +31,13 @@ def rows(*ids):
 
 def run(output, *ids, resume=False, overwrite=False):
     """Write the rows that are not there yet; return which were."""
-    sink = JoinedSink(location=output)
-    sink.prepare(resume=resume, overwrite=overwrite)
-    written = [row_id for row_id, *_ in sink.read_written("id")]
+    writer = JoinedWriter(location=output)
+    writer.prepare(resume=resume, overwrite=overwrite)
+    written = [row_id for row_id, *_ in writer.read_written("id")]
     for row_id in ids:
         if row_id not in written:
-            sink.write(rows(row_id))
-    sink.close()
+            writer.write(rows(row_id))
+    writer.close()
     return written
 
 
@@ -69,9 +69,9 @@ def test_rows_are_refused_or_given_up_as_told(output):
         run(output, 4)
     run(output, 4, overwrite=True)
     assert ids_in(output) == [4]
-    sink = JoinedSink(location=output)
-    sink.prepare(resume=True, overwrite=False)
-    sink.write(rows(5, 6))
+    writer = JoinedWriter(location=output)
+    writer.prepare(resume=True, overwrite=False)
+    writer.write(rows(5, 6))
     with pytest.raises(ConfigError, match=r"part-000000\.jsonl already has rows"):
         run(output, 7)
     run(output, 7, overwrite=True)

@@ -9,7 +9,7 @@ import pytest
 
 from raymoe.cli import resume as leases
 from raymoe.cli.resume import Lease
-from raymoe.cli.writers import Parts
+from raymoe.cli.writers import Shards
 from raymoe.errors import ConfigError, ExecutionError
 from tests.unit.cli.places import PLACES
 
@@ -112,7 +112,7 @@ def test_a_run_that_lost_its_lease_writes_nothing_more(output):
 
 
 def test_parts_of_two_runs_have_different_names(output):
-    one, other = (Parts(directory=output, suffix=".jsonl", run=run) for run in ("aa", "bb"))
+    one, other = (Shards(directory=output, suffix=".jsonl", run=run) for run in ("aa", "bb"))
     output.make_dir()
     for parts in (one, other):
         with parts.writing(0) as file:

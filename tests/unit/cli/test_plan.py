@@ -84,7 +84,7 @@ def test_it_prints_what_was_planned(model: str, capsys: pytest.CaptureFixture[st
         f"schedule {plan.schedule}",
         f"batch {policy.batch_size} sequences",
         f"KV cache {policy.num_kv_blocks:,} blocks",
-        f"waves of a pass {device.num_waves}",
+        f"micro-batches of a step {device.num_micro_batches}",
         f"decode attention {100 * device.cpu_attention_fraction:.0f} % on the CPU",
         f"decoding is bound by {RESOURCE_NAMES[plan.bound]}",
         f"prefill {plan.prefill_tokens_per_s:,.1f} prompt tokens/s",
@@ -93,7 +93,7 @@ def test_it_prints_what_was_planned(model: str, capsys: pytest.CaptureFixture[st
         f"the job {format_seconds(plan.job.seconds)}",
         f"cost {1.8 / 3600 / plan.tokens_per_s * 1e6:.3g} per million generated tokens",
         f"cost of the job {1.8 / 3600 * plan.job.seconds:.3g}",
-        "2 of the 4 layers of a decode pass",
+        "2 of the 4 layers of a decode step",
         "available 30.00 GiB",
         "available 9.00 GiB",
     ):
@@ -112,7 +112,7 @@ def test_it_prints_the_plan_of_one_of_several_gpus(
     found = words(capsys.readouterr().out)
     for wanted in (
         "few-layers on 1/2 of t4: 64 rows of 64 + 8 tokens",
-        "tensor parallel 2 GPUs share each pass",
+        "tensor parallel 2 GPUs share each step",
         f"batch {plan.policy.batch_size} sequences",
         f"end to end {plan.tokens_per_s:,.1f} generated tokens/s",
         "available 15.00 GiB",
@@ -223,7 +223,7 @@ def test_the_gantt_shows_the_layers_in_the_middle() -> None:
             spans.append(Span(task, now + start, now + start + seconds))
         now += 1.0 + layer
     text = gantt(Timeline("all", tuple(spans)), 80)
-    assert "2 of the 6 layers of a decode pass, which takes 21.0 s" in text
+    assert "2 of the 6 layers of a decode step, which takes 21.0 s" in text
     lane = re.search(r"\|(.*)\|", text)
     assert lane is not None
     assert re.fullmatch(r"A+X+A+X+", lane[1])

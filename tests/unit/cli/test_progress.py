@@ -6,7 +6,7 @@ import time
 import pyarrow as pa
 from rich.console import Console
 
-from raymoe.cli.pipeline import Progress, Tally
+from raymoe.cli.pipeline import Progress, RunStats
 
 
 def table(num_rows, error=""):
@@ -20,26 +20,26 @@ def table(num_rows, error=""):
 
 
 def test_tokens_rows_and_reasons_are_counted():
-    tally = Tally(total_rows=10, started_s=0.0, finished_s=2.0)
-    tally.add(table(4))
-    tally.add(table(1, "ValueError: 17 is odd"))
-    tally.add(table(1, "ValueError: 19 is odd"))
-    assert (tally.num_rows, tally.num_errors) == (6, 2)
-    assert (tally.num_input_tokens, tally.num_generated_tokens) == (30, 60)
-    assert tally.tokens_per_s == 30
-    assert tally.reasons == {"ValueError: N is odd": 2}
+    run_stats = RunStats(total_rows=10, started_s=0.0, finished_s=2.0)
+    run_stats.add(table(4))
+    run_stats.add(table(1, "ValueError: 17 is odd"))
+    run_stats.add(table(1, "ValueError: 19 is odd"))
+    assert (run_stats.num_rows, run_stats.num_errors) == (6, 2)
+    assert (run_stats.num_input_tokens, run_stats.num_generated_tokens) == (30, 60)
+    assert run_stats.tokens_per_s == 30
+    assert run_stats.reasons == {"ValueError: N is odd": 2}
 
 
 def test_the_line_says_how_long_the_rest_takes():
-    tally = Tally(total_rows=40, started_s=0.0, finished_s=20.0)
-    tally.add(table(10))
-    assert tally.line() == "10 of 40 rows | 5 tokens/s | 20.0 s elapsed | 1m00s left"
+    run_stats = RunStats(total_rows=40, started_s=0.0, finished_s=20.0)
+    run_stats.add(table(10))
+    assert run_stats.line() == "10 of 40 rows | 5 tokens/s | 20.0 s elapsed | 1m00s left"
 
 
 def test_a_log_gets_lines_without_control_characters():
     log = io.StringIO()
-    tally = Tally(total_rows=2)
-    with Progress(tally, Console(file=log, width=200), log_every_s=0.01):
+    run_stats = RunStats(total_rows=2)
+    with Progress(run_stats, Console(file=log, width=200), log_every_s=0.01):
         deadline = time.monotonic() + 5
         while "of 2 rows" not in log.getvalue() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -48,10 +48,10 @@ def test_a_log_gets_lines_without_control_characters():
 
 
 def test_errors_are_counted_by_kind_whatever_their_text_is():
-    tally = Tally(total_rows=10)
-    tally.add(table(2, "ConfigError: 17 is odd"))
-    tally.add(table(1, "\x1b[31m no kind"))
-    assert tally.kinds == {"ConfigError": 2, "other": 1}
+    run_stats = RunStats(total_rows=10)
+    run_stats.add(table(2, "ConfigError: 17 is odd"))
+    run_stats.add(table(1, "\x1b[31m no kind"))
+    assert run_stats.kinds == {"ConfigError": 2, "other": 1}
 
 
 def test_a_line_has_what_else_there_is_to_say():
@@ -63,7 +63,9 @@ def test_a_line_has_what_else_there_is_to_say():
         shown.append(next(said, ("last",)))
         return shown[-1]
 
-    with Progress(Tally(total_rows=2), Console(file=log, width=200), more=more, log_every_s=0.01):
+    with Progress(
+        RunStats(total_rows=2), Console(file=log, width=200), more=more, log_every_s=0.01
+    ):
         deadline = time.monotonic() + 5
         while len(shown) < 3 and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -74,9 +76,9 @@ def test_a_line_has_what_else_there_is_to_say():
 
 def test_a_terminal_gets_a_line_that_is_drawn_again():
     log = io.StringIO()
-    tally = Tally(total_rows=2)
+    run_stats = RunStats(total_rows=2)
     console = Console(file=log, width=200, force_terminal=True)
-    with Progress(tally, console):
-        tally.add(table(2))
+    with Progress(run_stats, console):
+        run_stats.add(table(2))
     assert "2 of 2 rows" in log.getvalue()
     assert "\x1b[2K" in log.getvalue()

@@ -12,7 +12,7 @@ from pyarrow import fs
 
 from raymoe.cli import writers
 from raymoe.cli.storage import Location
-from raymoe.cli.writers import JsonlSink, ParquetSink, TableLines, check_apart, open_sink
+from raymoe.cli.writers import JsonlWriter, ParquetWriter, TableLines, check_apart, open_writer
 from raymoe.config import SamplingParams
 from raymoe.data.columns import OutputColumns
 from raymoe.engine.outputs import Generation
@@ -27,38 +27,38 @@ def rows(*ids, error=""):
     return table.append_column("__inference_error__", pa.array([error] * len(ids), pa.string()))
 
 
-def finish(sink, *tables, **how):
-    sink.prepare(**{"resume": False, "overwrite": False, **how})
+def finish(writer, *tables, **how):
+    writer.prepare(**{"resume": False, "overwrite": False, **how})
     for table in tables:
-        sink.write(table)
-    sink.close()
+        writer.write(table)
+    writer.close()
 
 
-def ids_in(sink):
-    return [row_id for row_id, *_ in sink.read_written("id")]
+def ids_in(writer):
+    return [row_id for row_id, *_ in writer.read_written("id")]
 
 
 @pytest.fixture(params=[(place, name) for place in PLACES for name in ("out.jsonl", "out")])
-def sink(request, tmp_path):
+def writer(request, tmp_path):
     place, name = request.param
-    return open_sink(PLACES[place](tmp_path, name), TABLE)
+    return open_writer(PLACES[place](tmp_path, name), TABLE)
 
 
-def again(sink):
-    return open_sink(sink.location, TABLE)
+def again(writer):
+    return open_writer(writer.location, TABLE)
 
 
 def test_the_name_decides_the_format(tmp_path):
-    assert isinstance(open_sink(Location.local(tmp_path / "a.jsonl"), TABLE), JsonlSink)
-    assert isinstance(open_sink(Location.local(tmp_path / "a.parquet"), TABLE), ParquetSink)
+    assert isinstance(open_writer(Location.local(tmp_path / "a.jsonl"), TABLE), JsonlWriter)
+    assert isinstance(open_writer(Location.local(tmp_path / "a.parquet"), TABLE), ParquetWriter)
 
 
-def test_an_output_with_rows_is_refused_unless_told_otherwise(sink):
-    finish(sink, rows(1, 2))
+def test_an_output_with_rows_is_refused_unless_told_otherwise(writer):
+    finish(writer, rows(1, 2))
     with pytest.raises(ConfigError, match=r"already has .*--resume .*--overwrite"):
-        finish(again(sink), rows(3))
-    finish(again(sink), rows(3), overwrite=True)
-    last = again(sink)
+        finish(again(writer), rows(3))
+    finish(again(writer), rows(3), overwrite=True)
+    last = again(writer)
     last.prepare(resume=True, overwrite=False)
     assert ids_in(last) == [3]
 
@@ -70,12 +70,14 @@ def test_nothing_is_written_through_a_link_or_into_a_pipe(tmp_path, name):
     (tmp_path / name).symlink_to(victim)
     for how in ({"overwrite": True}, {"resume": True}, {}):
         with pytest.raises(ConfigError, match=f"{name} is a link to .*victim"):
-            finish(JsonlSink(location=Location.local(tmp_path / "out.jsonl")), rows(1), **how)
+            finish(JsonlWriter(location=Location.local(tmp_path / "out.jsonl")), rows(1), **how)
     assert victim.read_text() == "kept"
     (tmp_path / name).unlink()
     os.mkfifo(tmp_path / name)
     with pytest.raises(ConfigError, match="not a regular file"):
-        finish(JsonlSink(location=Location.local(tmp_path / "out.jsonl")), rows(1), overwrite=True)
+        finish(
+            JsonlWriter(location=Location.local(tmp_path / "out.jsonl")), rows(1), overwrite=True
+        )
 
 
 def test_parts_of_parquet_are_not_written_through_links(tmp_path):
@@ -85,40 +87,40 @@ def test_parts_of_parquet_are_not_written_through_links(tmp_path):
     out.mkdir()
     for name in ("part-000000.parquet", ".part-000000.parquet.tmp", ".part-000001.parquet.tmp"):
         (out / name).symlink_to(victim)
-    finish(ParquetSink(location=Location.local(out)), rows(1), overwrite=True)
+    finish(ParquetWriter(location=Location.local(out)), rows(1), overwrite=True)
     assert victim.read_text() == "kept"
-    assert ids_in(ParquetSink(location=Location.local(out))) == [1]
+    assert ids_in(ParquetWriter(location=Location.local(out))) == [1]
 
 
-def test_a_resumed_output_keeps_its_rows_and_adds_to_them(sink):
-    finish(sink, rows(1), rows(2))
-    second = again(sink)
+def test_a_resumed_output_keeps_its_rows_and_adds_to_them(writer):
+    finish(writer, rows(1), rows(2))
+    second = again(writer)
     second.prepare(resume=True, overwrite=False)
     assert ids_in(second) == [1, 2]
     second.write(rows(3))
     second.close()
-    third = again(sink)
+    third = again(writer)
     third.prepare(resume=True, overwrite=False)
     assert ids_in(third) == [1, 2, 3]
 
 
-def test_rows_that_were_not_flushed_are_not_there(sink):
-    sink.prepare(resume=False, overwrite=False)
-    sink.write(rows(1))
-    sink.flush()
-    sink.write(rows(2))
-    second = again(sink)
+def test_rows_that_were_not_flushed_are_not_there(writer):
+    writer.prepare(resume=False, overwrite=False)
+    writer.write(rows(1))
+    writer.flush()
+    writer.write(rows(2))
+    second = again(writer)
     second.prepare(resume=True, overwrite=False)
     assert ids_in(second) == [1]
 
 
 def test_a_json_lines_file_has_its_name_only_when_complete(tmp_path):
-    sink = JsonlSink(location=Location.local(tmp_path / "a.jsonl"))
-    sink.prepare(resume=False, overwrite=False)
-    sink.write(rows(1))
-    sink.flush()
+    writer = JsonlWriter(location=Location.local(tmp_path / "a.jsonl"))
+    writer.prepare(resume=False, overwrite=False)
+    writer.write(rows(1))
+    writer.flush()
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl.partial"]
-    sink.close()
+    writer.close()
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
@@ -126,14 +128,14 @@ def test_a_json_lines_file_has_its_name_only_when_complete(tmp_path):
 @pytest.mark.parametrize("torn", [b"", b'{"id": 3', b'{"id"', b"x" * 100])
 def test_half_a_line_at_the_end_is_dropped(tmp_path, monkeypatch, torn, tail_bytes):
     monkeypatch.setattr(writers, "TAIL_BYTES", tail_bytes)
-    sink = JsonlSink(location=Location.local(tmp_path / "a.jsonl"))
-    sink.prepare(resume=False, overwrite=False)
-    sink.write(rows(1, 2))
-    sink.flush()
-    with sink.partial.open("ab") as file:
+    writer = JsonlWriter(location=Location.local(tmp_path / "a.jsonl"))
+    writer.prepare(resume=False, overwrite=False)
+    writer.write(rows(1, 2))
+    writer.flush()
+    with writer.partial.open("ab") as file:
         file.write(torn)
-    finish(JsonlSink(location=sink.location), rows(3), resume=True)
-    lines = sink.location.local_path.read_text().splitlines()
+    finish(JsonlWriter(location=writer.location), rows(3), resume=True)
+    lines = writer.location.local_path.read_text().splitlines()
     assert [json.loads(line)["id"] for line in lines] == [1, 2, 3]
 
 
@@ -146,34 +148,34 @@ def samples(row_id, count):
     return OutputColumns.of(params, has_choices=True).append(table, [generation])
 
 
-def texts_in(sink):
-    if sink.location.suffix == ".jsonl":
-        lines = sink.location.read_bytes().splitlines()
+def texts_in(writer):
+    if writer.location.suffix == ".jsonl":
+        lines = writer.location.read_bytes().splitlines()
         return [json.loads(line)["generated_text"] for line in lines]
     with tempfile.TemporaryDirectory() as copy:
-        fs.copy_files(sink.location.path, copy, source_filesystem=sink.location.filesystem)
+        fs.copy_files(writer.location.path, copy, source_filesystem=writer.location.filesystem)
         return pq.read_table(copy).column("generated_text").to_pylist()
 
 
-def test_samples_are_rows_and_a_row_is_there_with_all_of_them(sink, monkeypatch):
+def test_samples_are_rows_and_a_row_is_there_with_all_of_them(writer, monkeypatch):
     monkeypatch.setattr(writers, "ROWS_PER_PART", 4)
     monkeypatch.setattr(writers, "ROWS_PER_PART", 4)
-    first = open_sink(sink.location, TABLE, has_samples=True)
+    first = open_writer(writer.location, TABLE, has_samples=True)
     finish(first, samples(1, 3), samples(2, 1), samples(3, 2))
-    again = open_sink(sink.location, TABLE, has_samples=True)
+    again = open_writer(writer.location, TABLE, has_samples=True)
     again.prepare(resume=True, overwrite=False)
     assert ids_in(again) == [1, 1, 1, 2, 3, 3]
     again.write(samples(4, 2))
     again.close()
-    assert texts_in(sink) == ["1.0", "1.1", "1.2", "2.0", "3.0", "3.1", "4.0", "4.1"]
+    assert texts_in(writer) == ["1.0", "1.1", "1.2", "2.0", "3.0", "3.1", "4.0", "4.1"]
 
 
 @pytest.mark.parametrize("has_samples", [True, False])
 def test_samples_do_not_go_on_where_there_are_rows_nor_rows_where_there_are_samples(
-    sink, has_samples
+    writer, has_samples
 ):
-    finish(open_sink(sink.location, TABLE, has_samples=has_samples), samples(1, 2))
-    other = open_sink(sink.location, TABLE, has_samples=not has_samples)
+    finish(open_writer(writer.location, TABLE, has_samples=has_samples), samples(1, 2))
+    other = open_writer(writer.location, TABLE, has_samples=not has_samples)
     other.prepare(resume=True, overwrite=False)
     with pytest.raises(ConfigError, match=r"written with(out)? --samples-as-rows and this run"):
         ids_in(other)
@@ -182,11 +184,11 @@ def test_samples_do_not_go_on_where_there_are_rows_nor_rows_where_there_are_samp
 def test_rows_that_came_as_samples_are_rows_like_others(tmp_path):
     source = SimpleNamespace(schema=pa.schema([("num_samples", pa.int32())]), is_batch=False)
     source.json_columns = frozenset()
-    sink = open_sink(Location.local(tmp_path / "a.jsonl"), source)
+    writer = open_writer(Location.local(tmp_path / "a.jsonl"), source)
     table = rows(1).append_column("num_samples", pa.array([2], pa.int32()))
-    finish(sink, table)
-    sink.prepare(resume=True, overwrite=False)
-    assert ids_in(sink) == [1]
+    finish(writer, table)
+    writer.prepare(resume=True, overwrite=False)
+    assert ids_in(writer) == [1]
 
 
 @pytest.mark.parametrize("tail_bytes", [3, 1 << 20])
@@ -195,15 +197,17 @@ def test_a_row_without_its_last_sample_is_dropped_wherever_it_was_torn(
 ):
     monkeypatch.setattr(writers, "TAIL_BYTES", tail_bytes)
     location = Location.local(tmp_path / "a.jsonl")
-    finish(open_sink(location, TABLE, has_samples=True), samples(1, 2), samples(2, 3))
+    finish(open_writer(location, TABLE, has_samples=True), samples(1, 2), samples(2, 3))
     content = location.read_bytes()
     first_row_bytes = sum(map(len, content.splitlines(keepends=True)[:2]))
     for size in range(0, len(content), 7):
-        sink = open_sink(location, TABLE, has_samples=True)
+        writer = open_writer(location, TABLE, has_samples=True)
         location.local_path.unlink(missing_ok=True)
-        sink.partial.write_bytes(content[:size])
-        sink.prepare(resume=True, overwrite=False)
-        assert sink.partial.read_bytes() == (content[:first_row_bytes] * (size >= first_row_bytes))
+        writer.partial.write_bytes(content[:size])
+        writer.prepare(resume=True, overwrite=False)
+        assert writer.partial.read_bytes() == (
+            content[:first_row_bytes] * (size >= first_row_bytes)
+        )
 
 
 def test_json_columns_come_back_as_values_and_bad_text_is_marked(tmp_path):
@@ -211,11 +215,11 @@ def test_json_columns_come_back_as_values_and_bad_text_is_marked(tmp_path):
         pa.string(), 1, [None, pa.array([0, 2], pa.int32()).buffers()[1], pa.py_buffer(b"a\xff")]
     )
     table = pa.table({"text": text, "nested": ['{"a": [1]}']})
-    sink = JsonlSink(
+    writer = JsonlWriter(
         location=Location.local(tmp_path / "a.jsonl"), lines=TableLines(frozenset({"nested"}))
     )
-    finish(sink, table)
-    assert json.loads(sink.location.local_path.read_text()) == {
+    finish(writer, table)
+    assert json.loads(writer.location.local_path.read_text()) == {
         "text": "a\ufffd",
         "nested": {"a": [1]},
     }
@@ -223,10 +227,10 @@ def test_json_columns_come_back_as_values_and_bad_text_is_marked(tmp_path):
 
 def test_parts_are_full_and_numbered_on(tmp_path, monkeypatch):
     monkeypatch.setattr(writers, "ROWS_PER_PART", 3)
-    sink = ParquetSink(location=Location.local(tmp_path / "out"))
-    finish(sink, rows(1, 2), rows(3, 4), rows(5))
-    finish(ParquetSink(location=sink.location), rows(6), resume=True)
-    parts = sorted(sink.location.local_path.iterdir())
+    writer = ParquetWriter(location=Location.local(tmp_path / "out"))
+    finish(writer, rows(1, 2), rows(3, 4), rows(5))
+    finish(ParquetWriter(location=writer.location), rows(6), resume=True)
+    parts = sorted(writer.location.local_path.iterdir())
     assert [path.name for path in parts] == [f"part-{n:06d}.parquet" for n in range(3)]
     assert [pq.read_metadata(path).num_rows for path in parts] == [4, 1, 1]
 
@@ -234,21 +238,21 @@ def test_parts_are_full_and_numbered_on(tmp_path, monkeypatch):
 def test_a_directory_with_files_of_others_is_refused_even_to_overwrite(tmp_path):
     (tmp_path / "thesis.doc").write_text("x")
     with pytest.raises(ConfigError, match=r"thesis\.doc, which raymoe did not write"):
-        ParquetSink(location=Location.local(tmp_path)).prepare(resume=False, overwrite=True)
+        ParquetWriter(location=Location.local(tmp_path)).prepare(resume=False, overwrite=True)
     assert (tmp_path / "thesis.doc").exists()
 
 
 def test_a_damaged_part_is_named(tmp_path):
     (tmp_path / "part-000000.parquet").write_bytes(b"PAR1")
-    sink = ParquetSink(location=Location.local(tmp_path))
-    sink.prepare(resume=True, overwrite=False)
+    writer = ParquetWriter(location=Location.local(tmp_path))
+    writer.prepare(resume=True, overwrite=False)
     with pytest.raises(RaymoeError, match=r"part-000000\.parquet has no readable column 'id'"):
-        ids_in(sink)
+        ids_in(writer)
 
 
 def test_a_bucket_is_no_output():
     with pytest.raises(ConfigError, match=r"s3://jobs is a bucket; name a place in it"):
-        open_sink(Location.parse("s3://jobs?region=us-east-1"), TABLE)
+        open_writer(Location.parse("s3://jobs?region=us-east-1"), TABLE)
 
 
 def test_on_a_store_too_an_output_is_neither_the_input_nor_in_it(tmp_path):

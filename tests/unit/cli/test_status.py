@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from raymoe.cli import run
-from raymoe.cli.pipeline import JobWatch, Tally
+from raymoe.cli.pipeline import JobWatch, RunStats
 from raymoe.data.status import read_status
 from raymoe.errors import ExecutionError
 from raymoe.report import is_report
@@ -114,16 +114,16 @@ def test_status_needs_neither_torch_nor_ray(answers):
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, capture_output=True)
 
 
-def watched(tmp_path, tally):
-    return JobWatch(tmp_path, tally, model="m", settings=(("a", "b"),), price_per_hour=1.0)
+def watched(tmp_path, run_stats):
+    return JobWatch(tmp_path, run_stats, model="m", settings=(("a", "b"),), price_per_hour=1.0)
 
 
 def test_a_driver_says_how_its_job_ended(tmp_path):
-    tally = Tally(total_rows=5)
-    with watched(tmp_path, tally):
-        tally.add(table(4))
-        tally.add(table(1, "ConfigError: no"))
-        tally.finished_s = tally.started_s + 2.0
+    run_stats = RunStats(total_rows=5)
+    with watched(tmp_path, run_stats):
+        run_stats.add(table(4))
+        run_stats.add(table(1, "ConfigError: no"))
+        run_stats.finished_s = run_stats.started_s + 2.0
     done = read_status(tmp_path).job
     assert (done.state, done.num_rows, done.num_error_rows, done.total_rows) == ("ended", 5, 1, 5)
     assert (done.num_input_tokens, done.num_generated_tokens) == (25, 50)
@@ -139,7 +139,7 @@ def test_a_driver_says_how_its_job_ended(tmp_path):
     [(ExecutionError("the engine broke"), "the engine broke"), (KeyboardInterrupt(), "Keyboard")],
 )
 def test_a_driver_says_why_its_job_failed(tmp_path, error, reason):
-    with pytest.raises(type(error)), watched(tmp_path, Tally(total_rows=5)):
+    with pytest.raises(type(error)), watched(tmp_path, RunStats(total_rows=5)):
         raise error
     failed = read_status(tmp_path).job
     assert failed.state == "failed"
@@ -148,7 +148,7 @@ def test_a_driver_says_why_its_job_failed(tmp_path, error, reason):
 
 def test_a_driver_knows_what_its_actors_do(tmp_path):
     write(tmp_path, actors=[moved(actor(), time.time() - NOW_S)])
-    with watched(tmp_path, Tally(total_rows=5, num_generated_tokens=1000)) as watch:
+    with watched(tmp_path, RunStats(total_rows=5, num_generated_tokens=1000)) as watch:
         deadline = time.monotonic() + 10
         while not watch.node_rates and time.monotonic() < deadline:
             time.sleep(0.01)

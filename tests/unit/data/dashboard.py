@@ -45,7 +45,7 @@ class Panel:
     description: str
     queries: tuple[Query, ...]
     unit: str = "short"
-    most: float | None = None
+    maximum: float | None = None
 
 
 def series(name: str) -> str:
@@ -92,14 +92,14 @@ PANELS = (
         title="Slots in use",
         description="A pool that is not full while rows wait is short of KV cache.",
         unit="percentunit",
-        most=1.0,
+        maximum=1.0,
         queries=(Query(series("pool_fill"), "{{actor}}"),),
     ),
     Panel(
         title="KV cache in use",
         description="Blocks that have an owner.",
         unit="percentunit",
-        most=1.0,
+        maximum=1.0,
         queries=(Query(series("kv_use"), "{{actor}}"),),
     ),
     Panel(
@@ -117,32 +117,32 @@ PANELS = (
     ),
     Panel(
         title="Measured over predicted",
-        description="Length of passes over what the plan said; 1 is as predicted.",
+        description="Length of steps over what the plan said; 1 is as predicted.",
         queries=(
             Query(
-                f"sum by (actor) ({rate('pass_seconds')}) / "
-                f"sum by (actor) ({rate('predicted_pass_seconds')})",
+                f"sum by (actor) ({rate('step_seconds')}) / "
+                f"sum by (actor) ({rate('predicted_step_seconds')})",
                 "{{actor}}",
             ),
         ),
     ),
     Panel(
         title="Link busy",
-        description="Share of the time in passes; near 1, weights or KV limit.",
+        description="Share of the time in steps; near 1, weights or KV limit.",
         unit="percentunit",
-        most=1.0,
+        maximum=1.0,
         queries=(
             Query(
                 f"sum by (actor) ({rate('link_seconds')}) / "
-                f"sum by (actor) ({rate('pass_seconds')})",
+                f"sum by (actor) ({rate('step_seconds')})",
                 "{{actor}}",
             ),
         ),
     ),
     Panel(
-        title="Passes per second",
+        title="Steps per second",
         description="Of each actor.",
-        queries=(Query(f"sum by (actor) ({rate('passes')})", "{{actor}}"),),
+        queries=(Query(f"sum by (actor) ({rate('steps')})", "{{actor}}"),),
     ),
 )
 
@@ -178,7 +178,7 @@ def _panel(index: int, panel: Panel) -> dict[str, Any]:
         },
         "fieldConfig": {
             "defaults": {"unit": panel.unit, "min": 0}
-            | ({} if panel.most is None else {"max": panel.most}),
+            | ({} if panel.maximum is None else {"max": panel.maximum}),
             "overrides": [],
         },
         "targets": [

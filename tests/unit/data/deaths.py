@@ -2,12 +2,12 @@
 
 import os
 
-from raymoe.data.quarantine import InsideFile
+from raymoe.data.quarantine import InFlightFile
 
 
 def die(directory, inside, *, left=(), alone=False):
     """Leave what a killed process leaves."""
-    file = InsideFile(directory)
+    file = InFlightFile(directory)
     if left:
         file.record(entered=left)
     file.record(entered=inside, left=left, alone=alone)

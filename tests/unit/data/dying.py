@@ -16,7 +16,7 @@ from pathlib import Path
 
 from raymoe.data.quarantine import Admission
 
-NUM_ROWS, ROWS_PER_CALL, PASSES_OF_A_ROW = 512, 16, 3
+NUM_ROWS, ROWS_PER_CALL, STEPS_OF_A_ROW = 512, 16, 3
 
 
 def key_of(row):
@@ -24,33 +24,33 @@ def key_of(row):
 
 
 def read_log(path):
-    """Rows that are finished, in their order; a guilty one is -1 - row."""
+    """Rows that are finished, in their order; a poison one is -1 - row."""
     return [int(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 class Engine:
-    """Rows stay for a few passes; a pass with the guilty one is the last."""
+    """Rows stay for a few steps; a step with the poison one is the last."""
 
-    def __init__(self, log, guilty, last_pass):
-        self.log, self.guilty, self.last_pass = log, guilty, last_pass
+    def __init__(self, log, poison, last_step):
+        self.log, self.poison, self.last_step = log, poison, last_step
         self.lock = threading.Lock()
-        self.passes, self.done, self.num_passes = {}, {}, 0
+        self.steps, self.done, self.num_steps = {}, {}, 0
 
     def submit(self, row):
         with self.lock:
-            self.passes[row], self.done[row] = 0, threading.Event()
+            self.steps[row], self.done[row] = 0, threading.Event()
         return self.done[row]
 
     def step(self, leave):
         with self.lock:
-            rows = list(self.passes)
+            rows = list(self.steps)
             for row in rows:
-                self.passes[row] += 1
-            over = [row for row in rows if self.passes[row] >= PASSES_OF_A_ROW]
+                self.steps[row] += 1
+            over = [row for row in rows if self.steps[row] >= STEPS_OF_A_ROW]
             for row in over:
-                del self.passes[row]
-        self.num_passes += bool(rows)
-        if self.guilty in rows or (self.last_pass and self.num_passes >= self.last_pass):
+                del self.steps[row]
+        self.num_steps += bool(rows)
+        if self.poison in rows or (self.last_step and self.num_steps >= self.last_step):
             os.kill(os.getpid(), signal.SIGKILL)
         for row in over:
             os.write(self.log, f"{row}\n".encode())
@@ -58,12 +58,12 @@ class Engine:
             self.done[row].set()
 
 
-def main(directory, log, seed, guilty, last_pass):
+def main(directory, log, seed, poison, last_step):
     finished = {abs(row) for row in read_log(log)}
     rows = [row for row in range(1, NUM_ROWS + 1) if row not in finished]
     random.Random(seed).shuffle(rows)
     file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    engine, admission, levels = Engine(file, guilty, last_pass), Admission(directory), {}
+    engine, admission, levels = Engine(file, poison, last_step), Admission(directory), {}
 
     def call(rows):
         innocent = []

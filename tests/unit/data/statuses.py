@@ -3,21 +3,21 @@
 import dataclasses
 import functools
 
-from raymoe.data.observer import record_pass, summarise
+from raymoe.data.observer import record_step, summarise
 from raymoe.data.status import (
     ACTOR_PREFIX,
     JOB_FILE,
-    PASS_PREFIX,
+    STEP_PREFIX,
     ActorStatus,
     JobStatus,
     RowCounts,
     write_record,
 )
-from raymoe.engine.accuracy import MeasuredPass
+from raymoe.engine.accuracy import MeasuredStep
 from raymoe.engine.outputs import EngineStats
 from raymoe.plan.policy import DevicePolicy, Policy
 from raymoe.plan.search import find_plan
-from raymoe.plan.work import PassLoad
+from raymoe.plan.work import StepLoad
 from raymoe.specs.hardware import find_hardware
 from raymoe.specs.presets_models import model_preset
 
@@ -39,7 +39,7 @@ ENGINE = EngineStats(
     num_slots=40,
     num_free_blocks=16,
     num_kv_blocks=64,
-    num_passes=50,
+    num_steps=50,
     num_computed_tokens=2000,
     num_prompt_tokens=900,
     num_cached_tokens=64,
@@ -97,7 +97,9 @@ def job(**changes):
 def planned(*, has_gpu=True):
     """A plan for Mixtral on a node of an L4, with the GPU or without."""
     node = find_hardware("l4")
-    policy = Policy(batch_size=64, pass_tokens=512, prefill_chunk_tokens=256, num_kv_blocks=2048)
+    policy = Policy(
+        batch_size=64, max_num_batched_tokens=512, max_prefill_chunk_tokens=256, num_kv_blocks=2048
+    )
     if has_gpu:
         policy = dataclasses.replace(policy, device=DevicePolicy())
     else:
@@ -107,20 +109,20 @@ def planned(*, has_gpu=True):
 
 def passed(plan, name="node-a-1-abc", model="models/tiny"):
     """A pass that took 1.25 times as long as predicted."""
-    load = PassLoad(decode_rows=16, decode_context=300)
-    timeline = dataclasses.replace(plan.passes.timeline(load).scaled(1.25), name="measured")
-    return record_pass(name, model, plan, MeasuredPass(load, timeline))
+    load = StepLoad(decode_rows=16, decode_context=300)
+    timeline = dataclasses.replace(plan.steps.timeline(load).scaled(1.25), name="measured")
+    return record_step(name, model, plan, MeasuredStep(load, timeline))
 
 
-def write(directory, *, job=None, actors=(), passes=()):
+def write(directory, *, job=None, actors=(), steps=()):
     """Write what the processes of a job write."""
     directory.mkdir(parents=True, exist_ok=True)
     if job is not None:
         write_record(directory / JOB_FILE, job)
     for one in actors:
         write_record(directory / f"{ACTOR_PREFIX}{one.actor}.json", one)
-    for one in passes:
-        write_record(directory / f"{PASS_PREFIX}{one.actor}.json", one)
+    for one in steps:
+        write_record(directory / f"{STEP_PREFIX}{one.actor}.json", one)
     return directory
 
 

@@ -24,7 +24,7 @@ class Caller(threading.Thread):
         for group in self.admission.admit(self.keys):
             self.entered += [(self.keys[i], group.num_deaths) for i in group.positions]
 
-    def is_inside(self, *keys):
+    def is_in_flight(self, *keys):
         """Whether exactly these have entered, after a moment for the thread."""
         self.join(0.2)
         return [key for key, _ in self.entered] == list(keys)
@@ -50,13 +50,13 @@ def test_suspects_enter_as_far_as_their_company_is_small_enough(tmp_path):
     die(tmp_path, rows)
     die(tmp_path, rows)  # of 16 suspects, two run at once
     admission = Admission(tmp_path)
-    suspects = Caller(admission, rows[:3])
-    assert suspects.is_inside(*rows[:2])
+    quarantined = Caller(admission, rows[:3])
+    assert quarantined.is_in_flight(*rows[:2])
     free = Caller(admission, [key_of(100)])
-    assert free.is_inside(key_of(100))
-    suspects.leave()
-    assert suspects.is_inside(rows[2])
-    suspects.leave()
+    assert free.is_in_flight(key_of(100))
+    quarantined.leave()
+    assert quarantined.is_in_flight(rows[2])
+    quarantined.leave()
     free.leave()
     admission.close()
 
@@ -66,21 +66,21 @@ def test_a_row_that_must_be_alone_waits_for_all_others_and_they_for_it(tmp_path)
     die(tmp_path, KEYS[:2])
     admission = Admission(tmp_path)
     before = Caller(admission, KEYS[2:4])
-    assert before.is_inside(*KEYS[2:4])
-    suspects = Caller(admission, [KEYS[0], KEYS[4], KEYS[1]])
-    assert suspects.is_inside(KEYS[4])  # its call's row without suspicion is inside first
+    assert before.is_in_flight(*KEYS[2:4])
+    quarantined = Caller(admission, [KEYS[0], KEYS[4], KEYS[1]])
+    assert quarantined.is_in_flight(KEYS[4])  # its call's row without suspicion is inside first
     after = Caller(admission, [KEYS[5]])
-    assert after.is_inside()
+    assert after.is_in_flight()
     before.leave()
-    assert suspects.is_inside(KEYS[4])
-    suspects.leave()
-    assert suspects.is_inside(KEYS[0])
-    assert after.is_inside()
-    suspects.leave()
-    assert suspects.is_inside(KEYS[1]) or after.is_inside(KEYS[5])
-    suspects.leave()
-    assert after.is_inside(KEYS[5]) or suspects.is_inside(KEYS[1])
-    suspects.leave()
+    assert quarantined.is_in_flight(KEYS[4])
+    quarantined.leave()
+    assert quarantined.is_in_flight(KEYS[0])
+    assert after.is_in_flight()
+    quarantined.leave()
+    assert quarantined.is_in_flight(KEYS[1]) or after.is_in_flight(KEYS[5])
+    quarantined.leave()
+    assert after.is_in_flight(KEYS[5]) or quarantined.is_in_flight(KEYS[1])
+    quarantined.leave()
     after.leave()
     admission.close()
 
@@ -91,16 +91,16 @@ def test_a_row_whose_engine_broke_is_still_inside_for_the_next_process(tmp_path)
     admission.leave(KEYS[0], 0, is_finished=True)
     admission.leave(KEYS[1], 0, is_finished=False)
     admission.close()
-    strikes = Admission(tmp_path)._strikes
-    assert [strikes.num_deaths(key) for key in KEYS[:2]] == [0, 1]
+    crash_counts = Admission(tmp_path)._crash_counts
+    assert [crash_counts.num_deaths(key) for key in KEYS[:2]] == [0, 1]
 
 
 def test_nobody_enters_an_engine_that_is_broken(tmp_path):
     die(tmp_path, KEYS[:1])
     die(tmp_path, KEYS[:1])
     admission = Admission(tmp_path)
-    suspects = admission.admit(KEYS[:1])
-    next(suspects)
+    quarantined = admission.admit(KEYS[:1])
+    next(quarantined)
     errors = []
 
     def wait(key):
@@ -119,9 +119,9 @@ def test_nobody_enters_an_engine_that_is_broken(tmp_path):
     assert len(errors) == 2
     admission.close()
     again = Admission(tmp_path)
-    assert again._strikes.num_deaths(KEYS[0]) == 3
-    assert again._strikes._num_strikes[KEYS[0]] == 1
-    assert again._strikes.num_deaths(KEYS[1]) == 0
+    assert again._crash_counts.num_deaths(KEYS[0]) == 3
+    assert again._crash_counts._num_crashes[KEYS[0]] == 1
+    assert again._crash_counts.num_deaths(KEYS[1]) == 0
 
 
 def test_a_guilty_row_is_an_error_row_unless_the_engine_ends_whatever_it_is_given(tmp_path):

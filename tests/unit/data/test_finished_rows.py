@@ -14,7 +14,7 @@ from raymoe.data import generator as generators
 from raymoe.data.generator import MoEGenerator
 from raymoe.data.job_rows import FinishedRows, is_final
 from raymoe.data.journal import RowJournal
-from raymoe.data.quarantine import inside_files
+from raymoe.data.quarantine import in_flight_files
 from raymoe.data.rows import RowReader
 from raymoe.engine.engine import Engine
 from raymoe.engine.outputs import Generation
@@ -38,19 +38,19 @@ class Fakes:
 
     def __init__(self, directory, monkeypatch):
         self.directory = directory
-        self.before_pass = lambda _inputs: None
+        self.before_step = lambda _inputs: None
         self.identity = IDENTITY
         self.made = []
         monkeypatch.setattr(generators, "_load_engine", self._load)
         monkeypatch.setattr(generators, "_identify", lambda _source: self.identity)
 
     def _load(self, _source, config):
-        runner = FakeRunner(64, self._before_pass)
+        runner = FakeRunner(64, self._before_step)
         parts = fake_parts(runner, small_policy(), directory=self.directory)
         return Engine(parts, dataclasses.replace(config, linger_s=0.0))
 
-    def _before_pass(self, inputs):
-        self.before_pass(inputs)  # which a test may set after the engine was made
+    def _before_step(self, inputs):
+        self.before_step(inputs)  # which a test may set after the engine was made
 
     def make(self, journal_dir, **options):
         options = {"sampling_params": SAMPLED, **options}
@@ -105,7 +105,7 @@ def test_a_row_is_on_disk_before_the_others_of_its_batch_are_finished(fakes, tmp
         counts.append(journal.contents.num_rows)
 
     operator = fakes.make(tmp_path)
-    fakes.before_pass = look
+    fakes.before_step = look
     table = pa.table({"prompt": ["a", "b"], "sampling_params": [{"max_tokens": n} for n in (1, 9)]})
     operator(table)
     assert counts[0] == 0
@@ -201,15 +201,15 @@ def test_rows_whose_worker_processes_were_killed_are_generated_by_the_next(
 
 def test_rows_of_a_broken_engine_are_generated_by_the_next(fakes, tmp_path):
     def fail(_inputs):
-        passes.append(1)
-        if len(passes) == 3:
+        steps.append(1)
+        if len(steps) == 3:
             raise RuntimeError("the card fell off the bus")
 
-    passes = []
+    steps = []
     params = [{"max_tokens": n} for n in (1, 9)]
     table = pa.table({"prompt": ["a", "b"], "sampling_params": params})
     first = fakes.make(tmp_path)
-    fakes.before_pass = fail
+    fakes.before_step = fail
     with pytest.raises(ExecutionError, match="the card fell off the bus"):
         first(table)
     first.close()
@@ -343,10 +343,10 @@ def test_no_row_is_inside_while_the_engine_loads(fakes, tmp_path, monkeypatch):
     seen = []
 
     def load(source, config):
-        seen.append(inside_files(tmp_path))
+        seen.append(in_flight_files(tmp_path))
         return fakes._load(source, config)
 
     monkeypatch.setattr(generators, "_load_engine", load)
     fakes.make(tmp_path)(TABLE)
     assert seen == [[]]
-    assert len(inside_files(tmp_path)) == 1
+    assert len(in_flight_files(tmp_path)) == 1

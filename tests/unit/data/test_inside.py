@@ -6,7 +6,7 @@ import os
 import pytest
 
 from raymoe.data import quarantine
-from raymoe.data.quarantine import InsideFile, inside_files, keep_deaths, read_death
+from raymoe.data.quarantine import InFlightFile, in_flight_files, keep_deaths, read_death
 
 KEYS = [bytes([number]) * 16 for number in range(1, 6)]
 
@@ -17,7 +17,7 @@ def deaths(directory):
 
 
 def test_a_living_process_is_no_death_and_a_killed_one_tells_who_was_inside(tmp_path):
-    file = InsideFile(tmp_path)
+    file = InFlightFile(tmp_path)
     file.record(entered=KEYS[:3])
     file.record(left=KEYS[:1])
     assert deaths(tmp_path) == []
@@ -30,7 +30,7 @@ def test_a_living_process_is_no_death_and_a_killed_one_tells_who_was_inside(tmp_
 
 
 def test_equal_rows_are_inside_until_the_last_has_left(tmp_path):
-    file = InsideFile(tmp_path)
+    file = InFlightFile(tmp_path)
     file.record(entered=[KEYS[0], KEYS[0], KEYS[1]])
     file.record(left=KEYS[:2])
     os.close(file._file)
@@ -39,7 +39,7 @@ def test_equal_rows_are_inside_until_the_last_has_left(tmp_path):
 
 
 def test_only_the_row_that_was_let_in_alone_and_is_still_there_was_alone(tmp_path):
-    file = InsideFile(tmp_path)
+    file = InFlightFile(tmp_path)
     file.record(entered=KEYS[:1])
     file.record(entered=KEYS[1:2], left=KEYS[:1], alone=True)
     os.close(file._file)
@@ -49,7 +49,7 @@ def test_only_the_row_that_was_let_in_alone_and_is_still_there_was_alone(tmp_pat
 
 
 def test_a_file_that_is_closed_with_nobody_inside_is_gone(tmp_path):
-    file = InsideFile(tmp_path)
+    file = InFlightFile(tmp_path)
     file.record(entered=KEYS)
     file.record(left=KEYS)
     file.close()
@@ -58,7 +58,7 @@ def test_a_file_that_is_closed_with_nobody_inside_is_gone(tmp_path):
 
 
 def test_that_rows_were_finished_is_kept_where_there_were_deaths(tmp_path):
-    died, ended = InsideFile(tmp_path), InsideFile(tmp_path)
+    died, ended = InFlightFile(tmp_path), InFlightFile(tmp_path)
     died.record(entered=KEYS[:1])
     os.close(died._file)
     assert len(deaths(tmp_path)) == 1
@@ -69,7 +69,7 @@ def test_that_rows_were_finished_is_kept_where_there_were_deaths(tmp_path):
 
 
 def test_a_torn_end_and_strange_bytes_are_ignored(tmp_path):
-    file = InsideFile(tmp_path)
+    file = InFlightFile(tmp_path)
     file.record(entered=KEYS[:2])
     os.write(file._file, b"E" + KEYS[2][:7])
     os.close(file._file)
@@ -81,13 +81,13 @@ def test_a_torn_end_and_strange_bytes_are_ignored(tmp_path):
 
 def test_a_long_file_begins_anew_and_tells_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(quarantine, "REWRITE_BYTES", 200)
-    file = InsideFile(tmp_path)
+    file = InFlightFile(tmp_path)
     file.record(entered=KEYS[:1])
     for _ in range(100):
         file.record(entered=KEYS[1:3])
         file.record(left=KEYS[1:3])
     assert deaths(tmp_path) == []
-    (path,) = inside_files(tmp_path)
+    (path,) = in_flight_files(tmp_path)
     assert path.stat().st_size < 400
     os.close(file._file)
     (death,) = deaths(tmp_path)
@@ -96,7 +96,7 @@ def test_a_long_file_begins_anew_and_tells_the_same(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_is_said_once_and_the_next_file_tells_all(tmp_path, monkeypatch, caplog):
-    file = InsideFile(tmp_path)
+    file = InFlightFile(tmp_path)
     file.record(entered=KEYS[:1])
     with monkeypatch.context() as patch:
 

@@ -36,7 +36,7 @@ def test_a_manifest_comes_back_from_its_file_and_agrees_with_itself(tmp_path):
         (made(engine=EngineConfig(dtype="float32")), "dtype was 'bfloat16', is 'float32'"),
         (made(engine=EngineConfig(kv_dtype="float16")), "kv_dtype was 'bfloat16', is 'float16'"),
         (made(engine=EngineConfig(on_too_long="truncate_left")), "on_too_long was 'error'"),
-        (made(engine=EngineConfig(max_context_tokens=99)), "max_context_tokens was None, is 99"),
+        (made(engine=EngineConfig(max_model_len=99)), "max_model_len was None, is 99"),
         (made(revision="def"), "revision was 'abc', is 'def'"),
         (made(weights="9" * 64), "weights was 'dddddd"),
         (made(tokenizer="9" * 64), "tokenizer was 'eeee"),

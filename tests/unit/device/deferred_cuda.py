@@ -59,7 +59,7 @@ class DeferredCuda(FakeCuda):
         with self.use(stream):
             self.launch(lambda: copy_one_by_one(target, source, pieces))
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         pass
 
     def register(self, address: int, num_bytes: int) -> str | None:

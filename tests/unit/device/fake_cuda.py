@@ -36,11 +36,11 @@ class FakeCuda:
         log: What was recorded ("record") and awaited ("wait"), with the number of the event.
     """
 
-    def __init__(self, *, pace: float = 0.0, seed: int = 0) -> None:
+    def __init__(self, *, delay: float = 0.0, seed: int = 0) -> None:
         self.host_waits: list[str] = []
         self.log: list[tuple[str, int]] = []
         self.streams: list[FakeStream] = []
-        self._pace = pace
+        self._delay = delay
         self._dice = random.Random(seed)
         self._events: list[FakeEvent] = []
         self._lock = threading.RLock()
@@ -129,7 +129,7 @@ class FakeCuda:
             self._fault = self._fault or fault
 
     def _drift(self) -> None:
-        while self._dice.random() < self._pace:
+        while self._dice.random() < self._delay:
             stream = self._dice.choice(self.streams)
             event = stream.blockers.get(stream.num_done)
             is_blocked = event is not None and event.time_s is None

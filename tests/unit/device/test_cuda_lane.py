@@ -66,10 +66,10 @@ def chain(*ops: tuple[Op, Resource]) -> Schedule:
     return Schedule("chain", tuple(tasks), frozenset({link}))
 
 
-@pytest.mark.parametrize("pace", [0.0, 0.5, 0.9])
-def test_streams_and_threads_give_the_serial_result(pace: float) -> None:
+@pytest.mark.parametrize("delay", [0.0, 0.5, 0.9])
+def test_streams_and_threads_give_the_serial_result(delay: float) -> None:
     for seed in range(40):
-        schedule, api = random_schedule(seed), FakeCuda(pace=pace, seed=seed)
+        schedule, api = random_schedule(seed), FakeCuda(delay=delay, seed=seed)
         memory, lanes = new_memory(schedule), lanes_of(api)
         LaneExecutor(schedule, run_on(api), lanes).run(memory)
         close(lanes)

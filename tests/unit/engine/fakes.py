@@ -18,7 +18,7 @@ from raymoe.engine.runner_loading import EngineParts
 from raymoe.engine.tokenizer import Tokenizer
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.plan.policy import Policy
-from raymoe.runtime.bindings import LOGIT_CHUNK_ROWS, PassInputs
+from raymoe.runtime.bindings import LOGIT_CHUNK_ROWS, StepInputs
 from raymoe.schedule.timeline import Timeline
 
 VOCAB_SIZE = 258
@@ -46,24 +46,24 @@ def fake_logits(context) -> torch.Tensor:
 
 
 class FakeRunner:
-    """Runs passes of the checksum model and checks the shape of each.
+    """Runs steps of the checksum model and checks the shape of each.
 
-    `before` is called with each pass; a test may raise, wait or look there.
+    `before` is called with each step; a test may raise, wait or look there.
     """
 
     def __init__(self, num_blocks: int, before=lambda _inputs: None) -> None:
         self._tokens = np.full((num_blocks, BLOCK_TOKENS), -1, np.int64)
         self._before = before
-        self.pass_tokens: list[int] = []
+        self.max_num_batched_tokens: list[int] = []
         self.largest_chunk = 0
 
-    def run(self, inputs: PassInputs) -> Timeline:
+    def run(self, inputs: StepInputs) -> Timeline:
         self._before(inputs)
         batch = inputs.attention
         starts, contexts = batch.query_start.tolist(), batch.context_tokens.tolist()
         assert starts[0] == 0
         assert starts[-1] == len(inputs.token_ids) == len(inputs.positions)
-        self.pass_tokens.append(starts[-1])
+        self.max_num_batched_tokens.append(starts[-1])
         ends = {}
         for index, context in enumerate(contexts):
             begin, end = starts[index], starts[index + 1]
@@ -78,7 +78,7 @@ class FakeRunner:
         self._logits(inputs, ends)
         return Timeline("fake", ())
 
-    def _logits(self, inputs: PassInputs, ends) -> None:
+    def _logits(self, inputs: StepInputs, ends) -> None:
         rows = inputs.logit_rows.tolist()
         assert rows == sorted(set(rows))
         for begin in range(0, len(rows), LOGIT_CHUNK_ROWS):
@@ -148,16 +148,14 @@ def kept_tokenizer(directory: Path) -> Tokenizer:
     return tokenizer
 
 
-def fake_parts(
-    runner, policy: Policy, *, directory: Path, max_context_tokens: int = 512
-) -> EngineParts:
+def fake_parts(runner, policy: Policy, *, directory: Path, max_model_len: int = 512) -> EngineParts:
     """Parts of an engine around a fake runner; `directory` may hold a tokenizer."""
     return EngineParts(
         runner=runner,
         policy=policy,
         tokenizer=kept_tokenizer(directory),
         vocab_size=VOCAB_SIZE,
-        max_context_tokens=max_context_tokens,
+        max_model_len=max_model_len,
         eos_token_ids=(EOS,),
         num_threads=1,
     )
@@ -166,8 +164,8 @@ def fake_parts(
 def small_policy(**changes: int) -> Policy:
     sizes = {
         "batch_size": 8,
-        "pass_tokens": 64,
-        "prefill_chunk_tokens": 32,
+        "max_num_batched_tokens": 64,
+        "max_prefill_chunk_tokens": 32,
         "num_kv_blocks": 64,
     }
     return Policy(**(sizes | changes))

@@ -3,34 +3,36 @@
 import numpy as np
 import pytest
 
-from raymoe.engine.accuracy import Accuracy, Correction, PassKind, RunReport, load_of
+from raymoe.engine.accuracy import Accuracy, Correction, RunReport, StepKind, load_of
 from raymoe.engine.sequence import Pass
-from raymoe.plan.work import PassLoad
+from raymoe.plan.work import StepLoad
 from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.schedule.timeline import Span, Timeline
 
-DECODE = PassLoad(decode_rows=10, decode_context=100)
-PREFILL = PassLoad(prompt_tokens=64, prompt_chunk=32)
-MIXED = PassLoad(decode_rows=10, decode_context=100, prompt_tokens=64, prompt_chunk=32)
+DECODE = StepLoad(decode_rows=10, decode_context=100)
+PREFILL = StepLoad(prompt_tokens=64, prompt_chunk=32)
+MIXED = StepLoad(decode_rows=10, decode_context=100, prompt_tokens=64, prompt_chunk=32)
 
 
-def seconds_of(load: PassLoad) -> float:
+def seconds_of(load: StepLoad) -> float:
     return 0.01 * load.tokens
 
 
-def pass_of(*sequences: tuple[int, int]) -> Pass:
+def step_of(*sequences: tuple[int, int]) -> Pass:
     """Sequences of (new tokens, context)."""
-    takes, contexts = (np.array(values, np.int32) for values in zip(*sequences, strict=True))
-    tokens, empty = int(takes.sum()), np.zeros(0, np.int32)
+    num_scheduled_tokens, contexts = (
+        np.array(values, np.int32) for values in zip(*sequences, strict=True)
+    )
+    tokens, empty = int(num_scheduled_tokens.sum()), np.zeros(0, np.int32)
     return Pass(
-        slots=np.arange(len(takes)),
-        takes=takes,
+        slots=np.arange(len(num_scheduled_tokens)),
+        num_scheduled_tokens=num_scheduled_tokens,
         token_ids=np.zeros(tokens, np.int64),
         positions=np.zeros(tokens, np.int32),
         prompt_tokens=np.zeros(tokens, np.int32),
-        query_start=np.concatenate([[0], np.cumsum(takes)]).astype(np.int32),
+        query_start=np.concatenate([[0], np.cumsum(num_scheduled_tokens)]).astype(np.int32),
         context_tokens=contexts,
-        block_table=np.zeros((len(takes), 1), np.int32),
+        block_table=np.zeros((len(num_scheduled_tokens), 1), np.int32),
         logit_rows=np.zeros(0, np.int64),
         row_slots=empty,
         row_positions=empty,
@@ -50,17 +52,17 @@ def timeline(gpu_s: float, link_s: float) -> Timeline:
 
 
 def test_a_pass_is_seen_as_rows_that_decode_and_chunks_of_prompts() -> None:
-    load = load_of(pass_of((1, 50), (1, 70), (30, 30), (10, 90)))
-    assert load == PassLoad(decode_rows=2, decode_context=60, prompt_tokens=40, prompt_chunk=20)
-    assert load_of(pass_of((8, 8))).decode_rows == 0
+    load = load_of(step_of((1, 50), (1, 70), (30, 30), (10, 90)))
+    assert load == StepLoad(decode_rows=2, decode_context=60, prompt_tokens=40, prompt_chunk=20)
+    assert load_of(step_of((8, 8))).decode_rows == 0
 
 
 @pytest.mark.parametrize(
     ("load", "kind"),
-    [(DECODE, PassKind.DECODE), (PREFILL, PassKind.PREFILL), (MIXED, PassKind.MIXED)],
+    [(DECODE, StepKind.DECODE), (PREFILL, StepKind.PREFILL), (MIXED, StepKind.MIXED)],
 )
 def test_what_is_learnt_of_one_kind_of_pass_changes_that_kind(
-    load: PassLoad, kind: PassKind
+    load: StepLoad, kind: StepKind
 ) -> None:
     correction = Correction(seconds_of)
     correction.learn(load, 1.5 * seconds_of(load))
@@ -83,10 +85,10 @@ def test_a_lasting_change_is_followed_and_one_slow_pass_is_not() -> None:
 
 def test_a_run_is_reported_with_gap_and_busy_shares_and_then_forgotten() -> None:
     accuracy = Accuracy(Correction(seconds_of))
-    accuracy.record(pass_of((1, 50)), timeline(gpu_s=0.02, link_s=0.01))
-    accuracy.record(pass_of((9, 9)), timeline(gpu_s=0.02, link_s=0.04))
+    accuracy.record(step_of((1, 50)), timeline(gpu_s=0.02, link_s=0.01))
+    accuracy.record(step_of((9, 9)), timeline(gpu_s=0.02, link_s=0.04))
     report = accuracy.report
-    assert report.num_passes == 2
+    assert report.num_steps == 2
     assert report.predicted_s == pytest.approx(0.1)
     assert report.busy_s == {Resource.GPU: pytest.approx(0.04), Resource.HTOD: pytest.approx(0.05)}
     assert report.busy_share(Resource.GPU) == pytest.approx(2 / 3)
@@ -97,9 +99,9 @@ def test_a_run_is_reported_with_gap_and_busy_shares_and_then_forgotten() -> None
     accuracy.restart()
     assert accuracy.report == RunReport()
     assert accuracy.total == report
-    assert report.num_passes == 2
-    assert accuracy.last_pass == (
-        PassLoad(prompt_tokens=9, prompt_chunk=9),
+    assert report.num_steps == 2
+    assert accuracy.last_step == (
+        StepLoad(prompt_tokens=9, prompt_chunk=9),
         timeline(gpu_s=0.02, link_s=0.04),
     )
-    assert accuracy.correction.ratios[PassKind.DECODE] == pytest.approx(2.0)
+    assert accuracy.correction.ratios[StepKind.DECODE] == pytest.approx(2.0)

@@ -103,7 +103,7 @@ def test_logprobs_are_of_the_raw_distribution_of_every_generated_token(make_engi
 @pytest.mark.parametrize("chunk", [7, 300])
 def test_prompt_logprobs_cover_the_prompt_whatever_the_chunks(make_engine, chunk):
     prompt = [(7 * i) % 250 for i in range(290)]
-    engine = make_engine(prefill_chunk_tokens=chunk, pass_tokens=512)
+    engine = make_engine(max_prefill_chunk_tokens=chunk, max_num_batched_tokens=512)
     generation = one(engine, prompt, prompt_logprobs=1, max_tokens=2)
     first, *rest = generation.prompt_logprobs
     assert first is None

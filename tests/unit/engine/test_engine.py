@@ -43,7 +43,7 @@ def make_engine(tokenizer_directory):
 
 
 class Gate:
-    """Holds passes until it is opened."""
+    """Holds steps until it is opened."""
 
     def __init__(self) -> None:
         self.entered, self.opened = threading.Event(), threading.Event()
@@ -119,7 +119,7 @@ def test_a_row_that_cannot_fit_the_cache_says_how_many_blocks_it_needs(make_engi
 
 
 def test_generation_ends_at_the_context_of_the_model(make_engine):
-    engine = make_engine(max_context_tokens=10)
+    engine = make_engine(max_model_len=10)
     (generation,) = engine.generate([[1] * 7], {"max_tokens": 50, "temperature": 0})
     assert (generation.num_generated_tokens, generation.finish_reason) == (3, "length")
 
@@ -130,7 +130,7 @@ def test_generation_ends_at_the_context_of_the_model(make_engine):
 def test_long_prompts_are_cut_to_leave_room_for_what_is_generated(make_engine, on_too_long, kept):
     config = EngineConfig(linger_s=0.0, on_too_long=on_too_long)
     prompt = list(range(10))
-    (generation,) = make_engine(config, max_context_tokens=12).generate([prompt], GREEDY)
+    (generation,) = make_engine(config, max_model_len=12).generate([prompt], GREEDY)
     assert generation.num_input_tokens == 8
     assert list(generation.token_ids) == expected_tokens(prompt[kept], 4)
 
@@ -346,7 +346,7 @@ def test_statistics_count_rows_tokens_and_passes(make_engine):
         engine.policy.batch_size,
         engine.policy.num_kv_blocks,
     )
-    assert (stats.num_passes, stats.num_live_sequences, stats.num_queued_rows) == (4, 0, 0)
+    assert (stats.num_steps, stats.num_live_sequences, stats.num_queued_rows) == (4, 0, 0)
     assert stats.num_free_blocks == engine.policy.num_kv_blocks
 
 

@@ -1,4 +1,4 @@
-"""Every tile that a pass may choose is used once while the model is loaded."""
+"""Every tile that a step may choose is used once while the model is loaded."""
 
 import torch
 
@@ -19,19 +19,19 @@ DEEPSEEK = ModelSpec.from_config(
 )
 
 
-def buckets_of(spec: ModelSpec, most_tokens: int) -> list[tuple[int, int]]:
+def buckets_of(spec: ModelSpec, max_tokens: int) -> list[tuple[int, int]]:
     """(layer, bucket) of each call."""
     seen = []
 
     def compute(i: int, hidden_TH: torch.Tensor, to: Routing) -> None:
-        assert len(hidden_TH) <= most_tokens
+        assert len(hidden_TH) <= max_tokens
         assert hidden_TH.dtype == torch.bfloat16
         assert to.topk_ids_TK.dtype == torch.int32
         rows = to.topk_ids_TK.numel() / 12
         seen.append((i, max((bucket for bucket in BUCKETS if bucket <= rows), default=1)))
 
     device = torch.device("cpu")
-    compile_experts(spec, compute, most_tokens, dtype=torch.bfloat16, device=device)
+    compile_experts(spec, compute, max_tokens, dtype=torch.bfloat16, device=device)
     return seen
 
 

@@ -54,7 +54,7 @@ def compiled(grammars, outputs):
 
 def allowed(masks, slot):
     """The tokens that may come next in a slot."""
-    masks.settle(None)
+    masks.synchronize(None)
     words = np.zeros((1, masks._num_words), np.int32)
     masks.copy_masks(words, np.array([slot], np.int32))
     return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())
@@ -125,7 +125,7 @@ def test_processes_that_are_paused_for_ever_are_replaced(server, grammars, masks
     for pid in (matching[0], first.pid):
         os.kill(pid, signal.SIGSTOP)
     accept(masks, 0, "b")
-    masks.settle()  # does not wait
+    masks.synchronize()  # does not wait
     assert masks.pending() == {0}
     assert compiled(grammars, OTHER).data
     assert future.result(300).data
@@ -161,7 +161,7 @@ def test_a_row_in_work_is_not_blamed_for_a_kill(grammars, masks, monkeypatch):
     for text in ("a", "b"):
         os.kill(pids[-1], signal.SIGKILL)
         accept(masks, 0, text)
-        masks.settle(None)
+        masks.synchronize(None)
     assert allowed(masks, 0) == {ord("c"), ord("d")}
     assert allowed(masks, 1) == {ord("y")}
     assert len(pids) == 3
@@ -178,7 +178,7 @@ def test_rows_whose_process_is_killed_again_and_again_may_be_tried_again(
         patched.setattr(masks, "_slot_in_work", lambda: in_work)
         for slot in range(2):
             masks.begin(slot, compiled(grammars, SMALL), b"a")
-        masks.settle(None)
+        masks.synchronize(None)
         assert {slot for slot in range(2) if masks.error(slot)} == lost
     assert all(isinstance(masks.error(slot), WorkerProcessError) for slot in lost)
     assert len(pids) == 1 + MAX_RETRIES + (lost == {1})
@@ -238,8 +238,8 @@ def test_rows_have_the_same_tokens_when_their_process_is_killed(engine, monkeypa
     os.kill(engine._masks._process.pid, signal.SIGKILL)
     futures = engine.submit(prompts, params)
     for num_killed in range(1, 4):
-        num_passes = engine.stats().num_passes
-        while engine.stats().num_passes < num_passes + 10:
+        num_steps = engine.stats().num_steps
+        while engine.stats().num_steps < num_steps + 10:
             time.sleep(0.001)
         assert len(pids) == num_killed
         os.kill(pids[-1], signal.SIGKILL)

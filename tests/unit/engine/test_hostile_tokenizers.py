@@ -75,7 +75,7 @@ def make_engine():
             policy=policy,
             tokenizer=tokenizer,
             vocab_size=VOCAB_SIZE,
-            max_context_tokens=512,
+            max_model_len=512,
             eos_token_ids=(EOS,),
             num_threads=1,
         )

@@ -133,7 +133,7 @@ def age(path):
 
 
 def test_what_was_read_is_kept_until_a_file_changes(model, read_paths, monkeypatch):
-    monkeypatch.setattr(identity, "SETTLED_NS", 0)
+    monkeypatch.setattr(identity, "STABLE_NS", 0)
     path = model / "model.safetensors"
     first = ModelIdentity.of(age(model)).weights
     assert ModelIdentity.of(model).weights == first
@@ -150,7 +150,7 @@ def test_a_file_that_has_just_changed_is_not_kept(model, read_paths):
 
 @pytest.mark.parametrize("content", ["", "[]", "{", "not text \udcff", '{"1-2-3-4-5": 7}'])
 def test_a_broken_cache_is_read_over(model, read_paths, monkeypatch, content):
-    monkeypatch.setattr(identity, "SETTLED_NS", 0)
+    monkeypatch.setattr(identity, "STABLE_NS", 0)
     cache = model / identity.CACHE_NAME
     cache.write_bytes(content.encode(errors="surrogateescape"))
     first = ModelIdentity.of(age(model)).weights
@@ -160,7 +160,7 @@ def test_a_broken_cache_is_read_over(model, read_paths, monkeypatch, content):
 
 
 def test_a_cache_that_others_can_write_is_not_believed(model, read_paths, monkeypatch):
-    monkeypatch.setattr(identity, "SETTLED_NS", 0)
+    monkeypatch.setattr(identity, "STABLE_NS", 0)
     state = identity.file_state(model / "model.safetensors")
     cache = model / identity.CACHE_NAME
     cache.write_text(json.dumps({state: "0" * 64}))

@@ -1,14 +1,14 @@
 """A cut pass in the numbers of the cost model."""
 
-from raymoe.engine.runner_loading import wave_shape
+from raymoe.engine.runner_loading import micro_batch_shape
 from raymoe.plan.work import AttentionShape
 from tests.unit.runtime.test_waves import cut
 
 
 def test_new_tokens_pairs_and_contexts_are_counted_by_side() -> None:
     sequences = [(1, 49), (1, 9), (1, 99), (1, 0), (4, 10), (3, 0)]
-    (wave,) = cut(sequences, 1, fraction=0.5).waves
-    shape = wave_shape(wave)
+    (micro_batch,) = cut(sequences, 1, fraction=0.5).micro_batches
+    shape = micro_batch_shape(micro_batch)
     prompts = AttentionShape(
         rows=7, prompt_pairs=(11 + 12 + 13 + 14) + (1 + 2 + 3), context_tokens=14 + 3
     )
@@ -22,5 +22,5 @@ def test_new_tokens_pairs_and_contexts_are_counted_by_side() -> None:
 
 
 def test_an_empty_wave_costs_nothing() -> None:
-    shape = wave_shape(cut([(1, 5)], 3).waves[2])
+    shape = micro_batch_shape(cut([(1, 5)], 3).micro_batches[2])
     assert (shape.tokens, shape.device.pairs, shape.logit_rows) == (0, 0, 0)

@@ -1,4 +1,4 @@
-"""Rows that begin alike share KV blocks: fewer tokens are computed, and none changes."""
+"""Rows that begin the same share KV blocks: fewer tokens are computed, and none changes."""
 
 import numpy as np
 import pytest
@@ -7,12 +7,14 @@ from hypothesis import strategies as st
 
 from raymoe.data.sorting import deal_rows, prompt_bytes
 from raymoe.engine.core import EngineCore
-from raymoe.engine.scheduler import PassScheduler, prefix_keys
+from raymoe.engine.scheduler import StepScheduler, prefix_keys
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from tests.unit.engine.fakes import expected_tokens, small_policy
 from tests.unit.engine.test_scheduler import Bench, prompts_of, short_rows_then_long_ones
 
-ROOMY = small_policy(batch_size=64, pass_tokens=4096, prefill_chunk_tokens=4096, num_kv_blocks=512)
+ROOMY = small_policy(
+    batch_size=64, max_num_batched_tokens=4096, max_prefill_chunk_tokens=4096, num_kv_blocks=512
+)
 
 
 def family(head: int, tails, seed=0):
@@ -51,7 +53,7 @@ def test_a_row_takes_over_what_a_live_one_has_computed() -> None:
     for prompt in prompts[1:]:
         bench.add(prompt, max_tokens=9)
     bench.core.step()
-    assert bench.runner.pass_tokens[-1] == 1 + (130 - 96) + (101 - 96)
+    assert bench.runner.max_num_batched_tokens[-1] == 1 + (130 - 96) + (101 - 96)
     bench.run()
     bench.assert_all_as_expected(prompts, 9)
     assert cached(bench) == 2 * 96
@@ -65,9 +67,9 @@ def test_rows_wait_for_the_first_of_their_family_and_let_others_pass() -> None:
     for prompt in prompts:
         bench.add(prompt, max_tokens=4)
     bench.core.step()
-    assert bench.runner.pass_tokens == [3 * 104]  # one of each
+    assert bench.runner.max_num_batched_tokens == [3 * 104]  # one of each
     bench.core.step()
-    assert bench.runner.pass_tokens[1] == 3 + 9 * 8
+    assert bench.runner.max_num_batched_tokens[1] == 3 + 9 * 8
     bench.run()
     bench.assert_all_as_expected(prompts, 4)
     assert cached(bench) == 9 * 96
@@ -78,7 +80,7 @@ def test_rows_that_share_little_do_not_wait() -> None:
     for prompt in family(40, [100] * 3):
         bench.add(prompt, max_tokens=4)
     bench.core.step()
-    assert bench.runner.pass_tokens == [3 * 140]
+    assert bench.runner.max_num_batched_tokens == [3 * 140]
 
 
 def test_a_prompt_whose_probabilities_are_wanted_is_computed() -> None:
@@ -96,15 +98,15 @@ def test_a_prompt_whose_probabilities_are_wanted_is_computed() -> None:
 
 @pytest.mark.parametrize(("shares_across_lengths", "expected"), [(True, 96), (False, 0)])
 def test_lengths_that_matter_keep_prompts_apart(shares_across_lengths, expected) -> None:
-    scheduler = PassScheduler(ROOMY, 512, shares_across_lengths=shares_across_lengths)
+    scheduler = StepScheduler(ROOMY, 512, shares_across_lengths=shares_across_lengths)
     bench = Bench(ROOMY)
     bench.core.scheduler = scheduler
     first, longer, equal = (bench_request(bench, prompt) for prompt in family(100, [10, 20, 10]))
     scheduler.add(first.samples[0])
-    scheduler.complete(scheduler.next_pass())
+    scheduler.complete(scheduler.next_step())
     for request, shared in ((longer, expected), (equal, 96)):
         scheduler.add(request.samples[0])
-        scheduler.next_pass()
+        scheduler.next_step()
         assert request.samples[0].num_cached_tokens == shared
 
 
@@ -118,17 +120,20 @@ def bench_request(bench: Bench, prompt):
     heads=st.lists(st.integers(0, 120), min_size=1, max_size=3),
     tails=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 70)), min_size=1, max_size=12),
     max_tokens=st.integers(1, 20),
-    pass_tokens=st.integers(1, 80),
+    max_num_batched_tokens=st.integers(1, 80),
     chunk=st.integers(1, 80),
     num_blocks=st.integers(8, 24),
     num_samples=st.integers(1, 2),
 )
 @settings(max_examples=30, deadline=None)
 def test_tokens_are_those_of_rows_alone(
-    heads, tails, max_tokens, pass_tokens, chunk, num_blocks, num_samples
+    heads, tails, max_tokens, max_num_batched_tokens, chunk, num_blocks, num_samples
 ):
     policy = small_policy(
-        batch_size=5, pass_tokens=pass_tokens, prefill_chunk_tokens=chunk, num_kv_blocks=num_blocks
+        batch_size=5,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_prefill_chunk_tokens=chunk,
+        num_kv_blocks=num_blocks,
     )
     bench, shared = Bench(policy), prompts_of(heads)
     prompts = [
@@ -154,7 +159,7 @@ def test_families_survive_preemption() -> None:
 
 
 def test_a_prompt_that_is_given_up_half_way_is_no_longer_waited_for() -> None:
-    bench = Bench(small_policy(prefill_chunk_tokens=BLOCK_TOKENS))
+    bench = Bench(small_policy(max_prefill_chunk_tokens=BLOCK_TOKENS))
     prompts = family(128, [5, 7])
     first = bench.add(prompts[0], max_tokens=3)
     bench.core.step()
@@ -166,7 +171,9 @@ def test_a_prompt_that_is_given_up_half_way_is_no_longer_waited_for() -> None:
 
 
 def test_arranged_rows_share_more() -> None:
-    policy = small_policy(batch_size=8, pass_tokens=256, prefill_chunk_tokens=128, num_kv_blocks=48)
+    policy = small_policy(
+        batch_size=8, max_num_batched_tokens=256, max_prefill_chunk_tokens=128, num_kv_blocks=48
+    )
     families = [family(96, [5 + i for i in range(6)], 10 * seed) for seed in range(20)]
     mixed = [group[index] for index in range(6) for group in families]
     texts = sorted((prompt_bytes(None, None, prompt), prompt) for prompt in mixed)
@@ -188,7 +195,7 @@ def test_arranged_rows_share_more() -> None:
 
 def test_a_core_takes_the_setting_along() -> None:
     core = EngineCore(
-        Bench(ROOMY).runner, ROOMY, max_context_tokens=512, vocab_size=8, eos_token_ids=(),
+        Bench(ROOMY).runner, ROOMY, max_model_len=512, vocab_size=8, eos_token_ids=(),
         decode_all=list, finish=lambda *_: None, shares_across_lengths=False,
     )  # fmt: skip
     assert not core.scheduler._shares_across_lengths

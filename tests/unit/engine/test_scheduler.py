@@ -16,13 +16,13 @@ from tests.unit.engine.fakes import EOS, VOCAB_SIZE, FakeRunner, expected_tokens
 class Bench:
     """A core without threads: rows in, results out."""
 
-    def __init__(self, policy, max_context_tokens=512, before=lambda _inputs: None):
+    def __init__(self, policy, max_model_len=512, before=lambda _inputs: None):
         self.runner = FakeRunner(policy.num_kv_blocks, before)
         self.results = {}
         self.core = EngineCore(
             self.runner,
             policy,
-            max_context_tokens=max_context_tokens,
+            max_model_len=max_model_len,
             vocab_size=VOCAB_SIZE,
             eos_token_ids=(EOS,),
             decode_all=lambda sequences: [""] * len(sequences),
@@ -35,7 +35,7 @@ class Bench:
         request = Request(
             prompt=np.asarray(prompt, np.int32),
             params=params,
-            limit_tokens=len(prompt) + params.max_tokens,
+            max_tokens_total=len(prompt) + params.max_tokens,
             seed=0,
             row_key=self.num_rows,
             future=Future(),
@@ -74,18 +74,18 @@ def short_rows_then_long_ones(policy):
     lengths=st.lists(st.integers(1, 80), min_size=1, max_size=10),
     max_tokens=st.integers(1, 40),
     batch_size=st.integers(1, 6),
-    pass_tokens=st.integers(1, 40),
+    max_num_batched_tokens=st.integers(1, 40),
     chunk=st.integers(1, 40),
     num_blocks=st.integers(4, 20),
 )
 @settings(max_examples=40, deadline=None)
 def test_tokens_do_not_depend_on_any_size(
-    lengths, max_tokens, batch_size, pass_tokens, chunk, num_blocks
+    lengths, max_tokens, batch_size, max_num_batched_tokens, chunk, num_blocks
 ):
     policy = small_policy(
         batch_size=batch_size,
-        pass_tokens=pass_tokens,
-        prefill_chunk_tokens=chunk,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_prefill_chunk_tokens=chunk,
         num_kv_blocks=num_blocks,
     )
     bench, prompts = Bench(policy), prompts_of(lengths)
@@ -94,7 +94,7 @@ def test_tokens_do_not_depend_on_any_size(
     bench.run()
     bench.assert_all_as_expected(prompts, max_tokens)
     assert bench.core.scheduler.pool.num_free == num_blocks
-    assert max(bench.runner.pass_tokens) <= pass_tokens
+    assert max(bench.runner.max_num_batched_tokens) <= max_num_batched_tokens
     assert bench.runner.largest_chunk <= chunk
 
 
@@ -130,14 +130,14 @@ def test_preemption_does_not_thrash():
 
 
 def test_decode_goes_before_prefill_and_fills_up_with_it():
-    bench = Bench(small_policy(pass_tokens=20, prefill_chunk_tokens=8))
+    bench = Bench(small_policy(max_num_batched_tokens=20, max_prefill_chunk_tokens=8))
     for prompt in prompts_of([1, 1, 1]):
         bench.add(prompt, max_tokens=30)
     bench.core.step()
     for prompt in prompts_of([50, 50, 50]):
         bench.add(prompt, max_tokens=2)
     bench.core.step()
-    assert bench.runner.pass_tokens[-1] == 3 + 8 + 8 + 1
+    assert bench.runner.max_num_batched_tokens[-1] == 3 + 8 + 8 + 1
 
 
 def test_a_free_slot_is_filled_in_the_next_pass():
@@ -151,7 +151,7 @@ def test_a_free_slot_is_filled_in_the_next_pass():
 
 
 def test_rows_of_few_tokens_fill_all_slots():
-    bench = Bench(small_policy(batch_size=2048, num_kv_blocks=4096, pass_tokens=8192))
+    bench = Bench(small_policy(batch_size=2048, num_kv_blocks=4096, max_num_batched_tokens=8192))
     for prompt in prompts_of([2] * 6000):
         bench.add(prompt, max_tokens=3, ignore_eos=True)
     slots_in_use = []
@@ -181,7 +181,7 @@ def test_rows_that_end_early_raise_the_number_that_is_admitted():
 
 
 def test_samples_of_a_row_share_the_full_blocks_of_its_prompt():
-    bench = Bench(small_policy(pass_tokens=128, prefill_chunk_tokens=128))
+    bench = Bench(small_policy(max_num_batched_tokens=128, max_prefill_chunk_tokens=128))
     prompt = prompts_of([70])[0]
     request = bench.add(prompt, n=3, max_tokens=5)
     bench.core.step()

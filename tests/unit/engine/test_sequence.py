@@ -1,9 +1,9 @@
-"""The sequence table and the assembly of passes."""
+"""The sequence table and the assembly of steps."""
 
 import numpy as np
 import pytest
 
-from raymoe.engine.sequence import Admission, SequenceTable, assemble_pass, choose_takes
+from raymoe.engine.sequence import Admission, SequenceTable, assemble_step, choose_scheduled_tokens
 
 
 def make_table(sequences, *, computed=0, wants_prompt_logits=False) -> SequenceTable:
@@ -15,8 +15,8 @@ def make_table(sequences, *, computed=0, wants_prompt_logits=False) -> SequenceT
                 tokens=np.array(tokens, np.int32),
                 blocks=np.array([2 * index + 1, 2 * index], np.int32),
                 prompt_tokens=len(tokens),
-                limit_tokens=64,
-                computed_tokens=computed,
+                max_tokens_total=64,
+                num_computed_tokens=computed,
                 arrival=10 - index,
                 wants_prompt_logits=wants_prompt_logits,
             )
@@ -39,7 +39,7 @@ def test_tokens_come_back_also_across_blocks_and_with_a_last_token_without_a_blo
 
 
 @pytest.mark.parametrize(
-    ("rests", "budget", "chunk", "takes"),
+    ("rests", "budget", "chunk", "num_scheduled_tokens"),
     [
         ([1, 5, 1], 10, 10, [1, 5, 1]),
         ([5, 1, 1], 3, 10, [1, 1, 1]),
@@ -47,16 +47,18 @@ def test_tokens_come_back_also_across_blocks_and_with_a_last_token_without_a_blo
         ([1, 1, 1], 2, 4, [1, 1, 0]),
     ],
 )
-def test_decode_tokens_come_first_and_chunks_share_the_rest(rests, budget, chunk, takes):
+def test_decode_tokens_come_first_and_chunks_share_the_rest(
+    rests, budget, chunk, num_scheduled_tokens
+):
     table = make_table([[0] * rest for rest in rests])
     slots = table.live_slots()[::-1]
-    assert choose_takes(table, slots, budget, chunk).tolist() == takes
+    assert choose_scheduled_tokens(table, slots, budget, chunk).tolist() == num_scheduled_tokens
 
 
 def test_a_pass_holds_tokens_positions_and_the_rows_whose_logits_are_wanted():
     table = make_table([[5, 6, 7], [8]])
     slots = table.live_slots()[::-1]
-    made = assemble_pass(table, slots, np.array([2, 1], np.int32))
+    made = assemble_step(table, slots, np.array([2, 1], np.int32))
     assert made.token_ids.tolist() == [5, 6, 8]
     assert made.positions.tolist() == [0, 1, 0]
     assert made.prompt_tokens.tolist() == [3, 3, 1]
@@ -70,7 +72,7 @@ def test_a_pass_holds_tokens_positions_and_the_rows_whose_logits_are_wanted():
 
 def test_prompt_logits_are_asked_for_all_but_the_last_prompt_token():
     table = make_table([[5, 6, 7]], wants_prompt_logits=True)
-    made = assemble_pass(table, table.live_slots(), np.array([3], np.int32))
+    made = assemble_step(table, table.live_slots(), np.array([3], np.int32))
     assert made.logit_rows.tolist() == [0, 1, 2]
     assert made.row_positions.tolist() == [1, 2, 3]
     assert made.row_is_sample.tolist() == [False, False, True]

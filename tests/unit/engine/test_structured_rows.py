@@ -117,14 +117,14 @@ def test_rows_whose_masks_are_late_sit_out_and_have_the_same_tokens(make_engine,
     slow = make_engine()
     slow.generate(prompts[1:2], params[1:2])  # its grammar is there when the others come
     computed_before = slow.stats().num_computed_tokens
-    settle, calls = slow._masks.settle, []
+    synchronize, calls = slow._masks.synchronize, []
 
-    def settle_rarely(patience_s=0.0, slots=None):
+    def synchronize_rarely(patience_s=0.0, slots=None):
         calls.append(patience_s)
         if patience_s is None or len(calls) % 7 == 0:
-            settle(patience_s, slots)
+            synchronize(patience_s, slots)
 
-    slow._masks.settle = settle_rarely
+    slow._masks.synchronize = synchronize_rarely
     together = slow.generate(prompts, params)
     assert [g.token_ids for g in together] == [g.token_ids for g in alone]
     useful = sum(g.num_input_tokens + g.num_generated_tokens - 1 for g in together)

@@ -57,7 +57,7 @@ def compiled(grammars, **options):
 
 def allowed(masks, *slots):
     """The tokens that may come next in each slot, as sets."""
-    masks.settle(None)
+    masks.synchronize(None)
     assert not masks.pending()
     logits = torch.zeros(len(slots), VOCAB_SIZE)
     masks.apply(logits, np.arange(len(slots)), np.array(slots, np.int32))
@@ -112,7 +112,7 @@ def test_a_slot_is_used_again_and_grammars_are_forgotten(grammars, make_masks):
         masks.begin(2, compiled(grammars, choice=[text]), text[:1].encode())
         assert allowed(masks, 2) == [{ord(text[1])}]
         masks.end(2)
-        masks.settle()
+        masks.synchronize()
 
 
 def test_a_row_that_is_too_slow_fails_alone(grammars, make_masks):
@@ -155,7 +155,7 @@ def test_a_process_that_gives_way_rests_until_there_is_nothing_else_to_do(
     masks.begin(0, compiled(grammars, choice=["abc"]), b"")
     assert allowed(masks, 0) == [{ord("a")}]
     accept(masks, s0=ord("a"))
-    masks.settle(1.0)
+    masks.synchronize(1.0)
     assert masks.pending() == {0}
     assert allowed(masks, 0) == [{ord("b")}]
 
@@ -163,9 +163,9 @@ def test_a_process_that_gives_way_rests_until_there_is_nothing_else_to_do(
 def test_masks_of_other_rows_are_not_waited_for(grammars, make_masks):
     masks = make_masks(slower=make_masks(gives_way=True))
     masks.begin(0, compiled(grammars, choice=["abc"]), b"")
-    masks.settle(30.0, [1, 2])
+    masks.synchronize(30.0, [1, 2])
     assert masks.pending() == {0}
-    masks.settle(30.0, [0, 1])
+    masks.synchronize(30.0, [0, 1])
     assert masks.pending() == set()
 
 
@@ -181,7 +181,7 @@ def test_a_process_that_does_not_read_delays_nobody(grammars, make_masks):
     resume = threading.Timer(60.0, lambda: [os.kill(pid, signal.SIGCONT) for pid in stopped])
     resume.start()
     masks.begin(1, large, b"000")
-    masks.settle()
+    masks.synchronize()
     assert resume.is_alive()
     assert masks.pending() == {1}
     resume.cancel()
@@ -194,7 +194,7 @@ def test_the_answer_of_a_row_that_has_ended_is_not_that_of_the_next_in_its_slot(
 ):
     masks = make_masks()
     masks.begin(1, compiled(grammars, choice=["ab"]), b"no such text")
-    masks.settle()  # asks and does not wait
+    masks.synchronize()  # asks and does not wait
     masks.end(1)
     assert masks.pending() == set()
     masks.begin(1, compiled(grammars, choice=["cd"]), b"")

@@ -3,9 +3,10 @@
 import threading
 from types import SimpleNamespace
 
+from raymoe.plan.device_step import KV_BLOCK_TOKENS
+
 from raymoe.engine import core as watchdogs
-from raymoe.engine.core import Watchdog, longest_pass_s, stacks_of_all_threads
-from raymoe.plan.device_pass import KV_BLOCK_TOKENS
+from raymoe.engine.core import Watchdog, longest_step_s, stacks_of_all_threads
 from raymoe.plan.policy import Policy
 
 
@@ -38,26 +39,28 @@ def test_many_short_steps_and_long_pauses_are_fine():
     assert not watchdog._thread.is_alive()
 
 
-def plan_with_passes_of(seconds):
-    policy = Policy(batch_size=8, pass_tokens=64, prefill_chunk_tokens=32, num_kv_blocks=40)
+def plan_with_steps_of(seconds):
+    policy = Policy(
+        batch_size=8, max_num_batched_tokens=64, max_prefill_chunk_tokens=32, num_kv_blocks=40
+    )
     loads = []
 
     def predict(load):
         loads.append(load)
         return seconds
 
-    return SimpleNamespace(policy=policy, passes=SimpleNamespace(seconds=predict)), loads
+    return SimpleNamespace(policy=policy, steps=SimpleNamespace(seconds=predict)), loads
 
 
 def test_the_limit_is_many_times_the_largest_pass_of_the_plan_with_a_floor():
-    assert longest_pass_s(None) == watchdogs.STUCK_AFTER_S
-    plan, loads = plan_with_passes_of(0.5)
-    assert longest_pass_s(plan) == watchdogs.STUCK_AFTER_S
+    assert longest_step_s(None) == watchdogs.STUCK_AFTER_S
+    plan, loads = plan_with_steps_of(0.5)
+    assert longest_step_s(plan) == watchdogs.STUCK_AFTER_S
     assert loads[0].decode_rows == 8
     assert loads[0].decode_context == 40 * KV_BLOCK_TOKENS / 8
     assert loads[0].prompt_tokens == 64
-    plan, _ = plan_with_passes_of(300.0)
-    assert longest_pass_s(plan) == 300.0 * watchdogs.STUCK_AFTER_PREDICTIONS
+    plan, _ = plan_with_steps_of(300.0)
+    assert longest_step_s(plan) == 300.0 * watchdogs.STUCK_AFTER_PREDICTIONS
 
 
 def test_the_stacks_show_where_other_threads_are():

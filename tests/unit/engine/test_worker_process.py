@@ -77,7 +77,7 @@ def pid_of(worker) -> int:
     return worker._process.pid
 
 
-def hurry(monkeypatch) -> None:
+def start_now(monkeypatch) -> None:
     """Lose patience soon with a process that is stopped."""
     monkeypatch.setattr(process, "POLL_S", 0.05)
     monkeypatch.setattr(process, "MAX_IDLE_POLLS", 4)
@@ -137,7 +137,7 @@ def test_a_process_that_was_killed_while_idle_costs_no_try(make):
 
 
 def test_a_stopped_process_is_replaced(make, monkeypatch):
-    hurry(monkeypatch)
+    start_now(monkeypatch)
     worker = make()
     pid = worker.load()[0]["pid"]
     os.kill(pid, signal.SIGSTOP)
@@ -147,7 +147,7 @@ def test_a_stopped_process_is_replaced(make, monkeypatch):
 
 
 def test_a_process_that_waits_for_ever_is_ended_and_the_row_may_be_tried_again(make, monkeypatch):
-    hurry(monkeypatch)
+    start_now(monkeypatch)
     with pytest.raises(WorkerProcessError, match=r"did nothing for 0.2 s and was ended"):
         ask(make(), "sleep")
 

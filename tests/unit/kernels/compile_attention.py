@@ -28,7 +28,7 @@ class AttentionShape:
         kv_heads: Of the cache; 0 for latents.
         dim: Of a head; of latents their rank.
         rope_dim: Of latents.
-        unfolded: Dimensions of keys and values of the plain form.
+        up-projected: Dimensions of keys and values of the plain form.
     """
 
     heads: int
@@ -37,7 +37,7 @@ class AttentionShape:
     rope_dim: int = 0
     window: int | None = None
     has_sinks: bool = False
-    unfolded: tuple[int, int] = (0, 0)
+    up_projected: tuple[int, int] = (0, 0)
 
 
 SHAPES = {
@@ -47,7 +47,7 @@ SHAPES = {
     "glm-4.5-air": AttentionShape(heads=96, kv_heads=8),
     "96 dimensions": AttentionShape(heads=16, kv_heads=16, dim=96),
     "256 dimensions": AttentionShape(heads=16, kv_heads=2, dim=256),
-    "deepseek-v3": AttentionShape(heads=128, dim=512, rope_dim=64, unfolded=(192, 128)),
+    "deepseek-v3": AttentionShape(heads=128, dim=512, rope_dim=64, up_projected=(192, 128)),
 }
 
 
@@ -73,7 +73,7 @@ def launches(shape: AttentionShape, compute: AttentionCompute) -> Iterator[Launc
         latent = LatentLayout(rank=shape.dim, rope_dim=shape.rope_dim, dtype=dtype)
         memory = torch.zeros(2, *latent.block_shape, dtype=dtype)
         cache = DeviceCache.of_latents(memory, latent, table_SM)
-        keys, values = (torch.zeros(8, shape.heads, dim, dtype=dtype) for dim in shape.unfolded)
+        keys, values = (torch.zeros(8, shape.heads, dim, dtype=dtype) for dim in shape.up_projected)
         together = DeviceCache.of_rows(keys, values, table_SM[:, :1])
     alone = [Tiles(tiles_NF, 1, positions) for positions in (1, SPLIT_POSITIONS + 1)]
     for tiles in alone if shape.window is None or shape.window > SPLIT_POSITIONS else alone[:1]:

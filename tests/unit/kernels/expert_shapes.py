@@ -1,6 +1,6 @@
 """Layers of real models, for which the kernels are compiled; with two experts, whatever they have.
 
-Their memory is never touched: it costs addresses only.
+Their memory is never activated: it costs addresses only.
 """
 
 from collections.abc import Mapping

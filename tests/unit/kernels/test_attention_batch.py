@@ -1,4 +1,4 @@
-"""Which tokens of a pass are whose, and what of them is of a prompt."""
+"""Which tokens of a step are whose, and what of them is of a prompt."""
 
 import torch
 

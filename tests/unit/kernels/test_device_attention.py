@@ -9,7 +9,7 @@ from raymoe.kernels.cpu_attention import append_reference
 from raymoe.kernels.cpu_elementwise import Projected
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, unpack_block
 from raymoe.kernels.torch_attention import PagedBatch, append_and_attend_paged
-from tests.native.attention_cases import BF16, DTYPES, FP16, FP32, HEADS, PASSES, Case
+from tests.native.attention_cases import BF16, DTYPES, FP16, FP32, HEADS, STEPS, Case
 
 CPU = torch.device("cpu")
 
@@ -33,7 +33,7 @@ def check(case: Case, window: int | None = None) -> None:
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("sequences", PASSES.values(), ids=PASSES)
+@pytest.mark.parametrize("sequences", STEPS.values(), ids=STEPS)
 def test_equals_the_reference_for_every_shape_of_pass(
     sequences: list[tuple[int, int]], dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:

@@ -7,7 +7,11 @@ import torch
 
 from raymoe.codecs import as_tensor
 from raymoe.kernels import gpu_experts_choice as choice
-from raymoe.kernels.gpu_experts_choice import FEW_TOKENS, FewOrMany, make_device_experts
+from raymoe.kernels.gpu_experts_choice import (
+    MAX_SMALL_BATCH_TOKENS,
+    DispatchByBatchSize,
+    make_device_experts,
+)
 from raymoe.kernels.gpu_experts_kernels import in_planes
 from raymoe.kernels.gpu_experts_layout import Compute, TileTable
 from tests.triton_mode import DEVICES
@@ -82,9 +86,11 @@ def test_turing_in_float16_takes_our_kernels_for_few_tokens_and_torch_for_many(
     stored, sizes = FORMATS[name]
     case = ExpertCase(stored=stored, **sizes)
     made = make_device_experts(case.matrices, activation="silu", dtype=case.dtype, tiles=TURING)
-    assert isinstance(made, FewOrMany)
-    assert type(made._few).__name__ == "GroupedExperts"
-    assert type(made._many).__name__ == ("PlainExperts" if name == "plain" else "DecodedExperts")
+    assert isinstance(made, DispatchByBatchSize)
+    assert type(made._small_batch).__name__ == "GroupedExperts"
+    assert type(made._large_batch).__name__ == (
+        "PlainExperts" if name == "plain" else "DecodedExperts"
+    )
     ampere = replace(TURING, capability=(8, 0))
     made = make_device_experts(case.matrices, activation="silu", dtype=case.dtype, tiles=ampere)
     assert type(made).__name__ == "GroupedExperts"
@@ -92,7 +98,9 @@ def test_turing_in_float16_takes_our_kernels_for_few_tokens_and_torch_for_many(
 
 def test_few_is_as_many_tokens_as_a_tile_has_rows() -> None:
     calls = []
-    made = FewOrMany(lambda *_: calls.append("few"), lambda *_: calls.append("many"), num_experts=4)
-    for num_rows in (1, 4 * FEW_TOKENS, 4 * FEW_TOKENS + 1):
+    made = DispatchByBatchSize(
+        lambda *_: calls.append("few"), lambda *_: calls.append("many"), num_experts=4
+    )
+    for num_rows in (1, 4 * MAX_SMALL_BATCH_TOKENS, 4 * MAX_SMALL_BATCH_TOKENS + 1):
         made(torch.zeros(num_rows, 8), torch.zeros(num_rows, 1), torch.zeros(num_rows, 1))
     assert calls == ["few", "few", "many"]

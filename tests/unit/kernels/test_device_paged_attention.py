@@ -8,7 +8,7 @@ from raymoe.kernels.cpu_attention import append_reference
 from raymoe.kernels.cpu_elementwise import Projected
 from raymoe.kernels.gpu_attention_batch import AttentionCompute, RaggedBatch, attention_compute
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, unpack_block
-from tests.native.attention_cases import BF16, DTYPES, FP16, FP32, HEADS, PASSES, Case
+from tests.native.attention_cases import BF16, DTYPES, FP16, FP32, HEADS, STEPS, Case
 from tests.triton_mode import DEVICES
 
 pytest.importorskip("triton")
@@ -71,7 +71,7 @@ def test_equals_the_reference_for_tokens_alone_and_together(
 @device
 @pytest.mark.slow
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("sequences", PASSES.values(), ids=PASSES)
+@pytest.mark.parametrize("sequences", STEPS.values(), ids=STEPS)
 def test_equals_the_reference_for_every_shape_of_pass(
     sequences: list[tuple[int, int]], dtypes: tuple[torch.dtype, torch.dtype], device: str
 ) -> None:
@@ -148,7 +148,7 @@ def test_parts_of_a_context_are_merged(
     check(case, window, device=device)
     monkeypatch.setattr(launches, "GATHERED_BYTES", 1)  # one token at a time
     in_parts = run(case, window, device=device)
-    # What has one part is not touched by the merge: its bits do not depend on its neighbours.
+    # What has one part is not activated by the merge: its bits do not depend on its neighbours.
     assert torch.equal(in_parts[:2], whole[:2])
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from raymoe.kernels import gpu_attention_batch
 from raymoe.kernels.gpu_attention_batch import LatentRaggedBatch
 from raymoe.kernels.paged_kv import NEVER, LatentHeads
-from tests.native.attention_cases import BF16, FP16, FP32, PASSES
+from tests.native.attention_cases import BF16, FP16, FP32, STEPS
 from tests.native.test_cpu_latent_attention import Case
 from tests.triton_mode import DEVICES
 from tests.unit.kernels.test_device_paged_attention import compute_of
@@ -24,7 +24,7 @@ form = pytest.mark.parametrize("form", FORMS)
 
 
 def run(
-    case: Case, heads: LatentHeads, fewest: int, *, device: str, cache: Tensor | None = None
+    case: Case, heads: LatentHeads, minimum: int, *, device: str, cache: Tensor | None = None
 ) -> Tensor:
     # They need Triton.
     from raymoe.kernels.gpu_attention import (  # noqa: PLC0415
@@ -37,7 +37,7 @@ def run(
         case.layout,
         compute_of(case.query.dtype, device),
         torch.device(device),
-        fewest_plain_tokens=fewest,
+        min_plain_tokens=minimum,
     )
     return append_and_attend_latent_ragged(
         case.query.to(device),
@@ -49,8 +49,8 @@ def run(
     ).cpu()
 
 
-def check(case: Case, heads: LatentHeads, fewest: int, *, device: str) -> None:
-    got, unit = run(case, heads, fewest, device=device), UNITS[case.query.dtype]
+def check(case: Case, heads: LatentHeads, minimum: int, *, device: str) -> None:
+    got, unit = run(case, heads, minimum, device=device), UNITS[case.query.dtype]
     torch.testing.assert_close(got.double(), exact(case, heads), rtol=unit, atol=unit)
 
 
@@ -65,11 +65,11 @@ def test_equals_the_exact_result(form: str, device: str) -> None:
 @form
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("name", STEPS)
 def test_equals_the_exact_result_for_every_shape(
     name: str, shape: tuple[int, int, int, int, int], form: str, device: str
 ) -> None:
-    case, heads = make(PASSES[name], shape)
+    case, heads = make(STEPS[name], shape)
     check(case, heads, FORMS[form], device=device)
 
 
@@ -80,7 +80,7 @@ def test_equals_the_exact_result_for_every_shape(
 def test_equals_the_exact_result_in_every_type(
     dtypes: tuple[torch.dtype, torch.dtype], form: str, device: str
 ) -> None:
-    case, heads = make(PASSES["mixed"], (6, 32, 16, 32, 64), dtypes)
+    case, heads = make(STEPS["mixed"], (6, 32, 16, 32, 64), dtypes)
     check(case, heads, FORMS[form], device=device)
 
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from raymoe.kernels import cpu_attention, torch_attention
-from raymoe.kernels.cpu_attention import append_and_attend_latent, append_and_attend_unfolded
+from raymoe.kernels.cpu_attention import append_and_attend_latent, append_and_attend_up_projected
 from raymoe.kernels.paged_kv import NEVER, LatentHeads
 from raymoe.kernels.torch_attention import PagedBatch, append_and_attend_latent_paged
-from tests.native.attention_cases import BF16, FP32, PASSES
+from tests.native.attention_cases import BF16, FP32, STEPS
 from tests.native.test_cpu_latent_attention import Case
 
 CPU = torch.device("cpu")
@@ -40,12 +40,12 @@ def absorbed(case: Case, heads: LatentHeads) -> Tensor:
     result = append_and_attend_latent(
         query, case.latent, case.cache.clone(), case.batch(), rank=heads.rank, scale=case.scale
     )
-    return heads.unfold(result)
+    return heads.up_project(result)
 
 
 def plain(case: Case, heads: LatentHeads, cache: Tensor | None = None) -> Tensor:
     cache = case.cache.clone() if cache is None else cache
-    return append_and_attend_unfolded(
+    return append_and_attend_up_projected(
         case.query, case.latent, cache, case.batch(), heads=heads, scale=case.scale
     )
 
@@ -77,22 +77,22 @@ def exact(case: Case, heads: LatentHeads) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("name", STEPS)
 def test_all_forms_are_the_exact_result(
     name: str, shape: tuple[int, int, int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case, heads = make(PASSES[name], shape)
+    case, heads = make(STEPS[name], shape)
     want = exact(case, heads)
     for attend in (absorbed, plain, by_torch):
         torch.testing.assert_close(attend(case, heads).double(), want, rtol=2e-5, atol=2e-5)
-    for fewest in (1, NEVER):
-        monkeypatch.setattr(LatentHeads, "fewest_plain_tokens", fewest)
+    for minimum in (1, NEVER):
+        monkeypatch.setattr(LatentHeads, "min_plain_tokens", minimum)
         torch.testing.assert_close(by_torch(case, heads).double(), want, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("dtypes", [(BF16, BF16), (FP32, BF16)], ids=str)
 def test_the_forms_agree_in_other_types(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    case, heads = make(PASSES["mixed"], (6, 32, 16, 32, 64), dtypes)
+    case, heads = make(STEPS["mixed"], (6, 32, 16, 32, 64), dtypes)
     want = exact(case, heads)
     unit = 3e-2 if dtypes[0] == BF16 else 2e-5
     for attend in (absorbed, plain, by_torch):
@@ -101,7 +101,7 @@ def test_the_forms_agree_in_other_types(dtypes: tuple[torch.dtype, torch.dtype])
 
 @pytest.mark.parametrize("attend", [plain, by_torch])
 def test_both_leave_the_rows_in_the_cache(attend) -> None:  # type: ignore[no-untyped-def]
-    case, heads = make(PASSES["mixed"], SHAPES[0])
+    case, heads = make(STEPS["mixed"], SHAPES[0])
     wanted, cache = case.cache.clone(), case.cache.clone()
     append_and_attend_latent(
         heads.absorb(case.query), case.latent, wanted, case.batch(), rank=heads.rank, scale=1.0
@@ -113,12 +113,12 @@ def test_both_leave_the_rows_in_the_cache(attend) -> None:  # type: ignore[no-un
 def test_what_does_not_fit_at_once_is_done_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     case, heads = make([(200, 150), (120, 1), (90, 90), (64, 1)], SHAPES[1])
     want = exact(case, heads)
-    monkeypatch.setattr(cpu_attention, "UNFOLDED_BYTES", 150_000)
+    monkeypatch.setattr(cpu_attention, "UP_PROJECTED_BYTES", 150_000)
     monkeypatch.setattr(torch_attention, "GATHERED_BYTES", 150_000)
     monkeypatch.setattr(torch_attention, "GATHERED_BYTES", 150_000)
     torch.testing.assert_close(plain(case, heads).double(), want, rtol=2e-5, atol=2e-5)
-    for fewest in (1, NEVER):
-        monkeypatch.setattr(LatentHeads, "fewest_plain_tokens", fewest)
+    for minimum in (1, NEVER):
+        monkeypatch.setattr(LatentHeads, "min_plain_tokens", minimum)
         torch.testing.assert_close(by_torch(case, heads).double(), want, rtol=2e-5, atol=2e-5)
 
 
@@ -126,6 +126,6 @@ def test_the_plain_form_pays_from_the_operations_that_it_saves() -> None:
     deepseek = LatentHeads(weight_HXR=torch.empty(128, 256, 512), nope_dim=128, rope_dim=64)
     # 2 * 512 * 256 operations on each position, 2 * (512 + 64 + 512 - 192 - 128) less with each of
     # the new tokens, of which half see it.
-    assert deepseek.fewest_plain_tokens == 342
+    assert deepseek.min_plain_tokens == 342
     wide = LatentHeads(weight_HXR=torch.empty(4, 64, 8), nope_dim=32, rope_dim=8)
-    assert wide.fewest_plain_tokens == NEVER
+    assert wide.min_plain_tokens == NEVER

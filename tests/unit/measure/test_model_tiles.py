@@ -31,8 +31,8 @@ DEEPSEEK = {
 }
 
 
-def layer_of(config: dict[str, object], most_bytes: float = 1e9) -> ExpertLayer:
-    return ExpertLayer.of(ModelSpec.from_config(config), torch.bfloat16, HOST, most_bytes)
+def layer_of(config: dict[str, object], max_bytes: float = 1e9) -> ExpertLayer:
+    return ExpertLayer.of(ModelSpec.from_config(config), torch.bfloat16, HOST, max_bytes)
 
 
 def test_experts_are_stored_as_those_of_the_model() -> None:

@@ -1,4 +1,4 @@
-"""The overhead of a task is what a pass takes beyond its kernels, shared by its tasks."""
+"""The overhead of a task is what a step takes beyond its kernels, shared by its tasks."""
 
 import dataclasses
 import random
@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
-from raymoe.measure.host import LEAST_S, MODEL, PASSES, TOKENS, pass_jobs, pass_shape, task_overhead
-from raymoe.plan.cost import HostCost, PassShape
+from raymoe.measure.host import MIN_S, MODEL, STEPS, TOKENS, step_jobs, step_shape, task_overhead
+from raymoe.plan.cost import HostCost, StepShape
 from raymoe.plan.work import ModelWork
 from raymoe.schedule.builders import build_in_place
 from raymoe.schedule.timeline import simulate
@@ -15,7 +15,7 @@ from raymoe.specs.hardware import Curve, HardwareSpec
 from tests.unit.plan.test_cost import CURVES, NODE
 
 
-def predicted_s(node: HardwareSpec, shape: PassShape) -> float:
+def predicted_s(node: HardwareSpec, shape: StepShape) -> float:
     cost = HostCost(ModelWork.of(MODEL, 2), node, shape)
     return simulate(build_in_place(MODEL.num_layers), cost).makespan_s
 
@@ -24,18 +24,16 @@ def test_a_pass_is_predicted_to_take_what_it_took() -> None:
     taken = [random.uniform(1.0, 2.0) for _ in TOKENS]
     curves = dataclasses.replace(CURVES, task_overhead_s=task_overhead(NODE, taken))
     node = dataclasses.replace(NODE, host_curves=curves)
-    assert [predicted_s(node, pass_shape(*each)) for each in PASSES] == pytest.approx(taken)
+    assert [predicted_s(node, step_shape(*each)) for each in STEPS] == pytest.approx(taken)
 
 
 def test_kernels_that_ran_faster_than_their_rates_leave_nearly_nothing() -> None:
-    assert {overhead for _, overhead in task_overhead(NODE, [0.0] * len(TOKENS)).points} == {
-        LEAST_S
-    }
+    assert {overhead for _, overhead in task_overhead(NODE, [0.0] * len(TOKENS)).points} == {MIN_S}
 
 
 @torch.inference_mode()
 def test_passes_run_all_layers_with_all_tokens() -> None:
-    for tokens, job in zip(TOKENS, pass_jobs(), strict=True):
+    for tokens, job in zip(TOKENS, step_jobs(), strict=True):
         timeline = job.calls[0]()
         assert len(timeline.spans) == len(build_in_place(MODEL.num_layers).tasks)
         assert job.case == f"{tokens} tokens"
@@ -44,7 +42,7 @@ def test_passes_run_all_layers_with_all_tokens() -> None:
 def test_tasks_of_larger_passes_than_measured_take_as_much_more_for_each_token() -> None:
     curves = dataclasses.replace(CURVES, task_overhead_s=Curve(((1.0, 1e-4), (512.0, 8e-4))))
     node = dataclasses.replace(NODE, host_curves=curves)
-    shape = PassShape.prefill(32, 48)
+    shape = StepShape.prefill(32, 48)
     cost = HostCost(ModelWork.of(MODEL, 2), node, shape)
     task = build_in_place(MODEL.num_layers).tasks[0]
     assert cost.duration_s(task) - cost.kernel_s(task) == pytest.approx(3 * 8e-4)

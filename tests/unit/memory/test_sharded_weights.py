@@ -139,7 +139,7 @@ def divided_logits(directory: Path, prompts: list[list[int]], count: int) -> lis
 
     def run(rank: int) -> Tensor:
         driver = Driver(load_part(parts[rank], part, ranks.reduce_of(rank)), prompts, 1)
-        return driver.run_pass([(0, len(prompt)) for prompt in prompts])
+        return driver.run_step([(0, len(prompt)) for prompt in prompts])
 
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(run, range(count)))
@@ -147,7 +147,7 @@ def divided_logits(directory: Path, prompts: list[list[int]], count: int) -> lis
 
 def logits(directory: Path, prompts: list[list[int]]) -> Tensor:
     driver = Driver(load_decoder(directory), prompts, 1)
-    return driver.run_pass([(0, len(prompt)) for prompt in prompts])
+    return driver.run_step([(0, len(prompt)) for prompt in prompts])
 
 
 @pytest.mark.parametrize("name", FIRST)

@@ -46,7 +46,7 @@ def load(spec: ModelSpec, weights: dict[str, torch.Tensor], dtype: torch.dtype) 
 
 
 def run(decoder: Decoder, tokens: list[int]) -> torch.Tensor:
-    return Driver(decoder, [tokens], 1).run_pass([(0, len(tokens))])
+    return Driver(decoder, [tokens], 1).run_step([(0, len(tokens))])
 
 
 def make_spec(family_fields: dict, **differences) -> ModelSpec:

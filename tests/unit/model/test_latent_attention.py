@@ -66,8 +66,8 @@ def test_both_forms_give_the_same_logits(family: str, choose: Callable[[str], No
     for form in FORMS:
         choose(form)
         driver = Driver(decoder, rows, 0)
-        steps = [driver.run_pass([(0, len(row) - 9) for row in rows])]
-        steps += [driver.run_pass([(len(r) - n, len(r) - n + 1) for r in rows]) for n in (9, 8, 7)]
+        steps = [driver.run_step([(0, len(row) - 9) for row in rows])]
+        steps += [driver.run_step([(len(r) - n, len(r) - n + 1) for r in rows]) for n in (9, 8, 7)]
         logits[form] = torch.cat(steps)
     torch.testing.assert_close(logits["plain"], logits["absorbed"], rtol=1e-4, atol=1e-4)
 
@@ -81,14 +81,14 @@ def test_in_bfloat16_no_bit_depends_on_how_a_prompt_was_cut_or_on_its_company() 
     lengths = (9, 32, 33, 70)  # from 33 on attended to in plain form
     prompts = [next(p for p in case.reference.prompts if len(p) == n) for n in lengths]
     driver = Driver(decoder, prompts, 1)
-    whole = driver.run_pass([(0, len(prompt)) for prompt in prompts]).split(
+    whole = driver.run_step([(0, len(prompt)) for prompt in prompts]).split(
         [len(prompt) for prompt in prompts]
     )
     for row, prompt in enumerate(prompts):
         for chunk in (1, 7, 40):
             alone = Driver(decoder, [prompt], 1)
             ends = range(0, len(prompt), chunk)
-            parts = [alone.run_pass([(n, min(n + chunk, len(prompt)))]) for n in ends]
+            parts = [alone.run_step([(n, min(n + chunk, len(prompt)))]) for n in ends]
             assert torch.equal(torch.cat(parts), whole[row])
 
 

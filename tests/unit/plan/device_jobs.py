@@ -4,15 +4,16 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
-from raymoe.plan.device_pass import DeviceJob
-from raymoe.plan.device_search import DeviceSizes, Grid, Knobs
+from raymoe.plan.device_step import DeviceJob
+
+from raymoe.plan.device_search import DeviceSizes, SearchPoint, SearchSpace
 from raymoe.plan.work import ModelWork
 from raymoe.specs.hardware import HARDWARE_PRESETS, HardwareSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
 from raymoe.specs.workload import Workload
 
-POINTS = tuple(Grid().points())
+POINTS = tuple(SearchSpace().points())
 
 
 def device_job(model: ModelSpec | str, node: HardwareSpec, workload: Workload) -> DeviceJob:
@@ -22,7 +23,7 @@ def device_job(model: ModelSpec | str, node: HardwareSpec, workload: Workload) -
         work=ModelWork.of(spec, 2),
         hardware=node,
         workload=workload,
-        max_context_tokens=max(4096, 2 * workload.context_tokens),
+        max_model_len=max(4096, 2 * workload.context_tokens),
     )
 
 
@@ -42,5 +43,5 @@ def random_jobs(seed: int) -> Iterator[DeviceJob]:
         node = dice.choice(list(HARDWARE_PRESETS.values()))
         node = replace(node, host_memory_bytes=dice.choice((1, 2, 4)) * node.host_memory_bytes)
         job = device_job(dice.choice(list(MODEL_PRESETS)), node, random_workload(dice))
-        if DeviceSizes(job).passes(Knobs(0.125, 2, False, 1, 1.0, 2048)) is not None:
+        if DeviceSizes(job).steps(SearchPoint(0.125, 2, False, 1, 1.0, 2048)) is not None:
             yield job

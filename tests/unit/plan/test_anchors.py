@@ -31,16 +31,16 @@ def test_the_link_binds_cgopipe_and_idles_under_flexgen(anchors: Anchors) -> Non
 
 
 def test_flexgen_takes_what_its_schedule_allows(anchors: Anchors) -> None:
-    """A layer's weights and one wave's KV are exposed, then the longer of KV and computation.
+    """Weights of a layer and KV of one micro-batch are exposed, then the longer of KV and compute.
 
     As `generation_loop_overlap_multi_batch` of FlexGen does it: weights at the first batch, a wait
     of the whole device behind each.
     """
     timeline = anchors.flexgen_s4.timeline
-    link, num_layers, waves = 12.35e9, 32, 14
+    link, num_layers, micro_batches = 12.35e9, 32, 14
     weights_s, kv_s = 90.19e9 / num_layers / link, 36 * (418 + 64) * 4096 / link
-    busy_s = num_layers * (weights_s + waves * kv_s)
+    busy_s = num_layers * (weights_s + micro_batches * kv_s)
     assert timeline.busy_s(Resource.HTOD) == pytest.approx(busy_s, rel=0.01)
-    compute_s = timeline.busy_s(Resource.GPU) / (num_layers * waves)
-    layer_s = weights_s + kv_s + (waves - 1) * max(kv_s, compute_s)
+    compute_s = timeline.busy_s(Resource.GPU) / (num_layers * micro_batches)
+    layer_s = weights_s + kv_s + (micro_batches - 1) * max(kv_s, compute_s)
     assert timeline.makespan_s == pytest.approx(num_layers * layer_s, rel=0.02)

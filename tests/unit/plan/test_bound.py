@@ -63,9 +63,9 @@ def test_generated_tokens_per_second_at_the_limit(
 def test_all_experts_are_touched_by_many_tokens_and_top_k_by_one() -> None:
     work = ModelWork.of(ModelSpec.from_config(QWEN3), 2)
     layer = work.layers[0]
-    assert layer.touched_experts(1) == pytest.approx(8)
-    assert layer.touched_experts(10_000) == pytest.approx(64)
-    assert work.touched_weight_bytes(10_000) == pytest.approx(work.all_weight_bytes)
+    assert layer.activated_experts(1) == pytest.approx(8)
+    assert layer.activated_experts(10_000) == pytest.approx(64)
+    assert work.activated_weight_bytes(10_000) == pytest.approx(work.all_weight_bytes)
 
 
 def test_a_slow_memory_binds_the_decode_phase() -> None:

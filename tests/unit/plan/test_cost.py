@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from raymoe.plan.cost import TASK_OVERHEAD_S, HostCost, PassShape
+from raymoe.plan.cost import TASK_OVERHEAD_S, HostCost, StepShape
 from raymoe.plan.work import ModelWork
 from raymoe.schedule.builders import build_in_place
 from raymoe.schedule.graph import Op
@@ -42,11 +42,11 @@ NODE = HardwareSpec(
     name="node", num_cores=2, host_memory_bytes=1, host_bytes_per_s=3.5e10, host_flop_per_s=4.7e11,
     host_curves=CURVES,
 )  # fmt: skip
-DECODE, PREFILL = PassShape.decode(64, 512), PassShape.prefill(8, 512)
+DECODE, PREFILL = StepShape.decode(64, 512), StepShape.prefill(8, 512)
 
 
 def seconds(
-    shape: PassShape, node: HardwareSpec = NODE, *, bytes_per_element: int = 2
+    shape: StepShape, node: HardwareSpec = NODE, *, bytes_per_element: int = 2
 ) -> dict[str, float]:
     """Seconds of each operation, without what the interpreter takes."""
     cost = HostCost(ModelWork.of(MODEL, bytes_per_element), node, shape)
@@ -91,13 +91,13 @@ def test_a_decode_pass_by_hand() -> None:
 def test_a_prefill_pass_attends_at_the_rate_of_its_prompts() -> None:
     pairs = 8 * 512 * 513 / 2
     assert seconds(PREFILL)[Op.ATTN] == pytest.approx(4 * HEADS * DIM * pairs / 2.5e11, rel=2e-3)
-    short = PassShape.prefill(128, 32)
+    short = StepShape.prefill(128, 32)
     rate = 4 * HEADS * DIM * (128 * 32 * 33 / 2) / seconds(short)[Op.ATTN]
     assert rate == pytest.approx(5e10, rel=0.03)
 
 
 def test_a_mixed_pass_attends_for_both() -> None:
-    mixed = PassShape(
+    mixed = StepShape(
         tokens=DECODE.tokens + PREFILL.tokens,
         attention_pairs=DECODE.attention_pairs + PREFILL.attention_pairs,
         context_tokens=DECODE.context_tokens + PREFILL.context_tokens,
@@ -123,7 +123,7 @@ def test_a_mixed_pass_attends_for_both() -> None:
         ("activation_bytes_per_s", DECODE, {Op.EMBED, Op.PRE, Op.POST, Op.EXPERTS, Op.HEAD}),
     ],
 )
-def test_a_curve_is_felt_by_its_own_kernels(curve: str, shape: PassShape, ops: set[Op]) -> None:
+def test_a_curve_is_felt_by_its_own_kernels(curve: str, shape: StepShape, ops: set[Op]) -> None:
     before, after = seconds(shape), seconds(shape, faster(curve))
     assert {op for op in before if after[op] != pytest.approx(before[op])} == ops
     assert all(after[op] < before[op] for op in ops)
@@ -131,7 +131,7 @@ def test_a_curve_is_felt_by_its_own_kernels(curve: str, shape: PassShape, ops: s
 
 def test_few_tokens_touch_few_experts() -> None:
     experts_flop = 2 * TOP_K * 3 * HIDDEN * EXPERT_HIDDEN
-    taken = seconds(PassShape.decode(1, 512), with_curves(activation_bytes_per_s=1e30))
+    taken = seconds(StepShape.decode(1, 512), with_curves(activation_bytes_per_s=1e30))
     assert taken[Op.EXPERTS] == pytest.approx(experts_flop / 5e10)
 
 
@@ -150,7 +150,7 @@ def test_without_curves_a_task_is_the_longer_of_its_roofs() -> None:
     plain = dataclasses.replace(NODE, host_curves=None)
     for slow in ({"host_flop_per_s": 1e9}, {"host_bytes_per_s": 1e8}):
         node = dataclasses.replace(plain, **slow)
-        taken = seconds(PassShape.decode(16, 512), node)
+        taken = seconds(StepShape.decode(16, 512), node)
         kv = 16 * 512 * max(4 * HEADS * DIM / node.host_flop_per_s, 1024 / node.host_bytes_per_s)
         assert taken[Op.ATTN] == pytest.approx(kv)
         head = HIDDEN * VOCABULARY

@@ -26,7 +26,7 @@ KV_BYTES = 131_072
 def test_the_seconds_of_each_part_by_hand() -> None:
     workload = Workload(num_rows=400, prompt_tokens=77, generated_tokens=64)
     bound = device_bound(WORK, L4, workload)
-    assert bound.num_passes == 64
+    assert bound.num_steps == 64
     streamed = WEIGHT_BYTES - L4.gpu_memory_bytes
     assert bound.link_s == pytest.approx(64 * streamed / L4.htod_bytes_per_s)
     contexts = 400 * sum(range(78, 78 + 63))
@@ -46,7 +46,7 @@ def test_more_rows_than_memory_holds_take_more_passes() -> None:
     memory = L4.host_memory_bytes + L4.gpu_memory_bytes - WEIGHT_BYTES
     held = 50_000 * KV_BYTES * sum(range(77, 77 + 64))
     bound = device_bound(WORK, L4, workload)
-    assert bound.num_passes == pytest.approx(held / memory)
+    assert bound.num_steps == pytest.approx(held / memory)
     assert bound.limit is Limit.GPU
 
 
@@ -59,7 +59,7 @@ def test_layers_with_a_window_read_no_more_than_it() -> None:
     layer_bytes = 2 * 8 * 64 * 2
     contexts = 127 + 128 + 129 + 130
     windows = 127 + 128 + 128 + 128
-    weights = whole.gpu_memory_s * L4.gpu_bytes_per_s - whole.num_passes
+    weights = whole.gpu_memory_s * L4.gpu_bytes_per_s - whole.num_steps
     kv_read = whole.host_memory_s * L4.host_bytes_per_s - weights
     assert kv_read == pytest.approx(12 * layer_bytes * (contexts + windows), abs=4096)
 

@@ -8,10 +8,10 @@ import pytest
 from raymoe.errors import ConfigError
 from raymoe.plan.device_cost import OVERHEAD_S, DeviceCost
 from raymoe.plan.pages import layer_pages
-from raymoe.plan.work import Matrices, ModelWork, WaveShape
+from raymoe.plan.work import Matrices, MicroBatchShape, ModelWork
 from raymoe.schedule.builders import STREAMING_BUILDERS, build_resident
 from raymoe.schedule.graph import RESOURCES_OF, Op, Resource, Task
-from raymoe.schedule.program import PassForm
+from raymoe.schedule.program import StepForm
 from raymoe.schedule.timeline import simulate
 from raymoe.specs.hardware import Curve, DeviceCurves, HardwareSpec, HostCurves, hardware_preset
 from raymoe.specs.presets_models import model_preset
@@ -35,10 +35,17 @@ HIDDEN, KV_ROW = 4096 * 2, 2 * 8 * 128 * 2  # bytes of a hidden state, and of KV
 
 
 def cost_of(
-    *waves: WaveShape, node: HardwareSpec = NODE, pages: tuple[int, ...] = (), group: int = 1
+    *micro_batches: MicroBatchShape,
+    node: HardwareSpec = NODE,
+    pages: tuple[int, ...] = (),
+    group: int = 1,
 ) -> DeviceCost:
     return DeviceCost(
-        WORK, node, waves=waves, page_bytes=(pages,) * 32 if pages else (), waves_per_group=group
+        WORK,
+        node,
+        micro_batches=micro_batches,
+        page_bytes=(pages,) * 32 if pages else (),
+        micro_batches_per_group=group,
     )
 
 
@@ -71,15 +78,15 @@ EXPERTS_S = {32: 0.0122, 64: 0.0123, 128: 0.0125, 256: 0.0130}
 
 @pytest.mark.parametrize(("shape", "seconds"), KV_S.items(), ids=str)
 def test_kv_transfer_takes_its_published_time(shape: tuple[int, int], seconds: float) -> None:
-    wave = WaveShape.decode(*shape, cpu_attention_fraction=0.0)
-    assert work_s(cost_of(wave, node=hardware_preset("l4")), Op.KV) == pytest.approx(
+    micro_batch = MicroBatchShape.decode(*shape, cpu_attention_fraction=0.0)
+    assert work_s(cost_of(micro_batch, node=hardware_preset("l4")), Op.KV) == pytest.approx(
         seconds, rel=0.05
     )
 
 
 @pytest.mark.parametrize(("rows", "seconds"), EXPERTS_S.items())
 def test_experts_take_their_published_time(rows: int, seconds: float) -> None:
-    cost = cost_of(WaveShape.decode(rows, 1), node=hardware_preset("l4"))
+    cost = cost_of(MicroBatchShape.decode(rows, 1), node=hardware_preset("l4"))
     assert work_s(cost, Op.EXPERTS) == pytest.approx(seconds, rel=0.05)
 
 
@@ -87,7 +94,7 @@ def test_streaming_mixtral_over_the_link_of_an_a40_takes_its_published_time() ->
     """MoE-Lens, section 8.1: 94 GB at 19.5 GB/s; embedding and head, 0.5 GB, do not stream."""
     cut = layer_pages(MIXTRAL, 2)
     cost = DeviceCost(
-        WORK, hardware_preset("a40"), (WaveShape.decode(1, 1),), page_bytes=cut.page_bytes
+        WORK, hardware_preset("a40"), (MicroBatchShape.decode(1, 1),), page_bytes=cut.page_bytes
     )
     pages = [
         Task(op=Op.W, layer=i, part=p, resource=Resource.HTOD)
@@ -100,7 +107,7 @@ def test_streaming_mixtral_over_the_link_of_an_a40_takes_its_published_time() ->
 def test_an_a40_needs_the_published_tokens_to_hide_the_link() -> None:
     """MoE-Lens, section 6.3, figure 7: about 18,500 tokens of prompts of 98 tokens."""
     prompts = 18_500 // 98
-    cost = cost_of(WaveShape.prefill(prompts, 98), node=hardware_preset("a40"))
+    cost = cost_of(MicroBatchShape.prefill(prompts, 98), node=hardware_preset("a40"))
     busy_s = 32 * sum(work_s(cost, op) for op in (Op.PRE, Op.GATTN, Op.POST, Op.EXPERTS))
     assert busy_s == pytest.approx(94e9 / 19.5e9, rel=0.1)
 
@@ -122,12 +129,12 @@ def test_an_a40_needs_the_published_tokens_to_hide_the_link() -> None:
 )
 def test_a_decode_wave_split_between_cpu_and_device(op: Op, seconds: float) -> None:
     """Ten rows of 500 tokens, six of them on the CPU; every product is bound by its weights."""
-    cost = cost_of(WaveShape.decode(10, 500, cpu_attention_fraction=0.6))
+    cost = cost_of(MicroBatchShape.decode(10, 500, cpu_attention_fraction=0.6))
     assert work_s(cost, op) == pytest.approx(seconds, rel=1e-6)
 
 
 def test_prompt_tokens_send_keys_and_values_down_and_nothing_up() -> None:
-    cost = cost_of(WaveShape.prefill(2, 100))
+    cost = cost_of(MicroBatchShape.prefill(2, 100))
     assert work_s(cost, Op.QKV) == pytest.approx(200 * KV_ROW / 5e9)
     assert work_s(cost, Op.APPEND) == pytest.approx(2 * 200 * KV_ROW / 100e9)
     assert work_s(cost, Op.ATTN) == pytest.approx(0, abs=1e-12)
@@ -137,14 +144,14 @@ def test_prompt_tokens_send_keys_and_values_down_and_nothing_up() -> None:
 
 def test_attention_of_long_prompts_grows_with_their_square() -> None:
     few, many = (
-        work_s(cost_of(WaveShape.prefill(rows, 8000 // rows)), Op.GATTN) for rows in (8, 1)
+        work_s(cost_of(MicroBatchShape.prefill(rows, 8000 // rows)), Op.GATTN) for rows in (8, 1)
     )
     pairs = (8000 * 8001 - 8 * 1000 * 1001) / 2
     assert many - few == pytest.approx(pairs * 4 * 4096 / (0.7 * 50e12), rel=1e-6)
 
 
 def test_pages_take_the_link_and_staging_the_host() -> None:
-    cost = cost_of(WaveShape.prefill(1, 1), pages=(64_000_000, 1_000_000))
+    cost = cost_of(MicroBatchShape.prefill(1, 1), pages=(64_000_000, 1_000_000))
     assert work_s(cost, Op.W, part=0) == pytest.approx(6.4e-3)
     assert work_s(cost, Op.W, part=1) == pytest.approx(1e-4)
     assert work_s(cost, Op.STAGE, part=0) == pytest.approx(3.2e-3)
@@ -152,22 +159,25 @@ def test_pages_take_the_link_and_staging_the_host() -> None:
 
 def test_the_link_leaves_the_cpu_the_rest_of_the_bandwidth() -> None:
     """MoE-Lens, equation 5; a staged page is read and written once more on its way."""
-    wave = WaveShape.decode(10, 500)
-    streaming = cost_of(wave, pages=(1,))
+    micro_batch = MicroBatchShape.decode(10, 500)
+    streaming = cost_of(micro_batch, pages=(1,))
     staged = dataclasses.replace(streaming, is_staged=True)
     slow = dataclasses.replace(staged, hardware=dataclasses.replace(NODE, htod_bytes_per_s=40e9))
-    alone_s = work_s(cost_of(wave), Op.ATTN)
+    alone_s = work_s(cost_of(micro_batch), Op.ATTN)
     assert work_s(streaming, Op.ATTN) == pytest.approx(alone_s / 0.9)
     assert work_s(staged, Op.ATTN) == pytest.approx(alone_s / 0.7)
     assert work_s(slow, Op.ATTN) == pytest.approx(alone_s / 0.5)
 
 
 def test_weights_take_six_seconds_instead_of_five_beside_a_large_cache() -> None:
-    """MoE-Lens, section 13: Mixtral on an A40 host whose CPU reads 210 GB of KV in a pass."""
+    """MoE-Lens, section 13: Mixtral on an A40 host whose CPU reads 210 GB of KV in a step."""
     cut, rows = layer_pages(MIXTRAL, 2), 210e9 / (32 * KV_ROW * 400)
     free, busy = (
-        DeviceCost(WORK, hardware_preset("a40"), (wave,), page_bytes=cut.page_bytes).pages_s
-        for wave in (WaveShape.decode(rows, 400, 0.0), WaveShape.decode(rows, 400))
+        DeviceCost(WORK, hardware_preset("a40"), (micro_batch,), page_bytes=cut.page_bytes).pages_s
+        for micro_batch in (
+            MicroBatchShape.decode(rows, 400, 0.0),
+            MicroBatchShape.decode(rows, 400),
+        )
     )
     assert free == pytest.approx(5.0, rel=0.05)
     assert busy == pytest.approx(6.0, rel=0.05)
@@ -176,7 +186,8 @@ def test_weights_take_six_seconds_instead_of_five_beside_a_large_cache() -> None
 def test_the_link_slows_down_to_its_measured_rate_at_most() -> None:
     node = dataclasses.replace(NODE, device_curves=device_curves(busy_htod=8e9))
     few, many = (
-        cost_of(WaveShape.decode(rows, 1000), node=node, pages=(10_000_000,)) for rows in (1, 10**6)
+        cost_of(MicroBatchShape.decode(rows, 1000), node=node, pages=(10_000_000,))
+        for rows in (1, 10**6)
     )
     assert work_s(many, Op.W) == pytest.approx(10e6 / 8e9)
     reading_s = 1000 * KV_ROW / (0.85 * 90e9)
@@ -188,7 +199,7 @@ def test_a_measured_gpu_multiplies_at_its_measured_rate() -> None:
     rates = Curve(((8, 1e12), (64, 8e12)))
     curves = device_curves(product=rates, expert=rates.scaled(0.5))
     node = dataclasses.replace(NODE, device_curves=curves)
-    cost = cost_of(WaveShape.decode(32, 1), node=node)
+    cost = cost_of(MicroBatchShape.decode(32, 1), node=node)
     assert work_s(cost, Op.PRE) == pytest.approx(2 * 32 * 4096 * (4096 + 2 * 1024) / 4e12)
     parameters = 3 * 4096 * 14336
     assert work_s(cost, Op.EXPERTS) == pytest.approx(2 * 64 * parameters / 0.5e12, rel=1e-3)
@@ -196,8 +207,10 @@ def test_a_measured_gpu_multiplies_at_its_measured_rate() -> None:
         WORK.layers[1], expert=Matrices(parameters=parameters, num_bytes=parameters // 2)
     )
     work = dataclasses.replace(WORK, layers=(quantised,) * 32)
-    by_formula = DeviceCost(work, NODE, cost.waves)
-    assert work_s(DeviceCost(work, node, cost.waves), Op.EXPERTS) == work_s(by_formula, Op.EXPERTS)
+    by_formula = DeviceCost(work, NODE, cost.micro_batches)
+    assert work_s(DeviceCost(work, node, cost.micro_batches), Op.EXPERTS) == work_s(
+        by_formula, Op.EXPERTS
+    )
 
 
 def device_curves(
@@ -218,7 +231,7 @@ def device_curves(
 
 def test_attention_is_bound_by_operations_where_the_cpu_is_slow() -> None:
     weak = dataclasses.replace(NODE, host_flop_per_s=1e9)
-    cost = cost_of(WaveShape.decode(10, 500), node=weak)
+    cost = cost_of(MicroBatchShape.decode(10, 500), node=weak)
     assert work_s(cost, Op.ATTN) == pytest.approx(4 * 4096 * 5000 / 1e9)
 
 
@@ -234,7 +247,7 @@ def test_a_product_is_never_faster_than_its_roofs_and_nears_the_higher_one(op: O
     active, read = parameters[op]
     last = 0.0
     for rows in (64, 512, 4096, 32768):
-        seconds = work_s(cost_of(WaveShape.decode(rows, 1)), op)
+        seconds = work_s(cost_of(MicroBatchShape.decode(rows, 1)), op)
         roof = max(2 * rows * active / 50e12, 2 * read / 200e9)
         assert roof * (1 - 1e-6) <= seconds <= 1.7 * roof
         assert seconds >= last
@@ -243,13 +256,13 @@ def test_a_product_is_never_faster_than_its_roofs_and_nears_the_higher_one(op: O
 
 
 def test_few_tokens_read_few_experts() -> None:
-    one = work_s(cost_of(WaveShape.decode(1, 1)), Op.EXPERTS)
+    one = work_s(cost_of(MicroBatchShape.decode(1, 1)), Op.EXPERTS)
     assert one == pytest.approx(2 * 3 * 4096 * 14336 * 2 / 200e9, rel=1e-3)
 
 
 def test_an_expert_group_reads_its_experts_once() -> None:
-    waves = (WaveShape.decode(50, 1),) * 5
-    apart, together = cost_of(*waves), cost_of(*waves, group=2)
+    micro_batches = (MicroBatchShape.decode(50, 1),) * 5
+    apart, together = cost_of(*micro_batches), cost_of(*micro_batches, group=2)
     assert together.group_tokens(0) == 100
     assert together.group_tokens(2) == 50  # the last group is short
     each = work_s(apart, Op.EXPERTS)
@@ -261,36 +274,38 @@ def test_a_shared_expert_is_read_by_every_launch() -> None:
     work = ModelWork.of(model_preset("qwen3-30b-a3b"), 2)
     common = Matrices(parameters=10**8, num_bytes=2 * 10**8)
     shared = tuple(dataclasses.replace(layer, common=common) for layer in work.layers)
-    wave = WaveShape.decode(1, 1)
-    plain = DeviceCost(work, NODE, (wave,))
-    with_shared = DeviceCost(dataclasses.replace(work, layers=shared), NODE, (wave,))
+    micro_batch = MicroBatchShape.decode(1, 1)
+    plain = DeviceCost(work, NODE, (micro_batch,))
+    with_shared = DeviceCost(dataclasses.replace(work, layers=shared), NODE, (micro_batch,))
     more_s = work_s(with_shared, Op.EXPERTS) - work_s(plain, Op.EXPERTS)
     assert more_s == pytest.approx(2 * 10**8 / 200e9)
 
 
 def test_logits_of_all_waves_are_one_product() -> None:
-    one = work_s(cost_of(WaveShape.decode(2000, 1)), Op.HEAD)
-    assert work_s(cost_of(*(WaveShape.decode(500, 1),) * 4), Op.HEAD) == pytest.approx(one)
+    one = work_s(cost_of(MicroBatchShape.decode(2000, 1)), Op.HEAD)
+    assert work_s(cost_of(*(MicroBatchShape.decode(500, 1),) * 4), Op.HEAD) == pytest.approx(one)
 
 
 def test_a_device_wide_wait_takes_no_time() -> None:
     task = Task(op=Op.SYNC, layer=0, part=0, resource=Resource.GPU)
-    assert cost_of(WaveShape.decode(1, 1)).duration_s(task) == 0
+    assert cost_of(MicroBatchShape.decode(1, 1)).duration_s(task) == 0
 
 
 @pytest.mark.parametrize("name", STREAMING_BUILDERS)
 def test_every_task_of_every_schedule_has_a_duration(name: str) -> None:
     on_device = name == "flexgen_s4"
     cut = layer_pages(MIXTRAL, 2, resident_bytes=3_000_000_000)
-    form = PassForm(
+    form = StepForm(
         layers=cut.layers,
-        num_waves=2,
+        num_micro_batches=2,
         has_cpu_attention=not on_device,
         has_device_attention=on_device,
         staging_slots=3,
     )
-    waves = (WaveShape.decode(8, 100, cpu_attention_fraction=float(not on_device)),) * 2
-    cost = DeviceCost(WORK, NODE, waves, page_bytes=cut.page_bytes, is_staged=True)
+    micro_batches = (
+        MicroBatchShape.decode(8, 100, cpu_attention_fraction=float(not on_device)),
+    ) * 2
+    cost = DeviceCost(WORK, NODE, micro_batches, page_bytes=cut.page_bytes, is_staged=True)
     timeline = simulate(STREAMING_BUILDERS[name](form), cost)
     assert all(0 <= span.duration_s < 1 for span in timeline.spans)
     assert math.isfinite(timeline.makespan_s)
@@ -298,7 +313,7 @@ def test_every_task_of_every_schedule_has_a_duration(name: str) -> None:
 
 
 def test_a_resident_model_attends_at_the_speed_of_device_memory() -> None:
-    cost = cost_of(WaveShape.decode(10, 500))
+    cost = cost_of(MicroBatchShape.decode(10, 500))
     on_gpu = work_s(cost, Op.ATTN, resource=Resource.GPU)
     assert on_gpu == pytest.approx((10 * 500 + 2 * 10) * KV_ROW / 200e9)
     timeline = simulate(build_resident(32), cost)
@@ -306,13 +321,14 @@ def test_a_resident_model_attends_at_the_speed_of_device_memory() -> None:
 
 
 def test_a_resident_model_attends_for_both_shares() -> None:
-    split = WaveShape.decode(10, 500, cpu_attention_fraction=0.3)
-    whole = WaveShape.decode(10, 500)
+    split = MicroBatchShape.decode(10, 500, cpu_attention_fraction=0.3)
+    whole = MicroBatchShape.decode(10, 500)
     split_s, whole_s = (
-        work_s(cost_of(wave), Op.ATTN, resource=Resource.GPU) for wave in (split, whole)
+        work_s(cost_of(micro_batch), Op.ATTN, resource=Resource.GPU)
+        for micro_batch in (split, whole)
     )
     assert split_s == pytest.approx(whole_s)
-    prompts = cost_of(WaveShape.prefill(1, 8000))
+    prompts = cost_of(MicroBatchShape.prefill(1, 8000))
     flop = 4 * 4096 * 8000 * 8001 / 2
     assert work_s(prompts, Op.ATTN, resource=Resource.GPU) == pytest.approx(flop / (0.7 * 50e12))
 
@@ -320,7 +336,7 @@ def test_a_resident_model_attends_for_both_shares() -> None:
 def test_layers_with_a_window_read_no_more_than_it() -> None:
     work = ModelWork.of(model_preset("gpt-oss-20b"), 2)
     assert [layer.window for layer in work.layers[:3]] == [128, None, 128]
-    cost = DeviceCost(work, NODE, (WaveShape.decode(10, 1000, cpu_attention_fraction=0.5),))
+    cost = DeviceCost(work, NODE, (MicroBatchShape.decode(10, 1000, cpu_attention_fraction=0.5),))
     row = work.layers[0].kv_token_bytes
 
     def seconds(op: Op, layer: int) -> float:
@@ -336,15 +352,15 @@ def test_layers_with_a_window_read_no_more_than_it() -> None:
 def test_a_measured_host_attends_at_its_measured_rate() -> None:
     """Rates at the context, the share that the link leaves, and operations where these bind."""
     node = dataclasses.replace(NODE, host_curves=attention_curves(((100, 20e9), (1000, 50e9))))
-    wave = WaveShape.decode(10, 1000)
+    micro_batch = MicroBatchShape.decode(10, 1000)
     read = 10 * 1000 * KV_ROW
-    assert work_s(cost_of(wave, node=node), Op.ATTN) == pytest.approx(read / 50e9)
-    streaming = cost_of(wave, node=node, pages=(1,))
+    assert work_s(cost_of(micro_batch, node=node), Op.ATTN) == pytest.approx(read / 50e9)
+    streaming = cost_of(micro_batch, node=node, pages=(1,))
     assert work_s(streaming, Op.ATTN) == pytest.approx(read / (0.9 * 50e9))
-    short = cost_of(WaveShape.decode(10, 100), node=node)
+    short = cost_of(MicroBatchShape.decode(10, 100), node=node)
     assert work_s(short, Op.ATTN) == pytest.approx(read / 10 / 20e9)
     crowded = attention_curves(((1, 1e15),), flop_per_s=1e12)
-    bound = cost_of(wave, node=dataclasses.replace(NODE, host_curves=crowded))
+    bound = cost_of(micro_batch, node=dataclasses.replace(NODE, host_curves=crowded))
     assert work_s(bound, Op.ATTN) == pytest.approx(4 * 4096 * 10 * 1000 / 1e12)
 
 
@@ -368,11 +384,11 @@ def test_a_node_without_a_gpu_is_refused() -> None:
         name="no gpu", num_cores=1, host_memory_bytes=1, host_bytes_per_s=1.0, host_flop_per_s=1.0
     )
     with pytest.raises(ConfigError, match="no gpu has no GPU"):
-        cost_of(WaveShape.decode(1, 1), node=host)
+        cost_of(MicroBatchShape.decode(1, 1), node=host)
 
 
 def test_a_pass_without_waves_or_groups_is_refused() -> None:
-    with pytest.raises(ConfigError, match="0 waves in groups of 1"):
+    with pytest.raises(ConfigError, match="0 micro-batches in groups of 1"):
         cost_of()
-    with pytest.raises(ConfigError, match="1 waves in groups of 0"):
-        cost_of(WaveShape.decode(1, 1), group=0)
+    with pytest.raises(ConfigError, match="1 micro-batches in groups of 0"):
+        cost_of(MicroBatchShape.decode(1, 1), group=0)

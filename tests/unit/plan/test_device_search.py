@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from raymoe.errors import ConfigError, InfeasiblePlanError
-from raymoe.plan.device_pass import DeviceJob, DevicePass
-from raymoe.plan.device_search import Candidate, DeviceSearch, DeviceSizes, Grid
+from raymoe.plan.device_search import Candidate, DeviceSearch, DeviceSizes, SearchSpace
+from raymoe.plan.device_step import DeviceJob, DeviceStep
 from raymoe.plan.papers.policies import PaperPolicies
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import DevicePolicy
@@ -19,40 +19,42 @@ from raymoe.specs.workload import Workload
 from raymoe.units import GB, GIB
 from tests.unit.plan.device_jobs import random_jobs
 
-SMALL = Grid(
+SMALL = SearchSpace(
     batch_share=(1.0, 0.5),
-    num_waves=(1, 2, 4),
+    num_micro_batches=(1, 2, 4),
     look_ahead=(1, 15),
     cpu_attention_fraction=(1.0, 0.6, 0.0),
-    pass_tokens=(2048, 8192),
+    max_num_batched_tokens=(2048, 8192),
 )
 GOOD = 0.98  # of the best throughput on the grid
 MIXTRAL = model_preset("mixtral-8x7b")
 
 
-def fastest(search: DeviceSearch, grid: Grid, limit_s: float) -> float:
+def fastest(search: DeviceSearch, grid: SearchSpace, limit_s: float) -> float:
     """Seconds of the best point of the grid, where some point takes less than the limit.
 
     Points are left out that cannot take less; the bound is exact but for the sampling of layers.
-    So are those whose passes, all alike, take longer by a tenth: over 1,000 random points of 17 of
-    these jobs that is 1.06 of the exact bound at most.
+    So are those whose steps, all the same, take longer by a tenth: over 1,000 random points of 17
+    of these jobs that is 1.06 of the exact bound at most.
     """
     points = set(map(search.sizes.fixed, grid.points()))
     for candidate in filter(None, map(search.candidate, sorted(points))):
-        is_open = candidate.even_s < 1.1 * limit_s and candidate.least_s < 1.01 * limit_s
+        is_open = candidate.even_s < 1.1 * limit_s and candidate.min_s < 1.01 * limit_s
         if is_open and candidate.seconds < limit_s:
-            in_full = search.in_full(candidate.knobs)
+            in_full = search.in_full(candidate.search_point)
             assert in_full is not None
             limit_s = min(candidate.seconds, in_full.seconds)
     return limit_s
 
 
-def check_quality(job: DeviceJob, grid: Grid) -> Candidate:
+def check_quality(job: DeviceJob, grid: SearchSpace) -> Candidate:
     search = DeviceSearch(DeviceSizes(job))
     chosen = search.best(grid)
     assert chosen is not None
     best_s = fastest(search, grid, chosen.seconds)
-    assert chosen.seconds <= best_s / GOOD, f"{chosen.knobs} takes {chosen.seconds / best_s:.4f}"
+    assert chosen.seconds <= best_s / GOOD, (
+        f"{chosen.search_point} takes {chosen.seconds / best_s:.4f}"
+    )
     return chosen
 
 
@@ -78,7 +80,7 @@ def paper_plans(job: DeviceJob) -> Iterator[Plan]:
                 job.workload,
                 schedule=schedule,
                 policy=choose(),
-                max_context_tokens=job.max_context_tokens,
+                max_model_len=job.max_model_len,
             )
         except (ConfigError, InfeasiblePlanError):
             continue
@@ -95,33 +97,33 @@ def check_papers(job: DeviceJob, chosen_s: float) -> int:
 @pytest.mark.parametrize("number", range(50))
 def test_on_random_jobs_the_walk_is_good_and_no_paper_is_faster(number: int) -> None:
     job = next(itertools.islice(random_jobs(2026), number, None))
-    chosen = check_quality(job, Grid())
+    chosen = check_quality(job, SearchSpace())
     check_papers(job, chosen.seconds)
 
 
 def test_no_paper_is_faster_on_its_own_ground() -> None:
     """Mixtral on the L4 host of MoE-Lightning, MTBench."""
     workload = Workload(num_rows=5000, prompt_tokens=77, generated_tokens=128)
-    chosen = find_plan(MIXTRAL, hardware_preset("l4"), workload, max_context_tokens=4096)
+    chosen = find_plan(MIXTRAL, hardware_preset("l4"), workload, max_model_len=4096)
     job = DeviceJob(
         model=MIXTRAL,
-        work=passes_of(chosen).work,
+        work=steps_of(chosen).work,
         hardware=hardware_preset("l4"),
         workload=workload,
-        max_context_tokens=4096,
+        max_model_len=4096,
     )
     assert check_papers(job, chosen.job.seconds) >= 5
 
 
-def passes_of(plan: Plan) -> DevicePass:
-    assert isinstance(plan.passes, DevicePass)
-    return plan.passes
+def steps_of(plan: Plan) -> DeviceStep:
+    assert isinstance(plan.steps, DeviceStep)
+    return plan.steps
 
 
 def policy_on(node: HardwareSpec) -> DevicePolicy:
     """For Mixtral with 512 + 256 tokens, the job of MoE-Gen's table 10."""
     workload = Workload(num_rows=20_000, prompt_tokens=512, generated_tokens=256)
-    plan = find_plan(MIXTRAL, node, workload, schedule="waves", max_context_tokens=4096)
+    plan = find_plan(MIXTRAL, node, workload, schedule="micro_batches", max_model_len=4096)
     assert plan.policy.device is not None
     return plan.policy.device
 

@@ -4,10 +4,10 @@ import random
 from dataclasses import replace
 
 import pytest
+from raymoe.plan.device_step import device_footprint, host_footprint, kv_block_bytes
 
 from raymoe.errors import InfeasiblePlanError
-from raymoe.plan.device_pass import device_footprint, host_footprint, kv_block_bytes
-from raymoe.plan.device_search import DeviceSizes, Knobs
+from raymoe.plan.device_search import DeviceSizes, SearchPoint
 from raymoe.plan.pages import layer_sizes
 from raymoe.specs.hardware import hardware_preset
 from raymoe.specs.workload import Workload
@@ -21,53 +21,59 @@ ENDLESS = Workload(num_rows=10**7, prompt_tokens=200, generated_tokens=100)
 def test_memory_holds_the_sizes_of_every_point(seed: int) -> None:
     dice, job = random.Random(seed), next(random_jobs(seed))
     sizes = DeviceSizes(job)
-    for knobs in dice.sample(POINTS, 10):
-        passes = sizes.passes(sizes.fixed(knobs), size_bits=dice.choice((None, 4, 7)))
-        if passes is None:
+    for search_point in dice.sample(POINTS, 10):
+        steps = sizes.steps(sizes.fixed(search_point), size_bits=dice.choice((None, 4, 7)))
+        if steps is None:
             continue
-        on_host = host_footprint(job.model, job.work, passes).total
-        on_device = device_footprint(job.model, job.work, passes).total
+        on_host = host_footprint(job.model, job.work, steps).total
+        on_device = device_footprint(job.model, job.work, steps).total
         assert on_host <= job.hardware.host_memory_bytes
         assert on_device <= job.hardware.gpu_memory_bytes
-        assert passes.policy.num_kv_blocks >= job.least_blocks
-        assert 1 <= passes.policy.batch_size <= min(job.workload.num_rows, knobs.pass_tokens)
+        assert steps.policy.num_kv_blocks >= job.min_blocks
+        assert (
+            1
+            <= steps.policy.batch_size
+            <= min(job.workload.num_rows, search_point.max_num_batched_tokens)
+        )
 
 
 @pytest.mark.parametrize("bits", [3, 7])
 def test_rounded_sizes_have_few_leading_bits_and_waste_little(bits: int) -> None:
     job = device_job("mixtral-8x7b", hardware_preset("a5000"), ENDLESS)
-    knobs = Knobs(0.75, 6, False, 2, 0.9, 32768)
-    full, rounded = (DeviceSizes(job).passes(knobs, size_bits=count) for count in (None, bits))
+    search_point = SearchPoint(0.75, 6, False, 2, 0.9, 32768)
+    full, rounded = (
+        DeviceSizes(job).steps(search_point, size_bits=count) for count in (None, bits)
+    )
     assert full is not None
     assert rounded is not None
-    batch, least = rounded.policy.batch_size, 1 - 2.0 ** (1 - bits)
+    batch, minimum = rounded.policy.batch_size, 1 - 2.0 ** (1 - bits)
     assert batch % (1 << max(0, batch.bit_length() - bits)) == 0
-    assert least**2 * full.policy.batch_size <= batch <= full.policy.batch_size
+    assert minimum**2 * full.policy.batch_size <= batch <= full.policy.batch_size
 
 
 def test_rounding_takes_no_batch_more() -> None:
     workload = Workload(num_rows=2 * 283, prompt_tokens=20, generated_tokens=10)
     job = device_job("mixtral-8x7b", hardware_preset("a5000"), workload)
     share = 283 / DeviceSizes(job).job.batch_size(10**6, 1.0)
-    passes = DeviceSizes(job).passes(Knobs(share, 4, False, 2, 1.0, 8192), size_bits=7)
-    assert passes is not None
-    assert passes.policy.batch_size == 283
+    steps = DeviceSizes(job).steps(SearchPoint(share, 4, False, 2, 1.0, 8192), size_bits=7)
+    assert steps is not None
+    assert steps.policy.batch_size == 283
 
 
 @pytest.mark.parametrize("name", ["l4", "a5000", "h200"])
 def test_an_endless_job_fills_both_memories(name: str) -> None:
     """There is no room for another expert of each layer, nor for another percent of KV."""
     job = device_job("mixtral-8x7b", hardware_preset(name), ENDLESS)
-    passes = DeviceSizes(job).passes(Knobs(1.0, 4, False, 2, 1.0, 32768))
-    assert passes is not None
-    on_device = device_footprint(job.model, job.work, passes)
+    steps = DeviceSizes(job).steps(SearchPoint(1.0, 4, False, 2, 1.0, 32768))
+    assert steps is not None
+    on_device = device_footprint(job.model, job.work, steps)
     layers = layer_sizes(job.model, 2)
-    is_all_resident = not passes.cut.streamed_bytes
+    is_all_resident = not steps.cut.streamed_bytes
     expert = sum(layer.expert for layer in layers)
     assert is_all_resident or on_device.total + expert > job.hardware.gpu_memory_bytes
-    on_host = host_footprint(job.model, job.work, passes)
+    on_host = host_footprint(job.model, job.work, steps)
     spare = job.hardware.host_memory_bytes - on_host.total
-    is_cache_useful = passes.policy.batch_size < passes.policy.pass_tokens
+    is_cache_useful = steps.policy.batch_size < steps.policy.max_num_batched_tokens
     assert not is_cache_useful or spare < 0.01 * on_host.bytes_of("KV cache")
 
 
@@ -79,7 +85,7 @@ def test_what_stays_on_the_device_leaves_its_room_on_the_host_to_the_cache() -> 
         for gib in (60, 12)
     )
     with_room, without = (
-        DeviceSizes(job).passes(Knobs(1.0, 4, False, 2, 1.0, 8192)) for job in (large, none)
+        DeviceSizes(job).steps(SearchPoint(1.0, 4, False, 2, 1.0, 8192)) for job in (large, none)
     )
     assert with_room is not None
     assert without is not None
@@ -92,19 +98,23 @@ def test_a_model_larger_than_the_host_may_lie_on_both_sides() -> None:
     node = replace(hardware_preset("a100"), host_memory_bytes=60 * GIB)
     job = device_job("mixtral-8x7b", node, ENDLESS)
     assert job.model.weight_bytes(2) > node.host_memory_bytes
-    passes = DeviceSizes(job).passes(Knobs(1.0, 4, False, 2, 1.0, 4096))
-    assert passes is not None
-    assert passes.cut.resident_bytes > 40 * GIB
+    steps = DeviceSizes(job).steps(SearchPoint(1.0, 4, False, 2, 1.0, 4096))
+    assert steps is not None
+    assert steps.cut.resident_bytes > 40 * GIB
 
 
 def test_schedules_fix_their_knobs_and_equal_points_have_one_form() -> None:
-    knobs = Knobs(1.0, 8, True, 15, 0.4, 4096)
+    search_point = SearchPoint(1.0, 8, True, 15, 0.4, 4096)
     job = next(random_jobs(1))
-    assert DeviceSizes(job).fixed(knobs) == replace(knobs, look_ahead=7)
-    assert DeviceSizes(job, "vslpipe").fixed(knobs) == Knobs(1.0, 2, False, 0, 1.0, 4096)
-    assert DeviceSizes(job, "flexgen_s4").fixed(knobs) == Knobs(1.0, 8, False, 0, 0.0, 4096)
-    one = DeviceSizes(job).fixed(replace(knobs, num_waves=1))
-    assert one == Knobs(1.0, 1, False, 0, 0.4, 4096)
+    assert DeviceSizes(job).fixed(search_point) == replace(search_point, look_ahead=7)
+    assert DeviceSizes(job, "vslpipe").fixed(search_point) == SearchPoint(
+        1.0, 2, False, 0, 1.0, 4096
+    )
+    assert DeviceSizes(job, "flexgen_s4").fixed(search_point) == SearchPoint(
+        1.0, 8, False, 0, 0.0, 4096
+    )
+    one = DeviceSizes(job).fixed(replace(search_point, num_micro_batches=1))
+    assert one == SearchPoint(1.0, 1, False, 0, 0.4, 4096)
 
 
 @pytest.mark.parametrize(("name", "memory"), [("a40", "host memory"), ("t4", "device memory")])
@@ -113,6 +123,6 @@ def test_what_does_not_fit_is_refused_with_the_bytes_missing(name: str, memory: 
     if memory == "device memory":
         node = replace(node, host_memory_bytes=1024 * GIB)
     sizes = DeviceSizes(device_job("deepseek-v3", node, ENDLESS))
-    assert sizes.passes(Knobs(0.125, 16, False, 1, 1.0, 1024)) is None
+    assert sizes.steps(SearchPoint(0.125, 16, False, 1, 1.0, 1024)) is None
     with pytest.raises(InfeasiblePlanError, match=rf"GiB of {memory}.*GiB short"):
         sizes.refuse()

@@ -210,11 +210,11 @@ def test_the_name_of_the_weights_is_on_the_page(gib: int) -> None:
 
 def test_ticks_are_round_and_inside() -> None:
     rng = random.Random()
-    most = 10 ** rng.uniform(-2, 6)
-    ticks = Chart.from_zero(most, most).x.ticks()
+    maximum = 10 ** rng.uniform(-2, 6)
+    ticks = Chart.from_zero(maximum, maximum).x.ticks()
     assert 4 <= len(ticks) <= 10
     assert ticks[0] == 0
-    assert max(ticks) <= most
+    assert max(ticks) <= maximum
     steps = [after - before for before, after in pairwise(ticks)]
     assert steps == pytest.approx([steps[0]] * len(steps))
 

@@ -5,46 +5,46 @@ import random
 import pytest
 
 from raymoe.plan import job
-from raymoe.plan.job import estimate_job, fewest_passes, job_passes
+from raymoe.plan.job import estimate_job, job_steps, min_steps
 from raymoe.plan.policy import Policy
-from raymoe.plan.work import PassLoad
+from raymoe.plan.work import StepLoad
 from raymoe.specs.workload import Workload
 
 
 def policy(batch: int, tokens: int, *, blocks: int = 10**6, chunk: int | None = None) -> Policy:
     return Policy(
         batch_size=batch,
-        pass_tokens=tokens,
-        prefill_chunk_tokens=chunk or tokens,
+        max_num_batched_tokens=tokens,
+        max_prefill_chunk_tokens=chunk or tokens,
         num_kv_blocks=blocks,
     )
 
 
-def seconds_of(load: PassLoad) -> float:
+def seconds_of(load: StepLoad) -> float:
     """Some pass: weights, tokens, attention."""
     pairs = load.decode_rows * load.decode_context
     return 2.0 + 1e-3 * load.tokens + 1e-6 * pairs
 
 
 def test_rows_that_come_at_once_decode_together() -> None:
-    """Three prompts of four tokens in one pass, then two passes for the other two tokens."""
+    """Three prompts of four tokens in one step, then two steps for the other two tokens."""
     workload = Workload(num_rows=3, prompt_tokens=4, generated_tokens=3)
-    loads = [load for load, _ in job_passes(workload, policy(8, 64))]
+    loads = [load for load, _ in job_steps(workload, policy(8, 64))]
     assert loads == [
-        PassLoad(prompt_tokens=12, prompt_chunk=4),
-        PassLoad(decode_rows=3, decode_context=5),
-        PassLoad(decode_rows=3, decode_context=6),
+        StepLoad(prompt_tokens=12, prompt_chunk=4),
+        StepLoad(decode_rows=3, decode_context=5),
+        StepLoad(decode_rows=3, decode_context=6),
     ]
 
 
 def test_a_long_prompt_takes_passes_of_its_own_and_the_batch_is_refilled() -> None:
     """One row at a time, its prompt in chunks of two."""
     workload = Workload(num_rows=2, prompt_tokens=3, generated_tokens=2)
-    loads = [load for load, _ in job_passes(workload, policy(1, 64, chunk=2))]
+    loads = [load for load, _ in job_steps(workload, policy(1, 64, chunk=2))]
     row = [
-        PassLoad(prompt_tokens=2, prompt_chunk=2),
-        PassLoad(prompt_tokens=1, prompt_chunk=1),
-        PassLoad(decode_rows=1, decode_context=4),
+        StepLoad(prompt_tokens=2, prompt_chunk=2),
+        StepLoad(prompt_tokens=1, prompt_chunk=1),
+        StepLoad(decode_rows=1, decode_context=4),
     ]
     assert loads == row + row
 
@@ -69,10 +69,10 @@ def random_job(seed: int) -> tuple[Workload, Policy]:
 @pytest.mark.parametrize("seed", range(30))
 def test_every_token_is_computed_once(seed: int) -> None:
     workload, sizes = random_job(seed)
-    passes = job_passes(workload, sizes)
-    decoded = sum(number * load.decode_rows for load, number in passes)
-    prompts = sum(number * load.prompt_tokens for load, number in passes)
-    # A row of many tokens takes steps of several passes, in which a token more or less is lost.
+    steps = job_steps(workload, sizes)
+    decoded = sum(number * load.decode_rows for load, number in steps)
+    prompts = sum(number * load.prompt_tokens for load, number in steps)
+    # A row of many tokens takes steps of several steps, in which a token more or less is lost.
     close = 1e-9 if workload.generated_tokens <= job.STEPS else 0.01
     generated = workload.total_generated_tokens - workload.num_rows
     assert decoded + prompts == pytest.approx(generated + workload.total_prompt_tokens, rel=close)
@@ -83,19 +83,19 @@ def test_every_token_is_computed_once(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(30))
 def test_no_pass_is_larger_than_the_policy(seed: int) -> None:
     workload, sizes = random_job(seed)
-    for load, number in job_passes(workload, sizes):
+    for load, number in job_steps(workload, sizes):
         assert number > 0
         assert load.decode_rows <= sizes.batch_size + 1e-9
-        assert load.tokens <= sizes.pass_tokens + 1e-6
-        assert load.prompt_chunk <= sizes.prefill_chunk_tokens * job.STEPS
+        assert load.tokens <= sizes.max_num_batched_tokens + 1e-6
+        assert load.prompt_chunk <= sizes.max_prefill_chunk_tokens * job.STEPS
 
 
 def test_the_cache_holds_back_rows_that_would_overflow_it() -> None:
     workload = Workload(num_rows=100, prompt_tokens=16, generated_tokens=100)
-    few = job_passes(workload, policy(100, 4096, blocks=65))
-    most = max(load.decode_rows for load, _ in few)
-    assert 0.7 * 64 * 32 / 132 < most <= 1.6 * 64 * 32 / 132
-    assert len(few) > 2 * len(job_passes(workload, policy(100, 4096)))
+    few = job_steps(workload, policy(100, 4096, blocks=65))
+    maximum = max(load.decode_rows for load, _ in few)
+    assert 0.7 * 64 * 32 / 132 < maximum <= 1.6 * 64 * 32 / 132
+    assert len(few) > 2 * len(job_steps(workload, policy(100, 4096)))
 
 
 def test_bundles_and_strides_change_little(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_bundles_and_strides_change_little(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(job, "STEPS", 10**9)
     fine = estimate_job(workload, sizes, seconds_of)
     assert coarse.seconds == pytest.approx(fine.seconds, rel=0.02)
-    assert coarse.num_passes == pytest.approx(fine.num_passes, rel=0.02)
+    assert coarse.num_steps == pytest.approx(fine.num_steps, rel=0.02)
 
 
 def test_a_long_job_goes_on_as_it_began() -> None:
@@ -122,7 +122,7 @@ def test_a_long_job_goes_on_as_it_began() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_a_job_takes_no_fewer_passes_than_full_ones(seed: int) -> None:
     workload, sizes = random_job(seed)
-    load, fewest = fewest_passes(workload, sizes)
-    assert load.tokens <= sizes.pass_tokens * (1 + 1e-9)
+    load, minimum = min_steps(workload, sizes)
+    assert load.tokens <= sizes.max_num_batched_tokens * (1 + 1e-9)
     if not workload.row_lengths:
-        assert sum(number for _, number in job_passes(workload, sizes)) >= 0.97 * fewest
+        assert sum(number for _, number in job_steps(workload, sizes)) >= 0.97 * minimum

@@ -6,9 +6,9 @@ import xml.etree.ElementTree as ET
 from dataclasses import replace
 
 import pytest
+from raymoe.plan.device_step import DeviceStep
 
 from raymoe.errors import InfeasiblePlanError
-from raymoe.plan.device_pass import DevicePass
 from raymoe.plan.draw import HEIGHT, LEFT, RIGHT, WIDTH
 from raymoe.plan.papers.hrm import Operation
 from raymoe.plan.pictures import attention, feed_forward, roofline_picture, throughput_picture
@@ -27,26 +27,33 @@ WORKLOAD = Workload(num_rows=2000, prompt_tokens=100, generated_tokens=20)
 EXPERT_BYTES = 3 * 4096 * 14336 * 2
 
 
-def passes_of(plan: Plan) -> DevicePass:
-    assert isinstance(plan.passes, DevicePass)
-    return plan.passes
+def steps_of(plan: Plan) -> DeviceStep:
+    assert isinstance(plan.steps, DeviceStep)
+    return plan.steps
 
 
 def experts(plan: Plan) -> Operation:
-    return feed_forward(passes_of(plan), plan.decode_load)
+    return feed_forward(steps_of(plan), plan.decode_load)
 
 
 def plan_with(
-    *, rows: int = 512, waves: int = 8, group: int = 1, resident: int = 0, node: HardwareSpec = L4
+    *,
+    rows: int = 512,
+    micro_batches: int = 8,
+    group: int = 1,
+    resident: int = 0,
+    node: HardwareSpec = L4,
 ) -> Plan:
     policy = Policy(
         batch_size=rows,
-        pass_tokens=2048,
-        prefill_chunk_tokens=256,
+        max_num_batched_tokens=2048,
+        max_prefill_chunk_tokens=256,
         num_kv_blocks=4 * rows,
-        device=DevicePolicy(num_waves=waves, waves_per_group=group, resident_bytes=resident),
+        device=DevicePolicy(
+            num_micro_batches=micro_batches, micro_batches_per_group=group, resident_bytes=resident
+        ),
     )
-    return find_plan(MIXTRAL, node, WORKLOAD, schedule="waves", policy=policy)
+    return find_plan(MIXTRAL, node, WORKLOAD, schedule="micro_batches", policy=policy)
 
 
 @pytest.mark.parametrize(("group", "launches"), [(1, 8), (3, 3), (8, 1)])
@@ -62,7 +69,7 @@ def test_the_feed_forward_network_is_counted(group: int, launches: int) -> None:
 
 def test_what_stays_is_not_fetched() -> None:
     chosen = plan_with(resident=8 * GIB)
-    resident = passes_of(chosen).passes.cut.resident_bytes
+    resident = steps_of(chosen).steps.cut.resident_bytes
     assert resident > 7 * GIB
     assert experts(chosen).far_bytes == experts(plan_with()).far_bytes - resident
 
@@ -77,19 +84,19 @@ def test_attention_reads_its_context_once() -> None:
 
 def test_the_roofline_holds_both_operations() -> None:
     chosen = plan_with()
-    picture = roofline_picture(chosen, passes_of(chosen))
+    picture = roofline_picture(chosen, steps_of(chosen))
     text = "".join(ET.fromstring(picture).itertext())
     for wanted in ("mixtral-8x7b on l4", "FFN of 512 tokens", "attention at 110 tokens", "P1 at"):
         assert wanted in text
 
 
-def draw(chosen: Plan, least_gib: float = 0.0) -> tuple[ET.Element, list[int]]:
+def draw(chosen: Plan, min_gib: float = 0.0) -> tuple[ET.Element, list[int]]:
     """The picture with our curve as a straight line, and the memories that were planned for."""
     asked = []
 
     def plan_on(node: HardwareSpec) -> Plan:
         asked.append(node.host_memory_bytes)
-        if node.host_memory_bytes < least_gib * GIB:
+        if node.host_memory_bytes < min_gib * GIB:
             raise InfeasiblePlanError("too little")
         return replace(chosen, hardware=node)
 
@@ -112,7 +119,7 @@ def test_memory_goes_from_the_weights_to_twice_what_the_node_has() -> None:
 
 def test_where_nothing_fits_there_is_no_point() -> None:
     chosen = plan_with()
-    root, asked = draw(chosen, least_gib=150)
+    root, asked = draw(chosen, min_gib=150)
     line = next(p for p in root.iter() if p.get("fill") == "none" and p.get("d"))
     points = re.findall(r"[ML]([\d.]+) ([\d.]+)", line.get("d", ""))
     assert len(points) == 1 + sum(memory >= 150 * GIB for memory in asked)
@@ -122,7 +129,7 @@ def test_where_nothing_fits_there_is_no_point() -> None:
 
 
 def test_a_job_for_which_a_paper_has_no_formula() -> None:
-    """MoE-Lightning counts the passes after the one that gives the first token."""
+    """MoE-Lightning counts the steps after the one that gives the first token."""
     chosen = replace(plan_with(), workload=replace(WORKLOAD, generated_tokens=1))
     root, _ = draw(chosen)
     names = [text.text for text in root.iter() if text.text]

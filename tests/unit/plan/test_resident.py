@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
+from raymoe.plan.device_step import DeviceStep
 
 from raymoe.errors import InfeasiblePlanError
-from raymoe.plan.device_pass import DevicePass
 from raymoe.plan.policy import Policy
-from raymoe.plan.search import ResidentPass, ResidentSearch, find_plan
-from raymoe.plan.work import ModelWork, PassLoad
+from raymoe.plan.search import ResidentSearch, ResidentStep, find_plan
+from raymoe.plan.work import ModelWork, StepLoad
 from raymoe.schedule.graph import Resource
 from raymoe.specs.hardware import hardware_preset
 from raymoe.specs.presets_models import model_preset
@@ -21,7 +21,7 @@ WORKLOAD = Workload(num_rows=5000, prompt_tokens=200, generated_tokens=100)
 
 
 def test_what_fits_on_the_gpu_stays_there() -> None:
-    plan = find_plan(MIXTRAL, H200, WORKLOAD, max_context_tokens=4096)
+    plan = find_plan(MIXTRAL, H200, WORKLOAD, max_model_len=4096)
     assert plan.schedule == "resident"
     assert plan.policy.device is None
     assert plan.decode.resources == (Resource.GPU,)
@@ -36,10 +36,10 @@ def test_what_fits_on_the_gpu_stays_there() -> None:
 
 def test_resident_is_never_slower_than_a_stream() -> None:
     """On the same node; the stream may keep all weights on the device, and its KV on the host."""
-    resident = find_plan(MIXTRAL, H200, WORKLOAD, max_context_tokens=4096)
-    stream = find_plan(MIXTRAL, H200, WORKLOAD, schedule="waves", max_context_tokens=4096)
+    resident = find_plan(MIXTRAL, H200, WORKLOAD, max_model_len=4096)
+    stream = find_plan(MIXTRAL, H200, WORKLOAD, schedule="micro_batches", max_model_len=4096)
     assert resident.job.seconds < stream.job.seconds
-    assert isinstance(stream.passes, DevicePass)
+    assert isinstance(stream.steps, DeviceStep)
 
 
 def test_weights_that_leave_no_room_for_a_useful_batch_stream() -> None:
@@ -50,8 +50,8 @@ def test_weights_that_leave_no_room_for_a_useful_batch_stream() -> None:
     policy = ResidentSearch(job).best()
     assert policy is not None
     assert policy.batch_size < 16
-    plan = find_plan(MIXTRAL, node, workload, max_context_tokens=job.max_context_tokens)
-    assert plan.schedule == "waves"
+    plan = find_plan(MIXTRAL, node, workload, max_model_len=job.max_model_len)
+    assert plan.schedule == "micro_batches"
     assert plan.job.seconds < ResidentSearch(job).seconds(policy)
 
 
@@ -68,13 +68,13 @@ def test_the_batch_is_what_the_device_holds() -> None:
 
 
 def test_a_decode_pass_reads_the_weights_and_the_cache_once() -> None:
-    passes = ResidentPass(ModelWork.of(MIXTRAL, 2), H200)
-    load = PassLoad(decode_rows=100, decode_context=3000)
+    steps = ResidentStep(ModelWork.of(MIXTRAL, 2), H200)
+    load = StepLoad(decode_rows=100, decode_context=3000)
     cache_bytes = 100 * 3000 * 32 * 2 * 8 * 128 * 2
     read_s = (MIXTRAL.weight_bytes(2) + cache_bytes) / H200.gpu_bytes_per_s
-    assert passes.seconds(load) == pytest.approx(passes.timeline(load).makespan_s)
-    assert read_s < passes.seconds(load) < 1.2 * read_s
-    assert passes.seconds(PassLoad()) == 0
+    assert steps.seconds(load) == pytest.approx(steps.timeline(load).makespan_s)
+    assert read_s < steps.seconds(load) < 1.2 * read_s
+    assert steps.seconds(StepLoad()) == 0
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_bytes_missing() -> None:
@@ -83,7 +83,9 @@ def test_a_model_that_does_not_fit_is_refused_with_the_bytes_missing() -> None:
 
 
 def test_a_given_policy_is_taken_or_refused() -> None:
-    policy = Policy(batch_size=7, pass_tokens=256, prefill_chunk_tokens=64, num_kv_blocks=500)
+    policy = Policy(
+        batch_size=7, max_num_batched_tokens=256, max_prefill_chunk_tokens=64, num_kv_blocks=500
+    )
     plan = find_plan(MIXTRAL, H200, WORKLOAD, schedule="resident", policy=policy)
     assert (plan.policy, plan.schedule) == (policy, "resident")
     huge = replace(policy, num_kv_blocks=10**6)
@@ -93,5 +95,5 @@ def test_a_given_policy_is_taken_or_refused() -> None:
 
 def test_models_that_fit_no_host_may_lie_on_the_device() -> None:
     node = replace(H200, host_memory_bytes=8 * GIB)
-    plan = find_plan(MIXTRAL, node, WORKLOAD, max_context_tokens=4096)
+    plan = find_plan(MIXTRAL, node, WORKLOAD, max_model_len=4096)
     assert plan.schedule == "resident"

@@ -7,7 +7,7 @@ import pytest
 
 from raymoe.errors import ConfigError, InfeasiblePlanError
 from raymoe.plan.policy import Policy
-from raymoe.plan.search import PASS_TOKENS, find_plan
+from raymoe.plan.search import MAX_NUM_BATCHED_TOKENS, find_plan
 from raymoe.specs.hardware import HardwareSpec, hardware_preset
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import model_preset
@@ -66,16 +66,20 @@ def test_a_model_that_does_not_fit_is_refused_with_the_bytes_missing() -> None:
 
 
 def test_a_given_policy_is_taken_or_refused_never_changed() -> None:
-    policy = Policy(batch_size=7, pass_tokens=64, prefill_chunk_tokens=7, num_kv_blocks=40)
+    policy = Policy(
+        batch_size=7, max_num_batched_tokens=64, max_prefill_chunk_tokens=7, num_kv_blocks=40
+    )
     assert find_plan(MODEL, node(), policy=policy).policy == policy
-    huge = Policy(batch_size=7, pass_tokens=64, prefill_chunk_tokens=7, num_kv_blocks=10**6)
+    huge = Policy(
+        batch_size=7, max_num_batched_tokens=64, max_prefill_chunk_tokens=7, num_kv_blocks=10**6
+    )
     with pytest.raises(InfeasiblePlanError, match="KV cache"):
         find_plan(MODEL, node(), policy=huge)
 
 
 def test_a_slower_memory_asks_for_larger_batches() -> None:
     fast, slow = find_plan(MODEL, node(96)), find_plan(MODEL, node(96, bandwidth=0.5e9))
-    assert slow.policy.pass_tokens > fast.policy.pass_tokens
+    assert slow.policy.max_num_batched_tokens > fast.policy.max_num_batched_tokens
     assert slow.policy.batch_size > fast.policy.batch_size
 
 
@@ -84,7 +88,7 @@ def test_the_prediction_approaches_the_rates_of_the_hardware() -> None:
     flop_per_token = 2 * (MODEL.num_active_parameters - 2 * MODEL.vocab_size * MODEL.hidden_size)
     assert plan.prefill_tokens_per_s == pytest.approx(440e9 / flop_per_token, rel=0.08)
     assert plan.prefill_tokens_per_s < 440e9 / flop_per_token
-    assert plan.policy.pass_tokens in PASS_TOKENS
+    assert plan.policy.max_num_batched_tokens in MAX_NUM_BATCHED_TOKENS
 
 
 def test_the_description_names_policy_memory_and_prediction() -> None:
@@ -93,10 +97,15 @@ def test_the_description_names_policy_memory_and_prediction() -> None:
         assert text in plan.describe()
 
 
-@pytest.mark.parametrize("field", ["batch_size", "pass_tokens", "num_kv_blocks"])
+@pytest.mark.parametrize("field", ["batch_size", "max_num_batched_tokens", "num_kv_blocks"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, True])
 def test_policies_without_meaning_are_refused(field: str, value: object) -> None:
-    sizes = {"batch_size": 1, "pass_tokens": 1, "prefill_chunk_tokens": 1, "num_kv_blocks": 1}
+    sizes = {
+        "batch_size": 1,
+        "max_num_batched_tokens": 1,
+        "max_prefill_chunk_tokens": 1,
+        "num_kv_blocks": 1,
+    }
     with pytest.raises(ConfigError, match=f"Policy.{field} is"):
         Policy(**{**sizes, field: value})
 
@@ -106,7 +115,7 @@ def test_planning_leaves_the_collector_as_it_was(*, is_enabled: bool) -> None:
     before = gc.isenabled()
     (gc.enable if is_enabled else gc.disable)()
     try:
-        find_plan(model_preset("mixtral-8x7b"), hardware_preset("t4"), max_context_tokens=1024)
+        find_plan(model_preset("mixtral-8x7b"), hardware_preset("t4"), max_model_len=1024)
         assert gc.isenabled() == is_enabled
     finally:
         (gc.enable if before else gc.disable)()

@@ -8,7 +8,7 @@ from raymoe.errors import ConfigError
 from raymoe.plan.device_cost import OVERHEAD_S, PEER_STEP_S, DeviceCost
 from raymoe.plan.plan import Plan
 from raymoe.plan.search import find_plan
-from raymoe.plan.work import AttentionShape, ModelWork, WaveShape
+from raymoe.plan.work import AttentionShape, MicroBatchShape, ModelWork
 from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.specs.hardware import Curve, HardwareSpec, HostCurves, hardware_preset
 from raymoe.specs.presets_models import model_preset
@@ -61,8 +61,8 @@ def test_more_ranks_than_cores_have_one_each() -> None:
 def cost(count: int, node: HardwareSpec) -> DeviceCost:
     model = shard_model(model_preset("mixtral-8x7b"), count)
     rows = AttentionShape(rows=500, decode_rows=500, pairs=0, prompt_pairs=0, context_tokens=500)
-    wave = WaveShape(host=rows, device=AttentionShape(), logit_rows=500)
-    return DeviceCost(ModelWork.of(model, 2), node, waves=(wave,))
+    micro_batch = MicroBatchShape(host=rows, device=AttentionShape(), logit_rows=500)
+    return DeviceCost(ModelWork.of(model, 2), node, micro_batches=(micro_batch,))
 
 
 @pytest.mark.parametrize("op", [Op.POST, Op.EXPERTS])
@@ -97,7 +97,7 @@ def test_the_plan_of_a_part_is_that_of_a_rank() -> None:
     assert plan.policy == of_part.policy
     assert plan.num_ranks == of_part.num_ranks == 2
     assert plan.host_bytes == 2 * plan.footprint.total <= T4.host_memory_bytes
-    assert "2 GPUs share each pass" in plan.describe()
+    assert "2 GPUs share each step" in plan.describe()
 
 
 def test_a_node_without_a_gpu_has_nothing_to_divide() -> None:
@@ -107,7 +107,7 @@ def test_a_node_without_a_gpu_has_nothing_to_divide() -> None:
 
 def plan_of(name: str, count: int, workload: Workload) -> Plan:
     return find_plan(
-        model_preset(name), T4_NODE, workload, tensor_parallel_size=count, max_context_tokens=1024
+        model_preset(name), T4_NODE, workload, tensor_parallel_size=count, max_model_len=1024
     )
 
 

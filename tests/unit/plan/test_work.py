@@ -5,7 +5,7 @@ import torch
 
 from raymoe.plan.device_cost import DeviceCost
 from raymoe.plan.pages import LayerBytes, layer_pages
-from raymoe.plan.work import ModelWork, WaveShape
+from raymoe.plan.work import MicroBatchShape, ModelWork
 from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.specs.hardware import hardware_preset
 from raymoe.specs.layers import LatentAttentionSpec
@@ -57,10 +57,10 @@ def test_absorbing_and_unfolding_are_as_many_products_as_the_latent_has() -> Non
     assert isinstance(attention, LatentAttentionSpec)
     heads, rank = attention.num_heads, attention.kv_lora_rank
     absorb = heads * attention.nope_head_dim * rank
-    unfold = heads * rank * attention.value_head_dim
+    up_project = heads * rank * attention.value_head_dim
     queries = 7168 * 1536 + 1536 * heads * 192
     assert layer.pre.parameters == queries + 7168 * 576 + absorb
-    assert layer.post.parameters == unfold + heads * 128 * 7168
+    assert layer.post.parameters == up_project + heads * 128 * 7168
     q, up = torch.rand(heads, 4), torch.rand(heads, 4, 6)
     latent, rotated = torch.rand(9, 6), torch.rand(9)
     absorbed = torch.einsum("hd,hdr->hr", q, up) @ latent.T + rotated
@@ -121,8 +121,8 @@ def test_a_tied_head_takes_the_bytes_of_the_embedding() -> None:
 @pytest.mark.parametrize("name", MODEL_PRESETS)
 def test_every_model_has_costs_on_a_node_with_a_gpu(name: str) -> None:
     work = ModelWork.of(model_preset(name), 2)
-    waves = (WaveShape.decode(8, 100), WaveShape.prefill(1, 100))
-    cost = DeviceCost(work, hardware_preset("l4"), waves)
+    micro_batches = (MicroBatchShape.decode(8, 100), MicroBatchShape.prefill(1, 100))
+    cost = DeviceCost(work, hardware_preset("l4"), micro_batches)
     for op in (Op.PRE, Op.POST, Op.EXPERTS):
         for part in (0, 1):
             task = Task(op=op, layer=1, part=part, resource=Resource.GPU)
@@ -131,7 +131,7 @@ def test_every_model_has_costs_on_a_node_with_a_gpu(name: str) -> None:
 
 def test_results_of_latent_attention_travel_in_the_latent_space() -> None:
     node = hardware_preset("l4")
-    cost = DeviceCost(ModelWork.of(V3, 2), node, (WaveShape.decode(1000, 100),))
+    cost = DeviceCost(ModelWork.of(V3, 2), node, (MicroBatchShape.decode(1000, 100),))
     down = Task(op=Op.QKV, layer=5, part=0, resource=Resource.DTOH)
     up = Task(op=Op.HID, layer=5, part=0, resource=Resource.HTOD)
     queries, results = 1000 * (2 * 128 * 576 + 1152), 1000 * 2 * 128 * 512

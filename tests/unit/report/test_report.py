@@ -76,7 +76,7 @@ def plan(request):
 
 def test_a_report_has_all_that_happened(tmp_path, plan):
     actors = [with_plan(actor(), plan), actor("node-b-2-def")]
-    page, _ = report(tmp_path, manifest=made(), job=job(), actors=actors, passes=[passed(plan)])
+    page, _ = report(tmp_path, manifest=made(), job=job(), actors=actors, steps=[passed(plan)])
     for title in (
         "Summary",
         "Error rows",
@@ -131,7 +131,7 @@ def test_nothing_that_a_row_or_a_model_says_becomes_part_of_the_page(tmp_path, p
         manifest=made(chat_template=HOSTILE),
         job=hostile_job,
         actors=[bad],
-        passes=[record],
+        steps=[record],
     )
     assert view.unreadable
     assert not {"script", "img", "a", "iframe", "object", "link", "form"} & set(page.tags)
@@ -143,7 +143,7 @@ def test_nothing_that_a_row_or_a_model_says_becomes_part_of_the_page(tmp_path, p
 
 
 def test_the_page_loads_and_runs_nothing(tmp_path, plan):
-    page, view = report(tmp_path, job=job(), actors=[actor()], passes=[passed(plan)])
+    page, view = report(tmp_path, job=job(), actors=[actor()], steps=[passed(plan)])
     names = {name for name, _ in page.attributes}
     assert not {name for name in names if name.startswith("on") or name in {"src", "href"}}
     html = make_report(view, "answers")

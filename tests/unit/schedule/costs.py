@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 
 from raymoe.schedule.graph import Op, Task
-from raymoe.schedule.program import PassForm
+from raymoe.schedule.program import StepForm
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class TaskCost:
         return self.seconds[str(task)]
 
 
-# A decode step of Mixtral-8x7B, 36 sequences a wave, on a T4 and its host: rough, in seconds.
+# A decode step of Mixtral-8x7B, 36 sequences a micro-batch, on a T4 and its host: rough, in
+# seconds.
 T4_LIKE = OpCost(
     {
         Op.EMBED: 1e-4,
@@ -54,11 +55,11 @@ T4_LIKE = OpCost(
 
 
 @st.composite
-def link_bound_costs(draw: st.DrawFn, form: PassForm) -> OpCost:
+def link_bound_costs(draw: st.DrawFn, form: StepForm) -> OpCost:
     """Loading a layer takes at least as long as all of its other work, one after the other."""
     others = [op for op in Op if op not in (Op.W, Op.SYNC, Op.STAGE)]
     seconds = {op: draw(st.floats(0.0, 1.0)) for op in others}
-    layer_s = form.num_waves * sum(seconds.values())
+    layer_s = form.num_micro_batches * sum(seconds.values())
     num_pages = min(pages.num_pages for pages in form.layers)
     seconds[Op.W] = draw(st.floats(1.0, 4.0)) * layer_s / num_pages
     return OpCost(seconds)

@@ -3,9 +3,9 @@
 from hypothesis import strategies as st
 
 from raymoe.schedule.builders import STREAMING_BUILDERS
-from raymoe.schedule.program import LayerPages, PassForm
+from raymoe.schedule.program import LayerPages, StepForm
 
-MAX_WAVES = {"vslpipe": 2}  # of the builders; papers may take fewer
+MAX_MICRO_BATCHES = {"vslpipe": 2}  # of the builders; papers may take fewer
 DEVICE_ONLY = ("flexgen_s4",)
 BUILDER_NAMES = tuple(STREAMING_BUILDERS)
 
@@ -17,15 +17,17 @@ def streamed_layer(num_pages: int = 3) -> LayerPages:
     )
 
 
-def uniform_form(num_layers: int = 2, num_waves: int = 3, num_pages: int = 3) -> PassForm:
-    return PassForm(layers=(streamed_layer(num_pages),) * num_layers, num_waves=num_waves)
+def uniform_form(num_layers: int = 2, num_micro_batches: int = 3, num_pages: int = 3) -> StepForm:
+    return StepForm(
+        layers=(streamed_layer(num_pages),) * num_layers, num_micro_batches=num_micro_batches
+    )
 
 
-def form_for(name: str, num_layers: int, num_waves: int, num_pages: int) -> PassForm:
+def form_for(name: str, num_layers: int, num_micro_batches: int, num_pages: int) -> StepForm:
     """Attention where the paper has it."""
-    return PassForm(
+    return StepForm(
         layers=(streamed_layer(num_pages),) * num_layers,
-        num_waves=min(num_waves, MAX_WAVES.get(name, num_waves)),
+        num_micro_batches=min(num_micro_batches, MAX_MICRO_BATCHES.get(name, num_micro_batches)),
         has_cpu_attention=name not in DEVICE_ONLY,
         has_device_attention=name in DEVICE_ONLY,
     )
@@ -47,22 +49,22 @@ def layer_pages(draw: st.DrawFn, min_pages: int = 0) -> LayerPages:
 
 
 @st.composite
-def pass_forms(
+def step_forms(
     draw: st.DrawFn,
-    name: str = "waves",
+    name: str = "micro_batches",
     *,
     min_pages: int = 0,
-    min_waves: int = 1,
+    min_micro_batches: int = 1,
     max_staging_slots: int = 3,
-) -> PassForm:
+) -> StepForm:
     """Any pass that the builder `name` takes."""
     on_cpu, on_device = draw(st.sampled_from(((True, False), (False, True), (True, True))))
-    num_waves = draw(st.integers(min_waves, MAX_WAVES.get(name, 6)))
-    return PassForm(
+    num_micro_batches = draw(st.integers(min_micro_batches, MAX_MICRO_BATCHES.get(name, 6)))
+    return StepForm(
         layers=tuple(draw(st.lists(layer_pages(min_pages), min_size=1, max_size=5))),
-        num_waves=num_waves,
-        waves_per_group=draw(st.integers(1, num_waves + 1)),
-        look_ahead=draw(st.integers(0, num_waves + 2)),
+        num_micro_batches=num_micro_batches,
+        micro_batches_per_group=draw(st.integers(1, num_micro_batches + 1)),
+        look_ahead=draw(st.integers(0, num_micro_batches + 2)),
         has_cpu_attention=on_cpu,
         has_device_attention=on_device,
         staging_slots=draw(st.integers(0, max_staging_slots)),

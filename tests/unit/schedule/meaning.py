@@ -1,14 +1,14 @@
 """Run a schedule on meanings instead of numbers: does each task find what it is about?
 
-Each buffer holds a tuple that says what is in it, such as ("qkv", layer, wave). A task checks that
-what it reads is what its operation on this layer and wave needs, and writes what it makes.
-It knows the mathematics of a pass and nothing of how builders name rings and slots.
+Each buffer holds a tuple that says what is in it, such as ("qkv", layer, micro-batch). A task
+checks that what it reads is what its operation on this layer and micro-batch needs, and writes what
+it makes. It knows the mathematics of a step and nothing of how builders name rings and slots.
 """
 
 from collections.abc import Iterable
 
 from raymoe.schedule.graph import Buffer, Op, Schedule, Task
-from raymoe.schedule.program import PassForm, next_first_slot
+from raymoe.schedule.program import StepForm, next_first_slot
 
 Meaning = tuple[str | int, ...]
 Memory = dict[Buffer, Meaning]
@@ -17,23 +17,23 @@ SAME_NAME = {"host_qkv": "qkv", "host_attention": "attention"}
 """Places on the host that hold the same thing as their counterpart on the device."""
 
 
-def initial_memory(form: PassForm) -> Memory:
-    """What the inputs of a pass hold, including the slot that the pass before has filled."""
+def initial_memory(form: StepForm) -> Memory:
+    """What the inputs of a step hold, including the slot that the step before has filled."""
     memory: Memory = {}
-    for wave in range(form.num_waves):
-        memory[Buffer("tokens", (wave,))] = ("tokens", wave)
+    for micro_batch in range(form.num_micro_batches):
+        memory[Buffer("tokens", (micro_batch,))] = ("tokens", micro_batch)
     for layer, pages in enumerate(form.layers):
         memory[Buffer("resident", (layer,))] = ("resident", layer)
         for page in range(pages.num_pages):
             memory[Buffer("host_weights", (layer, page))] = ("page", layer, page)
-        for wave in range(form.num_waves):
+        for micro_batch in range(form.num_micro_batches):
             for name in ("kv", "device_kv"):
-                memory[Buffer(name, (layer, wave))] = (name, layer, wave, "old")
+                memory[Buffer(name, (layer, micro_batch))] = (name, layer, micro_batch, "old")
     memory |= first_layer_in_slot(form, form.first_slot)
     return memory
 
 
-def first_layer_in_slot(form: PassForm, slot: int) -> Memory:
+def first_layer_in_slot(form: StepForm, slot: int) -> Memory:
     """The first streamed layer in a slot of the device."""
     if not form.streamed:
         return {}
@@ -42,7 +42,7 @@ def first_layer_in_slot(form: PassForm, slot: int) -> Memory:
     return {Buffer("weights", (slot, page)): ("page", first, page) for page in range(num_pages)}
 
 
-def run(schedule: Schedule, form: PassForm, order: Iterable[int]) -> Memory:
+def run(schedule: Schedule, form: StepForm, order: Iterable[int]) -> Memory:
     """Run all tasks in an order and check the results; returns what memory holds then."""
     memory = initial_memory(form)
     for index in order:
@@ -51,28 +51,28 @@ def run(schedule: Schedule, form: PassForm, order: Iterable[int]) -> Memory:
     return memory
 
 
-def perform(task: Task, form: PassForm, memory: Memory) -> None:
+def perform(task: Task, form: StepForm, memory: Memory) -> None:
     found = {memory[buffer] for buffer in task.reads if buffer.name != "turn"}
     assert found == needs(task, form), f"{task} finds {found}, needs {needs(task, form)}"
     for buffer in task.writes:
         memory[buffer] = made(task, buffer)
 
 
-def check_results(form: PassForm, memory: Memory) -> None:
+def check_results(form: StepForm, memory: Memory) -> None:
     assert memory[Buffer("logits")] == ("logits",)
     for layer in range(form.num_layers):
-        for wave in range(form.num_waves):
+        for micro_batch in range(form.num_micro_batches):
             for name, is_used in (
                 ("kv", form.has_cpu_attention),
                 ("device_kv", form.has_device_attention),
             ):
                 age = "new" if is_used else "old"
-                assert memory[Buffer(name, (layer, wave))] == (name, layer, wave, age)
+                assert memory[Buffer(name, (layer, micro_batch))] == (name, layer, micro_batch, age)
     for buffer, page in first_layer_in_slot(form, next_first_slot(form)).items():
         assert memory[buffer] == page
 
 
-def needs(task: Task, form: PassForm) -> set[Meaning]:
+def needs(task: Task, form: StepForm) -> set[Meaning]:
     """What a task must find in what it reads: all of this and nothing else."""
     layer, part = task.layer, task.part
     qkv: Meaning = ("qkv", layer, part)
@@ -91,29 +91,33 @@ def needs(task: Task, form: PassForm) -> set[Meaning]:
         Op.STAGE: {("page", layer, part)},
         Op.W: {("page", layer, part)},
         Op.SYNC: set(),
-        Op.HEAD: {("into", layer, wave) for wave in range(form.num_waves)},
+        Op.HEAD: {("into", layer, micro_batch) for micro_batch in range(form.num_micro_batches)},
     }
     return found[task.op]
 
 
-def attention_weights(layer: int, form: PassForm) -> set[Meaning]:
+def attention_weights(layer: int, form: StepForm) -> set[Meaning]:
     pages = form.layers[layer].attention_pages if layer < form.num_layers else ()
     return {("resident", layer), *(("page", layer, page) for page in pages)}
 
 
-def expert_weights(layer: int, form: PassForm) -> set[Meaning]:
+def expert_weights(layer: int, form: StepForm) -> set[Meaning]:
     pages = form.layers[layer].expert_pages if layer < form.num_layers else ()
     return {("resident", layer), *(("page", layer, page) for page in pages)}
 
 
-def attended(task: Task, form: PassForm) -> set[Meaning]:
+def attended(task: Task, form: StepForm) -> set[Meaning]:
     shares = {"attention": form.has_cpu_attention, "device_attention": form.has_device_attention}
     return {(name, task.layer, task.part) for name, is_used in shares.items() if is_used}
 
 
 def routed(task: Task) -> set[Meaning]:
-    waves = [buffer.key[0] for buffer in task.writes if buffer.key]
-    return {(name, task.layer, wave) for name in ("after post", "routed") for wave in waves}
+    micro_batches = [buffer.key[0] for buffer in task.writes if buffer.key]
+    return {
+        (name, task.layer, micro_batch)
+        for name in ("after post", "routed")
+        for micro_batch in micro_batches
+    }
 
 
 def made(task: Task, buffer: Buffer) -> Meaning:

@@ -6,14 +6,14 @@ from hypothesis import strategies as st
 
 from raymoe.schedule.builders import STREAMING_BUILDERS, build_flexgen_s4, build_layer_by_layer
 from raymoe.schedule.graph import Op, Resource
-from raymoe.schedule.program import PassForm
+from raymoe.schedule.program import StepForm
 from raymoe.schedule.timeline import simulate
 from tests.unit.schedule.costs import OpCost, TaskCost
 from tests.unit.schedule.figure_6 import (
     gpu_share_during_cpu_attention,
     share_of_gpu_idle_time_spent_on,
 )
-from tests.unit.schedule.forms import form_for, pass_forms, streamed_layer, uniform_form
+from tests.unit.schedule.forms import form_for, step_forms, streamed_layer, uniform_form
 
 WITH_BARRIERS = ("flexgen_s3", "flexgen_s4", "layer_by_layer")
 
@@ -24,7 +24,7 @@ WITH_BARRIERS = ("flexgen_s3", "flexgen_s4", "layer_by_layer")
 def test_nothing_starts_before_all_that_was_issued_before_a_sync_has_ended(
     name: str, data: st.DataObject
 ) -> None:
-    form = data.draw(pass_forms(name))
+    form = data.draw(step_forms(name))
     spans = simulate(STREAMING_BUILDERS[name](form), TaskCost(data)).spans
     for place, span in enumerate(spans):
         if span.task.op is Op.SYNC:
@@ -33,7 +33,8 @@ def test_nothing_starts_before_all_that_was_issued_before_a_sync_has_ended(
 
 
 def test_s3_overlaps_nothing_but_the_first_wave_with_the_weights() -> None:
-    # The law of FlexGen's loop for one layer of 3 waves: the first one waits for the weights.
+    # The law of FlexGen's loop for one layer of 3 micro-batches: the first one waits for the
+    # weights.
     cost = OpCost(
         {Op.PRE: 1, Op.QKV: 2, Op.ATTN: 4, Op.HID: 8, Op.POST: 16, Op.EXPERTS: 32, Op.W: 100}
     )
@@ -42,7 +43,7 @@ def test_s3_overlaps_nothing_but_the_first_wave_with_the_weights() -> None:
 
 
 def test_s4_takes_for_each_wave_the_longer_of_computation_and_the_next_kv() -> None:
-    form = form_for("flexgen_s4", num_layers=1, num_waves=3, num_pages=3)
+    form = form_for("flexgen_s4", num_layers=1, num_micro_batches=3, num_pages=3)
     cost = OpCost({Op.GATTN: 1, Op.EXPERTS: 2, Op.KV: 10, Op.W: 100})
     timeline = simulate(build_flexgen_s4(form), cost)
     assert timeline.makespan_s == (10 + 3 * 100 + 10) + 10 + 3
@@ -51,13 +52,13 @@ def test_s4_takes_for_each_wave_the_longer_of_computation_and_the_next_kv() -> N
 
 
 def test_s4_stores_the_new_kv_of_a_wave_while_the_next_one_is_computed() -> None:
-    form = form_for("flexgen_s4", num_layers=1, num_waves=3, num_pages=3)
+    form = form_for("flexgen_s4", num_layers=1, num_micro_batches=3, num_pages=3)
     timeline = simulate(build_flexgen_s4(form), OpCost({Op.PRE: 5, Op.QKV: 4, Op.APPEND: 1}))
     assert timeline.makespan_s == 3 * 5 + (4 + 1)
 
 
 def test_s4_attends_in_line_for_rows_that_stay_on_the_cpu() -> None:
-    form = PassForm(layers=(streamed_layer(),), num_waves=2, has_device_attention=True)
+    form = StepForm(layers=(streamed_layer(),), num_micro_batches=2, has_device_attention=True)
     cost = OpCost({Op.QKV: 1, Op.ATTN: 2, Op.HID: 4, Op.GATTN: 8, Op.EXPERTS: 16})
     schedule = build_flexgen_s4(form)
     assert simulate(schedule, cost).makespan_s == 2 * (8 + 16)

@@ -9,20 +9,20 @@ from hypothesis import strategies as st
 
 from raymoe.schedule.builders import BUILDERS, STREAMING_BUILDERS, build_in_place, load_first_layer
 from raymoe.schedule.graph import Op, Resource, Schedule
-from raymoe.schedule.program import LayerPages, PassForm, next_first_slot
+from raymoe.schedule.program import LayerPages, StepForm, next_first_slot
 from raymoe.schedule.timeline import simulate
 from tests.unit.schedule import meaning
 from tests.unit.schedule.costs import TaskCost
-from tests.unit.schedule.forms import BUILDER_NAMES, pass_forms
+from tests.unit.schedule.forms import BUILDER_NAMES, step_forms
 
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @st.composite
-def built(draw: st.DrawFn) -> tuple[Schedule, PassForm]:
+def built(draw: st.DrawFn) -> tuple[Schedule, StepForm]:
     """A schedule of any builder, and the pass it is for."""
     name = draw(st.sampled_from(BUILDER_NAMES))
-    form = draw(pass_forms(name))
+    form = draw(step_forms(name))
     return STREAMING_BUILDERS[name](form), form
 
 
@@ -47,7 +47,7 @@ def topological_order(schedule: Schedule, rng: random.Random) -> list[int]:
 
 @QUICK
 @given(built())
-def test_issue_order_is_a_topological_order(case: tuple[Schedule, PassForm]) -> None:
+def test_issue_order_is_a_topological_order(case: tuple[Schedule, StepForm]) -> None:
     schedule, _ = case
     for index, waits in enumerate(schedule.dependencies):
         assert all(wait < index for wait in waits)
@@ -55,10 +55,10 @@ def test_issue_order_is_a_topological_order(case: tuple[Schedule, PassForm]) -> 
 
 @QUICK
 @given(built())
-def test_every_wave_passes_every_layer_once(case: tuple[Schedule, PassForm]) -> None:
+def test_every_wave_passes_every_layer_once(case: tuple[Schedule, StepForm]) -> None:
     schedule, form = case
     steps = sorted(form.steps)
-    per_wave = {
+    per_micro_batch = {
         Op.PRE: True,
         Op.POST: True,
         Op.QKV: True,
@@ -68,18 +68,18 @@ def test_every_wave_passes_every_layer_once(case: tuple[Schedule, PassForm]) -> 
         Op.APPEND: form.has_device_attention,
         Op.GATTN: form.has_device_attention,
     }
-    for op, is_used in per_wave.items():
+    for op, is_used in per_micro_batch.items():
         found = sorted((task.layer, task.part) for task in schedule.tasks if task.op is op)
         assert found == (steps if is_used else [])
     for layer in range(form.num_layers):
         of_layer = [t for t in schedule.tasks if t.op is Op.EXPERTS and t.layer == layer]
-        waves = [b.key[0] for task in of_layer for b in task.writes]
-        assert sorted(waves) == list(range(form.num_waves))
+        micro_batches = [b.key[0] for task in of_layer for b in task.writes]
+        assert sorted(micro_batches) == list(range(form.num_micro_batches))
 
 
 @QUICK
 @given(built())
-def test_every_page_is_loaded_once(case: tuple[Schedule, PassForm]) -> None:
+def test_every_page_is_loaded_once(case: tuple[Schedule, StepForm]) -> None:
     schedule, form = case
     pages = sorted(
         (layer, page) for layer, of in enumerate(form.layers) for page in range(of.num_pages)
@@ -92,7 +92,7 @@ def test_every_page_is_loaded_once(case: tuple[Schedule, PassForm]) -> None:
 @QUICK
 @given(built(), st.randoms(use_true_random=False))
 def test_each_task_finds_what_it_needs_in_any_order_that_the_dependencies_allow(
-    case: tuple[Schedule, PassForm], rng: random.Random
+    case: tuple[Schedule, StepForm], rng: random.Random
 ) -> None:
     schedule, form = case
     in_order = meaning.run(schedule, form, range(len(schedule.tasks)))
@@ -103,7 +103,7 @@ def test_each_task_finds_what_it_needs_in_any_order_that_the_dependencies_allow(
 @QUICK
 @given(built(), st.data())
 def test_makespan_is_between_the_busiest_lane_and_the_sum(
-    case: tuple[Schedule, PassForm], data: st.DataObject
+    case: tuple[Schedule, StepForm], data: st.DataObject
 ) -> None:
     schedule, _ = case
     timeline = simulate(schedule, TaskCost(data))
@@ -113,8 +113,8 @@ def test_makespan_is_between_the_busiest_lane_and_the_sum(
 
 
 @QUICK
-@given(pass_forms())
-def test_a_pass_finds_what_the_one_before_has_loaded(form: PassForm) -> None:
+@given(step_forms())
+def test_a_pass_finds_what_the_one_before_has_loaded(form: StepForm) -> None:
     memory = meaning.initial_memory(form)
     for buffer in meaning.first_layer_in_slot(form, form.first_slot):
         memory[buffer] = ("nothing",)
@@ -133,21 +133,21 @@ def test_a_pass_finds_what_the_one_before_has_loaded(form: PassForm) -> None:
 
 
 def test_nothing_is_loaded_first_where_all_is_resident() -> None:
-    form = PassForm(layers=(LayerPages(num_pages=0),), num_waves=2)
+    form = StepForm(layers=(LayerPages(num_pages=0),), num_micro_batches=2)
     assert load_first_layer(form).tasks == ()
 
 
 def test_the_pass_in_place_means_the_same() -> None:
     schedule = build_in_place(3)
-    form = PassForm(layers=(LayerPages(num_pages=0),) * 3, num_waves=1)
+    form = StepForm(layers=(LayerPages(num_pages=0),) * 3, num_micro_batches=1)
     meaning.run(schedule, form, range(len(schedule.tasks)))
 
 
 @pytest.mark.parametrize("name", BUILDER_NAMES)
 def test_a_schedule_carries_the_name_of_its_builder(name: str) -> None:
-    form = PassForm(
+    form = StepForm(
         layers=(LayerPages(num_pages=0),),
-        num_waves=1,
+        num_micro_batches=1,
         has_device_attention=True,
     )
     assert BUILDERS[name](form).name == name

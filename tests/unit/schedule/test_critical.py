@@ -12,7 +12,7 @@ from raymoe.schedule.builders import STREAMING_BUILDERS
 from raymoe.schedule.graph import Buffer, Op, Resource, Schedule, Task
 from raymoe.schedule.timeline import Span, Timeline, bound_by, compare, critical_path, gap, simulate
 from tests.unit.schedule.costs import OpCost, TaskCost
-from tests.unit.schedule.forms import BUILDER_NAMES, pass_forms
+from tests.unit.schedule.forms import BUILDER_NAMES, step_forms
 
 X, Y = Buffer("x"), Buffer("y")
 LOAD = Task(op=Op.W, layer=0, part=0, resource=Resource.HTOD, writes=(X,))
@@ -51,7 +51,7 @@ def test_the_path_of_a_measured_timeline_may_have_gaps() -> None:
 @given(st.data())
 def test_the_predicted_path_is_as_long_as_the_makespan(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(BUILDER_NAMES))
-    schedule = STREAMING_BUILDERS[name](data.draw(pass_forms(name)))
+    schedule = STREAMING_BUILDERS[name](data.draw(step_forms(name)))
     timeline = simulate(schedule, TaskCost(data))
     path = critical_path(schedule, timeline)
     assert path[0].start_s == 0.0

@@ -79,15 +79,15 @@ GOLDEN = {
 
 
 def test_every_builder_has_its_order_written_down() -> None:
-    assert {*GOLDEN, "waves"} == set(STREAMING_BUILDERS)
+    assert {*GOLDEN, "micro_batches"} == set(STREAMING_BUILDERS)
 
 
 def test_waves_without_knobs_are_those_of_cgopipe() -> None:
-    form = form_for("waves", num_layers=2, num_waves=3, num_pages=3)
-    assert str(STREAMING_BUILDERS["waves"](form)) == GOLDEN["cgopipe"]
+    form = form_for("micro_batches", num_layers=2, num_micro_batches=3, num_pages=3)
+    assert str(STREAMING_BUILDERS["micro_batches"](form)) == GOLDEN["cgopipe"]
 
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_issue_order_of_two_layers_three_waves_and_three_pages(name: str) -> None:
-    form = form_for(name, num_layers=2, num_waves=3, num_pages=3)
+    form = form_for(name, num_layers=2, num_micro_batches=3, num_pages=3)
     assert str(STREAMING_BUILDERS[name](form)) == GOLDEN[name]

@@ -1,4 +1,4 @@
-"""Bytes in use, by hand and against the sizes that a pass is planned with."""
+"""Bytes in use, by hand and against the sizes that a step is planned with."""
 
 import pytest
 from hypothesis import given, settings
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from raymoe.schedule.builders import STREAMING_BUILDERS
 from raymoe.schedule.graph import Buffer, Op, Resource, Schedule, Task
-from tests.unit.schedule.forms import BUILDER_NAMES, pass_forms
+from tests.unit.schedule.forms import BUILDER_NAMES, step_forms
 from tests.unit.schedule.liveness import live_bytes
 
 A, B, C = Buffer("a"), Buffer("b"), Buffer("c")
@@ -48,16 +48,18 @@ def test_a_pass_stays_within_two_slots_its_rings_and_its_hidden_states(
     data: st.DataObject,
 ) -> None:
     name = data.draw(st.sampled_from(BUILDER_NAMES))
-    form = data.draw(pass_forms(name))
+    form = data.draw(step_forms(name))
     schedule = STREAMING_BUILDERS[name](form)
-    most_pages = max(pages.num_pages for pages in form.layers)
-    most_in_flight = {
-        "weights": 2 * most_pages,
+    max_pages = max(pages.num_pages for pages in form.layers)
+    max_in_flight = {
+        "weights": 2 * max_pages,
         "staging": form.staging_slots,
         "staged_kv": 2,
-        "hidden": form.num_waves,
-        "qkv": max(2, form.num_waves) if name == "flexgen_s4" else form.num_waves,
-        "host_qkv": max(2, form.num_waves) if name == "flexgen_s4" else form.num_waves,
+        "hidden": form.num_micro_batches,
+        "qkv": max(2, form.num_micro_batches) if name == "flexgen_s4" else form.num_micro_batches,
+        "host_qkv": max(2, form.num_micro_batches)
+        if name == "flexgen_s4"
+        else form.num_micro_batches,
     }
-    for tier, limit in most_in_flight.items():
+    for tier, limit in max_in_flight.items():
         assert live_bytes(schedule, lambda buffer, tier=tier: int(buffer.name == tier)) <= limit

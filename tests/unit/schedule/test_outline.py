@@ -10,13 +10,13 @@ from raymoe.schedule.builders import STREAMING_BUILDERS
 from raymoe.schedule.graph import Task
 from raymoe.schedule.timeline import Outline, simulate
 from tests.unit.schedule.costs import TaskCost
-from tests.unit.schedule.forms import BUILDER_NAMES, pass_forms, uniform_form
+from tests.unit.schedule.forms import BUILDER_NAMES, step_forms, uniform_form
 
 
 @pytest.mark.parametrize("name", BUILDER_NAMES)
 @given(data=st.data())
 def test_an_outline_takes_as_long_as_its_schedule(name: str, data: st.DataObject) -> None:
-    schedule = STREAMING_BUILDERS[name](data.draw(pass_forms(name)))
+    schedule = STREAMING_BUILDERS[name](data.draw(step_forms(name)))
     cost = TaskCost(data)
     expected_s = simulate(schedule, cost).makespan_s
     outline = Outline.of(schedule, kind_of=str)
@@ -24,7 +24,7 @@ def test_an_outline_takes_as_long_as_its_schedule(name: str, data: st.DataObject
 
 
 def test_tasks_of_a_kind_are_asked_for_once() -> None:
-    schedule = STREAMING_BUILDERS["waves"](uniform_form(num_layers=3, num_waves=4))
+    schedule = STREAMING_BUILDERS["micro_batches"](uniform_form(num_layers=3, num_micro_batches=4))
     dice = random.Random(1)
     seconds = {task.op: dice.random() for task in schedule.tasks}
 

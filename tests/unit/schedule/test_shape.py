@@ -1,11 +1,11 @@
-"""Passes that cannot be are refused; slots alternate from pass to pass."""
+"""Steps that cannot be are refused; slots alternate from pass to pass."""
 
 from typing import Any
 
 import pytest
 
 from raymoe.errors import ConfigError
-from raymoe.schedule.program import LayerPages, PassForm, next_first_slot
+from raymoe.schedule.program import LayerPages, StepForm, next_first_slot
 from tests.unit.schedule.forms import streamed_layer
 
 
@@ -27,7 +27,7 @@ def test_pages_that_do_not_add_up_are_refused(fields: dict[str, Any], message: s
     ("fields", "message"),
     [
         ({"layers": ()}, "layers is empty"),
-        ({"num_waves": 0}, "num_waves is 0"),
+        ({"num_micro_batches": 0}, "num_micro_batches is 0"),
         ({"has_cpu_attention": False}, "must be true"),
         ({"staging_slots": -1}, "staging_slots is -1"),
         ({"first_slot": 2}, "first_slot is 2; the slots are 0 and 1"),
@@ -35,7 +35,7 @@ def test_pages_that_do_not_add_up_are_refused(fields: dict[str, Any], message: s
 )
 def test_a_pass_that_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        PassForm(**{"layers": (streamed_layer(),), "num_waves": 1, **fields})
+        StepForm(**{"layers": (streamed_layer(),), "num_micro_batches": 1, **fields})
 
 
 @pytest.mark.parametrize(("num_streamed", "slot"), [(0, 1), (1, 0), (2, 1), (3, 0)])
@@ -43,4 +43,4 @@ def test_streamed_layers_take_the_slots_in_turn_resident_ones_take_none(
     num_streamed: int, slot: int
 ) -> None:
     layers = (LayerPages(num_pages=0), *[streamed_layer()] * num_streamed, LayerPages(num_pages=0))
-    assert next_first_slot(PassForm(layers=layers, num_waves=1, first_slot=1)) == slot
+    assert next_first_slot(StepForm(layers=layers, num_micro_batches=1, first_slot=1)) == slot

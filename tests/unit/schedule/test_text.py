@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from raymoe.errors import ScheduleError
 from raymoe.schedule.builders import STREAMING_BUILDERS
 from raymoe.schedule.graph import Buffer, Op, Resource, Schedule, Task
-from tests.unit.schedule.forms import BUILDER_NAMES, pass_forms
+from tests.unit.schedule.forms import BUILDER_NAMES, step_forms
 
 TEXT = """\
 schedule by hand
@@ -53,7 +53,7 @@ def test_blank_lines_and_indentation_are_skipped() -> None:
 @given(st.data())
 def test_any_schedule_comes_back(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(BUILDER_NAMES))
-    schedule = STREAMING_BUILDERS[name](data.draw(pass_forms(name)))
+    schedule = STREAMING_BUILDERS[name](data.draw(step_forms(name)))
     again = Schedule.from_text(schedule.to_text())
     assert again == schedule
     assert again.dependencies == schedule.dependencies

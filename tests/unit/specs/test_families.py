@@ -212,7 +212,7 @@ def test_phimoe_has_its_published_sizes() -> None:
     )
     assert round(spec.num_parameters / 1e9, 1) == 41.9
     assert round(spec.num_active_parameters / 1e9, 1) == 6.6
-    assert spec.max_context_tokens == 131072
+    assert spec.max_model_len == 131072
 
 
 def test_norms_of_phimoe_have_biases() -> None:

@@ -112,7 +112,7 @@ DEEPSEEK = {
 @pytest.mark.parametrize(("config", "total"), [(GLM, 743e9), (DEEPSEEK, 671e9)])
 def test_published_configurations_run_up_to_the_tokens_that_are_all_seen(config, total) -> None:
     spec = ModelSpec.from_config(config)
-    assert spec.max_context_tokens == 2048
+    assert spec.max_model_len == 2048
     assert spec.kv_bytes_per_token(2) == len(spec.layers) * (512 + 64) * 2
     assert [isinstance(layer.ffn, DenseSpec) for layer in spec.layers[:4]] == [True] * 3 + [False]
     assert isinstance(spec.layers[0].attention, LatentAttentionSpec)
@@ -120,7 +120,7 @@ def test_published_configurations_run_up_to_the_tokens_that_are_all_seen(config,
 
 
 def test_positions_may_end_before_that() -> None:
-    assert ModelSpec.from_config(GLM | {"max_position_embeddings": 1024}).max_context_tokens == 1024
+    assert ModelSpec.from_config(GLM | {"max_position_embeddings": 1024}).max_model_len == 1024
 
 
 def test_what_chooses_tokens_is_stored_and_not_read() -> None:

@@ -191,4 +191,4 @@ def test_published_models_have_their_published_sizes(name: str) -> None:
     assert round(spec.num_parameters / 1e9, 1) == total
     assert round(spec.num_active_parameters / 1e9, 1) == active
     assert spec.dtype == "bfloat16"
-    assert spec.max_context_tokens == config["max_position_embeddings"]
+    assert spec.max_model_len == config["max_position_embeddings"]

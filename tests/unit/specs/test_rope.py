@@ -18,7 +18,7 @@ def parse(config: dict, **rule) -> RopeSpec:
 def test_without_fields_the_rope_is_plain() -> None:
     spec = parse({})
     assert (spec.kind, spec.theta, spec.rotary_dim) == ("default", 10_000.0, 16)
-    assert spec.max_context_tokens == 2048
+    assert spec.max_model_len == 2048
 
 
 def test_partial_factor_rotates_the_leading_dimensions() -> None:
@@ -41,9 +41,9 @@ def test_scaling_wins_over_parameters() -> None:
 
 
 def test_contexts_of_stretched_ropes() -> None:
-    assert parse({"rope_scaling": {"type": "linear", "factor": 2.0}}).max_context_tokens == 4096
-    assert parse({"rope_scaling": YARN}).max_context_tokens == 4096
-    assert parse({"rope_scaling": YARN | {"factor": 1.5}}).max_context_tokens == 2048
+    assert parse({"rope_scaling": {"type": "linear", "factor": 2.0}}).max_model_len == 4096
+    assert parse({"rope_scaling": YARN}).max_model_len == 4096
+    assert parse({"rope_scaling": YARN | {"factor": 1.5}}).max_model_len == 2048
 
 
 def test_top_level_original_length_wins() -> None:

@@ -22,11 +22,11 @@ def test_what_is_written_comes_back_as_it_was(tmp_path):
     plan = planned()
     statuses = [with_plan(actor("node-a-1-abc"), plan), actor("node-b-2-def", engine=None)]
     record = passed(plan)
-    write(tmp_path, job=job(), actors=statuses, passes=[record])
+    write(tmp_path, job=job(), actors=statuses, steps=[record])
     files = read_status(tmp_path)
     assert files.job == job()
     assert files.actors == tuple(statuses)
-    assert files.passes == (record,)
+    assert files.steps == (record,)
     assert files.unreadable == ()
     assert len(files.written_unix_s) == 2
 
@@ -119,7 +119,7 @@ def test_a_directory_that_cannot_be_used_is_refused(tmp_path):
 
 
 def test_only_our_own_files_are_cleared(tmp_path):
-    write(tmp_path, job=job(), actors=[actor()], passes=[passed(planned())])
+    write(tmp_path, job=job(), actors=[actor()], steps=[passed(planned())])
     (tmp_path / ".actor-node-a-1-abc.json.tmp").write_text("{")
     (tmp_path / "thesis.doc").write_text("x")
     with pytest.raises(ConfigError, match=r"holds thesis\.doc, which raymoe did not write"):

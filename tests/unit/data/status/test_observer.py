@@ -9,12 +9,12 @@ import pytest
 from raymoe.data import generator as generators
 from raymoe.data import observer as observers
 from raymoe.data.generator import MoEGenerator
-from raymoe.data.observer import MAX_PASSES, TypicalPass
+from raymoe.data.observer import MAX_STEPS, TypicalStep
 from raymoe.data.status import read_status
-from raymoe.engine.accuracy import MeasuredPass
+from raymoe.engine.accuracy import MeasuredStep
 from raymoe.engine.engine import Engine
 from raymoe.errors import ConfigError, ExecutionError
-from raymoe.plan.work import PassLoad
+from raymoe.plan.work import StepLoad
 from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.schedule.timeline import Span, Timeline
 from tests.unit.data.statuses import passed, planned
@@ -137,20 +137,20 @@ def test_the_default_lies_beside_the_journal(tmp_path):
 
 def measured(seconds, **load):
     task = Task(op=Op.PRE, layer=0, part=0, resource=Resource.CPU)
-    return MeasuredPass(PassLoad(**load), Timeline("t", (Span(task, 0.0, seconds),)))
+    return MeasuredStep(StepLoad(**load), Timeline("t", (Span(task, 0.0, seconds),)))
 
 
 def test_a_typical_pass_is_of_the_most_frequent_kind_and_of_median_length():
-    typical = TypicalPass()
+    typical = TypicalStep()
     assert typical.choose() is None
     typical.see(None)
     typical.see(measured(9.0, prompt_tokens=100))
-    for number in range(10 * MAX_PASSES):
+    for number in range(10 * MAX_STEPS):
         typical.see(measured(float(number), decode_rows=8, decode_context=10))
     chosen = typical.choose()
     assert chosen.load.decode_rows == 8
     assert 50 < chosen.timeline.makespan_s < 110
-    assert len(typical._passes) <= MAX_PASSES
+    assert len(typical._steps) <= MAX_STEPS
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])

@@ -10,10 +10,10 @@ from typing import NamedTuple, Self
 from raymoe.plan.device_cost import DeviceCost
 from raymoe.plan.pages import LayerBytes, PageCut, cut_pages, layer_sizes
 from raymoe.plan.policy import DevicePolicy, Footprint, Policy
-from raymoe.plan.work import LayerWork, ModelWork, PassLoad, WaveShape
-from raymoe.schedule.builders import CPU_ATTENTION_FRACTIONS, MOST_WAVES, STREAMING_BUILDERS
+from raymoe.plan.work import LayerWork, MicroBatchShape, ModelWork, StepLoad
+from raymoe.schedule.builders import CPU_ATTENTION_FRACTIONS, MAX_MICRO_BATCHES, STREAMING_BUILDERS
 from raymoe.schedule.graph import Op, Resource, Schedule, Task
-from raymoe.schedule.program import LayerPages, PassForm
+from raymoe.schedule.program import LayerPages, StepForm
 from raymoe.schedule.timeline import Outline, Timeline, simulate
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
@@ -27,14 +27,14 @@ class DeviceJob:
     work: ModelWork
     hardware: HardwareSpec
     workload: Workload
-    max_context_tokens: int
+    max_model_len: int
 
     def batch_size(self, num_blocks: int, share: float) -> int:
         """A share of the sequences whose KV fits on average: those that join later are shorter.
 
         0 where the longest sequence does not fit.
         """
-        if num_blocks < self.least_blocks:
+        if num_blocks < self.min_blocks:
             return 0
         workload = self.workload
         mean = workload.prompt_tokens + workload.generated_tokens // 2
@@ -42,21 +42,21 @@ class DeviceJob:
 
     @property
     def balanced_tokens(self) -> int:
-        """Tokens of a pass for which the GPU takes as long as the link for all weights.
+        """Tokens of a step for which the GPU takes as long as the link for all weights.
 
         Source: MoE-Lens, section 6.3 (n_real).
         """
-        pass_s = self.work.all_weight_bytes / self.hardware.htod_bytes_per_s
-        return max(1, int(pass_s * self.hardware.gpu_flop_per_s / self.work.token_flop))
+        step_s = self.work.all_weight_bytes / self.hardware.htod_bytes_per_s
+        return max(1, int(step_s * self.hardware.gpu_flop_per_s / self.work.token_flop))
 
     def useful_blocks(self, num_blocks: int, batch_size: int) -> int:
         """Those of the blocks that so many sequences could fill; more would mostly stay empty."""
-        roomy = min(self.max_context_tokens, 2 * self.workload.context_tokens)
-        return min(num_blocks, max(self.least_blocks, batch_size * blocks_of(roomy)))
+        roomy = min(self.max_model_len, 2 * self.workload.context_tokens)
+        return min(num_blocks, max(self.min_blocks, batch_size * blocks_of(roomy)))
 
     @property
-    def least_blocks(self) -> int:
-        return blocks_of(self.max_context_tokens)
+    def min_blocks(self) -> int:
+        return blocks_of(self.max_model_len)
 
 
 def blocks_of(tokens: int) -> int:
@@ -65,12 +65,12 @@ def blocks_of(tokens: int) -> int:
 
 
 KV_BLOCK_TOKENS = 32
-LEAST_STAGED_BLOCKS = 256  # of a wave: the contexts of 16 rows of 512 tokens
+MIN_STAGED_BLOCKS = 256  # of a micro-batch: the contexts of 16 rows of 512 tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamedPasses:
-    """The passes of one schedule with one policy.
+class StreamedSteps:
+    """The steps of one schedule with one policy.
 
     Attributes:
         device: How the device is used.
@@ -103,13 +103,16 @@ class StreamedPasses:
         return cls(schedule=schedule, policy=policy, device=device, cut=cut)
 
     @property
-    def build(self) -> Callable[[PassForm], Schedule]:
+    def build(self) -> Callable[[StepForm], Schedule]:
         return STREAMING_BUILDERS[self.schedule]
 
     @property
-    def num_waves(self) -> int:
-        """Into how many waves a pass is cut."""
-        return min(self.device.num_waves, MOST_WAVES.get(self.schedule, self.device.num_waves))
+    def num_micro_batches(self) -> int:
+        """Into how many micro-batches a step is cut."""
+        return min(
+            self.device.num_micro_batches,
+            MAX_MICRO_BATCHES.get(self.schedule, self.device.num_micro_batches),
+        )
 
     @property
     def cpu_attention_fraction(self) -> float:
@@ -117,110 +120,116 @@ class StreamedPasses:
         return CPU_ATTENTION_FRACTIONS.get(self.schedule, self.device.cpu_attention_fraction)
 
     @property
-    def form(self) -> PassForm:
-        return PassForm(
+    def form(self) -> StepForm:
+        return StepForm(
             layers=self.cut.layers,
-            num_waves=self.num_waves,
+            num_micro_batches=self.num_micro_batches,
             has_device_attention=True,
-            waves_per_group=self.device.waves_per_group,
+            micro_batches_per_group=self.device.micro_batches_per_group,
             look_ahead=self.device.look_ahead,
             staging_slots=self.device.staging_slots,
         )
 
     @property
     def ring(self) -> int:
-        """Waves whose attention is under way at once."""
+        """Micro-batches whose attention is under way at once."""
         return _shape(self.schedule, self._bare_form).ring
 
     @property
-    def waves_per_group(self) -> int:
-        """Waves whose tokens meet in one expert launch."""
-        return _shape(self.schedule, self._bare_form).waves_per_group
+    def micro_batches_per_group(self) -> int:
+        """Micro-batches whose tokens meet in one expert launch."""
+        return _shape(self.schedule, self._bare_form).micro_batches_per_group
 
     @property
-    def _bare_form(self) -> PassForm:
+    def _bare_form(self) -> StepForm:
         return replace(self.form, layers=(LayerPages(num_pages=0),) * min(2, len(self.cut.layers)))
 
     @property
-    def wave_tokens(self) -> int:
-        """No wave is larger: dealing to the smallest exceeds the mean by one chunk at most."""
+    def micro_batch_tokens(self) -> int:
+        """Upper bound: filling the smallest first exceeds the mean by one chunk at most."""
         policy = self.policy
-        mean = ceil_div(policy.pass_tokens, self.num_waves)
-        return min(policy.pass_tokens, mean + policy.prefill_chunk_tokens)
+        mean = ceil_div(policy.max_num_batched_tokens, self.num_micro_batches)
+        return min(policy.max_num_batched_tokens, mean + policy.max_prefill_chunk_tokens)
 
     @property
     def staged_blocks(self) -> int:
-        """KV blocks of one wave that the device has room for."""
+        """KV blocks of one micro-batch that the device has room for."""
         blocks = self.device.staged_blocks
         if blocks is None:
-            blocks = max(LEAST_STAGED_BLOCKS, 2 * ceil_div(self.wave_tokens, KV_BLOCK_TOKENS))
+            blocks = max(MIN_STAGED_BLOCKS, 2 * ceil_div(self.micro_batch_tokens, KV_BLOCK_TOKENS))
         return min(blocks, self.policy.num_kv_blocks)
 
 
 class _Shape(NamedTuple):
     ring: int
-    waves_per_group: int
+    micro_batches_per_group: int
 
 
 @lru_cache(maxsize=1024)
-def _shape(schedule: str, form: PassForm) -> _Shape:
+def _shape(schedule: str, form: StepForm) -> _Shape:
     tasks = STREAMING_BUILDERS[schedule](form).tasks
     places = [buffer.key[0] for task in tasks for buffer in task.writes if buffer.name == "qkv"]
     groups = [len(task.writes) for task in tasks if task.op is Op.EXPERTS]
-    return _Shape(ring=1 + max(places), waves_per_group=max(groups))
+    return _Shape(ring=1 + max(places), micro_batches_per_group=max(groups))
 
 
-# Layers of a model are alike, and two slots make the pattern repeat after two of them: the time of
-# a pass grows by the same amount with every pair of layers beyond the first. Over random policies
-# this is 0.2 % from all layers in the mean, and 4 % at most.
-FEW_LAYERS, MORE_LAYERS = 2, 4
+# Layers of a model are the same, and two slots make the pattern repeat after two of them: the time
+# of a step grows by the same amount with every pair of layers beyond the first. Over random
+# policies this is 0.2 % from all layers in the mean, and 4 % at most.
+EXCERPT_LAYERS, MORE_LAYERS = 2, 4
 # Of a layer: more are merged, with hardly a difference to when the tasks between them start.
-ENOUGH_PAGES = 24
-ONCE = frozenset({Op.EMBED, Op.UP, Op.HEAD})  # in a pass, not in every layer
-OF_NO_WAVE = frozenset({Op.W, Op.STAGE, Op.HEAD, Op.SYNC})
+MIN_PAGES = 24
+ONCE = frozenset({Op.EMBED, Op.UP, Op.HEAD})  # in a step, not in every layer
+OF_NO_MICRO_BATCH = frozenset({Op.W, Op.STAGE, Op.HEAD, Op.SYNC})
 
 
 @dataclass(frozen=True)
-class DevicePass:
-    """Passes of a model on a node with a GPU."""
+class DeviceStep:
+    """Steps of a model on a node with a GPU."""
 
     work: ModelWork
     hardware: HardwareSpec
-    passes: StreamedPasses
+    steps: StreamedSteps
 
-    def timeline(self, load: PassLoad) -> Timeline:
+    def timeline(self, load: StepLoad) -> Timeline:
         schedule = self.schedule(load)
-        return simulate(schedule, self._cost(self.work, self.passes.cut, self._waves(load)))
+        return simulate(schedule, self._cost(self.work, self.steps.cut, self._micro_batches(load)))
 
-    def schedule(self, load: PassLoad) -> Schedule:
-        return _schedule(self.passes.schedule, self._form(load))
+    def schedule(self, load: StepLoad) -> Schedule:
+        return _schedule(self.steps.schedule, self._form(load))
 
-    def seconds(self, load: PassLoad) -> float:
-        """Its length from a few of the layers; a pass of few layers is simulated whole."""
+    def seconds(self, load: StepLoad) -> float:
+        """Its length from a few of the layers; a step of few layers is simulated whole."""
         if not load.tokens:
             return 0.0
-        form, waves = self._form(load), self._waves(load)
-        seconds = [self._sampled_s(sample, form, waves) for sample in self._samples]
+        form, micro_batches = self._form(load), self._micro_batches(load)
+        seconds = [self._sampled_s(sample, form, micro_batches) for sample in self._samples]
         if len(seconds) == 1:
             return seconds[0]
-        few_s, more_s = seconds
-        each_s = (more_s - few_s) / (MORE_LAYERS - FEW_LAYERS)
+        excerpt_s, more_s = seconds
+        each_s = (more_s - excerpt_s) / (MORE_LAYERS - EXCERPT_LAYERS)
         return more_s + each_s * (self.num_layers - MORE_LAYERS)
 
-    def least_s(self, load: PassLoad) -> float:
+    def min_s(self, load: StepLoad) -> float:
         """What its busiest lane takes: no order of the tasks is faster."""
         if not load.tokens:
             return 0.0
-        few = self._few_layers
-        cost = self._cost(few, self.passes.cut, self._waves(load))
+        few = self._excerpt
+        cost = self._cost(few, self.steps.cut, self._micro_batches(load))
         form = replace(self._form(load), layers=(LayerPages(num_pages=0),) * len(few.layers))
         busy_s = dict.fromkeys(Resource, 0.0)
         often = self.num_layers / len(few.layers)
-        alike = _Alike.of(cost)
-        of_waves, of_groups = Counter(alike.waves), Counter(alike.groups)
-        for tasks in _by_part(self.passes.schedule, form):
+        duplicates = _Duplicate.of(cost)
+        of_micro_batches, of_groups = Counter(duplicates.micro_batches), Counter(duplicates.groups)
+        for tasks in _by_part(self.steps.schedule, form):
             op, resource = tasks[0].op, tasks[0].resource
-            parts = {0: 1} if op in OF_NO_WAVE else of_groups if op is Op.EXPERTS else of_waves
+            parts = (
+                {0: 1}
+                if op in OF_NO_MICRO_BATCH
+                else of_groups
+                if op is Op.EXPERTS
+                else of_micro_batches
+            )
             seconds = sum(number * cost.duration_s(tasks[part]) for part, number in parts.items())
             busy_s[resource] += seconds if op in ONCE else often * seconds
         busy_s[Resource.HTOD] += cost.pages_s
@@ -230,44 +239,48 @@ class DevicePass:
     def num_layers(self) -> int:
         return len(self.work.layers)
 
-    def _sampled_s(self, sample: "_Sample", form: PassForm, waves: tuple[WaveShape, ...]) -> float:
+    def _sampled_s(
+        self, sample: "_Sample", form: StepForm, micro_batches: tuple[MicroBatchShape, ...]
+    ) -> float:
         outline = _outline(
-            self.passes.schedule, replace(form, layers=sample.cut.layers), sample.layer_kinds
+            self.steps.schedule, replace(form, layers=sample.cut.layers), sample.layer_kinds
         )
-        cost = self._cost(sample.work, sample.cut, waves)
+        cost = self._cost(sample.work, sample.cut, micro_batches)
         return outline.makespan_s(_durations(outline.kinds, cost))
 
-    def _form(self, load: PassLoad) -> PassForm:
-        fraction = self.passes.cpu_attention_fraction
+    def _form(self, load: StepLoad) -> StepForm:
+        fraction = self.steps.cpu_attention_fraction
         return replace(
-            self.passes.form,
+            self.steps.form,
             has_device_attention=load.prompt_tokens > 0 or (load.decode_rows > 0 and fraction < 1),
             has_cpu_attention=load.decode_rows > 0 and fraction > 0,
         )
 
-    def _waves(self, load: PassLoad) -> tuple[WaveShape, ...]:
-        return load.waves(self.passes.num_waves, self.passes.cpu_attention_fraction)
+    def _micro_batches(self, load: StepLoad) -> tuple[MicroBatchShape, ...]:
+        return load.micro_batches(self.steps.num_micro_batches, self.steps.cpu_attention_fraction)
 
-    def _cost(self, work: ModelWork, cut: PageCut, waves: tuple[WaveShape, ...]) -> DeviceCost:
+    def _cost(
+        self, work: ModelWork, cut: PageCut, micro_batches: tuple[MicroBatchShape, ...]
+    ) -> DeviceCost:
         return DeviceCost(
             work,
             self.hardware,
-            waves=waves,
+            micro_batches=micro_batches,
             page_bytes=cut.page_bytes,
-            waves_per_group=self.passes.waves_per_group,
-            is_staged=self.passes.device.staging_slots > 0,
+            micro_batches_per_group=self.steps.micro_batches_per_group,
+            is_staged=self.steps.device.staging_slots > 0,
         )
 
     @cached_property
-    def _few_layers(self) -> ModelWork:
-        return replace(self.work, layers=self.work.layers[-FEW_LAYERS:])
+    def _excerpt(self) -> ModelWork:
+        return replace(self.work, layers=self.work.layers[-EXCERPT_LAYERS:])
 
     @cached_property
     def _samples(self) -> tuple["_Sample", ...]:
         if self.num_layers <= MORE_LAYERS:
-            return (_Sample.of(self.work, self.passes.cut, self.num_layers),)
+            return (_Sample.of(self.work, self.steps.cut, self.num_layers),)
         return tuple(
-            _Sample.of(self.work, self.passes.cut, count) for count in (FEW_LAYERS, MORE_LAYERS)
+            _Sample.of(self.work, self.steps.cut, count) for count in (EXCERPT_LAYERS, MORE_LAYERS)
         )
 
 
@@ -298,7 +311,7 @@ def _last_pages(cut: PageCut, count: int) -> PageCut:
     mean = sum(map(sum, cut.page_bytes)) / len(cut.page_bytes)
     of_these = sum(map(sum, cut.page_bytes[-count:])) / count
     scale = mean / of_these if of_these else 1.0
-    by = max(1, max(map(len, cut.page_bytes)) // ENOUGH_PAGES)
+    by = max(1, max(map(len, cut.page_bytes)) // MIN_PAGES)
     return replace(
         cut,
         layers=tuple(_merge(pages, by) for pages in cut.layers[-count:]),
@@ -320,9 +333,9 @@ def _merge(pages: LayerPages, by: int) -> LayerPages:
 
 
 @lru_cache(maxsize=4096)
-def _outline(schedule: str, form: PassForm, layer_kinds: tuple[int, ...]) -> Outline:
+def _outline(schedule: str, form: StepForm, layer_kinds: tuple[int, ...]) -> Outline:
     def kind_of(task: Task) -> Hashable:
-        if task.op in {Op.W, Op.STAGE}:  # pages of a layer are alike, but for the last one
+        if task.op in {Op.W, Op.STAGE}:  # pages of a layer are the same, but for the last one
             is_last = task.part + 1 == form.layers[task.layer].num_pages
             return task.op, task.layer, is_last
         if task.op is Op.HEAD:
@@ -333,36 +346,36 @@ def _outline(schedule: str, form: PassForm, layer_kinds: tuple[int, ...]) -> Out
 
 
 @lru_cache(maxsize=2)
-def _schedule(schedule: str, form: PassForm) -> Schedule:
+def _schedule(schedule: str, form: StepForm) -> Schedule:
     return STREAMING_BUILDERS[schedule](form)
 
 
 @lru_cache(maxsize=1024)
-def _by_part(schedule: str, form: PassForm) -> tuple[tuple[Task, ...], ...]:
+def _by_part(schedule: str, form: StepForm) -> tuple[tuple[Task, ...], ...]:
     tasks: dict[Hashable, list[Task]] = {}
     for task in STREAMING_BUILDERS[schedule](form).tasks:
         tasks.setdefault((task.op, task.layer), []).append(task)
     return tuple(tuple(sorted(each, key=lambda task: task.part)) for each in tasks.values())
 
 
-class _Alike(NamedTuple):
-    """Of each wave the first one of its shape, and of each group the first one with its tokens."""
+class _Duplicate(NamedTuple):
+    """The first micro-batch of each shape, and the first group with its tokens."""
 
-    waves: tuple[int, ...]
+    micro_batches: tuple[int, ...]
     groups: tuple[int, ...]
 
     @classmethod
     def of(cls, cost: DeviceCost) -> Self:
-        num_groups = ceil_div(len(cost.waves), cost.waves_per_group)
+        num_groups = ceil_div(len(cost.micro_batches), cost.micro_batches_per_group)
         return cls(
-            _first_of_each(list(map(id, cost.waves))),  # equal waves are one object
+            _first_of_each(list(map(id, cost.micro_batches))),  # equal micro-batches are one object
             _first_of_each(list(map(cost.group_tokens, range(num_groups)))),
         )
 
     def part(self, task: Task) -> int:
         if task.op is Op.EXPERTS:
             return self.groups[task.part]
-        return task.part if task.op in OF_NO_WAVE else self.waves[task.part]
+        return task.part if task.op in OF_NO_MICRO_BATCH else self.micro_batches[task.part]
 
 
 def _first_of_each(values: Sequence[float]) -> tuple[int, ...]:
@@ -371,11 +384,11 @@ def _first_of_each(values: Sequence[float]) -> tuple[int, ...]:
 
 
 def _durations(tasks: Sequence[Task], cost: DeviceCost) -> list[float]:
-    alike = _Alike.of(cost)
+    duplicates = _Duplicate.of(cost)
     known: dict[Hashable, float] = {}
     durations = []
     for task in tasks:
-        key = (task.op, task.layer, alike.part(task))
+        key = (task.op, task.layer, duplicates.part(task))
         if key not in known:
             known[key] = cost.duration_s(task)
         durations.append(known[key])
@@ -387,40 +400,40 @@ DEVICE_RUNTIME_BYTES = 512 * MIB  # kernels, workspaces of matrix products, roun
 DECODING_BYTES = 160 * MIB  # a block of a quantised matrix on its way to numbers
 LOGIT_CHUNK_ROWS = 256
 NUM_SLOTS = 2
-STAGED_WAVES = 2  # KV of this many waves is on the device at once
+STAGED_MICRO_BATCHES = 2  # KV of this many micro-batches is on the device at once
 FLOAT_BYTES = 4
 UNEVENNESS = 4  # rows of the busiest expert over the mean
 
 
-def device_footprint(model: ModelSpec, work: ModelWork, passes: StreamedPasses) -> Footprint:
-    tokens = passes.policy.pass_tokens
-    ring = passes.ring * _around_attention(model, work, passes.wave_tokens)
-    at_experts = min(passes.waves_per_group * passes.wave_tokens, tokens)
+def device_footprint(model: ModelSpec, work: ModelWork, steps: StreamedSteps) -> Footprint:
+    tokens = steps.policy.max_num_batched_tokens
+    ring = steps.ring * _around_attention(model, work, steps.micro_batch_tokens)
+    at_experts = min(steps.micro_batches_per_group * steps.micro_batch_tokens, tokens)
     return Footprint(
         memory="device memory",
         parts=(
-            ("weights that stay", passes.cut.resident_bytes),
-            ("weight slots", weight_slots_bytes(passes.cut)),
+            ("weights that stay", steps.cut.resident_bytes),
+            ("weight slots", weight_slots_bytes(steps.cut)),
             ("final norm and head", _head_bytes(model, work)),
             ("activations", _routed(work, tokens) + ring),
-            ("staged KV", STAGED_WAVES * passes.staged_blocks * _layer_block_bytes(work)),
+            ("staged KV", STAGED_MICRO_BATCHES * steps.staged_blocks * _layer_block_bytes(work)),
             ("intermediates", _intermediates(model, work, at_experts)),
         ),
     )
 
 
-def host_footprint(model: ModelSpec, work: ModelWork, passes: StreamedPasses) -> Footprint:
+def host_footprint(model: ModelSpec, work: ModelWork, steps: StreamedSteps) -> Footprint:
     """Host memory of a policy; arguments as in `device_footprint`."""
     element, hidden = work.bytes_per_element, work.hidden_size
-    policy = passes.policy
-    ring = passes.ring * _around_attention(model, work, passes.wave_tokens)
-    staging = passes.device.staging_slots * passes.cut.page_length
+    policy = steps.policy
+    ring = steps.ring * _around_attention(model, work, steps.micro_batch_tokens)
+    staging = steps.device.staging_slots * steps.cut.page_length
     return Footprint(
         memory="host memory",
         parts=(
-            ("weights", passes.cut.streamed_bytes + model.vocab_size * hidden * element),
+            ("weights", steps.cut.streamed_bytes + model.vocab_size * hidden * element),
             ("KV cache", policy.num_kv_blocks * kv_block_bytes(work)),
-            ("activations", policy.pass_tokens * hidden * element + ring + staging),
+            ("activations", policy.max_num_batched_tokens * hidden * element + ring + staging),
             ("runtime", RUNTIME_BYTES + logit_bytes(model)),
         ),
     )
@@ -428,7 +441,11 @@ def host_footprint(model: ModelSpec, work: ModelWork, passes: StreamedPasses) ->
 
 def resident_footprint(model: ModelSpec, work: ModelWork, policy: Policy) -> Footprint:
     """Device memory of a policy with all weights and the KV cache on the device."""
-    element, hidden, tokens = work.bytes_per_element, work.hidden_size, policy.pass_tokens
+    element, hidden, tokens = (
+        work.bytes_per_element,
+        work.hidden_size,
+        policy.max_num_batched_tokens,
+    )
     embedding = model.vocab_size * hidden * element
     routed = _routed(work, tokens) + _around_attention(model, work, tokens)
     return Footprint(
@@ -472,9 +489,9 @@ def logit_bytes(model: ModelSpec) -> int:
     return 3 * FLOAT_BYTES * LOGIT_CHUNK_ROWS * model.vocab_size
 
 
-def _around_attention(model: ModelSpec, work: ModelWork, wave_tokens: int) -> int:
+def _around_attention(model: ModelSpec, work: ModelWork, micro_batch_tokens: int) -> int:
     width = model.layers[0].attention.token_shapes.num_elements
-    return wave_tokens * width * work.bytes_per_element
+    return micro_batch_tokens * width * work.bytes_per_element
 
 
 def _layer_block_bytes(work: ModelWork) -> int:

@@ -6,17 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raymoe.config import EngineConfig, SamplingParams
-from raymoe.engine.intake import Intake, hash_key
+from raymoe.engine.request import InputProcessor, hash_key
 from raymoe.engine.tokenizer import Tokenizer
 from raymoe.errors import ConfigError
 
 
-def make_intake(directory, *, max_context_tokens=64, **config) -> Intake:
-    return Intake(
+def make_input_processor(directory, *, max_model_len=64, **config) -> InputProcessor:
+    return InputProcessor(
         Tokenizer(directory, 100),
         vocab_size=100,
-        max_context_tokens=max_context_tokens,
-        num_kv_blocks=max_context_tokens // 8,
+        max_model_len=max_model_len,
+        num_kv_blocks=max_model_len // 8,
         has_eos=True,
         config=EngineConfig(**config),
     )
@@ -33,10 +33,10 @@ def test_keys_of_different_types_differ_and_those_of_equal_integers_do_not():
 
 
 def test_without_a_key_tokens_and_parameters_decide(tmp_path):
-    intake = make_intake(tmp_path)
+    input_processor = make_input_processor(tmp_path)
 
     def key(prompt, **params):
-        return intake.build(prompt, SamplingParams(**params), None).row_key
+        return input_processor.build(prompt, SamplingParams(**params), None).row_key
 
     assert key([1, 2]) == key([1, 2])
     assert key([1, 2]) != key([1, 3])
@@ -45,14 +45,17 @@ def test_without_a_key_tokens_and_parameters_decide(tmp_path):
 
 
 def test_a_given_key_is_independent_of_the_prompt(tmp_path):
-    intake = make_intake(tmp_path)
-    assert intake.build([1], None, "id").row_key == intake.build([2], {"n": 2}, "id").row_key
+    input_processor = make_input_processor(tmp_path)
+    assert (
+        input_processor.build([1], None, "id").row_key
+        == input_processor.build([2], {"n": 2}, "id").row_key
+    )
 
 
 def test_the_seed_is_the_rows_or_the_engines(tmp_path):
-    intake = make_intake(tmp_path, seed=7)
-    assert intake.build([1], None, None).seed == 7
-    assert intake.build([1], {"seed": 3}, None).seed == 3
+    input_processor = make_input_processor(tmp_path, seed=7)
+    assert input_processor.build([1], None, None).seed == 7
+    assert input_processor.build([1], {"seed": 3}, None).seed == 3
 
 
 @pytest.mark.parametrize(
@@ -64,9 +67,9 @@ def test_the_seed_is_the_rows_or_the_engines(tmp_path):
     ],
 )
 def test_a_row_cannot_ask_for_more_log_probabilities_than_memory_allows(tmp_path, params, count):
-    intake = make_intake(tmp_path, max_context_tokens=1 << 15)
+    input_processor = make_input_processor(tmp_path, max_model_len=1 << 15)
     with pytest.raises(ConfigError, match=f"may need {count} log probabilities; at most 1048576"):
-        intake.build([1] * 17_000, params, None)
+        input_processor.build([1] * 17_000, params, None)
     fewer = {name: value - 1 for name, value in params.items() if "logprobs" in name}
-    assert intake.build([1] * 17_000, params | fewer, None).limit_tokens
-    assert intake.build([1], params | {"n": 1, "max_tokens": 1 << 20, "logprobs": 0}, None)
+    assert input_processor.build([1] * 17_000, params | fewer, None).max_tokens_total
+    assert input_processor.build([1], params | {"n": 1, "max_tokens": 1 << 20, "logprobs": 0}, None)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymoe.data.sorting import arrange, deal_rows, prompt_bytes, shared_bytes
+from raymoe.data.sorting import deal_rows, prompt_bytes, shared_bytes, sort_by_prefix
 from raymoe.errors import ConfigError
 
 ROWS_PER_BLOCK = 8
@@ -103,4 +103,4 @@ def test_rows_that_nobody_can_generate_have_a_place_too(cell: object) -> None:
 @pytest.mark.parametrize("value", [0, -1, 1.5, True])
 def test_numbers_that_make_no_sense_are_refused(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=name):
-        arrange(None, **{name: value})
+        sort_by_prefix(None, **{name: value})

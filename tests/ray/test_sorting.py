@@ -1,4 +1,4 @@
-"""`arrange` in a real Ray: the same rows, whatever their blocks are, and neighbours that share."""
+"""Sorting by prefix in a real Ray: the same rows whatever their blocks are."""
 
 import itertools
 import json
@@ -60,9 +60,11 @@ def counted(rows):
     return Counter(json.dumps(row, sort_keys=True, default=list) for row in rows)
 
 
-def arranged(dataset, **options):
+def sorted_rows(dataset, **options):
     tables = list(
-        raymoe.arrange(dataset, **options).iter_batches(batch_size=None, batch_format="pyarrow")
+        raymoe.sort_by_prefix(dataset, **options).iter_batches(
+            batch_size=None, batch_format="pyarrow"
+        )
     )
     assert not any(set(KEYS) & set(table.column_names) for table in tables)
     return [table.to_pylist() for table in tables]
@@ -78,7 +80,7 @@ def arranged(dataset, **options):
 )
 def test_the_same_rows_come_out_and_those_that_share_are_neighbours(local_ray, make):
     rows = make_rows()
-    tables = arranged(make(rows), rows_per_block=16)
+    tables = sorted_rows(make(rows), rows_per_block=16)
     found = [row for table in tables for row in table]
     assert counted(found) == counted(rows)
     assert sorted(map(len, tables)) == [16] * (NUM_ROWS // 16)
@@ -103,7 +105,7 @@ def test_no_rows_are_no_problem(local_ray):
     empty = ray.data.from_arrow(
         pa.table({"id": pa.array([], "int64"), "prompt": pa.array([], "str")})
     )
-    assert [row for table in arranged(empty) for row in table] == []
+    assert [row for table in sorted_rows(empty) for row in table] == []
 
 
 @pytest.mark.slow
@@ -111,4 +113,4 @@ def test_rows_without_a_prompt_column_are_refused(local_ray):
     with pytest.raises(
         ray.exceptions.RayTaskError, match="neither column 'question' nor 'messages'"
     ):
-        arranged(ray.data.from_items([{"id": 1, "text": "a"}]), prompt_column="question")
+        sorted_rows(ray.data.from_items([{"id": 1, "text": "a"}]), prompt_column="question")

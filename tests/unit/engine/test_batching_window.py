@@ -1,10 +1,10 @@
 """When an idle engine starts."""
 
-from raymoe.engine.engine import StartRule
+from raymoe.engine.engine import BatchingWindow
 
 
-def make_rule(linger_s=1000.0, expected_calls=None, num_rows=1) -> StartRule:
-    rule = StartRule(pool_rows=4, linger_s=linger_s, expected_calls=expected_calls)
+def make_rule(linger_s=1000.0, expected_calls=None, num_rows=1) -> BatchingWindow:
+    rule = BatchingWindow(pool_rows=4, linger_s=linger_s, expected_calls=expected_calls)
     for _ in range(num_rows):
         rule.row_came()
     return rule
@@ -25,15 +25,15 @@ def test_a_full_pool_starts():
 
 def test_all_callers_inside_start():
     rule = make_rule(expected_calls=2)
-    rule.num_calls_inside = 1
+    rule.num_calls_in_flight = 1
     assert rule.wait_s(1) > 0.0
-    rule.num_calls_inside = 2
+    rule.num_calls_in_flight = 2
     assert rule.wait_s(1) == 0.0
 
 
 def test_hurry_counts_until_the_engine_started():
     rule = make_rule()
-    rule.hurry()
+    rule.start_now()
     assert rule.wait_s(1) == 0.0
     rule.started()
     rule.row_came()
