@@ -1,18 +1,111 @@
-// The attention operation: checks, choice of the kernel, work for the pool.
+// The attention operation: checks, keys and values to the cache, work for the pool.
 #include "raymoe/attention.h"
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <string>
 
 #include "attention_pass.h"
-#include "attention_plan.h"
-#include "attention_run.h"
 #include "raymoe/worker_pool.h"
 
 namespace raymoe {
 namespace {
+
+/// Keys and values of consecutive tokens of one sequence and KV head, to be put into the cache.
+struct AppendTask {
+  const void* key = nullptr;  // first token
+  const void* value = nullptr;
+  int64_t key_stride = 0;  // elements between tokens
+  int64_t value_stride = 0;
+  void* cache = nullptr;  // block 0 of this KV head
+  int64_t block_stride = 0;
+  int64_t head_stride = 0;
+  const int32_t* block_table = nullptr;
+  int64_t head_dim = 0;
+  int64_t first_position = 0;
+  int64_t num_tokens = 0;
+};
+
+/// Writes the tokens, rounded to nearest even. The rest of a block whose first token is among them
+/// becomes zero: masked tokens still meet a probability of zero, and 0 * NaN of a previous owner
+/// would be NaN.
+using AppendFunction = void (*)(const AppendTask& task);
+
+template <typename C, typename Q>
+inline C convert(Q x) {
+  return from_float<C>(to_float(x));
+}
+template <>
+inline bf16 convert<bf16, bf16>(bf16 x) {
+  return x;
+}
+template <>
+inline fp16 convert<fp16, fp16>(fp16 x) {
+  return x;
+}
+
+/// Tokens [begin, end) of the task into rows row, row + 1, ... of one block.
+template <typename Q, typename C>
+void write_block(const AppendTask& task, int64_t begin, int64_t end, int64_t row, C* keys,
+                 C* values) {
+  constexpr int64_t pair = kPair<C>;
+  const int64_t dim = task.head_dim;
+  for (int64_t token = begin; token < end; ++token, ++row) {
+    const Q* key = static_cast<const Q*>(task.key) + token * task.key_stride;
+    const Q* value = static_cast<const Q*>(task.value) + token * task.value_stride;
+    C* key_out = keys + row * pair;
+    for (int64_t d = 0; d < dim; d += pair)
+      for (int64_t p = 0; p < pair; ++p) key_out[d * kBlockTokens + p] = convert<C>(key[d + p]);
+    for (int64_t column = 0; column < dim; column += kValueColumns) {
+      C* value_out = values + value_offset(row, column, dim, pair);
+      const int64_t end_column = std::min(dim, column + kValueColumns);
+      for (int64_t d = column; d < end_column; ++d, value_out += pair)
+        *value_out = convert<C>(value[d]);
+    }
+  }
+}
+
+template <typename Q, typename C>
+void append_tokens(const AppendTask& task) {
+  const int64_t half = kBlockTokens * task.head_dim;
+  int64_t token = 0;
+  while (token < task.num_tokens) {
+    const int64_t position = task.first_position + token;
+    const int64_t row = position % kBlockTokens;
+    const int64_t end = std::min(task.num_tokens, token + kBlockTokens - row);
+    C* keys =
+        static_cast<C*>(task.cache) + task.block_table[position / kBlockTokens] * task.block_stride;
+    if (row == 0 && end - token < kBlockTokens)
+      std::memset(static_cast<void*>(keys), 0, static_cast<size_t>(2 * half) * sizeof(C));
+    write_block<Q, C>(task, token, end, row, keys, keys + half);
+    token = end;
+  }
+}
+
+template <typename Q>
+AppendFunction append_of(DType cache) {
+  switch (cache) {
+    case DType::kFloat32:
+      return append_tokens<Q, float>;
+    case DType::kFloat16:
+      return append_tokens<Q, fp16>;
+    case DType::kBFloat16:
+      return append_tokens<Q, bf16>;
+    default:
+      return nullptr;
+  }
+}
+
+/// The function for keys of type `query` and a cache of type `cache`; null if unsupported.
+AppendFunction append_function(DType query, DType cache) {
+  if (query == DType::kFloat32) return append_of<float>(cache);
+  if (query != cache) return nullptr;
+  if (query == DType::kFloat16) return append_tokens<fp16, fp16>;
+  if (query == DType::kBFloat16) return append_tokens<bf16, bf16>;
+  return nullptr;
+}
 
 /// Everything that the workers of one call read.
 struct Call {
@@ -186,22 +279,6 @@ void check_out(const TensorView& query, const TensorView& out) {
   out.expect_size("attention: out", 1, query.size(1) * query.size(2));
 }
 
-AttentionKernel choose_kernel(DType query, DType cache) {
-#if defined(RAYMOE_X86_KERNELS)
-  switch (active_isa()) {
-    case Isa::kAvx2:
-      return attention_kernel_avx2(query, cache);
-    case Isa::kAvx512:
-      return attention_kernel_avx512(query, cache);
-    case Isa::kAvx512Bf16:
-      return attention_kernel_avx512_bf16(query, cache);
-    case Isa::kScalar:
-      break;
-  }
-#endif
-  return attention_kernel_scalar(query, cache);
-}
-
 int64_t element_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
 /// Addresses, strides and types of a call.
@@ -271,7 +348,7 @@ void append_and_attend(const TensorView& query, const TensorView& key, const Ten
   call.shape.scale_log2e = checked_scale_log2e(scale);
   set_memory(call, query, key, value, cache);
   call.shape.out_stride = query.size(1) * query.size(2);
-  call.kernel = choose_kernel(query.dtype(), cache.dtype());
+  call.kernel = attention_kernel()(query.dtype(), cache.dtype());
   call.out = static_cast<char*>(out.raw());
   call.sinks = sinks == nullptr ? nullptr : sinks->data<float>();
   run_call(call);

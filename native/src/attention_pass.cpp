@@ -1,10 +1,9 @@
-// Checks of the ragged shape of an attention pass.
+// Checks of the ragged shape of an attention pass, and its plan.
 #include "attention_pass.h"
 
+#include <algorithm>
 #include <cmath>
 #include <stdexcept>
-
-#include "raymoe/attention.h"
 
 namespace raymoe {
 namespace {
@@ -23,6 +22,36 @@ void check_blocks(const AttentionPass& pass, int64_t sequence, int64_t table_wid
       refuse_attention("block_table[" + std::to_string(sequence) + ", " + std::to_string(i) + "] is " +
              std::to_string(table[i]) + ", the cache has " + std::to_string(num_blocks) +
              " blocks");
+}
+
+constexpr int64_t kAppendTokens = 8 * kBlockTokens;  // of an append item
+
+/// Reading a KV token costs about as much as multiplying it with this many rows.
+constexpr int64_t kReadRows = 12;
+
+/// Most tokens of a tile.
+int64_t tile_tokens(int64_t group) { return std::max<int64_t>(1, kAttentionRows / group); }
+
+int64_t tile_cost(const AttentionPass& pass, int64_t first_position, int64_t num_tokens) {
+  const int64_t span = first_position + num_tokens - pass.first_visible(first_position);
+  return span * (kReadRows + num_tokens * pass.group);
+}
+
+template <typename Visit>
+void for_each_tile(const AttentionPass& pass, int64_t sequence, Visit visit) {
+  const int64_t step = tile_tokens(pass.group);
+  const int64_t num_tokens = pass.num_tokens(sequence);
+  for (int64_t first = 0; first < num_tokens; first += step) {
+    const int64_t count = std::min(step, num_tokens - first);
+    visit(first, count, tile_cost(pass, pass.first_position(sequence) + first, count));
+  }
+}
+
+int64_t total_cost(const AttentionPass& pass) {
+  int64_t total = 0;
+  for (int64_t sequence = 0; sequence < pass.num_sequences; ++sequence)
+    for_each_tile(pass, sequence, [&](int64_t, int64_t, int64_t cost) { total += cost; });
+  return total * pass.num_kv_heads;
 }
 
 }  // namespace
@@ -70,6 +99,66 @@ float checked_scale_log2e(double scale) {
   if (!(scale > 0) || !std::isfinite(scale))
     refuse_attention("scale is " + std::to_string(scale) + ", expected a positive number");
   return static_cast<float>(scale * kLog2E);
+}
+
+void AttentionPlan::build(const AttentionPass& pass, int num_threads) {
+  appends_.clear();
+  items_.clear();
+  small_.clear();
+  costly_.clear();
+  num_shared_ = num_parts_ = max_rows_ = 0;
+  const int64_t total = total_cost(pass);
+  split_cost_ = total / (4 * num_threads);
+  costly_cost_ = total / (32 * num_threads);
+  for (int64_t sequence = 0; sequence < pass.num_sequences; ++sequence)
+    add_sequence(pass, sequence);
+  std::sort(costly_.begin(), costly_.end(),
+            [](const Costly& a, const Costly& b) { return a.cost > b.cost; });
+  for (const Costly& costly : costly_) items_.push_back(costly.item);
+  items_.insert(items_.end(), small_.begin(), small_.end());
+}
+
+void AttentionPlan::add_sequence(const AttentionPass& pass, int64_t sequence) {
+  const int64_t num_tokens = pass.num_tokens(sequence);
+  for (int64_t head = 0; head < pass.num_kv_heads; ++head) {
+    AttentionItem tile{};
+    tile.sequence = static_cast<int32_t>(sequence);
+    tile.kv_head = static_cast<int32_t>(head);
+    if (num_tokens > 1)
+      for (int64_t first = 0; first < num_tokens; first += kAppendTokens)
+        appends_.push_back(
+            {tile.sequence, tile.kv_head, first, std::min(kAppendTokens, num_tokens - first)});
+    for_each_tile(pass, sequence, [&](int64_t first, int64_t count, int64_t cost) {
+      tile.first_token = first;
+      tile.num_tokens = count;
+      add_tile(pass, tile, cost);
+    });
+  }
+}
+
+void AttentionPlan::add_tile(const AttentionPass& pass, AttentionItem tile, int64_t cost) {
+  const int64_t position = pass.first_position(tile.sequence) + tile.first_token;
+  tile.first_split = pass.first_visible(position) / kSplitTokens;
+  tile.last_split = (position + tile.num_tokens - 1) / kSplitTokens;
+  tile.shared = tile.part = -1;
+  max_rows_ = std::max(max_rows_, tile.num_tokens * pass.group);
+  const int64_t num_splits = tile.last_split - tile.first_split + 1;
+  if (num_splits == 1 || cost <= split_cost_) return add_item(tile, cost);
+  AttentionItem item = tile;
+  item.shared = num_shared_++;
+  item.num_parts = num_splits;
+  for (int64_t split = tile.first_split; split <= tile.last_split; ++split) {
+    item.first_split = item.last_split = split;
+    item.part = num_parts_++;
+    add_item(item, cost / num_splits);
+  }
+}
+
+void AttentionPlan::add_item(const AttentionItem& item, int64_t cost) {
+  if (cost > costly_cost_)
+    costly_.push_back({cost, item});
+  else
+    small_.push_back(item);
 }
 
 }  // namespace raymoe

@@ -7,8 +7,6 @@
 #include <string>
 
 #include "attention_pass.h"
-#include "attention_plan.h"
-#include "attention_run.h"
 #include "raymoe/worker_pool.h"
 
 namespace raymoe {
@@ -125,22 +123,6 @@ class LatentAttention {
   const Call& call_;
 };
 
-LatentKernel choose_kernel(DType query, DType cache) {
-#if defined(RAYMOE_X86_KERNELS)
-  switch (active_isa()) {
-    case Isa::kAvx2:
-      return latent_kernel_avx2(query, cache);
-    case Isa::kAvx512:
-      return latent_kernel_avx512(query, cache);
-    case Isa::kAvx512Bf16:
-      return latent_kernel_avx512_bf16(query, cache);
-    case Isa::kScalar:
-      break;
-  }
-#endif
-  return latent_kernel_scalar(query, cache);
-}
-
 void check_latent_and_cache(const TensorView& latent, const TensorView& cache) {
   latent.expect_rank("attention: latent", 2);
   const int64_t width = latent.size(1);
@@ -217,7 +199,7 @@ void append_and_attend_latent(const TensorView& query, const TensorView& latent,
   call.shape.rank = out.size(2);
   call.shape.query_stride = query.stride(0);
   call.shape.out_stride = out.stride(0);
-  call.kernel = choose_kernel(query.dtype(), cache.dtype());
+  call.kernel = latent_kernel()(query.dtype(), cache.dtype());
   call.query = static_cast<const char*>(query.raw());
   call.out = static_cast<char*>(out.raw());
   const auto pool = worker_pool();

@@ -6,15 +6,13 @@
 #include <tuple>
 
 #include "raymoe/attention.h"
-#include "raymoe/code_ops.h"
-#include "raymoe/gemm_ops.h"
+#include "raymoe/codes.h"
+#include "raymoe/elementwise.h"
+#include "raymoe/experts.h"
 #include "raymoe/isa.h"
 #include "raymoe/latent_attention.h"
 #include "raymoe/linear.h"
-#include "raymoe/norm.h"
 #include "raymoe/probe.h"
-#include "raymoe/rope.h"
-#include "raymoe/router.h"
 #include "raymoe/sampling.h"
 #include "raymoe/worker_pool.h"
 #include "tensor_caster.h"

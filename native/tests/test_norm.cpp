@@ -6,9 +6,7 @@
 #include <vector>
 
 #include "check.h"
-#include "raymoe/norm.h"
-#include "raymoe/rope.h"
-#include "raymoe/router.h"
+#include "raymoe/elementwise.h"
 #include "raymoe/worker_pool.h"
 
 using raymoe::bf16;

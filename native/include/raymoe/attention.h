@@ -13,7 +13,7 @@
 #include <cstdint>
 
 #include "raymoe/bf16.h"
-#include "raymoe/isa.h"
+#include "raymoe/kernels.h"
 #include "raymoe/tensor_view.h"
 
 namespace raymoe {
@@ -90,7 +90,7 @@ struct AttentionState {
 constexpr int64_t padded_head_dim(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
 
 /// Most rows of a tile: as many as keep its state and scores near the core.
-constexpr int64_t kTileRows = 64;
+constexpr int64_t kAttentionRows = 64;
 
 /// Floats of scratch that `attend` needs for `rows` rows.
 constexpr int64_t attention_scratch_floats(int64_t rows, int64_t head_dim) {
@@ -106,37 +106,13 @@ struct AttentionKernel {
   void (*store)(const AttentionTile& tile, const AttentionState& state) = nullptr;
 };
 
-AttentionKernel attention_kernel_scalar(DType query, DType cache);
-AttentionKernel attention_kernel_avx2(DType query, DType cache);
-AttentionKernel attention_kernel_avx512(DType query, DType cache);
-AttentionKernel attention_kernel_avx512_bf16(DType query, DType cache);
+/// The kernel of an instruction set for these types.
+using AttentionKernelOf = AttentionKernel (*)(DType query, DType cache);
+RAYMOE_DECLARE_KERNELS(AttentionKernelOf, attention_kernel);
 
 /// Adds the sums of `part`, a later split of the same rows, to `total`.
 void merge_attention(const AttentionState& total, const AttentionState& part, int64_t rows,
                      int64_t head_dim);
-
-/// Keys and values of consecutive tokens of one sequence and KV head, to be put into the cache.
-struct AppendTask {
-  const void* key = nullptr;  // first token
-  const void* value = nullptr;
-  int64_t key_stride = 0;  // elements between tokens
-  int64_t value_stride = 0;
-  void* cache = nullptr;  // block 0 of this KV head
-  int64_t block_stride = 0;
-  int64_t head_stride = 0;
-  const int32_t* block_table = nullptr;
-  int64_t head_dim = 0;
-  int64_t first_position = 0;
-  int64_t num_tokens = 0;
-};
-
-/// Writes the tokens, rounded to nearest even. The rest of a block whose first token is among them
-/// becomes zero: masked tokens still meet a probability of zero, and 0 * NaN of a previous owner
-/// would be NaN.
-using AppendFunction = void (*)(const AppendTask& task);
-
-/// The function for keys of type `query` and a cache of type `cache`; null if unsupported.
-AppendFunction append_function(DType query, DType cache);
 
 /// See append_and_attend in raymoe/kernels/cpu_attention.py; sinks is float32 [heads] or null.
 void append_and_attend(const TensorView& query, const TensorView& key, const TensorView& value,

@@ -62,10 +62,9 @@ struct LatentKernel {
   void (*store)(const LatentTile& tile, const AttentionState& state) = nullptr;
 };
 
-LatentKernel latent_kernel_scalar(DType query, DType cache);
-LatentKernel latent_kernel_avx2(DType query, DType cache);
-LatentKernel latent_kernel_avx512(DType query, DType cache);
-LatentKernel latent_kernel_avx512_bf16(DType query, DType cache);
+/// The kernel of an instruction set for these types.
+using LatentKernelOf = LatentKernel (*)(DType query, DType cache);
+RAYMOE_DECLARE_KERNELS(LatentKernelOf, latent_kernel);
 
 /// See append_and_attend_latent in raymoe/kernels/cpu_latent_attention.py.
 void append_and_attend_latent(const TensorView& query, const TensorView& latent,

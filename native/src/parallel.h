@@ -1,19 +1,65 @@
-// How the matrix products share work: ranges of tasks with stealing, a barrier.
+// What launches share: scratch memory, rows in ranges, ranges of tasks with stealing, a barrier.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <cstdlib>
 #include <memory>
+#include <new>
 #include <thread>
-#include <vector>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
-#include "scratch.h"
+#include "raymoe/worker_pool.h"
 
 namespace raymoe {
+
+/// Memory that grows and is kept: huge pages where it is large, contents undefined.
+class Scratch {
+ public:
+  void* reserve(int64_t num_bytes) {
+    if (num_bytes <= capacity_) return data_.get();
+    constexpr int64_t kHuge = int64_t{2} << 20;
+    const int64_t alignment = num_bytes >= kHuge ? kHuge : 4096;
+    const int64_t capacity = (num_bytes + alignment - 1) / alignment * alignment;
+    data_.reset();
+    capacity_ = 0;
+    data_.reset(std::aligned_alloc(static_cast<size_t>(alignment), static_cast<size_t>(capacity)));
+    if (data_ == nullptr) throw std::bad_alloc();
+    capacity_ = capacity;
+#if defined(__linux__)
+    if (alignment == kHuge) madvise(data_.get(), static_cast<size_t>(capacity), MADV_HUGEPAGE);
+#endif
+    return data_.get();
+  }
+
+ private:
+  struct Free {
+    void operator()(void* data) const { std::free(data); }
+  };
+  std::unique_ptr<void, Free> data_;
+  int64_t capacity_ = 0;
+};
+
+/// Calls body(begin, end) for ranges of rows that cover [0, num_rows) once. `row_cost` is the work
+/// of a row in elements; less than about ten microseconds of work stays on the calling thread.
+template <typename Body>
+void for_row_ranges(int64_t num_rows, int64_t row_cost, const Body& body) {
+  constexpr int64_t kChunkCost = 16384;
+  if (num_rows <= 0) return;
+  const int64_t rows = std::max<int64_t>(1, kChunkCost / std::max<int64_t>(row_cost, 1));
+  const int64_t chunks = (num_rows + rows - 1) / rows;
+  if (chunks == 1 || num_rows * row_cost <= 2 * kChunkCost) return body(int64_t{0}, num_rows);
+  worker_pool()->for_each(chunks, 1, [&](int, int64_t chunk) {
+    body(chunk * rows, std::min((chunk + 1) * rows, num_rows));
+  });
+}
 
 /// Each worker owns a range of consecutive tasks and takes them from its front, so that weights
 /// stream and gathered rows are reused; a worker without tasks takes one from the back of the

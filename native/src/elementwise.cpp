@@ -1,17 +1,13 @@
-#include "raymoe/rope.h"
+// Norm, rotation and routing: checks, and rows shared among the workers.
+#include "raymoe/elementwise.h"
 
-#include "parallel_rows.h"
+#include <stdexcept>
+#include <string>
+
+#include "parallel.h"
 
 namespace raymoe {
 namespace {
-
-const FloatKernels<QkvRope>& kernels() {
-#if defined(RAYMOE_X86_KERNELS)
-  return kernels_of(kQkvRopeScalar, kQkvRopeAvx2, kQkvRopeAvx512);
-#else
-  return kQkvRopeScalar;
-#endif
-}
 
 void check_heads(const char* what, const TensorView& heads, const TensorView& qkv) {
   heads.expect(what, qkv.dtype(), 3).expect_size(what, 0, qkv.size(0)).expect_contiguous(what);
@@ -69,8 +65,29 @@ bool check_shapes(const QkvRopeViews& views) {
 
 }  // namespace
 
+void rms_norm(const TensorView& hidden, const TensorView* delta, const TensorView* weight,
+              float eps, const TensorView& out) {
+  const auto kernel = elementwise_kernels().rms_norm.of(hidden.dtype(), "rms_norm: hidden");
+  hidden.expect_rank("rms_norm: hidden", 2);
+  const int64_t rows = hidden.size(0), size = hidden.size(1);
+  out.expect("rms_norm: out", hidden.dtype(), 2).expect_size("rms_norm: out", 0, rows);
+  out.expect_size("rms_norm: out", 1, size).expect_contiguous("rms_norm: out");
+  if (delta != nullptr) {
+    delta->expect("rms_norm: delta", hidden.dtype(), 2).expect_size("rms_norm: delta", 0, rows);
+    delta->expect_size("rms_norm: delta", 1, size);
+  }
+  if (weight != nullptr)
+    weight->expect("rms_norm: weight", hidden.dtype(), 1).expect_size("rms_norm: weight", 0, size);
+  if (size == 0) return;
+  const RmsNorm args{hidden.raw(), delta != nullptr ? delta->raw() : nullptr,
+                     weight != nullptr ? weight->raw() : nullptr, out.raw(), hidden.stride(0),
+                     delta != nullptr ? delta->stride(0) : 0, size, eps};
+  for_row_ranges(rows, size,
+                 [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+}
+
 void qkv_rope(const QkvRopeViews& views, const QkvRopeOptions& options) {
-  const auto kernel = kernels().of(views.qkv.dtype(), "qkv_rope: qkv");
+  const auto kernel = elementwise_kernels().qkv_rope.of(views.qkv.dtype(), "qkv_rope: qkv");
   QkvRope args{};
   args.norm_spans_heads = check_shapes(views);
   args.norm_follows = options.norm_follows;
@@ -96,6 +113,40 @@ void qkv_rope(const QkvRopeViews& views, const QkvRopeOptions& options) {
   args.clip = options.clip;
   for_row_ranges(views.qkv.size(0), views.qkv.size(1),
                  [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+}
+
+void route(const TensorView& logits, bool renormalize, const TensorView& ids,
+           const TensorView& weights) {
+  const auto kernel = elementwise_kernels().route.of(logits.dtype(), "route: logits");
+  logits.expect_rank("route: logits", 2);
+  const int64_t rows = logits.size(0), num_experts = logits.size(1);
+  ids.expect("route: ids", DType::kInt32, 2).expect_size("route: ids", 0, rows);
+  ids.expect_contiguous("route: ids");
+  const int64_t top_k = ids.size(1);
+  weights.expect("route: weights", DType::kFloat32, 2).expect_size("route: weights", 0, rows);
+  weights.expect_size("route: weights", 1, top_k).expect_contiguous("route: weights");
+  if (num_experts > kMaxExperts || top_k > num_experts)
+    throw std::invalid_argument("route: top_k " + std::to_string(top_k) + " of " +
+                                std::to_string(num_experts) + " experts; at most " +
+                                std::to_string(kMaxExperts) + " experts");
+  const Route args{logits.raw(),     ids.data<int32_t>(), weights.data<float>(),
+                   logits.stride(0), num_experts,         top_k,
+                   renormalize};
+  for_row_ranges(rows, 4 * num_experts + 8 * top_k,
+                 [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+}
+
+void add_gated(const TensorView& out, const TensorView& shared, const TensorView& gate) {
+  const auto kernel = elementwise_kernels().gated_add.of(out.dtype(), "add_gated: out");
+  out.expect_rank("add_gated: out", 2);
+  const int64_t rows = out.size(0), size = out.size(1);
+  shared.expect("add_gated: shared", out.dtype(), 2).expect_size("add_gated: shared", 0, rows);
+  shared.expect_size("add_gated: shared", 1, size);
+  gate.expect("add_gated: gate", out.dtype(), 2).expect_size("add_gated: gate", 0, rows);
+  gate.expect_size("add_gated: gate", 1, 1);
+  const GatedAdd args{out.raw(),        shared.raw(),    gate.raw(), out.stride(0),
+                      shared.stride(0), gate.stride(0), size};
+  for_row_ranges(rows, size, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
 }
 
 }  // namespace raymoe

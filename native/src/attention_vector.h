@@ -1,5 +1,5 @@
-// The vectors that attention-inl.h is written in. Included only by files of one instruction set;
-// everything has internal linkage, so that no other file's copy is compiled for the wrong machine.
+// The vectors of the attention kernels. Everything has internal linkage: no other file's copy is
+// compiled for the wrong machine.
 #pragma once
 
 #include <immintrin.h>

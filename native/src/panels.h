@@ -1,4 +1,5 @@
-// Panels of codes: what gemm.h says of panels, with codes in place of bfloat16 weights.
+// Sizes and layouts of packed weights: panels of 32 outputs, inputs in pairs. Those of bfloat16 are
+// described in gemm.h; here is what differs with codes in place of bfloat16 weights.
 //
 // A packed matrix is, where inputs name their groups, int32 [2 * pairs] of them; then its panels.
 // A panel of 32 columns is
@@ -13,11 +14,20 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "gemm_layout.h"
 #include "raymoe/bf16.h"
 #include "raymoe/codes.h"
+#include "raymoe/kernels.h"
+#include "raymoe/tensor_view.h"
 
 namespace raymoe {
+
+constexpr int64_t kPanelColumns = 32;
+constexpr int64_t kPackedAlignment = 64;  // bytes
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t num_pairs(int64_t inputs) { return ceil_div(inputs, 2); }
+inline int64_t num_panels(int64_t outputs) { return ceil_div(outputs, kPanelColumns); }
+inline int64_t panel_elements(int64_t inputs) { return num_pairs(inputs) * kPanelColumns * 2; }
 
 constexpr int64_t kHalfPanel = kPanelColumns / 2;
 constexpr int kInt4Zero = 8;
@@ -52,6 +62,9 @@ struct CodeLayout {
     panels = format.has_order ? ceil_div(8 * num_pairs(inputs), 64) * 64 : 0;
   }
 };
+
+/// The memory of packed weights; throws unless it is `num_bytes` bytes and aligned.
+uint8_t* packed_data(const char* what, const TensorView& packed, int64_t num_bytes);
 
 /// One panel, to be decoded.
 struct CodePanel {
@@ -92,10 +105,10 @@ inline int64_t end_of_groups(const CodePanel& panel, int64_t begin, int64_t end)
   return stop;
 }
 
-/// Decodes pairs [begin, end) of a panel to bfloat16 as gemm.h has them, [end - begin][32][2].
-void decode_panel_scalar(const CodePanel& panel, int64_t begin, int64_t end, bf16* out);
-void decode_panel_avx2(const CodePanel& panel, int64_t begin, int64_t end, bf16* out);
-void decode_panel_avx512(const CodePanel& panel, int64_t begin, int64_t end, bf16* out);
-void decode_panel_avx512_bf16(const CodePanel& panel, int64_t begin, int64_t end, bf16* out);
+struct CodeKernels {
+  /// Decodes pairs [begin, end) of a panel to bfloat16 as gemm.h has them, [end - begin][32][2].
+  void (*decode)(const CodePanel& panel, int64_t begin, int64_t end, bf16* out);
+};
+RAYMOE_DECLARE_KERNELS(CodeKernels, code_kernels);
 
 }  // namespace raymoe

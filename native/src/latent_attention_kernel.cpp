@@ -1,22 +1,27 @@
-// The latent attention kernel of the vector instruction sets, over the `Vector` of this file's
-// flags.
+// The latent attention kernel. Without vectors it is what the others compute, one row after another.
 //
-// A tile is worked off in steps of 4 blocks (128 positions): scores = K Q^T with a position in each
-// row and a head in each lane, online softmax of all lanes at once, out = factor * out + P V with a
-// head in each row. So the cached rows are read as they lie, and nothing is summed across lanes.
-//
-// A row's arithmetic never depends on the rest of its tile: positions that only other rows see
-// score -inf, get weight 0 and add 0.
-#pragma once
+// With vectors, a tile is worked off in steps of 4 blocks (128 positions): scores = K Q^T with a position
+// in each row and a head in each lane, online softmax of all lanes at once, out = factor * out + P V with
+// a head in each row. So the cached rows are read as they lie, and nothing is summed across lanes. A
+// row's arithmetic never depends on the rest of its tile: positions that only other rows see score
+// -inf, get weight 0 and add 0.
+#include "raymoe/latent_attention.h"
 
+#if defined(__AVX2__)
 #include <array>
 #include <utility>
 
-#include "attention_vector-inl.h"
-#include "raymoe/latent_attention.h"
+#include "attention_vector.h"
+#else
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#endif
 
 namespace raymoe {
 namespace {
+
+#if defined(__AVX2__)
 
 using Reg = Vector::Reg;
 
@@ -373,13 +378,171 @@ void store(const LatentTile& tile, const AttentionState& state) {
   }
 }
 
-inline LatentKernel wide_kernel(DType query, DType cache) {
+#if defined(__AVX512BF16__)
+
+inline __m512i as_bits(__m512bh x) { return reinterpret_cast<__m512i>(x); }
+
+/// Lanes of two vectors by turns: the first halves of both, or the second.
+inline __m512i interleave(__m512i first, __m512i second, int half) {
+  const __m512i lane = _mm512_add_epi32(
+      _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+      _mm512_set1_epi32(16 * half));
+  const __m512i order = _mm512_or_si512(
+      lane, _mm512_slli_epi32(_mm512_add_epi32(lane, _mm512_set1_epi32(32)), 16));
+  return _mm512_permutex2var_epi16(first, order, second);
+}
+
+/// One instruction multiplies and adds a pair of bf16 in 16 lanes. Weights are rounded to bf16; scores,
+/// sums and outputs are float32. The instruction takes subnormal operands as zero.
+///
+/// For the scores a pair is two neighbouring elements of a cached row, read in place; for P V it is
+/// the same element of two neighbouring rows, so the values of a step are interleaved first.
+struct Pairs {
+  using C = bf16;
+  using A = bf16;
+  static constexpr int64_t kPair = 2;
+
+  static Reg load(const A* b) { return _mm512_loadu_ps(b); }
+  static Reg multiply_add(Reg acc, const A* a, Reg b) {
+    int32_t pair;
+    __builtin_memcpy(&pair, a, sizeof pair);
+    return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair)),
+                            reinterpret_cast<__m512bh>(b));
+  }
+  static void store_weights(A* to, const Reg (&weights)[2]) {
+    const __m512i both = as_bits(_mm512_cvtne2ps_pbh(weights[1], weights[0]));
+    const __m512i second = _mm512_castsi256_si512(_mm512_extracti64x4_epi64(both, 1));
+    _mm512_storeu_si512(to, interleave(both, second, 0));
+  }
+
+  static void gather(const LatentTile& tile, const Workspace<A>& work, Step<A>& step) {
+    for (int64_t i = 0; i < step.count; i += kBlockTokens) {
+      const A* rows = block_at<A>(tile, (step.first + i) / kBlockTokens);
+      step.rows[i / kBlockTokens] = rows;
+      interleave_rows(*tile.shape, rows, smaller(kBlockTokens, step.count - i), i, work.values);
+    }
+  }
+  static Panel<A> values(const LatentShape&, const Workspace<A>& work, int64_t column,
+                         int64_t columns) {
+    return {work.values + column * kStepTokens, columns * kPair};
+  }
+
+ private:
+  /// Rows of one block as rows `first`, `first` + 1, ... of the values.
+  static void interleave_rows(const LatentShape& shape, const A* rows, int64_t count, int64_t first,
+                              A* values) {
+    const int64_t rank = rounded_up(shape.rank, kLanes);
+    for (int64_t i = 0; i < count; i += 2)
+      for (int64_t column = 0; column < rank; column += kPanelColumns) {
+        const int64_t columns = smaller(rank - column, kPanelColumns);
+        const A* from = rows + i * shape.width + column;
+        const auto lanes = first_elements(shape.rank - column);
+        const __m512i row = _mm512_maskz_loadu_epi16(lanes, from);
+        const __m512i next =
+            i + 1 < count ? _mm512_maskz_loadu_epi16(lanes, from + shape.width)
+                          : _mm512_setzero_si512();
+        A* to = values + column * kStepTokens + (first + i) * columns;
+        _mm512_storeu_si512(to, interleave(row, next, 0));
+        if (columns == kPanelColumns) _mm512_storeu_si512(to + 32, interleave(row, next, 1));
+      }
+  }
+  static __mmask32 first_elements(int64_t count) {
+    return count >= 32 ? ~__mmask32{0} : static_cast<__mmask32>((uint32_t{1} << count) - 1);
+  }
+};
+
+#endif
+
+#else
+
+template <typename C>
+const C* cached_row(const LatentTile& tile, int64_t position) {
+  const LatentShape& shape = *tile.shape;
+  const int64_t block = tile.block_table[position / kBlockTokens];
+  return static_cast<const C*>(tile.cache) + block * shape.block_stride +
+         position % kBlockTokens * shape.width;
+}
+
+/// Online softmax of one row over positions [begin, end), a step of kStepTokens at a time.
+template <typename Q, typename C>
+void attend_row(const LatentTile& tile, int64_t row, int64_t begin, int64_t end,
+                const AttentionState& state) {
+  const LatentShape& shape = *tile.shape;
+  const Q* query = static_cast<const Q*>(tile.query) + row / tile.num_heads * shape.query_stride +
+                   row % tile.num_heads * shape.width;
+  float* out = state.out + row * padded_head_dim(shape.rank);
+  float max = -std::numeric_limits<float>::infinity(), sum = 0;
+  std::fill(out, out + shape.rank, 0.0f);
+  for (int64_t first = begin; first < end; first += kStepTokens) {
+    const int64_t count = std::min(kStepTokens, end - first);
+    float weights[kStepTokens];
+    float new_max = max;
+    for (int64_t i = 0; i < count; ++i) {
+      const C* cached = cached_row<C>(tile, first + i);
+      float score = 0;
+      for (int64_t d = 0; d < shape.width; ++d) score += to_float(query[d]) * to_float(cached[d]);
+      weights[i] = score * shape.scale_log2e;
+      new_max = std::max(new_max, weights[i]);
+    }
+    const float factor = std::exp2(max - new_max);
+    max = new_max;
+    sum *= factor;
+    for (int64_t d = 0; d < shape.rank; ++d) out[d] *= factor;
+    for (int64_t i = 0; i < count; ++i) {
+      const C* cached = cached_row<C>(tile, first + i);
+      const float weight = std::exp2(weights[i] - max);
+      sum += weight;
+      for (int64_t d = 0; d < shape.rank; ++d) out[d] += weight * to_float(cached[d]);
+    }
+  }
+  state.max[row] = max;
+  state.sum[row] = sum;
+}
+
+template <typename Q, typename C>
+void attend(const LatentTile& tile, int64_t split, const AttentionState& state, float*) {
+  for (int64_t row = 0; row < tile.num_rows(); ++row) {
+    const int64_t position = tile.first_position + row / tile.num_heads;
+    attend_row<Q, C>(tile, row, split * kSplitTokens,
+                     std::min(position + 1, (split + 1) * kSplitTokens), state);
+  }
+}
+
+template <typename Q>
+void store(const LatentTile& tile, const AttentionState& state) {
+  const LatentShape& shape = *tile.shape;
+  for (int64_t row = 0; row < tile.num_rows(); ++row) {
+    const float* from = state.out + row * padded_head_dim(shape.rank);
+    Q* to = static_cast<Q*>(tile.out) + row / tile.num_heads * shape.out_stride +
+            row % tile.num_heads * shape.rank;
+    for (int64_t d = 0; d < shape.rank; ++d) to[d] = from_float<Q>(from[d] / state.sum[row]);
+  }
+}
+
+#endif
+
+LatentKernel kernel_of(DType query, DType cache) {
+#if defined(__AVX512BF16__)
+  if (query == DType::kBFloat16 && cache == DType::kBFloat16)
+    return {attend<Pairs, bf16>, store<bf16>};
+  return latent_kernel_avx512(query, cache);
+#elif defined(__AVX2__)
   if (query == DType::kBFloat16) return {attend<Wide<bf16>, bf16>, store<bf16>};
   if (query == DType::kFloat16) return {attend<Wide<fp16>, fp16>, store<fp16>};
   if (cache == DType::kBFloat16) return {attend<Wide<bf16>, float>, store<float>};
   if (cache == DType::kFloat16) return {attend<Wide<fp16>, float>, store<float>};
   return {attend<Wide<float>, float>, store<float>};
+#else
+  if (query == DType::kBFloat16) return {attend<bf16, bf16>, store<bf16>};
+  if (query == DType::kFloat16) return {attend<fp16, fp16>, store<fp16>};
+  if (cache == DType::kBFloat16) return {attend<float, bf16>, store<float>};
+  if (cache == DType::kFloat16) return {attend<float, fp16>, store<float>};
+  return {attend<float, float>, store<float>};
+#endif
 }
 
 }  // namespace
+
+RAYMOE_DEFINE_KERNELS(LatentKernelOf, latent_kernel) = kernel_of;
+
 }  // namespace raymoe

@@ -1,18 +1,24 @@
-// The attention kernel of the vector instruction sets, over the `Vector` of this file's flags.
+// The attention kernel. Without vectors it is the documentation of the algorithm.
 //
-// A tile is worked off in steps of 4 blocks (128 positions) and, within a step, in groups of rows
-// that fit the registers: scores = Q K^T, online softmax, out += P V. Both products are the same
-// small matrix product, because a block of keys and a tile of values are both packed matrices.
-//
-// A row's arithmetic never depends on its group: positions that only other rows see score -inf,
-// get weight 0 and add 0.
-#pragma once
-
-#include "attention_vector-inl.h"
+// With vectors, a tile is worked off in steps of 4 blocks (128 positions) and, within a step, in groups
+// of rows that fit the registers: scores = Q K^T, online softmax, out += P V. Both products are the same
+// small matrix product, because a block of keys and a tile of values are both packed matrices. A row's
+// arithmetic never depends on its group: positions that only other rows see score -inf, get weight 0
+// and add 0.
 #include "raymoe/attention.h"
+
+#if defined(__AVX2__)
+#include "attention_vector.h"
+#else
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#endif
 
 namespace raymoe {
 namespace {
+
+#if defined(__AVX2__)
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -432,13 +438,136 @@ void store(const AttentionTile& tile, const AttentionState& state) {
   }
 }
 
-inline AttentionKernel wide_kernel(DType query, DType cache) {
+#if defined(__AVX512BF16__)
+
+/// One instruction multiplies and adds a pair of bf16 in 16 lanes. Weights are rounded to bf16; scores,
+/// sums and outputs are float32. The instruction takes subnormal operands as zero.
+struct PairDot {
+  using C = bf16;
+  using A = bf16;
+
+  static void store_weights(A* to, Vector::Reg x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
+                        reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
+  }
+
+  template <int kRows, int kCols>
+  static inline void step(Vector::Reg (&acc)[kRows][kCols], const A* a, int64_t a_stride,
+                          const C* b, bool half) {
+    __m512bh pairs[kCols];
+    for (int j = 0; j < kCols; ++j)
+      pairs[j] = reinterpret_cast<__m512bh>(Vector::load_pairs(b + j * 2 * Vector::kLanes, half));
+    for (int i = 0; i < kRows; ++i) {
+      int32_t pair;
+      __builtin_memcpy(&pair, a + i * a_stride, sizeof pair);
+      const auto x = reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
+      for (int j = 0; j < kCols; ++j) acc[i][j] = _mm512_dpbf16_ps(acc[i][j], x, pairs[j]);
+    }
+  }
+};
+
+#endif
+
+#else
+
+template <typename C>
+float key_at(const C* keys, int64_t token, int64_t d) {
+  constexpr int64_t pair = kPair<C>;
+  return to_float(keys[(d / pair * kBlockTokens + token) * pair + d % pair]);
+}
+
+template <typename C>
+float value_at(const C* values, int64_t dim, int64_t token, int64_t d) {
+  constexpr int64_t pair = kPair<C>;
+  const int64_t in_tile = d % kValueColumns;
+  return to_float(values[value_offset(token, d - in_tile, dim, pair) + in_tile * pair]);
+}
+
+/// One row over positions [begin, end): scores, their maximum, exponentials, weighted sum.
+template <typename Q, typename C>
+void attend_row(const AttentionTile& tile, int64_t row, int64_t begin, int64_t end,
+                const AttentionState& state) {
+  const AttentionShape& shape = *tile.shape;
+  const int64_t dim = shape.head_dim;
+  const Q* query = static_cast<const Q*>(tile.query) + row / shape.group * shape.query_stride +
+                   row % shape.group * dim;
+  const auto keys_of = [&](int64_t position) {
+    return static_cast<const C*>(tile.cache) +
+           tile.block_table[position / kBlockTokens] * shape.block_stride;
+  };
+  float scores[kSplitTokens];
+  float max = -std::numeric_limits<float>::infinity();
+  for (int64_t position = begin; position < end; ++position) {
+    const C* keys = keys_of(position);
+    float score = 0;
+    for (int64_t d = 0; d < dim; ++d)
+      score += to_float(query[d]) * key_at(keys, position % kBlockTokens, d);
+    scores[position - begin] = score * shape.scale_log2e;
+    max = std::max(max, scores[position - begin]);
+  }
+  float sum = 0;
+  float* out = state.out + row * padded_head_dim(dim);
+  std::fill(out, out + dim, 0.0f);
+  for (int64_t position = begin; position < end; ++position) {
+    const C* values = keys_of(position) + shape.head_stride / 2;
+    const float weight = std::exp2(scores[position - begin] - max);
+    sum += weight;
+    for (int64_t d = 0; d < dim; ++d)
+      out[d] += weight * value_at(values, dim, position % kBlockTokens, d);
+  }
+  state.max[row] = max;
+  state.sum[row] = sum;
+}
+
+template <typename Q, typename C>
+void attend(const AttentionTile& tile, int64_t split, const AttentionState& state, float*) {
+  const int64_t group = tile.shape->group;
+  const int64_t window = tile.shape->window;
+  for (int64_t row = 0; row < tile.num_rows(); ++row) {
+    const int64_t position = tile.first_position + row / group;
+    const int64_t visible = position < window ? 0 : position - window + 1;
+    const int64_t begin = std::max(visible, split * kSplitTokens);
+    const int64_t end = std::min(position + 1, (split + 1) * kSplitTokens);
+    attend_row<Q, C>(tile, row, begin, end, state);
+  }
+}
+
+template <typename Q>
+void store(const AttentionTile& tile, const AttentionState& state) {
+  const AttentionShape& shape = *tile.shape;
+  const int64_t dim = shape.head_dim;
+  for (int64_t row = 0; row < tile.num_rows(); ++row) {
+    const float* from = state.out + row * padded_head_dim(dim);
+    Q* to =
+        static_cast<Q*>(tile.out) + row / shape.group * shape.out_stride + row % shape.group * dim;
+    for (int64_t d = 0; d < dim; ++d) to[d] = from_float<Q>(from[d] / state.sum[row]);
+  }
+}
+
+#endif
+
+AttentionKernel kernel_of(DType query, DType cache) {
+#if defined(__AVX512BF16__)
+  if (query == DType::kBFloat16 && cache == DType::kBFloat16)
+    return {attend<PairDot, bf16>, store<bf16>};
+  return attention_kernel_avx512(query, cache);
+#elif defined(__AVX2__)
   if (query == DType::kBFloat16) return {attend<WideDot<bf16>, bf16>, store<bf16>};
   if (query == DType::kFloat16) return {attend<WideDot<fp16>, fp16>, store<fp16>};
   if (cache == DType::kBFloat16) return {attend<WideDot<bf16>, float>, store<float>};
   if (cache == DType::kFloat16) return {attend<WideDot<fp16>, float>, store<float>};
   return {attend<WideDot<float>, float>, store<float>};
+#else
+  if (query == DType::kBFloat16) return {attend<bf16, bf16>, store<bf16>};
+  if (query == DType::kFloat16) return {attend<fp16, fp16>, store<fp16>};
+  if (cache == DType::kBFloat16) return {attend<float, bf16>, store<float>};
+  if (cache == DType::kFloat16) return {attend<float, fp16>, store<float>};
+  return {attend<float, float>, store<float>};
+#endif
 }
 
 }  // namespace
+
+RAYMOE_DEFINE_KERNELS(AttentionKernelOf, attention_kernel) = kernel_of;
+
 }  // namespace raymoe
