@@ -1,10 +1,10 @@
 // The attention kernel. Without vectors it is the documentation of the algorithm.
 //
-// With vectors, a tile is worked off in steps of 4 blocks (128 positions) and, within a step, in groups
-// of rows that fit the registers: scores = Q K^T, online softmax, out += P V. Both products are the same
-// small matrix product, because a block of keys and a tile of values are both packed matrices. A row's
-// arithmetic never depends on its group: positions that only other rows see score -inf, get weight 0
-// and add 0.
+// With vectors, a tile is worked off in chunks of 4 blocks (128 positions) and, within a chunk, in
+// groups of rows that fit the registers: scores = Q K^T, online softmax, out += P V. Both products
+// are the same small matrix product, because a block of keys and a tile of values are both packed
+// matrices. A row's arithmetic never depends on its group: positions that only other rows see score
+// -inf, get weight 0 and add 0.
 #include "raymoe/attention.h"
 
 #if defined(__AVX2__)
@@ -33,7 +33,7 @@ struct WideDot {
 
   /// acc += one row of pairs of the cache times the matching pair of each row of `a`.
   template <int kRows, int kCols>
-  static inline void step(Vector::Reg (&acc)[kRows][kCols], const A* a, int64_t a_stride,
+  static inline void multiply_add(Vector::Reg (&acc)[kRows][kCols], const A* a, int64_t a_stride,
                           const C* b, bool half) {
     constexpr int pair = static_cast<int>(kPair<C>);
     Vector::Reg wide[kCols][pair];
@@ -51,7 +51,7 @@ template <typename Dot>
 struct Product {
   const typename Dot::A* a;  // [rows][num_matrices * depth * pair]
   int64_t a_stride;
-  const typename Dot::C* matrices[kStepBlocks];  // each [depth][columns][pair]
+  const typename Dot::C* matrices[kChunkBlocks];  // each [depth][columns][pair]
   int64_t num_matrices;
   int64_t depth;
   int64_t columns;
@@ -61,7 +61,7 @@ struct Product {
   const char* const* path;  // of the first matrix; null prefetches nothing
 };
 
-// A step reads its cache in a fixed order, the path, kept in pages of this size.
+// A chunk reads its cache in a fixed order, the path, kept in pages of this size.
 constexpr int64_t kPageBytes = 4096;
 
 constexpr int64_t pages_of(int64_t bytes) { return (bytes + kPageBytes - 1) / kPageBytes; }
@@ -70,7 +70,7 @@ constexpr int64_t pages_of(int64_t bytes) { return (bytes + kPageBytes - 1) / kP
 // prefetches while their queue is full: a line lost at one distance has another chance at the next.
 // On a Zen 4 core one distance reads 20 GB/s of 32 possible, two 23, three 25, four 27.
 constexpr int64_t kPagesAhead[] = {12, 6, 3, 1};
-constexpr int64_t kMostPagesAhead = kPagesAhead[0];
+constexpr int64_t kMaxPagesAhead = kPagesAhead[0];
 
 /// To the second-level cache: what lies ahead is as large as the first.
 inline void prefetch_ahead(const char* const* path, int64_t offset, int64_t bytes) {
@@ -105,7 +105,7 @@ __attribute__((noinline)) void multiply_columns(const Product<Dot>& product, int
     const char* const* path = product.path + matrix * pages_of(matrix_bytes);
     for (int64_t k = 0; k < product.depth; ++k, a += pair, b += b_stride) {
       if constexpr (kPrefetch) prefetch_ahead(path, done_bytes + k * row_bytes, row_bytes);
-      Dot::step(acc, a, product.a_stride, b, half);
+      Dot::multiply_add(acc, a, product.a_stride, b, half);
     }
   }
   for (int i = 0; i < kRows; ++i)
@@ -116,7 +116,7 @@ __attribute__((noinline)) void multiply_columns(const Product<Dot>& product, int
 template <typename Dot, int kRows, bool kPrefetch>
 void multiply_all(const Product<Dot>& product) {
   constexpr int64_t lanes = Vector::kLanes;
-  constexpr int cols = kRows <= Vector::kFewRows ? Vector::kManyColumns : Vector::kColumns;
+  constexpr int cols = kRows <= Vector::kNarrowRows ? Vector::kWideColumns : Vector::kColumns;
   const int64_t columns = product.columns;
   int64_t column = 0;
   for (; column + cols * lanes <= columns; column += cols * lanes)
@@ -138,18 +138,18 @@ void multiply(const Product<Dot>& product) {
 
 /// Tile, split and buffers of one call.
 template <typename Dot>
-struct Pass {
+struct TileWork {
   const AttentionTile& tile;
   const AttentionState& state;
   typename Dot::A* query;  // [rows][head_dim]
   float* sums;             // [rows][kLanes]: the sum of a row, one part for each lane
 };
 
-/// Up to 4 consecutive blocks of one step.
+/// Up to 4 consecutive blocks of one chunk.
 template <typename Dot>
-struct Step {
-  const typename Dot::C* keys[kStepBlocks];
-  const typename Dot::C* values[kStepBlocks];
+struct Chunk {
+  const typename Dot::C* keys[kChunkBlocks];
+  const typename Dot::C* values[kChunkBlocks];
   int64_t first_block;
   int64_t num_blocks;
   const char* const* path;  // keys of the blocks, then each tile of values of the blocks; or null
@@ -193,124 +193,128 @@ inline void mask_row(float* scores, int64_t count, int64_t first, int64_t last) 
   }
 }
 
-/// Blocks of a step that some row sees.
+/// Blocks of a chunk that some row sees.
 struct Range {
   int64_t begin;
   int64_t end;
 };
 
-/// scores[kRows][kStepTokens] = Q K^T for rows [row, row + kRows).
+/// scores[kRows][kChunkTokens] = Q K^T for rows [row, row + kRows).
 template <typename Dot, int kRows>
-void score_rows(const Pass<Dot>& pass, const Step<Dot>& step, int64_t row, Range range,
+void score_rows(const TileWork<Dot>& work, const Chunk<Dot>& chunk, int64_t row, Range range,
                 float* scores) {
   using C = typename Dot::C;
-  const int64_t dim = pass.tile.shape->head_dim;
+  const int64_t dim = work.tile.shape->head_dim;
   const int64_t pages = pages_of(kBlockTokens * dim * sizeof(C));
   Product<Dot> product{};
-  product.a = pass.query + row * dim;
+  product.a = work.query + row * dim;
   product.a_stride = dim;
   product.num_matrices = 1;
   product.depth = dim / kPair<C>;
   product.columns = kBlockTokens;
-  product.out_stride = kStepTokens;
+  product.out_stride = kChunkTokens;
   for (int64_t block = range.begin; block < range.end; ++block) {
-    product.matrices[0] = step.keys[block];
+    product.matrices[0] = chunk.keys[block];
     product.out = scores + (block - range.begin) * kBlockTokens;
-    if (step.path != nullptr) product.path = step.path + block * pages;
+    if (chunk.path != nullptr) product.path = chunk.path + block * pages;
     multiply<Dot, kRows>(product);
   }
 }
 
 /// out = factors * out + P V for rows [row, row + kRows).
 template <typename Dot, int kRows>
-void add_values(const Pass<Dot>& pass, const Step<Dot>& step, int64_t row, Range range,
+void add_values(const TileWork<Dot>& work, const Chunk<Dot>& chunk, int64_t row, Range range,
                 const typename Dot::A* weights, const float* factors) {
   using C = typename Dot::C;
-  const int64_t dim = pass.tile.shape->head_dim;
-  const char* const* path = step.path;
-  if (path != nullptr) path += step.num_blocks * pages_of(kBlockTokens * dim * sizeof(C));
+  const int64_t dim = work.tile.shape->head_dim;
+  const char* const* path = chunk.path;
+  if (path != nullptr) path += chunk.num_blocks * pages_of(kBlockTokens * dim * sizeof(C));
   Product<Dot> product{};
   product.a = weights;
-  product.a_stride = kStepTokens;
+  product.a_stride = kChunkTokens;
   product.num_matrices = range.end - range.begin;
   product.depth = kBlockTokens / kPair<C>;
   product.out_stride = padded_head_dim(dim);
   product.scale = factors;
   for (int64_t column = 0; column < dim; column += kValueColumns) {
     product.columns = smaller(dim - column, kValueColumns);
-    product.out = pass.state.out + row * product.out_stride + column;
+    product.out = work.state.out + row * product.out_stride + column;
     for (int64_t i = 0; i < product.num_matrices; ++i)
-      product.matrices[i] = step.values[range.begin + i] + column * kBlockTokens;
+      product.matrices[i] = chunk.values[range.begin + i] + column * kBlockTokens;
     const int64_t pages = pages_of(kBlockTokens * product.columns * sizeof(C));
-    if (path != nullptr) product.path = path + range.begin * pages, path += step.num_blocks * pages;
+    if (path != nullptr) {
+      product.path = path + range.begin * pages;
+      path += chunk.num_blocks * pages;
+    }
     multiply<Dot, kRows>(product);
   }
 }
 
-/// One step for rows [row, row + kRows).
+/// One chunk for rows [row, row + kRows).
 template <typename Dot, int kRows>
-void attend_rows(const Pass<Dot>& pass, const Step<Dot>& step, int64_t row) {
-  const AttentionTile& tile = pass.tile;
+void attend_rows(const TileWork<Dot>& work, const Chunk<Dot>& chunk, int64_t row) {
+  const AttentionTile& tile = work.tile;
   const AttentionShape& shape = *tile.shape;
   const int64_t first_token = tile.first_position + row / shape.group;
   const int64_t last_token = tile.first_position + (row + kRows - 1) / shape.group;
   const int64_t visible = larger(first_token - shape.window + 1, 0);
-  const int64_t begin = larger(visible / kBlockTokens - step.first_block, 0);
-  const int64_t end = smaller(last_token / kBlockTokens - step.first_block + 1, step.num_blocks);
+  const int64_t begin = larger(visible / kBlockTokens - chunk.first_block, 0);
+  const int64_t end = smaller(last_token / kBlockTokens - chunk.first_block + 1, chunk.num_blocks);
   if (begin >= end) return;
   const int64_t count = (end - begin) * kBlockTokens;
-  alignas(64) float scores[kRows * kStepTokens];
-  alignas(64) typename Dot::A weights[kRows * kStepTokens];
-  score_rows<Dot, kRows>(pass, step, row, {begin, end}, scores);
+  alignas(64) float scores[kRows * kChunkTokens];
+  alignas(64) typename Dot::A weights[kRows * kChunkTokens];
+  score_rows<Dot, kRows>(work, chunk, row, {begin, end}, scores);
   float factors[kRows];
-  const int64_t origin = (step.first_block + begin) * kBlockTokens;
+  const int64_t origin = (chunk.first_block + begin) * kBlockTokens;
   for (int i = 0; i < kRows; ++i) {
     const int64_t position = tile.first_position + (row + i) / shape.group;
     const int64_t first = larger(position - shape.window + 1, 0) - origin;
     const int64_t last = position - origin;
-    if (first > 0 || last < count - 1) mask_row(scores + i * kStepTokens, count, first, last);
-    factors[i] = softmax_row<Dot>(scores + i * kStepTokens, count, shape.scale_log2e,
-                                  pass.state.max + row + i, pass.sums + (row + i) * Vector::kLanes,
-                                  weights + i * kStepTokens);
+    if (first > 0 || last < count - 1) mask_row(scores + i * kChunkTokens, count, first, last);
+    factors[i] = softmax_row<Dot>(scores + i * kChunkTokens, count, shape.scale_log2e,
+                                  work.state.max + row + i, work.sums + (row + i) * Vector::kLanes,
+                                  weights + i * kChunkTokens);
   }
-  add_values<Dot, kRows>(pass, step, row, {begin, end}, weights, factors);
+  add_values<Dot, kRows>(work, chunk, row, {begin, end}, weights, factors);
 }
 
 template <typename Dot>
-void attend_some_rows(const Pass<Dot>& pass, const Step<Dot>& step, int64_t row, int64_t count) {
+void attend_some_rows(const TileWork<Dot>& work, const Chunk<Dot>& chunk, int64_t row,
+                      int64_t count) {
   if constexpr (Vector::kMaxRows > 4) {
     switch (count) {
       case 8:
-        return attend_rows<Dot, 8>(pass, step, row);
+        return attend_rows<Dot, 8>(work, chunk, row);
       case 7:
-        return attend_rows<Dot, 7>(pass, step, row);
+        return attend_rows<Dot, 7>(work, chunk, row);
       case 6:
-        return attend_rows<Dot, 6>(pass, step, row);
+        return attend_rows<Dot, 6>(work, chunk, row);
       case 5:
-        return attend_rows<Dot, 5>(pass, step, row);
+        return attend_rows<Dot, 5>(work, chunk, row);
       default:
         break;
     }
   }
   switch (count) {
     case 4:
-      return attend_rows<Dot, 4>(pass, step, row);
+      return attend_rows<Dot, 4>(work, chunk, row);
     case 3:
-      return attend_rows<Dot, 3>(pass, step, row);
+      return attend_rows<Dot, 3>(work, chunk, row);
     case 2:
-      return attend_rows<Dot, 2>(pass, step, row);
+      return attend_rows<Dot, 2>(work, chunk, row);
     default:
-      return attend_rows<Dot, 1>(pass, step, row);
+      return attend_rows<Dot, 1>(work, chunk, row);
   }
 }
 
-/// The addresses of two steps, in the order in which they are read, one for each page.
+/// The addresses of two chunks, in the order in which they are read, one for each page.
 class Path {
  public:
   const char* const* pages() const { return has_room_ ? pages_ : nullptr; }
 
   template <typename C>
-  void add_step(const C* const* keys, int64_t num_blocks, const AttentionShape& shape) {
+  void add_chunk(const C* const* keys, int64_t num_blocks, const AttentionShape& shape) {
     add(keys, num_blocks, kBlockTokens * shape.head_dim, 0);
     for (int64_t column = 0; column < shape.head_dim; column += kValueColumns)
       add(keys, num_blocks, kBlockTokens * smaller(shape.head_dim - column, kValueColumns),
@@ -324,12 +328,12 @@ class Path {
 
   /// Repeats the last address as often as one can look beyond it.
   void end() {
-    for (int64_t i = 0; i < kMostPagesAhead; ++i) add_page(pages_[size_ - 1]);
+    for (int64_t i = 0; i < kMaxPagesAhead; ++i) add_page(pages_[size_ - 1]);
   }
 
  private:
   /// Heads of more than a KiB fill it; they are long enough for the hardware's own prefetchers.
-  static constexpr int64_t kMostPages = 160;
+  static constexpr int64_t kMaxPages = 160;
 
   template <typename C>
   void add(const C* const* keys, int64_t num_blocks, int64_t elements, int64_t offset) {
@@ -341,41 +345,41 @@ class Path {
   }
 
   void add_page(const char* page) {
-    has_room_ = has_room_ && size_ < kMostPages;
+    has_room_ = has_room_ && size_ < kMaxPages;
     if (has_room_) pages_[size_++] = page;
   }
 
-  const char* pages_[kMostPages];
+  const char* pages_[kMaxPages];
   int64_t size_ = 0;
   bool has_room_ = true;
 };
 
-/// The blocks [first, end) of a step and the path through it; the tile goes on to block `last`.
+/// The blocks [first, end) of a chunk and the path through it; the tile goes on to block `last`.
 template <typename Dot>
-Step<Dot> make_step(const AttentionTile& tile, int64_t first, int64_t end, int64_t last,
+Chunk<Dot> make_chunk(const AttentionTile& tile, int64_t first, int64_t end, int64_t last,
                     Path& path) {
   using C = typename Dot::C;
   const AttentionShape& shape = *tile.shape;
   const auto keys_of = [&](int64_t block) {
     return static_cast<const C*>(tile.cache) + tile.block_table[block] * shape.block_stride;
   };
-  Step<Dot> step;
-  step.first_block = first;
-  step.num_blocks = end - first;
-  for (int64_t i = 0; i < step.num_blocks; ++i) {
-    step.keys[i] = keys_of(first + i);
-    step.values[i] = step.keys[i] + shape.head_stride / 2;
+  Chunk<Dot> chunk;
+  chunk.first_block = first;
+  chunk.num_blocks = end - first;
+  for (int64_t i = 0; i < chunk.num_blocks; ++i) {
+    chunk.keys[i] = keys_of(first + i);
+    chunk.values[i] = chunk.keys[i] + shape.head_stride / 2;
   }
-  const C* next[kStepBlocks];
-  for (int64_t i = 0; i < kStepBlocks; ++i)
+  const C* next[kChunkBlocks];
+  for (int64_t i = 0; i < kChunkBlocks; ++i)
     next[i] = end + i < last ? keys_of(end + i) : static_cast<const C*>(tile.next_keys[i]);
-  path.add_step(step.keys, step.num_blocks, shape);
+  path.add_chunk(chunk.keys, chunk.num_blocks, shape);
   if (end == last && tile.next_append != nullptr)
     path.add_keys(static_cast<const C*>(tile.next_append), shape);
-  path.add_step(next, kStepBlocks, shape);
+  path.add_chunk(next, kChunkBlocks, shape);
   path.end();
-  step.path = path.pages();
-  return step;
+  chunk.path = path.pages();
+  return chunk;
 }
 
 inline void pack_row(const bf16* from, int64_t count, bf16* to) {
@@ -389,40 +393,40 @@ inline void pack_row(const Q* from, int64_t count, float* to) {
 }
 
 template <typename Dot, typename Q>
-void start(const Pass<Dot>& pass) {
-  const AttentionShape& shape = *pass.tile.shape;
+void start(const TileWork<Dot>& work) {
+  const AttentionShape& shape = *work.tile.shape;
   const int64_t width = shape.group * shape.head_dim;
-  for (int64_t token = 0; token < pass.tile.num_tokens; ++token)
-    pack_row(static_cast<const Q*>(pass.tile.query) + token * shape.query_stride, width,
-             pass.query + token * width);
-  const int64_t rows = pass.tile.num_rows();
+  for (int64_t token = 0; token < work.tile.num_tokens; ++token)
+    pack_row(static_cast<const Q*>(work.tile.query) + token * shape.query_stride, width,
+             work.query + token * width);
+  const int64_t rows = work.tile.num_rows();
   const int64_t out_size = rows * padded_head_dim(shape.head_dim);
-  for (int64_t i = 0; i < rows; ++i) pass.state.max[i] = -__builtin_inff();
-  for (int64_t i = 0; i < rows * Vector::kLanes; ++i) pass.sums[i] = 0;
-  for (int64_t i = 0; i < out_size; ++i) pass.state.out[i] = 0;
+  for (int64_t i = 0; i < rows; ++i) work.state.max[i] = -__builtin_inff();
+  for (int64_t i = 0; i < rows * Vector::kLanes; ++i) work.sums[i] = 0;
+  for (int64_t i = 0; i < out_size; ++i) work.state.out[i] = 0;
 }
 
 template <typename Dot, typename Q>
 void attend(const AttentionTile& tile, int64_t split, const AttentionState& state, float* scratch) {
   const int64_t rows = tile.num_rows();
-  const Pass<Dot> pass{
+  const TileWork<Dot> work{
       tile, state, reinterpret_cast<typename Dot::A*>(scratch + rows * Vector::kLanes), scratch};
-  start<Dot, Q>(pass);
+  start<Dot, Q>(work);
   constexpr int64_t split_blocks = kSplitTokens / kBlockTokens;
   const int64_t last = smaller(tile.last_position() / kBlockTokens + 1, (split + 1) * split_blocks);
   int64_t block = larger(tile.first_visible() / kBlockTokens, split * split_blocks);
   while (block < last) {
-    const int64_t end = smaller(last, (block / kStepBlocks + 1) * kStepBlocks);
+    const int64_t end = smaller(last, (block / kChunkBlocks + 1) * kChunkBlocks);
     Path path;
-    Step<Dot> step = make_step<Dot>(tile, block, end, last, path);
+    Chunk<Dot> chunk = make_chunk<Dot>(tile, block, end, last, path);
     for (int64_t row = 0; row < rows; row += Vector::kMaxRows) {
-      attend_some_rows(pass, step, row, smaller(rows - row, Vector::kMaxRows));
-      step.path = nullptr;  // what the first rows have prefetched is there for the others
+      attend_some_rows(work, chunk, row, smaller(rows - row, Vector::kMaxRows));
+      chunk.path = nullptr;  // what the first rows have prefetched is there for the others
     }
     block = end;
   }
   for (int64_t row = 0; row < rows; ++row)
-    state.sum[row] = Vector::reduce_add(Vector::load(pass.sums + row * Vector::kLanes));
+    state.sum[row] = Vector::reduce_add(Vector::load(work.sums + row * Vector::kLanes));
 }
 
 template <typename Q>
@@ -440,8 +444,8 @@ void store(const AttentionTile& tile, const AttentionState& state) {
 
 #if defined(__AVX512BF16__)
 
-/// One instruction multiplies and adds a pair of bf16 in 16 lanes. Weights are rounded to bf16; scores,
-/// sums and outputs are float32. The instruction takes subnormal operands as zero.
+/// One instruction multiplies and adds a pair of bf16 in 16 lanes. Weights are rounded to bf16;
+/// scores, sums and outputs are float32. The instruction takes subnormal operands as zero.
 struct PairDot {
   using C = bf16;
   using A = bf16;
@@ -452,7 +456,7 @@ struct PairDot {
   }
 
   template <int kRows, int kCols>
-  static inline void step(Vector::Reg (&acc)[kRows][kCols], const A* a, int64_t a_stride,
+  static inline void multiply_add(Vector::Reg (&acc)[kRows][kCols], const A* a, int64_t a_stride,
                           const C* b, bool half) {
     __m512bh pairs[kCols];
     for (int j = 0; j < kCols; ++j)

@@ -47,8 +47,8 @@ struct Vector {
   using Reg = __m512;
   static constexpr int kLanes = 16;
   static constexpr int kMaxRows = 8;      // of a register block: 8 x 2 of 32 registers
-  static constexpr int kFewRows = 4;      // up to here, more columns
-  static constexpr int kManyColumns = 4;  // vectors
+  static constexpr int kNarrowRows = 4;      // up to here, more columns
+  static constexpr int kWideColumns = 4;  // vectors
   static constexpr int kColumns = 2;
 
   static Reg zero() { return _mm512_setzero_ps(); }
@@ -108,8 +108,8 @@ struct Vector {
   using Reg = __m256;
   static constexpr int kLanes = 8;
   static constexpr int kMaxRows = 4;  // of a register block: 4 x 2 of 16 registers
-  static constexpr int kFewRows = 0;
-  static constexpr int kManyColumns = 2;
+  static constexpr int kNarrowRows = 0;
+  static constexpr int kWideColumns = 2;
   static constexpr int kColumns = 2;
 
   static Reg zero() { return _mm256_setzero_ps(); }

@@ -13,9 +13,9 @@ namespace {
 
 #if defined(__AVX512F__)
 
-// Sixteen elements at a time, 8 columns x 2 inputs, looked up in a table of sixteen numbers or widened
-// through float16, scaled in float32 and rounded in pairs of vectors. Everything before the rounding is
-// exact but the product with a float32 scale.
+// Sixteen elements at a time, 8 columns x 2 inputs, looked up in a table of sixteen numbers or
+// widened through float16, scaled in float32 and rounded in pairs of vectors. Everything before the
+// rounding is exact but the product with a float32 scale.
 
 /// The bfloat16 nearest to two vectors.
 inline __m512i rounded(__m512 left, __m512 right) {

@@ -30,7 +30,9 @@ template <typename T>
 inline void scale_row(const T* row, const T* weight, float scale, int64_t size, T* out) {
   const F32 factor = splat(scale);
   if (weight == nullptr)
-    for_lanes(size, [&](int64_t i, auto part) { store(out + i, mul(load(row + i, part), factor), part); });
+    for_lanes(size, [&](int64_t i, auto part) {
+      store(out + i, mul(load(row + i, part), factor), part);
+    });
   else
     for_lanes(size, [&](int64_t i, auto part) {
       const F32 normed = rounded_to<T>(mul(load(row + i, part), factor));

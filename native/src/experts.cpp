@@ -1,4 +1,5 @@
-// The experts of one layer. Tokens pass in blocks; for each block, with a barrier between:
+// The experts of one layer. Tokens are worked off in blocks; for each block, with a barrier
+// between:
 //   sort     worker 0 groups the block's (token, slot) rows by expert, in a counting sort
 //   gate     tasks of (rows of an expert, panels of gate and up): gather, multiply, gate * up
 //   down     tasks of one panel of outputs over all experts in ascending order: multiply, add to

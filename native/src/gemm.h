@@ -24,9 +24,9 @@
 namespace raymoe {
 
 constexpr int64_t kTileRows = 14;
-// Inputs of one block: 2048 pairs x 128 bytes of a panel stay in L2 while tiles of rows pass.
+// Inputs of one block: 2048 pairs x 128 bytes of a panel stay in L2 while tiles of rows use them.
 constexpr int64_t kBlockPairs = 2048;
-// Of a block that is decoded: 32 KiB of bfloat16 weights stay near while tiles of rows pass.
+// Of a block that is decoded: 32 KiB of bfloat16 weights stay near while tiles of rows use them.
 constexpr int64_t kDecodedPairs = 256;
 constexpr int64_t kDecodedElements = kDecodedPairs * kPanelColumns * 2;
 
@@ -127,7 +127,7 @@ struct PanelProduct {
   bf16* decoded;           // scratch of kDecodedElements, for codes
 };
 
-/// Prefetches a share of `next` with each of the first tiles that pass over a block of a panel:
+/// Prefetches a share of `next` with each of the first tiles that use a block of a panel:
 /// four pairs of a panel are eight cache lines.
 inline void set_prefetch(GemmTile* tile, const bf16* next, int64_t index, int64_t num_tiles) {
   const int64_t lines = ceil_div(8, num_tiles);

@@ -1,5 +1,5 @@
-// The kernels of the matrix products: without vectors, the readable reference; on vectors of float32,
-// written once on vec_f32.h; and with the dot products of AVX512-BF16.
+// The kernels of the matrix products: without vectors, the readable reference; on vectors of
+// float32, written once on vec_f32.h; and with the dot products of AVX512-BF16.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -18,9 +18,9 @@ namespace {
 
 #if defined(__AVX512BF16__)
 
-// 14 rows x 32 columns of float32 sums in 28 registers, two vectors of weights and one broadcast pair of
-// activations in the rest. vdpbf16ps reads and writes denormals as zero and rounds each pair's sum once
-// or twice, so results differ from the scalar kernel by float32 rounding.
+// 14 rows x 32 columns of float32 sums in 28 registers, two vectors of weights and one broadcast
+// pair of activations in the rest. vdpbf16ps reads and writes denormals as zero and rounds each
+// pair's sum once or twice, so results differ from the scalar kernel by float32 rounding.
 
 constexpr int64_t kPairBytes = kPanelColumns * 2 * sizeof(bf16);
 constexpr int kUnroll = 4;
@@ -168,14 +168,14 @@ inline __m512 silu(__m512 x, float gain) {
 void gate_tile(int64_t rows, const GateTile& tile) {
   const __m512 gate_bias = _mm512_loadu_ps(tile.bias), up_bias = _mm512_loadu_ps(tile.bias + 16);
   const __m512 limit = _mm512_set1_ps(tile.gating.limit);
-  const __m512 least = _mm512_set1_ps(-tile.gating.limit);
+  const __m512 minimum = _mm512_set1_ps(-tile.gating.limit);
   const __m512 offset = _mm512_set1_ps(tile.gating.offset);
   for (int64_t row = 0; row < rows; ++row) {
     const float* sums = tile.sums + row * kPanelColumns;
     // Operand order: min and max return their second operand when one is NaN.
     const __m512 gate = _mm512_min_ps(limit, _mm512_add_ps(_mm512_loadu_ps(sums), gate_bias));
     __m512 up = _mm512_min_ps(limit, _mm512_add_ps(_mm512_loadu_ps(sums + 16), up_bias));
-    up = _mm512_add_ps(_mm512_max_ps(least, up), offset);
+    up = _mm512_add_ps(_mm512_max_ps(minimum, up), offset);
     const __m512 product = _mm512_mul_ps(silu(gate, tile.gating.gain), up);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(tile.out + row * tile.out_stride),
                         round_to_bf16(product));
@@ -199,9 +199,9 @@ void scatter_tile(int64_t rows, const ScatterTile& tile) {
 #elif defined(__AVX2__)
 
 // A pair of weights is a lane of 32 bits: shifted up it is the first weight in float32, without its
-// lower half the second. Activations are widened once for all the columns of a chunk of inputs, into a
-// buffer that stays in L1. Sums run over the inputs in the order of the scalar kernel, each product
-// fused with its addition: results differ from it by float32 rounding.
+// lower half the second. Activations are widened once for all the columns of a chunk of inputs,
+// into a buffer that stays in L1. Sums run over the inputs in the order of the scalar kernel, each
+// product fused with its addition: results differ from it by float32 rounding.
 
 constexpr int kSideBySide = 2;  // vectors of columns
 // Rows whose sums stay in registers: 14 x 2 of 32, or 6 x 2 of 16.
@@ -352,7 +352,7 @@ void store_tile(int64_t rows, const StoreTile& tile) {
 }
 
 void gate_tile(int64_t rows, const GateTile& tile) {
-  const F32 limit = splat(tile.gating.limit), least = splat(-tile.gating.limit);
+  const F32 limit = splat(tile.gating.limit), minimum = splat(-tile.gating.limit);
   const F32 offset = splat(tile.gating.offset), gain = splat(-tile.gating.gain);
   for (int64_t row = 0; row < rows; ++row)
     for_lanes(kHalfPanel, [&](int64_t i, auto part) {
@@ -362,7 +362,7 @@ void gate_tile(int64_t rows, const GateTile& tile) {
       const F32 up =
           min(limit, add(load(sums + kHalfPanel, part), load(tile.bias + kHalfPanel + i, part)));
       const F32 silu = div(gate, add(splat(1.0f), exp_of(mul(gain, gate))));
-      store(tile.out + row * tile.out_stride + i, mul(silu, add(max(least, up), offset)), part);
+      store(tile.out + row * tile.out_stride + i, mul(silu, add(max(minimum, up), offset)), part);
     });
 }
 
@@ -416,7 +416,7 @@ void gate_tile(int64_t rows, const GateTile& tile) {
       const int64_t other = column + kPanelColumns / 2;
       const float* sums = tile.sums + row * kPanelColumns;
       const Gating& gating = tile.gating;
-      // Operand order: NaN passes through std::min and std::max as their first operand.
+      // Operand order: std::min and std::max return their first operand when one is NaN.
       const float gate = std::min(sums[column] + tile.bias[column], gating.limit);
       const float up = std::min(sums[other] + tile.bias[other], gating.limit);
       tile.out[row * tile.out_stride + column] =
@@ -438,6 +438,7 @@ void scatter_tile(int64_t rows, const ScatterTile& tile) {
 
 }  // namespace
 
-RAYMOE_DEFINE_KERNELS(GemmKernels, gemm_kernels) = {multiply_tile, store_tile, gate_tile, scatter_tile};
+RAYMOE_DEFINE_KERNELS(GemmKernels, gemm_kernels) = {multiply_tile, store_tile, gate_tile,
+                                                   scatter_tile};
 
 }  // namespace raymoe

@@ -6,7 +6,7 @@
 #include <limits>
 #include <string>
 
-#include "attention_pass.h"
+#include "attention_step.h"
 #include "raymoe/worker_pool.h"
 
 namespace raymoe {
@@ -40,7 +40,7 @@ Convert conversion(DType latent, DType cache) {
 
 /// Everything that the workers of one call read.
 struct Call {
-  AttentionPass pass;
+  AttentionStep step;
   LatentShape shape;
   LatentKernel kernel;
   Convert convert;
@@ -54,7 +54,7 @@ struct Call {
   int64_t cache_size;
 
   const int32_t* table_of(int64_t sequence) const {
-    return pass.block_table + sequence * pass.table_stride;
+    return step.block_table + sequence * step.table_stride;
   }
   char* block_of(int64_t sequence, int64_t position) const {
     return cache + table_of(sequence)[position / kBlockTokens] * shape.block_stride * cache_size;
@@ -63,9 +63,9 @@ struct Call {
 
 /// Appends the tokens of one sequence.
 void run_append(const Call& call, int64_t sequence) {
-  const int64_t begin = call.pass.query_start[sequence];
-  const int64_t first = call.pass.first_position(sequence), width = call.shape.width;
-  for (int64_t i = 0; i < call.pass.num_tokens(sequence); ++i) {
+  const int64_t begin = call.step.query_start[sequence];
+  const int64_t first = call.step.first_position(sequence), width = call.shape.width;
+  for (int64_t i = 0; i < call.step.num_tokens(sequence); ++i) {
     const int64_t row = (first + i) % kBlockTokens;
     call.convert(call.latent + (begin + i) * call.latent_stride * call.query_size,
                  call.block_of(sequence, first + i) + row * width * call.cache_size, width);
@@ -73,7 +73,7 @@ void run_append(const Call& call, int64_t sequence) {
 }
 
 void append_all(const Call& call, WorkerPool& pool) {
-  pool.for_each(call.pass.num_sequences, 8,
+  pool.for_each(call.step.num_sequences, 8,
                 [&](int, int64_t sequence) { run_append(call, sequence); });
 }
 
@@ -91,7 +91,7 @@ class LatentAttention {
               const AttentionState& state, float* scratch) const {
     LatentTile tile = tile_of(item);
     const int64_t last = tile_of(next.item).last_position();
-    for (int64_t i = 0; i < kStepBlocks; ++i) {
+    for (int64_t i = 0; i < kChunkBlocks; ++i) {
       const int64_t position = std::min(next.split * kSplitTokens + i * kBlockTokens, last);
       tile.next_blocks[i] = call_.block_of(next.item.sequence, position);
     }
@@ -105,8 +105,8 @@ class LatentAttention {
  private:
   LatentTile tile_of(const AttentionItem& item) const {
     const LatentShape& shape = call_.shape;
-    const int64_t token = call_.pass.query_start[item.sequence] + item.first_token;
-    const int64_t head = item.kv_head * call_.pass.group;
+    const int64_t token = call_.step.query_start[item.sequence] + item.first_token;
+    const int64_t head = item.kv_head * call_.step.group;
     LatentTile tile;
     tile.shape = &shape;
     tile.query =
@@ -114,9 +114,9 @@ class LatentAttention {
     tile.out = call_.out + (token * shape.out_stride + head * shape.rank) * call_.query_size;
     tile.cache = call_.cache;
     tile.block_table = call_.table_of(item.sequence);
-    tile.first_position = call_.pass.first_position(item.sequence) + item.first_token;
+    tile.first_position = call_.step.first_position(item.sequence) + item.first_token;
     tile.num_tokens = item.num_tokens;
-    tile.num_heads = std::min(call_.pass.group, call_.num_heads - head);
+    tile.num_heads = std::min(call_.step.group, call_.num_heads - head);
     return tile;
   }
 
@@ -160,10 +160,10 @@ Call make_call(const TensorView& latent, const TensorView& cache, const TensorVi
                const TensorView& context_tokens, const TensorView& block_table) {
   check_latent_and_cache(latent, cache);
   Call call{};
-  call.pass = make_pass(query_start, context_tokens, block_table);
-  call.pass.num_kv_heads = call.pass.group = 1;
-  call.pass.window = std::numeric_limits<int64_t>::max();
-  check_pass(call.pass, latent.size(0), block_table.size(1), cache.size(0));
+  call.step = make_step(query_start, context_tokens, block_table);
+  call.step.num_kv_heads = call.step.group = 1;
+  call.step.window = std::numeric_limits<int64_t>::max();
+  check_step(call.step, latent.size(0), block_table.size(1), cache.size(0));
   call.shape.width = latent.size(1);
   call.shape.block_stride = cache.stride(0);
   call.convert = conversion(latent.dtype(), cache.dtype());
@@ -181,7 +181,7 @@ int64_t latent_scratch_floats(const LatentShape& shape, int64_t rows) {
   constexpr int64_t kSlack = 64;  // between the parts, and where the last row is read beyond
   const int64_t padded = padded_rows(rows);
   const int64_t widest = std::max(shape.width, padded_head_dim(shape.rank));
-  return padded * (1 + 2 * kStepTokens + shape.width) + kStepTokens * widest + 4 * kSlack;
+  return padded * (1 + 2 * kChunkTokens + shape.width) + kChunkTokens * widest + 4 * kSlack;
 }
 
 void append_and_attend_latent(const TensorView& query, const TensorView& latent,
@@ -194,8 +194,8 @@ void append_and_attend_latent(const TensorView& query, const TensorView& latent,
   call.shape.scale_log2e = checked_scale_log2e(scale);
   if (query.size(0) == 0) return;
   call.num_heads = query.size(1);
-  call.pass.num_kv_heads = (call.num_heads + kLatentHeads - 1) / kLatentHeads;
-  call.pass.group = (call.num_heads + call.pass.num_kv_heads - 1) / call.pass.num_kv_heads;
+  call.step.num_kv_heads = (call.num_heads + kLatentHeads - 1) / kLatentHeads;
+  call.step.group = (call.num_heads + call.step.num_kv_heads - 1) / call.step.num_kv_heads;
   call.shape.rank = out.size(2);
   call.shape.query_stride = query.stride(0);
   call.shape.out_stride = out.stride(0);
@@ -203,7 +203,7 @@ void append_and_attend_latent(const TensorView& query, const TensorView& latent,
   call.query = static_cast<const char*>(query.raw());
   call.out = static_cast<char*>(out.raw());
   const auto pool = worker_pool();
-  plan.build(call.pass, pool->num_threads());
+  plan.build(call.step, pool->num_threads());
   append_all(call, *pool);
   run_attention(plan, *pool, LatentAttention(call));
 }

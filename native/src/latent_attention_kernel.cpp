@@ -1,10 +1,11 @@
-// The latent attention kernel. Without vectors it is what the others compute, one row after another.
+// The latent attention kernel. Without vectors it is what the others compute, one row after
+// another.
 //
-// With vectors, a tile is worked off in steps of 4 blocks (128 positions): scores = K Q^T with a position
-// in each row and a head in each lane, online softmax of all lanes at once, out = factor * out + P V with
-// a head in each row. So the cached rows are read as they lie, and nothing is summed across lanes. A
-// row's arithmetic never depends on the rest of its tile: positions that only other rows see score
-// -inf, get weight 0 and add 0.
+// With vectors, a tile is worked off in chunks of 4 blocks (128 positions): scores = K Q^T with a
+// position in each row and a head in each lane, online softmax of all lanes at once, out = factor *
+// out + P V with a head in each row. So the cached rows are read as they lie, and nothing is summed
+// across lanes. A row's arithmetic never depends on the rest of its tile: positions that only other
+// rows see score -inf, get weight 0 and add 0.
 #include "raymoe/latent_attention.h"
 
 #if defined(__AVX2__)
@@ -30,9 +31,9 @@ constexpr int64_t kLanes = Vector::kLanes;
 constexpr int kPanelVectors = 2;
 constexpr int64_t kPanelColumns = kPanelVectors * kLanes;
 #if defined(__AVX512F__)
-constexpr int kMostRows = 12;  // of a register block: 12 x 2 of 32 registers
+constexpr int kMaxRows = 12;  // of a register block: 12 x 2 of 32 registers
 #else
-constexpr int kMostRows = 6;
+constexpr int kMaxRows = 6;
 #endif
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -44,27 +45,27 @@ inline int64_t rounded_up(int64_t x, int64_t unit) { return (x + unit - 1) / uni
 template <typename A>
 struct Workspace {
   A* queries;      // panels of R columns, each [width / pair][columns][pair]
-  A* values;       // a step of the cache as the right operand of P V
-  A* weights;      // [kStepTokens / pair][R][pair]
-  float* scores;   // [kStepTokens][R]
+  A* values;       // a chunk of the cache as the right operand of P V
+  A* weights;      // [kChunkTokens / pair][R][pair]
+  float* scores;   // [kChunkTokens][R]
   float* factors;  // [R]
 };
 
 /// Up to 4 consecutive blocks of the cache.
 template <typename A>
-struct Step {
-  const A* rows[kStepBlocks];
+struct Chunk {
+  const A* rows[kChunkBlocks];
   int64_t first;  // position
   int64_t count;
-  const char* next[kStepBlocks];  // blocks of the cache to be prefetched
+  const char* next[kChunkBlocks];  // blocks of the cache to be prefetched
   int64_t block_bytes;
 };
 
-/// The right operand of P V from some column on: a row, or a pair of them, after every `step`.
+/// The right operand of P V from some column on: a row, or a pair of them, after every `stride`.
 template <typename A>
 struct Panel {
   const A* data;
-  int64_t step;
+  int64_t stride;
 };
 
 template <typename C>
@@ -85,14 +86,14 @@ struct Wide {
   }
   static void store_weights(A* to, const Reg (&weights)[1]) { Vector::store(to, weights[0]); }
 
-  static void gather(const LatentTile& tile, const Workspace<A>& work, Step<A>& step) {
+  static void gather(const LatentTile& tile, const Workspace<A>& work, Chunk<A>& chunk) {
     const int64_t width = tile.shape->width;
-    for (int64_t i = 0; i < step.count; i += kBlockTokens) {
-      const Cache* from = block_at<Cache>(tile, (step.first + i) / kBlockTokens);
+    for (int64_t i = 0; i < chunk.count; i += kBlockTokens) {
+      const Cache* from = block_at<Cache>(tile, (chunk.first + i) / kBlockTokens);
       A* to = work.values + i * width;
-      const int64_t elements = smaller(kBlockTokens, step.count - i) * width;
+      const int64_t elements = smaller(kBlockTokens, chunk.count - i) * width;
       for (int64_t d = 0; d < elements; d += 8) store8(to + d, load8(from + d));
-      step.rows[i / kBlockTokens] = to;
+      chunk.rows[i / kBlockTokens] = to;
     }
   }
   static Panel<A> values(const LatentShape& shape, const Workspace<A>& work, int64_t column,
@@ -114,7 +115,7 @@ struct Product {
   float* out;
   int64_t out_row;
   const float* scale;      // [rows]; null overwrites out
-  const char* ahead;       // a line of cache is prefetched with each step
+  const char* ahead;       // a line of cache is prefetched with each of them
   const char* ahead_end;
 };
 
@@ -131,7 +132,7 @@ __attribute__((noinline)) void multiply_block(const Product<Format>& product) {
   const typename Format::A* a = product.a;
   const typename Format::A* b = product.b;
   const char* ahead = product.ahead;
-  for (int64_t step = 0; step < product.num_steps; ++step) {
+  for (int64_t k = 0; k < product.num_steps; ++k) {
     if (ahead < product.ahead_end) {
       _mm_prefetch(ahead, _MM_HINT_T1);
       ahead += kLineBytes;
@@ -153,18 +154,19 @@ template <typename Format>
 using MultiplyBlock = void (*)(const Product<Format>&);
 
 template <typename Format, int kCols, int... kRows>
-constexpr std::array<MultiplyBlock<Format>, kMostRows> block_table(
+constexpr std::array<MultiplyBlock<Format>, kMaxRows> block_table(
     std::integer_sequence<int, kRows...>) {
   return {multiply_block<Format, kCols, kRows + 1>...};
 }
 
-/// All rows of a product, in register blocks of nearly equal size. Returns where its prefetches end.
+/// All rows of a product, in register blocks of nearly equal size. Returns where its prefetches
+/// end.
 template <typename Format>
 const char* multiply(Product<Format> product, int64_t num_rows, bool is_half) {
-  using Rows = std::make_integer_sequence<int, kMostRows>;
+  using Rows = std::make_integer_sequence<int, kMaxRows>;
   static constexpr auto kWhole = block_table<Format, kPanelVectors>(Rows());
   static constexpr auto kHalf = block_table<Format, 1>(Rows());
-  const int64_t num_blocks = (num_rows + kMostRows - 1) / kMostRows;
+  const int64_t num_blocks = (num_rows + kMaxRows - 1) / kMaxRows;
   const Product<Format> all = product;
   for (int64_t block = 0; block < num_blocks; ++block) {
     const int64_t first = block * num_rows / num_blocks;
@@ -207,9 +209,9 @@ void pack_queries(const LatentTile& tile, typename Format::A* to) {
   }
 }
 
-/// scores[position][row of the tile] for the positions of a step.
+/// scores[position][row of the tile] for the positions of a chunk.
 template <typename Format>
-void score_step(const LatentTile& tile, const Step<typename Format::A>& step,
+void score_chunk(const LatentTile& tile, const Chunk<typename Format::A>& chunk,
                 const Workspace<typename Format::A>& work) {
   const int64_t width = tile.shape->width, padded = rounded_up(tile.num_rows(), kLanes);
   Product<Format> product{};
@@ -217,27 +219,27 @@ void score_step(const LatentTile& tile, const Step<typename Format::A>& step,
   product.a_step = Format::kPair;
   product.num_steps = width / Format::kPair;
   product.out_row = padded;
-  for (int64_t block = 0; block * kBlockTokens < step.count; ++block) {
-    product.ahead = step.next[block];
-    product.ahead_end = product.ahead + step.block_bytes;
+  for (int64_t block = 0; block * kBlockTokens < chunk.count; ++block) {
+    product.ahead = chunk.next[block];
+    product.ahead_end = product.ahead + chunk.block_bytes;
     for (int64_t panel = 0; panel < padded; panel += kPanelColumns) {
       const int64_t columns = smaller(padded - panel, kPanelColumns);
-      product.a = step.rows[block];
+      product.a = chunk.rows[block];
       product.b = work.queries + panel * width;
       product.b_step = columns * Format::kPair;
       product.out = work.scores + block * kBlockTokens * padded + panel;
-      const int64_t rows = smaller(kBlockTokens, step.count - block * kBlockTokens);
+      const int64_t rows = smaller(kBlockTokens, chunk.count - block * kBlockTokens);
       product.ahead = multiply(product, rows, columns < kPanelColumns);
     }
   }
 }
 
-/// Positions behind a row's own score -inf: rows of later tokens see them.
+/// Positions after a row's own score -inf: rows of later tokens see them.
 template <typename A>
-void mask_step(const LatentTile& tile, const Step<A>& step, float* scores) {
+void mask_chunk(const LatentTile& tile, const Chunk<A>& chunk, float* scores) {
   const int64_t padded = rounded_up(tile.num_rows(), kLanes);
-  for (int64_t i = larger(tile.first_position + 1 - step.first, 0); i < step.count; ++i) {
-    const int64_t first_row = (step.first + i - tile.first_position) * tile.num_heads;
+  for (int64_t i = larger(tile.first_position + 1 - chunk.first, 0); i < chunk.count; ++i) {
+    const int64_t first_row = (chunk.first + i - tile.first_position) * tile.num_heads;
     for (int64_t row = 0; row < smaller(first_row, padded); row += kLanes) {
       float* at = scores + i * padded + row;
       const int from = static_cast<int>(smaller(first_row - row, kLanes));
@@ -246,9 +248,9 @@ void mask_step(const LatentTile& tile, const Step<A>& step, float* scores) {
   }
 }
 
-/// Online softmax: weights of a step from its scores, and the factors of everything summed before.
+/// Online softmax: weights of a chunk from its scores, and the factors of everything summed before.
 template <typename Format>
-void weigh_step(const LatentTile& tile, int64_t count, const Workspace<typename Format::A>& work,
+void weigh_chunk(const LatentTile& tile, int64_t count, const Workspace<typename Format::A>& work,
                 const AttentionState& state) {
   const int64_t padded = rounded_up(tile.num_rows(), kLanes);
   const Reg scale = Vector::set1(tile.shape->scale_log2e);
@@ -299,7 +301,7 @@ void add_values(const LatentTile& tile, int64_t count, const Workspace<typename 
     const int64_t columns = smaller(rank - column, kPanelColumns);
     const auto panel = Format::values(shape, work, column, columns);
     product.b = panel.data;
-    product.b_step = panel.step;
+    product.b_step = panel.stride;
     product.out = state.out + column;
     multiply(product, tile.num_rows(), columns < kPanelColumns);
   }
@@ -313,12 +315,12 @@ Workspace<typename Format::A> workspace_at(float* scratch, const LatentShape& sh
   Workspace<A> work;
   work.factors = scratch;
   work.scores = work.factors + padded;
-  float* next = work.scores + kStepTokens * padded;
+  float* next = work.scores + kChunkTokens * padded;
   if constexpr (Format::kPair == 1) {
     work.weights = work.scores;  // each takes the place of its score
   } else {
     work.weights = reinterpret_cast<A*>(next);
-    next += kStepTokens * padded / Format::kPair;
+    next += kChunkTokens * padded / Format::kPair;
   }
   work.queries = reinterpret_cast<A*>(next);
   next += rounded_up(padded * shape.width, 16) / Format::kPair;
@@ -326,21 +328,21 @@ Workspace<typename Format::A> workspace_at(float* scratch, const LatentShape& sh
   return work;
 }
 
-/// The positions of a step, and the blocks that its thread reads after it.
+/// The positions of a chunk, and the blocks that its thread reads after it.
 template <typename Format>
-Step<typename Format::A> make_step(const LatentTile& tile, int64_t first, int64_t end) {
-  Step<typename Format::A> step;
-  step.first = first;
-  step.count = smaller(kStepTokens, end - first);
-  step.block_bytes = kBlockTokens * tile.shape->width * int64_t{sizeof(typename Format::C)};
-  for (int64_t i = 0; i < kStepBlocks; ++i) {
-    const int64_t position = first + kStepTokens + i * kBlockTokens;
+Chunk<typename Format::A> make_chunk(const LatentTile& tile, int64_t first, int64_t end) {
+  Chunk<typename Format::A> chunk;
+  chunk.first = first;
+  chunk.count = smaller(kChunkTokens, end - first);
+  chunk.block_bytes = kBlockTokens * tile.shape->width * int64_t{sizeof(typename Format::C)};
+  for (int64_t i = 0; i < kChunkBlocks; ++i) {
+    const int64_t position = first + kChunkTokens + i * kBlockTokens;
     const void* next = position < end
                            ? block_at<typename Format::C>(tile, position / kBlockTokens)
                            : tile.next_blocks[i];
-    step.next[i] = static_cast<const char*>(next);
+    chunk.next[i] = static_cast<const char*>(next);
   }
-  return step;
+  return chunk;
 }
 
 template <typename Format, typename Q>
@@ -356,13 +358,13 @@ void attend(const LatentTile& tile, int64_t split, const AttentionState& state, 
   const int64_t out_size = num_rows * padded_head_dim(shape.rank);
   for (int64_t i = 0; i < out_size; ++i) state.out[i] = 0;
   const int64_t end = smaller(tile.last_position() + 1, (split + 1) * kSplitTokens);
-  for (int64_t first = split * kSplitTokens; first < end; first += kStepTokens) {
-    auto step = make_step<Format>(tile, first, end);
-    Format::gather(tile, work, step);
-    score_step<Format>(tile, step, work);
-    mask_step(tile, step, work.scores);
-    weigh_step<Format>(tile, step.count, work, state);
-    add_values<Format>(tile, step.count, work, state);
+  for (int64_t first = split * kSplitTokens; first < end; first += kChunkTokens) {
+    auto chunk = make_chunk<Format>(tile, first, end);
+    Format::gather(tile, work, chunk);
+    score_chunk<Format>(tile, chunk, work);
+    mask_chunk(tile, chunk, work.scores);
+    weigh_chunk<Format>(tile, chunk.count, work, state);
+    add_values<Format>(tile, chunk.count, work, state);
   }
 }
 
@@ -374,7 +376,8 @@ void store(const LatentTile& tile, const AttentionState& state) {
     Q* to = static_cast<Q*>(tile.out) + row / tile.num_heads * shape.out_stride +
             row % tile.num_heads * shape.rank;
     const __m256 factor = _mm256_set1_ps(1.0f / state.sum[row]);
-    for (int64_t d = 0; d < shape.rank; d += 8) store8(to + d, _mm256_mul_ps(load8(from + d), factor));
+    for (int64_t d = 0; d < shape.rank; d += 8)
+      store8(to + d, _mm256_mul_ps(load8(from + d), factor));
   }
 }
 
@@ -392,11 +395,11 @@ inline __m512i interleave(__m512i first, __m512i second, int half) {
   return _mm512_permutex2var_epi16(first, order, second);
 }
 
-/// One instruction multiplies and adds a pair of bf16 in 16 lanes. Weights are rounded to bf16; scores,
-/// sums and outputs are float32. The instruction takes subnormal operands as zero.
+/// One instruction multiplies and adds a pair of bf16 in 16 lanes. Weights are rounded to bf16;
+/// scores, sums and outputs are float32. The instruction takes subnormal operands as zero.
 ///
 /// For the scores a pair is two neighbouring elements of a cached row, read in place; for P V it is
-/// the same element of two neighbouring rows, so the values of a step are interleaved first.
+/// the same element of two neighbouring rows, so the values of a chunk are interleaved first.
 struct Pairs {
   using C = bf16;
   using A = bf16;
@@ -415,16 +418,16 @@ struct Pairs {
     _mm512_storeu_si512(to, interleave(both, second, 0));
   }
 
-  static void gather(const LatentTile& tile, const Workspace<A>& work, Step<A>& step) {
-    for (int64_t i = 0; i < step.count; i += kBlockTokens) {
-      const A* rows = block_at<A>(tile, (step.first + i) / kBlockTokens);
-      step.rows[i / kBlockTokens] = rows;
-      interleave_rows(*tile.shape, rows, smaller(kBlockTokens, step.count - i), i, work.values);
+  static void gather(const LatentTile& tile, const Workspace<A>& work, Chunk<A>& chunk) {
+    for (int64_t i = 0; i < chunk.count; i += kBlockTokens) {
+      const A* rows = block_at<A>(tile, (chunk.first + i) / kBlockTokens);
+      chunk.rows[i / kBlockTokens] = rows;
+      interleave_rows(*tile.shape, rows, smaller(kBlockTokens, chunk.count - i), i, work.values);
     }
   }
   static Panel<A> values(const LatentShape&, const Workspace<A>& work, int64_t column,
                          int64_t columns) {
-    return {work.values + column * kStepTokens, columns * kPair};
+    return {work.values + column * kChunkTokens, columns * kPair};
   }
 
  private:
@@ -441,7 +444,7 @@ struct Pairs {
         const __m512i next =
             i + 1 < count ? _mm512_maskz_loadu_epi16(lanes, from + shape.width)
                           : _mm512_setzero_si512();
-        A* to = values + column * kStepTokens + (first + i) * columns;
+        A* to = values + column * kChunkTokens + (first + i) * columns;
         _mm512_storeu_si512(to, interleave(row, next, 0));
         if (columns == kPanelColumns) _mm512_storeu_si512(to + 32, interleave(row, next, 1));
       }
@@ -463,7 +466,7 @@ const C* cached_row(const LatentTile& tile, int64_t position) {
          position % kBlockTokens * shape.width;
 }
 
-/// Online softmax of one row over positions [begin, end), a step of kStepTokens at a time.
+/// Online softmax of one row over positions [begin, end), a chunk of kChunkTokens at a time.
 template <typename Q, typename C>
 void attend_row(const LatentTile& tile, int64_t row, int64_t begin, int64_t end,
                 const AttentionState& state) {
@@ -473,9 +476,9 @@ void attend_row(const LatentTile& tile, int64_t row, int64_t begin, int64_t end,
   float* out = state.out + row * padded_head_dim(shape.rank);
   float max = -std::numeric_limits<float>::infinity(), sum = 0;
   std::fill(out, out + shape.rank, 0.0f);
-  for (int64_t first = begin; first < end; first += kStepTokens) {
-    const int64_t count = std::min(kStepTokens, end - first);
-    float weights[kStepTokens];
+  for (int64_t first = begin; first < end; first += kChunkTokens) {
+    const int64_t count = std::min(kChunkTokens, end - first);
+    float weights[kChunkTokens];
     float new_max = max;
     for (int64_t i = 0; i < count; ++i) {
       const C* cached = cached_row<C>(tile, first + i);

@@ -1,5 +1,5 @@
-// Dense projections: packing of weights, and blocks of rows times ranges of panels, shared among the
-// workers.
+// Dense projections: packing of weights, and blocks of rows times ranges of panels, shared among
+// the workers.
 #include "raymoe/linear.h"
 
 #include <algorithm>
@@ -78,8 +78,8 @@ struct LinearPlan {
 LinearPlan make_plan(const LinearProblem& problem, int num_workers) {
   LinearPlan plan{};
   const int64_t row_bytes = 2 * problem.inputs;
-  const int64_t most = std::clamp<int64_t>(kBlockBytes / row_bytes, 4 * kTileRows, 256);
-  plan.num_blocks = ceil_div(problem.num_rows, most);
+  const int64_t max_rows = std::clamp<int64_t>(kBlockBytes / row_bytes, 4 * kTileRows, 256);
+  plan.num_blocks = ceil_div(problem.num_rows, max_rows);
   plan.block_rows = ceil_div(problem.num_rows, plan.num_blocks);
   plan.num_panels = num_panels(problem.outputs);
   const int64_t wanted = ceil_div(kTasksPerWorker * num_workers, plan.num_blocks);

@@ -1,4 +1,5 @@
-// The compiled module `_raymoe_native`, which `raymoe._native` re-exports: the only file that knows Python.
+// The compiled module `_raymoe_native`, which `raymoe._native` re-exports: the only file that knows
+// Python.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -129,7 +130,8 @@ CodeTensors code_tensors(const CodeTuple& weight) {
 
 void bind_codes(py::module_& m) {
   using Guard = py::call_guard<py::gil_scoped_release>;
-  py::class_<CodeFormat>(m, "CodeFormat", "How a matrix of codes is packed; see kernels/packing.py.")
+  py::class_<CodeFormat>(m, "CodeFormat",
+                         "How a matrix of codes is packed; see kernels/packing.py.")
       .def(py::init(&make_code_format), py::arg("kind"), py::arg("group_size"),
            py::arg("shares_scales"), py::arg("has_zeros"), py::arg("has_order"))
       .def("packed_bytes", &packed_codes_bytes, py::arg("out_features"), py::arg("in_features"),

@@ -87,7 +87,7 @@ inline CodePanel code_panel(const CodeFormat& format, const CodeLayout& layout,
           layout.num_groups};
 }
 
-/// The group of an input; that of the last one for the zero behind an odd number of inputs.
+/// The group of an input; that of the last one for the zero after an odd number of inputs.
 inline int64_t group_of(const CodePanel& panel, int64_t input) {
   if (panel.order != nullptr) return panel.order[input];
   return std::min(input / panel.format->group_size, panel.num_groups - 1);

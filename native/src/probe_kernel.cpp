@@ -34,9 +34,12 @@ inline float read_share(const ReadShare& share) {
     for (int64_t stream = 0; stream < share.num_streams; ++stream) {
       const float* p = share.data + stream * part + i;
       for (int64_t line = 0; line < kStepFloats; line += kLineFloats) {
-        if (share.ahead > 0) __builtin_prefetch(reinterpret_cast<const char*>(p + line) + share.ahead);
-        for (int64_t k = 0; k < kLineFloats; k += kLanes)
-          sum[(line + k) / kLanes % 4] = add(sum[(line + k) / kLanes % 4], load(p + line + k, Whole{}));
+        if (share.ahead > 0)
+          __builtin_prefetch(reinterpret_cast<const char*>(p + line) + share.ahead);
+        for (int64_t k = 0; k < kLineFloats; k += kLanes) {
+          F32& total = sum[(line + k) / kLanes % 4];
+          total = add(total, load(p + line + k, Whole{}));
+        }
       }
     }
   return sum_of(add(add(sum[0], sum[1]), add(sum[2], sum[3])));
@@ -112,6 +115,7 @@ constexpr Arithmetic dot_bf16 = nullptr, dot_int8 = nullptr;
 
 }  // namespace
 
-RAYMOE_DEFINE_KERNELS(ProbeKernels, probe_kernels) = {read_share, multiply_add_f32, dot_bf16, dot_int8};
+RAYMOE_DEFINE_KERNELS(ProbeKernels, probe_kernels) = {read_share, multiply_add_f32, dot_bf16,
+                                                    dot_int8};
 
 }  // namespace raymoe

@@ -1,5 +1,5 @@
-// Choosing tokens, written once on vec_f32.h. Gumbel noise comes from counters: Philox over 16 of them
-// at once, logarithms without fused steps.
+// Choosing tokens, written once on vec_f32.h. Gumbel noise comes from counters: Philox over 16 of
+// them at once, logarithms without fused steps.
 #include "philox.h"
 #include "raymoe/sampling.h"
 #include "vec_f32.h"

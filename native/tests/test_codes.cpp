@@ -1,5 +1,5 @@
-// Panels of codes: what is packed is decoded, alike on every instruction set, in memory of exactly
-// the promised size so that the address sanitizer sees every read and write outside.
+// Panels of codes: what is packed is decoded, the same on every instruction set, in memory of
+// exactly the promised size so that the address sanitizer sees every read and write outside.
 #include <cstdlib>
 #include <cstring>
 #include <memory>

@@ -279,7 +279,7 @@ BROKEN: list[tuple[Callable[[Case], object], str]] = [
     ),
     (
         lambda case: setattr(case, "contexts", [2, 20]),
-        "sequence 0 has 3 tokens in the pass but 2 context_tokens",
+        "sequence 0 has 3 tokens in the step but 2 context_tokens",
     ),
     (
         lambda case: setattr(case, "cache", case.cache.half()),

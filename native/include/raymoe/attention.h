@@ -6,8 +6,8 @@
 //     cache [N, G, 2, B * D]      keys [D / P][B][P]      values [D / C][B / P][C][P]
 //
 // so that one vector of keys belongs to consecutive tokens (a score needs no horizontal sum) and
-// one vector of values to consecutive dimensions. Values lie in tiles of C = 64 dimensions, the last
-// one narrower if need be: what a register block reads is one run of memory.
+// one vector of values to consecutive dimensions. Values lie in tiles of C = 64 dimensions, the
+// last one narrower if need be: what a register block reads is one run of memory.
 #pragma once
 
 #include <cstdint>
@@ -31,11 +31,11 @@ constexpr int64_t value_offset(int64_t token, int64_t column, int64_t head_dim, 
   return column * kBlockTokens + token / pair * width * pair + token % pair;
 }
 
-// Softmax is online in steps, and starts afresh in splits, of fixed positions of the sequence.
-// The sum of a token thus has the same order whatever else is in the pass, however its query was
+// Softmax is online in chunks, and starts afresh in splits, of fixed positions of the sequence.
+// The sum of a token thus has the same order whatever else is in the step, however its query was
 // batched, and whoever computes its splits: same bits.
-constexpr int64_t kStepBlocks = 4;
-constexpr int64_t kStepTokens = kStepBlocks * kBlockTokens;
+constexpr int64_t kChunkBlocks = 4;
+constexpr int64_t kChunkTokens = kChunkBlocks * kBlockTokens;
 constexpr int64_t kSplitTokens = 1024;
 
 /// Elements that lie together because one dot-product step multiplies them together.
@@ -66,9 +66,9 @@ struct AttentionTile {
   const int32_t* block_table = nullptr;  // of this sequence
   int64_t first_position = 0;            // of the first token
   int64_t num_tokens = 0;
-  // What this thread will read after this split, to be prefetched: the keys of a step, and before
+  // What this thread will read after this split, to be prefetched: the keys of a chunk, and before
   // them keys that it will overwrite. Any address will do; next_append may be null.
-  const void* next_keys[kStepBlocks] = {};
+  const void* next_keys[kChunkBlocks] = {};
   const void* next_append = nullptr;
 
   int64_t num_rows() const { return num_tokens * shape->group; }
@@ -89,7 +89,7 @@ struct AttentionState {
 
 constexpr int64_t padded_head_dim(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
 
-/// Most rows of a tile: as many as keep its state and scores near the core.
+/// Maximum of the rows of a tile: as many as keep its state and scores near the core.
 constexpr int64_t kAttentionRows = 64;
 
 /// Floats of scratch that `attend` needs for `rows` rows.

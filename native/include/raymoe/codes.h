@@ -1,7 +1,7 @@
 // Quantised weights in panels: codes and scales that are decoded next to the matrix product.
 //
-// The functions on tensors are what module.cpp binds; their errors are std::invalid_argument and name
-// the argument and the dimension.
+// The functions on tensors are what module.cpp binds; their errors are std::invalid_argument and
+// name the argument and the dimension.
 #pragma once
 
 #include <cstdint>

@@ -1,9 +1,9 @@
 // Tables of kernels: one for each instruction set, and entries for the storage types.
 //
-// CMake compiles each NAME_kernel.cpp once per instruction set, with RAYMOE_ISA set to its name; the
-// macros of the compiler (__AVX2__, __AVX512F__, __AVX512BF16__) tell what the file may use. Nothing
-// in it but its table has external linkage: the linker could keep a shared function of AVX512 for
-// machines that lack it.
+// CMake compiles each NAME_kernel.cpp once per instruction set, with RAYMOE_ISA set to its name;
+// the macros of the compiler (__AVX2__, __AVX512F__, __AVX512BF16__) tell what the file may use.
+// Nothing in it but its table has external linkage: the linker could keep a shared function of
+// AVX512 for machines that lack it.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@
 #include "raymoe/isa.h"
 #include "raymoe/tensor_view.h"
 
-/// Declares the tables NAME_scalar, NAME_avx2, ... and NAME(), the one of the active instruction set;
-/// isa.cpp defines the function.
+/// Declares the tables NAME_scalar, NAME_avx2, ... and NAME(), the one of the active instruction
+/// set; isa.cpp defines the function.
 #define RAYMOE_DECLARE_KERNELS(Table, name)                                         \
   extern const Table name##_scalar, name##_avx2, name##_avx512, name##_avx512_bf16; \
   const Table& name()

@@ -1,4 +1,4 @@
-// What the tests of paged attention have in common: passes of sequences, their blocks and types.
+// What the tests of paged attention have in common: steps of sequences, their blocks and types.
 #pragma once
 
 #include <algorithm>
@@ -19,20 +19,20 @@ struct Sequence {
 };
 
 /// Sequences with new and old tokens, in whole and cut blocks; short, ragged and long.
-inline const std::vector<std::vector<Sequence>> kPasses = {
+inline const std::vector<std::vector<Sequence>> kSteps = {
     {{1, 1}, {32, 32}, {33, 1}},
     {{65, 33}, {0, 0}, {40, 1}, {97, 90}},
     {{1100, 1}, {1030, 8}},
 };
 
-/// The sequences of one pass, with blocks that lie in the cache in the reverse order.
-struct PagedPass {
+/// The sequences of one step, with blocks that lie in the cache in the reverse order.
+struct PagedStep {
   std::vector<Sequence> sequences;
   int64_t num_tokens = 0, table_width = 0, num_blocks = 0;
   std::vector<int32_t> starts{0}, contexts, table;
   std::mt19937 random{7};
 
-  explicit PagedPass(std::vector<Sequence> list) : sequences(std::move(list)) {
+  explicit PagedStep(std::vector<Sequence> list) : sequences(std::move(list)) {
     for (const Sequence& sequence : sequences) {
       num_tokens += sequence.tokens;
       starts.push_back(static_cast<int32_t>(num_tokens));
@@ -58,7 +58,7 @@ struct PagedPass {
     for (T& x : data) x = from_float<T>(normal(random));
   }
 
-  /// Calls `compare(sequence, token, row)` for each new token; its row is counted in the pass.
+  /// Calls `compare(sequence, token, row)` for each new token; its row is counted in the step.
   template <typename Compare>
   void for_each_token(Compare compare) const {
     for (int64_t sequence = 0; sequence < count(); ++sequence) {

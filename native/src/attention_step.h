@@ -1,6 +1,6 @@
-// A pass of attention: which tokens belong to which sequence, and their blocks; how its work is cut into
-// items for the worker pool; how the workers go through them. What an item computes is the operation's
-// business.
+// A step of attention: which tokens belong to which sequence, and their blocks; how its work is cut
+// into items for the worker pool; how the workers go through them. What an item computes is the
+// operation's business.
 #pragma once
 
 #include <algorithm>
@@ -17,8 +17,8 @@
 
 namespace raymoe {
 
-/// Ragged shape of a pass; the arrays of AttentionBatch.
-struct AttentionPass {
+/// Ragged shape of a step; the arrays of AttentionBatch.
+struct AttentionStep {
   const int32_t* query_start = nullptr;
   const int32_t* context_tokens = nullptr;
   const int32_t* block_table = nullptr;
@@ -31,7 +31,7 @@ struct AttentionPass {
   int64_t num_tokens(int64_t sequence) const {
     return query_start[sequence + 1] - query_start[sequence];
   }
-  /// Position of the first token of the pass in its sequence.
+  /// Position of the first token of the step in its sequence.
   int64_t first_position(int64_t sequence) const {
     return context_tokens[sequence] - num_tokens(sequence);
   }
@@ -41,12 +41,12 @@ struct AttentionPass {
   }
 };
 
-/// The pass of these arrays, whose types and sizes are checked; heads and window are the caller's.
-AttentionPass make_pass(const TensorView& query_start, const TensorView& context_tokens,
+/// The step of these arrays, whose types and sizes are checked; heads and window are the caller's.
+AttentionStep make_step(const TensorView& query_start, const TensorView& context_tokens,
                         const TensorView& block_table);
 
 /// Throws unless the sequences cover `num_tokens` tokens and their blocks are in the cache.
-void check_pass(const AttentionPass& pass, int64_t num_tokens, int64_t table_width,
+void check_step(const AttentionStep& step, int64_t num_tokens, int64_t table_width,
                 int64_t num_blocks);
 
 /// Throws std::invalid_argument with the name of the operation before the message.
@@ -59,7 +59,7 @@ float checked_scale_log2e(double scale);
 struct AttentionItem {
   int32_t sequence;
   int32_t kv_head;
-  int64_t first_token;  // of the sequence's tokens in the pass
+  int64_t first_token;  // of the sequence's tokens in the step
   int64_t num_tokens;
   int64_t first_split;
   int64_t last_split;     // included
@@ -79,7 +79,7 @@ struct AppendItem {
 /// Reused from call to call, so that planning allocates nothing in the steady state.
 class AttentionPlan {
  public:
-  void build(const AttentionPass& pass, int num_threads);
+  void build(const AttentionStep& step, int num_threads);
 
   /// To be done before the items: sequences with one token append within their item.
   const std::vector<AppendItem>& appends() const { return appends_; }
@@ -90,24 +90,24 @@ class AttentionPlan {
   int64_t max_rows() const { return max_rows_; }
 
  private:
-  struct Costly {
+  struct Expensive {
     int64_t cost;
     AttentionItem item;
   };
 
-  void add_sequence(const AttentionPass& pass, int64_t sequence);
-  void add_tile(const AttentionPass& pass, AttentionItem tile, int64_t cost);
+  void add_sequence(const AttentionStep& step, int64_t sequence);
+  void add_tile(const AttentionStep& step, AttentionItem tile, int64_t cost);
   void add_item(const AttentionItem& item, int64_t cost);
 
   std::vector<AppendItem> appends_;
   std::vector<AttentionItem> items_;
   std::vector<AttentionItem> small_;
-  std::vector<Costly> costly_;
+  std::vector<Expensive> expensive_;
   int64_t num_shared_ = 0;
   int64_t num_parts_ = 0;
   int64_t max_rows_ = 0;
   int64_t split_cost_ = 0;   // a tile beyond it is cut into splits
-  int64_t costly_cost_ = 0;  // an item beyond it goes first
+  int64_t expensive_cost_ = 0;  // an item beyond it goes first
 };
 
 inline int64_t padded_rows(int64_t rows) { return (rows + 15) / 16 * 16; }
@@ -161,7 +161,8 @@ void run_whole(const Operation& operation, const AttentionItem& item, const Atte
   const AttentionState part = state_at(states + state_floats(rows, dim), rows);
   for (int64_t split = item.first_split; split <= item.last_split; ++split) {
     const bool is_first = split == item.first_split, is_last = split == item.last_split;
-    const NextSplit after = is_last ? NextSplit{next, next.first_split} : NextSplit{item, split + 1};
+    const NextSplit after =
+        is_last ? NextSplit{next, next.first_split} : NextSplit{item, split + 1};
     operation.attend(item, split, after, is_first ? total : part, scratch);
     if (!is_first) merge_attention(total, part, rows, dim);
   }
