@@ -259,8 +259,9 @@ void check_query_and_cache(const TensorView& query, const TensorView& key, const
   if (kv_heads < 1 || query.size(1) < 1 || query.size(1) % kv_heads != 0)
     refuse_attention("query has " + std::to_string(query.size(1)) +
                      " heads, not a multiple of key's " + std::to_string(kv_heads));
-  if (dim < 8 || dim % 8 != 0)
-    refuse_attention("query has head_dim " + std::to_string(dim) + ", expected a multiple of 8");
+  if (dim < kHeadDimMultiple || dim % kHeadDimMultiple != 0)
+    refuse_attention("query has head_dim " + std::to_string(dim) + ", expected a multiple of " +
+                     std::to_string(kHeadDimMultiple));
   cache.expect_rank("attention: cache", 4);
   if (append_function(query.dtype(), cache.dtype()) == nullptr)
     refuse_attention(std::string("query has dtype ") + dtype_name(query.dtype()) + " and cache " +

@@ -470,9 +470,9 @@ struct PairDot {
   }
 };
 
-#endif
+#endif  // __AVX512BF16__
 
-#else
+#else  // without vectors
 
 template <typename C>
 float key_at(const C* keys, int64_t token, int64_t d) {
@@ -548,7 +548,7 @@ void store(const AttentionTile& tile, const AttentionState& state) {
   }
 }
 
-#endif
+#endif  // __AVX2__
 
 AttentionKernel kernel_of(DType query, DType cache) {
 #if defined(__AVX512BF16__)

@@ -180,7 +180,7 @@ void decode(const CodePanel& panel, int64_t begin, int64_t end, bf16* out) {
   }
 }
 
-#else
+#else  // __AVX512F__
 
 // The scale and the zero point of one column, one at a time.
 
@@ -320,7 +320,7 @@ void decode(const CodePanel& panel, int64_t begin, int64_t end, bf16* out) {
   }
 }
 
-#else
+#else  // without vectors
 
 int code_at(const CodePanel& panel, int64_t pair, int64_t column, int64_t half_pair) {
   const uint8_t* codes = panel.codes + pair * pair_bytes(panel.format->kind);
@@ -357,8 +357,8 @@ void decode_panel(const CodePanel& panel, int64_t begin, int64_t end, bf16* out)
       }
 }
 
-#endif
-#endif
+#endif  // __AVX2__
+#endif  // __AVX512F__
 
 #if defined(__AVX2__)
 void decode_panel(const CodePanel& panel, int64_t begin, int64_t end, bf16* out) {

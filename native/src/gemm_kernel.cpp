@@ -380,7 +380,7 @@ void scatter_tile(int64_t rows, const ScatterTile& tile) {
   }
 }
 
-#else
+#else  // without vectors
 
 void multiply_tile(int64_t rows, const GemmTile& tile) {
   for (int64_t row = 0; row < rows; ++row) {
@@ -434,7 +434,7 @@ void scatter_tile(int64_t rows, const ScatterTile& tile) {
   }
 }
 
-#endif
+#endif  // __AVX512BF16__
 
 }  // namespace
 

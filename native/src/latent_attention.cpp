@@ -126,8 +126,9 @@ class LatentAttention {
 void check_latent_and_cache(const TensorView& latent, const TensorView& cache) {
   latent.expect_rank("attention: latent", 2);
   const int64_t width = latent.size(1);
-  if (width < 8 || width % 8 != 0)
-    refuse_attention("latent has width " + std::to_string(width) + ", expected a multiple of 8");
+  if (width < kHeadDimMultiple || width % kHeadDimMultiple != 0)
+    refuse_attention("latent has width " + std::to_string(width) + ", expected a multiple of " +
+                     std::to_string(kHeadDimMultiple));
   cache.expect_rank("attention: cache", 3);
   if (conversion(latent.dtype(), cache.dtype()) == nullptr)
     refuse_attention(std::string("latent has dtype ") + dtype_name(latent.dtype()) +
@@ -150,9 +151,9 @@ void check_query_and_out(const TensorView& query, const TensorView& latent, cons
   out.expect("attention: out", latent.dtype(), 3).expect_contiguous("attention: out");
   out.expect_size("attention: out", 0, num_tokens).expect_size("attention: out", 1, num_heads);
   const int64_t rank = out.size(2);
-  if (rank < 8 || rank % 8 != 0 || rank > width)
-    refuse_attention("out has rank " + std::to_string(rank) + ", expected a multiple of 8 up to " +
-                     std::to_string(width));
+  if (rank < kHeadDimMultiple || rank % kHeadDimMultiple != 0 || rank > width)
+    refuse_attention("out has rank " + std::to_string(rank) + ", expected a multiple of " +
+                     std::to_string(kHeadDimMultiple) + " up to " + std::to_string(width));
 }
 
 /// The arrays of a call that appends.

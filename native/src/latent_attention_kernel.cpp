@@ -454,9 +454,9 @@ struct Pairs {
   }
 };
 
-#endif
+#endif  // __AVX512BF16__
 
-#else
+#else  // without vectors
 
 template <typename C>
 const C* cached_row(const LatentTile& tile, int64_t position) {
@@ -522,7 +522,7 @@ void store(const LatentTile& tile, const AttentionState& state) {
   }
 }
 
-#endif
+#endif  // __AVX2__
 
 LatentKernel kernel_of(DType query, DType cache) {
 #if defined(__AVX512BF16__)

@@ -6,6 +6,7 @@
 #include <optional>
 #include <tuple>
 
+#include "panels.h"
 #include "raymoe/attention.h"
 #include "raymoe/codes.h"
 #include "raymoe/elementwise.h"
@@ -22,6 +23,18 @@ namespace py = pybind11;
 
 namespace raymoe {
 namespace {
+
+/// What raymoe.kernels declares too; tests/native/test_constants.py compares them.
+void bind_constants(py::module_& m) {
+  m.attr("BLOCK_TOKENS") = kBlockTokens;
+  m.attr("VALUE_COLUMNS") = kValueColumns;
+  m.attr("HEAD_DIM_MULTIPLE") = kHeadDimMultiple;
+  m.attr("MAX_HEAD_DIM") = kMaxHeadDim;
+  m.attr("MAX_EXPERTS") = kMaxExperts;
+  m.attr("PANEL_COLUMNS") = kPanelColumns;
+  m.attr("PACKED_ALIGNMENT") = kPackedAlignment;
+  m.attr("INT4_ZERO") = kInt4Zero;
+}
 
 void bind_runtime(py::module_& m) {
   m.def("active_isa", [] { return std::string(isa_name(active_isa())); },
@@ -218,6 +231,7 @@ void bind_probe(py::module_& m) {
 PYBIND11_MODULE(_raymoe_native, m) {
   m.attr("__version__") = RAYMOE_VERSION;
   m.doc() = "CPU kernels of raymoe; wrapped, checked and documented in raymoe.kernels.";
+  raymoe::bind_constants(m);
   raymoe::bind_runtime(m);
   raymoe::bind_probe(m);
   raymoe::bind_sampling(m);

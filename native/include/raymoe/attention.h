@@ -20,6 +20,9 @@ namespace raymoe {
 
 constexpr int64_t kBlockTokens = 32;
 
+/// Heads, and rows of latents, are whole vectors of AVX2.
+constexpr int64_t kHeadDimMultiple = 8;
+
 /// Dimensions of a tile of values: as many as the widest register block takes.
 constexpr int64_t kValueColumns = 64;
 

@@ -55,7 +55,7 @@ struct ExpertsProblem {
 void fused_experts(const ExpertsProblem& problem);
 
 /// Packed weights of experts, one after the other: bfloat16, or codes where a format is given.
-/// Biases are float32 [E, panels * 32] as experts.h orders them, or null.
+/// Biases are float32 [E, panels * 32] in the order of ExpertWeights, or null.
 struct PackedExperts {
   TensorView gate_up;
   TensorView down;
