@@ -107,7 +107,7 @@ AppendFunction append_function(DType query, DType cache) {
   return nullptr;
 }
 
-/// Everything that the workers of one call read.
+/// What the workers of one call read.
 struct Call {
   AttentionStep step;
   AttentionShape shape;
@@ -265,7 +265,7 @@ void check_query_and_cache(const TensorView& query, const TensorView& key, const
   cache.expect_rank("attention: cache", 4);
   if (append_function(query.dtype(), cache.dtype()) == nullptr)
     refuse_attention(std::string("query has dtype ") + dtype_name(query.dtype()) + " and cache " +
-           dtype_name(cache.dtype()) + "; they must be equal, or query float32");
+                     dtype_name(cache.dtype()) + "; they must be equal, or query float32");
   cache.expect_size("attention: cache", 1, kv_heads);
   cache.expect_size("attention: cache", 2, 2);
   cache.expect_size("attention: cache", 3, kBlockTokens * dim);
@@ -282,7 +282,6 @@ void check_out(const TensorView& query, const TensorView& out) {
 
 int64_t element_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
-/// Addresses, strides and types of a call.
 void set_memory(Call& call, const TensorView& query, const TensorView& key,
                 const TensorView& value, const TensorView& cache) {
   const int64_t dim = query.size(2);

@@ -14,8 +14,9 @@ void check_blocks(const AttentionStep& step, int64_t sequence, int64_t table_wid
   const int64_t end = (step.context_tokens[sequence] + kBlockTokens - 1) / kBlockTokens;
   if (end > table_width)
     refuse_attention("sequence " + std::to_string(sequence) + " has " +
-           std::to_string(step.context_tokens[sequence]) +
-           " context_tokens, block_table room for " + std::to_string(table_width * kBlockTokens));
+                     std::to_string(step.context_tokens[sequence]) +
+                     " context_tokens, block_table room for " +
+                     std::to_string(table_width * kBlockTokens));
   const int32_t* table = step.block_table + sequence * step.table_stride;
   for (int64_t i = first; i < end; ++i)
     if (table[i] < 0 || table[i] >= num_blocks)
@@ -29,8 +30,7 @@ constexpr int64_t kAppendTokens = 8 * kBlockTokens;  // of an append item
 /// Reading a KV token costs about as much as multiplying it with this many rows.
 constexpr int64_t kReadRows = 12;
 
-/// Maximum of the tokens of a tile.
-int64_t tile_tokens(int64_t group) { return std::max<int64_t>(1, kAttentionRows / group); }
+int64_t max_tile_tokens(int64_t group) { return std::max<int64_t>(1, kAttentionRows / group); }
 
 int64_t tile_cost(const AttentionStep& step, int64_t first_position, int64_t num_tokens) {
   const int64_t span = first_position + num_tokens - step.first_visible(first_position);
@@ -39,7 +39,7 @@ int64_t tile_cost(const AttentionStep& step, int64_t first_position, int64_t num
 
 template <typename Visit>
 void for_each_tile(const AttentionStep& step, int64_t sequence, Visit visit) {
-  const int64_t max_tokens = tile_tokens(step.group);
+  const int64_t max_tokens = max_tile_tokens(step.group);
   const int64_t num_tokens = step.num_tokens(sequence);
   for (int64_t first = 0; first < num_tokens; first += max_tokens) {
     const int64_t count = std::min(max_tokens, num_tokens - first);
@@ -60,15 +60,15 @@ void check_step(const AttentionStep& step, int64_t num_tokens, int64_t table_wid
                 int64_t num_blocks) {
   if (step.query_start[0] != 0 || step.query_start[step.num_sequences] != num_tokens)
     refuse_attention("query_start runs from " + std::to_string(step.query_start[0]) + " to " +
-           std::to_string(step.query_start[step.num_sequences]) + ", expected 0 to " +
-           std::to_string(num_tokens));
+                     std::to_string(step.query_start[step.num_sequences]) + ", expected 0 to " +
+                     std::to_string(num_tokens));
   for (int64_t sequence = 0; sequence < step.num_sequences; ++sequence) {
     const int64_t count = step.num_tokens(sequence);
     if (count < 0) refuse_attention("query_start falls after entry " + std::to_string(sequence));
     if (count > step.context_tokens[sequence])
       refuse_attention("sequence " + std::to_string(sequence) + " has " + std::to_string(count) +
-             " tokens in the step but " + std::to_string(step.context_tokens[sequence]) +
-             " context_tokens");
+                       " tokens in the step but " + std::to_string(step.context_tokens[sequence]) +
+                       " context_tokens");
     if (count > 0) check_blocks(step, sequence, table_width, num_blocks);
   }
 }

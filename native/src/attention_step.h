@@ -1,6 +1,5 @@
 // A step of attention: which tokens belong to which sequence, and their blocks; how its work is cut
-// into items for the worker pool; how the workers go through them. What an item computes is the
-// operation's business.
+// into items; how the workers go through the items. Attention and latent attention share it.
 #pragma once
 
 #include <algorithm>
@@ -152,7 +151,6 @@ void run_part(const Operation& operation, const SharedTiles& shared, const Atten
   operation.store(item, total);
 }
 
-/// One item with all its splits.
 template <typename Operation>
 void run_whole(const Operation& operation, const AttentionItem& item, const AttentionItem& next,
                float* states, float* scratch) {

@@ -1,5 +1,4 @@
-// The experts of one layer. Tokens are worked off in blocks; for each block, with a barrier
-// between:
+// The experts of one layer. For each block of tokens, with barriers between:
 //   sort     worker 0 groups the block's (token, slot) rows by expert, in a counting sort
 //   gate     tasks of (rows of an expert, panels of gate and up): gather, multiply, gate * up
 //   down     tasks of one panel of outputs over all experts in ascending order: multiply, add to
@@ -45,7 +44,6 @@ int64_t choose_block_tokens(const ExpertsProblem& problem) {
   return ceil_div(problem.num_tokens, ceil_div(problem.num_tokens, limit));
 }
 
-/// Gate and up of one expert, each of so many bytes.
 PackedWeight gate_up_of(const ExpertWeights& weights, int64_t expert, int64_t expert_bytes) {
   return {weights.gate_up + expert * expert_bytes, weights.gate_up_format,
           ceil_div(weights.expert_size, kGatePanelColumns) * kPanelColumns, weights.hidden_size};
@@ -171,7 +169,7 @@ class ExpertsLaunch {
   PanelSource down_panel(int64_t expert, int64_t panel) const {
     return panel_of(down_of(problem_.weights, expert, sizes_.down_bytes), panel);
   }
-  /// Of one panel of an expert; zeros where the experts have none.
+  /// The biases of a panel; zeros where the experts have none.
   static const float* bias_of(const float* biases, int64_t expert, int64_t panels, int64_t panel) {
     return biases == nullptr ? kNoBias : biases + (expert * panels + panel) * kPanelColumns;
   }

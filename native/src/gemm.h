@@ -99,7 +99,6 @@ struct PackedWeight {
   }
 };
 
-/// One panel of such a weight.
 struct PanelSource {
   const bf16* weights;  // where the weights are bfloat16
   CodePanel codes;      // where they are codes

@@ -1,4 +1,4 @@
-// The latent attention operation: checks, choice of the kernel, work for the pool.
+// The latent attention operation: checks, rows to the cache, work for the pool.
 #include "raymoe/latent_attention.h"
 
 #include <algorithm>
@@ -38,7 +38,7 @@ Convert conversion(DType latent, DType cache) {
   return nullptr;
 }
 
-/// Everything that the workers of one call read.
+/// What the workers of one call read.
 struct Call {
   AttentionStep step;
   LatentShape shape;
@@ -61,7 +61,6 @@ struct Call {
   }
 };
 
-/// Appends the tokens of one sequence.
 void run_append(const Call& call, int64_t sequence) {
   const int64_t begin = call.step.query_start[sequence];
   const int64_t first = call.step.first_position(sequence), width = call.shape.width;
@@ -77,7 +76,7 @@ void append_all(const Call& call, WorkerPool& pool) {
                 [&](int, int64_t sequence) { run_append(call, sequence); });
 }
 
-/// Attention of a call for `run_attention`. What the plan takes for a KV head is a range of heads.
+/// Attention of a call for `run_attention`. A KV head of the plan is a range of heads.
 class LatentAttention {
  public:
   explicit LatentAttention(const Call& call) : call_(call) {}

@@ -1,5 +1,4 @@
-// The latent attention kernel. Without vectors it is what the others compute, one row after
-// another.
+// The latent attention kernel. Without vectors it works off one row after another.
 //
 // With vectors, a tile is worked off in chunks of 4 blocks (128 positions): scores = K Q^T with a
 // position in each row and a head in each lane, online softmax of all lanes at once, out = factor *

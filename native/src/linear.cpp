@@ -1,5 +1,4 @@
-// Dense projections: packing of weights, and blocks of rows times ranges of panels, shared among
-// the workers.
+// Dense projections: packing of weights; blocks of rows times ranges of panels for the workers.
 #include "raymoe/linear.h"
 
 #include <algorithm>
@@ -15,7 +14,7 @@
 namespace raymoe {
 namespace {
 
-// Packing is bound by memory, so plain loops do.
+// Packing is bound by memory: plain loops suffice.
 
 /// Where the inputs of one output come from.
 struct Column {

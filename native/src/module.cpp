@@ -1,5 +1,4 @@
-// The compiled module `_raymoe_native`, which `raymoe._native` re-exports: the only file that knows
-// Python.
+// The Python module `_raymoe_native`, which `raymoe._native` re-exports.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

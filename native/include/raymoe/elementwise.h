@@ -30,7 +30,7 @@ constexpr int64_t kMaxHeadDim = 512;
 /// Per token: split, RMS norm of queries and keys (if weights), clip (if finite), rotation of the
 /// first 2 * half_dims dimensions of every query and key head. A pair is half_dims apart; where
 /// interleaved, neighbours are a pair, and the first of all pairs come out before the second of
-/// all. Every step is rounded to the storage type, cosines and sines too, where Hugging Face
+/// all. Every result is rounded to the storage type, cosines and sines too, where Hugging Face
 /// rounds.
 struct QkvRope {
   const void* qkv;           // [T, (H + 2 G) * D], row stride qkv_stride
