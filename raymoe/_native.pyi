@@ -2,6 +2,15 @@
 
 from torch import Tensor
 
+BLOCK_TOKENS: int
+VALUE_COLUMNS: int
+HEAD_DIM_MULTIPLE: int
+MAX_HEAD_DIM: int
+MAX_EXPERTS: int
+PANEL_COLUMNS: int
+PACKED_ALIGNMENT: int
+INT4_ZERO: int
+
 def active_isa() -> str: ...
 def supported_isas() -> list[str]: ...
 def set_isa(name: str) -> None: ...

@@ -1,22 +1,115 @@
-// The attention operation: checks, choice of the kernel, work for the pool.
+// The attention operation: checks, keys and values to the cache, work for the pool.
 #include "raymoe/attention.h"
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <string>
 
-#include "attention_pass.h"
-#include "attention_plan.h"
-#include "attention_run.h"
+#include "attention_step.h"
 #include "raymoe/worker_pool.h"
 
 namespace raymoe {
 namespace {
 
-/// Everything that the workers of one call read.
+/// Keys and values of consecutive tokens of one sequence and KV head, to be put into the cache.
+struct AppendTask {
+  const void* key = nullptr;  // first token
+  const void* value = nullptr;
+  int64_t key_stride = 0;  // elements between tokens
+  int64_t value_stride = 0;
+  void* cache = nullptr;  // block 0 of this KV head
+  int64_t block_stride = 0;
+  int64_t head_stride = 0;
+  const int32_t* block_table = nullptr;
+  int64_t head_dim = 0;
+  int64_t first_position = 0;
+  int64_t num_tokens = 0;
+};
+
+/// Writes the tokens, rounded to nearest even. The rest of a block whose first token is among them
+/// becomes zero: masked tokens still meet a probability of zero, and 0 * NaN of a previous owner
+/// would be NaN.
+using AppendFunction = void (*)(const AppendTask& task);
+
+template <typename C, typename Q>
+inline C convert(Q x) {
+  return from_float<C>(to_float(x));
+}
+template <>
+inline bf16 convert<bf16, bf16>(bf16 x) {
+  return x;
+}
+template <>
+inline fp16 convert<fp16, fp16>(fp16 x) {
+  return x;
+}
+
+/// Tokens [begin, end) of the task into rows row, row + 1, ... of one block.
+template <typename Q, typename C>
+void write_block(const AppendTask& task, int64_t begin, int64_t end, int64_t row, C* keys,
+                 C* values) {
+  constexpr int64_t pair = kPair<C>;
+  const int64_t dim = task.head_dim;
+  for (int64_t token = begin; token < end; ++token, ++row) {
+    const Q* key = static_cast<const Q*>(task.key) + token * task.key_stride;
+    const Q* value = static_cast<const Q*>(task.value) + token * task.value_stride;
+    C* key_out = keys + row * pair;
+    for (int64_t d = 0; d < dim; d += pair)
+      for (int64_t p = 0; p < pair; ++p) key_out[d * kBlockTokens + p] = convert<C>(key[d + p]);
+    for (int64_t column = 0; column < dim; column += kValueColumns) {
+      C* value_out = values + value_offset(row, column, dim, pair);
+      const int64_t end_column = std::min(dim, column + kValueColumns);
+      for (int64_t d = column; d < end_column; ++d, value_out += pair)
+        *value_out = convert<C>(value[d]);
+    }
+  }
+}
+
+template <typename Q, typename C>
+void append_tokens(const AppendTask& task) {
+  const int64_t half = kBlockTokens * task.head_dim;
+  int64_t token = 0;
+  while (token < task.num_tokens) {
+    const int64_t position = task.first_position + token;
+    const int64_t row = position % kBlockTokens;
+    const int64_t end = std::min(task.num_tokens, token + kBlockTokens - row);
+    C* keys =
+        static_cast<C*>(task.cache) + task.block_table[position / kBlockTokens] * task.block_stride;
+    if (row == 0 && end - token < kBlockTokens)
+      std::memset(static_cast<void*>(keys), 0, static_cast<size_t>(2 * half) * sizeof(C));
+    write_block<Q, C>(task, token, end, row, keys, keys + half);
+    token = end;
+  }
+}
+
+template <typename Q>
+AppendFunction append_of(DType cache) {
+  switch (cache) {
+    case DType::kFloat32:
+      return append_tokens<Q, float>;
+    case DType::kFloat16:
+      return append_tokens<Q, fp16>;
+    case DType::kBFloat16:
+      return append_tokens<Q, bf16>;
+    default:
+      return nullptr;
+  }
+}
+
+/// The function for keys of type `query` and a cache of type `cache`; null if unsupported.
+AppendFunction append_function(DType query, DType cache) {
+  if (query == DType::kFloat32) return append_of<float>(cache);
+  if (query != cache) return nullptr;
+  if (query == DType::kFloat16) return append_tokens<fp16, fp16>;
+  if (query == DType::kBFloat16) return append_tokens<bf16, bf16>;
+  return nullptr;
+}
+
+/// What the workers of one call read.
 struct Call {
-  AttentionPass pass;
+  AttentionStep step;
   AttentionShape shape;
   AppendTask append;  // what all append tasks share
   AppendFunction append_tokens;
@@ -32,20 +125,20 @@ struct Call {
 
   char* cache_of(int64_t kv_head) const { return cache + kv_head * shape.head_stride * cache_size; }
   const int32_t* table_of(int64_t sequence) const {
-    return pass.block_table + sequence * pass.table_stride;
+    return step.block_table + sequence * step.table_stride;
   }
 };
 
 void run_append(const Call& call, int64_t sequence, int64_t kv_head, int64_t first_token,
                 int64_t num_tokens) {
-  const int64_t token = call.pass.query_start[sequence] + first_token;
+  const int64_t token = call.step.query_start[sequence] + first_token;
   const int64_t head_offset = kv_head * call.shape.head_dim;
   AppendTask task = call.append;
   task.key = call.key + (token * task.key_stride + head_offset) * call.query_size;
   task.value = call.value + (token * task.value_stride + head_offset) * call.query_size;
   task.cache = call.cache_of(kv_head);
   task.block_table = call.table_of(sequence);
-  task.first_position = call.pass.first_position(sequence) + first_token;
+  task.first_position = call.step.first_position(sequence) + first_token;
   task.num_tokens = num_tokens;
   call.append_tokens(task);
 }
@@ -58,7 +151,7 @@ class GroupedAttention {
   int64_t head_dim() const { return call_.shape.head_dim; }
   int64_t num_rows(const AttentionItem& item) const { return item.num_tokens * call_.shape.group; }
   int64_t first_split(const AttentionItem& item) const {
-    return call_.pass.first_visible(first_position(item)) / kSplitTokens;
+    return call_.step.first_visible(first_position(item)) / kSplitTokens;
   }
   int64_t scratch_floats(int64_t rows) const { return attention_scratch_floats(rows, head_dim()); }
 
@@ -78,7 +171,7 @@ class GroupedAttention {
 
  private:
   int64_t first_position(const AttentionItem& item) const {
-    return call_.pass.first_position(item.sequence) + item.first_token;
+    return call_.step.first_position(item.sequence) + item.first_token;
   }
   int64_t last_position(const AttentionItem& item) const {
     return first_position(item) + item.num_tokens - 1;
@@ -100,13 +193,13 @@ class GroupedAttention {
 
   /// Whether the token of a sequence that has only one goes to the cache within this item.
   bool appends(const AttentionItem& item) const {
-    return call_.pass.num_tokens(item.sequence) == 1 &&
+    return call_.step.num_tokens(item.sequence) == 1 &&
            item.last_split == last_position(item) / kSplitTokens;
   }
 
   AttentionTile tile_of(const AttentionItem& item) const {
     const AttentionShape& shape = call_.shape;
-    const int64_t token = call_.pass.query_start[item.sequence] + item.first_token;
+    const int64_t token = call_.step.query_start[item.sequence] + item.first_token;
     const int64_t head_offset = item.kv_head * shape.group * shape.head_dim;
     AttentionTile tile;
     tile.shape = &shape;
@@ -121,10 +214,10 @@ class GroupedAttention {
 
   /// Tells the tile what its thread reads next.
   void set_next(NextSplit next, AttentionTile& tile) const {
-    const int64_t visible = call_.pass.first_visible(first_position(next.item));
+    const int64_t visible = call_.step.first_visible(first_position(next.item));
     const int64_t first = std::max(visible, next.split * kSplitTokens);
     const int64_t last_block = last_position(next.item) / kBlockTokens;
-    for (int64_t i = 0; i < kStepBlocks; ++i)
+    for (int64_t i = 0; i < kChunkBlocks; ++i)
       tile.next_keys[i] = keys_of(next.item, std::min(first / kBlockTokens + i, last_block));
     const bool is_append = next.split == next.item.first_split && appends(next.item);
     tile.next_append = is_append ? keys_of(next.item, last_block) : nullptr;
@@ -136,7 +229,7 @@ class GroupedAttention {
 void run_call(const Call& call) {
   thread_local AttentionPlan plan;
   const auto pool = worker_pool();
-  plan.build(call.pass, pool->num_threads());
+  plan.build(call.step, pool->num_threads());
   // The lambda runs on other threads: a thread_local name would be theirs, so bind a reference.
   const std::vector<AppendItem>& appends = plan.appends();
   pool->for_each(static_cast<int64_t>(appends.size()), 1, [&](int, int64_t index) {
@@ -164,14 +257,15 @@ void check_query_and_cache(const TensorView& query, const TensorView& key, const
   const int64_t kv_heads = key.size(1), dim = query.size(2);
   value.expect_size("attention: value", 1, kv_heads);
   if (kv_heads < 1 || query.size(1) < 1 || query.size(1) % kv_heads != 0)
-    refuse_attention("query has " + std::to_string(query.size(1)) + " heads, not a multiple of key's " +
-           std::to_string(kv_heads));
-  if (dim < 8 || dim % 8 != 0)
-    refuse_attention("query has head_dim " + std::to_string(dim) + ", expected a multiple of 8");
+    refuse_attention("query has " + std::to_string(query.size(1)) +
+                     " heads, not a multiple of key's " + std::to_string(kv_heads));
+  if (dim < kHeadDimMultiple || dim % kHeadDimMultiple != 0)
+    refuse_attention("query has head_dim " + std::to_string(dim) + ", expected a multiple of " +
+                     std::to_string(kHeadDimMultiple));
   cache.expect_rank("attention: cache", 4);
   if (append_function(query.dtype(), cache.dtype()) == nullptr)
     refuse_attention(std::string("query has dtype ") + dtype_name(query.dtype()) + " and cache " +
-           dtype_name(cache.dtype()) + "; they must be equal, or query float32");
+                     dtype_name(cache.dtype()) + "; they must be equal, or query float32");
   cache.expect_size("attention: cache", 1, kv_heads);
   cache.expect_size("attention: cache", 2, 2);
   cache.expect_size("attention: cache", 3, kBlockTokens * dim);
@@ -186,30 +280,13 @@ void check_out(const TensorView& query, const TensorView& out) {
   out.expect_size("attention: out", 1, query.size(1) * query.size(2));
 }
 
-AttentionKernel choose_kernel(DType query, DType cache) {
-#if defined(RAYMOE_X86_KERNELS)
-  switch (active_isa()) {
-    case Isa::kAvx2:
-      return attention_kernel_avx2(query, cache);
-    case Isa::kAvx512:
-      return attention_kernel_avx512(query, cache);
-    case Isa::kAvx512Bf16:
-      return attention_kernel_avx512_bf16(query, cache);
-    case Isa::kScalar:
-      break;
-  }
-#endif
-  return attention_kernel_scalar(query, cache);
-}
-
 int64_t element_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
-/// Addresses, strides and types of a call.
 void set_memory(Call& call, const TensorView& query, const TensorView& key,
                 const TensorView& value, const TensorView& cache) {
   const int64_t dim = query.size(2);
   call.shape.head_dim = dim;
-  call.shape.group = call.pass.group;
+  call.shape.group = call.step.group;
   call.shape.query_stride = query.stride(0);
   call.shape.block_stride = cache.stride(0);
   call.shape.head_stride = 2 * kBlockTokens * dim;
@@ -259,19 +336,20 @@ void append_and_attend(const TensorView& query, const TensorView& key, const Ten
         .expect_size("attention: sinks", 0, query.size(1))
         .expect_contiguous("attention: sinks");
   if (sliding_window < 1)
-    refuse_attention("sliding_window is " + std::to_string(sliding_window) + ", expected 1 or more");
+    refuse_attention("sliding_window is " + std::to_string(sliding_window) +
+                     ", expected 1 or more");
   Call call{};
-  call.pass = make_pass(query_start, context_tokens, block_table);
-  call.pass.num_kv_heads = key.size(1);
-  call.pass.group = query.size(1) / key.size(1);
-  call.pass.window = sliding_window;
-  check_pass(call.pass, query.size(0), block_table.size(1), cache.size(0));
+  call.step = make_step(query_start, context_tokens, block_table);
+  call.step.num_kv_heads = key.size(1);
+  call.step.group = query.size(1) / key.size(1);
+  call.step.window = sliding_window;
+  check_step(call.step, query.size(0), block_table.size(1), cache.size(0));
   if (query.size(0) == 0) return;
-  call.shape.window = call.pass.window;
+  call.shape.window = call.step.window;
   call.shape.scale_log2e = checked_scale_log2e(scale);
   set_memory(call, query, key, value, cache);
   call.shape.out_stride = query.size(1) * query.size(2);
-  call.kernel = choose_kernel(query.dtype(), cache.dtype());
+  call.kernel = attention_kernel()(query.dtype(), cache.dtype());
   call.out = static_cast<char*>(out.raw());
   call.sinks = sinks == nullptr ? nullptr : sinks->data<float>();
   run_call(call);
@@ -282,16 +360,16 @@ void append(const TensorView& key, const TensorView& value, const TensorView& ca
             const TensorView& block_table) {
   check_query_and_cache(key, key, value, cache);
   Call call{};
-  call.pass = make_pass(query_start, context_tokens, block_table);
-  call.pass.num_kv_heads = key.size(1);
-  call.pass.group = 1;
-  call.pass.window = std::numeric_limits<int64_t>::max();
-  check_pass(call.pass, key.size(0), block_table.size(1), cache.size(0));
+  call.step = make_step(query_start, context_tokens, block_table);
+  call.step.num_kv_heads = key.size(1);
+  call.step.group = 1;
+  call.step.window = std::numeric_limits<int64_t>::max();
+  check_step(call.step, key.size(0), block_table.size(1), cache.size(0));
   set_memory(call, key, key, value, cache);
   const int64_t heads = key.size(1);
-  worker_pool()->for_each(call.pass.num_sequences * heads, 1, [&](int, int64_t index) {
+  worker_pool()->for_each(call.step.num_sequences * heads, 1, [&](int, int64_t index) {
     const int64_t sequence = index / heads;
-    run_append(call, sequence, index % heads, 0, call.pass.num_tokens(sequence));
+    run_append(call, sequence, index % heads, 0, call.step.num_tokens(sequence));
   });
 }
 

@@ -1,4 +1,4 @@
-// The experts of one layer. Tokens pass in blocks; for each block, with a barrier between:
+// The experts of one layer. For each block of tokens, with barriers between:
 //   sort     worker 0 groups the block's (token, slot) rows by expert, in a counting sort
 //   gate     tasks of (rows of an expert, panels of gate and up): gather, multiply, gate * up
 //   down     tasks of one panel of outputs over all experts in ascending order: multiply, add to
@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "gemm.h"
-#include "gemm_work.h"
+#include "parallel.h"
 #include "raymoe/worker_pool.h"
 
 namespace raymoe {
@@ -44,7 +44,6 @@ int64_t choose_block_tokens(const ExpertsProblem& problem) {
   return ceil_div(problem.num_tokens, ceil_div(problem.num_tokens, limit));
 }
 
-/// Gate and up of one expert, each of so many bytes.
 PackedWeight gate_up_of(const ExpertWeights& weights, int64_t expert, int64_t expert_bytes) {
   return {weights.gate_up + expert * expert_bytes, weights.gate_up_format,
           ceil_div(weights.expert_size, kGatePanelColumns) * kPanelColumns, weights.hidden_size};
@@ -170,7 +169,7 @@ class ExpertsLaunch {
   PanelSource down_panel(int64_t expert, int64_t panel) const {
     return panel_of(down_of(problem_.weights, expert, sizes_.down_bytes), panel);
   }
-  /// Of one panel of an expert; zeros where the experts have none.
+  /// The biases of a panel; zeros where the experts have none.
   static const float* bias_of(const float* biases, int64_t expert, int64_t panels, int64_t panel) {
     return biases == nullptr ? kNoBias : biases + (expert * panels + panel) * kPanelColumns;
   }
@@ -347,6 +346,47 @@ void check_ids(const ExpertsProblem& problem) {
                                   std::to_string(problem.weights.num_experts) + " experts");
 }
 
+[[noreturn]] void fail(const std::string& message) { throw std::invalid_argument(message); }
+
+void check_rows(const char* what, const TensorView& view, int64_t num_rows, int64_t columns) {
+  view.expect(what, DType::kBFloat16, 2).expect_size(what, 0, num_rows);
+  view.expect_size(what, 1, columns);
+}
+
+const float* bias_data(const char* what, const TensorView* bias, int64_t num_experts,
+                       int64_t outputs) {
+  if (bias == nullptr) return nullptr;
+  bias->expect(what, DType::kFloat32, 2).expect_size(what, 0, num_experts);
+  bias->expect_size(what, 1, num_panels(outputs) * kPanelColumns).expect_contiguous(what);
+  return bias->data<float>();
+}
+
+ExpertWeights expert_weights(const PackedExperts& experts, int64_t hidden_size) {
+  const int64_t expert_size = experts.expert_size;
+  if (hidden_size < 1 || expert_size < 1)
+    fail("fused_experts: hidden size " + std::to_string(hidden_size) + " and expert size " +
+         std::to_string(expert_size) + " must be at least 1");
+  const int64_t panels = ceil_div(expert_size, kHalfPanel);
+  const PackedWeight gate_up{nullptr, experts.gate_up_format, panels * kPanelColumns, hidden_size};
+  const PackedWeight down{nullptr, experts.down_format, hidden_size, expert_size};
+  const int64_t expert_bytes = down.num_bytes();
+  experts.down.expect("fused_experts: down", DType::kUInt8, 1);
+  const int64_t num_experts = experts.down.size(0) / expert_bytes;
+  if (num_experts < 1 || num_experts * expert_bytes != experts.down.size(0))
+    fail("fused_experts: down has " + std::to_string(experts.down.size(0)) +
+         " bytes, an expert has " + std::to_string(expert_bytes));
+  return {
+      packed_data("fused_experts: gate_up", experts.gate_up, num_experts * gate_up.num_bytes()),
+      packed_data("fused_experts: down", experts.down, experts.down.size(0)),
+      experts.gate_up_format,
+      experts.down_format,
+      num_experts,
+      hidden_size,
+      expert_size,
+      bias_data("fused_experts: gate_up_bias", experts.gate_up_bias, num_experts, 2 * expert_size),
+      bias_data("fused_experts: down_bias", experts.down_bias, num_experts, hidden_size)};
+}
+
 }  // namespace
 
 void fused_experts(const ExpertsProblem& problem) {
@@ -364,6 +404,35 @@ void fused_experts(const ExpertsProblem& problem) {
     launch.work(0);
   else
     pool->run([&](int worker) { launch.work(worker); });
+}
+
+void fused_experts_op(const TensorView& hidden, const TensorView& topk_ids,
+                      const TensorView& topk_weights, const PackedExperts& experts,
+                      const TensorView& out) {
+  hidden.expect("fused_experts: hidden", DType::kBFloat16, 2);
+  const int64_t num_tokens = hidden.size(0), hidden_size = hidden.size(1);
+  check_rows("fused_experts: out", out, num_tokens, hidden_size);
+  topk_ids.expect("fused_experts: topk_ids", DType::kInt32, 2)
+      .expect_size("fused_experts: topk_ids", 0, num_tokens)
+      .expect_contiguous("fused_experts: topk_ids");
+  const int64_t top_k = topk_ids.size(1);
+  if (top_k < 1) fail("fused_experts: topk_ids has no columns");
+  topk_weights.expect("fused_experts: topk_weights", DType::kFloat32, 2)
+      .expect_size("fused_experts: topk_weights", 0, num_tokens)
+      .expect_size("fused_experts: topk_weights", 1, top_k)
+      .expect_contiguous("fused_experts: topk_weights");
+  fused_experts({expert_weights(experts, hidden_size), hidden.data<bf16>(), hidden.stride(0),
+                 topk_ids.data<int32_t>(), topk_weights.data<float>(), num_tokens, top_k,
+                 out.data<bf16>(), out.stride(0), experts.gating});
+}
+
+void gated_ffn_op(const TensorView& hidden, const PackedExperts& expert, const TensorView& out) {
+  hidden.expect("gated_ffn: hidden", DType::kBFloat16, 2);
+  check_rows("gated_ffn: out", out, hidden.size(0), hidden.size(1));
+  const ExpertWeights weights = expert_weights(expert, hidden.size(1));
+  if (weights.num_experts != 1) fail("gated_ffn: the weights hold more than one expert");
+  fused_experts({weights, hidden.data<bf16>(), hidden.stride(0), nullptr, nullptr, hidden.size(0),
+                 1, out.data<bf16>(), out.stride(0)});
 }
 
 }  // namespace raymoe

@@ -6,7 +6,7 @@
 // files widen its two halves. Tails are zeros. A tile multiplies 1 to 14 rows by one panel: 28 of
 // the 32 vector registers hold sums.
 //
-// Panels of codes (code_panels.h) are decoded block by block into scratch, then multiplied the same
+// Panels of codes (panels.h) are decoded block by block into scratch, then multiplied the same
 // way: the bits are those of a product with the decoded weights.
 //
 // Sums are float32 and run over the pairs of inputs in ascending order, whatever the number of
@@ -16,18 +16,17 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "code_panels.h"
-#include "gemm_layout.h"
+#include "panels.h"
 #include "raymoe/bf16.h"
 #include "raymoe/experts.h"
-#include "raymoe/isa.h"
+#include "raymoe/kernels.h"
 
 namespace raymoe {
 
 constexpr int64_t kTileRows = 14;
-// Inputs of one block: 2048 pairs x 128 bytes of a panel stay in L2 while tiles of rows pass.
+// Inputs of one block: 2048 pairs x 128 bytes of a panel stay in L2 while tiles of rows use them.
 constexpr int64_t kBlockPairs = 2048;
-// Of a block that is decoded: 32 KiB of bfloat16 weights stay near while tiles of rows pass.
+// Of a block that is decoded: 32 KiB of bfloat16 weights stay near while tiles of rows use them.
 constexpr int64_t kDecodedPairs = 256;
 constexpr int64_t kDecodedElements = kDecodedPairs * kPanelColumns * 2;
 
@@ -85,16 +84,8 @@ struct GemmKernels {
   void (*store)(int64_t rows, const StoreTile&);
   void (*gate)(int64_t rows, const GateTile&);
   void (*scatter)(int64_t rows, const ScatterTile&);
-  void (*decode)(const CodePanel&, int64_t begin_pair, int64_t end_pair, bf16* out);
 };
-
-const GemmKernels& gemm_kernels_scalar();
-const GemmKernels& gemm_kernels_avx2();
-const GemmKernels& gemm_kernels_avx512();
-const GemmKernels& gemm_kernels_avx512_bf16();
-
-/// The kernels of the active instruction set.
-const GemmKernels& gemm_kernels();
+RAYMOE_DECLARE_KERNELS(GemmKernels, gemm_kernels);
 
 /// A packed weight [O, I], in bfloat16 or in codes.
 struct PackedWeight {
@@ -108,7 +99,6 @@ struct PackedWeight {
   }
 };
 
-/// One panel of such a weight.
 struct PanelSource {
   const bf16* weights;  // where the weights are bfloat16
   CodePanel codes;      // where they are codes
@@ -136,7 +126,7 @@ struct PanelProduct {
   bf16* decoded;           // scratch of kDecodedElements, for codes
 };
 
-/// Prefetches a share of `next` with each of the first tiles that pass over a block of a panel:
+/// Prefetches a share of `next` with each of the first tiles that use a block of a panel:
 /// four pairs of a panel are eight cache lines.
 inline void set_prefetch(GemmTile* tile, const bf16* next, int64_t index, int64_t num_tiles) {
   const int64_t lines = ceil_div(8, num_tiles);
@@ -151,10 +141,9 @@ struct PanelBlock {
   const bf16* next;
 };
 
-inline PanelBlock block_of(const GemmKernels& kernels, const PanelProduct& product, int64_t pair,
-                           int64_t end) {
+inline PanelBlock block_of(const PanelProduct& product, int64_t pair, int64_t end) {
   if (product.panel.is_coded) {
-    kernels.decode(product.panel.codes, pair, end, product.decoded);
+    code_kernels().decode(product.panel.codes, pair, end, product.decoded);
     return {product.decoded, nullptr};
   }
   const bf16* panel = product.panel.weights;
@@ -171,7 +160,7 @@ void multiply_panel(const GemmKernels& kernels, const PanelProduct& product,
   const int64_t block_pairs = product.panel.is_coded ? kDecodedPairs : kBlockPairs;
   for (int64_t pair = 0; pair < product.num_pairs; pair += block_pairs) {
     const int64_t end = std::min(pair + block_pairs, product.num_pairs);
-    const PanelBlock block = block_of(kernels, product, pair, end);
+    const PanelBlock block = block_of(product, pair, end);
     for (int64_t index = 0; index < num_tiles; ++index) {
       const int64_t first = index * product.num_rows / num_tiles;
       const int64_t rows = (index + 1) * product.num_rows / num_tiles - first;

@@ -1,7 +1,16 @@
+// Which instruction set is used, and the kernels of each.
 #include "raymoe/isa.h"
 
 #include <atomic>
 #include <stdexcept>
+
+#include "gemm.h"
+#include "panels.h"
+#include "raymoe/attention.h"
+#include "raymoe/elementwise.h"
+#include "raymoe/latent_attention.h"
+#include "raymoe/probe.h"
+#include "raymoe/sampling.h"
 
 namespace raymoe {
 namespace {
@@ -73,5 +82,33 @@ void set_isa(Isa isa) {
                                 isa_name(isa) + "'");
   current().store(isa, std::memory_order_relaxed);
 }
+
+#if defined(RAYMOE_X86_KERNELS)
+#define RAYMOE_CHOOSE_KERNELS(Table, name) \
+  const Table& name() {                    \
+    switch (active_isa()) {                \
+      case Isa::kAvx2:                     \
+        return name##_avx2;                \
+      case Isa::kAvx512:                   \
+        return name##_avx512;              \
+      case Isa::kAvx512Bf16:               \
+        return name##_avx512_bf16;         \
+      case Isa::kScalar:                   \
+        break;                             \
+    }                                      \
+    return name##_scalar;                  \
+  }
+#else
+#define RAYMOE_CHOOSE_KERNELS(Table, name) \
+  const Table& name() { return name##_scalar; }
+#endif
+
+RAYMOE_CHOOSE_KERNELS(AttentionKernelOf, attention_kernel)
+RAYMOE_CHOOSE_KERNELS(LatentKernelOf, latent_kernel)
+RAYMOE_CHOOSE_KERNELS(GemmKernels, gemm_kernels)
+RAYMOE_CHOOSE_KERNELS(CodeKernels, code_kernels)
+RAYMOE_CHOOSE_KERNELS(ElementwiseKernels, elementwise_kernels)
+RAYMOE_CHOOSE_KERNELS(SamplingKernels, sampling_kernels)
+RAYMOE_CHOOSE_KERNELS(ProbeKernels, probe_kernels)
 
 }  // namespace raymoe

@@ -1,4 +1,4 @@
-// The latent attention operation: checks, choice of the kernel, work for the pool.
+// The latent attention operation: checks, rows to the cache, work for the pool.
 #include "raymoe/latent_attention.h"
 
 #include <algorithm>
@@ -6,9 +6,7 @@
 #include <limits>
 #include <string>
 
-#include "attention_pass.h"
-#include "attention_plan.h"
-#include "attention_run.h"
+#include "attention_step.h"
 #include "raymoe/worker_pool.h"
 
 namespace raymoe {
@@ -40,9 +38,9 @@ Convert conversion(DType latent, DType cache) {
   return nullptr;
 }
 
-/// Everything that the workers of one call read.
+/// What the workers of one call read.
 struct Call {
-  AttentionPass pass;
+  AttentionStep step;
   LatentShape shape;
   LatentKernel kernel;
   Convert convert;
@@ -56,18 +54,17 @@ struct Call {
   int64_t cache_size;
 
   const int32_t* table_of(int64_t sequence) const {
-    return pass.block_table + sequence * pass.table_stride;
+    return step.block_table + sequence * step.table_stride;
   }
   char* block_of(int64_t sequence, int64_t position) const {
     return cache + table_of(sequence)[position / kBlockTokens] * shape.block_stride * cache_size;
   }
 };
 
-/// Appends the tokens of one sequence.
 void run_append(const Call& call, int64_t sequence) {
-  const int64_t begin = call.pass.query_start[sequence];
-  const int64_t first = call.pass.first_position(sequence), width = call.shape.width;
-  for (int64_t i = 0; i < call.pass.num_tokens(sequence); ++i) {
+  const int64_t begin = call.step.query_start[sequence];
+  const int64_t first = call.step.first_position(sequence), width = call.shape.width;
+  for (int64_t i = 0; i < call.step.num_tokens(sequence); ++i) {
     const int64_t row = (first + i) % kBlockTokens;
     call.convert(call.latent + (begin + i) * call.latent_stride * call.query_size,
                  call.block_of(sequence, first + i) + row * width * call.cache_size, width);
@@ -75,11 +72,11 @@ void run_append(const Call& call, int64_t sequence) {
 }
 
 void append_all(const Call& call, WorkerPool& pool) {
-  pool.for_each(call.pass.num_sequences, 8,
+  pool.for_each(call.step.num_sequences, 8,
                 [&](int, int64_t sequence) { run_append(call, sequence); });
 }
 
-/// Attention of a call for `run_attention`. What the plan takes for a KV head is a range of heads.
+/// Attention of a call for `run_attention`. A KV head of the plan is a range of heads.
 class LatentAttention {
  public:
   explicit LatentAttention(const Call& call) : call_(call) {}
@@ -93,7 +90,7 @@ class LatentAttention {
               const AttentionState& state, float* scratch) const {
     LatentTile tile = tile_of(item);
     const int64_t last = tile_of(next.item).last_position();
-    for (int64_t i = 0; i < kStepBlocks; ++i) {
+    for (int64_t i = 0; i < kChunkBlocks; ++i) {
       const int64_t position = std::min(next.split * kSplitTokens + i * kBlockTokens, last);
       tile.next_blocks[i] = call_.block_of(next.item.sequence, position);
     }
@@ -107,8 +104,8 @@ class LatentAttention {
  private:
   LatentTile tile_of(const AttentionItem& item) const {
     const LatentShape& shape = call_.shape;
-    const int64_t token = call_.pass.query_start[item.sequence] + item.first_token;
-    const int64_t head = item.kv_head * call_.pass.group;
+    const int64_t token = call_.step.query_start[item.sequence] + item.first_token;
+    const int64_t head = item.kv_head * call_.step.group;
     LatentTile tile;
     tile.shape = &shape;
     tile.query =
@@ -116,36 +113,21 @@ class LatentAttention {
     tile.out = call_.out + (token * shape.out_stride + head * shape.rank) * call_.query_size;
     tile.cache = call_.cache;
     tile.block_table = call_.table_of(item.sequence);
-    tile.first_position = call_.pass.first_position(item.sequence) + item.first_token;
+    tile.first_position = call_.step.first_position(item.sequence) + item.first_token;
     tile.num_tokens = item.num_tokens;
-    tile.num_heads = std::min(call_.pass.group, call_.num_heads - head);
+    tile.num_heads = std::min(call_.step.group, call_.num_heads - head);
     return tile;
   }
 
   const Call& call_;
 };
 
-LatentKernel choose_kernel(DType query, DType cache) {
-#if defined(RAYMOE_X86_KERNELS)
-  switch (active_isa()) {
-    case Isa::kAvx2:
-      return latent_kernel_avx2(query, cache);
-    case Isa::kAvx512:
-      return latent_kernel_avx512(query, cache);
-    case Isa::kAvx512Bf16:
-      return latent_kernel_avx512_bf16(query, cache);
-    case Isa::kScalar:
-      break;
-  }
-#endif
-  return latent_kernel_scalar(query, cache);
-}
-
 void check_latent_and_cache(const TensorView& latent, const TensorView& cache) {
   latent.expect_rank("attention: latent", 2);
   const int64_t width = latent.size(1);
-  if (width < 8 || width % 8 != 0)
-    refuse_attention("latent has width " + std::to_string(width) + ", expected a multiple of 8");
+  if (width < kHeadDimMultiple || width % kHeadDimMultiple != 0)
+    refuse_attention("latent has width " + std::to_string(width) + ", expected a multiple of " +
+                     std::to_string(kHeadDimMultiple));
   cache.expect_rank("attention: cache", 3);
   if (conversion(latent.dtype(), cache.dtype()) == nullptr)
     refuse_attention(std::string("latent has dtype ") + dtype_name(latent.dtype()) +
@@ -168,9 +150,9 @@ void check_query_and_out(const TensorView& query, const TensorView& latent, cons
   out.expect("attention: out", latent.dtype(), 3).expect_contiguous("attention: out");
   out.expect_size("attention: out", 0, num_tokens).expect_size("attention: out", 1, num_heads);
   const int64_t rank = out.size(2);
-  if (rank < 8 || rank % 8 != 0 || rank > width)
-    refuse_attention("out has rank " + std::to_string(rank) + ", expected a multiple of 8 up to " +
-                     std::to_string(width));
+  if (rank < kHeadDimMultiple || rank % kHeadDimMultiple != 0 || rank > width)
+    refuse_attention("out has rank " + std::to_string(rank) + ", expected a multiple of " +
+                     std::to_string(kHeadDimMultiple) + " up to " + std::to_string(width));
 }
 
 /// The arrays of a call that appends.
@@ -178,10 +160,10 @@ Call make_call(const TensorView& latent, const TensorView& cache, const TensorVi
                const TensorView& context_tokens, const TensorView& block_table) {
   check_latent_and_cache(latent, cache);
   Call call{};
-  call.pass = make_pass(query_start, context_tokens, block_table);
-  call.pass.num_kv_heads = call.pass.group = 1;
-  call.pass.window = std::numeric_limits<int64_t>::max();
-  check_pass(call.pass, latent.size(0), block_table.size(1), cache.size(0));
+  call.step = make_step(query_start, context_tokens, block_table);
+  call.step.num_kv_heads = call.step.group = 1;
+  call.step.window = std::numeric_limits<int64_t>::max();
+  check_step(call.step, latent.size(0), block_table.size(1), cache.size(0));
   call.shape.width = latent.size(1);
   call.shape.block_stride = cache.stride(0);
   call.convert = conversion(latent.dtype(), cache.dtype());
@@ -199,7 +181,7 @@ int64_t latent_scratch_floats(const LatentShape& shape, int64_t rows) {
   constexpr int64_t kSlack = 64;  // between the parts, and where the last row is read beyond
   const int64_t padded = padded_rows(rows);
   const int64_t widest = std::max(shape.width, padded_head_dim(shape.rank));
-  return padded * (1 + 2 * kStepTokens + shape.width) + kStepTokens * widest + 4 * kSlack;
+  return padded * (1 + 2 * kChunkTokens + shape.width) + kChunkTokens * widest + 4 * kSlack;
 }
 
 void append_and_attend_latent(const TensorView& query, const TensorView& latent,
@@ -212,16 +194,16 @@ void append_and_attend_latent(const TensorView& query, const TensorView& latent,
   call.shape.scale_log2e = checked_scale_log2e(scale);
   if (query.size(0) == 0) return;
   call.num_heads = query.size(1);
-  call.pass.num_kv_heads = (call.num_heads + kLatentHeads - 1) / kLatentHeads;
-  call.pass.group = (call.num_heads + call.pass.num_kv_heads - 1) / call.pass.num_kv_heads;
+  call.step.num_kv_heads = (call.num_heads + kLatentHeads - 1) / kLatentHeads;
+  call.step.group = (call.num_heads + call.step.num_kv_heads - 1) / call.step.num_kv_heads;
   call.shape.rank = out.size(2);
   call.shape.query_stride = query.stride(0);
   call.shape.out_stride = out.stride(0);
-  call.kernel = choose_kernel(query.dtype(), cache.dtype());
+  call.kernel = latent_kernel()(query.dtype(), cache.dtype());
   call.query = static_cast<const char*>(query.raw());
   call.out = static_cast<char*>(out.raw());
   const auto pool = worker_pool();
-  plan.build(call.pass, pool->num_threads());
+  plan.build(call.step, pool->num_threads());
   append_all(call, *pool);
   run_attention(plan, *pool, LatentAttention(call));
 }

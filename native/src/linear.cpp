@@ -1,15 +1,66 @@
-// Dense projections: blocks of rows times ranges of panels, shared among the workers.
+// Dense projections: packing of weights; blocks of rows times ranges of panels for the workers.
 #include "raymoe/linear.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 
 #include "gemm.h"
-#include "gemm_work.h"
+#include "parallel.h"
 #include "raymoe/worker_pool.h"
 
 namespace raymoe {
 namespace {
+
+// Packing is bound by memory: plain loops suffice.
+
+/// Where the inputs of one output come from.
+struct Column {
+  const bf16* data = nullptr;  // null: zeros
+  int64_t stride = 1;
+};
+using Columns = std::array<Column, kPanelColumns>;
+
+/// Inputs [begin, end) of one column; `begin` is even.
+void pack_column(const Column& column, int64_t begin, int64_t end, bf16* target) {
+  constexpr int64_t kStep = 2 * kPanelColumns;
+  const bf16* source = column.data;
+  if (source == nullptr) {
+    for (int64_t input = begin; input < end; input += 2, target += kStep)
+      target[0] = target[1] = bf16{0};
+    return;
+  }
+  int64_t input = begin;
+  if (column.stride == 1) {
+    for (; input + 1 < end; input += 2, target += kStep)
+      std::memcpy(target, source + input, 2 * sizeof(bf16));
+  } else {
+    for (; input + 1 < end; input += 2, target += kStep) {
+      target[0] = source[input * column.stride];
+      target[1] = source[(input + 1) * column.stride];
+    }
+  }
+  if (input < end) {
+    target[0] = source[input * column.stride];
+    target[1] = bf16{0};
+  }
+}
+
+/// Sixteen pairs at a time: one cache line of each source row, 2 KiB of the panel.
+void pack_panel(const Columns& columns, int64_t inputs, bf16* panel) {
+  constexpr int64_t kChunk = 32;
+  for (int64_t begin = 0; begin < inputs; begin += kChunk)
+    for (int64_t column = 0; column < kPanelColumns; ++column)
+      pack_column(columns[static_cast<size_t>(column)], begin, std::min(begin + kChunk, inputs),
+                  panel + (begin / 2 * kPanelColumns + column) * 2);
+}
+
+Column column_of(const WeightSource& weight, int64_t output) {
+  if (output >= weight.outputs) return {};
+  return {weight.data + output * weight.output_stride, weight.input_stride};
+}
 
 constexpr int64_t kBlockBytes = 512 << 10;  // of the rows of a task: half of a 1 MiB L2 cache
 constexpr int64_t kTasksPerWorker = 32;
@@ -26,8 +77,8 @@ struct LinearPlan {
 LinearPlan make_plan(const LinearProblem& problem, int num_workers) {
   LinearPlan plan{};
   const int64_t row_bytes = 2 * problem.inputs;
-  const int64_t most = std::clamp<int64_t>(kBlockBytes / row_bytes, 4 * kTileRows, 256);
-  plan.num_blocks = ceil_div(problem.num_rows, most);
+  const int64_t max_rows = std::clamp<int64_t>(kBlockBytes / row_bytes, 4 * kTileRows, 256);
+  plan.num_blocks = ceil_div(problem.num_rows, max_rows);
   plan.block_rows = ceil_div(problem.num_rows, plan.num_blocks);
   plan.num_panels = num_panels(problem.outputs);
   const int64_t wanted = ceil_div(kTasksPerWorker * num_workers, plan.num_blocks);
@@ -117,7 +168,48 @@ class LinearWorker {
   int64_t copied_block_ = -1;
 };
 
+[[noreturn]] void fail(const std::string& message) { throw std::invalid_argument(message); }
+
+bf16* packed_weights(const char* what, const TensorView& packed, int64_t num_bytes) {
+  return reinterpret_cast<bf16*>(packed_data(what, packed, num_bytes));
+}
+
+WeightSource source_of(const char* what, const TensorView& weight) {
+  if (weight.dtype() != DType::kBFloat16 || weight.rank() != 2)
+    fail(std::string(what) + " must be a bfloat16 matrix, it is " + dtype_name(weight.dtype()) +
+         " with " + std::to_string(weight.rank()) + " dimensions");
+  if (weight.size(0) < 1 || weight.size(1) < 1)
+    fail(std::string(what) + " is empty: [" + std::to_string(weight.size(0)) + ", " +
+         std::to_string(weight.size(1)) + "]");
+  return {weight.data<bf16>(), weight.size(0), weight.size(1), weight.stride(0), weight.stride(1)};
+}
+
 }  // namespace
+
+int64_t packed_bytes(int64_t outputs, int64_t inputs) {
+  return num_panels(outputs) * panel_elements(inputs) * static_cast<int64_t>(sizeof(bf16));
+}
+
+void pack_weight(const WeightSource& weight, bf16* packed) {
+  worker_pool()->for_each(num_panels(weight.outputs), 1, [&](int, int64_t panel) {
+    Columns columns;
+    for (int64_t column = 0; column < kPanelColumns; ++column)
+      columns[static_cast<size_t>(column)] = column_of(weight, panel * kPanelColumns + column);
+    pack_panel(columns, weight.inputs, packed + panel * panel_elements(weight.inputs));
+  });
+}
+
+void pack_gate_up(const WeightSource& gate, const WeightSource& up, bf16* packed) {
+  constexpr int64_t kHalf = kPanelColumns / 2;
+  worker_pool()->for_each(ceil_div(gate.outputs, kHalf), 1, [&](int, int64_t panel) {
+    Columns columns;
+    for (int64_t column = 0; column < kHalf; ++column) {
+      columns[static_cast<size_t>(column)] = column_of(gate, panel * kHalf + column);
+      columns[static_cast<size_t>(column + kHalf)] = column_of(up, panel * kHalf + column);
+    }
+    pack_panel(columns, gate.inputs, packed + panel * panel_elements(gate.inputs));
+  });
+}
 
 void packed_linear(const LinearProblem& problem) {
   if (problem.num_rows == 0 || problem.outputs == 0) return;
@@ -141,6 +233,44 @@ void packed_linear(const LinearProblem& problem) {
     body(0);
   else
     pool->run(body);
+}
+
+int64_t packed_gate_up_bytes(int64_t expert_size, int64_t hidden_size) {
+  constexpr int64_t kHalf = kPanelColumns / 2;
+  return packed_bytes(ceil_div(expert_size, kHalf) * kPanelColumns, hidden_size);
+}
+
+void pack_linear_op(const TensorView& weight, const TensorView& packed) {
+  const WeightSource source = source_of("pack_linear: weight", weight);
+  const int64_t num_bytes = packed_bytes(source.outputs, source.inputs);
+  pack_weight(source, packed_weights("pack_linear: packed", packed, num_bytes));
+}
+
+void pack_gate_up_op(const TensorView& gate, const TensorView& up, const TensorView& packed) {
+  const WeightSource gate_source = source_of("pack_gate_up: gate", gate);
+  const WeightSource up_source = source_of("pack_gate_up: up", up);
+  up.expect_size("pack_gate_up: up", 0, gate.size(0));
+  up.expect_size("pack_gate_up: up", 1, gate.size(1));
+  const int64_t num_bytes = packed_gate_up_bytes(gate.size(0), gate.size(1));
+  pack_gate_up(gate_source, up_source, packed_weights("pack_gate_up: packed", packed, num_bytes));
+}
+
+void packed_linear_op(const TensorView& x, const TensorView& packed, const CodeFormat* format,
+                      const TensorView* bias, const TensorView& out) {
+  x.expect("packed_linear: x", DType::kBFloat16, 2);
+  const bool is_wide = out.dtype() == DType::kFloat32;
+  out.expect("packed_linear: out", is_wide ? DType::kFloat32 : DType::kBFloat16, 2)
+      .expect_size("packed_linear: out", 0, x.size(0));
+  if (x.size(1) < 1 || out.size(1) < 1) fail("packed_linear: x and out must have columns");
+  if (bias != nullptr)
+    bias->expect("packed_linear: bias", DType::kBFloat16, 1)
+        .expect_size("packed_linear: bias", 0, out.size(1));
+  const PackedWeight weight{nullptr, format, out.size(1), x.size(1)};
+  packed_linear({x.data<bf16>(), x.stride(0), x.size(0),
+                 packed_data("packed_linear: packed", packed, weight.num_bytes()), format,
+                 out.size(1), x.size(1), bias == nullptr ? nullptr : bias->data<bf16>(),
+                 is_wide ? nullptr : out.data<bf16>(), out.stride(0),
+                 is_wide ? out.data<float>() : nullptr});
 }
 
 }  // namespace raymoe

@@ -1,20 +1,19 @@
-// The compiled module `_raymoe_native`, which `raymoe._native` re-exports: the only file that knows Python.
+// The Python module `_raymoe_native`, which `raymoe._native` re-exports.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <optional>
 #include <tuple>
 
+#include "panels.h"
 #include "raymoe/attention.h"
-#include "raymoe/code_ops.h"
-#include "raymoe/gemm_ops.h"
+#include "raymoe/codes.h"
+#include "raymoe/elementwise.h"
+#include "raymoe/experts.h"
 #include "raymoe/isa.h"
 #include "raymoe/latent_attention.h"
 #include "raymoe/linear.h"
-#include "raymoe/norm.h"
 #include "raymoe/probe.h"
-#include "raymoe/rope.h"
-#include "raymoe/router.h"
 #include "raymoe/sampling.h"
 #include "raymoe/worker_pool.h"
 #include "tensor_caster.h"
@@ -23,6 +22,18 @@ namespace py = pybind11;
 
 namespace raymoe {
 namespace {
+
+/// What raymoe.kernels declares too; tests/native/test_constants.py compares them.
+void bind_constants(py::module_& m) {
+  m.attr("BLOCK_TOKENS") = kBlockTokens;
+  m.attr("VALUE_COLUMNS") = kValueColumns;
+  m.attr("HEAD_DIM_MULTIPLE") = kHeadDimMultiple;
+  m.attr("MAX_HEAD_DIM") = kMaxHeadDim;
+  m.attr("MAX_EXPERTS") = kMaxExperts;
+  m.attr("PANEL_COLUMNS") = kPanelColumns;
+  m.attr("PACKED_ALIGNMENT") = kPackedAlignment;
+  m.attr("INT4_ZERO") = kInt4Zero;
+}
 
 void bind_runtime(py::module_& m) {
   m.def("active_isa", [] { return std::string(isa_name(active_isa())); },
@@ -131,7 +142,8 @@ CodeTensors code_tensors(const CodeTuple& weight) {
 
 void bind_codes(py::module_& m) {
   using Guard = py::call_guard<py::gil_scoped_release>;
-  py::class_<CodeFormat>(m, "CodeFormat", "How a matrix of codes is packed; see kernels/packing.py.")
+  py::class_<CodeFormat>(m, "CodeFormat",
+                         "How a matrix of codes is packed; see kernels/packing.py.")
       .def(py::init(&make_code_format), py::arg("kind"), py::arg("group_size"),
            py::arg("shares_scales"), py::arg("has_zeros"), py::arg("has_order"))
       .def("packed_bytes", &packed_codes_bytes, py::arg("out_features"), py::arg("in_features"),
@@ -218,6 +230,7 @@ void bind_probe(py::module_& m) {
 PYBIND11_MODULE(_raymoe_native, m) {
   m.attr("__version__") = RAYMOE_VERSION;
   m.doc() = "CPU kernels of raymoe; wrapped, checked and documented in raymoe.kernels.";
+  raymoe::bind_constants(m);
   raymoe::bind_runtime(m);
   raymoe::bind_probe(m);
   raymoe::bind_sampling(m);

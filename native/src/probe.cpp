@@ -9,27 +9,10 @@
 #include <string>
 #include <vector>
 
-#include "raymoe/isa.h"
 #include "raymoe/worker_pool.h"
 
 namespace raymoe {
 namespace {
-
-const ProbeKernels& kernels() {
-#if defined(RAYMOE_X86_KERNELS)
-  switch (active_isa()) {
-    case Isa::kScalar:
-      return kProbeScalar;
-    case Isa::kAvx2:
-      return kProbeAvx2;
-    case Isa::kAvx512:
-      return kProbeAvx512;
-    case Isa::kAvx512Bf16:
-      return kProbeAvx512Bf16;
-  }
-#endif
-  return kProbeScalar;
-}
 
 /// Anonymous memory on huge pages where the system grants them.
 class Buffer {
@@ -93,7 +76,7 @@ double read_bandwidth_bytes_per_s(int num_threads, double seconds, int64_t num_b
     float* mine = buffer.floats() + worker * share;
     std::fill(mine, mine + share, 1.0f);
   });
-  const auto read = kernels().read;
+  const auto read = probe_kernels().read;
   double best = 0;
   for (ReadShare variant : kVariants) {
     variant.size = share;
@@ -113,7 +96,7 @@ double read_bandwidth_bytes_per_s(int num_threads, double seconds, int64_t num_b
 double peak_flop_per_s(int num_threads, double seconds, Number number) {
   constexpr int64_t kIterations = 400000;  // about a millisecond
   check(num_threads, seconds);
-  const ProbeKernels& table = kernels();
+  const ProbeKernels& table = probe_kernels();
   Arithmetic loop = table.float32;
   if (number == Number::kBFloat16 && table.bfloat16 != nullptr) loop = table.bfloat16;
   if (number == Number::kInt8 && table.int8 != nullptr) loop = table.int8;

@@ -1,17 +1,13 @@
+// Choosing tokens: checks, and rows shared among the workers.
 #include "raymoe/sampling.h"
 
-#include "parallel_rows.h"
+#include <stdexcept>
+#include <string>
+
+#include "parallel.h"
 
 namespace raymoe {
 namespace {
-
-const SamplingKernels& kernels() {
-#if defined(RAYMOE_X86_KERNELS)
-  return kernels_of(kSamplingScalar, kSamplingAvx2, kSamplingAvx512);
-#else
-  return kSamplingScalar;
-#endif
-}
 
 Logits logits_of(const char* what, const TensorView& logits) {
   logits.expect_rank(what, 2);
@@ -33,7 +29,7 @@ void run(const TensorView& logits, const Args& args, Kernel kernel) {
 }  // namespace
 
 void argmax(const TensorView& logits, const TensorView& ids) {
-  const auto kernel = kernels().argmax.of(logits.dtype(), "argmax: logits");
+  const auto kernel = sampling_kernels().argmax.of(logits.dtype(), "argmax: logits");
   const ArgMax args{logits_of("argmax: logits", logits),
                     column<int64_t>("argmax: ids", ids, logits.size(0))};
   run(logits, args, kernel);
@@ -41,7 +37,7 @@ void argmax(const TensorView& logits, const TensorView& ids) {
 
 void gumbel_argmax(const GumbelViews& views) {
   const TensorView& logits = views.logits;
-  const auto kernel = kernels().gumbel_argmax.of(logits.dtype(), "gumbel_argmax: logits");
+  const auto kernel = sampling_kernels().gumbel_argmax.of(logits.dtype(), "gumbel_argmax: logits");
   const Logits rows = logits_of("gumbel_argmax: logits", logits);
   const int64_t count = logits.size(0);
   const GumbelArgMax args{
@@ -56,14 +52,14 @@ void gumbel_argmax(const GumbelViews& views) {
 }
 
 void log_sum_exp(const TensorView& logits, const TensorView& out) {
-  const auto kernel = kernels().log_sum_exp.of(logits.dtype(), "log_sum_exp: logits");
+  const auto kernel = sampling_kernels().log_sum_exp.of(logits.dtype(), "log_sum_exp: logits");
   const LogSumExp args{logits_of("log_sum_exp: logits", logits),
                        column<float>("log_sum_exp: out", out, logits.size(0))};
   run(logits, args, kernel);
 }
 
 void top_k(const TensorView& logits, const TensorView& ids, const TensorView& values) {
-  const auto kernel = kernels().top_k.of(logits.dtype(), "top_k: logits");
+  const auto kernel = sampling_kernels().top_k.of(logits.dtype(), "top_k: logits");
   const Logits rows = logits_of("top_k: logits", logits);
   ids.expect("top_k: ids", DType::kInt64, 2).expect_size("top_k: ids", 0, logits.size(0));
   ids.expect_contiguous("top_k: ids");

@@ -93,7 +93,7 @@ inline F32 load(const T* p, Part part) {
 }
 
 /// Upper halves hold the bfloat16 nearest to x, ties to even. NaN stays NaN if its low 16 bits are
-/// zero, as in every NaN that arithmetic on 16-bit values makes or passes on.
+/// zero, as in every NaN that arithmetic on 16-bit values makes or keeps.
 inline I32 bf16_in_upper_half(F32 x) {
   const I32 bits = bits_of(x);
   const I32 lsb = bit_and(shift_right<16>(bits), splat(1));
@@ -199,7 +199,7 @@ inline F32 load(const T* p, Part part) {
 }
 
 /// Upper halves hold the bfloat16 nearest to x, ties to even. NaN stays NaN if its low 16 bits are
-/// zero, as in every NaN that arithmetic on 16-bit values makes or passes on.
+/// zero, as in every NaN that arithmetic on 16-bit values makes or keeps.
 inline I32 bf16_in_upper_half(F32 x) {
   const I32 bits = bits_of(x);
   const I32 lsb = bit_and(shift_right<16>(bits), splat(1));

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "paged_pass.h"
+#include "paged_step.h"
 
 using namespace raymoe;
 
@@ -14,9 +14,9 @@ namespace {
 
 constexpr int64_t kNoWindow = int64_t{1} << 62;
 
-/// One pass; `Q` and `C` are the types of query and cache.
+/// One step; `Q` and `C` are the types of query and cache.
 template <typename Q, typename C>
-struct Problem : PagedPass {
+struct Problem : PagedStep {
   int64_t kv_heads, heads, dim, window;
   std::vector<Q> query, key, value, out;
   std::vector<C> cache;
@@ -24,7 +24,7 @@ struct Problem : PagedPass {
 
   Problem(std::vector<Sequence> list, int64_t kv_heads_, int64_t group, int64_t dim_,
           int64_t window_)
-      : PagedPass(std::move(list)),
+      : PagedStep(std::move(list)),
         kv_heads(kv_heads_),
         heads(kv_heads_ * group),
         dim(dim_),
@@ -58,7 +58,7 @@ struct Problem : PagedPass {
     return to_float(cache[static_cast<size_t>(half * kBlockTokens * dim + at)]);
   }
 
-  /// The output of one head of a token from the cache as it is after the pass.
+  /// The output of one head of a token from the cache as it is after the step.
   std::vector<double> reference_row(int64_t sequence, int64_t token, int64_t row) const {
     const Sequence& shape = sequences[static_cast<size_t>(sequence)];
     const int64_t position = shape.context - shape.tokens + token;
@@ -93,10 +93,10 @@ struct Problem : PagedPass {
 
 template <typename Q, typename C>
 void agrees_with_the_reference(Types<Q, C>, double tolerance) {
-  for (const auto& pass : kPasses)
+  for (const auto& step : kSteps)
     for (const auto& [group, dim] : {std::pair<int64_t, int64_t>{1, 8}, {3, 24}, {9, 40}})
       for (int64_t window : {kNoWindow, int64_t{33}}) {
-        Problem<Q, C> problem(pass, 2, group, dim, window);
+        Problem<Q, C> problem(step, 2, group, dim, window);
         problem.run();
         problem.check(tolerance);
         problem.fill(problem.sinks, problem.heads);

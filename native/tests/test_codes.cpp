@@ -1,5 +1,5 @@
-// Panels of codes: what is packed is decoded, alike on every instruction set, in memory of exactly
-// the promised size so that the address sanitizer sees every read and write outside.
+// Panels of codes: what is packed is decoded, the same on every instruction set, in memory of
+// exactly the promised size so that the address sanitizer sees every read and write outside.
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -98,10 +98,10 @@ void check_same(const Matrix& matrix) {
   const int64_t pairs = num_pairs(matrix.inputs);
   for (int64_t index = 0; index < num_panels(matrix.outputs); ++index) {
     const CodePanel panel = code_panel(matrix.format, layout, packed.get(), index);
-    const auto want = decode_panel(decode_panel_scalar, panel, 0, pairs);
+    const auto want = decode_panel(code_kernels_scalar.decode, panel, 0, pairs);
     for (int64_t middle : {int64_t{0}, pairs / 3, pairs}) {
-      auto got = decode_panel(gemm_kernels().decode, panel, 0, middle);
-      const auto rest = decode_panel(gemm_kernels().decode, panel, middle, pairs);
+      auto got = decode_panel(code_kernels().decode, panel, 0, middle);
+      const auto rest = decode_panel(code_kernels().decode, panel, middle, pairs);
       got.insert(got.end(), rest.begin(), rest.end());
       for (size_t i = 0; i < want.size(); ++i) CHECK(to_float(got[i]) == to_float(want[i]));
     }
@@ -115,7 +115,7 @@ void check_numbers() {
   const CodeLayout layout(matrix.format, matrix.inputs);
   for (int64_t output = 0; output < matrix.outputs; ++output) {
     const CodePanel panel = code_panel(matrix.format, layout, packed.get(), output / 32);
-    const auto got = decode_panel(gemm_kernels().decode, panel, 0, num_pairs(matrix.inputs));
+    const auto got = decode_panel(code_kernels().decode, panel, 0, num_pairs(matrix.inputs));
     for (int64_t input = 0; input < matrix.inputs; ++input) {
       fp16 scale;
       std::memcpy(&scale, &matrix.scales[static_cast<size_t>(2 * (output * 4 + input / 6))], 2);

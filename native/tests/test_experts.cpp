@@ -7,9 +7,8 @@
 
 #include "check.h"
 #include "gemm.h"
-#include "gemm_work.h"
+#include "parallel.h"
 #include "raymoe/experts.h"
-#include "raymoe/gemm_ops.h"
 #include "raymoe/isa.h"
 #include "raymoe/linear.h"
 #include "raymoe/worker_pool.h"

@@ -7,21 +7,21 @@
 #include <limits>
 #include <vector>
 
-#include "paged_pass.h"
+#include "paged_step.h"
 
 using namespace raymoe;
 
 namespace {
 
-/// One pass; `Q` and `C` are the types of query and cache. Rows that no token owns are NaN.
+/// One step; `Q` and `C` are the types of query and cache. Rows that no token owns are NaN.
 template <typename Q, typename C>
-struct Problem : PagedPass {
+struct Problem : PagedStep {
   int64_t heads, rank, width;
   std::vector<Q> query, latent, out;
   std::vector<C> cache;
 
   Problem(std::vector<Sequence> list, int64_t heads_, int64_t rank_, int64_t rope)
-      : PagedPass(std::move(list)), heads(heads_), rank(rank_), width(rank_ + rope) {
+      : PagedStep(std::move(list)), heads(heads_), rank(rank_), width(rank_ + rope) {
     fill(query, num_tokens * heads * width);
     fill(latent, num_tokens * width);
     fill(cache, num_blocks * kBlockTokens * width);
@@ -53,7 +53,7 @@ struct Problem : PagedPass {
         view(out, q, {num_tokens, heads, rank}), 1 / std::sqrt(double(width)));
   }
 
-  /// One output row from the cache as it is after the pass.
+  /// One output row from the cache as it is after the step.
   std::vector<double> reference_row(int64_t sequence, int64_t token, int64_t row) const {
     const Sequence& shape = sequences[static_cast<size_t>(sequence)];
     std::vector<double> sum(static_cast<size_t>(rank));
@@ -86,10 +86,10 @@ struct Problem : PagedPass {
 
 template <typename Q, typename C>
 void agrees_with_the_reference(Types<Q, C>, double tolerance) {
-  for (const auto& pass : kPasses)
+  for (const auto& step : kSteps)
     for (const auto& [heads, rank, rope] :
          {std::array<int64_t, 3>{1, 8, 8}, {5, 24, 16}, {20, 40, 8}}) {
-      Problem<Q, C> problem(pass, heads, rank, rope);
+      Problem<Q, C> problem(step, heads, rank, rope);
       problem.run();
       problem.check(tolerance);
     }

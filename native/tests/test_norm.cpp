@@ -6,9 +6,7 @@
 #include <vector>
 
 #include "check.h"
-#include "raymoe/norm.h"
-#include "raymoe/rope.h"
-#include "raymoe/router.h"
+#include "raymoe/elementwise.h"
 #include "raymoe/worker_pool.h"
 
 using raymoe::bf16;
@@ -85,7 +83,7 @@ void norms_match_on_every_tail() {
   norm_matches_float64<float>(200, 384, 1e-6);  // more than one chunk: the pool takes part
 }
 
-void rotation_turns_pairs_and_passes_the_rest(int64_t tokens, int64_t heads, int64_t kv_heads,
+void rotation_turns_pairs_and_copies_the_rest(int64_t tokens, int64_t heads, int64_t kv_heads,
                                               int64_t dim, int64_t half, bool interleaved) {
   const int64_t width = (heads + 2 * kv_heads) * dim;
   Tensor<float> qkv({tokens, width}), cosine({9, half}), sine({9, half});
@@ -163,10 +161,10 @@ int main() {
     raymoe::set_isa(isa);
     norms_match_on_every_tail();
     for (bool interleaved : {false, true}) {
-      rotation_turns_pairs_and_passes_the_rest(5, 2, 1, 64, 32, interleaved);
-      rotation_turns_pairs_and_passes_the_rest(3, 3, 1, 24, 9, interleaved);
-      rotation_turns_pairs_and_passes_the_rest(20, 4, 2, 8, 4, interleaved);
-      rotation_turns_pairs_and_passes_the_rest(2, 1, 1, 512, 256, interleaved);
+      rotation_turns_pairs_and_copies_the_rest(5, 2, 1, 64, 32, interleaved);
+      rotation_turns_pairs_and_copies_the_rest(3, 3, 1, 24, 9, interleaved);
+      rotation_turns_pairs_and_copies_the_rest(20, 4, 2, 8, 4, interleaved);
+      rotation_turns_pairs_and_copies_the_rest(2, 1, 1, 512, 256, interleaved);
     }
     routing_picks_the_largest(40, 64, 8);
     routing_picks_the_largest(9, 3, 3);

@@ -6,19 +6,22 @@
 //     cache [N, G, 2, B * D]      keys [D / P][B][P]      values [D / C][B / P][C][P]
 //
 // so that one vector of keys belongs to consecutive tokens (a score needs no horizontal sum) and
-// one vector of values to consecutive dimensions. Values lie in tiles of C = 64 dimensions, the last
-// one narrower if need be: what a register block reads is one run of memory.
+// one vector of values to consecutive dimensions. Values lie in tiles of C = 64 dimensions, the
+// last one narrower if need be: what a register block reads is one run of memory.
 #pragma once
 
 #include <cstdint>
 
 #include "raymoe/bf16.h"
-#include "raymoe/isa.h"
+#include "raymoe/kernels.h"
 #include "raymoe/tensor_view.h"
 
 namespace raymoe {
 
 constexpr int64_t kBlockTokens = 32;
+
+/// Heads, and rows of latents, are whole vectors of AVX2.
+constexpr int64_t kHeadDimMultiple = 8;
 
 /// Dimensions of a tile of values: as many as the widest register block takes.
 constexpr int64_t kValueColumns = 64;
@@ -31,11 +34,11 @@ constexpr int64_t value_offset(int64_t token, int64_t column, int64_t head_dim, 
   return column * kBlockTokens + token / pair * width * pair + token % pair;
 }
 
-// Softmax is online in steps, and starts afresh in splits, of fixed positions of the sequence.
-// The sum of a token thus has the same order whatever else is in the pass, however its query was
+// Softmax is online in chunks, and starts afresh in splits, of fixed positions of the sequence.
+// The sum of a token thus has the same order whatever else is in the step, however its query was
 // batched, and whoever computes its splits: same bits.
-constexpr int64_t kStepBlocks = 4;
-constexpr int64_t kStepTokens = kStepBlocks * kBlockTokens;
+constexpr int64_t kChunkBlocks = 4;
+constexpr int64_t kChunkTokens = kChunkBlocks * kBlockTokens;
 constexpr int64_t kSplitTokens = 1024;
 
 /// Elements that lie together because one dot-product step multiplies them together.
@@ -66,9 +69,9 @@ struct AttentionTile {
   const int32_t* block_table = nullptr;  // of this sequence
   int64_t first_position = 0;            // of the first token
   int64_t num_tokens = 0;
-  // What this thread will read after this split, to be prefetched: the keys of a step, and before
+  // What this thread will read after this split, to be prefetched: the keys of a chunk, and before
   // them keys that it will overwrite. Any address will do; next_append may be null.
-  const void* next_keys[kStepBlocks] = {};
+  const void* next_keys[kChunkBlocks] = {};
   const void* next_append = nullptr;
 
   int64_t num_rows() const { return num_tokens * shape->group; }
@@ -89,8 +92,8 @@ struct AttentionState {
 
 constexpr int64_t padded_head_dim(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
 
-/// Most rows of a tile: as many as keep its state and scores near the core.
-constexpr int64_t kTileRows = 64;
+/// Maximum of the rows of a tile: as many as keep its state and scores near the core.
+constexpr int64_t kAttentionRows = 64;
 
 /// Floats of scratch that `attend` needs for `rows` rows.
 constexpr int64_t attention_scratch_floats(int64_t rows, int64_t head_dim) {
@@ -106,37 +109,13 @@ struct AttentionKernel {
   void (*store)(const AttentionTile& tile, const AttentionState& state) = nullptr;
 };
 
-AttentionKernel attention_kernel_scalar(DType query, DType cache);
-AttentionKernel attention_kernel_avx2(DType query, DType cache);
-AttentionKernel attention_kernel_avx512(DType query, DType cache);
-AttentionKernel attention_kernel_avx512_bf16(DType query, DType cache);
+/// The kernel of an instruction set for these types.
+using AttentionKernelOf = AttentionKernel (*)(DType query, DType cache);
+RAYMOE_DECLARE_KERNELS(AttentionKernelOf, attention_kernel);
 
 /// Adds the sums of `part`, a later split of the same rows, to `total`.
 void merge_attention(const AttentionState& total, const AttentionState& part, int64_t rows,
                      int64_t head_dim);
-
-/// Keys and values of consecutive tokens of one sequence and KV head, to be put into the cache.
-struct AppendTask {
-  const void* key = nullptr;  // first token
-  const void* value = nullptr;
-  int64_t key_stride = 0;  // elements between tokens
-  int64_t value_stride = 0;
-  void* cache = nullptr;  // block 0 of this KV head
-  int64_t block_stride = 0;
-  int64_t head_stride = 0;
-  const int32_t* block_table = nullptr;
-  int64_t head_dim = 0;
-  int64_t first_position = 0;
-  int64_t num_tokens = 0;
-};
-
-/// Writes the tokens, rounded to nearest even. The rest of a block whose first token is among them
-/// becomes zero: masked tokens still meet a probability of zero, and 0 * NaN of a previous owner
-/// would be NaN.
-using AppendFunction = void (*)(const AppendTask& task);
-
-/// The function for keys of type `query` and a cache of type `cache`; null if unsupported.
-AppendFunction append_function(DType query, DType cache);
 
 /// See append_and_attend in raymoe/kernels/cpu_attention.py; sinks is float32 [heads] or null.
 void append_and_attend(const TensorView& query, const TensorView& key, const TensorView& value,

@@ -5,6 +5,7 @@
 
 #include "raymoe/bf16.h"
 #include "raymoe/codes.h"
+#include "raymoe/tensor_view.h"
 
 namespace raymoe {
 
@@ -52,5 +53,26 @@ struct ExpertsProblem {
 
 /// Throws std::invalid_argument for an expert index out of range.
 void fused_experts(const ExpertsProblem& problem);
+
+/// Packed weights of experts, one after the other: bfloat16, or codes where a format is given.
+/// Biases are float32 [E, panels * 32] in the order of ExpertWeights, or null.
+struct PackedExperts {
+  TensorView gate_up;
+  TensorView down;
+  int64_t expert_size;
+  const CodeFormat* gate_up_format;
+  const CodeFormat* down_format;
+  const TensorView* gate_up_bias = nullptr;
+  const TensorView* down_bias = nullptr;
+  Gating gating = {};
+};
+
+/// hidden [T, H], topk_ids [T, K] int32, topk_weights [T, K] float32 -> out [T, H].
+void fused_experts_op(const TensorView& hidden, const TensorView& topk_ids,
+                      const TensorView& topk_weights, const PackedExperts& experts,
+                      const TensorView& out);
+
+/// The same with one expert for all tokens.
+void gated_ffn_op(const TensorView& hidden, const PackedExperts& expert, const TensorView& out);
 
 }  // namespace raymoe

@@ -39,21 +39,22 @@ struct LatentTile {
   int64_t first_position = 0;            // of the first token
   int64_t num_tokens = 0;
   int64_t num_heads = 0;
-  const void* next_blocks[kStepBlocks] = {};  // read by this thread after this split; any address
+  const void* next_blocks[kChunkBlocks] = {};  // read by this thread after this split; any address
 
   int64_t num_rows() const { return num_tokens * num_heads; }
   int64_t last_position() const { return first_position + num_tokens - 1; }
 };
 
-/// Most heads of a tile: as many as keep queries, a step of the cache and the sums in a second-level
-/// cache of 1 MiB.
+/// Maximum of the heads of a tile: as many as keep queries, a chunk of the cache and the sums in a
+/// second-level cache of 1 MiB.
 constexpr int64_t kLatentHeads = 64;
 
 /// Floats of scratch that `attend` needs for `rows` rows.
 int64_t latent_scratch_floats(const LatentShape& shape, int64_t rows);
 
-/// Kernels of one instruction set and one pair of query and cache types. Positions, steps, splits
-/// and the order of sums are those of AttentionKernel; state.out has rows of `padded_head_dim(rank)`.
+/// Kernels of one instruction set and one pair of query and cache types. Positions, chunks, splits
+/// and the order of sums are those of AttentionKernel; state.out has rows of
+/// `padded_head_dim(rank)`.
 struct LatentKernel {
   /// Overwrites `state` with the sums of the tile over positions of split `split` only.
   void (*attend)(const LatentTile& tile, int64_t split, const AttentionState& state,
@@ -62,10 +63,9 @@ struct LatentKernel {
   void (*store)(const LatentTile& tile, const AttentionState& state) = nullptr;
 };
 
-LatentKernel latent_kernel_scalar(DType query, DType cache);
-LatentKernel latent_kernel_avx2(DType query, DType cache);
-LatentKernel latent_kernel_avx512(DType query, DType cache);
-LatentKernel latent_kernel_avx512_bf16(DType query, DType cache);
+/// The kernel of an instruction set for these types.
+using LatentKernelOf = LatentKernel (*)(DType query, DType cache);
+RAYMOE_DECLARE_KERNELS(LatentKernelOf, latent_kernel);
 
 /// See append_and_attend_latent in raymoe/kernels/cpu_latent_attention.py.
 void append_and_attend_latent(const TensorView& query, const TensorView& latent,

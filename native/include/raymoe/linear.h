@@ -5,6 +5,7 @@
 
 #include "raymoe/bf16.h"
 #include "raymoe/codes.h"
+#include "raymoe/tensor_view.h"
 
 namespace raymoe {
 
@@ -45,5 +46,18 @@ struct LinearProblem {
 };
 
 void packed_linear(const LinearProblem& problem);
+
+/// weight [O, I] bfloat16, any strides -> packed [packed_bytes(O, I)] uint8, 64-byte aligned.
+void pack_linear_op(const TensorView& weight, const TensorView& packed);
+
+/// gate and up [F, H] -> packed [packed_gate_up_bytes(F, H)].
+void pack_gate_up_op(const TensorView& gate, const TensorView& up, const TensorView& packed);
+
+int64_t packed_gate_up_bytes(int64_t expert_size, int64_t hidden_size);
+
+/// x [T, I] -> out [T, O], bfloat16 or float32; bias [O] or null; packed bfloat16, or codes where a
+/// format is given.
+void packed_linear_op(const TensorView& x, const TensorView& packed, const CodeFormat* format,
+                      const TensorView* bias, const TensorView& out);
 
 }  // namespace raymoe

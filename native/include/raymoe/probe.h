@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "raymoe/kernels.h"
+
 namespace raymoe {
 
 /// One way to read a share of memory: `num_streams` places at once, prefetching `ahead` bytes.
@@ -23,7 +25,7 @@ struct ProbeKernels {
   Arithmetic int8;      // null without dot products of int8
 };
 
-extern const ProbeKernels kProbeScalar, kProbeAvx2, kProbeAvx512, kProbeAvx512Bf16;
+RAYMOE_DECLARE_KERNELS(ProbeKernels, probe_kernels);
 
 enum class Number { kFloat32, kBFloat16, kInt8 };
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "raymoe/float_kernels.h"
+#include "raymoe/kernels.h"
 #include "raymoe/tensor_view.h"
 
 namespace raymoe {
@@ -55,7 +55,7 @@ struct SamplingKernels {
   FloatKernels<TopK> top_k;
 };
 
-extern const SamplingKernels kSamplingScalar, kSamplingAvx2, kSamplingAvx512;
+RAYMOE_DECLARE_KERNELS(SamplingKernels, sampling_kernels);
 
 /// Check shapes, then split the rows over the worker pool.
 void argmax(const TensorView& logits, const TensorView& ids);

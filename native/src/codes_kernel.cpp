@@ -1,0 +1,382 @@
+// Decoding of panels of codes. Without vectors it is the readable reference of the others.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "panels.h"
+#if defined(__AVX2__)
+#include "vec_f32.h"
+#endif
+
+namespace raymoe {
+namespace {
+
+#if defined(__AVX512F__)
+
+// Sixteen elements at a time, 8 columns x 2 inputs, looked up in a table of sixteen numbers or
+// widened through float16, scaled in float32 and rounded in pairs of vectors. Everything before the
+// rounding is exact but the product with a float32 scale.
+
+/// The bfloat16 nearest to two vectors.
+inline __m512i rounded(__m512 left, __m512 right) {
+#if defined(__AVX512BF16__)
+  return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(right, left));
+#else
+  const bf16* type = nullptr;
+  return _mm512_inserti64x4(_mm512_castsi256_si512(narrow(type, left)), narrow(type, right), 1);
+#endif
+}
+
+constexpr int kVectors = 4;  // of 8 columns x 2 inputs
+constexpr int64_t kPrefetchBytes = 1024;
+
+/// What a group does to the numbers of its codes: number * factor + shift.
+struct GroupScales {
+  __m512 factor[kVectors];
+  __m512 shift[kVectors];
+};
+
+inline __m128i load_128(const uint8_t* p) {
+  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+}
+inline __m256i load_256(const uint8_t* p) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+}
+
+/// Sixteen scales as float32; those of FP8 times 256, which its numbers lack (see `e4m3_numbers`).
+template <CodeKind kKind>
+inline __m512 load_scales(const uint8_t* p) {
+  if constexpr (kKind == CodeKind::kInt4Float16) return _mm512_cvtph_ps(load_256(p));
+  if constexpr (kKind == CodeKind::kInt4BFloat16)
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_256(p)), 16));
+  if constexpr (kKind == CodeKind::kE2m1) {
+    const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu8_epi32(load_128(p)), 23);
+    return _mm512_castsi512_ps(_mm512_max_epu32(bits, _mm512_set1_epi32(0x00400000)));
+  }
+  return _mm512_mul_ps(_mm512_loadu_ps(p), _mm512_set1_ps(256.0f));
+}
+
+/// The two scales of a group that each 16 columns share, in every lane of their half.
+template <CodeKind kKind>
+inline __m512 load_shared_scale(const uint8_t* p) {
+  alignas(64) uint8_t line[64] = {};
+  std::memcpy(line, p, static_cast<size_t>(scale_bytes(kKind)));
+  return _mm512_broadcastss_ps(_mm512_castps512_ps128(load_scales<kKind>(line)));
+}
+
+/// Columns 0 to 7, or 8 to 15, of sixteen: each in two neighbouring lanes.
+inline __m512 doubled(__m512 columns, int upper) {
+  const __m512i first = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+  return _mm512_permutexvar_ps(_mm512_add_epi32(first, _mm512_set1_epi32(8 * upper)), columns);
+}
+
+/// Zero points of 16 columns as float32; `half` 1 for the upper ones.
+inline __m512 load_zeros(const uint8_t* p, int half) {
+  const __m512i bytes = _mm512_cvtepu8_epi32(load_128(p));
+  const __m512i codes =
+      half == 0 ? _mm512_and_si512(bytes, _mm512_set1_epi32(15)) : _mm512_srli_epi32(bytes, 4);
+  return _mm512_cvtepi32_ps(codes);
+}
+
+template <CodeKind kKind>
+GroupScales load_group(const CodePanel& panel, int64_t group) {
+  const int64_t item = scale_bytes(kKind);
+  GroupScales scales;
+  for (int half = 0; half < 2; ++half) {
+    const bool is_shared = panel.format->shares_scales;
+    const uint8_t* source =
+        panel.scales + item * (is_shared ? 2 * group + half : kPanelColumns * group + 16 * half);
+    const __m512 factor = is_shared ? load_shared_scale<kKind>(source) : load_scales<kKind>(source);
+    const __m512 zero = panel.zeros == nullptr ? _mm512_set1_ps(kInt4Zero)
+                                               : load_zeros(panel.zeros + group * kHalfPanel, half);
+    const __m512 shift = _mm512_mul_ps(_mm512_sub_ps(_mm512_setzero_ps(), zero), factor);
+    for (int upper = 0; upper < 2; ++upper) {
+      scales.factor[2 * half + upper] = doubled(factor, upper);
+      scales.shift[2 * half + upper] = doubled(shift, upper);
+    }
+  }
+  return scales;
+}
+
+/// The first inputs of pairs from one group, the second ones from another.
+inline GroupScales merged(const GroupScales& first, const GroupScales& second) {
+  GroupScales scales;
+  for (int v = 0; v < kVectors; ++v) {
+    scales.factor[v] = _mm512_mask_mov_ps(first.factor[v], 0xaaaa, second.factor[v]);
+    scales.shift[v] = _mm512_mask_mov_ps(first.shift[v], 0xaaaa, second.shift[v]);
+  }
+  return scales;
+}
+
+/// E4M3 is float16 without its upper exponent bit and seven of its fraction: moved there, the
+/// number over 256, subnormals included.
+inline __m512i e4m3_halves(__m256i bytes) {
+  const __m512i high = _mm512_slli_epi16(_mm512_cvtepu8_epi16(bytes), 8);
+  const __m512i magnitude = _mm512_and_si512(high, _mm512_set1_epi16(0x7f00));
+  const __mmask32 is_nan = _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(0x7f00));
+  const __m512i half =
+      _mm512_and_si512(_mm512_srai_epi16(high, 1), _mm512_set1_epi16(int16_t(0xbfff)));
+  return _mm512_mask_mov_epi16(half, is_nan, _mm512_set1_epi16(0x7e00));
+}
+
+template <CodeKind kKind>
+inline __m512 number_table() {
+  if constexpr (kKind == CodeKind::kE2m1)
+    return _mm512_set_ps(-6, -4, -3, -2, -1.5f, -1, -0.5f, -0.0f, 6, 4, 3, 2, 1.5f, 1, 0.5f, 0);
+  return _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+}
+
+template <CodeKind kKind>
+inline void load_numbers(const uint8_t* codes, __m512 (&numbers)[kVectors]) {
+  for (int half = 0; half < 2; ++half) {
+    if constexpr (kKind == CodeKind::kE4m3) {
+      const __m512i halves = e4m3_halves(load_256(codes + 32 * half));
+      numbers[2 * half] = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
+      numbers[2 * half + 1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
+    } else {
+      // The permutation looks at four bits of its indices.
+      const __m512i bytes = _mm512_cvtepu8_epi32(load_128(codes + 16 * half));
+      const __m512 table = number_table<kKind>();
+      numbers[2 * half] = _mm512_permutexvar_ps(bytes, table);
+      numbers[2 * half + 1] = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), table);
+    }
+  }
+}
+
+template <CodeKind kKind>
+inline __m512 scaled(__m512 number, const GroupScales& scales, int v) {
+  constexpr bool kHasZero = kKind == CodeKind::kInt4Float16 || kKind == CodeKind::kInt4BFloat16;
+  if constexpr (kHasZero) return _mm512_fmadd_ps(number, scales.factor[v], scales.shift[v]);
+  return _mm512_mul_ps(number, scales.factor[v]);
+}
+
+template <CodeKind kKind>
+inline void decode_pairs(const CodePanel& panel, const GroupScales& scales, int64_t begin,
+                         int64_t end, bf16* out) {
+  const int64_t bytes = pair_bytes(kKind);
+  const uint8_t* codes = panel.codes + begin * bytes;
+  for (int64_t pair = begin; pair < end; ++pair, codes += bytes, out += 2 * kPanelColumns) {
+    _mm_prefetch(reinterpret_cast<const char*>(codes + kPrefetchBytes), _MM_HINT_T0);
+    __m512 numbers[kVectors];
+    load_numbers<kKind>(codes, numbers);
+    for (int half = 0; half < 2; ++half) {
+      const __m512 left = scaled<kKind>(numbers[2 * half], scales, 2 * half);
+      const __m512 right = scaled<kKind>(numbers[2 * half + 1], scales, 2 * half + 1);
+      _mm512_storeu_si512(out + 32 * half, rounded(left, right));
+    }
+  }
+}
+
+template <CodeKind kKind>
+void decode(const CodePanel& panel, int64_t begin, int64_t end, bf16* out) {
+  while (begin < end) {
+    const int64_t group = group_of(panel, 2 * begin), second = group_of(panel, 2 * begin + 1);
+    GroupScales scales = load_group<kKind>(panel, group);
+    if (second != group) scales = merged(scales, load_group<kKind>(panel, second));
+    const int64_t stop = end_of_groups(panel, begin, end);
+    decode_pairs<kKind>(panel, scales, begin, stop, out);
+    out += (stop - begin) * 2 * kPanelColumns;
+    begin = stop;
+  }
+}
+
+#else  // __AVX512F__
+
+// The scale and the zero point of one column, one at a time.
+
+inline float float_at(const uint8_t* data, int64_t index) {
+  float out;
+  std::memcpy(&out, data + 4 * index, sizeof out);
+  return out;
+}
+
+template <typename Half>
+inline float half_at(const uint8_t* data, int64_t index) {
+  Half half;
+  std::memcpy(&half, data + 2 * index, sizeof half);
+  return to_float(half);
+}
+
+/// Two to the power of an exponent plus 127.
+inline float power_of_two(uint8_t exponent) {
+  const uint32_t bits = exponent == 0 ? 0x00400000u : static_cast<uint32_t>(exponent) << 23;
+  float out;
+  std::memcpy(&out, &bits, sizeof out);
+  return out;
+}
+
+inline float scale_at(const CodePanel& panel, int64_t group, int64_t column) {
+  const int64_t index = panel.format->shares_scales ? 2 * group + column / kHalfPanel
+                                                    : kPanelColumns * group + column;
+  switch (panel.format->kind) {
+    case CodeKind::kInt4Float16:
+      return half_at<fp16>(panel.scales, index);
+    case CodeKind::kInt4BFloat16:
+      return half_at<bf16>(panel.scales, index);
+    case CodeKind::kE2m1:
+      return power_of_two(panel.scales[index]);
+    case CodeKind::kE4m3:
+      return float_at(panel.scales, index);
+  }
+  return 0.0f;
+}
+
+inline int nibble(const uint8_t* bytes, int64_t byte, bool is_above) {
+  return is_above ? bytes[byte] >> 4 : bytes[byte] & 15;
+}
+
+inline int zero_at(const CodePanel& panel, int64_t group, int64_t column) {
+  if (panel.zeros == nullptr) return kInt4Zero;
+  return nibble(panel.zeros + group * kHalfPanel, column % kHalfPanel, column >= kHalfPanel);
+}
+
+#if defined(__AVX2__)
+
+// Eight elements at a time, 4 columns x 2 inputs.
+
+constexpr int kVectors = 8;  // of 4 columns x 2 inputs
+constexpr int64_t kPrefetchBytes = 1024;
+
+/// What a group does to the numbers of its codes: number * factor + shift, [column][input].
+struct GroupScales {
+  alignas(32) float factor[2 * kPanelColumns];
+  alignas(32) float shift[2 * kPanelColumns];
+
+  /// Set the scales of the first or second inputs of pairs.
+  void set(const CodePanel& panel, int64_t group, int input) {
+    // The numbers of E4M3 lack 256; see `e4m3_numbers`.
+    const float scale = is_four_bits(panel.format->kind) ? 1.0f : 256.0f;
+    for (int64_t column = 0; column < kPanelColumns; ++column) {
+      const float zero = static_cast<float>(zero_at(panel, group, column));
+      const float factor = scale * scale_at(panel, group, column);
+      this->factor[2 * column + input] = factor;
+      shift[2 * column + input] = -zero * factor;
+    }
+  }
+};
+
+inline __m128i load_8(const uint8_t* p) {
+  return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+}
+
+/// E4M3 is float16 without its upper exponent bit and seven of its fraction: moved there, the
+/// number over 256, subnormals included.
+inline F32 e4m3_numbers(const uint8_t* codes) {
+  const __m128i high = _mm_slli_epi16(_mm_cvtepu8_epi16(load_8(codes)), 8);
+  const __m128i largest = _mm_set1_epi16(0x7f00);
+  const __m128i is_nan = _mm_cmpeq_epi16(_mm_and_si128(high, largest), largest);
+  const __m128i half = _mm_and_si128(_mm_srai_epi16(high, 1), _mm_set1_epi16(int16_t(0xbfff)));
+  return _mm256_cvtph_ps(_mm_blendv_epi8(half, _mm_set1_epi16(0x7e00), is_nan));
+}
+
+/// The sign is the fourth bit.
+inline F32 e2m1_numbers(I32 codes) {
+  const F32 magnitude =
+      _mm256_permutevar8x32_ps(_mm256_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6), codes);
+  const I32 sign = shift_left<28>(bit_and(codes, splat(8)));
+  return from_bits(bit_xor(bits_of(magnitude), sign));
+}
+
+/// Vector `v` of a pair; four bits hold two vectors of columns, and two above them.
+template <CodeKind kKind>
+inline F32 load_numbers(const uint8_t* codes, int v) {
+  if constexpr (kKind == CodeKind::kE4m3) return e4m3_numbers(codes + 8 * v);
+  const I32 bytes = _mm256_cvtepu8_epi32(load_8(codes + kHalfPanel * (v / 4) + 8 * (v % 2)));
+  const I32 nibbles = v % 4 < 2 ? bit_and(bytes, splat(15)) : shift_right<4>(bytes);
+  return kKind == CodeKind::kE2m1 ? e2m1_numbers(nibbles) : to_f32(nibbles);
+}
+
+template <CodeKind kKind>
+inline void decode_pairs(const CodePanel& panel, const GroupScales& scales, int64_t begin,
+                         int64_t end, bf16* out) {
+  constexpr bool kHasZero = kKind == CodeKind::kInt4Float16 || kKind == CodeKind::kInt4BFloat16;
+  const int64_t bytes = pair_bytes(kKind);
+  const uint8_t* codes = panel.codes + begin * bytes;
+  for (int64_t pair = begin; pair < end; ++pair, codes += bytes)
+    for (int v = 0; v < kVectors; ++v, out += kLanes) {
+      if (v == 0) _mm_prefetch(reinterpret_cast<const char*>(codes + kPrefetchBytes), _MM_HINT_T0);
+      const F32 number = load_numbers<kKind>(codes, v);
+      const F32 factor = load(scales.factor + kLanes * v, Whole{});
+      const F32 shift = load(scales.shift + kLanes * v, Whole{});
+      // (code - zero) * factor is exact: so is code * factor - zero * factor, fused.
+      store(out, kHasZero ? _mm256_fmadd_ps(number, factor, shift) : mul(number, factor), Whole{});
+    }
+}
+
+template <CodeKind kKind>
+void decode(const CodePanel& panel, int64_t begin, int64_t end, bf16* out) {
+  GroupScales scales;
+  int64_t groups[2] = {-1, -1};
+  while (begin < end) {
+    const int64_t stop = end_of_groups(panel, begin, end);
+    for (int input = 0; input < 2; ++input) {
+      const int64_t group = group_of(panel, 2 * begin + input);
+      if (group != groups[input]) scales.set(panel, group, input);
+      groups[input] = group;
+    }
+    decode_pairs<kKind>(panel, scales, begin, stop, out);
+    out += (stop - begin) * 2 * kPanelColumns;
+    begin = stop;
+  }
+}
+
+#else  // without vectors
+
+int code_at(const CodePanel& panel, int64_t pair, int64_t column, int64_t half_pair) {
+  const uint8_t* codes = panel.codes + pair * pair_bytes(panel.format->kind);
+  if (!is_four_bits(panel.format->kind)) return codes[2 * column + half_pair];
+  const int64_t in_half = column % kHalfPanel;
+  const int64_t byte = column / kHalfPanel * kHalfPanel + in_half % 8 * 2 + half_pair;
+  return nibble(codes, byte, in_half >= 8);
+}
+
+float e4m3_number(int code) {
+  const int exponent = code >> 3 & 15, fraction = code & 7;
+  float number = exponent == 0 ? std::ldexp(static_cast<float>(fraction), -9)
+                               : std::ldexp(static_cast<float>(8 + fraction), exponent - 10);
+  if ((code & 0x7f) == 0x7f) number = std::nanf("");
+  return code & 0x80 ? -number : number;
+}
+
+float number_of(const CodePanel& panel, int code, int64_t group, int64_t column) {
+  static constexpr float kE2m1Numbers[] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+  if (panel.format->kind == CodeKind::kE4m3) return e4m3_number(code);
+  if (panel.format->kind == CodeKind::kE2m1)
+    return code & 8 ? -kE2m1Numbers[code & 7] : kE2m1Numbers[code];
+  return static_cast<float>(code - zero_at(panel, group, column));
+}
+
+void decode_panel(const CodePanel& panel, int64_t begin, int64_t end, bf16* out) {
+  for (int64_t pair = begin; pair < end; ++pair)
+    for (int64_t column = 0; column < kPanelColumns; ++column)
+      for (int64_t half_pair = 0; half_pair < 2; ++half_pair) {
+        const int64_t group = group_of(panel, 2 * pair + half_pair);
+        const int code = code_at(panel, pair, column, half_pair);
+        *out++ = from_float<bf16>(number_of(panel, code, group, column) *
+                                  scale_at(panel, group, column));
+      }
+}
+
+#endif  // __AVX2__
+#endif  // __AVX512F__
+
+#if defined(__AVX2__)
+void decode_panel(const CodePanel& panel, int64_t begin, int64_t end, bf16* out) {
+  switch (panel.format->kind) {
+    case CodeKind::kInt4Float16:
+      return decode<CodeKind::kInt4Float16>(panel, begin, end, out);
+    case CodeKind::kInt4BFloat16:
+      return decode<CodeKind::kInt4BFloat16>(panel, begin, end, out);
+    case CodeKind::kE2m1:
+      return decode<CodeKind::kE2m1>(panel, begin, end, out);
+    case CodeKind::kE4m3:
+      return decode<CodeKind::kE4m3>(panel, begin, end, out);
+  }
+}
+#endif
+
+}  // namespace
+
+RAYMOE_DEFINE_KERNELS(CodeKernels, code_kernels) = {decode_panel};
+
+}  // namespace raymoe

@@ -1,0 +1,152 @@
+// Norm, rotation and routing: checks, and rows shared among the workers.
+#include "raymoe/elementwise.h"
+
+#include <stdexcept>
+#include <string>
+
+#include "parallel.h"
+
+namespace raymoe {
+namespace {
+
+void check_heads(const char* what, const TensorView& heads, const TensorView& qkv) {
+  heads.expect(what, qkv.dtype(), 3).expect_size(what, 0, qkv.size(0)).expect_contiguous(what);
+}
+
+void check_norm(const char* what, const std::optional<TensorView>& weight, const TensorView& qkv,
+                int64_t span) {
+  if (weight) weight->expect(what, qkv.dtype(), 1).expect_size(what, 0, span);
+}
+
+void check_tables(const QkvRopeViews& views, int64_t head_dim) {
+  views.cosine.expect("qkv_rope: cos", DType::kFloat32, 2);
+  views.sine.expect("qkv_rope: sin", DType::kFloat32, 2);
+  views.sine.expect_size("qkv_rope: sin", 0, views.cosine.size(0));
+  views.sine.expect_size("qkv_rope: sin", 1, views.cosine.size(1));
+  if (views.sine.stride(0) != views.cosine.stride(0))
+    throw std::invalid_argument("qkv_rope: cos and sin must have the same strides");
+  if (2 * views.cosine.size(1) > head_dim || head_dim > kMaxHeadDim)
+    throw std::invalid_argument("qkv_rope: cos covers " + std::to_string(2 * views.cosine.size(1)) +
+                                " dimensions, head_dim is " + std::to_string(head_dim) +
+                                ", the kernel takes up to " + std::to_string(kMaxHeadDim));
+}
+
+void check_positions(const QkvRopeViews& views) {
+  const int32_t* positions = views.positions.data<int32_t>();
+  for (int64_t row = 0; row < views.positions.size(0); ++row)
+    if (positions[row] < 0 || positions[row] >= views.cosine.size(0))
+      throw std::invalid_argument("qkv_rope: positions[" + std::to_string(row) + "] is " +
+                                  std::to_string(positions[row]) + ", the tables have " +
+                                  std::to_string(views.cosine.size(0)) + " rows");
+}
+
+/// Whether the norm spans all heads; both weights must agree on it.
+bool check_shapes(const QkvRopeViews& views) {
+  const TensorView& qkv = views.qkv.expect_rank("qkv_rope: qkv", 2);
+  check_heads("qkv_rope: query", views.query, qkv);
+  check_heads("qkv_rope: key", views.key, qkv);
+  check_heads("qkv_rope: value", views.value, qkv);
+  const int64_t heads = views.query.size(1), dim = views.query.size(2);
+  const int64_t kv_heads = views.key.size(1);
+  for (const TensorView* kv : {&views.key, &views.value})
+    kv->expect_size("qkv_rope: key or value", 1, kv_heads)
+        .expect_size("qkv_rope: key or value", 2, dim);
+  qkv.expect_size("qkv_rope: qkv", 1, (heads + 2 * kv_heads) * dim);
+  views.positions.expect("qkv_rope: positions", DType::kInt32, 1)
+      .expect_size("qkv_rope: positions", 0, qkv.size(0));
+  check_tables(views, dim);
+  check_positions(views);
+  const bool spans = (views.query_norm && views.query_norm->num_elements() != dim) ||
+                     (views.key_norm && views.key_norm->num_elements() != dim);
+  check_norm("qkv_rope: q_norm", views.query_norm, qkv, spans ? heads * dim : dim);
+  check_norm("qkv_rope: k_norm", views.key_norm, qkv, spans ? kv_heads * dim : dim);
+  return spans;
+}
+
+}  // namespace
+
+void rms_norm(const TensorView& hidden, const TensorView* delta, const TensorView* weight,
+              float eps, const TensorView& out) {
+  const auto kernel = elementwise_kernels().rms_norm.of(hidden.dtype(), "rms_norm: hidden");
+  hidden.expect_rank("rms_norm: hidden", 2);
+  const int64_t rows = hidden.size(0), size = hidden.size(1);
+  out.expect("rms_norm: out", hidden.dtype(), 2).expect_size("rms_norm: out", 0, rows);
+  out.expect_size("rms_norm: out", 1, size).expect_contiguous("rms_norm: out");
+  if (delta != nullptr) {
+    delta->expect("rms_norm: delta", hidden.dtype(), 2).expect_size("rms_norm: delta", 0, rows);
+    delta->expect_size("rms_norm: delta", 1, size);
+  }
+  if (weight != nullptr)
+    weight->expect("rms_norm: weight", hidden.dtype(), 1).expect_size("rms_norm: weight", 0, size);
+  if (size == 0) return;
+  const RmsNorm args{hidden.raw(), delta != nullptr ? delta->raw() : nullptr,
+                     weight != nullptr ? weight->raw() : nullptr, out.raw(), hidden.stride(0),
+                     delta != nullptr ? delta->stride(0) : 0, size, eps};
+  for_row_ranges(rows, size,
+                 [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+}
+
+void qkv_rope(const QkvRopeViews& views, const QkvRopeOptions& options) {
+  const auto kernel = elementwise_kernels().qkv_rope.of(views.qkv.dtype(), "qkv_rope: qkv");
+  QkvRope args{};
+  args.norm_spans_heads = check_shapes(views);
+  args.norm_follows = options.norm_follows;
+  args.interleaved = options.interleaved;
+  if (args.norm_spans_heads && args.norm_follows)
+    throw std::invalid_argument("qkv_rope: a norm after the rotation must be one per head");
+  args.qkv = views.qkv.raw();
+  args.positions = views.positions.data<int32_t>();
+  args.cosine = views.cosine.data<float>();
+  args.sine = views.sine.data<float>();
+  args.query_norm = views.query_norm ? views.query_norm->raw() : nullptr;
+  args.key_norm = views.key_norm ? views.key_norm->raw() : nullptr;
+  args.query = views.query.raw();
+  args.key = views.key.raw();
+  args.value = views.value.raw();
+  args.qkv_stride = views.qkv.stride(0);
+  args.table_stride = views.cosine.stride(0);
+  args.num_heads = views.query.size(1);
+  args.num_kv_heads = views.key.size(1);
+  args.head_dim = views.query.size(2);
+  args.half_dims = views.cosine.size(1);
+  args.eps = options.eps;
+  args.clip = options.clip;
+  for_row_ranges(views.qkv.size(0), views.qkv.size(1),
+                 [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+}
+
+void route(const TensorView& logits, bool renormalize, const TensorView& ids,
+           const TensorView& weights) {
+  const auto kernel = elementwise_kernels().route.of(logits.dtype(), "route: logits");
+  logits.expect_rank("route: logits", 2);
+  const int64_t rows = logits.size(0), num_experts = logits.size(1);
+  ids.expect("route: ids", DType::kInt32, 2).expect_size("route: ids", 0, rows);
+  ids.expect_contiguous("route: ids");
+  const int64_t top_k = ids.size(1);
+  weights.expect("route: weights", DType::kFloat32, 2).expect_size("route: weights", 0, rows);
+  weights.expect_size("route: weights", 1, top_k).expect_contiguous("route: weights");
+  if (num_experts > kMaxExperts || top_k > num_experts)
+    throw std::invalid_argument("route: top_k " + std::to_string(top_k) + " of " +
+                                std::to_string(num_experts) + " experts; at most " +
+                                std::to_string(kMaxExperts) + " experts");
+  const Route args{logits.raw(),     ids.data<int32_t>(), weights.data<float>(),
+                   logits.stride(0), num_experts,         top_k,
+                   renormalize};
+  for_row_ranges(rows, 4 * num_experts + 8 * top_k,
+                 [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+}
+
+void add_gated(const TensorView& out, const TensorView& shared, const TensorView& gate) {
+  const auto kernel = elementwise_kernels().gated_add.of(out.dtype(), "add_gated: out");
+  out.expect_rank("add_gated: out", 2);
+  const int64_t rows = out.size(0), size = out.size(1);
+  shared.expect("add_gated: shared", out.dtype(), 2).expect_size("add_gated: shared", 0, rows);
+  shared.expect_size("add_gated: shared", 1, size);
+  gate.expect("add_gated: gate", out.dtype(), 2).expect_size("add_gated: gate", 0, rows);
+  gate.expect_size("add_gated: gate", 1, 1);
+  const GatedAdd args{out.raw(),        shared.raw(),    gate.raw(), out.stride(0),
+                      shared.stride(0), gate.stride(0), size};
+  for_row_ranges(rows, size, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+}
+
+}  // namespace raymoe

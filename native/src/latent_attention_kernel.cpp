@@ -1,0 +1,550 @@
+// The latent attention kernel. Without vectors it works off one row after another.
+//
+// With vectors, a tile is worked off in chunks of 4 blocks (128 positions): scores = K Q^T with a
+// position in each row and a head in each lane, online softmax of all lanes at once, out = factor *
+// out + P V with a head in each row. So the cached rows are read as they lie, and nothing is summed
+// across lanes. A row's arithmetic never depends on the rest of its tile: positions that only other
+// rows see score -inf, get weight 0 and add 0.
+#include "raymoe/latent_attention.h"
+
+#if defined(__AVX2__)
+#include <array>
+#include <utility>
+
+#include "attention_vector.h"
+#else
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#endif
+
+namespace raymoe {
+namespace {
+
+#if defined(__AVX2__)
+
+using Reg = Vector::Reg;
+
+constexpr int64_t kLineBytes = 64;
+constexpr int64_t kLanes = Vector::kLanes;
+constexpr int kPanelVectors = 2;
+constexpr int64_t kPanelColumns = kPanelVectors * kLanes;
+#if defined(__AVX512F__)
+constexpr int kMaxRows = 12;  // of a register block: 12 x 2 of 32 registers
+#else
+constexpr int kMaxRows = 6;
+#endif
+
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+inline int64_t rounded_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
+
+/// Where a tile keeps what it works on; A is the type of the operands, of which `pair` are
+/// multiplied together. R rows of the tile, padded to whole vectors.
+template <typename A>
+struct Workspace {
+  A* queries;      // panels of R columns, each [width / pair][columns][pair]
+  A* values;       // a chunk of the cache as the right operand of P V
+  A* weights;      // [kChunkTokens / pair][R][pair]
+  float* scores;   // [kChunkTokens][R]
+  float* factors;  // [R]
+};
+
+/// Up to 4 consecutive blocks of the cache.
+template <typename A>
+struct Chunk {
+  const A* rows[kChunkBlocks];
+  int64_t first;  // position
+  int64_t count;
+  const char* next[kChunkBlocks];  // blocks of the cache to be prefetched
+  int64_t block_bytes;
+};
+
+/// The right operand of P V from some column on: a row, or a pair of them, after every `stride`.
+template <typename A>
+struct Panel {
+  const A* data;
+  int64_t stride;
+};
+
+template <typename C>
+const C* block_at(const LatentTile& tile, int64_t index) {
+  return static_cast<const C*>(tile.cache) + tile.block_table[index] * tile.shape->block_stride;
+}
+
+/// Operands are float32: cached rows are widened into `values`, which serve both products.
+template <typename Cache>
+struct Wide {
+  using C = Cache;
+  using A = float;
+  static constexpr int64_t kPair = 1;
+
+  static Reg load(const A* b) { return Vector::load(b); }
+  static Reg multiply_add(Reg acc, const A* a, Reg b) {
+    return Vector::fma(Vector::set1(*a), b, acc);
+  }
+  static void store_weights(A* to, const Reg (&weights)[1]) { Vector::store(to, weights[0]); }
+
+  static void gather(const LatentTile& tile, const Workspace<A>& work, Chunk<A>& chunk) {
+    const int64_t width = tile.shape->width;
+    for (int64_t i = 0; i < chunk.count; i += kBlockTokens) {
+      const Cache* from = block_at<Cache>(tile, (chunk.first + i) / kBlockTokens);
+      A* to = work.values + i * width;
+      const int64_t elements = smaller(kBlockTokens, chunk.count - i) * width;
+      for (int64_t d = 0; d < elements; d += 8) store8(to + d, load8(from + d));
+      chunk.rows[i / kBlockTokens] = to;
+    }
+  }
+  static Panel<A> values(const LatentShape& shape, const Workspace<A>& work, int64_t column,
+                         int64_t) {
+    return {work.values + column, shape.width};
+  }
+};
+
+/// out[rows][columns of a panel] = scale * out + A * B. `b` is a panel of B: row after row (pair of
+/// rows after pair of rows) of its columns.
+template <typename Format>
+struct Product {
+  const typename Format::A* a;
+  int64_t a_row;   // elements between rows
+  int64_t a_step;  // elements between columns, or pairs of them
+  const typename Format::A* b;
+  int64_t b_step;
+  int64_t num_steps;
+  float* out;
+  int64_t out_row;
+  const float* scale;      // [rows]; null overwrites out
+  const char* ahead;       // a line of cache is prefetched with each of them
+  const char* ahead_end;
+};
+
+/// Not inlined, so that every accumulator stays in a register.
+template <typename Format, int kCols, int kRows>
+__attribute__((noinline)) void multiply_block(const Product<Format>& product) {
+  Reg acc[kRows][kCols];
+  for (int i = 0; i < kRows; ++i)
+    for (int j = 0; j < kCols; ++j)
+      acc[i][j] = product.scale == nullptr
+                      ? Vector::zero()
+                      : Vector::mul(Vector::set1(product.scale[i]),
+                                    Vector::load(product.out + i * product.out_row + j * kLanes));
+  const typename Format::A* a = product.a;
+  const typename Format::A* b = product.b;
+  const char* ahead = product.ahead;
+  for (int64_t k = 0; k < product.num_steps; ++k) {
+    if (ahead < product.ahead_end) {
+      _mm_prefetch(ahead, _MM_HINT_T1);
+      ahead += kLineBytes;
+    }
+    Reg columns[kCols];
+    for (int j = 0; j < kCols; ++j) columns[j] = Format::load(b + j * kLanes * Format::kPair);
+    for (int i = 0; i < kRows; ++i)
+      for (int j = 0; j < kCols; ++j)
+        acc[i][j] = Format::multiply_add(acc[i][j], a + i * product.a_row, columns[j]);
+    a += product.a_step;
+    b += product.b_step;
+  }
+  for (int i = 0; i < kRows; ++i)
+    for (int j = 0; j < kCols; ++j)
+      Vector::store(product.out + i * product.out_row + j * kLanes, acc[i][j]);
+}
+
+template <typename Format>
+using MultiplyBlock = void (*)(const Product<Format>&);
+
+template <typename Format, int kCols, int... kRows>
+constexpr std::array<MultiplyBlock<Format>, kMaxRows> block_table(
+    std::integer_sequence<int, kRows...>) {
+  return {multiply_block<Format, kCols, kRows + 1>...};
+}
+
+/// All rows of a product, in register blocks of nearly equal size. Returns where its prefetches
+/// end.
+template <typename Format>
+const char* multiply(Product<Format> product, int64_t num_rows, bool is_half) {
+  using Rows = std::make_integer_sequence<int, kMaxRows>;
+  static constexpr auto kWhole = block_table<Format, kPanelVectors>(Rows());
+  static constexpr auto kHalf = block_table<Format, 1>(Rows());
+  const int64_t num_blocks = (num_rows + kMaxRows - 1) / kMaxRows;
+  const Product<Format> all = product;
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    const int64_t first = block * num_rows / num_blocks;
+    const int64_t rows = (block + 1) * num_rows / num_blocks - first;
+    product.a = all.a + first * all.a_row;
+    product.out = all.out + first * all.out_row;
+    if (all.scale != nullptr) product.scale = all.scale + first;
+    (is_half ? kHalf : kWhole)[static_cast<size_t>(rows - 1)](product);
+    product.ahead += product.num_steps * kLineBytes;
+  }
+  return product.ahead;
+}
+
+template <typename Q>
+inline void pack_pair(const Q* from, float* to) {
+  *to = to_float(*from);
+}
+inline void pack_pair(const bf16* from, bf16* to) { __builtin_memcpy(to, from, 2 * sizeof(bf16)); }
+
+/// The queries of a tile as the right operand: a row becomes a column.
+template <typename Format, typename Q>
+void pack_queries(const LatentTile& tile, typename Format::A* to) {
+  constexpr int64_t pair = Format::kPair;
+  const LatentShape& shape = *tile.shape;
+  const int64_t num_rows = tile.num_rows(), padded = rounded_up(num_rows, kLanes);
+  for (int64_t panel = 0; panel < padded; panel += kPanelColumns) {
+    const int64_t columns = smaller(padded - panel, kPanelColumns);
+    for (int64_t column = 0; column < columns; ++column) {
+      const int64_t row = panel + column;
+      typename Format::A* out = to + panel * shape.width + column * pair;
+      const Q* query = static_cast<const Q*>(tile.query) +
+                       row / tile.num_heads * shape.query_stride +
+                       row % tile.num_heads * shape.width;
+      for (int64_t d = 0; d < shape.width; d += pair, out += columns * pair)
+        if (row < num_rows)
+          pack_pair(query + d, out);
+        else
+          for (int64_t p = 0; p < pair; ++p) out[p] = typename Format::A{};
+    }
+  }
+}
+
+/// scores[position][row of the tile] for the positions of a chunk.
+template <typename Format>
+void score_chunk(const LatentTile& tile, const Chunk<typename Format::A>& chunk,
+                const Workspace<typename Format::A>& work) {
+  const int64_t width = tile.shape->width, padded = rounded_up(tile.num_rows(), kLanes);
+  Product<Format> product{};
+  product.a_row = width;
+  product.a_step = Format::kPair;
+  product.num_steps = width / Format::kPair;
+  product.out_row = padded;
+  for (int64_t block = 0; block * kBlockTokens < chunk.count; ++block) {
+    product.ahead = chunk.next[block];
+    product.ahead_end = product.ahead + chunk.block_bytes;
+    for (int64_t panel = 0; panel < padded; panel += kPanelColumns) {
+      const int64_t columns = smaller(padded - panel, kPanelColumns);
+      product.a = chunk.rows[block];
+      product.b = work.queries + panel * width;
+      product.b_step = columns * Format::kPair;
+      product.out = work.scores + block * kBlockTokens * padded + panel;
+      const int64_t rows = smaller(kBlockTokens, chunk.count - block * kBlockTokens);
+      product.ahead = multiply(product, rows, columns < kPanelColumns);
+    }
+  }
+}
+
+/// Positions after a row's own score -inf: rows of later tokens see them.
+template <typename A>
+void mask_chunk(const LatentTile& tile, const Chunk<A>& chunk, float* scores) {
+  const int64_t padded = rounded_up(tile.num_rows(), kLanes);
+  for (int64_t i = larger(tile.first_position + 1 - chunk.first, 0); i < chunk.count; ++i) {
+    const int64_t first_row = (chunk.first + i - tile.first_position) * tile.num_heads;
+    for (int64_t row = 0; row < smaller(first_row, padded); row += kLanes) {
+      float* at = scores + i * padded + row;
+      const int from = static_cast<int>(smaller(first_row - row, kLanes));
+      Vector::store(at, Vector::keep(Vector::load(at), from, static_cast<int>(kLanes)));
+    }
+  }
+}
+
+/// Online softmax: weights of a chunk from its scores, and the factors of everything summed before.
+template <typename Format>
+void weigh_chunk(const LatentTile& tile, int64_t count, const Workspace<typename Format::A>& work,
+                const AttentionState& state) {
+  const int64_t padded = rounded_up(tile.num_rows(), kLanes);
+  const Reg scale = Vector::set1(tile.shape->scale_log2e);
+  const Reg lowest = Vector::set1(-3.0e38f);
+  for (int64_t row = 0; row < padded; row += kLanes) {
+    const float* scores = work.scores + row;
+    Reg top = Vector::load(scores);
+    for (int64_t i = 1; i < count; ++i) top = Vector::max(top, Vector::load(scores + i * padded));
+    const Reg old_max = Vector::load(state.max + row);
+    const Reg max = Vector::max(old_max, Vector::mul(top, scale));
+    // A row that has seen nothing yet: any finite reference gives weights of zero.
+    const Reg reference = Vector::max(max, lowest);
+    const Reg factor = Vector::exp2(Vector::fms(old_max, Vector::set1(1.0f), reference));
+    Reg sum = Vector::mul(Vector::load(state.sum + row), factor);
+    for (int64_t i = 0; i < count; i += Format::kPair) {
+      Reg weights[Format::kPair];
+      for (int64_t p = 0; p < Format::kPair; ++p) {
+        weights[p] = i + p < count
+                         ? Vector::exp2(Vector::fms(Vector::load(scores + (i + p) * padded), scale,
+                                                    reference))
+                         : Vector::zero();
+        sum = Vector::add(sum, weights[p]);
+      }
+      Format::store_weights(work.weights + (i * padded + row * Format::kPair), weights);
+    }
+    Vector::store(state.max + row, max);
+    Vector::store(state.sum + row, sum);
+    Vector::store(work.factors + row, factor);
+  }
+}
+
+/// out = factors * out + P V.
+template <typename Format>
+void add_values(const LatentTile& tile, int64_t count, const Workspace<typename Format::A>& work,
+                const AttentionState& state) {
+  constexpr int64_t pair = Format::kPair;
+  const LatentShape& shape = *tile.shape;
+  const int64_t padded = rounded_up(tile.num_rows(), kLanes);
+  const int64_t rank = rounded_up(shape.rank, kLanes);
+  Product<Format> product{};
+  product.a = work.weights;
+  product.a_row = pair;
+  product.a_step = padded * pair;
+  product.num_steps = (count + pair - 1) / pair;
+  product.out_row = padded_head_dim(shape.rank);
+  product.scale = work.factors;
+  for (int64_t column = 0; column < rank; column += kPanelColumns) {
+    const int64_t columns = smaller(rank - column, kPanelColumns);
+    const auto panel = Format::values(shape, work, column, columns);
+    product.b = panel.data;
+    product.b_step = panel.stride;
+    product.out = state.out + column;
+    multiply(product, tile.num_rows(), columns < kPanelColumns);
+  }
+}
+
+template <typename Format>
+Workspace<typename Format::A> workspace_at(float* scratch, const LatentShape& shape,
+                                           int64_t num_rows) {
+  using A = typename Format::A;
+  const int64_t padded = rounded_up(num_rows, kLanes);
+  Workspace<A> work;
+  work.factors = scratch;
+  work.scores = work.factors + padded;
+  float* next = work.scores + kChunkTokens * padded;
+  if constexpr (Format::kPair == 1) {
+    work.weights = work.scores;  // each takes the place of its score
+  } else {
+    work.weights = reinterpret_cast<A*>(next);
+    next += kChunkTokens * padded / Format::kPair;
+  }
+  work.queries = reinterpret_cast<A*>(next);
+  next += rounded_up(padded * shape.width, 16) / Format::kPair;
+  work.values = reinterpret_cast<A*>(next);
+  return work;
+}
+
+/// The positions of a chunk, and the blocks that its thread reads after it.
+template <typename Format>
+Chunk<typename Format::A> make_chunk(const LatentTile& tile, int64_t first, int64_t end) {
+  Chunk<typename Format::A> chunk;
+  chunk.first = first;
+  chunk.count = smaller(kChunkTokens, end - first);
+  chunk.block_bytes = kBlockTokens * tile.shape->width * int64_t{sizeof(typename Format::C)};
+  for (int64_t i = 0; i < kChunkBlocks; ++i) {
+    const int64_t position = first + kChunkTokens + i * kBlockTokens;
+    const void* next = position < end
+                           ? block_at<typename Format::C>(tile, position / kBlockTokens)
+                           : tile.next_blocks[i];
+    chunk.next[i] = static_cast<const char*>(next);
+  }
+  return chunk;
+}
+
+template <typename Format, typename Q>
+void attend(const LatentTile& tile, int64_t split, const AttentionState& state, float* scratch) {
+  const LatentShape& shape = *tile.shape;
+  const int64_t num_rows = tile.num_rows();
+  const auto work = workspace_at<Format>(scratch, shape, num_rows);
+  pack_queries<Format, Q>(tile, work.queries);
+  for (int64_t row = 0; row < rounded_up(num_rows, kLanes); ++row) {
+    state.max[row] = -__builtin_inff();
+    state.sum[row] = 0;
+  }
+  const int64_t out_size = num_rows * padded_head_dim(shape.rank);
+  for (int64_t i = 0; i < out_size; ++i) state.out[i] = 0;
+  const int64_t end = smaller(tile.last_position() + 1, (split + 1) * kSplitTokens);
+  for (int64_t first = split * kSplitTokens; first < end; first += kChunkTokens) {
+    auto chunk = make_chunk<Format>(tile, first, end);
+    Format::gather(tile, work, chunk);
+    score_chunk<Format>(tile, chunk, work);
+    mask_chunk(tile, chunk, work.scores);
+    weigh_chunk<Format>(tile, chunk.count, work, state);
+    add_values<Format>(tile, chunk.count, work, state);
+  }
+}
+
+template <typename Q>
+void store(const LatentTile& tile, const AttentionState& state) {
+  const LatentShape& shape = *tile.shape;
+  for (int64_t row = 0; row < tile.num_rows(); ++row) {
+    const float* from = state.out + row * padded_head_dim(shape.rank);
+    Q* to = static_cast<Q*>(tile.out) + row / tile.num_heads * shape.out_stride +
+            row % tile.num_heads * shape.rank;
+    const __m256 factor = _mm256_set1_ps(1.0f / state.sum[row]);
+    for (int64_t d = 0; d < shape.rank; d += 8)
+      store8(to + d, _mm256_mul_ps(load8(from + d), factor));
+  }
+}
+
+#if defined(__AVX512BF16__)
+
+inline __m512i as_bits(__m512bh x) { return reinterpret_cast<__m512i>(x); }
+
+/// Lanes of two vectors by turns: the first halves of both, or the second.
+inline __m512i interleave(__m512i first, __m512i second, int half) {
+  const __m512i lane = _mm512_add_epi32(
+      _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+      _mm512_set1_epi32(16 * half));
+  const __m512i order = _mm512_or_si512(
+      lane, _mm512_slli_epi32(_mm512_add_epi32(lane, _mm512_set1_epi32(32)), 16));
+  return _mm512_permutex2var_epi16(first, order, second);
+}
+
+/// One instruction multiplies and adds a pair of bf16 in 16 lanes. Weights are rounded to bf16;
+/// scores, sums and outputs are float32. The instruction takes subnormal operands as zero.
+///
+/// For the scores a pair is two neighbouring elements of a cached row, read in place; for P V it is
+/// the same element of two neighbouring rows, so the values of a chunk are interleaved first.
+struct Pairs {
+  using C = bf16;
+  using A = bf16;
+  static constexpr int64_t kPair = 2;
+
+  static Reg load(const A* b) { return _mm512_loadu_ps(b); }
+  static Reg multiply_add(Reg acc, const A* a, Reg b) {
+    int32_t pair;
+    __builtin_memcpy(&pair, a, sizeof pair);
+    return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair)),
+                            reinterpret_cast<__m512bh>(b));
+  }
+  static void store_weights(A* to, const Reg (&weights)[2]) {
+    const __m512i both = as_bits(_mm512_cvtne2ps_pbh(weights[1], weights[0]));
+    const __m512i second = _mm512_castsi256_si512(_mm512_extracti64x4_epi64(both, 1));
+    _mm512_storeu_si512(to, interleave(both, second, 0));
+  }
+
+  static void gather(const LatentTile& tile, const Workspace<A>& work, Chunk<A>& chunk) {
+    for (int64_t i = 0; i < chunk.count; i += kBlockTokens) {
+      const A* rows = block_at<A>(tile, (chunk.first + i) / kBlockTokens);
+      chunk.rows[i / kBlockTokens] = rows;
+      interleave_rows(*tile.shape, rows, smaller(kBlockTokens, chunk.count - i), i, work.values);
+    }
+  }
+  static Panel<A> values(const LatentShape&, const Workspace<A>& work, int64_t column,
+                         int64_t columns) {
+    return {work.values + column * kChunkTokens, columns * kPair};
+  }
+
+ private:
+  /// Rows of one block as rows `first`, `first` + 1, ... of the values.
+  static void interleave_rows(const LatentShape& shape, const A* rows, int64_t count, int64_t first,
+                              A* values) {
+    const int64_t rank = rounded_up(shape.rank, kLanes);
+    for (int64_t i = 0; i < count; i += 2)
+      for (int64_t column = 0; column < rank; column += kPanelColumns) {
+        const int64_t columns = smaller(rank - column, kPanelColumns);
+        const A* from = rows + i * shape.width + column;
+        const auto lanes = first_elements(shape.rank - column);
+        const __m512i row = _mm512_maskz_loadu_epi16(lanes, from);
+        const __m512i next =
+            i + 1 < count ? _mm512_maskz_loadu_epi16(lanes, from + shape.width)
+                          : _mm512_setzero_si512();
+        A* to = values + column * kChunkTokens + (first + i) * columns;
+        _mm512_storeu_si512(to, interleave(row, next, 0));
+        if (columns == kPanelColumns) _mm512_storeu_si512(to + 32, interleave(row, next, 1));
+      }
+  }
+  static __mmask32 first_elements(int64_t count) {
+    return count >= 32 ? ~__mmask32{0} : static_cast<__mmask32>((uint32_t{1} << count) - 1);
+  }
+};
+
+#endif  // __AVX512BF16__
+
+#else  // without vectors
+
+template <typename C>
+const C* cached_row(const LatentTile& tile, int64_t position) {
+  const LatentShape& shape = *tile.shape;
+  const int64_t block = tile.block_table[position / kBlockTokens];
+  return static_cast<const C*>(tile.cache) + block * shape.block_stride +
+         position % kBlockTokens * shape.width;
+}
+
+/// Online softmax of one row over positions [begin, end), a chunk of kChunkTokens at a time.
+template <typename Q, typename C>
+void attend_row(const LatentTile& tile, int64_t row, int64_t begin, int64_t end,
+                const AttentionState& state) {
+  const LatentShape& shape = *tile.shape;
+  const Q* query = static_cast<const Q*>(tile.query) + row / tile.num_heads * shape.query_stride +
+                   row % tile.num_heads * shape.width;
+  float* out = state.out + row * padded_head_dim(shape.rank);
+  float max = -std::numeric_limits<float>::infinity(), sum = 0;
+  std::fill(out, out + shape.rank, 0.0f);
+  for (int64_t first = begin; first < end; first += kChunkTokens) {
+    const int64_t count = std::min(kChunkTokens, end - first);
+    float weights[kChunkTokens];
+    float new_max = max;
+    for (int64_t i = 0; i < count; ++i) {
+      const C* cached = cached_row<C>(tile, first + i);
+      float score = 0;
+      for (int64_t d = 0; d < shape.width; ++d) score += to_float(query[d]) * to_float(cached[d]);
+      weights[i] = score * shape.scale_log2e;
+      new_max = std::max(new_max, weights[i]);
+    }
+    const float factor = std::exp2(max - new_max);
+    max = new_max;
+    sum *= factor;
+    for (int64_t d = 0; d < shape.rank; ++d) out[d] *= factor;
+    for (int64_t i = 0; i < count; ++i) {
+      const C* cached = cached_row<C>(tile, first + i);
+      const float weight = std::exp2(weights[i] - max);
+      sum += weight;
+      for (int64_t d = 0; d < shape.rank; ++d) out[d] += weight * to_float(cached[d]);
+    }
+  }
+  state.max[row] = max;
+  state.sum[row] = sum;
+}
+
+template <typename Q, typename C>
+void attend(const LatentTile& tile, int64_t split, const AttentionState& state, float*) {
+  for (int64_t row = 0; row < tile.num_rows(); ++row) {
+    const int64_t position = tile.first_position + row / tile.num_heads;
+    attend_row<Q, C>(tile, row, split * kSplitTokens,
+                     std::min(position + 1, (split + 1) * kSplitTokens), state);
+  }
+}
+
+template <typename Q>
+void store(const LatentTile& tile, const AttentionState& state) {
+  const LatentShape& shape = *tile.shape;
+  for (int64_t row = 0; row < tile.num_rows(); ++row) {
+    const float* from = state.out + row * padded_head_dim(shape.rank);
+    Q* to = static_cast<Q*>(tile.out) + row / tile.num_heads * shape.out_stride +
+            row % tile.num_heads * shape.rank;
+    for (int64_t d = 0; d < shape.rank; ++d) to[d] = from_float<Q>(from[d] / state.sum[row]);
+  }
+}
+
+#endif  // __AVX2__
+
+LatentKernel kernel_of(DType query, DType cache) {
+#if defined(__AVX512BF16__)
+  if (query == DType::kBFloat16 && cache == DType::kBFloat16)
+    return {attend<Pairs, bf16>, store<bf16>};
+  return latent_kernel_avx512(query, cache);
+#elif defined(__AVX2__)
+  if (query == DType::kBFloat16) return {attend<Wide<bf16>, bf16>, store<bf16>};
+  if (query == DType::kFloat16) return {attend<Wide<fp16>, fp16>, store<fp16>};
+  if (cache == DType::kBFloat16) return {attend<Wide<bf16>, float>, store<float>};
+  if (cache == DType::kFloat16) return {attend<Wide<fp16>, float>, store<float>};
+  return {attend<Wide<float>, float>, store<float>};
+#else
+  if (query == DType::kBFloat16) return {attend<bf16, bf16>, store<bf16>};
+  if (query == DType::kFloat16) return {attend<fp16, fp16>, store<fp16>};
+  if (cache == DType::kBFloat16) return {attend<float, bf16>, store<float>};
+  if (cache == DType::kFloat16) return {attend<float, fp16>, store<float>};
+  return {attend<float, float>, store<float>};
+#endif
+}
+
+}  // namespace
+
+RAYMOE_DEFINE_KERNELS(LatentKernelOf, latent_kernel) = kernel_of;
+
+}  // namespace raymoe

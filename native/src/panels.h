@@ -1,0 +1,114 @@
+// Sizes and layouts of packed weights: panels of 32 outputs, inputs in pairs. Those of bfloat16 are
+// described in gemm.h; here is what differs with codes in place of bfloat16 weights.
+//
+// A packed matrix is, where inputs name their groups, int32 [2 * pairs] of them; then its panels.
+// A panel of 32 columns is
+//   codes   [pairs][32][2] bytes; or, of four bits, [pairs][2][16] bytes: byte b of half h holds
+//           input b % 2 of column 16 h + b / 2 below and of column 16 h + 8 + b / 2 above
+//   scales  [groups][32], or [groups][2] where 16 columns share them
+//   zeros   [groups][16] bytes: byte b holds column b below and column 16 + b above
+// and both the order and each panel begin at a multiple of 64 bytes. Tails decode to finite
+// numbers.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "raymoe/bf16.h"
+#include "raymoe/codes.h"
+#include "raymoe/kernels.h"
+#include "raymoe/tensor_view.h"
+
+namespace raymoe {
+
+constexpr int64_t kPanelColumns = 32;
+constexpr int64_t kPackedAlignment = 64;  // bytes
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t num_pairs(int64_t inputs) { return ceil_div(inputs, 2); }
+inline int64_t num_panels(int64_t outputs) { return ceil_div(outputs, kPanelColumns); }
+inline int64_t panel_elements(int64_t inputs) { return num_pairs(inputs) * kPanelColumns * 2; }
+
+constexpr int64_t kHalfPanel = kPanelColumns / 2;
+constexpr int kInt4Zero = 8;
+
+inline bool is_four_bits(CodeKind kind) { return kind != CodeKind::kE4m3; }
+
+inline int64_t scale_bytes(CodeKind kind) {
+  if (kind == CodeKind::kE2m1) return 1;
+  return kind == CodeKind::kE4m3 ? 4 : 2;
+}
+
+/// Bytes of the codes of two inputs of all columns.
+inline int64_t pair_bytes(CodeKind kind) {
+  return is_four_bits(kind) ? kPanelColumns : 2 * kPanelColumns;
+}
+
+/// Offsets in bytes.
+struct CodeLayout {
+  int64_t num_groups;
+  int64_t scales_of_group;  // 32 or 2
+  int64_t scales, zeros;    // from the begin of a panel
+  int64_t panel_bytes;
+  int64_t panels;  // from the begin of the matrix
+
+  CodeLayout(const CodeFormat& format, int64_t inputs) {
+    num_groups = ceil_div(inputs, format.group_size);
+    scales_of_group = format.shares_scales ? 2 : kPanelColumns;
+    scales = num_pairs(inputs) * pair_bytes(format.kind);
+    zeros = scales + num_groups * scales_of_group * scale_bytes(format.kind);
+    panel_bytes = zeros + (format.has_zeros ? num_groups * kHalfPanel : 0);
+    panel_bytes = ceil_div(panel_bytes, 64) * 64;
+    panels = format.has_order ? ceil_div(8 * num_pairs(inputs), 64) * 64 : 0;
+  }
+};
+
+/// The memory of packed weights; throws unless it is `num_bytes` bytes and aligned.
+uint8_t* packed_data(const char* what, const TensorView& packed, int64_t num_bytes);
+
+/// One panel, to be decoded.
+struct CodePanel {
+  const CodeFormat* format;
+  const uint8_t* codes;
+  const uint8_t* scales;
+  const uint8_t* zeros;  // null: none
+  const int32_t* order;  // null: neighbours
+  int64_t num_groups;
+};
+
+inline CodePanel code_panel(const CodeFormat& format, const CodeLayout& layout,
+                            const uint8_t* matrix, int64_t index) {
+  const uint8_t* panel = matrix + layout.panels + index * layout.panel_bytes;
+  return {&format,
+          panel,
+          panel + layout.scales,
+          format.has_zeros ? panel + layout.zeros : nullptr,
+          format.has_order ? reinterpret_cast<const int32_t*>(matrix) : nullptr,
+          layout.num_groups};
+}
+
+/// The group of an input; that of the last one for the zero after an odd number of inputs.
+inline int64_t group_of(const CodePanel& panel, int64_t input) {
+  if (panel.order != nullptr) return panel.order[input];
+  return std::min(input / panel.format->group_size, panel.num_groups - 1);
+}
+
+/// The first pair from `begin` on whose inputs are not both of the groups of the pair `begin`.
+inline int64_t end_of_groups(const CodePanel& panel, int64_t begin, int64_t end) {
+  const int64_t group = group_of(panel, 2 * begin);
+  if (group_of(panel, 2 * begin + 1) != group) return begin + 1;
+  if (panel.order == nullptr && panel.format->group_size % 2 == 0)
+    return std::min(end, (group + 1) * panel.format->group_size / 2);
+  int64_t stop = begin + 1;
+  while (stop < end && group_of(panel, 2 * stop) == group && group_of(panel, 2 * stop + 1) == group)
+    ++stop;
+  return stop;
+}
+
+struct CodeKernels {
+  /// Decodes pairs [begin, end) of a panel to bfloat16 as gemm.h has them, [end - begin][32][2].
+  void (*decode)(const CodePanel& panel, int64_t begin, int64_t end, bf16* out);
+};
+RAYMOE_DECLARE_KERNELS(CodeKernels, code_kernels);
+
+}  // namespace raymoe
