@@ -12,7 +12,7 @@ from pathlib import Path
 MAX_LENGTH = 72
 SUBJECT = re.compile(r"(README|[a-z0-9][\w./+-]*)(, [a-z0-9][\w./+-]*)*: (?P<first>\S+)( \S+)+")
 MADE_BY_GIT = ("Merge ", "Revert ", "fixup! ", "squash! ", "amend! ")
-NO_VERBS = {"a", "an", "as", "for", "from", "in", "it", "its", "no", "of", "on", "some", "the", "to"}
+NO_VERBS = {"a", "an", "as", "for", "from", "in", "it", "its", "no", "of", "on", "the", "to"}
 NO_IMPERATIVE = re.compile(r"\w+(?<!e)ed|\w+ing", re.ASCII)
 IMPERATIVES = {"bring", "embed", "ping", "shed", "string"}
 
