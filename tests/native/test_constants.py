@@ -3,14 +3,14 @@
 import pytest
 
 from raymoe import _native
-from raymoe.codecs.codes import INT4_ZERO
-from raymoe.kernels.cpu_rope import MAX_NATIVE_HEAD_DIM
-from raymoe.kernels.cpu_router import MAX_NATIVE_EXPERTS
+from raymoe.codecs import INT4_ZERO
+from raymoe.kernels.cpu_elementwise import MAX_NATIVE_HEAD_DIM
+from raymoe.kernels.cpu_elementwise import MAX_NATIVE_EXPERTS
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, VALUE_COLUMNS
 from raymoe.memory.arena import ALIGNMENT as ARENA_ALIGNMENT
 from raymoe.model.loading import ALIGNMENT as LOADED_ALIGNMENT
-from raymoe.plan.streaming import KV_BLOCK_TOKENS
-from raymoe.specs.config_layers import HEAD_DIM_MULTIPLE
+from raymoe.plan.device_step import KV_BLOCK_TOKENS
+from raymoe.specs.config import HEAD_DIM_MULTIPLE
 
 
 @pytest.mark.parametrize(
