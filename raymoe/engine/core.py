@@ -19,7 +19,7 @@ from raymoe.engine.scheduler import PassScheduler
 from raymoe.engine.sequence import Bools, Int32s, Pass
 from raymoe.engine.statistics import Counters
 from raymoe.engine.stopping import DecodeAll, StopStrings
-from raymoe.engine.token_masks import TokenMasks
+from raymoe.engine.grammars import TokenBitmasks
 from raymoe.errors import ExecutionError, RaymoeError
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.plan.policy import Policy
@@ -72,7 +72,7 @@ class EngineCore:
         decode_all: DecodeAll,
         finish: Finish,
         accuracy: Accuracy | None = None,
-        masks: TokenMasks | None = None,
+        masks: TokenBitmasks | None = None,
         shares_across_lengths: bool = True,
     ) -> None:
         self._runner, self._decode_all, self._finish_row = runner, decode_all, finish
@@ -166,10 +166,10 @@ class EngineCore:
         self._is_watched[slot] = bool(params.stop_strings or params.stop_token_ids or leads_others)
         self._wants_logprobs[slot] = params.logprobs is not None
         if self._masks is not None:
-            self._has_grammar[slot] = sample.request.grammar is not None
+            self._has_grammar[slot] = sample.request.params.form is not None
             self._masks.end(slot)  # of a row that was preempted here
-            if sample.request.grammar is not None:
-                self._masks.begin(slot, sample.request.grammar, self._table.generated(slot))
+            if sample.request.params.form is not None:
+                self._masks.begin(slot, sample.request.params.form, self._table.generated(slot))
 
     def _take(self, done: Pass, first_row: int, logits_CV: Tensor) -> None:
         """Sample from a chunk of the logits of a pass, and collect log probabilities."""

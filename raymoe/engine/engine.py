@@ -19,14 +19,13 @@ from raymoe.engine.core import EngineCore
 from raymoe.engine.detokenizer import Detokenizer
 from raymoe.engine.generation import Generation
 from raymoe.engine.grammar_server import GrammarServer
-from raymoe.engine.grammars import Grammar, Grammars
+from raymoe.engine.grammars import TokenBitmasks
 from raymoe.engine.intake import Intake
 from raymoe.engine.loading import load_parts
 from raymoe.engine.parts import EngineParts
 from raymoe.engine.request import Request
 from raymoe.engine.start_rule import StartRule
 from raymoe.engine.statistics import EngineStats
-from raymoe.engine.token_masks import TokenMasks
 from raymoe.engine.tokenizer import Prompt
 from raymoe.engine.watchdog import Watchdog, longest_pass_s, stacks_of_all_threads
 from raymoe.errors import ConfigError, ExecutionError
@@ -78,12 +77,7 @@ class Engine:
         self._grammar_server = GrammarServer(
             parts.tokenizer.directory, parts.vocab_size, parts.eos_token_ids
         )
-        self._grammars = Grammars(
-            self._grammar_server,
-            lambda: self._core.has_work,
-            computed_s=lambda: self._core.counters.active_s,
-        )
-        self._masks = TokenMasks.with_slow_lane(
+        self._masks = TokenBitmasks(
             self._grammar_server, parts.policy.batch_size, parts.vocab_size
         )
         self._detokenizer = Detokenizer(parts.tokenizer.decode_all, self._resolve)
@@ -104,7 +98,7 @@ class Engine:
         self._inbox: deque[Request] = deque()
         self._unfinished: dict[int, Request] = {}
         self._num_rows = self._num_finished = self._num_errors = 0
-        self._num_blocked = self._num_compiling = 0
+        self._num_blocked = 0
         self._failure: ExecutionError | None = None
         self._is_closing = False
         self._max_queued_rows = config.max_queued_rows
@@ -251,7 +245,6 @@ class Engine:
         self._detokenizer.close()
         self._fail_all("the engine was closed before this row was finished", None)
         self._grammar_server.close()
-        self._grammars.close()
         if self._thread.is_alive():
             logger.warning("the engine thread is stuck in a pass; its memory is not released")
             self._parts.tokenizer.close()
@@ -300,28 +293,8 @@ class Engine:
             request.order = self._num_rows
             self._num_rows += 1
             self._unfinished[request.order] = request
-            if request.params.form is None:
-                self._enqueue(request)
-                return request.future
-            self._num_compiling += 1
-        grammar = self._grammars.get(request.params.form)
-        grammar.add_done_callback(lambda done: self._with_grammar(request, done))
+            self._enqueue(request)
         return request.future
-
-    def _with_grammar(self, request: Request, grammar: Future[Grammar]) -> None:
-        """Queue a row whose grammar is compiled, or end it."""
-        with self._changed:
-            self._num_compiling -= 1
-            is_closed = request.order not in self._unfinished
-            if not (is_closed or grammar.exception()):
-                request.grammar = grammar.result()
-                self._enqueue(request)
-                return
-            self._changed.notify_all()
-        if not is_closed:
-            error = grammar.exception()
-            assert isinstance(error, Exception)
-            self._resolve(request, Generation.from_error(error, len(request.prompt)))
 
     def _enqueue(self, request: Request) -> None:
         self._inbox.append(request)
@@ -329,7 +302,7 @@ class Engine:
         self._changed.notify_all()
 
     def _num_queued(self) -> int:
-        return len(self._inbox) + self._num_compiling + self._core.scheduler.num_waiting
+        return len(self._inbox) + self._core.scheduler.num_waiting
 
     def _wait_for_place(self) -> None:
         if threading.current_thread() is self._thread or self._detokenizer.is_current_thread:

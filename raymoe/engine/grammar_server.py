@@ -1,7 +1,7 @@
-"""Our end of the processes in `grammar_worker`: started when needed, ended with the engine.
+"""The client's end of `grammar_worker`: started when needed, ended with the engine.
 
-A process may end by what it was given (its limits, a crash), which is the fault of a row, or from
-outside (the OOM killer, an operator), which is nobody's: how it ended says which it was.
+The worker may end because of its input (its limits, a crash), which is the fault of a row, or from
+outside (the OOM killer, an operator), which is nobody's fault: the exit code tells them apart.
 """
 
 import contextlib
@@ -16,20 +16,20 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import NamedTuple
 
 from raymoe.errors import ConfigError, ExecutionError, WorkerProcessError
 from raymoe.processes import is_runnable, usage_of
 
 WORKER = Path(__file__).with_name("grammar_worker.py")
-START_LIMIT_S = 300.0  # importing torch takes long where everything else is busy
-STALL_S = 60.0  # longer than what is slow rests, and than most pauses from outside
+START_LIMIT_S = 300.0  # importing transformers takes long on a busy machine
+STALL_S = 60.0  # longer than most pauses from outside
 CHECK_S = 1.0
 ENDED = b"\0ended "  # as in `grammar_worker`; JSON never begins so
-# What the kernel sends a process for its limits or its own faults; the others come from outside.
+# The kernel sends these for limits and faults of the process; all others come from outside.
 OWN_SIGNALS = frozenset(
     {
         signal.SIGPROF,
@@ -48,48 +48,43 @@ def check_present() -> None:
     Raises:
         ConfigError: Says how to install it.
     """
-    if importlib.util.find_spec("xgrammar") is None:
-        raise ConfigError("structured_outputs needs xgrammar: pip install 'xgrammar>=0.2.8,<0.3'")
+    if importlib.util.find_spec("llguidance") is None:
+        raise ConfigError("structured_outputs needs llguidance: pip install 'llguidance>=1.9,<2'")
 
 
 class LimitError(Exception):
-    """A process ended by what it was given: its time, its memory, or a crash."""
+    """The worker ended because of its input: its time, its memory, or a crash."""
 
 
 class ForkedProcess:
-    """A process that the server forked. One thread uses it.
+    """A worker that the server forked. One thread uses it.
 
     Attributes:
-        pipe: To it.
-        pid: Once it has said so, before that 0.
+        pid: 0 until the worker has said it.
     """
 
-    def __init__(self, pipe: Connection, server: "subprocess.Popen[bytes]") -> None:
-        self.pipe, self._server = pipe, server
+    def __init__(self, pipe: socket.socket, server: "subprocess.Popen[bytes]") -> None:
+        self._socket, self._server = pipe, server
+        self._pipe = Connection(os.dup(pipe.fileno()))
         self.pid = 0
         self._cpu_s = -1.0
         self._moved_s = self._checked_s = time.monotonic()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def send(self, message: object) -> None:
-        """Ask for something. If the process has ended, only `receive` says so."""
+        """Send a message. If the worker has ended, only `receive` says so.
+
+        The text goes through a memory file: a pipe would block while the worker does not read.
+        """
         self._moved_s = time.monotonic()
-        try:
-            self.pipe.send_bytes(json.dumps(message).encode())
-        except BlockingIOError:  # it did not read for `STALL_S`, and has a part of the message
-            _kill(self._server)
-        except OSError:
-            pass
+        with os.fdopen(os.memfd_create("raymoe-grammars"), "wb") as file:
+            file.write(json.dumps(message).encode())
+            file.flush()
+            try:
+                socket.send_fds(self._socket, [b"m"], [file.fileno()])
+            except BlockingIOError:  # it has not read for `STALL_S`
+                _kill(self._server)
+            except OSError:
+                pass
 
     def has_answer(self, timeout_s: float | None) -> bool:
         """Wait for an answer or an end, at most so long; None waits until there is one.
@@ -101,7 +96,7 @@ class ForkedProcess:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = CHECK_S if deadline_s is None else deadline_s - time.monotonic()
-            if self.pipe.poll(min(max(0.0, left_s), CHECK_S)):
+            if self._pipe.poll(min(max(0.0, left_s), CHECK_S)):
                 if self.pid:
                     return True
                 self.pid = int(self.receive())
@@ -118,7 +113,7 @@ class ForkedProcess:
             WorkerProcessError: It ended from outside, or stopped in the middle of an answer.
         """
         try:
-            message = self.pipe.recv_bytes()
+            message = self._pipe.recv_bytes()
         except (EOFError, OSError) as error:
             # Nobody says how: the server has ended too, or a message stopped in its middle.
             _kill(self._server)
@@ -131,8 +126,9 @@ class ForkedProcess:
         raise WorkerProcessError(_ended(f"was ended by signal {-code}"))
 
     def close(self) -> None:
-        """Let the process end: it sees that its pipe closes."""
-        self.pipe.close()
+        """End the worker: it sees that its pipe closes."""
+        self._pipe.close()
+        self._socket.close()
 
     def _check_moves(self) -> None:
         """End a process that uses no CPU time and does not wait for it either."""
@@ -150,16 +146,18 @@ class ForkedProcess:
             raise WorkerProcessError(_ended(f"used no CPU time for {STALL_S:g} s and was ended"))
 
 
+class _Started(NamedTuple):
+    process: "subprocess.Popen[bytes]"
+    control: socket.socket
+
+
 class GrammarServer:
-    """Forks processes that know the vocabulary; the first call starts it. Thread-safe.
+    """Forks workers that have the vocabulary already. Thread-safe.
 
     Args:
         directory: Of the tokenizer.
-        vocab_size: Of the model.
+        vocab_size: Of the logits.
         stop_token_ids: Tokens that end a text.
-
-    Attributes:
-        vocab_size: Of the model.
     """
 
     def __init__(self, directory: Path, vocab_size: int, stop_token_ids: tuple[int, ...]) -> None:
@@ -171,67 +169,90 @@ class GrammarServer:
         }
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
+        self._started: Future[_Started] | None = None
         self._is_closed = False
 
-    def fork(self, role: bytes, *descriptors: int) -> ForkedProcess:
-        """A fresh process.
+    def fork(self, memory: int, timeout_s: float | None = None) -> ForkedProcess | None:
+        """Fork a worker; None if the server still starts after `timeout_s`.
 
         Args:
-            role: What it does, see `grammar_worker`.
-            descriptors: Open files that it gets too.
+            memory: Descriptor of the shared memory for bitmasks.
+            timeout_s: None waits until the server has started.
 
         Raises:
             ExecutionError: The libraries or the vocabulary cannot be loaded.
-            WorkerProcessError: The process that forks was ended while it started.
+            WorkerProcessError: The server was ended from outside while it started.
         """
-        with self._lock:
+        for attempt in range(2):
+            try:
+                process, control = self._start().result(timeout_s)
+            except TimeoutError:
+                return None
             ours, theirs = socket.socketpair()
-            with ours, theirs:
-                timeout = struct.pack("ll", math.ceil(STALL_S), 0)
-                for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-                    ours.setsockopt(socket.SOL_SOCKET, option, timeout)
-                numbers = [theirs.fileno(), *descriptors]
+            timeout = struct.pack("ll", math.ceil(STALL_S), 0)
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                ours.setsockopt(socket.SOL_SOCKET, option, timeout)
+            with theirs:
                 try:
-                    socket.send_fds(self._running(), [role], numbers)
-                except OSError:  # it has just ended
-                    self._stop()
-                    socket.send_fds(self._running(), [role], numbers)
-                assert self._process is not None
-                return ForkedProcess(Connection(ours.detach()), self._process)
+                    socket.send_fds(control, [b"fork"], [theirs.fileno(), memory])
+                    return ForkedProcess(ours, process)
+                except OSError as error:
+                    ours.close()
+                    _kill(process)
+                    if attempt:
+                        raise WorkerProcessError(_ended("was ended")) from error
+        return None
 
     def close(self) -> None:
         """End all processes, also one that starts; a later `fork` fails."""
-        self._is_closed = True
-        _kill(self._process)
         with self._lock:
-            self._stop()
+            self._is_closed = True
+            started, self._started = self._started, None
+            _kill(self._process)
+        if started is not None and started.done() and not started.exception():
+            started.result().control.close()
 
-    def _running(self) -> socket.socket:
-        if self._is_closed:
-            raise ExecutionError("the engine is closed")
-        if self._process is not None and self._process.poll() is not None:
-            self._stop()
-        if self._control is None:
-            self._control = self._start()
-        return self._control
+    def _start(self) -> "Future[_Started]":
+        """Start the server in a thread, unless it runs or starts already."""
+        with self._lock:
+            if self._is_closed:
+                raise ExecutionError("the engine is closed")
+            if self._started is not None:
+                if not self._started.done():
+                    return self._started
+                if not self._started.exception():
+                    if self._process is not None and self._process.poll() is None:
+                        return self._started
+                    self._started.result().control.close()
+            self._started = started = Future()
+            threading.Thread(
+                target=self._start_in, args=(started,), name="raymoe-grammar-server", daemon=True
+            ).start()
+            return started
 
-    def _start(self) -> socket.socket:
+    def _start_in(self, started: "Future[_Started]") -> None:
+        try:
+            started.set_result(self._started_process())
+        except Exception as error:
+            started.set_exception(error)
+
+    def _started_process(self) -> _Started:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             number = theirs.fileno()
             # -P: the folder of the script must not come before the standard library.
             command = [sys.executable, "-P", str(WORKER), str(number), json.dumps(self._vocabulary)]
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(number,),
-                process_group=0,
-            )
-        if self._is_closed:  # `close` came before there was a process to end
-            self._stop()
+            with self._lock:
+                if self._is_closed:
+                    raise ExecutionError("the engine is closed")
+                self._process = process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=(number,),
+                    process_group=0,
+                )
         ours.settimeout(START_LIMIT_S)
         try:
             answer = ours.recv(4096)
@@ -240,19 +261,12 @@ class GrammarServer:
             problem = f"did not start in {START_LIMIT_S:g} s: {error}"
         ours.settimeout(None)
         if not problem and not (refusal := json.loads(answer)["error"]):
-            return ours
+            return _Started(process, ours)
         ours.close()
-        self._stop()
+        _kill(process)
         if problem:
             raise WorkerProcessError(_ended(problem))
         raise ExecutionError(f"structured_outputs cannot be used: {refusal}")
-
-    def _stop(self) -> None:
-        control, self._control = self._control, None
-        process, self._process = self._process, None
-        if control is not None:
-            control.close()
-        _kill(process)
 
 
 def _kill(process: "subprocess.Popen[bytes] | None") -> None:

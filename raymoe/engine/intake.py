@@ -15,7 +15,7 @@ import numpy as np
 
 from raymoe.config import EngineConfig, SamplingParams
 from raymoe.engine.grammar_server import check_present
-from raymoe.engine.json_schema import check_schema
+from raymoe.engine.grammars import compile_request
 from raymoe.engine.request import Request
 from raymoe.engine.sequence import Int32s
 from raymoe.engine.tokenizer import MAX_BATCH, Room, Text, Tokenizer
@@ -161,8 +161,7 @@ class Intake:
             raise ConfigError(
                 "structured_outputs need a tokenizer and an EOS token, which the model lacks"
             )
-        if form.json is not None:
-            check_schema(form.json)
+        compile_request(form)
 
     def _room(self, max_tokens: int) -> int:
         """Tokens that a prompt may have."""

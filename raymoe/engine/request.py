@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from raymoe.config import MAX_SAMPLES, SamplingParams
 from raymoe.engine.generation import Generation, TokenLogprob
-from raymoe.engine.grammars import Grammar
 from raymoe.engine.sequence import Int32s
 from raymoe.engine.stopping import StopStrings
 
@@ -24,7 +23,6 @@ class Request:
         row_key: Of the random numbers; 63 bits.
         future: Resolved when all samples are finished.
         order: Order of arrival among requests.
-        grammar: That the tokens must follow; set before the engine thread gets the request.
         prefix_keys: Of the prompt's full blocks; None until the scheduler needs them.
         samples: Its sequences.
         finished: Their answers, by index.
@@ -38,7 +36,6 @@ class Request:
     row_key: int
     future: Future[Generation]
     order: int = 0
-    grammar: Grammar | None = None
     prefix_keys: tuple[bytes, ...] | None = None
     samples: list["Sample"] = field(default_factory=list)
     finished: list[Generation | None] = field(default_factory=list)
