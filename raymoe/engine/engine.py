@@ -77,9 +77,7 @@ class Engine:
         self._grammar_server = GrammarServer(
             parts.tokenizer.directory, parts.vocab_size, parts.eos_token_ids
         )
-        self._masks = TokenBitmasks(
-            self._grammar_server, parts.policy.batch_size, parts.vocab_size
-        )
+        self._masks = TokenBitmasks(self._grammar_server, parts.policy.batch_size, parts.vocab_size)
         self._detokenizer = Detokenizer(parts.tokenizer.decode_all, self._resolve)
         self._core = EngineCore(
             parts.runner,

@@ -232,9 +232,16 @@ class GrammarServer:
 
     def _start_in(self, started: "Future[_Started]") -> None:
         try:
-            started.set_result(self._started_process())
+            server = self._started_process()
         except Exception as error:
             started.set_exception(error)
+            return
+        with self._lock:
+            if not self._is_closed:
+                started.set_result(server)
+                return
+        server.control.close()
+        started.set_exception(ExecutionError("the engine is closed"))
 
     def _started_process(self) -> _Started:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -244,6 +251,7 @@ class GrammarServer:
             command = [sys.executable, "-P", str(WORKER), str(number), json.dumps(self._vocabulary)]
             with self._lock:
                 if self._is_closed:
+                    ours.close()
                     raise ExecutionError("the engine is closed")
                 self._process = process = subprocess.Popen(
                     command,

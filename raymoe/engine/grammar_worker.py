@@ -49,17 +49,38 @@ PARSER_LIMITS = {
 }
 
 
+class Vocabulary:
+    """The tokens as bytes, in the form that `LLTokenizer` takes; special tokens match no text.
+
+    A tokenizer from `llguidance.hf` would not do: where a grammar allows one text only, its masks
+    allow one tokenization only, and that may be a special token that is spelled like the text.
+    """
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: LLTokenizer, eos_token_id: int) -> None:
+        ids = range(tokenizer.vocab_size)
+        self._tokenizer, self.eos_token_id = tokenizer, eos_token_id
+        self.tokens = [tokenizer.decode_bytes([token]) for token in ids]
+        self.special_token_ids = [token for token in ids if tokenizer.is_special_token(token)]
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        if isinstance(text, bytes):
+            text = text.decode(errors="replace")
+        return self._tokenizer.greedy_tokenize(text)
+
+
 def load_vocabulary(directory: str, vocab_size: int, stop_token_ids: list[int]) -> LLTokenizer:
-    """The tokens as bytes; special tokens match no text."""
+    """The tokens of a model."""
     tokenizer = AutoTokenizer.from_pretrained(
         directory, trust_remote_code=False, local_files_only=True
     )
-    return llguidance.hf.from_tokenizer(
-        tokenizer,
-        n_vocab=max(vocab_size, len(tokenizer)),
-        eos_token=stop_token_ids,
-        slices=LLTokenizer.json_slices(),
-    )
+    n_vocab = max(vocab_size, len(tokenizer))
+    known = llguidance.hf.from_tokenizer(tokenizer, n_vocab, stop_token_ids, slices=[])
+    vocabulary: Any = Vocabulary(known, stop_token_ids[0])
+    slices = LLTokenizer.json_slices()
+    return LLTokenizer(vocabulary, eos_token=stop_token_ids, slices=slices)
 
 
 def used_bytes(field: int) -> int:
@@ -125,8 +146,9 @@ class Row:
         num_accepted = matcher.try_consume_tokens(tokens) if tokens else 0
         if num_accepted == len(tokens) and not matcher.is_error():
             matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
-        if matcher.is_error():
-            raise ValueError(f"cannot be matched: {matcher.get_error()}")
+        problem = matcher.get_error()
+        if problem and not problem.startswith("NoExtension"):
+            raise ValueError(f"cannot be matched: {problem}")
         if num_accepted < len(tokens):
             raise ValueError(f"does not allow token {tokens[num_accepted]}")
         is_dead_end = matcher.is_stopped() and not matcher.is_accepting()
@@ -190,9 +212,7 @@ class Matchers:
         """A matcher at the begin of the text, or what is wrong with the grammar."""
         try:
             text = grammar_text(**request)
-            matcher = LLMatcher(
-                self._tokenizer, text, log_level=0, limits=self._parser_limits
-            )
+            matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self._parser_limits)
             if matcher.is_error():
                 raise ValueError(matcher.get_error())
         except Exception as problem:

@@ -239,7 +239,9 @@ class TokenBitmasks:
         else:
             self._num_ends += 1
         if self._num_ends > MAX_RETRIES:
-            reason = str(error) or "structured_outputs: the process that matches tokens keeps ending"
+            reason = (
+                str(error) or "structured_outputs: the process that matches tokens keeps ending"
+            )
             lost = self._well() if slot == NO_SLOT else {slot} - self._news.ended
             self._errors |= dict.fromkeys(lost, WorkerProcessError(reason))
         self._fork(deadline_s)
@@ -330,9 +332,7 @@ class TokenBitmasks:
             },
             "forgotten": [digest for digest in self._known if digest not in used],
             "ended": list(news.ended),
-            "begun": [
-                (slot, self._rows[slot][0].digest, self._rows[slot][1]) for slot in begun
-            ],
+            "begun": [(slot, self._rows[slot][0].digest, self._rows[slot][1]) for slot in begun],
             "accepted": list(news.accepted.items()),
         }
         self._known = used

@@ -150,8 +150,11 @@ def _check_ranges(schemas: list[tuple[str, Schema]]) -> None:
     is_joined = any(_JOINING & schema.keys() for _, schema in schemas)
     for group in [numbers] if is_joined else [[one] for one in numbers]:
         highs = {
-            is_open: sorted((high, where) for high, is_open_too, where in _bounds(group, _UPPER)
-                            if is_open_too or not is_open)
+            is_open: sorted(
+                (high, where)
+                for high, is_open_too, where in _bounds(group, _UPPER)
+                if is_open_too or not is_open
+            )
             for is_open in (False, True)
         }
         for low, is_open, where in _bounds(group, _LOWER):
