@@ -63,7 +63,7 @@ PURE = {
 ONLY_IN = {
     "ray": {"data", "cli"},
     "transformers": {"engine", "bench"},
-    "xgrammar": {"engine"},
+    "llguidance": {"engine"},
     "safetensors": {"memory", "bench"},
     "triton": {"kernels"},
     "typer": {"cli"},

@@ -26,7 +26,7 @@ def malformed_outputs() -> list[Any]:
         ({"json": {"type": "string", "pattern": "(?=a)b"}}, "look-around"),
         ({"regex": "(a"}, "unclosed group"),
         ({"grammar": "root ::= absent"}, '"absent" is not defined'),
-        ({"grammar": "root ::= root"}, "no token"),
+        ({"grammar": "root ::= root"}, "no next token"),
         ({"choice": ["x" * (1 << 19)]}, "524288 characters"),
         ({"regex": "a", "choice": ["a"]}, "regex and choice"),
         ("[1", "is not JSON"),

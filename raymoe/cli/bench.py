@@ -6,7 +6,6 @@ from pathlib import Path
 from raymoe.cli import bench_options as option
 from raymoe.cli.bench_cpu import CpuOptions, run_engines, run_kernels, run_passes
 from raymoe.cli.bench_gpu import GpuOptions, run_gpu
-from raymoe.cli.bench_structured import run_structured
 from raymoe.device.host import read_host
 from raymoe.errors import UnknownOptionError
 
@@ -47,9 +46,7 @@ def run(  # noqa: PLR0913 - the options of a command
     if suite not in option.SUITES:
         raise UnknownOptionError(suite, option.SUITES, "suite")
     cores = num_threads or read_host().num_cores
-    if suite == "structured":
-        run_structured(shape, cores, repetitions, out)
-    elif suite in option.NODE_SUITES:
+    if suite in option.NODE_SUITES:
         nodes = importlib.import_module("raymoe.cli.bench_scale")  # Ray is slow to import
         options = option.ScaleOptions(actors=actors, rows=rows, speedup=speedup, out=out)
         nodes.run_suite(suite, options)

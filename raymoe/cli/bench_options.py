@@ -14,7 +14,7 @@ from raymoe.bench.gpu.workloads import GPU_WORKLOADS
 from raymoe.bench.workloads import SHAPES, WORKLOADS
 from raymoe.cli.options import size
 
-SUITES = ("cpu", "gpu", "structured", "scale", "million")
+SUITES = ("cpu", "gpu", "scale", "million")
 CPU, GPU = "Suite cpu", "Suite gpu"
 NODES = "Suites scale and million"
 NODE_SUITES = ("scale", "million")

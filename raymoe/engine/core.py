@@ -12,6 +12,7 @@ from torch import Tensor
 
 from raymoe.engine.accuracy import Accuracy
 from raymoe.engine.generation import Generation, TokenLogprob
+from raymoe.engine.grammars import TokenBitmasks
 from raymoe.engine.logprobs import token_logprobs
 from raymoe.engine.request import Request, Sample
 from raymoe.engine.sampler import Sampler
@@ -19,7 +20,6 @@ from raymoe.engine.scheduler import PassScheduler
 from raymoe.engine.sequence import Bools, Int32s, Pass
 from raymoe.engine.statistics import Counters
 from raymoe.engine.stopping import DecodeAll, StopStrings
-from raymoe.engine.grammars import TokenBitmasks
 from raymoe.errors import ExecutionError, RaymoeError
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.plan.policy import Policy

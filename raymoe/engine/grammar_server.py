@@ -224,7 +224,8 @@ class GrammarServer:
                     if self._process is not None and self._process.poll() is None:
                         return self._started
                     self._started.result().control.close()
-            self._started = started = Future()
+            started: Future[_Started] = Future()
+            self._started = started
             threading.Thread(
                 target=self._start_in, args=(started,), name="raymoe-grammar-server", daemon=True
             ).start()

@@ -23,13 +23,16 @@ import sys
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import llguidance.hf
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from transformers import AutoTokenizer
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
 
 MAX_ERROR_CHARACTERS = 500
 NO_SLOT = -1
@@ -66,6 +69,7 @@ class Vocabulary:
         self.special_token_ids = [token for token in ids if tokenizer.is_special_token(token)]
 
     def __call__(self, text: bytes | str) -> list[int]:
+        """Token ids of a text, as `LLTokenizer` asks for them."""
         if isinstance(text, bytes):
             text = text.decode(errors="replace")
         return self._tokenizer.greedy_tokenize(text)
@@ -109,7 +113,8 @@ def grammar_text(kind: str, source: str, *, is_compact: bool) -> str:
     """A grammar in llguidance's own format."""
     if kind in ("json", "json_object"):
         # Without a limit some models write spaces until `max_tokens`.
-        options: dict[str, Any] = {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{0,{MAX_SPACES}}}"}
+        spaces = rf"[\x20\x0A\x0D\x09]{{0,{MAX_SPACES}}}"
+        options: JsonCompileOptions = {"whitespace_pattern": spaces}
         if is_compact:
             options = {"whitespace_flexible": False}
         return LLMatcher.grammar_from_json_schema(source, overrides=options)
@@ -175,7 +180,7 @@ class Matchers:
         self._masks_SW = words[:-2].reshape(settings["num_slots"], -1)
         self._mask_W = np.zeros(-(-tokenizer.vocab_size // 32), np.int32)
         self._in_work = words[-2:]
-        self._parser_limits = LLParserLimits(**PARSER_LIMITS)
+        self._parser_limits = LLParserLimits(**PARSER_LIMITS)  # type: ignore[arg-type]
         self._grammars: dict[str, LLMatcher | str] = {}
         self._rows: dict[int, Row] = {}
 

@@ -11,10 +11,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from raymoe.engine.grammars import TokenBitmasks
 from raymoe.engine.logits import forbid, keep_min_p, keep_top_k, keep_top_p, penalise
 from raymoe.engine.request import Sample
 from raymoe.engine.sequence import Bools, Int32s, SequenceTable
-from raymoe.engine.grammars import TokenBitmasks
 from raymoe.kernels.cpu_sampling import RandomKeys, argmax, gumbel_argmax
 
 # Logits that are copied at once: 16 MiB in float32, which the allocator has at hand. Memory for
