@@ -24,7 +24,7 @@ Suite = Annotated[
     typer.Option(
         help="cpu: engines on the cores of this machine. gpu: schedules of the papers, each with "
         "its own policy, and accelerate, on one GPU. scale, million: many nodes whose engines only "
-        "wait, on a local cluster. structured: plain rows beside structured outputs that hurt."
+        "wait, on a local cluster."
     ),
 ]
 Shapes = Annotated[

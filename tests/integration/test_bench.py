@@ -2,12 +2,10 @@
 
 import dataclasses
 import json
-import statistics
 from pathlib import Path
 
 import pytest
 
-from raymoe import cli
 from raymoe.bench.kernels import measure_kernels
 from raymoe.bench.passes import (
     PassKind,

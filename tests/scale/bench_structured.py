@@ -18,10 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from llguidance import LLMatcher, LLParserLimits
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from raymoe.assets import demo_model_path
+from raymoe.bench.hostile_forms import exploding_outputs, malformed_outputs, slow_outputs
 from raymoe.config import EngineConfig
 from raymoe.engine.engine import Engine
+from raymoe.engine.grammar_worker import PARSER_LIMITS, grammar_text, load_vocabulary
+from raymoe.engine.grammars import compile_request
+from raymoe.structured import StructuredOutputs
 
 VOCAB_SIZE = 128_000
 PAD, BOS, EOS = 0, 1, 2
@@ -75,9 +82,6 @@ def synthetic_words(count: int) -> list[str]:
 
 def write_synthetic_tokenizer(directory: Path, vocab_size: int) -> None:
     """Write a byte-level tokenizer of that size; texts are encoded by bytes."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     first = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokens = [*first, *synthetic_words(vocab_size - len(first))]
     vocab = {token: index for index, token in enumerate(tokens)}
@@ -91,8 +95,6 @@ def write_synthetic_tokenizer(directory: Path, vocab_size: int) -> None:
 
 def write_random_model(directory: Path, vocab_size: int) -> None:
     """Write the configuration of a small model and a synthetic tokenizer."""
-    from transformers import AutoConfig
-
     AutoConfig.for_model(
         "mixtral", hidden_size=64, intermediate_size=64, num_hidden_layers=2, head_dim=32,
         num_attention_heads=2, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
@@ -104,12 +106,6 @@ def write_random_model(directory: Path, vocab_size: int) -> None:
 
 def measure_grammars(vocab_size: int) -> dict[str, tuple[float, float, float]]:
     """CPU milliseconds by schema: to compile it, of the median bitmask, and of the slowest."""
-    from llguidance import LLMatcher, LLParserLimits
-
-    from raymoe.engine.grammar_worker import PARSER_LIMITS, grammar_text, load_vocabulary
-    from raymoe.engine.grammars import compile_request
-    from raymoe.structured import StructuredOutputs
-
     with tempfile.TemporaryDirectory(prefix="raymoe-") as directory:
         write_synthetic_tokenizer(Path(directory), vocab_size)
         vocabulary = load_vocabulary(directory, vocab_size, [EOS])
@@ -169,8 +165,6 @@ def measure_rows(num_rows: int, vocab_size: int | None) -> None:
 
 def measure_beside_hostile(num_plain: int, num_hostile: int) -> None:
     """Print how long plain rows take alone and beside hostile ones, and that tokens are equal."""
-    from raymoe.bench.hostile_forms import exploding_outputs, malformed_outputs, slow_outputs
-
     forms: list[Any] = [outputs for outputs, _ in malformed_outputs()]
     for variant in range(num_hostile):
         forms += [*exploding_outputs(variant), *slow_outputs(variant)]
