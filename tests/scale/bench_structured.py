@@ -202,7 +202,7 @@ def main() -> None:
     elif options.what == "rows":
         measure_rows(options.rows, options.vocab_size)
     else:
-        measure_beside_hostile(options.rows, 50)
+        measure_beside_hostile(options.rows, 20)
 
 
 if __name__ == "__main__":
