@@ -7,7 +7,7 @@ RaymoeError
   CheckpointError                 file, tensor name, expected and found
   InfeasiblePlanError             nothing fits; shows the footprint and the bytes missing
   ScheduleError                   an invariant of a schedule is broken
-  CapacityError                   KV blocks, memory or time for slow grammars exhausted
+  CapacityError                   KV blocks or memory exhausted
   ExecutionError                  a task or the engine failed; carries the cause
   WorkerProcessError              a helper process was ended from outside; the row may be retried
 RaymoeWarning
@@ -59,7 +59,7 @@ class ScheduleError(RaymoeError):
 
 
 class CapacityError(RaymoeError):
-    """KV blocks, memory, or an engine's time for slow grammars ran out."""
+    """KV blocks or memory ran out."""
 
 
 class ExecutionError(RaymoeError):

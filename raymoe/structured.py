@@ -65,27 +65,10 @@ class StructuredOutputs:
         return next(name for name in KINDS if getattr(self, name) is not None)
 
     @property
-    def source(self) -> str:
-        """The text to compile."""
-        if self.choice is not None:
-            return "root ::= " + " | ".join(_literal(text) for text in self.choice)
-        return "" if self.json_object else str(getattr(self, self.kind))
-
-    @property
     def digest(self) -> str:
         """Equal for equal options, in every process."""
-        text = json.dumps([self.kind, self.source, self.disable_any_whitespace])
+        text = json.dumps(dataclasses.asdict(self))
         return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-
-
-def _literal(text: str) -> str:
-    """A string of EBNF."""
-    plain = text.replace("\\", "\\\\").replace('"', '\\"')
-    return '"' + "".join(_escaped(character) for character in plain) + '"'
-
-
-def _escaped(character: str) -> str:
-    return character if character.isprintable() else f"\\U{ord(character):08x}"
 
 
 def _parsed(name: str, text: str) -> Any:

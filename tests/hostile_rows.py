@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from raymoe.bench.hostile_forms import exploding_outputs, malformed_outputs, nested, slow_outputs
+from tests.hostile_forms import exploding_outputs, malformed_outputs, nested, slow_outputs
 
 Row = dict[str, Any]
 

@@ -30,7 +30,8 @@ class SchemaMaker:
         names = self._rng.sample(NAMES, self._rng.randrange(5))
         properties = {name: self._any(depth) for name in names}
         required = [name for name in names if self._rng.random() < 0.6]
-        more = self._rng.choice(({}, {"additionalProperties": False}, {"title": "T"}))
+        # A random model would fill an open object until `max_tokens`.
+        more = {"additionalProperties": False, **self._rng.choice(({}, {"title": "T"}))}
         return {"type": "object", "properties": properties, "required": required, **more}
 
     def _array(self, depth: int) -> dict[str, Any]:

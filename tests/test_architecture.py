@@ -61,7 +61,7 @@ PURE = {
 ONLY_IN = {
     "ray": {"data", "cli"},
     "transformers": {"engine", "bench"},
-    "xgrammar": {"engine"},
+    "llguidance": {"engine"},
     "safetensors": {"memory", "bench"},
     "triton": {"kernels"},
     "typer": {"cli"},

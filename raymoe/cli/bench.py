@@ -31,7 +31,6 @@ from raymoe.bench.steps import KindTimes, compare_steps, measure_lanes, times_by
 from raymoe.bench.suite import Result, run_suite
 from raymoe.bench.workloads import SHAPES, WORKLOADS, make_checkpoint
 from raymoe.cli import size
-from raymoe.cli.bench_structured import run_structured
 from raymoe.config import Settings
 from raymoe.device.host import read_host
 from raymoe.device.threads import set_num_threads
@@ -40,15 +39,14 @@ from raymoe.measure.profile import obtain_profile
 from raymoe.schedule.graph import Op
 from raymoe.units import GB, GIB, format_seconds
 
-SUITES = ("cpu", "gpu", "structured")
+SUITES = ("cpu", "gpu")
 CPU, GPU = "Suite cpu", "Suite gpu"
 
 Suite = Annotated[
     str,
     typer.Option(
         help="cpu: engines on the cores of this machine. gpu: schedules of the papers, each with "
-        "its own policy, and accelerate, on one GPU. "
-        "structured: plain rows beside structured outputs that hurt."
+        "its own policy, and accelerate, on one GPU."
     ),
 ]
 Shapes = Annotated[
@@ -442,9 +440,7 @@ def run(  # noqa: PLR0913 - the options of a command
     if suite not in SUITES:
         raise UnknownOptionError(suite, SUITES, "suite")
     cores = num_threads or read_host().num_cores
-    if suite == "structured":
-        run_structured(shape, cores, repetitions, out)
-    elif suite == "gpu":
+    if suite == "gpu":
         run_gpu(
             GpuOptions(
                 shapes=shape, workloads=workload, contenders=contender, device=device,

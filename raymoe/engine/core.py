@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from raymoe.engine.accuracy import Accuracy
+from raymoe.engine.grammars import TokenBitmasks
 from raymoe.engine.outputs import Counters, Generation, Int32s, TokenLogprob
 from raymoe.engine.request import Request, Sample
 from raymoe.engine.sampler import Sampler, token_logprobs
 from raymoe.engine.scheduler import StepScheduler
 from raymoe.engine.sequence import Bools, DecodeAll, Pass
-from raymoe.engine.token_masks import TokenMasks
 from raymoe.engine.tokenizer import StopStrings
 from raymoe.errors import ExecutionError, RaymoeError
 from raymoe.kernels.cpu_attention import AttentionBatch
@@ -149,7 +149,7 @@ class EngineCore:
         decode_all: DecodeAll,
         finish: Finish,
         accuracy: Accuracy | None = None,
-        masks: TokenMasks | None = None,
+        masks: TokenBitmasks | None = None,
         shares_across_lengths: bool = True,
     ) -> None:
         self._runner, self._decode_all, self._finish_row = runner, decode_all, finish
@@ -240,10 +240,10 @@ class EngineCore:
         self._is_watched[slot] = bool(params.stop_strings or params.stop_token_ids or leads_others)
         self._wants_logprobs[slot] = params.logprobs is not None
         if self._masks is not None:
-            self._has_grammar[slot] = sample.request.grammar is not None
+            self._has_grammar[slot] = sample.request.params.form is not None
             self._masks.end(slot)  # of a row that was preempted here
-            if sample.request.grammar is not None:
-                self._masks.begin(slot, sample.request.grammar, self._table.generated(slot))
+            if sample.request.params.form is not None:
+                self._masks.begin(slot, sample.request.params.form, self._table.generated(slot))
 
     def _take(self, done: Pass, first_row: int, logits_CV: Tensor) -> None:
         chunk = slice(first_row, first_row + logits_CV.shape[0])

@@ -19,14 +19,12 @@ from raymoe.config import EngineConfig, SamplingParams
 from raymoe.device.threads import set_num_threads
 from raymoe.engine.accuracy import Accuracy, Correction, RunReport
 from raymoe.engine.core import EngineCore, Watchdog, longest_step_s, stacks_of_all_threads
-from raymoe.engine.grammar_server import GrammarServer
-from raymoe.engine.grammars import Grammar, Grammars
+from raymoe.engine.grammars import GrammarServer, TokenBitmasks
 from raymoe.engine.loading import load_parts
 from raymoe.engine.outputs import EngineStats, Generation
 from raymoe.engine.request import InputProcessor, Request
 from raymoe.engine.runner_loading import EngineParts
 from raymoe.engine.sequence import DecodeAll
-from raymoe.engine.token_masks import TokenMasks
 from raymoe.engine.tokenizer import Prompt
 from raymoe.errors import ConfigError, ExecutionError
 from raymoe.schedule.graph import Resource
@@ -185,14 +183,7 @@ class Engine:
         self._grammar_server = GrammarServer(
             parts.tokenizer.directory, parts.vocab_size, parts.eos_token_ids
         )
-        self._grammars = Grammars(
-            self._grammar_server,
-            lambda: self._core.has_work,
-            computed_s=lambda: self._core.counters.active_s,
-        )
-        self._masks = TokenMasks.with_slow_lane(
-            self._grammar_server, parts.policy.batch_size, parts.vocab_size
-        )
+        self._masks = TokenBitmasks(self._grammar_server, parts.policy.batch_size, parts.vocab_size)
         self._detokenizer = Detokenizer(parts.tokenizer.decode_all, self._resolve)
         self._core = EngineCore(
             parts.runner,
@@ -211,7 +202,7 @@ class Engine:
         self._inbox: deque[Request] = deque()
         self._unfinished: dict[int, Request] = {}
         self._num_rows = self._num_finished = self._num_errors = 0
-        self._num_blocked = self._num_compiling = 0
+        self._num_blocked = 0
         self._failure: ExecutionError | None = None
         self._is_closing = False
         self._max_queued_rows = config.max_queued_rows
@@ -358,7 +349,6 @@ class Engine:
         self._detokenizer.close()
         self._fail_all("the engine was closed before this row was finished", None)
         self._grammar_server.close()
-        self._grammars.close()
         if self._thread.is_alive():
             logger.warning("the engine thread is stuck in a step; its memory is not released")
             self._parts.tokenizer.close()
@@ -407,28 +397,8 @@ class Engine:
             request.order = self._num_rows
             self._num_rows += 1
             self._unfinished[request.order] = request
-            if request.params.form is None:
-                self._enqueue(request)
-                return request.future
-            self._num_compiling += 1
-        grammar = self._grammars.get(request.params.form)
-        grammar.add_done_callback(lambda done: self._with_grammar(request, done))
+            self._enqueue(request)
         return request.future
-
-    def _with_grammar(self, request: Request, grammar: Future[Grammar]) -> None:
-        """Queue a row whose grammar is compiled, or end it."""
-        with self._changed:
-            self._num_compiling -= 1
-            is_closed = request.order not in self._unfinished
-            if not (is_closed or grammar.exception()):
-                request.grammar = grammar.result()
-                self._enqueue(request)
-                return
-            self._changed.notify_all()
-        if not is_closed:
-            error = grammar.exception()
-            assert isinstance(error, Exception)
-            self._resolve(request, Generation.from_error(error, len(request.prompt)))
 
     def _enqueue(self, request: Request) -> None:
         self._inbox.append(request)
@@ -436,7 +406,7 @@ class Engine:
         self._changed.notify_all()
 
     def _num_queued(self) -> int:
-        return len(self._inbox) + self._num_compiling + self._core.scheduler.num_waiting
+        return len(self._inbox) + self._core.scheduler.num_waiting
 
     def _wait_for_place(self) -> None:
         if threading.current_thread() is self._thread or self._detokenizer.is_current_thread:

@@ -1,248 +1,599 @@
-"""Structured outputs to compiled grammars, in the background, within limits, each only once.
+"""The client's end of `grammar_worker`: started when needed, ended with the engine.
 
-Nearly all grammars compile in a moment. One that does not begins anew in a lane of its own, where
-it neither delays the others nor takes the cores from the rows that are computed.
+The worker may end because of its input (its limits, a crash), which is the fault of a row, or from
+outside (the OOM killer, an operator), which is nobody's fault: the exit code tells them apart.
 """
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
-import logging
+import math
+import mmap
 import os
 import signal
+import socket
+import struct
+import subprocess
+import sys
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Self
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from raymoe.engine.grammar_server import ForkedProcess, GrammarServer, LimitError
-from raymoe.errors import CapacityError, ConfigError, WorkerProcessError
-from raymoe.processes import usage_of
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from raymoe.engine.grammar_source import exact_regex, exact_schema, lark_of_grammar, regex_of_choice
+from raymoe.engine.outputs import Int32s
+from raymoe.errors import ConfigError, ExecutionError, RaymoeError, WorkerProcessError
+from raymoe.processes import is_runnable, usage_of
 from raymoe.structured import StructuredOutputs
-from raymoe.units import MIB
+from raymoe.units import MIB, ceil_div
 
-logger = logging.getLogger(__name__)
+WORKER = Path(__file__).parent / "workers" / "grammar_worker.py"
+START_LIMIT_S = 300.0  # importing transformers takes long on a busy machine
+STALL_S = 60.0  # longer than most pauses from outside
+CHECK_S = 1.0
+ENDED = b"\0ended "  # as in `grammar_worker`; JSON never begins so
+# The kernel sends these for limits and faults of the process; all others come from outside.
+OWN_SIGNALS = frozenset(
+    {
+        signal.SIGPROF,
+        signal.SIGABRT,
+        signal.SIGSEGV,
+        signal.SIGBUS,
+        signal.SIGFPE,
+        signal.SIGILL,
+    }
+)
 
-NUM_PROMPT_COMPILERS = 2
-# While rows are computed a slow one takes what their threads leave of the cores, so much for each
-# core, and then rests. Its low priority alone would not keep it away from them: it comes in when
-# one thread waits for another, and then it is the other that waits. First tries have the priority
-# of all: at a low one they disturb for longer, and three times as much in sum.
-WORK_S, REST_S = 0.01, 3.0
-# What all slow ones of an engine may take together: as much as so many that reach their limit, and
-# a share of the time that rows were computed. So they prolong a job by no more than that.
-NUM_SLOW, SLOW_SHARE = 2, 0.05
-MAX_ENTRIES = 4096
-MAX_CACHE_BYTES = 256 * MIB
+
+def check_present() -> None:
+    """Refuse structured outputs where the library for them is missing.
+
+    Raises:
+        ConfigError: Says how to install it.
+    """
+    if importlib.util.find_spec("llguidance") is None:
+        raise ConfigError("structured_outputs needs llguidance: pip install 'llguidance>=1.9,<2'")
+
+
+class LimitError(Exception):
+    """The worker ended because of its input: its time, its memory, or a crash."""
+
+
+class ForkedProcess:
+    """A worker that the server forked. One thread uses it.
+
+    Attributes:
+        pid: 0 until the worker has said it.
+    """
+
+    def __init__(self, pipe: socket.socket, server: "subprocess.Popen[bytes]") -> None:
+        self._socket, self._server = pipe, server
+        self._pipe = Connection(os.dup(pipe.fileno()))
+        self.pid = 0
+        self._cpu_s = -1.0
+        self._moved_s = self._checked_s = time.monotonic()
+
+    def send(self, message: object) -> None:
+        """Send a message. If the worker has ended, only `receive` says so.
+
+        The text goes through a memory file: a pipe would block while the worker does not read.
+        """
+        self._moved_s = time.monotonic()
+        with os.fdopen(os.memfd_create("raymoe-grammars"), "wb") as file:
+            file.write(json.dumps(message).encode())
+            file.flush()
+            try:
+                socket.send_fds(self._socket, [b"m"], [file.fileno()])
+            except BlockingIOError:  # it has not read for `STALL_S`
+                _kill(self._server)
+            except OSError:
+                pass
+
+    def has_answer(self, timeout_s: float | None) -> bool:
+        """Wait for an answer or an end, at most so long; None waits until there is one.
+
+        Raises:
+            LimitError: The process ended before it said which it is.
+            WorkerProcessError: The same from outside, or it is at a standstill, which ends it.
+        """
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = CHECK_S if deadline_s is None else deadline_s - time.monotonic()
+            if self._pipe.poll(min(max(0.0, left_s), CHECK_S)):
+                if self.pid:
+                    return True
+                self.pid = int(self.receive())
+            else:
+                self._check_moves()
+                if left_s <= 0.0:
+                    return False
+
+    def receive(self) -> bytes:
+        """The answer that `has_answer` has seen.
+
+        Raises:
+            LimitError: The process ended by what it was given.
+            WorkerProcessError: It ended from outside, or stopped in the middle of an answer.
+        """
+        try:
+            message = self._pipe.recv_bytes()
+        except (EOFError, OSError) as error:
+            # Nobody says how: the server has ended too, or a message stopped in its middle.
+            _kill(self._server)
+            raise WorkerProcessError(_ended("was ended")) from error
+        if not message.startswith(ENDED):
+            return message
+        code = int(message.removeprefix(ENDED))
+        if code >= 0 or -code in OWN_SIGNALS:
+            raise LimitError
+        raise WorkerProcessError(_ended(f"was ended by signal {-code}"))
+
+    def close(self) -> None:
+        """End the worker: it sees that its pipe closes."""
+        self._pipe.close()
+        self._socket.close()
+
+    def _check_moves(self) -> None:
+        now_s = time.monotonic()
+        if now_s < self._checked_s + CHECK_S:
+            return
+        self._checked_s = now_s
+        pid = self.pid or self._server.pid
+        usage = usage_of(pid)
+        cpu_s = -1.0 if usage is None else usage.cpu_s
+        if cpu_s != self._cpu_s or is_runnable(pid):
+            self._cpu_s, self._moved_s = cpu_s, now_s
+        elif now_s > self._moved_s + STALL_S:
+            _kill(self._server)  # it may be what stands still; all that it forked ends with it
+            raise WorkerProcessError(_ended(f"used no CPU time for {STALL_S:g} s and was ended"))
+
+
+class _Started(NamedTuple):
+    process: "subprocess.Popen[bytes]"
+    control: socket.socket
+
+
+class GrammarServer:
+    """Forks workers that have the vocabulary already. Thread-safe.
+
+    Args:
+        stop_token_ids: Tokens that end a text.
+    """
+
+    def __init__(self, directory: Path, vocab_size: int, stop_token_ids: tuple[int, ...]) -> None:
+        self.vocab_size = vocab_size
+        self._vocabulary = {
+            "directory": str(directory),
+            "vocab_size": vocab_size,
+            "stop_token_ids": list(stop_token_ids),
+        }
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started: Future[_Started] | None = None
+        self._is_closed = False
+
+    def fork(self, memory: int, timeout_s: float | None = None) -> ForkedProcess | None:
+        """Fork a worker; None if the server still starts after `timeout_s`.
+
+        Args:
+            memory: Descriptor of the shared memory for bitmasks.
+            timeout_s: None waits until the server has started.
+
+        Raises:
+            ExecutionError: The libraries or the vocabulary cannot be loaded.
+            WorkerProcessError: The server was ended from outside while it started.
+        """
+        for attempt in range(2):
+            try:
+                process, control = self._start().result(timeout_s)
+            except TimeoutError:
+                return None
+            ours, theirs = socket.socketpair()
+            timeout = struct.pack("ll", math.ceil(STALL_S), 0)
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                ours.setsockopt(socket.SOL_SOCKET, option, timeout)
+            with theirs:
+                try:
+                    socket.send_fds(control, [b"fork"], [theirs.fileno(), memory])
+                    return ForkedProcess(ours, process)
+                except OSError as error:
+                    ours.close()
+                    _kill(process)
+                    if attempt:
+                        raise WorkerProcessError(_ended("was ended")) from error
+        return None
+
+    def close(self) -> None:
+        """End all processes, also one that starts; a later `fork` fails."""
+        with self._lock:
+            self._is_closed = True
+            started, self._started = self._started, None
+            _kill(self._process)
+        if started is not None and started.done() and not started.exception():
+            started.result().control.close()
+
+    def _start(self) -> "Future[_Started]":
+        with self._lock:
+            if self._is_closed:
+                raise ExecutionError("the engine is closed")
+            if self._started is not None:
+                if not self._started.done():
+                    return self._started
+                if not self._started.exception():
+                    if self._process is not None and self._process.poll() is None:
+                        return self._started
+                    self._started.result().control.close()
+            started: Future[_Started] = Future()
+            self._started = started
+            threading.Thread(
+                target=self._start_in, args=(started,), name="raymoe-grammar-server", daemon=True
+            ).start()
+            return started
+
+    def _start_in(self, started: "Future[_Started]") -> None:
+        try:
+            server = self._started_process()
+        except Exception as error:
+            started.set_exception(error)
+            return
+        with self._lock:
+            if not self._is_closed:
+                started.set_result(server)
+                return
+        server.control.close()
+        started.set_exception(ExecutionError("the engine is closed"))
+
+    def _started_process(self) -> _Started:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            number = theirs.fileno()
+            # -P: the folder of the script must not come before the standard library.
+            command = [sys.executable, "-P", str(WORKER), str(number), json.dumps(self._vocabulary)]
+            with self._lock:
+                if self._is_closed:
+                    ours.close()
+                    raise ExecutionError("the engine is closed")
+                self._process = process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=(number,),
+                    process_group=0,
+                )
+        ours.settimeout(START_LIMIT_S)
+        try:
+            answer = ours.recv(4096)
+            problem = "" if answer else "was ended while it started"
+        except OSError as error:
+            problem = f"did not start in {START_LIMIT_S:g} s: {error}"
+        ours.settimeout(None)
+        if not problem and not (refusal := json.loads(answer)["error"]):
+            return _Started(process, ours)
+        ours.close()
+        _kill(process)
+        if problem:
+            raise WorkerProcessError(_ended(problem))
+        raise ExecutionError(f"structured_outputs cannot be used: {refusal}")
+
+
+def _kill(process: "subprocess.Popen[bytes] | None") -> None:
+    if process is not None and process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _ended(how: str) -> str:
+    return (
+        f"structured_outputs: a process for grammars {how}, as was the one before it, through no "
+        "fault of this row: run it again, and look for what ends or stops processes (memory?)"
+    )
+
+
+WORD_BITS = 32
+NO_SLOT = -1
+MAX_RETRIES = 3  # while workers end without an answer, and no row explains it
+MAX_REFUSED = 4096
+
+
+def compile_request(outputs: StructuredOutputs) -> dict[str, Any]:
+    """What the worker compiles.
+
+    Raises:
+        ConfigError: It cannot be kept exactly; the message names the part.
+    """
+    kind, source = outputs.kind, ""
+    if outputs.json is not None:
+        source = exact_schema(outputs.json)
+    elif outputs.regex is not None:
+        source = exact_regex(outputs.regex)
+    elif outputs.choice is not None:
+        source = regex_of_choice(outputs.choice)
+    elif outputs.grammar is not None:
+        source = lark_of_grammar(outputs.grammar)
+    elif outputs.json_object:
+        source = '{"type": "object"}'
+    return {"kind": kind, "source": source, "is_compact": outputs.disable_any_whitespace}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompileLimits:
-    """What compiling one grammar may take; CPU time, so that busy machines refuse no more.
+class MatchLimits:
+    """What the grammars of rows may take; CPU time, so that a busy machine refuses no more.
+
+    llguidance has limits of its own (`grammar_worker.PARSER_LIMITS`) and ends most hostile input
+    by name; these end the rest. Measured with 128,000 tokens on a core of 2024: schemas of use
+    compile in 1 to 4 ms, and their bitmasks take 0.01 to 0.4 ms.
 
     Attributes:
-        write_limit_s: Until the result is written then.
+        compile_limit_s: Until a grammar is compiled; a longer one ends the worker.
+        row_limit_s: Of all bitmasks of a row, together with `token_limit_s` for each token.
     """
 
-    limit_s: float
-    write_limit_s: float = 20.0
-    max_memory_bytes: int = 2048 * MIB
-    max_grammar_bytes: int = 128 * MIB
-
-    @classmethod
-    def of(cls, vocab_size: int) -> Self:
-        """Those of a vocabulary.
-
-        Measured with 32,000 and 128,000 tokens of a BPE on a core of 2024: one string with a
-        `maxLength` of 500 is compiled in 2 and 9 s.
-        """
-        return cls(limit_s=10.0 + 2e-4 * vocab_size)
-
-    def promptly(self, vocab_size: int) -> Self:
-        """What is enough for nearly all grammars.
-
-        Measured as above: of 500 random schemas 99 % are compiled in 0.06 and 0.24 s and written in
-        0.13 and 0.50 s, objects of a hundred fields in 0.03 and 0.12 s, written in 0.52 and 0.66 s.
-        """
-        return dataclasses.replace(
-            self,
-            limit_s=min(0.02 + 2e-6 * vocab_size, self.limit_s),
-            write_limit_s=min(0.5 + 5e-6 * vocab_size, self.write_limit_s),
-            max_memory_bytes=min(32 * MIB + 1024 * vocab_size, self.max_memory_bytes),
-        )
+    compile_limit_s: float = 1.0
+    step_limit_s: float = 1.0
+    row_limit_s: float = 1.0
+    token_limit_s: float = 0.005
+    max_row_bytes: int = 256 * MIB
+    max_memory_bytes: int = 4096 * MIB
 
 
-@dataclass(frozen=True, slots=True)
-class Grammar:
-    """A compiled grammar of one vocabulary.
+@dataclass(slots=True)
+class _News:
+    """What the worker was not told yet: slots, and the token of each that has one more."""
 
-    Attributes:
-        data: How the compiler writes it.
-        is_json: Whether all texts must be JSON.
-    """
+    ended: set[int] = field(default_factory=set)
+    begun: set[int] = field(default_factory=set)
+    accepted: dict[int, int] = field(default_factory=dict)
 
-    digest: str
-    data: bytes
-    is_json: bool
+    @property
+    def is_empty(self) -> bool:
+        return not (self.ended or self.begun or self.accepted)
 
 
-class Grammars:
-    """Compiles grammars in processes of their own and keeps results, errors included. Thread-safe.
+class TokenBitmasks:
+    """The rows with structured outputs. The engine thread owns it.
 
-    Args:
-        is_busy: Whether rows are computed now.
-        computed_s: How long rows were computed so far.
-
-    Attributes:
-        slow_s: CPU time that slow grammars took.
+    A worker is told of tokens when they are chosen. A caller that needs a bitmask may wait for it
+    or come back later. A row whose input ends the worker is known by the slot in work; it fails
+    alone, and the others begin anew in another worker, by their tokens. If the worker is ended
+    from outside, all do.
     """
 
     def __init__(
         self,
         server: GrammarServer,
-        is_busy: Callable[[], bool],
-        limits: CompileLimits | None = None,
-        computed_s: Callable[[], float] = lambda: 0.0,
+        num_slots: int,
+        vocab_size: int,
+        limits: MatchLimits | None = None,
     ) -> None:
-        self._server, self._is_busy, self._computed_s = server, is_busy, computed_s
-        self._limits = limits or CompileLimits.of(server.vocab_size)
-        self._prompt_limits = self._limits.promptly(server.vocab_size)
-        self._prompt = ThreadPoolExecutor(NUM_PROMPT_COMPILERS, "raymoe-grammar")
-        self._slow = ThreadPoolExecutor(1, "raymoe-slow-grammar")
-        self._is_closed = threading.Event()
-        self._lock = threading.Lock()
-        self._cache: OrderedDict[str, Future[Grammar]] = OrderedDict()
-        self.slow_s = 0.0
+        self._server, self._num_slots, self._vocab_size = server, num_slots, vocab_size
+        self._limits = limits or MatchLimits()
+        self._num_words = ceil_div(vocab_size, WORD_BITS)
+        self._rows: dict[int, tuple[StructuredOutputs, list[int]]] = {}
+        self._errors: dict[int, RaymoeError] = {}
+        self._refused: OrderedDict[str, str] = OrderedDict()
+        self._known: set[str] = set()  # digests of what the worker has compiled
+        self._news = _News()
+        self._asked: set[int] = set()  # slots of which an answer is due
+        self._worker: ForkedProcess | None = None
+        self._num_ends = 0  # that no row explains, since the latest answer
+        self._memory: mmap.mmap | None = None
+        self._descriptor = -1
 
-    def get(self, outputs: StructuredOutputs) -> Future[Grammar]:
-        """The grammar, or why there is none, as soon as it is known.
+    def begin(self, slot: int, outputs: StructuredOutputs, tokens: Iterable[int]) -> None:
+        """Put a row into a slot, after these generated tokens."""
+        self._rows[slot] = (outputs, [int(token) for token in tokens])
+        if outputs.digest in self._refused:
+            self._errors[slot] = _refusal(outputs, self._refused[outputs.digest])
+        else:
+            self._news.begun.add(slot)
 
-        A ConfigError if it cannot be used, a CapacityError if all slow ones took too long together;
-        a WorkerProcessError or ExecutionError if it could not be compiled for other reasons.
+    def accept(self, slots: Int32s, tokens: Int32s) -> None:
+        """Append a token to those of these slots that have structured outputs."""
+        for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
+            if slot in self._rows and slot not in self._errors:
+                self._rows[slot][1].append(token)
+                if slot not in self._news.begun:
+                    self._news.accepted[slot] = token
+
+    def end(self, slot: int) -> None:
+        """Forget the row in this slot, if there is one."""
+        self._errors.pop(slot, None)
+        if self._rows.pop(slot, None) is not None:
+            self._news.begun.discard(slot)
+            self._news.accepted.pop(slot, None)
+            self._news.ended.add(slot)
+
+    def error(self, slot: int) -> RaymoeError | None:
+        """Why the row in this slot has no tokens to choose from, if it has none."""
+        return self._errors.get(slot)
+
+    def pending(self) -> set[int]:
+        asked = self._asked - self._news.ended
+        waiting = asked | self._news.begun | self._news.accepted.keys()
+        return waiting - self._errors.keys()
+
+    def synchronize(
+        self, patience_s: float | None = 0.0, slots: Iterable[int] | None = None
+    ) -> None:
+        """Take in what the worker has computed, and tell it what has changed.
+
+        Args:
+            patience_s: Longest wait for pending bitmasks; None waits for all of them.
+            slots: Whose bitmasks are worth a wait; by default all.
         """
-        digest = outputs.digest
-        with self._lock:
-            future = self._cache.pop(digest, None)
-            if future is None or not self._is_still_right(future):
-                future = Future()
-                self._prompt.submit(self._compile_promptly, outputs, future)
-            self._cache[digest] = future
-            self._evict()
-        return future
+        deadline_s = None if patience_s is None else time.monotonic() + patience_s
+        if slots is not None and self.pending().isdisjoint(slots):
+            deadline_s = 0.0
+        while self._collect(deadline_s) and not self._news.is_empty:
+            if self._worker is not None:
+                self._tell()
+            elif not self._fork(deadline_s):
+                return
+
+    def apply(self, logits_RV: Tensor, rows: npt.NDArray[np.int64], slots: Int32s) -> None:
+        """Make impossible what the grammars of some rows forbid."""
+        masks_RW = np.zeros((len(slots), self._num_words), np.int32)
+        self.copy_masks(masks_RW, slots)
+        bits = np.unpackbits(masks_RW.view(np.uint8), axis=1, bitorder="little")
+        is_allowed_RV = torch.from_numpy(bits[:, : self._vocab_size]).bool()
+        index = torch.from_numpy(rows)
+        logits_RV[index] = logits_RV[index].masked_fill(~is_allowed_RV, float("-inf"))
+
+    def copy_masks(self, masks_RW: Int32s, slots: Int32s) -> None:
+        """Copy the bitmasks of the rows that have no error."""
+        well = self._well()
+        is_well = np.array([slot in well for slot in slots.tolist()], bool)
+        if is_well.any():
+            assert self._memory is not None
+            words = np.frombuffer(self._memory, np.int32)
+            masks_SW = words[:-2].reshape(self._num_slots, self._num_words)
+            masks_RW[is_well] = masks_SW[slots[is_well]]
 
     def close(self) -> None:
-        """End the threads; the server must be closed before, so that what they still do fails."""
-        self._is_closed.set()
-        self._prompt.shutdown()  # before the lane that it may still fill
-        self._slow.shutdown()
+        """End the worker and give the memory back."""
+        self._end_worker()
+        if self._memory is not None:
+            os.close(self._descriptor)
+            self._memory.close()
+            self._memory = None
 
-    def _evict(self) -> None:
-        sizes = {digest: _num_bytes(future) for digest, future in self._cache.items()}
-        total = sum(sizes.values())
-        for digest in list(self._cache)[:-1]:
-            if len(self._cache) <= MAX_ENTRIES and total <= MAX_CACHE_BYTES:
-                return
-            total -= sizes[digest]
-            del self._cache[digest]
+    def _collect(self, deadline_s: float | None) -> bool:
+        while self._asked and self._worker is not None:
+            try:
+                if not self._worker.has_answer(_left_s(deadline_s)):
+                    return False
+                failed = json.loads(self._worker.receive())["failed"]
+            except (LimitError, WorkerProcessError) as error:
+                self._replace(error, deadline_s)
+                continue
+            self._num_ends = 0
+            for slot, problem in failed.items():
+                self._fail(int(slot), problem)
+            self._asked.clear()
+        return True
 
-    def _is_still_right(self, future: Future[Grammar]) -> bool:
-        error = future.exception() if future.done() else None
-        if isinstance(error, CapacityError):
-            return self.slow_s >= self._slow_limit_s()
-        return error is None or isinstance(error, ConfigError)
-
-    def _slow_limit_s(self) -> float:
-        return NUM_SLOW * self._limits.limit_s + SLOW_SHARE * self._computed_s()
-
-    def _compile_promptly(self, outputs: StructuredOutputs, future: Future[Grammar]) -> None:
-        try:
-            future.set_result(self._compile(outputs, self._prompt_limits))
-        except LimitError:
-            self._slow.submit(self._compile_slowly, outputs, future)
-        except Exception as error:
-            future.set_exception(error)
-
-    def _compile_slowly(self, outputs: StructuredOutputs, future: Future[Grammar]) -> None:
-        limits, limit_s = self._limits, self._slow_limit_s()
-        try:
-            if self.slow_s >= limit_s:
-                raise CapacityError(
-                    f"structured_outputs has a {outputs.kind} that takes long to compile, and such "
-                    f"have taken {self.slow_s:.3g} s of CPU time; at most {limit_s:.3g} s, "
-                    f"{SLOW_SHARE:.0%} of the time that rows are computed included: simplify it, "
-                    "give its texts a smaller maxLength, or run the row again"
-                )
-            future.set_result(self._compile(outputs, limits, is_slow=True))
-        except LimitError:
-            memory = f"{limits.max_memory_bytes // MIB} MiB"
-            error = (
-                f"takes more than {limits.limit_s:.3g} s or {memory} to compile, "
-                f"or {limits.write_limit_s:.3g} s to write"
+    def _replace(self, error: Exception, deadline_s: float | None) -> None:
+        slot, is_compiling = self._in_work()
+        if isinstance(error, LimitError) and slot != NO_SLOT:
+            self._fail(slot, self._limit_problem(is_compiling=is_compiling))
+        else:
+            self._num_ends += 1
+        if self._num_ends > MAX_RETRIES:
+            reason = (
+                str(error) or "structured_outputs: the process that matches tokens keeps ending"
             )
-            future.set_exception(_refusal(outputs, error))
-        except Exception as error:
-            future.set_exception(error)
+            lost = self._well() if slot == NO_SLOT else {slot} - self._news.ended
+            self._errors |= dict.fromkeys(lost, WorkerProcessError(reason))
+        self._fork(deadline_s)
 
-    def _compile(
-        self, outputs: StructuredOutputs, limits: CompileLimits, *, is_slow: bool = False
-    ) -> Grammar:
-        """Compile in a fresh process, and in another one if that was ended from outside.
+    def _limit_problem(self, *, is_compiling: bool) -> str:
+        limits = self._limits
+        memory = f"{limits.max_memory_bytes // MIB} MiB"
+        if is_compiling:
+            limit = f"{limits.compile_limit_s:.3g} s of CPU time or {memory}"
+            return f"cannot be used: it takes more than {limit} to compile; simplify it"
+        limit = f"{limits.step_limit_s:.3g} s of CPU time or {memory}"
+        return f"takes more than {limit} to match one token; simplify it"
 
-        Raises:
-            LimitError: The process ended without an answer.
-            WorkerProcessError: The second was ended from outside too.
-            ConfigError: The compiler refuses it.
-        """
+    def _well(self) -> set[int]:
+        return self._rows.keys() - self._errors.keys()
+
+    def _fail(self, slot: int, problem: str) -> None:
+        if slot in self._news.ended or slot not in self._rows:
+            return  # another row may be there by now
+        self._news.begun.discard(slot)
+        self._news.accepted.pop(slot, None)
+        outputs = self._rows[slot][0]
+        self._errors[slot] = _refusal(outputs, problem)
+        if problem.startswith("cannot be used"):  # whatever the tokens are
+            self._refused[outputs.digest] = problem
+            if len(self._refused) > MAX_REFUSED:
+                self._refused.popitem(last=False)
+
+    def _in_work(self) -> tuple[int, bool]:
+        if self._memory is None:
+            return NO_SLOT, False
+        slot, phase = np.frombuffer(self._memory, np.int32)[-2:].tolist()
+        return slot, bool(phase)
+
+    def _fork(self, deadline_s: float | None) -> bool:
+        """Start a worker and tell it of all rows without errors; False if that takes too long."""
+        self._end_worker()
+        if not self._well():
+            self._num_ends = 0
+            return True
+        if self._memory is None:
+            num_bytes = 4 * (self._num_slots * self._num_words + 2)
+            self._descriptor = os.memfd_create("raymoe-masks")
+            os.truncate(self._descriptor, num_bytes)
+            self._memory = mmap.mmap(self._descriptor, num_bytes)
+        np.frombuffer(self._memory, np.int32)[-2:] = NO_SLOT, 0
+        self._news = _News(begun=self._well())
         try:
-            return self._compile_once(outputs, limits, is_slow=is_slow)
+            self._worker = self._server.fork(self._descriptor, _left_s(deadline_s))
         except WorkerProcessError as error:
-            logger.warning("a grammar is compiled again: %s", error)
-            return self._compile_once(outputs, limits, is_slow=is_slow)
+            self._replace(error, deadline_s)
+            return True
+        except ExecutionError as error:
+            self._errors |= dict.fromkeys(self._well(), error)
+            self._news = _News()
+            return True
+        if self._worker is None:
+            return False
+        self._worker.send(dataclasses.asdict(self._limits) | {"num_slots": self._num_slots})
+        self._tell()
+        return True
 
-    def _compile_once(
-        self, outputs: StructuredOutputs, limits: CompileLimits, *, is_slow: bool
-    ) -> Grammar:
-        request = {
-            "kind": outputs.kind,
-            "source": outputs.source,
-            "is_compact": outputs.disable_any_whitespace,
-            "gives_way": is_slow,
-            **dataclasses.asdict(limits),
+    def _end_worker(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+        self._known.clear()
+        self._asked.clear()
+        self._news = _News()
+
+    def _tell(self) -> None:
+        assert self._worker is not None
+        begun = {}
+        for slot in self._news.begun:
+            try:
+                begun[slot] = compile_request(self._rows[slot][0])
+            except RaymoeError as error:
+                self._errors[slot] = error
+        news, self._news = self._news, _News()
+        used = {self._rows[slot][0].digest for slot in self._well()}
+        content = {
+            "grammars": {
+                self._rows[slot][0].digest: request
+                for slot, request in begun.items()
+                if self._rows[slot][0].digest not in self._known
+            },
+            "forgotten": [digest for digest in self._known if digest not in used],
+            "ended": list(news.ended),
+            "begun": [(slot, self._rows[slot][0].digest, self._rows[slot][1]) for slot in begun],
+            "accepted": list(news.accepted.items()),
         }
-        with self._server.fork(b"compile") as process:
-            process.send(request)
-            if is_slow:
-                self._wait_slowly(process)
-            process.has_answer(None)
-            error = json.loads(process.receive())["error"]
-            if not error:
-                is_json = outputs.kind in ("json", "json_object")
-                process.has_answer(None)
-                return Grammar(outputs.digest, process.receive(), is_json)
-        raise _refusal(outputs, error)
-
-    def _wait_slowly(self, process: ForkedProcess) -> None:
-        work_s, used_s, rested_s = WORK_S * len(os.sched_getaffinity(0)), 0.0, 0.0
-        with contextlib.suppress(ProcessLookupError):  # it has ended, which the pipe shows
-            while not process.has_answer(work_s):
-                usage = usage_of(process.pid) if process.pid else None
-                if usage is None:
-                    continue
-                self.slow_s += usage.cpu_s - used_s
-                used_s = usage.cpu_s
-                if self._is_busy() and used_s >= rested_s + work_s:
-                    rested_s = used_s
-                    os.kill(process.pid, signal.SIGSTOP)
-                    self._is_closed.wait(REST_S)
-                    os.kill(process.pid, signal.SIGCONT)
+        self._known = used
+        self._asked = set(begun) | news.accepted.keys() or {NO_SLOT}
+        self._worker.send(content)
 
 
-def _refusal(outputs: StructuredOutputs, error: str) -> ConfigError:
-    return ConfigError(f"structured_outputs has a {outputs.kind} that cannot be used: {error}")
+def _refusal(outputs: StructuredOutputs, problem: str) -> ConfigError:
+    return ConfigError(f"structured_outputs has a {outputs.kind} that {problem}")
 
 
-def _num_bytes(future: Future[Grammar]) -> int:
-    is_grammar = future.done() and not future.cancelled() and future.exception() is None
-    return len(future.result().data) if is_grammar else 0
+def _left_s(deadline_s: float | None) -> float | None:
+    return None if deadline_s is None else max(0.0, deadline_s - time.monotonic())

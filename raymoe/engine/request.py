@@ -11,9 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from raymoe.config import MAX_SAMPLES, EngineConfig, SamplingParams
-from raymoe.engine.grammar_server import check_present
-from raymoe.engine.grammars import Grammar
-from raymoe.engine.json_schema import check_schema
+from raymoe.engine.grammars import check_present, compile_request
 from raymoe.engine.outputs import Generation, Int32s, TokenLogprob
 from raymoe.engine.tokenizer import MAX_BATCH, Room, StopStrings, Text, Tokenizer
 from raymoe.errors import ConfigError
@@ -31,7 +29,6 @@ class Request:
         max_tokens_total: Prompt and generated tokens at which a sample is over.
         future: Resolved when all samples are finished.
         order: Order of arrival among requests.
-        grammar: That the tokens must follow; set before the engine thread gets the request.
         prefix_keys: Of the prompt's full blocks; None until the scheduler needs them.
         undecoded: Token ids whose text is still missing in `finished`, by index.
     """
@@ -43,7 +40,6 @@ class Request:
     row_key: int
     future: Future[Generation]
     order: int = 0
-    grammar: Grammar | None = None
     prefix_keys: tuple[bytes, ...] | None = None
     samples: list["Sample"] = field(default_factory=list)
     finished: list[Generation | None] = field(default_factory=list)
@@ -239,8 +235,7 @@ class InputProcessor:
             raise ConfigError(
                 "structured_outputs need a tokenizer and an EOS token, which the model lacks"
             )
-        if form.json is not None:
-            check_schema(form.json)
+        compile_request(form)
 
     def _room(self, max_tokens: int) -> int:
         context = self._max_context_tokens

@@ -10,10 +10,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from raymoe.engine.grammars import TokenBitmasks
 from raymoe.engine.outputs import Int32s, TokenLogprob
 from raymoe.engine.request import Sample
 from raymoe.engine.sequence import Bools, SequenceTable, compiled
-from raymoe.engine.token_masks import TokenMasks
 from raymoe.kernels.cpu_elementwise import (
     RandomKeys,
     argmax,
@@ -249,7 +249,7 @@ class Sampler:
         self,
         table: SequenceTable,
         eos_token_ids: tuple[int, ...],
-        masks: TokenMasks | None = None,
+        masks: TokenBitmasks | None = None,
     ) -> None:
         size = table.num_slots
         self._table, self._eos_token_ids, self._masks = table, eos_token_ids, masks
@@ -292,7 +292,7 @@ class Sampler:
             or params.frequency_penalty != 0
         )
         self._is_special[slot] = bool(params.logit_bias or params.min_tokens)
-        self._has_grammar[slot] = request.grammar is not None
+        self._has_grammar[slot] = request.params.form is not None
         is_adjusted = self._has_penalty[slot] or self._is_special[slot] or self._has_grammar[slot]
         is_filtered = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
         if is_adjusted or (is_filtered and not params.is_greedy):

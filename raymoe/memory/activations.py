@@ -37,8 +37,6 @@ class ActivationSizes:
 
 
 class _TwoForms:
-    """Memory of the tokens of a micro-batch, which take turns in it."""
-
     def __init__(
         self,
         tokens: int,

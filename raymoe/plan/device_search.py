@@ -223,7 +223,6 @@ class DeviceSizes:
 
     @property
     def _longest_chunk(self) -> int:
-        """Of a prompt: whole prompts where they are short."""
         return max(MIN_CHUNK, self.job.workload.longest_prompt_tokens)
 
     def _staged_blocks(

@@ -359,8 +359,6 @@ def _by_part(schedule: str, form: StepForm) -> tuple[tuple[Task, ...], ...]:
 
 
 class _Duplicate(NamedTuple):
-    """The first micro-batch of each shape, and the first group with its tokens."""
-
     micro_batches: tuple[int, ...]
     groups: tuple[int, ...]
 

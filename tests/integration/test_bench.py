@@ -2,12 +2,10 @@
 
 import dataclasses
 import json
-import statistics
 from pathlib import Path
 
 import pytest
 
-from raymoe import cli
 from raymoe.bench.kernels import measure_kernels, quantised_experts_job
 from raymoe.bench.steps import StepKind, StepPair, compare_steps, predict_step, times_by_kind
 from raymoe.bench.suite import run_suite
@@ -165,19 +163,3 @@ def test_a_directory_with_something_else_is_left_alone(tmp_path: Path) -> None:
 def test_an_unknown_shape_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="mixtral"):
         make_checkpoint("enormous", tmp_path)
-
-
-@pytest.mark.slow
-def test_plain_rows_are_timed_beside_structured_outputs_that_hurt(tmp_path, capsys):
-    arguments = ["--suite", "structured", "--shape", "tiny", "--repetitions", "2"]
-    assert cli.run(["bench", *arguments, "--num-threads", "2", "--out", str(tmp_path)]) == 0
-    (result,) = map(json.loads, (tmp_path / "structured.jsonl").read_text().splitlines())
-    assert (result["num_plain"], result["num_hostile"]) == (60, 3)
-    runs = list(zip(result["alone_s"], result["beside_s"], result["hostile_s"], strict=True))
-    assert len(runs) == 2
-    assert result["pace"] == statistics.median(alone / beside for alone, beside, _ in runs)
-    assert all(hostile >= beside for _, beside, hostile in runs)
-    stolen = result["alone_stolen"] + result["beside_stolen"]
-    assert all(0.0 <= share <= 1.0 for share in stolen)
-    assert "the same tokens; all hostile rows ended as error rows" in capsys.readouterr().out
-    assert cli.run(["bench", "--suite", "structured", "--shape", "tiny", "--shape", "qwen3"]) == 2

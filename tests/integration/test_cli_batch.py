@@ -19,6 +19,7 @@ def request(custom_id, content="Mar 5th 2021", url="/v1/chat/completions", **bod
 
 def requests():
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    schema["additionalProperties"] = False
     json_schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     conversation = [
         {"role": "user", "content": "Mar 5th 2021"},

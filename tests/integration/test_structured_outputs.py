@@ -7,10 +7,10 @@ import pyarrow as pa
 import pytest
 from transformers import AutoTokenizer
 
-from raymoe.bench.hostile_forms import exploding_outputs, malformed_outputs, slow_outputs
 from raymoe.config import EngineConfig
 from raymoe.data.generator import MoEGenerator
 from raymoe.engine.engine import Engine
+from tests.hostile_forms import exploding_outputs, malformed_outputs, slow_outputs
 from tests.schemas import SchemaMaker
 from tests.tiny import make_checkpoint
 
@@ -60,7 +60,7 @@ def test_hostile_forms_end_as_error_rows_and_plain_rows_have_their_own_tokens(
     hostile = [
         outputs
         for variant in range(num_rounds)
-        for outputs in (exploding_outputs(variant)[1], slow_outputs(variant)[0], *malformed)
+        for outputs in (exploding_outputs(variant)[0], slow_outputs(variant)[0], *malformed)
     ]
     plain = {"max_tokens": 12, "temperature": 1.0}
     prompts = [f"row {i}" for i in range(num_plain)]
@@ -77,6 +77,7 @@ def test_hostile_forms_end_as_error_rows_and_plain_rows_have_their_own_tokens(
 
 def test_rows_of_a_table_bring_their_own_forms(model):
     schema = {"type": "object", "properties": {"a": {"const": None}}, "required": ["a"]}
+    schema["additionalProperties"] = False
     text = json.dumps({"structured_outputs": {"json": schema, "disable_any_whitespace": True}})
     table = pa.table({"prompt": ["x"] * 3, "sampling_params": ["", text, '{"n": 1}']})
     structs = [

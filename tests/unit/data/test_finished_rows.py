@@ -189,7 +189,7 @@ def test_rows_whose_worker_processes_were_killed_are_generated_by_the_next(
     params = {"max_tokens": 6, "structured_outputs": {"choice": ["abc"]}}
     table = pa.table({"prompt": ["one", "two"]})
     with monkeypatch.context() as patched:
-        signal_forked(patched, b"compile")
+        signal_forked(patched)
         first = fakes.make(tmp_path, sampling_params=params)
         errors = first(table)["__inference_error__"].to_pylist()
         first.close()

@@ -1,8 +1,9 @@
 """A cut pass in the numbers of the cost model."""
 
+from tests.unit.runtime.test_waves import cut
+
 from raymoe.engine.runner_loading import micro_batch_shape
 from raymoe.plan.work import AttentionShape
-from tests.unit.runtime.test_waves import cut
 
 
 def test_new_tokens_pairs_and_contexts_are_counted_by_side() -> None:

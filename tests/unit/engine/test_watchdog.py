@@ -3,10 +3,9 @@
 import threading
 from types import SimpleNamespace
 
-from raymoe.plan.device_step import KV_BLOCK_TOKENS
-
 from raymoe.engine import core as watchdogs
 from raymoe.engine.core import Watchdog, longest_step_s, stacks_of_all_threads
+from raymoe.plan.device_step import KV_BLOCK_TOKENS
 from raymoe.plan.policy import Policy
 
 

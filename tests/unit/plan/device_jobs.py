@@ -4,9 +4,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
-from raymoe.plan.device_step import DeviceJob
-
 from raymoe.plan.device_search import DeviceSizes, SearchPoint, SearchSpace
+from raymoe.plan.device_step import DeviceJob
 from raymoe.plan.work import ModelWork
 from raymoe.specs.hardware import HARDWARE_PRESETS, HardwareSpec
 from raymoe.specs.model import ModelSpec

@@ -4,10 +4,10 @@ import random
 from dataclasses import replace
 
 import pytest
-from raymoe.plan.device_step import device_footprint, host_footprint, kv_block_bytes
 
 from raymoe.errors import InfeasiblePlanError
 from raymoe.plan.device_search import DeviceSizes, SearchPoint
+from raymoe.plan.device_step import device_footprint, host_footprint, kv_block_bytes
 from raymoe.plan.pages import layer_sizes
 from raymoe.specs.hardware import hardware_preset
 from raymoe.specs.workload import Workload

@@ -6,9 +6,9 @@ import xml.etree.ElementTree as ET
 from dataclasses import replace
 
 import pytest
-from raymoe.plan.device_step import DeviceStep
 
 from raymoe.errors import InfeasiblePlanError
+from raymoe.plan.device_step import DeviceStep
 from raymoe.plan.draw import HEIGHT, LEFT, RIGHT, WIDTH
 from raymoe.plan.papers.hrm import Operation
 from raymoe.plan.pictures import attention, feed_forward, roofline_picture, throughput_picture

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from raymoe.plan.device_step import DeviceStep
 
 from raymoe.errors import InfeasiblePlanError
+from raymoe.plan.device_step import DeviceStep
 from raymoe.plan.policy import Policy
 from raymoe.plan.search import ResidentSearch, ResidentStep, find_plan
 from raymoe.plan.work import ModelWork, StepLoad

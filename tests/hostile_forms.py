@@ -20,13 +20,13 @@ def malformed_outputs() -> list[Any]:
         ({"json": "{"}, "is not JSON"),
         ({"json": nested(400)}, "more than 128 levels"),
         ({"json": nested(9000)}, "recursion"),
-        ({"json": {"$ref": "#/$defs/absent"}}, "$defs"),
+        ({"json": {"$ref": "#/$defs/absent"}}, "'#/$defs/absent'"),
         ({"json": {"type": "object", "properties": {"a": {"type": "colour"}}}}, "colour"),
         ({"json": {"type": "array", "uniqueItems": True}}, "'uniqueItems' at #"),
-        ({"json": {"type": "string", "pattern": "(?=a)b"}}, "Lookahead"),
-        ({"regex": "(a"}, "parenthesis"),
+        ({"json": {"type": "string", "pattern": "(?=a)b"}}, "look-around"),
+        ({"regex": "(a"}, "unclosed group"),
         ({"grammar": "root ::= absent"}, '"absent" is not defined'),
-        ({"grammar": "root ::= root"}, "no token"),
+        ({"grammar": "root ::= root"}, "no next token"),
         ({"choice": ["x" * (1 << 19)]}, "524288 characters"),
         ({"regex": "a", "choice": ["a"]}, "regex and choice"),
         ("[1", "is not JSON"),
@@ -34,18 +34,19 @@ def malformed_outputs() -> list[Any]:
 
 
 def exploding_outputs(variant: int = 0) -> list[Any]:
-    """Values whose compilation needs more time or memory than it may have."""
+    """Values whose compilation needs more time or memory than it may have, or more rules."""
+    patterns = [{"type": "string", "pattern": f"a.{{{distance}}}b"} for distance in range(30)]
+    parts = ['("a" | "b" | "")?'] * (3000 + variant)
     return [
-        {"json": optional(800 + variant)},
-        {"json": optional(60 + variant, minProperties=30)},
-        {"json": optional(400 + variant, minProperties=200, maxProperties=300)},
-        {"grammar": "root ::= " + " ".join(['("a" | "b" | "")?'] * (3000 + variant))},
+        {"json": {"allOf": [*patterns, {"type": "string", "maxLength": 500 + variant}]}},
+        {"json": optional(3000 + variant)},
+        {"grammar": "root ::= " + " ".join(parts)},
     ]
 
 
 def slow_outputs(variant: int = 0) -> list[Any]:
-    """Values that compile, and whose masks cost more than a row may use."""
+    """Values that compile, and whose bitmasks cost more than a row may use."""
     return [
         {"regex": "(((a?b?c?d?e?){0,%d}){0,60}){0,60}@" % (60 + variant)},  # noqa: UP031 - braces
-        {"regex": "(((((.*a?)*b?)*c?)*d?)*e?)*" + "@" * (9 + variant)},
+        {"grammar": f'root ::= root root | "a" | "{variant}@"'},
     ]

@@ -1,0 +1,435 @@
+"""What llguidance is given for a structured output: exact JSON schemas, regexes, grammars."""
+
+import bisect
+import json
+import re
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+from urllib.parse import unquote
+
+from raymoe.errors import ConfigError
+
+_SPACE = r"\t-\r\x20\xa0\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"
+_MAYBE_SPACE = _SPACE + r"\x1c-\x1f\x85\x{feff}"  # ECMA-262 or Python, but not both
+_WORD, _DIGIT = "A-Za-z0-9_", "0-9"
+_ANY = r"[^\n\r\x{2028}\x{2029}]"
+_QUANTIFIER = re.compile(r"(?:[*+?]|\{\d+(?:,\d*)?\})\??")
+_GROUP = re.compile(r"\((?:\?:|\?P?<[A-Za-z_]\w*>|(?!\?))")
+_CODE_POINT = re.compile(r"\\(?:x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|u\{[0-9A-Fa-f]{1,6}\})")
+_PROPERTY = re.compile(r"\\[pP]\{[\w=]+\}")
+
+
+@lru_cache(64)
+def exact_regex(pattern: str) -> str:
+    """A regex of ECMA-262 in Rust's syntax.
+
+    Raises:
+        ConfigError: Names the part that has another meaning there, or none.
+    """
+    parts: list[str] = []
+    index = 0
+    while index < len(pattern):
+        character = pattern[index]
+        if character == "\\":
+            part, index = _escape(pattern, index, in_class=False, is_negated=False)
+        elif character == "[":
+            part, index = _class(pattern, index)
+        elif character == "(":
+            found = _GROUP.match(pattern, index)
+            if found is None:
+                raise _refused(pattern, index, index + 3, "write it without look-around and flags")
+            part, index = found[0], found.end()
+        elif character in "*+?{}":
+            part, index = _quantifier(pattern, index)
+        else:
+            part, index = _ANY if character == "." else character, index + 1
+        parts.append(part)
+    return "".join(parts)
+
+
+def _quantifier(pattern: str, index: int) -> tuple[str, int]:
+    found = _QUANTIFIER.match(pattern, index)
+    if found is None:
+        raise _refused(pattern, index, index + 1, r"write \{ or \} for the character")
+    end = found.end()
+    if pattern[end : end + 1] in ("*", "+", "?", "{"):
+        raise _refused(pattern, index, end + 1, "give each part one quantifier")
+    return found[0], end
+
+
+def _escape(pattern: str, index: int, *, in_class: bool, is_negated: bool) -> tuple[str, int]:
+    letter = pattern[index + 1 : index + 2]
+    end = index + 2
+    if letter and letter in "dDwWsS":
+        members = {"d": _DIGIT, "w": _WORD}.get(letter.lower())
+        if members is None:
+            is_narrow = letter.islower() != is_negated
+            members = _SPACE if is_narrow else _MAYBE_SPACE
+        if letter.isupper():
+            return f"[^{members}]", end
+        return members if in_class else f"[{members}]", end
+    if letter and letter in "tnrfv":
+        return pattern[index:end], end
+    if letter == "b" and in_class:
+        return r"\x08", end
+    for form in (_CODE_POINT, _PROPERTY):
+        if found := form.match(pattern, index):
+            return found[0], found.end()
+    if not letter or letter.isalnum() or letter == "_":
+        raise _refused(pattern, index, end, "write it without this escape")
+    return rf"\x{{{ord(letter):x}}}", end
+
+
+def _class(pattern: str, index: int) -> tuple[str, int]:
+    begin = index
+    is_negated = pattern.startswith("[^", index)
+    index += 1 + is_negated
+    if pattern.startswith("]", index):
+        raise _refused(pattern, begin, index + 1, r"write \] for the character")
+    parts = ["[^" if is_negated else "["]
+    while index < len(pattern):
+        character = pattern[index]
+        if character == "]":
+            return "".join(parts) + "]", index + 1
+        if pattern.startswith("--", index):
+            raise _refused(pattern, index, index + 2, r"write \- for the character")
+        if character == "\\":
+            part, index = _escape(pattern, index, in_class=True, is_negated=is_negated)
+        else:
+            part, index = "\\" + character if character in "[&~" else character, index + 1
+        parts.append(part)
+    raise _refused(pattern, begin, len(pattern), "close the class by ]")
+
+
+def _refused(pattern: str, begin: int, end: int, advice: str) -> ConfigError:
+    return ConfigError(
+        f"structured_outputs has a regex with {pattern[begin:end]!r:.60} at character {begin}, "
+        f"which cannot be kept exactly; {advice}"
+    )
+
+
+def regex_of_choice(texts: tuple[str, ...]) -> str:
+    """A regex in Rust's syntax that matches these texts."""
+    return "(?:" + "|".join("".join(map(_code_point, text)) for text in texts) + ")"
+
+
+def _code_point(character: str) -> str:
+    is_plain = character.isascii() and character.isalnum()
+    return character if is_plain else rf"\x{{{ord(character):x}}}"
+
+
+_EBNF = re.compile(
+    r"""(?P<space>\s+|\#[^\n]*)
+    |(?P<head>[\w-]+)\s*::=
+    |(?P<name>[\w-]+)
+    |"(?P<literal>(?:\\.|[^"\\\n])*)"
+    |\[(?P<class>\^?(?:\\.|[^\]\\\n])*)\]
+    |(?P<plain>[.()|]|[*+?]|\{\d+(?:,\d*)?\})""",
+    re.VERBOSE | re.DOTALL,
+)
+_EBNF_ESCAPE = re.compile(
+    r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|u\{([0-9A-Fa-f]{1,6})\}|(.))|(.)",
+    re.DOTALL,
+)
+_SHORT = {"n": "\n", "r": "\r", "t": "\t"} | {character: character for character in "\\\"'[]-^/"}
+
+
+@lru_cache(64)
+def lark_of_grammar(source: str) -> str:
+    """Lark of EBNF with rules ``name ::= ...``, or Lark as it is.
+
+    Raises:
+        ConfigError: It is no EBNF, or Lark with what only llguidance has.
+    """
+    if "::=" not in source:
+        _check_lark(source)
+        return source
+    names: dict[str, str] = {"root": "start"}
+    heads: dict[str, None] = {}
+    used: dict[str, None] = {"root": None}
+    parts: list[str] = []
+    index = 0
+    while index < len(source):
+        found = _EBNF.match(source, index)
+        if found is None:
+            raise _malformed(f"{source[index : index + 20]!r} at character {index} is no EBNF")
+        index = found.end()
+        if found.lastgroup == "space":
+            continue
+        name = found["head"] or found["name"]
+        if name is not None:
+            names.setdefault(name, f"r{len(names)}")
+        if found["head"] and name in heads:
+            raise _malformed(f'the rule "{name}" is defined twice')
+        if found["head"]:
+            heads[name] = None
+        elif name is not None:
+            used[name] = None
+        parts.append(f"\n{names[name]}:" if found["head"] else _lark_of(found, names))
+    absent = [name for name in used if name not in heads]
+    if absent:
+        raise _malformed(f'the rule "{absent[0]:.60}" is not defined')
+    return " ".join(parts) + "\n"
+
+
+def _lark_of(found: re.Match[str], names: dict[str, str]) -> str:
+    if found["name"]:
+        return names[found["name"]]
+    if found["literal"] is not None:
+        characters = [f"/{_code_point(c)}/" for c, _ in _characters(found["literal"])]
+        return f"( {' '.join(characters)} )" if characters else '""'
+    if found["class"] is not None:
+        text = found["class"]
+        is_negated = text.startswith("^")
+        members = [
+            "-" if character == "-" and not is_escaped else _code_point(character)
+            for character, is_escaped in _characters(text[is_negated:])
+        ]
+        if not members or "--" in "".join(members):
+            raise _malformed(f"[{text:.60}] is no class of characters")
+        return f"/[{'^' if is_negated else ''}{''.join(members)}]/"
+    return "/(?s:.)/" if found["plain"] == "." else found["plain"]
+
+
+def _characters(text: str) -> list[tuple[str, bool]]:
+    characters = []
+    for found in _EBNF_ESCAPE.finditer(text):
+        *codes, short, plain = found.groups()
+        code = next((int(code, 16) for code in codes if code), -1)
+        if 0xD800 <= code < 0xE000 or code > 0x10FFFF:
+            raise _malformed(f"{found[0]} is no Unicode character")
+        if code < 0 and short is not None and short not in _SHORT:
+            raise _malformed(f"the escape {found[0]!r} is unknown")
+        character = chr(code) if code >= 0 else plain or _SHORT[short]
+        characters.append((character, plain is None))
+    return characters
+
+
+_LARK_TEXT = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?!/)(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n]*')
+_ONLY_LLGUIDANCE = (
+    (re.compile(r"%(?!ignore\b|import\b|declare\b)\w+"), "leave the directive out"),
+    (re.compile(r"<[^>\n]*>"), "name texts instead of tokens"),
+    (re.compile(r"(?m)^\s*[?!]?\w+(?:\.-?\d+)?\s*\["), "leave the attributes of the rule out"),
+)
+
+
+def _check_lark(source: str) -> None:
+    rules = _LARK_TEXT.sub('""', source)
+    for form, advice in _ONLY_LLGUIDANCE:
+        if found := form.search(rules):
+            raise _malformed(f"{found[0].strip()!r:.60} is not Lark; {advice}")
+
+
+def _malformed(problem: str) -> ConfigError:
+    return ConfigError(f"structured_outputs has a grammar that cannot be used: {problem}")
+
+
+MAX_DEPTH = 128
+MAX_EXACT = 2**53  # numbers are floats in llguidance
+MAX_DIGITS = 15  # of a bound
+Schema = dict[str, Any]
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_ANNOTATIONS = _words(
+    "$schema $id $anchor $comment title description default examples example deprecated readOnly "
+    "writeOnly $defs definitions discriminator"
+)
+_LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+_KNOWN = _ANNOTATIONS | _words(
+    "type enum const $ref anyOf oneOf allOf properties patternProperties additionalProperties "
+    "required minProperties maxProperties items prefixItems additionalItems minItems maxItems "
+    "pattern minLength maxLength format multipleOf minimum maximum exclusiveMinimum "
+    "exclusiveMaximum"
+)
+_SCHEMA = _words("items additionalProperties additionalItems")
+_LIST = _words("anyOf oneOf allOf prefixItems items")
+_MAPPING = _words("properties patternProperties $defs definitions")
+_JOINING = _words("anyOf oneOf allOf $ref")
+_FORMATS = _words("date time date-time duration email hostname ipv4 ipv6 uri uuid")
+
+
+@lru_cache(64)
+def exact_schema(text: str) -> str:
+    """The schema to compile: with regexes in Rust's syntax.
+
+    Raises:
+        ConfigError: Names the keyword that cannot be kept and where it is.
+    """
+    root = json.loads(text)
+    if root is True:
+        return "{}"
+    if root is False:
+        raise _json_schema_refused("#", "the value false", "it allows no text")
+    pending = [("#", root, 0)]
+    schemas: list[tuple[str, Schema]] = []
+    while pending:
+        where, schema, depth = pending.pop()
+        if depth > MAX_DEPTH:
+            raise ConfigError(f"structured_outputs has a schema of more than {MAX_DEPTH} levels")
+        if isinstance(schema, dict):
+            schemas.append((where, schema))
+            pending += [(place, part, depth + 1) for place, part in _parts(where, schema)]
+    places = {where for where, _ in schemas}
+    for where, schema in schemas:
+        _check(where, schema)
+        _check_reference(where, schema, places)
+    _check_ranges(schemas)
+    for where, schema in schemas:
+        _rewrite_regexes(where, schema)
+    return json.dumps(root, ensure_ascii=False)
+
+
+def _check(where: str, schema: Schema) -> None:
+    for name, value in schema.items():
+        if name not in _KNOWN and not (name == "uniqueItems" and value is False):
+            raise _json_schema_refused(where, f"{name!r:.60}", "leave it out and check the answers")
+    schema.pop("uniqueItems", None)
+    form = schema.get("format")
+    if form is not None and (not isinstance(form, str) or form not in _FORMATS):
+        raise _json_schema_refused(
+            where, f"format {form!r:.60}", f"known are {', '.join(sorted(_FORMATS))}"
+        )
+    if "additionalItems" in schema and not isinstance(schema.get("items"), list):
+        raise _json_schema_refused(
+            where, "'additionalItems' without a list of items", "use prefixItems"
+        )
+    _check_object(where, schema)
+    for name in (*_LOWER, *_UPPER, "multipleOf"):
+        _check_bound(where, name, schema.get(name))
+    for name in ("enum", "const"):
+        _check_numbers(where, name, schema.get(name))
+
+
+def _check_reference(where: str, schema: Schema, places: set[str]) -> None:
+    if "$ref" in schema:
+        reference = schema["$ref"]
+        is_text = isinstance(reference, str)
+        is_anchor = is_text and re.fullmatch(r"#[A-Za-z_][\w.-]*", reference)
+        if not is_text or not (is_anchor or unquote(reference) in places):
+            advice = "it must lead to a schema inside this one, as #/$defs/... does"
+            raise _json_schema_refused(where, f"$ref {reference!r:.60}", advice)
+    if where != "#" and "$id" in schema:
+        raise _json_schema_refused(where, "'$id'", "an inner schema cannot have its own names")
+
+
+def _check_object(where: str, schema: Schema) -> None:
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    names = [*properties] if isinstance(properties, Mapping) else []
+    names += [name for name in required if isinstance(name, str)] if _is_list(required) else []
+    for name in names:
+        if any(ord(character) < 0x20 or character == "\x7f" for character in name):
+            raise _json_schema_refused(
+                where, f"property {name!r:.60}", "use names without control characters"
+            )
+    minimum = schema.get("minProperties", 0)
+    distinct = len(set(map(str, required))) if _is_list(required) else 0
+    if isinstance(minimum, (int, float)) and minimum > max(1, distinct):
+        advice = "names may come twice, so require as many properties by name"
+        raise _json_schema_refused(where, f"minProperties {minimum}", advice)
+
+
+def _check_bound(where: str, name: str, bound: object) -> None:
+    if isinstance(bound, bool) or not isinstance(bound, (int, float)):
+        return  # llguidance names a wrong type
+    text = repr(abs(bound)).removesuffix(".0")
+    num_digits = len(text.replace(".", "").lstrip("0"))
+    is_long = isinstance(bound, float) and ("e" in text or num_digits > MAX_DIGITS)
+    if abs(bound) >= MAX_EXACT or is_long:
+        advice = f"use less than 2**53 and at most {MAX_DIGITS} digits"
+        raise _json_schema_refused(where, f"{name} {bound!r:.40}", advice)
+
+
+def _check_numbers(where: str, name: str, value: object) -> None:
+    pending = [value]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, Mapping):
+            pending += part.values()
+        elif isinstance(part, list):
+            pending += part
+        elif isinstance(part, (int, float)) and abs(part) >= MAX_EXACT:
+            raise _json_schema_refused(
+                where, f"{name} with {part!r:.40}", "use numbers of less than 2**53"
+            )
+
+
+def _check_ranges(schemas: list[tuple[str, Schema]]) -> None:
+    """Refuse a range of less than 1 from or to an exclusive bound: it may hold the bound.
+
+    Where schemas may be joined, bounds of different ones may make a range.
+    """
+    numbers = [(where, schema) for where, schema in schemas if schema.get("type") != "integer"]
+    is_joined = any(_JOINING & schema.keys() for _, schema in schemas)
+    for group in [numbers] if is_joined else [[one] for one in numbers]:
+        highs = {
+            is_open: sorted(
+                (high, where)
+                for high, is_open_too, where in _bounds(group, _UPPER)
+                if is_open_too or not is_open
+            )
+            for is_open in (False, True)
+        }
+        for low, is_open, where in _bounds(group, _LOWER):
+            others = highs[not is_open]  # one of both bounds is exclusive
+            index = bisect.bisect(others, low, key=lambda entry: entry[0])
+            if index < len(others) and others[index][0] < low + 1:
+                what = f"a range of numbers from {low} to {others[index][0]} without one of them"
+                raise _json_schema_refused(where, what, "use minimum and maximum")
+
+
+def _bounds(
+    group: list[tuple[str, Schema]], names: tuple[str, str]
+) -> Iterator[tuple[float, bool, str]]:
+    for where, schema in group:
+        for name in names:
+            value = schema.get(name)
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                is_open = name.startswith("exclusive") or schema.get(_exclusive(name)) is True
+                yield value, is_open, where
+
+
+def _exclusive(name: str) -> str:
+    return "exclusive" + name[0].upper() + name[1:]
+
+
+def _rewrite_regexes(where: str, schema: Schema) -> None:
+    if isinstance(schema.get("pattern"), str):
+        schema["pattern"] = exact_regex(schema["pattern"])
+    patterns = schema.get("patternProperties")
+    if isinstance(patterns, dict):
+        rewritten = {exact_regex(pattern): part for pattern, part in patterns.items()}
+        if len(rewritten) < len(patterns):
+            raise _json_schema_refused(
+                where, "patternProperties that are the same", "write them as one"
+            )
+        schema["patternProperties"] = rewritten
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list)
+
+
+def _json_schema_refused(where: str, what: str, advice: str) -> ConfigError:
+    return ConfigError(
+        f"structured_outputs has a JSON schema with {what} at {where:.200}, which no generation "
+        f"can be held to; {advice}"
+    )
+
+
+def _parts(where: str, schema: Schema) -> Iterator[tuple[str, Any]]:
+    for name, value in schema.items():
+        if name in _LIST and isinstance(value, list):
+            yield from ((f"{where}/{name}/{index}", part) for index, part in enumerate(value))
+        elif name in _SCHEMA:
+            yield f"{where}/{name}", value
+        elif name in _MAPPING and isinstance(value, Mapping):
+            yield from ((f"{where}/{name}/{_escaped(key)}", part) for key, part in value.items())
+
+
+def _escaped(key: str) -> str:
+    return key.replace("~", "~0").replace("/", "~1")  # as JSON pointers do
