@@ -14,7 +14,7 @@ from rich.table import Table
 
 from raymoe.cli import size
 from raymoe.device.emulated import EmulatedDevice
-from raymoe.engine.device_loading import LoadedModel, load_on_device
+from raymoe.engine.runner_loading import LoadedModel, load_on_device
 from raymoe.errors import ConfigError, UnknownOptionError
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.measure.host import step_inputs

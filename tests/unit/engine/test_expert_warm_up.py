@@ -2,7 +2,7 @@
 
 import torch
 
-from raymoe.engine.device_loading import compile_experts
+from raymoe.engine.runner_loading import compile_experts
 from raymoe.kernels.cpu_elementwise import Routing
 from raymoe.kernels.gpu_experts_layout import BUCKETS
 from raymoe.specs.model import ModelSpec

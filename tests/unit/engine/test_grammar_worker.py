@@ -8,7 +8,7 @@ import pytest
 
 JOB = """
 import time
-from raymoe.engine import grammar_worker
+from raymoe.engine.workers import grammar_worker
 with grammar_worker.time_limit(0.1):
     {body}
 """

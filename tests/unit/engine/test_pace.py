@@ -1,9 +1,8 @@
 """A cut pass in the numbers of the cost model."""
 
-from tests.unit.runtime.test_waves import cut
-
 from raymoe.engine.runner_loading import micro_batch_shape
 from raymoe.plan.work import AttentionShape
+from tests.unit.runtime.test_micro_batches import cut
 
 
 def test_new_tokens_pairs_and_contexts_are_counted_by_side() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from raymoe.engine.device_loading import layer_paging
+from raymoe.engine.runner_loading import layer_paging
 from raymoe.memory.weight_pages import WeightPages
 from raymoe.memory.weights import WeightStore
 from raymoe.plan.pages import layer_pages
