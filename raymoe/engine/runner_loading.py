@@ -1,4 +1,4 @@
-"""Loading a runner: the weights of a model to host or device memory, and what executes steps on them."""
+"""Loading a runner: weights to host or device memory, and what executes steps on them."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
