@@ -21,7 +21,7 @@ def rms_norm(hidden_TH: Tensor, weight_H: Tensor | None, eps: float) -> Tensor:
         weight_H: Factors in the same type; None for none.
         eps: Added to the mean of squares.
     """
-    if not _is_native(hidden_TH, weight_H):
+    if not _norm_is_native(hidden_TH, weight_H):
         return rms_norm_reference(hidden_TH, weight_H, eps)
     out_TH = torch.empty(hidden_TH.shape, dtype=hidden_TH.dtype)
     _native.rms_norm(hidden_TH, None, weight_H, eps, out_TH)
@@ -33,14 +33,16 @@ def add_rms_norm_(
 ) -> Tensor:
     """Add `delta_TH` to `residual_TH` in place, then norm it; returns a new contiguous [T, H]."""
     same = delta_TH.shape == residual_TH.shape and delta_TH.dtype == residual_TH.dtype
-    if not (same and _is_native(residual_TH, weight_H) and _is_native(delta_TH, weight_H)):
+    if not (
+        same and _norm_is_native(residual_TH, weight_H) and _norm_is_native(delta_TH, weight_H)
+    ):
         return rms_norm_reference(residual_TH.add_(delta_TH), weight_H, eps)
     out_TH = torch.empty(residual_TH.shape, dtype=residual_TH.dtype)
     _native.rms_norm(residual_TH, delta_TH, weight_H, eps, out_TH)
     return out_TH
 
 
-def _is_native(hidden_TH: Tensor, weight_H: Tensor | None) -> bool:
+def _norm_is_native(hidden_TH: Tensor, weight_H: Tensor | None) -> bool:
     return (
         hidden_TH.ndim == 2
         and hidden_TH.dtype in FLOAT_DTYPES
