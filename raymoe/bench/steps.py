@@ -19,7 +19,7 @@ from raymoe.engine.engine import Engine
 from raymoe.engine.loading import load_parts
 from raymoe.plan.cost import HostCost, StepShape
 from raymoe.plan.work import ModelWork
-from raymoe.runtime.bindings import StepInputs
+from raymoe.runtime.bindings import StepInputs, StepRun
 from raymoe.runtime.executor import Bindings, LaneExecutor
 from raymoe.schedule.builders import build_in_place
 from raymoe.schedule.graph import Buffer, Op, Resource, Schedule, Task
@@ -176,8 +176,8 @@ class StepRecorder:
         self._runner = runner
         self.steps: list[tuple[StepShape, Timeline]] = []
 
-    def run(self, inputs: StepInputs) -> Timeline:
-        timeline = self._runner.run(inputs)
+    def run(self, inputs: StepInputs) -> StepRun:
+        timeline = yield from self._runner.run(inputs)
         self.steps.append((shape_of(inputs), timeline))
         return timeline
 

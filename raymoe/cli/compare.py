@@ -25,6 +25,7 @@ from raymoe.plan.device_step import StreamedSteps
 from raymoe.plan.pages import PageCut, layer_pages
 from raymoe.plan.policy import PAGE_BYTES, DevicePolicy, Policy
 from raymoe.plan.work import MicroBatchShape, ModelWork
+from raymoe.runtime.executor import finish
 from raymoe.schedule.builders import MAX_MICRO_BATCHES, STREAMING_BUILDERS
 from raymoe.schedule.draw import draw_chrome_trace, draw_svg
 from raymoe.schedule.graph import Resource, Schedule
@@ -139,12 +140,12 @@ class _Run:
             model = self._model()
             runner, release = load_on_device(model, device)
             inputs = step_inputs(self._rows, self._context, self._spec.vocab_size)
-            runner.run(inputs)
+            finish(runner.run(inputs))
             schedule = runner.schedule_of(inputs)
             cost = self._cost(schedule, model)
             device.cost = cost
             with _without_collector():
-                measured = runner.run(inputs)
+                measured = finish(runner.run(inputs))
             release()
         return Comparison(
             name=self._name,

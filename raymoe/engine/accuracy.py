@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from raymoe.engine.outputs import Int32s
-from raymoe.engine.sequence import Pass
+from raymoe.engine.sequence import ScheduledStep
 from raymoe.plan.work import StepLoad
 from raymoe.schedule.graph import Resource
 from raymoe.schedule.timeline import Timeline, report_line
@@ -120,7 +120,7 @@ class Accuracy:
         """Begin a new run; what was learnt stays."""
         self.report = RunReport()
 
-    def record(self, done: Pass, measured: Timeline) -> None:
+    def record(self, done: ScheduledStep, measured: Timeline) -> None:
         load = load_of(done)
         predicted_s = self.correction.seconds_of(load)
         self.report = self.report.with_step(predicted_s, measured)
@@ -129,7 +129,7 @@ class Accuracy:
         self.correction.learn(load, measured.makespan_s)
 
 
-def load_of(done: Pass) -> StepLoad:
+def load_of(done: ScheduledStep) -> StepLoad:
     """A step in the numbers that predictions depend on; one new token counts as decoding."""
     return load_of_scheduled_tokens(done.num_scheduled_tokens, done.context_tokens)
 

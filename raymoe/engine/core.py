@@ -1,5 +1,6 @@
-"""Notices that the engine thread is stuck: a native kernel that never returns raises nothing."""
+"""EngineCore: one step after another, from the schedule to finished rows. One thread owns it."""
 
+import contextlib
 import faulthandler
 import logging
 import tempfile
@@ -19,7 +20,7 @@ from raymoe.engine.outputs import Counters, Generation, Int32s, TokenLogprob
 from raymoe.engine.request import Request, Sample
 from raymoe.engine.sampler import Sampler, token_logprobs
 from raymoe.engine.scheduler import StepScheduler
-from raymoe.engine.sequence import Bools, DecodeAll, Pass
+from raymoe.engine.sequence import Bools, DecodeAll, ScheduledStep
 from raymoe.engine.tokenizer import StopStrings
 from raymoe.errors import ExecutionError, RaymoeError
 from raymoe.kernels.cpu_attention import AttentionBatch
@@ -27,7 +28,7 @@ from raymoe.plan.device_step import KV_BLOCK_TOKENS
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Policy
 from raymoe.plan.work import StepLoad
-from raymoe.runtime.bindings import StepInputs
+from raymoe.runtime.bindings import StepInputs, StepRun
 from raymoe.schedule.timeline import Timeline
 
 # A node that does other work too, a first step that compiles, a predicted length that is wrong:
@@ -123,8 +124,8 @@ logger = logging.getLogger(__name__)
 class Runner(Protocol):
     """What computes a step: `runtime.runner.StepRunner`, or a test's stand-in."""
 
-    def run(self, inputs: StepInputs) -> Timeline:
-        """Run one step; `inputs.on_logits` receives the logits."""
+    def run(self, inputs: StepInputs) -> StepRun:
+        """Run one step: yields the logits, returns what was measured."""
 
 
 class EngineCore:
@@ -161,16 +162,11 @@ class EngineCore:
         self._sampler = Sampler(self._table, eos_token_ids, masks)
         self._is_eos: Bools = np.zeros(vocab_size, np.bool_)
         self._is_eos[[token for token in eos_token_ids if token < vocab_size]] = True
-        slots = policy.batch_size
-        self._ignores_eos: Bools = np.zeros(slots, np.bool_)
-        self._is_watched: Bools = np.zeros(slots, np.bool_)  # stop tokens, strings, siblings
-        self._wants_logprobs: Bools = np.zeros(slots, np.bool_)
-        self._has_grammar: Bools = np.zeros(slots, np.bool_)
         self._chosen: list[tuple[Int32s, Int32s]] = []
-        self._deferred: list[Int32s] = []  # slots of the latest pass whose masks were not there
+        self._deferred: list[Int32s] = []  # slots of the latest step whose masks were not there
         self._late: set[int] = set()  # slots that wait for their masks outside of steps
         self._errors: dict[int, Exception] = {}  # what ends the row in a slot after this step
-        self._begin_s = 0.0  # of the latest pass
+        self._begin_s = 0.0  # of the latest step
         self.counters = Counters()
         self._accuracy = accuracy
         self.last_timeline: Timeline | None = None
@@ -194,10 +190,9 @@ class EngineCore:
             self._masks.synchronize()
         self._chosen, self._deferred = [], []
         self._begin_s = time.perf_counter()
-        inputs = _step_inputs(next_step, lambda row, logits: self._take(next_step, row, logits))
-        self.last_timeline = self._runner.run(inputs)
+        self.last_timeline = self._run(next_step)
         self.scheduler.complete(next_step)
-        self.counters.record_step(next_step, self.last_timeline.makespan_s)
+        self.counters.record_step(next_step, time.perf_counter() - self._begin_s)
         for slots in self._deferred:
             self._table.num_computed_tokens[slots] -= 1  # their logits are computed again
             self._late.update(slots.tolist())
@@ -212,6 +207,18 @@ class EngineCore:
         if self._masks is not None:
             self._masks.synchronize()  # they are made while the next step runs
 
+    @torch.inference_mode()
+    def _run(self, next_step: ScheduledStep) -> Timeline:
+        """Run a step, and sample from each chunk of its logits as soon as it is there."""
+        with contextlib.closing(self._runner.run(_step_inputs(next_step))) as run:
+            while True:
+                try:
+                    first_row, logits_CV = next(run)
+                except StopIteration as end:
+                    timeline: Timeline = end.value
+                    return timeline
+                self._take(next_step, first_row, logits_CV)
+
     def _held_slots(self) -> set[int]:
         if self._masks is None or not self._late:
             return set()
@@ -220,10 +227,10 @@ class EngineCore:
         self._late &= self._masks.pending()
         return self._late
 
-    def _have_masks(self, done: Pass, slots: Int32s) -> Bools:
+    def _have_masks(self, done: ScheduledStep, slots: Int32s) -> Bools:
         """Which of these slots can be sampled; others of the step do not wait long for the rest."""
         assert self._masks is not None
-        has_others = not self._has_grammar[done.row_slots].all()
+        has_others = not self._table.has_grammar[done.row_slots].all()
         elapsed_s = time.perf_counter() - self._begin_s
         self._masks.synchronize(PATIENCE * elapsed_s if has_others else None, slots.tolist())
         return ~np.isin(slots, list(self._masks.pending()))
@@ -236,16 +243,17 @@ class EngineCore:
         if params.logprobs is not None and sample.logprobs is None:
             sample.logprobs = []
         leads_others = sample.index == 0 and params.n > 1
-        self._ignores_eos[slot] = params.ignore_eos
-        self._is_watched[slot] = bool(params.stop_strings or params.stop_token_ids or leads_others)
-        self._wants_logprobs[slot] = params.logprobs is not None
+        self._table.ignores_eos[slot] = params.ignore_eos
+        self._table.is_watched[slot] = bool(
+            params.stop_strings or params.stop_token_ids or leads_others
+        )
+        self._table.wants_logprobs[slot] = params.logprobs is not None
         if self._masks is not None:
-            self._has_grammar[slot] = sample.request.params.form is not None
             self._masks.end(slot)  # of a row that was preempted here
             if sample.request.params.form is not None:
                 self._masks.begin(slot, sample.request.params.form, self._table.generated(slot))
 
-    def _take(self, done: Pass, first_row: int, logits_CV: Tensor) -> None:
+    def _take(self, done: ScheduledStep, first_row: int, logits_CV: Tensor) -> None:
         chunk = slice(first_row, first_row + logits_CV.shape[0])
         slots, positions = done.row_slots[chunk], done.row_positions[chunk]
         is_sample = done.row_is_sample[chunk]
@@ -253,7 +261,7 @@ class EngineCore:
         if len(prompt):
             self._take_prompt(logits_CV, slots[prompt], positions[prompt], prompt)
         rows = self._well(np.flatnonzero(is_sample), slots)
-        if self._has_grammar[slots[rows]].any():
+        if self._table.has_grammar[slots[rows]].any():
             is_ready = self._have_masks(done, slots[rows])
             self._deferred.append(slots[rows[~is_ready]])
             rows = rows[is_ready]
@@ -265,7 +273,7 @@ class EngineCore:
         self._each(rows, slots, choose)
         for row in rows[tokens[rows] == NO_TOKEN].tolist():
             self._errors.setdefault(int(slots[row]), self._no_token(int(slots[row])))
-        wanted = self._well(rows[self._wants_logprobs[slots[rows]]], slots)
+        wanted = self._well(rows[self._table.wants_logprobs[slots[rows]]], slots)
         self._each(wanted, slots, lambda rows: self._keep_logprobs(logits_CV, slots, tokens, rows))
         rows = self._well(rows, slots)
         self._chosen.append((slots[rows], tokens[rows]))
@@ -323,9 +331,9 @@ class EngineCore:
         self._table.append(slots, tokens)
         if self._masks is not None:
             self._masks.accept(slots, tokens)
-        is_eos = self._is_eos[tokens] & ~self._ignores_eos[slots]
+        is_eos = self._is_eos[tokens] & ~self._table.ignores_eos[slots]
         is_full = self._table.num_tokens[slots] >= self._table.max_tokens_total[slots]
-        rows = np.flatnonzero(is_eos | is_full | self._is_watched[slots])
+        rows = np.flatnonzero(is_eos | is_full | self._table.is_watched[slots])
         is_stopped = [
             bool(is_eos[row]) or self._is_stop_token(int(slots[row]), int(tokens[row]))
             for row in rows
@@ -436,7 +444,7 @@ def _prompt_logprobs(sample: Sample) -> tuple[TokenLogprob | None, ...] | None:
     return tuple(sample.prompt_logprobs or [None])  # a prompt of one token has no logits
 
 
-def _step_inputs(done: Pass, on_logits: Callable[[int, Tensor], None]) -> StepInputs:
+def _step_inputs(done: ScheduledStep) -> StepInputs:
     return StepInputs(
         token_ids=torch.from_numpy(done.token_ids),
         positions=torch.from_numpy(done.positions),
@@ -448,5 +456,4 @@ def _step_inputs(done: Pass, on_logits: Callable[[int, Tensor], None]) -> StepIn
         ),
         prompt_tokens=torch.from_numpy(done.prompt_tokens),
         logit_rows=torch.from_numpy(done.logit_rows),
-        on_logits=on_logits,
     )

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from raymoe.engine.sequence import Pass
+    from raymoe.engine.sequence import ScheduledStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class Counters:
         self.step_s = 0.0
         self.active_s = 0.0
 
-    def record_step(self, done: "Pass", step_s: float) -> None:
+    def record_step(self, done: "ScheduledStep", step_s: float) -> None:
         self.num_steps += 1
         self.num_computed_tokens += done.num_tokens
         self.num_prompt_tokens += int((done.positions < done.prompt_tokens).sum())

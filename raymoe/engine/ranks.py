@@ -30,8 +30,8 @@ from raymoe.engine.runner_loading import Loaded, LoadJob, RankShare, load_runner
 from raymoe.errors import ExecutionError
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.memory.weights import Weights
-from raymoe.runtime.bindings import StepInputs
-from raymoe.schedule.timeline import Timeline
+from raymoe.runtime.bindings import StepInputs, StepRun
+from raymoe.runtime.executor import finish
 from raymoe.specs.model import ModelSpec
 
 Array = npt.NDArray[np.int32] | npt.NDArray[np.int64]
@@ -100,7 +100,6 @@ class RankStep:
                 prompt_tokens=_tensor(self.sequence_prompts),
             ),
             logit_rows=torch.empty(0, dtype=torch.int64),
-            on_logits=_nobody_listens,
             prompt_tokens=_tensor(self.prompt_tokens),
         )
 
@@ -121,10 +120,6 @@ def receive(connection: Connection) -> object:
         EOFError: The other process is gone.
     """
     return pickle.loads(connection.recv_bytes())  # from our own process or child, nobody else
-
-
-def _nobody_listens(first_row: int, logits_CV: Tensor) -> None:
-    raise AssertionError(f"logits of {len(logits_CV)} rows from {first_row} of a rank without any")
 
 
 def _array(tensor: Tensor | None) -> Array | None:
@@ -190,7 +185,7 @@ def _serve(connection: Connection, inbox: "queue.SimpleQueue[object]") -> None:
     while True:
         message = inbox.get()
         assert isinstance(message, RankStep)
-        runner.run(message.inputs())
+        finish(runner.run(message.inputs()))
 
 
 STAGES = ("started", "imported", "loaded")
@@ -396,15 +391,15 @@ class RankedRunner:
     def __init__(self, own: Runner, ranks: Ranks) -> None:
         self._own, self._ranks = own, ranks
 
-    def run(self, inputs: StepInputs) -> Timeline:
-        """Run one step; `inputs.on_logits` receives the logits. Returns what was measured here.
+    def run(self, inputs: StepInputs) -> StepRun:
+        """Run one step; returns what was measured here.
 
         Raises:
             ExecutionError: A task failed, or a rank; names it.
         """
         self._ranks.send(inputs)
         try:
-            return self._own.run(inputs)
+            return (yield from self._own.run(inputs))
         except Exception as error:
             raise self._ranks.explain(error) from error
 

@@ -18,7 +18,7 @@ from raymoe.engine.sequence import (
     Admission,
     Bools,
     Int64s,
-    Pass,
+    ScheduledStep,
     SequenceTable,
     assemble_step,
     choose_scheduled_tokens,
@@ -263,7 +263,7 @@ class StepScheduler:
         """Let these samples go before all that wait, in their order."""
         self._waiting.extendleft(reversed(list(samples)))
 
-    def next_step(self, held: Collection[int] = ()) -> Pass:
+    def next_step(self, held: Collection[int] = ()) -> ScheduledStep:
         """Assemble the next step; there must be work. `admitted` says who joined.
 
         Args:
@@ -279,7 +279,7 @@ class StepScheduler:
         assert num_scheduled_tokens.any(), "there is work, but no sequence fits"
         return assemble_step(self.table, slots, num_scheduled_tokens)
 
-    def complete(self, done: Pass) -> None:
+    def complete(self, done: ScheduledStep) -> None:
         """Record that the KV of a step is in the cache."""
         before = self.table.num_computed_tokens[done.slots]
         self.table.num_computed_tokens[done.slots] += done.num_scheduled_tokens

@@ -50,6 +50,17 @@ class Admission:
     has_fixed_length: bool = False
 
 
+# Sampling parameters that are numbers, as `SamplingParams` calls them.
+NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+
 class SequenceTable:
     """Live sequences. The engine thread owns it; nothing here is thread-safe.
 
@@ -73,6 +84,21 @@ class SequenceTable:
         self.block_table: Int32s = np.zeros((num_slots, max_blocks), np.int32)
         self.token_blocks: Int32s = np.zeros((num_blocks, BLOCK_TOKENS), np.int32)
         self._free_slots = list(range(num_slots - 1, -1, -1))
+        # How to sample: written by `Sampler.admit`.
+        self.path = np.zeros(num_slots, np.int8)  # the sampler's cheapest that is enough
+        self.is_greedy: Bools = np.zeros(num_slots, np.bool_)
+        self.is_special: Bools = np.zeros(num_slots, np.bool_)  # logit_bias or min_tokens
+        self.has_penalty: Bools = np.zeros(num_slots, np.bool_)
+        self.has_grammar: Bools = np.zeros(num_slots, np.bool_)
+        self.numbers = {name: np.zeros(num_slots, np.float32) for name in NUMBERS}
+        self.top_k: Int32s = np.zeros(num_slots, np.int32)
+        self.seed, self.row_key = np.zeros(num_slots, np.int64), np.zeros(num_slots, np.int64)
+        self.sample_index: Int32s = np.zeros(num_slots, np.int32)
+        self.first_free: Int32s = np.zeros(num_slots, np.int32)  # tokens before min_tokens is met
+        # What to do with a sampled token: written by `EngineCore`.
+        self.ignores_eos: Bools = np.zeros(num_slots, np.bool_)
+        self.is_watched: Bools = np.zeros(num_slots, np.bool_)  # stop tokens, strings, siblings
+        self.wants_logprobs: Bools = np.zeros(num_slots, np.bool_)
 
     @property
     def num_live(self) -> int:
@@ -144,7 +170,7 @@ class SequenceTable:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class ScheduledStep:
     """The tokens of one step as arrays, and whose they are.
 
     Attributes:
@@ -199,7 +225,9 @@ def _choose_scheduled_tokens(rests: Int32s, budget: int, chunk: int) -> Int32s:
     return num_scheduled_tokens
 
 
-def assemble_step(table: SequenceTable, slots: Int64s, num_scheduled_tokens: Int32s) -> Pass:
+def assemble_step(
+    table: SequenceTable, slots: Int64s, num_scheduled_tokens: Int32s
+) -> ScheduledStep:
     """Gather the tokens of a step; the blocks for all of them must be there."""
     slots, num_scheduled_tokens = (
         slots[num_scheduled_tokens > 0],
@@ -224,7 +252,7 @@ def assemble_step(table: SequenceTable, slots: Int64s, num_scheduled_tokens: Int
         (table.wants_prompt_logits, table.last_token, table.block_table, table.token_blocks),
         (token_ids, positions, logit_rows, row_slots, row_positions, row_is_sample),
     )
-    return Pass(
+    return ScheduledStep(
         slots,
         num_scheduled_tokens,
         token_ids,

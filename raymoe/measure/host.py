@@ -37,6 +37,7 @@ from raymoe.model.loading import decoder_arena_bytes
 from raymoe.plan.cost import HostCost, StepShape
 from raymoe.plan.work import ModelWork
 from raymoe.runtime.bindings import StepInputs
+from raymoe.runtime.executor import finish
 from raymoe.runtime.runner import StepRunner
 from raymoe.schedule.builders import build_in_place
 from raymoe.specs.hardware import Curve, HardwareSpec, HostCurves
@@ -70,13 +71,17 @@ MODEL = ModelSpec.from_config(
 
 def step_jobs() -> list[KernelJob]:
     runner = _make_runner()
+
+    def run(inputs: StepInputs) -> None:
+        finish(runner.run(inputs))
+
     return [
         KernelJob(
-            kernel="pass",
+            kernel="step",
             case=f"{rows * new_tokens} tokens",
             calls=[
                 partial(
-                    runner.run,
+                    run,
                     step_inputs(rows, _context(new_tokens), MODEL.vocab_size, new_tokens),
                 )
             ],
@@ -121,7 +126,6 @@ def step_inputs(rows: int, context: int, vocab_size: int, new_tokens: int = 1) -
         ),
         prompt_tokens=torch.full((tokens,), context - (new_tokens == 1), dtype=torch.int32),
         logit_rows=torch.arange(new_tokens - 1, tokens, new_tokens),
-        on_logits=lambda _row, _logits: None,
     )
 
 

@@ -1,6 +1,6 @@
 """Op -> callable: what each task of a schedule does to the state of a step."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -18,10 +18,12 @@ from raymoe.model.decoder import Decoder, Projected
 from raymoe.runtime.executor import Bindings
 from raymoe.runtime.micro_batches import CutStep, MicroBatch
 from raymoe.schedule.graph import Buffer, Op, Task
+from raymoe.schedule.timeline import Timeline
 
 LOGIT_CHUNK_ROWS = 256
 
-OnLogits = Callable[[int, Tensor], None]
+Logits = tuple[int, Tensor]  # first row, logits [C, V] of at most `LOGIT_CHUNK_ROWS` rows
+StepRun = Generator[Logits, None, Timeline]  # yields logits in order, returns what was measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,16 +36,12 @@ class StepInputs:
             it (`Decoder.needs_prompt_tokens`).
         attention: Which tokens belong to which sequence, and its KV blocks.
         logit_rows: int64 [R], ascending: tokens of the step whose logits are wanted.
-        on_logits: Called with (first row, logits [C, V]) for chunks of at most
-            `LOGIT_CHUNK_ROWS` rows in order, so that the logits of a whole prompt are never held
-            at once.
     """
 
     token_ids: Tensor
     positions: Tensor
     attention: AttentionBatch
     logit_rows: Tensor
-    on_logits: OnLogits
     prompt_tokens: Tensor | None = None
 
     @property
@@ -116,12 +114,9 @@ def bind_in_place(decoder: Decoder, attend_layer: Attend) -> Bindings[StepState]
         assert state.normed_TH is not None
         state.hidden_TH = decoder.ffn(task.layer, state.hidden_TH, state.normed_TH, state.routing)
 
-    def head(_task: Task, state: StepState) -> None:
+    def head(_task: Task, state: StepState) -> Iterator[Logits]:
         assert state.hidden_TH is not None
-        final_RH = decoder.final(state.hidden_TH, state.inputs.logit_rows)
-        for begin in range(0, final_RH.shape[0], LOGIT_CHUNK_ROWS):
-            chunk_CH = final_RH[begin : begin + LOGIT_CHUNK_ROWS]
-            state.inputs.on_logits(begin, decoder.logits(chunk_CH).cpu())
+        return _logits(decoder, decoder.final(state.hidden_TH, state.inputs.logit_rows))
 
     return {
         Op.EMBED: embed,
@@ -131,6 +126,12 @@ def bind_in_place(decoder: Decoder, attend_layer: Attend) -> Bindings[StepState]
         Op.EXPERTS: experts,
         Op.HEAD: head,
     }
+
+
+def _logits(decoder: Decoder, final_RH: Tensor) -> Iterator[Logits]:
+    """In chunks: the logits of a whole prompt are never held at once."""
+    for begin in range(0, final_RH.shape[0], LOGIT_CHUNK_ROWS):
+        yield begin, decoder.logits(final_RH[begin : begin + LOGIT_CHUNK_ROWS]).cpu()
 
 
 _RINGED = frozenset(("qkv", "host_qkv", "host_attention", "attention", "device_attention"))
@@ -355,12 +356,10 @@ class _Bound:
         result_TH = self._decoder(state).ffn(task.layer, hidden_TH, device.normed_TH[rows], routing)
         hidden_TH.copy_(result_TH)
 
-    def head(self, _task: Task, state: DeviceStep) -> None:
-        decoder, inputs = self._decoder(state), state.inputs
-        final_RH = decoder.final(self._memory.device.hidden_TH, state.on_device.logit_places_R)
-        for begin in range(0, final_RH.shape[0], LOGIT_CHUNK_ROWS):
-            chunk_CH = final_RH[begin : begin + LOGIT_CHUNK_ROWS]
-            inputs.on_logits(begin, decoder.logits(chunk_CH).cpu())
+    def head(self, _task: Task, state: DeviceStep) -> Iterator[Logits]:
+        decoder = self._decoder(state)
+        hidden_TH, rows_R = self._memory.device.hidden_TH, state.on_device.logit_places_R
+        return _logits(decoder, decoder.final(hidden_TH, rows_R))
 
     def load_page(self, task: Task, state: DeviceStep) -> None:
         weights = self._memory.weights

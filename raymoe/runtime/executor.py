@@ -1,11 +1,12 @@
-"""When the contents of a buffer have been read for the last time."""
+"""Executors run the tasks of a schedule, give what its last operation computes, and record when."""
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from raymoe.device.lane import Cancelled, Lane, Mark
 from raymoe.errors import ConfigError, ExecutionError, ScheduleError
@@ -89,8 +90,20 @@ def record(schedule: Schedule, marks: Iterable[Mark], origin_s: float) -> Timeli
 
 
 State = TypeVar("State")
-Bindings = Mapping[Op, Callable[[Task, State], None]]
+# What Op.HEAD returns is given to the caller of `stream`, item by item; the others return None.
+Binding = Callable[[Task, State], Iterable[Any] | None]
+Bindings = Mapping[Op, Binding[State]]
 OnDead = Callable[[Buffer, State], None]
+
+
+def finish(run: Generator[object, None, Timeline]) -> Timeline:
+    """The timeline of a run whose outputs nobody needs."""
+    while True:
+        try:
+            next(run)
+        except StopIteration as end:
+            timeline: Timeline = end.value
+            return timeline
 
 
 class SerialExecutor(Generic[State]):
@@ -106,7 +119,13 @@ class SerialExecutor(Generic[State]):
         self._calls = [(task, bindings[task.op]) for task in schedule.tasks]
 
     def run(self, state: State) -> Timeline:
-        """Run all tasks on `state`; returns the measured timeline.
+        """`stream` to its end."""
+        return finish(self.stream(state))
+
+    def stream(self, state: State) -> Generator[Any, None, Timeline]:
+        """Run all tasks on `state` and yield the outputs; returns the measured timeline.
+
+        The clock stands still while the caller uses an output.
 
         Raises:
             ExecutionError: A task failed; names it, and `__cause__` is its error.
@@ -116,7 +135,12 @@ class SerialExecutor(Generic[State]):
         start_s = 0.0
         for task, call in self._calls:
             try:
-                call(task, state)
+                outputs = call(task, state)
+                if task.op is Op.HEAD:
+                    for output in outputs or ():
+                        given_s = time.perf_counter()
+                        yield output
+                        origin_s += time.perf_counter() - given_s
             except Exception as error:
                 raise _failed(self._schedule, task, error) from error
             end_s = time.perf_counter() - origin_s
@@ -173,11 +197,16 @@ class LaneExecutor(Generic[State]):
         self._last_of_lane = tuple(
             {task.resource: index for index, task in enumerate(schedule.tasks)}.values()
         )
+        self._heads = [i for i, task in enumerate(schedule.tasks) if task.op is Op.HEAD]
 
     def run(self, state: State) -> Timeline:
-        """Run all tasks on `state`; returns the measured timeline.
+        """`stream` to its end."""
+        return finish(self.stream(state))
 
-        Returns, or raises, when no task runs any more.
+    def stream(self, state: State) -> Generator[Any, None, Timeline]:
+        """Run all tasks on `state` and yield the outputs; returns the measured timeline.
+
+        Ends, or raises, when no task runs any more.
 
         Raises:
             ExecutionError: A task failed; names it and its lane, and `__cause__` is its error.
@@ -190,6 +219,11 @@ class LaneExecutor(Generic[State]):
             for index, (submit, task, waits) in enumerate(self._steps):
                 after = [marks[wait] for wait in waits]
                 marks.append(submit(task, partial(run.perform, index), after))
+            for index in self._heads:
+                waits = self._steps[index][2]
+                # A lane runs no task of which one that it waits for has failed.
+                if all(_outcome(marks[wait]) is None for wait in waits):
+                    yield from run.outputs.take()
             # One wait per lane: a wake-up per task would take the interpreter from the lanes.
             for index in self._last_of_lane:
                 _outcome(marks[index])
@@ -212,10 +246,52 @@ class LaneExecutor(Generic[State]):
             raise _failed(self.schedule, task, error) from error
 
 
+class _Outputs:
+    """Outputs on their way from a lane to the caller, who may be slower: at most two wait."""
+
+    MAX_WAITING = 2
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._items: deque[Any] = deque()
+        self._is_closed = False
+
+    def put(self, item: object) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or len(self._items) < self.MAX_WAITING)
+            if self._is_closed:
+                raise Cancelled("the run was cancelled")
+            self._items.append(item)
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Say that a task gives no more."""
+        with self._changed:
+            self._items.append(self)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Take no more; whoever waits to put raises."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def take(self) -> Generator[Any, None, None]:
+        """The outputs of the next task."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._items)
+                item = self._items.popleft()
+                self._changed.notify_all()
+            if item is self:
+                return
+            yield item
+
+
 class _Run(Generic[State]):
     def __init__(
         self,
-        calls: list[tuple[Task, Callable[[Task, State], None]]],
+        calls: list[tuple[Task, Binding[State]]],
         state: State,
         lifetimes: Lifetimes,
         on_dead: OnDead[State] | None,
@@ -226,17 +302,31 @@ class _Run(Generic[State]):
         self._counts = ReaderCounts(lifetimes)
         self._lock = threading.Lock()
         self._is_cancelled = False
+        self.outputs = _Outputs()
         self.failure: tuple[Task, BaseException] | None = None
 
     def cancel(self) -> None:
         self._is_cancelled = True
+        self.outputs.close()
 
     def perform(self, index: int) -> None:
+        task, call = self._calls[index]
+        if task.op is not Op.HEAD:
+            self._perform(index, task, call)
+            return
+        try:
+            self._perform(index, task, call)
+        finally:
+            self.outputs.end()
+
+    def _perform(self, index: int, task: Task, call: Binding[State]) -> None:
         if self._is_cancelled:
             raise Cancelled("the run was cancelled")
-        task, call = self._calls[index]
         try:
-            call(task, self._state)
+            outputs = call(task, self._state)
+            if task.op is Op.HEAD:
+                for output in outputs or ():
+                    self.outputs.put(output)
             if self._on_dead is not None:
                 for buffer in self._counts.finish(index):
                     self._on_dead(buffer, self._state)

@@ -16,6 +16,7 @@ from raymoe.runtime.bindings import (
     DeviceMemory,
     DeviceStep,
     StepInputs,
+    StepRun,
     StepState,
     bind_cpu,
     bind_device,
@@ -27,7 +28,6 @@ from raymoe.runtime.micro_batches import CutStep, Division, cut_step
 from raymoe.schedule.builders import build_resident, load_first_layer
 from raymoe.schedule.graph import Schedule
 from raymoe.schedule.program import StepForm, next_first_slot
-from raymoe.schedule.timeline import Timeline
 
 
 class StepRunner:
@@ -38,10 +38,10 @@ class StepRunner:
         self._executor = SerialExecutor(schedule, bind_cpu(decoder, cache))
 
     @torch.inference_mode()
-    def run(self, inputs: StepInputs) -> Timeline:
-        """Run one step; `inputs.on_logits` receives the logits. Returns what was measured."""
+    def run(self, inputs: StepInputs) -> StepRun:
+        """Run one step."""
         self._decoder.reserve(inputs.num_positions)
-        return self._executor.run(StepState(inputs))
+        return (yield from self._executor.stream(StepState(inputs)))
 
 
 Build = Callable[[StepForm], Schedule]
@@ -87,8 +87,8 @@ class DeviceStepRunner:
         self._first_slot: int | None = None  # not loaded yet
 
     @torch.inference_mode()
-    def run(self, inputs: StepInputs) -> Timeline:
-        """Run one step; `inputs.on_logits` receives the logits. Returns what was measured.
+    def run(self, inputs: StepInputs) -> StepRun:
+        """Run one step.
 
         Raises:
             CapacityError: A micro-batch is larger than its buffers.
@@ -103,7 +103,7 @@ class DeviceStepRunner:
         executor = self._executor(form)
         if self._before_step is not None:
             self._before_step(cut, executor.schedule)
-        timeline = executor.run(state)
+        timeline = yield from executor.stream(state)
         self._first_slot = next_first_slot(form)
         return timeline
 
@@ -184,8 +184,8 @@ class ResidentStepRunner:
         )
 
     @torch.inference_mode()
-    def run(self, inputs: StepInputs) -> Timeline:
-        """Run one step; `inputs.on_logits` receives the logits. Returns what was measured.
+    def run(self, inputs: StepInputs) -> StepRun:
+        """Run one step.
 
         Raises:
             ExecutionError: A task failed.
@@ -195,7 +195,7 @@ class ResidentStepRunner:
         self._device.synchronize()
         if self._before_step is not None:
             self._before_step(cut_step(inputs.attention, 1, ALL_ON_DEVICE), self._executor.schedule)
-        return self._executor.run(state)
+        return (yield from self._executor.stream(state))
 
     def _state(self, inputs: StepInputs) -> StepState:
         target = self._device.torch_device

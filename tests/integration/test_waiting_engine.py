@@ -11,6 +11,7 @@ from raymoe.engine.engine import Engine
 from raymoe.errors import ConfigError
 from raymoe.plan.search import find_plan
 from raymoe.plan.work import StepLoad
+from raymoe.runtime.executor import finish
 from raymoe.specs.hardware import hardware_preset
 from raymoe.specs.presets_models import model_preset
 from raymoe.specs.workload import Workload
@@ -63,21 +64,22 @@ def test_rows_go_through_the_real_engine(plan, monkeypatch) -> None:
 
 
 def test_a_runner_waits_and_says_for_how_long(plan) -> None:
-    waited = []
-
     class Inputs:  # of a step with one decoding row
         def __init__(self, attention, logit_rows):
             self.attention, self.logit_rows = attention, logit_rows
-            self.on_logits = lambda first, logits: waited.append((first, tuple(logits.shape)))
 
     class Attention:
         def __init__(self, query_start, context_tokens):
             self.query_start, self.context_tokens = query_start, context_tokens
 
     batch = Attention(torch.arange(301), torch.full((300,), 70))
-    timeline = WaitingRunner(WaitingModel.of(plan, speedup=100.0), 258).run(
-        Inputs(batch, torch.arange(300))
-    )
-    assert waited == [(0, (256, 258)), (256, (44, 258))]
+    runner = WaitingRunner(WaitingModel.of(plan, speedup=100.0), 258)
+    run = runner.run(Inputs(batch, torch.arange(300)))
+    chunks = [next(run), next(run)]
+    assert [(row, tuple(logits.shape)) for row, logits in chunks] == [
+        (0, (256, 258)),
+        (256, (44, 258)),
+    ]
+    timeline = finish(run)
     load = StepLoad(decode_rows=300, decode_context=70)
     assert timeline.makespan_s >= plan.step_times()(load) / 100

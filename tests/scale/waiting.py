@@ -23,7 +23,7 @@ from raymoe.plan.job import StepTimes
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Policy
 from raymoe.plan.work import StepLoad
-from raymoe.runtime.bindings import LOGIT_CHUNK_ROWS, StepInputs
+from raymoe.runtime.bindings import LOGIT_CHUNK_ROWS, StepInputs, StepRun
 from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.schedule.timeline import Span, Timeline
 from raymoe.specs.model import ModelSpec
@@ -92,15 +92,15 @@ class WaitingRunner:
         self._logits_CV = torch.zeros(LOGIT_CHUNK_ROWS, vocab_size)
         self._logits_CV[:, _TOKEN] = 1.0
 
-    def run(self, inputs: StepInputs) -> Timeline:
-        """Hand out made-up logits, and return when the step would be over."""
+    def run(self, inputs: StepInputs) -> StepRun:
+        """Yield made-up logits, and return when the step would be over."""
         begin_s = time.perf_counter()
         batch = inputs.attention
         num_scheduled_tokens = np.diff(batch.query_start.numpy())
         load = load_of_scheduled_tokens(num_scheduled_tokens, batch.context_tokens.numpy())
         num_rows = len(inputs.logit_rows)
         for first in range(0, num_rows, LOGIT_CHUNK_ROWS):
-            inputs.on_logits(first, self._logits(num_rows - first))
+            yield first, self._logits(num_rows - first)
         seconds = self._model.seconds(load)
         time.sleep(max(0.0, begin_s + seconds - time.perf_counter()))
         elapsed_s = time.perf_counter() - begin_s

@@ -13,7 +13,7 @@ from raymoe.engine.core import Runner
 from raymoe.plan.draw import Colour
 from raymoe.plan.plan import Plan
 from raymoe.plan.work import StepLoad
-from raymoe.runtime.bindings import StepInputs
+from raymoe.runtime.bindings import StepInputs, StepRun
 from raymoe.schedule.draw import draw_chrome_trace, draw_svg, svg_page, text_at
 from raymoe.schedule.graph import Op
 from raymoe.schedule.timeline import Timeline
@@ -43,8 +43,8 @@ class RunRecorder:
     def restart(self) -> None:
         self.page_s, self.num_steps, self.steady = 0.0, 0, None
 
-    def run(self, inputs: StepInputs) -> Timeline:
-        timeline = self.runner.run(inputs)
+    def run(self, inputs: StepInputs) -> StepRun:
+        timeline = yield from self.runner.run(inputs)
         self.num_steps += 1
         self.page_s += timeline.seconds_by_op().get(Op.W, 0.0)
         shape = shape_of(inputs)

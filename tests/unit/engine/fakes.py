@@ -8,6 +8,7 @@ import atexit
 import functools
 import json
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from raymoe.engine.runner_loading import EngineParts
 from raymoe.engine.tokenizer import Tokenizer
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.plan.policy import Policy
-from raymoe.runtime.bindings import LOGIT_CHUNK_ROWS, StepInputs
+from raymoe.runtime.bindings import LOGIT_CHUNK_ROWS, Logits, StepInputs, StepRun
 from raymoe.schedule.timeline import Timeline
 
 VOCAB_SIZE = 258
@@ -57,7 +58,7 @@ class FakeRunner:
         self.max_num_batched_tokens: list[int] = []
         self.largest_chunk = 0
 
-    def run(self, inputs: StepInputs) -> Timeline:
+    def run(self, inputs: StepInputs) -> StepRun:
         self._before(inputs)
         batch = inputs.attention
         starts, contexts = batch.query_start.tolist(), batch.context_tokens.tolist()
@@ -75,10 +76,10 @@ class FakeRunner:
                 block, row = divmod(first + offset, BLOCK_TOKENS)
                 self._tokens[blocks[block], row] = inputs.token_ids[begin + offset]
                 ends[begin + offset] = (blocks, first + offset + 1)
-        self._logits(inputs, ends)
+        yield from self._logits(inputs, ends)
         return Timeline("fake", ())
 
-    def _logits(self, inputs: StepInputs, ends) -> None:
+    def _logits(self, inputs: StepInputs, ends) -> Iterator[Logits]:
         rows = inputs.logit_rows.tolist()
         assert rows == sorted(set(rows))
         for begin in range(0, len(rows), LOGIT_CHUNK_ROWS):
@@ -86,7 +87,7 @@ class FakeRunner:
                 fake_logits(self._context(*ends[row]))
                 for row in rows[begin : begin + LOGIT_CHUNK_ROWS]
             ]
-            inputs.on_logits(begin, torch.stack(chunk))
+            yield begin, torch.stack(chunk)
 
     def _context(self, blocks, length: int) -> np.ndarray:
         context = self._tokens[blocks].reshape(-1)[:length]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from raymoe.engine.accuracy import Accuracy, Correction, RunReport, StepKind, load_of
-from raymoe.engine.sequence import Pass
+from raymoe.engine.sequence import ScheduledStep
 from raymoe.plan.work import StepLoad
 from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.schedule.timeline import Span, Timeline
@@ -18,13 +18,13 @@ def seconds_of(load: StepLoad) -> float:
     return 0.01 * load.tokens
 
 
-def step_of(*sequences: tuple[int, int]) -> Pass:
+def step_of(*sequences: tuple[int, int]) -> ScheduledStep:
     """Sequences of (new tokens, context)."""
     num_scheduled_tokens, contexts = (
         np.array(values, np.int32) for values in zip(*sequences, strict=True)
     )
     tokens, empty = int(num_scheduled_tokens.sum()), np.zeros(0, np.int32)
-    return Pass(
+    return ScheduledStep(
         slots=np.arange(len(num_scheduled_tokens)),
         num_scheduled_tokens=num_scheduled_tokens,
         token_ids=np.zeros(tokens, np.int64),

@@ -146,7 +146,7 @@ def test_nan_logits_of_one_row_are_its_error(tokenizer_directory, samples, logpr
                 context = self._context(*ends[row])
                 is_bad = context[: len(BAD)].tolist() == BAD
                 rows.append(fake_logits(context) * (float("nan") if is_bad else 1.0))
-            inputs.on_logits(0, torch.stack(rows))
+            yield 0, torch.stack(rows)
 
     policy = small_policy()
     parts = fake_parts(BrokenRunner(policy.num_kv_blocks), policy, directory=tokenizer_directory)

@@ -3,6 +3,7 @@
 import pytest
 
 from raymoe.errors import ExecutionError, ScheduleError
+from raymoe.runtime import executor
 from raymoe.runtime.executor import Bindings, SerialExecutor
 from raymoe.schedule.builders import build_in_place
 from raymoe.schedule.graph import Op, Task
@@ -44,3 +45,22 @@ def test_a_failed_task_is_named_and_its_error_kept() -> None:
     with pytest.raises(ExecutionError, match=r"post\[0,0\].*ZeroDivisionError: by zero") as caught:
         SerialExecutor(SCHEDULE, bindings).run([])
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_the_clock_stands_still_while_the_caller_uses_an_output(monkeypatch) -> None:
+    now_s = iter(range(1000))
+    monkeypatch.setattr(executor.time, "perf_counter", lambda: float(next(now_s)))
+    bindings = {**recording(), Op.HEAD: lambda _task, _state: iter("ab")}
+    run = SerialExecutor(build_in_place(1), bindings).stream([])
+    taken = []
+    while True:
+        try:
+            taken.append(next(run))
+        except StopIteration as end:
+            timeline = end.value
+            break
+        for _ in range(100):
+            next(now_s)
+    assert taken == ["a", "b"]
+    # Two readings around each output and one after each task, a second apart.
+    assert timeline.makespan_s == len(timeline.spans) + 2

@@ -284,3 +284,63 @@ def test_dead_buffers_need_lanes_that_know_when_their_work_is_done(lanes: Lanes)
             LaneExecutor(FOUR, bindings(), {**lanes, Resource.HTOD: ahead}, on_dead=lambda *_: None)
     finally:
         ahead.close()
+
+
+def head_after(*before: Task) -> Schedule:
+    head = Task(op=Op.HEAD, layer=-1, part=0, resource=Resource.CPU, reads=(X,), writes=())
+    return schedule_of(*before, head)
+
+
+@pytest.mark.parametrize("num_outputs", [0, 1, 7])
+def test_outputs_come_in_order_while_the_lane_is_at_most_two_ahead(num_outputs, lanes) -> None:
+    made = []
+
+    def outputs() -> Iterator[int]:
+        for number in range(num_outputs):
+            made.append(number)
+            yield number
+
+    calls = dict.fromkeys(Op, lambda _task, _state: None)
+    calls[Op.HEAD] = lambda _task, _state: outputs()
+    schedule = head_after(task(Resource.HTOD, 0, writes=(X,)))
+    run, taken = LaneExecutor(schedule, calls, lanes).stream(None), []
+    while True:
+        try:
+            taken.append(next(run))
+        except StopIteration as end:
+            timeline = end.value
+            break
+        assert len(made) - len(taken) <= 3  # two wait, and one is made
+    assert taken == made == list(range(num_outputs))
+    assert [span.task for span in timeline.spans] == list(schedule.tasks)
+
+
+@pytest.mark.parametrize("failing", [Op.W, Op.HEAD])
+def test_a_run_that_fails_before_or_in_its_outputs_ends(failing: Op, lanes: Lanes) -> None:
+    def run(task: Task, _state: None) -> Iterator[int] | None:
+        if task.op is failing and task.op is not Op.HEAD:
+            raise ZeroDivisionError("by zero")
+        return outputs() if task.op is Op.HEAD else None
+
+    def outputs() -> Iterator[int]:
+        yield 1
+        raise ZeroDivisionError("by zero")
+
+    executor = LaneExecutor(
+        head_after(task(Resource.HTOD, 0, writes=(X,))), dict.fromkeys(Op, run), lanes
+    )
+    taken = []
+    with pytest.raises(ExecutionError, match="by zero"):
+        taken.extend(executor.stream(None))
+    assert len(taken) <= (failing is Op.HEAD)
+    with pytest.raises(ExecutionError, match="by zero"):
+        executor.run(None)
+
+
+def test_a_caller_that_stops_taking_outputs_leaves_nothing_running(lanes: Lanes) -> None:
+    calls = dict.fromkeys(Op, lambda _task, _state: None)
+    calls[Op.HEAD] = lambda _task, _state: itertools.count()
+    run = LaneExecutor(head_after(), calls, lanes).stream(None)
+    assert next(run) == 0
+    run.close()
+    lanes[Resource.CPU].submit(task(Resource.CPU, 0), lambda: None, ()).wait()
