@@ -31,7 +31,7 @@ def choose_experts(
     router = moe.router
     if router.scoring == "sparsemixer":
         return _mix_sparsely(logits_TE.float(), moe.top_k, router.jitter)
-    if selection_bias_E is None and router.num_groups == 1 and router.is_plain_softmax:
+    if selection_bias_E is None and router.num_groups == 1 and _is_plain_softmax(router):
         routing = route(logits_TE, moe.top_k, renormalize=router.renormalize)
         return _routing(routing.topk_ids_TK, routing.topk_weights_TK * router.scale)
     logits_TE = logits_TE.float()
@@ -61,6 +61,11 @@ def _without_other_groups(choice_TE: Tensor, router: RouterSpec) -> Tensor:
     is_out_TG = torch.ones_like(score_TG, dtype=torch.bool)
     is_out_TG.scatter_(1, _largest(score_TG, router.top_groups), value=False)
     return grouped_TGX.masked_fill(is_out_TG[..., None], -torch.inf).flatten(1)
+
+
+def _is_plain_softmax(router: RouterSpec) -> bool:
+    """Whether the weights are those of a softmax, renormalised or not, times `scale`."""
+    return router.scoring == "softmax" and router.min_weight_sum == 0
 
 
 def _mix_sparsely(logits_TE: Tensor, top_k: int, jitter: float) -> Routing:

@@ -37,6 +37,7 @@ class Rotary:
 
     def __init__(self, spec: RopeSpec, device: torch.device | str = "cpu") -> None:
         self._spec, self._device = spec, device
+        self._depends_on_length = spec.depends_on_length
         self._num_rows = 0
         self._cos_PR = self._sin_PR = torch.empty(0, spec.rotary_dim // 2, device=device)
 
@@ -58,7 +59,7 @@ class Rotary:
             prompt_tokens_T: int32, length of the prompt of each token's sequence; needed for
                 `dynamic` and `longrope`, where it decides the rotation (see the module).
         """
-        if not self._spec.depends_on_length:
+        if not self._depends_on_length:
             return Angles(positions_T, self._cos_PR, self._sin_PR)
         if prompt_tokens_T is None:
             raise ConfigError(f"rope {self._spec.kind!r} needs the prompt length of each token")

@@ -237,11 +237,6 @@ class RouterSpec:
     group_score: GroupScore | None = None
     jitter: float = 0.0
 
-    @property
-    def is_plain_softmax(self) -> bool:
-        """Whether the weights are those of a softmax, renormalised or not, times `scale`."""
-        return self.scoring == "softmax" and self.min_weight_sum == 0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClampSpec:
