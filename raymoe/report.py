@@ -25,8 +25,7 @@ from raymoe.data.status import (
 )
 from raymoe.data.status_view import ActorView, JobView, measured_over_predicted
 from raymoe.errors import ConfigError
-from raymoe.plan.draw import STYLE, Colour, Scale
-from raymoe.plan.pictures import draw_operations
+from raymoe.plan.draw import STYLE, Colour, Scale, draw_operations
 from raymoe.safe_text import harmless
 from raymoe.schedule.draw import draw_svg, svg_page, text_at
 from raymoe.schedule.graph import Op, Resource, Task

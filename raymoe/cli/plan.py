@@ -16,7 +16,7 @@ from raymoe.cli import model_by_name, size
 from raymoe.config import MAX_RANKS
 from raymoe.errors import ConfigError, UnknownOptionError
 from raymoe.plan.device_step import KV_BLOCK_TOKENS, DeviceStep, StreamedSteps
-from raymoe.plan.pictures import PlanOn, roofline_picture, throughput_picture
+from raymoe.plan.draw import PlanOn, roofline_picture, throughput_picture
 from raymoe.plan.plan import DEFAULT_WORKLOAD, RESOURCE_NAMES, Plan
 from raymoe.plan.policy import DevicePolicy, Footprint
 from raymoe.plan.search import find_plan, of_one_rank

@@ -37,8 +37,8 @@ from raymoe.data.status import (
     write_record,
 )
 from raymoe.engine.outputs import EngineStats, Generation
-from raymoe.plan.pictures import operations_of
 from raymoe.plan.plan import RESOURCE_NAMES, Plan
+from raymoe.plan.search import operations_of
 from raymoe.plan.work import StepLoad
 from raymoe.schedule.timeline import Timeline, middle_layers
 

@@ -10,8 +10,7 @@ from raymoe.data.journal import make_directory, open_private
 from raymoe.data.manifest import FILE_NAME as MANIFEST_FILE
 from raymoe.engine.outputs import EngineStats
 from raymoe.errors import CheckpointError, ConfigError
-from raymoe.plan.papers.hrm import Operation
-from raymoe.plan.work import StepLoad
+from raymoe.plan.work import Operation, StepLoad
 from raymoe.schedule.graph import Op, Resource
 from raymoe.specs.files import from_plain, open_regular, parse_json_object, to_json
 from raymoe.specs.hardware import HardwareSpec

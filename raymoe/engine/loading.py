@@ -32,7 +32,7 @@ from raymoe.engine.runner_loading import (
 from raymoe.engine.tokenizer import Tokenizer
 from raymoe.errors import ConfigError, UnknownOptionError
 from raymoe.kernels.cpu_linear import packed_linear_is_used
-from raymoe.measure.profile import identify_machine, load_profile
+from raymoe.measure.kept import identify_machine, load_profile
 from raymoe.memory.checkpoint import resolve_model
 from raymoe.memory.shared_file import SharedFile
 from raymoe.memory.weights import Weights

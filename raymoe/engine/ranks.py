@@ -1,4 +1,4 @@
-"""What rank 0 and the other ranks tell each other, over a pipe between a process and its child."""
+"""Tensor parallelism over the GPUs of one node: what ranks add up, their processes and messages."""
 
 import contextlib
 import json
@@ -14,16 +14,17 @@ import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
-from raymoe.device.rank_group import PeerError, RankGroup
 from raymoe.device.threads import set_num_threads
 from raymoe.engine.core import Runner
 from raymoe.engine.runner_loading import Loaded, LoadJob, RankShare, load_runner, open_weights
@@ -33,6 +34,95 @@ from raymoe.memory.weights import Weights
 from raymoe.runtime.bindings import StepInputs, StepRun
 from raymoe.runtime.executor import finish
 from raymoe.specs.model import ModelSpec
+
+# ruff: noqa: SLF001 - torch has these options under no other names
+
+
+LOOPBACK = "127.0.0.1"  # ranks are on one node; nobody else can connect
+JOIN_LIMIT_S = 120.0
+
+
+class PeerError(ExecutionError):
+    """Another rank is gone, or did not come in time."""
+
+
+class _Sum(Protocol):
+    def wait(self) -> bool: ...
+
+
+class _Group(Protocol):
+    def allreduce(self, tensors: list[Tensor]) -> _Sum: ...
+
+    def abort(self) -> None: ...
+
+    def _set_default_timeout(self, timeout: timedelta) -> None: ...
+
+
+class RankGroup:
+    """The ranks of a node, each a process."""
+
+    def __init__(
+        self, meeting_place: Path, rank: int, count: int, *, device: torch.device, timeout_s: float
+    ) -> None:
+        """Meet the other ranks; returns when all are there.
+
+        Args:
+            meeting_place: A file that does not exist yet, in a directory that all ranks see.
+            device: Where the tensors are; NCCL on a GPU, Gloo on the host.
+            timeout_s: Longest wait for the others in one sum.
+
+        Raises:
+            PeerError: Not all came in time.
+            ExecutionError: The first sum is wrong.
+        """
+        self.rank, self.count = rank, count
+        self._is_on_gpu = device.type == "cuda"
+        store = dist.FileStore(str(meeting_place), count)  # type: ignore[attr-defined]
+        try:
+            self._group = _open(store, rank, count, device)
+        except RuntimeError as error:
+            raise PeerError(f"rank {rank} did not find the other ranks: {error}") from error
+        met = self.all_reduce(torch.ones(1, device=device)).item()
+        if met != count:
+            raise ExecutionError(f"rank {rank} of {count} added up {met} ranks")
+        self._group._set_default_timeout(timedelta(seconds=timeout_s))
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Add up a tensor over all ranks, in place; the same bits on each.
+
+        Both libraries add up each element in one place, or in one order, and hand it on. On a GPU
+        the current stream waits, and not the caller.
+
+        Raises:
+            PeerError: Another rank is gone, or did not come in time.
+        """
+        if tensor.numel():  # micro-batches may be empty, on all ranks the same
+            try:
+                self._group.allreduce([tensor]).wait()
+            except RuntimeError as error:
+                raise PeerError(f"rank {self.rank} waited in vain for another: {error}") from error
+        return tensor
+
+    def abort(self) -> None:
+        """Let a sum fail that waits for a rank that is gone; from any thread.
+
+        Gloo sees by itself when a process ends.
+        """
+        if self._is_on_gpu:
+            self._group.abort()
+
+
+def _open(store: object, rank: int, count: int, device: torch.device) -> _Group:
+    limit = timedelta(seconds=JOIN_LIMIT_S)
+    if device.type == "cuda":
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = limit
+        return cast("_Group", dist.ProcessGroupNCCL(store, rank, count, nccl))  # type: ignore[arg-type]
+    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    gloo._timeout = limit
+    return cast("_Group", dist.ProcessGroupGloo(store, rank, count, gloo))  # type: ignore[arg-type]
+
 
 Array = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 

@@ -20,9 +20,9 @@ from raymoe.engine.tokenizer import Tokenizer
 from raymoe.errors import PerformanceWarning
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.cpu_elementwise import Routing
-from raymoe.kernels.gpu_experts_layout import BUCKETS, TileTable
+from raymoe.kernels.gpu_experts_layout import BUCKETS, TileTable, balanced_routing
 from raymoe.kernels.paged_kv import CacheLayout
-from raymoe.measure.tiles import Gpu, balanced_routing, load_tiles
+from raymoe.measure.kept import Gpu, load_tiles
 from raymoe.memory.activations import ActivationSizes, HostActivations, StepActivations
 from raymoe.memory.arena import HostArena, SharedArena
 from raymoe.memory.kv_cache import KvCache, blocks_of_tokens

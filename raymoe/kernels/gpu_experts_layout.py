@@ -416,3 +416,12 @@ class Compute:
     @property
     def has_tensor_cores(self) -> bool:
         return self.dot != torch.float32 and self.tiles.capability >= TENSOR_CORES_SINCE
+
+
+def balanced_routing(
+    num_tokens: int, num_experts: int, top_k: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Experts in turn, with equal weights: ids int32 and weights float32, [T, K]."""
+    rows_R = torch.arange(num_tokens * top_k, dtype=torch.int32, device=device)
+    ids_TK = (rows_R % num_experts).view(num_tokens, top_k)
+    return ids_TK, torch.full(ids_TK.shape, 1 / top_k, device=device)

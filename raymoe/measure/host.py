@@ -40,6 +40,7 @@ from raymoe.runtime.bindings import StepInputs
 from raymoe.runtime.executor import finish
 from raymoe.runtime.runner import StepRunner
 from raymoe.schedule.builders import build_in_place
+from raymoe.schedule.timeline import Timeline
 from raymoe.specs.hardware import Curve, HardwareSpec, HostCurves
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_names import model_weights
@@ -72,8 +73,8 @@ MODEL = ModelSpec.from_config(
 def step_jobs() -> list[KernelJob]:
     runner = _make_runner()
 
-    def run(inputs: StepInputs) -> None:
-        finish(runner.run(inputs))
+    def run(inputs: StepInputs) -> Timeline:
+        return finish(runner.run(inputs))
 
     return [
         KernelJob(

@@ -1,10 +1,8 @@
 """Which tiles the kernels for experts are fastest with on a GPU: measured, kept, read again."""
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from pathlib import Path
 from types import MappingProxyType
 
 import torch
@@ -27,65 +25,19 @@ from raymoe.kernels.gpu_experts_layout import (
     TileKey,
     TileShape,
     TileTable,
+    balanced_routing,
     candidate_shapes,
     key_of,
 )
 from raymoe.measure.gpu import StreamRun, seconds_on_stream
-from raymoe.measure.profile import keep, kept_name
 from raymoe.memory.weights import DummyWeights
 from raymoe.model.loading import PagedLoader, clamp_of
 from raymoe.specs.layer_weights import layer_prefix
 from raymoe.specs.model import ModelSpec, MoeSpec
 from raymoe.units import ceil_div
 
-# Part of the name of a file: raise it when the kernels change so that old choices mislead.
-FORMAT = 1
-
 MakeExperts = Callable[[TileTable], Experts]
 TimeCall = Callable[[Callable[[], Tensor]], float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
-    name: str
-    capability: tuple[int, int]
-
-    @classmethod
-    def current(cls, index: int = 0) -> "Gpu":
-        return cls(
-            name=torch.cuda.get_device_name(index),
-            capability=torch.cuda.get_device_capability(index),
-        )
-
-    @property
-    def file_name(self) -> str:
-        return kept_name(f"tiles {self.name}", repr((FORMAT, self.name, self.capability)))
-
-
-def load_tiles(directory: Path, gpu: Gpu) -> TileTable:
-    """What `store_tiles` kept for this GPU; the usual tiles where it kept nothing.
-
-    Raises:
-        ConfigError: The file is damaged; names it.
-    """
-    path = directory / gpu.file_name
-    if not path.exists():
-        return TileTable(capability=gpu.capability)
-    try:
-        return TileTable.from_json(gpu.capability, json.loads(path.read_text()))
-    except (ValueError, ConfigError) as error:
-        raise ConfigError(f"{path}: {error}; remove it") from error
-
-
-def store_tiles(directory: Path, gpu: Gpu, tiles: TileTable) -> Path:
-    """Keep the choices for this GPU, in place of what was kept; returns the file.
-
-    Raises:
-        OSError: The directory cannot be written.
-    """
-    path = directory / gpu.file_name
-    keep(path, lambda written: written.write_text(json.dumps(tiles.to_json(), indent=1) + "\n"))
-    return path
 
 
 def measure_tiles(
@@ -126,15 +78,6 @@ def measure_tiles(
 
 def _with(tiles: TileTable, shapes: Mapping[TileKey, TileShape]) -> TileTable:
     return replace(tiles, chosen=MappingProxyType({**tiles.chosen, **shapes}))
-
-
-def balanced_routing(
-    num_tokens: int, num_experts: int, top_k: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Experts in turn, with equal weights: ids int32 and weights float32, [T, K]."""
-    rows_R = torch.arange(num_tokens * top_k, dtype=torch.int32, device=device)
-    ids_TK = (rows_R % num_experts).view(num_tokens, top_k)
-    return ids_TK, torch.full(ids_TK.shape, 1 / top_k, device=device)
 
 
 SECONDS = 0.05  # of each tile

@@ -1,14 +1,23 @@
 """Pictures of what a node can do: its rooflines, and throughput against host memory."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import groupby
 
-from raymoe.errors import ConfigError
-from raymoe.plan.papers.hrm import Hierarchy, Level, Operation, Placement, Point, Roof
+from raymoe.errors import ConfigError, InfeasiblePlanError
+from raymoe.plan.device_step import DeviceStep
+from raymoe.plan.papers.hrm import Hierarchy, Level, Placement, Point, Roof, place
+from raymoe.plan.papers.policies import PaperPolicies
+from raymoe.plan.plan import RESOURCE_NAMES, Plan
+from raymoe.plan.policy import Policy
+from raymoe.plan.search import attention, feed_forward, find_plan
+from raymoe.plan.work import Operation
 from raymoe.schedule.draw import round_step, svg_page, text_at
+from raymoe.specs.hardware import HardwareSpec
+from raymoe.specs.model import ModelSpec
 from raymoe.units import GB, GIB, MB, TB, format_bytes
 
 __all__ = ["Curve", "CurvePoint", "draw_host_roofline", "draw_roofline", "draw_throughput"]
@@ -479,3 +488,105 @@ def _chosen(chart: Chart, chosen: CurvePoint) -> Iterator[str]:
     left, top = chart.pixel(x, chosen.tokens_per_s)
     text = f"chosen: {chosen.tokens_per_s:.4g} tokens/s"
     yield note_at(left - 10, top - 12, text, "end name")
+
+
+PlanOn = Callable[[HardwareSpec], Plan]
+"""Plans one job on any node."""
+
+STEPS = 4  # of host memory, from the weights to what the node has, and on to twice as much
+PAPERS: Mapping[str, tuple[str, Callable[[PaperPolicies], Policy]]] = {
+    "cgopipe": ("CGOPipe, policy of MoE-Lightning", PaperPolicies.cgopipe),
+    "vslpipe": ("VSLPipe, policy of MoE-Lens", PaperPolicies.vslpipe),
+}
+
+
+def roofline_picture(plan: Plan, steps: DeviceStep) -> str:
+    """The roofs of a plan's node, and below them what its decode step computes."""
+    load = plan.decode_load
+    return draw_operations(
+        plan.hardware,
+        [feed_forward(steps, load), attention(steps.work, load.decode_context)],
+        title=f"{plan.model_name} on {plan.hardware.name}, decoding by schedule {plan.schedule}",
+    )
+
+
+def draw_operations(node: HardwareSpec, operations: Sequence[Operation], *, title: str) -> str:
+    """The roofs of a node and operations under them; the first is the one that was planned for.
+
+    Args:
+        node: With a GPU or without.
+    """
+    if not node.has_gpu:
+        host = Level(node.host_flop_per_s, node.host_bytes_per_s)
+        return draw_host_roofline(host, operations, title=title)
+    hierarchy = Hierarchy.of(node)
+    first, *others = (place(hierarchy, operation) for operation in operations)
+    return draw_roofline(hierarchy, first, others, title=title)
+
+
+def throughput_picture(plan: Plan, model: ModelSpec, plan_on: PlanOn) -> str:
+    """Throughput of the plan's job over host memory, beside that of the papers' own policies.
+
+    One cost model judges all. Where nothing fits, or a paper has no formula, there is no point.
+
+    Args:
+        plan_on: Plans the job on a node with other memory.
+    """
+    own, weight_bytes = plan.hardware, dict(plan.footprint.parts).get("weights", 0)
+    nodes = [
+        replace(own, host_memory_bytes=memory)
+        for memory in _memories(weight_bytes, own.host_memory_bytes)
+    ]
+
+    def choose(node: HardwareSpec) -> Plan:
+        return plan if node == own else plan_on(node)
+
+    curves = [Curve(name="raymoe", points=tuple(_points(nodes, choose, has_bound=True)))]
+    if own.has_gpu:
+        curves += [_paper_curve(plan, model, schedule, nodes) for schedule in PAPERS]
+    return draw_throughput(
+        [curve for curve in curves if curve.points],
+        title=f"{plan.model_name} on {own.name}, {plan.workload.num_rows:,} rows of "
+        f"{plan.workload.prompt_tokens:,} + {plan.workload.generated_tokens:,} tokens",
+        weight_bytes=weight_bytes,
+        chosen=_point(plan),
+    )
+
+
+def _paper_curve(
+    plan: Plan, model: ModelSpec, schedule: str, nodes: Iterable[HardwareSpec]
+) -> Curve:
+    name, choose = PAPERS[schedule]
+
+    def plan_on(node: HardwareSpec) -> Plan:
+        try:
+            policy = choose(PaperPolicies(model, node, plan.workload))
+        except ConfigError as error:  # the paper has no formula for such a job
+            raise InfeasiblePlanError(str(error)) from error
+        return find_plan(model, node, plan.workload, schedule=schedule, policy=policy)
+
+    return Curve(name=name, points=tuple(_points(nodes, plan_on)))
+
+
+def _memories(weight_bytes: int, own_bytes: int) -> Iterator[int]:
+    for step in range(1, STEPS):
+        yield weight_bytes + (own_bytes - weight_bytes) * step // STEPS
+    for step in range(STEPS + 1):
+        yield own_bytes + own_bytes * step // STEPS
+
+
+def _points(
+    nodes: Iterable[HardwareSpec], plan_on: PlanOn, *, has_bound: bool = False
+) -> Iterator[CurvePoint]:
+    for node in nodes:
+        with suppress(InfeasiblePlanError):
+            plan = plan_on(node)
+            yield _point(plan, RESOURCE_NAMES[plan.bound] if has_bound else "")
+
+
+def _point(plan: Plan, bound: str = "") -> CurvePoint:
+    return CurvePoint(
+        host_memory_bytes=plan.hardware.host_memory_bytes,
+        tokens_per_s=plan.tokens_per_s,
+        bound=bound,
+    )

@@ -27,9 +27,9 @@ from raymoe.plan.device_step import (
 from raymoe.plan.job import estimate_job
 from raymoe.plan.plan import DEFAULT_WORKLOAD, Plan, predict_job
 from raymoe.plan.policy import Footprint, Policy
-from raymoe.plan.work import ModelWork, StepLoad
+from raymoe.plan.work import ModelWork, Operation, StepLoad
 from raymoe.schedule.builders import build_in_place, build_resident
-from raymoe.schedule.graph import Schedule
+from raymoe.schedule.graph import Op, Schedule
 from raymoe.schedule.timeline import Timeline, simulate
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec, MoeSpec
@@ -417,4 +417,61 @@ def _plan_streamed(job: DeviceJob, steps: StreamedSteps) -> Plan:
         steps=device_steps,
         job=predict_job(job.workload, steps.policy, device_steps),
         num_ranks=job.model.num_shards,
+    )
+
+
+def operations_of(plan: Plan) -> list[Operation]:
+    """What a decode step of a plan computes, experts first; empty where no host memory is read."""
+    load, steps = plan.decode_load, plan.steps
+    if isinstance(steps, HostStep):
+        return [host_feed_forward(steps.work, load), attention(steps.work, load.decode_context)]
+    if isinstance(steps, DeviceStep) and steps.steps.cut.streamed_bytes:
+        return [feed_forward(steps, load), attention(steps.work, load.decode_context)]
+    return []
+
+
+def feed_forward(steps: DeviceStep, load: StepLoad) -> Operation:
+    """Experts, shared experts and dense networks of a step, all layers.
+
+    A launch reads from device memory what some token chose; the link brings what streams, which is
+    experts alone where the device holds the rest.
+    """
+    layers = steps.work.layers
+    tasks = steps.schedule(load).tasks
+    launches = sum(task.op is Op.EXPERTS for task in tasks) / len(layers)
+    read = sum(
+        layer.common.num_bytes
+        + layer.activated_experts(load.tokens / launches) * layer.expert.num_bytes
+        for layer in layers
+    )
+    return Operation(
+        name=f"FFN of {load.tokens:.0f} tokens",
+        flop=load.tokens * sum(layer.ffn_token_flop for layer in layers),
+        near_bytes=launches * read,
+        far_bytes=steps.steps.cut.streamed_bytes,
+    )
+
+
+def host_feed_forward(work: ModelWork, load: StepLoad) -> Operation:
+    """The same where the CPU computes all of it, in one launch of each layer."""
+    read = sum(
+        layer.common.num_bytes + layer.activated_experts(load.tokens) * layer.expert.num_bytes
+        for layer in work.layers
+    )
+    return Operation(
+        name=f"FFN of {load.tokens:.0f} tokens",
+        flop=load.tokens * sum(layer.ffn_token_flop for layer in work.layers),
+        near_bytes=read,
+        far_bytes=read,
+    )
+
+
+def attention(work: ModelWork, context: float) -> Operation:
+    """Decode attention of a row, whose KV is on the host; a batch has the same intensity."""
+    kv_bytes = context * work.kv_token_bytes
+    return Operation(
+        name=f"attention at {context:.0f} tokens",
+        flop=context * work.pair_flop,
+        near_bytes=kv_bytes,
+        far_bytes=kv_bytes,
     )

@@ -7,6 +7,7 @@ Assumptions:
   take the plain form; its products with the same matrices are as many.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -483,3 +484,28 @@ def _prompts(tokens: float, chunk: float) -> MicroBatchShape:
         ),
         logit_rows=tokens / chunk,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One computation: its operations and the bytes that it reads at each level.
+
+    Source: MoE-Lightning, section 3.2, definition 3.1.
+
+    Attributes:
+        near_bytes: Read from device memory if it runs there.
+    """
+
+    name: str
+    flop: float
+    near_bytes: float
+    far_bytes: float
+
+    @property
+    def near_intensity(self) -> float:
+        return self.flop / self.near_bytes
+
+    @property
+    def far_intensity(self) -> float:
+        """Operations per byte of host memory; infinite where nothing lives there."""
+        return self.flop / self.far_bytes if self.far_bytes else math.inf

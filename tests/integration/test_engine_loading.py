@@ -18,7 +18,7 @@ from raymoe.errors import (
     UnknownOptionError,
     UnsupportedModelError,
 )
-from raymoe.measure.profile import identify_machine, store_profile
+from raymoe.measure.kept import identify_machine, store_profile
 from raymoe.plan.policy import DevicePolicy, Policy
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.units import GIB, MIB

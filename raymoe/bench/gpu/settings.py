@@ -11,7 +11,7 @@ from typing import Self
 import numpy as np
 
 from raymoe.errors import ConfigError, InfeasiblePlanError, RaymoeError
-from raymoe.measure.profile import keep
+from raymoe.measure.kept import keep
 from raymoe.plan.papers.policies import PaperPolicies
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Policy

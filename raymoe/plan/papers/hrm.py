@@ -7,14 +7,13 @@ Assumptions:
   norms, embeddings and the head are left out, as in the code of MoE-Lightning.
 """
 
-import math
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import fmean
 from typing import NamedTuple, Self
 
 from raymoe.errors import ConfigError
-from raymoe.plan.work import ModelWork
+from raymoe.plan.work import ModelWork, Operation
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
 
@@ -142,31 +141,6 @@ class Level:
         Source: MoE-Lightning, section 3.1, equation 3.
         """
         return self.flop_per_s / self.bytes_per_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
-    """One computation: its operations and the bytes that it reads at each level.
-
-    Source: MoE-Lightning, section 3.2, definition 3.1.
-
-    Attributes:
-        near_bytes: Read from device memory if it runs there.
-    """
-
-    name: str
-    flop: float
-    near_bytes: float
-    far_bytes: float
-
-    @property
-    def near_intensity(self) -> float:
-        return self.flop / self.near_bytes
-
-    @property
-    def far_intensity(self) -> float:
-        """Operations per byte of host memory; infinite where nothing lives there."""
-        return self.flop / self.far_bytes if self.far_bytes else math.inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,11 @@ from raymoe.errors import ConfigError, InfeasiblePlanError
 from raymoe.plan.papers.hrm import (
     BYTES_PER_ELEMENT,
     Hierarchy,
-    Operation,
     PaperModel,
     decode_attention,
     expert_ffn,
 )
+from raymoe.plan.work import Operation
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.units import GIB, TB, format_bytes
 

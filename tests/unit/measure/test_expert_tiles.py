@@ -18,7 +18,8 @@ from raymoe.kernels.gpu_experts_layout import (
     default_shape,
 )
 from raymoe.measure.gpu import seconds_on_stream
-from raymoe.measure.tiles import Gpu, load_tiles, measure_tiles, store_tiles
+from raymoe.measure.kept import Gpu, load_tiles, store_tiles
+from raymoe.measure.tiles import measure_tiles
 from raymoe.specs.weight_format import Mxfp4
 from tests.unit.kernels.expert_cases import ExpertCase
 

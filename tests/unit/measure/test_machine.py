@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from raymoe.errors import ConfigError
-from raymoe.measure.profile import Machine, identify_machine, load_profile, store_profile
+from raymoe.measure.kept import Machine, identify_machine, load_profile, store_profile
 from raymoe.specs.hardware import hardware_preset
 
 MACHINE = Machine(

@@ -9,13 +9,11 @@ import pytest
 
 from raymoe.errors import InfeasiblePlanError
 from raymoe.plan.device_step import DeviceStep
-from raymoe.plan.draw import HEIGHT, LEFT, RIGHT, WIDTH
-from raymoe.plan.papers.hrm import Operation
-from raymoe.plan.pictures import attention, feed_forward, roofline_picture, throughput_picture
+from raymoe.plan.draw import HEIGHT, LEFT, RIGHT, WIDTH, roofline_picture, throughput_picture
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import DevicePolicy, Policy
-from raymoe.plan.search import find_plan
-from raymoe.plan.work import ModelWork
+from raymoe.plan.search import attention, feed_forward, find_plan
+from raymoe.plan.work import ModelWork, Operation
 from raymoe.specs.hardware import HardwareSpec, hardware_preset
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import model_preset

@@ -1,0 +1,165 @@
+"""Which machine this is, and its measurements that are kept: profiles, and tiles of GPU kernels."""
+
+import hashlib
+import json
+import platform
+import re
+import tempfile
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+import torch
+
+from raymoe.device.host import read_host
+from raymoe.errors import ConfigError
+from raymoe.kernels.gpu_experts_layout import TileTable
+from raymoe.specs.hardware import HardwareSpec
+from raymoe.units import GIB
+
+# Part of the name of a file: raise it when what is measured, or how, changes.
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What measurements depend on.
+
+    Attributes:
+        cpu_model: As the processor calls itself.
+        num_threads: With which the kernels are measured.
+        memory_gib: Memory of the machine or its control group, rounded.
+        gpu: Name of the GPU; empty without one.
+    """
+
+    cpu_model: str
+    num_threads: int
+    memory_gib: int
+    gpu: str = ""
+    gpu_driver: str = ""
+
+    @property
+    def file_name(self) -> str:
+        """A name that says what it is, and a hash that says it exactly."""
+        words = f"{self.cpu_model} {self.num_threads} threads {self.memory_gib} GiB {self.gpu}"
+        return kept_name(words, repr((FORMAT, astuple(self))))
+
+
+def identify_machine(num_threads: int | None = None, root: Path = Path("/")) -> Machine:
+    """This machine, measured with `num_threads` threads.
+
+    Args:
+        num_threads: None for all cores that this process may use.
+        root: Where proc is found; tests give a tree of their own.
+    """
+    host = read_host()
+    return Machine(
+        cpu_model=_cpu_model(root),
+        num_threads=host.num_cores if num_threads is None else num_threads,
+        memory_gib=round(host.total_memory_bytes / GIB),
+        gpu=torch.cuda.get_device_name(0) if torch.cuda.is_available() else "",
+        gpu_driver=_gpu_driver(root),
+    )
+
+
+def load_profile(directory: Path, machine: Machine) -> HardwareSpec | None:
+    """What `store_profile` kept for this machine; None where it kept nothing.
+
+    Raises:
+        ConfigError: The file is damaged; names it.
+    """
+    path = directory / machine.file_name
+    return HardwareSpec.from_file(path) if path.exists() else None
+
+
+def store_profile(directory: Path, machine: Machine, hardware: HardwareSpec) -> Path:
+    """Keep measurements for this machine; returns the file.
+
+    Raises:
+        OSError: The directory cannot be written.
+    """
+    path = directory / machine.file_name
+    keep(path, hardware.to_file)
+    return path
+
+
+def kept_name(words: str, exact: str) -> str:
+    """Name of a file that says what it is of, and a hash that says it exactly."""
+    plain = re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
+    digest = hashlib.sha256(exact.encode()).hexdigest()
+    return f"{plain[:80]}-{digest[:12]}.json"
+
+
+def keep(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file so that readers see the old one or the new one, never a part.
+
+    Raises:
+        OSError: The directory cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        written = Path(scratch) / path.name
+        write(written)
+        written.replace(path)
+
+
+def _cpu_model(root: Path) -> str:
+    match = re.search(r"^model name\s*:\s*(.+)$", _read(root / "proc/cpuinfo"), re.MULTILINE)
+    return match[1].strip() if match else platform.machine()
+
+
+def _gpu_driver(root: Path) -> str:
+    match = re.search(
+        r"Kernel Module\s+(?:\S+\s+)*?(\d[\d.]+)", _read(root / "proc/driver/nvidia/version")
+    )
+    return match[1] if match else ""
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+# Part of the name of a file: raise it when the kernels change so that old choices mislead.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    name: str
+    capability: tuple[int, int]
+
+    @classmethod
+    def current(cls, index: int = 0) -> "Gpu":
+        return cls(
+            name=torch.cuda.get_device_name(index),
+            capability=torch.cuda.get_device_capability(index),
+        )
+
+    @property
+    def file_name(self) -> str:
+        return kept_name(f"tiles {self.name}", repr((FORMAT, self.name, self.capability)))
+
+
+def load_tiles(directory: Path, gpu: Gpu) -> TileTable:
+    """What `store_tiles` kept for this GPU; the usual tiles where it kept nothing.
+
+    Raises:
+        ConfigError: The file is damaged; names it.
+    """
+    path = directory / gpu.file_name
+    if not path.exists():
+        return TileTable(capability=gpu.capability)
+    try:
+        return TileTable.from_json(gpu.capability, json.loads(path.read_text()))
+    except (ValueError, ConfigError) as error:
+        raise ConfigError(f"{path}: {error}; remove it") from error
+
+
+def store_tiles(directory: Path, gpu: Gpu, tiles: TileTable) -> Path:
+    """Keep the choices for this GPU, in place of what was kept; returns the file.
+
+    Raises:
+        OSError: The directory cannot be written.
+    """
+    path = directory / gpu.file_name
+    keep(path, lambda written: written.write_text(json.dumps(tiles.to_json(), indent=1) + "\n"))
+    return path
