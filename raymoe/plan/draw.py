@@ -1,4 +1,4 @@
-"""Pictures of what a node can do: its rooflines, and throughput against host memory."""
+"""SVG rooflines of a node and throughput against host memory."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +15,7 @@ __all__ = ["Curve", "CurvePoint", "draw_host_roofline", "draw_roofline", "draw_t
 WIDTH, HEIGHT = 960, 600
 LEFT, RIGHT, TOP, BOTTOM = 92, 28, 68, 58  # margins of the plot
 NUM_TICKS = 8
-LETTER_WIDTH = 6.4  # of a note
+LETTER_WIDTH = 6.4  # of note text
 STYLE = """
 .note { paint-order: stroke; stroke: #ffffff; stroke-width: 4; stroke-linejoin: round }
 .mark { stroke: #ffffff; stroke-width: 1.5 } .axis { stroke: #8b939c; fill: none }
@@ -24,7 +24,7 @@ STYLE = """
 
 
 class Colour(StrEnum):
-    """Of Okabe and Ito, as for the operations that use the same resource in a Gantt chart."""
+    """Okabe-Ito colours, the same per resource as in the Gantt chart."""
 
     CPU = "#d55e00"
     LINK = "#e69f00"
@@ -35,11 +35,7 @@ class Colour(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Values to pixels along one axis.
-
-    Attributes:
-        is_log: Whether equal factors take equal lengths.
-    """
+    """Map values to pixels along one axis."""
 
     minimum: float
     maximum: float
@@ -48,7 +44,7 @@ class Scale:
     is_log: bool = False
 
     def at(self, value: float) -> float:
-        """The pixel of a value; what lies beyond an end is moved there."""
+        """The pixel of a value, clamped to the axis."""
         value = min(max(value, self.minimum), self.maximum)
         if self.is_log:
             share = math.log(value / self.minimum) / math.log(self.maximum / self.minimum)
@@ -67,14 +63,12 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A plot: both scales and the elements that lie in it."""
-
     x: Scale
     y: Scale
 
     @classmethod
     def decades(cls, x_values: Iterable[float], y_values: Iterable[float]) -> "Chart":
-        """Logarithmic axes from whole powers of ten to whole powers of ten around the values."""
+        """Logarithmic axes that end at powers of ten around the values."""
         (left, right), (bottom, top) = _decades(x_values), _decades(y_values)
         return cls(
             Scale(left, right, LEFT, WIDTH - RIGHT, is_log=True),
@@ -94,7 +88,7 @@ class Chart:
         x_labels: Sequence[str],
         y_labels: Sequence[str],
     ) -> Iterator[str]:
-        """Grid, tick labels and names of both axes; one label for each tick."""
+        """Grid, tick labels and axis names; one label per tick."""
         bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
         for value, label in zip(self.x.ticks(), x_labels, strict=True):
             x = self.x.at(value)
@@ -147,7 +141,7 @@ class Chart:
 def note_at(
     x: float, y: float, text: str, style: str = "", *, angle: float = 0.0, colour: str = ""
 ) -> str:
-    """A line of text that stays readable on top of lines, turned by an angle in degrees."""
+    """Text with a halo, rotated by `angle` degrees."""
     note = text_at(x, y, text, f"note {style}".rstrip(), colour=colour)
     return f'<g transform="rotate({angle:.1f} {x:.1f} {y:.1f})">{note}</g>' if angle else note
 
@@ -166,11 +160,11 @@ COLOURS = {Roof.COMPUTE: Colour.GPU, Roof.MEMORY: Colour.GPU_MEMORY, Roof.LINK: 
 def draw_roofline(
     hierarchy: Hierarchy, chosen: Placement, others: Sequence[Placement] = (), *, title: str
 ) -> str:
-    """Draw the roofs of a node with P1, the P2 of one operation, and where operations sit.
+    """Draw a node's roofs with P1, the P2 of one operation, and all operations as points.
 
     Args:
-        chosen: The operation whose P2 and regions are drawn: the experts of a policy.
-        others: More operations, as points: attention.
+        chosen: The operation whose P2 and regions are drawn, usually the experts of a policy.
+        others: Operations drawn as points only, such as attention.
     """
     sits = (chosen, *others)
     x_values = [0.3, 3e3, 3 * chosen.p2.flop_per_byte]
@@ -198,7 +192,7 @@ def draw_roofline(
 
 
 def draw_host_roofline(host: Level, operations: Sequence[Operation], *, title: str) -> str:
-    """Draw the two roofs of a node without a GPU, and what is attainable for operations there."""
+    """Draw both roofs of a node without a GPU and the attainable rates of operations."""
     intensities = [operation.far_intensity for operation in operations]
     x_values = [host.turning_point / 30, host.turning_point * 30]
     x_values += [x * factor for x in intensities for factor in (1 / 3, 3)]
@@ -235,9 +229,9 @@ def _host_limit(host: Level, flop_per_byte: float) -> str:
 
 
 def _regions(chart: Chart, hierarchy: Hierarchy, chosen: Placement) -> Iterator[str]:
-    """What limits at each intensity: colour under the attainable speed, and its name.
+    """Colour and name what limits at each intensity.
 
-    A GPU that is slower than the CPU even at P2 is nowhere the better place.
+    The GPU gets no region if it is slower than the CPU even at P2.
     """
     far, link, start, end = (
         hierarchy.far,
@@ -358,12 +352,12 @@ def _three_digits(value: float) -> str:
 THROUGHPUT_NAMES = ("host memory, GiB", "generated tokens per second")
 THROUGHPUT_COLOURS = (Colour.GPU, Colour.CPU, Colour.GPU_MEMORY, Colour.OTHER, Colour.LINK)
 HEADROOM = 1.05
-LEGEND_TOP, LEGEND_HEIGHT = 22, 20  # above its first line, and of a line
+LEGEND_TOP, LEGEND_HEIGHT = 22, 20  # distance of the first line from the top; line height
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:
-    """One plan: how fast with how much memory, and what limits it."""
+    """Throughput of one plan, its host memory and its bottleneck."""
 
     host_memory_bytes: float
     tokens_per_s: float
@@ -378,11 +372,7 @@ class CurvePoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """Plans that differ in host memory alone.
-
-    Attributes:
-        is_bound: Whether it is a bound, which is drawn dashed.
-    """
+    """Plans that differ only in host memory; a bound is drawn dashed."""
 
     name: str
     points: tuple[CurvePoint, ...]
@@ -396,14 +386,14 @@ def draw_throughput(
     weight_bytes: float = 0.0,
     chosen: CurvePoint | None = None,
 ) -> str:
-    """Draw throughput over host memory; where what limits a curve changes, its name is noted.
+    """Draw throughput over host memory, labelling where the bottleneck changes.
 
     Args:
-        weight_bytes: Host memory that the weights take, below which nothing runs.
-        chosen: A plan to point out.
+        weight_bytes: Host memory of the weights, below which nothing runs.
+        chosen: A plan to highlight.
 
     Raises:
-        ConfigError: There is nothing to draw, or too much.
+        ConfigError: There are no curves, or too many.
     """
     marked = [point for curve in curves for point in curve.points]
     marked += [chosen] if chosen else []
@@ -452,7 +442,7 @@ def _weights(chart: Chart, weight_bytes: float) -> Iterator[str]:
 
 
 def _curve(chart: Chart, curve: Curve, colour: Colour) -> Iterator[str]:
-    """The line, a dot where what limits changes, and its name in the middle of each part."""
+    """Line, dots where the bottleneck changes, and a label centred on each section."""
     points = [(point.host_memory_bytes / GIB, point.tokens_per_s) for point in curve.points]
     yield chart.line(points, colour, width=3, dash="8 5" if curve.is_bound else "")
     for index, (bound, run) in enumerate(groupby(curve.points, key=lambda point: point.bound)):

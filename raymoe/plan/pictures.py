@@ -1,4 +1,4 @@
-"""The two pictures of a plan: where it lies under the roofs of its node, and what memory gives.
+"""Pictures of a plan: its node's rooflines, and throughput over host memory.
 
 After MoE-Lightning (ASPLOS 2025), figures 1, 4 and 5, and MoE-Lens (2025), figure 3.
 """
@@ -29,7 +29,7 @@ from raymoe.specs.model import ModelSpec
 PlanOn = Callable[[HardwareSpec], Plan]
 """Plans one job on any node."""
 
-STEPS = 4  # of host memory, from the weights to what the node has, and on to twice as much
+STEPS = 4  # of host memory: from the weights to the node's size, and from there to twice as much
 PAPERS: Mapping[str, tuple[str, Callable[[PaperPolicies], Policy]]] = {
     "cgopipe": ("CGOPipe, policy of MoE-Lightning", PaperPolicies.cgopipe),
     "vslpipe": ("VSLPipe, policy of MoE-Lens", PaperPolicies.vslpipe),
@@ -37,7 +37,6 @@ PAPERS: Mapping[str, tuple[str, Callable[[PaperPolicies], Policy]]] = {
 
 
 def roofline_picture(plan: Plan, steps: DeviceStep) -> str:
-    """The roofs of a plan's node, and below them what its decode step computes."""
     load = plan.decode_load
     return draw_operations(
         plan.hardware,
@@ -47,7 +46,7 @@ def roofline_picture(plan: Plan, steps: DeviceStep) -> str:
 
 
 def operations_of(plan: Plan) -> list[Operation]:
-    """What a decode step of a plan computes, experts first; empty where no host memory is read."""
+    """Operations of a plan's decode step, experts first; empty if no host memory is read."""
     load, steps = plan.decode_load, plan.steps
     if isinstance(steps, HostStep):
         return [host_feed_forward(steps.work, load), attention(steps.work, load.decode_context)]
@@ -57,11 +56,7 @@ def operations_of(plan: Plan) -> list[Operation]:
 
 
 def draw_operations(node: HardwareSpec, operations: Sequence[Operation], *, title: str) -> str:
-    """The roofs of a node and operations under them; the first is the one that was planned for.
-
-    Args:
-        node: With a GPU or without.
-    """
+    """Draw a node's roofs with operations below them; the first operation is highlighted."""
     if not node.has_gpu:
         host = Level(node.host_flop_per_s, node.host_bytes_per_s)
         return draw_host_roofline(host, operations, title=title)
@@ -73,8 +68,8 @@ def draw_operations(node: HardwareSpec, operations: Sequence[Operation], *, titl
 def feed_forward(steps: DeviceStep, load: StepLoad) -> Operation:
     """Experts, shared experts and dense networks of a step, all layers.
 
-    A launch reads from device memory what some token chose; the link brings what streams, which is
-    experts alone where the device holds the rest.
+    Each launch reads the activated experts from device memory; the link brings the streamed
+    weights, which are experts only if the device holds the rest.
     """
     layers = steps.work.layers
     tasks = steps.schedule(load).tasks
@@ -93,7 +88,7 @@ def feed_forward(steps: DeviceStep, load: StepLoad) -> Operation:
 
 
 def host_feed_forward(work: ModelWork, load: StepLoad) -> Operation:
-    """The same where the CPU computes all of it, in one launch of each layer."""
+    """Like `feed_forward`, for a CPU that computes everything in one launch per layer."""
     read = sum(
         layer.common.num_bytes + layer.activated_experts(load.tokens) * layer.expert.num_bytes
         for layer in work.layers
@@ -107,7 +102,7 @@ def host_feed_forward(work: ModelWork, load: StepLoad) -> Operation:
 
 
 def attention(work: ModelWork, context: float) -> Operation:
-    """Decode attention of a row, whose KV is on the host; a batch has the same intensity."""
+    """Decode attention of one row with its KV on the host; a batch has the same intensity."""
     kv_bytes = context * work.kv_token_bytes
     return Operation(
         name=f"attention at {context:.0f} tokens",
@@ -118,12 +113,12 @@ def attention(work: ModelWork, context: float) -> Operation:
 
 
 def throughput_picture(plan: Plan, model: ModelSpec, plan_on: PlanOn) -> str:
-    """Throughput of the plan's job over host memory, beside that of the papers' own policies.
+    """Throughput of the plan's job over host memory, next to the papers' own policies.
 
-    One cost model judges all. Where nothing fits, or a paper has no formula, there is no point.
+    One cost model judges all. Points are missing where nothing fits or a paper has no formula.
 
     Args:
-        plan_on: Plans the job on a node with other memory.
+        plan_on: Plans the job on a node with different memory.
     """
     own, weight_bytes = plan.hardware, dict(plan.footprint.parts).get("weights", 0)
     nodes = [

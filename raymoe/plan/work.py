@@ -1,10 +1,10 @@
-"""The work of a model in numbers: operations and bytes of each layer, for bounds and costs.
+"""Operations and bytes of each layer, for bounds and cost models.
 
 Assumptions:
-- Biases and norms are left out. A quantised matrix takes its stored bytes wherever it is read.
-- Latent attention decodes in the absorbed form: queries are carried into the latent space before
-  attention and results out of it behind, so that attention reads nothing but the cache. Prompts
-  take the plain form; its products with the same matrices are as many.
+- Biases and norms are left out. A quantised matrix counts its stored bytes.
+- Latent attention decodes in the absorbed form: queries are projected into the latent space before
+  attention and results out of it after, so attention reads only the cache. Prompts use the plain
+  form, which has as many products with the same matrices.
 """
 
 from collections.abc import Iterable, Sequence
@@ -42,21 +42,20 @@ class Matrices(NamedTuple):
         return Matrices(self.parameters + other.parameters, self.num_bytes + other.num_bytes)
 
     def share(self, part: int, whole: int) -> "Matrices":
-        """The share of so many outputs of each head."""
         return Matrices(self.parameters * part // whole, self.num_bytes * part // whole)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWork:
-    """One layer.
+    """One layer; `pre`, `post` and `router` are the projections around attention.
 
     Attributes:
-        post: Projections behind it, without the router.
+        post: Projections after attention, without the router.
         router: Empty in a dense layer.
-        pair_flop: Of one pair of a token that decodes and a context token, all heads.
-        prefill_pair_flop: The same of a prompt token.
-        query_width: Elements of the queries of a token that decodes.
-        window: Tokens that a token sees at most; None for all.
+        pair_flop: Per pair of a decoding token and a context token, all heads.
+        prefill_pair_flop: Per pair of a prompt token and a context token, all heads.
+        query_width: Elements of a decoding token's queries.
+        window: Tokens that a token attends to at most; None for all.
     """
 
     pre: Matrices
@@ -75,7 +74,6 @@ class LayerWork:
 
     @classmethod
     def of(cls, model: ModelSpec, i: int, bytes_per_element: int, kv_element_bytes: int) -> Self:
-        """Count layer `i` of a model; see `ModelWork.of`."""
         layer, hidden = model.layers[i], model.hidden_size
 
         def count(weights: Weights) -> Matrices:
@@ -115,18 +113,18 @@ class LayerWork:
 
     @property
     def ffn_token_flop(self) -> int:
-        """Feed-forward operations of one token, router left out."""
+        """Feed-forward operations of one token without the router."""
         return 2 * (self.common.parameters + self.top_k * self.expert.parameters)
 
     def activated_experts(self, tokens: float) -> float:
-        """Expected number of distinct experts that some token chooses, choices independent."""
+        """Expected number of distinct experts that `tokens` independent tokens choose."""
         if not self.num_experts:
             return 0.0
         missed: float = (1.0 - self.top_k / self.num_experts) ** tokens
         return self.num_experts * (1.0 - missed)
 
     def weight_bytes(self, num_experts: float) -> float:
-        """Bytes of the layer with so many of its experts."""
+        """Bytes of the layer with `num_experts` of its experts."""
         always = self.pre.num_bytes + self.post.num_bytes + self.router.num_bytes
         return always + self.common.num_bytes + num_experts * self.expert.num_bytes
 
@@ -136,7 +134,7 @@ class ModelWork:
     """All layers and the head.
 
     Attributes:
-        num_ranks: Ranks that add up their parts of the hidden state, twice in each layer.
+        num_ranks: Ranks that all-reduce the hidden state twice per layer.
     """
 
     layers: tuple[LayerWork, ...]
@@ -172,7 +170,7 @@ class ModelWork:
 
     @property
     def token_flop(self) -> int:
-        """Operations of one token in all layers, attention scores and head left out."""
+        """Operations of one token in all layers, without attention scores and head."""
         return sum(
             2 * (layer.attention_parameters + layer.router_parameters) + layer.ffn_token_flop
             for layer in self.layers
@@ -184,12 +182,11 @@ class ModelWork:
 
     @property
     def pair_flop(self) -> int:
-        """Operations of one pair of a token that decodes and a context token, all layers."""
+        """Operations per pair of a decoding token and a context token, all layers."""
         return sum(layer.pair_flop for layer in self.layers)
 
     @property
     def prefill_pair_flop(self) -> int:
-        """Operations of one pair of a prompt token and a context token, all layers."""
         return sum(layer.prefill_pair_flop for layer in self.layers)
 
     @cached_property
@@ -202,7 +199,7 @@ class ModelWork:
         return layers + self.head.num_bytes
 
     def activated_weight_bytes(self, tokens: float) -> float:
-        """Expected weights that a step of this many tokens reads."""
+        """Expected weight bytes that a step of this many tokens reads."""
         layers = sum(layer.weight_bytes(layer.activated_experts(tokens)) for layer in self.layers)
         return layers + self.head.num_bytes
 
@@ -212,7 +209,7 @@ def _window(attention: AttentionSpec | LatentAttentionSpec) -> int | None:
 
 
 def _by_reader(layer: LayerSpec, hidden_size: int) -> dict[str, list[tuple[str, Shape]]]:
-    """The attention part of a layer by who reads it; what unfolds a latent has two readers."""
+    """Weights of the attention part by reader; a latent's up-projection has two readers."""
     parts: dict[str, list[tuple[str, Shape]]] = {
         "pre": [],
         "post": [],
@@ -227,14 +224,14 @@ def _by_reader(layer: LayerSpec, hidden_size: int) -> dict[str, list[tuple[str, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """Attention of one side, host or device; means may be fractions.
+    """Attention on one side, host or device; means may be fractions.
 
     Attributes:
-        rows: New tokens: their KV is appended, they attend.
-        decode_rows: Those of them that decode.
-        pairs: Pairs of a token that decodes and a token that it sees.
-        prompt_pairs: The same of tokens that come several of a sequence at once.
-        context_tokens: Tokens whose KV is read, summed over sequences; new ones included.
+        rows: New tokens, whose KV is appended and which attend.
+        decode_rows: Decoding tokens among `rows`.
+        pairs: Pairs of a decoding token and a token it attends to.
+        prompt_pairs: Pairs of a prompt token and a token it attends to.
+        context_tokens: Tokens whose KV is read, summed over sequences, new ones included.
     """
 
     rows: float = 0.0
@@ -259,7 +256,7 @@ class AttentionShape:
         return self.context_tokens - self.rows
 
     def within(self, window: int | None) -> "AttentionShape":
-        """The same in a layer whose tokens see so many tokens at most; prompts begin here."""
+        """The same attention with a sliding window; prompts are taken from their start."""
         if window is None:
             return self
         unseen = max(0.0, self.pairs - window * self.decode_rows)
@@ -287,11 +284,9 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchShape:
-    """Tokens of a micro-batch, by who attends for them.
+    """Tokens of a micro-batch, by the side that attends.
 
     Attributes:
-        host: For whom the CPU attends.
-        device: For whom the device attends.
         logit_rows: Tokens whose logits are computed.
     """
 
@@ -307,11 +302,11 @@ class MicroBatchShape:
 
     @classmethod
     def decode(cls, rows: float, context: float, cpu_attention_fraction: float = 1.0) -> Self:
-        """One token for each of `rows` sequences that are `context` tokens long with it.
+        """One new token for each of `rows` sequences of `context` tokens, the new one included.
 
         Args:
-            cpu_attention_fraction: Share for which the CPU attends, 0..1 (omega of MoE-Gen,
-                equation 1).
+            cpu_attention_fraction: Share that attends on the CPU, 0..1 (omega of MoE-Gen, equation
+                1).
         """
         if not 0.0 <= cpu_attention_fraction <= 1.0:
             raise ConfigError(
@@ -326,7 +321,7 @@ class MicroBatchShape:
 
     @classmethod
     def prefill(cls, rows: float, prompt: float) -> Self:
-        """The whole prompt of `rows` sequences; the device attends."""
+        """The whole prompt of `rows` sequences, attended to on the device."""
         device = AttentionShape(
             rows=rows * prompt,
             prompt_pairs=rows * prompt * (prompt + 1) / 2,
@@ -357,7 +352,7 @@ class StepLoad:
 
     Attributes:
         decode_rows: Sequences that decode a token.
-        decode_context: Tokens of each of them, its new one included.
+        decode_context: Tokens of each decoding sequence, the new one included.
         prompt_chunk: Prompt tokens of one sequence in the step.
     """
 
@@ -373,10 +368,9 @@ class StepLoad:
     def micro_batches(
         self, num_micro_batches: int, cpu_attention_fraction: float
     ) -> tuple[MicroBatchShape, ...]:
-        """The step divided into micro-batches: whole chunks in turn, then decoding rows.
+        """Divide the step: whole chunks in turn, then decoding rows.
 
-        As `runtime.micro-batches` deals them (MoE-Lightning, algorithm 2), with means for
-        sequences.
+        Follows `runtime.micro_batches` (MoE-Lightning, algorithm 2) with means for sequences.
         """
         chunks = _deal_chunks(self.prompt_tokens, self.prompt_chunk, num_micro_batches)
         deals = list(zip(_fill(chunks, self.decode_rows), chunks, strict=True))
@@ -389,19 +383,19 @@ class StepLoad:
 
 
 class Steps(NamedTuple):
-    """Steps of one load, and how many they are; a mean may be a fraction."""
+    """A load and the number of steps with it; the number may be a fraction."""
 
     load: StepLoad
     number: float
 
 
-# Of the largest load, in each of its numbers. With three, a job takes 8 passes to simulate and is
-# as long as with every step of its own: to 0.1 % in the mean over random jobs, and 3 % at most.
+# Cells per dimension of the load, up to the largest. With 3, a job takes 8 simulated steps and
+# differs from one with all steps simulated by 0.1 % in the mean over random jobs, 3 % at most.
 CELLS = 3
 
 
 def duplicates(steps: Sequence[Steps]) -> list[Steps]:
-    """The same steps with one mean load for all whose loads are the same."""
+    """Merge steps with similar loads into one mean load each."""
     maximum = StepLoad(
         decode_rows=max(load.decode_rows for load, _ in steps),
         decode_context=max(load.decode_context for load, _ in steps),
@@ -463,7 +457,7 @@ def _deal_chunks(tokens: float, chunk: float, num_micro_batches: int) -> list[fl
 def _fill(loads: list[float], rows: float) -> list[float]:
     order = sorted(range(len(loads)), key=lambda micro_batch: loads[micro_batch])
     shares = [0.0] * len(loads)
-    if not rows:  # rounding would leave a micro-batch with less than nothing, or more
+    if not rows:  # rounding could leave a micro-batch below zero
         return shares
     for count in range(len(loads), 0, -1):
         chosen = order[:count]
