@@ -1,4 +1,4 @@
-"""What the attention of one layer computes, as pure data."""
+"""Layers of a model as pure data: attention, router, experts."""
 
 from dataclasses import dataclass
 from math import prod
@@ -9,15 +9,15 @@ QkNorm = Literal["none", "head", "full"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenShapes:
-    """What attention takes and gives for one token.
+    """Shapes of attention's inputs and outputs per token.
 
-    Where the weights are, attention is asked in one form; where there is nothing but the cache, in
-    the *absorbed* one. Grouped-query attention has the same form for both.
+    Latent attention has a plain form, used with the weights at hand, and an *absorbed* form, which
+    reads only the cache. For grouped-query attention both are the same.
 
     Attributes:
-        query: Heads, and dimensions of each.
-        key: What goes into the cache; likewise.
-        value: Without dimensions where values are part of the keys.
+        query: Heads and dimensions per head.
+        key: Cached heads and dimensions per head.
+        value: Zero dimensions if values are part of the keys.
     """
 
     query: tuple[int, int]
@@ -29,7 +29,7 @@ class TokenShapes:
 
     @property
     def num_elements(self) -> int:
-        """Of all of it, in the wider form."""
+        """Elements of all inputs and outputs, in the wider form."""
         query = max(prod(self.query), prod(self.absorbed_query))
         return query + prod(self.key) + prod(self.value) + max(self.output, self.absorbed_output)
 
@@ -39,11 +39,11 @@ class AttentionSpec:
     """Grouped-query attention of one layer.
 
     Attributes:
-        sliding_window: Tokens that a query sees, itself included; None sees all.
+        sliding_window: Tokens that a query attends to, itself included; None for all.
         qk_norm: RMS norm of queries and keys: none, per head, or full width.
-        is_norm_after_rope: Whether that norm follows the rotation, instead of preceding it.
-        clip_qkv: Queries, keys and values are clamped to plus and minus this.
-        has_sinks: Whether each head has a learned score that takes part in the softmax and has no
+        is_norm_after_rope: Whether that norm follows the rotation.
+        clip_qkv: Bound on the absolute value of queries, keys and values.
+        has_sinks: Whether each head has a learned score that takes part in the softmax but has no
             value.
     """
 
@@ -61,7 +61,6 @@ class AttentionSpec:
 
     @property
     def rotated_head_dim(self) -> int:
-        """Dimensions of a head that the rope may rotate."""
         return self.head_dim
 
     @property
@@ -74,7 +73,6 @@ class AttentionSpec:
 
     @property
     def kv_width(self) -> int:
-        """Outputs of the key projection, and of the value projection."""
         return self.num_kv_heads * self.head_dim
 
     @property
@@ -84,17 +82,16 @@ class AttentionSpec:
 
     @property
     def prompt_width(self) -> int:
-        """Elements of the queries and the result of a prompt token."""
+        """Elements of the queries and the output of a prompt token."""
         return self.query_width + self.output_width
 
     @property
     def working_width(self) -> int:
-        """Elements of a token on a host while it is attended to: as projected, and rotated."""
+        """Elements per token that a host holds during attention: projected and rotated."""
         return 2 * (self.query_width + self.cache_width)
 
     @property
     def token_shapes(self) -> TokenShapes:
-        """What attention takes and gives for one token."""
         query, cached = (self.num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
         return TokenShapes(
             query=query,
@@ -110,20 +107,20 @@ class AttentionSpec:
 class LatentAttentionSpec:
     """Multi-head latent attention (MLA) of one layer.
 
-    Queries come from a latent of their own, or directly; keys and values of all heads from one
-    latent, which is cached beside the one rotated key that all heads share. In the *absorbed* form
-    queries are carried into the latent space and results out of it, so that decoding reads nothing
-    but the cache; in the plain form keys and values are up-projected per head.
-
-    Attributes:
-        q_lora_rank: Width of the latent of queries; None where they are projected directly.
-        kv_lora_rank: Width of the latent of keys and values.
-        nope_head_dim: Dimensions of a query and a key that are not rotated.
-        scale: Factor of the scores, the one of a stretched rope included.
-        norm_eps: Of the RMS norms of both latents; not that of the layer.
-        has_bias: Biases of the projections into the latents and of the output projection.
+    Keys and values of all heads come from one latent, which is cached with one rotated key that all
+    heads share; queries come from a latent of their own or directly. In the *absorbed* form queries
+    are projected into the latent space and results out of it, so decoding reads only the cache; in
+    the plain form keys and values are up-projected per head.
 
     Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
+
+    Attributes:
+        q_lora_rank: Width of the query latent; None if queries are projected directly.
+        kv_lora_rank: Width of the latent of keys and values.
+        nope_head_dim: Unrotated dimensions of a query and a key.
+        scale: Factor of the scores, including that of a scaled rope.
+        norm_eps: Epsilon of both latents' RMS norms, not of the layer's norms.
+        has_bias: Biases of the projections into the latents and of the output projection.
     """
 
     num_heads: int
@@ -138,7 +135,6 @@ class LatentAttentionSpec:
 
     @property
     def rotated_head_dim(self) -> int:
-        """Dimensions of a head that the rope may rotate."""
         return self.rope_head_dim
 
     @property
@@ -153,7 +149,7 @@ class LatentAttentionSpec:
 
     @property
     def output_width(self) -> int:
-        """Elements of the result of a token, still in the latent space."""
+        """Elements of the output of a token, still in the latent space."""
         return self.num_heads * self.kv_lora_rank
 
     @property
@@ -163,17 +159,16 @@ class LatentAttentionSpec:
 
     @property
     def prompt_width(self) -> int:
-        """Elements of the queries and the result of a prompt token, in the plain form."""
+        """Elements of the queries and the output of a prompt token, in the plain form."""
         return self.num_heads * (self.query_head_dim + self.value_head_dim)
 
     @property
     def working_width(self) -> int:
-        """Elements of a token on a host while it is attended to, in both forms."""
+        """Elements per token that a host holds during attention, in both forms."""
         return 2 * (self.prompt_width + self.cache_width) + self.query_width + self.output_width
 
     @property
     def token_shapes(self) -> TokenShapes:
-        """What attention takes and gives for one token."""
         return TokenShapes(
             query=(self.num_heads, self.query_head_dim),
             absorbed_query=(self.num_heads, self.cache_width),
@@ -205,25 +200,25 @@ GroupScore = Literal["max", "top2_sum"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSpec:
-    """How a token chooses its experts and weighs them.
+    """How a token chooses its experts and weights them.
 
-    The logits become scores; the bias for the choice is added; groups whose score is not among the
-    best are left out; the best `top_k` of `MoeSpec` are chosen, and weighed by their scores without
-    that bias. A softmax over the logits of the chosen alone is a softmax over all, renormalised.
+    Logits become scores, and the selection bias is added; only the best groups remain; the best
+    `top_k` of `MoeSpec` are chosen, and weighted by their scores without that bias. A softmax over
+    the chosen logits alone equals a renormalised softmax over all.
 
-    The sparse mixer has no scores: it takes the largest logit and weighs it by a softmax over the
-    logits near it, then does the same with what is left. None of the other attributes applies.
+    The sparse mixer has no scores: it takes the largest logit, weights it by a softmax over the
+    logits near it, and repeats this with the rest. Only `jitter` applies to it.
 
     Attributes:
         renormalize: Whether the chosen weights are scaled to sum to 1.
-        min_weight_sum: The sum of the chosen weights counts as at least this, where renormalised.
-        scale: Factor of the weights, at last.
+        min_weight_sum: Lower bound of the divisor when renormalising.
+        scale: Final factor of the weights.
         has_bias: A bias of the logits.
-        has_selection_bias: A bias of the scores that counts for the choice alone.
-        top_groups: Groups that may be chosen from.
-        group_score: Score of a group: that of its best expert, or the sum of its two best; None
-            with one group.
-        jitter: Sparse mixer: logits are near where they differ by at most twice this part.
+        has_selection_bias: A bias of the scores that affects only the choice.
+        top_groups: Groups that remain.
+        group_score: Score of a group: its best expert, or the sum of its two best; None with one
+            group.
+        jitter: Sparse mixer: logits are near if they differ by at most twice this fraction.
     """
 
     scoring: Scoring = "softmax"
@@ -239,7 +234,6 @@ class RouterSpec:
 
     @property
     def is_plain_softmax(self) -> bool:
-        """Whether the weights are those of a softmax, renormalised or not, times `scale`."""
         return self.scoring == "softmax" and self.min_weight_sum == 0
 
 
@@ -247,10 +241,8 @@ class RouterSpec:
 class ClampSpec:
     """A gated product with limits, in place of `activation(gate) * up`.
 
-    The gate is cut at `limit` from above, `up` at plus and minus `limit`; the product is
-    (up + 1) * gate * sigmoid(gain * gate).
-
-    Source: OpenAI, gpt-oss-120b & gpt-oss-20b model card (2025), section 2.2.
+    `gate` is clamped from above at `limit`, `up` to +-`limit`; the product is (up + 1) * gate *
+    sigmoid(gain * gate). Source: OpenAI, gpt-oss-120b & gpt-oss-20b model card (2025), section 2.2.
     """
 
     gain: float
@@ -266,9 +258,9 @@ class DenseSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedSpec:
-    """The expert that every token visits; `is_gated` scales it by a sigmoid of its own.
+    """The expert that every token uses; `is_gated` scales it by its own sigmoid.
 
-    Several shared experts that are added up are one of their width together.
+    Several shared experts that are summed equal one of their total width.
     """
 
     hidden: int
@@ -276,13 +268,13 @@ class SharedSpec:
     has_bias: bool = False
 
     def network(self, activation: str) -> DenseSpec:
-        """What it computes before its gate; the activation is that of the experts."""
+        """Its network before the gate."""
         return DenseSpec(hidden=self.hidden, activation=activation, has_bias=self.has_bias)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec:
-    """A router over all experts, top-k, gated feed-forward experts.
+    """A router with top-k choice and gated feed-forward experts.
 
     Attributes:
         has_bias: Biases of the three projections of every expert.
@@ -301,11 +293,7 @@ class MoeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One decoder layer: norm, attention, residual, norm, feed-forward, residual.
-
-    Attributes:
-        has_norm_bias: Whether both norms have a bias.
-    """
+    """One decoder layer: norm, attention, residual, norm, feed-forward, residual."""
 
     attention: AttentionSpec | LatentAttentionSpec
     ffn: DenseSpec | MoeSpec

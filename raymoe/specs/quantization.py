@@ -1,7 +1,7 @@
-"""Patterns of module names in a configuration, which is not trusted: read, never just compiled.
+"""Read `quantization_config`; its module patterns are checked before they are compiled.
 
-A pattern is taken if it is made of names, `.*`, `.+`, digits, character classes and groups without
-repetition: no name makes such an expression run long.
+An accepted pattern consists of names, `.*`, `.+`, digits, character classes and groups without
+repetition, so no module name makes matching slow.
 """
 
 import re
@@ -40,7 +40,7 @@ _SPELLINGS = (
 
 
 def prefix_or_suffix(pattern: str) -> re.Pattern[str]:
-    """What begins with the pattern up to the end of a module's name, or ends with it as it stands.
+    """Match the pattern as a prefix up to a module boundary, or as a literal suffix.
 
     Source: `should_convert_module` of transformers 5.23.
     """
@@ -48,7 +48,7 @@ def prefix_or_suffix(pattern: str) -> re.Pattern[str]:
 
 
 def name_or_expression(pattern: str) -> re.Pattern[str]:
-    """The module of exactly this name, or what begins with the expression behind "re:".
+    """Match exactly this name, or, after "re:", an expression as a prefix.
 
     Source: `match_name` of compressed-tensors 0.20.
     """
@@ -58,7 +58,7 @@ def name_or_expression(pattern: str) -> re.Pattern[str]:
 
 
 def is_matched(module: str, patterns: Iterable[re.Pattern[str]]) -> bool:
-    """Whether some pattern matches a canonical module under some of its names."""
+    """Whether a pattern matches any known name of a canonical module."""
     names = {module}
     for ours, theirs in _SPELLINGS:
         names |= {name.replace(ours, other) for name in names for other in theirs}
@@ -86,7 +86,7 @@ def _compiled(pattern: str, expression: str) -> re.Pattern[str]:
 Config = Mapping[str, object]
 BLOCKS = ([FP8_ROWS, FP8_COLUMNS], (FP8_ROWS, FP8_COLUMNS))
 
-# Used, or about how the weights were found and not about what they are.
+# Fields that are used, or concern calibration and not the stored format.
 _GPTQ_FIELDS = frozenset(
     """
     group_size dynamic lm_head sym desc_act static_groups true_sequential damp_percent
@@ -106,18 +106,18 @@ _WEIGHTS_FIELDS = frozenset(
 )
 
 _EXPERT_NUMBER = re.compile(rf"(?<={re.escape(EXPERTS)})\d+")
-# Read by row, or so small that every method leaves them alone.
+# Read by row, or so small that no method quantises them.
 _ALWAYS_PLAIN = ("model.embed_tokens.", ROUTER, "mlp.shared_expert_gate.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """Which matrices are stored in which format.
+    """Storage formats of a model's matrices.
 
     Attributes:
-        excluded: Modules that it does not apply to.
-        is_head_plain: Whether the head is excluded without being named.
-        is_experts_only: Whether it applies to routed experts alone.
+        excluded: Modules that are not quantised.
+        is_head_plain: Whether the head is excluded implicitly.
+        is_experts_only: Whether only routed experts are quantised.
     """
 
     method: str
@@ -130,9 +130,9 @@ class Quantization:
     )
 
     def format_of(self, name: str) -> WeightFormat | None:
-        """The format of a matrix by its canonical name; None where it is stored as it is.
+        """The format of a matrix by canonical name; None if it is not quantised.
 
-        Patterns name no single expert, so the experts of a layer are looked up once.
+        Patterns never name a single expert, so one lookup serves all experts of a layer.
         """
         name = _EXPERT_NUMBER.sub("0", name, count=1)
         if name not in self._known:
@@ -152,8 +152,8 @@ def parse_quantization(value: object) -> Quantization | None:
     """Read a `quantization_config`; None stays None.
 
     Raises:
-        UnsupportedModelError: The method, or a field or value that says how weights are stored, is
-            not known.
+        UnsupportedModelError: The method, or a field or value that affects the stored format, is
+            unknown.
     """
     if value is None:
         return None
@@ -309,7 +309,7 @@ def _weights_format(weights: object, layout: str) -> WeightFormat:
 
 
 class Method(NamedTuple):
-    """What a `quant_method` says: in words, and read from the configuration."""
+    """Description and reader of a `quant_method`."""
 
     about: str
     read: Callable[[Config], Quantization]

@@ -1,4 +1,4 @@
-"""RopeSpec: which rotary position embedding, read from the rope fields of a configuration."""
+"""Read the rotary position embedding from a configuration."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -12,14 +12,14 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeRule:
-    """The rope of a family, where its configuration is silent.
+    """Defaults of a family's rope.
 
     Attributes:
-        is_partial: Whether a part of a head is rotated when the configuration asks for it.
-        is_interleaved: See `RopeSpec`; the field `rope_interleave` wins in families that have it.
+        is_partial: Whether the configuration may rotate only a part of a head.
+        is_interleaved: As in `RopeSpec`; the field `rope_interleave` takes precedence.
         has_alpha: Whether a `dynamic` scaling may have the fixed factor `alpha`.
-        has_mscale: Whether a `longrope` names the factors of cosine and sine of short and of long
-            sequences; nothing else may be scaled then.
+        has_mscale: Whether a `longrope` gives factors of cosine and sine for short and long
+            sequences; no other scaling is accepted then.
     """
 
     theta: float = 10_000.0
@@ -33,23 +33,24 @@ class RopeRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """Rotation of queries and keys; every number resolved.
+    """Rotation of queries and keys, all values resolved.
 
     Attributes:
         rotary_dim: Leading dimensions of a head that are rotated.
-        max_position_embeddings: Length from which `dynamic` stretches the base.
-        factor: Stretching of positions (linear, dynamic, yarn, llama3).
+        max_position_embeddings: Length from which `dynamic` scales the base.
+        factor: Scaling of positions (linear, dynamic, yarn, llama3).
         original_max_tokens: Context of the pre-training (yarn, longrope, llama3).
         beta_fast: Yarn: rotations above which nothing is interpolated.
         beta_slow: Yarn: rotations below which everything is interpolated.
-        truncate: Yarn: round the two borders to whole dimensions.
-        low_freq_factor: Llama3: border of the long wavelengths.
-        high_freq_factor: Llama3: border of the short wavelengths.
+        truncate: Yarn: round both bounds to whole dimensions.
+        low_freq_factor: Llama3: bound of the long wavelengths.
+        high_freq_factor: Llama3: bound of the short wavelengths.
         short_factor: Longrope: divisor per frequency up to `original_max_tokens`.
         long_factor: Longrope: divisor per frequency beyond it.
-        scale_factor: Factor of the scores of latent attention; `LatentAttentionSpec.scale` has it.
-        is_interleaved: Whether neighbouring dimensions form a pair, instead of dimensions half of
-            the rotated ones apart.
+        scale_factor: Factor of the scores of latent attention, included in
+            `LatentAttentionSpec.scale`.
+        is_interleaved: Whether pairs are neighbouring dimensions, instead of half of `rotary_dim`
+            apart.
     """
 
     kind: str
@@ -71,7 +72,7 @@ class RopeSpec:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether the angle of a position also depends on how long the sequence is."""
+        """Whether angles depend on the length of the sequence."""
         return self.kind in {"dynamic", "longrope"}
 
     @property
@@ -125,7 +126,7 @@ _FIELDS = {
         "short_mscale",
         "long_mscale",
     },
-    # Hunyuan: the base is stretched once and for all; transformers reads nothing but `alpha`.
+    # Hunyuan: `alpha` scales the base once; transformers reads nothing else.
     NTK_ALPHA: {"alpha", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"},
 }
 
@@ -140,12 +141,10 @@ def parse_rope(
     """Read the rope fields of a configuration, as transformers 4 or 5 writes them.
 
     Args:
-        head_dim: Dimensions of one head, or of its part that may be rotated at all.
-        rule: What holds where the configuration is silent.
+        head_dim: Dimensions of one head, or of the part of it that may be rotated.
 
     Raises:
-        UnsupportedModelError: An unknown scaling, a field that the scaling does not have, or a
-            value without meaning.
+        UnsupportedModelError: The scaling or one of its fields is unknown, or a value is invalid.
     """
     fields = _merge(config, head_dim, rule)
     kind = _kind(fields)
@@ -298,10 +297,11 @@ def _longrope(spec: RopeSpec, fields: Mapping[str, object]) -> RopeSpec:
 
 
 def _mscale(spec: RopeSpec, fields: Mapping[str, object]) -> RopeSpec:
-    """As `PhimoeForCausalLM` of transformers 5.23 computes it.
+    """Compute factors as `PhimoeForCausalLM` of transformers 5.23 does.
 
-    It asks for the frequencies of no particular length and gets those of short sequences. By the
-    length it chooses the factor, for all tokens of a row anew; equal ones need no such choice.
+    It asks for the frequencies of no particular length and gets those of short sequences. It
+    chooses the factor by sequence length, anew for all tokens of a row; equal factors need no
+    choice.
     """
     short, long = (_number(fields, f"{name}_mscale", None) for name in ("short", "long"))
     if short != long:
