@@ -1,6 +1,7 @@
-"""Which machine this is, and where its measurements are kept.
+"""Identify this machine, measure it and store the measurements.
 
-Assumptions: proc is mounted; the NVIDIA driver writes its version to /proc/driver/nvidia/version.
+Assumes that proc is mounted and that the NVIDIA driver writes its version to
+/proc/driver/nvidia/version.
 """
 
 import dataclasses
@@ -24,17 +25,16 @@ from raymoe.measure.timing import KernelJob, measure_in_turns
 from raymoe.specs.hardware import USABLE_FRACTION, HardwareSpec
 from raymoe.units import GIB, MIB
 
-# Part of the name of a file: raise it when what is measured, or how, changes.
+# Part of the file name; raise it when the measurements change.
 FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What measurements depend on.
+    """Properties that measurements depend on.
 
     Attributes:
-        cpu_model: As the processor calls itself.
-        num_threads: With which the kernels are measured.
+        num_threads: Threads that run the kernels.
         memory_gib: Memory of the machine or its control group, rounded.
         gpu: Name of the GPU; empty without one.
     """
@@ -47,7 +47,6 @@ class Machine:
 
     @property
     def file_name(self) -> str:
-        """A name that says what it is, and a hash that says it exactly."""
         words = f"{self.cpu_model} {self.num_threads} threads {self.memory_gib} GiB {self.gpu}"
         return kept_name(words, repr((FORMAT, astuple(self))))
 
@@ -57,7 +56,7 @@ def identify_machine(num_threads: int | None = None, root: Path = Path("/")) -> 
 
     Args:
         num_threads: None for all cores that this process may use.
-        root: Where proc is found; tests give a tree of their own.
+        root: Parent of proc, for tests.
     """
     host = read_host()
     return Machine(
@@ -70,7 +69,7 @@ def identify_machine(num_threads: int | None = None, root: Path = Path("/")) -> 
 
 
 def load_profile(directory: Path, machine: Machine) -> HardwareSpec | None:
-    """What `store_profile` kept for this machine; None where it kept nothing.
+    """The stored profile of this machine, or None.
 
     Raises:
         ConfigError: The file is damaged; names it.
@@ -80,29 +79,21 @@ def load_profile(directory: Path, machine: Machine) -> HardwareSpec | None:
 
 
 def store_profile(directory: Path, machine: Machine, hardware: HardwareSpec) -> Path:
-    """Keep measurements for this machine; returns the file.
-
-    Raises:
-        OSError: The directory cannot be written.
-    """
+    """Store measurements for this machine and return the file; may raise OSError."""
     path = directory / machine.file_name
     keep(path, hardware.to_file)
     return path
 
 
 def kept_name(words: str, exact: str) -> str:
-    """Name of a file that says what it is of, and a hash that says it exactly."""
+    """A file name of readable words and a hash of `exact`."""
     plain = re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
     digest = hashlib.sha256(exact.encode()).hexdigest()
     return f"{plain[:80]}-{digest[:12]}.json"
 
 
 def keep(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file so that readers see the old one or the new one, never a part.
-
-    Raises:
-        OSError: The directory cannot be written.
-    """
+    """Write a file atomically: readers see the old or the new one; may raise OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         written = Path(scratch) / path.name
@@ -126,18 +117,17 @@ def _read(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-USUAL_SECONDS = 55.0  # a minute with the time that it takes to start
+USUAL_SECONDS = 55.0  # a minute including start-up
 PROBE_SHARE, COPY_SHARE, DEVICE_SHARE = 0.1, 0.05, 0.35
 PAGE_BYTES, NUM_PAGES, RING_PAGES = 64 * MIB, 8, 2
 
 
 def measure_machine(num_threads: int | None = None, seconds: float = USUAL_SECONDS) -> HardwareSpec:
-    """Measure this machine, and its first GPU where there is one.
+    """Measure this machine, and its first GPU if it has one.
 
     Args:
-        num_threads: Of the kernels; None for all cores that this process may use.
-        seconds: For all of it. A machine so slow that one call of each kernel takes longer takes
-            longer.
+        num_threads: Threads of the kernels; None for all cores that this process may use.
+        seconds: Total time, unless one call of each kernel takes longer.
     """
     end_s = time.perf_counter() + seconds
     host = probe_host(num_threads=num_threads, seconds=PROBE_SHARE * seconds)
@@ -161,7 +151,7 @@ def obtain_profile(
     seconds: float = USUAL_SECONDS,
     is_fresh: bool = False,
 ) -> tuple[HardwareSpec, Path]:
-    """What is kept of this machine, and the file; measured and kept first if nothing is."""
+    """The stored profile of this machine and its file; measures first if there is none."""
     machine = identify_machine(num_threads)
     hardware = None if is_fresh else load_profile(directory, machine)
     if hardware is None:
@@ -171,7 +161,7 @@ def obtain_profile(
 
 
 def staging_job() -> KernelJob:
-    """Copies of pages of weights into a ring, as from pageable to pinned memory."""
+    """Copies of weight pages into a ring, as from pageable to pinned memory."""
     pages = torch.ones(NUM_PAGES, PAGE_BYTES, dtype=torch.uint8)
     ring = torch.zeros(RING_PAGES, PAGE_BYTES, dtype=torch.uint8)
     return KernelJob(

@@ -1,4 +1,4 @@
-"""Which tiles the kernels for experts are fastest with on a GPU: measured, kept, read again."""
+"""Measure which tile shapes are fastest for the expert kernels on a GPU, and store them."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -38,7 +38,7 @@ from raymoe.specs.layer_weights import layer_prefix
 from raymoe.specs.model import ModelSpec, MoeSpec
 from raymoe.units import ceil_div
 
-# Part of the name of a file: raise it when the kernels change so that old choices mislead.
+# Part of the file name; raise it when kernel changes invalidate old choices.
 FORMAT = 1
 
 MakeExperts = Callable[[TileTable], Experts]
@@ -63,7 +63,7 @@ class Gpu:
 
 
 def load_tiles(directory: Path, gpu: Gpu) -> TileTable:
-    """What `store_tiles` kept for this GPU; the usual tiles where it kept nothing.
+    """The stored tiles of this GPU; the defaults if nothing is stored.
 
     Raises:
         ConfigError: The file is damaged; names it.
@@ -78,11 +78,7 @@ def load_tiles(directory: Path, gpu: Gpu) -> TileTable:
 
 
 def store_tiles(directory: Path, gpu: Gpu, tiles: TileTable) -> Path:
-    """Keep the choices for this GPU, in place of what was kept; returns the file.
-
-    Raises:
-        OSError: The directory cannot be written.
-    """
+    """Replace the stored tiles of this GPU and return the file; may raise OSError."""
     path = directory / gpu.file_name
     keep(path, lambda written: written.write_text(json.dumps(tiles.to_json(), indent=1) + "\n"))
     return path
@@ -101,9 +97,9 @@ def measure_tiles(
     """Measure all candidates for the formats of these matrices.
 
     Args:
-        tiles: What is known already; other formats stay.
+        tiles: Earlier results; those of other formats stay.
         hidden: Number of tokens -> hidden states.
-        make: Experts of these matrices that use given tiles.
+        make: Experts of these matrices with given tiles.
     """
     layouts = matrices.layouts()
     assert layouts is not None, "the matrices of a layer's experts are stored the same"
@@ -118,7 +114,7 @@ def measure_tiles(
             try:
                 seconds[shape] = time_call(partial(experts, hidden_TH, *routing))
             except CapacityError:
-                continue  # too large a tile for this GPU
+                continue  # the tile is too large for this GPU
         if seconds:
             chosen |= dict.fromkeys(keys, min(seconds, key=seconds.__getitem__))
     return replace(tiles, chosen=MappingProxyType(chosen))
@@ -131,22 +127,22 @@ def _with(tiles: TileTable, shapes: Mapping[TileKey, TileShape]) -> TileTable:
 def balanced_routing(
     num_tokens: int, num_experts: int, top_k: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Experts in turn, with equal weights: ids int32 and weights float32, [T, K]."""
+    """Round-robin experts with equal weights: ids int32 and weights float32, [T, K]."""
     rows_R = torch.arange(num_tokens * top_k, dtype=torch.int32, device=device)
     ids_TK = (rows_R % num_experts).view(num_tokens, top_k)
     return ids_TK, torch.full(ids_TK.shape, 1 / top_k, device=device)
 
 
-SECONDS = 0.05  # of each tile
-WEIGHT_SHARE = 0.5  # of the free memory of the device; the rest is for rows and their products
+SECONDS = 0.05  # per tile
+WEIGHT_SHARE = 0.5  # of free device memory; the rest is for rows and their products
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketTiles:
-    """What was chosen for one number of tokens.
+    """The choice for one number of tokens.
 
     Attributes:
-        usual_s: Seconds of a layer with the usual tile.
+        usual_s: Seconds of a layer with the default tile.
     """
 
     tokens_per_expert: int
@@ -158,11 +154,11 @@ class BucketTiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLayer:
-    """The experts of a layer on the device, as many as fit.
+    """As many experts of a layer as fit on the device.
 
     Attributes:
-        moe: Numbers of the layer, with as many experts as there are matrices.
-        matrices: Random, stored as the model's are.
+        moe: The layer's numbers, with as many experts as there are matrices.
+        matrices: Random, in the model's storage format.
     """
 
     moe: MoeSpec
@@ -174,10 +170,10 @@ class ExpertLayer:
     def of(
         cls, spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_bytes: float
     ) -> "ExpertLayer":
-        """The first layer that has experts; fewer of them where all take more than `max_bytes`.
+        """The first layer with experts, reduced to what fits in `max_bytes`.
 
         Raises:
-            ConfigError: The model has no experts, or not as many fit as one token takes.
+            ConfigError: The model has no experts, or fewer than top-k experts fit.
         """
         i, moe = _first_experts(spec)
         weights = DummyWeights(spec, dtype)
@@ -198,7 +194,7 @@ class ExpertLayer:
         """Refuse a layer that the kernels do not compute.
 
         Raises:
-            ConfigError: Its activation or how it is stored is none of theirs, or the GPU is old.
+            ConfigError: The activation, the storage format or the GPU is not supported.
         """
         moe = self.moe
         if not grouped_experts_are_used(self.matrices, moe.activation, self.dtype, clamp_of(moe)):
@@ -209,7 +205,7 @@ class ExpertLayer:
             )
 
     def buckets(self, capability: tuple[int, int]) -> tuple[int, ...]:
-        """Tokens per expert for which the kernels are used on a GPU (see `DispatchByBatchSize`)."""
+        """Tokens per expert for which a GPU uses the kernels (`DispatchByBatchSize`)."""
         is_turing = capability < TENSOR_CORES_SINCE and self.dtype == torch.float16
         return tuple(
             bucket for bucket in BUCKETS if bucket <= MAX_SMALL_BATCH_TOKENS or not is_turing
@@ -222,7 +218,7 @@ def measure_layer(
     """Measure the tiles of a layer; yields after each number of tokens, to be stored.
 
     Args:
-        tiles: What is known: kept, and not measured anew unless `is_again`.
+        tiles: Earlier results, measured again only if `is_again`.
     """
     layouts = layer.matrices.layouts()
     assert layouts is not None, "the matrices of a layer's experts are stored the same"
@@ -249,14 +245,14 @@ def measure_layer(
             yield BucketTiles(
                 tokens_per_expert=bucket,
                 shape=tiles.shape(layouts[0], bucket),
-                usual_s=seconds[0],  # the usual tile is the first candidate
+                usual_s=seconds[0],  # the default tile is the first candidate
                 best_s=min(seconds),
                 tiles=tiles,
             )
 
 
 def time_on(api: CudaApi[StreamT, EventT], stream: StreamT) -> TimeCall:
-    """Times calls on a stream, on which their data was made; the first call compiles."""
+    """Times calls on the stream on which their data was made; the first call compiles."""
 
     def time_call(call: Callable[[], Tensor]) -> float:
         StreamRun(api, stream, [call]).seconds()
