@@ -1,4 +1,4 @@
-"""What decides a part of the GPU suite, and its result."""
+"""Settings and results of the GPU suite."""
 
 import hashlib
 import json
@@ -23,20 +23,20 @@ from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS
 from raymoe.specs.workload import Workload
 
-# Part of the key of a result: raise it when what is measured, or how, changes.
+# Part of the key of a result; raise it when the measurements change.
 FORMAT = 1
 
 
 class SkipPartError(RaymoeError):
-    """A part that cannot be run here; says what it needs."""
+    """A part that cannot run here; says what it needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
-    """Which node, and how much of it.
+    """The node and the share of it to use.
 
     Attributes:
-        hardware: Preset whose pace the emulated device takes on; None on a GPU.
+        hardware: Preset whose rates the emulated device imitates; None on a GPU.
         device_memory_bytes: Cap; None for what is free.
         host_memory_bytes: Cap; None for what is available.
     """
@@ -60,8 +60,8 @@ class PartSettings:
     """One shape, workload and contender on one node.
 
     Attributes:
-        limit_s: After which the part has failed.
-        max_rows: No more rows than that, however fast.
+        limit_s: Time after which the part fails.
+        max_rows: Upper bound, however fast the contender is.
     """
 
     node: NodeSettings
@@ -78,7 +78,7 @@ class PartSettings:
 
     @property
     def file_name(self) -> str:
-        """Of its pictures and its log, without what they end in."""
+        """Base name of pictures and log."""
         return f"{self.shape}-{self.workload}-{self.contender}-{self.key[:8]}"
 
     @property
@@ -96,13 +96,7 @@ class PartSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowStatistics:
-    """Lengths of rows; the same for any number of them.
-
-    Attributes:
-        min_prompt: Tokens of the shortest prompt.
-        mean_prompt: Mean tokens of a prompt.
-        max_prompt: Tokens of the longest one.
-    """
+    """Row lengths, independent of the number of rows; `generated_tokens` is the same for all."""
 
     min_prompt: int
     mean_prompt: int
@@ -110,10 +104,10 @@ class RowStatistics:
     generated_tokens: int
 
     def prompt_lengths(self, num_rows: int) -> list[int]:
-        """Tokens of each prompt, in a fixed shuffled order.
+        """Prompt tokens per row in a fixed shuffled order.
 
-        Quantiles of the power law that has the least, the mean and the largest length: the
-        published statistics say no more.
+        The lengths are quantiles of the power law with the given minimum, mean and maximum, which
+        is all that published statistics give.
         """
         span = self.max_prompt - self.min_prompt
         if not span:
@@ -144,7 +138,7 @@ DEFAULT_WORKLOADS = ("mtbench-64", "512-256")
 Config = Mapping[str, object]
 
 BYTES_PER_ELEMENT = 2
-# Of the host memory; the rest is for KV.
+# Share of host memory; the rest is for KV.
 WEIGHT_SHARE = 0.8
 
 _TINY: Config = {
@@ -188,7 +182,7 @@ def write_shape(name: str, num_layers: int, directory: Path) -> Path:
 
 
 def layers_that_fit(name: str, node: HardwareSpec, generated_tokens: int, seconds: float) -> int:
-    """Layers of a shape whose weights fit the host, and stream once for each token in the time.
+    """Layers that fit the host and can stream once per generated token in `seconds`.
 
     Args:
         node: With the memory that may be used.
@@ -220,10 +214,10 @@ PLANNER = "planner"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleContender:
-    """Our engine by one schedule.
+    """Our engine with one schedule.
 
     Attributes:
-        choose: That policy; None for our planner's.
+        choose: The paper's policy; None for our planner's.
     """
 
     schedule: str
@@ -231,10 +225,10 @@ class ScheduleContender:
     choose: Callable[[PaperPolicies], Policy] | None = None
 
     def plan(self, model: ModelSpec, node: HardwareSpec, workload: Workload) -> tuple[Plan, str]:
-        """The plan of a job, and whose policy that is.
+        """The plan of a job and the source of its policy.
 
-        Where the paper has no policy for the model or the node, our planner chooses one for the
-        paper's schedule, and the name says so.
+        If the paper has no policy for the model or node, our planner chooses one for the paper's
+        schedule, and the returned name says so.
 
         Raises:
             InfeasiblePlanError: Nothing fits.
@@ -282,7 +276,6 @@ GPU_CONTENDERS = (*SCHEDULES, ACCELERATE)
 
 
 def longest_row(workload: Workload) -> int:
-    """Tokens of the longest row at its end."""
     return max(prompt + generated for prompt, generated in workload.row_lengths)
 
 
@@ -304,12 +297,12 @@ class BusyShares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedFigures:
-    """What a plan said, and what was moved by it; only of our engine.
+    """Predictions and transfers of our engine's run.
 
     Attributes:
         predicted_s: Seconds of the job, from the plan.
-        steps_predicted_s: Of the steps that were run, from the cost model.
-        link_bytes_per_s: Weights over the time in which their pages were copied; 0 where none were.
+        steps_predicted_s: Seconds of the executed steps, from the cost model.
+        link_bytes_per_s: Weights over the time of their page copies; 0 without copies.
     """
 
     predicted_s: float
@@ -322,17 +315,16 @@ class PredictedFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What was measured.
+    """Measured figures.
 
     Attributes:
-        prefill_s: The job with one new token for each row.
-        num_measured_steps: Decode steps that were measured; where they are fewer than those of the
-            job, its time is that of the prefill and of as many mean steps.
+        prefill_s: The job with one new token per row.
+        num_measured_steps: Measured decode steps; with fewer than the job has, the job's time is
+            the prefill plus all steps at their mean.
         pinned_bytes_per_s: Copies from pinned memory to the device, measured just before.
         bound_s: The job at the limits of the node.
-        device_peak_bytes: Most device memory that torch reserved; 0 where there is none.
-        peak_rss_bytes: Most host memory of the process.
-        model: What our engine says besides.
+        device_peak_bytes: Peak reserved by torch; 0 without a GPU.
+        model: Predictions, for our engine only.
     """
 
     schedule: str
@@ -360,14 +352,13 @@ class Figures:
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Tokens beyond the first of each row over the time beyond the prefill; 0 without any."""
+        """Tokens after each row's first over the time after the prefill; 0 without any."""
         decode_s = self.total_s - self.prefill_s
         decoded = self.generated_tokens - self.num_rows
         return decoded / decode_s if decode_s > 0 else 0.0
 
     @property
     def share_of_bound(self) -> float:
-        """Time at the limits of the node over the time it took."""
         return self.bound_s / self.total_s
 
 
@@ -376,10 +367,9 @@ class PartResult:
     """One line of results.
 
     Attributes:
-        reason: Why there are no figures; empty where there are.
-        whole_layers: Of the published model, of which the settings say how many were taken.
-        device_name: As the driver calls it, or the preset.
-        figures: None unless it is done.
+        reason: Why there are no figures; empty otherwise.
+        whole_layers: Layers of the published model; `settings.num_layers` of them were used.
+        device_name: The driver's name, or the preset.
     """
 
     key: str
@@ -393,7 +383,7 @@ class PartResult:
     figures: Figures | None = None
 
     def to_json(self) -> str:
-        """One line, with the derived figures for other programs."""
+        """One line, with derived figures for other programs."""
         derived = {}
         if self.figures is not None:
             names = ("tokens_per_s", "prefill_tokens_per_s", "decode_tokens_per_s")
@@ -402,11 +392,7 @@ class PartResult:
 
     @classmethod
     def from_json(cls, line: str) -> Self:
-        """Read what `to_json` wrote.
-
-        Raises:
-            ConfigError: It is something else.
-        """
+        """Read what `to_json` wrote; raises ConfigError for anything else."""
         try:
             fields = json.loads(line)
         except ValueError as error:
@@ -417,10 +403,10 @@ class PartResult:
 
 
 def read_results(path: Path) -> list[PartResult]:
-    """Results of a file in their order; of equal settings the latest, where the first was.
+    """Results of a file; the latest of equal settings takes the place of the first.
 
     Raises:
-        ConfigError: A line is something else; says which.
+        ConfigError: Names the invalid line.
     """
     latest: dict[str, PartResult] = {}
     for number, line in enumerate(_lines(path), 1):
@@ -433,7 +419,7 @@ def read_results(path: Path) -> list[PartResult]:
 
 
 def append_result(path: Path, result: PartResult) -> None:
-    """Add a line; readers see it whole or not at all."""
+    """Append a line atomically for readers."""
     text = "".join(f"{line}\n" for line in (*_lines(path), result.to_json()))
     keep(path, lambda written: written.write_text(text))
 

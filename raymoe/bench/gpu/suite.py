@@ -1,4 +1,4 @@
-"""Runs the parts of the GPU suite one after another, each in a process with a time limit."""
+"""Run the parts of the GPU suite in turn, each in a process with a time limit."""
 
 import os
 import signal
@@ -32,19 +32,19 @@ from raymoe.units import format_seconds
 Report = Callable[[str], None]
 
 RESULTS = "gpu.jsonl"
-# Of the limit of a part: what the weights of all steps may take on the link. Schedules that wait
+# Share of a part's limit that the weights of all steps may take on the link. Schedules that wait
 # for them take up to twice that.
 LINK_SHARE = 0.3
-SIGNALLED = 128  # and the number: how shells say that a signal ended a program
-NODE_LIMIT_S = 300.0  # the profile of a machine takes a minute
+SIGNALLED = 128  # plus the signal number: exit status of a signalled program in shells
+NODE_LIMIT_S = 300.0  # profiling a machine takes a minute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteSettings:
-    """What to run.
+    """Parts to run.
 
     Attributes:
-        num_layers: Of every shape; None for as many as fit memory and time.
+        num_layers: Per shape; None for as many as fit memory and time.
         is_again: Whether parts with a result run again.
     """
 
@@ -58,7 +58,7 @@ class SuiteSettings:
     is_again: bool
 
     def parts(self, node: HardwareSpec) -> list[PartSettings]:
-        """All parts, contenders of one shape and workload together."""
+        """All parts; contenders of one shape and workload are adjacent."""
         return [
             PartSettings(
                 node=self.node,
@@ -80,14 +80,14 @@ class SuiteSettings:
 
 
 def run_gpu_suite(suite: SuiteSettings, out: Path, report: Report) -> Iterator[PartResult]:
-    """Yield the result of every part, of those that have one already, too.
+    """Yield the result of every part, including stored ones.
 
     Args:
-        out: Where results, pictures and logs are kept.
-        report: Told what is being done.
+        out: Directory of results, pictures and logs.
+        report: Receives progress messages.
 
     Raises:
-        ConfigError: The file of results is not one.
+        ConfigError: The file of results is invalid.
         ExecutionError: The node cannot be found.
     """
     (out / "logs").mkdir(parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ def _results(suite: SuiteSettings, out: Path, report: Report) -> Iterator[PartRe
 def run_in_process(
     part: PartSettings, node: HardwareSpec, node_file: Path, out: Path
 ) -> PartResult:
-    """Run a part; a process that ends without a result, or does not end, has failed."""
+    """Run a part; a process without a result, or past its time limit, counts as failed."""
     log = out / "logs" / f"{part.file_name}.log"
     module = [sys.executable, "-m", "raymoe.bench.gpu.part"]
     arguments = [part.to_json(), str(node_file), str(out)]
@@ -164,7 +164,7 @@ def _measure_node(settings: NodeSettings, file: Path, log: Path) -> HardwareSpec
 
 
 def _run(command: Sequence[str], log: Path, limit_s: float) -> tuple[int | None, str]:
-    """Status and output of a process; no status if it had to be ended, with all that it started."""
+    """Exit status and output; no status if the process group had to be killed."""
     with (
         log.open("w") as errors,
         subprocess.Popen(
