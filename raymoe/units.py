@@ -45,7 +45,8 @@ def format_seconds(seconds: float) -> str:
 def parse_bytes(text: str) -> int:
     """Read a capacity such as "192GiB", "16 GB" or "1024"; raises ValueError.
 
-    >>> parse_bytes("1.5GiB") == 3 * GIB // 2 True
+    >>> parse_bytes("1.5GiB") == 3 * GIB // 2
+    True
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS:
