@@ -36,24 +36,15 @@ _FLOAT32_EXPONENT_BIT = 23
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Codes:
-    """A matrix [O, I] whose elements are (number of the code - zero) * scale.
+    """A matrix [O, I] whose elements are (number of the code - zero) * scale."""
 
-    Attributes:
-        kind: The number format of codes.
-        codes_OI: uint8, one per element, with any strides.
-        scales_BG: float16, bfloat16 or float32; or uint8, exponents of two plus 127 (E8M0).
-        group_size: Inputs that share a scale.
-        block_rows: Outputs that share a scale.
-        zeros_OG: uint8, for int4 only; None: 8.
-        order_I: int32, the group of each input; None: neighbours, `group_size` each.
-    """
-
-    kind: CodeKind
-    codes_OI: Tensor
-    scales_BG: Tensor
-    group_size: int
-    block_rows: int = 1
-    zeros_OG: Tensor | None = None
+    kind: CodeKind  # the number format of codes
+    codes_OI: Tensor  # uint8, one per element, with any strides
+    scales_BG: Tensor  # float16, bfloat16 or float32; or uint8, exponents of two plus 127 (E8M0)
+    group_size: int  # inputs that share a scale
+    block_rows: int = 1  # outputs that share a scale
+    zeros_OG: Tensor | None = None  # uint8, for int4 only; None: 8
+    # int32, the group of each input; None: neighbours, `group_size` each
     order_I: Tensor | None = None
 
 
@@ -133,15 +124,11 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoredMatrix:
-    """A matrix [O, I] that is decoded where it is used.
-
-    Attributes:
-        pieces: By `Piece.name`; views of a file, of host or of device memory.
-    """
+    """A matrix [O, I] that is decoded where it is used."""
 
     format: WeightFormat
     shape: tuple[int, int]
-    pieces: Mapping[str, Tensor]
+    pieces: Mapping[str, Tensor]  # by `Piece.name`; views of a file, of host or of device memory
 
     @classmethod
     def without_data(cls, stored: WeightFormat, shape: tuple[int, int]) -> Self:

@@ -167,16 +167,11 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """Values over time.
-
-    Attributes:
-        points: Seconds since the start, and value.
-        is_total: Whether it is the sum of the other lines, drawn thick.
-    """
+    """Values over time."""
 
     name: str
-    points: tuple[Point, ...]
-    is_total: bool = False
+    points: tuple[Point, ...]  # seconds since the start, and value
+    is_total: bool = False  # whether it is the sum of the other lines, drawn thick
 
 
 def draw_series(

@@ -123,18 +123,14 @@ LIMITS_SECONDS = 0.4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelRate:
-    """Medians over the repetitions.
-
-    Attributes:
-        share_of_limit: Roofline time of a call at the measured bandwidth and bfloat16 peak, over
-            its actual time.
-    """
+    """Medians over the repetitions."""
 
     kernel: str
     case: str
     bytes_per_s: float
     flop_per_s: float
     is_memory_bound: bool
+    # roofline time of a call at the measured bandwidth and bfloat16 peak, over its actual time
     share_of_limit: float
     limits: Limits
 

@@ -32,17 +32,11 @@ TARGET_S = 40e-6  # a task of a decode step takes at least some hundred microsec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneLatency:
-    """Seconds between dependent empty tasks.
+    """Seconds between dependent empty tasks."""
 
-    Attributes:
-        same_lane_s: Median if the next task is on the same lane.
-        other_lane_s: Median if it is on another lane, whose thread sleeps until then.
-        other_lane_p99_s: 99th percentile of that.
-    """
-
-    same_lane_s: float
-    other_lane_s: float
-    other_lane_p99_s: float
+    same_lane_s: float  # median if the next task is on the same lane
+    other_lane_s: float  # median if it is on another lane, whose thread sleeps until then
+    other_lane_p99_s: float  # 99th percentile of that
 
     def __str__(self) -> str:
         return (
@@ -119,19 +113,13 @@ Job = Sequence[StepPair]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindTimes:
-    """Predicted and measured seconds of all steps of one kind.
-
-    Attributes:
-        predicted_s: Total over the steps.
-        measured_s: Total over the steps, median over runs.
-        gap_by_op: Predicted over measured seconds per operation, minus 1.
-    """
+    """Predicted and measured seconds of all steps of one kind."""
 
     kind: str
     num_steps: int
-    predicted_s: float
-    measured_s: float
-    gap_by_op: Mapping[str, float]
+    predicted_s: float  # total over the steps
+    measured_s: float  # total over the steps, median over runs
+    gap_by_op: Mapping[str, float]  # predicted over measured seconds per operation, minus 1
 
     @property
     def gap(self) -> float:

@@ -25,14 +25,7 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One contender on one shape and workload: medians over the repetitions.
-
-    Attributes:
-        prefill_s: Time of the job with one new token per row; None if not measured.
-        predicted_s: Prediction of the contender's own plan, if it has one.
-        share_of_bound: Time of the job at the limits measured around each run, over its actual
-            time.
-    """
+    """One contender on one shape and workload: medians over the repetitions."""
 
     shape: str
     workload: str
@@ -40,11 +33,12 @@ class Result:
     num_rows: int
     prompt_tokens: int
     generated_tokens: int
-    prefill_s: float | None
-    predicted_s: float | None
+    prefill_s: float | None  # time of the job with one new token per row; None if not measured
+    predicted_s: float | None  # prediction of the contender's own plan, if it has one
     total_s: float
     total_s_min: float
     total_s_max: float
+    # time of the job at the limits measured around each run, over its actual time
     share_of_bound: float
     limits: Limits
     peak_rss_bytes: int

@@ -178,17 +178,13 @@ ATTENTION_BATCH, ATTENTION_CONTEXT = 128, 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceJobs:
-    """Calls to enqueue on a stream.
-
-    Attributes:
-        reads: Copies within the device; each reads and writes `read_bytes`.
-    """
+    """Calls to enqueue on a stream."""
 
     products: Sequence[Sequence[Call]]
     product_parameters: int
     experts: Sequence[Sequence[Call]]
     expert_parameters: int
-    reads: Sequence[Call]
+    reads: Sequence[Call]  # copies within the device; each reads and writes `read_bytes`
     read_bytes: int
 
 

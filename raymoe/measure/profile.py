@@ -31,18 +31,12 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Properties that measurements depend on.
-
-    Attributes:
-        num_threads: Threads that run the kernels.
-        memory_gib: Memory of the machine or its control group, rounded.
-        gpu: Name of the GPU; empty without one.
-    """
+    """Properties that measurements depend on."""
 
     cpu_model: str
-    num_threads: int
-    memory_gib: int
-    gpu: str = ""
+    num_threads: int  # threads that run the kernels
+    memory_gib: int  # memory of the machine or its control group, rounded
+    gpu: str = ""  # name of the GPU; empty without one
     gpu_driver: str = ""
 
     @property

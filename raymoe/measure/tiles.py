@@ -139,32 +139,23 @@ WEIGHT_SHARE = 0.5  # of free device memory; the rest is for rows and their prod
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketTiles:
-    """The choice for one number of tokens.
-
-    Attributes:
-        usual_s: Seconds of a layer with the default tile.
-    """
+    """The choice for one number of tokens."""
 
     tokens_per_expert: int
     shape: TileShape
-    usual_s: float
+    usual_s: float  # seconds of a layer with the default tile
     best_s: float
     tiles: TileTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLayer:
-    """As many experts of a layer as fit on the device.
+    """As many experts of a layer as fit on the device."""
 
-    Attributes:
-        moe: The layer's numbers, with as many experts as there are matrices.
-        matrices: Random, in the model's storage format.
-    """
-
-    moe: MoeSpec
+    moe: MoeSpec  # the layer's numbers, with as many experts as there are matrices
     hidden_size: int
     dtype: torch.dtype
-    matrices: ExpertMatrices
+    matrices: ExpertMatrices  # random, in the model's storage format
 
     @classmethod
     def of(

@@ -19,18 +19,13 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelJob:
-    """Calls of one kernel, each on separate data so that caches are cold.
-
-    Attributes:
-        bytes_per_call: Bytes that a call must read at least once.
-        flop_per_call: Two per multiply-add.
-    """
+    """Calls of one kernel, each on separate data so that caches are cold."""
 
     kernel: str
     case: str
     calls: Sequence[Callable[[], object]]
-    bytes_per_call: float
-    flop_per_call: float
+    bytes_per_call: float  # bytes that a call must read at least once
+    flop_per_call: float  # two per multiply-add
 
     @property
     def intensity_flop_per_byte(self) -> float:

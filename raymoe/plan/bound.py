@@ -80,20 +80,13 @@ class Limit(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceBound:
-    """Least seconds that each part of the node needs; the longest binds.
-
-    Attributes:
-        link_s: Weights over the link from host to device.
-        host_memory_s: Reads of weights and KV from host memory.
-        gpu_s: Operations on GPU and CPU cores together.
-        gpu_memory_s: Reads of weights from device memory.
-    """
+    """Least seconds that each part of the node needs; the longest binds."""
 
     num_steps: float
-    link_s: float
-    host_memory_s: float
-    gpu_s: float
-    gpu_memory_s: float
+    link_s: float  # weights over the link from host to device
+    host_memory_s: float  # reads of weights and KV from host memory
+    gpu_s: float  # operations on GPU and CPU cores together
+    gpu_memory_s: float  # reads of weights from device memory
 
     @property
     def seconds(self) -> float:

@@ -25,22 +25,14 @@ TASK_OVERHEAD_S = 50e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """Token counts of a step.
-
-    Attributes:
-        attention_pairs: Pairs of a query token and a context token it attends to.
-        context_tokens: Context tokens whose KV is read, summed over sequences.
-        logit_rows: Tokens whose logits are computed.
-        prefill_tokens: Prompt tokens among `tokens`.
-        prefill_pairs: Pairs of prompt tokens among `attention_pairs`.
-    """
+    """Token counts of a step."""
 
     tokens: float
-    attention_pairs: float
-    context_tokens: float
-    logit_rows: float
-    prefill_tokens: float = 0.0
-    prefill_pairs: float = 0.0
+    attention_pairs: float  # pairs of a query token and a context token it attends to
+    context_tokens: float  # context tokens whose KV is read, summed over sequences
+    logit_rows: float  # tokens whose logits are computed
+    prefill_tokens: float = 0.0  # prompt tokens among `tokens`
+    prefill_pairs: float = 0.0  # pairs of prompt tokens among `attention_pairs`
 
     @property
     def decode_rows(self) -> float:

@@ -32,20 +32,13 @@ STAGED_COPIES, DIRECT_COPIES = 3, 1
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """Rates of one step.
-
-    Attributes:
-        is_16_bit: Whether activations have 16 bits, as in the measurements.
-        page_bytes: Mean bytes of weights per layer that cross the link.
-        read_bytes: Mean bytes of KV per layer that the CPU reads.
-        is_staged: Whether pages go through a pinned staging ring.
-    """
+    """Rates of one step."""
 
     hardware: HardwareSpec
-    is_16_bit: bool
-    page_bytes: float
-    read_bytes: float
-    is_staged: bool
+    is_16_bit: bool  # whether activations have 16 bits, as in the measurements
+    page_bytes: float  # mean bytes of weights per layer that cross the link
+    read_bytes: float  # mean bytes of KV per layer that the CPU reads
+    is_staged: bool  # whether pages go through a pinned staging ring
 
     @property
     def host_bytes_per_s(self) -> float:
@@ -131,12 +124,6 @@ PEER_STEP_S = 10e-6  # our estimate, of NCCL over PCIe
 class DeviceCost:
     """Cost model of one step on a node with a GPU.
 
-    Attributes:
-        page_bytes: Bytes of each page of weights per layer (`PageCut.page_bytes`); empty without
-            streaming.
-        micro_batches_per_group: Micro-batches that share one launch of the experts.
-        is_staged: Whether pages go through a pinned staging ring.
-
     Raises:
         ConfigError: The node has no GPU, or the shape of the step is invalid.
     """
@@ -144,9 +131,10 @@ class DeviceCost:
     work: ModelWork
     hardware: HardwareSpec
     micro_batches: tuple[MicroBatchShape, ...]
+    # bytes of each page of weights per layer (`PageCut.page_bytes`); empty without streaming
     page_bytes: tuple[tuple[int, ...], ...] = ()
-    micro_batches_per_group: int = 1
-    is_staged: bool = False
+    micro_batches_per_group: int = 1  # micro-batches that share one launch of the experts
+    is_staged: bool = False  # whether pages go through a pinned staging ring
 
     def __post_init__(self) -> None:
         if not self.hardware.has_gpu:

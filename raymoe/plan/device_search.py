@@ -29,20 +29,13 @@ from raymoe.units import ceil_div
 
 @dataclass(frozen=True, slots=True, order=True)
 class SearchPoint:
-    """One candidate setting.
+    """One candidate setting."""
 
-    Attributes:
-        batch_share: Live sequences over the maximum that memory and workload allow, 0..1.
-        is_grouped: Whether one expert launch covers all micro-batches of a step.
-        look_ahead: Micro-batches whose attention runs ahead of the experts.
-        cpu_attention_fraction: Share of the decoding sequences that attend on the CPU.
-    """
-
-    batch_share: float
+    batch_share: float  # live sequences over the maximum that memory and workload allow, 0..1
     num_micro_batches: int
-    is_grouped: bool
-    look_ahead: int
-    cpu_attention_fraction: float
+    is_grouped: bool  # whether one expert launch covers all micro-batches of a step
+    look_ahead: int  # micro-batches whose attention runs ahead of the experts
+    cpu_attention_fraction: float  # share of the decoding sequences that attend on the CPU
     max_num_batched_tokens: int
 
 

@@ -269,16 +269,11 @@ class DeviceStep:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """The last layers of a model (the first may be dense).
-
-    Attributes:
-        cut: Pages of these layers, scaled to the mean size over all layers.
-        layer_kinds: For each layer, the index of the first equal layer.
-    """
+    """The last layers of a model (the first may be dense)."""
 
     work: ModelWork
-    cut: PageCut
-    layer_kinds: tuple[int, ...]
+    cut: PageCut  # pages of these layers, scaled to the mean size over all layers
+    layer_kinds: tuple[int, ...]  # for each layer, the index of the first equal layer
 
     @classmethod
     def of(cls, work: ModelWork, cut: PageCut, count: int) -> "_Sample":

@@ -20,14 +20,10 @@ NEVER = sys.maxsize  # a step that no job reaches
 
 @dataclass(slots=True)
 class GrowingRows:
-    """Sequences that each grow by one token per step.
-
-    Attributes:
-        offset: Sum of their tokens, extrapolated back to step 0.
-    """
+    """Sequences that each grow by one token per step."""
 
     count: int = 0
-    offset: float = 0.0
+    offset: float = 0.0  # sum of their tokens, extrapolated back to step 0
 
     def tokens(self, step: int) -> float:
         return self.offset + self.count * step
@@ -114,20 +110,13 @@ NO_CONTEXT: Bracket = ((0.0, 1.0),)
 
 @dataclass
 class StepTimes:
-    """Seconds of any step up to a maximum size, interpolated between simulated loads.
-
-    Attributes:
-        max_rows: Decoding sequences of the largest step.
-        max_prompt_tokens: Prompt tokens of the largest step.
-        contexts: Mean decode contexts to simulate, ascending.
-        prompt_chunk: Prompt tokens per sequence and step.
-    """
+    """Seconds of any step up to a maximum size, interpolated between simulated loads."""
 
     model: StepModel
-    max_rows: float
-    max_prompt_tokens: float
-    contexts: tuple[float, ...]
-    prompt_chunk: float
+    max_rows: float  # decoding sequences of the largest step
+    max_prompt_tokens: float  # prompt tokens of the largest step
+    contexts: tuple[float, ...]  # mean decode contexts to simulate, ascending
+    prompt_chunk: float  # prompt tokens per sequence and step
     _known: dict[tuple[float, float, float], float] = field(default_factory=dict)
 
     def __call__(self, load: StepLoad) -> float:

@@ -31,18 +31,12 @@ class LayerBytes(NamedTuple):
     """Bytes of a layer's weights by reader, in multiples of `PART_ALIGNMENT`.
 
     A tuple, because the search looks up the cut of all layers often and tuples hash fast.
-
-    Attributes:
-        attention: Norms, Q, K, V and O projections, router.
-        shared: Shared expert and its gate; 0 without one.
-        expert: One expert, or the dense network.
-        num_experts: 1 in a dense layer.
     """
 
-    attention: int
-    shared: int
-    expert: int
-    num_experts: int
+    attention: int  # norms, Q, K, V and O projections, router
+    shared: int  # shared expert and its gate; 0 without one
+    expert: int  # one expert, or the dense network
+    num_experts: int  # 1 in a dense layer
 
     @classmethod
     def of(cls, model: ModelSpec, i: int, bytes_per_element: int) -> Self:

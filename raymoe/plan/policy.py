@@ -93,13 +93,9 @@ class Policy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Needs of one memory, by purpose.
+    """Needs of one memory, by purpose."""
 
-    Attributes:
-        memory: For messages, such as "host memory".
-    """
-
-    memory: str
+    memory: str  # for messages, such as "host memory"
     parts: tuple[tuple[str, int], ...]
 
     @property

@@ -140,17 +140,13 @@ class HostStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSearch:
-    """Chooses sizes on a node without a GPU.
-
-    Attributes:
-        weight_bytes: All weights in kernel form, mapped or packed.
-    """
+    """Chooses sizes on a node without a GPU."""
 
     model: ModelSpec
     work: ModelWork
     hardware: HardwareSpec
     workload: Workload
-    weight_bytes: int
+    weight_bytes: int  # all weights in kernel form, mapped or packed
     max_model_len: int
 
     def footprint(self, policy: Policy) -> Footprint:

@@ -47,30 +47,21 @@ class Matrices(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWork:
-    """One layer; `pre`, `post` and `router` are the projections around attention.
-
-    Attributes:
-        post: Projections after attention, without the router.
-        router: Empty in a dense layer.
-        pair_flop: Per pair of a decoding token and a context token, all heads.
-        prefill_pair_flop: Per pair of a prompt token and a context token, all heads.
-        query_width: Elements of a decoding token's queries.
-        window: Tokens that a token attends to at most; None for all.
-    """
+    """One layer; `pre`, `post` and `router` are the projections around attention."""
 
     pre: Matrices
-    post: Matrices
-    router: Matrices
+    post: Matrices  # projections after attention, without the router
+    router: Matrices  # empty in a dense layer
     expert: Matrices
     common: Matrices
     num_experts: int
     top_k: int
-    pair_flop: int
-    prefill_pair_flop: int
+    pair_flop: int  # per pair of a decoding token and a context token, all heads
+    prefill_pair_flop: int  # per pair of a prompt token and a context token, all heads
     kv_token_bytes: int
-    query_width: int
+    query_width: int  # elements of a decoding token's queries
     output_width: int
-    window: int | None = None
+    window: int | None = None  # tokens that a token attends to at most; None for all
 
     @classmethod
     def of(cls, model: ModelSpec, i: int, bytes_per_element: int, kv_element_bytes: int) -> Self:
@@ -131,17 +122,13 @@ class LayerWork:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelWork:
-    """All layers and the head.
-
-    Attributes:
-        num_ranks: Ranks that all-reduce the hidden state twice per layer.
-    """
+    """All layers and the head."""
 
     layers: tuple[LayerWork, ...]
     hidden_size: int
     head: Matrices
     bytes_per_element: int
-    num_ranks: int = 1
+    num_ranks: int = 1  # ranks that all-reduce the hidden state twice per layer
 
     @classmethod
     def of(
@@ -224,21 +211,13 @@ def _by_reader(layer: LayerSpec, hidden_size: int) -> dict[str, list[tuple[str, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """Attention on one side, host or device; means may be fractions.
+    """Attention on one side, host or device; means may be fractions."""
 
-    Attributes:
-        rows: New tokens, whose KV is appended and which attend.
-        decode_rows: Decoding tokens among `rows`.
-        pairs: Pairs of a decoding token and a token it attends to.
-        prompt_pairs: Pairs of a prompt token and a token it attends to.
-        context_tokens: Tokens whose KV is read, summed over sequences, new ones included.
-    """
-
-    rows: float = 0.0
-    decode_rows: float = 0.0
-    pairs: float = 0.0
-    prompt_pairs: float = 0.0
-    context_tokens: float = 0.0
+    rows: float = 0.0  # new tokens, whose KV is appended and which attend
+    decode_rows: float = 0.0  # decoding tokens among `rows`
+    pairs: float = 0.0  # pairs of a decoding token and a token it attends to
+    prompt_pairs: float = 0.0  # pairs of a prompt token and a token it attends to
+    context_tokens: float = 0.0  # tokens whose KV is read, summed over sequences, new ones included
 
     def __post_init__(self) -> None:
         for name in ("rows", "decode_rows", "pairs", "prompt_pairs", "context_tokens"):
@@ -284,15 +263,11 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchShape:
-    """Tokens of a micro-batch, by the side that attends.
-
-    Attributes:
-        logit_rows: Tokens whose logits are computed.
-    """
+    """Tokens of a micro-batch, by the side that attends."""
 
     host: AttentionShape = field(default_factory=AttentionShape)
     device: AttentionShape = field(default_factory=AttentionShape)
-    logit_rows: float = 0.0
+    logit_rows: float = 0.0  # tokens whose logits are computed
 
     def __post_init__(self) -> None:
         if self.logit_rows < 0:
@@ -348,18 +323,12 @@ def _decoding(rows: float, context: float) -> AttentionShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLoad:
-    """Tokens of a step; means may be fractions.
+    """Tokens of a step; means may be fractions."""
 
-    Attributes:
-        decode_rows: Sequences that decode a token.
-        decode_context: Tokens of each decoding sequence, the new one included.
-        prompt_chunk: Prompt tokens of one sequence in the step.
-    """
-
-    decode_rows: float = 0.0
-    decode_context: float = 0.0
+    decode_rows: float = 0.0  # sequences that decode a token
+    decode_context: float = 0.0  # tokens of each decoding sequence, the new one included
     prompt_tokens: float = 0.0
-    prompt_chunk: float = 1.0
+    prompt_chunk: float = 1.0  # prompt tokens of one sequence in the step
 
     @property
     def tokens(self) -> float:

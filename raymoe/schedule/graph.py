@@ -106,19 +106,14 @@ class Task:
 class Schedule:
     """Tasks in issue order and their dependencies.
 
-    Attributes:
-        name: The builder's name, such as "in_place".
-        tasks: In issue order; each (op, layer, part) at most once.
-        inputs: Buffers that hold data before the first task.
-
     Raises:
         ScheduleError: A task occurs twice, is on a lane that cannot run it, or reads an unwritten
             buffer; shows the lanes.
     """
 
-    name: str
-    tasks: tuple[Task, ...]
-    inputs: frozenset[Buffer] = frozenset()
+    name: str  # the builder's name, such as "in_place"
+    tasks: tuple[Task, ...]  # in issue order; each (op, layer, part) at most once
+    inputs: frozenset[Buffer] = frozenset()  # buffers that hold data before the first task
 
     def __post_init__(self) -> None:
         check_tasks(self.name, self.tasks, self.inputs)

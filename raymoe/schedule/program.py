@@ -18,17 +18,13 @@ class Step(NamedTuple):
 class LayerPages:
     """The pages of a layer's streamed weights.
 
-    Attributes:
-        num_pages: Pages to load for each step; 0 if all weights are resident.
-        attention_pages: Pages that hold what `pre` and `post` read, ascending.
-        expert_pages: Pages that hold what `experts` reads, ascending; a page may be in both.
-
     Raises:
         ConfigError: A page does not exist, is out of order, or has no reader.
     """
 
-    num_pages: int
-    attention_pages: tuple[int, ...] = ()
+    num_pages: int  # pages to load for each step; 0 if all weights are resident
+    attention_pages: tuple[int, ...] = ()  # pages that hold what `pre` and `post` read, ascending
+    # pages that hold what `experts` reads, ascending; a page may be in both
     expert_pages: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

@@ -98,88 +98,62 @@ class SharedRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeRule:
-    """The experts of a family; strings name fields of the configuration.
-
-    Attributes:
-        sparse_layers: Which layers have experts; the others are dense.
-        has_bias: Whether the projections of the experts have biases.
-        clamp: Fields with gain and limit of the clamped product.
-    """
+    """The experts of a family; strings name fields of the configuration."""
 
     num_experts: str
     expert_hidden: str
     top_k: str = "num_experts_per_tok"
     router: RouterRule = field(default_factory=RouterRule)
     shared: SharedRule | None = None
-    sparse_layers: SparseLayers = "all"
-    has_bias: bool = False
-    clamp: tuple[str, str] | None = None
+    sparse_layers: SparseLayers = "all"  # which layers have experts; the others are dense
+    has_bias: bool = False  # whether the projections of the experts have biases
+    clamp: tuple[str, str] | None = None  # fields with gain and limit of the clamped product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """The properties of a model family; strings that name fields refer to `config.json`.
+    """The properties of a model family; strings that name fields refer to `config.json`."""
 
-    Attributes:
-        architecture: Class that `architectures` of the configuration must name.
-        was_published_with_code: Whether checkpoints older than the transformers class name code of
-            this architecture in `auto_map`.
-        published_architecture: Class name in such checkpoints, if it differs.
-        defaults: Used fields and the configuration class's values for missing ones.
-        nested: Objects whose fields are read as "object.field".
-        aliases: Other names of used fields.
-        ignored: Fields without effect in this family, in addition to `IGNORED`.
-        fixed: Accepted values of further fields, in addition to `FIXED`.
-        norm: Kind of the norms around attention and feed-forward network.
-        has_norm_bias: Whether these norms have biases.
-        is_latent: Whether attention is latent (MLA).
-        context_limit: Field with the context length beyond which attention would be sparse, which
-            is not implemented: longer contexts are refused.
-        full_layer_type: Name in `layer_types` of a layer with full attention.
-        scale: Field with the factor of the attention scores.
-        qk_norm: Norm of queries and keys: none, per head, or over the full width.
-        qk_norm_switch: Field that enables that norm; None: always enabled.
-        needs_full_width: Whether the full-width norm is as wide as the hidden state.
-        qkv_bias: Field that enables biases of the query, key and value projections.
-        output_bias: Field that enables the bias of the output projection.
-        mlp_bias: Field that enables biases of dense and shared feed-forward networks.
-        head_bias: Field that enables the bias of the logits.
-        moe: The experts; None for dense families.
-        windowed_layers: Which layers have a sliding window if `layer_types` is absent.
-        is_window_switched: Whether `use_sliding_window` enables the window.
-        multipliers: Factors of embeddings and residual branches, and divisor of the logits, or the
-            fields that hold them.
-    """
-
-    architecture: str
+    architecture: str  # class that `architectures` of the configuration must name
+    # used fields and the configuration class's values for missing ones
     defaults: Mapping[str, object]
+    # whether checkpoints older than the transformers class name code of this architecture in
+    # `auto_map`
     was_published_with_code: bool = False
-    published_architecture: str | None = None
-    nested: tuple[str, ...] = ()
-    aliases: Mapping[str, str] = field(default_factory=dict)
+    published_architecture: str | None = None  # class name in such checkpoints, if it differs
+    nested: tuple[str, ...] = ()  # objects whose fields are read as "object.field"
+    aliases: Mapping[str, str] = field(default_factory=dict)  # other names of used fields
+    # fields without effect in this family, in addition to `IGNORED`
     ignored: frozenset[str] = frozenset()
+    # accepted values of further fields, in addition to `FIXED`
     fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     rope: RopeRule = field(default_factory=RopeRule)
-    norm: NormKind = "rms"
+    norm: NormKind = "rms"  # kind of the norms around attention and feed-forward network
     norm_eps: float | str = "rms_norm_eps"
-    has_norm_bias: bool = False
-    is_latent: bool = False
+    has_norm_bias: bool = False  # whether these norms have biases
+    is_latent: bool = False  # whether attention is latent (MLA)
+    # field with the context length beyond which attention would be sparse, which is not
+    # implemented: longer contexts are refused
     context_limit: str | None = None
-    full_layer_type: str = "full_attention"
-    scale: str | None = None
-    qk_norm: QkNorm = "none"
-    qk_norm_switch: str | None = None
+    full_layer_type: str = "full_attention"  # name in `layer_types` of a layer with full attention
+    scale: str | None = None  # field with the factor of the attention scores
+    qk_norm: QkNorm = "none"  # norm of queries and keys: none, per head, or over the full width
+    qk_norm_switch: str | None = None  # field that enables that norm; None: always enabled
     is_norm_after_rope: bool = False
-    needs_full_width: bool = False
-    qkv_bias: str | None = None
-    output_bias: str | None = None
+    needs_full_width: bool = False  # whether the full-width norm is as wide as the hidden state
+    qkv_bias: str | None = None  # field that enables biases of the query, key and value projections
+    output_bias: str | None = None  # field that enables the bias of the output projection
+    # field that enables biases of dense and shared feed-forward networks
     mlp_bias: str | None = None
-    head_bias: str | None = None
+    head_bias: str | None = None  # field that enables the bias of the logits
     has_sinks: bool = False
-    moe: MoeRule | None = None
+    moe: MoeRule | None = None  # the experts; None for dense families
+    # which layers have a sliding window if `layer_types` is absent
     windowed_layers: WindowedLayers = "none"
-    is_window_switched: bool = False
+    is_window_switched: bool = False  # whether `use_sliding_window` enables the window
     has_layer_types: bool = False
+    # factors of embeddings and residual branches, and divisor of the logits, or the fields that
+    # hold them
     multipliers: tuple[float | str, ...] = (1.0, 1.0, 1.0)
 
 

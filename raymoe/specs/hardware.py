@@ -19,11 +19,9 @@ class Curve:
 
     A roofline consists of two straight lines on these axes, so the interpolation is exact where
     memory bandwidth limits (the rate grows with the rows) and where operations do (it is constant).
-
-    Attributes:
-        points: Pairs of size and value, all positive, sizes ascending.
     """
 
+    # pairs of size and value, all positive, sizes ascending
     points: tuple[tuple[float, float], ...]
 
     def __post_init__(self) -> None:
@@ -109,24 +107,16 @@ class HostCurves:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceCurves:
-    """Rates of a GPU and its link, alone and concurrently, with 16-bit weights.
+    """Rates of a GPU and its link, alone and concurrently, with 16-bit weights."""
 
-    Attributes:
-        product_flop_per_s: A projection over its rows.
-        expert_flop_per_s: One expert over its rows.
-        duplex_htod_bytes_per_s: Pinned copies while others go the other way.
-        busy_htod_bytes_per_s: Pinned copies while the CPU attends on all cores.
-        busy_attention_bytes_per_s: KV that the CPU reads meanwhile.
-    """
-
-    product_flop_per_s: Curve
-    expert_flop_per_s: Curve
+    product_flop_per_s: Curve  # a projection over its rows
+    expert_flop_per_s: Curve  # one expert over its rows
     pageable_htod_bytes_per_s: float
     pageable_dtoh_bytes_per_s: float
-    duplex_htod_bytes_per_s: float
+    duplex_htod_bytes_per_s: float  # pinned copies while others go the other way
     duplex_dtoh_bytes_per_s: float
-    busy_htod_bytes_per_s: float
-    busy_attention_bytes_per_s: float
+    busy_htod_bytes_per_s: float  # pinned copies while the CPU attends on all cores
+    busy_attention_bytes_per_s: float  # KV that the CPU reads meanwhile
 
     def __post_init__(self) -> None:
         _check_positive(self, [name for name in self.__slots__ if name.endswith("_bytes_per_s")])

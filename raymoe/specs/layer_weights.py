@@ -156,15 +156,10 @@ _NEXT = tuple(f"self_attn.{part}_proj.bias" for part in "qkv")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPart:
-    """Weights that move together.
+    """Weights that move together."""
 
-    Attributes:
-        name: "attention", "common" (dense network or shared expert) or "expert <n>".
-        shapes: By canonical name without the layer's prefix, in memory order.
-    """
-
-    name: str
-    shapes: Mapping[str, Shape]
+    name: str  # "attention", "common" (dense network or shared expert) or "expert <n>"
+    shapes: Mapping[str, Shape]  # by canonical name without the layer's prefix, in memory order
 
     @property
     def num_elements(self) -> int:

@@ -13,17 +13,12 @@ class TokenShapes:
 
     Latent attention has a plain form, used with the weights at hand, and an *absorbed* form, which
     reads only the cache. For grouped-query attention both are the same.
-
-    Attributes:
-        query: Heads and dimensions per head.
-        key: Cached heads and dimensions per head.
-        value: Zero dimensions if values are part of the keys.
     """
 
-    query: tuple[int, int]
+    query: tuple[int, int]  # heads and dimensions per head
     absorbed_query: tuple[int, int]
-    key: tuple[int, int]
-    value: tuple[int, int]
+    key: tuple[int, int]  # cached heads and dimensions per head
+    value: tuple[int, int]  # zero dimensions if values are part of the keys
     output: int
     absorbed_output: int
 
@@ -113,24 +108,17 @@ class LatentAttentionSpec:
     the plain form keys and values are up-projected per head.
 
     Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
-
-    Attributes:
-        q_lora_rank: Width of the query latent; None if queries are projected directly.
-        kv_lora_rank: Width of the latent of keys and values.
-        nope_head_dim: Unrotated dimensions of a query and a key.
-        scale: Factor of the scores, including that of a scaled rope.
-        norm_eps: Epsilon of both latents' RMS norms, not of the layer's norms.
-        has_bias: Biases of the projections into the latents and of the output projection.
     """
 
     num_heads: int
-    q_lora_rank: int | None
-    kv_lora_rank: int
-    nope_head_dim: int
+    q_lora_rank: int | None  # width of the query latent; None if queries are projected directly
+    kv_lora_rank: int  # width of the latent of keys and values
+    nope_head_dim: int  # unrotated dimensions of a query and a key
     rope_head_dim: int
     value_head_dim: int
-    scale: float
-    norm_eps: float
+    scale: float  # factor of the scores, including that of a scaled rope
+    norm_eps: float  # epsilon of both latents' RMS norms, not of the layer's norms
+    # biases of the projections into the latents and of the output projection
     has_bias: bool = False
 
     @property
@@ -208,28 +196,19 @@ class RouterSpec:
 
     The sparse mixer has no scores: it takes the largest logit, weights it by a softmax over the
     logits near it, and repeats this with the rest. Only `jitter` applies to it.
-
-    Attributes:
-        renormalize: Whether the chosen weights are scaled to sum to 1.
-        min_weight_sum: Lower bound of the divisor when renormalising.
-        scale: Final factor of the weights.
-        has_bias: A bias of the logits.
-        has_selection_bias: A bias of the scores that affects only the choice.
-        top_groups: Groups that remain.
-        group_score: Score of a group: its best expert, or the sum of its two best; None with one
-            group.
-        jitter: Sparse mixer: logits are near if they differ by at most twice this fraction.
     """
 
     scoring: Scoring = "softmax"
-    renormalize: bool = True
-    min_weight_sum: float = 0.0
-    scale: float = 1.0
-    has_bias: bool = False
-    has_selection_bias: bool = False
+    renormalize: bool = True  # whether the chosen weights are scaled to sum to 1
+    min_weight_sum: float = 0.0  # lower bound of the divisor when renormalising
+    scale: float = 1.0  # final factor of the weights
+    has_bias: bool = False  # a bias of the logits
+    has_selection_bias: bool = False  # a bias of the scores that affects only the choice
     num_groups: int = 1
-    top_groups: int = 1
+    top_groups: int = 1  # groups that remain
+    # score of a group: its best expert, or the sum of its two best; None with one group
     group_score: GroupScore | None = None
+    # sparse mixer: logits are near if they differ by at most twice this fraction
     jitter: float = 0.0
 
     @property
@@ -274,20 +253,15 @@ class SharedSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec:
-    """A router with top-k choice and gated feed-forward experts.
-
-    Attributes:
-        has_bias: Biases of the three projections of every expert.
-        clamp: Limits of the gated product of the experts.
-    """
+    """A router with top-k choice and gated feed-forward experts."""
 
     num_experts: int
     top_k: int
     expert_hidden: int
     activation: str
     router: RouterSpec
-    has_bias: bool = False
-    clamp: ClampSpec | None = None
+    has_bias: bool = False  # biases of the three projections of every expert
+    clamp: ClampSpec | None = None  # limits of the gated product of the experts
     shared: SharedSpec | None = None
 
 

@@ -112,19 +112,13 @@ _ALWAYS_PLAIN = ("model.embed_tokens.", ROUTER, "mlp.shared_expert_gate.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """Storage formats of a model's matrices.
-
-    Attributes:
-        excluded: Modules that are not quantised.
-        is_head_plain: Whether the head is excluded implicitly.
-        is_experts_only: Whether only routed experts are quantised.
-    """
+    """Storage formats of a model's matrices."""
 
     method: str
     format: WeightFormat
-    excluded: tuple[re.Pattern[str], ...] = ()
-    is_head_plain: bool = True
-    is_experts_only: bool = False
+    excluded: tuple[re.Pattern[str], ...] = ()  # modules that are not quantised
+    is_head_plain: bool = True  # whether the head is excluded implicitly
+    is_experts_only: bool = False  # whether only routed experts are quantised
     _known: dict[str, WeightFormat | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

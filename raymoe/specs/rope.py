@@ -12,62 +12,41 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeRule:
-    """Defaults of a family's rope.
-
-    Attributes:
-        is_partial: Whether the configuration may rotate only a part of a head.
-        is_interleaved: As in `RopeSpec`; the field `rope_interleave` takes precedence.
-        has_alpha: Whether a `dynamic` scaling may have the fixed factor `alpha`.
-        has_mscale: Whether a `longrope` gives factors of cosine and sine for short and long
-            sequences; no other scaling is accepted then.
-    """
+    """Defaults of a family's rope."""
 
     theta: float = 10_000.0
-    is_partial: bool = False
+    is_partial: bool = False  # whether the configuration may rotate only a part of a head
     partial_factor: float = 1.0
-    is_interleaved: bool = False
-    has_alpha: bool = False
+    is_interleaved: bool = False  # as in `RopeSpec`; the field `rope_interleave` takes precedence
+    has_alpha: bool = False  # whether a `dynamic` scaling may have the fixed factor `alpha`
+    # whether a `longrope` gives factors of cosine and sine for short and long sequences; no other
+    # scaling is accepted then
     has_mscale: bool = False
     parameters: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """Rotation of queries and keys, all values resolved.
-
-    Attributes:
-        rotary_dim: Leading dimensions of a head that are rotated.
-        max_position_embeddings: Length from which `dynamic` scales the base.
-        factor: Scaling of positions (linear, dynamic, yarn, llama3).
-        original_max_tokens: Context of the pre-training (yarn, longrope, llama3).
-        beta_fast: Yarn: rotations above which nothing is interpolated.
-        beta_slow: Yarn: rotations below which everything is interpolated.
-        truncate: Yarn: round both bounds to whole dimensions.
-        low_freq_factor: Llama3: bound of the long wavelengths.
-        high_freq_factor: Llama3: bound of the short wavelengths.
-        short_factor: Longrope: divisor per frequency up to `original_max_tokens`.
-        long_factor: Longrope: divisor per frequency beyond it.
-        scale_factor: Factor of the scores of latent attention, included in
-            `LatentAttentionSpec.scale`.
-        is_interleaved: Whether pairs are neighbouring dimensions, instead of half of `rotary_dim`
-            apart.
-    """
+    """Rotation of queries and keys, all values resolved."""
 
     kind: str
     theta: float
-    rotary_dim: int
-    max_position_embeddings: int
-    factor: float = 1.0
-    original_max_tokens: int = 0
+    rotary_dim: int  # leading dimensions of a head that are rotated
+    max_position_embeddings: int  # length from which `dynamic` scales the base
+    factor: float = 1.0  # scaling of positions (linear, dynamic, yarn, llama3)
+    original_max_tokens: int = 0  # context of the pre-training (yarn, longrope, llama3)
     attention_factor: float = 1.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0  # Yarn: rotations above which nothing is interpolated
+    beta_slow: float = 1.0  # Yarn: rotations below which everything is interpolated
+    truncate: bool = True  # Yarn: round both bounds to whole dimensions
+    low_freq_factor: float = 1.0  # Llama3: bound of the long wavelengths
+    high_freq_factor: float = 4.0  # Llama3: bound of the short wavelengths
+    # Longrope: divisor per frequency up to `original_max_tokens`
     short_factor: tuple[float, ...] = ()
-    long_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()  # Longrope: divisor per frequency beyond it
+    # factor of the scores of latent attention, included in `LatentAttentionSpec.scale`
     scale_factor: float = 1.0
+    # whether pairs are neighbouring dimensions, instead of half of `rotary_dim` apart
     is_interleaved: bool = False
 
     @property

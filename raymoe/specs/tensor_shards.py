@@ -43,17 +43,12 @@ _ADDED_ONCE = ("o_proj.bias", "down_proj.bias")
 
 
 class Cut(NamedTuple):
-    """A rank's part of a weight.
+    """A rank's part of a weight."""
 
-    Attributes:
-        axis: The divided axis; None if the rank has all of it.
-        is_zero: Whether another rank adds this weight, so that it is zero here.
-    """
-
-    axis: int | None = None
+    axis: int | None = None  # the divided axis; None if the rank has all of it
     begin: int = 0
     end: int = 0
-    is_zero: bool = False
+    is_zero: bool = False  # whether another rank adds this weight, so that it is zero here
 
 
 def shard_model(model: ModelSpec, count: int) -> ModelSpec:

@@ -37,27 +37,19 @@ MXFP4_COLUMNS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """One stored tensor of a matrix.
+    """One stored tensor of a matrix."""
 
-    Attributes:
-        name: Name for the codec.
-        dtypes: Accepted types, all of one width; kept as stored.
-        widened: Accepted narrower types, converted exactly to the first of `dtypes`.
-        row_axis: Axis of the outputs of the matrix; None if it belongs to all of them.
-        rows: Outputs per entry of that axis.
-        column_axis: Axis of the inputs of the matrix; None if it belongs to all of them.
-        columns: Inputs per entry of that axis.
-    """
-
-    name: str
+    name: str  # name for the codec
     suffix: str
     shape: tuple[int, ...]
-    dtypes: tuple[str, ...]
+    dtypes: tuple[str, ...]  # accepted types, all of one width; kept as stored
+    # accepted narrower types, converted exactly to the first of `dtypes`
     widened: tuple[str, ...] = ()
-    row_axis: int | None = 0
-    rows: int = 1
+    row_axis: int | None = 0  # axis of the outputs of the matrix; None if it belongs to all of them
+    rows: int = 1  # outputs per entry of that axis
+    # axis of the inputs of the matrix; None if it belongs to all of them
     column_axis: int | None = None
-    columns: int = 1
+    columns: int = 1  # inputs per entry of that axis
 
     @property
     def item_bytes(self) -> int:
@@ -152,16 +144,12 @@ class PackedInt4(WeightFormat):
     """INT4, eight neighbours of a row per word, one 16-bit scale per group of columns.
 
     Source: "pack-quantized" of compressed-tensors 0.20.
-
-    Attributes:
-        group_size: Columns of a group; 0 for whole rows.
-        has_zero_points: Whether groups have zero points, eight neighbours of a column per word.
-        has_order: Whether each column names its group (act-order).
     """
 
-    group_size: int
+    group_size: int  # columns of a group; 0 for whole rows
+    # whether groups have zero points, eight neighbours of a column per word
     has_zero_points: bool = False
-    has_order: bool = False
+    has_order: bool = False  # whether each column names its group (act-order)
     name: str = "int4_packed"
 
     def pieces(self, rows: int, columns: int) -> tuple[Piece, ...]:

@@ -21,40 +21,26 @@ EXPERT = "{expert}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fused:
-    """A stored tensor that fuses weights or experts, or has another shape than its weight.
+    """A stored tensor that fuses weights or experts, or has another shape than its weight."""
 
-    Attributes:
-        name: Stored name; without "{expert}" the tensor holds all experts, one after the other.
-        weights: Canonical names of the weights whose rows it holds.
-        is_interleaved: Whether their rows alternate, instead of following one another.
-        is_transposed: Whether matrices are stored [inputs, outputs].
-        is_folded: Whether the first of two dimensions holds all experts, instead of a dimension of
-            their own.
-        is_row: Whether a vector is stored as [1, length].
-    """
-
-    name: str
-    weights: tuple[str, ...]
-    is_interleaved: bool = False
-    is_transposed: bool = False
+    name: str  # stored name; without "{expert}" the tensor holds all experts, one after the other
+    weights: tuple[str, ...]  # canonical names of the weights whose rows it holds
+    is_interleaved: bool = False  # whether their rows alternate, instead of following one another
+    is_transposed: bool = False  # whether matrices are stored [inputs, outputs]
+    # whether the first of two dimensions holds all experts, instead of a dimension of their own
     is_folded: bool = False
-    is_row: bool = False
+    is_row: bool = False  # whether a vector is stored as [1, length]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Naming:
-    """One way to store a model.
+    """One way to store a model."""
 
-    Attributes:
-        layers: Prefix of a layer, with "{layer}" for its number.
-        renamed: Prefixes of canonical names -> prefixes of stored ones; the first match applies.
-        unread: Parts of the names of tensors that are stored but not used.
-    """
-
-    layers: str = "model.layers.{layer}."
+    layers: str = "model.layers.{layer}."  # prefix of a layer, with "{layer}" for its number
+    # prefixes of canonical names -> prefixes of stored ones; the first match applies
     renamed: Mapping[str, str] | None = None
     fused: tuple[Fused, ...] = ()
-    unread: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()  # parts of the names of tensors that are stored but not used
 
     def rename(self, name: str) -> str:
         """The stored name of a canonical one, both without the layer's prefix."""

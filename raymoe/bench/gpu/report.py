@@ -28,16 +28,12 @@ class SteadyStep:
 
 @dataclass(slots=True)
 class RunRecorder:
-    """Wraps a runner and records transfers and a representative decode step.
-
-    Attributes:
-        page_s: Seconds in which pages of weights were copied.
-        steady: The last among the decoding steps with the most rows.
-    """
+    """Wraps a runner and records transfers and a representative decode step."""
 
     runner: Runner
-    page_s: float = 0.0
+    page_s: float = 0.0  # seconds in which pages of weights were copied
     num_steps: int = 0
+    # the last among the decoding steps with the most rows
     steady: SteadyStep | None = field(default=None)
 
     def restart(self) -> None:

@@ -33,18 +33,12 @@ class SkipPartError(RaymoeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
-    """The node and the share of it to use.
-
-    Attributes:
-        hardware: Preset whose rates the emulated device imitates; None on a GPU.
-        device_memory_bytes: Cap; None for what is free.
-        host_memory_bytes: Cap; None for what is available.
-    """
+    """The node and the share of it to use."""
 
     device: str
-    hardware: str | None = None
-    device_memory_bytes: int | None = None
-    host_memory_bytes: int | None = None
+    hardware: str | None = None  # preset whose rates the emulated device imitates; None on a GPU
+    device_memory_bytes: int | None = None  # cap; None for what is free
+    host_memory_bytes: int | None = None  # cap; None for what is available
     num_threads: int | None = None
 
     def to_json(self) -> str:
@@ -57,20 +51,15 @@ class NodeSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartSettings:
-    """One shape, workload and contender on one node.
-
-    Attributes:
-        limit_s: Time after which the part fails.
-        max_rows: Upper bound, however fast the contender is.
-    """
+    """One shape, workload and contender on one node."""
 
     node: NodeSettings
     shape: str
     num_layers: int
     workload: str
     contender: str
-    limit_s: float
-    max_rows: int
+    limit_s: float  # time after which the part fails
+    max_rows: int  # upper bound, however fast the contender is
 
     @property
     def name(self) -> str:
@@ -214,14 +203,11 @@ PLANNER = "planner"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleContender:
-    """Our engine with one schedule.
-
-    Attributes:
-        choose: The paper's policy; None for our planner's.
-    """
+    """Our engine with one schedule."""
 
     schedule: str
     paper: str = PLANNER
+    # the paper's policy; None for our planner's
     choose: Callable[[PaperPolicies], Policy] | None = None
 
     def plan(self, model: ModelSpec, node: HardwareSpec, workload: Workload) -> tuple[Plan, str]:
@@ -297,50 +283,36 @@ class BusyShares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedFigures:
-    """Predictions and transfers of our engine's run.
+    """Predictions and transfers of our engine's run."""
 
-    Attributes:
-        predicted_s: Seconds of the job, from the plan.
-        steps_predicted_s: Seconds of the executed steps, from the cost model.
-        link_bytes_per_s: Weights over the time of their page copies; 0 without copies.
-    """
-
-    predicted_s: float
-    steps_predicted_s: float
+    predicted_s: float  # seconds of the job, from the plan
+    steps_predicted_s: float  # seconds of the executed steps, from the cost model
     steps_measured_s: float
-    link_bytes_per_s: float
+    link_bytes_per_s: float  # weights over the time of their page copies; 0 without copies
     busy: BusyShares
     plan: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Measured figures.
-
-    Attributes:
-        prefill_s: The job with one new token per row.
-        num_measured_steps: Measured decode steps; with fewer than the job has, the job's time is
-            the prefill plus all steps at their mean.
-        pinned_bytes_per_s: Copies from pinned memory to the device, measured just before.
-        bound_s: The job at the limits of the node.
-        device_peak_bytes: Peak reserved by torch; 0 without a GPU.
-        model: Predictions, for our engine only.
-    """
+    """Measured figures."""
 
     schedule: str
     policy: str
     num_rows: int
     prompt_tokens: int
     generated_tokens: int
-    prefill_s: float
+    prefill_s: float  # the job with one new token per row
     total_s: float
+    # measured decode steps; with fewer than the job has, the job's time is the prefill plus all
+    # steps at their mean
     num_measured_steps: int
-    pinned_bytes_per_s: float
-    bound_s: float
+    pinned_bytes_per_s: float  # copies from pinned memory to the device, measured just before
+    bound_s: float  # the job at the limits of the node
     limit: str
-    device_peak_bytes: int
+    device_peak_bytes: int  # peak reserved by torch; 0 without a GPU
     peak_rss_bytes: int
-    model: PredictedFigures | None = None
+    model: PredictedFigures | None = None  # predictions, for our engine only
 
     @property
     def tokens_per_s(self) -> float:
@@ -364,21 +336,15 @@ class Figures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartResult:
-    """One line of results.
-
-    Attributes:
-        reason: Why there are no figures; empty otherwise.
-        whole_layers: Layers of the published model; `settings.num_layers` of them were used.
-        device_name: The driver's name, or the preset.
-    """
+    """One line of results."""
 
     key: str
     settings: PartSettings
     status: str
-    reason: str
-    whole_layers: int
+    reason: str  # why there are no figures; empty otherwise
+    whole_layers: int  # layers of the published model; `settings.num_layers` of them were used
     date: str
-    device_name: str
+    device_name: str  # the driver's name, or the preset
     versions: str
     figures: Figures | None = None
 

@@ -41,21 +41,16 @@ NODE_LIMIT_S = 300.0  # profiling a machine takes a minute
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteSettings:
-    """Parts to run.
-
-    Attributes:
-        num_layers: Per shape; None for as many as fit memory and time.
-        is_again: Whether parts with a result run again.
-    """
+    """Parts to run."""
 
     node: NodeSettings
     shapes: Sequence[str]
     workloads: Sequence[str]
     contenders: Sequence[str]
-    num_layers: int | None
+    num_layers: int | None  # per shape; None for as many as fit memory and time
     limit_s: float
     max_rows: int
-    is_again: bool
+    is_again: bool  # whether parts with a result run again
 
     def parts(self, node: HardwareSpec) -> list[PartSettings]:
         """All parts; contenders of one shape and workload are adjacent."""

@@ -26,29 +26,20 @@ class PaperModel:
     """One model in the symbols that the papers share.
 
     Source: MoE-Lightning, table 1; MoE-Lens, section 5.1; MoE-Gen, table 2.
-
-    Attributes:
-        hidden_size: h1 of MoE-Lightning, h of MoE-Lens.
-        num_experts: n_e, N_e: per layer with experts.
-        query_width: n_q times the head size.
-        kv_token_bytes: KV of one token in one layer.
-        pair_flop: Operations per query and context token, all heads, both products.
-        layer_expert_bytes: All experts of a layer.
-        layer_dense_bytes: Everything else of a layer.
     """
 
     num_layers: int
-    hidden_size: int
+    hidden_size: int  # h1 of MoE-Lightning, h of MoE-Lens
     expert_hidden: int
-    num_experts: int
+    num_experts: int  # n_e, N_e: per layer with experts
     top_k: int
     num_heads: int
-    query_width: float
-    kv_token_bytes: float
-    pair_flop: float
+    query_width: float  # n_q times the head size
+    kv_token_bytes: float  # KV of one token in one layer
+    pair_flop: float  # operations per query and context token, all heads, both products
     expert_bytes: int
-    layer_expert_bytes: float
-    layer_dense_bytes: float
+    layer_expert_bytes: float  # all experts of a layer
+    layer_dense_bytes: float  # everything else of a layer
 
     @classmethod
     def of(cls, model: ModelSpec) -> Self:
@@ -132,15 +123,11 @@ class Level:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One computation and the bytes it reads per level (MoE-Lightning, definition 3.1).
-
-    Attributes:
-        near_bytes: Read from device memory if the operation runs there.
-    """
+    """One computation and the bytes it reads per level (MoE-Lightning, definition 3.1)."""
 
     name: str
     flop: float
-    near_bytes: float
+    near_bytes: float  # read from device memory if the operation runs there
     far_bytes: float
 
     @property
@@ -208,24 +195,15 @@ class Hierarchy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Position of one operation under the roofs of a node.
-
-    Attributes:
-        near_flop_per_s: Attainable on the GPU, which fetches host data (equation 7).
-        near_roof: The roof that limits it there.
-        far_flop_per_s: Attainable on the CPU, where the data is (equation 8).
-        p1: Turning point of equation 9.
-        p2: Turning point of equation 10.
-        balance: Point of equation 11; None if computation limits.
-    """
+    """Position of one operation under the roofs of a node."""
 
     operation: Operation
-    near_flop_per_s: float
-    near_roof: Roof
-    far_flop_per_s: float
-    p1: Point
-    p2: Point
-    balance: Point | None
+    near_flop_per_s: float  # attainable on the GPU, which fetches host data (equation 7)
+    near_roof: Roof  # the roof that limits it there
+    far_flop_per_s: float  # attainable on the CPU, where the data is (equation 8)
+    p1: Point  # turning point of equation 9
+    p2: Point  # turning point of equation 10
+    balance: Point | None  # point of equation 11; None if computation limits
 
     @property
     def is_near_better(self) -> bool:

@@ -25,25 +25,16 @@ WALKED_LAYERS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleTimes:
-    """Seconds of the nodes of one layer (MoE-Gen, section 4.4, figure 6).
+    """Seconds of the nodes of one layer (MoE-Gen, section 4.4, figure 6)."""
 
-    Attributes:
-        dense_copy: Weights other than experts, to the device.
-        kv_copy: KV of each attention launch, to the device.
-        cpu_attention: Attention of the CPU's rows.
-        post: Work after attention, router included.
-        expert_copy: One expert, to the device.
-        expert: One expert, all of its launches.
-    """
-
-    dense_copy: float
+    dense_copy: float  # weights other than experts, to the device
     pre: float
-    kv_copy: tuple[float, ...]
+    kv_copy: tuple[float, ...]  # KV of each attention launch, to the device
     device_attention: tuple[float, ...]
-    cpu_attention: float
-    post: float
-    expert_copy: float
-    expert: float
+    cpu_attention: float  # attention of the CPU's rows
+    post: float  # work after attention, router included
+    expert_copy: float  # one expert, to the device
+    expert: float  # one expert, all of its launches
 
 
 @dataclass(slots=True)
@@ -113,35 +104,23 @@ LAUNCH_S = 30e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenPolicy:
-    """One point of the search space (MoE-Gen, section 4.3, table 2).
+    """One point of the search space (MoE-Gen, section 4.3, table 2)."""
 
-    Attributes:
-        batch_size: B: rows per expert launch.
-        attention_batch: b_a: rows of an attention launch on the GPU.
-        expert_batch: b_e: tokens of a launch of one expert.
-        cpu_attention_fraction: omega: share of the rows that attend on the CPU.
-        resident_fraction: S_Params over all weights: share that is never copied.
-    """
-
-    batch_size: int
-    attention_batch: int
-    expert_batch: int
-    cpu_attention_fraction: float
+    batch_size: int  # B: rows per expert launch
+    attention_batch: int  # b_a: rows of an attention launch on the GPU
+    expert_batch: int  # b_e: tokens of a launch of one expert
+    cpu_attention_fraction: float  # omega: share of the rows that attend on the CPU
     expert_slots: int
-    resident_fraction: float = 0.0
+    resident_fraction: float = 0.0  # S_Params over all weights: share that is never copied
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenPlan:
-    """A policy and its predicted step.
-
-    Attributes:
-        tokens_per_s: Generated tokens while decoding, prompt tokens while prefilling.
-    """
+    """A policy and its predicted step."""
 
     policy: GenPolicy
     step_s: float
-    tokens_per_s: float
+    tokens_per_s: float  # generated tokens while decoding, prompt tokens while prefilling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

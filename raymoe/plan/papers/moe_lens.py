@@ -35,17 +35,11 @@ class Bound(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LensNode:
-    """A model on a machine, as far as MoE-Lens needs it.
+    """A model on a machine, as far as MoE-Lens needs it."""
 
-    Attributes:
-        step_s: delta: seconds to send all weights over the link.
-        kv_tokens: M: tokens whose KV fits in host memory.
-        max_num_batched_tokens: n_real: tokens at which the GPU takes as long as the link.
-    """
-
-    step_s: float
-    kv_tokens: float
-    max_num_batched_tokens: float
+    step_s: float  # delta: seconds to send all weights over the link
+    kv_tokens: float  # M: tokens whose KV fits in host memory
+    max_num_batched_tokens: float  # n_real: tokens at which the GPU takes as long as the link
 
     def __post_init__(self) -> None:
         for field in ("step_s", "kv_tokens", "max_num_batched_tokens"):
@@ -148,23 +142,14 @@ def stage1_tokens_per_s(node: LensNode, workload: Workload) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage2:
-    """Prediction for a finite job.
+    """Prediction for a finite job."""
 
-    Attributes:
-        admitted_per_step: q: rows that start in each step and just fill the cache.
-        active_rows: g q: rows that decode at once.
-        memory_tokens_per_s: T_1: limited by KV memory.
-        gpu_tokens_per_s: T_2: limited by the GPU.
-        tokens_per_s: T: generated tokens per second of the whole job.
-        bound: Which of T_1 and T_2 applies.
-    """
-
-    admitted_per_step: float
-    active_rows: float
-    memory_tokens_per_s: float
-    gpu_tokens_per_s: float
-    tokens_per_s: float
-    bound: Bound
+    admitted_per_step: float  # q: rows that start in each step and just fill the cache
+    active_rows: float  # g q: rows that decode at once
+    memory_tokens_per_s: float  # T_1: limited by KV memory
+    gpu_tokens_per_s: float  # T_2: limited by the GPU
+    tokens_per_s: float  # T: generated tokens per second of the whole job
+    bound: Bound  # which of T_1 and T_2 applies
 
 
 def stage2(node: LensNode, workload: Workload, *, block_tokens: int = BLOCK_TOKENS) -> Stage2:

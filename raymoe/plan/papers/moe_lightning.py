@@ -73,27 +73,19 @@ class LightningPolicy:
 
     Source: MoE-Lightning, section 4.2: the tuple (N, mu, A_g, F_g, r_w, r_c). The optimizer runs
     experts on the GPU only, F_g = 1, and keeps KV where attention runs, r_c = A_g.
-
-    Attributes:
-        resident_fraction: r_w: share of the experts that stays on the GPU.
-        link_s: Link time of one layer of a decode step.
-        gpu_s: GPU time of one layer of a decode step.
-        cpu_s: CPU time of one layer of a decode step.
-        prefill_s: All layers of the prefill by its formulas; not in its objective.
-        tokens_per_s: Its objective: generated tokens over the time of decoding alone.
     """
 
     micro_batch_size: int
     num_micro_batches: int
-    resident_fraction: float
+    resident_fraction: float  # r_w: share of the experts that stays on the GPU
     is_attention_on_gpu: bool
     host_bytes: float
-    link_s: float
-    gpu_s: float
-    cpu_s: float
-    prefill_s: float
+    link_s: float  # link time of one layer of a decode step
+    gpu_s: float  # GPU time of one layer of a decode step
+    cpu_s: float  # CPU time of one layer of a decode step
+    prefill_s: float  # all layers of the prefill by its formulas; not in its objective
     decode_s: float
-    tokens_per_s: float
+    tokens_per_s: float  # its objective: generated tokens over the time of decoding alone
 
     @property
     def batch_size(self) -> int:
