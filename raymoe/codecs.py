@@ -132,7 +132,6 @@ class StoredMatrix:
 
     @classmethod
     def without_data(cls, stored: WeightFormat, shape: tuple[int, int]) -> Self:
-        """Pieces of the right types and shapes on the device "meta"."""
         pieces = {
             piece.name: torch.empty(piece.shape, dtype=TORCH_DTYPES[piece.dtypes[0]], device="meta")
             for piece in stored.pieces(*shape)
@@ -204,7 +203,6 @@ def unpack(matrix: StoredMatrix) -> Codes:
 
 
 def row_blocks(weight: StoredMatrix) -> Iterator[tuple[slice, StoredMatrix]]:
-    """Row blocks small enough to be decoded at once."""
     outputs, inputs = weight.shape
     rows = max(BLOCK_ELEMENTS // inputs // _CUT_ROWS, 1) * _CUT_ROWS
     for begin in range(0, outputs, rows):
@@ -213,10 +211,7 @@ def row_blocks(weight: StoredMatrix) -> Iterator[tuple[slice, StoredMatrix]]:
 
 
 def as_tensor(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """A weight in the compute type, decoded if quantised.
-
-    A decoded element is the exact product of number and scale in float32, rounded to `dtype`.
-    """
+    """A weight in the compute type; quantised ones are decoded."""
     if not isinstance(weight, StoredMatrix):
         return weight.to(dtype)
     device = weight.pieces["codes"].device
@@ -232,12 +227,8 @@ E8M0_NAN = 255
 def check_values(matrix: StoredMatrix, describe: Callable[[str], str]) -> None:
     """Check scales, order and stored shape of a matrix without reading its codes.
 
-    Args:
-        describe: Name of a piece -> file and tensor, for messages.
-
-    Raises:
-        CheckpointError: A scale is NaN or infinite, a column names a missing group, or the stored
-            shape is not the expected one.
+    Raises CheckpointError if a scale is not finite, a column names a missing group, or the shape is
+    wrong; `describe` turns the name of a piece into file and tensor.
     """
     pieces = matrix.pieces
     scales = pieces["scales"]

@@ -139,12 +139,10 @@ def numbered(values: Iterable[str]) -> str:
 
 
 def picture(svg: str) -> str:
-    """A picture that scrolls sideways on a narrow page."""
     return f'<div class="wide">{svg}</div>'
 
 
 def is_report(path: Path) -> bool:
-    """Whether a file is a report, which may be overwritten."""
     try:
         with path.open("rb") as file:
             return MARK.encode() in file.read(200)
@@ -167,8 +165,6 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """Values over time."""
-
     name: str
     points: tuple[Point, ...]  # seconds since the start, and value
     is_total: bool = False  # whether it is the sum of the other lines, drawn thick
@@ -177,13 +173,7 @@ class Line:
 def draw_series(
     lines: Sequence[Line], *, title: str, unit: str = "", maximum: float | None = None
 ) -> str:
-    """Draw lines over time.
-
-    Args:
-        lines: At most `MAX_LINES`, plus a total.
-        unit: Suffix of numbers on the axis.
-        maximum: Top of the axis; None fits the values.
-    """
+    """Draw lines over time; `unit` follows numbers, `maximum` None fits the values."""
     points = [point for line in lines for point in line.points]
     end_s = max((seconds for seconds, _ in points), default=0.0) or 1.0
     top = maximum or HEADROOM * max((value for _, value in points), default=0.0) or 1.0
@@ -258,11 +248,6 @@ History = Sequence[HistoryPoint]
 
 
 def throughput(actors: Sequence[ActorView], start_s: float) -> str:
-    """Generated tokens per second of each actor and of all together.
-
-    Args:
-        start_s: Unix time at which the first actor began to load.
-    """
     lines = _lines_of_actors(actors, start_s, rates)
     if len(actors) > 1:
         lines.append(Line(name="all", points=_shifted(total_rates(_histories(actors)), start_s),
@@ -272,7 +257,6 @@ def throughput(actors: Sequence[ActorView], start_s: float) -> str:
 
 
 def fills(actors: Sequence[ActorView], start_s: float) -> list[str]:
-    """Pictures of the shares of slots and of KV blocks in use."""
     return [
         draw_series(
             _lines_of_actors(actors, start_s, partial(levels, column=column)),
@@ -298,7 +282,6 @@ def levels(history: History, column: int) -> list[tuple[float, float]]:
 
 
 def total_rates(histories: Sequence[History]) -> list[tuple[float, float]]:
-    """Tokens per second of all actors at evenly spaced moments."""
     begin_s = min(history[0][0] for history in histories)
     end_s = max(history[-1][0] for history in histories)
     step_s = (end_s - begin_s) / MOMENTS
@@ -379,7 +362,6 @@ def summary(view: JobView) -> str:
 
 
 def errors(view: JobView) -> str:
-    """Error rows by kind with their first message; empty without errors."""
     said = chain.from_iterable(one.status.rows.messages for one in view.actors)
     messages = list(dict.fromkeys(said))
     if not (view.errors or messages):
@@ -393,7 +375,6 @@ def errors(view: JobView) -> str:
 
 
 def accuracy(view: JobView) -> str:
-    """Predicted and measured steps."""
     rows = [
         (
             actor.status.actor,
@@ -432,7 +413,6 @@ def roofline(view: JobView) -> str:
 
 
 def actors(view: JobView) -> str:
-    """A table of the generating processes, and what could not be read."""
     header = (
         "actor", "node", "state", "rows", "error rows", "from the journal", "tokens out",
         "preemptions", "measured / predicted",
@@ -448,7 +428,6 @@ def actors(view: JobView) -> str:
 
 
 def settings(view: JobView, manifest: Manifest | None) -> str:
-    """Options, plan, and what the tokens depend on."""
     parts = []
     if view.job is not None and view.job.settings:
         parts += [heading("Settings"), table(("", ""), view.job.settings, num_names=2)]
@@ -513,12 +492,7 @@ def _timeline(name: str, spans: Sequence[PlainSpan]) -> Timeline:
 
 
 def write_report(status_dir: Path, path: Path) -> None:
-    """Write the report of a job atomically.
-
-    Raises:
-        ConfigError: The path is a file of another kind.
-        OSError: The file cannot be written.
-    """
+    """Write a job's report atomically; raises ConfigError rather than replace another file."""
     if path.exists() and not is_report(path):
         raise ConfigError(f"{path} is there and no report of raymoe; choose another file")
     view = JobView.of(read_status(status_dir), time.time())
@@ -532,11 +506,7 @@ def write_report(status_dir: Path, path: Path) -> None:
 
 
 def make_report(view: JobView, name: str, manifest: Manifest | None = None) -> str:
-    """The page of a job.
-
-    Args:
-        manifest: What the job's tokens depend on, if known.
-    """
+    """The HTML page of a job; `manifest` is what its tokens depend on."""
     parts = (
         summary(view),
         errors(view),
@@ -550,7 +520,6 @@ def make_report(view: JobView, name: str, manifest: Manifest | None = None) -> s
 
 
 def find_manifest(status_dir: Path) -> Manifest | None:
-    """The readable manifest next to a status, or None."""
     for path in manifests_beside(status_dir):
         if path.is_file():
             try:

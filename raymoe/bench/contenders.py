@@ -29,8 +29,6 @@ PAD_TOKEN_ID = 2
 
 
 class Contender(NamedTuple):
-    """A measured engine and its predicted seconds, if it predicts."""
-
     run: Run
     predicted_s: float | None
 
@@ -80,7 +78,6 @@ def load_transformers(model: Path, num_threads: int, workload: Workload) -> Cont
 
 
 def pad_left(prompts: Prompts) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and attention mask of a padded batch."""
     width = max(map(len, prompts))
     ids = torch.full((len(prompts), width), PAD_TOKEN_ID)
     mask = torch.zeros(len(prompts), width, dtype=torch.long)

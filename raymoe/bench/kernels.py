@@ -123,8 +123,6 @@ LIMITS_SECONDS = 0.4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelRate:
-    """Medians over the repetitions."""
-
     kernel: str
     case: str
     bytes_per_s: float

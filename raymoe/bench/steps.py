@@ -47,7 +47,6 @@ class LaneLatency:
 
 
 def measure_lanes(num_tasks: int = 2000) -> LaneLatency:
-    """Time a chain of `num_tasks` tasks, on one lane and alternating between two."""
     same = _gaps_s(_run(_chain([Op.ATTN], num_tasks)))
     other = _gaps_s(_run(_chain([Op.ATTN, Op.W], num_tasks)))
     return LaneLatency(
@@ -58,7 +57,6 @@ def measure_lanes(num_tasks: int = 2000) -> LaneLatency:
 
 
 def _chain(ops: Sequence[Op], num_tasks: int) -> Schedule:
-    """A chain of tasks: each reads what the previous one writes."""
     lanes = {Op.ATTN: Resource.CPU, Op.W: Resource.HTOD}
     link = Buffer("link")
     tasks = [
@@ -113,8 +111,6 @@ Job = Sequence[StepPair]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindTimes:
-    """Predicted and measured seconds of all steps of one kind."""
-
     kind: str
     num_steps: int
     predicted_s: float  # total over the steps
@@ -127,7 +123,6 @@ class KindTimes:
 
     @classmethod
     def of(cls, kind: str, runs: Sequence[Job]) -> "KindTimes":
-        """Medians over runs of one job that all have steps of this kind."""
         predicted = _seconds_by_op([pair.predicted for pair in runs[0]])
         measured = [_seconds_by_op([pair.measured for pair in run]) for run in runs]
         by_op = {op: statistics.median(run[op] for run in measured) for op in predicted}
@@ -188,7 +183,6 @@ def shape_of(inputs: StepInputs) -> StepShape:
 
 
 def predict_step(model: ModelSpec, hardware: HardwareSpec, shape: StepShape) -> Timeline:
-    """Timeline that the cost model predicts for a step with bfloat16 weights."""
     work = ModelWork.of(model, torch.bfloat16.itemsize)
     return simulate(build_in_place(model.num_layers), HostCost(work, hardware, shape))
 

@@ -25,8 +25,6 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One contender on one shape and workload: medians over the repetitions."""
-
     shape: str
     workload: str
     contender: str

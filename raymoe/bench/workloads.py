@@ -72,7 +72,6 @@ class RowLengths:
     generated_tokens: int
 
     def prompt_lengths(self) -> list[int]:
-        """Prompt tokens per row, in a fixed shuffled order."""
         quarter = self.mean_prompt_tokens // 4
         low, high = self.mean_prompt_tokens - quarter, self.mean_prompt_tokens + quarter
         lengths = np.linspace(low, high, self.num_rows).astype(int)
@@ -107,11 +106,7 @@ def random_prompts(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
 
 
 def make_checkpoint(shape: str, directory: Path, *, seed: int = 0) -> Path:
-    """Write random bfloat16 weights of a shape, unless the directory already has them.
-
-    Raises:
-        ConfigError: The shape is unknown, or the directory holds something else.
-    """
+    """Write random bfloat16 weights of a shape, or reuse those that are there."""
     if shape not in SHAPES:
         raise ConfigError(f"shape {shape!r} is not one of {sorted(SHAPES)}")
     config = transformers.AutoConfig.for_model(

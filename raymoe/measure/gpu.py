@@ -30,8 +30,6 @@ Call = Callable[[], object]
 
 
 class StreamRun(Generic[StreamT, EventT]):
-    """Calls enqueued on a stream between two events."""
-
     def __init__(
         self, api: CudaApi[StreamT, EventT], stream: StreamT, calls: Iterable[Call]
     ) -> None:
@@ -63,8 +61,6 @@ class LinkCopies:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRates:
-    """Bytes per second of the link, as in `DeviceCurves`."""
-
     htod: float
     dtoh: float
     pageable_htod: float
@@ -91,11 +87,9 @@ def seconds_on_stream(
 def measure_link(
     api: CudaApi[StreamT, EventT], copies: LinkCopies, attention: KernelJob, seconds: float
 ) -> LinkRates:
-    """Rates of each direction alone, from pageable memory, in both directions and under attention.
+    """Rates of each direction alone, from pageable memory, duplex, and while the CPU attends.
 
-    Args:
-        attention: Concurrent CPU work; its calls must release the interpreter's lock.
-        seconds: Approximate total time.
+    The calls of `attention` must release the interpreter's lock.
     """
     each_s = seconds / 6
     stream, other = api.new_stream(), api.new_stream()
@@ -136,7 +130,6 @@ class Background:
 
     @property
     def seconds_per_call(self) -> float:
-        """Mean over the calls; available after the context."""
         return (self._mark.end_s - self._mark.start_s) / self.num_calls
 
     def __enter__(self) -> Self:
@@ -178,8 +171,6 @@ ATTENTION_BATCH, ATTENTION_CONTEXT = 128, 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceJobs:
-    """Calls to enqueue on a stream."""
-
     products: Sequence[Sequence[Call]]
     product_parameters: int
     experts: Sequence[Sequence[Call]]
@@ -190,8 +181,6 @@ class DeviceJobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRates:
-    """Memory bandwidth of a device and flop/s over rows."""
-
     bytes_per_s: float
     product_flop_per_s: Curve
     expert_flop_per_s: Curve

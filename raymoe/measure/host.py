@@ -95,11 +95,7 @@ def step_shape(rows: int, new_tokens: int) -> StepShape:
 
 
 def task_overhead(node: HardwareSpec, step_s: Sequence[float]) -> Curve:
-    """Seconds of a task beyond its kernels, over the tokens of its step.
-
-    Args:
-        step_s: Seconds of each of `step_jobs` on the node.
-    """
+    """Seconds of a task beyond its kernels, over tokens; `step_s` holds one per `step_jobs`."""
     tasks = build_in_place(MODEL.num_layers).tasks
     work, points = ModelWork.of(MODEL, DTYPE.itemsize), []
     for sizes, taken_s in zip(STEPS, step_s, strict=True):

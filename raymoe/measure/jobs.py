@@ -36,11 +36,7 @@ class AttentionShape:
 def decode_job(
     shape: AttentionShape, batch: int, context: int, layers: Sequence[Tensor] | None = None
 ) -> KernelJob:
-    """One new token for each of `batch` sequences of `context` tokens, the new one included.
-
-    Args:
-        layers: From `make_layers` for at least as many tokens; made for this job by default.
-    """
+    """One new token for each of `batch` sequences of `context` tokens, the new one included."""
     return KernelJob(
         kernel="decode attention",
         case=f"{shape}, {batch} x {context}",
@@ -183,11 +179,7 @@ def experts_job(
     kernel: str = "experts",
     expert_bytes: int | None = None,
 ) -> KernelJob:
-    """The experts of one layer, with random routing that is the same for all layers.
-
-    Args:
-        expert_bytes: Weights of one expert; bfloat16 by default.
-    """
+    """The experts of one layer, with random routing that is the same for all layers."""
     generator = torch.Generator().manual_seed(num_tokens)
     hidden_TH = torch.randn(num_tokens, shape.hidden_size, generator=generator).bfloat16()
     logits_TE = torch.randn(num_tokens, shape.num_experts, generator=generator)
@@ -240,7 +232,6 @@ def make_expert_layers(shape: ExpertsShape) -> list[Experts]:
 
 
 def make_linear_layers(in_features: int, out_features: int) -> list[Linear]:
-    """Layers of the same random projection, each in its own memory."""
     weight_OI = _random_weights((out_features, in_features))
     return [
         make_linear(weight_OI.clone(), None, allocate_huge_pages)

@@ -31,8 +31,6 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Properties that measurements depend on."""
-
     cpu_model: str
     num_threads: int  # threads that run the kernels
     memory_gib: int  # memory of the machine or its control group, rounded
@@ -46,12 +44,7 @@ class Machine:
 
 
 def identify_machine(num_threads: int | None = None, root: Path = Path("/")) -> Machine:
-    """This machine, measured with `num_threads` threads.
-
-    Args:
-        num_threads: None for all cores that this process may use.
-        root: Parent of proc, for tests.
-    """
+    """This machine; kernels use `num_threads`, or all cores of this process if None."""
     host = read_host()
     return Machine(
         cpu_model=_cpu_model(root),
@@ -63,11 +56,7 @@ def identify_machine(num_threads: int | None = None, root: Path = Path("/")) -> 
 
 
 def load_profile(directory: Path, machine: Machine) -> HardwareSpec | None:
-    """The stored profile of this machine, or None.
-
-    Raises:
-        ConfigError: The file is damaged; names it.
-    """
+    """The stored profile of this machine, or None; raises ConfigError if the file is damaged."""
     path = directory / machine.file_name
     return HardwareSpec.from_file(path) if path.exists() else None
 
@@ -117,12 +106,7 @@ PAGE_BYTES, NUM_PAGES, RING_PAGES = 64 * MIB, 8, 2
 
 
 def measure_machine(num_threads: int | None = None, seconds: float = USUAL_SECONDS) -> HardwareSpec:
-    """Measure this machine, and its first GPU if it has one.
-
-    Args:
-        num_threads: Threads of the kernels; None for all cores that this process may use.
-        seconds: Total time, unless one call of each kernel takes longer.
-    """
+    """Measure this machine and its first GPU, in `seconds` unless single calls take longer."""
     end_s = time.perf_counter() + seconds
     host = probe_host(num_threads=num_threads, seconds=PROBE_SHARE * seconds)
     set_num_threads(host.num_cores, num_torch_threads(host.num_cores))

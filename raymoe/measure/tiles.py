@@ -63,11 +63,7 @@ class Gpu:
 
 
 def load_tiles(directory: Path, gpu: Gpu) -> TileTable:
-    """The stored tiles of this GPU; the defaults if nothing is stored.
-
-    Raises:
-        ConfigError: The file is damaged; names it.
-    """
+    """Stored tiles of this GPU, else the defaults; raises ConfigError if the file is damaged."""
     path = directory / gpu.file_name
     if not path.exists():
         return TileTable(capability=gpu.capability)
@@ -94,12 +90,9 @@ def measure_tiles(
     time_call: TimeCall,
     buckets: Iterable[int] = BUCKETS,
 ) -> TileTable:
-    """Measure all candidates for the formats of these matrices.
+    """Measure all candidates for the formats of these matrices; other formats' tiles stay.
 
-    Args:
-        tiles: Earlier results; those of other formats stay.
-        hidden: Number of tokens -> hidden states.
-        make: Experts of these matrices with given tiles.
+    `hidden` makes hidden states for a number of tokens, `make` experts with given tiles.
     """
     layouts = matrices.layouts()
     assert layouts is not None, "the matrices of a layer's experts are stored the same"
@@ -139,8 +132,6 @@ WEIGHT_SHARE = 0.5  # of free device memory; the rest is for rows and their prod
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketTiles:
-    """The choice for one number of tokens."""
-
     tokens_per_expert: int
     shape: TileShape
     usual_s: float  # seconds of a layer with the default tile
@@ -161,11 +152,7 @@ class ExpertLayer:
     def of(
         cls, spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_bytes: float
     ) -> "ExpertLayer":
-        """The first layer with experts, reduced to what fits in `max_bytes`.
-
-        Raises:
-            ConfigError: The model has no experts, or fewer than top-k experts fit.
-        """
+        """The first layer with experts, as many as fit in `max_bytes`; may raise ConfigError."""
         i, moe = _first_experts(spec)
         weights = DummyWeights(spec, dtype)
         prefix = f"{layer_prefix(i)}mlp.experts."
@@ -182,11 +169,7 @@ class ExpertLayer:
         return cls(moe=moe, hidden_size=spec.hidden_size, dtype=dtype, matrices=matrices)
 
     def check_kernels(self) -> None:
-        """Refuse a layer that the kernels do not compute.
-
-        Raises:
-            ConfigError: The activation, the storage format or the GPU is not supported.
-        """
+        """Raise ConfigError if the kernels do not support activation, storage format or GPU."""
         moe = self.moe
         if not grouped_experts_are_used(self.matrices, moe.activation, self.dtype, clamp_of(moe)):
             raise ConfigError(
@@ -206,11 +189,7 @@ class ExpertLayer:
 def measure_layer(
     layer: ExpertLayer, tiles: TileTable, time_call: TimeCall, *, is_again: bool = False
 ) -> Iterator[BucketTiles]:
-    """Measure the tiles of a layer; yields after each number of tokens, to be stored.
-
-    Args:
-        tiles: Earlier results, measured again only if `is_again`.
-    """
+    """Measure a layer's tiles, stored ones only if `is_again`; yields per number of tokens."""
     layouts = layer.matrices.layouts()
     assert layouts is not None, "the matrices of a layer's experts are stored the same"
     for bucket in layer.buckets(tiles.capability):

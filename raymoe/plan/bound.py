@@ -41,13 +41,10 @@ def job_bound(
     bytes_per_s: float,
     bytes_per_element: int = 2,
 ) -> JobBound:
-    """Bound of a job whose rows all generate the same number of tokens.
+    """Bound of a job whose rows all generate the same number of tokens, the first by prefill.
 
-    Args:
-        generated_tokens: Per row; prefill produces the first.
-        flop_per_s: Attainable rate of matrix products.
-        bytes_per_s: Read bandwidth of host memory.
-        bytes_per_element: Of the KV cache and of unquantised weights.
+    `flop_per_s` and `bytes_per_s` are attainable rates; `bytes_per_element` applies to the KV cache
+    and to unquantised weights.
     """
     work = ModelWork.of(model, bytes_per_element)
     rows = len(prompt_lengths)

@@ -25,8 +25,6 @@ TASK_OVERHEAD_S = 50e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """Token counts of a step."""
-
     tokens: float
     attention_pairs: float  # pairs of a query token and a context token it attends to
     context_tokens: float  # context tokens whose KV is read, summed over sequences
@@ -58,7 +56,6 @@ class StepShape:
 
     @classmethod
     def decode(cls, rows: int, context: int) -> "StepShape":
-        """One new token for each of `rows` sequences of `context` tokens."""
         pairs = rows * context
         return cls(tokens=rows, attention_pairs=pairs, context_tokens=pairs, logit_rows=rows)
 

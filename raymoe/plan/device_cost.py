@@ -32,8 +32,6 @@ STAGED_COPIES, DIRECT_COPIES = 3, 1
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """Rates of one step."""
-
     hardware: HardwareSpec
     is_16_bit: bool  # whether activations have 16 bits, as in the measurements
     page_bytes: float  # mean bytes of weights per layer that cross the link

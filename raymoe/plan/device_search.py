@@ -29,8 +29,6 @@ from raymoe.units import ceil_div
 
 @dataclass(frozen=True, slots=True, order=True)
 class SearchPoint:
-    """One candidate setting."""
-
     batch_share: float  # live sequences over the maximum that memory and workload allow, 0..1
     num_micro_batches: int
     is_grouped: bool  # whether one expert launch covers all micro-batches of a step
@@ -51,7 +49,6 @@ class SearchSpace:
     max_num_batched_tokens: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768)
 
     def around(self, search_point: SearchPoint, *names: str) -> Iterator[SearchPoint]:
-        """All points that differ from `search_point` at most in the named fields."""
         axes = [getattr(self, name) for name in names]
         for values in itertools.product(*axes):
             yield replace(search_point, **dict(zip(names, values, strict=True)))
@@ -66,8 +63,6 @@ MIN_CHUNK = 1024  # least prefill chunk, for prompts longer than those planned f
 
 @dataclass(frozen=True)
 class DeviceSizes:
-    """Computes batch, cache and resident sizes for one job and schedule."""
-
     job: DeviceJob
     schedule: str = "micro_batches"
     page_bytes: int = PAGE_BYTES
@@ -97,11 +92,8 @@ class DeviceSizes:
 
         Resident weights free host memory for the cache, and a larger batch leaves less device
         memory for resident weights; a second round starts from the first one's lower bound. Returns
-        None where one sequence or the weight slots do not fit.
-
-        Args:
-            size_bits: Leading bits to keep of batch and cache sizes, rounded down, so that nearby
-                points get equal sizes; None keeps all.
+        None where one sequence or the weight slots do not fit. `size_bits` rounds batch and cache
+        sizes down to so many leading bits, so that nearby points get equal sizes.
         """
         sized = self.sized(search_point, batch_size=1, num_kv_blocks=1)
         filled = self._filled(sized)

@@ -73,14 +73,7 @@ class StreamedSteps:
 
     @classmethod
     def of(cls, model: ModelSpec, schedule: str, policy: Policy, bytes_per_element: int) -> Self:
-        """Divide a model's weights into resident parts and pages.
-
-        Args:
-            bytes_per_element: Of unquantised weights.
-
-        Raises:
-            ConfigError: The policy's sizes are out of range.
-        """
+        """Divide a model's weights into resident parts and pages, as the policy says."""
         return cls.of_layers(layer_sizes(model, bytes_per_element), schedule, policy)
 
     @classmethod
@@ -122,7 +115,6 @@ class StreamedSteps:
 
     @property
     def micro_batches_per_group(self) -> int:
-        """Micro-batches that share one expert launch."""
         return _shape(self.schedule, self._bare_form).micro_batches_per_group
 
     @property
@@ -441,7 +433,6 @@ def _head_bytes(model: ModelSpec, work: ModelWork) -> int:
 
 
 def resident_host_footprint(model: ModelSpec) -> Footprint:
-    """Host memory with all weights and the KV cache on the device."""
     return Footprint(memory="host memory", parts=(("runtime", RUNTIME_BYTES + logit_bytes(model)),))
 
 

@@ -35,8 +35,6 @@ class Colour(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Map values to pixels along one axis."""
-
     minimum: float
     maximum: float
     low: float
@@ -68,7 +66,6 @@ class Chart:
 
     @classmethod
     def decades(cls, x_values: Iterable[float], y_values: Iterable[float]) -> "Chart":
-        """Logarithmic axes that end at powers of ten around the values."""
         (left, right), (bottom, top) = _decades(x_values), _decades(y_values)
         return cls(
             Scale(left, right, LEFT, WIDTH - RIGHT, is_log=True),
@@ -88,7 +85,6 @@ class Chart:
         x_labels: Sequence[str],
         y_labels: Sequence[str],
     ) -> Iterator[str]:
-        """Grid, tick labels and axis names; one label per tick."""
         bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
         for value, label in zip(self.x.ticks(), x_labels, strict=True):
             x = self.x.at(value)
@@ -160,12 +156,7 @@ COLOURS = {Roof.COMPUTE: Colour.GPU, Roof.MEMORY: Colour.GPU_MEMORY, Roof.LINK: 
 def draw_roofline(
     hierarchy: Hierarchy, chosen: Placement, others: Sequence[Placement] = (), *, title: str
 ) -> str:
-    """Draw a node's roofs with P1, the P2 of one operation, and all operations as points.
-
-    Args:
-        chosen: The operation whose P2 and regions are drawn, usually the experts of a policy.
-        others: Operations drawn as points only, such as attention.
-    """
+    """Draw a node's roofs, all operations as points, and P1, P2 and the regions of `chosen`."""
     sits = (chosen, *others)
     x_values = [0.3, 3e3, 3 * chosen.p2.flop_per_byte]
     x_values += [p.operation.far_intensity * factor for p in sits for factor in (1 / 3, 3)]
@@ -192,7 +183,6 @@ def draw_roofline(
 
 
 def draw_host_roofline(host: Level, operations: Sequence[Operation], *, title: str) -> str:
-    """Draw both roofs of a node without a GPU and the attainable rates of operations."""
     intensities = [operation.far_intensity for operation in operations]
     x_values = [host.turning_point / 30, host.turning_point * 30]
     x_values += [x * factor for x in intensities for factor in (1 / 3, 3)]
@@ -357,8 +347,6 @@ LEGEND_TOP, LEGEND_HEIGHT = 22, 20  # distance of the first line from the top; l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:
-    """Throughput of one plan, its host memory and its bottleneck."""
-
     host_memory_bytes: float
     tokens_per_s: float
     bound: str = ""
@@ -386,15 +374,7 @@ def draw_throughput(
     weight_bytes: float = 0.0,
     chosen: CurvePoint | None = None,
 ) -> str:
-    """Draw throughput over host memory, labelling where the bottleneck changes.
-
-    Args:
-        weight_bytes: Host memory of the weights, below which nothing runs.
-        chosen: A plan to highlight.
-
-    Raises:
-        ConfigError: There are no curves, or too many.
-    """
+    """Draw throughput over host memory, labelling where the bottleneck changes."""
     marked = [point for curve in curves for point in curve.points]
     marked += [chosen] if chosen else []
     if not marked or len(curves) > len(THROUGHPUT_COLOURS):

@@ -120,7 +120,6 @@ class StepTimes:
     _known: dict[tuple[float, float, float], float] = field(default_factory=dict)
 
     def __call__(self, load: StepLoad) -> float:
-        """Interpolate linearly in rows, context and prompt tokens."""
         prompts = _bracket(load.prompt_tokens, _nodes(self.max_prompt_tokens))
         contexts = _bracket(load.decode_context, self.contexts) if load.decode_rows else NO_CONTEXT
         return sum(
@@ -166,8 +165,6 @@ MEAN_WASTE = KV_BLOCK_TOKENS // 2  # mean unused tokens of a last block
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEstimate:
-    """Predicted time and size of a job."""
-
     seconds: float
     num_steps: float
     prompt_tokens: float
@@ -193,11 +190,7 @@ class JobEstimate:
 def estimate_job(
     workload: Workload, policy: Policy, seconds_of: Callable[[StepLoad], float]
 ) -> JobEstimate:
-    """Simulate a job.
-
-    Args:
-        seconds_of: Time of a step; called for a few distinct loads.
-    """
+    """Simulate a job; `seconds_of` is called for a few distinct loads."""
     return JobEstimate.of(workload, duplicates(job_steps(workload, policy)), seconds_of)
 
 

@@ -59,7 +59,6 @@ class LayerBytes(NamedTuple):
 
     @property
     def common(self) -> int:
-        """Weights that every token uses: attention part and shared expert."""
         return self.attention + self.shared
 
     @property
@@ -88,7 +87,6 @@ class PageCut:
 
     @cached_property
     def streamed_bytes(self) -> int:
-        """Bytes that each step sends to the device."""
         return sum(map(sum, self.page_bytes))
 
     @cached_property
@@ -126,12 +124,8 @@ def cut_pages(
 ) -> PageCut:
     """Keep what fits into `resident_bytes` and divide the rest into pages of similar size.
 
-    Args:
-        page_bytes: Largest page, rounded up to `PAGE_ALIGNMENT` bytes.
-        resident_bytes: Device memory for weights that stay there.
-
-    Raises:
-        ConfigError: A size is out of range.
+    `page_bytes` is an upper bound, rounded up to `PAGE_ALIGNMENT`; raises ConfigError if a size is
+    out of range.
     """
     if page_bytes < 1 or resident_bytes < 0:
         raise ConfigError(

@@ -116,9 +116,6 @@ def throughput_picture(plan: Plan, model: ModelSpec, plan_on: PlanOn) -> str:
     """Throughput of the plan's job over host memory, next to the papers' own policies.
 
     One cost model judges all. Points are missing where nothing fits or a paper has no formula.
-
-    Args:
-        plan_on: Plans the job on a node with different memory.
     """
     own, weight_bytes = plan.hardware, dict(plan.footprint.parts).get("weights", 0)
     nodes = [

@@ -111,15 +111,7 @@ class Footprint:
         return "\n".join(f"  {name:<{width}}{format_bytes(size):>12}" for name, size in rows)
 
     def check_fits(self, budget_bytes: int, *, what: str, advice: str) -> None:
-        """Refuse a plan that exceeds the budget, before anything is allocated.
-
-        Args:
-            what: Subject of the message.
-            advice: Remedy in the message.
-
-        Raises:
-            InfeasiblePlanError: With the table and the missing bytes.
-        """
+        """Raise InfeasiblePlanError with the table if the plan exceeds the budget."""
         if self.total <= budget_bytes:
             return
         raise InfeasiblePlanError(

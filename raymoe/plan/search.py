@@ -60,7 +60,6 @@ class ResidentSearch:
     job: DeviceJob
 
     def best(self, grid: SearchSpace | None = None) -> Policy | None:
-        """The policy with the shortest job; None if the model does not fit."""
         grid = grid or SearchSpace()
         sizes = itertools.product(grid.max_num_batched_tokens, grid.batch_share)
         fitting = [policy for policy in itertools.starmap(self.policy, sizes) if policy is not None]
@@ -140,8 +139,6 @@ class HostStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSearch:
-    """Chooses sizes on a node without a GPU."""
-
     model: ModelSpec
     work: ModelWork
     hardware: HardwareSpec
@@ -153,11 +150,7 @@ class HostSearch:
         return self._footprint(policy.max_num_batched_tokens, policy.num_kv_blocks)
 
     def best(self) -> Policy:
-        """The smallest sizes that are about as fast as any.
-
-        Raises:
-            InfeasiblePlanError: Not even one sequence fits.
-        """
+        """The smallest sizes that are about as fast as any; InfeasiblePlanError if none fit."""
         steps, workload = HostStep(self.work, self.hardware), self.workload
 
         def rate(load: StepLoad) -> float:
@@ -290,11 +283,7 @@ def find_plan(  # noqa: PLR0913 - the options of one decision
 def of_one_rank(
     model: ModelSpec, hardware: HardwareSpec, num_ranks: int
 ) -> tuple[ModelSpec, HardwareSpec]:
-    """One tensor-parallel rank's share of the model and the node.
-
-    Raises:
-        ConfigError: The model cannot be divided between so many GPUs, or the node has none.
-    """
+    """One rank's share of model and node; raises ConfigError if they cannot be divided."""
     if num_ranks > 1 and not hardware.has_gpu:
         raise ConfigError(
             f"tensor_parallel_size is {num_ranks}, but {hardware.name} has no GPU; leave it out"

@@ -115,15 +115,12 @@ class LayerWork:
         return self.num_experts * (1.0 - missed)
 
     def weight_bytes(self, num_experts: float) -> float:
-        """Bytes of the layer with `num_experts` of its experts."""
         always = self.pre.num_bytes + self.post.num_bytes + self.router.num_bytes
         return always + self.common.num_bytes + num_experts * self.expert.num_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelWork:
-    """All layers and the head."""
-
     layers: tuple[LayerWork, ...]
     hidden_size: int
     head: Matrices
@@ -186,7 +183,6 @@ class ModelWork:
         return layers + self.head.num_bytes
 
     def activated_weight_bytes(self, tokens: float) -> float:
-        """Expected weight bytes that a step of this many tokens reads."""
         layers = sum(layer.weight_bytes(layer.activated_experts(tokens)) for layer in self.layers)
         return layers + self.head.num_bytes
 
@@ -279,9 +275,7 @@ class MicroBatchShape:
     def decode(cls, rows: float, context: float, cpu_attention_fraction: float = 1.0) -> Self:
         """One new token for each of `rows` sequences of `context` tokens, the new one included.
 
-        Args:
-            cpu_attention_fraction: Share that attends on the CPU, 0..1 (omega of MoE-Gen, equation
-                1).
+        `cpu_attention_fraction`, 0..1, is omega of MoE-Gen, equation 1.
         """
         if not 0.0 <= cpu_attention_fraction <= 1.0:
             raise ConfigError(

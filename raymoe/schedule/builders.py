@@ -148,10 +148,8 @@ def build_micro_batches(
     """Build a step with the form's own `micro_batches_per_group` and `look_ahead`.
 
     Attention is issued `look_ahead` micro-batches ahead of the experts, as far as its inputs are.
-
-    Args:
-        interleaves_pages: Spread the pages of a layer evenly over the preceding micro-batches;
-            otherwise all follow the first one's hidden states as one block.
+    Pages of a layer are spread evenly over the preceding micro-batches if `interleaves_pages`, and
+    otherwise follow the first one's hidden states as one block.
     """
     program = Program(name, form, ring=min(form.look_ahead + 1, form.num_micro_batches))
     return _MicroBatches(program, form).build(interleaves_pages)
@@ -172,13 +170,10 @@ def build_cgopipe(form: StepForm) -> Schedule:
 
 
 def build_vslpipe(form: StepForm) -> Schedule:
-    """VSLPipe: two micro-batches alternate between CPU and GPU, with prefill mixed in.
+    """VSLPipe: at most two micro-batches alternate between CPU and GPU, with prefill mixed in.
 
     The paper ends each phase with a barrier of CPU and GPU; here each task waits only for its
     inputs, which is never later. Source: MoE-Lens, section 6.4, figures 8 and 9.
-
-    Raises:
-        ConfigError: The step has more than two micro-batches.
     """
     if form.num_micro_batches > 2:
         raise ConfigError(

@@ -57,11 +57,7 @@ text { font: 12px ui-sans-serif, system-ui, sans-serif; fill: #1b1f24 }
 
 
 def svg_page(title: str, width: int, height: float, body: Iterable[str], *, style: str = "") -> str:
-    """The SVG text of a picture with its title.
-
-    Args:
-        style: CSS rules in addition to those of all pictures.
-    """
+    """The SVG text of a picture; `style` adds CSS rules."""
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:.0f}" '
@@ -93,13 +89,10 @@ ROUNDING = 1e-9  # of a cell: ignores the rest of a task that ends where the cel
 
 
 def draw_text(timelines: Sequence[Timeline], *, columns: int = 80) -> str:
-    """Draw timelines below each other on one time axis.
+    """Draw timelines below each other on one time axis, the longest with `columns` cells.
 
     A cell shows the letter of the operation that took most of it, a dot if it was idle for more
     than half, and a blank if all of it was. The percentage is the busy share of the lane.
-
-    Args:
-        columns: Cells of the longest timeline.
     """
     longest_s = max((timeline.makespan_s for timeline in timelines), default=0.0)
     lanes = [

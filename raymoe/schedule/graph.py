@@ -130,11 +130,7 @@ class Schedule:
 
     @classmethod
     def from_text(cls, text: str) -> "Schedule":
-        """Read the form that `to_text` writes; blank lines are skipped.
-
-        Raises:
-            ScheduleError: A line cannot be read, or the schedule is invalid.
-        """
+        """Inverse of `to_text`, skipping blank lines; raises ScheduleError."""
         lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
         name, inputs = _parse_header([line for _, line in lines[:2]])
         return cls(name, tuple(_parse_line(*line) for line in lines[2:]), inputs)
@@ -147,7 +143,6 @@ class Schedule:
 
     @property
     def resources(self) -> tuple[Resource, ...]:
-        """Resources in use, in the order of the enumeration."""
         used = {task.resource for task in self.tasks}
         return tuple(resource for resource in Resource if resource in used)
 
@@ -198,12 +193,7 @@ SHOWN_BUFFERS = 6
 
 
 def check_tasks(name: str, tasks: Sequence[Task], inputs: Iterable[Buffer]) -> None:
-    """Check the tasks of the schedule `name`, in issue order.
-
-    Raises:
-        ScheduleError: A task is on a lane that cannot run its operation, occurs twice, or reads an
-            unwritten buffer. Shows what was issued on every lane before it.
-    """
+    """Raise ScheduleError as `Schedule` does, with what was issued on every lane before."""
     known = set(inputs)
     seen: set[tuple[Op, int, int]] = set()
     for index, task in enumerate(tasks):

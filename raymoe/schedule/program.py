@@ -16,11 +16,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPages:
-    """The pages of a layer's streamed weights.
-
-    Raises:
-        ConfigError: A page does not exist, is out of order, or has no reader.
-    """
+    """The pages of a layer's streamed weights; ConfigError if unordered, missing or unread."""
 
     num_pages: int  # pages to load for each step; 0 if all weights are resident
     attention_pages: tuple[int, ...] = ()  # pages that hold what `pre` and `post` read, ascending
@@ -48,29 +44,22 @@ class StepForm:
     A layer with pages is *streamed*. Streamed layers alternate between the two weight slots of the
     device, also from step to step.
 
-    Attributes:
-        num_micro_batches: Slices of the step that pass through attention together.
-        has_cpu_attention: Some rows attend on the CPU.
-        has_device_attention: Some rows attend on the device, which receives their KV blocks.
-        micro_batches_per_group: Micro-batches per expert launch (schedule "micro_batches"); the
-            last group of a layer may have fewer.
-        look_ahead: Micro-batches by which attention is issued ahead of the experts (schedule
-            "micro_batches").
-        staging_slots: Pages in the pinned staging ring; 0 if weights are pinned themselves.
-        first_slot: The weight slot, 0 or 1, that holds the first streamed layer.
-
     Raises:
         ConfigError: A number is out of range, or there is no attention.
     """
 
     layers: tuple[LayerPages, ...]
-    num_micro_batches: int
-    has_cpu_attention: bool = True
+    num_micro_batches: int  # slices of the step that pass through attention together
+    has_cpu_attention: bool = True  # some rows attend on the CPU
+    # some rows attend on the device, which receives their KV blocks
     has_device_attention: bool = False
+    # micro-batches per expert launch (schedule "micro_batches"); the last group of a layer may have
+    # fewer
     micro_batches_per_group: int = 1
+    # micro-batches by which attention is issued ahead of the experts (schedule "micro_batches")
     look_ahead: int = 2
-    staging_slots: int = 0
-    first_slot: int = 0
+    staging_slots: int = 0  # pages in the pinned staging ring; 0 if weights are pinned themselves
+    first_slot: int = 0  # the weight slot, 0 or 1, that holds the first streamed layer
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -102,7 +91,6 @@ class StepForm:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """Every micro-batch in every layer, layer by layer."""
         return tuple(
             Step(layer, micro_batch)
             for layer in range(self.num_layers)
@@ -134,11 +122,8 @@ def plan_loads(form: StepForm, *, interleaves: bool) -> Mapping[Step, tuple[Load
     """The pages to issue with each micro-batch of each layer.
 
     While a streamed layer and the resident layers after it run, the other slot receives the next
-    streamed layer; after the last comes the first one, for the next step.
-
-    Args:
-        interleaves: Spread the pages evenly between streamed layers; otherwise issue them all with
-            the first micro-batch.
+    streamed layer; after the last comes the first one, for the next step. Pages are spread evenly
+    if `interleaves`, and otherwise issued with the first micro-batch.
     """
     plan: dict[Step, tuple[Load, ...]] = {}
     streamed = form.streamed

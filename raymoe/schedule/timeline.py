@@ -11,8 +11,6 @@ from raymoe.schedule.graph import Op, Resource, Schedule, Task
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One task and its start and end, relative to the start of its timeline."""
-
     task: Task
     start_s: float
     end_s: float
@@ -61,7 +59,6 @@ class Timeline:
 
     @property
     def resources(self) -> tuple[Resource, ...]:
-        """Resources in use, in the order of the enumeration."""
         used = {span.task.resource for span in self.spans}
         return tuple(resource for resource in Resource if resource in used)
 
@@ -126,9 +123,6 @@ def critical_path(schedule: Schedule, timeline: Timeline) -> tuple[Span, ...]:
     From the task that ends last, the chain goes back to whichever ended last: a dependency or the
     previous task on the lane. In a predicted timeline the chain has no gaps and is as long as the
     makespan; gaps of a measured chain lie between the end of a task and the start of its successor.
-
-    Raises:
-        ScheduleError: The timeline is not one of this schedule.
     """
     spans = timeline.spans
     if tuple(span.task for span in spans) != schedule.tasks:
@@ -146,11 +140,7 @@ def critical_path(schedule: Schedule, timeline: Timeline) -> tuple[Span, ...]:
 
 
 def bound_by(schedule: Schedule, timeline: Timeline) -> Resource:
-    """The resource with the largest share of the critical path.
-
-    Raises:
-        ScheduleError: The timeline is not one of this schedule, or nothing ran.
-    """
+    """The resource with the largest share of the critical path; ScheduleError if nothing ran."""
     seconds = dict.fromkeys(timeline.resources, 0.0)
     for span in critical_path(schedule, timeline):
         seconds[span.task.resource] += span.duration_s
@@ -206,8 +196,6 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """The part of a schedule that determines its length."""
-
     kinds: tuple[Task, ...]
     _runs: tuple[_Run, ...]
 
@@ -272,8 +260,6 @@ def _needed_waits(
 
 
 class Excerpt(NamedTuple):
-    """Part of a timeline, which starts at zero."""
-
     timeline: Timeline
     num_shown: int
     num_layers: int

@@ -73,7 +73,6 @@ class ConfigFields:
         return self.boolean(name) if isinstance(name, str) else bool(name)
 
     def number_or(self, name: str | float) -> float:
-        """A number, or the value of the field of this name."""
         return self.number(name) if isinstance(name, str) else name
 
     def uniform(self, name: str) -> int:
@@ -108,11 +107,7 @@ def _integer(name: str, value: object, *, minimum: int, maximum: int = MAX_INTEG
 
 
 def find_family(config: Mapping[str, object]) -> tuple[str, Family]:
-    """The model type of a configuration and its family.
-
-    Raises:
-        UnsupportedModelError: The model type or the architecture is unknown.
-    """
+    """Model type and family of a configuration; raises UnsupportedModelError if unknown."""
     written = config.get("model_type")
     model_type = MODEL_TYPE_ALIASES.get(str(written), written)
     if not isinstance(model_type, str) or model_type not in FAMILIES:
@@ -135,8 +130,7 @@ def find_family(config: Mapping[str, object]) -> tuple[str, Family]:
 def canonical_config(config: Mapping[str, object], family: Family) -> dict[str, object]:
     """Flatten nested objects and give every used field its canonical name.
 
-    Raises:
-        ConfigError: Aliases of one field disagree, or a nested field is not an object.
+    Raises ConfigError if aliases of a field disagree or a nested field is not an object.
     """
     flat = {name: value for name, value in config.items() if name not in family.nested}
     for outer in family.nested:
@@ -153,11 +147,7 @@ def canonical_config(config: Mapping[str, object], family: Family) -> dict[str, 
 
 
 def check_fields(config: Mapping[str, object], model_type: str, family: Family) -> None:
-    """Refuse fields that are not used, ignored, or fixed at an accepted value.
-
-    Raises:
-        UnsupportedModelError: Names the field, its value and what is supported.
-    """
+    """Raise UnsupportedModelError for fields that are not used, ignored or fixed."""
     used = family.defaults.keys() | ROPE_FIELDS
     fixed = {name: FIXED[name] for name in FIXED.keys() - used} | dict(family.fixed)
     for name, value in config.items():
@@ -207,11 +197,9 @@ DENSE, SPARSE = "dense", "sparse"
 
 
 def layer_windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
-    """The sliding window of each layer; None for full attention.
+    """The sliding window of each layer, None for full attention.
 
-    Raises:
-        UnsupportedModelError: `layer_types` contradicts the other fields or names an unknown kind
-            of layer.
+    Raises UnsupportedModelError if `layer_types` contradicts other fields or has an unknown kind.
     """
     window, slides = _window(fields), _sliding_layers(fields, num_layers)
     if fields.layer_types is not None:

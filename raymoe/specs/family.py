@@ -158,7 +158,6 @@ class Family:
 
 
 def common_fields(**differences: object) -> dict[str, object]:
-    """Fields that nearly every family uses, with the most common defaults."""
     common: dict[str, object] = {
         "vocab_size": 32000,
         "hidden_size": 4096,

@@ -87,9 +87,8 @@ def read_json_object(
 ) -> dict[str, object]:
     """The JSON object in a file of a model directory.
 
-    Raises:
-        CheckpointError: As for `resolve_inside`, or the content is not a JSON object, far too
-            large, or has repeated keys.
+    Raises CheckpointError as `resolve_inside`, or if it is far too large, no JSON object, or has
+    repeated keys.
     """
     path = resolve_inside(directory, name)
     with open(open_regular(path), "rb") as file:
@@ -124,21 +123,15 @@ Data = TypeVar("Data")
 
 
 def from_plain(kind: type[Data], value: object, *, where: str) -> Data:
-    """Build a dataclass from a mapping of its fields.
+    """Build a dataclass from a mapping of its fields; `where` names the source in errors.
 
-    Fields may be str, int, float, tuples, dataclasses, or one of these and None.
-
-    Args:
-        where: Names the source in errors.
-
-    Raises:
-        ConfigError: Names the field that is missing, unknown, or of the wrong type.
+    Fields may be str, int, float, tuples, dataclasses, or one of these and None. Raises ConfigError
+    for a missing or unknown field or a wrong type.
     """
     return cast("Data", _read(kind, value, where))
 
 
 def to_json(data: object) -> str:
-    """The JSON text of a dataclass, one line per field."""
     return _write(data, "") + "\n"
 
 

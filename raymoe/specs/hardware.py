@@ -64,29 +64,19 @@ DEVICE_FIELDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCurves:
-    """Rates of our kernels on the cores of a node, with bfloat16 weights and cache.
+    """Rates of our kernels on the cores of a node, with bfloat16 weights and cache."""
 
-    Attributes:
-        product_flop_per_s: A projection over its rows; weights come from memory.
-        expert_flop_per_s: The experts of a layer over rows per activated expert.
-        attention_bytes_per_s: KV read by decode attention, over context tokens.
-        attention_flop_per_s: Decode attention where enough heads share keys and values that
-            operations limit.
-        attention_bytes_per_s_of_threads: Decode attention over the number of threads.
-        prefill_flop_per_s: Causal attention over prompt tokens; work above the diagonal is not
-            counted.
-        activation_bytes_per_s: Norms and rotations: activations read and written.
-        task_overhead_s: Time of a task beyond its kernels, over the tokens of the step; None for a
-            constant of the cost model.
-    """
-
-    product_flop_per_s: Curve
-    expert_flop_per_s: Curve
-    attention_bytes_per_s: Curve
+    product_flop_per_s: Curve  # a projection over its rows; weights come from memory
+    expert_flop_per_s: Curve  # the experts of a layer over rows per activated expert
+    attention_bytes_per_s: Curve  # KV read by decode attention, over context tokens
+    # decode attention where enough heads share keys and values that operations limit
     attention_flop_per_s: float
-    attention_bytes_per_s_of_threads: Curve
+    attention_bytes_per_s_of_threads: Curve  # decode attention over the number of threads
+    # causal attention over prompt tokens; work above the diagonal is not counted
     prefill_flop_per_s: Curve
-    activation_bytes_per_s: float
+    activation_bytes_per_s: float  # norms and rotations: activations read and written
+    # time of a task beyond its kernels, over the tokens of the step; None for a constant of the
+    # cost model
     task_overhead_s: Curve | None = None
 
     def __post_init__(self) -> None:
@@ -324,20 +314,12 @@ def is_hardware_file(text: str) -> bool:
 
 
 def find_hardware(text: str) -> HardwareSpec:
-    """The node in a profile file (a path or a name ending in .json), or the preset of this name.
-
-    Raises:
-        ConfigError: As for `HardwareSpec.from_file` and `hardware_preset`.
-    """
+    """The node in a profile file (a path or *.json), or else the preset of this name."""
     return HardwareSpec.from_file(text) if is_hardware_file(text) else hardware_preset(text)
 
 
 def hardware_preset(name: str) -> HardwareSpec:
-    """The preset of this name, ignoring case.
-
-    Raises:
-        UnknownOptionError: There is none; suggests the nearest names.
-    """
+    """The preset of this name, ignoring case; raises UnknownOptionError with suggestions."""
     if name.lower() not in HARDWARE_PRESETS:
         raise UnknownOptionError(name, HARDWARE_PRESETS, "hardware preset")
     return HARDWARE_PRESETS[name.lower()]

@@ -44,7 +44,6 @@ def outer_weights(
 
 
 def layer_weights(layer: LayerSpec, hidden_size: int) -> dict[str, Shape]:
-    """All weights of a layer, named without the layer's prefix."""
     weights = dict(attention_weights(layer, hidden_size)) | dict(common_weights(layer, hidden_size))
     if isinstance(layer.ffn, MoeSpec):
         for expert in range(layer.ffn.num_experts):

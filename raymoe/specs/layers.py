@@ -31,27 +31,20 @@ class TokenShapes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """Grouped-query attention of one layer.
-
-    Attributes:
-        sliding_window: Tokens that a query attends to, itself included; None for all.
-        qk_norm: RMS norm of queries and keys: none, per head, or full width.
-        is_norm_after_rope: Whether that norm follows the rotation.
-        clip_qkv: Bound on the absolute value of queries, keys and values.
-        has_sinks: Whether each head has a learned score that takes part in the softmax but has no
-            value.
-    """
+    """Grouped-query attention of one layer."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
+    # tokens that a query attends to, itself included; None for all
     sliding_window: int | None = None
     qkv_bias: bool = False
     output_bias: bool = False
-    qk_norm: QkNorm = "none"
-    is_norm_after_rope: bool = False
-    clip_qkv: float | None = None
+    qk_norm: QkNorm = "none"  # RMS norm of queries and keys: none, per head, or full width
+    is_norm_after_rope: bool = False  # whether that norm follows the rotation
+    clip_qkv: float | None = None  # bound on the absolute value of queries, keys and values
+    # whether each head has a learned score that takes part in the softmax but has no value
     has_sinks: bool = False
 
     @property
@@ -247,7 +240,6 @@ class SharedSpec:
     has_bias: bool = False
 
     def network(self, activation: str) -> DenseSpec:
-        """Its network before the gate."""
         return DenseSpec(hidden=self.hidden, activation=activation, has_bias=self.has_bias)
 
 

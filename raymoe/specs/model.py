@@ -164,7 +164,6 @@ class ModelSpec:
         return dict(weights)
 
     def kv_bytes_per_token(self, bytes_per_element: float) -> int:
-        """Bytes of KV that one token adds over all layers."""
         return int(sum(layer.attention.cache_width for layer in self.layers) * bytes_per_element)
 
     @classmethod

@@ -285,11 +285,7 @@ MODEL_PRESETS: Mapping[str, Config] = {
 
 
 def model_preset(name: str) -> ModelSpec:
-    """The preset of this name, ignoring case.
-
-    Raises:
-        UnknownOptionError: There is none; suggests the nearest names.
-    """
+    """The preset of this name, ignoring case; raises UnknownOptionError with suggestions."""
     if name.lower() not in MODEL_PRESETS:
         raise UnknownOptionError(name, MODEL_PRESETS, "model preset")
     return ModelSpec.from_config(MODEL_PRESETS[name.lower()], name=name.lower())

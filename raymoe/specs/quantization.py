@@ -58,7 +58,6 @@ def name_or_expression(pattern: str) -> re.Pattern[str]:
 
 
 def is_matched(module: str, patterns: Iterable[re.Pattern[str]]) -> bool:
-    """Whether a pattern matches any known name of a canonical module."""
     names = {module}
     for ours, theirs in _SPELLINGS:
         names |= {name.replace(ours, other) for name in names for other in theirs}
@@ -112,8 +111,6 @@ _ALWAYS_PLAIN = ("model.embed_tokens.", ROUTER, "mlp.shared_expert_gate.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """Storage formats of a model's matrices."""
-
     method: str
     format: WeightFormat
     excluded: tuple[re.Pattern[str], ...] = ()  # modules that are not quantised
@@ -143,12 +140,7 @@ class Quantization:
 
 
 def parse_quantization(value: object) -> Quantization | None:
-    """Read a `quantization_config`; None stays None.
-
-    Raises:
-        UnsupportedModelError: The method, or a field or value that affects the stored format, is
-            unknown.
-    """
+    """Read a `quantization_config`; raises UnsupportedModelError for unknown storage."""
     if value is None:
         return None
     if not isinstance(value, Mapping):
@@ -303,8 +295,6 @@ def _weights_format(weights: object, layout: str) -> WeightFormat:
 
 
 class Method(NamedTuple):
-    """Description and reader of a `quant_method`."""
-
     about: str
     read: Callable[[Config], Quantization]
 

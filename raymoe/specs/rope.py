@@ -12,8 +12,6 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeRule:
-    """Defaults of a family's rope."""
-
     theta: float = 10_000.0
     is_partial: bool = False  # whether the configuration may rotate only a part of a head
     partial_factor: float = 1.0
@@ -51,7 +49,6 @@ class RopeSpec:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether angles depend on the length of the sequence."""
         return self.kind in {"dynamic", "longrope"}
 
     @property
@@ -119,11 +116,8 @@ def parse_rope(
 ) -> RopeSpec:
     """Read the rope fields of a configuration, as transformers 4 or 5 writes them.
 
-    Args:
-        head_dim: Dimensions of one head, or of the part of it that may be rotated.
-
-    Raises:
-        UnsupportedModelError: The scaling or one of its fields is unknown, or a value is invalid.
+    `head_dim` is the part of a head that may be rotated. Raises UnsupportedModelError if the
+    scaling or one of its fields is unknown, or a value is invalid.
     """
     fields = _merge(config, head_dim, rule)
     kind = _kind(fields)

@@ -43,8 +43,6 @@ _ADDED_ONCE = ("o_proj.bias", "down_proj.bias")
 
 
 class Cut(NamedTuple):
-    """A rank's part of a weight."""
-
     axis: int | None = None  # the divided axis; None if the rank has all of it
     begin: int = 0
     end: int = 0
@@ -52,11 +50,7 @@ class Cut(NamedTuple):
 
 
 def shard_model(model: ModelSpec, count: int) -> ModelSpec:
-    """The part of a model that each of `count` ranks has; all parts have the same sizes.
-
-    Raises:
-        ConfigError: Heads, hidden columns or quantisation groups are not divisible by `count`.
-    """
+    """The equal part of each of `count` ranks; raises ConfigError if sizes are not divisible."""
     if count == 1:
         return model
     assert model.num_shards == 1, "a part of a model cannot be divided again"

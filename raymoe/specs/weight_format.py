@@ -53,7 +53,6 @@ class Piece:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of an element in memory."""
         return ITEM_BYTES[self.dtypes[0]]
 
     @property
@@ -257,8 +256,7 @@ class Awq(WeightFormat):
 class Mxfp4(WeightFormat):
     """E2M1, two neighbours of a row per byte, one E8M0 scale per 32 columns.
 
-    Source: Open Compute Project, Microscaling Formats 1.0, section 5; `Mxfp4Config` of
-    transformers; gpt-oss is stored this way.
+    Source: OCP Microscaling Formats 1.0, section 5; `Mxfp4Config` of transformers (gpt-oss).
     """
 
     name: str = "mxfp4"

@@ -34,8 +34,6 @@ class Fused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Naming:
-    """One way to store a model."""
-
     layers: str = "model.layers.{layer}."  # prefix of a layer, with "{layer}" for its number
     # prefixes of canonical names -> prefixes of stored ones; the first match applies
     renamed: Mapping[str, str] | None = None
@@ -43,7 +41,6 @@ class Naming:
     unread: tuple[str, ...] = ()  # parts of the names of tensors that are stored but not used
 
     def rename(self, name: str) -> str:
-        """The stored name of a canonical one, both without the layer's prefix."""
         for ours, theirs in (self.renamed or {}).items():
             if name.startswith(ours):
                 return theirs + name.removeprefix(ours)
@@ -201,22 +198,16 @@ _PREDICTORS = "model.mtp_"
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a canonical weight is in a checkpoint; fields apply in order.
-
-    Attributes:
-        shape: Shape to read it in, if it differs from the stored one.
-        expert: Index into the first dimension, if all experts are in one tensor.
-        is_transposed: Whether the matrix is stored [inputs, outputs].
-        rows: First, end and step of its rows, if several weights are in one tensor.
-        quantised: Format and shape of a weight stored in several tensors, named `name` without
-            ".weight" plus the format's suffixes.
-    """
+    """Where a canonical weight is in a checkpoint; fields apply in order."""
 
     name: str
-    shape: Shape | None = None
-    expert: int | None = None
-    is_transposed: bool = False
+    shape: Shape | None = None  # shape to read it in, if it differs from the stored one
+    expert: int | None = None  # index into the first dimension, if all experts are in one tensor
+    is_transposed: bool = False  # whether the matrix is stored [inputs, outputs]
+    # first, end and step of its rows, if several weights are in one tensor
     rows: tuple[int, int, int] | None = None
+    # format and shape of a weight stored in several tensors, named `name` without ".weight" plus
+    # the format's suffixes
     quantised: tuple[WeightFormat, tuple[int, int]] | None = None
 
     def pieces(self) -> dict[str, Piece]:
@@ -237,7 +228,6 @@ def _pieces(stored: WeightFormat, shape: tuple[int, int]) -> tuple[Piece, ...]:
 
 
 def model_weights(spec: ModelSpec) -> dict[str, Shape]:
-    """Canonical names and shapes of all weights; a tied head has none of its own."""
     weights = spec.outer_weights()
     for i, layer in enumerate(spec.layers):
         for name, shape in layer_weights(layer, spec.hidden_size).items():
@@ -248,14 +238,10 @@ def model_weights(spec: ModelSpec) -> dict[str, Shape]:
 def locate_weights(
     spec: ModelSpec, stored: Mapping[str, Shape], files: Mapping[str, str]
 ) -> dict[str, Location]:
-    """Find every canonical weight among the stored tensors.
+    """Find every canonical weight among the stored tensors (name -> shape).
 
-    Args:
-        stored: Name -> shape of every tensor of the checkpoint.
-        files: Name -> file of every tensor, for messages.
-
-    Raises:
-        CheckpointError: A tensor is missing, has the wrong shape, or is not known.
+    Messages name the tensor's file. Raises CheckpointError if a tensor is missing, unknown, or has
+    the wrong shape.
     """
     best: dict[str, _Place] = {}
     missing: list[str] | None = None

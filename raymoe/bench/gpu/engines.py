@@ -54,13 +54,10 @@ MAX_STEPS = 40
 
 
 def fitting_plan(plan_of: PlanOf, rows: RowStatistics, max_rows: int, seconds: float) -> Plan:
-    """The plan of the largest job whose run plus separate prefill is predicted to fit in `seconds`.
+    """The plan of the largest job that fits in `seconds`, with its prefill run separately.
 
     Rows beyond the last whole batch are dropped: with static batches they would take as long as a
-    full one.
-
-    Raises:
-        ConfigError: Not even one row fits.
+    full one. Raises ConfigError if not even one row fits.
     """
     plan = _largest(plan_of, rows, max_rows, seconds)
     num_rows, batch = plan.workload.num_rows, plan.policy.batch_size
@@ -71,7 +68,6 @@ def fitting_plan(plan_of: PlanOf, rows: RowStatistics, max_rows: int, seconds: f
 
 
 def predicted_s(plan: Plan) -> float:
-    """Predicted seconds of a plan's job plus its prefill alone."""
     return plan.job.seconds + plan.estimate(prefill_of(plan.workload)).seconds
 
 
@@ -114,12 +110,7 @@ class _Run:
 
 
 def measure_engine(settings: PartSettings, node: HardwareSpec, out: Path) -> Figures:
-    """Plan, load, and run the job's prefill and then the whole job.
-
-    Args:
-        node: The node with the memory that may be used.
-        out: Directory for pictures and the model's `config.json`.
-    """
+    """Plan, load, and run the job's prefill and then the whole job; pictures go to `out`."""
     contender = SCHEDULES[settings.contender]
     spec = shape_spec(settings.shape, settings.num_layers)
     plan = fitting_plan(
@@ -251,16 +242,7 @@ class BatchTimes:
 
 
 def measure_accelerate(settings: PartSettings, node: HardwareSpec, device: str) -> Figures:
-    """Make the model, choose the batch and run it.
-
-    Args:
-        node: The node with the memory that may be used.
-        device: Torch device; "cpu" tries the contender without a GPU.
-
-    Raises:
-        SkipPartError: accelerate is not installed.
-        ConfigError: Not one row fits.
-    """
+    """Choose the batch and run it; `device` "cpu" tries the contender without a GPU."""
     if find_spec("accelerate") is None:
         raise SkipPartError("accelerate is not installed; pip install accelerate")
     pinned = pinned_bytes_per_s(node, device)
@@ -296,14 +278,7 @@ def measure_accelerate(settings: PartSettings, node: HardwareSpec, device: str) 
 
 
 def sizes_that_fit(work: ModelWork, rows: RowStatistics, max_rows: int, device_bytes: int) -> Sizes:
-    """The largest batch, and the bytes of weights that stay on the device with it.
-
-    Args:
-        work: The model with 16-bit weights.
-
-    Raises:
-        ConfigError: Not one row fits.
-    """
+    """The largest batch and the bytes of weights that stay with it; `work` is in 16 bits."""
     largest = max(layer.weight_bytes(layer.num_experts) for layer in work.kinds)
     fixed = RUNTIME_BYTES + LAYERS_AT_ONCE * max(largest, work.head.num_bytes)
     row = _row_bytes(work, rows)
@@ -385,11 +360,7 @@ class BatchRunner:
     seconds: float
 
     def run_largest(self, batch_size: int) -> BatchTimes:
-        """Run a batch, halving it while the device runs out of memory.
-
-        Raises:
-            ConfigError: Not one row fits.
-        """
+        """Run a batch, halved while memory runs out; raises ConfigError if not one row fits."""
         while batch_size:
             try:
                 return self.run(batch_size)

@@ -20,11 +20,7 @@ from raymoe.specs.hardware import HardwareSpec
 
 
 def measured_node(chosen: NodeSettings, settings: Settings) -> HardwareSpec:
-    """The node with the memory that may be used; a GPU is measured once and stored.
-
-    Raises:
-        ConfigError: There is no such GPU or preset.
-    """
+    """The node with the memory that may be used; a GPU is measured once and stored."""
     if chosen.device == "cuda":
         check_cuda()
         obtain_profile(settings.cache_directory, chosen.num_threads or settings.num_threads)
@@ -90,7 +86,6 @@ def cap_device(device: str, memory_bytes: int) -> None:
 
 
 def device_peak_bytes(device: str) -> int:
-    """Peak device memory reserved by torch; 0 without a GPU."""
     return torch.cuda.max_memory_reserved() if device == "cuda" else 0
 
 

@@ -53,7 +53,6 @@ def _measure(settings: PartSettings, node: HardwareSpec, out: Path) -> Figures:
 
 
 def result_of(settings: PartSettings, status: Status, reason: str, device: str) -> PartResult:
-    """A result without figures."""
     return PartResult(
         key=settings.key,
         settings=settings,

@@ -57,15 +57,12 @@ BAR_HEIGHT, BAR_STEP = 20, 30
 
 
 class Bar(NamedTuple):
-    """Throughput of one contender and the note after its bar."""
-
     name: str
     tokens_per_s: float
     note: str
 
 
 def timeline_files(settings: PartSettings) -> tuple[str, str]:
-    """Names of the Gantt chart and the trace of a part."""
     return f"{settings.file_name}.svg", f"{settings.file_name}.json"
 
 
@@ -82,7 +79,6 @@ def draw_steady_step(plan: Plan, steady: SteadyStep, settings: PartSettings, out
 
 
 def draw_bars(bars: Sequence[Bar], *, title: str) -> str:
-    """Bar chart as SVG; our bars have their own colour."""
     maximum = max(bar.tokens_per_s for bar in bars)
     return svg_page(title, WIDTH, TOP + BAR_STEP * len(bars) + 12, _bars(bars, maximum))
 
@@ -143,7 +139,6 @@ class Group:
                 yield f"{result.settings.contender} {result.status}: {reason}"
 
     def bars(self) -> str | None:
-        """The bar chart; None if nothing was measured."""
         bars = [
             Bar(
                 result.settings.contender,
@@ -157,7 +152,6 @@ class Group:
 
 
 def groups_of(results: Iterable[PartResult]) -> list[Group]:
-    """Group results by shape, workload, node and number of layers, in order of appearance."""
     ordered = sorted(results, key=_group_key)
     return [_group(tuple(members)) for _, members in groupby(ordered, key=_group_key)]
 

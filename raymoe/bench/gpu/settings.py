@@ -33,8 +33,6 @@ class SkipPartError(RaymoeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
-    """The node and the share of it to use."""
-
     device: str
     hardware: str | None = None  # preset whose rates the emulated device imitates; None on a GPU
     device_memory_bytes: int | None = None  # cap; None for what is free
@@ -51,8 +49,6 @@ class NodeSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartSettings:
-    """One shape, workload and contender on one node."""
-
     node: NodeSettings
     shape: str
     num_layers: int
@@ -154,7 +150,6 @@ GPU_SHAPES: Mapping[str, Config] = {
 
 
 def shape_config(name: str, num_layers: int | None = None) -> dict[str, object]:
-    """The `config.json` of a shape, with all of its layers or the first ones."""
     config = dict(GPU_SHAPES[name])
     return config if num_layers is None else config | {"num_hidden_layers": num_layers}
 
@@ -164,18 +159,13 @@ def shape_spec(name: str, num_layers: int | None = None) -> ModelSpec:
 
 
 def write_shape(name: str, num_layers: int, directory: Path) -> Path:
-    """Write the `config.json` of a shape; returns the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(shape_config(name, num_layers), indent=1))
     return directory
 
 
 def layers_that_fit(name: str, node: HardwareSpec, generated_tokens: int, seconds: float) -> int:
-    """Layers that fit the host and can stream once per generated token in `seconds`.
-
-    Args:
-        node: With the memory that may be used.
-    """
+    """Layers that fit the host and can stream once per generated token in `seconds`."""
     maximum = shape_spec(name).num_layers
     return next(
         (
@@ -203,8 +193,6 @@ PLANNER = "planner"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleContender:
-    """Our engine with one schedule."""
-
     schedule: str
     paper: str = PLANNER
     # the paper's policy; None for our planner's
@@ -215,9 +203,6 @@ class ScheduleContender:
 
         If the paper has no policy for the model or node, our planner chooses one for the paper's
         schedule, and the returned name says so.
-
-        Raises:
-            InfeasiblePlanError: Nothing fits.
         """
         policy, source = None, self.paper
         if self.choose is not None:
@@ -273,8 +258,6 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BusyShares:
-    """Busy share of each resource over the steps of a run, 0..1."""
-
     gpu: float
     cpu: float
     htod: float
@@ -283,8 +266,6 @@ class BusyShares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedFigures:
-    """Predictions and transfers of our engine's run."""
-
     predicted_s: float  # seconds of the job, from the plan
     steps_predicted_s: float  # seconds of the executed steps, from the cost model
     steps_measured_s: float
@@ -295,8 +276,6 @@ class PredictedFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Measured figures."""
-
     schedule: str
     policy: str
     num_rows: int
@@ -336,8 +315,6 @@ class Figures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartResult:
-    """One line of results."""
-
     key: str
     settings: PartSettings
     status: str
@@ -358,7 +335,6 @@ class PartResult:
 
     @classmethod
     def from_json(cls, line: str) -> Self:
-        """Read what `to_json` wrote; raises ConfigError for anything else."""
         try:
             fields = json.loads(line)
         except ValueError as error:
@@ -369,11 +345,7 @@ class PartResult:
 
 
 def read_results(path: Path) -> list[PartResult]:
-    """Results of a file; the latest of equal settings takes the place of the first.
-
-    Raises:
-        ConfigError: Names the invalid line.
-    """
+    """Results of a file; the latest of equal settings takes the place of the first."""
     latest: dict[str, PartResult] = {}
     for number, line in enumerate(_lines(path), 1):
         try:

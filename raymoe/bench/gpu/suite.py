@@ -41,8 +41,6 @@ NODE_LIMIT_S = 300.0  # profiling a machine takes a minute
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteSettings:
-    """Parts to run."""
-
     node: NodeSettings
     shapes: Sequence[str]
     workloads: Sequence[str]
@@ -53,7 +51,6 @@ class SuiteSettings:
     is_again: bool  # whether parts with a result run again
 
     def parts(self, node: HardwareSpec) -> list[PartSettings]:
-        """All parts; contenders of one shape and workload are adjacent."""
         return [
             PartSettings(
                 node=self.node,
@@ -75,16 +72,7 @@ class SuiteSettings:
 
 
 def run_gpu_suite(suite: SuiteSettings, out: Path, report: Report) -> Iterator[PartResult]:
-    """Yield the result of every part, including stored ones.
-
-    Args:
-        out: Directory of results, pictures and logs.
-        report: Receives progress messages.
-
-    Raises:
-        ConfigError: The file of results is invalid.
-        ExecutionError: The node cannot be found.
-    """
+    """Yield the result of every part, including those stored in `out`, with pictures and logs."""
     (out / "logs").mkdir(parents=True, exist_ok=True)
     with _ending_parts():
         yield from _results(suite, out, report)

@@ -43,7 +43,6 @@ class PaperModel:
 
     @classmethod
     def of(cls, model: ModelSpec) -> Self:
-        """Count a model; raises ConfigError if no layer has experts."""
         work = ModelWork.of(model, BYTES_PER_ELEMENT)
         sparse = [layer for layer in work.layers if layer.num_experts]
         if not sparse:
@@ -96,8 +95,6 @@ class Roof(StrEnum):
 
 
 class Point(NamedTuple):
-    """Intensity at the far level and speed."""
-
     flop_per_byte: float
     flop_per_s: float
 
@@ -136,7 +133,6 @@ class Operation:
 
     @property
     def far_intensity(self) -> float:
-        """Operations per byte of host memory; infinite if nothing is read there."""
         return self.flop / self.far_bytes if self.far_bytes else math.inf
 
 
@@ -207,7 +203,6 @@ class Placement:
 
     @property
     def is_near_better(self) -> bool:
-        """Whether the GPU is faster, given the whole link."""
         return self.near_flop_per_s > self.far_flop_per_s
 
     @property

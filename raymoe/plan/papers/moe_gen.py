@@ -116,8 +116,6 @@ class GenPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenPlan:
-    """A policy and its predicted step."""
-
     policy: GenPolicy
     step_s: float
     tokens_per_s: float  # generated tokens while decoding, prompt tokens while prefilling
@@ -153,13 +151,8 @@ class GenSearch:
     def decode(self, cpu_attention_fraction: float | None = None) -> GenPlan:
         """The plan with the highest decode rate; the host's capacity sets the batch.
 
-        Source: MoE-Gen, section 4.3, equations 1 to 3.
-
-        Args:
-            cpu_attention_fraction: omega; None searches it.
-
-        Raises:
-            InfeasiblePlanError: The host does not hold one row, or the device not one launch.
+        Source: MoE-Gen, section 4.3, equations 1 to 3. Searches omega if it is None. Raises
+        InfeasiblePlanError if the host does not hold one row, or the device one launch.
         """
         fractions = CPU_FRACTIONS if self.cpu_attention_bytes_per_s else (0.0,)
         if cpu_attention_fraction is not None:
@@ -172,10 +165,7 @@ class GenSearch:
     def prefill(self) -> GenPlan:
         """The plan with the highest prefill rate; all attention on the GPU, no KV copied back.
 
-        Source: MoE-Gen, section 4.3, P-D disaggregation.
-
-        Raises:
-            InfeasiblePlanError: As for `decode`.
+        Source: MoE-Gen, section 4.3, P-D disaggregation. Raises as `decode` does.
         """
         prompt = self.workload.prompt_tokens
         work = _Step(
@@ -186,11 +176,7 @@ class GenSearch:
 
     @property
     def host_rows(self) -> int:
-        """Rows whose KV fits next to the model (MoE-Gen, section 4.3, equation 2).
-
-        Raises:
-            InfeasiblePlanError: Not one fits.
-        """
+        """Rows whose KV fits next to the model (4.3, equation 2); InfeasiblePlanError if none."""
         row_bytes = self.workload.context_tokens * self.model.kv_token_bytes_all
         spare = self.hardware.host_memory_bytes - self.model.weight_bytes
         if spare < row_bytes:

@@ -35,8 +35,6 @@ class Bound(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LensNode:
-    """A model on a machine, as far as MoE-Lens needs it."""
-
     step_s: float  # delta: seconds to send all weights over the link
     kv_tokens: float  # M: tokens whose KV fits in host memory
     max_num_batched_tokens: float  # n_real: tokens at which the GPU takes as long as the link
@@ -51,12 +49,8 @@ class LensNode:
     def of(cls, model: ModelSpec, hardware: HardwareSpec, *, kv_bytes: float | None = None) -> Self:
         """Count a model on a node with a GPU (MoE-Lens, section 5.2: delta, section 6.3: n_real).
 
-        Args:
-            hardware: Its rate of matrix products must be a sustained one.
-            kv_bytes: Host memory for KV; by default what the weights leave.
-
-        Raises:
-            InfeasiblePlanError: Nothing is left for KV.
+        The node's rate of matrix products must be sustained. `kv_bytes` defaults to what the
+        weights leave; raises InfeasiblePlanError if that is nothing.
         """
         weight_bytes = model.weight_bytes(BYTES_PER_ELEMENT)
         step_s = weight_bytes / hardware.htod_bytes_per_s
@@ -121,10 +115,7 @@ def host_flop_need(
 ) -> float:
     """CPU flop/s for attention at a KV rate; the factor 2 widens 16 bits to 32.
 
-    Args:
-        queries_per_kv_head: s: queries that share a key and value head.
-
-    Source: MoE-Lens, section 5.3, equation 6.
+    Source: MoE-Lens, section 5.3, equation 6; s is `queries_per_kv_head`.
     """
     return 2 * queries_per_kv_head * flop_per_byte * kv_bytes_per_s
 
@@ -142,8 +133,6 @@ def stage1_tokens_per_s(node: LensNode, workload: Workload) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage2:
-    """Prediction for a finite job."""
-
     admitted_per_step: float  # q: rows that start in each step and just fill the cache
     active_rows: float  # g q: rows that decode at once
     memory_tokens_per_s: float  # T_1: limited by KV memory

@@ -126,14 +126,8 @@ class LightningOptimizer:
     def best(self, micro_batch_sizes: Iterable[int] | None = None) -> LightningPolicy:
         """The policy with the best decode rate; among equals the last one tried.
 
-        Source: the scan of the artifact's optimizer.
-
-        Args:
-            micro_batch_sizes: Values of mu; by default 1, 2, 3, 4, 36, 68, ... while a single
-                micro-batch fits.
-
-        Raises:
-            InfeasiblePlanError: Not even the first micro-batch fits.
+        Source: the scan of the artifact's optimizer. By default mu is 1, 2, 3, 4, 36, 68, ... while
+        a single micro-batch fits. Raises InfeasiblePlanError if the first does not.
         """
         best: LightningPolicy | None = None
         sizes = chain(range(1, 4), count(4, 32)) if micro_batch_sizes is None else micro_batch_sizes
@@ -148,7 +142,6 @@ class LightningOptimizer:
         return best
 
     def policy(self, micro_batch_size: int, num_micro_batches: int) -> LightningPolicy | None:
-        """The best policy with these sizes; None if they do not fit."""
         low, high = self._resident_range(micro_batch_size, num_micro_batches)
         resident = min(1.0, high)
         if resident < max(0.0, low):
