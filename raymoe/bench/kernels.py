@@ -128,7 +128,7 @@ class KernelRate:
     bytes_per_s: float
     flop_per_s: float
     is_memory_bound: bool
-    # roofline time of a call at the measured bandwidth and bfloat16 peak, over its actual time
+    # Roofline time of a call at the measured bandwidth and bfloat16 peak, over its actual time.
     share_of_limit: float
     limits: Limits
 

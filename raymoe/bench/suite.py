@@ -36,7 +36,7 @@ class Result:
     total_s: float
     total_s_min: float
     total_s_max: float
-    # time of the job at the limits measured around each run, over its actual time
+    # Time of the job at the limits measured around each run, over its actual time.
     share_of_bound: float
     limits: Limits
     peak_rss_bytes: int
@@ -70,10 +70,7 @@ def run_suite(
     directory: Path,
     report: Report,
 ) -> Iterator[Result]:
-    """Yield a result for each shape, workload and contender, in that order.
-
-    Checkpoints in `directory` are reused; `report` receives progress messages.
-    """
+    """Yield a result per shape, workload and contender; checkpoints in `directory` are reused."""
     for shape in shapes:
         report(f"checkpoint {shape}")
         model = make_checkpoint(shape, directory / shape)

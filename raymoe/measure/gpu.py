@@ -43,15 +43,12 @@ class StreamRun(Generic[StreamT, EventT]):
             api.record(self._end, stream)
 
     def seconds(self) -> float:
-        """Time between the events; blocks until the last call is done."""
         self._api.wait_event(self._end)
         return self._api.elapsed_s(self._start, self._end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkCopies:
-    """Copies of one size, to be enqueued on the current stream."""
-
     num_bytes: int
     htod: Call
     dtoh: Call

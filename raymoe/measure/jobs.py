@@ -111,8 +111,6 @@ def shuffled_table(batch: int, blocks_each: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentShape:
-    """Heads of one layer and the row that they share."""
-
     num_heads: int = 128
     rank: int = 512
     rope_dim: int = 64
@@ -127,7 +125,6 @@ class LatentShape:
 
 
 def latent_decode_job(shape: LatentShape, batch: int, context: int) -> KernelJob:
-    """One new token for each of `batch` sequences of `context` tokens, the new one included."""
     layout = LatentLayout(rank=shape.rank, rope_dim=shape.rope_dim, dtype=shape.dtype)
     blocks_each = ceil_div(context, BLOCK_TOKENS)
     query_THW = torch.randn(batch, shape.num_heads, shape.width).to(shape.dtype)

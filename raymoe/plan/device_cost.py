@@ -120,16 +120,12 @@ PEER_STEP_S = 10e-6  # our estimate, of NCCL over PCIe
 
 @dataclass(frozen=True)
 class DeviceCost:
-    """Cost model of one step on a node with a GPU.
-
-    Raises:
-        ConfigError: The node has no GPU, or the shape of the step is invalid.
-    """
+    """Cost model of one step on a node with a GPU."""
 
     work: ModelWork
     hardware: HardwareSpec
     micro_batches: tuple[MicroBatchShape, ...]
-    # bytes of each page of weights per layer (`PageCut.page_bytes`); empty without streaming
+    # Bytes of each page of weights per layer (`PageCut.page_bytes`); empty without streaming.
     page_bytes: tuple[tuple[int, ...], ...] = ()
     micro_batches_per_group: int = 1  # micro-batches that share one launch of the experts
     is_staged: bool = False  # whether pages go through a pinned staging ring

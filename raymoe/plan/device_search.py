@@ -255,7 +255,6 @@ class DeviceSearch:
     _jobs: dict[Policy, list[Steps]] = field(default_factory=dict)
 
     def best(self, grid: SearchSpace | None = None) -> "Candidate | None":
-        """Walk the axes from each start; None if nothing fits."""
         grid = grid or SearchSpace()
         best: Candidate | None = None
         for start in starts(self.sizes.job):

@@ -30,10 +30,7 @@ class DeviceJob:
     max_model_len: int
 
     def batch_size(self, num_blocks: int, share: float) -> int:
-        """A share of the sequences whose KV fits at mean length (later arrivals are shorter).
-
-        0 if the longest sequence does not fit.
-        """
+        """Share of the sequences whose KV fits at mean length; 0 if the longest does not fit."""
         if num_blocks < self.min_blocks:
             return 0
         workload = self.workload

@@ -219,10 +219,7 @@ def _host_limit(host: Level, flop_per_byte: float) -> str:
 
 
 def _regions(chart: Chart, hierarchy: Hierarchy, chosen: Placement) -> Iterator[str]:
-    """Colour and name what limits at each intensity.
-
-    The GPU gets no region if it is slower than the CPU even at P2.
-    """
+    """Colour and name each limit's range; none for a GPU slower than the CPU even at P2."""
     far, link, start, end = (
         hierarchy.far,
         hierarchy.link_bytes_per_s,
@@ -422,7 +419,6 @@ def _weights(chart: Chart, weight_bytes: float) -> Iterator[str]:
 
 
 def _curve(chart: Chart, curve: Curve, colour: Colour) -> Iterator[str]:
-    """Line, dots where the bottleneck changes, and a label centred on each section."""
     points = [(point.host_memory_bytes / GIB, point.tokens_per_s) for point in curve.points]
     yield chart.line(points, colour, width=3, dash="8 5" if curve.is_bound else "")
     for index, (bound, run) in enumerate(groupby(curve.points, key=lambda point: point.bound)):

@@ -70,11 +70,7 @@ class CacheForecast:
 
     @property
     def fits(self) -> bool:
-        """Whether the cache never overflows.
-
-        Checks the latest overflow first, then looks ahead until all remaining sequences would fit
-        at full length.
-        """
+        """Whether the cache never overflows; checks the step of the latest overflow first."""
         if self._at_full.tokens(self._full_step) > self._capacity:
             return False
         count, offset, maximum = self._all.count, self._all.offset, self._maximum

@@ -28,10 +28,7 @@ PAGE_ALIGNMENT = 256
 
 
 class LayerBytes(NamedTuple):
-    """Bytes of a layer's weights by reader, in multiples of `PART_ALIGNMENT`.
-
-    A tuple, because the search looks up the cut of all layers often and tuples hash fast.
-    """
+    """Bytes of a layer's weights by reader, in `PART_ALIGNMENT`s; a tuple for fast lookups."""
 
     attention: int  # norms, Q, K, V and O projections, router
     shared: int  # shared expert and its gate; 0 without one
@@ -122,10 +119,9 @@ def layer_sizes(model: ModelSpec, bytes_per_element: int) -> tuple[LayerBytes, .
 def cut_pages(
     sizes: tuple[LayerBytes, ...], *, page_bytes: int = PAGE_BYTES, resident_bytes: int = 0
 ) -> PageCut:
-    """Keep what fits into `resident_bytes` and divide the rest into pages of similar size.
+    """Keep `resident_bytes` on the device and divide the rest into similar pages.
 
-    `page_bytes` is an upper bound, rounded up to `PAGE_ALIGNMENT`; raises ConfigError if a size is
-    out of range.
+    Pages have at most `page_bytes`, rounded up to `PAGE_ALIGNMENT`.
     """
     if page_bytes < 1 or resident_bytes < 0:
         raise ConfigError(

@@ -113,10 +113,7 @@ def attention(work: ModelWork, context: float) -> Operation:
 
 
 def throughput_picture(plan: Plan, model: ModelSpec, plan_on: PlanOn) -> str:
-    """Throughput of the plan's job over host memory, next to the papers' own policies.
-
-    One cost model judges all. Points are missing where nothing fits or a paper has no formula.
-    """
+    """Throughput over host memory, next to the papers' policies by the same cost model."""
     own, weight_bytes = plan.hardware, dict(plan.footprint.parts).get("weights", 0)
     nodes = [
         replace(own, host_memory_bytes=memory)

@@ -12,30 +12,22 @@ PAGE_BYTES = 64 * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePolicy:
-    """How a step uses a device that cannot hold the model.
+    """How a step uses a device that cannot hold the model."""
 
-    Attributes:
-        num_micro_batches: Slices of a step that pass through attention together; schedules whose
-            papers fix it (`builders.MAX_MICRO_BATCHES`) use no more than that.
-        micro_batches_per_group: Micro-batches per expert launch (schedule "micro_batches").
-        look_ahead: Micro-batches whose attention runs ahead of the experts (schedule
-            "micro_batches").
-        cpu_attention_fraction: Share of the decoding sequences that attend on the CPU, 0..1, in
-            schedules that divide them (omega of MoE-Gen, section 4.3).
-        page_bytes: Largest piece of weights that is sent at once.
-        resident_bytes: Device memory for weights that stay there.
-        staging_slots: Pages of the pinned ring; 0 if all weights are pinned.
-        staged_blocks: KV blocks per micro-batch on the device; None reserves twice what its prompts
-            need and at least `MIN_STAGED_BLOCKS`.
-    """
-
+    # Slices of a step that pass through attention together; schedules whose papers fix it
+    # (`builders.MAX_MICRO_BATCHES`) use no more than that.
     num_micro_batches: int = 4
-    micro_batches_per_group: int = 1
+    micro_batches_per_group: int = 1  # micro-batches per expert launch (schedule "micro_batches")
+    # Micro-batches whose attention runs ahead of the experts (schedule "micro_batches").
     look_ahead: int = 2
+    # Share of the decoding sequences that attend on the CPU, 0..1, in schedules that divide them
+    # (omega of MoE-Gen, section 4.3).
     cpu_attention_fraction: float = 1.0
-    page_bytes: int = PAGE_BYTES
-    resident_bytes: int = 0
-    staging_slots: int = 0
+    page_bytes: int = PAGE_BYTES  # largest piece of weights that is sent at once
+    resident_bytes: int = 0  # device memory for weights that stay there
+    staging_slots: int = 0  # pages of the pinned ring; 0 if all weights are pinned
+    # KV blocks per micro-batch on the device; None reserves twice what its prompts need and at
+    # least `MIN_STAGED_BLOCKS`
     staged_blocks: int | None = None
 
     def __post_init__(self) -> None:

@@ -70,7 +70,6 @@ class ResidentSearch:
         return estimate_job(self.job.workload, policy, steps.seconds).seconds
 
     def policy(self, max_num_batched_tokens: int, batch_share: float) -> Policy | None:
-        """The policy that fills the device; None if not even one sequence fits."""
         job = self.job
         bare = Policy(
             batch_size=1,

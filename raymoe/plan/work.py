@@ -273,10 +273,7 @@ class MicroBatchShape:
 
     @classmethod
     def decode(cls, rows: float, context: float, cpu_attention_fraction: float = 1.0) -> Self:
-        """One new token for each of `rows` sequences of `context` tokens, the new one included.
-
-        `cpu_attention_fraction`, 0..1, is omega of MoE-Gen, equation 1.
-        """
+        """One token per row, part of `context`; the fraction is omega of MoE-Gen, equation 1."""
         if not 0.0 <= cpu_attention_fraction <= 1.0:
             raise ConfigError(
                 f"cpu_attention_fraction is {cpu_attention_fraction!r}; it must be between 0 and 1"
@@ -331,10 +328,7 @@ class StepLoad:
     def micro_batches(
         self, num_micro_batches: int, cpu_attention_fraction: float
     ) -> tuple[MicroBatchShape, ...]:
-        """Divide the step: whole chunks in turn, then decoding rows.
-
-        Follows `runtime.micro_batches` (MoE-Lightning, algorithm 2) with means for sequences.
-        """
+        """Divide the step by MoE-Lightning, algorithm 2: chunks in turn, then decoding rows."""
         chunks = _deal_chunks(self.prompt_tokens, self.prompt_chunk, num_micro_batches)
         deals = list(zip(_fill(chunks, self.decode_rows), chunks, strict=True))
         shapes = {

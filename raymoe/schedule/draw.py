@@ -174,10 +174,7 @@ class _Axis:
 
 
 def draw_svg(timelines: Sequence[Timeline], *, title: str) -> str:
-    """Draw timelines below each other on one time axis, for light and dark pages.
-
-    The percentage right of a lane is its busy share of its own timeline.
-    """
+    """Draw timelines on one time axis, for light and dark pages; percentages are busy shares."""
     axis = _Axis(max((timeline.makespan_s for timeline in timelines), default=0.0))
     body: list[str] = []
     top = 44.0
@@ -261,10 +258,7 @@ MICROSECONDS = 1e6
 
 
 def draw_chrome_trace(timelines: Sequence[Timeline]) -> str:
-    """The JSON text of a trace with one process per timeline.
-
-    Source: "Trace Event Format", Google; complete events (X) and metadata (M).
-    """
+    """A trace with a process per timeline (Google "Trace Event Format": X and M events)."""
     events: list[dict[str, Any]] = []
     for process, timeline in enumerate(timelines):
         events.append(_metadata(process, 0, "process_name", {"name": timeline.name}))

@@ -72,10 +72,7 @@ RESOURCES_OF: Mapping[Op, frozenset[Resource]] = MappingProxyType(
 
 
 class Buffer(NamedTuple):
-    """A named piece of memory; tasks that use an equal buffer depend on each other.
-
-    A tuple, because planning builds hundreds of schedules and looks up buffers often.
-    """
+    """A named piece of memory, a tuple for speed; tasks with equal buffers depend on each other."""
 
     name: str
     key: tuple[int, ...] = ()
@@ -86,10 +83,7 @@ class Buffer(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One operation on one layer and one part (see `Op`) of the step.
-
-    A task that updates a buffer in place names it in both `reads` and `writes`.
-    """
+    """One operation on a layer and part (`Op`); in-place updates both read and write a buffer."""
 
     op: Op
     layer: int

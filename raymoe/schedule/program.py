@@ -20,7 +20,7 @@ class LayerPages:
 
     num_pages: int  # pages to load for each step; 0 if all weights are resident
     attention_pages: tuple[int, ...] = ()  # pages that hold what `pre` and `post` read, ascending
-    # pages that hold what `experts` reads, ascending; a page may be in both
+    # Pages that hold what `experts` reads, ascending; a page may be in both.
     expert_pages: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -51,12 +51,12 @@ class StepForm:
     layers: tuple[LayerPages, ...]
     num_micro_batches: int  # slices of the step that pass through attention together
     has_cpu_attention: bool = True  # some rows attend on the CPU
-    # some rows attend on the device, which receives their KV blocks
+    # Some rows attend on the device, which receives their KV blocks.
     has_device_attention: bool = False
-    # micro-batches per expert launch (schedule "micro_batches"); the last group of a layer may have
-    # fewer
+    # Micro-batches per expert launch (schedule "micro_batches"); the last group of a layer may have
+    # fewer.
     micro_batches_per_group: int = 1
-    # micro-batches by which attention is issued ahead of the experts (schedule "micro_batches")
+    # Micro-batches by which attention is issued ahead of the experts (schedule "micro_batches").
     look_ahead: int = 2
     staging_slots: int = 0  # pages in the pinned staging ring; 0 if weights are pinned themselves
     first_slot: int = 0  # the weight slot, 0 or 1, that holds the first streamed layer
@@ -211,7 +211,6 @@ class Program:
         self._add(Op.QKV, layer, micro_batch, Resource.DTOH, reads=reads, writes=writes)
 
     def attend(self, layer: int, micro_batch: int) -> None:
-        """Append to the KV cache and attend, for the CPU's share."""
         cache = self._input("kv", layer, micro_batch)
         reads = (self._ringed("host_qkv", layer, micro_batch), cache)
         writes = (cache, self._ringed("host_attention", layer, micro_batch))
@@ -225,13 +224,11 @@ class Program:
         self._add(Op.ATTN, layer, micro_batch, self._cores, reads=reads, writes=writes)
 
     def load_kv(self, layer: int, micro_batch: int) -> None:
-        """Send the KV blocks of the device's share to the device."""
         reads = (self._input("device_kv", layer, micro_batch),)
         writes = (self._staged_kv(layer, micro_batch),)
         self._add(Op.KV, layer, micro_batch, Resource.HTOD, reads=reads, writes=writes)
 
     def append(self, layer: int, micro_batch: int) -> None:
-        """Write keys and values of the device's share to the host KV cache."""
         cache = self._input("device_kv", layer, micro_batch)
         reads = (self._ringed("host_qkv", layer, micro_batch), cache)
         self._add(Op.APPEND, layer, micro_batch, Resource.CPU, reads=reads, writes=(cache,))
@@ -268,14 +265,12 @@ class Program:
         self._add(Op.POST, layer, micro_batch, self._cores, reads=reads, writes=writes)
 
     def experts(self, layer: int, group: int, micro_batches: Sequence[int]) -> None:
-        """The feed-forward network of an expert group, for all of its micro-batches at once."""
         hidden = tuple(map(_hidden, micro_batches))
         weights = self._weights(layer, self._form.layers[layer].expert_pages)
         reads = (*hidden, *map(_routed, micro_batches), *weights)
         self._add(Op.EXPERTS, layer, group, self._cores, reads=reads, writes=hidden)
 
     def head(self) -> None:
-        """Final norm and logits of the rows that need them, for all micro-batches."""
         reads = tuple(map(_hidden, range(self._form.num_micro_batches)))
         writes = (Buffer("logits"),)
         self._add(Op.HEAD, self._form.num_layers, 0, self._cores, reads=reads, writes=writes)

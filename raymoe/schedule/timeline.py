@@ -22,8 +22,6 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Bubble:
-    """An idle gap of a resource between two of its tasks, or before the first."""
-
     resource: Resource
     start_s: float
     end_s: float

@@ -128,10 +128,7 @@ def find_family(config: Mapping[str, object]) -> tuple[str, Family]:
 
 
 def canonical_config(config: Mapping[str, object], family: Family) -> dict[str, object]:
-    """Flatten nested objects and give every used field its canonical name.
-
-    Raises ConfigError if aliases of a field disagree or a nested field is not an object.
-    """
+    """Flatten nested objects and name fields canonically; raises ConfigError on conflicts."""
     flat = {name: value for name, value in config.items() if name not in family.nested}
     for outer in family.nested:
         content = config.get(outer) or {}
@@ -197,10 +194,7 @@ DENSE, SPARSE = "dense", "sparse"
 
 
 def layer_windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
-    """The sliding window of each layer, None for full attention.
-
-    Raises UnsupportedModelError if `layer_types` contradicts other fields or has an unknown kind.
-    """
+    """Sliding window per layer; raises UnsupportedModelError if `layer_types` contradicts."""
     window, slides = _window(fields), _sliding_layers(fields, num_layers)
     if fields.layer_types is not None:
         slides = _named_layers(fields, num_layers, slides if window else [False] * num_layers)

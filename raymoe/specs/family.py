@@ -115,25 +115,25 @@ class Family:
     """The properties of a model family; strings that name fields refer to `config.json`."""
 
     architecture: str  # class that `architectures` of the configuration must name
-    # used fields and the configuration class's values for missing ones
+    # Used fields and the configuration class's values for missing ones.
     defaults: Mapping[str, object]
-    # whether checkpoints older than the transformers class name code of this architecture in
-    # `auto_map`
+    # Whether checkpoints older than the transformers class name code of this architecture in
+    # `auto_map`.
     was_published_with_code: bool = False
     published_architecture: str | None = None  # class name in such checkpoints, if it differs
     nested: tuple[str, ...] = ()  # objects whose fields are read as "object.field"
     aliases: Mapping[str, str] = field(default_factory=dict)  # other names of used fields
-    # fields without effect in this family, in addition to `IGNORED`
+    # Fields without effect in this family, in addition to `IGNORED`.
     ignored: frozenset[str] = frozenset()
-    # accepted values of further fields, in addition to `FIXED`
+    # Accepted values of further fields, in addition to `FIXED`.
     fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     rope: RopeRule = field(default_factory=RopeRule)
     norm: NormKind = "rms"  # kind of the norms around attention and feed-forward network
     norm_eps: float | str = "rms_norm_eps"
     has_norm_bias: bool = False  # whether these norms have biases
     is_latent: bool = False  # whether attention is latent (MLA)
-    # field with the context length beyond which attention would be sparse, which is not
-    # implemented: longer contexts are refused
+    # Field with the context length beyond which attention would be sparse, which is not
+    # implemented: longer contexts are refused.
     context_limit: str | None = None
     full_layer_type: str = "full_attention"  # name in `layer_types` of a layer with full attention
     scale: str | None = None  # field with the factor of the attention scores
@@ -143,17 +143,17 @@ class Family:
     needs_full_width: bool = False  # whether the full-width norm is as wide as the hidden state
     qkv_bias: str | None = None  # field that enables biases of the query, key and value projections
     output_bias: str | None = None  # field that enables the bias of the output projection
-    # field that enables biases of dense and shared feed-forward networks
+    # Field that enables biases of dense and shared feed-forward networks.
     mlp_bias: str | None = None
     head_bias: str | None = None  # field that enables the bias of the logits
     has_sinks: bool = False
     moe: MoeRule | None = None  # the experts; None for dense families
-    # which layers have a sliding window if `layer_types` is absent
+    # Which layers have a sliding window if `layer_types` is absent.
     windowed_layers: WindowedLayers = "none"
     is_window_switched: bool = False  # whether `use_sliding_window` enables the window
     has_layer_types: bool = False
-    # factors of embeddings and residual branches, and divisor of the logits, or the fields that
-    # hold them
+    # Factors of embeddings and residual branches, and divisor of the logits, or the fields that
+    # hold them.
     multipliers: tuple[float | str, ...] = (1.0, 1.0, 1.0)
 
 

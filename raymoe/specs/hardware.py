@@ -21,7 +21,7 @@ class Curve:
     memory bandwidth limits (the rate grows with the rows) and where operations do (it is constant).
     """
 
-    # pairs of size and value, all positive, sizes ascending
+    # Pairs of size and value, all positive, sizes ascending.
     points: tuple[tuple[float, float], ...]
 
     def __post_init__(self) -> None:
@@ -69,14 +69,14 @@ class HostCurves:
     product_flop_per_s: Curve  # a projection over its rows; weights come from memory
     expert_flop_per_s: Curve  # the experts of a layer over rows per activated expert
     attention_bytes_per_s: Curve  # KV read by decode attention, over context tokens
-    # decode attention where enough heads share keys and values that operations limit
+    # Decode attention where enough heads share keys and values that operations limit.
     attention_flop_per_s: float
     attention_bytes_per_s_of_threads: Curve  # decode attention over the number of threads
-    # causal attention over prompt tokens; work above the diagonal is not counted
+    # Causal attention over prompt tokens; work above the diagonal is not counted.
     prefill_flop_per_s: Curve
     activation_bytes_per_s: float  # norms and rotations: activations read and written
-    # time of a task beyond its kernels, over the tokens of the step; None for a constant of the
-    # cost model
+    # Time of a task beyond its kernels, over the tokens of the step; None for a constant of the
+    # cost model.
     task_overhead_s: Curve | None = None
 
     def __post_init__(self) -> None:
@@ -186,10 +186,7 @@ class HardwareSpec:
         )
 
     def share(self, count: int) -> "HardwareSpec":
-        """One of `count` equal shares of the node: a GPU with its link and a part of the host.
-
-        A share has at least one core, possibly shared.
-        """
+        """One of `count` equal shares: a GPU with its link, part of the host, at least one core."""
         if count == 1:
             return self
         curves = self.device_curves
@@ -224,11 +221,7 @@ class HardwareSpec:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """Read what `to_file` wrote; fields with a default may be missing.
-
-        Raises:
-            ConfigError: Names the file, and the field that is missing, unknown or invalid.
-        """
+        """Read what `to_file` wrote, with defaults; ConfigError names the file and the field."""
         try:
             content = Path(path).read_bytes()
         except OSError as error:

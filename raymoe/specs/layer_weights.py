@@ -155,8 +155,6 @@ _NEXT = tuple(f"self_attn.{part}_proj.bias" for part in "qkv")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPart:
-    """Weights that move together."""
-
     name: str  # "attention", "common" (dense network or shared expert) or "expert <n>"
     shapes: Mapping[str, Shape]  # by canonical name without the layer's prefix, in memory order
 

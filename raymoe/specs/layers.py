@@ -37,14 +37,14 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     scale: float
-    # tokens that a query attends to, itself included; None for all
+    # Tokens that a query attends to, itself included; None for all.
     sliding_window: int | None = None
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: QkNorm = "none"  # RMS norm of queries and keys: none, per head, or full width
     is_norm_after_rope: bool = False  # whether that norm follows the rotation
     clip_qkv: float | None = None  # bound on the absolute value of queries, keys and values
-    # whether each head has a learned score that takes part in the softmax but has no value
+    # Whether each head has a learned score that takes part in the softmax but has no value.
     has_sinks: bool = False
 
     @property
@@ -111,7 +111,7 @@ class LatentAttentionSpec:
     value_head_dim: int
     scale: float  # factor of the scores, including that of a scaled rope
     norm_eps: float  # epsilon of both latents' RMS norms, not of the layer's norms
-    # biases of the projections into the latents and of the output projection
+    # Biases of the projections into the latents and of the output projection.
     has_bias: bool = False
 
     @property
@@ -199,9 +199,9 @@ class RouterSpec:
     has_selection_bias: bool = False  # a bias of the scores that affects only the choice
     num_groups: int = 1
     top_groups: int = 1  # groups that remain
-    # score of a group: its best expert, or the sum of its two best; None with one group
+    # Score of a group: its best expert, or the sum of its two best; None with one group.
     group_score: GroupScore | None = None
-    # sparse mixer: logits are near if they differ by at most twice this fraction
+    # Sparse mixer: logits are near if they differ by at most twice this fraction.
     jitter: float = 0.0
 
     @property

@@ -148,7 +148,6 @@ class ModelSpec:
         return total
 
     def format_of(self, name: str, shape: Shape) -> WeightFormat | None:
-        """Storage format of a weight by canonical name; None if it is not quantised."""
         if self.quantization is None or len(shape) != 2:
             return None
         return self.quantization.format_of(name)

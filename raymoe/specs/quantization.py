@@ -40,18 +40,12 @@ _SPELLINGS = (
 
 
 def prefix_or_suffix(pattern: str) -> re.Pattern[str]:
-    """Match the pattern as a prefix up to a module boundary, or as a literal suffix.
-
-    Source: `should_convert_module` of transformers 5.23.
-    """
+    """Match a module prefix or a literal suffix (`should_convert_module`, transformers 5.23)."""
     return _compiled(pattern, rf"(?:{pattern}){_BOUNDARY}|.*{re.escape(pattern)}$")
 
 
 def name_or_expression(pattern: str) -> re.Pattern[str]:
-    """Match exactly this name, or, after "re:", an expression as a prefix.
-
-    Source: `match_name` of compressed-tensors 0.20.
-    """
+    """Match a name, or a prefix after "re:" (`match_name` of compressed-tensors 0.20)."""
     expression = pattern.removeprefix("re:")
     is_expression = expression != pattern
     return _compiled(expression, expression if is_expression else re.escape(pattern) + "$")
@@ -121,10 +115,7 @@ class Quantization:
     )
 
     def format_of(self, name: str) -> WeightFormat | None:
-        """The format of a matrix by canonical name; None if it is not quantised.
-
-        Patterns never name a single expert, so one lookup serves all experts of a layer.
-        """
+        """The format of a matrix by canonical name, or None; one for all experts of a layer."""
         name = _EXPERT_NUMBER.sub("0", name, count=1)
         if name not in self._known:
             self._known[name] = self._find(name)

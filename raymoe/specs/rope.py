@@ -17,8 +17,8 @@ class RopeRule:
     partial_factor: float = 1.0
     is_interleaved: bool = False  # as in `RopeSpec`; the field `rope_interleave` takes precedence
     has_alpha: bool = False  # whether a `dynamic` scaling may have the fixed factor `alpha`
-    # whether a `longrope` gives factors of cosine and sine for short and long sequences; no other
-    # scaling is accepted then
+    # Whether a `longrope` gives factors of cosine and sine for short and long sequences; no other
+    # scaling is accepted then.
     has_mscale: bool = False
     parameters: Mapping[str, object] = field(default_factory=dict)
 
@@ -42,9 +42,9 @@ class RopeSpec:
     # Longrope: divisor per frequency up to `original_max_tokens`
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()  # Longrope: divisor per frequency beyond it
-    # factor of the scores of latent attention, included in `LatentAttentionSpec.scale`
+    # Factor of the scores of latent attention, included in `LatentAttentionSpec.scale`.
     scale_factor: float = 1.0
-    # whether pairs are neighbouring dimensions, instead of half of `rotary_dim` apart
+    # Whether pairs are neighbouring dimensions, instead of half of `rotary_dim` apart.
     is_interleaved: bool = False
 
     @property

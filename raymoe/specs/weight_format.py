@@ -37,17 +37,15 @@ MXFP4_COLUMNS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """One stored tensor of a matrix."""
-
     name: str  # name for the codec
     suffix: str
     shape: tuple[int, ...]
     dtypes: tuple[str, ...]  # accepted types, all of one width; kept as stored
-    # accepted narrower types, converted exactly to the first of `dtypes`
+    # Accepted narrower types, converted exactly to the first of `dtypes`.
     widened: tuple[str, ...] = ()
     row_axis: int | None = 0  # axis of the outputs of the matrix; None if it belongs to all of them
     rows: int = 1  # outputs per entry of that axis
-    # axis of the inputs of the matrix; None if it belongs to all of them
+    # Axis of the inputs of the matrix; None if it belongs to all of them.
     column_axis: int | None = None
     columns: int = 1  # inputs per entry of that axis
 
@@ -67,11 +65,7 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def pieces(self, rows: int, columns: int) -> tuple[Piece, ...]:
-        """The stored tensors of a matrix.
-
-        Raises:
-            UnsupportedModelError: The format cannot store this shape.
-        """
+        """The stored tensors of a matrix; UnsupportedModelError if its shape does not fit."""
 
     def matrix_bytes(self, rows: int, columns: int) -> int:
         """Bytes of a matrix with its scales; errors as for `pieces`."""
@@ -146,7 +140,7 @@ class PackedInt4(WeightFormat):
     """
 
     group_size: int  # columns of a group; 0 for whole rows
-    # whether groups have zero points, eight neighbours of a column per word
+    # Whether groups have zero points, eight neighbours of a column per word.
     has_zero_points: bool = False
     has_order: bool = False  # whether each column names its group (act-order)
     name: str = "int4_packed"

@@ -27,7 +27,7 @@ class Fused:
     weights: tuple[str, ...]  # canonical names of the weights whose rows it holds
     is_interleaved: bool = False  # whether their rows alternate, instead of following one another
     is_transposed: bool = False  # whether matrices are stored [inputs, outputs]
-    # whether the first of two dimensions holds all experts, instead of a dimension of their own
+    # Whether the first of two dimensions holds all experts, instead of a dimension of their own.
     is_folded: bool = False
     is_row: bool = False  # whether a vector is stored as [1, length]
 
@@ -35,7 +35,7 @@ class Fused:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Naming:
     layers: str = "model.layers.{layer}."  # prefix of a layer, with "{layer}" for its number
-    # prefixes of canonical names -> prefixes of stored ones; the first match applies
+    # Prefixes of canonical names -> prefixes of stored ones; the first match applies.
     renamed: Mapping[str, str] | None = None
     fused: tuple[Fused, ...] = ()
     unread: tuple[str, ...] = ()  # parts of the names of tensors that are stored but not used
@@ -204,10 +204,10 @@ class Location:
     shape: Shape | None = None  # shape to read it in, if it differs from the stored one
     expert: int | None = None  # index into the first dimension, if all experts are in one tensor
     is_transposed: bool = False  # whether the matrix is stored [inputs, outputs]
-    # first, end and step of its rows, if several weights are in one tensor
+    # First, end and step of its rows, if several weights are in one tensor.
     rows: tuple[int, int, int] | None = None
-    # format and shape of a weight stored in several tensors, named `name` without ".weight" plus
-    # the format's suffixes
+    # Format and shape of a weight stored in several tensors, named `name` without ".weight" plus
+    # the format's suffixes.
     quantised: tuple[WeightFormat, tuple[int, int]] | None = None
 
     def pieces(self) -> dict[str, Piece]:

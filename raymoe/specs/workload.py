@@ -30,11 +30,7 @@ class Workload:
 
     @classmethod
     def of_rows(cls, row_lengths: tuple[tuple[int, int], ...]) -> "Workload":
-        """A job whose rows are known.
-
-        Raises:
-            ConfigError: There is no row, or one has no token.
-        """
+        """A job whose rows are known; raises ConfigError without rows or tokens."""
         if not row_lengths:
             raise ConfigError("Workload.of_rows needs at least one row")
         count = len(row_lengths)

@@ -76,10 +76,7 @@ def computing_dtype(device: str) -> str:
 
 
 def cap_device(device: str, memory_bytes: int) -> None:
-    """Limit torch's GPU memory for every engine.
-
-    Our engine's plan reserves what torch needs in addition, so it stays below the limit.
-    """
+    """Limit torch's GPU memory; our plan already leaves room for torch's own needs."""
     if device == "cuda":
         _, total_bytes = torch.cuda.mem_get_info()
         torch.cuda.set_per_process_memory_fraction(min(1.0, memory_bytes / total_bytes))

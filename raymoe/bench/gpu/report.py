@@ -33,7 +33,7 @@ class RunRecorder:
     runner: Runner
     page_s: float = 0.0  # seconds in which pages of weights were copied
     num_steps: int = 0
-    # the last among the decoding steps with the most rows
+    # The last among the decoding steps with the most rows.
     steady: SteadyStep | None = field(default=None)
 
     def restart(self) -> None:
@@ -125,7 +125,6 @@ class Group:
     results: tuple[PartResult, ...]
 
     def rows(self) -> Iterator[tuple[str, ...]]:
-        """Table rows of measured results, for `COLUMNS` and `MORE_COLUMNS`."""
         ours = [r for r in self.results if r.settings.contender == "raymoe"]
         mine = ours[0].figures if ours else None
         for result in self.results:

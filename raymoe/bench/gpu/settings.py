@@ -89,11 +89,7 @@ class RowStatistics:
     generated_tokens: int
 
     def prompt_lengths(self, num_rows: int) -> list[int]:
-        """Prompt tokens per row in a fixed shuffled order.
-
-        The lengths are quantiles of the power law with the given minimum, mean and maximum, which
-        is all that published statistics give.
-        """
+        """Quantiles of the power law with these minimum, mean and maximum, shuffled."""
         span = self.max_prompt - self.min_prompt
         if not span:
             return [self.min_prompt] * num_rows
@@ -195,15 +191,11 @@ PLANNER = "planner"
 class ScheduleContender:
     schedule: str
     paper: str = PLANNER
-    # the paper's policy; None for our planner's
+    # The paper's policy; None for our planner's.
     choose: Callable[[PaperPolicies], Policy] | None = None
 
     def plan(self, model: ModelSpec, node: HardwareSpec, workload: Workload) -> tuple[Plan, str]:
-        """The plan of a job and the source of its policy.
-
-        If the paper has no policy for the model or node, our planner chooses one for the paper's
-        schedule, and the returned name says so.
-        """
+        """The plan and its policy's source: the paper, or our planner where it has none."""
         policy, source = None, self.paper
         if self.choose is not None:
             try:
@@ -283,8 +275,8 @@ class Figures:
     generated_tokens: int
     prefill_s: float  # the job with one new token per row
     total_s: float
-    # measured decode steps; with fewer than the job has, the job's time is the prefill plus all
-    # steps at their mean
+    # Measured decode steps; with fewer than the job has, the job's time is the prefill plus all
+    # steps at their mean.
     num_measured_steps: int
     pinned_bytes_per_s: float  # copies from pinned memory to the device, measured just before
     bound_s: float  # the job at the limits of the node

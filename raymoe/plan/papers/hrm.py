@@ -191,8 +191,6 @@ class Hierarchy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Position of one operation under the roofs of a node."""
-
     operation: Operation
     near_flop_per_s: float  # attainable on the GPU, which fetches host data (equation 7)
     near_roof: Roof  # the roof that limits it there

@@ -50,10 +50,7 @@ class _Graph:
 def critical_path_s(
     times: ModuleTimes, *, num_layers: int, num_experts: int, expert_slots: int
 ) -> float:
-    """Seconds of a step: the longest path, each processor doing one node at a time.
-
-    Source: MoE-Gen, section 4.4, figure 6 and equation 4; section 4.2 for the buffers.
-    """
+    """Longest path of a step (section 4.4, figure 6, equation 4; section 4.2 for buffers)."""
     ends = list(_layer_ends(times, min(num_layers, WALKED_LAYERS), num_experts, expert_slots))
     if num_layers <= WALKED_LAYERS:
         return ends[-1]

@@ -103,10 +103,7 @@ def effective_kv_tokens(kv_tokens: float, workload: Workload) -> float:
 
 
 def host_bandwidth_need(kv_bytes: float, weight_bytes: float, link_bytes_per_s: float) -> float:
-    """Host bandwidth at which one read of all KV per step hides behind the weights.
-
-    Source: MoE-Lens, section 5.3, equation 5.
-    """
+    """Host bandwidth that hides reading all KV once per step (MoE-Lens, 5.3, equation 5)."""
     return (kv_bytes + weight_bytes) / weight_bytes * link_bytes_per_s
 
 

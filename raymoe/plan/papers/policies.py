@@ -55,10 +55,7 @@ class PaperPolicies:
         return self._fitted("cgopipe", self._lightning())
 
     def vslpipe(self) -> Policy:
-        """MoE-Lens: host memory full of KV, and steps that take the GPU as long as the link.
-
-        Source: MoE-Lens (2025), section 5.5 (active rows), section 6.3 (n_real).
-        """
+        """MoE-Lens, 5.5 and 6.3: KV fills host memory; a step takes GPU and link equally long."""
         workload = self.workload
         node = LensNode.of(self.model, self.hardware)
         max_num_batched_tokens = max(1, int(node.max_num_batched_tokens))
