@@ -137,12 +137,7 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> Self:
-        """Parameters from a mapping; None means "not given".
-
-        Raises:
-            UnknownOptionError: A key does not exist.
-            ConfigError: A value has the wrong type or is out of range.
-        """
+        """Parameters from a mapping; unknown keys are errors, None means "not given"."""
         return cls(**_given(options))
 
     def override(self, options: Mapping[str, Any]) -> "SamplingParams":

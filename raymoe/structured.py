@@ -37,11 +37,7 @@ class StructuredOutputs:
 
     @classmethod
     def of(cls, value: object) -> Self:
-        """Options from a mapping or the JSON text of one; null means "not given".
-
-        Raises:
-            ConfigError: Not exactly one kind is given, or it has the wrong type or size.
-        """
+        """Options from a mapping or its JSON text; ConfigError unless exactly one kind is valid."""
         if isinstance(value, cls):
             return value
         if isinstance(value, str):

@@ -190,7 +190,6 @@ def predict_step(model: ModelSpec, hardware: HardwareSpec, shape: StepShape) -> 
 def compare_steps(
     model: Path, hardware: HardwareSpec, workload: RowLengths, repetitions: int = 1
 ) -> list[Job]:
-    """Run a job `repetitions` times on one engine; returns the steps of each run."""
     spec = ModelSpec.from_directory(model)
     prompts = make_prompts(workload, spec.vocab_size)
     config = EngineConfig(

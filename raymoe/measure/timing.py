@@ -43,13 +43,10 @@ def seconds_per_call(job: KernelJob) -> float:
 def measure_in_turns(
     jobs: Sequence[KernelJob], seconds: float, clock: Clock = time.perf_counter
 ) -> list[float]:
-    """Seconds per call of each job: the median over its turns.
+    """Seconds per call of each job: the median over its turns, in `seconds` for all jobs.
 
     Every job gets at least one turn, whatever its length; turns repeat until the time is up. The
     first call of a job is not counted unless it takes a whole turn.
-
-    Args:
-        seconds: For all jobs together.
     """
     deadline_s = clock() + seconds
     turn_s = seconds / max(1, NUM_TURNS * len(jobs))

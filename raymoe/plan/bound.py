@@ -20,8 +20,6 @@ GEMM_EFFICIENCY = 0.94
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobBound:
-    """Seconds of prefill and decode at the limits, and what limits each phase."""
-
     prefill_s: float
     decode_s: float
     prefill_limit: str

@@ -196,7 +196,6 @@ class DeviceCost:
 
     @property
     def pages_s(self) -> float:
-        """Seconds of all pages of a step over the link."""
         num_bytes, number = sum(map(sum, self.page_bytes)), sum(map(len, self.page_bytes))
         return number * OVERHEAD_S[Resource.HTOD] + self.rates.copy_s(Resource.HTOD, num_bytes)
 

@@ -404,7 +404,6 @@ def host_footprint(model: ModelSpec, work: ModelWork, steps: StreamedSteps) -> F
 
 
 def resident_footprint(model: ModelSpec, work: ModelWork, policy: Policy) -> Footprint:
-    """Device memory with all weights and the KV cache on the device."""
     element, hidden, tokens = (
         work.bytes_per_element,
         work.hidden_size,

@@ -42,7 +42,6 @@ class Scale:
     is_log: bool = False
 
     def at(self, value: float) -> float:
-        """The pixel of a value, clamped to the axis."""
         value = min(max(value, self.minimum), self.maximum)
         if self.is_log:
             share = math.log(value / self.minimum) / math.log(self.maximum / self.minimum)
@@ -137,7 +136,6 @@ class Chart:
 def note_at(
     x: float, y: float, text: str, style: str = "", *, angle: float = 0.0, colour: str = ""
 ) -> str:
-    """Text with a halo, rotated by `angle` degrees."""
     note = text_at(x, y, text, f"note {style}".rstrip(), colour=colour)
     return f'<g transform="rotate({angle:.1f} {x:.1f} {y:.1f})">{note}</g>' if angle else note
 

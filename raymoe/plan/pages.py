@@ -65,20 +65,16 @@ class LayerBytes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PageCut:
-    """The resident share of a model's layers and the pages of the rest.
+    """The resident share of a model's layers and the pages of the rest."""
 
-    Attributes:
-        layers: Number of pages per layer, and the parts in each page.
-        page_length: Bytes of a full page. Page p of any layer starts at p times this in its slot,
-            so pages of two layers overlap only if they have the same number.
-        is_common_resident: Per layer, whether attention part and shared expert are resident.
-        resident_experts: Per layer, the number of resident experts; these are the first ones.
-    """
-
-    layers: tuple[LayerPages, ...]
+    layers: tuple[LayerPages, ...]  # number of pages per layer, and the parts in each page
     page_bytes: tuple[tuple[int, ...], ...]
+    # Bytes of a full page. Page p of any layer starts at p times this in its slot, so pages of two
+    # layers overlap only if they have the same number.
     page_length: int
+    # Per layer, whether attention part and shared expert are resident.
     is_common_resident: tuple[bool, ...]
+    # Per layer, the number of resident experts; these are the first ones.
     resident_experts: tuple[int, ...]
     resident_bytes: int
 

@@ -47,8 +47,6 @@ class Matrices(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWork:
-    """One layer; `pre`, `post` and `router` are the projections around attention."""
-
     pre: Matrices
     post: Matrices  # projections after attention, without the router
     router: Matrices  # empty in a dense layer

@@ -14,8 +14,6 @@ __all__ = ["draw_chrome_trace", "draw_svg", "draw_text"]
 
 
 class Look(NamedTuple):
-    """Drawing style of an operation; `ink` is the text colour on `colour`."""
-
     letter: str
     colour: str
     ink: str
@@ -73,7 +71,6 @@ def svg_page(title: str, width: int, height: float, body: Iterable[str], *, styl
 
 
 def text_at(x: float, y: float, text: str, style: str, *, colour: str = "") -> str:
-    """A line of text; `style` lists CSS classes, and `colour` overrides their ink."""
     ink = f' style="fill:{colour}"' if colour else ""
     return f'<text class="{style}" x="{x:.1f}" y="{y:g}"{ink}>{escape(text)}</text>'
 

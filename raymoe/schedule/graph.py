@@ -98,12 +98,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Tasks in issue order and their dependencies.
-
-    Raises:
-        ScheduleError: A task occurs twice, is on a lane that cannot run it, or reads an unwritten
-            buffer; shows the lanes.
-    """
+    """Tasks in issue order; an invalid order raises ScheduleError, which shows the lanes."""
 
     name: str  # the builder's name, such as "in_place"
     tasks: tuple[Task, ...]  # in issue order; each (op, layer, part) at most once

@@ -43,9 +43,6 @@ class StepForm:
 
     A layer with pages is *streamed*. Streamed layers alternate between the two weight slots of the
     device, also from step to step.
-
-    Raises:
-        ConfigError: A number is out of range, or there is no attention.
     """
 
     layers: tuple[LayerPages, ...]

@@ -69,12 +69,7 @@ ROPE_FIELDS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterRule:
-    """The router of a family; strings name the field that holds the value.
-
-    Attributes:
-        group_score: How groups are compared, in families that have `n_group` and `topk_group`.
-        groups_switch: Field, and its values with and without groups; None: always with groups.
-    """
+    """The router of a family; strings name the field that holds the value."""
 
     scoring: Scoring = "softmax"
     renormalize: bool | str = True
@@ -82,7 +77,9 @@ class RouterRule:
     scale: float | str = 1.0
     has_bias: bool = False
     has_selection_bias: bool = False
+    # How groups are compared, in families that have `n_group` and `topk_group`.
     group_score: GroupScore | None = None
+    # Field, and its values with and without groups; None: always with groups.
     groups_switch: tuple[str, str, str] | None = None
     jitter: float | str = 0.0
 

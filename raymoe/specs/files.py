@@ -21,11 +21,8 @@ def resolve_inside(directory: Path, name: str) -> Path:
     """The real path of the plain file `name` in a model directory.
 
     Links may stay inside the directory or, if the directory is a snapshot of the Hugging Face hub
-    cache (`models--*/snapshots/<revision>`), inside that model's cache folder.
-
-    Raises:
-        CheckpointError: The name is not a plain file name, or the file is missing, not regular, or
-            a link that leaves the directory.
+    cache (`models--*/snapshots/<revision>`), inside that model's cache folder. Raises
+    CheckpointError for other links, missing or irregular files, and names with a path.
     """
     if name != Path(name).name or name in {"", ".", ".."} or "\\" in name or "\0" in name:
         raise CheckpointError(
@@ -39,9 +36,8 @@ def resolve_inside(directory: Path, name: str) -> Path:
 def check_small_files(directory: Path, suffixes: Collection[str]) -> None:
     """Check all files of these kinds, subfolders included, before a library opens them.
 
-    Raises:
-        CheckpointError: A file is a link that leaves the directory (`resolve_inside`), not regular,
-            or far too large.
+    Raises CheckpointError for a link that leaves the directory (`resolve_inside`), a file that is
+    not regular, or one far too large.
     """
     allowed = _allowed_root(directory.resolve())
     for path in sorted(directory.resolve().rglob("*")):

@@ -24,7 +24,6 @@ class TokenShapes:
 
     @property
     def num_elements(self) -> int:
-        """Elements of all inputs and outputs, in the wider form."""
         query = max(prod(self.query), prod(self.absorbed_query))
         return query + prod(self.key) + prod(self.value) + max(self.output, self.absorbed_output)
 

@@ -39,7 +39,7 @@ class RopeSpec:
     truncate: bool = True  # Yarn: round both bounds to whole dimensions
     low_freq_factor: float = 1.0  # Llama3: bound of the long wavelengths
     high_freq_factor: float = 4.0  # Llama3: bound of the short wavelengths
-    # Longrope: divisor per frequency up to `original_max_tokens`
+    # Longrope: divisor per frequency up to `original_max_tokens`.
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()  # Longrope: divisor per frequency beyond it
     # Factor of the scores of latent attention, included in `LatentAttentionSpec.scale`.
@@ -272,9 +272,8 @@ def _longrope(spec: RopeSpec, fields: Mapping[str, object]) -> RopeSpec:
 def _mscale(spec: RopeSpec, fields: Mapping[str, object]) -> RopeSpec:
     """Compute factors as `PhimoeForCausalLM` of transformers 5.23 does.
 
-    It asks for the frequencies of no particular length and gets those of short sequences. It
-    chooses the factor by sequence length, anew for all tokens of a row; equal factors need no
-    choice.
+    It asks for frequencies without a length and gets those of short sequences. It chooses the
+    factor by sequence length, anew for all tokens of a row; equal factors need no choice.
     """
     short, long = (_number(fields, f"{name}_mscale", None) for name in ("short", "long"))
     if short != long:

@@ -67,7 +67,6 @@ def timeline_files(settings: PartSettings) -> tuple[str, str]:
 
 
 def draw_steady_step(plan: Plan, steady: SteadyStep, settings: PartSettings, out: Path) -> None:
-    """Write a decode step, predicted above measured, as SVG and as a Chrome trace."""
     timelines = [
         Timeline("predicted", plan.steps.timeline(steady.load).spans),
         Timeline("measured", steady.measured.spans),
@@ -156,7 +155,6 @@ def groups_of(results: Iterable[PartResult]) -> list[Group]:
 
 
 def write_report(results: Sequence[PartResult], out: Path) -> Path:
-    """Write the bar charts and `report.md`; returns the latter."""
     sections = [LEGEND]
     for group in groups_of(results):
         lines = [f"## {group.title}", "", *_markdown(group)]

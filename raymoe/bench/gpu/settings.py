@@ -63,7 +63,6 @@ class PartSettings:
 
     @property
     def file_name(self) -> str:
-        """Base name of pictures and log."""
         return f"{self.shape}-{self.workload}-{self.contender}-{self.key[:8]}"
 
     @property

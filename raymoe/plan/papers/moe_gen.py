@@ -130,19 +130,16 @@ class _Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenSearch:
-    """The search of section 4.4 for one model, node and workload.
-
-    Attributes:
-        cpu_attention_bytes_per_s: KV bandwidth of CPU attention; 0 without a kernel, as for MLA in
-            MoE-Gen, whose kernel reads some 23.5 GB/s on an EPYC 7453.
-        keeps_parameters: Whether spare device memory keeps weights (S_Params); the released code
-            copies all of them in every step.
-    """
+    """The search of section 4.4 for one model, node and workload."""
 
     model: PaperModel
     hardware: HardwareSpec
     workload: Workload
+    # KV bandwidth of CPU attention; 0 without a kernel, as for MLA in MoE-Gen, whose kernel reads
+    # some 23.5 GB/s on an EPYC 7453.
     cpu_attention_bytes_per_s: float
+    # Whether spare device memory keeps weights (S_Params); the released code copies all of them in
+    # every step.
     keeps_parameters: bool = True
 
     def decode(self, cpu_attention_fraction: float | None = None) -> GenPlan:

@@ -100,11 +100,6 @@ class LightningPolicy:
 class LightningOptimizer:
     """The optimizer for one model, node and workload; all rows have the same lengths.
 
-    Attributes:
-        keeps_residual: Whether the residual stream of all rows stays on the GPU while prefilling,
-            as in the released optimizer; the padded rows of the L4 were planned without.
-        is_attention_on_gpu: A_g: the paper tries both, the released optimizer has it off.
-
     Raises:
         ConfigError: Fewer than three layers or two generated tokens, which the formulas exclude.
     """
@@ -113,7 +108,10 @@ class LightningOptimizer:
     hardware: HardwareSpec
     prompt_tokens: int
     generated_tokens: int
+    # Whether the residual stream of all rows stays on the GPU while prefilling, as in the released
+    # optimizer; the padded rows of the L4 were planned without.
     keeps_residual: bool = True
+    # A_g: the paper tries both, the released optimizer has it off.
     is_attention_on_gpu: bool = False
 
     def __post_init__(self) -> None:

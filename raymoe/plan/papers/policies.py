@@ -41,9 +41,8 @@ MAX_GEN_MICRO_BATCHES = 32  # its launches of one row would be thousands of task
 class PaperPolicies:
     """Each paper's policy for one model, node and job; methods are named after schedules.
 
-    Raises:
-        ConfigError: The paper has no formula for the model or the job.
-        InfeasiblePlanError: The paper finds no policy, or memory does not hold its batch.
+    Raises ConfigError if the paper has no formula for the model or job, and InfeasiblePlanError if
+    it finds no policy or memory does not hold its batch.
     """
 
     model: ModelSpec
