@@ -44,7 +44,7 @@ class Codes:
     group_size: int  # inputs that share a scale
     block_rows: int = 1  # outputs that share a scale
     zeros_OG: Tensor | None = None  # uint8, for int4 only; None: 8
-    # Int32, the group of each input; None: neighbours, `group_size` each.
+    # int32, the group of each input; None: neighbours, `group_size` each.
     order_I: Tensor | None = None
 
 

@@ -248,6 +248,7 @@ History = Sequence[HistoryPoint]
 
 
 def throughput(actors: Sequence[ActorView], start_s: float) -> str:
+    """Generated tokens per second of each actor and of all; `start_s` is Unix time."""
     lines = _lines_of_actors(actors, start_s, rates)
     if len(actors) > 1:
         lines.append(Line(name="all", points=_shifted(total_rates(_histories(actors)), start_s),

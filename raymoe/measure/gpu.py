@@ -162,7 +162,7 @@ ROWS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 MIN_WEIGHT_BYTES = 512 * MIB  # ten times the second-level cache of an H100
 COPY_BYTES = 64 * MIB  # a page of weights
 READ_BYTES = GIB // 2
-LINK_SHARE = 0.6  # of the time
+LINK_SHARE = 0.6  # share of the time for the link
 ATTENTION_BATCH, ATTENTION_CONTEXT = 128, 512
 
 

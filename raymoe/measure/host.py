@@ -154,7 +154,7 @@ CONTEXTS = (32, 128, 512, 2048, 8192)
 USUAL_CONTEXT = 512
 PREFILL_TOKENS = 2048
 PROMPTS = (32, 128, 512, 2048)
-THREADS_SHARE = 0.1  # of the time, for attention with fewer threads
+THREADS_SHARE = 0.1  # share of the time for attention with fewer threads
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,7 @@ def balanced_routing(
 
 
 SECONDS = 0.05  # per tile
-WEIGHT_SHARE = 0.5  # of free device memory; the rest is for rows and their products
+WEIGHT_SHARE = 0.5  # share of free device memory; the rest is for rows and their products
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

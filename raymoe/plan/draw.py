@@ -15,7 +15,7 @@ __all__ = ["Curve", "CurvePoint", "draw_host_roofline", "draw_roofline", "draw_t
 WIDTH, HEIGHT = 960, 600
 LEFT, RIGHT, TOP, BOTTOM = 92, 28, 68, 58  # margins of the plot
 NUM_TICKS = 8
-LETTER_WIDTH = 6.4  # of note text
+LETTER_WIDTH = 6.4  # px, in notes
 STYLE = """
 .note { paint-order: stroke; stroke: #ffffff; stroke-width: 4; stroke-linejoin: round }
 .mark { stroke: #ffffff; stroke-width: 1.5 } .axis { stroke: #8b939c; fill: none }

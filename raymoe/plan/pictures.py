@@ -29,7 +29,7 @@ from raymoe.specs.model import ModelSpec
 PlanOn = Callable[[HardwareSpec], Plan]
 """Plans one job on any node."""
 
-STEPS = 4  # of host memory: from the weights to the node's size, and from there to twice as much
+STEPS = 4  # sizes of host memory from the weights to the node's, and again to twice that
 PAPERS: Mapping[str, tuple[str, Callable[[PaperPolicies], Policy]]] = {
     "cgopipe": ("CGOPipe, policy of MoE-Lightning", PaperPolicies.cgopipe),
     "vslpipe": ("VSLPipe, policy of MoE-Lens", PaperPolicies.vslpipe),

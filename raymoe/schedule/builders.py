@@ -70,7 +70,7 @@ def build_layer_by_layer(form: StepForm) -> Schedule:
 
 
 def build_flexgen_s3(form: StepForm) -> Schedule:
-    """Attention in line (pre, to the CPU, back, post, experts); nothing overlaps it."""
+    """CPU attention without overlap: pre, to the CPU, back, post, experts."""
     program = Program("flexgen_s3", form, has_barriers=True)
     loads = plan_loads(form, interleaves=False)
     for micro_batch in range(form.num_micro_batches):
@@ -90,7 +90,7 @@ def build_flexgen_s4(form: StepForm) -> Schedule:
     """Attention on the GPU; KV blocks of the next micro-batch load while one is computed.
 
     New keys and values go to the host while the next micro-batch is computed. Rows whose KV blocks
-    do not fit on the device attend on the CPU, in line as in S3.
+    do not fit on the device attend on the CPU, without overlap as in S3.
     """
     steps = form.steps
     program = Program("flexgen_s4", form, ring=min(2, len(steps)), has_barriers=True)

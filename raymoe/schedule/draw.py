@@ -82,7 +82,7 @@ def round_step(minimum: float) -> float:
 
 
 PARTLY_BUSY = "."
-ROUNDING = 1e-9  # of a cell: ignores the rest of a task that ends where the cell begins
+ROUNDING = 1e-9  # cells; ignores the rest of a task that ends where the cell begins
 
 
 def draw_text(timelines: Sequence[Timeline], *, columns: int = 80) -> str:
@@ -138,11 +138,11 @@ def _letter(shares: dict[Op, float]) -> str:
 
 
 WIDTH = 1200
-LEFT, RIGHT = 96, 64  # of the bars; lane names and busy shares go next to them
+LEFT, RIGHT = 96, 64  # margins of the bars, for lane names and busy shares
 LANE_HEIGHT, BAR_HEIGHT = 20, 16
 HEADING_HEIGHT = 26
 LEGEND_COLUMN = 138
-LETTER_WIDTH = 6.2  # of the labels in bars
+LETTER_WIDTH = 6.2  # px, in bar labels
 MIN_BAR = 0.15  # px; wider bars would make a lane of many short tasks look too busy
 WIDE_BAR = 4.0  # px; bars from this width leave a thin gap to the next
 HAIR = 0.6

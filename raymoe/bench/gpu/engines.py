@@ -49,7 +49,9 @@ from raymoe.units import GIB, format_bytes, format_seconds
 
 PlanOf = Callable[[Workload], Plan]
 
-MARGIN = 0.95  # of the rows that would fill the time exactly: steps do not shrink with the rows
+MARGIN = (
+    0.95  # share of the rows that would fill the time exactly: steps do not shrink with the rows
+)
 MAX_STEPS = 40
 
 
@@ -221,8 +223,8 @@ def _predicted(plan: Plan, spec: ModelSpec, run: _Run) -> PredictedFigures:
     )
 
 
-RUNTIME_BYTES = GIB  # of the device: kernels, workspaces, the allocator's rounding
-LAYERS_AT_ONCE = 2  # of weights: the computing one and copies that kernels make of it
+RUNTIME_BYTES = GIB  # device memory of kernels, workspaces and the allocator's rounding
+LAYERS_AT_ONCE = 2  # layers of weights on the device: the computing one and kernels' copies
 MIN_STEP_S = 1e-6  # prefill times may vary by more than a step takes
 PAD_TOKEN_ID = 2
 
