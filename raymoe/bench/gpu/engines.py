@@ -49,9 +49,7 @@ from raymoe.units import GIB, format_bytes, format_seconds
 
 PlanOf = Callable[[Workload], Plan]
 
-MARGIN = (
-    0.95  # share of the rows that would fill the time exactly: steps do not shrink with the rows
-)
+MARGIN = 0.95  # share of the rows that fill the time: steps do not shrink with the rows
 MAX_STEPS = 40
 
 
