@@ -1,7 +1,7 @@
-"""Codecs: from the bytes of a checkpoint to the numbers they mean.
+"""Decode quantised weights.
 
-A weight is a tensor where it is stored as it is, or a `StoredMatrix`, which keeps its bytes until
-it is used. `CODECS` has one function for each format.
+A weight is a tensor if stored unquantised, or a `StoredMatrix`, which keeps its bytes until it is
+used. `CODECS` has one function per format.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +28,7 @@ from raymoe.specs.weight_format import (
 
 CodeKind = Literal["int4", "e2m1", "e4m3"]
 
-INT4_ZERO = 8  # code of zero, where there are no zero points
+INT4_ZERO = 8  # code of zero, without zero points
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SMALLEST_E8M0 = 0x00400000  # bits of 2^-127, which is subnormal in float32
 _FLOAT32_EXPONENT_BIT = 23
@@ -36,30 +36,21 @@ _FLOAT32_EXPONENT_BIT = 23
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Codes:
-    """A matrix [O, I] whose elements are (number of the code - zero) * scale.
+    """A matrix [O, I] whose elements are (number of the code - zero) * scale."""
 
-    Attributes:
-        kind: What number a code is.
-        codes_OI: uint8, one for each element; may have any strides.
-        scales_BG: float16, bfloat16 or float32; or uint8, exponents of two plus 127 (E8M0).
-        group_size: Inputs that share a scale.
-        block_rows: Outputs that share a scale.
-        zeros_OG: uint8, of int4 alone; None: 8.
-        order_I: int32, the group of each input; None: neighbours, `group_size` each.
-    """
-
-    kind: CodeKind
-    codes_OI: Tensor
-    scales_BG: Tensor
-    group_size: int
-    block_rows: int = 1
-    zeros_OG: Tensor | None = None
+    kind: CodeKind  # the number format of codes
+    codes_OI: Tensor  # uint8, one per element, with any strides
+    scales_BG: Tensor  # float16, bfloat16 or float32; or uint8, exponents of two plus 127 (E8M0)
+    group_size: int  # inputs that share a scale
+    block_rows: int = 1  # outputs that share a scale
+    zeros_OG: Tensor | None = None  # uint8, for int4 only; None: 8
+    # int32, the group of each input; None: neighbours, `group_size` each.
     order_I: Tensor | None = None
 
 
 def decode(codes: Codes, dtype: torch.dtype) -> Tensor:
-    """The elements, [O, I]: exact products in float32, rounded once to `dtype`."""
-    # Bytes are turned around fastest, where codes lie in the order of the outputs.
+    """The elements [O, I]: exact products in float32, rounded once to `dtype`."""
+    # Transpose the codes while they are bytes, which is fastest.
     numbers_OI = _NUMBERS[codes.kind](codes.codes_OI.contiguous())
     groups_OGS = _by_group(numbers_OI, codes)
     if codes.kind == "int4":
@@ -80,7 +71,7 @@ def float_scales(scales: Tensor) -> Tensor:
 
 
 def nibbles(packed: Tensor) -> Tensor:
-    """Halves of bytes as uint8, the lower one first; the last axis is twice as long in bytes."""
+    """Halves of bytes as uint8, the lower one first; doubles the last axis."""
     low_high = packed.view(torch.uint8)
     return torch.stack((low_high & 0xF, low_high >> 4), -1).flatten(-2)
 
@@ -118,7 +109,7 @@ _NUMBERS: Mapping[CodeKind, Callable[[Tensor], Tensor]] = {
 }
 
 
-# By their names in the format safetensors: all types in which weights are stored.
+# By safetensors type name: all types in which weights are stored.
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,
     "F8_E4M3": torch.float8_e4m3fn,
@@ -133,19 +124,14 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoredMatrix:
-    """A matrix [O, I] that is decoded where it is used.
-
-    Attributes:
-        pieces: By `Piece.name`; views of a file, of host or of device memory.
-    """
+    """A matrix [O, I] that is decoded where it is used."""
 
     format: WeightFormat
     shape: tuple[int, int]
-    pieces: Mapping[str, Tensor]
+    pieces: Mapping[str, Tensor]  # by `Piece.name`; views of a file, of host or of device memory
 
     @classmethod
     def without_data(cls, stored: WeightFormat, shape: tuple[int, int]) -> Self:
-        """Pieces of the right types and shapes on the device "meta"."""
         pieces = {
             piece.name: torch.empty(piece.shape, dtype=TORCH_DTYPES[piece.dtypes[0]], device="meta")
             for piece in stored.pieces(*shape)
@@ -157,9 +143,9 @@ class StoredMatrix:
         return sum(tensor.nbytes for tensor in self.pieces.values())
 
     def rows(self, begin: int, end: int, step: int = 1) -> "StoredMatrix":
-        """Every `step`-th of the outputs `begin` to `end`; views.
+        """A view of every `step`-th output from `begin` to `end`.
 
-        Pieces whose entries hold several outputs must be cut between two entries.
+        Pieces whose entries hold several outputs must be cut between entries.
         """
         pieces = {
             piece.name: self._cut(piece, piece.row_axis, piece.rows, slice(begin, end, step))
@@ -169,21 +155,21 @@ class StoredMatrix:
         return replace(self, shape=shape, pieces=pieces)
 
     def columns(self, begin: int, end: int) -> "StoredMatrix":
-        """The inputs `begin` to `end`; views, but for the table that names their groups.
+        """A view of the inputs `begin` to `end`; only the group table is copied.
 
-        Pieces whose entries hold several inputs must be cut between two entries, and inputs be in
-        the groups of their neighbours (`checks.is_in_order`).
+        Pieces whose entries hold several inputs must be cut between entries, and groups must be in
+        order (`is_in_order`).
         """
         pieces = {
             piece.name: self._cut(piece, piece.column_axis, piece.columns, slice(begin, end))
             for piece in self.format.pieces(*self.shape)
         }
-        if "order" in pieces:  # groups count from those that are left
+        if "order" in pieces:  # groups count from the first remaining one
             pieces["order"] = pieces["order"] - pieces["order"][0]
         return replace(self, shape=(self.shape[0], end - begin), pieces=pieces)
 
     def _cut(self, piece: Piece, axis: int | None, size: int, cut: slice) -> Tensor:
-        """A piece with the entries of an axis, of `size` rows or columns each, that hold a cut."""
+        """Select the entries of a piece; an entry of `axis` spans `size` outputs or inputs."""
         tensor = self.pieces[piece.name]
         if axis is None:
             return tensor
@@ -207,18 +193,16 @@ __all__ = [
 
 Weight = Tensor | StoredMatrix
 
-# With everything on the way to them, about 100 MiB; enough for a product at full rate.
+# About 100 MiB with intermediates; enough for a product at full rate.
 BLOCK_ELEMENTS = 8 << 20
-_CUT_ROWS = 128  # between these no format shares a scale
+_CUT_ROWS = 128  # no block of a scale crosses a multiple of this
 
 
 def unpack(matrix: StoredMatrix) -> Codes:
-    """Codes, scales and zero points of a matrix."""
     return CODECS[type(matrix.format)](matrix)
 
 
 def row_blocks(weight: StoredMatrix) -> Iterator[tuple[slice, StoredMatrix]]:
-    """The rows of a matrix in blocks that are small enough to be decoded at once."""
     outputs, inputs = weight.shape
     rows = max(BLOCK_ELEMENTS // inputs // _CUT_ROWS, 1) * _CUT_ROWS
     for begin in range(0, outputs, rows):
@@ -227,10 +211,7 @@ def row_blocks(weight: StoredMatrix) -> Iterator[tuple[slice, StoredMatrix]]:
 
 
 def as_tensor(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """A weight in the type to compute in; decoded if it is not stored as it is.
-
-    A decoded element is the exact product of number and scale in float32, rounded to `dtype`.
-    """
+    """A weight in the compute type; quantised ones are decoded."""
     if not isinstance(weight, StoredMatrix):
         return weight.to(dtype)
     device = weight.pieces["codes"].device
@@ -244,14 +225,10 @@ E8M0_NAN = 255
 
 
 def check_values(matrix: StoredMatrix, describe: Callable[[str], str]) -> None:
-    """Read scales, order and shape of a matrix, but not its codes.
+    """Check scales, order and stored shape of a matrix without reading its codes.
 
-    Args:
-        describe: Name of a piece -> which file and tensor it is, for messages.
-
-    Raises:
-        CheckpointError: A scale is NaN or infinite, a column names a group that does not exist, or
-            the shape that is stored differs from the one that is expected.
+    Raises CheckpointError if a scale is not finite, a column names a missing group, or the shape is
+    wrong; `describe` turns the name of a piece into file and tensor.
     """
     pieces = matrix.pieces
     scales = pieces["scales"]
@@ -269,7 +246,7 @@ def check_values(matrix: StoredMatrix, describe: Callable[[str], str]) -> None:
 
 
 def is_in_order(matrix: StoredMatrix) -> bool:
-    """Whether the table that names the group of each input names neighbours."""
+    """Whether inputs that share a group are neighbours."""
     inputs = matrix.shape[1]
     neighbours = torch.arange(inputs) // (inputs // _num_groups(matrix))
     return torch.equal(matrix.pieces["order"].long(), neighbours)
@@ -304,9 +281,9 @@ def unpack_awq(matrix: StoredMatrix) -> Codes:
 
 
 def _in_order(words: Tensor) -> Tensor:
-    """Nibbles of words as bytes: the lower half of a word holds outputs 0 2 4 6, the upper 1 3 5 7.
+    """Unpack nibbles to bytes, [n, m] int32 -> [n, 8 * m] uint8.
 
-    [n, m] int32 -> [n, 8 * m] uint8.
+    The lower half of a word holds outputs 0 2 4 6, the upper 1 3 5 7.
     """
     even, odd = _spread(words & _LOWER_HALF), _spread(words >> 16 & _LOWER_HALF)
     return torch.stack((even.view(torch.uint8), odd.view(torch.uint8)), -1).flatten(1)
@@ -343,10 +320,10 @@ _ONE_IN_EACH_NIBBLE = 0x11111111
 
 
 def unpack_gptq(matrix: StoredMatrix) -> Codes:
-    """Of `specs.weight_format.Gptq`.
+    """Codes of `specs.weight_format.Gptq`.
 
-    One is added to whole words of zero points, carries and all, as GPTQModel does: it took them
-    off in the same way.
+    Zero points are stored minus one; adding one to whole words, carries included, reverses what
+    GPTQModel does.
     """
     outputs, inputs = matrix.shape
     pieces = matrix.pieces

@@ -1,6 +1,6 @@
-"""What a user may set: `SamplingParams`, `EngineConfig`, and `Settings` from the environment.
+"""User settings: `SamplingParams`, `EngineConfig`, and `Settings` from the environment.
 
-Nothing here changes after it was made, and nothing else reads the environment.
+All are immutable, and nothing else reads the environment.
 """
 
 import dataclasses
@@ -43,27 +43,28 @@ class SamplingParams:
     """How the tokens of one row are chosen; names and defaults are vLLM's.
 
     Attributes:
-        max_tokens: Most tokens to generate for each sample.
-        min_tokens: EOS and stop tokens are impossible before this many tokens.
+        max_tokens: Maximum number of tokens to generate per sequence.
+        min_tokens: EOS and stop tokens are masked before this many tokens.
         temperature: 0 is greedy.
         top_p: Keep the smallest set of tokens with this probability; 1 keeps all.
         top_k: Keep this many tokens; 0 or -1 keeps all.
         min_p: Drop tokens below this share of the best token's probability.
-        repetition_penalty: Divides (positive) or multiplies (negative) the logits of tokens of
-            the prompt and of the output, as in transformers; 1 is off.
-        presence_penalty: Subtracted from the logits of tokens that were generated.
-        frequency_penalty: The same, for each time they were generated.
+        repetition_penalty: Divides positive and multiplies negative logits of prompt and output
+            tokens, as in transformers; 1 is off.
+        presence_penalty: Subtracted once from the logits of generated tokens.
+        frequency_penalty: Subtracted for each time a token was generated.
         stop: Strings that end a row; the text is cut before them.
-        stop_token_ids: Tokens that end a row, besides the model's EOS tokens.
-        ignore_eos: Go on after EOS.
-        seed: Of this row; None takes the engine's.
-        n: Samples for each prompt.
-        logprobs: Log probabilities of this many best tokens besides the chosen one; None is off.
+        stop_token_ids: Tokens that end a row, in addition to the model's EOS tokens.
+        ignore_eos: Continue after EOS.
+        seed: Seed of this row; None takes the engine's.
+        n: Sequences per prompt.
+        logprobs: Return log probabilities of this many best tokens in addition to the chosen one;
+            None is off.
         prompt_logprobs: The same for the tokens of the prompt.
         logit_bias: Added to the logits of these token ids.
-        structured_outputs: The form that the text must have: a `StructuredOutputs`, a mapping with
-            one of json, regex, choice, grammar and json_object, or the JSON text of one. The text
-            ends with the form, or unfinished at `max_tokens`.
+        structured_outputs: Constraint on the text: a `StructuredOutputs`, a mapping with one of
+            json, regex, choice, grammar and json_object, or the JSON text of one. The text ends
+            when the constraint is complete, or unfinished at `max_tokens`.
     """
 
     max_tokens: int = 16
@@ -122,31 +123,25 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most probable token is always taken."""
         return self.temperature < GREEDY_BELOW_TEMPERATURE
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as it is stored."""
+        """`stop` in its normalised type."""
         return self.stop  # type: ignore[return-value]  # normalised in __post_init__
 
     @property
     def form(self) -> StructuredOutputs | None:
-        """`structured_outputs` as it is stored."""
+        """`structured_outputs` in its normalised type."""
         return self.structured_outputs  # type: ignore[return-value]  # as above
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> Self:
-        """Parameters from a mapping; a value of None means "not given".
-
-        Raises:
-            UnknownOptionError: For a key that does not exist.
-            ConfigError: For a value of the wrong type or out of its range.
-        """
+        """Parameters from a mapping; unknown keys are errors, None means "not given"."""
         return cls(**_given(options))
 
     def override(self, options: Mapping[str, Any]) -> "SamplingParams":
-        """These parameters with the given ones replaced, key by key; None means "not given"."""
+        """These parameters with the given keys replaced; None means "not given"."""
         given = _given(options)
         return dataclasses.replace(self, **given) if given else self
 
@@ -174,42 +169,42 @@ _SAMPLING_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingP
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How an engine runs; None means "choose for me".
+    """How an engine runs; None chooses automatically.
 
     Attributes:
-        dtype: Of the computation; "auto" is the checkpoint's.
-        kv_dtype: Of the KV cache; "auto" is `dtype`.
-        tensor_parallel_size: GPUs of the node that share every step: attention heads, columns of
-            experts and KV cache are divided between them, each with a link of its own. A policy,
-            and `device_memory_bytes`, are then those of one of them.
-        device: "cpu"; "cuda"; "emulated", made of host memory, to which weights stream as to a
-            GPU; or "auto", a GPU where there is one.
-        load_format: "dummy" makes random weights in memory instead of reading any; the directory
-            needs nothing but config.json then. For measuring speed.
+        dtype: Type of the computation; "auto" is the checkpoint's.
+        kv_dtype: Type of the KV cache; "auto" is `dtype`.
+        tensor_parallel_size: GPUs of the node that share every step, dividing attention heads,
+            expert columns and KV cache, each with its own link. A policy and `device_memory_bytes`
+            are then per GPU.
+        device: "cpu"; "cuda"; "emulated", a device in host memory to which weights stream as to a
+            GPU; or "auto", a GPU if there is one.
+        load_format: "dummy" makes random weights in memory, to measure speed; the directory then
+            needs only config.json.
         schedule: A name of `raymoe.schedule.builders.BUILDERS` that suits the device, or "auto".
         policy: Overrides the sizes that the planner would choose.
         host_memory_bytes: Budget for weights and KV cache.
-        device_memory_bytes: How much of the device may be used; all that is free by default.
-        hardware: What to plan with: a `HardwareSpec`, or a file of `raymoe profile --out`; None or
-            "auto" for this machine, as `raymoe profile` measured it or else by a quick probe. On
-            the device "emulated" also a preset's name: the pace of this node is taken on, while
-            its host memory is that of this machine; without one nothing is slowed down.
-        workload: Rows to plan for; a typical job where it is not known. The KV cache that they will
-            fill is then taken from the operating system when the model is loaded, not on the way.
+        device_memory_bytes: Usable memory of the device; all that is free by default.
+        hardware: Node to plan for: a `HardwareSpec`, or a file of `raymoe profile --out`; None or
+            "auto" is this machine, from its stored profile or else a quick probe. On the device
+            "emulated" also a preset's name, whose rates are imitated with the host memory of this
+            machine; without one the device is not slowed down.
+        workload: Rows to plan for; None assumes a typical job. If given, the KV cache is allocated
+            when the model is loaded, not during the run.
         max_model_len: Prompt and generated tokens of a row; at most the model's own limit.
-        on_too_long: What happens to a prompt that leaves no room for `max_tokens`: "error" makes
-            an error row, "truncate_left" drops its first tokens, "truncate_right" its last.
-        seed: Of rows whose `SamplingParams` have none.
-        expected_calls: Threads that submit at once; when all are inside, nothing more can arrive
-            and an idle engine starts. None relies on `linger_s`.
-        linger_s: How long an idle engine waits for more rows before it starts.
+        on_too_long: Treatment of a prompt that leaves no room for `max_tokens`: "error" makes an
+            error row, "truncate_left" drops its first tokens, "truncate_right" its last.
+        seed: Seed of rows whose `SamplingParams` have none.
+        expected_calls: Threads that submit concurrently; once all have submitted, an idle engine
+            starts at once. None relies on `linger_s`.
+        linger_s: Time an idle engine waits for more rows before it starts.
         max_queued_rows: `submit` blocks while this many rows wait.
         shared_weights: Engines of one machine and user keep one copy of the weights in shared
-            memory (`/dev/shm`) instead of one each, on devices with memory of their own. "auto"
-            leaves it to `map_batches_kwargs`, which shares where a node has several actors.
-        watchdog_s: A step that takes longer counts as stuck: all rows fail, and the process of a
-            Ray actor ends, so that Ray starts another. None takes twenty times the longest step of
-            the plan, and at least ten minutes.
+            memory (`/dev/shm`) instead of one each, on devices with their own memory. "auto" leaves
+            the choice to `map_batches_kwargs`, which shares if a node has several actors.
+        watchdog_s: A longer step counts as stuck: all rows fail, and a Ray actor's process ends so
+            that Ray starts another. None takes twenty times the plan's longest step, and at least
+            ten minutes.
     """
 
     dtype: str = "auto"
@@ -270,12 +265,12 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the environment says; read once, by whoever starts an engine or a command.
+    """Settings from the environment, read once when an engine or command starts.
 
     Attributes:
         num_threads: `RAYMOE_NUM_THREADS`; None means all usable cores.
         host_memory_bytes: `RAYMOE_HOST_MEMORY_BYTES`; None means what the machine allows.
-        cache_directory: `RAYMOE_CACHE`, where measurements of this machine are kept.
+        cache_directory: `RAYMOE_CACHE`, which stores profiles of this machine.
     """
 
     num_threads: int | None = None
@@ -284,7 +279,7 @@ class Settings:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Self:
-        """Read `RAYMOE_*` variables; a malformed value is a `ConfigError`."""
+        """Read `RAYMOE_*` variables; raises ConfigError for malformed values."""
         variables = os.environ if environment is None else environment
         cache = Path(variables.get("RAYMOE_CACHE") or cls().cache_directory).expanduser()
         return cls(
@@ -315,7 +310,7 @@ def _given(options: Mapping[str, Any]) -> dict[str, Any]:
 def _shown(value: object) -> str:
     try:
         text = repr(value)
-    except ValueError:  # an integer with more digits than Python prints
+    except ValueError:  # integer with more digits than Python prints
         text = f"an integer of {value.bit_length() if isinstance(value, int) else '?'} bits"
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -398,12 +393,12 @@ def _logit_bias(value: object) -> dict[int, float] | None:
 
 
 def as_sampling_params(options: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
-    """Return the parameters of an operator; a mapping takes the names of `SamplingParams`."""
+    """Parameters of an operator; a mapping takes the names of `SamplingParams`."""
     if isinstance(options, SamplingParams):
         return options
     return SamplingParams.from_dict(options or {})
 
 
 def as_engine_config(options: EngineConfig | Mapping[str, Any] | None) -> EngineConfig:
-    """Return the configuration of an engine; a mapping takes the names of `EngineConfig`."""
+    """Configuration of an engine; a mapping takes the names of `EngineConfig`."""
     return options if isinstance(options, EngineConfig) else EngineConfig.from_dict(options or {})

@@ -27,11 +27,10 @@ class ConfigError(RaymoeError, ValueError):
 
 
 class UnknownOptionError(ConfigError):
-    """An option that does not exist.
+    """An option that does not exist; suggests the nearest one.
 
     Args:
-        name: What the user wrote.
-        known: What would have been accepted; the nearest one is suggested.
+        known: The accepted names.
         where: What takes the option, such as "sampling_params".
     """
 
@@ -43,7 +42,7 @@ class UnknownOptionError(ConfigError):
 
 
 class UnsupportedModelError(ConfigError):
-    """A model, or a field of its configuration, whose mathematics raymoe does not implement."""
+    """A model, or a field of its configuration, whose computation raymoe does not implement."""
 
 
 class CheckpointError(RaymoeError):
@@ -51,7 +50,7 @@ class CheckpointError(RaymoeError):
 
 
 class InfeasiblePlanError(RaymoeError):
-    """No policy fits the memory; the message shows what needs what and how much is missing."""
+    """No policy fits the memory; the message has the footprint and the missing bytes."""
 
 
 class ScheduleError(RaymoeError):
@@ -67,9 +66,9 @@ class ExecutionError(RaymoeError):
 
 
 class WorkerProcessError(RaymoeError):
-    """A helper process (tokenizer, chat template, grammar) ended through no fault of the row.
+    """A helper process (tokenizer, chat template, grammar) was ended from outside.
 
-    Not final: a journal does not keep rows with this error, and a resumed job tries them again.
+    The row is not at fault: a journal does not keep it, and a resumed job tries it again.
     """
 
 

@@ -1,4 +1,4 @@
-"""What happened in a run, as one page that anyone can open: made from the files of its status."""
+"""Make a self-contained HTML page about a job from its status files."""
 
 import dataclasses
 import time
@@ -68,7 +68,7 @@ h3 { margin: 1rem 0 .25rem; font-size: .95rem }
 
 
 def text(value: object) -> str:
-    """Text as HTML; what could reorder or hide it becomes visible."""
+    """Escape text as HTML; characters that reorder or hide text become visible."""
     return escape(harmless(str(value), keep="\n"))
 
 
@@ -97,11 +97,6 @@ def page(title: str, subtitle: str, sections: Iterable[str]) -> str:
 
 
 def section(title: str, *parts: str) -> str:
-    """A part of the page with its heading.
-
-    Args:
-        parts: HTML of the functions below.
-    """
     return f"<section>\n<h2>{text(title)}</h2>\n{chr(10).join(parts)}\n</section>"
 
 
@@ -123,7 +118,7 @@ def numbers(entries: Iterable[tuple[str, str]]) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, num_names: int = 1) -> str:
-    """A table; after the first columns, values stand at the right."""
+    """A table; columns after the first `num_names` are right-aligned."""
     styles = ["" if i < num_names else ' class="number"' for i in range(len(header))]
 
     def line(kind: str, cells: Sequence[str]) -> str:
@@ -143,12 +138,10 @@ def numbered(values: Iterable[str]) -> str:
 
 
 def picture(svg: str) -> str:
-    """A picture; on a narrow page it moves sideways."""
     return f'<div class="wide">{svg}</div>'
 
 
 def is_report(path: Path) -> bool:
-    """Whether a file is a report that may be replaced by another."""
     try:
         with path.open("rb") as file:
             return MARK.encode() in file.read(200)
@@ -157,9 +150,9 @@ def is_report(path: Path) -> bool:
 
 
 WIDTH, PLOT_HEIGHT = 960, 220
-LEFT, RIGHT, TOP, BOTTOM = 72, 24, 44, 44  # margins of the plot; the legend stands above it
+LEFT, RIGHT, TOP, BOTTOM = 72, 24, 44, 44  # margins of the plot; the legend is above it
 LEGEND_LINE, LEGEND_COLUMNS = 18, 3
-MAX_NAME = 36  # letters of a name in the legend
+MAX_NAME = 36  # characters of a name in the legend
 COLOURS = (Colour.GPU, Colour.CPU, Colour.GPU_MEMORY, Colour.OTHER, Colour.LINK, "#56b4e9")
 MAX_LINES = 2 * len(COLOURS)  # the second half is dashed
 INK = "#7f8a96"  # readable on light and dark
@@ -171,28 +164,15 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """Values of one thing.
-
-    Attributes:
-        points: Seconds since the start, and value.
-        is_total: Whether it is the sum of the others, drawn thick.
-    """
-
     name: str
-    points: tuple[Point, ...]
-    is_total: bool = False
+    points: tuple[Point, ...]  # seconds since the start, and value
+    is_total: bool = False  # whether it is the sum of the other lines, drawn thick
 
 
 def draw_series(
     lines: Sequence[Line], *, title: str, unit: str = "", maximum: float | None = None
 ) -> str:
-    """Draw lines over time.
-
-    Args:
-        lines: At most `MAX_LINES`, and a total.
-        unit: Behind each number of the axis.
-        most: Top of the axis; None for what the values need.
-    """
+    """Draw lines over time; `unit` follows numbers, `maximum` None fits the values."""
     points = [point for line in lines for point in line.points]
     end_s = max((seconds for seconds, _ in points), default=0.0) or 1.0
     top = maximum or HEADROOM * max((value for _, value in points), default=0.0) or 1.0
@@ -252,7 +232,7 @@ def _colour(index: int, line: Line) -> str:
 
 
 def short(name: str) -> str:
-    """A name that fits, cut in the middle: both ends of a host's name tell something."""
+    """Shorten a name in the middle, as both ends of a host name are informative."""
     if len(name) <= MAX_NAME:
         return name
     half = (MAX_NAME - 3) // 2
@@ -267,11 +247,7 @@ History = Sequence[HistoryPoint]
 
 
 def throughput(actors: Sequence[ActorView], start_s: float) -> str:
-    """Generated tokens per second of each actor, and of all of them.
-
-    Args:
-        start_s: When the first of them began to load, in Unix time.
-    """
+    """Generated tokens per second of each actor and of all; `start_s` is Unix time."""
     lines = _lines_of_actors(actors, start_s, rates)
     if len(actors) > 1:
         lines.append(Line(name="all", points=_shifted(total_rates(_histories(actors)), start_s),
@@ -281,7 +257,6 @@ def throughput(actors: Sequence[ActorView], start_s: float) -> str:
 
 
 def fills(actors: Sequence[ActorView], start_s: float) -> list[str]:
-    """Shares of slots and of KV blocks in use, a picture each."""
     return [
         draw_series(
             _lines_of_actors(actors, start_s, partial(levels, column=column)),
@@ -294,7 +269,7 @@ def fills(actors: Sequence[ActorView], start_s: float) -> list[str]:
 
 
 def rates(history: History) -> list[tuple[float, float]]:
-    """Tokens per second between neighbouring moments, at the later one."""
+    """Tokens per second between neighbouring samples, at the later one."""
     return [
         (after[0], (after[TOKENS] - before[TOKENS]) / (after[0] - before[0]))
         for before, after in pairwise(history)
@@ -307,7 +282,6 @@ def levels(history: History, column: int) -> list[tuple[float, float]]:
 
 
 def total_rates(histories: Sequence[History]) -> list[tuple[float, float]]:
-    """Tokens per second of all actors at moments that are equally far apart."""
     begin_s = min(history[0][0] for history in histories)
     end_s = max(history[-1][0] for history in histories)
     step_s = (end_s - begin_s) / MOMENTS
@@ -344,7 +318,7 @@ def _lines_of_actors(
 
 
 def slowest(actors: Sequence[ActorView]) -> list[ActorView]:
-    """As many actors as a picture has place for: those with the fewest tokens, by name."""
+    """The actors with the fewest tokens, as many as a picture shows, by name."""
     by_tokens = sorted(actors, key=lambda actor: actor.status.history[-1][TOKENS])
     return sorted(by_tokens[:MAX_LINES], key=lambda actor: actor.status.actor)
 
@@ -388,7 +362,6 @@ def summary(view: JobView) -> str:
 
 
 def errors(view: JobView) -> str:
-    """Error rows by kind, and what the first of them said; empty where there are none."""
     said = chain.from_iterable(one.status.rows.messages for one in view.actors)
     messages = list(dict.fromkeys(said))
     if not (view.errors or messages):
@@ -402,7 +375,6 @@ def errors(view: JobView) -> str:
 
 
 def accuracy(view: JobView) -> str:
-    """Passes as they were predicted and as they were."""
     rows = [
         (
             actor.status.actor,
@@ -431,7 +403,7 @@ def pictures(view: JobView) -> str:
 
 
 def roofline(view: JobView) -> str:
-    """Where the plan lies under the roofs of its node; empty where no weights are read there."""
+    """The plan under its node's roofs; empty if no weights are read from host memory."""
     record = next((one for one in view.steps if one.operations), None)
     if record is None:
         return ""
@@ -441,7 +413,6 @@ def roofline(view: JobView) -> str:
 
 
 def actors(view: JobView) -> str:
-    """A line for each process that generated, and what could not be read."""
     header = (
         "actor", "node", "state", "rows", "error rows", "from the journal", "tokens out",
         "preemptions", "measured / predicted",
@@ -457,7 +428,6 @@ def actors(view: JobView) -> str:
 
 
 def settings(view: JobView, manifest: Manifest | None) -> str:
-    """What was asked for, what was planned, and what the tokens depend on."""
     parts = []
     if view.job is not None and view.job.settings:
         parts += [heading("Settings"), table(("", ""), view.job.settings, num_names=2)]
@@ -522,12 +492,7 @@ def _timeline(name: str, spans: Sequence[PlainSpan]) -> Timeline:
 
 
 def write_report(status_dir: Path, path: Path) -> None:
-    """Write the report of a job, whole or not at all.
-
-    Raises:
-        ConfigError: The path is a file of something else.
-        OSError: It cannot be written.
-    """
+    """Write a job's report atomically; raises ConfigError rather than replace another file."""
     if path.exists() and not is_report(path):
         raise ConfigError(f"{path} is there and no report of raymoe; choose another file")
     view = JobView.of(read_status(status_dir), time.time())
@@ -541,12 +506,7 @@ def write_report(status_dir: Path, path: Path) -> None:
 
 
 def make_report(view: JobView, name: str, manifest: Manifest | None = None) -> str:
-    """The page of a job.
-
-    Args:
-        view: What is known of it.
-        manifest: What its tokens depend on, if it is there.
-    """
+    """The HTML page of a job; `manifest` is what its tokens depend on."""
     parts = (
         summary(view),
         errors(view),
@@ -560,11 +520,10 @@ def make_report(view: JobView, name: str, manifest: Manifest | None = None) -> s
 
 
 def find_manifest(status_dir: Path) -> Manifest | None:
-    """The manifest beside a status, if there is one that can be read."""
     for path in manifests_beside(status_dir):
         if path.is_file():
             try:
                 return manifests.read(path)
-            except ConfigError:  # of another version: the page has the rest
+            except ConfigError:  # another version's manifest: the page shows the rest
                 continue
     return None

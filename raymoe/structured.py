@@ -1,4 +1,4 @@
-"""What may a generation look like? The options of `SamplingParams.structured_outputs`."""
+"""Options of structured output (`SamplingParams.structured_outputs`)."""
 
 import dataclasses
 import hashlib
@@ -16,15 +16,15 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """The one form that generated text must have; names are vLLM's.
+    """The constraint on generated text, exactly one kind; names are vLLM's.
 
     Attributes:
         json: JSON text of a JSON schema.
         regex: A regular expression that the whole text matches.
-        choice: Texts, one of which is generated.
+        choice: Allowed texts.
         grammar: EBNF with rules ``name ::= ...`` of which one is `root`, or Lark with `start`.
         json_object: Any JSON object.
-        disable_any_whitespace: JSON without white space; else there are at most 32 characters of it
+        disable_any_whitespace: JSON without white space; otherwise up to 32 characters of it
             between two parts.
     """
 
@@ -37,11 +37,7 @@ class StructuredOutputs:
 
     @classmethod
     def of(cls, value: object) -> Self:
-        """Options from what a user gives: a mapping, or the JSON text of one; null is "not given".
-
-        Raises:
-            ConfigError: Not exactly one form is asked for, or it has the wrong type or size.
-        """
+        """Options from a mapping or its JSON text; ConfigError unless exactly one kind is valid."""
         if isinstance(value, cls):
             return value
         if isinstance(value, str):
@@ -61,12 +57,12 @@ class StructuredOutputs:
 
     @property
     def kind(self) -> str:
-        """Which of `KINDS` it is."""
+        """The member of `KINDS` that is set."""
         return next(name for name in KINDS if getattr(self, name) is not None)
 
     @property
     def digest(self) -> str:
-        """Equal for equal options, in every process."""
+        """A hash that is the same for equal options in every process."""
         text = json.dumps(dataclasses.asdict(self))
         return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 

@@ -1,4 +1,4 @@
-"""Sizes and times: constants, formatting and parsing. Capacities are binary, speeds decimal."""
+"""Constants, formatting and parsing of sizes (binary prefixes) and times."""
 
 import re
 
@@ -43,13 +43,10 @@ def format_seconds(seconds: float) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Read a capacity such as "192GiB", "16 GB" or "1024".
+    """Read a capacity such as "192GiB", "16 GB" or "1024"; raises ValueError.
 
     >>> parse_bytes("1.5GiB") == 3 * GIB // 2
     True
-
-    Raises:
-        ValueError: The text is not a number with a known unit.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS:

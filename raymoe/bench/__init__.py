@@ -1,1 +1,1 @@
-"""What `raymoe bench` runs: workloads, contenders, bounds, reports."""
+"""The benchmarks of `raymoe bench`: workloads, contenders, bounds, reports."""

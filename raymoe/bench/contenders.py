@@ -1,7 +1,7 @@
-"""The engines that a benchmark runs, each in a process of its own (`python -m` this module).
+"""Engines that a benchmark compares; `python -m` this module runs one in its own process.
 
-A contender loads the checkpoint, warms up, runs the job, and prints one JSON line. Asked for
-phases, it also runs it with one new token for each row: the prefill.
+A contender loads the checkpoint, warms up, runs the job, and prints one JSON line. For phases it
+also runs the job with one new token per row, which measures the prefill.
 """
 
 import argparse
@@ -29,8 +29,6 @@ PAD_TOKEN_ID = 2
 
 
 class Contender(NamedTuple):
-    """What is measured, and the seconds that it says beforehand, if it does."""
-
     run: Run
     predicted_s: float | None
 
@@ -80,7 +78,6 @@ def load_transformers(model: Path, num_threads: int, workload: Workload) -> Cont
 
 
 def pad_left(prompts: Prompts) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and attention mask of a padded batch."""
     width = max(map(len, prompts))
     ids = torch.full((len(prompts), width), PAD_TOKEN_ID)
     mask = torch.zeros(len(prompts), width, dtype=torch.long)

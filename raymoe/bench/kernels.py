@@ -1,7 +1,4 @@
-"""Jobs of the expert kernels on codes, in the formats that checkpoints are stored in.
-
-The codes are random bits: what they stand for takes no part in the time.
-"""
+"""Jobs for the kernels of quantised experts, in checkpoint formats with random codes."""
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -29,13 +26,12 @@ from raymoe.measure.timing import KernelJob, Limits, mean_limits, measure_limits
 from raymoe.specs.weight_format import Awq, Fp8Block, Mxfp4, PackedInt4, Piece, WeightFormat
 from raymoe.units import ceil_div
 
-# The formats of GLM and MiniMax, Kimi, Qwen's AWQ and gpt-oss.
+# Formats of GLM and MiniMax, Kimi, Qwen's AWQ and gpt-oss.
 FORMATS: tuple[WeightFormat, ...] = (Fp8Block(), PackedInt4(32), Awq(128), Mxfp4())
 SCALE, EXPONENT = 0.01, 120  # as float and as E8M0
 
 
 def quantised_experts_job(shape: ExpertsShape, num_tokens: int, stored: WeightFormat) -> KernelJob:
-    """The job of `measure.experts.experts_job` with experts in a stored format."""
     return experts_job(
         shape,
         num_tokens,
@@ -46,7 +42,7 @@ def quantised_experts_job(shape: ExpertsShape, num_tokens: int, stored: WeightFo
 
 
 def make_quantised_layers(shape: ExpertsShape, stored: WeightFormat) -> list[Experts]:
-    """Layers of random experts, each in memory of its own; together no cache holds them."""
+    """Layers of random experts, each in its own memory; together they exceed the CPU caches."""
     layer_bytes = shape.num_experts * _expert_bytes(shape, stored)
     wide, high = (shape.expert_size, shape.hidden_size), (shape.hidden_size, shape.expert_size)
     gate_up, down = _random_matrix(stored, wide), _random_matrix(stored, high)
@@ -78,7 +74,7 @@ def _random_piece(piece: Piece) -> Tensor:
     if piece.name == "scales":
         value = SCALE if dtype.is_floating_point else EXPONENT
         return torch.full(piece.shape, value, dtype=dtype)
-    # Bytes below 127 are numbers in every format; in FP8 the one above is NaN.
+    # Bytes below 127 are finite in every format; in FP8 byte 127 is NaN.
     size = (*piece.shape[:-1], piece.shape[-1] * dtype.itemsize)
     return torch.randint(0, 127, size, dtype=torch.uint8).view(dtype)
 
@@ -97,11 +93,11 @@ FEW_BIG_EXPERTS = ExpertsShape(hidden_size=1024, expert_size=2816, num_experts=8
 MANY_SMALL_EXPERTS = ExpertsShape(hidden_size=1024, expert_size=384, num_experts=64, top_k=8)
 TOKENS = (32, 128, 512, 2048)
 QUANTISED_EXPERTS = ExpertsShape(hidden_size=2048, expert_size=768, num_experts=16, top_k=4)
-QUANTISED_TOKENS = (4, 32, 512, 2048)  # 1, 8, 128 and 512 rows of each expert
+QUANTISED_TOKENS = (4, 32, 512, 2048)  # 1, 8, 128 and 512 rows per expert
 
 
 def kernel_jobs() -> list[Callable[[], KernelJob]]:
-    """Makers, so that only one job's data exists at a time (2 GiB at most)."""
+    """Makers of jobs, so that only one job's data exists at a time (2 GiB at most)."""
     return [
         *(partial(decode_job, EIGHT_KV_HEADS, *case) for case in DECODE_CASES),
         *(partial(decode_job, FOUR_KV_HEADS, *case) for case in ((64, 1024), (256, 1024))),
@@ -127,18 +123,12 @@ LIMITS_SECONDS = 0.4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelRate:
-    """Medians over the repetitions.
-
-    Attributes:
-        share_of_limit: Time of a call if it read its bytes at the measured bandwidth, or did its
-            operations at the measured bfloat16 peak if that takes longer, over the time it took.
-    """
-
     kernel: str
     case: str
     bytes_per_s: float
     flop_per_s: float
     is_memory_bound: bool
+    # Roofline time of a call at the measured bandwidth and bfloat16 peak, over its actual time.
     share_of_limit: float
     limits: Limits
 
@@ -146,7 +136,7 @@ class KernelRate:
 def measure_kernels(
     makers: Sequence[Callable[[], KernelJob]], *, num_threads: int, repetitions: int
 ) -> Iterator[KernelRate]:
-    """Yield the rate of each kernel; its data is made just before and gone after."""
+    """Yield the rate of each kernel; only one kernel's data exists at a time."""
     for make in makers:
         yield _measure(make(), num_threads, repetitions)
 

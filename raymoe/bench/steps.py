@@ -1,4 +1,4 @@
-"""How long lanes take from the end of one task to the start of the task that waits for it."""
+"""Measure lane latency, and compare predicted with measured steps."""
 
 import dataclasses
 import enum
@@ -32,17 +32,11 @@ TARGET_S = 40e-6  # a task of a decode step takes at least some hundred microsec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneLatency:
-    """Seconds between dependent tasks that themselves do nothing.
+    """Seconds between dependent empty tasks."""
 
-    Attributes:
-        same_lane_s: The next task is on the same lane: median.
-        other_lane_s: It is on another lane, whose thread sleeps until then: median.
-        other_lane_p99_s: The same, 99th of 100.
-    """
-
-    same_lane_s: float
-    other_lane_s: float
-    other_lane_p99_s: float
+    same_lane_s: float  # median if the next task is on the same lane
+    other_lane_s: float  # median if it is on another lane, whose thread sleeps until then
+    other_lane_p99_s: float  # 99th percentile of that
 
     def __str__(self) -> str:
         return (
@@ -53,7 +47,6 @@ class LaneLatency:
 
 
 def measure_lanes(num_tasks: int = 2000) -> LaneLatency:
-    """Measure with `num_tasks` tasks in a chain, on one lane and on two in turn."""
     same = _gaps_s(_run(_chain([Op.ATTN], num_tasks)))
     other = _gaps_s(_run(_chain([Op.ATTN, Op.W], num_tasks)))
     return LaneLatency(
@@ -64,7 +57,6 @@ def measure_lanes(num_tasks: int = 2000) -> LaneLatency:
 
 
 def _chain(ops: Sequence[Op], num_tasks: int) -> Schedule:
-    """Tasks that each read what the one before wrote; `attn` on the CPU's lane, `w` on HTOD."""
     lanes = {Op.ATTN: Resource.CPU, Op.W: Resource.HTOD}
     link = Buffer("link")
     tasks = [
@@ -119,19 +111,11 @@ Job = Sequence[StepPair]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindTimes:
-    """All steps of one kind of a job, or all that it has.
-
-    Attributes:
-        predicted_s: Seconds of all of them together.
-        measured_s: The same, measured: the median over runs.
-        gap_by_op: Predicted over measured seconds of each operation, less one.
-    """
-
     kind: str
     num_steps: int
-    predicted_s: float
-    measured_s: float
-    gap_by_op: Mapping[str, float]
+    predicted_s: float  # total over the steps
+    measured_s: float  # total over the steps, median over runs
+    gap_by_op: Mapping[str, float]  # predicted over measured seconds per operation, minus 1
 
     @property
     def gap(self) -> float:
@@ -139,7 +123,6 @@ class KindTimes:
 
     @classmethod
     def of(cls, kind: str, runs: Sequence[Job]) -> "KindTimes":
-        """Medians over the runs of one job, of which each has steps of this kind."""
         predicted = _seconds_by_op([pair.predicted for pair in runs[0]])
         measured = [_seconds_by_op([pair.measured for pair in run]) for run in runs]
         by_op = {op: statistics.median(run[op] for run in measured) for op in predicted}
@@ -153,7 +136,7 @@ class KindTimes:
 
 
 def times_by_kind(runs: Sequence[Job]) -> list[KindTimes]:
-    """One entry for each kind of step that a job has, and one for all, from its runs."""
+    """One entry per kind of step that occurs in a job's runs, and one for all steps."""
     grouped: dict[str, Sequence[Job]] = {
         kind: [[pair for pair in run if StepKind.of(pair.shape) is kind] for run in runs]
         for kind in StepKind
@@ -170,7 +153,7 @@ def _seconds_by_op(timelines: Iterable[Timeline]) -> dict[str, float]:
 
 
 class StepRecorder:
-    """A runner that passes everything on to another and keeps what came and how long it took."""
+    """Wraps a runner and records the inputs and duration of each step."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -183,7 +166,7 @@ class StepRecorder:
 
 
 def shape_of(inputs: StepInputs) -> StepShape:
-    """The numbers that the cost of a step depends on; a chunk of one token counts as decoding."""
+    """Convert step inputs to cost-model numbers; a chunk of one token counts as decoding."""
     batch = inputs.attention
     num_scheduled_tokens = batch.query_start.diff().long()
     contexts = batch.context_tokens.long()
@@ -200,7 +183,6 @@ def shape_of(inputs: StepInputs) -> StepShape:
 
 
 def predict_step(model: ModelSpec, hardware: HardwareSpec, shape: StepShape) -> Timeline:
-    """What the cost model says of a step with bfloat16 weights."""
     work = ModelWork.of(model, torch.bfloat16.itemsize)
     return simulate(build_in_place(model.num_layers), HostCost(work, hardware, shape))
 
@@ -208,7 +190,6 @@ def predict_step(model: ModelSpec, hardware: HardwareSpec, shape: StepShape) -> 
 def compare_steps(
     model: Path, hardware: HardwareSpec, workload: RowLengths, repetitions: int = 1
 ) -> list[Job]:
-    """Run a job on one engine, `repetitions` times; the steps of each run."""
     spec = ModelSpec.from_directory(model)
     prompts = make_prompts(workload, spec.vocab_size)
     config = EngineConfig(

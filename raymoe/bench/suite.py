@@ -1,7 +1,7 @@
-"""Run contenders on the same rows, turn by turn, between measurements of the machine.
+"""Run contenders in turns on the same rows, each run in its own process.
 
-Each run is a process of its own. Machines change from minute to minute, so each run is held against
-the limits measured just before and after it, and contenders take turns.
+Machine speed changes from minute to minute, so each run is compared with the limits measured just
+before and after it.
 """
 
 import json
@@ -25,26 +25,18 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One contender on one shape and workload: medians over the repetitions.
-
-    Attributes:
-        prefill_s: Time of the job with one new token for each row; None where not asked for.
-        predicted_s: What the contender's own plan said; None where it has none.
-        share_of_bound: Time of the job at the limits measured just before and after each run,
-            nothing lost, over the time it took.
-    """
-
     shape: str
     workload: str
     contender: str
     num_rows: int
     prompt_tokens: int
     generated_tokens: int
-    prefill_s: float | None
-    predicted_s: float | None
+    prefill_s: float | None  # time of the job with one new token per row; None if not measured
+    predicted_s: float | None  # prediction of the contender's own plan, if it has one
     total_s: float
     total_s_min: float
     total_s_max: float
+    # Time of the job at the limits measured around each run, over its actual time.
     share_of_bound: float
     limits: Limits
     peak_rss_bytes: int
@@ -78,11 +70,7 @@ def run_suite(
     directory: Path,
     report: Report,
 ) -> Iterator[Result]:
-    """Yield a result for each shape, workload and contender, in that order.
-
-    Checkpoints are made in `directory` and kept for the next time; `report` is told what is being
-    done.
-    """
+    """Yield a result per shape, workload and contender; checkpoints in `directory` are reused."""
     for shape in shapes:
         report(f"checkpoint {shape}")
         model = make_checkpoint(shape, directory / shape)

@@ -1,4 +1,4 @@
-"""Shapes of models and lengths of rows that the benchmark runs on random weights."""
+"""Model shapes and row lengths for benchmarks on random weights."""
 
 import json
 from collections.abc import Sequence
@@ -65,14 +65,13 @@ SHAPES: dict[str, dict[str, object]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLengths:
-    """Rows of a workload; prompt lengths are spread evenly over the mean +- 25 %."""
+    """Rows of a workload; prompt lengths spread evenly over the mean +- 25 %."""
 
     num_rows: int
     mean_prompt_tokens: int
     generated_tokens: int
 
     def prompt_lengths(self) -> list[int]:
-        """Prompt tokens of each row, in a fixed shuffled order."""
         quarter = self.mean_prompt_tokens // 4
         low, high = self.mean_prompt_tokens - quarter, self.mean_prompt_tokens + quarter
         lengths = np.linspace(low, high, self.num_rows).astype(int)
@@ -98,7 +97,7 @@ def make_prompts(workload: RowLengths, vocab_size: int) -> list[list[int]]:
 
 
 def random_prompts(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
-    """Random token ids; frequencies fall as 1 / rank, as in text."""
+    """Random token ids with frequencies proportional to 1 / rank, as in text."""
     weights = 1.0 / np.arange(10, vocab_size + 10)
     weights /= weights.sum()
     tokens = np.random.default_rng(1234).choice(vocab_size, size=sum(lengths), p=weights)
@@ -107,11 +106,7 @@ def random_prompts(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
 
 
 def make_checkpoint(shape: str, directory: Path, *, seed: int = 0) -> Path:
-    """Write random bfloat16 weights of a shape, unless the directory holds them already.
-
-    Raises:
-        ConfigError: The shape is unknown, or the directory holds something else.
-    """
+    """Write random bfloat16 weights of a shape, or reuse those that are there."""
     if shape not in SHAPES:
         raise ConfigError(f"shape {shape!r} is not one of {sorted(SHAPES)}")
     config = transformers.AutoConfig.for_model(

@@ -1,4 +1,4 @@
-"""Work on CUDA streams, timed by events of the device: alone, both directions, beside the CPU."""
+"""Measure a CUDA device and its link: alone, both directions, and while the CPU attends."""
 
 import itertools
 import statistics
@@ -22,7 +22,7 @@ from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.specs.hardware import Curve, DeviceCurves, HardwareSpec
 from raymoe.units import GIB, MIB, ceil_div
 
-NUM_RUNS = 5  # of each measurement, of which the median counts
+NUM_RUNS = 5  # per measurement; the median counts
 
 _ATTENTION = Task(op=Op.ATTN, layer=0, part=0, resource=Resource.CPU)
 
@@ -30,12 +30,10 @@ Call = Callable[[], object]
 
 
 class StreamRun(Generic[StreamT, EventT]):
-    """Calls that were given to a stream, between two events."""
-
     def __init__(
         self, api: CudaApi[StreamT, EventT], stream: StreamT, calls: Iterable[Call]
     ) -> None:
-        """Enqueue all calls; the device may not have begun when this returns."""
+        """Enqueue all calls; the device may not have started when this returns."""
         self._api = api
         self._start, self._end = api.new_event(), api.new_event()
         with api.use(stream):
@@ -45,15 +43,12 @@ class StreamRun(Generic[StreamT, EventT]):
             api.record(self._end, stream)
 
     def seconds(self) -> float:
-        """Time between the events; blocks until the last call is done."""
         self._api.wait_event(self._end)
         return self._api.elapsed_s(self._start, self._end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkCopies:
-    """Copies of one size, to be enqueued on the current stream."""
-
     num_bytes: int
     htod: Call
     dtoh: Call
@@ -63,8 +58,6 @@ class LinkCopies:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRates:
-    """Bytes per second of the link; see `DeviceCurves` for what is beside what."""
-
     htod: float
     dtoh: float
     pageable_htod: float
@@ -78,7 +71,7 @@ class LinkRates:
 def seconds_on_stream(
     api: CudaApi[StreamT, EventT], stream: StreamT, calls: Iterable[Call], seconds: float
 ) -> float:
-    """Seconds of one of these calls, which are made in turn, from runs of `seconds` together."""
+    """Seconds per call; the calls alternate in runs of `seconds` in total."""
     endless = itertools.cycle(calls)
     once_s = StreamRun(api, stream, itertools.islice(endless, 2)).seconds() / 2
     count = _calls_in(seconds / NUM_RUNS, once_s)
@@ -91,11 +84,9 @@ def seconds_on_stream(
 def measure_link(
     api: CudaApi[StreamT, EventT], copies: LinkCopies, attention: KernelJob, seconds: float
 ) -> LinkRates:
-    """Each direction alone, from pageable memory, both at once, and while the CPU attends.
+    """Rates of each direction alone, from pageable memory, duplex, and while the CPU attends.
 
-    Args:
-        attention: What the CPU does meanwhile; its calls must not hold the interpreter's lock.
-        seconds: For all of it, about.
+    The calls of `attention` must release the interpreter's lock.
     """
     each_s = seconds / 6
     stream, other = api.new_stream(), api.new_stream()
@@ -127,7 +118,7 @@ def measure_link(
 
 
 class Background:
-    """Calls that a CPU lane repeats for as long as the context lasts, at least once."""
+    """Repeats calls on a CPU lane for as long as the context lasts, at least once."""
 
     def __init__(self, calls: Iterable[Call]) -> None:
         self._calls = itertools.cycle(calls)
@@ -136,7 +127,6 @@ class Background:
 
     @property
     def seconds_per_call(self) -> float:
-        """Mean over the calls; known once the context is left."""
         return (self._mark.end_s - self._mark.start_s) / self.num_calls
 
     def __enter__(self) -> Self:
@@ -172,37 +162,28 @@ ROWS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 MIN_WEIGHT_BYTES = 512 * MIB  # ten times the second-level cache of an H100
 COPY_BYTES = 64 * MIB  # a page of weights
 READ_BYTES = GIB // 2
-LINK_SHARE = 0.6  # of the time
+LINK_SHARE = 0.6  # share of the time for the link
 ATTENTION_BATCH, ATTENTION_CONTEXT = 128, 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceJobs:
-    """Calls to be enqueued on a stream, and what one of them works on.
-
-    Attributes:
-        reads: Copies within the device; each reads `read_bytes` and writes as many.
-    """
-
     products: Sequence[Sequence[Call]]
     product_parameters: int
     experts: Sequence[Sequence[Call]]
     expert_parameters: int
-    reads: Sequence[Call]
+    reads: Sequence[Call]  # copies within the device; each reads and writes `read_bytes`
     read_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRates:
-    """What a device reaches by itself: bytes of its memory, operations over rows."""
-
     bytes_per_s: float
     product_flop_per_s: Curve
     expert_flop_per_s: Curve
 
 
 def measure_rates(api: CudaApi[StreamT, EventT], jobs: DeviceJobs, seconds: float) -> DeviceRates:
-    """Run all jobs, one after another, in about `seconds`."""
     stream = api.new_stream()
     each_s = seconds / (2 * len(ROWS) + 1)
 
@@ -221,17 +202,12 @@ def measure_rates(api: CudaApi[StreamT, EventT], jobs: DeviceJobs, seconds: floa
 
 
 def measure_device(host: HardwareSpec, seconds: float, index: int = 0) -> HardwareSpec:
-    """Add the numbers of a CUDA device and its link to those of its host.
-
-    Args:
-        host: Measured already; the kernels use its threads.
-        seconds: For all of it, about.
-    """
+    """Add the numbers of a CUDA device and its link to those of its measured host."""
     api = TorchCuda(index)
     with api.thread_context():
         attention = decode_job(AttentionShape(), ATTENTION_BATCH, ATTENTION_CONTEXT)
         copies, jobs = make_copies(api.device), make_jobs(api.device)
-        # The data is made on the current stream, for which the streams of the runs do not wait.
+        # The data is made on the current stream, and the streams of the runs do not wait for it.
         api.wait_stream(torch.cuda.current_stream(api.device))
         link = measure_link(api, copies, attention, LINK_SHARE * seconds)
         rates = measure_rates(api, jobs, (1 - LINK_SHARE) * seconds)
@@ -242,7 +218,6 @@ def measure_device(host: HardwareSpec, seconds: float, index: int = 0) -> Hardwa
 def with_device(
     host: HardwareSpec, memory_bytes: int, link: LinkRates, rates: DeviceRates
 ) -> HardwareSpec:
-    """The node made of a host, a link and a device."""
     return replace(
         host,
         gpu_memory_bytes=memory_bytes,
@@ -264,7 +239,6 @@ def with_device(
 
 
 def make_copies(device: torch.device) -> LinkCopies:
-    """Copies between the device and host memory, pinned and not."""
     on_device = torch.empty(2, COPY_BYTES, dtype=torch.uint8, device=device)
     pinned = torch.zeros(2, COPY_BYTES, dtype=torch.uint8).pin_memory()
     pageable = torch.zeros(2, COPY_BYTES, dtype=torch.uint8)
@@ -282,7 +256,7 @@ def make_copies(device: torch.device) -> LinkCopies:
 
 
 def make_jobs(device: torch.device) -> DeviceJobs:
-    """Projections and experts with random weights that no cache of the device holds."""
+    """Projections and experts with random weights that exceed the device's caches."""
     dtype = (
         torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.half
     )

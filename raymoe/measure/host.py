@@ -1,7 +1,8 @@
-"""What a task takes beyond its kernels: the interpreter, and threads that wake up for each kernel.
+"""Measure host kernels, and the overhead of tasks outside them.
 
-Kernels alone are timed in tight loops, in which no thread falls asleep. A small decoder runs passes
-as a model does; what they take beyond the kernels' own rates is the overhead.
+Kernels are timed in tight loops, in which no thread falls asleep. The overhead (interpreter,
+threads that wake up for each kernel) is what steps of a small decoder take beyond the kernels'
+rates.
 """
 
 import dataclasses
@@ -48,11 +49,11 @@ from raymoe.units import ceil_div
 
 DTYPE = torch.bfloat16
 CONTEXT = BLOCK_TOKENS
-# Sequences of a step, and new tokens of each. More kernels use all threads the more rows there are,
-# and from 64 to 512 tokens the overhead of a task grew threefold.
+# Sequences of a step and new tokens per sequence. Larger steps use all threads in more kernels:
+# from 64 to 512 tokens the overhead of a task grew threefold.
 STEPS = ((1, 1), (8, 1), (64, 1), (8, 64))
 TOKENS = tuple(rows * new_tokens for rows, new_tokens in STEPS)
-MIN_S = 1e-6  # where the kernels' rates leave less than nothing
+MIN_S = 1e-6  # floor, as the kernels' rates may predict more than a step takes
 MODEL = ModelSpec.from_config(
     {
         "model_type": "mixtral",
@@ -100,11 +101,7 @@ def step_shape(rows: int, new_tokens: int) -> StepShape:
 
 
 def task_overhead(node: HardwareSpec, step_s: Sequence[float]) -> Curve:
-    """Seconds of a task beyond its kernels, over the tokens of its step.
-
-    Args:
-        step_s: Seconds of each of `step_jobs` on it.
-    """
+    """Seconds of a task beyond its kernels, over tokens; `step_s` holds one per `step_jobs`."""
     tasks = build_in_place(MODEL.num_layers).tasks
     work, points = ModelWork.of(MODEL, DTYPE.itemsize), []
     for sizes, taken_s in zip(STEPS, step_s, strict=True):
@@ -148,21 +145,21 @@ def _context(new_tokens: int) -> int:
     return max(CONTEXT, new_tokens)
 
 
-# Sizes of real models, small enough for a minute: experts of Qwen3-30B-A3B, heads of Mixtral.
+# Sizes of real models that measure within a minute: experts of Qwen3-30B-A3B, heads of Mixtral.
 HIDDEN_SIZE, PROJECTED_SIZE = 2048, 4096
 EXPERTS = ExpertsShape(hidden_size=HIDDEN_SIZE, expert_size=768, num_experts=32, top_k=8)
 HEADS = AttentionShape()
-# So many heads for each of keys and values that operations bind; on the same cache.
+# Enough heads per key and value head for operations to limit, on the same cache.
 CROWDED_HEADS = AttentionShape(num_heads=128)
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256, 1024)
 EXPERT_TOKENS = (1, 4, 8, 16, 32, 64, 128, 256, 1024)
-CACHED_TOKENS = 65536  # of one layer, shared by as many sequences as it has room for
+CACHED_TOKENS = 65536  # per layer, shared by as many sequences as fit
 CONTEXTS = (32, 128, 512, 2048, 8192)
 USUAL_CONTEXT = 512
 PREFILL_TOKENS = 2048
 PROMPTS = (32, 128, 512, 2048)
-THREADS_SHARE = 0.1  # of the time, for attention with fewer threads
+THREADS_SHARE = 0.1  # share of the time for attention with fewer threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +179,7 @@ class _Series:
 
 @torch.inference_mode()
 def measure_host_curves(node: HardwareSpec, seconds: float) -> HostCurves:
-    """Measure the kernels with the threads of a node, in about `seconds`; takes 2 GiB of memory."""
+    """Measure the kernels with a node's threads in about `seconds`; uses 2 GiB of memory."""
     end_s = time.perf_counter() + seconds
     layers = make_layers(HEADS, CACHED_TOKENS // USUAL_CONTEXT, USUAL_CONTEXT)
     usual = decode_job(HEADS, CACHED_TOKENS // USUAL_CONTEXT, USUAL_CONTEXT, layers)
@@ -208,7 +205,7 @@ def measure_host_curves(node: HardwareSpec, seconds: float) -> HostCurves:
 
 
 def num_torch_threads(num_threads: int) -> int:
-    """Torch's share: one where our kernels do the products, so that it leaves them the cores."""
+    """Threads for torch: one if our kernels do the products and need the cores."""
     return 1 if packed_linear_is_used(torch.bfloat16) else num_threads
 
 

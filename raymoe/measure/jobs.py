@@ -1,4 +1,4 @@
-"""Jobs of CPU kernels to be measured: attention, latent attention, experts, projections."""
+"""Jobs that measure CPU kernels: attention, latent attention, experts, projections."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +27,6 @@ class AttentionShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token in one layer."""
         return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -37,12 +36,7 @@ class AttentionShape:
 def decode_job(
     shape: AttentionShape, batch: int, context: int, layers: Sequence[Tensor] | None = None
 ) -> KernelJob:
-    """One new token for each of `batch` sequences of `context` tokens.
-
-    Args:
-        context: Tokens of each, the new one included.
-        layers: Of `make_layers` for at least as many tokens; made for this job by default.
-    """
+    """One new token for each of `batch` sequences of `context` tokens, the new one included."""
     return KernelJob(
         kernel="decode attention",
         case=f"{shape}, {batch} x {context}",
@@ -55,10 +49,7 @@ def decode_job(
 def prefill_job(
     shape: AttentionShape, batch: int, prompt_tokens: int, layers: Sequence[Tensor] | None = None
 ) -> KernelJob:
-    """Causal attention of `batch` whole prompts; work above the diagonal is not counted.
-
-    Arguments as in `decode_job`.
-    """
+    """Causal attention of whole prompts; work above the diagonal is not counted."""
     pairs = batch * prompt_tokens * (prompt_tokens + 1) / 2
     return KernelJob(
         kernel="prefill attention",
@@ -70,12 +61,12 @@ def prefill_job(
 
 
 def make_layers(shape: AttentionShape, batch: int, context: int) -> list[Tensor]:
-    """KV cache of sequences, so many layers that no cache holds one when its turn comes again."""
+    """KV cache of sequences, in enough layers to exceed the CPU caches."""
     return cache_layers(_layout(shape), batch * ceil_div(context, BLOCK_TOKENS))
 
 
 def cache_layers(layout: CacheLayout, num_blocks: int) -> list[Tensor]:
-    """So many layers of `num_blocks` blocks that no cache holds one when its turn comes again."""
+    """Enough layers of `num_blocks` blocks to exceed the CPU caches."""
     layer_bytes = num_blocks * layout.block_bytes
     num_layers = ceil_div(MIN_CACHE_BYTES, layer_bytes)
     layers = HostArena(num_layers * layer_bytes).allocate(num_layers * layer_bytes)
@@ -120,8 +111,6 @@ def shuffled_table(batch: int, blocks_each: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentShape:
-    """Heads of one layer and the row that they share."""
-
     num_heads: int = 128
     rank: int = 512
     rope_dim: int = 64
@@ -136,7 +125,6 @@ class LatentShape:
 
 
 def latent_decode_job(shape: LatentShape, batch: int, context: int) -> KernelJob:
-    """One new token for each of `batch` sequences of `context` tokens, the new one included."""
     layout = LatentLayout(rank=shape.rank, rope_dim=shape.rope_dim, dtype=shape.dtype)
     blocks_each = ceil_div(context, BLOCK_TOKENS)
     query_THW = torch.randn(batch, shape.num_heads, shape.width).to(shape.dtype)
@@ -188,11 +176,7 @@ def experts_job(
     kernel: str = "experts",
     expert_bytes: int | None = None,
 ) -> KernelJob:
-    """The experts of one layer, tokens routed at random, the same for all layers.
-
-    Args:
-        expert_bytes: Of the weights of one expert; of bfloat16 by default.
-    """
+    """The experts of one layer, with random routing that is the same for all layers."""
     generator = torch.Generator().manual_seed(num_tokens)
     hidden_TH = torch.randn(num_tokens, shape.hidden_size, generator=generator).bfloat16()
     logits_TE = torch.randn(num_tokens, shape.num_experts, generator=generator)
@@ -213,7 +197,6 @@ def experts_job(
 def linear_job(
     in_features: int, out_features: int, num_tokens: int, layers: Sequence[Linear] | None = None
 ) -> KernelJob:
-    """One projection; `layers` of `make_linear_layers`, made for this job by default."""
     parameters = in_features * out_features
     hidden_TI = torch.randn(num_tokens, in_features).bfloat16()
     return KernelJob(
@@ -229,7 +212,7 @@ def linear_job(
 
 
 def make_expert_layers(shape: ExpertsShape) -> list[Experts]:
-    """Layers of the same random experts, each in memory of its own."""
+    """Layers of the same random experts, each in its own memory."""
     size = (shape.num_experts, shape.expert_size, shape.hidden_size)
     gate_EFH, up_EFH = _random_weights(size), _random_weights(size)
     down_EHF = _random_weights((size[0], size[2], size[1]))
@@ -246,7 +229,6 @@ def make_expert_layers(shape: ExpertsShape) -> list[Experts]:
 
 
 def make_linear_layers(in_features: int, out_features: int) -> list[Linear]:
-    """Layers of the same random projection, each in memory of its own."""
     weight_OI = _random_weights((out_features, in_features))
     return [
         make_linear(weight_OI.clone(), None, allocate_huge_pages)

@@ -23,35 +23,20 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What measurements depend on.
-
-    Attributes:
-        cpu_model: As the processor calls itself.
-        num_threads: With which the kernels are measured.
-        memory_gib: Memory of the machine or its control group, rounded.
-        gpu: Name of the GPU; empty without one.
-    """
-
     cpu_model: str
-    num_threads: int
-    memory_gib: int
-    gpu: str = ""
+    num_threads: int  # threads that run the kernels
+    memory_gib: int  # memory of the machine or its control group, rounded
+    gpu: str = ""  # name of the GPU; empty without one
     gpu_driver: str = ""
 
     @property
     def file_name(self) -> str:
-        """A name that says what it is, and a hash that says it exactly."""
         words = f"{self.cpu_model} {self.num_threads} threads {self.memory_gib} GiB {self.gpu}"
         return kept_name(words, repr((FORMAT, astuple(self))))
 
 
 def identify_machine(num_threads: int | None = None, root: Path = Path("/")) -> Machine:
-    """This machine, measured with `num_threads` threads.
-
-    Args:
-        num_threads: None for all cores that this process may use.
-        root: Where proc is found; tests give a tree of their own.
-    """
+    """This machine; kernels use `num_threads`, or all cores of this process if None."""
     host = read_host()
     return Machine(
         cpu_model=_cpu_model(root),
@@ -63,39 +48,27 @@ def identify_machine(num_threads: int | None = None, root: Path = Path("/")) -> 
 
 
 def load_profile(directory: Path, machine: Machine) -> HardwareSpec | None:
-    """What `store_profile` kept for this machine; None where it kept nothing.
-
-    Raises:
-        ConfigError: The file is damaged; names it.
-    """
+    """The stored profile of this machine, or None; raises ConfigError if the file is damaged."""
     path = directory / machine.file_name
     return HardwareSpec.from_file(path) if path.exists() else None
 
 
 def store_profile(directory: Path, machine: Machine, hardware: HardwareSpec) -> Path:
-    """Keep measurements for this machine; returns the file.
-
-    Raises:
-        OSError: The directory cannot be written.
-    """
+    """Store measurements for this machine and return the file; may raise OSError."""
     path = directory / machine.file_name
     keep(path, hardware.to_file)
     return path
 
 
 def kept_name(words: str, exact: str) -> str:
-    """Name of a file that says what it is of, and a hash that says it exactly."""
+    """A file name of readable words and a hash of `exact`."""
     plain = re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
     digest = hashlib.sha256(exact.encode()).hexdigest()
     return f"{plain[:80]}-{digest[:12]}.json"
 
 
 def keep(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file so that readers see the old one or the new one, never a part.
-
-    Raises:
-        OSError: The directory cannot be written.
-    """
+    """Write a file atomically: readers see the old or the new one; may raise OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         written = Path(scratch) / path.name
@@ -140,11 +113,7 @@ class Gpu:
 
 
 def load_tiles(directory: Path, gpu: Gpu) -> TileTable:
-    """What `store_tiles` kept for this GPU; the usual tiles where it kept nothing.
-
-    Raises:
-        ConfigError: The file is damaged; names it.
-    """
+    """Stored tiles of this GPU, else the defaults; raises ConfigError if the file is damaged."""
     path = directory / gpu.file_name
     if not path.exists():
         return TileTable(capability=gpu.capability)
@@ -155,11 +124,7 @@ def load_tiles(directory: Path, gpu: Gpu) -> TileTable:
 
 
 def store_tiles(directory: Path, gpu: Gpu, tiles: TileTable) -> Path:
-    """Keep the choices for this GPU, in place of what was kept; returns the file.
-
-    Raises:
-        OSError: The directory cannot be written.
-    """
+    """Replace the stored tiles of this GPU and return the file; may raise OSError."""
     path = directory / gpu.file_name
     keep(path, lambda written: written.write_text(json.dumps(tiles.to_json(), indent=1) + "\n"))
     return path

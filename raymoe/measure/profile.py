@@ -1,6 +1,7 @@
-"""Which machine this is, and where its measurements are kept.
+"""Identify this machine, measure it and store the measurements.
 
-Assumptions: proc is mounted; the NVIDIA driver writes its version to /proc/driver/nvidia/version.
+Assumes that proc is mounted and that the NVIDIA driver writes its version to
+/proc/driver/nvidia/version.
 """
 
 import dataclasses
@@ -19,19 +20,13 @@ from raymoe.measure.timing import KernelJob, measure_in_turns
 from raymoe.specs.hardware import USABLE_FRACTION, HardwareSpec
 from raymoe.units import MIB
 
-USUAL_SECONDS = 55.0  # a minute with the time that it takes to start
+USUAL_SECONDS = 55.0  # a minute including start-up
 PROBE_SHARE, COPY_SHARE, DEVICE_SHARE = 0.1, 0.05, 0.35
 PAGE_BYTES, NUM_PAGES, RING_PAGES = 64 * MIB, 8, 2
 
 
 def measure_machine(num_threads: int | None = None, seconds: float = USUAL_SECONDS) -> HardwareSpec:
-    """Measure this machine, and its first GPU where there is one.
-
-    Args:
-        num_threads: Of the kernels; None for all cores that this process may use.
-        seconds: For all of it. A machine so slow that one call of each kernel takes longer takes
-            longer.
-    """
+    """Measure this machine and its first GPU, in `seconds` unless single calls take longer."""
     end_s = time.perf_counter() + seconds
     host = probe_host(num_threads=num_threads, seconds=PROBE_SHARE * seconds)
     set_num_threads(host.num_cores, num_torch_threads(host.num_cores))
@@ -54,7 +49,7 @@ def obtain_profile(
     seconds: float = USUAL_SECONDS,
     is_fresh: bool = False,
 ) -> tuple[HardwareSpec, Path]:
-    """What is kept of this machine, and the file; measured and kept first if nothing is."""
+    """The stored profile of this machine and its file; measures first if there is none."""
     machine = identify_machine(num_threads)
     hardware = None if is_fresh else load_profile(directory, machine)
     if hardware is None:
@@ -64,7 +59,7 @@ def obtain_profile(
 
 
 def staging_job() -> KernelJob:
-    """Copies of pages of weights into a ring, as from pageable to pinned memory."""
+    """Copies of weight pages into a ring, as from pageable to pinned memory."""
     pages = torch.ones(NUM_PAGES, PAGE_BYTES, dtype=torch.uint8)
     ring = torch.zeros(RING_PAGES, PAGE_BYTES, dtype=torch.uint8)
     return KernelJob(

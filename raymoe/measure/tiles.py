@@ -1,4 +1,4 @@
-"""Which tiles the kernels for experts are fastest with on a GPU: measured, kept, read again."""
+"""Measure which tile shapes are fastest for the expert kernels on a GPU, and store them."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -50,12 +50,9 @@ def measure_tiles(
     time_call: TimeCall,
     buckets: Iterable[int] = BUCKETS,
 ) -> TileTable:
-    """Measure all candidates for the formats of these matrices.
+    """Measure all candidates for the formats of these matrices; other formats' tiles stay.
 
-    Args:
-        tiles: What is known already; other formats stay.
-        hidden: Number of tokens -> hidden states.
-        make: Experts of these matrices that use given tiles.
+    `hidden` makes hidden states for a number of tokens, `make` experts with given tiles.
     """
     layouts = matrices.layouts()
     assert layouts is not None, "the matrices of a layer's experts are stored the same"
@@ -70,7 +67,7 @@ def measure_tiles(
             try:
                 seconds[shape] = time_call(partial(experts, hidden_TH, *routing))
             except CapacityError:
-                continue  # too large a tile for this GPU
+                continue  # the tile is too large for this GPU
         if seconds:
             chosen |= dict.fromkeys(keys, min(seconds, key=seconds.__getitem__))
     return replace(tiles, chosen=MappingProxyType(chosen))
@@ -80,48 +77,33 @@ def _with(tiles: TileTable, shapes: Mapping[TileKey, TileShape]) -> TileTable:
     return replace(tiles, chosen=MappingProxyType({**tiles.chosen, **shapes}))
 
 
-SECONDS = 0.05  # of each tile
-WEIGHT_SHARE = 0.5  # of the free memory of the device; the rest is for rows and their products
+SECONDS = 0.05  # per tile
+WEIGHT_SHARE = 0.5  # share of free device memory; the rest is for rows and their products
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketTiles:
-    """What was chosen for one number of tokens.
-
-    Attributes:
-        usual_s: Seconds of a layer with the usual tile.
-    """
-
     tokens_per_expert: int
     shape: TileShape
-    usual_s: float
+    usual_s: float  # seconds of a layer with the default tile
     best_s: float
     tiles: TileTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLayer:
-    """The experts of a layer on the device, as many as fit.
+    """As many experts of a layer as fit on the device."""
 
-    Attributes:
-        moe: Numbers of the layer, with as many experts as there are matrices.
-        matrices: Random, stored as the model's are.
-    """
-
-    moe: MoeSpec
+    moe: MoeSpec  # the layer's numbers, with as many experts as there are matrices
     hidden_size: int
     dtype: torch.dtype
-    matrices: ExpertMatrices
+    matrices: ExpertMatrices  # random, in the model's storage format
 
     @classmethod
     def of(
         cls, spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_bytes: float
     ) -> "ExpertLayer":
-        """The first layer that has experts; fewer of them where all take more than `max_bytes`.
-
-        Raises:
-            ConfigError: The model has no experts, or not as many fit as one token takes.
-        """
+        """The first layer with experts, as many as fit in `max_bytes`; may raise ConfigError."""
         i, moe = _first_experts(spec)
         weights = DummyWeights(spec, dtype)
         prefix = f"{layer_prefix(i)}mlp.experts."
@@ -138,11 +120,7 @@ class ExpertLayer:
         return cls(moe=moe, hidden_size=spec.hidden_size, dtype=dtype, matrices=matrices)
 
     def check_kernels(self) -> None:
-        """Refuse a layer that the kernels do not compute.
-
-        Raises:
-            ConfigError: Its activation or how it is stored is none of theirs, or the GPU is old.
-        """
+        """Raise ConfigError if the kernels do not support activation, storage format or GPU."""
         moe = self.moe
         if not grouped_experts_are_used(self.matrices, moe.activation, self.dtype, clamp_of(moe)):
             raise ConfigError(
@@ -152,7 +130,7 @@ class ExpertLayer:
             )
 
     def buckets(self, capability: tuple[int, int]) -> tuple[int, ...]:
-        """Tokens per expert for which the kernels are used on a GPU (see `DispatchByBatchSize`)."""
+        """Tokens per expert for which a GPU uses the kernels (`DispatchByBatchSize`)."""
         is_turing = capability < TENSOR_CORES_SINCE and self.dtype == torch.float16
         return tuple(
             bucket for bucket in BUCKETS if bucket <= MAX_SMALL_BATCH_TOKENS or not is_turing
@@ -162,11 +140,7 @@ class ExpertLayer:
 def measure_layer(
     layer: ExpertLayer, tiles: TileTable, time_call: TimeCall, *, is_again: bool = False
 ) -> Iterator[BucketTiles]:
-    """Measure the tiles of a layer; yields after each number of tokens, to be stored.
-
-    Args:
-        tiles: What is known: kept, and not measured anew unless `is_again`.
-    """
+    """Measure a layer's tiles, stored ones only if `is_again`; yields per number of tokens."""
     layouts = layer.matrices.layouts()
     assert layouts is not None, "the matrices of a layer's experts are stored the same"
     for bucket in layer.buckets(tiles.capability):
@@ -192,14 +166,14 @@ def measure_layer(
             yield BucketTiles(
                 tokens_per_expert=bucket,
                 shape=tiles.shape(layouts[0], bucket),
-                usual_s=seconds[0],  # the usual tile is the first candidate
+                usual_s=seconds[0],  # the default tile is the first candidate
                 best_s=min(seconds),
                 tiles=tiles,
             )
 
 
 def time_on(api: CudaApi[StreamT, EventT], stream: StreamT) -> TimeCall:
-    """Times calls on a stream, on which their data was made; the first call compiles."""
+    """Times calls on the stream on which their data was made; the first call compiles."""
 
     def time_call(call: Callable[[], Tensor]) -> float:
         StreamRun(api, stream, [call]).seconds()

@@ -1,7 +1,7 @@
-"""Jobs to be timed, and how: in turns, so that what disturbs a machine for a second hits them all.
+"""Time jobs in turns, so that a disturbance affects all of them.
 
-Machines change from second to second (other tenants, where the hypervisor puts the cores). A job
-that gets all of its time at once measures that second; the median over turns does not.
+Machine speed changes from second to second (other tenants, placement of virtual cores). A job timed
+in one go measures that second; the median over turns does not.
 """
 
 import itertools
@@ -12,29 +12,23 @@ from dataclasses import dataclass
 
 from raymoe.device.threads import peak_flop_per_s, read_bandwidth_bytes_per_s
 
-NUM_TURNS = 7  # that the time suffices for, unless single calls are long
+NUM_TURNS = 7  # turns that the time allows, unless single calls are long
 
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelJob:
-    """Calls of one kernel, each on data of its own so that no cache holds it from the last time.
-
-    Attributes:
-        bytes_per_call: Bytes that a call must read at least once.
-        flop_per_call: Operations that it must do, two for each multiply-add.
-    """
+    """Calls of one kernel, each on separate data so that caches are cold."""
 
     kernel: str
     case: str
     calls: Sequence[Callable[[], object]]
-    bytes_per_call: float
-    flop_per_call: float
+    bytes_per_call: float  # bytes that a call must read at least once
+    flop_per_call: float  # two per multiply-add
 
     @property
     def intensity_flop_per_byte(self) -> float:
-        """Operations for each byte; for products with 16-bit weights the rows that share them."""
         return self.flop_per_call / self.bytes_per_call
 
 
@@ -49,13 +43,10 @@ def seconds_per_call(job: KernelJob) -> float:
 def measure_in_turns(
     jobs: Sequence[KernelJob], seconds: float, clock: Clock = time.perf_counter
 ) -> list[float]:
-    """Seconds per call of each job: the median over its turns.
+    """Seconds per call of each job: the median over its turns, in `seconds` for all jobs.
 
-    Every job has at least one turn, whatever time that takes; then they go on until the time is up.
-    The first call of a job is not counted, unless it took as long as a whole turn.
-
-    Args:
-        seconds: For all of them together.
+    Every job gets at least one turn, whatever its length; turns repeat until the time is up. The
+    first call of a job is not counted unless it takes a whole turn.
     """
     deadline_s = clock() + seconds
     turn_s = seconds / max(1, NUM_TURNS * len(jobs))
@@ -93,7 +84,7 @@ class Limits:
 
 
 def measure_limits(num_threads: int, seconds: float = 2.0) -> Limits:
-    """Arithmetic for a quarter of the time, memory for the rest."""
+    """Measure arithmetic for a quarter of the time, memory for the rest."""
     return Limits(
         flop_per_s=peak_flop_per_s(num_threads, "bfloat16", seconds / 4),
         bytes_per_s=read_bandwidth_bytes_per_s(num_threads, 3 * seconds / 4),

@@ -1,1 +1,1 @@
-"""How big: policies, footprints, cost, and the search for a plan. Pure Python."""
+"""Policies, footprints, cost models and the search for a plan, in pure Python."""

@@ -1,9 +1,8 @@
-"""The time of a job at the limits of the machine: operations over peak, bytes over bandwidth.
+"""Lower bounds of a job's time: operations over peak rate, bytes over bandwidth.
 
-Assumptions:
-- All rows are processed together: prefill reads every weight once, each decode step reads the
-  weights that it touches (with B rows the expected number of distinct experts) and the KV cache.
-- A phase takes the longer of its two times; nothing else takes any.
+All rows are processed together: prefill reads every weight once, each decode step reads the weights
+it activates (the expected number of distinct experts) and the KV cache. A phase takes the longer of
+its two times; nothing else costs time.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,14 +14,12 @@ from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
 
-# What the best matrix products reach of the rate of bare dot-product instructions.
+# Share of the bare dot-product instruction rate that the best matrix products reach.
 GEMM_EFFICIENCY = 0.94
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobBound:
-    """Seconds of the two phases at the limit, and what binds each."""
-
     prefill_s: float
     decode_s: float
     prefill_limit: str
@@ -42,13 +39,10 @@ def job_bound(
     bytes_per_s: float,
     bytes_per_element: int = 2,
 ) -> JobBound:
-    """Bound of a job whose rows all generate the same number of tokens.
+    """Bound of a job whose rows all generate the same number of tokens, the first by prefill.
 
-    Args:
-        generated_tokens: Of each row; the first comes out of the prefill.
-        flop_per_s: Attainable rate of matrix products.
-        bytes_per_s: Read bandwidth of host memory.
-        bytes_per_element: Of KV cache, and of weights that are not quantised.
+    `flop_per_s` and `bytes_per_s` are attainable rates; `bytes_per_element` applies to the KV cache
+    and to unquantised weights.
     """
     work = ModelWork.of(model, bytes_per_element)
     rows = len(prompt_lengths)
@@ -73,8 +67,6 @@ def _phase(compute_s: float, memory_s: float) -> tuple[float, str]:
 
 
 class Limit(StrEnum):
-    """What a node may run out of first."""
-
     LINK = "link"
     HOST_MEMORY = "host memory"
     GPU = "operations"
@@ -83,20 +75,13 @@ class Limit(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceBound:
-    """Seconds that each part of the node needs at least; the longest binds.
-
-    Attributes:
-        link_s: Weights over the link from host to device.
-        host_memory_s: Weights and KV out of host memory.
-        gpu_s: Operations on GPU and cores.
-        gpu_memory_s: Weights out of device memory.
-    """
+    """Least seconds that each part of the node needs; the longest binds."""
 
     num_steps: float
-    link_s: float
-    host_memory_s: float
-    gpu_s: float
-    gpu_memory_s: float
+    link_s: float  # weights over the link from host to device
+    host_memory_s: float  # reads of weights and KV from host memory
+    gpu_s: float  # operations on GPU and CPU cores together
+    gpu_memory_s: float  # reads of weights from device memory
 
     @property
     def seconds(self) -> float:
@@ -117,11 +102,6 @@ class DeviceBound:
 
 
 def device_bound(work: ModelWork, hardware: HardwareSpec, workload: Workload) -> DeviceBound:
-    """Bound of a job.
-
-    Args:
-        hardware: The node, with a GPU, and the memory that may be used of it.
-    """
     rows = [workload.lengths(row) for row in range(workload.num_rows)]
     tokens = sum(prompt + generated - 1 for prompt, generated in rows)
     memory = hardware.host_memory_bytes + hardware.gpu_memory_bytes - work.all_weight_bytes
@@ -151,9 +131,9 @@ def _pairs(
     of_a_token: Callable[[LayerWork], int],
     first_step: int,
 ) -> float:
-    """What a layer takes of a context token, over all layers, contexts and steps from a first.
+    """Sum a per-context-token amount over all layers, contexts and steps from `first_step` on.
 
-    In pass j of a row, counted from 0, its context is the prompt and j tokens.
+    The context of step j of a row, counted from 0, is its prompt plus j tokens.
     """
     windows: dict[int | None, int] = {}
     for layer in work.layers:

@@ -1,11 +1,12 @@
-"""Seconds of each task of a step on host cores: work over what the node was measured to reach.
+"""Seconds of each task of a step on host cores: work over measured rates.
 
 Assumptions:
-- Where the node has no curves, a task takes the longer of its operations and its bytes over the
-  node's best rates: the roofline of Williams et al. as MoE-Lightning (ASPLOS 2025), section 3,
-  applies it to one level of memory. The efficiency of small products is our own measurement.
-- The expected number of distinct experts is read, choices independent; each has the mean of rows.
-- Curves are of one shape of matrix, expert and head (`HostCurves`) and taken for all.
+- Without measured curves, a task takes the longer of operations and bytes at the node's best rates
+  (the roofline of Williams et al., applied to one memory level as in MoE-Lightning (ASPLOS 2025),
+  section 3). The efficiency of small products is our own measurement.
+- A step reads the expected number of distinct experts (independent choices); each gets the mean
+  number of rows.
+- Curves were measured for one shape of matrix, expert and head (`HostCurves`) and serve for all.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,28 +19,18 @@ from raymoe.specs.hardware import Curve, HardwareSpec, HostCurves
 # Rows at which a matrix product reaches half of its peak beyond the memory bound: packed bfloat16
 # experts reach 0.93 of their best rate at 64 rows and 0.98 at 256.
 HALF_EFFICIENCY_ROWS = 5.0
-# Interpreter time of a task outside its kernels, where it was not measured.
+# Interpreter time of a task outside its kernels, on nodes where it was not measured.
 TASK_OVERHEAD_S = 50e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """What a step holds.
-
-    Attributes:
-        attention_pairs: Pairs of a query token and a context token that it sees.
-        context_tokens: Context tokens whose KV is read, summed over sequences.
-        logit_rows: Tokens whose logits are computed.
-        prefill_tokens: Those of the tokens that belong to prompts, not to sequences that decode.
-        prefill_pairs: Their share of the pairs.
-    """
-
     tokens: float
-    attention_pairs: float
-    context_tokens: float
-    logit_rows: float
-    prefill_tokens: float = 0.0
-    prefill_pairs: float = 0.0
+    attention_pairs: float  # pairs of a query token and a context token it attends to
+    context_tokens: float  # context tokens whose KV is read, summed over sequences
+    logit_rows: float  # tokens whose logits are computed
+    prefill_tokens: float = 0.0  # prompt tokens among `tokens`
+    prefill_pairs: float = 0.0  # pairs of prompt tokens among `attention_pairs`
 
     @property
     def decode_rows(self) -> float:
@@ -47,7 +38,6 @@ class StepShape:
 
     @property
     def decode_pairs(self) -> float:
-        """Context tokens that their attention reads, summed over them."""
         return self.attention_pairs - self.prefill_pairs
 
     @classmethod
@@ -66,7 +56,6 @@ class StepShape:
 
     @classmethod
     def decode(cls, rows: int, context: int) -> "StepShape":
-        """One token for each of `rows` sequences that are `context` tokens long."""
         pairs = rows * context
         return cls(tokens=rows, attention_pairs=pairs, context_tokens=pairs, logit_rows=rows)
 
@@ -85,11 +74,11 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class HostCost:
-    """Cost model of a step whose every task runs on all host cores.
+    """Cost model of a step whose tasks all run on all host cores.
 
-    On a measured node a product of 16-bit weights takes its operations over the rate at its rows,
-    attention its bytes or operations over the rate at its context, and what lies between them the
-    activations that it reads and writes over theirs. Elsewhere a task is the longer of its roofs.
+    On a measured node, 16-bit matrix products use the measured rate at their number of rows,
+    attention the measured rate at its context length, and elementwise work the measured activation
+    bandwidth. On other nodes a task takes its roofline time.
     """
 
     work: ModelWork
@@ -100,33 +89,31 @@ class HostCost:
         return self._overhead_s() + self.kernel_s(task)
 
     def kernel_s(self, task: Task) -> float:
-        """Duration of the kernels of a task, one after another without a break."""
         return _SECONDS[task.op](self, task)
 
     @property
     def curves(self) -> HostCurves | None:
-        """Curves of the node, where they are those of the model's weights."""
+        """Measured curves of the node; they hold for 16-bit weights only."""
         return self.hardware.host_curves if self.work.bytes_per_element == 2 else None
 
     def product_s(self, rows: float, parameters: float) -> float:
-        """A projection: rows times weights that come from memory once."""
+        """Seconds of a projection whose weights are read from memory once."""
         curves = self.curves
         return self._weights_s(rows, parameters, curves.product_flop_per_s if curves else None)
 
     def network_s(self, rows: float, parameters: float) -> float:
-        """Gated networks, `parameters` of all of them together, each with as many rows."""
+        """Seconds of gated networks with `rows` each and `parameters` in total."""
         curves = self.curves
         return self._weights_s(rows, parameters, curves.expert_flop_per_s if curves else None)
 
     def between_s(self, rows: float, width: float) -> float:
-        """Norms, rotations, sums: `width` elements of each row are read or written."""
+        """Seconds of norms, rotations and sums that read or write `width` elements per row."""
         if self.curves is None:
             return 0.0
         num_bytes = self.work.bytes_per_element * rows * width
         return num_bytes / self.curves.activation_bytes_per_s
 
     def roof_s(self, flop: float, num_bytes: float) -> float:
-        """The longer of operations and bytes at the rates of the node."""
         hardware = self.hardware
         return max(flop / hardware.host_flop_per_s, num_bytes / hardware.host_bytes_per_s)
 
@@ -173,7 +160,7 @@ def _attention_s(cost: HostCost, task: Task) -> float:
             layer.pair_flop / curves.attention_flop_per_s,
         )
     if shape.prefill_tokens:
-        # A whole prompt has half as many pairs for each token as it has tokens.
+        # A whole prompt has half as many pairs per token as it has tokens.
         prompt = 2 * shape.prefill_pairs / shape.prefill_tokens
         rate = curves.prefill_flop_per_s.at(prompt)
         seconds += layer.pair_flop * shape.prefill_pairs / rate

@@ -1,12 +1,11 @@
-"""DeviceRates: what the host, the GPU and the link of a node reach during one step.
+"""Seconds of each task of a step on a node with a GPU, and the rates behind them.
 
 Assumptions:
-- While weights stream, the link takes its bytes from host memory and tasks on the CPU get the rest
+- While weights stream, the link takes its bytes from host memory and CPU tasks get the rest
   (MoE-Lens, section 5.3, equation 5), at least half.
 - While the CPU reads KV, the link is slower (MoE-Lens, section 13).
-- A measured node attends on the CPU at its measured rate, and at that share of it which the link
-  leaves of the bandwidth; its GPU multiplies 16-bit weights at its measured rate. All else is by
-  formula, measured or not.
+- On a measured node, CPU attention runs at its measured rate times the share of bandwidth that the
+  link leaves, and 16-bit GPU products run at their measured rate. Everything else is by formula.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,41 +18,29 @@ from raymoe.plan.work import AttentionShape, LayerWork, Matrices, MicroBatchShap
 from raymoe.schedule.graph import Op, Resource, Schedule, Task
 from raymoe.specs.hardware import Curve, DeviceCurves, HardwareSpec
 
-# Rows at which a matrix product on the GPU reaches half of its best rate beyond the memory bound:
-# 0.94 at the 2^10 tokens per expert at which MoE-Gen, figure 3, finds the GPU saturated.
+# Rows at which a GPU matrix product reaches half of its best rate beyond the memory bound; gives
+# 0.94 at 2^10 tokens per expert, where MoE-Gen, figure 3, finds the GPU saturated.
 HALF_EFFICIENCY_ROWS = 64.0
-# Of host read bandwidth: our kernel reads the cache at 0.84 to 0.93 of it (README, Results).
+# Share of host read bandwidth: our attention kernel reads KV at 0.84 to 0.93 (README, Results).
 CPU_ATTENTION_EFFICIENCY = 0.85
-# Of the rate of the link, while the CPU reads KV: MoE-Lens, section 13, sees weights take 6 s
-# instead of 5 beside 210 GB of KV, which that host reads in 1.9 s by the formulas here.
+# Share of the link's rate while the CPU reads KV: MoE-Lens, section 13, sees weights take 6 s
+# instead of 5 alongside 210 GB of KV, which that host reads in 1.9 s by the formulas here.
 BUSY_LINK_SHARE = 0.5
-# Reading the pageable original and writing the pinned copy, beside the read by the link.
+# Staging reads the pageable original and writes the pinned copy; the link then reads the copy.
 STAGED_COPIES, DIRECT_COPIES = 3, 1
 
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """Rates of one step.
-
-    Attributes:
-        is_16_bit: Whether activations have 16 bits, as those that were measured.
-        page_bytes: Weights of the mean layer that come over the link.
-        read_bytes: KV that the CPU reads for the mean layer.
-        is_staged: Whether pages go through a pinned staging ring.
-    """
-
     hardware: HardwareSpec
-    is_16_bit: bool
-    page_bytes: float
-    read_bytes: float
-    is_staged: bool
+    is_16_bit: bool  # whether activations have 16 bits, as in the measurements
+    page_bytes: float  # mean bytes of weights per layer that cross the link
+    read_bytes: float  # mean bytes of KV per layer that the CPU reads
+    is_staged: bool  # whether pages go through a pinned staging ring
 
     @property
     def host_bytes_per_s(self) -> float:
-        """Host bandwidth that the link and its staging leave to the CPU.
-
-        Source: MoE-Lens, section 5.3, equation 5: the need is the sum of KV and link traffic.
-        """
+        """Host bandwidth left by the link and its staging (MoE-Lens, section 5.3, equation 5)."""
         whole = self.hardware.host_bytes_per_s
         if not self.page_bytes:
             return whole
@@ -62,10 +49,7 @@ class DeviceRates:
 
     @cached_property
     def htod_bytes_per_s(self) -> float:
-        """What the link reaches on average, slower while the CPU reads KV.
-
-        Source: MoE-Lens, section 13.
-        """
+        """Mean rate of the link, slower while the CPU reads KV (MoE-Lens, section 13)."""
         free = self.hardware.htod_bytes_per_s
         if not self.page_bytes:
             return free
@@ -77,26 +61,18 @@ class DeviceRates:
         return free / min(slowdown, 1 / busy_share)
 
     def roof_s(self, resource: Resource, flop: float, num_bytes: float) -> float:
-        """The longer of operations and bytes on the level of a resource.
-
-        Source: MoE-Lightning, section 3.2, equation 8.
-        """
+        """Longer of operations and bytes at a resource's rates (MoE-Lightning, 3.2, equation 8)."""
         if resource is Resource.GPU:
             hardware = self.hardware
             return max(flop / hardware.gpu_flop_per_s, num_bytes / hardware.gpu_bytes_per_s)
         return max(flop / self.hardware.host_flop_per_s, num_bytes / self.host_bytes_per_s)
 
     def copy_s(self, resource: Resource, num_bytes: float) -> float:
-        """A copy over the link, from or to pinned memory."""
         is_htod = resource is Resource.HTOD
         return num_bytes / (self.htod_bytes_per_s if is_htod else self.hardware.dtoh_bytes_per_s)
 
     def host_attention_s(self, share: AttentionShape, token_bytes: float, flop: float) -> float:
-        """Appending and attention on the CPU: at measured rates where the node has them.
-
-        Args:
-            token_bytes: KV of one token in one layer.
-        """
+        """Seconds to append KV and attend on the CPU; `token_bytes` is KV per token and layer."""
         read = share.context_tokens * token_bytes
         curves = self.hardware.host_curves if self.is_16_bit else None
         if curves is None or not share.rows:
@@ -107,12 +83,10 @@ class DeviceRates:
         return max(read / rate, flop / curves.attention_flop_per_s)
 
     def projection_s(self, rows: float, weights: Matrices) -> float:
-        """One matrix product on the GPU whose weights are read once, of so many rows."""
         curves = self._device_curves
         return self._product_s(rows, weights, curves.product_flop_per_s if curves else None)
 
     def expert_s(self, rows: float, weights: Matrices) -> float:
-        """One expert with so many rows on the GPU."""
         curves = self._device_curves
         return self._product_s(rows, weights, curves.expert_flop_per_s if curves else None)
 
@@ -129,11 +103,11 @@ class DeviceRates:
         return self.hardware.device_curves if self.is_16_bit else None
 
 
-# Of the rate of matrix products: FlashAttention-2 reaches 50 to 73 % of the peak of an A100, matrix
+# Relative to matrix products: FlashAttention-2 reaches 50 to 73 % of the peak of an A100, matrix
 # products 80 to 90 % (Dao, 2023, section 1).
 DEVICE_ATTENTION_EFFICIENCY = 0.7
-# Our estimates: a handful of kernel launches of 5 to 10 microseconds, one copy's set-up, and the
-# interpreter's time as in `cost`.
+# Our estimates: a handful of kernel launches of 5 to 10 microseconds, the set-up of one copy, and
+# interpreter time as in `cost`.
 OVERHEAD_S: Mapping[Resource, float] = {
     Resource.GPU: 30e-6,
     Resource.CPU: 50e-6,
@@ -146,26 +120,15 @@ PEER_STEP_S = 10e-6  # our estimate, of NCCL over PCIe
 
 @dataclass(frozen=True)
 class DeviceCost:
-    """Cost model of one step on a node with a GPU.
-
-    Attributes:
-        work: The model in numbers; hidden states have its `bytes_per_element`.
-        micro-batches: Shape of each micro-batch of the step.
-        page_bytes: Of each layer, the bytes of each page of weights (`PageCut.page_bytes`); empty
-            where nothing streams.
-        micro_batches_per_group: Micro-batches whose tokens meet in one launch of the experts.
-        is_staged: Whether pages go through a pinned staging ring.
-
-    Raises:
-        ConfigError: The node has no GPU, or the shape of the step makes no sense.
-    """
+    """Cost model of one step on a node with a GPU."""
 
     work: ModelWork
     hardware: HardwareSpec
     micro_batches: tuple[MicroBatchShape, ...]
+    # Bytes of each page of weights per layer (`PageCut.page_bytes`); empty without streaming.
     page_bytes: tuple[tuple[int, ...], ...] = ()
-    micro_batches_per_group: int = 1
-    is_staged: bool = False
+    micro_batches_per_group: int = 1  # micro-batches that share one launch of the experts
+    is_staged: bool = False  # whether pages go through a pinned staging ring
 
     def __post_init__(self) -> None:
         if not self.hardware.has_gpu:
@@ -187,7 +150,6 @@ class DeviceCost:
         micro_batches: tuple[MicroBatchShape, ...],
         page_bytes: tuple[tuple[int, ...], ...],
     ) -> Self:
-        """The costs of one step by a schedule."""
         groups = [len(task.writes) for task in schedule.tasks if task.op is Op.EXPERTS]
         return cls(
             work,
@@ -204,14 +166,12 @@ class DeviceCost:
         return OVERHEAD_S[task.resource] + _SECONDS[task.op](self, task)
 
     def micro_batch(self, task: Task) -> MicroBatchShape:
-        """The micro-batch of a task of one micro-batch."""
         return self.micro_batches[task.part]
 
     def layer(self, task: Task) -> LayerWork:
         return self.work.layers[task.layer]
 
     def group_tokens(self, group: int) -> float:
-        """Tokens that meet in one launch of the experts."""
         start = group * self.micro_batches_per_group
         return sum(
             micro_batch.tokens
@@ -220,7 +180,6 @@ class DeviceCost:
 
     @cached_property
     def rates(self) -> DeviceRates:
-        """What host, GPU and link reach during the step."""
         num_layers = len(self.work.layers)
         read_bytes = sum(
             micro_batch.host.within(layer.window).context_tokens * layer.kv_token_bytes
@@ -237,17 +196,14 @@ class DeviceCost:
 
     @property
     def pages_s(self) -> float:
-        """All pages of a step over the link."""
         num_bytes, number = sum(map(sum, self.page_bytes)), sum(map(len, self.page_bytes))
         return number * OVERHEAD_S[Resource.HTOD] + self.rates.copy_s(Resource.HTOD, num_bytes)
 
     def all_reduce_s(self, tokens: float) -> float:
-        """Hidden states of so many tokens, added up over the ranks.
+        """All-reduce of hidden states over the ranks, in 2 (n - 1) steps.
 
-        Each sends and receives 2 (n - 1) / n of them in 2 (n - 1) steps.
-
-        Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of
-        workstations (2009), section 4.
+        Each rank sends and receives 2 (n - 1) / n of the bytes. Source: Patarasuk and Yuan,
+        Bandwidth optimal all-reduce algorithms for clusters of workstations (2009), section 4.
         """
         ranks, hardware = self.work.num_ranks, self.hardware
         if ranks == 1 or not tokens:
@@ -272,10 +228,7 @@ def _up_s(cost: DeviceCost, task: Task) -> float:
 
 
 def _pre_s(cost: DeviceCost, task: Task) -> float:
-    """Q, K, V projections: GA of MoE-Lens, section 6.4.
-
-    MoE-Lightning leaves the projections out (section 4.2).
-    """
+    """Q, K, V projections: GA of MoE-Lens, section 6.4; MoE-Lightning, section 4.2, omits them."""
     micro_batch, layer = cost.micro_batch(task), cost.layer(task)
     return cost.rates.projection_s(micro_batch.tokens, layer.pre)
 
@@ -287,11 +240,11 @@ def _qkv_s(cost: DeviceCost, task: Task) -> float:
 
 
 def _attention_s(cost: DeviceCost, task: Task) -> float:
-    """Append to the cache, then attention: of the CPU's share, or of all on a GPU with the cache.
+    """Append to the cache and attend: the CPU's share, or all rows on a GPU that holds the cache.
 
-    The appended rows are read and written once; the KV of the context is read once for all heads
-    of a group. Source: MoE-Lightning, section 4.2, equations 13 and 14, with the operations of
-    both products (queries by keys, scores by values), where its code counts one.
+    Appended rows are read and written once; context KV is read once for all heads of a group.
+    Source: MoE-Lightning, section 4.2, equations 13 and 14, counting both products (queries by
+    keys, scores by values) where its code counts one.
     """
     micro_batch, layer = cost.micro_batch(task), cost.layer(task)
     if task.resource is Resource.GPU:
@@ -337,10 +290,10 @@ def _post_s(cost: DeviceCost, task: Task) -> float:
 
 
 def _experts_s(cost: DeviceCost, task: Task) -> float:
-    """Experts that were chosen, read once a group, and the network that all tokens visit.
+    """Activated experts, read once per group, and the network that all tokens visit.
 
-    Source: MoE-Lightning, section 4.2, equation 14 (T_ffn); its code reads all experts for each
-    micro-batch, here it is the expected number of distinct ones.
+    Source: MoE-Lightning, section 4.2, equation 14 (T_ffn). Its code reads all experts for each
+    micro-batch; this reads the expected number of distinct ones.
     """
     tokens, layer = cost.group_tokens(task.part), cost.layer(task)
     if not tokens:

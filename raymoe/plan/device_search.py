@@ -1,4 +1,4 @@
-"""The space that is searched for a node whose GPU does not hold the model."""
+"""Search for a policy on a node whose GPU does not hold the model."""
 
 import itertools
 import math
@@ -29,27 +29,17 @@ from raymoe.units import ceil_div
 
 @dataclass(frozen=True, slots=True, order=True)
 class SearchPoint:
-    """One point of the search.
-
-    Attributes:
-        batch_share: Live sequences as a share of the most that memory and workload allow, 0..1.
-        is_grouped: Whether the experts run once over all micro-batches, instead of for each
-            micro-batch.
-        look_ahead: Micro-batches whose attention runs ahead.
-        cpu_attention_fraction: Share of the decoding sequences for which the CPU attends.
-    """
-
-    batch_share: float
+    batch_share: float  # live sequences over the maximum that memory and workload allow, 0..1
     num_micro_batches: int
-    is_grouped: bool
-    look_ahead: int
-    cpu_attention_fraction: float
+    is_grouped: bool  # whether one expert launch covers all micro-batches of a step
+    look_ahead: int  # micro-batches whose attention runs ahead of the experts
+    cpu_attention_fraction: float  # share of the decoding sequences that attend on the CPU
     max_num_batched_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpace:
-    """The values of each axis: the fields of `SearchPoint`, in their order."""
+    """Values of each axis, in the field order of `SearchPoint`."""
 
     batch_share: tuple[float, ...] = (1.0, 0.75, 0.5, 0.25, 0.125)
     num_micro_batches: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -59,7 +49,6 @@ class SearchSpace:
     max_num_batched_tokens: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768)
 
     def around(self, search_point: SearchPoint, *names: str) -> Iterator[SearchPoint]:
-        """The points that differ from `options` in these fields alone."""
         axes = [getattr(self, name) for name in names]
         for values in itertools.product(*axes):
             yield replace(search_point, **dict(zip(names, values, strict=True)))
@@ -69,23 +58,17 @@ class SearchSpace:
 
 
 AXES = tuple(axis.name for axis in fields(SearchPoint))
-MIN_CHUNK = 1024  # tokens of a prompt in a step, for rows that are longer than those planned for
+MIN_CHUNK = 1024  # least prefill chunk, for prompts longer than those planned for
 
 
 @dataclass(frozen=True)
 class DeviceSizes:
-    """Sizes the steps of one job.
-
-    Attributes:
-        schedule: "micro-batches", or a schedule whose paper fixes some of the options.
-    """
-
     job: DeviceJob
     schedule: str = "micro_batches"
     page_bytes: int = PAGE_BYTES
 
     def fixed(self, search_point: SearchPoint) -> SearchPoint:
-        """The point with what the schedule fixes, and what means the same in one form."""
+        """Apply the settings the schedule fixes, and normalise equivalent points to one form."""
         fraction = CPU_ATTENTION_FRACTIONS.get(self.schedule, search_point.cpu_attention_fraction)
         num_micro_batches = min(
             search_point.num_micro_batches,
@@ -105,16 +88,12 @@ class DeviceSizes:
     def steps(
         self, search_point: SearchPoint, *, size_bits: int | None = None
     ) -> StreamedSteps | None:
-        """Sizes of a point: the KV cache takes what the host has left, weights that of the device.
+        """Size a point: KV cache fills the rest of host memory, resident weights the device.
 
-        What stays on the device leaves the host to the cache, a larger batch leaves less of the
-        device to what stays; the second round starts from what the first one leaves at least.
-
-        None where not even one sequence, or no slot for the weights, fits.
-
-        Args:
-            size_bits: Leading bits of batch and cache that are kept, the rest rounded down, so that
-                points that are close have the same; all by default.
+        Resident weights free host memory for the cache, and a larger batch leaves less device
+        memory for resident weights; a second round starts from the first one's lower bound. Returns
+        None where one sequence or the weight slots do not fit. `size_bits` rounds batch and cache
+        sizes down to so many leading bits, so that nearby points get equal sizes.
         """
         sized = self.sized(search_point, batch_size=1, num_kv_blocks=1)
         filled = self._filled(sized)
@@ -139,7 +118,7 @@ class DeviceSizes:
     def sized(
         self, search_point: SearchPoint, *, batch_size: int, num_kv_blocks: int
     ) -> StreamedSteps:
-        """The steps of a point with nothing resident, whether or not they fit."""
+        """The steps of a point without resident weights, whether or not they fit."""
         num_micro_batches = min(search_point.num_micro_batches, batch_size)
         policy = Policy(
             batch_size=batch_size,
@@ -161,11 +140,7 @@ class DeviceSizes:
         return StreamedSteps.of_layers(self._layers, self.schedule, policy)
 
     def refuse(self) -> NoReturn:
-        """Say what the smallest policy needs, where no policy fits.
-
-        Raises:
-            InfeasiblePlanError: With the table of the memory that does not hold it.
-        """
+        """Raise InfeasiblePlanError with the needs of the smallest policy."""
         search_point = SearchPoint(1.0, 1, False, 0, 1.0, min(SearchSpace().max_num_batched_tokens))
         bare = self.sized(search_point, batch_size=1, num_kv_blocks=self.job.min_blocks)
         sized = self._filled(bare) or bare
@@ -190,7 +165,7 @@ class DeviceSizes:
         if spare < 0:
             return None
         filled, resident_bytes = steps, -1
-        for _ in range(3):  # what stays makes the slots smaller, which makes room for more
+        for _ in range(3):  # resident weights shrink the slots, which makes room for more
             before = resident_bytes
             shrunk = weight_slots_bytes(steps.cut) - weight_slots_bytes(filled.cut)
             resident_bytes = spare + shrunk
@@ -245,24 +220,24 @@ def _leading_bits(value: int, count: int) -> int:
     return value >> shift << shift
 
 
-# Steps that are all the same take 0.91 of the time of a job in the mean over random policies, and
-# up to 1.01 of it in all but 3 of 100.
+# The bound of equal steps is 0.91 of a job's time in the mean over random policies, and exceeds
+# 1.01 of it in 3 of 100.
 EVEN_SHARE = 0.97
-# Of batch and cache while searching: points that use the device otherwise share their jobs.
+# Bits kept of batch and cache sizes: points that differ only in device use share job simulations.
 SIZE_BITS = 7
-# Walks stay where a job takes less than this times the best one so far. A search with 1.1 takes
-# 0.56 of the time of one without, and 0.63 with 1.3, for 0.06 and 0.04 % of the throughput in the
-# mean over 72 random jobs and 1.9 % at most.
+# A walk continues only from points within this factor of the best job time. A factor of 1.1 needs
+# 0.56 of the unlimited search time and 1.3 needs 0.63, for 0.06 and 0.04 % less throughput in the
+# mean over 72 random jobs, 1.9 % at most.
 DETOUR = 1.2
-MIN_SAMPLES = 1.001  # the axes are walked again only if that gained more than this
+MIN_SAMPLES = 1.001  # walk the axes again only after a gain above this
 
 
 def starts(job: DeviceJob) -> tuple[SearchPoint, ...]:
-    """Where walks begin.
+    """Starting points: VSLPipe, CGOPipe, large steps, module-based batching, resident weights.
 
-    VSLPipe with its own size of a step, CGOPipe, large steps in many micro-batches, module-based
-    batching with its split attention (design, section 4.1), and few sequences that leave the device
-    to the weights. Those from which walks end best over random jobs come first.
+    VSLPipe uses its own step size; module-based batching splits attention (design, section 4.1);
+    the last point has few sequences and leaves the device to the weights. The order is by the
+    results of walks over random jobs, best first.
     """
     return (
         SearchPoint(1.0, 2, False, 1, 1.0, job.balanced_tokens),
@@ -275,14 +250,11 @@ def starts(job: DeviceJob) -> tuple[SearchPoint, ...]:
 
 @dataclass
 class DeviceSearch:
-    """Judges points of the space for one job."""
-
     sizes: DeviceSizes
     _points: dict[SearchPoint, "Candidate | None"] = field(default_factory=dict)
     _jobs: dict[Policy, list[Steps]] = field(default_factory=dict)
 
     def best(self, grid: SearchSpace | None = None) -> "Candidate | None":
-        """Walk the axes from each start; None where nothing fits."""
         grid = grid or SearchSpace()
         best: Candidate | None = None
         for start in starts(self.sizes.job):
@@ -292,17 +264,17 @@ class DeviceSearch:
         return min(filter(None, (best, in_full)), key=lambda each: each.seconds, default=None)
 
     def faster(self, search_point: SearchPoint, limit_s: float = math.inf) -> "Candidate | None":
-        """The candidate at a point, if it fits and takes less than the limit."""
+        """The candidate at a point if it fits and its job takes less than the limit."""
         candidate = self.candidate(self.sizes.fixed(search_point))
         return candidate if candidate and candidate.beats(limit_s) else None
 
     def in_full(self, search_point: SearchPoint) -> "Candidate | None":
-        """The candidate at a point with sizes that are not rounded; None where it does not fit."""
+        """The candidate with exact sizes instead of rounded ones; None if it does not fit."""
         steps = self.sizes.steps(search_point)
         return None if steps is None else Candidate(search_point, steps, self)
 
     def steps_of_job(self, policy: Policy) -> list[Steps]:
-        """The steps of the job with a policy; how the device is used makes no difference."""
+        """Steps of the job; they do not depend on the device policy."""
         workload = self.sizes.job.workload
         chunk = min(policy.max_prefill_chunk_tokens, workload.longest_prompt_tokens)
         key = replace(policy, max_prefill_chunk_tokens=chunk, device=None)
@@ -311,7 +283,7 @@ class DeviceSearch:
         return self._jobs[key]
 
     def candidate(self, search_point: SearchPoint) -> "Candidate | None":
-        """The candidate at a point as `DeviceSizes.fixed` has it; None where it does not fit."""
+        """The candidate at a point normalised by `DeviceSizes.fixed`; None if it does not fit."""
         if search_point not in self._points:
             steps = self.sizes.steps(search_point, size_bits=SIZE_BITS)
             self._points[search_point] = (
@@ -332,7 +304,7 @@ class DeviceSearch:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A policy that fits; what the job takes with it is found out as far as asked for."""
+    """A policy that fits; the job is simulated only as far as comparisons need."""
 
     search_point: SearchPoint
     steps: StreamedSteps
@@ -340,13 +312,13 @@ class Candidate:
 
     @cached_property
     def even_s(self) -> float:
-        """About the least that the job can take: all steps the same, by their busiest lane."""
+        """Approximate lower bound: all steps equal, each as long as its busiest lane."""
         load, count = min_steps(self.search.sizes.job.workload, self.steps.policy)
         return count * self._model.min_s(load)
 
     @cached_property
     def min_s(self) -> float:
-        """Seconds that no order of the tasks can beat: the busiest lane of each step."""
+        """Lower bound for any task order: the busiest lane of each step."""
         return sum(self._min_s)
 
     @cached_property
@@ -358,7 +330,7 @@ class Candidate:
         return self.job.seconds
 
     def beats(self, limit_s: float) -> bool:
-        """Whether the job takes less; steps are simulated until the rest cannot save it."""
+        """Whether the job takes less; stops simulating once the remaining steps cannot help."""
         if EVEN_SHARE * self.even_s >= limit_s or self.min_s >= limit_s:
             return False
         seconds = self.min_s

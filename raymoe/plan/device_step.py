@@ -1,4 +1,4 @@
-"""DeviceJob: what is planned for on a node with a GPU, and the sequences that a KV cache is for."""
+"""Jobs, steps and memory footprints on a node with a GPU."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -30,10 +30,7 @@ class DeviceJob:
     max_model_len: int
 
     def batch_size(self, num_blocks: int, share: float) -> int:
-        """A share of the sequences whose KV fits on average: those that join later are shorter.
-
-        0 where the longest sequence does not fit.
-        """
+        """Share of the sequences whose KV fits at mean length; 0 if the longest does not fit."""
         if num_blocks < self.min_blocks:
             return 0
         workload = self.workload
@@ -42,15 +39,12 @@ class DeviceJob:
 
     @property
     def balanced_tokens(self) -> int:
-        """Tokens of a step for which the GPU takes as long as the link for all weights.
-
-        Source: MoE-Lens, section 6.3 (n_real).
-        """
+        """Tokens per step at which the GPU takes as long as the link (n_real of MoE-Lens, 6.3)."""
         step_s = self.work.all_weight_bytes / self.hardware.htod_bytes_per_s
         return max(1, int(step_s * self.hardware.gpu_flop_per_s / self.work.token_flop))
 
     def useful_blocks(self, num_blocks: int, batch_size: int) -> int:
-        """Those of the blocks that so many sequences could fill; more would mostly stay empty."""
+        """Cap blocks at what `batch_size` sequences could fill."""
         roomy = min(self.max_model_len, 2 * self.workload.context_tokens)
         return min(num_blocks, max(self.min_blocks, batch_size * blocks_of(roomy)))
 
@@ -60,23 +54,15 @@ class DeviceJob:
 
 
 def blocks_of(tokens: int) -> int:
-    """KV blocks that tokens of one sequence take."""
     return ceil_div(tokens, KV_BLOCK_TOKENS)
 
 
 KV_BLOCK_TOKENS = 32
-MIN_STAGED_BLOCKS = 256  # of a micro-batch: the contexts of 16 rows of 512 tokens
+MIN_STAGED_BLOCKS = 256  # per micro-batch: the contexts of 16 rows of 512 tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamedSteps:
-    """The steps of one schedule with one policy.
-
-    Attributes:
-        device: How the device is used.
-        cut: Which weights stay on the device, and the pages of the rest.
-    """
-
     schedule: str
     policy: Policy
     device: DevicePolicy
@@ -84,20 +70,11 @@ class StreamedSteps:
 
     @classmethod
     def of(cls, model: ModelSpec, schedule: str, policy: Policy, bytes_per_element: int) -> Self:
-        """Cut the weights of a model, which take `bytes_per_element` where they are not quantised.
-
-        Raises:
-            ConfigError: The policy's sizes are out of range.
-        """
+        """Divide a model's weights into resident parts and pages, as the policy says."""
         return cls.of_layers(layer_sizes(model, bytes_per_element), schedule, policy)
 
     @classmethod
     def of_layers(cls, sizes: tuple[LayerBytes, ...], schedule: str, policy: Policy) -> Self:
-        """Cut layers of these sizes.
-
-        Raises:
-            ConfigError: The policy's sizes are out of range.
-        """
         device = policy.device or DevicePolicy()
         cut = cut_pages(sizes, page_bytes=device.page_bytes, resident_bytes=device.resident_bytes)
         return cls(schedule=schedule, policy=policy, device=device, cut=cut)
@@ -108,7 +85,6 @@ class StreamedSteps:
 
     @property
     def num_micro_batches(self) -> int:
-        """Into how many micro-batches a step is cut."""
         return min(
             self.device.num_micro_batches,
             MAX_MICRO_BATCHES.get(self.schedule, self.device.num_micro_batches),
@@ -116,7 +92,6 @@ class StreamedSteps:
 
     @property
     def cpu_attention_fraction(self) -> float:
-        """Share of the decoding sequences for which the CPU attends."""
         return CPU_ATTENTION_FRACTIONS.get(self.schedule, self.device.cpu_attention_fraction)
 
     @property
@@ -132,12 +107,11 @@ class StreamedSteps:
 
     @property
     def ring(self) -> int:
-        """Micro-batches whose attention is under way at once."""
+        """Micro-batches whose attention is in flight at once."""
         return _shape(self.schedule, self._bare_form).ring
 
     @property
     def micro_batches_per_group(self) -> int:
-        """Micro-batches whose tokens meet in one expert launch."""
         return _shape(self.schedule, self._bare_form).micro_batches_per_group
 
     @property
@@ -146,14 +120,14 @@ class StreamedSteps:
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Upper bound: filling the smallest first exceeds the mean by one chunk at most."""
+        """Upper bound: filling the smallest first exceeds the mean by at most one chunk."""
         policy = self.policy
         mean = ceil_div(policy.max_num_batched_tokens, self.num_micro_batches)
         return min(policy.max_num_batched_tokens, mean + policy.max_prefill_chunk_tokens)
 
     @property
     def staged_blocks(self) -> int:
-        """KV blocks of one micro-batch that the device has room for."""
+        """KV blocks of one micro-batch for which the device reserves memory."""
         blocks = self.device.staged_blocks
         if blocks is None:
             blocks = max(MIN_STAGED_BLOCKS, 2 * ceil_div(self.micro_batch_tokens, KV_BLOCK_TOKENS))
@@ -173,20 +147,18 @@ def _shape(schedule: str, form: StepForm) -> _Shape:
     return _Shape(ring=1 + max(places), micro_batches_per_group=max(groups))
 
 
-# Layers of a model are the same, and two slots make the pattern repeat after two of them: the time
-# of a step grows by the same amount with every pair of layers beyond the first. Over random
-# policies this is 0.2 % from all layers in the mean, and 4 % at most.
+# Layers repeat, and with two weight slots the timeline repeats every two layers: step time grows
+# linearly in pairs of layers beyond the first. Over random policies the extrapolation differs from
+# a simulation of all layers by 0.2 % in the mean and 4 % at most.
 EXCERPT_LAYERS, MORE_LAYERS = 2, 4
-# Of a layer: more are merged, with hardly a difference to when the tasks between them start.
+# Pages per layer to keep; merging more hardly changes when the tasks between them start.
 MIN_PAGES = 24
-ONCE = frozenset({Op.EMBED, Op.UP, Op.HEAD})  # in a step, not in every layer
+ONCE = frozenset({Op.EMBED, Op.UP, Op.HEAD})  # per step, not per layer
 OF_NO_MICRO_BATCH = frozenset({Op.W, Op.STAGE, Op.HEAD, Op.SYNC})
 
 
 @dataclass(frozen=True)
 class DeviceStep:
-    """Steps of a model on a node with a GPU."""
-
     work: ModelWork
     hardware: HardwareSpec
     steps: StreamedSteps
@@ -199,7 +171,7 @@ class DeviceStep:
         return _schedule(self.steps.schedule, self._form(load))
 
     def seconds(self, load: StepLoad) -> float:
-        """Its length from a few of the layers; a step of few layers is simulated whole."""
+        """Step time extrapolated from a few layers; shallow models are simulated whole."""
         if not load.tokens:
             return 0.0
         form, micro_batches = self._form(load), self._micro_batches(load)
@@ -211,7 +183,7 @@ class DeviceStep:
         return more_s + each_s * (self.num_layers - MORE_LAYERS)
 
     def min_s(self, load: StepLoad) -> float:
-        """What its busiest lane takes: no order of the tasks is faster."""
+        """Time of the busiest lane, a lower bound for any task order."""
         if not load.tokens:
             return 0.0
         few = self._excerpt
@@ -286,16 +258,11 @@ class DeviceStep:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """The last layers of a model: the first ones may be dense.
-
-    Attributes:
-        cut: Their pages, as large as those of all layers are on average.
-        layer_kinds: Of each layer the first one that is like it.
-    """
+    """The last layers of a model (the first may be dense)."""
 
     work: ModelWork
-    cut: PageCut
-    layer_kinds: tuple[int, ...]
+    cut: PageCut  # pages of these layers, scaled to the mean size over all layers
+    layer_kinds: tuple[int, ...]  # for each layer, the index of the first equal layer
 
     @classmethod
     def of(cls, work: ModelWork, cut: PageCut, count: int) -> "_Sample":
@@ -335,7 +302,7 @@ def _merge(pages: LayerPages, by: int) -> LayerPages:
 @lru_cache(maxsize=4096)
 def _outline(schedule: str, form: StepForm, layer_kinds: tuple[int, ...]) -> Outline:
     def kind_of(task: Task) -> Hashable:
-        if task.op in {Op.W, Op.STAGE}:  # pages of a layer are the same, but for the last one
+        if task.op in {Op.W, Op.STAGE}:  # pages of a layer are equal, but for the last
             is_last = task.part + 1 == form.layers[task.layer].num_pages
             return task.op, task.layer, is_last
         if task.op is Op.HEAD:
@@ -395,12 +362,12 @@ def _durations(tasks: Sequence[Task], cost: DeviceCost) -> list[float]:
 
 RUNTIME_BYTES = GIB  # interpreter, torch, tokenizer, request state
 DEVICE_RUNTIME_BYTES = 512 * MIB  # kernels, workspaces of matrix products, rounding
-DECODING_BYTES = 160 * MIB  # a block of a quantised matrix on its way to numbers
+DECODING_BYTES = 160 * MIB  # a block of a quantised matrix while it is dequantised
 LOGIT_CHUNK_ROWS = 256
 NUM_SLOTS = 2
-STAGED_MICRO_BATCHES = 2  # KV of this many micro-batches is on the device at once
+STAGED_MICRO_BATCHES = 2  # micro-batches whose KV is on the device at once
 FLOAT_BYTES = 4
-UNEVENNESS = 4  # rows of the busiest expert over the mean
+UNEVENNESS = 4  # max over mean rows per expert
 
 
 def device_footprint(model: ModelSpec, work: ModelWork, steps: StreamedSteps) -> Footprint:
@@ -421,7 +388,6 @@ def device_footprint(model: ModelSpec, work: ModelWork, steps: StreamedSteps) ->
 
 
 def host_footprint(model: ModelSpec, work: ModelWork, steps: StreamedSteps) -> Footprint:
-    """Host memory of a policy; arguments as in `device_footprint`."""
     element, hidden = work.bytes_per_element, work.hidden_size
     policy = steps.policy
     ring = steps.ring * _around_attention(model, work, steps.micro_batch_tokens)
@@ -438,7 +404,6 @@ def host_footprint(model: ModelSpec, work: ModelWork, steps: StreamedSteps) -> F
 
 
 def resident_footprint(model: ModelSpec, work: ModelWork, policy: Policy) -> Footprint:
-    """Device memory of a policy with all weights and the KV cache on the device."""
     element, hidden, tokens = (
         work.bytes_per_element,
         work.hidden_size,
@@ -464,12 +429,11 @@ def _head_bytes(model: ModelSpec, work: ModelWork) -> int:
 
 
 def resident_host_footprint(model: ModelSpec) -> Footprint:
-    """Host memory of a model that lies on the device."""
     return Footprint(memory="host memory", parts=(("runtime", RUNTIME_BYTES + logit_bytes(model)),))
 
 
 def workspace_bytes(footprint: Footprint) -> int:
-    """Of the intermediates of a device, what operations allocate through torch."""
+    """The part of the intermediates that operations allocate through torch."""
     return footprint.bytes_of("intermediates") - DEVICE_RUNTIME_BYTES
 
 
@@ -478,12 +442,11 @@ def weight_slots_bytes(cut: PageCut) -> int:
 
 
 def kv_block_bytes(work: ModelWork) -> int:
-    """One block of the KV cache, all layers."""
     return KV_BLOCK_TOKENS * work.kv_token_bytes
 
 
 def logit_bytes(model: ModelSpec) -> int:
-    """A chunk of logits, its float copy and what sampling makes of it."""
+    """A chunk of logits, its float32 copy and the sampler's buffers."""
     return 3 * FLOAT_BYTES * LOGIT_CHUNK_ROWS * model.vocab_size
 
 
@@ -508,10 +471,11 @@ def _intermediates(model: ModelSpec, work: ModelWork, tokens: int) -> int:
 
 
 def _ffn_intermediates(layer: LayerWork, work: ModelWork, tokens: int) -> int:
-    """What a layer's network takes: torch's experts one by one, or ours in tiles, or a dense one.
+    """Bytes of a layer's feed-forward intermediates: torch experts, our tiled kernel or dense.
 
-    Torch's: results of all routed rows, weighted in float32, and three matrices of one expert's
-    rows. Ours: gated products and float32 results of all rows, and a copy of the inputs.
+    Torch's experts hold float32 weighted results of all routed rows and three matrices of one
+    expert's rows. Our kernel holds gated products and float32 results of all rows and a copy of the
+    inputs.
     """
     element, hidden = work.bytes_per_element, work.hidden_size
     rows, wide = tokens * layer.top_k, layer.expert.parameters // (3 * hidden)

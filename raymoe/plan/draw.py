@@ -1,4 +1,4 @@
-"""Pictures of what a node can do: its rooflines, and throughput against host memory."""
+"""SVG rooflines of a node and throughput against host memory."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ __all__ = ["Curve", "CurvePoint", "draw_host_roofline", "draw_roofline", "draw_t
 WIDTH, HEIGHT = 960, 600
 LEFT, RIGHT, TOP, BOTTOM = 92, 28, 68, 58  # margins of the plot
 NUM_TICKS = 8
-LETTER_WIDTH = 6.4  # of a note
+LETTER_WIDTH = 6.4  # px, in notes
 STYLE = """
 .note { paint-order: stroke; stroke: #ffffff; stroke-width: 4; stroke-linejoin: round }
 .mark { stroke: #ffffff; stroke-width: 1.5 } .axis { stroke: #8b939c; fill: none }
@@ -33,7 +33,7 @@ STYLE = """
 
 
 class Colour(StrEnum):
-    """Of Okabe and Ito, as for the operations that use the same resource in a Gantt chart."""
+    """Okabe-Ito colours, the same per resource as in the Gantt chart."""
 
     CPU = "#d55e00"
     LINK = "#e69f00"
@@ -44,12 +44,6 @@ class Colour(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Values to pixels along one axis.
-
-    Attributes:
-        is_log: Whether equal factors take equal lengths.
-    """
-
     minimum: float
     maximum: float
     low: float
@@ -57,7 +51,6 @@ class Scale:
     is_log: bool = False
 
     def at(self, value: float) -> float:
-        """The pixel of a value; what lies beyond an end is moved there."""
         value = min(max(value, self.minimum), self.maximum)
         if self.is_log:
             share = math.log(value / self.minimum) / math.log(self.maximum / self.minimum)
@@ -76,14 +69,11 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A plot: both scales and the elements that lie in it."""
-
     x: Scale
     y: Scale
 
     @classmethod
     def decades(cls, x_values: Iterable[float], y_values: Iterable[float]) -> "Chart":
-        """Logarithmic axes from whole powers of ten to whole powers of ten around the values."""
         (left, right), (bottom, top) = _decades(x_values), _decades(y_values)
         return cls(
             Scale(left, right, LEFT, WIDTH - RIGHT, is_log=True),
@@ -103,7 +93,6 @@ class Chart:
         x_labels: Sequence[str],
         y_labels: Sequence[str],
     ) -> Iterator[str]:
-        """Grid, tick labels and names of both axes; one label for each tick."""
         bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
         for value, label in zip(self.x.ticks(), x_labels, strict=True):
             x = self.x.at(value)
@@ -156,7 +145,6 @@ class Chart:
 def note_at(
     x: float, y: float, text: str, style: str = "", *, angle: float = 0.0, colour: str = ""
 ) -> str:
-    """A line of text that stays readable on top of lines, turned by an angle in degrees."""
     note = text_at(x, y, text, f"note {style}".rstrip(), colour=colour)
     return f'<g transform="rotate({angle:.1f} {x:.1f} {y:.1f})">{note}</g>' if angle else note
 
@@ -175,12 +163,7 @@ COLOURS = {Roof.COMPUTE: Colour.GPU, Roof.MEMORY: Colour.GPU_MEMORY, Roof.LINK: 
 def draw_roofline(
     hierarchy: Hierarchy, chosen: Placement, others: Sequence[Placement] = (), *, title: str
 ) -> str:
-    """Draw the roofs of a node with P1, the P2 of one operation, and where operations sit.
-
-    Args:
-        chosen: The operation whose P2 and regions are drawn: the experts of a policy.
-        others: More operations, as points: attention.
-    """
+    """Draw a node's roofs, all operations as points, and P1, P2 and the regions of `chosen`."""
     sits = (chosen, *others)
     x_values = [0.3, 3e3, 3 * chosen.p2.flop_per_byte]
     x_values += [p.operation.far_intensity * factor for p in sits for factor in (1 / 3, 3)]
@@ -207,7 +190,6 @@ def draw_roofline(
 
 
 def draw_host_roofline(host: Level, operations: Sequence[Operation], *, title: str) -> str:
-    """Draw the two roofs of a node without a GPU, and what is attainable for operations there."""
     intensities = [operation.far_intensity for operation in operations]
     x_values = [host.turning_point / 30, host.turning_point * 30]
     x_values += [x * factor for x in intensities for factor in (1 / 3, 3)]
@@ -244,10 +226,7 @@ def _host_limit(host: Level, flop_per_byte: float) -> str:
 
 
 def _regions(chart: Chart, hierarchy: Hierarchy, chosen: Placement) -> Iterator[str]:
-    """What limits at each intensity: colour under the attainable speed, and its name.
-
-    A GPU that is slower than the CPU even at P2 is nowhere the better place.
-    """
+    """Colour and name each limit's range; none for a GPU slower than the CPU even at P2."""
     far, link, start, end = (
         hierarchy.far,
         hierarchy.link_bytes_per_s,
@@ -367,13 +346,11 @@ def _three_digits(value: float) -> str:
 THROUGHPUT_NAMES = ("host memory, GiB", "generated tokens per second")
 THROUGHPUT_COLOURS = (Colour.GPU, Colour.CPU, Colour.GPU_MEMORY, Colour.OTHER, Colour.LINK)
 HEADROOM = 1.05
-LEGEND_TOP, LEGEND_HEIGHT = 22, 20  # above its first line, and of a line
+LEGEND_TOP, LEGEND_HEIGHT = 22, 20  # distance of the first line from the top; line height
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:
-    """One plan: how fast with how much memory, and what limits it."""
-
     host_memory_bytes: float
     tokens_per_s: float
     bound: str = ""
@@ -387,11 +364,7 @@ class CurvePoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """Plans that differ in host memory alone.
-
-    Attributes:
-        is_bound: Whether it is a bound, which is drawn dashed.
-    """
+    """Plans that differ only in host memory; a bound is drawn dashed."""
 
     name: str
     points: tuple[CurvePoint, ...]
@@ -405,15 +378,7 @@ def draw_throughput(
     weight_bytes: float = 0.0,
     chosen: CurvePoint | None = None,
 ) -> str:
-    """Draw throughput over host memory; where what limits a curve changes, its name is noted.
-
-    Args:
-        weight_bytes: Host memory that the weights take, below which nothing runs.
-        chosen: A plan to point out.
-
-    Raises:
-        ConfigError: There is nothing to draw, or too much.
-    """
+    """Draw throughput over host memory, labelling where the bottleneck changes."""
     marked = [point for curve in curves for point in curve.points]
     marked += [chosen] if chosen else []
     if not marked or len(curves) > len(THROUGHPUT_COLOURS):
@@ -461,7 +426,6 @@ def _weights(chart: Chart, weight_bytes: float) -> Iterator[str]:
 
 
 def _curve(chart: Chart, curve: Curve, colour: Colour) -> Iterator[str]:
-    """The line, a dot where what limits changes, and its name in the middle of each part."""
     points = [(point.host_memory_bytes / GIB, point.tokens_per_s) for point in curve.points]
     yield chart.line(points, colour, width=3, dash="8 5" if curve.is_bound else "")
     for index, (bound, run) in enumerate(groupby(curve.points, key=lambda point: point.bound)):
@@ -501,7 +465,6 @@ PAPERS: Mapping[str, tuple[str, Callable[[PaperPolicies], Policy]]] = {
 
 
 def roofline_picture(plan: Plan, steps: DeviceStep) -> str:
-    """The roofs of a plan's node, and below them what its decode step computes."""
     load = plan.decode_load
     return draw_operations(
         plan.hardware,
@@ -511,11 +474,7 @@ def roofline_picture(plan: Plan, steps: DeviceStep) -> str:
 
 
 def draw_operations(node: HardwareSpec, operations: Sequence[Operation], *, title: str) -> str:
-    """The roofs of a node and operations under them; the first is the one that was planned for.
-
-    Args:
-        node: With a GPU or without.
-    """
+    """Draw a node's roofs with operations below them; the first operation is highlighted."""
     if not node.has_gpu:
         host = Level(node.host_flop_per_s, node.host_bytes_per_s)
         return draw_host_roofline(host, operations, title=title)
@@ -525,13 +484,7 @@ def draw_operations(node: HardwareSpec, operations: Sequence[Operation], *, titl
 
 
 def throughput_picture(plan: Plan, model: ModelSpec, plan_on: PlanOn) -> str:
-    """Throughput of the plan's job over host memory, beside that of the papers' own policies.
-
-    One cost model judges all. Where nothing fits, or a paper has no formula, there is no point.
-
-    Args:
-        plan_on: Plans the job on a node with other memory.
-    """
+    """Throughput over host memory, next to the papers' policies by the same cost model."""
     own, weight_bytes = plan.hardware, dict(plan.footprint.parts).get("weights", 0)
     nodes = [
         replace(own, host_memory_bytes=memory)

@@ -1,4 +1,4 @@
-"""CacheForecast: whether the sequences of a job on paper will ever overflow the KV cache."""
+"""Job simulation: steps from queue to end, KV cache forecast and step times."""
 
 import sys
 from bisect import insort
@@ -20,14 +20,10 @@ NEVER = sys.maxsize  # a step that no job reaches
 
 @dataclass(slots=True)
 class GrowingRows:
-    """Sequences that grow by a token a step.
-
-    Attributes:
-        offset: Sum of the tokens they would have had at step 0.
-    """
+    """Sequences that each grow by one token per step."""
 
     count: int = 0
-    offset: float = 0.0
+    offset: float = 0.0  # sum of their tokens, extrapolated back to step 0
 
     def tokens(self, step: int) -> float:
         return self.offset + self.count * step
@@ -38,19 +34,19 @@ class GrowingRows:
 
 
 class CacheForecast:
-    """Who holds tokens of the KV cache, and until when."""
+    """Tracks the KV tokens that sequences hold and the steps at which they end."""
 
     def __init__(self, capacity: float) -> None:
         self._capacity = capacity
-        self._ending: dict[int, GrowingRows] = {}  # by their last step
-        self._steps: list[int] = []  # those last steps, in order
+        self._ending: dict[int, GrowingRows] = {}  # by last step
+        self._steps: list[int] = []  # last steps, ascending
         self._all = GrowingRows()
-        self._maximum = 0.0  # what all would hold if each had grown to its end
-        self._full_step = NEVER  # the one that overflowed last time, and who runs that long
+        self._maximum = 0.0  # tokens if every sequence had grown to its end
+        self._full_step = NEVER  # step of the latest overflow; sequences that reach it follow
         self._at_full = GrowingRows()
 
     def hold(self, last: int, count: int, offset: float) -> None:
-        """Sequences with this last step; a negative count takes them out."""
+        """Add `count` sequences with this last step; a negative count removes them."""
         if last not in self._ending:
             self._ending[last] = GrowingRows()
             insort(self._steps, last)
@@ -61,7 +57,7 @@ class CacheForecast:
             self._at_full.add(count, offset)
 
     def end(self, step: int) -> GrowingRows:
-        """Take out those whose last step this is, none of which is earlier."""
+        """Remove the sequences that end at this step; no live sequence may end earlier."""
         if step not in self._ending:
             return GrowingRows()
         self._steps.remove(step)
@@ -74,11 +70,7 @@ class CacheForecast:
 
     @property
     def fits(self) -> bool:
-        """Whether it never overflows: as sequences end, those that run longer have grown.
-
-        Asks where it overflowed last time, and then looks ahead until all that are left would fit
-        if each had grown to its end.
-        """
+        """Whether the cache never overflows; checks the step of the latest overflow first."""
         if self._at_full.tokens(self._full_step) > self._capacity:
             return False
         count, offset, maximum = self._all.count, self._all.offset, self._maximum
@@ -96,7 +88,7 @@ class CacheForecast:
 
 
 class StepModel(Protocol):
-    """Knows the steps of a model on a node."""
+    """Predicts the steps of a model on a node."""
 
     def schedule(self, load: StepLoad) -> Schedule:
         """The schedule of a step."""
@@ -105,7 +97,7 @@ class StepModel(Protocol):
         """The predicted timeline of a step."""
 
     def seconds(self, load: StepLoad) -> float:
-        """Its length."""
+        """The predicted length of a step."""
 
 
 Bracket = tuple[tuple[float, float], ...]
@@ -114,24 +106,16 @@ NO_CONTEXT: Bracket = ((0.0, 1.0),)
 
 @dataclass
 class StepTimes:
-    """Seconds of any step up to a largest one, interpolated between loads that are simulated.
-
-    Attributes:
-        max_rows: Decoding sequences of the largest step.
-        max_prompt_tokens: Prompt tokens of the largest step.
-        contexts: Mean contexts of the decoding sequences at which steps are simulated, ascending.
-        prompt_chunk: Prompt tokens of one sequence.
-    """
+    """Seconds of any step up to a maximum size, interpolated between simulated loads."""
 
     model: StepModel
-    max_rows: float
-    max_prompt_tokens: float
-    contexts: tuple[float, ...]
-    prompt_chunk: float
+    max_rows: float  # decoding sequences of the largest step
+    max_prompt_tokens: float  # prompt tokens of the largest step
+    contexts: tuple[float, ...]  # mean decode contexts to simulate, ascending
+    prompt_chunk: float  # prompt tokens per sequence and step
     _known: dict[tuple[float, float, float], float] = field(default_factory=dict)
 
     def __call__(self, load: StepLoad) -> float:
-        """Seconds of a step: linear in rows, context and prompt tokens between the nodes."""
         prompts = _bracket(load.prompt_tokens, _nodes(self.max_prompt_tokens))
         contexts = _bracket(load.decode_context, self.contexts) if load.decode_rows else NO_CONTEXT
         return sum(
@@ -168,21 +152,15 @@ def _bracket(value: float, nodes: Sequence[float]) -> Bracket:
     return ((nodes[-1], 1.0),)
 
 
-BATCHES = 3  # that are simulated; beyond, steps are as those of the second
-BUNDLES = 256  # of a batch: rows that move as one
-MIN_BUNDLES = 8  # that count as a batch: fewer tell little of rows that differ
-STEPS = 256  # of a row: passes beyond that count several as one
-MEAN_WASTE = KV_BLOCK_TOKENS // 2  # tokens that a last block could still take
+BATCHES = 3  # batches to simulate; later steps repeat those of the second
+BUNDLES = 256  # bundles per batch; the rows of a bundle move together
+MIN_BUNDLES = 8  # per batch: fewer represent differing rows poorly
+STEPS = 256  # simulated steps per row; longer rows advance several tokens at once
+MEAN_WASTE = KV_BLOCK_TOKENS // 2  # mean unused tokens of a last block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEstimate:
-    """What a job will take.
-
-    Attributes:
-        seconds: From the first step to the last row.
-    """
-
     seconds: float
     num_steps: float
     prompt_tokens: float
@@ -202,24 +180,18 @@ class JobEstimate:
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens per second of the whole job."""
         return self.generated_tokens / self.seconds
 
 
 def estimate_job(
     workload: Workload, policy: Policy, seconds_of: Callable[[StepLoad], float]
 ) -> JobEstimate:
-    """Run a job on paper.
-
-    Args:
-        policy: Sizes of steps and of the KV cache.
-        seconds_of: How long a step takes; asked for a few loads.
-    """
+    """Simulate a job; `seconds_of` is called for a few distinct loads."""
     return JobEstimate.of(workload, duplicates(job_steps(workload, policy)), seconds_of)
 
 
 def job_steps(workload: Workload, policy: Policy) -> list[Steps]:
-    """The steps of a job, whatever they take."""
+    """Loads and counts of a job's steps, independent of their duration."""
     batch = min(policy.batch_size, workload.num_rows)
     job = _Job(
         workload,
@@ -246,7 +218,7 @@ def _tokens_of(workload: Workload) -> float:
 
 
 def min_steps(workload: Workload, policy: Policy) -> Steps:
-    """The steps of a job if all were the same and as full as they can be."""
+    """The steps of a job if all were equal and as full as possible."""
     tokens, prompts = _tokens_of(workload), workload.total_prompt_tokens
     decoded = tokens - prompts
     count = max(1.0, decoded / policy.batch_size, tokens / policy.max_num_batched_tokens)
@@ -267,21 +239,21 @@ class _Prompt:
 
 
 class _Job:
-    """The rows of a job from the queue to their end, in a smaller scale.
+    """Rows of a job from queue to end, at reduced scale.
 
-    A bundle of rows moves as one and a step is as many steps as the stride, so all that is counted
-    here is of one row of a bundle, and in as many tokens as the stride.
+    The rows of a bundle move together and one simulated step stands for `stride` steps. Counts here
+    are per row of a bundle, in units of `stride` tokens.
 
     Attributes:
-        ends: The step with which each bundle ended.
-        loads: The load of the steps of each step.
+        ends: The step at which each bundle ended.
+        loads: The load of each simulated step.
     """
 
     def __init__(self, workload: Workload, policy: Policy, *, rows: float, stride: int) -> None:
         self.rows, self.stride = rows, stride
         self._workload, self._policy = workload, policy
         self._max_live = round(policy.batch_size / rows)
-        # As in the engine, one block of 64 stays free for growth that no forecast saw.
+        # Like the engine, keep one block in 64 free for growth that the forecast missed.
         num_blocks = policy.num_kv_blocks - policy.num_kv_blocks // 64
         self._cache = CacheForecast(num_blocks * KV_BLOCK_TOKENS / (rows * stride))
         self._num_entered = 0
@@ -336,7 +308,7 @@ class _Job:
     def _admit(self, num_bundles: int, budget: float) -> None:
         while budget > 0 and self._num_entered < num_bundles:
             live = self._decoding.count + len(self._prompts)
-            if live and live >= self._max_live:  # alone, a bundle is let in whatever it needs
+            if live and live >= self._max_live:  # a lone bundle is always admitted
                 return
             prompt = self._next_prompt(num_bundles)
             self._hold(prompt, len(self.loads))
@@ -355,12 +327,12 @@ class _Job:
         return _Prompt(length, generated, length)
 
     def _next_row(self, num_bundles: int) -> int:
-        """The row that the next bundle is like: each in turn, or a few from all over them."""
+        """Workload row of the next bundle; sampled evenly if bundles are fewer than rows."""
         few = min(1.0, num_bundles / max(1, len(self._workload.row_lengths)))
         return int(self._num_entered / few)
 
     def _hold(self, prompt: _Prompt, step: int, sign: int = 1) -> None:
-        """Room for a bundle as if its prompt ended with this step; sign -1 takes it back."""
+        """Reserve room for a bundle as if its prompt ended at this step; sign -1 releases it."""
         offset = prompt.length - step + self._waste
         self._cache.hold(step + prompt.generated, sign, sign * offset)
 

@@ -1,8 +1,8 @@
-"""Which weights stay on the device, and how the rest of each layer is cut in pages.
+"""Choose the weights that stay on the device and divide the rest of each layer into pages.
 
-A streamed layer is one run of bytes in this order: attention part (norms, projections, router), the
-shared expert, the experts that do not stay. It is cut by bytes, so a page may end inside a matrix
-and may hold both parts; whoever reads a part waits for all pages that hold some of it.
+A streamed layer is one run of bytes: attention part (norms, projections, router), shared expert,
+experts that are not resident. It is cut by bytes, so a page may end inside a matrix or hold both
+parts; a reader waits for all pages that hold some of its part.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,21 +28,12 @@ PAGE_ALIGNMENT = 256
 
 
 class LayerBytes(NamedTuple):
-    """Bytes of the weights of one layer, by who reads them, whole `PART_ALIGNMENT`s each.
+    """Bytes of a layer's weights by reader, in `PART_ALIGNMENT`s; a tuple for fast lookups."""
 
-    A tuple, because a search looks up the cut of all layers all the time.
-
-    Attributes:
-        attention: Norms, Q, K, V and O projections, router.
-        shared: Shared expert and its gate; 0 without one.
-        expert: One expert, or the dense network.
-        num_experts: Experts; 1 in a dense layer.
-    """
-
-    attention: int
-    shared: int
-    expert: int
-    num_experts: int
+    attention: int  # norms, Q, K, V and O projections, router
+    shared: int  # shared expert and its gate; 0 without one
+    expert: int  # one expert, or the dense network
+    num_experts: int  # 1 in a dense layer
 
     @classmethod
     def of(cls, model: ModelSpec, i: int, bytes_per_element: int) -> Self:
@@ -65,7 +56,6 @@ class LayerBytes(NamedTuple):
 
     @property
     def common(self) -> int:
-        """What every token visits: attention part and shared expert."""
         return self.attention + self.shared
 
     @property
@@ -75,41 +65,34 @@ class LayerBytes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PageCut:
-    """The resident share of a model's layers and the pages of the rest.
+    """The resident share of a model's layers and the pages of the rest."""
 
-    Attributes:
-        layers: Of each layer, the number of pages and which part is in which.
-        page_length: Bytes of a full page. Page p of any layer lies p times this far into its slot,
-            so that pages of two layers share memory only where they share the number.
-        is_common_resident: Of each layer, whether attention part and shared expert never move.
-        resident_experts: Of each layer, how many experts never move: its first ones.
-    """
-
-    layers: tuple[LayerPages, ...]
+    layers: tuple[LayerPages, ...]  # number of pages per layer, and the parts in each page
     page_bytes: tuple[tuple[int, ...], ...]
+    # Bytes of a full page. Page p of any layer starts at p times this in its slot, so pages of two
+    # layers overlap only if they have the same number.
     page_length: int
+    # Per layer, whether attention part and shared expert are resident.
     is_common_resident: tuple[bool, ...]
+    # Per layer, the number of resident experts; these are the first ones.
     resident_experts: tuple[int, ...]
     resident_bytes: int
 
     @cached_property
     def streamed_bytes(self) -> int:
-        """Bytes that each step sends to the device."""
         return sum(map(sum, self.page_bytes))
 
     @cached_property
     def largest_layer_bytes(self) -> int:
-        """Bytes that a step sends to the device for the layer that has most."""
         return max(map(sum, self.page_bytes), default=0)
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one of the two slots on the device: the pages of the largest layer."""
+        """Bytes of one of the two weight slots: the pages of the largest layer."""
         return self.page_length * max(map(len, self.page_bytes), default=0)
 
     @property
     def device_bytes(self) -> int:
-        """Device memory for the weights of all layers."""
         return self.resident_bytes + 2 * self.slot_bytes
 
 
@@ -120,12 +103,6 @@ def layer_pages(
     page_bytes: int = PAGE_BYTES,
     resident_bytes: int = 0,
 ) -> PageCut:
-    """Cut the layers of a model; see `cut_pages`.
-
-    Args:
-        model: The model; embedding and head are not part of its layers.
-        resident_bytes: Device memory for weights that never move.
-    """
     sizes = layer_sizes(model, bytes_per_element)
     return cut_pages(sizes, page_bytes=page_bytes, resident_bytes=resident_bytes)
 
@@ -134,18 +111,13 @@ def layer_sizes(model: ModelSpec, bytes_per_element: int) -> tuple[LayerBytes, .
     return tuple(LayerBytes.of(model, i, bytes_per_element) for i in range(model.num_layers))
 
 
-@lru_cache(maxsize=256)  # a search asks for the same cut again and again
+@lru_cache(maxsize=256)  # the search asks for the same cut repeatedly
 def cut_pages(
     sizes: tuple[LayerBytes, ...], *, page_bytes: int = PAGE_BYTES, resident_bytes: int = 0
 ) -> PageCut:
-    """Keep what fits in `resident_bytes` on the device and cut the rest in pages of like size.
+    """Keep `resident_bytes` on the device and divide the rest into similar pages.
 
-    Args:
-        page_bytes: Largest page, rounded up to `PAGE_ALIGNMENT` bytes.
-        resident_bytes: Device memory for weights that never move.
-
-    Raises:
-        ConfigError: A size is out of range.
+    Pages have at most `page_bytes`, rounded up to `PAGE_ALIGNMENT`.
     """
     if page_bytes < 1 or resident_bytes < 0:
         raise ConfigError(
@@ -177,11 +149,10 @@ class _Stay(NamedTuple):
 
 
 def _choose_resident(sizes: Sequence[LayerBytes], budget: int) -> list[_Stay]:
-    """Fill the budget: the common part of every layer, then one expert more of every layer.
+    """Fill the budget: the common part of every layer, then one more expert of every layer.
 
-    All streamed bytes cost the link the same, but a layer's pages travel only while the layer
-    before it runs: layers that are as equal as possible keep the link busy all the time. Where a
-    round does not reach all layers, those that it reaches lie far apart.
+    Pages of a layer are sent only while the layer before it runs, so layers of equal size keep the
+    link busy. If a round does not reach all layers, it takes layers that lie far apart.
     """
     is_common, num_experts = [False] * len(sizes), [0] * len(sizes)
     spread = _spread(len(sizes))
@@ -224,7 +195,7 @@ def _page_length(largest: int, page_bytes: int) -> int:
 def _cut_layer(size: LayerBytes, stay: _Stay, length: int) -> tuple[LayerPages, tuple[int, ...]]:
     common, shared = (0, 0) if stay.common else (size.common, size.shared)
     total = size.total - stay.num_bytes(size)
-    # The task of the experts computes the shared expert as well, so its pages count for both.
+    # The experts' task computes the shared expert too, so its pages count for both parts.
     experts_start = common - shared
     spans = [(start, min(start + length, total)) for start in range(0, total, length)]
     pages = LayerPages(

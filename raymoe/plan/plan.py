@@ -1,5 +1,3 @@
-"""Plan: a policy, what it needs, and what it will take."""
-
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,14 +23,13 @@ RESOURCE_NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A policy with its prediction.
+    """A policy with its memory footprint and predicted throughput.
 
     Attributes:
-        hardware: What one rank has of the node.
-        footprint: Host memory, of one rank.
-        device_footprint: Device memory, of one rank; None on a node without a GPU.
-        job: What the workload will take.
-        num_ranks: GPUs that share every step; 1 without tensor parallelism.
+        hardware: One rank's share of the node.
+        footprint: Host memory of one rank.
+        device_footprint: Device memory of one rank; None on a node without a GPU.
+        num_ranks: Tensor-parallel GPUs.
     """
 
     model_name: str
@@ -52,7 +49,7 @@ class Plan:
 
     @property
     def decode_load(self) -> StepLoad:
-        """A step in which every live sequence decodes, half way through its row."""
+        """A step in which all sequences decode, half way through their rows."""
         workload = self.workload
         context = workload.prompt_tokens + workload.generated_tokens / 2
         return StepLoad(decode_rows=self.policy.batch_size, decode_context=context)
@@ -68,7 +65,6 @@ class Plan:
 
     @property
     def bound(self) -> Resource:
-        """The resource on which decoding spends most of its critical path."""
         return bound_by(self.steps.schedule(self.decode_load), self.decode)
 
     @property
@@ -87,7 +83,7 @@ class Plan:
         return self.job.tokens_per_s
 
     def step_times(self) -> StepTimes:
-        """Seconds of any step of this policy, interpolated between simulated ones."""
+        """Seconds of any step of this policy, interpolated between simulated steps."""
         workload, policy = self.workload, self.policy
         longest = max((sum(lengths) for lengths in workload.row_lengths), default=0)
         longest = max(longest, workload.context_tokens)
@@ -103,7 +99,6 @@ class Plan:
         return predict_job(workload, self.policy, self.steps)
 
     def cost_per_million_tokens(self, price_per_hour: float) -> float:
-        """Price of a million generated tokens on a node of this price."""
         return price_per_hour / 3600 / self.tokens_per_s * 1e6
 
     def describe(self) -> str:

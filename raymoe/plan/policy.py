@@ -1,42 +1,33 @@
-"""Policy: the sizes of a run."""
+"""Sizes of a run and the memory they need."""
 
 from dataclasses import dataclass
 
 from raymoe.errors import ConfigError, InfeasiblePlanError
 from raymoe.units import MIB, format_bytes
 
-# MoE-Lens, section 6.5, sends packets of about 100 MB so that small copies slip in between; at
-# 12 GB/s a page of 64 MiB holds the link for 5.6 ms.
+# MoE-Lens, section 6.5, sends packets of about 100 MB so that small copies slip in between; at 12
+# GB/s a page of 64 MiB occupies the link for 5.6 ms.
 PAGE_BYTES = 64 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePolicy:
-    """How a step uses a device that cannot hold the model.
+    """How a step uses a device that cannot hold the model."""
 
-    Attributes:
-        num_micro_batches: Slices of a step that go through attention together; schedules whose
-            papers fix it (`builders.MAX_MICRO_BATCHES`) take no more than that.
-        micro_batches_per_group: Micro-batches whose tokens meet in one expert launch, of the
-            schedule "micro-batches".
-        look_ahead: Micro-batches whose attention runs ahead of the experts, of the schedule
-            "micro-batches".
-        cpu_attention_fraction: Share of the decoding sequences for which the CPU attends, 0..1, of
-            schedules that divide them (omega of MoE-Gen, section 4.3).
-        page_bytes: Largest piece of weights that is sent at once.
-        resident_bytes: Device memory for weights that never move.
-        staging_slots: Pages of the pinned ring; 0 where all weights are pinned.
-        staged_blocks: KV blocks of one micro-batch that the device has room for; None for what the
-            prompts of a micro-batch need twice over, and at least `STAGED_BLOCKS`.
-    """
-
+    # Slices of a step that pass through attention together; schedules whose papers fix it
+    # (`builders.MAX_MICRO_BATCHES`) use no more than that.
     num_micro_batches: int = 4
-    micro_batches_per_group: int = 1
+    micro_batches_per_group: int = 1  # micro-batches per expert launch (schedule "micro_batches")
+    # Micro-batches whose attention runs ahead of the experts (schedule "micro_batches").
     look_ahead: int = 2
+    # Share of the decoding sequences that attend on the CPU, 0..1, in schedules that divide them
+    # (omega of MoE-Gen, section 4.3).
     cpu_attention_fraction: float = 1.0
-    page_bytes: int = PAGE_BYTES
-    resident_bytes: int = 0
-    staging_slots: int = 0
+    page_bytes: int = PAGE_BYTES  # largest piece of weights that is sent at once
+    resident_bytes: int = 0  # device memory for weights that stay there
+    staging_slots: int = 0  # pages of the pinned ring; 0 if all weights are pinned
+    # KV blocks per micro-batch on the device; None reserves twice what its prompts need and at
+    # least `MIN_STAGED_BLOCKS`
     staged_blocks: int | None = None
 
     def __post_init__(self) -> None:
@@ -64,14 +55,14 @@ class DevicePolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Numbers that decide how a run is cut; after planning every one is set.
+    """Sizes of a run; after planning all are set.
 
     Attributes:
-        batch_size: Sequences that are live at once.
-        max_num_batched_tokens: Tokens of a step, decode and prefill together; at least one each.
+        batch_size: Live sequences.
+        max_num_batched_tokens: Tokens of a step, decode and prefill together.
         max_prefill_chunk_tokens: Prompt tokens of one sequence in one step.
         num_kv_blocks: Blocks of the KV cache.
-        device: How a device with memory of its own is used; None takes the defaults.
+        device: Use of a device with its own memory; None takes the defaults.
     """
 
     batch_size: int
@@ -94,13 +85,9 @@ class Policy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """One memory of a plan.
+    """Needs of one memory, by purpose."""
 
-    Attributes:
-        memory: Which, such as "host memory".
-    """
-
-    memory: str
+    memory: str  # for messages, such as "host memory"
     parts: tuple[tuple[str, int], ...]
 
     @property
@@ -111,21 +98,12 @@ class Footprint:
         return dict(self.parts)[purpose]
 
     def table(self) -> str:
-        """A line for each purpose and one for the sum."""
         rows = [*self.parts, ("total", self.total)]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"  {name:<{width}}{format_bytes(size):>12}" for name, size in rows)
 
     def check_fits(self, budget_bytes: int, *, what: str, advice: str) -> None:
-        """Refuse a plan that is larger than the budget, before anything is allocated.
-
-        Args:
-            what: What needs the memory, for the message.
-            advice: What to do, for the message.
-
-        Raises:
-            InfeasiblePlanError: With the table and the bytes missing.
-        """
+        """Raise InfeasiblePlanError with the table if the plan exceeds the budget."""
         if self.total <= budget_bytes:
             return
         raise InfeasiblePlanError(

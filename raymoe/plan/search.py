@@ -1,4 +1,4 @@
-"""find_plan: the sizes of a run, what it needs and how fast it will be, by search."""
+"""Find the sizes of a run with the shortest predicted job."""
 
 import contextlib
 import gc
@@ -44,7 +44,6 @@ class ResidentStep:
         self._schedule = build_resident(len(work.layers))
 
     def schedule(self, load: StepLoad) -> Schedule:
-        """The schedule of a step, whatever it holds."""
         del load
         return self._schedule
 
@@ -61,7 +60,6 @@ class ResidentSearch:
     job: DeviceJob
 
     def best(self, grid: SearchSpace | None = None) -> Policy | None:
-        """The sizes with which the job ends first; None where the model does not fit."""
         grid = grid or SearchSpace()
         sizes = itertools.product(grid.max_num_batched_tokens, grid.batch_share)
         fitting = [policy for policy in itertools.starmap(self.policy, sizes) if policy is not None]
@@ -72,7 +70,6 @@ class ResidentSearch:
         return estimate_job(self.job.workload, policy, steps.seconds).seconds
 
     def policy(self, max_num_batched_tokens: int, batch_share: float) -> Policy | None:
-        """The policy that fills the device; None where not even one sequence fits."""
         job = self.job
         bare = Policy(
             batch_size=1,
@@ -92,11 +89,7 @@ class ResidentSearch:
         return resident_footprint(self.job.model, self.job.work, policy)
 
     def refuse(self) -> NoReturn:
-        """Say what the smallest policy needs, where no policy fits.
-
-        Raises:
-            InfeasiblePlanError: With the table of the memory that does not hold it.
-        """
+        """Raise InfeasiblePlanError with the needs of the smallest policy."""
         tokens = min(SearchSpace().max_num_batched_tokens)
         smallest = Policy(
             batch_size=1,
@@ -110,11 +103,6 @@ class ResidentSearch:
         )
 
     def check(self, policy: Policy) -> None:
-        """Refuse a policy that does not fit.
-
-        Raises:
-            InfeasiblePlanError: With the table of the memory that does not hold it.
-        """
         self.footprint(policy).check_fits(
             self.job.hardware.gpu_memory_bytes,
             what=f"{self.job.model.name} on the GPU alone",
@@ -126,20 +114,17 @@ class ResidentSearch:
 
 MAX_NUM_BATCHED_TOKENS = (512, 1024, 2048, 4096, 8192)
 BATCH_SIZES = (16, 32, 64, 128, 256, 512, 1024, 2048)
-# The smallest size that comes this close to the best is chosen: more tokens in a step cost a few
-# megabytes, more sequences cost gigabytes of KV cache.
+# Choose the smallest size within this factor of the best rate: more tokens per step cost megabytes,
+# more sequences cost gigabytes of KV cache.
 GOOD_STEP, GOOD_BATCH = 0.995, 0.98
 
 
 class HostStep:
-    """Steps of a model on the cores of a node."""
-
     def __init__(self, work: ModelWork, hardware: HardwareSpec) -> None:
         self.work, self._hardware = work, hardware
         self._schedule = build_in_place(len(work.layers))
 
     def schedule(self, load: StepLoad) -> Schedule:
-        """The schedule of a step, whatever it holds."""
         del load
         return self._schedule
 
@@ -153,28 +138,18 @@ class HostStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSearch:
-    """Chooses sizes for one model, node and job.
-
-    Attributes:
-        weight_bytes: All weights in the form the kernels read, mapped or packed.
-    """
-
     model: ModelSpec
     work: ModelWork
     hardware: HardwareSpec
     workload: Workload
-    weight_bytes: int
+    weight_bytes: int  # all weights in kernel form, mapped or packed
     max_model_len: int
 
     def footprint(self, policy: Policy) -> Footprint:
         return self._footprint(policy.max_num_batched_tokens, policy.num_kv_blocks)
 
     def best(self) -> Policy:
-        """The smallest sizes that are about as fast as any.
-
-        Raises:
-            InfeasiblePlanError: Not even one sequence fits; shows what needs what.
-        """
+        """The smallest sizes that are about as fast as any; InfeasiblePlanError if none fit."""
         steps, workload = HostStep(self.work, self.hardware), self.workload
 
         def rate(load: StepLoad) -> float:
@@ -203,11 +178,6 @@ class HostSearch:
         )
 
     def check(self, footprint: Footprint, what: str) -> None:
-        """Refuse what does not fit.
-
-        Raises:
-            InfeasiblePlanError: With the table and the bytes missing.
-        """
         footprint.check_fits(
             self.hardware.host_memory_bytes,
             what=what,
@@ -268,21 +238,21 @@ def find_plan(  # noqa: PLR0913 - the options of one decision
     max_model_len: int | None = None,
     tensor_parallel_size: int = 1,
 ) -> Plan:
-    """Choose the policy, or check the given one, and predict what it does.
+    """Choose a policy, or check the given one, and predict the job.
 
     Args:
         hardware: The node, with the host memory that may be used.
-        workload: Rows to plan for; a typical job where it is not known.
+        workload: Rows to plan for; None assumes `DEFAULT_WORKLOAD`.
         schedule: A schedule for a node with a GPU; "auto" chooses.
-        weight_bytes: Exact bytes of all weights in kernel form, on a node without a GPU; estimated
-            by default.
+        weight_bytes: Exact bytes of all weights in kernel form on a node without a GPU; None
+            estimates.
         max_model_len: Longest sequence; the model's by default.
-        tensor_parallel_size: GPUs that share each step, each with a link and a part of the host;
-            plan and policy are those of one (MoE-Lightning, section 4.3).
+        tensor_parallel_size: GPUs that share each step, each with its own link and part of the
+            host; the plan is that of one rank (MoE-Lightning, section 4.3).
 
     Raises:
         ConfigError: The model cannot be divided between so many GPUs, or the node has none.
-        InfeasiblePlanError: The plan needs more memory than there is; shows what needs what.
+        InfeasiblePlanError: The plan needs more memory than there is; includes the table.
     """
     model, hardware = of_one_rank(model, hardware, tensor_parallel_size)
     workload = workload or DEFAULT_WORKLOAD
@@ -312,11 +282,7 @@ def find_plan(  # noqa: PLR0913 - the options of one decision
 def of_one_rank(
     model: ModelSpec, hardware: HardwareSpec, num_ranks: int
 ) -> tuple[ModelSpec, HardwareSpec]:
-    """What one of several ranks has of the model and of the node; `find_plan` plans that too.
-
-    Raises:
-        ConfigError: The model cannot be divided between so many GPUs, or the node has none.
-    """
+    """One rank's share of model and node; raises ConfigError if they cannot be divided."""
     if num_ranks > 1 and not hardware.has_gpu:
         raise ConfigError(
             f"tensor_parallel_size is {num_ranks}, but {hardware.name} has no GPU; leave it out"
@@ -325,7 +291,7 @@ def of_one_rank(
 
 
 def _choose(job: DeviceJob, schedule: str) -> Plan:
-    """The faster of all on the device and of a stream of weights, where both are open."""
+    """The faster of resident and streamed weights, where the schedule allows both."""
     found: list[Plan] = []
     if schedule in {"auto", "resident"}:
         search = ResidentSearch(job)
@@ -421,7 +387,7 @@ def _plan_streamed(job: DeviceJob, steps: StreamedSteps) -> Plan:
 
 
 def operations_of(plan: Plan) -> list[Operation]:
-    """What a decode step of a plan computes, experts first; empty where no host memory is read."""
+    """Operations of a plan's decode step, experts first; empty if no host memory is read."""
     load, steps = plan.decode_load, plan.steps
     if isinstance(steps, HostStep):
         return [host_feed_forward(steps.work, load), attention(steps.work, load.decode_context)]
@@ -433,8 +399,8 @@ def operations_of(plan: Plan) -> list[Operation]:
 def feed_forward(steps: DeviceStep, load: StepLoad) -> Operation:
     """Experts, shared experts and dense networks of a step, all layers.
 
-    A launch reads from device memory what some token chose; the link brings what streams, which is
-    experts alone where the device holds the rest.
+    Each launch reads the activated experts from device memory; the link brings the streamed
+    weights, which are experts only if the device holds the rest.
     """
     layers = steps.work.layers
     tasks = steps.schedule(load).tasks
@@ -453,7 +419,7 @@ def feed_forward(steps: DeviceStep, load: StepLoad) -> Operation:
 
 
 def host_feed_forward(work: ModelWork, load: StepLoad) -> Operation:
-    """The same where the CPU computes all of it, in one launch of each layer."""
+    """Like `feed_forward`, for a CPU that computes everything in one launch per layer."""
     read = sum(
         layer.common.num_bytes + layer.activated_experts(load.tokens) * layer.expert.num_bytes
         for layer in work.layers
@@ -467,7 +433,7 @@ def host_feed_forward(work: ModelWork, load: StepLoad) -> Operation:
 
 
 def attention(work: ModelWork, context: float) -> Operation:
-    """Decode attention of a row, whose KV is on the host; a batch has the same intensity."""
+    """Decode attention of one row with its KV on the host; a batch has the same intensity."""
     kv_bytes = context * work.kv_token_bytes
     return Operation(
         name=f"attention at {context:.0f} tokens",

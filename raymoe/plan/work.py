@@ -1,10 +1,10 @@
-"""The work of a model in numbers: operations and bytes of each layer, for bounds and costs.
+"""Operations and bytes of each layer, for bounds and cost models.
 
 Assumptions:
-- Biases and norms are left out. A quantised matrix takes its stored bytes wherever it is read.
-- Latent attention decodes in the absorbed form: queries are carried into the latent space before
-  attention and results out of it behind, so that attention reads nothing but the cache. Prompts
-  take the plain form; its products with the same matrices are as many.
+- Biases and norms are left out. A quantised matrix counts its stored bytes.
+- Latent attention decodes in the absorbed form: queries are projected into the latent space before
+  attention and results out of it after, so attention reads only the cache. Prompts use the plain
+  form, which has as many products with the same matrices.
 """
 
 import math
@@ -43,40 +43,27 @@ class Matrices(NamedTuple):
         return Matrices(self.parameters + other.parameters, self.num_bytes + other.num_bytes)
 
     def share(self, part: int, whole: int) -> "Matrices":
-        """The share of so many outputs of each head."""
         return Matrices(self.parameters * part // whole, self.num_bytes * part // whole)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWork:
-    """One layer.
-
-    Attributes:
-        post: Projections behind it, without the router.
-        router: Empty in a dense layer.
-        pair_flop: Of one pair of a token that decodes and a context token, all heads.
-        prefill_pair_flop: The same of a prompt token.
-        query_width: Elements of the queries of a token that decodes.
-        window: Tokens that a token sees at most; None for all.
-    """
-
     pre: Matrices
-    post: Matrices
-    router: Matrices
+    post: Matrices  # projections after attention, without the router
+    router: Matrices  # empty in a dense layer
     expert: Matrices
     common: Matrices
     num_experts: int
     top_k: int
-    pair_flop: int
-    prefill_pair_flop: int
+    pair_flop: int  # per pair of a decoding token and a context token, all heads
+    prefill_pair_flop: int  # per pair of a prompt token and a context token, all heads
     kv_token_bytes: int
-    query_width: int
+    query_width: int  # elements of a decoding token's queries
     output_width: int
-    window: int | None = None
+    window: int | None = None  # tokens that a token attends to at most; None for all
 
     @classmethod
     def of(cls, model: ModelSpec, i: int, bytes_per_element: int, kv_element_bytes: int) -> Self:
-        """Count layer `i` of a model; see `ModelWork.of`."""
         layer, hidden = model.layers[i], model.hidden_size
 
         def count(weights: Weights) -> Matrices:
@@ -116,35 +103,28 @@ class LayerWork:
 
     @property
     def ffn_token_flop(self) -> int:
-        """Feed-forward operations of one token, router left out."""
+        """Feed-forward operations of one token without the router."""
         return 2 * (self.common.parameters + self.top_k * self.expert.parameters)
 
     def activated_experts(self, tokens: float) -> float:
-        """Expected number of distinct experts that some token chooses, choices independent."""
+        """Expected number of distinct experts that `tokens` independent tokens choose."""
         if not self.num_experts:
             return 0.0
         missed: float = (1.0 - self.top_k / self.num_experts) ** tokens
         return self.num_experts * (1.0 - missed)
 
     def weight_bytes(self, num_experts: float) -> float:
-        """Bytes of the layer with so many of its experts."""
         always = self.pre.num_bytes + self.post.num_bytes + self.router.num_bytes
         return always + self.common.num_bytes + num_experts * self.expert.num_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelWork:
-    """All layers and the head.
-
-    Attributes:
-        num_ranks: Ranks that add up their parts of the hidden state, twice in each layer.
-    """
-
     layers: tuple[LayerWork, ...]
     hidden_size: int
     head: Matrices
     bytes_per_element: int
-    num_ranks: int = 1
+    num_ranks: int = 1  # ranks that all-reduce the hidden state twice per layer
 
     @classmethod
     def of(
@@ -173,7 +153,7 @@ class ModelWork:
 
     @property
     def token_flop(self) -> int:
-        """Operations of one token in all layers, attention scores and head left out."""
+        """Operations of one token in all layers, without attention scores and head."""
         return sum(
             2 * (layer.attention_parameters + layer.router_parameters) + layer.ffn_token_flop
             for layer in self.layers
@@ -185,12 +165,11 @@ class ModelWork:
 
     @property
     def pair_flop(self) -> int:
-        """Operations of one pair of a token that decodes and a context token, all layers."""
+        """Operations per pair of a decoding token and a context token, all layers."""
         return sum(layer.pair_flop for layer in self.layers)
 
     @property
     def prefill_pair_flop(self) -> int:
-        """Operations of one pair of a prompt token and a context token, all layers."""
         return sum(layer.prefill_pair_flop for layer in self.layers)
 
     @cached_property
@@ -203,7 +182,6 @@ class ModelWork:
         return layers + self.head.num_bytes
 
     def activated_weight_bytes(self, tokens: float) -> float:
-        """Expected weights that a step of this many tokens reads."""
         layers = sum(layer.weight_bytes(layer.activated_experts(tokens)) for layer in self.layers)
         return layers + self.head.num_bytes
 
@@ -213,7 +191,7 @@ def _window(attention: AttentionSpec | LatentAttentionSpec) -> int | None:
 
 
 def _by_reader(layer: LayerSpec, hidden_size: int) -> dict[str, list[tuple[str, Shape]]]:
-    """The attention part of a layer by who reads it; what unfolds a latent has two readers."""
+    """Weights of the attention part by reader; a latent's up-projection has two readers."""
     parts: dict[str, list[tuple[str, Shape]]] = {
         "pre": [],
         "post": [],
@@ -228,21 +206,13 @@ def _by_reader(layer: LayerSpec, hidden_size: int) -> dict[str, list[tuple[str, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """Attention of one side, host or device; means may be fractions.
+    """Attention on one side, host or device; means may be fractions."""
 
-    Attributes:
-        rows: New tokens: their KV is appended, they attend.
-        decode_rows: Those of them that decode.
-        pairs: Pairs of a token that decodes and a token that it sees.
-        prompt_pairs: The same of tokens that come several of a sequence at once.
-        context_tokens: Tokens whose KV is read, summed over sequences; new ones included.
-    """
-
-    rows: float = 0.0
-    decode_rows: float = 0.0
-    pairs: float = 0.0
-    prompt_pairs: float = 0.0
-    context_tokens: float = 0.0
+    rows: float = 0.0  # new tokens, whose KV is appended and which attend
+    decode_rows: float = 0.0  # decoding tokens among `rows`
+    pairs: float = 0.0  # pairs of a decoding token and a token it attends to
+    prompt_pairs: float = 0.0  # pairs of a prompt token and a token it attends to
+    context_tokens: float = 0.0  # tokens whose KV is read, summed over sequences, new ones included
 
     def __post_init__(self) -> None:
         for name in ("rows", "decode_rows", "pairs", "prompt_pairs", "context_tokens"):
@@ -260,7 +230,7 @@ class AttentionShape:
         return self.context_tokens - self.rows
 
     def within(self, window: int | None) -> "AttentionShape":
-        """The same in a layer whose tokens see so many tokens at most; prompts begin here."""
+        """The same attention with a sliding window; prompts are taken from their start."""
         if window is None:
             return self
         unseen = max(0.0, self.pairs - window * self.decode_rows)
@@ -288,17 +258,11 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchShape:
-    """Tokens of a micro-batch, by who attends for them.
-
-    Attributes:
-        host: For whom the CPU attends.
-        device: For whom the device attends.
-        logit_rows: Tokens whose logits are computed.
-    """
+    """Tokens of a micro-batch, by the side that attends."""
 
     host: AttentionShape = field(default_factory=AttentionShape)
     device: AttentionShape = field(default_factory=AttentionShape)
-    logit_rows: float = 0.0
+    logit_rows: float = 0.0  # tokens whose logits are computed
 
     def __post_init__(self) -> None:
         if self.logit_rows < 0:
@@ -308,12 +272,7 @@ class MicroBatchShape:
 
     @classmethod
     def decode(cls, rows: float, context: float, cpu_attention_fraction: float = 1.0) -> Self:
-        """One token for each of `rows` sequences that are `context` tokens long with it.
-
-        Args:
-            cpu_attention_fraction: Share for which the CPU attends, 0..1 (omega of MoE-Gen,
-                equation 1).
-        """
+        """One token per row, part of `context`; the fraction is omega of MoE-Gen, equation 1."""
         if not 0.0 <= cpu_attention_fraction <= 1.0:
             raise ConfigError(
                 f"cpu_attention_fraction is {cpu_attention_fraction!r}; it must be between 0 and 1"
@@ -327,7 +286,7 @@ class MicroBatchShape:
 
     @classmethod
     def prefill(cls, rows: float, prompt: float) -> Self:
-        """The whole prompt of `rows` sequences; the device attends."""
+        """The whole prompt of `rows` sequences, attended to on the device."""
         device = AttentionShape(
             rows=rows * prompt,
             prompt_pairs=rows * prompt * (prompt + 1) / 2,
@@ -354,18 +313,12 @@ def _decoding(rows: float, context: float) -> AttentionShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLoad:
-    """Tokens of a step; means may be fractions.
+    """Tokens of a step; means may be fractions."""
 
-    Attributes:
-        decode_rows: Sequences that decode a token.
-        decode_context: Tokens of each of them, its new one included.
-        prompt_chunk: Prompt tokens of one sequence in the step.
-    """
-
-    decode_rows: float = 0.0
-    decode_context: float = 0.0
+    decode_rows: float = 0.0  # sequences that decode a token
+    decode_context: float = 0.0  # tokens of each decoding sequence, the new one included
     prompt_tokens: float = 0.0
-    prompt_chunk: float = 1.0
+    prompt_chunk: float = 1.0  # prompt tokens of one sequence in the step
 
     @property
     def tokens(self) -> float:
@@ -374,11 +327,7 @@ class StepLoad:
     def micro_batches(
         self, num_micro_batches: int, cpu_attention_fraction: float
     ) -> tuple[MicroBatchShape, ...]:
-        """The step divided into micro-batches: whole chunks in turn, then decoding rows.
-
-        As `runtime.micro-batches` deals them (MoE-Lightning, algorithm 2), with means for
-        sequences.
-        """
+        """Divide the step by MoE-Lightning, algorithm 2: chunks in turn, then decoding rows."""
         chunks = _deal_chunks(self.prompt_tokens, self.prompt_chunk, num_micro_batches)
         deals = list(zip(_fill(chunks, self.decode_rows), chunks, strict=True))
         shapes = {
@@ -390,19 +339,19 @@ class StepLoad:
 
 
 class Steps(NamedTuple):
-    """Steps of one load, and how many they are; a mean may be a fraction."""
+    """A load and the number of steps with it; the number may be a fraction."""
 
     load: StepLoad
     number: float
 
 
-# Of the largest load, in each of its numbers. With three, a job takes 8 passes to simulate and is
-# as long as with every step of its own: to 0.1 % in the mean over random jobs, and 3 % at most.
+# Cells per dimension of the load, up to the largest. With 3, a job takes 8 simulated steps and
+# differs from one with all steps simulated by 0.1 % in the mean over random jobs, 3 % at most.
 CELLS = 3
 
 
 def duplicates(steps: Sequence[Steps]) -> list[Steps]:
-    """The same steps with one mean load for all whose loads are the same."""
+    """Merge steps with similar loads into one mean load each."""
     maximum = StepLoad(
         decode_rows=max(load.decode_rows for load, _ in steps),
         decode_context=max(load.decode_context for load, _ in steps),
@@ -464,7 +413,7 @@ def _deal_chunks(tokens: float, chunk: float, num_micro_batches: int) -> list[fl
 def _fill(loads: list[float], rows: float) -> list[float]:
     order = sorted(range(len(loads)), key=lambda micro_batch: loads[micro_batch])
     shares = [0.0] * len(loads)
-    if not rows:  # rounding would leave a micro-batch with less than nothing, or more
+    if not rows:  # rounding could leave a micro-batch below zero
         return shares
     for count in range(len(loads), 0, -1):
         chosen = order[:count]
@@ -488,17 +437,11 @@ def _prompts(tokens: float, chunk: float) -> MicroBatchShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One computation: its operations and the bytes that it reads at each level.
-
-    Source: MoE-Lightning, section 3.2, definition 3.1.
-
-    Attributes:
-        near_bytes: Read from device memory if it runs there.
-    """
+    """One computation and the bytes it reads per level (MoE-Lightning, definition 3.1)."""
 
     name: str
     flop: float
-    near_bytes: float
+    near_bytes: float  # read from device memory if the operation runs there
     far_bytes: float
 
     @property
@@ -507,5 +450,4 @@ class Operation:
 
     @property
     def far_intensity(self) -> float:
-        """Operations per byte of host memory; infinite where nothing lives there."""
         return self.flop / self.far_bytes if self.far_bytes else math.inf

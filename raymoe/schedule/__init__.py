@@ -1,1 +1,1 @@
-"""In which order: schedules as data, simulated, executed and drawn from the same object."""
+"""Schedules as data: one object is simulated, executed and drawn."""

@@ -1,4 +1,4 @@
-"""The builders of schedules, by name."""
+"""Builders of schedules, by name."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ from raymoe.schedule.program import (
 
 
 def load_first_layer(form: StepForm) -> Schedule:
-    """Load the first streamed layer to where a step of this form looks for it."""
+    """Load the first streamed layer into the slot where a step of this form reads it."""
     program = Program("load_first_layer", form)
     for load in loads_of_first_layer(form):
         program.load_page(load)
@@ -25,12 +25,12 @@ def load_first_layer(form: StepForm) -> Schedule:
 
 
 def build_in_place(num_layers: int) -> Schedule:
-    """The step of `num_layers` layers on the CPU."""
+    """A step on the CPU, with all weights and KV in host memory."""
     return _build("in_place", num_layers, Resource.CPU)
 
 
 def build_resident(num_layers: int) -> Schedule:
-    """The step of `num_layers` layers on a GPU that holds the model and the KV cache."""
+    """A step on a GPU that holds the model and the KV cache."""
     return _build("resident", num_layers, Resource.GPU)
 
 
@@ -48,7 +48,7 @@ def _build(name: str, num_layers: int, cores: Resource) -> Schedule:
 
 
 def build_layer_by_layer(form: StepForm) -> Schedule:
-    """Each layer over all micro-batches in turn, then the next layer, with device-wide waits."""
+    """Each layer over all micro-batches in turn, with device-wide waits between layers."""
     program = Program("layer_by_layer", form, has_barriers=True)
     loads = plan_loads(form, interleaves=False)
     for micro_batch in range(form.num_micro_batches):
@@ -70,7 +70,7 @@ def build_layer_by_layer(form: StepForm) -> Schedule:
 
 
 def build_flexgen_s3(form: StepForm) -> Schedule:
-    """Attention in line: pre, down to the CPU, up again, post, experts; nothing overlaps it."""
+    """CPU attention without overlap: pre, to the CPU, back, post, experts."""
     program = Program("flexgen_s3", form, has_barriers=True)
     loads = plan_loads(form, interleaves=False)
     for micro_batch in range(form.num_micro_batches):
@@ -87,10 +87,10 @@ def build_flexgen_s3(form: StepForm) -> Schedule:
 
 
 def build_flexgen_s4(form: StepForm) -> Schedule:
-    """Attention on the GPU: KV blocks of the next micro-batch come while one is computed.
+    """Attention on the GPU; KV blocks of the next micro-batch load while one is computed.
 
-    New keys and values go to the host while the next micro-batch is computed. Rows whose KV
-    blocks the device has no room for attend on the CPU, in line as in S3.
+    New keys and values go to the host while the next micro-batch is computed. Rows whose KV blocks
+    do not fit on the device attend on the CPU, without overlap as in S3.
     """
     steps = form.steps
     program = Program("flexgen_s4", form, ring=min(2, len(steps)), has_barriers=True)
@@ -137,7 +137,7 @@ def _finish(program: Program, step: Step) -> None:
 
 
 def build_fastdecode(form: StepForm) -> Schedule:
-    """Attention one micro-batch ahead, weights as one block after the first hidden states."""
+    """Attention one micro-batch ahead; weights follow the first hidden states as one block."""
     apart = replace(form, micro_batches_per_group=1, look_ahead=1)
     return build_micro_batches(apart, interleaves_pages=False, name="fastdecode")
 
@@ -145,25 +145,22 @@ def build_fastdecode(form: StepForm) -> Schedule:
 def build_micro_batches(
     form: StepForm, *, interleaves_pages: bool = True, name: str = "micro_batches"
 ) -> Schedule:
-    """Build one step with the form's own `micro_batches_per_group` and `look_ahead`.
+    """Build a step with the form's own `micro_batches_per_group` and `look_ahead`.
 
-    Attention is issued `look_ahead` micro-batches beyond the next experts, as far as its inputs
-    have been issued.
-
-    Args:
-        interleaves_pages: Spread pages of a layer evenly over the micro-batches before it;
-            otherwise all follow the first one's hidden states as one block.
+    Attention is issued `look_ahead` micro-batches ahead of the experts, as far as its inputs are.
+    Pages of a layer are spread evenly over the preceding micro-batches if `interleaves_pages`, and
+    otherwise follow the first one's hidden states as one block.
     """
     program = Program(name, form, ring=min(form.look_ahead + 1, form.num_micro_batches))
     return _MicroBatches(program, form).build(interleaves_pages)
 
 
 def build_cgopipe(form: StepForm) -> Schedule:
-    """CGOPipe: one expert group a micro-batch, attention two ahead, pages in between.
+    """CGOPipe: one expert group per micro-batch, attention two ahead, pages in between.
 
     Algorithm 1 issues attention of micro-batch j+2 right after the experts of j. Here it comes
-    right before them, so that the CPU has work while the GPU waits for the hidden states of j.
-    Pages are cut by bytes, not by the number of micro-batches.
+    right before them, so the CPU has work while the GPU waits for the hidden states of j. Pages are
+    cut by bytes, not by the number of micro-batches.
 
     Source: MoE-Lightning (ASPLOS 2025), section 4.1, figure 6 (S1) and algorithm 1.
     """
@@ -173,15 +170,10 @@ def build_cgopipe(form: StepForm) -> Schedule:
 
 
 def build_vslpipe(form: StepForm) -> Schedule:
-    """VSLPipe: two micro-batches, alpha and beta, take turns on CPU and GPU; prefill rides along.
+    """VSLPipe: at most two micro-batches alternate between CPU and GPU, with prefill mixed in.
 
-    The paper ends each phase with a barrier of CPU and GPU; here each task waits for its inputs
-    only, which is never later.
-
-    Source: MoE-Lens, section 6.4, figures 8 and 9.
-
-    Raises:
-        ConfigError: The step has more than two micro-batches.
+    The paper ends each phase with a barrier of CPU and GPU; here each task waits only for its
+    inputs, which is never later. Source: MoE-Lens, section 6.4, figures 8 and 9.
     """
     if form.num_micro_batches > 2:
         raise ConfigError(
@@ -194,10 +186,7 @@ def build_vslpipe(form: StepForm) -> Schedule:
 
 
 def build_module_batching(form: StepForm) -> Schedule:
-    """Module-based batching: all micro-batches attend, then experts run once over their tokens.
-
-    Source: MoE-Gen, section 4.
-    """
+    """Module-based batching (MoE-Gen, section 4): experts run once after all attention."""
     whole = replace(
         form, micro_batches_per_group=form.num_micro_batches, look_ahead=form.num_micro_batches - 1
     )
@@ -209,7 +198,7 @@ class _MicroBatches:
         self._program = program
         self._form = form
         self._num_fronts = 0
-        self._num_groups = [0] * form.num_layers  # expert groups issued, by layer
+        self._num_groups = [0] * form.num_layers  # expert groups issued per layer
 
     def build(self, interleaves_pages: bool) -> Schedule:
         program, form = self._program, self._form
@@ -266,15 +255,15 @@ STREAMING_BUILDERS: Mapping[str, Callable[[StepForm], Schedule]] = MappingProxyT
         "layer_by_layer": build_layer_by_layer,
     }
 )
-"""Those that take a `StepForm`: weights, KV or hidden states move between host and device."""
+"""Builders that take a `StepForm`: weights, KV or hidden states move between host and device."""
 
 BUILDERS: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
     {"in_place": build_in_place, "resident": build_resident, **STREAMING_BUILDERS}
 )
-"""All of them; "in_place" and "resident" take a number of layers."""
+"""All builders; "in_place" and "resident" take a number of layers."""
 
 MAX_MICRO_BATCHES: Mapping[str, int] = MappingProxyType({"vslpipe": 2, "layer_by_layer": 1})
-"""Schedules whose papers say into how many micro-batches a step is cut, at most."""
+"""Maximum number of micro-batches in schedules whose papers fix it."""
 
 CPU_ATTENTION_FRACTIONS: Mapping[str, float] = MappingProxyType(
     {
@@ -286,4 +275,4 @@ CPU_ATTENTION_FRACTIONS: Mapping[str, float] = MappingProxyType(
         "layer_by_layer": 0.0,
     }
 )
-"""Schedules whose papers say who attends for decoding sequences: the share of the CPU."""
+"""CPU share of decode attention in schedules whose papers fix it."""

@@ -1,4 +1,4 @@
-"""Drawings of timelines, predicted or measured: text, SVG and Chrome trace."""
+"""Draw timelines, predicted or measured, as text, SVG and Chrome trace."""
 
 import json
 import math
@@ -14,8 +14,6 @@ __all__ = ["draw_chrome_trace", "draw_svg", "draw_text"]
 
 
 class Look(NamedTuple):
-    """One operation in drawings; `ink` is the colour of text on `colour`."""
-
     letter: str
     colour: str
     ink: str
@@ -42,7 +40,6 @@ LOOKS: Mapping[Op, Look] = {
 
 
 def ops_in_order(ops: set[Op]) -> tuple[Op, ...]:
-    """Operations in the order of the enumeration, which is that of a layer."""
     return tuple(op for op in Op if op in ops)
 
 
@@ -58,12 +55,7 @@ text { font: 12px ui-sans-serif, system-ui, sans-serif; fill: #1b1f24 }
 
 
 def svg_page(title: str, width: int, height: float, body: Iterable[str], *, style: str = "") -> str:
-    """The SVG text of a picture with its heading.
-
-    Args:
-        body: Elements, in order of drawing.
-        style: Rules beyond those of all pictures.
-    """
+    """The SVG text of a picture; `style` adds CSS rules."""
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:.0f}" '
@@ -79,30 +71,25 @@ def svg_page(title: str, width: int, height: float, body: Iterable[str], *, styl
 
 
 def text_at(x: float, y: float, text: str, style: str, *, colour: str = "") -> str:
-    """A line of text; `style` names classes of the page, whose ink `colour` replaces."""
     ink = f' style="fill:{colour}"' if colour else ""
     return f'<text class="{style}" x="{x:.1f}" y="{y:g}"{ink}>{escape(text)}</text>'
 
 
 def round_step(minimum: float) -> float:
-    """The smallest of 1, 2, 5 times a power of ten that is not below `least`."""
+    """The smallest of 1, 2, 5 times a power of ten that is at least `minimum`."""
     power = 10.0 ** math.floor(math.log10(minimum))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= minimum)
 
 
 PARTLY_BUSY = "."
-ROUNDING = 1e-9  # of a cell; what is left of a task that ends where the cell begins
+ROUNDING = 1e-9  # cells; ignores the rest of a task that ends where the cell begins
 
 
 def draw_text(timelines: Sequence[Timeline], *, columns: int = 80) -> str:
-    """Draw timelines below each other on one time axis.
+    """Draw timelines below each other on one time axis, the longest with `columns` cells.
 
-    A letter is the operation that took most of its slice of time; a dot a slice that was idle for
-    more than half of it; a blank an idle one. The percentage is the busy share of the lane.
-
-    Args:
-        timelines: What to draw, each under its name.
-        columns: Letters for the longest timeline.
+    A cell shows the letter of the operation that took most of it, a dot if it was idle for more
+    than half, and a blank if all of it was. The percentage is the busy share of the lane.
     """
     longest_s = max((timeline.makespan_s for timeline in timelines), default=0.0)
     lanes = [
@@ -151,13 +138,13 @@ def _letter(shares: dict[Op, float]) -> str:
 
 
 WIDTH = 1200
-LEFT, RIGHT = 96, 64  # of the bars; beside them stand lane names and busy shares
+LEFT, RIGHT = 96, 64  # margins of the bars, for lane names and busy shares
 LANE_HEIGHT, BAR_HEIGHT = 20, 16
 HEADING_HEIGHT = 26
 LEGEND_COLUMN = 138
-LETTER_WIDTH = 6.2  # of the labels in bars
-MIN_BAR = 0.15  # px; a lane of many short tasks would look busier than it is if they were wider
-WIDE_BAR = 4.0  # px; those leave a hair's breadth to the next one
+LETTER_WIDTH = 6.2  # px, in bar labels
+MIN_BAR = 0.15  # px; wider bars would make a lane of many short tasks look too busy
+WIDE_BAR = 4.0  # px; bars from this width leave a thin gap to the next
 HAIR = 0.6
 NUM_TICKS = 10
 
@@ -184,15 +171,7 @@ class _Axis:
 
 
 def draw_svg(timelines: Sequence[Timeline], *, title: str) -> str:
-    """Draw timelines below each other on one time axis.
-
-    The percentage at the right of a lane is its busy share of its own timeline. Readable on light
-    and on dark pages.
-
-    Args:
-        timelines: What to draw, each under its name and makespan.
-        title: The heading of the picture.
-    """
+    """Draw timelines on one time axis, for light and dark pages; percentages are busy shares."""
     axis = _Axis(max((timeline.makespan_s for timeline in timelines), default=0.0))
     body: list[str] = []
     top = 44.0
@@ -276,10 +255,7 @@ MICROSECONDS = 1e6
 
 
 def draw_chrome_trace(timelines: Sequence[Timeline]) -> str:
-    """The JSON text of a trace with one process for each timeline.
-
-    Source: "Trace Event Format", Google; complete events (X) and metadata (M).
-    """
+    """A trace with a process per timeline (Google "Trace Event Format": X and M events)."""
     events: list[dict[str, Any]] = []
     for process, timeline in enumerate(timelines):
         events.append(_metadata(process, 0, "process_name", {"name": timeline.name}))

@@ -1,4 +1,4 @@
-"""What a schedule is made of: resources, operations, buffers and tasks."""
+"""The elements of a schedule: resources, operations, buffers and tasks."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,15 +25,15 @@ class Op(StrEnum):
     """The kind of work of a task.
 
     Computation: `embed` turns tokens into hidden states; `pre` is norm, QKV projection and
-    rotation; `attn` appends to the KV cache and attends; `post` is the output projection,
-    residual, norm and router; `experts` the feed-forward network, of experts or dense; `head` the
-    final norm and the logits. Where attention is split, `gattn` is attention of the device's
-    share and `append` puts its keys and values into the host KV cache.
+    rotation; `attn` appends to the KV cache and attends; `post` is output projection, residual,
+    norm and router; `experts` is the feed-forward network, of experts or dense; `head` is the final
+    norm and the logits. If attention is split, `gattn` attends for the device's share and `append`
+    writes its keys and values to the host KV cache.
 
-    Transfers: `up` brings embedded tokens to the device, `qkv` queries, keys and values to the
-    host, `hid` the CPU's attention output to the device, `kv` the KV blocks that the device's
-    share reads. `w` loads one page of weights into its slot; `stage` copies it from pageable
-    memory to the pinned staging ring before. `sync` is a device-wide wait of a baseline.
+    Transfers: `up` sends embedded tokens to the device, `qkv` sends queries, keys and values to the
+    host, `hid` sends the CPU's attention output to the device, `kv` sends the KV blocks that the
+    device's share reads. `w` loads one page of weights into its slot; `stage` first copies it from
+    pageable memory to the pinned staging ring. `sync` is a device-wide wait of a baseline.
 
     A task's layer is the layer whose weights it loads or uses. Its part is the micro-batch; the
     expert group for `experts`; the page for `w` and `stage`; 0 for `head`.
@@ -68,14 +68,11 @@ RESOURCES_OF: Mapping[Op, frozenset[Resource]] = MappingProxyType(
         Op.STAGE: frozenset({Resource.HOST_COPY}),
     }
 )
-"""The resources on which each operation can run."""
+"""Resources that can run each operation."""
 
 
 class Buffer(NamedTuple):
-    """A named piece of memory; two tasks that use an equal buffer depend on each other.
-
-    A tuple, because planning builds schedules by the hundred and looks up buffers all the time.
-    """
+    """A named piece of memory, a tuple for speed; tasks with equal buffers depend on each other."""
 
     name: str
     key: tuple[int, ...] = ()
@@ -86,10 +83,7 @@ class Buffer(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One unit of work: an operation on one layer and one part (see `Op`) of the step.
-
-    A task that updates a buffer in place names it in both `reads` and `writes`.
-    """
+    """One operation on a layer and part (`Op`); in-place updates both read and write a buffer."""
 
     op: Op
     layer: int
@@ -104,28 +98,18 @@ class Task:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Tasks in issue order, and what each waits for.
+    """Tasks in issue order; an invalid order raises ScheduleError, which shows the lanes."""
 
-    Attributes:
-        name: The builder's name, such as "in_place".
-        tasks: In issue order; each (op, layer, part) at most once.
-        inputs: Buffers that hold data before the first task.
-
-    Raises:
-        ScheduleError: A task occurs twice, is on a lane that cannot run it, or reads a buffer
-            that nobody wrote; shows the lanes.
-    """
-
-    name: str
-    tasks: tuple[Task, ...]
-    inputs: frozenset[Buffer] = frozenset()
+    name: str  # the builder's name, such as "in_place"
+    tasks: tuple[Task, ...]  # in issue order; each (op, layer, part) at most once
+    inputs: frozenset[Buffer] = frozenset()  # buffers that hold data before the first task
 
     def __post_init__(self) -> None:
         check_tasks(self.name, self.tasks, self.inputs)
 
     @cached_property
     def dependencies(self) -> tuple[tuple[int, ...], ...]:
-        """Of each task the indices of those that it waits for.
+        """For each task, the indices of the tasks it waits for.
 
         A task waits for the last writer of what it reads, and for the last writer and all later
         readers of what it writes. Lanes run their tasks in issue order and dependencies point
@@ -135,24 +119,19 @@ class Schedule:
 
     @classmethod
     def from_text(cls, text: str) -> "Schedule":
-        """Read the form that `to_text` writes; blank lines are skipped.
-
-        Raises:
-            ScheduleError: A line cannot be read, with its number; or the tasks are no schedule.
-        """
+        """Inverse of `to_text`, skipping blank lines; raises ScheduleError."""
         lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
         name, inputs = _parse_header([line for _, line in lines[:2]])
         return cls(name, tuple(_parse_line(*line) for line in lines[2:]), inputs)
 
     def to_text(self) -> str:
-        """The whole schedule: its name, its inputs, and one line a task in issue order."""
+        """Name, inputs, and one line per task in issue order."""
         inputs = sorted(self.inputs, key=lambda buffer: (buffer.name, buffer.key))
         lines = [f"schedule {self.name}", f"inputs {format_buffers(inputs)}".strip()]
         return "\n".join([*lines, *map(format_task, self.tasks)]) + "\n"
 
     @property
     def resources(self) -> tuple[Resource, ...]:
-        """The resources in use, in the order of the enumeration."""
         used = {task.resource for task in self.tasks}
         return tuple(resource for resource in Resource if resource in used)
 
@@ -198,17 +177,12 @@ def _parse_line(number: int, line: str) -> Task:
         raise ScheduleError(f"line {number}: {error}") from error
 
 
-SHOWN_TASKS = 4  # of each lane, in the excerpt of an error
+SHOWN_TASKS = 4  # per lane, in the excerpt of an error
 SHOWN_BUFFERS = 6
 
 
 def check_tasks(name: str, tasks: Sequence[Task], inputs: Iterable[Buffer]) -> None:
-    """Check the tasks of the schedule `name`, in issue order.
-
-    Raises:
-        ScheduleError: A task is on a lane that cannot run its operation, occurs twice, or reads a
-            buffer that nobody wrote before. Shows what was issued on every lane until then.
-    """
+    """Raise ScheduleError as `Schedule` does, with what was issued on every lane before."""
     known = set(inputs)
     seen: set[tuple[Op, int, int]] = set()
     for index, task in enumerate(tasks):
@@ -273,27 +247,19 @@ def format_buffers(buffers: Iterable[Buffer]) -> str:
 
 
 def format_task(task: Task) -> str:
-    """A task with what it reads and writes, such as `qkv[0,1] dtoh: qkv[1] -> host_qkv[1]`."""
+    """A task with its reads and writes, such as `qkv[0,1] dtoh: qkv[1] -> host_qkv[1]`."""
     reads = f" {format_buffers(task.reads)}" if task.reads else ""
     writes = f" {format_buffers(task.writes)}" if task.writes else ""
     return f"{task} {task.resource}:{reads} ->{writes}"
 
 
 def parse_buffers(text: str) -> tuple[Buffer, ...]:
-    """The reverse of `format_buffers`.
-
-    Raises:
-        ScheduleError: A word is not a buffer.
-    """
+    """Inverse of `format_buffers`; raises ScheduleError."""
     return tuple(_parse_buffer(word) for word in text.split())
 
 
 def parse_task(text: str) -> Task:
-    """The reverse of `format_task`.
-
-    Raises:
-        ScheduleError: The line has another form, or an operation or a lane does not exist.
-    """
+    """Inverse of `format_task`; raises ScheduleError."""
     match = _TASK.fullmatch(text.strip())
     if match is None:
         raise ScheduleError(

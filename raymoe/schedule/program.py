@@ -1,4 +1,4 @@
-"""What a builder needs to know of a step: the pages of each layer and how the batch is cut."""
+"""The form of a step for builders: pages per layer and micro-batches."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,19 +16,11 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPages:
-    """Into which pages the streamed weights of a layer are cut.
+    """The pages of a layer's streamed weights; ConfigError if unordered, missing or unread."""
 
-    Attributes:
-        num_pages: Pages to load for each step; 0 where all weights are resident.
-        attention_pages: Pages that hold what `pre` and `post` read, ascending.
-        expert_pages: Pages that hold what `experts` reads, ascending; a page may be in both.
-
-    Raises:
-        ConfigError: A page does not exist, is not in order, or is read by nobody.
-    """
-
-    num_pages: int
-    attention_pages: tuple[int, ...] = ()
+    num_pages: int  # pages to load for each step; 0 if all weights are resident
+    attention_pages: tuple[int, ...] = ()  # pages that hold what `pre` and `post` read, ascending
+    # Pages that hold what `experts` reads, ascending; a page may be in both.
     expert_pages: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -47,35 +39,24 @@ class LayerPages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepForm:
-    """How one step is cut, and where it finds the weights of its first streamed layer.
+    """Division of a step, and the slot of its first streamed layer.
 
-    A layer with pages is *streamed*. Streamed layers take the two weight slots of the device in
-    turn, and go on doing so from pass to pass.
-
-    Attributes:
-        layers: The pages of each layer.
-        num_micro_batches: Slices of the step that go through attention together.
-        has_cpu_attention: Some rows attend on the CPU.
-        has_device_attention: Some rows attend on the device, their KV blocks brought there.
-        micro_batches_per_group: Micro-batches whose tokens meet in one expert launch, of the
-            schedule "micro-batches"; the last group of a layer may have fewer.
-        look_ahead: Micro-batches whose attention is issued beyond the micro-batch whose experts are
-            next, of the schedule "micro-batches".
-        staging_slots: Pages in the pinned staging ring; 0 where weights are pinned themselves.
-        first_slot: The weight slot, 0 or 1, that holds the first streamed layer.
-
-    Raises:
-        ConfigError: A number is out of range, or no attention is computed anywhere.
+    A layer with pages is *streamed*. Streamed layers alternate between the two weight slots of the
+    device, also from step to step.
     """
 
     layers: tuple[LayerPages, ...]
-    num_micro_batches: int
-    has_cpu_attention: bool = True
+    num_micro_batches: int  # slices of the step that pass through attention together
+    has_cpu_attention: bool = True  # some rows attend on the CPU
+    # Some rows attend on the device, which receives their KV blocks.
     has_device_attention: bool = False
+    # Micro-batches per expert launch (schedule "micro_batches"); the last group of a layer may have
+    # fewer.
     micro_batches_per_group: int = 1
+    # Micro-batches by which attention is issued ahead of the experts (schedule "micro_batches").
     look_ahead: int = 2
-    staging_slots: int = 0
-    first_slot: int = 0
+    staging_slots: int = 0  # pages in the pinned staging ring; 0 if weights are pinned themselves
+    first_slot: int = 0  # the weight slot, 0 or 1, that holds the first streamed layer
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -107,7 +88,6 @@ class StepForm:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """Every micro-batch in every layer, layer by layer."""
         return tuple(
             Step(layer, micro_batch)
             for layer in range(self.num_layers)
@@ -116,37 +96,31 @@ class StepForm:
 
 
 def next_first_slot(form: StepForm) -> int:
-    """The slot into which a step of this form loads the first streamed layer for the next step."""
+    """The slot into which this step loads the first streamed layer for the next step."""
     return (form.first_slot + len(form.streamed)) % 2
 
 
 class Load(NamedTuple):
-    """One page to load: page `page` of layer `layer`, to slot `slot`."""
-
     layer: int
     page: int
     slot: int
 
 
 def loads_of(form: StepForm, layer: int, slot: int) -> tuple[Load, ...]:
-    """All pages of a layer, to one slot."""
     return tuple(Load(layer, page, slot) for page in range(form.layers[layer].num_pages))
 
 
 def loads_of_first_layer(form: StepForm) -> tuple[Load, ...]:
-    """The pages of the first streamed layer, to where a step of this form looks for them."""
+    """The pages of the first streamed layer, into the slot where this step reads them."""
     return loads_of(form, form.streamed[0], form.first_slot) if form.streamed else ()
 
 
 def plan_loads(form: StepForm, *, interleaves: bool) -> Mapping[Step, tuple[Load, ...]]:
-    """The pages to issue in each step of a step.
+    """The pages to issue with each micro-batch of each layer.
 
-    While one streamed layer runs, and the resident layers behind it, the other slot takes the
-    next streamed layer; the last one gives way to the first one, for the next step.
-
-    Args:
-        interleaves: Spread the pages evenly over the steps from one streamed layer to the next;
-            otherwise all of them go to the first of these steps.
+    While a streamed layer and the resident layers after it run, the other slot receives the next
+    streamed layer; after the last comes the first one, for the next step. Pages are spread evenly
+    if `interleaves`, and otherwise issued with the first micro-batch.
     """
     plan: dict[Step, tuple[Load, ...]] = {}
     streamed = form.streamed
@@ -154,7 +128,7 @@ def plan_loads(form: StepForm, *, interleaves: bool) -> Mapping[Step, tuple[Load
         is_last = place + 1 == len(streamed)
         following = streamed[0] if is_last else streamed[place + 1]
         loads = loads_of(form, following, (form.first_slot + place + 1) % 2)
-        begin = layer if place else 0  # at the start of a step, the other slot is free already
+        begin = layer if place else 0  # when a step begins, the other slot is free
         end = form.num_layers if is_last else following
         steps = form.steps[begin * form.num_micro_batches : end * form.num_micro_batches]
         if not interleaves:
@@ -170,12 +144,12 @@ TURN = Buffer("turn")
 
 
 class Program:
-    """Collects tasks in issue order; one method for each operation of a step.
+    """Collects tasks in issue order; one method per operation of a step.
 
     Args:
-        ring: Steps that may have buffers in flight at once.
-        has_barriers: Every task waits for the last `sync`, and every `sync` for all before it.
-        cores: Where computation runs that is not attention.
+        ring: Micro-batches that may have buffers in flight at once.
+        has_barriers: Every task waits for the last `sync`, and every `sync` for all tasks before.
+        cores: Resource of all computation but attention.
     """
 
     def __init__(
@@ -196,7 +170,7 @@ class Program:
         self._inputs: set[Buffer] = {TURN} if has_barriers else set()
         self._num_staged = 0
         first = loads_of_first_layer(form)
-        # Which layer a page in a slot belongs to; a task that reads it is issued to get this one.
+        # The layer whose page a slot holds; a task that reads it must be issued while it is there.
         self._held: tuple[dict[int, int], dict[int, int]] = ({}, {})
         for load in first:
             self._held[load.slot][load.page] = load.layer
@@ -207,7 +181,7 @@ class Program:
         return Schedule(self._name, tuple(self._tasks), frozenset(self._inputs))
 
     def embed(self, micro_batch: int) -> None:
-        """Tokens of a micro-batch to hidden states: on the CPU, and up to the device."""
+        """Embed the tokens of a micro-batch on the CPU and send them to the device."""
         embedded = Buffer("embedded", (micro_batch,))
         tokens = self._input("tokens", micro_batch)
         self._add(Op.EMBED, 0, micro_batch, Resource.CPU, reads=(tokens,), writes=(embedded,))
@@ -216,7 +190,7 @@ class Program:
         )
 
     def embed_in_place(self, micro_batch: int) -> None:
-        """Tokens of a micro-batch to hidden states, where the computation is."""
+        """Embed the tokens of a micro-batch where computation runs."""
         tokens = self._input("tokens", micro_batch)
         self._add(
             Op.EMBED, 0, micro_batch, self._cores, reads=(tokens,), writes=(_hidden(micro_batch),)
@@ -234,27 +208,24 @@ class Program:
         self._add(Op.QKV, layer, micro_batch, Resource.DTOH, reads=reads, writes=writes)
 
     def attend(self, layer: int, micro_batch: int) -> None:
-        """Append to the KV cache and attend, the CPU's share."""
         cache = self._input("kv", layer, micro_batch)
         reads = (self._ringed("host_qkv", layer, micro_batch), cache)
         writes = (cache, self._ringed("host_attention", layer, micro_batch))
         self._add(Op.ATTN, layer, micro_batch, Resource.CPU, reads=reads, writes=writes)
 
     def attend_in_place(self, layer: int, micro_batch: int) -> None:
-        """Append to the KV cache and attend, without a way to the host and back."""
+        """Append to the KV cache and attend, without transfers."""
         cache = self._input("kv", layer, micro_batch)
         reads = (self._ringed("qkv", layer, micro_batch), cache)
         writes = (cache, self._ringed("attention", layer, micro_batch))
         self._add(Op.ATTN, layer, micro_batch, self._cores, reads=reads, writes=writes)
 
     def load_kv(self, layer: int, micro_batch: int) -> None:
-        """KV blocks of the device's share to the device."""
         reads = (self._input("device_kv", layer, micro_batch),)
         writes = (self._staged_kv(layer, micro_batch),)
         self._add(Op.KV, layer, micro_batch, Resource.HTOD, reads=reads, writes=writes)
 
     def append(self, layer: int, micro_batch: int) -> None:
-        """Keys and values of the device's share into the host KV cache."""
         cache = self._input("device_kv", layer, micro_batch)
         reads = (self._ringed("host_qkv", layer, micro_batch), cache)
         self._add(Op.APPEND, layer, micro_batch, Resource.CPU, reads=reads, writes=(cache,))
@@ -265,7 +236,7 @@ class Program:
         self._add(Op.GATTN, layer, micro_batch, Resource.GPU, reads=reads, writes=writes)
 
     def front(self, layer: int, micro_batch: int) -> None:
-        """The way of a micro-batch through a layer as far as its attention."""
+        """Attention half of a layer for a micro-batch."""
         self.pre(layer, micro_batch)
         self.store_qkv(layer, micro_batch)
         if self._form.has_cpu_attention:
@@ -291,20 +262,18 @@ class Program:
         self._add(Op.POST, layer, micro_batch, self._cores, reads=reads, writes=writes)
 
     def experts(self, layer: int, group: int, micro_batches: Sequence[int]) -> None:
-        """The feed-forward network of an expert group: all of its micro-batches at once."""
         hidden = tuple(map(_hidden, micro_batches))
         weights = self._weights(layer, self._form.layers[layer].expert_pages)
         reads = (*hidden, *map(_routed, micro_batches), *weights)
         self._add(Op.EXPERTS, layer, group, self._cores, reads=reads, writes=hidden)
 
     def head(self) -> None:
-        """Final norm and logits of the rows that need them, of all micro-batches."""
         reads = tuple(map(_hidden, range(self._form.num_micro_batches)))
         writes = (Buffer("logits"),)
         self._add(Op.HEAD, self._form.num_layers, 0, self._cores, reads=reads, writes=writes)
 
     def load_page(self, load: Load) -> None:
-        """One page of weights into its slot, through the staging ring where there is one."""
+        """Load a page of weights into its slot, through the staging ring if there is one."""
         source = self._input("host_weights", load.layer, load.page)
         if self._form.staging_slots:
             staged = Buffer("staging", (self._num_staged % self._form.staging_slots,))
@@ -317,17 +286,17 @@ class Program:
         self._add(Op.W, *where, reads=(source,), writes=(slot_page,))
         self._held[load.slot][load.page] = load.layer
         self._unwritten.discard(slot_page)
-        # The first layer is loaded again for the next step; this step reads it where it was.
+        # The next step's copy of the first layer must not hide the one this step reads.
         self._slot_of.setdefault(load.layer, load.slot)
 
     def sync(self, layer: int, part: int) -> None:
-        """A device-wide wait; only of a program with barriers."""
+        """A device-wide wait, in programs with barriers only."""
         assert self._has_barriers
         task = Task(op=Op.SYNC, layer=layer, part=part, resource=Resource.GPU, writes=(TURN,))
         self._tasks.append(task)
 
     def holds(self, layer: int, pages: Sequence[int]) -> bool:
-        """Whether these pages of a layer were issued, so that a task that reads them may be."""
+        """Whether these pages of a layer are issued, so that tasks may read them."""
         if layer not in self._slot_of:
             return not pages
         return {layer}.issuperset(map(self._held[self._slot_of[layer]].get, pages))
@@ -370,8 +339,7 @@ class Program:
 
     def _step(self, layer: int, micro_batch: int) -> int:
         # Counted through the step: by micro-batch alone, the last micro-batches of a layer and the
-        # first of the next could meet in one buffer where num_micro_batches is no multiple of the
-        # ring.
+        # first of the next could share a buffer where num_micro_batches is no multiple of the ring.
         return layer * self._form.num_micro_batches + micro_batch
 
 

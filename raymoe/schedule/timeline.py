@@ -1,4 +1,4 @@
-"""Timeline: when each task ran, whether predicted or measured."""
+"""When each task ran, predicted or measured."""
 
 import math
 from collections.abc import Callable, Hashable, Sequence
@@ -11,8 +11,6 @@ from raymoe.schedule.graph import Op, Resource, Schedule, Task
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One task and when it ran, in seconds since the start of its timeline."""
-
     task: Task
     start_s: float
     end_s: float
@@ -24,8 +22,6 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Bubble:
-    """An idle gap of a resource between two of its tasks, or before the first."""
-
     resource: Resource
     start_s: float
     end_s: float
@@ -40,7 +36,6 @@ class Timeline:
 
     @property
     def makespan_s(self) -> float:
-        """From zero to the end of the last task."""
         return max((span.end_s for span in self.spans), default=0.0)
 
     def scaled(self, factor: float) -> "Timeline":
@@ -52,7 +47,7 @@ class Timeline:
         )
 
     def between(self, start_s: float, end_s: float) -> "Timeline":
-        """The part between two times, tasks cut at its edges; it starts at zero."""
+        """The part between two times, with tasks cut at the edges; starts at zero."""
         cut = (
             Span(span.task, max(span.start_s, start_s) - start_s, min(span.end_s, end_s) - start_s)
             for span in self.spans
@@ -62,12 +57,10 @@ class Timeline:
 
     @property
     def resources(self) -> tuple[Resource, ...]:
-        """The resources in use, in the order of the enumeration."""
         used = {span.task.resource for span in self.spans}
         return tuple(resource for resource in Resource if resource in used)
 
     def of(self, resource: Resource) -> tuple[Span, ...]:
-        """The spans of one resource, in issue order."""
         return tuple(span for span in self.spans if span.task.resource is resource)
 
     def busy_s(self, resource: Resource) -> float:
@@ -79,7 +72,7 @@ class Timeline:
         return self.busy_s(resource) / makespan_s if makespan_s else 0.0
 
     def bubbles(self, resource: Resource) -> tuple[Bubble, ...]:
-        """The idle gaps of a resource before its last task."""
+        """Idle gaps of a resource before its last task."""
         gaps, free_s = [], 0.0
         for span in self.of(resource):
             if span.start_s > free_s:
@@ -88,7 +81,7 @@ class Timeline:
         return tuple(gaps)
 
     def seconds_by_op(self) -> dict[str, float]:
-        """Busy seconds of each kind of work, in order of first use."""
+        """Busy seconds per operation, in order of first use."""
         seconds: dict[str, float] = {}
         for span in self.spans:
             seconds[span.task.op] = seconds.get(span.task.op, 0.0) + span.duration_s
@@ -96,14 +89,14 @@ class Timeline:
 
 
 class CostModel(Protocol):
-    """Knows how long a task takes."""
+    """Predicts the duration of tasks."""
 
     def duration_s(self, task: Task) -> float:
         """Duration of a task that runs alone, in seconds; not negative."""
 
 
 class Instant:
-    """A cost model of tasks that take no time: only their order is of interest."""
+    """A cost model of tasks that take no time, where only their order matters."""
 
     def duration_s(self, task: Task) -> float:
         del task
@@ -111,7 +104,7 @@ class Instant:
 
 
 def simulate(schedule: Schedule, cost: CostModel) -> Timeline:
-    """Run a schedule on paper: lanes in issue order, each task after what it waits for."""
+    """Predict a timeline: each lane in issue order, each task after its dependencies."""
     free_s = dict.fromkeys(Resource, 0.0)
     spans: list[Span] = []
     for task, waits in zip(schedule.tasks, schedule.dependencies, strict=True):
@@ -125,13 +118,9 @@ def simulate(schedule: Schedule, cost: CostModel) -> Timeline:
 def critical_path(schedule: Schedule, timeline: Timeline) -> tuple[Span, ...]:
     """The chain of tasks that determines the makespan, first to last.
 
-    Begins at the task that ends last and goes back, each time to what held the task up: of those
-    that it waits for and the one before it on its lane, the one that ended last. In a predicted
-    timeline the chain has no gaps and is as long as the makespan; the gaps of a measured one are
-    the time from the end of a task to the start of what waited for it.
-
-    Raises:
-        ScheduleError: The timeline is not one of this schedule.
+    From the task that ends last, the chain goes back to whichever ended last: a dependency or the
+    previous task on the lane. In a predicted timeline the chain has no gaps and is as long as the
+    makespan; gaps of a measured chain lie between the end of a task and the start of its successor.
     """
     spans = timeline.spans
     if tuple(span.task for span in spans) != schedule.tasks:
@@ -149,11 +138,7 @@ def critical_path(schedule: Schedule, timeline: Timeline) -> tuple[Span, ...]:
 
 
 def bound_by(schedule: Schedule, timeline: Timeline) -> Resource:
-    """The resource on which the critical path spends most of its time: more of it helps most.
-
-    Raises:
-        ScheduleError: The timeline is not one of this schedule, or nothing ran.
-    """
+    """The resource with the largest share of the critical path; ScheduleError if nothing ran."""
     seconds = dict.fromkeys(timeline.resources, 0.0)
     for span in critical_path(schedule, timeline):
         seconds[span.task.resource] += span.duration_s
@@ -163,24 +148,20 @@ def bound_by(schedule: Schedule, timeline: Timeline) -> Resource:
 
 
 def gap(predicted: Timeline, measured: Timeline) -> float:
-    """How much longer it took than predicted, as a fraction; negative where it was shorter."""
+    """Measured over predicted makespan, minus 1."""
     if not predicted.makespan_s:
         return math.inf if measured.makespan_s else 0.0
     return measured.makespan_s / predicted.makespan_s - 1
 
 
 def compare(predicted: Timeline, measured: Timeline) -> str:
-    """The line of a report; the link is the direction from host to device."""
+    """A report line; the link share is that from host to device."""
     busy = measured.utilization(Resource.HTOD)
     return report_line(predicted.makespan_s, measured.makespan_s, busy)
 
 
 def report_line(predicted_s: float, measured_s: float, link_busy: float) -> str:
-    """The line of a report of one timeline or of many.
-
-    Args:
-        link_busy: Busy share of the link from host to device, 0..1.
-    """
+    """A report line for one or more timelines; `link_busy` is a share 0..1, host to device."""
     difference = measured_s / predicted_s - 1 if predicted_s else math.inf
     return (
         f"predicted {predicted_s:.3g} s, measured {measured_s:.3g} s, "
@@ -204,7 +185,7 @@ _LANES = {resource: lane for lane, resource in enumerate(Resource)}
 
 @dataclass(slots=True)
 class _Run:
-    """Tasks of one lane that follow each other without a gap; waits are runs of other lanes."""
+    """Consecutive tasks of one lane without a gap; waits are runs of other lanes."""
 
     lane: int
     waits: tuple[int, ...]
@@ -213,18 +194,12 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """What the length of a schedule depends on."""
-
     kinds: tuple[Task, ...]
     _runs: tuple[_Run, ...]
 
     @classmethod
     def of(cls, schedule: Schedule, kind_of: Callable[[Task], Hashable]) -> "Outline":
-        """Reduce a schedule.
-
-        Args:
-            kind_of: Equal for tasks that take equally long.
-        """
+        """Reduce a schedule; `kind_of` is equal for tasks of equal duration."""
         lanes = [_LANES[task.resource] for task in schedule.tasks]
         waits = _needed_waits(lanes, schedule.dependencies)
         awaited = {wait for task_waits in waits for wait in task_waits}
@@ -245,11 +220,7 @@ class Outline:
         return cls(tuple(task for _, task in kinds.values()), tuple(runs))
 
     def makespan_s(self, durations_s: Sequence[float]) -> float:
-        """Length of the schedule, as `simulate` has it.
-
-        Args:
-            durations_s: Seconds of each of `kinds`, not negative.
-        """
+        """Length of the schedule, as `simulate` computes it, for the seconds of each of `kinds`."""
         free_s = [0.0] * len(_LANES)
         ends_s: list[float] = []
         for run in self._runs:
@@ -268,14 +239,14 @@ def _needed_waits(
     lanes: Sequence[int], dependencies: Sequence[tuple[int, ...]]
 ) -> list[tuple[int, ...]]:
     needed: list[tuple[int, ...]] = []
-    # Of each task, the last task of each lane that has ended when it ends.
+    # For each task, the last task of each lane that has ended when it ends.
     reached: list[list[int]] = []
     last_on = [-1] * len(_LANES)
     for index, (lane, waits) in enumerate(zip(lanes, dependencies, strict=True)):
         before = last_on[lane]
         known = list(reached[before]) if before >= 0 else [-1] * len(_LANES)
         kept = []
-        for wait in reversed(waits):  # the latest first, as it may imply earlier ones
+        for wait in reversed(waits):  # latest first, as it may imply earlier ones
             if wait > known[lanes[wait]]:
                 kept.append(wait)
                 known = list(map(max, known, reached[wait]))
@@ -287,15 +258,13 @@ def _needed_waits(
 
 
 class Excerpt(NamedTuple):
-    """Part of a timeline, which starts at zero."""
-
     timeline: Timeline
     num_shown: int
     num_layers: int
 
 
 def middle_layers(timeline: Timeline, num_layers: int) -> Excerpt:
-    """Cut so many layers out of the middle of a step; one of fewer is left whole."""
+    """Cut layers out of the middle of a step; a step with fewer stays whole."""
     starts = {
         span.task.layer: span.start_s
         for span in timeline.spans

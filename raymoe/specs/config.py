@@ -1,4 +1,4 @@
-"""The fields of a `config.json`: checked, typed, and read into the layers of a model."""
+"""Read a `config.json`: check and type its fields, and derive the layers of a model."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -29,11 +29,7 @@ from raymoe.specs.layers import (
 
 
 class ConfigFields:
-    """The used fields of one configuration; a missing one takes the default of its family.
-
-    Attributes:
-        layer_types: The field of this name, in families that do not use it as well.
-    """
+    """The used fields of one configuration, with the family's defaults for missing ones."""
 
     def __init__(self, config: Mapping[str, object], family: Family) -> None:
         self.family = family
@@ -45,7 +41,6 @@ class ConfigFields:
         return self._values[name]
 
     def has(self, name: str) -> bool:
-        """Whether the family has the field and it is not null."""
         return self._values.get(name) is not None
 
     def positive(self, name: str, *, maximum: int = MAX_INTEGER) -> int:
@@ -55,7 +50,6 @@ class ConfigFields:
         return _integer(name, self._values[name], minimum=0, maximum=maximum)
 
     def positive_or_none(self, name: str) -> int | None:
-        """A positive integer, or None where it is null."""
         return _integer(name, self._values[name], minimum=1) if self.has(name) else None
 
     def number(self, name: str) -> float:
@@ -75,22 +69,21 @@ class ConfigFields:
         raise ConfigError(f"config.json: {name} is {value!r}; expected true or false")
 
     def switch(self, name: str | bool | None) -> bool:
-        """A boolean as it is, or the field of this name; False where the family has none."""
+        """A boolean, or the value of the field of this name; False if the family has none."""
         return self.boolean(name) if isinstance(name, str) else bool(name)
 
     def number_or(self, name: str | float) -> float:
-        """A number as it is, or the field of this name."""
         return self.number(name) if isinstance(name, str) else name
 
     def uniform(self, name: str) -> int:
-        """A positive integer, or a list with the same one for each layer."""
+        """A positive integer, or a list that repeats one for each layer."""
         value = self._values[name]
         if isinstance(value, list) and value == value[:1] * len(value):
             value = value[0] if value else None
         return _integer(name, value, minimum=1)
 
     def integers(self, name: str) -> frozenset[int]:
-        """A list of integers; empty where the field is null or the family has none."""
+        """A list of integers; empty if null or unknown to the family."""
         value = self._values.get(name)
         if value is None:
             return frozenset()
@@ -99,7 +92,6 @@ class ConfigFields:
         raise ConfigError(f"config.json: {name} is {value!r}; expected a list of integers")
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        """One token id, a list of them, or null."""
         value = self._values.get(name)
         items = value if isinstance(value, list | tuple) else [] if value is None else [value]
         if all(type(item) is int and 0 <= item <= MAX_TOKEN_ID for item in items):
@@ -115,11 +107,7 @@ def _integer(name: str, value: object, *, minimum: int, maximum: int = MAX_INTEG
 
 
 def find_family(config: Mapping[str, object]) -> tuple[str, Family]:
-    """The model type of a configuration and its family.
-
-    Raises:
-        UnsupportedModelError: The type is unknown, or the architecture another one.
-    """
+    """Model type and family of a configuration; raises UnsupportedModelError if unknown."""
     written = config.get("model_type")
     model_type = MODEL_TYPE_ALIASES.get(str(written), written)
     if not isinstance(model_type, str) or model_type not in FAMILIES:
@@ -140,11 +128,7 @@ def find_family(config: Mapping[str, object]) -> tuple[str, Family]:
 
 
 def canonical_config(config: Mapping[str, object], family: Family) -> dict[str, object]:
-    """The configuration with nested objects opened and every used field under one name.
-
-    Raises:
-        ConfigError: Two names of one field have different values, or a nested object is none.
-    """
+    """Flatten nested objects and name fields canonically; raises ConfigError on conflicts."""
     flat = {name: value for name, value in config.items() if name not in family.nested}
     for outer in family.nested:
         content = config.get(outer) or {}
@@ -160,11 +144,7 @@ def canonical_config(config: Mapping[str, object], family: Family) -> dict[str, 
 
 
 def check_fields(config: Mapping[str, object], model_type: str, family: Family) -> None:
-    """Refuse every field that is neither used, nor ignored, nor fixed at an accepted value.
-
-    Raises:
-        UnsupportedModelError: Names the field, its value and what is supported.
-    """
+    """Raise UnsupportedModelError for fields that are not used, ignored or fixed."""
     used = family.defaults.keys() | ROPE_FIELDS
     fixed = {name: FIXED[name] for name in FIXED.keys() - used} | dict(family.fixed)
     for name, value in config.items():
@@ -214,12 +194,7 @@ DENSE, SPARSE = "dense", "sparse"
 
 
 def layer_windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
-    """The sliding window of each layer, None where it sees everything.
-
-    Raises:
-        UnsupportedModelError: `layer_types` disagrees with the other fields, or names a kind of
-            layer that is not implemented.
-    """
+    """Sliding window per layer; raises UnsupportedModelError if `layer_types` contradicts."""
     window, slides = _window(fields), _sliding_layers(fields, num_layers)
     if fields.layer_types is not None:
         slides = _named_layers(fields, num_layers, slides if window else [False] * num_layers)
@@ -231,7 +206,6 @@ def layer_windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, ..
 
 
 def sparse_layers(fields: ConfigFields, rule: SparseLayers, num_layers: int) -> list[bool]:
-    """Whether each layer has experts; the others are dense."""
     return _SPARSE[rule](fields, num_layers)
 
 
@@ -331,10 +305,11 @@ ACTIVATIONS = {
     "relu": "relu",
 }
 HEAD_DIM_MULTIPLE = 8
-# Ten times what anybody has published: a configuration is not trusted with our memory.
+# Ten times the largest published values, because an untrusted configuration must not exhaust
+# memory.
 MAX_LAYERS, MAX_EXPERTS = 1024, 4096
-MAX_EXPERTS_OF_ALL_LAYERS = 1 << 17  # five times what anybody has
-# Of the norms of the latents, in every class of transformers with latent attention: the default of
+MAX_EXPERTS_OF_ALL_LAYERS = 1 << 17  # five times the largest published value
+# Epsilon of the latents' norms in every transformers class with latent attention: the default of
 # their RMSNorm, whatever rms_norm_eps says.
 LATENT_NORM_EPS = 1e-6
 
@@ -342,7 +317,6 @@ LATENT_NORM_EPS = 1e-6
 def parse_layers(
     fields: ConfigFields, attention: AttentionSpec | LatentAttentionSpec
 ) -> tuple[LayerSpec, ...]:
-    """All layers, with the windows and the experts that each of them has."""
     num_layers = fields.positive("num_hidden_layers", maximum=MAX_LAYERS)
     windows = layer_windows(fields, num_layers)
     variants = {window: _with_window(attention, window) for window in set(windows)}
@@ -367,7 +341,6 @@ def parse_layers(
 
 
 def parse_attention(fields: ConfigFields) -> AttentionSpec:
-    """Grouped-query attention of a layer without a window."""
     family = fields.family
     num_heads = fields.positive("num_attention_heads")
     num_kv_heads = fields.positive_or_none("num_key_value_heads") or num_heads
@@ -403,10 +376,9 @@ def parse_attention(fields: ConfigFields) -> AttentionSpec:
 
 
 def parse_latent_attention(fields: ConfigFields) -> LatentAttentionSpec:
-    """Latent attention; the rope may stretch the scale (`RopeSpec.scale_factor`)."""
     num_heads = fields.positive("num_attention_heads")
     nope, rope = fields.positive("qk_nope_head_dim"), fields.positive("qk_rope_head_dim")
-    # What transformers derives from the other fields, and writes.
+    # Fields that transformers derives from others and writes as well.
     derived = {"num_key_value_heads": num_heads, "head_dim": rope, "qk_head_dim": nope + rope}
     for name, value in derived.items():
         if name in fields.family.ignored:

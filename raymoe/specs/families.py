@@ -190,8 +190,8 @@ MOE_FAMILIES: Mapping[str, Family] = {
             "ffn_config.moe_num_experts": "num_local_experts",
             "ffn_config.moe_top_k": "num_experts_per_tok",
         },
-        # transformers overwrites ffn_config.hidden_size; the others are of training, or those of
-        # the whole model in objects that are configurations of their own.
+        # transformers overwrites ffn_config.hidden_size; the others concern training, or repeat
+        # fields of the model in nested configurations.
         ignored=frozenset(
             {
                 "attn_config.tie_word_embeddings",
@@ -233,7 +233,7 @@ MOE_FAMILIES: Mapping[str, Family] = {
             router_jitter_noise=0.01,
         ),
         aliases={"num_experts": "num_local_experts"},
-        ignored=frozenset({"input_jitter_noise"}),  # of training
+        ignored=frozenset({"input_jitter_noise"}),  # training only
         fixed={"num_experts_per_tok": (2,)},
         rope=RopeRule(theta=1_000_000.0, has_mscale=True),
         norm="layer",
@@ -269,7 +269,7 @@ MOE_FAMILIES: Mapping[str, Family] = {
             swiglu_limit=7.0,
         ),
         aliases={"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
-        ignored=frozenset({"initial_context_length"}),  # repeats that of the rope
+        ignored=frozenset({"initial_context_length"}),  # repeats a rope field
         rope=RopeRule(
             theta=150_000.0,
             parameters={
@@ -349,6 +349,6 @@ FAMILIES: Mapping[str, Family] = {
     **DEEPSEEK_FAMILIES,
     **LATENT_FAMILIES,
 }
-# Kimi-K2 has a type of its own and the architecture of DeepSeek-V3 (Moonshot's deployment guide:
+# Kimi-K2 has its own model type and DeepSeek-V3's architecture (Moonshot's deployment guide:
 # "reuses the DeepSeekV3CausalLM architecture").
 MODEL_TYPE_ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}

@@ -1,4 +1,4 @@
-"""Families with experts as DeepSeek's: a bias or groups for their choice, some of them shared."""
+"""Families with experts like DeepSeek's: selection bias or expert groups, shared experts."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from raymoe.specs.family import Family, MoeRule, RouterRule, SharedRule, common_fields
 from raymoe.specs.rope import RopeRule
 
-# What trains the router, and layers that predict a second token.
+# Fields of router training and of layers that predict a second token.
 TRAINING_FIELDS = frozenset({"aux_loss_alpha", "ep_size", "num_nextn_predict_layers", "seq_aux"})
 NOAUX_TC = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
-# DeepSeek-V3 adds 1e-20 to the sum of the weights; a floor differs where the sum is smaller still.
+# DeepSeek-V3 adds 1e-20 to the sum of the weights; a floor differs only for sums below that.
 _SIGMOID = RouterRule(
     scoring="sigmoid",
     renormalize="norm_topk_prob",
@@ -181,7 +181,7 @@ _LATENT: dict[str, object] = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
-# What chooses tokens where there are more than `index_topk`.
+# Fields of the indexer, which selects tokens in contexts beyond `index_topk`.
 _INDEXER_FIELDS = frozenset(
     {
         "index_head_dim",

@@ -1,7 +1,7 @@
-"""Family: what tells one family of models from the others, as data.
+"""Describes a model family as data.
 
 A field of `config.json` is *used*, *ignored* (known not to change inference), *fixed* (accepted
-only with the values named) or unknown, which is refused. Names and defaults are those of the
+only with the listed values) or unknown, which is refused. Names and defaults are those of the
 configuration classes of transformers 5.23 (a test compares them).
 """
 
@@ -16,7 +16,7 @@ NormKind = Literal["rms", "layer"]
 WindowedLayers = Literal["none", "all", "even", "even_below_max", "from_max"]
 SparseLayers = Literal["all", "stepped", "after_leading", "listed", "ranged"]
 
-# Training, bookkeeping and generation defaults: no effect on the mathematics of a forward pass.
+# Training, bookkeeping and generation defaults: no effect on the forward computation.
 IGNORED = frozenset(
     """
     _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path
@@ -36,7 +36,7 @@ IGNORED = frozenset(
     """.split()  # noqa: SIM905 - seventy names read better as words
 )
 
-# Accepted only where they mean what raymoe does anyway.
+# Accepted only with the values that raymoe implements.
 FIXED: Mapping[str, tuple[object, ...]] = {
     "attention_bias": (False, None),
     "chunk_size_feed_forward": (0, None),
@@ -54,7 +54,7 @@ FIXED: Mapping[str, tuple[object, ...]] = {
     "use_sliding_window": (False, None),
 }
 
-# Compared with the layers, and read by `specs.quantization`.
+# Checked against the layers, or read by `specs.quantization`.
 READ_APART = frozenset({"layer_types", "quantization_config"})
 ROPE_FIELDS = frozenset(
     {
@@ -69,16 +69,7 @@ ROPE_FIELDS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterRule:
-    """The router of a family.
-
-    Attributes:
-        renormalize: Whether the chosen weights are renormalised, or the field that switches it.
-        jitter: See `RouterSpec`; or the field that holds it.
-        min_weight_sum: See `RouterSpec`; or the field that holds it.
-        scale: Factor of the weights, or the field that holds it.
-        group_score: How groups are compared, in families that have `n_group` and `topk_group`.
-        groups_switch: Field, and its values with and without groups; None: always with.
-    """
+    """The router of a family; strings name the field that holds the value."""
 
     scoring: Scoring = "softmax"
     renormalize: bool | str = True
@@ -86,14 +77,16 @@ class RouterRule:
     scale: float | str = 1.0
     has_bias: bool = False
     has_selection_bias: bool = False
+    # How groups are compared, in families that have `n_group` and `topk_group`.
     group_score: GroupScore | None = None
+    # Field, and its values with and without groups; None: always with groups.
     groups_switch: tuple[str, str, str] | None = None
     jitter: float | str = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedRule:
-    """The shared expert of a family: as wide as the field `hidden`, times the field `count`."""
+    """The shared expert: hidden size is the field `hidden` times the field `count`."""
 
     hidden: str
     count: str | None = None
@@ -102,97 +95,66 @@ class SharedRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeRule:
-    """The experts of a family.
-
-    Attributes:
-        num_experts: Field with the number of experts.
-        top_k: Field with the number of experts of a token.
-        expert_hidden: Field with the hidden size of an expert.
-        sparse_layers: Which layers have experts; the others are dense.
-        has_bias: Whether the projections of the experts have biases.
-        clamp: Fields with gain and limit of the clamped product.
-    """
+    """The experts of a family; strings name fields of the configuration."""
 
     num_experts: str
     expert_hidden: str
     top_k: str = "num_experts_per_tok"
     router: RouterRule = field(default_factory=RouterRule)
     shared: SharedRule | None = None
-    sparse_layers: SparseLayers = "all"
-    has_bias: bool = False
-    clamp: tuple[str, str] | None = None
+    sparse_layers: SparseLayers = "all"  # which layers have experts; the others are dense
+    has_bias: bool = False  # whether the projections of the experts have biases
+    clamp: tuple[str, str] | None = None  # fields with gain and limit of the clamped product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What tells one family from the others.
+    """The properties of a model family; strings that name fields refer to `config.json`."""
 
-    Attributes:
-        architecture: Class that `architectures` of the configuration must name.
-        was_published_with_code: Whether checkpoints name classes of this architecture in
-            `auto_map`, code of a time before transformers had it.
-        published_architecture: That class in such checkpoints, where it had another name.
-        defaults: Used fields, and what the configuration class takes where one is missing.
-        nested: Objects whose fields are read as "object.field".
-        aliases: Other names of used fields.
-        ignored: Fields without effect in this family, beyond `IGNORED`.
-        fixed: Fields beyond `FIXED`, and the values that mean what the family does anyway.
-        rope: The rope of the family.
-        norm: Kind of the norms around attention and feed-forward network.
-        has_norm_bias: Whether these norms have biases.
-        is_latent: Whether attention is latent (MLA).
-        context_limit: Field with the tokens from which on attention would leave some of them out,
-            which is not implemented: longer contexts are refused.
-        full_layer_type: What `layer_types` calls a layer that sees everything.
-        scale: Field with the factor of the attention scores.
-        qk_norm: Norm of queries and keys: none, per head, or over the full width.
-        qk_norm_switch: Field that switches that norm; None: it is always there.
-        needs_full_width: Whether the full-width norm is as wide as the hidden state.
-        qkv_bias: Field that switches biases of the query, key and value projections.
-        output_bias: Field that switches the bias of the output projection.
-        mlp_bias: Field that switches biases of dense and shared feed-forward networks.
-        head_bias: Field that switches the bias of the logits.
-        moe: The experts; None for dense families.
-        windowed_layers: Which layers slide where no `layer_types` say so.
-        is_window_switched: Whether `use_sliding_window` switches the window.
-        multipliers: Factors of embeddings and of what a layer adds, and divisor of the logits, or
-            the fields that hold them.
-    """
-
-    architecture: str
+    architecture: str  # class that `architectures` of the configuration must name
+    # Used fields and the configuration class's values for missing ones.
     defaults: Mapping[str, object]
+    # Whether checkpoints older than the transformers class name code of this architecture in
+    # `auto_map`.
     was_published_with_code: bool = False
-    published_architecture: str | None = None
-    nested: tuple[str, ...] = ()
-    aliases: Mapping[str, str] = field(default_factory=dict)
+    published_architecture: str | None = None  # class name in such checkpoints, if it differs
+    nested: tuple[str, ...] = ()  # objects whose fields are read as "object.field"
+    aliases: Mapping[str, str] = field(default_factory=dict)  # other names of used fields
+    # Fields without effect in this family, in addition to `IGNORED`.
     ignored: frozenset[str] = frozenset()
+    # Accepted values of further fields, in addition to `FIXED`.
     fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     rope: RopeRule = field(default_factory=RopeRule)
-    norm: NormKind = "rms"
+    norm: NormKind = "rms"  # kind of the norms around attention and feed-forward network
     norm_eps: float | str = "rms_norm_eps"
-    has_norm_bias: bool = False
-    is_latent: bool = False
+    has_norm_bias: bool = False  # whether these norms have biases
+    is_latent: bool = False  # whether attention is latent (MLA)
+    # Field with the context length beyond which attention would be sparse, which is not
+    # implemented: longer contexts are refused.
     context_limit: str | None = None
-    full_layer_type: str = "full_attention"
-    scale: str | None = None
-    qk_norm: QkNorm = "none"
-    qk_norm_switch: str | None = None
+    full_layer_type: str = "full_attention"  # name in `layer_types` of a layer with full attention
+    scale: str | None = None  # field with the factor of the attention scores
+    qk_norm: QkNorm = "none"  # norm of queries and keys: none, per head, or over the full width
+    qk_norm_switch: str | None = None  # field that enables that norm; None: always enabled
     is_norm_after_rope: bool = False
-    needs_full_width: bool = False
-    qkv_bias: str | None = None
-    output_bias: str | None = None
+    needs_full_width: bool = False  # whether the full-width norm is as wide as the hidden state
+    qkv_bias: str | None = None  # field that enables biases of the query, key and value projections
+    output_bias: str | None = None  # field that enables the bias of the output projection
+    # Field that enables biases of dense and shared feed-forward networks.
     mlp_bias: str | None = None
-    head_bias: str | None = None
+    head_bias: str | None = None  # field that enables the bias of the logits
     has_sinks: bool = False
-    moe: MoeRule | None = None
+    moe: MoeRule | None = None  # the experts; None for dense families
+    # Which layers have a sliding window if `layer_types` is absent.
     windowed_layers: WindowedLayers = "none"
-    is_window_switched: bool = False
+    is_window_switched: bool = False  # whether `use_sliding_window` enables the window
     has_layer_types: bool = False
+    # Factors of embeddings and residual branches, and divisor of the logits, or the fields that
+    # hold them.
     multipliers: tuple[float | str, ...] = (1.0, 1.0, 1.0)
 
 
 def common_fields(**differences: object) -> dict[str, object]:
-    """Fields that nearly every family uses, with the most common defaults."""
     common: dict[str, object] = {
         "vocab_size": 32000,
         "hidden_size": 4096,

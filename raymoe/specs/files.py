@@ -1,4 +1,4 @@
-"""Files of a model directory, opened without trust, and plain data to and from JSON."""
+"""Open files of an untrusted model directory, and convert plain data to and from JSON."""
 
 import dataclasses
 import json
@@ -18,14 +18,11 @@ MAX_JSON_BYTES = 128 * MIB
 
 
 def resolve_inside(directory: Path, name: str) -> Path:
-    """The real path of `name`, one plain file name, in a model directory.
+    """The real path of the plain file `name` in a model directory.
 
-    Links may stay inside the directory or, where the directory is a snapshot of the Hugging Face
-    hub cache (`models--*/snapshots/<revision>`), inside that model's cache folder.
-
-    Raises:
-        CheckpointError: The name has separators, dots or other tricks, the file is missing, is not
-            a regular file, or is a link that leaves the directory.
+    Links may stay inside the directory or, if the directory is a snapshot of the Hugging Face hub
+    cache (`models--*/snapshots/<revision>`), inside that model's cache folder. Raises
+    CheckpointError for other links, missing or irregular files, and names with a path.
     """
     if name != Path(name).name or name in {"", ".", ".."} or "\\" in name or "\0" in name:
         raise CheckpointError(
@@ -37,11 +34,10 @@ def resolve_inside(directory: Path, name: str) -> Path:
 
 
 def check_small_files(directory: Path, suffixes: Collection[str]) -> None:
-    """Check what a library will open by itself: every file of these kinds, in folders too.
+    """Check all files of these kinds, subfolders included, before a library opens them.
 
-    Raises:
-        CheckpointError: One is a link that leaves the directory (see `resolve_inside`), no regular
-            file, or absurdly large.
+    Raises CheckpointError for a link that leaves the directory (`resolve_inside`), a file that is
+    not regular, or one far too large.
     """
     allowed = _allowed_root(directory.resolve())
     for path in sorted(directory.resolve().rglob("*")):
@@ -74,10 +70,7 @@ def _allowed_root(root: Path) -> Path:
 
 
 def open_regular(path: Path) -> int:
-    """Open a resolved path for reading; the descriptor is surely a regular file.
-
-    The caller closes it.
-    """
+    """Open a resolved path, which must be a regular file; the caller closes the descriptor."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -90,9 +83,8 @@ def read_json_object(
 ) -> dict[str, object]:
     """The JSON object in a file of a model directory.
 
-    Raises:
-        CheckpointError: As for `resolve_inside`, or not a JSON object, or absurdly large, or a key
-            occurs twice.
+    Raises CheckpointError as `resolve_inside`, or if it is far too large, no JSON object, or has
+    repeated keys.
     """
     path = resolve_inside(directory, name)
     with open(open_regular(path), "rb") as file:
@@ -103,8 +95,6 @@ def read_json_object(
 
 
 def parse_json_object(content: bytes, *, where: str) -> dict[str, object]:
-    """A JSON object without repeated keys; `where` names the source in errors."""
-
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         result = dict(pairs)
         if len(result) != len(pairs):
@@ -129,21 +119,15 @@ Data = TypeVar("Data")
 
 
 def from_plain(kind: type[Data], value: object, *, where: str) -> Data:
-    """Build a dataclass from a mapping of its fields.
+    """Build a dataclass from a mapping of its fields; `where` names the source in errors.
 
-    Fields may be str, int, float, tuples, dataclasses, or one of these and None.
-
-    Args:
-        where: Names the source in errors.
-
-    Raises:
-        ConfigError: A field is missing, unknown, or of another type; names it.
+    Fields may be str, int, float, tuples, dataclasses, or one of these and None. Raises ConfigError
+    for a missing or unknown field or a wrong type.
     """
     return cast("Data", _read(kind, value, where))
 
 
 def to_json(data: object) -> str:
-    """The JSON text of a dataclass: a line for each field, nested ones indented."""
     return _write(data, "") + "\n"
 
 

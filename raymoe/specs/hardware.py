@@ -1,4 +1,4 @@
-"""Curve: a measured quantity over the size at which it was measured."""
+"""Measured or estimated rates of a node."""
 
 import bisect
 import itertools
@@ -15,15 +15,13 @@ from raymoe.units import GB, GIB, TB
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Values between the measured points, straight on logarithmic axes, and constant outside.
+    """Measured values over a size, interpolated on logarithmic axes and constant outside.
 
-    A roofline over intensity is two straight lines on these axes: the interpolation is exact where
-    memory binds (the rate grows with the rows) and where operations do (it is constant).
-
-    Attributes:
-        points: Pairs of a size and the value there, all positive, sizes ascending.
+    A roofline consists of two straight lines on these axes, so the interpolation is exact where
+    memory bandwidth limits (the rate grows with the rows) and where operations do (it is constant).
     """
 
+    # Pairs of size and value, all positive, sizes ascending.
     points: tuple[tuple[float, float], ...]
 
     def __post_init__(self) -> None:
@@ -66,36 +64,26 @@ DEVICE_FIELDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCurves:
-    """What our kernels reach on the cores of a node, with bfloat16 weights and cache.
+    """Rates of our kernels on the cores of a node, with bfloat16 weights and cache."""
 
-    Attributes:
-        product_flop_per_s: A projection over its rows; weights come from memory.
-        expert_flop_per_s: The experts of a layer over rows for each expert that has any.
-        attention_bytes_per_s: Decode attention over context tokens: KV read.
-        attention_flop_per_s: Decode attention where so many heads share their keys and values that
-            operations bind.
-        attention_bytes_per_s_of_threads: Decode attention over the number of threads.
-        prefill_flop_per_s: Causal attention of whole prompts over their tokens; what lies above
-            the diagonal is not counted.
-        activation_bytes_per_s: Norms and rotations: activations read and written.
-        task_overhead_s: What a task of a step takes beyond its kernels, over the tokens of the
-            pass; None for a constant of the cost model.
-    """
-
-    product_flop_per_s: Curve
-    expert_flop_per_s: Curve
-    attention_bytes_per_s: Curve
+    product_flop_per_s: Curve  # a projection over its rows; weights come from memory
+    expert_flop_per_s: Curve  # the experts of a layer over rows per activated expert
+    attention_bytes_per_s: Curve  # KV read by decode attention, over context tokens
+    # Decode attention where enough heads share keys and values that operations limit.
     attention_flop_per_s: float
-    attention_bytes_per_s_of_threads: Curve
+    attention_bytes_per_s_of_threads: Curve  # decode attention over the number of threads
+    # Causal attention over prompt tokens; work above the diagonal is not counted.
     prefill_flop_per_s: Curve
-    activation_bytes_per_s: float
+    activation_bytes_per_s: float  # norms and rotations: activations read and written
+    # Time of a task beyond its kernels, over the tokens of the step; None for a constant of the
+    # cost model.
     task_overhead_s: Curve | None = None
 
     def __post_init__(self) -> None:
         _check_positive(self, ("attention_flop_per_s", "activation_bytes_per_s"))
 
     def scaled(self, factor: float) -> "HostCurves":
-        """What a share of the cores reaches; a task waits as long for the interpreter."""
+        """Rates of a share of the cores; the interpreter overhead per task stays the same."""
         return replace(
             self,
             product_flop_per_s=self.product_flop_per_s.scaled(factor),
@@ -109,26 +97,16 @@ class HostCurves:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceCurves:
-    """What a GPU and its link reach, alone and beside each other, with 16-bit weights.
+    """Rates of a GPU and its link, alone and concurrently, with 16-bit weights."""
 
-    Attributes:
-        product_flop_per_s: A projection over its rows.
-        expert_flop_per_s: One expert over its rows.
-        pageable_htod_bytes_per_s: Copies from ordinary host memory to the device.
-        pageable_dtoh_bytes_per_s: Copies from the device to ordinary host memory.
-        duplex_htod_bytes_per_s: Copies from pinned memory while others go the other way.
-        busy_htod_bytes_per_s: Copies from pinned memory while the CPU attends on all cores.
-        busy_attention_bytes_per_s: KV that the CPU then reads.
-    """
-
-    product_flop_per_s: Curve
-    expert_flop_per_s: Curve
+    product_flop_per_s: Curve  # a projection over its rows
+    expert_flop_per_s: Curve  # one expert over its rows
     pageable_htod_bytes_per_s: float
     pageable_dtoh_bytes_per_s: float
-    duplex_htod_bytes_per_s: float
+    duplex_htod_bytes_per_s: float  # pinned copies while others go the other way
     duplex_dtoh_bytes_per_s: float
-    busy_htod_bytes_per_s: float
-    busy_attention_bytes_per_s: float
+    busy_htod_bytes_per_s: float  # pinned copies while the CPU attends on all cores
+    busy_attention_bytes_per_s: float  # KV that the CPU reads meanwhile
 
     def __post_init__(self) -> None:
         _check_positive(self, [name for name in self.__slots__ if name.endswith("_bytes_per_s")])
@@ -136,29 +114,27 @@ class DeviceCurves:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareSpec:
-    """What a node can do, as measured on it; presets estimate what would be measured.
+    """Sustained rates of a node, as measured on it; presets estimate them.
 
-    Rates are those that long runs sustain, not the peaks of a data sheet. The numbers of the GPU
-    and its link are all zero on a node without one, and all positive otherwise; where a node has
-    several GPUs, they are those of one. Curves are there
-    where the node was measured (`raymoe profile`); presets have none, and costs are then formulas.
+    GPU and link numbers are all zero on a node without a GPU, and all positive otherwise; with
+    several GPUs they are per GPU. Measured nodes (`raymoe profile`) have curves; presets have none,
+    and costs then follow formulas.
 
     Attributes:
         num_cores: Cores that may be used.
         host_memory_bytes: Host memory that may be used.
         host_bytes_per_s: Read bandwidth of host memory with all cores.
-        host_flop_per_s: bfloat16 rate of all cores; the float32 rate where the cores have no
-            bfloat16 instructions.
+        host_flop_per_s: bfloat16 rate of all cores; the float32 rate without bfloat16 instructions.
         gpu_memory_bytes: Device memory that the driver reports.
         gpu_bytes_per_s: Read bandwidth of device memory.
         gpu_flop_per_s: Rate of large dense matrix products of 16-bit numbers.
         htod_bytes_per_s: Copies from pinned host memory to the device.
         dtoh_bytes_per_s: Copies from the device to pinned host memory.
         host_copy_bytes_per_s: Copies from pageable to pinned host memory, bytes copied per second;
-            0 where that is not known and there is no GPU.
-        peer_bytes_per_s: What a GPU sends to another one of the node while it receives as much; 0
-            where that is not known: the slower direction of its link.
-        device_curves: Of the GPU and its link; only on a node with one.
+            0 if unknown on a node without a GPU.
+        peer_bytes_per_s: GPU to GPU, each way while both directions are busy; 0 if unknown, which
+            assumes the slower direction of the link.
+        device_curves: Only on a node with a GPU.
     """
 
     name: str
@@ -210,10 +186,7 @@ class HardwareSpec:
         )
 
     def share(self, count: int) -> "HardwareSpec":
-        """What one of `count` equal users of the node has: a GPU with its link, a part of the host.
-
-        At least one core, which it may have to share.
-        """
+        """One of `count` equal shares: a GPU with its link, part of the host, at least one core."""
         if count == 1:
             return self
         curves = self.device_curves
@@ -233,12 +206,7 @@ class HardwareSpec:
         )
 
     def with_gpu_of(self, other: "HardwareSpec", gpu_memory_bytes: int) -> Self:
-        """This host with the GPU and the link of another node.
-
-        Args:
-            other: A node with a GPU.
-            gpu_memory_bytes: How much memory that GPU has here.
-        """
+        """This host with the GPU and link of `other`, and `gpu_memory_bytes` of device memory."""
         return replace(
             self,
             gpu_memory_bytes=gpu_memory_bytes,
@@ -253,12 +221,7 @@ class HardwareSpec:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """Read what `to_file` wrote; fields that have a default may be left out.
-
-        Raises:
-            ConfigError: The file cannot be read, is not JSON, or a field is missing, unknown, or
-                has a value that makes no sense; names file and field.
-        """
+        """Read what `to_file` wrote, with defaults; ConfigError names the file and the field."""
         try:
             content = Path(path).read_bytes()
         except OSError as error:
@@ -271,11 +234,6 @@ class HardwareSpec:
             raise ConfigError(f"hardware file {path}: {error}") from error
 
     def to_file(self, path: str | Path) -> None:
-        """Write this node as JSON.
-
-        Raises:
-            OSError: The file cannot be written.
-        """
         Path(path).write_text(to_json(self))
 
 
@@ -345,25 +303,16 @@ HARDWARE_PRESETS: Mapping[str, HardwareSpec] = {node.name: node for node in _NOD
 
 
 def is_hardware_file(text: str) -> bool:
-    """Whether a user means a file and not a preset: a path, or a name that ends in .json."""
     return text.endswith(".json") or Path(text).name != text
 
 
 def find_hardware(text: str) -> HardwareSpec:
-    """The node in a file that `raymoe profile` wrote, or the preset of this name.
-
-    Raises:
-        ConfigError: As for `HardwareSpec.from_file` and `hardware_preset`.
-    """
+    """The node in a profile file (a path or *.json), or else the preset of this name."""
     return HardwareSpec.from_file(text) if is_hardware_file(text) else hardware_preset(text)
 
 
 def hardware_preset(name: str) -> HardwareSpec:
-    """The node of this name, in any case of letters.
-
-    Raises:
-        UnknownOptionError: There is none; names the nearest.
-    """
+    """The preset of this name, ignoring case; raises UnknownOptionError with suggestions."""
     if name.lower() not in HARDWARE_PRESETS:
         raise UnknownOptionError(name, HARDWARE_PRESETS, "hardware preset")
     return HARDWARE_PRESETS[name.lower()]

@@ -1,4 +1,4 @@
-"""Canonical names and shapes of the weights of a layer, and its parts that move as a whole."""
+"""Canonical names and shapes of a layer's weights, and the parts that move as a whole."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +17,6 @@ KV_UP = "self_attn.kv_b_proj"
 
 
 def layer_prefix(i: int) -> str:
-    """What the names of layer `i` begin with."""
     return f"model.layers.{i}."
 
 
@@ -33,7 +32,7 @@ def outer_weights(
     has_head_bias: bool,
     has_norm_bias: bool,
 ) -> NamedShapes:
-    """What is not in a layer; a tied head has no matrix of its own."""
+    """Names and shapes of the weights outside layers; a tied head has no matrix of its own."""
     yield EMBEDDING, (vocab_size, hidden_size)
     yield FINAL_NORM, (hidden_size,)
     if has_norm_bias:
@@ -45,7 +44,6 @@ def outer_weights(
 
 
 def layer_weights(layer: LayerSpec, hidden_size: int) -> dict[str, Shape]:
-    """Names without the prefix of the layer, and shapes, of all weights of a layer."""
     weights = dict(attention_weights(layer, hidden_size)) | dict(common_weights(layer, hidden_size))
     if isinstance(layer.ffn, MoeSpec):
         for expert in range(layer.ffn.num_experts):
@@ -66,7 +64,7 @@ def expert_parameters(moe: MoeSpec, hidden_size: int) -> int:
 
 
 def attention_weights(layer: LayerSpec, hidden_size: int) -> NamedShapes:
-    """What the operations around attention read: norms, projections, router."""
+    """Weights read around attention: norms, projections, router."""
     yield from _linear(INPUT_NORM, (hidden_size,), has_bias=layer.has_norm_bias)
     if isinstance(layer.attention, AttentionSpec):
         yield from _grouped(layer.attention, hidden_size)
@@ -78,7 +76,7 @@ def attention_weights(layer: LayerSpec, hidden_size: int) -> NamedShapes:
 
 
 def common_weights(layer: LayerSpec, hidden_size: int) -> NamedShapes:
-    """What every token visits after attention: the dense network, or the shared expert."""
+    """Weights that every token reads after attention: dense network or shared expert."""
     ffn = layer.ffn
     if isinstance(ffn, DenseSpec):
         yield from _gated("mlp.", ffn.hidden, hidden_size, has_bias=ffn.has_bias)
@@ -92,7 +90,7 @@ def common_weights(layer: LayerSpec, hidden_size: int) -> NamedShapes:
 
 
 def expert_weights(moe: MoeSpec, hidden_size: int, expert: int = 0) -> NamedShapes:
-    """Of one expert; all experts of a layer have the same shapes."""
+    """Weights of one expert; all experts of a layer have the same shapes."""
     prefix = f"{EXPERTS}{expert}."
     yield from _gated(prefix, moe.expert_hidden, hidden_size, has_bias=moe.has_bias)
 
@@ -149,7 +147,7 @@ def _gated(prefix: str, hidden: int, hidden_size: int, *, has_bias: bool) -> Nam
     yield from _linear(f"{prefix}down_proj", (hidden_size, hidden), has_bias=has_bias)
 
 
-# Bytes: each part begins at a multiple, so that all types of elements can be read in it.
+# Alignment of parts in bytes, so that elements of any type can be read in place.
 PART_ALIGNMENT = 16
 _FIRST = ("input_layernorm.weight", *(f"self_attn.{part}_proj.weight" for part in "qkv"))
 _NEXT = tuple(f"self_attn.{part}_proj.bias" for part in "qkv")
@@ -157,15 +155,8 @@ _NEXT = tuple(f"self_attn.{part}_proj.bias" for part in "qkv")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPart:
-    """Weights that are in the same place at the same time.
-
-    Attributes:
-        name: "attention", "common" (the dense network, or the shared expert) or "expert <n>".
-        shapes: Canonical names without the prefix of the layer, in the order in which they lie.
-    """
-
-    name: str
-    shapes: Mapping[str, Shape]
+    name: str  # "attention", "common" (dense network or shared expert) or "expert <n>"
+    shapes: Mapping[str, Shape]  # by canonical name without the layer's prefix, in memory order
 
     @property
     def num_elements(self) -> int:
@@ -173,7 +164,7 @@ class WeightPart:
 
 
 def layer_parts(layer: LayerSpec, hidden_size: int) -> tuple[WeightPart, ...]:
-    """The parts of a layer in order; a part that would be empty is left out."""
+    """The parts of a layer in memory order, without empty ones."""
     groups: dict[str, dict[str, Shape]] = {"attention": {}, "common": {}}
     weights = layer_weights(layer, hidden_size)
     ordered = [name for name in (*_FIRST, *_NEXT) if name in weights]

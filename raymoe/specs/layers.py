@@ -1,4 +1,4 @@
-"""What the attention of one layer computes, as pure data."""
+"""Layers of a model as pure data: attention, router, experts."""
 
 from dataclasses import dataclass
 from math import prod
@@ -9,59 +9,45 @@ QkNorm = Literal["none", "head", "full"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenShapes:
-    """What attention takes and gives for one token.
+    """Shapes of attention's inputs and outputs per token.
 
-    Where the weights are, attention is asked in one form; where there is nothing but the cache, in
-    the *absorbed* one. Grouped-query attention has the same form for both.
-
-    Attributes:
-        query: Heads, and dimensions of each.
-        key: What goes into the cache; likewise.
-        value: Without dimensions where values are part of the keys.
+    Latent attention has a plain form, used with the weights at hand, and an *absorbed* form, which
+    reads only the cache. For grouped-query attention both are the same.
     """
 
-    query: tuple[int, int]
+    query: tuple[int, int]  # heads and dimensions per head
     absorbed_query: tuple[int, int]
-    key: tuple[int, int]
-    value: tuple[int, int]
+    key: tuple[int, int]  # cached heads and dimensions per head
+    value: tuple[int, int]  # zero dimensions if values are part of the keys
     output: int
     absorbed_output: int
 
     @property
     def num_elements(self) -> int:
-        """Of all of it, in the wider form."""
         query = max(prod(self.query), prod(self.absorbed_query))
         return query + prod(self.key) + prod(self.value) + max(self.output, self.absorbed_output)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """Grouped-query attention of one layer.
-
-    Attributes:
-        sliding_window: Tokens that a query sees, itself included; None sees all.
-        qk_norm: RMS norm of queries and keys: none, per head, or full width.
-        is_norm_after_rope: Whether that norm follows the rotation, instead of preceding it.
-        clip_qkv: Queries, keys and values are clamped to plus and minus this.
-        has_sinks: Whether each head has a learned score that takes part in the softmax and has no
-            value.
-    """
+    """Grouped-query attention of one layer."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
+    # Tokens that a query attends to, itself included; None for all.
     sliding_window: int | None = None
     qkv_bias: bool = False
     output_bias: bool = False
-    qk_norm: QkNorm = "none"
-    is_norm_after_rope: bool = False
-    clip_qkv: float | None = None
+    qk_norm: QkNorm = "none"  # RMS norm of queries and keys: none, per head, or full width
+    is_norm_after_rope: bool = False  # whether that norm follows the rotation
+    clip_qkv: float | None = None  # bound on the absolute value of queries, keys and values
+    # Whether each head has a learned score that takes part in the softmax but has no value.
     has_sinks: bool = False
 
     @property
     def rotated_head_dim(self) -> int:
-        """Dimensions of a head that the rope may rotate."""
         return self.head_dim
 
     @property
@@ -74,7 +60,6 @@ class AttentionSpec:
 
     @property
     def kv_width(self) -> int:
-        """Outputs of the key projection, and of the value projection."""
         return self.num_kv_heads * self.head_dim
 
     @property
@@ -84,17 +69,16 @@ class AttentionSpec:
 
     @property
     def prompt_width(self) -> int:
-        """Elements of the queries and the result of a prompt token."""
+        """Elements of the queries and the output of a prompt token."""
         return self.query_width + self.output_width
 
     @property
     def working_width(self) -> int:
-        """Elements of a token on a host while it is attended to: as projected, and rotated."""
+        """Elements per token that a host holds during attention: projected and rotated."""
         return 2 * (self.query_width + self.cache_width)
 
     @property
     def token_shapes(self) -> TokenShapes:
-        """What attention takes and gives for one token."""
         query, cached = (self.num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
         return TokenShapes(
             query=query,
@@ -110,35 +94,27 @@ class AttentionSpec:
 class LatentAttentionSpec:
     """Multi-head latent attention (MLA) of one layer.
 
-    Queries come from a latent of their own, or directly; keys and values of all heads from one
-    latent, which is cached beside the one rotated key that all heads share. In the *absorbed* form
-    queries are carried into the latent space and results out of it, so that decoding reads nothing
-    but the cache; in the plain form keys and values are up-projected per head.
-
-    Attributes:
-        q_lora_rank: Width of the latent of queries; None where they are projected directly.
-        kv_lora_rank: Width of the latent of keys and values.
-        nope_head_dim: Dimensions of a query and a key that are not rotated.
-        scale: Factor of the scores, the one of a stretched rope included.
-        norm_eps: Of the RMS norms of both latents; not that of the layer.
-        has_bias: Biases of the projections into the latents and of the output projection.
+    Keys and values of all heads come from one latent, which is cached with one rotated key that all
+    heads share; queries come from a latent of their own or directly. In the *absorbed* form queries
+    are projected into the latent space and results out of it, so decoding reads only the cache; in
+    the plain form keys and values are up-projected per head.
 
     Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
     """
 
     num_heads: int
-    q_lora_rank: int | None
-    kv_lora_rank: int
-    nope_head_dim: int
+    q_lora_rank: int | None  # width of the query latent; None if queries are projected directly
+    kv_lora_rank: int  # width of the latent of keys and values
+    nope_head_dim: int  # unrotated dimensions of a query and a key
     rope_head_dim: int
     value_head_dim: int
-    scale: float
-    norm_eps: float
+    scale: float  # factor of the scores, including that of a scaled rope
+    norm_eps: float  # epsilon of both latents' RMS norms, not of the layer's norms
+    # Biases of the projections into the latents and of the output projection.
     has_bias: bool = False
 
     @property
     def rotated_head_dim(self) -> int:
-        """Dimensions of a head that the rope may rotate."""
         return self.rope_head_dim
 
     @property
@@ -153,7 +129,7 @@ class LatentAttentionSpec:
 
     @property
     def output_width(self) -> int:
-        """Elements of the result of a token, still in the latent space."""
+        """Elements of the output of a token, still in the latent space."""
         return self.num_heads * self.kv_lora_rank
 
     @property
@@ -163,17 +139,16 @@ class LatentAttentionSpec:
 
     @property
     def prompt_width(self) -> int:
-        """Elements of the queries and the result of a prompt token, in the plain form."""
+        """Elements of the queries and the output of a prompt token, in the plain form."""
         return self.num_heads * (self.query_head_dim + self.value_head_dim)
 
     @property
     def working_width(self) -> int:
-        """Elements of a token on a host while it is attended to, in both forms."""
+        """Elements per token that a host holds during attention, in both forms."""
         return 2 * (self.prompt_width + self.cache_width) + self.query_width + self.output_width
 
     @property
     def token_shapes(self) -> TokenShapes:
-        """What attention takes and gives for one token."""
         return TokenShapes(
             query=(self.num_heads, self.query_head_dim),
             absorbed_query=(self.num_heads, self.cache_width),
@@ -205,36 +180,27 @@ GroupScore = Literal["max", "top2_sum"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSpec:
-    """How a token chooses its experts and weighs them.
+    """How a token chooses its experts and weights them.
 
-    The logits become scores; the bias for the choice is added; groups whose score is not among the
-    best are left out; the best `top_k` of `MoeSpec` are chosen, and weighed by their scores without
-    that bias. A softmax over the logits of the chosen alone is a softmax over all, renormalised.
+    Logits become scores, and the selection bias is added; only the best groups remain; the best
+    `top_k` of `MoeSpec` are chosen, and weighted by their scores without that bias. A softmax over
+    the chosen logits alone equals a renormalised softmax over all.
 
-    The sparse mixer has no scores: it takes the largest logit and weighs it by a softmax over the
-    logits near it, then does the same with what is left. None of the other attributes applies.
-
-    Attributes:
-        renormalize: Whether the chosen weights are scaled to sum to 1.
-        min_weight_sum: The sum of the chosen weights counts as at least this, where renormalised.
-        scale: Factor of the weights, at last.
-        has_bias: A bias of the logits.
-        has_selection_bias: A bias of the scores that counts for the choice alone.
-        top_groups: Groups that may be chosen from.
-        group_score: Score of a group: that of its best expert, or the sum of its two best; None
-            with one group.
-        jitter: Sparse mixer: logits are near where they differ by at most twice this part.
+    The sparse mixer has no scores: it takes the largest logit, weights it by a softmax over the
+    logits near it, and repeats this with the rest. Only `jitter` applies to it.
     """
 
     scoring: Scoring = "softmax"
-    renormalize: bool = True
-    min_weight_sum: float = 0.0
-    scale: float = 1.0
-    has_bias: bool = False
-    has_selection_bias: bool = False
+    renormalize: bool = True  # whether the chosen weights are scaled to sum to 1
+    min_weight_sum: float = 0.0  # lower bound of the divisor when renormalising
+    scale: float = 1.0  # final factor of the weights
+    has_bias: bool = False  # a bias of the logits
+    has_selection_bias: bool = False  # a bias of the scores that affects only the choice
     num_groups: int = 1
-    top_groups: int = 1
+    top_groups: int = 1  # groups that remain
+    # Score of a group: its best expert, or the sum of its two best; None with one group.
     group_score: GroupScore | None = None
+    # Sparse mixer: logits are near if they differ by at most twice this fraction.
     jitter: float = 0.0
 
 
@@ -242,10 +208,8 @@ class RouterSpec:
 class ClampSpec:
     """A gated product with limits, in place of `activation(gate) * up`.
 
-    The gate is cut at `limit` from above, `up` at plus and minus `limit`; the product is
-    (up + 1) * gate * sigmoid(gain * gate).
-
-    Source: OpenAI, gpt-oss-120b & gpt-oss-20b model card (2025), section 2.2.
+    `gate` is clamped from above at `limit`, `up` to +-`limit`; the product is (up + 1) * gate *
+    sigmoid(gain * gate). Source: OpenAI, gpt-oss-120b & gpt-oss-20b model card (2025), section 2.2.
     """
 
     gain: float
@@ -261,9 +225,9 @@ class DenseSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedSpec:
-    """The expert that every token visits; `is_gated` scales it by a sigmoid of its own.
+    """The expert that every token uses; `is_gated` scales it by its own sigmoid.
 
-    Several shared experts that are added up are one of their width together.
+    Several shared experts that are summed equal one of their total width.
     """
 
     hidden: int
@@ -271,36 +235,26 @@ class SharedSpec:
     has_bias: bool = False
 
     def network(self, activation: str) -> DenseSpec:
-        """What it computes before its gate; the activation is that of the experts."""
         return DenseSpec(hidden=self.hidden, activation=activation, has_bias=self.has_bias)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec:
-    """A router over all experts, top-k, gated feed-forward experts.
-
-    Attributes:
-        has_bias: Biases of the three projections of every expert.
-        clamp: Limits of the gated product of the experts.
-    """
+    """A router with top-k choice and gated feed-forward experts."""
 
     num_experts: int
     top_k: int
     expert_hidden: int
     activation: str
     router: RouterSpec
-    has_bias: bool = False
-    clamp: ClampSpec | None = None
+    has_bias: bool = False  # biases of the three projections of every expert
+    clamp: ClampSpec | None = None  # limits of the gated product of the experts
     shared: SharedSpec | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One decoder layer: norm, attention, residual, norm, feed-forward, residual.
-
-    Attributes:
-        has_norm_bias: Whether both norms have a bias.
-    """
+    """One decoder layer: norm, attention, residual, norm, feed-forward, residual."""
 
     attention: AttentionSpec | LatentAttentionSpec
     ffn: DenseSpec | MoeSpec

@@ -1,4 +1,4 @@
-"""ModelSpec: what a model computes and how its weights are stored, as pure data."""
+"""A model's computation and weight storage, as pure data."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -61,17 +61,16 @@ class ModelSpec:
     """A decoder-only language model, resolved from its `config.json`.
 
     Attributes:
-        name: For people: directory or hub name.
+        name: Directory or hub name, for messages.
         norm: Kind of all norms but those of queries, keys and latents, which are RMS norms.
-        dtype: Type that the configuration names for the stored weights; None where it is silent.
-        max_model_len: Longest sequence that the positions were made for, and that sees all of
-            its tokens.
-        embedding_multiplier: Factor of the embeddings of tokens.
+        dtype: Type of the stored weights; None if the configuration does not name one.
+        max_model_len: Longest sequence that the positions support with full attention.
+        embedding_multiplier: Factor of the token embeddings.
         residual_multiplier: Factor of what attention and feed-forward network add.
         has_head_bias: Whether the logits have a bias.
-        quantization: Formats of stored matrices; None where all are stored in `dtype`.
-        num_shards: Ranks between which heads and hidden columns are divided; the layers are the
-            part of one of them (`specs.tensor_shards`).
+        quantization: Formats of stored matrices; None if all are stored in `dtype`.
+        num_shards: Ranks that divide heads and hidden columns; `layers` is one rank's part
+            (`specs.tensor_shards`).
     """
 
     model_type: str
@@ -99,7 +98,6 @@ class ModelSpec:
 
     @property
     def has_norm_bias(self) -> bool:
-        """Whether the norms of layers, and the final one, have biases."""
         return any(layer.has_norm_bias for layer in self.layers)
 
     @property
@@ -110,7 +108,7 @@ class ModelSpec:
 
     @property
     def num_active_parameters(self) -> int:
-        """Elements that one token meets: all but the experts that were not chosen."""
+        """Elements that one token uses: all but the experts that were not chosen."""
         idle = 0
         for layer in self.layers:
             if isinstance(layer.ffn, MoeSpec):
@@ -120,12 +118,12 @@ class ModelSpec:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all weights in a checkpoint; bfloat16 where the configuration names no type."""
+        """Bytes of all weights in a checkpoint; bfloat16 if the configuration names no type."""
         plain = PLAIN_FORMATS[self.dtype or "bfloat16"]
         return self.weight_bytes(ITEM_BYTES[plain.dtype])
 
     def weight_bytes(self, bytes_per_element: int) -> int:
-        """Bytes of all weights: as stored where quantised, else of this many bytes each."""
+        """Bytes of all weights: as stored if quantised, else `bytes_per_element` each."""
         total = self.bytes_of(self.outer_weights().items(), bytes_per_element)
         for i, layer in enumerate(self.layers):
             total += self.bytes_of(attention_weights(layer, self.hidden_size), bytes_per_element, i)
@@ -138,11 +136,7 @@ class ModelSpec:
     def bytes_of(
         self, weights: Iterable[tuple[str, Shape]], bytes_per_element: int, layer: int | None = None
     ) -> int:
-        """Bytes of some weights: as stored where quantised, else of this many bytes each.
-
-        Args:
-            layer: Whose prefix the names lack.
-        """
+        """Bytes of these weights, as `weight_bytes`; names lack the prefix of `layer`."""
         prefix = "" if layer is None else layer_prefix(layer)
         total = 0
         for name, shape in weights:
@@ -154,13 +148,11 @@ class ModelSpec:
         return total
 
     def format_of(self, name: str, shape: Shape) -> WeightFormat | None:
-        """How a weight is stored, by its canonical name; None: as it is."""
         if self.quantization is None or len(shape) != 2:
             return None
         return self.quantization.format_of(name)
 
     def outer_weights(self) -> dict[str, Shape]:
-        """Canonical names and shapes of the weights that are not in a layer."""
         weights = outer_weights(
             self.vocab_size,
             self.hidden_size,
@@ -171,7 +163,6 @@ class ModelSpec:
         return dict(weights)
 
     def kv_bytes_per_token(self, bytes_per_element: float) -> int:
-        """Bytes of KV that one token adds, all layers together."""
         return int(sum(layer.attention.cache_width for layer in self.layers) * bytes_per_element)
 
     @classmethod
@@ -179,8 +170,8 @@ class ModelSpec:
         """Build from the content of a `config.json` that transformers 4 or 5 wrote.
 
         Raises:
-            UnsupportedModelError: The model type is unknown, or a field is unknown or has a value
-                whose mathematics is not known. Nothing is guessed.
+            UnsupportedModelError: The model type, a field or a value is unknown; nothing is
+                guessed.
             ConfigError: A value has the wrong type or size.
         """
         model_type, family = find_family(config)
@@ -233,7 +224,7 @@ class ModelSpec:
 
 
 def _name(directory: Path) -> str:
-    """What people call the model: the directory, or the hub name of a snapshot in its cache."""
+    """The directory's name, or the hub name of a snapshot in the hub cache."""
     root = directory.resolve()
     cache = root.parent.parent.name
     if root.parent.name == "snapshots" and cache.startswith("models--"):

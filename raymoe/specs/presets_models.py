@@ -1,7 +1,7 @@
-"""Models by name: the numbers of their `config.json`, for planning without a checkpoint.
+"""Model presets for planning without a checkpoint.
 
-Each is what the publisher's repository on the Hugging Face hub says, without the fields that change
-neither mathematics nor storage.
+Values are from the `config.json` of the publisher's Hugging Face repository, without fields that
+change neither computation nor storage.
 """
 
 from collections.abc import Mapping
@@ -285,11 +285,7 @@ MODEL_PRESETS: Mapping[str, Config] = {
 
 
 def model_preset(name: str) -> ModelSpec:
-    """The model of this name, in any case of letters.
-
-    Raises:
-        UnknownOptionError: There is none; names the nearest.
-    """
+    """The preset of this name, ignoring case; raises UnknownOptionError with suggestions."""
     if name.lower() not in MODEL_PRESETS:
         raise UnknownOptionError(name, MODEL_PRESETS, "model preset")
     return ModelSpec.from_config(MODEL_PRESETS[name.lower()], name=name.lower())

@@ -1,7 +1,7 @@
-"""Patterns of module names in a configuration, which is not trusted: read, never just compiled.
+"""Read `quantization_config`; its module patterns are checked before they are compiled.
 
-A pattern is taken if it is made of names, `.*`, `.+`, digits, character classes and groups without
-repetition: no name makes such an expression run long.
+An accepted pattern consists of names, `.*`, `.+`, digits, character classes and groups without
+repetition, so no module name makes matching slow.
 """
 
 import re
@@ -40,25 +40,18 @@ _SPELLINGS = (
 
 
 def prefix_or_suffix(pattern: str) -> re.Pattern[str]:
-    """What begins with the pattern up to the end of a module's name, or ends with it as it stands.
-
-    Source: `should_convert_module` of transformers 5.23.
-    """
+    """Match a module prefix or a literal suffix (`should_convert_module`, transformers 5.23)."""
     return _compiled(pattern, rf"(?:{pattern}){_BOUNDARY}|.*{re.escape(pattern)}$")
 
 
 def name_or_expression(pattern: str) -> re.Pattern[str]:
-    """The module of exactly this name, or what begins with the expression behind "re:".
-
-    Source: `match_name` of compressed-tensors 0.20.
-    """
+    """Match a name, or a prefix after "re:" (`match_name` of compressed-tensors 0.20)."""
     expression = pattern.removeprefix("re:")
     is_expression = expression != pattern
     return _compiled(expression, expression if is_expression else re.escape(pattern) + "$")
 
 
 def is_matched(module: str, patterns: Iterable[re.Pattern[str]]) -> bool:
-    """Whether some pattern matches a canonical module under some of its names."""
     names = {module}
     for ours, theirs in _SPELLINGS:
         names |= {name.replace(ours, other) for name in names for other in theirs}
@@ -86,7 +79,7 @@ def _compiled(pattern: str, expression: str) -> re.Pattern[str]:
 Config = Mapping[str, object]
 BLOCKS = ([FP8_ROWS, FP8_COLUMNS], (FP8_ROWS, FP8_COLUMNS))
 
-# Used, or about how the weights were found and not about what they are.
+# Fields that are used, or concern calibration and not the stored format.
 _GPTQ_FIELDS = frozenset(
     """
     group_size dynamic lm_head sym desc_act static_groups true_sequential damp_percent
@@ -106,34 +99,23 @@ _WEIGHTS_FIELDS = frozenset(
 )
 
 _EXPERT_NUMBER = re.compile(rf"(?<={re.escape(EXPERTS)})\d+")
-# Read by row, or so small that every method leaves them alone.
+# Read by row, or so small that no method quantises them.
 _ALWAYS_PLAIN = ("model.embed_tokens.", ROUTER, "mlp.shared_expert_gate.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """Which matrices are stored in which format.
-
-    Attributes:
-        excluded: Modules that it does not apply to.
-        is_head_plain: Whether the head is excluded without being named.
-        is_experts_only: Whether it applies to routed experts alone.
-    """
-
     method: str
     format: WeightFormat
-    excluded: tuple[re.Pattern[str], ...] = ()
-    is_head_plain: bool = True
-    is_experts_only: bool = False
+    excluded: tuple[re.Pattern[str], ...] = ()  # modules that are not quantised
+    is_head_plain: bool = True  # whether the head is excluded implicitly
+    is_experts_only: bool = False  # whether only routed experts are quantised
     _known: dict[str, WeightFormat | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     def format_of(self, name: str) -> WeightFormat | None:
-        """The format of a matrix by its canonical name; None where it is stored as it is.
-
-        Patterns name no single expert, so the experts of a layer are looked up once.
-        """
+        """The format of a matrix by canonical name, or None; one for all experts of a layer."""
         name = _EXPERT_NUMBER.sub("0", name, count=1)
         if name not in self._known:
             self._known[name] = self._find(name)
@@ -149,12 +131,7 @@ class Quantization:
 
 
 def parse_quantization(value: object) -> Quantization | None:
-    """Read a `quantization_config`; None stays None.
-
-    Raises:
-        UnsupportedModelError: The method, or a field or value that says how weights are stored, is
-            not known.
-    """
+    """Read a `quantization_config`; raises UnsupportedModelError for unknown storage."""
     if value is None:
         return None
     if not isinstance(value, Mapping):
@@ -309,8 +286,6 @@ def _weights_format(weights: object, layout: str) -> WeightFormat:
 
 
 class Method(NamedTuple):
-    """What a `quant_method` says: in words, and read from the configuration."""
-
     about: str
     read: Callable[[Config], Quantization]
 

@@ -1,4 +1,4 @@
-"""RopeSpec: which rotary position embedding, read from the rope fields of a configuration."""
+"""Read the rotary position embedding from a configuration."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -12,66 +12,43 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeRule:
-    """The rope of a family, where its configuration is silent.
-
-    Attributes:
-        is_partial: Whether a part of a head is rotated when the configuration asks for it.
-        is_interleaved: See `RopeSpec`; the field `rope_interleave` wins in families that have it.
-        has_alpha: Whether a `dynamic` scaling may have the fixed factor `alpha`.
-        has_mscale: Whether a `longrope` names the factors of cosine and sine of short and of long
-            sequences; nothing else may be scaled then.
-    """
-
     theta: float = 10_000.0
-    is_partial: bool = False
+    is_partial: bool = False  # whether the configuration may rotate only a part of a head
     partial_factor: float = 1.0
-    is_interleaved: bool = False
-    has_alpha: bool = False
+    is_interleaved: bool = False  # as in `RopeSpec`; the field `rope_interleave` takes precedence
+    has_alpha: bool = False  # whether a `dynamic` scaling may have the fixed factor `alpha`
+    # Whether a `longrope` gives factors of cosine and sine for short and long sequences; no other
+    # scaling is accepted then.
     has_mscale: bool = False
     parameters: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """Rotation of queries and keys; every number resolved.
-
-    Attributes:
-        rotary_dim: Leading dimensions of a head that are rotated.
-        max_position_embeddings: Length from which `dynamic` stretches the base.
-        factor: Stretching of positions (linear, dynamic, yarn, llama3).
-        original_max_tokens: Context of the pre-training (yarn, longrope, llama3).
-        beta_fast: Yarn: rotations above which nothing is interpolated.
-        beta_slow: Yarn: rotations below which everything is interpolated.
-        truncate: Yarn: round the two borders to whole dimensions.
-        low_freq_factor: Llama3: border of the long wavelengths.
-        high_freq_factor: Llama3: border of the short wavelengths.
-        short_factor: Longrope: divisor per frequency up to `original_max_tokens`.
-        long_factor: Longrope: divisor per frequency beyond it.
-        scale_factor: Factor of the scores of latent attention; `LatentAttentionSpec.scale` has it.
-        is_interleaved: Whether neighbouring dimensions form a pair, instead of dimensions half of
-            the rotated ones apart.
-    """
+    """Rotation of queries and keys, all values resolved."""
 
     kind: str
     theta: float
-    rotary_dim: int
-    max_position_embeddings: int
-    factor: float = 1.0
-    original_max_tokens: int = 0
+    rotary_dim: int  # leading dimensions of a head that are rotated
+    max_position_embeddings: int  # length from which `dynamic` scales the base
+    factor: float = 1.0  # scaling of positions (linear, dynamic, yarn, llama3)
+    original_max_tokens: int = 0  # context of the pre-training (yarn, longrope, llama3)
     attention_factor: float = 1.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0  # Yarn: rotations above which nothing is interpolated
+    beta_slow: float = 1.0  # Yarn: rotations below which everything is interpolated
+    truncate: bool = True  # Yarn: round both bounds to whole dimensions
+    low_freq_factor: float = 1.0  # Llama3: bound of the long wavelengths
+    high_freq_factor: float = 4.0  # Llama3: bound of the short wavelengths
+    # Longrope: divisor per frequency up to `original_max_tokens`.
     short_factor: tuple[float, ...] = ()
-    long_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()  # Longrope: divisor per frequency beyond it
+    # Factor of the scores of latent attention, included in `LatentAttentionSpec.scale`.
     scale_factor: float = 1.0
+    # Whether pairs are neighbouring dimensions, instead of half of `rotary_dim` apart.
     is_interleaved: bool = False
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether the angle of a position also depends on how long the sequence is."""
         return self.kind in {"dynamic", "longrope"}
 
     @property
@@ -125,7 +102,7 @@ _FIELDS = {
         "short_mscale",
         "long_mscale",
     },
-    # Hunyuan: the base is stretched once and for all; transformers reads nothing but `alpha`.
+    # Hunyuan: `alpha` scales the base once; transformers reads nothing else.
     NTK_ALPHA: {"alpha", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"},
 }
 
@@ -139,13 +116,8 @@ def parse_rope(
 ) -> RopeSpec:
     """Read the rope fields of a configuration, as transformers 4 or 5 writes them.
 
-    Args:
-        head_dim: Dimensions of one head, or of its part that may be rotated at all.
-        rule: What holds where the configuration is silent.
-
-    Raises:
-        UnsupportedModelError: An unknown scaling, a field that the scaling does not have, or a
-            value without meaning.
+    `head_dim` is the part of a head that may be rotated. Raises UnsupportedModelError if the
+    scaling or one of its fields is unknown, or a value is invalid.
     """
     fields = _merge(config, head_dim, rule)
     kind = _kind(fields)
@@ -298,10 +270,10 @@ def _longrope(spec: RopeSpec, fields: Mapping[str, object]) -> RopeSpec:
 
 
 def _mscale(spec: RopeSpec, fields: Mapping[str, object]) -> RopeSpec:
-    """As `PhimoeForCausalLM` of transformers 5.23 computes it.
+    """Compute factors as `PhimoeForCausalLM` of transformers 5.23 does.
 
-    It asks for the frequencies of no particular length and gets those of short sequences. By the
-    length it chooses the factor, for all tokens of a row anew; equal ones need no such choice.
+    It asks for frequencies without a length and gets those of short sequences. It chooses the
+    factor by sequence length, anew for all tokens of a row; equal factors need no choice.
     """
     short, long = (_number(fields, f"{name}_mscale", None) for name in ("short", "long"))
     if short != long:

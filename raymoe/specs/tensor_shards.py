@@ -1,18 +1,17 @@
-"""Tensor parallelism: which part of a model one of several ranks has.
+"""Tensor parallelism: the part of a model that each rank holds.
 
-Every rank goes through all layers with all tokens. It has some of the attention heads, with their
-KV, and some of the hidden columns of every network: what it adds to the hidden state is a term of
-a sum over the ranks, taken twice in a layer.
+Every rank computes all layers for all tokens with some of the attention heads and their KV, and
+some of the hidden columns of every network; an all-reduce sums the ranks' results twice per layer.
 
-| weights | are cut |
+| weights | division |
 | --- | --- |
-| queries, and what unfolds a latent; sinks | by heads |
-| keys, values | by KV heads; ranks share one where there are fewer heads than ranks |
-| norms of queries and keys over all heads | by heads; their squares are a sum over the ranks too |
+| queries, up-projection of a latent; sinks | by heads |
+| keys, values | by KV heads; ranks share one if there are more ranks than heads |
+| norms of queries and keys over all heads | by heads; their squares are all-reduced too |
 | output projection of attention | its inputs, by heads |
 | gate and up of experts, shared experts and dense networks | their outputs |
 | down of these | its inputs |
-| biases behind a sum (output projection, down) | not; the first rank adds them |
+| biases after an all-reduce (output projection, down) | not; the first rank adds them |
 | norms, router, its gates, latents, embedding, head | not; each rank has them |
 
 Source: Megatron-LM (arXiv 1909.08053), section 3; MoE-Lightning (ASPLOS 2025), section 4.3.
@@ -44,26 +43,14 @@ _ADDED_ONCE = ("o_proj.bias", "down_proj.bias")
 
 
 class Cut(NamedTuple):
-    """The part of a weight that a rank has.
-
-    Attributes:
-        axis: Which is cut; None where the rank has all of it.
-        begin: First index of that axis.
-        is_zero: Whether another rank adds it, so that here it is zero.
-    """
-
-    axis: int | None = None
+    axis: int | None = None  # the divided axis; None if the rank has all of it
     begin: int = 0
     end: int = 0
-    is_zero: bool = False
+    is_zero: bool = False  # whether another rank adds this weight, so that it is zero here
 
 
 def shard_model(model: ModelSpec, count: int) -> ModelSpec:
-    """The part of a model that each of `count` ranks has; sizes are the same for all of them.
-
-    Raises:
-        ConfigError: Heads, hidden columns or the groups of quantised weights cannot be divided so.
-    """
+    """The equal part of each of `count` ranks; raises ConfigError if sizes are not divisible."""
     if count == 1:
         return model
     assert model.num_shards == 1, "a part of a model cannot be divided again"
@@ -75,18 +62,13 @@ def shard_model(model: ModelSpec, count: int) -> ModelSpec:
 
 
 def cut_of(name: str, whole: Shape, part: Shape, *, rank: int, count: int) -> Cut:
-    """Which part of a weight a rank has.
-
-    Args:
-        whole: Its shape in the model.
-        part: Its shape in `shard_model` of it.
-    """
+    """A rank's part of a weight, from its shape in the model and in `shard_model` of it."""
     if name.endswith(_ADDED_ONCE):
         return Cut(is_zero=rank > 0)
     axis = next((axis for axis, size in enumerate(whole) if part[axis] != size), None)
     if axis is None:
         return Cut()
-    # Fewer parts than ranks: neighbouring ranks, whose queries read it, have the same KV head.
+    # With fewer KV heads than ranks, neighbouring ranks have the KV head that their queries read.
     index = rank * (whole[axis] // part[axis]) // count
     return Cut(axis, index * part[axis], (index + 1) * part[axis])
 
@@ -110,7 +92,7 @@ class _Divided:
         num_heads = self._share("attention heads", attention.num_heads)
         if isinstance(attention, LatentAttentionSpec):
             return replace(attention, num_heads=num_heads)
-        num_kv_heads = 1  # which several ranks may have
+        num_kv_heads = 1  # shared by several ranks
         if self._count % attention.num_kv_heads:
             num_kv_heads = self._share("KV heads", attention.num_kv_heads)
         return replace(attention, num_heads=num_heads, num_kv_heads=num_kv_heads)

@@ -1,4 +1,4 @@
-"""Types of stored tensors, by their names in the format safetensors (0.8), and their bytes."""
+"""Quantised weight formats: stored tensors, their safetensors (0.8) types and bytes."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -30,38 +30,27 @@ ITEM_BYTES: Mapping[str, int] = {
 
 
 HALVES = ("F16", "BF16")
-_NIBBLES = 8  # elements of 4 bits in a word of 32
+_NIBBLES = 8  # 4-bit elements in a 32-bit word
 FP8_ROWS = FP8_COLUMNS = 128
 MXFP4_COLUMNS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """One stored tensor of a matrix.
-
-    Attributes:
-        name: What the codec calls it.
-        dtypes: Types that it may have, all of one width, in which it is kept.
-        widened: Narrower types that it may have; it is kept in the first of `dtypes`, exactly.
-        row_axis: Axis of the outputs of the matrix; None for what belongs to all of them.
-        rows: Outputs of one entry of that axis.
-        column_axis: Axis of the inputs of the matrix; None for what belongs to all of them.
-        columns: Inputs of one entry of that axis.
-    """
-
-    name: str
+    name: str  # name for the codec
     suffix: str
     shape: tuple[int, ...]
-    dtypes: tuple[str, ...]
+    dtypes: tuple[str, ...]  # accepted types, all of one width; kept as stored
+    # Accepted narrower types, converted exactly to the first of `dtypes`.
     widened: tuple[str, ...] = ()
-    row_axis: int | None = 0
-    rows: int = 1
+    row_axis: int | None = 0  # axis of the outputs of the matrix; None if it belongs to all of them
+    rows: int = 1  # outputs per entry of that axis
+    # Axis of the inputs of the matrix; None if it belongs to all of them.
     column_axis: int | None = None
-    columns: int = 1
+    columns: int = 1  # inputs per entry of that axis
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of an element as it is kept."""
         return ITEM_BYTES[self.dtypes[0]]
 
     @property
@@ -70,17 +59,13 @@ class Piece:
 
 
 class WeightFormat(ABC):
-    """A way to store matrices; instances are plain data and can be compared."""
+    """A storage format of matrices; instances are plain data and can be compared."""
 
     name: str
 
     @abstractmethod
     def pieces(self, rows: int, columns: int) -> tuple[Piece, ...]:
-        """The tensors of a matrix.
-
-        Raises:
-            UnsupportedModelError: A matrix of this shape cannot be stored so.
-        """
+        """The stored tensors of a matrix; UnsupportedModelError if its shape does not fit."""
 
     def matrix_bytes(self, rows: int, columns: int) -> int:
         """Bytes of a matrix with its scales; errors as for `pieces`."""
@@ -98,7 +83,7 @@ class PlainFormat(WeightFormat):
 
 @dataclass(frozen=True, slots=True)
 class Fp8Block(WeightFormat):
-    """FP8 with one scale for each tile of 128 x 128, kept as float32.
+    """FP8 with one scale per 128 x 128 tile, kept as float32.
 
     Source: DeepSeek-V3 (arXiv 2412.19437), section 3.3; `FineGrainedFP8Config` of transformers;
     "float-quantized" with strategy "block" of compressed-tensors 0.20.
@@ -126,10 +111,10 @@ class Fp8Block(WeightFormat):
 
 @dataclass(frozen=True, slots=True)
 class Fp8Channel(WeightFormat):
-    """FP8 with one scale for each row, kept as float32.
+    """FP8 with one scale per row, kept as float32.
 
-    Source: "float-quantized" with strategy "channel" of compressed-tensors 0.20;
-    `FbgemmFp8Config` of transformers.
+    Source: "float-quantized" with strategy "channel" of compressed-tensors 0.20; `FbgemmFp8Config`
+    of transformers.
     """
 
     name: str = "fp8_channel"
@@ -149,19 +134,15 @@ class Fp8Channel(WeightFormat):
 
 @dataclass(frozen=True, slots=True)
 class PackedInt4(WeightFormat):
-    """INT4, eight neighbours of a row in a word, one 16-bit scale for each group of columns.
-
-    Attributes:
-        group_size: Columns of a group; 0 for whole rows.
-        has_zero_points: Whether groups have zero points, eight neighbours of a column in a word.
-        has_order: Whether each column names its group (act-order).
+    """INT4, eight neighbours of a row per word, one 16-bit scale per group of columns.
 
     Source: "pack-quantized" of compressed-tensors 0.20.
     """
 
-    group_size: int
+    group_size: int  # columns of a group; 0 for whole rows
+    # Whether groups have zero points, eight neighbours of a column per word.
     has_zero_points: bool = False
-    has_order: bool = False
+    has_order: bool = False  # whether each column names its group (act-order)
     name: str = "int4_packed"
 
     def pieces(self, rows: int, columns: int) -> tuple[Piece, ...]:
@@ -211,14 +192,10 @@ class PackedInt4(WeightFormat):
 
 @dataclass(frozen=True, slots=True)
 class Gptq(WeightFormat):
-    """INT4, eight neighbours of a column in a word; zero points are stored less one.
+    """INT4, eight neighbours of a column per word; zero points are stored minus one.
 
-    Each column names its group, in order or not (act-order).
-
-    Attributes:
-        group_size: Columns of a group; 0 for whole rows.
-
-    Source: checkpoint_format "gptq" of GPTQModel 7.7.
+    Each column names its group, in order or not (act-order). `group_size` is in columns; 0 for
+    whole rows. Source: checkpoint_format "gptq" of GPTQModel 7.7.
     """
 
     group_size: int
@@ -244,12 +221,9 @@ class Gptq(WeightFormat):
 
 @dataclass(frozen=True, slots=True)
 class Awq(WeightFormat):
-    """INT4, eight rows of a column in a word in an order of their own, with zero points.
+    """INT4 with zero points, eight rows of a column per word in AWQ's own order.
 
-    Attributes:
-        group_size: Columns of a group; 0 for whole rows.
-
-    Source: version "gemm" of AutoAWQ 0.2.9.
+    `group_size` is in columns; 0 for whole rows. Source: version "gemm" of AutoAWQ 0.2.9.
     """
 
     group_size: int
@@ -274,10 +248,9 @@ class Awq(WeightFormat):
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4(WeightFormat):
-    """E2M1, two neighbours of a row in a byte, one E8M0 for 32 columns.
+    """E2M1, two neighbours of a row per byte, one E8M0 scale per 32 columns.
 
-    Source: Open Compute Project, Microscaling Formats 1.0, section 5; `Mxfp4Config` of
-    transformers, of which gpt-oss is stored.
+    Source: OCP Microscaling Formats 1.0, section 5; `Mxfp4Config` of transformers (gpt-oss).
     """
 
     name: str = "mxfp4"
@@ -318,7 +291,7 @@ def _codes(rows: int, columns: int, dtype: str) -> Piece:
 
 
 def _column_groups(groups: int, rows: int, size: int) -> tuple[Piece, Piece]:
-    """Zero points and scales of GPTQ and AWQ, by group and row; size 0 is one of whole rows."""
+    """Zero points and scales of GPTQ and AWQ, by group and row; size 0 is one group per row."""
     return (
         Piece(
             name="zeros",

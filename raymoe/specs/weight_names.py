@@ -1,8 +1,8 @@
-"""Under which names, and in which form, the families store their weights.
+"""Names and layouts under which the families store their weights.
 
-One table, `NAMINGS`: what `save_pretrained` of transformers 5.23 writes and what the published
-checkpoints hold (read off `conversion_mapping.py` and the modelling classes; a test compares).
-Names are those below the prefix of a layer, with "{expert}" for the number of an expert.
+`NAMINGS` lists what `save_pretrained` of transformers 5.23 writes and what published checkpoints
+hold (read off `conversion_mapping.py` and the modelling classes; a test compares). Names are those
+after a layer's prefix, with "{expert}" for the number of an expert.
 """
 
 import re
@@ -21,44 +21,26 @@ EXPERT = "{expert}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fused:
-    """A stored tensor that holds several weights, or those of all experts, or is shaped otherwise.
+    """A stored tensor that fuses weights or experts, or has another shape than its weight."""
 
-    Attributes:
-        name: Of the tensor; without "{expert}" it holds all experts, one after the other.
-        weights: Canonical names of the weights whose rows lie in it.
-        is_interleaved: Whether their rows take turns, instead of following one another.
-        is_transposed: Whether matrices are stored [inputs, outputs].
-        is_folded: Whether the experts follow one another in the first of two dimensions, instead
-            of having a dimension of their own.
-        is_row: Whether a vector is stored as [1, length].
-    """
-
-    name: str
-    weights: tuple[str, ...]
-    is_interleaved: bool = False
-    is_transposed: bool = False
+    name: str  # stored name; without "{expert}" the tensor holds all experts, one after the other
+    weights: tuple[str, ...]  # canonical names of the weights whose rows it holds
+    is_interleaved: bool = False  # whether their rows alternate, instead of following one another
+    is_transposed: bool = False  # whether matrices are stored [inputs, outputs]
+    # Whether the first of two dimensions holds all experts, instead of a dimension of their own.
     is_folded: bool = False
-    is_row: bool = False
+    is_row: bool = False  # whether a vector is stored as [1, length]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Naming:
-    """One way to store a model.
-
-    Attributes:
-        layers: Prefix of a layer, with "{layer}" for its number.
-        renamed: Begins of canonical names -> begins of stored ones; the first that fits counts.
-        fused: Tensors that hold more than one weight.
-        unread: Parts of the names of tensors that are stored and not computed.
-    """
-
-    layers: str = "model.layers.{layer}."
+    layers: str = "model.layers.{layer}."  # prefix of a layer, with "{layer}" for its number
+    # Prefixes of canonical names -> prefixes of stored ones; the first match applies.
     renamed: Mapping[str, str] | None = None
     fused: tuple[Fused, ...] = ()
-    unread: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()  # parts of the names of tensors that are stored but not used
 
     def rename(self, name: str) -> str:
-        """The stored name of a canonical one; both without the prefix of their layer."""
         for ours, theirs in (self.renamed or {}).items():
             if name.startswith(ours):
                 return theirs + name.removeprefix(ours)
@@ -66,7 +48,7 @@ class Naming:
 
 
 def namings_of(model_type: str) -> tuple[Naming, ...]:
-    """The ways in which a family is stored: its own, then those that all have in common."""
+    """Ways to store a family: its own first, then the common ones."""
     return (*NAMINGS.get(model_type, ()), _CANONICAL, _IN_ONE)
 
 
@@ -83,7 +65,7 @@ def _experts(leaf: str, *parts: str) -> tuple[str, ...]:
 
 
 _CANONICAL = Naming()
-# What transformers 5 holds in memory, and writes where it is asked not to convert.
+# Layout of transformers 5 in memory; also written if asked not to convert.
 _IN_ONE = Naming(
     fused=(
         Fused(name="mlp.experts.gate_up_proj", weights=_experts("weight", "gate", "up")),
@@ -208,34 +190,28 @@ NAMINGS: Mapping[str, tuple[Naming, ...]] = {
 
 _EXPERT_NUMBER = re.compile(rf"(?<=^{re.escape(EXPERTS)})\d+(?=\.)")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-# What predicts a second token: layers that hold such a matrix (DeepSeek-V3, GLM), or modules whose
-# names begin like that (ERNIE).
+# Tensors that predict a second token: layers that hold such a matrix (DeepSeek-V3, GLM), or modules
+# whose names begin like this (ERNIE).
 _PREDICTOR_MARK = "eh_proj.weight"
 _PREDICTORS = "model.mtp_"
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a canonical weight lies in a checkpoint; read from left to right.
-
-    Attributes:
-        shape: In which to read it, where that is not as it is stored.
-        expert: Index into its first dimension, where all experts are stored as one tensor.
-        is_transposed: Whether the matrix is stored [inputs, outputs].
-        rows: First, end and step of its rows, where several weights are stored as one.
-        quantised: Format and shape of what is stored in several tensors; their names begin with
-            `name`, without ".weight", and end with the suffixes of the format.
-    """
+    """Where a canonical weight is in a checkpoint; fields apply in order."""
 
     name: str
-    shape: Shape | None = None
-    expert: int | None = None
-    is_transposed: bool = False
+    shape: Shape | None = None  # shape to read it in, if it differs from the stored one
+    expert: int | None = None  # index into the first dimension, if all experts are in one tensor
+    is_transposed: bool = False  # whether the matrix is stored [inputs, outputs]
+    # First, end and step of its rows, if several weights are in one tensor.
     rows: tuple[int, int, int] | None = None
+    # Format and shape of a weight stored in several tensors, named `name` without ".weight" plus
+    # the format's suffixes.
     quantised: tuple[WeightFormat, tuple[int, int]] | None = None
 
     def pieces(self) -> dict[str, Piece]:
-        """Stored tensors of a quantised weight, by their names; shapes are of one expert."""
+        """Stored tensors of a quantised weight by name; shapes are per expert."""
         if self.quantised is None:
             return {}
         stored, shape = self.quantised
@@ -252,7 +228,6 @@ def _pieces(stored: WeightFormat, shape: tuple[int, int]) -> tuple[Piece, ...]:
 
 
 def model_weights(spec: ModelSpec) -> dict[str, Shape]:
-    """Canonical names and shapes of all weights; a tied head has none of its own."""
     weights = spec.outer_weights()
     for i, layer in enumerate(spec.layers):
         for name, shape in layer_weights(layer, spec.hidden_size).items():
@@ -263,14 +238,10 @@ def model_weights(spec: ModelSpec) -> dict[str, Shape]:
 def locate_weights(
     spec: ModelSpec, stored: Mapping[str, Shape], files: Mapping[str, str]
 ) -> dict[str, Location]:
-    """Find every canonical weight among the stored tensors.
+    """Find every canonical weight among the stored tensors (name -> shape).
 
-    Args:
-        stored: Name -> shape of every tensor of the checkpoint.
-        files: Name -> file of every tensor, for messages.
-
-    Raises:
-        CheckpointError: A tensor is missing, has the wrong shape, or belongs to nothing.
+    Messages name the tensor's file. Raises CheckpointError if a tensor is missing, unknown, or has
+    the wrong shape.
     """
     best: dict[str, _Place] = {}
     missing: list[str] | None = None
@@ -355,7 +326,7 @@ class _LayerNames:
         return self._in_one(tensor, location, whole)
 
     def _in_one(self, tensor: Fused, location: Location, whole: Shape) -> _Place:
-        """Of a weight in one tensor; `whole` is the shape of all that lies there of an expert."""
+        """Locate a weight in a fused tensor; `whole` is that tensor's shape per expert."""
         shape = stored_shape = whole[:: -1 if tensor.is_transposed else 1]
         if location.expert is not None:
             shape = stored_shape = (self._num_experts, *shape)
@@ -441,11 +412,11 @@ def _check_for_others(
 
 
 def _is_redundant(spec: ModelSpec, name: str, stored: Mapping[str, Shape]) -> bool:
-    """What is stored and not computed.
+    """Whether a stored tensor is not used.
 
-    Old checkpoints store the rope frequencies; tied ones may store the head twice; layers that
-    predict a second token follow the last one, or are modules of their own; some families store
-    what chooses tokens in contexts that are refused.
+    Old checkpoints store rope frequencies; tied ones may store the head twice; layers that predict
+    a second token follow the last one or are separate modules; some families store the indexer for
+    contexts that are refused.
     """
     if name.startswith(_PREDICTORS) or name.endswith(".rotary_emb.inv_freq"):
         return True

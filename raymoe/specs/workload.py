@@ -1,5 +1,3 @@
-"""Workload: how many rows, how long. Pure data."""
-
 from dataclasses import dataclass
 
 from raymoe.errors import ConfigError
@@ -10,10 +8,10 @@ class Workload:
     """The rows of a job.
 
     Attributes:
-        num_rows: Rows that are there at once; more arrive as these end.
-        generated_tokens: Mean number of generated tokens.
-        row_lengths: (prompt, generated) tokens of typical rows, repeated as often as needed; empty
-            where only the means are known.
+        num_rows: Rows available at once; more arrive as these end.
+        generated_tokens: Mean per row.
+        row_lengths: (prompt, generated) tokens of typical rows, repeated as needed; empty if only
+            the means are known.
     """
 
     num_rows: int
@@ -32,11 +30,7 @@ class Workload:
 
     @classmethod
     def of_rows(cls, row_lengths: tuple[tuple[int, int], ...]) -> "Workload":
-        """A job whose rows are known.
-
-        Raises:
-            ConfigError: There is no row, or one has no token.
-        """
+        """A job whose rows are known; raises ConfigError without rows or tokens."""
         if not row_lengths:
             raise ConfigError("Workload.of_rows needs at least one row")
         count = len(row_lengths)

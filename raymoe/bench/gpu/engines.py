@@ -1,4 +1,4 @@
-"""Parts of the GPU suite that run: our engine, and transformers with accelerate's offloading."""
+"""Measured parts of the GPU suite: our engine, and transformers with accelerate's offloading."""
 
 import gc
 import time
@@ -49,21 +49,15 @@ from raymoe.units import GIB, format_bytes, format_seconds
 
 PlanOf = Callable[[Workload], Plan]
 
-MARGIN = 0.95  # of the rows that would take exactly the time: passes do not shrink with their rows
+MARGIN = 0.95  # share of the rows that fill the time: steps do not shrink with the rows
 MAX_STEPS = 40
 
 
 def fitting_plan(plan_of: PlanOf, rows: RowStatistics, max_rows: int, seconds: float) -> Plan:
-    """The plan of the largest of some jobs that is predicted to fit, its prefill run twice.
+    """The plan of the largest job that fits in `seconds`, with its prefill run separately.
 
-    Rows beyond the last whole batch are left out: with static batches they would take as long as
-    one.
-
-    Args:
-        seconds: For the job and its prefill.
-
-    Raises:
-        ConfigError: Not even one row fits.
+    Rows beyond the last whole batch are dropped: with static batches they would take as long as a
+    full one. Raises ConfigError if not even one row fits.
     """
     plan = _largest(plan_of, rows, max_rows, seconds)
     num_rows, batch = plan.workload.num_rows, plan.policy.batch_size
@@ -74,12 +68,10 @@ def fitting_plan(plan_of: PlanOf, rows: RowStatistics, max_rows: int, seconds: f
 
 
 def predicted_s(plan: Plan) -> float:
-    """Seconds of the job of a plan and of its prefill on its own."""
     return plan.job.seconds + plan.estimate(prefill_of(plan.workload)).seconds
 
 
 def prefill_of(workload: Workload) -> Workload:
-    """The same rows with one new token each."""
     lengths = tuple((prompt, 1) for prompt, _ in workload.row_lengths)
     return replace(workload, generated_tokens=1, row_lengths=lengths)
 
@@ -100,11 +92,11 @@ def _largest(plan_of: PlanOf, rows: RowStatistics, max_rows: int, seconds: float
     )
 
 
-# Of the limit of a part. The rest: to start, to make and pin the weights, and to be slower than
-# predicted.
+# Share of a part's time limit. The rest covers starting, making and pinning the weights, and runs
+# slower than predicted.
 JOB_SHARE = 0.5
 WARM_UP_ROWS = 8
-LINGER_S = 60.0  # no step before all rows are there
+LINGER_S = 60.0  # start no step before all rows have arrived
 
 Prompts = Sequence[list[int]]
 
@@ -118,12 +110,7 @@ class _Run:
 
 
 def measure_engine(settings: PartSettings, node: HardwareSpec, out: Path) -> Figures:
-    """Plan, load, run the prefill of the job and then all of it.
-
-    Args:
-        node: Where it runs, with the memory that may be used.
-        out: Where pictures and the model's `config.json` go.
-    """
+    """Plan, load, and run the job's prefill and then the whole job; pictures go to `out`."""
     contender = SCHEDULES[settings.contender]
     spec = shape_spec(settings.shape, settings.num_layers)
     plan = fitting_plan(
@@ -234,9 +221,9 @@ def _predicted(plan: Plan, spec: ModelSpec, run: _Run) -> PredictedFigures:
     )
 
 
-RUNTIME_BYTES = GIB  # of the device: kernels, workspaces, the allocator's rounding
-LAYERS_AT_ONCE = 2  # of weights: the one that computes, and copies that kernels make of it
-MIN_STEP_S = 1e-6  # a prefill measured twice may differ by more than a step takes
+RUNTIME_BYTES = GIB  # device memory of kernels, workspaces and the allocator's rounding
+LAYERS_AT_ONCE = 2  # layers of weights on the device: the computing one and kernels' copies
+MIN_STEP_S = 1e-6  # prefill times may vary by more than a step takes
 PAD_TOKEN_ID = 2
 
 
@@ -255,22 +242,13 @@ class BatchTimes:
 
 
 def measure_accelerate(settings: PartSettings, node: HardwareSpec, device: str) -> Figures:
-    """Make the model, choose the batch, run it.
-
-    Args:
-        node: With the memory that may be used.
-        device: Where torch computes; "cpu" tries the contender without a GPU.
-
-    Raises:
-        SkipPartError: accelerate is not installed.
-        ConfigError: Not one row fits.
-    """
+    """Choose the batch and run it; `device` "cpu" tries the contender without a GPU."""
     if find_spec("accelerate") is None:
         raise SkipPartError("accelerate is not installed; pip install accelerate")
     pinned = pinned_bytes_per_s(node, device)
     rows = GPU_WORKLOADS[settings.workload]
     spec = shape_spec(settings.shape, settings.num_layers)
-    # It has all weights in 16 bits, whatever they are stored in.
+    # This contender holds all weights in 16 bits, whatever the stored format.
     work = ModelWork.of(replace(spec, quantization=None), BYTES_PER_ELEMENT)
     sizes = sizes_that_fit(work, rows, settings.max_rows, node.gpu_memory_bytes)
     model = make_model(shape_config(settings.shape, settings.num_layers), device)
@@ -300,14 +278,7 @@ def measure_accelerate(settings: PartSettings, node: HardwareSpec, device: str) 
 
 
 def sizes_that_fit(work: ModelWork, rows: RowStatistics, max_rows: int, device_bytes: int) -> Sizes:
-    """The largest batch, and the weights that stay beside it.
-
-    Args:
-        work: The model with 16-bit weights.
-
-    Raises:
-        ConfigError: Not one row fits.
-    """
+    """The largest batch and the bytes of weights that stay with it; `work` is in 16 bits."""
     largest = max(layer.weight_bytes(layer.num_experts) for layer in work.kinds)
     fixed = RUNTIME_BYTES + LAYERS_AT_ONCE * max(largest, work.head.num_bytes)
     row = _row_bytes(work, rows)
@@ -337,7 +308,7 @@ def _token_elements(layer: LayerWork, hidden: int) -> float:
 
 
 def make_model(config: dict[str, object], device: str) -> PreTrainedModel:
-    """A transformers model with random weights in host memory; nothing is drawn twice."""
+    """A transformers model in host memory whose weights share one pool of random values."""
     from accelerate import init_empty_weights  # noqa: PLC0415 - not a dependency
 
     transformers.logging.set_verbosity_error()
@@ -362,7 +333,7 @@ def _weight(values: Tensor, name: str, like: Tensor) -> Tensor:
 
 
 def place(model: PreTrainedModel, device: str, weight_bytes: int) -> None:
-    """Weights that stay go to the device, the others come for each use and go again."""
+    """Put resident weights on the device and offload the others, which are loaded for each use."""
     from accelerate import cpu_offload, dispatch_model, infer_auto_device_map  # noqa: PLC0415
 
     total = sum(parameter.nbytes for parameter in model.parameters())
@@ -383,19 +354,13 @@ def place(model: PreTrainedModel, device: str, weight_bytes: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRunner:
-    """Runs one batch of a model that is in its place."""
-
     model: PreTrainedModel
     device: str
     rows: RowStatistics
     seconds: float
 
     def run_largest(self, batch_size: int) -> BatchTimes:
-        """Run a batch; half of it where the device does not hold it after all.
-
-        Raises:
-            ConfigError: Not one row fits.
-        """
+        """Run a batch, halved while memory runs out; raises ConfigError if not one row fits."""
         while batch_size:
             try:
                 return self.run(batch_size)
@@ -405,10 +370,10 @@ class BatchRunner:
         raise ConfigError("not one row fits the device memory beside what accelerate moves there")
 
     def run(self, batch_size: int) -> BatchTimes:
-        """Prefill and a step say how many steps there is time for; those are measured together."""
+        """Time as many decode steps as prefill and step times allow."""
         prompts = random_prompts([self.rows.mean_prompt] * batch_size, self.model.config.vocab_size)
         ids = torch.tensor(prompts, device=self.device)
-        self._generate_s(ids, 2)  # first use of every kernel
+        self._generate_s(ids, 2)  # warm up every kernel
         prefill_s = self._generate_s(ids, 1)
         steps = self.rows.generated_tokens - 1
         step_s = max(self._generate_s(ids, 2) - prefill_s, MIN_STEP_S)
@@ -433,7 +398,7 @@ class BatchRunner:
         mask = torch.ones_like(ids)
         start_s = time.perf_counter()
         out = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
-        out.cpu()  # the host waits
+        out.cpu()  # waits for the device
         elapsed_s = time.perf_counter() - start_s
         if out.shape[1] != ids.shape[1] + new_tokens:
             raise ExecutionError(

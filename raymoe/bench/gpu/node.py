@@ -1,6 +1,6 @@
-"""The node of the GPU suite, found in a process of its own: a suite must not hold a GPU's memory.
+"""Find the node of the GPU suite in its own process, as the suite must not hold GPU memory.
 
-`python -m` this module: the settings, as `NodeSettings.to_json` writes them, and the file to write.
+Arguments of `python -m` this module: the settings from `NodeSettings.to_json` and the output file.
 """
 
 import sys
@@ -20,11 +20,7 @@ from raymoe.specs.hardware import HardwareSpec
 
 
 def measured_node(chosen: NodeSettings, settings: Settings) -> HardwareSpec:
-    """The node with the memory that may be used of it; a GPU's is measured, or kept from before.
-
-    Raises:
-        ConfigError: There is no such GPU, or no such preset.
-    """
+    """The node with the memory that may be used; a GPU is measured once and stored."""
     if chosen.device == "cuda":
         check_cuda()
         obtain_profile(settings.cache_directory, chosen.num_threads or settings.num_threads)
@@ -55,7 +51,7 @@ LINK_SECONDS = 1.0
 
 
 def pinned_bytes_per_s(node: HardwareSpec, device: str) -> float:
-    """Rate from pinned host memory to the device; on an emulated one, the rate that it takes on."""
+    """Rate from pinned host memory to the device; the emulated rate on an emulated device."""
     if device != "cuda":
         return node.htod_bytes_per_s
     api = TorchCuda()
@@ -73,27 +69,22 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def computing_dtype(device: str) -> str:
-    """The 16-bit type that the device multiplies: float16 where a GPU has no bfloat16."""
+    """The 16-bit type for products: float16 on a GPU without bfloat16."""
     if device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return "float16"
     return "bfloat16"
 
 
 def cap_device(device: str, memory_bytes: int) -> None:
-    """Let torch take no more of a GPU than that, whatever engine asks.
-
-    The plan of our engine holds back what torch takes beside it, so that it has no need of more.
-    """
+    """Limit torch's GPU memory; our plan already leaves room for torch's own needs."""
     if device == "cuda":
         _, total_bytes = torch.cuda.mem_get_info()
         torch.cuda.set_per_process_memory_fraction(min(1.0, memory_bytes / total_bytes))
 
 
 def device_peak_bytes(device: str) -> int:
-    """Most device memory that torch held; 0 where there is none."""
     return torch.cuda.max_memory_reserved() if device == "cuda" else 0
 
 
 def device_name(device: str, node_name: str) -> str:
-    """As the driver calls it, or the preset that is emulated."""
     return torch.cuda.get_device_name() if device == "cuda" else f"emulated {node_name}"

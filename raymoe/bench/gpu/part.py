@@ -1,7 +1,7 @@
-"""One part of the GPU suite, in a process of its own; prints its result as one JSON line.
+"""Run one part of the GPU suite and print its result as one JSON line.
 
-`python -m` this module: the settings, as `PartSettings.to_json` writes them, the file of the node,
-and the directory for pictures.
+Arguments of `python -m` this module: the settings from `PartSettings.to_json`, the node file and
+the directory for pictures.
 """
 
 import sys
@@ -53,7 +53,6 @@ def _measure(settings: PartSettings, node: HardwareSpec, out: Path) -> Figures:
 
 
 def result_of(settings: PartSettings, status: Status, reason: str, device: str) -> PartResult:
-    """A result without figures: what is the same however a part ends."""
     return PartResult(
         key=settings.key,
         settings=settings,

@@ -1,4 +1,4 @@
-"""What the steps of a run moved, and one that stands for those in which all rows decode."""
+"""Report of the GPU suite: result tables, bar charts and timelines of a decode step."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,16 +28,12 @@ class SteadyStep:
 
 @dataclass(slots=True)
 class RunRecorder:
-    """A runner that passes everything on to another and keeps what came of it.
-
-    Attributes:
-        page_s: Seconds in which pages of weights were copied.
-        steady: Of the decoding steps with the most rows, the last.
-    """
+    """Wraps a runner and records transfers and a representative decode step."""
 
     runner: Runner
-    page_s: float = 0.0
+    page_s: float = 0.0  # seconds in which pages of weights were copied
     num_steps: int = 0
+    # The last among the decoding steps with the most rows.
     steady: SteadyStep | None = field(default=None)
 
     def restart(self) -> None:
@@ -61,20 +57,16 @@ BAR_HEIGHT, BAR_STEP = 20, 30
 
 
 class Bar(NamedTuple):
-    """One contender: generated tokens per second, and what is written behind the bar."""
-
     name: str
     tokens_per_s: float
     note: str
 
 
 def timeline_files(settings: PartSettings) -> tuple[str, str]:
-    """Names of the Gantt chart and the trace of a part."""
     return f"{settings.file_name}.svg", f"{settings.file_name}.json"
 
 
 def draw_steady_step(plan: Plan, steady: SteadyStep, settings: PartSettings, out: Path) -> None:
-    """Write a decode step, predicted above measured, as SVG and as a Chrome trace."""
     timelines = [
         Timeline("predicted", plan.steps.timeline(steady.load).spans),
         Timeline("measured", steady.measured.spans),
@@ -86,7 +78,6 @@ def draw_steady_step(plan: Plan, steady: SteadyStep, settings: PartSettings, out
 
 
 def draw_bars(bars: Sequence[Bar], *, title: str) -> str:
-    """Generated tokens per second of each contender, as SVG; ours in another colour."""
     maximum = max(bar.tokens_per_s for bar in bars)
     return svg_page(title, WIDTH, TOP + BAR_STEP * len(bars) + 12, _bars(bars, maximum))
 
@@ -128,14 +119,11 @@ LEGEND = (
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Results of one shape and workload on one node."""
-
     title: str
     file_name: str
     results: tuple[PartResult, ...]
 
     def rows(self) -> Iterator[tuple[str, ...]]:
-        """A line for each result that was measured, for `COLUMNS` and `MORE_COLUMNS`."""
         ours = [r for r in self.results if r.settings.contender == "raymoe"]
         mine = ours[0].figures if ours else None
         for result in self.results:
@@ -143,14 +131,12 @@ class Group:
                 yield _row(result.settings.contender, result.figures, mine)
 
     def notes(self) -> Iterator[str]:
-        """A line for each result that was not."""
         for result in self.results:
             if result.figures is None:
                 reason = first_line(result.reason)
                 yield f"{result.settings.contender} {result.status}: {reason}"
 
     def bars(self) -> str | None:
-        """The bar chart; None where nothing was measured."""
         bars = [
             Bar(
                 result.settings.contender,
@@ -164,13 +150,11 @@ class Group:
 
 
 def groups_of(results: Iterable[PartResult]) -> list[Group]:
-    """Results by shape and workload, node and number of layers, in their order."""
     ordered = sorted(results, key=_group_key)
     return [_group(tuple(members)) for _, members in groupby(ordered, key=_group_key)]
 
 
 def write_report(results: Sequence[PartResult], out: Path) -> Path:
-    """Write `report.md` and the bar charts; returns the former."""
     sections = [LEGEND]
     for group in groups_of(results):
         lines = [f"## {group.title}", "", *_markdown(group)]
@@ -188,7 +172,6 @@ def write_report(results: Sequence[PartResult], out: Path) -> Path:
 
 
 def first_line(text: str) -> str:
-    """The first line of a message that may hold a table."""
     return text.splitlines()[0] if text else ""
 
 

@@ -1,4 +1,4 @@
-"""What decides a part of the GPU suite, and its result."""
+"""Settings and results of the GPU suite."""
 
 import hashlib
 import json
@@ -23,28 +23,20 @@ from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS
 from raymoe.specs.workload import Workload
 
-# Part of the key of a result: raise it when what is measured, or how, changes.
+# Part of the key of a result; raise it when the measurements change.
 FORMAT = 1
 
 
 class SkipPartError(RaymoeError):
-    """A part that cannot be run here; says what it needs."""
+    """A part that cannot run here; says what it needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
-    """Which node, and how much of it.
-
-    Attributes:
-        hardware: Preset whose pace the emulated device takes on; None on a GPU.
-        device_memory_bytes: Cap; None for what is free.
-        host_memory_bytes: Cap; None for what is available.
-    """
-
     device: str
-    hardware: str | None = None
-    device_memory_bytes: int | None = None
-    host_memory_bytes: int | None = None
+    hardware: str | None = None  # preset whose rates the emulated device imitates; None on a GPU
+    device_memory_bytes: int | None = None  # cap; None for what is free
+    host_memory_bytes: int | None = None  # cap; None for what is available
     num_threads: int | None = None
 
     def to_json(self) -> str:
@@ -57,20 +49,13 @@ class NodeSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartSettings:
-    """One shape, workload and contender on one node.
-
-    Attributes:
-        limit_s: After which the part has failed.
-        max_rows: No more rows than that, however fast.
-    """
-
     node: NodeSettings
     shape: str
     num_layers: int
     workload: str
     contender: str
-    limit_s: float
-    max_rows: int
+    limit_s: float  # time after which the part fails
+    max_rows: int  # upper bound, however fast the contender is
 
     @property
     def name(self) -> str:
@@ -78,7 +63,6 @@ class PartSettings:
 
     @property
     def file_name(self) -> str:
-        """Of its pictures and its log, without what they end in."""
         return f"{self.shape}-{self.workload}-{self.contender}-{self.key[:8]}"
 
     @property
@@ -96,13 +80,7 @@ class PartSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowStatistics:
-    """Lengths of rows; the same for any number of them.
-
-    Attributes:
-        min_prompt: Tokens of the shortest prompt.
-        mean_prompt: Mean tokens of a prompt.
-        max_prompt: Tokens of the longest one.
-    """
+    """Row lengths, independent of the number of rows; `generated_tokens` is the same for all."""
 
     min_prompt: int
     mean_prompt: int
@@ -110,11 +88,7 @@ class RowStatistics:
     generated_tokens: int
 
     def prompt_lengths(self, num_rows: int) -> list[int]:
-        """Tokens of each prompt, in a fixed shuffled order.
-
-        Quantiles of the power law that has the least, the mean and the largest length: the
-        published statistics say no more.
-        """
+        """Quantiles of the power law with these minimum, mean and maximum, shuffled."""
         span = self.max_prompt - self.min_prompt
         if not span:
             return [self.min_prompt] * num_rows
@@ -144,7 +118,7 @@ DEFAULT_WORKLOADS = ("mtbench-64", "512-256")
 Config = Mapping[str, object]
 
 BYTES_PER_ELEMENT = 2
-# Of the host memory; the rest is for KV.
+# Share of host memory; the rest is for KV.
 WEIGHT_SHARE = 0.8
 
 _TINY: Config = {
@@ -171,7 +145,6 @@ GPU_SHAPES: Mapping[str, Config] = {
 
 
 def shape_config(name: str, num_layers: int | None = None) -> dict[str, object]:
-    """The `config.json` of a shape, with all of its layers or the first ones."""
     config = dict(GPU_SHAPES[name])
     return config if num_layers is None else config | {"num_hidden_layers": num_layers}
 
@@ -181,18 +154,13 @@ def shape_spec(name: str, num_layers: int | None = None) -> ModelSpec:
 
 
 def write_shape(name: str, num_layers: int, directory: Path) -> Path:
-    """Write the `config.json` of a shape; returns the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(shape_config(name, num_layers), indent=1))
     return directory
 
 
 def layers_that_fit(name: str, node: HardwareSpec, generated_tokens: int, seconds: float) -> int:
-    """Layers of a shape whose weights fit the host, and stream once for each token in the time.
-
-    Args:
-        node: With the memory that may be used.
-    """
+    """Layers that fit the host and can stream once per generated token in `seconds`."""
     maximum = shape_spec(name).num_layers
     return next(
         (
@@ -220,25 +188,13 @@ PLANNER = "planner"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleContender:
-    """Our engine by one schedule.
-
-    Attributes:
-        choose: That policy; None for our planner's.
-    """
-
     schedule: str
     paper: str = PLANNER
+    # The paper's policy; None for our planner's.
     choose: Callable[[PaperPolicies], Policy] | None = None
 
     def plan(self, model: ModelSpec, node: HardwareSpec, workload: Workload) -> tuple[Plan, str]:
-        """The plan of a job, and whose policy that is.
-
-        Where the paper has no policy for the model or the node, our planner chooses one for the
-        paper's schedule, and the name says so.
-
-        Raises:
-            InfeasiblePlanError: Nothing fits.
-        """
+        """The plan and its policy's source: the paper, or our planner where it has none."""
         policy, source = None, self.paper
         if self.choose is not None:
             try:
@@ -282,7 +238,6 @@ GPU_CONTENDERS = (*SCHEDULES, ACCELERATE)
 
 
 def longest_row(workload: Workload) -> int:
-    """Tokens of the longest row at its end."""
     return max(prompt + generated for prompt, generated in workload.row_lengths)
 
 
@@ -294,8 +249,6 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BusyShares:
-    """Busy share of each resource over the steps of a run, 0..1."""
-
     gpu: float
     cpu: float
     htod: float
@@ -304,51 +257,32 @@ class BusyShares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedFigures:
-    """What a plan said, and what was moved by it; only of our engine.
-
-    Attributes:
-        predicted_s: Seconds of the job, from the plan.
-        steps_predicted_s: Of the steps that were run, from the cost model.
-        link_bytes_per_s: Weights over the time in which their pages were copied; 0 where none were.
-    """
-
-    predicted_s: float
-    steps_predicted_s: float
+    predicted_s: float  # seconds of the job, from the plan
+    steps_predicted_s: float  # seconds of the executed steps, from the cost model
     steps_measured_s: float
-    link_bytes_per_s: float
+    link_bytes_per_s: float  # weights over the time of their page copies; 0 without copies
     busy: BusyShares
     plan: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What was measured.
-
-    Attributes:
-        prefill_s: The job with one new token for each row.
-        num_measured_steps: Decode steps that were measured; where they are fewer than those of the
-            job, its time is that of the prefill and of as many mean steps.
-        pinned_bytes_per_s: Copies from pinned memory to the device, measured just before.
-        bound_s: The job at the limits of the node.
-        device_peak_bytes: Most device memory that torch reserved; 0 where there is none.
-        peak_rss_bytes: Most host memory of the process.
-        model: What our engine says besides.
-    """
-
     schedule: str
     policy: str
     num_rows: int
     prompt_tokens: int
     generated_tokens: int
-    prefill_s: float
+    prefill_s: float  # the job with one new token per row
     total_s: float
+    # Measured decode steps; with fewer than the job has, the job's time is the prefill plus all
+    # steps at their mean.
     num_measured_steps: int
-    pinned_bytes_per_s: float
-    bound_s: float
+    pinned_bytes_per_s: float  # copies from pinned memory to the device, measured just before
+    bound_s: float  # the job at the limits of the node
     limit: str
-    device_peak_bytes: int
+    device_peak_bytes: int  # peak reserved by torch; 0 without a GPU
     peak_rss_bytes: int
-    model: PredictedFigures | None = None
+    model: PredictedFigures | None = None  # predictions, for our engine only
 
     @property
     def tokens_per_s(self) -> float:
@@ -360,40 +294,30 @@ class Figures:
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Tokens beyond the first of each row over the time beyond the prefill; 0 without any."""
+        """Tokens after each row's first over the time after the prefill; 0 without any."""
         decode_s = self.total_s - self.prefill_s
         decoded = self.generated_tokens - self.num_rows
         return decoded / decode_s if decode_s > 0 else 0.0
 
     @property
     def share_of_bound(self) -> float:
-        """Time at the limits of the node over the time it took."""
         return self.bound_s / self.total_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartResult:
-    """One line of results.
-
-    Attributes:
-        reason: Why there are no figures; empty where there are.
-        whole_layers: Of the published model, of which the settings say how many were taken.
-        device_name: As the driver calls it, or the preset.
-        figures: None unless it is done.
-    """
-
     key: str
     settings: PartSettings
     status: str
-    reason: str
-    whole_layers: int
+    reason: str  # why there are no figures; empty otherwise
+    whole_layers: int  # layers of the published model; `settings.num_layers` of them were used
     date: str
-    device_name: str
+    device_name: str  # the driver's name, or the preset
     versions: str
     figures: Figures | None = None
 
     def to_json(self) -> str:
-        """One line, with the derived figures for other programs."""
+        """One line, with derived figures for other programs."""
         derived = {}
         if self.figures is not None:
             names = ("tokens_per_s", "prefill_tokens_per_s", "decode_tokens_per_s")
@@ -402,11 +326,6 @@ class PartResult:
 
     @classmethod
     def from_json(cls, line: str) -> Self:
-        """Read what `to_json` wrote.
-
-        Raises:
-            ConfigError: It is something else.
-        """
         try:
             fields = json.loads(line)
         except ValueError as error:
@@ -417,11 +336,7 @@ class PartResult:
 
 
 def read_results(path: Path) -> list[PartResult]:
-    """Results of a file in their order; of equal settings the latest, where the first was.
-
-    Raises:
-        ConfigError: A line is something else; says which.
-    """
+    """Results of a file; the latest of equal settings takes the place of the first."""
     latest: dict[str, PartResult] = {}
     for number, line in enumerate(_lines(path), 1):
         try:
@@ -433,7 +348,7 @@ def read_results(path: Path) -> list[PartResult]:
 
 
 def append_result(path: Path, result: PartResult) -> None:
-    """Add a line; readers see it whole or not at all."""
+    """Append a line atomically for readers."""
     text = "".join(f"{line}\n" for line in (*_lines(path), result.to_json()))
     keep(path, lambda written: written.write_text(text))
 

@@ -1,4 +1,4 @@
-"""Runs the parts of the GPU suite one after another, each in a process with a time limit."""
+"""Run the parts of the GPU suite in turn, each in a process with a time limit."""
 
 import os
 import signal
@@ -32,33 +32,25 @@ from raymoe.units import format_seconds
 Report = Callable[[str], None]
 
 RESULTS = "gpu.jsonl"
-# Of the limit of a part: what the weights of all steps may take on the link. Schedules that wait
+# Share of a part's limit that the weights of all steps may take on the link. Schedules that wait
 # for them take up to twice that.
 LINK_SHARE = 0.3
-SIGNALLED = 128  # and the number: how shells say that a signal ended a program
-NODE_LIMIT_S = 300.0  # the profile of a machine takes a minute
+SIGNALLED = 128  # plus the signal number: exit status of a signalled program in shells
+NODE_LIMIT_S = 300.0  # profiling a machine takes a minute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteSettings:
-    """What to run.
-
-    Attributes:
-        num_layers: Of every shape; None for as many as fit memory and time.
-        is_again: Whether parts with a result run again.
-    """
-
     node: NodeSettings
     shapes: Sequence[str]
     workloads: Sequence[str]
     contenders: Sequence[str]
-    num_layers: int | None
+    num_layers: int | None  # per shape; None for as many as fit memory and time
     limit_s: float
     max_rows: int
-    is_again: bool
+    is_again: bool  # whether parts with a result run again
 
     def parts(self, node: HardwareSpec) -> list[PartSettings]:
-        """All parts, contenders of one shape and workload together."""
         return [
             PartSettings(
                 node=self.node,
@@ -80,16 +72,7 @@ class SuiteSettings:
 
 
 def run_gpu_suite(suite: SuiteSettings, out: Path, report: Report) -> Iterator[PartResult]:
-    """Yield the result of every part, of those that have one already, too.
-
-    Args:
-        out: Where results, pictures and logs are kept.
-        report: Told what is being done.
-
-    Raises:
-        ConfigError: The file of results is not one.
-        ExecutionError: The node cannot be found.
-    """
+    """Yield the result of every part, including those stored in `out`, with pictures and logs."""
     (out / "logs").mkdir(parents=True, exist_ok=True)
     with _ending_parts():
         yield from _results(suite, out, report)
@@ -122,7 +105,7 @@ def _results(suite: SuiteSettings, out: Path, report: Report) -> Iterator[PartRe
 def run_in_process(
     part: PartSettings, node: HardwareSpec, node_file: Path, out: Path
 ) -> PartResult:
-    """Run a part; a process that ends without a result, or does not end, has failed."""
+    """Run a part; a process without a result, or past its time limit, counts as failed."""
     log = out / "logs" / f"{part.file_name}.log"
     module = [sys.executable, "-m", "raymoe.bench.gpu.part"]
     arguments = [part.to_json(), str(node_file), str(out)]
@@ -164,7 +147,7 @@ def _measure_node(settings: NodeSettings, file: Path, log: Path) -> HardwareSpec
 
 
 def _run(command: Sequence[str], log: Path, limit_s: float) -> tuple[int | None, str]:
-    """Status and output of a process; no status if it had to be ended, with all that it started."""
+    """Exit status and output; no status if the process group had to be killed."""
     with (
         log.open("w") as errors,
         subprocess.Popen(

@@ -1,1 +1,1 @@
-"""The performance models of the three papers, each with its own constants, to compare ours with."""
+"""Performance models of three papers with their own constants, for comparison."""

@@ -1,10 +1,10 @@
-"""A model as the papers count it: equal layers, experts, what is not an expert, 16-bit numbers.
+"""Model sizes as the papers count them, and the hierarchical roofline of MoE-Lightning.
 
 Assumptions:
-- Weights, KV and hidden states take two bytes each.
-- Layers that differ are replaced by their mean: leading dense layers, windows.
-- Shared experts and dense networks count as what is not an expert, like the projections. Routers,
-  norms, embeddings and the head are left out, as in the code of MoE-Lightning.
+- Weights, KV and hidden states take two bytes per element.
+- Layers that differ (leading dense layers, windows) are replaced by their mean.
+- Shared experts and dense networks count as dense parts, like projections. Routers, norms,
+  embeddings and the head are left out, as in the code of MoE-Lightning.
 """
 
 from dataclasses import dataclass
@@ -25,37 +25,23 @@ class PaperModel:
     """One model in the symbols that the papers share.
 
     Source: MoE-Lightning, table 1; MoE-Lens, section 5.1; MoE-Gen, table 2.
-
-    Attributes:
-        hidden_size: h1 of MoE-Lightning, h of MoE-Lens.
-        num_experts: n_e, N_e: of a layer that has experts.
-        query_width: n_q times the size of a head.
-        kv_token_bytes: KV of one token in one layer.
-        pair_flop: Operations of a query and a context token, all heads, both products.
-        layer_expert_bytes: All experts of a layer.
-        layer_dense_bytes: What is not an expert, of a layer.
     """
 
     num_layers: int
-    hidden_size: int
+    hidden_size: int  # h1 of MoE-Lightning, h of MoE-Lens
     expert_hidden: int
-    num_experts: int
+    num_experts: int  # n_e, N_e: per layer with experts
     top_k: int
     num_heads: int
-    query_width: float
-    kv_token_bytes: float
-    pair_flop: float
+    query_width: float  # n_q times the head size
+    kv_token_bytes: float  # KV of one token in one layer
+    pair_flop: float  # operations per query and context token, all heads, both products
     expert_bytes: int
-    layer_expert_bytes: float
-    layer_dense_bytes: float
+    layer_expert_bytes: float  # all experts of a layer
+    layer_dense_bytes: float  # everything else of a layer
 
     @classmethod
     def of(cls, model: ModelSpec) -> Self:
-        """Count a model.
-
-        Raises:
-            ConfigError: No layer has experts.
-        """
         work = ModelWork.of(model, BYTES_PER_ELEMENT)
         sparse = [layer for layer in work.layers if layer.num_experts]
         if not sparse:
@@ -85,7 +71,6 @@ class PaperModel:
 
     @property
     def dense_bytes_all(self) -> float:
-        """What is not an expert, of all layers."""
         return self.num_layers * self.layer_dense_bytes
 
     @property
@@ -97,7 +82,7 @@ class PaperModel:
         return self.num_layers * self.kv_token_bytes
 
     def expert_flop(self, tokens: float) -> float:
-        """Operations of the experts of one layer: two for each weight that a token meets."""
+        """Operations of the experts of one layer: two per weight and token."""
         visited = tokens * self.top_k * self.layer_expert_bytes / self.num_experts
         return 2 * visited / BYTES_PER_ELEMENT
 
@@ -109,8 +94,6 @@ class Roof(StrEnum):
 
 
 class Point(NamedTuple):
-    """A point of the picture: intensity at the far level against speed."""
-
     flop_per_byte: float
     flop_per_s: float
 
@@ -121,39 +104,27 @@ class Level:
     bytes_per_s: float
 
     def attainable(self, flop_per_byte: float) -> float:
-        """Operations per second at an intensity: the lower of two roofs.
-
-        Source: MoE-Lightning, section 3.1, equations 1 and 2; section 3.2, equation 8.
-        """
+        """Operations per second at an intensity (MoE-Lightning, equations 1, 2 and 8)."""
         return min(self.flop_per_s, self.bytes_per_s * flop_per_byte)
 
     def seconds(self, flop: float, num_bytes: float) -> float:
-        """Time of an operation that stays on this level.
-
-        Source: MoE-Lightning, section 4.2, before equation 14.
-        """
+        """Time of an operation on this level (MoE-Lightning, section 4.2, before equation 14)."""
         return max(flop / self.flop_per_s, num_bytes / self.bytes_per_s)
 
     @property
     def turning_point(self) -> float:
-        """Intensity from which computation limits, in operations per byte.
-
-        Source: MoE-Lightning, section 3.1, equation 3.
-        """
+        """Flop per byte from which computation limits (MoE-Lightning, section 3.1, equation 3)."""
         return self.flop_per_s / self.bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
 class Hierarchy:
-    """Two levels and the link from the far to the near one."""
-
     near: Level
     far: Level
     link_bytes_per_s: float
 
     @classmethod
     def of(cls, hardware: HardwareSpec) -> Self:
-        """The levels of a node with a GPU."""
         return cls(
             near=Level(hardware.gpu_flop_per_s, hardware.gpu_bytes_per_s),
             far=Level(hardware.host_flop_per_s, hardware.host_bytes_per_s),
@@ -161,10 +132,7 @@ class Hierarchy:
         )
 
     def roofs(self, operation: Operation) -> dict[Roof, float]:
-        """The three roofs of an operation that runs on the near level, operations per second.
-
-        Source: MoE-Lightning, section 3.2, equations 4 to 6.
-        """
+        """Roofs of an operation on the near level, flop/s (MoE-Lightning, equations 4 to 6)."""
         return {
             Roof.COMPUTE: self.near.flop_per_s,
             Roof.MEMORY: self.near.bytes_per_s * operation.near_intensity,
@@ -172,11 +140,11 @@ class Hierarchy:
         }
 
     def turning_point_1(self) -> Point:
-        """P1: below this intensity it is better to compute where the data lives.
+        """P1: below this intensity it is better to compute where the data is.
 
-        The far level at its peak against the link. Equation 9 holds the far roof at the intensity
-        that it asks for; where host memory is faster than the link, as on all nodes, only the peak
-        solves it, and elsewhere fetching always pays.
+        Compares the far level at its peak with the link. Equation 9 evaluates the far roof at the
+        intensity it solves for; where host memory is faster than the link, as on all nodes, only
+        the peak solves it, and elsewhere fetching always pays.
 
         Source: MoE-Lightning, section 3.2, equation 9; figures 4 and 5.
         """
@@ -186,19 +154,15 @@ class Hierarchy:
         return Point(peak / self.link_bytes_per_s, peak)
 
     def turning_point_2(self, operation: Operation) -> Point:
-        """P2: below this intensity the link limits, above it the near level.
-
-        Source: MoE-Lightning, section 3.2, equation 10.
-        """
+        """P2: the link limits below this intensity, the near level above (equation 10)."""
         speed = self.near.attainable(operation.near_intensity)
         return Point(speed / self.link_bytes_per_s, speed)
 
     def balance_point(self, operation: Operation) -> Point | None:
-        """Where the link feeds exactly what device memory feeds; None if computation limits before.
+        """Where link and device memory limit equally; None if computation limits first.
 
-        To the right of it a larger batch gains nothing, only a larger micro-batch does.
-
-        Source: MoE-Lightning, section 3.2, equation 11.
+        Beyond this point only a larger micro-batch helps, not a larger batch. Source:
+        MoE-Lightning, section 3.2, equation 11.
         """
         speed = self.near.bytes_per_s * operation.near_intensity
         if speed > self.near.flop_per_s:
@@ -208,42 +172,27 @@ class Hierarchy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where one operation sits under the roofs of a node.
-
-    Attributes:
-        near_flop_per_s: Attainable on the GPU, which fetches what lives on the host (equation 7).
-        near_roof: Which of the three roofs that is.
-        far_flop_per_s: Attainable on the CPU, where the data lives (equation 8).
-        p1: Turning point of equation 9.
-        p2: Turning point of equation 10.
-        balance: Point of equation 11; None where computation limits.
-    """
-
     operation: Operation
-    near_flop_per_s: float
-    near_roof: Roof
-    far_flop_per_s: float
-    p1: Point
-    p2: Point
-    balance: Point | None
+    near_flop_per_s: float  # attainable on the GPU, which fetches host data (equation 7)
+    near_roof: Roof  # the roof that limits it there
+    far_flop_per_s: float  # attainable on the CPU, where the data is (equation 8)
+    p1: Point  # turning point of equation 9
+    p2: Point  # turning point of equation 10
+    balance: Point | None  # point of equation 11; None if computation limits
 
     @property
     def is_near_better(self) -> bool:
-        """Whether the GPU is the place for it, the link being its own."""
         return self.near_flop_per_s > self.far_flop_per_s
 
     @property
     def point(self) -> Point:
-        """The operation in the picture, at the better of its two places."""
+        """The operation at the faster of its two places."""
         speed = max(self.near_flop_per_s, self.far_flop_per_s)
         return Point(self.operation.far_intensity, speed)
 
 
 def place(hierarchy: Hierarchy, operation: Operation) -> Placement:
-    """Put an operation under the roofs of a node.
-
-    Source: MoE-Lightning, section 3.2, equations 7 to 11.
-    """
+    """Place an operation under a node's roofs (MoE-Lightning, section 3.2, equations 7 to 11)."""
     roofs = hierarchy.roofs(operation)
     lowest = min(roofs, key=lambda roof: roofs[roof])
     return Placement(
@@ -260,16 +209,14 @@ def place(hierarchy: Hierarchy, operation: Operation) -> Placement:
 def decode_attention(
     model: PaperModel, context_tokens: float, *, kv_bits: int = 16, products: int = 2
 ) -> Operation:
-    """Decode attention of one sequence in one layer, its KV on the host; projections are not in it.
+    """Decode attention of one sequence in one layer, KV on the host, without projections.
 
-    The intensity does not depend on the batch.
+    The intensity does not depend on the batch. Source: MoE-Lightning, section 3.3 and figure 4.
 
     Args:
-        context_tokens: Tokens that the query sees.
-        kv_bits: Size of an element of queries, KV and output.
-        products: 2, or 1 to count as MoE-Lightning's code does: queries by keys, not by values.
-
-    Source: MoE-Lightning, section 3.3 and figure 4.
+        context_tokens: Tokens that the query attends to.
+        kv_bits: Bits per element of queries, KV and output.
+        products: 2, or 1 to count only queries by keys, as MoE-Lightning's code does.
     """
     softmax = 2 * model.num_heads
     flop = context_tokens * (products * model.pair_flop / 2 + softmax)
@@ -286,10 +233,10 @@ def decode_attention(
 def expert_ffn(
     model: PaperModel, batch_size: float, micro_batch_size: float, *, resident_fraction: float = 0.0
 ) -> Operation:
-    """All experts of one layer for a batch that is cut in micro-batches.
+    """All experts of one layer for a batch that is cut into micro-batches.
 
-    Each micro-batch reads all experts from device memory, and its hidden states; the link brings
-    what is not resident once for the batch.
+    Each micro-batch reads all experts and its hidden states from device memory; the link brings
+    non-resident weights once per batch.
 
     Args:
         batch_size: N: tokens of a step.

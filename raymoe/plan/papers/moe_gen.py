@@ -1,11 +1,11 @@
-"""MoE-Gen: the graph of a step, module by module, and its critical path.
+"""MoE-Gen: step time as the critical path of a graph of modules, and the policy search.
 
 Source: MoE-Gen (2025), section 4.4 and figure 6.
 
 Assumptions:
-- Copies to the device keep one order: what is not an expert, KV, experts, layer by layer. Copies to
-  the host hide behind the rest.
-- Experts run one after the other (section 4.2), each behind its copy; all chosen or not.
+- Copies to the device are in order: dense weights, KV, experts, layer by layer. Copies to the host
+  are hidden.
+- Experts run one after the other (section 4.2), each after its copy, whether chosen or not.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,33 +19,22 @@ from raymoe.specs.workload import Workload
 from raymoe.units import format_bytes
 
 KV_BUFFERS = 2
-# The first layers fill the pipeline; from here on each takes as long as the last.
+# The first layers fill the pipeline; all later ones take as long as the last of these.
 WALKED_LAYERS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleTimes:
-    """Seconds of the nodes of one layer.
+    """Seconds of the nodes of one layer (MoE-Gen, section 4.4, figure 6)."""
 
-    Source: MoE-Gen, section 4.4, figure 6.
-
-    Attributes:
-        dense_copy: What is not an expert, to the device.
-        kv_copy: KV of each attention launch, to the device.
-        cpu_attention: Attention of the CPU's rows.
-        post: What comes after attention, router included.
-        expert_copy: One expert, to the device.
-        expert: One expert, all of its launches.
-    """
-
-    dense_copy: float
+    dense_copy: float  # weights other than experts, to the device
     pre: float
-    kv_copy: tuple[float, ...]
+    kv_copy: tuple[float, ...]  # KV of each attention launch, to the device
     device_attention: tuple[float, ...]
-    cpu_attention: float
-    post: float
-    expert_copy: float
-    expert: float
+    cpu_attention: float  # attention of the CPU's rows
+    post: float  # work after attention, router included
+    expert_copy: float  # one expert, to the device
+    expert: float  # one expert, all of its launches
 
 
 @dataclass(slots=True)
@@ -53,10 +42,7 @@ class _Graph:
     ends: list[float] = field(default_factory=list)
 
     def add(self, cost: float, *after: int) -> int:
-        """Add a node behind others.
-
-        Source: MoE-Gen, section 4.4, equation 4.
-        """
+        """Add a node after others (MoE-Gen, section 4.4, equation 4)."""
         self.ends.append(max((self.ends[node] for node in after), default=0.0) + cost)
         return len(self.ends) - 1
 
@@ -64,10 +50,7 @@ class _Graph:
 def critical_path_s(
     times: ModuleTimes, *, num_layers: int, num_experts: int, expert_slots: int
 ) -> float:
-    """Seconds of a step: the longest path through its nodes, each processor one at a time.
-
-    Source: MoE-Gen, section 4.4, figure 6 and equation 4; section 4.2 for the buffers.
-    """
+    """Longest path of a step (section 4.4, figure 6, equation 4; section 4.2 for buffers)."""
     ends = list(_layer_ends(times, min(num_layers, WALKED_LAYERS), num_experts, expert_slots))
     if num_layers <= WALKED_LAYERS:
         return ends[-1]
@@ -77,10 +60,10 @@ def critical_path_s(
 def _layer_ends(
     times: ModuleTimes, num_layers: int, num_experts: int, expert_slots: int
 ) -> Iterator[float]:
-    """When the last expert of each layer is done.
+    """Yield when the last expert of each layer ends.
 
-    A copy waits for the one before and for its buffer: what is not an expert has one, free behind
-    `post`.
+    A copy waits for the previous copy and for its buffer; dense weights have one buffer, which is
+    free after `post`.
     """
     graph = _Graph()
     link = gpu = cpu = post = graph.add(0.0)
@@ -106,54 +89,38 @@ def _that_frees(num_buffers: int, readers: list[int]) -> list[int]:
     return [readers[-num_buffers]] if len(readers) >= num_buffers else []
 
 
-# Table 10 has omega in tenths.
+# Table 10 gives omega in tenths.
 CPU_FRACTIONS = tuple(tenths / 10 for tenths in range(11))
 # Figure 3 finds the GPU saturated from 2^10 on; the code never launches more.
 EXPERT_BATCH = 2048
-# Then the two buffers of KV are a 128th of one layer's; smaller ones gain nothing.
+# Makes the two KV buffers a 128th of one layer's KV; smaller ones gain nothing.
 MAX_LAUNCHES = 256
-# Our estimate of the handful of kernels of a module, 5 to 10 microseconds each.
+# Our estimate: a handful of kernels per module, 5 to 10 microseconds each.
 LAUNCH_S = 30e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenPolicy:
-    """One point of the search space.
+    """One point of the search space (MoE-Gen, section 4.3, table 2)."""
 
-    Source: MoE-Gen, section 4.3, table 2.
-
-    Attributes:
-        batch_size: B: rows whose tokens meet at the experts.
-        attention_batch: b_a: rows of an attention launch on the GPU.
-        expert_batch: b_e: tokens of a launch of one expert.
-        cpu_attention_fraction: omega: share of the rows whose attention is on the CPU.
-        resident_fraction: S_Params over the weights: share that is never copied.
-    """
-
-    batch_size: int
-    attention_batch: int
-    expert_batch: int
-    cpu_attention_fraction: float
+    batch_size: int  # B: rows per expert launch
+    attention_batch: int  # b_a: rows of an attention launch on the GPU
+    expert_batch: int  # b_e: tokens of a launch of one expert
+    cpu_attention_fraction: float  # omega: share of the rows that attend on the CPU
     expert_slots: int
-    resident_fraction: float = 0.0
+    resident_fraction: float = 0.0  # S_Params over all weights: share that is never copied
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenPlan:
-    """A policy and its predicted pass.
-
-    Attributes:
-        tokens_per_s: Generated tokens while decoding, prompt tokens while prefilling.
-    """
-
     policy: GenPolicy
     step_s: float
-    tokens_per_s: float
+    tokens_per_s: float  # generated tokens while decoding, prompt tokens while prefilling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """What a row brings to a step: its tokens, the pairs that it attends, the tokens it holds."""
+    """Per row: tokens of the step, attended pairs and tokens held in the cache."""
 
     tokens: int
     pairs: float
@@ -163,31 +130,23 @@ class _Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenSearch:
-    """The search of section 4.4 for one model, node and workload.
-
-    Attributes:
-        cpu_attention_bytes_per_s: KV that attention on the CPU reads; 0 where there is no kernel,
-            as for MLA in MoE-Gen, whose kernel read some 23.5 GB/s on an EPYC 7453.
-        keeps_parameters: Whether device memory that is left keeps weights (S_Params); the released
-            code copies all of them in every step.
-    """
+    """The search of section 4.4 for one model, node and workload."""
 
     model: PaperModel
     hardware: HardwareSpec
     workload: Workload
+    # KV bandwidth of CPU attention; 0 without a kernel, as for MLA in MoE-Gen, whose kernel reads
+    # some 23.5 GB/s on an EPYC 7453.
     cpu_attention_bytes_per_s: float
+    # Whether spare device memory keeps weights (S_Params); the released code copies all of them in
+    # every step.
     keeps_parameters: bool = True
 
     def decode(self, cpu_attention_fraction: float | None = None) -> GenPlan:
-        """The plan with the highest decode rate; the batch is what the host holds.
+        """The plan with the highest decode rate; the host's capacity sets the batch.
 
-        Args:
-            cpu_attention_fraction: omega, where it is given.
-
-        Raises:
-            InfeasiblePlanError: The host does not hold one row, or the device not one launch.
-
-        Source: MoE-Gen, section 4.3, equations 1 to 3.
+        Source: MoE-Gen, section 4.3, equations 1 to 3. Searches omega if it is None. Raises
+        InfeasiblePlanError if the host does not hold one row, or the device one launch.
         """
         fractions = CPU_FRACTIONS if self.cpu_attention_bytes_per_s else (0.0,)
         if cpu_attention_fraction is not None:
@@ -198,12 +157,9 @@ class GenSearch:
         return self._best(work, ((batch, fraction) for fraction in fractions))
 
     def prefill(self) -> GenPlan:
-        """The plan with the highest prefill rate; all attention is on the GPU, no KV comes back.
+        """The plan with the highest prefill rate; all attention on the GPU, no KV copied back.
 
-        Raises:
-            InfeasiblePlanError: As for `decode`.
-
-        Source: MoE-Gen, section 4.3, P-D disaggregation.
+        Source: MoE-Gen, section 4.3, P-D disaggregation. Raises as `decode` does.
         """
         prompt = self.workload.prompt_tokens
         work = _Step(
@@ -214,13 +170,7 @@ class GenSearch:
 
     @property
     def host_rows(self) -> int:
-        """Rows whose KV fits beside the model.
-
-        Raises:
-            InfeasiblePlanError: Not one.
-
-        Source: MoE-Gen, section 4.3, equation 2.
-        """
+        """Rows whose KV fits next to the model (4.3, equation 2); InfeasiblePlanError if none."""
         row_bytes = self.workload.context_tokens * self.model.kv_token_bytes_all
         spare = self.hardware.host_memory_bytes - self.model.weight_bytes
         if spare < row_bytes:
@@ -277,10 +227,7 @@ class GenSearch:
                 return
 
     def _device_bytes(self, work: _Step, policy: GenPolicy) -> float:
-        """Device memory apart from resident weights.
-
-        Source: MoE-Gen, section 4.3, equation 3.
-        """
+        """Device memory apart from resident weights (MoE-Gen, section 4.3, equation 3)."""
         model = self.model
         kv_tokens = self.workload.context_tokens if work.is_decode else work.tokens
         cache = 0.0

@@ -1,16 +1,15 @@
-"""MoE-Lens: how much host memory for KV decides throughput, in the limit and for a finite job.
+"""MoE-Lens: throughput from host memory for KV, in the limit and for a finite job.
 
 Source: MoE-Lens (2025), section 5. Stage 1 bounds the rate of endless requests by the KV that host
 memory holds; stage 2 adds a finite number of requests, a KV cache of blocks, the overlap of prefill
 and decoding, and the ends of the job, where the pipeline is not full.
 
 Assumptions:
-- A step takes as long as it takes to send the model over the link once: nothing is resident, and
-  neither attention on the CPU nor its traffic on host memory slows the link. (Section 8.2 sees
-  steps of 5 s become 6 s.)
+- A step takes as long as sending all weights over the link once: nothing is resident, and neither
+  CPU attention nor its memory traffic slows the link. (Section 8.2 sees steps of 5 s become 6 s.)
 - Rows have the mean lengths; nothing is preempted.
-- Tokens of a step are those at which the GPU takes as long as the link (n_real, section 6.3). The
-  paper writes T_GPU for it, and for tokens per second in equation 4.
+- A step has the tokens at which the GPU takes as long as the link (n_real, section 6.3). The paper
+  writes T_GPU for it, and for tokens per second in equation 4.
 """
 
 from dataclasses import dataclass
@@ -36,17 +35,9 @@ class Bound(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LensNode:
-    """All that the model knows of a model on a machine.
-
-    Attributes:
-        step_s: delta: seconds to send all weights over the link.
-        kv_tokens: M: tokens whose KV fits in host memory.
-        max_num_batched_tokens: n_real: tokens at which the GPU takes as long as the link.
-    """
-
-    step_s: float
-    kv_tokens: float
-    max_num_batched_tokens: float
+    step_s: float  # delta: seconds to send all weights over the link
+    kv_tokens: float  # M: tokens whose KV fits in host memory
+    max_num_batched_tokens: float  # n_real: tokens at which the GPU takes as long as the link
 
     def __post_init__(self) -> None:
         for field in ("step_s", "kv_tokens", "max_num_batched_tokens"):
@@ -56,16 +47,10 @@ class LensNode:
 
     @classmethod
     def of(cls, model: ModelSpec, hardware: HardwareSpec, *, kv_bytes: float | None = None) -> Self:
-        """Count a model on a node with a GPU.
+        """Count a model on a node with a GPU (MoE-Lens, section 5.2: delta, section 6.3: n_real).
 
-        Args:
-            hardware: Its rate of matrix products must be a sustained one.
-            kv_bytes: Host memory for KV; by default what the weights leave.
-
-        Raises:
-            InfeasiblePlanError: Nothing is left for KV.
-
-        Source: MoE-Lens, section 5.2 (delta), section 6.3 (n_real).
+        The node's rate of matrix products must be sustained. `kv_bytes` defaults to what the
+        weights leave; raises InfeasiblePlanError if that is nothing.
         """
         weight_bytes = model.weight_bytes(BYTES_PER_ELEMENT)
         step_s = weight_bytes / hardware.htod_bytes_per_s
@@ -86,12 +71,10 @@ class LensNode:
 
 
 def gemm_intensity(model: PaperModel, tokens: float) -> float:
-    """Operations of matrix products per byte of weights that a step reads.
+    """Operations of matrix products per byte of weights read in a step.
 
-    The second form that the paper prints has 2 for the projections where its first has 4; this is
-    the first, with both over the same layer. It comes to tokens times top-k over experts.
-
-    Source: MoE-Lens, section 5.1, equation 1.
+    Source: MoE-Lens, section 5.1, equation 1, in its first printed form (the second has 2 for the
+    projections where the first has 4). It equals tokens times top-k over experts.
     """
     flop = model.expert_flop(tokens) + 2 * tokens * model.layer_dense_bytes / BYTES_PER_ELEMENT
     return flop / (model.layer_expert_bytes + model.layer_dense_bytes)
@@ -100,15 +83,12 @@ def gemm_intensity(model: PaperModel, tokens: float) -> float:
 def tokens_to_saturate(
     flop_per_s: float, link_bytes_per_s: float, *, num_experts: int, top_k: int
 ) -> float:
-    """Tokens of a step at which the GPU is as slow as the link, in 16 bits.
-
-    Source: MoE-Lens, section 5.1, equation 2.
-    """
+    """Tokens per step at which GPU time equals link time, in 16 bits (MoE-Lens, equation 2)."""
     return flop_per_s / link_bytes_per_s * num_experts / top_k
 
 
 def parallelism_memory_efficiency(prompt_tokens: float, generated_tokens: float) -> float:
-    """PME: tokens that a step computes for each token whose KV is held, over a row's life.
+    """PME: tokens that a step computes per token of KV held, over a row's life.
 
     Source: MoE-Lens, section 5.2, equation 3, last form; the sum before it has (g + 1) for g.
     """
@@ -117,41 +97,31 @@ def parallelism_memory_efficiency(prompt_tokens: float, generated_tokens: float)
 
 
 def effective_kv_tokens(kv_tokens: float, workload: Workload) -> float:
-    """Capacity that overlapping prefill and decoding is worth, where apart it is `kv_tokens`.
-
-    Source: MoE-Lens, section 5.4, equation 7.
-    """
+    """KV capacity equivalent to overlapping prefill and decoding (MoE-Lens, 5.4, equation 7)."""
     mean_tokens = workload.prompt_tokens + workload.generated_tokens / 2
     return kv_tokens * workload.context_tokens / mean_tokens
 
 
 def host_bandwidth_need(kv_bytes: float, weight_bytes: float, link_bytes_per_s: float) -> float:
-    """Host memory bandwidth at which reading all KV once a step hides behind the weights.
-
-    Source: MoE-Lens, section 5.3, equation 5.
-    """
+    """Host bandwidth that hides reading all KV once per step (MoE-Lens, 5.3, equation 5)."""
     return (kv_bytes + weight_bytes) / weight_bytes * link_bytes_per_s
 
 
 def host_flop_need(
     kv_bytes_per_s: float, *, queries_per_kv_head: float, flop_per_byte: float
 ) -> float:
-    """Operations per second of the CPU for attention at a rate of KV; 2: 16 bits become 32.
+    """CPU flop/s for attention at a KV rate; the factor 2 widens 16 bits to 32.
 
-    Args:
-        queries_per_kv_head: s: size of a group that shares keys and values.
-
-    Source: MoE-Lens, section 5.3, equation 6.
+    Source: MoE-Lens, section 5.3, equation 6; s is `queries_per_kv_head`.
     """
     return 2 * queries_per_kv_head * flop_per_byte * kv_bytes_per_s
 
 
 def stage1_tokens_per_s(node: LensNode, workload: Workload) -> float:
-    """Bound of generated tokens per second of endless requests.
+    """Bound of generated tokens per second for endless requests.
 
-    Equation 4 counts prompt tokens too; of all, the generated ones are this share.
-
-    Source: MoE-Lens, section 5.2, equation 4.
+    Source: MoE-Lens, section 5.2, equation 4, times the generated share (it counts prompt tokens
+    too).
     """
     pme = parallelism_memory_efficiency(workload.prompt_tokens, workload.generated_tokens)
     tokens_per_step = min(pme * node.kv_tokens, node.max_num_batched_tokens)
@@ -160,30 +130,16 @@ def stage1_tokens_per_s(node: LensNode, workload: Workload) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage2:
-    """A finite job, predicted.
-
-    Attributes:
-        admitted_per_step: q: rows that start in each step, so that the cache is just full.
-        active_rows: g q: rows that decode at once.
-        memory_tokens_per_s: T_1: where KV memory limits.
-        gpu_tokens_per_s: T_2: where the GPU limits.
-        tokens_per_s: T: generated tokens per second of the whole job.
-        bound: Which of the two it is.
-    """
-
-    admitted_per_step: float
-    active_rows: float
-    memory_tokens_per_s: float
-    gpu_tokens_per_s: float
-    tokens_per_s: float
-    bound: Bound
+    admitted_per_step: float  # q: rows that start in each step and just fill the cache
+    active_rows: float  # g q: rows that decode at once
+    memory_tokens_per_s: float  # T_1: limited by KV memory
+    gpu_tokens_per_s: float  # T_2: limited by the GPU
+    tokens_per_s: float  # T: generated tokens per second of the whole job
+    bound: Bound  # which of T_1 and T_2 applies
 
 
 def stage2(node: LensNode, workload: Workload, *, block_tokens: int = BLOCK_TOKENS) -> Stage2:
-    """Predict a job of `workload.num_rows` rows.
-
-    Source: MoE-Lens, section 5.5, equations 8 to 14.
-    """
+    """Predict a job of `workload.num_rows` rows (MoE-Lens, section 5.5, equations 8 to 14)."""
     prompt, generated, rows = workload.prompt_tokens, workload.generated_tokens, workload.num_rows
     blocks = sum(ceil_div(prompt + i, block_tokens) for i in range(generated + 1))
     admitted = node.kv_tokens / block_tokens / blocks
@@ -200,11 +156,11 @@ def stage2(node: LensNode, workload: Workload, *, block_tokens: int = BLOCK_TOKE
 
 
 def _gpu_bound_steps(max_num_batched_tokens: float, workload: Workload) -> float:
-    """Steps of a job that the GPU limits: filling, a middle, and draining while the last decode.
+    """Steps of a GPU-bound job: filling, middle, and draining while the last rows decode.
 
-    While the pipeline fills, prefill falls in a straight line from all tokens of a step to its
-    share in the middle. Equation 12 takes for granted that prompts are left after that; for few
-    rows it would count a middle of negative length. Then the job ends its prompts on that line.
+    While the pipeline fills, prefill falls linearly from all tokens of a step to its share in the
+    middle. Equation 12 assumes that prompts are left after that; for few rows it gives a middle of
+    negative length. Here such a job ends its prompts on that line.
 
     Source: MoE-Lens, section 5.5, equations 11 and 12.
     """

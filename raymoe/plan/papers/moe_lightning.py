@@ -2,18 +2,18 @@
 
 Source: MoE-Lightning (ASPLOS 2025), section 4.2, equations 12 to 14, and the optimizer of its
 artifact (github.com/caoshiyi/artifacts, branch asplos25), whose memory terms the paper does not
-print. There, each micro-batch and count is a linear program with one freedom, the resident share,
-so the optimum has a closed form: the largest share that fits.
+print. There, each micro-batch size and count is a linear program with one free variable, the
+resident share, so the optimum has a closed form: the largest share that fits.
 
-What it has wrong or leaves out, kept here because the published policies follow from it:
+Its errors and omissions are kept, because the published policies follow from them:
 
 - Its GB are 2^30 bytes: the link is 17.2 GB/s, where its own figure 9 measures 12.35.
-- CPU attention counts one product of two, at bandwidths of the data sheet (76 GiB/s where figure 9
-  measures 45 to 48 GB/s), and every row is as long as at its end.
+- CPU attention counts one product of two, at data-sheet bandwidths (76 GiB/s where figure 9
+  measures 45 to 48 GB/s), and every row has its final length.
 - All experts are read again for every micro-batch. Projections, head, sampling, copies of hidden
   states and the copy to pinned memory take no time.
 - Prefill takes memory but no time: the objective is decoding alone. Its rate counts the token that
-  prefill generates and leaves out the step that generates it.
+  prefill generates but not the step that generates it.
 - The engine truncates the resident share to whole experts: none of 8 in any published row.
 - With attention on the GPU, the KV of the whole batch has to fit there while decoding.
 """
@@ -34,13 +34,13 @@ from raymoe.plan.work import Operation
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.units import GIB, TB, format_bytes
 
-GPU_SHARE, HOST_SHARE = 0.86, 0.8  # of the memory that may be used
-SCRATCH_SLACK = 1.2  # on the scratch of the fused experts while prefilling
-# The solver prints its solution with so many digits. Where the GPU binds, the rate is the same for
-# any count of micro-batches, and rounding decides where the scan of counts stops.
+GPU_SHARE, HOST_SHARE = 0.86, 0.8  # usable share of GPU and host memory
+SCRATCH_SLACK = 1.2  # factor on the scratch of the fused experts while prefilling
+# Digits of the solver's printed solution. Where the GPU limits, the rate is the same for any count
+# of micro-batches, and rounding decides where the scan of counts stops.
 SOLVER_DIGITS = 8
 
-# Cores and the last two rates are not in the optimizer. What the L4 host had free is from the log
+# Cores and the last two rates are not in the optimizer. The L4 host's free memory is from the log
 # in the artifact's README; for the T4 host, 185.4 to 185.6 GiB give all of its policies.
 L4 = HardwareSpec(
     name="L4 of MoE-Lightning",
@@ -71,29 +71,21 @@ T4 = replace(
 class LightningPolicy:
     """A policy and its predicted times.
 
-    Source: MoE-Lightning, section 4.2: the tuple (N, mu, A_g, F_g, r_w, r_c). The optimizer has
-    experts on the GPU only, F_g = 1, and KV lives where attention is, r_c = A_g.
-
-    Attributes:
-        resident_fraction: r_w: share of the experts that stays on the GPU.
-        link_s: Link of one layer of a decode step.
-        gpu_s: GPU of one layer of a decode step.
-        cpu_s: CPU of one layer of a decode step.
-        prefill_s: All layers of the prefill, as its formulas have it; not in its objective.
-        tokens_per_s: Its objective: generated tokens over the time of decoding alone.
+    Source: MoE-Lightning, section 4.2: the tuple (N, mu, A_g, F_g, r_w, r_c). The optimizer runs
+    experts on the GPU only, F_g = 1, and keeps KV where attention runs, r_c = A_g.
     """
 
     micro_batch_size: int
     num_micro_batches: int
-    resident_fraction: float
+    resident_fraction: float  # r_w: share of the experts that stays on the GPU
     is_attention_on_gpu: bool
     host_bytes: float
-    link_s: float
-    gpu_s: float
-    cpu_s: float
-    prefill_s: float
+    link_s: float  # link time of one layer of a decode step
+    gpu_s: float  # GPU time of one layer of a decode step
+    cpu_s: float  # CPU time of one layer of a decode step
+    prefill_s: float  # all layers of the prefill by its formulas; not in its objective
     decode_s: float
-    tokens_per_s: float
+    tokens_per_s: float  # its objective: generated tokens over the time of decoding alone
 
     @property
     def batch_size(self) -> int:
@@ -108,20 +100,18 @@ class LightningPolicy:
 class LightningOptimizer:
     """The optimizer for one model, node and workload; all rows have the same lengths.
 
-    Attributes:
-        keeps_residual: Whether the residual stream of all rows stays on the GPU while prefilling.
-            The released optimizer has it so; the padded rows of the L4 were planned without.
-        is_attention_on_gpu: A_g: the paper tries both, the released optimizer has it off.
-
     Raises:
-        ConfigError: Fewer than three layers or two generated tokens, for which there is no formula.
+        ConfigError: Fewer than three layers or two generated tokens, which the formulas exclude.
     """
 
     model: PaperModel
     hardware: HardwareSpec
     prompt_tokens: int
     generated_tokens: int
+    # Whether the residual stream of all rows stays on the GPU while prefilling, as in the released
+    # optimizer; the padded rows of the L4 were planned without.
     keeps_residual: bool = True
+    # A_g: the paper tries both, the released optimizer has it off.
     is_attention_on_gpu: bool = False
 
     def __post_init__(self) -> None:
@@ -132,16 +122,10 @@ class LightningOptimizer:
             )
 
     def best(self, micro_batch_sizes: Iterable[int] | None = None) -> LightningPolicy:
-        """The policy with the best decode rate; of equal ones the last that is tried.
+        """The policy with the best decode rate; among equals the last one tried.
 
-        Args:
-            micro_batch_sizes: What to try for mu; by default 1, 2, 3, 4, 36, 68, ... while a
-                single micro-batch fits.
-
-        Raises:
-            InfeasiblePlanError: Not even the first micro-batch fits.
-
-        Source: the scan of the artifact's optimizer.
+        Source: the scan of the artifact's optimizer. By default mu is 1, 2, 3, 4, 36, 68, ... while
+        a single micro-batch fits. Raises InfeasiblePlanError if the first does not.
         """
         best: LightningPolicy | None = None
         sizes = chain(range(1, 4), count(4, 32)) if micro_batch_sizes is None else micro_batch_sizes
@@ -156,7 +140,6 @@ class LightningOptimizer:
         return best
 
     def policy(self, micro_batch_size: int, num_micro_batches: int) -> LightningPolicy | None:
-        """The best policy with these sizes; None if they do not fit."""
         low, high = self._resident_range(micro_batch_size, num_micro_batches)
         resident = min(1.0, high)
         if resident < max(0.0, low):
@@ -166,10 +149,7 @@ class LightningOptimizer:
     def evaluate(
         self, micro_batch_size: int, num_micro_batches: int, resident_fraction: float
     ) -> LightningPolicy:
-        """Times of a policy, whether or not it fits.
-
-        Source: MoE-Lightning, section 4.2, equations 12 to 14.
-        """
+        """Times of a policy, whether or not it fits (section 4.2, equations 12 to 14)."""
         model, batch = self.model, micro_batch_size * num_micro_batches
         levels = Hierarchy.of(self.hardware)
         ffn = expert_ffn(model, batch, micro_batch_size, resident_fraction=resident_fraction)
@@ -233,8 +213,8 @@ class LightningOptimizer:
     def _resident_range(self, micro_batch_size: int, num_micro_batches: int) -> tuple[float, float]:
         """Least resident share for the host, largest for the GPU; negative or crossed: no fit.
 
-        Source: the memory constraints of the artifact's optimizer. On both sides, two layers of
-        what streams are buffers: slots on the GPU, pinned memory on the host.
+        Source: the memory constraints of the artifact's optimizer. Both sides buffer two streamed
+        layers: slots on the GPU, pinned memory on the host.
         """
         model, batch = self.model, micro_batch_size * num_micro_batches
         layer, layers = model.layer_expert_bytes, model.num_layers

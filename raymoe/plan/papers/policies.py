@@ -1,11 +1,11 @@
-"""The papers' own policies on our terms: sizes that our cost model judges beside our choice.
+"""The papers' policies in raymoe's terms, to be judged by our cost model.
 
 Assumptions:
-- A paper's batch, micro-batches, resident weights and tokens of a step are taken as far as they
-  fit. Our count of memory is higher than the papers': where it does not hold them, there are fewer
-  KV blocks, fewer resident weights, and steps of half, a quarter, ... of the tokens, with as
-  many rows as these hold.
-- Rows that are not there leave smaller batches.
+- A paper's batch, micro-batches, resident weights and tokens of a step are used as far as they fit.
+  Our memory count is higher than the papers': where a policy does not fit, it gets fewer KV blocks,
+  fewer resident weights, and steps of half, a quarter, ... of the tokens, with as many rows as
+  these hold.
+- Batches are no larger than the number of rows.
 """
 
 from dataclasses import dataclass, replace
@@ -32,18 +32,17 @@ from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
 from raymoe.units import GB, ceil_div, format_bytes
 
-# What the CPU of MoE-Gen's C2 reads at least at the published rate of Mixtral-8x7B.
+# Least rate of the CPU of MoE-Gen's C2 at the published throughput of Mixtral-8x7B.
 GEN_KERNEL_BYTES_PER_S = 23.5 * GB
-MAX_GEN_MICRO_BATCHES = 32  # its launches of one row would be thousands of tasks in every layer
+MAX_GEN_MICRO_BATCHES = 32  # its launches of one row would be thousands of tasks per layer
 
 
 @dataclass(frozen=True, slots=True)
 class PaperPolicies:
-    """What each paper would do for one model, node and job; the schedule is the name of the method.
+    """Each paper's policy for one model, node and job; methods are named after schedules.
 
-    Raises:
-        ConfigError: The paper has no formula for the model or the job.
-        InfeasiblePlanError: The paper finds no policy, or memory does not hold its batch.
+    Raises ConfigError if the paper has no formula for the model or job, and InfeasiblePlanError if
+    it finds no policy or memory does not hold its batch.
     """
 
     model: ModelSpec
@@ -51,17 +50,11 @@ class PaperPolicies:
     workload: Workload
 
     def cgopipe(self) -> Policy:
-        """MoE-Lightning: all prompts of a batch in one step; all but the experts is resident.
-
-        Source: MoE-Lightning (ASPLOS 2025), section 4.2.
-        """
+        """MoE-Lightning (ASPLOS 2025), 4.2: all prompts in one step; only experts stream."""
         return self._fitted("cgopipe", self._lightning())
 
     def vslpipe(self) -> Policy:
-        """MoE-Lens: host memory full of KV, tokens of a step for which the GPU takes as the link.
-
-        Source: MoE-Lens (2025), section 5.5 (rows that are active), section 6.3 (n_real).
-        """
+        """MoE-Lens, 5.5 and 6.3: KV fills host memory; a step takes GPU and link equally long."""
         workload = self.workload
         node = LensNode.of(self.model, self.hardware)
         max_num_batched_tokens = max(1, int(node.max_num_batched_tokens))
@@ -76,11 +69,9 @@ class PaperPolicies:
         return self._fitted("vslpipe", policy)
 
     def module_batching(self) -> Policy:
-        """MoE-Gen: all rows that the host holds, prompts apart in launches of their own size.
+        """MoE-Gen (2025), sections 4.3 and 4.4: all rows that the host holds, prompts apart.
 
-        Its kernel for the CPU reads 23.5 GB/s on an EPYC 7453, and MLA not at all.
-
-        Source: MoE-Gen (2025), sections 4.3 and 4.4.
+        Its CPU kernel reads 23.5 GB/s on an EPYC 7453 and does not support MLA.
         """
         model, workload = self.model, self.workload
         has_kernel = not isinstance(model.layers[0].attention, LatentAttentionSpec)
@@ -115,18 +106,15 @@ class PaperPolicies:
         return self._fitted("module_batching", policy)
 
     def flexgen_s3(self) -> Policy:
-        """FlexGen with attention on the CPU, by the sizes of `cgopipe`: the schedule differs.
+        """FlexGen with CPU attention at the sizes of `cgopipe`; only the schedule differs.
 
-        Source: MoE-Lightning, table 5, which runs FlexGen by MoE-Lightning's policy; FlexGen's own
-        comes from rates fitted to dozens of runs on the node.
+        Source: MoE-Lightning, table 5, which runs FlexGen with MoE-Lightning's policy; FlexGen's
+        own comes from rates fitted to dozens of runs on the node.
         """
         return self._fitted("flexgen_s3", self._lightning())
 
     def flexgen_s4(self) -> Policy:
-        """FlexGen with attention on the GPU, sized as `cgopipe` with room for a micro-batch's KV.
-
-        Source: as for `flexgen_s3`.
-        """
+        """FlexGen with GPU attention at the sizes of `cgopipe`, plus a micro-batch's KV."""
         wanted = self._lightning()
         assert wanted.device is not None
         rows = ceil_div(wanted.batch_size, wanted.device.num_micro_batches)
@@ -136,9 +124,8 @@ class PaperPolicies:
     def layer_by_layer(self) -> Policy:
         """ZeRO-Inference: one batch, as large as the device holds with all its KV.
 
-        Here the KV is on the host and comes over the link, as in every schedule.
-
-        Source: MoE-Lightning, table 4 (DeepSpeed: one micro-batch, no larger than fits the GPU).
+        Here the KV is on the host and crosses the link, as in every schedule. Source:
+        MoE-Lightning, table 4 (DeepSpeed: one micro-batch, no larger than fits the GPU).
         """
         workload = self.workload
         row = Policy(
