@@ -53,6 +53,8 @@ class SamplingParams:
             tokens, as in transformers; 1 is off.
         presence_penalty: Subtracted once from the logits of generated tokens.
         frequency_penalty: Subtracted for each time a token was generated.
+        no_repeat_ngram_size: No sequence of this many tokens, of prompt or output, occurs twice, as
+            in transformers; 0 is off.
         stop: Strings that end a row; the text is cut before them.
         stop_token_ids: Tokens that end a row, in addition to the model's EOS tokens.
         ignore_eos: Continue after EOS.
@@ -76,6 +78,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
     stop: str | Iterable[str] | None = None
     stop_token_ids: Iterable[int] | None = None
     ignore_eos: bool = False
@@ -90,7 +93,7 @@ class SamplingParams:
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        for name, (low, high) in _INTEGER_RANGES.items():
+        for name, (low, high) in INTEGER_RANGES.items():
             value = getattr(self, name)
             if value is not None or name not in _MAY_BE_NONE:
                 put(name, _integer(name, value, low, high))
@@ -146,10 +149,11 @@ class SamplingParams:
         return dataclasses.replace(self, **given) if given else self
 
 
-_INTEGER_RANGES = {
+INTEGER_RANGES = {
     "max_tokens": (1, MAX_GENERATED_TOKENS),
     "min_tokens": (0, MAX_GENERATED_TOKENS),
     "top_k": (-1, MAX_TOKEN_ID),
+    "no_repeat_ngram_size": (0, MAX_GENERATED_TOKENS),
     "n": (1, MAX_SAMPLES),
     "seed": (-1, 2**63 - 1),
     "logprobs": (0, MAX_LOGPROBS),

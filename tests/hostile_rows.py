@@ -217,6 +217,7 @@ def _parameters(rng: random.Random) -> Iterator[tuple[str, Row]]:
         "top_p": [0, -0.1, 1.1, {}],
         "top_k": [-2, 2**40, 0.5],
         "min_p": [-1, 2],
+        "no_repeat_ngram_size": [-1, 2**40, "two"],
         "repetition_penalty": [0, -1, 1e9],
         "presence_penalty": [-3, 1e300],
         "frequency_penalty": [3, "x"],

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from raymoe.config import SamplingParams
+from raymoe.config import INTEGER_RANGES, SamplingParams
 from raymoe.engine.tokenizer import Chat
 from raymoe.errors import ConfigError
 from raymoe.safe_text import MAX_LEVELS, nesting_problem
@@ -142,7 +142,6 @@ def shown(value: object, limit: int = MAX_SHOWN_CHARACTERS) -> str:
 SAMPLING_COLUMN = "sampling_params"
 Prompt = str | list[int] | list[dict[str, Any]] | Chat
 
-_INTEGER_KEYS = ("max_tokens", "min_tokens", "top_k", "n", "seed", "logprobs", "prompt_logprobs")
 _KEYS_WITH_A_COLUMN = ("logprobs", "prompt_logprobs")
 
 
@@ -401,7 +400,7 @@ def _read_options(cell: Any) -> dict[str, Any]:
 
 def _as_integer(key: str, value: Any) -> Any:
     is_whole = isinstance(value, float) and value.is_integer()
-    return int(value) if key in _INTEGER_KEYS and is_whole else value
+    return int(value) if key in INTEGER_RANGES and is_whole else value
 
 
 def _needs_default(key: str, shown: str) -> RowError:

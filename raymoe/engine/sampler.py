@@ -112,8 +112,21 @@ def _drop_below(logits_V: Float32s, threshold: float, log_sum: float, missing: f
 SMALL_TOP_K = 64  # up to here the native selection is faster than torch's
 
 
-def forbid(logits_V: Tensor, token_ids: Sequence[int]) -> None:
+def forbid(logits_V: Tensor, token_ids: Sequence[int] | Int32s) -> None:
     logits_V[torch.as_tensor(token_ids, dtype=torch.int64)] = float("-inf")
+
+
+def repeating_tokens(tokens: Int32s, ngram_size: int) -> Int32s:
+    """Tokens that would end a sequence of `ngram_size` tokens that occurs in `tokens` already.
+
+    Reference: `NoRepeatNGramLogitsProcessor` of transformers.
+    """
+    if len(tokens) < ngram_size:
+        return tokens[:0]
+    ngrams = np.lib.stride_tricks.sliding_window_view(tokens, ngram_size)
+    last = tokens[len(tokens) - ngram_size + 1 :]
+    following: Int32s = ngrams[(ngrams[:, :-1] == last).all(1), -1]
+    return following
 
 
 def penalise(
@@ -270,7 +283,9 @@ class Sampler:
             or params.presence_penalty != 0
             or params.frequency_penalty != 0
         )
-        self._table.is_special[slot] = bool(params.logit_bias or params.min_tokens)
+        self._table.is_special[slot] = bool(
+            params.logit_bias or params.min_tokens or params.no_repeat_ngram_size
+        )
         self._table.has_grammar[slot] = request.params.form is not None
         is_adjusted = (
             self._table.has_penalty[slot]
@@ -356,6 +371,8 @@ class Sampler:
             if positions[row] < self._table.first_free[slot]:
                 eos = () if params.ignore_eos else self._eos_token_ids
                 forbid(logits_RV[row], (*eos, *(params.stop_token_ids or ())))
+            if size := params.no_repeat_ngram_size:
+                forbid(logits_RV[row], repeating_tokens(self._table.tokens(slot), size))
         rows = np.flatnonzero(self._table.has_penalty[slots])
         if len(rows):
             names = ("repetition_penalty", "presence_penalty", "frequency_penalty")

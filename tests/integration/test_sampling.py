@@ -129,6 +129,23 @@ def test_penalties_see_the_tokens_that_were_generated(engine, model_and_director
     assert p_value(observed, np.array(list(pairs.values()))) > 1e-3
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_no_ngram_is_repeated_as_in_transformers(engine, model_and_directory, size):
+    model = model_and_directory[0]
+    ours = {"temperature": 0, "max_tokens": 24, "no_repeat_ngram_size": size, "ignore_eos": True}
+    (generation,) = engine.generate([PROMPT], ours)
+    with torch.no_grad():
+        theirs = model.generate(
+            torch.tensor([PROMPT]),
+            attention_mask=torch.ones(1, len(PROMPT), dtype=torch.int64),
+            do_sample=False,
+            max_new_tokens=24,
+            no_repeat_ngram_size=size,
+            eos_token_id=None,
+        )
+    assert list(generation.token_ids) == theirs[0, len(PROMPT) :].tolist()
+
+
 def pair_probabilities(model, tokens, generated, options, top):
     with torch.no_grad():
         scores = model(torch.tensor([tokens])).logits[0, -1].double()

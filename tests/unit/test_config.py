@@ -45,6 +45,7 @@ def test_an_integer_stays_an_integer_and_a_number_becomes_a_float():
         ({"top_p": 0}, "top_p is 0; it must be more than 0"),
         ({"top_p": 1.5}, "top_p is 1.5; it must be 0 to 1"),
         ({"top_k": -2}, "top_k is -2"),
+        ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size is -1; it must be 0 to"),
         ({"temperature": math.nan}, "temperature is nan"),
         ({"temperature": -1}, "temperature is -1"),
         ({"temperature": math.inf}, "temperature is inf"),

@@ -69,6 +69,8 @@ def transformers_processed(logits_V, params):
     for token in set(OUTPUT):
         scores[0, token] -= params.frequency_penalty * OUTPUT.count(token)
         scores[0, token] -= params.presence_penalty
+    if params.no_repeat_ngram_size:
+        scores = hf.NoRepeatNGramLogitsProcessor(params.no_repeat_ngram_size)(ids, scores)
     if params.temperature != 1:
         scores = hf.TemperatureLogitsWarper(params.temperature)(ids, scores)
     if params.top_k:
@@ -95,6 +97,10 @@ CASES = [
     {"repetition_penalty": 0.5, "top_p": 0.9},
     {"presence_penalty": 1.5},
     {"frequency_penalty": -0.7, "presence_penalty": 0.2},
+    {"no_repeat_ngram_size": 1},
+    {"no_repeat_ngram_size": 2, "temperature": 0.5},
+    {"no_repeat_ngram_size": 3, "repetition_penalty": 1.2},
+    {"no_repeat_ngram_size": 20},
     {"logit_bias": {4: 9.0, 7: -50.0}, "repetition_penalty": 1.2, "top_k": 12, "temperature": 0.7},
 ]
 
