@@ -31,11 +31,7 @@ class Launch:
     options: Mapping[str, int]
 
     def run(self) -> None:
-        """Start the kernel on the current stream.
-
-        Raises:
-            CapacityError: The tile is too large for the GPU.
-        """
+        """Start the kernel on the current stream."""
         try:
             self.kernel[self.grid](
                 *self.arguments.values(), **self.constants, **self.options, **EXACT

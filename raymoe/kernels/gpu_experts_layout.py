@@ -266,12 +266,7 @@ class TileTable:
 
     @classmethod
     def from_json(cls, capability: tuple[int, int], entries: object) -> "TileTable":
-        """Parse what `to_json` wrote.
-
-        Raises:
-            ConfigError: An entry is malformed, or a tile that the kernels cannot use; names the
-                entry.
-        """
+        """Parse what `to_json` wrote."""
         if not isinstance(entries, list):
             raise ConfigError(f"a list of tiles is expected, not {type(entries).__name__}")
         chosen = dict(map(_entry, entries))
