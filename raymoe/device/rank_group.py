@@ -1,13 +1,13 @@
-"""RankGroup: what the ranks of one node add up, through torch.distributed.
+"""All-reduce among the ranks of one node, through torch.distributed.
 
-The group is an object of its own and no default group of torch's, so that it leaves alone what else
-the process does with torch.distributed, and any number of engines live side by side.
+The group is not torch's default group, so that other uses of torch.distributed in this process and
+any number of engines are independent.
 
-Why no two ranks can wait for each other in different sums: sums are part of `pre`, `post` and
-`experts`, which all run on the lane of the GPU. A lane runs its tasks in issue order, and all ranks
-issue the same schedule for the same tokens with the same sizes. So the n-th sum of a step is the
-same one on every rank, however their other lanes interleave. Where pages lie, and whether they are
-staged, may differ between ranks; it changes when a sum begins and not which one is next.
+Ranks cannot deadlock by waiting in different all-reduces: all-reduces belong to `pre`, `post` and
+`experts`, which all run on the GPU lane. A lane runs its tasks in issue order, and all ranks issue
+the same schedule for the same tokens with the same sizes. So the n-th all-reduce of a step is the
+same one on every rank, however other lanes interleave. Where pages lie, and whether they are
+staged, may differ between ranks; this changes when an all-reduce begins, not which one is next.
 """
 
 # ruff: noqa: SLF001 - torch has these options under no other names
@@ -22,12 +22,12 @@ from torch import distributed as dist
 
 from raymoe.errors import ExecutionError
 
-LOOPBACK = "127.0.0.1"  # ranks are on one node; nobody else can connect
+LOOPBACK = "127.0.0.1"  # ranks are on one node, and only it can connect
 JOIN_LIMIT_S = 120.0
 
 
 class PeerError(ExecutionError):
-    """Another rank is gone, or did not come in time."""
+    """Another rank is gone, or timed out."""
 
 
 class _Sum(Protocol):
@@ -48,12 +48,12 @@ class RankGroup:
     def __init__(
         self, meeting_place: Path, rank: int, count: int, *, device: torch.device, timeout_s: float
     ) -> None:
-        """Meet the other ranks; returns when all are there.
+        """Meet the other ranks; return when all are there.
 
         Args:
             meeting_place: A file that does not exist yet, in a directory that all ranks see.
-            device: Where the tensors are; NCCL on a GPU, Gloo on the host.
-            timeout_s: Longest wait for the others in one sum.
+            device: Device of the tensors; NCCL on a GPU, Gloo on the host.
+            timeout_s: Longest wait for the others in one all-reduce.
 
         Raises:
             PeerError: Not all came in time.
@@ -72,15 +72,15 @@ class RankGroup:
         self._group._set_default_timeout(timedelta(seconds=timeout_s))
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Add up a tensor over all ranks, in place; the same bits on each.
+        """Sum a tensor over all ranks, in place, with the same bits on each.
 
-        Both libraries add up each element in one place, or in one order, and hand it on. On a GPU
-        the current stream waits, and not the caller.
+        Both libraries compute each element in one place or in one order. On a GPU the current
+        stream waits, not the caller.
 
         Raises:
-            PeerError: Another rank is gone, or did not come in time.
+            PeerError: Another rank is gone, or timed out.
         """
-        if tensor.numel():  # micro-batches may be empty, on all ranks the same
+        if tensor.numel():  # a micro-batch may be empty, then on all ranks
             try:
                 self._group.allreduce([tensor]).wait()
             except RuntimeError as error:
@@ -88,9 +88,9 @@ class RankGroup:
         return tensor
 
     def abort(self) -> None:
-        """Let a sum fail that waits for a rank that is gone; from any thread.
+        """Fail an all-reduce that waits for a rank that is gone; callable from any thread.
 
-        Gloo sees by itself when a process ends.
+        Gloo notices the end of a process itself.
         """
         if self._is_on_gpu:
             self._group.abort()
