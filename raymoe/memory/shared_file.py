@@ -92,9 +92,7 @@ class SharedFile:
         try:
             if length > free:
                 raise OSError("too small")
-            os.posix_fallocate(
-                self._file, 0, length
-            )  # without it, a write to a full file system is a SIGBUS
+            os.posix_fallocate(self._file, 0, length)  # else a write beyond it is a SIGBUS
         except OSError as error:
             os.ftruncate(self._file, 0)
             total = status.f_blocks * status.f_frsize
