@@ -169,7 +169,6 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
         num_gpus: Per actor; None chooses `tensor_parallel_size` if there are GPUs to use.
         num_cpus: Reserved for an actor, whatever its threads; None leaves one of a node to reads.
         memory: Bytes reserved for an actor, which limit nothing; None chooses what the plan needs.
-        engine_config: An `EngineConfig`, or its fields as a dict.
         options: Passed to `MoEGenerator`: sampling_params, id_column and so on. A relative
             journal_dir or status_dir is resolved in this process, wherever the actors run.
     """

@@ -69,9 +69,6 @@ def check_available(
         footprint: Host memory of the plan, which is that of one rank.
         what: What needs the memory, for the message.
         already_there: Bytes of it that exist already, such as weights that others have loaded.
-
-    Raises:
-        InfeasiblePlanError: With the table and the bytes missing.
     """
     end_s = time.monotonic() + PATIENCE_S
     is_waiting = False

@@ -107,11 +107,7 @@ def send(connection: Connection, message: object) -> None:
 
 
 def receive(connection: Connection) -> object:
-    """The next message.
-
-    Raises:
-        EOFError: The other process is gone.
-    """
+    """The next message."""
     return pickle.loads(connection.recv_bytes())  # only from this process or its child
 
 
@@ -330,11 +326,7 @@ class Ranks:
                 raise ExecutionError(f"{names} not {stage} after {limit_s:g} s")
 
     def send(self, inputs: StepInputs) -> None:
-        """Tell all ranks to run a step.
-
-        Raises:
-            ExecutionError: One of them is gone.
-        """
+        """Tell all ranks to run a step."""
         self._check()
         message = RankStep.of(inputs)
         for rank in self._processes:
@@ -380,11 +372,7 @@ class RankedRunner:
         self._own, self._ranks = own, ranks
 
     def run(self, inputs: StepInputs) -> Timeline:
-        """Run one step; return the timeline of this rank.
-
-        Raises:
-            ExecutionError: A task or a rank failed; names it.
-        """
+        """Run one step; return the timeline of this rank."""
         self._ranks.send(inputs)
         try:
             return self._own.run(inputs)

@@ -148,11 +148,7 @@ def _before_tag(text: str) -> str:
 
 
 def check_messages(messages: object) -> list[dict[str, Any]]:
-    """Normalise messages for templates: null keys dropped, text parts joined.
-
-    Raises:
-        ConfigError: Names the message and what is wrong with it.
-    """
+    """Normalise messages for templates: null keys dropped, text parts joined."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise ConfigError(f"messages is a {type(messages).__name__}; it takes a list of messages")
     if not 1 <= len(messages) <= MAX_MESSAGES:
@@ -278,9 +274,6 @@ class Tokenizer:
         directory: Model directory. Without a tokenizer in it, prompts must be token ids and text
             stays empty.
         vocab_size: Exclusive upper bound of token ids.
-
-    Raises:
-        CheckpointError: Files of the directory are unsafe.
     """
 
     def __init__(self, directory: Path, vocab_size: int) -> None:
@@ -321,9 +314,6 @@ class Tokenizer:
         """Return a prompt as token ids, or as the text to encode; chats are rendered.
 
         Text gets the tokenizer's special tokens (BOS); a chat only those of its template.
-
-        Raises:
-            ConfigError: The prompt is empty, unreadable or surely too long.
         """
         if prompt is None:
             raise ConfigError("the prompt is null")
