@@ -28,7 +28,7 @@ _SAME_NAME = frozenset(field.name for field in dataclasses.fields(SamplingParams
     "logprobs",
     "prompt_logprobs",
 }
-_WITHOUT_EFFECT = frozenset(("user", "metadata"))  # of the billed account
+_WITHOUT_EFFECT = frozenset(("user", "metadata"))  # they concern the billed account
 _ONLY: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "store": (False,),

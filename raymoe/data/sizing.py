@@ -261,7 +261,7 @@ def _check_counts(**counts: int | None) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorPlan:
-    """What one actor will hold.
+    """Sizes of one actor.
 
     Attributes:
         batch_size: Sequences that are live at once.

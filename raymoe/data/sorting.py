@@ -189,7 +189,7 @@ def deal_rows(
     """
     if not prefixes:
         return []
-    common = shared_bytes(prefixes[0], prefixes[-1])  # of all rows: free in any order
+    common = shared_bytes(prefixes[0], prefixes[-1])  # shared by all rows
     shared = np.array([common, *itertools.starmap(shared_bytes, itertools.pairwise(prefixes))])
     families = list(_families(shared - common, np.asarray(sizes, np.int64) - shared))
     large = [[family] for family in families if family.num_rows >= rows_per_block]

@@ -50,7 +50,7 @@ class RowCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSummary:
-    """What an actor planned.
+    """The plan of an actor, for readers without an engine.
 
     Attributes:
         tokens_per_s: Predicted generated tokens per second of the planned job.
@@ -274,7 +274,7 @@ def read_status(directory: Path) -> StatusFiles:
     def read(kind: type[Record], path: Path) -> tuple[Record, float] | None:
         try:
             return _read(kind, path)
-        except FileNotFoundError:  # of a former run, removed between listing and reading
+        except FileNotFoundError:  # removed since it was listed
             return None
         except (OSError, CheckpointError, ConfigError) as error:
             unreadable.append(f"{path.name}: {error}")

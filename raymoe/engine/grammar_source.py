@@ -226,7 +226,7 @@ def _malformed(problem: str) -> ConfigError:
 
 MAX_DEPTH = 128
 MAX_EXACT = 2**53  # numbers are floats in llguidance
-MAX_DIGITS = 15  # of a bound
+MAX_DIGITS = 15  # maximum of a bound
 Schema = dict[str, Any]
 
 

@@ -73,8 +73,8 @@ class StopStrings:
 
 
 CHAT_WORKER = Path(__file__).parent / "workers" / "chat_worker.py"
-CHAT_LOAD_LIMIT_S = 60.0  # of CPU time
-RENDER_LIMIT_S = 5.0  # of CPU time
+CHAT_LOAD_LIMIT_S = 60.0  # CPU time
+RENDER_LIMIT_S = 5.0  # CPU time
 MAX_CHARACTERS = 8_000_000
 CHAT_MAX_MEMORY_BYTES = 1 << 30
 MAX_MESSAGES = 10_000
@@ -172,7 +172,7 @@ def _check_message(index: int, message: object) -> dict[str, Any]:
     role = fields.get("role")
     if not isinstance(role, str) or not role:
         raise ConfigError(f"{where} has role {role!r:.60}; it takes a name such as 'user'")
-    if fields.get("tool_calls") == []:  # as tables have it in messages without any
+    if fields.get("tool_calls") == []:  # tables fill it in where there are none
         del fields["tool_calls"]
     if "tool_calls" in fields:
         fields["tool_calls"] = _check_tool_calls(where, fields["tool_calls"])
@@ -225,7 +225,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 # Files that transformers may open when it loads a tokenizer.
 TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 TOKENIZER_WORKER = Path(__file__).parent / "workers" / "tokenizer_worker.py"
-TOKENIZER_LOAD_LIMIT_S = 300.0  # of CPU time
+TOKENIZER_LOAD_LIMIT_S = 300.0  # CPU time
 TOKENIZER_MAX_MEMORY_BYTES = 4 * GIB  # 12 MB of text in one piece need 2 GiB
 # CPU time of a request: ten times what a slow machine needs.
 REQUEST_LIMIT_S, LIMIT_S_PER_BYTE, LIMIT_S_PER_TOKEN = 5.0, 20e-6, 1e-4

@@ -1,4 +1,4 @@
-"""What the GPU kernels share: launches as data, and decoding of stored codes."""
+"""Shared parts of the GPU kernels: launches as data, and decoding of stored codes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -206,7 +206,7 @@ def _options(shape: TileShape) -> dict[str, int]:
     return {"num_warps": shape.warps, "num_stages": shape.stages}
 
 
-DECODED_BYTES = 128 << 20  # of a block of outputs; the planner reserves it
+DECODED_BYTES = 128 << 20  # maximum per block of outputs; the planner reserves it
 _OUTPUTS, _STEP = 64, 16
 
 

@@ -228,7 +228,7 @@ TENSOR_CORES_SINCE = (8, 0)
 
 
 class TileKey(NamedTuple):
-    """What the choice of a tile depends on, besides the GPU."""
+    """Key of a measured tile."""
 
     format: str
     bucket: int

@@ -264,7 +264,7 @@ def run_worker(descriptors: list[int], tokenizer: LLTokenizer) -> None:
 
 def serve(control: socket.socket, tokenizer: LLTokenizer) -> None:
     """Fork a worker for each message until the control socket closes; then end them all."""
-    pipes: dict[int, int] = {}  # of the workers, to report how they end
+    pipes: dict[int, int] = {}  # pipes of workers by id
     signal.signal(signal.SIGCHLD, lambda *_: report_ends(pipes))
     server, prctl = os.getpid(), ctypes.CDLL(None).prctl
     while True:

@@ -166,7 +166,7 @@ class Codec:
             text = ""
             try:
                 text = decode(ids[begin : begin + count], skip_special_tokens=True)
-            except BaseException as error:  # as above
+            except BaseException as error:  # a panic of the Rust library
                 errors[index] = _describe(error)
             texts.append(text)
             begin += count
