@@ -238,7 +238,6 @@ class History:
 
     @property
     def points(self) -> tuple[HistoryPoint, ...]:
-        """Return all points, with the latest sample last."""
         latest = [merge(tuple(self._pending))] if self._pending else []
         return (*self._points, *latest)
 

@@ -250,7 +250,6 @@ class CrashCounts:
             self._read()
 
     def num_deaths(self, key: bytes) -> int:
-        """Unattributed crashes during which a row was in flight."""
         with self._lock:
             return self._num_deaths[key]
 

@@ -57,7 +57,6 @@ OWN_SIGNALS = frozenset(
 
 
 def check_present() -> None:
-    """Refuse structured outputs if their library is missing."""
     if importlib.util.find_spec("llguidance") is None:
         raise ConfigError("structured_outputs needs llguidance: pip install 'llguidance>=1.9,<2'")
 
@@ -132,7 +131,6 @@ class ForkedProcess:
         raise WorkerProcessError(_ended(f"was ended by signal {-code}"))
 
     def close(self) -> None:
-        """End the worker by closing its pipe."""
         self._pipe.close()
         self._socket.close()
 

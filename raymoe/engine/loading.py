@@ -187,7 +187,6 @@ def _with_known_gpu(host: HardwareSpec) -> HardwareSpec:
 
 
 def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
-    """Resolve the model, check it, plan, and load."""
     device = _device_name(config)
     _check_schedule(config, device)
     directory = resolve_model(path)

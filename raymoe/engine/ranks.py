@@ -107,7 +107,6 @@ def send(connection: Connection, message: object) -> None:
 
 
 def receive(connection: Connection) -> object:
-    """The next message."""
     return pickle.loads(connection.recv_bytes())  # only from this process or its child
 
 
@@ -223,7 +222,6 @@ class RankProcess:
             send(self._connection, message)
 
     def kill(self) -> None:
-        """Kill the process; callable from any thread."""
         self.failure = self.failure or f"{self.name} was ended"
         self._process.kill()
 
@@ -326,7 +324,6 @@ class Ranks:
                 raise ExecutionError(f"{names} not {stage} after {limit_s:g} s")
 
     def send(self, inputs: StepInputs) -> None:
-        """Tell all ranks to run a step."""
         self._check()
         message = RankStep.of(inputs)
         for rank in self._processes:

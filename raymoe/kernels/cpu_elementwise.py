@@ -352,7 +352,6 @@ def gumbel_argmax(logits_RV: Tensor, keys: RandomKeys, scale_R: Tensor | None = 
 def gumbel_argmax_reference(
     logits_RV: Tensor, keys: RandomKeys, scale_R: Tensor | None = None
 ) -> Tensor:
-    """Noise is in float64."""
     scaled_RV = logits_RV.float() if scale_R is None else logits_RV.float() * scale_R[:, None]
     return _first_largest(scaled_RV.double() + gumbel_noise(keys, logits_RV.shape[1]))
 

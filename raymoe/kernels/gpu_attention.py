@@ -86,7 +86,6 @@ class DeviceCache:
 
     @classmethod
     def of_rows(cls, keys_CGD: Tensor, values_CGV: Tensor, starts_S1: Tensor) -> "DeviceCache":
-        """Wrap contiguous rows of keys and values."""
         return cls(
             keys=keys_CGD,
             values=values_CGV,

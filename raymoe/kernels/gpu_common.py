@@ -31,7 +31,6 @@ class Launch:
     options: Mapping[str, int]
 
     def run(self) -> None:
-        """Start the kernel on the current stream."""
         try:
             self.kernel[self.grid](
                 *self.arguments.values(), **self.constants, **self.options, **EXACT

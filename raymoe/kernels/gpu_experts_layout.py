@@ -266,7 +266,6 @@ class TileTable:
 
     @classmethod
     def from_json(cls, capability: tuple[int, int], entries: object) -> "TileTable":
-        """Parse what `to_json` wrote."""
         if not isinstance(entries, list):
             raise ConfigError(f"a list of tiles is expected, not {type(entries).__name__}")
         chosen = dict(map(_entry, entries))

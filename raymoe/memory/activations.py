@@ -89,11 +89,9 @@ class MicroBatchActivations:
         return self._key[begin:end], self._value[begin:end]
 
     def absorbed_result(self, end: int) -> Tensor:
-        """[end, X]."""
         return self._result.first(end)
 
     def result(self, begin: int, end: int) -> Tensor:
-        """[end - begin, X]."""
         return self._result.rest(begin, end)
 
 

@@ -75,7 +75,6 @@ def load_norm(model: ModelSpec, loader: Loader, name: str) -> Norm:
 
 
 def cache_layout(spec: ModelSpec, dtype: torch.dtype) -> CacheLayout:
-    """Return the cache layout of all layers."""
     layouts = {_layout(layer.attention, dtype) for layer in spec.layers}
     if len(layouts) > 1:
         shapes = sorted(layout.block_shape for layout in layouts)

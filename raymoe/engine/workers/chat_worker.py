@@ -81,7 +81,6 @@ def _strftime_now(form: str) -> str:
 
 
 def compile_template(source: str) -> jinja2.Template:
-    """Compile a chat template in the environment of transformers."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
     )
