@@ -1,4 +1,4 @@
-"""What processes of this machine use, and its host: memory and CPU time, from /proc."""
+"""Memory and CPU time of processes, from /proc."""
 
 import os
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Of one or more processes.
+    """Resources that one or more processes use.
 
     Attributes:
-        rss_bytes: Resident memory; what processes share counts for each.
+        rss_bytes: Resident memory; shared pages count for each process.
         cpu_s: User and system time so far.
     """
 
@@ -25,7 +25,6 @@ class Usage:
 
 
 def usage_of(pid: int, root: Path = Path("/proc")) -> Usage | None:
-    """What a process uses; None when it has ended."""
     try:
         status = (root / str(pid) / "statm").read_text().split()
         fields = _stat(root / str(pid))
@@ -38,7 +37,6 @@ def usage_of(pid: int, root: Path = Path("/proc")) -> Usage | None:
 
 
 def is_runnable(pid: int, root: Path = Path("/proc")) -> bool:
-    """Whether a process has or waits for a core; not if it is stopped, waits for else, or ended."""
     try:
         return _stat(root / str(pid))[0] == "R"
     except (FileNotFoundError, ProcessLookupError):
@@ -46,7 +44,7 @@ def is_runnable(pid: int, root: Path = Path("/proc")) -> bool:
 
 
 def descendants(pid: int, root: Path = Path("/proc")) -> set[int]:
-    """Processes that a process started, and those that they did; of now, without itself."""
+    """Return children, grandchildren and so on, as of now."""
     children: dict[int, list[int]] = {}
     for entry in root.iterdir():
         if entry.name.isdigit():
@@ -65,7 +63,7 @@ def descendants(pid: int, root: Path = Path("/proc")) -> set[int]:
 
 
 def stolen_s(root: Path = Path("/proc")) -> float:
-    """Core-seconds that the host of this virtual machine has taken from it so far."""
+    """Return the core-seconds that the hypervisor has taken from this machine so far."""
     fields = (root / "stat").read_text().split("\n", 1)[0].split()
     return int(fields[8]) / TICKS_PER_S  # "cpu", user, nice, ..., softirq, steal
 

@@ -1,16 +1,15 @@
-"""Text from rows, models and other machines, made harmless for those who show it.
+"""Escapes untrusted text from rows, models and other machines before it is shown.
 
-A terminal obeys what it is sent: escape sequences in a row's text could move the cursor, change the
-title, or write to the clipboard. And characters that hide or reorder text can make a line say what
-it does not. Here they become visible.
+Escape sequences could move a terminal's cursor, change its title, or write to the clipboard.
+Characters that hide or reorder text can make a line say what it does not.
 """
 
 import unicodedata
 
-# Control characters, lone surrogates, separators of lines, and format characters such as
-# bidirectional overrides (Unicode 16, sections 23.1 to 23.8).
+# Control characters, lone surrogates, line separators, and format characters such as bidirectional
+# overrides (Unicode 16, sections 23.1 to 23.8).
 _HARMFUL = frozenset({"Cc", "Cs", "Cf", "Zl", "Zp"})
-_JOINERS = frozenset("\u200c\u200d")  # of Persian, Hindi and emoji: they move nothing
+_JOINERS = frozenset("\u200c\u200d")  # used by Persian, Hindi and emoji; they reorder nothing
 
 
 def harmless(text: str, *, keep: str = "") -> str:
@@ -35,15 +34,15 @@ def _is_harmful(one: str) -> bool:
     return unicodedata.category(one) in _HARMFUL and one not in _JOINERS
 
 
-MAX_LEVELS = 128  # of lists and objects in one another
-MAX_VALUES = 10_000_000  # parts that are shared count each time: they are written each time
+MAX_LEVELS = 128  # of nested lists and objects
+MAX_VALUES = 10_000_000  # shared parts count each time, because they are written each time
 
 _CONTAINERS = (dict, list, tuple, frozenset)
 _LEAVES = frozenset((int, float, str, bool, type(None)))  # most values: one look-up decides
 
 
 def nesting_problem(value: object) -> str:
-    """Say why a value must not be walked through by recursion, or ""."""
+    """Return why recursion over a value is unsafe, or ""."""
     level = [value] if isinstance(value, _CONTAINERS) else []
     num_values = 0
     for _ in range(MAX_LEVELS):

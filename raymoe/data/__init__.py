@@ -1,1 +1,1 @@
-"""For whom: the Ray Data operator. Ray is needed only where a dataset is."""
+"""The Ray Data operator. Only functions that get a dataset or a cluster import Ray."""

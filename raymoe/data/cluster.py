@@ -1,4 +1,4 @@
-"""Cluster: which nodes may run an engine, and what one of its actors has there."""
+"""Nodes of a Ray cluster that can run an engine, and checks that a pipeline fits on them."""
 
 import logging
 import math
@@ -22,28 +22,25 @@ except ImportError as error:
         "raymoe.map_batches_kwargs needs Ray Data: pip install 'ray[data]>=2.60,<2.64'"
     ) from error
 
-MEMORY_FRACTION = 0.85  # of a node's: Ray ends processes of a node that is 95 % full
-# Typical rates of a core; they decide the sizes of a plan, never results.
+MEMORY_FRACTION = 0.85  # of a node's memory: Ray kills processes of a node that is 95 % full
+# Typical rates of a core; they affect the sizes of a plan, never results.
 CORE_BYTES_PER_S, CORE_FLOP_PER_S = 8e9, 60e9
-# Prompts and answers need little: Ray's default of 30 % of the memory belongs to the KV cache.
+# Prompts and answers need little; Ray's default of 30 % of the memory would shrink the KV cache.
 MIN_STORE_BYTES, MAX_STORE_BYTES = int(8 * GB), int(16 * GB)
 _ACCELERATOR = "accelerator_type:"
-_PRESETS_OF_RAY = {"a10g": "a10"}  # Ray's names of GPUs that are not ours in lower case
+_PRESETS_OF_RAY = {"a10g": "a10"}  # Ray's GPU names whose lower case is not our name
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """The nodes that may run an engine; one of unknown size when there is none yet.
-
-    Where nodes differ, each counts as much as the smallest: an actor may land on any.
+    """The nodes that can run an engine; if nodes differ, each counts as the smallest.
 
     Attributes:
-        gpus_per_actor: That an engine takes, where there are any.
-        gpu: The preset with their GPU, where Ray knows its name and we do.
-        num_generators: Of the pipeline that runs there, with as many actors each; None where that
-            was not said.
+        gpus_per_actor: GPUs that an engine uses.
+        gpu: Hardware preset of their GPU, None if its name is unknown.
+        num_generators: Generators of the pipeline, with as many actors each; None if not given.
     """
 
     num_nodes: int
@@ -59,11 +56,8 @@ class Cluster:
     def connected(cls, device: str = "auto", gpus_per_actor: float = 1) -> "Cluster":
         """Return the cluster that this process is connected to.
 
-        Args:
-            device: Of the engines. Where some nodes have GPUs, engines run on those, unless they
-                are for the CPU. A head without CPUs runs none.
-            gpus_per_actor: That an engine takes at once; nodes with fewer run none where others
-                have enough.
+        If some nodes have GPUs, engines run on those unless `device` is the CPU, and on nodes with
+        at least `gpus_per_actor` if there are any. A head without CPUs runs none.
         """
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]] if _has_ray() else []
         nodes = [resources for resources in nodes if resources.get("CPU")]
@@ -86,9 +80,10 @@ class Cluster:
         )
 
     def actors_per_node(self, num_actors: int) -> int:
-        """Actors on the fullest node.
+        """Return the number of actors on the fullest node.
 
-        Not more than its GPUs: the nodes of a cluster that grows come after the first actors.
+        It is at most the node's number of GPUs, because nodes of a growing cluster come after the
+        first actors.
         """
         even = ceil_div(num_actors, self.num_nodes)
         if not self.num_gpus:
@@ -96,7 +91,7 @@ class Cluster:
         return min(even, max(1, int(self.num_gpus / self.num_nodes / self.gpus_per_actor)))
 
     def share(self, num_actors: int) -> HardwareSpec | None:
-        """Return what one of the actors may use of its node; None when no node is known."""
+        """Return the hardware that one actor may use of its node; None if no node is known."""
         if not (self.num_cpus and self.memory_bytes):
             return None
         actors_per_node = self.actors_per_node(num_actors) * (self.num_generators or 1)
@@ -112,11 +107,11 @@ class Cluster:
         return host if self.gpu is None else host.with_gpu_of(self.gpu, self.gpu.gpu_memory_bytes)
 
     def cpus_for(self, num_actors: int) -> float:
-        """Return the CPUs that Ray reserves for one actor; threads of the engine are another thing.
+        """Return the CPUs that Ray reserves for one actor; engine threads are not limited by it.
 
-        A node keeps one for its reads, maps and writes: actors that took all CPUs would wait for
-        blocks that nobody may read. A single node keeps room for a second generator too; of several
-        nodes actors take all they can, since that alone spreads them.
+        A node keeps one CPU for reads, maps and writes, so that they can run next to actors. A
+        single node keeps room for a second generator. On several nodes actors reserve all they can,
+        because only that spreads them.
         """
         if not self.num_cpus:
             return 1
@@ -126,7 +121,7 @@ class Cluster:
         return float(math.floor(share)) if share >= 1 else math.floor(share * 1000) / 1000
 
     def advise(self) -> None:
-        """Warn of an object store that takes memory which the KV cache could use."""
+        """Warn if the object store uses memory that the KV cache could use."""
         if self.store_bytes > MAX_STORE_BYTES:
             logger.warning(
                 "Ray's object store has %s of a node, which the engine cannot use; prompts and "
@@ -146,7 +141,7 @@ def _with_gpus(nodes: Sequence[Mapping[str, Any]], minimum: float) -> list[Mappi
 
 
 def _known_gpu(nodes: Iterable[Mapping[str, Any]]) -> HardwareSpec | None:
-    """The GPU with the least memory; None where Ray or we do not know one of them."""
+    """Return the GPU with the least memory; None if any is unknown."""
     found = []
     for resources in nodes:
         names = [name for name in resources if name.startswith(_ACCELERATOR)]
@@ -175,9 +170,9 @@ class Stage:
     """What one stage of a pipeline must have at once.
 
     Attributes:
-        num_actors: 0 where it runs tasks, of which one must find room at a time.
-        each: Of an actor or a task: CPU, GPU and memory.
-        is_generator: A `MoEGenerator` runs in it.
+        num_actors: 0 for a stage of tasks, of which one at a time must fit.
+        each: CPU, GPU and memory of an actor or task.
+        is_generator: Whether a `MoEGenerator` runs in it.
     """
 
     name: str
@@ -187,7 +182,7 @@ class Stage:
 
 
 def check_before_start() -> None:
-    """Have all pipelines of this process checked for room when they start."""
+    """Make all pipelines of this process check at their start that they fit."""
     name = f"{CheckFit.__module__}.{CheckFit.__name__}"
     given = os.environ.get(VARIABLE, "")  # noqa: TID251 - a list of Ray's and no setting of ours
     names = [each for each in given.split(",") if each]
@@ -196,14 +191,13 @@ def check_before_start() -> None:
 
 
 class CheckFit(ExecutionCallback):  # type: ignore[misc]  # Ray has no types here
-    """Refuses a pipeline with generators for which its cluster has no room.
+    """Refuses a pipeline with generators that does not fit on its cluster.
 
-    Where nodes may still come, it warns instead.
+    It only warns if the cluster can still grow.
     """
 
     def before_execution_starts(self, executor: Any) -> None:
-        """Called by Ray Data with the executor of a pipeline."""
-        # Ray names these with an underscore and has no others; its versions are pinned.
+        # These are private in Ray, which has no public equivalent; its versions are pinned.
         stages = [_stage(operator) for operator in executor._topology]  # noqa: SLF001
         if not any(stage.is_generator for stage in stages):
             return
@@ -218,7 +212,7 @@ class CheckFit(ExecutionCallback):  # type: ignore[misc]  # Ray has no types her
 
 
 def find_problem(stages: Sequence[Stage], nodes: Iterable[Mapping[str, float]]) -> str:
-    """Say which actors or tasks find no room when all stages run at once; "" if all do."""
+    """Return which actors or tasks do not fit when all stages run at once; "" if all fit."""
     free = [{name: node.get(name, 0.0) for name in ("CPU", "GPU", "memory")} for node in nodes]
     at_first = ", ".join(_shown(node) for node in free)
     pools = sorted((stage for stage in stages if stage.num_actors), key=_size, reverse=True)

@@ -1,4 +1,4 @@
-"""What comes back? Generations to Arrow columns, always with the same schema."""
+"""Conversion of generations to Arrow columns with a fixed schema."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -40,13 +40,12 @@ OUTPUT_COLUMNS = tuple(field.name for field in _FIELDS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputColumns:
-    """The columns that are added to a table; decided by the operator's parameters, not by rows."""
+    """The output columns; they depend on the operator's parameters, not on rows."""
 
     fields: tuple[pa.Field, ...]
 
     @classmethod
     def of(cls, defaults: SamplingParams, *, has_choices: bool = False) -> "OutputColumns":
-        """Return the fixed columns and those that the parameters turn on."""
         fields = list(_FIELDS)
         if has_choices:
             fields.append(pa.field(CHOICES_COLUMN, _CHOICES))
@@ -59,11 +58,7 @@ class OutputColumns:
         return cls(fields=tuple(fields))
 
     def check_schema(self, schema: pa.Schema) -> None:
-        """Refuse a table that already has one of these columns.
-
-        Raises:
-            ConfigError: With the names of the columns.
-        """
+        """Refuse a table that already has one of these columns."""
         taken = sorted(set(schema.names) & {field.name for field in self.fields})
         if taken:
             raise ConfigError(
@@ -72,7 +67,6 @@ class OutputColumns:
             )
 
     def append(self, table: pa.Table, generations: Sequence[Generation]) -> pa.Table:
-        """Return the table with one more cell in each output column for each of its rows."""
         for field in self.fields:
             cells = [_CELLS[field.name](generation) for generation in generations]
             table = table.append_column(field, pa.array(cells, type=field.type))
@@ -82,7 +76,7 @@ class OutputColumns:
 def _logprob_cells(
     logprobs: Sequence[TokenLogprob | None] | None,
 ) -> list[dict[str, Any] | None] | None:
-    """Return a struct for each token; None where there is none, as for a prompt's first token."""
+    """Return a struct for each token; None if there is none, as for a prompt's first token."""
     if logprobs is None:
         return None
     return [None if one is None else _logprob_cell(one) for one in logprobs]
@@ -133,22 +127,21 @@ _OF_A_SAMPLE = {
 
 
 def explode_samples(table: pa.Table) -> pa.Table:
-    """Return one row for each sample, those of a prompt side by side, in their order.
+    """Return one row for each sample; samples of a prompt are adjacent and in order.
 
     For `Dataset.map_batches` after a `MoEGenerator` with ``has_choices=True``::
 
         ds = ds.map_batches(raymoe.explode_samples, batch_format="pyarrow", batch_size=None)
 
     All columns of the input are repeated for each sample, ids too; ``generated_text,
-    generated_tokens, num_generated_tokens, finish_reason`` and ``logprobs`` (null where not asked
-    for) are those of the sample. ``sample_index`` (int32) counts from 0 to ``num_samples`` - 1
-    (int32); ``choices`` and ``generated_texts`` are gone. An error row stays one row.
+    generated_tokens, num_generated_tokens, finish_reason`` and ``logprobs`` (null if not requested)
+    are those of the sample. ``sample_index`` (int32) counts from 0 to ``num_samples`` - 1 (int32);
+    ``choices`` and ``generated_texts`` are dropped. An error row stays one row.
 
-    Ray's checkpoints want ids that are unique: write the rows before this, and explode what was
-    written.
+    Ray's checkpoints need unique ids: write the rows first, and explode what was written.
 
     Raises:
-        ConfigError: The table has no samples, or has a column with a name of the new ones.
+        ConfigError: The table has no samples, or a column with a new name.
     """
     check_names(table.column_names)
     if CHOICES_COLUMN not in table.column_names:
@@ -173,13 +166,9 @@ def explode_samples(table: pa.Table) -> pa.Table:
 
 
 def check_names(names: Collection[str], taken: Collection[str] = COLUMNS) -> None:
-    """Refuse a table that has a column with a name of the new ones.
+    """Refuse a table that has a column with one of the new names.
 
-    Args:
-        taken: `INPUT_MAY_NOT_HAVE` for a table that no `MoEGenerator` has seen yet.
-
-    Raises:
-        ConfigError: With the name.
+    `taken` is `INPUT_MAY_NOT_HAVE` for a table that no `MoEGenerator` has processed.
     """
     for name in taken:
         if name in names:

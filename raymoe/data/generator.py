@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 SAMPLING_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingParams))
-LAST_FLUSH_S = 10.0  # a slow disk must not keep a broken process from being replaced
+LAST_FLUSH_S = 10.0  # a slow disk must not delay the replacement of a broken process
 
 logger = logging.getLogger(__name__)
 
@@ -39,46 +39,46 @@ class MoEGenerator:
     """The callable class for `Dataset.map_batches`; constructing it needs no Ray.
 
     It owns one engine and is called by many threads: each call blocks until the rows of its batch
-    are done, while the engine pools the rows of all calls. Every input row gives one output row,
-    in order. A row that cannot be generated becomes an error row (``__inference_error__`` says
-    why, ``finish_reason`` is "error", the text is empty) and disturbs no other.
+    are done, while the engine batches the rows of all calls. Every input row gives one output row,
+    in order. A row that cannot be generated becomes an error row (``__inference_error__`` says why,
+    ``finish_reason`` is "error", the text is empty) and does not affect other rows.
 
     Columns added: ``generated_text, generated_tokens, num_input_tokens, num_generated_tokens,
     finish_reason, __inference_error__``; with ``n > 1`` also ``generated_texts`` (all samples; the
-    others hold the first), with ``has_choices`` also ``choices``, with ``logprobs`` and
+    other columns hold the first), with ``has_choices`` also ``choices``, with ``logprobs`` and
     ``prompt_logprobs`` columns of these names.
 
     Args:
         model_source: A local model directory, or a name on the Hugging Face hub.
-        sampling_params: Of every row; ``max_tokens``, ``temperature`` and so on. A column
+        sampling_params: Defaults for every row; ``max_tokens``, ``temperature`` and so on. A column
             ``sampling_params`` (struct or JSON text) overrides them for its row, key by key.
         prompt_column: Text, or token ids.
         messages_column: Chat messages, as structs or JSON text; a row has a prompt or messages.
-        id_column: Makes the random numbers of a row depend on this value instead of its prompt.
+        id_column: Its value, instead of the prompt, seeds the random numbers of a row.
         tools_column: Tools that the messages may call, as structs or JSON text, for chat templates
-            that take them.
+            that support them.
         error_column: Rows with text in this column become error rows with that text.
-        has_choices: Adds a column with all samples of a row, their ends and log probabilities;
-            rows may then ask for ``n`` and ``logprobs`` on their own.
+        has_choices: Adds a column with all samples of a row, their finish reasons and log
+            probabilities; rows may then ask for ``n`` and ``logprobs`` themselves.
         engine_config: An `EngineConfig`, or its fields as a dict.
         should_continue_on_error: False raises on the first error row instead.
-        seed: Of rows whose parameters have none.
-        max_concurrent_calls: Threads that call at once; with all of them inside, an idle engine
-            starts at once instead of waiting for `linger_s`. `map_batches_kwargs` sets it.
+        seed: For rows whose parameters have none.
+        max_concurrent_calls: Threads that call at once; when all of them have submitted, an idle
+            engine starts without waiting for `linger_s`. `map_batches_kwargs` sets it.
         linger_s: How long an idle engine waits for more rows.
         on_too_long: "error", "truncate_left" or "truncate_right".
-        journal_dir: Keeps each finished row in a file of this directory, and looks rows up there
-            before they are generated: what a killed actor or job had finished is not generated
-            again, even where its batch was not. All actors of a job take the same directory, of a
-            file system that their nodes share. It belongs to one model and one set of options;
-            with others, this class refuses to start. Remove it when the job is done. It also tells
-            a row that ends every process it is in from its neighbours, and makes it an error row
-            (`raymoe.data.quarantine` says how); without it such a row is tried for ever.
-        journal_sync_s: The journal is forced to disk this often. What a process wrote survives its
-            end at once, and that of its machine after this time.
-        status_dir: Where this actor writes how it does every few seconds, for ``raymoe status`` and
-            ``raymoe report``; all actors of a job take the same directory. With a journal_dir, the
-            directory of the same name with the ending ``.status`` is the default.
+        journal_dir: Directory in which each finished row is recorded and looked up before it is
+            generated, so that a killed actor or job does not generate finished rows again. All
+            actors of a job use the same directory, on a file system that their nodes share. It
+            belongs to one model and one set of options; this class refuses to start with others.
+            Remove it when the job is done. It also identifies a row that ends every process it runs
+            in and makes it an error row (`raymoe.data.quarantine`); without it such a row is
+            retried forever.
+        journal_sync_s: Interval at which the journal is forced to disk. Records survive the end of
+            a process at once, and that of the machine after this time.
+        status_dir: Directory in which this actor writes its status every few seconds, for ``raymoe
+            status`` and ``raymoe report``; all actors of a job use the same directory. With a
+            journal_dir, the directory of the same name with the ending ``.status`` is the default.
     """
 
     def __init__(  # noqa: PLR0913 - the options of a user, all keyword-only
@@ -158,15 +158,15 @@ class MoEGenerator:
         return self._columns.append(batch, generations)
 
     def close(self) -> None:
-        """Stop the engine and free its memory; more than once is fine.
+        """Stop the engine and free its memory; idempotent.
 
-        Does nothing in a process that was forked: threads and files are those of its parent.
+        Does nothing in a forked process: threads and files belong to its parent.
         """
         if os.getpid() != self._pid:
             return
         engine, self._engine = self._engine, None
         if self._observer is not None:
-            self._observer.close()  # it looks at the engine a last time
+            self._observer.close()  # it reads the engine a last time
         if engine is not None:
             engine.close()
         if self._job is not None:
@@ -186,7 +186,7 @@ class MoEGenerator:
         status_dir: str | Path | None,
         open_job: Callable[[], JobRows] | None,
     ) -> None:
-        """Start the engine, watched from before it loads, and open its journal."""
+        """Start the engine, with an observer from before it loads, and open its journal."""
         try:
             self._observer = Observer(name, self._counts, status_dir=status_dir)
             self._engine = self._open_engine(model_source, config)
@@ -199,7 +199,7 @@ class MoEGenerator:
         self._observer.attach(self._engine)
 
     def _open_engine(self, model_source: str | Path, config: EngineConfig) -> "Engine":
-        """Load the engine; a generator with another kind of engine replaces this."""
+        """Load the engine; subclasses override this."""
         return _load_engine(model_source, config)
 
     def _check(self, batch: pa.Table) -> None:
@@ -209,7 +209,7 @@ class MoEGenerator:
                 "(raymoe.map_batches_kwargs does)"
             )
         self._columns.check_schema(batch.schema)
-        # Blocks may lack a column that is null in all their rows: only a first one is a mistake.
+        # Blocks may lack a column that is null in all their rows, so only a first one is an error.
         if batch.num_rows and not self._has_finished_a_batch:
             self._reader.check_schema(batch.schema)
 
@@ -242,8 +242,9 @@ class MoEGenerator:
         """End the process inside a Ray actor, so that Ray restarts it; raise elsewhere.
 
         Without a journal, a restarted actor that breaks again before it generated anything raises
-        too: the cause is permanent, and the job would restart for ever. With one, the deaths tell
-        whether it is a row, which becomes an error row, or the engine, which then fails the job.
+        too: the cause is permanent, and the job would restart forever. With a journal, the crash
+        counts tell whether the cause is a row, which becomes an error row, or the engine, which
+        fails the job.
         """
         logger.critical("the engine is broken: %s", error, exc_info=error)
         if self._job is not None:
@@ -301,7 +302,7 @@ def _submit(engine: "Engine", requests: Sequence[RowRequest]) -> list[Future[Gen
 def _wait_for(engine: "Engine", futures: Sequence[Future[Generation]]) -> list[Generation]:
     if not futures:
         return []
-    engine.enter_call()  # after `submit`: from now on this thread brings no more rows
+    engine.enter_call()  # after `submit`: this thread brings no more rows
     try:
         return [future.result() for future in futures]
     finally:
@@ -327,15 +328,11 @@ def _raise_first_error(generations: Sequence[Generation]) -> None:
 
 
 def should_leave_process(*, is_restart_useful: bool) -> bool:
-    """Say whether ending this process is the way to get a new engine.
+    """Whether ending this process is the way to get a new engine.
 
-    True inside a Ray actor: Ray starts a new one and sends it the same batches, while an ordinary
-    exception fails the job. False elsewhere, and for an actor that was already restarted and broke
-    again where another restart is of no use.
-
-    Args:
-        is_restart_useful: Whether the engine may go on if it breaks once more: it has generated
-            something, or somebody else finds out why it breaks.
+    True inside a Ray actor: Ray starts a new one and sends it the same batches, while an exception
+    would fail the job. False elsewhere, and for a restarted actor that broke again, unless
+    `is_restart_useful`: the engine has generated something, or the journal counts crashes.
     """
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():

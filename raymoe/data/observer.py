@@ -1,6 +1,6 @@
-"""How an engine does, as series of Ray: for Prometheus, Grafana, and Ray's own dashboard.
+"""Metrics, history and status files of one engine; metrics are exported through Ray.
 
-They are read from the status of an actor every few seconds; nothing is counted in the hot path.
+A thread reads them from the actor's status every few seconds; the hot path counts nothing for it.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ TAGS = ("model", "actor")
 KIND_TAG = "kind"
 
 Values = dict[str, float]
-"""Values by the kind that they are of; those of a metric without kinds are under ""."""
+"""Values by kind; the key is "" for a metric without kinds."""
 
 
 class MetricKind(StrEnum):
@@ -63,11 +63,11 @@ class MetricKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """One series of each actor, or one of each kind of something.
+    """One time series of each actor, or one per kind.
 
     Attributes:
         name: Without the prefix and the suffix that Ray adds.
-        values: From a status; empty where it says nothing of it.
+        values: Reads values from a status; empty if the status lacks them.
         has_kinds: Whether there is a tag `kind`.
     """
 
@@ -169,14 +169,10 @@ METRICS = (
 
 
 class RayMetrics:
-    """The metrics of one actor; Ray exports them under its own names of node and worker."""
+    """The metrics of one actor; Ray adds the node and worker tags."""
 
     def __init__(self, model: str, actor: str) -> None:
-        """Make all series.
-
-        Args:
-            model: Name or directory; its last part is the tag.
-        """
+        """Make all series; the tag `model` is the last part of the name or directory."""
         # Planning and drivers need no Ray.
         from ray.util.metrics import Counter, Gauge  # noqa: PLC0415
 
@@ -191,14 +187,13 @@ class RayMetrics:
 
     @classmethod
     def in_actor(cls, model: str, actor: str) -> "RayMetrics | None":
-        """The metrics of this process; None where it is no actor of a running Ray."""
+        """Return the metrics of this process; None outside an actor of a running Ray."""
         ray = sys.modules.get("ray")
         if ray is None or not ray.is_initialized():
             return None
         return None if ray.get_runtime_context().get_actor_id() is None else cls(model, actor)
 
     def publish(self, status: ActorStatus) -> None:
-        """Bring all series to what a status says."""
         for metric in METRICS:
             for kind, value in metric.values(status).items():
                 self._set(metric, kind, value)
@@ -210,32 +205,27 @@ class RayMetrics:
             series.set(value, tags=tags)
             return
         before = self._published.get((metric.name, kind), 0.0)
-        if value > before:  # Ray takes no increment of 0
+        if value > before:  # Ray refuses increments of 0
             series.inc(value - before, tags=tags)
             self._published[metric.name, kind] = value
 
 
 MAX_POINTS = 240
-NUM_SUMS = 4  # the time and counts in front of a point; means follow
-WINDOW_S = 60.0  # that counts as now
+NUM_SUMS = 4  # columns of a point that are sums (time and counts); means follow
+WINDOW_S = 60.0  # window of recent rates
 
 
 class History:
-    """Bounded time series of one actor; one thread adds."""
+    """Time series of one actor with a bounded number of points; one thread adds."""
 
     def __init__(self, max_points: int = MAX_POINTS) -> None:
-        """Start empty.
-
-        Args:
-            max_points: An even number; one more stands for what is not yet a whole point.
-        """
         self._max_points = max_points
         self._stride = 1
         self._pending: list[HistoryPoint] = []
         self._points: list[HistoryPoint] = []
 
     def add(self, sample: HistoryPoint) -> None:
-        """Take a sample; samples come at equal intervals, more or less."""
+        """Add a sample; samples come at about equal intervals."""
         self._pending.append(sample)
         if len(self._pending) < self._stride:
             return
@@ -248,13 +238,12 @@ class History:
 
     @property
     def points(self) -> tuple[HistoryPoint, ...]:
-        """All that happened, up to the latest sample."""
         latest = [merge(tuple(self._pending))] if self._pending else []
         return (*self._points, *latest)
 
 
 def merge(points: tuple[HistoryPoint, ...]) -> HistoryPoint:
-    """One point for several: the latest sums, the mean of the means."""
+    """Merge points to one: the latest sums, the mean of the means."""
     time_s, rows, prompt_tokens, generated_tokens, *_ = points[-1]
     fill, use = (sum(point[i] for point in points) / len(points) for i in (NUM_SUMS, NUM_SUMS + 1))
     return time_s, rows, prompt_tokens, generated_tokens, fill, use
@@ -263,14 +252,7 @@ def merge(points: tuple[HistoryPoint, ...]) -> HistoryPoint:
 def recent_rate(
     points: tuple[HistoryPoint, ...], column: str, window_s: float = WINDOW_S
 ) -> float | None:
-    """How much a count grew per second at the end of a history.
-
-    Args:
-        window_s: How long the end is.
-
-    Returns:
-        None before there are two moments.
-    """
+    """Return the growth of a count per second over the last `window_s`; None before two samples."""
     index = HISTORY_COLUMNS.index(column)
     if len(points) < 2:
         return None
@@ -281,21 +263,17 @@ def recent_rate(
 
 
 class Periodic:
-    """A thread that calls a function at once, every few seconds, and when it is closed."""
+    """A thread that calls a function at once, then periodically, and a last time in `close`."""
 
     def __init__(self, call: Callable[[], None], every_s: float, *, name: str) -> None:
-        """Start.
-
-        Args:
-            every_s: Between the end of a call and the start of the next.
-        """
+        """Start; `every_s` is the time between the end of a call and the start of the next."""
         self._call, self._every_s = call, every_s
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Let the thread call once more and wait for its end; more than once is fine."""
+        """Call the function a last time and wait for the end of the thread; idempotent."""
         self._is_over.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
@@ -316,7 +294,7 @@ _KIND = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
 
 
 class RowCounter:
-    """Sums over the rows that an operator answered. Thread-safe, and of fixed size."""
+    """Counts the rows that an operator answered. Thread-safe, with bounded memory."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -355,29 +333,25 @@ class RowCounter:
 
 
 def error_kind(error: str, known: Collection[str] = ()) -> str:
-    """The type of an error; text of a user's own error column has none.
-
-    Args:
-        known: Kinds that there are already; beyond `MAX_KINDS` there are no more.
-    """
+    """Return the type of an error; `OTHER` for free text and beyond `MAX_KINDS` known kinds."""
     kind = error.partition(":")[0]
     has_place = kind in known or len(known) < MAX_KINDS
     return kind if has_place and _KIND.fullmatch(kind) else OTHER
 
 
-MAX_STEPS = 16  # that are remembered; each may have thousands of spans
-SHOWN_LAYERS = 2  # two kinds of layers may take turns
+MAX_STEPS = 16  # kept in memory; each may have thousands of spans
+SHOWN_LAYERS = 2  # two kinds of layers may alternate
 
 
 class TypicalStep:
-    """Remembers a few steps of a run, spread over all of it; one thread uses it."""
+    """A sample of the steps of a run, spread over all of it; one thread uses it."""
 
     def __init__(self) -> None:
         self._steps: list[MeasuredStep] = []
         self._stride = self._until_next = 1
 
     def see(self, measured: "MeasuredStep | None") -> None:
-        """Take the latest pass into account; every n-th is kept, with n growing over time."""
+        """Consider the latest step; every n-th is kept, and n grows over time."""
         if measured is None or (self._steps and measured is self._steps[-1]):
             return
         self._until_next -= 1
@@ -390,7 +364,7 @@ class TypicalStep:
         self._until_next = self._stride
 
     def choose(self) -> "MeasuredStep | None":
-        """A step of the most frequent kind, of median length; None before the first."""
+        """Return a step of the most frequent kind, of median length; None before the first."""
         if not self._steps:
             return None
         kinds = Counter(_kind(one.load) for one in self._steps)
@@ -400,9 +374,9 @@ class TypicalStep:
 
 
 def record_step(actor: str, model: str, plan: Plan, chosen: "MeasuredStep") -> StepRecord:
-    """A step beside its prediction, and what the plan computes under the roofs of its node.
+    """Return a step with its prediction and its roofline.
 
-    Of both only the layers in the middle: all of a large model would be megabytes.
+    Both cover only some layers in the middle: all layers of a large model would be megabytes.
     """
     predicted, measured = plan.steps.timeline(chosen.load), chosen.timeline
     excerpt = middle_layers(measured, SHOWN_LAYERS)
@@ -444,11 +418,11 @@ def _plain(timeline: Timeline) -> tuple[PlainSpan, ...]:
 
 
 class ActorProbe:
-    """Reads the sums that an engine and its operator keep anyway.
+    """Reads the statistics of an engine and its operator.
 
     Attributes:
-        actor: A name of this process's own, which any file system takes.
-        state: See `ActorStatus`; the operator sets it.
+        actor: A unique name, valid as a file name.
+        state: State of `ActorStatus`; the operator sets it.
     """
 
     def __init__(self, model: str, rows: RowCounter) -> None:
@@ -504,7 +478,7 @@ class ActorProbe:
         )
 
     def typical_step(self) -> StepRecord | None:
-        """A step that shows how it goes, beside its prediction; takes a simulation."""
+        """Return a typical step and its prediction; runs a simulation."""
         chosen, engine = self._steps.choose(), self._engine
         if chosen is None or engine is None or engine.plan is None:
             return None
@@ -512,7 +486,6 @@ class ActorProbe:
 
 
 def summarise(plan: Plan) -> PlanSummary:
-    """The plan for those who have no engine."""
     return PlanSummary(
         schedule=plan.schedule,
         tokens_per_s=plan.tokens_per_s,
@@ -522,7 +495,7 @@ def summarise(plan: Plan) -> PlanSummary:
 
 
 def actor_line(status: ActorStatus) -> str:
-    """Rows, speed, what is full, and how right the plan is."""
+    """Format rows, speed, utilisation, and the accuracy of the plan."""
     rows, engine = status.rows, status.engine
     parts = [f"{rows.num_rows:,} rows"]
     if rows.num_error_rows:
@@ -546,24 +519,17 @@ def actor_line(status: ActorStatus) -> str:
 SAMPLE_EVERY_S = 1.0
 WRITE_EVERY_S = 3.0
 LOG_EVERY_S = 60.0
-FIRST_STEP_S = 10.0  # until a typical step is written; then after twice as long, and so on
-LAST_WRITE_S = 10.0  # a slow disk must not keep a broken process from being replaced
+FIRST_STEP_S = 10.0  # until a typical step is written; the interval then doubles
+LAST_WRITE_S = 10.0  # a slow disk must not delay the replacement of a broken process
 
 logger = logging.getLogger(__name__)
 
 
 class Observer:
-    """Watches one engine, from before it is loaded until it ends."""
+    """Observes one engine, from before it is loaded until it ends."""
 
     def __init__(self, model: str, rows: RowCounter, *, status_dir: str | Path | None) -> None:
-        """Start the thread.
-
-        Args:
-            status_dir: Where files are written; None writes none.
-
-        Raises:
-            ConfigError: The directory cannot be used.
-        """
+        """Start the thread; `status_dir` None writes no files."""
         self._directory = None if status_dir is None else make_status_directory(status_dir)
         self._model, self._probe = model, ActorProbe(model, rows)
         self._metrics: RayMetrics | None = None
@@ -577,12 +543,12 @@ class Observer:
         self._probe.attach(engine)
 
     def fail(self, reason: str) -> None:
-        """Say that the engine broke; returns soon, whatever the disk does."""
+        """Record that the engine broke; does not wait for a slow disk."""
         self._probe.state, self._probe.reason = FAILED, reason
         self._thread.close(LAST_WRITE_S)
 
     def close(self) -> None:
-        """Say that the engine ends, before it does; more than once is fine."""
+        """Record that the engine ends, before it does; idempotent."""
         if self._probe.state != FAILED:
             self._probe.state = ENDED
         self._thread.close(LAST_WRITE_S)
@@ -593,7 +559,7 @@ class Observer:
         try:
             self._probe.sample()
             self._tell(time.monotonic(), is_last=self._probe.state in {ENDED, FAILED})
-        except Exception:  # rows matter more than what is said of them
+        except Exception:  # rows matter more than their statistics
             logger.exception("the status of this actor is not told from here on")
             self._is_broken = True
 

@@ -1,7 +1,7 @@
 """Lines of an OpenAI batch file: requests to rows for `MoEGenerator`, its rows to responses.
 
-The form is that of OpenAI's batch API: ``{"custom_id", "method", "url", "body"}`` in, ``{"id",
-"custom_id", "response", "error"}`` out. Each field of a body is honoured, or named in the error of
+The format is that of OpenAI's batch API: ``{"custom_id", "method", "url", "body"}`` in, ``{"id",
+"custom_id", "response", "error"}`` out. Each field of a body is applied, or named in the error of
 its line.
 """
 
@@ -28,7 +28,7 @@ _SAME_NAME = frozenset(field.name for field in dataclasses.fields(SamplingParams
     "logprobs",
     "prompt_logprobs",
 }
-_WITHOUT_EFFECT = frozenset(("user", "metadata"))  # for the account that is billed
+_WITHOUT_EFFECT = frozenset(("user", "metadata"))  # they concern the billed account
 _ONLY: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "store": (False,),
@@ -44,9 +44,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 def read_requests(table: pa.Table, *, error_column: str) -> pa.Table:
     """Return one row for each line.
 
-    Args:
-        table: The columns of `BATCH_COLUMNS`, bodies as JSON text, and the error column.
-        error_column: Why a line cannot be used, or "".
+    `table` has `BATCH_COLUMNS`, bodies as JSON text, and `error_column`: why a line cannot be used.
     """
     rows = [_read_line(line, error_column) for line in table.to_pylist()]
     columns = {
@@ -96,7 +94,7 @@ def _pop_prompt(body: dict[str, Any], *, is_chat: bool) -> dict[str, str | None]
 
 
 def _read_params(body: dict[str, Any], *, is_chat: bool) -> dict[str, Any]:
-    # Sorted, so that the text, and with it the digest, is the same in every process.
+    # Sorted, so that the text and its digest are the same in every process.
     params = {name: body.pop(name) for name in sorted(_SAME_NAME & body.keys())}
     for name in _WITHOUT_EFFECT & body.keys():
         del body[name]
@@ -165,14 +163,14 @@ def write_responses(table: pa.Table) -> Iterator[dict[str, Any]]:
 
 
 def read_response(record: Mapping[str, Any]) -> tuple[Any, str, str]:
-    """Return the id and the error of an output line, as the operator wrote them, and its digest."""
+    """Return id and error of an output line, as the operator wrote them, and its digest."""
     problem = record["error"]
     error = f"{problem['code']}: {problem['message']}" if problem else ""
     return record[ID_COLUMN], error, str(record["id"]).removeprefix("batch_req_")
 
 
 def request_digest(row: Mapping[str, Any]) -> str:
-    """Digest of a request, or where its line has no id, of what is wrong with it."""
+    """Return the digest of a request, or for a line without id, of its error."""
     if row[ID_COLUMN] is None:
         return content_digest([f"error {row.get(ERROR_COLUMN)}"])
     return content_digest(row.get(name) for name in (ID_COLUMN, *CONTENT_COLUMNS))

@@ -1,4 +1,8 @@
-"""Which rows end processes: rows in flight kept on disk, crashes counted, suspects run alone."""
+"""Quarantine of poison rows: keeps rows in flight on disk and attributes crashes to them.
+
+A row that was in flight in several crashes is a suspect: suspects run in ever smaller groups, at
+last alone. A row that ends processes alone is poison.
+"""
 
 import contextlib
 import errno
@@ -23,7 +27,7 @@ from raymoe.units import MIB
 MAGIC = b"raymoei1"
 IN_FLIGHT, DEATH, SUFFIX = "inside-", "death-", ".rows"
 ENTERED, ALONE, LEFT = b"E", b"A", b"L"
-REWRITE_BYTES = MIB  # a file that has grown so long is replaced by what is inside now
+REWRITE_BYTES = MIB  # a file of this size is rewritten with only the rows in flight
 _RECORD_BYTES = 1 + KEY_BYTES
 _NOBODY = bytes(KEY_BYTES)
 
@@ -35,9 +39,9 @@ class Death:
     """What a process left behind.
 
     Attributes:
-        inside: Keys of the rows that had entered and not left.
-        was_alone: One of them, and nothing else, was let in alone.
-        when_ns: Latest write, by the clock of the file system.
+        inside: Keys of the rows in flight.
+        was_alone: Whether a suspect ran alone.
+        when_ns: Time of the latest write, by the clock of the file system.
     """
 
     inside: frozenset[bytes]
@@ -47,14 +51,14 @@ class Death:
 
 
 class InFlightFile:
-    """Rows that are inside of this process, on disk. Thread-safe.
+    """The rows in flight in this process, on disk. Thread-safe.
 
-    A disk that refuses a write costs what is known of the rows inside, and never the job.
+    A failed write loses crash attribution, but never fails the job.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._lock = threading.Lock()  # guards everything below
+        self._lock = threading.Lock()  # guards all following attributes
         self._path, self._file, self._size = directory, -1, 0
         self._in_flight: Counter[bytes] = Counter()
         self._has_finished = False
@@ -67,14 +71,10 @@ class InFlightFile:
     def record(
         self, *, entered: Sequence[bytes] = (), left: Sequence[bytes] = (), alone: bool = False
     ) -> None:
-        """Write that rows enter, before they do, and that others have left.
-
-        Args:
-            left: Keys of rows that entered before and are finished.
-        """
+        """Record that rows enter, before they do, and that rows that had entered are finished."""
         with self._lock:
             self._in_flight.subtract(left)
-            self._in_flight += Counter()  # drops those that are 0
+            self._in_flight += Counter()  # drops zero counts
             self._has_finished |= bool(left)
             try:
                 if self._file < 0 or (entered and self._size > REWRITE_BYTES):
@@ -87,7 +87,7 @@ class InFlightFile:
             self._in_flight.update(entered)
 
     def close(self) -> None:
-        """Give the lock back; a file that tells nothing goes."""
+        """Release the lock; remove the file if no row is in flight."""
         with self._lock:
             has_deaths = any(self._directory.glob(f"{DEATH}*{SUFFIX}"))
             if self._file >= 0 and not self._in_flight and not (self._has_finished and has_deaths):
@@ -105,7 +105,7 @@ class InFlightFile:
             told = _pack(LEFT, [_NOBODY] if self._has_finished else [])
             told += _pack(ENTERED, self._in_flight.elements())
             _write_all(file, MAGIC + told)
-            # Only now others see it: locked, and whole.
+            # Other processes see the file only now: locked, and whole.
             temporary.replace(self._path)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -142,7 +142,7 @@ class InFlightFile:
 
 
 def read_death(path: Path) -> Death:
-    """Read what a process left; a torn end is ignored.
+    """Read what a process left, ignoring a torn end.
 
     Raises:
         OSError: The file cannot be read.
@@ -173,7 +173,7 @@ def read_death(path: Path) -> Death:
 
 
 def keep_deaths(directory: Path, own_name: str) -> None:
-    """Turn the files of processes that have ended into deaths; those that tell nothing go."""
+    """Rename files of ended processes to `death-*`; remove those without rows in flight."""
     for path in directory.glob(f"{IN_FLIGHT}*{SUFFIX}"):
         if path.name != own_name:
             with contextlib.suppress(FileNotFoundError):  # another process was faster
@@ -181,7 +181,6 @@ def keep_deaths(directory: Path, own_name: str) -> None:
 
 
 def in_flight_files(directory: Path) -> list[Path]:
-    """Return all files of this kind in a directory, in the order of their names."""
     patterns = (f"{IN_FLIGHT}*{SUFFIX}", f"{DEATH}*{SUFFIX}", f".{IN_FLIGHT}*.tmp")
     return sorted(path for pattern in patterns for path in directory.glob(pattern))
 
@@ -193,10 +192,10 @@ def _keep_if_dead(path: Path) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                return  # it lives
+                return  # the process is alive
             raise
         if not os.path.samestat(os.fstat(file), path.lstat()):
-            return  # its process has begun it again
+            return  # the process has recreated its file
         death = read_death(path)
         if death.inside or death.has_finished:
             path.rename(path.with_name(DEATH + path.name.removeprefix(IN_FLIGHT)))
@@ -216,31 +215,30 @@ def _write_all(file: int, data: bytes) -> None:
         view = view[os.write(file, view) :]
 
 
-MAX_CRASHES = 2  # deaths alone that make a row poison
-SUSPECT_AFTER = 2  # unexplained deaths
+MAX_CRASHES = 2  # crashes alone that make a row poison
+SUSPECT_AFTER = 2  # unattributed crashes
 DIVISOR = 8
 MAX_POISON_IN_A_ROW = 3
 LOOK_EVERY_S = 1.0
 
 
 class CrashCounts:
-    """The deaths of a job, from all its processes and runs. Thread-safe.
+    """The crashes of a job, from all its processes and runs. Thread-safe.
 
-    Args:
-        directory: Of the journal. Removing the files `death-*` from it acquits all rows.
+    `directory` is that of the journal; removing `death-*` from it clears all rows.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._lock = threading.Lock()  # guards everything below
+        self._lock = threading.Lock()  # guards all following attributes
         self._deaths: dict[str, Death] = {}
         self._num_crashes: Counter[bytes] = Counter()
-        self._num_deaths: Counter[bytes] = Counter()  # unexplained
+        self._num_deaths: Counter[bytes] = Counter()  # unattributed
         self._max_in_flight = 0
         self._next_look_s = 0.0
 
     def look(self, own_name: str) -> None:
-        """Notice processes that have ended since; at most once a second."""
+        """Look for processes that have ended since; at most once a second."""
         with self._lock:
             if time.monotonic() < self._next_look_s:
                 return
@@ -252,7 +250,6 @@ class CrashCounts:
             self._read()
 
     def num_deaths(self, key: bytes) -> int:
-        """Unexplained deaths at which a row was inside."""
         with self._lock:
             return self._num_deaths[key]
 
@@ -262,7 +259,7 @@ class CrashCounts:
             return self._num_crashes[key] >= MAX_CRASHES
 
     def max_at_once(self, num_deaths: int) -> int | None:
-        """Rows with so many unexplained deaths or more that may run at once; None for no limit."""
+        """Return how many rows with at least `num_deaths` unattributed crashes may run at once."""
         if num_deaths < SUSPECT_AFTER:
             return None
         with self._lock:
@@ -270,10 +267,10 @@ class CrashCounts:
             return max(1, self._max_in_flight // divisor)
 
     def check_engine(self) -> None:
-        """Refuse to blame rows for an engine that finishes none.
+        """Raise if the crashes are the fault of the engine.
 
         Raises:
-            ExecutionError: Several rows in turn were poison, and none was finished in between.
+            ExecutionError: Several rows in turn were poison, and none finished in between.
         """
         with self._lock:
             deaths = self._deaths.values()
@@ -318,28 +315,26 @@ class CrashCounts:
 
 
 class Group(NamedTuple):
-    """Rows that enter together: their positions, and the unexplained deaths of each."""
-
     positions: list[int]
     num_deaths: int
 
 
 class Admission:
-    """Lets rows into the engine of this process, and keeps on disk who is inside. Thread-safe.
+    """Admits rows to the engine of this process, and records them on disk. Thread-safe.
 
-    Rows without suspicion enter at once, all of a call together, unless a suspect must be alone:
-    then nobody enters before it has been, and it enters when all others have left. Once the engine
-    is broken nobody enters: those who waited were not inside when it broke.
+    Rows that are not suspects enter at once, all of a call together. A suspect that must run alone
+    enters when all others have left, and no other row enters before it has left. No row enters a
+    broken engine: waiting rows were not in flight when it broke.
     """
 
     def __init__(self, directory: Path) -> None:
         self._crash_counts = CrashCounts(directory)
         self._file = InFlightFile(directory)
-        # Guards everything below; notified when rows leave.
+        # Guards all following attributes; notified when rows leave.
         self._changed = threading.Condition()
         self._num_in_flight = 0
-        self._quarantined: Counter[int] = Counter()  # inside, by unexplained deaths
-        self._is_alone = False  # the one row that is inside must be alone
+        self._quarantined: Counter[int] = Counter()  # in flight, by unattributed crashes
+        self._is_alone = False  # the only row in flight is a suspect that must run alone
         self._num_waiting_alone = 0
         self._is_broken = False
         self._left: list[bytes] = []  # not written yet
@@ -347,10 +342,10 @@ class Admission:
         self._crash_counts.look(self._file.name)
 
     def verdict(self, key: bytes) -> Generation | None:
-        """Return the answer of a row that is poison, None for the others.
+        """Return the answer of a poison row, None for others.
 
         Raises:
-            ExecutionError: It is not the rows that end processes; see `Crashes.check_engine`.
+            ExecutionError: The engine causes the crashes; see `CrashCounts.check_engine`.
         """
         if not self._crash_counts.is_poison(key):
             return None
@@ -363,9 +358,9 @@ class Admission:
         return Generation.from_error(error)
 
     def admit(self, keys: Sequence[bytes]) -> Iterator[Group]:
-        """Yield the rows that may enter now, waiting for those that may not yet.
+        """Yield groups of rows that may enter, waiting for those that may not enter yet.
 
-        The caller submits each group before it asks for the next, and says when its rows have left.
+        The caller submits each group before it asks for the next, and calls `leave` for its rows.
 
         Raises:
             ExecutionError: The engine is broken.
@@ -380,10 +375,9 @@ class Admission:
             yield self._enter(Group([i], deaths[i]), keys)
 
     def leave(self, key: bytes, num_deaths: int, *, is_finished: bool) -> None:
-        """Note that a row has left; never waits for a disk.
+        """Record that a row has left, without waiting for the disk.
 
-        Args:
-            is_finished: False where the engine broke: for the next process it is still inside.
+        With `is_finished` False (the engine broke), later processes count the row as in flight.
         """
         with self._changed:
             self._num_in_flight -= 1
@@ -403,7 +397,7 @@ class Admission:
             self._file.record(left=left)
 
     def close(self) -> None:
-        """Tell those who come later that nobody is inside, if it is so; may be called again."""
+        """Record that no row is in flight, if so; idempotent."""
         self.flush()
         self._file.close()
 

@@ -1,4 +1,4 @@
-"""What is in a cell? Arrow values to Python, with a reason for those that cannot be read."""
+"""Conversion of table rows to requests, with a reason for cells that cannot be read."""
 
 import dataclasses
 import hashlib
@@ -16,12 +16,12 @@ from raymoe.safe_text import MAX_LEVELS, nesting_problem
 
 MAX_SHOWN_CHARACTERS = 60
 
-# UnicodeDecodeError is a ValueError; TypeError is that of a map with lists as keys.
+# UnicodeDecodeError is a ValueError; maps with lists as keys raise TypeError.
 _UNREADABLE = (ValueError, KeyError, OverflowError, TypeError)
 
 
 class RowError(Exception):
-    """Why one row cannot be generated; `kind` is the name that the error column shows."""
+    """Why one row cannot be generated; `kind` is the error type in the error column."""
 
     def __init__(self, kind: str, column: str, reason: str) -> None:
         super().__init__(f"{kind}: column {column!r} {reason}")
@@ -36,7 +36,7 @@ class BadCell:
 
 
 def read_cells(table: pa.Table, column: str | None) -> list[Any]:
-    """Return the cells of a column as Python values; all None when it does not exist."""
+    """Return the cells of a column as Python values; all None if it does not exist."""
     if column is None or column not in table.column_names:
         return [None] * table.num_rows
     array = table.column(column)
@@ -70,7 +70,7 @@ def _cell(scalar: pa.Scalar) -> Any:
 
 
 def refuse_bad_cell(value: Any, column: str) -> None:
-    """Raise the reason of a cell that cannot be read, or whose value is too deep to work with."""
+    """Raise `RowError` for a cell that cannot be read or is nested too deeply."""
     if isinstance(value, BadCell):
         raise RowError(value.kind, column, value.reason)
     problem = nesting_problem(value)
@@ -79,7 +79,6 @@ def refuse_bad_cell(value: Any, column: str) -> None:
 
 
 def decode(value: bytes, column: str) -> str:
-    """Return bytes as text; a `RowError` says where they are not UTF-8."""
     try:
         return value.decode()
     except UnicodeDecodeError as error:
@@ -88,7 +87,7 @@ def decode(value: bytes, column: str) -> str:
 
 
 def check_encodes(value: str, column: str) -> None:
-    """Refuse text that UTF-8 cannot hold; JSON can write it."""
+    """Refuse lone surrogates: JSON can write them, UTF-8 cannot."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -97,20 +96,19 @@ def check_encodes(value: str, column: str) -> None:
 
 
 def content_digest(cells: Iterable[Any]) -> str:
-    """Digest of cells, the same for a row and for what a file of any format holds of it."""
+    """Digest cells such that a row and any file format that holds it agree."""
     text = json.dumps([without_nulls(cell) for cell in cells], sort_keys=True, default=as_text)
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
 def as_text(value: Any) -> Any:
-    """Return what JSON can hold of a value that it cannot."""
+    """Convert a value that JSON cannot hold."""
     if value is None:
         return None
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
 def parse_json(text: str, column: str) -> Any:
-    """Return the value of JSON text; a `RowError` says where it is broken."""
     try:
         value = json.loads(text)
     except RecursionError as error:
@@ -131,7 +129,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def shown(value: object, limit: int = MAX_SHOWN_CHARACTERS) -> str:
-    """Return a value as an error message shows it, cut to `limit` characters."""
+    """Format a value for an error message, cut to `limit` characters."""
     try:
         text = value if isinstance(value, str) and limit > MAX_SHOWN_CHARACTERS else repr(value)
     except ValueError:  # an integer with more digits than Python prints
@@ -150,9 +148,9 @@ class RowRequest:
     """One row, ready for the engine, or the reason why it is not.
 
     Attributes:
-        column: Where the prompt came from; errors of the engine name it.
-        row_key: Identifies the row to the random numbers; None lets the engine choose.
-        error: "Type: message", or "" when the row is fine; then `prompt` is not None.
+        column: The column of the prompt; errors of the engine name it.
+        row_key: Seeds the random numbers of the row; None lets the engine choose.
+        error: "Type: message", or "" if the row is fine; then `prompt` is not None.
     """
 
     prompt: Prompt | None
@@ -164,15 +162,13 @@ class RowRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowReader:
-    """Turns tables into requests.
+    """Converts tables to requests.
 
     Attributes:
         defaults: Parameters of every row; column `sampling_params` overrides them key by key.
         id_column: Its values become row keys.
-        tools_column: What the messages may call.
-        error_column: Rows with text in it become error rows with that text: someone before us
-            has already found what is wrong with them.
-        has_choices: The output has a column for all samples and their log probabilities.
+        error_column: Rows with text in it become error rows with that text.
+        has_choices: Whether the output has a column for all samples and their log probabilities.
     """
 
     defaults: SamplingParams
@@ -184,11 +180,6 @@ class RowReader:
     has_choices: bool = False
 
     def check_schema(self, schema: pa.Schema) -> None:
-        """Refuse a table without the columns that were asked for.
-
-        Raises:
-            ConfigError: With the columns that are there.
-        """
         names = set(schema.names)
         have = f"the table has {', '.join(map(repr, schema.names)) or 'no columns'}"
         if not names & {self.prompt_column, self.messages_column}:
@@ -279,11 +270,7 @@ def row_key(row_id: Any) -> int | None:
 
 
 def read_prompt(value: Any, column: str) -> str | list[int]:
-    """Return the text or the token ids of a cell.
-
-    Raises:
-        RowError: It is neither.
-    """
+    """Return the text or the token ids of a cell; raises `RowError` for anything else."""
     refuse_bad_cell(value, column)
     if isinstance(value, bytes):
         value = decode(value, column)
@@ -305,15 +292,11 @@ def read_prompt(value: Any, column: str) -> str | list[int]:
 
 
 def read_messages(value: Any, column: str) -> list[dict[str, Any]]:
-    """Return the chat messages of a cell: a list of structs, or the JSON text of one.
-
-    Raises:
-        RowError: Something in it is not a chat.
-    """
+    """Return the chat messages of a cell: a list of structs, or the JSON text of one."""
     refuse_bad_cell(value, column)
     if isinstance(value, bytes):
         value = decode(value, column)
-    # Nulls in text are somebody's own, such as those of a tool call's arguments.
+    # Nulls in JSON text are intended, such as those in the arguments of a tool call.
     value = parse_json(value, column) if isinstance(value, str) else without_nulls(value)
     if not isinstance(value, list):
         raise RowError("TypeError", column, f"is {shown(value)}; it takes a list of messages")
@@ -328,11 +311,7 @@ def read_messages(value: Any, column: str) -> list[dict[str, Any]]:
 
 
 def read_tools(value: Any, column: str) -> list[dict[str, Any]]:
-    """Return the tools of a cell: a list of structs with type and function, or its JSON text.
-
-    Raises:
-        RowError: It is something else.
-    """
+    """Return the tools of a cell: a list of structs with type and function, or its JSON text."""
     refuse_bad_cell(value, column)
     if isinstance(value, bytes):
         value = decode(value, column)

@@ -1,4 +1,4 @@
-"""configure_data_context: what of Ray Data's settings an operator cannot set for itself."""
+"""Settings of Ray Data, and the arguments of `map_batches` that fit a model and a cluster."""
 
 import dataclasses
 import math
@@ -30,28 +30,28 @@ def configure_data_context(
     no_progress_timeout_s: float = NO_PROGRESS_TIMEOUT_S,
     context: "DataContext | None" = None,
 ) -> "DataContext":
-    """Set Ray Data up for long steps; call it before the dataset is made.
+    """Configure Ray Data for long steps; call it before the dataset is made.
 
     Without it Ray Data ends a job in which no block moved for half an hour, as happens while large
-    weights load or few long rows are left; and each of the hundreds of tasks inside of an actor has
-    a thread that reads the memory of their common process every second.
+    weights load or few long rows are left; and each of the hundreds of tasks of an actor has a
+    thread that reads the memory of their common process every second.
 
-    With a checkpoint path, Ray Data notes the ids of every file it has written there, and a job
-    that is started again skips those rows. The dataset must come from files, go through maps alone
-    and be written to files; ids must be unique and kept up to the end. Reading them back takes an
-    actor with one CPU and 1 GiB of `memory` beside those of the job.
+    With a checkpoint path, Ray Data records the ids of every file it has written there, and a
+    restarted job skips those rows. The dataset must come from files, go through maps alone and be
+    written to files; ids must be unique and kept up to the end. Reading them back needs an actor
+    with one CPU and 1 GiB of `memory` in addition to those of the job.
 
     Args:
         checkpoint_path: A directory that all nodes reach, or an address of object storage.
         preserve_order: Rows come out in the order of the input; the rows of a node that dies then
-            hold up all that follow them.
-        no_progress_timeout_s: Longest time without a block that moves; `math.inf` for no limit.
+            delay all that follow them.
+        no_progress_timeout_s: Longest time in which no block moves; `math.inf` for no limit.
         context: That of this process by default.
 
     Raises:
         ConfigError: A checkpoint without a column of ids, or a limit that is not positive.
     """
-    # Ray is slow to import, and planning needs none of it.
+    # Ray is slow to import, and planning does not need it.
     from ray.data import DataContext  # noqa: PLC0415
     from ray.data.checkpoint import CheckpointConfig  # noqa: PLC0415
 
@@ -70,7 +70,9 @@ def configure_data_context(
         never if math.isinf(no_progress_timeout_s) else no_progress_timeout_s
     )
     context.execution_options.preserve_order = preserve_order
-    context.memory_usage_poll_interval_s = None  # a thread for each task; their process is the same
+    context.memory_usage_poll_interval_s = (
+        None  # the thread of each task would measure the same process
+    )
     if checkpoint_path is not None:
         context.checkpoint_config = CheckpointConfig(
             id_column=id_column, checkpoint_path=str(checkpoint_path)
@@ -82,7 +84,7 @@ BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def choose_sharing(config: EngineConfig, *, actors_per_node: int, num_gpus: float) -> EngineConfig:
-    """Decide "auto": engines with a device each share the weights with their neighbours."""
+    """Resolve "auto": engines with a device share weights with other actors of their node."""
     if config.shared_weights != "auto":
         return config
     has_device = config.device in {"cuda", "emulated"}
@@ -94,9 +96,9 @@ def choose_sharing(config: EngineConfig, *, actors_per_node: int, num_gpus: floa
 
 
 def saved_bytes(model_source: str | Path, config: EngineConfig, actors_per_node: int) -> int:
-    """Weights in the plan of one actor that are its neighbours' in truth: all but its part.
+    """Return the weight bytes that the plan of one actor counts but other actors hold.
 
-    0 where nothing is shared, and for a model that is not on this machine yet.
+    0 if nothing is shared, and for a model that is not on this machine yet.
     """
     is_here = (Path(model_source) / "config.json").is_file()
     if config.shared_weights is not True or not is_here:
@@ -117,13 +119,14 @@ except ImportError as error:
         "raymoe.map_batches_kwargs needs Ray Data: pip install 'ray[data]>=2.60,<2.64'"
     ) from error
 
-MAX_CONCURRENT_CALLS = 256  # of an actor; beyond it Ray Data dispatches slower than it gains
-MAX_CALLS_OF_A_JOB = 8192  # the driver starts some 50 a second, and keeps watch over all of them
-MIN_CALLS = 16  # of an actor; with fewer, many finished rows wait for the slowest of their call
+MAX_CONCURRENT_CALLS = 256  # per actor; with more, Ray Data loses more in dispatch than it gains
+MAX_CALLS_OF_A_JOB = 8192  # per job; the driver starts some 50 a second and monitors all of them
+MIN_CALLS = 16  # per actor; with fewer, many finished rows wait for the slowest row of their call
 DEFAULT_ROWS = 1024
-# A call holds its finished rows until its slowest is done, so more rows must be inside than live:
-# as often as the longest row of a call is longer than the mean. Twice keeps a batch full if lengths
-# vary by half; with lengths like those of answers that end by themselves it would be 0.6 full.
+# A call holds its finished rows until its slowest is done, so more rows must be in flight than
+# sequences live: by the ratio of the longest row of a call to the mean. Twice keeps a batch full if
+# lengths vary by half; with lengths like those of answers that end by themselves it would be 0.6
+# full.
 ROWS_PER_SEQUENCE = 4
 MIN_ROWS_PER_CALL = 16  # a task costs the driver some milliseconds, however few its rows are
 DIRECTORIES = ("journal_dir", "status_dir")
@@ -146,28 +149,28 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
     """Return the keyword arguments with which `Dataset.map_batches` runs `MoEGenerator`.
 
     ``ds.repartition(target_num_rows_per_block=..., strict=True)`` makes blocks of `batch_size`
-    rows, as they should be: larger ones, or small ones together, have calls one after another.
+    rows, which is best: larger blocks, or merged small ones, run their calls one after another.
 
-    Sizes come from the plan of an engine on the smallest node that can run one: with a GPU, where
-    there are any, of the kind that Ray names (``accelerator_type``). On a cluster that has no such
-    node yet, ``engine_config={"hardware": ...}`` says what will come. What the user gave is kept.
+    Sizes come from the plan of an engine on the smallest node that can run one: if there are GPUs,
+    a node with the GPU that Ray names (``accelerator_type``). On a cluster without such a node yet,
+    ``engine_config={"hardware": ...}`` describes the nodes to come. Explicit arguments are kept.
 
     Args:
         model_source: A local model directory, or a name on the Hugging Face hub.
-        num_actors: Engines. Several on one node share one copy of the weights in its `/dev/shm`,
-            where they run on devices (`EngineConfig.shared_weights`); others have one each.
-        num_generators: Of the pipeline, where one writes and another judges, say: each plans with
-            its part of a node. None plans one with all of it, but a second finds a node's CPUs.
-        rows_in_flight: Of one actor; None takes four times the sequences that the plan keeps live:
-            finished rows wait for the slowest of their call.
-        batch_size: Rows of one call, small rather than large. None takes 16, or as many as it takes
-            to have `rows_in_flight` inside of 256 calls (fewer with more than 32 actors).
-        num_gpus: Of an actor; None takes `tensor_parallel_size` where there are GPUs to use.
+        num_actors: Engines. Several on one node share one copy of the weights in its `/dev/shm` if
+            they run on devices (`EngineConfig.shared_weights`); others have one each.
+        num_generators: Generators of the pipeline, for example one that writes and one that judges:
+            each plans with its part of a node. None plans one with all of it, except for CPUs that
+            a second generator needs.
+        rows_in_flight: Per actor; None chooses four times the sequences that the plan keeps live,
+            because finished rows wait for the slowest of their call.
+        batch_size: Rows of one call, small rather than large. None chooses 16, or as many as needed
+            to have `rows_in_flight` in 256 calls (fewer with more than 32 actors).
+        num_gpus: Per actor; None chooses `tensor_parallel_size` if there are GPUs to use.
         num_cpus: Reserved for an actor, whatever its threads; None leaves one of a node to reads.
-        memory: Bytes reserved for an actor, which limit nothing; None takes what the plan needs.
-        engine_config: An `EngineConfig`, or its fields as a dict.
+        memory: Bytes reserved for an actor, which limit nothing; None chooses what the plan needs.
         options: Passed to `MoEGenerator`: sampling_params, id_column and so on. A relative
-            journal_dir or status_dir is one of this process, wherever the actors run.
+            journal_dir or status_dir is resolved in this process, wherever the actors run.
     """
     _check_counts(num_actors=num_actors, num_generators=num_generators)
     _check_counts(rows_in_flight=rows_in_flight, batch_size=batch_size)
@@ -193,7 +196,7 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
 
 
 def rows_of_a_call(rows_in_flight: int, num_actors: int) -> int:
-    """Return the least rows of a call with which so many are inside of each actor."""
+    """Return the fewest rows per call that allow `rows_in_flight` per actor."""
     calls = min(MAX_CONCURRENT_CALLS, max(MIN_CALLS, MAX_CALLS_OF_A_JOB // num_actors))
     return max(MIN_ROWS_PER_CALL, ceil_div(rows_in_flight, calls))
 
@@ -237,13 +240,13 @@ def _plan_share(
     config = choose_sharing(config, actors_per_node=neighbours, num_gpus=cluster.num_gpus)
     saved = saved_bytes(model_source, config, neighbours)
     if node is not None and neighbours * (cluster.num_generators or 1) > 1:
-        # What actors of one generator share counts in the plan of each, but is there once.
+        # Shared weights count in the plan of each actor, but exist once.
         node = dataclasses.replace(node, host_memory_bytes=node.host_memory_bytes + saved)
         config = _share_node(config, node)
     try:
         plan = plan_actor(model_source, config, node)
     except InfeasiblePlanError:
-        return config, None  # a larger node may come; if none does, the engine says what is missing
+        return config, None  # a larger node may join; else the engine refuses
     if plan is not None:
         own_bytes = max(plan.memory_bytes - saved, plan.memory_bytes // neighbours)
         plan = dataclasses.replace(plan, memory_bytes=own_bytes)
@@ -258,12 +261,11 @@ def _check_counts(**counts: int | None) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorPlan:
-    """What one actor will hold.
+    """Sizes of one actor.
 
     Attributes:
         batch_size: Sequences that are live at once.
-        memory_bytes: Weights, KV cache, activations and the interpreter; of weights that the actors
-            of a node share, its part.
+        memory_bytes: Weights (the actor's part if shared), KV cache, activations and interpreter.
     """
 
     batch_size: int
@@ -273,18 +275,14 @@ class ActorPlan:
 def plan_actor(
     model_source: str | Path, config: EngineConfig, node: HardwareSpec | None
 ) -> ActorPlan | None:
-    """Plan for one actor as its engine will.
+    """Plan for one actor as its engine will; None if the model or the node is not known here.
 
     Args:
         model_source: Only a local directory can be planned for.
-        node: The actor's share of its node; None where it is unknown. The hardware of the
-            configuration counts before it.
-
-    Returns:
-        None when the model or the node is not known here.
+        node: The actor's share of its node; the hardware of the configuration has precedence.
 
     Raises:
-        InfeasiblePlanError: The model does not fit the node; shows what needs what.
+        InfeasiblePlanError: The model does not fit the node; lists the memory needed.
     """
     given = config.hardware if isinstance(config.hardware, HardwareSpec) else node
     if given is None or not (Path(model_source) / "config.json").is_file():
@@ -303,7 +301,7 @@ def plan_actor(
         bytes_per_element=BYTES_PER_ELEMENT[dtype],
         kv_bytes_per_element=BYTES_PER_ELEMENT[kv_dtype],
         max_model_len=config.max_model_len,
-        # Where Ray does not know the GPUs of a node, ranks need what one engine would.
+        # If Ray does not know the GPUs of a node, all ranks are planned as one engine.
         tensor_parallel_size=config.tensor_parallel_size if given.has_gpu else 1,
     )
     return ActorPlan(batch_size=plan.policy.batch_size, memory_bytes=plan.host_bytes)

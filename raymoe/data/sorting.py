@@ -1,8 +1,8 @@
-"""In which order should rows come? Those that begin the same together, the expensive ones first.
+"""Sorting of rows: those that share a prefix together, expensive ones first.
 
-The engine computes a prefix that rows share once, as long as they come near each other. Ray Data
-sorts the rows; each sorted part is then dealt into blocks that cost about the same, and the last
-blocks of a part are its cheapest, so that little is left when most of the pool is empty.
+The engine computes a shared prefix once if its rows come close together. Ray Data sorts the rows;
+each sorted part is then packed into blocks of about the same cost. The last blocks of a part are
+its cheapest, so that little work is left when most of the pool is empty.
 """
 
 import functools
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from ray.data import Dataset
 
 PREFIX_BYTES = 2048
-ROWS_PER_BLOCK = 16  # a call, unless an actor has very many rows inside
-MIN_SHARED_BYTES = 64  # the engine shares blocks of 32 tokens, which rarely take fewer bytes
+ROWS_PER_BLOCK = 16  # a call, unless an actor has very many rows in flight
+MIN_SHARED_BYTES = 64  # the engine shares blocks of 32 tokens, which rarely have fewer bytes
 PREFIX, MIX, SIZE = "__raymoe_prefix__", "__raymoe_mix__", "__raymoe_size__"
 KEYS = (PREFIX, MIX, SIZE)
 _INDEX_BITS = 20
@@ -47,23 +47,23 @@ def sort_by_prefix(
     """Return the same rows, with all their columns, in an order that is cheaper to generate.
 
     Rows whose prompts begin the same become neighbours, so that the engine computes what they share
-    once. Rows that share nothing are dealt out by length, so that blocks cost about the same.
+    once. Rows that share nothing are distributed by length, so that blocks cost about the same.
 
     This sorts: no row comes out before all were read, the rows go through Ray's object store (and
-    its spill directory) once, and their order is lost. Neither this process nor any task holds
-    more than a part of them. Ray's checkpoints want maps between read and write and do not work
-    with it; journals do (`MoEGenerator`, ``journal_dir``).
+    its spill directory) once, and their order is lost. Neither this process nor any task holds more
+    than a part of them. Ray's checkpoints need maps between read and write and do not work with it;
+    journals do (`MoEGenerator`, ``journal_dir``).
 
     Args:
         dataset: Rows of any block format.
         prompt_column: As for `MoEGenerator`, like the next two.
         tools_column: What the messages may call; chat templates put it first.
-        prefix_bytes: How far into a prompt rows are compared; each takes as much more while it is
-            sorted. Rows that agree in all of it come together in any order.
-        rows_per_block: Of all blocks that come out but one: `batch_size` of `map_batches_kwargs`.
+        prefix_bytes: Length of the prefix by which rows are compared; each row needs that much more
+            memory while it is sorted. Rows that agree in all of it come in any order.
+        rows_per_block: Rows of all output blocks but one: `batch_size` of `map_batches_kwargs`.
 
     Raises:
-        ConfigError: A number that makes no sense, or a dataset with neither column.
+        ConfigError: An invalid number, or a dataset with neither column.
     """
     for name, value in (("prefix_bytes", prefix_bytes), ("rows_per_block", rows_per_block)):
         if type(value) is not int or value < 1:
@@ -79,7 +79,7 @@ def sort_and_deal(
     prefix_bytes: int,
     rows_per_block: int,
 ) -> "Dataset":
-    """Return the sorted parts, dealt but not cut; columns are tools, messages and prompt."""
+    """Return the sorted and packed parts, not cut; columns are tools, messages and prompt."""
     add_keys = functools.partial(_add_keys, columns=columns, num_bytes=prefix_bytes)
     deal = functools.partial(_deal, rows_per_block=rows_per_block)
     keyed = dataset.map_batches(add_keys, batch_size=None, batch_format="pyarrow")
@@ -88,9 +88,9 @@ def sort_and_deal(
 
 
 def prompt_bytes(tools: object, messages: object, prompt: object) -> bytes:
-    """Return bytes that two rows share from the beginning if their tokens do.
+    """Return bytes whose common prefix grows with that of the tokens of two rows.
 
-    Takes whatever cells hold: a row that cannot be generated has a place, too.
+    Accepts any cell: rows that cannot be generated are sorted too.
     """
     return b"\0".join(_bytes_of(cell) for cell in (tools, messages, prompt) if cell is not None)
 
@@ -144,10 +144,10 @@ def _readable(cell: object) -> object:
 
 
 def _mix(rest: bytes, index: int) -> int:
-    """A number by which equal prefixes fall apart evenly: parts of a sort stay of one size.
+    """Return a number that spreads equal prefixes evenly over the parts of a sort.
 
-    It depends on the row and its place in a block alone, so that a task that Ray runs again sends
-    each row where it was sent before.
+    It depends only on the row and its index in a block, so that a task that Ray reruns sends each
+    row to the same part.
     """
     digest = hashlib.blake2b(rest, digest_size=8).digest()
     high = int.from_bytes(digest, "little") >> (_INDEX_BITS + 1)
@@ -156,10 +156,10 @@ def _mix(rest: bytes, index: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """Neighbours that share a prefix: rows `begin` to `end` of a sorted part.
+    """Rows `begin` to `end` of a sorted part, which share a prefix.
 
     Attributes:
-        cost: Bytes that no row before shares.
+        cost: Bytes that no earlier row shares.
     """
 
     begin: int
@@ -181,15 +181,15 @@ def _deal(table: pa.Table, *, rows_per_block: int) -> pa.Table:
 def deal_rows(
     prefixes: Sequence[bytes], sizes: Sequence[int] | Int64s, rows_per_block: int
 ) -> list[int]:
-    """Return the order in which sorted rows are dealt.
+    """Return the order in which sorted rows are packed.
 
     Args:
         sizes: Bytes of each row's whole prompt.
-        rows_per_block: Rows of a block; families of more rows fill blocks of their own.
+        rows_per_block: Rows of a block; larger families fill blocks of their own.
     """
     if not prefixes:
         return []
-    common = shared_bytes(prefixes[0], prefixes[-1])  # of all: it is there wherever a row comes
+    common = shared_bytes(prefixes[0], prefixes[-1])  # shared by all rows
     shared = np.array([common, *itertools.starmap(shared_bytes, itertools.pairwise(prefixes))])
     families = list(_families(shared - common, np.asarray(sizes, np.int64) - shared))
     large = [[family] for family in families if family.num_rows >= rows_per_block]
@@ -200,7 +200,6 @@ def deal_rows(
 
 
 def shared_bytes(one: bytes, other: bytes) -> int:
-    """Length of the prefix that two texts share."""
     length = min(len(one), len(other))
     if one[:length] == other[:length]:
         return length
@@ -209,16 +208,16 @@ def shared_bytes(one: bytes, other: bytes) -> int:
 
 
 def _families(shared: Int64s, costs: Int64s) -> Iterator[_Family]:
-    starts = np.flatnonzero(shared < MIN_SHARED_BYTES)  # the first row among them
+    starts = np.flatnonzero(shared < MIN_SHARED_BYTES)  # the first row of each family
     for begin, end in itertools.pairwise([*starts.tolist(), len(costs)]):
         yield _Family(begin, end, int(costs[begin:end].sum()))
 
 
 def _pack(families: Iterable[_Family], rows_per_block: int) -> list[list[_Family]]:
-    """Deal families to blocks so that all cost the same: the dearest first, to the cheapest block.
+    """Pack families into blocks of equal cost: the most expensive first, into the cheapest block.
 
-    Source: R. L. Graham, "Bounds on multiprocessing timing anomalies" (1969), with room for so
-    many rows in each block.
+    Source: R. L. Graham, "Bounds on multiprocessing timing anomalies" (1969), with a limit of rows
+    per block.
     """
     families = sorted(families, key=lambda family: (-family.cost, family.begin))
     num_rows = sum(family.num_rows for family in families)

@@ -1,4 +1,4 @@
-"""How far a job is, and how well it runs: small files beside it, written and read."""
+"""Status files of a job: records of its progress and speed that `raymoe status` reads."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from raymoe.specs.files import from_plain, open_regular, parse_json_object, to_j
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.units import MIB, format_bytes
 
-FORMAT = 1  # of all files of a status; a change of any of them raises it
+FORMAT = 1  # format version of all status files
 
 LOADING, RUNNING, ENDED, FAILED = "loading", "running", "ended", "failed"
 
@@ -34,8 +34,8 @@ class RowCounts:
     """Rows that an operator answered.
 
     Attributes:
-        errors: How many of each kind, most frequent first.
-        messages: What the first error rows said, each once, cut; rows had a say in it.
+        errors: Rows per kind of error, most frequent first.
+        messages: Distinct, truncated messages of the first error rows; untrusted text from rows.
     """
 
     num_rows: int = 0
@@ -49,11 +49,11 @@ class RowCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSummary:
-    """What an actor planned.
+    """The plan of an actor, for readers without an engine.
 
     Attributes:
-        tokens_per_s: Predicted generated tokens per second of the job that was planned for.
-        description: All of it, for people.
+        tokens_per_s: Predicted generated tokens per second of the planned job.
+        description: The whole plan as text.
     """
 
     schedule: str
@@ -71,15 +71,17 @@ HISTORY_COLUMNS = (
     "kv_use",
 )
 HistoryPoint = tuple[float, float, float, float, float, float]
-"""A moment: `HISTORY_COLUMNS`. Counts are sums since the start, fills are means since the last."""
+"""One sample with `HISTORY_COLUMNS`: counts are sums since the start, fills are means since the
+last sample.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorStatus:
-    """One actor, at one moment.
+    """The status of one actor at one moment.
 
     Attributes:
-        actor: Its own name, of no other process.
+        actor: Unique name.
         engine: None before the model is loaded.
         plan: None before, and for an engine without one.
     """
@@ -101,11 +103,11 @@ class ActorStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """A typical step of an actor, and where its plan lies under the roofs of its node.
+    """A typical step of an actor, and its roofline.
 
     Attributes:
         predicted: Tasks of a few layers.
-        operations: Under its roofs; the first is the one that was planned for.
+        operations: Operations in the roofline; the first is that of the planned load.
     """
 
     format: int = FORMAT
@@ -137,14 +139,14 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
-    """The whole job, as its driver sees it: rows that are in the output.
+    """The whole job as its driver sees it; counts rows that are in the output.
 
     Attributes:
-        elapsed_s: Since it began, at the moment of `updated_unix_s`; Ray's own start not counted.
+        elapsed_s: Since its start, at `updated_unix_s`; the start of Ray is excluded.
         errors: Error rows of each kind, most frequent first.
         total_rows: Rows to do in this run.
         num_written_before: Rows that former runs had written.
-        settings: Names and values, for people.
+        settings: Names and values for display.
     """
 
     format: int = FORMAT
@@ -167,7 +169,6 @@ class JobStatus:
 
     @property
     def is_running(self) -> bool:
-        """Whether the driver has not said that it is over."""
         return self.state == RUNNING
 
 
@@ -184,14 +185,12 @@ Record = TypeVar("Record", ActorStatus, JobStatus, StepRecord)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusFiles:
-    """What a directory held.
+    """The contents of a status directory; files are sorted by name.
 
     Attributes:
-        job: None where there is no driver that writes one: Ray Data without `raymoe generate`.
-        actors: In the order of their names.
-        passes: In the order of their names.
-        unreadable: What could not be read, and why, a line each.
-        written_unix_s: When the file of each actor was last changed, as the file system says.
+        job: None without a driver that writes one: Ray Data without `raymoe generate`.
+        unreadable: Files that could not be read, with the reason.
+        written_unix_s: Modification time of each actor's file.
     """
 
     directory: Path
@@ -203,33 +202,25 @@ class StatusFiles:
 
 
 def status_beside(path: str | Path) -> Path:
-    """Return the directory of the status of a job with this output or journal."""
+    """Return the status directory of a job with this output or journal."""
     path = Path(path)
     name = path.name.removesuffix(JOURNAL_SUFFIX) or path.name
     return path.with_name(name + SUFFIX)
 
 
 def report_beside(status_dir: Path) -> Path:
-    """Return where the report of a job goes by default."""
     return status_dir.with_name(status_dir.name.removesuffix(SUFFIX) + REPORT_SUFFIX)
 
 
 def manifests_beside(status_dir: Path) -> tuple[Path, ...]:
-    """Return where the manifest of a job may lie: beside its output, or in its journal."""
+    """Return where the manifest of a job may be: next to its output, or in its journal."""
     name = status_dir.name.removesuffix(SUFFIX)
     beside, journal = status_dir.with_name(name + MANIFEST_SUFFIX), name + JOURNAL_SUFFIX
     return (beside, *(status_dir.with_name(one) / MANIFEST_FILE for one in (journal, name)))
 
 
 def find_status(path: str | Path) -> Path:
-    """Return the directory of the status of a job.
-
-    Args:
-        path: That directory, or the output or the journal beside which it lies.
-
-    Raises:
-        ConfigError: There is none; says where it was looked for.
-    """
+    """Return the status directory of a job, given itself, the output or the journal."""
     path = Path(path).expanduser().absolute()
     if path.name.endswith(SUFFIX) and path.is_dir():
         return path
@@ -243,20 +234,11 @@ def find_status(path: str | Path) -> Path:
 
 
 def make_status_directory(directory: str | Path) -> Path:
-    """Make the directory where it is missing; return its absolute path.
-
-    Raises:
-        ConfigError: As for `make_directory`.
-    """
     return make_directory(directory, "status_dir")
 
 
 def check_status(directory: Path) -> None:
-    """Refuse a directory that is not ours.
-
-    Raises:
-        ConfigError: There are files of others; names one.
-    """
+    """Refuse a directory that holds foreign files."""
     if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
         raise ConfigError(f"{directory} is not a directory; move it away")
     for path in sorted(directory.iterdir()) if directory.exists() else ():
@@ -267,23 +249,16 @@ def check_status(directory: Path) -> None:
 
 
 def clear_status(directory: Path) -> None:
-    """Remove what a former run wrote, and nothing else.
-
-    Raises:
-        ConfigError: There are files of others; names one.
-    """
+    """Remove what a former run wrote; refuse a directory that holds foreign files."""
     check_status(directory)
     for path in directory.iterdir() if directory.exists() else ():
         path.unlink(missing_ok=True)
 
 
 def write_record(path: Path, record: ActorStatus | JobStatus | StepRecord) -> None:
-    """Write a file in place of what is there; a reader finds the one or the other, whole.
+    """Replace a file atomically; a reader finds the old or the new one, whole.
 
-    It is not forced to disk: who needs it after a crash of the machine reads what is left.
-
-    Raises:
-        OSError: It cannot be written.
+    It is not forced to disk, because a lost status costs nothing after a crash of the machine.
     """
     temporary = path.with_name(f".{path.name}.tmp")  # one process writes one name
     with open(temporary, "w", encoding="utf-8", opener=open_private) as file:
@@ -292,13 +267,13 @@ def write_record(path: Path, record: ActorStatus | JobStatus | StepRecord) -> No
 
 
 def read_status(directory: Path) -> StatusFiles:
-    """Read all that is there. What is torn, foreign or gone meanwhile is named, never an error."""
+    """Read all files; torn, foreign and vanished ones are listed as unreadable."""
     unreadable: list[str] = []
 
     def read(kind: type[Record], path: Path) -> tuple[Record, float] | None:
         try:
             return _read(kind, path)
-        except FileNotFoundError:  # of a former run, removed between listing and reading
+        except FileNotFoundError:  # removed since it was listed
             return None
         except (OSError, CheckpointError, ConfigError) as error:
             unreadable.append(f"{path.name}: {error}")

@@ -1,4 +1,4 @@
-"""What do the files of a status say together? Rates, the time that is left, costs, who is gone."""
+"""Summaries of a job's status files: rates, remaining time, costs, dead actors."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from raymoe.data.status import (
 )
 from raymoe.units import format_seconds
 
-STALE_S = 30.0  # writers come every 5 s
+STALE_S = 30.0  # writers update every 5 s
 STALE, UNKNOWN = "stale", "unknown"
 SECONDS_PER_HOUR = 3600
 MILLION = 1e6
@@ -28,8 +28,8 @@ class ActorView:
     """An actor as a reader sees it.
 
     Attributes:
-        state: That of the status, or "stale": it said nothing for long, and is dead or cut off.
-        age_s: Since its last sign of life.
+        state: That of the status, or "stale" for an actor that has not written for long.
+        age_s: Seconds since its last write.
     """
 
     status: ActorStatus
@@ -42,7 +42,7 @@ class ActorView:
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens per second, of the last minute; 0 for one that is not alive."""
+        """Generated tokens per second in the last minute; 0 for a dead actor."""
         rate = recent_rate(self.status.history, "num_generated_tokens")
         return rate if rate is not None and self.is_alive else 0.0
 
@@ -54,7 +54,6 @@ class NodeView:
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens per second, of the last minute."""
         return sum(actor.tokens_per_s for actor in self.actors)
 
     @property
@@ -64,11 +63,7 @@ class NodeView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
-    """A job as a reader sees it.
-
-    Attributes:
-        now_s: When it was looked at, in Unix time.
-    """
+    """A job as a reader sees it at `now_s`, in Unix time."""
 
     now_s: float
     job: JobStatus | None
@@ -94,7 +89,7 @@ class JobView:
 
     @property
     def state(self) -> str:
-        """Of the job; that of its actors where no driver writes."""
+        """State of the job; without a driver, that of its actors."""
         if self.job is not None:
             is_late = self.job.is_running and self.now_s - self.job.updated_unix_s > STALE_S
             return STALE if is_late else self.job.state
@@ -110,7 +105,6 @@ class JobView:
 
     @property
     def model(self) -> str | None:
-        """Name of the model; None where nothing says it."""
         if self.job is not None:
             return self.job.model
         return self.actors[0].status.model if self.actors else None
@@ -147,7 +141,7 @@ class JobView:
 
     @property
     def errors(self) -> tuple[tuple[str, int], ...]:
-        """Error rows of each kind, most frequent first; without a driver, as actors saw them."""
+        """Error rows of each kind, most frequent first; without a driver, those of actors."""
         if self.job is not None:
             return self.job.errors
         counts: dict[str, int] = {}
@@ -158,7 +152,7 @@ class JobView:
 
     @property
     def elapsed_s(self) -> float:
-        """From the start to now, or to the last sign of life."""
+        """Seconds from the start to now, or to the last write of an ended job."""
         if self.job is not None:
             since_s = self.now_s - self.job.updated_unix_s if self.is_alive else 0.0
             return self.job.elapsed_s + max(0.0, since_s)
@@ -170,21 +164,21 @@ class JobView:
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens per second: of the last minute while it runs, else of the whole run."""
+        """Generated tokens per second: in the last minute, or over the whole run once it ended."""
         if self.is_alive:
             return sum(actor.tokens_per_s for actor in self.actors)
         return self.num_generated_tokens / self.elapsed_s if self.elapsed_s else 0.0
 
     @property
     def left_s(self) -> float | None:
-        """Seconds to the end at the pace of finished rows so far; None where nothing says it."""
+        """Seconds to the end at the mean rate of finished rows; None if unknown."""
         if self.job is None or not self.is_alive or not self.num_rows:
             return None
         return (self.job.total_rows - self.num_rows) * self.elapsed_s / self.num_rows
 
     @property
     def cost(self) -> float | None:
-        """Of all machines so far; None without a price."""
+        """Cost of all machines so far; None without a price."""
         if self.job is None or self.job.price_per_hour is None:
             return None
         num_nodes = max(1, len(self.nodes))
@@ -192,7 +186,6 @@ class JobView:
 
     @property
     def cost_per_million_tokens(self) -> float | None:
-        """Cost so far over tokens generated so far; None without a price or tokens."""
         computed = sum(
             actor.status.engine.num_generated_tokens
             for actor in self.actors
@@ -202,7 +195,6 @@ class JobView:
         return self.cost / tokens * MILLION if self.cost is not None and tokens else None
 
     def as_plain(self) -> dict[str, Any]:
-        """All of it as JSON can hold it."""
         return {
             "state": self.state,
             "name": None if self.job is None else self.job.name,
@@ -233,7 +225,7 @@ class JobView:
 
 
 def node_rates(nodes: Iterable[NodeView]) -> str:
-    """What each machine generates, in one line; of many, the slowest."""
+    """Format the rate of each machine in one line; of many, the slowest ones."""
     alive = [node for node in nodes if any(actor.is_alive for actor in node.actors)]
     shown = sorted(alive, key=lambda node: node.tokens_per_s)[:MAX_NODES_IN_A_LINE]
     shown.sort(key=lambda node: node.name)
@@ -277,7 +269,7 @@ def _plain_actor(actor: ActorView) -> dict[str, Any]:
 
 
 def measured_over_predicted(actor: ActorView) -> float | None:
-    """How long steps took over what was predicted; None where nothing was."""
+    """Ratio of measured to predicted time of steps; None if nothing was predicted."""
     engine = actor.status.engine
     return engine.busy_s / engine.predicted_s if engine and engine.predicted_s else None
 

@@ -1,1 +1,1 @@
-"""On what it runs: the cores and the memory of this machine, as this process may use them."""
+"""Devices, lanes and threads: the hardware of this machine as this process may use it."""

@@ -1,7 +1,7 @@
-"""Threads and host memory beside a GPU, on machines with several NUMA nodes.
+"""One GPU: its streams and memory, and threads and host memory on its NUMA node.
 
-A copy between a GPU and the memory of another socket crosses the link between the sockets, and
-shares it with everything else that does. Assumptions: Linux, sysfs in its usual place.
+A copy between a GPU and the memory of another socket uses the link between the sockets, which all
+other traffic shares. Assumptions: Linux, sysfs in its usual place.
 
 Source: Linux, Documentation/ABI/stable/sysfs-devices-node and testing/sysfs-bus-pci;
 set_mempolicy(2).
@@ -48,19 +48,15 @@ if TYPE_CHECKING:
 
 
 PREFERRED, DEFAULT = 1, 0  # policies of set_mempolicy(2)
-_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # numbers of the system call
-_MASK_BITS = 1024  # nodes that any kernel has at most
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # system call numbers
+_MASK_BITS = 1024  # upper bound of NUMA nodes
 
 SetPolicy = Callable[[int, int | None], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumaPlace:
-    """A NUMA node of several.
-
-    Attributes:
-        cpus: Those of its CPUs that this process may use.
-    """
+    """A NUMA node, with those of its CPUs that this process may use."""
 
     node: int
     cpus: frozenset[int]
@@ -69,12 +65,7 @@ class NumaPlace:
 def find_place(
     pci_address: str, root: Path = Path("/"), allowed: frozenset[int] | None = None
 ) -> NumaPlace | None:
-    """The NUMA node of a GPU; None where it makes no difference or is not known.
-
-    Args:
-        root: Where sys is found; tests give a tree of their own.
-        allowed: CPUs that may be used; None asks the operating system.
-    """
+    """Return the NUMA node of a GPU; None if there is only one node or it is not known."""
     allowed = frozenset(os.sched_getaffinity(0)) if allowed is None else allowed
     nodes = {
         int(path.name.removeprefix("node")): parse_cpus(_text(path / "cpulist"))
@@ -88,11 +79,7 @@ def find_place(
 
 
 def parse_cpus(text: str) -> frozenset[int]:
-    """CPUs of a list such as "0-3,8,10-11".
-
-    Raises:
-        ConfigError: It is none.
-    """
+    """Parse a list such as "0-3,8,10-11"."""
     cpus: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -103,21 +90,16 @@ def parse_cpus(text: str) -> frozenset[int]:
 
 
 def bind_thread(place: NumaPlace | None) -> None:
-    """Keep the calling thread, and those that it starts, on the CPUs of a node."""
+    """Pin the calling thread, and threads that it starts, to the CPUs of a node."""
     if place is not None:
         os.sched_setaffinity(0, place.cpus)
 
 
 @contextmanager
 def memory_near(place: NumaPlace | None, set_policy: SetPolicy | None = None) -> Iterator[None]:
-    """Have pages that this thread is the first to touch come from a node while it has some free.
+    """Prefer a node for pages that this thread is the first to write.
 
-    Threads that it starts meanwhile inherit that. Memory of other nodes is taken when the node is
-    full.
-
-    Args:
-        place: The node; None changes nothing.
-        set_policy: The system call, (policy, node); for tests.
+    Other nodes serve when it is full. Threads that it starts meanwhile inherit the preference.
     """
     if place is None:
         yield
@@ -133,7 +115,7 @@ def memory_near(place: NumaPlace | None, set_policy: SetPolicy | None = None) ->
 def near(
     place: NumaPlace | None, context: Callable[[], AbstractContextManager[object]]
 ) -> Callable[[], AbstractContextManager[object]]:
-    """A thread context that binds its thread to a node first."""
+    """Return a thread context that first pins its thread to a node."""
 
     def bound() -> AbstractContextManager[object]:
         bind_thread(place)
@@ -165,7 +147,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-# Event times are float32 milliseconds since the anchor: after a minute still exact to 4 us.
+# Event times are float32 milliseconds since the anchor: after a minute they are exact to 4 us.
 ANCHOR_S = 60.0
 
 
@@ -181,7 +163,7 @@ class _Issued(NamedTuple, Generic[EventT]):
 
 
 class CudaMark(Generic[StreamT, EventT]):
-    """The end of a task on a stream: first it is *issued*, later the device is done with it."""
+    """The end of a task on a stream: the lane *issues* the task, the device finishes it later."""
 
     __slots__ = ("_api", "_issue", "_issued", "stream")
 
@@ -193,7 +175,6 @@ class CudaMark(Generic[StreamT, EventT]):
 
     @property
     def is_done(self) -> bool:
-        """Whether `wait` would return or raise at once."""
         if not self._issue.is_done:
             return False
         return self._issued is None or self._api.is_done(self._issued.done)
@@ -207,15 +188,10 @@ class CudaMark(Generic[StreamT, EventT]):
         return self._time_s(self._issued.done) if self._issued else 0.0
 
     def wait(self) -> None:
-        """Block the calling thread until the device is done with the task.
-
-        Raises:
-            Cancelled: The task failed or was not started.
-        """
         self._api.wait_event(self.wait_issued())
 
     def wait_issued(self) -> EventT:
-        """Block until the task is in its stream; returns the event of its end.
+        """Block until the task is in its stream; return the event of its end.
 
         Raises:
             Cancelled: The task failed or was not started.
@@ -225,12 +201,10 @@ class CudaMark(Generic[StreamT, EventT]):
         return self._issued.done
 
     def finish(self, issued: _Issued[EventT]) -> None:
-        """Say that the task is in its stream; once, by its lane."""
         self._issued = issued
         self._issue.finish(0.0, 0.0)
 
     def cancel(self, error: BaseException) -> None:
-        """Say that the task will not be done; once, instead of `finish`."""
         self._issue.cancel(error)
 
     def _time_s(self, event: EventT) -> float:
@@ -242,10 +216,10 @@ class CudaMark(Generic[StreamT, EventT]):
 class CudaLane(Generic[StreamT, EventT]):
     """Owns a stream and the thread that issues to it.
 
-    A dependency on a task of another stream is a wait of the stream; the thread waits only until
-    that task is issued. A dependency on a task of a host lane blocks the thread, and so holds back
-    this stream alone. Buffers that several streams use must not come from torch's caching
-    allocator while a run lasts: it knows one stream per buffer.
+    A dependency on a task of another stream becomes a wait of the stream; the thread waits only
+    until that task is issued. A dependency on a task of a host lane blocks the thread, which delays
+    this stream only. Buffers that several streams use must not come from torch's caching allocator
+    during a run, because it tracks one stream per buffer.
     """
 
     is_synchronous = False
@@ -256,12 +230,6 @@ class CudaLane(Generic[StreamT, EventT]):
         api: CudaApi[StreamT, EventT],
         context: ThreadContext | None = None,
     ) -> None:
-        """Start the thread.
-
-        Args:
-            resource: What the lane stands for.
-            context: Entered by the thread; None for that of `api`.
-        """
         self.resource = resource
         self.stream = api.new_stream()
         self._api = api
@@ -270,23 +238,21 @@ class CudaLane(Generic[StreamT, EventT]):
         self._worker = Worker(f"raymoe-lane-{resource}", context or api.thread_context)
 
     def submit(self, task: Task, call: Call, after: Sequence[Mark]) -> CudaMark[StreamT, EventT]:
-        """Queue `call`, which enqueues the work of `task` on the stream; see `Lane.submit`."""
-        del task  # its length is the device's affair
+        del task  # the device determines its duration
         mark = CudaMark(self._api, self.stream)
         self._worker.put(partial(self._run, call, after, mark))
         return mark
 
     def close(self) -> None:
-        """Issue what was submitted, wait until the stream is done, end the thread."""
         self._worker.close()
         self._api.wait_stream(self.stream)
 
     def _run(self, call: Call, after: Sequence[Mark], mark: CudaMark[StreamT, EventT]) -> None:
         try:
             issued = self._issue(call, after)
-        except BaseException as error:  # whatever it is belongs to those who wait for the mark
-            # What the call enqueued before it failed still uses its buffers. If the device itself
-            # failed, nothing runs any more, and the error at hand says why.
+        except BaseException as error:  # the waiters of the mark get it
+            # Work that the call enqueued before it failed still uses its buffers. If the device
+            # itself failed, nothing runs any more, and the error at hand explains it.
             with contextlib.suppress(RuntimeError):
                 self._api.wait_stream(self.stream)
             mark.cancel(error)
@@ -312,7 +278,7 @@ class CudaLane(Generic[StreamT, EventT]):
         return _Issued(start, done, anchor)
 
     def _recent_anchor(self) -> _Anchor[EventT]:
-        """The lane's anchor; a new one where it is old and the stream has nothing to do."""
+        """Return the lane's anchor, renewed if it is old and the stream is idle."""
         anchor = self._anchor
         if anchor is not None:
             is_recent = time.perf_counter() - anchor.host_s < ANCHOR_S
@@ -327,18 +293,14 @@ class CudaLane(Generic[StreamT, EventT]):
 
 logger = logging.getLogger(__name__)
 
-# For the kernels themselves, the workspaces of matrix products and the allocator's rounding.
+# For kernels, workspaces of matrix products and the allocator's rounding.
 RESERVE_BYTES = 512 * MIB
 
 
 class CudaDevice(Generic[StreamT, EventT]):
-    """One GPU.
+    """One GPU: GPU, HTOD and DTOH lanes are streams, CPU and HOST_COPY lanes are threads.
 
-    Attributes:
-        lanes: GPU, HTOD and DTOH are streams, CPU and HOST_COPY threads; closed with the device.
-        ledger: Who has how much of the memory.
-        torch_device: Where torch finds the memory.
-        poison: None: a stream's work is not done when its call returns.
+    `poison` is None, because a stream's work is not done when its call returns.
     """
 
     poison = None
@@ -349,12 +311,12 @@ class CudaDevice(Generic[StreamT, EventT]):
         memory_bytes: int,
         place: NumaPlace | None = None,
     ) -> None:
-        """Start the lanes; `open_cuda` is the usual way.
+        """Start the lanes.
 
         Args:
-            memory_bytes: How much `allocate` gives out in all.
-            place: NUMA node of the GPU, on which the threads stay that feed it; kernels of the CPU
-                lane use all cores that this process may.
+            memory_bytes: Total that `allocate` gives out.
+            place: NUMA node of the GPU, for the threads that feed it; CPU lane kernels use all
+                cores.
         """
         self._place = place
         nearby = near(place, driver.thread_context)
@@ -376,14 +338,6 @@ class CudaDevice(Generic[StreamT, EventT]):
         self._loader = PacketCopier(driver, self._copy_stream)
 
     def allocate(self, num_bytes: int, purpose: str = "buffers") -> Tensor:
-        """Take device memory as a uint8 tensor with unspecified contents.
-
-        Args:
-            purpose: Row of the table that a refusal shows, such as "weight slots".
-
-        Raises:
-            CapacityError: The device has not that much left.
-        """
         self.ledger.take(num_bytes, purpose)
         try:
             return self._driver.allocate(num_bytes)
@@ -391,11 +345,6 @@ class CudaDevice(Generic[StreamT, EventT]):
             raise self._no_room(num_bytes, purpose) from error
 
     def reserve(self, num_bytes: int) -> None:
-        """Take memory for what operations allocate while they run, and leave it to them.
-
-        Raises:
-            CapacityError: The GPU has not that much left.
-        """
         try:
             self._driver.reserve(num_bytes, self._compute_stream)
         except torch.OutOfMemoryError as error:
@@ -410,15 +359,13 @@ class CudaDevice(Generic[StreamT, EventT]):
         )
 
     def memory_near(self) -> AbstractContextManager[None]:
-        """Have host memory that this thread is the first to touch come from the GPU's node."""
         return memory_near(self._place)
 
     def allocate_pinned(self, num_bytes: int) -> Tensor:
-        """Take page-locked host memory, for buffers that are copied in every step."""
         return self._driver.allocate_pinned(num_bytes)
 
     def pin(self, memory: Tensor) -> str | None:
-        """Page-lock host memory until `close`; the reason where that is refused."""
+        """Page-lock host memory until `close`; return the reason if that is refused."""
         pinned = PinnedMemory(memory, self._driver)
         reason = pinned.register()
         if reason is None:
@@ -431,7 +378,7 @@ class CudaDevice(Generic[StreamT, EventT]):
         self._loader.copy(target, source)
 
     def load_blocks(self, target: Tensor, source: Tensor, runs: Runs) -> None:
-        """Copy runs of rows in one call where CUDA has it; only in tasks of the HTOD lane."""
+        """Copy runs of rows, in one call if CUDA supports it; only in tasks of the HTOD lane."""
         if not runs:
             return
         row_bytes = source[0].nbytes
@@ -442,11 +389,10 @@ class CudaDevice(Generic[StreamT, EventT]):
             copy_one_by_one(target, source, pieces)
 
     def synchronize(self) -> None:
-        """Wait for the default stream: what the calling thread allocated, copied and computed."""
+        """Wait for the default stream: allocations, copies and kernels of the calling thread."""
         self._driver.synchronize()
 
     def close(self) -> None:
-        """Finish what was submitted, end the lanes, unpin; may be called again."""
         for lane in self.lanes.values():
             lane.close()
         while self._pinned:
@@ -454,11 +400,6 @@ class CudaDevice(Generic[StreamT, EventT]):
 
 
 def check_cuda(index: int = 0) -> None:
-    """Refuse a CUDA device that is not there.
-
-    Raises:
-        ConfigError: There is no such GPU, or torch was built without CUDA.
-    """
     if index >= torch.cuda.device_count():
         raise ConfigError(
             f"there is no CUDA device {index}: torch {torch.__version__} sees "
@@ -469,11 +410,9 @@ def check_cuda(index: int = 0) -> None:
 def open_cuda(
     index: int = 0, memory_bytes: int | None = None
 ) -> CudaDevice[torch.cuda.Stream, torch.cuda.Event]:
-    """The CUDA device `index`.
+    """Open the CUDA device `index`.
 
-    Args:
-        memory_bytes: How much may be used, by torch's allocator too; None for what is free now,
-            less 512 MiB for what torch itself needs.
+    `memory_bytes` limits torch's allocator too; None uses what is free now, less 512 MiB for torch.
 
     Raises:
         ConfigError: There is no such GPU, or torch was built without CUDA.

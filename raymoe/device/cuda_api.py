@@ -1,6 +1,6 @@
-"""The few CUDA calls that lanes, packets and pinned memory are made of; tests bring their own.
+"""The few CUDA calls that lanes, packets and pinned memory use; tests replace them.
 
-torch.cuda is used only inside the methods: importing this module works on a machine without CUDA.
+torch.cuda is used only inside methods, so this module imports on machines without CUDA.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 class Pieces(NamedTuple):
-    """Copies in bytes from the beginning of a source to that of a target."""
+    """Sources, targets and sizes of copies, in bytes."""
 
     sources: Int64s
     targets: Int64s
@@ -36,7 +36,6 @@ class Pieces(NamedTuple):
 
 
 def copy_one_by_one(target: Tensor, source: Tensor, pieces: Pieces) -> None:
-    """Enqueue each piece by itself on the current stream."""
     target_bytes, data = target.view(-1).view(torch.uint8), source.view(-1).view(torch.uint8)
     for begin, into, size in zip(*(each.tolist() for each in pieces), strict=True):
         target_bytes[into : into + size].copy_(data[begin : begin + size], non_blocking=True)
@@ -46,71 +45,66 @@ class CudaApi(Protocol[StreamT, EventT]):
     """Streams and events of one device. Thread-safe."""
 
     def thread_context(self) -> AbstractContextManager[object]:
-        """What a thread enters before it uses the device."""
+        """Context that a thread enters before it uses the device."""
 
     def use(self, stream: StreamT) -> AbstractContextManager[object]:
-        """Make `stream` the one to which the calling thread's work goes."""
+        """Make `stream` the current stream of the calling thread."""
 
     def new_stream(self) -> StreamT:
-        """A stream that does not wait for the default stream."""
+        """Make a stream that does not wait for the default stream."""
 
     def new_event(self) -> EventT:
-        """An event with a time; who waits for it sleeps."""
+        """Make a timed event; waiting for it sleeps."""
 
     def record(self, event: EventT, stream: StreamT) -> None:
-        """Let `event` happen when the stream has done what it was given so far."""
+        """Record `event` after all work in the stream so far."""
 
     def stream_wait(self, stream: StreamT, event: EventT) -> None:
         """Let later work of the stream wait for a recorded event; the host does not wait."""
 
     def is_done(self, event: EventT) -> bool:
-        """Whether a recorded event has happened."""
+        """Whether a recorded event has completed."""
 
     def wait_event(self, event: EventT) -> None:
-        """Block the calling thread until a recorded event has happened."""
+        """Block the calling thread until a recorded event has completed."""
 
     def wait_stream(self, stream: StreamT) -> None:
-        """Block the calling thread until the stream has done what it was given so far."""
+        """Block the calling thread until the stream has done all work so far."""
 
     def elapsed_s(self, start: EventT, end: EventT) -> float:
-        """Seconds between two events that have happened."""
+        """Seconds between two completed events."""
 
 
 class HostRegistrar(Protocol):
     def register(self, address: int, num_bytes: int) -> str | None:
-        """Page-lock a range; the reason if that is refused, with nothing left behind."""
+        """Page-lock a range; return the reason if that is refused, with nothing left locked."""
 
     def unregister(self, address: int) -> None:
         """Undo `register` of the range that begins at `address`."""
 
 
 class CudaDriver(CudaApi[StreamT, EventT], HostRegistrar, Protocol[StreamT, EventT]):
-    """All that a device is made of."""
+    """All calls that a device needs."""
 
     @property
     def device(self) -> torch.device:
-        """Where torch finds the memory."""
+        """Device of the tensors."""
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Device memory, uint8.
+        """Allocate device memory, uint8.
 
         Raises:
             torch.OutOfMemoryError: The device has not that much left.
         """
 
     def reserve(self, num_bytes: int, stream: StreamT) -> None:
-        """Have memory for what operations on a stream allocate; errors as `allocate`."""
+        """Reserve memory for allocations by operations on a stream; raises like `allocate`."""
 
     def allocate_pinned(self, num_bytes: int) -> Tensor:
-        """Page-locked host memory, uint8."""
+        """Allocate page-locked host memory, uint8."""
 
     def copy_batch(self, target: Tensor, source: Tensor, pieces: Pieces, stream: StreamT) -> None:
-        """Enqueue copies from pinned memory to the device, in as few calls as there can be.
-
-        Args:
-            target: On the device; in one piece, as is the source.
-            pieces: Where in them, in bytes.
-        """
+        """Enqueue copies between contiguous pinned and device memory, in few calls."""
 
     def synchronize(self) -> None:
         """Block the calling thread until its default stream is done."""
@@ -124,7 +118,7 @@ class TorchCuda:
         self._batches = BatchedCopies.load()
 
     def thread_context(self) -> AbstractContextManager[object]:
-        """Current device and inference mode, both of which belong to a thread."""
+        """Set the current device and inference mode, which both belong to a thread."""
         context = ExitStack()
         context.enter_context(torch.inference_mode())
         context.enter_context(torch.cuda.device(self.device))
@@ -159,7 +153,7 @@ class TorchCuda:
 
     @property
     def pci_address(self) -> str:
-        """Of the GPU, as sysfs has it; empty where torch does not say."""
+        """Return the address of the GPU in sysfs; empty if torch does not know it."""
         gpu = torch.cuda.get_device_properties(self.device)
         domain, bus, slot = (
             int(getattr(gpu, f"pci_{part}_id", -1)) for part in ("domain", "bus", "device")
@@ -167,7 +161,7 @@ class TorchCuda:
         return "" if min(domain, bus, slot) < 0 else f"{domain:04x}:{bus:02x}:{slot:02x}.0"
 
     def limit_memory(self, num_bytes: int | None) -> None:
-        """Let torch's allocator take no more than this of the GPU in this process; None: all."""
+        """Limit torch's allocator in this process; None removes the limit."""
         total_bytes = torch.cuda.get_device_properties(self.device).total_memory
         fraction = 1.0 if num_bytes is None else min(num_bytes / total_bytes, 1.0)
         torch.cuda.set_per_process_memory_fraction(fraction, self.device)
@@ -176,10 +170,9 @@ class TorchCuda:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def reserve(self, num_bytes: int, stream: torch.cuda.Stream) -> None:
-        """See `CudaDriver.reserve`.
+        """Allocate and free one piece on the stream.
 
-        torch keeps what is freed for the stream that used it, and gives parts of it to whoever
-        allocates there: one piece of all of it now, and no step asks CUDA for more.
+        torch keeps it for later allocations on that stream, so that no step calls cudaMalloc.
         """
         with self.use(stream):
             torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
@@ -218,7 +211,7 @@ class TorchCuda:
         """Consume the error that the runtime keeps for the calling thread.
 
         torch's binding has no cudaGetLastError (proposed in pytorch/pytorch#165990), and the next
-        kernel launch, wherever it is, would raise the error of the refused registration.
+        kernel launch anywhere would raise the error of the refused registration.
         """
         try:
             torch.zeros(1, device=self.device)
@@ -226,14 +219,13 @@ class TorchCuda:
             return
 
 
-# A copy that crosses from one registered range into the next is refused by the driver, so chunks
-# end at addresses that are multiples of their size, where copies are cut as well.
+# The driver refuses a copy that crosses from one registered range into the next. So chunks end at
+# addresses that are multiples of their size, and copies are cut there too.
 CHUNK_BYTES = GIB
 HOST_PAGE_BYTES = 4096
 
 
 def cut(begin: int, end: int, step: int) -> Iterator[tuple[int, int]]:
-    """Cut [begin, end) at the multiples of `step`."""
     while begin < end:
         stop = min(end, begin - begin % step + step)
         yield begin, stop
@@ -241,7 +233,7 @@ def cut(begin: int, end: int, step: int) -> Iterator[tuple[int, int]]:
 
 
 class PinnedMemory:
-    """Owns the registrations of one host tensor; `close` before its memory goes."""
+    """The registrations of one host tensor; `close` it before the memory is freed."""
 
     def __init__(self, memory: Tensor, registrar: HostRegistrar) -> None:
         self.memory = memory
@@ -250,13 +242,10 @@ class PinnedMemory:
         self.seconds = 0.0
 
     def register(self, *, chunk_bytes: int = CHUNK_BYTES) -> str | None:
-        """Register all of the tensor; the reason if that is refused, with nothing left registered.
+        """Register all of the tensor, or nothing; return the reason if that is refused.
 
-        Chunk by chunk, because one call for all of a large arena needs all of it at once, and
-        because its refusal would not say how much there was room for.
-
-        Raises:
-            ConfigError: The tensor does not begin at a page of host memory, or is not in one piece.
+        Registers in chunks: one call for a large arena needs all of it at once, and its refusal
+        would not say how much would have fitted.
         """
         start_s = time.perf_counter()
         begin, num_bytes = self.memory.data_ptr(), self.memory.nbytes
@@ -296,12 +285,7 @@ Runs = tuple[tuple[int, int, int], ...]  # source row, target row, rows
 
 
 def cut_runs(runs: Runs, row_bytes: int, source_address: int, chunk_bytes: int) -> Pieces:
-    """Runs of rows as pieces, none of which crosses an address where pinned ranges may meet.
-
-    Args:
-        runs: Source row, target row and number of rows of each.
-        chunk_bytes: Pinned ranges end at multiples of it.
-    """
+    """Cut runs of rows at multiples of `chunk_bytes`, where pinned ranges meet."""
     sources, targets, counts = np.array(runs, np.int64).reshape(-1, 3).T
     begins, sizes = sources * row_bytes + source_address, counts * row_bytes
     num_pieces = (begins + sizes - 1) // chunk_bytes - begins // chunk_bytes + 1
@@ -328,7 +312,7 @@ class _Attributes(ctypes.Structure):
 
 
 class CudaRuntime(Protocol):
-    """The two functions of libcudart that are called here."""
+    """The libcudart functions in use."""
 
     def cudaRuntimeGetVersion(self, version: object) -> int:  # noqa: N802 - CUDA's name
         """Write 12080 for 12.8."""
@@ -338,27 +322,25 @@ class CudaRuntime(Protocol):
 
 
 class BatchedCopies:
-    """Enqueues copies between addresses, all in one call."""
+    """Enqueues any number of copies between addresses in one call."""
 
     def __init__(self, runtime: CudaRuntime, version: int) -> None:
-        """Use a runtime that has the function; `load` finds it."""
         self._runtime = runtime
         self._has_index = version < FIRST_WITHOUT_INDEX
 
     @classmethod
     def load(cls) -> Self | None:
-        """Of the runtime that torch uses; None where that is older than 12.8 or not there."""
+        """Load from torch's runtime; None if it is missing or older than 12.8."""
         if torch.version.cuda is None:
             return None
         try:
             library = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
-        except OSError:  # linked into torch, so that there is nothing to call
+        except OSError:  # statically linked into torch, so that nothing can be called
             return None
         return cls.of(library)
 
     @classmethod
     def of(cls, runtime: CudaRuntime) -> Self | None:
-        """Of a runtime, if it has the function."""
         version = ctypes.c_int()
         if runtime.cudaRuntimeGetVersion(ctypes.byref(version)) or version.value < FIRST_VERSION:
             return None
@@ -367,14 +349,10 @@ class BatchedCopies:
     def copy(self, addresses: Pieces, stream: int) -> bool:
         """Enqueue copies between pinned and device memory on a stream that is not the default.
 
-        Args:
-            addresses: Sources, targets and sizes of the copies.
-
-        Returns:
-            Whether the driver can; if not, nothing was enqueued.
+        Returns False, with nothing enqueued, if the driver does not support it.
 
         Raises:
-            RuntimeError: It refused the copies.
+            RuntimeError: The driver refused the copies.
         """
         count = len(addresses.sizes)
         sources, targets, sizes = (np.ascontiguousarray(each, np.int64) for each in addresses)
@@ -398,16 +376,16 @@ class BatchedCopies:
         return True
 
 
-# 0.7 to 1.4 ms at 12 to 25 GB/s: as long as a small copy waits at most, and long enough that the
-# 20 us until the host has sent the next packet cost 1 to 3 % of the link.
+# 16 MiB take 0.7 to 1.4 ms at 12 to 25 GB/s, which is the longest wait of a small copy. The 20 us
+# until the host has sent the next packet then cost 1 to 3 % of the link.
 PACKET_BYTES = 16 * MIB
 
 
 class PacketCopier(Generic[StreamT, EventT]):
-    """Copies on one stream with at most one packet in flight.
+    """Copies on one stream with at most one packet in flight; used by the lane's thread alone.
 
-    A copy engine serves its streams in turn, but never interrupts a copy: with one packet in
-    flight, a copy that another stream enqueues goes next. Used by one thread, that of the lane.
+    A copy engine serves its streams in turn and never interrupts a copy: with one packet in flight,
+    a copy on another stream starts next.
     """
 
     def __init__(
@@ -418,15 +396,7 @@ class PacketCopier(Generic[StreamT, EventT]):
         packet_bytes: int = PACKET_BYTES,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        """Make a copier.
-
-        Args:
-            chunk_bytes: No copy crosses an address of the source that is a multiple of this; as
-                the source was pinned.
-
-        Raises:
-            ConfigError: A size is not positive.
-        """
+        """Set the sizes; no copy crosses a source address that is a multiple of `chunk_bytes`."""
         if packet_bytes <= 0 or chunk_bytes <= 0:
             raise ConfigError(
                 f"packets of {packet_bytes}, chunks of {chunk_bytes} bytes: too small"
@@ -438,12 +408,9 @@ class PacketCopier(Generic[StreamT, EventT]):
         self._in_flight: EventT | None = None
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy `source` to `target`, equal in bytes and each in one piece.
+        """Copy contiguous `source` to `target` of equal bytes.
 
-        Returns when the last packet is in flight; what follows on the stream comes after it.
-
-        Raises:
-            ConfigError: The tensors differ in size or are not in one piece.
+        Returns when the last packet is in flight; later work on the stream runs after it.
         """
         if not (target.is_contiguous() and source.is_contiguous()):
             raise ConfigError("source and target must be in one piece")

@@ -1,4 +1,4 @@
-"""Who has how much of a device's memory, and no more than there is."""
+"""The protocol of a device, and the accounting of its memory."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -21,11 +21,6 @@ class MemoryLedger:
     """Adds up allocations by purpose and refuses those beyond the limit. Thread-safe."""
 
     def __init__(self, memory_bytes: int) -> None:
-        """Open the ledger.
-
-        Raises:
-            ConfigError: The limit is negative.
-        """
         if memory_bytes < 0:
             raise ConfigError(f"device memory is {memory_bytes} bytes; it cannot be negative")
         self.memory_bytes = memory_bytes
@@ -34,16 +29,15 @@ class MemoryLedger:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes taken so far, each allocation rounded up to 256 bytes."""
+        """Bytes allocated so far, each allocation rounded up to 256 bytes."""
         with self._lock:
             return sum(self._bytes_of.values())
 
     def take(self, num_bytes: int, purpose: str) -> None:
-        """Enter an allocation.
+        """Account for an allocation.
 
         Raises:
-            ConfigError: The size is negative.
-            CapacityError: It does not fit; shows what has been taken, largest first.
+            CapacityError: It does not fit; lists allocations by purpose, largest first.
         """
         if num_bytes < 0:
             raise ConfigError(f"{purpose}: {num_bytes} bytes asked; it cannot be negative")
@@ -55,7 +49,6 @@ class MemoryLedger:
             self._bytes_of[purpose] = self._bytes_of.get(purpose, 0) + taken
 
     def table(self) -> str:
-        """What has been taken, largest first, a line for each purpose."""
         with self._lock:
             return _table(self._rows())
 
@@ -78,7 +71,7 @@ def _table(rows: list[tuple[str, int]]) -> str:
 
 
 class Device(Protocol):
-    """Memory with a limit and the lanes on which a schedule runs; owns both."""
+    """Memory with a limit and the lanes on which a schedule runs; the device owns both."""
 
     @property
     def lanes(self) -> Mapping[Resource, Lane]:
@@ -86,53 +79,50 @@ class Device(Protocol):
 
     @property
     def ledger(self) -> MemoryLedger:
-        """Who has how much of the device's memory."""
+        """Account of the device's memory."""
 
     @property
     def torch_device(self) -> torch.device:
-        """Where torch finds the memory."""
+        """Device of the tensors."""
 
     @property
     def poison(self) -> Callable[[Tensor], None] | None:
-        """Spoils device memory that nobody will read any more; None where that cannot be known."""
+        """Overwrites device memory that is no longer read; None if its readers cannot be known."""
 
     def allocate(self, num_bytes: int, purpose: str = "buffers") -> Tensor:
-        """Take device memory as a uint8 tensor with unspecified contents.
+        """Allocate device memory, uint8, uninitialised; `purpose` names it in errors.
 
         Raises:
-            CapacityError: The device has not that much left; shows what has been taken.
+            CapacityError: The device has not that much left; lists allocations.
         """
 
     def allocate_pinned(self, num_bytes: int) -> Tensor:
-        """Take page-locked host memory as a uint8 tensor, for buffers copied in every step."""
+        """Allocate page-locked host memory, uint8, for buffers copied in every step."""
 
     def pin(self, memory: Tensor) -> str | None:
-        """Page-lock host memory until `close`; the reason where that is refused."""
+        """Page-lock host memory until `close`; return the reason if that is refused."""
 
     def load(self, target: Tensor, source: Tensor) -> None:
         """Copy a page of weights from pinned host memory; only in tasks of the HTOD lane."""
 
     def reserve(self, num_bytes: int) -> None:
-        """Have memory for what operations allocate while they run; before the first step.
+        """Reserve memory for allocations during steps; call it before the first step.
 
         Raises:
             CapacityError: There is not that much.
         """
 
     def memory_near(self) -> AbstractContextManager[None]:
-        """Have host memory that this thread is the first to touch come from beside the device."""
+        """Prefer the device's NUMA node for host pages that this thread writes first."""
 
     def load_blocks(self, target: Tensor, source: Tensor, runs: Runs) -> None:
-        """Copy runs of rows from host memory; only in tasks of the HTOD lane.
+        """Copy runs of rows, (source row, target row, rows), from host memory.
 
-        Args:
-            target: On the device; in one piece, as is the source.
-            source: Rows of the same size.
-            runs: Source row, target row and number of rows of each.
+        Only in tasks of the HTOD lane. Both tensors are contiguous and have rows of the same size.
         """
 
     def synchronize(self) -> None:
-        """Wait until what the calling thread itself has put on the device is there."""
+        """Wait for the work that the calling thread itself has put on the device."""
 
     def close(self) -> None:
-        """Finish what was submitted and end the lanes; may be called again."""
+        """Finish what was submitted and end the lanes; idempotent."""

@@ -1,4 +1,4 @@
-"""Hold a task back: until a deadline, or for a random moment."""
+"""An emulated device: CPU memory, and lanes whose tasks take the predicted time."""
 
 import random
 import select
@@ -16,36 +16,30 @@ from raymoe.device.lane import Call, ThreadLane
 from raymoe.schedule.graph import Resource, Task
 from raymoe.schedule.timeline import CostModel
 
-SPIN_S = 150e-6  # Linux wakes a sleeper 70 to 90 us late, of which 50 us are its timer slack
+SPIN_S = 150e-6  # Linux wakes a sleeper 70 to 90 us late; 50 us of that is timer slack
 
 
 def sleep_until(deadline_s: float) -> None:
     """Return at `deadline_s`, in seconds of `time.perf_counter`; at once if it has passed.
 
-    Sleeps, then spins for the last part; the interpreter is free all the while.
+    Sleeps, then spins for the last part without holding the GIL.
     """
     rest_s = deadline_s - time.perf_counter()
     if rest_s > SPIN_S:
         time.sleep(rest_s - SPIN_S)
     while time.perf_counter() < deadline_s:
-        # Lets other threads run and returns at once; `time.sleep(0)` may take 50 us.
+        # Releases the GIL and returns at once; `time.sleep(0)` may take 50 us.
         select.select((), (), (), 0)
 
 
 class RandomStalls:
-    """Some tasks wait before they work, so that a missing dependency shows.
+    """Delays random tasks, so that missing dependencies show in tests.
 
-    The choice depends on the seed and the task alone, not on the order of the threads.
+    The choice depends on the seed and the task alone, not on thread timing.
     """
 
     def __init__(self, *, probability: float, longest_s: float, seed: int = 0) -> None:
-        """Choose the stalls.
-
-        Args:
-            probability: Share of the tasks that stall, 0..1.
-            longest_s: They stall for 0..`longest_s` seconds, uniformly.
-            seed: Another seed stalls other tasks.
-        """
+        """Choose the stalls: a share of all tasks stalls for 0..`longest_s` seconds, uniformly."""
         self._probability = probability
         self._longest_s = longest_s
         self._seed = seed
@@ -59,16 +53,13 @@ Stall = Callable[[Task], float]
 
 
 class EmulatedDevice:
-    """Memory with a limit, and one lane per resource on which tasks take the time they would.
+    """An emulated device with limited memory.
 
     Memory that was never written, or that was poisoned, reads as NaN, so that a task that runs too
-    early or too late spoils the result instead of passing by luck.
+    early or too late spoils the result.
 
     Attributes:
-        cost: What sets the pace; may be replaced between runs, not during one.
-        lanes: One for each resource; they belong to the device and are closed with it.
-        ledger: Who has how much of the memory.
-        torch_device: Where torch finds the memory.
+        cost: Cost model for durations; may be replaced between runs, not during one.
     """
 
     def __init__(
@@ -82,11 +73,9 @@ class EmulatedDevice:
         """Start the lanes.
 
         Args:
-            memory_bytes: How much `allocate` gives out in all.
-            cost: Duration of each task on the hardware that is emulated.
+            memory_bytes: Total that `allocate` gives out.
             time_scale: Tasks last `cost.duration_s(task) * time_scale`; 0 for as fast as possible.
-            stall: Seconds by which a task's work begins late, such as `RandomStalls`; it counts
-                towards the task's duration.
+            stall: Seconds by which a task's work begins late; part of the task's duration.
         """
         self.cost = cost
         self.ledger = MemoryLedger(memory_bytes)
@@ -101,16 +90,7 @@ class EmulatedDevice:
         )
 
     def allocate(self, num_bytes: int, purpose: str = "buffers") -> Tensor:
-        """Take device memory as a uint8 tensor, poisoned; it is freed with its last reference.
-
-        The ledger does not see that: what was allocated counts until the device is gone.
-
-        Args:
-            purpose: Row of the table that a refusal shows, such as "weight slots".
-
-        Raises:
-            CapacityError: The device has not that much left.
-        """
+        """Allocate poisoned memory; the ledger counts it until the device is gone."""
         self.ledger.take(num_bytes, purpose)
         memory = torch.empty(num_bytes, dtype=torch.uint8)
         self.poison(memory)
@@ -128,12 +108,11 @@ class EmulatedDevice:
 
     @staticmethod
     def allocate_pinned(num_bytes: int) -> Tensor:
-        """Host memory for buffers that are copied in every step; all of it is as good as pinned."""
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
     @staticmethod
     def pin(memory: Tensor) -> None:
-        """See `Device`; nothing to do."""
+        """Do nothing."""
 
     @staticmethod
     def load(target: Tensor, source: Tensor) -> None:
@@ -141,7 +120,7 @@ class EmulatedDevice:
 
     @staticmethod
     def reserve(num_bytes: int) -> None:
-        """See `Device`; nothing to do."""
+        """Do nothing."""
 
     @staticmethod
     def memory_near() -> AbstractContextManager[None]:
@@ -149,16 +128,14 @@ class EmulatedDevice:
 
     @staticmethod
     def load_blocks(target: Tensor, source: Tensor, runs: Runs) -> None:
-        """Copy runs of rows, (source row, target row, rows)."""
         for begin, into, count in runs:
             target[into : into + count].copy_(source[begin : begin + count])
 
     @staticmethod
     def synchronize() -> None:
-        """See `Device`; copies here are over when they return."""
+        """Do nothing: copies are done when they return."""
 
     def close(self) -> None:
-        """Finish what was submitted and end the lanes' threads; may be called again."""
         for lane in self.lanes.values():
             lane.close()
 

@@ -1,7 +1,7 @@
-"""How many cores and how much memory this process may use: affinity and control groups included.
+"""Cores and memory that this process may use, with CPU affinity and control groups.
 
-Assumptions: control groups are mounted in the usual place (/sys/fs/cgroup, version 1, 2 or both);
-a limit of any ancestor counts; pages of the file cache can be reclaimed.
+Assumptions: control groups are mounted in the usual place (/sys/fs/cgroup, version 1, 2 or both); a
+limit of any ancestor counts; pages of the file cache can be reclaimed.
 """
 
 import os
@@ -23,7 +23,7 @@ class HostInfo:
         num_cores: Threads that can run at once: CPU affinity, at most the CPU quota.
         num_physical_cores: The same, with hyper-threads of one core counted once.
         total_memory_bytes: Memory of the machine, at most the limit of the control group.
-        available_memory_bytes: What can still be allocated without swapping or being killed.
+        available_memory_bytes: What can be allocated without swapping or an OOM kill.
     """
 
     num_cores: int
@@ -36,7 +36,7 @@ def read_host(root: Path = Path("/"), cpus: frozenset[int] | None = None) -> Hos
     """Read the limits of this process.
 
     Args:
-        root: Where proc and sys are found; tests give a tree of their own.
+        root: Contains proc and sys; tests use their own tree.
         cpus: CPUs that may be used; None asks the operating system.
     """
     cpus = frozenset(os.sched_getaffinity(0)) if cpus is None else cpus
@@ -54,7 +54,6 @@ def read_host(root: Path = Path("/"), cpus: frozenset[int] | None = None) -> Hos
 
 
 def peak_rss_bytes(root: Path = Path("/")) -> int:
-    """Largest resident memory of this process so far."""
     return _status_bytes(root, "VmHWM:")
 
 
@@ -72,7 +71,7 @@ def _status_bytes(root: Path, field: str) -> int:
 def _lines(path: Path) -> list[str]:
     try:
         return path.read_text().splitlines()
-    except OSError:  # absent, or gone since it was listed
+    except OSError:
         return []
 
 
@@ -93,10 +92,10 @@ def _meminfo(root: Path) -> tuple[int, int]:
 
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
-    """Version and directory of every control group that holds this process, leaf first.
+    """Yield version and directory of every control group of this process, leaf first.
 
-    Inside a container the path of /proc/self/cgroup may be that of the host; then only the mount
-    itself exists, and it is the container's own group.
+    Inside a container /proc/self/cgroup may hold the path on the host; then only the mount itself
+    exists, and it is the container's own group.
     """
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -113,7 +112,7 @@ def _groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
 
 
 def _cpu_quotas(root: Path) -> Iterator[int]:
-    """Whole CPUs of every quota; a part of a CPU cannot run a thread that never waits."""
+    """Yield every quota in whole CPUs: a fraction cannot run a thread that never waits."""
     for version, group in _groups(root, "cpu"):
         if version == 2:
             words = _first_line(group / "cpu.max").split()

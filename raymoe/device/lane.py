@@ -1,4 +1,4 @@
-"""One named thread that runs jobs in the order in which they come."""
+"""Lanes: threads that run the tasks of a schedule in order."""
 
 import threading
 import time
@@ -17,18 +17,13 @@ ThreadContext = Callable[[], AbstractContextManager[object]]
 
 
 class Worker:
-    """Owns a thread and its queue; `close` ends the thread after the jobs that were put before.
-
-    A job must not raise: whoever puts it says what becomes of its errors.
-    """
+    """Owns a thread that runs jobs in order; jobs must not raise."""
 
     def __init__(self, name: str, context: ThreadContext = nullcontext) -> None:
-        """Start the thread; returns when it is in its context, so that no run pays for that.
+        """Start the thread; return when it has entered its context, so that no run pays for that.
 
-        Args:
-            context: Entered by the thread for all its life; torch's inference mode and the current
-                device belong to a thread, so they cannot be set by whoever puts a job. Its error
-                is raised here.
+        The thread stays in `context`: torch's inference mode and current device belong to a thread.
+        Errors of the context are raised here.
         """
         self.name = name
         self._context = context
@@ -45,18 +40,13 @@ class Worker:
             raise
 
     def put(self, job: Callable[[], None]) -> None:
-        """Queue a job.
-
-        Raises:
-            ExecutionError: The worker is closed.
-        """
         with self._lock:
             if self._is_closed:
                 raise ExecutionError(f"{self.name} is closed; submit before close()")
             self._jobs.put(job)
 
     def close(self) -> None:
-        """Finish what was put, then end the thread; may be called again."""
+        """Run the queued jobs, then end the thread; idempotent."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -73,14 +63,14 @@ class Worker:
             is_ready.set_result(None)
             while (job := self._jobs.get()) is not None:
                 job()
-                del job  # or the thread would keep the last job's data alive until the next one
+                del job  # otherwise the thread keeps the last job's data alive
 
 
 Call = Callable[[], None]
 
 
 class Cancelled(RaymoeError):  # noqa: N818 - an outcome of a task, as asyncio.CancelledError
-    """The awaited task will not be done: it failed (`__cause__`), or was never started."""
+    """The awaited task will not run to its end: it failed (`__cause__`) or never started."""
 
 
 class Mark(Protocol):
@@ -102,45 +92,45 @@ class Mark(Protocol):
 
     @property
     def start_s(self) -> float:
-        """When the task started; known once it is done."""
+        """Start time; valid once the task is done."""
 
     @property
     def end_s(self) -> float:
-        """When the task ended; known once it is done."""
+        """End time; valid once the task is done."""
 
 
 class Lane(Protocol):
-    """Runs tasks one at a time, in the order of `submit`, each after the marks it is given."""
+    """Runs tasks one at a time, in the order of `submit`, each after its dependencies."""
 
     @property
     def resource(self) -> Resource:
-        """What the lane stands for."""
+        """The resource that the lane executes."""
 
     @property
     def is_synchronous(self) -> bool:
-        """A call that returned has done its work; false where it has only enqueued it."""
+        """Whether a returned call has done its work; False if it has only enqueued it."""
 
     def submit(self, task: Task, call: Call, after: Sequence[Mark]) -> Mark:
-        """Queue `call`, which does the work of `task`; returns at once.
+        """Queue `call`, which does the work of `task`; return at once.
 
-        A task whose call raises, or one of whose marks is cancelled, ends cancelled; the lane goes
-        on with the next one.
+        A task is cancelled if its call raises or a mark in `after` is cancelled; the lane goes on
+        with the next one.
 
         Args:
-            task: What is done, for lanes that go by it (names, durations).
-            call: Runs in the lane's own thread.
+            task: Gives the name and, on emulated devices, the duration.
+            call: Runs in the lane's thread.
             after: Marks of tasks, of any lane, that must be done before.
         """
 
     def close(self) -> None:
-        """Finish what was submitted and end the lane's thread; may be called again."""
+        """Finish what was submitted and end the lane's thread; idempotent."""
 
 
 class HostMark:
     """The end of a task that a host thread runs.
 
-    Waiters block on a raw lock that the owner holds until the end and that each waiter passes on:
-    a third of the cost of `threading.Event`, and a step has thousands of them.
+    Waiters block on a raw lock that the owner holds until the end and that each waiter passes on.
+    This costs a third of `threading.Event`, and a step has thousands of marks.
     """
 
     __slots__ = ("_error", "_is_cancelled", "_is_done", "_lock", "end_s", "start_s")
@@ -156,15 +146,9 @@ class HostMark:
 
     @property
     def is_done(self) -> bool:
-        """Whether `wait` would return or raise at once."""
         return self._is_done
 
     def wait(self) -> None:
-        """Block until the task is done.
-
-        Raises:
-            Cancelled: The task failed or was not started.
-        """
         if not self._is_done:
             with self._lock:
                 pass
@@ -172,15 +156,13 @@ class HostMark:
             raise Cancelled("the task was cancelled") from self._error
 
     def finish(self, start_s: float, end_s: float) -> None:
-        """Say that the task ran; once, by the lane that runs it."""
         self.start_s = start_s
         self.end_s = end_s
         self._is_done = True
         self._lock.release()
 
     def cancel(self, error: BaseException) -> None:
-        """Say that the task will not be done; once, instead of `finish`."""
-        # A chain of cancelled tasks need not keep every link of it.
+        # Keeps only the first error of a chain of cancelled tasks.
         self._error = None if isinstance(error, Cancelled) else error
         self._is_cancelled = True
         self._is_done = True
@@ -206,25 +188,17 @@ class ThreadLane:
         perform: Perform = perform,
         context: ThreadContext = nullcontext,
     ) -> None:
-        """Start the thread.
-
-        Args:
-            resource: What the lane stands for.
-            perform: Runs a call; its whole time counts as the task's.
-            context: Entered by the lane's thread; see `Worker`.
-        """
+        """Start the thread; the time in `perform` counts as the task's."""
         self.resource = resource
         self._perform = perform
         self._worker = Worker(f"raymoe-lane-{resource}", context)
 
     def submit(self, task: Task, call: Call, after: Sequence[Mark]) -> HostMark:
-        """Queue `call` behind what was submitted before; see `Lane.submit`."""
         mark = HostMark()
         self._worker.put(partial(self._run, task, call, after, mark))
         return mark
 
     def close(self) -> None:
-        """Finish what was submitted and end the thread; may be called again."""
         self._worker.close()
 
     def _run(self, task: Task, call: Call, after: Sequence[Mark], mark: HostMark) -> None:
@@ -234,7 +208,7 @@ class ThreadLane:
             start_s = time.perf_counter()
             self._perform(task, call)
             end_s = time.perf_counter()
-        except BaseException as error:  # whatever it is belongs to those who wait for the mark
+        except BaseException as error:  # the waiters of the mark get it
             mark.cancel(error)
         else:
             mark.finish(start_s, end_s)

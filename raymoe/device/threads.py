@@ -1,4 +1,4 @@
-"""Threads of this process, and what its cores reach."""
+"""Thread counts of this process, and measurements of its cores."""
 
 import functools
 import os
@@ -14,9 +14,9 @@ from raymoe.specs.hardware import HardwareSpec
 
 
 def set_num_threads(num_threads: int, num_torch_threads: int | None = None) -> None:
-    """Let the native kernels and torch use this many threads.
+    """Set the number of threads of the native kernels and of torch.
 
-    Torch keeps the number for each thread of Python: call this in the thread that computes.
+    torch keeps its number per Python thread: call this in the thread that computes.
     """
     _forget_threads_in_forks()
     torch.set_num_threads(num_torch_threads or num_threads)
@@ -26,7 +26,7 @@ def set_num_threads(num_threads: int, num_torch_threads: int | None = None) -> N
 
 @functools.cache
 def _forget_threads_in_forks() -> None:
-    """Let a fork end: torch joins threads that are not there unless it is asked for its pool."""
+    """Reset torch's pool in forked children, whose exit would join threads that they lack."""
     os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 
@@ -37,10 +37,10 @@ PROBE_DTYPES = ("bfloat16", "float32", "int8")
 def read_bandwidth_bytes_per_s(
     num_threads: int, seconds: float = 1.0, num_bytes: int = 1 << 28
 ) -> float:
-    """Best rate at which `num_threads` read `num_bytes` of host memory on huge pages.
+    """Return the best rate at which threads read `num_bytes` of host memory on huge pages.
 
-    Several access patterns share the time: one stream per thread with and without prefetch, four
-    and sixteen streams. `num_bytes` must exceed the last-level cache by far.
+    The time is divided among several access patterns: one stream per thread with and without
+    prefetch, four and sixteen streams. `num_bytes` must exceed the last-level cache by far.
     """
     _check(num_threads, seconds)
     return _native.read_bandwidth_bytes_per_s(num_threads, seconds, num_bytes)
@@ -49,10 +49,10 @@ def read_bandwidth_bytes_per_s(
 def peak_flop_per_s(
     num_threads: int, dtype: ProbeDtype = "bfloat16", seconds: float = 0.5
 ) -> float:
-    """Best arithmetic rate from registers, two operations for each multiply-add.
+    """Return the best arithmetic rate from registers; a multiply-add counts as two operations.
 
-    With the active instruction set; where that has no dot products for `dtype`, the rate of
-    float32, to which the kernels then convert.
+    If the active instruction set has no dot products for `dtype`, this is the rate of float32, to
+    which the kernels then convert.
     """
     _check(num_threads, seconds)
     if dtype not in PROBE_DTYPES:
@@ -61,7 +61,6 @@ def peak_flop_per_s(
 
 
 def has_bfloat16_dot_products() -> bool:
-    """Whether the active instruction set multiplies bfloat16 without converting."""
     return _native.active_isa() == "avx512_bf16"
 
 
@@ -71,12 +70,6 @@ def _check(num_threads: int, seconds: float) -> None:
 
 
 def probe_host(*, num_threads: int | None = None, seconds: float = 2.0) -> HardwareSpec:
-    """Measure this machine with `num_threads` threads in about `seconds`.
-
-    Args:
-        num_threads: Threads to measure with; None for all cores that this process may use.
-        seconds: Shared by the two measurements.
-    """
     host = read_host()
     threads = host.num_cores if num_threads is None else num_threads
     return HardwareSpec(

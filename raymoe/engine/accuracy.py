@@ -1,4 +1,4 @@
-"""Predicted beside measured, pass by pass, and what the difference teaches."""
+"""Compares predicted with measured step times, and corrects predictions by the ratio."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ LEARNING_RATE = 0.1  # weight of the latest pass in the correction of its kind
 
 
 class StepKind(StrEnum):
-    """What is in a step; costs of each kind err in their own way."""
+    """The contents of a step; the cost model errs differently for each kind."""
 
     DECODE = "decode"
     PREFILL = "prefill"
@@ -32,7 +32,7 @@ class StepKind(StrEnum):
 
 @dataclass(slots=True)
 class Correction:
-    """Predicts passes by a cost model times the ratio that was measured so far.
+    """Predicts step times by a cost model times the measured ratio of the step's kind.
 
     Attributes:
         seconds_of: The cost model's prediction of a step.
@@ -49,11 +49,10 @@ class Correction:
 
     @property
     def ratios(self) -> dict[StepKind, float]:
-        """Measured over predicted of each kind of step that was seen; recent passes count most."""
+        """Measured over predicted time of each kind of step; recent steps weigh most."""
         return dict(self._ratios)
 
     def learn(self, load: StepLoad, measured_s: float) -> None:
-        """Take the length of a step into account."""
         predicted_s = self.seconds_of(load)
         if predicted_s <= 0:
             return
@@ -64,12 +63,12 @@ class Correction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """The steps of one run together; printed, it is one line.
+    """The steps of one run; printed as one line.
 
     Attributes:
-        predicted_s: What the cost model says of them, uncorrected.
-        measured_s: What they took; time between steps is not in it.
-        busy_s: Seconds that each resource worked, of those that had any work.
+        predicted_s: Sum of the cost model's uncorrected predictions.
+        measured_s: Sum of step times, without the time between steps.
+        busy_s: Busy seconds of each resource that worked.
     """
 
     num_steps: int = 0
@@ -98,18 +97,14 @@ class RunReport:
 
 
 class MeasuredStep(NamedTuple):
-    """What a step held, and when its tasks ran."""
+    """The load of a step, and when its tasks ran."""
 
     load: StepLoad
     timeline: Timeline
 
 
 class Accuracy:
-    """Adds up the steps of a run. The engine thread owns it; others may read.
-
-    Attributes:
-        last_step: The latest; None before the first.
-    """
+    """Adds up the steps of a run. The engine thread owns it; other threads may read."""
 
     def __init__(self, correction: Correction) -> None:
         self.correction = correction
@@ -117,7 +112,6 @@ class Accuracy:
         self.last_step: MeasuredStep | None = None
 
     def restart(self) -> None:
-        """Begin a new run; what was learnt stays."""
         self.report = RunReport()
 
     def record(self, done: ScheduledStep, measured: Timeline) -> None:
@@ -135,7 +129,7 @@ def load_of(done: ScheduledStep) -> StepLoad:
 
 
 def load_of_scheduled_tokens(num_scheduled_tokens: Int32s, contexts: Int32s) -> StepLoad:
-    """The same from the tokens that each sequence computes, and those it has then."""
+    """Return the load for the tokens that each sequence computes, and those it has afterwards."""
     is_decode = num_scheduled_tokens == 1
     decoding, chunks = int(np.count_nonzero(is_decode)), num_scheduled_tokens[~is_decode]
     return StepLoad(

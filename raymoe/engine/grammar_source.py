@@ -1,4 +1,4 @@
-"""What llguidance is given for a structured output: exact JSON schemas, regexes, grammars."""
+"""Translates JSON schemas, regexes and grammars to exact equivalents for llguidance."""
 
 import bisect
 import json
@@ -22,10 +22,10 @@ _PROPERTY = re.compile(r"\\[pP]\{[\w=]+\}")
 
 @lru_cache(64)
 def exact_regex(pattern: str) -> str:
-    """A regex of ECMA-262 in Rust's syntax.
+    """Translate a regex of ECMA-262 to Rust's syntax.
 
     Raises:
-        ConfigError: Names the part that has another meaning there, or none.
+        ConfigError: Names the part that has another meaning in Rust, or none.
     """
     parts: list[str] = []
     index = 0
@@ -110,7 +110,6 @@ def _refused(pattern: str, begin: int, end: int, advice: str) -> ConfigError:
 
 
 def regex_of_choice(texts: tuple[str, ...]) -> str:
-    """A regex in Rust's syntax that matches these texts."""
     return "(?:" + "|".join("".join(map(_code_point, text)) for text in texts) + ")"
 
 
@@ -137,10 +136,10 @@ _SHORT = {"n": "\n", "r": "\r", "t": "\t"} | {character: character for character
 
 @lru_cache(64)
 def lark_of_grammar(source: str) -> str:
-    """Lark of EBNF with rules ``name ::= ...``, or Lark as it is.
+    """Translate EBNF with rules ``name ::= ...`` to Lark; return Lark unchanged.
 
     Raises:
-        ConfigError: It is no EBNF, or Lark with what only llguidance has.
+        ConfigError: Neither EBNF nor Lark, or Lark with extensions of llguidance.
     """
     if "::=" not in source:
         _check_lark(source)
@@ -227,7 +226,7 @@ def _malformed(problem: str) -> ConfigError:
 
 MAX_DEPTH = 128
 MAX_EXACT = 2**53  # numbers are floats in llguidance
-MAX_DIGITS = 15  # of a bound
+MAX_DIGITS = 15  # maximum of a bound
 Schema = dict[str, Any]
 
 
@@ -255,10 +254,10 @@ _FORMATS = _words("date time date-time duration email hostname ipv4 ipv6 uri uui
 
 @lru_cache(64)
 def exact_schema(text: str) -> str:
-    """The schema to compile: with regexes in Rust's syntax.
+    """Return the schema to compile, with regexes in Rust's syntax.
 
     Raises:
-        ConfigError: Names the keyword that cannot be kept and where it is.
+        ConfigError: Names the keyword that cannot be enforced exactly and where it is.
     """
     root = json.loads(text)
     if root is True:
@@ -359,9 +358,9 @@ def _check_numbers(where: str, name: str, value: object) -> None:
 
 
 def _check_ranges(schemas: list[tuple[str, Schema]]) -> None:
-    """Refuse a range of less than 1 from or to an exclusive bound: it may hold the bound.
+    """Refuse a range of less than 1 with an exclusive bound: llguidance may accept the bound.
 
-    Where schemas may be joined, bounds of different ones may make a range.
+    If schemas may be joined, bounds of different ones may form a range.
     """
     numbers = [(where, schema) for where, schema in schemas if schema.get("type") != "integer"]
     is_joined = any(_JOINING & schema.keys() for _, schema in schemas)

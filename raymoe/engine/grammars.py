@@ -1,7 +1,7 @@
-"""The client's end of `grammar_worker`: started when needed, ended with the engine.
+"""Structured outputs in the engine: the client of `grammar_worker`, and token bitmasks of rows.
 
-The worker may end because of its input (its limits, a crash), which is the fault of a row, or from
-outside (the OOM killer, an operator), which is nobody's fault: the exit code tells them apart.
+A worker may end because of its input (its limits, a crash), which fails a row, or from outside (the
+OOM killer, an operator), which is retried: the exit code distinguishes them.
 """
 
 import contextlib
@@ -57,25 +57,16 @@ OWN_SIGNALS = frozenset(
 
 
 def check_present() -> None:
-    """Refuse structured outputs where the library for them is missing.
-
-    Raises:
-        ConfigError: Says how to install it.
-    """
     if importlib.util.find_spec("llguidance") is None:
         raise ConfigError("structured_outputs needs llguidance: pip install 'llguidance>=1.9,<2'")
 
 
 class LimitError(Exception):
-    """The worker ended because of its input: its time, its memory, or a crash."""
+    """The worker ended because of its input: CPU time, memory, or a crash."""
 
 
 class ForkedProcess:
-    """A worker that the server forked. One thread uses it.
-
-    Attributes:
-        pid: 0 until the worker has said it.
-    """
+    """A worker that the server forked; one thread uses it. `pid` is 0 until it is known."""
 
     def __init__(self, pipe: socket.socket, server: "subprocess.Popen[bytes]") -> None:
         self._socket, self._server = pipe, server
@@ -87,7 +78,7 @@ class ForkedProcess:
     def send(self, message: object) -> None:
         """Send a message. If the worker has ended, only `receive` says so.
 
-        The text goes through a memory file: a pipe would block while the worker does not read.
+        The text is in a memory file: a pipe would block while the worker does not read.
         """
         self._moved_s = time.monotonic()
         with os.fdopen(os.memfd_create("raymoe-grammars"), "wb") as file:
@@ -95,17 +86,17 @@ class ForkedProcess:
             file.flush()
             try:
                 socket.send_fds(self._socket, [b"m"], [file.fileno()])
-            except BlockingIOError:  # it has not read for `STALL_S`
+            except BlockingIOError:  # the worker has not read for `STALL_S`
                 _kill(self._server)
             except OSError:
                 pass
 
     def has_answer(self, timeout_s: float | None) -> bool:
-        """Wait for an answer or an end, at most so long; None waits until there is one.
+        """Wait for an answer or an end for at most `timeout_s`; None waits without limit.
 
         Raises:
-            LimitError: The process ended before it said which it is.
-            WorkerProcessError: The same from outside, or it is at a standstill, which ends it.
+            LimitError: The process ended by its input before it sent its id.
+            WorkerProcessError: It was ended from outside, or stalled, and is killed.
         """
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -120,16 +111,16 @@ class ForkedProcess:
                     return False
 
     def receive(self) -> bytes:
-        """The answer that `has_answer` has seen.
+        """Return the answer that `has_answer` has seen.
 
         Raises:
-            LimitError: The process ended by what it was given.
-            WorkerProcessError: It ended from outside, or stopped in the middle of an answer.
+            LimitError: The process ended by its input.
+            WorkerProcessError: It was ended from outside, or stopped in the middle of an answer.
         """
         try:
             message = self._pipe.recv_bytes()
         except (EOFError, OSError) as error:
-            # Nobody says how: the server has ended too, or a message stopped in its middle.
+            # No exit code: the server has ended too, or a message stopped in its middle.
             _kill(self._server)
             raise WorkerProcessError(_ended("was ended")) from error
         if not message.startswith(ENDED):
@@ -140,7 +131,6 @@ class ForkedProcess:
         raise WorkerProcessError(_ended(f"was ended by signal {-code}"))
 
     def close(self) -> None:
-        """End the worker: it sees that its pipe closes."""
         self._pipe.close()
         self._socket.close()
 
@@ -155,7 +145,7 @@ class ForkedProcess:
         if cpu_s != self._cpu_s or is_runnable(pid):
             self._cpu_s, self._moved_s = cpu_s, now_s
         elif now_s > self._moved_s + STALL_S:
-            _kill(self._server)  # it may be what stands still; all that it forked ends with it
+            _kill(self._server)  # it may be stalled; all that it forked ends with it
             raise WorkerProcessError(_ended(f"used no CPU time for {STALL_S:g} s and was ended"))
 
 
@@ -165,11 +155,7 @@ class _Started(NamedTuple):
 
 
 class GrammarServer:
-    """Forks workers that have the vocabulary already. Thread-safe.
-
-    Args:
-        stop_token_ids: Tokens that end a text.
-    """
+    """Forks workers that already have the vocabulary. Thread-safe."""
 
     def __init__(self, directory: Path, vocab_size: int, stop_token_ids: tuple[int, ...]) -> None:
         self.vocab_size = vocab_size
@@ -184,11 +170,9 @@ class GrammarServer:
         self._is_closed = False
 
     def fork(self, memory: int, timeout_s: float | None = None) -> ForkedProcess | None:
-        """Fork a worker; None if the server still starts after `timeout_s`.
+        """Fork a worker; None if the server is still starting after `timeout_s` (None: no limit).
 
-        Args:
-            memory: Descriptor of the shared memory for bitmasks.
-            timeout_s: None waits until the server has started.
+        `memory` is the descriptor of the shared memory for bitmasks.
 
         Raises:
             ExecutionError: The libraries or the vocabulary cannot be loaded.
@@ -258,7 +242,7 @@ class GrammarServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             number = theirs.fileno()
-            # -P: the folder of the script must not come before the standard library.
+            # -P: the folder of the script must not precede the standard library.
             command = [sys.executable, "-P", str(WORKER), str(number), json.dumps(self._vocabulary)]
             with self._lock:
                 if self._is_closed:
@@ -304,15 +288,15 @@ def _ended(how: str) -> str:
 
 WORD_BITS = 32
 NO_SLOT = -1
-MAX_RETRIES = 3  # while workers end without an answer, and no row explains it
+MAX_RETRIES = 3  # while workers end without an answer and no row explains it
 MAX_REFUSED = 4096
 
 
 def compile_request(outputs: StructuredOutputs) -> dict[str, Any]:
-    """What the worker compiles.
+    """Return what the worker compiles.
 
     Raises:
-        ConfigError: It cannot be kept exactly; the message names the part.
+        ConfigError: The constraint cannot be kept exactly; names the part.
     """
     kind, source = outputs.kind, ""
     if outputs.json is not None:
@@ -330,15 +314,15 @@ def compile_request(outputs: StructuredOutputs) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatchLimits:
-    """What the grammars of rows may take; CPU time, so that a busy machine refuses no more.
+    """Limits for the grammars of rows in CPU time, which does not depend on the machine's load.
 
-    llguidance has limits of its own (`grammar_worker.PARSER_LIMITS`) and ends most hostile input
-    by name; these end the rest. Measured with 128,000 tokens on a core of 2024: schemas of use
-    compile in 1 to 4 ms, and their bitmasks take 0.01 to 0.4 ms.
+    llguidance has limits of its own (`grammar_worker.PARSER_LIMITS`) and refuses most hostile input
+    with a message; these limits end the rest. Measured with 128,000 tokens on a core of 2024: usual
+    schemas compile in 1 to 4 ms, and their bitmasks take 0.01 to 0.4 ms.
 
     Attributes:
         compile_limit_s: Until a grammar is compiled; a longer one ends the worker.
-        row_limit_s: Of all bitmasks of a row, together with `token_limit_s` for each token.
+        row_limit_s: For all bitmasks of a row, plus `token_limit_s` for each token.
     """
 
     compile_limit_s: float = 1.0
@@ -351,7 +335,7 @@ class MatchLimits:
 
 @dataclass(slots=True)
 class _News:
-    """What the worker was not told yet: slots, and the token of each that has one more."""
+    """Changes not yet sent to the worker: slots, and new tokens of slots."""
 
     ended: set[int] = field(default_factory=set)
     begun: set[int] = field(default_factory=set)
@@ -365,10 +349,9 @@ class _News:
 class TokenBitmasks:
     """The rows with structured outputs. The engine thread owns it.
 
-    A worker is told of tokens when they are chosen. A caller that needs a bitmask may wait for it
-    or come back later. A row whose input ends the worker is known by the slot in work; it fails
-    alone, and the others begin anew in another worker, by their tokens. If the worker is ended
-    from outside, all do.
+    The worker is told of tokens when they are sampled. A caller may wait for a bitmask or come back
+    later. If a row's input ends the worker, the slot in work identifies the row: it fails, and the
+    other rows are replayed in another worker. If the worker is ended from outside, all rows are.
     """
 
     def __init__(
@@ -386,7 +369,7 @@ class TokenBitmasks:
         self._refused: OrderedDict[str, str] = OrderedDict()
         self._known: set[str] = set()  # digests of what the worker has compiled
         self._news = _News()
-        self._asked: set[int] = set()  # slots of which an answer is due
+        self._asked: set[int] = set()  # slots whose answer is pending
         self._worker: ForkedProcess | None = None
         self._num_ends = 0  # that no row explains, since the latest answer
         self._memory: mmap.mmap | None = None
@@ -409,7 +392,6 @@ class TokenBitmasks:
                     self._news.accepted[slot] = token
 
     def end(self, slot: int) -> None:
-        """Forget the row in this slot, if there is one."""
         self._errors.pop(slot, None)
         if self._rows.pop(slot, None) is not None:
             self._news.begun.discard(slot)
@@ -428,11 +410,11 @@ class TokenBitmasks:
     def synchronize(
         self, patience_s: float | None = 0.0, slots: Iterable[int] | None = None
     ) -> None:
-        """Take in what the worker has computed, and tell it what has changed.
+        """Receive what the worker has computed, and send it what has changed.
 
         Args:
             patience_s: Longest wait for pending bitmasks; None waits for all of them.
-            slots: Whose bitmasks are worth a wait; by default all.
+            slots: Whose bitmasks to wait for; by default all.
         """
         deadline_s = None if patience_s is None else time.monotonic() + patience_s
         if slots is not None and self.pending().isdisjoint(slots):
@@ -444,7 +426,7 @@ class TokenBitmasks:
                 return
 
     def apply(self, logits_RV: Tensor, rows: npt.NDArray[np.int64], slots: Int32s) -> None:
-        """Make impossible what the grammars of some rows forbid."""
+        """Set logits that the grammars forbid to -inf."""
         masks_RW = np.zeros((len(slots), self._num_words), np.int32)
         self.copy_masks(masks_RW, slots)
         bits = np.unpackbits(masks_RW.view(np.uint8), axis=1, bitorder="little")
@@ -463,7 +445,6 @@ class TokenBitmasks:
             masks_RW[is_well] = masks_SW[slots[is_well]]
 
     def close(self) -> None:
-        """End the worker and give the memory back."""
         self._end_worker()
         if self._memory is not None:
             os.close(self._descriptor)
@@ -513,7 +494,7 @@ class TokenBitmasks:
 
     def _fail(self, slot: int, problem: str) -> None:
         if slot in self._news.ended or slot not in self._rows:
-            return  # another row may be there by now
+            return  # the slot may have another row by now
         self._news.begun.discard(slot)
         self._news.accepted.pop(slot, None)
         outputs = self._rows[slot][0]
@@ -530,7 +511,7 @@ class TokenBitmasks:
         return slot, bool(phase)
 
     def _fork(self, deadline_s: float | None) -> bool:
-        """Start a worker and tell it of all rows without errors; False if that takes too long."""
+        """Start a worker and send it all rows without errors; False if the deadline passes."""
         self._end_worker()
         if not self._well():
             self._num_ends = 0

@@ -1,13 +1,11 @@
-"""Full digests of weight files: computed once by all cores, kept while a file stays as it is.
+"""Identity of a model: digests of its files, cached while a file does not change; shared weights.
 
-A digest is the sha256 of a file's bytes. The hub cache names its blobs by it, which costs nothing;
-other files are read once. One core hashes 1 to 2 GB/s, so reading files that are in memory already
-takes their size over that rate and the number of cores; files on a disk take what the disk takes.
-The caller decides whether to wait: a thread can hash while the same files are loaded, and the
-operating system reads each byte from the disk once for both.
+A digest is the sha256 of a file's bytes. The hub cache names its blobs by it; other files are read
+once, in parallel. One core hashes 1 to 2 GB/s. A thread can hash while the same files are loaded;
+the operating system then reads each byte from the disk once.
 
-What was computed is kept next to the model (elsewhere if that cannot be written) under device,
-inode, size, and the times of the last change of contents and of inode, which the kernel sets.
+Digests are kept next to the model (elsewhere if that cannot be written) under device, inode, size,
+and the times of the last change of contents and of inode, which the kernel sets.
 """
 
 import contextlib
@@ -50,18 +48,14 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def file_state(path: Path) -> str:
-    """What the kernel knows of a file: equal only if nobody has changed it in between."""
+    """Return what the kernel knows of a file; it changes with every change of the file."""
     status = path.stat()
     fields = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
     return "-".join(map(str, fields))
 
 
 def known_digests(paths: Sequence[Path], caches: Sequence[Path]) -> dict[Path, str]:
-    """Digests that need no reading: names of blobs, and what was computed before.
-
-    Args:
-        caches: Files that `read_digests` wrote, or that are not there.
-    """
+    """Return digests that need no reading, from names of blobs and from caches."""
     entries = {state: digest for cache in caches for state, digest in _read_cache(cache).items()}
     known = {}
     for path in paths:
@@ -72,10 +66,9 @@ def known_digests(paths: Sequence[Path], caches: Sequence[Path]) -> dict[Path, s
 
 
 def read_digests(paths: Sequence[Path], caches: Sequence[Path]) -> dict[Path, str]:
-    """Digests of files, read where they are not known. Of several processes only one reads.
+    """Return digests of files, read if they are not known; only one of several processes reads.
 
-    Args:
-        caches: Where digests are kept: the first that can be written.
+    `caches` are files for digests; the first that can be written is used.
 
     Raises:
         CheckpointError: A file cannot be read, or changes while it is read.
@@ -124,7 +117,7 @@ def _read_cache(path: Path) -> dict[str, str]:
                 return {}
             entries = json.loads(file.read(MIB))
     except (OSError, ValueError, RecursionError):
-        return {}  # it is read again, and written anew
+        return {}  # the files are read again
     if not isinstance(entries, Mapping):
         return {}
     pairs = [(str(state), digest) for state, digest in entries.items() if isinstance(digest, str)]
@@ -146,7 +139,7 @@ def _write_cache(path: Path, entries: dict[str, str]) -> None:
 
 @contextlib.contextmanager
 def _locked(caches: Sequence[Path]) -> Iterator[Path | None]:
-    """Hold a lock on the folder of the first cache that can be written; yields that cache."""
+    """Lock the folder of the first cache that can be written; yield that cache."""
     for cache in caches:
         with contextlib.suppress(OSError):
             cache.parent.mkdir(parents=True, exist_ok=True)
@@ -162,7 +155,7 @@ def _locked(caches: Sequence[Path]) -> Iterator[Path | None]:
     yield None
 
 
-SMALL_BYTES = GIB  # weight files that are read at once, in a second or so
+SMALL_BYTES = GIB  # weight files of this size are hashed at once, in a second or so
 
 _CONFIGS = ("config.json", "generation_config.json")
 _TOKENIZER_FILES = (
@@ -177,14 +170,14 @@ _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelIdentity:
-    """A model, by contents.
+    """The identity of a model by contents.
 
     Attributes:
-        directory: Where it is on this node.
-        name: What people call it: the directory, or its name on the hub.
+        directory: Local directory.
+        name: The directory, or the name on the hub.
         revision: Commit of a snapshot in the hub's cache; None for other directories.
-        dtype: Of the checkpoint, "auto" where its config does not say.
-        config: Digest, as the following: of config.json and generation_config.json.
+        dtype: Of the checkpoint, "auto" if its config names none.
+        config: Digest of config.json and generation_config.json.
         files: `files_key` when it was made.
         pending_weights: Digest of the weight files, names and contents; see `weights`.
     """
@@ -205,33 +198,19 @@ class ModelIdentity:
 
     @property
     def weights(self) -> str:
-        """Digest of the weight files, names and contents; waits until they are read.
-
-        Raises:
-            CheckpointError: One cannot be read, or changed meanwhile.
-        """
+        """Digest of the weight files, names and contents; waits until they are read."""
         return self.pending_weights.result()
 
     def check_unchanged(self) -> None:
-        """Refuse what was loaded if it may be something else than what was identified.
-
-        Raises:
-            CheckpointError: A file has changed.
-        """
+        """Refuse a model whose files have changed since it was identified."""
         check_unchanged(self.directory, self.files)
 
     @classmethod
     def of(cls, model_source: str | Path, *, reads_weights: bool = True) -> "ModelIdentity":
         """Read the files of a model; a hub name is downloaded as for an engine.
 
-        Args:
-            model_source: A directory, or a hub name.
-            reads_weights: Whether large weight files whose digests are not known are read, in the
-                background; without it `weights` may never come. Small ones are always read.
-
-        Raises:
-            CheckpointError: A file is missing or unsafe, or the hub cannot be reached.
-            UnsupportedModelError: As for `ModelSpec.from_directory`.
+        With `reads_weights`, a background thread reads large weight files whose digests are not
+        known; without it `weights` may never complete. Small ones are always read.
         """
         directory = resolve_model(model_source)
         spec = ModelSpec.from_directory(directory)
@@ -271,7 +250,7 @@ def _split_tokenizer_config(directory: Path) -> tuple[bytes, bytes]:
     try:
         config = parse_json_object(content, where=_TOKENIZER_CONFIG)
     except CheckpointError:
-        return content, b""  # whoever loads the tokenizer says what is wrong with it
+        return content, b""  # the tokenizer's loader reports what is wrong
     template = config.pop("chat_template", None)
     return _json(config), _json(template)
 
@@ -281,11 +260,7 @@ def _json(value: object) -> bytes:
 
 
 def weight_files(directory: Path) -> dict[str, Path]:
-    """Names of the weight files and the regular files behind them.
-
-    Raises:
-        CheckpointError: One is missing or unsafe.
-    """
+    """Return names of the weight files and the regular files behind them."""
     if (directory / SINGLE_FILE).exists():
         names = [SINGLE_FILE]
     else:
@@ -295,10 +270,10 @@ def weight_files(directory: Path) -> dict[str, Path]:
 
 
 def files_key(directory: Path) -> str:
-    """Digest of a configuration and of which weight files these are, as the kernel knows them.
+    """Return a digest of the configuration and of the states of the weight files.
 
-    No weights are read. It changes with every change of a file, and with the file behind a name;
-    equal contents in other files have another key.
+    It changes with every change of a file, and with the file behind a name; equal contents in other
+    files have another key.
     """
     states = [f"{name} {file_state(path)}" for name, path in weight_files(directory).items()]
     return _identity_digest(
@@ -307,11 +282,7 @@ def files_key(directory: Path) -> str:
 
 
 def check_unchanged(directory: Path, key: str) -> None:
-    """Refuse a model whose files have changed since `files_key` gave a key.
-
-    Raises:
-        CheckpointError: They have.
-    """
+    """Refuse a model whose files have changed since `files_key` returned `key`."""
     if files_key(directory) != key:
         raise CheckpointError(
             f"{directory}: config.json or weight files have changed while they were loaded; "
@@ -320,7 +291,7 @@ def check_unchanged(directory: Path, key: str) -> None:
 
 
 def _weights(directory: Path, *, reads: bool) -> Future[str]:
-    """The digest of all weight files; if it is not known and may be read, a thread finds it out."""
+    """Return the digest of all weight files; a thread computes it if it is not known."""
     files = weight_files(directory)
     index = _contents(directory, [] if SINGLE_FILE in files else [INDEX_FILE])
     paths = list(files.values())
@@ -355,20 +326,17 @@ def _identity_digest(parts: Iterable[bytes]) -> str:
     return whole.hexdigest()
 
 
-FORMAT = 1  # of what lies in the memory: a change of its layout raises it
+FORMAT = 1  # layout version of shared memory
 
 
 def open_shared(
     config: EngineConfig, files: str, device: str, dtype: torch.dtype
 ) -> SharedFile | None:
-    """Open the weights that the engines of this node share; None where they do not.
-
-    Args:
-        files: Key of the model's files (`identity.files_key`).
+    """Open the weights that the engines of this node share; None if they do not share.
 
     Raises:
-        ConfigError: Sharing is asked for where nothing can be shared.
-        ExecutionError: Something that is not ours is in the place.
+        ConfigError: Sharing is requested but impossible.
+        ExecutionError: The name belongs to something else.
     """
     if config.shared_weights is not True:
         return None
@@ -416,7 +384,7 @@ class Choice:
 
 
 def choice_of(file: SharedFile | None) -> Choice | None:
-    """What the engine chose that filled the file; None where nobody has."""
+    """Return the choice of the engine that filled the file; None if it is empty."""
     if file is None or not file.is_whole:
         return None
     plain = json.loads(file.note)
@@ -429,7 +397,7 @@ def choice_of(file: SharedFile | None) -> Choice | None:
 
 
 def agree(config: EngineConfig, file: SharedFile | None) -> EngineConfig:
-    """The configuration with the schedule and the sizes that the weights lie for."""
+    """Return the configuration with the schedule and sizes for which the weights are laid out."""
     chosen = choice_of(file)
     if chosen is None:
         return config
@@ -437,7 +405,7 @@ def agree(config: EngineConfig, file: SharedFile | None) -> EngineConfig:
 
 
 def _key(files: str, dtype: torch.dtype) -> str:
-    # Weights are shared within one machine, where the kernel itself knows which files they are.
+    # Weights are shared within one machine, whose kernel identifies the files.
     return hashlib.sha256(
         " ".join([str(FORMAT), __version__, files, str(dtype)]).encode()
     ).hexdigest()[:32]

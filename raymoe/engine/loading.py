@@ -1,4 +1,4 @@
-"""Is the memory of a plan there? Asked before anything is taken: later, the kernel would kill."""
+"""Loads an engine: hardware, plan, memory check, weights, runner and warm-up."""
 
 import dataclasses
 import logging
@@ -51,8 +51,7 @@ from raymoe.specs.hardware import (
 from raymoe.specs.model import ModelSpec
 from raymoe.units import format_bytes
 
-# An actor that is restarted begins while the kernel still takes back hundreds of gigabytes from the
-# process before it.
+# While an actor restarts, the kernel still frees up to hundreds of gigabytes of the former process.
 PATIENCE_S, LOOK_EVERY_S = 30.0, 0.5
 
 logger = logging.getLogger(__name__)
@@ -61,24 +60,20 @@ logger = logging.getLogger(__name__)
 def check_available(
     footprint: Footprint, *, what: str, num_ranks: int = 1, already_there: int = 0
 ) -> None:
-    """Wait a little until so much memory is free, and refuse a plan for which it never is.
+    """Wait up to `PATIENCE_S` for free memory, then refuse a plan that lacks it.
 
-    A budget that is given (`host_memory_bytes`, a `HardwareSpec`) may exceed what the machine or
-    the control groups of this process have left.
+    Without this check the kernel would kill the process later. A given budget (`host_memory_bytes`,
+    a `HardwareSpec`) may exceed what the machine or the control groups of this process have left.
 
     Args:
         footprint: Host memory of the plan, which is that of one rank.
-        what: What needs it, for the message.
-        num_ranks: Ranks that take as much each.
+        what: What needs the memory, for the message.
         already_there: Bytes of it that exist already, such as weights that others have loaded.
-
-    Raises:
-        InfeasiblePlanError: With the table and the bytes missing.
     """
     end_s = time.monotonic() + PATIENCE_S
     is_waiting = False
     while True:
-        # What this process has taken so far is part of the plan's "runtime".
+        # What this process uses so far is part of the plan's "runtime".
         free = read_host().available_memory_bytes + rss_bytes() + already_there
         available = free // num_ranks
         if footprint.total <= available:
@@ -102,7 +97,7 @@ def check_available(
     )
 
 
-MEMORY_FRACTION = 0.85  # of what is available: Ray ends processes of a node that is 95 % full
+MEMORY_FRACTION = 0.85  # of available memory: Ray kills processes of a node that is 95 % full
 EMULATED_BY_DEFAULT = "t4"
 PROBE_S = 0.3  # enough to tell the machine's kind; `raymoe profile` takes a minute
 
@@ -110,14 +105,10 @@ PROBE_S = 0.3  # enough to tell the machine's kind; `raymoe profile` takes a min
 def find_node(
     config: EngineConfig, settings: Settings, device: str, *, loaded_bytes: int = 0
 ) -> HardwareSpec:
-    """The node to plan for.
+    """Return the node to plan for.
 
-    Args:
-        loaded_bytes: Weights that another engine has loaded for this one too: what is free does not
-            count them, and the plan does.
-
-    Raises:
-        ConfigError: The hardware that is asked for does not suit the device.
+    `loaded_bytes` are shared weights that another engine has loaded: they are not free, but part of
+    the plan.
     """
     if device == "emulated":
         node = _emulated(config, settings)
@@ -152,7 +143,7 @@ def _given(config: EngineConfig, device: str) -> HardwareSpec | None:
 
 
 def _this_machine(config: EngineConfig, settings: Settings, device: str) -> HardwareSpec:
-    """As it was profiled, or else by a quick look, with the memory that it has now."""
+    """Return this machine's profile, or a quick measurement, with the memory that is free now."""
     num_threads = config.num_threads or settings.num_threads
     kept = load_profile(settings.cache_directory, identify_machine(num_threads))
     measured = kept or probe_host(num_threads=num_threads, seconds=PROBE_S)
@@ -181,7 +172,7 @@ def _budget(settings: Settings) -> int:
 
 
 def _with_known_gpu(host: HardwareSpec) -> HardwareSpec:
-    """This host with the numbers of the preset whose name the driver's name for the GPU holds."""
+    """Return this host with the preset whose name is part of the driver's name for the GPU."""
     check_cuda()
     name = torch.cuda.get_device_name()
     words = name.lower().replace("-", " ").split()
@@ -196,13 +187,12 @@ def _with_known_gpu(host: HardwareSpec) -> HardwareSpec:
 
 
 def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
-    """Resolve, check, plan, then load. See `Engine.from_pretrained` for the errors."""
     device = _device_name(config)
     _check_schedule(config, device)
     directory = resolve_model(path)
     files = files_key(directory) if config.shared_weights is True else ""
     spec = ModelSpec.from_directory(directory)
-    tokenizer = Tokenizer(directory, spec.vocab_size)  # its process loads while we do
+    tokenizer = Tokenizer(directory, spec.vocab_size)  # its process loads meanwhile
     shared = None
     try:
         weights = open_weights(spec, directory, config)
@@ -248,8 +238,8 @@ def _plan_and_load(
         hardware=plan.hardware,
         schedule=plan.schedule,
         policy=plan.policy,
-        # Where the weights are packed, torch is left with operations too small to share: its second
-        # thread would only spin beside the workers of the native kernels and take their cores.
+        # With packed weights torch runs only operations too small to share: a second torch thread
+        # would spin and take a core from the native kernels.
         num_torch_threads=1 if packed_linear_is_used(dtype) else plan.hardware.num_cores,
         step_limit_s=config.watchdog_s or longest_step_s(plan),
     )
@@ -376,7 +366,7 @@ def _weight_bytes(spec: ModelSpec, weights: Weights, dtype: torch.dtype) -> int:
 
 
 def warm_up(runner: Runner, vocab_size: int) -> None:
-    """Compile the loops and touch every weight, so that the first rows need not wait for it."""
+    """Compile the loops and fault in every weight before the first rows."""
     core = EngineCore(
         runner,
         Policy(batch_size=1, max_num_batched_tokens=4, max_prefill_chunk_tokens=4, num_kv_blocks=1),

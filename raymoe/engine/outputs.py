@@ -1,4 +1,4 @@
-"""What an engine gives back: generations, and statistics of its steps."""
+"""Results of an engine: generations, and statistics of its steps."""
 
 import time
 from dataclasses import dataclass
@@ -13,10 +13,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log probability of one token under the model's own distribution (before any processing).
+    """Log probability of one token under the model's distribution before any processing.
 
     Attributes:
-        token_id: The token of the text.
         top: The most probable tokens and their log probabilities, best first.
     """
 
@@ -31,14 +30,13 @@ class Generation:
 
     Attributes:
         text: Decoded without special tokens, cut before a stop string.
-        token_ids: What was generated, the token that ended it included.
+        token_ids: Generated tokens, the final stop token included.
         finish_reason: "stop" (EOS, stop token or stop string), "length" or "error".
         num_input_tokens: Tokens of the prompt, after truncation.
-        num_generated_tokens: Length of `token_ids`.
-        num_cached_tokens: Prompt tokens that were not computed for this sample but shared.
-        logprobs: One entry for each of `token_ids`, when asked for.
-        prompt_logprobs: One entry for each token of the prompt, None for the first.
-        error: "" when fine, else "Type: message".
+        num_cached_tokens: Prompt tokens that came from the prefix cache.
+        logprobs: One entry per token of `token_ids`, if requested.
+        prompt_logprobs: One entry per token of the prompt, None for the first.
+        error: "" if fine, else "Type: message".
         others: Samples 1 to n - 1; this one is sample 0.
     """
 
@@ -55,7 +53,6 @@ class Generation:
 
     @classmethod
     def from_error(cls, error: Exception, num_input_tokens: int = 0) -> "Generation":
-        """The generation of a row that cannot be generated."""
         return cls(
             finish_reason="error",
             num_input_tokens=num_input_tokens,
@@ -69,17 +66,15 @@ class EngineStats:
 
     Attributes:
         num_finished_rows: Rows with a generation, error rows included.
-        num_error_rows: Rows that could not be generated.
         num_queued_rows: Rows that wait for a slot.
         num_slots: Sequences that can have KV blocks at once.
-        num_free_blocks: KV blocks without an owner.
         num_computed_tokens: Prompt and generated tokens computed, recomputation included.
-        num_prompt_tokens: Those of them that belong to prompts.
-        num_cached_tokens: Prompt tokens of finished samples that were not computed but found.
-        num_preemptions: Sequences that gave up their blocks and were computed again.
-        predicted_s: What the plan's cost model predicted for them; 0 without a plan.
-        link_s: Time in them that the link to the device was busy.
-        generated_tokens_per_s: Over the time in steps and between them, idle time left out.
+        num_prompt_tokens: Prompt tokens among `num_computed_tokens`.
+        num_cached_tokens: Prompt tokens of finished samples from the prefix cache.
+        num_preemptions: Sequences that lost their blocks and were recomputed.
+        predicted_s: The cost model's prediction for all steps; 0 without a plan.
+        link_s: Busy time of the link to the device during steps.
+        generated_tokens_per_s: Over the time in and between steps, without idle time.
     """
 
     num_finished_rows: int
@@ -111,12 +106,12 @@ class EngineStats:
 
     @property
     def link_busy(self) -> float:
-        """Share of the time in steps that the link to the device was busy, 0..1."""
+        """Share of step time in which the link to the device was busy, 0..1."""
         return self.link_s / self.busy_s if self.busy_s else 0.0
 
 
 class Counters:
-    """Sums over all steps; the engine thread counts, others read."""
+    """Sums over all steps; the engine thread counts, other threads read."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -136,7 +131,6 @@ class Counters:
         self.step_s += step_s
 
     def time_step(self, begin_s: float) -> None:
-        """Count the time since `begin_s`, scheduling and sampling included."""
         self.active_s += time.perf_counter() - begin_s
 
 

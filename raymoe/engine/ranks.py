@@ -43,7 +43,7 @@ JOIN_LIMIT_S = 120.0
 
 
 class PeerError(ExecutionError):
-    """Another rank is gone, or did not come in time."""
+    """Another rank is gone, or timed out."""
 
 
 class _Sum(Protocol):
@@ -64,12 +64,12 @@ class RankGroup:
     def __init__(
         self, meeting_place: Path, rank: int, count: int, *, device: torch.device, timeout_s: float
     ) -> None:
-        """Meet the other ranks; returns when all are there.
+        """Meet the other ranks; return when all are there.
 
         Args:
             meeting_place: A file that does not exist yet, in a directory that all ranks see.
-            device: Where the tensors are; NCCL on a GPU, Gloo on the host.
-            timeout_s: Longest wait for the others in one sum.
+            device: Device of the tensors; NCCL on a GPU, Gloo on the host.
+            timeout_s: Longest wait for the others in one all-reduce.
 
         Raises:
             PeerError: Not all came in time.
@@ -88,15 +88,15 @@ class RankGroup:
         self._group._set_default_timeout(timedelta(seconds=timeout_s))
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Add up a tensor over all ranks, in place; the same bits on each.
+        """Sum a tensor over all ranks, in place, with the same bits on each.
 
-        Both libraries add up each element in one place, or in one order, and hand it on. On a GPU
-        the current stream waits, and not the caller.
+        Both libraries compute each element in one place or in one order. On a GPU the current
+        stream waits, not the caller.
 
         Raises:
-            PeerError: Another rank is gone, or did not come in time.
+            PeerError: Another rank is gone, or timed out.
         """
-        if tensor.numel():  # micro-batches may be empty, on all ranks the same
+        if tensor.numel():  # a micro-batch may be empty, then on all ranks
             try:
                 self._group.allreduce([tensor]).wait()
             except RuntimeError as error:
@@ -104,9 +104,9 @@ class RankGroup:
         return tensor
 
     def abort(self) -> None:
-        """Let a sum fail that waits for a rank that is gone; from any thread.
+        """Fail an all-reduce that waits for a rank that is gone; callable from any thread.
 
-        Gloo sees by itself when a process ends.
+        Gloo notices the end of a process itself.
         """
         if self._is_on_gpu:
             self._group.abort()
@@ -136,18 +136,14 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """A rank has come so far: "imported", then "loaded"."""
+    """A rank has reached a stage: "imported", then "loaded"."""
 
     stage: str
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A rank ends.
-
-    Attributes:
-        is_consequence: Whether it is because another rank has ended.
-    """
+    """A rank has failed; `is_consequence` says whether because another rank has ended."""
 
     error: str
     is_consequence: bool
@@ -155,7 +151,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStep:
-    """The tokens of one step without what is asked of them; see `StepInputs`."""
+    """The tokens of one step without sampling parameters."""
 
     token_ids: Array
     positions: Array
@@ -179,7 +175,7 @@ class RankStep:
         )
 
     def inputs(self) -> StepInputs:
-        """The step of a rank from which nobody wants logits."""
+        """Return the step for a rank that does not return logits."""
         return StepInputs(
             token_ids=torch.from_numpy(self.token_ids),
             positions=torch.from_numpy(self.positions),
@@ -195,21 +191,12 @@ class RankStep:
 
 
 def send(connection: Connection, message: object) -> None:
-    """Send a message; torch's own pickling of connections would share memory by descriptors.
-
-    Raises:
-        OSError: The other process is gone.
-    """
+    """Send a message. torch's own pickling of connections would share memory by descriptors."""
     connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
 
 
 def receive(connection: Connection) -> object:
-    """The next message.
-
-    Raises:
-        EOFError: The other process is gone.
-    """
-    return pickle.loads(connection.recv_bytes())  # from our own process or child, nobody else
+    return pickle.loads(connection.recv_bytes())  # only from this process or its child
 
 
 def _array(tensor: Tensor | None) -> Array | None:
@@ -224,7 +211,7 @@ MAX_ERROR_CHARACTERS = 4000
 
 
 def main(descriptor: int) -> None:
-    """Serve rank 0 through the pipe of this descriptor."""
+    """Serve rank 0 through the pipe with this descriptor."""
     connection = Connection(descriptor)
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
     listener = threading.Thread(target=_listen, args=(connection, inbox), daemon=True)
@@ -258,7 +245,7 @@ def _serve(connection: Connection, inbox: "queue.SimpleQueue[object]") -> None:
     send(connection, Reached("imported"))
     device = torch.device("cuda", rank) if job.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # for whatever asks for the current one
+        torch.cuda.set_device(device)  # for code that asks for the current device
     group = RankGroup(
         begin.meeting_place,
         rank,
@@ -279,25 +266,24 @@ def _serve(connection: Connection, inbox: "queue.SimpleQueue[object]") -> None:
 
 
 STAGES = ("started", "imported", "loaded")
-IMPORT_LIMIT_S = 300.0  # importing torch takes long where everything else is busy
-NOTICE_S = 5.0  # how long a failed pass waits for news of the rank that failed
-END_S = 5.0  # how long a rank may take to end by itself
-# As multiprocessing's "spawn" does, but without running the user's script again.
+IMPORT_LIMIT_S = 300.0  # importing torch takes long on a busy machine
+NOTICE_S = 5.0  # how long a failed step waits for news of the rank that failed
+END_S = 5.0  # how long a rank may take to exit
+# Like multiprocessing's "spawn", but does not run the user's script again.
 START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); \
 from raymoe.engine.ranks import main; main(int(sys.argv[2]))"
 
 
 class RankProcess:
-    """One rank: its process, the pipe to it, and a thread that listens to what it says.
+    """One rank: its process, the pipe to it, and a thread that receives its messages.
 
     Args:
-        begin: What it is to do.
         on_change: Called, in that thread, whenever `stage` or `failure` has changed.
 
     Attributes:
-        stage: How far it has come; one of `STAGES`.
+        stage: Latest of `STAGES` that it has reached.
         failure: Why it has ended or will; empty while it works.
-        is_consequence: Whether that is because another rank has ended.
+        is_consequence: Whether it ended because another rank did.
     """
 
     def __init__(self, begin: Begin, on_change: Callable[[], None]) -> None:
@@ -316,20 +302,19 @@ class RankProcess:
         return f"rank {self.rank} (process {self._process.pid})"
 
     def send(self, message: Begin | RankStep) -> None:
-        """Tell it something; if it is gone, `failure` will say so."""
+        """Send a message; if the rank is gone, `failure` will say so."""
         with contextlib.suppress(OSError):
             send(self._connection, message)
 
     def kill(self) -> None:
-        """End it, whatever it does; from any thread."""
         self.failure = self.failure or f"{self.name} was ended"
         self._process.kill()
 
     def close(self) -> None:
-        """End it and everything that belongs to it here."""
+        """End the process, and close the pipe and thread to it."""
         self._is_closing = True
         with contextlib.suppress(OSError):
-            # Unlike `close`, this wakes the thread that listens; the process sees its pipe end.
+            # Unlike `close`, this wakes the receiving thread; the process sees its pipe end.
             _shut_down(self._connection)
         try:
             self._process.wait(END_S)
@@ -368,13 +353,13 @@ class RankProcess:
 
 
 class Ranks:
-    """The ranks other than this process, and the group of all of them."""
+    """The ranks other than this process, and the group of all ranks."""
 
     def __init__(self, job: LoadJob) -> None:
         self._changed = threading.Condition()
         self._group: RankGroup | None = None
         self._processes: list[RankProcess] = []
-        # Not a `TemporaryDirectory`: every process forked from this one would remove it at its end.
+        # Not a `TemporaryDirectory`: every process forked from this one would remove it at exit.
         self._directory = Path(tempfile.mkdtemp(prefix="raymoe-ranks-"))
         meeting_place = self._directory / "store"
         try:
@@ -389,16 +374,16 @@ class Ranks:
         except BaseException as error:
             failure = self.failure
             self.close()
-            if failure:  # which a group that is not complete does not know
+            if failure:  # an incomplete group does not know why
                 raise ExecutionError(failure) from error
             raise
         self.all_reduce = self._group.all_reduce
 
     @property
     def failure(self) -> str:
-        """What happened to the rank that is gone; empty while all are there.
+        """Why a rank is gone; empty while all are there.
 
-        Where several are, the one that the others waited for, once that is known.
+        If several are gone, the root cause is preferred once it is known.
         """
         with self._changed:
             self._changed.wait_for(self._is_explained, NOTICE_S)
@@ -410,11 +395,7 @@ class Ranks:
         return not gone or not all(rank.is_consequence for rank in gone)
 
     def wait_for(self, stage: str, limit_s: float | None = None) -> None:
-        """Wait until all ranks have come so far.
-
-        Raises:
-            ExecutionError: One of them failed, or took too long.
-        """
+        """Wait until all ranks have reached a stage; raise `ExecutionError` if one does not."""
         minimum = STAGES.index(stage)
 
         def behind() -> list[RankProcess]:
@@ -428,25 +409,20 @@ class Ranks:
                 raise ExecutionError(f"{names} not {stage} after {limit_s:g} s")
 
     def send(self, inputs: StepInputs) -> None:
-        """Tell all ranks to run a step.
-
-        Raises:
-            ExecutionError: One of them is gone.
-        """
         self._check()
         message = RankStep.of(inputs)
         for rank in self._processes:
             rank.send(message)
 
     def explain(self, error: Exception) -> Exception:
-        """What to raise when a step failed with an error: what happened to a rank, if it did."""
+        """Return what happened to a rank, if it caused this error of a step, else the error."""
         with self._changed:
             self._changed.wait_for(self._has_failed, NOTICE_S)
         failure = self.failure
         return ExecutionError(failure) if failure else error
 
     def interrupt(self) -> None:
-        """End the ranks, so that a sum that waits for them fails; from any thread."""
+        """Kill the ranks, so that an all-reduce with them fails; callable from any thread."""
         for rank in self._processes:
             rank.kill()
         if self._group is not None:
@@ -472,11 +448,7 @@ class Ranks:
 
 
 class RankedRunner:
-    """Runs each step on all ranks.
-
-    Args:
-        own: Runs the share of this one.
-    """
+    """Runs each step on all ranks; `own` runs the share of this one."""
 
     def __init__(self, own: Runner, ranks: Ranks) -> None:
         self._own, self._ranks = own, ranks
@@ -495,11 +467,7 @@ class RankedRunner:
 
 
 def load_ranks(job: LoadJob, model: ModelSpec, weights: Weights) -> Loaded:
-    """Load all ranks at once, the first one here.
-
-    Raises:
-        ExecutionError: A rank failed; names it.
-    """
+    """Load all ranks at once, the first one in this process."""
     share = RankShare.of(model, weights, rank=0, num_ranks=job.num_ranks)
     ranks = Ranks(job)
     try:
@@ -517,11 +485,11 @@ def load_ranks(job: LoadJob, model: ModelSpec, weights: Weights) -> Loaded:
 
 
 def _start() -> tuple[subprocess.Popen[bytes], Connection]:
-    """A process in a session of its own, which no interrupt from a terminal reaches, and a pipe."""
+    """Start a process in its own session, which terminal interrupts do not reach, and a pipe."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         number = theirs.fileno()
-        # -P: a script's folder must not come before the standard library.
+        # -P: a script's folder must not precede the standard library.
         command = [sys.executable, "-P", "-c", START, json.dumps(sys.path), str(number)]
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, pass_fds=(number,), start_new_session=True

@@ -1,4 +1,4 @@
-"""Prompts to tokens, and tokens to text, within limits: chat templates, stop strings."""
+"""Tokenizers and chat templates in helper processes with limits; stop strings."""
 
 import json
 import re
@@ -23,7 +23,7 @@ from raymoe.safe_text import nesting_problem
 from raymoe.specs.files import check_small_files
 from raymoe.units import GIB
 
-UNFINISHED = "�"  # what decoders write for bytes that are not yet a character
+UNFINISHED = "�"  # replacement character: decoders write it for incomplete characters
 
 
 class DecodeError(RaymoeError):
@@ -33,27 +33,26 @@ class DecodeError(RaymoeError):
 class StopStrings:
     """Looks for stop strings in the text of one sample, token by token.
 
-    Text is decoded in a window that begins at a token border before the last new text: enough
-    for characters of several tokens and for decoders that treat a first token differently, and
-    its cost does not grow with the text. What is to decode is given away, so that rows of a step
-    are decoded together.
+    Text is decoded in a window that begins at a token border before the last new text: enough for
+    characters of several tokens and for decoders that treat a first token differently, and the cost
+    does not grow with the text. The caller decodes, so that rows of a step are decoded together.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = stop
         self._overlap = max(map(len, stop)) - 1
         self._tokens: list[int] = []
-        self._window = 0  # first token that is decoded again
+        self._window = 0  # first token of the window
         self._synchronized = 0  # tokens whose text is in `_text`
         self._text = ""
 
     def push(self, token: int) -> tuple[list[int], list[int]]:
-        """Add a token; returns what `find` wants decoded: the window without and with new text."""
+        """Add a token; return the windows, without and with new text, to decode for `find`."""
         self._tokens.append(token)
         return self._tokens[self._window : self._synchronized], self._tokens[self._window :]
 
     def find(self, stable_text: str, decoded: str) -> str | None:
-        """The text before the first stop string once there is one."""
+        """Return the text before the first stop string, None while there is none."""
         fresh = decoded[len(stable_text) :]
         visible = fresh.rstrip(UNFINISHED)
         if not visible:
@@ -74,32 +73,26 @@ class StopStrings:
 
 
 CHAT_WORKER = Path(__file__).parent / "workers" / "chat_worker.py"
-CHAT_LOAD_LIMIT_S = 60.0  # of CPU time
-RENDER_LIMIT_S = 5.0  # of CPU time
+CHAT_LOAD_LIMIT_S = 60.0  # CPU time
+RENDER_LIMIT_S = 5.0  # CPU time
 MAX_CHARACTERS = 8_000_000
 CHAT_MAX_MEMORY_BYTES = 1 << 30
 MAX_MESSAGES = 10_000
-CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' own: marks where to go on
+CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' marker of the continuation point
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Messages, and the tools that they may call.
-
-    Attributes:
-        messages: Each with role and content.
-        tools: In OpenAI's form; () for none.
-    """
+    """Messages, and the tools that they may call in OpenAI's format."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
 
 
 class ChatTemplate:
-    """Renders chats in a process of its own, one at a time. Thread-safe.
+    """Renders chats in a helper process, one at a time. Thread-safe.
 
-    Args:
-        variables: Special tokens and whatever else the template may use.
+    `variables` are special tokens and other variables of the template.
     """
 
     def __init__(
@@ -115,15 +108,11 @@ class ChatTemplate:
         )
 
     def render(self, messages: object, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Text of a chat: the final assistant message is continued, any other one is answered.
-
-        Args:
-            messages: A list of mappings with role and content.
-            tools: What the messages may call.
+        """Render a chat: a final assistant message is continued, any other one is answered.
 
         Raises:
-            ConfigError: The messages are broken, the template refuses them or exceeds a limit.
-            WorkerProcessError: The process was ended from outside.
+            ConfigError: The messages are malformed, the template refuses them or exceeds a limit.
+            WorkerProcessError: The process was killed from outside.
         """
         chat = check_messages(messages)
         _check_nesting("tools", tools)
@@ -159,11 +148,7 @@ def _before_tag(text: str) -> str:
 
 
 def check_messages(messages: object) -> list[dict[str, Any]]:
-    """Messages as templates take them: null keys dropped, text parts joined.
-
-    Raises:
-        ConfigError: Names the message and what is wrong with it.
-    """
+    """Normalise messages for templates: null keys dropped, text parts joined."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise ConfigError(f"messages is a {type(messages).__name__}; it takes a list of messages")
     if not 1 <= len(messages) <= MAX_MESSAGES:
@@ -187,7 +172,7 @@ def _check_message(index: int, message: object) -> dict[str, Any]:
     role = fields.get("role")
     if not isinstance(role, str) or not role:
         raise ConfigError(f"{where} has role {role!r:.60}; it takes a name such as 'user'")
-    if fields.get("tool_calls") == []:  # as tables have it in messages without any
+    if fields.get("tool_calls") == []:  # tables fill it in where there are none
         del fields["tool_calls"]
     if "tool_calls" in fields:
         fields["tool_calls"] = _check_tool_calls(where, fields["tool_calls"])
@@ -237,15 +222,15 @@ def _part_text(where: str, part: object) -> str:
 
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
-# What transformers may open by itself when it loads a tokenizer.
+# Files that transformers may open when it loads a tokenizer.
 TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 TOKENIZER_WORKER = Path(__file__).parent / "workers" / "tokenizer_worker.py"
-TOKENIZER_LOAD_LIMIT_S = 300.0  # of CPU time
-TOKENIZER_MAX_MEMORY_BYTES = 4 * GIB  # 12 MB of text in one piece take 2 GiB
-# CPU time of a request: ten times what a slow machine takes.
+TOKENIZER_LOAD_LIMIT_S = 300.0  # CPU time
+TOKENIZER_MAX_MEMORY_BYTES = 4 * GIB  # 12 MB of text in one piece need 2 GiB
+# CPU time of a request: ten times what a slow machine needs.
 REQUEST_LIMIT_S, LIMIT_S_PER_BYTE, LIMIT_S_PER_TOKEN = 5.0, 20e-6, 1e-4
 MAX_BATCH = 256  # texts
-# Who comes next waits for one request at most: characters to encode, tokens to decode.
+# A queued request waits for at most one such request: characters to encode, tokens to decode.
 MAX_PIECE_CHARACTERS, MAX_BATCH_CHARACTERS, MAX_BATCH_TOKENS = 1 << 16, 1 << 17, 1 << 16
 JOINT = re.compile("(?<=[A-Za-z]) (?=[A-Za-z])")  # see `Codec._find_joint` in the worker
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | Chat
@@ -255,10 +240,10 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """How much of a prompt is wanted.
+    """How much of a prompt is needed.
 
     Attributes:
-        max_tokens: More are not needed; None wants all.
+        max_tokens: None needs all tokens.
         on_too_long: As in `EngineConfig`: which end is needed.
     """
 
@@ -268,12 +253,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A prompt that must be encoded.
-
-    Attributes:
-        has_special: Whether it gets the tokenizer's special tokens (BOS).
-        room: How much of it is wanted.
-    """
+    """A prompt that must be encoded; `has_special` adds the tokenizer's special tokens (BOS)."""
 
     text: str
     has_special: bool
@@ -285,19 +265,15 @@ class Text:
 
 
 class Tokenizer:
-    """Encodes prompts of any form and decodes what was generated. Thread-safe.
+    """Encodes prompts of any kind and decodes generated tokens. Thread-safe.
 
-    Encoding and decoding happen in two processes, which start when it is made and are ready when
-    `load` returns: neither waits for the other, and a text that makes one panic, grow or never
-    end is an error of its row.
+    Two processes, one for encoding and one for decoding, so that neither waits for the other. A
+    text that makes one panic, exceed its memory or time out is an error of its row.
 
     Args:
-        directory: Of the model. Without a tokenizer in it, prompts must be token ids and text
+        directory: Model directory. Without a tokenizer in it, prompts must be token ids and text
             stays empty.
-        vocab_size: Token ids must be below.
-
-    Raises:
-        CheckpointError: Files of the directory are not what they seem.
+        vocab_size: Exclusive upper bound of token ids.
     """
 
     def __init__(self, directory: Path, vocab_size: int) -> None:
@@ -318,11 +294,7 @@ class Tokenizer:
         return self._encoder is not None
 
     def load(self) -> None:
-        """Wait until the tokenizer is loaded; others do it when they need it.
-
-        Raises:
-            CheckpointError: It cannot be loaded.
-        """
+        """Wait until the tokenizer is loaded; raises `CheckpointError` if it cannot be."""
         with self._lock:
             if self._facts is not None or self._encoder is None:
                 return
@@ -339,12 +311,9 @@ class Tokenizer:
             self._facts = facts
 
     def read(self, prompt: object, room: Room) -> Text | Int32s:
-        """A prompt as token ids, or as the text to encode: chats are rendered.
+        """Return a prompt as token ids, or as the text to encode; chats are rendered.
 
         Text gets the tokenizer's special tokens (BOS); a chat only those of its template.
-
-        Raises:
-            ConfigError: The prompt is empty, cannot be read or is surely too long; says why.
         """
         if prompt is None:
             raise ConfigError("the prompt is null")
@@ -368,10 +337,10 @@ class Tokenizer:
         return _value(self.encode_all([text])[0]) if isinstance(text, Text) else text
 
     def encode_all(self, texts: Sequence[Text]) -> list[Int32s | Exception]:
-        """Token ids of each text, or why it has none.
+        """Return token ids of each text, or its error.
 
-        Of a text that is longer than its room, there may be just the end that is needed, with
-        more tokens than there is room for.
+        For a text that exceeds its room, the result may be just the needed end, with more tokens
+        than `max_tokens`.
         """
         self.load()
         results: list[Int32s | Exception] = [ConfigError("the prompt has no tokens")] * len(texts)
@@ -386,16 +355,16 @@ class Tokenizer:
         return [_result(self._check_tokens, ids) for ids in results]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens left out.
+        """Decode token ids without special tokens.
 
         Raises:
             DecodeError: The tokenizer does not know them.
-            WorkerProcessError: The process was ended from outside.
+            WorkerProcessError: The process was killed from outside.
         """
         return _value(self.decode_all([token_ids])[0])
 
     def decode_all(self, sequences: Sequence[Sequence[int]]) -> list[str | Exception]:
-        """Text of each, special tokens left out, or why there is none."""
+        """Decode each sequence without special tokens, or return its error."""
         if not self.is_present:
             return [""] * len(sequences)
         self.load()
@@ -407,7 +376,7 @@ class Tokenizer:
 
     def close(self) -> None:
         if self._encoder is not None:
-            self._encoder.close()  # ends `load` too
+            self._encoder.close()  # also ends `load`
         with self._lock:
             for part in (self._decoder, self._chat):
                 if part is not None:
@@ -468,7 +437,7 @@ class Tokenizer:
         if not len(token_ids):
             raise ConfigError("the prompt has no tokens")
         if token_ids.max() >= self._vocab_size:
-            return self._check_ids(token_ids.tolist())  # says which
+            return self._check_ids(token_ids.tolist())  # raises with the invalid id
         return token_ids
 
     def _encode_batch(self, texts: Sequence[Text], num_tries: int) -> list[Int32s | Exception]:
@@ -532,7 +501,7 @@ class Tokenizer:
 
 
 def _pieces(text: str, joint: str) -> Iterator[str]:
-    """A text in pieces that are cut where its tokens are, wherever there is such a place."""
+    """Cut a text at places where token borders are certain."""
     begin, lead = 0, ""
     while found := JOINT.search(text, begin + MAX_PIECE_CHARACTERS):
         yield lead + text[begin : found.start()]
@@ -556,7 +525,7 @@ def _batches(items: Sequence[ItemT], sizes: Sequence[int], max_size: int) -> Ite
 def _try_all(
     items: Sequence[ItemT], work: Callable[[Sequence[ItemT], int], list[ResultT | Exception]]
 ) -> list[ResultT | Exception]:
-    """Work on all at once; if that ends the process, on each alone: its neighbours go unharmed."""
+    """Process all items at once; if that ends the process, process each alone."""
     if len(items) > 1:
         try:
             return work(items, 1)

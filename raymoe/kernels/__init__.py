@@ -1,1 +1,1 @@
-"""How things are computed fast; each file holds a wrapper, its checks and a plain reference."""
+"""Compute kernels; each file holds wrappers, argument checks and plain references."""

@@ -1,4 +1,4 @@
-"""CPU kernels of paged attention: of grouped queries, and latent."""
+"""CPU kernels of paged attention: grouped-query and multi-head latent attention (MLA)."""
 
 from dataclasses import dataclass
 
@@ -10,22 +10,18 @@ from raymoe import _native
 from raymoe.errors import ConfigError
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, KvLayout, LatentHeads, pack_block, unpack_block
 
-ALL_TOKENS = 2**62  # a sliding window that no sequence leaves
+ALL_TOKENS = 2**62  # larger than any sequence length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBatch:
-    """Which tokens of a step belong to which sequence, and where their KV lives. All int32.
+    """Maps the tokens of a step to sequences and to blocks of the KV cache; all tensors are int32.
 
     Attributes:
-        query_start: [S + 1], first token of each sequence in the step; ends with T. A sequence
-            with one token in the step is a decode or a one-token chunk: the same thing.
-        context_tokens: [S], tokens of each sequence in the cache after this step appended its own;
-            the positions of its query tokens are the last of them.
-        block_table: [S, M], blocks of each sequence in order; entries beyond its context are
-            ignored.
-        prompt_tokens: [S], length of the prompt of each sequence; None: of all that came so far
-            where several tokens are new, nothing where one is.
+        query_start: [S + 1], index of each sequence's first token; the last entry is T.
+        context_tokens: [S], cached tokens after this step; the new tokens take the last positions.
+        block_table: [S, M], blocks of each sequence; entries beyond its context are ignored.
+        prompt_tokens: [S], prompt lengths. None: several new tokens are all prompt, one is not.
     """
 
     query_start: Tensor
@@ -35,12 +31,11 @@ class AttentionBatch:
 
     @property
     def num_new(self) -> Tensor:
-        """Tokens of each sequence in the step, [S] int64."""
         return self.query_start.long().diff()
 
     @property
     def num_new_of_prompts(self) -> Tensor:
-        """How many of these are of the prompt, [S] int64; they come first."""
+        """Return each sequence's number of new prompt tokens, [S] int64; these come first."""
         num_new, contexts = self.num_new, self.context_tokens.long()
         prompts = self.prompt_tokens
         if prompts is None:
@@ -48,20 +43,18 @@ class AttentionBatch:
         return (prompts.long() - (contexts - num_new)).clamp_min(0).minimum(num_new)
 
     def select(self, sequences: Tensor) -> "AttentionBatch":
-        """Some sequences with all their tokens.
-
-        Args:
-            sequences: int64, which ones and in which order.
-        """
         num_new = self.num_new[sequences]
         return self._of(sequences, self.context_tokens[sequences], num_new)
 
     def cut(self, begins: Tensor, ends: Tensor) -> tuple[Tensor, "AttentionBatch"]:
-        """Some of the new tokens of each sequence, and the batch of these alone.
+        """Select a range of each sequence's new tokens.
 
         Args:
-            begins: [S] int64, first of the new tokens of each sequence that is in the cut.
-            ends: [S] int64, behind the last; sequences without any are left out.
+            begins: [S] int64, first selected token, counted among the new tokens of the sequence.
+            ends: [S] int64, exclusive; a sequence with an empty range is left out.
+
+        Returns:
+            Indices of the selected tokens in the step, and their batch.
         """
         sequences = (ends > begins).nonzero().flatten()
         counts = (ends - begins)[sequences]
@@ -94,17 +87,16 @@ def append_and_attend(  # noqa: PLR0917 - an operator: its tensors are its argum
 ) -> Tensor:
     """Append keys and values of the step to the cache, then attend causally; returns [T, H * D].
 
-    Token at position p of a sequence sees positions max(0, p - sliding_window + 1) .. p.
-    Scores and sums are float32; the order of sums of a token depends only on its own position,
-    never on the batch or the number of threads.
+    The token at position p of a sequence sees positions max(0, p - sliding_window + 1) .. p. Scores
+    and sums are float32. The order in which a token's values are summed depends only on its
+    position, never on the batch or the number of threads.
 
     Args:
-        query_THD: float32, float16 or bfloat16; rotated already.
+        query_THD: float32, float16 or bfloat16; rotated.
         cache: One layer's blocks, [N, G, 2, B * D] in the layout of `paged_kv`; changed in place.
-        batch: Ragged shape of the step.
         scale: Factor of the scores, positive.
         sliding_window: Tokens that a query sees, itself included; None sees all.
-        sinks_H: float32; a score of each head that takes part in the softmax and has no value.
+        sinks_H: float32; one score per head that takes part in the softmax and has no value.
 
     Raises:
         ConfigError: A shape, type or entry of the batch does not fit; names the argument.
@@ -131,11 +123,7 @@ def append_and_attend(  # noqa: PLR0917 - an operator: its tensors are its argum
 
 
 def append(key_TGD: Tensor, value_TGD: Tensor, cache: Tensor, batch: AttentionBatch) -> None:
-    """Append keys and values of the step to the cache and attend to nothing.
-
-    For sequences whose attention is computed elsewhere; arguments and errors as in
-    `append_and_attend`.
-    """
+    """Append keys and values of the step to the cache; attention is computed elsewhere."""
     try:
         _native.append(
             key_TGD, value_TGD, cache, batch.query_start, batch.context_tokens, batch.block_table
@@ -174,7 +162,6 @@ def append_and_attend_reference(  # noqa: PLR0917 - the same signature as the ke
     sliding_window: int | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """The plain reference of `append_and_attend`, one sequence after another, in float32."""
     num_tokens, num_heads, head_dim = query_THD.shape
     layout = KvLayout(num_kv_heads=key_TGD.shape[1], head_dim=head_dim, dtype=cache.dtype)
     append_reference(key_TGD, value_TGD, cache, batch)
@@ -233,22 +220,12 @@ def append_and_attend_latent(
     rank: int,
     scale: float,
 ) -> Tensor:
-    """Append the rows of the step to the cache, then attend causally; returns [T, H, R].
+    """Append the latent rows of the step to the cache, then attend causally; returns [T, H, R].
 
-    Scores and sums are float32; the order of sums of a token depends only on its own position,
-    never on the batch or the number of threads.
-
-    Args:
-        query_THW: float32, float16 or bfloat16; each head's query of the latent, then its rotated
-            part.
-        latent_TW: Same type; the latent and the rotated key of each token.
-        cache: One layer's blocks, [N, B, W] in the layout of `paged_latent`; changed in place.
-        batch: Ragged shape of the step.
-        rank: R; results are sums of the first R elements of the rows.
-        scale: Factor of the scores, positive.
-
-    Raises:
-        ConfigError: A shape, type or entry of the batch does not fit; names the argument.
+    Precision, order of sums and errors are those of `append_and_attend`. `query_THW` holds each
+    head's absorbed query and rotated part, `latent_TW` the latent and rotated key of each token;
+    `cache` [N, B, W] has the layout of `LatentLayout`. Results are sums of the first `rank`
+    elements of the rows.
     """
     num_tokens, num_heads, _ = query_THW.shape
     out_THR = query_THW.new_empty(num_tokens, num_heads, rank)
@@ -269,10 +246,7 @@ def append_and_attend_latent(
 
 
 def append_latent(latent_TW: Tensor, cache: Tensor, batch: AttentionBatch) -> None:
-    """Append the rows of the step to the cache and attend to nothing.
-
-    Arguments and errors as in `append_and_attend_latent`.
-    """
+    """Append the latent rows of the step to the cache; attention is computed elsewhere."""
     try:
         _native.append_latent(
             latent_TW, cache, batch.query_start, batch.context_tokens, batch.block_table
@@ -300,7 +274,7 @@ def append_and_attend_latent_reference(
     rank: int,
     scale: float,
 ) -> Tensor:
-    """The plain reference of `append_and_attend_latent`; float64 for queries of float64."""
+    """Compute what `append_and_attend_latent` does; in float64 for float64 queries."""
     append_latent_reference(latent_TW, cache, batch)
     wide = torch.float64 if query_THW.dtype == torch.float64 else torch.float32
     out_THR = query_THW.new_empty(*query_THW.shape[:2], rank)
@@ -318,7 +292,7 @@ def append_and_attend_latent_reference(
     return out_THR
 
 
-UP_PROJECTED_BYTES = 64 << 20  # keys and values of the heads that are up-projected at a time
+UP_PROJECTED_BYTES = 64 << 20
 
 
 def append_and_attend_up_projected(
@@ -330,17 +304,9 @@ def append_and_attend_up_projected(
     heads: LatentHeads,
     scale: float,
 ) -> Tensor:
-    """Append the rows of the step to the cache, then attend causally; returns [T, H, V].
+    """Append the latent rows of the step, then attend over up-projected keys and values; [T, H, V].
 
-    Args:
-        latent_TW: The rows of the new tokens.
-        cache: One layer's blocks in the layout of `paged_latent`; changed in place.
-        batch: Ragged shape of the step.
-        heads: Unfolds rows; of the type of the queries.
-        scale: Factor of the scores, positive.
-
-    Raises:
-        ConfigError: A shape, type or entry of the batch does not fit.
+    Arguments and errors are those of `append_and_attend_latent`.
     """
     append_latent(latent_TW, cache, batch)
     out_THV = query_THD.new_empty(*query_THD.shape[:2], heads.value_dim)
@@ -355,7 +321,7 @@ def append_and_attend_up_projected(
 
 def _attend(query_QHD: Tensor, rows_CW: Tensor, heads: LatentHeads, scale: float) -> Tensor:
     num_heads, context = query_QHD.shape[1], len(rows_CW)
-    # The kernel has one size for keys and values; what is added to either is zero.
+    # The kernel has one size for keys and values; both are padded with zeros.
     dim = -(-max(heads.query_dim, heads.value_dim) // 8) * 8
     one_head = KvLayout(num_kv_heads=1, head_dim=dim, dtype=query_QHD.dtype)
     num_blocks = -(-context // BLOCK_TOKENS)

@@ -14,12 +14,9 @@ FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def rms_norm(hidden_TH: Tensor, weight_H: Tensor | None, eps: float) -> Tensor:
-    """Norm of every row; returns a new contiguous [T, H].
+    """Compute the RMS norm of every row; returns a new contiguous [T, H].
 
-    Args:
-        hidden_TH: float32, float16 or bfloat16; rows may be strided.
-        weight_H: Factors in the same type; None for none.
-        eps: Added to the mean of squares.
+    Rows may be strided; `eps` is added to the mean of squares.
     """
     if not _norm_is_native(hidden_TH, weight_H):
         return rms_norm_reference(hidden_TH, weight_H, eps)
@@ -31,7 +28,7 @@ def rms_norm(hidden_TH: Tensor, weight_H: Tensor | None, eps: float) -> Tensor:
 def add_rms_norm_(
     residual_TH: Tensor, delta_TH: Tensor, weight_H: Tensor | None, eps: float
 ) -> Tensor:
-    """Add `delta_TH` to `residual_TH` in place, then norm it; returns a new contiguous [T, H]."""
+    """Add `delta_TH` to `residual_TH` in place and return the RMS norm of the sum, a new [T, H]."""
     same = delta_TH.shape == residual_TH.shape and delta_TH.dtype == residual_TH.dtype
     if not (
         same and _norm_is_native(residual_TH, weight_H) and _norm_is_native(delta_TH, weight_H)
@@ -64,9 +61,9 @@ MAX_NATIVE_HEAD_DIM = 512
 
 
 class Projected(NamedTuple):
-    """Queries [T, H, D], keys and values [T, G, D] of a step; contiguous.
+    """Contiguous queries [T, H, D], keys and values [T, G, D] of a step.
 
-    In latent attention the cached row of a token is its one key, and its value has no dimensions.
+    In latent attention keys are the cached rows (G = 1) and values have no dimensions.
     """
 
     query_THD: Tensor
@@ -75,7 +72,7 @@ class Projected(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """What happens to a head: see `qkv_rope`; `clip` is infinity for none."""
+    """Options of `qkv_rope`; `clip` is infinity if values are not clipped."""
 
     eps: float
     clip: float
@@ -101,22 +98,22 @@ def qkv_rope(  # noqa: PLR0913 - an operator: its tensors are its arguments
 ) -> Projected:
     """Split, norm queries and keys, clip all three, rotate queries and keys.
 
-    The order and every rounding are those of Hugging Face's attention: for bfloat16 the cosines,
-    sines, both products and their sum are rounded one by one.
+    The order of operations and every rounding are those of Hugging Face's attention: for bfloat16
+    the cosines, the sines, both products and their sum are each rounded.
 
     Args:
-        qkv_TX: Queries, keys and values side by side; float32, float16 or bfloat16.
+        qkv_TX: Queries, keys and values concatenated; float32, float16 or bfloat16.
         positions_T: int32, each in [0, P); ValueError otherwise.
-        cos_PR: Cosines by position, float32, multiplied by the attention scaling already; the
-            first 2 R dimensions of every head rotate, the rest passes through.
-        q_norm: Weight [D] for a norm of each head (Qwen3), [H * D] for one norm over all heads of
-            a token (OLMoE), None for none.
+        cos_PR: Cosines by position, float32, already multiplied by the attention scaling. The first
+            2 R dimensions of every head are rotated, the others are copied.
+        q_norm: Weight [D] for a norm per head (Qwen3), [H * D] for one norm over all heads of a
+            token (OLMoE), None for no norm.
         k_norm: Likewise, [D] or [G * D].
-        clip: Largest magnitude after the norms (OLMoE's `clip_qkv`), values included.
-        is_norm_after_rope: The norms, of each head, follow the rotation instead (Hunyuan).
-        is_interleaved: Neighbouring dimensions are a pair (DeepSeek, ERNIE), instead of dimensions
-            R apart. What comes out has the first of all pairs before the second of all, in queries
-            and keys the same: their products are the same.
+        clip: Largest magnitude after the norms, values included (OLMoE's `clip_qkv`).
+        is_norm_after_rope: Norm each head after the rotation (Hunyuan).
+        is_interleaved: Dimensions 2 i and 2 i + 1 form a pair (DeepSeek, ERNIE) instead of i and i
+            + R. The output holds the first elements of all pairs before the second ones, in queries
+            and keys, which leaves their products unchanged.
     """
     tables = (cos_PR, sin_PR)
     sizes = (num_heads, num_kv_heads, head_dim)
@@ -175,7 +172,7 @@ def qkv_rope_reference(
     norms: tuple[Tensor | None, Tensor | None],
     steps: Steps,
 ) -> Projected:
-    """The plain reference of `qkv_rope`; sizes are (H, G, D), norms those of queries and keys."""
+    """Sizes are (H, G, D); norms are the weights for queries and keys."""
     heads, kv_heads, dim = sizes
     angles = [t[positions_T.long(), None].to(qkv_TX.dtype) for t in tables]
     query_TY, key_TY, value_TY = torch.split(
@@ -196,11 +193,7 @@ def qkv_rope_reference(
 def rotate_heads(
     heads_TND: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, *, is_interleaved: bool
 ) -> Tensor:
-    """Rotate the first 2 R dimensions of heads as `qkv_rope` does, on any device.
-
-    Args:
-        cos_T1R: Cosines of each token, in the type of the heads.
-    """
+    """Rotate the first 2 R dimensions of heads as `qkv_rope` does; all in one type."""
     parted_TND = _part_pairs(heads_TND, cos_T1R) if is_interleaved else heads_TND
     return _rotate(parted_TND, cos_T1R, sin_T1R)
 
@@ -213,7 +206,6 @@ def _norm_heads(x_TY: Tensor, weight: Tensor | None, head_dim: int, eps: float) 
 
 
 def _part_pairs(heads_TND: Tensor, cos_T1R: Tensor) -> Tensor:
-    """The first of all pairs of neighbours, then the second of all; what is not rotated stays."""
     end = 2 * cos_T1R.shape[-1]
     parts = (heads_TND[..., 0:end:2], heads_TND[..., 1:end:2], heads_TND[..., end:])
     return torch.cat(parts, dim=-1)
@@ -230,7 +222,7 @@ MAX_NATIVE_EXPERTS = 1024
 
 
 class Routing(NamedTuple):
-    """The experts of each token, by descending weight; ids are distinct within a token."""
+    """The experts of each token by descending weight; a token's expert ids are distinct."""
 
     topk_ids_TK: Tensor  # int32
     topk_weights_TK: Tensor  # float32
@@ -239,14 +231,14 @@ class Routing(NamedTuple):
 def route(
     logits_TE: Tensor, top_k: int, *, renormalize: bool, round_to: torch.dtype | None = None
 ) -> Routing:
-    """Choose experts: softmax over all of them in float32, then the `top_k` largest.
+    """Choose experts: softmax over all experts in float32, then the `top_k` largest.
 
     Equal logits go to the lower index; NaN counts as the largest.
 
     Args:
         renormalize: Divide the chosen weights by their sum (Mixtral; `norm_topk_prob` elsewhere).
-        round_to: Round the weights to this type, as Hugging Face does for Qwen2-MoE, Qwen3-MoE
-            and OLMoE (type of the logits) but not for Mixtral.
+        round_to: Round the weights to this type. Hugging Face rounds to the type of the logits for
+            Qwen2-MoE, Qwen3-MoE and OLMoE, and does not round for Mixtral.
     """
     num_tokens, num_experts = logits_TE.shape
     if not 1 <= top_k <= num_experts:
@@ -275,9 +267,9 @@ def route_reference(logits_TE: Tensor, top_k: int, *, renormalize: bool) -> Rout
 
 
 def add_gated_(out_TH: Tensor, shared_TH: Tensor, gate_T1: Tensor) -> Tensor:
-    """Add sigmoid(gate) * shared to `out_TH` in place (Qwen2-MoE's shared expert); returns it.
+    """Add sigmoid(gate) * shared to `out_TH` in place (Qwen2-MoE's shared expert) and return it.
 
-    All three have one type; sigmoid, product and sum are rounded to it one by one.
+    All three tensors have one type; sigmoid, product and sum are each rounded to it.
     """
     if not all(
         _router_is_native(x) and x.dtype == out_TH.dtype for x in (out_TH, shared_TH, gate_T1)
@@ -305,11 +297,11 @@ GROUP_TOKENS, GROUP_COUNTERS = 64, 16  # 16 counters of 4 words serve 64 tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomKeys:
-    """What the noise of every row depends on, beside the token id.
+    """Counters of the random numbers of each row; the token id is the third counter.
 
     Attributes:
         sample: int32 [R], index among the samples of a prompt.
-        position: int32 [R], position of the token to choose.
+        position: int32 [R], position of the token to sample.
     """
 
     seed: Tensor
@@ -319,16 +311,16 @@ class RandomKeys:
 
 
 class TopLogprobs(NamedTuple):
-    """The largest log-probabilities of every row, descending; equal ones by token id."""
+    """The largest log-probabilities of every row, descending; ties are ordered by token id."""
 
     ids_RK: Tensor  # int64
     logprobs_RK: Tensor  # float32
 
 
 def argmax(logits_RV: Tensor) -> Tensor:
-    """First position of the largest logit of every row, int64 [R]; any float type.
+    """Return the first index of the largest logit of every row, int64 [R]; any float type.
 
-    -1 for a row that has a NaN or nothing above -inf: no token can be chosen there.
+    The result is -1 for a row that has a NaN or no logit above -inf: no token can be chosen.
     """
     if not _sampling_is_native(logits_RV):
         return argmax_reference(logits_RV)
@@ -360,13 +352,12 @@ def gumbel_argmax(logits_RV: Tensor, keys: RandomKeys, scale_R: Tensor | None = 
 def gumbel_argmax_reference(
     logits_RV: Tensor, keys: RandomKeys, scale_R: Tensor | None = None
 ) -> Tensor:
-    """The plain reference of `gumbel_argmax`, with noise in float64."""
     scaled_RV = logits_RV.float() if scale_R is None else logits_RV.float() * scale_R[:, None]
     return _first_largest(scaled_RV.double() + gumbel_noise(keys, logits_RV.shape[1]))
 
 
 def gumbel_noise(keys: RandomKeys, num_tokens: int) -> Tensor:
-    """The noise of tokens 0 .. num_tokens - 1 of every row, float64 [R, num_tokens]."""
+    """Return the Gumbel noise of tokens 0 .. num_tokens - 1, float64 [R, num_tokens]."""
     halves = [
         part.long() >> shift & WORD for part in (keys.seed, keys.row_key) for shift in (0, 32)
     ]
@@ -383,7 +374,7 @@ def gumbel_noise(keys: RandomKeys, num_tokens: int) -> Tensor:
 
 
 def philox4x32(counter: list[Tensor], key: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """Philox4x32-10 on int64 tensors that hold 32-bit words.
+    """Compute Philox4x32-10 on int64 tensors that hold 32-bit words.
 
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 4.3.
     """
@@ -401,7 +392,7 @@ def philox4x32(counter: list[Tensor], key: tuple[Tensor, Tensor]) -> list[Tensor
 
 
 def log_sum_exp(logits_RV: Tensor) -> Tensor:
-    """Logarithm of the sum of exponentials of every row, float32 [R], without a float32 copy."""
+    """Return the log-sum-exp of every row, float32 [R], without a float32 copy of the logits."""
     if not _sampling_is_native(logits_RV):
         return logits_RV.float().logsumexp(-1)
     out_R = torch.empty(logits_RV.shape[0], dtype=torch.float32)
@@ -410,7 +401,7 @@ def log_sum_exp(logits_RV: Tensor) -> Tensor:
 
 
 def log_softmax_at(logits_RV: Tensor, ids_RN: Tensor) -> Tensor:
-    """Log-probabilities of the given tokens of every row, float32 [R, N] (or [R] for ids [R])."""
+    """Return log-probabilities of given tokens, float32 [R, N] (or [R] for ids [R])."""
     index_RN = ids_RN.long() if ids_RN.ndim == 2 else ids_RN.long()[:, None]
     logprobs_RN = logits_RV.gather(1, index_RN).float() - log_sum_exp(logits_RV)[:, None]
     return logprobs_RN if ids_RN.ndim == 2 else logprobs_RN[:, 0]

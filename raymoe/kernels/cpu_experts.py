@@ -1,6 +1,6 @@
-"""Experts and gated networks in one launch of our own kernel, on packed weights or codes.
+"""MoE experts and gated FFNs on the CPU: fused kernels on packed weights, and torch.
 
-T tokens, H hidden, E experts, K experts per token, F expert hidden.
+T tokens, H hidden size, E experts, K experts per token, F intermediate size of an expert.
 """
 
 import math
@@ -25,7 +25,7 @@ from raymoe.kernels.cpu_linear import (
 )
 from raymoe.specs.weight_format import WeightFormat
 
-Matrices = Tensor | Sequence[Weight]  # one matrix for each expert
+Matrices = Tensor | Sequence[Weight]  # one matrix per expert
 
 
 class Biases(NamedTuple):
@@ -59,11 +59,11 @@ class _PackedFfns:
 
 
 class PackedExperts:
-    """Sort, gather, gate and up, down and combine in one launch of our own kernel, silu only.
+    """Sort, gather, gate and up, down and combine in one fused kernel; silu only.
 
-    Gate, up and down have float32 sums; the gated product is rounded to bfloat16. The products of a
-    token are added in ascending order of expert, in float32, and rounded once: the bits of a token
-    do not depend on the batch or the number of threads. Biases are kept in float32.
+    Gate, up and down accumulate in float32; the gated product is rounded to bfloat16. Expert
+    outputs of a token are added in ascending order of expert, in float32, and rounded once: the
+    bits of a token do not depend on the batch or the number of threads. Biases are kept in float32.
     """
 
     def __init__(
@@ -131,14 +131,7 @@ def packed_experts_bytes(
     gate_up: WeightFormat | None = None,
     down: WeightFormat | None = None,
 ) -> int:
-    """Bytes that the packed experts of a layer take from `allocate`, in one piece.
-
-    Args:
-        hidden_size: Inputs of gate and up.
-        expert_size: Outputs of gate and up.
-        gate_up: Format of gate and up, where they are quantised.
-        down: Format of down, where it is.
-    """
+    """Return the bytes that packed experts request from `allocate` in one piece."""
     gate_up_packing = packing_for(gate_up, expert_size, hidden_size)
     down_packing = packing_for(down, hidden_size, expert_size)
     expert_bytes = gate_up_packing.gate_up_bytes(expert_size, hidden_size)
@@ -146,7 +139,6 @@ def packed_experts_bytes(
 
 
 def _check_duplicates(gate_EFH: Matrices, up_EFH: Matrices) -> None:
-    """Gate and up of an expert are packed as one matrix, so they must be stored the same."""
     for gate_FH, up_FH in zip(gate_EFH, up_EFH, strict=True):
         forms = [
             weight.format.name if isinstance(weight, StoredMatrix) else "plain"
@@ -170,7 +162,7 @@ def _check_duplicates(gate_EFH: Matrices, up_EFH: Matrices) -> None:
 
 
 def _pack_gate_up_bias(biases: Biases) -> Tensor:
-    """16 of the gate and 16 of up in turn, as the outputs of the packed weights; float32."""
+    """Interleave the biases in blocks of 16 like the outputs of the packed weights; float32."""
     gate_PC, up_PC = (_padded(bias_F, 16).view(-1, 16) for bias_F in (biases.gate_F, biases.up_F))
     return torch.stack([gate_PC, up_PC], dim=1).flatten()
 
@@ -194,7 +186,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def gated_product(
     gate_TF: Tensor, up_TF: Tensor, activation: str, clamp: Clamp | None = None
 ) -> Tensor:
-    """activation(gate) * up; with a clamp, (up + 1) * gate * sigmoid(gain * gate) within limits.
+    """Return activation(gate) * up; with a clamp, (up + 1) * gate * sigmoid(gain * gate), clamped.
 
     Source: OpenAI, gpt-oss-120b & gpt-oss-20b model card (2025), section 2.2.
     """
@@ -206,28 +198,22 @@ def gated_product(
 
 
 class Experts(Protocol):
-    """The expert weights of one layer."""
-
     def __call__(self, hidden_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
-        """Sum of weight times expert output over the K experts of each token, [T, H].
+        """Return the weighted sum of expert outputs over the K experts of each token, [T, H].
 
-        Args:
-            hidden_TH: Input, float32, float16 or bfloat16.
-            topk_ids_TK: int32 expert indices; distinct within a token.
+        The expert ids of a token are int32 and distinct.
         """
 
 
 class GatedFfn(Protocol):
-    """A dense gated feed-forward: of a dense layer, or a shared expert."""
-
     def __call__(self, hidden_TH: Tensor) -> Tensor:
-        """down(activation(gate(hidden)) * up(hidden)), [T, H]."""
+        """Return down(activation(gate(hidden)) * up(hidden)), [T, H]."""
 
 
 class PlainExperts:
-    """A loop over the experts that have tokens, oneDNN or MKL through torch. Also the reference.
+    """Reference: loops over the experts that have tokens; torch (oneDNN or MKL) multiplies.
 
-    The products of a token are added in the order of its K slots, in float32.
+    Expert outputs of a token are added in the order of its K slots, in float32.
     """
 
     def __init__(
@@ -260,7 +246,7 @@ class PlainExperts:
 def one_by_one(
     ffns: Sequence[GatedFfn], hidden_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor
 ) -> Tensor:
-    """As `Experts`, by the networks of those that have tokens; a token's sum in order of slots."""
+    """Loop over the FFNs of experts that have tokens; a token's sum is in order of its slots."""
     num_tokens, top_k = topk_ids_TK.shape
     slots_R = topk_ids_TK.reshape(-1).long()
     order_R = slots_R.argsort(stable=True)
@@ -277,7 +263,7 @@ def one_by_one(
 
 
 class PlainGatedFfn:
-    """Three products through torch, each rounded to the type of the input. Also the reference."""
+    """Reference: three products through torch, each rounded to the type of the input."""
 
     def __init__(
         self,
@@ -313,11 +299,11 @@ def make_experts(
     clamp: Clamp | None = None,
     dtype: torch.dtype | None = None,
 ) -> Experts:
-    """The fastest experts for these weights on this machine.
+    """Return the fastest experts for these weights on this machine.
 
     Weights may be lists of per-expert views: anything that indexes to [F, H], [F, H] and [H, F],
-    with any strides. A packed form copies them into `allocate` (`packed_experts_bytes` in one
-    piece) and keeps no reference. `dtype` is the type to compute in, which quantised weights need.
+    with any strides. Packed experts copy them into `allocate` (`packed_experts_bytes` in one piece)
+    and keep no reference. `dtype` is the compute type; quantised weights need it.
     """
     if packed_experts_are_used(compute_dtype(gate_EFH[0], dtype), activation):
         return PackedExperts(gate_EFH, up_EFH, down_EHF, allocate, biases=biases, clamp=clamp)
@@ -335,9 +321,9 @@ def make_gated_ffn(
     allocate: Allocate,
     dtype: torch.dtype | None = None,
 ) -> GatedFfn:
-    """The fastest dense feed-forward for these weights on this machine; see `make_experts`.
+    """Return the fastest gated FFN for these weights on this machine, as `make_experts` does.
 
-    A packed form takes `packed_experts_bytes` of one expert from `allocate`.
+    A packed FFN requests `packed_experts_bytes` of one expert from `allocate`.
     """
     if packed_experts_are_used(compute_dtype(gate_FH, dtype), activation):
         return PackedGatedFfn(gate_FH, up_FH, down_HF, allocate)
@@ -345,11 +331,9 @@ def make_gated_ffn(
 
 
 def packed_experts_are_used(dtype: torch.dtype, activation: str) -> bool:
-    """Whether `make_experts` and `make_gated_ffn` copy such weights into packed form here."""
     return activation == "silu" and packed_linear_is_used(dtype)
 
 
 def check_activation(activation: str) -> None:
-    """Raise `ConfigError` for an activation that no kernel knows."""
     if activation not in ACTIVATIONS:
         raise ConfigError(f"activation {activation!r} is not one of {sorted(ACTIVATIONS)}")

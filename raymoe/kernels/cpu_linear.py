@@ -1,6 +1,6 @@
-"""How weights are packed for the CPU kernels: panels of bfloat16, or of codes as they are stored.
+"""Linear layers on the CPU, with weights in packed panels of bfloat16 or of stored codes.
 
-O outputs, I inputs, F expert hidden, H hidden.
+O outputs, I inputs, F intermediate size of an expert, H hidden size.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,19 +25,19 @@ _KINDS = {
 class Packing(Protocol):
     @property
     def format(self) -> _native.CodeFormat | None:
-        """Of the codes; None: bfloat16."""
+        """Format of the codes; None for bfloat16."""
 
     def linear_bytes(self, out_features: int, in_features: int) -> int:
-        """Bytes of a matrix [O, I]."""
+        """Bytes of a packed matrix [O, I]."""
 
     def gate_up_bytes(self, expert_size: int, hidden_size: int) -> int:
         """Bytes of gate and up [F, H] of one expert together."""
 
     def pack_linear(self, weight_OI: Weight, out: Tensor) -> None:
-        """Pack a matrix into memory of that many bytes, aligned to 64."""
+        """Pack a matrix into `linear_bytes` of memory, aligned to 64."""
 
     def pack_gate_up(self, gate_FH: Weight, up_FH: Weight, out: Tensor) -> None:
-        """Pack gate and up together."""
+        """Pack gate and up together into `gate_up_bytes` of memory."""
 
 
 class BFloat16Packing:
@@ -62,8 +62,8 @@ class BFloat16Packing:
 class CodePacking:
     """Codes, scales and zero points in as many bits as they are stored.
 
-    The kernels decode a block of a panel right before they multiply it: elements are rounded to
-    bfloat16, subnormal ones to zero, and multiplied as if they had been stored so.
+    The kernels decode a block of a panel right before they multiply it. Decoded elements are
+    rounded to bfloat16, with subnormal ones flushed to zero.
     """
 
     def __init__(self, codes: Codes) -> None:
@@ -94,7 +94,7 @@ def packing_of(weight: Weight) -> Packing:
 
 @lru_cache
 def packing_for(stored: WeightFormat | None, out_features: int, in_features: int) -> Packing:
-    """A packing of the same sizes before there is a weight; None: it is not quantised."""
+    """Return the packing for a matrix that is not loaded yet; `stored` is None if not quantised."""
     if stored is None:
         return BFloat16Packing()
     shape = (out_features, in_features)
@@ -118,23 +118,20 @@ Allocate = Callable[[int], Tensor]  # bytes -> uint8 [bytes], 64-byte aligned, k
 
 
 class Linear(Protocol):
-    """A projection that owns (or views) its weights."""
-
     in_features: int
     out_features: int
 
     def __call__(self, input_TI: Tensor, out: Tensor | None = None) -> Tensor:
-        """Project [T, I] to [T, O] in the type of the input.
+        """Project [T, I] to [T, O] in the type of the input; rows of both may be strided.
 
         Args:
-            input_TI: Rows may be any distance apart.
-            out: Where the result goes; a new tensor without it. Rows may be any distance apart. One
-                of float32 takes the sums of a bfloat16 projection as exactly as it has them.
+            out: Receives the result. If it is float32, it receives the unrounded sums of a bfloat16
+                projection.
         """
 
 
 class PlainLinear:
-    """oneDNN or MKL through torch; the weights stay where they are. Also the reference."""
+    """Reference: torch (oneDNN or MKL) multiplies; weights are not copied."""
 
     def __init__(self, weight_OI: Weight, bias_O: Tensor | None) -> None:
         self.out_features, self.in_features = weight_OI.shape
@@ -146,10 +143,10 @@ class PlainLinear:
 
 
 class PackedLinear:
-    """bfloat16 weights or codes in panels of 32 outputs, our own kernel.
+    """Our kernel on bfloat16 weights or codes in panels of 32 outputs.
 
-    Sums are float32 in a fixed order: the bits of a row do not depend on the batch or the number
-    of threads. The error against exact arithmetic is that of one rounding to bfloat16.
+    Sums are float32 in a fixed order: the bits of a row do not depend on the batch or the number of
+    threads. The error against exact arithmetic is that of one rounding to bfloat16.
     """
 
     def __init__(self, weight_OI: Weight, bias_O: Tensor | None, allocate: Allocate) -> None:
@@ -170,7 +167,7 @@ class PackedLinear:
 
 
 class SideBySide:
-    """Projections of the same input, each of which writes columns of its own."""
+    """Projections of the same input whose outputs are concatenated."""
 
     def __init__(self, parts: Sequence[Linear]) -> None:
         self._parts = tuple(parts)
@@ -188,7 +185,7 @@ class SideBySide:
 
 
 def multiply(input_TI: Tensor, weight_OI: Weight, bias_O: Tensor | None = None) -> Tensor:
-    """The projection of PlainLinear; a quantised weight is decoded, in pieces where it is large."""
+    """Compute x W^T + b with torch; a quantised weight is decoded, in pieces if it is large."""
     if not isinstance(weight_OI, StoredMatrix):
         return functional.linear(input_TI, weight_OI, bias_O)
     out_TO = input_TI.new_empty(len(input_TI), weight_OI.shape[0])
@@ -205,14 +202,13 @@ def make_linear(
     allocate: Allocate,
     dtype: torch.dtype | None = None,
 ) -> Linear:
-    """The fastest projection for these weights on this machine.
+    """Return the fastest projection for these weights on this machine.
 
     Args:
-        weight_OI: May be a view of the checkpoint; a packed projection copies it into `allocate`
-            and keeps no reference, a plain one keeps the view.
-        bias_O: Optional bias, in the type to compute in.
-        allocate: Where packed weights go: `packed_linear_bytes` of them.
-        dtype: Type to compute in, which a quantised weight needs.
+        weight_OI: May be a view of the checkpoint. A packed projection copies it into `allocate`
+            (`packed_linear_bytes`) and keeps no reference; a plain one keeps the view.
+        bias_O: In the compute type.
+        dtype: Compute type; quantised weights need it.
     """
     if packed_linear_is_used(compute_dtype(weight_OI, dtype)):
         return PackedLinear(weight_OI, bias_O, allocate)
@@ -220,7 +216,6 @@ def make_linear(
 
 
 def compute_dtype(weight: Weight, dtype: torch.dtype | None) -> torch.dtype:
-    """The type to compute in: that of the weight, unless it is quantised or `dtype` says so."""
     if dtype is not None:
         return dtype
     assert isinstance(weight, Tensor), "a quantised weight does not say what to compute in"
@@ -228,12 +223,10 @@ def compute_dtype(weight: Weight, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def packed_linear_is_used(dtype: torch.dtype) -> bool:
-    """Whether `make_linear` copies weights of this type into packed form on this machine."""
     return dtype == torch.bfloat16 and _native.active_isa() != "scalar"
 
 
 def packed_linear_bytes(
     out_features: int, in_features: int, stored: WeightFormat | None = None
 ) -> int:
-    """Bytes that a packed projection takes from `allocate`; `stored` of a quantised one."""
     return packing_for(stored, out_features, in_features).linear_bytes(out_features, in_features)

@@ -1,4 +1,4 @@
-"""Paged attention on a GPU by the Triton kernels: launches, appends, both latent forms."""
+"""Paged attention on a GPU: launches of the Triton kernels for grouped-query attention and MLA."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -34,15 +34,12 @@ from raymoe.kernels.torch_attention import GATHERED_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceCache:
-    """Keys and values on the device, wherever they lie.
+    """Keys and values on the device, in blocks or in contiguous rows.
 
     Attributes:
-        keys: The whole memory in units: words of two elements, or elements.
-        values: The same; may be the same tensor.
-        table_SM: int32, blocks of each sequence, or [S, 1] the first row of each.
-        is_blocked: Whether the layout is that of `paged_kv`.
-        is_paged: Whether the table is one of blocks.
-        key_strides: From row to row and from head to head; rows only.
+        keys: The whole memory, viewed as elements or as words of two elements.
+        table_SM: int32, block table; or [S, 1], the first row of each sequence.
+        key_strides: Strides between rows and between heads; rows only.
     """
 
     keys: Tensor
@@ -58,7 +55,7 @@ class DeviceCache:
 
     @classmethod
     def of_blocks(cls, cache: Tensor, layout: KvLayout, table_SM: Tensor) -> "DeviceCache":
-        """Blocks of one layer, [N, G, 2, B * D] in the layout of `paged_kv`."""
+        """Wrap the blocks of one layer, [N, G, 2, B * D] in the layout of `paged_kv`."""
         units = cache if layout.pair == 1 else cache.view(torch.int32)
         return cls(
             keys=units,
@@ -73,7 +70,7 @@ class DeviceCache:
 
     @classmethod
     def of_latents(cls, cache: Tensor, layout: LatentLayout, table_SM: Tensor) -> "DeviceCache":
-        """Blocks of one layer, [N, B, W]: one KV head, whose values are the latents."""
+        """Wrap latent blocks of one layer, [N, B, W]; the latents are the values of one head."""
         return cls(
             keys=cache,
             values=cache,
@@ -89,7 +86,6 @@ class DeviceCache:
 
     @classmethod
     def of_rows(cls, keys_CGD: Tensor, values_CGV: Tensor, starts_S1: Tensor) -> "DeviceCache":
-        """Keys and values one after the other, whose last dimension is contiguous."""
         return cls(
             keys=keys_CGD,
             values=values_CGV,
@@ -126,20 +122,12 @@ class DeviceCache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scoring:
-    """What queries do with keys.
-
-    Attributes:
-        sliding_window: Positions that a token sees; None for all.
-        sinks_H: float32, a score of each head without a value.
-    """
-
     scale: float
     sliding_window: int | None = None
     sinks_H: Tensor | None = None
 
 
 def append_launch(projected: Projected, slots_T: Tensor, cache: Tensor, layout: KvLayout) -> Launch:
-    """Keys and values of new tokens to their places in the blocks of one layer."""
     _, key_TGD, value_TGD = projected
     blocks = DeviceCache.of_blocks(cache, layout, slots_T)
     compute = AttentionCompute.on((8, 0), key_TGD.dtype)
@@ -165,14 +153,7 @@ def append_launch(projected: Projected, slots_T: Tensor, cache: Tensor, layout: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attending:
-    """Who attends to what, and where the results go.
-
-    Attributes:
-        query_THD: Queries of the step; the last dimension is contiguous.
-        cache: Keys and values, those of the step included.
-        out_THV: Results; the last dimension is contiguous.
-        scoring: What queries do with keys.
-    """
+    """One attention call; the last dimensions of `query_THD` and `out_THV` are contiguous."""
 
     query_THD: Tensor
     cache: DeviceCache
@@ -185,7 +166,7 @@ class Attending:
             launch.run()
 
     def launches(self, tiles: Tiles) -> Iterator[Launch]:
-        """What `run` starts, in order; the memory of one launch may be that of the one before."""
+        """Yield the launches of `run` in order; a launch may reuse scratch memory of another."""
         num_tiles = len(tiles.tiles_NF)
         if not num_tiles:
             return
@@ -291,15 +272,14 @@ def _constexpr(values: Mapping[str, object]) -> dict[str, tl.constexpr]:
 def append_and_attend_ragged(
     projected: Projected, cache: Tensor, batch: RaggedBatch, scoring: Scoring
 ) -> Tensor:
-    """As `cpu_attention.append_and_attend`, on the GPU of its arguments; [T, H * D].
+    """Compute what `cpu_attention.append_and_attend` does, on a GPU; [T, H * D].
 
-    Nothing is gathered or added atomically: on one GPU, the bits of a token depend on its sequence
-    and on whether it comes alone, not on the sequences beside it.
+    Nothing is gathered or added atomically. On one GPU the bits of a token depend on its own
+    sequence and on whether it is its only new token, not on other sequences.
 
     Args:
-        projected: Rotated already; queries in the type of `batch.compute`.
+        projected: Rotated; queries in the type of `batch.compute`.
         cache: Blocks of one layer, [N, G, 2, B * D] in the layout of `paged_kv`; changed in place.
-        scoring: What queries do with keys.
     """
     query_THD, key_TGD, _ = projected
     out_THD = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
@@ -329,16 +309,10 @@ def append_and_attend_latent_ragged(
     heads: LatentHeads,
     scoring: Scoring,
 ) -> Tensor:
-    """Append the rows of the step to the cache and attend; [T, H, V].
+    """Append the latent rows of the step to the cache in place and attend; [T, H, V].
 
-    Tokens that are attended to alone take the absorbed form, which reads nothing but the cache; the
-    others the plain one, over keys and values that are up-projected some heads at a time.
-
-    Args:
-        latent_TW: The rows of the new tokens.
-        cache: Blocks of one layer, [N, B, W]; changed in place.
-        heads: Unfolds rows; of the type of the queries.
-        scoring: What queries do with keys.
+    Tokens in `batch.alone` use the absorbed form, which reads only the cache. The others use the
+    plain form, over keys and values that are up-projected for some heads at a time.
     """
     cache.view(-1, cache.shape[2])[batch.slots_T] = latent_TW.to(cache.dtype)
     out_THV = query_THD.new_empty(*query_THD.shape[:2], heads.value_dim)

@@ -1,6 +1,6 @@
-"""Which kernels attend on a device, ours in Triton or torch's, and how large their tiles are.
+"""Choice of the attention kernels on a device (Triton or torch), tile sizes, and batches for them.
 
-Triton is imported where a GPU is used, and nowhere else.
+This module does not import Triton, so that it can be used without a GPU.
 """
 
 from collections.abc import Iterator
@@ -18,23 +18,22 @@ from raymoe.kernels.paged_kv import BLOCK_TOKENS, CacheLayout
 from raymoe.kernels.torch_attention import GATHERED_BYTES, PagedBatch
 
 OLDEST_CAPABILITY = (7, 5)
-TENSOR_CORES_SINCE = (8, 0)  # Triton leaves those of Turing alone; see `device_experts_tiles`
+TENSOR_CORES_SINCE = (8, 0)  # tensor cores that Triton uses
 WARPGROUPS_SINCE = (9, 0)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# Positions of the context that one program reads for a token that comes alone. A constant, cut at
-# multiples of itself, so that the order of a token's sums does not depend on the batch.
+# Positions of the context that one program reads for a decode token. A constant, with cuts at its
+# multiples, so that the order of a token's sums does not depend on the batch.
 SPLIT_POSITIONS = 1024
-_MIN_ROWS = 16  # of a product
+_MIN_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCompute:
-    """How our kernels attend.
+    """Types in which the Triton kernels attend.
 
     Attributes:
         dtype: Type of queries and results.
-        dot: Type in which the kernels multiply: that of tensor cores, or float32 without them,
-            which is what Triton multiplies in there.
+        dot: Type of the products: that of the tensor cores, or float32 on GPUs without them.
         has_warpgroups: Whether four warps multiply together, as on Hopper.
     """
 
@@ -44,7 +43,6 @@ class AttentionCompute:
 
     @classmethod
     def on(cls, capability: tuple[int, int], dtype: torch.dtype) -> "AttentionCompute":
-        """On a GPU of this capability: (7, 5) is Turing, (8, 0) Ampere, (9, 0) Hopper."""
         return cls(
             dtype=dtype,
             dot=dtype if capability >= TENSOR_CORES_SINCE else torch.float32,
@@ -62,12 +60,12 @@ class AttentionCompute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionTile:
-    """What one program multiplies at once.
+    """Sizes of what one program multiplies at once.
 
     Attributes:
         heads: Query heads of one KV head.
         step: Dimensions of queries and keys in one product.
-        stages: Steps whose loads are under way at once.
+        stages: Depth of the software pipeline (Triton's `num_stages`).
     """
 
     heads: int
@@ -81,10 +79,10 @@ class AttentionTile:
 def attention_tile(
     compute: AttentionCompute, *, tokens: int, group: int, dims: tuple[int, int], pair: int
 ) -> AttentionTile:
-    """The tile for so many tokens of a sequence; fixed by the model and the GPU alone.
+    """Return the tile for so many tokens of a sequence; it depends on the model and the GPU alone.
 
-    Neighbours share the keys that they read, so one query head at a time is enough for them; a
-    token that is alone brings all query heads of a KV head, as far as registers go.
+    Consecutive tokens share the keys that they read, so a tile of several tokens has one query
+    head. A tile of one token has as many query heads of a KV head as registers allow.
 
     Args:
         group: Query heads of a KV head.
@@ -98,7 +96,7 @@ def attention_tile(
     heads = 1 if tokens > 1 else min(power_of_two(group), max_rows)
     rows = max(tokens * heads, min_rows)
     if not compute.has_tensor_cores:
-        # A thread keeps all its operands of a product in registers: as few as may be.
+        # A thread keeps all operands of a product in registers, so steps are as small as possible.
         return AttentionTile(
             heads=heads,
             rows=rows,
@@ -107,7 +105,8 @@ def attention_tile(
             warps=8 if is_wide or rows > _MIN_ROWS else 4,
             stages=1,
         )
-    # What fits registers, by the compiler: one warpgroup for bfloat16, whose pairs it takes apart.
+    # Limits of the register file, from compiler output: one warpgroup for bfloat16, because the
+    # kernel splits words into pairs of bfloat16.
     has_four_warps = compute.has_warpgroups and compute.dot == torch.bfloat16
     return AttentionTile(
         heads=heads,
@@ -120,9 +119,9 @@ def attention_tile(
 
 
 def attention_compute(device: torch.device, dtype: torch.dtype) -> AttentionCompute | None:
-    """How our kernels attend on a device; None where torch's do.
+    """Return how the Triton kernels attend on a device; None where torch attends.
 
-    They do on a GPU from Turing on, where Triton is installed.
+    The Triton kernels run on GPUs from Turing on, if Triton is installed.
     """
     if device.type != "cuda" or find_spec("triton") is None or dtype not in DTYPES:
         return None
@@ -134,7 +133,7 @@ def power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-TILE_FIELDS = 4  # of a row of `Tiles.tiles_NF`
+TILE_FIELDS = 4
 
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -144,10 +143,8 @@ class Tiles(NamedTuple):
     """Tiles of one size, those with the longest contexts first.
 
     Attributes:
-        tiles_NF: int32 [N, 4] on the device: the sequence, the first token in the step, how many
-            tokens there are, and the position of the first.
-        tokens: Most tokens of a tile.
-        num_positions: All tokens have smaller positions.
+        tiles_NF: int32 [N, 4]: sequence, first token in the step, number of tokens, its position.
+        num_positions: Exclusive upper bound of all positions.
     """
 
     tiles_NF: Tensor
@@ -155,19 +152,18 @@ class Tiles(NamedTuple):
     num_positions: int
 
     def split(self, at_once: int) -> Iterator["Tiles"]:
-        """The same in groups of at most so many tiles."""
         for tiles_nF in torch.split(self.tiles_NF, at_once):
             yield self._replace(tiles_NF=tiles_nF)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaggedBatch:
-    """An `AttentionBatch` for our kernels.
+    """An `AttentionBatch` on the device for the Triton kernels.
 
     Attributes:
-        slots_T: int64, place of each token in the cache, counted in tokens.
-        table_SM: int32 block table; entries behind a context are not read.
-        alone: Tokens that are attended to one by one.
+        slots_T: int64, slot of each token in the cache, in tokens.
+        table_SM: int32 block table; entries beyond a context are not read.
+        alone: Tiles of one token.
     """
 
     compute: AttentionCompute
@@ -178,7 +174,6 @@ class RaggedBatch:
 
     @classmethod
     def of(cls, batch: AttentionBatch, compute: AttentionCompute, device: torch.device) -> Self:
-        """Work the lists out on the host and send them to `device`."""
         work = _Work(batch)
         is_alone_S = work.num_scheduled_tokens_S == 1
         return cls(
@@ -194,8 +189,8 @@ class UpProjected(NamedTuple):
     """Sequences whose keys and values are up-projected together.
 
     Attributes:
-        rows_C: int64, places of all their tokens in the cache.
-        starts_S1: int32 [S, 1], where each sequence begins among them.
+        rows_C: int64, cache slots of all their tokens.
+        starts_S1: int32 [S, 1], index in `rows_C` of each sequence's first token.
     """
 
     rows_C: Tensor
@@ -205,14 +200,14 @@ class UpProjected(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentRaggedBatch:
-    """An `AttentionBatch` for our kernels over a cache of latents.
+    """An `AttentionBatch` on the device for the Triton kernels over a latent cache.
 
     Attributes:
-        slots_T: int64, place of each token in the cache, counted in tokens.
-        table_SM: int32 block table; entries behind a context are not read.
-        tokens_A: int64, tokens that are attended to one by one, in absorbed form.
-        alone: Their tiles, in which they are counted as in `tokens_A`.
-        up-projected: All others, in plain form.
+        slots_T: int64, slot of each token in the cache, in tokens.
+        table_SM: int32 block table; entries beyond a context are not read.
+        tokens_A: int64, tokens that use the absorbed form.
+        alone: Tiles of one token; they index `tokens_A`.
+        up_projected: The other sequences, in plain form.
     """
 
     compute: AttentionCompute
@@ -232,10 +227,9 @@ class LatentRaggedBatch:
         *,
         min_plain_tokens: int,
     ) -> Self:
-        """Work the lists out on the host and send them to `device`.
+        """Compute the tiles on the host and copy them to `device`.
 
-        Args:
-            min_plain_tokens: New tokens of a sequence from which on the plain form is used.
+        Sequences with at least `min_plain_tokens` new tokens use the plain form.
         """
         work = _Work(batch)
         is_alone_S = work.num_scheduled_tokens_S < min_plain_tokens
@@ -254,7 +248,7 @@ class LatentRaggedBatch:
         )
 
 
-StagedBatch = PagedBatch | RaggedBatch | LatentRaggedBatch  # for torch's kernels, or for ours
+StagedBatch = PagedBatch | RaggedBatch | LatentRaggedBatch
 
 
 class _Work:
@@ -277,10 +271,10 @@ class _Work:
     def tiles(
         self, chosen_S: Bools, tokens: int, device: torch.device, *, is_packed: bool = False
     ) -> Tiles:
-        """The new tokens of some sequences, so many to a tile.
+        """Cut the new tokens of some sequences into tiles of at most `tokens`.
 
         Args:
-            is_packed: Whether tokens are counted among those of these sequences alone.
+            is_packed: Whether token indices count only the tokens of these sequences.
         """
         members = np.flatnonzero(chosen_S)
         starts = self.starts_S[members]

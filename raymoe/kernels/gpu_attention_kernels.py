@@ -1,7 +1,7 @@
-"""How keys and values lie on a GPU, for our attention kernels: read some, append some.
+"""Triton kernels of attention; imported only where a kernel runs.
 
-Needs Triton: imported only where a kernel runs. Elements that lie in pairs (`paged_kv`) are read as
-words of two and multiplied in P *planes*: the first elements of all pairs, then the second.
+Elements stored in pairs (`paged_kv`) are read as words of two and multiplied in P *planes*: the
+first elements of all pairs, then the second ones.
 
 C positions of a step. U units: words or elements. V dimensions of a value, padded to a power of
 two. T tokens, G KV heads, N blocks of B tokens, D head dimension.
@@ -23,17 +23,17 @@ VALUE_COLUMNS = tl.constexpr(_VALUE_COLUMNS)
 
 @dataclass(frozen=True)
 class KernelCache:
-    """How keys and values lie, as kernels read it: compile-time constants.
+    """The layout of keys and values as compile-time constants.
 
     Attributes:
         is_blocked: Whether the layout is that of `paged_kv`; otherwise keys and values are rows.
-        is_paged: Whether a table gives the block of each position; otherwise it gives the first row
-            of each sequence.
+        is_paged: Whether a block table locates positions; otherwise a table gives the first row of
+            each sequence.
         pair: Elements of a word (P).
         key_dim: Dimensions of queries and keys.
-        key_row: Elements from the key of a position to that of the next; rows only.
-        key_head: From one KV head to the next.
-        dot: Type that everything is multiplied in.
+        key_row: Stride between the keys of two positions, in elements; rows only.
+        key_head: Stride between KV heads.
+        dot: Type of the products.
         step: Units of queries and keys in one product.
     """
 
@@ -55,7 +55,7 @@ class KernelCache:
 
 @triton.jit
 def plane_of(word: tl.tensor, PLANE: tl.constexpr, DOT: tl.constexpr) -> tl.tensor:
-    """One bfloat16 of each int32 word of two, as type `DOT`."""
+    """Return one bfloat16 of each int32 word of two, as type `DOT`."""
     if tl.bfloat16 == DOT:
         half = (word >> (16 * PLANE)).to(tl.int16)
         result = half.to(tl.bfloat16, bitcast=True)
@@ -67,7 +67,7 @@ def plane_of(word: tl.tensor, PLANE: tl.constexpr, DOT: tl.constexpr) -> tl.tens
 
 @triton.jit
 def _value_places(columns: tl.tensor, offset: tl.tensor, C: tl.constexpr) -> tl.tensor:
-    """Places of values in a block of `paged_kv`, in units from its first value.
+    """Return offsets of values in a block of `paged_kv`, in units from its first value.
 
     `offset` is that of the token in the block, in units.
     """
@@ -94,15 +94,10 @@ def append_kernel(
     C: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Keys and values of one token and KV head to their block of `paged_kv`.
+    """Write the key and value of one token and KV head to their block of `paged_kv`.
 
-    Args:
-        key_ptr: [T, G, D], contiguous within a token.
-        value_ptr: [T, G, D], contiguous within a token.
-        cache_ptr: [N, G, 2, B * D].
-        key_stride: From one token to the next.
-        value_stride: From one token to the next.
-        COLUMNS: At least D, a power of two.
+    Keys and values are [T, G, D], contiguous within a token; their strides are between tokens.
+    `cache_ptr` is [N, G, 2, B * D]. `COLUMNS` is a power of two of at least D.
     """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns_D = tl.arange(0, COLUMNS)
@@ -130,7 +125,7 @@ def load_keys(
     STEP: tl.constexpr,
     C: tl.constexpr,
 ) -> tl.tensor:
-    """One step of the keys, in units: [U, C]."""
+    """Load one step of the keys, in units: [U, C]."""
     units_U = STEP * C.step + tl.arange(0, C.step)
     is_unit_U = units_U < C.key_dim // C.pair
     if C.is_blocked:
@@ -157,9 +152,9 @@ def places_of(
     HEAD: tl.constexpr,
     C: tl.constexpr,
 ) -> tl.tensor:
-    """Where the rows of some positions begin; in blocks, where the block of each begins.
+    """Return where the rows of some positions begin, in units of one KV head.
 
-    In units, of one KV head.
+    In a blocked cache, return where the block of each position begins.
     """
     if C.is_paged:
         blocks = tl.load(table_ptr + positions // BLOCK_TOKENS, mask=is_there, other=0)
@@ -185,7 +180,7 @@ def load_values(
     C: tl.constexpr,
     POSITIONS: tl.constexpr,
 ) -> tl.tensor:
-    """Values of the positions of a step, in units: [C / P, V]."""
+    """Load the values of the positions of a step, in units: [C / P, V]."""
     first_U = start + tl.arange(0, POSITIONS // C.pair) * C.pair
     columns_V = tl.arange(0, C.padded_values)
     is_there_U = first_U < end
@@ -207,16 +202,16 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @dataclass(frozen=True)
 class KernelQueries:
-    """Who attends to what, as kernels read it: compile-time constants.
+    """Queries, outputs and masks as compile-time constants.
 
     Attributes:
         group: Query heads of a KV head.
-        query_head: Elements from one head of a query to the next.
-        out_head: From one head of a result to the next.
-        scale: Factor of the scores, times the logarithm of e to the base 2.
+        query_head: Stride between the heads of a query, in elements.
+        out_head: Stride between the heads of a result.
+        scale: Factor of the scores, times log2(e).
         window: Positions that a token sees; 0 for all.
         has_sinks: Whether each head has a score without a value.
-        split: Positions of a part of the context; 0 where it is not cut.
+        split: Positions of a part of the context; 0 if the context is not split.
         heads: Query heads of a tile.
     """
 
@@ -240,7 +235,7 @@ def _load_queries(
     PLANE: tl.constexpr,
     C: tl.constexpr,
 ) -> tl.tensor:
-    """One plane of one step of the queries, [M, U]."""
+    """Load one plane of one step of the queries, [M, U]."""
     columns_U = (STEP * C.step + tl.arange(0, C.step)) * C.pair + PLANE
     inside_MU = is_row_M[:, None] & (columns_U < C.key_dim)[None, :]
     return tl.load(rows_ptr[:, None] + columns_U[None, :], mask=inside_MU, other=0).to(C.dot)
@@ -256,7 +251,6 @@ def _weigh(
     C: tl.constexpr,
     Q: tl.constexpr,
 ) -> tl.tensor:
-    """Add the weighted values of a step to the sums."""
     if C.pair == 1:
         weights = weights_MC.to(C.dot)
         sum_MV = tl.dot(weights, values_UV.to(C.dot), sum_MV, input_precision="ieee")
@@ -265,7 +259,7 @@ def _weigh(
         even_MU, odd_MU = tl.split(pairs_MU2)
         even_UV = plane_of(values_UV, 0, C.dot)
         sum_MV = tl.dot(even_MU, even_UV, sum_MV, input_precision="ieee")
-        # The other half of the last word may never have been written.
+        # The second half of the last word may never have been written.
         is_odd_U = start + tl.arange(0, Q.positions // 2) * 2 + 1 < end
         odd_UV = tl.where(is_odd_U[:, None], plane_of(values_UV, 1, C.dot), 0.0)
         sum_MV = tl.dot(odd_MU, odd_UV.to(C.dot), sum_MV, input_precision="ieee")
@@ -276,9 +270,9 @@ def _weigh(
 def _context(
     position: tl.tensor, count: tl.tensor, part: tl.tensor, Q: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The first position that the tokens of a tile see in a part, and the one behind the last.
+    """Return the range of positions that the tokens of a tile see in a part; the end is exclusive.
 
-    Parts are counted from the first that the tile sees anything of.
+    Part 0 is the first part of which the tile sees a position.
     """
     begin = tl.maximum(position - Q.window + 1, 0) if Q.window > 0 else position * 0
     end = position + count
@@ -299,14 +293,13 @@ def _finished(
     is_row_M: tl.tensor,
     Q: tl.constexpr,
 ) -> tl.tensor:
-    """The sums divided by those of the weights, with the sink of each head; scores in base 2."""
+    """Divide the sums by the total weights, the sink of each head included; scores are base 2."""
     if Q.has_sinks:
         sinks_M = tl.load(sinks_ptr + heads_M, mask=is_row_M, other=0) * LOG2_E
         highest_M = tl.maximum(peak_M, sinks_M)
         factor_M = tl.exp2(peak_M - highest_M)
         total_M = total_M * factor_M + tl.exp2(sinks_M - highest_M)
         sum_MV = sum_MV * factor_M[:, None]
-    # Rows behind the last token have seen nothing.
     return sum_MV / tl.where(total_M == 0, 1.0, total_M)[:, None]
 
 
@@ -328,7 +321,7 @@ def _scores(
     C: tl.constexpr,
     Q: tl.constexpr,
 ) -> tl.tensor:
-    """Products of all rows with the keys of a step, [M, C]."""
+    """Compute the scores of all rows for the keys of a step, [M, C]."""
     scores_MC = tl.full([Q.rows, Q.positions], 0.0, tl.float32)
     for step in tl.static_range(C.num_steps):
         keys_UC = load_keys(key_ptr, places_C, is_there_C, step, C)
@@ -355,7 +348,7 @@ def _attended(
     C: tl.constexpr,
     Q: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Sums of weighted values [M, V], of weights [M], and the largest score [M], in base 2."""
+    """Return sums of weighted values [M, V], of weights [M], and the largest scores [M], base 2."""
     peak_M = tl.full([Q.rows], HIDDEN, tl.float32)
     total_M = tl.full([Q.rows], 0.0, tl.float32)
     sum_MV = tl.full([Q.rows, C.padded_values], 0.0, tl.float32)
@@ -364,7 +357,8 @@ def _attended(
         position_C = start + tl.arange(0, Q.positions)
         is_read_C = position_C < end
         if C.is_blocked:
-            # All of a block: so a load of several keys has one mask. Their scores are not used.
+            # Whole blocks are loaded, so that a load of several keys has one mask; the scores of
+            # positions beyond the end are not used.
             is_read_C = position_C // BLOCK_TOKENS * BLOCK_TOKENS < end
         places_C = places_of(table_ptr, position_C, is_read_C, kv_head, C.key_row, C.key_head, C)
         if C.is_blocked:
@@ -375,7 +369,7 @@ def _attended(
             is_seen_MC = is_seen_MC & (position_C[None, :] > position_M[:, None] - Q.window)
         scores_MC = tl.where(is_seen_MC, scores_MC * Q.scale, HIDDEN)
         next_M = tl.maximum(peak_M, tl.max(scores_MC, 1))
-        # A row that has seen nothing so far stays as it is.
+        # Rows that have seen no position yet stay unchanged.
         base_M = tl.where(next_M == HIDDEN, 0.0, next_M)
         weights_MC = tl.exp2(scores_MC - base_M[:, None])
         factor_M = tl.exp2(peak_M - base_M)
@@ -388,7 +382,7 @@ def _attended(
 
 @triton.jit
 def _rows(count: tl.tensor, Q: tl.constexpr) -> tl.tuple:
-    """KV head, query head and token in the tile of each row, and whether it is a row at all."""
+    """Return KV head, query head, token in the tile, and validity of each row."""
     head_tiles: tl.constexpr = (Q.group + Q.heads - 1) // Q.heads
     kv_head, rows_M = tl.program_id(1) // head_tiles, tl.arange(0, Q.rows)
     within_M = tl.program_id(1) % head_tiles * Q.heads + rows_M % Q.heads
@@ -399,7 +393,7 @@ def _rows(count: tl.tensor, Q: tl.constexpr) -> tl.tuple:
 
 @triton.jit
 def _parts(heads_M: tl.tensor, C: tl.constexpr, Q: tl.constexpr) -> tl.tensor:
-    """Numbers of the parts that this program computes, one for each head."""
+    """Return the indices of the parts that this program computes, one per head."""
     row_M = tl.program_id(0).to(tl.int64) * (Q.group * C.num_kv_heads) + heads_M
     return row_M * tl.num_programs(2) + tl.program_id(2)
 
@@ -420,17 +414,15 @@ def attend_kernel(
     C: tl.constexpr,
     Q: tl.constexpr,
 ) -> None:
-    """Attention of the rows of one tile over their context or a part of it.
+    """Attend from the rows of one tile to their context or a part of it.
 
-    The program ids are the tile, the KV head and some of its query heads, and the part.
+    The program ids are the tile, the KV head with some of its query heads, and the part. Strides
+    are between tokens, and between the sequences of the table.
 
     Args:
-        key_ptr: As `C` says, in units.
-        out_ptr: [T, H, V]; of parts float32 [N, H, parts, V], not divided yet.
-        totals_ptr: Of parts, float32 [N, H, parts, 2]: the sum of the weights, the largest score.
-        query_stride: From one token to the next.
-        out_stride: From one token to the next.
-        table_stride: From one sequence to the next.
+        key_ptr: In units; `C` describes the layout.
+        out_ptr: [T, H, V]; for parts float32 [N, H, parts, V], not divided yet.
+        totals_ptr: For parts, float32 [N, H, parts, 2]: the sum of the weights, the largest score.
     """
     tile_ptr = tiles_ptr + tl.program_id(0) * TILE_FIELDS
     count, position = tl.load(tile_ptr + 2), tl.load(tile_ptr + 3)
@@ -472,13 +464,9 @@ def merge_kernel(
     C: tl.constexpr,
     Q: tl.constexpr,
 ) -> None:
-    """One token and query head: its parts in the order of the context, merged.
+    """Merge the parts of one token and query head in the order of the context.
 
-    Args:
-        parts_ptr: float32 [N, H, parts, V], as `attend_kernel` leaves them.
-        totals_ptr: float32 [N, H, parts, 2].
-        out_stride: From one token to the next.
-        Q: `KernelQueries`, with a size of the parts.
+    `parts_ptr` [N, H, parts, V] and `totals_ptr` are what `attend_kernel` writes.
     """
     tile_ptr = tiles_ptr + tl.program_id(0) * TILE_FIELDS
     token, position = tl.load(tile_ptr + 1).to(tl.int64), tl.load(tile_ptr + 3)

@@ -1,4 +1,4 @@
-"""What the GPU kernels share: launches as data, and stored codes decoded to numbers."""
+"""Shared parts of the GPU kernels: launches as data, and decoding of stored codes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,12 +20,8 @@ EXACT = {"enable_fp_fusion": False}
 class Launch:
     """One launch of a kernel.
 
-    Attributes:
-        arguments: Tensors and numbers in their order.
-        constants: What it is compiled for.
-
-    Products and sums stay apart, whichever way a version of Triton has as its default: the bits of
-    a result do not depend on the version, and tiles may be measured with any.
+    Fused multiply-add is off explicitly, because its default differs between versions of Triton:
+    the bits of a result do not depend on the version or on the tile.
     """
 
     kernel: Any
@@ -35,11 +31,6 @@ class Launch:
     options: Mapping[str, int]
 
     def run(self) -> None:
-        """Start it on the current stream.
-
-        Raises:
-            CapacityError: The tile is too large for the GPU.
-        """
         try:
             self.kernel[self.grid](
                 *self.arguments.values(), **self.constants, **self.options, **EXACT
@@ -65,23 +56,23 @@ MAGIC_BITS = tl.constexpr(0x4B000000)  # 2^23 as float32: its last bits are inte
 MAGIC = tl.constexpr(8388608.0)
 GPTQ_ONES = tl.constexpr(0x11111111)
 WORD_MASK = tl.constexpr(0xFFFFFFFF)
-SMALLEST_E8M0 = tl.constexpr(0x00400000)  # 2^-127
+SMALLEST_E8M0 = tl.constexpr(0x00400000)
 _MISSING_POWERS = {"e4m3": 2.0**8, "e2m1": 2.0**14}
 
 
 @dataclass(frozen=True)
 class KernelMatrix:
-    """A `MatrixLayout` as kernels read it: compile-time constants.
+    """A `MatrixLayout` as compile-time constants.
 
     Attributes:
-        field: Number of the first of its addresses in a row of the table.
-        dtype: Type that elements are rounded to.
-        dot: Type that they are multiplied in; float32 for bfloat16 where there is no product of it.
+        field: Index of the first of its addresses in a row of the address table.
+        dtype: Type that decoded elements are rounded to.
+        dot: Type of the products; float32 for bfloat16 where the GPU has no bfloat16 product.
         step: Units that one step of a kernel reads.
-        is_even: Whether steps end where the inputs do.
+        is_even: Whether the inputs are a multiple of a step.
         alignment: Bytes of which all addresses of codes are multiples.
-        groups: Whether one step lies in one group ("step"), the units of all planes in the same
-            ("unit"), or neither ("plane").
+        groups: "step" if a step lies in one quantisation group, "unit" if the units of all planes
+            lie in the same group, "plane" otherwise.
         missing: Power of two that the bits of a code lack.
     """
 
@@ -126,14 +117,6 @@ def kernel_matrix(
     step: int,
     alignment: int,
 ) -> KernelMatrix:
-    """The constants of a kernel that reads a matrix.
-
-    Args:
-        matrix: Its number in the table of addresses.
-        dtype: Type that elements are rounded to.
-        dot: Type that they are multiplied in.
-        alignment: Bytes of which all addresses of codes are multiples.
-    """
     outputs, inputs = layout.shape
     group_size = layout.group_size or inputs
     scale = layout.scales or torch.float32
@@ -184,18 +167,18 @@ def _groups(layout: MatrixLayout, group_size: int, step: int) -> str:
 def pointer(
     row_ptr: tl.tensor, FIELD: tl.constexpr, TYPE: tl.constexpr, ALIGNMENT: tl.constexpr
 ) -> tl.tensor:
-    """Where a tensor of an expert lies; `row_ptr` is the expert's row of the table."""
+    """Return the address of a tensor of an expert; `row_ptr` is the expert's row of the table."""
     address = tl.load(row_ptr + FIELD)
     return tl.multiple_of(address.to(tl.pointer_type(TYPE)), ALIGNMENT)
 
 
 @triton.jit
 def rounded(value: tl.tensor, TYPE: tl.constexpr, DOT: tl.constexpr) -> tl.tensor:
-    """A float32 value rounded to `TYPE`, as type `DOT`."""
+    """Round a float32 value to `TYPE` and return it as type `DOT`."""
     if TYPE == DOT:
         result = value.to(DOT)
     else:
-        # bfloat16 kept in float32: to nearest even by hand, because Triton's interpreter truncates.
+        # Round to nearest even by hand, because Triton's interpreter truncates bfloat16.
         bits = value.to(tl.uint32, bitcast=True)
         up = (bits + (((bits >> 16) & 1) + 0x7FFF)) & 0xFFFF0000
         result = tl.where(value == value, up.to(tl.float32, bitcast=True), value)
@@ -206,7 +189,7 @@ def rounded(value: tl.tensor, TYPE: tl.constexpr, DOT: tl.constexpr) -> tl.tenso
 def load_units(
     row_ptr: tl.tensor, outputs_O: tl.tensor, units_U: tl.tensor, M: tl.constexpr
 ) -> tl.tensor:
-    """Units of codes [O, U] as they are stored; 0 outside of the matrix."""
+    """Load units of codes [O, U] as they are stored; 0 outside of the matrix."""
     codes_ptr = pointer(row_ptr, M.field + CODES, M.unit, M.alignment)
     rows_O = outputs_O // M.unit_outputs * M.output_stride
     places_OU = rows_O[:, None] + (units_U * M.unit_stride)[None, :]
@@ -225,7 +208,7 @@ def load_scaling(
     PLANE: tl.constexpr,
     M: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Factors and zero points of one plane, float32 that broadcast to [O, U]."""
+    """Load factors and zero points of one plane, float32 that broadcast to [O, U]."""
     if M.groups == "step":
         groups_1U = tl.full([1, 1], step * (M.step * M.unit_inputs) // M.group_size, tl.int32)
     elif M.has_order:
@@ -260,7 +243,7 @@ def _load_zeros(
     inside_OU: tl.tensor,
     M: tl.constexpr,
 ) -> tl.tensor:
-    """Zero points; those of GPTQ are stored less one, carries between neighbours and all."""
+    """Load zero points. GPTQ stores each less one, with borrows across the nibbles of a word."""
     zeros_ptr = pointer(row_ptr, M.field + ZEROS, tl.int32, 4)
     words_O1 = (outputs_O // 8)[:, None] * M.zero_output_stride
     words_OU = tl.load(
@@ -277,7 +260,7 @@ def _load_zeros(
 
 @triton.jit
 def awq_shifts(outputs_O: tl.tensor) -> tl.tensor:
-    """Where in a word of AWQ the nibble of an output is: it holds outputs 0 2 4 6 1 3 5 7."""
+    """Return the bit offset of an output in a word of AWQ, which holds outputs 0 2 4 6 1 3 5 7."""
     return (outputs_O % 2 * 4 + outputs_O % 8 // 2) * 4
 
 
@@ -290,7 +273,7 @@ def decoded(
     PLANE: tl.constexpr,
     M: tl.constexpr,
 ) -> tl.tensor:
-    """Elements of one plane of units, rounded to the type to compute in."""
+    """Decode one plane of units and round the elements to the compute type."""
     if M.kind == "plain":
         elements_OU = units_OU.to(M.dot)
     else:
@@ -304,7 +287,7 @@ def decoded(
             if M.kind == "e2m1":
                 numbers_OU = _e2m1(nibbles_OU)
             else:
-                # Faster than a conversion, and exact: 2^23 + code, less 2^23 + zero.
+                # Exact, and faster than a conversion: (2^23 + code) - (2^23 + zero).
                 magic_OU = (nibbles_OU | MAGIC_BITS).to(tl.float32, bitcast=True)
                 numbers_OU = magic_OU - (zeros_OU + MAGIC)
         elements_OU = rounded(numbers_OU * factors_OU, M.dtype, M.dot)

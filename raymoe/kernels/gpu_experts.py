@@ -1,4 +1,4 @@
-"""Experts of a layer on a GPU: which kernel runs them, and its launches."""
+"""MoE experts on a GPU: grouped Triton kernels, and per-expert products with decoded weights."""
 
 from collections.abc import Sequence
 
@@ -46,28 +46,22 @@ _COMBINED_COLUMNS = 1024
 
 
 class GroupedExperts:
-    """All experts in one launch for gate and up, one for down, one for the sums.
+    """All experts in three launches: gate and up, down, and the weighted sums.
 
-    Gate, up and down have float32 sums; the gated product is rounded to the type of the hidden
-    state. The products of a token are added in ascending order of expert, in float32, and rounded
+    Gate, up and down accumulate in float32; the gated product is rounded to the type of the hidden
+    state. Expert outputs of a token are added in ascending order of expert, in float32, and rounded
     once. Nothing is added atomically and no order depends on the batch: on one GPU, the bits of a
-    token do not depend on the tokens beside it.
+    token do not depend on the other tokens.
 
-    The matrices may lie anywhere on the device: the kernels take the address of each tensor from a
-    table, which is made here. What lies there when they run is read.
-
-    `PlainExperts` on the same device is the reference.
+    The kernels read the address of each matrix from a table that is made here, so matrices may lie
+    anywhere on the device, and their contents may change between launches. `PlainExperts` on the
+    same device is the reference.
     """
 
     def __init__(
         self, matrices: ExpertMatrices, *, compute: Compute, clamp: Clamp | None = None
     ) -> None:
-        """Make the table.
-
-        Args:
-            matrices: On one device; stored the same, as `device_experts_choice` checks.
-            clamp: Limits of the gated product; silu without them.
-        """
+        """Make the address table for matrices on one device that are all stored the same way."""
         layouts = matrices.layouts()
         assert layouts is not None, "the matrices of a layer's experts are stored the same"
         self._gate_up, self._down = layouts
@@ -95,12 +89,12 @@ class GroupedExperts:
         return out_TH
 
     def gate_up(self, hidden_TH: Tensor, groups: ExpertGroups) -> tuple[Launch, Tensor]:
-        """The launch of gate and up, and where its result goes: [R, P * ...] as down reads it."""
+        """Return the launch of gate and up and its output, [R, P * ...] in the planes of down."""
         num_rows, (outputs, _) = groups.places_TK.numel(), self._gate_up.shape
         shape = self._shape(self._gate_up, num_rows)
         planes = self._down.unit_inputs
         size = (num_rows, planes * self._down.num_units)
-        # Places behind the last column are multiplied by codes that do not exist.
+        # Padding columns are multiplied by codes that do not exist, so they must be zero.
         make = hidden_TH.new_zeros if outputs % planes else hidden_TH.new_empty
         product_RX = make(size)
         tiles = tile_table(groups.bounds_E1, num_rows, shape.rows)
@@ -126,7 +120,7 @@ class GroupedExperts:
         return launch, product_RX
 
     def down(self, product_RX: Tensor, groups: ExpertGroups) -> tuple[Launch, Tensor]:
-        """The launch of down, and where its result goes: float32 [R, H]."""
+        """Return the launch of down and its output, float32 [R, H]."""
         num_rows, (outputs, _) = len(product_RX), self._down.shape
         shape = self._shape(self._down, num_rows)
         rows_RH = product_RX.new_empty(num_rows, outputs, dtype=torch.float32)
@@ -146,7 +140,7 @@ class GroupedExperts:
         return launch, rows_RH
 
     def combine(self, rows_RH: Tensor, groups: ExpertGroups) -> tuple[Launch, Tensor]:
-        """The launch of the sums, and where its result goes: [T, H]."""
+        """Return the launch of the weighted sums and its output, [T, H]."""
         num_tokens, top_k = groups.places_TK.shape
         hidden_size = rows_RH.shape[1]
         out_TH = rows_RH.new_empty(num_tokens, hidden_size, dtype=self._compute.dtype)
@@ -212,7 +206,7 @@ def _options(shape: TileShape) -> dict[str, int]:
     return {"num_warps": shape.warps, "num_stages": shape.stages}
 
 
-DECODED_BYTES = 128 << 20  # of a block of outputs, at most: the planner counts with it
+DECODED_BYTES = 128 << 20  # maximum per block of outputs; the planner reserves it
 _OUTPUTS, _STEP = 64, 16
 
 
@@ -225,13 +219,7 @@ def decode_kernel(
     M: tl.constexpr,
     OUTPUTS: tl.constexpr,
 ) -> None:
-    """Elements of a block of outputs and one step of units, in planes.
-
-    Args:
-        row_ptr: int64, the addresses of the matrix.
-        out_ptr: [end - begin, P * U].
-        begin: Output of the first row.
-    """
+    """Decode a block of outputs and one step of units, in planes, to [end - begin, P * U]."""
     block, step = tl.program_id(0), tl.program_id(1)
     outputs_O = begin + block * OUTPUTS + tl.arange(0, OUTPUTS)
     units_U = step * M.step + tl.arange(0, M.step)
@@ -242,7 +230,7 @@ def decode_kernel(
         if plane == 0 or M.groups == "plane":
             scaling = load_scaling(row_ptr, outputs_O, units_U, step, plane, M)
         elements_OU = decoded(units_OU, scaling[0], scaling[1], outputs_O, plane, M)
-        # Behind the last input there are codes of nothing.
+        # Codes beyond the last input are padding.
         is_input_1U = (units_U * M.unit_inputs + plane < M.inputs)[None, :]
         elements_OU = tl.where(is_input_1U, elements_OU, 0.0)
         columns_1U = (units_U + plane * M.num_units)[None, :]
@@ -258,7 +246,7 @@ class DecodedMatrix:
         self._row_A, self._matrix, self._layout, self._dtype = row_A, matrix, layout, dtype
 
     def decode(self, begin: int, end: int) -> Tensor:
-        """Outputs `begin` to `end` in planes, [end - begin, P * U], zero behind the last input.
+        """Decode outputs `begin` to `end` in planes, [end - begin, P * U]; padding inputs are zero.
 
         An element is the exact product of number and scale in float32, rounded.
         """
@@ -267,7 +255,6 @@ class DecodedMatrix:
         return out_OX
 
     def launch(self, begin: int, end: int) -> tuple[Launch, Tensor]:
-        """The launch of `decode`, and where its result goes."""
         columns = self._layout.unit_inputs * self._layout.num_units
         out_OX = torch.empty(end - begin, columns, dtype=self._dtype, device=self._row_A.device)
         launch = Launch(
@@ -280,7 +267,6 @@ class DecodedMatrix:
         return launch, out_OX
 
     def multiply(self, input_TI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """Products with all outputs, [T, O], rounded to the type of the input."""
         outputs, inputs = self._layout.shape
         input_TX = in_planes(input_TI, self._layout.unit_inputs)
         out_TO = input_TI.new_empty(len(input_TI), outputs)
@@ -293,8 +279,6 @@ class DecodedMatrix:
 
 
 class DecodedFfn:
-    """The gated network of one expert; the attributes are its matrices."""
-
     def __init__(
         self,
         matrices: Sequence[DecodedMatrix],
@@ -315,7 +299,7 @@ class DecodedFfn:
 
 
 class DecodedExperts:
-    """The loop of `PlainExperts`, which is the reference, with our decoding."""
+    """The loop of `PlainExperts`, which is the reference, with weights decoded on the GPU."""
 
     def __init__(
         self,
@@ -325,7 +309,6 @@ class DecodedExperts:
         activation: str,
         clamp: Clamp | None = None,
     ) -> None:
-        """Make the table of addresses; arguments as of `device_experts.GroupedExperts`."""
         layouts = matrices.layouts()
         assert layouts is not None, "the matrices of a layer's experts are stored the same"
         gate_up, down = layouts
@@ -344,7 +327,7 @@ class DecodedExperts:
             for layout in (gate_up, down)
         )
         kinds = ((wide, gate_up), (wide, gate_up), (narrow, down))
-        self._matrices = matrices  # the addresses are valid for as long as they live
+        self._matrices = matrices  # keeps the tensors behind the addresses alive
         self.ffns = []
         for expert in range(matrices.num_experts):
             rows = [addresses_of(*matrix) for matrix in matrices.of_expert(expert)]

@@ -1,6 +1,6 @@
-"""Which kernels compute the experts of a layer on a GPU: ours in Triton, or torch's one by one.
+"""Choice of the kernels for the experts of a layer on a GPU: Triton or torch.
 
-Triton is imported where a GPU is used, and nowhere else.
+This module does not import Triton, so that it can be used without a GPU.
 """
 
 from importlib.util import find_spec
@@ -24,8 +24,8 @@ from raymoe.kernels.gpu_experts_layout import (
 OLDEST_CAPABILITY = (7, 5)
 
 
-# Per expert: 8.1 TFLOP/s of a T4 without tensor cores read 16-bit weights at its 320 GB/s for about
-# as many. From the data sheet, not measured.
+# Per expert: a T4 computes 8.1 TFLOP/s without tensor cores, which balances 16-bit weights at 320
+# GB/s at about as many tokens. From the data sheet, not measured.
 MAX_SMALL_BATCH_TOKENS = 16
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -38,12 +38,7 @@ def make_device_experts(
     clamp: Clamp | None = None,
     tiles: TileTable | None = None,
 ) -> Experts:
-    """The fastest experts for weights that are where they are.
-
-    Args:
-        clamp: Limits of the gated product.
-        tiles: Measured tiles of the GPU; None for the usual ones.
-    """
+    """Return the fastest experts for weights that stay where they are."""
     plain = PlainExperts(
         matrices.gate_EFH,
         matrices.up_EFH,
@@ -54,7 +49,7 @@ def make_device_experts(
     )
     if not grouped_experts_are_used(matrices, activation, dtype, clamp):
         return plain
-    # They need Triton.
+    # These modules import Triton.
 
     from raymoe.kernels.gpu_experts import DecodedExperts, GroupedExperts  # noqa: PLC0415 - needs Triton
 
@@ -70,10 +65,10 @@ def make_device_experts(
 
 
 class DispatchByBatchSize:
-    """Our kernels for few tokens, cuBLAS expert by expert for many: Turing in float16.
+    """Triton kernels for small batches, cuBLAS expert by expert for large ones: float16 on Turing.
 
-    Triton multiplies there without the tensor cores, and still reads weights as fast as they come.
-    The bits of a token depend on which of both it is, and so on the tokens beside it.
+    Triton does not use the tensor cores of Turing, but reads weights at full bandwidth. The bits of
+    a token depend on the choice, and so on the batch.
     """
 
     def __init__(self, few: Experts, many: Experts, num_experts: int) -> None:
@@ -89,10 +84,10 @@ class DispatchByBatchSize:
 def grouped_experts_are_used(
     matrices: ExpertMatrices, activation: str, dtype: torch.dtype, clamp: Clamp | None
 ) -> bool:
-    """Whether `make_device_experts` takes our kernels.
+    """Whether `make_device_experts` uses the grouped Triton kernels.
 
-    It does on a GPU from Turing on, where Triton is installed, for silu and the clamped product, if
-    all experts of the layer are stored the same.
+    It does on a GPU from Turing on, if Triton is installed, for silu and the clamped product, and
+    if all experts of the layer are stored the same way.
     """
     device = matrices.device
     if device.type != "cuda" or find_spec("triton") is None or dtype not in DTYPES:

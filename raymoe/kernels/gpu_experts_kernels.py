@@ -1,6 +1,6 @@
-"""Which tokens an expert works on, found on the device: nothing here waits for the host.
+"""Triton kernels of MoE experts; tokens are grouped by expert on the device, without a host sync.
 
-T tokens, K experts per token, R = T * K rows (one for each choice of a token), E experts.
+T tokens, K experts per token, R = T * K rows (one per choice of a token), E experts.
 """
 
 from typing import NamedTuple
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from raymoe.kernels.gpu_common import BIAS, decoded, load_scaling, load_units, pointer, rounded
 
-TILE_FIELDS = 5  # of a row of `tile_table`
+TILE_FIELDS = 5  # columns of `tile_table`
 
 
 class ExpertGroups(NamedTuple):
-    """The rows sorted by expert, and the way back; rows of one expert are in the order of tokens.
+    """Rows sorted by expert and, within an expert, by token.
 
     Attributes:
         tokens_R: int32, the token of each row.
@@ -32,11 +32,7 @@ class ExpertGroups(NamedTuple):
 
 
 def group_by_expert(topk_ids_TK: Tensor, topk_weights_TK: Tensor, num_experts: int) -> ExpertGroups:
-    """Sort the choices of all tokens by expert.
-
-    Args:
-        topk_ids_TK: int32 experts; distinct within a token.
-    """
+    """Sort the choices of all tokens by expert; a token's int32 expert ids are distinct."""
     num_tokens, top_k = topk_ids_TK.shape
     device = topk_ids_TK.device
     ids_R, order_R = topk_ids_TK.reshape(-1).sort(stable=True)
@@ -50,18 +46,16 @@ def group_by_expert(topk_ids_TK: Tensor, topk_weights_TK: Tensor, num_experts: i
 
 
 def max_tiles(num_rows: int, num_experts: int, tile_rows: int) -> int:
-    """Tiles that any distribution of the rows needs at most."""
+    """Return the largest number of tiles that any distribution of the rows over experts needs."""
     return num_rows // tile_rows + min(num_rows, num_experts)
 
 
 def tile_table(bounds_E1: Tensor, num_rows: int, tile_rows: int) -> Tensor:
-    """What each tile works on, int32 [tiles, 5]; tiles of an expert are neighbours.
+    """Return what each tile works on, int32 [tiles, 5]; tiles of an expert are consecutive.
 
-    The columns: expert, its first tile, the number of its tiles, its first row, the row behind its
-    last. There are as many tiles as `max_tiles` says; those that are left over have expert -1.
-
-    Args:
-        tile_rows: Rows of a tile; the last of an expert has fewer.
+    The columns are expert, its first tile, its number of tiles, its first row, and its end row
+    (exclusive). There are `max_tiles` tiles; unused ones have expert -1. The last tile of an expert
+    may have fewer than `tile_rows` rows.
     """
     num_experts = len(bounds_E1) - 1
     tiles_E = (bounds_E1.diff() + (tile_rows - 1)).div(tile_rows, rounding_mode="floor")
@@ -81,9 +75,9 @@ def tile_table(bounds_E1: Tensor, num_rows: int, tile_rows: int) -> Tensor:
 
 
 def in_planes(input_TI: Tensor, planes: int) -> Tensor:
-    """Columns p, p + P, p + 2 P, ... of P planes side by side, for codes that lie P in a unit.
+    """Reorder columns into planes: p, p + P, p + 2 P, ... for codes that lie P to a unit.
 
-    [T, I] -> [T, P * ceil(I / P)], contiguous, with zeros where there is no column.
+    [T, I] -> [T, P * ceil(I / P)], contiguous, padded with zeros.
     """
     num_tokens, num_inputs = input_TI.shape
     if planes == 1:
@@ -99,10 +93,10 @@ LAUNCH_TILE_FIELDS = tl.constexpr(TILE_FIELDS)
 def _tile(
     tiles_ptr: tl.tensor, NUM_BLOCKS: tl.constexpr, ROWS: tl.constexpr
 ) -> tuple[tl.tensor, ...]:
-    """Expert, block of outputs, and rows [N] of this program, with the row behind the last.
+    """Return expert, block of outputs, rows [N] and end row of this program.
 
-    Programs that are neighbours work on the same weights: the tiles of an expert come first, its
-    blocks of outputs after them, the experts last. So weights are read once, whatever the cache.
+    Consecutive programs are the tiles of one expert and block of outputs, so its weights are read
+    once from memory, whatever the cache size.
     """
     program = tl.program_id(0)
     row_ptr = tiles_ptr + program // NUM_BLOCKS * LAUNCH_TILE_FIELDS
@@ -119,7 +113,7 @@ def _tile(
 def _load_inputs(
     places_ptr: tl.tensor, units_U: tl.tensor, PLANE: tl.constexpr, M: tl.constexpr
 ) -> tl.tensor:
-    """Inputs of one plane as a right operand, [U, N]; `places_ptr` are rows [N, 1]."""
+    """Load one plane of the inputs as a right operand, [U, N]; `places_ptr` are rows [N, 1]."""
     columns_1U = (units_U + PLANE * M.num_units)[None, :]
     if M.is_even:
         input_NU = tl.load(places_ptr + columns_1U)
@@ -132,13 +126,13 @@ def _load_inputs(
 def _gated(
     gate_ON: tl.tensor, up_ON: tl.tensor, GAIN: tl.constexpr, LIMIT: tl.constexpr
 ) -> tl.tensor:
-    """The product of `cpu_experts.gated_product`, silu or clamped; NaN stays NaN."""
+    """Compute `cpu_experts.gated_product` for silu or the clamped product; NaN stays NaN."""
     if LIMIT is not None:
         gate_ON = tl.where(gate_ON > LIMIT, LIMIT, gate_ON)
         up_ON = tl.where(up_ON > LIMIT, LIMIT, up_ON)
         up_ON = tl.where(up_ON < -LIMIT, -LIMIT, up_ON) + 1.0
     scaled_ON = gate_ON * GAIN
-    # The exponential of a negative number only: it never overflows.
+    # exp takes only negative numbers, so it never overflows.
     power_ON = tl.exp(-tl.abs(scaled_ON))
     sigmoid_ON = tl.where(scaled_ON >= 0, 1.0, power_ON) / (1.0 + power_ON)
     return gate_ON * sigmoid_ON * up_ON
@@ -154,7 +148,7 @@ def _project_both(
     OUTPUTS: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Products of the same inputs with both matrices, float32 [O, N] each."""
+    """Multiply the same inputs with gate and up, float32 [O, N] each."""
     gate_ON = tl.full([OUTPUTS, ROWS], 0.0, tl.float32)
     up_ON = tl.full([OUTPUTS, ROWS], 0.0, tl.float32)
     for step in range(GATE.num_steps):
@@ -185,7 +179,7 @@ def _project(
     OUTPUTS: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> tl.tensor:
-    """Product of inputs with one matrix, float32 [O, N]."""
+    """Multiply inputs with one matrix, float32 [O, N]."""
     out_ON = tl.full([OUTPUTS, ROWS], 0.0, tl.float32)
     for step in range(M.num_steps):
         units_U = step * M.step + tl.arange(0, M.step)
@@ -218,19 +212,19 @@ def gate_up_kernel(
     OUTPUTS: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    """activation(gate(hidden)) * up(hidden) of the rows of one tile, for one block of outputs.
+    """Compute activation(gate) * up for the rows of one tile and a block of outputs.
 
     Args:
         hidden_ptr: [T, P * units], in planes as GATE reads them.
         tokens_ptr: int32 [R], the token of each row.
-        product_ptr: [R, planes * ...], in planes as the kernel of down reads them.
+        product_ptr: [R, planes * ...], in planes as `down_kernel` reads them.
     """
     expert, block, rows_N, end = _tile(tiles_ptr, (GATE.outputs + OUTPUTS - 1) // OUTPUTS, ROWS)
     if expert < 0:
         return
     row_ptr = table_ptr + expert.to(tl.int64) * TABLE_FIELDS
     outputs_O = block * OUTPUTS + tl.arange(0, OUTPUTS)
-    # Rows behind the last are computed with the last one's token, and not written.
+    # Padding rows repeat the token of the last row and are not written.
     tokens_N = tl.load(tokens_ptr + tl.minimum(rows_N, end - 1)).to(tl.int64)
     inputs_ptr = hidden_ptr + (tokens_N * (GATE.unit_inputs * GATE.num_units))[:, None]
     gate_ON, up_ON = _project_both(row_ptr, inputs_ptr, outputs_O, GATE, UP, OUTPUTS, ROWS)
@@ -259,7 +253,7 @@ def down_kernel(
     OUTPUTS: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    """down(product) of the rows of one tile, for one block of outputs; float32 [R, H]."""
+    """Compute down(product) for the rows of one tile and a block of outputs; float32 [R, H]."""
     expert, block, rows_N, end = _tile(tiles_ptr, (DOWN.outputs + OUTPUTS - 1) // OUTPUTS, ROWS)
     if expert < 0:
         return
@@ -295,10 +289,9 @@ def combine_kernel(
     DOT: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Sum of weight times row over the experts of one token, in their order; rounded once.
+    """Sum weight times row over the experts of one token, by ascending expert; round once.
 
-    Args:
-        places_ptr: int32 [T, K], rows of each token.
+    `places_ptr` holds the rows of each token, int32 [T, K].
     """
     token = tl.program_id(0).to(tl.int64)
     columns_C = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -1,8 +1,8 @@
-"""How the matrices of a layer's experts lie in device memory, and at which addresses.
+"""Layouts and addresses of expert matrices in device memory, and tile sizes of their kernels.
 
-Experts may lie in different buffers (resident ones here, streamed ones in a slot): a kernel takes
-the address of each tensor of each expert from a table, and everything else, which is the same for
-all of them, from a `MatrixLayout`. E experts, O outputs, I inputs, G groups of inputs.
+Experts may lie in different buffers (resident ones, or streamed ones in a slot). A kernel reads the
+addresses of each expert's tensors from a table; all else is the same for every expert and is in a
+`MatrixLayout`. E experts, O outputs, I inputs, G groups of inputs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,31 +35,31 @@ from raymoe.specs.weight_format import (
 Kind = Literal["plain", "int4", "e2m1", "e4m3"]
 Zeros = Literal["none", "packed", "gptq", "awq"]
 
-FIELDS = ("codes", "scales", "zeros", "order", "bias")  # of a matrix in the table of addresses
+FIELDS = ("codes", "scales", "zeros", "order", "bias")  # order of the address table
 MAX_ALIGNMENT = 16  # bytes that one thread loads at once
-_NIBBLES = 8  # in a word
+_NIBBLES = 8
 _WORD_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixLayout:
-    """Everything about a matrix [O, I] but its addresses.
+    """The layout of a matrix [O, I].
 
-    Codes come in units: one element, or a word or byte with several neighbours of four bits.
+    A unit is one element, or a word or byte that holds several neighbouring four-bit codes.
 
     Attributes:
-        kind: What number a code is.
-        unit_inputs: Inputs whose codes are in one unit.
-        unit_outputs: Outputs whose codes are in one unit; not more than one of both is above 1.
-        code_strides: Units between neighbouring (units of) outputs, and of inputs.
+        kind: Number format of a code.
+        unit_inputs: Inputs whose codes share a unit.
+        unit_outputs: Outputs whose codes share a unit; at most one of both is above 1.
+        code_strides: Strides between outputs (or units of outputs) and between inputs, in units.
         scales: Type of the scales; uint8 for exponents of two; None without scales.
-        scale_strides: Elements between neighbouring blocks of outputs, and groups.
+        scale_strides: Strides between blocks of outputs and between groups, in elements.
         group_size: Inputs that share a scale.
         block_rows: Outputs that share a scale.
-        zeros: How zero points are packed: in words along the outputs, of GPTQ less one, of AWQ in
-            an order of their own.
-        zero_strides: Words between neighbouring words of outputs, and groups.
-        has_order: Whether a table names the group of each input.
+        zeros: Packing of zero points in words along the outputs: GPTQ stores them less one, AWQ in
+            its own order.
+        zero_strides: Strides between words of outputs and between groups, in words.
+        has_order: Whether a table names the group of each input (act-order).
     """
 
     kind: Kind
@@ -82,19 +82,18 @@ class MatrixLayout:
 
 
 def layout_of(weights: Sequence[Weight]) -> MatrixLayout | None:
-    """The layout that all these matrices have; None where they differ."""
     has_words = all(_has_whole_words(weight) for weight in weights)
     layouts = {_layout(weight, has_words=has_words) for weight in weights}
     return layouts.pop() if len(layouts) == 1 else None
 
 
 def alignment_of(weights: Sequence[Weight]) -> int:
-    """Bytes of which the addresses of all codes are multiples, at most 16."""
+    """Return the common alignment of the addresses of all codes in bytes, at most 16."""
     return gcd(MAX_ALIGNMENT, *(_codes(weight).data_ptr() for weight in weights))
 
 
 def addresses_of(weight: Weight, bias_O: Tensor | None) -> list[int]:
-    """Where the tensors of a matrix lie, in the order of `FIELDS`; 0 for what it does not have."""
+    """Return the addresses of a matrix's tensors in the order of `FIELDS`; 0 for absent ones."""
     tensors: dict[str, Tensor] = {}
     if isinstance(weight, StoredMatrix):
         tensors.update(weight.pieces)
@@ -220,17 +219,16 @@ _LAYOUTS: Mapping[type[WeightFormat], Callable[[StoredMatrix], MatrixLayout]] = 
 }
 
 
-BUCKETS = (1, 16, 32, 64, 128, 256, 512, 1024)  # tokens per expert, at least
+BUCKETS = (1, 16, 32, 64, 128, 256, 512, 1024)  # lower bounds of tokens per expert
 
-# A GPU multiplies tiles of 64 outputs and more with one and the same instruction: see
-# `device_experts_kernels`.
+# A GPU multiplies all tiles of at least 64 outputs with the same instruction.
 _MIN_OUTPUTS, _MIN_ROWS, _MAX_ROWS, _MAX_ROWS_OF_TURING = 64, 16, 128, 32
-# Capability. Triton once used those of Turing and Volta, and left it (3.9 says so in a remark).
+# Compute capability. Triton no longer uses the tensor cores of Turing and Volta (3.9 warns).
 TENSOR_CORES_SINCE = (8, 0)
 
 
 class TileKey(NamedTuple):
-    """What a choice depends on, beside the GPU."""
+    """Key of a measured tile."""
 
     format: str
     bucket: int
@@ -238,11 +236,7 @@ class TileKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileShape:
-    """A tile and who computes it.
-
-    Attributes:
-        stages: Steps whose loads are under way at once.
-    """
+    """Sizes of a tile and its launch parameters; `stages` is Triton's `num_stages`."""
 
     outputs: int
     rows: int
@@ -252,18 +246,17 @@ class TileShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileTable:
-    """The choices for one GPU.
+    """Tile shapes for one GPU.
 
     Attributes:
-        capability: Of the GPU: (7, 5) is Turing, (8, 0) Ampere, (9, 0) Hopper.
-        chosen: What was measured; everything else is `default_shape`.
+        capability: Compute capability: (7, 5) is Turing, (8, 0) Ampere, (9, 0) Hopper.
+        chosen: Measured shapes; other keys use `default_shape`.
     """
 
     capability: tuple[int, int]
     chosen: Mapping[TileKey, TileShape] = field(default_factory=lambda: MappingProxyType({}))
 
     def shape(self, layout: MatrixLayout, tokens_per_expert: float) -> TileShape:
-        """The tile for a matrix and so many tokens."""
         key = key_of(layout, tokens_per_expert)
         found = self.chosen.get(key)
         return default_shape(key.bucket, self.capability) if found is None else found
@@ -273,11 +266,6 @@ class TileTable:
 
     @classmethod
     def from_json(cls, capability: tuple[int, int], entries: object) -> "TileTable":
-        """Read what `to_json` wrote.
-
-        Raises:
-            ConfigError: It is not that, or not a tile that the kernels can use; says which entry.
-        """
         if not isinstance(entries, list):
             raise ConfigError(f"a list of tiles is expected, not {type(entries).__name__}")
         chosen = dict(map(_entry, entries))
@@ -285,17 +273,16 @@ class TileTable:
 
 
 def units_of_step(layout: MatrixLayout, *, has_tensor_cores: bool) -> int:
-    """Units of codes that one step of a kernel reads of each output.
+    """Return how many units of codes of each output one step of a kernel reads.
 
-    Args:
-        has_tensor_cores: Whether they multiply: then 64 to 128 bytes, as the memory gives at once.
-            Otherwise a thread keeps all its operands of a step in registers: as few as may be.
+    With tensor cores a step reads 64 to 128 bytes, the size of a memory transaction. Without them a
+    thread keeps all operands of a step in registers, so steps are as small as possible.
     """
     if not has_tensor_cores:
         return 16
     if layout.unit_inputs > 1:
         return 16 if layout.unit_inputs == _NIBBLES else 32
-    # A word of AWQ is read once for each of its outputs, and staged as often.
+    # A word of AWQ is loaded once per output that it holds, and staged as often.
     return 32 if layout.unit_outputs > 1 else 64
 
 
@@ -306,9 +293,9 @@ def key_of(layout: MatrixLayout, tokens_per_expert: float) -> TileKey:
 
 
 def default_shape(bucket: int, capability: tuple[int, int]) -> TileShape:
-    """A tile where none was measured: as many rows as an expert usually has, 16 to 128.
+    """Return the tile for keys without a measurement: about the usual rows per expert, 16 to 128.
 
-    Triton multiplies on Turing without its tensor cores, out of registers: 16 or 32 rows.
+    On Turing, Triton multiplies without tensor cores, from registers: 16 or 32 rows.
     """
     is_turing = capability < TENSOR_CORES_SINCE
     rows = min(max(2 * bucket, _MIN_ROWS), _MAX_ROWS_OF_TURING if is_turing else _MAX_ROWS)
@@ -352,11 +339,10 @@ def _entry(entry: object) -> tuple[TileKey, TileShape]:
 
 
 class ExpertMatrices(NamedTuple):
-    """The weights of all experts of a layer, and their biases; E experts, H hidden, F wide.
+    """The weights and biases of all experts of a layer.
 
-    Attributes:
-        are_reordered: Whether tables that name the group of each input (act-order) may name others
-            than groups of neighbours do; without them they are not read.
+    E experts, H hidden size, F intermediate size. `are_reordered` says whether group tables
+    (act-order) may put inputs that are not neighbours in a group; if not, the tables are ignored.
     """
 
     gate_EFH: Sequence[Weight]
@@ -381,7 +367,7 @@ class ExpertMatrices(NamedTuple):
         return first.pieces["codes"].device if isinstance(first, StoredMatrix) else first.device
 
     def layouts(self) -> tuple[MatrixLayout, MatrixLayout] | None:
-        """Of gate and up, and of down; None where experts, or gate and up, are stored unlike."""
+        """The layouts of gate and up, and of down; None if experts or gate and up differ."""
         found = layout_of([*chain(self.gate_EFH, self.up_EFH)]), layout_of([*self.down_EHF])
         if found[0] is None or found[1] is None:
             return None
@@ -394,13 +380,12 @@ class ExpertMatrices(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
-    """How our kernels compute experts.
+    """Types and tiles of the expert kernels.
 
     Attributes:
         dtype: Type of hidden states; stored weights are rounded to it.
-        dot: Type in which the kernels multiply. The same, but float32 for bfloat16 on Turing, which
-            has no product of it: exact, and slow (float16 suits Turing), and in the interpreter.
-        tiles: How large the tiles are.
+        dot: Type of the products. Equal to `dtype`, except float32 for bfloat16 on Turing, which
+            has no bfloat16 product (exact but slow; float16 suits Turing), and in the interpreter.
     """
 
     dtype: torch.dtype
@@ -409,7 +394,6 @@ class Compute:
 
     @classmethod
     def on(cls, tiles: TileTable, dtype: torch.dtype) -> "Compute":
-        """On the GPU that the tiles are for."""
         has_dot = dtype != torch.bfloat16 or tiles.capability >= TENSOR_CORES_SINCE
         return cls(dtype=dtype, dot=dtype if has_dot else torch.float32, tiles=tiles)
 

@@ -1,4 +1,4 @@
-"""Layouts of the paged KV cache that attention kernels read: keys and values, latent rows."""
+"""Layouts of the paged cache that attention kernels read: keys and values, or latent rows."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,11 +15,11 @@ CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class CacheLayout(Protocol):
-    """Shape and type of one layer's cache, whatever a token leaves in it."""
+    """Shape and type of one layer's cache."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of its elements."""
+        """Type of the elements."""
 
     @property
     def block_shape(self) -> tuple[int, ...]:
@@ -48,7 +48,6 @@ class KvLayout:
 
     @property
     def block_shape(self) -> tuple[int, int, int]:
-        """Shape of one block of one layer: [G, 2, B * D]."""
         return (self.num_kv_heads, 2, BLOCK_TOKENS * self.head_dim)
 
     @property
@@ -57,17 +56,12 @@ class KvLayout:
 
 
 def check_cache_dtype(dtype: torch.dtype) -> None:
-    """Refuse types that no attention kernel reads.
-
-    Raises:
-        ConfigError: The type is none of `CACHE_DTYPES`.
-    """
     if dtype not in CACHE_DTYPES:
         raise ConfigError(f"KV cache dtype is {dtype}; supported: {CACHE_DTYPES}")
 
 
 def unpack_block(block: Tensor, layout: KvLayout) -> tuple[Tensor, Tensor]:
-    """Keys and values of one block [G, 2, B * D], each copied to [B, G, D]. For tests."""
+    """Copy keys and values of one block [G, 2, B * D] to [B, G, D] each; for tests."""
     heads, dim, pair = layout.num_kv_heads, layout.head_dim, layout.pair
     keys = block[:, 0].reshape(heads, dim // pair, BLOCK_TOKENS, pair).permute(2, 0, 1, 3)
     tiles = [
@@ -78,7 +72,7 @@ def unpack_block(block: Tensor, layout: KvLayout) -> tuple[Tensor, Tensor]:
 
 
 def pack_block(keys_BGD: Tensor, values_BGD: Tensor, layout: KvLayout) -> Tensor:
-    """The inverse of `unpack_block`: one block [G, 2, B * D]. For tests."""
+    """Invert `unpack_block`; for tests."""
     heads, dim, pair = layout.num_kv_heads, layout.head_dim, layout.pair
     keys = keys_BGD.reshape(BLOCK_TOKENS, heads, dim // pair, pair).permute(1, 2, 0, 3)
     tiles = [
@@ -90,11 +84,7 @@ def pack_block(keys_BGD: Tensor, values_BGD: Tensor, layout: KvLayout) -> Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentLayout:
-    """Latents and rotated keys.
-
-    Attributes:
-        rope_dim: Elements of the rotated key.
-    """
+    """Rows of latents, each followed by the rotated key."""
 
     rank: int
     rope_dim: int
@@ -114,7 +104,6 @@ class LatentLayout:
 
     @property
     def block_shape(self) -> tuple[int, int]:
-        """Shape of one block of one layer: [B, W]."""
         return (BLOCK_TOKENS, self.width)
 
     @property
@@ -122,16 +111,16 @@ class LatentLayout:
         return BLOCK_TOKENS * self.width * self.dtype.itemsize
 
 
-NEVER = 2**62  # tokens that no sequence has
+NEVER = 2**62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentHeads:
-    """The weight that unfolds latents into keys and values, and its sizes.
+    """The weight that up-projects latents to keys and values, and its sizes.
 
     Attributes:
         weight_HXR: [H, N + V, R].
-        rope_dim: Dimensions of queries and of the shared key that are rotated.
+        rope_dim: Rotated dimensions of queries and of the shared key.
     """
 
     weight_HXR: Tensor
@@ -151,7 +140,7 @@ class LatentHeads:
         return self.weight_HXR.shape[1] - self.nope_dim
 
     def absorb(self, query_THD: Tensor) -> Tensor:
-        """Queries in the space of the cached rows, [T, H, W]."""
+        """Project queries to the space of the cached rows, [T, H, W]."""
         num_tokens, num_heads, _ = query_THD.shape
         absorbed_THW = query_THD.new_empty(num_tokens, num_heads, self.rank + self.rope_dim)
         nope_HTN = query_THD[..., : self.nope_dim].transpose(0, 1)
@@ -161,12 +150,12 @@ class LatentHeads:
         return absorbed_THW
 
     def up_project(self, result_THR: Tensor) -> Tensor:
-        """Results of the absorbed form as those of the plain one, [T, H, V]."""
+        """Up-project results of the absorbed form to those of the plain form, [T, H, V]."""
         weight_HRV = self.weight_HXR[:, self.nope_dim :].transpose(1, 2)
         return torch.bmm(result_THR.transpose(0, 1), weight_HRV).transpose(0, 1)
 
     def keys_and_values(self, rows_CW: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
-        """Keys [C, h, D] and values [C, h, V] of some heads; what precedes C stays in front."""
+        """Up-project rows to keys [..., C, h, D] and values [..., C, h, V] of some heads."""
         weight_hXR = self.weight_HXR[heads]
         up_projected = functional.linear(rows_CW[..., : self.rank], weight_hXR.flatten(0, 1))
         up_projected_ChX = up_projected.view(*rows_CW.shape[:-1], *weight_hXR.shape[:2])
@@ -176,10 +165,11 @@ class LatentHeads:
 
     @property
     def min_plain_tokens(self) -> int:
-        """Tokens of a prompt from which on the plain form is the one with less work.
+        """Return the number of new prompt tokens from which the plain form does fewer operations.
 
-        It spends 2 R (N + V) operations on every position to save 2 (W + R - D - V) with every new
-        token that sees it; in a prompt taken at once that is half of them.
+        Up-projection costs 2 R (N + V) operations per position. It saves 2 (W + R - D - V) per pair
+        of a new token and a position it sees; in a prompt computed in one step that is half of all
+        pairs.
         """
         saved = 2 * self.rank + self.rope_dim - self.query_dim - self.value_dim
         spent = 2 * self.rank * self.weight_HXR.shape[1]

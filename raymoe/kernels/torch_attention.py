@@ -1,4 +1,4 @@
-"""Paged attention by torch alone, for any device."""
+"""Paged attention with torch operators alone, for any device."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.cpu_elementwise import Projected
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, VALUE_COLUMNS, CacheLayout, KvLayout, LatentHeads
 
-# Gathered blocks of one call: room beside weights and caches is scarce.
+# Upper bound of the blocks gathered in one call; device memory is scarce next to weights and KV.
 GATHERED_BYTES = 64 << 20
 
 
@@ -25,7 +25,7 @@ class Group:
     context_S: Tensor
 
     def visible(self, num_positions: int, sliding_window: int | None = None) -> Tensor:
-        """Which of the first positions each new token sees, [S, Q, C]."""
+        """Mask of the first positions that each new token sees, [S, Q, C]."""
         num_new, device = self.rows_SQ.shape[1], self.context_S.device
         first_S1 = self.context_S[:, None] - num_new
         query_SQ1 = (first_S1 + torch.arange(num_new, device=device))[..., None]
@@ -36,7 +36,7 @@ class Group:
         return visible_SQC
 
     def is_rest(self, num_positions: int) -> Tensor:
-        """Which positions lie behind the context of each sequence, [S, C]: NaN may be there."""
+        """Mask of positions beyond each context, [S, C]; the cache may hold NaN there."""
         position_C = torch.arange(num_positions, device=self.context_S.device)
         return position_C >= self.context_S[:, None]
 
@@ -51,11 +51,7 @@ class PagedBatch:
 
     @classmethod
     def of(cls, batch: AttentionBatch, layout: CacheLayout, device: torch.device) -> Self:
-        """Work the indices out on the host and send them to `device`.
-
-        Args:
-            layout: Of the cache; decides how many sequences go into one group.
-        """
+        """Compute the indices on the host and copy them to `device`."""
         starts, contexts = batch.query_start.long(), batch.context_tokens.long()
         num_scheduled_tokens = starts.diff()
         sequence_T = torch.repeat_interleave(num_scheduled_tokens)
@@ -103,7 +99,7 @@ def append_and_attend_paged(
     sliding_window: int | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """As `cpu_attention.append_and_attend`, on the device of its arguments; [T, H * D]."""
+    """Compute what `cpu_attention.append_and_attend` does, on the device of its arguments."""
     query_THD = projected.query_THD
     _, num_kv_heads, head_dim = projected.key_TGD.shape
     layout = KvLayout(num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=cache.dtype)
@@ -136,10 +132,10 @@ class _Operands(NamedTuple):
 
 
 def _with_sinks(operands: _Operands, sinks_H: Tensor) -> _Operands:
-    """One more position, whose score is the sink of each head and whose value is zero.
+    """Append a position whose score is the sink of each head and whose value is zero.
 
-    It needs a dimension of its own: there the key of that position is 1, and that of a query the
-    sink, divided by the scale. Both grow by 8 rather than 1: kernels want aligned sizes.
+    The position has a dimension of its own: its key is 1 there, and a query the sink divided by the
+    scale. Positions and dimensions grow by 8 instead of 1, because kernels need aligned sizes.
     """
     query_SHQD, keys_SGCD, values_SGCD, visible_S1QC = operands
     head_dim, num_positions = query_SHQD.shape[-1], keys_SGCD.shape[2]
@@ -166,14 +162,14 @@ def _append(projected: Projected, cache: Tensor, batch: PagedBatch, layout: KvLa
 
 def _gather(cache: Tensor, table_SM: Tensor, layout: KvLayout) -> tuple[Tensor, Tensor]:
     keys, tiles = _views(cache, layout)
-    # [S, M, G, D / P, B, P] and, of each tile, [S, M, G, B / P, columns, P]
+    # [S, M, G, D / P, B, P] and, for each tile, [S, M, G, B / P, columns, P]
     keys_SGCD = keys[table_SM].permute(0, 2, 1, 4, 3, 5).flatten(4, 5).flatten(2, 3)
     values = [tile[table_SM].permute(0, 2, 1, 3, 5, 4).flatten(2, 4) for tile in tiles]
     return keys_SGCD, torch.cat(values, dim=3)
 
 
 def _views(cache: Tensor, layout: KvLayout) -> tuple[Tensor, list[Tensor]]:
-    """Keys [N, G, D / P, B, P] and the tiles of the values, [N, G, B / P, columns, P] each."""
+    """Return keys [N, G, D / P, B, P] and tiles of values, [N, G, B / P, columns, P] each."""
     num_blocks, num_kv_heads, pair = len(cache), layout.num_kv_heads, layout.pair
     shape = (num_blocks, num_kv_heads, layout.head_dim // pair, BLOCK_TOKENS, pair)
     tiles = [
@@ -192,14 +188,9 @@ def append_and_attend_latent_paged(
     heads: LatentHeads,
     scale: float,
 ) -> Tensor:
-    """Append the rows of the step to the cache and attend; [T, H, V].
+    """Append the latent rows of the step to the cache in place and attend; [T, H, V].
 
-    The new tokens of a sequence take the form that is the cheaper one for so many of them.
-
-    Args:
-        latent_TW: The rows of the new tokens.
-        cache: Blocks of one layer on the device of all arguments; changed in place.
-        heads: Unfolds rows; of the type of the queries.
+    The new tokens of a sequence use the form that needs fewer operations for so many tokens.
     """
     cache[batch.blocks_T, batch.offsets_T] = latent_TW.to(cache.dtype)
     out_THV = query_THD.new_empty(*query_THD.shape[:2], heads.value_dim)
@@ -226,7 +217,7 @@ def attend_plain(
     *,
     scale: float,
 ) -> Tensor:
-    """Attention over keys and values that are up-projected some heads at a time; [S, Q, H, V]."""
+    """Attend over keys and values up-projected for some heads at a time; [S, Q, H, V]."""
     num_heads = query_SQHD.shape[2]
     up_projected_dim = heads.query_dim + heads.nope_dim + 2 * heads.value_dim
     row_bytes = up_projected_dim * query_SQHD.dtype.itemsize
@@ -255,7 +246,7 @@ def attend_absorbed(
     *,
     scale: float,
 ) -> Tensor:
-    """Attention over the rows as they are, some new tokens at a time; [S, Q, H, V]."""
+    """Attend over the latent rows themselves, some new tokens at a time; [S, Q, H, V]."""
     (num_sequences, num_positions, _), num_heads = rows_SCW.shape, query_SQHD.shape[2]
     score_bytes = num_sequences * num_heads * num_positions * torch.float32.itemsize
     at_once = max(1, GATHERED_BYTES // score_bytes)

@@ -1,1 +1,1 @@
-"""Where data lives: checkpoints, arenas of host memory, weights and the KV cache."""
+"""Checkpoints, arenas of host memory, weights, activations and the KV cache."""

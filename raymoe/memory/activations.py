@@ -1,6 +1,6 @@
-"""What a step writes between its operations, on the device and on the host, allocated once.
+"""Activation buffers of a step on the device and on the host, allocated once.
 
-T tokens of a step, W tokens of a micro-batch, H hidden, K experts per token.
+T tokens of a step, W tokens of a micro-batch, H hidden size, K experts per token.
 """
 
 from collections.abc import Callable
@@ -16,17 +16,17 @@ from raymoe.specs.model import ModelSpec, MoeSpec
 
 Allocate = Callable[[int], Tensor]  # bytes -> uint8 tensor
 
-STAGED_MICRO_BATCHES = 2  # KV of this many micro-batches is on the device at once
+STAGED_MICRO_BATCHES = 2  # KV of so many micro-batches is on the device at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationSizes:
-    """How much of everything.
+    """Sizes of the activation buffers.
 
     Attributes:
         max_num_batched_tokens: Most tokens of a step (T).
         micro_batch_tokens: Most tokens of a micro-batch (W).
-        ring: Micro-batches whose attention is under way at once.
+        ring: Micro-batches whose attention is in progress at once.
         staged_blocks: KV blocks of one micro-batch on the device; 0 if the device never attends.
     """
 
@@ -59,10 +59,10 @@ class _TwoForms:
 
 
 class MicroBatchActivations:
-    """Between the operations around attention, of one micro-batch.
+    """Attention inputs and outputs of one micro-batch.
 
-    The first tokens are those that the host attends to, in absorbed form; the others are the
-    device's. What goes into the cache is the same for both.
+    The host attends to the first tokens, in absorbed form, and the device to the others. Both use
+    the same rows of keys and values.
     """
 
     def __init__(
@@ -80,28 +80,23 @@ class MicroBatchActivations:
         )
 
     def absorbed(self, end: int) -> Projected:
-        """Absorbed queries, keys and values of the tokens before `end`."""
         return Projected(self._query.first(end), *self.cached(0, end))
 
     def projected(self, begin: int, end: int) -> Projected:
-        """Queries, keys and values of tokens from `begin` on."""
         return Projected(self._query.rest(begin, end), *self.cached(begin, end))
 
     def cached(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of tokens from `begin` on."""
         return self._key[begin:end], self._value[begin:end]
 
     def absorbed_result(self, end: int) -> Tensor:
-        """Absorbed results of attention for the tokens before `end`, [end, X]."""
         return self._result.first(end)
 
     def result(self, begin: int, end: int) -> Tensor:
-        """Results of attention for tokens from `begin` on, [end - begin, X]."""
         return self._result.rest(begin, end)
 
 
 class HostActivations:
-    """In pinned memory: embedded tokens of all micro-batches, a ring of attention's data."""
+    """Pinned memory: embeddings of all micro-batches, and a ring of attention buffers."""
 
     def __init__(
         self, spec: ModelSpec, sizes: ActivationSizes, *, dtype: torch.dtype, allocate: Allocate
@@ -116,7 +111,7 @@ class HostActivations:
 
 
 class StepActivations:
-    """On the device: hidden states of all micro-batches, a ring of what lies around attention."""
+    """Device memory: hidden states of all micro-batches, and a ring of attention buffers."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""One large region of host memory on huge pages, handed out piece by piece and freed as a whole."""
+"""One large region of host memory on huge pages, allocated piecewise and freed as a whole."""
 
 import contextlib
 import mmap
@@ -16,31 +16,24 @@ HUGE_PAGE_BYTES = 2 * MIB
 
 
 def aligned_bytes(num_bytes: int) -> int:
-    """Bytes that `HostArena.allocate` takes from the arena for a request of `num_bytes`."""
     return ceil_div(num_bytes, ALIGNMENT) * ALIGNMENT
 
 
 class HostArena:
-    """Anonymous memory of fixed size, zero until written, on huge pages where the kernel allows.
+    """Anonymous memory of fixed size, zero until written, on huge pages if the kernel allows.
 
-    Packed weights and KV blocks live here: one mapping, so that one `madvise` asks for huge pages
-    and a page-table walk per 2 MiB instead of per 4 KiB serves the kernels. Physical memory is
-    taken when a page is first written. Thread-safe.
+    It holds packed weights and KV blocks in one mapping: one `madvise` asks for huge pages, and a
+    page-table walk covers 2 MiB instead of 4 KiB. Physical memory is used from the first write to a
+    page. Thread-safe.
 
     Attributes:
         num_bytes: Size of the arena; the sum of `aligned_bytes` of all requests must fit.
-        is_filled: What is handed out holds already what it is for.
+        is_filled: Whether allocations already hold their data.
     """
 
     is_filled = False
 
     def __init__(self, num_bytes: int) -> None:
-        """Map the arena.
-
-        Raises:
-            ConfigError: The size is negative.
-            CapacityError: The operating system refuses the mapping.
-        """
         if num_bytes < 0:
             raise ConfigError(f"arena size is {num_bytes} bytes; it cannot be negative")
         self.num_bytes = aligned_bytes(num_bytes)
@@ -54,20 +47,12 @@ class HostArena:
 
     @property
     def memory(self) -> Tensor:
-        """All of it, uint8.
-
-        Raises:
-            CapacityError: The arena is closed.
-        """
+        """The whole arena, uint8."""
         with self._lock:
             return self._open_memory()
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Take `num_bytes` as a uint8 tensor, zero-filled and aligned to 64 bytes.
-
-        Raises:
-            CapacityError: The arena is full or closed.
-        """
+        """Allocate a zero-filled uint8 tensor, aligned to 64 bytes."""
         with self._lock:
             memory = self._open_memory()
             begin, taken = self._used_bytes, aligned_bytes(num_bytes)
@@ -82,7 +67,7 @@ class HostArena:
             return memory[begin : begin + num_bytes]
 
     def seal(self) -> None:
-        """Say that everything is in it; of use where others share it."""
+        """Mark the arena as filled; only a shared arena needs it."""
 
     def _map(self, num_bytes: int) -> Tensor:
         return _map_huge_pages(num_bytes)
@@ -93,15 +78,15 @@ class HostArena:
         return self._memory
 
     def close(self) -> None:
-        """Refuse further requests; memory returns when the last tensor of the arena is gone."""
+        """Refuse further requests; the memory is freed with the last tensor of the arena."""
         with self._lock:
             self._memory = None
 
 
 def _map_huge_pages(num_bytes: int) -> Tensor:
-    """Zero-filled uint8 tensor on its own mapping, aligned to a huge page when at least that big.
+    """Map a zero-filled uint8 tensor, aligned to a huge page if it is at least that large.
 
-    The tensor owns the mapping (through the buffer protocol), which is unmapped with it.
+    The tensor owns the mapping through the buffer protocol.
     """
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
@@ -114,7 +99,7 @@ def _map_huge_pages(num_bytes: int) -> Tensor:
             f"cannot map {format_bytes(length)} of host memory ({error}); reduce host_memory_bytes"
         ) from error
     if is_huge and hasattr(mmap, "MADV_HUGEPAGE"):
-        # Kernels without transparent huge pages answer EINVAL: slower, not wrong.
+        # Kernels without transparent huge pages return EINVAL, which is harmless.
         with contextlib.suppress(OSError):
             mapping.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
@@ -123,9 +108,9 @@ def _map_huge_pages(num_bytes: int) -> Tensor:
 
 
 class SharedArena(HostArena):
-    """Hands out the same places of the same memory in every process that asks in the same order.
+    """An arena that several processes map; allocations in the same order have the same places.
 
-    The first process fills it and calls `seal`; for the others it `is_filled`, and read-only.
+    The first process fills it and calls `seal`; for the others it `is_filled` and read-only.
     """
 
     def __init__(
@@ -135,12 +120,8 @@ class SharedArena(HostArena):
 
         Args:
             file: Filled, or to be filled with `num_bytes`.
-            note: For the other processes, if this one fills it.
-            is_writable: Map it so that it could be written, as drivers want what they pin.
-
-        Raises:
-            CapacityError: There is not so much shared memory.
-            ExecutionError: What others have filled has another size.
+            note: Data for the other processes, if this one fills the file.
+            is_writable: Map it as writable, which drivers need for pinning.
         """
         self._file, self._note, self._is_writable = file, note, is_writable
         self.is_filled = file.is_whole
@@ -152,7 +133,6 @@ class SharedArena(HostArena):
             self.is_filled = True
 
     def close(self) -> None:
-        """As for `HostArena`; the last process frees the memory of all."""
         super().close()
         self._file.close()
 

@@ -1,4 +1,4 @@
-"""Safetensors checkpoints without trust: every name, header and offset is checked before use.
+"""Safetensors checkpoints from untrusted sources: names, headers and offsets are checked.
 
 The format (safetensors 0.8): 8 bytes little-endian header length, a JSON header of tensor name ->
 dtype, shape, data_offsets, then the data, without holes or overlaps.
@@ -31,11 +31,11 @@ SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 MAX_INDEX_BYTES = 64 * MIB
-MAX_TENSORS = 1 << 19  # more than twice those of any model that was published, 4 for a matrix
-MAX_ENTRY_BYTES = 512  # of one tensor in a header or an index
-_OTHER_BYTES = MIB  # of what else stands there
+MAX_TENSORS = 1 << 19  # more than twice that of any published model, with 4 per matrix
+MAX_ENTRY_BYTES = 512  # maximum per tensor in a header or an index
+_OTHER_BYTES = MIB  # maximum for the rest of a header
 _OTHER_OBJECTS = 1000  # metadata may hold JSON as text
-MAX_DIMENSIONS = 64  # torch has no more
+MAX_DIMENSIONS = 64  # limit of torch
 _LENGTH_BYTES = 8
 
 
@@ -45,8 +45,7 @@ class Entry:
 
     Attributes:
         dtype: Name in the format, such as "BF16".
-        file: Name of the file in the model directory.
-        offset: First byte in that file.
+        offset: First byte in the file.
     """
 
     dtype: str
@@ -62,19 +61,14 @@ class Entry:
 class Checkpoint:
     """The tensors of one model directory, memory-mapped read-only.
 
-    Opening checks everything and takes no memory: pages come in when a tensor is read. The files
-    must not change while they are mapped: a page that is no longer there ends the process (SIGBUS)
-    when it is read, so each tensor is looked for before it is handed out.
+    Opening checks everything and reads no tensor data. The files must not change while they are
+    mapped: reading a page that no longer exists ends the process (SIGBUS), so `tensor` checks the
+    file size first.
     """
 
     def __init__(
         self, directory: Path, files: Mapping[str, Path], max_tensors: int = MAX_TENSORS
     ) -> None:
-        """Use `open`; this maps the files and reads their headers.
-
-        Args:
-            files: Name in the directory -> resolved path.
-        """
         self.directory = directory
         self._entries: dict[str, Entry] = {}
         self._maps: dict[str, tuple[mmap.mmap, Tensor]] = {}
@@ -94,11 +88,11 @@ class Checkpoint:
         """Resolve, map and check the checkpoint of a model directory.
 
         Args:
-            max_tensors: What a checkpoint of the model can have; no more are looked at.
+            max_tensors: Upper bound of the tensors for this model; larger checkpoints are refused.
 
         Raises:
-            CheckpointError: Missing, damaged, truncated, unsafe or pickled; names the file and,
-                where there is one, the tensor.
+            CheckpointError: Missing, damaged, truncated, unsafe or pickled; names the file and, if
+                there is one, the tensor.
         """
         if not directory.is_dir():
             raise CheckpointError(f"{directory}: not a directory")
@@ -119,7 +113,6 @@ class Checkpoint:
         return frozenset(self._entries)
 
     def entry(self, name: str) -> Entry:
-        """Where a tensor lies, and its type and shape."""
         try:
             return self._entries[name]
         except KeyError:
@@ -132,7 +125,7 @@ class Checkpoint:
         return {name: entry.file for name, entry in self._entries.items()}
 
     def tensor(self, name: str) -> Tensor:
-        """A view of the mapped file: reading faults pages in, writing crashes; do not write.
+        """Return a view of the mapped file, which must not be written to (that ends the process).
 
         A tensor whose data is not aligned to its element size is copied.
         """
@@ -144,7 +137,7 @@ class Checkpoint:
             )
         mapping, file = self._maps[entry.file]
         end = entry.offset + entry.num_bytes
-        size = mapping.size()  # of the file as it is now
+        size = mapping.size()  # current size of the file
         if size < end:
             raise CheckpointError(
                 f"{self.directory / entry.file}: became shorter while it was in use: tensor "
@@ -157,9 +150,9 @@ class Checkpoint:
         return data.view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
 
     def drop_pages(self, names: Iterable[str]) -> None:
-        """Give back the memory of tensors that were copied elsewhere.
+        """Free the memory of tensors that were copied elsewhere.
 
-        Views stay valid: reading them again faults the pages in from the file.
+        Views stay valid: reading them faults the pages in from the file again.
         """
         page = mmap.PAGESIZE
         for name in names:
@@ -227,7 +220,7 @@ def _open_file(path: Path, *, file: str, max_tensors: int) -> tuple[mmap.mmap, d
 
 def _as_bytes(mapping: mmap.mmap) -> Tensor:
     with warnings.catch_warnings():
-        # Torch has no read-only tensors and says so once; nothing here writes.
+        # torch has no read-only tensors and warns once; nothing writes to these.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(mapping, dtype=torch.uint8)
 
@@ -250,7 +243,7 @@ def _read_header(
     if begin > size:
         raise CheckpointError(f"{where}: header of {length} bytes in a file of {size}; truncated?")
     content = os.pread(descriptor, length, _LENGTH_BYTES)
-    num_objects = content.count(b"{")  # before they take a hundred times their bytes
+    num_objects = content.count(b"{")  # parsed, each needs a hundred times its bytes
     if num_objects > max_tensors + _OTHER_OBJECTS:
         raise CheckpointError(
             f"{where}: header of about {num_objects} tensors, at most {max_tensors} may be here; "
@@ -323,15 +316,15 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def resolve_model(model_source: str | Path, *, revision: str | None = None) -> Path:
-    """The local directory of a model, downloaded into the hub cache where it is not there yet.
+    """Return the local directory of a model; download it to the hub cache if it is missing.
 
     Args:
         model_source: A directory, or a hub name such as "mistralai/Mixtral-8x7B-Instruct-v0.1".
         revision: Branch, tag or commit of a hub name.
 
     Raises:
-        ConfigError: Neither a directory nor something that can be a hub name.
-        CheckpointError: The hub does not have it, or cannot be reached.
+        ConfigError: Neither a directory nor a possible hub name.
+        CheckpointError: The hub does not have the model, or cannot be reached.
     """
     path = Path(model_source).expanduser()
     if path.is_dir():
@@ -345,7 +338,7 @@ def resolve_model(model_source: str | Path, *, revision: str | None = None) -> P
 
 
 def find_model(model_source: str | Path) -> Path | None:
-    """The local directory of a model that is here already; None for one to be downloaded."""
+    """Return the local directory of a model; None if it would have to be downloaded."""
     path = Path(model_source).expanduser()
     if path.is_dir():
         return path
@@ -354,16 +347,11 @@ def find_model(model_source: str | Path) -> Path | None:
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether this can be a name on the Hugging Face hub."""
     return _HUB_NAME.fullmatch(text) is not None
 
 
 def fetch_config(name: str, *, revision: str | None = None) -> Path:
-    """The `config.json` of a hub name, downloaded into the hub cache where it is not there yet.
-
-    Raises:
-        CheckpointError: The hub does not have it, or cannot be reached.
-    """
+    """Return the `config.json` of a hub name; download it to the hub cache if it is missing."""
     try:
         return Path(huggingface_hub.hf_hub_download(name, "config.json", revision=revision))
     except (OSError, ValueError) as error:

@@ -1,7 +1,6 @@
-"""The paged KV cache: one tensor of blocks for each layer, and the reference counts of the blocks.
+"""The paged KV cache: one tensor of blocks per layer, and reference counts of blocks.
 
-A block id means the same block in every layer. Who owns which block is the business of the
-engine; what is in a block that of the attention kernels.
+A block id refers to the same block in every layer.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -19,12 +18,11 @@ BlockIds = npt.NDArray[np.int32]
 
 
 def blocks_of_tokens(num_tokens: int) -> int:
-    """Blocks that hold this many tokens of one sequence."""
     return ceil_div(num_tokens, BLOCK_TOKENS)
 
 
 class KvCache:
-    """Blocks of all layers, on huge pages; physical memory is taken when a block is first used."""
+    """Blocks of all layers, on huge pages; physical memory is used from the first write."""
 
     def __init__(self, layout: CacheLayout, num_layers: int, num_blocks: int) -> None:
         if num_layers < 1 or num_blocks < 1:
@@ -46,24 +44,20 @@ class KvCache:
         return self._arena.memory
 
     def layer(self, index: int) -> Tensor:
-        """Blocks of one layer, [N, *block_shape], as `kernels.paged_kv` or `paged_latent` say."""
+        """Blocks of one layer, [N, *block_shape], in a layout of `kernels.paged_kv`."""
         return self._layers[index]
 
     def touch(self, num_blocks: int, num_threads: int) -> None:
-        """Have the operating system provide the first blocks of every layer now.
+        """Fault in the first blocks of every layer; their contents are lost.
 
-        Otherwise it clears a huge page whenever a step is the first to write into one: on a virtual
-        machine more than a second for a gigabyte. Blocks are handed out in this order.
-
-        Args:
-            num_blocks: At most as many as there are; what they held is lost.
+        Otherwise the first write clears each huge page during a step: more than a second per
+        gigabyte on a virtual machine. Blocks are allocated in this order.
         """
         with ThreadPoolExecutor(num_threads) as pool:
             for _ in pool.map(lambda layer: layer[:num_blocks].zero_(), self._layers):
                 pass
 
     def close(self) -> None:
-        """Let go of the blocks; their memory returns when no tensor uses them any more."""
         self._layers = []
         self._arena.close()
 
@@ -72,16 +66,16 @@ class KvCache:
 
 
 class BlockPool:
-    """Which blocks are free, and how many sequences share each of the others.
+    """Free list and reference counts of blocks.
 
-    Invariant: a block is in the free list exactly if its reference count is 0. Not thread-safe:
-    the engine thread owns it.
+    Invariant: a block is in the free list exactly if its reference count is 0. Not thread-safe: the
+    engine thread owns the pool.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._references = np.zeros(num_blocks, np.int32)
-        # A stack, so that a block that was just freed and is still in the cache is used next.
+        # A stack: a block that was just freed may still be in the CPU cache and is used next.
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         self.num_free = num_blocks
 
@@ -102,12 +96,11 @@ class BlockPool:
         return blocks
 
     def retain(self, blocks: BlockIds) -> None:
-        """Add a reference to each of these blocks, which must be in use."""
         assert (self._references[blocks] > 0).all(), "retained a free block"
         np.add.at(self._references, blocks, 1)
 
     def release(self, blocks: BlockIds) -> BlockIds:
-        """Drop a reference to each of these blocks; returns those that became free."""
+        """Drop a reference to each of these blocks; return those that became free."""
         np.subtract.at(self._references, blocks, 1)
         freed = np.unique(blocks[self._references[blocks] <= 0])
         assert (self._references[freed] == 0).all(), "released a free block"

@@ -1,13 +1,13 @@
-"""One copy of something large for all processes of a user on a machine, as long as they need it.
+"""Shared memory of all processes of a user on a machine, for as long as one of them uses it.
 
-A file in memory (`/dev/shm`), found by its name and mapped by everyone. Locks on it (flock) say who
-needs it, and the kernel gives up those of a process that dies, however it dies:
+A file in `/dev/shm` is found by its name and mapped by every process. The state is in its lock
+(flock), which the kernel releases when a process dies:
 
-- exclusive: its holder fills it. Whoever comes meanwhile waits. If the holder dies, the file has no
-  mark at its end that it is whole, and the next one fills it again.
-- shared: its holder uses it. The last one that leaves removes the file. What nobody holds (all its
-  users were killed) is used again by the next process that wants the same, and removed by the next
-  that wants another.
+- exclusive: the holder fills the file, and other processes wait. If the holder dies, the file lacks
+  the mark at its end, and the next process fills it again.
+- shared: the holder uses the file. The last user removes it. A file without a holder (all users
+  were killed) is reused by the next process with the same key, and removed by the next with another
+  key.
 
     data       from the begin, a whole number of pages
     mark       one page: magic, bytes of data, bytes of the note, the note
@@ -44,8 +44,8 @@ class SharedFile:
     """A file that this process fills, or that is whole.
 
     Attributes:
-        is_whole: It need not be filled.
-        note: What the process that filled it wanted to tell the others.
+        is_whole: Whether the file is filled.
+        note: Data from the process that filled it.
     """
 
     def __init__(self, path: Path, file: int) -> None:
@@ -55,14 +55,14 @@ class SharedFile:
 
     @classmethod
     def open(cls, key: str, directory: Path | None = None) -> "SharedFile":
-        """Open the file of a key; waits while another process fills it.
+        """Open the file of a key; wait while another process fills it.
 
         Args:
-            key: Letters and digits that stand for the contents.
+            key: Letters and digits that identify the contents.
             directory: A file system in memory; `DIRECTORY` by default.
 
         Raises:
-            ExecutionError: Something that is not ours has this name.
+            ExecutionError: The name belongs to something else.
         """
         directory = directory or DIRECTORY
         prefix = f"{PREFIX}{os.geteuid()}-"
@@ -72,8 +72,8 @@ class SharedFile:
                 _remove_unused(other)
         while True:
             file = _open(path)
-            # Shared first: a whole file needs no more. The kernel lets go of a lock before it takes
-            # another kind, so everything is asked again after each.
+            # Shared first: a whole file needs no more. The kernel releases a lock before it takes
+            # another kind, so the state is checked again after each.
             _lock(file, fcntl.LOCK_SH, path)
             if not _read_mark(file)[2]:
                 _lock(file, fcntl.LOCK_EX, path)
@@ -84,11 +84,7 @@ class SharedFile:
             os.close(file)  # the last user has removed it
 
     def create(self, num_bytes: int) -> Tensor:
-        """Take memory to be filled, uint8, zero.
-
-        Raises:
-            CapacityError: The file system in memory is too small.
-        """
+        """Allocate zeroed memory to be filled, uint8."""
         length = ceil_div(num_bytes, mmap.PAGESIZE) * mmap.PAGESIZE + mmap.PAGESIZE
         os.ftruncate(self._file, 0)
         status = os.fstatvfs(self._file)
@@ -96,7 +92,7 @@ class SharedFile:
         try:
             if length > free:
                 raise OSError("too small")
-            os.posix_fallocate(self._file, 0, length)  # else the first write beyond it would kill
+            os.posix_fallocate(self._file, 0, length)  # else a write beyond it is a SIGBUS
         except OSError as error:
             os.ftruncate(self._file, 0)
             total = status.f_blocks * status.f_frsize
@@ -111,11 +107,11 @@ class SharedFile:
         return self._memory
 
     def publish(self, note: bytes, *, is_writable: bool = False) -> None:
-        """Mark the file as whole and let the others use it.
+        """Mark the file as whole and let other processes use it.
 
         Args:
             note: At most a page less 24 bytes.
-            is_writable: Leave this process's mapping as it is; otherwise a write to it kills.
+            is_writable: Keep this process's mapping writable; otherwise a write ends the process.
         """
         assert self._memory is not None
         mark = _MARK.pack(MAGIC, self.num_bytes, len(note)) + note
@@ -128,13 +124,12 @@ class SharedFile:
         _lock(self._file, fcntl.LOCK_SH, self._path)
 
     def memory(self, *, is_writable: bool = False) -> Tensor:
-        """All data of a whole file, uint8; read-only unless told otherwise."""
         if self._memory is None:
             self._memory = _map(self._file, self.num_bytes, is_writable=is_writable)
         return self._memory
 
     def close(self) -> None:
-        """Leave; the last one removes the file. Memory returns when its last tensor is gone."""
+        """Release the lock; the last user removes the file. Its last tensor frees the memory."""
         if self._file < 0:
             return
         with contextlib.suppress(BlockingIOError):
@@ -187,7 +182,7 @@ def _is_same(file: int, path: Path) -> bool:
 def _remove_unused(path: Path) -> None:
     try:
         file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:  # gone, or not ours
+    except OSError:  # removed, or not ours
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -219,11 +214,10 @@ def _map(file: int, num_bytes: int, *, is_writable: bool) -> Tensor:
     access = mmap.ACCESS_WRITE if is_writable else mmap.ACCESS_READ
     mapping = mmap.mmap(file, num_bytes, access=access)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        # Where the kernel has no huge pages for files in memory: slower, not wrong.
         with contextlib.suppress(OSError):
             mapping.madvise(mmap.MADV_HUGEPAGE)
     with warnings.catch_warnings():
-        # Torch has no read-only tensors and says so once; nothing writes to those of others.
+        # torch has no read-only tensors and warns once; nothing writes to shared ones.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(mapping, dtype=torch.uint8)
 

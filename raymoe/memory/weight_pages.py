@@ -1,12 +1,12 @@
-"""Weights in pages: where each lies in host memory, and where on the device it will be found.
+"""Weights in pages: their places in host memory and on the device.
 
 The host holds every layer in the order of `specs.weight_parts`: quantised matrices as they are
-stored, the others in the type that the kernels read. Within a part, tensors of larger elements lie
-before those of smaller ones, so that all are aligned.
+stored, the others in the type that the kernels read. Within a part, tensors of larger elements come
+first, so that all are aligned.
 
-The device holds the resident parts of each layer for good, and two *slots*, each as large as the
-largest rest of a layer: a layer that is not wholly resident is copied page by page into the slot
-that the last but one has left.
+The device holds the resident parts of each layer permanently, and two *slots*, each as large as the
+largest streamed remainder of a layer. Streamed layers are copied page by page into the two slots in
+turn.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ Allocate = Callable[[int], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPaging:
-    """What of one layer moves, and in which pieces.
+    """How the weights of one layer are streamed.
 
     Attributes:
         page_bytes: Bytes of each page, in order; together the layer's streamed parts.
@@ -47,8 +47,8 @@ class _Place:
     """One tensor of a weight.
 
     Attributes:
-        piece: Which of a quantised matrix; None for a weight that is one tensor.
-        offset: In bytes from the begin of the layer's streamed, or of its resident, bytes.
+        piece: Name of the tensor of a quantised matrix; None for a weight of one tensor.
+        offset: In bytes from the begin of the layer's streamed or resident bytes.
     """
 
     piece: Piece | None
@@ -73,7 +73,7 @@ Weights = dict[str, _Weight]  # by canonical name without the prefix of the laye
 
 
 class WeightPages:
-    """The host's copy of all layers, the device's slots, and the way from one to the other."""
+    """The host's copy of all layers, and the slots and resident parts on the device."""
 
     def __init__(
         self,
@@ -86,19 +86,19 @@ class WeightPages:
         release: Callable[[list[str]], None] = lambda _names: None,
         make_arena: Callable[[int], HostArena] = HostArena,
     ) -> None:
-        """Copy all layers to the host arena, if not there yet, and resident parts to the device.
+        """Copy layers to the host arena, if they are missing, and resident parts to the device.
 
         Args:
             weights: Canonical name -> weight as it is stored.
             dtype: Type that the kernels read; weights that are not quantised are converted to it.
             allocate_on_device: Bytes -> uint8 tensor of device memory.
             release: Called with the names of a layer once it is copied.
-            make_arena: Bytes -> where the host's copy goes.
+            make_arena: Bytes -> arena of the host's copy.
         """
         self._dtype, self._paging = dtype, tuple(paging)
         layouts = [_lay_out(spec, i, cut, dtype.itemsize) for i, cut in enumerate(paging)]
         self._weights = [layout.weights for layout in layouts]
-        # Scales have the type of the checkpoint.
+        # Scales keep the type of the checkpoint.
         self._dtypes: list[dict[tuple[str, str], torch.dtype]] = [{} for _ in paging]
         streamed = [sum(cut.page_bytes) for cut in paging]
         self._arena = make_arena(sum(map(aligned_bytes, streamed)))
@@ -131,23 +131,19 @@ class WeightPages:
         return self._arena.memory
 
     def names(self, layer: int) -> tuple[str, ...]:
-        """The weights of a layer, without its prefix, in the order in which they lie."""
+        """Return the weights of a layer, without its prefix, in memory order."""
         return tuple(self._weights[layer])
 
     def host_page(self, layer: int, page: int) -> Tensor:
-        """One page where it lies in host memory, uint8."""
         return _page(self._host[layer], self._paging[layer], page)
 
     def slot_page(self, layer: int, page: int, slot: int) -> Tensor:
-        """Where that page goes in a slot, uint8."""
         return _page(self._slots[slot], self._paging[layer], page)
 
     def device_weight(self, layer: int, name: str, first_slot: int) -> Weight:
-        """A weight as the device will find it when the first streamed layer is in `first_slot`.
+        """Return a weight as the device finds it if the first streamed layer is in `first_slot`.
 
-        Args:
-            name: Its name without the prefix of the layer.
-            first_slot: Streamed layers take the two slots in turn from here on.
+        `name` has no layer prefix. Streamed layers use the two slots in turn.
         """
         weight = self._weights[layer][name]
         first, memory = weight.places[0], self._resident[layer]

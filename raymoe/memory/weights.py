@@ -1,4 +1,4 @@
-"""The weights of a model by canonical name, checked against its specification before use."""
+"""The weights of a model by canonical name, checked against its specification."""
 
 import zlib
 from collections import Counter
@@ -18,14 +18,14 @@ from raymoe.specs.tensor_shards import cut_of
 from raymoe.specs.weight_format import Piece, WeightFormat
 from raymoe.specs.weight_names import Location, locate_weights, model_weights
 
-# Of a weight: quantised ones have up to five, and what predicts more tokens is not in use.
+# Per weight: quantised ones have up to five, and layers for multi-token prediction are unused.
 STORED_TENSORS = 8
 OTHER_TENSORS = 4096
 FLOATS = ("F16", "BF16", "F32")  # stored types of what is not quantised
 
 
 class Weights(Protocol):
-    """The weights of a model by canonical name, wherever they come from.
+    """The weights of a model by canonical name.
 
     Attributes:
         dtype: Type of most elements that are not quantised.
@@ -34,16 +34,14 @@ class Weights(Protocol):
     dtype: torch.dtype
 
     def __call__(self, name: str) -> Weight:
-        """The weight of this canonical name; not to be written to."""
+        """Return a weight, which must not be written to."""
 
     def drop_pages(self, names: Iterable[str]) -> None:
-        """Give back the memory of weights that were copied elsewhere."""
+        """Free the memory of weights that were copied elsewhere; views stay valid."""
 
 
 class WeightStore:
-    """Views of the memory-mapped weights of one checkpoint, by canonical name.
-
-    Calling it with a name of `specs.weight_names` gives the tensor.
+    """Views of the memory-mapped weights of one checkpoint.
 
     Attributes:
         dtype: Type of most elements, for models whose configuration names none.
@@ -58,11 +56,9 @@ class WeightStore:
     def open(cls, spec: ModelSpec, directory: Path) -> Self:
         """Open the checkpoint of `directory` and check that it holds exactly the weights of `spec`.
 
-        No memory is taken beyond the names.
-
         Raises:
-            CheckpointError: Damaged or unsafe files, or a tensor that is missing, too many, of the
-                wrong shape or type; names file and tensor.
+            CheckpointError: Damaged or unsafe files, or a tensor that is missing, unexpected, or of
+                the wrong shape or type; names file and tensor.
         """
         checkpoint = Checkpoint.open(directory, max_stored_tensors(spec))
         try:
@@ -77,13 +73,9 @@ class WeightStore:
         return store
 
     def __call__(self, name: str) -> Weight:
-        """The weight of this canonical name: read-only views where the file's alignment allows.
+        """Return read-only views, unless the file's alignment requires a copy; nothing is decoded.
 
-        Rows of a tensor are as far apart as they are stored, and their elements too
-        (`is_contiguous`). What is quantised is not decoded.
-
-        Raises:
-            CheckpointError: Scales or groups of a quantised weight are not usable.
+        Rows and elements may be strided (`is_contiguous`).
         """
         location = self._locations[name]
         if location.quantised is not None:
@@ -115,15 +107,14 @@ class WeightStore:
         return f"{self.checkpoint.directory / self.checkpoint.entry(name).file}: tensor {name!r}"
 
     def drop_pages(self, names: Iterable[str]) -> None:
-        """Give back the memory of weights that were copied elsewhere; views stay valid."""
         self.checkpoint.drop_pages(
             {tensor for name in names for tensor in self._locations[name].tensor_names()}
         )
 
     def _check_tied_head(self) -> None:
-        """Refuse a stored head that differs from the embedding it is said to be.
+        """Refuse a stored head that differs from the embedding to which it is tied.
 
-        transformers 5 unties such a model and 4 overwrites the head; neither can be assumed.
+        transformers 5 unties such a model and 4 overwrites the head, so neither can be assumed.
         """
         head = self.checkpoint.tensor(HEAD)
         embedding = self.checkpoint.tensor(self._locations[EMBEDDING].name)
@@ -137,7 +128,6 @@ class WeightStore:
 
 
 def max_stored_tensors(spec: ModelSpec) -> int:
-    """How many tensors a checkpoint of this model can have, in whatever form it is stored."""
     return min(len(model_weights(spec)) * STORED_TENSORS + OTHER_TENSORS, MAX_TENSORS)
 
 
@@ -162,11 +152,7 @@ def _dtype(checkpoint: Checkpoint, locations: Iterable[Location]) -> torch.dtype
 
 
 class ShardedWeights:
-    """Views of weights, by canonical name, with the shapes of `specs.tensor_shards.shard_model`.
-
-    Args:
-        part: What each rank has of it.
-    """
+    """Views of one rank's weights, with the shapes of `specs.tensor_shards.shard_model`."""
 
     def __init__(self, weights: Weights, model: ModelSpec, part: ModelSpec, rank: int) -> None:
         self.dtype: torch.dtype = weights.dtype
@@ -175,12 +161,11 @@ class ShardedWeights:
         self._parts = model_weights(part)
 
     def __call__(self, name: str) -> Weight:
-        """The rank's part of a weight.
+        """Return the rank's part of a weight.
 
         Raises:
             CheckpointError: As for `WeightStore`.
-            ConfigError: The inputs of a quantised matrix that would be cut are in groups of others
-                than their neighbours.
+            ConfigError: Inputs would have to be cut whose quantisation groups hold non-neighbours.
         """
         whole, part = self._shapes[name], self._parts[name]
         cut = cut_of(name, whole, part, rank=self._rank, count=self._count)
@@ -194,7 +179,6 @@ class ShardedWeights:
         return weight.narrow(cut.axis, cut.begin, cut.end - cut.begin)
 
     def drop_pages(self, names: Iterable[str]) -> None:
-        """Give back the memory of weights that were copied elsewhere."""
         self._weights.drop_pages(names)
 
     def _cut_matrix(
@@ -215,13 +199,13 @@ class ShardedWeights:
 
 NUM_VALUES = (1 << 24) - 3  # odd, so that rows of matrices do not repeat
 STANDARD_DEVIATION = 0.02
-# Scales with which decoded codes are as small as the other weights.
+# With these scales, decoded codes are as small as the other weights.
 SCALE, EXPONENT = 1e-3, 118
 LARGEST_CODE = 0x7E  # of E4M3; the next one is NaN
 
 
 class DummyWeights:
-    """Makes the weight of a canonical name whenever it is asked for; the same each time."""
+    """Random weights, made on each call; the same for the same name."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -235,7 +219,6 @@ class DummyWeights:
         )
 
     def __call__(self, name: str) -> Weight:
-        """The weight [O, I] or vector of a canonical name."""
         shape = self._shapes[name]
         stored = self._spec.format_of(name, shape)
         if stored is not None:
@@ -244,11 +227,12 @@ class DummyWeights:
         if len(shape) == 1 and name.endswith("norm.weight"):
             return torch.ones(shape, dtype=self.dtype)
         drawn = dealt(self._values, name, shape)
-        # Tokens must differ by more than the layers add, or all of them choose the same experts.
+        # Larger embeddings, so that tokens differ by more than the layers add; otherwise all tokens
+        # choose the same experts.
         return drawn.div_(STANDARD_DEVIATION) if name == EMBEDDING else drawn
 
     def drop_pages(self, names: Iterable[str]) -> None:
-        """Nothing: no weight is kept."""
+        """Do nothing: no weight is kept."""
 
     def _matrix(self, name: str, stored: WeightFormat, shape: tuple[int, int]) -> StoredMatrix:
         pieces = {piece.name: self._piece(name, piece, shape) for piece in stored.pieces(*shape)}
@@ -268,7 +252,7 @@ class DummyWeights:
 
 
 def dealt(values: Tensor, name: str, shape: Shape) -> Tensor:
-    """Values from a place that the name decides, again from the first one behind the last."""
+    """Return values from a place that depends on the name, wrapping around at the end."""
     out = torch.empty(shape, dtype=values.dtype)
     flat, at = out.view(-1), zlib.crc32(name.encode()) % len(values)
     done = 0

@@ -1,1 +1,1 @@
-"""What is computed: a decoder of generic blocks, put together from a `ModelSpec`."""
+"""The decoder: generic layers that a `ModelSpec` puts together."""

@@ -1,4 +1,4 @@
-"""Attention of one decoder layer: of grouped queries, and latent."""
+"""Attention of one decoder layer: grouped-query attention and multi-head latent attention (MLA)."""
 
 from typing import Protocol
 
@@ -28,45 +28,45 @@ from raymoe.specs.model import AttentionSpec, LatentAttentionSpec
 
 
 class LayerAttention(Protocol):
-    """The attention of one layer, of whichever kind.
+    """The attention of one layer.
 
-    A host that holds the cache but not the weights attends in *absorbed* form, which needs nothing
-    but the cache: queries are absorbed before they travel, results up-projected when they are back.
-    What a token leaves in the cache is the same in both forms.
+    A host that holds the cache but not the weights attends in *absorbed* form, which reads only the
+    cache: the device absorbs queries before it sends them, and up-projects the results. Both forms
+    write the same rows to the cache.
     """
 
     def project(self, normed_TH: Tensor, angles: Angles) -> Projected:
-        """Queries, keys and values, normed and rotated."""
+        """Return queries, keys and values, normed and rotated."""
 
     def append(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> None:
-        """Append to the layer's cache on the host and attend to nothing; queries are not read."""
+        """Append to the layer's cache on the host without attending; queries are not read."""
 
     def attend(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
-        """Append to the layer's cache on the host, where the weights are, and attend."""
+        """Append to the layer's cache on the host, which has the weights, and attend."""
 
     def staged_batch(
         self, batch: AttentionBatch, layout: CacheLayout, device: torch.device
     ) -> StagedBatch:
-        """A batch as `attend_staged` takes it, on the device of the weights; for all layers."""
+        """Prepare a batch for `attend_staged` on the device of the weights, once for all layers."""
 
     def attend_staged(self, projected: Projected, staged: Tensor, batch: StagedBatch) -> Tensor:
         """Append to blocks on the device of the weights, and attend."""
 
     def absorb(self, query_TAD: Tensor) -> Tensor:
-        """Queries of the absorbed form."""
+        """Return queries in absorbed form."""
 
     def attend_absorbed(self, absorbed: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
-        """Append and attend on a host without the weights; absorbed results."""
+        """Append and attend on a host without the weights; returns absorbed results."""
 
     def up_project(self, result_TX: Tensor) -> Tensor:
-        """What `attend` gives, from absorbed results."""
+        """Turn absorbed results into those of `attend`."""
 
     def output(self, attention_TX: Tensor) -> Tensor:
-        """What attention adds to the hidden state, [T, H]."""
+        """Return what attention adds to the hidden state, [T, H]."""
 
 
 class Attention:
-    """Grouped-query attention; its absorbed form is the form that it has anyway."""
+    """Grouped-query attention; its absorbed form is its only form."""
 
     def __init__(
         self,
@@ -78,11 +78,9 @@ class Attention:
         is_interleaved: bool,
         norm_over_ranks: NormOverRanks | None = None,
     ) -> None:
-        """Load what is called `prefix` + "q_proj" and so on.
+        """Load the weights `prefix` + "q_proj" and so on.
 
-        Args:
-            prefix: What their names begin with.
-            norm_over_ranks: Norms queries and keys where other ranks have some of their heads.
+        `norm_over_ranks` norms queries and keys whose heads are distributed over ranks.
         """
         self._norm_over_ranks = norm_over_ranks
         self._spec, self._eps, self._is_interleaved = spec, eps, is_interleaved
@@ -155,7 +153,7 @@ class Attention:
         )
 
     def _attend_ragged(self, projected: Projected, staged: Tensor, batch: RaggedBatch) -> Tensor:
-        # They need Triton.
+        # This module imports Triton.
         from raymoe.kernels.gpu_attention import (  # noqa: PLC0415
             Scoring,
             append_and_attend_ragged,
@@ -182,20 +180,15 @@ class Attention:
 
 
 class LatentAttention:
-    """Weights and operations of the latent attention of one layer; see `attention.LayerAttention`.
+    """Latent attention of one layer.
 
-    Tokens of long prompts are attended to in plain form, all others in absorbed form; where the
-    weights are not at hand, all.
+    Tokens of long prompts use the plain form, all others the absorbed form. A host without the
+    weights uses the absorbed form for all.
     """
 
     def __init__(
         self, spec: LatentAttentionSpec, loader: Loader, prefix: str, *, is_interleaved: bool
     ) -> None:
-        """Load what is called `prefix` + "kv_b_proj" and so on.
-
-        Args:
-            prefix: What their names begin with.
-        """
         self._spec, self._is_interleaved = spec, is_interleaved
         self._dtype = loader.dtype
         if spec.q_lora_rank is None:
@@ -222,7 +215,7 @@ class LatentAttention:
         )
 
     def project(self, normed_TH: Tensor, angles: Angles) -> Projected:
-        """Rotated queries [T, A, D] and the rows of the tokens [T, 1, W]; no values."""
+        """Return rotated queries [T, A, D] and rows of the tokens [T, 1, W]; values are empty."""
         spec = self._spec
         query_TAD = self._query_of(normed_TH).view(-1, spec.num_heads, spec.query_head_dim)
         row_TW = self._row(normed_TH)
@@ -303,7 +296,7 @@ class LatentAttention:
     def _attend_ragged(
         self, projected: Projected, staged: Tensor, batch: LatentRaggedBatch
     ) -> Tensor:
-        # They need Triton.
+        # This module imports Triton.
         from raymoe.kernels.gpu_attention import (  # noqa: PLC0415
             Scoring,
             append_and_attend_latent_ragged,
@@ -320,10 +313,10 @@ class LatentAttention:
 
     @staticmethod
     def _num_plain(batch: AttentionBatch, heads: LatentHeads) -> Tensor:
-        """Of the new tokens of each sequence, those that are attended to in plain form.
+        """Return how many new tokens of each sequence use the plain form.
 
-        Those of long prompts: which depends on nothing but the row that a token is in, so that
-        rounding does not either.
+        The choice depends only on the prompt length of the row, so that rounding does not depend on
+        the batch.
         """
         num_new, prompts = batch.num_new_of_prompts, batch.prompt_tokens
         lengths = batch.context_tokens if prompts is None else prompts

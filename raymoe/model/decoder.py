@@ -1,6 +1,6 @@
-"""The norms around attention and feed-forward network, of either kind.
+"""The decoder: embedding, layers and head.
 
-T tokens, H hidden.
+T tokens, H hidden size.
 """
 
 from collections.abc import Callable, Iterable
@@ -37,10 +37,10 @@ class Norm(Protocol):
     """A norm of hidden states."""
 
     def __call__(self, hidden_TH: Tensor) -> Tensor:
-        """The norm of every row; a new tensor."""
+        """Return the norm of every row as a new tensor."""
 
     def after_adding_(self, hidden_TH: Tensor, delta_TH: Tensor) -> Tensor:
-        """The same of the sum, which goes to `hidden_TH`."""
+        """Add `delta_TH` to `hidden_TH` in place and return the norm of the sum."""
 
 
 class RmsNorm:
@@ -55,8 +55,6 @@ class RmsNorm:
 
 
 class LayerNorm:
-    """Mean and variance, a weight, and a bias where there is one; by torch."""
-
     def __init__(self, weight_H: Tensor, bias_H: Tensor | None, eps: float) -> None:
         self._weight_H, self._bias_H, self._eps = weight_H, bias_H, eps
 
@@ -69,7 +67,6 @@ class LayerNorm:
 
 
 def load_norm(model: ModelSpec, loader: Loader, name: str) -> Norm:
-    """The norm of this name, of the kind that the model has."""
     weight_H = loader.vector(f"{name}.weight")
     if model.norm == "rms":
         return RmsNorm(weight_H, model.norm_eps)
@@ -78,12 +75,6 @@ def load_norm(model: ModelSpec, loader: Loader, name: str) -> Norm:
 
 
 def cache_layout(spec: ModelSpec, dtype: torch.dtype) -> CacheLayout:
-    """The layout that all layers share.
-
-    Raises:
-        UnsupportedModelError: Layers differ in what a token leaves in the cache.
-        ConfigError: No kernel reads a cache of this type or of these sizes.
-    """
     layouts = {_layout(layer.attention, dtype) for layer in spec.layers}
     if len(layouts) > 1:
         shapes = sorted(layout.block_shape for layout in layouts)
@@ -109,7 +100,7 @@ __all__ = ["Decoder", "Posted", "Projected", "Routing"]
 
 
 class Posted(NamedTuple):
-    """What follows attention: the hidden state, its norm, and the experts of each token."""
+    """Output of `Decoder.post`: the hidden state, its norm, and the experts of each token."""
 
     hidden_TH: Tensor
     normed_TH: Tensor
@@ -148,10 +139,10 @@ def _attention(model: ModelSpec, i: int, loader: Loader, reduce: Reduce) -> Laye
 
 
 class Decoder:
-    """A model whose weights are where its loader says; operations work on a ragged pass of tokens.
+    """A model whose operations work on the ragged batch of tokens of one step.
 
-    Operations run where their weights are, embedding on the host. They may change the hidden state
-    they are given in place; use what they return.
+    Operations run where their weights are; the embedding runs on the host. They may change the
+    hidden state in place, so callers use the returned tensor.
 
     Attributes:
         dtype: Type of hidden states and logits.
@@ -189,27 +180,25 @@ class Decoder:
         release: Release = lambda _names: None,
         reduce: Reduce = keep,
     ) -> Self:
-        """Build the decoder layer by layer, so that at most one layer exists twice.
+        """Build the decoder layer by layer, so that at most one layer is in memory twice.
 
         Args:
             weights: Canonical name (`specs.weight_names`) -> tensor; may be a view of a file.
-            allocate: Where copies go; `arena.decoder_arena_bytes` says how much is asked for.
-            dtype: Type to compute in; weights of another type are converted.
+            allocate: Provides memory for copies, `decoder_arena_bytes` in all.
+            dtype: Compute type; weights of another type are converted.
             release: Called with the names of each layer once it is built, so that the memory of
-                originals that were copied can be given back.
-            reduce: Adds up over the ranks what each adds to the hidden state, behind attention and
-                behind the network of each layer, where `spec` is the part of one rank
-                (`specs.tensor_shards`); before, the squares of queries and keys where their norms
-                are over all heads.
+                copied originals can be freed.
+            reduce: All-reduce over the ranks if `spec` is one rank's shard (`specs.tensor_shards`).
+                It sums what attention and FFN add to the hidden state, and the squares of queries
+                and keys whose norms span all heads.
         """
         return cls(spec, Loader(weights, allocate, dtype), release, reduce=reduce)
 
     def reserve(self, num_positions: int) -> None:
-        """Prepare `pre` for positions below `num_positions`; between steps."""
+        """Prepare `pre` for positions below `num_positions`; call it between steps."""
         self._rotary.reserve(num_positions)
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
-        """Hidden state of tokens, [T, H]; ids are int64."""
         hidden_TH = functional.embedding(token_ids_T, self._embedding_VH)
         if self.spec.embedding_multiplier != 1:
             hidden_TH *= self.spec.embedding_multiplier
@@ -222,12 +211,12 @@ class Decoder:
         positions_T: Tensor,
         prompt_tokens_T: Tensor | None = None,
     ) -> Projected:
-        """Norm, projection and rotation of layer `i`.
+        """Compute norm, projection and rotation of layer `i`.
 
         Args:
-            positions_T: int32, position of each token in its sequence; see `reserve`.
-            prompt_tokens_T: int32, prompt length of each token's sequence; needed where
-                `needs_prompt_tokens` says so (`model.rope` tells why).
+            positions_T: int32, position of each token in its sequence; `reserve` covers it.
+            prompt_tokens_T: int32, prompt length of each token's sequence; needed if
+                `needs_prompt_tokens` (`model.rope` explains why).
         """
         layer = self._layers[i]
         angles = self._rotary.angles(positions_T, prompt_tokens_T)
@@ -236,48 +225,42 @@ class Decoder:
     def attend(
         self, i: int, projected: Projected, cache_layer: Tensor, batch: AttentionBatch
     ) -> Tensor:
-        """Append to the cache of layer `i` on the host and attend there; [T, X]."""
         return self._layers[i].attention.attend(projected, cache_layer, batch)
 
     def staged_batch(
         self, batch: AttentionBatch, layout: CacheLayout, device: torch.device
     ) -> StagedBatch:
-        """A batch as `attend_staged` takes it, made once for all layers.
+        """Prepare a batch for `attend_staged`, once for all layers.
 
-        Args:
-            batch: On the host; its block table is that of the staged blocks.
+        `batch` is on the host; its block table is that of the staged blocks.
         """
         return self._layers[0].attention.staged_batch(batch, layout, device)
 
     def attend_staged(
         self, i: int, projected: Projected, staged: Tensor, batch: StagedBatch
     ) -> Tensor:
-        """The same over blocks of layer `i` that were brought to where the weights are."""
         return self._layers[i].attention.attend_staged(projected, staged, batch)
 
     def absorb(self, i: int, query_TAD: Tensor) -> Tensor:
-        """Queries for a host without the weights; see `attention.LayerAttention`."""
         return self._layers[i].attention.absorb(query_TAD)
 
     def attend_absorbed(
         self, i: int, absorbed: Projected, cache_layer: Tensor, batch: AttentionBatch
     ) -> Tensor:
-        """Append and attend on a host without the weights; the result is for `up-project`."""
         return self._layers[i].attention.attend_absorbed(absorbed, cache_layer, batch)
 
     def append(
         self, i: int, projected: Projected, cache_layer: Tensor, batch: AttentionBatch
     ) -> None:
-        """Append to the cache of layer `i` on the host, for tokens attended to elsewhere."""
         self._layers[i].attention.append(projected, cache_layer, batch)
 
     def up_project(self, i: int, result_TX: Tensor) -> Tensor:
         return self._layers[i].attention.up_project(result_TX)
 
     def post(self, i: int, hidden_TH: Tensor, attention_TX: Tensor) -> Posted:
-        """Output projection, residual, norm and router of layer `i`.
+        """Compute output projection, residual, norm and router of layer `i`.
 
-        Every rank routes by itself: what it routes is a sum that all have bit by bit.
+        Every rank routes by itself, from a sum that is bitwise equal on all ranks.
         """
         layer = self._layers[i]
         delta_TH = self._reduce(layer.attention.output(attention_TX))
@@ -287,19 +270,19 @@ class Decoder:
         return Posted(hidden_TH, normed_TH, layer.ffn.route(normed_TH))
 
     def ffn(self, i: int, hidden_TH: Tensor, normed_TH: Tensor, routing: Routing | None) -> Tensor:
-        """Experts or dense network of layer `i`, and its residual; [T, H]."""
+        """Add the experts or the dense FFN of layer `i` to the residual; [T, H]."""
         delta_TH = self._reduce(self.local_ffn(i, normed_TH, routing))
         return hidden_TH.add_(delta_TH, alpha=self.spec.residual_multiplier)
 
     def local_ffn(self, i: int, normed_TH: Tensor, routing: Routing | None) -> Tensor:
-        """What this rank's share of layer `i` adds to the hidden state behind attention; [T, H]."""
+        """Return what this rank's FFN shard of layer `i` adds to the hidden state; [T, H]."""
         return self._layers[i].ffn(normed_TH, routing)
 
     def final(self, hidden_TH: Tensor, rows_R: Tensor) -> Tensor:
-        """Final norm of the rows whose logits are wanted, [R, H]; rows are int64."""
+        """Compute the final norm of the rows that need logits, [R, H]; `rows_R` is int64."""
         return self._final_norm(hidden_TH[rows_R])
 
     def logits(self, final_RH: Tensor) -> Tensor:
-        """Logits [R, V] of normed rows, in the type of the model."""
+        """Return logits [R, V] of normed rows, in the type of the model."""
         logits_RV = self._head(final_RH)
         return logits_RV if self.spec.logits_divisor == 1 else logits_RV / self.spec.logits_divisor

@@ -1,9 +1,9 @@
-"""From the logits of a router to the experts of each token and their weights, as `RouterSpec` says.
+"""Feed-forward networks, and the routers that choose experts as `RouterSpec` says.
 
 T tokens, E experts, K experts per token, G groups of experts.
 
-What a softmax alone decides has a kernel of its own on the CPU; the rest is torch, on any device.
-Equal scores go to the lower index, so that a token's experts depend on nothing but its logits.
+A router that is a plain softmax has its own CPU kernel; others use torch on any device. Ties go to
+the lower index, so that a token's experts depend on nothing but its logits.
 """
 
 from typing import Protocol
@@ -21,12 +21,11 @@ from raymoe.specs.model import DenseSpec
 def choose_experts(
     logits_TE: Tensor, moe: MoeSpec, selection_bias_E: Tensor | None = None
 ) -> Routing:
-    """The experts of each token and their weights, in the order of choice.
+    """Return the experts of each token and their weights, in the order of choice.
 
     Args:
         logits_TE: float32, float16 or bfloat16; scores and weights are float32.
-        moe: Router, and number of experts of a token.
-        selection_bias_E: Added to the scores for the choice alone; None where the router has none.
+        selection_bias_E: Added to the scores for the choice alone; None if the router has none.
     """
     router = moe.router
     if router.scoring == "sparsemixer":
@@ -47,7 +46,7 @@ def choose_experts(
 
 
 def _without_other_groups(choice_TE: Tensor, router: RouterSpec) -> Tensor:
-    """Minus infinity for the experts of groups that are not among the best.
+    """Mask the experts of groups that are not among the best with minus infinity.
 
     Source: DeepSeek-V2 (arXiv 2405.04434), section 2.2.2; the sum of two, DeepSeek-V3.
     """
@@ -69,9 +68,9 @@ def _is_plain_softmax(router: RouterSpec) -> bool:
 
 
 def _mix_sparsely(logits_TE: Tensor, top_k: int, jitter: float) -> Routing:
-    """One expert after the other, each weighed by a softmax over those left that come near it.
+    """Choose experts one after the other, each weighed by a softmax over the remaining close ones.
 
-    Source: GRIN (arXiv 2409.12136), section 2.2, as it is at inference, which does not sample.
+    Source: GRIN (arXiv 2409.12136), section 2.2, at inference, which does not sample.
     """
     left_TE, ids, weights = logits_TE, [], []
     for _ in range(top_k):
@@ -94,18 +93,14 @@ def _routing(ids_TK: Tensor, weights_TK: Tensor) -> Routing:
 
 
 class FeedForward(Protocol):
-    """What follows the attention of a layer."""
-
     def route(self, normed_TH: Tensor) -> Routing | None:
-        """The experts of each token; None where there are none to choose."""
+        """Choose the experts of each token; None if the layer has no router."""
 
     def __call__(self, normed_TH: Tensor, routing: Routing | None) -> Tensor:
-        """What the network adds to the hidden state, [T, H]."""
+        """Return what the network adds to the hidden state, [T, H]."""
 
 
 class BiasedFfn:
-    """A gated network whose three projections have biases."""
-
     def __init__(self, loader: Loader, prefix: str, activation: str) -> None:
         self._gate, self._up, self._down = (
             loader.linear([f"{prefix}{part}_proj"], has_bias=True)
@@ -129,7 +124,7 @@ class Dense:
         self._ffn = load_network(spec, loader, prefix)
 
     def route(self, normed_TH: Tensor) -> None:
-        """See `FeedForward`."""
+        """Return None: a dense layer has no router."""
 
     def __call__(self, normed_TH: Tensor, routing: Routing | None) -> Tensor:
         del routing
@@ -137,14 +132,15 @@ class Dense:
 
 
 class MoE:
-    """Router and experts, and the expert that every token visits where the model has one."""
+    """Router, experts and optional shared expert."""
 
     def __init__(self, spec: MoeSpec, loader: Loader, prefix: str) -> None:
         self._spec = spec
         self._router = loader.linear([f"{prefix}gate"], has_bias=spec.router.has_bias)
         self._selection_bias_E = None
         if spec.router.has_selection_bias:
-            # Trained in steps of 0.001 (DeepSeek-V3, section 4.2): finer than bfloat16 is near 1.
+            # Trained in steps of 0.001 (DeepSeek-V3, section 4.2), which bfloat16 near 1 cannot
+            # represent.
             self._selection_bias_E = loader.score_vector(f"{prefix}gate.e_score_correction_bias")
         self._experts = loader.experts(f"{prefix}experts.", spec)
         self._shared = self._shared_gate = None

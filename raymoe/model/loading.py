@@ -1,4 +1,4 @@
-"""What ranks have in common while they compute; `specs.tensor_shards` says what each has.
+"""Loads the parts of a decoder from host memory or from pages; sums over ranks.
 
 T tokens.
 """
@@ -44,20 +44,16 @@ from raymoe.specs.weight_format import WeightFormat
 from raymoe.specs.weight_names import model_weights
 
 Reduce = Callable[[Tensor], Tensor]
-"""A tensor of each rank -> their sum, the same on each; may work in place."""
+"""All-reduce: sums a tensor over the ranks, with the same bits on each; may work in place."""
 
 
 def keep(tensor: Tensor) -> Tensor:
-    """The sum over the ranks where there is one."""
+    """The all-reduce of a single rank."""
     return tensor
 
 
 class NormOverRanks:
-    """RMS norms of queries and keys over the heads of all ranks, of which this one has its own.
-
-    Args:
-        reduce: Adds up over the ranks.
-    """
+    """RMS norms of queries and keys over the heads of all ranks."""
 
     def __init__(self, reduce: Reduce, count: int, eps: float) -> None:
         self._reduce, self._count, self._eps = reduce, count, eps
@@ -81,11 +77,7 @@ HeadMatrices = Callable[[], Tensor]  # [heads, outputs of a head, inputs]
 
 
 class Loader:
-    """Builds the parts of one decoder.
-
-    Attributes:
-        dtype: Type that the decoder computes in; weights of another type are converted.
-    """
+    """Loads the parts of one decoder, converting weights to the compute type `dtype`."""
 
     device = torch.device("cpu")
 
@@ -93,7 +85,7 @@ class Loader:
         self._weights, self._allocate, self.dtype = weights, allocate, dtype
 
     def linear(self, names: Sequence[str], *, has_bias: bool = False) -> Linear:
-        """One projection whose outputs are those of the named modules, side by side."""
+        """Load one projection whose outputs are those of the named modules, concatenated."""
         weights = [self._weights(f"{name}.weight") for name in names]
         biases = [self.vector(f"{name}.bias") for name in names] if has_bias else None
         if any(isinstance(weight, StoredMatrix) for weight in weights):
@@ -103,7 +95,6 @@ class Loader:
         return make_linear(self._matrix(weights, is_packed=is_packed), bias_O, self._allocate)
 
     def tied_linear(self, weight_OI: Tensor, bias: str | None) -> Linear:
-        """A projection by a matrix that was loaded already, and the bias of this name."""
         bias_O = None if bias is None else self.vector(bias)
         return make_linear(weight_OI, bias_O, self._allocate)
 
@@ -130,7 +121,6 @@ class Loader:
         )
 
     def expert_biases(self, prefix: str, moe: MoeSpec) -> list[Biases] | None:
-        """Of the projections of all experts; None where they have none."""
         if not moe.has_bias:
             return None
         return [
@@ -159,16 +149,16 @@ class Loader:
         )
 
     def table(self, name: str) -> Tensor:
-        """A matrix that is read by row: a view of the checkpoint, or converted in the arena."""
+        """Load a matrix that is read by row: a view of the checkpoint, or a converted copy."""
         table = self._matrix([self._weights(name)], is_packed=False)
         assert isinstance(table, Tensor), "tables are never quantised"
         return table
 
     def head_matrices(self, name: str, num_heads: int) -> HeadMatrices:
-        """One projection as a matrix of each head.
+        """Load one projection as a matrix per head.
 
-        A view of the checkpoint where other matrices are; a copy where they are packed. A quantised
-        one is kept decoded: it is small, and read twice in each layer of each step.
+        It is a view of the checkpoint unless matrices are packed. A quantised one is kept decoded:
+        it is small and read twice per layer and step.
         """
         stored = self._weights(f"{name}.weight")
         if packed_linear_is_used(self.dtype) or isinstance(stored, StoredMatrix):
@@ -182,17 +172,13 @@ class Loader:
         return lambda: weight_HXI
 
     def vector(self, name: str) -> Tensor:
-        """A norm weight or a bias, copied: it is small and shares its page with large ones."""
+        """Copy a norm weight or a bias: it is small and shares its page with large weights."""
         vector = self._weights(name)
         assert isinstance(vector, Tensor), "vectors are never quantised"
         return vector.to(self.dtype, copy=True)
 
     def score_vector(self, name: str, *, is_on_host: bool = False) -> Tensor:
-        """What is added to scores, in float32, and where they are computed for as long as we live.
-
-        Args:
-            is_on_host: Whether the host computes these scores, wherever the decoder computes.
-        """
+        """Load a float32 vector that is added to scores, to the place where scores are computed."""
         del is_on_host
         vector = self._weights(name)
         assert isinstance(vector, Tensor), "vectors are never quantised"
@@ -212,7 +198,7 @@ class Loader:
         return parts[0] if len(parts) == 1 else SideBySide(parts)
 
     def _matrix(self, weights: Sequence[Weight], *, is_packed: bool) -> Weight:
-        """Weights as one matrix of the type to compute in; a quantised one stays as it is."""
+        """Concatenate weights into one matrix of the compute type; a quantised one stays."""
         if len(weights) == 1 and _is_read_as_stored(weights[0], self.dtype):
             return weights[0]
         parts = [weight for weight in weights if isinstance(weight, Tensor)]
@@ -230,17 +216,15 @@ class Loader:
 
 
 def clamp_of(moe: MoeSpec) -> Clamp | None:
-    """The limits of the gated product, as the kernels read them."""
     return None if moe.clamp is None else Clamp(moe.clamp.gain, moe.clamp.limit)
 
 
 def decoder_arena_bytes(
     spec: ModelSpec, dtype: torch.dtype, weights: GetWeight | None = None
 ) -> int:
-    """Bytes that `Decoder.load` asks its arena for, each request rounded up to 64.
+    """Return the bytes that `Decoder.load` requests, each request rounded up to 64.
 
-    Args:
-        weights: As `Decoder.load` gets them; None: everything is stored as it is read.
+    Without `weights`, the result assumes that everything is stored as it is read.
     """
     return _ArenaPlan(spec, dtype, weights).num_bytes()
 
@@ -365,9 +349,9 @@ GetView = Callable[[str], Weight]
 
 
 class PagedLoader(Loader):
-    """Builds parts whose weights are where `view` says, whatever is there when they run.
+    """Loads parts whose weights are views of pages; operations read their contents when they run.
 
-    Weights that form one matrix (queries, keys, values) must be neighbours in memory, as
+    Weights that form one matrix (queries, keys, values) must be adjacent in memory, as
     `specs.weight_parts` orders them.
     """
 
@@ -380,12 +364,12 @@ class PagedLoader(Loader):
         *,
         tiles: TileTable | None = None,
     ) -> None:
-        """Build over views.
+        """Store where weights are.
 
         Args:
             view: Canonical name -> the weight where the decoder computes.
-            stored: Canonical name -> the weight as it is stored, for the few that stay.
-            tiles: Measured tiles of the GPU's kernels for experts.
+            stored: Canonical name -> the weight as it is stored, for the few that stay there.
+            tiles: Measured tiles of the GPU's expert kernels.
         """
         super().__init__(view, _refuse_to_allocate, dtype)
         self._view, self._stored, self.device = view, stored, device
@@ -422,7 +406,6 @@ class PagedLoader(Loader):
         )
 
     def expert_matrices(self, prefix: str, moe: MoeSpec) -> ExpertMatrices:
-        """The views of all experts of a layer."""
         gate, up, down = (
             [
                 self._view(f"{prefix}{expert}.{part}_proj.weight")
@@ -439,9 +422,9 @@ class PagedLoader(Loader):
         )
 
     def _are_reordered(self, prefix: str, moe: MoeSpec) -> bool:
-        """Whether an expert's inputs are in groups of others than their neighbours.
+        """Whether quantisation groups contain inputs that are not neighbours (act-order).
 
-        The tables that say so are read from the checkpoint: there is nothing in a slot yet.
+        The group tables are read from the checkpoint, because slots are still empty.
         """
         names = (
             f"{prefix}{expert}.{part}_proj.weight"

@@ -2,14 +2,14 @@
 
 T tokens, P rows of a table, R half of the rotated dimensions, S different lengths.
 
-Two scalings make the angle of a position depend on how long its sequence is. `dynamic` stretches
+With two scalings the angle of a position depends on the length of its sequence. `dynamic` stretches
 the base once the sequence is longer than `max_position_embeddings`; `longrope` changes to other
-divisors beyond `original_max_tokens`. transformers decides by the length at the moment of a
-forward pass, and cached keys keep the rotation they were written with: for a row that is generated
-alone, prompt tokens are rotated for the length of the prompt, each later token for its own
-position plus one. That is the definition here, `rope_length = max(prompt_tokens, position + 1)`:
-it does not depend on prefill chunks, preemption or neighbours. (transformers in a padded batch,
-or with a second row behind a longer first one, rotates for the longest row instead.)
+divisors beyond `original_max_tokens`. transformers uses the length at the moment of a forward pass,
+and cached keys keep their rotation. For a row that is generated alone, prompt tokens are thus
+rotated for the length of the prompt, and each later token for its own position plus one. This
+module defines the same: `rope_length = max(prompt_tokens, position + 1)`, which does not depend on
+prefill chunks, preemption or other rows. (In a padded batch, transformers rotates for the longest
+row.)
 """
 
 import math
@@ -25,15 +25,13 @@ _FIRST_ROWS = 4096
 
 
 class Angles(NamedTuple):
-    """Cosines and sines of the tokens of a step: row `rows_T[t]` of the tables."""
-
     rows_T: Tensor
     cos_PR: Tensor
     sin_PR: Tensor
 
 
 class Rotary:
-    """Tables of one model, grown by doubling as positions are asked for. One thread at a time."""
+    """Tables of one model, grown by doubling on demand; not thread-safe."""
 
     def __init__(self, spec: RopeSpec, device: torch.device | str = "cpu") -> None:
         self._spec, self._device = spec, device
@@ -42,7 +40,6 @@ class Rotary:
         self._cos_PR = self._sin_PR = torch.empty(0, spec.rotary_dim // 2, device=device)
 
     def reserve(self, num_positions: int) -> None:
-        """Have the angles of positions below `num_positions` at hand."""
         if num_positions <= self._num_rows:
             return
         self._num_rows = max(_FIRST_ROWS, 1 << (num_positions - 1).bit_length())
@@ -52,12 +49,12 @@ class Rotary:
         self._sin_PR = torch.cat([sin for _, sin in pairs]).to(self._device)
 
     def angles(self, positions_T: Tensor, prompt_tokens_T: Tensor | None = None) -> Angles:
-        """Angles of tokens.
+        """Return the angles of tokens.
 
         Args:
-            positions_T: int32, position of each token in its sequence; `reserve` has seen them.
-            prompt_tokens_T: int32, length of the prompt of each token's sequence; needed for
-                `dynamic` and `longrope`, where it decides the rotation (see the module).
+            positions_T: int32, position of each token in its sequence, below the reserved number.
+            prompt_tokens_T: int32, prompt length of each token's sequence; needed for `dynamic` and
+                `longrope`.
         """
         if not self._depends_on_length:
             return Angles(positions_T, self._cos_PR, self._sin_PR)
@@ -81,12 +78,11 @@ class Rotary:
 
 
 def rope_lengths(positions_T: Tensor, prompt_tokens: int) -> Tensor:
-    """The length that decides the rotation of each token of one sequence (see the module)."""
     return (positions_T + 1).clamp_min(prompt_tokens)
 
 
 def frequencies_by_length(spec: RopeSpec, lengths_T: Tensor) -> Tensor:
-    """Inverse frequencies [T, R] of tokens whose rotation is decided by these lengths."""
+    """Return inverse frequencies [T, R] of tokens of sequences with these rope lengths."""
     if spec.kind == "dynamic":
         return dynamic_frequencies(spec, lengths_T)
     sets = inverse_frequencies(spec)
@@ -95,7 +91,7 @@ def frequencies_by_length(spec: RopeSpec, lengths_T: Tensor) -> Tensor:
 
 
 def inverse_frequencies(spec: RopeSpec) -> list[Tensor]:
-    """Inverse frequencies [R], float32; for `longrope` those of short and of long sequences."""
+    """Return inverse frequencies [R], float32; for `longrope` those of short and long sequences."""
     if spec.kind == "longrope":
         return [_longrope(spec, spec.short_factor), _longrope(spec, spec.long_factor)]
     if spec.kind == "yarn":
@@ -109,7 +105,7 @@ def inverse_frequencies(spec: RopeSpec) -> list[Tensor]:
 
 
 def dynamic_frequencies(spec: RopeSpec, lengths_T: Tensor) -> Tensor:
-    """Inverse frequencies [T, R] of NTK scaling whose base grows with the length.
+    """Return inverse frequencies [T, R] of NTK scaling whose base grows with the length.
 
     Source: /u/emozilla's dynamic NTK, as `_compute_dynamic_ntk_parameters` of transformers.
     """
@@ -135,7 +131,7 @@ def _wavelengths(spec: RopeSpec) -> Tensor:
 
 
 def _longrope(spec: RopeSpec, factors: tuple[float, ...]) -> Tensor:
-    """Each wavelength stretched by its own factor.
+    """Stretch each wavelength by its own factor.
 
     Source: LongRoPE (arXiv 2402.13753), equation 3.
     """
@@ -143,7 +139,7 @@ def _longrope(spec: RopeSpec, factors: tuple[float, ...]) -> Tensor:
 
 
 def _yarn(spec: RopeSpec) -> Tensor:
-    """Long wavelengths interpolated, short ones kept, a ramp between.
+    """Interpolate long wavelengths, keep short ones, blend linearly between.
 
     Source: YaRN (arXiv 2309.00071), section 3.2, "NTK-by-parts".
     """
@@ -166,7 +162,7 @@ def _yarn(spec: RopeSpec) -> Tensor:
 
 
 def _llama3(spec: RopeSpec, plain_R: Tensor) -> Tensor:
-    """Long wavelengths divided, short ones kept, smoothly blended between.
+    """Divide long wavelengths, keep short ones, blend smoothly between.
 
     Source: Llama 3.1 reference code, `apply_scaling`.
     """

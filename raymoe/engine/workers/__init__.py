@@ -1,1 +1,1 @@
-"""Helper processes: scripts that answer framed requests within limits, and our end of them."""
+"""Helper processes that answer framed requests within limits, and their clients."""

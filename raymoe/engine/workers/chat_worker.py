@@ -1,8 +1,8 @@
-"""What renders chat templates, in a process of its own: a role of `framed_worker`.
+"""Renders chat templates in a helper process: a role of `framed_worker`.
 
-A template is text from a model repository. The sandbox keeps it from Python; the process keeps it
-from the engine. The environment (filters, globals, tags) is that of transformers, so that the same
-template renders the same text.
+A template is untrusted text from a model repository. The sandbox protects Python, the process
+protects the engine. The environment (filters, globals, tags) is that of transformers, so that
+templates render the same text.
 """
 
 import datetime
@@ -22,11 +22,11 @@ Answer = Callable[[dict[str, Any], bytes], Frame]
 
 
 class TooLargeError(Exception):
-    """The template wrote more than it may."""
+    """The template wrote more than its limit."""
 
 
 class GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks what an assistant said; it renders as its body."""
+    """`{% generation %}` marks assistant text; it renders as its body."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own form
 
@@ -81,7 +81,6 @@ def _strftime_now(form: str) -> str:
 
 
 def compile_template(source: str) -> jinja2.Template:
-    """Compile a chat template in the environment of transformers."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
     )
@@ -96,11 +95,7 @@ def compile_template(source: str) -> jinja2.Template:
 
 
 def render(template: jinja2.Template, variables: dict[str, Any], max_characters: int) -> str:
-    """Render one chat.
-
-    Raises:
-        TooLargeError: More than `max_characters` were written.
-    """
+    """Render one chat; raises `TooLargeError` beyond `max_characters`."""
     pieces, size = [], 0
     for piece in template.generate(**variables):
         size += len(piece)
@@ -111,7 +106,7 @@ def render(template: jinja2.Template, variables: dict[str, Any], max_characters:
 
 
 def start(settings: dict[str, Any], _: bytes) -> tuple[Frame, Answer]:
-    """Compile a template; the function that is returned renders one chat."""
+    """Compile a template; return the function that renders one chat."""
     template, limit = compile_template(settings["template"]), settings["max_characters"]
 
     def answer(variables: dict[str, Any], _: bytes) -> Frame:

@@ -1,13 +1,13 @@
 """The script of every helper process: answers framed requests within limits of CPU time and memory.
 
-Run as `python -P framed_worker.py ROLE`, where the file ROLE has `start(settings, blob)`, which
-gives facts for the parent and a function that answers a request. Neither imports raymoe, so that it
-does not matter where the parent found it.
+Run as `python -P framed_worker.py ROLE`. The file ROLE has `start(settings, blob)`, which returns
+facts for the parent and a function that answers a request. Neither imports raymoe, so that it does
+not matter where the parent found it.
 
 Protocol, over the socket that is standard input: frames of a header, JSON and raw bytes. The first
-has the settings and is answered by the facts; each later one is a request with its own answer. An
+holds the settings and is answered by the facts; each later one is a request with its own answer. An
 answer {"error": ...} says what went wrong. The kernel ends this process by SIGPROF when a request
-takes more CPU time than its header allows, in native code too; other processes do not count.
+uses more CPU time than its header allows, in native code too.
 """
 
 import json
@@ -34,7 +34,6 @@ def pack(message: Message, blob: bytes = b"", cpu_s: float = 0.0) -> bytes:
 
 
 def describe(error: BaseException) -> str:
-    """What a caller is told of an error."""
     if isinstance(error, MemoryError):
         return "needs more memory than it may have"
     return f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]

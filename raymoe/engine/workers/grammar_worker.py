@@ -1,14 +1,15 @@
-"""The process that compiles grammars and computes token bitmasks: run as a script, with llguidance.
+"""Compiles grammars and computes token bitmasks: a script of its own process, with llguidance.
 
-A grammar is text from a row, so it may be hostile. The first process, the server, loads libraries
-and vocabulary once and forks one worker at a time, which computes the bitmasks of all live rows.
-The kernel ends a worker that uses more time or memory than its limits, also inside native code;
-the server then tells the client how it ended, and the client asks for another worker.
+A grammar is untrusted text from a row. The first process, the server, loads libraries and
+vocabulary once and forks one worker at a time, which computes the bitmasks of all live rows. The
+kernel ends a worker that exceeds its time or memory, also inside native code; the server then sends
+its exit code to the client, which asks for another worker.
 
-The control socket keeps the borders of messages. The first goes out: {"error": ""}, or what is
-wrong. Each message in forks a worker with two descriptors: its pipe and the memory of the bitmasks.
-The pipe carries first the id of the worker, then messages: in as descriptors of memory files with
-JSON, out as JSON. When a worker has ended, the server writes `ENDED` and its exit code.
+The control socket preserves message boundaries. The server first sends {"error": ""}, or what is
+wrong. Each message to it forks a worker with two descriptors: its pipe and the memory of the
+bitmasks. On the pipe the worker first sends its id, then receives messages as descriptors of memory
+files with JSON and answers with JSON. When a worker has ended, the server writes `ENDED` and its
+exit code.
 """
 
 import contextlib
@@ -53,10 +54,10 @@ PARSER_LIMITS = {
 
 
 class Vocabulary:
-    """The tokens as bytes, in the form that `LLTokenizer` takes; special tokens match no text.
+    """The tokens as bytes for `LLTokenizer`; special tokens match no text.
 
-    A tokenizer from `llguidance.hf` would not do: where a grammar allows one text only, its masks
-    allow one tokenization only, and that may be a special token that is spelled like the text.
+    A tokenizer from `llguidance.hf` does not work: where a grammar allows only one text, its masks
+    allow only one tokenization, which may be a special token with the same spelling.
     """
 
     is_tokenizer_wrapper = True
@@ -69,7 +70,7 @@ class Vocabulary:
         self.special_token_ids = [token for token in ids if tokenizer.is_special_token(token)]
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Token ids of a text, as `LLTokenizer` asks for them."""
+        """Return token ids of a text, as `LLTokenizer` needs them."""
         if isinstance(text, bytes):
             text = text.decode(errors="replace")
         return self._tokenizer.greedy_tokenize(text)
@@ -87,20 +88,20 @@ def load_vocabulary(directory: str, vocab_size: int, stop_token_ids: list[int]) 
 
 
 def used_bytes(field: int) -> int:
-    """Memory of this process: field 0 is its address space, 1 what is resident."""
+    """Memory of this process: field 0 is its address space, 1 its resident memory."""
     with open("/proc/self/statm", "rb", buffering=0) as file:  # noqa: PTH123 - for each token
         return int(file.read().split()[field]) * mmap.PAGESIZE
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Let allocations fail beyond the present address space and `num_bytes`."""
+    """Make allocations fail beyond the present address space plus `num_bytes`."""
     limit = used_bytes(0) + num_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 @contextlib.contextmanager
 def time_limit(limit_s: float) -> Iterator[None]:
-    """End this process if the body takes more CPU time; pauses and other processes do not count."""
+    """End this process if the body exceeds this CPU time."""
     signal.setitimer(signal.ITIMER_PROF, max(limit_s, 1e-3))
     try:
         yield
@@ -129,7 +130,7 @@ def reason(error: Exception) -> str:
 
 
 class Row:
-    """One live row: where it is in its grammar, and what it has cost."""
+    """One live row: its state in the grammar, and its costs."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
@@ -162,7 +163,6 @@ class Matchers:
     """The rows of an engine by slot, and the shared memory of their bitmasks.
 
     Args:
-        pipe: Where messages come from and answers go.
         memory: Bitmask words of each slot, then the slot in work and what is done for it.
         settings: The fields of `MatchLimits`, and num_slots.
     """
@@ -244,11 +244,7 @@ class Matchers:
 
 
 def receive(pipe: socket.socket) -> Any:
-    """The JSON of the memory file that comes next.
-
-    Raises:
-        EOFError: The pipe is closed.
-    """
+    """Receive the JSON of the next memory file; raises `EOFError` when the pipe is closed."""
     _, descriptors, _, _ = socket.recv_fds(pipe, 1, 1)
     if not descriptors:
         raise EOFError
@@ -268,7 +264,7 @@ def run_worker(descriptors: list[int], tokenizer: LLTokenizer) -> None:
 
 def serve(control: socket.socket, tokenizer: LLTokenizer) -> None:
     """Fork a worker for each message until the control socket closes; then end them all."""
-    pipes: dict[int, int] = {}  # of the workers, so that their ends can be reported
+    pipes: dict[int, int] = {}  # pipes of workers by id
     signal.signal(signal.SIGCHLD, lambda *_: report_ends(pipes))
     server, prctl = os.getpid(), ctypes.CDLL(None).prctl
     while True:
@@ -295,7 +291,7 @@ def serve(control: socket.socket, tokenizer: LLTokenizer) -> None:
 
 
 def report_ends(pipes: dict[int, int]) -> None:
-    """Tell the clients of workers that have ended how they did."""
+    """Send clients the exit codes of their ended workers."""
     while pipes:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:

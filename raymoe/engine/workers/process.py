@@ -1,9 +1,9 @@
-"""Our end of a helper process that answers framed requests, see `framed_worker`.
+"""The client of a helper process that answers framed requests (`framed_worker`).
 
-Who is to blame when the process ends? A request that uses up its CPU time or memory, or that makes
-the process end itself twice: its row gets a `ConfigError`, which is final. Whoever kills or stops
-the process from outside: the request is tried once more in a new process, and if that one is ended
-too, the row gets a `WorkerProcessError`, which is not final.
+A request that exceeds its CPU time or memory, or that makes the process end itself twice, fails its
+row with a `ConfigError`, which is final. If the process is killed or stopped from outside, the
+request is retried once in a new process; if that one is ended too, the row gets a
+`WorkerProcessError`, which is not final.
 """
 
 import functools
@@ -24,19 +24,15 @@ from raymoe.processes import Usage, is_runnable, usage_of
 
 SCRIPT = Path(__file__).with_name("framed_worker.py")
 POLL_S = 0.5
-# A process that waits this many polls without any CPU time is stopped, not starved. Polls and not
-# the clock, which goes on while we are stopped ourselves.
+# A process that waits for this many polls without any CPU time is stopped, not starved. Counts
+# polls, because the clock goes on while this process itself is stopped.
 MAX_IDLE_POLLS = 60
 REAP_S = 5.0
 FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 
 
 class _EndedError(Exception):
-    """The process ended during a request.
-
-    Args:
-        is_final: Another try would end the same way.
-    """
+    """The process ended during a request; `is_final`: another try would end the same way."""
 
     def __init__(self, reason: str, *, is_final: bool = False, is_own: bool = False) -> None:
         super().__init__(reason)
@@ -44,7 +40,7 @@ class _EndedError(Exception):
 
 
 class Turns:
-    """A lock that is given in order of arrival: who comes again at once overtakes nobody."""
+    """A lock in order of arrival: a thread that releases it queues behind all waiters."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -78,10 +74,11 @@ class WorkerProcess:
     """A helper process, started when needed. Thread-safe: requests take turns.
 
     Args:
-        blob: For it too. If the first process gives raw bytes with its facts, later ones get those.
+        blob: Raw bytes for the process. If the first process returns raw bytes with its facts,
+            later ones get those instead.
         what: Names it in errors, such as "the chat template".
-        load_cpu_s: CPU time that starting may take.
-        memory_bytes: What it may allocate, the libraries of the role included.
+        load_cpu_s: CPU time limit of starting.
+        memory_bytes: Memory limit, the libraries of the role included.
     """
 
     def __init__(
@@ -101,34 +98,31 @@ class WorkerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._facts: Frame | None = None
-        self._is_loaded = False  # the process of now
+        self._is_loaded = False  # the current process
         self._problem = ""  # why it can never be loaded
         self._closed = threading.Event()
 
     def start(self) -> None:
-        """Start it without waiting until it is ready."""
+        """Start the process without waiting until it is ready."""
         with self._turns:
             try:
                 self._run()
             except _EndedError:
-                self._stop()  # who needs it tries again
+                self._stop()  # the next caller tries again
 
     def load(self) -> Frame:
-        """What the process says of itself, once it is ready. Raises as `ask` does."""
+        """Wait until the process is ready and return its facts; raises as `ask` does."""
         return self._persist(lambda: self._facts or ({}, b""), num_tries=2)
 
     def ask(
         self, message: Message, blob: bytes = b"", *, cpu_s: float, num_tries: int = 2
     ) -> Frame:
-        """The answer to a request.
+        """Send a request and return the answer.
 
-        Args:
-            blob: Raw bytes that go with it.
-            cpu_s: CPU time that it may take.
-            num_tries: Processes that it may end.
+        `num_tries` is the number of processes that the request may end.
 
         Raises:
-            ConfigError: The request failed, or took more than it may.
+            ConfigError: The request failed, or exceeded a limit.
             WorkerProcessError: The process was killed or stopped from outside.
             ExecutionError: It was closed.
         """
@@ -143,7 +137,7 @@ class WorkerProcess:
         return answer, data
 
     def close(self) -> None:
-        """End the process, also one that computes; who waits for it gets an error."""
+        """End the process, also a busy one; callers that wait get an error."""
         self._closed.set()
         process = self._process
         if process is not None:
@@ -190,7 +184,7 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         ours.settimeout(POLL_S)
         self._socket = ours
-        # -P: the folder of the script must not come before the standard library.
+        # -P: the folder of the script must not precede the standard library.
         command = [sys.executable, "-P", str(SCRIPT), str(self._role)]
         with theirs:
             try:

@@ -1,11 +1,11 @@
-"""What encodes and decodes, in a process of its own: a role of `framed_worker`.
+"""Encodes and decodes in a helper process: a role of `framed_worker`.
 
 Texts come from rows, the tokenizer from a model repository, and its libraries are native code that
-may panic, abort, or take any time and memory. No code from the repository is run.
+may panic, abort, or use any time and memory. No code from the repository is run.
 
-The first process loads the directory with transformers and gives facts and, where nothing else is
-needed, the tokenizer of the native library as JSON: the process that decodes, and any that comes
-later, starts from that in a tenth of the time, without transformers.
+The first process loads the directory with transformers and returns facts and, if the native library
+suffices, its tokenizer as JSON: the decoding process and later ones start from that in a tenth of
+the time, without transformers.
 
 Requests: {"num_bytes", "has_special"} of each text with the texts' UTF-8, answered by {"counts",
 "errors"} and token ids as int32; {"counts"} with token ids, answered by {"texts", "errors"}. Errors
@@ -27,11 +27,11 @@ Message = dict[str, Any]
 Frame = tuple[Message, bytes]
 
 MAX_ERROR_CHARACTERS = 1000
-# By how much a normalizer may shorten a text: U+1FBE with two accents, 7 bytes, becomes U+0390 of 2
-# bytes in NFC. Others do not shorten at all; those that are not here know no bound.
+# Factors by which a normalizer may shorten a text: U+1FBE with two accents, 7 bytes, becomes U+0390
+# of 2 bytes in NFC. 1 means never; other normalizers have no known bound.
 SHORTENING = {"NFC": 4, "Prepend": 1, "Replace": 1}
 KEEPING = {"ByteLevel", "Split", "Digits", "Metaspace", "Punctuation", "UnicodeScripts"}
-# A token with a letter before a space would be cut where long texts are.
+# Cuts of long texts would split a token with a letter before a space.
 LETTER_AND_SPACE = re.compile("[A-Za-z][ \u0120\u2581]")
 NUM_PROBES = 400
 PIECES = (
@@ -76,8 +76,8 @@ class Codec:
     """A loaded tokenizer.
 
     Args:
-        backend: That of the native library, which does all the work; None if it does not.
-        tokenizer: That of transformers; None where only `backend` is there.
+        backend: That of the native library, which does all the work; None if it cannot.
+        tokenizer: That of transformers; None if only `backend` was loaded.
     """
 
     def __init__(self, backend: Any, tokenizer: Any = None) -> None:
@@ -88,7 +88,7 @@ class Codec:
 
     @classmethod
     def load(cls, directory: str) -> "Codec":
-        # 2 s and 100 MB that no tokenizer needs.
+        # Saves 2 s and 100 MB; no tokenizer needs torch.
         sys.modules["torch"] = None  # type: ignore[assignment]
         from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: PLC0415
 
@@ -123,7 +123,7 @@ class Codec:
         return {"counts": [*map(len, results)], "errors": errors}, data
 
     def encode(self, texts: Sequence[str], *, has_special: bool) -> list[list[int]]:
-        """Token ids as the tokenizer of transformers gives them."""
+        """Return the token ids that the tokenizer of transformers returns."""
         if not texts:
             return []
         if self._backend is not None:
@@ -133,7 +133,6 @@ class Codec:
         return [list(self._tokenizer(text, verbose=False, **options).input_ids) for text in texts]
 
     def facts(self) -> Frame:
-        """What the parent wants to know, see `Tokenizer`; and the native tokenizer."""
         source = getattr(self._tokenizer, "chat_template", None)
         if isinstance(source, dict):
             source = source.get("default")
@@ -167,7 +166,7 @@ class Codec:
             text = ""
             try:
                 text = decode(ids[begin : begin + count], skip_special_tokens=True)
-            except BaseException as error:  # as above
+            except BaseException as error:  # a panic of the Rust library
                 errors[index] = _describe(error)
             texts.append(text)
             begin += count
@@ -176,10 +175,10 @@ class Codec:
     def _find_joint(self) -> Message:
         """Whether texts can be encoded in pieces that are cut between a letter and a space.
 
-        The joint is what the later piece begins with: the space, nothing where the tokenizer adds
-        a space itself, or None where the tokens would not be those of the whole text. No token
-        may have the cut inside; that nothing else depends on what is beyond it (regular
-        expressions, normalizers, added tokens) is tried with many texts.
+        Returns what later pieces begin with: the space, nothing if the tokenizer adds a space
+        itself, or None if the tokens would differ from those of the whole text. No token may span
+        the cut; that nothing else depends on what is beyond it (regular expressions, normalizers,
+        added tokens) is tested with many texts.
         """
         none: Message = {"joint": None, "prefix": [], "suffix": []}
         added = self._backend.get_added_tokens_decoder().values()
@@ -216,7 +215,7 @@ def _probes(pieces: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def longest_token_bytes(backend: Any) -> int | None:
-    """Most bytes of text that a token can stand for; None where there is no such bound."""
+    """Return the largest number of text bytes of a token; None if there is no such bound."""
     model, vocabulary = backend.model, backend.get_vocab()
     added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     normalizers = list(_parts(backend.normalizer))
@@ -236,7 +235,7 @@ def longest_token_bytes(backend: Any) -> int | None:
     is_byte_level = "ByteLevel" in kinds and vocabulary.keys() >= alphabet
     has_bytes = model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
     if not is_byte_level and not has_bytes:
-        return None  # what is not in the vocabulary vanishes or becomes one token
+        return None  # text outside of the vocabulary vanishes or becomes one token
     lengths = [
         len(token) if is_byte_level and token not in added else len(token.encode())
         for token in vocabulary
@@ -289,7 +288,7 @@ def _cleans_up(tokenizer: Any) -> bool:
 
 
 def start(settings: Message, blob: bytes) -> tuple[Frame, Callable[[Message, bytes], Frame]]:
-    """Load a tokenizer from its directory, or from the JSON that such a process gave."""
+    """Load a tokenizer from its directory, or from the JSON of an earlier process."""
     os.putenv("TOKENIZERS_PARALLELISM", "false")  # cores compute
     os.putenv("RUST_BACKTRACE", "0")
     if blob:
