@@ -1,1 +1,1 @@
-"""Which requests: rows become sequences, sequences share passes, passes become generations."""
+"""The engine: requests become sequences, which share steps until their generations are done."""

@@ -1,4 +1,4 @@
-"""Decodes finished rows in a thread of its own, so that no step waits for it."""
+"""Engine: prompts in, generations out. One thread computes, another decodes; any number call it."""
 
 import atexit
 import dataclasses

@@ -1,8 +1,8 @@
-"""Which blocks of a prompt are in the KV cache already? Blocks are known by their tokens.
+"""StepScheduler: which sequences run in the next step, with how many tokens each.
 
-A full block of a prompt and the blocks before it hold the same KV for every row whose prompt
-begins with the same tokens (Kwon et al., "Efficient Memory Management for Large Language Model
-Serving with PagedAttention", SOSP 2023, section 4.4). Only blocks of live sequences are found.
+Prompts that begin with the same tokens share full blocks of the KV cache with live sequences (Kwon et
+al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023,
+section 4.4).
 """
 
 import hashlib

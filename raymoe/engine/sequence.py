@@ -1,4 +1,4 @@
-"""Loops over sequences and tokens, compiled: the one place that knows numba."""
+"""SequenceTable: the state of live sequences, one slot each, as arrays; and the tokens of a step."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""Joins order, computation, memory and device."""
+"""Runs schedules: what each operation does, and executors for one thread or the lanes of a device."""
