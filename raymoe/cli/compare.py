@@ -157,7 +157,7 @@ class _Run:
 
     def _model(self) -> LoadedModel:
         policy = Policy(
-            batch_size=self._rows,
+            max_num_seqs=self._rows,
             max_num_batched_tokens=self._rows,
             max_prefill_chunk_tokens=1,
             num_kv_blocks=self._rows * ceil_div(self._context, BLOCK_TOKENS),

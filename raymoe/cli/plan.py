@@ -178,7 +178,7 @@ def _policy_rows(plan: Plan) -> Iterator[Row]:
     if plan.num_ranks > 1:
         yield "tensor parallel", f"{plan.num_ranks} GPUs share each step; sizes are of one"
     yield "schedule", plan.schedule
-    yield "batch", f"{policy.batch_size:,} sequences"
+    yield "batch", f"{policy.max_num_seqs:,} sequences"
     yield (
         "step",
         f"{policy.max_num_batched_tokens:,} tokens, "

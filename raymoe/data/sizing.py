@@ -211,7 +211,7 @@ def _find_cluster(
 
 
 def _default_rows(plan: "ActorPlan | None") -> int:
-    return DEFAULT_ROWS if plan is None else ROWS_PER_SEQUENCE * plan.batch_size
+    return DEFAULT_ROWS if plan is None else ROWS_PER_SEQUENCE * plan.max_num_seqs
 
 
 def _absolute(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,11 +264,11 @@ class ActorPlan:
     """Sizes of one actor.
 
     Attributes:
-        batch_size: Sequences that are live at once.
+        max_num_seqs: Sequences that are live at once.
         memory_bytes: Weights (the actor's part if shared), KV cache, activations and interpreter.
     """
 
-    batch_size: int
+    max_num_seqs: int
     memory_bytes: int
 
 
@@ -304,7 +304,7 @@ def plan_actor(
         # If Ray does not know the GPUs of a node, all ranks are planned as one engine.
         tensor_parallel_size=config.tensor_parallel_size if given.has_gpu else 1,
     )
-    return ActorPlan(batch_size=plan.policy.batch_size, memory_bytes=plan.host_bytes)
+    return ActorPlan(max_num_seqs=plan.policy.max_num_seqs, memory_bytes=plan.host_bytes)
 
 
 def _share_node(config: EngineConfig, node: HardwareSpec) -> EngineConfig:

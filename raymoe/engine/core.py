@@ -93,8 +93,8 @@ def longest_step_s(plan: Plan | None) -> float:
         return STUCK_AFTER_S
     policy = plan.policy
     largest = StepLoad(
-        decode_rows=policy.batch_size,
-        decode_context=max(1.0, policy.num_kv_blocks * KV_BLOCK_TOKENS / policy.batch_size),
+        decode_rows=policy.max_num_seqs,
+        decode_context=max(1.0, policy.num_kv_blocks * KV_BLOCK_TOKENS / policy.max_num_seqs),
         prompt_tokens=policy.max_num_batched_tokens,
         prompt_chunk=policy.max_prefill_chunk_tokens,
     )

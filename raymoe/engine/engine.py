@@ -183,7 +183,9 @@ class Engine:
         self._grammar_server = GrammarServer(
             parts.tokenizer.directory, parts.vocab_size, parts.eos_token_ids
         )
-        self._masks = TokenBitmasks(self._grammar_server, parts.policy.batch_size, parts.vocab_size)
+        self._masks = TokenBitmasks(
+            self._grammar_server, parts.policy.max_num_seqs, parts.vocab_size
+        )
         self._detokenizer = Detokenizer(parts.tokenizer.decode_all, self._resolve)
         self._core = EngineCore(
             parts.runner,
@@ -206,7 +208,7 @@ class Engine:
         self._failure: ExecutionError | None = None
         self._is_closing = False
         self._max_queued_rows = config.max_queued_rows
-        pool_rows = min(parts.policy.batch_size, config.max_queued_rows)
+        pool_rows = min(parts.policy.max_num_seqs, config.max_queued_rows)
         self._start = BatchingWindow(pool_rows, config.linger_s, config.expected_calls)
         self._watchdog = Watchdog(config.watchdog_s or longest_step_s(parts.plan), self._give_up)
         self._thread = threading.Thread(target=self._run, name="raymoe-engine", daemon=True)
@@ -312,7 +314,7 @@ class Engine:
                 num_error_rows=self._num_errors,
                 num_queued_rows=self._num_queued(),
                 num_live_sequences=scheduler.table.num_live,
-                num_slots=self.policy.batch_size,
+                num_slots=self.policy.max_num_seqs,
                 num_free_blocks=scheduler.pool.num_free,
                 num_kv_blocks=self.policy.num_kv_blocks,
                 num_steps=counters.num_steps,

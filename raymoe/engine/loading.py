@@ -369,7 +369,9 @@ def warm_up(runner: Runner, vocab_size: int) -> None:
     """Compile the loops and fault in every weight before the first rows."""
     core = EngineCore(
         runner,
-        Policy(batch_size=1, max_num_batched_tokens=4, max_prefill_chunk_tokens=4, num_kv_blocks=1),
+        Policy(
+            max_num_seqs=1, max_num_batched_tokens=4, max_prefill_chunk_tokens=4, num_kv_blocks=1
+        ),
         max_model_len=4,
         vocab_size=vocab_size,
         eos_token_ids=(),

@@ -606,7 +606,7 @@ def _load_in_place(job: LoadJob, share: RankShare) -> Loaded:
     workload, policy = job.config.workload, job.policy
     cache = KvCache(cache_layout(spec, job.kv_dtype), spec.num_layers, policy.num_kv_blocks)
     if workload is not None:
-        rows = min(workload.num_rows, policy.batch_size)
+        rows = min(workload.num_rows, policy.max_num_seqs)
         used_blocks = min(policy.num_kv_blocks, rows * blocks_of_tokens(workload.context_tokens))
         cache.touch(used_blocks, job.hardware.num_cores)
 

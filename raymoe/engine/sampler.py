@@ -1,7 +1,7 @@
-"""Choose the next tokens: penalties and constraints, temperature, top-k, top-p, min-p, and the draw.
+"""Choose the next tokens: penalties and constraints, temperature, top-k, top-p, min-p, the draw.
 
-Top-p is found in linear time by weighted selection: a sort of each row costs as much as a layer when
-the vocabulary is large and the distribution flat.
+Top-p is found in linear time by weighted selection: a sort of each row costs as much as a layer
+when the vocabulary is large and the distribution flat.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,8 @@
 """StepScheduler: which sequences run in the next step, with how many tokens each.
 
-Prompts that begin with the same tokens share full blocks of the KV cache with live sequences (Kwon et
-al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023,
-section 4.4).
+Prompts that begin with the same tokens share full blocks of the KV cache with live sequences (Kwon
+et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention",
+SOSP 2023, section 4.4).
 """
 
 import hashlib
@@ -229,9 +229,9 @@ class StepScheduler:
     ) -> None:
         self.policy = policy
         self.pool = BlockPool(policy.num_kv_blocks)
-        self.table = SequenceTable(policy.batch_size, max_model_len, policy.num_kv_blocks)
+        self.table = SequenceTable(policy.max_num_seqs, max_model_len, policy.num_kv_blocks)
         self.forecast = LengthForecast()
-        self.live: list[Sample | None] = [None] * policy.batch_size
+        self.live: list[Sample | None] = [None] * policy.max_num_seqs
         self.admitted: list[Sample] = []  # by the latest pass
         self.num_preemptions = 0
         self._waiting: deque[Sample] = deque()

@@ -1,4 +1,4 @@
-"""SequenceTable: the state of live sequences, one slot each, as arrays; and the tokens of a step."""
+"""SequenceTable: the state of live sequences as arrays, a slot each, and the tokens of a step."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -95,7 +95,7 @@ class DeviceSizes:
         None where one sequence or the weight slots do not fit. `size_bits` rounds batch and cache
         sizes down to so many leading bits, so that nearby points get equal sizes.
         """
-        sized = self.sized(search_point, batch_size=1, num_kv_blocks=1)
+        sized = self.sized(search_point, max_num_seqs=1, num_kv_blocks=1)
         filled = self._filled(sized)
         for _ in range(2):
             if filled is None:
@@ -103,25 +103,25 @@ class DeviceSizes:
             num_blocks = self._free_blocks(filled)
             if size_bits is not None and num_blocks > self.job.min_blocks:
                 num_blocks = max(self.job.min_blocks, _leading_bits(num_blocks, size_bits))
-            batch_size = self._batch_size(num_blocks, search_point, size_bits)
-            if batch_size < 1:
+            max_num_seqs = self._batch_size(num_blocks, search_point, size_bits)
+            if max_num_seqs < 1:
                 return None
-            num_blocks = self.job.useful_blocks(num_blocks, batch_size)
+            num_blocks = self.job.useful_blocks(num_blocks, max_num_seqs)
             before, sized = (
                 sized,
-                self.sized(search_point, batch_size=batch_size, num_kv_blocks=num_blocks),
+                self.sized(search_point, max_num_seqs=max_num_seqs, num_kv_blocks=num_blocks),
             )
             if sized.policy != before.policy:
                 filled = self._filled(sized)
         return filled if filled and self._free_blocks(filled) >= num_blocks else None
 
     def sized(
-        self, search_point: SearchPoint, *, batch_size: int, num_kv_blocks: int
+        self, search_point: SearchPoint, *, max_num_seqs: int, num_kv_blocks: int
     ) -> StreamedSteps:
         """The steps of a point without resident weights, whether or not they fit."""
-        num_micro_batches = min(search_point.num_micro_batches, batch_size)
+        num_micro_batches = min(search_point.num_micro_batches, max_num_seqs)
         policy = Policy(
-            batch_size=batch_size,
+            max_num_seqs=max_num_seqs,
             max_num_batched_tokens=search_point.max_num_batched_tokens,
             max_prefill_chunk_tokens=min(
                 ceil_div(search_point.max_num_batched_tokens, num_micro_batches),
@@ -134,7 +134,7 @@ class DeviceSizes:
                 look_ahead=min(search_point.look_ahead, num_micro_batches - 1),
                 cpu_attention_fraction=search_point.cpu_attention_fraction,
                 page_bytes=self.page_bytes,
-                staged_blocks=self._staged_blocks(search_point, batch_size, num_micro_batches),
+                staged_blocks=self._staged_blocks(search_point, max_num_seqs, num_micro_batches),
             ),
         )
         return StreamedSteps.of_layers(self._layers, self.schedule, policy)
@@ -142,7 +142,7 @@ class DeviceSizes:
     def refuse(self) -> NoReturn:
         """Raise InfeasiblePlanError with the needs of the smallest policy."""
         search_point = SearchPoint(1.0, 1, False, 0, 1.0, min(SearchSpace().max_num_batched_tokens))
-        bare = self.sized(search_point, batch_size=1, num_kv_blocks=self.job.min_blocks)
+        bare = self.sized(search_point, max_num_seqs=1, num_kv_blocks=self.job.min_blocks)
         sized = self._filled(bare) or bare
         what = f"{self.job.model.name} with one sequence"
         host_footprint(self.job.model, self.job.work, sized).check_fits(
@@ -175,16 +175,16 @@ class DeviceSizes:
         return filled
 
     def _batch_size(self, num_blocks: int, search_point: SearchPoint, size_bits: int | None) -> int:
-        batch_size = min(
-            self.job.batch_size(num_blocks, search_point.batch_share),
+        max_num_seqs = min(
+            self.job.max_num_seqs(num_blocks, search_point.batch_share),
             search_point.max_num_batched_tokens,
         )
-        if batch_size < 1 or size_bits is None:
-            return batch_size
+        if max_num_seqs < 1 or size_bits is None:
+            return max_num_seqs
         num_rows = self.job.workload.num_rows
-        num_batches = ceil_div(num_rows, batch_size)
+        num_batches = ceil_div(num_rows, max_num_seqs)
         minimum = ceil_div(num_rows, num_batches + (num_batches >> (size_bits - 1)))
-        return max(minimum, _leading_bits(batch_size, size_bits))
+        return max(minimum, _leading_bits(max_num_seqs, size_bits))
 
     def _with_resident(self, steps: StreamedSteps, resident_bytes: int) -> StreamedSteps:
         device = replace(steps.device, resident_bytes=resident_bytes)
@@ -201,9 +201,9 @@ class DeviceSizes:
         return max(MIN_CHUNK, self.job.workload.longest_prompt_tokens)
 
     def _staged_blocks(
-        self, search_point: SearchPoint, batch_size: int, num_micro_batches: int
+        self, search_point: SearchPoint, max_num_seqs: int, num_micro_batches: int
     ) -> int:
-        rows = ceil_div(batch_size, num_micro_batches)
+        rows = ceil_div(max_num_seqs, num_micro_batches)
         decoding = (1 - search_point.cpu_attention_fraction) * rows
         prompts = ceil_div(
             2 * search_point.max_num_batched_tokens, num_micro_batches * KV_BLOCK_TOKENS

@@ -29,7 +29,7 @@ class DeviceJob:
     workload: Workload
     max_model_len: int
 
-    def batch_size(self, num_blocks: int, share: float) -> int:
+    def max_num_seqs(self, num_blocks: int, share: float) -> int:
         """Share of the sequences whose KV fits at mean length; 0 if the longest does not fit."""
         if num_blocks < self.min_blocks:
             return 0
@@ -43,10 +43,10 @@ class DeviceJob:
         step_s = self.work.all_weight_bytes / self.hardware.htod_bytes_per_s
         return max(1, int(step_s * self.hardware.gpu_flop_per_s / self.work.token_flop))
 
-    def useful_blocks(self, num_blocks: int, batch_size: int) -> int:
-        """Cap blocks at what `batch_size` sequences could fill."""
+    def useful_blocks(self, num_blocks: int, max_num_seqs: int) -> int:
+        """Cap blocks at what `max_num_seqs` sequences could fill."""
         roomy = min(self.max_model_len, 2 * self.workload.context_tokens)
-        return min(num_blocks, max(self.min_blocks, batch_size * blocks_of(roomy)))
+        return min(num_blocks, max(self.min_blocks, max_num_seqs * blocks_of(roomy)))
 
     @property
     def min_blocks(self) -> int:

@@ -192,7 +192,7 @@ def estimate_job(
 
 def job_steps(workload: Workload, policy: Policy) -> list[Steps]:
     """Loads and counts of a job's steps, independent of their duration."""
-    batch = min(policy.batch_size, workload.num_rows)
+    batch = min(policy.max_num_seqs, workload.num_rows)
     job = _Job(
         workload,
         policy,
@@ -221,7 +221,7 @@ def min_steps(workload: Workload, policy: Policy) -> Steps:
     """The steps of a job if all were equal and as full as possible."""
     tokens, prompts = _tokens_of(workload), workload.total_prompt_tokens
     decoded = tokens - prompts
-    count = max(1.0, decoded / policy.batch_size, tokens / policy.max_num_batched_tokens)
+    count = max(1.0, decoded / policy.max_num_seqs, tokens / policy.max_num_batched_tokens)
     load = StepLoad(
         decode_rows=decoded / count,
         decode_context=workload.prompt_tokens + workload.generated_tokens / 2,
@@ -252,7 +252,7 @@ class _Job:
     def __init__(self, workload: Workload, policy: Policy, *, rows: float, stride: int) -> None:
         self.rows, self.stride = rows, stride
         self._workload, self._policy = workload, policy
-        self._max_live = round(policy.batch_size / rows)
+        self._max_live = round(policy.max_num_seqs / rows)
         # Like the engine, keep one block in 64 free for growth that the forecast missed.
         num_blocks = policy.num_kv_blocks - policy.num_kv_blocks // 64
         self._cache = CacheForecast(num_blocks * KV_BLOCK_TOKENS / (rows * stride))

@@ -52,7 +52,7 @@ class Plan:
         """A step in which all sequences decode, half way through their rows."""
         workload = self.workload
         context = workload.prompt_tokens + workload.generated_tokens / 2
-        return StepLoad(decode_rows=self.policy.batch_size, decode_context=context)
+        return StepLoad(decode_rows=self.policy.max_num_seqs, decode_context=context)
 
     @property
     def prefill_load(self) -> StepLoad:
@@ -75,7 +75,7 @@ class Plan:
     @property
     def decode_tokens_per_s(self) -> float:
         """Predicted generated tokens per second while all sequences decode."""
-        return self.policy.batch_size / self.steps.seconds(self.decode_load)
+        return self.policy.max_num_seqs / self.steps.seconds(self.decode_load)
 
     @property
     def tokens_per_s(self) -> float:
@@ -89,7 +89,7 @@ class Plan:
         longest = max(longest, workload.context_tokens)
         return StepTimes(
             self.steps,
-            max_rows=min(policy.batch_size, workload.num_rows),
+            max_rows=min(policy.max_num_seqs, workload.num_rows),
             max_prompt_tokens=policy.max_num_batched_tokens,
             contexts=(1.0, longest / 4, longest / 2, longest),
             prompt_chunk=min(workload.prompt_tokens, policy.max_prefill_chunk_tokens),
@@ -107,7 +107,7 @@ class Plan:
             f"{self.model_name} on {hardware.name} ({hardware.num_cores} cores, "
             f"{format_bytes(hardware.host_memory_bytes)})",
             *self._describe_ranks(),
-            f"policy: schedule {self.schedule}, batch {policy.batch_size} sequences, "
+            f"policy: schedule {self.schedule}, batch {policy.max_num_seqs} sequences, "
             f"{policy.max_num_batched_tokens} tokens per step, {policy.num_kv_blocks} KV blocks of "
             f"{KV_BLOCK_TOKENS} tokens",
             *self._describe_device(),

@@ -58,14 +58,14 @@ class Policy:
     """Sizes of a run; after planning all are set.
 
     Attributes:
-        batch_size: Live sequences.
+        max_num_seqs: Live sequences.
         max_num_batched_tokens: Tokens of a step, decode and prefill together.
         max_prefill_chunk_tokens: Prompt tokens of one sequence in one step.
         num_kv_blocks: Blocks of the KV cache.
         device: Use of a device with its own memory; None takes the defaults.
     """
 
-    batch_size: int
+    max_num_seqs: int
     max_num_batched_tokens: int
     max_prefill_chunk_tokens: int
     num_kv_blocks: int
@@ -73,7 +73,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         for field in (
-            "batch_size",
+            "max_num_seqs",
             "max_num_batched_tokens",
             "max_prefill_chunk_tokens",
             "num_kv_blocks",

@@ -72,18 +72,18 @@ class ResidentSearch:
     def policy(self, max_num_batched_tokens: int, batch_share: float) -> Policy | None:
         job = self.job
         bare = Policy(
-            batch_size=1,
+            max_num_seqs=1,
             max_num_batched_tokens=max_num_batched_tokens,
             max_prefill_chunk_tokens=max_num_batched_tokens,
             num_kv_blocks=1,
         )
         free = job.hardware.gpu_memory_bytes - self.footprint(bare).total
         num_blocks = 1 + free // kv_block_bytes(job.work)
-        batch_size = min(job.batch_size(num_blocks, batch_share), max_num_batched_tokens)
-        if batch_size < 1:
+        max_num_seqs = min(job.max_num_seqs(num_blocks, batch_share), max_num_batched_tokens)
+        if max_num_seqs < 1:
             return None
-        useful = job.useful_blocks(num_blocks, batch_size)
-        return replace(bare, batch_size=batch_size, num_kv_blocks=useful)
+        useful = job.useful_blocks(num_blocks, max_num_seqs)
+        return replace(bare, max_num_seqs=max_num_seqs, num_kv_blocks=useful)
 
     def footprint(self, policy: Policy) -> Footprint:
         return resident_footprint(self.job.model, self.job.work, policy)
@@ -92,7 +92,7 @@ class ResidentSearch:
         """Raise InfeasiblePlanError with the needs of the smallest policy."""
         tokens = min(SearchSpace().max_num_batched_tokens)
         smallest = Policy(
-            batch_size=1,
+            max_num_seqs=1,
             max_num_batched_tokens=tokens,
             max_prefill_chunk_tokens=tokens,
             num_kv_blocks=self.job.min_blocks,
@@ -171,7 +171,7 @@ class HostSearch:
         batch = _smallest_good(sizes, batch_rates, GOOD_BATCH)
         roomy = min(self.max_model_len, 2 * workload.context_tokens)
         return Policy(
-            batch_size=batch,
+            max_num_seqs=batch,
             max_num_batched_tokens=max_num_batched_tokens,
             max_prefill_chunk_tokens=max_num_batched_tokens,
             num_kv_blocks=min(blocks, batch * ceil_div(roomy, KV_BLOCK_TOKENS)),
@@ -181,7 +181,7 @@ class HostSearch:
         footprint.check_fits(
             self.hardware.host_memory_bytes,
             what=what,
-            advice="Reduce batch_size, num_kv_blocks or max_model_len, raise "
+            advice="Reduce max_num_seqs, num_kv_blocks or max_model_len, raise "
             "host_memory_bytes, or choose a node with more memory.",
         )
 
@@ -215,9 +215,9 @@ class HostSearch:
         chunk = min(self.workload.prompt_tokens, max_num_batched_tokens)
         return StepLoad(prompt_tokens=max_num_batched_tokens, prompt_chunk=chunk)
 
-    def _decode(self, batch_size: int) -> StepLoad:
+    def _decode(self, max_num_seqs: int) -> StepLoad:
         context = self.workload.prompt_tokens + self.workload.generated_tokens / 2
-        return StepLoad(decode_rows=batch_size, decode_context=context)
+        return StepLoad(decode_rows=max_num_seqs, decode_context=context)
 
 
 def _smallest_good(sizes: Sequence[int], rates: Sequence[float], share: float) -> int:

@@ -53,7 +53,7 @@ def test_our_kernels_give_the_tokens_of_the_cpu(
     from raymoe.kernels.gpu_attention import Attending  # noqa: PLC0415 - needs Triton
 
     name = schedules.plain_configuration(name)
-    sizes = {"batch_size": 4, "max_num_batched_tokens": 24, "max_prefill_chunk_tokens": 12}
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_prefill_chunk_tokens": 12}
     monkeypatch.setattr(LatentHeads, "min_plain_tokens", 8)  # so that both forms are used
     expected = generate(name, sizes)
     shapes = set()

@@ -96,7 +96,7 @@ def test_too_little_memory_is_refused_with_a_table(directory):
 
 
 STREAMING = Policy(
-    batch_size=1,
+    max_num_seqs=1,
     max_num_batched_tokens=8,
     max_prefill_chunk_tokens=8,
     num_kv_blocks=1,
@@ -202,7 +202,7 @@ def test_an_engine_reports_its_plan_beside_what_it_took(directory):
 def test_a_budget_beyond_what_is_free_is_refused_before_anything_is_taken(directory, monkeypatch):
     monkeypatch.setattr(loading, "PATIENCE_S", 0.0)
     policy = Policy(
-        batch_size=8,
+        max_num_seqs=8,
         max_num_batched_tokens=64,
         max_prefill_chunk_tokens=64,
         num_kv_blocks=2**32 // 100,

@@ -35,7 +35,7 @@ class Case:
 
     def engine(self, **policy: int) -> Engine:
         sizes = {
-            "batch_size": 32,
+            "max_num_seqs": 32,
             "max_num_batched_tokens": 4096,
             "max_prefill_chunk_tokens": 4096,
             "num_kv_blocks": 200,
@@ -57,7 +57,7 @@ def check_every_way(name: str, num_prompts: int, max_tokens: int) -> None:
     with case.engine() as engine:  # one batch, any order
         case.assert_agrees(engine)
         case.assert_agrees(engine, order=range(len(case.prompts))[::-1])
-    with case.engine(batch_size=1) as engine:  # one row at a time
+    with case.engine(max_num_seqs=1) as engine:  # one row at a time
         case.assert_agrees(engine)
     with case.engine(max_prefill_chunk_tokens=7, max_num_batched_tokens=40) as engine:
         case.assert_agrees(engine)

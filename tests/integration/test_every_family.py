@@ -15,7 +15,7 @@ QUICK_PROMPTS, QUICK_TOKENS = 8, 12
 # Every layer moves in several pages, and the host attends for a part of the rows.
 DEVICE = DevicePolicy(num_micro_batches=3, page_bytes=9_000, cpu_attention_fraction=0.4)
 POLICY = Policy(
-    batch_size=24,
+    max_num_seqs=24,
     max_num_batched_tokens=512,
     max_prefill_chunk_tokens=40,
     num_kv_blocks=160,

@@ -17,7 +17,7 @@ from tests.triton_mode import HAS_GPU
 pytest.importorskip("triton")
 
 SIZES = {
-    "batch_size": 8,
+    "max_num_seqs": 8,
     "max_num_batched_tokens": 64,
     "max_prefill_chunk_tokens": 64,
     "num_kv_blocks": 40,

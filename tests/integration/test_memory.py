@@ -22,7 +22,10 @@ from raymoe.plan.policy import Policy
 prompts = make_prompts(WORKLOADS["W2"], 32000)
 blocks = 64 * 21  # all rows at once, up to 672 tokens each
 policy = Policy(
-    batch_size=64, max_num_batched_tokens=2048, max_prefill_chunk_tokens=2048, num_kv_blocks=blocks
+    max_num_seqs=64,
+    max_num_batched_tokens=2048,
+    max_prefill_chunk_tokens=2048,
+    num_kv_blocks=blocks,
 )
 with Engine.from_pretrained(sys.argv[1], EngineConfig(policy=policy)) as engine:
     rows = engine.generate(prompts, {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True})

@@ -106,7 +106,7 @@ def plan_job(name: str, hardware: HardwareSpec, job: Job) -> Plan:
     """The planner's own policy, but for a batch small enough to be refilled."""
     model, workload = first_layers(model_preset(name)), Workload.of_rows(job.row_lengths)
     plan = find_plan(model, hardware, workload, max_model_len=512)
-    policy = dataclasses.replace(plan.policy, batch_size=min(BATCH, plan.policy.batch_size))
+    policy = dataclasses.replace(plan.policy, max_num_seqs=min(BATCH, plan.policy.max_num_seqs))
     return find_plan(model, hardware, workload, policy=policy, max_model_len=512)
 
 

@@ -34,7 +34,7 @@ PAIRS = [
     for pair in itertools.product(NAMES, SCHEDULES)
 ]
 SIZES = {
-    "batch_size": 8,
+    "max_num_seqs": 8,
     "max_num_batched_tokens": 128,
     "max_prefill_chunk_tokens": 64,
     "num_kv_blocks": 40,

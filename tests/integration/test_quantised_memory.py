@@ -79,7 +79,7 @@ from raymoe.plan.policy import DevicePolicy, Policy
 
 device = sys.argv[2]
 policy = Policy(
-    batch_size=2, max_num_batched_tokens=32, max_prefill_chunk_tokens=32, num_kv_blocks=8,
+    max_num_seqs=2, max_num_batched_tokens=32, max_prefill_chunk_tokens=32, num_kv_blocks=8,
     device=DevicePolicy(num_micro_batches=1) if device == "emulated" else None,
 )
 schedule = "cgopipe" if device == "emulated" else "auto"

@@ -33,7 +33,7 @@ def model_and_directory(tmp_path_factory):
 def make_engine(model_and_directory):
     def make(**sizes: int) -> Engine:
         policy = {
-            "batch_size": 512,
+            "max_num_seqs": 512,
             "max_num_batched_tokens": 4096,
             "max_prefill_chunk_tokens": 4096,
             "num_kv_blocks": 1024,
@@ -184,9 +184,9 @@ def test_a_seed_gives_the_same_tokens_whatever_batch_order_and_preemption(engine
     order = np.random.default_rng(1).permutation(len(prompts))
     shuffled = engine.generate([prompts[r] for r in order], [params[r] for r in order])
     assert [tokens_of(g) for g in shuffled] == [expected[r] for r in order]
-    with make_engine(batch_size=1, max_prefill_chunk_tokens=7) as one_at_a_time:
+    with make_engine(max_num_seqs=1, max_prefill_chunk_tokens=7) as one_at_a_time:
         assert [tokens_of(g) for g in one_at_a_time.generate(prompts, params)] == expected
-    with make_engine(num_kv_blocks=8, batch_size=16) as small:
+    with make_engine(num_kv_blocks=8, max_num_seqs=16) as small:
         small.generate([[1]] * 20, {"max_tokens": 1})
         assert [tokens_of(g) for g in small.generate(prompts, params)] == expected
         assert small.stats().num_preemptions > 0

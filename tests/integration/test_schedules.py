@@ -17,7 +17,7 @@ FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepse
 PAPERS = ("cgopipe", "vslpipe", "module_batching")
 NUM_PROMPTS, NUM_TOKENS = 10, 16
 SIZES = {
-    "batch_size": 16,
+    "max_num_seqs": 16,
     "max_num_batched_tokens": 512,
     "max_prefill_chunk_tokens": 512,
     "num_kv_blocks": 120,

@@ -23,7 +23,7 @@ from raymoe.units import GIB, MIB
 from tests.tiny import make_checkpoint
 
 POLICY = Policy(
-    batch_size=8,
+    max_num_seqs=8,
     max_num_batched_tokens=64,
     max_prefill_chunk_tokens=64,
     num_kv_blocks=32,
@@ -51,7 +51,7 @@ if json.loads(sys.argv[4]):
     config = dataclasses.replace(config, policy=None, schedule="auto")
 with Engine.from_pretrained(sys.argv[1], config) as engine:
     answers = [list(one.token_ids) for one in engine.generate(PROMPTS, PARAMS)]
-    print(json.dumps([answers, engine.plan.schedule, engine.policy.batch_size]), flush=True)
+    print(json.dumps([answers, engine.plan.schedule, engine.policy.max_num_seqs]), flush=True)
     sys.stdin.read()
 """
 
@@ -83,7 +83,7 @@ class Process:
         )
         line = self.process.stdout.readline()
         assert line, f"it ended with {self.process.wait()}"
-        self.tokens, self.schedule, self.batch_size = json.loads(line)
+        self.tokens, self.schedule, self.max_num_seqs = json.loads(line)
 
     def maps(self, directory):
         """Proportional and private bytes of the shared file, and all private bytes."""
@@ -128,7 +128,7 @@ def test_two_processes_have_one_copy_and_the_same_tokens(model, tmp_path):
     first.end(kill=True)
     third = Process(model, tmp_path, is_free=True)  # takes the sizes that the first one chose
     assert third.tokens == alone.tokens
-    assert (third.schedule, third.batch_size) == ("cgopipe", POLICY.batch_size)
+    assert (third.schedule, third.max_num_seqs) == ("cgopipe", POLICY.max_num_seqs)
     assert path.exists()
     second.end()
     third.end()
@@ -138,7 +138,7 @@ def test_two_processes_have_one_copy_and_the_same_tokens(model, tmp_path):
 def test_an_engine_that_is_told_other_sizes_says_so_and_loads_its_own(model, tmp_path, monkeypatch):
     monkeypatch.setattr(shared_file, "DIRECTORY", tmp_path)
     shared = dataclasses.replace(CONFIG, shared_weights=True)
-    other = dataclasses.replace(shared, policy=dataclasses.replace(POLICY, batch_size=4))
+    other = dataclasses.replace(shared, policy=dataclasses.replace(POLICY, max_num_seqs=4))
     with Engine.from_pretrained(model, shared) as engine:
         expected = engine.generate(PROMPTS, PARAMS)
         with pytest.warns(PerformanceWarning, match="loads its own copy"):

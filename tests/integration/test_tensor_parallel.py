@@ -34,7 +34,7 @@ PAPERS = ("cgopipe", "vslpipe", "module_batching")
 FAMILIES = ("mixtral", "olmoe", "qwen2_moe", "gpt_oss", "deepseek_v3")
 NUM_PROMPTS, NUM_TOKENS = 10, 16
 SIZES = {
-    "batch_size": 16,
+    "max_num_seqs": 16,
     "max_num_batched_tokens": 512,
     "max_prefill_chunk_tokens": 512,
     "num_kv_blocks": 120,

@@ -41,7 +41,7 @@ def test_moe_lightning_keeps_its_batch_and_micro_batches() -> None:
     ).best()
     policy = plan("cgopipe", node).policy
     assert policy.device is not None
-    assert policy.batch_size == best.batch_size
+    assert policy.max_num_seqs == best.batch_size
     assert policy.device.num_micro_batches == best.num_micro_batches
     assert policy.num_kv_blocks * 32 >= best.batch_size * (77 + 128)
     experts = 32 * 8 * 3 * 4096 * 14336 * 2
@@ -70,7 +70,7 @@ def test_moe_lens_fills_the_host_with_kv() -> None:
     chosen = plan("vslpipe", node)
     block = 32 * MIXTRAL.kv_bytes_per_token(2)
     assert 0 <= node.host_memory_bytes - chosen.footprint.total < block
-    assert chosen.policy.batch_size == pytest.approx(stage2(lens, MTBENCH).active_rows, abs=1)
+    assert chosen.policy.max_num_seqs == pytest.approx(stage2(lens, MTBENCH).active_rows, abs=1)
     assert chosen.policy.device is not None
     assert chosen.policy.device.resident_bytes == 0
     assert chosen.policy.num_kv_blocks * 32 == pytest.approx(lens.kv_tokens, rel=0.02)
@@ -84,11 +84,11 @@ def test_flexgen_has_the_sizes_of_moe_lightning_and_room_for_the_kv_of_a_wave() 
     assert s3 == lightning
     assert s4.device is not None
     assert lightning.device is not None
-    assert (s4.batch_size, s4.device.num_micro_batches) == (
+    assert (s4.max_num_seqs, s4.device.num_micro_batches) == (
         lightning.batch_size,
         lightning.device.num_micro_batches,
     )
-    micro_batch_rows = -(-s4.batch_size // s4.device.num_micro_batches)
+    micro_batch_rows = -(-s4.max_num_seqs // s4.device.num_micro_batches)
     assert s4.device.staged_blocks == micro_batch_rows * -(-(77 + 128) // 32)
 
 
@@ -100,7 +100,7 @@ def test_a_batch_of_layer_by_layer_has_its_kv_beside_two_layers() -> None:
     kv_bytes = policy.num_kv_blocks * 32 * MIXTRAL.kv_bytes_per_token(2)
     two_layers = 2 * MIXTRAL.weight_bytes(2) / MIXTRAL.num_layers
     assert 0.6 * node.gpu_memory_bytes < kv_bytes + two_layers < node.gpu_memory_bytes
-    assert policy.num_kv_blocks == policy.batch_size * -(-(77 + 128) // 32)
+    assert policy.num_kv_blocks == policy.max_num_seqs * -(-(77 + 128) // 32)
 
 
 @pytest.mark.parametrize("schedule", CHOOSERS)
@@ -121,8 +121,8 @@ def test_sizes_fit_or_are_refused(schedule: str) -> None:
         except InfeasiblePlanError as refusal:
             assert node.name in str(refusal)  # noqa: PT017 - either outcome is right
             continue
-        assert policy.batch_size <= workload.num_rows
-        assert policy.batch_size <= policy.max_num_batched_tokens
+        assert policy.max_num_seqs <= workload.num_rows
+        assert policy.max_num_seqs <= policy.max_num_batched_tokens
         chosen = find_plan(MIXTRAL, node, workload, schedule=schedule, policy=policy)
         assert chosen.policy == policy, (node, workload)
 
@@ -130,4 +130,4 @@ def test_sizes_fit_or_are_refused(schedule: str) -> None:
 @pytest.mark.parametrize("schedule", CHOOSERS)
 def test_rows_that_are_not_there_are_not_planned_for(schedule: str) -> None:
     few = replace(MTBENCH, num_rows=5)
-    assert plan(schedule, hardware_preset("l4"), few).policy.batch_size == 5
+    assert plan(schedule, hardware_preset("l4"), few).policy.max_num_seqs == 5

@@ -84,7 +84,7 @@ def _run_scale(options: ScaleOptions) -> None:
     """The same number of rows for each actor, with more and more actors."""
     console = Console(soft_wrap=True)
     plan = _plan(Workload(num_rows=MANY_ROWS, prompt_tokens=418, generated_tokens=128))
-    each = options.rows or plan.policy.batch_size
+    each = options.rows or plan.policy.max_num_seqs
     model = WaitingModel.of(plan, speedup=options.speedup or 4.0)
     console.print(_describe(plan, model))
     runs = []
@@ -182,7 +182,7 @@ def _plan(workload: Workload) -> Plan:
 
 
 def _rows_in_flight(plan: Plan) -> int:
-    return ROWS_PER_SEQUENCE * plan.policy.batch_size
+    return ROWS_PER_SEQUENCE * plan.policy.max_num_seqs
 
 
 def _node_rate(plan: Plan) -> float:
@@ -194,7 +194,8 @@ def _describe(plan: Plan, model: WaitingModel) -> str:
     workload, step_s = plan.workload, plan.steps.seconds(plan.decode_load)
     return (
         f"{MODEL} on {NODE}: {workload.prompt_tokens} + {workload.generated_tokens} tokens a row, "
-        f"{plan.policy.batch_size} sequences, {step_s:.2f} s a step, {_node_rate(plan):.2f} rows/s "
+        f"{plan.policy.max_num_seqs} sequences, {step_s:.2f} s a step, "
+        f"{_node_rate(plan):.2f} rows/s "
         f"a node by plan; passes here take 1/{model.speedup:g} of that"
     )
 

@@ -60,7 +60,7 @@ def fitting_plan(plan_of: PlanOf, rows: RowStatistics, max_rows: int, seconds: f
     full one. Raises ConfigError if not even one row fits.
     """
     plan = _largest(plan_of, rows, max_rows, seconds)
-    num_rows, batch = plan.workload.num_rows, plan.policy.batch_size
+    num_rows, batch = plan.workload.num_rows, plan.policy.max_num_seqs
     if num_rows <= batch or not num_rows % batch:
         return plan
     whole = plan_of(rows.job(num_rows - num_rows % batch))
@@ -229,13 +229,13 @@ PAD_TOKEN_ID = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    batch_size: int
+    max_num_seqs: int
     weight_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTimes:
-    batch_size: int
+    max_num_seqs: int
     prefill_s: float
     total_s: float
     num_measured_steps: int
@@ -256,16 +256,16 @@ def measure_accelerate(settings: PartSettings, node: HardwareSpec, device: str) 
     runner = BatchRunner(
         model=model, device=device, rows=rows, seconds=JOB_SHARE * settings.limit_s
     )
-    run = runner.run_largest(sizes.batch_size)
+    run = runner.run_largest(sizes.max_num_seqs)
     job = replace(rows, min_prompt=rows.mean_prompt, max_prompt=rows.mean_prompt)
     stored = ModelWork.of(spec, BYTES_PER_ELEMENT)
-    bound = device_bound(stored, replace(node, htod_bytes_per_s=pinned), job.job(run.batch_size))
+    bound = device_bound(stored, replace(node, htod_bytes_per_s=pinned), job.job(run.max_num_seqs))
     return Figures(
         schedule="hooks",
         policy="largest batch" if not sizes.weight_bytes else "all rows, weights in the rest",
-        num_rows=run.batch_size,
-        prompt_tokens=run.batch_size * rows.mean_prompt,
-        generated_tokens=run.batch_size * rows.generated_tokens,
+        num_rows=run.max_num_seqs,
+        prompt_tokens=run.max_num_seqs * rows.mean_prompt,
+        generated_tokens=run.max_num_seqs * rows.generated_tokens,
         prefill_s=run.prefill_s,
         total_s=run.total_s,
         num_measured_steps=run.num_measured_steps,
@@ -290,7 +290,7 @@ def sizes_that_fit(work: ModelWork, rows: RowStatistics, max_rows: int, device_b
         )
     batch = min(fitting, max_rows)
     spare = device_bytes - fixed - batch * row
-    return Sizes(batch_size=batch, weight_bytes=int(spare) if batch == max_rows else 0)
+    return Sizes(max_num_seqs=batch, weight_bytes=int(spare) if batch == max_rows else 0)
 
 
 def _row_bytes(work: ModelWork, rows: RowStatistics) -> float:
@@ -359,19 +359,21 @@ class BatchRunner:
     rows: RowStatistics
     seconds: float
 
-    def run_largest(self, batch_size: int) -> BatchTimes:
+    def run_largest(self, max_num_seqs: int) -> BatchTimes:
         """Run a batch, halved while memory runs out; raises ConfigError if not one row fits."""
-        while batch_size:
+        while max_num_seqs:
             try:
-                return self.run(batch_size)
+                return self.run(max_num_seqs)
             except torch.cuda.OutOfMemoryError:
-                batch_size //= 2
+                max_num_seqs //= 2
             torch.cuda.empty_cache()
         raise ConfigError("not one row fits the device memory beside what accelerate moves there")
 
-    def run(self, batch_size: int) -> BatchTimes:
+    def run(self, max_num_seqs: int) -> BatchTimes:
         """Time as many decode steps as prefill and step times allow."""
-        prompts = random_prompts([self.rows.mean_prompt] * batch_size, self.model.config.vocab_size)
+        prompts = random_prompts(
+            [self.rows.mean_prompt] * max_num_seqs, self.model.config.vocab_size
+        )
         ids = torch.tensor(prompts, device=self.device)
         self._generate_s(ids, 2)  # warm up every kernel
         prefill_s = self._generate_s(ids, 1)
@@ -380,7 +382,7 @@ class BatchRunner:
         measured = max(1, min(steps, int((self.seconds - 4 * prefill_s) / step_s)))
         decode_s = self._generate_s(ids, 1 + measured) - prefill_s
         return BatchTimes(
-            batch_size=batch_size,
+            max_num_seqs=max_num_seqs,
             prefill_s=prefill_s,
             total_s=prefill_s + decode_s * steps / measured,
             num_measured_steps=measured,

@@ -60,7 +60,7 @@ class PaperPolicies:
         max_num_batched_tokens = max(1, int(node.max_num_batched_tokens))
         active = int(stage2(node, workload).active_rows)
         policy = Policy(
-            batch_size=max(1, min(active, workload.num_rows, max_num_batched_tokens)),
+            max_num_seqs=max(1, min(active, workload.num_rows, max_num_batched_tokens)),
             max_num_batched_tokens=max_num_batched_tokens,
             max_prefill_chunk_tokens=min(workload.prompt_tokens, max_num_batched_tokens),
             num_kv_blocks=max(1, int(node.kv_tokens) // KV_BLOCK_TOKENS),
@@ -92,7 +92,7 @@ class PaperPolicies:
             LayerBytes.of(model, i, BYTES_PER_ELEMENT).total for i in range(model.num_layers)
         )
         policy = Policy(
-            batch_size=batch,
+            max_num_seqs=batch,
             max_num_batched_tokens=max(batch, prefill.batch_size * workload.prompt_tokens),
             max_prefill_chunk_tokens=workload.prompt_tokens,
             num_kv_blocks=batch * self._row_blocks,
@@ -117,7 +117,7 @@ class PaperPolicies:
         """FlexGen with GPU attention at the sizes of `cgopipe`, plus a micro-batch's KV."""
         wanted = self._lightning()
         assert wanted.device is not None
-        rows = ceil_div(wanted.batch_size, wanted.device.num_micro_batches)
+        rows = ceil_div(wanted.max_num_seqs, wanted.device.num_micro_batches)
         device = replace(wanted.device, staged_blocks=rows * self._row_blocks)
         return self._fitted("flexgen_s4", replace(wanted, device=device))
 
@@ -129,7 +129,7 @@ class PaperPolicies:
         """
         workload = self.workload
         row = Policy(
-            batch_size=1,
+            max_num_seqs=1,
             max_num_batched_tokens=workload.prompt_tokens,
             max_prefill_chunk_tokens=workload.prompt_tokens,
             num_kv_blocks=self._row_blocks,
@@ -141,7 +141,7 @@ class PaperPolicies:
         batch = max(1, min(workload.num_rows, spare // row_bytes))
         wanted = replace(
             row,
-            batch_size=batch,
+            max_num_seqs=batch,
             max_num_batched_tokens=batch * workload.prompt_tokens,
             num_kv_blocks=batch * self._row_blocks,
             device=DevicePolicy(num_micro_batches=1, staged_blocks=batch * self._row_blocks),
@@ -161,7 +161,7 @@ class PaperPolicies:
         experts = sum(layer.total for layer in layers) - common
         batch = min(best.batch_size, workload.num_rows)
         return Policy(
-            batch_size=batch,
+            max_num_seqs=batch,
             max_num_batched_tokens=batch * workload.prompt_tokens,
             max_prefill_chunk_tokens=workload.prompt_tokens,
             num_kv_blocks=batch * self._row_blocks,
@@ -174,9 +174,9 @@ class PaperPolicies:
     def _fitted(self, schedule: str, wanted: Policy) -> Policy:
         tokens = wanted.max_num_batched_tokens
         while tokens:
-            batch = min(wanted.batch_size, tokens)
+            batch = min(wanted.max_num_seqs, tokens)
             policy = self._sized(
-                schedule, replace(wanted, max_num_batched_tokens=tokens, batch_size=batch)
+                schedule, replace(wanted, max_num_batched_tokens=tokens, max_num_seqs=batch)
             )
             if policy is not None:
                 return policy

@@ -53,7 +53,7 @@ def test_the_job_and_its_prefill_take_the_time_and_no_more(contender: str) -> No
     prefill_s = plan.estimate(prefill_of(plan.workload)).seconds
     assert predicted_s(plan) == pytest.approx(plan.job.seconds + prefill_s)
     assert 0 < prefill_s < plan.job.seconds
-    rows, batch = plan.workload.num_rows, plan.policy.batch_size
+    rows, batch = plan.workload.num_rows, plan.policy.max_num_seqs
     assert rows <= batch or rows % batch == 0
 
 
@@ -104,10 +104,10 @@ def test_where_a_paper_has_no_policy_the_planner_has_one_and_the_name_says_so() 
 def test_accelerate_fills_the_device_with_rows_or_else_with_weights() -> None:
     work = ModelWork.of(shape_spec("mixtral-8x7b", 16), 2)
     few, many = (sizes_that_fit(work, ROWS, maximum, 16 * GIB) for maximum in (16, 10_000))
-    assert (few.batch_size, many.weight_bytes) == (16, 0)
+    assert (few.max_num_seqs, many.weight_bytes) == (16, 0)
     assert 0 < few.weight_bytes < 16 * GIB - 2 * work.layers[0].weight_bytes(8)
-    assert 16 < many.batch_size < 10_000
-    kv_bytes = many.batch_size * (77 + 32) * work.kv_token_bytes
+    assert 16 < many.max_num_seqs < 10_000
+    kv_bytes = many.max_num_seqs * (77 + 32) * work.kv_token_bytes
     assert kv_bytes < 16 * GIB - 2 * work.layers[0].weight_bytes(8)
     with pytest.raises(ConfigError, match=r"for one row.*the cap is 4\.00 GiB"):
         sizes_that_fit(work, ROWS, 16, 4 * GIB)

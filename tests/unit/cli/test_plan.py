@@ -82,7 +82,7 @@ def test_it_prints_what_was_planned(model: str, capsys: pytest.CaptureFixture[st
     for wanted in (
         "few-layers on t4: 64 rows of 64 + 8 tokens",
         f"schedule {plan.schedule}",
-        f"batch {policy.batch_size} sequences",
+        f"batch {policy.max_num_seqs} sequences",
         f"KV cache {policy.num_kv_blocks:,} blocks",
         f"micro-batches of a step {device.num_micro_batches}",
         f"decode attention {100 * device.cpu_attention_fraction:.0f} % on the CPU",
@@ -113,7 +113,7 @@ def test_it_prints_the_plan_of_one_of_several_gpus(
     for wanted in (
         "few-layers on 1/2 of t4: 64 rows of 64 + 8 tokens",
         "tensor parallel 2 GPUs share each step",
-        f"batch {plan.policy.batch_size} sequences",
+        f"batch {plan.policy.max_num_seqs} sequences",
         f"end to end {plan.tokens_per_s:,.1f} generated tokens/s",
         "available 15.00 GiB",
         "available 9.00 GiB",

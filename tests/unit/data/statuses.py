@@ -98,7 +98,10 @@ def planned(*, has_gpu=True):
     """A plan for Mixtral on a node of an L4, with the GPU or without."""
     node = find_hardware("l4")
     policy = Policy(
-        batch_size=64, max_num_batched_tokens=512, max_prefill_chunk_tokens=256, num_kv_blocks=2048
+        max_num_seqs=64,
+        max_num_batched_tokens=512,
+        max_prefill_chunk_tokens=256,
+        num_kv_blocks=2048,
     )
     if has_gpu:
         policy = dataclasses.replace(policy, device=DevicePolicy())

@@ -127,7 +127,7 @@ def test_memory_of_an_actor_is_that_of_all_its_ranks(tmp_path):
     found = plan_actor(tmp_path, dataclasses.replace(config, dtype="bfloat16"), node)
     assert found is not None
     assert found.memory_bytes == 2 * plan.footprint.total
-    assert found.batch_size == plan.policy.batch_size
+    assert found.max_num_seqs == plan.policy.max_num_seqs
 
 
 @pytest.fixture

@@ -164,7 +164,7 @@ def fake_parts(runner, policy: Policy, *, directory: Path, max_model_len: int = 
 
 def small_policy(**changes: int) -> Policy:
     sizes = {
-        "batch_size": 8,
+        "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
         "max_prefill_chunk_tokens": 32,
         "num_kv_blocks": 64,

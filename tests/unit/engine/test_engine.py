@@ -161,7 +161,7 @@ def test_many_threads_submit_at_once_and_each_gets_its_own_rows(make_engine):
 
 def test_submit_blocks_while_the_queue_is_full(make_engine):
     gate = Gate()
-    policy = small_policy(batch_size=2)
+    policy = small_policy(max_num_seqs=2)
     engine = make_engine(EngineConfig(linger_s=0.0, max_queued_rows=3), policy, gate)
     first = engine.submit([[1], [2]], GREEDY)
     assert gate.entered.wait(30)
@@ -183,7 +183,9 @@ def test_submit_blocks_while_the_queue_is_full(make_engine):
 
 
 def test_a_callback_of_a_future_may_submit_more_even_when_the_queue_is_full(make_engine):
-    engine = make_engine(EngineConfig(linger_s=0.0, max_queued_rows=1), small_policy(batch_size=1))
+    engine = make_engine(
+        EngineConfig(linger_s=0.0, max_queued_rows=1), small_policy(max_num_seqs=1)
+    )
     more = []
     seen = threading.Event()
 
@@ -289,7 +291,7 @@ def test_closing_while_rows_run_fails_them_and_joins_all_threads(make_engine):
 def test_closing_frees_a_submit_that_waits_for_a_place(make_engine):
     gate = Gate()
     config = EngineConfig(linger_s=0.0, max_queued_rows=1)
-    engine = make_engine(config, small_policy(batch_size=1), gate)
+    engine = make_engine(config, small_policy(max_num_seqs=1), gate)
     with ThreadPoolExecutor(1) as pool:
         submitted = pool.submit(engine.submit, [[row] for row in range(9)], GREEDY)
         assert gate.entered.wait(30)
@@ -327,7 +329,7 @@ def test_an_idle_engine_starts_at_once_when_all_callers_are_inside(make_engine):
 
 
 def test_an_idle_engine_starts_when_the_pool_is_full(make_engine):
-    engine = make_engine(EngineConfig(linger_s=1000.0), small_policy(batch_size=3))
+    engine = make_engine(EngineConfig(linger_s=1000.0), small_policy(max_num_seqs=3))
     futures = engine.submit([[1], [2]], GREEDY)
     time.sleep(0.1)
     assert not any(future.done() for future in futures)
@@ -343,7 +345,7 @@ def test_statistics_count_rows_tokens_and_passes(make_engine):
     assert (stats.num_generated_tokens, stats.num_computed_tokens) == (4, 6)
     assert (stats.num_prompt_tokens, stats.num_cached_tokens) == (3, 0)
     assert (stats.num_slots, stats.num_kv_blocks) == (
-        engine.policy.batch_size,
+        engine.policy.max_num_seqs,
         engine.policy.num_kv_blocks,
     )
     assert (stats.num_steps, stats.num_live_sequences, stats.num_queued_rows) == (4, 0, 0)

@@ -242,7 +242,7 @@ def test_a_text_of_12_mb_is_refused_unread_while_short_rows_answer(make, make_en
 
 
 def test_slots_are_free_before_texts_are_there(tokenizer_directory, monkeypatch):
-    policy = small_policy(batch_size=2)
+    policy = small_policy(max_num_seqs=2)
     parts = fake_parts(FakeRunner(policy.num_kv_blocks), policy, directory=tokenizer_directory)
     decode_all, is_open = parts.tokenizer.decode_all, threading.Event()
 

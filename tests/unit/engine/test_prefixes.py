@@ -13,7 +13,7 @@ from tests.unit.engine.fakes import expected_tokens, small_policy
 from tests.unit.engine.test_scheduler import Bench, prompts_of, short_rows_then_long_ones
 
 ROOMY = small_policy(
-    batch_size=64, max_num_batched_tokens=4096, max_prefill_chunk_tokens=4096, num_kv_blocks=512
+    max_num_seqs=64, max_num_batched_tokens=4096, max_prefill_chunk_tokens=4096, num_kv_blocks=512
 )
 
 
@@ -130,7 +130,7 @@ def test_tokens_are_those_of_rows_alone(
     heads, tails, max_tokens, max_num_batched_tokens, chunk, num_blocks, num_samples
 ):
     policy = small_policy(
-        batch_size=5,
+        max_num_seqs=5,
         max_num_batched_tokens=max_num_batched_tokens,
         max_prefill_chunk_tokens=chunk,
         num_kv_blocks=num_blocks,
@@ -148,7 +148,7 @@ def test_tokens_are_those_of_rows_alone(
 
 
 def test_families_survive_preemption() -> None:
-    bench, _ = short_rows_then_long_ones(small_policy(num_kv_blocks=12, batch_size=8))
+    bench, _ = short_rows_then_long_ones(small_policy(num_kv_blocks=12, max_num_seqs=8))
     prompts = family(64, [3, 9, 20, 1, 30, 5])
     orders = [bench.add(prompt, max_tokens=90).order for prompt in prompts]
     bench.run()
@@ -172,7 +172,7 @@ def test_a_prompt_that_is_given_up_half_way_is_no_longer_waited_for() -> None:
 
 def test_arranged_rows_share_more() -> None:
     policy = small_policy(
-        batch_size=8, max_num_batched_tokens=256, max_prefill_chunk_tokens=128, num_kv_blocks=48
+        max_num_seqs=8, max_num_batched_tokens=256, max_prefill_chunk_tokens=128, num_kv_blocks=48
     )
     families = [family(96, [5 + i for i in range(6)], 10 * seed) for seed in range(20)]
     mixed = [group[index] for index in range(6) for group in families]

@@ -73,17 +73,17 @@ def short_rows_then_long_ones(policy):
 @given(
     lengths=st.lists(st.integers(1, 80), min_size=1, max_size=10),
     max_tokens=st.integers(1, 40),
-    batch_size=st.integers(1, 6),
+    max_num_seqs=st.integers(1, 6),
     max_num_batched_tokens=st.integers(1, 40),
     chunk=st.integers(1, 40),
     num_blocks=st.integers(4, 20),
 )
 @settings(max_examples=40, deadline=None)
 def test_tokens_do_not_depend_on_any_size(
-    lengths, max_tokens, batch_size, max_num_batched_tokens, chunk, num_blocks
+    lengths, max_tokens, max_num_seqs, max_num_batched_tokens, chunk, num_blocks
 ):
     policy = small_policy(
-        batch_size=batch_size,
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_prefill_chunk_tokens=chunk,
         num_kv_blocks=num_blocks,
@@ -100,7 +100,7 @@ def test_tokens_do_not_depend_on_any_size(
 
 @pytest.mark.parametrize("max_tokens", [40, 100])
 def test_preempted_sequences_continue_with_the_same_tokens(max_tokens):
-    bench, _ = short_rows_then_long_ones(small_policy(num_kv_blocks=8, batch_size=6))
+    bench, _ = short_rows_then_long_ones(small_policy(num_kv_blocks=8, max_num_seqs=6))
     prompts = prompts_of([30, 20, 31, 5, 16, 9])
     orders = [bench.add(prompt, max_tokens=max_tokens).order for prompt in prompts]
     bench.run()
@@ -110,7 +110,7 @@ def test_preempted_sequences_continue_with_the_same_tokens(max_tokens):
 
 
 def test_the_oldest_sequence_is_never_preempted():
-    bench, _ = short_rows_then_long_ones(small_policy(num_kv_blocks=8, batch_size=6))
+    bench, _ = short_rows_then_long_ones(small_policy(num_kv_blocks=8, max_num_seqs=6))
     oldest = bench.add([1, 2, 3], max_tokens=100)
     for prompt in prompts_of([20, 31, 5, 16, 9]):
         bench.add(prompt, max_tokens=100)
@@ -121,7 +121,7 @@ def test_the_oldest_sequence_is_never_preempted():
 
 
 def test_preemption_does_not_thrash():
-    bench, _ = short_rows_then_long_ones(small_policy(num_kv_blocks=32, batch_size=32))
+    bench, _ = short_rows_then_long_ones(small_policy(num_kv_blocks=32, max_num_seqs=32))
     for prompt in prompts_of([30] * 60):
         bench.add(prompt, max_tokens=90)
     bench.run()
@@ -141,7 +141,7 @@ def test_decode_goes_before_prefill_and_fills_up_with_it():
 
 
 def test_a_free_slot_is_filled_in_the_next_pass():
-    bench = Bench(small_policy(batch_size=2))
+    bench = Bench(small_policy(max_num_seqs=2))
     for prompt in prompts_of([4] * 6):
         bench.add(prompt, max_tokens=1)
     bench.core.step()
@@ -151,7 +151,7 @@ def test_a_free_slot_is_filled_in_the_next_pass():
 
 
 def test_rows_of_few_tokens_fill_all_slots():
-    bench = Bench(small_policy(batch_size=2048, num_kv_blocks=4096, max_num_batched_tokens=8192))
+    bench = Bench(small_policy(max_num_seqs=2048, num_kv_blocks=4096, max_num_batched_tokens=8192))
     for prompt in prompts_of([2] * 6000):
         bench.add(prompt, max_tokens=3, ignore_eos=True)
     slots_in_use = []
@@ -165,7 +165,7 @@ def test_rows_of_few_tokens_fill_all_slots():
 
 
 def test_rows_of_unknown_length_are_admitted_only_while_their_worst_case_fits():
-    bench = Bench(small_policy(num_kv_blocks=8, batch_size=8))
+    bench = Bench(small_policy(num_kv_blocks=8, max_num_seqs=8))
     for prompt in prompts_of([16] * 8):
         bench.add(prompt, max_tokens=90)
     bench.core.step()
@@ -173,7 +173,7 @@ def test_rows_of_unknown_length_are_admitted_only_while_their_worst_case_fits():
 
 
 def test_rows_that_end_early_raise_the_number_that_is_admitted():
-    bench, _ = short_rows_then_long_ones(small_policy(num_kv_blocks=8, batch_size=8))
+    bench, _ = short_rows_then_long_ones(small_policy(num_kv_blocks=8, max_num_seqs=8))
     for prompt in prompts_of([16] * 8):
         bench.add(prompt, max_tokens=100)
     bench.core.step()
@@ -200,7 +200,7 @@ def test_samples_of_a_row_share_the_full_blocks_of_its_prompt():
 
 
 def test_samples_of_a_row_survive_preemption():
-    bench, _ = short_rows_then_long_ones(small_policy(num_kv_blocks=8, batch_size=6))
+    bench, _ = short_rows_then_long_ones(small_policy(num_kv_blocks=8, max_num_seqs=6))
     prompts = prompts_of([40, 33])
     orders = [bench.add(prompt, n=3, max_tokens=60).order for prompt in prompts]
     bench.run()

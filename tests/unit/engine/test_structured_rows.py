@@ -101,7 +101,7 @@ def test_tokens_depend_neither_on_neighbours_nor_on_preemption(make_engine, engi
     prompts = [f"a row of some length: {i}" for i in range(8)]
     params = [sampled(temperature=i % 2, seed=i, n=1 + i % 3) for i in range(8)]
     alone = [engine.generate([p], q)[0] for p, q in zip(prompts, params, strict=True)]
-    crowded = make_engine(num_kv_blocks=8, batch_size=6)
+    crowded = make_engine(num_kv_blocks=8, max_num_seqs=6)
     crowded.generate([[1]] * 20, {"max_tokens": 2})  # it now expects short rows
     together = crowded.generate(prompts, params)
     assert crowded.stats().num_preemptions > 0

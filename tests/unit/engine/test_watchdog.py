@@ -40,7 +40,7 @@ def test_many_short_steps_and_long_pauses_are_fine():
 
 def plan_with_steps_of(seconds):
     policy = Policy(
-        batch_size=8, max_num_batched_tokens=64, max_prefill_chunk_tokens=32, num_kv_blocks=40
+        max_num_seqs=8, max_num_batched_tokens=64, max_prefill_chunk_tokens=32, num_kv_blocks=40
     )
     loads = []
 

@@ -32,7 +32,7 @@ def test_memory_holds_the_sizes_of_every_point(seed: int) -> None:
         assert steps.policy.num_kv_blocks >= job.min_blocks
         assert (
             1
-            <= steps.policy.batch_size
+            <= steps.policy.max_num_seqs
             <= min(job.workload.num_rows, search_point.max_num_batched_tokens)
         )
 
@@ -46,18 +46,18 @@ def test_rounded_sizes_have_few_leading_bits_and_waste_little(bits: int) -> None
     )
     assert full is not None
     assert rounded is not None
-    batch, minimum = rounded.policy.batch_size, 1 - 2.0 ** (1 - bits)
+    batch, minimum = rounded.policy.max_num_seqs, 1 - 2.0 ** (1 - bits)
     assert batch % (1 << max(0, batch.bit_length() - bits)) == 0
-    assert minimum**2 * full.policy.batch_size <= batch <= full.policy.batch_size
+    assert minimum**2 * full.policy.max_num_seqs <= batch <= full.policy.max_num_seqs
 
 
 def test_rounding_takes_no_batch_more() -> None:
     workload = Workload(num_rows=2 * 283, prompt_tokens=20, generated_tokens=10)
     job = device_job("mixtral-8x7b", hardware_preset("a5000"), workload)
-    share = 283 / DeviceSizes(job).job.batch_size(10**6, 1.0)
+    share = 283 / DeviceSizes(job).job.max_num_seqs(10**6, 1.0)
     steps = DeviceSizes(job).steps(SearchPoint(share, 4, False, 2, 1.0, 8192), size_bits=7)
     assert steps is not None
-    assert steps.policy.batch_size == 283
+    assert steps.policy.max_num_seqs == 283
 
 
 @pytest.mark.parametrize("name", ["l4", "a5000", "h200"])
@@ -73,7 +73,7 @@ def test_an_endless_job_fills_both_memories(name: str) -> None:
     assert is_all_resident or on_device.total + expert > job.hardware.gpu_memory_bytes
     on_host = host_footprint(job.model, job.work, steps)
     spare = job.hardware.host_memory_bytes - on_host.total
-    is_cache_useful = steps.policy.batch_size < steps.policy.max_num_batched_tokens
+    is_cache_useful = steps.policy.max_num_seqs < steps.policy.max_num_batched_tokens
     assert not is_cache_useful or spare < 0.01 * on_host.bytes_of("KV cache")
 
 

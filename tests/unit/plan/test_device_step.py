@@ -19,7 +19,7 @@ def random_step(seed: int) -> tuple[DeviceStep, StepLoad]:
         job, name = next(jobs), dice.choice(("micro_batches", "micro_batches", *STREAMING_BUILDERS))
         sizes = DeviceSizes(job, schedule=name)
         steps = sizes.steps(sizes.fixed(dice.choice(POINTS)))
-    rows, tokens = steps.policy.batch_size, steps.policy.max_num_batched_tokens
+    rows, tokens = steps.policy.max_num_seqs, steps.policy.max_num_batched_tokens
     load = StepLoad(
         decode_rows=dice.choice((0, rows / 3, rows)),
         decode_context=dice.randint(10, 2000),

@@ -13,7 +13,7 @@ from raymoe.specs.workload import Workload
 
 def policy(batch: int, tokens: int, *, blocks: int = 10**6, chunk: int | None = None) -> Policy:
     return Policy(
-        batch_size=batch,
+        max_num_seqs=batch,
         max_num_batched_tokens=tokens,
         max_prefill_chunk_tokens=chunk or tokens,
         num_kv_blocks=blocks,
@@ -85,7 +85,7 @@ def test_no_pass_is_larger_than_the_policy(seed: int) -> None:
     workload, sizes = random_job(seed)
     for load, number in job_steps(workload, sizes):
         assert number > 0
-        assert load.decode_rows <= sizes.batch_size + 1e-9
+        assert load.decode_rows <= sizes.max_num_seqs + 1e-9
         assert load.tokens <= sizes.max_num_batched_tokens + 1e-6
         assert load.prompt_chunk <= sizes.max_prefill_chunk_tokens * job.STEPS
 

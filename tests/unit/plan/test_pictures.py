@@ -43,7 +43,7 @@ def plan_with(
     node: HardwareSpec = L4,
 ) -> Plan:
     policy = Policy(
-        batch_size=rows,
+        max_num_seqs=rows,
         max_num_batched_tokens=2048,
         max_prefill_chunk_tokens=256,
         num_kv_blocks=4 * rows,

@@ -49,7 +49,7 @@ def test_weights_that_leave_no_room_for_a_useful_batch_stream() -> None:
     job = device_job(MIXTRAL, node, workload)
     policy = ResidentSearch(job).best()
     assert policy is not None
-    assert policy.batch_size < 16
+    assert policy.max_num_seqs < 16
     plan = find_plan(MIXTRAL, node, workload, max_model_len=job.max_model_len)
     assert plan.schedule == "micro_batches"
     assert plan.job.seconds < ResidentSearch(job).seconds(policy)
@@ -64,7 +64,7 @@ def test_the_batch_is_what_the_device_holds() -> None:
     footprint = search.footprint(policy)
     spare = H200.gpu_memory_bytes - footprint.total
     assert 0 <= spare < 0.01 * footprint.bytes_of("KV cache")
-    assert policy.batch_size == pytest.approx(policy.num_kv_blocks / 8, rel=0.01)  # 250 tokens
+    assert policy.max_num_seqs == pytest.approx(policy.num_kv_blocks / 8, rel=0.01)  # 250 tokens
 
 
 def test_a_decode_pass_reads_the_weights_and_the_cache_once() -> None:
@@ -84,7 +84,7 @@ def test_a_model_that_does_not_fit_is_refused_with_the_bytes_missing() -> None:
 
 def test_a_given_policy_is_taken_or_refused() -> None:
     policy = Policy(
-        batch_size=7, max_num_batched_tokens=256, max_prefill_chunk_tokens=64, num_kv_blocks=500
+        max_num_seqs=7, max_num_batched_tokens=256, max_prefill_chunk_tokens=64, num_kv_blocks=500
     )
     plan = find_plan(MIXTRAL, H200, WORKLOAD, schedule="resident", policy=policy)
     assert (plan.policy, plan.schedule) == (policy, "resident")

@@ -67,11 +67,11 @@ def test_a_model_that_does_not_fit_is_refused_with_the_bytes_missing() -> None:
 
 def test_a_given_policy_is_taken_or_refused_never_changed() -> None:
     policy = Policy(
-        batch_size=7, max_num_batched_tokens=64, max_prefill_chunk_tokens=7, num_kv_blocks=40
+        max_num_seqs=7, max_num_batched_tokens=64, max_prefill_chunk_tokens=7, num_kv_blocks=40
     )
     assert find_plan(MODEL, node(), policy=policy).policy == policy
     huge = Policy(
-        batch_size=7, max_num_batched_tokens=64, max_prefill_chunk_tokens=7, num_kv_blocks=10**6
+        max_num_seqs=7, max_num_batched_tokens=64, max_prefill_chunk_tokens=7, num_kv_blocks=10**6
     )
     with pytest.raises(InfeasiblePlanError, match="KV cache"):
         find_plan(MODEL, node(), policy=huge)
@@ -80,7 +80,7 @@ def test_a_given_policy_is_taken_or_refused_never_changed() -> None:
 def test_a_slower_memory_asks_for_larger_batches() -> None:
     fast, slow = find_plan(MODEL, node(96)), find_plan(MODEL, node(96, bandwidth=0.5e9))
     assert slow.policy.max_num_batched_tokens > fast.policy.max_num_batched_tokens
-    assert slow.policy.batch_size > fast.policy.batch_size
+    assert slow.policy.max_num_seqs > fast.policy.max_num_seqs
 
 
 def test_the_prediction_approaches_the_rates_of_the_hardware() -> None:
@@ -97,11 +97,11 @@ def test_the_description_names_policy_memory_and_prediction() -> None:
         assert text in plan.describe()
 
 
-@pytest.mark.parametrize("field", ["batch_size", "max_num_batched_tokens", "num_kv_blocks"])
+@pytest.mark.parametrize("field", ["max_num_seqs", "max_num_batched_tokens", "num_kv_blocks"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, True])
 def test_policies_without_meaning_are_refused(field: str, value: object) -> None:
     sizes = {
-        "batch_size": 1,
+        "max_num_seqs": 1,
         "max_num_batched_tokens": 1,
         "max_prefill_chunk_tokens": 1,
         "num_kv_blocks": 1,
