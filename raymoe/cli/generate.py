@@ -12,12 +12,11 @@ from raymoe.cli.pipeline import (
     Job,
     check_model,
     find_manifest,
-    find_written,
     plain_console,
     print_summary,
     run_job,
 )
-from raymoe.cli.resume import Lease, ResumeState
+from raymoe.cli.resume import Lease, ResumeState, find_written
 from raymoe.cli.sources import FORMS, Source, open_source
 from raymoe.cli.storage import Location, without_secrets
 from raymoe.cli.writers import check_apart, open_writer

@@ -1,36 +1,34 @@
 """How far are we? A live line on a terminal, a log line every minute elsewhere."""
 
+import contextlib
 import logging
 import os
-import re
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import pyarrow as pa
-import pyarrow.compute as pc
 import ray
+import ray.data
+from ray.exceptions import RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from raymoe.cli.resume import Lease
-from raymoe.cli.sources import INPUT_ERROR_COLUMN, Source, without_written
+from raymoe.cli.resume import Lease, Written
+from raymoe.cli.sources import Source, without_written
 from raymoe.cli.storage import Location
-from raymoe.cli.writers import Stale, TableLines, Writer, WrittenRow
+from raymoe.cli.writers import RunStats, Writer, write_part
 from raymoe.config import EngineConfig
 from raymoe.data.cluster import Cluster
-from raymoe.data.columns import CHOICES_COLUMN, ERROR_COLUMN
 from raymoe.data.generator import MoEGenerator
 from raymoe.data.manifest import Manifest
-from raymoe.data.observer import Periodic, error_kind
-from raymoe.data.openai_batch import request_digest
+from raymoe.data.observer import Periodic
 from raymoe.data.sizing import configure_data_context, map_batches_kwargs, plan_actor
 from raymoe.data.sorting import sort_by_prefix
 from raymoe.data.status import (
@@ -47,7 +45,7 @@ from raymoe.data.status import (
 from raymoe.data.status_view import JobView, node_rates
 from raymoe.device.host import read_host
 from raymoe.engine.identity import ModelIdentity
-from raymoe.errors import ConfigError, ExecutionError, RaymoeError
+from raymoe.errors import ExecutionError, RaymoeError
 from raymoe.memory.checkpoint import find_model
 from raymoe.memory.weights import WeightStore
 from raymoe.safe_text import harmless
@@ -56,50 +54,6 @@ from raymoe.units import MIB, format_seconds
 
 LOG_EVERY_S = 60.0
 BAR_CELLS = 24
-MAX_REASON_CHARACTERS = 120
-
-
-@dataclass(kw_only=True)
-class RunStats:
-    total_rows: int
-    num_rows: int = 0
-    num_errors: int = 0
-    num_input_tokens: int = 0
-    num_generated_tokens: int = 0
-    reasons: Counter[str] = field(default_factory=Counter)
-    kinds: Counter[str] = field(default_factory=Counter)
-    started_s: float = field(default_factory=time.monotonic)
-    finished_s: float | None = None
-
-    def add(self, table: pa.Table) -> None:
-        self.num_rows += table.num_rows
-        self.num_input_tokens += pc.sum(table.column("num_input_tokens")).as_py() or 0
-        self.num_generated_tokens += pc.sum(_generated_tokens(table)).as_py() or 0
-        errors = [error for error in table.column(ERROR_COLUMN).to_pylist() if error]
-        self.num_errors += len(errors)
-        self.reasons.update(_without_numbers(error) for error in errors)
-        self.kinds.update(error_kind(error, self.kinds) for error in errors)
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since the start, up to the end if there was one."""
-        return (self.finished_s or time.monotonic()) - self.started_s
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.num_generated_tokens / max(self.elapsed_s, 1e-9)
-
-    def line(self) -> str:
-        """Return rows, speed and the time that is left, as one line."""
-        parts = [f"{self.num_rows:,} of {self.total_rows:,} rows"]
-        if self.num_errors:
-            parts.append(f"{self.num_errors:,} error rows")
-        parts.append(f"{self.tokens_per_s:,.0f} tokens/s")
-        parts.append(f"{format_seconds(self.elapsed_s)} elapsed")
-        if 0 < self.num_rows < self.total_rows:
-            left_s = (self.total_rows - self.num_rows) * self.elapsed_s / self.num_rows
-            parts.append(f"{format_seconds(left_s)} left")
-        return " | ".join(parts)
 
 
 def plain_console(*, stderr: bool = False) -> Console:
@@ -158,17 +112,6 @@ class Progress:
 
     def _line(self) -> str:
         return " | ".join((self._run_stats.line(), *self._more()))
-
-
-def _generated_tokens(table: pa.Table) -> pa.ChunkedArray:
-    """Return the number of tokens of each row, or of each sample where the table has them."""
-    if CHOICES_COLUMN not in table.column_names:
-        return table.column("num_generated_tokens")
-    return pc.struct_field(pc.list_flatten(table.column(CHOICES_COLUMN)), "num_generated_tokens")
-
-
-def _without_numbers(error: str) -> str:
-    return re.sub(r"\d+", "N", error)[:MAX_REASON_CHARACTERS]
 
 
 WRITE_EVERY_S = 5.0
@@ -263,11 +206,11 @@ class JobWatch:
         self.cost_per_million_tokens = view.cost_per_million_tokens
 
 
-FLUSH_EVERY_S = 60.0
+# A part has this much, or what came in this time; the parts of a young job are smaller.
+ROWS_PER_PART, BYTES_PER_PART, BLOCKS_PER_PART = 8192, 32 * MIB, 1024
+FLUSH_EVERY_S, FLUSH_SHARE = 60.0, 0.1
+MAX_WRITES, WRITE_RETRIES = 4, 10
 MAX_REASONS = 3
-# Rows with these may succeed in another run, see `raymoe.errors`.
-TEMPORARY_ERRORS = ("WorkerProcessError:", "CapacityError:")
-LINE_ERROR = "ValueError: "
 PROMPT_COLUMNS = ("prompt_column", "messages_column", "tools_column")
 
 
@@ -292,7 +235,7 @@ class Job:
     engine_config: EngineConfig
     id_column: str | None = None
     lease: Lease | None = None
-    written: "Written | None" = None
+    written: Written | None = None
     journal_dir: Path | None = None
     status_dir: Path | None = None
     price_per_hour: float | None = None
@@ -312,84 +255,6 @@ class Job:
         """Make sure that the output is still this run's; see `Lease.check`."""
         if self.lease is not None:
             self.lease.check()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Written:
-    """Rows of the input that are already in the output.
-
-    Attributes:
-        ids: Of those that have one, and whose answer is still that of the input.
-        changed: Ids of those that have been edited since.
-        failed: Ids of those that ended by something outside of them.
-        errors: What was said of lines so broken that they have no id.
-        stale: Rows of the output that have to go: all that are to be generated again, and those of
-            broken lines that are not there any more.
-    """
-
-    ids: pa.Array
-    changed: pa.Array
-    failed: pa.Array
-    errors: pa.Array
-    stale: Stale
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.ids) + len(self.errors)
-
-
-def find_written(source: Source, writer: Writer, columns: Sequence[str], id_column: str) -> Written:
-    """Read the output of a former run, and find the rows of the input that have changed since.
-
-    Args:
-        columns: What the answer of a row depends on.
-
-    Raises:
-        ConfigError: Its ids are of another type than those of the input.
-    """
-    digests: dict[Any, str] = {}
-    errors: set[str] = set()
-    failed, changed, broken = [], [], set()
-    for row in writer.read_written(id_column):
-        if row.id is None:
-            errors.add(row.error)
-        else:
-            digests[row.id] = row.digest
-            if row.error.startswith(TEMPORARY_ERRORS):
-                failed.append(row.id)
-    for now in _input_rows(source, columns, id_column):
-        if now.id is None:
-            broken.add(now.error)
-        elif digests.get(now.id, now.digest) != now.digest:
-            changed.append(now.id)
-    try:
-        known = pa.array(list(digests), source.ids.type)
-    except (pa.ArrowException, TypeError, OverflowError) as error:
-        raise ConfigError(
-            f"the ids in {writer.location} are not of the input's type {source.ids.type}: {error}"
-        ) from error
-    again = [pa.array(ids, source.ids.type) for ids in (changed, failed)]
-    is_right = pc.and_not(
-        pc.is_in(source.ids, value_set=known),
-        pc.is_in(source.ids, value_set=pa.concat_arrays(again)),
-    )
-    return Written(
-        ids=source.ids.filter(is_right),
-        changed=again[0],
-        failed=again[1],
-        errors=pa.array([e.removeprefix(LINE_ERROR) for e in errors & broken], pa.string()),
-        stale=Stale(frozenset([*changed, *failed]), frozenset(errors - broken)),
-    )
-
-
-def _input_rows(source: Source, columns: Sequence[str], id_column: str) -> Iterator[WrittenRow]:
-    """Yield the rows of the input as they would be written; the errors are of broken lines."""
-    lines = TableLines(source.json_columns, content_columns=tuple(columns))
-    for table in source.tables([id_column, *columns, INPUT_ERROR_COLUMN]):
-        for record in lines.of(table):
-            digest = request_digest(record) if source.is_batch else lines.digest(record)
-            error = f"{LINE_ERROR}{record.get(INPUT_ERROR_COLUMN)}"
-            yield WrittenRow(record[id_column], error, digest)
 
 
 def run_job(job: Job, console: Console) -> RunStats:
@@ -436,15 +301,10 @@ def _run(job: Job, run_stats: RunStats, watch: JobWatch | None, console: Console
             run_stats.finished_s = time.monotonic()
             if watch is not None:
                 watch.wait_for_actors()
-        except KeyboardInterrupt:
-            job.check_lease()
-            job.writer.flush()
-            raise
         except RaymoeError:
             raise
         except Exception as error:
             job.check_lease()
-            job.writer.flush()
             kept = f"{run_stats.num_rows:,} of {run_stats.total_rows:,} rows were written"
             raise ExecutionError(f"the run failed: {innermost_reason(error)} ({kept})") from error
 
@@ -484,17 +344,109 @@ def find_manifest(job: Job) -> Manifest | None:
 
 
 def _drain(job: Job, run_stats: RunStats) -> None:
-    last_flush_s = time.monotonic()
-    for table in _tables(job):
-        run_stats.add(table)
+    parts = _Parts(job, run_stats)
+    try:
+        for bundle in _dataset(job).iter_internal_ref_bundles():
+            for block in bundle.blocks:
+                parts.add(block)
+        parts.finish()
+    except BaseException:
+        parts.save()
+        raise
+
+
+class _Parts:
+    """Has Ray's workers write finished blocks; this process sees references and counts.
+
+    Which blocks are in a part, and its name, are decided here once: a task that Ray runs again
+    writes the same part again.
+    """
+
+    def __init__(self, job: Job, run_stats: RunStats) -> None:
+        self._job, self._run_stats = job, run_stats
+        options: dict[str, Any] = {"num_cpus": 0, "max_retries": WRITE_RETRIES}
+        if job.writer.location.is_local:  # a path of this machine, whatever other nodes there are
+            here = ray.get_runtime_context().get_node_id()
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=False)
+        self._task = ray.remote(**options)(write_part)
+        self._writing: dict[Any, str] = {}
+        self._began_s = 0.0
+        self._clear()
+
+    def add(self, block: Any) -> None:
+        """Take a block of the dataset; start to write a part when there are enough for one.
+
+        Raises:
+            ExecutionError: The output is another run's by now, or a part could not be written.
+        """
+        if block.metadata.num_rows == 0:
+            return
+        if not self._blocks:
+            self._began_s = time.monotonic()
+        self._blocks.append(block.ref)
+        self._num_rows += block.metadata.num_rows or 0
+        self._num_bytes += block.metadata.size_bytes
+        self._collect(0)
+        is_full = (
+            self._num_rows >= ROWS_PER_PART
+            or self._num_bytes >= BYTES_PER_PART
+            or len(self._blocks) >= BLOCKS_PER_PART
+        )
+        if is_full or (self._is_old() and not self._writing):  # one process writes what suffices
+            self._start()
+        if len(self._writing) >= MAX_WRITES:
+            self._collect(None)
+
+    def finish(self) -> None:
+        """Write what is left, and wait until all is written."""
+        self._start()
+        while self._writing:
+            self._collect(None)
+
+    def save(self) -> None:
+        """Write what there is of a run that failed, as far as that succeeds."""
+        with contextlib.suppress(Exception):
+            self._start()
+        for written in list(self._writing):
+            with contextlib.suppress(Exception):
+                self._take(written)
+
+    def _is_old(self) -> bool:
+        age_s = time.monotonic() - self._began_s
+        return age_s >= min(FLUSH_EVERY_S, FLUSH_SHARE * self._run_stats.elapsed_s)
+
+    def _start(self) -> None:
+        if not self._blocks:
+            return
+        job = self._job
         job.check_lease()
-        job.writer.write(table)
-        if time.monotonic() - last_flush_s > FLUSH_EVERY_S:
-            job.writer.flush()
-            last_flush_s = time.monotonic()
+        name = job.writer.next_name()
+        hidden = job.source.error_column
+        self._writing[self._task.remote(job.writer.shards, name, hidden, self._blocks)] = name
+        self._clear()
+
+    def _clear(self) -> None:
+        self._blocks: list[Any] = []
+        self._num_rows = self._num_bytes = 0
+
+    def _collect(self, timeout_s: float | None) -> None:
+        if self._writing:
+            done, _ = ray.wait(list(self._writing), timeout=timeout_s)
+            for written in done:
+                self._take(written)
+
+    def _take(self, written: Any) -> None:
+        name = self._writing.pop(written)
+        try:
+            self._run_stats.merge(ray.get(written))
+        except RayTaskError as error:
+            if isinstance(error.cause, RaymoeError):
+                raise error.cause from None
+            raise
+        self._job.writer.commit(name)
 
 
-def _tables(job: Job) -> Iterator[pa.Table]:
+def _dataset(job: Job) -> ray.data.Dataset:
     dataset = job.source.dataset()
     if job.id_column is not None and job.written is not None and job.written.num_rows:
         written = job.written
@@ -516,10 +468,7 @@ def _tables(job: Job) -> Iterator[pa.Table]:
         dataset = sort_by_prefix(dataset, **columns, rows_per_block=job.batch_size)
     else:
         dataset = dataset.repartition(target_num_rows_per_block=job.batch_size, strict=True)
-    dataset = dataset.map_batches(MoEGenerator, **arguments)
-    for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
-        hidden = [name for name in (job.source.error_column,) if name in table.column_names]
-        yield table.drop_columns(hidden)
+    return dataset.map_batches(MoEGenerator, **arguments)
 
 
 def innermost_reason(error: BaseException) -> str:

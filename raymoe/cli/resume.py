@@ -14,6 +14,7 @@ have different names, so that even then none replaces another's.
 
 import contextlib
 import fcntl
+import itertools
 import json
 import logging
 import os
@@ -21,15 +22,22 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from raymoe.cli.sources import INPUT_ERROR_COLUMN, Source
 from raymoe.cli.storage import Location
+from raymoe.cli.writers import Stale, TableLines, Writer, WrittenRow
 from raymoe.data import manifest as manifests
 from raymoe.data.journal import journal_files, make_journal_directory
 from raymoe.data.manifest import FILE_NAME, Manifest
+from raymoe.data.openai_batch import request_digest
 from raymoe.data.quarantine import in_flight_files
 from raymoe.data.status import check_status, clear_status, report_beside, status_beside
 from raymoe.errors import ConfigError, ExecutionError, RaymoeError
@@ -380,3 +388,107 @@ class ResumeState:
             path.unlink()
         if self.journal and self.journal.is_dir() and not any(self.journal.iterdir()):
             self.journal.rmdir()
+
+
+# Rows with these may succeed in another run, see `raymoe.errors`.
+TEMPORARY_ERRORS = ("WorkerProcessError:", "CapacityError:")
+LINE_ERROR = "ValueError: "
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """Rows of the input that are already in the output.
+
+    Attributes:
+        ids: Of those that have one, and whose answer is still that of the input.
+        changed: Ids of those that have been edited since.
+        failed: Ids of those that ended by something outside of them.
+        errors: What was said of lines so broken that they have no id.
+        stale: Rows of the output that have to go: all that are to be generated again, and those of
+            broken lines that are not there any more.
+    """
+
+    ids: pa.Array
+    changed: pa.Array
+    failed: pa.Array
+    errors: pa.Array
+    stale: Stale
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.ids) + len(self.errors)
+
+
+def find_written(source: Source, writer: Writer, columns: Sequence[str], id_column: str) -> Written:
+    """Read the output of a former run, and find the rows of the input that have changed since.
+
+    Args:
+        columns: What the answer of a row depends on.
+
+    Raises:
+        ConfigError: Its ids are of another type than those of the input.
+    """
+    digests, errors, failed, repeated = _read_output(writer, id_column)
+    changed, broken = [], set()
+    for now in _input_rows(source, columns, id_column):
+        if now.id is None:
+            broken.add(now.error)
+        elif digests.get(now.id, now.digest) != now.digest:
+            changed.append(now.id)
+    try:
+        known = pa.array(list(digests), source.ids.type)
+    except (pa.ArrowException, TypeError, OverflowError) as error:
+        raise ConfigError(
+            f"the ids in {writer.location} are not of the input's type {source.ids.type}: {error}"
+        ) from error
+    once = errors - repeated
+    twice = [row_id for row_id in repeated if row_id in digests]
+    again = [pa.array(ids, source.ids.type) for ids in (changed, failed, twice)]
+    is_right = pc.and_not(
+        pc.is_in(source.ids, value_set=known),
+        pc.is_in(source.ids, value_set=pa.concat_arrays(again)),
+    )
+    return Written(
+        ids=source.ids.filter(is_right),
+        changed=again[0],
+        failed=again[1],
+        errors=pa.array([e.removeprefix(LINE_ERROR) for e in once & broken], pa.string()),
+        stale=Stale(frozenset([*changed, *failed, *twice]), frozenset(errors - (once & broken))),
+    )
+
+
+def _read_output(
+    writer: Writer, id_column: str
+) -> tuple[dict[Any, str], set[str], list[Any], set[Any]]:
+    """Return digests by id, errors of rows without one, ids that failed, and what is in two parts.
+
+    A task of a run that was killed may have written its part after the next run began.
+    """
+    digests: dict[Any, str] = {}
+    errors: set[str] = set()
+    repeated: set[Any] = set()
+    failed = []
+    for _, rows in itertools.groupby(writer.read_written(id_column), lambda row: row.file):
+        in_part = set()
+        for row in rows:
+            key = row.error if row.id is None else row.id
+            if key in (errors if row.id is None else digests) and key not in in_part:
+                repeated.add(key)
+            in_part.add(key)
+            if row.id is None:
+                errors.add(row.error)
+                continue
+            digests[row.id] = row.digest
+            if row.error.startswith(TEMPORARY_ERRORS):
+                failed.append(row.id)
+    return digests, errors, failed, repeated
+
+
+def _input_rows(source: Source, columns: Sequence[str], id_column: str) -> Iterator[WrittenRow]:
+    """Yield the rows of the input as they would be written; the errors are of broken lines."""
+    lines = TableLines(source.json_columns, content_columns=tuple(columns))
+    for table in source.tables([id_column, *columns, INPUT_ERROR_COLUMN]):
+        for record in lines.of(table):
+            digest = request_digest(record) if source.is_batch else lines.digest(record)
+            error = f"{LINE_ERROR}{record.get(INPUT_ERROR_COLUMN)}"
+            yield WrittenRow(record[id_column], error, digest)

@@ -1,34 +1,44 @@
 """Where rows go: lines of an output, and files that appear whole and can be continued."""
 
-import contextlib
 import functools
 import itertools
 import json
-import os
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath, PurePosixPath
-from typing import IO, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import ray
 
 from raymoe.cli.sources import Source
 from raymoe.cli.storage import NUM_READERS, Location, not_empty
-from raymoe.data.columns import COUNT_COLUMN, ERROR_COLUMN, INDEX_COLUMN, explode_samples
+from raymoe.data.columns import CHOICES_COLUMN, COUNT_COLUMN, ERROR_COLUMN, explode_samples
+from raymoe.data.observer import error_kind
 from raymoe.data.openai_batch import read_response, write_responses
 from raymoe.data.rows import BadCell, as_text, content_digest, read_cells
 from raymoe.errors import ConfigError, RaymoeError
+from raymoe.units import format_seconds
 
 
 class WrittenRow(NamedTuple):
-    """A row of an output: its id, its error, and a digest of what its answer depends on."""
+    """A row of an output: its id, its error, and a digest of what its answer depends on.
+
+    Attributes:
+        file: Name of the file that it is in.
+    """
 
     id: Any
     error: str
     digest: str
+    file: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +70,6 @@ class Lines(Protocol):
         """Return what a resumed run must know of a line."""
         ...
 
-    def ends_row(self, line: bytes) -> bool:
-        """Whether a row is complete with this line."""
-        ...
-
 
 @dataclass(frozen=True)
 class TableLines:
@@ -93,10 +99,6 @@ class TableLines:
         """Digest of what the answer of a row depends on."""
         return content_digest(record.get(name) for name in self.content_columns)
 
-    def ends_row(self, _line: bytes) -> bool:
-        """Whether a row is complete with this line: each line is one."""
-        return True
-
     def _cells(self, table: pa.Table, name: str) -> list[Any]:
         cells = read_cells(table, name)
         if name in self.json_columns:
@@ -116,26 +118,6 @@ class BatchLines:
         """Return what a resumed run must know of a line."""
         return WrittenRow(*read_response(record))
 
-    def ends_row(self, _line: bytes) -> bool:
-        """Whether a row is complete with this line: each line is one."""
-        return True
-
-
-@dataclass(frozen=True)
-class SampleLines(TableLines):
-    """The columns of one sample; a row has as many lines as samples, one after the other."""
-
-    def of(self, table: pa.Table) -> Iterator[dict[str, Any]]:
-        return super().of(explode_samples(table))
-
-    def ends_row(self, line: bytes) -> bool:
-        """Whether a row is complete with this line: it has its last sample."""
-        try:
-            record = json.loads(line)
-            return bool(record[INDEX_COLUMN] == record[COUNT_COLUMN] - 1)
-        except (ValueError, KeyError, TypeError):
-            return True  # whoever reads the rows says what is wrong with it
-
 
 def write_lines(lines: Lines, table: pa.Table) -> Iterator[str]:
     """Yield the text of each row, with its line end."""
@@ -144,7 +126,7 @@ def write_lines(lines: Lines, table: pa.Table) -> Iterator[str]:
 
 
 def read_lines(
-    lines: Lines, file: Iterable[bytes], id_column: str, *, where: str
+    lines: Lines, file: Iterable[bytes], id_column: str, *, where: Location
 ) -> Iterator[WrittenRow]:
     """Yield what a resumed run must know of each line.
 
@@ -160,7 +142,7 @@ def read_lines(
             raise RaymoeError(
                 f"{where} line {number} has no readable {id_column!r}: {error!r}"
             ) from error
-        yield row
+        yield row._replace(file=where.name)
 
 
 def check_form(names: Container[str], *, has_count: bool) -> None:
@@ -191,15 +173,18 @@ PREFIX = "part-"
 
 @dataclass(frozen=True, kw_only=True)
 class Shards:
-    """The parts of an output.
+    """The parts of an output, which Ray's workers write; a part that is there is complete.
 
     Attributes:
         directory: Where they are, and nothing else.
+        has_samples: Each sample is a row; those of one row of the input are in the same part.
         run: Ends the names of new parts, so that no run replaces another's.
     """
 
     directory: Location
     suffix: str
+    lines: Lines
+    has_samples: bool = False
     run: str = ""
 
     def find(self) -> list[Location]:
@@ -232,12 +217,20 @@ class Shards:
         parts = self.find()
         return 1 + self.number(parts[-1]) if parts else 0
 
-    @contextlib.contextmanager
-    def writing(self, number: int) -> Iterator[IO[bytes]]:
-        """Yield the file of a part; the part is there when the block has ended."""
+    def name(self, number: int) -> str:
         run = f"-{self.run}" if self.run else ""
-        with self.directory.child(f"{PREFIX}{number:06d}{run}{self.suffix}").replacing() as file:
-            yield file
+        return f"{PREFIX}{number:06d}{run}{self.suffix}"
+
+    def write(self, name: str, tables: Sequence[pa.Table]) -> None:
+        """Write rows as a part; once more with the same rows changes nothing."""
+        if self.has_samples:
+            tables = [explode_samples(table) for table in tables]
+        with self.directory.child(name).replacing() as file:
+            if self.suffix == ".parquet":
+                pq.write_table(pa.concat_tables(tables, promote_options="permissive"), file)
+                return
+            for table in tables:
+                file.writelines(line.encode() for line in write_lines(self.lines, table))
 
     def _is_part(self, name: str) -> bool:
         return self._match(name) is not None
@@ -247,28 +240,160 @@ class Shards:
         return re.fullmatch(rf"{PREFIX}(?P<number>\d+)(-[0-9a-f]+)?{suffix}", name)
 
 
-ROWS_PER_PART = 8192
+MAX_REASON_CHARACTERS = 120
 
 
 @dataclass(kw_only=True)
-class JoinedWriter:
-    """One file of JSON lines on an object store; ``<name>.partial/`` until it is complete.
+class RunStats:
+    total_rows: int
+    num_rows: int = 0
+    num_errors: int = 0
+    num_input_tokens: int = 0
+    num_generated_tokens: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
+    started_s: float = field(default_factory=time.monotonic)
+    finished_s: float | None = None
 
-    As long as the first part is there, the rows are those of the parts, and the file itself is
-    nothing, or old, or was being written when a run was killed. The first part is the first to be
-    deleted, after the file has been written: without it, the rows are those of the file.
+    def add(self, table: pa.Table) -> None:
+        self.num_rows += table.num_rows
+        self.num_input_tokens += pc.sum(table.column("num_input_tokens")).as_py() or 0
+        self.num_generated_tokens += pc.sum(_generated_tokens(table)).as_py() or 0
+        errors = [error for error in table.column(ERROR_COLUMN).to_pylist() if error]
+        self.num_errors += len(errors)
+        self.reasons.update(_without_numbers(error) for error in errors)
+        self.kinds.update(error_kind(error, self.kinds) for error in errors)
+
+    def merge(self, part: "RunStats") -> None:
+        """Add what was counted elsewhere."""
+        self.num_rows += part.num_rows
+        self.num_errors += part.num_errors
+        self.num_input_tokens += part.num_input_tokens
+        self.num_generated_tokens += part.num_generated_tokens
+        self.reasons.update(part.reasons)
+        for kind, count in part.kinds.items():
+            self.kinds[error_kind(kind, self.kinds)] += count
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the start, up to the end if there was one."""
+        return (self.finished_s or time.monotonic()) - self.started_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_generated_tokens / max(self.elapsed_s, 1e-9)
+
+    def line(self) -> str:
+        """Return rows, speed and the time that is left, as one line."""
+        parts = [f"{self.num_rows:,} of {self.total_rows:,} rows"]
+        if self.num_errors:
+            parts.append(f"{self.num_errors:,} error rows")
+        parts.append(f"{self.tokens_per_s:,.0f} tokens/s")
+        parts.append(f"{format_seconds(self.elapsed_s)} elapsed")
+        if 0 < self.num_rows < self.total_rows:
+            left_s = (self.total_rows - self.num_rows) * self.elapsed_s / self.num_rows
+            parts.append(f"{format_seconds(left_s)} left")
+        return " | ".join(parts)
+
+
+def _generated_tokens(table: pa.Table) -> pa.ChunkedArray:
+    """Return the number of tokens of each row, or of each sample where the table has them."""
+    if CHOICES_COLUMN not in table.column_names:
+        return table.column("num_generated_tokens")
+    return pc.struct_field(pc.list_flatten(table.column(CHOICES_COLUMN)), "num_generated_tokens")
+
+
+def _without_numbers(error: str) -> str:
+    return re.sub(r"\d+", "N", error)[:MAX_REASON_CHARACTERS]
+
+
+def write_part(shards: Shards, name: str, hidden: str | None, blocks: list[Any]) -> RunStats:
+    """Write blocks of the operator as a part, in a task of Ray; return what they hold.
+
+    Args:
+        hidden: A column that is not written.
+        blocks: References in a list: as arguments of the task they would keep the operator's actors
+            alive for half a minute after the end.
+    """
+    tables = [
+        table.drop_columns([hidden] if hidden in table.column_names else [])
+        for table in ray.get(blocks)
+    ]
+    stats = RunStats(total_rows=0)
+    for table in tables:
+        stats.add(table)
+    shards.write(name, tables)
+    return stats
+
+
+@dataclass(kw_only=True)
+class Writer(ABC):
+    """A place for finished rows.
+
+    Rows are written in parts, by whoever has them: `next_name` names a part, `Shards.write` writes
+    it and `commit` makes it count. What a task of a killed run writes later does not.
     """
 
     location: Location
     lines: Lines = field(default_factory=TableLines)
+    has_samples: bool = False
     run: str = ""
-    _lines: list[str] = field(default_factory=list)
+    _names: set[str] = field(default_factory=set)
     _next_part: int = 0
 
     @property
-    def parts(self) -> Shards:
-        directory = self.location.sibling(f"{self.location.name}.partial")
-        return Shards(directory=directory, suffix=".jsonl", run=self.run)
+    @abstractmethod
+    def shards(self) -> Shards: ...
+
+    @abstractmethod
+    def prepare(self, *, resume: bool, overwrite: bool) -> None:
+        """Make the place ready; refuse one that is not empty unless told how to treat it."""
+
+    @abstractmethod
+    def read_written(self, id_column: str) -> Iterator[WrittenRow]:
+        """Yield what a resumed run must know of every row that is already there, by file."""
+
+    @abstractmethod
+    def drop(self, stale: Stale, id_column: str) -> None:
+        """Remove rows that are there."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish the output of all parts that count."""
+
+    def next_name(self) -> str:
+        """Return the name of a new part, after all others in the order."""
+        self._next_part += 1
+        return self.shards.name(self._next_part - 1)
+
+    def commit(self, name: str) -> None:
+        """Count a part that is complete."""
+        self._names.add(name)
+
+    def _find_parts(self) -> None:
+        self._names = {part.name for part in self.shards.find()}
+        self._next_part = self.shards.next_number()
+
+
+@dataclass(kw_only=True)
+class JsonlWriter(Writer):
+    """One file of JSON lines; ``<name>.partial/`` until it is complete.
+
+    As long as the first part is there, the rows are those of the parts, and the file itself is
+    nothing, or old, or was being written when a run was killed. The first part is the first to be
+    written, and the first to be deleted after the file has been written: without it, the rows are
+    those of the file.
+    """
+
+    @property
+    def shards(self) -> Shards:
+        return Shards(
+            directory=self.location.sibling(f"{self.location.name}.partial"),
+            suffix=".jsonl",
+            lines=self.lines,
+            has_samples=self.has_samples,
+            run=self.run,
+        )
 
     def prepare(self, *, resume: bool, overwrite: bool) -> None:
         """Refuse rows that are there, keep them or delete them."""
@@ -276,8 +401,12 @@ class JoinedWriter:
             raise ConfigError(
                 f"--output {self.location} is a directory; a file is needed for .jsonl"
             )
-        self.parts.check_only_ours()
-        parts = self.parts.find()
+        directory = self.shards.directory
+        if self.location.is_local:
+            _check_plain(self.location.local_path, Path.is_file, "regular file")
+            _check_plain(directory.local_path, Path.is_dir, "directory")
+        self.shards.check_only_ours()
+        parts = self.shards.find()
         has_rows = bool(parts) or self._file_bytes() > 0
         if has_rows and not (resume or overwrite):
             raise ConfigError(not_empty(parts[0] if parts else self.location, "rows"))
@@ -285,182 +414,83 @@ class JoinedWriter:
             self._delete_parts()
         if overwrite and self.location.exists():
             self.location.delete()
-        self.parts.directory.make_dir()
-        self._next_part = self.parts.next_number()
+        directory.make_dir()
+        self._find_parts()
 
     def read_written(self, id_column: str) -> Iterator[WrittenRow]:
-        """Yield what a resumed run must know of all rows."""
         for one in self._files():
             with one.open_lines() as file:
-                yield from read_lines(self.lines, file, id_column, where=str(one))
+                yield from read_lines(self.lines, file, id_column, where=one)
 
     def drop(self, stale: Stale, id_column: str) -> None:
         for one in self._files():
             with one.open_lines() as lines, one.replacing() as file:
                 file.writelines(drop_lines(self.lines, lines, stale, id_column))
 
-    def _files(self) -> list[Location]:
-        return self.parts.find() or [self.location] * self.location.exists()
-
-    def write(self, table: pa.Table) -> None:
-        """Collect rows; write a part when there are enough for one."""
-        self._lines.extend(write_lines(self.lines, table))
-        if len(self._lines) >= ROWS_PER_PART:
-            self.flush()
-
-    def flush(self) -> None:
-        if not self._lines:
-            return
-        if self._next_part == 0 and self._file_bytes() > 0:
-            self._write_part(self.location.chunks())  # the rows of a run that was finished
-        self._write_part(line.encode() for line in self._lines)
-        self._lines.clear()
+    def next_name(self) -> str:
+        """Return the name of a new part; the first part has the rows of a run that was finished."""
+        if self._next_part == 0:
+            name = super().next_name()
+            first = self.shards.directory.child(name)
+            if self.location.is_local and self.location.exists():
+                self.location.local_path.replace(first.local_path)
+            else:
+                with first.replacing() as file:
+                    file.writelines(self.location.chunks() if self._file_bytes() else ())
+            self.commit(name)
+        return super().next_name()
 
     def close(self) -> None:
         """Join the parts to the file, and delete them."""
-        self.flush()
-        parts = self.parts.find()
+        parts = [part for part in self.shards.find() if part.name in self._names]
         if parts or not self.location.exists():
-            self.location.write(lambda: itertools.chain.from_iterable(p.chunks() for p in parts))
+            if self.location.is_local:
+                with self.location.replacing() as file:
+                    file.writelines(_join(parts))
+            else:
+                self.location.write(lambda: _join(parts))
         self._delete_parts()
 
-    def _write_part(self, chunks: Iterator[bytes]) -> None:
-        with self.parts.writing(self._next_part) as file:
-            file.writelines(chunks)
-        self._next_part += 1
+    def _files(self) -> list[Location]:
+        return self.shards.find() or [self.location] * self.location.exists()
 
     def _file_bytes(self) -> int:
         return int(self.location.info().size or 0)
 
     def _holds_rows(self, parts: list[Location]) -> bool:
-        return bool(parts) and self.parts.number(parts[0]) == 0
+        return bool(parts) and self.shards.number(parts[0]) == 0
 
     def _delete_parts(self) -> None:
-        parts = self.parts.find()
+        parts = self.shards.find()
         if self._holds_rows(parts):
             parts[0].delete()
-        if self.parts.directory.exists():
-            self.parts.directory.delete_dir()
+        if self.shards.directory.exists():
+            self.shards.directory.delete_dir()
 
 
-ROWS_PER_FLUSH = 8192
-TAIL_BYTES = 1 << 20
+def _join(parts: Iterable[Location]) -> Iterator[bytes]:
+    return itertools.chain.from_iterable(part.chunks() for part in parts)
 
 
-@dataclass(kw_only=True)
-class JsonlWriter:
-    """One file of JSON lines; ``<name>.partial`` until it is complete."""
-
-    location: Location
-    lines: Lines = field(default_factory=TableLines)
-    _lines: list[str] = field(default_factory=list)
-
-    @property
-    def partial(self) -> Path:
-        return self._path.with_name(f"{self._path.name}.partial")
-
-    @property
-    def _path(self) -> Path:
-        return self.location.local_path
-
-    def prepare(self, *, resume: bool, overwrite: bool) -> None:
-        """Start the growing file, or cut it after its last whole line and continue it."""
-        if self._path.is_dir():
-            raise ConfigError(f"--output {self._path} is a directory; a file is needed for .jsonl")
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        for file in (self._path, self.partial):
-            _check_plain_file(file)
-            if file.exists() and file.stat().st_size and not (resume or overwrite):
-                raise ConfigError(not_empty(file, "rows"))
-        if not resume:
-            self.partial.write_bytes(b"")
-            return
-        if self._path.exists() and not self.partial.exists():
-            self._path.rename(self.partial)
-        self.partial.touch()
-        _cut_torn_row(self.partial, self.lines)
-
-    def read_written(self, id_column: str) -> Iterator[WrittenRow]:
-        """Yield what a resumed run must know of all whole lines."""
-        with self.partial.open("rb") as file:
-            yield from read_lines(self.lines, file, id_column, where=str(self.partial))
-
-    def drop(self, stale: Stale, id_column: str) -> None:
-        with (
-            self.partial.open("rb") as lines,
-            self.location.at(str(self.partial)).replacing() as file,
-        ):
-            file.writelines(drop_lines(self.lines, lines, stale, id_column))
-
-    def write(self, table: pa.Table) -> None:
-        """Collect rows; write them when there are enough."""
-        self._lines.extend(write_lines(self.lines, table))
-        if len(self._lines) >= ROWS_PER_FLUSH:
-            self.flush()
-
-    def flush(self) -> None:
-        with self.partial.open("a", encoding="utf-8") as file:
-            file.writelines(self._lines)
-            file.flush()
-            os.fsync(file.fileno())
-        self._lines.clear()
-
-    def close(self) -> None:
-        self.flush()
-        self.partial.replace(self._path)
-
-
-def _check_plain_file(path: Path) -> None:
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        kind = f"a link to {path.readlink()}" if path.is_symlink() else "not a regular file"
-        raise ConfigError(f"--output: {path} is {kind}; name a file, or a path that is free")
-
-
-def _cut_torn_row(path: Path, lines: Lines) -> None:
-    """Drop what follows the last row: a crash may leave half a line, or some lines of a row."""
-    with path.open("r+b") as file:
-        size = file.seek(0, os.SEEK_END)
-        end = _after_newline(file, size)
-        while end:
-            begin = _after_newline(file, end - 1)
-            file.seek(begin)
-            if lines.ends_row(file.read(end - begin)):
-                break
-            end = begin
-        if end < size:
-            file.truncate(end)
-
-
-def _after_newline(file: IO[bytes], end: int) -> int:
-    while end:
-        begin = max(0, end - TAIL_BYTES)
-        file.seek(begin)
-        newline = file.read(end - begin).rfind(b"\n")
-        if newline >= 0:
-            return begin + newline + 1
-        end = begin
-    return 0
+def _check_plain(path: Path, is_kind: Callable[[Path], bool], kind: str) -> None:
+    if path.is_symlink() or (path.exists() and not is_kind(path)):
+        is_what = f"a link to {path.readlink()}" if path.is_symlink() else f"not a {kind}"
+        raise ConfigError(f"--output: {path} is {is_what}; name a file, or a path that is free")
 
 
 @dataclass(kw_only=True)
-class ParquetWriter:
-    """A directory of part files, local or of an object store.
-
-    Attributes:
-        has_samples: Each sample is a row; those of one row of the input are in the same part.
-        lines: What a row of the output holds.
-    """
-
-    location: Location
-    has_samples: bool = False
-    lines: TableLines = field(default_factory=TableLines)
-    run: str = ""
-    _tables: list[pa.Table] = field(default_factory=list)
-    _next_part: int = 0
+class ParquetWriter(Writer):
+    """A directory of part files, local or of an object store."""
 
     @property
-    def parts(self) -> Shards:
-        return Shards(directory=self.location, suffix=".parquet", run=self.run)
+    def shards(self) -> Shards:
+        return Shards(
+            directory=self.location,
+            suffix=".parquet",
+            lines=self.lines,
+            has_samples=self.has_samples,
+            run=self.run,
+        )
 
     def prepare(self, *, resume: bool, overwrite: bool) -> None:
         """Make the directory; with `overwrite`, remove the parts that are there."""
@@ -469,25 +499,24 @@ class ParquetWriter:
                 f"--output {self.location} is a file; a directory is needed for parquet"
             )
         self.location.make_dir()
-        self.parts.check_only_ours()
-        parts = self.parts.find()
+        self.shards.check_only_ours()
+        parts = self.shards.find()
         if parts and not (resume or overwrite):
             raise ConfigError(not_empty(self.location, f"{len(parts)} parts"))
         if overwrite:
             for part in parts:
                 part.delete()
-        self._next_part = self.parts.next_number()
+        self._find_parts()
 
     def read_written(self, id_column: str) -> Iterator[WrittenRow]:
-        """Yield what a resumed run must know of the rows of all parts."""
         with ThreadPoolExecutor(NUM_READERS) as pool:
-            read = functools.partial(_read_rows, id_column=id_column, lines=self.lines)
-            for rows in pool.map(read, self.parts.find()):
+            for rows in pool.map(self._reader(id_column), self.shards.find()):
                 yield from rows
 
     def drop(self, stale: Stale, id_column: str) -> None:
-        for part in self.parts.find():
-            rows = _read_rows(part, id_column=id_column, lines=self.lines)
+        read = self._reader(id_column)
+        for part in self.shards.find():
+            rows = read(part)
             with part.open_file() as opened:
                 table = pq.read_table(opened)
             kept = table.filter(pa.array([not stale.holds(row) for row in rows], pa.bool_()))
@@ -499,23 +528,15 @@ class ParquetWriter:
             with part.replacing() as file:
                 pq.write_table(kept, file)
 
-    def write(self, table: pa.Table) -> None:
-        """Collect rows; write a part when there are enough for one."""
-        self._tables.append(explode_samples(table) if self.has_samples else table)
-        if sum(table.num_rows for table in self._tables) >= ROWS_PER_PART:
-            self.flush()
-
-    def flush(self) -> None:
-        tables = [table for table in self._tables if table.num_rows]
-        if not tables:
-            return
-        with self.parts.writing(self._next_part) as file:
-            pq.write_table(pa.concat_tables(tables, promote_options="permissive"), file)
-        self._next_part += 1
-        self._tables.clear()
-
     def close(self) -> None:
-        self.flush()
+        """Remove the parts that do not count."""
+        for part in self.shards.find():
+            if part.name not in self._names:
+                part.delete()
+
+    def _reader(self, id_column: str) -> Callable[[Location], list[WrittenRow]]:
+        assert isinstance(self.lines, TableLines)
+        return functools.partial(_read_rows, id_column=id_column, lines=self.lines)
 
 
 def _read_rows(part: Location, *, id_column: str, lines: TableLines) -> list[WrittenRow]:
@@ -525,40 +546,14 @@ def _read_rows(part: Location, *, id_column: str, lines: TableLines) -> list[Wri
             check_form(names, has_count=lines.has_count)
             columns = {id_column, ERROR_COLUMN, COUNT_COLUMN, *lines.content_columns}
             table = file.read(columns=[name for name in names if name in columns])
-        return [lines.read(record, id_column) for record in lines.of(table)]
+        return [
+            lines.read(record, id_column)._replace(file=part.name) for record in lines.of(table)
+        ]
     except (pa.ArrowException, OSError, KeyError) as error:
         raise RaymoeError(
             f"{part} has no readable column {id_column!r}: {error}; delete the file and "
             "resume again to generate its rows anew"
         ) from error
-
-
-class Writer(Protocol):
-    """A place for finished rows."""
-
-    location: Location
-
-    def prepare(self, *, resume: bool, overwrite: bool) -> None:
-        """Make the place ready; refuse one that is not empty unless told how to treat it."""
-        ...
-
-    def read_written(self, id_column: str) -> Iterator[WrittenRow]:
-        """Yield what a resumed run must know of every row that is already there."""
-        ...
-
-    def drop(self, stale: Stale, id_column: str) -> None: ...
-
-    def write(self, table: pa.Table) -> None:
-        """Take some rows; they are safe after the next `flush`."""
-        ...
-
-    def flush(self) -> None:
-        """Put the rows where they outlive this process."""
-        ...
-
-    def close(self) -> None:
-        """Flush and finish the output."""
-        ...
 
 
 def open_writer(
@@ -584,18 +579,18 @@ def open_writer(
         raise ConfigError(f"--output {location} is a bucket; name a place in it, such as "
                           f"{location}/answers")  # fmt: skip
     has_count = has_samples or COUNT_COLUMN in source.schema.names
-    columns = (source.json_columns, has_count, content_columns)
+    lines = TableLines(source.json_columns, has_count, content_columns)
     if location.suffix == ".jsonl":
-        kind_of_lines = SampleLines if has_samples else TableLines
-        lines = BatchLines() if source.is_batch else kind_of_lines(*columns)
-        if location.is_local:
-            return JsonlWriter(location=location, lines=lines)
-        return JoinedWriter(location=location, lines=lines, run=run)
+        return JsonlWriter(
+            location=location,
+            lines=BatchLines() if source.is_batch else lines,
+            has_samples=has_samples,
+            run=run,
+        )
     if source.is_batch:
         raise ConfigError(f"--output {location}: responses of an OpenAI batch are JSON lines; give "
                           "a file that ends in .jsonl, or --format table")  # fmt: skip
-    lines = TableLines(*columns)
-    return ParquetWriter(location=location, has_samples=has_samples, lines=lines, run=run)
+    return ParquetWriter(location=location, lines=lines, has_samples=has_samples, run=run)
 
 
 def check_apart(output: Location, inputs: Iterable[Location], root: Location) -> None:

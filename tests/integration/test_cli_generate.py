@@ -58,6 +58,15 @@ def read_lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def leave_parts(directory, rows):
+    """What a run leaves that is killed while it writes its last part."""
+    directory.mkdir()
+    (directory / "part-000000-0a.jsonl").touch()
+    write_lines(directory / "part-000001-0a.jsonl", *map(json.dumps, rows))
+    (directory / ".part-000002-0a.jsonl.tmp").write_text('{"id": 39, "pro')
+    return directory
+
+
 @pytest.mark.ray
 def test_json_lines_come_out_with_an_answer_or_a_reason_each_once(model, tmp_path):
     records = [{"id": index, "prompt": f"row {index}", "tags": [index]} for index in range(40)]
@@ -86,11 +95,10 @@ def test_json_lines_come_out_with_an_answer_or_a_reason_each_once(model, tmp_pat
 
     check_traces(tmp_path, done)
 
-    # As after a crash: some rows are written, the last one half; and one row has been edited.
+    # As after a crash: some rows are written, a part only half; and one row has been edited.
     records[8]["prompt"] = "an edited row"
     write_lines(source, *lines[:8], json.dumps(records[8]), lines[9], "{broken", *lines[10:])
-    partial = tmp_path / "out.jsonl.partial"
-    partial.write_text("".join(f"{json.dumps(row)}\n" for row in rows[5:25]) + '{"id": 39, "pro')
+    partial = leave_parts(tmp_path / "out.jsonl.partial", rows[5:25])
     output.unlink()
     again = generate(*options, "--resume")
     assert again.returncode == 0, again.stderr

@@ -6,14 +6,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raymoe.cli.pipeline import find_written
+from raymoe.cli.resume import find_written
 from raymoe.cli.sources import open_source
 from raymoe.cli.writers import open_writer
 from raymoe.config import SamplingParams
 from raymoe.data.columns import OutputColumns
 from raymoe.data.openai_batch import CONTENT_COLUMNS
 from raymoe.engine.outputs import Generation
-from tests.unit.cli.places import PLACES
+from tests.unit.cli.places import PLACES, write_part
 
 COLUMNS = ("prompt", "messages", "sampling_params")
 CHAT = [{"role": "user", "content": "é 🙂"}, {"role": "assistant", "content": None, "x": [1.5]}]
@@ -52,7 +52,7 @@ def answer(source, writer, *, error=""):
     for table in source.tables([*source.schema.names]):
         good = Generation(text="a", token_ids=(1,), num_generated_tokens=1, error=error)
         columns = OutputColumns.of(params, has_choices=source.is_batch)
-        writer.write(columns.append(table, [good] * table.num_rows))
+        write_part(writer, columns.append(table, [good] * table.num_rows))
     writer.close()
 
 
@@ -124,3 +124,33 @@ def test_rows_whose_error_came_from_outside_are_generated_again(tmp_path, name):
     written = find_written(source, writer, COLUMNS, "id")
     assert written.failed.to_pylist() == source.ids.to_pylist()
     assert (len(written.ids), len(written.changed)) == (0, 0)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["out.jsonl", "out"])
+def test_a_row_that_is_in_two_parts_goes_and_is_generated_again(tmp_path, name, place):
+    path = tmp_path / "in.jsonl"
+    write_jsonl(path, RECORDS)
+    source = open_source(str(path), prompt_column="prompt", id_column="id")
+    location = PLACES[place](tmp_path, name)
+    first = open_writer(location, source, content_columns=COLUMNS, run="0a")
+    first.prepare(resume=False, overwrite=False)
+    (table,) = source.tables([*source.schema.names])
+    good = Generation(text="a", token_ids=(1,), num_generated_tokens=1)
+    rows = OutputColumns.of(SamplingParams()).append(table, [good] * table.num_rows)
+    write_part(first, rows.slice(0, 3))
+    second = open_writer(location, source, content_columns=COLUMNS, run="0b")
+    second.prepare(resume=True, overwrite=False)
+    write_part(second, rows.slice(3))
+    first.shards.write(first.next_name(), [rows.slice(2, 2)])  # its task ends late, and nobody saw
+
+    third = open_writer(location, source, content_columns=COLUMNS, run="0c")
+    third.prepare(resume=True, overwrite=False)
+    written = find_written(source, third, COLUMNS, "id")
+    ids = source.ids.to_pylist()
+    assert written.ids.to_pylist() == [one for one in ids if one not in ids[2:4]]
+    third.drop(written.stale, "id")
+    write_part(third, rows.slice(2, 2))
+    third.close()
+    open_again(third)
+    assert sorted(row.id for row in third.read_written("id")) == ids

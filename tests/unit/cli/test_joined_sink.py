@@ -5,24 +5,26 @@ import json
 import pyarrow as pa
 import pytest
 
-from raymoe.cli import writers
-from raymoe.cli.writers import JoinedWriter
+from raymoe.cli.storage import Location
+from raymoe.cli.writers import JsonlWriter
 from raymoe.errors import ConfigError
-from tests.unit.cli.places import remote
+from tests.unit.cli.places import PLACES, remote, write_part
 
 
 class KilledError(Exception):
     """The process ends here."""
 
 
-@pytest.fixture(autouse=True)
-def _small_parts(monkeypatch):
-    monkeypatch.setattr(writers, "ROWS_PER_PART", 2)
-
-
 @pytest.fixture
 def output(tmp_path):
     return remote(tmp_path, "out.jsonl")
+
+
+@pytest.fixture(params=PLACES)
+def any_output(request, tmp_path):
+    (tmp_path / "bucket").mkdir()
+    name = "bucket/out.jsonl" if request.param == "local" else "out.jsonl"
+    return PLACES[request.param](tmp_path, name)
 
 
 def rows(*ids):
@@ -31,12 +33,12 @@ def rows(*ids):
 
 def run(output, *ids, resume=False, overwrite=False):
     """Write the rows that are not there yet; return which were."""
-    writer = JoinedWriter(location=output)
+    writer = JsonlWriter(location=output)
     writer.prepare(resume=resume, overwrite=overwrite)
     written = [row_id for row_id, *_ in writer.read_written("id")]
-    for row_id in ids:
-        if row_id not in written:
-            writer.write(rows(row_id))
+    new = [row_id for row_id in ids if row_id not in written]
+    for begin in range(0, len(new), 2):
+        write_part(writer, *map(rows, new[begin : begin + 2]))
     writer.close()
     return written
 
@@ -46,7 +48,11 @@ def ids_in(output):
 
 
 def names(output):
-    return [one.name for one in output.at("bucket").entries()]
+    return [one.name for one in directory_of(output).entries()]
+
+
+def directory_of(output):
+    return output.at(output.path.rpartition("/")[0])
 
 
 def test_rows_are_one_file_in_their_order_and_nothing_else_stays(output):
@@ -69,9 +75,9 @@ def test_rows_are_refused_or_given_up_as_told(output):
         run(output, 4)
     run(output, 4, overwrite=True)
     assert ids_in(output) == [4]
-    writer = JoinedWriter(location=output)
+    writer = JsonlWriter(location=output)
     writer.prepare(resume=True, overwrite=False)
-    writer.write(rows(5, 6))
+    write_part(writer, rows(5, 6))
     with pytest.raises(ConfigError, match=r"part-000000\.jsonl already has rows"):
         run(output, 7)
     run(output, 7, overwrite=True)
@@ -80,11 +86,13 @@ def test_rows_are_refused_or_given_up_as_told(output):
 
 @pytest.mark.parametrize("has_former_rows", [False, True])
 def test_wherever_a_run_is_killed_the_next_one_has_each_row_once(
-    output, monkeypatch, has_former_rows
+    any_output, monkeypatch, has_former_rows
 ):
+    output = any_output
     for num_steps in range(100):
-        if output.at("bucket").exists():
-            output.at("bucket").delete_dir()
+        if directory_of(output).exists():
+            directory_of(output).delete_dir()
+        directory_of(output).make_dir()
         former = run(output, *range(4)) or list(range(4)) if has_former_rows else []
         try:
             with monkeypatch.context() as patch:
@@ -97,7 +105,7 @@ def test_wherever_a_run_is_killed_the_next_one_has_each_row_once(
             assert names(output) == ["out.jsonl"]
         else:
             break
-    assert num_steps >= 7  # writes, the file, and two deletes
+    assert num_steps >= 6  # three parts at least, the file, and two deletes
 
 
 def kill_after(num_steps, patch):
@@ -113,8 +121,8 @@ def kill_after(num_steps, patch):
 
         return do
 
-    for name in ("write", "delete", "delete_dir"):
-        patch.setattr(writers.Location, name, counted(getattr(writers.Location, name)))
+    for name in ("write", "replacing", "delete", "delete_dir"):
+        patch.setattr(Location, name, counted(getattr(Location, name)))
 
 
 def test_parts_that_a_finished_run_could_not_delete_are_not_rows(output):

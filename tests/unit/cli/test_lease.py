@@ -5,11 +5,12 @@ import subprocess
 import sys
 import threading
 
+import pyarrow as pa
 import pytest
 
 from raymoe.cli import resume as leases
 from raymoe.cli.resume import Lease
-from raymoe.cli.writers import Shards
+from raymoe.cli.writers import Shards, TableLines
 from raymoe.errors import ConfigError, ExecutionError
 from tests.unit.cli.places import PLACES
 
@@ -112,10 +113,13 @@ def test_a_run_that_lost_its_lease_writes_nothing_more(output):
 
 
 def test_parts_of_two_runs_have_different_names(output):
-    one, other = (Shards(directory=output, suffix=".jsonl", run=run) for run in ("aa", "bb"))
+    one, other = (
+        Shards(directory=output, suffix=".jsonl", lines=TableLines(), run=run)
+        for run in ("aa", "bb")
+    )
     output.make_dir()
     for parts in (one, other):
-        with parts.writing(0) as file:
-            file.write(parts.run.encode())
-    assert sorted(part.read_bytes() for part in one.find()) == [b"aa", b"bb"]
+        parts.write(parts.name(0), [pa.table({"run": [parts.run]})])
+    lines = [json.loads(part.read_bytes())["run"] for part in one.find()]
+    assert sorted(lines) == ["aa", "bb"]
     assert one.next_number() == 1

@@ -6,7 +6,8 @@ import time
 import pyarrow as pa
 from rich.console import Console
 
-from raymoe.cli.pipeline import Progress, RunStats
+from raymoe.cli.pipeline import Progress
+from raymoe.cli.writers import RunStats
 
 
 def table(num_rows, error=""):

@@ -10,14 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import fs
 
-from raymoe.cli import writers
 from raymoe.cli.storage import Location
 from raymoe.cli.writers import JsonlWriter, ParquetWriter, TableLines, check_apart, open_writer
 from raymoe.config import SamplingParams
 from raymoe.data.columns import OutputColumns
 from raymoe.engine.outputs import Generation
 from raymoe.errors import ConfigError, RaymoeError
-from tests.unit.cli.places import PLACES, remote
+from tests.unit.cli.places import PLACES, remote, write_part
 
 TABLE = SimpleNamespace(schema=pa.schema([]), json_columns=frozenset(), is_batch=False)
 
@@ -30,7 +29,7 @@ def rows(*ids, error=""):
 def finish(writer, *tables, **how):
     writer.prepare(**{"resume": False, "overwrite": False, **how})
     for table in tables:
-        writer.write(table)
+        write_part(writer, table)
     writer.close()
 
 
@@ -74,7 +73,7 @@ def test_nothing_is_written_through_a_link_or_into_a_pipe(tmp_path, name):
     assert victim.read_text() == "kept"
     (tmp_path / name).unlink()
     os.mkfifo(tmp_path / name)
-    with pytest.raises(ConfigError, match="not a regular file"):
+    with pytest.raises(ConfigError, match=r"is not a (regular file|directory)"):
         finish(
             JsonlWriter(location=Location.local(tmp_path / "out.jsonl")), rows(1), overwrite=True
         )
@@ -97,46 +96,57 @@ def test_a_resumed_output_keeps_its_rows_and_adds_to_them(writer):
     second = again(writer)
     second.prepare(resume=True, overwrite=False)
     assert ids_in(second) == [1, 2]
-    second.write(rows(3))
+    write_part(second, rows(3))
     second.close()
     third = again(writer)
     third.prepare(resume=True, overwrite=False)
     assert ids_in(third) == [1, 2, 3]
 
 
-def test_rows_that_were_not_flushed_are_not_there(writer):
+def test_parts_that_do_not_count_are_not_in_the_output(writer):
     writer.prepare(resume=False, overwrite=False)
-    writer.write(rows(1))
-    writer.flush()
-    writer.write(rows(2))
+    write_part(writer, rows(1))
+    writer.shards.write(writer.next_name(), [rows(2)])  # of a task that nobody waited for
     second = again(writer)
     second.prepare(resume=True, overwrite=False)
+    assert ids_in(second) == [1, 2]
+    writer.close()
+    last = again(writer)
+    last.prepare(resume=True, overwrite=False)
+    assert ids_in(last) == [1]
+
+
+def test_a_part_that_is_written_again_is_there_once(writer):
+    writer.prepare(resume=False, overwrite=False)
+    name = writer.next_name()
+    for _ in range(2):  # Ray runs a task again whose process was killed
+        writer.shards.write(name, [rows(1, 2)])
+    writer.commit(name)
+    writer.close()
+    last = again(writer)
+    last.prepare(resume=True, overwrite=False)
+    assert ids_in(last) == [1, 2]
+
+
+def test_half_a_part_is_removed_and_its_rows_are_not_there(writer):
+    writer.prepare(resume=False, overwrite=False)
+    write_part(writer, rows(1))
+    torn = writer.shards.directory.child(f".{writer.next_name()}.tmp")
+    with torn.filesystem.open_output_stream(torn.path) as stream:
+        stream.write(b'{"id": 3')
+    second = again(writer)
+    second.prepare(resume=True, overwrite=False)
+    assert not torn.exists()
     assert ids_in(second) == [1]
 
 
 def test_a_json_lines_file_has_its_name_only_when_complete(tmp_path):
     writer = JsonlWriter(location=Location.local(tmp_path / "a.jsonl"))
     writer.prepare(resume=False, overwrite=False)
-    writer.write(rows(1))
-    writer.flush()
+    write_part(writer, rows(1))
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl.partial"]
     writer.close()
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
-
-
-@pytest.mark.parametrize("tail_bytes", [3, 1 << 20])
-@pytest.mark.parametrize("torn", [b"", b'{"id": 3', b'{"id"', b"x" * 100])
-def test_half_a_line_at_the_end_is_dropped(tmp_path, monkeypatch, torn, tail_bytes):
-    monkeypatch.setattr(writers, "TAIL_BYTES", tail_bytes)
-    writer = JsonlWriter(location=Location.local(tmp_path / "a.jsonl"))
-    writer.prepare(resume=False, overwrite=False)
-    writer.write(rows(1, 2))
-    writer.flush()
-    with writer.partial.open("ab") as file:
-        file.write(torn)
-    finish(JsonlWriter(location=writer.location), rows(3), resume=True)
-    lines = writer.location.local_path.read_text().splitlines()
-    assert [json.loads(line)["id"] for line in lines] == [1, 2, 3]
 
 
 def samples(row_id, count):
@@ -157,15 +167,13 @@ def texts_in(writer):
         return pq.read_table(copy).column("generated_text").to_pylist()
 
 
-def test_samples_are_rows_and_a_row_is_there_with_all_of_them(writer, monkeypatch):
-    monkeypatch.setattr(writers, "ROWS_PER_PART", 4)
-    monkeypatch.setattr(writers, "ROWS_PER_PART", 4)
+def test_samples_are_rows_and_a_row_is_there_with_all_of_them(writer):
     first = open_writer(writer.location, TABLE, has_samples=True)
     finish(first, samples(1, 3), samples(2, 1), samples(3, 2))
     again = open_writer(writer.location, TABLE, has_samples=True)
     again.prepare(resume=True, overwrite=False)
     assert ids_in(again) == [1, 1, 1, 2, 3, 3]
-    again.write(samples(4, 2))
+    write_part(again, samples(4, 2))
     again.close()
     assert texts_in(writer) == ["1.0", "1.1", "1.2", "2.0", "3.0", "3.1", "4.0", "4.1"]
 
@@ -191,25 +199,6 @@ def test_rows_that_came_as_samples_are_rows_like_others(tmp_path):
     assert ids_in(writer) == [1]
 
 
-@pytest.mark.parametrize("tail_bytes", [3, 1 << 20])
-def test_a_row_without_its_last_sample_is_dropped_wherever_it_was_torn(
-    tmp_path, monkeypatch, tail_bytes
-):
-    monkeypatch.setattr(writers, "TAIL_BYTES", tail_bytes)
-    location = Location.local(tmp_path / "a.jsonl")
-    finish(open_writer(location, TABLE, has_samples=True), samples(1, 2), samples(2, 3))
-    content = location.read_bytes()
-    first_row_bytes = sum(map(len, content.splitlines(keepends=True)[:2]))
-    for size in range(0, len(content), 7):
-        writer = open_writer(location, TABLE, has_samples=True)
-        location.local_path.unlink(missing_ok=True)
-        writer.partial.write_bytes(content[:size])
-        writer.prepare(resume=True, overwrite=False)
-        assert writer.partial.read_bytes() == (
-            content[:first_row_bytes] * (size >= first_row_bytes)
-        )
-
-
 def test_json_columns_come_back_as_values_and_bad_text_is_marked(tmp_path):
     text = pa.Array.from_buffers(
         pa.string(), 1, [None, pa.array([0, 2], pa.int32()).buffers()[1], pa.py_buffer(b"a\xff")]
@@ -225,14 +214,13 @@ def test_json_columns_come_back_as_values_and_bad_text_is_marked(tmp_path):
     }
 
 
-def test_parts_are_full_and_numbered_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(writers, "ROWS_PER_PART", 3)
+def test_parts_are_numbered_on(tmp_path):
     writer = ParquetWriter(location=Location.local(tmp_path / "out"))
-    finish(writer, rows(1, 2), rows(3, 4), rows(5))
+    finish(writer, rows(1, 2), rows(3))
     finish(ParquetWriter(location=writer.location), rows(6), resume=True)
     parts = sorted(writer.location.local_path.iterdir())
     assert [path.name for path in parts] == [f"part-{n:06d}.parquet" for n in range(3)]
-    assert [pq.read_metadata(path).num_rows for path in parts] == [4, 1, 1]
+    assert [pq.read_metadata(path).num_rows for path in parts] == [2, 1, 1]
 
 
 def test_a_directory_with_files_of_others_is_refused_even_to_overwrite(tmp_path):
