@@ -1,4 +1,4 @@
-"""The options of `raymoe bench`, with their help."""
+"""`raymoe bench`: engines, kernels and steps on this machine, beside what it could do at most."""
 
 import itertools
 from collections.abc import Collection, Iterable

@@ -1,4 +1,4 @@
-"""The options of `raymoe generate`, with their help."""
+"""`raymoe generate`: a table of prompts in, the same table with generated text out."""
 
 import dataclasses
 import json

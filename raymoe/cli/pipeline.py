@@ -1,4 +1,4 @@
-"""How far are we? A live line on a terminal, a log line every minute elsewhere."""
+"""A job of `raymoe generate`: rows through the operator into files, with progress and status."""
 
 import contextlib
 import logging

@@ -1,4 +1,4 @@
-"""`raymoe profile --tiles`: the fastest tiles of the expert kernels for a model on this GPU."""
+"""`raymoe profile`: what this machine reaches, measured and kept; with --tiles, GPU kernels."""
 
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""Who writes an output: one run at a time, known by a file next to it.
+"""What a former run left of an output, and the lease that lets one run at a time write it.
 
     answers.lease    JSON: run, host, process, when it began, a counter that grows while it lives
 

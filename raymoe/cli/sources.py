@@ -1,4 +1,4 @@
-"""Which files does --input name? Those of one format: of a path, a directory, a glob or a URI."""
+"""Input of a job: parquet and JSON lines, as files, directories, globs or URIs."""
 
 import dataclasses
 import functools

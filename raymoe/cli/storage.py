@@ -1,4 +1,4 @@
-"""Why did a file system refuse? Its own words, short and without secrets, and what may help."""
+"""Files of an output, local or on an object store: paths, reading, writing whole, plain errors."""
 
 import contextlib
 import glob

@@ -1,6 +1,6 @@
-"""Directories that the processes of a job share: on a file system, and ours to write.
+"""The journal: rows that are finished, on disk, shared by the processes of a job.
 
-They hold text of rows, so they are made for this user alone; one that was there keeps its mode.
+Its files hold text of rows, so they are made for this user alone.
 """
 
 import contextlib

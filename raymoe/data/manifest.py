@@ -1,6 +1,6 @@
-"""Which job does a journal or an output belong to? Everything that its tokens depend on, as JSON.
+"""The manifest of a job: everything that its tokens depend on, as JSON beside its output.
 
-Written once, whole or not at all; whoever comes later must agree with it.
+Written once, whole or not at all; a job that continues must agree with it.
 """
 
 import contextlib
