@@ -85,7 +85,7 @@ def test_flexgen_has_the_sizes_of_moe_lightning_and_room_for_the_kv_of_a_wave() 
     assert s4.device is not None
     assert lightning.device is not None
     assert (s4.max_num_seqs, s4.device.num_micro_batches) == (
-        lightning.batch_size,
+        lightning.max_num_seqs,
         lightning.device.num_micro_batches,
     )
     micro_batch_rows = -(-s4.max_num_seqs // s4.device.num_micro_batches)
