@@ -62,11 +62,5 @@ def descendants(pid: int, root: Path = Path("/proc")) -> set[int]:
     return found
 
 
-def stolen_s(root: Path = Path("/proc")) -> float:
-    """Return the core-seconds that the hypervisor has taken from this machine so far."""
-    fields = (root / "stat").read_text().split("\n", 1)[0].split()
-    return int(fields[8]) / TICKS_PER_S  # "cpu", user, nice, ..., softirq, steal
-
-
 def _stat(directory: Path) -> list[str]:
     return (directory / "stat").read_text().rpartition(")")[2].split()

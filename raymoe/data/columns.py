@@ -35,7 +35,6 @@ _CHOICES = pa.list_(
         ]
     )
 )
-OUTPUT_COLUMNS = tuple(field.name for field in _FIELDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,5 @@
 """The elements of a schedule: resources, operations, buffers and tasks."""
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -117,19 +116,6 @@ class Schedule:
         """
         return _derive(self.tasks)
 
-    @classmethod
-    def from_text(cls, text: str) -> "Schedule":
-        """Inverse of `to_text`, skipping blank lines; raises ScheduleError."""
-        lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-        name, inputs = _parse_header([line for _, line in lines[:2]])
-        return cls(name, tuple(_parse_line(*line) for line in lines[2:]), inputs)
-
-    def to_text(self) -> str:
-        """Name, inputs, and one line per task in issue order."""
-        inputs = sorted(self.inputs, key=lambda buffer: (buffer.name, buffer.key))
-        lines = [f"schedule {self.name}", f"inputs {format_buffers(inputs)}".strip()]
-        return "\n".join([*lines, *map(format_task, self.tasks)]) + "\n"
-
     @property
     def resources(self) -> tuple[Resource, ...]:
         used = {task.resource for task in self.tasks}
@@ -159,22 +145,6 @@ def _derive(tasks: Sequence[Task]) -> tuple[tuple[int, ...], ...]:
         waits.discard(index)
         dependencies.append(tuple(sorted(waits)))
     return tuple(dependencies)
-
-
-def _parse_header(lines: Sequence[str]) -> tuple[str, frozenset[Buffer]]:
-    words = [line.split(maxsplit=1) for line in lines]
-    if [line[0] for line in words] != ["schedule", "inputs"] or len(words[0]) < 2:
-        raise ScheduleError(
-            "the text of a schedule begins with a line 'schedule NAME' and a line 'inputs BUFFERS'"
-        )
-    return words[0][1].strip(), frozenset(parse_buffers(" ".join(words[1][1:])))
-
-
-def _parse_line(number: int, line: str) -> Task:
-    try:
-        return parse_task(line)
-    except ScheduleError as error:
-        raise ScheduleError(f"line {number}: {error}") from error
 
 
 SHOWN_TASKS = 4  # per lane, in the excerpt of an error
@@ -238,10 +208,6 @@ def _hint(buffer: Buffer, later: Sequence[Task], known: Iterable[Buffer]) -> str
     return f"so far there is {shown}" + (", ..." if len(duplicates) > SHOWN_BUFFERS else "")
 
 
-_BUFFER = re.compile(r"([A-Za-z_]\w*)(?:\[(\d+(?:,\d+)*)\])?")
-_TASK = re.compile(r"(\w+)\[(\d+),(\d+)\] (\w+):(.*)->(.*)")
-
-
 def format_buffers(buffers: Iterable[Buffer]) -> str:
     return " ".join(map(str, buffers))
 
@@ -251,39 +217,3 @@ def format_task(task: Task) -> str:
     reads = f" {format_buffers(task.reads)}" if task.reads else ""
     writes = f" {format_buffers(task.writes)}" if task.writes else ""
     return f"{task} {task.resource}:{reads} ->{writes}"
-
-
-def parse_buffers(text: str) -> tuple[Buffer, ...]:
-    """Inverse of `format_buffers`; raises ScheduleError."""
-    return tuple(_parse_buffer(word) for word in text.split())
-
-
-def parse_task(text: str) -> Task:
-    """Inverse of `format_task`; raises ScheduleError."""
-    match = _TASK.fullmatch(text.strip())
-    if match is None:
-        raise ScheduleError(
-            f"{text!r} is not a task; expected 'op[layer,part] lane: reads -> writes'"
-        )
-    op, layer, part, resource, reads, writes = match.groups()
-    if op not in list(Op):
-        raise ScheduleError(f"{text!r}: no operation is called {op!r}; known: {', '.join(Op)}")
-    if resource not in list(Resource):
-        known = ", ".join(Resource)
-        raise ScheduleError(f"{text!r}: no lane is called {resource!r}; known: {known}")
-    return Task(
-        op=Op(op),
-        layer=int(layer),
-        part=int(part),
-        resource=Resource(resource),
-        reads=parse_buffers(reads),
-        writes=parse_buffers(writes),
-    )
-
-
-def _parse_buffer(word: str) -> Buffer:
-    match = _BUFFER.fullmatch(word)
-    if match is None:
-        raise ScheduleError(f"{word!r} is not a buffer; expected 'name' or 'name[1,2]'")
-    name, key = match.groups()
-    return Buffer(name, tuple(map(int, key.split(","))) if key else ())

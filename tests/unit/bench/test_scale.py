@@ -10,7 +10,7 @@ import pytest
 
 from raymoe.errors import ExecutionError
 from raymoe.plan.draw import Colour
-from raymoe.processes import TICKS_PER_S, descendants, stolen_s, usage_of
+from raymoe.processes import descendants, usage_of
 from raymoe.specs.workload import Workload
 from tests.scale.figures import Run, describe_limit, describe_overhead, efficiencies, steady_rate
 from tests.scale.pictures import draw_efficiency, draw_memory
@@ -125,9 +125,3 @@ def test_processes_are_found_with_what_they_use() -> None:
     child.communicate(b"\n")
     assert usage_of(child.pid) is None
     assert child.pid not in descendants(os.getpid())
-
-
-def test_what_the_host_took_is_the_eighth_figure_of_all_cores(tmp_path) -> None:
-    figures = " ".join(str(TICKS_PER_S * figure) for figure in range(1, 11))
-    (tmp_path / "stat").write_text(f"cpu  {figures}\ncpu0 {figures}\n")
-    assert stolen_s(tmp_path) == 8.0
