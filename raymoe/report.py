@@ -23,13 +23,13 @@ from raymoe.data.status import (
     manifests_beside,
     read_status,
 )
-from raymoe.data.status_view import ActorView, JobView, measured_over_predicted
 from raymoe.errors import ConfigError
 from raymoe.plan.draw import STYLE, Colour, Scale, draw_operations
 from raymoe.safe_text import harmless
 from raymoe.schedule.draw import draw_svg, svg_page, text_at
 from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.schedule.timeline import Span, Timeline
+from raymoe.status_view import ActorView, JobView, measured_over_predicted
 from raymoe.units import format_seconds
 
 MARK = "<!-- a report of raymoe -->"

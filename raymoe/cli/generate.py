@@ -22,10 +22,10 @@ from raymoe.cli.storage import Location, without_secrets
 from raymoe.cli.writers import check_apart, open_writer
 from raymoe.config import DTYPES, ON_TOO_LONG, EngineConfig, SamplingParams
 from raymoe.data.columns import INPUT_MAY_NOT_HAVE, OutputColumns, check_names
-from raymoe.data.openai_batch import CONTENT_COLUMNS, ID_COLUMN, TOOLS_COLUMN
 from raymoe.data.rows import SAMPLING_COLUMN, RowReader
 from raymoe.data.status import Pairs
 from raymoe.errors import ConfigError, RaymoeError
+from raymoe.openai.batch import CONTENT_COLUMNS, ID_COLUMN, TOOLS_COLUMN
 from raymoe.report import write_report
 from raymoe.safe_text import harmless
 from raymoe.units import format_bytes

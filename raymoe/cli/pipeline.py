@@ -42,7 +42,6 @@ from raymoe.data.status import (
     read_status,
     write_record,
 )
-from raymoe.data.status_view import JobView, node_rates
 from raymoe.device.host import read_host
 from raymoe.engine.identity import ModelIdentity
 from raymoe.errors import ExecutionError, RaymoeError
@@ -50,6 +49,7 @@ from raymoe.memory.checkpoint import find_model
 from raymoe.memory.weights import WeightStore
 from raymoe.safe_text import harmless
 from raymoe.specs.model import ModelSpec
+from raymoe.status_view import JobView, node_rates
 from raymoe.units import MIB, format_seconds
 
 LOG_EVERY_S = 60.0

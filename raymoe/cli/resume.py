@@ -37,10 +37,10 @@ from raymoe.cli.writers import Stale, TableLines, Writer, WrittenRow
 from raymoe.data import manifest as manifests
 from raymoe.data.journal import journal_files, make_journal_directory
 from raymoe.data.manifest import FILE_NAME, Manifest
-from raymoe.data.openai_batch import request_digest
 from raymoe.data.quarantine import in_flight_files
 from raymoe.data.status import check_status, clear_status, report_beside, status_beside
 from raymoe.errors import ConfigError, ExecutionError, RaymoeError
+from raymoe.openai.batch import request_digest
 from raymoe.report import is_report
 from raymoe.units import format_bytes
 

@@ -16,15 +16,15 @@ import ray
 import ray.data
 
 from raymoe.cli.storage import NUM_READERS, Location, help_for, reason_of
-from raymoe.data.openai_batch import (
+from raymoe.data.rows import shown
+from raymoe.errors import ConfigError
+from raymoe.openai.batch import (
     BATCH_COLUMNS,
     ID_COLUMN,
     ROW_COLUMNS,
     TEXT_COLUMNS,
     read_requests,
 )
-from raymoe.data.rows import shown
-from raymoe.errors import ConfigError
 
 PARQUET_SUFFIXES = (".parquet", ".pq")
 JSONL_SUFFIXES = (".jsonl", ".ndjson")

@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from raymoe.data.status import find_status, read_status
-from raymoe.data.status_view import STALE, ActorView, JobView, measured_over_predicted
 from raymoe.safe_text import harmless
+from raymoe.status_view import STALE, ActorView, JobView, measured_over_predicted
 from raymoe.units import format_seconds
 
 WATCH_EVERY_S = 2.0

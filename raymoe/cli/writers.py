@@ -22,9 +22,9 @@ from raymoe.cli.sources import Source
 from raymoe.cli.storage import NUM_READERS, Location, not_empty
 from raymoe.data.columns import CHOICES_COLUMN, COUNT_COLUMN, ERROR_COLUMN, explode_samples
 from raymoe.data.observer import error_kind
-from raymoe.data.openai_batch import read_response, write_responses
 from raymoe.data.rows import BadCell, as_text, content_digest, read_cells
 from raymoe.errors import ConfigError, RaymoeError
+from raymoe.openai.batch import read_response, write_responses
 from raymoe.units import format_seconds
 
 

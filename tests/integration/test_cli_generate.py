@@ -18,9 +18,9 @@ from raymoe.cli.storage import Location
 from raymoe.config import EngineConfig, SamplingParams
 from raymoe.data.manifest import Manifest
 from raymoe.data.status import read_status
-from raymoe.data.status_view import JobView
 from raymoe.engine.identity import ModelIdentity
 from raymoe.report import is_report
+from raymoe.status_view import JobView
 from tests.tiny import make_checkpoint
 
 COMMAND = [sys.executable, "-c", "from raymoe.cli import main; main()"]

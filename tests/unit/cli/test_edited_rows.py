@@ -11,8 +11,8 @@ from raymoe.cli.sources import open_source
 from raymoe.cli.writers import open_writer
 from raymoe.config import SamplingParams
 from raymoe.data.columns import OutputColumns
-from raymoe.data.openai_batch import CONTENT_COLUMNS
 from raymoe.engine.outputs import Generation
+from raymoe.openai.batch import CONTENT_COLUMNS
 from tests.unit.cli.places import PLACES, write_part
 
 COLUMNS = ("prompt", "messages", "sampling_params")

@@ -7,10 +7,10 @@ import pytest
 
 from raymoe.config import SamplingParams
 from raymoe.data.columns import OutputColumns
-from raymoe.data.openai_batch import read_requests, read_response, write_responses
 from raymoe.data.rows import RowReader
 from raymoe.engine.outputs import Generation, TokenLogprob
 from raymoe.engine.tokenizer import Chat
+from raymoe.openai.batch import read_requests, read_response, write_responses
 
 CHAT = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

@@ -7,7 +7,6 @@ from html.parser import HTMLParser
 import pytest
 
 from raymoe.data.status import RowCounts, read_status
-from raymoe.data.status_view import ActorView, JobView
 from raymoe.errors import ConfigError
 from raymoe.report import (
     MAX_LINES,
@@ -23,6 +22,7 @@ from raymoe.report import (
     total_rates,
     write_report,
 )
+from raymoe.status_view import ActorView, JobView
 from tests.unit.data.jobs import made
 from tests.unit.data.statuses import NOW_S, actor, job, passed, planned, with_plan, write
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from raymoe.data.status import read_status
-from raymoe.data.status_view import MAX_NODES_IN_A_LINE, STALE_S, JobView, node_rates
+from raymoe.status_view import MAX_NODES_IN_A_LINE, STALE_S, JobView, node_rates
 from tests.unit.data.statuses import NOW_S, actor, job, write
 
 SECOND = actor("node-b-2-def")

@@ -1,0 +1,1 @@
+"""OpenAI's batch API: its files, and a server that takes them."""
