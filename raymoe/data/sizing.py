@@ -137,6 +137,7 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
     model_source: str | Path,
     *,
     num_actors: int = 1,
+    min_actors: int | None = None,
     num_generators: int | None = None,
     rows_in_flight: int | None = None,
     batch_size: int | None = None,
@@ -152,13 +153,14 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
     rows, which is best: larger blocks, or merged small ones, run their calls one after another.
 
     Sizes come from the plan of an engine on the smallest node that can run one: if there are GPUs,
-    a node with the GPU that Ray names (``accelerator_type``). On a cluster without such a node yet,
-    ``engine_config={"hardware": ...}`` describes the nodes to come. Explicit arguments are kept.
+    a node with the GPU that Ray names. Without such a node yet, ``engine_config={"hardware": ...}``
+    describes the nodes to come. Explicit arguments are kept.
 
     Args:
         model_source: A local model directory, or a name on the Hugging Face hub.
         num_actors: Engines. Several on one node share one copy of the weights in its `/dev/shm` if
             they run on devices (`EngineConfig.shared_weights`); others have one each.
+        min_actors: With fewer than `num_actors`, Ray starts the others when there is work for them.
         num_generators: Generators of the pipeline, for example one that writes and one that judges:
             each plans with its part of a node. None plans one with all of it, except for CPUs that
             a second generator needs.
@@ -172,8 +174,8 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
         options: Passed to `MoEGenerator`: sampling_params, id_column and so on. A relative
             journal_dir or status_dir is resolved in this process, wherever the actors run.
     """
-    _check_counts(num_actors=num_actors, num_generators=num_generators)
-    _check_counts(rows_in_flight=rows_in_flight, batch_size=batch_size)
+    _check_counts(num_actors=num_actors, num_generators=num_generators, min_actors=min_actors,
+                  rows_in_flight=rows_in_flight, batch_size=batch_size)  # fmt: skip
     check_before_start()
     config = as_engine_config(engine_config)
     cluster = _find_cluster(config, num_gpus, num_generators)
@@ -191,7 +193,7 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
         "udf_modifying_row_count": False,
         "fn_constructor_args": (str(model_source),),
         "fn_constructor_kwargs": constructor,
-        "compute": _make_pool(num_actors, calls),
+        "compute": _make_pool(min_actors or num_actors, num_actors, calls),
     }
 
 
@@ -222,9 +224,10 @@ def _absolute(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _make_pool(num_actors: int, calls: int) -> ActorPoolStrategy:
+def _make_pool(fewest: int, num_actors: int, calls: int) -> ActorPoolStrategy:
     return ActorPoolStrategy(
-        size=num_actors,
+        min_size=fewest,
+        max_size=num_actors,
         max_concurrent_calls_per_actor=calls,
         max_tasks_in_flight_per_actor=calls + max(2, math.ceil(calls * PREFETCHED_FRACTION)),
         enable_true_multi_threading=True,

@@ -1,0 +1,314 @@
+"""`generate`: a job in one call. `build_processor`: pipelines written for ray.data.llm."""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raymoe.config import EngineConfig, SamplingParams, as_engine_config, as_sampling_params
+from raymoe.data.columns import ERROR_COLUMN, OutputColumns
+from raymoe.data.generator import MoEGenerator
+from raymoe.data.rows import SAMPLING_COLUMN
+from raymoe.data.sizing import configure_data_context, map_batches_kwargs
+from raymoe.errors import ConfigError, UnknownOptionError
+
+if TYPE_CHECKING:
+    from ray.data import Dataset
+
+Row = dict[str, Any]
+MapRow = Callable[[Row], Row]
+
+logger = logging.getLogger(__name__)
+
+# `seed` is an option of `MoEGenerator`: that of rows which have none.
+_SAMPLING_OPTIONS = frozenset(field.name for field in dataclasses.fields(SamplingParams)) - {"seed"}
+
+
+def generate(ds: "Dataset", model: str | Path, **options: Any) -> "Dataset":
+    """Generate text for every row of a dataset.
+
+    It configures Ray Data for long steps, cuts the dataset into blocks, chooses the sizes of the
+    actors for the cluster, and returns the lazy dataset with the columns of `MoEGenerator`.
+
+    Args:
+        ds: With a column ``prompt`` (text or token ids) or ``messages``; other columns are kept.
+        model: A local model directory, or a name on the Hugging Face hub.
+        options: Fields of `SamplingParams` (``max_tokens=256, temperature=0.0``), and options of
+            `map_batches_kwargs` and `MoEGenerator` (``num_actors=8, id_column="id"``).
+
+    Raises:
+        ConfigError: An option that does not exist, or a value that cannot be used.
+    """
+    sampling = {name: options.pop(name) for name in _SAMPLING_OPTIONS & options.keys()}
+    if sampling:
+        defaults = as_sampling_params(options.get("sampling_params"))
+        options["sampling_params"] = defaults.override(sampling)
+    configure_data_context(
+        context=ds.context, preserve_order=ds.context.execution_options.preserve_order
+    )
+    kwargs = map_batches_kwargs(model, **options)
+    ds = ds.repartition(target_num_rows_per_block=kwargs["batch_size"], strict=True)
+    return ds.map_batches(MoEGenerator, **kwargs)
+
+
+@dataclass(kw_only=True)
+class MoEEngineProcessorConfig:
+    """What `build_processor` runs.
+
+    Fields and defaults are those of Ray's `vLLMEngineProcessorConfig`. `build_processor` refuses a
+    field whose value has no meaning for raymoe.
+
+    Attributes:
+        model_source: A local model directory, or a name on the Hugging Face hub.
+        batch_size: Rows of one call of the operator.
+        concurrency: Actors, or the fewest and the most.
+        engine_kwargs: Fields of `EngineConfig`, or arguments of vLLM's engine that mean the same.
+        should_continue_on_error: Failed rows are kept, with a reason in ``__inference_error__``.
+        chat_template_stage: Whether rows have ``messages``; else they have a ``prompt``.
+        tokenize_stage: False if rows have token ids in ``tokenized_prompt``.
+        detokenize_stage: The text is always made.
+        max_concurrent_batches: Calls in flight per actor; the planner chooses if it is 8.
+    """
+
+    model_source: str
+    batch_size: int = 32
+    accelerator_type: str | None = None
+    concurrency: int | tuple[int, int] = 1
+    runtime_env: dict[str, Any] | None = None
+    max_pending_requests: int | None = None
+    max_concurrent_batches: int = 8
+    max_tasks_in_flight_per_actor: int | None = None
+    should_continue_on_error: bool = False
+    chat_template_stage: Any = True
+    tokenize_stage: Any = True
+    detokenize_stage: Any = True
+    prepare_multimodal_stage: Any = False
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    task_type: str = "generate"
+    log_engine_metrics: bool = True
+    dynamic_lora_loading_path: str | None = None
+    placement_group_config: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Processor:
+    """A pipeline from one dataset to another: preprocess, generate, postprocess."""
+
+    model_source: str
+    operator_kwargs: Mapping[str, Any]
+    output_names: frozenset[str]
+    preprocess: MapRow
+    postprocess: MapRow
+    preprocess_map_kwargs: Mapping[str, Any]
+    postprocess_map_kwargs: Mapping[str, Any]
+    should_continue_on_error: bool
+    is_chat: bool
+    remote_kwargs: Mapping[str, Any]
+
+    def __call__(self, dataset: "Dataset") -> "Dataset":
+        """Return the lazy dataset of postprocessed rows."""
+        dataset = dataset.map(self._before, **self.preprocess_map_kwargs)
+        configure_data_context(
+            context=dataset.context,
+            preserve_order=dataset.context.execution_options.preserve_order,
+        )
+        kwargs = map_batches_kwargs(self.model_source, **self.operator_kwargs)
+        kwargs |= self.remote_kwargs
+        dataset = dataset.repartition(target_num_rows_per_block=kwargs["batch_size"], strict=True)
+        dataset = dataset.map_batches(MoEGenerator, **kwargs)
+        return dataset.map(self._after, **self.postprocess_map_kwargs)
+
+    def log_input_column_names(self) -> None:
+        """Log which columns `preprocess` has to return."""
+        name = self.operator_kwargs["messages_column" if self.is_chat else "prompt_column"]
+        kind = "messages in OpenAI's format" if self.is_chat else "text or token ids"
+        logger.info(
+            "required: %s (%s); optional: %s (by default those of raymoe.SamplingParams)",
+            name, kind, SAMPLING_COLUMN,
+        )  # fmt: skip
+
+    def _before(self, row: Row) -> Row:
+        row = {**row, **self.preprocess(row)}
+        params = row.get(SAMPLING_COLUMN)
+        if isinstance(params, Mapping):  # the text is always made
+            row[SAMPLING_COLUMN] = {k: v for k, v in params.items() if k != "detokenize"}
+        if self.operator_kwargs["prompt_column"] == TOKENS_COLUMN:
+            row.setdefault(TOKENS_COLUMN, row.get("prompt"))
+        return {name: cell for name, cell in row.items() if name not in self.output_names}
+
+    def _after(self, row: Row) -> Row:
+        if row[ERROR_COLUMN]:
+            return row
+        result = self.postprocess(row)
+        return {**result, ERROR_COLUMN: ""} if self.should_continue_on_error else result
+
+
+TOKENS_COLUMN = "tokenized_prompt"
+NO_COLUMN = "__no_prompt__"  # rows of messages may have a column `prompt` of another meaning
+_FIELDS = {one.name: one for one in dataclasses.fields(MoEEngineProcessorConfig)}
+_ENGINE_NAMES = frozenset(one.name for one in dataclasses.fields(EngineConfig))
+_STAGE_FIELDS = ("enabled", "model_source", "chat_template_kwargs")
+_DTYPES = {"half": "float16", "float": "float32"}
+# Arguments of vLLM's engine. These values say what raymoe does anyway:
+_ALREADY_SO: dict[str, tuple[Any, ...]] = {
+    "task_type": ("generate",), "task": ("generate", "auto"), "runner": ("generate", "auto"),
+    "enable_prefix_caching": (True, None), "enable_chunked_prefill": (True, None),
+    "trust_remote_code": (False,), "pipeline_parallel_size": (1,), "data_parallel_size": (1,),
+    "enable_expert_parallel": (False,), "enable_lora": (False, None), "quantization": (None,),
+    "tokenizer": (None,), "tokenizer_mode": ("auto", "hf"), "speculative_config": (None,),
+    "kv_cache_dtype": ("auto",), "enforce_eager": (True, False, None),
+    "disable_log_stats": (True, False), "revision": (None,), "download_dir": (None,),
+    "load_format": ("safetensors",), "config_format": ("auto", "hf"),
+    "distributed_executor_backend": ("uni", "mp", "ray", None), "skip_tokenizer_init": (False,),
+}  # fmt: skip
+# These tune vLLM's scheduler and memory; the planner chooses their counterparts.
+_PLANNED = frozenset(
+    ("max_num_batched_tokens", "max_num_seqs", "gpu_memory_utilization", "block_size", "swap_space",
+     "cpu_offload_gb", "kv_offloading_size", "max_parallel_loading_workers", "async_scheduling",
+     "num_gpu_blocks_override", "compilation_config")
+)  # fmt: skip
+
+
+def build_processor(  # noqa: PLR0917 - the arguments of ray.data.llm
+    config: Any,
+    preprocess: MapRow | None = None,
+    postprocess: MapRow | None = None,
+    preprocess_map_kwargs: Mapping[str, Any] | None = None,
+    postprocess_map_kwargs: Mapping[str, Any] | None = None,
+    builder_kwargs: Mapping[str, Any] | None = None,
+) -> Processor:
+    """Build a pipeline as `ray.data.llm.build_processor` does, with raymoe as its engine.
+
+    Args:
+        config: A `MoEEngineProcessorConfig`, or Ray's ``vLLMEngineProcessorConfig`` as it is.
+        preprocess: Called with each row; what it returns is added to the row, which then has
+            ``messages`` (or ``prompt``) and usually ``sampling_params``.
+        postprocess: Called with each row and its ``generated_text``; returns the row to keep. Error
+            rows (with `should_continue_on_error`) are kept as they are.
+        preprocess_map_kwargs: For `Dataset.map`, as ``num_cpus``.
+        postprocess_map_kwargs: The same.
+        builder_kwargs: ``chat_template_kwargs``, and further options of `map_batches_kwargs`.
+
+    Raises:
+        ConfigError: A field of the configuration that has no meaning here.
+    """
+    given = _fields_of(config)
+    builder = dict(builder_kwargs or {})
+    chat = _stage(given, "chat_template_stage")
+    is_tokenized = not _stage(given, "tokenize_stage")["enabled"]
+    _stage(given, "detokenize_stage")
+    if chat.get("chat_template_kwargs") is not None:
+        builder.setdefault("chat_template_kwargs", chat["chat_template_kwargs"])
+    is_chat = chat["enabled"]
+    options = {
+        "prompt_column": NO_COLUMN if is_chat else TOKENS_COLUMN if is_tokenized else "prompt",
+        "messages_column": "messages" if is_chat else NO_COLUMN,
+        "engine_config": _engine_config(given),
+        "batch_size": given["batch_size"],
+        "should_continue_on_error": given["should_continue_on_error"],
+        **_pool_sizes(given),
+        **builder,
+    }
+    sampling_params = as_sampling_params(options.get("sampling_params"))
+    fields = OutputColumns.of(sampling_params, has_choices=bool(options.get("has_choices"))).fields
+    remote = {name: given[name] for name in ("accelerator_type", "runtime_env")}
+    return Processor(
+        model_source=str(given["model_source"]),
+        operator_kwargs=options,
+        output_names=frozenset(field.name for field in fields),
+        preprocess=preprocess or _same,
+        postprocess=postprocess or _same,
+        preprocess_map_kwargs=preprocess_map_kwargs or {},
+        postprocess_map_kwargs=postprocess_map_kwargs or {},
+        should_continue_on_error=given["should_continue_on_error"],
+        is_chat=is_chat,
+        remote_kwargs={name: value for name, value in remote.items() if value is not None},
+    )
+
+
+def _same(row: Row) -> Row:
+    return row
+
+
+def _fields_of(config: Any) -> Row:
+    """Return the fields by name; refuses what has no meaning here."""
+    missing = [name for name in _FIELDS if not hasattr(config, name)]
+    if missing:
+        raise ConfigError(
+            f"config is a {type(config).__name__} without {', '.join(missing[:3])}; it takes a "
+            "raymoe.MoEEngineProcessorConfig or ray.data.llm's vLLMEngineProcessorConfig"
+        )
+    given = {name: getattr(config, name) for name in _FIELDS}
+    given["task_type"] = str(getattr(given["task_type"], "value", given["task_type"]))
+    for name, why in {
+        "dynamic_lora_loading_path": "there are no adapters: merge them into the weights",
+        "placement_group_config": "an actor is on one node: give concurrency and engine_kwargs",
+    }.items():
+        if given[name] is not None:
+            raise ConfigError(f"{name} has no meaning for raymoe, as {why}")
+    if not given["log_engine_metrics"]:
+        raise ConfigError("log_engine_metrics=False has no meaning for raymoe: it exports metrics "
+                          "where Ray does (pip install 'raymoe[metrics]')")  # fmt: skip
+    if _stage(given, "prepare_multimodal_stage")["enabled"]:
+        raise ConfigError("prepare_multimodal_stage has no meaning for raymoe, which takes text")
+    if given["task_type"] != "generate":
+        raise ConfigError(f"task_type is {given['task_type']!r}; raymoe takes 'generate'")
+    return given
+
+
+def _stage(given: Mapping[str, Any], name: str) -> Row:
+    value = given[name]
+    if isinstance(value, bool):
+        return {"enabled": value}
+    if hasattr(value, "model_dump"):  # one of Ray's typed configurations
+        value = value.model_dump()
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} is {value!r}; it takes True, False or a mapping")
+    stage = {"enabled": True} | {key: one for key, one in value.items() if one is not None}
+    for key, one in stage.items():
+        same_model = key == "model_source" and one == given["model_source"]
+        if key not in _STAGE_FIELDS or (key == "model_source" and not same_model):
+            if not stage["enabled"]:
+                continue
+            raise ConfigError(
+                f"{name} has {key}={one!r}, which has no meaning for raymoe: the actors of the "
+                f"engine do this work, with the model's own files; leave {key} out"
+            )
+    return stage
+
+
+def _pool_sizes(given: Mapping[str, Any]) -> Row:
+    concurrency = given["concurrency"]
+    sizes = (concurrency, concurrency) if isinstance(concurrency, int) else tuple(concurrency)
+    if len(sizes) != 2 or not all(type(n) is int and n >= 1 for n in sizes) or sizes[0] > sizes[1]:
+        raise ConfigError(f"concurrency is {concurrency!r}; it takes n, or (fewest, most) from 1")
+    options: Row = {"num_actors": sizes[1]}
+    if sizes[0] < sizes[1]:
+        options["min_actors"] = sizes[0]
+    default: Any = _FIELDS["max_concurrent_batches"].default
+    if given["max_concurrent_batches"] != default:
+        options["rows_in_flight"] = given["max_concurrent_batches"] * given["batch_size"]
+    return options
+
+
+def _engine_config(given: Mapping[str, Any]) -> EngineConfig:
+    """Translate arguments of vLLM's engine; those of `EngineConfig` stay."""
+    ours: Row = {}
+    for name, value in given["engine_kwargs"].items():
+        if name in _ALREADY_SO and value in _ALREADY_SO[name]:
+            continue
+        if name in _PLANNED:
+            logger.warning("engine_kwargs: %s=%r is left to raymoe's planner", name, value)
+        elif name in _ENGINE_NAMES:
+            ours[name] = _DTYPES.get(value, value) if name.endswith("dtype") else value
+        elif name in _ALREADY_SO:
+            only = " or ".join(map(repr, _ALREADY_SO[name]))
+            raise ConfigError(f"engine_kwargs has {name}={value!r}; raymoe takes only {only}")
+        else:
+            known = _ENGINE_NAMES | _PLANNED | _ALREADY_SO.keys()
+            raise UnknownOptionError(name, known, "key of engine_kwargs")
+    if given["max_pending_requests"] is not None:
+        ours.setdefault("max_queued_rows", given["max_pending_requests"])
+    return as_engine_config(ours)

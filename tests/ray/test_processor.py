@@ -1,0 +1,118 @@
+"""`raymoe.generate` and `build_processor`, with the classes of ray.data.llm as the reference."""
+
+import dataclasses
+import inspect
+import re
+import warnings
+from importlib import util
+from pathlib import Path
+
+import pytest
+import ray
+
+import raymoe
+from raymoe import ConfigError, MoEEngineProcessorConfig, build_processor
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Ray's, about pydantic
+    from ray.data import llm
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("default")]
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_example_generates_filters_judges_and_groups(local_ray) -> None:
+    path = ROOT / "examples" / "generate_and_judge.py"
+    spec = util.spec_from_file_location("generate_and_judge", path)
+    example = util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    rows = [{"id": i, "topic": f"t{i % 3}", "prompt": f"date: {i} May 2021 ->"} for i in range(12)]
+    rows[5]["prompt"] = ""  # an error row, which the filter drops
+    model = raymoe.demo_model_path()
+    counted = example.pipeline(ray.data.from_items(rows), model, model).take_all()
+    assert set().union(*counted) <= {"topic", "count()"}
+    assert sum(row["count()"] for row in counted) <= 11
+
+
+def user_code(config_class, build, model):
+    """What somebody wrote for ray.data.llm; nothing but the import differs."""
+    config = config_class(
+        model_source=str(model),
+        engine_kwargs={"enable_prefix_caching": True, "max_num_batched_tokens": 4096},
+        concurrency=1,
+        batch_size=64,
+        chat_template_stage=False,
+        should_continue_on_error=True,
+    )
+    return build(
+        config,
+        preprocess=lambda row: {
+            "prompt": row["text"],
+            "sampling_params": {"temperature": 0.0, "max_tokens": 12, "detokenize": False},
+        },
+        postprocess=lambda row: {"answer": row["generated_text"], "id": row["id"]},
+    )
+
+
+@pytest.mark.parametrize(
+    "config_class", [MoEEngineProcessorConfig, llm.vLLMEngineProcessorConfig], ids=["ours", "rays"]
+)
+def test_code_for_ray_data_llm_runs_with_another_import(local_ray, config_class) -> None:
+    rows = [{"id": i, "text": f"date: {i} May 2021 ->" if i != 3 else ""} for i in range(1, 8)]
+    rows = [row | {"generated_text": "of an earlier stage"} for row in rows]
+    processor = user_code(config_class, build_processor, raymoe.demo_model_path())
+    out = {row["id"]: row for row in processor(ray.data.from_items(rows)).take_all()}
+    assert sorted(out) == list(range(1, 8))
+    assert "is empty" in out.pop(3)["__inference_error__"]  # as it was, without postprocess
+    assert out[7]["answer"].strip() == "2021-05-07"
+    assert {row["__inference_error__"] for row in out.values()} == {""}
+
+
+def test_fields_defaults_and_arguments_are_those_of_ray() -> None:
+    theirs = llm.vLLMEngineProcessorConfig(model_source="m")
+    ours = MoEEngineProcessorConfig(model_source="m")
+    names = [field.name for field in dataclasses.fields(ours)]
+    assert sorted(names) == sorted(type(theirs).model_fields)
+    for name in set(names) - {"engine_kwargs"}:  # theirs has got the task's type
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.engine_kwargs == {}
+    parameters = inspect.signature(llm.build_processor).parameters
+    found = inspect.signature(build_processor).parameters
+    assert list(found) == list(parameters)
+    assert all(found[name].default == parameters[name].default for name in parameters)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"dynamic_lora_loading_path": "s3://x"}, "dynamic_lora_loading_path has no meaning"),
+        ({"prepare_multimodal_stage": True}, "prepare_multimodal_stage has no meaning"),
+        ({"log_engine_metrics": False}, "log_engine_metrics=False"),
+        ({"task_type": "embed"}, "task_type is 'embed'"),
+        ({"tokenize_stage": {"num_cpus": 2}}, "tokenize_stage has num_cpus=2"),
+        ({"chat_template_stage": 3}, "chat_template_stage is 3"),
+        ({"concurrency": (3, 2)}, "concurrency is"),
+        ({"engine_kwargs": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size=2"),
+        ({"engine_kwargs": {"tensor_paralel_size": 2}}, "did you mean 'tensor_parallel_size'"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(fields, message) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        build_processor(MoEEngineProcessorConfig(model_source="m", **fields))
+
+
+def test_arguments_of_vllm_become_those_of_the_engine() -> None:
+    config = MoEEngineProcessorConfig(
+        model_source="m",
+        engine_kwargs={"dtype": "half", "max_model_len": 512, "gpu_memory_utilization": 0.9},
+        concurrency=(2, 5),
+        max_concurrent_batches=4,
+        max_pending_requests=77,
+        chat_template_stage={"chat_template_kwargs": {"enable_thinking": False}},
+    )
+    options = build_processor(config, builder_kwargs={"id_column": "id"}).operator_kwargs
+    engine = options["engine_config"]
+    assert (engine.dtype, engine.max_model_len, engine.max_queued_rows) == ("float16", 512, 77)
+    assert (options["min_actors"], options["num_actors"]) == (2, 5)
+    assert (options["rows_in_flight"], options["id_column"]) == (128, "id")
+    assert options["chat_template_kwargs"] == {"enable_thinking": False}
