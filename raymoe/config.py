@@ -4,13 +4,14 @@ All are immutable, and nothing else reads the environment.
 """
 
 import dataclasses
+import functools
 import math
 import numbers
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from raymoe.errors import ConfigError, UnknownOptionError
 from raymoe.structured import StructuredOutputs
@@ -38,6 +39,35 @@ LOAD_FORMATS = ("auto", "dummy")
 ON_TOO_LONG = ("error", "truncate_left", "truncate_right")
 
 
+Options = TypeVar("Options")
+
+
+def refuses_unknown(where: str) -> Callable[[type[Options]], type[Options]]:
+    """Give a dataclass's constructor our error for an unknown name in place of a TypeError."""
+
+    def decorate(cls: type[Options]) -> type[Options]:
+        fill: Any = cls.__init__
+        known = frozenset(field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]
+
+        @functools.wraps(fill)
+        def checked(self: Options, **options: Any) -> None:
+            check_names(options, known, where)
+            fill(self, **options)
+
+        cls.__init__ = checked  # type: ignore[assignment]
+        return cls
+
+    return decorate
+
+
+def check_names(options: Iterable[object], known: Collection[str], where: str) -> None:
+    """Raise `UnknownOptionError` for the first name that is not known."""
+    for name in options:
+        if name not in known:
+            raise UnknownOptionError(str(name)[:80], known, where)
+
+
+@refuses_unknown("sampling parameter")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the tokens of one row are chosen; names and defaults are vLLM's.
@@ -171,6 +201,7 @@ _NUMBER_RANGES = {
 _SAMPLING_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 
 
+@refuses_unknown("engine option")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """How an engine runs; None chooses automatically.
@@ -260,10 +291,7 @@ class EngineConfig:
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> Self:
         """A configuration from a mapping; unknown keys are errors, None means "not given"."""
-        known = {field.name for field in dataclasses.fields(cls)}
-        for name in options:
-            if name not in known:
-                raise UnknownOptionError(str(name), known, "engine option")
+        check_names(options, {field.name for field in dataclasses.fields(cls)}, "engine option")
         return cls(**{name: value for name, value in options.items() if value is not None})
 
 
@@ -305,9 +333,7 @@ def _whole(variables: Mapping[str, str], name: str, high: int) -> int | None:
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(options, Mapping):
         raise ConfigError(f"sampling_params is a {type(options).__name__}, not a mapping")
-    for name in options:
-        if name not in _SAMPLING_NAMES:
-            raise UnknownOptionError(str(name)[:80], _SAMPLING_NAMES, "sampling parameter")
+    check_names(options, _SAMPLING_NAMES, "sampling parameter")
     return {name: value for name, value in options.items() if value is not None}
 
 

@@ -16,10 +16,58 @@ RaymoeWarning
 
 import difflib
 from collections.abc import Iterable
+from typing import Any, Self
+
+# What vLLM, transformers and others call it, and what it may be here.
+OTHER_NAMES = {
+    "max_new_tokens": ("max_tokens",), "max_completion_tokens": ("max_tokens",),
+    "min_new_tokens": ("min_tokens",), "max_length": ("max_tokens", "max_model_len"),
+    "stop_strings": ("stop",), "eos_token_id": ("stop_token_ids",), "typical_p": ("top_p",),
+    "num_return_sequences": ("n",), "best_of": ("n",), "top_logprobs": ("logprobs",),
+    "guided_json": ("structured_outputs",), "guided_decoding": ("structured_outputs",),
+    "guided_regex": ("structured_outputs",), "guided_choice": ("structured_outputs",),
+    "guided_grammar": ("structured_outputs",), "response_format": ("structured_outputs",),
+    "torch_dtype": ("dtype",), "kv_cache_dtype": ("kv_dtype",), "tp": ("tensor_parallel_size",),
+    "tp_size": ("tensor_parallel_size",), "gpu_memory_utilization": ("device_memory_bytes",),
+    "max_seq_len": ("max_model_len",), "max_context_len": ("max_model_len",),
+    "cpu_offload_gb": ("host_memory_bytes",), "swap_space": ("host_memory_bytes",),
+    "max_num_seqs": ("policy",), "max_num_batched_tokens": ("policy",),
+    "concurrency": ("num_actors",), "model": ("model_source",), "messages": ("messages_column",),
+    "prompt": ("prompt_column",), "engine_kwargs": ("engine_config",),
+    "continue_on_error": ("should_continue_on_error",), "tools": ("tools_column",),
+}  # fmt: skip
+WITHOUT_COUNTERPART = {
+    "do_sample": "temperature=0 is greedy, any other temperature samples",
+    "num_beams": "there is no beam search; n gives several samples",
+    "use_beam_search": "there is no beam search; n gives several samples",
+    "detokenize": "the text is always made; leave it out",
+    "quantization": "it is read from the model; leave it out",
+    "enable_prefix_caching": "prefixes are always shared; leave it out",
+    "enable_chunked_prefill": "prompts are always computed in chunks; leave it out",
+    "trust_remote_code": "no code of a model is ever run; leave it out",
+    "pipeline_parallel_size": "layers stream to one GPU instead; leave it out",
+    "device_map": "the planner places weights; leave it out",
+}
 
 
 class RaymoeError(Exception):
-    """Base of every error raised on purpose."""
+    """Base of every error raised on purpose.
+
+    Attributes:
+        row: Position in its batch of the row that is at fault; None if none is.
+        column: The column at fault.
+        path: The file or directory at fault.
+    """
+
+    row: int | None = None
+    column: str | None = None
+    path: str | None = None
+
+    def at(self, *, row: int | None = None, column: str | None = None, path: object = None) -> Self:
+        """Note what is at fault, and return the error."""
+        self.row, self.column = row, column
+        self.path = None if path is None else str(path)
+        return self
 
 
 class ConfigError(RaymoeError, ValueError):
@@ -29,16 +77,26 @@ class ConfigError(RaymoeError, ValueError):
 class UnknownOptionError(ConfigError):
     """An option that does not exist; suggests the nearest one.
 
-    Args:
+    Attributes:
+        name: What was given.
         known: The accepted names.
-        where: What takes the option, such as "sampling_params".
+        where: What takes the option, such as "sampling parameter".
+        suggestion: The name that was probably meant, or None.
     """
 
     def __init__(self, name: str, known: Iterable[str], where: str = "option") -> None:
-        choices = sorted(known)
-        near = difflib.get_close_matches(name, choices, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(choices)}"
-        super().__init__(f"unknown {where} {name!r}{hint}")
+        self.name, self.known, self.where = name, tuple(sorted(known)), where
+        near = difflib.get_close_matches(name, self.known, n=1)
+        other = next((one for one in OTHER_NAMES.get(name, ()) if one in self.known), None)
+        self.suggestion = other or (near[0] if near else None)
+        if self.suggestion:
+            hint = f"did you mean {self.suggestion!r}?"
+        else:
+            hint = WITHOUT_COUNTERPART.get(name) or f"known: {', '.join(self.known)}"
+        super().__init__(f"unknown {where} {name!r}; {hint}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.name, self.known, self.where), self.__dict__
 
 
 class UnsupportedModelError(ConfigError):

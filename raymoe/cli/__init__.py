@@ -33,12 +33,13 @@ COMMANDS = {
 }
 EXIT_FAILED = 1
 EXIT_BAD_USAGE = 2
+EXIT_INTERRUPTED = 130  # as of a process that SIGINT ends
 
 _USAGE = "Usage: raymoe [--version] [--help] COMMAND [ARGS]..."
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and leave with its exit code: 0, 1 failed, 2 bad usage."""
+    """Run the command line and leave with its exit code: that of `_help`."""
     faulthandler.enable(2)  # a signal that ends the process says where on standard error
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
@@ -71,7 +72,7 @@ def _run_command(name: str, arguments: list[str]) -> int:
         return done.code if isinstance(done.code, int) else EXIT_FAILED
     except KeyboardInterrupt:
         typer.echo("error: interrupted", err=True)
-        return EXIT_FAILED
+        return EXIT_INTERRUPTED
     except Exception as error:
         if is_debug:
             raise
@@ -100,7 +101,7 @@ def _help() -> str:
             *lines,
             "",
             "Every command has --help, and --debug for a traceback.",
-            "Exit code: 0 done, 1 failed, 2 bad usage.",
+            "Exit code: 0 done, 1 failed, 2 bad usage, 130 interrupted.",
         )
     )
 

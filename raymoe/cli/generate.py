@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -20,7 +23,7 @@ from raymoe.cli.resume import Lease, ResumeState, find_written
 from raymoe.cli.sources import FORMS, Source, open_source
 from raymoe.cli.storage import Location, without_secrets
 from raymoe.cli.writers import check_apart, open_writer
-from raymoe.config import DTYPES, ON_TOO_LONG, EngineConfig, SamplingParams
+from raymoe.config import DEVICES, DTYPES, ON_TOO_LONG, EngineConfig, SamplingParams
 from raymoe.data.columns import INPUT_MAY_NOT_HAVE, OutputColumns, check_names
 from raymoe.data.rows import SAMPLING_COLUMN, RowReader
 from raymoe.data.status import Pairs
@@ -28,7 +31,8 @@ from raymoe.errors import ConfigError, RaymoeError
 from raymoe.openai.batch import CONTENT_COLUMNS, ID_COLUMN, TOOLS_COLUMN
 from raymoe.report import write_report
 from raymoe.safe_text import harmless
-from raymoe.units import format_bytes
+from raymoe.specs.files import read_json_object
+from raymoe.units import format_bytes, parse_bytes
 
 TABLE = "Table"
 SAMPLING = "Sampling"
@@ -97,6 +101,29 @@ BatchSize = Annotated[
 NumThreads = Annotated[
     int | None, typer.Option(min=1, help="Cores of an engine.", rich_help_panel=RUN)
 ]
+Device = Annotated[str, typer.Option(help=f"One of {', '.join(DEVICES)}.", rich_help_panel=RUN)]
+TensorParallelSize = Annotated[
+    int, typer.Option(min=1, help="GPUs of an engine.", rich_help_panel=RUN)
+]
+MaxModelLen = Annotated[
+    int | None, typer.Option(min=1, help="Most tokens of a row.", rich_help_panel=RUN)
+]
+HostMemory = Annotated[
+    str | None,
+    typer.Option(help="For weights and KV cache, such as 64GiB.", rich_help_panel=RUN),
+]
+DeviceMemory = Annotated[
+    str | None, typer.Option(help="Of the GPU, such as 16GiB.", rich_help_panel=RUN)
+]
+EngineOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--engine-config",
+        metavar="KEY=VALUE|FILE",
+        help="A field of EngineConfig, such as schedule=vslpipe, or a JSON file; repeatable.",
+        rich_help_panel=RUN,
+    ),
+]
 OnTooLong = Annotated[
     str, typer.Option(help=f"One of {', '.join(ON_TOO_LONG)}.", rich_help_panel=RUN)
 ]
@@ -147,6 +174,13 @@ Verbose = Annotated[
 ]
 
 
+OTHER_FORMATS = frozenset(
+    (".csv", ".tsv", ".json", ".txt", ".xlsx", ".gz", ".zst", ".arrow", ".feather", ".orc", ".avro",
+     ".ndjson")
+)  # fmt: skip
+SAMPLING_FLAGS = ("max_tokens", "temperature", "top_p", "top_k", "ignore_eos")
+ENGINE_FLAGS = ("dtype", "num_threads", "on_too_long", "seed", "device", "tensor_parallel_size",
+                "max_model_len")  # fmt: skip
 ADDRESSES = frozenset({"input", "output", "journal"})
 
 
@@ -173,6 +207,12 @@ def run(  # noqa: PLR0913 - the options of a command
     num_actors: NumActors = 1,
     batch_size: BatchSize = 32,
     num_threads: NumThreads = None,
+    device: Device = "auto",
+    tensor_parallel_size: TensorParallelSize = 1,
+    max_model_len: MaxModelLen = None,
+    host_memory: HostMemory = None,
+    device_memory: DeviceMemory = None,
+    engine_config: EngineOptions = None,
     on_too_long: OnTooLong = "error",
     preserve_order: PreserveOrder = False,
     sort_by_prefix: SortByPrefix = False,
@@ -189,23 +229,18 @@ def run(  # noqa: PLR0913 - the options of a command
     Rows that cannot be generated come out too: column __inference_error__ says why. Runs in a
     local Ray, or in the cluster that RAY_ADDRESS names.
     """
-    _refuse_both({"--resume": resume, "--overwrite": overwrite})
-    _refuse_both({"--sort-by-prefix": sort_by_prefix, "--preserve-order": preserve_order})
-    flags = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-    params = _read_params({**flags, "ignore_eos": ignore_eos}, sampling_params)
-    options = _options(params, samples_as_rows, prompt_column, messages_column, tools_column)
-    config = EngineConfig(dtype=dtype, num_threads=num_threads, on_too_long=on_too_long, seed=seed)
+    options, config = _options(context.params), _engine_config(context.params)
     source = open_source(input_, prompt_column=prompt_column, id_column=id_column, form=form)
     id_column = _check_columns(source, options, id_column)
     resume_state = _find_output(output, source, input_, journal)
     lease, columns = Lease(resume_state.output), _content_columns(options, source.is_batch)
+    writer = open_writer(resume_state.output, source, has_samples=samples_as_rows,
+                         content_columns=columns, run=lease.run)  # fmt: skip
     job = Job(
         model=model, source=source, options=options, engine_config=config, id_column=id_column,
-        writer=open_writer(resume_state.output, source, has_samples=samples_as_rows,
-                       content_columns=columns, run=lease.run), lease=lease,
-        journal_dir=None if no_journal else resume_state.journal, status_dir=resume_state.status,
-        price_per_hour=price_per_hour, settings=_settings(context.params), verbose=verbose,
-        num_actors=num_actors, batch_size=batch_size,
+        writer=writer, lease=lease, journal_dir=None if no_journal else resume_state.journal,
+        status_dir=resume_state.status, price_per_hour=price_per_hour, verbose=verbose,
+        settings=_settings(context.params), num_actors=num_actors, batch_size=batch_size,
         preserve_order=preserve_order, is_sorted=sort_by_prefix,
     )  # fmt: skip
     _run(job, resume_state, resume=resume, overwrite=overwrite, has_report=report)
@@ -217,13 +252,48 @@ def _settings(params: dict[str, Any]) -> Pairs:
     return tuple((texts | {one: without_secrets(addresses[one]) for one in addresses}).items())
 
 
-def _read_params(flags: dict[str, Any], more: str) -> SamplingParams:
-    return SamplingParams.from_dict(flags).override(_parse(more))
+def _read_params(given: Mapping[str, Any]) -> SamplingParams:
+    flags = {name: given[name] for name in SAMPLING_FLAGS}
+    return SamplingParams.from_dict(flags).override(_parse(given["sampling_params"]))
 
 
-def _options(params: SamplingParams, samples_as_rows: bool, *columns: str | None) -> dict[str, Any]:
-    named = dict(zip(PROMPT_COLUMNS, columns, strict=True))
-    return {"sampling_params": params, "has_choices": samples_as_rows, **named}
+def _engine_config(given: Mapping[str, Any]) -> EngineConfig:
+    fields = {name: given[name] for name in ENGINE_FLAGS}
+    fields |= {f"{name}_bytes": given[name] for name in ("host_memory", "device_memory")}
+    for text in given["engine_config"] or ():
+        name, is_pair, value = text.partition("=")
+        path = Path(text)
+        if is_pair:
+            fields[name] = _value(value)
+        elif path.is_file():
+            fields |= read_json_object(path.parent, path.name)
+        else:
+            raise ConfigError(f"--engine-config {text}: it takes KEY=VALUE, or a file of JSON")
+    fields = {name: value for name, value in fields.items() if value is not None}
+    for name in fields.keys() & {"host_memory_bytes", "device_memory_bytes"}:
+        try:
+            fields[name] = parse_bytes(str(fields[name]))
+        except ValueError as error:
+            raise ConfigError(f"{name}: {error}") from error
+    return EngineConfig.from_dict(fields)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:  # plain text, such as a name
+        return text
+
+
+def _options(given: Mapping[str, Any]) -> dict[str, Any]:
+    _refuse_both(given, "resume", "overwrite")
+    _refuse_both(given, "sort_by_prefix", "preserve_order")
+    named = {name: given[name] for name in PROMPT_COLUMNS}
+    return {
+        "sampling_params": _read_params(given),
+        "has_choices": given["samples_as_rows"],
+        **named,
+    }
 
 
 def _content_columns(options: dict[str, Any], is_batch: bool) -> tuple[str, ...]:
@@ -235,6 +305,9 @@ def _content_columns(options: dict[str, Any], is_batch: bool) -> tuple[str, ...]
 
 def _find_output(output: str, source: Source, input_: str, journal_dir: str | None) -> ResumeState:
     place = Location.parse(output)
+    if place.suffix in OTHER_FORMATS:
+        raise ConfigError(f"--output {output}: {place.suffix} cannot be written; it takes a "
+                          "directory for parquet, or a file that ends in .jsonl")  # fmt: skip
     check_apart(place, source.files, Location.parse(input_))
     return ResumeState.of(place, journal_dir)
 
@@ -256,9 +329,10 @@ def _set_batch_columns(options: dict[str, Any], id_column: str | None) -> str:
     return ID_COLUMN
 
 
-def _refuse_both(flags: dict[str, bool]) -> None:
-    if all(flags.values()):
-        raise ConfigError(f"{' and '.join(flags)} contradict each other; give one of them")
+def _refuse_both(given: Mapping[str, Any], *names: str) -> None:
+    if all(given[name] for name in names):
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in names)
+        raise ConfigError(f"{flags} contradict each other; give one of them")
 
 
 def _run(
@@ -348,10 +422,18 @@ def _check_columns(source: Source, options: dict[str, Any], id_column: str | Non
         id_column=id_column,
         **{name: options[name] for name in PROMPT_COLUMNS},
     )
-    reader.check_schema(source.schema)
+    try:
+        reader.check_schema(source.schema)
+    except ConfigError as error:
+        raise ConfigError(_as_typed(str(error))) from error
     columns = OutputColumns.of(options["sampling_params"], has_choices=options["has_choices"])
     columns.check_schema(source.schema)
     return id_column
+
+
+def _as_typed(message: str) -> str:
+    """Name options as one types them."""
+    return re.sub(r"\b(\w+)_column\b", r"--\1-column", message)
 
 
 def _check_samples(source: Source) -> None:

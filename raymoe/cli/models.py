@@ -11,11 +11,11 @@ from rich.table import Table
 
 from raymoe.cli import model_by_name
 from raymoe.errors import ConfigError
-from raymoe.memory.checkpoint import fetch_config, is_hub_name
+from raymoe.memory.checkpoint import fetch_config
 from raymoe.memory.weights import WeightStore
 from raymoe.specs.families import FAMILIES
 from raymoe.specs.family import Family
-from raymoe.specs.files import read_json_object
+from raymoe.specs.files import is_hub_name, read_json_object
 from raymoe.specs.layers import AttentionSpec, DenseSpec, LatentAttentionSpec, MoeSpec, RouterSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS, model_preset

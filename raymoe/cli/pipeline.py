@@ -45,9 +45,10 @@ from raymoe.data.status import (
 from raymoe.device.host import read_host
 from raymoe.engine.identity import ModelIdentity
 from raymoe.errors import ExecutionError, RaymoeError
-from raymoe.memory.checkpoint import find_model
+from raymoe.memory.checkpoint import check_hub_is_known, fetch_config, find_model
 from raymoe.memory.weights import WeightStore
 from raymoe.safe_text import harmless
+from raymoe.specs.files import read_json_object
 from raymoe.specs.model import ModelSpec
 from raymoe.status_view import JobView, node_rates
 from raymoe.units import MIB, format_seconds
@@ -317,8 +318,12 @@ def check_model(job: Job) -> None:
         UnsupportedModelError: The model's mathematics is not implemented.
         InfeasiblePlanError: This machine has too little memory; not checked for a cluster.
     """
-    directory = Path(job.model)
-    if not directory.exists():
+    directory = find_model(job.model)
+    if directory is None:
+        if not has_cluster():  # else its nodes may have what is not here
+            check_hub_is_known(job.model)
+            config = fetch_config(job.model)
+            ModelSpec.from_config(read_json_object(config.parent, config.name), name=job.model)
         return
     spec = ModelSpec.from_directory(directory)
     WeightStore.open(spec, directory)

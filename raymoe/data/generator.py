@@ -3,17 +3,24 @@
 import contextlib
 import dataclasses
 import functools
+import inspect
 import logging
 import os
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pyarrow as pa
 
-from raymoe.config import EngineConfig, SamplingParams, as_engine_config, as_sampling_params
+from raymoe.config import (
+    EngineConfig,
+    SamplingParams,
+    as_engine_config,
+    as_sampling_params,
+)
 from raymoe.data.columns import OutputColumns
 from raymoe.data.job_rows import Found, JobRows, check_job
 from raymoe.data.journal import SYNC_EVERY_S
@@ -22,7 +29,9 @@ from raymoe.data.observer import Observer, RowCounter
 from raymoe.data.rows import SAMPLING_COLUMN, RowReader, RowRequest
 from raymoe.data.status import make_status_directory, status_beside
 from raymoe.engine.outputs import Generation
-from raymoe.errors import ConfigError, ExecutionError
+from raymoe.errors import ConfigError, ExecutionError, UnknownOptionError
+from raymoe.specs.files import local_model
+from raymoe.specs.model import ModelSpec
 
 if TYPE_CHECKING:
     from raymoe.engine.engine import Engine
@@ -33,6 +42,28 @@ SAMPLING_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingPa
 LAST_FLUSH_S = 10.0  # a slow disk must not delay the replacement of a broken process
 
 logger = logging.getLogger(__name__)
+
+
+def check_options(
+    model_source: str | Path, options: Mapping[str, Any], others: Collection[str] = ()
+) -> None:
+    """Check on the driver what a `MoEGenerator` would refuse on its node, minutes later.
+
+    Args:
+        others: Options that exist besides, to be suggested.
+
+    Raises:
+        UnknownOptionError: `MoEGenerator` has no such option.
+        ConfigError: There is no such model, or a value cannot be used.
+        UnsupportedModelError: The model's mathematics is not implemented.
+    """
+    known = inspect.signature(MoEGenerator).parameters.keys() - {"model_source"}
+    for name in options.keys() - known:
+        raise UnknownOptionError(name, {*known, *others} - {"options"})
+    as_sampling_params(options.get("sampling_params"))
+    directory = local_model(model_source)
+    if directory is not None:
+        ModelSpec.from_directory(directory)
 
 
 class MoEGenerator:
@@ -321,10 +352,12 @@ def _with_column(generation: Generation, column: str) -> Generation:
 def _raise_first_error(generations: Sequence[Generation]) -> None:
     for position, generation in enumerate(generations):
         if generation.error:
-            raise ExecutionError(
+            error = ExecutionError(
                 f"row {position} of the batch cannot be generated: {generation.error}; with "
                 "should_continue_on_error=True it would become an error row"
             )
+            column = re.search(r"column '([^']*)'", generation.error)
+            raise error.at(row=position, column=column and column[1])
 
 
 def should_leave_process(*, is_restart_useful: bool) -> bool:

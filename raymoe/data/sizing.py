@@ -1,6 +1,7 @@
 """Settings of Ray Data, and the arguments of `map_batches` that fit a model and a cluster."""
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from raymoe.config import EngineConfig, as_engine_config
 from raymoe.data.cluster import Cluster, check_before_start
+from raymoe.data.generator import check_options
 from raymoe.errors import ConfigError, InfeasiblePlanError
 from raymoe.plan.search import find_plan
 from raymoe.specs.hardware import HardwareSpec
@@ -149,21 +151,18 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
 ) -> dict[str, Any]:
     """Return the keyword arguments with which `Dataset.map_batches` runs `MoEGenerator`.
 
-    ``ds.repartition(target_num_rows_per_block=..., strict=True)`` makes blocks of `batch_size`
-    rows, which is best: larger blocks, or merged small ones, run their calls one after another.
-
-    Sizes come from the plan of an engine on the smallest node that can run one: if there are GPUs,
-    a node with the GPU that Ray names. Without such a node yet, ``engine_config={"hardware": ...}``
+    Make blocks of `batch_size` rows with ``ds.repartition(target_num_rows_per_block=...,
+    strict=True)``: larger blocks, or merged small ones, run their calls one after another. Sizes
+    come from the plan of an engine on the smallest node that can run one: if there are GPUs, a node
+    with the GPU that Ray names. Without such a node yet, ``engine_config={"hardware": ...}``
     describes the nodes to come. Explicit arguments are kept.
 
     Args:
         model_source: A local model directory, or a name on the Hugging Face hub.
-        num_actors: Engines. Several on one node share one copy of the weights in its `/dev/shm` if
-            they run on devices (`EngineConfig.shared_weights`); others have one each.
+        num_actors: Engines. Those on devices of one node may share its copy of the weights.
         min_actors: With fewer than `num_actors`, Ray starts the others when there is work for them.
         num_generators: Generators of the pipeline, for example one that writes and one that judges:
-            each plans with its part of a node. None plans one with all of it, except for CPUs that
-            a second generator needs.
+            each plans with its part of a node. None plans one with all but a second one's CPUs.
         rows_in_flight: Per actor; None chooses four times the sequences that the plan keeps live,
             because finished rows wait for the slowest of their call.
         batch_size: Rows of one call, small rather than large. None chooses 16, or as many as needed
@@ -176,6 +175,7 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
     """
     _check_counts(num_actors=num_actors, num_generators=num_generators, min_actors=min_actors,
                   rows_in_flight=rows_in_flight, batch_size=batch_size)  # fmt: skip
+    check_options(model_source, options, inspect.signature(map_batches_kwargs).parameters)
     check_before_start()
     config = as_engine_config(engine_config)
     cluster = _find_cluster(config, num_gpus, num_generators)

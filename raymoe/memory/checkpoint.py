@@ -9,12 +9,14 @@ import logging
 import math
 import mmap
 import os
-import re
+import socket
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import huggingface_hub
 import torch
@@ -22,8 +24,14 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import Tensor
 
 from raymoe.codecs import TORCH_DTYPES
-from raymoe.errors import CheckpointError, ConfigError
-from raymoe.specs.files import open_regular, parse_json_object, read_json_object, resolve_inside
+from raymoe.errors import CheckpointError
+from raymoe.specs.files import (
+    local_model,
+    open_regular,
+    parse_json_object,
+    read_json_object,
+    resolve_inside,
+)
 from raymoe.specs.weight_format import ITEM_BYTES
 from raymoe.units import MIB, format_bytes
 
@@ -312,7 +320,6 @@ logger = logging.getLogger(__name__)
 
 # Weights, configuration and tokenizer; no pickles and no code.
 DOWNLOADED = ["*.safetensors", "*.json", "tokenizer.model", "*.jinja", "*.txt"]
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def resolve_model(model_source: str | Path, *, revision: str | None = None) -> Path:
@@ -326,28 +333,28 @@ def resolve_model(model_source: str | Path, *, revision: str | None = None) -> P
         ConfigError: Neither a directory nor a possible hub name.
         CheckpointError: The hub does not have the model, or cannot be reached.
     """
-    path = Path(model_source).expanduser()
-    if path.is_dir():
-        return path
     name = str(model_source)
-    if path.exists() or not is_hub_name(name):
-        kind = "a file" if path.exists() else "not there, and not a name on the Hugging Face hub"
-        raise ConfigError(f"model_source {name!r} is {kind}; give a directory with config.json")
-    cached = _find_cached(name, revision)
-    return cached if cached is not None else _download(name, revision)
+    found = local_model(model_source) or _find_cached(name, revision)
+    return found if found is not None else _download(name, revision)
 
 
 def find_model(model_source: str | Path) -> Path | None:
-    """Return the local directory of a model; None if it would have to be downloaded."""
-    path = Path(model_source).expanduser()
-    if path.is_dir():
-        return path
-    name = str(model_source)
-    return _find_cached(name, None) if is_hub_name(name) and not path.exists() else None
+    """Return the local directory of a model; None if it would have to be downloaded.
+
+    Raises:
+        ConfigError: Neither a directory nor a possible hub name.
+    """
+    return local_model(model_source) or _find_cached(str(model_source), None)
 
 
-def is_hub_name(text: str) -> bool:
-    return _HUB_NAME.fullmatch(text) is not None
+def check_hub_is_known(name: str) -> None:
+    """Raise CheckpointError at once without a network, where downloads retry for half a minute."""
+    host = urlsplit(huggingface_hub.constants.ENDPOINT).hostname
+    try:
+        if not getproxies():  # else the host's name may be the proxy's to find
+            socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise _unreachable(name, error) from error
 
 
 def fetch_config(name: str, *, revision: str | None = None) -> Path:

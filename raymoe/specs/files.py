@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import stat
 import types
 from collections import Counter
@@ -15,6 +16,23 @@ from raymoe.safe_text import nesting_problem
 from raymoe.units import MIB, format_bytes
 
 MAX_JSON_BYTES = 128 * MIB
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def is_hub_name(text: str) -> bool:
+    return _HUB_NAME.fullmatch(text) is not None
+
+
+def local_model(model_source: str | Path) -> Path | None:
+    """Return the directory that is meant; None for a name on the hub; ConfigError for neither."""
+    path, name = Path(model_source).expanduser(), str(model_source)
+    if path.is_dir():
+        return path
+    if path.exists() or not is_hub_name(name):
+        kind = "a file" if path.exists() else "not there, and not a name on the Hugging Face hub"
+        error = ConfigError(f"model_source {name!r} is {kind}; give a directory with config.json")
+        raise error.at(path=path)
+    return None
 
 
 def resolve_inside(directory: Path, name: str) -> Path:

@@ -2,6 +2,8 @@
 
 import contextlib
 import math
+import pickle
+import re
 
 import pytest
 from hypothesis import given
@@ -137,3 +139,22 @@ def test_settings_come_from_the_environment_that_is_passed():
 def test_malformed_setting_is_refused_by_name(text):
     with pytest.raises(ConfigError, match="RAYMOE_NUM_THREADS"):
         Settings.from_environment({"RAYMOE_NUM_THREADS": text})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SamplingParams(max_new_tokens=5), "'max_new_tokens'; did you mean 'max_tokens'?"),
+        (lambda: SamplingParams(num_beams=4), "there is no beam search"),
+        (lambda: EngineConfig(tensor_paralel_size=2), "did you mean 'tensor_parallel_size'?"),
+        (lambda: EngineConfig(torch_dtype="auto"), "did you mean 'dtype'?"),
+        (lambda: EngineConfig.from_dict({"enable_prefix_caching": True}), "always shared"),
+    ],
+)
+def test_unknown_names_are_told_what_they_are_called_here(make, message):
+    with pytest.raises(UnknownOptionError, match=re.escape(message)) as caught:
+        make()
+    again = pickle.loads(pickle.dumps(caught.value.at(row=3, column="prompt", path="/a")))
+    assert str(again) == str(caught.value)
+    assert (again.row, again.column, again.path) == (3, "prompt", "/a")
+    assert (again.name, again.suggestion) == (caught.value.name, caught.value.suggestion)

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import re
 
 import pytest
 import ray.data
@@ -196,3 +197,18 @@ def test_weights_are_not_shared_alone_or_without_a_device(
     on_a_node(monkeypatch, num_gpus)
     kwargs = map_batches_kwargs(model, num_actors=num_actors, engine_config=options)
     assert kwargs["fn_constructor_kwargs"]["engine_config"].shared_weights is False
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("/nope", {}, "'/nope' is not there"),
+        ("org/model", {"foo": 3}, "'foo'; known: "),
+        ("org/model", {"num_actor": 3}, "did you mean 'num_actors'"),
+        ("org/model", {"sampling_params": {"max_new_tokens": 5}}, "did you mean 'max_tokens'"),
+        ("org/model", {"engine_config": {"device": "gpu"}}, "device is 'gpu'"),
+    ],
+)
+def test_what_is_wrong_is_said_on_the_driver(model, options, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        map_batches_kwargs(model, **options)
