@@ -25,8 +25,9 @@ from raymoe.cli.storage import Location, without_secrets
 from raymoe.cli.writers import check_apart, open_writer
 from raymoe.config import DEVICES, DTYPES, ON_TOO_LONG, EngineConfig, SamplingParams
 from raymoe.data.columns import INPUT_MAY_NOT_HAVE, OutputColumns, check_names
-from raymoe.data.rows import SAMPLING_COLUMN, RowReader
+from raymoe.data.rows import SAMPLING_COLUMN, TEMPLATE_COLUMN, RowReader
 from raymoe.data.status import Pairs
+from raymoe.engine.tokenizer import check_template_kwargs
 from raymoe.errors import ConfigError, RaymoeError
 from raymoe.openai.batch import CONTENT_COLUMNS, ID_COLUMN, TOOLS_COLUMN
 from raymoe.report import write_report
@@ -59,6 +60,14 @@ IdColumn = Annotated[
 ]
 ToolsColumn = Annotated[
     str | None, typer.Option(help="Tools that messages may call.", rich_help_panel=TABLE)
+]
+TemplateKwargs = Annotated[
+    str,
+    typer.Option(
+        "--chat-template-kwargs",
+        help='For the chat template, as a JSON object, such as {"enable_thinking": false}.',
+        rich_help_panel=TABLE,
+    ),
 ]
 Form = Annotated[
     str,
@@ -194,6 +203,7 @@ def run(  # noqa: PLR0913 - the options of a command
     messages_column: MessagesColumn = "messages",
     id_column: IdColumn = None,
     tools_column: ToolsColumn = None,
+    chat_template_kwargs: TemplateKwargs = "{}",
     form: Form = "auto",
     samples_as_rows: SamplesAsRows = False,
     max_tokens: MaxTokens = 64,
@@ -226,8 +236,7 @@ def run(  # noqa: PLR0913 - the options of a command
 ) -> None:
     """Generate text for every row of a table; every input row gives one output row.
 
-    Rows that cannot be generated come out too: column __inference_error__ says why. Runs in a
-    local Ray, or in the cluster that RAY_ADDRESS names.
+    Column __inference_error__ says why a row failed. Runs in a local Ray, or in RAY_ADDRESS's.
     """
     options, config = _options(context.params), _engine_config(context.params)
     source = open_source(input_, prompt_column=prompt_column, id_column=id_column, form=form)
@@ -254,7 +263,7 @@ def _settings(params: dict[str, Any]) -> Pairs:
 
 def _read_params(given: Mapping[str, Any]) -> SamplingParams:
     flags = {name: given[name] for name in SAMPLING_FLAGS}
-    return SamplingParams.from_dict(flags).override(_parse(given["sampling_params"]))
+    return SamplingParams.from_dict(flags).override(_parse(given, "sampling_params"))
 
 
 def _engine_config(given: Mapping[str, Any]) -> EngineConfig:
@@ -292,6 +301,7 @@ def _options(given: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "sampling_params": _read_params(given),
         "has_choices": given["samples_as_rows"],
+        "chat_template_kwargs": check_template_kwargs(_parse(given, "chat_template_kwargs")),
         **named,
     }
 
@@ -300,7 +310,7 @@ def _content_columns(options: dict[str, Any], is_batch: bool) -> tuple[str, ...]
     if is_batch:
         return CONTENT_COLUMNS
     named = [options[name] for name in PROMPT_COLUMNS]
-    return (*(name for name in named if name is not None), SAMPLING_COLUMN)
+    return (*(name for name in named if name is not None), SAMPLING_COLUMN, TEMPLATE_COLUMN)
 
 
 def _find_output(output: str, source: Source, input_: str, journal_dir: str | None) -> ResumeState:
@@ -401,13 +411,14 @@ def _without_written(job: Job) -> Job:
     return dataclasses.replace(job, written=written)
 
 
-def _parse(text: str) -> dict[str, Any]:
+def _parse(given: Mapping[str, Any], name: str) -> dict[str, Any]:
+    flag, text = f"--{name.replace('_', '-')}", given[name]
     try:
         options = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"--sampling-params is not JSON: {error}") from error
+        raise ConfigError(f"{flag} is not JSON: {error}") from error
     if not isinstance(options, dict):
-        raise ConfigError(f"--sampling-params is {text}; it takes a JSON object")
+        raise ConfigError(f"{flag} is {text}; it takes a JSON object")
     return options
 
 

@@ -345,7 +345,9 @@ def find_manifest(job: Job) -> Manifest | None:
     if job.journal_dir is None:
         _ = identity.weights
     params = job.options["sampling_params"]
-    return Manifest.of(identity, params, job.engine_config) if identity.has_weights else None
+    if not identity.has_weights:
+        return None
+    return Manifest.of(identity, params, job.engine_config, job.options["chat_template_kwargs"])
 
 
 def _drain(job: Job, run_stats: RunStats) -> None:

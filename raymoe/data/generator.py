@@ -29,6 +29,7 @@ from raymoe.data.observer import Observer, RowCounter
 from raymoe.data.rows import SAMPLING_COLUMN, RowReader, RowRequest
 from raymoe.data.status import make_status_directory, status_beside
 from raymoe.engine.outputs import Generation
+from raymoe.engine.tokenizer import check_template_kwargs
 from raymoe.errors import ConfigError, ExecutionError, UnknownOptionError
 from raymoe.specs.files import local_model
 from raymoe.specs.model import ModelSpec
@@ -61,6 +62,7 @@ def check_options(
     for name in options.keys() - known:
         raise UnknownOptionError(name, {*known, *others} - {"options"})
     as_sampling_params(options.get("sampling_params"))
+    check_template_kwargs(options.get("chat_template_kwargs") or {})
     directory = local_model(model_source)
     if directory is not None:
         ModelSpec.from_directory(directory)
@@ -88,6 +90,9 @@ class MoEGenerator:
         id_column: Its value, instead of the prompt, seeds the random numbers of a row.
         tools_column: Tools that the messages may call, as structs or JSON text, for chat templates
             that support them.
+        chat_template_kwargs: Passed to the chat template, such as ``{"enable_thinking": False}``; a
+            column of this name (struct or JSON text) overrides them for its row, key by key.
+            ``continue_final_message`` and ``add_generation_prompt`` are among them.
         error_column: Rows with text in this column become error rows with that text.
         has_choices: Adds a column with all samples of a row, their finish reasons and log
             probabilities; rows may then ask for ``n`` and ``logprobs`` themselves.
@@ -121,6 +126,7 @@ class MoEGenerator:
         messages_column: str = "messages",
         id_column: str | None = None,
         tools_column: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         error_column: str | None = None,
         has_choices: bool = False,
         engine_config: EngineConfig | Mapping[str, Any] | None = None,
@@ -138,6 +144,7 @@ class MoEGenerator:
         self._observer: Observer | None = None
         self._job: JobRows | None = None
         defaults = as_sampling_params(sampling_params)
+        template_kwargs = check_template_kwargs(chat_template_kwargs or {})
         self._reader = RowReader(
             defaults=defaults,
             prompt_column=prompt_column,
@@ -146,25 +153,24 @@ class MoEGenerator:
             tools_column=tools_column,
             error_column=error_column,
             has_choices=has_choices,
+            chat_template_kwargs=template_kwargs,
         )
         self._columns = OutputColumns.of(defaults, has_choices=has_choices)
         self._should_continue_on_error = should_continue_on_error
         self._has_finished_a_batch = False
         self._has_generated_a_batch = False
-        changes: dict[str, Any] = {
-            "seed": seed,
-            "expected_calls": max_concurrent_calls,
-            "linger_s": linger_s,
-            "on_too_long": on_too_long,
-        }
-        given = {name: value for name, value in changes.items() if value is not None}
-        config = dataclasses.replace(as_engine_config(engine_config), **given)
+        config = _with_changes(
+            as_engine_config(engine_config), seed=seed, expected_calls=max_concurrent_calls,
+            linger_s=linger_s, on_too_long=on_too_long,
+        )  # fmt: skip
         name = str(model_source)
         open_job = None
         if journal_dir is not None:
             identity = _identify(model_source)
             model_source = identity.directory  # the engine loads what was identified
-            make_manifest = functools.partial(Manifest.of, identity, defaults, config)
+            make_manifest = functools.partial(
+                Manifest.of, identity, defaults, config, template_kwargs
+            )
             check_job(journal_dir, make_manifest())  # in a second, not after minutes of loading
             job = (journal_dir, identity, make_manifest, journal_sync_s)
             open_job = functools.partial(_open_job, *job)
@@ -288,6 +294,11 @@ class MoEGenerator:
             logging.shutdown()
             os._exit(1)
         raise ExecutionError(f"the engine is broken: {error}") from error
+
+
+def _with_changes(config: EngineConfig, **changes: Any) -> EngineConfig:
+    given = {name: value for name, value in changes.items() if value is not None}
+    return dataclasses.replace(config, **given)
 
 
 def _status_beside(journal_dir: str | Path) -> Path | None:

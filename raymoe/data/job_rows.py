@@ -111,7 +111,8 @@ def is_final(generation: Generation) -> bool:
 def _content(request: RowRequest) -> list[object]:
     prompt: object = request.prompt
     if isinstance(prompt, Chat):
-        prompt = [prompt.messages, prompt.tools]
+        kwargs = [prompt.template_kwargs] if prompt.template_kwargs else []
+        prompt = [prompt.messages, prompt.tools, *kwargs]
     return [prompt, plain_params(request.sampling_params)]
 
 

@@ -23,7 +23,7 @@ from raymoe.specs.files import parse_json_object
 if TYPE_CHECKING:
     from raymoe.engine.identity import ModelIdentity
 
-FORMAT = 2  # of this file, of the keys and of the records: a change of any of them raises it
+FORMAT = 3  # of this file, of the keys and of the records: a change of any of them raises it
 FILE_NAME = "manifest.json"
 
 # Names and versions that may differ as long as the contents that they stand for do not.
@@ -45,6 +45,7 @@ class Manifest:
         sampling_params: Of rows that have none of their own, as far as they differ from raymoe's.
         max_model_len: Limit given by the user; None is the model's.
         on_too_long: What happens to long prompts.
+        chat_template_kwargs: Of rows of messages that have none of their own.
     """
 
     format: int = FORMAT
@@ -61,10 +62,15 @@ class Manifest:
     kv_dtype: str
     max_model_len: int | None
     on_too_long: str
+    chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, identity: "ModelIdentity", sampling_params: SamplingParams, config: EngineConfig
+        cls,
+        identity: "ModelIdentity",
+        sampling_params: SamplingParams,
+        config: EngineConfig,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> "Manifest":
         """Return the manifest of a job with this model and these options.
 
@@ -84,6 +90,7 @@ class Manifest:
             kv_dtype=dtype if config.kv_dtype == "auto" else config.kv_dtype,
             max_model_len=config.max_model_len,
             on_too_long=config.on_too_long,
+            chat_template_kwargs=json.loads(json.dumps(dict(chat_template_kwargs or {}))),
         )
 
     @property

@@ -137,7 +137,7 @@ def shown(value: object, limit: int = MAX_SHOWN_CHARACTERS) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-SAMPLING_COLUMN = "sampling_params"
+SAMPLING_COLUMN, TEMPLATE_COLUMN = "sampling_params", "chat_template_kwargs"
 Prompt = str | list[int] | list[dict[str, Any]] | Chat
 
 _KEYS_WITH_A_COLUMN = ("logprobs", "prompt_logprobs")
@@ -169,6 +169,7 @@ class RowReader:
         id_column: Its values become row keys.
         error_column: Rows with text in it become error rows with that text.
         has_choices: Whether the output has a column for all samples and their log probabilities.
+        chat_template_kwargs: Of all rows of messages; the column of this name overrides them.
     """
 
     defaults: SamplingParams
@@ -178,6 +179,7 @@ class RowReader:
     tools_column: str | None = None
     error_column: str | None = None
     has_choices: bool = False
+    chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def check_schema(self, schema: pa.Schema) -> None:
         names = set(schema.names)
@@ -201,6 +203,7 @@ class RowReader:
             read_cells(table, self.id_column),
             read_cells(table, self.tools_column),
             read_cells(table, self.error_column),
+            read_cells(table, TEMPLATE_COLUMN),
             strict=True,
         )
         return [self._read_row(_Row(*row)) for row in rows]
@@ -218,13 +221,14 @@ class RowReader:
             refuse_bad_cell(row.error, str(self.error_column))
             if row.error:
                 return dataclasses.replace(request, error=f"ValueError: {shown(row.error, 500)}")
-            prompt = self._read_prompt(row.prompt, row.messages, row.tools)
+            prompt = self._read_prompt(row)
             sampling_params = self._read_params(row.params)
         except RowError as error:
             return dataclasses.replace(request, error=str(error))
         return dataclasses.replace(request, prompt=prompt, sampling_params=sampling_params)
 
-    def _read_prompt(self, prompt: Any, messages: Any, tools: Any) -> Prompt:
+    def _read_prompt(self, row: "_Row") -> Prompt:
+        prompt, messages = row.prompt, row.messages
         if prompt is None and messages is None:
             other = f"and column {self.messages_column!r} has no messages"
             raise RowError("ValueError", self.prompt_column, f"is null {other}")
@@ -234,12 +238,18 @@ class RowReader:
         if prompt is not None:
             return read_prompt(prompt, self.prompt_column)
         chat = read_messages(messages, self.messages_column)
-        return chat if tools is None else Chat(chat, read_tools(tools, str(self.tools_column)))
+        kwargs = dict(self.chat_template_kwargs)
+        if row.template_kwargs is not None:
+            kwargs |= _read_options(row.template_kwargs, TEMPLATE_COLUMN)
+        if row.tools is None and not kwargs:
+            return chat
+        tools = () if row.tools is None else read_tools(row.tools, str(self.tools_column))
+        return Chat(chat, tools, kwargs)
 
     def _read_params(self, cell: Any) -> SamplingParams:
         if cell is None:
             return self.defaults
-        options = _read_options(cell)
+        options = _read_options(cell, SAMPLING_COLUMN)
         try:
             params = self.defaults.override(options)
         except ConfigError as error:
@@ -259,6 +269,7 @@ class _Row(NamedTuple):
     row_id: Any
     tools: Any
     error: Any
+    template_kwargs: Any
 
 
 def row_key(row_id: Any) -> int | None:
@@ -358,21 +369,21 @@ def _is_text_part(part: Any) -> bool:
     return is_text and isinstance(part.get("text"), str)
 
 
-def _read_options(cell: Any) -> dict[str, Any]:
-    refuse_bad_cell(cell, SAMPLING_COLUMN)
+def _read_options(cell: Any, column: str) -> dict[str, Any]:
+    refuse_bad_cell(cell, column)
     if isinstance(cell, bytes):
-        cell = decode(cell, SAMPLING_COLUMN)
+        cell = decode(cell, column)
     if isinstance(cell, str):
         if not cell.strip():
             return {}
-        cell = parse_json(cell, SAMPLING_COLUMN)
+        cell = parse_json(cell, column)
         if not isinstance(cell, Mapping):
-            raise RowError("TypeError", SAMPLING_COLUMN, f"is {shown(cell)}; it takes an object")
+            raise RowError("TypeError", column, f"is {shown(cell)}; it takes an object")
         return dict(cell)
     if not isinstance(cell, Mapping):
         kind = type(cell).__name__
         reason = f"is {shown(cell)} ({kind}); it takes a struct or JSON text"
-        raise RowError("TypeError", SAMPLING_COLUMN, reason)
+        raise RowError("TypeError", column, reason)
     # Arrow fills the keys of other rows' schemas with null, at every depth.
     return {key: _as_integer(key, value) for key, value in without_nulls(dict(cell)).items()}
 

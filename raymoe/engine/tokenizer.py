@@ -4,7 +4,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -81,12 +81,25 @@ MAX_MESSAGES = 10_000
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' marker of the continuation point
 
 
+RESERVED_KWARGS = frozenset(
+    ("messages", "conversation", "tools", "tokenize", "chat_template", "return_dict", "padding",
+     "return_tensors", "return_assistant_tokens_mask", "truncation", "max_length",
+     "tokenizer_kwargs")
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Messages, and the tools that they may call in OpenAI's format."""
+    """Messages, the tools that they may call in OpenAI's format, and arguments of the template.
+
+    Attributes:
+        template_kwargs: Such as ``enable_thinking``; also ``add_generation_prompt`` and
+            ``continue_final_message``, as `apply_chat_template` of transformers has them.
+    """
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 class ChatTemplate:
@@ -107,8 +120,16 @@ class ChatTemplate:
             memory_bytes=CHAT_MAX_MEMORY_BYTES,
         )
 
-    def render(self, messages: object, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def render(
+        self,
+        messages: object,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
         """Render a chat: a final assistant message is continued, any other one is answered.
+
+        ``continue_final_message`` and ``add_generation_prompt`` among `template_kwargs` say
+        otherwise.
 
         Raises:
             ConfigError: The messages are malformed, the template refuses them or exceeds a limit.
@@ -116,15 +137,19 @@ class ChatTemplate:
         """
         chat = check_messages(messages)
         _check_nesting("tools", tools)
-        is_continued = chat[-1]["role"] == "assistant"
+        kwargs = check_template_kwargs(template_kwargs or {})
+        is_assistant = chat[-1]["role"] == "assistant"
+        is_continued = kwargs.pop("continue_final_message", is_assistant)
+        is_answered = kwargs.pop("add_generation_prompt", not is_continued)
+        if is_continued and not is_assistant:
+            raise ConfigError("continue_final_message needs a final message of the assistant")
+        if is_continued and is_answered:
+            raise ConfigError("continue_final_message and add_generation_prompt exclude each other")
         if is_continued:
             chat[-1] = chat[-1] | {"content": chat[-1].get("content", "") + CONTINUE_TAG}
-        request = self._variables | {
-            "messages": chat,
-            "tools": list(tools) or None,
-            "documents": None,
-            "add_generation_prompt": not is_continued,
-        }
+        request = self._variables | {"documents": None, **kwargs}
+        request |= {"messages": chat, "tools": list(tools) or None}
+        request["add_generation_prompt"] = is_answered
         text = self._ask(request)
         if tools and text == self._ask(request | {"tools": None}):
             raise ConfigError("the model's chat template takes no tools; leave them out")
@@ -145,6 +170,25 @@ def _before_tag(text: str) -> str:
         raise ConfigError("the chat template does not show the final assistant message")
     is_spaced = text.startswith(CONTINUE_TAG, place)
     return text[:place] if is_spaced else text[:place].rstrip()
+
+
+def check_template_kwargs(given: object) -> dict[str, Any]:
+    """Return arguments of a chat template; raises ConfigError for names that are taken."""
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise ConfigError(f"chat_template_kwargs is {given!r:.60}; it maps names to values")
+    reserved = sorted(RESERVED_KWARGS & given.keys())
+    if reserved:
+        raise ConfigError(f"chat_template_kwargs has {', '.join(reserved)}, which rows and options "
+                          "of raymoe set; leave it out")  # fmt: skip
+    for name in ("continue_final_message", "add_generation_prompt"):
+        if not isinstance(given.get(name, True), bool):
+            raise ConfigError(f"{name} is {given[name]!r:.60}; it takes true or false")
+    _check_nesting("chat_template_kwargs", dict(given))
+    try:
+        json.dumps(given, ensure_ascii=False).encode()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"chat_template_kwargs cannot be written as JSON: {error}") from error
+    return dict(given)
 
 
 def check_messages(messages: object) -> list[dict[str, Any]]:
@@ -396,7 +440,7 @@ class Tokenizer:
         self.load()
         if self._chat is None:
             raise ConfigError("the model has no chat template; give prompts as text instead")
-        return self._chat.render(chat.messages, chat.tools)
+        return self._chat.render(chat.messages, chat.tools, chat.template_kwargs)
 
     def _check_text(self, text: Text) -> Text:
         if not self.is_present:

@@ -15,14 +15,14 @@ import pyarrow as pa
 
 from raymoe.config import SamplingParams
 from raymoe.data.columns import CHOICES_COLUMN, ERROR_COLUMN
-from raymoe.data.rows import RowError, content_digest, parse_json, shown
+from raymoe.data.rows import TEMPLATE_COLUMN, RowError, content_digest, parse_json, shown
 
 ID_COLUMN, TOOLS_COLUMN = "custom_id", "tools"
 TEXT_COLUMNS = (ID_COLUMN, "method", "url")
 BATCH_COLUMNS = (*TEXT_COLUMNS, "body")
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
-CONTENT_COLUMNS = ("url", "prompt", "messages", TOOLS_COLUMN, "sampling_params")
-ROW_COLUMNS = (ID_COLUMN, "url", "model", "prompt", "messages", TOOLS_COLUMN, "sampling_params")
+CONTENT_COLUMNS = ("url", "prompt", "messages", TOOLS_COLUMN, "sampling_params", TEMPLATE_COLUMN)
+ROW_COLUMNS = (ID_COLUMN, "model", *CONTENT_COLUMNS)
 
 _SAME_NAME = frozenset(field.name for field in dataclasses.fields(SamplingParams)) - {
     "logprobs",
@@ -75,8 +75,22 @@ def _read_body(line: dict[str, Any]) -> dict[str, str | None]:
     if not isinstance(model, str):
         raise _refused("body", f"has model {shown(model)}; it takes a name")
     prompt = _pop_prompt(body, is_chat=line["url"] == CHAT)
+    kwargs = _pop_template_kwargs(body) if line["url"] == CHAT else None
     params = _read_params(body, is_chat=line["url"] == CHAT)
-    return {"model": model, **prompt, "sampling_params": json.dumps(params)}
+    return {
+        "model": model,
+        **prompt,
+        "sampling_params": json.dumps(params),
+        TEMPLATE_COLUMN: json.dumps(kwargs, sort_keys=True) if kwargs else None,
+    }
+
+
+def _pop_template_kwargs(body: dict[str, Any]) -> dict[str, Any]:
+    kwargs = body.pop(TEMPLATE_COLUMN, {})
+    if not isinstance(kwargs, dict):
+        raise _refused("body", f"has {TEMPLATE_COLUMN} {shown(kwargs)}; it takes an object")
+    names = ("reasoning_effort", "add_generation_prompt", "continue_final_message")
+    return {name: body.pop(name) for name in names if name in body} | kwargs
 
 
 def _pop_prompt(body: dict[str, Any], *, is_chat: bool) -> dict[str, str | None]:

@@ -113,8 +113,8 @@ def test_a_file_system_without_links_is_fine(tmp_path, monkeypatch):
     [
         ("{", "cannot be read"),
         ("[]", "cannot be read"),
-        ('{"format": 3, "raymoe": "7.0"}', "is of format 3, written by raymoe 7.0"),
-        ('{"format": 2, "raymoe": "0.1.0"}', "is damaged"),
+        ('{"format": 4, "raymoe": "7.0"}', "is of format 4, written by raymoe 7.0"),
+        ('{"format": 3, "raymoe": "0.1.0"}', "is damaged"),
     ],
 )
 def test_a_file_that_is_no_manifest_is_refused_with_what_to_do(tmp_path, content, reason):

@@ -215,3 +215,26 @@ def test_a_table_without_the_columns_is_refused_with_those_it_has():
     with pytest.raises(ConfigError, match=r"id_column 'id' does not exist.*'prompt'"):
         reader.check_schema(pa.schema([("prompt", pa.string())]))
     assert reader.read(pa.table({"prompt": pa.array([], pa.string())})) == []
+
+
+def test_a_column_overrides_arguments_of_the_chat_template():
+    reader = RowReader(
+        defaults=SamplingParams(), chat_template_kwargs={"enable_thinking": False, "a": 1}
+    )
+    chat = [{"role": "user", "content": "x"}]
+    table = pa.table(
+        {
+            "messages": [chat] * 4,
+            "chat_template_kwargs": [None, '{"enable_thinking": true}', "[1]", '{"b": null}'],
+        }
+    )
+    read = reader.read(table)
+    assert [one.prompt and one.prompt.template_kwargs for one in read] == [
+        {"enable_thinking": False, "a": 1},
+        {"enable_thinking": True, "a": 1},
+        None,
+        {"enable_thinking": False, "a": 1, "b": None},
+    ]
+    assert read[2].error == "TypeError: column 'chat_template_kwargs' is [1]; it takes an object"
+    plain = RowReader(defaults=SamplingParams()).read(table.select(["messages"]))
+    assert plain[0].prompt == chat

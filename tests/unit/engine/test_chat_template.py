@@ -38,9 +38,9 @@ CHAT = [
 def render():
     templates = []
 
-    def render_with(source, messages=CHAT, render_limit_s=30.0) -> str:
+    def render_with(source, messages=CHAT, render_limit_s=30.0, **kwargs) -> str:
         templates.append(ChatTemplate(source, VARIABLES, render_limit_s))
-        return templates[-1].render(messages)
+        return templates[-1].render(messages, template_kwargs=kwargs)
 
     yield render_with
     for template in templates:
@@ -68,6 +68,67 @@ def test_text_is_that_of_transformers(render, source, messages):
         **VARIABLES,
     )
     assert render(source, messages) == expected
+
+
+# How families ask whether to think, in the words of their templates.
+QWEN = CHATML.replace(
+    "assistant\\n' }}",
+    "assistant\\n' }}\n    {%- if enable_thinking is defined and enable_thinking is false %}"
+    "{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}",
+)
+DEEPSEEK = """{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ bos_token }}
+{%- for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor -%}
+{% if add_generation_prompt %}<|assistant|>{{ '<think>' if thinking else '</think>' }}{% endif %}"""
+HARMONY = """{%- if reasoning_effort is not defined %}
+{%- set reasoning_effort = "medium" %}{%- endif %}
+{{- "<|start|>system<|message|>Reasoning: " + reasoning_effort + "\n<|end|>" }}
+{%- for m in messages %}{{ "<|start|>" + m.role + "<|message|>" + m.content + "<|end|>" }}
+{%- endfor %}{%- if add_generation_prompt %}<|start|>assistant{%- endif %}"""
+
+
+@pytest.mark.parametrize(
+    ("source", "kwargs"),
+    [
+        *((QWEN, {"enable_thinking": value}) for value in (True, False, None)),
+        *((DEEPSEEK, {"thinking": value}) for value in (True, False)),
+        *((HARMONY, {"reasoning_effort": value}) for value in ("low", "high")),
+        (QWEN, {"add_generation_prompt": False}),
+        (HARMONY, {"bos_token": "<other>", "reasoning_effort": "low"}),
+        (CHATML, {"continue_final_message": False}),
+    ],
+)
+def test_arguments_reach_the_template_as_in_transformers(render, source, kwargs):
+    given = {"add_generation_prompt": True, "continue_final_message": False} | kwargs
+    (expected,), _ = render_jinja_template(
+        conversations=[CHAT], chat_template=source, **{**VARIABLES, **given}
+    )
+    assert render(source, CHAT, **kwargs) == expected
+
+
+def test_thinking_is_turned_off():
+    chat = ChatTemplate(QWEN, VARIABLES)
+    try:
+        on, off = (chat.render(CHAT, (), {"enable_thinking": one}) for one in (True, False))
+        assert off == on + "<think>\n\n</think>\n\n"
+        # A final assistant message is answered where that is asked for.
+        answered = chat.render(CHAT[:2], (), {"continue_final_message": False})
+        assert answered.endswith("<|im_start|>assistant\n")
+    finally:
+        chat.close()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"tokenize": True}, "has tokenize, which"),
+        ({"continue_final_message": True}, "needs a final message of the assistant"),
+        ({"add_generation_prompt": "yes"}, "add_generation_prompt is 'yes'"),
+        ({"x": {1, 2}}, "cannot be written as JSON"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(render, kwargs, message):
+    with pytest.raises(ConfigError, match=message):
+        render(CHATML, **kwargs)
 
 
 def test_an_error_of_the_template_is_shown(render):
