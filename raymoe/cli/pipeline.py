@@ -29,6 +29,7 @@ from raymoe.data.cluster import Cluster
 from raymoe.data.generator import MoEGenerator
 from raymoe.data.manifest import Manifest
 from raymoe.data.observer import Periodic
+from raymoe.data.rows import SAMPLING_COLUMN, TEMPLATE_COLUMN, RowReader
 from raymoe.data.sizing import configure_data_context, map_batches_kwargs, plan_actor
 from raymoe.data.sorting import sort_by_prefix
 from raymoe.data.status import (
@@ -42,6 +43,7 @@ from raymoe.data.status import (
     read_status,
     write_record,
 )
+from raymoe.data.workload import SAMPLED_ROWS, workload_of
 from raymoe.device.host import read_host
 from raymoe.engine.identity import ModelIdentity
 from raymoe.errors import ExecutionError, RaymoeError
@@ -50,6 +52,7 @@ from raymoe.memory.weights import WeightStore
 from raymoe.safe_text import harmless
 from raymoe.specs.files import read_json_object
 from raymoe.specs.model import ModelSpec
+from raymoe.specs.workload import Workload
 from raymoe.status_view import JobView, node_rates
 from raymoe.units import MIB, format_seconds
 
@@ -460,6 +463,7 @@ def _dataset(job: Job) -> ray.data.Dataset:
         dataset = without_written(dataset, job.id_column, written.ids, written.errors)
     arguments = map_batches_kwargs(
         job.model,
+        workload=_workload(job),
         num_actors=job.num_actors,
         batch_size=job.batch_size,
         rows_in_flight=job.rows_in_flight,
@@ -476,6 +480,20 @@ def _dataset(job: Job) -> ray.data.Dataset:
     else:
         dataset = dataset.repartition(target_num_rows_per_block=job.batch_size, strict=True)
     return dataset.map_batches(MoEGenerator, **arguments)
+
+
+def _workload(job: Job) -> Workload | None:
+    """Return the rows of this run, by the lengths of the first of its input."""
+    names = [name for name in (*(job.options[one] for one in PROMPT_COLUMNS), SAMPLING_COLUMN,
+                               TEMPLATE_COLUMN) if name is not None]  # fmt: skip
+    sample = next((table for table in job.source.tables(names) if table.num_rows), None)
+    if sample is None:
+        return None
+    options = {name: job.options[name] for name in (*PROMPT_COLUMNS, "chat_template_kwargs")}
+    reader = RowReader(
+        defaults=job.options["sampling_params"], has_choices=job.options["has_choices"], **options
+    )
+    return workload_of(sample.slice(0, SAMPLED_ROWS), job.num_rows, job.model, reader)
 
 
 def innermost_reason(error: BaseException) -> str:

@@ -48,7 +48,7 @@ def generate(ds: "Dataset", model: str | Path, **options: Any) -> "Dataset":
     configure_data_context(
         context=ds.context, preserve_order=ds.context.execution_options.preserve_order
     )
-    kwargs = map_batches_kwargs(model, **options)
+    kwargs = map_batches_kwargs(model, ds=ds, **options)
     ds = ds.repartition(target_num_rows_per_block=kwargs["batch_size"], strict=True)
     return ds.map_batches(MoEGenerator, **kwargs)
 
@@ -114,7 +114,7 @@ class Processor:
             context=dataset.context,
             preserve_order=dataset.context.execution_options.preserve_order,
         )
-        kwargs = map_batches_kwargs(self.model_source, **self.operator_kwargs)
+        kwargs = map_batches_kwargs(self.model_source, ds=dataset, **self.operator_kwargs)
         kwargs |= self.remote_kwargs
         dataset = dataset.repartition(target_num_rows_per_block=kwargs["batch_size"], strict=True)
         dataset = dataset.map_batches(MoEGenerator, **kwargs)

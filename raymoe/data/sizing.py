@@ -2,23 +2,29 @@
 
 import dataclasses
 import inspect
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raymoe.config import EngineConfig, as_engine_config
+from raymoe.config import EngineConfig, as_engine_config, as_sampling_params
 from raymoe.data.cluster import Cluster, check_before_start
 from raymoe.data.generator import check_options
+from raymoe.data.rows import RowReader
+from raymoe.data.workload import describe, find_workload, resized
 from raymoe.errors import ConfigError, InfeasiblePlanError
 from raymoe.plan.search import find_plan
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
+from raymoe.specs.workload import Workload
 from raymoe.units import ceil_div
 
 if TYPE_CHECKING:
-    from ray.data import DataContext
+    from ray.data import DataContext, Dataset
+
+logger = logging.getLogger(__name__)
 
 
 NO_PROGRESS_TIMEOUT_S = 6 * 3600  # one slow micro-batch or a large load moves no block
@@ -147,37 +153,37 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
     num_cpus: float | None = None,
     memory: int | None = None,
     engine_config: EngineConfig | Mapping[str, Any] | None = None,
+    ds: "Dataset | None" = None,
+    workload: Workload | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Return the keyword arguments with which `Dataset.map_batches` runs `MoEGenerator`.
 
-    Make blocks of `batch_size` rows with ``ds.repartition(target_num_rows_per_block=...,
-    strict=True)``: larger blocks, or merged small ones, run their calls one after another. Sizes
-    come from the plan of an engine on the smallest node that can run one: if there are GPUs, a node
-    with the GPU that Ray names. Without such a node yet, ``engine_config={"hardware": ...}``
-    describes the nodes to come. Explicit arguments are kept.
+    Make blocks of `batch_size` rows: larger or smaller ones run their calls one after another.
+    Sizes are those of the smallest node that can run an engine, with the GPU that Ray names;
+    ``engine_config={"hardware": ...}`` describes nodes to come.
 
     Args:
         model_source: A local model directory, or a name on the Hugging Face hub.
         num_actors: Engines. Those on devices of one node may share its copy of the weights.
         min_actors: With fewer than `num_actors`, Ray starts the others when there is work for them.
-        num_generators: Generators of the pipeline, for example one that writes and one that judges:
-            each plans with its part of a node. None plans one with all but a second one's CPUs.
-        rows_in_flight: Per actor; None chooses four times the sequences that the plan keeps live,
-            because finished rows wait for the slowest of their call.
-        batch_size: Rows of one call, small rather than large. None chooses 16, or as many as needed
-            to have `rows_in_flight` in 256 calls (fewer with more than 32 actors).
+        num_generators: Generators of the pipeline; each plans with its part of a node.
+        rows_in_flight: Per actor; None chooses four times the sequences that the plan keeps live.
+        batch_size: Rows of one call; None chooses 16, or as many as `rows_in_flight` needs.
         num_gpus: Per actor; None chooses `tensor_parallel_size` if there are GPUs to use.
         num_cpus: Reserved for an actor, whatever its threads; None leaves one of a node to reads.
-        memory: Bytes reserved for an actor, which limit nothing; None chooses what the plan needs.
+        memory: Bytes reserved for an actor; None chooses what the plan needs.
+        ds: The dataset, to plan for its number of rows and their lengths; `workload` replaces it.
         options: Passed to `MoEGenerator`: sampling_params, id_column and so on. A relative
             journal_dir or status_dir is resolved in this process, wherever the actors run.
     """
-    _check_counts(num_actors=num_actors, num_generators=num_generators, min_actors=min_actors,
-                  rows_in_flight=rows_in_flight, batch_size=batch_size)  # fmt: skip
+    counts = {"num_actors": num_actors, "num_generators": num_generators, "min_actors": min_actors}
+    _check_counts(rows_in_flight=rows_in_flight, batch_size=batch_size, **counts)
     check_options(model_source, options, inspect.signature(map_batches_kwargs).parameters)
     check_before_start()
     config = as_engine_config(engine_config)
+    workload = config.workload or workload or _find_workload(ds, model_source, options)
+    config = _for_rows(config, workload, num_actors)
     cluster = _find_cluster(config, num_gpus, num_generators)
     config, plan = _plan_share(model_source, config, cluster, num_actors)
     rows = rows_in_flight or _default_rows(plan)
@@ -195,6 +201,26 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
         "fn_constructor_kwargs": constructor,
         "compute": _make_pool(min_actors or num_actors, num_actors, calls),
     }
+
+
+def _find_workload(
+    ds: "Dataset | None", model_source: str | Path, options: Mapping[str, Any]
+) -> Workload | None:
+    if ds is None:
+        return None
+    names = [field.name for field in dataclasses.fields(RowReader) if field.name != "defaults"]
+    given = {name: options[name] for name in names if options.get(name) is not None}
+    reader = RowReader(defaults=as_sampling_params(options.get("sampling_params")), **given)
+    return find_workload(ds, model_source, reader)
+
+
+def _for_rows(config: EngineConfig, workload: Workload | None, num_actors: int) -> EngineConfig:
+    """Return the configuration of an actor for its part of the job's rows."""
+    if workload is None or workload is config.workload:
+        return config
+    logger.info("planned for %s", describe(workload))
+    rows = ceil_div(workload.num_rows, num_actors)
+    return dataclasses.replace(config, workload=resized(workload, rows))
 
 
 def rows_of_a_call(rows_in_flight: int, num_actors: int) -> int:

@@ -157,9 +157,8 @@ class HostSearch:
 
         step_rates = [rate(self._prefill(tokens)) for tokens in MAX_NUM_BATCHED_TOKENS]
         max_num_batched_tokens = _smallest_good(MAX_NUM_BATCHED_TOKENS, step_rates, GOOD_STEP)
-        floor = self._footprint(
-            max_num_batched_tokens, ceil_div(self.max_model_len, KV_BLOCK_TOKENS)
-        )
+        longest = ceil_div(self.max_model_len, KV_BLOCK_TOKENS)
+        floor = self._footprint(max_num_batched_tokens, longest)
         self.check(floor, f"{self.model.name} with one sequence")
         free = self.hardware.host_memory_bytes - floor.total + floor.bytes_of("KV cache")
         blocks = free // kv_block_bytes(self.work)
@@ -174,7 +173,7 @@ class HostSearch:
             max_num_seqs=batch,
             max_num_batched_tokens=max_num_batched_tokens,
             max_prefill_chunk_tokens=max_num_batched_tokens,
-            num_kv_blocks=min(blocks, batch * ceil_div(roomy, KV_BLOCK_TOKENS)),
+            num_kv_blocks=min(blocks, max(longest, batch * ceil_div(roomy, KV_BLOCK_TOKENS))),
         )
 
     def check(self, footprint: Footprint, what: str) -> None:
