@@ -19,7 +19,7 @@ from raymoe.specs.workload import Workload
 if TYPE_CHECKING:
     from ray.data import Dataset
 
-SAMPLED_ROWS = 512
+SAMPLED_ROWS = 2048
 MANY_ROWS = 100_000  # what a dataset of unknown size counts as
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import pytest
 from raymoe.assets import demo_model_path
 from raymoe.config import SamplingParams
 from raymoe.data.rows import RowReader
-from raymoe.data.workload import describe, resized, workload_of
+from raymoe.data.workload import SAMPLED_ROWS, describe, resized, workload_of
 from raymoe.engine.tokenizer import Tokenizer
 from raymoe.plan.search import find_plan
 from raymoe.specs.hardware import hardware_preset
@@ -75,7 +75,7 @@ def test_the_plan_of_a_sample_is_that_of_all_lengths(node, lengths):
         zip(*(lognormal(generator, mean, NUM_ROWS // 10) for mean in lengths), strict=True)
     )
     exact = resized(Workload.of_rows(pairs), NUM_ROWS)
-    sample = resized(Workload.of_rows(pairs[:512]), NUM_ROWS)
+    sample = resized(Workload.of_rows(pairs[:SAMPLED_ROWS]), NUM_ROWS)
     of_sample = seconds(*node, exact, sample)
     of_all = seconds(*node, exact, exact)
     assert of_sample / of_all <= 1.05
