@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "memory": BASE | {"specs", "codecs", "device", "kernels"},
     "runtime": {"errors", "schedule", "device", "memory", "model", "kernels"},
     "assets": set(),
+    "chat": {"errors"},
 }
 MAY_IMPORT["measure"] = {*MAY_IMPORT} - {"config", "structured", "assets", "safe_text", "processes"}
 MAY_IMPORT["engine"] = {*MAY_IMPORT, "config"} - {"assets"}
@@ -41,6 +42,7 @@ MAY_IMPORT["data"] = BASE | {
     "schedule",
     "plan",
     "engine",
+    "chat",
 }
 MAY_IMPORT["status_view"] = {"units", "data"}
 MAY_IMPORT["report"] = BASE | {"safe_text", "specs", "schedule", "plan", "data", "status_view"}
@@ -60,6 +62,7 @@ PURE = {
     "schedule",
     "plan",
     "assets",
+    "chat",
 }
 ONLY_IN = {
     "ray": {"data", "cli"},

@@ -1,0 +1,1 @@
+"""What generated chat text consists of: reasoning, answer and tool calls."""

@@ -1,0 +1,126 @@
+"""Splits generated text into reasoning and answer, by the markers of a model family."""
+
+import re
+from dataclasses import dataclass
+
+from raymoe.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Markers:
+    """What stands before and after reasoning, and around an answer."""
+
+    begin: str
+    end: str
+    answer: tuple[str, str] | None = None
+
+
+MARKERS = {
+    "think": Markers("<think>", "</think>"),  # Qwen3, DeepSeek, GLM, MiniMax, Kimi
+    "hunyuan": Markers("<think>", "</think>", ("<answer>", "</answer>")),
+    "mistral": Markers("[THINK]", "[/THINK]"),
+    "seed_oss": Markers("<seed:think>", "</seed:think>"),
+}
+HARMONY = "gpt_oss"
+REASONING_PARSERS = (*MARKERS, HARMONY)
+# Their markers are special tokens, which texts usually leave out.
+NEEDS_SPECIAL_TOKENS = frozenset({"mistral", HARMONY})
+
+_END_OF_MESSAGE = re.compile(r"<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>)")
+_HEADER = re.compile(
+    r"(?:<\|start\|>)?(?:assistant)?(?P<to>[^<]*)<\|channel\|>(?P<channel>\w+)(?P<more>.*)",
+    re.DOTALL,
+)
+
+
+def find_reasoning_parser(template: str) -> str | None:
+    """Return the parser of the family that a chat template is of, None if it has no reasoning."""
+    if "<|channel|>" in template and "<|message|>" in template:
+        return HARMONY
+    found = [name for name, one in MARKERS.items() if one.end in template]
+    if "hunyuan" in found and not ("<answer>" in template and "</answer>" in template):
+        found.remove("hunyuan")
+    return found[-1] if found else None
+
+
+def check_reasoning_parser(name: str) -> None:
+    if name not in ("auto", "none", *REASONING_PARSERS):
+        known = ", ".join(("auto", "none", *REASONING_PARSERS))
+        raise ConfigError(f"reasoning_parser is {name!r}; it takes one of {known}")
+
+
+def opens_reasoning(parser: str, prompt: str, continued: str = "") -> bool | None:
+    """Return whether generated text begins within reasoning.
+
+    False means that the prompt has ended the reasoning, as templates do with thinking disabled;
+    None that the text itself says.
+
+    Args:
+        prompt: The rendered prompt, or its end.
+        continued: The assistant's message at its end that the model continues.
+    """
+    if parser == HARMONY:
+        return None
+    markers, end = MARKERS[parser], prompt.rstrip()
+    if end.endswith(markers.begin):
+        return True
+    begun, ended = continued.rfind(markers.begin), continued.rfind(markers.end)
+    if end.endswith(markers.end) or ended > begun:
+        return False
+    return True if begun > ended else None
+
+
+def split_reasoning(
+    parser: str, text: str, *, is_open: bool | None = None
+) -> tuple[str | None, str]:
+    """Return reasoning and answer; reasoning is None where the text has none.
+
+    Reasoning that the token limit has cut has no end marker: all text after its begin is reasoning.
+    Line ends next to the markers belong to neither.
+
+    Args:
+        is_open: See `opens_reasoning`.
+    """
+    if parser == HARMONY:
+        return _split_harmony(text)
+    markers = MARKERS[parser]
+    reasoning, answer = (None, text) if is_open is False else _split(markers, text, is_open)
+    if markers.answer is not None:
+        answer = _inner_answer(answer, *markers.answer)
+    return reasoning, answer
+
+
+def _split(markers: Markers, text: str, is_open: bool | None) -> tuple[str | None, str]:
+    begins = text.lstrip().startswith(markers.begin)
+    body = text.lstrip()[len(markers.begin) :] if begins else text
+    reasoning, end, answer = body.partition(markers.end)
+    # An end alone counts: some templates open reasoning where the prompt's end does not show it.
+    if not (begins or is_open) and (not end or markers.begin in reasoning):
+        return None, text
+    return reasoning.strip("\n"), answer.lstrip("\n")
+
+
+def _inner_answer(text: str, begin: str, end: str) -> str:
+    inner = text.strip()
+    if not inner.startswith(begin):
+        return text
+    return inner.removeprefix(begin).removesuffix(end).strip("\n")
+
+
+def _split_harmony(text: str) -> tuple[str | None, str]:
+    """Split messages by channel; messages to tools stay as they are for the parser of calls."""
+    reasoning, answer, begin = [], [], 0
+    while begin < len(text):
+        found = _END_OF_MESSAGE.search(text, begin + 1)
+        stop, end = (len(text), len(text)) if found is None else found.span()
+        header, mark, content = text[begin:stop].partition("<|message|>")
+        match = _HEADER.fullmatch(header) if mark else None
+        if match is None or "to=" in match["to"] + match["more"]:
+            answer.append(text[begin:end])
+        elif match["channel"] == "analysis":
+            reasoning.append(content)
+        else:
+            answer.append(content)
+        begin = end
+    shown = [part for part in answer if part]
+    return "\n".join(reasoning) if reasoning else None, "\n".join(shown)

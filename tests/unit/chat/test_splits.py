@@ -1,0 +1,358 @@
+"""Splits of transcripts: hand-made ones, and generated ones in the form of every family."""
+
+# ruff: noqa: RUF001 - marks of DeepSeek
+
+import json
+import random
+
+import pytest
+
+from raymoe.chat.reasoning import (
+    HARMONY,
+    MARKERS,
+    REASONING_PARSERS,
+    check_reasoning_parser,
+    find_reasoning_parser,
+    opens_reasoning,
+    split_reasoning,
+)
+from raymoe.chat.tool_calls import (
+    TOOL_CALL_PARSERS,
+    ToolCall,
+    check_tool_call_parser,
+    find_tool_call_parser,
+    split_tool_calls,
+)
+from raymoe.errors import ConfigError
+
+WORDS = (
+    *(
+        "the",
+        "sum",
+        "is",
+        "42",
+        "Grüße",
+        "語",
+        "a < b",
+        "{x}",
+        "[1, 2]",
+        "<b>",
+        "\n",
+        "\n\n",
+        "```",
+    ),
+    *('"quoted"', "\\n", "🙂", "</p>", "functions", "name:", "&amp;", "'"),
+)
+NUM_PER_FORM = 40
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string"},
+                    "count": {"type": "integer"},
+                    "ratio": {"type": "number"},
+                    "is_new": {"type": "boolean"},
+                    "tags": {"type": "array"},
+                    "options": {"type": "object"},
+                },
+            },
+        },
+    }
+    for name in ("get_weather", "search-all", "a.b_2")
+]
+
+
+def text(choose: random.Random) -> str:
+    return " ".join(choose.choices(WORDS, k=choose.randint(1, 12))).strip() or "x"
+
+
+def arguments(choose: random.Random) -> dict:
+    values = {
+        "city": lambda: choose.choice((text(choose), "12", "true", '{"a": 1}')),
+        "count": lambda: choose.randint(-5, 10**12),
+        "ratio": choose.random,
+        "is_new": lambda: choose.random() < 0.5,
+        "tags": lambda: [text(choose) for _ in range(choose.randint(0, 3))],
+        "options": lambda: {"deep": [None, {"x": text(choose)}]},
+    }
+    return {key: values[key]() for key in choose.sample([*values], choose.randint(0, 4))}
+
+
+def calls(choose: random.Random) -> list[tuple[str, dict]]:
+    names = [tool["function"]["name"] for tool in TOOLS]
+    return [(choose.choice(names), arguments(choose)) for _ in range(choose.randint(1, 3))]
+
+
+def plain(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def tagged(found: list, before: str, name: str, value: str, after: str) -> str:
+    """Write calls with tagged parameters, as the templates do."""
+    return "".join(
+        before.format(call)
+        + "".join(name.format(key) + plain(one) + value for key, one in given.items())
+        + after
+        for call, given in found
+    )
+
+
+def hermes(found: list) -> str:
+    return "\n".join(
+        "<tool_call>\n" + json.dumps({"name": name, "arguments": given}) + "\n</tool_call>"
+        for name, given in found
+    )
+
+
+def deepseek(found: list, form: str) -> str:
+    inner = "".join(
+        "<｜tool▁call▁begin｜>" + form.format(name, json.dumps(given)) + "<｜tool▁call▁end｜>"
+        for name, given in found
+    )
+    return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
+
+
+def deepseek_v32(found: list) -> str:
+    inner = "".join(
+        f'<｜DSML｜invoke name="{name}">\n'
+        + "".join(
+            f'<｜DSML｜parameter name="{key}" string="{str(isinstance(one, str)).lower()}">'
+            f"{plain(one)}</｜DSML｜parameter>\n"
+            for key, one in given.items()
+        )
+        + "</｜DSML｜invoke>\n"
+        for name, given in found
+    )
+    return f"<｜DSML｜function_calls>\n{inner}</｜DSML｜function_calls>"
+
+
+def kimi(found: list) -> str:
+    inner = "".join(
+        f"<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>"
+        f"{json.dumps(given)}<|tool_call_end|>"
+        for index, (name, given) in enumerate(found)
+    )
+    return f"<|tool_calls_section_begin|>{inner}<|tool_calls_section_end|>"
+
+
+def harmony(found: list) -> str:
+    return "".join(
+        f"<|start|>assistant<|channel|>commentary to=functions.{name} <|constrain|>json"
+        f"<|message|>{json.dumps(given)}<|call|>"
+        for name, given in found
+    )
+
+
+WRITE = {
+    "gpt_oss": harmony,
+    "hermes": hermes,
+    "deepseek_v3": lambda found: deepseek(found, "function<｜tool▁sep｜>{}\n```json\n{}\n```"),
+    "deepseek_v31": lambda found: deepseek(found, "{}<｜tool▁sep｜>{}"),
+    "deepseek_v32": deepseek_v32,
+    "kimi_k2": kimi,
+    "mistral": lambda found: (
+        "[TOOL_CALLS]"
+        + json.dumps([{"name": name, "arguments": given} for name, given in found])
+    ),
+    "minimax_m2": lambda found: (
+        "<minimax:tool_call>\n"
+        + tagged(found, '<invoke name="{}">\n', '<parameter name="{}">', "</parameter>\n",
+                 "</invoke>\n")
+        + "</minimax:tool_call>"
+    ),
+    "glm45": lambda found: tagged(
+        found, "<tool_call>{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n",
+        "</tool_call>\n",
+    ),
+    "qwen3_coder": lambda found: tagged(
+        found, "<tool_call>\n<function={}>\n", "<parameter={}>\n", "\n</parameter>\n",
+        "</function>\n</tool_call>\n",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
+@pytest.mark.parametrize("seed", range(NUM_PER_FORM))
+def test_calls_come_back_and_cut_ones_stay_text(parser, seed):
+    choose = random.Random(f"{parser}{seed}")
+    found, said = calls(choose), text(choose) if choose.random() < 0.7 else ""
+    written = WRITE[parser](found).strip()
+    expected = tuple(ToolCall(name, json.dumps(given, ensure_ascii=False)) for name, given in found)
+    whole = f"{said}\n\n{written}" if said else written
+    assert split_tool_calls(parser, whole, TOOLS) == (said, expected)
+    assert split_tool_calls(parser, said, TOOLS) == (said, ())
+
+    cut = whole[: choose.randrange(len(said) + 1, len(whole))] if said else whole[:-9]
+    kept, early = split_tool_calls(parser, cut, TOOLS)
+    assert early == expected[: len(early)]
+    if not early:
+        assert kept == cut
+
+
+MALFORMED = {
+    "gpt_oss": "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{'a'<|call|>",
+    "hermes": '<tool_call>\n{"name": "f", "arguments": [1]}\n</tool_call>',
+    "deepseek_v3": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    ),
+    "deepseek_v31": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{{"
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    ),
+    "deepseek_v32": "<｜DSML｜function_calls><｜DSML｜invoke>x</｜DSML｜function_calls>",
+    "kimi_k2": "<|tool_calls_section_begin|>f<|tool_calls_section_end|>",
+    "mistral": '[TOOL_CALLS][{"name": 5, "arguments": {}}]',
+    "minimax_m2": '<minimax:tool_call><invoke name="f">text</invoke></minimax:tool_call>',
+    "glm45": "<tool_call>f\n<arg_key>a</arg_key>\n</tool_call>",
+    "qwen3_coder": "<tool_call><function=f><parameter=a>1</function></tool_call>",
+}
+
+
+@pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
+def test_a_malformed_call_stays_text_beside_a_good_one(parser):
+    bad = f"before {MALFORMED[parser]}"
+    assert split_tool_calls(parser, bad, TOOLS) == (bad, ())
+    good = WRITE[parser]([("get_weather", {"city": "Bern"})])
+    kept, found = split_tool_calls(parser, f"{bad}{good}", TOOLS)
+    assert kept.startswith(bad)
+    assert [one.name for one in found] == ["get_weather"]
+
+
+def test_mistral_names_before_arguments():
+    written = '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]x1[ARGS]{}'
+    found = (ToolCall("f", '{"a": 1}'), ToolCall("g", "{}"))
+    assert split_tool_calls("mistral", written) == ("", found)
+
+
+def test_harmony_role_with_a_recipient():
+    written = ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}'
+    for whole in (written, "<|start|>assistant" + written + "<|call|>"):
+        reasoning, rest = split_reasoning(HARMONY, whole)
+        assert (reasoning, *split_tool_calls("gpt_oss", rest)) == (
+            None, "", (ToolCall("f", '{"a": 1}'),)
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("parser", REASONING_PARSERS)
+@pytest.mark.parametrize("seed", range(NUM_PER_FORM))
+def test_parts_come_back(parser, seed):
+    choose = random.Random(f"{parser}{seed}")
+    thought, said = text(choose), text(choose)
+    opened = seed % 2 == 0
+    if parser == HARMONY:
+        start, end = "<|channel|>analysis<|message|>", "<|end|>"
+        answer = f"<|start|>assistant<|channel|>final<|message|>{said}"
+        opened, marks = False, (start, end, answer.removesuffix(said))
+    else:
+        markers = MARKERS[parser]
+        start, end = f"{markers.begin}\n", f"\n{markers.end}"
+        answer = f"\n\n{said}"
+        if markers.answer is not None:
+            answer = "\n{1}\n{0}\n{2}".format(said, *markers.answer)
+        marks = (markers.begin, markers.end, *(markers.answer or ()))
+    written = ("" if opened else start) + thought + end + answer
+    is_open = True if opened else None
+    assert split_reasoning(parser, written, is_open=is_open) == (thought, said)
+    unfinished = ("" if opened else start) + thought
+    assert split_reasoning(parser, unfinished, is_open=is_open) == (thought, "")
+    # Wherever the text is cut, nothing but markers is missing.
+    begun = written[: choose.randrange(len(written))]
+    parts = split_reasoning(parser, begun, is_open=is_open)
+    kept = "".join("".join(part or "" for part in parts).split())
+    for mark in marks:
+        begun = begun.replace(mark, "")
+    assert kept == "".join(begun.split())
+
+
+@pytest.mark.parametrize(
+    ("is_open", "written", "parts"),
+    [
+        (None, "plain", (None, "plain")),
+        (None, "a</think>b", ("a", "b")),
+        (None, "Write <think>a</think> in it", (None, "Write <think>a</think> in it")),
+        (None, "\n<think></think>\n\nb", ("", "b")),
+        (None, "<think>a</think>b</think>c", ("a", "b</think>c")),
+        (True, "a", ("a", "")),
+        (True, "<think>a</think>b", ("a", "b")),
+        (True, "a</think>", ("a", "")),
+        (False, "a</think>b", (None, "a</think>b")),
+        (False, " b\n", (None, " b\n")),
+    ],
+)
+def test_markers_in_odd_places(is_open, written, parts):
+    assert split_reasoning("think", written, is_open=is_open) == parts
+
+
+@pytest.mark.parametrize(
+    ("written", "parts"),
+    [
+        ("plain", (None, "plain")),
+        ("<|channel|>final<|message|>b<|return|>", (None, "b")),
+        (
+            "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b",
+            ("a\nb", ""),
+        ),
+        (
+            "<|channel|>commentary<|message|>I will look.<|end|><|start|>assistant<|channel|>final"
+            "<|message|>b",
+            (None, "I will look.\nb"),
+        ),
+        ("<|channel|>analysis<|message|>a<|end|><|start|>assist", ("a", "<|start|>assist")),
+        ("<|channel|>fin", (None, "<|channel|>fin")),
+    ],
+)
+def test_channels(written, parts):
+    assert split_reasoning(HARMONY, written) == parts
+
+
+@pytest.mark.parametrize(
+    ("prompt", "continued", "expected"),
+    [
+        ("assistant\n<think>\n", "", True),
+        ("<|Assistant|></think>", "", False),
+        ("assistant\n<think>\n\n</think>\n\n", "", False),
+        ("assistant\n", "", None),
+        ("user: <think> in my words\nassistant\n", "", None),
+        ("assistant\n<think>\nso far", "<think>\nso far", True),
+        ("assistant\n<think>a</think>so", "<think>a</think>so", False),
+        ("assistant\nso", "so", None),
+    ],
+)
+def test_the_prompt_says_where_the_text_begins(prompt, continued, expected):
+    assert opens_reasoning("think", prompt, continued) is expected
+    assert opens_reasoning(HARMONY, prompt, continued) is None
+
+
+@pytest.mark.parametrize(
+    ("template", "reasoning", "tools"),
+    [
+        ("{{ messages }}", None, None),
+        ("<tool_call> </think>", "think", "hermes"),
+        ("<tool_call><function=x> </think>", "think", "qwen3_coder"),
+        ("<tool_call><arg_key> </think>", "think", "glm45"),
+        ("<minimax:tool_call> '</think>'", "think", "minimax_m2"),
+        ("<｜tool▁calls▁begin｜>", None, "deepseek_v31"),
+        ("<｜tool▁calls▁begin｜> ```json </think>", "think", "deepseek_v3"),
+        ("<|channel|>analysis<|message|> to=functions.", HARMONY, "gpt_oss"),
+        ("[THINK] [/THINK] [TOOL_CALLS]", "mistral", "mistral"),
+        ("<think></think><answer></answer>", "hunyuan", None),
+        ("<seed:think></seed:think>", "seed_oss", None),
+    ],
+)
+def test_parsers_are_found_from_the_template(template, reasoning, tools):
+    assert find_reasoning_parser(template) == reasoning
+    assert find_tool_call_parser(template) == tools
+
+
+def test_an_unknown_parser_is_refused():
+    for name in ("auto", "none"):
+        check_reasoning_parser(name)
+        check_tool_call_parser(name)
+    with pytest.raises(ConfigError, match=r"reasoning_parser is 'x'; it takes one of auto, none"):
+        check_reasoning_parser("x")
+    with pytest.raises(ConfigError, match="tool_call_parser is 'x'"):
+        check_tool_call_parser("x")
