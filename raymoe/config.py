@@ -34,6 +34,7 @@ MAX_RANKS = 64
 GREEDY_BELOW_TEMPERATURE = 1e-5  # vLLM's threshold: dividing by less overflows float32
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+HEADS = ("auto", "none")
 DEVICES = ("auto", "cpu", "cuda", "emulated")
 LOAD_FORMATS = ("auto", "dummy")
 ON_TOO_LONG = ("error", "truncate_left", "truncate_right")
@@ -216,6 +217,8 @@ class EngineConfig:
             GPU; or "auto", a GPU if there is one.
         load_format: "dummy" makes random weights in memory, to measure speed; the directory then
             needs only config.json.
+        head: "auto" is that of the checkpoint (a language model's or a classifier's); "none"
+            leaves it out, so that the engine embeds.
         schedule: A name of `raymoe.schedule.builders.BUILDERS` that suits the device, or "auto".
         policy: Overrides the sizes that the planner would choose.
         host_memory_bytes: Budget for weights and KV cache.
@@ -246,6 +249,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     device: str = "auto"
     load_format: str = "auto"
+    head: str = "auto"
     schedule: str = "auto"
     policy: "Policy | None" = None
     kv_dtype: str = "auto"
@@ -267,6 +271,7 @@ class EngineConfig:
         _choice("dtype", self.dtype, DTYPES)
         _choice("kv_dtype", self.kv_dtype, DTYPES)
         _choice("device", self.device, DEVICES)
+        _choice("head", self.head, HEADS)
         _choice("load_format", self.load_format, LOAD_FORMATS)
         _choice("on_too_long", self.on_too_long, ON_TOO_LONG)
         for name in ("host_memory_bytes", "device_memory_bytes"):

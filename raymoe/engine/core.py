@@ -21,6 +21,7 @@ from raymoe.engine.request import Request, Sample
 from raymoe.engine.sampler import Sampler, token_logprobs
 from raymoe.engine.scheduler import StepScheduler
 from raymoe.engine.sequence import Bools, DecodeAll, ScheduledStep
+from raymoe.engine.tasks.reading import Found
 from raymoe.engine.tokenizer import StopStrings
 from raymoe.errors import ExecutionError, RaymoeError
 from raymoe.kernels.cpu_attention import AttentionBatch
@@ -201,6 +202,7 @@ class EngineCore:
             self._accuracy.record(next_step, self.last_timeline)
         for slots, tokens in self._chosen:
             self._advance(slots, tokens)
+        self._end_read(next_step)
         while self._errors:
             slot, problem = self._errors.popitem()
             self._fail(self.scheduler.sample_of(slot), problem)
@@ -222,7 +224,7 @@ class EngineCore:
     def _held_slots(self) -> set[int]:
         if self._masks is None or not self._late:
             return set()
-        if self._late & self._masks.pending() >= set(self._table.live_slots().tolist()):
+        if self._late & self._masks.pending() >= self.scheduler.running_slots():
             self._masks.synchronize(None)  # there is nothing else to do
         self._late &= self._masks.pending()
         return self._late
@@ -248,6 +250,8 @@ class EngineCore:
             params.stop_strings or params.stop_token_ids or leads_others
         )
         self._table.wants_logprobs[slot] = params.logprobs is not None
+        if sample.request.reading is not None:
+            sample.found = Found(sample.request.reading, sample.num_prompt_tokens)
         if self._masks is not None:
             self._masks.end(slot)  # of a row that was preempted here
             if sample.request.params.form is not None:
@@ -257,7 +261,9 @@ class EngineCore:
         chunk = slice(first_row, first_row + logits_CV.shape[0])
         slots, positions = done.row_slots[chunk], done.row_positions[chunk]
         is_sample = done.row_is_sample[chunk]
-        prompt = np.flatnonzero(~is_sample)
+        is_read = self._table.is_read[slots]
+        self._read(logits_CV, slots, positions, np.flatnonzero(is_read))
+        prompt = np.flatnonzero(~is_sample & ~is_read)
         if len(prompt):
             self._take_prompt(logits_CV, slots[prompt], positions[prompt], prompt)
         rows = self._well(np.flatnonzero(is_sample), slots)
@@ -277,6 +283,40 @@ class EngineCore:
         self._each(wanted, slots, lambda rows: self._keep_logprobs(logits_CV, slots, tokens, rows))
         rows = self._well(rows, slots)
         self._chosen.append((slots[rows], tokens[rows]))
+
+    def _read(self, logits_CV: Tensor, slots: Int32s, positions: Int32s, rows: Rows) -> None:
+        for run in np.split(rows, np.flatnonzero(np.diff(slots[rows])) + 1):
+            if not len(run):
+                continue
+            sample = self.scheduler.sample_of(int(slots[run[0]]))
+            assert sample.found is not None
+            first, index = int(positions[run[0]]) - 1, int(run[0])
+            if positions[run[-1]] - 1 != first + len(run) - 1:  # the first row, then the last
+                sample.found.take(logits_CV[index : index + 1], first)
+                first, index = int(positions[run[-1]]) - 1, int(run[-1])
+            sample.found.take(logits_CV[index : int(run[-1]) + 1], first)
+
+    def _end_read(self, done: ScheduledStep) -> None:
+        """End the sequences of the step that are only read and whose prompts are computed."""
+        table, slots = self._table, done.slots
+        is_over = table.num_computed_tokens[slots] == table.num_tokens[slots]
+        for slot in slots[table.is_read[slots] & is_over].tolist():
+            if slot in self._errors:
+                continue
+            sample = self.scheduler.sample_of(slot)
+            found = sample.found
+            assert found is not None
+            if not (np.isfinite(found.logprobs).all() and found.is_finite):
+                self._errors[slot] = ExecutionError("the logits have NaN or infinity")
+                continue
+            num_tokens, num_cached = sample.num_prompt_tokens, sample.num_cached_tokens
+            self._end(
+                sample,
+                Generation(
+                    num_input_tokens=num_tokens, num_cached_tokens=num_cached,
+                    values={"found": found},
+                ),
+            )  # fmt: skip
 
     def _well(self, rows: Rows, slots: Int32s) -> Rows:
         return rows[~np.isin(slots[rows], list(self._errors))] if self._errors else rows
@@ -424,7 +464,10 @@ class EngineCore:
         request = sample.request
         if self._masks is not None:
             self._masks.end(sample.slot)
-        self.scheduler.finish(sample.slot)
+        if generation.values is None:
+            self.scheduler.finish(sample.slot)
+        else:
+            self.scheduler.end_read(sample.slot)
         self.counters.num_generated_tokens += generation.num_generated_tokens
         self.counters.num_cached_tokens += generation.num_cached_tokens
         request.finished[sample.index] = generation

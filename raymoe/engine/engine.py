@@ -25,6 +25,7 @@ from raymoe.engine.outputs import EngineStats, Generation
 from raymoe.engine.request import InputProcessor, Request
 from raymoe.engine.runner_loading import EngineParts
 from raymoe.engine.sequence import DecodeAll
+from raymoe.engine.tasks.rows import RowAnswers, TaskOptions, TaskRow, check_head
 from raymoe.engine.tokenizer import Prompt
 from raymoe.errors import ConfigError, ExecutionError
 from raymoe.schedule.graph import Resource
@@ -292,6 +293,7 @@ class Engine:
         self._check_process()
         if isinstance(prompts, (str, bytes, Mapping)):
             raise ConfigError(f"prompts is a {type(prompts).__name__}; it takes a list of prompts")
+        check_head(None, self._parts.head)
         params = _one_each("sampling_params", sampling_params, len(prompts))
         keys = _one_each("row_keys", row_keys, len(prompts))
         futures: dict[int, Future[Generation]] = {}
@@ -301,6 +303,63 @@ class Engine:
             else:
                 futures[index] = self._submit(request)
         return [futures[index] for index in range(len(prompts))]
+
+    def submit_task(
+        self,
+        rows: Sequence[TaskRow],
+        options: TaskOptions | Mapping[str, Any],
+    ) -> list[Future[Generation]]:
+        """Queue rows of a task besides generation; what was found is in `Generation.values`."""
+        self._check_process()
+        if not isinstance(options, TaskOptions):
+            options = TaskOptions.from_dict(options)
+        check_head(options, self._parts.head)
+        answers = RowAnswers(options, self._parts.labels, is_multi=self._parts.is_multi_label)
+        futures: dict[int, Future[Generation]] = {}
+        for index, encoded in self._input_processor.encode_rows(rows, options, self._parts.head):
+            if isinstance(encoded, Exception):
+                futures[index] = self._refuse(encoded)
+                continue
+            requests = [self._input_processor.build_read(*part) for part in encoded.parts]
+            parts = [self._submit(request) for request in requests]
+            futures[index] = answers.join(encoded, parts)
+        return [futures[index] for index in range(len(rows))]
+
+    def run_task(
+        self, rows: Sequence[TaskRow], options: TaskOptions | Mapping[str, Any]
+    ) -> list[Generation]:
+        """As `submit_task`, and wait for the answers."""
+        futures = self.submit_task(rows, options)
+        with self._changed:
+            self._start.start_now()
+            self._changed.notify_all()
+        return [future.result() for future in futures]
+
+    def score(
+        self, prompts: Sequence[Prompt | None], continuations: Sequence[Any], **options: Any
+    ) -> list[Generation]:
+        """Log probabilities of continuations, or of documents where the prompt is None or empty.
+
+        Args:
+            prompts: As for `generate`, one for each continuation.
+            continuations: Texts or token ids.
+            options: Fields of `TaskOptions`.
+        """
+        each = _one_each("continuations", continuations, len(prompts))
+        rows = [TaskRow(prompt, (one,)) for prompt, one in zip(prompts, each, strict=True)]
+        return self.run_task(rows, {"task": "score", **options})
+
+    def classify(
+        self, prompts: Sequence[Prompt], labels: Sequence[str] | None = None, **options: Any
+    ) -> list[Generation]:
+        """Probabilities of labels, scored as continuations or by a classification head."""
+        chosen = None if labels is None else tuple(labels)
+        rows = [TaskRow(prompt, chosen) for prompt in prompts]
+        return self.run_task(rows, {"task": "classify", "labels": chosen, **options})
+
+    def embed(self, prompts: Sequence[Prompt], **options: Any) -> list[Generation]:
+        """Embeddings of prompts; needs `EngineConfig(head="none")`."""
+        return self.run_task([TaskRow(one) for one in prompts], {"task": "embed", **options})
 
     def stats(self) -> EngineStats:
         """A snapshot of the counts."""

@@ -27,8 +27,10 @@ from raymoe.engine.runner_loading import (
     RankShare,
     in_place_arena_bytes,
     load_runner,
+    open_spec,
     open_weights,
 )
+from raymoe.engine.tasks.reading import Reading
 from raymoe.engine.tokenizer import Tokenizer
 from raymoe.errors import ConfigError, UnknownOptionError
 from raymoe.kernels.cpu_linear import packed_linear_is_used
@@ -191,7 +193,7 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
     _check_schedule(config, device)
     directory = resolve_model(path)
     files = files_key(directory) if config.shared_weights is True else ""
-    spec = ModelSpec.from_directory(directory)
+    spec = open_spec(directory, config)
     tokenizer = Tokenizer(directory, spec.vocab_size)  # its process loads meanwhile
     shared = None
     try:
@@ -256,6 +258,9 @@ def _plan_and_load(
         tokenizer=tokenizer,
         vocab_size=spec.vocab_size,
         max_model_len=_context_tokens(spec, config),
+        head=spec.head,
+        labels=spec.labels,
+        is_multi_label=spec.is_multi_label,
         eos_token_ids=eos_token_ids,
         num_threads=job.hardware.num_cores,
         num_torch_threads=job.num_torch_threads,
@@ -313,7 +318,7 @@ def _load(job: LoadJob, spec: ModelSpec, weights: Weights, shared: SharedFile | 
     else:
         loaded = load_ranks(job, spec, weights)
     try:
-        warm_up(loaded.runner, spec.vocab_size)
+        warm_up(loaded.runner, spec.vocab_size, is_read=spec.head != "lm")
     except BaseException:
         loaded.release()
         raise
@@ -365,7 +370,7 @@ def _weight_bytes(spec: ModelSpec, weights: Weights, dtype: torch.dtype) -> int:
     return spec.weight_bytes(dtype.itemsize) + arena_bytes
 
 
-def warm_up(runner: Runner, vocab_size: int) -> None:
+def warm_up(runner: Runner, vocab_size: int, *, is_read: bool = False) -> None:
     """Compile the loops and fault in every weight before the first rows."""
     core = EngineCore(
         runner,
@@ -386,6 +391,7 @@ def warm_up(runner: Runner, vocab_size: int) -> None:
             seed=0,
             row_key=0,
             future=Future(),
+            reading=Reading() if is_read else None,
         )
     )
     while core.has_work:

@@ -1,8 +1,9 @@
 """Results of an engine: generations, and statistics of its steps."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +39,7 @@ class Generation:
         prompt_logprobs: One entry per token of the prompt, None for the first.
         error: "" if fine, else "Type: message".
         others: Samples 1 to n - 1; this one is sample 0.
+        values: What a task besides generation found, by the name of its column.
     """
 
     text: str = ""
@@ -50,6 +52,7 @@ class Generation:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     error: str = ""
     others: tuple["Generation", ...] = ()
+    values: Mapping[str, Any] | None = None
 
     @classmethod
     def from_error(cls, error: Exception, num_input_tokens: int = 0) -> "Generation":

@@ -27,7 +27,14 @@ from torch import distributed as dist
 
 from raymoe.device.threads import set_num_threads
 from raymoe.engine.core import Runner
-from raymoe.engine.runner_loading import Loaded, LoadJob, RankShare, load_runner, open_weights
+from raymoe.engine.runner_loading import (
+    Loaded,
+    LoadJob,
+    RankShare,
+    load_runner,
+    open_spec,
+    open_weights,
+)
 from raymoe.errors import ExecutionError
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.memory.weights import Weights
@@ -254,7 +261,7 @@ def _serve(connection: Connection, inbox: "queue.SimpleQueue[object]") -> None:
         timeout_s=job.step_limit_s,
     )
     set_num_threads(job.hardware.num_cores, job.num_torch_threads)
-    model = ModelSpec.from_directory(job.directory)
+    model = open_spec(job.directory, job.config)
     weights = open_weights(model, job.directory, job.config)
     share = RankShare.of(model, weights, rank=rank, num_ranks=job.num_ranks)
     runner = load_runner(job, share, group.all_reduce).runner

@@ -13,6 +13,8 @@ import numpy as np
 from raymoe.config import MAX_SAMPLES, EngineConfig, SamplingParams
 from raymoe.engine.grammars import check_present, compile_request
 from raymoe.engine.outputs import Generation, Int32s, TokenLogprob
+from raymoe.engine.tasks.reading import Found, Reading
+from raymoe.engine.tasks.rows import EncodedRow, RowEncoder, TaskOptions, TaskRow
 from raymoe.engine.tokenizer import MAX_BATCH, Room, StopStrings, Text, Tokenizer
 from raymoe.errors import ConfigError
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
@@ -28,6 +30,7 @@ class Request:
         params: How its tokens are chosen.
         max_tokens_total: Prompt and generated tokens at which a sample is over.
         future: Resolved when all samples are finished.
+        reading: What is read off its prompt instead of generating after it; None generates.
         order: Order of arrival among requests.
         prefix_keys: Of the prompt's full blocks; None until the scheduler needs them.
         undecoded: Token ids whose text is still missing in `finished`, by index.
@@ -39,6 +42,7 @@ class Request:
     seed: int
     row_key: int
     future: Future[Generation]
+    reading: Reading | None = None
     order: int = 0
     prefix_keys: tuple[bytes, ...] | None = None
     samples: list["Sample"] = field(default_factory=list)
@@ -66,6 +70,7 @@ class Sample:
         num_cached_tokens: Prompt tokens whose KV was shared at the last admission.
         prompt_logprobs: Of the prompt's tokens, when asked for; complete or being collected.
         stop_strings: Looks for stop strings, when there are any.
+        found: What was read off the prompt so far, where it has a `reading`.
     """
 
     request: Request
@@ -76,6 +81,7 @@ class Sample:
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     stop_strings: StopStrings | None = None
+    found: Found | None = None
 
     @property
     def arrival(self) -> int:
@@ -94,7 +100,20 @@ class Sample:
     def has_fixed_length(self) -> bool:
         """Whether nothing but the limit ends this sample."""
         params = self.request.params
+        if self.request.reading is not None:
+            return True
         return params.ignore_eos and not params.stop_strings and not params.stop_token_ids
+
+    @property
+    def logit_positions(self) -> tuple[int, int]:
+        """Begin and end of the prompt's positions whose logits are wanted besides the last one's.
+
+        KV of tokens before the begin may be shared with other sequences.
+        """
+        num_tokens = self.num_prompt_tokens
+        if self.request.reading is not None:
+            return self.request.reading.logit_positions(num_tokens)
+        return (0 if self.wants_prompt_logits else num_tokens), num_tokens
 
     @property
     def wants_prompt_logits(self) -> bool:
@@ -170,6 +189,33 @@ class InputProcessor:
         yield from self._encode(waiting)
         for late in long:
             yield from self._encode([late])
+
+    def encode_rows(
+        self, rows: Sequence[TaskRow], options: TaskOptions, head: str
+    ) -> Iterator[tuple[int, EncodedRow | Exception]]:
+        """Tokens of rows of a task, cut into parts that fit the context, or why there are none."""
+        for begin in range(0, len(rows), MAX_BATCH):
+            chunk = rows[begin : begin + MAX_BATCH]
+            encoder = RowEncoder(self._tokenizer, options, self._max_context_tokens, head)
+            encoded = encoder.encode(chunk, truncates=self._on_too_long)
+            for i, row in enumerate(encoded):
+                longest = 0 if isinstance(row, Exception) else max(map(len, row.sequences()))
+                needed = blocks_of_tokens(longest)
+                if needed > self._num_kv_blocks:
+                    encoded[i] = ConfigError(
+                        f"the row has {longest} tokens, which is {needed} KV blocks of "
+                        f"{BLOCK_TOKENS} tokens; the cache has {self._num_kv_blocks}: shorten it, "
+                        "or give the engine more host memory"
+                    )
+            yield from zip(range(begin, begin + len(chunk)), encoded, strict=True)
+
+    def build_read(self, tokens: Int32s, targets: Int32s | None, pooling: str) -> Request:
+        """A request that only reads a prompt of these tokens."""
+        reading = Reading(pooling=pooling, targets=targets)
+        return Request(
+            prompt=tokens, params=DEFAULT_PARAMS, max_tokens_total=len(tokens), seed=0, row_key=0,
+            future=Future(), reading=reading,
+        )  # fmt: skip
 
     def _read(self, index: int, prompt: object, params: object, row_key: object) -> "_Row":
         checked = self._check_params(params)

@@ -54,6 +54,7 @@ from raymoe.runtime.runner import (
 from raymoe.schedule.builders import build_in_place
 from raymoe.schedule.graph import Schedule
 from raymoe.schedule.timeline import Instant
+from raymoe.specs.config import HeadKind
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.layer_weights import EMBEDDING, HEAD, expert_weights, layer_prefix
 from raymoe.specs.model import DenseSpec, LayerSpec, ModelSpec, MoeSpec
@@ -315,7 +316,8 @@ def _load_kept(model: LoadedModel, device: Device) -> dict[str, Weight]:
     """What is in no layer: the embedding on the host, final norm and head on the device."""
     embedding = as_tensor(model.store(EMBEDDING), model.dtype)
     outer = {name: model.store(name) for name in model.spec.outer_weights() if name != EMBEDDING}
-    outer.setdefault(HEAD, embedding)
+    if model.spec.tie_word_embeddings:
+        outer[HEAD] = embedding
     kept = {name: _put(weight, model.dtype, device) for name, weight in outer.items()}
     return kept | {EMBEDDING: embedding}
 
@@ -379,6 +381,9 @@ class EngineParts:
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
+    head: HeadKind = "lm"
+    labels: tuple[str, ...] = ()
+    is_multi_label: bool = False
     num_threads: int
     num_torch_threads: int | None = None
     plan: Plan | None = None
@@ -437,6 +442,12 @@ class RankShare:
             return cls(rank, model, weights)
         part = shard_model(model, num_ranks)
         return cls(rank, part, ShardedWeights(weights, model, part, rank))
+
+
+def open_spec(directory: Path, config: EngineConfig) -> ModelSpec:
+    """The model of a directory, with the head that the configuration asks for."""
+    spec = ModelSpec.from_directory(directory)
+    return spec.with_head("none") if config.head == "none" else spec
 
 
 def open_weights(spec: ModelSpec, directory: Path, config: EngineConfig) -> Weights:

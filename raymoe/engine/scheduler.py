@@ -234,6 +234,7 @@ class StepScheduler:
         self.live: list[Sample | None] = [None] * policy.max_num_seqs
         self.admitted: list[Sample] = []  # by the latest pass
         self.num_preemptions = 0
+        self._read: list[Sample] = []  # over, but others may still share their blocks
         self._waiting: deque[Sample] = deque()
         self._prefixes = PrefixIndex()
         self._shares_across_lengths = shares_across_lengths
@@ -246,7 +247,7 @@ class StepScheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting) or self.table.num_live > 0
+        return bool(self._waiting) or self.table.num_live > len(self._read)
 
     def sample_of(self, slot: int) -> Sample:
         sample = self.live[slot]
@@ -254,7 +255,12 @@ class StepScheduler:
         return sample
 
     def unfinished(self) -> list[Sample]:
-        return [*self._waiting, *(sample for sample in self.live if sample is not None)]
+        live = (sample for sample in self.live if sample is not None)
+        return [*self._waiting, *(sample for sample in live if sample not in self._read)]
+
+    def running_slots(self) -> set[int]:
+        """Slots of sequences that are not over."""
+        return {*self.table.live_slots().tolist()} - {sample.slot for sample in self._read}
 
     def add(self, sample: Sample) -> None:
         self._waiting.append(sample)
@@ -271,8 +277,11 @@ class StepScheduler:
         """
         self.admitted = []
         has_preempted = self._make_room()
-        if not has_preempted or self.table.num_live == 0:
+        if not has_preempted or self.table.num_live == len(self._read):
             self._admit()
+            if self._read:
+                self._release_read()
+                self._admit()  # those for which there was no place before
         slots = self.table.live_slots()
         slots = slots[~np.isin(slots, list(held))] if held else slots
         num_scheduled_tokens = self._num_scheduled_tokens(slots)
@@ -293,6 +302,19 @@ class StepScheduler:
         self._leave(sample)
         return sample
 
+    def end_read(self, slot: int) -> None:
+        """Free the slot of a sequence that was read, after sequences that wait may share it."""
+        sample = self.sample_of(slot)
+        if self._waiting:
+            self._read.append(sample)
+        else:
+            self._leave(sample)
+
+    def _release_read(self) -> None:
+        read, self._read = self._read, []
+        for sample in read:
+            self._leave(sample)
+
     def _num_scheduled_tokens(self, slots: Int64s) -> Int32s:
         policy = self.policy
         return choose_scheduled_tokens(
@@ -308,6 +330,10 @@ class StepScheduler:
             needing = slots[is_decoding & is_full]
             if len(needing) <= self.pool.num_free:
                 break
+            if self._read:
+                self._release_read()
+                slots = table.live_slots()
+                continue
             self._preempt(self.sample_of(int(slots[-1])))
             slots = slots[:-1]
         if len(needing):
@@ -351,16 +377,16 @@ class StepScheduler:
         chosen: list[Sample] = []
         coming: set[bytes] = set()
         for sample in itertools.islice(self._waiting, LOOK_AHEAD * self._num_candidates):
-            keys = self._keys(sample)
+            keys = self._shareable_keys(sample)
             middle = keys[len(keys) // 2] if keys else None
-            if middle is not None and not sample.wants_prompt_logits:
+            if middle is not None:
                 is_coming = middle in coming and not self._prefixes.is_computed(middle)
                 if is_coming or self._prefixes.is_coming(middle):
                     continue
             chosen.append(sample)
             if len(chosen) == self._num_candidates:
                 break
-            coming.update(keys)
+            coming.update(self._keys(sample))
         return chosen
 
     def _num_admissible(self, candidates: Sequence[Sample]) -> int:
@@ -396,6 +422,7 @@ class StepScheduler:
         self.pool.retain(shared)
         fresh = self.pool.allocate(blocks_of_tokens(len(known)) - len(shared))
         computed = len(shared) * BLOCK_TOKENS
+        logit_begin, logit_end = sample.logit_positions
         sample.slot = self.table.admit(
             Admission(
                 tokens=known,
@@ -404,7 +431,9 @@ class StepScheduler:
                 max_tokens_total=sample.request.max_tokens_total,
                 num_computed_tokens=computed,
                 arrival=sample.arrival,
-                wants_prompt_logits=sample.wants_prompt_logits,
+                logit_begin=logit_begin,
+                logit_end=logit_end,
+                is_read=sample.request.reading is not None,
                 has_fixed_length=sample.has_fixed_length,
             )
         )
@@ -416,7 +445,10 @@ class StepScheduler:
         return min(len(known) - computed, self.policy.max_prefill_chunk_tokens)
 
     def _shared_blocks(self, sample: Sample) -> Int32s:
-        return self._prefixes.find(() if sample.wants_prompt_logits else self._keys(sample))
+        return self._prefixes.find(self._shareable_keys(sample))
+
+    def _shareable_keys(self, sample: Sample) -> tuple[bytes, ...]:
+        return self._keys(sample)[: sample.logit_positions[0] // BLOCK_TOKENS]
 
     def _keys(self, sample: Sample) -> tuple[bytes, ...]:
         request = sample.request

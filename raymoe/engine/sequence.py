@@ -36,7 +36,9 @@ class Admission:
         max_tokens_total: Known tokens at which the sequence is over.
         num_computed_tokens: Whose KV is in the first blocks.
         arrival: Order among all sequences; preemption takes the newest.
-        wants_prompt_logits: Whether logits of the prompt's tokens are wanted too.
+        logit_begin: First position of the prompt whose logits are wanted too.
+        logit_end: End of these positions.
+        is_read: Whether nothing is generated: the sequence is over when its prompt is computed.
         has_fixed_length: Whether nothing but the limit ends the sequence.
     """
 
@@ -46,7 +48,9 @@ class Admission:
     max_tokens_total: int
     num_computed_tokens: int
     arrival: int
-    wants_prompt_logits: bool
+    logit_begin: int = 0
+    logit_end: int = 0
+    is_read: bool = False
     has_fixed_length: bool = False
 
 
@@ -64,7 +68,8 @@ NUMBERS = (
 class SequenceTable:
     """Live sequences. The engine thread owns it; nothing here is thread-safe.
 
-    Invariants of a live slot: computed < known <= limit; blocks cover known - 1 tokens at least.
+    Invariants of a live slot: computed < known <= limit (one that is only read ends with computed
+    = known); blocks cover known - 1 tokens at least.
     The last known token may have no block yet: it is in `last_token` until a step computes it.
     """
 
@@ -78,7 +83,9 @@ class SequenceTable:
         self.max_tokens_total: Int32s = np.zeros(num_slots, np.int32)
         self.last_token: Int32s = np.zeros(num_slots, np.int32)
         self.arrival: Int64s = np.zeros(num_slots, np.int64)
-        self.wants_prompt_logits: Bools = np.zeros(num_slots, np.bool_)
+        self.logit_begin: Int32s = np.zeros(num_slots, np.int32)
+        self.logit_end: Int32s = np.zeros(num_slots, np.int32)
+        self.is_read: Bools = np.zeros(num_slots, np.bool_)
         self.has_fixed_length: Bools = np.zeros(num_slots, np.bool_)
         self.num_blocks: Int32s = np.zeros(num_slots, np.int32)
         self.block_table: Int32s = np.zeros((num_slots, max_blocks), np.int32)
@@ -126,7 +133,9 @@ class SequenceTable:
         self.max_tokens_total[slot] = admission.max_tokens_total
         self.last_token[slot] = tokens[-1]
         self.arrival[slot] = admission.arrival
-        self.wants_prompt_logits[slot] = admission.wants_prompt_logits
+        self.logit_begin[slot] = admission.logit_begin
+        self.logit_end[slot] = admission.logit_end
+        self.is_read[slot] = admission.is_read
         self.has_fixed_length[slot] = admission.has_fixed_length
         self.num_blocks[slot] = len(blocks)
         self.block_table[slot, : len(blocks)] = blocks
@@ -181,7 +190,8 @@ class ScheduledStep:
         logit_rows: [R] int64, tokens of the step whose logits are wanted, ascending.
         row_slots: [R] int32, the slot of each.
         row_positions: [R] int32, position of the token that these logits predict.
-        row_is_sample: [R], whether that token is to be sampled; else it is a prompt's.
+        row_is_sample: [R], whether that token is to be sampled; else it is a prompt's, or the
+            sequence is only read.
     """
 
     slots: Int64s
@@ -251,7 +261,8 @@ def assemble_step(
             table.num_computed_tokens,
             table.prompt_tokens,
         ),
-        (table.wants_prompt_logits, table.last_token, table.block_table, table.token_blocks),
+        (table.logit_begin, table.logit_end, table.is_read),
+        (table.last_token, table.block_table, table.token_blocks),
         (token_ids, positions, logit_rows, row_slots, row_positions, row_is_sample),
     )
     return ScheduledStep(
@@ -273,11 +284,13 @@ def assemble_step(
 @compiled
 def _gather_tokens(
     lengths: tuple[Int64s, Int32s, Int32s, Int32s, Int32s],
-    contents: tuple[Bools, Int32s, Int32s, Int32s],
+    wanted: tuple[Int32s, Int32s, Bools],
+    contents: tuple[Int32s, Int32s, Int32s],
     out: tuple[Int64s, Int32s, Int64s, Int32s, Int32s, Bools],
 ) -> int:
     slots, num_scheduled_tokens, num_tokens, num_computed_tokens, prompt_tokens = lengths
-    wants_prompt_logits, last_token, block_table, token_blocks = contents
+    logit_begin, logit_end, is_read = wanted
+    last_token, block_table, token_blocks = contents
     token_ids, positions, logit_rows, row_slots, row_positions, row_is_sample = out
     token, row = 0, 0
     for index, slot in enumerate(slots):
@@ -289,12 +302,13 @@ def _gather_tokens(
                 token_blocks[block, offset] = last_token[slot]
             token_ids[token] = token_blocks[block, offset]
             positions[token] = position
-            is_wanted = wants_prompt_logits[slot] and position + 1 < prompt_tokens[slot]
+            is_wanted = logit_begin[slot] <= position < logit_end[slot]
+            is_wanted = is_wanted and position + 1 < prompt_tokens[slot]
             if is_last or is_wanted:
                 logit_rows[row] = token
                 row_slots[row] = slot
                 row_positions[row] = position + 1
-                row_is_sample[row] = is_last
+                row_is_sample[row] = is_last and not is_read[slot]
                 row += 1
             token += 1
     return row

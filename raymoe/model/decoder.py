@@ -13,7 +13,7 @@ from torch.nn import functional
 from raymoe.errors import UnsupportedModelError
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.cpu_elementwise import Projected, Routing, add_rms_norm_, rms_norm
-from raymoe.kernels.cpu_linear import Allocate
+from raymoe.kernels.cpu_linear import Allocate, Linear
 from raymoe.kernels.gpu_attention_batch import StagedBatch
 from raymoe.kernels.paged_kv import CacheLayout, KvLayout, LatentLayout
 from raymoe.model.attention import Attention, LatentAttention, LayerAttention
@@ -163,9 +163,10 @@ class Decoder:
             release([layer_prefix(i) + name for name in layer_weights(layer, spec.hidden_size)])
         self._final_norm = load_norm(spec, loader, FINAL_NORM.removesuffix(".weight"))
         head_bias = HEAD_BIAS if spec.has_head_bias else None
+        self._head: Linear | None = None
         if spec.tie_word_embeddings:
             self._head = loader.tied_linear(self._embedding_VH, head_bias)
-        else:
+        elif spec.head != "none":
             self._head = loader.linear([HEAD.removesuffix(".weight")], has_bias=spec.has_head_bias)
             release([HEAD])
 
@@ -283,6 +284,11 @@ class Decoder:
         return self._final_norm(hidden_TH[rows_R])
 
     def logits(self, final_RH: Tensor) -> Tensor:
-        """Return logits [R, V] of normed rows, in the type of the model."""
+        """Return logits [R, V] of normed rows, in the type of the model.
+
+        V are labels in a model with a classification head. Without a head, rows stay as they are.
+        """
+        if self._head is None:
+            return final_RH
         logits_RV = self._head(final_RH)
         return logits_RV if self.spec.logits_divisor == 1 else logits_RV / self.spec.logits_divisor

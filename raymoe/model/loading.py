@@ -238,9 +238,9 @@ class _ArenaPlan:
         spec = self._spec
         vocabulary = (spec.vocab_size, spec.hidden_size)
         total = self._matrix([EMBEDDING], *vocabulary)
-        if not spec.tie_word_embeddings:
-            total += self._linear([HEAD.removesuffix(".weight")], *vocabulary)
-        elif packed_linear_is_used(self._dtype):
+        if HEAD in self._shapes:
+            total += self._linear([HEAD.removesuffix(".weight")], *spec.head_shape)
+        elif spec.tie_word_embeddings and packed_linear_is_used(self._dtype):
             total += _aligned(packed_linear_bytes(*vocabulary))
         for i, layer in enumerate(spec.layers):
             total += self._layer(layer_prefix(i), layer)

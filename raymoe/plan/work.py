@@ -131,7 +131,7 @@ class ModelWork:
         cls, model: ModelSpec, bytes_per_element: int, *, kv_element_bytes: int | None = None
     ) -> Self:
         kv_bytes = kv_element_bytes or bytes_per_element
-        shape = (model.vocab_size, model.hidden_size)
+        shape = model.head_shape
         head = EMBEDDING if model.tie_word_embeddings else HEAD
         return cls(
             layers=tuple(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Literal
 
 from raymoe.errors import ConfigError, UnsupportedModelError
 from raymoe.specs.families import FAMILIES, MODEL_TYPE_ALIASES
@@ -106,6 +107,15 @@ def _integer(name: str, value: object, *, minimum: int, maximum: int = MAX_INTEG
     raise ConfigError(f"config.json: {name} is {value!r:.100}; expected an integer of {bounds}")
 
 
+HeadKind = Literal["lm", "labels", "none"]
+_LM = "ForCausalLM"
+HEADS: Mapping[str, HeadKind] = {
+    _LM: "lm",
+    "ForSequenceClassification": "labels",
+    "Model": "none",
+}
+
+
 def find_family(config: Mapping[str, object]) -> tuple[str, Family]:
     """Model type and family of a configuration; raises UnsupportedModelError if unknown."""
     written = config.get("model_type")
@@ -118,13 +128,37 @@ def find_family(config: Mapping[str, object]) -> tuple[str, Family]:
         )
     family = FAMILIES[model_type]
     architectures = config.get("architectures")
-    known = [[family.architecture], [family.published_architecture]]
+    names = (family.architecture, family.published_architecture or family.architecture)
+    known = [[name.removesuffix(_LM) + kind] for name in names for kind in HEADS]
     if architectures and architectures not in known:
         raise UnsupportedModelError(
             f"architectures = {architectures!r} is not supported for model_type {model_type!r}; "
-            f"supported: {family.architecture}"
+            f"supported: {family.architecture}, and that name with "
+            f"{' or '.join(kind for kind in HEADS if kind != _LM)} instead of {_LM}"
         )
     return model_type, family
+
+
+def head_of(config: Mapping[str, object]) -> HeadKind:
+    """The head of the class that `architectures` names; that of a language model by default."""
+    architectures = config.get("architectures")
+    name = str(architectures[0]) if isinstance(architectures, list) and architectures else _LM
+    return next(head for kind, head in HEADS.items() if name.endswith(kind))
+
+
+def labels_of(config: Mapping[str, object]) -> tuple[str, ...]:
+    """Names of classes, in order, as transformers reads them: two where none are written."""
+    found = config.get("id2label")
+    if found is None:
+        count = _integer("num_labels", config.get("num_labels", 2), minimum=1, maximum=1 << 20)
+        return tuple(f"LABEL_{index}" for index in range(count))
+    names = found if isinstance(found, Mapping) else {}
+    labels = [names.get(str(index)) for index in range(len(names))]
+    if not labels or not all(isinstance(label, str) for label in labels):
+        raise ConfigError(
+            f"config.json: id2label is {found!r:.100}; expected a name for each number from 0"
+        )
+    return tuple(map(str, labels))
 
 
 def canonical_config(config: Mapping[str, object], family: Family) -> dict[str, object]:

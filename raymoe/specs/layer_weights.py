@@ -10,6 +10,7 @@ Shape = tuple[int, ...]
 NamedShapes = Iterator[tuple[str, Shape]]
 FINAL_NORM_BIAS = "model.norm.bias"
 HEAD, HEAD_BIAS = "lm_head.weight", "lm_head.bias"
+LABEL_HEAD = "score.weight"  # stored name of HEAD in a model with a classification head
 EXPERTS = "mlp.experts."
 ROUTER = "mlp.gate."
 OUTPUT = "self_attn.o_proj"
@@ -28,17 +29,17 @@ def outer_weights(
     vocab_size: int,
     hidden_size: int,
     *,
-    is_head_tied: bool,
+    head_rows: int,
     has_head_bias: bool,
     has_norm_bias: bool,
 ) -> NamedShapes:
-    """Names and shapes of the weights outside layers; a tied head has no matrix of its own."""
+    """Names and shapes of the weights outside layers; a tied head has no rows of its own."""
     yield EMBEDDING, (vocab_size, hidden_size)
     yield FINAL_NORM, (hidden_size,)
     if has_norm_bias:
         yield FINAL_NORM_BIAS, (hidden_size,)
-    if not is_head_tied:
-        yield HEAD, (vocab_size, hidden_size)
+    if head_rows:
+        yield HEAD, (head_rows, hidden_size)
     if has_head_bias:
         yield HEAD_BIAS, (vocab_size,)
 

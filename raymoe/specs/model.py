@@ -9,9 +9,12 @@ from typing import Self
 from raymoe.errors import UnsupportedModelError
 from raymoe.specs.config import (
     ConfigFields,
+    HeadKind,
     canonical_config,
     check_fields,
     find_family,
+    head_of,
+    labels_of,
     parse_attention,
     parse_latent_attention,
     parse_layers,
@@ -69,6 +72,10 @@ class ModelSpec:
         residual_multiplier: Factor of what attention and feed-forward network add.
         has_head_bias: Whether the logits have a bias.
         quantization: Formats of stored matrices; None if all are stored in `dtype`.
+        head: What turns final hidden states into the rows that a step yields: "lm" (logits of
+            tokens), "labels" (logits of `labels`, by `score.weight`) or "none".
+        labels: Names of the classes of a model with a classification head, in order.
+        is_multi_label: Whether each label has a probability of its own.
         num_shards: Ranks that divide heads and hidden columns; `layers` is one rank's part
             (`specs.tensor_shards`).
     """
@@ -90,6 +97,9 @@ class ModelSpec:
     logits_divisor: float = 1.0
     has_head_bias: bool = False
     quantization: Quantization | None = None
+    head: HeadKind = "lm"
+    labels: tuple[str, ...] = ()
+    is_multi_label: bool = False
     num_shards: int = 1
 
     @property
@@ -152,11 +162,25 @@ class ModelSpec:
             return None
         return self.quantization.format_of(name)
 
+    @property
+    def head_shape(self) -> Shape:
+        """Shape of the head's matrix; no rows if there is none."""
+        rows = {"lm": self.vocab_size, "labels": len(self.labels), "none": 0}
+        return rows[self.head], self.hidden_size
+
+    def with_head(self, head: HeadKind) -> Self:
+        """This model with another head; only that of a language model is scaled, tied or biased."""
+        if head == "lm":
+            return self
+        return replace(
+            self, head=head, tie_word_embeddings=False, has_head_bias=False, logits_divisor=1.0
+        )
+
     def outer_weights(self) -> dict[str, Shape]:
         weights = outer_weights(
             self.vocab_size,
             self.hidden_size,
-            is_head_tied=self.tie_word_embeddings,
+            head_rows=0 if self.tie_word_embeddings else self.head_shape[0],
             has_head_bias=self.has_head_bias,
             has_norm_bias=self.has_norm_bias,
         )
@@ -191,7 +215,8 @@ class ModelSpec:
         if family.context_limit is not None:
             limit = min(limit, fields.positive(family.context_limit))
         embedding, residual, logits = map(fields.number_or, family.multipliers)
-        return cls(
+        head = head_of(config)
+        spec = cls(
             model_type=model_type,
             name=name or str(config.get("_name_or_path") or model_type),
             hidden_size=fields.positive("hidden_size"),
@@ -209,7 +234,10 @@ class ModelSpec:
             logits_divisor=logits,
             has_head_bias=fields.switch(family.head_bias),
             quantization=parse_quantization(config.get("quantization_config")),
+            labels=labels_of(config) if head == "labels" else (),
+            is_multi_label=config.get("problem_type") == "multi_label_classification",
         )
+        return spec.with_head(head)
 
     @classmethod
     def from_directory(cls, path: Path | str) -> Self:

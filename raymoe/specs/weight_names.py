@@ -11,7 +11,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from raymoe.errors import CheckpointError, UnsupportedModelError
-from raymoe.specs.layer_weights import EXPERTS, HEAD, Shape, layer_prefix, layer_weights
+from raymoe.specs.layer_weights import (
+    EXPERTS,
+    HEAD,
+    HEAD_BIAS,
+    LABEL_HEAD,
+    Shape,
+    layer_prefix,
+    layer_weights,
+)
 from raymoe.specs.layers import MoeSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_format import Piece, WeightFormat
@@ -46,10 +54,20 @@ class Naming:
                 return theirs + name.removeprefix(ours)
         return name
 
+    def without_prefix(self) -> "Naming":
+        """The names that a class without a head (transformers' `AutoModel`) stores."""
+        prefix = self.layers.partition(".")[0] + "."
+        names = (self.renamed or {}).items()
+        bare = {ours: theirs.removeprefix(prefix) for ours, theirs in names}
+        return replace(
+            self, layers=self.layers.removeprefix(prefix), renamed={**bare, "model.": ""}
+        )
+
 
 def namings_of(model_type: str) -> tuple[Naming, ...]:
-    """Ways to store a family: its own first, then the common ones."""
-    return (*NAMINGS.get(model_type, ()), _CANONICAL, _IN_ONE)
+    """Ways to store a family: its own first, then the common ones, each without a prefix too."""
+    namings = (*NAMINGS.get(model_type, ()), _CANONICAL, _IN_ONE)
+    return (*namings, *(naming.without_prefix() for naming in namings))
 
 
 _EXPERT = f"mlp.experts.{EXPERT}."
@@ -273,10 +291,10 @@ class _Place:
 
 def _places(spec: ModelSpec, naming: Naming) -> Iterator[tuple[str, _Place]]:
     for name, shape in spec.outer_weights().items():
-        yield (
-            name,
-            _plain_or_quantised(Location(naming.rename(name)), shape, spec.format_of(name, shape)),
-        )
+        is_label_head = name == HEAD and spec.head == "labels"
+        stored = LABEL_HEAD if is_label_head else naming.rename(name)
+        form = None if is_label_head else spec.format_of(name, shape)
+        yield name, _plain_or_quantised(Location(stored), shape, form)
     for i, layer in enumerate(spec.layers):
         weights = layer_weights(layer, spec.hidden_size)
         num_experts = layer.ffn.num_experts if isinstance(layer.ffn, MoeSpec) else 0
@@ -426,4 +444,6 @@ def _is_redundant(spec: ModelSpec, name: str, stored: Mapping[str, Shape]) -> bo
     layer = _LAYER.match(name)
     if layer is not None and int(layer[1]) >= spec.num_layers:
         return layer[0] + _PREDICTOR_MARK in stored
-    return spec.tie_word_embeddings and name == HEAD
+    if spec.head == "lm":
+        return spec.tie_word_embeddings and name == HEAD
+    return name in (HEAD, HEAD_BIAS, LABEL_HEAD)

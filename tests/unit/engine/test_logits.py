@@ -40,7 +40,6 @@ def make_sampler(params_of_slots, eos=(2,)):
                 max_tokens_total=40,
                 num_computed_tokens=0,
                 arrival=index,
-                wants_prompt_logits=False,
             )
         )
         sampler.admit(sample)

@@ -18,7 +18,7 @@ def make_table(sequences, *, computed=0, wants_prompt_logits=False) -> SequenceT
                 max_tokens_total=64,
                 num_computed_tokens=computed,
                 arrival=10 - index,
-                wants_prompt_logits=wants_prompt_logits,
+                logit_end=len(tokens) if wants_prompt_logits else 0,
             )
         )
     return table

@@ -1,0 +1,1 @@
+"""Tasks besides generation: score, classify and embed."""

@@ -1,0 +1,404 @@
+"""Rows of the tasks score, classify and embed: options, tokens, and what becomes of the parts."""
+
+import dataclasses
+import functools
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from raymoe.engine.outputs import Generation, Int32s
+from raymoe.engine.tasks.reading import POOLINGS, Found
+from raymoe.engine.tokenizer import Prompt, Room, Text, Tokenizer
+from raymoe.errors import ConfigError, UnknownOptionError
+
+TASKS = ("generate", "score", "classify", "embed")
+NORMALIZATIONS = ("sum", "tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskOptions:
+    """What is computed of each row instead of a text.
+
+    Attributes:
+        task: "score": log probability of a continuation. "classify": probabilities of labels.
+            "embed": a vector.
+        token_logprobs: (score) Return the log probability of each token too.
+        stride: (score) Tokens by which the windows of a document that is longer than the context
+            advance; None is one less than the context. Each token is scored once.
+        labels: (classify) Texts that are scored as continuations of each prompt. Without them and
+            without labels in a row, the model's classification head answers.
+        normalize: (classify) "sum" compares the log probabilities of whole labels, "tokens" the
+            means of their tokens. (embed) Whether vectors have length 1, as by default.
+        pooling: (embed) "last", "mean" or "cls", the first token.
+        dimensions: (embed) Keep this many leading components, before vectors are normalised.
+    """
+
+    task: str
+    token_logprobs: bool = False
+    stride: int | None = None
+    labels: Sequence[str] | None = None
+    normalize: bool | str | None = None
+    pooling: str = "last"
+    dimensions: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.task not in TASKS[1:]:
+            raise ConfigError(f"task is {self.task!r:.60}; it must be one of {', '.join(TASKS)}")
+        for name in _OPTIONS_OF.keys() - {self.task}:
+            self._refuse_others(_OPTIONS_OF[name] - _OPTIONS_OF[self.task])
+        if self.pooling not in POOLINGS:
+            raise ConfigError(f"pooling is {self.pooling!r:.60}; it takes {', '.join(POOLINGS)}")
+        for name in ("stride", "dimensions"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(f"{name} is {value!r:.60}; it takes a whole number from 1")
+        known = NORMALIZATIONS if self.task == "classify" else (True, False)
+        if self.normalize is None:
+            object.__setattr__(self, "normalize", known[0])
+        if self.normalize not in known or isinstance(self.normalize, int) != (known[0] is True):
+            shown = ", ".join(map(str, known))
+            raise ConfigError(f"normalize is {self.normalize!r:.60}; {self.task} takes {shown}")
+        if not isinstance(self.token_logprobs, bool):
+            raise ConfigError(f"token_logprobs is {self.token_logprobs!r:.60}; it takes a boolean")
+        if self.labels is not None:
+            object.__setattr__(self, "labels", check_labels(self.labels))
+
+    def _refuse_others(self, names: set[str]) -> None:
+        for name in sorted(names):
+            if getattr(self, name) != _DEFAULTS[name]:
+                raise ConfigError(f"{name} has no meaning for the task {self.task!r}; leave it out")
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> Self:
+        """Options from a mapping; unknown keys are errors, None means "not given"."""
+        for name in options:
+            if name not in _DEFAULTS:
+                raise UnknownOptionError(str(name), _DEFAULTS, "task option")
+        return cls(**{name: value for name, value in options.items() if value is not None})
+
+
+_DEFAULTS = {one.name: one.default for one in dataclasses.fields(TaskOptions)}
+_OPTIONS_OF = {
+    "score": {"token_logprobs", "stride"},
+    "classify": {"labels", "normalize"},
+    "embed": {"normalize", "pooling", "dimensions"},
+}
+
+
+def check_labels(labels: object) -> tuple[str, ...]:
+    """Two or more different texts; raises ConfigError for anything else."""
+    if isinstance(labels, str) or not isinstance(labels, Sequence):
+        raise ConfigError(f"labels is {labels!r:.60}; it takes a list of texts")
+    if not all(isinstance(label, str) and label for label in labels):
+        raise ConfigError(f"labels is {list(labels)!r:.60}; each takes a text that is not empty")
+    if len(labels) < 2 or len(set(labels)) < len(labels):
+        raise ConfigError(f"labels is {list(labels)!r:.60}; it takes two or more different texts")
+    return tuple(labels)
+
+
+def check_head(options: TaskOptions | None, head: str) -> None:
+    """Refuse a task that the loaded head cannot do; None generates."""
+    if options is None or options.task == "score" or options.labels:
+        needed: tuple[str, ...] = ("lm",)
+    else:
+        needed = ("none",) if options.task == "embed" else ("labels", "lm")
+    if head in needed:
+        return
+    task = "generate" if options is None else options.task
+    reason = {
+        "none": "was loaded without a head, which only embeds",
+        "labels": "has a classification head, which only classifies, without labels of the job",
+        "lm": "was loaded with its head; to embed, set head='none' of EngineConfig",
+    }[head]
+    raise ConfigError(f"the task is {task!r}, but the model {reason}")
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRow:
+    """A prompt, and the texts or token ids that are scored after it."""
+
+    prompt: Prompt | None
+    continuations: Sequence[str | Sequence[int]] | None = None
+
+
+Part = tuple[Int32s, Int32s | None, str]  # tokens to compute, targets of the last ones, pooling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedRow:
+    """The sequences of a row.
+
+    Attributes:
+        labels: What each part scores, where the row is one of `classify` by labels.
+    """
+
+    parts: list[Part]
+    num_input_tokens: int
+    labels: tuple[str, ...] | None = None
+
+    def sequences(self) -> list[Int32s]:
+        return [part[0] for part in self.parts]
+
+
+class RowEncoder:
+    """Tokenizes rows.
+
+    A continuation's tokens are those of prompt and continuation together, after as many as the
+    prompt alone has, as in lm-evaluation-harness; spaces at the end of the prompt count to the
+    continuation.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, options: TaskOptions, max_tokens: int, head: str
+    ) -> None:
+        self._tokenizer, self._options, self._max_tokens = tokenizer, options, max_tokens
+        self._head = head
+        if options.stride is not None and options.stride >= max_tokens:
+            raise ConfigError(
+                f"stride is {options.stride}; it must be less than the context of {max_tokens} "
+                "tokens, so that each window predicts its first new token from the one before"
+            )
+
+    def encode(self, rows: Sequence[TaskRow], *, truncates: str) -> list[EncodedRow | Exception]:
+        read: list[list[Text | Int32s] | Exception] = []
+        for row in rows:
+            try:
+                read.append(self._read(row))
+            except Exception as error:  # whatever is wrong with a row is the row's error
+                read.append(error)
+        pieces = [piece for one in read if isinstance(one, list) for piece in one]
+        texts = {piece for piece in pieces if isinstance(piece, Text)}
+        ordered = sorted(texts, key=lambda text: len(text.text))
+        tokens = dict(zip(ordered, self._tokenizer.encode_all(ordered), strict=True))
+        encoded: list[EncodedRow | Exception] = []
+        for row, one in zip(rows, read, strict=True):
+            try:
+                if isinstance(one, Exception):
+                    raise one
+                found: list[Int32s | Exception] = [
+                    tokens[piece] if isinstance(piece, Text) else piece for piece in one
+                ]
+                encoded.append(self._encode(row, [_value(each) for each in found], truncates))
+            except Exception as error:
+                encoded.append(error)
+        return encoded
+
+    def _read(self, row: TaskRow) -> list[Text | Int32s]:
+        """The prompt, then the prompt with each continuation; documents stand alone."""
+        if self._options.task == "classify" and self._head == "lm" and row.continuations is None:
+            raise ConfigError("the row has no labels, and the model has no classification head")
+        if self._options.task == "classify" and self._head == "labels" and row.continuations:
+            raise ConfigError("the row has labels, but the model's classification head has its own")
+        has_prompt = row.prompt is not None and not (
+            isinstance(row.prompt, str | list | tuple) and not row.prompt
+        )
+        if row.continuations is None:
+            return [self._tokenizer.read(row.prompt, Room())]
+        if not has_prompt:
+            if self._options.task == "classify":
+                raise ConfigError("the prompt is empty")
+            return [self._tokenizer.read(one, Room()) for one in row.continuations]
+        prompt = self._tokenizer.read(row.prompt, Room())
+        lead = ""
+        if isinstance(prompt, Text):
+            kept = prompt.text.rstrip()
+            lead = prompt.text[len(kept) :]
+            prompt = dataclasses.replace(prompt, text=kept) if kept else prompt
+            lead = lead if kept else ""
+        return [prompt, *(self._join(prompt, lead, one) for one in row.continuations)]
+
+    def _join(self, prompt: Text | Int32s, lead: str, one: str | Sequence[int]) -> Text | Int32s:
+        if isinstance(one, str):
+            if not one:
+                raise ConfigError("the continuation is empty")
+            if isinstance(prompt, Text):
+                joined = dataclasses.replace(prompt, text=prompt.text + lead + one)
+                return self._tokenizer.read(joined.text, Room()) if prompt.has_special else joined
+            text = self._tokenizer.read(one, Room())
+            assert isinstance(text, Text)
+            (added,) = self._tokenizer.encode_all([dataclasses.replace(text, has_special=False)])
+            return np.concatenate([prompt, _value(added)])
+        ids = self._tokenizer.read(one, Room())
+        assert not isinstance(ids, Text)
+        if isinstance(prompt, Text):
+            text = dataclasses.replace(prompt, text=prompt.text + lead)
+            prompt = _value(self._tokenizer.encode_all([text])[0])
+        return np.concatenate([prompt, ids])
+
+    def _encode(self, row: TaskRow, found: Sequence[Int32s], truncates: str) -> EncodedRow:
+        first = found[0]
+        if row.continuations is None:
+            tokens = self._fit(first, truncates)
+            pooling = self._options.pooling
+            return EncodedRow(parts=[(tokens, None, pooling)], num_input_tokens=len(tokens))
+        if len(found) == len(row.continuations):  # documents
+            return EncodedRow(parts=self._windows(first), num_input_tokens=len(first))
+        parts: list[Part] = []
+        for whole, one in zip(found[1:], row.continuations, strict=True):
+            num_targets = len(whole) - (
+                len(first) if isinstance(one, str) else len(whole) - len(one)
+            )
+            if num_targets < 1:
+                raise ConfigError(
+                    f"the continuation {one!r:.60} has no tokens of its own after the prompt"
+                )
+            num_targets = min(num_targets, len(whole) - 1)
+            tokens = whole[:-1]
+            if len(tokens) > self._max_tokens and truncates == "truncate_left":
+                tokens = tokens[-self._max_tokens :]
+            if len(tokens) > self._max_tokens or num_targets > len(tokens):
+                raise ConfigError(
+                    f"prompt and continuation have {len(whole)} tokens ({num_targets} of the "
+                    f"continuation); at most {self._max_tokens + 1} fit the context: shorten them, "
+                    "set on_too_long='truncate_left', or score a document without a prompt"
+                )
+            parts.append((tokens, whole[-num_targets:], "last"))
+        labels = None
+        if self._options.task == "classify":
+            labels = tuple(str(one) for one in row.continuations)
+        longest = max(len(tokens) for tokens, _, _ in parts) + 1
+        num_input = len(first) if labels else longest
+        return EncodedRow(parts=parts, num_input_tokens=num_input, labels=labels)
+
+    def _fit(self, tokens: Int32s, truncates: str) -> Int32s:
+        if len(tokens) <= self._max_tokens:
+            return tokens
+        if truncates == "error":
+            raise ConfigError(
+                f"the prompt has {len(tokens)} tokens; at most {self._max_tokens} fit the context: "
+                "shorten it or set on_too_long"
+            )
+        is_left = truncates == "truncate_left"
+        return tokens[-self._max_tokens :] if is_left else tokens[: self._max_tokens]
+
+    def _windows(self, document: Int32s) -> list[Part]:
+        if len(document) < 2:
+            raise ConfigError(
+                "the document has one token and nothing before it that could predict it"
+            )
+        length, stride = self._max_tokens, self._options.stride or max(1, self._max_tokens - 1)
+        parts: list[Part] = []
+        scored = 1  # nothing predicts the first token
+        for begin in range(0, len(document), stride):
+            end = min(begin + length, len(document))
+            parts.append((document[begin : end - 1], document[scored:end], "last"))
+            scored = end
+            if end == len(document):
+                break
+        return parts
+
+
+class RowAnswers:
+    """Makes the answer of a row of what was found in its parts."""
+
+    def __init__(
+        self, options: TaskOptions, labels: Sequence[str], *, is_multi: bool = False
+    ) -> None:
+        self._options, self._labels, self._is_multi = options, tuple(labels), is_multi
+
+    def join(self, row: EncodedRow, parts: Sequence[Future[Generation]]) -> Future[Generation]:
+        """A future that is resolved with the last of the parts."""
+        joined: Future[Generation] = Future()
+        joined.set_running_or_notify_cancel()
+        lock, missing = threading.Lock(), [len(parts)]
+
+        def done(_part: Future[Generation]) -> None:
+            with lock:
+                missing[0] -= 1
+                is_last = not missing[0]
+            if is_last:
+                self._resolve(row, parts, joined)
+
+        for part in parts:
+            part.add_done_callback(functools.partial(done))
+        return joined
+
+    def _resolve(
+        self, row: EncodedRow, parts: Sequence[Future[Generation]], joined: Future[Generation]
+    ) -> None:
+        error = next((part.exception() for part in parts if part.exception() is not None), None)
+        if error is not None:  # the engine failed, not the row
+            joined.set_exception(error)
+            return
+        try:
+            answer = self._answer(row, [part.result() for part in parts])
+        except Exception as problem:
+            answer = Generation.from_error(problem, row.num_input_tokens)
+        joined.set_result(answer)
+
+    def _answer(self, row: EncodedRow, parts: Sequence[Generation]) -> Generation:
+        bad = next((part for part in parts if part.error), None)
+        if bad is not None:
+            return dataclasses.replace(bad, num_input_tokens=row.num_input_tokens)
+        found: list[Found] = [part.values["found"] for part in parts if part.values is not None]
+        if self._options.task == "score":
+            values = self._score(found)
+        elif self._options.task == "embed":
+            values = {"embedding": self._embed(found[0])}
+        else:
+            values = self._classify(row, found)
+        return Generation(
+            num_input_tokens=row.num_input_tokens,
+            num_cached_tokens=sum(part.num_cached_tokens for part in parts),
+            values=values,
+        )
+
+    def _score(self, found: Sequence[Found]) -> dict[str, Any]:
+        logprobs = np.concatenate([one.logprobs for one in found])
+        total, count = float(logprobs.sum(dtype=np.float64)), len(logprobs)
+        mean = total / count
+        values = {
+            "logprob": total,
+            "mean_logprob": mean,
+            "num_scored_tokens": count,
+            "perplexity": math.exp(-mean) if mean > -700 else math.inf,
+            "is_greedy": all(bool(one.is_greedy.all()) for one in found),
+        }
+        return values | {"token_logprobs": logprobs} if self._options.token_logprobs else values
+
+    def _embed(self, found: Found) -> Any:
+        vector = found.pooled()
+        dimensions = self._options.dimensions
+        if dimensions is not None:
+            if dimensions > len(vector):
+                raise ConfigError(
+                    f"dimensions is {dimensions}; the model's vectors have {len(vector)}"
+                )
+            vector = vector[:dimensions]
+        if self._options.normalize:
+            vector = vector / np.float32(max(float(np.linalg.norm(vector)), 1e-12))
+        return vector
+
+    def _classify(self, row: EncodedRow, found: Sequence[Found]) -> dict[str, Any]:
+        labels = row.labels
+        if labels is None:
+            labels, scores = self._labels, found[0].pooled().astype(np.float64)
+        else:
+            is_mean = self._options.normalize == "tokens"
+            scores = np.array([(np.mean if is_mean else np.sum)(one.logprobs, dtype=np.float64)
+                               for one in found])  # fmt: skip
+        if row.labels is None and (self._is_multi or len(labels) == 1):
+            probabilities = 1.0 / (1.0 + np.exp(-scores))
+        else:
+            shifted = np.exp(scores - scores.max())
+            probabilities = shifted / shifted.sum()
+        best = int(probabilities.argmax())
+        return {
+            "label": labels[best],
+            "label_probability": float(probabilities[best]),
+            "label_probabilities": [
+                {"label": label, "probability": float(probability)}
+                for label, probability in zip(labels, probabilities, strict=True)
+            ],
+        }
+
+
+def _value(result: Int32s | Exception) -> Int32s:
+    if isinstance(result, Exception):
+        raise result
+    return result
