@@ -67,7 +67,8 @@ class OutputColumns:
 
     def append(self, table: pa.Table, generations: Sequence[Generation]) -> pa.Table:
         for field in self.fields:
-            cells = [_CELLS[field.name](generation) for generation in generations]
+            read = _CELLS.get(field.name) or _value_cell(field.name)
+            cells = [read(generation) for generation in generations]
             table = table.append_column(field, pa.array(cells, type=field.type))
         return table
 
@@ -94,6 +95,10 @@ def _choice_cell(one: Generation) -> dict[str, Any]:
         "num_generated_tokens": one.num_generated_tokens,
         "logprobs": _logprob_cells(one.logprobs),
     }
+
+
+def _value_cell(name: str) -> Callable[[Generation], Any]:
+    return lambda one: (one.values or {}).get(name)
 
 
 _CELLS: dict[str, Callable[[Generation], Any]] = {

@@ -21,14 +21,15 @@ from raymoe.config import (
     as_engine_config,
     as_sampling_params,
 )
-from raymoe.data.columns import OutputColumns
 from raymoe.data.job_rows import Found, JobRows, check_job
 from raymoe.data.journal import SYNC_EVERY_S
 from raymoe.data.manifest import Manifest
 from raymoe.data.observer import Observer, RowCounter
 from raymoe.data.rows import SAMPLING_COLUMN, RowReader, RowRequest
 from raymoe.data.status import make_status_directory, status_beside
+from raymoe.data.tasks import read_task, reader_and_columns
 from raymoe.engine.outputs import Generation
+from raymoe.engine.tasks.rows import TaskOptions, TaskRow
 from raymoe.engine.tokenizer import check_template_kwargs
 from raymoe.errors import ConfigError, ExecutionError, UnknownOptionError
 from raymoe.specs.files import local_model
@@ -115,6 +116,10 @@ class MoEGenerator:
         status_dir: Directory in which this actor writes its status every few seconds, for ``raymoe
             status`` and ``raymoe report``; all actors of a job use the same directory. With a
             journal_dir, the directory of the same name with the ending ``.status`` is the default.
+        task: "generate"; "score" adds the columns ``logprob, mean_logprob, num_scored_tokens,
+            perplexity, is_greedy``, "classify" ``label, label_probability, label_probabilities``,
+            "embed" ``embedding``, each with ``num_input_tokens`` and ``__inference_error__``.
+        task_options: Fields of `raymoe.engine.tasks.rows.TaskOptions`.
     """
 
     def __init__(  # noqa: PLR0913 - the options of a user, all keyword-only
@@ -138,6 +143,8 @@ class MoEGenerator:
         journal_dir: str | Path | None = None,
         journal_sync_s: float = SYNC_EVERY_S,
         status_dir: str | Path | None = None,
+        task: str = "generate",
+        task_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._pid = os.getpid()
         self._engine: Engine | None = None
@@ -145,32 +152,27 @@ class MoEGenerator:
         self._job: JobRows | None = None
         defaults = as_sampling_params(sampling_params)
         template_kwargs = check_template_kwargs(chat_template_kwargs or {})
-        self._reader = RowReader(
-            defaults=defaults,
-            prompt_column=prompt_column,
-            messages_column=messages_column,
-            id_column=id_column,
-            tools_column=tools_column,
-            error_column=error_column,
-            has_choices=has_choices,
-            chat_template_kwargs=template_kwargs,
-        )
-        self._columns = OutputColumns.of(defaults, has_choices=has_choices)
+        reader = RowReader(
+            defaults=defaults, prompt_column=prompt_column, messages_column=messages_column,
+            id_column=id_column, tools_column=tools_column, error_column=error_column,
+            has_choices=has_choices, chat_template_kwargs=template_kwargs,
+        )  # fmt: skip
+        self._task = read_task(task, task_options)
+        self._reader, self._columns = reader_and_columns(reader, self._task)
         self._should_continue_on_error = should_continue_on_error
         self._has_finished_a_batch = False
         self._has_generated_a_batch = False
         config = _with_changes(
             as_engine_config(engine_config), seed=seed, expected_calls=max_concurrent_calls,
-            linger_s=linger_s, on_too_long=on_too_long,
+            linger_s=linger_s, on_too_long=on_too_long, head="none" if task == "embed" else None,
         )  # fmt: skip
         name = str(model_source)
         open_job = None
         if journal_dir is not None:
             identity = _identify(model_source)
             model_source = identity.directory  # the engine loads what was identified
-            make_manifest = functools.partial(
-                Manifest.of, identity, defaults, config, template_kwargs
-            )
+            of = (identity, defaults, config, template_kwargs, self._task)
+            make_manifest = functools.partial(Manifest.of, *of)
             check_job(journal_dir, make_manifest())  # in a second, not after minutes of loading
             job = (journal_dir, identity, make_manifest, journal_sync_s)
             open_job = functools.partial(_open_job, *job)
@@ -251,12 +253,12 @@ class MoEGenerator:
             self._reader.check_schema(batch.schema)
 
     def _generate(self, engine: "Engine", requests: Sequence[RowRequest]) -> list[Generation]:
-        good = [request for request in requests if request.prompt is not None]
+        good = [request for request in requests if not request.error]
         job = self._job
         known = [Found(b"", None)] * len(good) if job is None else job.find(good)
         missing = [i for i, (_, answer) in enumerate(known) if answer is None]
         wanted, keys = [good[i] for i in missing], [known[i].key for i in missing]
-        submit = functools.partial(_submit, engine)
+        submit = functools.partial(_submit, engine, self._task)
         try:
             futures = submit(wanted) if job is None else job.submit(wanted, keys, submit)
             fresh = iter(_wait_for(engine, futures))
@@ -268,7 +270,7 @@ class MoEGenerator:
         done = iter([next(fresh) if answer is None else answer for _, answer in known])
         generations = [
             Generation(finish_reason="error", error=request.error)
-            if request.prompt is None
+            if request.error
             else _with_column(next(done), request.column)
             for request in requests
         ]
@@ -333,7 +335,12 @@ def _open_job(
     return JobRows.open(directory, make_manifest(), sync_every_s=sync_every_s)
 
 
-def _submit(engine: "Engine", requests: Sequence[RowRequest]) -> list[Future[Generation]]:
+def _submit(
+    engine: "Engine", task: TaskOptions | None, requests: Sequence[RowRequest]
+) -> list[Future[Generation]]:
+    if task is not None:
+        rows = [TaskRow(request.prompt, request.continuations) for request in requests]
+        return engine.submit_task(rows, task)
     return engine.submit(
         [request.prompt for request in requests if request.prompt is not None],
         [request.sampling_params for request in requests],

@@ -113,7 +113,8 @@ def _content(request: RowRequest) -> list[object]:
     if isinstance(prompt, Chat):
         kwargs = [prompt.template_kwargs] if prompt.template_kwargs else []
         prompt = [prompt.messages, prompt.tools, *kwargs]
-    return [prompt, plain_params(request.sampling_params)]
+    content = [prompt, plain_params(request.sampling_params)]
+    return content if request.continuations is None else [*content, request.continuations]
 
 
 Submit = Callable[[Sequence[RowRequest]], list[Future[Generation]]]

@@ -144,9 +144,9 @@ def _checksum(key: bytes, payload: bytes) -> int:
 def encode_generation(generation: Generation) -> bytes:
     """Return everything that a generation holds; what is as by default is left out."""
     plain = _plain(generation)
-    return json.dumps(plain, ensure_ascii=False, separators=(",", ":")).encode(
-        "utf-8", "surrogatepass"
-    )
+    return json.dumps(
+        plain, ensure_ascii=False, separators=(",", ":"), default=np.ndarray.tolist
+    ).encode("utf-8", "surrogatepass")
 
 
 def decode_generation(payload: bytes) -> Generation:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from raymoe._version import __version__
 from raymoe.config import EngineConfig, SamplingParams
 from raymoe.data.journal import open_private, sync_directory
+from raymoe.engine.tasks.rows import TaskOptions
 from raymoe.errors import CheckpointError, ConfigError
 from raymoe.specs.files import parse_json_object
 
@@ -46,6 +47,7 @@ class Manifest:
         max_model_len: Limit given by the user; None is the model's.
         on_too_long: What happens to long prompts.
         chat_template_kwargs: Of rows of messages that have none of their own.
+        task: Options of a task besides generation; empty for generation.
     """
 
     format: int = FORMAT
@@ -63,6 +65,7 @@ class Manifest:
     max_model_len: int | None
     on_too_long: str
     chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    task: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(
@@ -71,6 +74,7 @@ class Manifest:
         sampling_params: SamplingParams,
         config: EngineConfig,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        task: TaskOptions | None = None,
     ) -> "Manifest":
         """Return the manifest of a job with this model and these options.
 
@@ -91,6 +95,7 @@ class Manifest:
             max_model_len=config.max_model_len,
             on_too_long=config.on_too_long,
             chat_template_kwargs=json.loads(json.dumps(dict(chat_template_kwargs or {}))),
+            task={} if task is None else json.loads(json.dumps(dataclasses.asdict(task))),
         )
 
     @property

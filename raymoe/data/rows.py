@@ -151,6 +151,7 @@ class RowRequest:
         column: The column of the prompt; errors of the engine name it.
         row_key: Seeds the random numbers of the row; None lets the engine choose.
         error: "Type: message", or "" if the row is fine; then `prompt` is not None.
+        continuations: What a task scores after the prompt, which is then empty for a document.
     """
 
     prompt: Prompt | None
@@ -158,6 +159,7 @@ class RowRequest:
     column: str
     row_key: int | None = None
     error: str = ""
+    continuations: tuple[str | list[int], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

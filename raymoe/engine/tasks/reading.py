@@ -88,7 +88,7 @@ class Found:
         import torch  # noqa: PLC0415 - a driver reads task options without torch
 
         assert self.reading.targets is not None
-        targets = torch.from_numpy(self.reading.targets).long()
+        targets = torch.tensor(self.reading.targets, dtype=torch.int64)
         for begin in range(0, len(rows_RV), SLICE_ROWS):
             logits_SV = rows_RV[begin : begin + SLICE_ROWS].float()
             part = slice(first + begin, first + begin + len(logits_SV))

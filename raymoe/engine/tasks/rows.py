@@ -36,6 +36,9 @@ class TaskOptions:
             means of their tokens. (embed) Whether vectors have length 1, as by default.
         pooling: (embed) "last", "mean" or "cls", the first token.
         dimensions: (embed) Keep this many leading components, before vectors are normalised.
+        continuation_column: (score) Column of the operator's tables with what is scored after the
+            prompt. A row without a prompt is a document.
+        labels_column: (classify) Column with labels of a row, instead of those of the job.
     """
 
     task: str
@@ -45,6 +48,8 @@ class TaskOptions:
     normalize: bool | str | None = None
     pooling: str = "last"
     dimensions: int | None = None
+    continuation_column: str = "continuation"
+    labels_column: str = "labels"
 
     def __post_init__(self) -> None:
         if self.task not in TASKS[1:]:
@@ -84,8 +89,8 @@ class TaskOptions:
 
 _DEFAULTS = {one.name: one.default for one in dataclasses.fields(TaskOptions)}
 _OPTIONS_OF = {
-    "score": {"token_logprobs", "stride"},
-    "classify": {"labels", "normalize"},
+    "score": {"token_logprobs", "stride", "continuation_column"},
+    "classify": {"labels", "normalize", "labels_column"},
     "embed": {"normalize", "pooling", "dimensions"},
 }
 
