@@ -64,6 +64,7 @@ def check_options(
         raise UnknownOptionError(name, {*known, *others} - {"options"})
     as_sampling_params(options.get("sampling_params"))
     check_template_kwargs(options.get("chat_template_kwargs") or {})
+    read_task(options.get("task", "generate"), options.get("task_options"))
     directory = local_model(model_source)
     if directory is not None:
         ModelSpec.from_directory(directory)

@@ -68,7 +68,7 @@ class Manifest:
     task: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(
+    def of(  # noqa: PLR0917 - what an operator has
         cls,
         identity: "ModelIdentity",
         sampling_params: SamplingParams,

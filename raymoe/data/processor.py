@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raymoe.config import EngineConfig, SamplingParams, as_engine_config, as_sampling_params
-from raymoe.data.columns import ERROR_COLUMN, OutputColumns
+from raymoe.data.columns import ERROR_COLUMN
 from raymoe.data.generator import MoEGenerator
-from raymoe.data.rows import SAMPLING_COLUMN
+from raymoe.data.rows import SAMPLING_COLUMN, RowReader
 from raymoe.data.sizing import configure_data_context, map_batches_kwargs
+from raymoe.data.tasks import read_task, reader_and_columns
 from raymoe.errors import ConfigError, UnknownOptionError
 
 if TYPE_CHECKING:
@@ -141,10 +142,13 @@ class Processor:
     def _after(self, row: Row) -> Row:
         if row[ERROR_COLUMN]:
             return row
+        if "embedding" in row:
+            row["embeddings"] = row["embedding"]  # Ray's name
         result = self.postprocess(row)
         return {**result, ERROR_COLUMN: ""} if self.should_continue_on_error else result
 
 
+TASKS = ("generate", "embed", "classify", "score")
 TOKENS_COLUMN = "tokenized_prompt"
 NO_COLUMN = "__no_prompt__"  # rows of messages may have a column `prompt` of another meaning
 _FIELDS = {one.name: one for one in dataclasses.fields(MoEEngineProcessorConfig)}
@@ -153,7 +157,7 @@ _STAGE_FIELDS = ("enabled", "model_source", "chat_template_kwargs")
 _DTYPES = {"half": "float16", "float": "float32"}
 # Arguments of vLLM's engine. These values say what raymoe does anyway:
 _ALREADY_SO: dict[str, tuple[Any, ...]] = {
-    "task_type": ("generate",), "task": ("generate", "auto"), "runner": ("generate", "auto"),
+    "task": ("generate", "auto"), "runner": ("generate", "auto"),
     "enable_prefix_caching": (True, None), "enable_chunked_prefill": (True, None),
     "trust_remote_code": (False,), "pipeline_parallel_size": (1,), "data_parallel_size": (1,),
     "enable_expert_parallel": (False,), "enable_lora": (False, None), "quantization": (None,),
@@ -206,18 +210,21 @@ def build_processor(  # noqa: PLR0917 - the arguments of ray.data.llm
         "prompt_column": NO_COLUMN if is_chat else TOKENS_COLUMN if is_tokenized else "prompt",
         "messages_column": "messages" if is_chat else NO_COLUMN,
         "engine_config": _engine_config(given),
+        "task": given["task_type"],
         "batch_size": given["batch_size"],
         "should_continue_on_error": given["should_continue_on_error"],
         **_pool_sizes(given),
         **builder,
     }
-    sampling_params = as_sampling_params(options.get("sampling_params"))
-    fields = OutputColumns.of(sampling_params, has_choices=bool(options.get("has_choices"))).fields
+    defaults = as_sampling_params(options.get("sampling_params"))
+    rows = RowReader(defaults=defaults, has_choices=bool(options.get("has_choices")))
+    task = read_task(options["task"], options.get("task_options"))
+    _, columns = reader_and_columns(rows, task)
     remote = {name: given[name] for name in ("accelerator_type", "runtime_env")}
     return Processor(
         model_source=str(given["model_source"]),
         operator_kwargs=options,
-        output_names=frozenset(field.name for field in fields),
+        output_names=frozenset(field.name for field in columns.fields),
         preprocess=preprocess or _same,
         postprocess=postprocess or _same,
         preprocess_map_kwargs=preprocess_map_kwargs or {},
@@ -253,8 +260,8 @@ def _fields_of(config: Any) -> Row:
                           "where Ray does (pip install 'raymoe[metrics]')")  # fmt: skip
     if _stage(given, "prepare_multimodal_stage")["enabled"]:
         raise ConfigError("prepare_multimodal_stage has no meaning for raymoe, which takes text")
-    if given["task_type"] != "generate":
-        raise ConfigError(f"task_type is {given['task_type']!r}; raymoe takes 'generate'")
+    if given["task_type"] not in TASKS:
+        raise ConfigError(f"task_type is {given['task_type']!r}; raymoe takes {', '.join(TASKS)}")
     return given
 
 
@@ -297,7 +304,7 @@ def _engine_config(given: Mapping[str, Any]) -> EngineConfig:
     """Translate arguments of vLLM's engine; those of `EngineConfig` stay."""
     ours: Row = {}
     for name, value in given["engine_kwargs"].items():
-        if name in _ALREADY_SO and value in _ALREADY_SO[name]:
+        if name == "task_type" or (name in _ALREADY_SO and value in _ALREADY_SO[name]):
             continue
         if name in _PLANNED:
             logger.warning("engine_kwargs: %s=%r is left to raymoe's planner", name, value)

@@ -206,11 +206,15 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
 def _find_workload(
     ds: "Dataset | None", model_source: str | Path, options: Mapping[str, Any]
 ) -> Workload | None:
-    if ds is None:
+    task = options.get("task", "generate")
+    if ds is None or task == "score":  # whose rows have no prompt to measure
         return None
     names = [field.name for field in dataclasses.fields(RowReader) if field.name != "defaults"]
     given = {name: options[name] for name in names if options.get(name) is not None}
-    reader = RowReader(defaults=as_sampling_params(options.get("sampling_params")), **given)
+    defaults = as_sampling_params(options.get("sampling_params"))
+    if task != "generate":
+        defaults = defaults.override({"max_tokens": 1})
+    reader = RowReader(defaults=defaults, **given)
     return find_workload(ds, model_source, reader)
 
 

@@ -88,7 +88,7 @@ def test_fields_defaults_and_arguments_are_those_of_ray() -> None:
         ({"dynamic_lora_loading_path": "s3://x"}, "dynamic_lora_loading_path has no meaning"),
         ({"prepare_multimodal_stage": True}, "prepare_multimodal_stage has no meaning"),
         ({"log_engine_metrics": False}, "log_engine_metrics=False"),
-        ({"task_type": "embed"}, "task_type is 'embed'"),
+        ({"task_type": "rank"}, "task_type is 'rank'"),
         ({"tokenize_stage": {"num_cpus": 2}}, "tokenize_stage has num_cpus=2"),
         ({"chat_template_stage": 3}, "chat_template_stage is 3"),
         ({"concurrency": (3, 2)}, "concurrency is"),
@@ -116,3 +116,13 @@ def test_arguments_of_vllm_become_those_of_the_engine() -> None:
     assert (options["min_actors"], options["num_actors"]) == (2, 5)
     assert (options["rows_in_flight"], options["id_column"]) == (128, "id")
     assert options["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+def test_rows_are_embedded_by_the_task_of_the_configuration(local_ray) -> None:
+    config = llm.vLLMEngineProcessorConfig(
+        model_source=str(raymoe.demo_model_path()), task_type="embed", chat_template_stage=False
+    )
+    processor = build_processor(config, postprocess=lambda row: {"vector": row["embeddings"]})
+    rows = processor(ray.data.from_items([{"prompt": "a date"}, {"prompt": "a name"}])).take_all()
+    assert {len(row["vector"]) for row in rows} == {160}
+    assert all(abs(sum(x * x for x in row["vector"]) - 1) < 1e-3 for row in rows)
