@@ -144,9 +144,15 @@ def _checksum(key: bytes, payload: bytes) -> int:
 def encode_generation(generation: Generation) -> bytes:
     """Return everything that a generation holds; what is as by default is left out."""
     plain = _plain(generation)
-    return json.dumps(
-        plain, ensure_ascii=False, separators=(",", ":"), default=np.ndarray.tolist
-    ).encode("utf-8", "surrogatepass")
+    return json.dumps(plain, ensure_ascii=False, separators=(",", ":"), default=_as_list).encode(
+        "utf-8", "surrogatepass"
+    )
+
+
+def _as_list(value: object) -> list[Any]:
+    if isinstance(value, np.ndarray):
+        return list(value.tolist())
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def decode_generation(payload: bytes) -> Generation:
