@@ -16,6 +16,7 @@ import typer
 from raymoe._version import __version__
 from raymoe.errors import ConfigError, RaymoeError
 from raymoe.safe_text import harmless
+from raymoe.specs.files import is_hub_name, read_json_object
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
 from raymoe.units import parse_bytes
@@ -112,7 +113,7 @@ def size(text: object) -> int:
 
 
 def model_by_name(text: str) -> ModelSpec:
-    """The model that --model names: a preset, or else a directory with a `config.json`.
+    """The model of --model: a preset, a directory with a `config.json`, or a name on the hub.
 
     Raises:
         UnknownOptionError: Neither; names the nearest preset.
@@ -122,12 +123,17 @@ def model_by_name(text: str) -> ModelSpec:
     path = Path(text)
     if path.is_dir() and text.lower() not in MODEL_PRESETS:
         return ModelSpec.from_directory(path)
-    if path.name != text:
-        raise ConfigError(
-            f"--model {text}: there is no such directory; by name there are "
-            f"{', '.join(MODEL_PRESETS)}"
-        )
-    return model_preset(text)
+    if path.name == text:
+        return model_preset(text)
+    if text.count("/") == 1 and is_hub_name(text) and not path.parent.is_dir():
+        # It is slow to import, and presets and directories do not need it.
+        from raymoe.memory.checkpoint import fetch_config  # noqa: PLC0415
+
+        config = fetch_config(text)
+        return ModelSpec.from_config(read_json_object(config.parent, config.name), name=text)
+    raise ConfigError(
+        f"--model {text}: there is no such directory; by name there are {', '.join(MODEL_PRESETS)}"
+    )
 
 
 os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # read when Ray is imported

@@ -1,5 +1,6 @@
 """`raymoe models`: what runs, and what a given model is and needs."""
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from raymoe.memory.weights import WeightStore
 from raymoe.specs.families import FAMILIES
 from raymoe.specs.family import Family
 from raymoe.specs.files import is_hub_name, read_json_object
+from raymoe.specs.hardware import HARDWARE_INSTANCES, HARDWARE_PRESETS
 from raymoe.specs.layers import AttentionSpec, DenseSpec, LatentAttentionSpec, MoeSpec, RouterSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
@@ -34,7 +36,11 @@ Source = Annotated[
 ]
 
 
-def run(model: Source = None) -> None:
+def run(
+    model: Source = None,
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
     """List the families and weight formats that run, or say what a model is, and whether it runs.
 
     Of a directory with weights every tensor's name, shape and type is checked, and nothing is
@@ -42,6 +48,9 @@ def run(model: Source = None) -> None:
     refused with the reason, and exit code 2.
     """
     console = Console()
+    if as_json:
+        typer.echo(json.dumps(_known() if model is None else _as_json(model), indent=2))
+        return
     if model is None:
         console.print(families_table())
         console.print(formats_table())
@@ -53,6 +62,30 @@ def run(model: Source = None) -> None:
     else:
         checked = "its weights were not looked at"
     console.print(f"It runs; {checked}.", style="bold")
+
+
+def _known() -> dict[str, list[str]]:
+    lists = {"families": sorted(FAMILIES), "formats": list(METHODS), "models": list(MODEL_PRESETS)}
+    return {**lists, "hardware": [*HARDWARE_PRESETS, *HARDWARE_INSTANCES]}
+
+
+def _as_json(text: str) -> dict[str, object]:
+    spec = _find(text)
+    is_directory = Path(text).is_dir()
+    return {
+        "name": spec.name,
+        "family": spec.model_type,
+        "num_parameters": spec.num_parameters,
+        "num_active_parameters": spec.num_active_parameters,
+        "num_layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "vocab_size": spec.vocab_size,
+        "max_model_len": spec.max_model_len,
+        "weight_format": "none" if spec.quantization is None else spec.quantization.format.name,
+        "weight_bytes": spec.stored_bytes,
+        "kv_bytes_per_token": spec.kv_bytes_per_token(KV_BYTES),
+        "checked": _check_weights(spec, Path(text)) if is_directory else "",
+    }
 
 
 def _find(text: str) -> ModelSpec:

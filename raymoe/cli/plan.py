@@ -1,7 +1,9 @@
 """`raymoe plan`: the policy for a model, a node and a job, what it will take, what would help."""
 
+import json
+import random
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -13,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raymoe.cli import model_by_name, size
-from raymoe.config import MAX_RANKS
+from raymoe.config import DTYPES, MAX_RANKS
 from raymoe.errors import ConfigError, UnknownOptionError
 from raymoe.plan.device_step import KV_BLOCK_TOKENS, DeviceStep, StreamedSteps
 from raymoe.plan.draw import PlanOn, roofline_picture, throughput_picture
@@ -33,6 +35,8 @@ from raymoe.specs.hardware import (
 )
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS
+from raymoe.specs.quantization import WEIGHTS, quantization_of
+from raymoe.specs.weight_format import ITEM_BYTES, PLAIN_FORMATS
 from raymoe.specs.workload import Workload
 from raymoe.units import GB, GIB, TB, format_bytes, format_seconds
 
@@ -239,25 +243,127 @@ def _add_memory(table: Table, footprint: Footprint, available_bytes: int) -> Non
     table.add_row("", "available", format_bytes(available_bytes), end_section=True)
 
 
+LENGTH_COLUMNS = ("prompt_tokens", "generated_tokens")
+MAX_LENGTHS = 4096  # rows of a file that are planned with; more change a plan by less than it errs
+
+
+def read_lengths(path: Path, num_rows: int | None) -> Workload:
+    """The job whose rows have the lengths in a file; `num_rows` is that of the file by default.
+
+    Raises:
+        ConfigError: It cannot be read, lacks a column, or has a length below 1; names the row.
+    """
+    rows = _length_rows(path)
+    lengths = [_lengths_of_row(path, index, row) for index, row in enumerate(rows)]
+    if not lengths:
+        raise ConfigError(f"--lengths {path}: has no rows")
+    if len(lengths) > MAX_LENGTHS:
+        planned = random.Random(0).sample(lengths, MAX_LENGTHS)
+    else:
+        planned = lengths
+    return replace(Workload.of_rows(tuple(planned)), num_rows=num_rows or len(lengths))
+
+
+def _length_rows(path: Path) -> list[Any]:
+    try:
+        if path.suffix in {".parquet", ".pq"}:
+            import pyarrow.parquet as pq  # noqa: PLC0415 - a plan without a file needs no pyarrow
+
+            names = pq.read_schema(path).names
+            wanted = [name for name in LENGTH_COLUMNS if name in names]
+            rows: list[Any] = pq.read_table(path, columns=wanted).to_pylist()
+            return rows
+        return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--lengths {path}: cannot be read: {error}; it takes parquet (.parquet) or JSON lines"
+        ) from error
+
+
+def _lengths_of_row(path: Path, index: int, row: Any) -> tuple[int, int]:
+    cells: list[Any] = [row.get(name) if isinstance(row, dict) else None for name in LENGTH_COLUMNS]
+    for name, cell in zip(LENGTH_COLUMNS, cells, strict=True):
+        if type(cell) is not int or cell < 1:
+            raise ConfigError(
+                f"--lengths {path}: row {index} has {name} {cell!r}; each row needs whole numbers "
+                f"from 1 in {' and '.join(LENGTH_COLUMNS)}"
+            )
+    return cells[0], cells[1]
+
+
+def plan_as_json(plan: Plan, price_per_hour: float | None) -> dict[str, Any]:
+    """Policy, memory in bytes and prediction of a plan, as JSON can hold them."""
+    workload, job = plan.workload, plan.job
+    found: dict[str, Any] = {
+        "model": plan.model_name,
+        "hardware": plan.hardware.name,
+        "num_rows": workload.num_rows,
+        "prompt_tokens": workload.prompt_tokens,
+        "generated_tokens": workload.generated_tokens,
+        "schedule": plan.schedule,
+        "num_ranks": plan.num_ranks,
+        "policy": asdict(plan.policy),
+        "host_memory": dict(plan.footprint.parts),
+        "device_memory": plan.device_footprint and dict(plan.device_footprint.parts),
+        "bound": str(plan.bound),
+        "prefill_tokens_per_s": plan.prefill_tokens_per_s,
+        "decode_tokens_per_s": plan.decode_tokens_per_s,
+        "tokens_per_s": plan.tokens_per_s,
+        "seconds": job.seconds,
+        "num_steps": job.num_steps,
+    }
+    if price_per_hour is not None:
+        found["cost"] = price_per_hour * job.seconds / 3600
+        found["cost_per_million_tokens"] = plan.cost_per_million_tokens(price_per_hour)
+    return found
+
+
 SCHEDULES = ("auto", "resident", *STREAMING_BUILDERS)
 
 Model = Annotated[
     str,
     typer.Option(
-        help=f"A directory with a config.json, or one of {', '.join(MODEL_PRESETS)}.",
+        help="A directory with a config.json, a name on the Hugging Face hub, or one of "
+        f"{', '.join(MODEL_PRESETS)}.",
         metavar="NAME|DIR",
     ),
 ]
 Hardware = Annotated[
     str,
     typer.Option(
-        help=f"A file that raymoe profile wrote, or one of {', '.join(HARDWARE_PRESETS)}.",
+        help="A file that raymoe profile wrote, a cloud instance such as g6.8xlarge or "
+        f"g2-standard-24, or one of {', '.join(HARDWARE_PRESETS)}.",
         metavar="NAME|FILE",
     ),
 ]
 PromptLen = Annotated[int, typer.Option(min=1, help="Mean tokens of a prompt.")]
 GenLen = Annotated[int, typer.Option(min=1, help="Mean tokens to generate for a row.")]
-NumRows = Annotated[int, typer.Option(min=1, help="Rows of the job.")]
+NumRows = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help=f"Rows of the job; {DEFAULT_WORKLOAD.num_rows} by default, or those of --lengths.",
+    ),
+]
+Lengths = Annotated[
+    Path | None,
+    typer.Option(
+        help=f"Parquet or JSON lines with {' and '.join(LENGTH_COLUMNS)} of each row, instead of "
+        "--prompt-len and --gen-len.",
+    ),
+]
+Weights = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Format of the weights: {', '.join(WEIGHTS)}; by default what the model has.",
+        metavar="NAME",
+    ),
+]
+KvDtype = Annotated[
+    str,
+    typer.Option(help=f"Type of the KV cache: {', '.join(DTYPES)}.", metavar="NAME"),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 ScheduleName = Annotated[
     str,
     typer.Option(
@@ -308,7 +414,10 @@ def run(  # noqa: PLR0913 - the options of a command
     hardware: Hardware,
     prompt_len: PromptLen = DEFAULT_WORKLOAD.prompt_tokens,
     gen_len: GenLen = DEFAULT_WORKLOAD.generated_tokens,
-    num_rows: NumRows = DEFAULT_WORKLOAD.num_rows,
+    num_rows: NumRows = None,
+    lengths: Lengths = None,
+    weights: Weights = None,
+    kv_dtype: KvDtype = "auto",
     schedule: ScheduleName = "auto",
     host_memory: HostMemory = None,
     device_memory: DeviceMemory = None,
@@ -318,6 +427,7 @@ def run(  # noqa: PLR0913 - the options of a command
     what_if: WhatIf = False,
     plot: Plot = False,
     out: Out = Path("raymoe-plan"),
+    as_json: AsJson = False,
 ) -> None:
     """Choose how to run a model on a node, and predict speed, time and cost of a job.
 
@@ -326,15 +436,25 @@ def run(  # noqa: PLR0913 - the options of a command
     with the bytes that are missing.
     """
     spec = model_by_name(model)
+    if weights is not None:
+        spec = replace(spec, quantization=quantization_of(weights), dtype="bfloat16")
     node = _node(hardware, host_memory, device_memory)
-    workload = Workload(num_rows=num_rows, prompt_tokens=prompt_len, generated_tokens=gen_len)
+    if lengths is not None:
+        workload = read_lengths(lengths, num_rows)
+    else:
+        rows = num_rows or DEFAULT_WORKLOAD.num_rows
+        workload = Workload(num_rows=rows, prompt_tokens=prompt_len, generated_tokens=gen_len)
     _check(spec, node, workload, schedule=schedule, max_context=max_context)
     spec, node = of_one_rank(spec, node, tensor_parallel)
     plan_on: PlanOn = partial(
-        find_plan, spec, workload=workload, schedule=schedule, max_model_len=max_context
-    )
+        find_plan, spec, workload=workload, schedule=schedule, max_model_len=max_context,
+        kv_bytes_per_element=_kv_bytes(kv_dtype),
+    )  # fmt: skip
     plan = plan_on(node)
-    _print(plan, price_per_hour)
+    if as_json:
+        typer.echo(json.dumps(plan_as_json(plan, price_per_hour), indent=2))
+    else:
+        _print(plan, price_per_hour)
     if what_if:
         with _planning_others():
             table = _what_if_table(plan, plan_on)
@@ -343,6 +463,12 @@ def run(  # noqa: PLR0913 - the options of a command
         with _planning_others():
             pictures = _pictures(plan, spec, plan_on)
         _write(pictures, out)
+
+
+def _kv_bytes(dtype: str) -> int | None:
+    if dtype not in DTYPES:
+        raise UnknownOptionError(dtype, DTYPES, "--kv-dtype")
+    return None if dtype == "auto" else ITEM_BYTES[PLAIN_FORMATS[dtype].dtype]
 
 
 def _node(name: str, host_memory: int | None, device_memory: int | None) -> HardwareSpec:
@@ -369,11 +495,10 @@ def _check(
     if schedule != "auto" and not node.has_gpu:
         raise ConfigError(f"--schedule {schedule}: {node.name} has no GPU; leave it out")
     longest = min(max_context or model.max_model_len, model.max_model_len)
-    if workload.context_tokens > longest:
-        raise ConfigError(
-            f"a row has {workload.prompt_tokens} + {workload.generated_tokens} tokens; "
-            f"{model.name} takes {longest}"
-        )
+    rows = workload.row_lengths or ((workload.prompt_tokens, workload.generated_tokens),)
+    prompt, generated = max(rows, key=sum)
+    if prompt + generated > longest:
+        raise ConfigError(f"a row has {prompt} + {generated} tokens; {model.name} takes {longest}")
 
 
 def _print(plan: Plan, price_per_hour: float | None) -> None:

@@ -149,13 +149,13 @@ class DeviceSizes:
             self.job.hardware.host_memory_bytes,
             what=what,
             advice="Choose a node with more host memory, shorter sequences (max_model_len; "
-            "--max-context), or weights in fewer bits.",
+            "--max-context), or weights in fewer bits (raymoe plan --weights fp8).",
         )
         device_footprint(self.job.model, self.job.work, sized).check_fits(
             self.job.hardware.gpu_memory_bytes,
             what=what,
             advice="Two layers must fit on the device; choose a larger one, or weights in fewer "
-            "bits.",
+            "bits (raymoe plan --weights fp8).",
         )
         raise InfeasiblePlanError(f"{what} fits {self.job.hardware.name}, but no policy does")
 

@@ -302,6 +302,48 @@ _NODES = (
 HARDWARE_PRESETS: Mapping[str, HardwareSpec] = {node.name: node for node in _NODES}
 
 
+# vCPUs, memory in GiB, GPU and number of GPUs, as the providers publish them; rates per core are
+# those of the preset with that GPU.
+_INSTANCES: Mapping[str, tuple[int, int, str, int]] = {
+    f"{family}.{size}xlarge".replace(".1x", ".x", size == 1): (
+        4 * size, size * gib_of_four, gpu, num_gpus
+    )
+    for family, gpu, gib_of_four in (("g4dn", "t4", 16), ("g5", "a10", 16), ("g6", "l4", 16),
+                                     ("g6e", "l40s", 32))
+    for size, num_gpus in ((1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (12, 4), (24, 4), (48, 8))
+    if family != "g4dn" or size <= 16
+} | {
+    f"g2-standard-{cpus}": (cpus, 4 * cpus, "l4", num_gpus)
+    for cpus, num_gpus in ((4, 1), (8, 1), (12, 1), (16, 1), (32, 1), (24, 2), (48, 4), (96, 8))
+} | {
+    f"a2-ultragpu-{count}g": (12 * count, 170 * count, "a100", count) for count in (1, 2, 4, 8)
+} | {
+    "a3-highgpu-1g": (26, 234, "h100", 1),
+    "a3-highgpu-8g": (208, 1872, "h100", 8),
+    "p4de.24xlarge": (96, 1152, "a100", 8),
+    "p5.48xlarge": (192, 2048, "h100", 8),
+    "p5e.48xlarge": (192, 2048, "h200", 8),
+}  # fmt: skip
+
+
+def _instance(name: str) -> HardwareSpec:
+    num_vcpus, memory_gib, gpu, num_gpus = _INSTANCES[name]
+    preset, cores = HARDWARE_PRESETS[gpu], max(1, num_vcpus // 2)  # two vCPUs are one core
+    factor = cores / preset.num_cores
+    return replace(
+        preset,
+        name=f"{name} ({num_gpus} x {gpu})",
+        num_cores=cores,
+        host_memory_bytes=int(USABLE_FRACTION * memory_gib * GIB),
+        host_bytes_per_s=factor * preset.host_bytes_per_s,
+        host_flop_per_s=factor * preset.host_flop_per_s,
+        host_copy_bytes_per_s=factor * preset.host_copy_bytes_per_s,
+    )
+
+
+HARDWARE_INSTANCES: Mapping[str, HardwareSpec] = {name: _instance(name) for name in _INSTANCES}
+
+
 def is_hardware_file(text: str) -> bool:
     return text.endswith(".json") or Path(text).name != text
 
@@ -312,7 +354,8 @@ def find_hardware(text: str) -> HardwareSpec:
 
 
 def hardware_preset(name: str) -> HardwareSpec:
-    """The preset of this name, ignoring case; raises UnknownOptionError with suggestions."""
-    if name.lower() not in HARDWARE_PRESETS:
-        raise UnknownOptionError(name, HARDWARE_PRESETS, "hardware preset")
-    return HARDWARE_PRESETS[name.lower()]
+    """The GPU or cloud instance of this name; raises UnknownOptionError with suggestions."""
+    known = {**HARDWARE_PRESETS, **HARDWARE_INSTANCES}
+    if name.lower() not in known:
+        raise UnknownOptionError(name, known, "hardware preset")
+    return known[name.lower()]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from raymoe.errors import UnsupportedModelError
+from raymoe.errors import UnknownOptionError, UnsupportedModelError
 from raymoe.specs.layer_weights import EXPERTS, HEAD, ROUTER
 from raymoe.specs.weight_format import (
     FP8_COLUMNS,
@@ -24,6 +24,7 @@ from raymoe.specs.weight_format import (
 )
 
 MAX_REPETITIONS = 6
+WEIGHTS = ("bf16", "fp8", "int4", "mxfp4")  # `quantization_of`
 _UNDERSTOOD = re.compile(
     r"(?: [\w\-/ ] | \.[*+]? | \\\. | \\d\+? | \[[\w\-]+\]\+? | \(\?: | [()|^$] )*", re.VERBOSE
 )
@@ -140,6 +141,23 @@ def parse_quantization(value: object) -> Quantization | None:
     if not isinstance(method, str) or method not in METHODS:
         raise _refusal("quant_method", method, tuple(METHODS))
     return METHODS[method].read(value)
+
+
+def quantization_of(weights: str) -> Quantization | None:
+    """The format that most checkpoints of this kind have; None for bf16.
+
+    Raises:
+        UnknownOptionError: Not one of `WEIGHTS`.
+    """
+    if weights not in WEIGHTS:
+        raise UnknownOptionError(weights, WEIGHTS, "weight format")
+    if weights == "int4":
+        return Quantization(method="compressed-tensors", format=PackedInt4(group_size=32))
+    if weights == "fp8":
+        return Quantization(method="fp8", format=Fp8Block())
+    if weights == "mxfp4":
+        return Quantization(method="mxfp4", format=Mxfp4(), is_experts_only=True)
+    return None
 
 
 def _fp8(config: Config) -> Quantization:

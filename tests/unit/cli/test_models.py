@@ -105,3 +105,13 @@ def test_what_is_not_understood_is_refused(
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
     assert run(["models", "org/name"]) == 1
     assert "no network" in capsys.readouterr().err
+
+
+def test_json_has_what_the_tables_have(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["models", "--json"]) == 0
+    known = json.loads(capsys.readouterr().out)
+    assert set(known["families"]) == {*FAMILIES}
+    assert run(["models", "mixtral-8x7b", "--json"]) == 0
+    found, spec = json.loads(capsys.readouterr().out), model_preset("mixtral-8x7b")
+    assert found["weight_bytes"] == spec.stored_bytes
+    assert found["num_parameters"] == spec.num_parameters

@@ -8,7 +8,10 @@ import sys
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from raymoe.cli import run
@@ -19,6 +22,7 @@ from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.schedule.timeline import Span, Timeline
 from raymoe.specs.hardware import HARDWARE_PRESETS, HardwareSpec, hardware_preset
 from raymoe.specs.model import ModelSpec
+from raymoe.specs.quantization import quantization_of
 from raymoe.specs.workload import Workload
 from raymoe.units import GIB, format_bytes, format_seconds
 
@@ -268,3 +272,90 @@ def test_planning_needs_no_library_that_computes() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_on_every_node_is_planned_or_refused(name: str, hardware: str) -> None:
     check_outcome(plan_without_libraries("--model", name, "--hardware", hardware))
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert run(["plan", *arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_a_plan_as_json_is_the_one_that_is_printed(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = find_plan(ModelSpec.from_directory(model), NODE, WORKLOAD)
+    given = ("--model", model, "--hardware", "t4", *MEMORY, *JOB, "--price-per-hour", "2")
+    found = planned(capsys, *given)
+    assert found["tokens_per_s"] == plan.tokens_per_s
+    assert found["policy"]["num_kv_blocks"] == plan.policy.num_kv_blocks
+    assert sum(found["host_memory"].values()) == plan.footprint.total
+    assert found["cost"] == pytest.approx(2 * plan.job.seconds / 3600)
+
+
+def test_weights_and_cache_in_fewer_bits_take_less(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--model", model, "--hardware", "g6.8xlarge", *JOB)
+    spec = ModelSpec.from_directory(model)
+    sizes = [
+        replace(spec, quantization=quantization_of(name)).weight_bytes(2)
+        for name in ("bf16", "fp8", "int4")
+    ]
+    # Fp8 has a byte, int4 half a byte and a 16-bit scale for 32 of them; embeddings stay.
+    assert sizes[1] / sizes[0] == pytest.approx(0.5, abs=0.05)
+    assert sizes[2] / sizes[0] == pytest.approx(4.5 / 16, abs=0.05)
+    rates = [
+        planned(capsys, *given, "--weights", name)["tokens_per_s"] for name in ("bf16", "int4")
+    ]
+    assert rates[1] > rates[0]
+    wide, narrow = (planned(capsys, *given, "--kv-dtype", name) for name in ("float32", "bfloat16"))
+    blocks = [each["policy"]["num_kv_blocks"] for each in (wide, narrow)]
+    caches = [each["device_memory"]["KV cache"] for each in (wide, narrow)]
+    assert caches[0] / blocks[0] == 2 * caches[1] / blocks[1]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_lengths_come_from_a_file(
+    suffix: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dice, path = random.Random(), tmp_path / f"lengths.{suffix}"
+    lengths = [(dice.randint(1, 900), dice.randint(1, 100)) for _ in range(200)]
+    rows = [{"prompt_tokens": prompt, "generated_tokens": count} for prompt, count in lengths]
+    if suffix == "jsonl":
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    plan = find_plan(ModelSpec.from_directory(model), NODE, Workload.of_rows(tuple(lengths)))
+    given = ("--model", model, "--hardware", "t4", *MEMORY, "--lengths", str(path))
+    found = planned(capsys, *given)
+    assert (found["num_rows"], found["tokens_per_s"]) == (200, plan.tokens_per_s)
+    assert planned(capsys, *given, "--num-rows", "500")["num_rows"] == 500
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ('{"prompt_tokens": 3}', "row 0 has generated_tokens None"),
+        ('{"prompt_tokens": 0, "generated_tokens": 1}', "row 0 has prompt_tokens 0"),
+        ("[1]", "row 0 has prompt_tokens None"),
+        ("{", "cannot be read"),
+        ("", "has no rows"),
+    ],
+)
+def test_bad_lengths_are_named(
+    content: str, problem: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "lengths.jsonl"
+    path.write_text(content)
+    assert run(["plan", "--model", model, "--hardware", "t4", "--lengths", str(path)]) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_an_instance_has_its_own_host() -> None:
+    small, large = hardware_preset("g6.xlarge"), hardware_preset("G6.16xlarge")
+    assert (small.num_cores, large.num_cores) == (2, 32)
+    assert large.host_memory_bytes == pytest.approx(16 * small.host_memory_bytes, rel=1e-6)
+    assert (
+        small.gpu_memory_bytes == large.gpu_memory_bytes == HARDWARE_PRESETS["l4"].gpu_memory_bytes
+    )
