@@ -7,12 +7,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from raymoe.chat.parser import ChatParser
 from raymoe.config import SamplingParams
 from raymoe.engine.outputs import Generation, TokenLogprob
 from raymoe.errors import ConfigError
 
 ERROR_COLUMN = "__inference_error__"
 CHOICES_COLUMN = "choices"
+NO_PARSER = ChatParser()
 
 _CANDIDATE = [("token_id", pa.int32()), ("logprob", pa.float32())]
 _LOGPROBS = pa.list_(pa.struct([*_CANDIDATE, ("top", pa.list_(pa.struct(_CANDIDATE)))]))
@@ -24,17 +26,15 @@ _FIELDS = (
     pa.field("finish_reason", pa.string()),
     pa.field(ERROR_COLUMN, pa.string()),
 )
-_CHOICES = pa.list_(
-    pa.struct(
-        [
-            ("text", pa.string()),
-            ("token_ids", pa.list_(pa.int32())),
-            ("finish_reason", pa.string()),
-            ("num_generated_tokens", pa.int32()),
-            ("logprobs", _LOGPROBS),
-        ]
-    )
-)
+_CHOICE = [
+    ("text", pa.string()),
+    ("token_ids", pa.list_(pa.int32())),
+    ("finish_reason", pa.string()),
+    ("num_generated_tokens", pa.int32()),
+    ("logprobs", _LOGPROBS),
+]
+REASONING_COLUMN, CALLS_COLUMN = "reasoning_text", "tool_calls"
+_CALLS = pa.list_(pa.struct([("name", pa.string()), ("arguments", pa.string())]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +44,18 @@ class OutputColumns:
     fields: tuple[pa.Field, ...]
 
     @classmethod
-    def of(cls, defaults: SamplingParams, *, has_choices: bool = False) -> "OutputColumns":
-        fields = list(_FIELDS)
+    def of(
+        cls,
+        defaults: SamplingParams,
+        *,
+        has_choices: bool = False,
+        parser: ChatParser = NO_PARSER,
+    ) -> "OutputColumns":
+        parts = [(REASONING_COLUMN, pa.string())] if parser.reasoning is not None else []
+        parts += [(CALLS_COLUMN, _CALLS)] if parser.tool_calls is not None else []
+        fields = [*_FIELDS, *(pa.field(name, kind) for name, kind in parts)]
         if has_choices:
-            fields.append(pa.field(CHOICES_COLUMN, _CHOICES))
+            fields.append(pa.field(CHOICES_COLUMN, pa.list_(pa.struct([*_CHOICE, *parts]))))
         if defaults.n > 1:
             fields.append(pa.field("generated_texts", pa.list_(pa.string())))
         if defaults.logprobs is not None:
@@ -94,11 +102,17 @@ def _choice_cell(one: Generation) -> dict[str, Any]:
         "finish_reason": one.finish_reason,
         "num_generated_tokens": one.num_generated_tokens,
         "logprobs": _logprob_cells(one.logprobs),
+        REASONING_COLUMN: one.reasoning,
+        CALLS_COLUMN: _call_cells(one),
     }
 
 
 def _value_cell(name: str) -> Callable[[Generation], Any]:
     return lambda one: (one.values or {}).get(name)
+
+
+def _call_cells(one: Generation) -> list[dict[str, str]]:
+    return [{"name": call.name, "arguments": call.arguments} for call in one.tool_calls]
 
 
 _CELLS: dict[str, Callable[[Generation], Any]] = {
@@ -108,6 +122,8 @@ _CELLS: dict[str, Callable[[Generation], Any]] = {
     "num_generated_tokens": lambda one: one.num_generated_tokens,
     "finish_reason": lambda one: one.finish_reason,
     ERROR_COLUMN: lambda one: one.error,
+    REASONING_COLUMN: lambda one: one.reasoning,
+    CALLS_COLUMN: _call_cells,
     CHOICES_COLUMN: lambda one: [_choice_cell(sample) for sample in (one, *one.others)],
     "generated_texts": lambda one: [one.text, *(other.text for other in one.others)],
     "logprobs": lambda one: _logprob_cells(one.logprobs),
@@ -128,6 +144,7 @@ _OF_A_SAMPLE = {
     "finish_reason": "finish_reason",
     "logprobs": "logprobs",
 }
+_PARTS_OF_A_SAMPLE = (REASONING_COLUMN, CALLS_COLUMN)
 
 
 def explode_samples(table: pa.Table) -> pa.Table:
@@ -163,6 +180,9 @@ def explode_samples(table: pa.Table) -> pa.Table:
     ).take(rows)
     for name, key in _OF_A_SAMPLE.items():
         exploded = _with_column(exploded, name, pc.struct_field(samples, key))
+    for name in _PARTS_OF_A_SAMPLE:
+        if name in exploded.column_names:
+            exploded = _with_column(exploded, name, pc.struct_field(samples, name))
     firsts = pc.subtract(pc.cumulative_sum(counts), counts)
     indices = pc.subtract(pa.array(range(len(rows)), pa.int32()), firsts.take(rows))
     exploded = _with_column(exploded, INDEX_COLUMN, indices.cast(pa.int32()))

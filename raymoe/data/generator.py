@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pyarrow as pa
 
+from raymoe.chat.parser import ChatParser
 from raymoe.config import (
     EngineConfig,
     SamplingParams,
     as_engine_config,
     as_sampling_params,
 )
+from raymoe.data.columns import NO_PARSER, OutputColumns
 from raymoe.data.job_rows import Found, JobRows, check_job
 from raymoe.data.journal import SYNC_EVERY_S
 from raymoe.data.manifest import Manifest
@@ -30,9 +32,9 @@ from raymoe.data.status import make_status_directory, status_beside
 from raymoe.data.tasks import read_task, reader_and_columns
 from raymoe.engine.outputs import Generation
 from raymoe.engine.tasks.rows import TaskOptions, TaskRow
-from raymoe.engine.tokenizer import check_template_kwargs
+from raymoe.engine.tokenizer import Chat, check_template_kwargs
 from raymoe.errors import ConfigError, ExecutionError, UnknownOptionError
-from raymoe.specs.files import local_model
+from raymoe.specs.files import local_model, read_chat_template
 from raymoe.specs.model import ModelSpec
 
 if TYPE_CHECKING:
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 
 SAMPLING_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 LAST_FLUSH_S = 10.0  # a slow disk must not delay the replacement of a broken process
+
+Decode = Callable[[Sequence[Sequence[int]]], Sequence[str | Exception]]
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +102,12 @@ class MoEGenerator:
         error_column: Rows with text in this column become error rows with that text.
         has_choices: Adds a column with all samples of a row, their finish reasons and log
             probabilities; rows may then ask for ``n`` and ``logprobs`` themselves.
+        reasoning_parser: Splits reasoning from the answers of rows with messages, into a column
+            ``reasoning_text``. "auto" finds the parser from the chat template and adds the column
+            if the template marks reasoning; "none" leaves reasoning in ``generated_text``.
+        tool_call_parser: The same for the calls of rows with tools, into a column ``tool_calls`` (a
+            list of name and arguments, as JSON text). "auto" needs a tools_column. What cannot be
+            read stays in ``generated_text``.
         engine_config: An `EngineConfig`, or its fields as a dict.
         should_continue_on_error: False raises on the first error row instead.
         seed: For rows whose parameters have none.
@@ -123,6 +133,10 @@ class MoEGenerator:
         task_options: Fields of `raymoe.engine.tasks.rows.TaskOptions`.
     """
 
+    _template = ""  # the chat template, once the engine is open
+    _parser = NO_PARSER
+    _has_finished_a_batch = _has_generated_a_batch = False
+
     def __init__(  # noqa: PLR0913 - the options of a user, all keyword-only
         self,
         model_source: str | Path,
@@ -133,6 +147,8 @@ class MoEGenerator:
         id_column: str | None = None,
         tools_column: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        reasoning_parser: str = "auto",
+        tool_call_parser: str = "auto",
         error_column: str | None = None,
         has_choices: bool = False,
         engine_config: EngineConfig | Mapping[str, Any] | None = None,
@@ -160,9 +176,9 @@ class MoEGenerator:
         )  # fmt: skip
         self._task = read_task(task, task_options)
         self._reader, self._columns = reader_and_columns(reader, self._task)
+        parsers = (reasoning_parser, tool_call_parser, tools_column is not None)
+        ChatParser.of("", *parsers)  # refuses unknown names before the model loads
         self._should_continue_on_error = should_continue_on_error
-        self._has_finished_a_batch = False
-        self._has_generated_a_batch = False
         config = _with_changes(
             as_engine_config(engine_config), seed=seed, expected_calls=max_concurrent_calls,
             linger_s=linger_s, on_too_long=on_too_long, head="none" if task == "embed" else None,
@@ -174,12 +190,13 @@ class MoEGenerator:
             model_source = identity.directory  # the engine loads what was identified
             of = (identity, defaults, config, template_kwargs, self._task)
             make_manifest = functools.partial(Manifest.of, *of)
-            check_job(journal_dir, make_manifest())  # in a second, not after minutes of loading
-            job = (journal_dir, identity, make_manifest, journal_sync_s)
-            open_job = functools.partial(_open_job, *job)
+            open_job = _prepare_job(journal_dir, identity, make_manifest, journal_sync_s)
             status_dir = status_dir or _status_beside(journal_dir)
         self._counts = RowCounter()
         self._load(model_source, config, name=name, status_dir=status_dir, open_job=open_job)
+        if self._task is None:
+            self._parser = ChatParser.of(self._template, *parsers)
+            self._columns = OutputColumns.of(defaults, has_choices=has_choices, parser=self._parser)
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         """Generate for one table; blocks until all its rows are done."""
@@ -191,11 +208,12 @@ class MoEGenerator:
             )
         if self._engine is None:
             raise ExecutionError("this MoEGenerator is closed")
-        generations = self._generate(self._engine, self._reader.read(batch))
+        requests = self._reader.read(batch)
+        generations = self._generate(self._engine, requests)
         self._has_finished_a_batch = True
         if not self._should_continue_on_error:
             _raise_first_error(generations)
-        return self._columns.append(batch, generations)
+        return self._columns.append(batch, self._split(self._engine, requests, generations))
 
     def close(self) -> None:
         """Stop the engine and free its memory; idempotent.
@@ -240,7 +258,9 @@ class MoEGenerator:
 
     def _open_engine(self, model_source: str | Path, config: EngineConfig) -> "Engine":
         """Load the engine; subclasses override this."""
-        return _load_engine(model_source, config)
+        engine = _load_engine(model_source, config)
+        self._template = read_chat_template(engine.directory)
+        return engine
 
     def _check(self, batch: pa.Table) -> None:
         if not isinstance(batch, pa.Table):
@@ -278,6 +298,19 @@ class MoEGenerator:
         self._counts.add(generations, num_found=len(known) - len(missing))
         return generations
 
+    def _split(
+        self, engine: "Engine", requests: Sequence[RowRequest], generations: list[Generation]
+    ) -> list[Generation]:
+        """Split answers to chats; the journal keeps them whole, so parsers may change."""
+        if self._parser == NO_PARSER:
+            return generations
+        return [
+            split_generation(self._parser, request, generation, engine.decode)
+            if generation.prompt_end and not generation.error
+            else generation
+            for request, generation in zip(requests, generations, strict=True)
+        ]
+
     def _fail(self, error: Exception) -> NoReturn:
         """End the process inside a Ray actor, so that Ray restarts it; raise elsewhere.
 
@@ -304,6 +337,46 @@ def _with_changes(config: EngineConfig, **changes: Any) -> EngineConfig:
     return dataclasses.replace(config, **given)
 
 
+def split_generation(
+    parser: ChatParser, request: RowRequest, generation: Generation, decode: Decode
+) -> Generation:
+    """Return a generation and its samples with reasoning and tool calls apart from the text."""
+    chat = request.prompt if isinstance(request.prompt, Chat) else Chat(request.prompt or ())  # type: ignore[arg-type]
+    last = chat.messages[-1]
+    content = last.get("content") if last.get("role") == "assistant" else None
+    samples = (generation, *generation.others)
+    texts: Sequence[str | Exception] = [sample.text for sample in samples]
+    if parser.needs_special_tokens:
+        stops = request.sampling_params.stop_strings
+        texts = [_text_with_marks(sample, stops, decode) for sample in samples]
+    done = []
+    for sample, text in zip(samples, texts, strict=True):
+        if isinstance(text, Exception):
+            done.append(Generation.from_error(text, sample.num_input_tokens))
+            continue
+        thought, answer, calls = parser.split(
+            text,
+            prompt_end=generation.prompt_end,
+            continued=content if isinstance(content, str) else "",
+            tools=chat.tools,
+        )
+        done.append(
+            dataclasses.replace(sample, text=answer, reasoning=thought, tool_calls=calls, others=())
+        )
+    return dataclasses.replace(done[0], others=tuple(done[1:]))
+
+
+def _text_with_marks(sample: Generation, stops: Sequence[str], decode: Decode) -> str | Exception:
+    """Decode with the special tokens that mark parts, cut as the engine cuts texts."""
+    has_ended = sample.finish_reason == "stop"
+    whole, cut = decode([sample.token_ids, sample.token_ids[: -1 if has_ended else None]])
+    places = [] if isinstance(whole, Exception) else [*map(whole.find, stops)]
+    places = [place for place in places if place >= 0]
+    if isinstance(whole, Exception) or not places:
+        return cut
+    return whole[: min(places)]
+
+
 def _status_beside(journal_dir: str | Path) -> Path | None:
     try:
         return make_status_directory(status_beside(Path(journal_dir).expanduser().absolute()))
@@ -323,6 +396,16 @@ def _identify(model_source: str | Path) -> "ModelIdentity":
     from raymoe.engine.identity import ModelIdentity  # noqa: PLC0415 - loads torch, as above
 
     return ModelIdentity.of(model_source)
+
+
+def _prepare_job(
+    directory: str | Path,
+    identity: "ModelIdentity",
+    make_manifest: Callable[[], Manifest],
+    sync_every_s: float,
+) -> Callable[[], JobRows]:
+    check_job(directory, make_manifest())  # in a second, not after minutes of loading
+    return functools.partial(_open_job, directory, identity, make_manifest, sync_every_s)
 
 
 def _open_job(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raymoe.config import EngineConfig, SamplingParams, as_engine_config, as_sampling_params
-from raymoe.data.columns import ERROR_COLUMN
+from raymoe.data.columns import CALLS_COLUMN, ERROR_COLUMN, REASONING_COLUMN
 from raymoe.data.generator import MoEGenerator
 from raymoe.data.rows import SAMPLING_COLUMN, RowReader
 from raymoe.data.sizing import configure_data_context, map_batches_kwargs
@@ -224,7 +224,8 @@ def build_processor(  # noqa: PLR0917 - the arguments of ray.data.llm
     return Processor(
         model_source=str(given["model_source"]),
         operator_kwargs=options,
-        output_names=frozenset(field.name for field in columns.fields),
+        output_names=frozenset(field.name for field in columns.fields)
+        | {REASONING_COLUMN, CALLS_COLUMN},
         preprocess=preprocess or _same,
         postprocess=postprocess or _same,
         preprocess_map_kwargs=preprocess_map_kwargs or {},

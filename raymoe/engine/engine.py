@@ -361,6 +361,15 @@ class Engine:
         """Embeddings of prompts; needs `EngineConfig(head="none")`."""
         return self.run_task([TaskRow(one) for one in prompts], {"task": "embed", **options})
 
+    @property
+    def directory(self) -> Path:
+        """Where the model's files are."""
+        return self._parts.tokenizer.directory
+
+    def decode(self, sequences: Sequence[Sequence[int]]) -> list[str | Exception]:
+        """Decode token ids with their special tokens; a text, or why there is none."""
+        return self._parts.tokenizer.decode_all(sequences, keeps_special=True)
+
     def stats(self) -> EngineStats:
         """A snapshot of the counts."""
         self._check_process()

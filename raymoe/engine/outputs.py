@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
+    from raymoe.chat.tool_calls import ToolCall
     from raymoe.engine.sequence import ScheduledStep
 
 
@@ -40,6 +41,9 @@ class Generation:
         error: "" if fine, else "Type: message".
         others: Samples 1 to n - 1; this one is sample 0.
         values: What a task besides generation found, by the name of its column.
+        prompt_end: The end of a rendered chat; "" for other prompts.
+        reasoning: What `MoEGenerator` has split from the text; None where there is none.
+        tool_calls: The same of calls.
     """
 
     text: str = ""
@@ -53,6 +57,9 @@ class Generation:
     error: str = ""
     others: tuple["Generation", ...] = ()
     values: Mapping[str, Any] | None = None
+    prompt_end: str = ""
+    reasoning: str | None = None
+    tool_calls: tuple["ToolCall", ...] = ()
 
     @classmethod
     def from_error(cls, error: Exception, num_input_tokens: int = 0) -> "Generation":

@@ -33,6 +33,7 @@ class Request:
         reading: What is read off its prompt instead of generating after it; None generates.
         order: Order of arrival among requests.
         prefix_keys: Of the prompt's full blocks; None until the scheduler needs them.
+        prompt_end: The last characters of a rendered chat; "" for other prompts.
         undecoded: Token ids whose text is still missing in `finished`, by index.
     """
 
@@ -44,6 +45,7 @@ class Request:
     future: Future[Generation]
     reading: Reading | None = None
     order: int = 0
+    prompt_end: str = ""
     prefix_keys: tuple[bytes, ...] | None = None
     samples: list["Sample"] = field(default_factory=list)
     finished: list[Generation | None] = field(default_factory=list)
@@ -56,7 +58,7 @@ class Request:
     @property
     def generation(self) -> Generation:
         first, *others = [entry for entry in self.finished if entry is not None]
-        return dataclasses.replace(first, others=tuple(others))
+        return dataclasses.replace(first, others=tuple(others), prompt_end=self.prompt_end)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -123,6 +125,7 @@ class Sample:
 
 
 DEFAULT_PARAMS = SamplingParams()
+PROMPT_END_CHARACTERS = 32  # enough for a marker of reasoning
 MAX_ROW_LOGPROBS = 1 << 20  # 128 MiB of entries
 
 
@@ -252,6 +255,7 @@ class InputProcessor:
             seed=self._seed if checked.seed is None else checked.seed,
             row_key=_hash_row(tokens, checked) if row.key is None else hash_key(row.key),
             future=Future(),
+            prompt_end=_chat_end(row.prompt),
         )
 
     def _check_params(self, params: object) -> SamplingParams:
@@ -311,6 +315,12 @@ class InputProcessor:
                 f"{self._num_kv_blocks}: reduce max_tokens, shorten the prompt, or give the "
                 "engine more host memory"
             )
+
+
+def _chat_end(prompt: Text | Int32s) -> str:
+    if not isinstance(prompt, Text) or prompt.has_special:
+        return ""
+    return prompt.text[-PROMPT_END_CHARACTERS:]
 
 
 def _check_num_logprobs(params: SamplingParams, num_prompt_tokens: int, limit: int) -> None:

@@ -1,5 +1,6 @@
 """Tokenizers and chat templates in helper processes with limits; stop strings."""
 
+import functools
 import json
 import re
 import threading
@@ -407,15 +408,18 @@ class Tokenizer:
         """
         return _value(self.decode_all([token_ids])[0])
 
-    def decode_all(self, sequences: Sequence[Sequence[int]]) -> list[str | Exception]:
-        """Decode each sequence without special tokens, or return its error."""
+    def decode_all(
+        self, sequences: Sequence[Sequence[int]], *, keeps_special: bool = False
+    ) -> list[str | Exception]:
+        """Decode each sequence, without special tokens unless asked, or return its error."""
         if not self.is_present:
             return [""] * len(sequences)
         self.load()
         results: list[str | Exception] = []
         every = [*range(len(sequences))]
+        decode = functools.partial(self._decode_batch, keeps_special=keeps_special)
         for batch in _batches(every, [*map(len, sequences)], MAX_BATCH_TOKENS):
-            results += _try_all([sequences[index] for index in batch], self._decode_batch)
+            results += _try_all([sequences[index] for index in batch], decode)
         return results
 
     def close(self) -> None:
@@ -526,7 +530,7 @@ class Tokenizer:
         return np.concatenate(found[::-1] if is_reversed else found)
 
     def _decode_batch(
-        self, sequences: Sequence[Sequence[int]], num_tries: int
+        self, sequences: Sequence[Sequence[int]], num_tries: int, *, keeps_special: bool
     ) -> list[str | Exception]:
         assert self._decoder is not None
         counts = [*map(len, sequences)]
@@ -534,7 +538,10 @@ class Tokenizer:
         cpu_s = REQUEST_LIMIT_S + LIMIT_S_PER_TOKEN * len(ids)
         try:
             answer, _ = self._decoder.ask(
-                {"counts": counts}, ids.tobytes(), cpu_s=cpu_s, num_tries=num_tries
+                {"counts": counts, "keeps_special": keeps_special},
+                ids.tobytes(),
+                cpu_s=cpu_s,
+                num_tries=num_tries,
             )
         except ConfigError as error:
             raise DecodeError(f"generated tokens cannot be decoded: {error}") from error

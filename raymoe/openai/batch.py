@@ -193,7 +193,9 @@ def request_digest(row: Mapping[str, Any]) -> str:
 def _completion(row: Mapping[str, Any], digest: str, created: int) -> dict[str, Any]:
     is_chat = row["url"] == CHAT
     choices = row[CHOICES_COLUMN]
-    make: Callable[[Mapping[str, Any]], dict[str, Any]] = _chat_choice if is_chat else _text_choice
+    make: Callable[[Mapping[str, Any], str], dict[str, Any]] = (
+        _chat_choice if is_chat else _text_choice
+    )
     completion_tokens = sum(choice["num_generated_tokens"] for choice in choices)
     return {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{digest}",
@@ -201,7 +203,11 @@ def _completion(row: Mapping[str, Any], digest: str, created: int) -> dict[str, 
         "created": created,
         "model": row["model"],
         "choices": [
-            {"index": index, **make(choice), "finish_reason": choice["finish_reason"]}
+            {
+                "index": index,
+                "finish_reason": choice["finish_reason"],
+                **make(choice, f"{digest}-{index}"),
+            }
             for index, choice in enumerate(choices)
         ],
         "usage": {
@@ -212,11 +218,21 @@ def _completion(row: Mapping[str, Any], digest: str, created: int) -> dict[str, 
     }
 
 
-def _chat_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
-    logprobs = choice["logprobs"]
+def _chat_choice(choice: Mapping[str, Any], key: str) -> dict[str, Any]:
+    logprobs, calls = choice["logprobs"], choice.get("tool_calls")
+    message = {"role": "assistant", "content": choice["text"]}
+    if choice.get("reasoning_text") is not None:  # vLLM's name, and its former one
+        message |= dict.fromkeys(("reasoning", "reasoning_content"), choice["reasoning_text"])
+    if calls:
+        message["content"] = choice["text"] or None
+        message["tool_calls"] = [
+            {"id": f"call-{key}-{index}", "type": "function", "function": call}
+            for index, call in enumerate(calls)
+        ]
     return {
-        "message": {"role": "assistant", "content": choice["text"]},
+        "message": message,
         "logprobs": None if logprobs is None else {"content": [_chat_logprob(o) for o in logprobs]},
+        **({"finish_reason": "tool_calls"} if calls else {}),
     }
 
 
@@ -233,7 +249,7 @@ def _token(one: Mapping[str, Any]) -> str:
     return f"token_id:{one['token_id']}"
 
 
-def _text_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
+def _text_choice(choice: Mapping[str, Any], _: str) -> dict[str, Any]:
     logprobs = choice["logprobs"]
     if logprobs is None:
         return {"text": choice["text"], "logprobs": None}

@@ -35,6 +35,24 @@ def local_model(model_source: str | Path) -> Path | None:
     return None
 
 
+def read_chat_template(directory: Path) -> str:
+    """Return the chat template of a model directory as transformers finds it; "" if none."""
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8", errors="replace")
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        path = directory / name
+        if not path.is_file():
+            continue
+        template = parse_json_object(path.read_bytes(), where=str(path)).get("chat_template")
+        if isinstance(template, list):
+            named = [one for one in template if isinstance(one, dict)]
+            template = {one.get("name"): one.get("template") for one in named}.get("default")
+        if isinstance(template, str):
+            return template
+    return ""
+
+
 def resolve_inside(directory: Path, name: str) -> Path:
     """The real path of the plain file `name` in a model directory.
 

@@ -109,7 +109,7 @@ class Codec:
 
     def answer(self, message: Message, blob: bytes) -> Frame:
         if "num_bytes" not in message:
-            return self._decode(message["counts"], _ids(blob)), b""
+            return self._decode(message, _ids(blob)), b""
         texts = [piece.decode() for piece in _split(blob, message["num_bytes"])]
         results: list[list[int]] = [[]] * len(texts)
         errors: dict[int, str] = {}
@@ -159,13 +159,14 @@ class Codec:
                 errors[index] = failed[0]
         return results, errors
 
-    def _decode(self, counts: Sequence[int], ids: list[int]) -> Message:
+    def _decode(self, message: Message, ids: list[int]) -> Message:
+        counts, skips = message["counts"], not message.get("keeps_special", False)
         texts, errors, begin = [], {}, 0
         decode = (self._backend or self._tokenizer).decode
         for index, count in enumerate(counts):
             text = ""
             try:
-                text = decode(ids[begin : begin + count], skip_special_tokens=True)
+                text = decode(ids[begin : begin + count], skip_special_tokens=skips)
             except BaseException as error:  # a panic of the Rust library
                 errors[index] = _describe(error)
             texts.append(text)

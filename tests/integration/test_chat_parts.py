@@ -1,0 +1,70 @@
+"""Reasoning and tool calls in columns of their own: from operator and journal alike."""
+
+import json
+
+import pyarrow as pa
+import pytest
+
+from raymoe.chat.parser import ChatParser
+from raymoe.config import SamplingParams
+from raymoe.data.generator import MoEGenerator, split_generation
+from raymoe.data.rows import RowReader
+from raymoe.engine.outputs import Generation
+from raymoe.engine.tokenizer import Chat
+from tests.tiny import CHAT_TEMPLATE, make_checkpoint
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = make_checkpoint(tmp_path_factory.mktemp("chat") / "model")
+    template = CHAT_TEMPLATE + "{% if add_generation_prompt %}<think>{% endif %}{# </think> #}"
+    (directory / "chat_template.jinja").write_text(template + "{# <tool_call> #}")
+    return directory
+
+
+def table() -> pa.Table:
+    return pa.table({
+        "prompt": [None, "text"],
+        "messages": [json.dumps(MESSAGES), None],
+    })  # fmt: skip
+
+
+def test_columns_are_the_same_from_the_journal_and_off_by_choice(model, tmp_path):
+    options = {"sampling_params": {"max_tokens": 6, "temperature": 0.0}, "has_choices": True}
+    answers = []
+    for _ in range(2):
+        generator = MoEGenerator(model, **options, journal_dir=tmp_path / "journal")
+        answers.append(generator(table()).to_pylist())
+        generator.close()
+    assert answers[0] == answers[1]
+    chat, plain = answers[0]
+    off = MoEGenerator(model, **options, reasoning_parser="none")
+    whole = off(table())
+    off.close()
+    assert "reasoning_text" not in whole.column_names
+    first, second = whole["generated_text"].to_pylist()
+    # The prompt has opened the reasoning, and nothing has ended it.
+    assert (chat["reasoning_text"], chat["generated_text"]) == (first.strip("\n"), "")
+    assert chat["choices"][0]["reasoning_text"] == chat["reasoning_text"]
+    assert (plain["reasoning_text"], plain["generated_text"]) == (None, second)
+    assert chat["num_generated_tokens"] == len(chat["generated_tokens"]) == 6
+
+
+def test_marks_that_are_special_tokens_are_decoded_and_cut():
+    parser = ChatParser(reasoning="mistral", tool_calls="mistral")
+    texts = {(1, 2, 3): "[THINK]a[/THINK]b[TOOL_CALLS]f[ARGS]{}", (1, 2, 3, 4): "late</s>"}
+    generation = Generation(text="abf{}", token_ids=(1, 2, 3, 4), prompt_end="[/INST]")
+    request = RowReader(defaults=SamplingParams()).read(
+        pa.table({"messages": [json.dumps(MESSAGES)]})
+    )[0]
+    request = type(request)(
+        prompt=Chat(MESSAGES, TOOLS), sampling_params=request.sampling_params, column="messages"
+    )
+    done = split_generation(
+        parser, request, generation, lambda each: [texts[tuple(one)] for one in each]
+    )
+    assert (done.reasoning, done.text) == ("a", "b")
+    assert [(call.name, call.arguments) for call in done.tool_calls] == [("f", "{}")]
