@@ -182,9 +182,9 @@ class Job:
             memory=0,
             id_column="id",
             journal_dir=place / "journal",
-            log=str(self.log),
             **options,
         )
+        arguments["fn_constructor_kwargs"]["log"] = str(self.log)  # of the subclass
         self.actor_name = operator.__name__
         num_blocks = len(rows) // ROWS_PER_BLOCK
         dataset = (

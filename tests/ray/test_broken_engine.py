@@ -20,8 +20,8 @@ def rows_through(operator, model, mark):
         rows_in_flight=16,
         sampling_params={"max_tokens": 2},
         engine_config=EngineConfig(host_memory_bytes=3 * 2**30, num_threads=1),
-        mark=str(mark),
     )
+    arguments["fn_constructor_kwargs"]["mark"] = str(mark)  # of the subclass
     items = [{"id": index, "prompt": f"row {index}"} for index in range(64)]
     dataset = ray.data.from_items(items, override_num_blocks=8)
     return dataset.map_batches(operator, **arguments).take_all()

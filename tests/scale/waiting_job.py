@@ -71,7 +71,7 @@ class WaitingJob:
 
     def _arguments(self) -> dict[str, Any]:
         model: dict[str, Any] = {} if self.model is None else {"model": self.model}
-        return map_batches_kwargs(
+        arguments = map_batches_kwargs(
             demo_model_path(),
             num_actors=self.num_actors,
             rows_in_flight=self.rows_in_flight,
@@ -82,9 +82,9 @@ class WaitingJob:
             sampling_params={"temperature": 0.0, "ignore_eos": True},
             id_column=ID_COLUMN,
             journal_dir=self.journal_dir,
-            log_dir=str(self.log_dir),
-            **model,
         )
+        arguments["fn_constructor_kwargs"] |= {"log_dir": str(self.log_dir), **model}
+        return arguments
 
 
 @dataclass
