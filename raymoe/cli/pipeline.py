@@ -350,7 +350,7 @@ def find_manifest(job: Job) -> Manifest | None:
     params = job.options["sampling_params"]
     if not identity.has_weights:
         return None
-    return Manifest.of(identity, params, job.engine_config, job.options["chat_template_kwargs"])
+    return Manifest.of(identity, params, job.engine_config, job.options.get("chat_template_kwargs"))
 
 
 def _drain(job: Job, run_stats: RunStats) -> None:
@@ -484,15 +484,14 @@ def _dataset(job: Job) -> ray.data.Dataset:
 
 def _workload(job: Job) -> Workload | None:
     """Return the rows of this run, by the lengths of the first of its input."""
-    names = [name for name in (*(job.options[one] for one in PROMPT_COLUMNS), SAMPLING_COLUMN,
-                               TEMPLATE_COLUMN) if name is not None]  # fmt: skip
+    fields = [*PROMPT_COLUMNS, "has_choices", "chat_template_kwargs"]
+    given = {name: job.options[name] for name in fields if job.options.get(name) is not None}
+    reader = RowReader(defaults=job.options["sampling_params"], **given)
+    columns = (getattr(reader, name) for name in PROMPT_COLUMNS)
+    names = [*(name for name in columns if name is not None), SAMPLING_COLUMN, TEMPLATE_COLUMN]
     sample = next((table for table in job.source.tables(names) if table.num_rows), None)
     if sample is None:
         return None
-    options = {name: job.options[name] for name in (*PROMPT_COLUMNS, "chat_template_kwargs")}
-    reader = RowReader(
-        defaults=job.options["sampling_params"], has_choices=job.options["has_choices"], **options
-    )
     return workload_of(sample.slice(0, SAMPLED_ROWS), job.num_rows, job.model, reader)
 
 
