@@ -157,7 +157,7 @@ def test_eos_may_be_one_token_several_or_none() -> None:
         ({"model_type": "my_model", "auto_map": {"AutoModel": "x.Y"}}, "never run"),
         ({"auto_map": {"AutoModelForCausalLM": "modeling.X"}}, "auto_map"),
         ({"architectures": ["MyForCausalLM"]}, "MyForCausalLM"),
-        ({"architectures": ["Qwen3MoeForSequenceClassification"]}, "architectures"),
+        ({"architectures": ["Qwen3MoeForTokenClassification"]}, "architectures"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"residual_multiplier": 0.5}, "residual_multiplier = 0.5"),
         ({"pretraining_tp": 2}, "pretraining_tp"),
