@@ -5,16 +5,16 @@ import ray
 import raymoe
 
 
-def pipeline(ds, writer, judge, **options):
-    """Return ``topic, count()``: for each topic, the answers that the judge called good."""
+def pipeline(ds, writer, judge, verdicts=("good", "bad"), **options):
+    """Return ``topic, count()``: for each topic, the answers that got the first verdict."""
     # Each generator plans with its part of a node.
     options |= {"num_generators": 2, "temperature": 0.0}
     ds = raymoe.generate(ds, writer, max_tokens=16, **options)
     ds = ds.filter(lambda row: row["finish_reason"] != "error" and row["generated_text"])
     ds = ds.map(as_question)
-    choice = {"choice": ["good", "bad"]}
+    choice = {"choice": list(verdicts)}
     ds = raymoe.generate(ds, judge, max_tokens=8, structured_outputs=choice, **options)
-    ds = ds.filter(lambda row: row["generated_text"] == "good")
+    ds = ds.filter(lambda row: row["generated_text"] == verdicts[0])
     return ds.groupby("topic").count()
 
 

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from raymoe.chat.parser import ChatParser
 from raymoe.cli.pipeline import (
     PROMPT_COLUMNS,
     Job,
@@ -25,7 +24,8 @@ from raymoe.cli.sources import FORMS, Source, open_source
 from raymoe.cli.storage import Location, without_secrets
 from raymoe.cli.writers import check_apart, open_writer
 from raymoe.config import DEVICES, DTYPES, ON_TOO_LONG, EngineConfig, SamplingParams
-from raymoe.data.columns import INPUT_MAY_NOT_HAVE, NO_PARSER, OutputColumns, check_names
+from raymoe.data.columns import INPUT_MAY_NOT_HAVE, OutputColumns, check_names
+from raymoe.data.generator import chat_parser
 from raymoe.data.rows import SAMPLING_COLUMN, TEMPLATE_COLUMN, RowReader
 from raymoe.data.status import Pairs
 from raymoe.engine.tokenizer import check_template_kwargs
@@ -33,7 +33,7 @@ from raymoe.errors import ConfigError, RaymoeError
 from raymoe.openai.batch import CONTENT_COLUMNS, ID_COLUMN, TOOLS_COLUMN
 from raymoe.report import write_report
 from raymoe.safe_text import harmless
-from raymoe.specs.files import local_model, read_chat_template, read_json_object
+from raymoe.specs.files import read_json_object
 from raymoe.units import format_bytes, parse_bytes
 
 TABLE = "Table"
@@ -423,12 +423,6 @@ def _parse(given: Mapping[str, Any], name: str) -> dict[str, Any]:
     return options
 
 
-def _chat_parser(model: str, *, has_tools: bool) -> ChatParser:
-    directory = local_model(model)  # of a name on the hub the actors find it out
-    return NO_PARSER if directory is None else ChatParser.of(
-        read_chat_template(directory), "auto", "auto", has_tools)  # fmt: skip
-
-
 def _check_columns(
     source: Source, options: dict[str, Any], id_column: str | None, model: str
 ) -> str | None:
@@ -449,7 +443,7 @@ def _check_columns(
     columns = OutputColumns.of(
         options["sampling_params"],
         has_choices=options["has_choices"],
-        parser=_chat_parser(model, has_tools=options["tools_column"] is not None),
+        parser=chat_parser(model, options),
     )
     columns.check_schema(source.schema)
     return id_column

@@ -484,9 +484,7 @@ def _dataset(job: Job) -> ray.data.Dataset:
 
 def _workload(job: Job) -> Workload | None:
     """Return the rows of this run, by the lengths of the first of its input."""
-    fields = [*PROMPT_COLUMNS, "has_choices", "chat_template_kwargs"]
-    given = {name: job.options[name] for name in fields if job.options.get(name) is not None}
-    reader = RowReader(defaults=job.options["sampling_params"], **given)
+    reader = RowReader.of_options(job.options)
     columns = (getattr(reader, name) for name in PROMPT_COLUMNS)
     names = [*(name for name in columns if name is not None), SAMPLING_COLUMN, TEMPLATE_COLUMN]
     sample = next((table for table in job.source.tables(names) if table.num_rows), None)

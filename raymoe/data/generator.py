@@ -69,9 +69,22 @@ def check_options(
     as_sampling_params(options.get("sampling_params"))
     check_template_kwargs(options.get("chat_template_kwargs") or {})
     read_task(options.get("task", "generate"), options.get("task_options"))
+    chat_parser(model_source, options)
     directory = local_model(model_source)
     if directory is not None:
         ModelSpec.from_directory(directory)
+
+
+def chat_parser(model_source: str | Path, options: Mapping[str, Any]) -> ChatParser:
+    """Return the parsers of a `MoEGenerator`, as far as its model is known here."""
+    directory = local_model(model_source)
+    template = "" if directory is None else read_chat_template(directory)
+    return ChatParser.of(
+        template,
+        options.get("reasoning_parser", "auto"),
+        options.get("tool_call_parser", "auto"),
+        options.get("tools_column") is not None,
+    )
 
 
 class MoEGenerator:

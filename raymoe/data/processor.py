@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raymoe.config import EngineConfig, SamplingParams, as_engine_config, as_sampling_params
-from raymoe.data.columns import CALLS_COLUMN, ERROR_COLUMN, REASONING_COLUMN
-from raymoe.data.generator import MoEGenerator
+from raymoe.data.columns import ERROR_COLUMN, OutputColumns
+from raymoe.data.generator import MoEGenerator, chat_parser
 from raymoe.data.rows import SAMPLING_COLUMN, RowReader
 from raymoe.data.sizing import configure_data_context, map_batches_kwargs
 from raymoe.data.tasks import read_task, reader_and_columns
@@ -46,12 +46,19 @@ def generate(ds: "Dataset", model: str | Path, **options: Any) -> "Dataset":
     if sampling:
         defaults = as_sampling_params(options.get("sampling_params"))
         options["sampling_params"] = defaults.override(sampling)
-    configure_data_context(
-        context=ds.context, preserve_order=ds.context.execution_options.preserve_order
-    )
+    return _generated(ds, model, options)
+
+
+def _generated(
+    ds: "Dataset", model: str | Path, options: Mapping[str, Any], **more: Any
+) -> "Dataset":
+    context = ds.context
+    if context.execution_no_progress_timeout_s == type(context)().execution_no_progress_timeout_s:
+        order = context.execution_options.preserve_order  # the user's own settings stay
+        configure_data_context(context=context, preserve_order=order)
     kwargs = map_batches_kwargs(model, ds=ds, **options)
     ds = ds.repartition(target_num_rows_per_block=kwargs["batch_size"], strict=True)
-    return ds.map_batches(MoEGenerator, **kwargs)
+    return ds.map_batches(MoEGenerator, **kwargs, **more)
 
 
 @dataclass(kw_only=True)
@@ -111,14 +118,8 @@ class Processor:
     def __call__(self, dataset: "Dataset") -> "Dataset":
         """Return the lazy dataset of postprocessed rows."""
         dataset = dataset.map(self._before, **self.preprocess_map_kwargs)
-        configure_data_context(
-            context=dataset.context,
-            preserve_order=dataset.context.execution_options.preserve_order,
-        )
-        kwargs = map_batches_kwargs(self.model_source, ds=dataset, **self.operator_kwargs)
-        kwargs |= self.remote_kwargs
-        dataset = dataset.repartition(target_num_rows_per_block=kwargs["batch_size"], strict=True)
-        dataset = dataset.map_batches(MoEGenerator, **kwargs)
+        options = self.operator_kwargs
+        dataset = _generated(dataset, self.model_source, options, **self.remote_kwargs)
         return dataset.map(self._after, **self.postprocess_map_kwargs)
 
     def log_input_column_names(self) -> None:
@@ -216,16 +217,11 @@ def build_processor(  # noqa: PLR0917 - the arguments of ray.data.llm
         **_pool_sizes(given),
         **builder,
     }
-    defaults = as_sampling_params(options.get("sampling_params"))
-    rows = RowReader(defaults=defaults, has_choices=bool(options.get("has_choices")))
-    task = read_task(options["task"], options.get("task_options"))
-    _, columns = reader_and_columns(rows, task)
     remote = {name: given[name] for name in ("accelerator_type", "runtime_env")}
     return Processor(
         model_source=str(given["model_source"]),
         operator_kwargs=options,
-        output_names=frozenset(field.name for field in columns.fields)
-        | {REASONING_COLUMN, CALLS_COLUMN},
+        output_names=_output_names(given["model_source"], options),
         preprocess=preprocess or _same,
         postprocess=postprocess or _same,
         preprocess_map_kwargs=preprocess_map_kwargs or {},
@@ -234,6 +230,16 @@ def build_processor(  # noqa: PLR0917 - the arguments of ray.data.llm
         is_chat=is_chat,
         remote_kwargs={name: value for name, value in remote.items() if value is not None},
     )
+
+
+def _output_names(model: str, options: Row) -> frozenset[str]:
+    task = read_task(options["task"], options.get("task_options"))
+    rows = RowReader.of_options(options)
+    columns = reader_and_columns(rows, task)[1]
+    if task is None:
+        parser = chat_parser(model, options)
+        columns = OutputColumns.of(rows.defaults, has_choices=rows.has_choices, parser=parser)
+    return frozenset(field.name for field in columns.fields)
 
 
 def _same(row: Row) -> Row:

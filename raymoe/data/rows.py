@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from raymoe.config import INTEGER_RANGES, SamplingParams
+from raymoe.config import INTEGER_RANGES, SamplingParams, as_sampling_params
 from raymoe.engine.tokenizer import Chat
 from raymoe.errors import ConfigError
 from raymoe.safe_text import MAX_LEVELS, nesting_problem
@@ -182,6 +182,14 @@ class RowReader:
     error_column: str | None = None
     has_choices: bool = False
     chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of_options(cls, options: Mapping[str, Any], **changes: Any) -> "RowReader":
+        """Return the reader of a `MoEGenerator` with these options."""
+        defaults = as_sampling_params(options.get("sampling_params")).override(changes)
+        names = [field.name for field in dataclasses.fields(cls) if field.name != "defaults"]
+        given = {name: options[name] for name in names if options.get(name) is not None}
+        return cls(defaults=defaults, **given)
 
     def check_schema(self, schema: pa.Schema) -> None:
         names = set(schema.names)

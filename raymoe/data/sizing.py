@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raymoe.config import EngineConfig, as_engine_config, as_sampling_params
+from raymoe.config import EngineConfig, as_engine_config
 from raymoe.data.cluster import Cluster, check_before_start
 from raymoe.data.generator import check_options
 from raymoe.data.rows import RowReader
@@ -209,13 +209,8 @@ def _find_workload(
     task = options.get("task", "generate")
     if ds is None or task == "score":  # whose rows have no prompt to measure
         return None
-    names = [field.name for field in dataclasses.fields(RowReader) if field.name != "defaults"]
-    given = {name: options[name] for name in names if options.get(name) is not None}
-    defaults = as_sampling_params(options.get("sampling_params"))
-    if task != "generate":
-        defaults = defaults.override({"max_tokens": 1})
-    reader = RowReader(defaults=defaults, **given)
-    return find_workload(ds, model_source, reader)
+    changes = {} if task == "generate" else {"max_tokens": 1}
+    return find_workload(ds, model_source, RowReader.of_options(options, **changes))
 
 
 def _for_rows(config: EngineConfig, workload: Workload | None, num_actors: int) -> EngineConfig:
