@@ -15,7 +15,7 @@ from raymoe.errors import ConfigError
 from raymoe.memory.checkpoint import fetch_config
 from raymoe.memory.weights import WeightStore
 from raymoe.specs.families import FAMILIES
-from raymoe.specs.family import Family
+from raymoe.specs.families.rules import Family
 from raymoe.specs.files import is_hub_name, read_json_object
 from raymoe.specs.hardware import HARDWARE_INSTANCES, HARDWARE_PRESETS
 from raymoe.specs.layers import AttentionSpec, DenseSpec, LatentAttentionSpec, MoeSpec, RouterSpec

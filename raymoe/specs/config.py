@@ -5,8 +5,9 @@ from dataclasses import replace
 from typing import Literal
 
 from raymoe.errors import ConfigError, UnsupportedModelError
+from raymoe.specs.class_defaults import ClassDefaults
 from raymoe.specs.families import FAMILIES, MODEL_TYPE_ALIASES
-from raymoe.specs.family import (
+from raymoe.specs.families.rules import (
     FIXED,
     IGNORED,
     READ_APART,
@@ -15,6 +16,7 @@ from raymoe.specs.family import (
     MoeRule,
     RouterRule,
     SparseLayers,
+    used_fields,
 )
 from raymoe.specs.files import MAX_INTEGER, MAX_NUMBER, MAX_TOKEN_ID
 from raymoe.specs.layers import (
@@ -30,31 +32,46 @@ from raymoe.specs.layers import (
 
 
 class ConfigFields:
-    """The used fields of one configuration, with the family's defaults for missing ones."""
+    """The used fields of one configuration, with the defaults of its class for missing ones."""
 
-    def __init__(self, config: Mapping[str, object], family: Family) -> None:
-        self.family = family
-        self._values = dict(family.defaults)
-        self._values |= {name: config[name] for name in family.defaults if name in config}
+    def __init__(
+        self, config: Mapping[str, object], family: Family, defaults: ClassDefaults
+    ) -> None:
+        self.family, self._config, self._defaults = family, config, defaults
+        self._used = used_fields(family)
         self.layer_types = config.get("layer_types")
 
     def get(self, name: str) -> object:
-        return self._values[name]
+        if name not in self._used:
+            return None
+        return self._config[name] if name in self._config else self._default(name)
+
+    def _default(self, name: str) -> object:
+        if name in self.family.defaults:
+            return self.family.defaults[name]
+        value = self._defaults.get(name)
+        others = {**self._defaults.aliases, **self.family.aliases}
+        names = [alias for alias, ours in others.items() if ours == name]
+        names += [ours for alias, ours in others.items() if alias == name]
+        for other in names:
+            if value is None and other not in self._used:
+                value = self._defaults.get(other)
+        return value
 
     def has(self, name: str) -> bool:
-        return self._values.get(name) is not None
+        return self.get(name) is not None
 
     def positive(self, name: str, *, maximum: int = MAX_INTEGER) -> int:
-        return _integer(name, self._values[name], minimum=1, maximum=maximum)
+        return _integer(name, self.get(name), minimum=1, maximum=maximum)
 
     def natural(self, name: str, *, maximum: int = MAX_INTEGER) -> int:
-        return _integer(name, self._values[name], minimum=0, maximum=maximum)
+        return _integer(name, self.get(name), minimum=0, maximum=maximum)
 
     def positive_or_none(self, name: str) -> int | None:
-        return _integer(name, self._values[name], minimum=1) if self.has(name) else None
+        return _integer(name, self.get(name), minimum=1) if self.has(name) else None
 
     def number(self, name: str) -> float:
-        value = self._values[name]
+        value = self.get(name)
         if (
             isinstance(value, int | float)
             and not isinstance(value, bool)
@@ -64,7 +81,7 @@ class ConfigFields:
         raise ConfigError(f"config.json: {name} is {value!r}; expected a positive number")
 
     def boolean(self, name: str) -> bool:
-        value = self._values[name]
+        value = self.get(name)
         if isinstance(value, bool):
             return value
         raise ConfigError(f"config.json: {name} is {value!r}; expected true or false")
@@ -76,16 +93,19 @@ class ConfigFields:
     def number_or(self, name: str | float) -> float:
         return self.number(name) if isinstance(name, str) else name
 
+    def number_or_none(self, name: str | None) -> float | None:
+        return self.number(name) if name is not None and self.has(name) else None
+
     def uniform(self, name: str) -> int:
         """A positive integer, or a list that repeats one for each layer."""
-        value = self._values[name]
+        value = self.get(name)
         if isinstance(value, list) and value == value[:1] * len(value):
             value = value[0] if value else None
         return _integer(name, value, minimum=1)
 
     def integers(self, name: str) -> frozenset[int]:
         """A list of integers; empty if null or unknown to the family."""
-        value = self._values.get(name)
+        value = self.get(name)
         if value is None:
             return frozenset()
         if isinstance(value, list | tuple) and all(type(item) is int for item in value):
@@ -93,7 +113,7 @@ class ConfigFields:
         raise ConfigError(f"config.json: {name} is {value!r}; expected a list of integers")
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        value = self._values.get(name)
+        value = self.get(name)
         items = value if isinstance(value, list | tuple) else [] if value is None else [value]
         if all(type(item) is int and 0 <= item <= MAX_TOKEN_ID for item in items):
             return tuple(items)
@@ -161,7 +181,9 @@ def labels_of(config: Mapping[str, object]) -> tuple[str, ...]:
     return tuple(map(str, labels))
 
 
-def canonical_config(config: Mapping[str, object], family: Family) -> dict[str, object]:
+def canonical_config(
+    config: Mapping[str, object], family: Family, defaults: ClassDefaults
+) -> dict[str, object]:
     """Flatten nested objects and name fields canonically; raises ConfigError on conflicts."""
     flat = {name: value for name, value in config.items() if name not in family.nested}
     for outer in family.nested:
@@ -169,8 +191,10 @@ def canonical_config(config: Mapping[str, object], family: Family) -> dict[str, 
         if not isinstance(content, Mapping):
             raise ConfigError(f"config.json: {outer} is {content!r}; expected an object")
         flat |= {f"{outer}.{name}": value for name, value in content.items()}
-    for alias, name in family.aliases.items():
-        if alias in flat:
+    used, others = used_fields(family), {**defaults.aliases, **family.aliases}
+    others |= {name: alias for alias, name in defaults.aliases.items() if alias in used}
+    for alias, name in others.items():
+        if alias in flat and alias not in used:
             value = flat.pop(alias)
             if flat.setdefault(name, value) != value:
                 raise ConfigError(f"{name} is {flat[name]!r} but {alias} is {value!r}")
@@ -179,7 +203,7 @@ def canonical_config(config: Mapping[str, object], family: Family) -> dict[str, 
 
 def check_fields(config: Mapping[str, object], model_type: str, family: Family) -> None:
     """Raise UnsupportedModelError for fields that are not used, ignored or fixed."""
-    used = family.defaults.keys() | ROPE_FIELDS
+    used = used_fields(family) | ROPE_FIELDS
     fixed = {name: FIXED[name] for name in FIXED.keys() - used} | dict(family.fixed)
     for name, value in config.items():
         plain = name.rpartition(".")[2]
@@ -404,7 +428,7 @@ def parse_attention(fields: ConfigFields) -> AttentionSpec:
         output_bias=fields.switch(family.output_bias),
         qk_norm=family.qk_norm if has_norm else "none",
         is_norm_after_rope=family.is_norm_after_rope,
-        clip_qkv=fields.number("clip_qkv") if fields.has("clip_qkv") else None,
+        clip_qkv=fields.number_or_none(family.clip),
         has_sinks=family.has_sinks,
     )
 
@@ -505,10 +529,11 @@ def _router(fields: ConfigFields, rule: RouterRule, num_experts: int) -> RouterS
 def _has_groups(fields: ConfigFields, rule: RouterRule) -> bool:
     if rule.groups_switch is None:
         return True
-    name, on, off = rule.groups_switch
-    value = fields.get(name)
+    value, on, off = fields.get(rule.groups_switch), "group_limited_greedy", "greedy"
     if value not in (on, off):
-        raise UnsupportedModelError(f"{name} = {value!r} is not supported; supported: {on}, {off}")
+        raise UnsupportedModelError(
+            f"{rule.groups_switch} = {value!r} is not supported; supported: {on}, {off}"
+        )
     return value == on
 
 

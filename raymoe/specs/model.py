@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from raymoe.errors import UnsupportedModelError
+from raymoe.specs.class_defaults import class_defaults
 from raymoe.specs.config import (
     ConfigFields,
     HeadKind,
@@ -19,7 +20,7 @@ from raymoe.specs.config import (
     parse_latent_attention,
     parse_layers,
 )
-from raymoe.specs.family import NormKind
+from raymoe.specs.families.rules import NormKind
 from raymoe.specs.files import read_json_object
 from raymoe.specs.layer_weights import (
     Shape,
@@ -199,15 +200,17 @@ class ModelSpec:
             ConfigError: A value has the wrong type or size.
         """
         model_type, family = find_family(config)
-        config = canonical_config(config, family)
+        defaults = class_defaults(model_type, family.nested)
+        config = canonical_config(config, family, defaults)
         check_fields(config, model_type, family)
-        fields = ConfigFields(config, family)
+        fields = ConfigFields(config, family, defaults)
         attention = parse_latent_attention(fields) if family.is_latent else parse_attention(fields)
         rope = parse_rope(
             config,
             head_dim=attention.rotated_head_dim,
             max_position_embeddings=fields.positive("max_position_embeddings"),
             rule=family.rope,
+            default_theta=defaults.theta,
         )
         if isinstance(attention, LatentAttentionSpec):
             attention = replace(attention, scale=attention.scale * rope.scale_factor)

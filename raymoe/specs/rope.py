@@ -12,7 +12,6 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeRule:
-    theta: float = 10_000.0
     is_partial: bool = False  # whether the configuration may rotate only a part of a head
     partial_factor: float = 1.0
     is_interleaved: bool = False  # as in `RopeSpec`; the field `rope_interleave` takes precedence
@@ -113,6 +112,7 @@ def parse_rope(
     head_dim: int,
     max_position_embeddings: int,
     rule: RopeRule,
+    default_theta: object = 10_000.0,
 ) -> RopeSpec:
     """Read the rope fields of a configuration, as transformers 4 or 5 writes them.
 
@@ -132,10 +132,12 @@ def parse_rope(
             f"partial_rotary_factor = {partial} is not supported for this model_type: transformers "
             "ignores it for the default rope of this family and fails for every other"
         )
+    if fields.get("rope_theta") is None:
+        fields["rope_theta"] = default_theta
     interleave = config.get("rope_interleave")
     spec = RopeSpec(
         kind=kind,
-        theta=_number(fields, "rope_theta", rule.theta),
+        theta=_number(fields, "rope_theta", None),
         rotary_dim=_rotary_dim(head_dim, partial),
         max_position_embeddings=max_position_embeddings,
         is_interleaved=rule.is_interleaved

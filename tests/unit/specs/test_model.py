@@ -1,10 +1,15 @@
+import dataclasses
 import json
 
 import pytest
 import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from raymoe.errors import CheckpointError, ConfigError, UnsupportedModelError
+from raymoe.specs import model
+from raymoe.specs.class_defaults import ClassDefaults, class_defaults
 from raymoe.specs.families import FAMILIES
+from raymoe.specs.families.rules import used_fields
 from raymoe.specs.model import DenseSpec, ModelSpec, MoeSpec
 from tests.parity.configurations import CONFIGURATIONS, FAMILY_CONFIGS
 from tests.parity.oracle import make_model
@@ -45,14 +50,37 @@ def test_missing_fields_take_the_defaults_of_transformers(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_defaults_are_fields_of_the_configuration_class(family: str) -> None:
+def test_used_fields_are_those_of_the_configuration_class(family: str) -> None:
     config, rules = config_of(family), FAMILIES[family]
     names = set(vars(config)) | config.attribute_map.keys() | set(config.attribute_map.values())
     names |= {"head_dim", "rotary_dim"}  # read with getattr where not a field
     for outer in rules.nested:
         names |= {f"{outer}.{name}" for name in vars(getattr(config, outer))}
     names |= {name for alias, name in rules.aliases.items() if alias in names}
-    assert rules.defaults.keys() - rules.fixed.keys() <= names
+    implied = {"max_window_layers", "first_k_dense_replace", *rules.fixed}
+    assert used_fields(rules) - implied <= names
+
+
+def test_sources_of_configuration_classes_are_read_as_python_reads_them() -> None:
+    for model_type, name in CONFIG_MAPPING_NAMES.items():
+        defaults = class_defaults(model_type)
+        if not defaults.values:
+            continue
+        theirs = getattr(transformers, name)
+        fields = {one.name: one.default for one in dataclasses.fields(theirs)}
+        for field in defaults.values.keys() & fields.keys():
+            assert defaults.get(field) == fields[field], (model_type, field)
+        assert defaults.aliases == theirs.attribute_map
+        assert defaults.theta == theirs.default_theta
+
+
+def test_a_missing_field_of_a_class_that_is_not_installed_is_refused_by_name(monkeypatch) -> None:
+    monkeypatch.setattr(model, "class_defaults", lambda name, _: ClassDefaults(model_type=name))
+    whole = {name: value for name, value in written(config_of("mixtral")).items() if value != {}}
+    assert ModelSpec.from_config(whole).num_layers == 32
+    del whole["num_hidden_layers"]
+    with pytest.raises(ConfigError, match=r"num_hidden_layers.*model_type 'mixtral'"):
+        ModelSpec.from_config(whole)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -7,7 +7,10 @@ import math
 import pytest
 
 from raymoe.errors import CheckpointError, ConfigError
+from raymoe.specs.class_defaults import class_defaults
+from raymoe.specs.config import ConfigFields
 from raymoe.specs.families import FAMILIES
+from raymoe.specs.families.rules import used_fields
 from raymoe.specs.model import ModelSpec
 from tests.quantised_checkpoints import CASES
 from tests.unit.specs.config_classes import NEEDED
@@ -61,14 +64,14 @@ ROPES = [
 
 def config_of(family):
     """A configuration with every field that the family uses."""
-    config = {"model_type": family}
-    fixed = FAMILIES[family].fixed
-    for name, value in FAMILIES[family].defaults.items():
+    config, rules = {"model_type": family}, FAMILIES[family]
+    fixed, fields = rules.fixed, ConfigFields({}, rules, class_defaults(family, rules.nested))
+    for name in sorted(used_fields(rules)):
         *outer, last = name.split(".")
         place = config
         for part in outer:
             place = place.setdefault(part, {})
-        place[last] = fixed[name][0] if name in fixed else value
+        place[last] = fixed[name][0] if name in fixed else fields.get(name)
     return config
 
 

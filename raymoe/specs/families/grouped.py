@@ -1,38 +1,27 @@
-"""The supported families, by `model_type`."""
+"""Families with grouped-query attention, by `model_type`."""
 
 from collections.abc import Mapping
 
-from raymoe.specs.families_deepseek import DEEPSEEK_FAMILIES, LATENT_FAMILIES
-from raymoe.specs.family import Family, MoeRule, RouterRule, SharedRule, common_fields
+from raymoe.specs.families.rules import (
+    NOAUX_TC,
+    SIGMOID_EXPERTS,
+    TRAINING_FIELDS,
+    Family,
+    MoeRule,
+    RouterRule,
+    SharedRule,
+)
 from raymoe.specs.rope import RopeRule
 
 DENSE_FAMILIES: Mapping[str, Family] = {
     "llama": Family(
         architecture="LlamaForCausalLM",
-        defaults=common_fields(
-            intermediate_size=11008,
-            max_position_embeddings=2048,
-            eos_token_id=2,
-            attention_bias=False,
-            mlp_bias=False,
-        ),
         qkv_bias="attention_bias",
         output_bias="attention_bias",
         mlp_bias="mlp_bias",
     ),
     "qwen3": Family(
         architecture="Qwen3ForCausalLM",
-        defaults=common_fields(
-            vocab_size=151936,
-            intermediate_size=22016,
-            num_key_value_heads=32,
-            head_dim=128,
-            attention_bias=False,
-            max_window_layers=28,
-            layer_types=None,
-            use_sliding_window=False,
-            sliding_window=4096,
-        ),
         qk_norm="head",
         qkv_bias="attention_bias",
         output_bias="attention_bias",
@@ -42,58 +31,21 @@ DENSE_FAMILIES: Mapping[str, Family] = {
     ),
     "mistral": Family(
         architecture="MistralForCausalLM",
-        defaults=common_fields(
-            num_key_value_heads=8,
-            max_position_embeddings=131072,
-            eos_token_id=2,
-            sliding_window=4096,
-        ),
         windowed_layers="all",
     ),
 }
 
 
-_QWEN_MOE = {"decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": False}
-_QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096}
 _OPTIONAL_RENORMALIZE = RouterRule(renormalize="norm_topk_prob")
 
 MOE_FAMILIES: Mapping[str, Family] = {
     "mixtral": Family(
         architecture="MixtralForCausalLM",
-        defaults=common_fields(
-            num_key_value_heads=8,
-            max_position_embeddings=131072,
-            rms_norm_eps=1e-5,
-            eos_token_id=2,
-            sliding_window=None,
-            num_experts_per_tok=2,
-            num_local_experts=8,
-        ),
-        aliases={"num_experts": "num_local_experts"},
-        rope=RopeRule(theta=1_000_000.0),
         moe=MoeRule(num_experts="num_local_experts", expert_hidden="intermediate_size"),
         windowed_layers="all",
     ),
     "qwen2_moe": Family(
         architecture="Qwen2MoeForCausalLM",
-        defaults=common_fields(
-            vocab_size=151936,
-            hidden_size=2048,
-            intermediate_size=5632,
-            num_hidden_layers=24,
-            num_attention_heads=16,
-            num_key_value_heads=16,
-            qkv_bias=True,
-            moe_intermediate_size=1408,
-            shared_expert_intermediate_size=5632,
-            num_experts_per_tok=4,
-            num_experts=60,
-            max_window_layers=28,
-            layer_types=None,
-            **_QWEN_MOE,
-            **_QWEN_WINDOW,
-        ),
-        aliases={"num_local_experts": "num_experts"},
         qkv_bias="qkv_bias",
         moe=MoeRule(
             num_experts="num_experts",
@@ -108,20 +60,6 @@ MOE_FAMILIES: Mapping[str, Family] = {
     ),
     "qwen3_moe": Family(
         architecture="Qwen3MoeForCausalLM",
-        defaults=common_fields(
-            vocab_size=151936,
-            hidden_size=2048,
-            intermediate_size=6144,
-            num_hidden_layers=24,
-            num_key_value_heads=4,
-            attention_bias=False,
-            moe_intermediate_size=768,
-            num_experts_per_tok=8,
-            num_experts=128,
-            **_QWEN_MOE,
-            **_QWEN_WINDOW,
-        ),
-        aliases={"num_local_experts": "num_experts"},
         ignored=frozenset({"max_window_layers"}),
         qk_norm="head",
         qkv_bias="attention_bias",
@@ -137,22 +75,7 @@ MOE_FAMILIES: Mapping[str, Family] = {
     ),
     "olmoe": Family(
         architecture="OlmoeForCausalLM",
-        defaults=common_fields(
-            vocab_size=50304,
-            hidden_size=2048,
-            intermediate_size=2048,
-            num_hidden_layers=16,
-            num_attention_heads=16,
-            max_position_embeddings=4096,
-            rms_norm_eps=1e-5,
-            eos_token_id=50279,
-            attention_bias=False,
-            clip_qkv=None,
-            num_experts_per_tok=8,
-            num_experts=64,
-            norm_topk_prob=False,
-        ),
-        aliases={"num_local_experts": "num_experts"},
+        clip="clip_qkv",
         qk_norm="full",
         needs_full_width=True,
         qkv_bias="attention_bias",
@@ -166,23 +89,8 @@ MOE_FAMILIES: Mapping[str, Family] = {
     "dbrx": Family(
         architecture="DbrxForCausalLM",
         was_published_with_code=True,
-        defaults=common_fields(
-            hidden_size=2048,
-            intermediate_size=3584,
-            num_hidden_layers=24,
-            num_attention_heads=16,
-            num_key_value_heads=1,
-            max_position_embeddings=2048,
-            clip_qkv=None,
-            num_experts_per_tok=1,
-            num_local_experts=4,
-        ),
         nested=("attn_config", "ffn_config"),
         aliases={
-            "d_model": "hidden_size",
-            "n_heads": "num_attention_heads",
-            "n_layers": "num_hidden_layers",
-            "max_seq_len": "max_position_embeddings",
             "attn_config.kv_n_heads": "num_key_value_heads",
             "attn_config.clip_qkv": "clip_qkv",
             "attn_config.rope_theta": "rope_theta",
@@ -190,6 +98,7 @@ MOE_FAMILIES: Mapping[str, Family] = {
             "ffn_config.moe_num_experts": "num_local_experts",
             "ffn_config.moe_top_k": "num_experts_per_tok",
         },
+        defaults={"hidden_act": "silu"},
         # transformers overwrites ffn_config.hidden_size; the others concern training, or repeat
         # fields of the model in nested configurations.
         ignored=frozenset(
@@ -210,6 +119,7 @@ MOE_FAMILIES: Mapping[str, Family] = {
             "rms_norm_eps": (1e-5,),
             "tie_word_embeddings": (False,),
         },
+        clip="clip_qkv",
         norm="layer",
         norm_eps=1e-5,
         moe=MoeRule(num_experts="num_local_experts", expert_hidden="intermediate_size"),
@@ -218,24 +128,9 @@ MOE_FAMILIES: Mapping[str, Family] = {
         architecture="PhimoeForCausalLM",
         was_published_with_code=True,
         published_architecture="PhiMoEForCausalLM",
-        defaults=common_fields(
-            vocab_size=32064,
-            intermediate_size=6400,
-            num_key_value_heads=8,
-            max_position_embeddings=131072,
-            rms_norm_eps=1e-5,
-            eos_token_id=2,
-            sliding_window=None,
-            num_experts_per_tok=2,
-            num_local_experts=16,
-            attention_bias=False,
-            lm_head_bias=False,
-            router_jitter_noise=0.01,
-        ),
-        aliases={"num_experts": "num_local_experts"},
         ignored=frozenset({"input_jitter_noise"}),  # training only
         fixed={"num_experts_per_tok": (2,)},
-        rope=RopeRule(theta=1_000_000.0, has_mscale=True),
+        rope=RopeRule(has_mscale=True),
         norm="layer",
         has_norm_bias=True,
         qkv_bias="attention_bias",
@@ -250,28 +145,9 @@ MOE_FAMILIES: Mapping[str, Family] = {
     ),
     "gpt_oss": Family(
         architecture="GptOssForCausalLM",
-        defaults=common_fields(
-            vocab_size=201088,
-            hidden_size=2880,
-            intermediate_size=2880,
-            num_hidden_layers=36,
-            num_attention_heads=64,
-            num_key_value_heads=8,
-            head_dim=64,
-            max_position_embeddings=131072,
-            rms_norm_eps=1e-5,
-            attention_bias=True,
-            sliding_window=128,
-            layer_types=None,
-            num_experts_per_tok=4,
-            num_local_experts=128,
-            swiglu_alpha=1.702,
-            swiglu_limit=7.0,
-        ),
-        aliases={"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
+        aliases={"experts_per_token": "num_experts_per_tok"},
         ignored=frozenset({"initial_context_length"}),  # repeats a rope field
         rope=RopeRule(
-            theta=150_000.0,
             parameters={
                 "rope_type": "yarn",
                 "factor": 32.0,
@@ -296,17 +172,6 @@ MOE_FAMILIES: Mapping[str, Family] = {
     ),
     "hunyuan_v1_moe": Family(
         architecture="HunYuanMoEV1ForCausalLM",
-        defaults=common_fields(
-            vocab_size=290943,
-            intermediate_size=11008,
-            max_position_embeddings=2048,
-            rms_norm_eps=1e-5,
-            eos_token_id=2,
-            attention_bias=False,
-            num_experts=1,
-            moe_topk=1,
-        ),
-        aliases={"num_experts_per_tok": "moe_topk", "num_local_experts": "num_experts"},
         ignored=frozenset({"eod_token_id"}),
         rope=RopeRule(has_alpha=True),
         qk_norm="head",
@@ -322,33 +187,72 @@ MOE_FAMILIES: Mapping[str, Family] = {
     ),
     "granitemoe": Family(
         architecture="GraniteMoeForCausalLM",
-        defaults=common_fields(
-            intermediate_size=11008,
-            max_position_embeddings=2048,
-            eos_token_id=2,
-            attention_bias=False,
-            num_experts_per_tok=2,
-            num_local_experts=8,
-            attention_multiplier=1.0,
-            embedding_multiplier=1.0,
-            residual_multiplier=1.0,
-            logits_scaling=1.0,
-        ),
         scale="attention_multiplier",
         qkv_bias="attention_bias",
         output_bias="attention_bias",
         moe=MoeRule(num_experts="num_local_experts", expert_hidden="intermediate_size"),
         multipliers=("embedding_multiplier", "residual_multiplier", "logits_scaling"),
     ),
+    "glm4_moe": Family(
+        architecture="Glm4MoeForCausalLM",
+        ignored=TRAINING_FIELDS,
+        fixed=NOAUX_TC,
+        rope=RopeRule(is_partial=True, partial_factor=0.5),
+        qk_norm="head",
+        qk_norm_switch="use_qk_norm",
+        qkv_bias="attention_bias",
+        moe=SIGMOID_EXPERTS,
+    ),
+    "dots1": Family(
+        architecture="Dots1ForCausalLM",
+        was_published_with_code=True,
+        ignored=TRAINING_FIELDS,
+        fixed=NOAUX_TC,
+        qk_norm="head",
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        moe=SIGMOID_EXPERTS,
+        windowed_layers="from_max",
+        has_layer_types=True,
+    ),
+    "minimax_m2": Family(
+        architecture="MiniMaxM2ForCausalLM",
+        was_published_with_code=True,
+        ignored=frozenset({"mtp_transformer_layers", "num_mtp_modules", "use_mtp"}),
+        fixed={
+            "attn_type_list": (1,),  # 0 is linear attention
+            "qk_norm_type": ("per_layer",),
+            "scoring_func": ("sigmoid",),
+            "shared_intermediate_size": (0,),
+            "use_qk_norm": (True,),
+            "use_routing_bias": (True,),
+        },
+        rope=RopeRule(is_partial=True),
+        rope_fields=("rotary_dim",),
+        qk_norm="full",
+        moe=MoeRule(
+            num_experts="num_local_experts",
+            expert_hidden="intermediate_size",
+            router=RouterRule(scoring="sigmoid", has_selection_bias=True),
+        ),
+    ),
+    "ernie4_5_moe": Family(
+        architecture="Ernie4_5_MoeForCausalLM",
+        was_published_with_code=True,
+        ignored=frozenset({"moe_capacity", "num_nextn_predict_layers"}),
+        fixed={"moe_gate": ("topk",), "moe_use_aux_free": (True,)},
+        rope=RopeRule(is_interleaved=True),
+        qkv_bias="use_bias",
+        output_bias="use_bias",
+        mlp_bias="use_bias",
+        head_bias="use_bias",
+        moe=MoeRule(
+            num_experts="moe_num_experts",
+            top_k="moe_k",
+            expert_hidden="moe_intermediate_size",
+            router=RouterRule(has_selection_bias=True, min_weight_sum="moe_norm_min"),
+            shared=SharedRule(hidden="moe_intermediate_size", count="moe_num_shared_experts"),
+            sparse_layers="ranged",
+        ),
+    ),
 }
-
-
-FAMILIES: Mapping[str, Family] = {
-    **DENSE_FAMILIES,
-    **MOE_FAMILIES,
-    **DEEPSEEK_FAMILIES,
-    **LATENT_FAMILIES,
-}
-# Kimi-K2 has its own model type and DeepSeek-V3's architecture (Moonshot's deployment guide:
-# "reuses the DeepSeekV3CausalLM architecture").
-MODEL_TYPE_ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}

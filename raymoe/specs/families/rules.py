@@ -1,13 +1,13 @@
 """Describes a model family as data.
 
 A field of `config.json` is *used*, *ignored* (known not to change inference), *fixed* (accepted
-only with the listed values) or unknown, which is refused. Names and defaults are those of the
-configuration classes of transformers 5.23 (a test compares them).
+only with the listed values) or unknown, which is refused.
 """
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal, get_args
 
 from raymoe.specs.layers import GroupScore, QkNorm, Scoring
 from raymoe.specs.rope import RopeRule
@@ -67,106 +67,187 @@ ROPE_FIELDS = frozenset(
 )
 
 
+# A name of a field of `config.json`.
+FieldName = Annotated[str, "field"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterRule:
-    """The router of a family; strings name the field that holds the value."""
+    """The router of a family."""
 
     scoring: Scoring = "softmax"
-    renormalize: bool | str = True
-    min_weight_sum: float | str = 0.0
-    scale: float | str = 1.0
+    renormalize: bool | FieldName = True
+    min_weight_sum: float | FieldName = 0.0
+    scale: float | FieldName = 1.0
     has_bias: bool = False
     has_selection_bias: bool = False
     # How groups are compared, in families that have `n_group` and `topk_group`.
     group_score: GroupScore | None = None
-    # Field, and its values with and without groups; None: always with groups.
-    groups_switch: tuple[str, str, str] | None = None
-    jitter: float | str = 0.0
+    # Field that says whether there are groups, as in DeepSeek-V2; None: there always are.
+    groups_switch: FieldName | None = None
+    jitter: float | FieldName = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedRule:
     """The shared expert: hidden size is the field `hidden` times the field `count`."""
 
-    hidden: str
-    count: str | None = None
+    hidden: FieldName
+    count: FieldName | None = None
     is_gated: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeRule:
-    """The experts of a family; strings name fields of the configuration."""
+    """The experts of a family."""
 
-    num_experts: str
-    expert_hidden: str
-    top_k: str = "num_experts_per_tok"
+    num_experts: FieldName
+    expert_hidden: FieldName
+    top_k: FieldName = "num_experts_per_tok"
     router: RouterRule = field(default_factory=RouterRule)
     shared: SharedRule | None = None
     sparse_layers: SparseLayers = "all"  # which layers have experts; the others are dense
     has_bias: bool = False  # whether the projections of the experts have biases
-    clamp: tuple[str, str] | None = None  # fields with gain and limit of the clamped product
+    clamp: tuple[FieldName, FieldName] | None = None  # gain and limit of the clamped product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """The properties of a model family; strings that name fields refer to `config.json`."""
+    """The properties of a model family.
+
+    Fields of `config.json` that an attribute names are in use, and so are those that the kinds of
+    its layers imply (`used_fields`). Other names of fields and values of missing ones are those of
+    transformers' configuration class (`specs.class_defaults`).
+    """
 
     architecture: str  # class that `architectures` of the configuration must name
-    # Used fields and the configuration class's values for missing ones.
-    defaults: Mapping[str, object]
     # Whether checkpoints older than the transformers class name code of this architecture in
     # `auto_map`.
     was_published_with_code: bool = False
     published_architecture: str | None = None  # class name in such checkpoints, if it differs
     nested: tuple[str, ...] = ()  # objects whose fields are read as "object.field"
-    aliases: Mapping[str, str] = field(default_factory=dict)  # other names of used fields
+    # Further other names of used fields.
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    # Values of missing fields that the class computes or does not have.
+    defaults: Mapping[str, object] = field(default_factory=dict)
     # Fields without effect in this family, in addition to `IGNORED`.
     ignored: frozenset[str] = frozenset()
     # Accepted values of further fields, in addition to `FIXED`.
     fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     rope: RopeRule = field(default_factory=RopeRule)
+    rope_fields: tuple[FieldName, ...] = ()  # fields of the rope, in addition to `ROPE_FIELDS`
     norm: NormKind = "rms"  # kind of the norms around attention and feed-forward network
-    norm_eps: float | str = "rms_norm_eps"
+    norm_eps: float | FieldName = "rms_norm_eps"
     has_norm_bias: bool = False  # whether these norms have biases
     is_latent: bool = False  # whether attention is latent (MLA)
     # Field with the context length beyond which attention would be sparse, which is not
     # implemented: longer contexts are refused.
-    context_limit: str | None = None
+    context_limit: FieldName | None = None
     full_layer_type: str = "full_attention"  # name in `layer_types` of a layer with full attention
-    scale: str | None = None  # field with the factor of the attention scores
+    scale: FieldName | None = None  # factor of the attention scores
+    clip: FieldName | None = None  # bound of queries, keys and values
     qk_norm: QkNorm = "none"  # norm of queries and keys: none, per head, or over the full width
-    qk_norm_switch: str | None = None  # field that enables that norm; None: always enabled
+    qk_norm_switch: FieldName | None = None  # enables that norm; None: always enabled
     is_norm_after_rope: bool = False
     needs_full_width: bool = False  # whether the full-width norm is as wide as the hidden state
-    qkv_bias: str | None = None  # field that enables biases of the query, key and value projections
-    output_bias: str | None = None  # field that enables the bias of the output projection
-    # Field that enables biases of dense and shared feed-forward networks.
-    mlp_bias: str | None = None
-    head_bias: str | None = None  # field that enables the bias of the logits
+    qkv_bias: FieldName | None = None  # enables biases of the query, key and value projections
+    output_bias: FieldName | None = None  # enables the bias of the output projection
+    mlp_bias: FieldName | None = None  # enables biases of dense and shared networks
+    head_bias: FieldName | None = None  # enables the bias of the logits
     has_sinks: bool = False
     moe: MoeRule | None = None  # the experts; None for dense families
     # Which layers have a sliding window if `layer_types` is absent.
     windowed_layers: WindowedLayers = "none"
     is_window_switched: bool = False  # whether `use_sliding_window` enables the window
     has_layer_types: bool = False
-    # Factors of embeddings and residual branches, and divisor of the logits, or the fields that
-    # hold them.
-    multipliers: tuple[float | str, ...] = (1.0, 1.0, 1.0)
+    # Factors of embeddings and residual branches, and divisor of the logits.
+    multipliers: tuple[float | FieldName, ...] = (1.0, 1.0, 1.0)
 
 
-def common_fields(**differences: object) -> dict[str, object]:
-    common: dict[str, object] = {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": None,
-        "head_dim": None,
-        "hidden_act": "silu",
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "eos_token_id": None,
+_OF_ALL = frozenset(
+    {
+        "eos_token_id",
+        "head_dim",
+        "hidden_act",
+        "hidden_size",
+        "intermediate_size",
+        "max_position_embeddings",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "tie_word_embeddings",
+        "vocab_size",
     }
-    return common | differences
+)
+_LATENT = frozenset(
+    {
+        "kv_lora_rank",
+        "q_lora_rank",
+        "qk_head_dim",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
+    }
+)
+_SPARSE: Mapping[SparseLayers, tuple[str, ...]] = {
+    "all": (),
+    "stepped": ("decoder_sparse_step", "mlp_only_layers"),
+    "after_leading": ("first_k_dense_replace",),
+    "listed": ("first_k_dense_replace", "mlp_layer_types"),
+    "ranged": ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
+}
+
+
+def used_fields(family: Family) -> frozenset[str]:
+    """Names of the fields that decide what a model of this family computes, except the rope's."""
+    used = _OF_ALL | set(_named(family))
+    if family.is_latent:
+        used |= _LATENT
+    if family.windowed_layers != "none":
+        used |= {"sliding_window"}
+    if family.windowed_layers in {"from_max", "even_below_max"}:
+        used |= {"max_window_layers"}
+    if family.is_window_switched:
+        used |= {"use_sliding_window"}
+    if family.moe is not None:
+        used |= set(_SPARSE[family.moe.sparse_layers])
+        if family.moe.router.group_score is not None:
+            used |= {"n_group", "topk_group"}
+    return used
+
+
+def _named(rule: object) -> Iterator[str]:
+    """The fields that the attributes of a rule and of the rules in it name."""
+    for attribute in dataclasses.fields(rule):  # type: ignore[arg-type]
+        value = getattr(rule, attribute.name)
+        if dataclasses.is_dataclass(value):
+            yield from _named(value)
+        elif _may_name(attribute.type):
+            items = value if isinstance(value, tuple) else (value,)
+            yield from (item for item in items if isinstance(item, str))
+
+
+def _may_name(annotation: object) -> bool:
+    return annotation == FieldName or any(map(_may_name, get_args(annotation)))
+
+
+# Fields of router training and of layers that predict a second token.
+TRAINING_FIELDS = frozenset({"aux_loss_alpha", "ep_size", "num_nextn_predict_layers", "seq_aux"})
+NOAUX_TC = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
+# DeepSeek-V3 adds 1e-20 to the sum of the weights; a floor differs only for sums below that.
+_SIGMOID = RouterRule(
+    scoring="sigmoid",
+    renormalize="norm_topk_prob",
+    min_weight_sum=1e-20,
+    scale="routed_scaling_factor",
+    has_selection_bias=True,
+    group_score="top2_sum",
+)
+SHARED = SharedRule(hidden="moe_intermediate_size", count="n_shared_experts")
+SIGMOID_EXPERTS = MoeRule(
+    num_experts="n_routed_experts",
+    expert_hidden="moe_intermediate_size",
+    router=_SIGMOID,
+    shared=SHARED,
+    sparse_layers="after_leading",
+)

@@ -1,0 +1,12 @@
+"""The supported families, by `model_type`."""
+
+from collections.abc import Mapping
+
+from raymoe.specs.families.grouped import DENSE_FAMILIES, MOE_FAMILIES
+from raymoe.specs.families.latent import LATENT_FAMILIES
+from raymoe.specs.families.rules import Family
+
+FAMILIES: Mapping[str, Family] = {**DENSE_FAMILIES, **MOE_FAMILIES, **LATENT_FAMILIES}
+# Kimi-K2 has its own model type and DeepSeek-V3's architecture (Moonshot's deployment guide:
+# "reuses the DeepSeekV3CausalLM architecture").
+MODEL_TYPE_ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}

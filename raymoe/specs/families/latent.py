@@ -1,0 +1,103 @@
+"""Families with latent attention (MLA), by `model_type`."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from raymoe.specs.families.rules import (
+    NOAUX_TC,
+    SHARED,
+    SIGMOID_EXPERTS,
+    TRAINING_FIELDS,
+    Family,
+    MoeRule,
+    RouterRule,
+)
+from raymoe.specs.rope import RopeRule
+
+# Fields of the indexer, which selects tokens in contexts beyond `index_topk`.
+_INDEXER_FIELDS = frozenset(
+    {
+        "index_head_dim",
+        "index_n_heads",
+        "index_share_for_mtp_iteration",
+        "index_skip_topk_offset",
+        "index_topk_freq",
+        "index_topk_pattern",
+        "indexer_rope_interleave",
+        "indexer_types",
+    }
+)
+
+LATENT_FAMILIES: Mapping[str, Family] = {
+    "deepseek_v2": Family(
+        architecture="DeepseekV2ForCausalLM",
+        was_published_with_code=True,
+        ignored=TRAINING_FIELDS,
+        fixed={
+            "moe_layer_freq": (1,),
+            "norm_topk_prob": (False, None),
+            "scoring_func": ("softmax",),
+        },
+        rope=RopeRule(is_interleaved=True),
+        is_latent=True,
+        qkv_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        moe=MoeRule(
+            num_experts="n_routed_experts",
+            expert_hidden="moe_intermediate_size",
+            router=RouterRule(
+                renormalize=False,
+                scale="routed_scaling_factor",
+                group_score="max",
+                groups_switch="topk_method",
+            ),
+            shared=SHARED,
+            sparse_layers="after_leading",
+        ),
+    ),
+    "deepseek_v3": Family(
+        architecture="DeepseekV3ForCausalLM",
+        was_published_with_code=True,
+        ignored=TRAINING_FIELDS,
+        fixed=NOAUX_TC,
+        rope=RopeRule(is_interleaved=True),
+        rope_fields=("rope_interleave",),
+        is_latent=True,
+        qkv_bias="attention_bias",
+        moe=SIGMOID_EXPERTS,
+    ),
+    "glm4_moe_lite": Family(
+        architecture="Glm4MoeLiteForCausalLM",
+        ignored=TRAINING_FIELDS,
+        fixed=NOAUX_TC | {"first_k_dense_replace": (1,)},
+        rope=RopeRule(is_interleaved=True),
+        rope_fields=("rope_interleave",),
+        is_latent=True,
+        qkv_bias="attention_bias",
+        moe=dataclasses.replace(SIGMOID_EXPERTS, sparse_layers="listed"),
+    ),
+    "deepseek_v32": Family(
+        architecture="DeepseekV32ForCausalLM",
+        was_published_with_code=True,
+        ignored=TRAINING_FIELDS | _INDEXER_FIELDS,
+        fixed=NOAUX_TC | {"rope_interleave": (True,)},
+        rope=RopeRule(is_interleaved=True),
+        is_latent=True,
+        context_limit="index_topk",
+        full_layer_type="indexed_attention",
+        qkv_bias="attention_bias",
+        moe=dataclasses.replace(SIGMOID_EXPERTS, sparse_layers="listed"),
+    ),
+    "glm_moe_dsa": Family(
+        architecture="GlmMoeDsaForCausalLM",
+        # GLM-5 was published with the head_dim of its unrotated part, which nothing reads.
+        ignored=TRAINING_FIELDS | _INDEXER_FIELDS | {"head_dim"},
+        fixed=NOAUX_TC | {"moe_router_dtype": ("float32",), "rope_interleave": (True,)},
+        rope=RopeRule(is_interleaved=True),
+        is_latent=True,
+        context_limit="index_topk",
+        full_layer_type="indexed_attention",
+        qkv_bias="attention_bias",
+        moe=dataclasses.replace(SIGMOID_EXPERTS, sparse_layers="listed"),
+    ),
+}
