@@ -15,6 +15,7 @@ from pathlib import Path
 from raymoe.data import manifest as manifests
 from raymoe.data.manifest import Manifest
 from raymoe.data.status import (
+    GENERATE,
     HISTORY_COLUMNS,
     SUFFIX,
     HistoryPoint,
@@ -239,7 +240,7 @@ def short(name: str) -> str:
     return f"{name[:half]}...{name[-half:]}"
 
 
-TOKENS = HISTORY_COLUMNS.index("num_generated_tokens")
+TOKENS = HISTORY_COLUMNS.index("num_tokens")
 POOL_FILL, KV_USE = HISTORY_COLUMNS.index("pool_fill"), HISTORY_COLUMNS.index("kv_use")
 MOMENTS = 120  # at which the sum of all actors is drawn
 
@@ -247,12 +248,13 @@ History = Sequence[HistoryPoint]
 
 
 def throughput(actors: Sequence[ActorView], start_s: float) -> str:
-    """Generated tokens per second of each actor and of all; `start_s` is Unix time."""
+    """Tokens per second of each actor and of all; `start_s` is Unix time."""
     lines = _lines_of_actors(actors, start_s, rates)
     if len(actors) > 1:
         lines.append(Line(name="all", points=_shifted(total_rates(_histories(actors)), start_s),
                           is_total=True))  # fmt: skip
-    title = f"Generated tokens per second{_which(actors)}"
+    kind = "Generated tokens" if actors[0].status.task == GENERATE else "Tokens read"
+    title = f"{kind} per second{_which(actors)}"
     return draw_series(lines, title=title)
 
 
@@ -342,12 +344,13 @@ NOTHING = "-"
 def summary(view: JobView) -> str:
     job = view.job
     total = f" of {job.total_rows:,}" if job is not None else ""
+    kind = "out" if view.task == GENERATE else "in"
     entries = [
         ("rows", f"{view.num_rows:,}{total}"),
         ("error rows", f"{view.num_error_rows:,}"),
         ("tokens in", f"{view.num_input_tokens:,}"),
-        ("tokens out", f"{view.num_generated_tokens:,}"),
-        ("tokens out per second", f"{view.tokens_per_s:,.0f}"),
+        *([("tokens out", f"{view.num_generated_tokens:,}")] if kind == "out" else []),
+        (f"tokens {kind} per second", f"{view.tokens_per_s:,.0f}"),
         ("time", format_seconds(view.elapsed_s)),
         ("nodes, actors", f"{len(view.nodes)}, {len(view.actors)}"),
     ]
@@ -356,7 +359,7 @@ def summary(view: JobView) -> str:
     if view.cost is not None:
         entries.append(("cost", f"{view.cost:.3g}"))
     if view.cost_per_million_tokens is not None:
-        entries.append(("cost per million tokens out", f"{view.cost_per_million_tokens:.3g}"))
+        entries.append((f"cost per million tokens {kind}", f"{view.cost_per_million_tokens:.3g}"))
     notes = [paragraph(f"{view.state}: {job.reason}")] if job is not None and job.reason else []
     return section("Summary", *notes, numbers(entries))
 
@@ -414,8 +417,8 @@ def roofline(view: JobView) -> str:
 
 def actors(view: JobView) -> str:
     header = (
-        "actor", "node", "state", "rows", "error rows", "from the journal", "tokens out",
-        "preemptions", "measured / predicted",
+        "actor", "node", "state", "rows", "error rows", "from the journal", "tokens in",
+        "tokens out", "preemptions", "measured / predicted",
     )  # fmt: skip
     rows = [_actor_row(actor) for actor in view.actors]
     reasons = [
@@ -457,6 +460,7 @@ def _actor_row(actor: ActorView) -> tuple[str, ...]:
         f"{status.rows.num_rows:,}",
         f"{status.rows.num_error_rows:,}",
         f"{status.rows.num_found_rows:,}",
+        NOTHING if engine is None else f"{engine.num_prompt_tokens:,}",
         NOTHING if engine is None else f"{engine.num_generated_tokens:,}",
         NOTHING if engine is None else f"{engine.num_preemptions:,}",
         NOTHING if ratio is None else f"{ratio:.2f}",

@@ -7,6 +7,7 @@ from typing import Any
 from raymoe.data.observer import recent_rate
 from raymoe.data.status import (
     FAILED,
+    GENERATE,
     LOADING,
     RUNNING,
     ActorStatus,
@@ -42,8 +43,8 @@ class ActorView:
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens per second in the last minute; 0 for a dead actor."""
-        rate = recent_rate(self.status.history, "num_generated_tokens")
+        """Tokens per second in the last minute, by the task's measure; 0 for a dead actor."""
+        rate = recent_rate(self.status.history, "num_tokens")
         return rate if rate is not None and self.is_alive else 0.0
 
 
@@ -110,6 +111,12 @@ class JobView:
         return self.actors[0].status.model if self.actors else None
 
     @property
+    def task(self) -> str:
+        if self.job is not None:
+            return self.job.task
+        return self.actors[0].status.task if self.actors else GENERATE
+
+    @property
     def nodes(self) -> tuple[NodeView, ...]:
         names = sorted({actor.status.node for actor in self.actors})
         return tuple(
@@ -140,6 +147,11 @@ class JobView:
         return self._sum("num_generated_tokens")
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that the task is measured by: generated ones, or those read."""
+        return self.num_generated_tokens if self.task == GENERATE else self.num_input_tokens
+
+    @property
     def errors(self) -> tuple[tuple[str, int], ...]:
         """Error rows of each kind, most frequent first; without a driver, those of actors."""
         if self.job is not None:
@@ -164,10 +176,10 @@ class JobView:
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens per second: in the last minute, or over the whole run once it ended."""
+        """`num_tokens` per second: in the last minute, or over the whole run once it ended."""
         if self.is_alive:
             return sum(actor.tokens_per_s for actor in self.actors)
-        return self.num_generated_tokens / self.elapsed_s if self.elapsed_s else 0.0
+        return self.num_tokens / self.elapsed_s if self.elapsed_s else 0.0
 
     @property
     def left_s(self) -> float | None:
@@ -186,12 +198,10 @@ class JobView:
 
     @property
     def cost_per_million_tokens(self) -> float | None:
-        computed = sum(
-            actor.status.engine.num_generated_tokens
-            for actor in self.actors
-            if actor.status.engine is not None
-        )
-        tokens = max(computed, self.num_generated_tokens)
+        name = "num_generated_tokens" if self.task == GENERATE else "num_prompt_tokens"
+        engines = [actor.status.engine for actor in self.actors]
+        computed = sum(getattr(engine, name) for engine in engines if engine is not None)
+        tokens = max(computed, self.num_tokens)
         return self.cost / tokens * MILLION if self.cost is not None and tokens else None
 
     def as_plain(self) -> dict[str, Any]:
@@ -199,6 +209,7 @@ class JobView:
             "state": self.state,
             "name": None if self.job is None else self.job.name,
             "model": self.model,
+            "task": self.task,
             "num_rows": self.num_rows,
             "total_rows": None if self.job is None else self.job.total_rows,
             "num_written_before": None if self.job is None else self.job.num_written_before,

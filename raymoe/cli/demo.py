@@ -49,7 +49,7 @@ def run(
     training. Needs no network and no GPU.
     """
     input_path = _write_prompts(output, rows, seed)
-    source = open_source(str(input_path), prompt_column="prompt", id_column="id")
+    source = open_source(str(input_path), id_column="id")
     writer = ParquetWriter(location=Location.local(output / OUTPUT_NAME))
     job = Job(
         model=str(demo_model_path()),

@@ -1,6 +1,7 @@
 """`raymoe generate`: a table of prompts in, the same table with generated text out."""
 
 import dataclasses
+import inspect
 import json
 import re
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from raymoe.cli.pipeline import (
     PROMPT_COLUMNS,
     Job,
     check_model,
+    content_columns,
     find_manifest,
     plain_console,
     print_summary,
@@ -24,10 +26,11 @@ from raymoe.cli.sources import FORMS, Source, open_source
 from raymoe.cli.storage import Location, without_secrets
 from raymoe.cli.writers import check_apart, open_writer
 from raymoe.config import DEVICES, DTYPES, ON_TOO_LONG, EngineConfig, SamplingParams
-from raymoe.data.columns import INPUT_MAY_NOT_HAVE, OutputColumns, check_names
-from raymoe.data.generator import chat_parser
-from raymoe.data.rows import SAMPLING_COLUMN, TEMPLATE_COLUMN, RowReader
+from raymoe.data.columns import INPUT_MAY_NOT_HAVE, check_names
+from raymoe.data.generator import output_columns
 from raymoe.data.status import Pairs
+from raymoe.data.tasks import read_task, reader_of
+from raymoe.engine.tasks.rows import CONTINUATION_COLUMN, TASKS
 from raymoe.engine.tokenizer import check_template_kwargs
 from raymoe.errors import ConfigError, RaymoeError
 from raymoe.openai.batch import CONTENT_COLUMNS, ID_COLUMN, TOOLS_COLUMN
@@ -67,6 +70,15 @@ TemplateKwargs = Annotated[
     typer.Option(
         "--chat-template-kwargs",
         help='For the chat template, as a JSON object, such as {"enable_thinking": false}.',
+        rich_help_panel=TABLE,
+    ),
+]
+Task = Annotated[str, typer.Option(help=f"One of {', '.join(TASKS)}.", rich_help_panel=TABLE)]
+TaskOptionsText = Annotated[
+    str,
+    typer.Option(
+        "--task-options",
+        help='Of a task besides generate, as a JSON object, such as {"labels": ["yes", "no"]}.',
         rich_help_panel=TABLE,
     ),
 ]
@@ -205,6 +217,8 @@ def run(  # noqa: PLR0913 - the options of a command
     id_column: IdColumn = None,
     tools_column: ToolsColumn = None,
     chat_template_kwargs: TemplateKwargs = "{}",
+    task: Task = "generate",
+    task_options: TaskOptionsText = "{}",
     form: Form = "auto",
     samples_as_rows: SamplesAsRows = False,
     max_tokens: MaxTokens = 64,
@@ -237,13 +251,17 @@ def run(  # noqa: PLR0913 - the options of a command
 ) -> None:
     """Generate text for every row of a table; every input row gives one output row.
 
+    With --task score, classify or embed, columns with log probabilities, labels or embeddings.
     Column __inference_error__ says why a row failed. Runs in a local Ray, or in RAY_ADDRESS's.
     """
     options, config = _options(context.params), _engine_config(context.params)
-    source = open_source(input_, prompt_column=prompt_column, id_column=id_column, form=form)
+    if options["task"] == "embed":
+        config = dataclasses.replace(config, head="none")
+    texts = (prompt_column, options["task_options"].get("continuation_column", CONTINUATION_COLUMN))
+    source = open_source(input_, text_columns=texts, id_column=id_column, form=form)
     id_column = _check_columns(source, options, id_column, model)
     resume_state = _find_output(output, source, input_, journal)
-    lease, columns = Lease(resume_state.output), _content_columns(options, source.is_batch)
+    lease, columns = Lease(resume_state.output), _content_columns(options, source)
     writer = open_writer(resume_state.output, source, has_samples=samples_as_rows,
                          content_columns=columns, run=lease.run)  # fmt: skip
     job = Job(
@@ -299,19 +317,29 @@ def _options(given: Mapping[str, Any]) -> dict[str, Any]:
     _refuse_both(given, "resume", "overwrite")
     _refuse_both(given, "sort_by_prefix", "preserve_order")
     named = {name: given[name] for name in PROMPT_COLUMNS}
+    task_options = _parse(given, "task_options")
+    if read_task(given["task"], task_options) is not None:
+        _refuse_sampling(given)
     return {
         "sampling_params": _read_params(given),
         "has_choices": given["samples_as_rows"],
         "chat_template_kwargs": check_template_kwargs(_parse(given, "chat_template_kwargs")),
+        "task": given["task"],
+        "task_options": task_options,
         **named,
     }
 
 
-def _content_columns(options: dict[str, Any], is_batch: bool) -> tuple[str, ...]:
-    if is_batch:
-        return CONTENT_COLUMNS
-    named = [options[name] for name in PROMPT_COLUMNS]
-    return (*(name for name in named if name is not None), SAMPLING_COLUMN, TEMPLATE_COLUMN)
+def _refuse_sampling(given: Mapping[str, Any]) -> None:
+    defaults = inspect.signature(run).parameters
+    for name in (*SAMPLING_FLAGS, "sampling_params", "samples_as_rows"):
+        if given[name] != defaults[name].default:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} has no meaning for --task {given['task']}; leave it out")
+
+
+def _content_columns(options: dict[str, Any], source: Source) -> tuple[str, ...]:
+    return CONTENT_COLUMNS if source.is_batch else content_columns(options)
 
 
 def _find_output(output: str, source: Source, input_: str, journal_dir: str | None) -> ResumeState:
@@ -398,7 +426,7 @@ def _prepare(job: Job, resume_state: ResumeState, *, resume: bool, overwrite: bo
 
 
 def _without_written(job: Job) -> Job:
-    columns, id_column = _content_columns(job.options, job.source.is_batch), job.id_column or ""
+    columns, id_column = _content_columns(job.options, job.source), job.id_column or ""
     written = find_written(job.source, job.writer, columns, id_column)
     reasons = {"have been edited since they were written": written.changed,
                "had an error from outside": written.failed}  # fmt: skip
@@ -430,22 +458,15 @@ def _check_columns(
     if options["has_choices"]:
         _check_samples(source)
     if source.is_batch:
+        if options["task"] != "generate":
+            raise ConfigError(f"--task {options['task']} has no meaning for an OpenAI batch; add "
+                              "--format table, or leave it out")  # fmt: skip
         id_column = _set_batch_columns(options, id_column)
-    reader = RowReader(
-        defaults=options["sampling_params"],
-        id_column=id_column,
-        **{name: options[name] for name in PROMPT_COLUMNS},
-    )
     try:
-        reader.check_schema(source.schema)
+        reader_of({**options, "id_column": id_column}).check_schema(source.schema)
     except ConfigError as error:
         raise ConfigError(_as_typed(str(error))) from error
-    columns = OutputColumns.of(
-        options["sampling_params"],
-        has_choices=options["has_choices"],
-        parser=chat_parser(model, options),
-    )
-    columns.check_schema(source.schema)
+    output_columns(model, options).check_schema(source.schema)
     return id_column
 
 

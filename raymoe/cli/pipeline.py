@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +29,13 @@ from raymoe.data.cluster import Cluster
 from raymoe.data.generator import MoEGenerator
 from raymoe.data.manifest import Manifest
 from raymoe.data.observer import Periodic
-from raymoe.data.rows import SAMPLING_COLUMN, TEMPLATE_COLUMN, RowReader
+from raymoe.data.rows import SAMPLING_COLUMN, TEMPLATE_COLUMN
 from raymoe.data.sizing import configure_data_context, map_batches_kwargs, plan_actor
 from raymoe.data.sorting import sort_by_prefix
 from raymoe.data.status import (
     ENDED,
     FAILED,
+    GENERATE,
     JOB_FILE,
     RUNNING,
     JobStatus,
@@ -43,9 +44,12 @@ from raymoe.data.status import (
     read_status,
     write_record,
 )
+from raymoe.data.tasks import read_task_of, reader_of
 from raymoe.data.workload import SAMPLED_ROWS, workload_of
 from raymoe.device.host import read_host
 from raymoe.engine.identity import ModelIdentity
+from raymoe.engine.runner_loading import with_head
+from raymoe.engine.tasks.rows import check_head
 from raymoe.errors import ExecutionError, RaymoeError
 from raymoe.memory.checkpoint import check_hub_is_known, fetch_config, find_model
 from raymoe.memory.weights import WeightStore
@@ -184,6 +188,7 @@ class JobWatch:
         status = JobStatus(
             name=self._directory.name.removesuffix(".status"),
             model=self._model,
+            task=run_stats.task,
             state=self._state,
             reason=self._reason,
             started_unix_s=self._started_s,
@@ -267,7 +272,7 @@ def run_job(job: Job, console: Console) -> RunStats:
     Raises:
         ExecutionError: The run failed; the message has the innermost reason.
     """
-    run_stats = RunStats(total_rows=job.num_rows)
+    run_stats = RunStats(total_rows=job.num_rows, task=job.options.get("task", GENERATE))
     with _watched(job, run_stats) as watch:
         if job.num_rows:
             _run(job, run_stats, watch, console)
@@ -321,14 +326,17 @@ def check_model(job: Job) -> None:
         UnsupportedModelError: The model's mathematics is not implemented.
         InfeasiblePlanError: This machine has too little memory; not checked for a cluster.
     """
-    directory = find_model(job.model)
+    directory, task = find_model(job.model), read_task_of(job.options)
     if directory is None:
         if not has_cluster():  # else its nodes may have what is not here
             check_hub_is_known(job.model)
-            config = fetch_config(job.model)
-            ModelSpec.from_config(read_json_object(config.parent, config.name), name=job.model)
+            path = fetch_config(job.model)
+            config = read_json_object(path.parent, path.name)
+            spec = with_head(ModelSpec.from_config(config, name=job.model), job.engine_config)
+            check_head(task, spec.head)
         return
-    spec = ModelSpec.from_directory(directory)
+    spec = with_head(ModelSpec.from_directory(directory), job.engine_config)
+    check_head(task, spec.head)
     WeightStore.open(spec, directory)
     if not has_cluster():
         plan_actor(directory, job.engine_config, this_machine().share(job.num_actors))
@@ -350,7 +358,8 @@ def find_manifest(job: Job) -> Manifest | None:
     params = job.options["sampling_params"]
     if not identity.has_weights:
         return None
-    return Manifest.of(identity, params, job.engine_config, job.options.get("chat_template_kwargs"))
+    kwargs, task = job.options.get("chat_template_kwargs"), read_task_of(job.options)
+    return Manifest.of(identity, params, job.engine_config, kwargs, task)
 
 
 def _drain(job: Job, run_stats: RunStats) -> None:
@@ -484,13 +493,20 @@ def _dataset(job: Job) -> ray.data.Dataset:
 
 def _workload(job: Job) -> Workload | None:
     """Return the rows of this run, by the lengths of the first of its input."""
-    reader = RowReader.of_options(job.options)
-    columns = (getattr(reader, name) for name in PROMPT_COLUMNS)
-    names = [*(name for name in columns if name is not None), SAMPLING_COLUMN, TEMPLATE_COLUMN]
-    sample = next((table for table in job.source.tables(names) if table.num_rows), None)
+    tables = job.source.tables(content_columns(job.options))
+    sample = next((table for table in tables if table.num_rows), None)
     if sample is None:
         return None
+    reader = reader_of(job.options)
     return workload_of(sample.slice(0, SAMPLED_ROWS), job.num_rows, job.model, reader)
+
+
+def content_columns(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the columns that the answer of a row depends on."""
+    task = read_task_of(options)
+    named = [options[name] for name in PROMPT_COLUMNS]
+    named += [SAMPLING_COLUMN] if task is None else task.columns
+    return (*(name for name in named if name is not None), TEMPLATE_COLUMN)
 
 
 def innermost_reason(error: BaseException) -> str:
@@ -511,10 +527,14 @@ def print_summary(run_stats: RunStats, output: Location, console: Console) -> No
     console.print(f"{run_stats.num_rows:,} rows in {format_seconds(run_stats.elapsed_s)}{errors}")
     for reason, count in run_stats.reasons.most_common(MAX_REASONS):
         console.print(f"  {count:,} x {harmless(reason)}")
-    console.print(
-        f"{run_stats.num_input_tokens:,} tokens in, {run_stats.num_generated_tokens:,} tokens out, "
-        f"{run_stats.tokens_per_s:,.0f} tokens/s out (loading included)"
-    )
+    tokens = f"{run_stats.num_input_tokens:,} tokens "
+    if run_stats.task == GENERATE:
+        tokens += f"in, {run_stats.num_generated_tokens:,} tokens out, "
+        tokens += f"{run_stats.tokens_per_s:,.0f} tokens/s out"
+    else:
+        rows_per_s = run_stats.num_rows / max(run_stats.elapsed_s, 1e-9)
+        tokens += f"read, {rows_per_s:,.1f} rows/s, {run_stats.tokens_per_s:,.0f} tokens/s read"
+    console.print(f"{tokens} (loading included)")
     console.print(f"output: {harmless(str(output))}")
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -82,13 +82,13 @@ class JsonlFormat:
         schema: One type for each key.
         json_columns: String columns whose cells are JSON text, because the values are nested or of
             several types.
-        prompt_column: A string column as soon as one prompt is text: prompts that are not are
+        prompt_columns: String columns as soon as one prompt is text: prompts that are not are
             errors of their rows.
     """
 
     schema: pa.Schema
     json_columns: frozenset[str]
-    prompt_column: str = ""
+    prompt_columns: frozenset[str] = frozenset()
     text_columns: frozenset[str] = frozenset()
 
 
@@ -123,7 +123,9 @@ def parse_line(line: bytes) -> tuple[dict[str, Any] | None, str]:
     return record, error
 
 
-def scan(files: Sequence[Location], prompt_column: str, id_column: str | None) -> JsonlScan:
+def scan(
+    files: Sequence[Location], prompt_columns: Collection[str], id_column: str | None
+) -> JsonlScan:
     kinds: dict[str, set[str]] = {}
     splits: list[Split] = []
     ids: list[Any] = []
@@ -147,7 +149,7 @@ def scan(files: Sequence[Location], prompt_column: str, id_column: str | None) -
             num_rows += rows
     if not kinds:
         raise ConfigError(f"no JSON object in {', '.join(map(str, files[:3]))}")
-    layout = _choose_format(kinds, prompt_column)
+    layout = _choose_format(kinds, prompt_columns)
     return JsonlScan(layout=layout, splits=tuple(splits), num_rows=num_rows, ids=ids)
 
 
@@ -190,7 +192,7 @@ def _cell(value: Any, field: pa.Field, layout: JsonlFormat) -> Any:
         raise ValueError(f"is {shown(value)}; it takes text")
     if value is None:
         return None
-    if field.name == layout.prompt_column and not _fits_prompt(value, field.type):
+    if field.name in layout.prompt_columns and not _fits_prompt(value, field.type):
         raise ValueError(f"is {shown(value)} ({type(value).__name__}), others are {field.type}")
     if field.name in layout.json_columns:
         value = json.dumps(value, ensure_ascii=False)
@@ -217,18 +219,20 @@ def _fits_prompt(value: Any, arrow_type: pa.DataType) -> bool:
     return True
 
 
-def _choose_format(kinds: Mapping[str, set[str]], prompt_column: str) -> JsonlFormat:
+def _choose_format(kinds: Mapping[str, set[str]], prompt_columns: Collection[str]) -> JsonlFormat:
     fields, json_columns = [], set()
     for name, found in kinds.items():
         arrow_type = _choose_type(found - {"null"})
-        if name == prompt_column and arrow_type is None:
+        if name in prompt_columns and arrow_type is None:
             # Mixed prompts: text wins; those that are not become error rows.
             arrow_type = pa.string() if "str" in found else pa.list_(pa.int64())
         if arrow_type is None:
             json_columns.add(name)
         fields.append(pa.field(name, arrow_type or pa.string()))
     return JsonlFormat(
-        schema=pa.schema(fields), json_columns=frozenset(json_columns), prompt_column=prompt_column
+        schema=pa.schema(fields),
+        json_columns=frozenset(json_columns),
+        prompt_columns=frozenset(prompt_columns),
     )
 
 
@@ -337,12 +341,17 @@ class JsonlSource(Source):
 
 
 def open_source(
-    pattern: str, *, prompt_column: str, id_column: str | None, form: str = "auto"
+    pattern: str,
+    *,
+    text_columns: Collection[str] = ("prompt",),
+    id_column: str | None,
+    form: str = "auto",
 ) -> Source:
     """Find the files of a path, directory or glob, and read their columns and ids.
 
     Args:
         pattern: The path, directory or glob, or the URI of one.
+        text_columns: Those with text or token ids: prompts, and what is scored after them.
         form: One of `FORMS`: what JSON lines are; "auto" looks at their keys.
 
     Raises:
@@ -357,7 +366,7 @@ def open_source(
     if is_jsonl and form != "table" and (form == "openai-batch" or _has_requests(files)):
         return _open_batch(files)
     if is_jsonl:
-        source: Source = _open_jsonl(files, prompt_column, id_column)
+        source: Source = _open_jsonl(files, text_columns, id_column)
     else:
         source = _open_parquet(files, id_column)
     if id_column is not None:
@@ -406,9 +415,9 @@ def _combine(chunks: pa.ChunkedArray) -> pa.Array:
 
 
 def _open_jsonl(
-    files: Sequence[Location], prompt_column: str, id_column: str | None
+    files: Sequence[Location], text_columns: Collection[str], id_column: str | None
 ) -> JsonlSource:
-    scanned = scan(files, prompt_column, id_column)
+    scanned = scan(files, text_columns, id_column)
     layout = scanned.layout
     ids = pa.array([], pa.null())
     if id_column is not None:
@@ -442,7 +451,7 @@ def _open_batch(files: Sequence[Location]) -> JsonlSource:
         json_columns=frozenset({"body"}),
         text_columns=frozenset(TEXT_COLUMNS),
     )
-    scanned = dataclasses.replace(scan(files, "", ID_COLUMN), layout=layout)
+    scanned = dataclasses.replace(scan(files, (), ID_COLUMN), layout=layout)
     # Lines without an id become error rows.
     ids = [row_id for row_id in scanned.ids if isinstance(row_id, str)]
     source = JsonlSource(

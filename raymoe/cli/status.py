@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from raymoe.data.status import find_status, read_status
+from raymoe.data.status import GENERATE, find_status, rate_unit, read_status
 from raymoe.safe_text import harmless
 from raymoe.status_view import STALE, ActorView, JobView, measured_over_predicted
 from raymoe.units import format_seconds
@@ -88,8 +88,8 @@ def _lines(view: JobView) -> Iterator[str]:
     yield " | ".join(parts)
     window = "the last minute" if view.is_alive else "the run"
     parts = [
-        f"{view.tokens_per_s:,.0f} tokens/s over {window}",
-        f"{view.num_generated_tokens:,} tokens out",
+        f"{view.tokens_per_s:,.0f} {rate_unit(view.task)} over {window}",
+        f"{view.num_tokens:,} tokens {'out' if view.task == GENERATE else 'read'}",
         f"{format_seconds(view.elapsed_s)} elapsed",
     ]
     if view.left_s is not None:

@@ -23,6 +23,7 @@ from raymoe.cli.storage import NUM_READERS, Location, not_empty
 from raymoe.data.columns import CHOICES_COLUMN, COUNT_COLUMN, ERROR_COLUMN, explode_samples
 from raymoe.data.observer import error_kind
 from raymoe.data.rows import BadCell, as_text, content_digest, read_cells
+from raymoe.data.status import GENERATE, rate_unit
 from raymoe.errors import ConfigError, RaymoeError
 from raymoe.openai.batch import read_response, write_responses
 from raymoe.units import format_seconds
@@ -246,6 +247,7 @@ MAX_REASON_CHARACTERS = 120
 @dataclass(kw_only=True)
 class RunStats:
     total_rows: int
+    task: str = GENERATE
     num_rows: int = 0
     num_errors: int = 0
     num_input_tokens: int = 0
@@ -258,7 +260,7 @@ class RunStats:
     def add(self, table: pa.Table) -> None:
         self.num_rows += table.num_rows
         self.num_input_tokens += pc.sum(table.column("num_input_tokens")).as_py() or 0
-        self.num_generated_tokens += pc.sum(_generated_tokens(table)).as_py() or 0
+        self.num_generated_tokens += _num_generated_tokens(table)
         errors = [error for error in table.column(ERROR_COLUMN).to_pylist() if error]
         self.num_errors += len(errors)
         self.reasons.update(_without_numbers(error) for error in errors)
@@ -281,14 +283,16 @@ class RunStats:
 
     @property
     def tokens_per_s(self) -> float:
-        return self.num_generated_tokens / max(self.elapsed_s, 1e-9)
+        is_text = self.task == GENERATE
+        tokens = self.num_generated_tokens if is_text else self.num_input_tokens
+        return tokens / max(self.elapsed_s, 1e-9)
 
     def line(self) -> str:
         """Return rows, speed and the time that is left, as one line."""
         parts = [f"{self.num_rows:,} of {self.total_rows:,} rows"]
         if self.num_errors:
             parts.append(f"{self.num_errors:,} error rows")
-        parts.append(f"{self.tokens_per_s:,.0f} tokens/s")
+        parts.append(f"{self.tokens_per_s:,.0f} {rate_unit(self.task)}")
         parts.append(f"{format_seconds(self.elapsed_s)} elapsed")
         if 0 < self.num_rows < self.total_rows:
             left_s = (self.total_rows - self.num_rows) * self.elapsed_s / self.num_rows
@@ -296,11 +300,16 @@ class RunStats:
         return " | ".join(parts)
 
 
-def _generated_tokens(table: pa.Table) -> pa.ChunkedArray:
-    """Return the number of tokens of each row, or of each sample where the table has them."""
-    if CHOICES_COLUMN not in table.column_names:
-        return table.column("num_generated_tokens")
-    return pc.struct_field(pc.list_flatten(table.column(CHOICES_COLUMN)), "num_generated_tokens")
+def _num_generated_tokens(table: pa.Table) -> int:
+    """Return the tokens of all rows, or samples where the table has them; 0 for other tasks."""
+    name = "num_generated_tokens"
+    if CHOICES_COLUMN in table.column_names:
+        counts = pc.struct_field(pc.list_flatten(table.column(CHOICES_COLUMN)), name)
+    elif name in table.column_names:
+        counts = table.column(name)
+    else:
+        return 0
+    return pc.sum(counts).as_py() or 0
 
 
 def _without_numbers(error: str) -> str:

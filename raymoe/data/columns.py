@@ -64,9 +64,13 @@ class OutputColumns:
             fields.append(pa.field("prompt_logprobs", _LOGPROBS))
         return cls(fields=tuple(fields))
 
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(field.name for field in self.fields)
+
     def check_schema(self, schema: pa.Schema) -> None:
         """Refuse a table that already has one of these columns."""
-        taken = sorted(set(schema.names) & {field.name for field in self.fields})
+        taken = sorted(self.names & set(schema.names))
         if taken:
             raise ConfigError(
                 f"the input has columns with the names of output columns: {', '.join(taken)}; "

@@ -28,8 +28,8 @@ from raymoe.data.journal import SYNC_EVERY_S
 from raymoe.data.manifest import Manifest
 from raymoe.data.observer import Observer, RowCounter
 from raymoe.data.rows import SAMPLING_COLUMN, RowReader, RowRequest
-from raymoe.data.status import make_status_directory, status_beside
-from raymoe.data.tasks import read_task, reader_and_columns
+from raymoe.data.status import GENERATE, make_status_directory, status_beside
+from raymoe.data.tasks import read_task, read_task_of, reader_and_columns, task_fields
 from raymoe.engine.outputs import Generation
 from raymoe.engine.tasks.rows import TaskOptions, TaskRow
 from raymoe.engine.tokenizer import Chat, check_template_kwargs
@@ -68,7 +68,7 @@ def check_options(
         raise UnknownOptionError(name, {*known, *others} - {"options"})
     as_sampling_params(options.get("sampling_params"))
     check_template_kwargs(options.get("chat_template_kwargs") or {})
-    read_task(options.get("task", "generate"), options.get("task_options"))
+    read_task_of(options)
     chat_parser(model_source, options)
     directory = local_model(model_source)
     if directory is not None:
@@ -84,6 +84,18 @@ def chat_parser(model_source: str | Path, options: Mapping[str, Any]) -> ChatPar
         options.get("reasoning_parser", "auto"),
         options.get("tool_call_parser", "auto"),
         options.get("tools_column") is not None,
+    )
+
+
+def output_columns(model_source: str | Path, options: Mapping[str, Any]) -> OutputColumns:
+    """Return the columns that a `MoEGenerator` adds, as far as its model is known here."""
+    task = read_task_of(options)
+    if task is not None:
+        return OutputColumns(fields=task_fields(task))
+    return OutputColumns.of(
+        as_sampling_params(options.get("sampling_params")),
+        has_choices=bool(options.get("has_choices")),
+        parser=chat_parser(model_source, options),
     )
 
 
@@ -259,7 +271,8 @@ class MoEGenerator:
     ) -> None:
         """Start the engine, with an observer from before it loads, and open its journal."""
         try:
-            self._observer = Observer(name, self._counts, status_dir=status_dir)
+            task = GENERATE if self._task is None else self._task.task
+            self._observer = Observer(name, self._counts, status_dir=status_dir, task=task)
             self._engine = self._open_engine(model_source, config)
             self._job = None if open_job is None else open_job()
         except BaseException as error:

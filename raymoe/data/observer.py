@@ -23,6 +23,7 @@ from raymoe.data.status import (
     ACTOR_PREFIX,
     ENDED,
     FAILED,
+    GENERATE,
     HISTORY_COLUMNS,
     LOADING,
     RUNNING,
@@ -34,6 +35,7 @@ from raymoe.data.status import (
     RowCounts,
     StepRecord,
     make_status_directory,
+    rate_unit,
     write_record,
 )
 from raymoe.engine.outputs import EngineStats, Generation
@@ -425,8 +427,8 @@ class ActorProbe:
         state: State of `ActorStatus`; the operator sets it.
     """
 
-    def __init__(self, model: str, rows: RowCounter) -> None:
-        self._model, self._rows = model, rows
+    def __init__(self, model: str, rows: RowCounter, task: str = GENERATE) -> None:
+        self._model, self._rows, self._task = model, rows, task
         self._node, self._pid = platform.node() or "node", os.getpid()
         node = re.sub(r"[^\w.-]", "_", self._node, flags=re.ASCII)[:100]
         self.actor = f"{node}-{self._pid}-{uuid.uuid4().hex[:6]}"
@@ -455,11 +457,15 @@ class ActorProbe:
                 time.time(),
                 float(rows.num_rows),
                 float(stats.num_prompt_tokens),
-                float(stats.num_generated_tokens),
+                float(self._num_tokens(stats)),
                 stats.pool_fill,
                 stats.kv_use,
             )
         )
+
+    def _num_tokens(self, stats: EngineStats) -> int:
+        is_text = self._task == GENERATE
+        return stats.num_generated_tokens if is_text else stats.num_prompt_tokens
 
     def status(self) -> ActorStatus:
         return ActorStatus(
@@ -467,6 +473,7 @@ class ActorProbe:
             node=self._node,
             pid=self._pid,
             model=self._model,
+            task=self._task,
             state=self.state,
             reason=self.reason,
             started_unix_s=self._started_s,
@@ -500,9 +507,9 @@ def actor_line(status: ActorStatus) -> str:
     parts = [f"{rows.num_rows:,} rows"]
     if rows.num_error_rows:
         parts.append(f"{rows.num_error_rows:,} error rows")
-    rate = recent_rate(status.history, "num_generated_tokens")
+    rate = recent_rate(status.history, "num_tokens")
     if rate is not None:
-        parts.append(f"{rate:,.0f} tokens/s")
+        parts.append(f"{rate:,.0f} {rate_unit(status.task)}")
     if engine is not None:
         parts += [
             f"pool {100 * engine.pool_fill:.0f} %",
@@ -528,10 +535,12 @@ logger = logging.getLogger(__name__)
 class Observer:
     """Observes one engine, from before it is loaded until it ends."""
 
-    def __init__(self, model: str, rows: RowCounter, *, status_dir: str | Path | None) -> None:
+    def __init__(
+        self, model: str, rows: RowCounter, *, status_dir: str | Path | None, task: str = GENERATE
+    ) -> None:
         """Start the thread; `status_dir` None writes no files."""
         self._directory = None if status_dir is None else make_status_directory(status_dir)
-        self._model, self._probe = model, ActorProbe(model, rows)
+        self._model, self._probe = model, ActorProbe(model, rows, task)
         self._metrics: RayMetrics | None = None
         self._written_s = self._logged_s = self._step_s = time.monotonic() - WRITE_EVERY_S
         self._step_every_s = FIRST_STEP_S

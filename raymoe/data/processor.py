@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raymoe.config import EngineConfig, SamplingParams, as_engine_config, as_sampling_params
-from raymoe.data.columns import ERROR_COLUMN, OutputColumns
-from raymoe.data.generator import MoEGenerator, chat_parser
-from raymoe.data.rows import SAMPLING_COLUMN, RowReader
+from raymoe.data.columns import ERROR_COLUMN
+from raymoe.data.generator import MoEGenerator, output_columns
+from raymoe.data.rows import SAMPLING_COLUMN
 from raymoe.data.sizing import configure_data_context, map_batches_kwargs
-from raymoe.data.tasks import read_task, reader_and_columns
 from raymoe.errors import ConfigError, UnknownOptionError
 
 if TYPE_CHECKING:
@@ -221,7 +220,7 @@ def build_processor(  # noqa: PLR0917 - the arguments of ray.data.llm
     return Processor(
         model_source=str(given["model_source"]),
         operator_kwargs=options,
-        output_names=_output_names(given["model_source"], options),
+        output_names=output_columns(given["model_source"], options).names,
         preprocess=preprocess or _same,
         postprocess=postprocess or _same,
         preprocess_map_kwargs=preprocess_map_kwargs or {},
@@ -230,16 +229,6 @@ def build_processor(  # noqa: PLR0917 - the arguments of ray.data.llm
         is_chat=is_chat,
         remote_kwargs={name: value for name, value in remote.items() if value is not None},
     )
-
-
-def _output_names(model: str, options: Row) -> frozenset[str]:
-    task = read_task(options["task"], options.get("task_options"))
-    rows = RowReader.of_options(options)
-    columns = reader_and_columns(rows, task)[1]
-    if task is None:
-        parser = chat_parser(model, options)
-        columns = OutputColumns.of(rows.defaults, has_choices=rows.has_choices, parser=parser)
-    return frozenset(field.name for field in columns.fields)
 
 
 def _same(row: Row) -> Row:

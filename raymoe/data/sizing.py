@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from raymoe.config import EngineConfig, as_engine_config
 from raymoe.data.cluster import Cluster, check_before_start
 from raymoe.data.generator import check_options
-from raymoe.data.rows import RowReader
+from raymoe.data.tasks import reader_of
 from raymoe.data.workload import describe, find_workload, resized
 from raymoe.errors import ConfigError, InfeasiblePlanError
 from raymoe.plan.search import find_plan
@@ -206,11 +206,7 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
 def _find_workload(
     ds: "Dataset | None", model_source: str | Path, options: Mapping[str, Any]
 ) -> Workload | None:
-    task = options.get("task", "generate")
-    if ds is None or task == "score":  # whose rows have no prompt to measure
-        return None
-    changes = {} if task == "generate" else {"max_tokens": 1}
-    return find_workload(ds, model_source, RowReader.of_options(options, **changes))
+    return None if ds is None else find_workload(ds, model_source, reader_of(options))
 
 
 def _for_rows(config: EngineConfig, workload: Workload | None, num_actors: int) -> EngineConfig:

@@ -19,6 +19,7 @@ from raymoe.units import MIB, format_bytes
 FORMAT = 1  # format version of all status files
 
 LOADING, RUNNING, ENDED, FAILED = "loading", "running", "ended", "failed"
+GENERATE = "generate"
 
 _OPS, _RESOURCES = frozenset(Op), frozenset(Resource)
 
@@ -66,13 +67,13 @@ HISTORY_COLUMNS = (
     "unix_s",
     "num_rows",
     "num_prompt_tokens",
-    "num_generated_tokens",
+    "num_tokens",
     "pool_fill",
     "kv_use",
 )
 HistoryPoint = tuple[float, float, float, float, float, float]
 """One sample with `HISTORY_COLUMNS`: counts are sums since the start, fills are means since the
-last sample.
+last sample. `num_tokens` are those that the task is measured by: generated, or read.
 """
 
 
@@ -84,6 +85,7 @@ class ActorStatus:
         actor: Unique name.
         engine: None before the model is loaded.
         plan: None before, and for an engine without one.
+        task: What it does with rows; "generate" counts generated tokens, the others tokens read.
     """
 
     format: int = FORMAT
@@ -91,6 +93,7 @@ class ActorStatus:
     node: str
     pid: int
     model: str
+    task: str = GENERATE
     state: str
     reason: str = ""
     started_unix_s: float
@@ -147,11 +150,13 @@ class JobStatus:
         total_rows: Rows to do in this run.
         num_written_before: Rows that former runs had written.
         settings: Names and values for display.
+        task: As for `ActorStatus`.
     """
 
     format: int = FORMAT
     name: str
     model: str
+    task: str = GENERATE
     state: str
     reason: str = ""
     started_unix_s: float
@@ -170,6 +175,11 @@ class JobStatus:
     @property
     def is_running(self) -> bool:
         return self.state == RUNNING
+
+
+def rate_unit(task: str) -> str:
+    """Name the tokens that a task is measured by: generated ones, or those read."""
+    return "tokens/s" if task == GENERATE else "tokens/s read"
 
 
 SUFFIX = ".status"

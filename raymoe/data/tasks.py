@@ -13,6 +13,7 @@ from raymoe.data.rows import (
     RowError,
     RowReader,
     RowRequest,
+    parse_json,
     read_cells,
     read_prompt,
     refuse_bad_cell,
@@ -48,6 +49,11 @@ def read_task(task: str, options: Mapping[str, Any] | None) -> TaskOptions | Non
             raise ConfigError("task_options belong to the tasks score, classify and embed")
         return None
     return TaskOptions.from_dict({**(options or {}), "task": task})
+
+
+def read_task_of(options: Mapping[str, Any]) -> TaskOptions | None:
+    """The task of a `MoEGenerator` with these options."""
+    return read_task(options.get("task", "generate"), options.get("task_options"))
 
 
 def task_fields(options: TaskOptions) -> tuple[pa.Field, ...]:
@@ -129,6 +135,8 @@ class TaskReader:
             return request
         try:
             refuse_bad_cell(cell, self.options.labels_column)
+            if isinstance(cell, str):
+                cell = parse_json(cell, self.options.labels_column)
             try:
                 labels = labels if cell is None else check_labels(cell)
             except ConfigError as error:
@@ -138,6 +146,14 @@ class TaskReader:
             return dataclasses.replace(request, prompt=None, error=str(error))
         chosen = None if labels is None else tuple(labels)
         return dataclasses.replace(request, continuations=chosen)
+
+
+def reader_of(options: Mapping[str, Any]) -> RowReader | TaskReader:
+    """What reads the rows of a `MoEGenerator` with these options."""
+    task = read_task_of(options)
+    if task is None:
+        return RowReader.of_options(options)
+    return TaskReader(rows=RowReader.of_options(options, max_tokens=1), options=task)
 
 
 def reader_and_columns(

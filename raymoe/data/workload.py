@@ -10,6 +10,7 @@ import pyarrow as pa
 import ray
 
 from raymoe.data.rows import RowReader, RowRequest
+from raymoe.data.tasks import TaskReader
 from raymoe.engine.tokenizer import Tokenizer
 from raymoe.errors import RaymoeError
 from raymoe.specs.files import local_model
@@ -25,7 +26,9 @@ MANY_ROWS = 100_000  # what a dataset of unknown size counts as
 logger = logging.getLogger(__name__)
 
 
-def find_workload(ds: "Dataset", model_source: str | Path, reader: RowReader) -> Workload | None:
+def find_workload(
+    ds: "Dataset", model_source: str | Path, reader: RowReader | TaskReader
+) -> Workload | None:
     """Return the rows of a dataset as far as that is cheap, else None.
 
     The first rows are read, through stages of tasks if there are any. A stage of actors, such as
@@ -50,12 +53,13 @@ def _has_actors(operator: Any) -> bool:
 
 
 def workload_of(
-    sample: pa.Table, num_rows: int, model_source: str | Path, reader: RowReader
+    sample: pa.Table, num_rows: int, model_source: str | Path, reader: RowReader | TaskReader
 ) -> Workload | None:
     """Return the workload of `num_rows` rows that are like those of the sample.
 
-    Rows generate at most their `max_tokens`; how many end earlier is not known. None if the model
-    is not on this machine, or no row of the sample can be generated.
+    Rows generate at most their `max_tokens`; how many end earlier is not known. What a task scores
+    after a prompt counts to it. None if the model is not on this machine, or no row of the sample
+    can be generated.
     """
     directory = local_model(model_source)
     if directory is None:
@@ -97,20 +101,23 @@ def describe(workload: Workload) -> str:
 
 def _lengths(requests: Sequence[RowRequest], directory: Path) -> Iterable[int]:
     """Return the tokens of each prompt; 0 for one that cannot be encoded."""
-    lengths = [_num_ids(request.prompt) for request in requests]
-    unknown = [index for index, length in enumerate(lengths) if length is None]
-    if unknown:
+    texts = [(request.prompt, *(request.continuations or ())) for request in requests]
+    lengths = [[_num_ids(text) for text in row] for row in texts]
+    if any(None in row for row in lengths):
         tokenizer = Tokenizer(directory, ModelSpec.from_directory(directory).vocab_size)
         try:
-            for index in unknown:
-                lengths[index] = _encoded_length(tokenizer, requests[index].prompt)
+            for row, found in zip(texts, lengths, strict=True):
+                for index, text in enumerate(row):
+                    if found[index] is None:
+                        found[index] = _encoded_length(tokenizer, text)
         finally:
             tokenizer.close()
-    return [length or 0 for length in lengths]
+    return [sum(length or 0 for length in row) for row in lengths]
 
 
 def _num_ids(prompt: object) -> int | None:
-    is_ids = isinstance(prompt, list) and prompt and isinstance(prompt[0], int)
+    """Return the length of token ids; the empty prompt of a document has none."""
+    is_ids = isinstance(prompt, list) and (not prompt or isinstance(prompt[0], int))
     return len(prompt) if is_ids and isinstance(prompt, list) else None
 
 

@@ -27,8 +27,8 @@ from raymoe.engine.runner_loading import (
     RankShare,
     in_place_arena_bytes,
     load_runner,
-    open_spec,
     open_weights,
+    with_head,
 )
 from raymoe.engine.tasks.reading import Reading
 from raymoe.engine.tokenizer import Tokenizer
@@ -193,7 +193,7 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
     _check_schedule(config, device)
     directory = resolve_model(path)
     files = files_key(directory) if config.shared_weights is True else ""
-    spec = open_spec(directory, config)
+    spec = with_head(ModelSpec.from_directory(directory), config)
     tokenizer = Tokenizer(directory, spec.vocab_size)  # its process loads meanwhile
     shared = None
     try:

@@ -444,9 +444,8 @@ class RankShare:
         return cls(rank, part, ShardedWeights(weights, model, part, rank))
 
 
-def open_spec(directory: Path, config: EngineConfig) -> ModelSpec:
-    """The model of a directory, with the head that the configuration asks for."""
-    spec = ModelSpec.from_directory(directory)
+def with_head(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
+    """The model with the head that the configuration asks for."""
     return spec.with_head("none") if config.head == "none" else spec
 
 

@@ -18,6 +18,7 @@ from raymoe.errors import ConfigError, UnknownOptionError
 
 TASKS = ("generate", "score", "classify", "embed")
 NORMALIZATIONS = ("sum", "tokens")
+CONTINUATION_COLUMN = "continuation"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ class TaskOptions:
     normalize: bool | str | None = None
     pooling: str = "last"
     dimensions: int | None = None
-    continuation_column: str = "continuation"
+    continuation_column: str = CONTINUATION_COLUMN
     labels_column: str = "labels"
 
     def __post_init__(self) -> None:
@@ -72,6 +73,12 @@ class TaskOptions:
             raise ConfigError(f"token_logprobs is {self.token_logprobs!r:.60}; it takes a boolean")
         if self.labels is not None:
             object.__setattr__(self, "labels", check_labels(self.labels))
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns of a table that a row's answer depends on, besides its prompt."""
+        names = {"score": [self.continuation_column], "classify": [self.labels_column]}
+        return names.get(self.task, [])
 
     def _refuse_others(self, names: set[str]) -> None:
         for name in sorted(names):

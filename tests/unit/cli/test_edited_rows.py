@@ -64,7 +64,7 @@ def test_edited_rows_are_found_and_dropped(tmp_path, write, name, place):
     write(path, RECORDS)
 
     def open_both():
-        source = open_source(str(path), prompt_column="prompt", id_column="id")
+        source = open_source(str(path), id_column="id")
         location = PLACES[place](tmp_path, name)
         return source, open_writer(location, source, content_columns=COLUMNS, run="0a1b")
 
@@ -102,10 +102,10 @@ def test_edited_requests_of_a_batch_are_found(tmp_path, place):
 
     path, location = tmp_path / "in.jsonl", PLACES[place](tmp_path, "out.jsonl")
     write_jsonl(path, [request(number, f"q{number}") for number in range(4)])
-    source = open_source(str(path), prompt_column="prompt", id_column=None)
+    source = open_source(str(path), id_column=None)
     answer(source, open_writer(location, source))
     write_jsonl(path, [request(number, f"q{number}" * (1 + (number == 2))) for number in range(4)])
-    source = open_source(str(path), prompt_column="prompt", id_column=None)
+    source = open_source(str(path), id_column=None)
     writer = open_writer(location, source)
     writer.prepare(resume=True, overwrite=False)
     written = find_written(source, writer, CONTENT_COLUMNS, "custom_id")
@@ -117,7 +117,7 @@ def test_edited_requests_of_a_batch_are_found(tmp_path, place):
 def test_rows_whose_error_came_from_outside_are_generated_again(tmp_path, name):
     path = tmp_path / "in.jsonl"
     write_jsonl(path, RECORDS)
-    source = open_source(str(path), prompt_column="prompt", id_column="id")
+    source = open_source(str(path), id_column="id")
     writer = open_writer(PLACES["local"](tmp_path, name), source, content_columns=COLUMNS)
     answer(source, writer, error="WorkerProcessError: the tokenizer's process was killed")
     open_again(writer)
@@ -131,7 +131,7 @@ def test_rows_whose_error_came_from_outside_are_generated_again(tmp_path, name):
 def test_a_row_that_is_in_two_parts_goes_and_is_generated_again(tmp_path, name, place):
     path = tmp_path / "in.jsonl"
     write_jsonl(path, RECORDS)
-    source = open_source(str(path), prompt_column="prompt", id_column="id")
+    source = open_source(str(path), id_column="id")
     location = PLACES[place](tmp_path, name)
     first = open_writer(location, source, content_columns=COLUMNS, run="0a")
     first.prepare(resume=False, overwrite=False)

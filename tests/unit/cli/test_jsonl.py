@@ -13,7 +13,7 @@ from raymoe.errors import ConfigError
 
 def read(path, *lines, prompt_column="prompt"):
     path.write_bytes(b"\n".join(lines))
-    scanned = scan([Location.local(path)], prompt_column, None)
+    scanned = scan([Location.local(path)], [prompt_column], None)
     splits = pa.Table.from_pylist([split._asdict() for split in scanned.splits])
     return scanned, read_split(splits, layout=scanned.layout, root=Location.local(path))
 

@@ -16,7 +16,7 @@ def write(path, **columns):
 
 
 def open_ids(pattern):
-    return open_source(str(pattern), prompt_column="prompt", id_column="id")
+    return open_source(str(pattern), id_column="id")
 
 
 def test_directories_and_globs_give_their_files_by_name(tmp_path):
@@ -86,6 +86,6 @@ def test_ids_of_json_lines_are_text_or_whole_numbers(tmp_path):
 def test_an_id_that_is_no_text_for_arrow_is_an_error_of_its_row(tmp_path):
     path = tmp_path / "in.jsonl"
     path.write_text('{"id": "a", "prompt": "x"}\n{"id": "\\ud800", "prompt": "y"}\n')
-    source = open_source(str(path), prompt_column="prompt", id_column="id")
+    source = open_source(str(path), id_column="id")
     assert source.ids.to_pylist() == ["a"]
     assert source.num_rows == 2

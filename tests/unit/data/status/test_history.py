@@ -34,7 +34,7 @@ def test_points_stand_for_equal_times_and_their_fills_are_means():
 def test_the_recent_rate_is_that_of_the_last_minute():
     slow = [(float(t), 0.0, 0.0, 1.0 * t, 0.0, 0.0) for t in range(0, 100, 10)]
     fast = [(float(t), 0.0, 0.0, 100 + 7.0 * (t - 100), 0.0, 0.0) for t in range(100, 170, 10)]
-    assert recent_rate((*slow, *fast), "num_generated_tokens") == 7
-    assert recent_rate(tuple(slow[:3]), "num_generated_tokens") == 1
-    assert recent_rate(tuple(slow[:1]), "num_generated_tokens") is None
-    assert recent_rate((slow[0], slow[0]), "num_generated_tokens") is None
+    assert recent_rate((*slow, *fast), "num_tokens") == 7
+    assert recent_rate(tuple(slow[:3]), "num_tokens") == 1
+    assert recent_rate(tuple(slow[:1]), "num_tokens") is None
+    assert recent_rate((slow[0], slow[0]), "num_tokens") is None
