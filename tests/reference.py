@@ -3,6 +3,7 @@
 T tokens, E experts, K experts per token, G groups of experts."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from raymoe.specs.model import (
     ModelSpec,
     MoeSpec,
 )
+from raymoe.specs.rope import RopeSpec
 
 
 def reference_routing(
@@ -76,6 +78,30 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "softplus": functional.softplus,
+}
+
+
+@dataclass
+class _Rotation:
+    cosine: Tensor
+    sine: Tensor
+    is_interleaved: bool
+
+    def __call__(self, heads_TXD: Tensor) -> Tensor:
+        num_rotated = 2 * self.cosine.shape[1]
+        rotary_TXD, rest_TXD = heads_TXD[..., :num_rotated], heads_TXD[..., num_rotated:]
+        if self.is_interleaved:
+            first, second = rotary_TXD[..., ::2], rotary_TXD[..., 1::2]
+        else:
+            first, second = rotary_TXD.tensor_split(2, dim=-1)
+        cos_T1R, sin_T1R = self.cosine[:, None], self.sine[:, None]
+        rotated = (first * cos_T1R - second * sin_T1R, second * cos_T1R + first * sin_T1R)
+        return torch.cat([*rotated, rest_TXD], dim=-1)
+
+
 class ReferenceModel:
     """One sequence at a time, all of it at once, no cache."""
 
@@ -97,12 +123,12 @@ class ReferenceModel:
         """
         spec = self.spec
         hidden_TH = self._weight(EMBEDDING)[torch.tensor(token_ids)] * spec.embedding_multiplier
-        angles = self._angles(len(token_ids), prompt_tokens or len(token_ids))
         for i, layer in enumerate(spec.layers):
             prefix = layer_prefix(i)
             normed_TH = self._norm(hidden_TH, f"{prefix}{INPUT_NORM}")
+            rotation = self._rotation(layer.rope, len(token_ids), prompt_tokens or len(token_ids))
             attention = self._attention(
-                normed_TH, layer.attention, f"{prefix}self_attn.", angles=angles
+                normed_TH, layer.attention, f"{prefix}self_attn.", rotation=rotation
             )
             hidden_TH = hidden_TH + attention * spec.residual_multiplier
             normed_TH = self._norm(hidden_TH, f"{prefix}{FFN_NORM}")
@@ -149,13 +175,19 @@ class ReferenceModel:
         normed_TX = (wide_TX * torch.rsqrt(mean_T1 + eps)).to(self.dtype)
         return self._weight(name) * normed_TX
 
-    def _angles(self, num_tokens: int, prompt_tokens: int) -> tuple[Tensor, Tensor]:
+    def _rotation(self, rope: RopeSpec | None, num_tokens: int, prompt_tokens: int) -> "_Rotation":
+        if rope is None:
+            nothing = torch.empty(num_tokens, 0)
+            return _Rotation(nothing, nothing, is_interleaved=False)
         positions_T = torch.arange(num_tokens)
         lengths_T = rope_lengths(positions_T, prompt_tokens)
-        inv_TR = frequencies_by_length(self.spec.rope, lengths_T).to(self._wide)
+        inv_TR = frequencies_by_length(rope, lengths_T).to(self._wide)
         angles_TR = positions_T.to(self._wide)[:, None] * inv_TR
-        factor = self.spec.rope.attention_factor
-        return (angles_TR.cos() * factor).to(self.dtype), (angles_TR.sin() * factor).to(self.dtype)
+        tables = (angles_TR.cos(), angles_TR.sin())
+        return _Rotation(
+            *((table * rope.attention_factor).to(self.dtype) for table in tables),
+            is_interleaved=rope.is_interleaved,
+        )
 
     def _attention(
         self,
@@ -163,23 +195,27 @@ class ReferenceModel:
         spec: AttentionSpec | LatentAttentionSpec,
         prefix: str,
         *,
-        angles: tuple[Tensor, Tensor],
+        rotation: "_Rotation",
     ) -> Tensor:
         if isinstance(spec, LatentAttentionSpec):
-            return self._latent_attention(normed_TH, spec, prefix, angles=angles)
-        query_TAD, key_TGD, value_TGD = self._heads(normed_TH, spec, prefix)
-        query_TAD, key_TGD = self._rotate(query_TAD, *angles), self._rotate(key_TGD, *angles)
+            return self._latent_attention(normed_TH, spec, prefix, rotation=rotation)
+        query_TAD, key_TGD, value_TGV = self._heads(normed_TH, spec, prefix)
+        query_TAD, key_TGD = rotation(query_TAD), rotation(key_TGD)
         if spec.qk_norm != "none" and spec.is_norm_after_rope:
             query_TAD = self._rms_norm(query_TAD, f"{prefix}q_norm.weight")
             key_TGD = self._rms_norm(key_TGD, f"{prefix}k_norm.weight")
         group = spec.num_heads // spec.num_kv_heads
         key_TAD = key_TGD.repeat_interleave(group, 1)
-        value_TAD = value_TGD.repeat_interleave(group, 1)
+        value_TAV = value_TGV.repeat_interleave(group, 1) * spec.value_scale
         scores_ATT = torch.einsum("tad,sad->ats", query_TAD, key_TAD) * spec.scale
         sinks_A = self._weight(f"{prefix}sinks") if spec.has_sinks else None
         weights_ATT = self._softmax(scores_ATT, spec.sliding_window, sinks_A)
-        mixed_TAD = torch.einsum("ats,sad->tad", weights_ATT, value_TAD)
-        return self._linear(mixed_TAD.flatten(1), f"{prefix}o_proj", has_bias=spec.output_bias)
+        mixed_TAV = torch.einsum("ats,sav->tav", weights_ATT, value_TAV)
+        if spec.gate is not None:
+            gate_TX = self._linear(normed_TH, f"{prefix}g_proj")
+            factor_TX = GATES[spec.gate.activation](gate_TX)
+            mixed_TAV = mixed_TAV * factor_TX.unflatten(1, (spec.num_heads, -1))
+        return self._linear(mixed_TAV.flatten(1), f"{prefix}o_proj", has_bias=spec.output_bias)
 
     def _latent_attention(
         self,
@@ -187,7 +223,7 @@ class ReferenceModel:
         spec: LatentAttentionSpec,
         prefix: str,
         *,
-        angles: tuple[Tensor, Tensor],
+        rotation: "_Rotation",
     ) -> Tensor:
         """In plain form: keys and values of all heads from the latents of the tokens."""
         query_TX, name = normed_TH, f"{prefix}q_proj"
@@ -206,10 +242,7 @@ class ReferenceModel:
         key_TAD, value_TAD = up_projected_TAX.tensor_split([spec.nope_head_dim], dim=-1)
         nope_TAD, rope_TAD = query_TAD.tensor_split([spec.nope_head_dim], dim=-1)
         scores_ATT = torch.einsum("tad,sad->ats", nope_TAD, key_TAD)
-        rope_TAD, rope_T1D = (
-            self._rotate(rope_TAD, *angles),
-            self._rotate(rope_TX[:, None], *angles),
-        )
+        rope_TAD, rope_T1D = rotation(rope_TAD), rotation(rope_TX[:, None])
         scores_ATT = scores_ATT + torch.einsum("tad,sd->ats", rope_TAD, rope_T1D[:, 0])
         weights_ATT = self._softmax(scores_ATT * spec.scale)
         mixed_TAD = torch.einsum("ats,sad->tad", weights_ATT, value_TAD)
@@ -247,24 +280,13 @@ class ReferenceModel:
             norm = "none" if part == "v" or spec.is_norm_after_rope else spec.qk_norm
             if norm == "full":
                 width_TX = self._rms_norm(width_TX, f"{prefix}{part}_norm.weight")
-            heads_TXD = width_TX.view(-1, count, spec.head_dim)
+            heads_TXD = width_TX.view(len(width_TX), count, -1)
             if norm == "head":
                 heads_TXD = self._rms_norm(heads_TXD, f"{prefix}{part}_norm.weight")
             if spec.clip_qkv is not None:
                 heads_TXD = heads_TXD.clamp(-spec.clip_qkv, spec.clip_qkv)
             heads.append(heads_TXD)
         return heads[0], heads[1], heads[2]
-
-    def _rotate(self, heads_TXD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-        num_rotated = 2 * cos_TR.shape[1]
-        rotary_TXD, rest_TXD = heads_TXD[..., :num_rotated], heads_TXD[..., num_rotated:]
-        if self.spec.rope.is_interleaved:
-            first, second = rotary_TXD[..., ::2], rotary_TXD[..., 1::2]
-        else:
-            first, second = rotary_TXD.chunk(2, dim=-1)
-        cos_T1R, sin_T1R = cos_TR[:, None], sin_TR[:, None]
-        rotated = (first * cos_T1R - second * sin_T1R, second * cos_T1R + first * sin_T1R)
-        return torch.cat([*rotated, rest_TXD], dim=-1)
 
     def _dense(
         self, input_TH: Tensor, spec: DenseSpec, prefix: str, clamp: ClampSpec | None = None

@@ -21,9 +21,9 @@ struct AppendTask {
   int64_t value_stride = 0;
   void* cache = nullptr;  // block 0 of this KV head
   int64_t block_stride = 0;
-  int64_t head_stride = 0;
   const int32_t* block_table = nullptr;
   int64_t head_dim = 0;
+  int64_t value_dim = 0;
   int64_t first_position = 0;
   int64_t num_tokens = 0;
 };
@@ -51,16 +51,16 @@ template <typename Q, typename C>
 void write_block(const AppendTask& task, int64_t begin, int64_t end, int64_t row, C* keys,
                  C* values) {
   constexpr int64_t pair = kPair<C>;
-  const int64_t dim = task.head_dim;
+  const int64_t dim = task.head_dim, value_dim = task.value_dim;
   for (int64_t token = begin; token < end; ++token, ++row) {
     const Q* key = static_cast<const Q*>(task.key) + token * task.key_stride;
     const Q* value = static_cast<const Q*>(task.value) + token * task.value_stride;
     C* key_out = keys + row * pair;
     for (int64_t d = 0; d < dim; d += pair)
       for (int64_t p = 0; p < pair; ++p) key_out[d * kBlockTokens + p] = convert<C>(key[d + p]);
-    for (int64_t column = 0; column < dim; column += kValueColumns) {
-      C* value_out = values + value_offset(row, column, dim, pair);
-      const int64_t end_column = std::min(dim, column + kValueColumns);
+    for (int64_t column = 0; column < value_dim; column += kValueColumns) {
+      C* value_out = values + value_offset(row, column, value_dim, pair);
+      const int64_t end_column = std::min(value_dim, column + kValueColumns);
       for (int64_t d = column; d < end_column; ++d, value_out += pair)
         *value_out = convert<C>(value[d]);
     }
@@ -69,7 +69,8 @@ void write_block(const AppendTask& task, int64_t begin, int64_t end, int64_t row
 
 template <typename Q, typename C>
 void append_tokens(const AppendTask& task) {
-  const int64_t half = kBlockTokens * task.head_dim;
+  const int64_t key_size = kBlockTokens * task.head_dim;
+  const int64_t size = key_size + kBlockTokens * task.value_dim;
   int64_t token = 0;
   while (token < task.num_tokens) {
     const int64_t position = task.first_position + token;
@@ -78,8 +79,8 @@ void append_tokens(const AppendTask& task) {
     C* keys =
         static_cast<C*>(task.cache) + task.block_table[position / kBlockTokens] * task.block_stride;
     if (row == 0 && end - token < kBlockTokens)
-      std::memset(static_cast<void*>(keys), 0, static_cast<size_t>(2 * half) * sizeof(C));
-    write_block<Q, C>(task, token, end, row, keys, keys + half);
+      std::memset(static_cast<void*>(keys), 0, static_cast<size_t>(size) * sizeof(C));
+    write_block<Q, C>(task, token, end, row, keys, keys + key_size);
     token = end;
   }
 }
@@ -132,10 +133,11 @@ struct Call {
 void run_append(const Call& call, int64_t sequence, int64_t kv_head, int64_t first_token,
                 int64_t num_tokens) {
   const int64_t token = call.step.query_start[sequence] + first_token;
-  const int64_t head_offset = kv_head * call.shape.head_dim;
   AppendTask task = call.append;
-  task.key = call.key + (token * task.key_stride + head_offset) * call.query_size;
-  task.value = call.value + (token * task.value_stride + head_offset) * call.query_size;
+  const int64_t key = token * task.key_stride + kv_head * task.head_dim;
+  const int64_t value = token * task.value_stride + kv_head * task.value_dim;
+  task.key = call.key + key * call.query_size;
+  task.value = call.value + value * call.query_size;
   task.cache = call.cache_of(kv_head);
   task.block_table = call.table_of(sequence);
   task.first_position = call.step.first_position(sequence) + first_token;
@@ -148,12 +150,14 @@ class GroupedAttention {
  public:
   explicit GroupedAttention(const Call& call) : call_(call) {}
 
-  int64_t head_dim() const { return call_.shape.head_dim; }
+  int64_t head_dim() const { return call_.shape.value_dim; }
   int64_t num_rows(const AttentionItem& item) const { return item.num_tokens * call_.shape.group; }
   int64_t first_split(const AttentionItem& item) const {
     return call_.step.first_visible(first_position(item)) / kSplitTokens;
   }
-  int64_t scratch_floats(int64_t rows) const { return attention_scratch_floats(rows, head_dim()); }
+  int64_t scratch_floats(int64_t rows) const {
+    return attention_scratch_floats(rows, call_.shape.head_dim);
+  }
 
   void attend(const AttentionItem& item, int64_t split, NextSplit next,
               const AttentionState& state, float* scratch) const {
@@ -200,11 +204,11 @@ class GroupedAttention {
   AttentionTile tile_of(const AttentionItem& item) const {
     const AttentionShape& shape = call_.shape;
     const int64_t token = call_.step.query_start[item.sequence] + item.first_token;
-    const int64_t head_offset = item.kv_head * shape.group * shape.head_dim;
+    const int64_t head = item.kv_head * shape.group;
     AttentionTile tile;
     tile.shape = &shape;
-    tile.query = call_.query + (token * shape.query_stride + head_offset) * call_.query_size;
-    tile.out = call_.out + (token * shape.out_stride + head_offset) * call_.query_size;
+    tile.query = call_.query + (token * shape.query_stride + head * shape.head_dim) * call_.query_size;
+    tile.out = call_.out + (token * shape.out_stride + head * shape.value_dim) * call_.query_size;
     tile.cache = call_.cache_of(item.kv_head);
     tile.block_table = call_.table_of(item.sequence);
     tile.first_position = first_position(item);
@@ -239,11 +243,15 @@ void run_call(const Call& call) {
   run_attention(plan, *pool, GroupedAttention(call));
 }
 
-/// [T, heads, D] with both inner dimensions contiguous.
-void check_tokens(const TensorView& tensor, const char* name, const TensorView& query) {
+/// [T, heads, `dim`] with both inner dimensions contiguous.
+void check_tokens(const TensorView& tensor, const char* name, const TensorView& query,
+                  int64_t dim) {
   const std::string what = std::string("attention: ") + name;
   tensor.expect(what.c_str(), query.dtype(), 3);
-  for (int64_t axis : {0, 2}) tensor.expect_size(what.c_str(), axis, query.size(axis));
+  tensor.expect_size(what.c_str(), 0, query.size(0)).expect_size(what.c_str(), 2, dim);
+  if (dim < kHeadDimMultiple || dim % kHeadDimMultiple != 0)
+    refuse_attention(std::string(name) + " has head_dim " + std::to_string(dim) +
+                     ", expected a multiple of " + std::to_string(kHeadDimMultiple));
   if (tensor.num_elements() > 0 && tensor.size(1) > 1 && tensor.stride(1) != tensor.size(2))
     refuse_attention(std::string(name) + " must be contiguous in its last two dimensions");
 }
@@ -251,50 +259,47 @@ void check_tokens(const TensorView& tensor, const char* name, const TensorView& 
 void check_query_and_cache(const TensorView& query, const TensorView& key, const TensorView& value,
                            const TensorView& cache) {
   query.expect_rank("attention: query", 3);
-  check_tokens(query, "query", query);
-  check_tokens(key, "key", query);
-  check_tokens(value, "value", query);
-  const int64_t kv_heads = key.size(1), dim = query.size(2);
+  value.expect_rank("attention: value", 3);
+  const int64_t dim = query.size(2), value_dim = value.size(2);
+  check_tokens(query, "query", query, dim);
+  check_tokens(key, "key", query, dim);
+  check_tokens(value, "value", query, value_dim);
+  const int64_t kv_heads = key.size(1), block_size = kBlockTokens * (dim + value_dim);
   value.expect_size("attention: value", 1, kv_heads);
   if (kv_heads < 1 || query.size(1) < 1 || query.size(1) % kv_heads != 0)
     refuse_attention("query has " + std::to_string(query.size(1)) +
                      " heads, not a multiple of key's " + std::to_string(kv_heads));
-  if (dim < kHeadDimMultiple || dim % kHeadDimMultiple != 0)
-    refuse_attention("query has head_dim " + std::to_string(dim) + ", expected a multiple of " +
-                     std::to_string(kHeadDimMultiple));
-  cache.expect_rank("attention: cache", 4);
+  cache.expect_rank("attention: cache", 3);
   if (append_function(query.dtype(), cache.dtype()) == nullptr)
     refuse_attention(std::string("query has dtype ") + dtype_name(query.dtype()) + " and cache " +
                      dtype_name(cache.dtype()) + "; they must be equal, or query float32");
   cache.expect_size("attention: cache", 1, kv_heads);
-  cache.expect_size("attention: cache", 2, 2);
-  cache.expect_size("attention: cache", 3, kBlockTokens * dim);
-  if (cache.num_elements() > 0 &&
-      (cache.stride(2) != kBlockTokens * dim || cache.stride(1) != 2 * kBlockTokens * dim))
+  cache.expect_size("attention: cache", 2, block_size);
+  if (cache.num_elements() > 0 && (cache.stride(2) != 1 || cache.stride(1) != block_size))
     refuse_attention("cache must be contiguous within a block");
 }
 
-void check_out(const TensorView& query, const TensorView& out) {
+void check_out(const TensorView& query, const TensorView& value, const TensorView& out) {
   out.expect("attention: out", query.dtype(), 2).expect_contiguous("attention: out");
   out.expect_size("attention: out", 0, query.size(0));
-  out.expect_size("attention: out", 1, query.size(1) * query.size(2));
+  out.expect_size("attention: out", 1, query.size(1) * value.size(2));
 }
 
 int64_t element_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
 void set_memory(Call& call, const TensorView& query, const TensorView& key,
                 const TensorView& value, const TensorView& cache) {
-  const int64_t dim = query.size(2);
-  call.shape.head_dim = dim;
+  call.shape.head_dim = query.size(2);
+  call.shape.value_dim = value.size(2);
   call.shape.group = call.step.group;
   call.shape.query_stride = query.stride(0);
   call.shape.block_stride = cache.stride(0);
-  call.shape.head_stride = 2 * kBlockTokens * dim;
+  call.shape.head_stride = cache.size(2);
   call.append.key_stride = key.stride(0);
   call.append.value_stride = value.stride(0);
   call.append.block_stride = cache.stride(0);
-  call.append.head_stride = call.shape.head_stride;
-  call.append.head_dim = dim;
+  call.append.head_dim = call.shape.head_dim;
+  call.append.value_dim = call.shape.value_dim;
   call.append_tokens = append_function(query.dtype(), cache.dtype());
   call.query = static_cast<const char*>(query.raw());
   call.key = static_cast<const char*>(key.raw());
@@ -330,7 +335,7 @@ void append_and_attend(const TensorView& query, const TensorView& key, const Ten
                        const TensorView& out, double scale, int64_t sliding_window,
                        const TensorView* sinks) {
   check_query_and_cache(query, key, value, cache);
-  check_out(query, out);
+  check_out(query, value, out);
   if (sinks != nullptr)
     sinks->expect("attention: sinks", DType::kFloat32, 1)
         .expect_size("attention: sinks", 0, query.size(1))
@@ -348,7 +353,7 @@ void append_and_attend(const TensorView& query, const TensorView& key, const Ten
   call.shape.window = call.step.window;
   call.shape.scale_log2e = checked_scale_log2e(scale);
   set_memory(call, query, key, value, cache);
-  call.shape.out_stride = query.size(1) * query.size(2);
+  call.shape.out_stride = out.size(1);
   call.kernel = attention_kernel()(query.dtype(), cache.dtype());
   call.out = static_cast<char*>(out.raw());
   call.sinks = sinks == nullptr ? nullptr : sinks->data<float>();

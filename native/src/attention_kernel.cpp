@@ -226,9 +226,10 @@ template <typename Dot, int kRows>
 void add_values(const TileWork<Dot>& work, const Chunk<Dot>& chunk, int64_t row, Range range,
                 const typename Dot::A* weights, const float* factors) {
   using C = typename Dot::C;
-  const int64_t dim = work.tile.shape->head_dim;
+  const int64_t dim = work.tile.shape->value_dim;
+  const int64_t key_pages = pages_of(work.tile.shape->values_begin() * sizeof(C));
   const char* const* path = chunk.path;
-  if (path != nullptr) path += chunk.num_blocks * pages_of(kBlockTokens * dim * sizeof(C));
+  if (path != nullptr) path += chunk.num_blocks * key_pages;
   Product<Dot> product{};
   product.a = weights;
   product.a_stride = kChunkTokens;
@@ -316,9 +317,9 @@ class Path {
   template <typename C>
   void add_chunk(const C* const* keys, int64_t num_blocks, const AttentionShape& shape) {
     add(keys, num_blocks, kBlockTokens * shape.head_dim, 0);
-    for (int64_t column = 0; column < shape.head_dim; column += kValueColumns)
-      add(keys, num_blocks, kBlockTokens * smaller(shape.head_dim - column, kValueColumns),
-          shape.head_stride / 2 + column * kBlockTokens);
+    for (int64_t column = 0; column < shape.value_dim; column += kValueColumns)
+      add(keys, num_blocks, kBlockTokens * smaller(shape.value_dim - column, kValueColumns),
+          shape.values_begin() + column * kBlockTokens);
   }
 
   template <typename C>
@@ -368,7 +369,7 @@ Chunk<Dot> make_chunk(const AttentionTile& tile, int64_t first, int64_t end, int
   chunk.num_blocks = end - first;
   for (int64_t i = 0; i < chunk.num_blocks; ++i) {
     chunk.keys[i] = keys_of(first + i);
-    chunk.values[i] = chunk.keys[i] + shape.head_stride / 2;
+    chunk.values[i] = chunk.keys[i] + shape.values_begin();
   }
   const C* next[kChunkBlocks];
   for (int64_t i = 0; i < kChunkBlocks; ++i)
@@ -400,7 +401,7 @@ void start(const TileWork<Dot>& work) {
     pack_row(static_cast<const Q*>(work.tile.query) + token * shape.query_stride, width,
              work.query + token * width);
   const int64_t rows = work.tile.num_rows();
-  const int64_t out_size = rows * padded_head_dim(shape.head_dim);
+  const int64_t out_size = rows * padded_head_dim(shape.value_dim);
   for (int64_t i = 0; i < rows; ++i) work.state.max[i] = -__builtin_inff();
   for (int64_t i = 0; i < rows * Vector::kLanes; ++i) work.sums[i] = 0;
   for (int64_t i = 0; i < out_size; ++i) work.state.out[i] = 0;
@@ -432,7 +433,7 @@ void attend(const AttentionTile& tile, int64_t split, const AttentionState& stat
 template <typename Q>
 void store(const AttentionTile& tile, const AttentionState& state) {
   const AttentionShape& shape = *tile.shape;
-  const int64_t dim = shape.head_dim;
+  const int64_t dim = shape.value_dim;
   for (int64_t row = 0; row < tile.num_rows(); ++row) {
     const float* from = state.out + row * padded_head_dim(dim);
     Q* to =
@@ -510,14 +511,15 @@ void attend_row(const AttentionTile& tile, int64_t row, int64_t begin, int64_t e
     max = std::max(max, scores[position - begin]);
   }
   float sum = 0;
-  float* out = state.out + row * padded_head_dim(dim);
-  std::fill(out, out + dim, 0.0f);
+  const int64_t value_dim = shape.value_dim;
+  float* out = state.out + row * padded_head_dim(value_dim);
+  std::fill(out, out + value_dim, 0.0f);
   for (int64_t position = begin; position < end; ++position) {
-    const C* values = keys_of(position) + shape.head_stride / 2;
+    const C* values = keys_of(position) + shape.values_begin();
     const float weight = std::exp2(scores[position - begin] - max);
     sum += weight;
-    for (int64_t d = 0; d < dim; ++d)
-      out[d] += weight * value_at(values, dim, position % kBlockTokens, d);
+    for (int64_t d = 0; d < value_dim; ++d)
+      out[d] += weight * value_at(values, value_dim, position % kBlockTokens, d);
   }
   state.max[row] = max;
   state.sum[row] = sum;
@@ -539,7 +541,7 @@ void attend(const AttentionTile& tile, int64_t split, const AttentionState& stat
 template <typename Q>
 void store(const AttentionTile& tile, const AttentionState& state) {
   const AttentionShape& shape = *tile.shape;
-  const int64_t dim = shape.head_dim;
+  const int64_t dim = shape.value_dim;
   for (int64_t row = 0; row < tile.num_rows(); ++row) {
     const float* from = state.out + row * padded_head_dim(dim);
     Q* to =

@@ -48,10 +48,9 @@ bool check_shapes(const QkvRopeViews& views) {
   check_heads("qkv_rope: value", views.value, qkv);
   const int64_t heads = views.query.size(1), dim = views.query.size(2);
   const int64_t kv_heads = views.key.size(1);
-  for (const TensorView* kv : {&views.key, &views.value})
-    kv->expect_size("qkv_rope: key or value", 1, kv_heads)
-        .expect_size("qkv_rope: key or value", 2, dim);
-  qkv.expect_size("qkv_rope: qkv", 1, (heads + 2 * kv_heads) * dim);
+  views.key.expect_size("qkv_rope: key", 2, dim);
+  views.value.expect_size("qkv_rope: value", 1, kv_heads);
+  qkv.expect_size("qkv_rope: qkv", 1, (heads + kv_heads) * dim + kv_heads * views.value.size(2));
   views.positions.expect("qkv_rope: positions", DType::kInt32, 1)
       .expect_size("qkv_rope: positions", 0, qkv.size(0));
   check_tables(views, dim);
@@ -108,6 +107,7 @@ void qkv_rope(const QkvRopeViews& views, const QkvRopeOptions& options) {
   args.num_heads = views.query.size(1);
   args.num_kv_heads = views.key.size(1);
   args.head_dim = views.query.size(2);
+  args.value_dim = views.value.size(2);
   args.half_dims = views.cosine.size(1);
   args.eps = options.eps;
   args.clip = options.clip;

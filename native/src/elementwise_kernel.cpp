@@ -151,7 +151,7 @@ inline void project_heads(const QkvRope& args, const T* heads, const T* weight, 
 
 template <typename T>
 inline void copy_values(const QkvRope& args, const T* values, T* out) {
-  const int64_t size = args.num_kv_heads * args.head_dim;
+  const int64_t size = args.num_kv_heads * args.value_dim;
   if (!(args.clip < __builtin_inff())) {
     std::memcpy(out, values, static_cast<size_t>(size) * sizeof(T));
     return;
@@ -167,15 +167,16 @@ template <typename T>
 void qkv_rope_rows(const QkvRope& args, int64_t begin, int64_t end) {
   Angles angles;
   const int64_t q_size = args.num_heads * args.head_dim;
-  const int64_t kv_size = args.num_kv_heads * args.head_dim;
+  const int64_t key_size = args.num_kv_heads * args.head_dim;
+  const int64_t value_size = args.num_kv_heads * args.value_dim;
   for (int64_t row = begin; row < end; ++row) {
     const T* qkv = static_cast<const T*>(args.qkv) + row * args.qkv_stride;
     load_angles<T>(args, args.positions[row], angles);
     project_heads(args, qkv, static_cast<const T*>(args.query_norm), args.num_heads, angles,
                   static_cast<T*>(args.query) + row * q_size);
     project_heads(args, qkv + q_size, static_cast<const T*>(args.key_norm), args.num_kv_heads,
-                  angles, static_cast<T*>(args.key) + row * kv_size);
-    copy_values(args, qkv + q_size + kv_size, static_cast<T*>(args.value) + row * kv_size);
+                  angles, static_cast<T*>(args.key) + row * key_size);
+    copy_values(args, qkv + q_size + key_size, static_cast<T*>(args.value) + row * value_size);
   }
 }
 

@@ -19,7 +19,7 @@ from raymoe.errors import ConfigError, UnknownOptionError
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.measure.host import step_inputs
 from raymoe.memory.weights import WeightStore
-from raymoe.model.decoder import cache_layout
+from raymoe.model.decoder import cache_layouts
 from raymoe.plan.device_cost import DeviceCost
 from raymoe.plan.device_step import StreamedSteps
 from raymoe.plan.pages import PageCut, layer_pages
@@ -172,7 +172,7 @@ class _Run:
             spec=self._spec,
             store=WeightStore.open(self._spec, self._directory),
             dtype=torch.float32,
-            kv_layout=cache_layout(self._spec, torch.float32),
+            kv_layouts=cache_layouts(self._spec, torch.float32),
             steps=StreamedSteps.of(self._spec, self._name, policy, 4),
         )
 

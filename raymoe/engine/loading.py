@@ -265,7 +265,7 @@ def _plan_and_load(
         num_threads=job.hardware.num_cores,
         num_torch_threads=job.num_torch_threads,
         plan=plan,
-        shares_across_lengths=not spec.rope.depends_on_length,
+        shares_across_lengths=not spec.depends_on_length,
         release=loaded.release,
         interrupt=loaded.interrupt,
     )

@@ -29,7 +29,7 @@ from raymoe.memory.kv_cache import KvCache, blocks_of_tokens
 from raymoe.memory.shared_file import SharedFile
 from raymoe.memory.weight_pages import LayerPaging, WeightPages
 from raymoe.memory.weights import DummyWeights, ShardedWeights, Weights, WeightStore
-from raymoe.model.decoder import Decoder, cache_layout
+from raymoe.model.decoder import Decoder, cache_layouts
 from raymoe.model.loading import PagedLoader, Reduce, decoder_arena_bytes, keep
 from raymoe.plan.device_cost import DeviceCost
 from raymoe.plan.device_step import (
@@ -132,7 +132,7 @@ class LoadedModel:
     spec: ModelSpec
     store: Weights
     dtype: torch.dtype
-    kv_layout: CacheLayout
+    kv_layouts: tuple[CacheLayout, ...]
     steps: StreamedSteps
     tiles: TileTable | None = None
     workspace_bytes: int = 0
@@ -216,7 +216,7 @@ def _load_memory(model: LoadedModel, weights: WeightPages, device: Device) -> De
         ring=steps.ring,
         staged_blocks=steps.staged_blocks,
     )
-    cache = KvCache(model.kv_layout, spec.num_layers, steps.policy.num_kv_blocks)
+    cache = KvCache(model.kv_layouts, steps.policy.num_kv_blocks)
     reason = device.pin(cache.host_memory)
     if reason is not None:
         warnings.warn(
@@ -236,7 +236,9 @@ def _load_memory(model: LoadedModel, weights: WeightPages, device: Device) -> De
         ),
         weights=weights,
         cache=cache,
-        device=StepActivations(spec, sizes, model.kv_layout, dtype=dtype, allocate=device.allocate),
+        device=StepActivations(
+            spec, sizes, model.kv_layouts, dtype=dtype, allocate=device.allocate
+        ),
         host=HostActivations(spec, sizes, dtype=dtype, allocate=device.allocate_pinned),
         staging=[
             device.allocate_pinned(steps.cut.page_length) for _ in range(steps.device.staging_slots)
@@ -254,18 +256,18 @@ def load_resident(
     weights = _load_pages(model, cut, device)
     kept = _load_kept(model, device)
     kept[EMBEDDING] = _put(kept[EMBEDDING], model.dtype, device, "embedding")
-    layout, num_blocks = model.kv_layout, model.steps.policy.num_kv_blocks
+    layouts, num_blocks = model.kv_layouts, model.steps.policy.num_kv_blocks
     cache = [
         device.allocate(num_blocks * layout.block_bytes, "KV cache")
         .view(layout.dtype)
         .view(num_blocks, *layout.block_shape)
-        for _ in range(model.spec.num_layers)
+        for layout in layouts
     ]
     decoder = _decoder(model, weights, kept, first_slot=0, device=device)
     _compile_experts(model, decoder, model.steps.policy.max_num_batched_tokens, device)
     device.reserve(model.workspace_bytes)
     device.synchronize()
-    runner = ResidentStepRunner(decoder, cache, layout, device, before_step=before_step)
+    runner = ResidentStepRunner(decoder, cache, layouts, device, before_step=before_step)
 
     def release() -> None:
         device.close()
@@ -550,7 +552,7 @@ def load_runner(
         spec=share.spec,
         store=share.weights,
         dtype=job.dtype,
-        kv_layout=cache_layout(share.spec, job.kv_dtype),
+        kv_layouts=cache_layouts(share.spec, job.kv_dtype),
         steps=StreamedSteps.of(share.spec, job.schedule, job.policy, job.dtype.itemsize),
         reduce=reduce,
         shared=shared,
@@ -568,7 +570,7 @@ def _load_emulated(job: LoadJob, model: LoadedModel) -> Loaded:
     device = EmulatedDevice(job.hardware.gpu_memory_bytes, Instant())
     emulated_timing = None
     if job.config.hardware not in {None, "auto"}:
-        kv_bytes = model.kv_layout.dtype.itemsize
+        kv_bytes = model.kv_layouts[0].dtype.itemsize
         work = ModelWork.of(model.spec, model.dtype.itemsize, kv_element_bytes=kv_bytes)
         pages = () if _is_resident(model) else model.steps.cut.page_bytes
         emulated_timing = EmulatedTiming(device, work, job.hardware, pages)
@@ -576,7 +578,7 @@ def _load_emulated(job: LoadJob, model: LoadedModel) -> Loaded:
 
 
 def _workspace_bytes(model: LoadedModel) -> int:
-    kv_bytes, steps = model.kv_layout.dtype.itemsize, model.steps
+    kv_bytes, steps = model.kv_layouts[0].dtype.itemsize, model.steps
     work = ModelWork.of(model.spec, model.dtype.itemsize, kv_element_bytes=kv_bytes)
     if _is_resident(model):
         return workspace_bytes(resident_footprint(model.spec, work, steps.policy))
@@ -614,7 +616,7 @@ def _load_in_place(job: LoadJob, share: RankShare) -> Loaded:
     arena = HostArena(in_place_arena_bytes(spec, weights, job.dtype))
     decoder = Decoder.load(spec, weights, arena.allocate, job.dtype, release=weights.drop_pages)
     workload, policy = job.config.workload, job.policy
-    cache = KvCache(cache_layout(spec, job.kv_dtype), spec.num_layers, policy.num_kv_blocks)
+    cache = KvCache(cache_layouts(spec, job.kv_dtype), policy.num_kv_blocks)
     if workload is not None:
         rows = min(workload.num_rows, policy.max_num_seqs)
         used_blocks = min(policy.num_kv_blocks, rows * blocks_of_tokens(workload.context_tokens))

@@ -77,7 +77,7 @@ class AttentionBatch:
 def append_and_attend(  # noqa: PLR0917 - an operator: its tensors are its arguments
     query_THD: Tensor,
     key_TGD: Tensor,
-    value_TGD: Tensor,
+    value_TGV: Tensor,
     cache: Tensor,
     batch: AttentionBatch,
     *,
@@ -85,7 +85,7 @@ def append_and_attend(  # noqa: PLR0917 - an operator: its tensors are its argum
     sliding_window: int | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Append keys and values of the step to the cache, then attend causally; returns [T, H * D].
+    """Append keys and values of the step to the cache, then attend causally; returns [T, H * V].
 
     The token at position p of a sequence sees positions max(0, p - sliding_window + 1) .. p. Scores
     and sums are float32. The order in which a token's values are summed depends only on its
@@ -93,7 +93,7 @@ def append_and_attend(  # noqa: PLR0917 - an operator: its tensors are its argum
 
     Args:
         query_THD: float32, float16 or bfloat16; rotated.
-        cache: One layer's blocks, [N, G, 2, B * D] in the layout of `paged_kv`; changed in place.
+        cache: One layer's blocks, [N, G, B * (D + V)] as in `paged_kv.KvLayout`; changed in place.
         scale: Factor of the scores, positive.
         sliding_window: Tokens that a query sees, itself included; None sees all.
         sinks_H: float32; one score per head that takes part in the softmax and has no value.
@@ -101,13 +101,13 @@ def append_and_attend(  # noqa: PLR0917 - an operator: its tensors are its argum
     Raises:
         ConfigError: A shape, type or entry of the batch does not fit; names the argument.
     """
-    num_tokens, num_heads, head_dim = query_THD.shape
-    out_TX = query_THD.new_empty(num_tokens, num_heads * head_dim)
+    num_tokens, num_heads, _ = query_THD.shape
+    out_TX = query_THD.new_empty(num_tokens, num_heads * value_TGV.shape[2])
     try:
         _native.append_and_attend(
             query_THD,
             key_TGD,
-            value_TGD,
+            value_TGV,
             cache,
             batch.query_start,
             batch.context_tokens,
@@ -122,28 +122,27 @@ def append_and_attend(  # noqa: PLR0917 - an operator: its tensors are its argum
     return out_TX
 
 
-def append(key_TGD: Tensor, value_TGD: Tensor, cache: Tensor, batch: AttentionBatch) -> None:
+def append(key_TGD: Tensor, value_TGV: Tensor, cache: Tensor, batch: AttentionBatch) -> None:
     """Append keys and values of the step to the cache; attention is computed elsewhere."""
     try:
         _native.append(
-            key_TGD, value_TGD, cache, batch.query_start, batch.context_tokens, batch.block_table
+            key_TGD, value_TGV, cache, batch.query_start, batch.context_tokens, batch.block_table
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
 
 def append_reference(
-    key_TGD: Tensor, value_TGD: Tensor, cache: Tensor, batch: AttentionBatch
+    key_TGD: Tensor, value_TGV: Tensor, cache: Tensor, batch: AttentionBatch
 ) -> None:
-    _, num_kv_heads, head_dim = key_TGD.shape
-    layout = KvLayout(num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=cache.dtype)
+    layout = KvLayout.of(key_TGD, value_TGV, cache.dtype)
     starts = batch.query_start.tolist()
     for sequence, context in enumerate(batch.context_tokens.tolist()):
         begin, end = starts[sequence], starts[sequence + 1]
         blocks = batch.block_table[sequence, : -(-context // BLOCK_TOKENS)].tolist()
         _append_tokens(
             key_TGD[begin:end],
-            value_TGD[begin:end],
+            value_TGV[begin:end],
             cache,
             blocks,
             first=context - (end - begin),
@@ -154,7 +153,7 @@ def append_reference(
 def append_and_attend_reference(  # noqa: PLR0917 - the same signature as the kernel
     query_THD: Tensor,
     key_TGD: Tensor,
-    value_TGD: Tensor,
+    value_TGV: Tensor,
     cache: Tensor,
     batch: AttentionBatch,
     *,
@@ -162,10 +161,10 @@ def append_and_attend_reference(  # noqa: PLR0917 - the same signature as the ke
     sliding_window: int | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    num_tokens, num_heads, head_dim = query_THD.shape
-    layout = KvLayout(num_kv_heads=key_TGD.shape[1], head_dim=head_dim, dtype=cache.dtype)
-    append_reference(key_TGD, value_TGD, cache, batch)
-    out_THD = torch.empty_like(query_THD)
+    num_tokens, num_heads, _ = query_THD.shape
+    layout = KvLayout.of(key_TGD, value_TGV, cache.dtype)
+    append_reference(key_TGD, value_TGV, cache, batch)
+    out_THV = query_THD.new_empty(num_tokens, num_heads, layout.value_dim)
     starts, contexts = batch.query_start.tolist(), batch.context_tokens.tolist()
     for sequence, context in enumerate(contexts):
         begin, end = starts[sequence], starts[sequence + 1]
@@ -173,7 +172,7 @@ def append_and_attend_reference(  # noqa: PLR0917 - the same signature as the ke
         first = context - (end - begin)
         pairs = [unpack_block(cache[block], layout) for block in blocks]
         keys_CGD = torch.cat([keys for keys, _ in pairs])[:context].float()
-        values_CGD = torch.cat([values for _, values in pairs])[:context].float()
+        values_CGV = torch.cat([values for _, values in pairs])[:context].float()
         group = num_heads // layout.num_kv_heads
         scores_HQC = scale * torch.einsum(
             "qhd,chd->hqc", query_THD[begin:end].float(), keys_CGD.repeat_interleave(group, 1)
@@ -188,15 +187,15 @@ def append_and_attend_reference(  # noqa: PLR0917 - the same signature as the ke
             sink_HQ1 = sinks_H.float()[:, None, None].expand(-1, scores_HQC.shape[1], 1)
             scores_HQC = torch.cat([scores_HQC, sink_HQ1], dim=-1)
         weights_HQC = scores_HQC.softmax(-1)[..., :context]
-        out_THD[begin:end] = torch.einsum(
-            "hqc,chd->qhd", weights_HQC, values_CGD.repeat_interleave(group, 1)
-        ).to(out_THD.dtype)
-    return out_THD.reshape(num_tokens, num_heads * head_dim)
+        out_THV[begin:end] = torch.einsum(
+            "hqc,chv->qhv", weights_HQC, values_CGV.repeat_interleave(group, 1)
+        ).to(out_THV.dtype)
+    return out_THV.reshape(num_tokens, num_heads * layout.value_dim)
 
 
 def _append_tokens(
     key_QGD: Tensor,
-    value_QGD: Tensor,
+    value_QGV: Tensor,
     cache: Tensor,
     blocks: list[int],
     *,
@@ -207,7 +206,7 @@ def _append_tokens(
         index, row = divmod(first + offset, BLOCK_TOKENS)
         keys, values = unpack_block(cache[blocks[index]], layout)
         keys[row] = key_QGD[offset].to(cache.dtype)
-        values[row] = value_QGD[offset].to(cache.dtype)
+        values[row] = value_QGV[offset].to(cache.dtype)
         cache[blocks[index]] = pack_block(keys, values, layout)
 
 
@@ -321,9 +320,10 @@ def append_and_attend_up_projected(
 
 def _attend(query_QHD: Tensor, rows_CW: Tensor, heads: LatentHeads, scale: float) -> Tensor:
     num_heads, context = query_QHD.shape[1], len(rows_CW)
-    # The kernel has one size for keys and values; both are padded with zeros.
-    dim = -(-max(heads.query_dim, heads.value_dim) // 8) * 8
-    one_head = KvLayout(num_kv_heads=1, head_dim=dim, dtype=query_QHD.dtype)
+    dim, value_dim = (-(-size // 8) * 8 for size in (heads.query_dim, heads.value_dim))
+    one_head = KvLayout(
+        num_kv_heads=1, head_dim=dim, dtype=query_QHD.dtype, value_head_dim=value_dim
+    )
     num_blocks = -(-context // BLOCK_TOKENS)
     at_once = max(1, UP_PROJECTED_BYTES // (num_blocks * one_head.block_bytes))
     out_QHV = query_QHD.new_empty(*query_QHD.shape[:2], heads.value_dim)
@@ -333,29 +333,29 @@ def _attend(query_QHD: Tensor, rows_CW: Tensor, heads: LatentHeads, scale: float
         attended_QX = _attend_up_projected(
             _padded(query_QHD[:, some], dim),
             _padded(keys_ChD, dim),
-            _padded(values_ChV, dim),
+            _padded(values_ChV, value_dim),
             scale,
         )
-        attended_QhD = attended_QX.view(len(query_QHD), -1, dim)
-        out_QHV[:, some] = attended_QhD[..., : heads.value_dim]
+        attended_QhV = attended_QX.view(len(query_QHD), -1, value_dim)
+        out_QHV[:, some] = attended_QhV[..., : heads.value_dim]
     return out_QHV
 
 
 def _attend_up_projected(
-    query_QhD: Tensor, keys_ChD: Tensor, values_ChD: Tensor, scale: float
+    query_QhD: Tensor, keys_ChD: Tensor, values_ChV: Tensor, scale: float
 ) -> Tensor:
-    (context, num_heads, dim), new_tokens = keys_ChD.shape, len(query_QhD)
-    layout = KvLayout(num_kv_heads=num_heads, head_dim=dim, dtype=keys_ChD.dtype)
+    context, new_tokens = len(keys_ChD), len(query_QhD)
+    layout = KvLayout.of(keys_ChD, values_ChV, keys_ChD.dtype)
     num_blocks = -(-context // BLOCK_TOKENS)
     up_projected = keys_ChD.new_empty(num_blocks, *layout.block_shape)
     table = torch.arange(num_blocks, dtype=torch.int32)[None]
     past = context - new_tokens
     if past:
-        append(keys_ChD[:past], values_ChD[:past], up_projected, _one_sequence(past, past, table))
+        append(keys_ChD[:past], values_ChV[:past], up_projected, _one_sequence(past, past, table))
     return append_and_attend(
         query_QhD,
         keys_ChD[past:],
-        values_ChD[past:],
+        values_ChV[past:],
         up_projected,
         _one_sequence(new_tokens, context, table),
         scale=scale,

@@ -61,14 +61,14 @@ MAX_NATIVE_HEAD_DIM = 512
 
 
 class Projected(NamedTuple):
-    """Contiguous queries [T, H, D], keys and values [T, G, D] of a step.
+    """Contiguous queries [T, H, D], keys [T, G, D] and values [T, G, V] of a step.
 
     In latent attention keys are the cached rows (G = 1) and values have no dimensions.
     """
 
     query_THD: Tensor
     key_TGD: Tensor
-    value_TGD: Tensor
+    value_TGV: Tensor
 
 
 class Steps(NamedTuple):
@@ -89,6 +89,7 @@ def qkv_rope(  # noqa: PLR0913 - an operator: its tensors are its arguments
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    value_dim: int | None = None,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
@@ -106,6 +107,7 @@ def qkv_rope(  # noqa: PLR0913 - an operator: its tensors are its arguments
         positions_T: int32, each in [0, P); ValueError otherwise.
         cos_PR: Cosines by position, float32, already multiplied by the attention scaling. The first
             2 R dimensions of every head are rotated, the others are copied.
+        value_dim: Dimensions of a value (V); None if it has as many as a key.
         q_norm: Weight [D] for a norm per head (Qwen3), [H * D] for one norm over all heads of a
             token (OLMoE), None for no norm.
         k_norm: Likewise, [D] or [G * D].
@@ -116,7 +118,7 @@ def qkv_rope(  # noqa: PLR0913 - an operator: its tensors are its arguments
             and keys, which leaves their products unchanged.
     """
     tables = (cos_PR, sin_PR)
-    sizes = (num_heads, num_kv_heads, head_dim)
+    sizes = (num_heads, num_kv_heads, head_dim, value_dim or head_dim)
     _check_width(qkv_TX, sizes)
     limit = math.inf if clip is None else clip
     steps = Steps(eps, limit, is_norm_after_rope, is_interleaved)
@@ -125,19 +127,15 @@ def qkv_rope(  # noqa: PLR0913 - an operator: its tensors are its arguments
         return qkv_rope_reference(
             qkv_TX, positions_T, tables, sizes=sizes, norms=norms, steps=steps
         )
-    out = Projected(
-        *(
-            torch.empty(len(qkv_TX), heads, head_dim, dtype=qkv_TX.dtype)
-            for heads in (num_heads, num_kv_heads, num_kv_heads)
-        )
-    )
+    shapes = ((num_heads, head_dim), (num_kv_heads, head_dim), (num_kv_heads, sizes[3]))
+    out = Projected(*(torch.empty(len(qkv_TX), *shape, dtype=qkv_TX.dtype) for shape in shapes))
     _native.qkv_rope(qkv_TX, positions_T, *tables, *norms, *out, eps, limit, *steps[2:])
     return out
 
 
-def _check_width(qkv_TX: Tensor, sizes: tuple[int, int, int]) -> None:
-    heads, kv_heads, dim = sizes
-    width = (heads + 2 * kv_heads) * dim
+def _check_width(qkv_TX: Tensor, sizes: tuple[int, int, int, int]) -> None:
+    heads, kv_heads, dim, value_dim = sizes
+    width = (heads + kv_heads) * dim + kv_heads * value_dim
     if qkv_TX.ndim != 2 or qkv_TX.shape[1] != width:
         raise ConfigError(
             f"qkv_rope: qkv has shape {tuple(qkv_TX.shape)}, expected [T, {width}] for {heads} "
@@ -168,15 +166,15 @@ def qkv_rope_reference(
     positions_T: Tensor,
     tables: tuple[Tensor, Tensor],
     *,
-    sizes: tuple[int, int, int],
+    sizes: tuple[int, int, int, int],
     norms: tuple[Tensor | None, Tensor | None],
     steps: Steps,
 ) -> Projected:
-    """Sizes are (H, G, D); norms are the weights for queries and keys."""
-    heads, kv_heads, dim = sizes
+    """Sizes are (H, G, D, V); norms are the weights for queries and keys."""
+    heads, kv_heads, dim, value_dim = sizes
     angles = [t[positions_T.long(), None].to(qkv_TX.dtype) for t in tables]
     query_TY, key_TY, value_TY = torch.split(
-        qkv_TX, [heads * dim, kv_heads * dim, kv_heads * dim], dim=1
+        qkv_TX, [heads * dim, kv_heads * dim, kv_heads * value_dim], dim=1
     )
     rotated = []
     for part_TY, norm in zip((query_TY, key_TY), norms, strict=True):
@@ -186,8 +184,9 @@ def qkv_rope_reference(
         if steps.is_norm_after_rope and norm is not None:
             x_TND = rms_norm_reference(x_TND, norm, steps.eps)
         rotated.append(x_TND)
-    value_TGD = value_TY.clamp(-steps.clip, steps.clip).reshape(len(value_TY), kv_heads, dim)
-    return Projected(rotated[0], rotated[1], value_TGD)
+    value_TY = value_TY.clamp(-steps.clip, steps.clip)
+    value_TGV = value_TY.reshape(len(value_TY), kv_heads, value_dim)
+    return Projected(rotated[0], rotated[1], value_TGV)
 
 
 def rotate_heads(

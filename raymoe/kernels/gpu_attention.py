@@ -55,7 +55,7 @@ class DeviceCache:
 
     @classmethod
     def of_blocks(cls, cache: Tensor, layout: KvLayout, table_SM: Tensor) -> "DeviceCache":
-        """Wrap the blocks of one layer, [N, G, 2, B * D] in the layout of `paged_kv`."""
+        """Wrap the blocks of one layer, [N, G, B * (D + V)] in the layout of `paged_kv`."""
         units = cache if layout.pair == 1 else cache.view(torch.int32)
         return cls(
             keys=units,
@@ -64,7 +64,7 @@ class DeviceCache:
             is_blocked=True,
             is_paged=True,
             pair=layout.pair,
-            dims=(layout.head_dim, layout.head_dim),
+            dims=(layout.head_dim, layout.value_dim),
             num_kv_heads=layout.num_kv_heads,
         )
 
@@ -128,7 +128,7 @@ class Scoring:
 
 
 def append_launch(projected: Projected, slots_T: Tensor, cache: Tensor, layout: KvLayout) -> Launch:
-    _, key_TGD, value_TGD = projected
+    _, key_TGD, value_TGV = projected
     blocks = DeviceCache.of_blocks(cache, layout, slots_T)
     compute = AttentionCompute.on((8, 0), key_TGD.dtype)
     num_tokens, num_kv_heads, head_dim = key_TGD.shape
@@ -137,15 +137,15 @@ def append_launch(projected: Projected, slots_T: Tensor, cache: Tensor, layout: 
         grid=(num_tokens, num_kv_heads),
         arguments={
             "key_ptr": key_TGD,
-            "value_ptr": value_TGD,
+            "value_ptr": value_TGV,
             "slots_ptr": slots_T,
             "cache_ptr": cache,
             "key_stride": key_TGD.stride(0),
-            "value_stride": value_TGD.stride(0),
+            "value_stride": value_TGV.stride(0),
         },
         constants={
             "C": blocks.constants(compute, head_dim),
-            "COLUMNS": power_of_two(head_dim),
+            "COLUMNS": power_of_two(max(head_dim, layout.value_dim)),
         },
         options={"num_warps": 1},
     )
@@ -272,32 +272,31 @@ def _constexpr(values: Mapping[str, object]) -> dict[str, tl.constexpr]:
 def append_and_attend_ragged(
     projected: Projected, cache: Tensor, batch: RaggedBatch, scoring: Scoring
 ) -> Tensor:
-    """Compute what `cpu_attention.append_and_attend` does, on a GPU; [T, H * D].
+    """Compute what `cpu_attention.append_and_attend` does, on a GPU; [T, H * V].
 
     Nothing is gathered or added atomically. On one GPU the bits of a token depend on its own
     sequence and on whether it is its only new token, not on other sequences.
 
     Args:
         projected: Rotated; queries in the type of `batch.compute`.
-        cache: Blocks of one layer, [N, G, 2, B * D] in the layout of `paged_kv`; changed in place.
+        cache: Blocks of one layer, [N, G, B * (D + V)] as in `paged_kv.KvLayout`; changed in place.
     """
-    query_THD, key_TGD, _ = projected
-    out_THD = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
+    query_THD, key_TGD, value_TGV = projected
+    layout = KvLayout.of(key_TGD, value_TGV, cache.dtype)
+    out_THV = query_THD.new_empty(*query_THD.shape[:2], layout.value_dim)
     if not len(query_THD):
-        return out_THD.flatten(1)
-    _, num_kv_heads, head_dim = key_TGD.shape
-    layout = KvLayout(num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=cache.dtype)
+        return out_THV.flatten(1)
     append_launch(projected, batch.slots_T, cache, layout).run()
     attending = Attending(
         query_THD=query_THD,
         cache=DeviceCache.of_blocks(cache, layout, batch.table_SM),
-        out_THV=out_THD,
+        out_THV=out_THV,
         compute=batch.compute,
         scoring=scoring,
     )
     attending.run(batch.alone)
     attending.run(batch.together)
-    return out_THD.flatten(1)
+    return out_THV.flatten(1)
 
 
 def append_and_attend_latent_ragged(

@@ -4,7 +4,7 @@ Elements stored in pairs (`paged_kv`) are read as words of two and multiplied in
 first elements of all pairs, then the second ones.
 
 C positions of a step. U units: words or elements. V dimensions of a value, padded to a power of
-two. T tokens, G KV heads, N blocks of B tokens, D head dimension.
+two. T tokens, G KV heads, N blocks of B tokens, D dimensions of a key.
 """
 
 from dataclasses import dataclass
@@ -96,25 +96,27 @@ def append_kernel(
 ) -> None:
     """Write the key and value of one token and KV head to their block of `paged_kv`.
 
-    Keys and values are [T, G, D], contiguous within a token; their strides are between tokens.
-    `cache_ptr` is [N, G, 2, B * D]. `COLUMNS` is a power of two of at least D.
+    Keys [T, G, D] and values [T, G, V] are contiguous within a token; their strides are between
+    tokens. `cache_ptr` is [N, G, B * (D + V)]. `COLUMNS` is a power of two of at least D and V.
     """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns_D = tl.arange(0, COLUMNS)
     is_column_D = columns_D < C.key_dim
     slot = tl.load(slots_ptr + token)
     offset = slot % BLOCK_TOKENS
-    base = (slot // BLOCK_TOKENS * C.num_kv_heads + head) * (2 * BLOCK_TOKENS * C.key_dim)
+    size: tl.constexpr = BLOCK_TOKENS * (C.key_dim + C.value_dim)
+    base = (slot // BLOCK_TOKENS * C.num_kv_heads + head) * size
     key_D = tl.load(key_ptr + token * key_stride + head * C.key_dim + columns_D, mask=is_column_D)
     pair = columns_D // C.pair
     keys_D = base + pair * (BLOCK_TOKENS * C.pair) + offset * C.pair + columns_D % C.pair
     tl.store(cache_ptr + keys_D, as_type(key_D, cache_ptr.dtype.element_ty), mask=is_column_D)
-    value_D = tl.load(
-        value_ptr + token * value_stride + head * C.key_dim + columns_D, mask=is_column_D
+    is_column_V = columns_D < C.value_dim
+    value_V = tl.load(
+        value_ptr + token * value_stride + head * C.value_dim + columns_D, mask=is_column_V
     )
-    units_D = _value_places(columns_D, offset // C.pair, C)
-    values_D = base + BLOCK_TOKENS * C.key_dim + units_D * C.pair + offset % C.pair
-    tl.store(cache_ptr + values_D, as_type(value_D, cache_ptr.dtype.element_ty), mask=is_column_D)
+    units_V = _value_places(columns_D, offset // C.pair, C)
+    values_V = base + BLOCK_TOKENS * C.key_dim + units_V * C.pair + offset % C.pair
+    tl.store(cache_ptr + values_V, as_type(value_V, cache_ptr.dtype.element_ty), mask=is_column_V)
 
 
 @triton.jit
@@ -160,7 +162,7 @@ def places_of(
         blocks = tl.load(table_ptr + positions // BLOCK_TOKENS, mask=is_there, other=0)
         blocks = blocks.to(tl.int64)
         if C.is_blocked:
-            size: tl.constexpr = 2 * BLOCK_TOKENS * C.key_dim // C.pair
+            size: tl.constexpr = BLOCK_TOKENS * (C.key_dim + C.value_dim) // C.pair
             places = (blocks * C.num_kv_heads + kv_head) * size
         else:
             places = (blocks * BLOCK_TOKENS + positions % BLOCK_TOKENS) * ROW + kv_head * HEAD

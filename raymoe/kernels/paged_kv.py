@@ -1,7 +1,9 @@
 """Layouts of the paged cache that attention kernels read: keys and values, or latent rows."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from math import prod
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -30,16 +32,48 @@ class CacheLayout(Protocol):
         """Bytes of one block of one layer."""
 
 
+def largest_layout(layouts: Iterable[CacheLayout]) -> CacheLayout:
+    return max(layouts, key=lambda layout: layout.block_bytes)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLayout:
+    """Keys of a block, [D / P, B, P] for each KV head, then its values in tiles of 64 dimensions.
+
+    Attributes:
+        value_head_dim: Dimensions of a value; None if it has as many as a key.
+    """
+
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    value_head_dim: int | None = None
 
     def __post_init__(self) -> None:
         check_cache_dtype(self.dtype)
-        if self.head_dim < 8 or self.head_dim % 8:
-            raise ConfigError(f"head_dim is {self.head_dim}; the kernels need a multiple of 8")
+        for dim in (self.head_dim, self.value_dim):
+            if dim < 8 or dim % 8:
+                raise ConfigError(f"head_dim is {dim}; the kernels need a multiple of 8")
+
+    @classmethod
+    def of(cls, key_TGD: Tensor, value_TGV: Tensor, dtype: torch.dtype) -> Self:
+        """The layout of a cache for these keys and values."""
+        _, num_kv_heads, head_dim = key_TGD.shape
+        return cls(
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            value_head_dim=value_TGV.shape[2],
+        )
+
+    @property
+    def value_dim(self) -> int:
+        return self.value_head_dim or self.head_dim
+
+    @property
+    def key_elements(self) -> int:
+        """Elements of a block's keys of one KV head; its values follow."""
+        return BLOCK_TOKENS * self.head_dim
 
     @property
     def pair(self) -> int:
@@ -47,12 +81,12 @@ class KvLayout:
         return 2 if self.dtype == torch.bfloat16 else 1
 
     @property
-    def block_shape(self) -> tuple[int, int, int]:
-        return (self.num_kv_heads, 2, BLOCK_TOKENS * self.head_dim)
+    def block_shape(self) -> tuple[int, int]:
+        return (self.num_kv_heads, BLOCK_TOKENS * (self.head_dim + self.value_dim))
 
     @property
     def block_bytes(self) -> int:
-        return 2 * self.num_kv_heads * BLOCK_TOKENS * self.head_dim * self.dtype.itemsize
+        return prod(self.block_shape) * self.dtype.itemsize
 
 
 def check_cache_dtype(dtype: torch.dtype) -> None:
@@ -61,25 +95,26 @@ def check_cache_dtype(dtype: torch.dtype) -> None:
 
 
 def unpack_block(block: Tensor, layout: KvLayout) -> tuple[Tensor, Tensor]:
-    """Copy keys and values of one block [G, 2, B * D] to [B, G, D] each; for tests."""
+    """Copy keys and values of one block to [B, G, D] and [B, G, V]; for tests."""
     heads, dim, pair = layout.num_kv_heads, layout.head_dim, layout.pair
-    keys = block[:, 0].reshape(heads, dim // pair, BLOCK_TOKENS, pair).permute(2, 0, 1, 3)
+    packed, values = block.tensor_split([layout.key_elements], dim=1)
+    keys = packed.reshape(heads, dim // pair, BLOCK_TOKENS, pair).permute(2, 0, 1, 3)
     tiles = [
         tile.reshape(heads, BLOCK_TOKENS // pair, -1, pair).permute(1, 3, 0, 2).flatten(0, 1)
-        for tile in torch.split(block[:, 1], BLOCK_TOKENS * VALUE_COLUMNS, dim=1)
+        for tile in torch.split(values, BLOCK_TOKENS * VALUE_COLUMNS, dim=1)
     ]
     return keys.reshape(BLOCK_TOKENS, heads, dim), torch.cat(tiles, dim=2)
 
 
-def pack_block(keys_BGD: Tensor, values_BGD: Tensor, layout: KvLayout) -> Tensor:
+def pack_block(keys_BGD: Tensor, values_BGV: Tensor, layout: KvLayout) -> Tensor:
     """Invert `unpack_block`; for tests."""
     heads, dim, pair = layout.num_kv_heads, layout.head_dim, layout.pair
     keys = keys_BGD.reshape(BLOCK_TOKENS, heads, dim // pair, pair).permute(1, 2, 0, 3)
     tiles = [
         tile.reshape(-1, pair, heads, tile.shape[2]).permute(2, 0, 3, 1).reshape(heads, -1)
-        for tile in torch.split(values_BGD, VALUE_COLUMNS, dim=2)
+        for tile in torch.split(values_BGV, VALUE_COLUMNS, dim=2)
     ]
-    return torch.stack([keys.reshape(heads, -1), torch.cat(tiles, dim=1)], dim=1)
+    return torch.cat([keys.reshape(heads, -1), *tiles], dim=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,34 +100,33 @@ def append_and_attend_paged(
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Compute what `cpu_attention.append_and_attend` does, on the device of its arguments."""
-    query_THD = projected.query_THD
-    _, num_kv_heads, head_dim = projected.key_TGD.shape
-    layout = KvLayout(num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=cache.dtype)
+    query_THD, key_TGD, value_TGV = projected
+    layout = KvLayout.of(key_TGD, value_TGV, cache.dtype)
     _append(projected, cache, batch, layout)
-    out_THD = torch.empty_like(query_THD)
+    out_THV = query_THD.new_empty(*query_THD.shape[:2], layout.value_dim)
     for group in batch.groups:
         query_SHQD = query_THD[group.rows_SQ].transpose(1, 2)
-        keys_SGCD, values_SGCD = (
+        keys_SGCD, values_SGCV = (
             gathered.masked_fill(group.is_rest(gathered.shape[2])[:, None, :, None], 0)
             for gathered in _gather(cache, group.block_table_SM, layout)
         )
         operands = _Operands(
             query_SHQD,
             keys_SGCD.to(query_SHQD.dtype),
-            values_SGCD.to(query_SHQD.dtype),
+            values_SGCV.to(query_SHQD.dtype),
             group.visible(keys_SGCD.shape[2], sliding_window)[:, None],
         )
         if sinks_H is not None:
             operands = _with_sinks(operands, sinks_H / scale)
-        attended_SHQD = scaled_dot_product_attention(*operands, scale=scale, enable_gqa=True)
-        out_THD[group.rows_SQ] = attended_SHQD[..., :head_dim].transpose(1, 2)
-    return out_THD.flatten(1)
+        attended_SHQV = scaled_dot_product_attention(*operands, scale=scale, enable_gqa=True)
+        out_THV[group.rows_SQ] = attended_SHQV[..., : layout.value_dim].transpose(1, 2)
+    return out_THV.flatten(1)
 
 
 class _Operands(NamedTuple):
     query_SHQD: Tensor
     keys_SGCD: Tensor
-    values_SGCD: Tensor
+    values_SGCV: Tensor
     visible_S1QC: Tensor
 
 
@@ -137,16 +136,16 @@ def _with_sinks(operands: _Operands, sinks_H: Tensor) -> _Operands:
     The position has a dimension of its own: its key is 1 there, and a query the sink divided by the
     scale. Positions and dimensions grow by 8 instead of 1, because kernels need aligned sizes.
     """
-    query_SHQD, keys_SGCD, values_SGCD, visible_S1QC = operands
+    query_SHQD, keys_SGCD, values_SGCV, visible_S1QC = operands
     head_dim, num_positions = query_SHQD.shape[-1], keys_SGCD.shape[2]
     query_SHQD = pad(query_SHQD, (0, _GROWTH))
     query_SHQD[..., head_dim] = sinks_H[:, None]
     keys_SGCD = pad(keys_SGCD, (0, _GROWTH, 0, _GROWTH))
     keys_SGCD[:, :, num_positions, head_dim] = 1
-    values_SGCD = pad(values_SGCD, (0, _GROWTH, 0, _GROWTH))
+    values_SGCV = pad(values_SGCV, (0, _GROWTH, 0, _GROWTH))
     visible_S1QC = pad(visible_S1QC, (0, _GROWTH))
     visible_S1QC[..., num_positions] = True
-    return _Operands(query_SHQD, keys_SGCD, values_SGCD, visible_S1QC)
+    return _Operands(query_SHQD, keys_SGCD, values_SGCV, visible_S1QC)
 
 
 def _append(projected: Projected, cache: Tensor, batch: PagedBatch, layout: KvLayout) -> None:
@@ -155,7 +154,7 @@ def _append(projected: Projected, cache: Tensor, batch: PagedBatch, layout: KvLa
     keys, tiles = _views(cache, layout)
     paired = projected.key_TGD.view(num_tokens, num_kv_heads, head_dim // pair, pair)
     keys[blocks_T, :, :, offsets_T] = paired.to(cache.dtype)
-    columns = torch.split(projected.value_TGD, VALUE_COLUMNS, dim=2)
+    columns = torch.split(projected.value_TGV, VALUE_COLUMNS, dim=2)
     for tile, value_TGC in zip(tiles, columns, strict=True):
         tile[blocks_T, :, offsets_T // pair, :, offsets_T % pair] = value_TGC.to(cache.dtype)
 
@@ -172,11 +171,12 @@ def _views(cache: Tensor, layout: KvLayout) -> tuple[Tensor, list[Tensor]]:
     """Return keys [N, G, D / P, B, P] and tiles of values, [N, G, B / P, columns, P] each."""
     num_blocks, num_kv_heads, pair = len(cache), layout.num_kv_heads, layout.pair
     shape = (num_blocks, num_kv_heads, layout.head_dim // pair, BLOCK_TOKENS, pair)
+    keys, values = cache.tensor_split([layout.key_elements], dim=2)
     tiles = [
         tile.view(num_blocks, num_kv_heads, BLOCK_TOKENS // pair, -1, pair)
-        for tile in torch.split(cache[:, :, 1], BLOCK_TOKENS * VALUE_COLUMNS, dim=2)
+        for tile in torch.split(values, BLOCK_TOKENS * VALUE_COLUMNS, dim=2)
     ]
-    return cache[:, :, 0].view(shape), tiles
+    return keys.view(shape), tiles
 
 
 def append_and_attend_latent_paged(

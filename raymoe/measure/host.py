@@ -33,7 +33,7 @@ from raymoe.measure.jobs import (
 from raymoe.measure.timing import KernelJob, measure_in_turns
 from raymoe.memory.arena import HostArena
 from raymoe.memory.kv_cache import KvCache
-from raymoe.model.decoder import Decoder, cache_layout
+from raymoe.model.decoder import Decoder, cache_layouts
 from raymoe.model.loading import decoder_arena_bytes
 from raymoe.plan.cost import HostCost, StepShape
 from raymoe.plan.work import ModelWork
@@ -135,9 +135,8 @@ def _make_runner() -> StepRunner:
     }
     arena = HostArena(decoder_arena_bytes(MODEL, DTYPE))
     decoder = Decoder.load(MODEL, weights.__getitem__, arena.allocate, DTYPE)
-    layout = cache_layout(MODEL, DTYPE)
     num_blocks = max(rows * ceil_div(_context(new), BLOCK_TOKENS) for rows, new in STEPS)
-    cache = KvCache(layout, MODEL.num_layers, num_blocks)
+    cache = KvCache(cache_layouts(MODEL, DTYPE), num_blocks)
     return StepRunner(decoder, cache, build_in_place(MODEL.num_layers))
 
 

@@ -3,7 +3,7 @@
 T tokens of a step, W tokens of a micro-batch, H hidden size, K experts per token.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from raymoe.kernels.cpu_elementwise import Projected
-from raymoe.kernels.paged_kv import CacheLayout
+from raymoe.kernels.paged_kv import CacheLayout, largest_layout
+from raymoe.specs.layers import TokenShapes, largest_sizes
 from raymoe.specs.model import ModelSpec, MoeSpec
 
 Allocate = Callable[[int], Tensor]  # bytes -> uint8 tensor
@@ -37,18 +38,9 @@ class ActivationSizes:
 
 
 class _TwoForms:
-    def __init__(
-        self,
-        tokens: int,
-        first: tuple[int, ...],
-        rest: tuple[int, ...],
-        *,
-        dtype: torch.dtype,
-        allocate: Allocate,
-    ) -> None:
-        self._first, self._rest = first, rest
+    def __init__(self, memory: Tensor, first: tuple[int, ...], rest: tuple[int, ...]) -> None:
+        self._memory, self._first, self._rest = memory, first, rest
         self._stride = max(prod(first), prod(rest))
-        self._memory = _tensor((tokens * self._stride,), dtype, allocate)
 
     def first(self, end: int) -> Tensor:
         return self._memory[: end * prod(self._first)].view(end, *self._first)
@@ -58,26 +50,21 @@ class _TwoForms:
         return self._memory[offset : offset + count * prod(self._rest)].view(count, *self._rest)
 
 
-class MicroBatchActivations:
-    """Attention inputs and outputs of one micro-batch.
+class LayerActivations:
+    """Attention inputs and outputs of one micro-batch in one layer.
 
     The host attends to the first tokens, in absorbed form, and the device to the others. Both use
     the same rows of keys and values.
     """
 
-    def __init__(
-        self, spec: ModelSpec, tokens: int, dtype: torch.dtype, allocate: Allocate
-    ) -> None:
-        self.num_tokens = tokens
-        shapes = spec.layers[0].attention.token_shapes
-        self._query = _TwoForms(
-            tokens, shapes.absorbed_query, shapes.query, dtype=dtype, allocate=allocate
+    def __init__(self, tokens: int, shapes: TokenShapes, memory: Sequence[Tensor]) -> None:
+        query, key, value, result = memory
+        self._query = _TwoForms(query, shapes.absorbed_query, shapes.query)
+        self._key, self._value = (
+            part[: tokens * prod(shape)].view(tokens, *shape)
+            for part, shape in ((key, shapes.key), (value, shapes.value))
         )
-        self._key = _tensor((tokens, *shapes.key), dtype, allocate)
-        self._value = _tensor((tokens, *shapes.value), dtype, allocate)
-        self._result = _TwoForms(
-            tokens, (shapes.absorbed_output,), (shapes.output,), dtype=dtype, allocate=allocate
-        )
+        self._result = _TwoForms(result, (shapes.absorbed_output,), (shapes.output,))
 
     def absorbed(self, end: int) -> Projected:
         return Projected(self._query.first(end), *self.cached(0, end))
@@ -93,6 +80,22 @@ class MicroBatchActivations:
 
     def result(self, begin: int, end: int) -> Tensor:
         return self._result.rest(begin, end)
+
+
+class MicroBatchActivations:
+    """Memory of one micro-batch, which every layer uses in its own shapes."""
+
+    def __init__(
+        self, spec: ModelSpec, tokens: int, dtype: torch.dtype, allocate: Allocate
+    ) -> None:
+        self.num_tokens = tokens
+        shapes = [layer.attention.token_shapes for layer in spec.layers]
+        memory = [_tensor((tokens * size,), dtype, allocate) for size in largest_sizes(set(shapes))]
+        kinds = {each: LayerActivations(tokens, each, memory) for each in set(shapes)}
+        self._layers = [kinds[each] for each in shapes]
+
+    def layer(self, i: int) -> LayerActivations:
+        return self._layers[i]
 
 
 class HostActivations:
@@ -117,7 +120,7 @@ class StepActivations:
         self,
         spec: ModelSpec,
         sizes: ActivationSizes,
-        layout: CacheLayout,
+        layouts: Sequence[CacheLayout],
         *,
         dtype: torch.dtype,
         allocate: Allocate,
@@ -134,10 +137,15 @@ class StepActivations:
             MicroBatchActivations(spec, sizes.micro_batch_tokens, dtype, allocate)
             for _ in range(sizes.ring)
         ]
-        self.staged_kv = [
-            _tensor((sizes.staged_blocks, *layout.block_shape), layout.dtype, allocate)
-            for _ in range(STAGED_MICRO_BATCHES)
-        ]
+        self._layouts, self._staged_blocks = layouts, sizes.staged_blocks
+        num_bytes = sizes.staged_blocks * largest_layout(layouts).block_bytes
+        self._staged_kv = [allocate(num_bytes) for _ in range(STAGED_MICRO_BATCHES)]
+
+    def staged_kv(self, micro_batch: int, layer: int) -> Tensor:
+        """KV blocks of a micro-batch in a layer, [N, *block_shape]."""
+        layout = self._layouts[layer]
+        memory = self._staged_kv[micro_batch][: self._staged_blocks * layout.block_bytes]
+        return memory.view(layout.dtype).view(self._staged_blocks, *layout.block_shape)
 
 
 def _tensor(shape: tuple[int, ...], dtype: torch.dtype, allocate: Allocate) -> Tensor:

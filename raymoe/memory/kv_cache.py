@@ -3,6 +3,7 @@
 A block id refers to the same block in every layer.
 """
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -24,19 +25,19 @@ def blocks_of_tokens(num_tokens: int) -> int:
 class KvCache:
     """Blocks of all layers, on huge pages; physical memory is used from the first write."""
 
-    def __init__(self, layout: CacheLayout, num_layers: int, num_blocks: int) -> None:
-        if num_layers < 1 or num_blocks < 1:
+    def __init__(self, layouts: Sequence[CacheLayout], num_blocks: int) -> None:
+        if not layouts or num_blocks < 1:
             raise ConfigError(
-                f"KV cache of {num_layers} layers and {num_blocks} blocks; both must be at least 1"
+                f"KV cache of {len(layouts)} layers and {num_blocks} blocks; both must be at "
+                "least 1"
             )
-        self.layout, self.num_blocks = layout, num_blocks
-        self.num_bytes = num_layers * num_blocks * layout.block_bytes
-        layer_bytes = aligned_bytes(num_blocks * layout.block_bytes)
-        self._arena = HostArena(num_layers * layer_bytes)
-        shape = (num_blocks, *layout.block_shape)
+        self.layouts, self.num_blocks = tuple(layouts), num_blocks
+        sizes = [num_blocks * layout.block_bytes for layout in layouts]
+        self.num_bytes = sum(sizes)
+        self._arena = HostArena(sum(map(aligned_bytes, sizes)))
         self._layers = [
-            self._arena.allocate(num_blocks * layout.block_bytes).view(layout.dtype).view(shape)
-            for _ in range(num_layers)
+            self._arena.allocate(size).view(layout.dtype).view(num_blocks, *layout.block_shape)
+            for layout, size in zip(layouts, sizes, strict=True)
         ]
 
     @property
@@ -44,7 +45,7 @@ class KvCache:
         return self._arena.memory
 
     def layer(self, index: int) -> Tensor:
-        """Blocks of one layer, [N, *block_shape], in a layout of `kernels.paged_kv`."""
+        """Blocks of one layer, [N, *block_shape], in its layout."""
         return self._layers[index]
 
     def touch(self, num_blocks: int, num_threads: int) -> None:

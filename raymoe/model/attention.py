@@ -1,9 +1,11 @@
 """Attention of one decoder layer: grouped-query attention and multi-head latent attention (MLA)."""
 
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from raymoe.kernels import gpu_attention_batch
 from raymoe.kernels.cpu_attention import (
@@ -24,6 +26,7 @@ from raymoe.kernels.torch_attention import (
 )
 from raymoe.model.loading import Loader, NormOverRanks
 from raymoe.model.rope import Angles
+from raymoe.specs.layers import GateActivation
 from raymoe.specs.model import AttentionSpec, LatentAttentionSpec
 
 
@@ -61,8 +64,11 @@ class LayerAttention(Protocol):
     def up_project(self, result_TX: Tensor) -> Tensor:
         """Turn absorbed results into those of `attend`."""
 
-    def output(self, attention_TX: Tensor) -> Tensor:
-        """Return what attention adds to the hidden state, [T, H]."""
+    def output(self, attention_TX: Tensor, normed_TH: Tensor) -> Tensor:
+        """Return what attention adds to the hidden state, [T, H].
+
+        `normed_TH` is what `project` was given; only gated attention reads it.
+        """
 
 
 class Attention:
@@ -89,6 +95,7 @@ class Attention:
             [f"{prefix}{part}_proj" for part in "qkv"], has_bias=spec.qkv_bias
         )
         self._output = loader.linear([f"{prefix}o_proj"], has_bias=spec.output_bias)
+        self._gate = None if spec.gate is None else loader.linear([f"{prefix}g_proj"])
         has_norm = spec.qk_norm != "none"
         self._query_norm = loader.vector(f"{prefix}q_norm.weight") if has_norm else None
         self._key_norm = loader.vector(f"{prefix}k_norm.weight") if has_norm else None
@@ -100,16 +107,17 @@ class Attention:
     def project(self, normed_TH: Tensor, angles: Angles) -> Projected:
         qkv_TX, norms = self._qkv(normed_TH), (self._query_norm, self._key_norm)
         if self._norm_over_ranks is not None:
-            middle, end = self._spec.query_width, self._spec.query_width + self._spec.kv_width
+            middle, end = self._spec.query_width, self._spec.query_width + self._spec.key_width
             weights = [norm for norm in norms if norm is not None]
             self._norm_over_ranks((qkv_TX[:, :middle], qkv_TX[:, middle:end]), weights)
             norms = (None, None)
-        return qkv_rope(
+        projected = qkv_rope(
             qkv_TX,
             *angles,
             num_heads=self._spec.num_heads,
             num_kv_heads=self._spec.num_kv_heads,
             head_dim=self._spec.head_dim,
+            value_dim=self._spec.value_dim,
             q_norm=norms[0],
             k_norm=norms[1],
             eps=self._eps,
@@ -117,9 +125,12 @@ class Attention:
             is_norm_after_rope=self._spec.is_norm_after_rope,
             is_interleaved=self._is_interleaved,
         )
+        if self._spec.value_scale != 1:
+            projected.value_TGV.mul_(self._spec.value_scale)
+        return projected
 
     def append(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> None:
-        append(projected.key_TGD, projected.value_TGD, cache, batch)
+        append(projected.key_TGD, projected.value_TGV, cache, batch)
 
     def attend(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
         return append_and_attend(
@@ -175,8 +186,20 @@ class Attention:
     def up_project(self, result_TX: Tensor) -> Tensor:
         return result_TX
 
-    def output(self, attention_TX: Tensor) -> Tensor:
-        return self._output(attention_TX)
+    def output(self, attention_TX: Tensor, normed_TH: Tensor) -> Tensor:
+        gate = self._spec.gate
+        if gate is None or self._gate is None:
+            return self._output(attention_TX)
+        gate_TX = _GATES[gate.activation](self._gate(normed_TH).float()).to(attention_TX.dtype)
+        heads_TAV = attention_TX.view(len(attention_TX), self._spec.num_heads, -1)
+        gate_TAV = gate_TX.view(*heads_TAV.shape[:2], -1)
+        return self._output((heads_TAV * gate_TAV).flatten(1))
+
+
+_GATES: Mapping[GateActivation, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "softplus": functional.softplus,
+}
 
 
 class LatentAttention:
@@ -284,7 +307,8 @@ class LatentAttention:
         result_TAR = result_TX.view(-1, self._spec.num_heads, self._spec.kv_lora_rank)
         return self._heads.up_project(result_TAR).flatten(1)
 
-    def output(self, attention_TX: Tensor) -> Tensor:
+    def output(self, attention_TX: Tensor, normed_TH: Tensor) -> Tensor:
+        del normed_TH
         return self._output(attention_TX)
 
     @property

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from raymoe.errors import UnsupportedModelError
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.cpu_elementwise import Projected, Routing, add_rms_norm_, rms_norm
 from raymoe.kernels.cpu_linear import Allocate, Linear
@@ -74,14 +73,9 @@ def load_norm(model: ModelSpec, loader: Loader, name: str) -> Norm:
     return LayerNorm(weight_H, bias_H, model.norm_eps)
 
 
-def cache_layout(spec: ModelSpec, dtype: torch.dtype) -> CacheLayout:
-    layouts = {_layout(layer.attention, dtype) for layer in spec.layers}
-    if len(layouts) > 1:
-        shapes = sorted(layout.block_shape for layout in layouts)
-        raise UnsupportedModelError(
-            f"{spec.name}: layers with different KV heads or head_dim (blocks of {shapes})"
-        )
-    return layouts.pop()
+def cache_layouts(spec: ModelSpec, dtype: torch.dtype) -> tuple[CacheLayout, ...]:
+    """The layout of each layer's KV cache."""
+    return tuple(_layout(layer.attention, dtype) for layer in spec.layers)
 
 
 def _layout(
@@ -91,7 +85,12 @@ def _layout(
         return LatentLayout(
             rank=attention.kv_lora_rank, rope_dim=attention.rope_head_dim, dtype=dtype
         )
-    return KvLayout(num_kv_heads=attention.num_kv_heads, head_dim=attention.head_dim, dtype=dtype)
+    return KvLayout(
+        num_kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+        dtype=dtype,
+        value_head_dim=attention.value_head_dim,
+    )
 
 
 Release = Callable[[Iterable[str]], None]
@@ -113,6 +112,9 @@ class Layer:
         self.input_norm = load_norm(model, loader, f"{prefix}{INPUT_NORM}")
         self.attention = _attention(model, i, loader, reduce)
         self.ffn_norm = load_norm(model, loader, f"{prefix}{FFN_NORM}")
+        self.is_gated = (
+            isinstance(spec.attention, AttentionSpec) and spec.attention.gate is not None
+        )
         self.ffn: FeedForward
         if isinstance(spec.ffn, DenseSpec):
             self.ffn = Dense(spec.ffn, loader, f"{prefix}mlp.")
@@ -122,7 +124,8 @@ class Layer:
 
 def _attention(model: ModelSpec, i: int, loader: Loader, reduce: Reduce) -> LayerAttention:
     spec, prefix = model.layers[i].attention, f"{layer_prefix(i)}self_attn."
-    is_interleaved = model.rope.is_interleaved
+    rope = model.layers[i].rope
+    is_interleaved = rope is not None and rope.is_interleaved
     if isinstance(spec, LatentAttentionSpec):
         return LatentAttention(spec, loader, prefix, is_interleaved=is_interleaved)
     norm_over_ranks = None
@@ -154,8 +157,9 @@ class Decoder:
     ) -> None:
         self.spec, self.dtype = spec, loader.dtype
         self._reduce = reduce
-        self.needs_prompt_tokens = spec.rope.depends_on_length
-        self._rotary = Rotary(spec.rope, loader.device)
+        self.needs_prompt_tokens = spec.depends_on_length
+        rotary = {layer.rope: Rotary(layer.rope, loader.device) for layer in spec.layers}
+        self._rotary = [rotary[layer.rope] for layer in spec.layers]
         self._embedding_VH = loader.table(EMBEDDING)
         self._layers: list[Layer] = []
         for i, layer in enumerate(spec.layers):
@@ -197,7 +201,8 @@ class Decoder:
 
     def reserve(self, num_positions: int) -> None:
         """Prepare `pre` for positions below `num_positions`; call it between steps."""
-        self._rotary.reserve(num_positions)
+        for rotary in self._rotary:
+            rotary.reserve(num_positions)
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
         hidden_TH = functional.embedding(token_ids_T, self._embedding_VH)
@@ -220,7 +225,7 @@ class Decoder:
                 `needs_prompt_tokens` (`model.rope` explains why).
         """
         layer = self._layers[i]
-        angles = self._rotary.angles(positions_T, prompt_tokens_T)
+        angles = self._rotary[i].angles(positions_T, prompt_tokens_T)
         return layer.attention.project(layer.input_norm(hidden_TH), angles)
 
     def attend(
@@ -264,7 +269,9 @@ class Decoder:
         Every rank routes by itself, from a sum that is bitwise equal on all ranks.
         """
         layer = self._layers[i]
-        delta_TH = self._reduce(layer.attention.output(attention_TX))
+        # The gate of attention reads the input of attention.
+        normed_TH = layer.input_norm(hidden_TH) if layer.is_gated else hidden_TH
+        delta_TH = self._reduce(layer.attention.output(attention_TX, normed_TH))
         if self.spec.residual_multiplier != 1:
             delta_TH *= self.spec.residual_multiplier
         normed_TH = layer.ffn_norm.after_adding_(hidden_TH, delta_TH)

@@ -267,7 +267,9 @@ class _ArenaPlan:
         if isinstance(attention, LatentAttentionSpec):
             return total + self._latent(prefix, attention)
         qkv = [f"{prefix}{part}_proj" for part in "qkv"]
-        width = attention.query_width + 2 * attention.kv_width
+        width = attention.query_width + attention.cache_width
+        if attention.gate is not None:
+            total += self._linear([f"{prefix}g_proj"], attention.gate_width, hidden_size)
         return total + self._linear(qkv, width, hidden_size)
 
     def _latent(self, prefix: str, attention: LatentAttentionSpec) -> int:

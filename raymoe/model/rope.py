@@ -33,18 +33,24 @@ class Angles(NamedTuple):
 class Rotary:
     """Tables of one model, grown by doubling on demand; not thread-safe."""
 
-    def __init__(self, spec: RopeSpec, device: torch.device | str = "cpu") -> None:
+    def __init__(self, spec: RopeSpec | None, device: torch.device | str = "cpu") -> None:
+        """Without a `spec`, no dimension is rotated."""
         self._spec, self._device = spec, device
-        self._depends_on_length = spec.depends_on_length
         self._num_rows = 0
-        self._cos_PR = self._sin_PR = torch.empty(0, spec.rotary_dim // 2, device=device)
+        self._cos_PR = self._sin_PR = torch.empty(0, 0, device=device)
 
     def reserve(self, num_positions: int) -> None:
         if num_positions <= self._num_rows:
             return
         self._num_rows = max(_FIRST_ROWS, 1 << (num_positions - 1).bit_length())
+        if self._spec is None:
+            self._cos_PR = self._sin_PR = torch.empty(self._num_rows, 0, device=self._device)
+            return
         positions_P = torch.arange(self._num_rows)
-        pairs = [self._tables(inv_R, positions_P) for inv_R in inverse_frequencies(self._spec)]
+        pairs = [
+            _tables(inv_R, positions_P, self._spec.attention_factor)
+            for inv_R in inverse_frequencies(self._spec)
+        ]
         self._cos_PR = torch.cat([cos for cos, _ in pairs]).to(self._device)
         self._sin_PR = torch.cat([sin for _, sin in pairs]).to(self._device)
 
@@ -56,25 +62,27 @@ class Rotary:
             prompt_tokens_T: int32, prompt length of each token's sequence; needed for `dynamic` and
                 `longrope`.
         """
-        if not self._depends_on_length:
+        spec = self._spec
+        if spec is None or not spec.depends_on_length:
             return Angles(positions_T, self._cos_PR, self._sin_PR)
         if prompt_tokens_T is None:
-            raise ConfigError(f"rope {self._spec.kind!r} needs the prompt length of each token")
+            raise ConfigError(f"rope {spec.kind!r} needs the prompt length of each token")
         lengths_T = torch.maximum(prompt_tokens_T, positions_T + 1)
-        if self._spec.kind == "longrope":
-            is_long_T = lengths_T > self._spec.original_max_tokens
+        if spec.kind == "longrope":
+            is_long_T = lengths_T > spec.original_max_tokens
             rows_T = positions_T + self._num_rows * is_long_T.to(torch.int32)
             return Angles(rows_T, self._cos_PR, self._sin_PR)
-        if not bool((lengths_T > self._spec.max_position_embeddings).any()):
+        if not bool((lengths_T > spec.max_position_embeddings).any()):
             return Angles(positions_T, self._cos_PR, self._sin_PR)
-        cos_TR, sin_TR = self._tables(dynamic_frequencies(self._spec, lengths_T), positions_T)
+        inv_TR = dynamic_frequencies(spec, lengths_T)
+        cos_TR, sin_TR = _tables(inv_TR, positions_T, spec.attention_factor)
         rows_T = torch.arange(len(positions_T), dtype=torch.int32, device=positions_T.device)
         return Angles(rows_T, cos_TR, sin_TR)
 
-    def _tables(self, inv_XR: Tensor, positions_P: Tensor) -> tuple[Tensor, Tensor]:
-        angles_PR = positions_P.float()[:, None] * inv_XR
-        factor = self._spec.attention_factor
-        return angles_PR.cos() * factor, angles_PR.sin() * factor
+
+def _tables(inv_XR: Tensor, positions_P: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    angles_PR = positions_P.float()[:, None] * inv_XR
+    return angles_PR.cos() * factor, angles_PR.sin() * factor
 
 
 def rope_lengths(positions_T: Tensor, prompt_tokens: int) -> Tensor:

@@ -16,6 +16,7 @@ from raymoe.schedule.graph import Op, Resource, Schedule, Task
 from raymoe.schedule.program import LayerPages, StepForm
 from raymoe.schedule.timeline import Outline, Timeline, simulate
 from raymoe.specs.hardware import HardwareSpec
+from raymoe.specs.layers import largest_sizes
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
 from raymoe.units import GIB, MIB, ceil_div
@@ -451,8 +452,8 @@ def logit_bytes(model: ModelSpec) -> int:
 
 
 def _around_attention(model: ModelSpec, work: ModelWork, micro_batch_tokens: int) -> int:
-    width = model.layers[0].attention.token_shapes.num_elements
-    return micro_batch_tokens * width * work.bytes_per_element
+    sizes = largest_sizes(layer.attention.token_shapes for layer in model.layers)
+    return micro_batch_tokens * sum(sizes) * work.bytes_per_element
 
 
 def _layer_block_bytes(work: ModelWork) -> int:

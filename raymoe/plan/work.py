@@ -20,6 +20,7 @@ from raymoe.specs.layer_weights import (
     HEAD,
     KV_UP,
     OUTPUT,
+    OUTPUT_GATE,
     ROUTER,
     Shape,
     attention_weights,
@@ -32,7 +33,12 @@ from raymoe.specs.model import ModelSpec
 
 Weights = Iterable[tuple[str, Shape]]
 
-_READERS = ((OUTPUT, "post"), (ROUTER, "router"), (KV_UP, "up_project"))
+_READERS = (
+    (OUTPUT, "post"),
+    (OUTPUT_GATE, "post"),
+    (ROUTER, "router"),
+    (KV_UP, "up_project"),
+)
 
 
 class Matrices(NamedTuple):

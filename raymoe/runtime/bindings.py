@@ -11,7 +11,8 @@ from raymoe.device.cuda_api import Runs
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.cpu_elementwise import Routing
 from raymoe.kernels.gpu_attention_batch import StagedBatch
-from raymoe.memory.activations import HostActivations, MicroBatchActivations, StepActivations
+from raymoe.kernels.paged_kv import largest_layout
+from raymoe.memory.activations import HostActivations, LayerActivations, StepActivations
 from raymoe.memory.kv_cache import KvCache
 from raymoe.memory.weight_pages import WeightPages
 from raymoe.model.decoder import Decoder, Projected
@@ -182,7 +183,7 @@ class DeviceInputs:
     def of(
         cls, inputs: StepInputs, cut: CutStep, memory: "DeviceMemory", device: torch.device
     ) -> Self:
-        decoder, layout = memory.decoders[0], memory.cache.layout
+        decoder, layout = memory.decoders[0], largest_layout(memory.cache.layouts)
         prompt_tokens_T = inputs.prompt_tokens
         if prompt_tokens_T is not None:
             prompt_tokens_T = prompt_tokens_T[cut.order_T].to(device)
@@ -404,13 +405,13 @@ class _Bound:
         return self._memory.cache.layer(task.layer)
 
     def _staged(self, task: Task) -> Tensor:
-        return self._memory.device.staged_kv[_key_of(task, _STAGED)]
+        return self._memory.device.staged_kv(_key_of(task, _STAGED), task.layer)
 
-    def _on_device(self, task: Task) -> MicroBatchActivations:
-        return self._memory.device.ring[_key_of(task, _RINGED)]
+    def _on_device(self, task: Task) -> LayerActivations:
+        return self._memory.device.ring[_key_of(task, _RINGED)].layer(task.layer)
 
-    def _on_host(self, task: Task) -> MicroBatchActivations:
-        return self._memory.host.ring[_key_of(task, _RINGED)]
+    def _on_host(self, task: Task) -> LayerActivations:
+        return self._memory.host.ring[_key_of(task, _RINGED)].layer(task.layer)
 
 
 def _keys(buffers: Sequence[Buffer], name: str) -> list[tuple[int, ...]]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from raymoe.device.device import Device
 from raymoe.errors import CapacityError
-from raymoe.kernels.paged_kv import CacheLayout
+from raymoe.kernels.paged_kv import CacheLayout, largest_layout
 from raymoe.memory.kv_cache import KvCache
 from raymoe.model.decoder import Decoder, Projected
 from raymoe.runtime.bindings import (
@@ -157,7 +157,7 @@ class ResidentStepRunner:
         self,
         decoder: Decoder,
         cache: Sequence[Tensor],
-        layout: CacheLayout,
+        layouts: Sequence[CacheLayout],
         device: Device,
         *,
         before_step: BeforeStep | None = None,
@@ -170,7 +170,8 @@ class ResidentStepRunner:
             device: On whose lane the steps run.
             before_step: Called with each step, as one micro-batch, and its schedule before it runs.
         """
-        self._decoder, self._layout, self._device = decoder, layout, device
+        self._decoder, self._device = decoder, device
+        self._layout = largest_layout(layouts)
         self._before_step = before_step
 
         def attend(layer: int, projected: Projected, state: StepState) -> Tensor:

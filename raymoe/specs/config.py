@@ -29,6 +29,7 @@ from raymoe.specs.layers import (
     RouterSpec,
     SharedSpec,
 )
+from raymoe.specs.rope import RopeSpec
 
 
 class ConfigFields:
@@ -373,7 +374,7 @@ LATENT_NORM_EPS = 1e-6
 
 
 def parse_layers(
-    fields: ConfigFields, attention: AttentionSpec | LatentAttentionSpec
+    fields: ConfigFields, attention: AttentionSpec | LatentAttentionSpec, rope: RopeSpec
 ) -> tuple[LayerSpec, ...]:
     num_layers = fields.positive("num_hidden_layers", maximum=MAX_LAYERS)
     windows = layer_windows(fields, num_layers)
@@ -392,6 +393,7 @@ def parse_layers(
         LayerSpec(
             attention=variants[window],
             ffn=moe if is_sparse and moe is not None else dense,
+            rope=rope,
             has_norm_bias=fields.family.has_norm_bias,
         )
         for window, is_sparse in zip(windows, sparse, strict=True)

@@ -14,6 +14,7 @@ LABEL_HEAD = "score.weight"  # stored name of HEAD in a model with a classificat
 EXPERTS = "mlp.experts."
 ROUTER = "mlp.gate."
 OUTPUT = "self_attn.o_proj"
+OUTPUT_GATE = "self_attn.g_proj"
 KV_UP = "self_attn.kv_b_proj"
 
 
@@ -103,17 +104,20 @@ def _linear(name: str, shape: Shape, *, has_bias: bool = False) -> NamedShapes:
 
 
 def _grouped(attention: AttentionSpec, hidden_size: int) -> NamedShapes:
-    query, kv = attention.query_width, attention.kv_width
-    for part, width in (("q", query), ("k", kv), ("v", kv)):
+    query, key = attention.query_width, attention.key_width
+    for part, width in (("q", query), ("k", key), ("v", attention.value_width)):
         name = f"self_attn.{part}_proj"
         yield from _linear(name, (width, hidden_size), has_bias=attention.qkv_bias)
     if attention.qk_norm != "none":
         is_full = attention.qk_norm == "full"
         yield "self_attn.q_norm.weight", (query if is_full else attention.head_dim,)
-        yield "self_attn.k_norm.weight", (kv if is_full else attention.head_dim,)
+        yield "self_attn.k_norm.weight", (key if is_full else attention.head_dim,)
     if attention.has_sinks:
         yield "self_attn.sinks", (attention.num_heads,)
-    yield from _linear(OUTPUT, (hidden_size, query), has_bias=attention.output_bias)
+    if attention.gate is not None:
+        yield f"{OUTPUT_GATE}.weight", (attention.gate_width, hidden_size)
+    output = (hidden_size, attention.output_width)
+    yield from _linear(OUTPUT, output, has_bias=attention.output_bias)
 
 
 def _latent(attention: LatentAttentionSpec, hidden_size: int) -> NamedShapes:

@@ -1,10 +1,14 @@
 """Layers of a model as pure data: attention, router, experts."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
+from raymoe.specs.rope import RopeSpec
+
 QkNorm = Literal["none", "head", "full"]
+GateActivation = Literal["sigmoid", "softplus"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +27,23 @@ class TokenShapes:
     absorbed_output: int
 
     @property
-    def num_elements(self) -> int:
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Elements of queries, keys, values and output of a token, in the larger form."""
         query = max(prod(self.query), prod(self.absorbed_query))
-        return query + prod(self.key) + prod(self.value) + max(self.output, self.absorbed_output)
+        return query, prod(self.key), prod(self.value), max(self.output, self.absorbed_output)
+
+
+def largest_sizes(shapes: Iterable[TokenShapes]) -> tuple[int, ...]:
+    """Elements per token of buffers that fit every layer, in the order of `TokenShapes.sizes`."""
+    return tuple(map(max, zip(*(each.sizes for each in shapes), strict=True)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputGate:
+    """A factor of attention's output, from a projection of the same input."""
+
+    activation: GateActivation
+    is_per_head: bool  # one factor for each head, instead of one for each element
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +52,11 @@ class AttentionSpec:
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of queries and keys
     scale: float
+    value_head_dim: int | None = None  # None: as `head_dim`
+    value_scale: float = 1.0
+    gate: OutputGate | None = None
     # Tokens that a query attends to, itself included; None for all.
     sliding_window: int | None = None
     qkv_bias: bool = False
@@ -55,17 +76,32 @@ class AttentionSpec:
         return self.num_heads * self.head_dim
 
     @property
-    def output_width(self) -> int:
-        return self.query_width
+    def value_dim(self) -> int:
+        return self.value_head_dim or self.head_dim
 
     @property
-    def kv_width(self) -> int:
+    def output_width(self) -> int:
+        return self.num_heads * self.value_dim
+
+    @property
+    def key_width(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def value_width(self) -> int:
+        return self.num_kv_heads * self.value_dim
+
+    @property
+    def gate_width(self) -> int:
+        """Outputs of the gate's projection."""
+        if self.gate is None:
+            return 0
+        return self.num_heads if self.gate.is_per_head else self.output_width
 
     @property
     def cache_width(self) -> int:
         """Elements of a token in the KV cache."""
-        return 2 * self.kv_width
+        return self.key_width + self.value_width
 
     @property
     def prompt_width(self) -> int:
@@ -79,12 +115,12 @@ class AttentionSpec:
 
     @property
     def token_shapes(self) -> TokenShapes:
-        query, cached = (self.num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
+        query = (self.num_heads, self.head_dim)
         return TokenShapes(
             query=query,
             absorbed_query=query,
-            key=cached,
-            value=cached,
+            key=(self.num_kv_heads, self.head_dim),
+            value=(self.num_kv_heads, self.value_dim),
             output=self.output_width,
             absorbed_output=self.output_width,
         )
@@ -167,11 +203,13 @@ __all__ = [
     "LatentAttentionSpec",
     "LayerSpec",
     "MoeSpec",
+    "OutputGate",
     "QkNorm",
     "RouterSpec",
     "Scoring",
     "SharedSpec",
     "TokenShapes",
+    "largest_sizes",
 ]
 
 Scoring = Literal["softmax", "sigmoid", "sparsemixer"]
@@ -258,4 +296,5 @@ class LayerSpec:
 
     attention: AttentionSpec | LatentAttentionSpec
     ffn: DenseSpec | MoeSpec
+    rope: RopeSpec | None  # None: attention does not depend on positions
     has_norm_bias: bool = False

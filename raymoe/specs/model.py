@@ -87,7 +87,6 @@ class ModelSpec:
     vocab_size: int
     layers: tuple[LayerSpec, ...]
     norm_eps: float
-    rope: RopeSpec
     tie_word_embeddings: bool
     max_model_len: int
     dtype: str | None
@@ -102,6 +101,16 @@ class ModelSpec:
     labels: tuple[str, ...] = ()
     is_multi_label: bool = False
     num_shards: int = 1
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """The different rotations of the layers, in order of the first layer of each."""
+        return tuple(dict.fromkeys(layer.rope for layer in self.layers if layer.rope is not None))
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the KV of a token depends on the length of its sequence."""
+        return any(rope.depends_on_length for rope in self.ropes)
 
     @property
     def num_layers(self) -> int:
@@ -224,10 +233,9 @@ class ModelSpec:
             name=name or str(config.get("_name_or_path") or model_type),
             hidden_size=fields.positive("hidden_size"),
             vocab_size=fields.positive("vocab_size"),
-            layers=parse_layers(fields, attention),
+            layers=parse_layers(fields, attention, rope),
             norm=family.norm,
             norm_eps=fields.number_or(family.norm_eps),
-            rope=rope,
             tie_word_embeddings=fields.boolean("tie_word_embeddings"),
             max_model_len=limit,
             dtype=_dtype(config),

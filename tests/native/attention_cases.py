@@ -16,8 +16,10 @@ from raymoe.kernels.paged_kv import BLOCK_TOKENS, KvLayout, pack_block
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Query type, cache type.
 DTYPES = [(FP32, FP32), (FP16, FP16), (BF16, BF16), (FP32, FP16), (FP32, BF16)]
-# Query heads, KV heads, head dimension: groups of 1, 2, 3, 4, 7, 8, 40; vectors with tails.
+# Query heads, KV heads, head dimension: groups of 1, 2, 3, 4, 7, 8, 40; vectors with tails. The
+# last ones have values of another size.
 HEADS = [(2, 2, 8), (4, 2, 24), (3, 1, 64), (8, 2, 128), (7, 1, 80), (8, 1, 256), (40, 1, 40)]
+HEADS += [(8, 2, 192, 128), (3, 1, 16, 72), (4, 2, 72, 8)]
 # Context and query tokens of each sequence.
 STEPS = {
     "one token": [(1, 1)],
@@ -36,13 +38,18 @@ class Case:
     def __init__(
         self,
         sequences: Sequence[tuple[int, int]],
-        heads: tuple[int, int, int],
+        heads: tuple[int, ...],
         dtypes: tuple[torch.dtype, torch.dtype],
         seed: int = 0,
     ) -> None:
         self.random = torch.Generator().manual_seed(seed)
-        num_heads, num_kv_heads, head_dim = heads
-        self.layout = KvLayout(num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtypes[1])
+        num_heads, num_kv_heads, head_dim = heads[:3]
+        self.layout = KvLayout(
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=dtypes[1],
+            value_head_dim=heads[3] if len(heads) > 3 else None,
+        )
         counts = [-(-context // BLOCK_TOKENS) for context, _ in sequences]
         order = torch.randperm(sum(counts) + 2, generator=self.random).to(torch.int32)
         self.table = torch.full((len(counts), max(counts, default=0)), -1, dtype=torch.int32)
@@ -55,12 +62,13 @@ class Case:
             self._fill_past(blocks, context - tokens)
         self.contexts = [context for context, _ in sequences]
         self.starts = [0, *itertools.accumulate(tokens for _, tokens in sequences)]
-        shape = (self.starts[-1], -1, head_dim)
         self.query, self.key, self.value = (
-            self._randn(self.starts[-1] * count * head_dim).reshape(shape).to(dtypes[0])
-            if self.starts[-1]
-            else torch.empty(0, count, head_dim, dtype=dtypes[0])
-            for count in (num_heads, num_kv_heads, num_kv_heads)
+            self._randn(self.starts[-1], *shape).to(dtypes[0])
+            for shape in (
+                (num_heads, head_dim),
+                (num_kv_heads, head_dim),
+                (num_kv_heads, self.layout.value_dim),
+            )
         )
         self.scale = head_dim**-0.5
         self.sinks: Tensor | None = None
@@ -71,10 +79,14 @@ class Case:
     def _fill_past(self, blocks: Tensor, past: int) -> None:
         """Random KV for the past; the rest of a begun block is zero, as the kernel leaves it."""
         for index, block in enumerate(blocks[: -(-past // BLOCK_TOKENS)].tolist()):
-            shape = (2, BLOCK_TOKENS, self.layout.num_kv_heads, self.layout.head_dim)
-            both = self._randn(*shape).to(self.layout.dtype)
-            both[:, max(past - index * BLOCK_TOKENS, 0) :] = 0
-            self.cache[block] = pack_block(both[0], both[1], self.layout)
+            layout = self.layout
+            keys, values = (
+                self._randn(BLOCK_TOKENS, layout.num_kv_heads, dim).to(layout.dtype)
+                for dim in (layout.head_dim, layout.value_dim)
+            )
+            for part in (keys, values):
+                part[max(past - index * BLOCK_TOKENS, 0) :] = 0
+            self.cache[block] = pack_block(keys, values, layout)
 
     def add_sinks(self) -> None:
         """Scores without values, some of them far above or below all others."""

@@ -167,7 +167,7 @@ def test_a_norm_after_the_rotation_as_in_hunyuan(clip: float | None, dtype: torc
             is_norm_after_rope=True,
         )
         query, key = (norm(x) for norm, x in zip(norms, rotated, strict=False))
-    assert_same(got, Projected(query, key, rotated.value_TGD), exact=False)
+    assert_same(got, Projected(query, key, rotated.value_TGV), exact=False)
 
 
 def test_a_norm_over_all_heads_after_the_rotation_is_refused() -> None:
@@ -184,10 +184,10 @@ def test_a_norm_over_all_heads_after_the_rotation_is_refused() -> None:
 def test_the_reference_agrees_with_the_kernel(
     is_norm_after_rope: bool, is_interleaved: bool
 ) -> None:
-    qkv = random(11, 8 * 32, dtype=torch.bfloat16)
+    qkv = random(11, 6 * 32 + 2 * 24, dtype=torch.bfloat16)
     cos, sin = tables(8)
     weight = random(32, dtype=torch.bfloat16, seed=1)
-    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "value_dim": 24}
     steps = Steps(1e-6, 1.5, is_norm_after_rope, is_interleaved)
     got = qkv_rope(
         qkv, positions(11), cos, sin, **sizes, q_norm=weight, k_norm=None, **steps._asdict()
@@ -196,7 +196,7 @@ def test_the_reference_agrees_with_the_kernel(
         qkv,
         positions(11),
         (cos, sin),
-        sizes=(4, 2, 32),
+        sizes=(4, 2, 32, 24),
         norms=(weight, None),
         steps=steps,
     )

@@ -10,7 +10,7 @@ from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.memory.arena import HostArena
 from raymoe.memory.kv_cache import KvCache
 from raymoe.memory.weights import WeightStore
-from raymoe.model.decoder import Decoder, cache_layout
+from raymoe.model.decoder import Decoder, cache_layouts
 from raymoe.model.loading import decoder_arena_bytes
 from raymoe.specs.model import ModelSpec
 
@@ -40,8 +40,8 @@ class Driver:
             for start, count in zip(first, self.blocks, strict=True)
         ]
         self.block_table = torch.tensor(np.array(table), dtype=torch.int32)
-        layout = cache_layout(decoder.spec, decoder.dtype)
-        self.cache = KvCache(layout, decoder.spec.num_layers, sum(self.blocks))
+        layouts = cache_layouts(decoder.spec, decoder.dtype)
+        self.cache = KvCache(layouts, sum(self.blocks))
 
     @torch.inference_mode()
     def run_step(self, ranges: list[tuple[int, int]]) -> torch.Tensor:

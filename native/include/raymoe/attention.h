@@ -1,9 +1,9 @@
 // Attention over the paged KV cache: the operation, and the interface of its kernels.
 //
-// Layout of one layer's cache (raymoe/kernels/paged_kv.py), B = 32 tokens of a block, D head
-// dimension, P = 2 for bf16 and 1 otherwise:
+// Layout of one layer's cache (raymoe/kernels/paged_kv.py), B = 32 tokens of a block, D dimensions
+// of a key, V of a value, P = 2 for bf16 and 1 otherwise:
 //
-//     cache [N, G, 2, B * D]      keys [D / P][B][P]      values [D / C][B / P][C][P]
+//     cache [N, G, B * (D + V)]      keys [D / P][B][P], then values [V / C][B / P][C][P]
 //
 // so that one vector of keys belongs to consecutive tokens (a score needs no horizontal sum) and
 // one vector of values to consecutive dimensions. Values lie in tiles of C = 64 dimensions, the
@@ -28,8 +28,8 @@ constexpr int64_t kValueColumns = 64;
 
 /// Where the values of `token` of a block lie for the dimensions of the tile that begins at
 /// `column`, one pair apart from each other; in elements from the values of the block.
-constexpr int64_t value_offset(int64_t token, int64_t column, int64_t head_dim, int64_t pair) {
-  const int64_t rest = head_dim - column;
+constexpr int64_t value_offset(int64_t token, int64_t column, int64_t value_dim, int64_t pair) {
+  const int64_t rest = value_dim - column;
   const int64_t width = rest < kValueColumns ? rest : kValueColumns;
   return column * kBlockTokens + token / pair * width * pair + token % pair;
 }
@@ -49,14 +49,18 @@ inline constexpr int64_t kPair<bf16> = 2;
 
 /// What all tiles of a call share. Strides in elements.
 struct AttentionShape {
-  int64_t head_dim = 0;
+  int64_t head_dim = 0;   // of queries and keys
+  int64_t value_dim = 0;  // of values and outputs
   int64_t group = 0;   // query heads of a KV head
   int64_t window = 0;  // tokens that a query sees, itself included
   float scale_log2e = 0;
   int64_t query_stride = 0;  // between tokens
   int64_t out_stride = 0;
   int64_t block_stride = 0;  // of the cache
-  int64_t head_stride = 0;   // of the cache; values follow the keys at half of it
+  int64_t head_stride = 0;   // of the cache
+
+  /// Where the values of a block begin, in elements from its keys.
+  int64_t values_begin() const { return kBlockTokens * head_dim; }
 };
 
 /// Consecutive query tokens of one sequence for the query heads of one KV head. Row r is token

@@ -33,15 +33,15 @@ constexpr int64_t kMaxHeadDim = 512;
 /// all. Every result is rounded to the storage type, cosines and sines too, where Hugging Face
 /// rounds.
 struct QkvRope {
-  const void* qkv;           // [T, (H + 2 G) * D], row stride qkv_stride
+  const void* qkv;           // [T, (H + G) * D + G * V], row stride qkv_stride
   const int32_t* positions;  // [T]
   const float* cosine;       // [P, half_dims], row stride table_stride; scaled already
   const float* sine;         // likewise
   const void* query_norm;    // [norm_span of queries] or null
   const void* key_norm;      // likewise
-  void *query, *key, *value; // [T, H, D], [T, G, D], [T, G, D], contiguous
+  void *query, *key, *value; // [T, H, D], [T, G, D], [T, G, V], contiguous
   int64_t qkv_stride, table_stride;
-  int64_t num_heads, num_kv_heads, head_dim, half_dims;
+  int64_t num_heads, num_kv_heads, head_dim, value_dim, half_dims;
   bool norm_spans_heads;     // one norm over all heads of a token (OLMoE), not one per head
   bool norm_follows;         // the norm, one per head, comes after the rotation (Hunyuan)
   bool interleaved;

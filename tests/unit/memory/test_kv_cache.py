@@ -18,7 +18,7 @@ NUM_BLOCKS = 11
 
 def test_layers_have_the_layout_of_the_kernels_and_do_not_overlap():
     layout = KvLayout(num_kv_heads=3, head_dim=8, dtype=torch.bfloat16)
-    cache = KvCache(layout, num_layers=2, num_blocks=5)
+    cache = KvCache([layout] * 2, num_blocks=5)
     assert cache.layer(0).shape == (5, *layout.block_shape)
     assert cache.num_bytes == 2 * 5 * layout.block_bytes
     cache.layer(0).fill_(1)
@@ -29,7 +29,7 @@ def test_layers_have_the_layout_of_the_kernels_and_do_not_overlap():
 def test_cache_without_blocks_is_refused():
     layout = KvLayout(num_kv_heads=1, head_dim=8, dtype=torch.float32)
     with pytest.raises(ConfigError, match="0 blocks"):
-        KvCache(layout, num_layers=1, num_blocks=0)
+        KvCache([layout], num_blocks=0)
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (32, 1), (33, 2)])
@@ -39,7 +39,7 @@ def test_blocks_of_tokens_round_up(tokens, blocks):
 
 def test_touched_blocks_are_the_first_of_every_layer():
     layout = KvLayout(num_kv_heads=3, head_dim=8, dtype=torch.bfloat16)
-    cache = KvCache(layout, num_layers=3, num_blocks=8)
+    cache = KvCache([layout] * 3, num_blocks=8)
     for index in range(3):
         cache.layer(index).fill_(1)
     cache.touch(5, num_threads=2)

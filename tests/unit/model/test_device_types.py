@@ -13,7 +13,7 @@ from torch import Tensor
 
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.torch_attention import PagedBatch
-from raymoe.model.decoder import Decoder, cache_layout
+from raymoe.model.decoder import Decoder, cache_layouts
 from raymoe.model.loading import PagedLoader
 from raymoe.specs.layer_weights import EMBEDDING, HEAD, layer_parts, layer_prefix
 from raymoe.specs.model import DenseSpec, ModelSpec
@@ -76,7 +76,7 @@ def test_what_a_layer_computes_stays_on_the_device(name: str) -> None:
         PagedLoader(weights_on_device(spec).__getitem__, on_host, torch.float32, DEVICE),
         lambda _names: None,
     )
-    layout = cache_layout(spec, torch.float32)
+    layout = cache_layouts(spec, torch.float32)[0]
     batch = to_device(PagedBatch.of(BATCH, layout, torch.device("cpu")))
     staged = torch.empty(9, *layout.block_shape, device=DEVICE)
     hidden_TH = torch.empty(NUM_TOKENS, spec.hidden_size, device=DEVICE)

@@ -14,7 +14,7 @@ from raymoe.kernels.cpu_linear import packed_linear_is_used
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.memory.arena import HostArena
 from raymoe.model.attention import LatentAttention
-from raymoe.model.decoder import cache_layout
+from raymoe.model.decoder import cache_layouts
 from raymoe.model.loading import Loader
 from raymoe.model.rope import Rotary
 from raymoe.specs.model import LatentAttentionSpec, ModelSpec
@@ -115,7 +115,7 @@ class Wide:
             attention,
             Loader(weights.__getitem__, HostArena(0).allocate, torch.float32),
             "x.",
-            is_interleaved=self.spec.rope.is_interleaved,
+            is_interleaved=self.spec.ropes[0].is_interleaved,
         )
 
     def expected(self) -> Tensor:
@@ -129,10 +129,10 @@ class Wide:
 
     def run(self, new_tokens: list[int]) -> Tensor:
         """A sequence that enters in chunks of so many tokens."""
-        layout = cache_layout(self.spec, torch.float32)
+        layout = cache_layouts(self.spec, torch.float32)[0]
         num_blocks = -(-len(self.hidden_TH) // BLOCK_TOKENS)
         cache = torch.full((num_blocks, *layout.block_shape), torch.nan)
-        rotary = Rotary(self.spec.rope)
+        rotary = Rotary(self.spec.ropes[0])
         rotary.reserve(len(self.hidden_TH))
         out, context = [], 0
         for count in new_tokens:

@@ -239,9 +239,9 @@ def test_hunyuan_stretches_the_base_of_its_rope_once_and_for_all() -> None:
     rope = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 10_000.0}
     config = config_of("hunyuan_v1_moe", head_dim=16, num_attention_heads=2, rope_parameters=rope)
     spec = ModelSpec.from_config(written(config))
-    assert (spec.rope.kind, spec.rope.depends_on_length) == ("default", False)
+    assert (spec.ropes[0].kind, spec.ropes[0].depends_on_length) == ("default", False)
     theirs = type(meta_model(config).model.rotary_emb).compute_ntk_alpha_rope_parameters(config)
-    last = spec.rope.theta ** -(14 / 16)
+    last = spec.ropes[0].theta ** -(14 / 16)
     assert float(theirs[0][-1]) == pytest.approx(last, rel=1e-5)
     attention = spec.layers[0].attention
     assert isinstance(attention, AttentionSpec)

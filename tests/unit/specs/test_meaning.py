@@ -162,10 +162,10 @@ def test_pairs_of_the_rotation_are_those_of_transformers(family: str) -> None:
         }[family]
         q, k = rotate(q, k, cos, sin)
     spec = ModelSpec.from_config({"model_type": family} | NEEDED.get(family, {}))
-    ours = _rotated_scores(q_TD, k_TD, angles_TR, pairs=spec.rope.is_interleaved)
+    ours = _rotated_scores(q_TD, k_TD, angles_TR, pairs=spec.ropes[0].is_interleaved)
     assert torch.allclose(ours, q[0, 0] @ k[0, 0].T, atol=1e-5)
 
 
 def test_interleaving_can_be_switched_off() -> None:
     spec = ModelSpec.from_config({"model_type": "deepseek_v3", "rope_interleave": False})
-    assert not spec.rope.is_interleaved
+    assert not spec.ropes[0].is_interleaved

@@ -121,7 +121,7 @@ def test_older_names_of_rope_and_type_are_read() -> None:
     )
     assert old == new
     assert old.dtype == "bfloat16"
-    assert (old.rope.kind, old.rope.factor, old.rope.theta) == ("linear", 4.0, 500000.0)
+    assert (old.ropes[0].kind, old.ropes[0].factor, old.ropes[0].theta) == ("linear", 4.0, 500000.0)
 
 
 def test_window_of_mixtral_is_on_every_layer() -> None:

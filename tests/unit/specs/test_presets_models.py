@@ -137,7 +137,7 @@ def test_what_transformers_makes_of_a_preset_is_the_same_model(name: str) -> Non
 def test_the_rope_of_dbrx_is_the_one_it_was_trained_with() -> None:
     """transformers 5.23 does not look for the base in attn_config, and writes 10000 beside it."""
     model = model_preset("dbrx")
-    assert model.rope.theta == 500_000.0
+    assert model.ropes[0].theta == 500_000.0
     config = written(transformers.DbrxConfig(**MODEL_PRESETS["dbrx"]))
     with pytest.raises(UnsupportedModelError, match=r"rope_theta is 500000, but 10000\.0"):
         ModelSpec.from_config(config)
@@ -197,7 +197,7 @@ def test_gpt_oss_slides_on_every_other_layer_and_has_sinks_and_biases() -> None:
 
 @pytest.mark.parametrize(("name", "rotated"), [("glm-4.5-air", 64), ("minimax-m2", 64)])
 def test_half_of_each_head_is_rotated(name: str, rotated: int) -> None:
-    assert model_preset(name).rope.rotary_dim == rotated
+    assert model_preset(name).ropes[0].rotary_dim == rotated
 
 
 def test_case_of_letters_does_not_matter() -> None:
