@@ -17,7 +17,12 @@ def set_isa(name: str) -> None: ...
 def num_threads() -> int: ...
 def set_num_threads(num_threads: int) -> None: ...
 def rms_norm(
-    hidden: Tensor, delta: Tensor | None, weight: Tensor | None, eps: float, out: Tensor
+    hidden: Tensor,
+    delta: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    offset: float | None,
+    out: Tensor,
 ) -> None: ...
 def qkv_rope(
     qkv: Tensor,
@@ -33,6 +38,9 @@ def qkv_rope(
     clip: float,
     norm_follows: bool,
     interleaved: bool,
+    norms_values: bool,
+    values_are_keys: bool,
+    offset: float | None,
 ) -> None: ...
 def route(logits: Tensor, renormalize: bool, ids: Tensor, weights: Tensor) -> None: ...
 def add_gated(out: Tensor, shared: Tensor, gate: Tensor) -> None: ...
@@ -76,6 +84,7 @@ def fused_experts(
     down_bias: Tensor | None,
     expert_size: int,
     gain: float,
+    cubic: float,
     limit: float,
     offset: float,
     out: Tensor,
@@ -87,6 +96,8 @@ def gated_ffn(
     gate_up: Tensor,
     down: Tensor,
     expert_size: int,
+    gain: float,
+    cubic: float,
     out: Tensor,
     gate_up_format: CodeFormat | None = None,
     down_format: CodeFormat | None = None,

@@ -11,8 +11,10 @@ from torch.nn import functional
 
 from raymoe.model.rope import frequencies_by_length, rope_lengths
 from raymoe.specs.layer_weights import (
+    ATTENTION_RESULT_NORM,
     EMBEDDING,
     FFN_NORM,
+    FFN_RESULT_NORM,
     FINAL_NORM,
     HEAD,
     HEAD_BIAS,
@@ -125,17 +127,22 @@ class ReferenceModel:
         hidden_TH = self._weight(EMBEDDING)[torch.tensor(token_ids)] * spec.embedding_multiplier
         for i, layer in enumerate(spec.layers):
             prefix = layer_prefix(i)
-            normed_TH = self._norm(hidden_TH, f"{prefix}{INPUT_NORM}")
+            norms = layer.norms
+            normed_TH = self._norm(hidden_TH, f"{prefix}{INPUT_NORM}", norms.before_attention)
             rotation = self._rotation(layer.rope, len(token_ids), prompt_tokens or len(token_ids))
             attention = self._attention(
                 normed_TH, layer.attention, f"{prefix}self_attn.", rotation=rotation
             )
+            attention = self._norm(
+                attention, f"{prefix}{ATTENTION_RESULT_NORM}", norms.after_attention
+            )
             hidden_TH = hidden_TH + attention * spec.residual_multiplier
-            normed_TH = self._norm(hidden_TH, f"{prefix}{FFN_NORM}")
+            normed_TH = self._norm(hidden_TH, f"{prefix}{FFN_NORM}", norms.before_ffn)
             if isinstance(layer.ffn, DenseSpec):
                 ffn_TH = self._dense(normed_TH, layer.ffn, f"{prefix}mlp.")
             else:
                 ffn_TH = self._moe(normed_TH, layer.ffn, f"{prefix}mlp.")
+            ffn_TH = self._norm(ffn_TH, f"{prefix}{FFN_RESULT_NORM}", norms.after_ffn)
             hidden_TH = hidden_TH + ffn_TH * spec.residual_multiplier
         normed_TH = self._norm(hidden_TH, FINAL_NORM.removesuffix(".weight"))
         head = EMBEDDING if spec.tie_word_embeddings else HEAD
@@ -156,8 +163,10 @@ class ReferenceModel:
         bias_O = self._weight(f"{name}.bias") if has_bias else None
         return functional.linear(input_TI, self._weight(f"{name}.weight"), bias_O)
 
-    def _norm(self, input_TH: Tensor, name: str) -> Tensor:
-        if self.spec.norm == "rms":
+    def _norm(self, input_TH: Tensor, name: str, exists: bool = True) -> Tensor:
+        if not exists:
+            return input_TH
+        if self.spec.norm != "layer":
             return self._rms_norm(input_TH, f"{name}.weight")
         wide_TH = input_TH.to(self._wide)
         centred_TH = wide_TH - wide_TH.mean(-1, keepdim=True)
@@ -171,9 +180,13 @@ class ReferenceModel:
     def _rms_norm(self, input_TX: Tensor, name: str, eps: float | None = None) -> Tensor:
         wide_TX = input_TX.to(self._wide)
         mean_T1 = wide_TX.pow(2).mean(-1, keepdim=True)
+        offset = self.spec.norm_offset if eps is None else None
         eps = self.spec.norm_eps if eps is None else eps
-        normed_TX = (wide_TX * torch.rsqrt(mean_T1 + eps)).to(self.dtype)
-        return self._weight(name) * normed_TX
+        normed_TX = wide_TX * torch.rsqrt(mean_T1 + eps)
+        if offset is not None:
+            weight_X = offset + self._weight(name).to(self._wide)
+            return (normed_TX * weight_X).to(self.dtype)
+        return self._weight(name) * normed_TX.to(self.dtype)
 
     def _rotation(self, rope: RopeSpec | None, num_tokens: int, prompt_tokens: int) -> "_Rotation":
         if rope is None:

@@ -41,7 +41,7 @@ void check_positions(const QkvRopeViews& views) {
 }
 
 /// Whether the norm spans all heads; both weights must agree on it.
-bool check_shapes(const QkvRopeViews& views) {
+bool check_shapes(const QkvRopeViews& views, bool values_are_keys) {
   const TensorView& qkv = views.qkv.expect_rank("qkv_rope: qkv", 2);
   check_heads("qkv_rope: query", views.query, qkv);
   check_heads("qkv_rope: key", views.key, qkv);
@@ -50,7 +50,9 @@ bool check_shapes(const QkvRopeViews& views) {
   const int64_t kv_heads = views.key.size(1);
   views.key.expect_size("qkv_rope: key", 2, dim);
   views.value.expect_size("qkv_rope: value", 1, kv_heads);
-  qkv.expect_size("qkv_rope: qkv", 1, (heads + kv_heads) * dim + kv_heads * views.value.size(2));
+  const int64_t value_size = values_are_keys ? 0 : kv_heads * views.value.size(2);
+  if (values_are_keys) views.value.expect_size("qkv_rope: value", 2, dim);
+  qkv.expect_size("qkv_rope: qkv", 1, (heads + kv_heads) * dim + value_size);
   views.positions.expect("qkv_rope: positions", DType::kInt32, 1)
       .expect_size("qkv_rope: positions", 0, qkv.size(0));
   check_tables(views, dim);
@@ -65,7 +67,7 @@ bool check_shapes(const QkvRopeViews& views) {
 }  // namespace
 
 void rms_norm(const TensorView& hidden, const TensorView* delta, const TensorView* weight,
-              float eps, const TensorView& out) {
+              float eps, NormWeighting weighting, const TensorView& out) {
   const auto kernel = elementwise_kernels().rms_norm.of(hidden.dtype(), "rms_norm: hidden");
   hidden.expect_rank("rms_norm: hidden", 2);
   const int64_t rows = hidden.size(0), size = hidden.size(1);
@@ -80,7 +82,7 @@ void rms_norm(const TensorView& hidden, const TensorView* delta, const TensorVie
   if (size == 0) return;
   const RmsNorm args{hidden.raw(), delta != nullptr ? delta->raw() : nullptr,
                      weight != nullptr ? weight->raw() : nullptr, out.raw(), hidden.stride(0),
-                     delta != nullptr ? delta->stride(0) : 0, size, eps};
+                     delta != nullptr ? delta->stride(0) : 0, size, eps, weighting};
   for_row_ranges(rows, size,
                  [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
 }
@@ -88,9 +90,12 @@ void rms_norm(const TensorView& hidden, const TensorView* delta, const TensorVie
 void qkv_rope(const QkvRopeViews& views, const QkvRopeOptions& options) {
   const auto kernel = elementwise_kernels().qkv_rope.of(views.qkv.dtype(), "qkv_rope: qkv");
   QkvRope args{};
-  args.norm_spans_heads = check_shapes(views);
+  args.norm_spans_heads = check_shapes(views, options.values_are_keys);
   args.norm_follows = options.norm_follows;
   args.interleaved = options.interleaved;
+  args.norms_values = options.norms_values;
+  args.values_are_keys = options.values_are_keys;
+  args.weighting = options.weighting;
   if (args.norm_spans_heads && args.norm_follows)
     throw std::invalid_argument("qkv_rope: a norm after the rotation must be one per head");
   args.qkv = views.qkv.raw();

@@ -25,9 +25,16 @@ inline float inverse_rms(const T* row, int64_t size, float eps) {
   return 1.0f / __builtin_sqrtf(total / static_cast<float>(size) + eps);
 }
 
-/// round(row * scale), then, with a weight, round(weight * that): the roundings of Hugging Face.
+/// A normed value times its weight, to be rounded once more: the roundings of Hugging Face.
 template <typename T>
-inline void scale_row(const T* row, const T* weight, float scale, int64_t size, T* out) {
+inline F32 weighted(F32 normed, F32 weight, NormWeighting how) {
+  if (how.rounds_once) return mul(normed, add(splat(how.offset), weight));
+  return mul(weight, rounded_to<T>(normed));
+}
+
+template <typename T>
+inline void scale_row(const T* row, const T* weight, float scale, int64_t size,
+                      NormWeighting weighting, T* out) {
   const F32 factor = splat(scale);
   if (weight == nullptr)
     for_lanes(size, [&](int64_t i, auto part) {
@@ -35,8 +42,8 @@ inline void scale_row(const T* row, const T* weight, float scale, int64_t size, 
     });
   else
     for_lanes(size, [&](int64_t i, auto part) {
-      const F32 normed = rounded_to<T>(mul(load(row + i, part), factor));
-      store(out + i, mul(load(weight + i, part), normed), part);
+      const F32 normed = mul(load(row + i, part), factor);
+      store(out + i, weighted<T>(normed, load(weight + i, part), weighting), part);
     });
 }
 
@@ -51,7 +58,7 @@ void rms_norm_rows(const RmsNorm& args, int64_t begin, int64_t end) {
       });
     }
     const float scale = inverse_rms(hidden, args.size, args.eps);
-    scale_row(hidden, static_cast<const T*>(args.weight), scale, args.size,
+    scale_row(hidden, static_cast<const T*>(args.weight), scale, args.size, args.weighting,
               static_cast<T*>(args.out) + row * args.size);
   }
 }
@@ -77,7 +84,7 @@ inline F32 clip_to(F32 x, F32 limit) {
   return where_nan(x, x, max(min(x, limit), sub(splat(0.0f), limit)));
 }
 
-/// One head, normed if weight: round(weight * round(x * scale)), then clipped, as float.
+/// One head, normed if weight, then clipped, as float.
 template <typename T>
 inline void load_head(const QkvRope& args, const T* head, const T* weight, float scale,
                       float* out) {
@@ -86,7 +93,7 @@ inline void load_head(const QkvRope& args, const T* head, const T* weight, float
   for_lanes(args.head_dim, [&](int64_t i, auto part) {
     F32 x = load(head + i, part);
     if (weight != nullptr)
-      x = rounded_to<T>(mul(load(weight + i, part), rounded_to<T>(mul(x, factor))));
+      x = rounded_to<T>(weighted<T>(mul(x, factor), load(weight + i, part), args.weighting));
     if (clips) x = clip_to(x, limit);
     store(out + i, x, part);
   });
@@ -103,12 +110,13 @@ inline void part_pairs(const QkvRope& args, float* x) {
   }
 }
 
-/// A head in place: round(weight * round(x * scale)).
+/// A head in place.
 template <typename T>
 inline void norm_head(const QkvRope& args, const T* weight, T* x) {
   const F32 factor = splat(inverse_rms(x, args.head_dim, args.eps));
   for_lanes(args.head_dim, [&](int64_t i, auto part) {
-    store(x + i, mul(load(weight + i, part), rounded_to<T>(mul(load(x + i, part), factor))), part);
+    const F32 normed = mul(load(x + i, part), factor);
+    store(x + i, weighted<T>(normed, load(weight + i, part), args.weighting), part);
   });
 }
 
@@ -151,9 +159,16 @@ inline void project_heads(const QkvRope& args, const T* heads, const T* weight, 
 
 template <typename T>
 inline void copy_values(const QkvRope& args, const T* values, T* out) {
-  const int64_t size = args.num_kv_heads * args.value_dim;
+  const int64_t size = args.num_kv_heads * args.value_dim, dim = args.value_dim;
+  if (args.norms_values) {
+    for (int64_t begin = 0; begin < size; begin += dim) {
+      const float scale = inverse_rms(values + begin, dim, args.eps);
+      scale_row<T>(values + begin, nullptr, scale, dim, {}, out + begin);
+    }
+    values = out;
+  }
   if (!(args.clip < __builtin_inff())) {
-    std::memcpy(out, values, static_cast<size_t>(size) * sizeof(T));
+    if (values != out) std::memcpy(out, values, static_cast<size_t>(size) * sizeof(T));
     return;
   }
   const F32 limit = rounded_to<T>(splat(args.clip));
@@ -176,7 +191,8 @@ void qkv_rope_rows(const QkvRope& args, int64_t begin, int64_t end) {
                   static_cast<T*>(args.query) + row * q_size);
     project_heads(args, qkv + q_size, static_cast<const T*>(args.key_norm), args.num_kv_heads,
                   angles, static_cast<T*>(args.key) + row * key_size);
-    copy_values(args, qkv + q_size + key_size, static_cast<T*>(args.value) + row * value_size);
+    copy_values(args, qkv + q_size + (args.values_are_keys ? 0 : key_size),
+                static_cast<T*>(args.value) + row * value_size);
   }
 }
 

@@ -432,7 +432,7 @@ void gated_ffn_op(const TensorView& hidden, const PackedExperts& expert, const T
   const ExpertWeights weights = expert_weights(expert, hidden.size(1));
   if (weights.num_experts != 1) fail("gated_ffn: the weights hold more than one expert");
   fused_experts({weights, hidden.data<bf16>(), hidden.stride(0), nullptr, nullptr, hidden.size(0),
-                 1, out.data<bf16>(), out.stride(0)});
+                 1, out.data<bf16>(), out.stride(0), expert.gating});
 }
 
 }  // namespace raymoe

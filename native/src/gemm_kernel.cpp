@@ -148,9 +148,14 @@ void store_tile(int64_t rows, const StoreTile& tile) {
   }
 }
 
-/// x / (1 + exp(-gain * x)) to about 13 bits: the result is rounded to 8 bits at once.
-inline __m512 silu(__m512 x, float gain) {
-  __m512 power = _mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f * gain));
+/// x * sigmoid(gain * x * (1 + cubic * x^2)) to about 13 bits: the result is rounded to 8 bits at
+/// once.
+inline __m512 activate(__m512 x, const Gating& gating) {
+  __m512 power = _mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f * gating.gain));
+  if (gating.cubic != 0.0f) {
+    const __m512 scaled = _mm512_mul_ps(x, _mm512_set1_ps(gating.cubic));
+    power = _mm512_mul_ps(power, _mm512_fmadd_ps(scaled, x, _mm512_set1_ps(1.0f)));
+  }
   // Operand order: max and min return their second operand when one is NaN.
   power = _mm512_max_ps(_mm512_set1_ps(-126.0f), power);
   power = _mm512_min_ps(_mm512_set1_ps(126.0f), power);
@@ -176,7 +181,7 @@ void gate_tile(int64_t rows, const GateTile& tile) {
     const __m512 gate = _mm512_min_ps(limit, _mm512_add_ps(_mm512_loadu_ps(sums), gate_bias));
     __m512 up = _mm512_min_ps(limit, _mm512_add_ps(_mm512_loadu_ps(sums + 16), up_bias));
     up = _mm512_add_ps(_mm512_max_ps(minimum, up), offset);
-    const __m512 product = _mm512_mul_ps(silu(gate, tile.gating.gain), up);
+    const __m512 product = _mm512_mul_ps(activate(gate, tile.gating), up);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(tile.out + row * tile.out_stride),
                         round_to_bf16(product));
   }
@@ -354,6 +359,7 @@ void store_tile(int64_t rows, const StoreTile& tile) {
 void gate_tile(int64_t rows, const GateTile& tile) {
   const F32 limit = splat(tile.gating.limit), minimum = splat(-tile.gating.limit);
   const F32 offset = splat(tile.gating.offset), gain = splat(-tile.gating.gain);
+  const F32 cubic = splat(tile.gating.cubic), one = splat(1.0f);
   for (int64_t row = 0; row < rows; ++row)
     for_lanes(kHalfPanel, [&](int64_t i, auto part) {
       const float* sums = tile.sums + row * kPanelColumns + i;
@@ -361,8 +367,10 @@ void gate_tile(int64_t rows, const GateTile& tile) {
       const F32 gate = min(limit, add(load(sums, part), load(tile.bias + i, part)));
       const F32 up =
           min(limit, add(load(sums + kHalfPanel, part), load(tile.bias + kHalfPanel + i, part)));
-      const F32 silu = div(gate, add(splat(1.0f), exp_of(mul(gain, gate))));
-      store(tile.out + row * tile.out_stride + i, mul(silu, add(max(minimum, up), offset)), part);
+      F32 power = mul(gain, gate);
+      if (tile.gating.cubic != 0.0f) power = mul(power, add(one, mul(cubic, mul(gate, gate))));
+      const F32 active = div(gate, add(one, exp_of(power)));
+      store(tile.out + row * tile.out_stride + i, mul(active, add(max(minimum, up), offset)), part);
     });
 }
 
@@ -419,8 +427,9 @@ void gate_tile(int64_t rows, const GateTile& tile) {
       // Operand order: std::min and std::max return their first operand when one is NaN.
       const float gate = std::min(sums[column] + tile.bias[column], gating.limit);
       const float up = std::min(sums[other] + tile.bias[other], gating.limit);
+      const float shape = gating.cubic != 0.0f ? 1.0f + gating.cubic * gate * gate : 1.0f;
       tile.out[row * tile.out_stride + column] =
-          from_float<bf16>(gate / (1.0f + std::exp(-gating.gain * gate)) *
+          from_float<bf16>(gate / (1.0f + std::exp(-gating.gain * gate * shape)) *
                            (std::max(up, -gating.limit) + gating.offset));
     }
 }

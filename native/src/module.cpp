@@ -56,28 +56,36 @@ const T* pointer_to(const std::optional<T>& value) {
   return value ? &*value : nullptr;
 }
 
+/// Without an offset, the normed value is rounded before it is weighted.
+NormWeighting norm_weighting(std::optional<float> offset) {
+  return {offset.has_value(), offset.value_or(0.0f)};
+}
+
 void bind_elementwise(py::module_& m) {
   using Optional = std::optional<TensorView>;
   m.def("rms_norm",
         [](const TensorView& hidden, const Optional& delta, const Optional& weight, float eps,
-           const TensorView& out) {
-          rms_norm(hidden, pointer_to(delta), pointer_to(weight), eps, out);
+           std::optional<float> offset, const TensorView& out) {
+          rms_norm(hidden, pointer_to(delta), pointer_to(weight), eps, norm_weighting(offset), out);
         },
-        py::arg("hidden"), py::arg("delta"), py::arg("weight"), py::arg("eps"), py::arg("out"),
+        py::arg("hidden"), py::arg("delta"), py::arg("weight"), py::arg("eps"), py::arg("offset"),
+        py::arg("out"),
         py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_norm.py.");
   m.def("qkv_rope",
         [](const TensorView& qkv, const TensorView& positions, const TensorView& cosine,
            const TensorView& sine, const Optional& query_norm, const Optional& key_norm,
            const TensorView& query, const TensorView& key, const TensorView& value, float eps,
-           float clip, bool norm_follows, bool interleaved) {
+           float clip, bool norm_follows, bool interleaved, bool norms_values,
+           bool values_are_keys, std::optional<float> offset) {
           qkv_rope({qkv, positions, cosine, sine, query_norm, key_norm, query, key, value},
-                   {eps, clip, norm_follows, interleaved});
+                   {eps, clip, norm_follows, interleaved, norms_values, values_are_keys,
+                    norm_weighting(offset)});
         },
         py::arg("qkv"), py::arg("positions"), py::arg("cosine"), py::arg("sine"),
         py::arg("query_norm"), py::arg("key_norm"), py::arg("query"), py::arg("key"),
         py::arg("value"), py::arg("eps"), py::arg("clip"), py::arg("norm_follows"),
-        py::arg("interleaved"),
-        py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_rope.py.");
+        py::arg("interleaved"), py::arg("norms_values"), py::arg("values_are_keys"),
+        py::arg("offset"), py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_rope.py.");
   m.def("route", &route, py::arg("logits"), py::arg("renormalize"), py::arg("ids"),
         py::arg("weights"), py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_router.py.");
   m.def("add_gated", &add_gated, py::arg("out"), py::arg("shared"), py::arg("gate"),
@@ -106,29 +114,29 @@ void bind_gemm(py::module_& m) {
   m.def("fused_experts",
         [](const TensorView& hidden, const TensorView& topk_ids, const TensorView& topk_weights,
            const TensorView& gate_up, const TensorView& down, const Optional& gate_up_bias,
-           const Optional& down_bias, int64_t expert_size, float gain, float limit, float offset,
-           const TensorView& out, const Format& gate_up_format, const Format& down_format) {
+           const Optional& down_bias, int64_t expert_size, float gain, float cubic, float limit,
+           float offset, const TensorView& out, const Format& gate_up_format, const Format& down_format) {
           fused_experts_op(hidden, topk_ids, topk_weights,
                            {gate_up, down, expert_size, pointer_to(gate_up_format),
                             pointer_to(down_format), pointer_to(gate_up_bias),
-                            pointer_to(down_bias), {gain, limit, offset}},
+                            pointer_to(down_bias), {gain, cubic, limit, offset}},
                            out);
         },
         py::arg("hidden"), py::arg("topk_ids"), py::arg("topk_weights"), py::arg("gate_up"),
         py::arg("down"), py::arg("gate_up_bias"), py::arg("down_bias"), py::arg("expert_size"),
-        py::arg("gain"), py::arg("limit"), py::arg("offset"), py::arg("out"),
+        py::arg("gain"), py::arg("cubic"), py::arg("limit"), py::arg("offset"), py::arg("out"),
         py::arg("gate_up_format") = py::none(), py::arg("down_format") = py::none(), Guard(),
         "See kernels/cpu_experts.py.");
   m.def("gated_ffn",
         [](const TensorView& hidden, const TensorView& gate_up, const TensorView& down,
-           int64_t expert_size, const TensorView& out, const Format& gate_up_format,
-           const Format& down_format) {
+           int64_t expert_size, float gain, float cubic, const TensorView& out,
+           const Format& gate_up_format, const Format& down_format) {
           gated_ffn_op(hidden, {gate_up, down, expert_size, pointer_to(gate_up_format),
-                                pointer_to(down_format)},
+                                pointer_to(down_format), nullptr, nullptr, {gain, cubic}},
                        out);
         },
         py::arg("hidden"), py::arg("gate_up"), py::arg("down"), py::arg("expert_size"),
-        py::arg("out"), py::arg("gate_up_format") = py::none(),
+        py::arg("gain"), py::arg("cubic"), py::arg("out"), py::arg("gate_up_format") = py::none(),
         py::arg("down_format") = py::none(), Guard(), "See kernels/cpu_experts.py.");
 }
 

@@ -50,7 +50,8 @@ void fill(Tensor<T>& tensor, uint32_t seed) {
 }
 
 template <typename T>
-void norm_matches_float64(int64_t rows, int64_t size, double tolerance) {
+void norm_matches_float64(int64_t rows, int64_t size, double tolerance,
+                          raymoe::NormWeighting weighting = {}) {
   Tensor<T> hidden({rows, size}), delta({rows, size}), weight({size}), out({rows, size});
   fill(hidden, 1);
   fill(delta, 2);
@@ -59,7 +60,7 @@ void norm_matches_float64(int64_t rows, int64_t size, double tolerance) {
   for (int64_t i = 0; i < sum.count; ++i)
     sum[i] = raymoe::from_float<T>(raymoe::to_float(hidden[i]) + raymoe::to_float(delta[i]));
   const TensorView delta_view = delta.view(), weight_view = weight.view();
-  raymoe::rms_norm(hidden.view(), &delta_view, &weight_view, 1e-5f, out.view());
+  raymoe::rms_norm(hidden.view(), &delta_view, &weight_view, 1e-5f, weighting, out.view());
   CHECK(std::memcmp(&hidden[0], &sum[0], static_cast<size_t>(sum.count) * sizeof(T)) == 0);
   for (int64_t row = 0; row < rows; ++row) {
     double squares = 0;
@@ -68,7 +69,8 @@ void norm_matches_float64(int64_t rows, int64_t size, double tolerance) {
     const double scale = 1 / std::sqrt(squares / static_cast<double>(size) + 1e-5);
     for (int64_t i = 0; i < size; ++i) {
       const double want =
-          raymoe::to_float(sum[row * size + i]) * scale * raymoe::to_float(weight[i]);
+          raymoe::to_float(sum[row * size + i]) * scale *
+          (weighting.offset + raymoe::to_float(weight[i]));
       CHECK_NEAR(raymoe::to_float(out[row * size + i]), want, tolerance * (1 + std::fabs(want)));
     }
   }
@@ -77,6 +79,7 @@ void norm_matches_float64(int64_t rows, int64_t size, double tolerance) {
 void norms_match_on_every_tail() {
   for (int64_t size : {1, 3, 7, 8, 15, 16, 17, 63, 64, 65, 130, 1024}) {
     norm_matches_float64<float>(3, size, 1e-6);
+    norm_matches_float64<float>(3, size, 1e-6, {true, 1.0f});
     norm_matches_float64<raymoe::fp16>(3, size, 2e-3);
     norm_matches_float64<bf16>(3, size, 1.6e-2);
   }
@@ -96,7 +99,8 @@ void rotation_turns_pairs_and_copies_the_rest(int64_t tokens, int64_t heads, int
   for (int64_t t = 0; t < tokens; ++t) positions[t] = static_cast<int32_t>(8 - t % 9);
   raymoe::qkv_rope({qkv.view(), positions.view(), cosine.view(), sine.view(), std::nullopt,
                     std::nullopt, query.view(), key.view(), value.view()},
-                   {1e-6f, std::numeric_limits<float>::infinity(), false, interleaved});
+                   {1e-6f, std::numeric_limits<float>::infinity(), false, interleaved, false, false,
+                    {}});
   for (int64_t t = 0; t < tokens; ++t)
     for (int64_t h = 0; h < heads; ++h)
       for (int64_t i = 0; i < dim; ++i) {
@@ -147,7 +151,7 @@ void gates_scale_the_shared_expert() {
 void wrong_shapes_are_refused() {
   Tensor<float> hidden({2, 8}), weight({9}), out({2, 8});
   const TensorView weight_view = weight.view();
-  CHECK_THROWS(raymoe::rms_norm(hidden.view(), nullptr, &weight_view, 1e-6f, out.view()));
+  CHECK_THROWS(raymoe::rms_norm(hidden.view(), nullptr, &weight_view, 1e-6f, {}, out.view()));
   Tensor<int32_t> ids({2, 9});
   Tensor<float> weights({2, 9});
   CHECK_THROWS(raymoe::route(hidden.view(), true, ids.view(), weights.view()));

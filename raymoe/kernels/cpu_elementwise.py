@@ -13,29 +13,41 @@ from raymoe.errors import ConfigError
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def rms_norm(hidden_TH: Tensor, weight_H: Tensor | None, eps: float) -> Tensor:
+def rms_norm(
+    hidden_TH: Tensor, weight_H: Tensor | None, eps: float, offset: float | None = None
+) -> Tensor:
     """Compute the RMS norm of every row; returns a new contiguous [T, H].
 
-    Rows may be strided; `eps` is added to the mean of squares.
+    Args:
+        hidden_TH: Rows may be strided.
+        eps: Added to the mean of squares.
+        offset: None rounds the normed value to its type before it is multiplied by the weight
+            (Llama); a number multiplies it by `offset + weight` in float32 and rounds once: 0 in
+            OLMo-3 and Gemma-4, 1 in Gemma-3.
     """
     if not _norm_is_native(hidden_TH, weight_H):
-        return rms_norm_reference(hidden_TH, weight_H, eps)
+        return rms_norm_reference(hidden_TH, weight_H, eps, offset)
     out_TH = torch.empty(hidden_TH.shape, dtype=hidden_TH.dtype)
-    _native.rms_norm(hidden_TH, None, weight_H, eps, out_TH)
+    _native.rms_norm(hidden_TH, None, weight_H, eps, offset, out_TH)
     return out_TH
 
 
 def add_rms_norm_(
-    residual_TH: Tensor, delta_TH: Tensor, weight_H: Tensor | None, eps: float
+    residual_TH: Tensor,
+    delta_TH: Tensor,
+    weight_H: Tensor | None,
+    eps: float,
+    *,
+    offset: float | None = None,
 ) -> Tensor:
     """Add `delta_TH` to `residual_TH` in place and return the RMS norm of the sum, a new [T, H]."""
     same = delta_TH.shape == residual_TH.shape and delta_TH.dtype == residual_TH.dtype
     if not (
         same and _norm_is_native(residual_TH, weight_H) and _norm_is_native(delta_TH, weight_H)
     ):
-        return rms_norm_reference(residual_TH.add_(delta_TH), weight_H, eps)
+        return rms_norm_reference(residual_TH.add_(delta_TH), weight_H, eps, offset)
     out_TH = torch.empty(residual_TH.shape, dtype=residual_TH.dtype)
-    _native.rms_norm(residual_TH, delta_TH, weight_H, eps, out_TH)
+    _native.rms_norm(residual_TH, delta_TH, weight_H, eps, offset, out_TH)
     return out_TH
 
 
@@ -50,11 +62,23 @@ def _norm_is_native(hidden_TH: Tensor, weight_H: Tensor | None) -> bool:
     )
 
 
-def rms_norm_reference(hidden_TH: Tensor, weight_H: Tensor | None, eps: float) -> Tensor:
+def rms_norm_reference(
+    hidden_TH: Tensor, weight_H: Tensor | None, eps: float, offset: float | None = None
+) -> Tensor:
     wide_TH = hidden_TH.float()
     mean_T1 = wide_TH.pow(2).mean(-1, keepdim=True)
-    normed_TH = (wide_TH * torch.rsqrt(mean_T1 + eps)).to(hidden_TH.dtype)
-    return normed_TH if weight_H is None else weight_H * normed_TH
+    return weigh_norm(wide_TH * torch.rsqrt(mean_T1 + eps), weight_H, offset, hidden_TH.dtype)
+
+
+def weigh_norm(
+    normed_TH: Tensor, weight_H: Tensor | None, offset: float | None, dtype: torch.dtype
+) -> Tensor:
+    """Multiply float32 rows by the weight of a norm, with the roundings of `rms_norm`."""
+    if weight_H is None:
+        return normed_TH.to(dtype)
+    if offset is None:
+        return weight_H * normed_TH.to(dtype)
+    return (normed_TH * (offset + weight_H.float())).to(dtype)
 
 
 MAX_NATIVE_HEAD_DIM = 512
@@ -72,12 +96,31 @@ class Projected(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Options of `qkv_rope`; `clip` is infinity if values are not clipped."""
+    """What `qkv_rope` does, in order.
 
-    eps: float
-    clip: float
-    is_norm_after_rope: bool
-    is_interleaved: bool
+    Attributes:
+        eps: Of the norms.
+        clip: Largest magnitude after the norms, values included (OLMoE's `clip_qkv`).
+        is_norm_after_rope: Norm each head of queries and keys after the rotation (Hunyuan).
+        is_interleaved: Dimensions 2 i and 2 i + 1 form a pair (DeepSeek, ERNIE) instead of i and i
+            + R. The output holds the first elements of all pairs before the second ones, in queries
+            and keys, which leaves their products unchanged.
+        norms_values: Norm each head of the values, without a weight (Gemma-4).
+        values_are_keys: There are queries and keys only; the values are the keys before norm and
+            rotation (layers of Gemma-4 with full attention).
+        norm_offset: `offset` of `rms_norm` for the norms of queries and keys.
+    """
+
+    eps: float = 1e-6
+    clip: float = math.inf
+    is_norm_after_rope: bool = False
+    is_interleaved: bool = False
+    norms_values: bool = False
+    values_are_keys: bool = False
+    norm_offset: float | None = None
+
+
+PLAIN_STEPS = Steps()
 
 
 def qkv_rope(  # noqa: PLR0913 - an operator: its tensors are its arguments
@@ -92,10 +135,7 @@ def qkv_rope(  # noqa: PLR0913 - an operator: its tensors are its arguments
     value_dim: int | None = None,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
-    eps: float = 1e-6,
-    clip: float | None = None,
-    is_norm_after_rope: bool = False,
-    is_interleaved: bool = False,
+    steps: Steps = PLAIN_STEPS,
 ) -> Projected:
     """Split, norm queries and keys, clip all three, rotate queries and keys.
 
@@ -111,17 +151,10 @@ def qkv_rope(  # noqa: PLR0913 - an operator: its tensors are its arguments
         q_norm: Weight [D] for a norm per head (Qwen3), [H * D] for one norm over all heads of a
             token (OLMoE), None for no norm.
         k_norm: Likewise, [D] or [G * D].
-        clip: Largest magnitude after the norms, values included (OLMoE's `clip_qkv`).
-        is_norm_after_rope: Norm each head after the rotation (Hunyuan).
-        is_interleaved: Dimensions 2 i and 2 i + 1 form a pair (DeepSeek, ERNIE) instead of i and i
-            + R. The output holds the first elements of all pairs before the second ones, in queries
-            and keys, which leaves their products unchanged.
     """
     tables = (cos_PR, sin_PR)
     sizes = (num_heads, num_kv_heads, head_dim, value_dim or head_dim)
-    _check_width(qkv_TX, sizes)
-    limit = math.inf if clip is None else clip
-    steps = Steps(eps, limit, is_norm_after_rope, is_interleaved)
+    _check_width(qkv_TX, sizes, steps)
     norms = (q_norm, k_norm)
     if not _rope_is_native(qkv_TX, positions_T, tables, norms):
         return qkv_rope_reference(
@@ -129,13 +162,15 @@ def qkv_rope(  # noqa: PLR0913 - an operator: its tensors are its arguments
         )
     shapes = ((num_heads, head_dim), (num_kv_heads, head_dim), (num_kv_heads, sizes[3]))
     out = Projected(*(torch.empty(len(qkv_TX), *shape, dtype=qkv_TX.dtype) for shape in shapes))
-    _native.qkv_rope(qkv_TX, positions_T, *tables, *norms, *out, eps, limit, *steps[2:])
+    _native.qkv_rope(
+        qkv_TX, positions_T, *tables, *norms, *out, *steps[:2], *steps[2:6], steps.norm_offset
+    )
     return out
 
 
-def _check_width(qkv_TX: Tensor, sizes: tuple[int, int, int, int]) -> None:
+def _check_width(qkv_TX: Tensor, sizes: tuple[int, int, int, int], steps: Steps) -> None:
     heads, kv_heads, dim, value_dim = sizes
-    width = (heads + kv_heads) * dim + kv_heads * value_dim
+    width = (heads + kv_heads) * dim + (0 if steps.values_are_keys else kv_heads * value_dim)
     if qkv_TX.ndim != 2 or qkv_TX.shape[1] != width:
         raise ConfigError(
             f"qkv_rope: qkv has shape {tuple(qkv_TX.shape)}, expected [T, {width}] for {heads} "
@@ -173,16 +208,18 @@ def qkv_rope_reference(
     """Sizes are (H, G, D, V); norms are the weights for queries and keys."""
     heads, kv_heads, dim, value_dim = sizes
     angles = [t[positions_T.long(), None].to(qkv_TX.dtype) for t in tables]
-    query_TY, key_TY, value_TY = torch.split(
-        qkv_TX, [heads * dim, kv_heads * dim, kv_heads * value_dim], dim=1
-    )
+    query_TY, key_TY, *rest = qkv_TX.tensor_split([heads * dim, (heads + kv_heads) * dim], dim=1)
+    value_TY = key_TY if steps.values_are_keys else rest[0]
+    if steps.norms_values:
+        rows = value_TY.reshape(-1, value_dim)
+        value_TY = rms_norm_reference(rows, None, steps.eps).view(value_TY.shape)
     rotated = []
     for part_TY, norm in zip((query_TY, key_TY), norms, strict=True):
-        x_TY = part_TY if steps.is_norm_after_rope else _norm_heads(part_TY, norm, dim, steps.eps)
+        x_TY = part_TY if steps.is_norm_after_rope else _norm_heads(part_TY, norm, dim, steps)
         x_TND = x_TY.clamp(-steps.clip, steps.clip).reshape(len(x_TY), part_TY.shape[1] // dim, dim)
         x_TND = rotate_heads(x_TND, *angles, is_interleaved=steps.is_interleaved)
         if steps.is_norm_after_rope and norm is not None:
-            x_TND = rms_norm_reference(x_TND, norm, steps.eps)
+            x_TND = rms_norm_reference(x_TND, norm, steps.eps, steps.norm_offset)
         rotated.append(x_TND)
     value_TY = value_TY.clamp(-steps.clip, steps.clip)
     value_TGV = value_TY.reshape(len(value_TY), kv_heads, value_dim)
@@ -197,11 +234,12 @@ def rotate_heads(
     return _rotate(parted_TND, cos_T1R, sin_T1R)
 
 
-def _norm_heads(x_TY: Tensor, weight: Tensor | None, head_dim: int, eps: float) -> Tensor:
+def _norm_heads(x_TY: Tensor, weight: Tensor | None, head_dim: int, steps: Steps) -> Tensor:
     if weight is None:
         return x_TY
     span = x_TY.shape[1] if weight.numel() == x_TY.shape[1] else head_dim
-    return rms_norm_reference(x_TY.reshape(-1, span), weight, eps).view(x_TY.shape)
+    rows = x_TY.reshape(-1, span)
+    return rms_norm_reference(rows, weight, steps.eps, steps.norm_offset).view(x_TY.shape)
 
 
 def _part_pairs(heads_TND: Tensor, cos_T1R: Tensor) -> Tensor:

@@ -39,6 +39,11 @@ class Clamp(NamedTuple):
     limit: float
 
 
+# Activations x * sigmoid(gain * x * (1 + cubic * x^2)), by gain and cubic: those of the fused
+# kernels. The tanh form of gelu is one because (1 + tanh(x)) / 2 = sigmoid(2 x).
+SIGMOID_GATES = {"silu": (1.0, 0.0), "gelu_pytorch_tanh": (math.sqrt(8 / math.pi), 0.044715)}
+
+
 class _PackedFfns:
     def __init__(
         self, gate_EFH: Matrices, up_EFH: Matrices, down_EHF: Matrices, allocate: Allocate
@@ -59,7 +64,7 @@ class _PackedFfns:
 
 
 class PackedExperts:
-    """Sort, gather, gate and up, down and combine in one fused kernel; silu only.
+    """Sort, gather, gate and up, down and combine in one fused kernel, for `SIGMOID_GATES`.
 
     Gate, up and down accumulate in float32; the gated product is rounded to bfloat16. Expert
     outputs of a token are added in ascending order of expert, in float32, and rounded once: the
@@ -73,6 +78,7 @@ class PackedExperts:
         down_EHF: Matrices,
         allocate: Allocate,
         *,
+        activation: str = "silu",
         biases: Sequence[Biases] | None = None,
         clamp: Clamp | None = None,
     ) -> None:
@@ -81,7 +87,9 @@ class PackedExperts:
         if biases is not None:
             self._gate_up_bias_EX = torch.stack([_pack_gate_up_bias(bias) for bias in biases])
             self._down_bias_EX = torch.stack([_padded(bias.down_H, 32) for bias in biases])
-        self._gating = (1.0, math.inf, 0.0) if clamp is None else (*clamp, 1.0)
+        self._gating = (*SIGMOID_GATES[activation], math.inf, 0.0)
+        if clamp is not None:
+            self._gating = (clamp.gain, 0.0, clamp.limit, 1.0)
 
     def __call__(self, hidden_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         hidden_TH = _with_contiguous_rows(hidden_TH)
@@ -105,8 +113,17 @@ class PackedExperts:
 class PackedGatedFfn:
     """The kernel of `PackedExperts` with one expert for all tokens."""
 
-    def __init__(self, gate_FH: Weight, up_FH: Weight, down_HF: Weight, allocate: Allocate) -> None:
+    def __init__(
+        self,
+        gate_FH: Weight,
+        up_FH: Weight,
+        down_HF: Weight,
+        allocate: Allocate,
+        *,
+        activation: str = "silu",
+    ) -> None:
         self._weights = _PackedFfns([gate_FH], [up_FH], [down_HF], allocate)
+        self._gating = SIGMOID_GATES[activation]
 
     def __call__(self, hidden_TH: Tensor) -> Tensor:
         hidden_TH = _with_contiguous_rows(hidden_TH)
@@ -117,6 +134,7 @@ class PackedGatedFfn:
             weights.gate_up,
             weights.down,
             weights.expert_size,
+            *self._gating,
             out_TH,
             *weights.formats,
         )
@@ -306,7 +324,9 @@ def make_experts(
     and keep no reference. `dtype` is the compute type; quantised weights need it.
     """
     if packed_experts_are_used(compute_dtype(gate_EFH[0], dtype), activation):
-        return PackedExperts(gate_EFH, up_EFH, down_EHF, allocate, biases=biases, clamp=clamp)
+        return PackedExperts(
+            gate_EFH, up_EFH, down_EHF, allocate, activation=activation, biases=biases, clamp=clamp
+        )
     return PlainExperts(
         gate_EFH, up_EFH, down_EHF, activation=activation, biases=biases, clamp=clamp
     )
@@ -326,12 +346,12 @@ def make_gated_ffn(
     A packed FFN requests `packed_experts_bytes` of one expert from `allocate`.
     """
     if packed_experts_are_used(compute_dtype(gate_FH, dtype), activation):
-        return PackedGatedFfn(gate_FH, up_FH, down_HF, allocate)
+        return PackedGatedFfn(gate_FH, up_FH, down_HF, allocate, activation=activation)
     return PlainGatedFfn(gate_FH, up_FH, down_HF, activation=activation)
 
 
 def packed_experts_are_used(dtype: torch.dtype, activation: str) -> bool:
-    return activation == "silu" and packed_linear_is_used(dtype)
+    return activation in SIGMOID_GATES and packed_linear_is_used(dtype)
 
 
 def check_activation(activation: str) -> None:

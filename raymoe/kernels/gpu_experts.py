@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from raymoe.kernels.cpu_experts import (
+    SIGMOID_GATES,
     Biases,
     Clamp,
     gated_product,
@@ -59,7 +60,12 @@ class GroupedExperts:
     """
 
     def __init__(
-        self, matrices: ExpertMatrices, *, compute: Compute, clamp: Clamp | None = None
+        self,
+        matrices: ExpertMatrices,
+        *,
+        compute: Compute,
+        activation: str = "silu",
+        clamp: Clamp | None = None,
     ) -> None:
         """Make the address table for matrices on one device that are all stored the same way."""
         layouts = matrices.layouts()
@@ -67,7 +73,7 @@ class GroupedExperts:
         self._gate_up, self._down = layouts
         self._compute, self._matrices = compute, matrices
         self._has_bias = matrices.biases is not None
-        self._gating = {"GAIN": 1.0, "LIMIT": None} if clamp is None else _gating(clamp)
+        self._gating = _gating(activation, clamp)
         self._table_EA = _table_of(matrices)
         gate_up_alignment = min(alignment_of(matrices.gate_EFH), alignment_of(matrices.up_EFH))
         self._gate, self._up = (
@@ -194,8 +200,11 @@ def _table_of(matrices: ExpertMatrices) -> Tensor:
     return torch.tensor(addresses, dtype=torch.int64, device=matrices.device)
 
 
-def _gating(clamp: Clamp) -> dict[str, float | None]:
-    return {"GAIN": float(clamp.gain), "LIMIT": float(clamp.limit)}
+def _gating(activation: str, clamp: Clamp | None) -> dict[str, float | None]:
+    if clamp is not None:
+        return {"GAIN": float(clamp.gain), "CUBIC": 0.0, "LIMIT": float(clamp.limit)}
+    gain, cubic = SIGMOID_GATES[activation]
+    return {"GAIN": gain, "CUBIC": cubic, "LIMIT": None}
 
 
 def _blocks(outputs: int, shape: TileShape) -> int:

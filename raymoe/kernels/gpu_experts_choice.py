@@ -10,6 +10,7 @@ from torch import Tensor
 
 from raymoe.codecs import StoredMatrix
 from raymoe.kernels.cpu_experts import (
+    SIGMOID_GATES,
     Clamp,
     Experts,
     PlainExperts,
@@ -55,7 +56,7 @@ def make_device_experts(
 
     found = tiles or TileTable(capability=torch.cuda.get_device_capability(matrices.device))
     compute = Compute.on(found, dtype)
-    grouped = GroupedExperts(matrices, compute=compute, clamp=clamp)
+    grouped = GroupedExperts(matrices, compute=compute, activation=activation, clamp=clamp)
     if found.capability >= TENSOR_CORES_SINCE or dtype != torch.float16:
         return grouped
     if not isinstance(matrices.gate_EFH[0], StoredMatrix):
@@ -86,12 +87,12 @@ def grouped_experts_are_used(
 ) -> bool:
     """Whether `make_device_experts` uses the grouped Triton kernels.
 
-    It does on a GPU from Turing on, if Triton is installed, for silu and the clamped product, and
-    if all experts of the layer are stored the same way.
+    It does on a GPU from Turing on, if Triton is installed, for the activations of `SIGMOID_GATES`
+    and the clamped product, and if all experts of the layer are stored the same way.
     """
     device = matrices.device
     if device.type != "cuda" or find_spec("triton") is None or dtype not in DTYPES:
         return False
     if torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY:
         return False
-    return (activation == "silu" or clamp is not None) and matrices.layouts() is not None
+    return (activation in SIGMOID_GATES or clamp is not None) and matrices.layouts() is not None

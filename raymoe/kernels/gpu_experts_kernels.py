@@ -124,14 +124,20 @@ def _load_inputs(
 
 @triton.jit
 def _gated(
-    gate_ON: tl.tensor, up_ON: tl.tensor, GAIN: tl.constexpr, LIMIT: tl.constexpr
+    gate_ON: tl.tensor,
+    up_ON: tl.tensor,
+    GAIN: tl.constexpr,
+    CUBIC: tl.constexpr,
+    LIMIT: tl.constexpr,
 ) -> tl.tensor:
-    """Compute `cpu_experts.gated_product` for silu or the clamped product; NaN stays NaN."""
+    """Compute `cpu_experts.gated_product` for `SIGMOID_GATES` or with limits; NaN stays NaN."""
     if LIMIT is not None:
         gate_ON = tl.where(gate_ON > LIMIT, LIMIT, gate_ON)
         up_ON = tl.where(up_ON > LIMIT, LIMIT, up_ON)
         up_ON = tl.where(up_ON < -LIMIT, -LIMIT, up_ON) + 1.0
     scaled_ON = gate_ON * GAIN
+    if CUBIC:
+        scaled_ON *= 1.0 + CUBIC * gate_ON * gate_ON
     # exp takes only negative numbers, so it never overflows.
     power_ON = tl.exp(-tl.abs(scaled_ON))
     sigmoid_ON = tl.where(scaled_ON >= 0, 1.0, power_ON) / (1.0 + power_ON)
@@ -208,6 +214,7 @@ def gate_up_kernel(
     PLANES_OUT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GAIN: tl.constexpr,
+    CUBIC: tl.constexpr,
     LIMIT: tl.constexpr,
     OUTPUTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -232,7 +239,7 @@ def gate_up_kernel(
     if HAS_BIAS:
         gate_ON += _load_bias(row_ptr, outputs_O, is_output_O, GATE)
         up_ON += _load_bias(row_ptr, outputs_O, is_output_O, UP)
-    product_ON = rounded(_gated(gate_ON, up_ON, GAIN, LIMIT), GATE.dtype, GATE.dot)
+    product_ON = rounded(_gated(gate_ON, up_ON, GAIN, CUBIC, LIMIT), GATE.dtype, GATE.dot)
     width = (GATE.outputs + PLANES_OUT - 1) // PLANES_OUT
     columns_O = outputs_O % PLANES_OUT * width + outputs_O // PLANES_OUT
     places_ON = (rows_N.to(tl.int64) * (width * PLANES_OUT))[None, :] + columns_O[:, None]

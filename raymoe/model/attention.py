@@ -1,5 +1,6 @@
 """Attention of one decoder layer: grouped-query attention and multi-head latent attention (MLA)."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -16,7 +17,7 @@ from raymoe.kernels.cpu_attention import (
     append_and_attend_up_projected,
     append_latent,
 )
-from raymoe.kernels.cpu_elementwise import Projected, qkv_rope, rms_norm, rotate_heads
+from raymoe.kernels.cpu_elementwise import Projected, Steps, qkv_rope, rms_norm, rotate_heads
 from raymoe.kernels.gpu_attention_batch import LatentRaggedBatch, RaggedBatch, StagedBatch
 from raymoe.kernels.paged_kv import CacheLayout, LatentHeads
 from raymoe.kernels.torch_attention import (
@@ -81,6 +82,7 @@ class Attention:
         prefix: str,
         *,
         eps: float,
+        norm_offset: float | None,
         is_interleaved: bool,
         norm_over_ranks: NormOverRanks | None = None,
     ) -> None:
@@ -89,10 +91,19 @@ class Attention:
         `norm_over_ranks` norms queries and keys whose heads are distributed over ranks.
         """
         self._norm_over_ranks = norm_over_ranks
-        self._spec, self._eps, self._is_interleaved = spec, eps, is_interleaved
+        self._spec = spec
+        self._steps = Steps(
+            eps,
+            math.inf if spec.clip_qkv is None else spec.clip_qkv,
+            spec.is_norm_after_rope,
+            is_interleaved,
+            spec.norms_values,
+            spec.values_are_keys,
+            norm_offset,
+        )
         self._dtype = loader.dtype
         self._qkv = loader.linear(
-            [f"{prefix}{part}_proj" for part in "qkv"], has_bias=spec.qkv_bias
+            [f"{prefix}{part}_proj" for part in spec.projections], has_bias=spec.qkv_bias
         )
         self._output = loader.linear([f"{prefix}o_proj"], has_bias=spec.output_bias)
         self._gate = None if spec.gate is None else loader.linear([f"{prefix}g_proj"])
@@ -120,10 +131,7 @@ class Attention:
             value_dim=self._spec.value_dim,
             q_norm=norms[0],
             k_norm=norms[1],
-            eps=self._eps,
-            clip=self._spec.clip_qkv,
-            is_norm_after_rope=self._spec.is_norm_after_rope,
-            is_interleaved=self._is_interleaved,
+            steps=self._steps,
         )
         if self._spec.value_scale != 1:
             projected.value_TGV.mul_(self._spec.value_scale)

@@ -20,8 +20,10 @@ from raymoe.model.feed_forward import Dense, FeedForward, MoE
 from raymoe.model.loading import GetWeight, Loader, NormOverRanks, Reduce, keep
 from raymoe.model.rope import Rotary
 from raymoe.specs.layer_weights import (
+    ATTENTION_RESULT_NORM,
     EMBEDDING,
     FFN_NORM,
+    FFN_RESULT_NORM,
     FINAL_NORM,
     HEAD,
     HEAD_BIAS,
@@ -43,14 +45,14 @@ class Norm(Protocol):
 
 
 class RmsNorm:
-    def __init__(self, weight_H: Tensor, eps: float) -> None:
-        self._weight_H, self._eps = weight_H, eps
+    def __init__(self, weight_H: Tensor | None, eps: float, offset: float | None = None) -> None:
+        self._weight_H, self._eps, self._offset = weight_H, eps, offset
 
     def __call__(self, hidden_TH: Tensor) -> Tensor:
-        return rms_norm(hidden_TH, self._weight_H, self._eps)
+        return rms_norm(hidden_TH, self._weight_H, self._eps, self._offset)
 
     def after_adding_(self, hidden_TH: Tensor, delta_TH: Tensor) -> Tensor:
-        return add_rms_norm_(hidden_TH, delta_TH, self._weight_H, self._eps)
+        return add_rms_norm_(hidden_TH, delta_TH, self._weight_H, self._eps, offset=self._offset)
 
 
 class LayerNorm:
@@ -67,8 +69,8 @@ class LayerNorm:
 
 def load_norm(model: ModelSpec, loader: Loader, name: str) -> Norm:
     weight_H = loader.vector(f"{name}.weight")
-    if model.norm == "rms":
-        return RmsNorm(weight_H, model.norm_eps)
+    if model.norm != "layer":
+        return RmsNorm(weight_H, model.norm_eps, model.norm_offset)
     bias_H = loader.vector(f"{name}.bias") if model.has_norm_bias else None
     return LayerNorm(weight_H, bias_H, model.norm_eps)
 
@@ -109,17 +111,26 @@ class Posted(NamedTuple):
 class Layer:
     def __init__(self, model: ModelSpec, i: int, loader: Loader, reduce: Reduce) -> None:
         spec, prefix = model.layers[i], layer_prefix(i)
-        self.input_norm = load_norm(model, loader, f"{prefix}{INPUT_NORM}")
+
+        def norm(name: str, *, exists: bool) -> Norm | None:
+            return load_norm(model, loader, f"{prefix}{name}") if exists else None
+
+        self.input_norm = norm(INPUT_NORM, exists=spec.norms.before_attention)
         self.attention = _attention(model, i, loader, reduce)
-        self.ffn_norm = load_norm(model, loader, f"{prefix}{FFN_NORM}")
         self.is_gated = (
             isinstance(spec.attention, AttentionSpec) and spec.attention.gate is not None
         )
+        self.result_norm = norm(ATTENTION_RESULT_NORM, exists=spec.norms.after_attention)
+        self.ffn_norm = norm(FFN_NORM, exists=spec.norms.before_ffn)
+        self.ffn_result_norm = norm(FFN_RESULT_NORM, exists=spec.norms.after_ffn)
         self.ffn: FeedForward
         if isinstance(spec.ffn, DenseSpec):
             self.ffn = Dense(spec.ffn, loader, f"{prefix}mlp.")
         else:
             self.ffn = MoE(spec.ffn, loader, f"{prefix}mlp.")
+
+    def attention_input(self, hidden_TH: Tensor) -> Tensor:
+        return hidden_TH if self.input_norm is None else self.input_norm(hidden_TH)
 
 
 def _attention(model: ModelSpec, i: int, loader: Loader, reduce: Reduce) -> LayerAttention:
@@ -130,12 +141,13 @@ def _attention(model: ModelSpec, i: int, loader: Loader, reduce: Reduce) -> Laye
         return LatentAttention(spec, loader, prefix, is_interleaved=is_interleaved)
     norm_over_ranks = None
     if spec.qk_norm == "full" and model.num_shards > 1:
-        norm_over_ranks = NormOverRanks(reduce, model.num_shards, model.norm_eps)
+        norm_over_ranks = NormOverRanks(reduce, model.num_shards, model.norm_eps, model.norm_offset)
     return Attention(
         spec,
         loader,
         prefix,
         eps=model.norm_eps,
+        norm_offset=model.norm_offset,
         is_interleaved=is_interleaved,
         norm_over_ranks=norm_over_ranks,
     )
@@ -226,7 +238,7 @@ class Decoder:
         """
         layer = self._layers[i]
         angles = self._rotary[i].angles(positions_T, prompt_tokens_T)
-        return layer.attention.project(layer.input_norm(hidden_TH), angles)
+        return layer.attention.project(layer.attention_input(hidden_TH), angles)
 
     def attend(
         self, i: int, projected: Projected, cache_layer: Tensor, batch: AttentionBatch
@@ -264,22 +276,31 @@ class Decoder:
         return self._layers[i].attention.up_project(result_TX)
 
     def post(self, i: int, hidden_TH: Tensor, attention_TX: Tensor) -> Posted:
-        """Compute output projection, residual, norm and router of layer `i`.
+        """Compute output projection, residual, norms and router of layer `i`.
 
-        Every rank routes by itself, from a sum that is bitwise equal on all ranks.
+        Every rank routes by itself, from a sum that is bitwise equal on all ranks. Without a norm
+        before the feed-forward network, the normed tensor is the hidden state itself.
         """
         layer = self._layers[i]
         # The gate of attention reads the input of attention.
-        normed_TH = layer.input_norm(hidden_TH) if layer.is_gated else hidden_TH
-        delta_TH = self._reduce(layer.attention.output(attention_TX, normed_TH))
+        input_TH = layer.attention_input(hidden_TH) if layer.is_gated else hidden_TH
+        delta_TH = self._reduce(layer.attention.output(attention_TX, input_TH))
+        if layer.result_norm is not None:
+            delta_TH = layer.result_norm(delta_TH)
         if self.spec.residual_multiplier != 1:
             delta_TH *= self.spec.residual_multiplier
-        normed_TH = layer.ffn_norm.after_adding_(hidden_TH, delta_TH)
+        if layer.ffn_norm is None:
+            normed_TH = hidden_TH.add_(delta_TH)
+        else:
+            normed_TH = layer.ffn_norm.after_adding_(hidden_TH, delta_TH)
         return Posted(hidden_TH, normed_TH, layer.ffn.route(normed_TH))
 
     def ffn(self, i: int, hidden_TH: Tensor, normed_TH: Tensor, routing: Routing | None) -> Tensor:
         """Add the experts or the dense FFN of layer `i` to the residual; [T, H]."""
         delta_TH = self._reduce(self.local_ffn(i, normed_TH, routing))
+        result_norm = self._layers[i].ffn_result_norm
+        if result_norm is not None:
+            delta_TH = result_norm(delta_TH)
         return hidden_TH.add_(delta_TH, alpha=self.spec.residual_multiplier)
 
     def local_ffn(self, i: int, normed_TH: Tensor, routing: Routing | None) -> Tensor:

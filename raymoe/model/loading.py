@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from raymoe.codecs import StoredMatrix, Weight, as_tensor, is_in_order
+from raymoe.kernels.cpu_elementwise import weigh_norm
 from raymoe.kernels.cpu_experts import (
     Biases,
     Clamp,
@@ -55,8 +56,8 @@ def keep(tensor: Tensor) -> Tensor:
 class NormOverRanks:
     """RMS norms of queries and keys over the heads of all ranks."""
 
-    def __init__(self, reduce: Reduce, count: int, eps: float) -> None:
-        self._reduce, self._count, self._eps = reduce, count, eps
+    def __init__(self, reduce: Reduce, count: int, eps: float, offset: float | None) -> None:
+        self._reduce, self._count, self._eps, self._offset = reduce, count, eps, offset
 
     def __call__(self, parts: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
         """Norm matrices [T, ...], each by its weight, in place; rounded as `rms_norm` does.
@@ -66,8 +67,8 @@ class NormOverRanks:
         squares_PT = torch.stack([part.float().square().sum(-1) for part in parts])
         for part, weight, sum_T in zip(parts, weights, self._reduce(squares_PT), strict=True):
             mean_T1 = sum_T[:, None] / (self._count * part.shape[-1])
-            normed = (part.float() * torch.rsqrt(mean_T1 + self._eps)).to(part.dtype)
-            part.copy_(weight * normed)
+            normed = part.float() * torch.rsqrt(mean_T1 + self._eps)
+            part.copy_(weigh_norm(normed, weight, self._offset, part.dtype))
 
 
 ALIGNMENT = 64
@@ -266,8 +267,8 @@ class _ArenaPlan:
         total = self._linear([f"{prefix}o_proj"], hidden_size, output)
         if isinstance(attention, LatentAttentionSpec):
             return total + self._latent(prefix, attention)
-        qkv = [f"{prefix}{part}_proj" for part in "qkv"]
-        width = attention.query_width + attention.cache_width
+        qkv = [f"{prefix}{part}_proj" for part in attention.projections]
+        width = sum(attention.projections.values())
         if attention.gate is not None:
             total += self._linear([f"{prefix}g_proj"], attention.gate_width, hidden_size)
         return total + self._linear(qkv, width, hidden_size)

@@ -394,6 +394,7 @@ def parse_layers(
             attention=variants[window],
             ffn=moe if is_sparse and moe is not None else dense,
             rope=rope,
+            norms=fields.family.norms,
             has_norm_bias=fields.family.has_norm_bias,
         )
         for window, is_sparse in zip(windows, sparse, strict=True)

@@ -67,19 +67,25 @@ def expert_parameters(moe: MoeSpec, hidden_size: int) -> int:
 
 def attention_weights(layer: LayerSpec, hidden_size: int) -> NamedShapes:
     """Weights read around attention: norms, projections, router."""
-    yield from _linear(INPUT_NORM, (hidden_size,), has_bias=layer.has_norm_bias)
+    if layer.norms.before_attention:
+        yield from _norm(INPUT_NORM, layer, hidden_size)
     if isinstance(layer.attention, AttentionSpec):
         yield from _grouped(layer.attention, hidden_size)
     else:
         yield from _latent(layer.attention, hidden_size)
-    yield from _linear(FFN_NORM, (hidden_size,), has_bias=layer.has_norm_bias)
+    if layer.norms.after_attention:
+        yield from _norm(ATTENTION_RESULT_NORM, layer, hidden_size)
+    if layer.norms.before_ffn:
+        yield from _norm(FFN_NORM, layer, hidden_size)
     if isinstance(layer.ffn, MoeSpec):
         yield from _router(layer.ffn, hidden_size)
 
 
 def common_weights(layer: LayerSpec, hidden_size: int) -> NamedShapes:
-    """Weights that every token reads after attention: dense network or shared expert."""
+    """Weights that every token reads with the experts: dense network or shared expert, a norm."""
     ffn = layer.ffn
+    if layer.norms.after_ffn:
+        yield from _norm(FFN_RESULT_NORM, layer, hidden_size)
     if isinstance(ffn, DenseSpec):
         yield from _gated("mlp.", ffn.hidden, hidden_size, has_bias=ffn.has_bias)
     elif ffn.shared is not None:
@@ -97,6 +103,10 @@ def expert_weights(moe: MoeSpec, hidden_size: int, expert: int = 0) -> NamedShap
     yield from _gated(prefix, moe.expert_hidden, hidden_size, has_bias=moe.has_bias)
 
 
+def _norm(name: str, layer: LayerSpec, hidden_size: int) -> NamedShapes:
+    yield from _linear(name, (hidden_size,), has_bias=layer.has_norm_bias)
+
+
 def _linear(name: str, shape: Shape, *, has_bias: bool = False) -> NamedShapes:
     yield f"{name}.weight", shape
     if has_bias:
@@ -105,7 +115,7 @@ def _linear(name: str, shape: Shape, *, has_bias: bool = False) -> NamedShapes:
 
 def _grouped(attention: AttentionSpec, hidden_size: int) -> NamedShapes:
     query, key = attention.query_width, attention.key_width
-    for part, width in (("q", query), ("k", key), ("v", attention.value_width)):
+    for part, width in attention.projections.items():
         name = f"self_attn.{part}_proj"
         yield from _linear(name, (width, hidden_size), has_bias=attention.qkv_bias)
     if attention.qk_norm != "none":
@@ -170,21 +180,19 @@ class WeightPart:
 
 def layer_parts(layer: LayerSpec, hidden_size: int) -> tuple[WeightPart, ...]:
     """The parts of a layer in memory order, without empty ones."""
-    groups: dict[str, dict[str, Shape]] = {"attention": {}, "common": {}}
-    weights = layer_weights(layer, hidden_size)
-    ordered = [name for name in (*_FIRST, *_NEXT) if name in weights]
-    ordered += [name for name in weights if name not in set(ordered)]
-    for name in ordered:
-        groups.setdefault(_part_of(name), {})[name] = weights[name]
-    return tuple(WeightPart(name=name, shapes=shapes) for name, shapes in groups.items() if shapes)
-
-
-def _part_of(name: str) -> str:
-    if name.startswith(EXPERTS):
-        return f"expert {name.removeprefix(EXPERTS).split('.')[0]}"
-    is_network = name.startswith("mlp.") and not name.startswith(ROUTER)
-    return "common" if is_network else "attention"
+    attention = dict(attention_weights(layer, hidden_size))
+    first = [name for name in (*_FIRST, *_NEXT) if name in attention]
+    parts = {
+        "attention": {name: attention[name] for name in (*first, *attention)},
+        "common": dict(common_weights(layer, hidden_size)),
+    }
+    if isinstance(layer.ffn, MoeSpec):
+        for expert in range(layer.ffn.num_experts):
+            parts[f"expert {expert}"] = dict(expert_weights(layer.ffn, hidden_size, expert))
+    return tuple(WeightPart(name=name, shapes=shapes) for name, shapes in parts.items() if shapes)
 
 
 EMBEDDING, FINAL_NORM = "model.embed_tokens.weight", "model.norm.weight"
+# Norms of a layer: the inputs of attention and feed-forward network, and their results.
 INPUT_NORM, FFN_NORM = "input_layernorm", "post_attention_layernorm"
+ATTENTION_RESULT_NORM, FFN_RESULT_NORM = "attention_result_norm", "ffn_result_norm"

@@ -9,6 +9,9 @@ from raymoe.specs.rope import RopeSpec
 
 QkNorm = Literal["none", "head", "full"]
 GateActivation = Literal["sigmoid", "softplus"]
+# Kinds of norms. All but "layer" are RMS norms: "rms" rounds the normed value to its type before it
+# is multiplied by the weight, "rms_float32" after it, and "rms_plus_one" multiplies by 1 + weight.
+NormKind = Literal["rms", "rms_float32", "rms_plus_one", "layer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +66,8 @@ class AttentionSpec:
     output_bias: bool = False
     qk_norm: QkNorm = "none"  # RMS norm of queries and keys: none, per head, or full width
     is_norm_after_rope: bool = False  # whether that norm follows the rotation
+    norms_values: bool = False  # whether values have an RMS norm per head, without a weight
+    values_are_keys: bool = False  # whether values are the keys before their norm and rotation
     clip_qkv: float | None = None  # bound on the absolute value of queries, keys and values
     # Whether each head has a learned score that takes part in the softmax but has no value.
     has_sinks: bool = False
@@ -90,6 +95,14 @@ class AttentionSpec:
     @property
     def value_width(self) -> int:
         return self.num_kv_heads * self.value_dim
+
+    @property
+    def projections(self) -> dict[str, int]:
+        """Outputs of the projections of queries, keys and values."""
+        widths = {"q": self.query_width, "k": self.key_width, "v": self.value_width}
+        return {
+            part: width for part, width in widths.items() if part != "v" or not self.values_are_keys
+        }
 
     @property
     def gate_width(self) -> int:
@@ -203,6 +216,8 @@ __all__ = [
     "LatentAttentionSpec",
     "LayerSpec",
     "MoeSpec",
+    "NormKind",
+    "NormLayout",
     "OutputGate",
     "QkNorm",
     "RouterSpec",
@@ -291,10 +306,24 @@ class MoeSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NormLayout:
+    """Whether a layer norms the inputs of attention and feed-forward network, and their results.
+
+    Results are normed before they are added to the hidden state.
+    """
+
+    before_attention: bool = True
+    after_attention: bool = False
+    before_ffn: bool = True
+    after_ffn: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One decoder layer: norm, attention, residual, norm, feed-forward, residual."""
+    """One decoder layer: attention, residual, feed-forward network, residual, and norms."""
 
     attention: AttentionSpec | LatentAttentionSpec
     ffn: DenseSpec | MoeSpec
     rope: RopeSpec | None  # None: attention does not depend on positions
+    norms: NormLayout = NormLayout()
     has_norm_bias: bool = False

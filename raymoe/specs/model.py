@@ -20,7 +20,6 @@ from raymoe.specs.config import (
     parse_latent_attention,
     parse_layers,
 )
-from raymoe.specs.families.rules import NormKind
 from raymoe.specs.files import read_json_object
 from raymoe.specs.layer_weights import (
     Shape,
@@ -40,6 +39,7 @@ from raymoe.specs.layers import (
     LatentAttentionSpec,
     LayerSpec,
     MoeSpec,
+    NormKind,
     RouterSpec,
     SharedSpec,
 )
@@ -66,7 +66,7 @@ class ModelSpec:
 
     Attributes:
         name: Directory or hub name, for messages.
-        norm: Kind of all norms but those of queries, keys and latents, which are RMS norms.
+        norm: Kind of all norms but those of latents; norms of queries and keys are RMS norms.
         dtype: Type of the stored weights; None if the configuration does not name one.
         max_model_len: Longest sequence that the positions support with full attention.
         embedding_multiplier: Factor of the token embeddings.
@@ -115,6 +115,11 @@ class ModelSpec:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def norm_offset(self) -> float | None:
+        """What is added to the weights of RMS norms; None if normed values are rounded first."""
+        return {"rms_float32": 0.0, "rms_plus_one": 1.0}.get(self.norm)
 
     @property
     def has_norm_bias(self) -> bool:

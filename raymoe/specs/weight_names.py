@@ -82,6 +82,12 @@ def _experts(leaf: str, *parts: str) -> tuple[str, ...]:
     return tuple(f"{_EXPERT}{part}_proj.{leaf}" for part in parts)
 
 
+# Where results of attention are normed, their norm has the name that others give the next one.
+RESULT_NORMS = {
+    "attention_result_norm.": "post_attention_layernorm.",
+    "post_attention_layernorm.": "pre_feedforward_layernorm.",
+    "ffn_result_norm.": "post_feedforward_layernorm.",
+}
 _CANONICAL = Naming()
 # Layout of transformers 5 in memory; also written if asked not to convert.
 _IN_ONE = Naming(
@@ -96,6 +102,7 @@ _INDEXED = replace(_SEVERAL_SHARED, unread=(".self_attn.indexer.",))
 
 NAMINGS: Mapping[str, tuple[Naming, ...]] = {
     "mixtral": (_MIXTRAL,),
+    "flex_olmo": (Naming(renamed=RESULT_NORMS),),
     "minimax_m2": (
         Naming(
             renamed={

@@ -11,6 +11,7 @@ from torch import Tensor
 from raymoe import _native
 from raymoe.errors import ConfigError
 from raymoe.kernels.cpu_experts import (
+    SIGMOID_GATES,
     PackedExperts,
     PackedGatedFfn,
     PlainExperts,
@@ -195,16 +196,26 @@ def test_large_gates_saturate_instead_of_overflowing() -> None:
 
 
 @pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("activation", SIGMOID_GATES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gated_ffn_error_is_at_most_twice_that_of_torch(
-    shape: tuple[int, int, int, int, int],
+    shape: tuple[int, int, int, int, int], activation: str
 ) -> None:
     case = shared_case(shape)
     weights = (case.gate[0], case.up[0], case.down[0])
-    got = PackedGatedFfn(*weights, allocate)(case.hidden)
-    plain = PlainGatedFfn(*weights, activation="silu")(case.hidden)
-    wide = [weight.double() for weight in weights]
-    assert_close_as_torch(got, plain, PlainGatedFfn(*wide, activation="silu")(case.hidden.double()))
+    got = PackedGatedFfn(*weights, allocate, activation=activation)(case.hidden)
+    plain = PlainGatedFfn(*weights, activation=activation)(case.hidden)
+    wide = PlainGatedFfn(*(weight.double() for weight in weights), activation=activation)
+    assert_close_as_torch(got, plain, wide(case.hidden.double()))
+
+
+@pytest.mark.usefixtures("isa")
+def test_gelu_of_large_numbers_is_the_number_or_zero() -> None:
+    one = torch.ones(1, 1, dtype=torch.bfloat16)
+    ffn = PackedGatedFfn(one, one, one, allocate, activation="gelu_pytorch_tanh")
+    got = ffn(torch.tensor([[1e10], [300.0], [0.0], [-300.0], [-1e10]]).bfloat16())
+    want = torch.tensor([[1e20], [9e4], [0.0], [0.0], [0.0]]).bfloat16()
+    torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-6)
 
 
 def test_inputs_may_be_strided_and_weights_lists_of_views() -> None:
@@ -224,15 +235,15 @@ def test_inputs_may_be_strided_and_weights_lists_of_views() -> None:
 
 
 @pytest.mark.usefixtures("isa")
-def test_choice_is_packed_for_bfloat16_and_silu_on_the_right_machine_only() -> None:
+def test_choice_is_packed_for_bfloat16_and_known_activations_on_the_right_machine_only() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        for activation in ("silu", "relu"):
+        for activation in (*SIGMOID_GATES, "relu"):
             weights = [torch.ones(2, 3, 4, dtype=dtype)] * 2 + [torch.ones(2, 4, 3, dtype=dtype)]
             experts = make_experts(*weights, activation=activation, allocate=allocate)
             first = [weight[0] for weight in weights]
             ffn = make_gated_ffn(*first, activation=activation, allocate=allocate)
             has_vectors = _native.active_isa() != "scalar"
-            is_packed = has_vectors and (dtype, activation) == (torch.bfloat16, "silu")
+            is_packed = has_vectors and dtype == torch.bfloat16 and activation in SIGMOID_GATES
             assert isinstance(experts, PackedExperts) == is_packed
             assert isinstance(ffn, PackedGatedFfn) == is_packed
             hidden = torch.ones(2, 4, dtype=dtype)

@@ -3,7 +3,10 @@
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
+from transformers.models.olmo3.modeling_olmo3 import Olmo3RMSNorm
 from transformers.models.olmoe.modeling_olmoe import OlmoeRMSNorm
 
 from raymoe import _native
@@ -33,12 +36,18 @@ def assert_equal_but_for_the_order_of_sums(got: Tensor, want: Tensor) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_norm_equals_the_module_of_hugging_face(shape: tuple[int, int], dtype: torch.dtype) -> None:
     hidden = random(*shape, dtype=dtype)
-    for module_type in (MixtralRMSNorm, OlmoeRMSNorm):
+    for module_type, offset in (
+        (MixtralRMSNorm, None),
+        (OlmoeRMSNorm, None),
+        (Olmo3RMSNorm, 0.0),
+        (Gemma4RMSNorm, 0.0),
+        (Gemma3RMSNorm, 1.0),
+    ):
         module = module_type(shape[1], eps=1e-5)
         module.weight.data = random(shape[1], dtype=dtype, seed=1)
         with torch.no_grad():
             want = module(hidden)
-            got = rms_norm(hidden, module.weight, 1e-5)
+            got = rms_norm(hidden, module.weight, 1e-5, offset)
         assert_equal_but_for_the_order_of_sums(got, want)
 
 
@@ -47,10 +56,12 @@ def test_norm_equals_the_module_of_hugging_face(shape: tuple[int, int], dtype: t
 def test_residual_is_added_in_place_and_rounded(shape: tuple[int, int], dtype: torch.dtype) -> None:
     residual, delta = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=1)
     weight = random(shape[1], dtype=dtype, seed=2)
-    want_residual = residual + delta
-    got = add_rms_norm_(residual, delta, weight, 1e-6)
-    assert torch.equal(residual, want_residual)
-    assert_equal_but_for_the_order_of_sums(got, rms_norm_reference(want_residual, weight, 1e-6))
+    for offset in (None, 1.0):
+        want_residual = residual + delta
+        got = add_rms_norm_(residual, delta, weight, 1e-6, offset=offset)
+        assert torch.equal(residual, want_residual)
+        want = rms_norm_reference(want_residual, weight, 1e-6, offset)
+        assert_equal_but_for_the_order_of_sums(got, want)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)

@@ -1,9 +1,12 @@
 """Split, QK norm, clip and rotation against Hugging Face's own functions, on every ISA."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.mixtral.modeling_mixtral import apply_rotary_pos_emb
 from transformers.models.olmoe.modeling_olmoe import OlmoeRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
@@ -76,10 +79,10 @@ def test_rotation_is_bit_equal_to_hugging_face(
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
-@pytest.mark.parametrize("clip", [None, 0.75])
+@pytest.mark.parametrize("clip", [math.inf, 0.75])
 @pytest.mark.parametrize("full", [False, True], ids=["head", "full"])
 def test_norm_then_clip_then_rotation_as_in_olmoe_and_qwen3(
-    full: bool, clip: float | None, dtype: torch.dtype
+    full: bool, clip: float, dtype: torch.dtype
 ) -> None:
     heads, kv_heads, dim = 4, 2, 48
     qkv = random(19, (heads + 2 * kv_heads) * dim, dtype=dtype)
@@ -99,8 +102,7 @@ def test_norm_then_clip_then_rotation_as_in_olmoe_and_qwen3(
             **sizes,
             q_norm=q_norm.weight,
             k_norm=k_norm.weight,
-            eps=1e-5,
-            clip=clip,
+            steps=Steps(eps=1e-5, clip=clip),
         )
         parts = qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=1)
         if full:
@@ -111,7 +113,7 @@ def test_norm_then_clip_then_rotation_as_in_olmoe_and_qwen3(
                 for norm, part in zip((q_norm, k_norm), parts, strict=False)
             )
         value = parts[2].clone()
-        if clip is not None:  # OlmoeAttention: after the norms, before the rotation
+        if clip < math.inf:  # OlmoeAttention: after the norms, before the rotation
             for x in (query, key, value):
                 x.clamp_(min=-clip, max=clip)
         query, key, value = (x.unflatten(1, (-1, dim)) for x in (query, key, value))
@@ -128,7 +130,7 @@ def test_interleaved_pairs_come_out_parted_as_in_deepseek(
     qkv = random(9, 4 * dim, dtype=dtype)
     cos, sin = tables(half)
     sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": dim}
-    got = qkv_rope(qkv, positions(9), cos, sin, **sizes, is_interleaved=True)
+    got = qkv_rope(qkv, positions(9), cos, sin, **sizes, steps=Steps(is_interleaved=True))
     query, key, value = (x.unflatten(1, (-1, dim)) for x in qkv.split([2 * dim, dim, dim], dim=1))
     full = (t[positions(9).long()].repeat(1, 2).to(dtype)[None] for t in (cos, sin))
     rotary = apply_rotary_pos_emb_interleave(
@@ -143,8 +145,8 @@ def test_interleaved_pairs_come_out_parted_as_in_deepseek(
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
-@pytest.mark.parametrize("clip", [None, 0.75])
-def test_a_norm_after_the_rotation_as_in_hunyuan(clip: float | None, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("clip", [math.inf, 0.75])
+def test_a_norm_after_the_rotation_as_in_hunyuan(clip: float, dtype: torch.dtype) -> None:
     heads, kv_heads, dim = 4, 2, 48
     qkv = random(19, (heads + 2 * kv_heads) * dim, dtype=dtype)
     cos, sin = tables(dim // 2)
@@ -153,7 +155,7 @@ def test_a_norm_after_the_rotation_as_in_hunyuan(clip: float | None, dtype: torc
     for seed, norm in enumerate(norms):
         norm.weight.data = random(dim, dtype=dtype, seed=seed + 1)
     with torch.no_grad():
-        rotated = qkv_rope(qkv, positions(19), cos, sin, **sizes, clip=clip)
+        rotated = qkv_rope(qkv, positions(19), cos, sin, **sizes, steps=Steps(clip=clip))
         got = qkv_rope(
             qkv,
             positions(19),
@@ -162,12 +164,42 @@ def test_a_norm_after_the_rotation_as_in_hunyuan(clip: float | None, dtype: torc
             **sizes,
             q_norm=norms[0].weight,
             k_norm=norms[1].weight,
-            eps=1e-5,
-            clip=clip,
-            is_norm_after_rope=True,
+            steps=Steps(eps=1e-5, clip=clip, is_norm_after_rope=True),
         )
         query, key = (norm(x) for norm, x in zip(norms, rotated, strict=False))
     assert_same(got, Projected(query, key, rotated.value_TGV), exact=False)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("values_are_keys", [False, True])
+def test_values_are_normed_as_in_gemma4(values_are_keys: bool, dtype: torch.dtype) -> None:
+    heads, kv_heads, dim = 4, 2, 40
+    widths = [heads * dim, *[kv_heads * dim] * (1 if values_are_keys else 2)]
+    qkv = random(11, sum(widths), dtype=dtype)
+    cos, sin = tables(dim // 2)
+    norms = [Gemma4RMSNorm(dim, eps=1e-5, with_scale=part != 2) for part in range(3)]
+    for seed, norm in enumerate(norms[:2]):
+        norm.weight.data = random(dim, dtype=dtype, seed=seed + 1)
+    with torch.no_grad():
+        got = qkv_rope(
+            qkv,
+            positions(11),
+            cos,
+            sin,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=dim,
+            q_norm=norms[0].weight,
+            k_norm=norms[1].weight,
+            steps=Steps(
+                eps=1e-5, norms_values=True, values_are_keys=values_are_keys, norm_offset=0.0
+            ),
+        )
+        parts = [part.unflatten(1, (-1, dim)) for part in qkv.split(widths, dim=1)]
+        query, key = norms[0](parts[0]), norms[1](parts[1])
+        angles = (t[positions(11).long()].repeat(1, 2).to(dtype) for t in (cos, sin))
+        want = Projected(*apply_rotary_pos_emb(query, key, *angles), norms[2](parts[-1]))
+    assert_same(got, want, exact=False)
 
 
 def test_a_norm_over_all_heads_after_the_rotation_is_refused() -> None:
@@ -175,23 +207,28 @@ def test_a_norm_over_all_heads_after_the_rotation_is_refused() -> None:
     sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 6}
     with pytest.raises(ValueError, match="must be one per head"):
         qkv_rope(
-            qkv, positions(1), *tables(3), **sizes, q_norm=weight[:12], is_norm_after_rope=True
+            qkv,
+            positions(1),
+            *tables(3),
+            **sizes,
+            q_norm=weight[:12],
+            steps=Steps(is_norm_after_rope=True),
         )
 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])
 @pytest.mark.parametrize("is_norm_after_rope", [False, True])
+@pytest.mark.parametrize("is_gemma", [False, True])
 def test_the_reference_agrees_with_the_kernel(
-    is_norm_after_rope: bool, is_interleaved: bool
+    is_gemma: bool, is_norm_after_rope: bool, is_interleaved: bool
 ) -> None:
     qkv = random(11, 6 * 32 + 2 * 24, dtype=torch.bfloat16)
     cos, sin = tables(8)
     weight = random(32, dtype=torch.bfloat16, seed=1)
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "value_dim": 24}
-    steps = Steps(1e-6, 1.5, is_norm_after_rope, is_interleaved)
-    got = qkv_rope(
-        qkv, positions(11), cos, sin, **sizes, q_norm=weight, k_norm=None, **steps._asdict()
-    )
+    offset = 1.0 if is_gemma else None
+    steps = Steps(1e-6, 1.5, is_norm_after_rope, is_interleaved, is_gemma, False, offset)
+    got = qkv_rope(qkv, positions(11), cos, sin, **sizes, q_norm=weight, k_norm=None, steps=steps)
     want = qkv_rope_reference(
         qkv,
         positions(11),

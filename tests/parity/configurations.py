@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.parity.latent_families import LATENT_FAMILIES
+from tests.parity.norm_families import NORM_FAMILIES
 from tests.parity.odd_families import ODD_FAMILIES
 from tests.parity.sigmoid_families import SIGMOID_FAMILIES
 from tests.parity.softmax_families import SOFTMAX_FAMILIES
@@ -35,6 +36,7 @@ FAMILY_CONFIGS = {
     "glm4_moe_lite": "Glm4MoeLiteConfig",
     "deepseek_v32": "DeepseekV32Config",
     "glm_moe_dsa": "GlmMoeDsaConfig",
+    "flex_olmo": "FlexOlmoConfig",
 }
 
 
@@ -53,7 +55,13 @@ class Configuration:
     seed: int = 0
 
 
-_FAMILIES = {**SOFTMAX_FAMILIES, **SIGMOID_FAMILIES, **ODD_FAMILIES, **LATENT_FAMILIES}
+_FAMILIES = {
+    **SOFTMAX_FAMILIES,
+    **SIGMOID_FAMILIES,
+    **ODD_FAMILIES,
+    **LATENT_FAMILIES,
+    **NORM_FAMILIES,
+}
 CONFIGURATIONS = [
     Configuration(
         name=f"{family}: {variant}",

@@ -10,6 +10,13 @@
 
 namespace raymoe {
 
+/// How a norm applies its weight: to the normed value rounded to the storage type (Llama), or, as
+/// offset + weight, to the normed float32 value, which is rounded once (OLMo-3, Gemma).
+struct NormWeighting {
+  bool rounds_once = false;
+  float offset = 0.0f;
+};
+
 /// Rows of `size` elements; strides in elements. out may not overlap the others.
 /// Sums are float32, in an order that depends only on `size` and the instruction set.
 struct RmsNorm {
@@ -19,16 +26,17 @@ struct RmsNorm {
   void* out;          // [T, size], contiguous
   int64_t hidden_stride, delta_stride, size;
   float eps;
+  NormWeighting weighting;
 };
 
 /// Checks, splits the rows over the worker pool. `delta` and `weight` may be null.
 void rms_norm(const TensorView& hidden, const TensorView* delta, const TensorView* weight,
-              float eps, const TensorView& out);
+              float eps, NormWeighting weighting, const TensorView& out);
 
 constexpr int64_t kMaxHeadDim = 512;
 
-/// Per token: split, RMS norm of queries and keys (if weights), clip (if finite), rotation of the
-/// first 2 * half_dims dimensions of every query and key head. A pair is half_dims apart; where
+/// Per token: split, RMS norm of queries and keys (if weights) and of values (if norms_values,
+/// without weight), clip (if finite), rotation of the first 2 * half_dims dimensions of every query and key head. A pair is half_dims apart; where
 /// interleaved, neighbours are a pair, and the first of all pairs come out before the second of
 /// all. Every result is rounded to the storage type, cosines and sines too, where Hugging Face
 /// rounds.
@@ -45,7 +53,10 @@ struct QkvRope {
   bool norm_spans_heads;     // one norm over all heads of a token (OLMoE), not one per head
   bool norm_follows;         // the norm, one per head, comes after the rotation (Hunyuan)
   bool interleaved;
+  bool norms_values;         // one norm per head
+  bool values_are_keys;      // qkv is [T, (H + G) * D]: values are the keys before norm and rotation
   float eps, clip;           // clip is infinity for none
+  NormWeighting weighting;
 };
 
 struct QkvRopeViews {
@@ -56,7 +67,8 @@ struct QkvRopeViews {
 
 struct QkvRopeOptions {
   float eps, clip;
-  bool norm_follows, interleaved;
+  bool norm_follows, interleaved, norms_values, values_are_keys;
+  NormWeighting weighting;
 };
 
 /// Checks (positions against the tables too), splits the tokens over the worker pool.

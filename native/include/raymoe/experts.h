@@ -25,10 +25,13 @@ struct ExpertWeights {
   const float* down_bias = nullptr;
 };
 
-/// How gate and up are multiplied: (clamp(up, -limit, limit) + offset) * g * sigmoid(gain * g) with
-/// g = min(gate, limit). Without limits this is silu(gate) * up.
+/// How gate and up are multiplied: (clamp(up, -limit, limit) + offset) * g * sigmoid(gain * g * (1 +
+/// cubic * g^2)) with g = min(gate, limit). Without limits this is silu(gate) * up, or, with gain =
+/// 2 sqrt(2 / pi) and cubic = 0.044715, the tanh form of gelu(gate) * up, because (1 + tanh(x)) / 2
+/// is sigmoid(2 x).
 struct Gating {
   float gain = 1.0f;
+  float cubic = 0.0f;
   float limit = __builtin_inff();
   float offset = 0.0f;
 };

@@ -11,7 +11,12 @@ from raymoe.specs.families.rules import (
     RouterRule,
     SharedRule,
 )
+from raymoe.specs.layers import NormLayout
 from raymoe.specs.rope import RopeRule
+
+RESULTS_ONLY = NormLayout(
+    before_attention=False, after_attention=True, before_ffn=False, after_ffn=True
+)
 
 DENSE_FAMILIES: Mapping[str, Family] = {
     "llama": Family(
@@ -78,6 +83,19 @@ MOE_FAMILIES: Mapping[str, Family] = {
         clip="clip_qkv",
         qk_norm="full",
         needs_full_width=True,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        moe=MoeRule(
+            num_experts="num_experts",
+            expert_hidden="intermediate_size",
+            router=_OPTIONAL_RENORMALIZE,
+        ),
+    ),
+    "flex_olmo": Family(
+        architecture="FlexOlmoForCausalLM",
+        norm="rms_float32",
+        norms=RESULTS_ONLY,
+        qk_norm="full",
         qkv_bias="attention_bias",
         output_bias="attention_bias",
         moe=MoeRule(

@@ -9,10 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, get_args
 
-from raymoe.specs.layers import GroupScore, QkNorm, Scoring
+from raymoe.specs.layers import GroupScore, NormKind, NormLayout, QkNorm, Scoring
 from raymoe.specs.rope import RopeRule
 
-NormKind = Literal["rms", "layer"]
 WindowedLayers = Literal["none", "all", "even", "even_below_max", "from_max"]
 SparseLayers = Literal["all", "stepped", "after_leading", "listed", "ranged"]
 
@@ -136,7 +135,9 @@ class Family:
     fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     rope: RopeRule = field(default_factory=RopeRule)
     rope_fields: tuple[FieldName, ...] = ()  # fields of the rope, in addition to `ROPE_FIELDS`
-    norm: NormKind = "rms"  # kind of the norms around attention and feed-forward network
+    norm: NormKind = "rms"  # kind of all norms but those of latents
+    # Where layers have norms of the hidden state.
+    norms: NormLayout = field(default_factory=NormLayout)
     norm_eps: float | FieldName = "rms_norm_eps"
     has_norm_bias: bool = False  # whether these norms have biases
     is_latent: bool = False  # whether attention is latent (MLA)

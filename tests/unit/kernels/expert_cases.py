@@ -34,6 +34,7 @@ class ExpertCase:
     stored: WeightFormat | None = None
     scale_dtype: torch.dtype = torch.float16
     has_bias: bool = False
+    activation: str = "silu"
     clamp: Clamp | None = None
     routes: Sequence[Sequence[int]] | None = None
     seed: int = 0
@@ -60,7 +61,10 @@ class ExpertCase:
     def plain(self) -> PlainExperts:
         """The reference in the type of the case."""
         return PlainExperts(
-            *self.matrices[:3], activation="silu", biases=self.matrices.biases, clamp=self.clamp
+            *self.matrices[:3],
+            activation=self.activation,
+            biases=self.matrices.biases,
+            clamp=self.clamp,
         )
 
     def exact(self) -> Tensor:
@@ -81,7 +85,10 @@ class ExpertCase:
         if self.matrices.biases is not None:
             biases = tuple(bias.double().cpu() for bias in self.matrices.biases[expert])
         product_F = gated_product(
-            gate_FH @ hidden_H + biases[0], up_FH @ hidden_H + biases[1], "silu", self.clamp
+            gate_FH @ hidden_H + biases[0],
+            up_FH @ hidden_H + biases[1],
+            self.activation,
+            self.clamp,
         )
         return down_HF @ product_F + biases[2]
 

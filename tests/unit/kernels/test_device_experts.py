@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from raymoe.kernels.cpu_experts import SIGMOID_GATES
 from raymoe.kernels.gpu_experts_layout import Compute, TileTable
 from raymoe.specs.weight_format import (
     Awq,
@@ -51,7 +52,12 @@ def compute_of(case: ExpertCase) -> Compute:
 def run(case: ExpertCase, rows: slice | None = None, compute: Compute | None = None) -> Tensor:
     from raymoe.kernels.gpu_experts import GroupedExperts  # noqa: PLC0415 - needs Triton
 
-    experts = GroupedExperts(case.matrices, compute=compute or compute_of(case), clamp=case.clamp)
+    experts = GroupedExperts(
+        case.matrices,
+        compute=compute or compute_of(case),
+        activation=case.activation,
+        clamp=case.clamp,
+    )
     return experts(*(each[rows or slice(None)] for each in case.inputs))
 
 
@@ -119,8 +125,9 @@ def test_biases_and_the_clamp(stored: WeightFormat | None, device: str) -> None:
 
 
 @device
-def test_biases_with_silu(device: str) -> None:
-    check(ExpertCase(has_bias=True, device=device))
+@pytest.mark.parametrize("activation", SIGMOID_GATES)
+def test_biases_with_every_activation_of_the_kernels(activation: str, device: str) -> None:
+    check(ExpertCase(has_bias=True, activation=activation, dtype=FP32, device=device))
 
 
 @device

@@ -33,6 +33,7 @@ def test_experts_in_host_memory_are_computed_by_torch() -> None:
         ("silu", None, torch.float16, (7, 5), True, True),
         ("silu", None, torch.bfloat16, (8, 9), True, True),
         ("gelu", CLAMP, torch.bfloat16, (9, 0), True, True),
+        ("gelu_pytorch_tanh", None, torch.bfloat16, (9, 0), True, True),
         ("gelu", None, torch.bfloat16, (9, 0), True, False),
         ("silu", None, torch.float64, (9, 0), True, False),
         ("silu", None, torch.float16, (7, 0), True, False),
