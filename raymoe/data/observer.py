@@ -425,6 +425,7 @@ class ActorProbe:
     Attributes:
         actor: A unique name, valid as a file name.
         state: State of `ActorStatus`; the operator sets it.
+        told_rows: Rows of the last status that was written.
     """
 
     def __init__(self, model: str, rows: RowCounter, task: str = GENERATE) -> None:
@@ -433,6 +434,7 @@ class ActorProbe:
         node = re.sub(r"[^\w.-]", "_", self._node, flags=re.ASCII)[:100]
         self.actor = f"{node}-{self._pid}-{uuid.uuid4().hex[:6]}"
         self.state, self.reason = LOADING, ""
+        self.told_rows = 0
         self._started_s = time.time()
         self._engine: Engine | None = None
         self._stats: EngineStats | None = None
@@ -442,6 +444,13 @@ class ActorProbe:
     def attach(self, engine: "Engine") -> None:
         self._engine = engine
         self.state = RUNNING
+
+    @property
+    def has_finished_rows(self) -> bool:
+        """Whether all rows are done and some of them not told; Ray may end an idle actor."""
+        stats = self._stats
+        is_idle = stats is not None and not stats.num_queued_rows + stats.num_live_sequences
+        return is_idle and self._rows.counts().num_rows != self.told_rows
 
     def sample(self) -> None:
         engine, rows = self._engine, self._rows.counts()
@@ -567,7 +576,8 @@ class Observer:
             return
         try:
             self._probe.sample()
-            self._tell(time.monotonic(), is_last=self._probe.state in {ENDED, FAILED})
+            is_last = self._probe.state in {ENDED, FAILED} or self._probe.has_finished_rows
+            self._tell(time.monotonic(), is_last=is_last)
         except Exception:  # rows matter more than their statistics
             logger.exception("the status of this actor is not told from here on")
             self._is_broken = True
@@ -576,7 +586,7 @@ class Observer:
         if not is_last and now_s - self._written_s < WRITE_EVERY_S:
             return
         status = self._probe.status()
-        self._written_s = now_s
+        self._written_s, self._probe.told_rows = now_s, status.rows.num_rows
         if self._metrics is not None:
             self._metrics.publish(status)
         self._write(ACTOR_PREFIX, status)

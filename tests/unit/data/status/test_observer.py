@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 
 import pyarrow as pa
 import pytest
@@ -74,6 +75,17 @@ def test_the_last_status_has_all_rows_and_what_the_engine_did(make, tmp_path):
     assert status.engine.num_generated_tokens == 12
     assert status.engine.num_live_sequences == 0
     assert status.history[-1][1:4] == (4.0, float(status.engine.num_prompt_tokens), 12.0)
+
+
+def test_rows_of_an_idle_actor_are_told_before_it_ends(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(observers, "WRITE_EVERY_S", 3600.0)
+    operator = make()
+    operator(TABLE)
+    deadline_s = time.monotonic() + 60
+    while only_actor(tmp_path).rows.num_rows < 4:
+        assert time.monotonic() < deadline_s
+    assert only_actor(tmp_path).state == "running"
+    assert only_actor(tmp_path).engine.num_finished_rows == 3
 
 
 def test_while_a_model_loads_and_while_it_runs_the_status_says_so(make, tmp_path):
