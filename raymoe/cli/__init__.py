@@ -16,7 +16,7 @@ import typer
 from raymoe._version import __version__
 from raymoe.errors import ConfigError, RaymoeError
 from raymoe.safe_text import harmless
-from raymoe.specs.files import is_hub_name, read_json_object
+from raymoe.specs.files import is_hub_name, read_config
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
 from raymoe.units import parse_bytes
@@ -130,7 +130,7 @@ def model_by_name(text: str) -> ModelSpec:
         from raymoe.memory.checkpoint import fetch_config  # noqa: PLC0415
 
         config = fetch_config(text)
-        return ModelSpec.from_config(read_json_object(config.parent, config.name), name=text)
+        return ModelSpec.from_config(read_config(config.parent), name=text)
     raise ConfigError(
         f"--model {text}: there is no such directory; by name there are {', '.join(MODEL_PRESETS)}"
     )

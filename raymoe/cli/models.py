@@ -16,15 +16,13 @@ from raymoe.memory.checkpoint import fetch_config
 from raymoe.memory.weights import WeightStore
 from raymoe.specs.families import FAMILIES
 from raymoe.specs.families.rules import Family
-from raymoe.specs.files import is_hub_name, read_json_object
+from raymoe.specs.files import CONFIG_FILE, is_hub_name, read_config
 from raymoe.specs.hardware import HARDWARE_INSTANCES, HARDWARE_PRESETS
 from raymoe.specs.layers import AttentionSpec, DenseSpec, LatentAttentionSpec, MoeSpec, RouterSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
 from raymoe.specs.quantization import METHODS
 from raymoe.units import format_bytes
-
-CONFIG_FILE = "config.json"
 
 Source = Annotated[
     str | None,
@@ -98,7 +96,7 @@ def _find(text: str) -> ModelSpec:
         return ModelSpec.from_directory(path.absolute().parent)
     if path.name != text and is_hub_name(text):
         config = fetch_config(text)
-        return ModelSpec.from_config(read_json_object(config.parent, config.name), name=text)
+        return ModelSpec.from_config(read_config(config.parent), name=text)
     return model_by_name(text)
 
 
@@ -137,7 +135,7 @@ def families_table() -> Table:
 
 def formats_table() -> Table:
     """Every way of storing weights that is known."""
-    table = Table(title="weight formats")
+    table = Table(title="weight formats", caption="with every family, on CPU and GPU")
     table.add_column("quant_method")
     table.add_column("weights")
     table.add_row("none", "bfloat16, float16, float32")

@@ -54,7 +54,7 @@ from raymoe.errors import ExecutionError, RaymoeError
 from raymoe.memory.checkpoint import check_hub_is_known, fetch_config, find_model
 from raymoe.memory.weights import WeightStore
 from raymoe.safe_text import harmless
-from raymoe.specs.files import read_json_object
+from raymoe.specs.files import read_config
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
 from raymoe.status_view import JobView, node_rates
@@ -330,8 +330,7 @@ def check_model(job: Job) -> None:
     if directory is None:
         if not has_cluster():  # else its nodes may have what is not here
             check_hub_is_known(job.model)
-            path = fetch_config(job.model)
-            config = read_json_object(path.parent, path.name)
+            config = read_config(fetch_config(job.model).parent)
             spec = with_head(ModelSpec.from_config(config, name=job.model), job.engine_config)
             check_head(task, spec.head)
         return

@@ -34,7 +34,14 @@ from raymoe.memory.checkpoint import INDEX_FILE, SINGLE_FILE, resolve_model
 from raymoe.memory.shared_file import SharedFile
 from raymoe.plan.device_step import StreamedSteps
 from raymoe.plan.policy import DevicePolicy, Policy
-from raymoe.specs.files import open_regular, parse_json_object, read_json_object, resolve_inside
+from raymoe.specs.files import (
+    CONFIG_FILE,
+    QUANTIZATION_FILE,
+    open_regular,
+    parse_json_object,
+    read_json_object,
+    resolve_inside,
+)
 from raymoe.specs.model import ModelSpec
 from raymoe.units import GIB, MIB
 
@@ -157,7 +164,7 @@ def _locked(caches: Sequence[Path]) -> Iterator[Path | None]:
 
 SMALL_BYTES = GIB  # weight files of this size are hashed at once, in a second or so
 
-_CONFIGS = ("config.json", "generation_config.json")
+_CONFIGS = (CONFIG_FILE, "generation_config.json", QUANTIZATION_FILE)
 _TOKENIZER_FILES = (
     *TOKENIZER_FILES,
     "merges.txt",
@@ -177,7 +184,7 @@ class ModelIdentity:
         name: The directory, or the name on the hub.
         revision: Commit of a snapshot in the hub's cache; None for other directories.
         dtype: Of the checkpoint, "auto" if its config names none.
-        config: Digest of config.json and generation_config.json.
+        config: Digest of config.json and the files that add to it.
         files: `files_key` when it was made.
         pending_weights: Digest of the weight files, names and contents; see `weights`.
     """

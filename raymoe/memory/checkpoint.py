@@ -4,6 +4,7 @@ The format (safetensors 0.8): 8 bytes little-endian header length, a JSON header
 dtype, shape, data_offsets, then the data, without holes or overlaps.
 """
 
+import contextlib
 import itertools
 import logging
 import math
@@ -20,12 +21,14 @@ from urllib.request import getproxies
 
 import huggingface_hub
 import torch
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from torch import Tensor
 
 from raymoe.codecs import TORCH_DTYPES
 from raymoe.errors import CheckpointError
 from raymoe.specs.files import (
+    CONFIG_FILE,
+    QUANTIZATION_FILE,
     local_model,
     open_regular,
     parse_json_object,
@@ -358,9 +361,16 @@ def check_hub_is_known(name: str) -> None:
 
 
 def fetch_config(name: str, *, revision: str | None = None) -> Path:
-    """Return the `config.json` of a hub name; download it to the hub cache if it is missing."""
+    """Return the `config.json` of a hub name; download it to the hub cache if it is missing.
+
+    So is the file next to it that may name the quantisation (`read_config`).
+    """
     try:
-        return Path(huggingface_hub.hf_hub_download(name, "config.json", revision=revision))
+        path = Path(huggingface_hub.hf_hub_download(name, CONFIG_FILE, revision=revision))
+        if "quantization_config" not in read_json_object(path.parent, path.name):
+            with contextlib.suppress(EntryNotFoundError):  # most models have none
+                huggingface_hub.hf_hub_download(name, QUANTIZATION_FILE, revision=revision)
+        return path
     except (OSError, ValueError) as error:
         raise _unreachable(name, error) from error
 

@@ -15,6 +15,7 @@ from raymoe.errors import CheckpointError, ConfigError, UnknownOptionError
 from raymoe.safe_text import nesting_problem
 from raymoe.units import MIB, format_bytes
 
+CONFIG_FILE, QUANTIZATION_FILE = "config.json", "hf_quant_config.json"
 MAX_JSON_BYTES = 128 * MIB
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -128,6 +129,19 @@ def read_json_object(
     if len(content) > max_bytes:
         raise CheckpointError(f"{path}: larger than {format_bytes(max_bytes)}, refused")
     return parse_json_object(content, where=str(path))
+
+
+def read_config(directory: Path) -> dict[str, object]:
+    """The `config.json` of a model directory.
+
+    Checkpoints of modelopt before 0.35 name their quantisation in a file of its own, which is read
+    where `config.json` names none. Raises as `read_json_object`.
+    """
+    config = read_json_object(directory, CONFIG_FILE)
+    if config.get("quantization_config") is None and (directory / QUANTIZATION_FILE).exists():
+        found = read_json_object(directory, QUANTIZATION_FILE)
+        config["quantization_config"] = {**found, "quant_method": "modelopt"}
+    return config
 
 
 def parse_json_object(content: bytes, *, where: str) -> dict[str, object]:

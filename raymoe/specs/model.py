@@ -20,7 +20,7 @@ from raymoe.specs.config import (
     parse_latent_attention,
     parse_layers,
 )
-from raymoe.specs.files import read_json_object
+from raymoe.specs.files import read_config
 from raymoe.specs.layer_weights import (
     Shape,
     attention_weights,
@@ -257,14 +257,14 @@ class ModelSpec:
 
     @classmethod
     def from_directory(cls, path: Path | str) -> Self:
-        """Build from the `config.json` of a model directory.
+        """Build from the configuration of a model directory (`read_config`).
 
         Raises:
             CheckpointError: The file is missing, unsafe or not a JSON object.
             UnsupportedModelError: As for `from_config`.
         """
         directory = Path(path)
-        return cls.from_config(read_json_object(directory, "config.json"), name=_name(directory))
+        return cls.from_config(read_config(directory), name=_name(directory))
 
 
 def _name(directory: Path) -> str:

@@ -81,7 +81,7 @@ def test_a_configuration_alone_is_enough(
         lambda name, file, **_: asked.append((name, file)) or str(config),
     )
     assert run(["models", "org/name"]) == 0
-    assert asked == [("org/name", "config.json")]
+    assert asked == [("org/name", "config.json"), ("org/name", "hf_quant_config.json")]
     assert words(capsys.readouterr().out).startswith("org/name")
 
 
