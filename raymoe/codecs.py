@@ -16,11 +16,15 @@ from raymoe.specs.weight_format import (
     FP8_COLUMNS,
     FP8_ROWS,
     MXFP4_COLUMNS,
+    MXFP8_COLUMNS,
+    NVFP4_COLUMNS,
     Awq,
     Fp8Block,
     Fp8Channel,
     Gptq,
     Mxfp4,
+    Mxfp8,
+    Nvfp4,
     PackedInt4,
     Piece,
     WeightFormat,
@@ -36,16 +40,23 @@ _FLOAT32_EXPONENT_BIT = 23
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Codes:
-    """A matrix [O, I] whose elements are (number of the code - zero) * scale."""
+    """A matrix [O, I] whose elements are (number of the code - zero) * scale.
+
+    E4M3 scales are multiplied by `tensor_scale`, or divided by it if `is_divided`, and rounded to
+    float32.
+    """
 
     kind: CodeKind  # the number format of codes
     codes_OI: Tensor  # uint8, one per element, with any strides
-    scales_BG: Tensor  # float16, bfloat16 or float32; or uint8, exponents of two plus 127 (E8M0)
+    # float16, bfloat16, float32 or E4M3; or uint8, exponents of two plus 127 (E8M0).
+    scales_BG: Tensor
     group_size: int  # inputs that share a scale
     block_rows: int = 1  # outputs that share a scale
     zeros_OG: Tensor | None = None  # uint8, for int4 only; None: 8
     # int32, the group of each input; None: neighbours, `group_size` each.
     order_I: Tensor | None = None
+    tensor_scale: Tensor | None = None  # float32, one element
+    is_divided: bool = False
 
 
 def decode(codes: Codes, dtype: torch.dtype) -> Tensor:
@@ -57,6 +68,9 @@ def decode(codes: Codes, dtype: torch.dtype) -> Tensor:
         zeros_OG = codes.zeros_OG
         groups_OGS -= INT4_ZERO if zeros_OG is None else _by_input(zeros_OG, codes)
     scales_BG = float_scales(codes.scales_BG)
+    if codes.tensor_scale is not None:
+        scale = codes.tensor_scale.reshape(())
+        scales_BG = scales_BG / scale if codes.is_divided else scales_BG * scale
     if codes.block_rows > 1:
         scales_BG = scales_BG.repeat_interleave(codes.block_rows, 0)[: len(numbers_OI)]
     groups_OGS *= _by_input(scales_BG, codes)
@@ -221,7 +235,7 @@ def as_tensor(weight: Weight, dtype: torch.dtype) -> Tensor:
     return decoded_OI
 
 
-E8M0_NAN = 255
+E8M0_NAN, E4M3_NAN = 255, 127
 
 
 def check_values(matrix: StoredMatrix, describe: Callable[[str], str]) -> None:
@@ -232,8 +246,11 @@ def check_values(matrix: StoredMatrix, describe: Callable[[str], str]) -> None:
     """
     pieces = matrix.pieces
     scales = pieces["scales"]
-    is_bad = scales == E8M0_NAN if scales.dtype == torch.uint8 else ~scales.isfinite()
-    _refuse_any(is_bad, scales, describe("scales"), "scales that are not finite")
+    _refuse_any(~_is_finite(scales), scales, describe("scales"), "scales that are not finite")
+    if "tensor_scale" in pieces:
+        scale = pieces["tensor_scale"].reshape(1)
+        is_bad = ~scale.isfinite() | (scale <= 0)
+        _refuse_any(is_bad, scale, describe("tensor_scale"), "scales that are not positive")
     if "order" in pieces:
         num_groups, order = _num_groups(matrix), pieces["order"]
         is_bad = (order < 0) | (order >= num_groups)
@@ -243,6 +260,14 @@ def check_values(matrix: StoredMatrix, describe: Callable[[str], str]) -> None:
             f"{describe('shape')} is {pieces['shape'].tolist()}, config.json says "
             f"{list(matrix.shape)}"
         )
+
+
+def _is_finite(scales: Tensor) -> Tensor:
+    if scales.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        return scales.view(torch.uint8) != E8M0_NAN
+    if scales.dtype == torch.float8_e4m3fn:
+        return (scales.view(torch.uint8) & E4M3_NAN) != E4M3_NAN
+    return scales.isfinite()
 
 
 def is_in_order(matrix: StoredMatrix) -> bool:
@@ -351,6 +376,27 @@ def unpack_mxfp4(matrix: StoredMatrix) -> Codes:
     )
 
 
+def unpack_mxfp8(matrix: StoredMatrix) -> Codes:
+    return Codes(
+        kind="e4m3",
+        codes_OI=matrix.pieces["codes"].view(torch.uint8),
+        scales_BG=matrix.pieces["scales"].view(torch.uint8),
+        group_size=MXFP8_COLUMNS,
+    )
+
+
+def unpack_nvfp4(matrix: StoredMatrix) -> Codes:
+    assert isinstance(matrix.format, Nvfp4)
+    return Codes(
+        kind="e2m1",
+        codes_OI=nibbles(matrix.pieces["codes"]),
+        scales_BG=matrix.pieces["scales"],
+        group_size=NVFP4_COLUMNS,
+        tensor_scale=matrix.pieces["tensor_scale"],
+        is_divided=matrix.format.is_divided,
+    )
+
+
 def unpack_packed_int4(matrix: StoredMatrix) -> Codes:
     outputs, inputs = matrix.shape
     pieces = matrix.pieces
@@ -376,4 +422,6 @@ CODECS: Mapping[type[WeightFormat], Callable[[StoredMatrix], Codes]] = {
     Gptq: unpack_gptq,
     Awq: unpack_awq,
     Mxfp4: unpack_mxfp4,
+    Mxfp8: unpack_mxfp8,
+    Nvfp4: unpack_nvfp4,
 }

@@ -21,6 +21,8 @@ from raymoe.specs.weight_format import (
     Fp8Channel,
     Gptq,
     Mxfp4,
+    Mxfp8,
+    Nvfp4,
     PackedInt4,
     WeightFormat,
 )
@@ -39,7 +41,9 @@ class QuantisedCase:
     """A random model and how it is stored.
 
     Attributes:
+        config: The `quantization_config`; or, with "quantization" in it, `hf_quant_config.json`.
         excluded: Parts of the names of projections that are not quantised.
+        extra: Ends of names of scales that are stored with each matrix, and not read.
         seed: Of weights, orders and zero points.
     """
 
@@ -49,6 +53,7 @@ class QuantisedCase:
     config: dict[str, Any]
     fields: dict[str, Any] = field(default_factory=dict)
     excluded: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
     scale_dtype: torch.dtype = torch.float16
     seed: int = 0
 
@@ -173,6 +178,70 @@ CASES = [
         excluded=("self_attn",),
     ),
     QuantisedCase(
+        name="mxfp8 of MiniMax-M3",
+        family="minimax_m2",
+        stored=Mxfp8(".weight_scale_inv"),
+        config={
+            "quant_method": "mxfp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [1, 32],
+            "ignored_layers": [
+                "lm_head",
+                "model.embed_tokens",
+                "model.layers.0.block_sparse_moe.gate",
+            ],
+        },
+        fields=_MIXTRAL,
+    ),
+    QuantisedCase(
+        name="mxfp8 of compressed-tensors",
+        family="qwen3_moe",
+        stored=Mxfp8(),
+        config=_PACKED
+        | {
+            "format": "mxfp8-quantized",
+            "config_groups": _group(
+                group_size=32, num_bits=8, type="float", scale_dtype="torch.uint8"
+            ),
+            "ignore": ["lm_head", "re:.*self_attn.*"],
+        },
+        fields=_QWEN3,
+        excluded=("self_attn",),
+        seed=1,  # scales of the type of torch
+    ),
+    QuantisedCase(
+        name="nvfp4 of modelopt",
+        family="qwen3_moe",
+        stored=Nvfp4(),
+        config={
+            "producer": {"name": "modelopt", "version": "0.29.0"},
+            "quantization": {
+                "quant_algo": "NVFP4",
+                "kv_cache_quant_algo": "FP8",
+                "group_size": 16,
+                "exclude_modules": ["model.layers.0.self_attn*", "*.mlp.gate", "lm_head"],
+            },
+        },
+        fields=_QWEN3,
+        excluded=("layers.0.self_attn",),
+        extra=(".input_scale", ".k_scale", ".v_scale"),
+    ),
+    QuantisedCase(
+        name="nvfp4 of compressed-tensors",
+        family="mixtral",
+        stored=Nvfp4(is_divided=True),
+        config=_PACKED
+        | {
+            "format": "nvfp4-pack-quantized",
+            "config_groups": _group(
+                "tensor_group", group_size=16, type="float", scale_dtype="torch.float8_e4m3fn"
+            ),
+            "ignore": ["lm_head", "re:.*block_sparse_moe.gate"],
+        },
+        fields=_MIXTRAL,
+        extra=(".input_global_scale",),
+    ),
+    QuantisedCase(
         name="fp8 blocks of MiniMax-M2",
         family="minimax_m2",
         stored=Fp8Block(),
@@ -225,9 +294,12 @@ def checkpoints(name: str) -> Checkpoints:
     tensors, numbers = _quantised(case, load_file(plain / _FILE))
     save_file(tensors, quantised / _FILE)
     save_file(numbers, plain / _FILE)
-    config = json.loads((quantised / "config.json").read_text())
-    config["quantization_config"] = case.config
-    (quantised / "config.json").write_text(json.dumps(config))
+    if "quantization" in case.config:
+        (quantised / "hf_quant_config.json").write_text(json.dumps(case.config))
+    else:
+        config = json.loads((quantised / "config.json").read_text())
+        config["quantization_config"] = case.config
+        (quantised / "config.json").write_text(json.dumps(config))
     return Checkpoints(quantised=quantised, plain=plain)
 
 
@@ -251,5 +323,6 @@ def _quantised(
         found = quantise(case.stored, weight, scale_dtype=case.scale_dtype, seed=case.seed)
         module = name.removesuffix(".weight")
         tensors |= {module + suffix: tensor for suffix, tensor in found.tensors.items()}
+        tensors |= {module + suffix: torch.rand(()) for suffix in case.extra}
         numbers[name] = found.exact.float()
     return tensors, numbers

@@ -14,6 +14,8 @@ from raymoe.specs.weight_format import (
     Fp8Channel,
     Gptq,
     Mxfp4,
+    Mxfp8,
+    Nvfp4,
     PackedInt4,
     WeightFormat,
 )
@@ -43,7 +45,7 @@ class Quantised:
         return StoredMatrix(
             format=self.format,
             shape=self.shape,
-            pieces={piece.name: self.tensors[piece.suffix] for piece in pieces},
+            pieces={piece.name: self.tensors[piece.suffix].view(piece.shape) for piece in pieces},
         )
 
 
@@ -177,6 +179,46 @@ def _mxfp4(_stored: Mxfp4, weight: np.ndarray, _scale_dtype: torch.dtype, _seed:
     return tensors, (E2M1[codes] * wide).reshape(rows, columns)
 
 
+def _mxfp8(stored: Mxfp8, weight: np.ndarray, _scale_dtype: torch.dtype, seed: int):
+    """Scales are bytes for even seeds, and of torch's type for odd ones."""
+    rows, columns = weight.shape
+    blocks = weight.reshape(rows, columns // 32, 32)
+    largest = np.maximum(np.abs(blocks).max(-1), 2.0**-110)
+    exponents = (np.ceil(np.log2(largest / 448)) + 127).astype(np.uint8)
+    wide = 2.0 ** (exponents.astype(np.float64)[..., None] - 127)
+    codes = torch.from_numpy(blocks / wide).float().to(torch.float8_e4m3fn)
+    scales = torch.from_numpy(exponents)
+    tensors = {
+        ".weight": codes.view(rows, columns),
+        stored.scales_suffix: scales.view(torch.float8_e8m0fnu) if seed % 2 else scales,
+    }
+    return tensors, (codes.double().numpy() * wide).reshape(rows, columns)
+
+
+def _nvfp4(stored: Nvfp4, weight: np.ndarray, _scale_dtype: torch.dtype, seed: int):
+    """The product of both scales is rounded to float32; modelopt stores a scalar."""
+    rows, columns = weight.shape
+    blocks = weight.reshape(rows, columns // 16, 16)
+    tensor_scale = np.float32(np.abs(weight).max() / (6 * 448) + 1e-9)
+    if stored.is_divided:
+        tensor_scale = np.float32(1 / tensor_scale)
+    largest = np.abs(blocks).max(-1) / 6
+    wanted = largest * tensor_scale if stored.is_divided else largest / tensor_scale
+    scales = torch.from_numpy(np.clip(wanted, 2.0**-9, 448)).float().to(torch.float8_e4m3fn)
+    numbers = scales.float().numpy()
+    wide = numbers / tensor_scale if stored.is_divided else numbers * tensor_scale
+    assert wide.dtype == np.float32
+    codes = np.abs(blocks[..., None] / wide[..., None, None] - E2M1).argmin(-1).astype(np.uint8)
+    zero = codes == 0
+    codes[zero] |= (np.random.default_rng(seed).integers(0, 2, zero.sum()) * 8).astype(np.uint8)
+    packed = (codes[..., 0::2] | codes[..., 1::2] << np.uint8(4)).reshape(rows, columns // 2)
+    scale = torch.tensor([tensor_scale] if stored.is_divided else tensor_scale)
+    values = (torch.from_numpy(packed), scales, scale)
+    suffixes = [piece.suffix for piece in stored.pieces(rows, columns)]
+    exact = (E2M1[codes].astype(np.float64) * wide[..., None]).reshape(rows, columns)
+    return dict(zip(suffixes, values, strict=True)), exact
+
+
 _MAKERS: dict[type[WeightFormat], Callable] = {
     Fp8Block: _fp8_block,
     Fp8Channel: _fp8_channel,
@@ -184,4 +226,6 @@ _MAKERS: dict[type[WeightFormat], Callable] = {
     Gptq: _gptq,
     Awq: _awq,
     Mxfp4: _mxfp4,
+    Mxfp8: _mxfp8,
+    Nvfp4: _nvfp4,
 }

@@ -71,6 +71,17 @@ void pack_zeros(const Columns& columns, int64_t group, uint8_t* out) {
                                   zero_at(columns[column + kHalfPanel], group) << 4);
 }
 
+/// The multiplier and the divisor of each half of the columns; those of absent columns are 1.
+void pack_factors(const Columns& columns, uint8_t* out) {
+  for (size_t column = 0; column < columns.size(); column += kHalfPanel) {
+    const CodeSource* source = columns[column].source;
+    const float factors[2] = {source == nullptr ? 1.0f : source->multiplier,
+                              source == nullptr ? 1.0f : source->divisor};
+    std::memcpy(out, factors, sizeof factors);
+    out += sizeof factors;
+  }
+}
+
 void pack_panel(const CodeFormat& format, const CodeLayout& layout, const Columns& columns,
                 int64_t inputs, uint8_t* panel) {
   for (int64_t pair = 0; pair < num_pairs(inputs); ++pair) {
@@ -82,6 +93,7 @@ void pack_panel(const CodeFormat& format, const CodeLayout& layout, const Column
     pack_scales(format, columns, group, panel + layout.scales + group * scales);
     if (format.has_zeros) pack_zeros(columns, group, panel + layout.zeros + group * kHalfPanel);
   }
+  if (has_factors(format.kind)) pack_factors(columns, panel + layout.factors);
 }
 
 void pack_order(const CodeSource& source, uint8_t* packed) {
@@ -123,7 +135,9 @@ constexpr NamedKind kKinds[] = {
     {"int4_float16", CodeKind::kInt4Float16, DType::kFloat16},
     {"int4_bfloat16", CodeKind::kInt4BFloat16, DType::kBFloat16},
     {"e2m1", CodeKind::kE2m1, DType::kUInt8},
+    {"e2m1_e4m3", CodeKind::kE2m1E4m3, DType::kUInt8},
     {"e4m3", CodeKind::kE4m3, DType::kFloat32},
+    {"e4m3_e8m0", CodeKind::kE4m3E8m0, DType::kUInt8},
 };
 
 [[noreturn]] void fail(const std::string& message) { throw std::invalid_argument(message); }
@@ -189,6 +203,8 @@ CodeSource source_of(const std::string& what, const CodeFormat& format, const Co
   source.output_stride = codes.stride(0);
   source.input_stride = codes.stride(1);
   source.num_groups = ceil_div(source.inputs, format.group_size);
+  source.multiplier = weight.multiplier;
+  source.divisor = weight.divisor;
   set_scales(what, format, weight, &source);
   if (format.has_zeros) set_zeros(what, *weight.zeros, &source);
   if (format.has_order) set_order(what, *weight.order, &source);

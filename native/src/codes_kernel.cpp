@@ -43,17 +43,43 @@ inline __m256i load_256(const uint8_t* p) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
 }
 
-/// Sixteen scales as float32; those of FP8 times 256, which its numbers lack (see `e4m3_numbers`).
+/// E4M3 is float16 without its upper exponent bit and seven of its fraction: moved there, the
+/// number over 256, subnormals included.
+inline __m512i e4m3_halves(__m256i bytes) {
+  const __m512i high = _mm512_slli_epi16(_mm512_cvtepu8_epi16(bytes), 8);
+  const __m512i magnitude = _mm512_and_si512(high, _mm512_set1_epi16(0x7f00));
+  const __mmask32 is_nan = _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(0x7f00));
+  const __m512i half =
+      _mm512_and_si512(_mm512_srai_epi16(high, 1), _mm512_set1_epi16(int16_t(0xbfff)));
+  return _mm512_mask_mov_epi16(half, is_nan, _mm512_set1_epi16(0x7e00));
+}
+
+inline __m512 powers_of_two(__m128i exponents) {
+  const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu8_epi32(exponents), 23);
+  return _mm512_castsi512_ps(_mm512_max_epu32(bits, _mm512_set1_epi32(0x00400000)));
+}
+
+/// Sixteen scales as float32; those of FP8 times 256, which its numbers lack (see `e4m3_halves`).
 template <CodeKind kKind>
 inline __m512 load_scales(const uint8_t* p) {
   if constexpr (kKind == CodeKind::kInt4Float16) return _mm512_cvtph_ps(load_256(p));
   if constexpr (kKind == CodeKind::kInt4BFloat16)
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_256(p)), 16));
-  if constexpr (kKind == CodeKind::kE2m1) {
-    const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu8_epi32(load_128(p)), 23);
-    return _mm512_castsi512_ps(_mm512_max_epu32(bits, _mm512_set1_epi32(0x00400000)));
-  }
-  return _mm512_mul_ps(_mm512_loadu_ps(p), _mm512_set1_ps(256.0f));
+  if constexpr (kKind == CodeKind::kE2m1) return powers_of_two(load_128(p));
+  const __m512 missing = _mm512_set1_ps(256.0f);
+  if constexpr (kKind == CodeKind::kE4m3) return _mm512_mul_ps(_mm512_loadu_ps(p), missing);
+  if constexpr (kKind == CodeKind::kE4m3E8m0)
+    return _mm512_mul_ps(powers_of_two(load_128(p)), missing);
+  const __m512i halves = e4m3_halves(_mm256_castsi128_si256(load_128(p)));
+  return _mm512_mul_ps(_mm512_cvtph_ps(_mm512_castsi512_si256(halves)), missing);
+}
+
+/// Scales of 16 columns times their multiplier over their divisor, one of which is 1.
+inline __m512 with_factors(__m512 scales, const uint8_t* factors) {
+  float multiplier, divisor;
+  std::memcpy(&multiplier, factors, sizeof multiplier);
+  std::memcpy(&divisor, factors + sizeof multiplier, sizeof divisor);
+  return _mm512_div_ps(_mm512_mul_ps(scales, _mm512_set1_ps(multiplier)), _mm512_set1_ps(divisor));
 }
 
 /// The two scales of a group that each 16 columns share, in every lane of their half.
@@ -86,7 +112,8 @@ GroupScales load_group(const CodePanel& panel, int64_t group) {
     const bool is_shared = panel.format->shares_scales;
     const uint8_t* source =
         panel.scales + item * (is_shared ? 2 * group + half : kPanelColumns * group + 16 * half);
-    const __m512 factor = is_shared ? load_shared_scale<kKind>(source) : load_scales<kKind>(source);
+    __m512 factor = is_shared ? load_shared_scale<kKind>(source) : load_scales<kKind>(source);
+    if constexpr (has_factors(kKind)) factor = with_factors(factor, panel.factors + 8 * half);
     const __m512 zero = panel.zeros == nullptr ? _mm512_set1_ps(kInt4Zero)
                                                : load_zeros(panel.zeros + group * kHalfPanel, half);
     const __m512 shift = _mm512_mul_ps(_mm512_sub_ps(_mm512_setzero_ps(), zero), factor);
@@ -108,20 +135,9 @@ inline GroupScales merged(const GroupScales& first, const GroupScales& second) {
   return scales;
 }
 
-/// E4M3 is float16 without its upper exponent bit and seven of its fraction: moved there, the
-/// number over 256, subnormals included.
-inline __m512i e4m3_halves(__m256i bytes) {
-  const __m512i high = _mm512_slli_epi16(_mm512_cvtepu8_epi16(bytes), 8);
-  const __m512i magnitude = _mm512_and_si512(high, _mm512_set1_epi16(0x7f00));
-  const __mmask32 is_nan = _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(0x7f00));
-  const __m512i half =
-      _mm512_and_si512(_mm512_srai_epi16(high, 1), _mm512_set1_epi16(int16_t(0xbfff)));
-  return _mm512_mask_mov_epi16(half, is_nan, _mm512_set1_epi16(0x7e00));
-}
-
 template <CodeKind kKind>
 inline __m512 number_table() {
-  if constexpr (kKind == CodeKind::kE2m1)
+  if constexpr (kKind == CodeKind::kE2m1 || kKind == CodeKind::kE2m1E4m3)
     return _mm512_set_ps(-6, -4, -3, -2, -1.5f, -1, -0.5f, -0.0f, 6, 4, 3, 2, 1.5f, 1, 0.5f, 0);
   return _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
 }
@@ -129,7 +145,7 @@ inline __m512 number_table() {
 template <CodeKind kKind>
 inline void load_numbers(const uint8_t* codes, __m512 (&numbers)[kVectors]) {
   for (int half = 0; half < 2; ++half) {
-    if constexpr (kKind == CodeKind::kE4m3) {
+    if constexpr (!is_four_bits(kKind)) {
       const __m512i halves = e4m3_halves(load_256(codes + 32 * half));
       numbers[2 * half] = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
       numbers[2 * half + 1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
@@ -145,8 +161,7 @@ inline void load_numbers(const uint8_t* codes, __m512 (&numbers)[kVectors]) {
 
 template <CodeKind kKind>
 inline __m512 scaled(__m512 number, const GroupScales& scales, int v) {
-  constexpr bool kHasZero = kKind == CodeKind::kInt4Float16 || kKind == CodeKind::kInt4BFloat16;
-  if constexpr (kHasZero) return _mm512_fmadd_ps(number, scales.factor[v], scales.shift[v]);
+  if constexpr (is_int4(kKind)) return _mm512_fmadd_ps(number, scales.factor[v], scales.shift[v]);
   return _mm512_mul_ps(number, scales.factor[v]);
 }
 
@@ -205,6 +220,14 @@ inline float power_of_two(uint8_t exponent) {
   return out;
 }
 
+inline float e4m3_number(int code) {
+  const int exponent = code >> 3 & 15, fraction = code & 7;
+  float number = exponent == 0 ? std::ldexp(static_cast<float>(fraction), -9)
+                               : std::ldexp(static_cast<float>(8 + fraction), exponent - 10);
+  if ((code & 0x7f) == 0x7f) number = std::nanf("");
+  return code & 0x80 ? -number : number;
+}
+
 inline float scale_at(const CodePanel& panel, int64_t group, int64_t column) {
   const int64_t index = panel.format->shares_scales ? 2 * group + column / kHalfPanel
                                                     : kPanelColumns * group + column;
@@ -214,7 +237,13 @@ inline float scale_at(const CodePanel& panel, int64_t group, int64_t column) {
     case CodeKind::kInt4BFloat16:
       return half_at<bf16>(panel.scales, index);
     case CodeKind::kE2m1:
+    case CodeKind::kE4m3E8m0:
       return power_of_two(panel.scales[index]);
+    case CodeKind::kE2m1E4m3: {
+      const int64_t half = column / kHalfPanel;  // one of both factors is 1
+      return e4m3_number(panel.scales[index]) * float_at(panel.factors, 2 * half) /
+             float_at(panel.factors, 2 * half + 1);
+    }
     case CodeKind::kE4m3:
       return float_at(panel.scales, index);
   }
@@ -237,24 +266,6 @@ inline int zero_at(const CodePanel& panel, int64_t group, int64_t column) {
 constexpr int kVectors = 8;  // of 4 columns x 2 inputs
 constexpr int64_t kPrefetchBytes = 1024;
 
-/// What a group does to the numbers of its codes: number * factor + shift, [column][input].
-struct GroupScales {
-  alignas(32) float factor[2 * kPanelColumns];
-  alignas(32) float shift[2 * kPanelColumns];
-
-  /// Set the scales of the first or second inputs of pairs.
-  void set(const CodePanel& panel, int64_t group, int input) {
-    // The numbers of E4M3 lack 256; see `e4m3_numbers`.
-    const float scale = is_four_bits(panel.format->kind) ? 1.0f : 256.0f;
-    for (int64_t column = 0; column < kPanelColumns; ++column) {
-      const float zero = static_cast<float>(zero_at(panel, group, column));
-      const float factor = scale * scale_at(panel, group, column);
-      this->factor[2 * column + input] = factor;
-      shift[2 * column + input] = -zero * factor;
-    }
-  }
-};
-
 inline __m128i load_8(const uint8_t* p) {
   return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
 }
@@ -269,6 +280,50 @@ inline F32 e4m3_numbers(const uint8_t* codes) {
   return _mm256_cvtph_ps(_mm_blendv_epi8(half, _mm_set1_epi16(0x7e00), is_nan));
 }
 
+inline F32 powers_of_two(const uint8_t* exponents) {
+  const I32 bits = shift_left<23>(_mm256_cvtepu8_epi32(load_8(exponents)));
+  return from_bits(_mm256_max_epi32(bits, splat(0x00400000)));
+}
+
+/// Eight scales of one byte each, of neighbouring columns; those of FP8 times 256.
+template <CodeKind kKind>
+inline F32 load_scales(const CodePanel& panel, int64_t group, int64_t column) {
+  const uint8_t* scales = panel.scales + kPanelColumns * group + column;
+  if constexpr (kKind == CodeKind::kE4m3E8m0) return mul(powers_of_two(scales), splat(256.0f));
+  const int64_t half = column / kHalfPanel;
+  return div(mul(mul(e4m3_numbers(scales), splat(256.0f)), splat(float_at(panel.factors, 2 * half))),
+             splat(float_at(panel.factors, 2 * half + 1)));
+}
+
+/// What a group does to the numbers of its codes: number * factor + shift, [column][input].
+struct GroupScales {
+  alignas(32) float factor[2 * kPanelColumns];
+  alignas(32) float shift[2 * kPanelColumns];
+
+  /// Set the scales of both inputs of pairs, where each column has a scale of one byte.
+  template <CodeKind kKind>
+  void set_both(const CodePanel& panel, int64_t group) {
+    for (int64_t column = 0; column < kPanelColumns; column += kLanes) {
+      const F32 scales = load_scales<kKind>(panel, group, column);
+      const F32 low = _mm256_unpacklo_ps(scales, scales), high = _mm256_unpackhi_ps(scales, scales);
+      store(factor + 2 * column, _mm256_permute2f128_ps(low, high, 0x20), Whole{});
+      store(factor + 2 * column + kLanes, _mm256_permute2f128_ps(low, high, 0x31), Whole{});
+    }
+  }
+
+  /// Set the scales of the first or second inputs of pairs.
+  void set(const CodePanel& panel, int64_t group, int input) {
+    // The numbers of E4M3 lack 256; see `e4m3_numbers`.
+    const float scale = is_four_bits(panel.format->kind) ? 1.0f : 256.0f;
+    for (int64_t column = 0; column < kPanelColumns; ++column) {
+      const float zero = static_cast<float>(zero_at(panel, group, column));
+      const float factor = scale * scale_at(panel, group, column);
+      this->factor[2 * column + input] = factor;
+      shift[2 * column + input] = -zero * factor;
+    }
+  }
+};
+
 /// The sign is the fourth bit.
 inline F32 e2m1_numbers(I32 codes) {
   const F32 magnitude =
@@ -280,16 +335,15 @@ inline F32 e2m1_numbers(I32 codes) {
 /// Vector `v` of a pair; four bits hold two vectors of columns, and two above them.
 template <CodeKind kKind>
 inline F32 load_numbers(const uint8_t* codes, int v) {
-  if constexpr (kKind == CodeKind::kE4m3) return e4m3_numbers(codes + 8 * v);
+  if constexpr (!is_four_bits(kKind)) return e4m3_numbers(codes + 8 * v);
   const I32 bytes = _mm256_cvtepu8_epi32(load_8(codes + kHalfPanel * (v / 4) + 8 * (v % 2)));
   const I32 nibbles = v % 4 < 2 ? bit_and(bytes, splat(15)) : shift_right<4>(bytes);
-  return kKind == CodeKind::kE2m1 ? e2m1_numbers(nibbles) : to_f32(nibbles);
+  return is_int4(kKind) ? to_f32(nibbles) : e2m1_numbers(nibbles);
 }
 
 template <CodeKind kKind>
 inline void decode_pairs(const CodePanel& panel, const GroupScales& scales, int64_t begin,
                          int64_t end, bf16* out) {
-  constexpr bool kHasZero = kKind == CodeKind::kInt4Float16 || kKind == CodeKind::kInt4BFloat16;
   const int64_t bytes = pair_bytes(kKind);
   const uint8_t* codes = panel.codes + begin * bytes;
   for (int64_t pair = begin; pair < end; ++pair, codes += bytes)
@@ -299,7 +353,8 @@ inline void decode_pairs(const CodePanel& panel, const GroupScales& scales, int6
       const F32 factor = load(scales.factor + kLanes * v, Whole{});
       const F32 shift = load(scales.shift + kLanes * v, Whole{});
       // (code - zero) * factor is exact: so is code * factor - zero * factor, fused.
-      store(out, kHasZero ? _mm256_fmadd_ps(number, factor, shift) : mul(number, factor), Whole{});
+      store(out, is_int4(kKind) ? _mm256_fmadd_ps(number, factor, shift) : mul(number, factor),
+            Whole{});
     }
 }
 
@@ -309,11 +364,16 @@ void decode(const CodePanel& panel, int64_t begin, int64_t end, bf16* out) {
   int64_t groups[2] = {-1, -1};
   while (begin < end) {
     const int64_t stop = end_of_groups(panel, begin, end);
-    for (int input = 0; input < 2; ++input) {
-      const int64_t group = group_of(panel, 2 * begin + input);
-      if (group != groups[input]) scales.set(panel, group, input);
-      groups[input] = group;
-    }
+    const int64_t first = group_of(panel, 2 * begin), second = group_of(panel, 2 * begin + 1);
+    constexpr bool kIsMicro = kKind == CodeKind::kE2m1E4m3 || kKind == CodeKind::kE4m3E8m0;
+    if constexpr (kIsMicro)
+      if (first == second && !panel.format->shares_scales) {
+        scales.set_both<kKind>(panel, first);
+        groups[0] = groups[1] = first;
+      }
+    if (first != groups[0]) scales.set(panel, first, 0);
+    if (second != groups[1]) scales.set(panel, second, 1);
+    groups[0] = first, groups[1] = second;
     decode_pairs<kKind>(panel, scales, begin, stop, out);
     out += (stop - begin) * 2 * kPanelColumns;
     begin = stop;
@@ -330,18 +390,11 @@ int code_at(const CodePanel& panel, int64_t pair, int64_t column, int64_t half_p
   return nibble(codes, byte, in_half >= 8);
 }
 
-float e4m3_number(int code) {
-  const int exponent = code >> 3 & 15, fraction = code & 7;
-  float number = exponent == 0 ? std::ldexp(static_cast<float>(fraction), -9)
-                               : std::ldexp(static_cast<float>(8 + fraction), exponent - 10);
-  if ((code & 0x7f) == 0x7f) number = std::nanf("");
-  return code & 0x80 ? -number : number;
-}
-
 float number_of(const CodePanel& panel, int code, int64_t group, int64_t column) {
   static constexpr float kE2m1Numbers[] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
-  if (panel.format->kind == CodeKind::kE4m3) return e4m3_number(code);
-  if (panel.format->kind == CodeKind::kE2m1)
+  const CodeKind kind = panel.format->kind;
+  if (!is_four_bits(kind)) return e4m3_number(code);
+  if (kind == CodeKind::kE2m1 || kind == CodeKind::kE2m1E4m3)
     return code & 8 ? -kE2m1Numbers[code & 7] : kE2m1Numbers[code];
   return static_cast<float>(code - zero_at(panel, group, column));
 }
@@ -369,8 +422,12 @@ void decode_panel(const CodePanel& panel, int64_t begin, int64_t end, bf16* out)
       return decode<CodeKind::kInt4BFloat16>(panel, begin, end, out);
     case CodeKind::kE2m1:
       return decode<CodeKind::kE2m1>(panel, begin, end, out);
+    case CodeKind::kE2m1E4m3:
+      return decode<CodeKind::kE2m1E4m3>(panel, begin, end, out);
     case CodeKind::kE4m3:
       return decode<CodeKind::kE4m3>(panel, begin, end, out);
+    case CodeKind::kE4m3E8m0:
+      return decode<CodeKind::kE4m3E8m0>(panel, begin, end, out);
   }
 }
 #endif

@@ -141,11 +141,11 @@ void bind_gemm(py::module_& m) {
 }
 
 using CodeTuple = std::tuple<TensorView, TensorView, int64_t, std::optional<TensorView>,
-                             std::optional<TensorView>>;
+                             std::optional<TensorView>, float, float>;
 
 CodeTensors code_tensors(const CodeTuple& weight) {
-  const auto& [codes, scales, scale_rows, zeros, order] = weight;
-  return {codes, scales, scale_rows, pointer_to(zeros), pointer_to(order)};
+  const auto& [codes, scales, scale_rows, zeros, order, multiplier, divisor] = weight;
+  return {codes, scales, scale_rows, pointer_to(zeros), pointer_to(order), multiplier, divisor};
 }
 
 void bind_codes(py::module_& m) {

@@ -7,6 +7,7 @@
 //           input b % 2 of column 16 h + b / 2 below and of column 16 h + 8 + b / 2 above
 //   scales  [groups][32], or [groups][2] where 16 columns share them
 //   zeros   [groups][16] bytes: byte b holds column b below and column 16 + b above
+//   factors [2][2] float32, with E4M3 scales: multiplier and divisor of the scales of 16 columns
 // and both the order and each panel begin at a multiple of 64 bytes. Tails decode to finite
 // numbers.
 #pragma once
@@ -32,11 +33,18 @@ inline int64_t panel_elements(int64_t inputs) { return num_pairs(inputs) * kPane
 constexpr int64_t kHalfPanel = kPanelColumns / 2;
 constexpr int kInt4Zero = 8;
 
-inline bool is_four_bits(CodeKind kind) { return kind != CodeKind::kE4m3; }
+constexpr bool is_four_bits(CodeKind kind) {
+  return kind != CodeKind::kE4m3 && kind != CodeKind::kE4m3E8m0;
+}
+constexpr bool has_factors(CodeKind kind) { return kind == CodeKind::kE2m1E4m3; }
 
-inline int64_t scale_bytes(CodeKind kind) {
-  if (kind == CodeKind::kE2m1) return 1;
-  return kind == CodeKind::kE4m3 ? 4 : 2;
+constexpr bool is_int4(CodeKind kind) {
+  return kind == CodeKind::kInt4Float16 || kind == CodeKind::kInt4BFloat16;
+}
+
+constexpr int64_t scale_bytes(CodeKind kind) {
+  if (kind == CodeKind::kE4m3) return 4;
+  return is_int4(kind) ? 2 : 1;
 }
 
 /// Bytes of the codes of two inputs of all columns.
@@ -48,7 +56,7 @@ inline int64_t pair_bytes(CodeKind kind) {
 struct CodeLayout {
   int64_t num_groups;
   int64_t scales_of_group;  // 32 or 2
-  int64_t scales, zeros;    // from the begin of a panel
+  int64_t scales, zeros, factors;  // from the begin of a panel
   int64_t panel_bytes;
   int64_t panels;  // from the begin of the matrix
 
@@ -57,7 +65,8 @@ struct CodeLayout {
     scales_of_group = format.shares_scales ? 2 : kPanelColumns;
     scales = num_pairs(inputs) * pair_bytes(format.kind);
     zeros = scales + num_groups * scales_of_group * scale_bytes(format.kind);
-    panel_bytes = zeros + (format.has_zeros ? num_groups * kHalfPanel : 0);
+    factors = zeros + (format.has_zeros ? num_groups * kHalfPanel : 0);
+    panel_bytes = factors + (has_factors(format.kind) ? 4 * static_cast<int64_t>(sizeof(float)) : 0);
     panel_bytes = ceil_div(panel_bytes, 64) * 64;
     panels = format.has_order ? ceil_div(8 * num_pairs(inputs), 64) * 64 : 0;
   }
@@ -71,8 +80,9 @@ struct CodePanel {
   const CodeFormat* format;
   const uint8_t* codes;
   const uint8_t* scales;
-  const uint8_t* zeros;  // null: none
-  const int32_t* order;  // null: neighbours
+  const uint8_t* zeros;    // null: none
+  const uint8_t* factors;  // null: none
+  const int32_t* order;    // null: neighbours
   int64_t num_groups;
 };
 
@@ -83,6 +93,7 @@ inline CodePanel code_panel(const CodeFormat& format, const CodeLayout& layout,
           panel,
           panel + layout.scales,
           format.has_zeros ? panel + layout.zeros : nullptr,
+          has_factors(format.kind) ? panel + layout.factors : nullptr,
           format.has_order ? reinterpret_cast<const int32_t*>(matrix) : nullptr,
           layout.num_groups};
 }

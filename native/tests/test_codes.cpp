@@ -31,12 +31,13 @@ struct Matrix {
   int64_t outputs, inputs, num_groups, scale_rows;
   std::vector<uint8_t> codes, scales, zeros;
   std::vector<int32_t> order;
+  float multiplier = 1, divisor = 1;
 
   Matrix(const CodeFormat& stored, int64_t num_outputs, int64_t num_inputs)
       : format(stored), outputs(num_outputs), inputs(num_inputs) {
     num_groups = ceil_div(inputs, format.group_size);
     scale_rows = format.shares_scales ? 128 : 1;
-    const uint32_t limit = format.kind == CodeKind::kE4m3 ? 0x7e : 15;
+    const uint32_t limit = is_four_bits(format.kind) ? 15 : 0x7e;
     for (int64_t i = 0; i < outputs * inputs; ++i)
       codes.push_back(static_cast<uint8_t>(random_bits() % (limit + 1)));
     for (int64_t i = 0; i < ceil_div(outputs, scale_rows) * num_groups; ++i) add_scale();
@@ -44,11 +45,14 @@ struct Matrix {
       zeros.push_back(static_cast<uint8_t>(random_bits() % 16));
     for (int64_t i = 0; i < inputs; ++i)
       order.push_back(static_cast<int32_t>(random_bits() % static_cast<uint32_t>(num_groups)));
+    (random_bits() % 2 ? multiplier : divisor) = static_cast<float>(1 + random_bits() % 1000) / 96;
   }
 
   void add_scale() {
     const float value = static_cast<float>(1 + random_bits() % 100) / 64;
-    uint8_t bytes[4] = {static_cast<uint8_t>(100 + random_bits() % 50)};
+    const bool is_e4m3 = has_factors(format.kind);  // else E8M0
+    uint8_t bytes[4] = {
+        static_cast<uint8_t>(is_e4m3 ? random_bits() % 127 : 100 + random_bits() % 50)};
     const bf16 half_brain = from_float<bf16>(value);
     const fp16 half = from_float<fp16>(value);
     if (format.kind == CodeKind::kInt4BFloat16) std::memcpy(bytes, &half_brain, 2);
@@ -71,7 +75,9 @@ struct Matrix {
             format.has_zeros ? zeros.data() : nullptr,
             num_groups,
             1,
-            format.has_order ? order.data() : nullptr};
+            format.has_order ? order.data() : nullptr,
+            multiplier,
+            divisor};
   }
 
   Packed pack() const {
@@ -129,12 +135,12 @@ void check_numbers() {
 
 void check_all() {
   check_numbers();
-  for (CodeKind kind :
-       {CodeKind::kInt4Float16, CodeKind::kInt4BFloat16, CodeKind::kE2m1, CodeKind::kE4m3})
+  for (CodeKind kind : {CodeKind::kInt4Float16, CodeKind::kInt4BFloat16, CodeKind::kE2m1,
+                        CodeKind::kE2m1E4m3, CodeKind::kE4m3, CodeKind::kE4m3E8m0})
     for (int64_t group : {int64_t{1}, int64_t{3}, int64_t{32}, int64_t{400}})
       for (bool is_odd : {false, true})
         for (bool flag : {false, true}) {
-          const bool is_int = kind == CodeKind::kInt4Float16 || kind == CodeKind::kInt4BFloat16;
+          const bool is_int = is_int4(kind);
           const CodeFormat format{kind, group, flag && !is_int, flag && is_int, is_odd && flag};
           check_same(Matrix(format, is_odd ? 33 : 64, is_odd ? 77 : 300));
         }

@@ -23,11 +23,22 @@ from raymoe.measure.jobs import (
     prefill_job,
 )
 from raymoe.measure.timing import KernelJob, Limits, mean_limits, measure_limits, seconds_per_call
-from raymoe.specs.weight_format import Awq, Fp8Block, Mxfp4, PackedInt4, Piece, WeightFormat
+from raymoe.specs.weight_format import (
+    Awq,
+    Fp8Block,
+    Mxfp4,
+    Mxfp8,
+    Nvfp4,
+    PackedInt4,
+    Piece,
+    WeightFormat,
+)
 from raymoe.units import ceil_div
 
-# Formats of GLM and MiniMax, Kimi, Qwen's AWQ and gpt-oss.
-FORMATS: tuple[WeightFormat, ...] = (Fp8Block(), PackedInt4(32), Awq(128), Mxfp4())
+# Formats of GLM and MiniMax-M2, Kimi, Qwen's AWQ, gpt-oss, MiniMax-M3 and NVIDIA's checkpoints.
+FORMATS: tuple[WeightFormat, ...] = (
+    Fp8Block(), PackedInt4(32), Awq(128), Mxfp4(), Mxfp8(), Nvfp4(),
+)  # fmt: skip
 SCALE, EXPONENT = 0.01, 120  # as float and as E8M0
 
 
@@ -71,7 +82,7 @@ def _random_matrix(stored: WeightFormat, shape: tuple[int, int]) -> StoredMatrix
 
 def _random_piece(piece: Piece) -> Tensor:
     dtype = TORCH_DTYPES[piece.dtypes[0]]
-    if piece.name == "scales":
+    if piece.name in ("scales", "tensor_scale"):
         value = SCALE if dtype.is_floating_point else EXPONENT
         return torch.full(piece.shape, value, dtype=dtype)
     # Bytes below 127 are finite in every format; in FP8 byte 127 is NaN.

@@ -19,6 +19,8 @@ _KINDS = {
     ("int4", torch.float16): "int4_float16",
     ("int4", torch.bfloat16): "int4_bfloat16",
     ("e2m1", torch.uint8): "e2m1",
+    ("e2m1", torch.float8_e4m3fn): "e2m1_e4m3",
+    ("e4m3", torch.uint8): "e4m3_e8m0",
 }
 
 
@@ -102,16 +104,24 @@ def packing_for(stored: WeightFormat | None, out_features: int, in_features: int
 
 
 def _kind(codes: Codes) -> str:
-    return "e4m3" if codes.kind == "e4m3" else _KINDS[codes.kind, codes.scales_BG.dtype]
+    dtype = codes.scales_BG.dtype
+    # FP8 scales of other types become float32.
+    return "e4m3" if codes.kind == "e4m3" and dtype != torch.uint8 else _KINDS[codes.kind, dtype]
 
 
 def _tensors(
     weight: Weight,
-) -> tuple[Tensor, Tensor, int, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor, int, Tensor | None, Tensor | None, float, float]:
     assert isinstance(weight, StoredMatrix)
     codes = unpack(weight)
-    scales_BG = float_scales(codes.scales_BG) if codes.kind == "e4m3" else codes.scales_BG
-    return codes.codes_OI, scales_BG, codes.block_rows, codes.zeros_OG, codes.order_I
+    scales_BG = codes.scales_BG
+    if _kind(codes) == "e4m3":
+        scales_BG = float_scales(scales_BG)
+    elif scales_BG.dtype == torch.float8_e4m3fn:
+        scales_BG = scales_BG.view(torch.uint8)
+    scale = 1.0 if codes.tensor_scale is None else float(codes.tensor_scale)
+    factors = (1.0, scale) if codes.is_divided else (scale, 1.0)
+    return codes.codes_OI, scales_BG, codes.block_rows, codes.zeros_OG, codes.order_I, *factors
 
 
 Allocate = Callable[[int], Tensor]  # bytes -> uint8 [bytes], 64-byte aligned, kept by the caller

@@ -49,15 +49,17 @@ TRITON_TYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.int32: tl.int32,
     torch.uint8: tl.uint8,
+    torch.float8_e4m3fn: tl.uint8,  # decoded by `_e4m3`: Turing and Ampere do not convert it
 }
 
-CODES, SCALES, ZEROS, ORDER, BIAS = (tl.constexpr(i) for i in range(len(FIELDS)))
+CODES, SCALES, ZEROS, ORDER, BIAS, TENSOR_SCALE = (tl.constexpr(i) for i in range(len(FIELDS)))
 MAGIC_BITS = tl.constexpr(0x4B000000)  # 2^23 as float32: its last bits are integers
 MAGIC = tl.constexpr(8388608.0)
 GPTQ_ONES = tl.constexpr(0x11111111)
 WORD_MASK = tl.constexpr(0xFFFFFFFF)
 SMALLEST_E8M0 = tl.constexpr(0x00400000)
 _MISSING_POWERS = {"e4m3": 2.0**8, "e2m1": 2.0**14}
+E4M3_MISSING = tl.constexpr(_MISSING_POWERS["e4m3"])
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class KernelMatrix:
         groups: "step" if a step lies in one quantisation group, "unit" if the units of all planes
             lie in the same group, "plane" otherwise.
         missing: Power of two that the bits of a code lack.
+        has_e4m3_scales: Whether scales are E4M3; those of type uint8 are E8M0 otherwise.
     """
 
     field: tl.constexpr
@@ -97,6 +100,8 @@ class KernelMatrix:
     scale_bytes: tl.constexpr
     scale_output_stride: tl.constexpr
     scale_group_stride: tl.constexpr
+    has_e4m3_scales: tl.constexpr
+    tensor_scale: tl.constexpr
     group_size: tl.constexpr
     num_groups: tl.constexpr
     block_rows: tl.constexpr
@@ -142,6 +147,8 @@ def kernel_matrix(
         "scale_bytes": scale.itemsize,
         "scale_output_stride": layout.scale_strides[0],
         "scale_group_stride": layout.scale_strides[1],
+        "has_e4m3_scales": scale == torch.float8_e4m3fn,
+        "tensor_scale": layout.tensor_scale,
         "group_size": group_size,
         "num_groups": -(-inputs // group_size),
         "block_rows": layout.block_rows,
@@ -222,7 +229,9 @@ def load_scaling(
     blocks_O1 = (outputs_O // M.block_rows)[:, None]
     places_OU = blocks_O1 * M.scale_output_stride + groups_1U * M.scale_group_stride
     stored_OU = tl.load(scales_ptr + places_OU, mask=inside_OU, other=0)
-    if M.scale == tl.uint8:
+    if M.has_e4m3_scales:
+        factors_OU = _micro_scales(row_ptr, stored_OU, M) * M.missing
+    elif M.scale == tl.uint8:
         bits_OU = stored_OU.to(tl.int32) << 23
         bits_OU = tl.maximum(bits_OU, SMALLEST_E8M0)
         factors_OU = bits_OU.to(tl.float32, bitcast=True) * M.missing
@@ -233,6 +242,18 @@ def load_scaling(
     else:
         zeros_OU = _load_zeros(row_ptr, outputs_O, groups_1U, inside_OU, M)
     return factors_OU, zeros_OU
+
+
+@triton.jit
+def _micro_scales(row_ptr: tl.tensor, stored_OU: tl.tensor, M: tl.constexpr) -> tl.tensor:
+    """Decode E4M3 scales and apply the scale of the matrix, rounded to float32."""
+    scales_OU = _e4m3(stored_OU.to(tl.int32)) * E4M3_MISSING
+    scale = tl.load(pointer(row_ptr, M.field + TENSOR_SCALE, tl.float32, 4))
+    if M.tensor_scale == "divides":  # noqa: SIM108 - Triton would compute both
+        scales_OU = tl.div_rn(scales_OU, scale)
+    else:
+        scales_OU = scales_OU * scale
+    return scales_OU
 
 
 @triton.jit

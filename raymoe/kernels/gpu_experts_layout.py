@@ -23,19 +23,25 @@ from raymoe.specs.weight_format import (
     FP8_COLUMNS,
     FP8_ROWS,
     MXFP4_COLUMNS,
+    MXFP8_COLUMNS,
+    NVFP4_COLUMNS,
     Awq,
     Fp8Block,
     Fp8Channel,
     Gptq,
     Mxfp4,
+    Mxfp8,
+    Nvfp4,
     PackedInt4,
     WeightFormat,
 )
 
 Kind = Literal["plain", "int4", "e2m1", "e4m3"]
 Zeros = Literal["none", "packed", "gptq", "awq"]
+TensorScale = Literal["none", "multiplies", "divides"]
 
-FIELDS = ("codes", "scales", "zeros", "order", "bias")  # order of the address table
+# Order of the address table.
+FIELDS = ("codes", "scales", "zeros", "order", "bias", "tensor_scale")
 MAX_ALIGNMENT = 16  # bytes that one thread loads at once
 _NIBBLES = 8
 _WORD_BYTES = 4
@@ -60,6 +66,7 @@ class MatrixLayout:
             its own order.
         zero_strides: Strides between words of outputs and between groups, in words.
         has_order: Whether a table names the group of each input (act-order).
+        tensor_scale: What a float32 scale of the whole matrix does to the other scales.
     """
 
     kind: Kind
@@ -75,6 +82,7 @@ class MatrixLayout:
     zeros: Zeros = "none"
     zero_strides: tuple[int, int] = (0, 0)
     has_order: bool = False
+    tensor_scale: TensorScale = "none"
 
     @property
     def num_units(self) -> int:
@@ -116,8 +124,8 @@ def _has_whole_words(weight: Weight) -> bool:
 
 def _layout(weight: Weight, *, has_words: bool) -> MatrixLayout:
     if isinstance(weight, StoredMatrix):
-        if isinstance(weight.format, Mxfp4):
-            return _mxfp4(weight, has_words=has_words)
+        if isinstance(weight.format, Mxfp4 | Nvfp4):
+            return _fp4(weight, has_words=has_words)
         return _LAYOUTS[type(weight.format)](weight)
     outputs, inputs = weight.shape
     return MatrixLayout(
@@ -132,7 +140,7 @@ def _fp8(matrix: StoredMatrix, *, group_size: int, block_rows: int) -> MatrixLay
         shape=matrix.shape,
         unit=torch.uint8,
         code_strides=_strides(pieces["codes"]),
-        scales=pieces["scales"].dtype,
+        scales=_scale_type(pieces["scales"]),
         scale_strides=_strides(pieces["scales"]),
         group_size=group_size or matrix.shape[1],
         block_rows=block_rows,
@@ -190,19 +198,27 @@ def _awq(matrix: StoredMatrix) -> MatrixLayout:
     )
 
 
-def _mxfp4(matrix: StoredMatrix, *, has_words: bool) -> MatrixLayout:
-    codes_OGB, scales_OG = matrix.pieces["codes"], matrix.pieces["scales"]
+def _fp4(matrix: StoredMatrix, *, has_words: bool) -> MatrixLayout:
+    stored, scales_OG = matrix.format, matrix.pieces["scales"]
     unit = torch.int32 if has_words else torch.uint8
+    tensor_scale: TensorScale = "none"
+    if isinstance(stored, Nvfp4):
+        tensor_scale = "divides" if stored.is_divided else "multiplies"
     return MatrixLayout(
         kind="e2m1",
         shape=matrix.shape,
         unit=unit,
         unit_inputs=2 * unit.itemsize,
-        code_strides=(codes_OGB.stride(0) // unit.itemsize, 1),
-        scales=torch.uint8,
+        code_strides=(matrix.pieces["codes"].stride(0) // unit.itemsize, 1),
+        scales=_scale_type(scales_OG),
         scale_strides=_strides(scales_OG),
-        group_size=MXFP4_COLUMNS,
+        group_size=MXFP4_COLUMNS if isinstance(stored, Mxfp4) else NVFP4_COLUMNS,
+        tensor_scale=tensor_scale,
     )
+
+
+def _scale_type(scales: Tensor) -> torch.dtype:
+    return torch.uint8 if scales.dtype == torch.float8_e8m0fnu else scales.dtype
 
 
 def _strides(matrix: Tensor) -> tuple[int, int]:
@@ -213,6 +229,7 @@ def _strides(matrix: Tensor) -> tuple[int, int]:
 _LAYOUTS: Mapping[type[WeightFormat], Callable[[StoredMatrix], MatrixLayout]] = {
     Fp8Block: partial(_fp8, group_size=FP8_COLUMNS, block_rows=FP8_ROWS),
     Fp8Channel: partial(_fp8, group_size=0, block_rows=1),
+    Mxfp8: partial(_fp8, group_size=MXFP8_COLUMNS, block_rows=1),
     PackedInt4: _packed_int4,
     Gptq: _gptq,
     Awq: _awq,
@@ -275,15 +292,16 @@ class TileTable:
 def units_of_step(layout: MatrixLayout, *, has_tensor_cores: bool) -> int:
     """Return how many units of codes of each output one step of a kernel reads.
 
-    With tensor cores a step reads 64 to 128 bytes, the size of a memory transaction. Without them a
-    thread keeps all operands of a step in registers, so steps are as small as possible.
+    With tensor cores a step reads 64 to 128 bytes, the size of a memory transaction, or the 32 of a
+    group of MXFP8, whose outputs then have one scale each. Without them a thread keeps all operands
+    of a step in registers, so steps are as small as possible.
     """
     if not has_tensor_cores:
         return 16
     if layout.unit_inputs > 1:
         return 16 if layout.unit_inputs == _NIBBLES else 32
     # A word of AWQ is loaded once per output that it holds, and staged as often.
-    return 32 if layout.unit_outputs > 1 else 64
+    return 32 if layout.unit_outputs > 1 or layout.group_size == MXFP8_COLUMNS else 64
 
 
 def key_of(layout: MatrixLayout, tokens_per_expert: float) -> TileKey:

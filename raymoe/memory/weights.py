@@ -97,7 +97,8 @@ class WeightStore:
         tensors, names = {}, {}
         for name, piece in location.pieces().items():
             tensor = self.checkpoint.tensor(name)
-            tensors[piece.name] = tensor if location.expert is None else tensor[location.expert]
+            part = tensor if location.expert is None else tensor[location.expert]
+            tensors[piece.name] = part.view(piece.shape)  # one element may be stored as a scalar
             names[piece.name] = name
         matrix = StoredMatrix(format=stored, shape=shape, pieces=tensors)
         check_values(matrix, lambda piece: self._describe(names[piece]))
@@ -240,6 +241,8 @@ class DummyWeights:
 
     def _piece(self, name: str, piece: Piece, shape: tuple[int, int]) -> Tensor:
         dtype = TORCH_DTYPES[piece.dtypes[0]]
+        if piece.name == "tensor_scale":
+            return torch.ones(piece.shape, dtype=dtype)
         if piece.name == "scales":
             value = SCALE if dtype.is_floating_point else EXPONENT
             return torch.full(piece.shape, value, dtype=dtype)

@@ -14,17 +14,21 @@ from raymoe.specs.layer_weights import EXPERTS, HEAD, ROUTER
 from raymoe.specs.weight_format import (
     FP8_COLUMNS,
     FP8_ROWS,
+    MXFP8_COLUMNS,
+    NVFP4_COLUMNS,
     Awq,
     Fp8Block,
     Fp8Channel,
     Gptq,
     Mxfp4,
+    Mxfp8,
+    Nvfp4,
     PackedInt4,
     WeightFormat,
 )
 
 MAX_REPETITIONS = 6
-WEIGHTS = ("bf16", "fp8", "int4", "mxfp4")  # `quantization_of`
+WEIGHTS = ("bf16", "fp8", "int4", "mxfp4", "mxfp8", "nvfp4")  # `quantization_of`
 _UNDERSTOOD = re.compile(
     r"(?: [\w\-/ ] | \.[*+]? | \\\. | \\d\+? | \[[\w\-]+\]\+? | \(\?: | [()|^$] )*", re.VERBOSE
 )
@@ -37,6 +41,12 @@ _SPELLINGS = (
     ("gate_proj", ("w1",)),
     ("up_proj", ("w3",)),
     ("down_proj", ("w2",)),
+)
+# Prefixes of names in models that wrap a language model.
+_WRAPPERS = (
+    ("model.", "model.language_model."),
+    ("model.layers.", "language_model.model.layers."),
+    (HEAD.removesuffix(".weight"), "language_model.lm_head"),
 )
 
 
@@ -52,10 +62,18 @@ def name_or_expression(pattern: str) -> re.Pattern[str]:
     return _compiled(expression, expression if is_expression else re.escape(pattern) + "$")
 
 
+def wildcard(pattern: str) -> re.Pattern[str]:
+    """Match a name with "*" for any part of it, or modules inside it (modelopt 0.47)."""
+    expression = re.escape(pattern).replace(r"\*", ".*")
+    return _compiled(expression, rf"(?:{expression})(?:\..*)?$")
+
+
 def is_matched(module: str, patterns: Iterable[re.Pattern[str]]) -> bool:
     names = {module}
     for ours, theirs in _SPELLINGS:
         names |= {name.replace(ours, other) for name in names for other in theirs}
+    for inner, outer in _WRAPPERS:
+        names |= {outer + name.removeprefix(inner) for name in names if name.startswith(inner)}
     return any(pattern.match(name) for pattern in patterns for name in names)
 
 
@@ -79,6 +97,7 @@ def _compiled(pattern: str, expression: str) -> re.Pattern[str]:
 
 Config = Mapping[str, object]
 BLOCKS = ([FP8_ROWS, FP8_COLUMNS], (FP8_ROWS, FP8_COLUMNS))
+MICRO_BLOCKS = ([1, MXFP8_COLUMNS], (1, MXFP8_COLUMNS), None)
 
 # Fields that are used, or concern calibration and not the stored format.
 _GPTQ_FIELDS = frozenset(
@@ -99,6 +118,18 @@ _WEIGHTS_FIELDS = frozenset(
     {"strategy", "group_size", "block_structure", "symmetric", "observer", "observer_kwargs"}
 )
 
+# Formats by "quant_algo" of modelopt, and their group sizes.
+_MODELOPT: Mapping[str, tuple[WeightFormat, int]] = {
+    "NVFP4": (Nvfp4(), NVFP4_COLUMNS),
+    "W4A16_NVFP4": (Nvfp4(), NVFP4_COLUMNS),
+    "MXFP8": (Mxfp8(), MXFP8_COLUMNS),
+}
+# Scales of activations and of the KV cache are not used; "config_groups" repeats "quant_algo".
+_MODELOPT_FIELDS = frozenset(
+    """
+    quant_algo kv_cache_quant_algo kv_cache_scheme exclude_modules ignore config_groups producer
+    """.split()  # noqa: SIM905 - as above
+)
 _EXPERT_NUMBER = re.compile(rf"(?<={re.escape(EXPERTS)})\d+")
 # Read by row, or so small that no method quantises them.
 _ALWAYS_PLAIN = ("model.embed_tokens.", ROUTER, "mlp.shared_expert_gate.")
@@ -111,6 +142,8 @@ class Quantization:
     excluded: tuple[re.Pattern[str], ...] = ()  # modules that are not quantised
     is_head_plain: bool = True  # whether the head is excluded implicitly
     is_experts_only: bool = False  # whether only routed experts are quantised
+    # Ends of names of tensors that are not read: scales of activations and of the KV cache.
+    unread: tuple[str, ...] = ()
     _known: dict[str, WeightFormat | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -157,12 +190,17 @@ def quantization_of(weights: str) -> Quantization | None:
         return Quantization(method="fp8", format=Fp8Block())
     if weights == "mxfp4":
         return Quantization(method="mxfp4", format=Mxfp4(), is_experts_only=True)
+    if weights == "mxfp8":
+        return Quantization(method="mxfp8", format=Mxfp8(".weight_scale_inv"))
+    if weights == "nvfp4":
+        return Quantization(method="modelopt", format=Nvfp4())
     return None
 
 
 def _fp8(config: Config) -> Quantization:
-    accepted = {
-        "weight_block_size": BLOCKS,
+    is_micro = config.get("quant_method") == "mxfp8"
+    accepted: dict[str, tuple[object, ...]] = {
+        "weight_block_size": MICRO_BLOCKS if is_micro else BLOCKS,
         "activation_scheme": ("dynamic",),
         "fmt": ("e4m3", "float8_e4m3fn"),
         "scale_fmt": ("float", "ue8m0", None),
@@ -171,12 +209,12 @@ def _fp8(config: Config) -> Quantization:
         "modules_to_convert": (None, []),
     }
     _check(config, accepted, {"modules_to_not_convert", "ignored_layers"})
-    if "weight_block_size" not in config:
+    if "weight_block_size" not in config and not is_micro:
         raise _refusal("weight_block_size", None, BLOCKS[:1])
     names = _names(config, "modules_to_not_convert") or _names(config, "ignored_layers")
     return Quantization(
-        method="fp8",
-        format=Fp8Block(),
+        method="mxfp8" if is_micro else "fp8",
+        format=Mxfp8(".weight_scale_inv") if is_micro else Fp8Block(),
         excluded=tuple(map(prefix_or_suffix, names)),
         is_head_plain=not names,
     )
@@ -240,9 +278,33 @@ def _awq(config: Config) -> Quantization:
     )
 
 
+def _modelopt(config: Config) -> Quantization:
+    """The `quantization_config` of modelopt 0.47, or what its `hf_quant_config.json` holds."""
+    found = config.get("quantization", config)
+    if not isinstance(found, Mapping):
+        raise _refusal("quantization", found, ("an object",))
+    algorithm = str(found.get("quant_algo")).upper()
+    if algorithm not in _MODELOPT:
+        raise _refusal("quant_algo", found.get("quant_algo"), tuple(_MODELOPT))
+    stored, group_size = _MODELOPT[algorithm]
+    accepted: dict[str, tuple[object, ...]] = {
+        "group_size": (group_size, None),
+        "quantized_layers": (None, {}),
+    }
+    _check(found, accepted, _MODELOPT_FIELDS)
+    names = [*_names(found, "exclude_modules"), *_names(found, "ignore")]
+    return Quantization(
+        method="modelopt",
+        format=stored,
+        excluded=tuple(map(wildcard, names)),
+        is_head_plain=False,
+        unread=(".input_scale", ".k_scale", ".v_scale"),
+    )
+
+
 def _compressed_tensors(config: Config) -> Quantization:
     accepted: dict[str, tuple[object, ...]] = {
-        "format": ("pack-quantized", "float-quantized"),
+        "format": tuple(_LAYOUTS),
         "kv_cache_scheme": (None,),
         "sparsity_config": (None, {}),
         "transform_config": (None, {}),
@@ -261,46 +323,80 @@ def _compressed_tensors(config: Config) -> Quantization:
         {"weights", "input_activations"},
     )
     activations = group.get("input_activations")
-    if isinstance(activations, Mapping) and activations.get("dynamic") is not True:
-        raise _refusal("input_activations.dynamic", activations.get("dynamic"), (True,))
+    dynamic = (True, "local", False) if layout == "nvfp4-pack-quantized" else (True,)
+    if isinstance(activations, Mapping) and activations.get("dynamic") not in dynamic:
+        raise _refusal("input_activations.dynamic", activations.get("dynamic"), dynamic)
     names = _names(config, "ignore")
     return Quantization(
         method="compressed-tensors",
         format=_weights_format(group.get("weights"), layout),
         excluded=tuple(map(name_or_expression, names)),
         is_head_plain=False,
+        unread=(".input_global_scale",),
     )
+
+
+class _Layout(NamedTuple):
+    """What a "format" of compressed-tensors stores."""
+
+    num_bits: int
+    type: str
+    strategies: tuple[str, ...]
+    scale_dtypes: tuple[str | None, ...] = (None,)
+    group_size: int = 0  # the only one; 0 for any
+
+
+_LAYOUTS: Mapping[str, _Layout] = {
+    "pack-quantized": _Layout(4, "int", ("group", "channel")),
+    "float-quantized": _Layout(8, "float", ("channel", "block")),
+    "mxfp8-quantized": _Layout(
+        8, "float", ("group",), (None, "torch.uint8", "uint8"), MXFP8_COLUMNS
+    ),
+    "nvfp4-pack-quantized": _Layout(
+        4,
+        "float",
+        ("tensor_group", "group"),
+        (None, "torch.float8_e4m3fn", "float8_e4m3fn"),
+        NVFP4_COLUMNS,
+    ),
+}
+_MICRO_FORMATS: Mapping[str, WeightFormat] = {
+    "mxfp8-quantized": Mxfp8(),
+    "nvfp4-pack-quantized": Nvfp4(is_divided=True),
+}
 
 
 def _weights_format(weights: object, layout: str) -> WeightFormat:
     if not isinstance(weights, Mapping):
         raise _refusal("weights", weights, ("an object",))
-    wanted = (4, "int") if layout == "pack-quantized" else (8, "float")
-    accepted = {
-        "num_bits": wanted[:1],
-        "type": wanted[1:],
+    wanted = _LAYOUTS[layout]
+    accepted: dict[str, tuple[object, ...]] = {
+        "num_bits": (wanted.num_bits,),
+        "type": (wanted.type,),
+        "strategy": wanted.strategies,
         "dynamic": (False, None),
         "actorder": (None, False, "weight", "static", "group"),
-        "scale_dtype": (None,),
-        "zp_dtype": (None, "torch.int8"),
+        "scale_dtype": wanted.scale_dtypes,
+        "zp_dtype": (None, "torch.int8", *wanted.scale_dtypes),
     }
+    if layout in _MICRO_FORMATS:
+        accepted |= {"group_size": (wanted.group_size,), "symmetric": (True, None)}
     _check(weights, accepted, _WEIGHTS_FIELDS)
     strategy = weights.get("strategy")
+    if strategy is None:
+        raise _refusal("weights.strategy", None, wanted.strategies)
     blocks = weights.get("block_structure")
     if blocks not in (BLOCKS if strategy == "block" else (None,)):
         raise _refusal("weights.block_structure", blocks, BLOCKS[:1])
-    if layout == "pack-quantized" and strategy in ("group", "channel"):
+    if layout in _MICRO_FORMATS:
+        return _MICRO_FORMATS[layout]
+    if layout == "pack-quantized":
         return PackedInt4(
             _group_size(weights) if strategy == "group" else 0,
             has_zero_points=weights.get("symmetric") is False,
             has_order=weights.get("actorder") == "group",
         )
-    if layout == "float-quantized" and strategy == "channel":
-        return Fp8Channel()
-    if layout == "float-quantized" and strategy == "block":
-        return Fp8Block(scales_suffix=".weight_scale")
-    supported = ("group", "channel") if layout == "pack-quantized" else ("channel", "block")
-    raise _refusal("weights.strategy", strategy, supported)
+    return Fp8Channel() if strategy == "channel" else Fp8Block(scales_suffix=".weight_scale")
 
 
 class Method(NamedTuple):
@@ -312,10 +408,16 @@ METHODS: Mapping[str, Method] = {
     "fp8": Method("FP8 (e4m3), a scale for 128 x 128 elements", _fp8),
     "fbgemm_fp8": Method("FP8 (e4m3), a scale for each row", _fbgemm_fp8),
     "mxfp4": Method("FP4 (e2m1) of experts, a scale for 32 elements", _mxfp4),
+    "mxfp8": Method("FP8 (e4m3), a scale for 32 elements", _fp8),
+    "modelopt": Method(
+        "FP4 (e2m1), a scale for 16 elements (NVFP4); FP8, a scale for 32 elements (MXFP8)",
+        _modelopt,
+    ),
     "gptq": Method("INT4 with a scale and a zero point for each group, in any order", _gptq),
     "awq": Method("INT4 with a scale and a zero point for each group", _awq),
     "compressed-tensors": Method(
-        "INT4 by groups or rows (pack-quantized), FP8 by blocks or rows (float-quantized)",
+        "INT4 by groups or rows (pack-quantized), FP8 by blocks or rows (float-quantized) or 32 "
+        "elements (mxfp8-quantized), FP4 by 16 elements (nvfp4-pack-quantized)",
         _compressed_tensors,
     ),
 }

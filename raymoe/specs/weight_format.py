@@ -32,7 +32,8 @@ ITEM_BYTES: Mapping[str, int] = {
 HALVES = ("F16", "BF16")
 _NIBBLES = 8  # 4-bit elements in a 32-bit word
 FP8_ROWS = FP8_COLUMNS = 128
-MXFP4_COLUMNS = 32
+MXFP4_COLUMNS = MXFP8_COLUMNS = 32
+NVFP4_COLUMNS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,6 +274,79 @@ class Mxfp4(WeightFormat):
                 dtypes=("U8",),
                 column_axis=1,
                 columns=MXFP4_COLUMNS,
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp8(WeightFormat):
+    """FP8 (E4M3), one E8M0 scale per 32 columns.
+
+    Source: OCP Microscaling Formats 1.0, section 5; "mxfp8-quantized" of compressed-tensors 0.20
+    and MXFP8 of modelopt 0.47, which name the scales `.weight_scale`; `.weight_scale_inv` in
+    checkpoints of MiniMax.
+    """
+
+    scales_suffix: str = ".weight_scale"
+    name: str = "mxfp8"
+
+    def pieces(self, rows: int, columns: int) -> tuple[Piece, ...]:
+        groups = _num_groups(self.name, rows, columns, MXFP8_COLUMNS)
+        return (
+            _codes(rows, columns, "F8_E4M3"),
+            Piece(
+                name="scales",
+                suffix=self.scales_suffix,
+                shape=(rows, groups),
+                dtypes=("U8", "F8_E8M0"),
+                column_axis=1,
+                columns=MXFP8_COLUMNS,
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Nvfp4(WeightFormat):
+    """E2M1, two neighbours of a row per byte, one E4M3 scale per 16 columns, one of the matrix.
+
+    The scale of the matrix multiplies the others in checkpoints of modelopt, and divides them in
+    those of compressed-tensors. Source: `NVFP4QTensor` of modelopt 0.47; "nvfp4-pack-quantized" of
+    compressed-tensors 0.20.
+    """
+
+    is_divided: bool = False  # the layout of compressed-tensors
+    name: str = "nvfp4"
+
+    def pieces(self, rows: int, columns: int) -> tuple[Piece, ...]:
+        groups = _num_groups(self.name, rows, columns, NVFP4_COLUMNS)
+        codes, tensor_scale = (
+            (".weight_packed", ".weight_global_scale")
+            if self.is_divided
+            else (".weight", ".weight_scale_2")
+        )
+        return (
+            Piece(
+                name="codes",
+                suffix=codes,
+                shape=(rows, columns // 2),
+                dtypes=("U8",),
+                column_axis=1,
+                columns=2,
+            ),
+            Piece(
+                name="scales",
+                suffix=".weight_scale",
+                shape=(rows, groups),
+                dtypes=("F8_E4M3",),
+                column_axis=1,
+                columns=NVFP4_COLUMNS,
+            ),
+            Piece(
+                name="tensor_scale",
+                suffix=tensor_scale,
+                shape=(1,),
+                dtypes=("F32",),
+                row_axis=None,
             ),
         )
 

@@ -404,7 +404,8 @@ def _check_shapes(
     places: Iterable[_Place], stored: Mapping[str, Shape], files: Mapping[str, str]
 ) -> None:
     for name, shape in (item for place in places for item in place.shapes.items()):
-        if tuple(stored[name]) != shape:
+        is_one_element = shape == (1,) and stored[name] == ()
+        if tuple(stored[name]) != shape and not is_one_element:
             raise CheckpointError(
                 f"{files[name]}: tensor {name!r} has shape {list(stored[name])}, "
                 f"config.json says {list(shape)}"
@@ -443,7 +444,8 @@ def _is_redundant(spec: ModelSpec, name: str, stored: Mapping[str, Shape]) -> bo
     a second token follow the last one or are separate modules; some families store the indexer for
     contexts that are refused.
     """
-    if name.startswith(_PREDICTORS) or name.endswith(".rotary_emb.inv_freq"):
+    unread = () if spec.quantization is None else spec.quantization.unread
+    if name.startswith(_PREDICTORS) or name.endswith((".rotary_emb.inv_freq", *unread)):
         return True
     namings = namings_of(spec.model_type)
     if any(part in name for naming in namings for part in naming.unread):

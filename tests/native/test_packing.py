@@ -15,6 +15,8 @@ from raymoe.specs.weight_format import (
     Fp8Channel,
     Gptq,
     Mxfp4,
+    Mxfp8,
+    Nvfp4,
     PackedInt4,
     WeightFormat,
 )
@@ -28,6 +30,9 @@ FORMATS = [
     Gptq(32),
     Awq(32),
     Mxfp4(),
+    Mxfp8(),
+    Nvfp4(),
+    Nvfp4(is_divided=True),
     Fp8Block(),
     Fp8Channel(),
 ]
@@ -125,6 +130,25 @@ def test_sizes_are_known_before_there_is_a_weight(stored: WeightFormat) -> None:
 
 
 @pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("is_divided", [False, True])
+def test_every_scale_of_nvfp4_is_decoded(is_divided: bool) -> None:
+    """Of every sign and size; a gate and an up in one panel have a scale of the matrix each."""
+    shape = (32, 16 * 256)
+    matrices = [make(Nvfp4(is_divided=is_divided), shape, seed).matrix for seed in (0, 1)]
+    for number, matrix in enumerate(matrices):
+        scales = torch.arange(256).byte()
+        scales[[127, 255]] = 0  # NaN
+        matrix.pieces["scales"][:] = scales.view(torch.float8_e4m3fn)
+        matrix.pieces["tensor_scale"].fill_(7.3 * 10.0 ** (-3 * number))
+    coded, plain = packing_of(matrices[0]), BFloat16Packing()
+    memory = allocate(coded.gate_up_bytes(*shape)), allocate(plain.gate_up_bytes(*shape))
+    coded.pack_gate_up(*matrices, memory[0])
+    plain.pack_gate_up(*(as_tensor(each, torch.bfloat16) for each in matrices), memory[1])
+    x = torch.randn(3, shape[1]).bfloat16()
+    assert torch.equal(*map(multiply, (coded, plain), memory, (x, x), (64, 64)))
+
+
+@pytest.mark.usefixtures("isa")
 def test_every_number_of_fp8_is_decoded() -> None:
     matrix = make(Fp8Channel(), (32, 256)).matrix
     codes = torch.arange(256)
@@ -147,15 +171,24 @@ def test_wrong_arguments_are_named() -> None:
     codes = torch.zeros(40, 96, dtype=torch.uint8)
     memory = allocate(coded.linear_bytes(40, 96))
     for weight, named in (
-        ((codes.int(), scales, 1, None, None), "codes has dtype int32.*expected uint8"),
-        ((codes, scales.bfloat16(), 1, None, None), "scales has dtype bfloat16.*expected float16"),
-        ((codes, scales[:, :2], 1, None, None), "scales has size 2 in dimension 1, expected 3"),
-        ((codes, scales, 1, codes[:, :3], None), "zero points and order must be given where"),
+        ((codes.int(), scales, 1, None, None, 1.0, 1.0), "codes has dtype int32.*expected uint8"),
+        (
+            (codes, scales.bfloat16(), 1, None, None, 1.0, 1.0),
+            "scales has dtype bfloat16.*expected float16",
+        ),
+        (
+            (codes, scales[:, :2], 1, None, None, 1.0, 1.0),
+            "scales has size 2 in dimension 1, expected 3",
+        ),
+        (
+            (codes, scales, 1, codes[:, :3], None, 1.0, 1.0),
+            "zero points and order must be given where",
+        ),
     ):
         with pytest.raises(ValueError, match=named):
             _native.pack_codes(coded.format, weight, memory)
     with pytest.raises(ValueError, match="expected"):
-        _native.pack_codes(coded.format, (codes, scales, 1, None, None), memory[:-64])
+        _native.pack_codes(coded.format, (codes, scales, 1, None, None, 1.0, 1.0), memory[:-64])
     with pytest.raises(ValueError, match="unknown kind 'int3'"):
         _native.CodeFormat("int3", 32, False, False, False)
 

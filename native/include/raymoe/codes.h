@@ -16,7 +16,9 @@ enum class CodeKind {
   kInt4Float16,   // code - zero point, 0 to 15 each; float16 scales
   kInt4BFloat16,  // the same with bfloat16 scales
   kE2m1,          // FP4; scales are powers of two (E8M0)
+  kE2m1E4m3,      // FP4; E4M3 scales times a multiplier of the matrix, over a divisor (NVFP4)
   kE4m3,          // FP8; float32 scales
+  kE4m3E8m0,      // FP8; scales are powers of two (MXFP8)
 };
 
 /// How a matrix is stored; its elements are number * scale, rounded to bfloat16.
@@ -40,6 +42,7 @@ struct CodeSource {
   const uint8_t* zeros;  // or null
   int64_t zero_output_stride, zero_group_stride;
   const int32_t* order;  // [inputs], or null
+  float multiplier = 1, divisor = 1;  // of all scales, for E4M3 ones; one of them is 1
 };
 
 /// Bytes of the packed form of a matrix [outputs, inputs]; the layout is in panels.h.
@@ -53,7 +56,7 @@ void pack_codes(const CodeFormat& format, const CodeSource& weight, uint8_t* pac
 void pack_gate_up_codes(const CodeFormat& format, const CodeSource& gate, const CodeSource& up,
                         uint8_t* packed);
 
-/// `kind` is one of int4_float16, int4_bfloat16, e2m1, e4m3.
+/// `kind` is one of int4_float16, int4_bfloat16, e2m1, e2m1_e4m3, e4m3, e4m3_e8m0.
 CodeFormat make_code_format(const std::string& kind, int64_t group_size, bool shares_scales,
                             bool has_zeros, bool has_order);
 
@@ -64,6 +67,7 @@ struct CodeTensors {
   int64_t scale_rows;       // outputs of a row of scales
   const TensorView* zeros;  // [O, G] uint8, or null
   const TensorView* order;  // [I] int32, or null
+  float multiplier, divisor;
 };
 
 /// weight -> packed [packed_codes_bytes(O, I)] uint8, 64-byte aligned.

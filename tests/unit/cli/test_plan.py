@@ -300,15 +300,19 @@ def test_weights_and_cache_in_fewer_bits_take_less(
     spec = ModelSpec.from_directory(model)
     sizes = [
         replace(spec, quantization=quantization_of(name)).weight_bytes(2)
-        for name in ("bf16", "fp8", "int4")
+        for name in ("bf16", "fp8", "int4", "mxfp8", "nvfp4")
     ]
     # Fp8 has a byte, int4 half a byte and a 16-bit scale for 32 of them; embeddings stay.
     assert sizes[1] / sizes[0] == pytest.approx(0.5, abs=0.05)
     assert sizes[2] / sizes[0] == pytest.approx(4.5 / 16, abs=0.05)
+    # Mxfp8 has a byte of scale for 32 of them, nvfp4 for 16.
+    assert sizes[3] / sizes[1] == pytest.approx(8.25 / 8, abs=0.01)
+    assert sizes[4] / sizes[2] == pytest.approx(1, abs=0.01)
     rates = [
-        planned(capsys, *given, "--weights", name)["tokens_per_s"] for name in ("bf16", "int4")
+        planned(capsys, *given, "--weights", name)["tokens_per_s"]
+        for name in ("bf16", "mxfp8", "nvfp4")
     ]
-    assert rates[1] > rates[0]
+    assert rates == sorted(set(rates))
     wide, narrow = (planned(capsys, *given, "--kv-dtype", name) for name in ("float32", "bfloat16"))
     blocks = [each["policy"]["num_kv_blocks"] for each in (wide, narrow)]
     caches = [each["device_memory"]["KV cache"] for each in (wide, narrow)]

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from compressed_tensors.compressors.mxfp8.base import MXFP8QuantizationCompressor
 from compressed_tensors.compressors.naive_quantized.base import FloatQuantizationCompressor
+from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, _dequantize_fp8_weight
@@ -16,12 +18,15 @@ from raymoe.specs.weight_format import (
     Fp8Channel,
     Gptq,
     Mxfp4,
+    Mxfp8,
+    Nvfp4,
     PackedInt4,
     WeightFormat,
 )
-from tests.quantisers import AWQ_ORDER, Quantised, quantise
+from tests.quantisers import AWQ_ORDER, E2M1, Quantised, quantise
 
 SEEDS = range(6)
+SCALE_BYTES = {"U8": (255, torch.uint8), "F8_E4M3": (127, torch.float8_e4m3fn)}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FORMATS = [
     Fp8Block(),
@@ -35,6 +40,9 @@ FORMATS = [
     Awq(32),
     Awq(0),
     Mxfp4(),
+    Mxfp8(),
+    Nvfp4(),
+    Nvfp4(is_divided=True),
 ]
 
 
@@ -62,10 +70,13 @@ def scrambled(stored: WeightFormat, rows: int, columns: int, seed: int) -> Store
     def tensor(piece) -> torch.Tensor:
         if piece.name == "order":
             return torch.randint(0, 2, piece.shape, generator=generator).int()
-        if piece.name == "scales" and piece.dtypes != ("U8",):
-            return torch.randn(piece.shape, generator=generator).half()
+        if piece.name == "tensor_scale":
+            return torch.rand(piece.shape, generator=generator) + 2.0**-20
+        if piece.name == "scales" and piece.dtypes[0] in SCALE_BYTES:
+            nan, dtype = SCALE_BYTES[piece.dtypes[0]]
+            return torch.randint(0, nan, piece.shape, generator=generator).byte().view(dtype)
         if piece.name == "scales":
-            return torch.randint(0, 255, piece.shape, generator=generator).byte()
+            return torch.randn(piece.shape, generator=generator).half()
         if piece.name == "shape":
             return torch.tensor([rows, columns])
         size = (*piece.shape[:-1], piece.shape[-1] * piece.item_bytes)
@@ -179,6 +190,52 @@ def test_mxfp4_is_that_of_transformers(seed: int) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         theirs = convert_moe_packed_tensors(blocks[None], scales[None], dtype=dtype)[0].t()
         assert torch.equal(as_tensor(matrix, dtype), theirs)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_mxfp8_is_that_of_compressed_tensors_and_transformers(seed: int) -> None:
+    matrix = scrambled(Mxfp8(), 8 + seed, 64 * (seed + 1), seed)
+    codes, scales = matrix.pieces["codes"], matrix.pieces["scales"]
+    arguments = QuantizationArgs(
+        num_bits=8, type="float", strategy="group", group_size=32, scale_dtype=torch.uint8
+    )
+    state = {"weight": codes, "weight_scale": scales}
+    theirs = decompressed(MXFP8QuantizationCompressor, state, arguments)
+    ours = as_tensor(matrix, torch.bfloat16)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+    for dtype in DTYPES:
+        theirs = Fp8Dequantize(None)._dequantize_one(codes, scales, output_dtype=dtype)
+        ours = as_tensor(matrix, dtype)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_nvfp4_is_that_of_compressed_tensors(seed: int) -> None:
+    matrix = scrambled(Nvfp4(is_divided=True), 8 + seed, 64 * (seed + 1), seed)
+    pieces = matrix.pieces
+    arguments = QuantizationArgs(
+        num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True
+    )
+    state = {
+        "weight_packed": pieces["codes"],
+        "weight_scale": pieces["scales"],
+        "weight_global_scale": pieces["tensor_scale"],
+    }
+    theirs = decompressed(NVFP4PackedCompressor, state, arguments)
+    assert torch.equal(as_tensor(matrix, theirs.dtype), theirs)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_nvfp4_of_modelopt_multiplies_both_scales_first(seed: int) -> None:
+    """`NVFP4QTensor.dequantize` of modelopt 0.47: number * (block scale * scale of the matrix)."""
+    matrix = scrambled(Nvfp4(), 8 + seed, 64 * (seed + 1), seed)
+    codes, scales = matrix.pieces["codes"].numpy(), matrix.pieces["scales"].float().numpy()
+    exact = np.zeros(matrix.shape, np.float32)
+    for (o, byte), pair in np.ndenumerate(codes):
+        scale = scales[o, byte // 8] * matrix.pieces["tensor_scale"].numpy()[0]
+        exact[o, 2 * byte] = np.float32(E2M1[pair & 15]) * scale
+        exact[o, 2 * byte + 1] = np.float32(E2M1[pair >> 4]) * scale
+    assert np.array_equal(as_tensor(matrix, torch.float32).numpy(), exact)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

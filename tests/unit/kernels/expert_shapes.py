@@ -17,6 +17,8 @@ from raymoe.specs.weight_format import (
     Fp8Block,
     Gptq,
     Mxfp4,
+    Mxfp8,
+    Nvfp4,
     PackedInt4,
     WeightFormat,
 )
@@ -69,5 +71,12 @@ SHAPES: Mapping[str, ExpertShape] = {
     "Kimi-K2 INT4": ExpertShape(hidden=7168, wide=2048, top_k=8, stored=PackedInt4(group_size=32)),
     "gpt-oss-20b": ExpertShape(
         hidden=2880, wide=2880, top_k=4, stored=Mxfp4(), clamp=Clamp(1.702, 7.0), has_bias=True
+    ),
+    "MiniMax-M3 MXFP8": ExpertShape(
+        hidden=6144, wide=3072, top_k=4, stored=Mxfp8(), clamp=Clamp(1.702, 7.0)
+    ),
+    "Qwen3-30B-A3B NVFP4": ExpertShape(hidden=2048, wide=768, top_k=8, stored=Nvfp4()),
+    "Mixtral-8x7B NVFP4": ExpertShape(
+        hidden=4096, wide=14336, top_k=2, stored=Nvfp4(is_divided=True)
     ),
 }

@@ -12,6 +12,8 @@ from raymoe.specs.weight_format import (
     Fp8Channel,
     Gptq,
     Mxfp4,
+    Mxfp8,
+    Nvfp4,
     PackedInt4,
     WeightFormat,
 )
@@ -36,6 +38,9 @@ FORMATS: dict[str, tuple[WeightFormat | None, dict[str, int]]] = {
     "gptq": (Gptq(group_size=32), {"hidden": 64, "wide": 32}),
     "awq": (Awq(group_size=32), {"hidden": 64, "wide": 32}),
     "mxfp4": (Mxfp4(), {"hidden": 160, "wide": 32}),
+    "mxfp8": (Mxfp8(), {"hidden": 96, "wide": 32}),
+    "nvfp4": (Nvfp4(), {"hidden": 144, "wide": 48}),
+    "nvfp4 divided": (Nvfp4(is_divided=True), {"hidden": 48, "wide": 32}),
 }
 device = pytest.mark.parametrize("device", DEVICES)
 

@@ -64,6 +64,14 @@ def first(value: float) -> Callable[[Tensor], Tensor]:
     return change
 
 
+def set_byte(value: int) -> Callable[[Tensor], Tensor]:
+    def change(tensor: Tensor) -> Tensor:
+        tensor.view(torch.uint8).flatten()[0] = value
+        return tensor
+
+    return change
+
+
 @pytest.mark.parametrize("name", [case.name for case in CASES])
 def test_matrices_are_read_as_they_are_stored(name: str) -> None:
     directory = checkpoints(name).quantised
@@ -75,11 +83,13 @@ def test_matrices_are_read_as_they_are_stored(name: str) -> None:
         assert isinstance(found, StoredMatrix) == (spec.format_of(weight, shape) is not None)
 
 
-FP8, GPTQ, PACKED, MXFP4 = (
+FP8, GPTQ, PACKED, MXFP4, MXFP8, NVFP4 = (
     "fp8 blocks, odd sizes",
     "gptq, act-order, zero points",
     "packed int4, zero points, order",
     "mxfp4",
+    "mxfp8 of compressed-tensors",
+    "nvfp4 of modelopt",
 )
 
 
@@ -101,6 +111,14 @@ FP8, GPTQ, PACKED, MXFP4 = (
         (FP8, changed("scale_inv", first(float("nan"))), r"scale_inv' has 1 scales.*\[0, 0\].*nan"),
         (GPTQ, changed(".scales", first(float("inf"))), r"scales' has 1 scales.*finite.*inf"),
         (MXFP4, changed("_scales", first(255)), r"_scales' has 1 scales.*finite.*255"),
+        (MXFP8, changed(".weight_scale", set_byte(255)), r"_scale' has 1 scales.*finite.*nan"),
+        (NVFP4, changed(".weight_scale", set_byte(127)), r"_scale' has 1 scales.*finite.*nan"),
+        (NVFP4, changed(".weight_scale", set_byte(255)), r"_scale' has 1 scales.*finite.*nan"),
+        (NVFP4, changed("scale_2", first(float("inf"))), r"scale_2' has 1 scales.*positive.*inf"),
+        (NVFP4, changed("scale_2", first(0.0)), r"scale_2' has 1 scales.*positive.*0.0"),
+        (NVFP4, without("_scale_2"), r"weight_scale_2' of shape \[1\] is missing.*nvfp4"),
+        (NVFP4, changed("_scale_2", lambda t: t.expand(2)), r"scale_2' has shape \[2\]"),
+        (NVFP4, changed("up_proj.weight", lambda t: t.int()), r"type I32; supported: U8"),
         (GPTQ, changed("g_idx", first(-1)), r"g_idx' has 1 groups other than 0 to.*\(-1\)"),
         (PACKED, changed("g_idx", first(99)), r"g_idx' has 1 groups other than 0 to.*\(99\)"),
         (PACKED, changed("weight_shape", first(7)), r"weight_shape' is \[7, .*config.json says"),

@@ -15,8 +15,18 @@ from raymoe.specs.quantization import (
     is_matched,
     parse_quantization,
     prefix_or_suffix,
+    wildcard,
 )
-from raymoe.specs.weight_format import Awq, Fp8Block, Fp8Channel, Gptq, Mxfp4, PackedInt4
+from raymoe.specs.weight_format import (
+    Awq,
+    Fp8Block,
+    Fp8Channel,
+    Gptq,
+    Mxfp4,
+    Mxfp8,
+    Nvfp4,
+    PackedInt4,
+)
 
 FP8 = MODEL_PRESETS["deepseek-v3"]["quantization_config"]
 MINIMAX = MODEL_PRESETS["minimax-m2"]["quantization_config"]
@@ -92,6 +102,63 @@ def floats(**weights: Any) -> dict[str, Any]:
 CHANNELS = floats(strategy="channel")
 BLOCKS = floats(strategy="block", block_structure=[128, 128])
 
+# RedHatAI/Qwen3-30B-A3B-NVFP4
+NVFP4_GROUP = GROUP | {
+    "format": "nvfp4-pack-quantized",
+    "input_activations": {"dynamic": "local", "group_size": 16, "num_bits": 4, "type": "float"},
+    "weights": GROUP["weights"]
+    | {
+        "group_size": 16,
+        "scale_dtype": "torch.float8_e4m3fn",
+        "strategy": "tensor_group",
+        "type": "float",
+        "zp_dtype": "torch.float8_e4m3fn",
+    },
+}
+NVFP4 = KIMI_INT4 | {
+    "format": "nvfp4-pack-quantized",
+    "config_groups": {"group_0": NVFP4_GROUP},
+    "ignore": ["lm_head", r"re:.*mlp.gate$"],
+}
+# What modelopt writes to config.json, and to hf_quant_config.json.
+MODELOPT = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": {
+                "dynamic": False, "num_bits": 4, "type": "float", "group_size": 16,
+            },
+            "weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
+            "targets": ["Linear"],
+        }
+    },
+    "ignore": ["lm_head", "model.layers.*.mlp.gate", "model.layers.3.self_attn*"],
+    "quant_algo": "NVFP4",
+    "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+    "producer": {"name": "modelopt", "version": "0.47.0"},
+    "quant_method": "modelopt",
+}  # fmt: skip
+MODELOPT_MXFP8 = {
+    "producer": {"name": "modelopt", "version": "0.41.0"},
+    "quantization": {
+        "quant_algo": "MXFP8",
+        "kv_cache_quant_algo": "FP8",
+        "group_size": 32,
+        "exclude_modules": ["lm_head"],
+    },
+    "quant_method": "modelopt",
+}
+# MiniMaxAI/MiniMax-M3-MXFP8
+MXFP8 = {
+    "quant_method": "mxfp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [1, 32],
+    "ignored_layers": [
+        "language_model.lm_head",
+        "vision_tower",
+        "language_model.model.layers.3.block_sparse_moe.gate",
+    ],
+}
+
 ATTENTION = "model.layers.3.self_attn.q_proj.weight"
 LATENT = "model.layers.3.self_attn.kv_b_proj.weight"
 ROUTER = "model.layers.3.mlp.gate.weight"
@@ -116,6 +183,10 @@ def read(config: Any) -> Quantization:
         (FP8 | {"scale_fmt": "ue8m0"}, Fp8Block(), {ATTENTION, LATENT, SHARED, EXPERT, DENSE}),
         (BLOCKS, Fp8Block(scales_suffix=".weight_scale"), {EXPERT}),
         (KIMI_INT4, PackedInt4(32), {EXPERT}),
+        (NVFP4, Nvfp4(is_divided=True), {ATTENTION, LATENT, SHARED, EXPERT, DENSE}),
+        (MODELOPT, Nvfp4(), {SHARED, EXPERT, DENSE}),
+        (MODELOPT_MXFP8, Mxfp8(), {ATTENTION, LATENT, SHARED, EXPERT, DENSE}),
+        (MXFP8, Mxfp8(".weight_scale_inv"), {ATTENTION, LATENT, SHARED, EXPERT, DENSE}),
         (CHANNELS, Fp8Channel(), {EXPERT}),
         (
             GPTQ,
@@ -164,6 +235,34 @@ def test_patterns_match_as_in_transformers(pattern: str) -> None:
     for name in (*names, "lm_head", "model.embed_tokens"):
         expected = not should_convert_module(name, [pattern])
         assert (prefix_or_suffix(pattern).match(name) is not None) == expected
+
+
+def test_wildcards_match_as_in_modelopt() -> None:
+    """`fnmatch` on names of modules; a name means what is inside of it too."""
+    names = ["lm_head", "model.layers.1.mlp.gate", "model.layers.1.self_attn.q_proj"]
+    for pattern, meant in (
+        ("lm_head", names[:1]),
+        ("model.layers.1*", names[1:]),
+        ("model.layers.1.self_attn", names[2:]),
+        ("model.layers.1.self_attn.*", names[2:]),
+        ("*.q_proj", names[2:]),
+        ("model.layers.*.mlp.gate", names[1:2]),
+        ("model.layers.1.mlp.gat", []),
+        ("layers.1.mlp", []),
+        ("mtp*", []),
+    ):
+        assert [name for name in names if wildcard(pattern).match(name)] == meant
+
+
+def test_modules_are_known_by_the_names_of_models_that_wrap_theirs() -> None:
+    for pattern, module in (
+        ("language_model.lm_head", "lm_head"),
+        ("model.language_model.layers.1.mlp", "model.layers.1.mlp.gate_proj"),
+        ("language_model.model.layers.1.mlp.*", "model.layers.1.mlp.gate_proj"),
+        ("language_model*", "model.layers.2.mlp.gate_proj"),
+    ):
+        assert is_matched(module, [wildcard(pattern)])
+        assert not is_matched("visual.blocks.0.mlp", [wildcard(pattern)])
 
 
 def test_modules_are_known_by_the_names_of_their_family() -> None:
@@ -231,7 +330,18 @@ def weights(**fields: Any) -> dict[str, Any]:
         (GPTQ | {"modules_in_block_to_quantize": [["q"]]}, "modules_in_block_to_quantize"),
         (AWQ | {"version": "gemv"}, "version = 'gemv'"),
         (AWQ | {"zero_point": False}, "zero_point = False"),
-        (KIMI_INT4 | {"format": "nvfp4-pack-quantized"}, "nvfp4"),
+        (KIMI_INT4 | {"format": "mxfp4-pack-quantized"}, "mxfp4"),
+        (KIMI_INT4 | {"format": "nvfp4-pack-quantized"}, "group_size = 32.*16"),
+        (NVFP4 | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        (NVFP4 | {"format": "pack-quantized"}, "format = 'nvfp4-pack-quantized'"),
+        (MODELOPT | {"quant_algo": "NVFP4_AWQ"}, "quant_algo = 'NVFP4_AWQ'.*'NVFP4'"),
+        (MODELOPT | {"quant_algo": "FP8"}, "quant_algo = 'FP8'"),
+        (MODELOPT | {"group_size": 32}, "group_size = 32.*16"),
+        (MODELOPT | {"quantized_layers": {"lm_head": {}}}, "quantized_layers"),
+        (MODELOPT | {"ignore": ["model.layers.0.mlp.experts.5*"]}, "one expert"),
+        (MODELOPT | {"pre_quant_scale": True}, "pre_quant_scale"),
+        (MXFP8 | {"weight_block_size": [128, 128]}, "weight_block_size"),
+        (MXFP8 | {"moe_quant_algo": "NVFP4"}, "moe_quant_algo"),
         (KIMI_INT4 | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         (KIMI_INT4 | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         (KIMI_INT4 | {"config_groups": {"a": GROUP, "b": GROUP}}, "one group"),

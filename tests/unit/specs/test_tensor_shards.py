@@ -11,7 +11,16 @@ from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS
 from raymoe.specs.quantization import Quantization
 from raymoe.specs.tensor_shards import Cut, cut_of, shard_model
-from raymoe.specs.weight_format import Awq, Fp8Block, Gptq, Mxfp4, PackedInt4, WeightFormat
+from raymoe.specs.weight_format import (
+    Awq,
+    Fp8Block,
+    Gptq,
+    Mxfp4,
+    Mxfp8,
+    Nvfp4,
+    PackedInt4,
+    WeightFormat,
+)
 
 
 def preset(name: str) -> ModelSpec:
@@ -140,6 +149,8 @@ def with_columns(model: ModelSpec, columns: int) -> ModelSpec:
         (Awq(128), 640, "awq, in groups of 128 columns .of zeros."),
         (Awq(8), 24, "awq, in groups of 8 rows .of codes."),
         (Mxfp4(), 96, "mxfp4, in groups of 32 columns"),
+        (Mxfp8(), 96, "mxfp8, in groups of 32 columns"),
+        (Nvfp4(), 48, "nvfp4, in groups of 16 columns"),
     ],
 )
 def test_cuts_through_groups_are_refused_with_their_size(
@@ -151,8 +162,11 @@ def test_cuts_through_groups_are_refused_with_their_size(
 
 
 @pytest.mark.parametrize(
-    "stored", [Fp8Block(), PackedInt4(128), PackedInt4(0), Gptq(128), Awq(128), Mxfp4()]
-)
+    "stored",
+    [
+        Fp8Block(), PackedInt4(128), PackedInt4(0), Gptq(128), Awq(128), Mxfp4(), Mxfp8(), Nvfp4(),
+    ],
+)  # fmt: skip
 def test_cuts_between_groups_are_made(stored: WeightFormat) -> None:
     model = quantised(preset("mixtral-8x7b"), stored)
     part = shard_model(model, 4)

@@ -14,6 +14,8 @@ from raymoe.specs.weight_format import (
     Fp8Channel,
     Gptq,
     Mxfp4,
+    Mxfp8,
+    Nvfp4,
     PackedInt4,
 )
 
@@ -58,6 +60,19 @@ def test_mxfp4_takes_blocks_and_scales(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_micro_formats_take_codes_and_scales(seed: int) -> None:
+    """As `NVFP4QTensor` and `MXFP8QTensor` of modelopt 0.47 hold them."""
+    rng = random.Random(seed)
+    rows, columns = rng.randrange(1, 500), 32 * rng.randrange(1, 90)
+    codes = torch.empty(rows, columns // 2, dtype=torch.uint8)
+    scales = torch.empty(rows, columns // 16, dtype=torch.float8_e4m3fn)
+    assert Nvfp4().matrix_bytes(rows, columns) == num_bytes(codes, scales, torch.empty(()))
+    codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(rows, columns // 32, dtype=torch.uint8)
+    assert Mxfp8().matrix_bytes(rows, columns) == num_bytes(codes, scales)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_packed_groups_take_words_scales_and_shape(seed: int) -> None:
     """As `PackedQuantizationCompressor` of compressed-tensors 0.20 writes them."""
     rng = random.Random(seed)
@@ -91,10 +106,15 @@ def test_a_group_of_whole_rows_is_one_scale_each() -> None:
     assert PackedInt4(0).matrix_bytes(10, 48) == 10 * 24 + 10 * 2 + 16
 
 
-@pytest.mark.parametrize("stored", [Mxfp4(), PackedInt4(32), Gptq(32), Awq(32)])
+@pytest.mark.parametrize("stored", [Mxfp4(), Mxfp8(), PackedInt4(32), Gptq(32), Awq(32)])
 def test_groups_that_do_not_divide_are_refused(stored) -> None:
     with pytest.raises(UnsupportedModelError, match="groups of 32 do not divide 40 columns"):
         stored.matrix_bytes(8, 40)
+
+
+def test_groups_of_nvfp4_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="groups of 16 do not divide 40 columns"):
+        Nvfp4().matrix_bytes(8, 40)
 
 
 @pytest.mark.parametrize(("stored", "rows", "columns"), [(Gptq(0), 12, 64), (Awq(0), 12, 64)])
