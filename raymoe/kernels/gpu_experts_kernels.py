@@ -136,7 +136,7 @@ def _gated(
         up_ON = tl.where(up_ON > LIMIT, LIMIT, up_ON)
         up_ON = tl.where(up_ON < -LIMIT, -LIMIT, up_ON) + 1.0
     scaled_ON = gate_ON * GAIN
-    if CUBIC:
+    if CUBIC != 0:  # Triton takes no float as a condition
         scaled_ON *= 1.0 + CUBIC * gate_ON * gate_ON
     # exp takes only negative numbers, so it never overflows.
     power_ON = tl.exp(-tl.abs(scaled_ON))
