@@ -466,7 +466,7 @@ def _check_columns(
         reader_of({**options, "id_column": id_column}).check_schema(source.schema)
     except ConfigError as error:
         raise ConfigError(_as_typed(str(error))) from error
-    output_columns(model, options).check_schema(source.schema)
+    output_columns(model, options).check_names(source.schema.names)
     return id_column
 
 

@@ -39,9 +39,14 @@ _CALLS = pa.list_(pa.struct([("name", pa.string()), ("arguments", pa.string())])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputColumns:
-    """The output columns; they depend on the operator's parameters, not on rows."""
+    """The output columns; they depend on the operator's parameters, not on rows.
+
+    Attributes:
+        prefix: Put before the name of each field.
+    """
 
     fields: tuple[pa.Field, ...]
+    prefix: str = ""
 
     @classmethod
     def of(
@@ -66,22 +71,23 @@ class OutputColumns:
 
     @property
     def names(self) -> frozenset[str]:
-        return frozenset(field.name for field in self.fields)
+        return frozenset(self.prefix + field.name for field in self.fields)
 
-    def check_schema(self, schema: pa.Schema) -> None:
+    def check_names(self, names: Collection[str]) -> None:
         """Refuse a table that already has one of these columns."""
-        taken = sorted(self.names & set(schema.names))
+        taken = sorted(self.names & set(names))
         if taken:
             raise ConfigError(
                 f"the input has columns with the names of output columns: {', '.join(taken)}; "
-                "rename or drop them before map_batches"
+                "rename or drop them, or set column_prefix for this generator's columns"
             )
 
     def append(self, table: pa.Table, generations: Sequence[Generation]) -> pa.Table:
         for field in self.fields:
             read = _CELLS.get(field.name) or _value_cell(field.name)
             cells = [read(generation) for generation in generations]
-            table = table.append_column(field, pa.array(cells, type=field.type))
+            named = field.with_name(self.prefix + field.name)
+            table = table.append_column(named, pa.array(cells, type=field.type))
         return table
 
 
@@ -151,7 +157,7 @@ _OF_A_SAMPLE = {
 _PARTS_OF_A_SAMPLE = (REASONING_COLUMN, CALLS_COLUMN)
 
 
-def explode_samples(table: pa.Table) -> pa.Table:
+def explode_samples(table: pa.Table, column_prefix: str = "") -> pa.Table:
     """Return one row for each sample; samples of a prompt are adjacent and in order.
 
     For `Dataset.map_batches` after a `MoEGenerator` with ``has_choices=True``::
@@ -165,32 +171,36 @@ def explode_samples(table: pa.Table) -> pa.Table:
 
     Ray's checkpoints need unique ids: write the rows first, and explode what was written.
 
+    Args:
+        column_prefix: That of the `MoEGenerator`; it precedes all names above.
+
     Raises:
         ConfigError: The table has no samples, or a column with a new name.
     """
-    check_names(table.column_names)
-    if CHOICES_COLUMN not in table.column_names:
+    prefix, source = column_prefix, column_prefix + CHOICES_COLUMN
+    check_names(table.column_names, [prefix + name for name in COLUMNS])
+    if source not in table.column_names:
         raise ConfigError(
-            f"the table has no column {CHOICES_COLUMN!r}; set has_choices=True of MoEGenerator"
+            f"the table has no column {source!r}; set has_choices=True of MoEGenerator"
         )
-    choices = table.column(CHOICES_COLUMN).combine_chunks()
+    choices = table.column(source).combine_chunks()
     counts = pc.list_value_length(choices)
     if counts.null_count or (len(counts) and pc.min(counts).as_py() < 1):
-        raise ConfigError(f"column {CHOICES_COLUMN!r} has a row without a sample")
+        raise ConfigError(f"column {source!r} has a row without a sample")
     rows = pc.list_parent_indices(choices)
     samples = pc.list_flatten(choices)
     exploded = table.drop_columns(
-        [name for name in (CHOICES_COLUMN, SAMPLES_COLUMN) if name in table.column_names]
+        [name for name in (source, prefix + SAMPLES_COLUMN) if name in table.column_names]
     ).take(rows)
     for name, key in _OF_A_SAMPLE.items():
-        exploded = _with_column(exploded, name, pc.struct_field(samples, key))
+        exploded = _with_column(exploded, prefix + name, pc.struct_field(samples, key))
     for name in _PARTS_OF_A_SAMPLE:
-        if name in exploded.column_names:
-            exploded = _with_column(exploded, name, pc.struct_field(samples, name))
+        if prefix + name in exploded.column_names:
+            exploded = _with_column(exploded, prefix + name, pc.struct_field(samples, name))
     firsts = pc.subtract(pc.cumulative_sum(counts), counts)
     indices = pc.subtract(pa.array(range(len(rows)), pa.int32()), firsts.take(rows))
-    exploded = _with_column(exploded, INDEX_COLUMN, indices.cast(pa.int32()))
-    return _with_column(exploded, COUNT_COLUMN, counts.take(rows).cast(pa.int32()))
+    exploded = _with_column(exploded, prefix + INDEX_COLUMN, indices.cast(pa.int32()))
+    return _with_column(exploded, prefix + COUNT_COLUMN, counts.take(rows).cast(pa.int32()))
 
 
 def check_names(names: Collection[str], taken: Collection[str] = COLUMNS) -> None:

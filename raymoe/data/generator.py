@@ -68,8 +68,7 @@ def check_options(
         raise UnknownOptionError(name, {*known, *others} - {"options"})
     as_sampling_params(options.get("sampling_params"))
     check_template_kwargs(options.get("chat_template_kwargs") or {})
-    read_task_of(options)
-    chat_parser(model_source, options)
+    output_columns(model_source, options)
     directory = local_model(model_source)
     if directory is not None:
         ModelSpec.from_directory(directory)
@@ -89,14 +88,21 @@ def chat_parser(model_source: str | Path, options: Mapping[str, Any]) -> ChatPar
 
 def output_columns(model_source: str | Path, options: Mapping[str, Any]) -> OutputColumns:
     """Return the columns that a `MoEGenerator` adds, as far as its model is known here."""
-    task = read_task_of(options)
+    task, prefix = read_task_of(options), check_prefix(options.get("column_prefix", ""))
     if task is not None:
-        return OutputColumns(fields=task_fields(task))
-    return OutputColumns.of(
+        return OutputColumns(fields=task_fields(task), prefix=prefix)
+    columns = OutputColumns.of(
         as_sampling_params(options.get("sampling_params")),
         has_choices=bool(options.get("has_choices")),
         parser=chat_parser(model_source, options),
     )
+    return dataclasses.replace(columns, prefix=prefix)
+
+
+def check_prefix(prefix: object) -> str:
+    if not isinstance(prefix, str):
+        raise ConfigError(f"column_prefix is {prefix!r:.60}; it takes text, such as 'judge_'")
+    return prefix
 
 
 class MoEGenerator:
@@ -156,6 +162,8 @@ class MoEGenerator:
             perplexity, is_greedy``, "classify" ``label, label_probability, label_probabilities``,
             "embed" ``embedding``, each with ``num_input_tokens`` and ``__inference_error__``.
         task_options: Fields of `raymoe.engine.tasks.rows.TaskOptions`.
+        column_prefix: Precedes the name of each column added, ``__inference_error__`` too, so that
+            a pipeline can have several generators.
     """
 
     _template = ""  # the chat template, once the engine is open
@@ -187,6 +195,7 @@ class MoEGenerator:
         status_dir: str | Path | None = None,
         task: str = "generate",
         task_options: Mapping[str, Any] | None = None,
+        column_prefix: str = "",
     ) -> None:
         self._pid = os.getpid()
         self._engine: Engine | None = None
@@ -200,7 +209,9 @@ class MoEGenerator:
             has_choices=has_choices, chat_template_kwargs=template_kwargs,
         )  # fmt: skip
         self._task = read_task(task, task_options)
-        self._reader, self._columns = reader_and_columns(reader, self._task)
+        self._prefix = check_prefix(column_prefix)
+        self._reader, columns = reader_and_columns(reader, self._task)
+        self._columns = dataclasses.replace(columns, prefix=self._prefix)
         parsers = (reasoning_parser, tool_call_parser, tools_column is not None)
         ChatParser.of("", *parsers)  # refuses unknown names before the model loads
         self._should_continue_on_error = should_continue_on_error
@@ -221,7 +232,8 @@ class MoEGenerator:
         self._load(model_source, config, name=name, status_dir=status_dir, open_job=open_job)
         if self._task is None:
             self._parser = ChatParser.of(self._template, *parsers)
-            self._columns = OutputColumns.of(defaults, has_choices=has_choices, parser=self._parser)
+            columns = OutputColumns.of(defaults, has_choices=has_choices, parser=self._parser)
+            self._columns = dataclasses.replace(columns, prefix=self._prefix)
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         """Generate for one table; blocks until all its rows are done."""
@@ -294,7 +306,7 @@ class MoEGenerator:
                 f"the batch is a {type(batch).__name__}; set batch_format='pyarrow' in map_batches "
                 "(raymoe.map_batches_kwargs does)"
             )
-        self._columns.check_schema(batch.schema)
+        self._columns.check_names(batch.column_names)
         # Blocks may lack a column that is null in all their rows, so only a first one is an error.
         if batch.num_rows and not self._has_finished_a_batch:
             self._reader.check_schema(batch.schema)

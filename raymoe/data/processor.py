@@ -140,12 +140,14 @@ class Processor:
         return {name: cell for name, cell in row.items() if name not in self.output_names}
 
     def _after(self, row: Row) -> Row:
-        if row[ERROR_COLUMN]:
+        prefix = self.operator_kwargs.get("column_prefix", "")
+        error = prefix + ERROR_COLUMN
+        if row[error]:
             return row
-        if "embedding" in row:
-            row["embeddings"] = row["embedding"]  # Ray's name
+        if f"{prefix}embedding" in row:
+            row[f"{prefix}embeddings"] = row[f"{prefix}embedding"]  # Ray's name
         result = self.postprocess(row)
-        return {**result, ERROR_COLUMN: ""} if self.should_continue_on_error else result
+        return {**result, error: ""} if self.should_continue_on_error else result
 
 
 TASKS = ("generate", "embed", "classify", "score")

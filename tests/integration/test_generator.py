@@ -6,6 +6,7 @@ import pyarrow as pa
 import pytest
 
 from raymoe.config import EngineConfig
+from raymoe.data.columns import explode_samples
 from raymoe.data.generator import MoEGenerator
 from raymoe.errors import ConfigError, ExecutionError
 from tests.tiny import make_checkpoint
@@ -186,6 +187,26 @@ def test_wrong_tables_are_refused(generator, model):
     out = fresh(pa.table({"other": ["a"]}))  # a later block may lack a column that is all null
     assert "is null" in out.column("__inference_error__").to_pylist()[0]
     fresh.close()
+
+
+def test_generators_of_a_pipeline_name_their_columns(generator, model):
+    first = generator(pa.table({"prompt": ["a", ""]}))
+    options = {"sampling_params": {"max_tokens": 2, "n": 2}, "has_choices": True}
+    with pytest.raises(ConfigError, match="column_prefix is 3"):
+        MoEGenerator(model, column_prefix=3)
+    judge = MoEGenerator(model, engine_config=CONFIG, column_prefix="judge_", **options)
+    second = judge(first)
+    with pytest.raises(ConfigError, match="names of output columns: judge___inference_error__"):
+        judge(second)
+    judge.close()
+    added = second.column_names[len(first.column_names) :]
+    assert all(name.startswith("judge_") for name in added)
+    assert second.select(first.column_names).equals(first)
+    exploded = explode_samples(second, column_prefix="judge_")
+    assert exploded.column("judge_sample_index").to_pylist() == [0, 1, 0]
+    texts = second.column("judge_generated_texts")[0].as_py()
+    assert exploded.column("judge_generated_text").to_pylist()[:2] == texts
+    assert exploded.column("generated_text")[1] == first.column("generated_text")[0]
 
 
 def test_a_closed_operator_says_so(model):

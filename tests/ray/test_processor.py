@@ -38,6 +38,24 @@ def test_the_example_generates_filters_judges_and_groups(local_ray) -> None:
     assert counts == {"t0": 4, "t1": 4, "t2": 3}
 
 
+def test_a_second_generator_says_before_the_first_runs_that_columns_collide(local_ray) -> None:
+    model, runs = raymoe.demo_model_path(), []
+    rows = ray.data.from_items([{"prompt": "a", "id": i} for i in range(4)])
+    taken = ray.data.from_items([{"continuation": "a", "logprob": 1.0}])
+    with pytest.raises(ConfigError, match="names of output columns: logprob;"):
+        raymoe.generate(taken, model, task="score")
+    first = raymoe.generate(rows, model, max_tokens=4, num_generators=2)
+    for same in (first, first.filter(lambda _: runs.append(1) or True), first.limit(2).sort("id")):
+        with pytest.raises(ConfigError, match=r"generated_text.*set column_prefix"):
+            raymoe.generate(same, model, max_tokens=4, num_generators=2)
+    named = raymoe.generate(first, model, max_tokens=4, num_generators=2, column_prefix="judge_")
+    with pytest.raises(ConfigError, match="judge_generated_text"):
+        raymoe.map_batches_kwargs(model, ds=named, column_prefix="judge_")
+    # What a function returns is not known; it may have dropped the columns.
+    raymoe.generate(first.map(lambda row: {"prompt": row["id"]}), model, num_generators=2)
+    assert not runs
+
+
 def user_code(config_class, build, model):
     """What somebody wrote for ray.data.llm; nothing but the import differs."""
     config = config_class(
