@@ -193,7 +193,7 @@ def check_template_kwargs(given: object) -> dict[str, Any]:
 
 
 def check_messages(messages: object) -> list[dict[str, Any]]:
-    """Normalise messages for templates: null keys dropped, text parts joined."""
+    """Normalise messages for templates: null keys dropped, text parts joined, reasoning named."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise ConfigError(f"messages is a {type(messages).__name__}; it takes a list of messages")
     if not 1 <= len(messages) <= MAX_MESSAGES:
@@ -224,11 +224,17 @@ def _check_message(index: int, message: object) -> dict[str, Any]:
     content = fields.get("content")
     if isinstance(content, Sequence) and not isinstance(content, (str, bytes)):
         fields["content"] = content = "".join(_part_text(where, part) for part in content)
-    if content is None and "tool_calls" in fields and role == "assistant":
-        return fields
-    if not isinstance(content, str):
+    has_calls = "tool_calls" in fields and role == "assistant"
+    if not isinstance(content, str) and not (content is None and has_calls):
         raise ConfigError(f"{where} has content {content!r:.60}; it takes text")
-    return fields
+    return _name_reasoning(fields)
+
+
+def _name_reasoning(fields: dict[str, Any]) -> dict[str, Any]:
+    """Give reasoning the names that templates read; gpt-oss reads `thinking`, most the other."""
+    names = ("reasoning_content", "thinking", "reasoning")
+    text = next((fields[name] for name in names if name in fields), None)
+    return fields if text is None else {"thinking": text} | fields | {"reasoning_content": text}
 
 
 def _check_tool_calls(where: str, calls: object) -> list[dict[str, Any]]:

@@ -105,6 +105,17 @@ def test_arguments_reach_the_template_as_in_transformers(render, source, kwargs)
     assert render(source, CHAT, **kwargs) == expected
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_has_the_name_that_the_template_reads(render, name):
+    chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2", name: "why"}]
+    for read in ("thinking", "reasoning_content"):
+        source = f"{{% for m in messages %}}{{{{ m.{read} }}}}|{{{{ m.content }}}};{{% endfor %}}"
+        assert render(source, [*chat, chat[0]]) == "|1;why|2;|1;"
+    both = {**chat[1], "reasoning_content": "a", "thinking": "b"}
+    source = "{{ messages[0].reasoning_content }}{{ messages[0].thinking }}"
+    assert render(source, [both, chat[0]]) == "ab"
+
+
 def test_thinking_is_turned_off():
     chat = ChatTemplate(QWEN, VARIABLES)
     try:
