@@ -6,7 +6,7 @@ import logging
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import numpy as np
@@ -179,6 +179,15 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """Take on a row; its first sample waits, the others follow it."""
         self.scheduler.add(request.samples[0])
+
+    def drop(self, requests: Collection[Request]) -> None:
+        """End rows for whose answers nobody waits any more, between steps."""
+        if self._masks is not None:
+            for slot in self.scheduler.running_slots():
+                if self.scheduler.sample_of(slot).request in requests:
+                    self._masks.end(slot)
+                    self._late.discard(slot)
+        self.scheduler.drop(requests)
 
     def step(self) -> None:
         next_step = self.scheduler.next_step(self._held_slots())

@@ -1,6 +1,7 @@
 """Engine: prompts in, generations out. One thread computes, another decodes; any number call it."""
 
 import atexit
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -9,7 +10,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +29,7 @@ from raymoe.engine.sequence import DecodeAll
 from raymoe.engine.tasks.rows import RowAnswers, TaskOptions, TaskRow, check_head
 from raymoe.engine.tokenizer import Prompt
 from raymoe.errors import ConfigError, ExecutionError
+from raymoe.plan.device_step import KV_BLOCK_TOKENS
 from raymoe.schedule.graph import Resource
 from raymoe.schedule.timeline import Timeline
 
@@ -204,6 +206,7 @@ class Engine:
         self._changed = threading.Condition()
         self._inbox: deque[Request] = deque()
         self._unfinished: dict[int, Request] = {}
+        self._dropped: set[Request] = set()  # the engine's thread lets go of them after its step
         self._num_rows = self._num_finished = self._num_errors = 0
         self._num_blocked = 0
         self._failure: ExecutionError | None = None
@@ -268,12 +271,11 @@ class Engine:
         Raises:
             ExecutionError: The engine failed or was closed. A bad prompt raises nothing: its
                 generation has the finish reason "error".
+            KeyboardInterrupt: As by Ctrl-C. The engine lets go of these rows and can go on with
+                others.
         """
-        futures = self.submit(prompts, sampling_params)
-        with self._changed:
-            self._start.start_now()
-            self._changed.notify_all()
-        return [future.result() for future in futures]
+        with self._interruptible():
+            return self._results(self.submit(prompts, sampling_params))
 
     def submit(
         self,
@@ -329,11 +331,8 @@ class Engine:
         self, rows: Sequence[TaskRow], options: TaskOptions | Mapping[str, Any]
     ) -> list[Generation]:
         """As `submit_task`, and wait for the answers."""
-        futures = self.submit_task(rows, options)
-        with self._changed:
-            self._start.start_now()
-            self._changed.notify_all()
-        return [future.result() for future in futures]
+        with self._interruptible():
+            return self._results(self.submit_task(rows, options))
 
     def score(
         self, prompts: Sequence[Prompt | None], continuations: Sequence[Any], **options: Any
@@ -360,6 +359,14 @@ class Engine:
     def embed(self, prompts: Sequence[Prompt], **options: Any) -> list[Generation]:
         """Embeddings of prompts; needs `EngineConfig(head="none")`."""
         return self.run_task([TaskRow(one) for one in prompts], {"task": "embed", **options})
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closing else "running" if self._failure is None else "failed"
+        policy, plan = self.policy, "" if self.plan is None else f", schedule {self.plan.schedule}"
+        return (
+            f"<Engine of {self.directory.name}: {state}{plan}, up to {policy.max_num_seqs} "
+            f"sequences, KV cache of {policy.num_kv_blocks * KV_BLOCK_TOKENS:,} tokens>"
+        )
 
     @property
     def directory(self) -> Path:
@@ -437,6 +444,32 @@ class Engine:
     ) -> None:
         self.close()
 
+    def _results(self, futures: Sequence[Future[Generation]]) -> list[Generation]:
+        with self._changed:
+            self._start.start_now()
+            self._changed.notify_all()
+        return [future.result() for future in futures]
+
+    @contextlib.contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """Drop the rows that this thread submits inside if it does not wait for their end."""
+        first, thread = self._num_rows, threading.get_ident()
+        try:
+            yield
+        except BaseException:
+            with self._changed:
+                dropped = {
+                    request
+                    for request in self._unfinished.values()
+                    if request.order >= first and request.thread == thread
+                }
+                for request in dropped:
+                    del self._unfinished[request.order]
+                self._inbox = deque(one for one in self._inbox if one not in dropped)
+                self._dropped.update(dropped)
+                self._changed.notify_all()
+            raise
+
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise ExecutionError(
@@ -464,7 +497,7 @@ class Engine:
             if self._failure is not None or self._is_closing:
                 request.future.set_exception(self._failed("the engine is closed", None))
                 return request.future
-            request.order = self._num_rows
+            request.order, request.thread = self._num_rows, threading.get_ident()
             self._num_rows += 1
             self._unfinished[request.order] = request
             self._enqueue(request)
@@ -509,6 +542,10 @@ class Engine:
         with self._changed:
             self._report_run()
             while not self._is_closing and self._failure is None:
+                if self._dropped:
+                    self._core.drop(self._dropped)
+                    self._dropped.clear()
+                    self._changed.notify_all()  # there is room for others
                 if self._core.has_work or self._start.wait_s(len(self._inbox)) == 0.0:
                     while self._inbox:
                         self._core.add(self._inbox.popleft())

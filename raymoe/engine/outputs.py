@@ -1,5 +1,7 @@
 """Results of an engine: generations, and statistics of its steps."""
 
+import dataclasses
+import reprlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +13,10 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from raymoe.chat.tool_calls import ToolCall
     from raymoe.engine.sequence import ScheduledStep
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 120
+_SHORT.maxtuple, _SHORT.maxdict = 8, 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +32,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Generation:
     """The answer to one prompt.
 
@@ -60,6 +66,15 @@ class Generation:
     prompt_end: str = ""
     reasoning: str | None = None
     tool_calls: tuple["ToolCall", ...] = ()
+
+    def __repr__(self) -> str:
+        """Fields that differ from their defaults; long values are cut."""
+        shown = (
+            f"{one.name}={_SHORT.repr(getattr(self, one.name))}"
+            for one in dataclasses.fields(self)
+            if one.name == "text" or getattr(self, one.name) is not one.default
+        )
+        return f"Generation({', '.join(shown)})"
 
     @classmethod
     def from_error(cls, error: Exception, num_input_tokens: int = 0) -> "Generation":

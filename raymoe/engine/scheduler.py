@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 import numpy as np
 
 from raymoe.engine.outputs import Int32s
-from raymoe.engine.request import Sample
+from raymoe.engine.request import Request, Sample
 from raymoe.engine.sequence import (
     Admission,
     Bools,
@@ -309,6 +309,15 @@ class StepScheduler:
             self._read.append(sample)
         else:
             self._leave(sample)
+
+    def drop(self, requests: Collection[Request]) -> None:
+        """Free what the sequences of these rows have, between steps."""
+        self._release_read()
+        kept = (one for one in self._waiting if one.request not in requests)
+        self._waiting = deque(kept)
+        for sample in self.live:
+            if sample is not None and sample.request in requests:
+                self._leave(sample)
 
     def _release_read(self) -> None:
         read, self._read = self._read, []

@@ -1,5 +1,6 @@
 from dataclasses import dataclass
 from functools import cached_property
+from html import escape
 
 from raymoe.plan.device_step import KV_BLOCK_TOKENS
 from raymoe.plan.job import JobEstimate, StepModel, StepTimes, estimate_job
@@ -21,7 +22,7 @@ RESOURCE_NAMES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
     """A policy with its memory footprint and predicted throughput.
 
@@ -100,6 +101,16 @@ class Plan:
 
     def cost_per_million_tokens(self, price_per_hour: float) -> float:
         return price_per_hour / 3600 / self.tokens_per_s * 1e6
+
+    def __repr__(self) -> str:
+        return (
+            f"<Plan of {self.model_name} on {self.hardware.name}: schedule {self.schedule}, "
+            f"{self.policy.max_num_seqs:,} sequences, {self.tokens_per_s:,.1f} tokens/s predicted>"
+        )
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return f"<pre>{escape(self.describe())}</pre>"
 
     def describe(self) -> str:
         policy, workload, hardware = self.policy, self.workload, self.hardware

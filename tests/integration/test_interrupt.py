@@ -1,0 +1,71 @@
+"""Ctrl-C while an engine generates or scores: the rows go, the engine stays."""
+
+import signal
+import threading
+import time
+
+import pytest
+
+from raymoe.config import EngineConfig
+from raymoe.engine.engine import Engine
+from tests.tiny import make_checkpoint
+
+LONG = {"max_tokens": 480, "ignore_eos": True, "temperature": 0.0}
+SHORT = {"max_tokens": 4, "temperature": 0.0}
+
+
+@pytest.fixture
+def engine(tmp_path):
+    config = EngineConfig(
+        dtype="float32", device="cpu", num_threads=1, linger_s=0.0, max_queued_rows=100
+    )
+    with Engine.from_pretrained(make_checkpoint(tmp_path), config) as engine:
+        yield engine
+
+
+def interrupt_once_several_run(engine):
+    def wait() -> None:
+        while engine.stats().num_live_sequences < 3:
+            time.sleep(0.001)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("num_rows", [20, 4000])  # more than fit: the call still submits
+@pytest.mark.parametrize("task", ["generate", "score"])
+def test_the_rows_of_an_interrupted_call_are_dropped(engine, task, num_rows):
+    expected = engine.generate(["a", "b"], SHORT)
+    (other,) = engine.submit(["c"], LONG)  # of another call
+    prompts = [f"row {i} " * 40 for i in range(num_rows)]
+    sender = interrupt_once_several_run(engine)
+
+    def call() -> None:
+        if task == "generate":
+            engine.generate(prompts, LONG)
+        while True:  # scores come sooner
+            engine.score([None] * num_rows, prompts)
+
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    sender.join()
+    assert len(other.result().token_ids) == 480
+    assert engine.generate(["a", "b"], SHORT) == expected
+    stats = engine.stats()
+    assert (stats.num_queued_rows, stats.num_live_sequences) == (0, 0)
+    assert stats.num_free_blocks == stats.num_kv_blocks
+    assert task == "score" or stats.num_finished_rows == 5
+
+
+def test_what_a_notebook_shows_is_short(engine):
+    answers = [*engine.generate(["a" * 200], LONG), *engine.score([None], ["abc"])]
+    assert all(len(repr(answer)) < 500 for answer in answers)
+    assert "finish_reason='length'" in repr(answers[0])
+    assert "logprob" in repr(answers[1])
+    assert "running" in repr(engine)
+    engine.close()
+    assert "closed" in repr(engine)
+    assert len(repr(engine.plan)) < 200
+    assert engine.plan._repr_html_().startswith("<pre>")
