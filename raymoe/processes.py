@@ -1,4 +1,4 @@
-"""Memory and CPU time of processes, from /proc."""
+"""Memory, CPU time and command lines of processes, from /proc."""
 
 import os
 from dataclasses import dataclass
@@ -34,6 +34,15 @@ def usage_of(pid: int, root: Path = Path("/proc")) -> Usage | None:
         return None
     user, system = int(fields[11]), int(fields[12])
     return Usage(int(status[1]) * PAGE_BYTES, (user + system) / TICKS_PER_S)
+
+
+def arguments_of(pid: int, root: Path = Path("/proc")) -> list[str]:
+    """Return the command line of a process; empty if it has ended."""
+    try:
+        line = (root / str(pid) / "cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return []
+    return [os.fsdecode(one) for one in line.split(b"\0")[:-1]]
 
 
 def is_runnable(pid: int, root: Path = Path("/proc")) -> bool:

@@ -23,6 +23,7 @@ from raymoe.units import parse_bytes
 
 COMMANDS = {
     "generate": "Generate text for a table of prompts: parquet or JSONL in and out.",
+    "serve": "Answer OpenAI batches over HTTP, each as a run of generate.",
     "status": "Show how far a job is, and how its actors do: while it runs, and after it.",
     "report": "Write a page with pictures of a job: while it runs, and after it.",
     "demo": "Tidy thousands of messy rows with the bundled model and check the answers.",

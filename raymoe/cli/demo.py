@@ -62,7 +62,7 @@ def run(
         num_actors=num_actors,
         verbose=verbose,
     )
-    check_model(job)
+    check_model(job.model, job.options, job.engine_config, job.num_actors)
     clear_status(_status_dir(output))
     writer.prepare(resume=False, overwrite=True)
     console = plain_console()

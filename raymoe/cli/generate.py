@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -204,6 +204,9 @@ SAMPLING_FLAGS = ("max_tokens", "temperature", "top_p", "top_k", "ignore_eos")
 ENGINE_FLAGS = ("dtype", "num_threads", "on_too_long", "seed", "device", "tensor_parallel_size",
                 "max_model_len")  # fmt: skip
 ADDRESSES = frozenset({"input", "output", "journal"})
+OF_BATCHES = ("input_", "output", "prompt_column", "messages_column", "id_column", "tools_column",
+              "task", "task_options", "form", "samples_as_rows", "resume", "overwrite", "journal",
+              "no_journal", "report")  # fmt: skip
 
 
 def run(  # noqa: PLR0913 - the options of a command
@@ -272,6 +275,30 @@ def run(  # noqa: PLR0913 - the options of a command
         preserve_order=preserve_order, is_sorted=sort_by_prefix,
     )  # fmt: skip
     _run(job, resume_state, resume=resume, overwrite=overwrite, has_report=report)
+
+
+def check_batch_options(arguments: Sequence[str]) -> tuple[dict[str, Any], EngineConfig]:
+    """Return options and engine of `raymoe generate` with these arguments, for OpenAI batches.
+
+    Raises:
+        ConfigError: They cannot be used for any batch, or are given by the server that runs them.
+    """
+    app = typer.Typer(add_completion=False)
+    app.command()(run)
+    files = ("--input", "", "--output", "")
+    command = typer.main.get_command(app)
+    context = command.make_context("raymoe generate", [*files, *arguments])
+    given = context.params
+    for name in OF_BATCHES:
+        source = context.get_parameter_source(name)
+        is_file = name in ("input_", "output")
+        if given[name] if is_file else source is not None and source.name == "COMMANDLINE":
+            raise ConfigError(f"--{name.rstrip('_').replace('_', '-')} is given by the server for "
+                              "each batch; leave it out")  # fmt: skip
+    options, config = _options(given), _engine_config(given)
+    _set_batch_columns(options, None)
+    check_model(given["model"], options, config, given["num_actors"])
+    return options, config
 
 
 def _settings(params: dict[str, Any]) -> Pairs:
@@ -379,7 +406,8 @@ def _run(
 ) -> None:
     if resume and job.id_column is None:
         raise ConfigError("--resume needs --id-column: it skips the ids that are already written")
-    check_model(job)  # before an old output is given up
+    # Before an old output is given up.
+    check_model(job.model, job.options, job.engine_config, job.num_actors)
     assert job.lease is not None
     with job.lease:
         _write(job, resume_state, resume=resume, overwrite=overwrite, has_report=has_report)

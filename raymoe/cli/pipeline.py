@@ -318,7 +318,9 @@ def _run(job: Job, run_stats: RunStats, watch: JobWatch | None, console: Console
             raise ExecutionError(f"the run failed: {innermost_reason(error)} ({kept})") from error
 
 
-def check_model(job: Job) -> None:
+def check_model(
+    model: str, options: Mapping[str, Any], engine_config: EngineConfig, num_actors: int
+) -> None:
     """Refuse a local model that an engine would refuse, before Ray starts.
 
     Raises:
@@ -326,19 +328,19 @@ def check_model(job: Job) -> None:
         UnsupportedModelError: The model's mathematics is not implemented.
         InfeasiblePlanError: This machine has too little memory; not checked for a cluster.
     """
-    directory, task = find_model(job.model), read_task_of(job.options)
+    directory, task = find_model(model), read_task_of(options)
     if directory is None:
         if not has_cluster():  # else its nodes may have what is not here
-            check_hub_is_known(job.model)
-            config = read_config(fetch_config(job.model).parent)
-            spec = with_head(ModelSpec.from_config(config, name=job.model), job.engine_config)
+            check_hub_is_known(model)
+            config = read_config(fetch_config(model).parent)
+            spec = with_head(ModelSpec.from_config(config, name=model), engine_config)
             check_head(task, spec.head)
         return
-    spec = with_head(ModelSpec.from_directory(directory), job.engine_config)
+    spec = with_head(ModelSpec.from_directory(directory), engine_config)
     check_head(task, spec.head)
     WeightStore.open(spec, directory)
     if not has_cluster():
-        plan_actor(directory, job.engine_config, this_machine().share(job.num_actors))
+        plan_actor(directory, engine_config, this_machine().share(num_actors))
 
 
 def find_manifest(job: Job) -> Manifest | None:

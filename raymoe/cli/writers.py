@@ -23,7 +23,7 @@ from raymoe.cli.storage import NUM_READERS, Location, not_empty
 from raymoe.data.columns import CHOICES_COLUMN, COUNT_COLUMN, ERROR_COLUMN, explode_samples
 from raymoe.data.observer import error_kind
 from raymoe.data.rows import BadCell, as_text, content_digest, read_cells
-from raymoe.data.status import GENERATE, rate_unit
+from raymoe.data.status import GENERATE, PARTS_SUFFIX, rate_unit
 from raymoe.errors import ConfigError, RaymoeError
 from raymoe.openai.batch import read_response, write_responses
 from raymoe.units import format_seconds
@@ -397,7 +397,7 @@ class JsonlWriter(Writer):
     @property
     def shards(self) -> Shards:
         return Shards(
-            directory=self.location.sibling(f"{self.location.name}.partial"),
+            directory=self.location.sibling(f"{self.location.name}{PARTS_SUFFIX}"),
             suffix=".jsonl",
             lines=self.lines,
             has_samples=self.has_samples,

@@ -186,6 +186,7 @@ SUFFIX = ".status"
 JOB_FILE = "job.json"
 ACTOR_PREFIX, STEP_PREFIX = "actor-", "pass-"
 JOURNAL_SUFFIX, REPORT_SUFFIX = ".journal", ".report.html"
+PARTS_SUFFIX = ".partial"  # of the directory beside an output of JSON lines that is not complete
 MANIFEST_SUFFIX = f".{MANIFEST_FILE}"
 MAX_FILE_BYTES = 16 * MIB
 OURS = re.compile(r"\.?(job|actor-[\w.-]+|pass-[\w.-]+)\.json(\.tmp)?", re.ASCII)

@@ -1,0 +1,143 @@
+"""`raymoe serve`: OpenAI's files and batches over HTTP, each batch a run of `raymoe generate`."""
+
+import importlib.util
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raymoe.cli import size
+from raymoe.cli.generate import check_batch_options
+from raymoe.data.generator import MoEGenerator
+from raymoe.errors import ConfigError
+from raymoe.openai.batch import ID_COLUMN
+from raymoe.openai.direct import ERROR_COLUMN, DirectRequests
+from raymoe.units import GIB
+
+TOKEN_VARIABLE = "RAYMOE_SERVER_TOKEN"
+MIN_TOKEN_CHARACTERS = 16
+MODULES = ("starlette", "uvicorn", "python_multipart")
+MAX_CONNECTIONS, GRACE_S = 1024, 5
+
+
+def run(  # noqa: PLR0913 - the options of a command
+    *,
+    model: Annotated[str, typer.Option(help="Model directory, or a name on the hub.")],
+    directory: Annotated[
+        Path, typer.Option(help="Keeps files and batches; a server that starts again goes on.")
+    ],
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; one of another machine needs a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with the token that requests must carry (Authorization: Bearer TOKEN, the "
+            f"api_key of a client); {TOKEN_VARIABLE} in the environment is another way."
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(help="Name in requests, by default --model; repeatable."),
+    ] = None,
+    max_file_size: Annotated[
+        int, typer.Option(parser=size, metavar="SIZE", help="Of an upload.")
+    ] = GIB,
+    max_requests: Annotated[int, typer.Option(min=1, help="Lines of a file.")] = 1_000_000,
+    options: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Options of raymoe generate, such as: -- --max-tokens 512 --num-actors 2",
+            metavar="[-- OPTIONS]",
+        ),
+    ] = None,
+) -> None:
+    """Answer OpenAI batches: POST /v1/files, POST /v1/batches, GET the output file.
+
+    Batches run one after the other, each as a process of `raymoe generate`.
+    """
+    missing = [name for name in MODULES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"raymoe serve needs {', '.join(missing)}: pip install 'raymoe[serve]'")
+    token = _read_token(token_file)
+    from raymoe.openai.server import is_loopback  # noqa: PLC0415 - only this command needs it
+
+    if token is None and not is_loopback(host):
+        raise ConfigError(f"--host {host} can be reached from other machines and needs a token: "
+                          f"--token-file, or {TOKEN_VARIABLE} in the environment")  # fmt: skip
+    arguments = ["--model", model, *(options or ())]
+    generator_options, engine_config = check_batch_options(arguments)
+    _serve(
+        directory, _listen(host, port), served_model_name or [model], arguments, token=token,
+        max_file_bytes=max_file_size, max_requests=max_requests,
+        make_generator=lambda: MoEGenerator(
+            model, **generator_options, engine_config=engine_config, id_column=ID_COLUMN,
+            error_column=ERROR_COLUMN,
+        ),
+    )  # fmt: skip
+
+
+def _serve(
+    directory: Path,
+    listening: socket.socket,
+    models: Sequence[str],
+    arguments: Sequence[str],
+    *,
+    token: str | None,
+    max_file_bytes: int,
+    max_requests: int,
+    make_generator: Callable[[], MoEGenerator],
+) -> None:
+    import uvicorn  # noqa: PLC0415
+
+    from raymoe.openai.jobs import BatchWorker  # noqa: PLC0415
+    from raymoe.openai.server import MAX_HEADER_BYTES, Server  # noqa: PLC0415
+    from raymoe.openai.store import Store  # noqa: PLC0415
+
+    store = Store(directory)
+    try:
+        command = [sys.executable, "-m", "raymoe", "generate", *arguments]
+        direct = DirectRequests(make_generator)
+        worker = BatchWorker(store, command, models, max_requests=max_requests, direct=direct)
+        server = Server(store, worker, models, token=token, max_file_bytes=max_file_bytes)
+        config = uvicorn.Config(
+            server.application(), http="h11", ws="none", log_level="warning", access_log=False,
+            server_header=False, h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            limit_concurrency=MAX_CONNECTIONS, timeout_graceful_shutdown=GRACE_S,
+        )  # fmt: skip
+        host, port = listening.getsockname()[:2]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+        typer.echo(f"listening at {url} for model {', '.join(models)}", err=True)
+        uvicorn.Server(config).run(sockets=[listening])
+    finally:
+        store.close()
+
+
+def _read_token(path: Path | None) -> str | None:
+    # Taken out of the environment, so that no process of a batch has it.
+    token, where = os.environ.pop(TOKEN_VARIABLE, None), TOKEN_VARIABLE
+    if path is not None:
+        where = f"--token-file {path}"
+        try:
+            token = path.read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{where} cannot be read: {error}") from error
+    if token is None:
+        return None
+    if len(token) < MIN_TOKEN_CHARACTERS or not token.isascii() or not token.isprintable():
+        raise ConfigError(f"{where} has a token of {len(token)} characters; it takes at least "
+                          f"{MIN_TOKEN_CHARACTERS}, printable ASCII")  # fmt: skip
+    return token
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
+    except OSError as error:
+        raise ConfigError(f"--host {host} --port {port}: {error.strerror}") from error
