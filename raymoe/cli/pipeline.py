@@ -220,7 +220,7 @@ ROWS_PER_PART, BYTES_PER_PART, BLOCKS_PER_PART = 8192, 32 * MIB, 1024
 FLUSH_EVERY_S, FLUSH_SHARE = 60.0, 0.1
 MAX_WRITES, WRITE_RETRIES = 4, 10
 MAX_REASONS = 3
-PROMPT_COLUMNS = ("prompt_column", "messages_column", "tools_column")
+PROMPT_COLUMNS = {"prompt_column": "prompt", "messages_column": "messages", "tools_column": None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,8 +305,9 @@ def _run(job: Job, run_stats: RunStats, watch: JobWatch | None, console: Console
     with running_ray(preserve_order=job.preserve_order, verbose=job.verbose):
         try:
             run_stats.started_s = time.monotonic()
+            dataset = _dataset(job, console)
             with Progress(run_stats, console, more=more):
-                _drain(job, run_stats)
+                _drain(job, dataset, run_stats)
             run_stats.finished_s = time.monotonic()
             if watch is not None:
                 watch.wait_for_actors()
@@ -363,10 +364,10 @@ def find_manifest(job: Job) -> Manifest | None:
     return Manifest.of(identity, params, job.engine_config, kwargs, task)
 
 
-def _drain(job: Job, run_stats: RunStats) -> None:
+def _drain(job: Job, dataset: ray.data.Dataset, run_stats: RunStats) -> None:
     parts = _Parts(job, run_stats)
     try:
-        for bundle in _dataset(job).iter_internal_ref_bundles():
+        for bundle in dataset.iter_internal_ref_bundles():
             for block in bundle.blocks:
                 parts.add(block)
         parts.finish()
@@ -466,7 +467,8 @@ class _Parts:
         self._job.writer.commit(name)
 
 
-def _dataset(job: Job) -> ray.data.Dataset:
+def _dataset(job: Job, console: Console) -> ray.data.Dataset:
+    """Return the lazy dataset of answers; prints the plan."""
     dataset = job.source.dataset()
     if job.id_column is not None and job.written is not None and job.written.num_rows:
         written = job.written
@@ -484,6 +486,8 @@ def _dataset(job: Job) -> ray.data.Dataset:
         error_column=job.source.error_column,
         **job.options,
     )
+    if arguments.plan is not None:
+        console.print(harmless(arguments.plan.describe(job.price_per_hour), keep="\n"))
     if job.is_sorted:
         columns = {name: job.options[name] for name in PROMPT_COLUMNS}
         dataset = sort_by_prefix(dataset, **columns, rows_per_block=job.batch_size)
@@ -505,7 +509,7 @@ def _workload(job: Job) -> Workload | None:
 def content_columns(options: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the columns that the answer of a row depends on."""
     task = read_task_of(options)
-    named = [options[name] for name in PROMPT_COLUMNS]
+    named = [options.get(name, default) for name, default in PROMPT_COLUMNS.items()]
     named += [SAMPLING_COLUMN] if task is None else task.columns
     return (*(name for name in named if name is not None), TEMPLATE_COLUMN)
 

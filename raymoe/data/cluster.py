@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 from ray.data._internal.execution.execution_callback import ExecutionCallback
+from ray.util import get_node_ip_address
 
 from raymoe.data.generator import MoEGenerator
 from raymoe.errors import InfeasiblePlanError
@@ -41,6 +42,7 @@ class Cluster:
         gpus_per_actor: GPUs that an engine uses.
         gpu: Hardware preset of their GPU, None if its name is unknown.
         num_generators: Generators of the pipeline, with as many actors each; None if not given.
+        is_here: Whether the only node is this machine.
     """
 
     num_nodes: int
@@ -51,6 +53,7 @@ class Cluster:
     gpu: HardwareSpec | None = None
     store_bytes: float = 0
     num_generators: int | None = None
+    is_here: bool = False
 
     @classmethod
     def connected(cls, device: str = "auto", gpus_per_actor: float = 1) -> "Cluster":
@@ -59,7 +62,8 @@ class Cluster:
         If some nodes have GPUs, engines run on those unless `device` is the CPU, and on nodes with
         at least `gpus_per_actor` if there are any. A head without CPUs runs none.
         """
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]] if _has_ray() else []
+        alive = [node for node in ray.nodes() if node["Alive"]] if _has_ray() else []
+        nodes = [node["Resources"] for node in alive]
         nodes = [resources for resources in nodes if resources.get("CPU")]
         with_gpus = _with_gpus(nodes, gpus_per_actor) if device in {"auto", "cuda"} else []
         nodes = with_gpus or nodes
@@ -77,6 +81,7 @@ class Cluster:
             gpus_per_actor=gpus_per_actor,
             gpu=_known_gpu(with_gpus),
             store_bytes=max(float(node.get("object_store_memory", 0)) for node in nodes),
+            is_here=[node.get("NodeManagerAddress") for node in alive] == [get_node_ip_address()],
         )
 
     def actors_per_node(self, num_actors: int) -> int:

@@ -14,18 +14,20 @@ from raymoe.data.cluster import Cluster, check_before_start
 from raymoe.data.generator import MoEGenerator, check_options, output_columns
 from raymoe.data.tasks import reader_of
 from raymoe.data.workload import describe, find_workload, resized
+from raymoe.engine.loading import measured_host
 from raymoe.errors import ConfigError, InfeasiblePlanError
+from raymoe.plan.plan import RESOURCE_NAMES, Plan
 from raymoe.plan.search import find_plan
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
-from raymoe.units import ceil_div
+from raymoe.units import ceil_div, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from ray.data import DataContext, Dataset
 
-logger = logging.getLogger(__name__)
-
+# A notebook shows INFO of Ray Data's loggers, and of no others.
+notebook_logger = logging.getLogger("ray.data.raymoe")
 
 NO_PROGRESS_TIMEOUT_S = 6 * 3600  # one slow micro-batch or a large load moves no block
 
@@ -156,12 +158,13 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
     ds: "Dataset | None" = None,
     workload: Workload | None = None,
     **options: Any,
-) -> dict[str, Any]:
+) -> "OperatorKwargs":
     """Return the keyword arguments with which `Dataset.map_batches` runs `MoEGenerator`.
 
-    Make blocks of `batch_size` rows: larger or smaller ones run their calls one after another.
-    Sizes are those of the smallest node that can run an engine, with the GPU that Ray names;
-    ``engine_config={"hardware": ...}`` describes nodes to come.
+    Their attribute `plan` is the plan of the job with its predicted time, which Ray Data's logger
+    shows. Make blocks of `batch_size` rows: larger or smaller ones run their calls one after
+    another. Sizes are those of the smallest node that can run an engine, with the GPU that Ray
+    names; ``engine_config={"hardware": ...}`` describes nodes to come.
 
     Args:
         model_source: A local model directory, or a name on the Hugging Face hub.
@@ -192,7 +195,7 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
     batch_size = batch_size or rows_of_a_call(rows, num_actors)
     calls = min(MAX_CONCURRENT_CALLS, ceil_div(rows, batch_size))
     constructor = {"engine_config": config, "max_concurrent_calls": calls, **_absolute(options)}
-    return {
+    kwargs = {
         "batch_size": batch_size,
         "batch_format": "pyarrow",
         "num_gpus": _choose_num_gpus(num_gpus, config, cluster),
@@ -203,6 +206,81 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
         "fn_constructor_kwargs": constructor,
         "compute": _make_pool(min_actors or num_actors, num_actors, calls),
     }
+    job = (
+        None
+        if plan is None
+        else _plan_job(plan, model_source, config, cluster, num_actors=num_actors)
+    )
+    if job is not None and workload is not None:
+        notebook_logger.info("%s", job)
+    return OperatorKwargs(kwargs, job)
+
+
+class OperatorKwargs(dict[str, Any]):
+    """Keyword arguments of `map_batches`; `plan` is None if model or nodes are not known here."""
+
+    def __init__(self, kwargs: Mapping[str, Any], plan: "JobPlan | None" = None) -> None:
+        super().__init__(kwargs)
+        self.plan = plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobPlan:
+    """The plan of each actor, for its part of the job's rows."""
+
+    plan: Plan
+    num_actors: int
+    num_nodes: int
+    is_typical: bool  # whether the rates are those of a typical core, as nobody measured the nodes
+
+    def cost(self, price_per_hour: float) -> float:
+        """Cost of the job, with the price of a node."""
+        return price_per_hour * self.num_nodes * self.plan.job.seconds / 3600
+
+    def describe(self, price_per_hour: float | None = None) -> str:
+        plan, workload = self.plan, self.plan.workload
+        of_each = f" for each of {self.num_actors} actors" if self.num_actors > 1 else ""
+        lines = [
+            f"plan: {describe(workload)}{of_each}",
+            f"  on {plan.hardware.name}: up to {plan.policy.max_num_seqs:,} sequences and "
+            f"{plan.policy.max_num_batched_tokens:,} tokens in a step, schedule {plan.schedule}, "
+            f"{format_bytes(plan.host_bytes)} of host memory",
+            f"  predicted: {format_seconds(plan.job.seconds)} after loading, "
+            f"{self.num_actors * plan.tokens_per_s:,.0f} generated tokens/s, decoding bound by "
+            f"{RESOURCE_NAMES[plan.bound]}{self._note()}",
+        ]
+        if price_per_hour is not None:
+            million = 1e6 * self.cost(price_per_hour)
+            million /= self.num_actors * workload.total_generated_tokens
+            lines[-1] += f"; {self.cost(price_per_hour):.3g} in all, {million:.3g} per million"
+        return "\n".join(lines)
+
+    def _note(self) -> str:
+        return " (by rates of a typical core; raymoe profile measures)" if self.is_typical else ""
+
+    def __str__(self) -> str:
+        return self.describe()
+
+
+def _plan_job(
+    actor: "ActorPlan",
+    model_source: str | Path,
+    config: EngineConfig,
+    cluster: Cluster,
+    *,
+    num_actors: int,
+) -> JobPlan:
+    """Return the plan as the engine will make it, with this machine's rates if it runs here."""
+    plan, nodes = actor.plan, min(num_actors, cluster.num_nodes)
+    is_given = isinstance(config.hardware, HardwareSpec) or cluster.gpu is not None
+    if is_given or not cluster.is_here:
+        return JobPlan(plan=plan, num_actors=num_actors, num_nodes=nodes, is_typical=not is_given)
+    generators = cluster.num_generators or 1
+    here = measured_host(config.num_threads).share(num_actors * generators)
+    here = dataclasses.replace(here, host_memory_bytes=plan.hardware.host_memory_bytes)
+    found = plan_actor(model_source, dataclasses.replace(config, hardware=here), None)
+    measured = plan if found is None else found.plan
+    return JobPlan(plan=measured, num_actors=num_actors, num_nodes=nodes, is_typical=False)
 
 
 def _find_workload(
@@ -243,7 +321,6 @@ def _for_rows(config: EngineConfig, workload: Workload | None, num_actors: int) 
     """Return the configuration of an actor for its part of the job's rows."""
     if workload is None or workload is config.workload:
         return config
-    logger.info("planned for %s", describe(workload))
     rows = ceil_div(workload.num_rows, num_actors)
     return dataclasses.replace(config, workload=resized(workload, rows))
 
@@ -318,12 +395,16 @@ class ActorPlan:
     """Sizes of one actor.
 
     Attributes:
-        max_num_seqs: Sequences that are live at once.
         memory_bytes: Weights (the actor's part if shared), KV cache, activations and interpreter.
     """
 
-    max_num_seqs: int
+    plan: Plan
     memory_bytes: int
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that are live at once."""
+        return self.plan.policy.max_num_seqs
 
 
 def plan_actor(
@@ -358,7 +439,7 @@ def plan_actor(
         # If Ray does not know the GPUs of a node, all ranks are planned as one engine.
         tensor_parallel_size=config.tensor_parallel_size if given.has_gpu else 1,
     )
-    return ActorPlan(max_num_seqs=plan.policy.max_num_seqs, memory_bytes=plan.host_bytes)
+    return ActorPlan(plan=plan, memory_bytes=plan.host_bytes)
 
 
 def _share_node(config: EngineConfig, node: HardwareSpec) -> EngineConfig:

@@ -1,6 +1,7 @@
 """Loads an engine: hardware, plan, memory check, weights, runner and warm-up."""
 
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Mapping
@@ -34,6 +35,7 @@ from raymoe.engine.tasks.reading import Reading
 from raymoe.engine.tokenizer import Tokenizer
 from raymoe.errors import ConfigError, UnknownOptionError
 from raymoe.kernels.cpu_linear import packed_linear_is_used
+from raymoe.measure.host import quick_overhead
 from raymoe.measure.kept import identify_machine, load_profile
 from raymoe.memory.checkpoint import resolve_model
 from raymoe.memory.shared_file import SharedFile
@@ -146,13 +148,25 @@ def _given(config: EngineConfig, device: str) -> HardwareSpec | None:
 
 def _this_machine(config: EngineConfig, settings: Settings, device: str) -> HardwareSpec:
     """Return this machine's profile, or a quick measurement, with the memory that is free now."""
-    num_threads = config.num_threads or settings.num_threads
-    kept = load_profile(settings.cache_directory, identify_machine(num_threads))
-    measured = kept or probe_host(num_threads=num_threads, seconds=PROBE_S)
+    measured = measured_host(config.num_threads, settings)
     measured = dataclasses.replace(measured, host_memory_bytes=_budget(settings))
     if device == "cpu":
         return measured.without_gpu()
     return measured if measured.has_gpu else _with_known_gpu(measured)
+
+
+def measured_host(num_threads: int | None = None, settings: Settings | None = None) -> HardwareSpec:
+    """Return the kept profile of this machine, else a quick measurement."""
+    settings = settings or Settings.from_environment()
+    num_threads = num_threads or settings.num_threads
+    kept = load_profile(settings.cache_directory, identify_machine(num_threads))
+    return kept or _measure_quickly(num_threads)
+
+
+@functools.cache
+def _measure_quickly(num_threads: int | None) -> HardwareSpec:
+    host = probe_host(num_threads=num_threads, seconds=PROBE_S)
+    return dataclasses.replace(host, task_overhead_s=quick_overhead(host))
 
 
 def _emulated(config: EngineConfig, settings: Settings) -> HardwareSpec:

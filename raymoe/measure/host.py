@@ -30,7 +30,7 @@ from raymoe.measure.jobs import (
     make_linear_layers,
     prefill_job,
 )
-from raymoe.measure.timing import KernelJob, measure_in_turns
+from raymoe.measure.timing import KernelJob, measure_in_turns, seconds_per_call
 from raymoe.memory.arena import HostArena
 from raymoe.memory.kv_cache import KvCache
 from raymoe.model.decoder import Decoder, cache_layouts
@@ -54,25 +54,47 @@ CONTEXT = BLOCK_TOKENS
 STEPS = ((1, 1), (8, 1), (64, 1), (8, 64))
 TOKENS = tuple(rows * new_tokens for rows, new_tokens in STEPS)
 MIN_S = 1e-6  # floor, as the kernels' rates may predict more than a step takes
-MODEL = ModelSpec.from_config(
-    {
-        "model_type": "mixtral",
-        "hidden_size": 1024,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "num_hidden_layers": 4,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "intermediate_size": 512,
-        "max_position_embeddings": 2 * CONTEXT,
-        "vocab_size": 1024,
-    }
+_CONFIG = {
+    "model_type": "mixtral",
+    "hidden_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "num_hidden_layers": 4,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 512,
+    "max_position_embeddings": 2 * CONTEXT,
+    "vocab_size": 1024,
+}
+MODEL = ModelSpec.from_config(_CONFIG)
+# So narrow that its products are far below the node's rates: what its rows take beyond them is
+# nothing next to the products of a large model, and most of the time of a small one.
+NARROW_MODEL = ModelSpec.from_config(
+    _CONFIG | {"hidden_size": 192, "head_dim": 32, "intermediate_size": 192}
 )
+OVERHEAD_S = 0.2
 
 
-def step_jobs() -> list[KernelJob]:
-    runner = _make_runner()
+@torch.inference_mode()
+def quick_overhead(node: HardwareSpec) -> Curve:
+    """Time of a task beyond its kernels by the node's best rates, in about `OVERHEAD_S`.
+
+    Each step counts with its shortest run: others may use the machine while an engine starts.
+    """
+    before = torch.get_num_threads()
+    set_num_threads(node.num_cores, num_torch_threads(node.num_cores))
+    jobs = step_jobs(NARROW_MODEL)
+    taken_s = [seconds_per_call(job) for job in jobs]
+    end_s = time.perf_counter() + OVERHEAD_S
+    while time.perf_counter() < end_s:
+        taken_s = [min(s, seconds_per_call(job)) for s, job in zip(taken_s, jobs, strict=True)]
+    torch.set_num_threads(before)  # of a user's process, perhaps
+    return task_overhead(node, taken_s, NARROW_MODEL)
+
+
+def step_jobs(model: ModelSpec = MODEL) -> list[KernelJob]:
+    runner = _make_runner(model)
 
     def run(inputs: StepInputs) -> Timeline:
         return finish(runner.run(inputs))
@@ -84,7 +106,7 @@ def step_jobs() -> list[KernelJob]:
             calls=[
                 partial(
                     run,
-                    step_inputs(rows, _context(new_tokens), MODEL.vocab_size, new_tokens),
+                    step_inputs(rows, _context(new_tokens), model.vocab_size, new_tokens),
                 )
             ],
             bytes_per_call=0.0,
@@ -100,10 +122,10 @@ def step_shape(rows: int, new_tokens: int) -> StepShape:
     return StepShape.prefill(rows, new_tokens)
 
 
-def task_overhead(node: HardwareSpec, step_s: Sequence[float]) -> Curve:
+def task_overhead(node: HardwareSpec, step_s: Sequence[float], model: ModelSpec = MODEL) -> Curve:
     """Seconds of a task beyond its kernels, over tokens; `step_s` holds one per `step_jobs`."""
-    tasks = build_in_place(MODEL.num_layers).tasks
-    work, points = ModelWork.of(MODEL, DTYPE.itemsize), []
+    tasks = build_in_place(model.num_layers).tasks
+    work, points = ModelWork.of(model, DTYPE.itemsize), []
     for sizes, taken_s in zip(STEPS, step_s, strict=True):
         cost = HostCost(work, node, step_shape(*sizes))
         beyond_s = taken_s - sum(cost.kernel_s(task) for task in tasks)
@@ -127,17 +149,17 @@ def step_inputs(rows: int, context: int, vocab_size: int, new_tokens: int = 1) -
     )
 
 
-def _make_runner() -> StepRunner:
+def _make_runner(model: ModelSpec) -> StepRunner:
     generator = torch.Generator().manual_seed(0)
     weights = {
         name: torch.empty(shape, dtype=DTYPE).normal_(0.0, 0.03, generator=generator)
-        for name, shape in model_weights(MODEL).items()
+        for name, shape in model_weights(model).items()
     }
-    arena = HostArena(decoder_arena_bytes(MODEL, DTYPE))
-    decoder = Decoder.load(MODEL, weights.__getitem__, arena.allocate, DTYPE)
+    arena = HostArena(decoder_arena_bytes(model, DTYPE))
+    decoder = Decoder.load(model, weights.__getitem__, arena.allocate, DTYPE)
     num_blocks = max(rows * ceil_div(_context(new), BLOCK_TOKENS) for rows, new in STEPS)
-    cache = KvCache(cache_layouts(MODEL, DTYPE), num_blocks)
-    return StepRunner(decoder, cache, build_in_place(MODEL.num_layers))
+    cache = KvCache(cache_layouts(model, DTYPE), num_blocks)
+    return StepRunner(decoder, cache, build_in_place(model.num_layers))
 
 
 def _context(new_tokens: int) -> int:

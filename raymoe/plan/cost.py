@@ -118,11 +118,15 @@ class HostCost:
         return max(flop / hardware.host_flop_per_s, num_bytes / hardware.host_bytes_per_s)
 
     def _overhead_s(self) -> float:
-        overhead = self.curves.task_overhead_s if self.curves else None
+        overhead = (self.curves or self.hardware).task_overhead_s
         if overhead is None:
             return TASK_OVERHEAD_S
-        tokens, (largest, _) = self.shape.tokens, overhead.points[-1]
-        return overhead.at(tokens) * max(1.0, tokens / largest)
+        more_s = 0.0
+        if len(overhead.points) > 1:  # rows of larger steps cost what the last measured ones did
+            (tokens, seconds), (largest, last_s) = overhead.points[-2:]
+            slope = max(0.0, last_s - seconds) / (largest - tokens)
+            more_s = slope * max(0.0, self.shape.tokens - largest)
+        return overhead.at(self.shape.tokens) + more_s
 
     def _weights_s(self, rows: float, parameters: float, curve: Curve | None) -> float:
         if not rows:

@@ -135,6 +135,8 @@ class HardwareSpec:
         peer_bytes_per_s: GPU to GPU, each way while both directions are busy; 0 if unknown, which
             assumes the slower direction of the link.
         device_curves: Only on a node with a GPU.
+        task_overhead_s: Time of a task beyond its kernels, over the tokens of the step, on a node
+            without host_curves; None for a constant of the cost model.
     """
 
     name: str
@@ -151,6 +153,7 @@ class HardwareSpec:
     peer_bytes_per_s: float = 0.0
     host_curves: HostCurves | None = None
     device_curves: DeviceCurves | None = None
+    task_overhead_s: Curve | None = None
 
     def __post_init__(self) -> None:
         _check_positive(self, HOST_FIELDS)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -83,6 +84,7 @@ def test_json_lines_come_out_with_an_answer_or_a_reason_each_once(model, tmp_pat
     done = generate(*options, "--preserve-order", "--price-per-hour", 1.2)
     assert done.returncode == 0, done.stderr
     assert "error" not in done.stderr
+    assert re.search(r"plan: \d+ rows; prompts of .*\n.* predicted: ", done.stderr, re.DOTALL)
     assert "41 rows in" in done.stdout
     assert "4 error rows" in done.stdout
     assert "tokens/s" in done.stdout

@@ -15,6 +15,7 @@ from raymoe.errors import ConfigError
 from raymoe.plan.search import find_plan
 from raymoe.specs.hardware import hardware_preset
 from raymoe.specs.model import ModelSpec
+from raymoe.specs.workload import Workload
 from raymoe.units import GIB
 from tests.tiny import make_checkpoint
 
@@ -212,3 +213,23 @@ def test_weights_are_not_shared_alone_or_without_a_device(
 def test_what_is_wrong_is_said_on_the_driver(model, options, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         map_batches_kwargs(model, **options)
+
+
+@pytest.mark.parametrize("num_actors", [1, 4])
+def test_the_plan_of_the_job_comes_with_its_time_and_cost(model, num_actors):
+    workload = Workload(num_rows=40_000, prompt_tokens=100, generated_tokens=50)
+    node = hardware_preset("l4")
+    kwargs = map_batches_kwargs(
+        model, workload=workload, num_actors=num_actors, engine_config={"hardware": node}
+    )
+    config = kwargs["fn_constructor_kwargs"]["engine_config"]
+    assert config.workload.num_rows == 40_000 // num_actors
+    expected = find_plan(ModelSpec.from_directory(model), node, config.workload)
+    job = kwargs.plan
+    assert job.plan.job.seconds == expected.job.seconds
+    assert job.cost(3.6) == pytest.approx(expected.job.seconds / 1000)  # no cluster: on one node
+    lines = job.describe(price_per_hour=3.6).splitlines()
+    assert lines[0].startswith(f"plan: {40_000 // num_actors:,} rows; prompts of 100 tokens")
+    assert f"{num_actors * expected.tokens_per_s:,.0f} generated tokens/s" in lines[-1]
+    assert lines[-1].endswith(f"{job.cost(3.6) / 2:.3g} per million")
+    assert map_batches_kwargs("m").plan is None

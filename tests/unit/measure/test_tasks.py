@@ -6,17 +6,28 @@ import random
 import pytest
 import torch
 
-from raymoe.measure.host import MIN_S, MODEL, STEPS, TOKENS, step_jobs, step_shape, task_overhead
+from raymoe.measure.host import (
+    MIN_S,
+    MODEL,
+    NARROW_MODEL,
+    STEPS,
+    TOKENS,
+    quick_overhead,
+    step_jobs,
+    step_shape,
+    task_overhead,
+)
 from raymoe.plan.cost import HostCost, StepShape
 from raymoe.plan.work import ModelWork
 from raymoe.schedule.builders import build_in_place
 from raymoe.schedule.timeline import simulate
 from raymoe.specs.hardware import Curve, HardwareSpec
+from raymoe.specs.model import ModelSpec
 from tests.unit.plan.test_cost import CURVES, NODE
 
 
-def predicted_s(node: HardwareSpec, shape: StepShape) -> float:
-    cost = HostCost(ModelWork.of(MODEL, 2), node, shape)
+def predicted_s(node: HardwareSpec, shape: StepShape, model: ModelSpec = MODEL) -> float:
+    cost = HostCost(ModelWork.of(model, 2), node, shape)
     return simulate(build_in_place(MODEL.num_layers), cost).makespan_s
 
 
@@ -25,6 +36,17 @@ def test_a_pass_is_predicted_to_take_what_it_took() -> None:
     curves = dataclasses.replace(CURVES, task_overhead_s=task_overhead(NODE, taken))
     node = dataclasses.replace(NODE, host_curves=curves)
     assert [predicted_s(node, step_shape(*each)) for each in STEPS] == pytest.approx(taken)
+
+
+def test_a_node_without_a_profile_has_the_overhead_of_a_narrow_model() -> None:
+    bare = dataclasses.replace(NODE, host_curves=None)
+    taken = [random.uniform(1.0, 2.0) for _ in TOKENS]
+    node = dataclasses.replace(bare, task_overhead_s=task_overhead(bare, taken, NARROW_MODEL))
+    steps = [predicted_s(node, step_shape(*each), NARROW_MODEL) for each in STEPS]
+    assert steps == pytest.approx(taken)
+    num_threads = torch.get_num_threads()
+    assert [size for size, _ in quick_overhead(bare).points] == list(TOKENS)
+    assert torch.get_num_threads() == num_threads
 
 
 def test_kernels_that_ran_faster_than_their_rates_leave_nearly_nothing() -> None:
@@ -39,10 +61,12 @@ def test_passes_run_all_layers_with_all_tokens() -> None:
         assert job.case == f"{tokens} tokens"
 
 
-def test_tasks_of_larger_passes_than_measured_take_as_much_more_for_each_token() -> None:
+def test_rows_of_larger_steps_than_measured_take_what_the_last_of_them_took() -> None:
     curves = dataclasses.replace(CURVES, task_overhead_s=Curve(((1.0, 1e-4), (512.0, 8e-4))))
     node = dataclasses.replace(NODE, host_curves=curves)
     shape = StepShape.prefill(32, 48)
     cost = HostCost(ModelWork.of(MODEL, 2), node, shape)
     task = build_in_place(MODEL.num_layers).tasks[0]
-    assert cost.duration_s(task) - cost.kernel_s(task) == pytest.approx(3 * 8e-4)
+    assert cost.duration_s(task) - cost.kernel_s(task) == pytest.approx(
+        8e-4 + 7e-4 / 511 * (32 * 48 - 512)
+    )
