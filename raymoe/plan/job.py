@@ -1,5 +1,6 @@
 """Job simulation: steps from queue to end, KV cache forecast and step times."""
 
+import random
 import sys
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
@@ -238,6 +239,21 @@ class _Prompt:
     left: float
 
 
+def rows_of_bundles(workload: Workload, num_bundles: int) -> Sequence[tuple[int, int]]:
+    """Lengths of the bundles of a job, in the order in which they enter; repeated as needed.
+
+    With more rows than bundles, quantiles stand for them in an order that is the same for every
+    job: plans for two samples of one dataset then differ by the samples alone.
+    """
+    rows = workload.row_lengths or (workload.lengths(0),)
+    if len(rows) <= num_bundles:
+        return rows
+    ranked = sorted(rows, key=lambda row: row[::-1])
+    picked = [ranked[int((i + 0.5) * len(rows) / num_bundles)] for i in range(num_bundles)]
+    random.Random(0).shuffle(picked)
+    return picked
+
+
 class _Job:
     """Rows of a job from queue to end, at reduced scale.
 
@@ -257,12 +273,14 @@ class _Job:
         num_blocks = policy.num_kv_blocks - policy.num_kv_blocks // 64
         self._cache = CacheForecast(num_blocks * KV_BLOCK_TOKENS / (rows * stride))
         self._num_entered = 0
+        self._rows: Sequence[tuple[int, int]] = ()
         self._prompts: list[_Prompt] = []
         self._decoding = GrowingRows()
         self.ends: list[int] = []
         self.loads: list[StepLoad] = []
 
     def run(self, num_bundles: int) -> None:
+        self._rows = rows_of_bundles(self._workload, num_bundles)
         while len(self.ends) < num_bundles:
             self._step(num_bundles)
 
@@ -310,7 +328,7 @@ class _Job:
             live = self._decoding.count + len(self._prompts)
             if live and live >= self._max_live:  # a lone bundle is always admitted
                 return
-            prompt = self._next_prompt(num_bundles)
+            prompt = self._next_prompt()
             self._hold(prompt, len(self.loads))
             if live and not self._cache.fits:
                 self._hold(prompt, len(self.loads), -1)
@@ -319,17 +337,12 @@ class _Job:
             self._num_entered += 1
             budget -= prompt.left
 
-    def _next_prompt(self, num_bundles: int) -> _Prompt:
+    def _next_prompt(self) -> _Prompt:
         length, generated = (
             max(1, round(tokens / self.stride))
-            for tokens in self._workload.lengths(self._next_row(num_bundles))
+            for tokens in self._rows[self._num_entered % len(self._rows)]
         )
         return _Prompt(length, generated, length)
-
-    def _next_row(self, num_bundles: int) -> int:
-        """Workload row of the next bundle; sampled evenly if bundles are fewer than rows."""
-        few = min(1.0, num_bundles / max(1, len(self._workload.row_lengths)))
-        return int(self._num_entered / few)
 
     def _hold(self, prompt: _Prompt, step: int, sign: int = 1) -> None:
         """Reserve room for a bundle as if its prompt ended at this step; sign -1 releases it."""

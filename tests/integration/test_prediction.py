@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import logging
+import math
 import random
 import statistics
 import time
@@ -14,14 +15,17 @@ import transformers
 
 from raymoe.config import EngineConfig
 from raymoe.device.emulated import EmulatedDevice
-from raymoe.engine import loading
+from raymoe.engine import runner_loading
+from raymoe.engine.accuracy import Accuracy, load_of
 from raymoe.engine.engine import Engine
 from raymoe.engine.runner_loading import EmulatedTiming
+from raymoe.engine.sequence import ScheduledStep
 from raymoe.plan.pages import layer_pages
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Policy
 from raymoe.plan.search import find_plan
-from raymoe.plan.work import ModelWork
+from raymoe.plan.work import ModelWork, StepLoad
+from raymoe.schedule.timeline import Timeline
 from raymoe.specs.hardware import HardwareSpec, hardware_preset
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import model_preset
@@ -31,6 +35,8 @@ from raymoe.units import GIB
 pytestmark = pytest.mark.slow
 
 NUM_LAYERS, VOCAB, BATCH = 4, 64, 40
+LOGNORMAL_MEANS, LOGNORMAL_ROWS, LOGNORMAL_BATCH = (40, 8), 300, 100
+LONG_SCALE = 8.0  # tasks of tens of milliseconds, whatever else runs on this machine
 TIME_SCALE = 2.0  # the shortest tasks take the interpreter longer than a GPU
 SMALL = {
     "hidden_size": 32,
@@ -76,8 +82,23 @@ class Job:
     """Prompts of random lengths; some rows meet a token that ends them early."""
 
     prompts: list[list[int]]
-    params: dict[str, object]
+    params: dict[str, object] | list[dict[str, object]]
     row_lengths: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def lognormal(cls, seed: int) -> "Job":
+        """Prompts and answers of lognormal lengths, each row with its own limit."""
+        dice = random.Random(seed)
+        lengths = tuple(
+            tuple(
+                min(4 * mean, max(1, round(dice.lognormvariate(math.log(mean) - 0.7**2 / 2, 0.7))))
+                for mean in LOGNORMAL_MEANS
+            )
+            for _ in range(LOGNORMAL_ROWS)
+        )
+        prompts = [[dice.randrange(VOCAB) for _ in range(length)] for length, _ in lengths]
+        params = [{"temperature": 0, "max_tokens": generated} for _, generated in lengths]
+        return cls(prompts, params, lengths)
 
     @classmethod
     def make(cls, model: Path, workload: str) -> "Job":
@@ -102,11 +123,11 @@ def first_layers(model: ModelSpec) -> ModelSpec:
     return dataclasses.replace(model, layers=model.layers[:NUM_LAYERS])
 
 
-def plan_job(name: str, hardware: HardwareSpec, job: Job) -> Plan:
+def plan_job(name: str, hardware: HardwareSpec, job: Job, batch: int = BATCH) -> Plan:
     """The planner's own policy, but for a batch small enough to be refilled."""
     model, workload = first_layers(model_preset(name)), Workload.of_rows(job.row_lengths)
     plan = find_plan(model, hardware, workload, max_model_len=512)
-    policy = dataclasses.replace(plan.policy, max_num_seqs=min(BATCH, plan.policy.max_num_seqs))
+    policy = dataclasses.replace(plan.policy, max_num_seqs=min(batch, plan.policy.max_num_seqs))
     return find_plan(model, hardware, workload, policy=policy, max_model_len=512)
 
 
@@ -159,16 +180,37 @@ class Outcome:
         )
 
 
+def record_loads(monkeypatch: pytest.MonkeyPatch) -> list[StepLoad]:
+    loads: list[StepLoad] = []
+    record = Accuracy.record
+
+    def note(self: Accuracy, done: ScheduledStep, measured: Timeline) -> None:
+        loads.append(load_of(done))
+        record(self, done, measured)
+
+    monkeypatch.setattr(Accuracy, "record", note)
+    return loads
+
+
 def run_job(
-    name: str, node: str, workload: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    node: str,
+    workload: str,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    is_timed: bool = True,
 ) -> Outcome:
+    """Run a job; with `is_timed` False, its steps count with the seconds predicted for each."""
     model = make_model(name, directory)
-    job = Job.make(model, workload)
+    is_usual = workload in WORKLOADS
+    job = Job.make(model, workload) if is_usual else Job.lognormal(seed=len(node))
+    scale = (TIME_SCALE if is_usual else LONG_SCALE) if is_timed else 0.0
     hardware = dataclasses.replace(hardware_preset(node), gpu_memory_bytes=MODELS[name][0])
-    plan = plan_job(name, hardware, job)
-    monkeypatch.setattr(loading, "EmulatedTiming", emulated_timing_of(name, plan, hardware))
-    slowed = functools.partial(EmulatedDevice, time_scale=TIME_SCALE)
-    monkeypatch.setattr(loading, "EmulatedDevice", slowed)
+    plan = plan_job(name, hardware, job, BATCH if is_usual else LOGNORMAL_BATCH)
+    monkeypatch.setattr(runner_loading, "EmulatedTiming", emulated_timing_of(name, plan, hardware))
+    slowed = functools.partial(EmulatedDevice, time_scale=scale)
+    monkeypatch.setattr(runner_loading, "EmulatedDevice", slowed)
     config = EngineConfig(
         dtype="float32",
         device="emulated",
@@ -178,10 +220,12 @@ def run_job(
         max_model_len=512,
         linger_s=0.0,
     )
+    loads = record_loads(monkeypatch)
     with Engine.from_pretrained(model, config) as engine:
         begin_s = time.perf_counter()
         rows = engine.generate(job.prompts, job.params)
-        measured_s = (time.perf_counter() - begin_s) / TIME_SCALE
+        taken_s = time.perf_counter() - begin_s
+    measured_s = taken_s / scale if is_timed else sum(map(plan.steps.seconds, loads))
     lengths = [row.num_generated_tokens for row in rows]
     assert lengths == [generated for _, generated in job.row_lengths]
     measured = sum(lengths) / measured_s
@@ -200,3 +244,14 @@ def test_jobs_take_as_long_as_planned(tmp_path: Path, monkeypatch: pytest.Monkey
     errors = [outcome.error for outcome in outcomes]
     assert statistics.mean(errors) <= 0.06, table
     assert max(errors) <= 0.12, table
+
+
+@pytest.mark.parametrize("node", ["l4", "a5000"])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("is_timed", [False, True])
+def test_lognormal_lengths_take_as_long_as_planned_with_their_tail(
+    name: str, node: str, is_timed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = run_job(name, node, "lognormal lengths", tmp_path, monkeypatch, is_timed=is_timed)
+    logging.getLogger(__name__).info("%s", outcome)
+    assert outcome.error <= 0.10, outcome

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from raymoe.plan import job
-from raymoe.plan.job import estimate_job, job_steps, min_steps
+from raymoe.plan.job import estimate_job, job_steps, min_steps, rows_of_bundles
 from raymoe.plan.policy import Policy
 from raymoe.plan.work import StepLoad
 from raymoe.specs.workload import Workload
@@ -126,3 +126,19 @@ def test_a_job_takes_no_fewer_passes_than_full_ones(seed: int) -> None:
     assert load.tokens <= sizes.max_num_batched_tokens * (1 + 1e-9)
     if not workload.row_lengths:
         assert sum(number for _, number in job_steps(workload, sizes)) >= 0.97 * minimum
+
+
+def test_samples_of_the_same_lengths_enter_in_the_same_order() -> None:
+    generator = random.Random(5)
+    rows = [
+        (round(generator.lognormvariate(4, 1)) + 1, generator.randint(1, 999)) for _ in range(2000)
+    ]
+    shuffled = generator.sample(rows, len(rows))
+    first, second = (
+        rows_of_bundles(Workload.of_rows(tuple(each)), 400) for each in (rows, shuffled)
+    )
+    assert first == second
+    means = [sum(generated for _, generated in each) / len(each) for each in (rows, first)]
+    assert means[0] == pytest.approx(means[1], rel=0.005)
+    few = Workload.of_rows(tuple(rows[:400]))
+    assert rows_of_bundles(few, 400) == few.row_lengths  # all are simulated, as they come
