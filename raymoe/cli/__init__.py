@@ -33,6 +33,7 @@ COMMANDS = {
     "profile": "Measure this machine in a minute: what its cores, memory, GPU and link reach.",
     "bench": "Measure engines and schedules on this machine, beside what it could do at most.",
 }
+COMPLETE, COMPLETION_OPTIONS = "_RAYMOE_COMPLETE", {"--install-completion", "--show-completion"}
 EXIT_FAILED = 1
 EXIT_BAD_USAGE = 2
 EXIT_INTERRUPTED = 130  # as of a process that SIGINT ends
@@ -48,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command; return the exit code."""
+    if COMPLETE in os.environ or (arguments and arguments[0] in COMPLETION_OPTIONS):
+        return _complete(arguments)
     if not arguments or arguments[0] in {"--help", "-h"}:
         typer.echo(_help(), err=not arguments)
         return 0 if arguments else EXIT_BAD_USAGE
@@ -60,6 +63,21 @@ def run(arguments: Sequence[str]) -> int:
         typer.echo(f"{_USAGE}\nerror: no {kind} {name!r}; try 'raymoe --help'", err=True)
         return EXIT_BAD_USAGE
     return _run_command(name, rest)
+
+
+def _complete(arguments: Sequence[str]) -> int:
+    """Install completion, or answer a shell; only a command that is typed already is imported."""
+    typed = f"{os.environ.get('COMP_WORDS', '')} {os.environ.get('_TYPER_COMPLETE_ARGS', '')}"
+    app = typer.Typer(pretty_exceptions_enable=False)
+    for name, text in COMMANDS.items():
+        is_typed = name in typed.split()
+        function = importlib.import_module(f"raymoe.cli.{name}").run if is_typed else _help
+        app.command(name, help=text)(function)
+    try:
+        app(args=list(arguments), prog_name="raymoe")
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else EXIT_FAILED
+    return 0
 
 
 def _run_command(name: str, arguments: list[str]) -> int:
@@ -103,6 +121,7 @@ def _help() -> str:
             *lines,
             "",
             "Every command has --help, and --debug for a traceback.",
+            "--install-completion completes commands and options in this shell.",
             "Exit code: 0 done, 1 failed, 2 bad usage, 130 interrupted.",
         )
     )

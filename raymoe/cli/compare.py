@@ -2,10 +2,11 @@
 
 import contextlib
 import gc
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -250,6 +251,7 @@ def run(  # noqa: PLR0913 - the options of a command
     out: Annotated[Path, typer.Option(help="Directory for schedules.svg and trace.json.")] = Path(
         "raymoe-compare"
     ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Run one decode step by each schedule on a device made of host memory.
 
@@ -280,7 +282,10 @@ def run(  # noqa: PLR0913 - the options of a command
         comparisons.append(comparison)
         line = compare(comparison.predicted, comparison.measured)
         console.print(f"{comparison.name}: {line}", style="dim")
-    Console().print(_table(comparisons, f"one decode step on {hardware}"))
+    if as_json:
+        typer.echo(json.dumps({"hardware": hardware, "schedules": [*map(_plain, comparisons)]}))
+    else:
+        Console().print(_table(comparisons, f"one decode step on {hardware}"))
     _draw(comparisons, f"decode step, {hardware}", out)
     console.print(f"{out / 'schedules.svg'}, {out / 'trace.json'}", style="dim")
 
@@ -306,11 +311,25 @@ def _named(comparison: Comparison) -> tuple[Timeline, Timeline]:
     )
 
 
+LANES = (Resource.GPU, Resource.CPU, Resource.HTOD, Resource.DTOH)
+
+
+def _plain(each: Comparison) -> dict[str, Any]:
+    return {
+        "schedule": each.name,
+        "predicted_s": each.predicted.makespan_s,
+        "measured_s": each.measured.makespan_s,
+        "gap": each.gap,
+        "utilization": {lane: each.measured.utilization(lane) for lane in LANES},
+        "bound": each.bound,
+        "tokens_per_s": each.tokens_per_s,
+    }
+
+
 def _table(comparisons: list[Comparison], title: str) -> Table:
     table = Table(title=title)
     table.add_column("schedule", no_wrap=True)
-    lanes = (Resource.GPU, Resource.CPU, Resource.HTOD, Resource.DTOH)
-    for column in ("predicted", "measured", "gap", *lanes, "bound", "tokens/s"):
+    for column in ("predicted", "measured", "gap", *LANES, "bound", "tokens/s"):
         table.add_column(column, justify="right")
     for each in comparisons:
         table.add_row(
@@ -318,7 +337,7 @@ def _table(comparisons: list[Comparison], title: str) -> Table:
             format_seconds(each.predicted.makespan_s),
             format_seconds(each.measured.makespan_s),
             f"{100 * each.gap:+.1f} %",
-            *(f"{100 * each.measured.utilization(lane):.0f} %" for lane in lanes),
+            *(f"{100 * each.measured.utilization(lane):.0f} %" for lane in LANES),
             each.bound,
             f"{each.tokens_per_s:.1f}",
         )

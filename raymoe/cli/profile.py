@@ -18,6 +18,7 @@ from raymoe.kernels.gpu_experts_choice import OLDEST_CAPABILITY
 from raymoe.measure.kept import Gpu, load_tiles, store_tiles
 from raymoe.measure.profile import USUAL_SECONDS, obtain_profile
 from raymoe.measure.tiles import WEIGHT_SHARE, BucketTiles, ExpertLayer, measure_layer, time_on
+from raymoe.specs.files import to_json
 from raymoe.specs.hardware import Curve, DeviceCurves, HardwareSpec, HostCurves
 from raymoe.units import GB, format_bytes, format_seconds
 
@@ -130,6 +131,7 @@ def run(
     model: Annotated[
         str | None, typer.Option(help="For --tiles: a model preset, or a directory.")
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure this machine for the planner: our kernels on its cores, its memory, GPU and link.
 
@@ -152,7 +154,10 @@ def run(
         seconds=seconds,
         is_fresh=again,
     )
-    Console().print(table_of(hardware))
+    if as_json:
+        typer.echo(to_json(hardware), nl=False)
+    else:
+        Console().print(table_of(hardware))
     console.print(f"kept in {path}; --again measures anew", style="dim")
     if out is not None:
         hardware.to_file(out)

@@ -60,6 +60,14 @@ def test_the_command_runs_every_schedule_and_draws_them(
     assert processes == {
         f"{name}, {kind}" for name in STREAMING_BUILDERS for kind in ("predicted", "measured")
     }
+    code = run(
+        ["compare", "--model", str(model), "--schedule", "cgopipe", "--num-micro-batches", "2",
+         "--micro-batch-rows", "1", "--context", "40", "--out", str(tmp_path / "out"), "--json"]
+    )  # fmt: skip
+    assert code == 0
+    (one,) = json.loads(capsys.readouterr().out)["schedules"]
+    assert one["schedule"] == "cgopipe"
+    assert one["measured_s"] > 0
 
 
 def test_a_size_that_is_none_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """`raymoe profile` on sizes that take no time: every number is there, kept, and planned with."""
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -115,7 +116,8 @@ def test_the_command_shows_keeps_and_writes_all_rates(
         "140 GFLOP/s", "both at once, to device", "11.0 GB/s", "while the CPU attends", "9.0 GB/s",
     ):  # fmt: skip
         assert text in shown.out
-    assert cli.run(["profile"]) == 0
+    assert cli.run(["profile", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(out.read_text())
     assert cli.run(["profile", "--again"]) == 0
     assert measure() == [7.0, profile.USUAL_SECONDS]
 
