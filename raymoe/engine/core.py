@@ -153,10 +153,14 @@ class EngineCore:
         accuracy: Accuracy | None = None,
         masks: TokenBitmasks | None = None,
         shares_across_lengths: bool = True,
+        restart_length: int | None = None,
     ) -> None:
         self._runner, self._decode_all, self._finish_row = runner, decode_all, finish
         self.scheduler = StepScheduler(
-            policy, max_model_len, shares_across_lengths=shares_across_lengths
+            policy,
+            max_model_len,
+            shares_across_lengths=shares_across_lengths,
+            restart_length=restart_length,
         )
         self._table = self.scheduler.table
         self._masks = masks

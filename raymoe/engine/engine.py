@@ -201,6 +201,7 @@ class Engine:
             accuracy=self.accuracy,
             masks=self._masks,
             shares_across_lengths=parts.shares_across_lengths,
+            restart_length=parts.restart_length,
         )
         # Guards everything below; notified when rows come, slots get free, or the engine ends.
         self._changed = threading.Condition()

@@ -208,7 +208,9 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
     directory = resolve_model(path)
     files = files_key(directory) if config.shared_weights is True else ""
     spec = with_head(ModelSpec.from_directory(directory), config)
-    tokenizer = Tokenizer(directory, spec.vocab_size)  # its process loads meanwhile
+    tokenizer = Tokenizer(
+        directory, spec.vocab_size, spec.media_tokens
+    )  # its process loads meanwhile
     shared = None
     try:
         weights = open_weights(spec, directory, config)
@@ -280,6 +282,7 @@ def _plan_and_load(
         num_torch_threads=job.num_torch_threads,
         plan=plan,
         shares_across_lengths=not spec.depends_on_length,
+        restart_length=spec.restart_length,
         release=loaded.release,
         interrupt=loaded.interrupt,
     )

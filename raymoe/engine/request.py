@@ -74,6 +74,7 @@ class Sample:
         num_cached_tokens: Prompt tokens whose KV was shared at the last admission.
         prompt_logprobs: Of the prompt's tokens, when asked for; complete or being collected.
         stop_strings: Looks for stop strings, when there are any.
+        is_restarted: Whether it computes all its KV again, as for a longer prompt.
         found: What was read off the prompt so far, where it has a `reading`.
     """
 
@@ -85,6 +86,7 @@ class Sample:
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     stop_strings: StopStrings | None = None
+    is_restarted: bool = False
     found: Found | None = None
 
     @property

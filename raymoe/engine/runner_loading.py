@@ -373,6 +373,7 @@ class EngineParts:
         plan: What was planned, if it was.
         shares_across_lengths: Whether prompts of different lengths that begin the same have the
             same KV there; not where rotary embeddings depend on the length.
+        restart_length: Length beyond which a row computes all its KV again.
         release: Called once when the engine has ended: gives memory back.
         interrupt: Called when a step is stuck: ends what it may be waiting for, so that it fails.
     """
@@ -390,6 +391,7 @@ class EngineParts:
     num_torch_threads: int | None = None
     plan: Plan | None = None
     shares_across_lengths: bool = True
+    restart_length: int | None = None
     release: Callable[[], None] = nothing
     interrupt: Callable[[], None] = nothing
 

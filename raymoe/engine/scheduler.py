@@ -222,10 +222,17 @@ class StepScheduler:
     Args:
         policy: Sizes of steps and of the KV cache.
         shares_across_lengths: Whether KV does not depend on how long the prompt is.
+        restart_length: Rows that grow beyond so many tokens compute all their KV again, as if
+            these were their prompts (`RopeSpec.restarts`).
     """
 
     def __init__(
-        self, policy: Policy, max_model_len: int, *, shares_across_lengths: bool = True
+        self,
+        policy: Policy,
+        max_model_len: int,
+        *,
+        shares_across_lengths: bool = True,
+        restart_length: int | None = None,
     ) -> None:
         self.policy = policy
         self.pool = BlockPool(policy.num_kv_blocks)
@@ -238,6 +245,7 @@ class StepScheduler:
         self._waiting: deque[Sample] = deque()
         self._prefixes = PrefixIndex()
         self._shares_across_lengths = shares_across_lengths
+        self._restart_length = restart_length
         self._num_candidates = MIN_CANDIDATES
         self._reserved_blocks = policy.num_kv_blocks // RESERVED_FRACTION
 
@@ -276,6 +284,8 @@ class StepScheduler:
             held: Slots that stay out of it; not all that live.
         """
         self.admitted = []
+        if self._restart_length is not None:
+            self._restart(self._restart_length)
         has_preempted = self._make_room()
         if not has_preempted or self.table.num_live == len(self._read):
             self._admit()
@@ -349,14 +359,27 @@ class StepScheduler:
             table.add_blocks(needing, self.pool.allocate(len(needing)))
         return self.num_preemptions > before
 
+    def _restart(self, length: int) -> None:
+        table, slots = self.table, self.table.live_slots()
+        outgrows = (table.num_tokens[slots] > length) & (table.rope_tokens[slots] <= length)
+        for slot in slots[outgrows][::-1].tolist():
+            self._requeue(self.sample_of(slot))
+
     def _preempt(self, sample: Sample) -> None:
-        sample.tokens = self.table.tokens(sample.slot)
+        self._requeue(sample)
+        self.num_preemptions += 1
+        self.forecast.record_preemption()
+
+    def _requeue(self, sample: Sample) -> None:
+        tokens = sample.tokens = self.table.tokens(sample.slot)
         if sample.wants_prompt_logits:
             sample.prompt_logprobs = None  # collected again from the start
         self._leave(sample)
+        length = self._restart_length
+        sample.is_restarted = length is not None and sample.num_prompt_tokens <= length < len(
+            tokens
+        )
         self._waiting.appendleft(sample)
-        self.num_preemptions += 1
-        self.forecast.record_preemption()
 
     def _leave(self, sample: Sample) -> None:
         computed = int(self.table.num_computed_tokens[sample.slot])
@@ -437,6 +460,7 @@ class StepScheduler:
                 tokens=known,
                 blocks=np.concatenate([shared, fresh]),
                 prompt_tokens=sample.num_prompt_tokens,
+                rope_tokens=self._rope_tokens(sample),
                 max_tokens_total=sample.request.max_tokens_total,
                 num_computed_tokens=computed,
                 arrival=sample.arrival,
@@ -453,6 +477,11 @@ class StepScheduler:
         self.admitted.append(sample)
         return min(len(known) - computed, self.policy.max_prefill_chunk_tokens)
 
+    def _rope_tokens(self, sample: Sample) -> int:
+        if sample.is_restarted and self._restart_length is not None:
+            return self._restart_length + 1
+        return sample.num_prompt_tokens
+
     def _shared_blocks(self, sample: Sample) -> Int32s:
         return self._prefixes.find(self._shareable_keys(sample))
 
@@ -461,6 +490,8 @@ class StepScheduler:
 
     def _keys(self, sample: Sample) -> tuple[bytes, ...]:
         request = sample.request
+        if sample.is_restarted:
+            return ()  # the same tokens, rotated otherwise
         if request.prefix_keys is None:
             salt = 0 if self._shares_across_lengths else len(request.prompt)
             request.prefix_keys = prefix_keys(request.prompt, salt)

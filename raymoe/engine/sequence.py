@@ -33,6 +33,7 @@ class Admission:
         tokens: All known tokens: the prompt, and what was generated before a preemption.
         blocks: Enough for `tokens`; the first may be shared and computed already.
         prompt_tokens: How many of `tokens` are the prompt.
+        rope_tokens: Length for which the first tokens are rotated (`model.rope`).
         max_tokens_total: Known tokens at which the sequence is over.
         num_computed_tokens: Whose KV is in the first blocks.
         arrival: Order among all sequences; preemption takes the newest.
@@ -45,6 +46,7 @@ class Admission:
     tokens: Int32s
     blocks: Int32s
     prompt_tokens: int
+    rope_tokens: int
     max_tokens_total: int
     num_computed_tokens: int
     arrival: int
@@ -78,6 +80,7 @@ class SequenceTable:
         self.num_slots = num_slots
         self.is_live: Bools = np.zeros(num_slots, np.bool_)
         self.prompt_tokens: Int32s = np.zeros(num_slots, np.int32)
+        self.rope_tokens: Int32s = np.zeros(num_slots, np.int32)
         self.num_tokens: Int32s = np.zeros(num_slots, np.int32)
         self.num_computed_tokens: Int32s = np.zeros(num_slots, np.int32)
         self.max_tokens_total: Int32s = np.zeros(num_slots, np.int32)
@@ -128,6 +131,7 @@ class SequenceTable:
         assert first < len(tokens) <= len(blocks) * BLOCK_TOKENS
         self.is_live[slot] = True
         self.prompt_tokens[slot] = admission.prompt_tokens
+        self.rope_tokens[slot] = admission.rope_tokens
         self.num_tokens[slot] = len(tokens)
         self.num_computed_tokens[slot] = first
         self.max_tokens_total[slot] = admission.max_tokens_total
@@ -186,7 +190,8 @@ class ScheduledStep:
 
     Attributes:
         slots: [S] sequences of the step.
-        prompt_tokens: [T] int32, prompt length of each token's sequence.
+        prompt_tokens: [T] int32, length for which the prompt of each token's sequence is rotated:
+            its own, or that at which the row started again.
         logit_rows: [R] int64, tokens of the step whose logits are wanted, ascending.
         row_slots: [R] int32, the slot of each.
         row_positions: [R] int32, position of the token that these logits predict.
@@ -270,7 +275,7 @@ def assemble_step(
         num_scheduled_tokens,
         token_ids,
         positions,
-        np.repeat(table.prompt_tokens[slots], num_scheduled_tokens),
+        np.repeat(table.rope_tokens[slots], num_scheduled_tokens),
         query_start,
         context_tokens,
         np.ascontiguousarray(table.block_table[slots, :num_columns]),

@@ -269,7 +269,8 @@ def _part_text(where: str, part: object) -> str:
         text = part.get("text")
         if isinstance(text, str):
             return text
-    raise ConfigError(f"{where} has a content part that is not text; only text is supported")
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise ConfigError(f"{where} has a content part of type {kind!r:.40}; only text is supported")
 
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
@@ -327,8 +328,15 @@ class Tokenizer:
         vocab_size: Exclusive upper bound of token ids.
     """
 
-    def __init__(self, directory: Path, vocab_size: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        vocab_size: int,
+        media_tokens: Sequence[tuple[int, str]] = (),
+    ) -> None:
+        """`media_tokens` have no embedding of text: id, and name of the field with it."""
         self.directory = directory
+        self._media_tokens = tuple(media_tokens)
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._facts: dict[str, Any] | None = None
@@ -484,7 +492,7 @@ class Tokenizer:
                     f"prompt token {index} is {token!r:.60}; the vocabulary has ids "
                     f"0 to {self._vocab_size - 1}"
                 )
-        return np.asarray(token_ids, np.int32)
+        return self._refuse_media(np.asarray(token_ids, np.int32))
 
     def _check_tokens(self, result: Int32s | Exception) -> Int32s:
         token_ids = _value(result)
@@ -492,6 +500,16 @@ class Tokenizer:
             raise ConfigError("the prompt has no tokens")
         if token_ids.max() >= self._vocab_size:
             return self._check_ids(token_ids.tolist())  # raises with the invalid id
+        return self._refuse_media(token_ids)
+
+    def _refuse_media(self, token_ids: Int32s) -> Int32s:
+        for token, name in self._media_tokens:
+            found = np.flatnonzero(token_ids == token)
+            if len(found):
+                raise ConfigError(
+                    f"prompt token {found[0]} is {token}, the {name} of this model; only text is "
+                    "supported: leave images, videos and sound out of the row"
+                )
         return token_ids
 
     def _encode_batch(self, texts: Sequence[Text], num_tries: int) -> list[Int32s | Exception]:

@@ -237,8 +237,11 @@ class Decoder:
                 `needs_prompt_tokens` (`model.rope` explains why).
         """
         layer = self._layers[i]
-        angles = self._rotary[i].angles(positions_T, prompt_tokens_T)
-        return layer.attention.project(layer.attention_input(hidden_TH), angles)
+        rotary = self._rotary[i]
+        angles = rotary.angles(positions_T, prompt_tokens_T)
+        projected = layer.attention.project(layer.attention_input(hidden_TH), angles)
+        rotary.scale_queries_(projected.query_THD, positions_T)
+        return projected
 
     def attend(
         self, i: int, projected: Projected, cache_layer: Tensor, batch: AttentionBatch

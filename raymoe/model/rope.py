@@ -79,6 +79,17 @@ class Rotary:
         rows_T = torch.arange(len(positions_T), dtype=torch.int32, device=positions_T.device)
         return Angles(rows_T, cos_TR, sin_TR)
 
+    def scale_queries_(self, query_TAD: Tensor, positions_T: Tensor) -> None:
+        """Scale queries by position, which keeps attention sharp in long contexts.
+
+        Source: Llama 4 reference code, `attn_temperature_tuning`, with a weight per family.
+        """
+        spec = self._spec
+        if spec is not None and spec.query_beta:
+            periods_T = torch.floor(positions_T / spec.query_period)
+            factors_T = 1 + spec.query_beta * torch.log(1 + periods_T)
+            query_TAD.mul_(factors_T[:, None, None].to(query_TAD.dtype))
+
 
 def _tables(inv_XR: Tensor, positions_P: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     angles_PR = positions_P.float()[:, None] * inv_XR

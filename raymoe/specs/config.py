@@ -6,7 +6,7 @@ from typing import Literal
 
 from raymoe.errors import ConfigError, UnsupportedModelError
 from raymoe.specs.class_defaults import ClassDefaults
-from raymoe.specs.families import FAMILIES, MODEL_TYPE_ALIASES
+from raymoe.specs.families import FAMILIES, MODEL_TYPE_ALIASES, WRAPPERS
 from raymoe.specs.families.rules import (
     FIXED,
     IGNORED,
@@ -87,9 +87,9 @@ class ConfigFields:
             return value
         raise ConfigError(f"config.json: {name} is {value!r}; expected true or false")
 
-    def switch(self, name: str | bool | None) -> bool:
-        """A boolean, or the value of the field of this name; False if the family has none."""
-        return self.boolean(name) if isinstance(name, str) else bool(name)
+    def switch(self, name: str | bool) -> bool:
+        """A boolean, or the value of the field of this name."""
+        return self.boolean(name) if isinstance(name, str) else name
 
     def number_or(self, name: str | float) -> float:
         return self.number(name) if isinstance(name, str) else name
@@ -145,7 +145,7 @@ def find_family(config: Mapping[str, object]) -> tuple[str, Family]:
         custom = "; custom code (auto_map) is never run" if config.get("auto_map") else ""
         raise UnsupportedModelError(
             f"model_type {model_type!r} is not supported; "
-            f"supported: {', '.join(sorted(FAMILIES))}{custom}"
+            f"supported: {', '.join(sorted({*FAMILIES, *WRAPPERS}))}{custom}"
         )
     family = FAMILIES[model_type]
     architectures = config.get("architectures")
@@ -379,7 +379,7 @@ def parse_layers(
     num_layers = fields.positive("num_hidden_layers", maximum=MAX_LAYERS)
     windows = layer_windows(fields, num_layers)
     variants = {window: _with_window(attention, window) for window in set(windows)}
-    dense, moe, rule = _dense(fields), _moe(fields), fields.family.moe
+    moe, rule = _moe(fields), fields.family.moe
     sparse = [False] * num_layers
     if moe is not None and rule is not None:
         sparse = sparse_layers(fields, rule.sparse_layers, num_layers)
@@ -389,16 +389,22 @@ def parse_layers(
                 f"{sum(sparse)} layers with {moe.num_experts} experts are {num_experts} experts; "
                 f"at most {MAX_EXPERTS_OF_ALL_LAYERS} are supported"
             )
+    dense = None if all(sparse) else _dense(fields)
     return tuple(
         LayerSpec(
             attention=variants[window],
-            ffn=moe if is_sparse and moe is not None else dense,
+            ffn=_network(moe if is_sparse else dense),
             rope=rope,
             norms=fields.family.norms,
             has_norm_bias=fields.family.has_norm_bias,
         )
         for window, is_sparse in zip(windows, sparse, strict=True)
     )
+
+
+def _network(ffn: MoeSpec | DenseSpec | None) -> MoeSpec | DenseSpec:
+    assert ffn is not None, "read where a layer has it"
+    return ffn
 
 
 def parse_attention(fields: ConfigFields) -> AttentionSpec:
@@ -440,7 +446,8 @@ def parse_latent_attention(fields: ConfigFields) -> LatentAttentionSpec:
     num_heads = fields.positive("num_attention_heads")
     nope, rope = fields.positive("qk_nope_head_dim"), fields.positive("qk_rope_head_dim")
     # Fields that transformers derives from others and writes as well.
-    derived = {"num_key_value_heads": num_heads, "head_dim": rope, "qk_head_dim": nope + rope}
+    head_dim = nope + rope if fields.family.rope.is_part_of_head else rope
+    derived = {"num_key_value_heads": num_heads, "head_dim": head_dim, "qk_head_dim": nope + rope}
     for name, value in derived.items():
         if name in fields.family.ignored:
             continue
@@ -543,11 +550,13 @@ def _has_groups(fields: ConfigFields, rule: RouterRule) -> bool:
 def _shared(fields: ConfigFields, rule: MoeRule) -> SharedSpec | None:
     if rule.shared is None:
         return None
-    count = 1 if rule.shared.count is None else fields.natural(rule.shared.count)
-    if count == 0:
+    hidden = fields.natural(rule.shared.hidden)
+    if rule.shared.count is not None:
+        hidden *= fields.natural(rule.shared.count)
+    if hidden == 0:
         return None
     return SharedSpec(
-        hidden=count * fields.positive(rule.shared.hidden),
+        hidden=hidden,
         is_gated=rule.shared.is_gated,
         has_bias=fields.switch(fields.family.mlp_bias),
     )

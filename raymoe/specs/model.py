@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from raymoe.errors import UnsupportedModelError
-from raymoe.specs.class_defaults import class_defaults
+from raymoe.specs.class_defaults import ClassDefaults, class_defaults
 from raymoe.specs.config import (
     ConfigFields,
     HeadKind,
@@ -20,6 +20,7 @@ from raymoe.specs.config import (
     parse_latent_attention,
     parse_layers,
 )
+from raymoe.specs.families import text_part
 from raymoe.specs.files import read_config
 from raymoe.specs.layer_weights import (
     Shape,
@@ -77,6 +78,8 @@ class ModelSpec:
             tokens), "labels" (logits of `labels`, by `score.weight`) or "none".
         labels: Names of the classes of a model with a classification head, in order.
         is_multi_label: Whether each label has a probability of its own.
+        wrapper: `model_type` of the whole whose text part this is.
+        media_tokens: Ids of tokens that stand for other media, with the names of their fields.
         num_shards: Ranks that divide heads and hidden columns; `layers` is one rank's part
             (`specs.tensor_shards`).
     """
@@ -100,6 +103,8 @@ class ModelSpec:
     head: HeadKind = "lm"
     labels: tuple[str, ...] = ()
     is_multi_label: bool = False
+    wrapper: str | None = None
+    media_tokens: tuple[tuple[int, str], ...] = ()
     num_shards: int = 1
 
     @property
@@ -111,6 +116,11 @@ class ModelSpec:
     def depends_on_length(self) -> bool:
         """Whether the KV of a token depends on the length of its sequence."""
         return any(rope.depends_on_length for rope in self.ropes)
+
+    @property
+    def restart_length(self) -> int | None:
+        """Length beyond which a row computes all its KV again; None if it never does."""
+        return next((rope.restart_length for rope in self.ropes), None)
 
     @property
     def num_layers(self) -> int:
@@ -213,19 +223,15 @@ class ModelSpec:
                 guessed.
             ConfigError: A value has the wrong type or size.
         """
+        part = text_part(config)
+        config = part.config
         model_type, family = find_family(config)
         defaults = class_defaults(model_type, family.nested)
         config = canonical_config(config, family, defaults)
         check_fields(config, model_type, family)
         fields = ConfigFields(config, family, defaults)
         attention = parse_latent_attention(fields) if family.is_latent else parse_attention(fields)
-        rope = parse_rope(
-            config,
-            head_dim=attention.rotated_head_dim,
-            max_position_embeddings=fields.positive("max_position_embeddings"),
-            rule=family.rope,
-            default_theta=defaults.theta,
-        )
+        rope = _rope(config, fields, attention, defaults)
         if isinstance(attention, LatentAttentionSpec):
             attention = replace(attention, scale=attention.scale * rope.scale_factor)
         limit = rope.max_model_len
@@ -251,6 +257,8 @@ class ModelSpec:
             has_head_bias=fields.switch(family.head_bias),
             quantization=parse_quantization(config.get("quantization_config")),
             labels=labels_of(config) if head == "labels" else (),
+            wrapper=part.wrapper,
+            media_tokens=part.media_tokens,
             is_multi_label=config.get("problem_type") == "multi_label_classification",
         )
         return spec.with_head(head)
@@ -265,6 +273,32 @@ class ModelSpec:
         """
         directory = Path(path)
         return cls.from_config(read_config(directory), name=_name(directory))
+
+
+def _rope(
+    config: Mapping[str, object],
+    fields: ConfigFields,
+    attention: AttentionSpec | LatentAttentionSpec,
+    defaults: ClassDefaults,
+) -> RopeSpec:
+    rule, head_dim = fields.family.rope, attention.rotated_head_dim
+    if rule.is_part_of_head and isinstance(attention, LatentAttentionSpec):
+        rule = replace(rule, is_partial=True, partial_factor=head_dim / attention.query_head_dim)
+        head_dim = attention.query_head_dim
+    original = defaults.values.get("original_max_position_embeddings")
+    rope = parse_rope(
+        {"original_max_position_embeddings": original, **config} if original else config,
+        head_dim=head_dim,
+        max_position_embeddings=fields.positive("max_position_embeddings"),
+        rule=rule,
+        default_theta=defaults.theta,
+    )
+    if rule.is_part_of_head and rope.rotary_dim != attention.rotated_head_dim:
+        raise UnsupportedModelError(
+            f"partial_rotary_factor rotates {rope.rotary_dim} dimensions of a query; this "
+            f"model_type has qk_rope_head_dim = {attention.rotated_head_dim}"
+        )
+    return rope
 
 
 def _name(directory: Path) -> str:

@@ -36,6 +36,8 @@ _ONE_EXPERT = re.compile(r"experts\\?\.[\d\[]")
 _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
 # Other names of canonical modules (`specs.layer_weights`) in checkpoints and in transformers.
 _SPELLINGS = (
+    ("model.", ("language_model.model.", "model.language_model.", "thinker.model.")),
+    ("lm_head", ("language_model.lm_head", "thinker.lm_head")),
     ("mlp.shared_expert.", ("mlp.shared_experts.", "mlp.shared_mlp.")),
     ("mlp.", ("block_sparse_moe.",)),
     ("gate_proj", ("w1",)),

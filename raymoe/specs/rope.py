@@ -16,9 +16,17 @@ class RopeRule:
     partial_factor: float = 1.0
     is_interleaved: bool = False  # as in `RopeSpec`; the field `rope_interleave` takes precedence
     has_alpha: bool = False  # whether a `dynamic` scaling may have the fixed factor `alpha`
-    # Whether a `longrope` gives factors of cosine and sine for short and long sequences; no other
-    # scaling is accepted then.
+    kinds: tuple[str, ...] = ROPE_TYPES  # accepted scalings
+    # Whether a `longrope` gives factors of cosine and sine for short and long sequences.
     has_mscale: bool = False
+    # Whether transformers computes all keys again when a row outgrows the short factors.
+    restarts: bool = False
+    # Whether queries are scaled by position, as in Llama-4.
+    has_query_scale: bool = False
+    # Whether frequencies are divided among three axes (M-RoPE), whose positions are equal for text.
+    has_sections: bool = False
+    # Whether a partial factor says which part of a query is rotated in latent attention.
+    is_part_of_head: bool = False
     parameters: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -43,12 +51,22 @@ class RopeSpec:
     long_factor: tuple[float, ...] = ()  # Longrope: divisor per frequency beyond it
     # Factor of the scores of latent attention, included in `LatentAttentionSpec.scale`.
     scale_factor: float = 1.0
+    # Longrope: whether a row that grows beyond `original_max_tokens` starts again, so that all its
+    # keys are rotated with the long factors.
+    restarts: bool = False
+    # Queries are scaled by 1 + `query_beta` * log(1 + floor(position / `query_period`)).
+    query_beta: float = 0.0
+    query_period: int = 0
     # Whether pairs are neighbouring dimensions, instead of half of `rotary_dim` apart.
     is_interleaved: bool = False
 
     @property
     def depends_on_length(self) -> bool:
         return self.kind in {"dynamic", "longrope"}
+
+    @property
+    def restart_length(self) -> int | None:
+        return self.original_max_tokens if self.restarts and self.kind == "longrope" else None
 
     @property
     def max_model_len(self) -> int:
@@ -63,6 +81,12 @@ NTK_ALPHA = "dynamic with alpha"
 MSCALE = "longrope with mscale"
 
 _COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_QUERY_SCALE = {
+    "llama_4_scaling_beta",
+    "max_position_embeddings",  # repeats a field of the model
+    "original_max_position_embeddings",
+}
+_SECTIONS = {"interleaved", "mrope_interleaved", "mrope_section"}
 # Written by training scripts; no effect on the angles.
 _WITHOUT_EFFECT = {"finetuned"}
 _FIELDS = {
@@ -120,12 +144,12 @@ def parse_rope(
     scaling or one of its fields is unknown, or a value is invalid.
     """
     fields = _merge(config, head_dim, rule)
-    kind = _kind(fields)
+    kind = _kind(fields, rule)
     if kind == "dynamic" and rule.has_alpha and fields.get("alpha") is not None:
         kind = NTK_ALPHA
     if rule.has_mscale and kind != "default":
-        kind = _with_mscale(kind)
-    _check_fields(fields, kind, max_position_embeddings)
+        kind = MSCALE
+    _check_fields(fields, kind, max_position_embeddings, rule)
     partial = _number(fields, "partial_rotary_factor", rule.partial_factor)
     if partial != 1.0 and not rule.is_partial:
         raise UnsupportedModelError(
@@ -146,11 +170,21 @@ def parse_rope(
     )
     if "original_max_position_embeddings" in _FIELDS[kind]:
         spec = replace(spec, original_max_tokens=_original(config, fields, max_position_embeddings))
-    return _SCALINGS[kind](spec, fields)
+    if rule.has_query_scale:
+        spec = replace(
+            spec,
+            query_beta=_number(fields, "llama_4_scaling_beta", None),
+            query_period=_original({}, fields, 0),
+        )
+    return _SCALINGS[kind](replace(spec, restarts=rule.restarts), fields)
 
 
-def _check_fields(fields: Mapping[str, object], kind: str, max_position_embeddings: int) -> None:
-    unknown = fields.keys() - _COMMON - _WITHOUT_EFFECT - _FIELDS[kind]
+def _check_fields(
+    fields: Mapping[str, object], kind: str, max_position_embeddings: int, rule: RopeRule
+) -> None:
+    known = _COMMON | _FIELDS[kind] | (_QUERY_SCALE if rule.has_query_scale else set())
+    known |= _SECTIONS if rule.has_sections else set()
+    unknown = fields.keys() - _WITHOUT_EFFECT - known
     unknown -= {name for name in unknown if fields[name] is None}
     if kind == "dynamic" and fields.get("original_max_position_embeddings") == (
         max_position_embeddings
@@ -160,7 +194,7 @@ def _check_fields(fields: Mapping[str, object], kind: str, max_position_embeddin
         name = sorted(unknown)[0]
         raise UnsupportedModelError(
             f"rope parameter {name} = {fields[name]!r} is not known for rope_type {kind!r}; known: "
-            f"{', '.join(sorted(_COMMON | _FIELDS[kind]))}"
+            f"{', '.join(sorted(known))}"
         )
 
 
@@ -190,24 +224,20 @@ def _merge(config: Mapping[str, object], head_dim: int, rule: RopeRule) -> dict[
     return fields
 
 
-def _kind(fields: Mapping[str, object]) -> str:
+def _kind(fields: Mapping[str, object], rule: RopeRule) -> str:
     new, old = fields.get("rope_type"), fields.get("type")
     kind = new if new is not None else old if old is not None else "default"
-    if kind not in ROPE_TYPES:
+    if kind == "mrope" and rule.has_sections:
+        kind = "default"
+    if kind == "su" and rule.restarts:  # the first checkpoints of Phi-3
+        kind = "longrope"
+    if kind not in rule.kinds:
         raise UnsupportedModelError(
-            f"rope_type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
+            f"rope_type {kind!r} is not supported; supported: {', '.join(rule.kinds)}"
         )
     if new is not None and old is not None and new != old:
         raise UnsupportedModelError(f"rope_type is {new!r} but type is {old!r}; keep one")
     return str(kind)
-
-
-def _with_mscale(kind: str) -> str:
-    if kind != "longrope":
-        raise UnsupportedModelError(
-            f"rope_type {kind!r} is not supported for this model_type; supported: default, longrope"
-        )
-    return MSCALE
 
 
 def _rotary_dim(head_dim: int, partial: float) -> int:

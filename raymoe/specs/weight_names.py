@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from raymoe.errors import CheckpointError, UnsupportedModelError
+from raymoe.specs.families.wrappers import MEDIA_TENSORS, WRAPPERS
 from raymoe.specs.layer_weights import (
     EXPERTS,
     HEAD,
@@ -63,10 +64,30 @@ class Naming:
             self, layers=self.layers.removeprefix(prefix), renamed={**bare, "model.": ""}
         )
 
+    def inside(self, layers: str, head: str) -> "Naming":
+        """The names that a class which wraps the model stores, with these prefixes."""
+        names = (self.renamed or {}).items()
+        wrapped = {
+            ours: layers + theirs.removeprefix("model.")
+            for ours, theirs in names
+            if ours.startswith("model.")
+        }
+        return replace(
+            self,
+            layers=layers + self.layers.removeprefix("model."),
+            renamed={**(self.renamed or {}), **wrapped, "model.": layers, "lm_head.": head},
+            unread=(*self.unread, *MEDIA_TENSORS),
+        )
 
-def namings_of(model_type: str) -> tuple[Naming, ...]:
+
+def namings_of(model_type: str, wrapper: str | None = None) -> tuple[Naming, ...]:
     """Ways to store a family: its own first, then the common ones, each without a prefix too."""
-    namings = (*NAMINGS.get(model_type, ()), _CANONICAL, _IN_ONE)
+    own = NAMINGS.get(model_type, ())
+    in_one = [replace(naming, fused=_IN_ONE.fused) for naming in own if not naming.fused]
+    namings = (*own, _CANONICAL, *in_one, _IN_ONE)
+    if wrapper is not None:
+        prefixes = WRAPPERS[wrapper].prefixes
+        return tuple(naming.inside(*prefix) for prefix in prefixes for naming in namings)
     return (*namings, *(naming.without_prefix() for naming in namings))
 
 
@@ -97,7 +118,47 @@ _IN_ONE = Naming(
     )
 )
 _MIXTRAL = Naming(renamed={**_MIXTRAL_EXPERTS, "mlp.": "block_sparse_moe."})
+_QKV = tuple(f"self_attn.{part}_proj.weight" for part in "qkv")
 _SEVERAL_SHARED = Naming(renamed={"mlp.shared_expert.": "mlp.shared_experts."})
+_HUNYUAN = Naming(
+    renamed={
+        "mlp.gate.": "mlp.gate.wg.",
+        "mlp.shared_expert.": "mlp.shared_mlp.",
+        "self_attn.q_norm.": "self_attn.query_layernorm.",
+        "self_attn.k_norm.": "self_attn.key_layernorm.",
+    }
+)
+_GRANITE_ROUTER = {"mlp.gate.": "block_sparse_moe.router.layer."}
+_GRANITE = Naming(
+    renamed=_GRANITE_ROUTER,
+    fused=(
+        Fused(
+            name="block_sparse_moe.input_linear.weight",
+            weights=_experts("weight", "gate", "up"),
+        ),
+        Fused(name="block_sparse_moe.output_linear.weight", weights=_experts("weight", "down")),
+    ),
+)
+_GRANITE_SHARED = Naming(
+    renamed={**_GRANITE_ROUTER, "mlp.shared_expert.down_proj.": "shared_mlp.output_linear."},
+    fused=(
+        *_GRANITE.fused,
+        Fused(
+            name="shared_mlp.input_linear.weight",
+            weights=tuple(f"mlp.shared_expert.{part}_proj.weight" for part in ("gate", "up")),
+        ),
+    ),
+)
+_HY_V3 = Naming(
+    renamed={
+        "mlp.gate.e_score_correction_bias": "mlp.expert_bias",
+        "mlp.gate.": "mlp.router.gate.",
+        "mlp.shared_expert.": "mlp.shared_mlp.",
+    }
+)
+_TRANSPOSED = Naming(
+    fused=tuple(replace(tensor, is_transposed=True) for tensor in _IN_ONE.fused),
+)
 _INDEXED = replace(_SEVERAL_SHARED, unread=(".self_attn.indexer.",))
 
 NAMINGS: Mapping[str, tuple[Naming, ...]] = {
@@ -120,6 +181,22 @@ NAMINGS: Mapping[str, tuple[Naming, ...]] = {
     "glm4_moe": (_SEVERAL_SHARED,),
     "glm4_moe_lite": (_SEVERAL_SHARED,),
     "dots1": (_SEVERAL_SHARED,),
+    "mistral4": (_SEVERAL_SHARED,),
+    "glm4v_moe_text": (_SEVERAL_SHARED,),
+    "qwen3_vl_moe_text": (_TRANSPOSED,),
+    "solar_open": (_SEVERAL_SHARED,),
+    "hy_v3": (_HY_V3,),
+    "phi3": (
+        Naming(
+            fused=(
+                Fused(name="self_attn.qkv_proj.weight", weights=_QKV),
+                Fused(
+                    name="mlp.gate_up_proj.weight",
+                    weights=("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+                ),
+            )
+        ),
+    ),
     "ernie4_5_moe": (
         Naming(
             renamed={"mlp.shared_expert.": "mlp.shared_experts."},
@@ -132,31 +209,9 @@ NAMINGS: Mapping[str, tuple[Naming, ...]] = {
             ),
         ),
     ),
-    "hunyuan_v1_moe": (
-        Naming(
-            renamed={
-                "mlp.gate.": "mlp.gate.wg.",
-                "mlp.shared_expert.": "mlp.shared_mlp.",
-                "self_attn.q_norm.": "self_attn.query_layernorm.",
-                "self_attn.k_norm.": "self_attn.key_layernorm.",
-            }
-        ),
-    ),
-    "granitemoe": (
-        Naming(
-            renamed={"mlp.gate.": "block_sparse_moe.router.layer."},
-            fused=(
-                Fused(
-                    name="block_sparse_moe.input_linear.weight",
-                    weights=_experts("weight", "gate", "up"),
-                ),
-                Fused(
-                    name="block_sparse_moe.output_linear.weight",
-                    weights=_experts("weight", "down"),
-                ),
-            ),
-        ),
-    ),
+    "hunyuan_v1_moe": (_HUNYUAN,),
+    "granitemoe": (_GRANITE,),
+    "granitemoeshared": (_GRANITE_SHARED,),
     "gpt_oss": (
         Naming(
             renamed={"mlp.gate.": "mlp.router."},
@@ -195,7 +250,7 @@ NAMINGS: Mapping[str, tuple[Naming, ...]] = {
             fused=(
                 Fused(
                     name="norm_attn_norm.attn.Wqkv.weight",
-                    weights=tuple(f"self_attn.{part}_proj.weight" for part in "qkv"),
+                    weights=_QKV,
                 ),
                 Fused(
                     name="ffn.experts.mlp.w1", weights=_experts("weight", "gate"), is_folded=True
@@ -214,11 +269,11 @@ NAMINGS: Mapping[str, tuple[Naming, ...]] = {
 
 
 _EXPERT_NUMBER = re.compile(rf"(?<=^{re.escape(EXPERTS)})\d+(?=\.)")
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_LAYER = re.compile(r"(?:\w+\.)*layers\.(\d+)\.")
 # Tensors that predict a second token: layers that hold such a matrix (DeepSeek-V3, GLM), or modules
 # whose names begin like this (ERNIE).
 _PREDICTOR_MARK = "eh_proj.weight"
-_PREDICTORS = "model.mtp_"
+_PREDICTORS = ("model.mtp_", "mtp.", "model.mtp.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +325,7 @@ def locate_weights(
     """
     best: dict[str, _Place] = {}
     missing: list[str] | None = None
-    for naming in namings_of(spec.model_type):
+    for naming in namings_of(spec.model_type, spec.wrapper):
         places = dict(_places(spec, naming))
         absent = [name for name, place in places.items() if place.absent(stored)]
         if missing is None or len(absent) < len(missing):
@@ -393,7 +448,9 @@ def _explain_missing(spec: ModelSpec, name: str, best: _Place, stored: Collectio
         form, (rows, columns) = best.location.quantised
         tensors = ", ".join(map(repr, best.shapes))
         return f"{message}; a matrix of {rows} x {columns} is stored as {form.name}: {tensors}"
-    places = (dict(_places(spec, naming))[name] for naming in namings_of(spec.model_type))
+    places = (
+        dict(_places(spec, naming))[name] for naming in namings_of(spec.model_type, spec.wrapper)
+    )
     others = {place.location.name for place in places} - {best.location.name}
     if others:
         message += f", and so are its other names: {', '.join(map(repr, sorted(others)))}"
@@ -447,7 +504,7 @@ def _is_redundant(spec: ModelSpec, name: str, stored: Mapping[str, Shape]) -> bo
     unread = () if spec.quantization is None else spec.quantization.unread
     if name.startswith(_PREDICTORS) or name.endswith((".rotary_emb.inv_freq", *unread)):
         return True
-    namings = namings_of(spec.model_type)
+    namings = namings_of(spec.model_type, spec.wrapper)
     if any(part in name for naming in namings for part in naming.unread):
         return True
     layer = _LAYER.match(name)

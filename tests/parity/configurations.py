@@ -8,11 +8,15 @@ import copy
 from dataclasses import dataclass, field
 from typing import Any
 
+import transformers
+
+from tests.parity.dense_families import DENSE_FAMILIES
 from tests.parity.latent_families import LATENT_FAMILIES
 from tests.parity.norm_families import NORM_FAMILIES
 from tests.parity.odd_families import ODD_FAMILIES
 from tests.parity.sigmoid_families import SIGMOID_FAMILIES
 from tests.parity.softmax_families import SOFTMAX_FAMILIES
+from tests.parity.wrapper_families import WRAPPER_FAMILIES
 
 FAMILY_CONFIGS = {
     "mixtral": "MixtralConfig",
@@ -37,7 +41,33 @@ FAMILY_CONFIGS = {
     "deepseek_v32": "DeepseekV32Config",
     "glm_moe_dsa": "GlmMoeDsaConfig",
     "flex_olmo": "FlexOlmoConfig",
+    "qwen2": "Qwen2Config",
+    "phi3": "Phi3Config",
+    "granite": "GraniteConfig",
+    "ministral3": "Ministral3Config",
+    "mistral4": "Mistral4Config",
+    "solar_open": "SolarOpenConfig",
+    "hy_v3": "HYV3Config",
+    "granitemoeshared": "GraniteMoeSharedConfig",
+    "kimi_k25": "Kimi_K25Config",
+    "mistral3": "Mistral3Config",
+    "qwen3_vl_moe": "Qwen3VLMoeConfig",
+    "qwen3_omni_moe_thinker": "Qwen3OmniMoeThinkerConfig",
+    "glm4v_moe": "Glm4vMoeConfig",
 }
+# Text parts that no class runs alone.
+TEXT_CONFIGS = {
+    "qwen3_vl_moe_text": "Qwen3VLMoeTextConfig",
+    "qwen3_omni_moe_text": "Qwen3OmniMoeTextConfig",
+    "glm4v_moe_text": "Glm4vMoeTextConfig",
+}
+
+
+def model_class(config: transformers.PreTrainedConfig) -> type[transformers.PreTrainedModel]:
+    """The class that generates text; not every one is known to `AutoModelForCausalLM`."""
+    stem = type(config).__name__.removesuffix("Config")
+    names = (stem + kind for kind in ("ForCausalLM", "ForConditionalGeneration"))
+    return next(getattr(transformers, name) for name in names if hasattr(transformers, name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +84,10 @@ class Configuration:
     fields: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
 
+    @property
+    def vocab_size(self) -> int:
+        return int(self.fields.get("text_config", self.fields)["vocab_size"])
+
 
 _FAMILIES = {
     **SOFTMAX_FAMILIES,
@@ -61,6 +95,8 @@ _FAMILIES = {
     **ODD_FAMILIES,
     **LATENT_FAMILIES,
     **NORM_FAMILIES,
+    **DENSE_FAMILIES,
+    **WRAPPER_FAMILIES,
 }
 CONFIGURATIONS = [
     Configuration(

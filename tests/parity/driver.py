@@ -32,6 +32,7 @@ class Driver:
     def __init__(self, decoder: Decoder, prompts: list[list[int]], max_new_tokens: int) -> None:
         self.decoder, self.prompts = decoder, prompts
         self.rows = [list(prompt) for prompt in prompts]
+        self.rope_tokens = [len(prompt) for prompt in prompts]
         self.blocks = [-(-(len(prompt) + max_new_tokens) // BLOCK_TOKENS) for prompt in prompts]
         first = np.cumsum([0, *self.blocks[:-1]])
         width = max(self.blocks)
@@ -50,7 +51,7 @@ class Driver:
         counts = [ranges[s][1] - ranges[s][0] for s in active]
         tokens = [token for s in active for token in self.rows[s][slice(*ranges[s])]]
         positions = [p for s in active for p in range(*ranges[s])]
-        prompt_tokens = [len(self.prompts[s]) for s in active]
+        prompt_tokens = [self.rope_tokens[s] for s in active]
         batch = AttentionBatch(
             query_start=torch.tensor([0, *np.cumsum(counts).tolist()], dtype=torch.int32),
             context_tokens=torch.tensor([ranges[s][1] for s in active], dtype=torch.int32),
@@ -81,7 +82,7 @@ def generate(
 ) -> list[list[int]]:
     """Greedy tokens of all prompts in one batch; prompts enter in chunks of `chunk_tokens`."""
     driver = Driver(decoder, prompts, max_new_tokens)
-    done = [0] * len(prompts)
+    done, border = [0] * len(prompts), decoder.spec.restart_length
     while any(
         len(row) < len(prompt) + max_new_tokens
         for row, prompt in zip(driver.rows, prompts, strict=True)
@@ -99,4 +100,7 @@ def generate(
             if end > begin and end == len(driver.rows[sequence]):
                 driver.rows[sequence].append(int(logits_TV[offset - 1].argmax()))
             done[sequence] = end
+            length = driver.rope_tokens[sequence]
+            if border is not None and length <= border < len(driver.rows[sequence]):
+                driver.rope_tokens[sequence], done[sequence] = border + 1, 0  # starts again
     return [row[len(prompt) :] for row, prompt in zip(driver.rows, prompts, strict=True)]

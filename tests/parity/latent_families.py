@@ -6,6 +6,7 @@ used.
 
 from typing import Any
 
+from tests.parity.dense_families import SCALED
 from tests.parity.fields import BASE, LINEAR, YARN
 
 _LATENT = BASE | {
@@ -92,6 +93,35 @@ LATENT_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
                 "n_shared_experts": 2,
                 "rope_parameters": LINEAR,
             },
+        },
+    ),
+    "mistral4": (
+        _V3 | {"rope_parameters": SCALED},
+        {
+            "plain": {},
+            "groups, 2 dense layers, scaled": {
+                "n_routed_experts": 8,
+                "n_group": 2,
+                "topk_group": 1,
+                "first_k_dense_replace": 2,
+                "routed_scaling_factor": 2.5,
+            },
+            "odd sizes, direct queries": {**_ODD, "q_lora_rank": None},
+            "queries scaled every 7 positions, biases": {
+                "rope_parameters": SCALED | {"original_max_position_embeddings": 7},
+                "attention_bias": True,
+            },
+            "narrow latent, not renormalised, no dense layer": {
+                **_NARROW,
+                "norm_topk_prob": False,
+                "first_k_dense_replace": 0,
+            },
+            "wide values, top-1, 2 shared": {
+                **_WIDE_VALUES,
+                "num_experts_per_tok": 1,
+                "n_shared_experts": 2,
+            },
+            "halves rotated, tied": {"rope_interleave": False, "tie_word_embeddings": True},
         },
     ),
     "glm4_moe_lite": (

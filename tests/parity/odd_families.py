@@ -67,6 +67,34 @@ ODD_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
             },
         },
     ),
+    "granitemoeshared": (
+        _GRANITE | {"shared_intermediate_size": 40},
+        {
+            "plain": {},
+            "attention bias, top-1": {"attention_bias": True, "num_experts_per_tok": 1},
+            "no shared network, 7 experts": {
+                "shared_intermediate_size": 0,
+                "num_local_experts": 7,
+            },
+            "linear rope, MHA, wide shared": {
+                "rope_parameters": LINEAR,
+                "num_key_value_heads": 6,
+                "shared_intermediate_size": 88,
+            },
+            "large factors, one KV head": {
+                "embedding_multiplier": 12.0,
+                "residual_multiplier": 0.22,
+                "attention_multiplier": 0.05,
+                "logits_scaling": 6.0,
+                "num_key_value_heads": 1,
+            },
+            "llama3 rope, gelu, vocabulary 77": {
+                "rope_parameters": LLAMA3,
+                "hidden_act": "gelu",
+                "vocab_size": 77,
+            },
+        },
+    ),
     "phimoe": (
         _PHI,
         {

@@ -12,7 +12,7 @@ import transformers
 from transformers import GenerationConfig, PreTrainedModel
 
 from raymoe.specs.model import ModelSpec, MoeSpec
-from tests.parity.configurations import FAMILY_CONFIGS, Configuration
+from tests.parity.configurations import FAMILY_CONFIGS, Configuration, model_class
 
 MAX_NEW_TOKENS = 48
 NUM_PROMPTS = 24
@@ -25,7 +25,7 @@ def make_model(configuration: Configuration) -> PreTrainedModel:
     config = config_class(**configuration.fields, attn_implementation="eager")
     with torch.random.fork_rng():
         torch.manual_seed(configuration.seed)
-        model = transformers.AutoModelForCausalLM.from_config(
+        model = model_class(config)._from_config(
             config, dtype=torch.float32, attn_implementation="eager"
         )
         randomise(model)
@@ -56,7 +56,7 @@ def make_checkpoint(configuration: Configuration, directory: Path) -> PreTrained
 def make_prompts(configuration: Configuration, num_prompts: int = NUM_PROMPTS) -> list[list[int]]:
     """Random prompts, shorter and longer than windows, blocks and the borders of ropes."""
     generator = torch.Generator().manual_seed(1000 + configuration.seed)
-    vocabulary = configuration.fields["vocab_size"]
+    vocabulary = configuration.vocab_size
     return [
         torch.randint(
             vocabulary, (PROMPT_LENGTHS[index % len(PROMPT_LENGTHS)],), generator=generator
@@ -189,6 +189,8 @@ def _choices(
         yield score_TG, router.top_groups
         border_T1 = score_TG.topk(router.top_groups).values[:, -1:]
         is_in_TG = score_TG >= border_T1
+        if bias_E is None and router.scoring == "softmax":
+            grouped_TGX = logits_TE.unflatten(1, (router.num_groups, -1))  # sorted alike
         choice_TE = grouped_TGX.masked_fill(~is_in_TG[..., None], -torch.inf).flatten(1)
     yield choice_TE, moe.top_k
 
@@ -219,6 +221,6 @@ def _generate(
 
 def _forget_longer_rows(model: PreTrainedModel) -> None:
     """Dynamic rope keeps the base of the longest row so far; a row alone starts from the first."""
-    rotary = model.base_model.rotary_emb
+    rotary = getattr(model.base_model, "language_model", model.base_model).rotary_emb
     rotary.inv_freq = rotary.original_inv_freq.clone()
     rotary.max_seq_len_cached = rotary.original_max_seq_len

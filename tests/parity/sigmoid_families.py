@@ -31,7 +31,72 @@ _ERNIE = BASE | {
 _HUNYUAN = BASE | {"head_dim": 16, "num_experts": 5, "moe_topk": 2}
 GROUPS = {"n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
 
+_SOLAR = {name: _ROUTED[name] for name in _ROUTED.keys() - {"first_k_dense_replace"}}
+_HY = BASE | {
+    "head_dim": 16,
+    "moe_intermediate_size": 40,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 3,
+    "router_scaling_factor": 1.5,
+}
+
 SIGMOID_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
+    "solar_open": (
+        _SOLAR,
+        {
+            "plain": {},
+            "groups, biases": {**GROUPS, "attention_bias": True},
+            "dynamic rope, not renormalised": {
+                "rope_parameters": DYNAMIC | {"rope_theta": 1e4},
+                "max_position_embeddings": 48,
+                "norm_topk_prob": False,
+            },
+            "2 shared, top-1, 1 layer": {
+                "n_shared_experts": 2,
+                "num_experts_per_tok": 1,
+                "num_hidden_layers": 1,
+            },
+            "wide heads, tied, vocabulary 201": {
+                "head_dim": 24,
+                "tie_word_embeddings": True,
+                "vocab_size": 201,
+            },
+            "yarn, one KV head": {"rope_parameters": YARN, "num_key_value_heads": 1},
+        },
+    ),
+    "hy_v3": (
+        _HY,
+        {
+            "plain": {},
+            "biases, 2 shared, sums in the model's type": {
+                "attention_bias": True,
+                "mlp_bias": True,
+                "num_shared_experts": 2,
+                "enable_moe_fp32_combine": False,
+            },
+            "listed layers, top-3 of 7": {
+                "mlp_layer_types": ["sparse", "dense", "sparse"],
+                "num_experts": 7,
+                "num_experts_per_tok": 3,
+            },
+            "no dense layer, top-1": {
+                "mlp_layer_types": ["sparse"] * 3,
+                "num_experts_per_tok": 1,
+                "router_scaling_factor": 2.826,
+            },
+            "wide heads, tied, vocabulary 201": {
+                "head_dim": 24,
+                "tie_word_embeddings": True,
+                "vocab_size": 201,
+            },
+            "dynamic rope, one KV head": {
+                "rope_parameters": DYNAMIC | {"rope_theta": 1e4},
+                "max_position_embeddings": 48,
+                "num_key_value_heads": 1,
+            },
+        },
+    ),
     "glm4_moe": (
         _ROUTED,
         {

@@ -1,5 +1,6 @@
 """Families with grouped-query attention, by `model_type`."""
 
+import dataclasses
 from collections.abc import Mapping
 
 from raymoe.specs.families.rules import (
@@ -10,6 +11,7 @@ from raymoe.specs.families.rules import (
     MoeRule,
     RouterRule,
     SharedRule,
+    mistral_yarn,
 )
 from raymoe.specs.layers import NormLayout
 from raymoe.specs.rope import RopeRule
@@ -17,6 +19,7 @@ from raymoe.specs.rope import RopeRule
 RESULTS_ONLY = NormLayout(
     before_attention=False, after_attention=True, before_ffn=False, after_ffn=True
 )
+_GRANITE = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 
 DENSE_FAMILIES: Mapping[str, Family] = {
     "llama": Family(
@@ -34,8 +37,31 @@ DENSE_FAMILIES: Mapping[str, Family] = {
         is_window_switched=True,
         has_layer_types=True,
     ),
-    "mistral": Family(
-        architecture="MistralForCausalLM",
+    "mistral": Family(architecture="MistralForCausalLM", windowed_layers="all"),
+    "qwen2": Family(
+        architecture="Qwen2ForCausalLM",
+        qkv_bias=True,
+        windowed_layers="from_max",
+        is_window_switched=True,
+        has_layer_types=True,
+    ),
+    "phi3": Family(
+        architecture="Phi3ForCausalLM",
+        was_published_with_code=True,
+        rope=RopeRule(is_partial=True, kinds=("default", "longrope"), restarts=True),
+        windowed_layers="all",
+    ),
+    "granite": Family(
+        architecture="GraniteForCausalLM",
+        scale="attention_multiplier",
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        multipliers=_GRANITE,
+    ),
+    "ministral3": Family(
+        architecture="Ministral3ForCausalLM",
+        rope=RopeRule(has_query_scale=True, parameters=mistral_yarn(1_000_000.0, 16.0, 16384)),
         windowed_layers="all",
     ),
 }
@@ -77,6 +103,32 @@ MOE_FAMILIES: Mapping[str, Family] = {
         ),
         windowed_layers="all",
         is_window_switched=True,
+    ),
+    "qwen3_vl_moe_text": Family(
+        architecture="Qwen3VLMoeTextForCausalLM",
+        rope=RopeRule(has_sections=True),
+        qk_norm="head",
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        moe=MoeRule(
+            num_experts="num_experts",
+            expert_hidden="moe_intermediate_size",
+            sparse_layers="stepped",
+        ),
+    ),
+    "qwen3_omni_moe_text": Family(
+        architecture="Qwen3OmniMoeTextForCausalLM",
+        fixed={"shared_expert_intermediate_size": (0, None)},
+        rope=RopeRule(has_sections=True),
+        qk_norm="head",
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        moe=MoeRule(
+            num_experts="num_experts",
+            expert_hidden="moe_intermediate_size",
+            router=_OPTIONAL_RENORMALIZE,
+            sparse_layers="stepped",
+        ),
     ),
     "olmoe": Family(
         architecture="OlmoeForCausalLM",
@@ -148,7 +200,7 @@ MOE_FAMILIES: Mapping[str, Family] = {
         published_architecture="PhiMoEForCausalLM",
         ignored=frozenset({"input_jitter_noise"}),  # training only
         fixed={"num_experts_per_tok": (2,)},
-        rope=RopeRule(has_mscale=True),
+        rope=RopeRule(has_mscale=True, kinds=("default", "longrope")),
         norm="layer",
         has_norm_bias=True,
         qkv_bias="attention_bias",
@@ -164,6 +216,8 @@ MOE_FAMILIES: Mapping[str, Family] = {
     "gpt_oss": Family(
         architecture="GptOssForCausalLM",
         aliases={"experts_per_token": "num_experts_per_tok"},
+        # Constants of the model code before transformers 5.18.
+        defaults={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         ignored=frozenset({"initial_context_length"}),  # repeats a rope field
         rope=RopeRule(
             parameters={
@@ -209,7 +263,19 @@ MOE_FAMILIES: Mapping[str, Family] = {
         qkv_bias="attention_bias",
         output_bias="attention_bias",
         moe=MoeRule(num_experts="num_local_experts", expert_hidden="intermediate_size"),
-        multipliers=("embedding_multiplier", "residual_multiplier", "logits_scaling"),
+        multipliers=_GRANITE,
+    ),
+    "granitemoeshared": Family(
+        architecture="GraniteMoeSharedForCausalLM",
+        scale="attention_multiplier",
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        moe=MoeRule(
+            num_experts="num_local_experts",
+            expert_hidden="intermediate_size",
+            shared=SharedRule(hidden="shared_intermediate_size"),
+        ),
+        multipliers=_GRANITE,
     ),
     "glm4_moe": Family(
         architecture="Glm4MoeForCausalLM",
@@ -220,6 +286,42 @@ MOE_FAMILIES: Mapping[str, Family] = {
         qk_norm_switch="use_qk_norm",
         qkv_bias="attention_bias",
         moe=SIGMOID_EXPERTS,
+    ),
+    "glm4v_moe_text": Family(
+        architecture="Glm4vMoeTextForCausalLM",
+        ignored=TRAINING_FIELDS,
+        fixed=NOAUX_TC | {"use_qk_norm": (False,)},
+        rope=RopeRule(is_partial=True, partial_factor=0.5, has_sections=True),
+        qkv_bias="attention_bias",
+        moe=SIGMOID_EXPERTS,
+    ),
+    "solar_open": Family(
+        architecture="SolarOpenForCausalLM",
+        ignored=TRAINING_FIELDS,
+        fixed=NOAUX_TC,
+        qkv_bias="attention_bias",
+        moe=dataclasses.replace(SIGMOID_EXPERTS, sparse_layers="all"),
+    ),
+    "hy_v3": Family(
+        architecture="HYV3ForCausalLM",
+        ignored=TRAINING_FIELDS | {"enable_moe_fp32_combine"},
+        fixed={"first_k_dense_replace": (1,)},
+        qk_norm="head",
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        moe=MoeRule(
+            num_experts="num_experts",
+            expert_hidden="moe_intermediate_size",
+            router=RouterRule(
+                scoring="sigmoid",
+                min_weight_sum=1e-20,
+                scale="router_scaling_factor",
+                has_selection_bias=True,
+            ),
+            shared=SharedRule(hidden="moe_intermediate_size", count="num_shared_experts"),
+            sparse_layers="listed",
+        ),
     ),
     "dots1": Family(
         architecture="Dots1ForCausalLM",

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from raymoe.specs.families.rules import (
     NOAUX_TC,
     SHARED,
+    SIGMOID,
     SIGMOID_EXPERTS,
     TRAINING_FIELDS,
     Family,
     MoeRule,
     RouterRule,
+    mistral_yarn,
 )
 from raymoe.specs.rope import RopeRule
 
@@ -65,6 +67,25 @@ LATENT_FAMILIES: Mapping[str, Family] = {
         is_latent=True,
         qkv_bias="attention_bias",
         moe=SIGMOID_EXPERTS,
+    ),
+    "mistral4": Family(
+        architecture="Mistral4ForCausalLM",
+        ignored=TRAINING_FIELDS,
+        fixed={"moe_layer_freq": (1,)},
+        rope=RopeRule(
+            is_interleaved=True,
+            is_part_of_head=True,
+            kinds=("yarn",),
+            has_query_scale=True,
+            parameters=mistral_yarn(10_000.0, 128.0, 8192),
+        ),
+        rope_fields=("rope_interleave",),
+        is_latent=True,
+        qkv_bias="attention_bias",
+        moe=dataclasses.replace(
+            SIGMOID_EXPERTS,
+            router=dataclasses.replace(SIGMOID, scoring="softmax", has_selection_bias=False),
+        ),
     ),
     "glm4_moe_lite": Family(
         architecture="Glm4MoeLiteForCausalLM",

@@ -151,10 +151,11 @@ class Family:
     qk_norm_switch: FieldName | None = None  # enables that norm; None: always enabled
     is_norm_after_rope: bool = False
     needs_full_width: bool = False  # whether the full-width norm is as wide as the hidden state
-    qkv_bias: FieldName | None = None  # enables biases of the query, key and value projections
-    output_bias: FieldName | None = None  # enables the bias of the output projection
-    mlp_bias: FieldName | None = None  # enables biases of dense and shared networks
-    head_bias: FieldName | None = None  # enables the bias of the logits
+    # Whether the query, key and value projections have biases.
+    qkv_bias: bool | FieldName = False
+    output_bias: bool | FieldName = False  # whether the output projection has a bias
+    mlp_bias: bool | FieldName = False  # whether dense and shared networks have biases
+    head_bias: bool | FieldName = False  # whether the logits have a bias
     has_sinks: bool = False
     moe: MoeRule | None = None  # the experts; None for dense families
     # Which layers have a sliding window if `layer_types` is absent.
@@ -233,10 +234,12 @@ def _may_name(annotation: object) -> bool:
 
 
 # Fields of router training and of layers that predict a second token.
-TRAINING_FIELDS = frozenset({"aux_loss_alpha", "ep_size", "num_nextn_predict_layers", "seq_aux"})
+TRAINING_FIELDS = frozenset(
+    {"aux_loss_alpha", "ep_size", "num_mtp_layers", "num_nextn_predict_layers", "seq_aux"}
+)
 NOAUX_TC = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
 # DeepSeek-V3 adds 1e-20 to the sum of the weights; a floor differs only for sums below that.
-_SIGMOID = RouterRule(
+SIGMOID = RouterRule(
     scoring="sigmoid",
     renormalize="norm_topk_prob",
     min_weight_sum=1e-20,
@@ -248,7 +251,22 @@ SHARED = SharedRule(hidden="moe_intermediate_size", count="n_shared_experts")
 SIGMOID_EXPERTS = MoeRule(
     num_experts="n_routed_experts",
     expert_hidden="moe_intermediate_size",
-    router=_SIGMOID,
+    router=SIGMOID,
     shared=SHARED,
     sparse_layers="after_leading",
 )
+
+
+def mistral_yarn(theta: float, factor: float, original: int) -> Mapping[str, object]:
+    """Rope parameters that transformers' classes put where a configuration has none."""
+    return {
+        "rope_type": "yarn",
+        "rope_theta": theta,
+        "factor": factor,
+        "original_max_position_embeddings": original,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale_all_dim": 1.0,
+        "mscale": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    }

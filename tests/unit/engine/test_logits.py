@@ -37,6 +37,7 @@ def make_sampler(params_of_slots, eos=(2,)):
                 tokens=np.array(PROMPT + OUTPUT, np.int32),
                 blocks=np.array([2 * index, 2 * index + 1], np.int32),
                 prompt_tokens=len(PROMPT),
+                rope_tokens=len(PROMPT),
                 max_tokens_total=40,
                 num_computed_tokens=0,
                 arrival=index,

@@ -15,6 +15,7 @@ def make_table(sequences, *, computed=0, wants_prompt_logits=False) -> SequenceT
                 tokens=np.array(tokens, np.int32),
                 blocks=np.array([2 * index + 1, 2 * index], np.int32),
                 prompt_tokens=len(tokens),
+                rope_tokens=len(tokens),
                 max_tokens_total=64,
                 num_computed_tokens=computed,
                 arrival=10 - index,

@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig
 
-from tests.parity.configurations import FAMILY_CONFIGS
+from tests.parity.configurations import FAMILY_CONFIGS, model_class
 
 # Fields without which the defaults of a class make no model.
 NEEDED: dict[str, dict[str, Any]] = {
@@ -31,7 +31,7 @@ def written(config: PreTrainedConfig) -> dict[str, Any]:
 def meta_model(config: PreTrainedConfig) -> nn.Module:
     """The model of a configuration, with shapes and no weights."""
     with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config)
+        return model_class(config)._from_config(config)
 
 
 def num_stored_elements(model: nn.Module) -> int:

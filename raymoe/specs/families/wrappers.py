@@ -1,0 +1,138 @@
+"""Models with images or sound whose text part runs: where a configuration and weights hold it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from raymoe.errors import ConfigError, UnsupportedModelError
+from raymoe.specs.class_defaults import class_defaults
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wrapper:
+    """A class that wraps a language model.
+
+    Attributes:
+        architectures: Values of `architectures`, the newest name first.
+        texts: Accepted `model_type`s of the text part, the default first.
+        path: Nested objects that lead to its configuration.
+        prefixes: Stored prefixes of its layers and of its head.
+    """
+
+    architectures: tuple[str, ...]
+    texts: tuple[str, ...]
+    path: tuple[str, ...] = ("text_config",)
+    prefixes: tuple[tuple[str, str], ...] = (("model.language_model.", "lm_head."),)
+
+
+_LLAVA = (
+    ("language_model.model.", "language_model.lm_head."),
+    ("model.language_model.", "lm_head."),
+)
+WRAPPERS: Mapping[str, Wrapper] = {
+    "kimi_k25": Wrapper(
+        architectures=("Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration"),
+        texts=("deepseek_v3", "kimi_k2"),
+        prefixes=_LLAVA,
+    ),
+    "mistral3": Wrapper(
+        architectures=("Mistral3ForConditionalGeneration",),
+        texts=("mistral", "ministral3", "mistral4"),
+        prefixes=_LLAVA,
+    ),
+    "qwen3_vl_moe": Wrapper(
+        architectures=("Qwen3VLMoeForConditionalGeneration",), texts=("qwen3_vl_moe_text",)
+    ),
+    "glm4v_moe": Wrapper(
+        architectures=("Glm4vMoeForConditionalGeneration",), texts=("glm4v_moe_text",)
+    ),
+    "qwen3_omni_moe": Wrapper(
+        architectures=("Qwen3OmniMoeForConditionalGeneration",),
+        texts=("qwen3_omni_moe_text",),
+        path=("thinker_config", "text_config"),
+        prefixes=(("thinker.model.", "thinker.lm_head."),),
+    ),
+    "qwen3_omni_moe_thinker": Wrapper(
+        architectures=("Qwen3OmniMoeThinkerForConditionalGeneration",),
+        texts=("qwen3_omni_moe_text",),
+        prefixes=(("model.", "lm_head."), ("model.language_model.", "lm_head.")),
+    ),
+}
+# Parts of names of tensors that no text needs.
+MEDIA_TENSORS = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "mm_projector.",
+    "visual.",
+    "audio_tower.",
+    "talker.",
+    "code2wav.",
+)
+# Fields with the token that stands for a part of an image, a video or sound.
+_MEDIA_TOKENS = (
+    *(f"{kind}_token_{word}" for kind in ("image", "video", "audio") for word in ("id", "index")),
+    "media_placeholder_token_id",
+)
+# Fields that the text part takes over where it lacks them.
+_INHERITED = ("dtype", "torch_dtype", "eos_token_id", "quantization_config", "_name_or_path")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextPart:
+    """The text part of a configuration.
+
+    Attributes:
+        wrapper: `model_type` of the whole; None if that is the text part itself.
+        media_tokens: Ids of tokens that stand for other media, with the names of their fields.
+    """
+
+    config: Mapping[str, object]
+    wrapper: str | None = None
+    media_tokens: tuple[tuple[int, str], ...] = ()
+
+
+def text_part(config: Mapping[str, object]) -> TextPart:
+    """Find the part of a configuration that decides what becomes of text.
+
+    Raises:
+        ConfigError: The part is missing or no object.
+        UnsupportedModelError: Its `model_type` or the wrapper's class is unknown.
+    """
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in WRAPPERS:
+        return TextPart(config=config)
+    wrapper = WRAPPERS[model_type]
+    architectures = config.get("architectures")
+    if architectures and architectures not in [[name] for name in wrapper.architectures]:
+        raise UnsupportedModelError(
+            f"architectures = {architectures!r} is not supported for model_type {model_type!r}; "
+            f"supported: {wrapper.architectures[0]}"
+        )
+    levels = [config]
+    for name in wrapper.path:
+        inner = levels[-1].get(name)
+        if not isinstance(inner, Mapping):
+            raise ConfigError(f"config.json: {name} is {inner!r:.60}; expected an object")
+        levels.append(inner)
+    outer = {name: value for level in levels[:-1] for name, value in level.items()}
+    text = dict(levels[-1])
+    kind = text.setdefault("model_type", wrapper.texts[0])
+    if kind not in wrapper.texts:
+        raise UnsupportedModelError(
+            f"{'.'.join(wrapper.path)}.model_type = {kind!r} is not supported in {model_type!r}; "
+            f"supported: {', '.join(wrapper.texts)}"
+        )
+    for name in ("architectures", "auto_map"):  # those of the whole count
+        text.pop(name, None)
+    for name in _INHERITED:
+        if text.get(name) is None and outer.get(name) is not None:
+            text[name] = outer[name]
+    # A head that is stored is used; transformers ties only where neither part says no.
+    ties = {level.get("tie_word_embeddings") for level in levels} - {None}
+    text["tie_word_embeddings"] = ties == {True} if ties <= {True, False} else next(iter(ties))
+    return TextPart(config=text, wrapper=model_type, media_tokens=_media_tokens(model_type, outer))
+
+
+def _media_tokens(model_type: str, outer: Mapping[str, object]) -> tuple[tuple[int, str], ...]:
+    defaults = class_defaults(model_type).values
+    found = {name: outer.get(name, defaults.get(name)) for name in _MEDIA_TOKENS}
+    return tuple((token, name) for name, token in found.items() if type(token) is int)

@@ -1,0 +1,126 @@
+"""Odd configurations of families without experts, for small judges and filters."""
+
+from typing import Any
+
+from tests.parity.fields import BASE, DYNAMIC, LINEAR, LLAMA3, YARN, longrope
+
+# Queries are scaled anew every 40 positions.
+SCALED = YARN | {"original_max_position_embeddings": 40, "llama_4_scaling_beta": 0.3}
+SCALED |= {"rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 1.0}
+_GRANITE = BASE | {"attention_multiplier": 0.3, "logits_scaling": 2.0}
+_PHI = BASE | {"original_max_position_embeddings": 256}
+
+DENSE_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
+    "qwen2": (
+        BASE,
+        {
+            "plain": {},
+            "tied, one KV head, 3 layers": {
+                "tie_word_embeddings": True,
+                "num_key_value_heads": 1,
+                "num_hidden_layers": 3,
+            },
+            "windows from layer 1": {
+                "use_sliding_window": True,
+                "sliding_window": 9,
+                "max_window_layers": 1,
+                "num_hidden_layers": 3,
+            },
+            "layer types": {
+                "use_sliding_window": True,
+                "sliding_window": 17,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            "yarn, gelu": {"rope_parameters": YARN, "hidden_act": "gelu"},
+            "dynamic rope, wide heads": {
+                "rope_parameters": DYNAMIC,
+                "max_position_embeddings": 48,
+                "head_dim": 24,
+                "vocab_size": 77,
+            },
+        },
+    ),
+    "phi3": (
+        _PHI,
+        {
+            "plain": {},
+            "tied, one KV head, vocabulary 77": {
+                "tie_word_embeddings": True,
+                "num_key_value_heads": 1,
+                "vocab_size": 77,
+            },
+            "window of 11, 3 layers": {"sliding_window": 11, "num_hidden_layers": 3},
+            "half rotated, gelu": {
+                "hidden_size": 96,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "partial_rotary_factor": 0.5,
+                },
+                "hidden_act": "gelu",
+            },
+            "rows that outgrow the short factors": {
+                "rope_parameters": longrope(8),
+                "original_max_position_embeddings": 40,
+            },
+            "the same, half rotated, a window of 30": {
+                "hidden_size": 96,
+                "rope_parameters": longrope(8) | {"partial_rotary_factor": 0.5},
+                "original_max_position_embeddings": 40,
+                "sliding_window": 30,
+            },
+        },
+    ),
+    "granite": (
+        _GRANITE,
+        {
+            "plain": {},
+            "all multipliers, biases": {
+                "embedding_multiplier": 3.0,
+                "residual_multiplier": 0.6,
+                "attention_bias": True,
+                "mlp_bias": True,
+            },
+            "tied, large logits divisor": {"tie_word_embeddings": True, "logits_scaling": 4.0},
+            "wide heads, one KV head, 3 layers": {
+                "head_dim": 24,
+                "num_key_value_heads": 1,
+                "num_hidden_layers": 3,
+            },
+            "yarn, small scale": {"rope_parameters": YARN, "attention_multiplier": 0.05},
+            "linear rope, gelu, vocabulary 77": {
+                "rope_parameters": LINEAR,
+                "hidden_act": "gelu",
+                "vocab_size": 77,
+            },
+        },
+    ),
+    "ministral3": (
+        BASE | {"head_dim": 16, "rope_parameters": SCALED},
+        {
+            "plain": {},
+            "queries scaled every 7 positions": {
+                "rope_parameters": SCALED | {"original_max_position_embeddings": 7}
+            },
+            "scaled queries without yarn": {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "original_max_position_embeddings": 20,
+                    "llama_4_scaling_beta": 0.5,
+                }
+            },
+            "window of 13, tied": {"sliding_window": 13, "tie_word_embeddings": True},
+            "wide heads, one KV head, 3 layers": {
+                "head_dim": 24,
+                "num_key_value_heads": 1,
+                "num_hidden_layers": 3,
+            },
+            "llama3 rope, gelu, vocabulary 77": {
+                "rope_parameters": LLAMA3 | {"rope_theta": 1e4, "llama_4_scaling_beta": 0.2},
+                "hidden_act": "gelu",
+                "vocab_size": 77,
+            },
+        },
+    ),
+}

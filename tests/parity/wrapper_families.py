@@ -1,0 +1,164 @@
+"""Odd configurations of models whose text part runs; the other parts are as small as can be."""
+
+from typing import Any
+
+from tests.parity.dense_families import SCALED
+from tests.parity.fields import BASE, DYNAMIC, YARN
+
+_SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "depth": 1}
+_DEEP = _SMALL | {"out_hidden_size": 48, "deepstack_visual_indexes": [0]}
+_DEEP |= {"num_position_embeddings": 16}
+_AUDIO = {"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "d_model": 32}
+_AUDIO |= {"output_dim": 48, "downsample_hidden_size": 8, "num_mel_bins": 16}
+_LAYERS = {"num_hidden_layers": 1, "num_attention_heads": 2}
+_LLAVA = {"hidden_size": 32, "intermediate_size": 32, **_LAYERS}
+
+_EXPERTS = {"moe_intermediate_size": 40, "num_experts_per_tok": 2}
+_QWEN = BASE | _EXPERTS | {"num_experts": 6, "head_dim": 16}
+_GLM = BASE | _EXPERTS | {"head_dim": 16, "n_routed_experts": 6, "num_hidden_layers": 3}
+_GLM |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+_LATENT = BASE | _EXPERTS
+_LATENT |= {"num_key_value_heads": 6, "q_lora_rank": 24, "kv_lora_rank": 32, "v_head_dim": 16}
+_LATENT |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "n_routed_experts": 6, "n_group": 1}
+_LATENT |= {"topk_group": 1, "num_hidden_layers": 3, "first_k_dense_replace": 1}
+_WIDE = {"head_dim": 24, "vocab_size": 201}
+
+
+def _sections(*sections: int, **rope: Any) -> dict[str, Any]:
+    """Rope parameters whose frequencies are divided among three axes."""
+    rope = {"rope_type": "default", "rope_theta": 1e4} | rope
+    return {"rope_parameters": rope | {"mrope_section": list(sections), "mrope_interleaved": True}}
+
+
+def _wrapped(
+    text: dict[str, Any], variants: dict[str, dict[str, Any]], **outer: Any
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Variants of the text part; `tie_word_embeddings` is the whole's too."""
+    common = {"tie_word_embeddings": False, "initializer_range": 0.3, **outer}
+    wholes = {
+        name: {
+            "text_config": text | {"tie_word_embeddings": False} | differences,
+            "tie_word_embeddings": differences.get("tie_word_embeddings", False),
+        }
+        for name, differences in variants.items()
+    }
+    return common, wholes
+
+
+_QWEN_VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": _sections(3, 3, 2),
+    "dense first layer, sparse step 2": {
+        "num_hidden_layers": 4,
+        "mlp_only_layers": [0],
+        "decoder_sparse_step": 2,
+    },
+    "biases, tied": {"attention_bias": True, "tie_word_embeddings": True},
+    "wide heads, one KV head, vocabulary 201": {
+        **_WIDE,
+        **_sections(4, 4, 4),
+        "num_key_value_heads": 1,
+    },
+    "5 experts, top-3, gelu": {"num_experts": 5, "num_experts_per_tok": 3, "hidden_act": "gelu"},
+    "yarn, top-1": {"num_experts_per_tok": 1, **_sections(4, 2, 2, **YARN)},
+}
+
+WRAPPER_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
+    "kimi_k25": _wrapped(
+        _LATENT | {"model_type": "deepseek_v3"},
+        {
+            "plain": {},
+            "groups, 2 dense layers": {
+                "n_routed_experts": 12,
+                "n_group": 4,
+                "topk_group": 2,
+                "first_k_dense_replace": 2,
+            },
+            "direct queries, tied": {"q_lora_rank": None, "tie_word_embeddings": True},
+            "yarn, biases": {
+                "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+                "attention_bias": True,
+            },
+            "no dense layer, top-1": {"first_k_dense_replace": 0, "num_experts_per_tok": 1},
+            "narrow latent, vocabulary 77": {
+                "kv_lora_rank": 16,
+                "qk_nope_head_dim": 8,
+                "v_head_dim": 8,
+                "vocab_size": 77,
+            },
+        },
+        vision_config=_LLAVA | {"pos_emb_height": 4, "pos_emb_width": 4},
+        projection_hidden_size=32,
+    ),
+    "mistral3": _wrapped(
+        BASE | {"model_type": "ministral3", "head_dim": 16, "rope_parameters": SCALED},
+        {
+            "plain": {},
+            "Mistral, window of 13": {
+                "model_type": "mistral",
+                "sliding_window": 13,
+                "rope_parameters": None,
+            },
+            "Mistral-4": {
+                **_LATENT,
+                "model_type": "mistral4",
+                "rope_parameters": SCALED,
+                "head_dim": 24,
+            },
+            "Mistral-4, tied, top-1": {
+                **_LATENT,
+                "model_type": "mistral4",
+                "rope_parameters": SCALED | {"original_max_position_embeddings": 7},
+                "head_dim": 24,
+                "num_experts_per_tok": 1,
+                "tie_word_embeddings": True,
+            },
+            "tied, one KV head": {"tie_word_embeddings": True, "num_key_value_heads": 1},
+            "wide heads, vocabulary 201": _WIDE,
+        },
+        vision_config=_LLAVA | {"model_type": "pixtral", "image_size": 28, "patch_size": 14},
+    ),
+    "qwen3_vl_moe": _wrapped(_QWEN, _QWEN_VARIANTS, vision_config=_DEEP),
+    "qwen3_omni_moe_thinker": _wrapped(
+        _QWEN | {"norm_topk_prob": False},
+        _QWEN_VARIANTS
+        | {
+            "dynamic rope, renormalised": {
+                "norm_topk_prob": True,
+                "max_position_embeddings": 48,
+                **_sections(3, 3, 2, **DYNAMIC),
+            }
+        },
+        vision_config=_DEEP,
+        audio_config=_AUDIO,
+    ),
+    "glm4v_moe": _wrapped(
+        _GLM,
+        {
+            "plain": {},
+            "groups, 2 dense layers, no bias": {
+                "n_routed_experts": 12,
+                "n_group": 4,
+                "topk_group": 2,
+                "first_k_dense_replace": 2,
+                "attention_bias": False,
+            },
+            "all rotated, not renormalised": {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "partial_rotary_factor": 1.0,
+                    "mrope_section": [2, 3, 3],
+                },
+                "norm_topk_prob": False,
+            },
+            "no dense layer, 2 shared, top-1": {
+                "first_k_dense_replace": 0,
+                "n_shared_experts": 2,
+                "num_experts_per_tok": 1,
+            },
+            "tied, vocabulary 77": {"tie_word_embeddings": True, "vocab_size": 77},
+            "scaled, one KV head": {"routed_scaling_factor": 2.5, "num_key_value_heads": 1},
+        },
+        vision_config=_SMALL | {"out_hidden_size": 48, "image_size": 28},
+    ),
+}
