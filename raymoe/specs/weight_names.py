@@ -324,13 +324,15 @@ def locate_weights(
     the wrong shape.
     """
     best: dict[str, _Place] = {}
-    missing: list[str] | None = None
+    missing: list[str] = []
+    fewest: tuple[int, int] | None = None
     for naming in namings_of(spec.model_type, spec.wrapper):
         places = dict(_places(spec, naming))
         absent = [name for name, place in places.items() if place.absent(stored)]
-        if missing is None or len(absent) < len(missing):
-            best, missing = places, absent
-        if not missing:
+        num_wrong = sum(place.has_other_shape(stored) for place in places.values())
+        if fewest is None or (len(absent), num_wrong) < fewest:
+            best, missing, fewest = places, absent, (len(absent), num_wrong)
+        if fewest == (0, 0):
             break
     if missing:
         raise CheckpointError(_explain_missing(spec, missing[0], best[missing[0]], stored))
@@ -349,6 +351,9 @@ class _Place:
 
     def absent(self, stored: Collection[str]) -> str | None:
         return next((name for name in self.shapes if name not in stored), None)
+
+    def has_other_shape(self, stored: Mapping[str, Shape]) -> bool:
+        return any(tuple(stored.get(name, shape)) != shape for name, shape in self.shapes.items())
 
 
 def _places(spec: ModelSpec, naming: Naming) -> Iterator[tuple[str, _Place]]:

@@ -1,6 +1,7 @@
 """What transformers generates by a random model, without the rows in which rounding decides."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 from transformers import GenerationConfig, PreTrainedModel
 
 from raymoe.specs.model import ModelSpec, MoeSpec
@@ -50,7 +52,20 @@ def make_checkpoint(configuration: Configuration, directory: Path) -> PreTrained
     """Save the random model to `directory` as transformers does; return it for comparison."""
     model = make_model(configuration)
     model.save_pretrained(directory)
+    if configuration.family == "kimi_k25":  # 5.23 writes names that it cannot read
+        weights = {_published(name): tensor for name, tensor in model.state_dict().items()}
+        if model.config.tie_word_embeddings:
+            del weights["language_model.lm_head.weight"]
+        save_file(weights, directory / "model.safetensors")
     return model
+
+
+def _published(name: str) -> str:
+    """The name of a tensor in checkpoints of Kimi-K2.5."""
+    name = name.removeprefix("model.")
+    if name.startswith("lm_head."):
+        return f"language_model.{name}"
+    return re.sub(r"^language_model\.", "language_model.model.", name)
 
 
 def make_prompts(configuration: Configuration, num_prompts: int = NUM_PROMPTS) -> list[list[int]]:
