@@ -130,6 +130,7 @@ WRAPPER_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = 
         },
         vision_config=_DEEP,
         audio_config=_AUDIO,
+        vision_start_token_id=151652,
     ),
     "glm4v_moe": _wrapped(
         _GLM,

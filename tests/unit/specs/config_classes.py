@@ -8,19 +8,23 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig
 
-from tests.parity.configurations import FAMILY_CONFIGS, model_class
+from raymoe.specs.families.wrappers import MEDIA_TENSORS
+from tests.parity.configurations import FAMILY_CONFIGS, TEXT_CONFIGS, model_class
 
 # Fields without which the defaults of a class make no model.
 NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"num_experts_per_tok": 6, "n_routed_experts": 128, "n_shared_experts": 2},
     "glm4_moe": {"head_dim": 128},
+    "glm4v_moe_text": {"head_dim": 128},
+    "qwen3_omni_moe_text": {"head_dim": 128, "tie_word_embeddings": False},
 }
 
 
 def config_of(family: str, **fields: Any) -> PreTrainedConfig:
     """A configuration with the defaults of its class, but for these fields."""
-    return getattr(transformers, FAMILY_CONFIGS[family])(**NEEDED.get(family, {}) | fields)
+    kind = getattr(transformers, (FAMILY_CONFIGS | TEXT_CONFIGS)[family])
+    return kind(**NEEDED.get(family, {}) | fields)
 
 
 def written(config: PreTrainedConfig) -> dict[str, Any]:
@@ -37,9 +41,10 @@ def meta_model(config: PreTrainedConfig) -> nn.Module:
 def num_stored_elements(model: nn.Module) -> int:
     """Elements of what a checkpoint holds: parameters, tied ones once, and persistent buffers.
 
-    Those that choose tokens in contexts that are refused are left out.
+    Those that choose tokens in contexts that are refused, and those of other media, are left out.
     """
     stored = model.state_dict().keys()
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
     named = (*model.named_parameters(), *buffers)
-    return sum(tensor.numel() for name, tensor in named if ".indexer." not in name)
+    unread = (".indexer.", *MEDIA_TENSORS)
+    return sum(tensor.numel() for name, tensor in named if not any(part in name for part in unread))

@@ -10,7 +10,7 @@ from raymoe.specs.class_defaults import ClassDefaults, class_defaults
 from raymoe.specs.families import FAMILIES
 from raymoe.specs.families.rules import used_fields
 from raymoe.specs.model import DenseSpec, ModelSpec, MoeSpec
-from tests.parity.configurations import CONFIGURATIONS, FAMILY_CONFIGS
+from tests.parity.configurations import CONFIGURATIONS, FAMILY_CONFIGS, TEXT_CONFIGS
 from tests.parity.oracle import make_model
 from tests.unit.specs.config_classes import (
     NEEDED,
@@ -52,7 +52,11 @@ def test_missing_fields_take_the_defaults_of_transformers(family: str) -> None:
 def test_used_fields_are_those_of_the_configuration_class(family: str) -> None:
     config, rules = config_of(family), FAMILIES[family]
     names = set(vars(config)) | config.attribute_map.keys() | set(config.attribute_map.values())
-    names |= {"head_dim", "rotary_dim"}  # read with getattr where not a field
+    names |= {
+        "head_dim",
+        "rotary_dim",
+        *NEEDED.get(family, {}),
+    }  # read with getattr where not a field
     for outer in rules.nested:
         names |= {f"{outer}.{name}" for name in vars(getattr(config, outer))}
     names |= {name for alias, name in rules.aliases.items() if alias in names}
@@ -61,8 +65,8 @@ def test_used_fields_are_those_of_the_configuration_class(family: str) -> None:
 
 
 def test_sources_of_configuration_classes_are_read_as_python_reads_them() -> None:
-    for model_type, name in FAMILY_CONFIGS.items():
-        defaults, theirs = class_defaults(model_type), getattr(transformers, name)
+    for model_type in FAMILY_CONFIGS | TEXT_CONFIGS:
+        defaults, theirs = class_defaults(model_type), type(config_of(model_type))
         fields = {one.name: one.default for one in dataclasses.fields(theirs)}
         for field in defaults.values.keys() & fields.keys():
             assert defaults.get(field) == fields[field], (model_type, field)
@@ -249,7 +253,7 @@ def test_from_directory_reads_what_transformers_wrote(tmp_path) -> None:
     make_model(configuration).config.save_pretrained(tmp_path)
     spec = ModelSpec.from_directory(tmp_path)
     assert spec.name == tmp_path.name
-    assert spec.hidden_size == configuration.fields["hidden_size"]
+    assert spec.vocab_size == configuration.vocab_size
 
 
 def test_snapshots_of_the_hub_cache_are_called_by_their_hub_name(tmp_path) -> None:
