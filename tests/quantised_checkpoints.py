@@ -43,6 +43,7 @@ class QuantisedCase:
     Attributes:
         config: The `quantization_config`; or, with "quantization" in it, `hf_quant_config.json`.
         excluded: Parts of the names of projections that are not quantised.
+        experts: How the experts are stored, if it is another way.
         extra: Ends of names of scales that are stored with each matrix, and not read.
         seed: Of weights, orders and zero points.
     """
@@ -53,6 +54,7 @@ class QuantisedCase:
     config: dict[str, Any]
     fields: dict[str, Any] = field(default_factory=dict)
     excluded: tuple[str, ...] = ()
+    experts: WeightFormat | None = None
     extra: tuple[str, ...] = ()
     scale_dtype: torch.dtype = torch.float16
     seed: int = 0
@@ -194,6 +196,19 @@ CASES = [
         fields=_MIXTRAL,
     ),
     QuantisedCase(
+        name="mxfp8, experts nvfp4, of MiniMax-M3.1",
+        family="minimax_m2",
+        stored=Mxfp8(".weight_scale_inv"),
+        experts=Nvfp4(is_divided=True),
+        config={
+            "quant_method": "mxfp8",
+            "moe_quant_algo": "NVFP4",
+            "moe_quant_format": "nvfp4-pack-quantized",
+            "ignored_layers": ["lm_head"],
+        },
+        fields=_MIXTRAL,
+    ),
+    QuantisedCase(
         name="mxfp8 of compressed-tensors",
         family="qwen3_moe",
         stored=Mxfp8(),
@@ -320,7 +335,8 @@ def _quantised(
         if is_excluded or not _PROJECTION.search(name):
             tensors[name] = weight
             continue
-        found = quantise(case.stored, weight, scale_dtype=case.scale_dtype, seed=case.seed)
+        stored = case.experts if case.experts and ".experts." in name else case.stored
+        found = quantise(stored, weight, scale_dtype=case.scale_dtype, seed=case.seed)
         module = name.removesuffix(".weight")
         tensors |= {module + suffix: tensor for suffix, tensor in found.tensors.items()}
         tensors |= {module + suffix: torch.rand(()) for suffix in case.extra}

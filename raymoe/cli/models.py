@@ -79,7 +79,7 @@ def _as_json(text: str) -> dict[str, object]:
         "hidden_size": spec.hidden_size,
         "vocab_size": spec.vocab_size,
         "max_model_len": spec.max_model_len,
-        "weight_format": "none" if spec.quantization is None else spec.quantization.format.name,
+        "weight_format": "none" if spec.quantization is None else spec.quantization.name,
         "weight_bytes": spec.stored_bytes,
         "kv_bytes_per_token": spec.kv_bytes_per_token(KV_BYTES),
         "checked": _check_weights(spec, Path(text)) if is_directory else "",
@@ -173,7 +173,7 @@ def _rows(spec: ModelSpec) -> Iterator[Row]:
         yield "attention", f"{count} layers: {_attention(attention)}"
     for ffn, count in Counter(layer.ffn for layer in spec.layers).items():
         yield "network", f"{count} layers: {_ffn(ffn)}"
-    formats = "as trained" if spec.quantization is None else spec.quantization.format.name
+    formats = "as trained" if spec.quantization is None else spec.quantization.name
     yield "weights", f"{format_bytes(spec.stored_bytes)}, {formats} ({spec.dtype or 'bfloat16'})"
     yield "KV cache of a token", f"{format_bytes(spec.kv_bytes_per_token(KV_BYTES))} in bfloat16"
 

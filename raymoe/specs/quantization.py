@@ -66,7 +66,7 @@ def name_or_expression(pattern: str) -> re.Pattern[str]:
 
 def wildcard(pattern: str) -> re.Pattern[str]:
     """Match a name with "*" for any part of it, or modules inside it (modelopt 0.47)."""
-    expression = re.escape(pattern).replace(r"\*", ".*")
+    expression = pattern.replace(".", r"\.").replace("*", ".*")
     return _compiled(expression, rf"(?:{expression})(?:\..*)?$")
 
 
@@ -144,11 +144,16 @@ class Quantization:
     excluded: tuple[re.Pattern[str], ...] = ()  # modules that are not quantised
     is_head_plain: bool = True  # whether the head is excluded implicitly
     is_experts_only: bool = False  # whether only routed experts are quantised
+    experts: WeightFormat | None = None  # format of the routed experts, if they have another one
     # Ends of names of tensors that are not read: scales of activations and of the KV cache.
     unread: tuple[str, ...] = ()
     _known: dict[str, WeightFormat | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+
+    @property
+    def name(self) -> str:
+        return self.format.name + (f", experts {self.experts.name}" if self.experts else "")
 
     def format_of(self, name: str) -> WeightFormat | None:
         """The format of a matrix by canonical name, or None; one for all experts of a layer."""
@@ -163,7 +168,8 @@ class Quantization:
         if (name == HEAD and self.is_head_plain) or (self.is_experts_only and EXPERTS not in name):
             return None
         is_excluded = is_matched(name.removesuffix(".weight"), self.excluded)
-        return None if is_excluded else self.format
+        stored = self.experts if self.experts is not None and EXPERTS in name else self.format
+        return None if is_excluded else stored
 
 
 def parse_quantization(value: object) -> Quantization | None:
@@ -200,7 +206,8 @@ def quantization_of(weights: str) -> Quantization | None:
 
 
 def _fp8(config: Config) -> Quantization:
-    is_micro = config.get("quant_method") == "mxfp8"
+    blocks = config.get("weight_block_size")
+    is_micro = config.get("quant_method") == "mxfp8" or blocks == [1, MXFP8_COLUMNS]
     accepted: dict[str, tuple[object, ...]] = {
         "weight_block_size": MICRO_BLOCKS if is_micro else BLOCKS,
         "activation_scheme": ("dynamic",),
@@ -209,14 +216,21 @@ def _fp8(config: Config) -> Quantization:
         "expert_dtype": ("fp8", None),
         "dequantize": (False, None),
         "modules_to_convert": (None, []),
+        "moe_quant_algo": ("NVFP4", None),
+        "moe_quant_format": ("nvfp4-pack-quantized", None),
     }
     _check(config, accepted, {"modules_to_not_convert", "ignored_layers"})
-    if "weight_block_size" not in config and not is_micro:
+    # MiniMax-M3.1 has experts of compressed-tensors, NVIDIA's DeepSeek-V4 those of modelopt.
+    experts = Nvfp4(is_divided=config.get("moe_quant_format") is not None)
+    has_experts = config.get("moe_quant_algo") is not None
+    if blocks is None and not is_micro:
         raise _refusal("weight_block_size", None, BLOCKS[:1])
     names = _names(config, "modules_to_not_convert") or _names(config, "ignored_layers")
     return Quantization(
         method="mxfp8" if is_micro else "fp8",
         format=Mxfp8(".weight_scale_inv") if is_micro else Fp8Block(),
+        experts=experts if has_experts else None,
+        unread=(".input_scale", ".input_global_scale") if has_experts else (),
         excluded=tuple(map(prefix_or_suffix, names)),
         is_head_plain=not names,
     )

@@ -1,5 +1,7 @@
 """Which matrices a `quantization_config` means, and which configurations are refused."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -187,6 +189,11 @@ def read(config: Any) -> Quantization:
         (MODELOPT, Nvfp4(), {SHARED, EXPERT, DENSE}),
         (MODELOPT_MXFP8, Mxfp8(), {ATTENTION, LATENT, SHARED, EXPERT, DENSE}),
         (MXFP8, Mxfp8(".weight_scale_inv"), {ATTENTION, LATENT, SHARED, EXPERT, DENSE}),
+        (
+            FP8 | {"weight_block_size": [1, 32]},
+            Mxfp8(".weight_scale_inv"),
+            {ATTENTION, LATENT, SHARED, EXPERT, DENSE},
+        ),
         (CHANNELS, Fp8Channel(), {EXPERT}),
         (
             GPTQ,
@@ -206,6 +213,25 @@ def test_matrices_are_stored_as_the_configuration_says(config, stored, meant) ->
     names = {EMBEDDING, HEAD, ATTENTION, LATENT, ROUTER, SHARED, EXPERT, DENSE}
     assert {name for name in names if quantization.format_of(name) is not None} == meant
     assert {quantization.format_of(name) for name in meant} == {stored}
+
+
+@pytest.mark.parametrize(
+    ("config", "experts", "others"),
+    [
+        (  # MiniMaxAI/MiniMax-M3.1
+            MXFP8 | {"moe_quant_algo": "NVFP4", "moe_quant_format": "nvfp4-pack-quantized"},
+            Nvfp4(is_divided=True),
+            Mxfp8(".weight_scale_inv"),
+        ),
+        (FP8 | {"moe_quant_algo": "NVFP4"}, Nvfp4(), Fp8Block()),  # nvidia/DeepSeek-V4-Pro-NVFP4
+    ],
+)
+def test_experts_may_have_a_format_of_their_own(config, experts, others) -> None:
+    quantization = read(config)
+    assert quantization.format_of(EXPERT) == experts
+    assert {quantization.format_of(name) for name in (ATTENTION, SHARED, DENSE)} == {others}
+    assert quantization.format_of(ROUTER) is None
+    assert quantization.name == f"{others.name}, experts nvfp4"
 
 
 def test_the_head_is_stored_plainly_unless_it_is_said_otherwise() -> None:
@@ -275,6 +301,21 @@ def test_modules_are_known_by_the_names_of_their_family() -> None:
         assert not is_matched("model.layers.1.self_attn.q_proj", [prefix_or_suffix(pattern)])
 
 
+def test_a_file_of_its_own_names_the_quantisation_where_config_json_does_not(
+    tmp_path: Path,
+) -> None:
+    config = {**MODEL_PRESETS["mixtral-8x7b"]}
+    for name, content in (("config.json", config), ("hf_quant_config.json", MODELOPT_MXFP8)):
+        (tmp_path / name).write_text(json.dumps(content))
+    found = ModelSpec.from_directory(tmp_path).quantization
+    assert found is not None
+    assert found.format == Mxfp8()
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": MODELOPT}))
+    found = ModelSpec.from_directory(tmp_path).quantization
+    assert found is not None
+    assert found.format == Nvfp4()
+
+
 def test_a_published_checkpoint_of_int4_has_its_published_bytes() -> None:
     """All headers of moonshotai/Kimi-K2-Thinking: 594,205,920,512 bytes.
 
@@ -341,7 +382,8 @@ def weights(**fields: Any) -> dict[str, Any]:
         (MODELOPT | {"ignore": ["model.layers.0.mlp.experts.5*"]}, "one expert"),
         (MODELOPT | {"pre_quant_scale": True}, "pre_quant_scale"),
         (MXFP8 | {"weight_block_size": [128, 128]}, "weight_block_size"),
-        (MXFP8 | {"moe_quant_algo": "NVFP4"}, "moe_quant_algo"),
+        (MXFP8 | {"moe_quant_algo": "MXFP4"}, "moe_quant_algo = 'MXFP4'.*'NVFP4'"),
+        (MXFP8 | {"moe_quant_format": "pack-quantized"}, "moe_quant_format"),
         (KIMI_INT4 | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         (KIMI_INT4 | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         (KIMI_INT4 | {"config_groups": {"a": GROUP, "b": GROUP}}, "one group"),
