@@ -1,5 +1,6 @@
 """`MoEGenerator`: tables in, tables out, many threads at once, one engine underneath."""
 
+import atexit
 import contextlib
 import dataclasses
 import functools
@@ -8,6 +9,7 @@ import logging
 import os
 import re
 import sys
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -293,6 +295,8 @@ class MoEGenerator:
             self.close()
             raise
         self._observer.attach(self._engine)
+        # Ray may end an actor while one of its threads still refers to this object.
+        atexit.register(_close, weakref.ref(self))
 
     def _open_engine(self, model_source: str | Path, config: EngineConfig) -> "Engine":
         """Load the engine; subclasses override this."""
@@ -368,6 +372,12 @@ class MoEGenerator:
             logging.shutdown()
             os._exit(1)
         raise ExecutionError(f"the engine is broken: {error}") from error
+
+
+def _close(reference: "weakref.ref[MoEGenerator]") -> None:
+    operator = reference()
+    if operator is not None:
+        operator.close()
 
 
 def _with_changes(config: EngineConfig, **changes: Any) -> EngineConfig:

@@ -4,13 +4,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from raymoe.data.status import read_status, status_beside
 from tests.tiny import make_checkpoint
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 300  # against waiting for ever
 
 SCRIPT = """
-import os, signal, sys
+import os, signal, sys, threading, time
 import pyarrow as pa
 from raymoe.data.generator import MoEGenerator
 from raymoe.data.quarantine import in_flight_files
@@ -48,7 +49,7 @@ _, status = os.waitpid(child, 0)
 assert status == 0, f"the fork ended with status {status}"
 assert in_flight_files(journal) == before
 ask(operator, "after")
-operator.close()
+threading.Thread(target=lambda _: time.sleep(3600), args=[operator], daemon=True).start()
 print("done")
 """
 
@@ -60,3 +61,5 @@ def test_a_fork_ends_and_leaves_alone_what_belongs_to_its_parent(tmp_path):
         command, capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S, check=False
     )
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    (actor,) = read_status(status_beside(tmp_path / "journal")).actors
+    assert (actor.state, actor.rows.num_rows) == ("ended", 2)  # though a thread still had it
