@@ -95,7 +95,11 @@ def test_each_row_has_its_own_parameters(make_engine):
         ("a\ud800", None, "not valid Unicode"),
         ([1] * 600, None, "the prompt has 600 tokens; at most 511 fit"),
         ([{"role": "user"}], None, "has content None"),
-        ([{"role": "user", "content": [{"type": "image"}]}], None, "part of type 'image'; only text"),
+        (
+            [{"role": "user", "content": [{"type": "image"}]}],
+            None,
+            "part of type 'image'; only text",
+        ),
         ([1], {"max_token": 3}, "did you mean 'max_tokens'"),
         ([1], {"temperature": -1}, "temperature is -1"),
         ([1], 7, "sampling_params is a int"),
