@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from raymoe.config import EngineConfig
 from raymoe.engine.engine import Engine
 from raymoe.plan.policy import DevicePolicy, Policy
+from raymoe.specs.families.wrappers import WRAPPERS
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_names import model_weights
 from tests.parity.configurations import FAMILY_CONFIGS, first_of_each_family
@@ -63,9 +64,11 @@ def write(config: dict[str, Any], quantization: dict[str, Any], root: Path) -> t
     spec = ModelSpec.from_config(full)
     generator = torch.Generator().manual_seed(11)
     tensors, numbers = {}, {}
-    for number, (name, shape) in enumerate(model_weights(spec).items()):
+    for number, (canonical, shape) in enumerate(model_weights(spec).items()):
+        is_wrapped = config["model_type"] in WRAPPERS
+        name = written(canonical, config["model_type"]) if is_wrapped else canonical
         weight = torch.randn(shape, generator=generator) * 0.3
-        stored = spec.format_of(name, shape)
+        stored = spec.format_of(canonical, shape)
         if stored is None:
             weight = weight + name.endswith("norm.weight")
             tensors[name] = numbers[name] = weight
@@ -79,6 +82,14 @@ def write(config: dict[str, Any], quantization: dict[str, Any], root: Path) -> t
         save_file(weights, directory / "model.safetensors")
         (directory / "config.json").write_text(json.dumps(content))
     return quantised, plain
+
+
+def written(name: str, model_type: str) -> str:
+    """A canonical name with the prefix of a model that wraps a language model."""
+    body, head = WRAPPERS[model_type].prefixes[0]
+    if name.startswith("model."):
+        return body + name.removeprefix("model.")
+    return head + name.removeprefix("lm_head.")
 
 
 def method(quantization: dict[str, Any]) -> str:
