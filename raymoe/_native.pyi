@@ -87,6 +87,7 @@ def fused_experts(
     cubic: float,
     limit: float,
     offset: float,
+    gate_limit: float,
     out: Tensor,
     gate_up_format: CodeFormat | None = None,
     down_format: CodeFormat | None = None,

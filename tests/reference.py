@@ -23,7 +23,6 @@ from raymoe.specs.layer_weights import (
 )
 from raymoe.specs.model import (
     AttentionSpec,
-    ClampSpec,
     DenseSpec,
     LatentAttentionSpec,
     ModelSpec,
@@ -39,6 +38,8 @@ def reference_routing(
     if moe.router.scoring == "sparsemixer":
         return _sparse_mixer(logits_TE, moe)
     router = moe.router
+    if router.logit_softcap is not None:
+        logits_TE = (logits_TE / router.logit_softcap).tanh() * router.logit_softcap
     scores_TE = logits_TE.softmax(-1) if router.scoring == "softmax" else logits_TE.sigmoid()
     choice_TE = scores_TE if selection_bias_E is None else scores_TE + selection_bias_E
     if router.num_groups > 1:
@@ -137,7 +138,8 @@ class ReferenceModel:
                 attention, f"{prefix}{ATTENTION_RESULT_NORM}", norms.after_attention
             )
             hidden_TH = hidden_TH + attention * spec.residual_multiplier
-            normed_TH = self._norm(hidden_TH, f"{prefix}{FFN_NORM}", norms.before_ffn)
+            if not layer.is_parallel:
+                normed_TH = self._norm(hidden_TH, f"{prefix}{FFN_NORM}", norms.before_ffn)
             if isinstance(layer.ffn, DenseSpec):
                 ffn_TH = self._dense(normed_TH, layer.ffn, f"{prefix}mlp.")
             else:
@@ -301,17 +303,17 @@ class ReferenceModel:
             heads.append(heads_TXD)
         return heads[0], heads[1], heads[2]
 
-    def _dense(
-        self, input_TH: Tensor, spec: DenseSpec, prefix: str, clamp: ClampSpec | None = None
-    ) -> Tensor:
+    def _dense(self, input_TH: Tensor, spec: DenseSpec, prefix: str) -> Tensor:
+        clamp = spec.clamp
         gate, up, down = (f"{prefix}{part}_proj" for part in ("gate", "up", "down"))
         gate_TF = self._linear(input_TH, gate, has_bias=spec.has_bias)
         up_TF = self._linear(input_TH, up, has_bias=spec.has_bias)
         if clamp is None:
             product_TF = ACTIVATIONS[spec.activation](gate_TF) * up_TF
         else:
-            cut_TF, up_TF = gate_TF.clamp_max(clamp.limit), up_TF.clamp(-clamp.limit, clamp.limit)
-            product_TF = (up_TF + 1) * cut_TF * (clamp.gain * cut_TF).sigmoid()
+            cut_TF = gate_TF.clamp_max(clamp.gate_limit)
+            up_TF = up_TF.clamp(-clamp.limit, clamp.limit)
+            product_TF = (up_TF + clamp.offset) * cut_TF * (clamp.gain * cut_TF).sigmoid()
         return self._linear(product_TF, down, has_bias=spec.has_bias)
 
     def _moe(self, input_TH: Tensor, spec: MoeSpec, prefix: str) -> Tensor:
@@ -322,13 +324,16 @@ class ReferenceModel:
         ids_TK, weights_TK = reference_routing(logits_TE.to(self._wide), spec, selection_E)
         out_TH = torch.zeros_like(input_TH)
         expert_spec = DenseSpec(
-            hidden=spec.expert_hidden, activation=spec.activation, has_bias=spec.has_bias
+            hidden=spec.expert_hidden,
+            activation=spec.activation,
+            has_bias=spec.has_bias,
+            clamp=spec.clamp,
         )
         for expert in range(spec.num_experts):
             tokens, slots = (ids_TK == expert).nonzero(as_tuple=True)
             if len(tokens):
                 name = f"{prefix}experts.{expert}."
-                expert_RH = self._dense(input_TH[tokens], expert_spec, name, spec.clamp)
+                expert_RH = self._dense(input_TH[tokens], expert_spec, name)
                 expert_RH = expert_RH * weights_TK[tokens, slots, None].to(self.dtype)
                 out_TH.index_add_(0, tokens, expert_RH)
         if spec.shared is not None:
@@ -337,5 +342,5 @@ class ReferenceModel:
             if spec.shared.is_gated:
                 gate_T1 = self._linear(input_TH, f"{prefix}shared_expert_gate").sigmoid()
                 shared_TH = gate_T1 * shared_TH
-            out_TH = out_TH + shared_TH
+            out_TH = out_TH + spec.shared.scale * shared_TH
         return out_TH

@@ -173,12 +173,13 @@ inline __m512 activate(__m512 x, const Gating& gating) {
 void gate_tile(int64_t rows, const GateTile& tile) {
   const __m512 gate_bias = _mm512_loadu_ps(tile.bias), up_bias = _mm512_loadu_ps(tile.bias + 16);
   const __m512 limit = _mm512_set1_ps(tile.gating.limit);
+  const __m512 gate_limit = _mm512_set1_ps(tile.gating.gate_limit);
   const __m512 minimum = _mm512_set1_ps(-tile.gating.limit);
   const __m512 offset = _mm512_set1_ps(tile.gating.offset);
   for (int64_t row = 0; row < rows; ++row) {
     const float* sums = tile.sums + row * kPanelColumns;
     // Operand order: min and max return their second operand when one is NaN.
-    const __m512 gate = _mm512_min_ps(limit, _mm512_add_ps(_mm512_loadu_ps(sums), gate_bias));
+    const __m512 gate = _mm512_min_ps(gate_limit, _mm512_add_ps(_mm512_loadu_ps(sums), gate_bias));
     __m512 up = _mm512_min_ps(limit, _mm512_add_ps(_mm512_loadu_ps(sums + 16), up_bias));
     up = _mm512_add_ps(_mm512_max_ps(minimum, up), offset);
     const __m512 product = _mm512_mul_ps(activate(gate, tile.gating), up);
@@ -358,13 +359,14 @@ void store_tile(int64_t rows, const StoreTile& tile) {
 
 void gate_tile(int64_t rows, const GateTile& tile) {
   const F32 limit = splat(tile.gating.limit), minimum = splat(-tile.gating.limit);
+  const F32 gate_limit = splat(tile.gating.gate_limit);
   const F32 offset = splat(tile.gating.offset), gain = splat(-tile.gating.gain);
   const F32 cubic = splat(tile.gating.cubic), one = splat(1.0f);
   for (int64_t row = 0; row < rows; ++row)
     for_lanes(kHalfPanel, [&](int64_t i, auto part) {
       const float* sums = tile.sums + row * kPanelColumns + i;
       // Operand order: min and max return their second operand when one is NaN.
-      const F32 gate = min(limit, add(load(sums, part), load(tile.bias + i, part)));
+      const F32 gate = min(gate_limit, add(load(sums, part), load(tile.bias + i, part)));
       const F32 up =
           min(limit, add(load(sums + kHalfPanel, part), load(tile.bias + kHalfPanel + i, part)));
       F32 power = mul(gain, gate);
@@ -425,7 +427,7 @@ void gate_tile(int64_t rows, const GateTile& tile) {
       const float* sums = tile.sums + row * kPanelColumns;
       const Gating& gating = tile.gating;
       // Operand order: std::min and std::max return their first operand when one is NaN.
-      const float gate = std::min(sums[column] + tile.bias[column], gating.limit);
+      const float gate = std::min(sums[column] + tile.bias[column], gating.gate_limit);
       const float up = std::min(sums[other] + tile.bias[other], gating.limit);
       const float shape = gating.cubic != 0.0f ? 1.0f + gating.cubic * gate * gate : 1.0f;
       tile.out[row * tile.out_stride + column] =

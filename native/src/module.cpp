@@ -115,16 +115,18 @@ void bind_gemm(py::module_& m) {
         [](const TensorView& hidden, const TensorView& topk_ids, const TensorView& topk_weights,
            const TensorView& gate_up, const TensorView& down, const Optional& gate_up_bias,
            const Optional& down_bias, int64_t expert_size, float gain, float cubic, float limit,
-           float offset, const TensorView& out, const Format& gate_up_format, const Format& down_format) {
+           float offset, float gate_limit, const TensorView& out, const Format& gate_up_format,
+           const Format& down_format) {
           fused_experts_op(hidden, topk_ids, topk_weights,
                            {gate_up, down, expert_size, pointer_to(gate_up_format),
                             pointer_to(down_format), pointer_to(gate_up_bias),
-                            pointer_to(down_bias), {gain, cubic, limit, offset}},
+                            pointer_to(down_bias), {gain, cubic, limit, offset, gate_limit}},
                            out);
         },
         py::arg("hidden"), py::arg("topk_ids"), py::arg("topk_weights"), py::arg("gate_up"),
         py::arg("down"), py::arg("gate_up_bias"), py::arg("down_bias"), py::arg("expert_size"),
-        py::arg("gain"), py::arg("cubic"), py::arg("limit"), py::arg("offset"), py::arg("out"),
+        py::arg("gain"), py::arg("cubic"), py::arg("limit"), py::arg("offset"),
+        py::arg("gate_limit"), py::arg("out"),
         py::arg("gate_up_format") = py::none(), py::arg("down_format") = py::none(), Guard(),
         "See kernels/cpu_experts.py.");
   m.def("gated_ffn",

@@ -124,7 +124,8 @@ struct Experts {
       const int64_t row = (expert * expert_size + f) * hidden_size;
       const double limit = gating.limit;
       const double value =
-          std::min(dot(x, gate.data() + row, hidden_size) + gate_bias(expert, f, 0), limit);
+          std::min(dot(x, gate.data() + row, hidden_size) + gate_bias(expert, f, 0),
+                   double{gating.gate_limit});
       const double other = dot(x, up.data() + row, hidden_size) + gate_bias(expert, f, 1);
       const double power = gating.gain * value * (1 + gating.cubic * value * value);
       middle[static_cast<size_t>(f)] = value / (1 + std::exp(-power)) *
@@ -203,7 +204,7 @@ void experts_are_right() {
     check_experts(deep, 9, 2, is_dense);
     check_experts(narrow, 700, 3, is_dense);
   }
-  const Gating limited{1.7f, 0.0f, 0.6f, 1.0f}, gelu{1.5957691f, 0.044715f};
+  const Gating limited{1.7f, 0.0f, 0.6f, 1.0f, 0.4f}, gelu{1.5957691f, 0.044715f};
   check_experts(Experts(64, 48, 8, false, gelu), 90, 2, false);
   check_experts(Experts(33, 16, 3, true, gelu), 20, 1, true);
   check_experts(Experts(17, 13, 5, true), 40, 3, false);

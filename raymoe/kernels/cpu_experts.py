@@ -35,8 +35,12 @@ class Biases(NamedTuple):
 
 
 class Clamp(NamedTuple):
+    """As `specs.layers.ClampSpec`."""
+
     gain: float
     limit: float
+    gate_limit: float
+    offset: float = 1.0
 
 
 # Activations x * sigmoid(gain * x * (1 + cubic * x^2)), by gain and cubic: those of the fused
@@ -87,9 +91,9 @@ class PackedExperts:
         if biases is not None:
             self._gate_up_bias_EX = torch.stack([_pack_gate_up_bias(bias) for bias in biases])
             self._down_bias_EX = torch.stack([_padded(bias.down_H, 32) for bias in biases])
-        self._gating = (*SIGMOID_GATES[activation], math.inf, 0.0)
+        self._gating = (*SIGMOID_GATES[activation], math.inf, 0.0, math.inf)
         if clamp is not None:
-            self._gating = (clamp.gain, 0.0, clamp.limit, 1.0)
+            self._gating = (clamp.gain, 0.0, clamp.limit, clamp.offset, clamp.gate_limit)
 
     def __call__(self, hidden_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         hidden_TH = _with_contiguous_rows(hidden_TH)
@@ -204,15 +208,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def gated_product(
     gate_TF: Tensor, up_TF: Tensor, activation: str, clamp: Clamp | None = None
 ) -> Tensor:
-    """Return activation(gate) * up; with a clamp, (up + 1) * gate * sigmoid(gain * gate), clamped.
+    """Return activation(gate) * up, or the product of `specs.layers.ClampSpec`.
 
     Source: OpenAI, gpt-oss-120b & gpt-oss-20b model card (2025), section 2.2.
     """
     if clamp is None:
         return ACTIVATIONS[activation](gate_TF) * up_TF
-    gate_TF = gate_TF.clamp(max=clamp.limit)
+    gate_TF = gate_TF.clamp(max=clamp.gate_limit)
     up_TF = up_TF.clamp(-clamp.limit, clamp.limit)
-    return (up_TF + 1) * gate_TF * torch.sigmoid(clamp.gain * gate_TF)
+    return (up_TF + clamp.offset) * gate_TF * torch.sigmoid(clamp.gain * gate_TF)
 
 
 class Experts(Protocol):

@@ -202,9 +202,15 @@ def _table_of(matrices: ExpertMatrices) -> Tensor:
 
 def _gating(activation: str, clamp: Clamp | None) -> dict[str, float | None]:
     if clamp is not None:
-        return {"GAIN": float(clamp.gain), "CUBIC": 0.0, "LIMIT": float(clamp.limit)}
+        return {
+            "GAIN": float(clamp.gain),
+            "CUBIC": 0.0,
+            "LIMIT": float(clamp.limit),
+            "GATE_LIMIT": float(clamp.gate_limit),
+            "OFFSET": float(clamp.offset),
+        }
     gain, cubic = SIGMOID_GATES[activation]
-    return {"GAIN": gain, "CUBIC": cubic, "LIMIT": None}
+    return {"GAIN": gain, "CUBIC": cubic, "LIMIT": None, "GATE_LIMIT": 0.0, "OFFSET": 0.0}
 
 
 def _blocks(outputs: int, shape: TileShape) -> int:

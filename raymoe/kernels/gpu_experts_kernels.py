@@ -129,12 +129,14 @@ def _gated(
     GAIN: tl.constexpr,
     CUBIC: tl.constexpr,
     LIMIT: tl.constexpr,
+    GATE_LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
 ) -> tl.tensor:
     """Compute `cpu_experts.gated_product` for `SIGMOID_GATES` or with limits; NaN stays NaN."""
     if LIMIT is not None:
-        gate_ON = tl.where(gate_ON > LIMIT, LIMIT, gate_ON)
+        gate_ON = tl.where(gate_ON > GATE_LIMIT, GATE_LIMIT, gate_ON)
         up_ON = tl.where(up_ON > LIMIT, LIMIT, up_ON)
-        up_ON = tl.where(up_ON < -LIMIT, -LIMIT, up_ON) + 1.0
+        up_ON = tl.where(up_ON < -LIMIT, -LIMIT, up_ON) + OFFSET
     scaled_ON = gate_ON * GAIN
     if CUBIC != 0:  # Triton takes no float as a condition
         scaled_ON *= 1.0 + CUBIC * gate_ON * gate_ON
@@ -216,6 +218,8 @@ def gate_up_kernel(
     GAIN: tl.constexpr,
     CUBIC: tl.constexpr,
     LIMIT: tl.constexpr,
+    GATE_LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
     OUTPUTS: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
@@ -239,7 +243,8 @@ def gate_up_kernel(
     if HAS_BIAS:
         gate_ON += _load_bias(row_ptr, outputs_O, is_output_O, GATE)
         up_ON += _load_bias(row_ptr, outputs_O, is_output_O, UP)
-    product_ON = rounded(_gated(gate_ON, up_ON, GAIN, CUBIC, LIMIT), GATE.dtype, GATE.dot)
+    gated_ON = _gated(gate_ON, up_ON, GAIN, CUBIC, LIMIT, GATE_LIMIT, OFFSET)
+    product_ON = rounded(gated_ON, GATE.dtype, GATE.dot)
     width = (GATE.outputs + PLANES_OUT - 1) // PLANES_OUT
     columns_O = outputs_O % PLANES_OUT * width + outputs_O // PLANES_OUT
     places_ON = (rows_N.to(tl.int64) * (width * PLANES_OUT))[None, :] + columns_O[:, None]

@@ -199,8 +199,9 @@ class Attention:
         if gate is None or self._gate is None:
             return self._output(attention_TX)
         gate_TX = _GATES[gate.activation](self._gate(normed_TH).float()).to(attention_TX.dtype)
-        heads_TAV = attention_TX.view(len(attention_TX), self._spec.num_heads, -1)
-        gate_TAV = gate_TX.view(*heads_TAV.shape[:2], -1)
+        num_heads = self._spec.num_heads
+        heads_TAV = attention_TX.view(-1, num_heads, self._spec.value_dim)
+        gate_TAV = gate_TX.view(-1, num_heads, self._spec.gate_width // num_heads)
         return self._output((heads_TAV * gate_TAV).flatten(1))
 
 

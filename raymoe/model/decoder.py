@@ -117,9 +117,9 @@ class Layer:
 
         self.input_norm = norm(INPUT_NORM, exists=spec.norms.before_attention)
         self.attention = _attention(model, i, loader, reduce)
-        self.is_gated = (
-            isinstance(spec.attention, AttentionSpec) and spec.attention.gate is not None
-        )
+        gate = spec.attention.gate if isinstance(spec.attention, AttentionSpec) else None
+        self.is_parallel = spec.is_parallel
+        self.reads_input_again = spec.is_parallel or gate is not None
         self.result_norm = norm(ATTENTION_RESULT_NORM, exists=spec.norms.after_attention)
         self.ffn_norm = norm(FFN_NORM, exists=spec.norms.before_ffn)
         self.ffn_result_norm = norm(FFN_RESULT_NORM, exists=spec.norms.after_ffn)
@@ -285,15 +285,16 @@ class Decoder:
         before the feed-forward network, the normed tensor is the hidden state itself.
         """
         layer = self._layers[i]
-        # The gate of attention reads the input of attention.
-        input_TH = layer.attention_input(hidden_TH) if layer.is_gated else hidden_TH
+        # The gate of attention reads the input of attention, and so does a parallel network.
+        input_TH = layer.attention_input(hidden_TH) if layer.reads_input_again else hidden_TH
         delta_TH = self._reduce(layer.attention.output(attention_TX, input_TH))
         if layer.result_norm is not None:
             delta_TH = layer.result_norm(delta_TH)
         if self.spec.residual_multiplier != 1:
             delta_TH *= self.spec.residual_multiplier
         if layer.ffn_norm is None:
-            normed_TH = hidden_TH.add_(delta_TH)
+            hidden_TH.add_(delta_TH)
+            normed_TH = input_TH if layer.is_parallel else hidden_TH
         else:
             normed_TH = layer.ffn_norm.after_adding_(hidden_TH, delta_TH)
         return Posted(hidden_TH, normed_TH, layer.ffn.route(normed_TH))

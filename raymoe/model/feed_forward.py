@@ -13,7 +13,7 @@ from torch import Tensor
 
 from raymoe.kernels.cpu_elementwise import Routing, add_gated_, route
 from raymoe.kernels.cpu_experts import GatedFfn, gated_product
-from raymoe.model.loading import Loader
+from raymoe.model.loading import Loader, clamp_of
 from raymoe.specs.layers import MoeSpec, RouterSpec
 from raymoe.specs.model import DenseSpec
 
@@ -28,6 +28,9 @@ def choose_experts(
         selection_bias_E: Added to the scores for the choice alone; None if the router has none.
     """
     router = moe.router
+    if router.logit_softcap is not None:
+        capped_TE = (logits_TE.float() / router.logit_softcap).tanh()
+        logits_TE = capped_TE * router.logit_softcap
     if router.scoring == "sparsemixer":
         return _mix_sparsely(logits_TE.float(), moe.top_k, router.jitter)
     if selection_bias_E is None and router.num_groups == 1 and _is_plain_softmax(router):
@@ -100,22 +103,24 @@ class FeedForward(Protocol):
         """Return what the network adds to the hidden state, [T, H]."""
 
 
-class BiasedFfn:
-    def __init__(self, loader: Loader, prefix: str, activation: str) -> None:
+class LinearFfn:
+    """Three projections, with biases or a clamped product."""
+
+    def __init__(self, spec: DenseSpec, loader: Loader, prefix: str) -> None:
         self._gate, self._up, self._down = (
-            loader.linear([f"{prefix}{part}_proj"], has_bias=True)
+            loader.linear([f"{prefix}{part}_proj"], has_bias=spec.has_bias)
             for part in ("gate", "up", "down")
         )
-        self._activation = activation
+        self._activation, self._clamp = spec.activation, clamp_of(spec)
 
     def __call__(self, hidden_TH: Tensor) -> Tensor:
         gate_TF, up_TF = self._gate(hidden_TH), self._up(hidden_TH)
-        return self._down(gated_product(gate_TF, up_TF, self._activation))
+        return self._down(gated_product(gate_TF, up_TF, self._activation, self._clamp))
 
 
 def load_network(spec: DenseSpec, loader: Loader, prefix: str) -> GatedFfn:
-    if spec.has_bias:
-        return BiasedFfn(loader, prefix, spec.activation)
+    if spec.has_bias or spec.clamp is not None:
+        return LinearFfn(spec, loader, prefix)
     return loader.gated_ffn(prefix, spec.activation)
 
 
@@ -160,9 +165,9 @@ class MoE:
     def __call__(self, normed_TH: Tensor, routing: Routing | None) -> Tensor:
         assert routing is not None, "the experts of a layer need the routing of its router"
         out_TH = self._experts(normed_TH, *routing)
-        if self._shared is None:
+        if self._shared is None or self._spec.shared is None:
             return out_TH
         shared_TH = self._shared(normed_TH)
         if self._shared_gate is None:
-            return out_TH.add_(shared_TH)
+            return out_TH.add_(shared_TH, alpha=self._spec.shared.scale)
         return add_gated_(out_TH, shared_TH, self._shared_gate(normed_TH))

@@ -216,8 +216,11 @@ class Loader:
         return out_OI
 
 
-def clamp_of(moe: MoeSpec) -> Clamp | None:
-    return None if moe.clamp is None else Clamp(moe.clamp.gain, moe.clamp.limit)
+def clamp_of(ffn: MoeSpec | DenseSpec) -> Clamp | None:
+    clamp = ffn.clamp
+    if clamp is None:
+        return None
+    return Clamp(clamp.gain, clamp.limit, clamp.gate_limit, clamp.offset)
 
 
 def decoder_arena_bytes(
@@ -290,7 +293,7 @@ class _ArenaPlan:
         return total + self._matrix([name], up_projected, attention.kv_lora_rank)
 
     def _network(self, prefix: str, dense: DenseSpec) -> int:
-        if not dense.has_bias:
+        if not dense.has_bias and dense.clamp is None:
             return self._gated([prefix], dense.hidden, dense.activation)
         wide = (dense.hidden, self._spec.hidden_size)
         total = sum(self._linear([f"{prefix}{part}_proj"], *wide) for part in ("gate", "up"))

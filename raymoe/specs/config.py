@@ -1,8 +1,10 @@
 """Read a `config.json`: check and type its fields, and derive the layers of a model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from functools import cache
+from math import exp
+from typing import Literal, TypeVar
 
 from raymoe.errors import ConfigError, UnsupportedModelError
 from raymoe.specs.class_defaults import ClassDefaults
@@ -12,6 +14,7 @@ from raymoe.specs.families.rules import (
     IGNORED,
     READ_APART,
     ROPE_FIELDS,
+    ClampRule,
     Family,
     MoeRule,
     RouterRule,
@@ -26,10 +29,14 @@ from raymoe.specs.layers import (
     LatentAttentionSpec,
     LayerSpec,
     MoeSpec,
+    OutputGate,
     RouterSpec,
     SharedSpec,
 )
 from raymoe.specs.rope import RopeSpec
+
+ParseRope = Callable[[str], RopeSpec]  # by the name of a type of layers
+_T = TypeVar("_T")
 
 
 class ConfigFields:
@@ -38,14 +45,14 @@ class ConfigFields:
     def __init__(
         self, config: Mapping[str, object], family: Family, defaults: ClassDefaults
     ) -> None:
-        self.family, self._config, self._defaults = family, config, defaults
+        self.family, self.config, self._defaults = family, config, defaults
         self._used = used_fields(family)
         self.layer_types = config.get("layer_types")
 
     def get(self, name: str) -> object:
         if name not in self._used:
             return None
-        return self._config[name] if name in self._config else self._default(name)
+        return self.config[name] if name in self.config else self._default(name)
 
     def _default(self, name: str) -> object:
         if name in self.family.defaults:
@@ -112,6 +119,17 @@ class ConfigFields:
         if isinstance(value, list | tuple) and all(type(item) is int for item in value):
             return frozenset(value)
         raise ConfigError(f"config.json: {name} is {value!r}; expected a list of integers")
+
+    def by_layer(self, name: str) -> Sequence[object] | None:
+        """A list with an entry for each layer; None if null."""
+        value, num_layers = self.get(name), self.positive("num_hidden_layers")
+        if value is None:
+            return None
+        if not isinstance(value, list | tuple) or len(value) != num_layers:
+            raise ConfigError(
+                f"config.json: {name} is {value!r:.100}; expected a list of {num_layers} entries"
+            )
+        return value
 
     def token_ids(self, name: str) -> tuple[int, ...]:
         value = self.get(name)
@@ -254,7 +272,9 @@ DENSE, SPARSE = "dense", "sparse"
 
 def layer_windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
     """Sliding window per layer; raises UnsupportedModelError if `layer_types` contradicts."""
-    window, slides = _window(fields), _sliding_layers(fields, num_layers)
+    window = _window(fields)
+    has_own = fields.family.has_layer_types and fields.layer_types is not None
+    slides = [] if has_own else _sliding_layers(fields, num_layers)
     if fields.layer_types is not None:
         slides = _named_layers(fields, num_layers, slides if window else [False] * num_layers)
         if any(slides) and window is None:
@@ -262,6 +282,13 @@ def layer_windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, ..
                 "layer_types has sliding_attention layers, but the sliding window is off"
             )
     return tuple(window if is_sliding else None for is_sliding in slides)
+
+
+def is_limited(fields: ConfigFields) -> bool:
+    """Whether some layer's attention is exact only up to the family's context limit."""
+    name = fields.family.limited_layer_type
+    kinds = fields.layer_types
+    return name is None or (isinstance(kinds, list | tuple) and name in kinds)
 
 
 def sparse_layers(fields: ConfigFields, rule: SparseLayers, num_layers: int) -> list[bool]:
@@ -274,25 +301,39 @@ def _window(fields: ConfigFields) -> int | None:
         return None
     if family.is_window_switched and not fields.boolean("use_sliding_window"):
         return None
-    if family.windowed_layers == "even":
+    if family.windowed_layers in {"even", "all_but_nth"}:
         return fields.positive("sliding_window")  # transformers fails without it
     return fields.positive_or_none("sliding_window")
 
 
 def _sliding_layers(fields: ConfigFields, num_layers: int) -> list[bool]:
     rule = fields.family.windowed_layers
-    if rule in {"none", "all"}:
+    if rule in {"none", "all", "named"}:
         return [rule == "all"] * num_layers
     if rule == "even":
         return [i % 2 == 0 for i in range(num_layers)]
+    if rule == "all_but_nth":
+        step = fields.family.window_step
+        step = fields.positive(step) if isinstance(step, str) else step
+        prefix = fields.family.dense_window_step
+        if prefix is None:
+            slides = _all_but_nth(step, num_layers)
+            return [False, *slides[1:]] if fields.family.starts_with_full_layer else slides
+        leading = min(fields.natural("first_k_dense_replace"), num_layers)
+        before = _all_but_nth(fields.positive(prefix), leading)
+        return before + _all_but_nth(step, num_layers - leading)
     border = fields.natural("max_window_layers")
     if rule == "from_max":
         return [i >= border for i in range(num_layers)]
     return [i % 2 == 0 and i < border for i in range(num_layers)]
 
 
+def _all_but_nth(step: int, num_layers: int) -> list[bool]:
+    return [(i + 1) % step != 0 for i in range(num_layers)]
+
+
 def _named_layers(fields: ConfigFields, num_layers: int, slides: list[bool]) -> list[bool]:
-    kinds = (fields.family.full_layer_type, SLIDING)
+    kinds = (*fields.family.full_layer_types, SLIDING)
     named = _kinds(fields.layer_types, "layer_types", kinds, num_layers)
     if not fields.family.has_layer_types and named != slides:
         raise UnsupportedModelError(
@@ -302,7 +343,8 @@ def _named_layers(fields: ConfigFields, num_layers: int, slides: list[bool]) -> 
     return named
 
 
-def _kinds(value: object, name: str, kinds: tuple[str, str], num_layers: int) -> list[bool]:
+def _kinds(value: object, name: str, kinds: tuple[str, ...], num_layers: int) -> list[bool]:
+    """Whether each layer is of the last of these kinds."""
     if (
         not isinstance(value, list | tuple)
         or len(value) != num_layers
@@ -312,7 +354,7 @@ def _kinds(value: object, name: str, kinds: tuple[str, str], num_layers: int) ->
             f"{name} = {value!r} is not supported; "
             f"supported: one of {', '.join(kinds)} for each of {num_layers} layers"
         )
-    return [kind == kinds[1] for kind in value]
+    return [kind == kinds[-1] for kind in value]
 
 
 def _stepped(fields: ConfigFields, num_layers: int) -> list[bool]:
@@ -374,11 +416,11 @@ LATENT_NORM_EPS = 1e-6
 
 
 def parse_layers(
-    fields: ConfigFields, attention: AttentionSpec | LatentAttentionSpec, rope: RopeSpec
+    fields: ConfigFields, attention: AttentionSpec | LatentAttentionSpec, parse_rope: ParseRope
 ) -> tuple[LayerSpec, ...]:
     num_layers = fields.positive("num_hidden_layers", maximum=MAX_LAYERS)
     windows = layer_windows(fields, num_layers)
-    variants = {window: _with_window(attention, window) for window in set(windows)}
+    heads, ropes = _heads_by_layer(fields, num_layers), _Ropes(fields, parse_rope)
     moe, rule = _moe(fields), fields.family.moe
     sparse = [False] * num_layers
     if moe is not None and rule is not None:
@@ -390,21 +432,25 @@ def parse_layers(
                 f"at most {MAX_EXPERTS_OF_ALL_LAYERS} are supported"
             )
     dense = None if all(sparse) else _dense(fields)
-    return tuple(
-        LayerSpec(
-            attention=variants[window],
-            ffn=_network(moe if is_sparse else dense),
-            rope=rope,
-            norms=fields.family.norms,
-            has_norm_bias=fields.family.has_norm_bias,
+    layers = []
+    for i, (window, is_sparse, num_heads) in enumerate(zip(windows, sparse, heads, strict=True)):
+        rope = ropes.of(window, is_sparse=is_sparse)
+        own = (
+            _with_rope(attention, window, rope)
+            if isinstance(attention, LatentAttentionSpec)
+            else _in_layer(fields, attention, window, num_heads)
         )
-        for window, is_sparse in zip(windows, sparse, strict=True)
-    )
-
-
-def _network(ffn: MoeSpec | DenseSpec | None) -> MoeSpec | DenseSpec:
-    assert ffn is not None, "read where a layer has it"
-    return ffn
+        layers.append(
+            LayerSpec(
+                attention=own,
+                ffn=_clamped(fields, moe if is_sparse else dense, i),
+                rope=rope,
+                norms=fields.family.norms,
+                is_parallel=fields.family.is_parallel,
+                has_norm_bias=fields.family.has_norm_bias,
+            )
+        )
+    return tuple(layers)
 
 
 def parse_attention(fields: ConfigFields) -> AttentionSpec:
@@ -413,15 +459,15 @@ def parse_attention(fields: ConfigFields) -> AttentionSpec:
     num_kv_heads = fields.positive_or_none("num_key_value_heads") or num_heads
     hidden_size = fields.positive("hidden_size")
     head_dim = fields.positive_or_none("head_dim") or hidden_size // num_heads
-    if num_heads % num_kv_heads:
-        raise ConfigError(
-            f"num_attention_heads is {num_heads}, not a multiple of num_key_value_heads "
-            f"({num_kv_heads})"
-        )
-    if head_dim % HEAD_DIM_MULTIPLE or head_dim < HEAD_DIM_MULTIPLE:
-        raise UnsupportedModelError(
-            f"head_dim is {head_dim}; supported: multiples of {HEAD_DIM_MULTIPLE}"
-        )
+    value_head_dim = None
+    if family.value_head_dim is not None:
+        value_head_dim = fields.positive(family.value_head_dim)
+    _check_heads(num_heads, num_kv_heads)
+    for name, dim in (("head_dim", head_dim), (family.value_head_dim, value_head_dim)):
+        if dim is not None and (dim % HEAD_DIM_MULTIPLE or dim < HEAD_DIM_MULTIPLE):
+            raise UnsupportedModelError(
+                f"{name} is {dim}; supported: multiples of {HEAD_DIM_MULTIPLE}"
+            )
     if family.needs_full_width and num_heads * head_dim != hidden_size:
         raise UnsupportedModelError(
             f"head_dim {head_dim} x {num_heads} heads is not hidden_size {hidden_size}: "
@@ -438,8 +484,42 @@ def parse_attention(fields: ConfigFields) -> AttentionSpec:
         qk_norm=family.qk_norm if has_norm else "none",
         is_norm_after_rope=family.is_norm_after_rope,
         clip_qkv=fields.number_or_none(family.clip),
-        has_sinks=family.has_sinks,
+        has_sinks=family.sinks == "all",
+        value_head_dim=value_head_dim,
+        value_scale=fields.number_or_none(family.value_scale) or 1.0,
+        gate=_gate(fields),
     )
+
+
+def _check_heads(num_heads: int, num_kv_heads: int) -> None:
+    if num_heads % num_kv_heads:
+        raise ConfigError(
+            f"num_attention_heads is {num_heads}, not a multiple of num_key_value_heads "
+            f"({num_kv_heads})"
+        )
+
+
+GATES: Mapping[object, bool] = {True: True, "per-head": True, "per-element": False}
+
+
+def _gate(fields: ConfigFields) -> OutputGate | None:
+    activation, name = fields.family.gate, fields.family.gate_granularity
+    if activation is None:
+        return None
+    value = "per-element" if name is None else fields.get(name)
+    if not isinstance(value, str | bool) or value not in GATES:
+        raise UnsupportedModelError(
+            f"{name} = {value!r} is not supported; supported: {', '.join(map(repr, GATES))}"
+        )
+    return OutputGate(activation=activation, is_per_head=GATES[value])
+
+
+def _heads_by_layer(fields: ConfigFields, num_layers: int) -> list[int]:
+    name, num_heads = fields.family.heads_by_layer, fields.positive("num_attention_heads")
+    counts = None if name is None else fields.by_layer(name)
+    if counts is None:
+        return [num_heads] * num_layers
+    return [_integer(f"an entry of {name}", count, minimum=1) for count in counts]
 
 
 def parse_latent_attention(fields: ConfigFields) -> LatentAttentionSpec:
@@ -469,18 +549,52 @@ def parse_latent_attention(fields: ConfigFields) -> LatentAttentionSpec:
     )
 
 
-def _with_window(
-    attention: AttentionSpec | LatentAttentionSpec, window: int | None
-) -> AttentionSpec | LatentAttentionSpec:
-    if isinstance(attention, LatentAttentionSpec):
-        assert window is None, "no family with latent attention has windows"
-        return attention
-    return replace(attention, sliding_window=window)
+def _with_rope(
+    attention: LatentAttentionSpec, window: int | None, rope: RopeSpec | None
+) -> LatentAttentionSpec:
+    assert window is None, "no family with latent attention has windows"
+    factor = 1.0 if rope is None else rope.scale_factor
+    return replace(attention, scale=attention.scale * factor)
+
+
+def _in_layer(
+    fields: ConfigFields, attention: AttentionSpec, window: int | None, num_heads: int
+) -> AttentionSpec:
+    num_kv_heads = attention.num_kv_heads
+    if window is not None:
+        num_kv_heads *= fields.family.windowed_kv_factor
+    _check_heads(num_heads, num_kv_heads)
+    return replace(
+        attention,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        sliding_window=window,
+        has_sinks=attention.has_sinks or (window is not None and fields.family.sinks == "windowed"),
+    )
+
+
+class _Ropes:
+    def __init__(self, fields: ConfigFields, parse: ParseRope) -> None:
+        self._fields, self._rule = fields, fields.family.rope
+        self._of_type = cache(parse)
+
+    def of(self, window: int | None, *, is_sparse: bool) -> RopeSpec | None:
+        if window is not None:
+            return self._of_type(SLIDING)
+        if self._rule.rotates_full_layers or (not is_sparse and self._rotates_dense_layers):
+            return self._of_type(self._fields.family.full_layer_types[0])
+        return None
+
+    @property
+    def _rotates_dense_layers(self) -> bool:
+        name = self._rule.rotates_dense_layers
+        return name is not None and self._fields.get(name) == 1
 
 
 def _dense(fields: ConfigFields) -> DenseSpec:
     return DenseSpec(
-        hidden=fields.positive("intermediate_size"),
+        hidden=fields.positive_or_none(fields.family.dense_hidden)
+        or fields.positive("intermediate_size"),
         activation=_activation(fields),
         has_bias=fields.switch(fields.family.mlp_bias),
     )
@@ -494,7 +608,9 @@ def _moe(fields: ConfigFields) -> MoeSpec | None:
     if num_experts == 0:
         return None
     top_k = fields.uniform(rule.top_k)
-    router = _router(fields, rule.router, num_experts)
+    router, shared = _router(fields, rule.router, num_experts), _shared(fields, rule)
+    if shared is not None:
+        router = replace(router, scale=router.scale * shared.scale)
     choice = num_experts // router.num_groups * router.top_groups
     if top_k > choice:
         raise ConfigError(f"{rule.top_k} is {top_k}, but there are {choice} experts to choose from")
@@ -505,15 +621,19 @@ def _moe(fields: ConfigFields) -> MoeSpec | None:
         activation=_activation(fields),
         router=router,
         has_bias=rule.has_bias,
-        clamp=_clamp(fields, rule),
-        shared=_shared(fields, rule),
+        shared=shared,
     )
 
 
 def _router(fields: ConfigFields, rule: RouterRule, num_experts: int) -> RouterSpec:
+    scoring = rule.scoring
+    if rule.scoring_field is not None:
+        scoring = _choice(fields, rule.scoring_field, {"softmax": "softmax", "sigmoid": "sigmoid"})
+    is_of_chosen = rule.scoring_field is not None and scoring == "softmax"
     router = RouterSpec(
-        scoring=rule.scoring,
-        renormalize=fields.switch(rule.renormalize),
+        scoring=scoring,
+        logit_softcap=_softcap(fields, rule.logit_softcap),
+        renormalize=is_of_chosen or fields.switch(rule.renormalize),
         min_weight_sum=fields.number_or(rule.min_weight_sum),
         scale=fields.number_or(rule.scale),
         has_bias=rule.has_bias,
@@ -534,6 +654,21 @@ def _router(fields: ConfigFields, rule: RouterRule, num_experts: int) -> RouterS
     return replace(
         router, num_groups=num_groups, top_groups=top_groups, group_score=rule.group_score
     )
+
+
+def _choice(fields: ConfigFields, name: str, choices: Mapping[str, _T]) -> _T:
+    value = fields.get(name)
+    if not isinstance(value, str) or value not in choices:
+        raise UnsupportedModelError(
+            f"{name} = {value!r} is not supported; supported: {', '.join(choices)}"
+        )
+    return choices[value]
+
+
+def _softcap(fields: ConfigFields, name: str | None) -> float | None:
+    if name is None or not fields.get(name):
+        return None
+    return fields.number(name)
 
 
 def _has_groups(fields: ConfigFields, rule: RouterRule) -> bool:
@@ -558,20 +693,55 @@ def _shared(fields: ConfigFields, rule: MoeRule) -> SharedSpec | None:
     return SharedSpec(
         hidden=hidden,
         is_gated=rule.shared.is_gated,
+        scale=1.0
+        if rule.shared.combination is None
+        else _choice(fields, rule.shared.combination, {"sum": 1.0, "average": 0.5}),
         has_bias=fields.switch(fields.family.mlp_bias),
     )
 
 
-def _clamp(fields: ConfigFields, rule: MoeRule) -> ClampSpec | None:
-    if rule.clamp is None:
+def _clamped(fields: ConfigFields, ffn: DenseSpec | MoeSpec | None, i: int) -> DenseSpec | MoeSpec:
+    """The network of layer `i` with its limits."""
+    assert ffn is not None, "read where a layer has it"
+    common = _clamp(fields, fields.family.clamp, i)
+    if isinstance(ffn, DenseSpec):
+        return replace(ffn, clamp=common)
+    shared = None if ffn.shared is None else replace(ffn.shared, clamp=common)
+    rule = fields.family.moe
+    assert rule is not None, "it has experts"
+    return replace(ffn, clamp=_clamp(fields, rule.clamp, i), shared=shared)
+
+
+def _clamp(fields: ConfigFields, rule: ClampRule | None, i: int) -> ClampSpec | None:
+    if rule is None:
         return None
     if _activation(fields) != "silu":
         raise UnsupportedModelError(
             f"hidden_act = {fields.get('hidden_act')!r} is not supported for clamped experts; "
             "supported: silu"
         )
-    gain, limit = rule.clamp
-    return ClampSpec(gain=fields.number(gain), limit=fields.number(limit))
+    gain = fields.number_or(rule.gain)
+    if not rule.is_after_activation:
+        limit = fields.number(rule.limit)
+        return ClampSpec(gain=gain, limit=limit, gate_limit=limit, offset=rule.offset)
+    listed = fields.by_layer(rule.limit)
+    value = None if listed is None else listed[i]
+    if not value:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MAX_NUMBER:
+        raise ConfigError(
+            f"config.json: {rule.limit}[{i}] is {value!r}; expected a positive number or null"
+        )
+    gate_limit = _inverse_silu(float(value))
+    return ClampSpec(gain=gain, limit=float(value), gate_limit=gate_limit, offset=rule.offset)
+
+
+def _inverse_silu(result: float) -> float:
+    """The positive argument of this result: a fixed point of x = result * (1 + exp(-x))."""
+    x = result
+    for _ in range(200):
+        x = (x + result * (1.0 + exp(-x))) / 2
+    return x
 
 
 def _activation(fields: ConfigFields) -> str:

@@ -244,6 +244,7 @@ class RouterSpec:
     """
 
     scoring: Scoring = "softmax"
+    logit_softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
     renormalize: bool = True  # whether the chosen weights are scaled to sum to 1
     min_weight_sum: float = 0.0  # lower bound of the divisor when renormalising
     scale: float = 1.0  # final factor of the weights
@@ -261,12 +262,15 @@ class RouterSpec:
 class ClampSpec:
     """A gated product with limits, in place of `activation(gate) * up`.
 
-    `gate` is clamped from above at `limit`, `up` to +-`limit`; the product is (up + 1) * gate *
-    sigmoid(gain * gate). Source: OpenAI, gpt-oss-120b & gpt-oss-20b model card (2025), section 2.2.
+    `gate` is clamped from above at `gate_limit`, `up` to +-`limit`; the product is (up + offset) *
+    gate * sigmoid(gain * gate). Source: OpenAI, gpt-oss-120b & gpt-oss-20b model card (2025),
+    section 2.2.
     """
 
     gain: float
     limit: float
+    gate_limit: float
+    offset: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,6 +278,7 @@ class DenseSpec:
     hidden: int
     activation: str
     has_bias: bool = False
+    clamp: ClampSpec | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,9 +291,16 @@ class SharedSpec:
     hidden: int
     is_gated: bool
     has_bias: bool = False
+    scale: float = 1.0  # factor of its output
+    clamp: ClampSpec | None = None
 
     def network(self, activation: str) -> DenseSpec:
-        return DenseSpec(hidden=self.hidden, activation=activation, has_bias=self.has_bias)
+        return DenseSpec(
+            hidden=self.hidden,
+            activation=activation,
+            has_bias=self.has_bias,
+            clamp=self.clamp,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,4 +338,6 @@ class LayerSpec:
     ffn: DenseSpec | MoeSpec
     rope: RopeSpec | None  # None: attention does not depend on positions
     norms: NormLayout = NormLayout()
+    # Whether the feed-forward network reads the norm that attention reads.
+    is_parallel: bool = False
     has_norm_bias: bool = False

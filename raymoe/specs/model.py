@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Self
@@ -15,6 +16,7 @@ from raymoe.specs.config import (
     check_fields,
     find_family,
     head_of,
+    is_limited,
     labels_of,
     parse_attention,
     parse_latent_attention,
@@ -231,22 +233,27 @@ class ModelSpec:
         check_fields(config, model_type, family)
         fields = ConfigFields(config, family, defaults)
         attention = parse_latent_attention(fields) if family.is_latent else parse_attention(fields)
-        rope = _rope(config, fields, attention, defaults)
-        if isinstance(attention, LatentAttentionSpec):
-            attention = replace(attention, scale=attention.scale * rope.scale_factor)
-        limit = rope.max_model_len
-        if family.context_limit is not None:
-            limit = min(limit, fields.positive(family.context_limit))
+        max_positions = fields.positive("max_position_embeddings")
+        layers = parse_layers(fields, attention, partial(_rope, fields, attention, defaults))
+        ropes = {layer.rope for layer in layers if layer.rope is not None}
+        limit = max((rope.max_model_len for rope in ropes), default=max_positions)
+        if family.context_limit and is_limited(fields):
+            limit = min(limit, prod(map(fields.positive, family.context_limit)))
         embedding, residual, logits = map(fields.number_or, family.multipliers)
+        if fields.switch(family.scales_embedding):
+            embedding *= fields.positive("hidden_size") ** 0.5
+        if family.logit_scale is not None:
+            logits = 1.0 / fields.number(family.logit_scale)
+        rms_norm_eps = fields.number_or_none(family.rms_norm_eps)
         head = head_of(config)
         spec = cls(
             model_type=model_type,
             name=name or str(config.get("_name_or_path") or model_type),
             hidden_size=fields.positive("hidden_size"),
             vocab_size=fields.positive("vocab_size"),
-            layers=parse_layers(fields, attention, rope),
-            norm=family.norm,
-            norm_eps=fields.number_or(family.norm_eps),
+            layers=layers,
+            norm=family.norm if rms_norm_eps is None else "rms",
+            norm_eps=rms_norm_eps or fields.number_or(family.norm_eps),
             tie_word_embeddings=fields.boolean("tie_word_embeddings"),
             max_model_len=limit,
             dtype=_dtype(config),
@@ -276,15 +283,18 @@ class ModelSpec:
 
 
 def _rope(
-    config: Mapping[str, object],
     fields: ConfigFields,
     attention: AttentionSpec | LatentAttentionSpec,
     defaults: ClassDefaults,
+    layer_type: str,
 ) -> RopeSpec:
     rule, head_dim = fields.family.rope, attention.rotated_head_dim
     if rule.is_part_of_head and isinstance(attention, LatentAttentionSpec):
         rule = replace(rule, is_partial=True, partial_factor=head_dim / attention.query_head_dim)
         head_dim = attention.query_head_dim
+    config = {
+        name: value for name, value in fields.config.items() if name not in fields.family.ignored
+    }
     original = defaults.values.get("original_max_position_embeddings")
     rope = parse_rope(
         {"original_max_position_embeddings": original, **config} if original else config,
@@ -292,6 +302,7 @@ def _rope(
         max_position_embeddings=fields.positive("max_position_embeddings"),
         rule=rule,
         default_theta=defaults.theta,
+        layer_type=layer_type,
     )
     if rule.is_part_of_head and rope.rotary_dim != attention.rotated_head_dim:
         raise UnsupportedModelError(

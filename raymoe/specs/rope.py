@@ -12,6 +12,11 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeRule:
+    # Whether each type of layer (`layer_types`) has rope parameters of its own.
+    is_by_layer_type: bool = False
+    rotates_full_layers: bool = True  # whether layers without a window are rotated
+    # Field that says, by being 1, that dense layers are rotated nevertheless.
+    rotates_dense_layers: str | None = None
     is_partial: bool = False  # whether the configuration may rotate only a part of a head
     partial_factor: float = 1.0
     is_interleaved: bool = False  # as in `RopeSpec`; the field `rope_interleave` takes precedence
@@ -137,20 +142,24 @@ def parse_rope(
     max_position_embeddings: int,
     rule: RopeRule,
     default_theta: object = 10_000.0,
+    layer_type: str = "full_attention",
 ) -> RopeSpec:
     """Read the rope fields of a configuration, as transformers 4 or 5 writes them.
 
-    `head_dim` is the part of a head that may be rotated. Raises UnsupportedModelError if the
+    `head_dim` is the part of a head that may be rotated, `layer_type` matters to families with
+    parameters for each. Raises UnsupportedModelError if the
     scaling or one of its fields is unknown, or a value is invalid.
     """
-    fields = _merge(config, head_dim, rule)
+    fields = _merge(config, head_dim, rule, layer_type)
     kind = _kind(fields, rule)
     if kind == "dynamic" and rule.has_alpha and fields.get("alpha") is not None:
         kind = NTK_ALPHA
     if rule.has_mscale and kind != "default":
         kind = MSCALE
     _check_fields(fields, kind, max_position_embeddings, rule)
-    partial = _number(fields, "partial_rotary_factor", rule.partial_factor)
+    # Where layer types have their own parameters, only the default rope has the family's factor.
+    has_factor = kind == "default" or not rule.is_by_layer_type
+    partial = _number(fields, "partial_rotary_factor", rule.partial_factor if has_factor else 1.0)
     if partial != 1.0 and not rule.is_partial:
         raise UnsupportedModelError(
             f"partial_rotary_factor = {partial} is not supported for this model_type: transformers "
@@ -198,12 +207,19 @@ def _check_fields(
         )
 
 
-def _merge(config: Mapping[str, object], head_dim: int, rule: RopeRule) -> dict[str, object]:
+def _merge(
+    config: Mapping[str, object], head_dim: int, rule: RopeRule, layer_type: str
+) -> dict[str, object]:
     parameters = config.get("rope_scaling") or config.get("rope_parameters")
     if parameters is None:
         parameters = rule.parameters
+    if rule.is_by_layer_type and isinstance(parameters, Mapping):
+        parameters = parameters.get(layer_type)
     if not isinstance(parameters, Mapping):
-        raise UnsupportedModelError(f"rope parameters are {parameters!r}; expected an object")
+        where = f" of {layer_type}" if rule.is_by_layer_type else ""
+        raise UnsupportedModelError(
+            f"rope parameters{where} are {parameters!r}; expected an object"
+        )
     fields = dict(parameters)
     for name, value in fields.items():
         if isinstance(value, Mapping):

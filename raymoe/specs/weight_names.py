@@ -13,7 +13,10 @@ from functools import lru_cache
 from raymoe.errors import CheckpointError, UnsupportedModelError
 from raymoe.specs.families.wrappers import MEDIA_TENSORS, WRAPPERS
 from raymoe.specs.layer_weights import (
+    ATTENTION_RESULT_NORM,
     EXPERTS,
+    FFN_NORM,
+    FFN_RESULT_NORM,
     HEAD,
     HEAD_BIAS,
     LABEL_HEAD,
@@ -162,6 +165,56 @@ _TRANSPOSED = Naming(
 _INDEXED = replace(_SEVERAL_SHARED, unread=(".self_attn.indexer.",))
 
 NAMINGS: Mapping[str, tuple[Naming, ...]] = {
+    "mimo_v2_flash": (Naming(renamed={"self_attn.sinks": "self_attn.attention_sink_bias"}),),
+    "minimax_m3_vl_text": (
+        Naming(
+            renamed={
+                **_MIXTRAL_EXPERTS,
+                "mlp.gate.e_score_correction_bias": "block_sparse_moe.e_score_correction_bias",
+                "mlp.gate.": "block_sparse_moe.gate.",
+                "mlp.shared_expert.": "block_sparse_moe.shared_experts.",
+            },
+            unread=(".self_attn.index_", ".self_attn.indexer."),
+        ),
+        replace(
+            _SEVERAL_SHARED,
+            fused=(
+                *_IN_ONE.fused,
+                *(
+                    Fused(
+                        name=f"mlp.{stored}gate_up_proj.weight",
+                        weights=tuple(f"mlp.{ours}{part}_proj.weight" for part in ("gate", "up")),
+                    )
+                    for ours, stored in (("", ""), ("shared_expert.", "shared_experts."))
+                ),
+            ),
+        ),
+    ),
+    "afmoe": (
+        Naming(
+            renamed={
+                "mlp.gate.e_score_correction_bias": "mlp.expert_bias",
+                "mlp.gate.": "mlp.router.gate.",
+                "mlp.shared_expert.": "mlp.shared_experts.",
+                "self_attn.g_proj.": "self_attn.gate_proj.",
+                FFN_NORM: "pre_mlp_layernorm",
+                ATTENTION_RESULT_NORM: "post_attention_layernorm",
+                FFN_RESULT_NORM: "post_mlp_layernorm",
+            }
+        ),
+    ),
+    "exaone_moe": (
+        Naming(
+            renamed={
+                "mlp.gate.e_score_correction_bias": "mlp.e_score_correction_bias",
+                "mlp.shared_expert.": "mlp.shared_experts.",
+            }
+        ),
+    ),
+    "laguna": (
+        Naming(renamed={"mlp.gate.e_score_correction_bias": "mlp.experts.e_score_correction_bias"}),
+    ),
+    "cohere2_moe": (_SEVERAL_SHARED,),
     "mixtral": (_MIXTRAL,),
     "flex_olmo": (Naming(renamed=RESULT_NORMS),),
     "minimax_m2": (
@@ -271,7 +324,7 @@ NAMINGS: Mapping[str, tuple[Naming, ...]] = {
 _EXPERT_NUMBER = re.compile(rf"(?<=^{re.escape(EXPERTS)})\d+(?=\.)")
 _LAYER = re.compile(r"(?:\w+\.)*layers\.(\d+)\.")
 # Tensors that predict a second token: layers that hold such a matrix (DeepSeek-V3, GLM), or modules
-# whose names begin like this (ERNIE).
+# whose names begin like this (ERNIE, MiMo, EXAONE).
 _PREDICTOR_MARK = "eh_proj.weight"
 _PREDICTORS = ("model.mtp_", "mtp.", "model.mtp.")
 

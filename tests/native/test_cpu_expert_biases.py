@@ -10,7 +10,7 @@ from raymoe.errors import ConfigError
 from raymoe.kernels.cpu_experts import Biases, Clamp, PackedExperts, PlainExperts, gated_product
 from tests.native.test_cpu_experts import SHAPES, Case, allocate, assert_close_as_torch, make_case
 
-CLAMP = Clamp(gain=1.702, limit=0.8)  # cuts a third of the gates
+CLAMP = Clamp(gain=1.702, limit=0.8, gate_limit=0.7, offset=0.5)  # cuts a third of the gates
 Shape = tuple[int, int, int, int, int]
 
 
@@ -91,7 +91,7 @@ def test_plain_experts_compute_as_gpt_oss_does() -> None:
         theirs.down_proj.transpose(1, 2),
         activation="silu",
         biases=biases,
-        clamp=Clamp(theirs.alpha, theirs.limit),
+        clamp=Clamp(theirs.alpha, theirs.limit, theirs.limit),
     )
     want = theirs(hidden, top.indices, top.values)
     torch.testing.assert_close(ours(hidden, top.indices.int(), top.values), want)

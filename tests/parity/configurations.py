@@ -11,6 +11,7 @@ from typing import Any
 import transformers
 
 from tests.parity.dense_families import DENSE_FAMILIES
+from tests.parity.hybrid_families import HYBRID_FAMILIES
 from tests.parity.latent_families import LATENT_FAMILIES
 from tests.parity.norm_families import NORM_FAMILIES
 from tests.parity.odd_families import ODD_FAMILIES
@@ -40,6 +41,12 @@ FAMILY_CONFIGS = {
     "glm4_moe_lite": "Glm4MoeLiteConfig",
     "deepseek_v32": "DeepseekV32Config",
     "glm_moe_dsa": "GlmMoeDsaConfig",
+    "mimo_v2_flash": "MiMoV2FlashConfig",
+    "exaone_moe": "ExaoneMoeConfig",
+    "minimax_m3_vl_text": "MiniMaxM3VLTextConfig",
+    "afmoe": "AfmoeConfig",
+    "laguna": "LagunaConfig",
+    "cohere2_moe": "Cohere2MoeConfig",
     "flex_olmo": "FlexOlmoConfig",
     "qwen2": "Qwen2Config",
     "phi3": "Phi3Config",
@@ -66,6 +73,7 @@ TEXT_CONFIGS = {
 def model_class(config: transformers.PreTrainedConfig) -> type[transformers.PreTrainedModel]:
     """The class that generates text; not every one is known to `AutoModelForCausalLM`."""
     stem = type(config).__name__.removesuffix("Config")
+    stem = stem.removesuffix("Text")
     names = (stem + kind for kind in ("ForCausalLM", "ForConditionalGeneration"))
     return next(getattr(transformers, name) for name in names if hasattr(transformers, name))
 
@@ -93,6 +101,7 @@ _FAMILIES = {
     **SOFTMAX_FAMILIES,
     **SIGMOID_FAMILIES,
     **ODD_FAMILIES,
+    **HYBRID_FAMILIES,
     **LATENT_FAMILIES,
     **NORM_FAMILIES,
     **DENSE_FAMILIES,

@@ -1,5 +1,6 @@
 """What transformers generates by a random model, without the rows in which rounding decides."""
 
+import copy
 import json
 import re
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import save_file
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from raymoe.specs.model import ModelSpec, MoeSpec
 from tests.parity.configurations import FAMILY_CONFIGS, Configuration, model_class
@@ -21,10 +22,14 @@ NUM_PROMPTS = 24
 PROMPT_LENGTHS = (1, 33, 9, 70, 32, 47)
 
 
+def make_config(configuration: Configuration) -> PreTrainedConfig:
+    config_class = getattr(transformers, FAMILY_CONFIGS[configuration.family])
+    return config_class(**copy.deepcopy(configuration.fields), attn_implementation="eager")
+
+
 def make_model(configuration: Configuration) -> PreTrainedModel:
     """The random model in transformers: float32, eager attention, biases and norms random too."""
-    config_class = getattr(transformers, FAMILY_CONFIGS[configuration.family])
-    config = config_class(**configuration.fields, attn_implementation="eager")
+    config = make_config(configuration)
     with torch.random.fork_rng():
         torch.manual_seed(configuration.seed)
         model = model_class(config)._from_config(
@@ -140,7 +145,11 @@ class Gaps:
         head = self._model.lm_head
         self._handles.append(head.register_forward_hook(self._after_head))
         for module in self._model.modules():
-            if type(module).__name__.lower().endswith(("topkrouter", "dbrxrouter", "moev1gate")):
+            if (
+                type(module)
+                .__name__.lower()
+                .endswith(("topkrouter", "dbrxrouter", "moev1gate", "tokenchoicerouter"))
+            ):
                 self._handles.append(module.register_forward_hook(self._after_router))
         return self
 
@@ -237,5 +246,7 @@ def _generate(
 def _forget_longer_rows(model: PreTrainedModel) -> None:
     """Dynamic rope keeps the base of the longest row so far; a row alone starts from the first."""
     rotary = getattr(model.base_model, "language_model", model.base_model).rotary_emb
-    rotary.inv_freq = rotary.original_inv_freq.clone()
+    for name, first in list(rotary.named_buffers()):
+        if name.endswith("original_inv_freq"):  # of all layers, or of a type of them
+            setattr(rotary, name.replace("original_", ""), first.clone())
     rotary.max_seq_len_cached = rotary.original_max_seq_len

@@ -26,7 +26,7 @@ struct ExpertWeights {
 };
 
 /// How gate and up are multiplied: (clamp(up, -limit, limit) + offset) * g * sigmoid(gain * g * (1 +
-/// cubic * g^2)) with g = min(gate, limit). Without limits this is silu(gate) * up, or, with gain =
+/// cubic * g^2)) with g = min(gate, gate_limit). Without limits this is silu(gate) * up, or, with gain =
 /// 2 sqrt(2 / pi) and cubic = 0.044715, the tanh form of gelu(gate) * up, because (1 + tanh(x)) / 2
 /// is sigmoid(2 x).
 struct Gating {
@@ -34,6 +34,7 @@ struct Gating {
   float cubic = 0.0f;
   float limit = __builtin_inff();
   float offset = 0.0f;
+  float gate_limit = __builtin_inff();
 };
 
 /// out = sum over k of topk_weights[k] * down(gating(gate(x), up(x))) of expert topk_ids[k].

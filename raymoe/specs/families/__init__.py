@@ -3,13 +3,19 @@
 from collections.abc import Mapping
 
 from raymoe.specs.families.grouped import DENSE_FAMILIES, MOE_FAMILIES
+from raymoe.specs.families.hybrid import HYBRID_FAMILIES
 from raymoe.specs.families.latent import LATENT_FAMILIES
 from raymoe.specs.families.rules import Family
 from raymoe.specs.families.wrappers import WRAPPERS, TextPart, text_part
 
 __all__ = ["FAMILIES", "MODEL_TYPE_ALIASES", "WRAPPERS", "TextPart", "text_part"]
 
-FAMILIES: Mapping[str, Family] = {**DENSE_FAMILIES, **MOE_FAMILIES, **LATENT_FAMILIES}
+FAMILIES: Mapping[str, Family] = {
+    **DENSE_FAMILIES,
+    **MOE_FAMILIES,
+    **HYBRID_FAMILIES,
+    **LATENT_FAMILIES,
+}
 # Kimi-K2 has its own model type and DeepSeek-V3's architecture (Moonshot's deployment guide:
 # "reuses the DeepSeekV3CausalLM architecture").
 MODEL_TYPE_ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}

@@ -9,10 +9,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, get_args
 
-from raymoe.specs.layers import GroupScore, NormKind, NormLayout, QkNorm, Scoring
+from raymoe.specs.layers import GateActivation, GroupScore, NormKind, NormLayout, QkNorm, Scoring
 from raymoe.specs.rope import RopeRule
 
-WindowedLayers = Literal["none", "all", "even", "even_below_max", "from_max"]
+WindowedLayers = Literal[
+    "none", "all", "even", "even_below_max", "from_max", "all_but_nth", "named"
+]
+SinkLayers = Literal["none", "all", "windowed"]
 SparseLayers = Literal["all", "stepped", "after_leading", "listed", "ranged"]
 
 # Training, bookkeeping and generation defaults: no effect on the forward computation.
@@ -75,6 +78,9 @@ class RouterRule:
     """The router of a family."""
 
     scoring: Scoring = "softmax"
+    # Field with "softmax" or "sigmoid"; a softmax is that of the chosen logits alone.
+    scoring_field: FieldName | None = None
+    logit_softcap: FieldName | None = None
     renormalize: bool | FieldName = True
     min_weight_sum: float | FieldName = 0.0
     scale: float | FieldName = 1.0
@@ -94,6 +100,19 @@ class SharedRule:
     hidden: FieldName
     count: FieldName | None = None
     is_gated: bool = False
+    # Field that says whether its output and that of the experts are added ("sum") or averaged.
+    combination: FieldName | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClampRule:
+    """Limits of gated products, as in `ClampSpec`."""
+
+    limit: FieldName  # a number, or a list with one for each layer; null and 0 are no limit
+    gain: float | FieldName = 1.0
+    offset: float = 1.0
+    # Whether the limit is one of the activation's result instead of its argument.
+    is_after_activation: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +126,7 @@ class MoeRule:
     shared: SharedRule | None = None
     sparse_layers: SparseLayers = "all"  # which layers have experts; the others are dense
     has_bias: bool = False  # whether the projections of the experts have biases
-    clamp: tuple[FieldName, FieldName] | None = None  # gain and limit of the clamped product
+    clamp: ClampRule | None = None  # of the experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,12 +158,16 @@ class Family:
     # Where layers have norms of the hidden state.
     norms: NormLayout = field(default_factory=NormLayout)
     norm_eps: float | FieldName = "rms_norm_eps"
+    rms_norm_eps: FieldName | None = None  # if it is set, these norms are RMS norms with it
+    is_parallel: bool = False  # as in `LayerSpec`
     has_norm_bias: bool = False  # whether these norms have biases
     is_latent: bool = False  # whether attention is latent (MLA)
-    # Field with the context length beyond which attention would be sparse, which is not
-    # implemented: longer contexts are refused.
-    context_limit: FieldName | None = None
-    full_layer_type: str = "full_attention"  # name in `layer_types` of a layer with full attention
+    # Fields whose product is the context length beyond which attention would be sparse, which is
+    # not implemented: longer contexts are refused.
+    context_limit: tuple[FieldName, ...] = ()
+    limited_layer_type: str | None = None  # name in `layer_types` of such layers; None: all
+    # Names in `layer_types` of layers with full attention.
+    full_layer_types: tuple[str, ...] = ("full_attention",)
     scale: FieldName | None = None  # factor of the attention scores
     clip: FieldName | None = None  # bound of queries, keys and values
     qk_norm: QkNorm = "none"  # norm of queries and keys: none, per head, or over the full width
@@ -156,14 +179,29 @@ class Family:
     output_bias: bool | FieldName = False  # whether the output projection has a bias
     mlp_bias: bool | FieldName = False  # whether dense and shared networks have biases
     head_bias: bool | FieldName = False  # whether the logits have a bias
-    has_sinks: bool = False
+    sinks: SinkLayers = "none"  # which layers have them
+    value_head_dim: FieldName | None = None  # dimensions of a value, if not those of a key
+    value_scale: FieldName | None = None  # factor of the values
+    gate: GateActivation | None = None  # activation of the gate of attention's output
+    gate_granularity: FieldName | None = None  # per head or per element; None: per element
+    heads_by_layer: FieldName | None = None  # list of query heads of each layer
+    windowed_kv_factor: int = 1  # KV heads of layers with a window, in multiples of those without
+    clamp: ClampRule | None = None  # of dense networks and shared experts
+    dense_hidden: FieldName = "intermediate_size"  # if not set, `intermediate_size` is
     moe: MoeRule | None = None  # the experts; None for dense families
     # Which layers have a sliding window if `layer_types` is absent.
     windowed_layers: WindowedLayers = "none"
     is_window_switched: bool = False  # whether `use_sliding_window` enables the window
+    # Step of the leading dense layers, which are counted apart.
+    dense_window_step: FieldName | None = None
+    window_step: int | FieldName = 0  # "all_but_nth": every n-th layer has full attention
+    starts_with_full_layer: bool = False  # "all_but_nth": the first layer has full attention too
     has_layer_types: bool = False
     # Factors of embeddings and residual branches, and divisor of the logits.
     multipliers: tuple[float | FieldName, ...] = (1.0, 1.0, 1.0)
+    # Whether embeddings are multiplied by the root of the hidden size.
+    scales_embedding: bool | FieldName = False
+    logit_scale: FieldName | None = None  # factor of the logits, in place of a divisor
 
 
 _OF_ALL = frozenset(
@@ -209,6 +247,8 @@ def used_fields(family: Family) -> frozenset[str]:
         used |= {"sliding_window"}
     if family.windowed_layers in {"from_max", "even_below_max"}:
         used |= {"max_window_layers"}
+    if family.rope.rotates_dense_layers is not None:
+        used |= {family.rope.rotates_dense_layers}
     if family.is_window_switched:
         used |= {"use_sliding_window"}
     if family.moe is not None:

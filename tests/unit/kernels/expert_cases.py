@@ -12,7 +12,7 @@ from raymoe.kernels.gpu_experts_layout import ExpertMatrices
 from raymoe.specs.weight_format import WeightFormat
 from tests.quantisers import quantise
 
-CLAMP = Clamp(1.702, 0.8)
+CLAMP = Clamp(1.702, 0.8, 0.6, 0.5)
 
 
 @dataclass(kw_only=True)

@@ -70,7 +70,7 @@ SHAPES: Mapping[str, ExpertShape] = {
     "Mixtral-8x7B AWQ": ExpertShape(hidden=4096, wide=14336, top_k=2, stored=Awq(group_size=128)),
     "Kimi-K2 INT4": ExpertShape(hidden=7168, wide=2048, top_k=8, stored=PackedInt4(group_size=32)),
     "gpt-oss-20b": ExpertShape(
-        hidden=2880, wide=2880, top_k=4, stored=Mxfp4(), clamp=Clamp(1.702, 7.0), has_bias=True
+        hidden=2880, wide=2880, top_k=4, stored=Mxfp4(), clamp=Clamp(1.702, 7.0, 7.0), has_bias=True
     ),
     "MiniMax-M3 MXFP8": ExpertShape(
         hidden=6144, wide=3072, top_k=4, stored=Mxfp8(), clamp=Clamp(1.702, 7.0)

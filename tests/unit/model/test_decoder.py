@@ -14,7 +14,8 @@ from raymoe.specs.model import LayerSpec, ModelSpec, MoeSpec, SharedSpec
 from raymoe.specs.weight_names import model_weights
 from tests.parity.configurations import CONFIGURATIONS, first_of_each_family
 from tests.parity.driver import Driver, load_decoder
-from tests.parity.oracle import make_checkpoint, make_model, make_prompts
+from tests.parity.hybrid_families import HYBRID_FAMILIES
+from tests.parity.oracle import make_checkpoint, make_config, make_model, make_prompts
 from tests.reference import ReferenceModel
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -159,7 +160,21 @@ def relative_error(logits: torch.Tensor, exact: torch.Tensor) -> float:
     ids=["mixtral", "qwen3", "qwen2_moe", "wide mixtral layer"],
 )
 def test_bfloat16_errs_at_most_twice_as_much_as_plain_torch(fields: dict) -> None:
-    spec = make_spec(fields)
+    check_bfloat16(make_spec(fields))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "configuration",
+    [c for c in CONFIGURATIONS if c.family in HYBRID_FAMILIES],
+    ids=lambda c: c.name,
+)
+def test_bfloat16_of_families_whose_layers_differ_errs_as_little(configuration) -> None:
+    config = make_config(configuration)
+    check_bfloat16(ModelSpec.from_config(json.loads(config.to_json_string(use_diff=False))))
+
+
+def check_bfloat16(spec: ModelSpec) -> None:
     ours, plain = [], []
     for seed in range(4):
         weights = random_weights(spec, torch.bfloat16, seed)

@@ -124,6 +124,21 @@ def _sigmoid(*differences: str) -> Any:
     return fields
 
 
+def _hybrid(**fixed: Any) -> Any:
+    """A family whose layers differ; the list of types makes the windows."""
+
+    def fields(rng: random.Random) -> dict[str, Any]:
+        drawn = _with(num_experts_per_tok=2, **fixed)(rng)
+        kinds = ("full_attention", "sliding_attention")
+        if "num_local_experts" in fixed:
+            kinds = ("full_attention", "minimax_m3_sparse")
+        types = [rng.choice(kinds) for _ in range(drawn["num_hidden_layers"])]
+        heads = 2 * drawn["num_attention_heads"]  # sliding layers may have twice the KV heads
+        return drawn | {"layer_types": types, "num_attention_heads": heads}
+
+    return fields
+
+
 FAMILIES = {
     "dbrx": _dbrx,
     "phimoe": _with("attention_bias", "lm_head_bias", num_local_experts=5),
@@ -139,6 +154,14 @@ FAMILIES = {
     "glm4_moe": _sigmoid("use_qk_norm"),
     "dots1": _sigmoid(),
     "minimax_m2": _with(num_local_experts=5, num_experts_per_tok=2),
+    "mimo_v2_flash": _hybrid(
+        n_routed_experts=5, moe_intermediate_size=20, head_dim=24, v_head_dim=16
+    ),
+    "exaone_moe": _hybrid(num_experts=5, moe_intermediate_size=20, num_shared_experts=2),
+    "minimax_m3_vl_text": _hybrid(num_local_experts=5, dense_intermediate_size=33),
+    "afmoe": _hybrid(num_experts=5, moe_intermediate_size=20),
+    "laguna": _hybrid(num_experts=5, moe_intermediate_size=20, gating="per-element"),
+    "cohere2_moe": _hybrid(num_experts=5, num_shared_experts=2, first_k_dense_replace=1),
 }
 
 

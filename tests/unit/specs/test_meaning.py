@@ -118,7 +118,7 @@ def test_clamped_experts_compute_as_in_transformers() -> None:
     config = config_of("gpt_oss", **CONFIGS["gpt-oss"][1], swiglu_limit=1.5, swiglu_alpha=0.9)
     moe = ModelSpec.from_config(written(config)).layers[0].ffn
     assert isinstance(moe, MoeSpec)
-    assert moe.clamp == ClampSpec(gain=0.9, limit=1.5)
+    assert moe.clamp == ClampSpec(gain=0.9, limit=1.5, gate_limit=1.5, offset=1.0)
     gate, up = torch.randn(2, 40, 24) * 2
     interleaved = torch.stack([gate, up], dim=-1).flatten(-2)
     experts = modeling_gpt_oss.GptOssExperts(config)

@@ -1,0 +1,192 @@
+"""Families whose layers differ in attention: windows, ropes, heads, sinks, gates."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from raymoe.specs.families.rules import (
+    NOAUX_TC,
+    SIGMOID_EXPERTS,
+    TRAINING_FIELDS,
+    ClampRule,
+    Family,
+    MoeRule,
+    RouterRule,
+    SharedRule,
+)
+from raymoe.specs.layers import NormLayout
+from raymoe.specs.rope import RopeRule
+
+
+def _ropes(full: tuple[float, float], sliding: tuple[float, float]) -> Mapping[str, object]:
+    """Rope parameters by type of layer: base, and rotated part of a head."""
+    return {
+        f"{kind}_attention": {
+            "rope_type": "default",
+            "rope_theta": theta,
+            "partial_rotary_factor": part,
+        }
+        for kind, (theta, part) in (("full", full), ("sliding", sliding))
+    }
+
+
+_OAI_SWIGLU = ClampRule(gain="swiglu_alpha", limit="swiglu_limit")
+
+HYBRID_FAMILIES: Mapping[str, Family] = {
+    "mimo_v2_flash": Family(
+        architecture="MiMoV2FlashForCausalLM",
+        was_published_with_code=True,
+        ignored=TRAINING_FIELDS,
+        fixed=NOAUX_TC,
+        rope=RopeRule(
+            is_by_layer_type=True,
+            is_partial=True,
+            partial_factor=0.334,
+            parameters=_ropes((5_000_000.0, 0.334), (10_000.0, 0.334)),
+        ),
+        qkv_bias="attention_bias",
+        sinks="windowed",
+        value_head_dim="v_head_dim",
+        value_scale="attention_value_scale",
+        windowed_kv_factor=2,
+        windowed_layers="all_but_nth",
+        window_step=6,
+        starts_with_full_layer=True,
+        has_layer_types=True,
+        moe=dataclasses.replace(SIGMOID_EXPERTS, shared=None, sparse_layers="listed"),
+    ),
+    "exaone_moe": Family(
+        architecture="ExaoneMoeForCausalLM",
+        ignored=TRAINING_FIELDS,
+        fixed=NOAUX_TC,
+        rope=RopeRule(rotates_full_layers=False),
+        qk_norm="head",
+        windowed_layers="all_but_nth",
+        window_step="sliding_window_pattern",
+        has_layer_types=True,
+        moe=dataclasses.replace(
+            SIGMOID_EXPERTS,
+            num_experts="num_experts",
+            shared=SharedRule(hidden="moe_intermediate_size", count="num_shared_experts"),
+            sparse_layers="listed",
+        ),
+    ),
+    "minimax_m3_vl_text": Family(
+        architecture="MiniMaxM3VLForCausalLM",
+        # The fields of the indexer that do not say how many tokens it selects; transformers does
+        # not read rotary_dim.
+        ignored=frozenset({"index_head_dim", "index_local_blocks", "index_n_heads", "rotary_dim"}),
+        defaults={"first_k_dense_replace": 0},
+        rope=RopeRule(is_partial=True),
+        norm="rms_plus_one",
+        qk_norm="head",
+        full_layer_types=("full_attention", "minimax_m3_sparse"),
+        has_layer_types=True,
+        context_limit=("index_topk_blocks", "index_block_size"),
+        limited_layer_type="minimax_m3_sparse",
+        clamp=_OAI_SWIGLU,
+        dense_hidden="dense_intermediate_size",
+        moe=MoeRule(
+            num_experts="num_local_experts",
+            expert_hidden="intermediate_size",
+            router=RouterRule(
+                scoring="sigmoid", scale="routed_scaling_factor", has_selection_bias=True
+            ),
+            shared=SharedRule(hidden="shared_intermediate_size"),
+            sparse_layers="listed",
+            clamp=_OAI_SWIGLU,
+        ),
+    ),
+    "afmoe": Family(
+        architecture="AfmoeForCausalLM",
+        was_published_with_code=True,
+        aliases={"num_dense_layers": "first_k_dense_replace"},
+        ignored=TRAINING_FIELDS,
+        rope=RopeRule(rotates_full_layers=False),
+        norm="rms_float32",
+        norms=NormLayout(after_attention=True, after_ffn=True),
+        scales_embedding="mup_enabled",
+        qk_norm="head",
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        gate="sigmoid",
+        windowed_layers="all_but_nth",
+        window_step="global_attn_every_n_layers",
+        has_layer_types=True,
+        moe=MoeRule(
+            num_experts="num_experts",
+            expert_hidden="moe_intermediate_size",
+            router=RouterRule(
+                scoring="sigmoid",
+                min_weight_sum=1e-20,
+                scale="route_scale",
+                has_selection_bias=True,
+            ),
+            shared=SharedRule(hidden="moe_intermediate_size", count="num_shared_experts"),
+            sparse_layers="after_leading",
+        ),
+    ),
+    "laguna": Family(
+        architecture="LagunaForCausalLM",
+        was_published_with_code=True,
+        ignored=TRAINING_FIELDS,
+        fixed={"moe_apply_router_weight_on_input": (False,)},
+        rope=RopeRule(
+            is_by_layer_type=True,
+            is_partial=True,
+            parameters=_ropes((500_000.0, 0.5), (10_000.0, 1.0)),
+        ),
+        qk_norm="head",
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        gate="softplus",
+        gate_granularity="gating",
+        heads_by_layer="num_attention_heads_per_layer",
+        windowed_layers="named",
+        has_layer_types=True,
+        moe=MoeRule(
+            num_experts="num_experts",
+            expert_hidden="moe_intermediate_size",
+            router=RouterRule(
+                scoring="sigmoid",
+                logit_softcap="moe_router_logit_softcapping",
+                scale="moe_routed_scaling_factor",
+                has_selection_bias=True,
+            ),
+            shared=SharedRule(hidden="shared_expert_intermediate_size"),
+            sparse_layers="listed",
+        ),
+    ),
+    "cohere2_moe": Family(
+        architecture="Cohere2MoeForCausalLM",
+        defaults={"first_k_dense_replace": 0},
+        rope=RopeRule(
+            is_interleaved=True,
+            rotates_full_layers=False,
+            rotates_dense_layers="prefix_dense_sliding_window_pattern",
+        ),
+        norm="layer",
+        norm_eps="layer_norm_eps",
+        rms_norm_eps="rms_norm_eps",
+        norms=NormLayout(before_ffn=False),
+        is_parallel=True,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        windowed_layers="all_but_nth",
+        window_step="sliding_window_pattern",
+        dense_window_step="prefix_dense_sliding_window_pattern",
+        has_layer_types=True,
+        logit_scale="logit_scale",
+        dense_hidden="prefix_dense_intermediate_size",
+        moe=MoeRule(
+            num_experts="num_experts",
+            expert_hidden="intermediate_size",
+            router=RouterRule(scoring_field="expert_selection_fn", renormalize="norm_topk_prob"),
+            shared=SharedRule(
+                hidden="intermediate_size",
+                count="num_shared_experts",
+                combination="shared_expert_combination_strategy",
+            ),
+            sparse_layers="listed",
+        ),
+    ),
+}
