@@ -288,6 +288,8 @@ def is_limited(fields: ConfigFields) -> bool:
     """Whether some layer's attention is exact only up to the family's context limit."""
     name = fields.family.limited_layer_type
     kinds = fields.layer_types
+    if kinds is None and fields.family.limited_layers is not None:
+        return any(fields.by_layer(fields.family.limited_layers) or ())
     return name is None or (isinstance(kinds, list | tuple) and name in kinds)
 
 
@@ -368,6 +370,11 @@ def _after_leading(fields: ConfigFields, num_layers: int) -> list[bool]:
 
 
 def _listed(fields: ConfigFields, num_layers: int) -> list[bool]:
+    rule = fields.family.moe
+    if not fields.has("mlp_layer_types") and rule is not None and rule.sparse_list is not None:
+        marks = fields.by_layer(rule.sparse_list)
+        if marks is not None:
+            return [mark == 1 for mark in marks]
     if not fields.has("mlp_layer_types"):
         is_counted = fields.has("first_k_dense_replace")
         return _after_leading(fields, num_layers) if is_counted else _after_first(num_layers)
@@ -745,6 +752,8 @@ def _inverse_silu(result: float) -> float:
 
 
 def _activation(fields: ConfigFields) -> str:
+    if fields.family.activation is not None:
+        return fields.family.activation
     name = fields.get("hidden_act")
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise UnsupportedModelError(

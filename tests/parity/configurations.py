@@ -44,6 +44,7 @@ FAMILY_CONFIGS = {
     "mimo_v2_flash": "MiMoV2FlashConfig",
     "exaone_moe": "ExaoneMoeConfig",
     "minimax_m3_vl_text": "MiniMaxM3VLTextConfig",
+    "minimax_m3_vl": "MiniMaxM3VLConfig",
     "afmoe": "AfmoeConfig",
     "laguna": "LagunaConfig",
     "cohere2_moe": "Cohere2MoeConfig",
@@ -72,6 +73,9 @@ TEXT_CONFIGS = {
 
 def model_class(config: transformers.PreTrainedConfig) -> type[transformers.PreTrainedModel]:
     """The class that generates text; not every one is known to `AutoModelForCausalLM`."""
+    known = transformers.AutoModelForImageTextToText._model_mapping
+    if type(config) in known:
+        return known[type(config)]
     stem = type(config).__name__.removesuffix("Config")
     stem = stem.removesuffix("Text")
     names = (stem + kind for kind in ("ForCausalLM", "ForConditionalGeneration"))

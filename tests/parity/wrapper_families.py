@@ -4,6 +4,7 @@ from typing import Any
 
 from tests.parity.dense_families import SCALED
 from tests.parity.fields import BASE, DYNAMIC, YARN
+from tests.parity.hybrid_families import HYBRID_FAMILIES
 
 _SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "depth": 1}
 _DEEP = _SMALL | {"out_hidden_size": 48, "deepstack_visual_indexes": [0]}
@@ -116,6 +117,11 @@ WRAPPER_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = 
             "wide heads, vocabulary 201": _WIDE,
         },
         vision_config=_LLAVA | {"model_type": "pixtral", "image_size": 28, "patch_size": 14},
+    ),
+    "minimax_m3_vl": _wrapped(
+        *HYBRID_FAMILIES["minimax_m3_vl_text"],
+        vision_config=_LLAVA | {"image_size": 28, "patch_size": 14},
+        projector_hidden_size=32,
     ),
     "qwen3_vl_moe": _wrapped(_QWEN, _QWEN_VARIANTS, vision_config=_DEEP),
     "qwen3_omni_moe_thinker": _wrapped(

@@ -72,9 +72,38 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
     ),
     "minimax_m3_vl_text": Family(
         architecture="MiniMaxM3VLForCausalLM",
+        nested=("sparse_attention_config",),
+        aliases={
+            "sparse_attention_config.sparse_attention_freq": "sparse_attention_freq",
+            "sparse_attention_config.sparse_block_size": "index_block_size",
+            "sparse_attention_config.sparse_topk_blocks": "index_topk_blocks",
+        },
         # The fields of the indexer that do not say how many tokens it selects; transformers does
         # not read rotary_dim.
-        ignored=frozenset({"index_head_dim", "index_local_blocks", "index_n_heads", "rotary_dim"}),
+        ignored=frozenset(
+            {
+                "index_head_dim",
+                "index_local_blocks",
+                "index_n_heads",
+                "rotary_dim",
+                "sparse_attention_config.sparse_disable_index_value",
+                "sparse_attention_config.sparse_index_dim",
+                "sparse_attention_config.sparse_init_block",
+                "sparse_attention_config.sparse_local_block",
+                "sparse_attention_config.sparse_num_index_heads",
+                "sparse_attention_config.sparse_score_type",
+            }
+        ),
+        fixed={
+            "n_shared_experts": (1,),
+            "qk_norm_type": ("per_head",),
+            "scoring_func": ("sigmoid",),
+            "sparse_attention_config.use_sparse_attention": (True,),
+            "use_gemma_norm": (True,),
+            "use_qk_norm": (True,),
+            "use_routing_bias": (True,),
+        },
+        activation="silu",
         defaults={"first_k_dense_replace": 0},
         rope=RopeRule(is_partial=True),
         norm="rms_plus_one",
@@ -83,6 +112,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         has_layer_types=True,
         context_limit=("index_topk_blocks", "index_block_size"),
         limited_layer_type="minimax_m3_sparse",
+        limited_layers="sparse_attention_freq",
         clamp=_OAI_SWIGLU,
         dense_hidden="dense_intermediate_size",
         moe=MoeRule(
@@ -93,6 +123,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
             ),
             shared=SharedRule(hidden="shared_intermediate_size"),
             sparse_layers="listed",
+            sparse_list="moe_layer_freq",
             clamp=_OAI_SWIGLU,
         ),
     ),

@@ -125,6 +125,8 @@ class MoeRule:
     router: RouterRule = field(default_factory=RouterRule)
     shared: SharedRule | None = None
     sparse_layers: SparseLayers = "all"  # which layers have experts; the others are dense
+    # Field that marks layers with experts by 1 where `mlp_layer_types` is absent.
+    sparse_list: FieldName | None = None
     has_bias: bool = False  # whether the projections of the experts have biases
     clamp: ClampRule | None = None  # of the experts
 
@@ -154,6 +156,7 @@ class Family:
     fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     rope: RopeRule = field(default_factory=RopeRule)
     rope_fields: tuple[FieldName, ...] = ()  # fields of the rope, in addition to `ROPE_FIELDS`
+    activation: str | None = None  # whatever `hidden_act` says
     norm: NormKind = "rms"  # kind of all norms but those of latents
     # Where layers have norms of the hidden state.
     norms: NormLayout = field(default_factory=NormLayout)
@@ -165,6 +168,8 @@ class Family:
     # Fields whose product is the context length beyond which attention would be sparse, which is
     # not implemented: longer contexts are refused.
     context_limit: tuple[FieldName, ...] = ()
+    # Field that marks such layers where `layer_types` is absent, with a number for each.
+    limited_layers: FieldName | None = None
     limited_layer_type: str | None = None  # name in `layer_types` of such layers; None: all
     # Names in `layer_types` of layers with full attention.
     full_layer_types: tuple[str, ...] = ("full_attention",)

@@ -39,6 +39,11 @@ WRAPPERS: Mapping[str, Wrapper] = {
         texts=("mistral", "ministral3", "mistral4"),
         prefixes=_LLAVA,
     ),
+    "minimax_m3_vl": Wrapper(
+        architectures=("MiniMaxM3SparseForConditionalGeneration",),
+        texts=("minimax_m3_vl_text",),
+        prefixes=_LLAVA,
+    ),
     "qwen3_vl_moe": Wrapper(
         architectures=("Qwen3VLMoeForConditionalGeneration",), texts=("qwen3_vl_moe_text",)
     ),
@@ -62,6 +67,7 @@ MEDIA_TENSORS = (
     "vision_tower.",
     "multi_modal_projector.",
     "mm_projector.",
+    "patch_merge_mlp.",
     "visual.",
     "audio_tower.",
     "talker.",

@@ -171,12 +171,13 @@ def test_bfloat16_errs_at_most_twice_as_much_as_plain_torch(fields: dict) -> Non
 )
 def test_bfloat16_of_families_whose_layers_differ_errs_as_little(configuration) -> None:
     config = make_config(configuration)
-    check_bfloat16(ModelSpec.from_config(json.loads(config.to_json_string(use_diff=False))))
+    spec = ModelSpec.from_config(json.loads(config.to_json_string(use_diff=False)))
+    check_bfloat16(spec, num_seeds=24)  # enough that another choice of an expert does not decide
 
 
-def check_bfloat16(spec: ModelSpec) -> None:
+def check_bfloat16(spec: ModelSpec, num_seeds: int = 4) -> None:
     ours, plain = [], []
-    for seed in range(4):
+    for seed in range(num_seeds):
         weights = random_weights(spec, torch.bfloat16, seed)
         tokens = torch.randint(99, (60,), generator=torch.Generator().manual_seed(seed)).tolist()
         exact, low = (
@@ -186,7 +187,7 @@ def check_bfloat16(spec: ModelSpec) -> None:
         ours.append(relative_error(run(load(spec, weights, torch.bfloat16), tokens), exact))
         plain.append(relative_error(low, exact))
     assert sum(ours) <= 2 * sum(plain)
-    assert sum(plain) < 0.5  # else nothing was shown
+    assert sum(plain) < num_seeds / 8  # else nothing was shown
 
 
 def test_float16_agrees_with_float64() -> None:

@@ -287,6 +287,34 @@ def test_published_configurations_are_read_whole(name: str) -> None:
     assert dataclasses.replace(model_preset(name), eos_token_ids=eos) == model
 
 
+def test_minimax_m3_is_read_in_its_published_form() -> None:
+    marks = [0, 0, 0] + [1] * 57
+    sparse = {"use_sparse_attention": True, "sparse_topk_blocks": 16, "sparse_block_size": 128}
+    sparse |= {"sparse_num_index_heads": 4, "sparse_index_dim": 128, "sparse_init_block": 0}
+    sparse |= {"sparse_local_block": 1, "sparse_score_type": "max"}
+    sparse |= {"sparse_attention_freq": marks, "sparse_disable_index_value": marks}
+    switches = {"use_gemma_norm": True, "use_qk_norm": True, "use_routing_bias": True}
+    text = switches | {
+        "hidden_act": "swigluoai",
+        "moe_layer_freq": marks,
+        "n_shared_experts": 1,
+        "partial_rotary_factor": 0.5,
+        "qk_norm_type": "per_head",
+        "rope_theta": 5_000_000,
+        "rotary_dim": 64,
+        "scoring_func": "sigmoid",
+        "sparse_attention_config": sparse,
+    }
+    architectures = ["MiniMaxM3SparseForConditionalGeneration"]
+    whole = {"model_type": "minimax_m3_vl", "architectures": architectures, "text_config": text}
+    spec = ModelSpec.from_config(whole)
+    assert isinstance(spec.layers[2].ffn, DenseSpec)
+    assert isinstance(spec.layers[3].ffn, MoeSpec)
+    assert (spec.max_model_len, spec.ropes[0].rotary_dim) == (2048, 64)
+    with pytest.raises(ConfigError, match="use_gemma_norm"):
+        ModelSpec.from_config(whole | {"text_config": text | {"use_gemma_norm": False}})
+
+
 def test_experts_per_layer_must_agree() -> None:
     config = {"model_type": "hunyuan_v1_moe", "num_experts": 8}
     moe = ModelSpec.from_config(config | {"moe_topk": [2] * 32}).layers[0].ffn
