@@ -264,13 +264,10 @@ def run(  # noqa: PLR0913 - the options of a command
     console = Console(stderr=True)
     comparisons = []
     step = DecodeStep(
-        num_micro_batches=num_micro_batches,
-        micro_batch_rows=micro_batch_rows,
-        context=context,
-        resident_share=resident_share,
-        page_bytes=page_bytes,
+        num_micro_batches=num_micro_batches, micro_batch_rows=micro_batch_rows, context=context,
+        resident_share=resident_share, page_bytes=page_bytes,
         cpu_attention_fraction=cpu_attention_fraction,
-    )
+    )  # fmt: skip
     for comparison in compare_schedules(
         model,
         hardware_preset(hardware),

@@ -204,6 +204,7 @@ SAMPLING_FLAGS = ("max_tokens", "temperature", "top_p", "top_k", "ignore_eos")
 ENGINE_FLAGS = ("dtype", "num_threads", "on_too_long", "seed", "device", "tensor_parallel_size",
                 "max_model_len")  # fmt: skip
 ADDRESSES = frozenset({"input", "output", "journal"})
+OF_JOB = ("model", "num_actors", "batch_size", "price_per_hour", "preserve_order", "verbose")
 OF_BATCHES = ("input_", "output", "prompt_column", "messages_column", "id_column", "tools_column",
               "task", "task_options", "form", "samples_as_rows", "resume", "overwrite", "journal",
               "no_journal", "report")  # fmt: skip
@@ -257,24 +258,31 @@ def run(  # noqa: PLR0913 - the options of a command
     With --task score, classify or embed, columns with log probabilities, labels or embeddings.
     Column __inference_error__ says why a row failed. Runs in a local Ray, or in RAY_ADDRESS's.
     """
-    options, config = _options(context.params), _engine_config(context.params)
-    if options["task"] == "embed":
-        config = dataclasses.replace(config, head="none")
-    texts = (prompt_column, options["task_options"].get("continuation_column", CONTINUATION_COLUMN))
-    source = open_source(input_, text_columns=texts, id_column=id_column, form=form)
-    id_column = _check_columns(source, options, id_column, model)
-    resume_state = _find_output(output, source, input_, journal)
-    lease, columns = Lease(resume_state.output), _content_columns(options, source)
-    writer = open_writer(resume_state.output, source, has_samples=samples_as_rows,
+    job, resume_state = _make_job(context.params)
+    _run(job, resume_state, resume=resume, overwrite=overwrite, has_report=report)
+
+
+def _make_job(given: Mapping[str, Any]) -> tuple[Job, ResumeState]:
+    options, config = _options(given), _engine_config(given)
+    texts = (
+        given["prompt_column"],
+        options["task_options"].get("continuation_column", CONTINUATION_COLUMN),
+    )
+    source = open_source(
+        given["input_"], text_columns=texts, id_column=given["id_column"], form=given["form"]
+    )
+    id_column = _check_columns(source, options, given["id_column"], given["model"])
+    state = _find_output(given["output"], source, given["input_"], given["journal"])
+    lease, columns = Lease(state.output), _content_columns(options, source)
+    writer = open_writer(state.output, source, has_samples=given["samples_as_rows"],
                          content_columns=columns, run=lease.run)  # fmt: skip
     job = Job(
-        model=model, source=source, options=options, engine_config=config, id_column=id_column,
-        writer=writer, lease=lease, journal_dir=None if no_journal else resume_state.journal,
-        status_dir=resume_state.status, price_per_hour=price_per_hour, verbose=verbose,
-        settings=_settings(context.params), num_actors=num_actors, batch_size=batch_size,
-        preserve_order=preserve_order, is_sorted=sort_by_prefix,
+        source=source, options=options, engine_config=config, id_column=id_column, writer=writer,
+        lease=lease, journal_dir=None if given["no_journal"] else state.journal,
+        status_dir=state.status, settings=_settings(given), is_sorted=given["sort_by_prefix"],
+        **{name: given[name] for name in OF_JOB},
     )  # fmt: skip
-    _run(job, resume_state, resume=resume, overwrite=overwrite, has_report=report)
+    return job, state
 
 
 def check_batch_options(arguments: Sequence[str]) -> tuple[dict[str, Any], EngineConfig]:
@@ -301,7 +309,7 @@ def check_batch_options(arguments: Sequence[str]) -> tuple[dict[str, Any], Engin
     return options, config
 
 
-def _settings(params: dict[str, Any]) -> Pairs:
+def _settings(params: Mapping[str, Any]) -> Pairs:
     texts = {name.rstrip("_"): str(value) for name, value in params.items()}
     addresses = {name: text for name, text in texts.items() if name in ADDRESSES and "://" in text}
     return tuple((texts | {one: without_secrets(addresses[one]) for one in addresses}).items())
@@ -314,6 +322,7 @@ def _read_params(given: Mapping[str, Any]) -> SamplingParams:
 
 def _engine_config(given: Mapping[str, Any]) -> EngineConfig:
     fields = {name: given[name] for name in ENGINE_FLAGS}
+    fields["head"] = "none" if given["task"] == "embed" else None
     fields |= {f"{name}_bytes": given[name] for name in ("host_memory", "device_memory")}
     for text in given["engine_config"] or ():
         name, is_pair, value = text.partition("=")

@@ -168,6 +168,9 @@ class MoEGenerator:
             a pipeline can have several generators.
     """
 
+    _engine: "Engine | None" = None
+    _observer: Observer | None = None
+    _job: JobRows | None = None
     _template = ""  # the chat template, once the engine is open
     _parser = NO_PARSER
     _has_finished_a_batch = _has_generated_a_batch = False
@@ -200,9 +203,6 @@ class MoEGenerator:
         column_prefix: str = "",
     ) -> None:
         self._pid = os.getpid()
-        self._engine: Engine | None = None
-        self._observer: Observer | None = None
-        self._job: JobRows | None = None
         defaults = as_sampling_params(sampling_params)
         template_kwargs = check_template_kwargs(chat_template_kwargs or {})
         reader = RowReader(
@@ -211,9 +211,8 @@ class MoEGenerator:
             has_choices=has_choices, chat_template_kwargs=template_kwargs,
         )  # fmt: skip
         self._task = read_task(task, task_options)
-        self._prefix = check_prefix(column_prefix)
         self._reader, columns = reader_and_columns(reader, self._task)
-        self._columns = dataclasses.replace(columns, prefix=self._prefix)
+        self._columns = dataclasses.replace(columns, prefix=check_prefix(column_prefix))
         parsers = (reasoning_parser, tool_call_parser, tools_column is not None)
         ChatParser.of("", *parsers)  # refuses unknown names before the model loads
         self._should_continue_on_error = should_continue_on_error
@@ -221,13 +220,13 @@ class MoEGenerator:
             as_engine_config(engine_config), seed=seed, expected_calls=max_concurrent_calls,
             linger_s=linger_s, on_too_long=on_too_long, head="none" if task == "embed" else None,
         )  # fmt: skip
-        name = str(model_source)
-        open_job = None
+        name, open_job = str(model_source), None
         if journal_dir is not None:
             identity = _identify(model_source)
             model_source = identity.directory  # the engine loads what was identified
-            of = (identity, defaults, config, template_kwargs, self._task)
-            make_manifest = functools.partial(Manifest.of, *of)
+            make_manifest = functools.partial(
+                Manifest.of, identity, defaults, config, template_kwargs, self._task
+            )
             open_job = _prepare_job(journal_dir, identity, make_manifest, journal_sync_s)
             status_dir = status_dir or _status_beside(journal_dir)
         self._counts = RowCounter()
@@ -235,7 +234,7 @@ class MoEGenerator:
         if self._task is None:
             self._parser = ChatParser.of(self._template, *parsers)
             columns = OutputColumns.of(defaults, has_choices=has_choices, parser=self._parser)
-            self._columns = dataclasses.replace(columns, prefix=self._prefix)
+            self._columns = dataclasses.replace(columns, prefix=column_prefix)
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         """Generate for one table; blocks until all its rows are done."""

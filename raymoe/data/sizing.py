@@ -14,7 +14,6 @@ from raymoe.data.cluster import Cluster, check_before_start
 from raymoe.data.generator import MoEGenerator, check_options, output_columns
 from raymoe.data.tasks import reader_of
 from raymoe.data.workload import describe, find_workload, resized
-from raymoe.engine.loading import measured_host
 from raymoe.errors import ConfigError, InfeasiblePlanError
 from raymoe.plan.plan import RESOURCE_NAMES, Plan
 from raymoe.plan.search import find_plan
@@ -161,10 +160,9 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
 ) -> "OperatorKwargs":
     """Return the keyword arguments with which `Dataset.map_batches` runs `MoEGenerator`.
 
-    Their attribute `plan` is the plan of the job with its predicted time, which Ray Data's logger
-    shows. Make blocks of `batch_size` rows: larger or smaller ones run their calls one after
-    another. Sizes are those of the smallest node that can run an engine, with the GPU that Ray
-    names; ``engine_config={"hardware": ...}`` describes nodes to come.
+    Their attribute `plan` is the plan of the job, which Ray Data's logger shows. Blocks of another
+    size than `batch_size` run their calls one after another. Sizes are those of the smallest node;
+    ``engine_config={"hardware": ...}`` describes nodes to come.
 
     Args:
         model_source: A local model directory, or a name on the Hugging Face hub.
@@ -182,10 +180,7 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
     """
     counts = {"num_actors": num_actors, "num_generators": num_generators, "min_actors": min_actors}
     _check_counts(rows_in_flight=rows_in_flight, batch_size=batch_size, **counts)
-    check_options(model_source, options, inspect.signature(map_batches_kwargs).parameters)
-    if ds is not None:
-        output_columns(model_source, options).check_names(_known_columns(ds))
-    check_before_start()
+    _check_options(model_source, options, ds)
     config = as_engine_config(engine_config)
     workload = config.workload or workload or _find_workload(ds, model_source, options)
     config = _for_rows(config, workload, num_actors)
@@ -196,24 +191,27 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
     calls = min(MAX_CONCURRENT_CALLS, ceil_div(rows, batch_size))
     constructor = {"engine_config": config, "max_concurrent_calls": calls, **_absolute(options)}
     kwargs = {
-        "batch_size": batch_size,
-        "batch_format": "pyarrow",
+        "batch_size": batch_size, "batch_format": "pyarrow",
         "num_gpus": _choose_num_gpus(num_gpus, config, cluster),
         "num_cpus": cluster.cpus_for(num_actors) if num_cpus is None else num_cpus,
         "memory": plan.memory_bytes if memory is None and plan is not None else memory,
         "udf_modifying_row_count": False,
-        "fn_constructor_args": (str(model_source),),
-        "fn_constructor_kwargs": constructor,
+        "fn_constructor_args": (str(model_source),), "fn_constructor_kwargs": constructor,
         "compute": _make_pool(min_actors or num_actors, num_actors, calls),
-    }
-    job = (
-        None
-        if plan is None
-        else _plan_job(plan, model_source, config, cluster, num_actors=num_actors)
-    )
+    }  # fmt: skip
+    job = _plan_job(plan, model_source, config, cluster, num_actors=num_actors)
     if job is not None and workload is not None:
         notebook_logger.info("%s", job)
     return OperatorKwargs(kwargs, job)
+
+
+def _check_options(
+    model_source: str | Path, options: Mapping[str, Any], ds: "Dataset | None"
+) -> None:
+    check_options(model_source, options, inspect.signature(map_batches_kwargs).parameters)
+    if ds is not None:
+        output_columns(model_source, options).check_names(_known_columns(ds))
+    check_before_start()
 
 
 class OperatorKwargs(dict[str, Any]):
@@ -263,18 +261,22 @@ class JobPlan:
 
 
 def _plan_job(
-    actor: "ActorPlan",
+    actor: "ActorPlan | None",
     model_source: str | Path,
     config: EngineConfig,
     cluster: Cluster,
     *,
     num_actors: int,
-) -> JobPlan:
+) -> JobPlan | None:
     """Return the plan as the engine will make it, with this machine's rates if it runs here."""
+    if actor is None:
+        return None
     plan, nodes = actor.plan, min(num_actors, cluster.num_nodes)
     is_given = isinstance(config.hardware, HardwareSpec) or cluster.gpu is not None
     if is_given or not cluster.is_here:
         return JobPlan(plan=plan, num_actors=num_actors, num_nodes=nodes, is_typical=not is_given)
+    from raymoe.engine.loading import measured_host  # noqa: PLC0415 - loads torch
+
     generators = cluster.num_generators or 1
     here = measured_host(config.num_threads).share(num_actors * generators)
     here = dataclasses.replace(here, host_memory_bytes=plan.hardware.host_memory_bytes)

@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from raymoe.errors import ConfigError
@@ -77,7 +77,7 @@ _NOT_FIELDS = {"model_type", "base_config_key", "attribute_map", "default_theta"
 
 def _candidates(model_type: str) -> Iterator[Path]:
     """Files that may hold the class: of the model type, or of one that contains it."""
-    spec = find_spec("transformers")
+    spec = PathFinder.find_spec("transformers")  # the sources; nothing is imported
     if spec is None or not spec.submodule_search_locations:
         return
     root = Path(next(iter(spec.submodule_search_locations))) / "models"
