@@ -75,13 +75,16 @@ def class_defaults(model_type: str, nested: tuple[str, ...] = ()) -> ClassDefaul
 _NOT_FIELDS = {"model_type", "base_config_key", "attribute_map", "default_theta"}
 
 
+_WITHIN = {"step3p5": "step3p7"}  # model types whose class is in the files of another
+
+
 def _candidates(model_type: str) -> Iterator[Path]:
     """Files that may hold the class: of the model type, or of one that contains it."""
     spec = PathFinder.find_spec("transformers")  # the sources; nothing is imported
     if spec is None or not spec.submodule_search_locations:
         return
     root = Path(next(iter(spec.submodule_search_locations))) / "models"
-    name = model_type
+    name = _WITHIN.get(model_type, model_type)
     while name:
         path = root / name / f"configuration_{name}.py"
         if path.is_file():

@@ -485,7 +485,9 @@ def parse_attention(fields: ConfigFields) -> AttentionSpec:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        scale=head_dim**-0.5 if family.scale is None else fields.number(family.scale),
+        scale=(fields.number_or_none(family.scale_divisor) or head_dim) ** -0.5
+        if family.scale is None
+        else fields.number(family.scale),
         qkv_bias=fields.switch(family.qkv_bias),
         output_bias=fields.switch(family.output_bias),
         qk_norm=family.qk_norm if has_norm else "none",
@@ -570,6 +572,8 @@ def _in_layer(
     num_kv_heads = attention.num_kv_heads
     if window is not None:
         num_kv_heads *= fields.family.windowed_kv_factor
+        if fields.family.windowed_heads is not None:
+            num_heads = fields.positive_or_none(fields.family.windowed_heads) or num_heads
     _check_heads(num_heads, num_kv_heads)
     return replace(
         attention,

@@ -203,6 +203,19 @@ NAMINGS: Mapping[str, tuple[Naming, ...]] = {
             }
         ),
     ),
+    "step3p5": (
+        Naming(
+            renamed={
+                "mlp.gate.e_score_correction_bias": "moe.router_bias",
+                "mlp.gate.": "moe.gate.",
+                "mlp.shared_expert.": "share_expert.",
+            },
+            fused=tuple(
+                Fused(name=f"moe.{part}_proj.weight", weights=_experts("weight", part))
+                for part in ("gate", "up", "down")
+            ),
+        ),
+    ),
     "exaone_moe": (
         Naming(
             renamed={

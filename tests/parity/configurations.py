@@ -45,6 +45,7 @@ FAMILY_CONFIGS = {
     "exaone_moe": "ExaoneMoeConfig",
     "minimax_m3_vl_text": "MiniMaxM3VLTextConfig",
     "minimax_m3_vl": "MiniMaxM3VLConfig",
+    "step3p7": "Step3p7Config",
     "afmoe": "AfmoeConfig",
     "laguna": "LagunaConfig",
     "cohere2_moe": "Cohere2MoeConfig",
@@ -68,6 +69,7 @@ TEXT_CONFIGS = {
     "qwen3_vl_moe_text": "Qwen3VLMoeTextConfig",
     "qwen3_omni_moe_text": "Qwen3OmniMoeTextConfig",
     "glm4v_moe_text": "Glm4vMoeTextConfig",
+    "step3p5": "Step3p7TextConfig",
 }
 
 

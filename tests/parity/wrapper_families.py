@@ -4,7 +4,7 @@ from typing import Any
 
 from tests.parity.dense_families import SCALED
 from tests.parity.fields import BASE, DYNAMIC, YARN
-from tests.parity.hybrid_families import HYBRID_FAMILIES
+from tests.parity.hybrid_families import FULL, HYBRID_FAMILIES, SLIDING
 
 _SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "depth": 1}
 _DEEP = _SMALL | {"out_hidden_size": 48, "deepstack_visual_indexes": [0]}
@@ -23,6 +23,16 @@ _LATENT |= {"num_key_value_heads": 6, "q_lora_rank": 24, "kv_lora_rank": 32, "v_
 _LATENT |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "n_routed_experts": 6, "n_group": 1}
 _LATENT |= {"topk_group": 1, "num_hidden_layers": 3, "first_k_dense_replace": 1}
 _WIDE = {"head_dim": 24, "vocab_size": 201}
+
+
+_STEP = BASE | _EXPERTS | {"n_routed_experts": 6, "num_hidden_layers": 3, "head_dim": 16}
+_STEP |= {"layer_types": [FULL, SLIDING, SLIDING], "mlp_layer_types": ["dense", "sparse", "sparse"]}
+_STEP |= {
+    "pad_token_id": 1,
+    "num_sliding_attention_heads": 4,
+    "sliding_window": 20,
+    "share_expert_dim": 24,
+}
 
 
 def _sections(*sections: int, **rope: Any) -> dict[str, Any]:
@@ -122,6 +132,41 @@ WRAPPER_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = 
         *HYBRID_FAMILIES["minimax_m3_vl_text"],
         vision_config=_LLAVA | {"image_size": 28, "patch_size": 14},
         projector_hidden_size=32,
+    ),
+    "step3p7": _wrapped(
+        _STEP,
+        {
+            "plain": {},
+            "limits by layer, no window": {
+                "layer_types": [FULL] * 3,
+                "swiglu_limits": [None, 0.3, 0.5],
+                "swiglu_limits_shared": [0.4, 0.0, 0.2],
+            },
+            "as many heads everywhere, all sparse, another scale": {
+                "num_sliding_attention_heads": None,
+                "mlp_layer_types": ["sparse"] * 3,
+                "query_pre_attn_scalar": 40,
+            },
+            "ropes by layer, biases, scaled": {
+                "rope_parameters": {
+                    FULL: {
+                        "rope_type": "default",
+                        "rope_theta": 500.0,
+                        "partial_rotary_factor": 0.5,
+                    },
+                    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+                },
+                "attention_bias": True,
+                "moe_router_scaling_factor": 2.5,
+            },
+            "tied, one KV head, window of 2": {
+                "tie_word_embeddings": True,
+                "num_key_value_heads": 1,
+                "sliding_window": 2,
+            },
+            "wide heads, vocabulary 201, top-1": {**_WIDE, "num_experts_per_tok": 1},
+        },
+        vision_config={"width": 32, "layers": 1, "heads": 2, "image_size": 56, "patch_size": 14},
     ),
     "qwen3_vl_moe": _wrapped(_QWEN, _QWEN_VARIANTS, vision_config=_DEEP),
     "qwen3_omni_moe_thinker": _wrapped(

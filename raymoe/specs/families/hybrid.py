@@ -29,6 +29,7 @@ def _ropes(full: tuple[float, float], sliding: tuple[float, float]) -> Mapping[s
     }
 
 
+_AFTER_SILU = ClampRule(limit="swiglu_limits", offset=0.0, is_after_activation=True)
 _OAI_SWIGLU = ClampRule(gain="swiglu_alpha", limit="swiglu_limit")
 
 HYBRID_FAMILIES: Mapping[str, Family] = {
@@ -125,6 +126,42 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
             sparse_layers="listed",
             sparse_list="moe_layer_freq",
             clamp=_OAI_SWIGLU,
+        ),
+    ),
+    "step3p5": Family(
+        architecture="Step3p5ForCausalLM",
+        was_published_with_code=True,
+        # per_layer_config repeats num_sliding_attention_heads.
+        ignored=TRAINING_FIELDS | {"mtp_layer_types", "mtp_mlp_layer_types", "per_layer_config"},
+        fixed={"use_bidirectional_attention": (False,)},
+        activation="silu",
+        defaults={"first_k_dense_replace": 3},
+        rope=RopeRule(
+            is_by_layer_type=True,
+            is_partial=True,
+            parameters=_ropes((10_000.0, 1.0), (10_000.0, 1.0)),
+        ),
+        norm="rms_plus_one",
+        qk_norm="head",
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        scale_divisor="query_pre_attn_scalar",
+        gate="sigmoid",
+        gate_granularity="gating",
+        windowed_heads="num_sliding_attention_heads",
+        windowed_layers="named",
+        has_layer_types=True,
+        clamp=dataclasses.replace(_AFTER_SILU, limit="swiglu_limits_shared"),
+        moe=MoeRule(
+            num_experts="n_routed_experts",
+            expert_hidden="moe_intermediate_size",
+            router=RouterRule(
+                scoring="sigmoid", scale="moe_router_scaling_factor", has_selection_bias=True
+            ),
+            shared=SharedRule(hidden="share_expert_dim"),
+            sparse_layers="listed",
+            clamp=_AFTER_SILU,
         ),
     ),
     "afmoe": Family(

@@ -174,6 +174,7 @@ class Family:
     # Names in `layer_types` of layers with full attention.
     full_layer_types: tuple[str, ...] = ("full_attention",)
     scale: FieldName | None = None  # factor of the attention scores
+    scale_divisor: FieldName | None = None  # the factor is its root's inverse; null: head_dim
     clip: FieldName | None = None  # bound of queries, keys and values
     qk_norm: QkNorm = "none"  # norm of queries and keys: none, per head, or over the full width
     qk_norm_switch: FieldName | None = None  # enables that norm; None: always enabled
@@ -190,6 +191,7 @@ class Family:
     gate: GateActivation | None = None  # activation of the gate of attention's output
     gate_granularity: FieldName | None = None  # per head or per element; None: per element
     heads_by_layer: FieldName | None = None  # list of query heads of each layer
+    windowed_heads: FieldName | None = None  # query heads of layers with a window
     windowed_kv_factor: int = 1  # KV heads of layers with a window, in multiples of those without
     clamp: ClampRule | None = None  # of dense networks and shared experts
     dense_hidden: FieldName = "intermediate_size"  # if not set, `intermediate_size` is

@@ -44,6 +44,11 @@ WRAPPERS: Mapping[str, Wrapper] = {
         texts=("minimax_m3_vl_text",),
         prefixes=_LLAVA,
     ),
+    "step3p7": Wrapper(
+        architectures=("Step3p7ForConditionalGeneration",),
+        texts=("step3p5",),
+        prefixes=(("model.", "lm_head."), ("model.language_model.", "lm_head.")),
+    ),
     "qwen3_vl_moe": Wrapper(
         architectures=("Qwen3VLMoeForConditionalGeneration",), texts=("qwen3_vl_moe_text",)
     ),
@@ -68,6 +73,8 @@ MEDIA_TENSORS = (
     "multi_modal_projector.",
     "mm_projector.",
     "patch_merge_mlp.",
+    "vision_model.",
+    "vit_large_projector.",
     "visual.",
     "audio_tower.",
     "talker.",
