@@ -251,7 +251,7 @@ NAMINGS: Mapping[str, tuple[Naming, ...]] = {
     "glm4v_moe_text": (_SEVERAL_SHARED,),
     "qwen3_vl_moe_text": (_TRANSPOSED,),
     "solar_open": (_SEVERAL_SHARED,),
-    "hy_v3": (_HY_V3,),
+    "hy_v3": (_HY_V3, _SEVERAL_SHARED),
     "phi3": (
         Naming(
             fused=(

@@ -92,6 +92,7 @@ MOE_FAMILIES: Mapping[str, Family] = {
     ),
     "qwen3_moe": Family(
         architecture="Qwen3MoeForCausalLM",
+        fixed={"shared_expert_intermediate_size": (0,), "use_qk_norm": (True,)},
         ignored=frozenset({"max_window_layers"}),
         qk_norm="head",
         qkv_bias="attention_bias",
@@ -107,6 +108,7 @@ MOE_FAMILIES: Mapping[str, Family] = {
     ),
     "qwen3_vl_moe_text": Family(
         architecture="Qwen3VLMoeTextForCausalLM",
+        fixed={"norm_topk_prob": (True,)},
         rope=RopeRule(has_sections=True),
         qk_norm="head",
         qkv_bias="attention_bias",
@@ -305,8 +307,18 @@ MOE_FAMILIES: Mapping[str, Family] = {
     ),
     "hy_v3": Family(
         architecture="HYV3ForCausalLM",
-        ignored=TRAINING_FIELDS | {"enable_moe_fp32_combine"},
-        fixed={"first_k_dense_replace": (1,)},
+        aliases={"expert_hidden_dim": "moe_intermediate_size"},
+        # Where sums are rounded, which transformers reads or leaves to the type of the model.
+        ignored=TRAINING_FIELDS
+        | {"enable_attention_fp32_softmax", "enable_lm_head_fp32", "enable_moe_fp32_combine"}
+        | {"eod_token_id", "use_grouped_mm"},
+        fixed={
+            "first_k_dense_replace": (1,),
+            "moe_router_enable_expert_bias": (True,),
+            "moe_router_use_sigmoid": (True,),
+            "qk_norm": (True,),
+            "route_norm": (True,),
+        },
         qk_norm="head",
         qkv_bias="attention_bias",
         output_bias="attention_bias",

@@ -1,0 +1,103 @@
+"""Models of 2026 as their publishers configure them: sizes, names of tensors, and plans.
+
+`published_models.json` holds the fields of each config.json that decide what the model computes,
+where it was read, and what its publisher calls its size, in billions of parameters.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from raymoe.errors import InfeasiblePlanError
+from raymoe.plan.search import find_plan
+from raymoe.specs.families.wrappers import MEDIA_TENSORS
+from raymoe.specs.hardware import hardware_preset
+from raymoe.specs.layers import MoeSpec
+from raymoe.specs.model import ModelSpec
+from raymoe.specs.weight_names import locate_weights, model_weights
+from raymoe.specs.workload import Workload
+from raymoe.units import GIB
+from tests.parity.configurations import model_class
+
+MODELS: list[dict[str, Any]] = json.loads(
+    (Path(__file__).parents[2] / "data" / "published_models.json").read_text()
+)
+NODES = ("l4", "a5000", "l40s", "h100")
+WORKLOAD = Workload(num_rows=10_000, prompt_tokens=418, generated_tokens=128)
+
+
+def each(models: list[dict[str, Any]] = MODELS) -> Any:
+    return pytest.mark.parametrize("model", models, ids=[model["name"] for model in models])
+
+
+def last_digit(number: float) -> float:
+    return 10.0 ** -len(f"{number:g}".partition(".")[2])
+
+
+def test_there_are_at_least_25() -> None:
+    assert len({model["name"] for model in MODELS}) >= 25
+
+
+@each()
+def test_a_model_has_its_published_parameters(model: dict[str, Any]) -> None:
+    spec = ModelSpec.from_config(model["config"])
+    assert spec.num_parameters / 1e9 == pytest.approx(model["total"], rel=0.01)
+    # Publishers count the embeddings, the head, both or neither as active.
+    outer = spec.vocab_size * spec.hidden_size
+    counts = [(spec.num_active_parameters - part * outer) / 1e9 for part in range(3)]
+    nearest = min(counts, key=lambda count: abs(count - model["active"]))
+    tolerance = max(0.01 * model["active"], last_digit(model["active"]))
+    assert nearest == pytest.approx(model["active"], abs=tolerance)
+    assert any(isinstance(layer.ffn, MoeSpec) for layer in spec.layers) == (
+        model["total"] != model["active"]
+    )
+
+
+@pytest.mark.slow
+@each()
+def test_every_tensor_of_transformers_has_its_place(model: dict[str, Any], tmp_path: Path) -> None:
+    """The model that transformers builds of the configuration, with shapes and no weights."""
+    config = {name: value for name, value in model["config"].items() if "quant" not in name}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if config["model_type"] == "kimi_k2":
+        config["model_type"] = "deepseek_v3"
+    theirs = AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        built = model_class(theirs)._from_config(theirs)
+    stored = {
+        # Modules hold the bias next to the router, checkpoints call it the router's.
+        name.replace("mlp.e_score", "mlp.gate.e_score"): tuple(tensor.shape)
+        for name, tensor in built.state_dict().items()
+        if not any(part in name for part in (*MEDIA_TENSORS, ".indexer."))
+    }
+    spec = replace(ModelSpec.from_config(model["config"]), quantization=None)
+    places = locate_weights(spec, stored, dict.fromkeys(stored, "model.safetensors"))
+    assert places.keys() == model_weights(spec).keys()
+    assert spec.num_parameters == sum(torch.Size(shape).numel() for shape in stored.values())
+
+
+@pytest.mark.slow
+@each()
+def test_each_is_planned_or_refused_with_numbers(
+    model: dict[str, Any], record_property: Callable[[str, object], None]
+) -> None:
+    spec = ModelSpec.from_config(model["config"], name=model["name"])
+    for name in NODES:
+        node = replace(hardware_preset(name), host_memory_bytes=512 * GIB)
+        try:
+            rate = find_plan(spec, node, WORKLOAD).tokens_per_s
+        except InfeasiblePlanError as refusal:
+            found = str(refusal).splitlines()[0]
+            if not re.search(r"\d (GB|GiB|tokens)", str(refusal)):
+                pytest.fail(f"no numbers: {refusal}")
+        else:
+            assert rate > 0
+            found = f"{rate:,.1f} tokens/s"
+        record_property(name, found)
