@@ -14,7 +14,7 @@ from raymoe.cli import model_by_name
 from raymoe.errors import ConfigError
 from raymoe.memory.checkpoint import fetch_config
 from raymoe.memory.weights import WeightStore
-from raymoe.specs.families import FAMILIES
+from raymoe.specs.families import FAMILIES, TESTED_WITH, WRAPPERS
 from raymoe.specs.families.rules import Family
 from raymoe.specs.files import CONFIG_FILE, is_hub_name, read_config
 from raymoe.specs.hardware import HARDWARE_INSTANCES, HARDWARE_PRESETS
@@ -63,7 +63,13 @@ def run(
 
 
 def _known() -> dict[str, list[str]]:
-    lists = {"families": sorted(FAMILIES), "formats": list(METHODS), "models": list(MODEL_PRESETS)}
+    names = sorted({*FAMILIES, *WRAPPERS})
+    lists = {
+        "families": names,
+        "tested_with": [TESTED_WITH],
+        "formats": list(METHODS),
+        "models": list(MODEL_PRESETS),
+    }
     return {**lists, "hardware": [*HARDWARE_PRESETS, *HARDWARE_INSTANCES]}
 
 
@@ -117,20 +123,32 @@ KV_BYTES = 2  # bfloat16
 
 
 def families_table() -> Table:
-    table = Table(title="families")
+    """What runs: blocks and formats of each family, and what its tokens were compared with."""
+    caption = f"each in every weight format, on CPU and GPU; tokens compared with {TESTED_WITH}"
+    table = Table(title="families", caption=caption)
     for column in ("model_type", "attention", "experts", "by name"):
         table.add_column(column)
     presets: dict[str, list[str]] = {}
     for name in MODEL_PRESETS:
         presets.setdefault(model_preset(name).model_type, []).append(name)
     for model_type, family in sorted(FAMILIES.items()):
-        table.add_row(
-            model_type,
-            "latent" if family.is_latent else "grouped-query",
-            _experts_of_family(family),
-            ", ".join(presets.get(model_type, [])),
-        )
+        names = ", ".join(presets.get(model_type, []))
+        table.add_row(model_type, _attention_of_family(family), _experts_of_family(family), names)
+    for model_type, wrapper in sorted(WRAPPERS.items()):
+        table.add_row(model_type, f"text: {', '.join(wrapper.texts)}", "", "")
     return table
+
+
+def _attention_of_family(family: Family) -> str:
+    notes = {
+        "QK norm": family.qk_norm != "none",
+        "windows": family.windowed_layers != "none",
+        "sinks": family.sinks != "none",
+        "gate": family.gate is not None,
+        "exact up to a length": bool(family.context_limit),
+    }
+    kind = "latent" if family.is_latent else "grouped-query"
+    return ", ".join([kind, *(note for note, is_there in notes.items() if is_there)])
 
 
 def formats_table() -> Table:

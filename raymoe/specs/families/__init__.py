@@ -8,7 +8,7 @@ from raymoe.specs.families.latent import LATENT_FAMILIES
 from raymoe.specs.families.rules import Family
 from raymoe.specs.families.wrappers import WRAPPERS, TextPart, text_part
 
-__all__ = ["FAMILIES", "MODEL_TYPE_ALIASES", "WRAPPERS", "TextPart", "text_part"]
+__all__ = ["FAMILIES", "MODEL_TYPE_ALIASES", "TESTED_WITH", "WRAPPERS", "TextPart", "text_part"]
 
 FAMILIES: Mapping[str, Family] = {
     **DENSE_FAMILIES,
@@ -16,6 +16,8 @@ FAMILIES: Mapping[str, Family] = {
     **HYBRID_FAMILIES,
     **LATENT_FAMILIES,
 }
+# Whose classes the tests compare every family with.
+TESTED_WITH = "transformers 5.23.0"
 # Kimi-K2 has its own model type and DeepSeek-V3's architecture (Moonshot's deployment guide:
 # "reuses the DeepSeekV3CausalLM architecture").
 MODEL_TYPE_ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
