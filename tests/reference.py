@@ -13,12 +13,16 @@ from raymoe.model.rope import frequencies_by_length, rope_lengths
 from raymoe.specs.layer_weights import (
     ATTENTION_RESULT_NORM,
     EMBEDDING,
+    EXPERTS_INPUT_NORM,
+    EXPERTS_RESULT_NORM,
     FFN_NORM,
     FFN_RESULT_NORM,
     FINAL_NORM,
     HEAD,
     HEAD_BIAS,
     INPUT_NORM,
+    LAYER_SCALAR,
+    SHARED_RESULT_NORM,
     layer_prefix,
 )
 from raymoe.specs.model import (
@@ -125,7 +129,10 @@ class ReferenceModel:
                 ropes (`model.rope`); None: all of it is prompt.
         """
         spec = self.spec
-        hidden_TH = self._weight(EMBEDDING)[torch.tensor(token_ids)] * spec.embedding_multiplier
+        multiplier = torch.tensor(spec.embedding_multiplier, dtype=torch.float64)
+        if spec.rounds_embedding_multiplier:
+            multiplier = multiplier.to(self.dtype)
+        hidden_TH = self._weight(EMBEDDING)[torch.tensor(token_ids)] * float(multiplier)
         for i, layer in enumerate(spec.layers):
             prefix = layer_prefix(i)
             norms = layer.norms
@@ -143,13 +150,17 @@ class ReferenceModel:
             if isinstance(layer.ffn, DenseSpec):
                 ffn_TH = self._dense(normed_TH, layer.ffn, f"{prefix}mlp.")
             else:
-                ffn_TH = self._moe(normed_TH, layer.ffn, f"{prefix}mlp.")
+                ffn_TH = self._moe(hidden_TH, normed_TH, layer.ffn, prefix)
             ffn_TH = self._norm(ffn_TH, f"{prefix}{FFN_RESULT_NORM}", norms.after_ffn)
             hidden_TH = hidden_TH + ffn_TH * spec.residual_multiplier
+            if layer.has_scalar:
+                hidden_TH = hidden_TH * self._weight(f"{prefix}{LAYER_SCALAR}")
         normed_TH = self._norm(hidden_TH, FINAL_NORM.removesuffix(".weight"))
         head = EMBEDDING if spec.tie_word_embeddings else HEAD
         bias_V = self._weight(HEAD_BIAS) if spec.has_head_bias else None
-        return functional.linear(normed_TH, self._weight(head), bias_V) / spec.logits_divisor
+        logits_TV = functional.linear(normed_TH, self._weight(head), bias_V) / spec.logits_divisor
+        cap = spec.logit_softcap
+        return logits_TV if cap is None else (logits_TV / cap).tanh() * cap
 
     def generate(self, prompt: list[int], max_new_tokens: int) -> list[int]:
         """Greedy tokens."""
@@ -179,12 +190,14 @@ class ReferenceModel:
             normed_TH = normed_TH + self._weight(f"{name}.bias").to(self._wide)
         return normed_TH.to(self.dtype)
 
-    def _rms_norm(self, input_TX: Tensor, name: str, eps: float | None = None) -> Tensor:
+    def _rms_norm(self, input_TX: Tensor, name: str | None, eps: float | None = None) -> Tensor:
         wide_TX = input_TX.to(self._wide)
         mean_T1 = wide_TX.pow(2).mean(-1, keepdim=True)
         offset = self.spec.norm_offset if eps is None else None
         eps = self.spec.norm_eps if eps is None else eps
         normed_TX = wide_TX * torch.rsqrt(mean_T1 + eps)
+        if name is None:
+            return normed_TX.to(self.dtype)
         if offset is not None:
             weight_X = offset + self._weight(name).to(self._wide)
             return (normed_TX * weight_X).to(self.dtype)
@@ -291,13 +304,16 @@ class ReferenceModel:
             ("k", spec.num_kv_heads),
             ("v", spec.num_kv_heads),
         ):
-            width_TX = self._linear(normed_TH, f"{prefix}{part}_proj", has_bias=spec.qkv_bias)
+            source = "k" if part == "v" and spec.values_are_keys else part
+            width_TX = self._linear(normed_TH, f"{prefix}{source}_proj", has_bias=spec.qkv_bias)
             norm = "none" if part == "v" or spec.is_norm_after_rope else spec.qk_norm
             if norm == "full":
                 width_TX = self._rms_norm(width_TX, f"{prefix}{part}_norm.weight")
             heads_TXD = width_TX.view(len(width_TX), count, -1)
             if norm == "head":
                 heads_TXD = self._rms_norm(heads_TXD, f"{prefix}{part}_norm.weight")
+            if part == "v" and spec.norms_values:
+                heads_TXD = self._rms_norm(heads_TXD, None)
             if spec.clip_qkv is not None:
                 heads_TXD = heads_TXD.clamp(-spec.clip_qkv, spec.clip_qkv)
             heads.append(heads_TXD)
@@ -316,12 +332,36 @@ class ReferenceModel:
             product_TF = (up_TF + clamp.offset) * cut_TF * (clamp.gain * cut_TF).sigmoid()
         return self._linear(product_TF, down, has_bias=spec.has_bias)
 
-    def _moe(self, input_TH: Tensor, spec: MoeSpec, prefix: str) -> Tensor:
-        logits_TE = self._linear(input_TH, f"{prefix}gate", has_bias=spec.router.has_bias)
+    def _moe(self, hidden_TH: Tensor, normed_TH: Tensor, spec: MoeSpec, layer: str) -> Tensor:
+        prefix, input_TH, router_TH = f"{layer}mlp.", normed_TH, normed_TH
+        if spec.has_branch_norms:
+            input_TH = self._norm(hidden_TH, f"{layer}{EXPERTS_INPUT_NORM}")
+        if spec.router.has_input_norm:
+            name = f"{prefix}gate.input_norm.weight"
+            router_TH = self._rms_norm(hidden_TH, name, self.spec.norm_eps)
+            router_TH = router_TH * hidden_TH.shape[1] ** -0.5
+        out_TH = self._experts(input_TH, router_TH, spec, prefix)
+        if spec.has_branch_norms:
+            out_TH = self._norm(out_TH, f"{layer}{EXPERTS_RESULT_NORM}")
+        if spec.shared is None:
+            return out_TH
+        network = spec.shared.network(spec.activation)
+        shared_TH = self._dense(normed_TH, network, f"{prefix}shared_expert.")
+        if spec.has_branch_norms:
+            shared_TH = self._norm(shared_TH, f"{layer}{SHARED_RESULT_NORM}")
+        if spec.shared.is_gated:
+            gate_T1 = self._linear(normed_TH, f"{prefix}shared_expert_gate").sigmoid()
+            shared_TH = gate_T1 * shared_TH
+        return out_TH + spec.shared.scale * shared_TH
+
+    def _experts(self, input_TH: Tensor, router_TH: Tensor, spec: MoeSpec, prefix: str) -> Tensor:
+        logits_TE = self._linear(router_TH, f"{prefix}gate", has_bias=spec.router.has_bias)
         selection_E = None
         if spec.router.has_selection_bias:
             selection_E = self._weight(f"{prefix}gate.e_score_correction_bias").to(self._wide)
         ids_TK, weights_TK = reference_routing(logits_TE.to(self._wide), spec, selection_E)
+        if spec.router.has_expert_scales:
+            weights_TK = weights_TK * self._weight(f"{prefix}gate.expert_scales")[ids_TK]
         out_TH = torch.zeros_like(input_TH)
         expert_spec = DenseSpec(
             hidden=spec.expert_hidden,
@@ -336,11 +376,4 @@ class ReferenceModel:
                 expert_RH = self._dense(input_TH[tokens], expert_spec, name)
                 expert_RH = expert_RH * weights_TK[tokens, slots, None].to(self.dtype)
                 out_TH.index_add_(0, tokens, expert_RH)
-        if spec.shared is not None:
-            network = spec.shared.network(spec.activation)
-            shared_TH = self._dense(input_TH, network, f"{prefix}shared_expert.")
-            if spec.shared.is_gated:
-                gate_T1 = self._linear(input_TH, f"{prefix}shared_expert_gate").sigmoid()
-                shared_TH = gate_T1 * shared_TH
-            out_TH = out_TH + spec.shared.scale * shared_TH
         return out_TH

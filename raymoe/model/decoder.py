@@ -4,20 +4,21 @@ T tokens, H hidden size.
 """
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from raymoe.kernels.cpu_attention import AttentionBatch
-from raymoe.kernels.cpu_elementwise import Projected, Routing, add_rms_norm_, rms_norm
+from raymoe.kernels.cpu_elementwise import Projected, Routing
 from raymoe.kernels.cpu_linear import Allocate, Linear
 from raymoe.kernels.gpu_attention_batch import StagedBatch
 from raymoe.kernels.paged_kv import CacheLayout, KvLayout, LatentLayout
 from raymoe.model.attention import Attention, LatentAttention, LayerAttention
 from raymoe.model.feed_forward import Dense, FeedForward, MoE
 from raymoe.model.loading import GetWeight, Loader, NormOverRanks, Reduce, keep
+from raymoe.model.norms import Norm, load_norm
 from raymoe.model.rope import Rotary
 from raymoe.specs.layer_weights import (
     ATTENTION_RESULT_NORM,
@@ -28,51 +29,11 @@ from raymoe.specs.layer_weights import (
     HEAD,
     HEAD_BIAS,
     INPUT_NORM,
+    LAYER_SCALAR,
     layer_prefix,
     layer_weights,
 )
 from raymoe.specs.model import AttentionSpec, DenseSpec, LatentAttentionSpec, ModelSpec
-
-
-class Norm(Protocol):
-    """A norm of hidden states."""
-
-    def __call__(self, hidden_TH: Tensor) -> Tensor:
-        """Return the norm of every row as a new tensor."""
-
-    def after_adding_(self, hidden_TH: Tensor, delta_TH: Tensor) -> Tensor:
-        """Add `delta_TH` to `hidden_TH` in place and return the norm of the sum."""
-
-
-class RmsNorm:
-    def __init__(self, weight_H: Tensor | None, eps: float, offset: float | None = None) -> None:
-        self._weight_H, self._eps, self._offset = weight_H, eps, offset
-
-    def __call__(self, hidden_TH: Tensor) -> Tensor:
-        return rms_norm(hidden_TH, self._weight_H, self._eps, self._offset)
-
-    def after_adding_(self, hidden_TH: Tensor, delta_TH: Tensor) -> Tensor:
-        return add_rms_norm_(hidden_TH, delta_TH, self._weight_H, self._eps, offset=self._offset)
-
-
-class LayerNorm:
-    def __init__(self, weight_H: Tensor, bias_H: Tensor | None, eps: float) -> None:
-        self._weight_H, self._bias_H, self._eps = weight_H, bias_H, eps
-
-    def __call__(self, hidden_TH: Tensor) -> Tensor:
-        shape = self._weight_H.shape
-        return functional.layer_norm(hidden_TH, shape, self._weight_H, self._bias_H, self._eps)
-
-    def after_adding_(self, hidden_TH: Tensor, delta_TH: Tensor) -> Tensor:
-        return self(hidden_TH.add_(delta_TH))
-
-
-def load_norm(model: ModelSpec, loader: Loader, name: str) -> Norm:
-    weight_H = loader.vector(f"{name}.weight")
-    if model.norm != "layer":
-        return RmsNorm(weight_H, model.norm_eps, model.norm_offset)
-    bias_H = loader.vector(f"{name}.bias") if model.has_norm_bias else None
-    return LayerNorm(weight_H, bias_H, model.norm_eps)
 
 
 def cache_layouts(spec: ModelSpec, dtype: torch.dtype) -> tuple[CacheLayout, ...]:
@@ -127,7 +88,8 @@ class Layer:
         if isinstance(spec.ffn, DenseSpec):
             self.ffn = Dense(spec.ffn, loader, f"{prefix}mlp.")
         else:
-            self.ffn = MoE(spec.ffn, loader, f"{prefix}mlp.")
+            self.ffn = MoE(model, spec.ffn, loader, prefix)
+        self.scalar_1 = loader.vector(f"{prefix}{LAYER_SCALAR}") if spec.has_scalar else None
 
     def attention_input(self, hidden_TH: Tensor) -> Tensor:
         return hidden_TH if self.input_norm is None else self.input_norm(hidden_TH)
@@ -173,6 +135,10 @@ class Decoder:
         rotary = {layer.rope: Rotary(layer.rope, loader.device) for layer in spec.layers}
         self._rotary = [rotary[layer.rope] for layer in spec.layers]
         self._embedding_VH = loader.table(EMBEDDING)
+        multiplier = torch.tensor(spec.embedding_multiplier, dtype=torch.float64)
+        if spec.rounds_embedding_multiplier:
+            multiplier = multiplier.to(self.dtype)
+        self._embedding_multiplier = float(multiplier)
         self._layers: list[Layer] = []
         for i, layer in enumerate(spec.layers):
             self._layers.append(Layer(spec, i, loader, reduce))
@@ -218,8 +184,8 @@ class Decoder:
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
         hidden_TH = functional.embedding(token_ids_T, self._embedding_VH)
-        if self.spec.embedding_multiplier != 1:
-            hidden_TH *= self.spec.embedding_multiplier
+        if self._embedding_multiplier != 1:
+            hidden_TH *= self._embedding_multiplier
         return hidden_TH
 
     def pre(
@@ -297,19 +263,20 @@ class Decoder:
             normed_TH = input_TH if layer.is_parallel else hidden_TH
         else:
             normed_TH = layer.ffn_norm.after_adding_(hidden_TH, delta_TH)
-        return Posted(hidden_TH, normed_TH, layer.ffn.route(normed_TH))
+        return Posted(hidden_TH, normed_TH, layer.ffn.route(hidden_TH, normed_TH))
 
     def ffn(self, i: int, hidden_TH: Tensor, normed_TH: Tensor, routing: Routing | None) -> Tensor:
         """Add the experts or the dense FFN of layer `i` to the residual; [T, H]."""
-        delta_TH = self._reduce(self.local_ffn(i, normed_TH, routing))
-        result_norm = self._layers[i].ffn_result_norm
-        if result_norm is not None:
-            delta_TH = result_norm(delta_TH)
-        return hidden_TH.add_(delta_TH, alpha=self.spec.residual_multiplier)
+        layer = self._layers[i]
+        delta_TH = layer.ffn(hidden_TH, normed_TH, routing, self._reduce)
+        if layer.ffn_result_norm is not None:
+            delta_TH = layer.ffn_result_norm(delta_TH)
+        hidden_TH.add_(delta_TH, alpha=self.spec.residual_multiplier)
+        return hidden_TH if layer.scalar_1 is None else hidden_TH.mul_(layer.scalar_1)
 
     def local_ffn(self, i: int, normed_TH: Tensor, routing: Routing | None) -> Tensor:
         """Return what this rank's FFN shard of layer `i` adds to the hidden state; [T, H]."""
-        return self._layers[i].ffn(normed_TH, routing)
+        return self._layers[i].ffn(normed_TH, normed_TH, routing, keep)
 
     def final(self, hidden_TH: Tensor, rows_R: Tensor) -> Tensor:
         """Compute the final norm of the rows that need logits, [R, H]; `rows_R` is int64."""
@@ -322,5 +289,7 @@ class Decoder:
         """
         if self._head is None:
             return final_RH
-        logits_RV = self._head(final_RH)
-        return logits_RV if self.spec.logits_divisor == 1 else logits_RV / self.spec.logits_divisor
+        logits_RV, cap = self._head(final_RH), self.spec.logit_softcap
+        if self.spec.logits_divisor != 1:
+            logits_RV = logits_RV / self.spec.logits_divisor
+        return logits_RV if cap is None else (logits_RV / cap).tanh_().mul_(cap)

@@ -13,9 +13,15 @@ from torch import Tensor
 
 from raymoe.kernels.cpu_elementwise import Routing, add_gated_, route
 from raymoe.kernels.cpu_experts import GatedFfn, gated_product
-from raymoe.model.loading import Loader, clamp_of
+from raymoe.model.loading import Loader, Reduce, clamp_of
+from raymoe.model.norms import RmsNorm, load_norm
+from raymoe.specs.layer_weights import (
+    EXPERTS_INPUT_NORM,
+    EXPERTS_RESULT_NORM,
+    SHARED_RESULT_NORM,
+)
 from raymoe.specs.layers import MoeSpec, RouterSpec
-from raymoe.specs.model import DenseSpec
+from raymoe.specs.model import DenseSpec, ModelSpec
 
 
 def choose_experts(
@@ -96,11 +102,13 @@ def _routing(ids_TK: Tensor, weights_TK: Tensor) -> Routing:
 
 
 class FeedForward(Protocol):
-    def route(self, normed_TH: Tensor) -> Routing | None:
+    def route(self, hidden_TH: Tensor, normed_TH: Tensor) -> Routing | None:
         """Choose the experts of each token; None if the layer has no router."""
 
-    def __call__(self, normed_TH: Tensor, routing: Routing | None) -> Tensor:
-        """Return what the network adds to the hidden state, [T, H]."""
+    def __call__(
+        self, hidden_TH: Tensor, normed_TH: Tensor, routing: Routing | None, reduce: Reduce
+    ) -> Tensor:
+        """Return what the network adds to the hidden state, summed over the ranks, [T, H]."""
 
 
 class LinearFfn:
@@ -128,19 +136,30 @@ class Dense:
     def __init__(self, spec: DenseSpec, loader: Loader, prefix: str) -> None:
         self._ffn = load_network(spec, loader, prefix)
 
-    def route(self, normed_TH: Tensor) -> None:
+    def route(self, hidden_TH: Tensor, normed_TH: Tensor) -> None:
         """Return None: a dense layer has no router."""
 
-    def __call__(self, normed_TH: Tensor, routing: Routing | None) -> Tensor:
-        del routing
-        return self._ffn(normed_TH)
+    def __call__(
+        self, hidden_TH: Tensor, normed_TH: Tensor, routing: Routing | None, reduce: Reduce
+    ) -> Tensor:
+        del hidden_TH, routing
+        return reduce(self._ffn(normed_TH))
 
 
 class MoE:
     """Router, experts and optional shared expert."""
 
-    def __init__(self, spec: MoeSpec, loader: Loader, prefix: str) -> None:
-        self._spec = spec
+    def __init__(self, model: ModelSpec, spec: MoeSpec, loader: Loader, layer: str) -> None:
+        self._spec, prefix = spec, f"{layer}mlp."
+        self._router_norm = self._expert_scales_E = self._branch_norms = None
+        if spec.router.has_input_norm:
+            weight_H = loader.vector(f"{prefix}gate.input_norm.weight")
+            self._router_norm = RmsNorm(weight_H, model.norm_eps)
+        if spec.router.has_expert_scales:
+            self._expert_scales_E = loader.score_vector(f"{prefix}gate.expert_scales")
+        if spec.has_branch_norms:
+            names = (EXPERTS_INPUT_NORM, EXPERTS_RESULT_NORM, SHARED_RESULT_NORM)
+            self._branch_norms = [load_norm(model, loader, f"{layer}{name}") for name in names]
         self._router = loader.linear([f"{prefix}gate"], has_bias=spec.router.has_bias)
         self._selection_bias_E = None
         if spec.router.has_selection_bias:
@@ -155,15 +174,33 @@ class MoE:
             if spec.shared.is_gated:
                 self._shared_gate = loader.linear([f"{prefix}shared_expert_gate"])
 
-    def route(self, normed_TH: Tensor) -> Routing:
+    def route(self, hidden_TH: Tensor, normed_TH: Tensor) -> Routing:
         size = (len(normed_TH), self._spec.num_experts)
         logits_TE = torch.empty(size, dtype=torch.float32, device=normed_TH.device)
-        return choose_experts(
-            self._router(normed_TH, logits_TE), self._spec, self._selection_bias_E
-        )
+        if self._router_norm is None:
+            logits_TE = self._router(normed_TH, logits_TE)
+        else:
+            logits_TE = self._router(self._router_norm(hidden_TH), logits_TE)
+            logits_TE = logits_TE * hidden_TH.shape[1] ** -0.5
+        routing = choose_experts(logits_TE, self._spec, self._selection_bias_E)
+        if self._expert_scales_E is None:
+            return routing
+        scales_TK = self._expert_scales_E[routing.topk_ids_TK.long()]
+        return routing._replace(topk_weights_TK=routing.topk_weights_TK * scales_TK)
 
-    def __call__(self, normed_TH: Tensor, routing: Routing | None) -> Tensor:
+    def __call__(
+        self, hidden_TH: Tensor, normed_TH: Tensor, routing: Routing | None, reduce: Reduce
+    ) -> Tensor:
         assert routing is not None, "the experts of a layer need the routing of its router"
+        if self._branch_norms is None:
+            return reduce(self._sum(normed_TH, routing))
+        input_norm, result_norm, shared_norm = self._branch_norms
+        assert self._shared is not None, "the other branch is the shared expert"
+        shared_TH = shared_norm(reduce(self._shared(normed_TH)))
+        routed_TH = reduce(self._experts(input_norm(hidden_TH), *routing))
+        return shared_TH.add_(result_norm(routed_TH))
+
+    def _sum(self, normed_TH: Tensor, routing: Routing) -> Tensor:
         out_TH = self._experts(normed_TH, *routing)
         if self._shared is None or self._spec.shared is None:
             return out_TH

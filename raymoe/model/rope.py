@@ -116,6 +116,9 @@ def inverse_frequencies(spec: RopeSpec) -> list[Tensor]:
     if spec.kind == "yarn":
         return [_yarn(spec)]
     plain_R = 1.0 / _wavelengths(spec)
+    if spec.kind == "proportional":
+        is_rotated_R = torch.arange(len(plain_R)) < spec.num_frequencies
+        return [torch.where(is_rotated_R, plain_R / spec.factor, 0.0)]
     if spec.kind == "linear":
         return [plain_R / spec.factor]
     if spec.kind == "llama3":

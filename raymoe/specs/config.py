@@ -35,7 +35,8 @@ from raymoe.specs.layers import (
 )
 from raymoe.specs.rope import RopeSpec
 
-ParseRope = Callable[[str], RopeSpec]  # by the name of a type of layers
+# By the type of a layer, and its attention.
+ParseRope = Callable[[str, AttentionSpec | LatentAttentionSpec], RopeSpec]
 _T = TypeVar("_T")
 
 
@@ -220,11 +221,14 @@ def canonical_config(
     return flat
 
 
-def check_fields(config: Mapping[str, object], model_type: str, family: Family) -> None:
+def check_fields(
+    config: Mapping[str, object], model_type: str, family: Family, defaults: ClassDefaults
+) -> None:
     """Raise UnsupportedModelError for fields that are not used, ignored or fixed."""
     used = used_fields(family) | ROPE_FIELDS
     fixed = {name: FIXED[name] for name in FIXED.keys() - used} | dict(family.fixed)
-    for name, value in config.items():
+    missing = {name: defaults.values[name] for name in family.fixed if name in defaults.values}
+    for name, value in (missing | dict(config)).items():
         plain = name.rpartition(".")[2]
         if plain in IGNORED or name in family.ignored or name in READ_APART:
             continue
@@ -281,6 +285,8 @@ def layer_windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, ..
             raise UnsupportedModelError(
                 "layer_types has sliding_attention layers, but the sliding window is off"
             )
+    if fields.family.ends_with_full_layer:
+        slides = [*slides[:-1], False]
     return tuple(window if is_sliding else None for is_sliding in slides)
 
 
@@ -441,12 +447,12 @@ def parse_layers(
     dense = None if all(sparse) else _dense(fields)
     layers = []
     for i, (window, is_sparse, num_heads) in enumerate(zip(windows, sparse, heads, strict=True)):
-        rope = ropes.of(window, is_sparse=is_sparse)
-        own = (
-            _with_rope(attention, window, rope)
-            if isinstance(attention, LatentAttentionSpec)
-            else _in_layer(fields, attention, window, num_heads)
-        )
+        own = attention
+        if isinstance(own, AttentionSpec):
+            own = _in_layer(fields, own, i, window=window, num_heads=num_heads)
+        rope = ropes.of(window, own, is_sparse=is_sparse)
+        if isinstance(own, LatentAttentionSpec):
+            own = _with_rope(own, window, rope)
         layers.append(
             LayerSpec(
                 attention=own,
@@ -455,6 +461,7 @@ def parse_layers(
                 norms=fields.family.norms,
                 is_parallel=fields.family.is_parallel,
                 has_norm_bias=fields.family.has_norm_bias,
+                has_scalar=fields.family.has_layer_scalars,
             )
         )
     return tuple(layers)
@@ -470,34 +477,39 @@ def parse_attention(fields: ConfigFields) -> AttentionSpec:
     if family.value_head_dim is not None:
         value_head_dim = fields.positive(family.value_head_dim)
     _check_heads(num_heads, num_kv_heads)
-    for name, dim in (("head_dim", head_dim), (family.value_head_dim, value_head_dim)):
-        if dim is not None and (dim % HEAD_DIM_MULTIPLE or dim < HEAD_DIM_MULTIPLE):
-            raise UnsupportedModelError(
-                f"{name} is {dim}; supported: multiples of {HEAD_DIM_MULTIPLE}"
-            )
+    _check_head_dim("head_dim", head_dim)
+    if value_head_dim is not None:
+        _check_head_dim(family.value_head_dim, value_head_dim)
     if family.needs_full_width and num_heads * head_dim != hidden_size:
         raise UnsupportedModelError(
             f"head_dim {head_dim} x {num_heads} heads is not hidden_size {hidden_size}: "
             "the norm over the full width of this family needs them equal"
         )
+    scale = (fields.number_or_none(family.scale_divisor) or head_dim) ** -0.5
+    if family.scale is not None:
+        scale = fields.number_or(family.scale)
     has_norm = family.qk_norm_switch is None or fields.boolean(family.qk_norm_switch)
     return AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        scale=(fields.number_or_none(family.scale_divisor) or head_dim) ** -0.5
-        if family.scale is None
-        else fields.number(family.scale),
+        scale=scale,
         qkv_bias=fields.switch(family.qkv_bias),
         output_bias=fields.switch(family.output_bias),
         qk_norm=family.qk_norm if has_norm else "none",
         is_norm_after_rope=family.is_norm_after_rope,
+        norms_values=family.norms_values,
         clip_qkv=fields.number_or_none(family.clip),
         has_sinks=family.sinks == "all",
         value_head_dim=value_head_dim,
         value_scale=fields.number_or_none(family.value_scale) or 1.0,
         gate=_gate(fields),
     )
+
+
+def _check_head_dim(name: str | None, dim: int) -> None:
+    if dim % HEAD_DIM_MULTIPLE or dim < HEAD_DIM_MULTIPLE:
+        raise UnsupportedModelError(f"{name} is {dim}; supported: multiples of {HEAD_DIM_MULTIPLE}")
 
 
 def _check_heads(num_heads: int, num_kv_heads: int) -> None:
@@ -567,9 +579,9 @@ def _with_rope(
 
 
 def _in_layer(
-    fields: ConfigFields, attention: AttentionSpec, window: int | None, num_heads: int
+    fields: ConfigFields, attention: AttentionSpec, i: int, *, window: int | None, num_heads: int
 ) -> AttentionSpec:
-    num_kv_heads = attention.num_kv_heads
+    head_dim, num_kv_heads = _own_sizes(fields, attention, i, is_full=window is None)
     if window is not None:
         num_kv_heads *= fields.family.windowed_kv_factor
         if fields.family.windowed_heads is not None:
@@ -579,9 +591,47 @@ def _in_layer(
         attention,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        values_are_keys=window is None and fields.switch(fields.family.full_values_are_keys),
         sliding_window=window,
         has_sinks=attention.has_sinks or (window is not None and fields.family.sinks == "windowed"),
     )
+
+
+def _own_sizes(
+    fields: ConfigFields, attention: AttentionSpec, i: int, *, is_full: bool
+) -> tuple[int, int]:
+    """Dimensions of a head and KV heads of layer `i`, as transformers' `per_layer_config`."""
+    family, sizes = fields.family, (attention.head_dim, attention.num_kv_heads)
+    names = (family.full_head_dim, family.full_kv_heads)
+    own: Mapping[str, object] = {}
+    if fields.has("per_layer_config"):
+        own = _own_fields(fields.get("per_layer_config"), i)
+        names = ("head_dim", "num_key_value_heads")
+    elif is_full:
+        own = {name: fields.get(name) for name in names if name is not None}
+        if not fields.switch(family.full_values_are_keys):
+            names = (names[0], None)
+    head_dim, num_kv_heads = (
+        size if name is None or own.get(name) is None else _integer(name, own[name], minimum=1)
+        for name, size in zip(names, sizes, strict=True)
+    )
+    _check_head_dim(names[0] or "head_dim", head_dim)
+    return head_dim, num_kv_heads
+
+
+def _own_fields(by_layer: object, i: int) -> Mapping[str, object]:
+    found: Mapping[str, object] = {}
+    known = {"head_dim", "num_key_value_heads"}
+    for layer, own in by_layer.items() if isinstance(by_layer, Mapping) else [("", None)]:
+        if not str(layer).isdigit() or not isinstance(own, Mapping) or own.keys() - known:
+            raise UnsupportedModelError(
+                f"per_layer_config = {by_layer!r:.200} is not supported; supported: head_dim and "
+                "num_key_value_heads by the number of a layer"
+            )
+        if int(layer) == i:
+            found = own
+    return found
 
 
 class _Ropes:
@@ -589,11 +639,17 @@ class _Ropes:
         self._fields, self._rule = fields, fields.family.rope
         self._of_type = cache(parse)
 
-    def of(self, window: int | None, *, is_sparse: bool) -> RopeSpec | None:
+    def of(
+        self,
+        window: int | None,
+        attention: AttentionSpec | LatentAttentionSpec,
+        *,
+        is_sparse: bool,
+    ) -> RopeSpec | None:
         if window is not None:
-            return self._of_type(SLIDING)
+            return self._of_type(SLIDING, attention)
         if self._rule.rotates_full_layers or (not is_sparse and self._rotates_dense_layers):
-            return self._of_type(self._fields.family.full_layer_types[0])
+            return self._of_type(self._fields.family.full_layer_types[0], attention)
         return None
 
     @property
@@ -613,7 +669,7 @@ def _dense(fields: ConfigFields) -> DenseSpec:
 
 def _moe(fields: ConfigFields) -> MoeSpec | None:
     rule = fields.family.moe
-    if rule is None:
+    if rule is None or (rule.switch is not None and not fields.boolean(rule.switch)):
         return None
     num_experts = fields.natural(rule.num_experts, maximum=MAX_EXPERTS)
     if num_experts == 0:
@@ -632,6 +688,7 @@ def _moe(fields: ConfigFields) -> MoeSpec | None:
         activation=_activation(fields),
         router=router,
         has_bias=rule.has_bias,
+        has_branch_norms=rule.has_branch_norms,
         shared=shared,
     )
 
@@ -650,6 +707,8 @@ def _router(fields: ConfigFields, rule: RouterRule, num_experts: int) -> RouterS
         has_bias=rule.has_bias,
         has_selection_bias=rule.has_selection_bias,
         jitter=fields.number_or(rule.jitter),
+        has_input_norm=rule.has_input_norm,
+        has_expert_scales=rule.has_expert_scales,
     )
     if rule.group_score is None or not _has_groups(fields, rule):
         return router

@@ -86,6 +86,11 @@ def common_weights(layer: LayerSpec, hidden_size: int) -> NamedShapes:
     ffn = layer.ffn
     if layer.norms.after_ffn:
         yield from _norm(FFN_RESULT_NORM, layer, hidden_size)
+    if layer.has_scalar:
+        yield LAYER_SCALAR, (1,)
+    if isinstance(ffn, MoeSpec) and ffn.has_branch_norms:
+        for name in (EXPERTS_INPUT_NORM, EXPERTS_RESULT_NORM, SHARED_RESULT_NORM):
+            yield from _norm(name, layer, hidden_size)
     if isinstance(ffn, DenseSpec):
         yield from _gated("mlp.", ffn.hidden, hidden_size, has_bias=ffn.has_bias)
     elif ffn.shared is not None:
@@ -152,6 +157,10 @@ def _router(moe: MoeSpec, hidden_size: int) -> NamedShapes:
     yield f"{ROUTER}weight", (moe.num_experts, hidden_size)
     if moe.router.has_bias:
         yield f"{ROUTER}bias", (moe.num_experts,)
+    if moe.router.has_input_norm:
+        yield f"{ROUTER}input_norm.weight", (hidden_size,)
+    if moe.router.has_expert_scales:
+        yield f"{ROUTER}expert_scales", (moe.num_experts,)
     if moe.router.has_selection_bias:
         yield f"{ROUTER}e_score_correction_bias", (moe.num_experts,)
 
@@ -196,3 +205,6 @@ EMBEDDING, FINAL_NORM = "model.embed_tokens.weight", "model.norm.weight"
 # Norms of a layer: the inputs of attention and feed-forward network, and their results.
 INPUT_NORM, FFN_NORM = "input_layernorm", "post_attention_layernorm"
 ATTENTION_RESULT_NORM, FFN_RESULT_NORM = "attention_result_norm", "ffn_result_norm"
+EXPERTS_INPUT_NORM, EXPERTS_RESULT_NORM = "mlp.experts_input_norm", "mlp.experts_result_norm"
+SHARED_RESULT_NORM = "mlp.shared_result_norm"
+LAYER_SCALAR = "layer_scalar"

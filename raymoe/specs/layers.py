@@ -256,6 +256,10 @@ class RouterSpec:
     group_score: GroupScore | None = None
     # Sparse mixer: logits are near if they differ by at most twice this fraction.
     jitter: float = 0.0
+    # Whether it reads the hidden state by an RMS norm of its own, times hidden size ** -0.5,
+    # instead of the input of the experts.
+    has_input_norm: bool = False
+    has_expert_scales: bool = False  # learned factors of the final weights, one for each expert
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,6 +319,9 @@ class MoeSpec:
     has_bias: bool = False  # biases of the three projections of every expert
     clamp: ClampSpec | None = None  # limits of the gated product of the experts
     shared: SharedSpec | None = None
+    # Whether experts and shared expert each norm their result before it is added to the other's;
+    # the experts then norm their own input, and the layer's norm is that of the shared expert.
+    has_branch_norms: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,3 +348,4 @@ class LayerSpec:
     # Whether the feed-forward network reads the norm that attention reads.
     is_parallel: bool = False
     has_norm_bias: bool = False
+    has_scalar: bool = False  # whether a learned number multiplies the hidden state at the end

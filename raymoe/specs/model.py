@@ -73,7 +73,9 @@ class ModelSpec:
         dtype: Type of the stored weights; None if the configuration does not name one.
         max_model_len: Longest sequence that the positions support with full attention.
         embedding_multiplier: Factor of the token embeddings.
+        rounds_embedding_multiplier: Whether it is rounded to the type of the embeddings first.
         residual_multiplier: Factor of what attention and feed-forward network add.
+        logit_softcap: c, where logits become c * tanh(logits / c) at last; None for no such bound.
         has_head_bias: Whether the logits have a bias.
         quantization: Formats of stored matrices; None if all are stored in `dtype`.
         head: What turns final hidden states into the rows that a step yields: "lm" (logits of
@@ -98,8 +100,10 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     norm: NormKind = "rms"
     embedding_multiplier: float = 1.0
+    rounds_embedding_multiplier: bool = False
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
+    logit_softcap: float | None = None
     has_head_bias: bool = False
     quantization: Quantization | None = None
     head: HeadKind = "lm"
@@ -200,7 +204,12 @@ class ModelSpec:
         if head == "lm":
             return self
         return replace(
-            self, head=head, tie_word_embeddings=False, has_head_bias=False, logits_divisor=1.0
+            self,
+            head=head,
+            tie_word_embeddings=False,
+            has_head_bias=False,
+            logits_divisor=1.0,
+            logit_softcap=None,
         )
 
     def outer_weights(self) -> dict[str, Shape]:
@@ -230,18 +239,19 @@ class ModelSpec:
         model_type, family = find_family(config)
         defaults = class_defaults(model_type, family.nested)
         config = canonical_config(config, family, defaults)
-        check_fields(config, model_type, family)
+        check_fields(config, model_type, family, defaults)
         fields = ConfigFields(config, family, defaults)
         attention = parse_latent_attention(fields) if family.is_latent else parse_attention(fields)
         max_positions = fields.positive("max_position_embeddings")
-        layers = parse_layers(fields, attention, partial(_rope, fields, attention, defaults))
+        layers = parse_layers(fields, attention, partial(_rope, fields, defaults))
         ropes = {layer.rope for layer in layers if layer.rope is not None}
         limit = max((rope.max_model_len for rope in ropes), default=max_positions)
         if family.context_limit and is_limited(fields):
             limit = min(limit, prod(map(fields.positive, family.context_limit)))
+        hidden_size = fields.positive("hidden_size")
         embedding, residual, logits = map(fields.number_or, family.multipliers)
         if fields.switch(family.scales_embedding):
-            embedding *= fields.positive("hidden_size") ** 0.5
+            embedding *= hidden_size**0.5
         if family.logit_scale is not None:
             logits = 1.0 / fields.number(family.logit_scale)
         rms_norm_eps = fields.number_or_none(family.rms_norm_eps)
@@ -249,7 +259,7 @@ class ModelSpec:
         spec = cls(
             model_type=model_type,
             name=name or str(config.get("_name_or_path") or model_type),
-            hidden_size=fields.positive("hidden_size"),
+            hidden_size=hidden_size,
             vocab_size=fields.positive("vocab_size"),
             layers=layers,
             norm=family.norm if rms_norm_eps is None else "rms",
@@ -259,8 +269,10 @@ class ModelSpec:
             dtype=_dtype(config),
             eos_token_ids=fields.token_ids("eos_token_id"),
             embedding_multiplier=embedding,
+            rounds_embedding_multiplier=family.rounds_embedding_scale,
             residual_multiplier=residual,
             logits_divisor=logits,
+            logit_softcap=fields.number_or_none(family.logit_softcap),
             has_head_bias=fields.switch(family.head_bias),
             quantization=parse_quantization(config.get("quantization_config")),
             labels=labels_of(config) if head == "labels" else (),
@@ -284,9 +296,9 @@ class ModelSpec:
 
 def _rope(
     fields: ConfigFields,
-    attention: AttentionSpec | LatentAttentionSpec,
     defaults: ClassDefaults,
     layer_type: str,
+    attention: AttentionSpec | LatentAttentionSpec,
 ) -> RopeSpec:
     rule, head_dim = fields.family.rope, attention.rotated_head_dim
     if rule.is_part_of_head and isinstance(attention, LatentAttentionSpec):

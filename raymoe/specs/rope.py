@@ -7,13 +7,17 @@ from dataclasses import dataclass, field, replace
 from raymoe.errors import UnsupportedModelError
 from raymoe.specs.files import MAX_INTEGER, MAX_NUMBER
 
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeRule:
     # Whether each type of layer (`layer_types`) has rope parameters of its own.
     is_by_layer_type: bool = False
+    # With such parameters: whether a configuration may give one set, as before transformers 5.
+    # Layers with a window then have the default rope, with the base of the field `windowed_theta`.
+    has_old_form: bool = False
+    windowed_theta: str | None = None
     rotates_full_layers: bool = True  # whether layers without a window are rotated
     # Field that says, by being 1, that dense layers are rotated nevertheless.
     rotates_dense_layers: str | None = None
@@ -42,6 +46,8 @@ class RopeSpec:
     kind: str
     theta: float
     rotary_dim: int  # leading dimensions of a head that are rotated
+    # Proportional: rotated pairs among them; the others have a frequency of zero.
+    num_frequencies: int = 0
     max_position_embeddings: int  # length from which `dynamic` scales the base
     factor: float = 1.0  # scaling of positions (linear, dynamic, yarn, llama3)
     original_max_tokens: int = 0  # context of the pre-training (yarn, longrope, llama3)
@@ -82,6 +88,7 @@ class RopeSpec:
         return self.max_position_embeddings
 
 
+WINDOWED = "sliding_attention"
 NTK_ALPHA = "dynamic with alpha"
 MSCALE = "longrope with mscale"
 
@@ -121,6 +128,7 @@ _FIELDS = {
         "low_freq_factor",
         "high_freq_factor",
     },
+    "proportional": {"factor"},
     # Phi-3.5-MoE.
     MSCALE: {
         "factor",
@@ -160,18 +168,21 @@ def parse_rope(
     # Where layer types have their own parameters, only the default rope has the family's factor.
     has_factor = kind == "default" or not rule.is_by_layer_type
     partial = _number(fields, "partial_rotary_factor", rule.partial_factor if has_factor else 1.0)
-    if partial != 1.0 and not rule.is_partial:
+    if partial != 1.0 and not rule.is_partial and kind != "proportional":
         raise UnsupportedModelError(
             f"partial_rotary_factor = {partial} is not supported for this model_type: transformers "
             "ignores it for the default rope of this family and fails for every other"
         )
     if fields.get("rope_theta") is None:
+        if isinstance(default_theta, Mapping):  # as Gemma-3 names them
+            default_theta = default_theta["local" if layer_type == WINDOWED else "global"]
         fields["rope_theta"] = default_theta
     interleave = config.get("rope_interleave")
     spec = RopeSpec(
         kind=kind,
         theta=_number(fields, "rope_theta", None),
-        rotary_dim=_rotary_dim(head_dim, partial),
+        rotary_dim=head_dim if kind == "proportional" else _rotary_dim(head_dim, partial),
+        num_frequencies=int(partial * head_dim // 2) if kind == "proportional" else 0,
         max_position_embeddings=max_position_embeddings,
         is_interleaved=rule.is_interleaved
         if interleave is None
@@ -211,12 +222,17 @@ def _merge(
     config: Mapping[str, object], head_dim: int, rule: RopeRule, layer_type: str
 ) -> dict[str, object]:
     parameters = config.get("rope_scaling") or config.get("rope_parameters")
+    is_by_layer_type = rule.is_by_layer_type
+    if rule.has_old_form and config.get("rope_parameters") is None:
+        if layer_type == WINDOWED:
+            return {"rope_theta": config.get(rule.windowed_theta or "")}
+        parameters, is_by_layer_type = config.get("rope_scaling") or {}, False
     if parameters is None:
         parameters = rule.parameters
-    if rule.is_by_layer_type and isinstance(parameters, Mapping):
+    if is_by_layer_type and isinstance(parameters, Mapping):
         parameters = parameters.get(layer_type)
     if not isinstance(parameters, Mapping):
-        where = f" of {layer_type}" if rule.is_by_layer_type else ""
+        where = f" of {layer_type}" if is_by_layer_type else ""
         raise UnsupportedModelError(
             f"rope parameters{where} are {parameters!r}; expected an object"
         )
@@ -226,6 +242,11 @@ def _merge(
             raise UnsupportedModelError(
                 f"rope parameters per layer type ({name!r}) are not supported"
             )
+    _add_outer(fields, config, head_dim)
+    return fields
+
+
+def _add_outer(fields: dict[str, object], config: Mapping[str, object], head_dim: int) -> None:
     theta = config.get("rope_theta")
     if theta is not None and fields.setdefault("rope_theta", theta) != theta:
         raise UnsupportedModelError(
@@ -237,7 +258,6 @@ def _merge(
     if config.get("rotary_dim") is not None:
         rotary_dim = _number(config, "rotary_dim", None)
         fields.setdefault("partial_rotary_factor", rotary_dim / head_dim)
-    return fields
 
 
 def _kind(fields: Mapping[str, object], rule: RopeRule) -> str:
@@ -366,6 +386,7 @@ _SCALINGS: dict[str, Callable[[RopeSpec, Mapping[str, object]], RopeSpec]] = {
     "longrope": _longrope,
     MSCALE: _mscale,
     "llama3": _llama3,
+    "proportional": lambda spec, fields: replace(spec, factor=_number(fields, "factor", 1.0)),
     NTK_ALPHA: _ntk_alpha,
 }
 

@@ -230,6 +230,26 @@ NAMINGS: Mapping[str, tuple[Naming, ...]] = {
     "cohere2_moe": (_SEVERAL_SHARED,),
     "mixtral": (_MIXTRAL,),
     "flex_olmo": (Naming(renamed=RESULT_NORMS),),
+    "olmo3": (Naming(renamed=RESULT_NORMS),),
+    "gemma3_text": (Naming(renamed=RESULT_NORMS),),
+    "gemma4_text": (
+        Naming(
+            renamed={
+                **RESULT_NORMS,
+                "mlp.shared_expert.": "mlp.",
+                "mlp.shared_result_norm.": "post_feedforward_layernorm_1.",
+                "mlp.experts_input_norm.": "pre_feedforward_layernorm_2.",
+                "mlp.experts_result_norm.": "post_feedforward_layernorm_2.",
+                "mlp.gate.weight": "router.proj.weight",
+                "mlp.gate.input_norm.weight": "router.scale",
+                "mlp.gate.expert_scales": "router.per_expert_scale",
+            },
+            fused=(
+                Fused(name="experts.gate_up_proj", weights=_experts("weight", "gate", "up")),
+                Fused(name="experts.down_proj", weights=_experts("weight", "down")),
+            ),
+        ),
+    ),
     "minimax_m2": (
         Naming(
             renamed={

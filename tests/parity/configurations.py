@@ -50,6 +50,11 @@ FAMILY_CONFIGS = {
     "laguna": "LagunaConfig",
     "cohere2_moe": "Cohere2MoeConfig",
     "flex_olmo": "FlexOlmoConfig",
+    "olmo3": "Olmo3Config",
+    "gemma3_text": "Gemma3TextConfig",
+    "gemma4_text": "Gemma4TextConfig",
+    "gemma3": "Gemma3Config",
+    "gemma4": "Gemma4Config",
     "qwen2": "Qwen2Config",
     "phi3": "Phi3Config",
     "granite": "GraniteConfig",
@@ -80,7 +85,8 @@ def model_class(config: transformers.PreTrainedConfig) -> type[transformers.PreT
         return known[type(config)]
     stem = type(config).__name__.removesuffix("Config")
     stem = stem.removesuffix("Text")
-    names = (stem + kind for kind in ("ForCausalLM", "ForConditionalGeneration"))
+    kinds = ["ForCausalLM", "ForConditionalGeneration"][:: -1 if config.sub_configs else 1]
+    names = (stem + kind for kind in kinds)
     return next(getattr(transformers, name) for name in names if hasattr(transformers, name))
 
 

@@ -49,7 +49,7 @@ def randomise(model: PreTrainedModel) -> None:
             torch.nn.init.normal_(parameter.data, std=0.2)
         elif leaf == "sinks":
             torch.nn.init.normal_(parameter.data)
-        elif "norm" in module:
+        elif leaf in {"scale", "per_expert_scale", "layer_scalar"} or "norm" in module:
             torch.nn.init.uniform_(parameter.data, 0.5, 1.5)
 
 
@@ -123,6 +123,9 @@ def reference_tokens(
         return _generate(model, prompts, max_new_tokens, gaps)
 
 
+ROUTERS = ("topkrouter", "dbrxrouter", "moev1gate", "textrouter", "tokenchoicerouter")
+
+
 class Gaps:
     """How clear the decisions of a model were, by hooks on its head and its routers.
 
@@ -145,11 +148,7 @@ class Gaps:
         head = self._model.lm_head
         self._handles.append(head.register_forward_hook(self._after_head))
         for module in self._model.modules():
-            if (
-                type(module)
-                .__name__.lower()
-                .endswith(("topkrouter", "dbrxrouter", "moev1gate", "tokenchoicerouter"))
-            ):
+            if type(module).__name__.lower().endswith(ROUTERS):
                 self._handles.append(module.register_forward_hook(self._after_router))
         return self
 
@@ -175,6 +174,8 @@ class Gaps:
         self, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], outputs: Any
     ) -> None:
         logits_TE = outputs[0] if isinstance(outputs, tuple) else outputs
+        if self._moe.router.has_input_norm:  # Gemma-4 returns the softmax of its logits
+            logits_TE = logits_TE.log()
         top_k = self._moe.top_k
         if top_k < logits_TE.shape[1]:
             bias_E = next(chain(inputs[1:], _selection_biases(module)), None)
@@ -249,4 +250,5 @@ def _forget_longer_rows(model: PreTrainedModel) -> None:
     for name, first in list(rotary.named_buffers()):
         if name.endswith("original_inv_freq"):  # of all layers, or of a type of them
             setattr(rotary, name.replace("original_", ""), first.clone())
-    rotary.max_seq_len_cached = rotary.original_max_seq_len
+    for name in [name for name in vars(rotary) if name.endswith("max_seq_len_cached")]:
+        setattr(rotary, name, rotary.original_max_seq_len)

@@ -5,6 +5,7 @@ from typing import Any
 from tests.parity.dense_families import SCALED
 from tests.parity.fields import BASE, DYNAMIC, YARN
 from tests.parity.hybrid_families import FULL, HYBRID_FAMILIES, SLIDING
+from tests.parity.norm_families import NORM_FAMILIES
 
 _SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "depth": 1}
 _DEEP = _SMALL | {"out_hidden_size": 48, "deepstack_visual_indexes": [0]}
@@ -212,5 +213,17 @@ WRAPPER_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = 
             "scaled, one KV head": {"routed_scaling_factor": 2.5, "num_key_value_heads": 1},
         },
         vision_config=_SMALL | {"out_hidden_size": 48, "image_size": 28},
+    ),
+    "gemma3": _wrapped(
+        NORM_FAMILIES["gemma3_text"][0] | {"model_type": "gemma3_text"},
+        NORM_FAMILIES["gemma3_text"][1],
+        vision_config=_LLAVA | {"image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+    ),
+    "gemma4": _wrapped(
+        NORM_FAMILIES["gemma4_text"][0] | {"model_type": "gemma4_text", "pad_token_id": 0},
+        NORM_FAMILIES["gemma4_text"][1],
+        vision_config=None,
+        audio_config=None,
     ),
 }

@@ -22,6 +22,8 @@ RESULTS_ONLY = NormLayout(
 )
 _GRANITE = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 
+INPUTS_AND_RESULTS = NormLayout(after_attention=True, after_ffn=True)
+
 DENSE_FAMILIES: Mapping[str, Family] = {
     "llama": Family(
         architecture="LlamaForCausalLM",
@@ -37,6 +39,47 @@ DENSE_FAMILIES: Mapping[str, Family] = {
         windowed_layers="from_max",
         is_window_switched=True,
         has_layer_types=True,
+    ),
+    "olmo3": Family(
+        architecture="Olmo3ForCausalLM",
+        rope=RopeRule(
+            is_by_layer_type=True,
+            has_old_form=True,
+            parameters={f"{kind}_attention": {} for kind in ("full", "sliding")},
+        ),
+        norm="rms_float32",
+        norms=RESULTS_ONLY,
+        qk_norm="full",
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        windowed_layers="all_but_nth",
+        window_step=4,
+        has_layer_types=True,
+    ),
+    "gemma3_text": Family(
+        architecture="Gemma3ForCausalLM",
+        aliases={"hidden_activation": "hidden_act"},
+        defaults={"sliding_window_pattern": 6},
+        ignored=frozenset({"_sliding_window_pattern", "cache_implementation"}),
+        fixed={
+            "attn_logit_softcapping": (None,),  # transformers does not apply it
+            "use_bidirectional_attention": (False, None),
+        },
+        rope=RopeRule(
+            is_by_layer_type=True, has_old_form=True, windowed_theta="rope_local_base_freq"
+        ),
+        norm="rms_plus_one",
+        norms=INPUTS_AND_RESULTS,
+        qk_norm="head",
+        scale_divisor="query_pre_attn_scalar",
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        windowed_layers="all_but_nth",
+        window_step="sliding_window_pattern",
+        has_layer_types=True,
+        scales_embedding=True,
+        rounds_embedding_scale=True,
+        logit_softcap="final_logit_softcapping",
     ),
     "mistral": Family(architecture="MistralForCausalLM", windowed_layers="all"),
     "qwen2": Family(
@@ -157,6 +200,56 @@ MOE_FAMILIES: Mapping[str, Family] = {
             num_experts="num_experts",
             expert_hidden="intermediate_size",
             router=_OPTIONAL_RENORMALIZE,
+        ),
+    ),
+    "gemma4_text": Family(
+        architecture="Gemma4ForCausalLM",
+        aliases={"hidden_activation": "hidden_act"},
+        defaults={"global_head_dim": 512, "num_global_key_value_heads": None},
+        # Fields of layers that share keys and values, of embeddings for each layer, and of images.
+        ignored=frozenset({"use_double_wide_mlp", "vocab_size_per_layer_input"}),
+        fixed={
+            "hidden_size_per_layer_input": (0, None),
+            "num_kv_shared_layers": (0, None),
+            "use_bidirectional_attention": (None, False, "vision"),
+        },
+        rope=RopeRule(
+            is_by_layer_type=True,
+            parameters={
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.25,
+                    "rope_theta": 1_000_000.0,
+                },
+            },
+        ),
+        norm="rms_float32",
+        norms=INPUTS_AND_RESULTS,
+        qk_norm="head",
+        norms_values=True,
+        scale=1.0,
+        full_head_dim="global_head_dim",
+        full_kv_heads="num_global_key_value_heads",
+        full_values_are_keys="attention_k_eq_v",
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        windowed_layers="all_but_nth",
+        window_step=6,
+        ends_with_full_layer=True,
+        has_layer_types=True,
+        scales_embedding=True,
+        rounds_embedding_scale=True,
+        has_layer_scalars=True,
+        logit_softcap="final_logit_softcapping",
+        moe=MoeRule(
+            num_experts="num_experts",
+            switch="enable_moe_block",
+            expert_hidden="moe_intermediate_size",
+            top_k="top_k_experts",
+            router=RouterRule(has_input_norm=True, has_expert_scales=True),
+            shared=SharedRule(hidden="intermediate_size"),
+            has_branch_norms=True,
         ),
     ),
     "dbrx": Family(

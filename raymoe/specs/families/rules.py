@@ -91,6 +91,8 @@ class RouterRule:
     # Field that says whether there are groups, as in DeepSeek-V2; None: there always are.
     groups_switch: FieldName | None = None
     jitter: float | FieldName = 0.0
+    has_input_norm: bool = False  # this and the next as in `RouterSpec`
+    has_expert_scales: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +122,8 @@ class MoeRule:
     """The experts of a family."""
 
     num_experts: FieldName
+    switch: FieldName | None = None  # whether there are experts; None: there are
+    has_branch_norms: bool = False  # as in `MoeSpec`
     expert_hidden: FieldName
     top_k: FieldName = "num_experts_per_tok"
     router: RouterRule = field(default_factory=RouterRule)
@@ -173,11 +177,17 @@ class Family:
     limited_layer_type: str | None = None  # name in `layer_types` of such layers; None: all
     # Names in `layer_types` of layers with full attention.
     full_layer_types: tuple[str, ...] = ("full_attention",)
-    scale: FieldName | None = None  # factor of the attention scores
+    scale: float | FieldName | None = None  # factor of the attention scores
     scale_divisor: FieldName | None = None  # the factor is its root's inverse; null: head_dim
     clip: FieldName | None = None  # bound of queries, keys and values
     qk_norm: QkNorm = "none"  # norm of queries and keys: none, per head, or over the full width
     qk_norm_switch: FieldName | None = None  # enables that norm; None: always enabled
+    norms_values: bool = False  # as in `AttentionSpec`
+    # Of layers without a window: dimensions of a head, KV heads, and whether values are keys. The
+    # object `per_layer_config` takes precedence for the first two.
+    full_head_dim: FieldName | None = None
+    full_kv_heads: FieldName | None = None
+    full_values_are_keys: bool | FieldName = False
     is_norm_after_rope: bool = False
     needs_full_width: bool = False  # whether the full-width norm is as wide as the hidden state
     # Whether the query, key and value projections have biases.
@@ -203,12 +213,16 @@ class Family:
     dense_window_step: FieldName | None = None
     window_step: int | FieldName = 0  # "all_but_nth": every n-th layer has full attention
     starts_with_full_layer: bool = False  # "all_but_nth": the first layer has full attention too
+    ends_with_full_layer: bool = False  # whether the last layer has full attention in any case
     has_layer_types: bool = False
     # Factors of embeddings and residual branches, and divisor of the logits.
     multipliers: tuple[float | FieldName, ...] = (1.0, 1.0, 1.0)
     # Whether embeddings are multiplied by the root of the hidden size.
     scales_embedding: bool | FieldName = False
+    rounds_embedding_scale: bool = False  # whether that root is rounded to the type first
     logit_scale: FieldName | None = None  # factor of the logits, in place of a divisor
+    logit_softcap: FieldName | None = None  # bound of the logits, by a tanh; null is none
+    has_layer_scalars: bool = False
 
 
 _OF_ALL = frozenset(
@@ -254,8 +268,10 @@ def used_fields(family: Family) -> frozenset[str]:
         used |= {"sliding_window"}
     if family.windowed_layers in {"from_max", "even_below_max"}:
         used |= {"max_window_layers"}
-    if family.rope.rotates_dense_layers is not None:
-        used |= {family.rope.rotates_dense_layers}
+    for name in (family.rope.rotates_dense_layers, family.rope.windowed_theta):
+        used |= set() if name is None else {name}
+    if family.full_head_dim is not None:
+        used |= {"per_layer_config"}
     if family.is_window_switched:
         used |= {"use_sliding_window"}
     if family.moe is not None:

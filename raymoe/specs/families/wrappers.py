@@ -34,6 +34,10 @@ WRAPPERS: Mapping[str, Wrapper] = {
         texts=("deepseek_v3", "kimi_k2"),
         prefixes=_LLAVA,
     ),
+    "gemma3": Wrapper(
+        architectures=("Gemma3ForConditionalGeneration",), texts=("gemma3_text",), prefixes=_LLAVA
+    ),
+    "gemma4": Wrapper(architectures=("Gemma4ForConditionalGeneration",), texts=("gemma4_text",)),
     "mistral3": Wrapper(
         architectures=("Mistral3ForConditionalGeneration",),
         texts=("mistral", "ministral3", "mistral4"),
@@ -77,6 +81,8 @@ MEDIA_TENSORS = (
     "vit_large_projector.",
     "visual.",
     "audio_tower.",
+    "embed_vision.",
+    "embed_audio.",
     "talker.",
     "code2wav.",
 )

@@ -32,7 +32,7 @@ def random_weights(spec: ModelSpec, dtype: torch.dtype, seed: int = 0) -> dict[s
     return {
         name: (
             torch.rand(shape, generator=generator) + 0.5
-            if "norm" in name
+            if "norm" in name or "scal" in name
             else torch.randn(shape, generator=generator) * shape[-1] ** -0.5
         ).to(dtype)
         for name, shape in model_weights(spec).items()
@@ -156,8 +156,25 @@ def relative_error(logits: torch.Tensor, exact: torch.Tensor) -> float:
             "head_dim": 64,
             "num_hidden_layers": 1,
         },
+        {"model_type": "olmo3", "head_dim": 16, "sliding_window": 9},
+        {"model_type": "flex_olmo", "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2},
+        {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 9},
+        {
+            "model_type": "gemma4_text",
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "sliding_window": 9,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 40,
+            "final_logit_softcapping": 20.0,
+        },
     ],
-    ids=["mixtral", "qwen3", "qwen2_moe", "wide mixtral layer"],
+    ids=lambda fields: f"{fields['model_type']} of {fields.get('hidden_size', 48)}",
 )
 def test_bfloat16_errs_at_most_twice_as_much_as_plain_torch(fields: dict) -> None:
     check_bfloat16(make_spec(fields))

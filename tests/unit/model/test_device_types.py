@@ -76,14 +76,14 @@ def test_what_a_layer_computes_stays_on_the_device(name: str) -> None:
         PagedLoader(weights_on_device(spec).__getitem__, on_host, torch.float32, DEVICE),
         lambda _names: None,
     )
-    layout = cache_layouts(spec, torch.float32)[0]
-    batch = to_device(PagedBatch.of(BATCH, layout, torch.device("cpu")))
-    staged = torch.empty(9, *layout.block_shape, device=DEVICE)
+    layouts = cache_layouts(spec, torch.float32)
+    batch = to_device(PagedBatch.of(BATCH, layouts[0], torch.device("cpu")))
     hidden_TH = torch.empty(NUM_TOKENS, spec.hidden_size, device=DEVICE)
     tokens_T = torch.empty(NUM_TOKENS, dtype=torch.int32, device=DEVICE)
     decoder.reserve(70)
     for i, layer in enumerate(spec.layers):
         projected = decoder.pre(i, hidden_TH, tokens_T, tokens_T)
+        staged = torch.empty(9, *layouts[i].block_shape, device=DEVICE)
         attention_TX = decoder.attend_staged(i, projected, staged, batch)
         hidden_TH, normed_TH, routing = decoder.post(i, hidden_TH, attention_TX)
         if isinstance(layer.ffn, DenseSpec):

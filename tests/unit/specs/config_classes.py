@@ -15,6 +15,7 @@ from tests.parity.configurations import FAMILY_CONFIGS, TEXT_CONFIGS, model_clas
 NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"num_experts_per_tok": 6, "n_routed_experts": 128, "n_shared_experts": 2},
+    "gemma4_text": {"hidden_size_per_layer_input": 0},
     "glm4_moe": {"head_dim": 128},
     "glm4v_moe_text": {"head_dim": 128},
     "qwen3_omni_moe_text": {"head_dim": 128, "tie_word_embeddings": False},

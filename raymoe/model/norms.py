@@ -1,0 +1,54 @@
+"""Norms of hidden states.
+
+T tokens, H hidden size.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+from torch.nn import functional
+
+from raymoe.kernels.cpu_elementwise import add_rms_norm_, rms_norm
+from raymoe.model.loading import Loader
+from raymoe.specs.model import ModelSpec
+
+
+class Norm(Protocol):
+    """A norm of hidden states."""
+
+    def __call__(self, hidden_TH: Tensor) -> Tensor:
+        """Return the norm of every row as a new tensor."""
+
+    def after_adding_(self, hidden_TH: Tensor, delta_TH: Tensor) -> Tensor:
+        """Add `delta_TH` to `hidden_TH` in place and return the norm of the sum."""
+
+
+class RmsNorm:
+    def __init__(self, weight_H: Tensor | None, eps: float, offset: float | None = None) -> None:
+        self._weight_H, self._eps, self._offset = weight_H, eps, offset
+
+    def __call__(self, hidden_TH: Tensor) -> Tensor:
+        return rms_norm(hidden_TH, self._weight_H, self._eps, self._offset)
+
+    def after_adding_(self, hidden_TH: Tensor, delta_TH: Tensor) -> Tensor:
+        return add_rms_norm_(hidden_TH, delta_TH, self._weight_H, self._eps, offset=self._offset)
+
+
+class LayerNorm:
+    def __init__(self, weight_H: Tensor, bias_H: Tensor | None, eps: float) -> None:
+        self._weight_H, self._bias_H, self._eps = weight_H, bias_H, eps
+
+    def __call__(self, hidden_TH: Tensor) -> Tensor:
+        shape = self._weight_H.shape
+        return functional.layer_norm(hidden_TH, shape, self._weight_H, self._bias_H, self._eps)
+
+    def after_adding_(self, hidden_TH: Tensor, delta_TH: Tensor) -> Tensor:
+        return self(hidden_TH.add_(delta_TH))
+
+
+def load_norm(model: ModelSpec, loader: Loader, name: str) -> Norm:
+    weight_H = loader.vector(f"{name}.weight")
+    if model.norm != "layer":
+        return RmsNorm(weight_H, model.norm_eps, model.norm_offset)
+    bias_H = loader.vector(f"{name}.bias") if model.has_norm_bias else None
+    return LayerNorm(weight_H, bias_H, model.norm_eps)

@@ -1,0 +1,139 @@
+"""Gemma and OLMo-3: layers of two types, configurations of both formats, and what is refused."""
+
+from typing import Any
+
+import pytest
+import transformers
+
+from raymoe.errors import UnsupportedModelError
+from raymoe.specs.layers import AttentionSpec, LayerSpec, MoeSpec
+from raymoe.specs.model import ModelSpec
+from tests.unit.specs.config_classes import written
+
+# google/gemma-3-1b-it, as transformers 4.50 wrote it.
+GEMMA3_1B: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attn_logit_softcapping": None,
+    "cache_implementation": "hybrid",
+    "eos_token_id": [1, 106],
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 262144,
+}
+# The text part of google/gemma-4-26B-A4B.
+GEMMA4_26B: dict[str, Any] = {
+    "attention_k_eq_v": True,
+    "enable_moe_block": True,
+    "final_logit_softcapping": 30.0,
+    "global_head_dim": 512,
+    "head_dim": 256,
+    "hidden_size": 2816,
+    "hidden_size_per_layer_input": 0,
+    "intermediate_size": 2112,
+    "max_position_embeddings": 262144,
+    "model_type": "gemma4_text",
+    "moe_intermediate_size": 704,
+    "num_attention_heads": 16,
+    "num_experts": 128,
+    "num_global_key_value_heads": 2,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 8,
+    "sliding_window": 1024,
+    "top_k_experts": 8,
+    "use_bidirectional_attention": "vision",
+    "vocab_size": 262144,
+}
+OLMO3: dict[str, Any] = {
+    "model_type": "olmo3",
+    "max_position_embeddings": 65536,
+    "rope_scaling": {
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "yarn",
+    },
+    "rope_theta": 500000,
+}
+
+
+def attention_of(layer: LayerSpec) -> AttentionSpec:
+    assert isinstance(layer.attention, AttentionSpec)
+    return layer.attention
+
+
+def test_gemma3_has_its_published_size_and_two_ropes() -> None:
+    spec = ModelSpec.from_config(GEMMA3_1B)
+    assert spec.num_parameters == 999_885_952
+    local, full = spec.layers[4], spec.layers[5]
+    assert local.rope is not None
+    assert full.rope is not None
+    assert (local.rope.theta, attention_of(local).sliding_window) == (1e4, 512)
+    assert (full.rope.theta, attention_of(full).sliding_window) == (1e6, None)
+
+
+def test_gemma4_has_its_published_sizes_and_two_kinds_of_layers() -> None:
+    spec = ModelSpec.from_config(GEMMA4_26B)
+    assert spec.num_parameters == pytest.approx(25.2e9, rel=0.01)
+    assert spec.num_active_parameters == pytest.approx(3.8e9, rel=0.01)
+    local, full = spec.layers[4], spec.layers[5]
+    assert attention_of(local).token_shapes.key == (8, 256)
+    assert attention_of(full).token_shapes.key == attention_of(full).token_shapes.value == (2, 512)
+    assert attention_of(full).projections == {"q": 16 * 512, "k": 2 * 512}
+    assert full.rope is not None
+    assert (full.rope.rotary_dim, full.rope.num_frequencies) == (512, 64)
+    assert isinstance(full.ffn, MoeSpec)
+    assert full.ffn.has_branch_norms
+
+
+@pytest.mark.parametrize(
+    ("config", "config_class"),
+    [
+        (GEMMA3_1B, transformers.Gemma3TextConfig),
+        (GEMMA3_1B | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, None),
+        (GEMMA4_26B, transformers.Gemma4TextConfig),
+        (GEMMA4_26B | {"attention_k_eq_v": False}, transformers.Gemma4TextConfig),
+        (OLMO3, transformers.Olmo3Config),
+        (OLMO3 | {"rope_scaling": None}, transformers.Olmo3Config),
+    ],
+    ids=["gemma3", "gemma3 scaled", "gemma4", "gemma4 with values", "olmo3", "olmo3 unscaled"],
+)
+def test_what_transformers_writes_of_an_older_configuration_is_the_same_model(
+    config: dict[str, Any], config_class: Any
+) -> None:
+    config_class = config_class or transformers.Gemma3TextConfig
+    fields = {name: value for name, value in config.items() if name != "model_type"}
+    rewritten = ModelSpec.from_config(written(config_class(**fields)))
+    assert rewritten.layers == ModelSpec.from_config(config).layers
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (GEMMA4_26B | {"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input = 256"),
+        (
+            {k: v for k, v in GEMMA4_26B.items() if k != "hidden_size_per_layer_input"},
+            "hidden_size_per_layer_input = 256",  # the default of the class
+        ),
+        (GEMMA4_26B | {"num_kv_shared_layers": 2}, "num_kv_shared_layers = 2"),
+        (GEMMA4_26B | {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+        (GEMMA4_26B | {"per_layer_config": {"3": {"hidden_size": 8}}}, "per_layer_config"),
+        (GEMMA4_26B | {"global_head_dim": 12}, "global_head_dim is 12"),
+        (GEMMA3_1B | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        ModelSpec.from_config(config)
