@@ -16,14 +16,16 @@ from raymoe.specs.config import (
     check_fields,
     find_family,
     head_of,
-    is_limited,
     labels_of,
+)
+from raymoe.specs.families import text_part
+from raymoe.specs.files import read_config
+from raymoe.specs.layer_config import (
+    is_limited,
     parse_attention,
     parse_latent_attention,
     parse_layers,
 )
-from raymoe.specs.families import text_part
-from raymoe.specs.files import read_config
 from raymoe.specs.layer_weights import (
     Shape,
     attention_weights,

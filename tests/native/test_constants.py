@@ -9,7 +9,7 @@ from raymoe.kernels.paged_kv import BLOCK_TOKENS, VALUE_COLUMNS
 from raymoe.memory.arena import ALIGNMENT as ARENA_ALIGNMENT
 from raymoe.model.loading import ALIGNMENT as LOADED_ALIGNMENT
 from raymoe.plan.device_step import KV_BLOCK_TOKENS
-from raymoe.specs.config import HEAD_DIM_MULTIPLE
+from raymoe.specs.layer_config import HEAD_DIM_MULTIPLE
 
 
 @pytest.mark.parametrize(
