@@ -96,6 +96,7 @@ class _Rotation:
     cosine: Tensor
     sine: Tensor
     is_interleaved: bool
+    query_factor: Tensor | float = 1.0
 
     def __call__(self, heads_TXD: Tensor) -> Tensor:
         num_rotated = 2 * self.cosine.shape[1]
@@ -215,7 +216,14 @@ class ReferenceModel:
         return _Rotation(
             *((table * rope.attention_factor).to(self.dtype) for table in tables),
             is_interleaved=rope.is_interleaved,
+            query_factor=self._query_factor(rope, positions_T),
         )
+
+    def _query_factor(self, rope: RopeSpec, positions_T: Tensor) -> Tensor | float:
+        if not rope.query_beta:
+            return 1.0
+        periods_T = (positions_T // rope.query_period).to(self._wide)
+        return (1 + rope.query_beta * periods_T.log1p())[:, None, None].to(self.dtype)
 
     def _attention(
         self,
@@ -228,7 +236,7 @@ class ReferenceModel:
         if isinstance(spec, LatentAttentionSpec):
             return self._latent_attention(normed_TH, spec, prefix, rotation=rotation)
         query_TAD, key_TGD, value_TGV = self._heads(normed_TH, spec, prefix)
-        query_TAD, key_TGD = rotation(query_TAD), rotation(key_TGD)
+        query_TAD, key_TGD = rotation(query_TAD) * rotation.query_factor, rotation(key_TGD)
         if spec.qk_norm != "none" and spec.is_norm_after_rope:
             query_TAD = self._rms_norm(query_TAD, f"{prefix}q_norm.weight")
             key_TGD = self._rms_norm(key_TGD, f"{prefix}k_norm.weight")
@@ -269,8 +277,9 @@ class ReferenceModel:
         )
         key_TAD, value_TAD = up_projected_TAX.tensor_split([spec.nope_head_dim], dim=-1)
         nope_TAD, rope_TAD = query_TAD.tensor_split([spec.nope_head_dim], dim=-1)
-        scores_ATT = torch.einsum("tad,sad->ats", nope_TAD, key_TAD)
-        rope_TAD, rope_T1D = rotation(rope_TAD), rotation(rope_TX[:, None])
+        scores_ATT = torch.einsum("tad,sad->ats", nope_TAD * rotation.query_factor, key_TAD)
+        rope_TAD = rotation(rope_TAD) * rotation.query_factor
+        rope_T1D = rotation(rope_TX[:, None])
         scores_ATT = scores_ATT + torch.einsum("tad,sd->ats", rope_TAD, rope_T1D[:, 0])
         weights_ATT = self._softmax(scores_ATT * spec.scale)
         mixed_TAD = torch.einsum("ats,sad->tad", weights_ATT, value_TAD)

@@ -13,9 +13,11 @@ from raymoe.specs.layers import OutputGate
 from raymoe.specs.model import LayerSpec, ModelSpec, MoeSpec, SharedSpec
 from raymoe.specs.weight_names import model_weights
 from tests.parity.configurations import CONFIGURATIONS, first_of_each_family
+from tests.parity.dense_families import DENSE_FAMILIES
 from tests.parity.driver import Driver, load_decoder
 from tests.parity.hybrid_families import HYBRID_FAMILIES
 from tests.parity.oracle import make_checkpoint, make_config, make_model, make_prompts
+from tests.parity.wrapper_families import WRAPPER_FAMILIES
 from tests.reference import ReferenceModel
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -180,10 +182,21 @@ def test_bfloat16_errs_at_most_twice_as_much_as_plain_torch(fields: dict) -> Non
     check_bfloat16(make_spec(fields))
 
 
+FIRST_ONLY = {
+    *DENSE_FAMILIES,
+    *WRAPPER_FAMILIES,
+    "mistral4",
+    "solar_open",
+    "hy_v3",
+    "granitemoeshared",
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "configuration",
-    [c for c in CONFIGURATIONS if c.family in HYBRID_FAMILIES],
+    [c for c in CONFIGURATIONS if c.family in HYBRID_FAMILIES]
+    + [c for c in first_of_each_family() if c.family in FIRST_ONLY],
     ids=lambda c: c.name,
 )
 def test_bfloat16_of_families_whose_layers_differ_errs_as_little(configuration) -> None:
