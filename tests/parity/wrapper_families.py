@@ -128,6 +128,7 @@ WRAPPER_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = 
             "wide heads, vocabulary 201": _WIDE,
         },
         vision_config=_LLAVA | {"model_type": "pixtral", "image_size": 28, "patch_size": 14},
+        image_token_index=500,  # prompts are random tokens of the vocabulary
     ),
     "minimax_m3_vl": _wrapped(
         *HYBRID_FAMILIES["minimax_m3_vl_text"],
