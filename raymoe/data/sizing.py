@@ -172,11 +172,10 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
         rows_in_flight: Per actor; None chooses four times the sequences that the plan keeps live.
         batch_size: Rows of one call; None chooses 16, or as many as `rows_in_flight` needs.
         num_gpus: Per actor; None chooses `tensor_parallel_size` if there are GPUs to use.
-        num_cpus: Reserved for an actor, whatever its threads; None leaves one of a node to reads.
+        num_cpus: Reserved for an actor; None leaves one of a node to reads.
         memory: Bytes reserved for an actor; None chooses what the plan needs.
-        ds: The dataset, to plan for its number of rows and their lengths; `workload` replaces it.
-        options: Passed to `MoEGenerator`: sampling_params, id_column and so on. A relative
-            journal_dir or status_dir is resolved in this process, wherever the actors run.
+        ds: The dataset, to plan for its rows and their lengths; `workload` replaces it.
+        options: Of `MoEGenerator`. A relative journal_dir or status_dir is resolved here.
     """
     counts = {"num_actors": num_actors, "num_generators": num_generators, "min_actors": min_actors}
     _check_counts(rows_in_flight=rows_in_flight, batch_size=batch_size, **counts)
