@@ -43,10 +43,11 @@ def test_the_rows_of_an_interrupted_call_are_dropped(engine, task, num_rows):
     sender = interrupt_once_several_run(engine)
 
     def call() -> None:
-        if task == "generate":
-            engine.generate(prompts, LONG)
-        while True:  # scores come sooner
-            engine.score([None] * num_rows, prompts)
+        while True:  # a call may end before the signal comes
+            if task == "generate":
+                engine.generate(prompts, LONG)
+            else:
+                engine.score([None] * num_rows, prompts)
 
     with pytest.raises(KeyboardInterrupt):
         call()
@@ -56,7 +57,7 @@ def test_the_rows_of_an_interrupted_call_are_dropped(engine, task, num_rows):
     stats = engine.stats()
     assert (stats.num_queued_rows, stats.num_live_sequences) == (0, 0)
     assert stats.num_free_blocks == stats.num_kv_blocks
-    assert task == "score" or stats.num_finished_rows == 5
+    assert task == "score" or stats.num_finished_rows % num_rows == 5
 
 
 def test_what_a_notebook_shows_is_short(engine):

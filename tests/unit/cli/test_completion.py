@@ -21,6 +21,7 @@ def test_commands_and_options_are_completed(monkeypatch, capsys):
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_script_of_a_shell_is_shown(monkeypatch, capsys, shell):
-    monkeypatch.setenv("SHELL", f"/bin/{shell}")
+    # Without it the shell is looked for among the parents of this process.
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
     run(["--show-completion", shell])
     assert "_RAYMOE_COMPLETE" in capsys.readouterr().out

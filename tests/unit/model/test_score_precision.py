@@ -9,6 +9,7 @@ from raymoe.model.feed_forward import MoE
 from raymoe.model.loading import Loader, PagedLoader
 from raymoe.specs.layer_weights import expert_weights
 from raymoe.specs.layers import MoeSpec, RouterSpec
+from raymoe.specs.presets_models import model_preset
 
 HIDDEN, NUM_EXPERTS = 32, 8
 SPEC = MoeSpec(
@@ -28,16 +29,19 @@ def weights_with(router_EH: Tensor, bias_E: Tensor) -> dict[str, Tensor]:
     return weights
 
 
+MODEL = model_preset("mixtral-8x7b")  # for norms, which these experts have not
+
+
 def load(weights: dict[str, Tensor], *, is_paged: bool) -> MoE:
     if not is_paged:
         loader = Loader(
             weights.__getitem__, lambda size: torch.empty(size, dtype=torch.uint8), torch.bfloat16
         )
-        return MoE(SPEC, loader, "mlp.")
+        return MoE(MODEL, SPEC, loader, "")
     views = {name: weight.bfloat16() for name, weight in weights.items()}
     cpu = torch.device("cpu")
     loader = PagedLoader(views.__getitem__, weights.__getitem__, torch.bfloat16, cpu)
-    return MoE(SPEC, loader, "mlp.")
+    return MoE(MODEL, SPEC, loader, "")
 
 
 @pytest.mark.parametrize("is_paged", [False, True])
@@ -47,7 +51,8 @@ def test_biases_of_the_choice_are_told_apart_beyond_bfloat16(is_paged: bool) -> 
     bias_E[6] += 0.001
     assert bias_E.bfloat16().unique().numel() == 1
     moe = load(weights_with(router_EH, bias_E), is_paged=is_paged)
-    assert (moe.route(torch.ones(3, HIDDEN, dtype=torch.bfloat16)).topk_ids_TK == 6).all()
+    hidden_TH = torch.ones(3, HIDDEN, dtype=torch.bfloat16)
+    assert (moe.route(hidden_TH, hidden_TH).topk_ids_TK == 6).all()
 
 
 @pytest.mark.skipif(
@@ -58,4 +63,5 @@ def test_logits_are_told_apart_beyond_bfloat16_where_weights_are_packed() -> Non
     router_EH = torch.full((NUM_EXPERTS, HIDDEN), 1 / 16, dtype=torch.bfloat16)
     router_EH[5, 0] += 1 / 256  # logits of 2, of which bfloat16 tells steps of 1 / 64 apart
     moe = load(weights_with(router_EH, torch.zeros(NUM_EXPERTS)), is_paged=False)
-    assert (moe.route(torch.ones(2, HIDDEN, dtype=torch.bfloat16)).topk_ids_TK == 5).all()
+    hidden_TH = torch.ones(2, HIDDEN, dtype=torch.bfloat16)
+    assert (moe.route(hidden_TH, hidden_TH).topk_ids_TK == 5).all()
