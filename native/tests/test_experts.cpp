@@ -205,8 +205,8 @@ void experts_are_right() {
     check_experts(narrow, 700, 3, is_dense);
   }
   const Gating limited{1.7f, 0.0f, 0.6f, 1.0f, 0.4f}, gelu{1.5957691f, 0.044715f};
-  check_experts(Experts(64, 48, 8, false, gelu), 90, 2, false);
-  check_experts(Experts(33, 16, 3, true, gelu), 20, 1, true);
+  check_experts(Experts(64, 48, 8, false, gelu), 90, 2, true);
+  check_experts(Experts(33, 16, 3, true, gelu), 20, 1, false);
   check_experts(Experts(17, 13, 5, true), 40, 3, false);
   check_experts(Experts(64, 48, 8, true, limited), 90, 2, false);
   check_experts(Experts(33, 16, 3, false, limited), 20, 1, false);
