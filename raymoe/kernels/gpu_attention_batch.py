@@ -27,6 +27,9 @@ SPLIT_POSITIONS = 1024
 _MIN_ROWS = 16
 
 
+MAX_NARROW_DIM = 256
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCompute:
     """Types in which the Triton kernels attend.
@@ -35,18 +38,24 @@ class AttentionCompute:
         dtype: Type of queries and results.
         dot: Type of the products: that of the tensor cores, or float32 on GPUs without them.
         has_warpgroups: Whether four warps multiply together, as on Hopper.
+        has_wide_values: Whether heads of some layer have values of more than 256 dimensions, of
+            which a tile holds fewer rows.
     """
 
     dtype: torch.dtype
     dot: torch.dtype
     has_warpgroups: bool = False
+    has_wide_values: bool = False
 
     @classmethod
-    def on(cls, capability: tuple[int, int], dtype: torch.dtype) -> "AttentionCompute":
+    def on(
+        cls, capability: tuple[int, int], dtype: torch.dtype, value_dim: int = 0
+    ) -> "AttentionCompute":
         return cls(
             dtype=dtype,
             dot=dtype if capability >= TENSOR_CORES_SINCE else torch.float32,
             has_warpgroups=capability >= WARPGROUPS_SINCE,
+            has_wide_values=value_dim > MAX_NARROW_DIM,
         )
 
     @property
@@ -55,6 +64,8 @@ class AttentionCompute:
 
     @property
     def tile_tokens(self) -> int:
+        if self.has_wide_values:
+            return 16 if self.has_tensor_cores else 8
         return 64 if self.has_tensor_cores else 32
 
 
@@ -88,9 +99,9 @@ def attention_tile(
         group: Query heads of a KV head.
     """
     key_dim, value_dim = dims
-    is_wide = value_dim > 256
+    is_wide = value_dim > MAX_NARROW_DIM
     if compute.has_tensor_cores:
-        min_rows, max_rows = _MIN_ROWS, 32 if is_wide else 64
+        min_rows, max_rows = _MIN_ROWS, 32 // pair if is_wide else 64
     else:
         min_rows = max_rows = _MIN_ROWS // 2 if is_wide else _MIN_ROWS
     heads = 1 if tokens > 1 else min(power_of_two(group), max_rows)
@@ -111,22 +122,28 @@ def attention_tile(
     return AttentionTile(
         heads=heads,
         rows=rows,
-        positions=64 if value_dim <= 128 else 16 if is_wide else 32,
+        positions=64 if value_dim <= 128 else 16 * pair if is_wide else 32,
         step=max(min(key_dim & -key_dim, 128), 16 * pair),
         warps=8 if value_dim > 128 and rows > _MIN_ROWS and not has_four_warps else 4,
         stages=2,
     )
 
 
-def attention_compute(device: torch.device, dtype: torch.dtype) -> AttentionCompute | None:
+def attention_compute(
+    device: torch.device, dtype: torch.dtype, value_dim: int = 0
+) -> AttentionCompute | None:
     """Return how the Triton kernels attend on a device; None where torch attends.
+
+    `value_dim` is that of the widest layer with grouped-query attention.
 
     The Triton kernels run on GPUs from Turing on, if Triton is installed.
     """
     if device.type != "cuda" or find_spec("triton") is None or dtype not in DTYPES:
         return None
     capability = torch.cuda.get_device_capability(device)
-    return AttentionCompute.on(capability, dtype) if capability >= OLDEST_CAPABILITY else None
+    if capability < OLDEST_CAPABILITY:
+        return None
+    return AttentionCompute.on(capability, dtype, value_dim)
 
 
 def power_of_two(number: int) -> int:

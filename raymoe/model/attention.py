@@ -153,7 +153,8 @@ class Attention:
     def staged_batch(
         self, batch: AttentionBatch, layout: CacheLayout, device: torch.device
     ) -> StagedBatch:
-        compute = gpu_attention_batch.attention_compute(device, self._dtype)
+        dim = self._spec.value_dim
+        compute = gpu_attention_batch.attention_compute(device, self._dtype, dim)
         if compute is None:
             return PagedBatch.of(batch, layout, device)
         return RaggedBatch.of(batch, compute, device)

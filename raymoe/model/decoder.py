@@ -221,7 +221,9 @@ class Decoder:
 
         `batch` is on the host; its block table is that of the staged blocks.
         """
-        return self._layers[0].attention.staged_batch(batch, layout, device)
+        sizes = [layer.attention.token_shapes.value[1] for layer in self.spec.layers]
+        widest = sizes.index(max(sizes))
+        return self._layers[widest].attention.staged_batch(batch, layout, device)
 
     def attend_staged(
         self, i: int, projected: Projected, staged: Tensor, batch: StagedBatch

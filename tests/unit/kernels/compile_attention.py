@@ -47,6 +47,7 @@ SHAPES = {
     "glm-4.5-air": AttentionShape(heads=96, kv_heads=8),
     "96 dimensions": AttentionShape(heads=16, kv_heads=16, dim=96),
     "256 dimensions": AttentionShape(heads=16, kv_heads=2, dim=256),
+    "512 dimensions": AttentionShape(heads=16, kv_heads=2, dim=512),
     "deepseek-v3": AttentionShape(heads=128, dim=512, rope_dim=64, up_projected=(192, 128)),
 }
 
@@ -95,7 +96,8 @@ def main(arguments: list[str]) -> None:
     dtypes = (torch.float16,) if capability < 80 else (torch.bfloat16, torch.float16)
     for name in names:
         for dtype in (*dtypes, torch.float32):
-            compute = AttentionCompute.on(divmod(capability, 10), dtype)
+            dim = SHAPES[name].dim if SHAPES[name].kv_heads else 0
+            compute = AttentionCompute.on(divmod(capability, 10), dtype, dim)
             for launch in launches(SHAPES[name], compute):
                 compiled = compile_ahead(launch, capability)
                 queries = launch.constants.get("Q")

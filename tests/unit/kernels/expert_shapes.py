@@ -73,7 +73,7 @@ SHAPES: Mapping[str, ExpertShape] = {
         hidden=2880, wide=2880, top_k=4, stored=Mxfp4(), clamp=Clamp(1.702, 7.0, 7.0), has_bias=True
     ),
     "MiniMax-M3 MXFP8": ExpertShape(
-        hidden=6144, wide=3072, top_k=4, stored=Mxfp8(), clamp=Clamp(1.702, 7.0)
+        hidden=6144, wide=3072, top_k=4, stored=Mxfp8(), clamp=Clamp(1.702, 7.0, 7.0, 1.0)
     ),
     "Qwen3-30B-A3B NVFP4": ExpertShape(hidden=2048, wide=768, top_k=8, stored=Nvfp4()),
     "Mixtral-8x7B NVFP4": ExpertShape(

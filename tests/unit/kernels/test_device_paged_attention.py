@@ -6,7 +6,12 @@ from torch import Tensor
 
 from raymoe.kernels.cpu_attention import append_reference
 from raymoe.kernels.cpu_elementwise import Projected
-from raymoe.kernels.gpu_attention_batch import AttentionCompute, RaggedBatch, attention_compute
+from raymoe.kernels.gpu_attention_batch import (
+    MAX_NARROW_DIM,
+    AttentionCompute,
+    RaggedBatch,
+    attention_compute,
+)
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, unpack_block
 from tests.native.attention_cases import BF16, DTYPES, FP16, FP32, HEADS, STEPS, Case
 from tests.triton_mode import DEVICES
@@ -20,12 +25,12 @@ device = pytest.mark.parametrize("device", DEVICES)
 LONG = [(1, 1), (64, 1), (65, 1), (150, 1)]
 
 
-def compute_of(dtype: torch.dtype, device: str) -> AttentionCompute:
+def compute_of(dtype: torch.dtype, device: str, dim: int = 0) -> AttentionCompute:
     """How a case is computed; the interpreter multiplies raw bits where it is given bfloat16."""
     if device == "cuda":
-        return attention_compute(torch.device(device), dtype)
+        return attention_compute(torch.device(device), dtype, dim)
     dot = FP32 if dtype == BF16 else dtype
-    return AttentionCompute(dtype=dtype, dot=dot)
+    return AttentionCompute(dtype=dtype, dot=dot, has_wide_values=dim > MAX_NARROW_DIM)
 
 
 def run(
@@ -170,6 +175,13 @@ def test_turing_takes_the_same_kernels_with_smaller_steps(device: str) -> None:
     compute = AttentionCompute.on((7, 5), FP16)
     assert compute.dot == FP32
     check(Case([(33, 1), (40, 34)], (2, 1, 40), (FP16, FP16)), device=device, compute=compute)
+
+
+@device
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+def test_wide_heads_of_gemma4(dtype: torch.dtype, device: str) -> None:
+    case = Case([(40, 1), (70, 20)], (8, 1, 512), (dtype, dtype))
+    check(case, device=device, compute=compute_of(dtype, device, 512))
 
 
 @device
