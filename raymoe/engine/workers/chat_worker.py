@@ -80,7 +80,7 @@ def _strftime_now(form: str) -> str:
     return datetime.datetime.now().astimezone().strftime(form)
 
 
-def compile_template(source: str) -> jinja2.Template:
+def make_environment() -> jinja2.Environment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
     )
@@ -91,7 +91,36 @@ def compile_template(source: str) -> jinja2.Template:
         "dict": SafeDict(),
         "namespace": SafeNamespace,
     }
-    return environment.from_string(source)
+    return environment
+
+
+def takes_parts(tree: jinja2.nodes.Template) -> bool:
+    """Whether a template reads the parts of a content, and nowhere asks if it is a string."""
+    if any(test.name == "string" for test in tree.find_all(jinja2.nodes.Test)):
+        return False
+    read = [loop.iter for loop in tree.find_all(jinja2.nodes.For)]
+    read += [
+        item.node
+        for item in tree.find_all(jinja2.nodes.Getitem)
+        if isinstance(item.arg, jinja2.nodes.Const) and isinstance(item.arg.value, int)
+    ]
+    return any(map(_is_content, read))
+
+
+def _is_content(node: jinja2.nodes.Node) -> bool:
+    match node:
+        case jinja2.nodes.Getattr(attr="content") | jinja2.nodes.Name(name="content"):
+            return True
+        case jinja2.nodes.Getitem(arg=jinja2.nodes.Const(value="content")):
+            return True
+    return False
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return message | {"content": [{"type": "text", "text": content}]}
 
 
 def render(template: jinja2.Template, variables: dict[str, Any], max_characters: int) -> str:
@@ -107,9 +136,13 @@ def render(template: jinja2.Template, variables: dict[str, Any], max_characters:
 
 def start(settings: dict[str, Any], _: bytes) -> tuple[Frame, Answer]:
     """Compile a template; return the function that renders one chat."""
-    template, limit = compile_template(settings["template"]), settings["max_characters"]
+    environment = make_environment()
+    source, limit = settings["template"], settings["max_characters"]
+    template, is_in_parts = environment.from_string(source), takes_parts(environment.parse(source))
 
     def answer(variables: dict[str, Any], _: bytes) -> Frame:
+        if is_in_parts:
+            variables |= {"messages": [_in_parts(message) for message in variables["messages"]]}
         return {"text": render(template, variables, limit)}, b""
 
     return ({}, b""), answer

@@ -207,6 +207,24 @@ def test_text_parts_are_joined_and_null_keys_dropped():
     ]
 
 
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        # As in templates of MiniMax: a string in the place of parts would render as nothing.
+        ("{% for i in messages[0].content %}{% if i.type == 'text' %}{{ i.text }}{% endif %}"
+         "{% endfor %}", "Hello"),
+        ("{{ messages[0]['content'][0]['text'] }}", "Hello"),
+        ("{% set content = messages[0].content %}{% for i in content %}{{ i.text }}{% endfor %}",
+         "Hello"),
+        ("{% if messages[0].content is string %}{{ messages[0].content }}{% else %}"
+         "{% for i in messages[0].content %}{{ i.text }}{% endfor %}{% endif %}", "Hello"),
+        ("{{ messages[0].content[:4] }}{{ messages[0].content.split('l')[-1] }}", "Hello"),
+    ],
+)  # fmt: skip
+def test_text_reaches_templates_that_read_parts(render, source, expected):
+    assert render(source, [{"role": "user", "content": "Hello"}]) == expected
+
+
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
 
 
