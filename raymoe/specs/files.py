@@ -31,7 +31,7 @@ def local_model(model_source: str | Path) -> Path | None:
         return path
     if path.exists() or not is_hub_name(name):
         kind = "a file" if path.exists() else "not there, and not a name on the Hugging Face hub"
-        error = ConfigError(f"model_source {name!r} is {kind}; give a directory with config.json")
+        error = ConfigError(f"the model {name!r} is {kind}; give a directory with config.json")
         raise error.at(path=path)
     return None
 
