@@ -51,7 +51,7 @@ DTYPE = torch.bfloat16
 CONTEXT = BLOCK_TOKENS
 # Sequences of a step and new tokens per sequence. Larger steps use all threads in more kernels:
 # from 64 to 512 tokens the overhead of a task grew threefold.
-STEPS = ((1, 1), (8, 1), (64, 1), (8, 64))
+STEPS = ((1, 1), (8, 1), (64, 1), (8, 64), (32, 64))
 TOKENS = tuple(rows * new_tokens for rows, new_tokens in STEPS)
 MIN_S = 1e-6  # floor, as the kernels' rates may predict more than a step takes
 _CONFIG = {
