@@ -1,6 +1,14 @@
 """Types of the compiled module; every function is wrapped and documented in raymoe.kernels."""
 
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
 from torch import Tensor
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+
+def compiled(function: Callable[Args, Result]) -> Callable[Args, Result]: ...
 
 BLOCK_TOKENS: int
 VALUE_COLUMNS: int

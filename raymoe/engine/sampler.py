@@ -11,10 +11,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from raymoe._native import compiled
 from raymoe.engine.grammars import TokenBitmasks
 from raymoe.engine.outputs import Int32s, TokenLogprob
 from raymoe.engine.request import Sample
-from raymoe.engine.sequence import SequenceTable, compiled
+from raymoe.engine.sequence import SequenceTable
 from raymoe.kernels.cpu_elementwise import (
     RandomKeys,
     argmax,

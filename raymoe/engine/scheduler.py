@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
+from raymoe._native import compiled
 from raymoe.engine.outputs import Int32s
 from raymoe.engine.request import Request, Sample
 from raymoe.engine.sequence import (
@@ -22,7 +23,6 @@ from raymoe.engine.sequence import (
     SequenceTable,
     assemble_step,
     choose_scheduled_tokens,
-    compiled,
 )
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.memory.kv_cache import BlockPool, blocks_of_tokens

@@ -2,24 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar, cast
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from raymoe._native import compiled
 from raymoe.engine.outputs import Int32s
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.memory.kv_cache import blocks_of_tokens
-
-Args = ParamSpec("Args")
-Result = TypeVar("Result")
-
-
-def compiled(function: Callable[Args, Result]) -> Callable[Args, Result]:
-    """Compile on first call, keep the result on disk, release the GIL while it runs."""
-    return cast("Callable[Args, Result]", numba.njit(cache=True, nogil=True)(function))
-
 
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]

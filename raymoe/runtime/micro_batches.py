@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from raymoe._native import compiled
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 
@@ -123,25 +124,46 @@ def cut_step(batch: AttentionBatch, num_micro_batches: int, division: Division) 
         on_device = _on_device(num_scheduled_tokens[members], contexts[members], division)
         host, device = members[~on_device], members[on_device]
         micro_batch = _micro_batch(batch, num_scheduled_tokens, (host, device), begin)
-        order += [np.arange(starts[i], starts[i + 1]) for i in (*host, *device)]
+        sequences = np.concatenate([host, device])
+        order.append(_ranges(starts[sequences], num_scheduled_tokens[sequences]))
         micro_batches.append(micro_batch)
         begin = micro_batch.end
     order_T = torch.from_numpy(np.concatenate(order))
-    return CutStep(order_T=order_T, place_T=order_T.argsort(), micro_batches=tuple(micro_batches))
+    place_T = torch.empty_like(order_T)
+    place_T[order_T] = torch.arange(len(order_T))
+    return CutStep(order_T=order_T, place_T=place_T, micro_batches=tuple(micro_batches))
 
 
 def _deal(num_scheduled_tokens: Int64s, contexts: Int64s, num_micro_batches: int) -> list[Int64s]:
-    members: list[list[int]] = [[] for _ in range(num_micro_batches)]
-    loads = [(0, 0, micro_batch) for micro_batch in range(num_micro_batches)]
-    for sequence in np.lexsort((-contexts, -num_scheduled_tokens)).tolist():
-        tokens, context, micro_batch = min(loads)
-        members[micro_batch].append(sequence)
-        loads[micro_batch] = (
-            tokens + int(num_scheduled_tokens[sequence]),
-            context + int(contexts[sequence]),
-            micro_batch,
-        )
-    return [np.array(sorted(micro_batch), np.int64) for micro_batch in members]
+    order = np.lexsort((-contexts, -num_scheduled_tokens))
+    dealt = _least_loaded(num_scheduled_tokens, contexts, order, num_micro_batches)
+    return [np.flatnonzero(dealt == micro_batch) for micro_batch in range(num_micro_batches)]
+
+
+@compiled
+def _least_loaded(
+    num_scheduled_tokens: Int64s, contexts: Int64s, order: Int64s, num_micro_batches: int
+) -> Int64s:
+    """Give each sequence to the micro-batch with the fewest tokens, of those the least context."""
+    dealt = np.empty(len(order), np.int64)
+    tokens = np.zeros(num_micro_batches, np.int64)
+    context = np.zeros(num_micro_batches, np.int64)
+    for sequence in order:
+        least = 0
+        for i in range(1, num_micro_batches):
+            has_fewer = tokens[i] < tokens[least]
+            if has_fewer or (tokens[i] == tokens[least] and context[i] < context[least]):
+                least = i
+        dealt[sequence] = least
+        tokens[least] += num_scheduled_tokens[sequence]
+        context[least] += contexts[sequence]
+    return dealt
+
+
+def _ranges(begins: Int64s, counts: Int64s) -> Int64s:
+    """Return the numbers from each begin on, `counts` of each."""
+    ends = np.cumsum(counts)
+    return np.repeat(begins - ends + counts, counts) + np.arange(counts.sum())
 
 
 def _on_device(
@@ -177,15 +199,13 @@ def _stage(share: AttentionBatch) -> Staging:
     counts = -(-contexts // BLOCK_TOKENS)
     filled = -(-(contexts - num_scheduled_tokens) // BLOCK_TOKENS)
     firsts = np.concatenate([[0], np.cumsum(counts)])
-    table = np.zeros((len(counts), int(counts.max(initial=0))), np.int32)
-    host: list[Int64s] = [np.empty(0, np.int64)]
-    device: list[Int64s] = [np.empty(0, np.int64)]
-    for sequence, (first, count, past) in enumerate(zip(firsts, counts, filled, strict=False)):
-        table[sequence, :count] = np.arange(first, first + count)
-        host.append(share.block_table[sequence, :past].numpy().astype(np.int64))
-        device.append(np.arange(first, first + past))
+    columns = np.arange(counts.max(initial=0))
+    places = firsts[:-1, None] + columns
+    table = np.where(columns < counts[:, None], places, 0).astype(np.int32)
+    is_filled = columns < filled[:, None]
+    host = share.block_table.numpy()[:, : len(columns)][is_filled].astype(np.int64)
     return Staging(
-        runs=_runs(np.concatenate(host), np.concatenate(device)),
+        runs=_runs(host, places[is_filled]),
         batch=AttentionBatch(
             query_start=share.query_start,
             context_tokens=share.context_tokens,
