@@ -1,11 +1,10 @@
 """Paged attention on a GPU: launches of the Triton kernels for grouped-query attention and MLA."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import e, log2
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from raymoe.kernels.cpu_elementwise import Projected
@@ -27,7 +26,7 @@ from raymoe.kernels.gpu_attention_kernels import (
     attend_kernel,
     merge_kernel,
 )
-from raymoe.kernels.gpu_common import TRITON_TYPES, Launch
+from raymoe.kernels.gpu_common import TRITON_TYPES, Launch, kernel_constants
 from raymoe.kernels.paged_kv import KvLayout, LatentHeads, LatentLayout
 from raymoe.kernels.torch_attention import GATHERED_BYTES
 
@@ -117,7 +116,7 @@ class DeviceCache:
             "step": step,
             "num_steps": -(-self.dims[0] // self.pair // step),
         }
-        return KernelCache(**_constexpr(constants))
+        return kernel_constants(KernelCache, **constants)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,16 +256,12 @@ class Attending:
             "positions": shape.positions,
         }
         cache = self.cache.constants(self.compute, shape.step)
-        return {"C": cache, "Q": KernelQueries(**_constexpr(queries))}
+        return {"C": cache, "Q": kernel_constants(KernelQueries, **queries)}
 
     def _max_parts(self, tiles: Tiles) -> int:
         parts = max(-(-tiles.num_positions // SPLIT_POSITIONS), 1)
         window = self.scoring.sliding_window
         return parts if window is None else min(parts, (window - 2) // SPLIT_POSITIONS + 2)
-
-
-def _constexpr(values: Mapping[str, object]) -> dict[str, tl.constexpr]:
-    return {name: tl.constexpr(value) for name, value in values.items()}
 
 
 def append_and_attend_ragged(

@@ -21,7 +21,7 @@ BLOCK_TOKENS = tl.constexpr(_BLOCK_TOKENS)
 VALUE_COLUMNS = tl.constexpr(_VALUE_COLUMNS)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KernelCache:
     """The layout of keys and values as compile-time constants.
 
@@ -202,7 +202,7 @@ HIDDEN = tl.constexpr(float("-inf"))
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KernelQueries:
     """Queries, outputs and masks as compile-time constants.
 

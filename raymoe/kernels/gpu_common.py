@@ -1,8 +1,9 @@
 """Shared parts of the GPU kernels: launches as data, and decoding of stored codes."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -62,9 +63,22 @@ _MISSING_POWERS = {"e4m3": 2.0**8, "e2m1": 2.0**14}
 E4M3_MISSING = tl.constexpr(_MISSING_POWERS["e4m3"])
 
 
-@dataclass(frozen=True)
+Constants = TypeVar("Constants")
+
+
+@functools.lru_cache(maxsize=None, typed=True)
+def kernel_constants(kind: type[Constants], /, **values: object) -> Constants:
+    """Return the one object of a kind with these values as compile-time constants.
+
+    Triton looks a kernel up by its constants at each launch. These compare by identity, because
+    hashing and comparing their fields took most of the time of a launch.
+    """
+    return kind(**{name: tl.constexpr(value) for name, value in values.items()})
+
+
+@dataclass(frozen=True, eq=False)
 class KernelMatrix:
-    """A `MatrixLayout` as compile-time constants.
+    """A `MatrixLayout` as compile-time constants; made by `kernel_constants`.
 
     Attributes:
         field: Index of the first of its addresses in a row of the address table.
@@ -159,7 +173,7 @@ def kernel_matrix(
         "zero_group_stride": layout.zero_strides[1],
         "has_order": layout.has_order,
     }
-    return KernelMatrix(**{name: tl.constexpr(value) for name, value in values.items()})
+    return kernel_constants(KernelMatrix, **values)
 
 
 def _groups(layout: MatrixLayout, group_size: int, step: int) -> str:

@@ -26,12 +26,11 @@ from raymoe.kernels.gpu_common import (
 )
 from raymoe.kernels.gpu_experts_kernels import (
     ExpertGroups,
+    align,
     combine_kernel,
     down_kernel,
     gate_up_kernel,
-    group_by_expert,
     in_planes,
-    tile_table,
 )
 from raymoe.kernels.gpu_experts_layout import (
     Compute,
@@ -47,7 +46,7 @@ _COMBINED_COLUMNS = 1024
 
 
 class GroupedExperts:
-    """All experts in three launches: gate and up, down, and the weighted sums.
+    """All experts in four launches: sort, gate and up, down, and the weighted sums.
 
     Gate, up and down accumulate in float32; the gated product is rounded to the type of the hidden
     state. Expert outputs of a token are added in ascending order of expert, in float32, and rounded
@@ -84,7 +83,8 @@ class GroupedExperts:
     def __call__(self, hidden_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         if not len(hidden_TH):
             return torch.empty_like(hidden_TH)
-        groups = group_by_expert(topk_ids_TK, topk_weights_TK, len(self._table_EA))
+        sort, groups = self.align(topk_ids_TK, topk_weights_TK)
+        sort.run()
         gate_up, product_RX = self.gate_up(hidden_TH, groups)
         gate_up.run()
         down, rows_RH = self.down(product_RX, groups)
@@ -93,6 +93,12 @@ class GroupedExperts:
         combine, out_TH = self.combine(rows_RH, groups)
         combine.run()
         return out_TH
+
+    def align(self, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> tuple[Launch, ExpertGroups]:
+        """Return the launch that sorts choices by expert, and what it writes."""
+        shapes = (self._shape(each, topk_ids_TK.numel()) for each in (self._gate_up, self._down))
+        gate_up, down = (shape.rows for shape in shapes)
+        return align(topk_ids_TK, topk_weights_TK, len(self._table_EA), (gate_up, down))
 
     def gate_up(self, hidden_TH: Tensor, groups: ExpertGroups) -> tuple[Launch, Tensor]:
         """Return the launch of gate and up and its output, [R, P * ...] in the planes of down."""
@@ -103,7 +109,7 @@ class GroupedExperts:
         # Padding columns are multiplied by codes that do not exist, so they must be zero.
         make = hidden_TH.new_zeros if outputs % planes else hidden_TH.new_empty
         product_RX = make(size)
-        tiles = tile_table(groups.bounds_E1, num_rows, shape.rows)
+        tiles = groups.gate_up_tiles_NF
         launch = Launch(
             kernel=gate_up_kernel,
             grid=(len(tiles) * _blocks(outputs, shape),),
@@ -130,7 +136,7 @@ class GroupedExperts:
         num_rows, (outputs, _) = len(product_RX), self._down.shape
         shape = self._shape(self._down, num_rows)
         rows_RH = product_RX.new_empty(num_rows, outputs, dtype=torch.float32)
-        tiles = tile_table(groups.bounds_E1, num_rows, shape.rows)
+        tiles = groups.down_tiles_NF
         launch = Launch(
             kernel=down_kernel,
             grid=(len(tiles) * _blocks(outputs, shape),),
@@ -162,6 +168,7 @@ class GroupedExperts:
             constants={
                 "HIDDEN": hidden_size,
                 "TOP_K": top_k,
+                "CHOICES": triton.next_power_of_2(top_k),
                 "DTYPE": TRITON_TYPES[self._compute.dtype],
                 "DOT": TRITON_TYPES[self._compute.dot],
                 "COLUMNS": _COMBINED_COLUMNS,

@@ -10,68 +10,79 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from raymoe.kernels.gpu_common import BIAS, decoded, load_scaling, load_units, pointer, rounded
+from raymoe.kernels.gpu_common import (
+    BIAS,
+    Launch,
+    decoded,
+    load_scaling,
+    load_units,
+    pointer,
+    rounded,
+)
 
-TILE_FIELDS = 5  # columns of `tile_table`
+TILE_FIELDS = 5  # columns of the tiles in `ExpertGroups`
+_CHUNK = 1024  # choices that a program of `align_kernel` reads at once
 
 
 class ExpertGroups(NamedTuple):
     """Rows sorted by expert and, within an expert, by token.
 
+    Tiles are int32 [N, 5]: expert (-1 for a tile without rows), the expert's first tile, its number
+    of tiles, its first row, and its end row (exclusive). The tiles of an expert are consecutive;
+    the last one may have fewer rows than the others.
+
     Attributes:
         tokens_R: int32, the token of each row.
-        bounds_E1: int32, the first row of each expert, and R.
-        places_TK: int32, the rows of each token by ascending expert: the order of its sum.
-        weights_TK: float32, the weights of these rows.
+        places_TK: int32, the row of each choice of a token.
+        weights_TK: float32, the weight of each choice.
+        gate_up_tiles_NF: Tiles of the rows that a program of the first product has.
+        down_tiles_NF: Those of the second product.
     """
 
     tokens_R: Tensor
-    bounds_E1: Tensor
     places_TK: Tensor
     weights_TK: Tensor
+    gate_up_tiles_NF: Tensor
+    down_tiles_NF: Tensor
 
 
-def group_by_expert(topk_ids_TK: Tensor, topk_weights_TK: Tensor, num_experts: int) -> ExpertGroups:
-    """Sort the choices of all tokens by expert; a token's int32 expert ids are distinct."""
-    num_tokens, top_k = topk_ids_TK.shape
-    device = topk_ids_TK.device
-    ids_R, order_R = topk_ids_TK.reshape(-1).sort(stable=True)
-    experts_E1 = torch.arange(num_experts + 1, dtype=ids_R.dtype, device=device)
-    bounds_E1 = torch.searchsorted(ids_R, experts_E1, out_int32=True)
-    rows_R = torch.arange(num_tokens * top_k, dtype=torch.int32, device=device)
-    places_R = torch.empty_like(rows_R).scatter_(0, order_R, rows_R)
-    places_TK, slots_TK = places_R.view(num_tokens, top_k).sort(dim=1)
-    tokens_R = order_R.div(top_k, rounding_mode="floor").int()
-    return ExpertGroups(tokens_R, bounds_E1, places_TK, topk_weights_TK.gather(1, slots_TK))
+def align(
+    topk_ids_TK: Tensor, topk_weights_TK: Tensor, num_experts: int, tile_rows: tuple[int, int]
+) -> tuple[Launch, ExpertGroups]:
+    """Return the launch that sorts choices by expert, and what it writes.
 
-
-def max_tiles(num_rows: int, num_experts: int, tile_rows: int) -> int:
-    """Return the largest number of tiles that any distribution of the rows over experts needs."""
-    return num_rows // tile_rows + min(num_rows, num_experts)
-
-
-def tile_table(bounds_E1: Tensor, num_rows: int, tile_rows: int) -> Tensor:
-    """Return what each tile works on, int32 [tiles, 5]; tiles of an expert are consecutive.
-
-    The columns are expert, its first tile, its number of tiles, its first row, and its end row
-    (exclusive). There are `max_tiles` tiles; unused ones have expert -1. The last tile of an expert
-    may have fewer than `tile_rows` rows.
+    Args:
+        topk_ids_TK: int32, contiguous; the experts of a token are distinct.
+        tile_rows: Rows of a tile in the first and in the second product.
     """
-    num_experts = len(bounds_E1) - 1
-    tiles_E = (bounds_E1.diff() + (tile_rows - 1)).div(tile_rows, rounding_mode="floor")
-    ends_E = tiles_E.cumsum(0, dtype=torch.int32)
-    count = max_tiles(num_rows, num_experts, tile_rows)
-    numbers_N = torch.arange(count, dtype=torch.int32, device=bounds_E1.device)
-    experts_N = torch.searchsorted(ends_E, numbers_N, right=True)
-    known_N = experts_N.clamp(max=num_experts - 1)
-    columns = (
-        torch.where(experts_N < num_experts, known_N, -1),
-        ends_E[known_N] - tiles_E[known_N],
-        tiles_E[known_N],
-        bounds_E1[known_N],
-        bounds_E1[known_N + 1],
+    num_tokens, top_k = topk_ids_TK.shape
+    num_rows = num_tokens * top_k
+    sizes = [num_rows // rows + num_experts for rows in tile_rows]
+    tiles = [topk_ids_TK.new_empty(size, TILE_FIELDS) for size in sizes]
+    groups = ExpertGroups(
+        topk_ids_TK.new_empty(num_rows), torch.empty_like(topk_ids_TK), topk_weights_TK, *tiles
     )
-    return torch.stack([column.int() for column in columns], dim=1)
+    launch = Launch(
+        kernel=align_kernel,
+        grid=(num_experts,),
+        arguments={
+            "ids_ptr": topk_ids_TK,
+            "tokens_ptr": groups.tokens_R,
+            "places_ptr": groups.places_TK,
+            "gate_up_tiles_ptr": groups.gate_up_tiles_NF,
+            "down_tiles_ptr": groups.down_tiles_NF,
+            "num_rows": num_rows,
+        },
+        constants={
+            "NUM_EXPERTS": num_experts,
+            "TOP_K": top_k,
+            "GATE_UP_ROWS": tile_rows[0],
+            "DOWN_ROWS": tile_rows[1],
+            "CHUNK": _CHUNK,
+        },
+        options={"num_warps": 4},
+    )
+    return launch, groups
 
 
 def in_planes(input_TI: Tensor, planes: int) -> Tensor:
@@ -87,6 +98,72 @@ def in_planes(input_TI: Tensor, planes: int) -> Tensor:
 
 
 LAUNCH_TILE_FIELDS = tl.constexpr(TILE_FIELDS)
+LAST_PLACE = tl.constexpr(2**31 - 1)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def align_kernel(
+    ids_ptr: tl.tensor,
+    tokens_ptr: tl.tensor,
+    places_ptr: tl.tensor,
+    gate_up_tiles_ptr: tl.tensor,
+    down_tiles_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GATE_UP_ROWS: tl.constexpr,
+    DOWN_ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Write the rows and tiles of one expert: its choices in order, after those of lower experts.
+
+    Each program counts for itself, so none waits for another.
+    """
+    expert = tl.program_id(0)
+    numbers_C = tl.arange(0, CHUNK)
+    before_C = tl.full([CHUNK], 0, tl.int32)
+    count_C = tl.full([CHUNK], 0, tl.int32)
+    for begin in range(0, num_rows, CHUNK):
+        inside_C = begin + numbers_C < num_rows
+        ids_C = tl.load(ids_ptr + begin + numbers_C, mask=inside_C, other=NUM_EXPERTS)
+        before_C += (ids_C < expert).to(tl.int32)
+        count_C += (ids_C == expert).to(tl.int32)
+    first = tl.sum(before_C)
+    end = first + tl.sum(count_C)
+    _write_tiles(gate_up_tiles_ptr, expert, first, end, GATE_UP_ROWS)
+    _write_tiles(down_tiles_ptr, expert, first, end, DOWN_ROWS)
+    if first == end:
+        return
+    place = first
+    for begin in range(0, num_rows, CHUNK):
+        choices_C = begin + numbers_C
+        ids_C = tl.load(ids_ptr + choices_C, mask=choices_C < num_rows, other=NUM_EXPERTS)
+        is_mine_C = ids_C == expert
+        ranks_C = tl.cumsum(is_mine_C.to(tl.int32))
+        places_C = place + ranks_C - 1
+        tl.store(places_ptr + choices_C, places_C, mask=is_mine_C)
+        tl.store(tokens_ptr + places_C, choices_C // TOP_K, mask=is_mine_C)
+        place += tl.sum(is_mine_C.to(tl.int32))
+
+
+@triton.jit
+def _write_tiles(
+    tiles_ptr: tl.tensor, expert: tl.tensor, first: tl.tensor, end: tl.tensor, ROWS: tl.constexpr
+) -> None:
+    """Write the tiles of an expert, and those without rows up to the first of the next expert.
+
+    Where an expert begins follows from the rows before it: `a // R + b // R + 1 >= (a + b) // R`
+    leaves room for the last, partly filled tile of each.
+    """
+    begin_tile = first // ROWS + expert
+    num_tiles = (end - first + ROWS - 1) // ROWS
+    for tile in range(begin_tile, end // ROWS + expert + 1):
+        row_ptr = tiles_ptr + tile * LAUNCH_TILE_FIELDS
+        tl.store(row_ptr, tl.where(tile < begin_tile + num_tiles, expert, -1))
+        tl.store(row_ptr + 1, begin_tile)
+        tl.store(row_ptr + 2, num_tiles)
+        tl.store(row_ptr + 3, first)
+        tl.store(row_ptr + 4, end)
 
 
 @triton.jit
@@ -297,21 +374,28 @@ def combine_kernel(
     out_ptr: tl.tensor,
     HIDDEN: tl.constexpr,
     TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
     DTYPE: tl.constexpr,
     DOT: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
     """Sum weight times row over the experts of one token, by ascending expert; round once.
 
-    `places_ptr` holds the rows of each token, int32 [T, K].
+    `places_ptr` holds the rows of each token, int32 [T, K]: those of higher experts are higher.
     """
     token = tl.program_id(0).to(tl.int64)
     columns_C = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_column_C = columns_C < HIDDEN
+    choices_P = tl.arange(0, CHOICES)
+    is_choice_P = choices_P < TOP_K
+    places_P = tl.load(places_ptr + token * TOP_K + choices_P, mask=is_choice_P, other=LAST_PLACE)
+    weights_P = tl.load(weights_ptr + token * TOP_K + choices_P, mask=is_choice_P, other=0)
     sum_C = tl.full([COLUMNS], 0.0, tl.float32)
-    for k in range(TOP_K):
-        place = tl.load(places_ptr + token * TOP_K + k).to(tl.int64)
-        weight = tl.load(weights_ptr + token * TOP_K + k)
-        row_C = tl.load(rows_ptr + place * HIDDEN + columns_C, mask=is_column_C, other=0)
-        sum_C += weight * row_C
+    for _ in range(TOP_K):
+        place = tl.min(places_P)
+        is_next_P = places_P == place
+        weight = tl.sum(tl.where(is_next_P, weights_P, 0.0))
+        places_P = tl.where(is_next_P, LAST_PLACE, places_P)
+        row_ptr = rows_ptr + place.to(tl.int64) * HIDDEN
+        sum_C += weight * tl.load(row_ptr + columns_C, mask=is_column_C, other=0)
     tl.store(out_ptr + token * HIDDEN + columns_C, rounded(sum_C, DTYPE, DOT), mask=is_column_C)

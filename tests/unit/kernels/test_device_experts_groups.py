@@ -1,58 +1,60 @@
-"""Grouping of tokens by expert, by torch alone."""
+"""Sorting of tokens by expert: in Triton's interpreter, or on a GPU."""
 
 import pytest
 import torch
 
-from raymoe.kernels.gpu_experts_kernels import group_by_expert, in_planes, max_tiles, tile_table
+from tests.triton_mode import DEVICES
+
+pytest.importorskip("triton")
 
 
-def routes(num_tokens: int, num_experts: int, top_k: int, seed: int = 0) -> torch.Tensor:
-    random = torch.Generator().manual_seed(seed)
-    scores_TE = torch.rand(num_tokens, num_experts, generator=random)
+def routes(num_tokens: int, num_experts: int, top_k: int) -> torch.Tensor:
+    """Experts of each token, most of them among the first."""
+    scores_TE = torch.rand(num_tokens, num_experts) * torch.linspace(1, 0.2, num_experts)
     return scores_TE.topk(top_k).indices.int()
 
 
-@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [(1, 1, 1), (1, 8, 2), (50, 9, 4)])
-def test_rows_of_an_expert_are_its_tokens_in_order(
-    num_tokens: int, num_experts: int, top_k: int
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tile_rows", [(1, 4), (16, 16), (8, 32)], ids=str)
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k"), [(1, 1, 1), (1, 8, 2), (50, 9, 4), (700, 24, 2)]
+)
+def test_rows_and_tiles_of_experts_are_those_of_sorted_choices(
+    device: str, tile_rows: tuple[int, int], num_tokens: int, num_experts: int, top_k: int
 ) -> None:
+    from raymoe.kernels.gpu_experts_kernels import align  # noqa: PLC0415 - needs Triton
+
     ids_TK = routes(num_tokens, num_experts, top_k)
-    groups = group_by_expert(ids_TK, torch.rand(num_tokens, top_k), num_experts)
-    for expert in range(num_experts):
-        begin, end = groups.bounds_E1[expert : expert + 2].tolist()
-        tokens = [token for token in range(num_tokens) if expert in ids_TK[token].tolist()]
-        assert groups.tokens_R[begin:end].tolist() == tokens
+    weights_TK = torch.rand(num_tokens, top_k)
+    launch, groups = align(ids_TK.to(device), weights_TK.to(device), num_experts, tile_rows)
+    launch.run()
+    order_R = sorted(range(num_tokens * top_k), key=lambda i: (ids_TK.flatten()[i].item(), i))
+    assert groups.tokens_R.tolist() == [i // top_k for i in order_R]
+    assert [groups.places_TK.flatten()[i] for i in order_R] == list(range(len(order_R)))
+    counts = torch.bincount(ids_TK.flatten(), minlength=num_experts)
+    bounds = [0, *counts.cumsum(0).tolist()]
+    tiles = zip((groups.gate_up_tiles_NF, groups.down_tiles_NF), tile_rows, strict=True)
+    for tiles_NF, rows in tiles:
+        check_tiles(tiles_NF.tolist(), bounds, rows)
 
 
-def test_a_token_is_summed_by_ascending_expert_with_the_weights_of_its_experts() -> None:
-    ids_TK = torch.tensor([[3, 0, 2], [1, 3, 0]], dtype=torch.int32)
-    weights_TK = torch.tensor([[0.3, 0.0, 0.2], [0.1, 0.3, 0.0]])
-    groups = group_by_expert(ids_TK, weights_TK, 4)
-    torch.testing.assert_close(groups.weights_TK, torch.tensor([[0.0, 0.2, 0.3], [0.0, 0.1, 0.3]]))
-    assert groups.places_TK.tolist() == [[0, 3, 4], [1, 2, 5]]
-    assert groups.tokens_R[groups.places_TK.long()].tolist() == [[0, 0, 0], [1, 1, 1]]
-
-
-@pytest.mark.parametrize("tile_rows", [1, 4, 16])
-@pytest.mark.parametrize("counts", [[0], [1], [16], [17, 0, 0], [0, 0, 5], [3, 16, 0, 33]], ids=str)
-def test_tiles_cover_every_row_once(counts: list[int], tile_rows: int) -> None:
-    bounds_E1 = torch.tensor([0, *counts]).cumsum(0).int()
-    table = tile_table(bounds_E1, sum(counts), tile_rows).tolist()
-    assert len(table) == max_tiles(sum(counts), len(counts), tile_rows)
-    used = [row for row in table if row[0] >= 0]
-    assert used == table[: len(used)], "tiles that are left over come last"
-    covered = []
-    for number, (expert, first, count, begin, end) in enumerate(used):
-        assert (begin, end) == tuple(bounds_E1[expert : expert + 2].tolist())
+def check_tiles(tiles: list[list[int]], bounds: list[int], tile_rows: int) -> None:
+    covered: list[int] = []
+    for number, (expert, first, count, begin, end) in enumerate(tiles):
+        if expert < 0:
+            continue
+        assert (begin, end) == (bounds[expert], bounds[expert + 1])
         assert first <= number < first + count
         rows = range(begin + (number - first) * tile_rows, end)[:tile_rows]
         assert rows, "a tile has rows"
         covered += rows
-    assert covered == list(range(sum(counts)))
+    assert covered == list(range(bounds[-1]))
 
 
 @pytest.mark.parametrize("num_inputs", [8, 13, 1])
 def test_planes_put_columns_that_share_a_unit_apart(num_inputs: int) -> None:
+    from raymoe.kernels.gpu_experts_kernels import in_planes  # noqa: PLC0415 - needs Triton
+
     input_TI = torch.arange(1.0, 2 * num_inputs + 1).view(2, num_inputs)
     planes = in_planes(input_TI, 8).view(2, 8, -1)
     for column in range(num_inputs):
