@@ -100,7 +100,7 @@ class DeviceCache:
 
     def constants(self, compute: AttentionCompute, step_dims: int) -> KernelCache:
         step = step_dims // self.pair
-        constants = {
+        values = {
             "is_blocked": self.is_blocked,
             "is_paged": self.is_paged,
             "pair": self.pair,
@@ -116,7 +116,8 @@ class DeviceCache:
             "step": step,
             "num_steps": -(-self.dims[0] // self.pair // step),
         }
-        return kernel_constants(KernelCache, **constants)
+        constants: KernelCache = kernel_constants(KernelCache, **values)
+        return constants
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

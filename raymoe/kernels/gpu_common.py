@@ -173,7 +173,8 @@ def kernel_matrix(
         "zero_group_stride": layout.zero_strides[1],
         "has_order": layout.has_order,
     }
-    return kernel_constants(KernelMatrix, **values)
+    constants: KernelMatrix = kernel_constants(KernelMatrix, **values)
+    return constants
 
 
 def _groups(layout: MatrixLayout, group_size: int, step: int) -> str:

@@ -113,7 +113,8 @@ def _is_content(node: jinja2.nodes.Node) -> bool:
             return True
         case jinja2.nodes.Getitem(arg=jinja2.nodes.Const(value="content")):
             return True
-    return False
+        case _:
+            return False
 
 
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
