@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "device": BASE | {"_native", "specs", "kernels", "schedule"},
     "model": {"errors", "specs", "codecs", "kernels"},
     "memory": BASE | {"specs", "codecs", "device", "kernels"},
-    "runtime": {"errors", "schedule", "device", "memory", "model", "kernels"},
+    "runtime": {"errors", "schedule", "device", "memory", "model", "kernels", "_native"},
     "assets": set(),
     "chat": {"errors"},
 }
