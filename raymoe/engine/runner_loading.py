@@ -1,7 +1,7 @@
 """Loading a runner: weights to host or device memory, and what executes steps on them."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,13 +14,13 @@ from raymoe.config import EngineConfig, Settings
 from raymoe.device.cuda import open_cuda
 from raymoe.device.device import Device
 from raymoe.device.emulated import EmulatedDevice
+from raymoe.engine.compilation import compile_attention, compile_experts
 from raymoe.engine.core import Runner
 from raymoe.engine.identity import Choice
 from raymoe.engine.tokenizer import Tokenizer
 from raymoe.errors import PerformanceWarning
 from raymoe.kernels.cpu_attention import AttentionBatch
-from raymoe.kernels.cpu_elementwise import Routing
-from raymoe.kernels.gpu_experts_layout import BUCKETS, TileTable, balanced_routing
+from raymoe.kernels.gpu_experts_layout import TileTable
 from raymoe.kernels.paged_kv import CacheLayout
 from raymoe.measure.kept import Gpu, load_tiles
 from raymoe.memory.activations import ActivationSizes, HostActivations, StepActivations
@@ -56,62 +56,10 @@ from raymoe.schedule.graph import Schedule
 from raymoe.schedule.timeline import Instant
 from raymoe.specs.config import HeadKind
 from raymoe.specs.hardware import HardwareSpec
-from raymoe.specs.layer_weights import EMBEDDING, HEAD, expert_weights, layer_prefix
+from raymoe.specs.layer_weights import EMBEDDING, HEAD, layer_prefix
 from raymoe.specs.model import DenseSpec, LayerSpec, ModelSpec, MoeSpec
 from raymoe.specs.tensor_shards import shard_model
-from raymoe.specs.weight_format import WeightFormat
-from raymoe.units import ceil_div, format_bytes
-
-# `Decoder.local_ffn`: no rank waits for another. Layer, hidden states, and the experts of each
-# token.
-ComputeExperts = Callable[[int, Tensor, Routing], object]
-
-
-@torch.inference_mode()
-def compile_experts(
-    spec: ModelSpec,
-    compute: ComputeExperts,
-    max_tokens: int,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    """Compute experts of each kind once with as many tokens as each tile is for.
-
-    What is in the weights does not matter; what comes of them is dropped.
-
-    Args:
-        compute: Computes the experts of a layer.
-    """
-    for i, moe in _kinds(spec):
-        for num_tokens in _sizes(moe, max_tokens):
-            hidden_TH = torch.zeros(num_tokens, spec.hidden_size, dtype=dtype, device=device)
-            routing = balanced_routing(num_tokens, moe.num_experts, moe.top_k, device)
-            compute(i, hidden_TH, Routing(*routing))
-
-
-def _sizes(moe: MoeSpec, max_tokens: int) -> Iterator[int]:
-    for bucket in BUCKETS:
-        num_tokens = ceil_div(bucket * moe.num_experts, moe.top_k)
-        if num_tokens <= max_tokens or bucket == BUCKETS[0]:
-            yield min(num_tokens, max_tokens)
-
-
-def _kinds(spec: ModelSpec) -> Iterator[tuple[int, MoeSpec]]:
-    seen = set()
-    for i, layer in enumerate(spec.layers):
-        kind = (layer.ffn, _formats(spec, i, layer))
-        if isinstance(layer.ffn, MoeSpec) and kind not in seen:
-            seen.add(kind)
-            yield i, layer.ffn
-
-
-def _formats(spec: ModelSpec, i: int, layer: LayerSpec) -> tuple[WeightFormat | None, ...]:
-    if not isinstance(layer.ffn, MoeSpec):
-        return ()
-    weights = expert_weights(layer.ffn, spec.hidden_size)
-    return tuple(spec.format_of(layer_prefix(i) + name, shape) for name, shape in weights)
-
+from raymoe.units import format_bytes
 
 EVERYTHING = 1 << 62  # bytes: more than any model
 STAGING_SLOTS = 4  # pages of the ring where weights cannot be pinned
@@ -171,7 +119,7 @@ def load_on_device(
         steps.micro_batches_per_group * steps.micro_batch_tokens,
         steps.policy.max_num_batched_tokens,
     )
-    _compile_experts(model, memory.decoders[0], max_tokens, device)
+    _compile(model, memory.decoders[0], max_tokens, device)
     device.reserve(model.workspace_bytes)
     device.synchronize()
     division = Division(
@@ -264,7 +212,7 @@ def load_resident(
         for layout in layouts
     ]
     decoder = _decoder(model, weights, kept, first_slot=0, device=device)
-    _compile_experts(model, decoder, model.steps.policy.max_num_batched_tokens, device)
+    _compile(model, decoder, model.steps.policy.max_num_batched_tokens, device)
     device.reserve(model.workspace_bytes)
     device.synchronize()
     runner = ResidentStepRunner(decoder, cache, layouts, device, before_step=before_step)
@@ -276,11 +224,15 @@ def load_resident(
     return runner, release
 
 
-def _compile_experts(model: LoadedModel, decoder: Decoder, max_tokens: int, device: Device) -> None:
+def _compile(model: LoadedModel, decoder: Decoder, max_tokens: int, device: Device) -> None:
+    """Compile the kernels of all steps on a GPU."""
     if device.torch_device.type != "cuda":
         return
     compile_experts(
         model.spec, decoder.local_ffn, max_tokens, dtype=model.dtype, device=device.torch_device
+    )
+    compile_attention(
+        decoder, model.kv_layouts, max_tokens, dtype=model.dtype, device=device.torch_device
     )
     device.synchronize()
     torch.cuda.empty_cache()  # what the calling thread's stream holds, the lanes cannot use

@@ -85,6 +85,10 @@ class DeviceCache:
 
     @classmethod
     def of_rows(cls, keys_CGD: Tensor, values_CGV: Tensor, starts_S1: Tensor) -> "DeviceCache":
+        """Wrap keys and values made for some heads; the rows of a position lie side by side."""
+        num_heads = keys_CGD.shape[1]
+        for made in (keys_CGD, values_CGV):
+            assert made.stride(0) == num_heads * made.stride(1), "the stride of rows is computed"
         return cls(
             keys=keys_CGD,
             values=values_CGV,
@@ -107,10 +111,11 @@ class DeviceCache:
             "key_dim": self.dims[0],
             "value_dim": self.dims[1],
             "padded_values": max(power_of_two(self.dims[1]), 16),
-            "num_kv_heads": self.num_kv_heads,
-            "key_row": self.key_strides[0],
+            # Of rows, there are some heads at once, as many as memory holds in this step.
+            "num_kv_heads": self.num_kv_heads if self.is_paged else 1,
+            "key_row": self.key_strides[0] if self.is_paged else 0,
             "key_head": self.key_strides[1],
-            "value_row": self.value_strides[0],
+            "value_row": self.value_strides[0] if self.is_paged else 0,
             "value_head": self.value_strides[1],
             "dot": TRITON_TYPES[compute.dot],
             "step": step,
@@ -201,6 +206,7 @@ class Attending:
                 "query_stride": self.query_THD.stride(0),
                 "out_stride": self.out_THV.stride(0),
                 "table_stride": self.cache.table_SM.stride(0),
+                "row_heads": self.cache.num_kv_heads,
             },
             constants=self._constants(shape, num_parts),
             options={"num_warps": shape.warps, "num_stages": shape.stages},

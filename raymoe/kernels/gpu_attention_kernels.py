@@ -31,7 +31,9 @@ class KernelCache:
             each sequence.
         pair: Elements of a word (P).
         key_dim: Dimensions of queries and keys.
-        key_row: Stride between the keys of two positions, in elements; rows only.
+        key_row: Stride between the keys of two positions in a paged cache, in elements. Rows that
+            are not paged have `row_heads` heads, an argument of the kernel: how many are made at
+            once depends on the step.
         key_head: Stride between KV heads.
         dot: Type of the products.
         step: Units of queries and keys in one product.
@@ -150,6 +152,7 @@ def places_of(
     positions: tl.tensor,
     is_there: tl.tensor,
     kv_head: tl.tensor,
+    row_heads: tl.tensor,
     ROW: tl.constexpr,
     HEAD: tl.constexpr,
     C: tl.constexpr,
@@ -168,7 +171,7 @@ def places_of(
             places = (blocks * BLOCK_TOKENS + positions % BLOCK_TOKENS) * ROW + kv_head * HEAD
     else:
         first = tl.load(table_ptr).to(tl.int64)
-        places = (first + positions) * ROW + kv_head * HEAD
+        places = (first + positions) * (row_heads * HEAD) + kv_head * HEAD
     return places
 
 
@@ -179,6 +182,7 @@ def load_values(
     start: tl.tensor,
     end: tl.tensor,
     kv_head: tl.tensor,
+    row_heads: tl.tensor,
     C: tl.constexpr,
     POSITIONS: tl.constexpr,
 ) -> tl.tensor:
@@ -186,7 +190,9 @@ def load_values(
     first_U = start + tl.arange(0, POSITIONS // C.pair) * C.pair
     columns_V = tl.arange(0, C.padded_values)
     is_there_U = first_U < end
-    places_U = places_of(table_ptr, first_U, is_there_U, kv_head, C.value_row, C.value_head, C)
+    places_U = places_of(
+        table_ptr, first_U, is_there_U, kv_head, row_heads, C.value_row, C.value_head, C
+    )
     if C.is_blocked:
         offset_U1 = (first_U % BLOCK_TOKENS // C.pair)[:, None]
         within_UV = _value_places(columns_V[None, :], offset_U1, C)
@@ -345,6 +351,7 @@ def _attended(
     table_ptr: tl.tensor,
     position_M: tl.tensor,
     kv_head: tl.tensor,
+    row_heads: tl.tensor,
     begin: tl.tensor,
     end: tl.tensor,
     C: tl.constexpr,
@@ -362,7 +369,9 @@ def _attended(
             # Whole blocks are loaded, so that a load of several keys has one mask; the scores of
             # positions beyond the end are not used.
             is_read_C = position_C // BLOCK_TOKENS * BLOCK_TOKENS < end
-        places_C = places_of(table_ptr, position_C, is_read_C, kv_head, C.key_row, C.key_head, C)
+        places_C = places_of(
+            table_ptr, position_C, is_read_C, kv_head, row_heads, C.key_row, C.key_head, C
+        )
         if C.is_blocked:
             places_C += position_C % BLOCK_TOKENS
         scores_MC = _scores(queries, key_ptr, places_C, is_read_C, C, Q)
@@ -376,7 +385,9 @@ def _attended(
         weights_MC = tl.exp2(scores_MC - base_M[:, None])
         factor_M = tl.exp2(peak_M - base_M)
         total_M = total_M * factor_M + tl.sum(weights_MC, 1)
-        values_UV = load_values(value_ptr, table_ptr, start, end, kv_head, C, Q.positions)
+        values_UV = load_values(
+            value_ptr, table_ptr, start, end, kv_head, row_heads, C, Q.positions
+        )
         sum_MV = _weigh(sum_MV * factor_M[:, None], weights_MC, values_UV, start, end, C, Q)
         peak_M = next_M
     return sum_MV, total_M, peak_M
@@ -400,7 +411,7 @@ def _parts(heads_M: tl.tensor, C: tl.constexpr, Q: tl.constexpr) -> tl.tensor:
     return row_M * tl.num_programs(2) + tl.program_id(2)
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "row_heads"])
 def attend_kernel(
     query_ptr: tl.tensor,
     key_ptr: tl.tensor,
@@ -413,6 +424,7 @@ def attend_kernel(
     query_stride: tl.tensor,
     out_stride: tl.tensor,
     table_stride: tl.tensor,
+    row_heads: tl.tensor,
     C: tl.constexpr,
     Q: tl.constexpr,
 ) -> None:
@@ -437,7 +449,17 @@ def attend_kernel(
     queries = _load_all_queries(query_rows_ptr, is_row_M, C)
     row_ptr = table_ptr + tl.load(tile_ptr).to(tl.int64) * table_stride
     sum_MV, total_M, peak_M = _attended(
-        queries, key_ptr, value_ptr, row_ptr, position + token_M, kv_head, begin, end, C, Q
+        queries,
+        key_ptr,
+        value_ptr,
+        row_ptr,
+        position + token_M,
+        kv_head,
+        row_heads,
+        begin,
+        end,
+        C,
+        Q,
     )
     columns_V = tl.arange(0, C.padded_values)
     inside_MV = is_row_M[:, None] & (columns_V < C.value_dim)[None, :]

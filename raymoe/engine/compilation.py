@@ -1,0 +1,118 @@
+"""Compiling the kernels of a GPU while a model is loaded, so that no step waits for a compiler.
+
+What is in weights and caches does not matter here; what comes of them is dropped.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from raymoe.kernels.cpu_attention import AttentionBatch
+from raymoe.kernels.cpu_elementwise import Projected, Routing
+from raymoe.kernels.gpu_attention_batch import SPLIT_POSITIONS
+from raymoe.kernels.gpu_experts_layout import BUCKETS, balanced_routing
+from raymoe.kernels.paged_kv import BLOCK_TOKENS, CacheLayout, largest_layout
+from raymoe.model.decoder import Decoder
+from raymoe.specs.layer_weights import expert_weights, layer_prefix
+from raymoe.specs.layers import MoeSpec
+from raymoe.specs.model import LayerSpec, ModelSpec
+from raymoe.specs.weight_format import WeightFormat
+from raymoe.units import ceil_div
+
+# `Decoder.local_ffn`: no rank waits for another. Layer, hidden states, and the experts of each
+# token.
+ComputeExperts = Callable[[int, Tensor, Routing], object]
+
+
+@torch.inference_mode()
+def compile_experts(
+    spec: ModelSpec,
+    compute: ComputeExperts,
+    max_tokens: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Compute experts of each kind once with as many tokens as each tile is for.
+
+    What is in the weights does not matter; what comes of them is dropped.
+
+    Args:
+        compute: Computes the experts of a layer.
+    """
+    for i, moe in _kinds(spec):
+        for num_tokens in _sizes(moe, max_tokens):
+            hidden_TH = torch.zeros(num_tokens, spec.hidden_size, dtype=dtype, device=device)
+            routing = balanced_routing(num_tokens, moe.num_experts, moe.top_k, device)
+            compute(i, hidden_TH, Routing(*routing))
+
+
+def _sizes(moe: MoeSpec, max_tokens: int) -> Iterator[int]:
+    for bucket in BUCKETS:
+        num_tokens = ceil_div(bucket * moe.num_experts, moe.top_k)
+        if num_tokens <= max_tokens or bucket == BUCKETS[0]:
+            yield min(num_tokens, max_tokens)
+
+
+def _kinds(spec: ModelSpec) -> Iterator[tuple[int, MoeSpec]]:
+    seen = set()
+    for i, layer in enumerate(spec.layers):
+        kind = (layer.ffn, _formats(spec, i, layer))
+        if isinstance(layer.ffn, MoeSpec) and kind not in seen:
+            seen.add(kind)
+            yield i, layer.ffn
+
+
+def _formats(spec: ModelSpec, i: int, layer: LayerSpec) -> tuple[WeightFormat | None, ...]:
+    if not isinstance(layer.ffn, MoeSpec):
+        return ()
+    weights = expert_weights(layer.ffn, spec.hidden_size)
+    return tuple(spec.format_of(layer_prefix(i) + name, shape) for name, shape in weights)
+
+
+PROMPT_TOKENS = 1024  # enough for the plain form of latent attention
+
+
+@torch.inference_mode()
+def compile_attention(
+    decoder: Decoder,
+    layouts: Sequence[CacheLayout],
+    max_tokens: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Attend in each kind of layer: decoding with a short and a long context, and for a prompt."""
+    prompt = max(2, min(PROMPT_TOKENS, max_tokens))
+    steps = ((1, 1), (1, SPLIT_POSITIONS + 1), (prompt, prompt))
+    batches = [
+        decoder.staged_batch(_one_sequence(*step), largest_layout(layouts), device)
+        for step in steps
+    ]
+    kinds = [
+        (layer.attention, layout)
+        for layer, layout in zip(decoder.spec.layers, layouts, strict=True)
+    ]
+    for i, (attention, layout) in enumerate(kinds):
+        if kinds.index(kinds[i]) < i:
+            continue
+        shapes = attention.token_shapes
+        num_blocks = ceil_div(PROMPT_TOKENS, BLOCK_TOKENS) + 1
+        cache = torch.zeros(num_blocks, *layout.block_shape, dtype=layout.dtype, device=device)
+        for (num_tokens, _), batch in zip(steps, batches, strict=True):
+            projected = Projected(
+                *(
+                    torch.zeros(num_tokens, *shape, dtype=dtype, device=device)
+                    for shape in (shapes.query, shapes.key, shapes.value)
+                )
+            )
+            decoder.attend_staged(i, projected, cache, batch)
+
+
+def _one_sequence(num_new: int, context: int) -> AttentionBatch:
+    return AttentionBatch(
+        query_start=torch.tensor([0, num_new], dtype=torch.int32),
+        context_tokens=torch.tensor([context], dtype=torch.int32),
+        block_table=torch.arange(ceil_div(context, BLOCK_TOKENS), dtype=torch.int32)[None],
+    )
