@@ -14,7 +14,7 @@ from raymoe.specs.families.rules import (
     Family,
     used_fields,
 )
-from raymoe.specs.files import MAX_INTEGER, MAX_NUMBER, MAX_TOKEN_ID
+from raymoe.specs.files import MAX_INTEGER, MAX_NUMBER, MAX_TOKEN_ID, integer
 
 
 class ConfigFields:
@@ -117,13 +117,6 @@ class ConfigFields:
         raise ConfigError(f"config.json: {name} is {value!r}; expected token ids")
 
 
-def integer(name: str, value: object, *, minimum: int, maximum: int = MAX_INTEGER) -> int:
-    if type(value) is int and minimum <= value <= maximum:
-        return value
-    bounds = f"at least {minimum}" + (f" and at most {maximum}" if maximum < MAX_INTEGER else "")
-    raise ConfigError(f"config.json: {name} is {value!r:.100}; expected an integer of {bounds}")
-
-
 HeadKind = Literal["lm", "labels", "none"]
 _LM = "ForCausalLM"
 HEADS: Mapping[str, HeadKind] = {
@@ -145,7 +138,7 @@ def find_family(config: Mapping[str, object]) -> tuple[str, Family]:
         )
     family = FAMILIES[model_type]
     architectures = config.get("architectures")
-    names = (family.architecture, family.published_architecture or family.architecture)
+    names = (family.architecture, *family.published_architectures)
     known = [[name.removesuffix(_LM) + kind] for name in names for kind in HEADS]
     if architectures and architectures not in known:
         raise UnsupportedModelError(
@@ -234,9 +227,10 @@ def _check_fixed(name: str, value: object, accepted: tuple[object, ...], model_t
 def _check_auto_map(value: object, family: Family) -> None:
     if not value:
         return
-    architecture = family.published_architecture or family.architecture
-    name = architecture.removesuffix("ForCausalLM")
-    known = {f"{name}{kind}" for kind in ("Config", "Model", "ForCausalLM")}
+    stems = [
+        name.removesuffix(_LM) for name in family.published_architectures or [family.architecture]
+    ]
+    known = {f"{stem}{kind}" for stem in stems for kind in ("Config", "Model", _LM)}
     classes = value if isinstance(value, Mapping) else {"AutoModel": value}
     for auto, path in classes.items():
         is_known = family.was_published_with_code and str(path).rpartition(".")[2] in known

@@ -235,6 +235,15 @@ def _tuple(members: tuple[object, ...], value: object, where: str) -> tuple[obje
     return tuple(_read(kind, entry, where) for kind, entry in zip(members, value, strict=True))
 
 
+# Ten times the largest published value, because an untrusted configuration must not exhaust memory.
+MAX_LAYERS = 1024
 MAX_INTEGER = 2**40 - 1
 MAX_NUMBER = 1e30
 MAX_TOKEN_ID = 2**31 - 1
+
+
+def integer(name: str, value: object, *, minimum: int, maximum: int = MAX_INTEGER) -> int:
+    if type(value) is int and minimum <= value <= maximum:
+        return value
+    bounds = f"at least {minimum}" + (f" and at most {maximum}" if maximum < MAX_INTEGER else "")
+    raise ConfigError(f"config.json: {name} is {value!r:.100}; expected an integer of {bounds}")

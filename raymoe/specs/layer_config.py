@@ -7,14 +7,15 @@ from math import exp
 from typing import TypeVar
 
 from raymoe.errors import ConfigError, UnsupportedModelError
-from raymoe.specs.config import ConfigFields, integer
+from raymoe.specs.config import ConfigFields
+from raymoe.specs.families.published import DENSE, SLIDING, SPARSE
 from raymoe.specs.families.rules import (
     ClampRule,
     MoeRule,
     RouterRule,
     SparseLayers,
 )
-from raymoe.specs.files import MAX_NUMBER
+from raymoe.specs.files import MAX_LAYERS, MAX_NUMBER, integer
 from raymoe.specs.layers import (
     AttentionSpec,
     ClampSpec,
@@ -31,9 +32,6 @@ from raymoe.specs.rope import RopeSpec
 # By the type of a layer, and its attention.
 ParseRope = Callable[[str, AttentionSpec | LatentAttentionSpec], RopeSpec]
 _T = TypeVar("_T")
-
-SLIDING = "sliding_attention"
-DENSE, SPARSE = "dense", "sparse"
 
 
 def layer_windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
@@ -181,9 +179,7 @@ ACTIVATIONS = {
     "relu": "relu",
 }
 HEAD_DIM_MULTIPLE = 8
-# Ten times the largest published values, because an untrusted configuration must not exhaust
-# memory.
-MAX_LAYERS, MAX_EXPERTS = 1024, 4096
+MAX_EXPERTS = 4096  # ten times the largest published value
 MAX_EXPERTS_OF_ALL_LAYERS = 1 << 17  # five times the largest published value
 # Epsilon of the latents' norms in every transformers class with latent attention: the default of
 # their RMSNorm, whatever rms_norm_eps says.

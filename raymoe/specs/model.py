@@ -18,7 +18,7 @@ from raymoe.specs.config import (
     head_of,
     labels_of,
 )
-from raymoe.specs.families import text_part
+from raymoe.specs.families import in_class_fields, text_part
 from raymoe.specs.files import read_config
 from raymoe.specs.layer_config import (
     is_limited,
@@ -240,6 +240,7 @@ class ModelSpec:
         config = part.config
         model_type, family = find_family(config)
         defaults = class_defaults(model_type, family.nested)
+        config = in_class_fields(config, model_type, defaults)
         config = canonical_config(config, family, defaults)
         check_fields(config, model_type, family, defaults)
         fields = ConfigFields(config, family, defaults)
@@ -276,7 +277,7 @@ class ModelSpec:
             logits_divisor=logits,
             logit_softcap=fields.number_or_none(family.logit_softcap),
             has_head_bias=fields.switch(family.head_bias),
-            quantization=parse_quantization(config.get("quantization_config")),
+            quantization=parse_quantization(config.get("quantization_config"), family.module_names),
             labels=labels_of(config) if head == "labels" else (),
             wrapper=part.wrapper,
             media_tokens=part.media_tokens,

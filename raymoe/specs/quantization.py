@@ -6,7 +6,7 @@ repetition, so no module name makes matching slow.
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from raymoe.errors import UnknownOptionError, UnsupportedModelError
@@ -147,6 +147,8 @@ class Quantization:
     experts: WeightFormat | None = None  # format of the routed experts, if they have another one
     # Ends of names of tensors that are not read: scales of activations and of the KV cache.
     unread: tuple[str, ...] = ()
+    # Parts of canonical names of modules, and what the family calls them.
+    module_names: tuple[tuple[str, str], ...] = ()
     _known: dict[str, WeightFormat | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -167,12 +169,16 @@ class Quantization:
             return None
         if (name == HEAD and self.is_head_plain) or (self.is_experts_only and EXPERTS not in name):
             return None
-        is_excluded = is_matched(name.removesuffix(".weight"), self.excluded)
+        module = name.removesuffix(".weight")
+        renamed = next((pair for pair in self.module_names if pair[0] in module), ("", ""))
+        is_excluded = is_matched(module.replace(*renamed, 1), self.excluded)
         stored = self.experts if self.experts is not None and EXPERTS in name else self.format
         return None if is_excluded else stored
 
 
-def parse_quantization(value: object) -> Quantization | None:
+def parse_quantization(
+    value: object, module_names: tuple[tuple[str, str], ...] = ()
+) -> Quantization | None:
     """Read a `quantization_config`; raises UnsupportedModelError for unknown storage."""
     if value is None:
         return None
@@ -181,7 +187,7 @@ def parse_quantization(value: object) -> Quantization | None:
     method = value.get("quant_method")
     if not isinstance(method, str) or method not in METHODS:
         raise _refusal("quant_method", method, tuple(METHODS))
-    return METHODS[method].read(value)
+    return replace(METHODS[method].read(value), module_names=module_names)
 
 
 def quantization_of(weights: str) -> Quantization | None:

@@ -159,6 +159,22 @@ _HY_V3 = Naming(
         "mlp.shared_expert.": "mlp.shared_mlp.",
     }
 )
+_GEMMA4 = Naming(
+    renamed={
+        **RESULT_NORMS,
+        "mlp.shared_expert.": "mlp.",
+        "mlp.shared_result_norm.": "post_feedforward_layernorm_1.",
+        "mlp.experts_input_norm.": "pre_feedforward_layernorm_2.",
+        "mlp.experts_result_norm.": "post_feedforward_layernorm_2.",
+        "mlp.gate.weight": "router.proj.weight",
+        "mlp.gate.input_norm.weight": "router.scale",
+        "mlp.gate.expert_scales": "router.per_expert_scale",
+    },
+    fused=(
+        Fused(name="experts.gate_up_proj", weights=_experts("weight", "gate", "up")),
+        Fused(name="experts.down_proj", weights=_experts("weight", "down")),
+    ),
+)
 _TRANSPOSED = Naming(
     fused=tuple(replace(tensor, is_transposed=True) for tensor in _IN_ONE.fused),
 )
@@ -233,22 +249,8 @@ NAMINGS: Mapping[str, tuple[Naming, ...]] = {
     "olmo3": (Naming(renamed=RESULT_NORMS),),
     "gemma3_text": (Naming(renamed=RESULT_NORMS),),
     "gemma4_text": (
-        Naming(
-            renamed={
-                **RESULT_NORMS,
-                "mlp.shared_expert.": "mlp.",
-                "mlp.shared_result_norm.": "post_feedforward_layernorm_1.",
-                "mlp.experts_input_norm.": "pre_feedforward_layernorm_2.",
-                "mlp.experts_result_norm.": "post_feedforward_layernorm_2.",
-                "mlp.gate.weight": "router.proj.weight",
-                "mlp.gate.input_norm.weight": "router.scale",
-                "mlp.gate.expert_scales": "router.per_expert_scale",
-            },
-            fused=(
-                Fused(name="experts.gate_up_proj", weights=_experts("weight", "gate", "up")),
-                Fused(name="experts.down_proj", weights=_experts("weight", "down")),
-            ),
-        ),
+        _GEMMA4,
+        Naming(renamed={EXPERTS: "experts.", **(_GEMMA4.renamed or {})}),
     ),
     "minimax_m2": (
         Naming(

@@ -4,6 +4,8 @@ from typing import Any
 
 from tests.parity.fields import BASE, LINEAR, LLAMA3, YARN
 
+# Variants whose config.json is written in the fields of the model's publisher.
+AS_PUBLISHED = "as published"
 FULL, SLIDING = "full_attention", "sliding_attention"
 SPARSE = "minimax_m3_sparse"
 
@@ -33,6 +35,31 @@ _MIMO = _ROUTED | {
         {"rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
     ),
 }
+_MIMO_PUBLISHED = {
+    "head_dim": 24,
+    "v_head_dim": 16,
+    "layer_types": None,
+    "rope_parameters": None,
+    "hybrid_layer_pattern": [0, 1, 1],
+    "moe_layer_freq": [0, 1, 1],
+    "rope_theta": 5000000,
+    "swa_rope_theta": 10000,
+    "partial_rotary_factor": 0.334,
+    "sliding_window": 19,
+    "sliding_window_size": 19,
+    "attention_chunk_size": 19,
+    "swa_num_attention_heads": 6,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 24,
+    "swa_v_head_dim": 16,
+    "layernorm_epsilon": 1e-5,
+    "add_swa_attention_sink_bias": True,
+    "add_full_attention_sink_bias": False,
+    "n_shared_experts": None,
+    "routed_scaling_factor": None,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
 _EXAONE = _ROUTED | {"num_experts": 6, "layer_types": [SLIDING, SLIDING, FULL]}
 _MINIMAX = BASE | {
     "head_dim": 16,
@@ -54,6 +81,37 @@ _MINIMAX = BASE | {
         "partial_rotary_factor": 0.5,
     },
     "swiglu_limit": 1.5,
+}
+_MINIMAX_PUBLISHED = {
+    "layer_types": None,
+    "mlp_layer_types": None,
+    "rope_parameters": None,
+    "moe_layer_freq": [0, 1, 1],
+    "sparse_attention_config": {
+        "use_sparse_attention": True,
+        "sparse_attention_freq": [0, 1, 1],
+        "sparse_disable_index_value": [0, 1, 1],
+        "sparse_num_index_heads": 2,
+        "sparse_index_dim": 16,
+        "sparse_block_size": 16,
+        "sparse_topk_blocks": 8,
+        "sparse_init_block": 0,
+        "sparse_local_block": 1,
+        "sparse_score_type": "max",
+    },
+    "rope_theta": 10000,
+    "rotary_dim": 8,
+    "partial_rotary_factor": 0.5,
+    "hidden_act": "swigluoai",
+    "attention_output_gate": False,
+    "use_gemma_norm": True,
+    "use_qk_norm": True,
+    "qk_norm_type": "per_head",
+    "use_routing_bias": True,
+    "scoring_func": "sigmoid",
+    "n_shared_experts": 1,
+    "num_mtp_modules": 7,
+    "num_nextn_predict_layers": 1,
 }
 _AFMOE = _ROUTED | {"num_experts": 6, "layer_types": [SLIDING, SLIDING, FULL], "mup_enabled": True}
 _LAGUNA = _ROUTED | {
@@ -106,6 +164,7 @@ HYBRID_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
                 "norm_topk_prob": False,
                 "attention_value_scale": 1.5,
             },
+            AS_PUBLISHED: _MIMO_PUBLISHED,
         },
     ),
     "exaone_moe": (
@@ -165,6 +224,7 @@ HYBRID_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
                 "rope_parameters": YARN | _THETA | {"partial_rotary_factor": 0.5},
                 "mlp_layer_types": ["dense", "dense", "sparse"],
             },
+            AS_PUBLISHED: _MINIMAX_PUBLISHED,
         },
     ),
     "afmoe": (

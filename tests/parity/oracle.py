@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from raymoe.specs.model import ModelSpec, MoeSpec
 from tests.parity.configurations import FAMILY_CONFIGS, Configuration, model_class
+from tests.parity.hybrid_families import AS_PUBLISHED
 
 MAX_NEW_TOKENS = 48
 NUM_PROMPTS = 24
@@ -62,6 +63,9 @@ def make_checkpoint(configuration: Configuration, directory: Path) -> PreTrained
         if model.config.tie_word_embeddings:
             del weights["language_model.lm_head.weight"]
         save_file(weights, directory / "model.safetensors")
+    if configuration.name.endswith(AS_PUBLISHED):
+        config = {"model_type": configuration.family, **configuration.fields}
+        (directory / "config.json").write_text(json.dumps(config))
     return model
 
 

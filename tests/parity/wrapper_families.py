@@ -3,8 +3,8 @@
 from typing import Any
 
 from tests.parity.dense_families import SCALED
-from tests.parity.fields import BASE, DYNAMIC, YARN
-from tests.parity.hybrid_families import FULL, HYBRID_FAMILIES, SLIDING
+from tests.parity.fields import BASE, DYNAMIC, LLAMA3, YARN
+from tests.parity.hybrid_families import AS_PUBLISHED, FULL, HYBRID_FAMILIES, SLIDING
 from tests.parity.norm_families import NORM_FAMILIES
 
 _SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "depth": 1}
@@ -33,6 +33,37 @@ _STEP |= {
     "num_sliding_attention_heads": 4,
     "sliding_window": 20,
     "share_expert_dim": 24,
+}
+_STEP_PUBLISHED = {
+    "mlp_layer_types": None,
+    "num_sliding_attention_heads": None,
+    "num_nextn_predict_layers": 1,
+    "layer_types": [FULL, SLIDING, SLIDING, SLIDING],
+    "moe_layers_enum": "1,2",
+    "num_attention_groups": 2,
+    "attention_other_setting": {
+        "attention_type": SLIDING,
+        "num_attention_heads": 4,
+        "num_attention_groups": 2,
+        "head_dim": 16,
+    },
+    "rope_theta": [500.0, 1e4, 1e4, 1e4],
+    "rope_scaling": LLAMA3,
+    "yarn_only_types": [FULL],
+    "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0],
+    "swiglu_limits": [0.0, 0.0, 0.5, 0.0],
+    "swiglu_limits_shared": [0.0, 0.0, 0.3, 0.0],
+    "moe_router_scaling_factor": 3.0,
+    "moe_router_activation": "sigmoid",
+    "norm_expert_weight": True,
+    "use_moe_router_bias": True,
+    "need_fp32_gate": True,
+    "use_head_wise_attn_gate": True,
+    "use_qk_norm": True,
+    "zero_centered": True,
+    "use_moe": True,
+    "att_impl_type": "GQA",
+    "max_seq_len": 256,
 }
 
 
@@ -167,6 +198,7 @@ WRAPPER_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = 
                 "sliding_window": 2,
             },
             "wide heads, vocabulary 201, top-1": {**_WIDE, "num_experts_per_tok": 1},
+            AS_PUBLISHED: _STEP_PUBLISHED,
         },
         vision_config={"width": 32, "layers": 1, "heads": 2, "image_size": 56, "patch_size": 14},
     ),

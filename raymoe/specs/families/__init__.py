@@ -5,10 +5,19 @@ from collections.abc import Mapping
 from raymoe.specs.families.grouped import DENSE_FAMILIES, MOE_FAMILIES
 from raymoe.specs.families.hybrid import HYBRID_FAMILIES
 from raymoe.specs.families.latent import LATENT_FAMILIES
+from raymoe.specs.families.published import in_class_fields
 from raymoe.specs.families.rules import Family
 from raymoe.specs.families.wrappers import WRAPPERS, TextPart, text_part
 
-__all__ = ["FAMILIES", "MODEL_TYPE_ALIASES", "TESTED_WITH", "WRAPPERS", "TextPart", "text_part"]
+__all__ = [
+    "FAMILIES",
+    "MODEL_TYPE_ALIASES",
+    "TESTED_WITH",
+    "WRAPPERS",
+    "TextPart",
+    "in_class_fields",
+    "text_part",
+]
 
 FAMILIES: Mapping[str, Family] = {
     **DENSE_FAMILIES,
@@ -19,5 +28,8 @@ FAMILIES: Mapping[str, Family] = {
 # Whose classes the tests compare every family with.
 TESTED_WITH = "transformers 5.23.0"
 # Kimi-K2 has its own model type and DeepSeek-V3's architecture (Moonshot's deployment guide:
-# "reuses the DeepSeekV3CausalLM architecture").
-MODEL_TYPE_ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
+# "reuses the DeepSeekV3CausalLM architecture"); MiniMax-M3 without images is its text part.
+MODEL_TYPE_ALIASES: Mapping[str, str] = {
+    "kimi_k2": "deepseek_v3",
+    "minimax_m3": "minimax_m3_vl_text",
+}

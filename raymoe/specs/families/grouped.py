@@ -242,6 +242,7 @@ MOE_FAMILIES: Mapping[str, Family] = {
         rounds_embedding_scale=True,
         has_layer_scalars=True,
         logit_softcap="final_logit_softcapping",
+        module_names=(("mlp.experts.", "experts."), ("mlp.shared_expert.", "mlp.")),
         moe=MoeRule(
             num_experts="num_experts",
             switch="enable_moe_block",
@@ -293,7 +294,7 @@ MOE_FAMILIES: Mapping[str, Family] = {
     "phimoe": Family(
         architecture="PhimoeForCausalLM",
         was_published_with_code=True,
-        published_architecture="PhiMoEForCausalLM",
+        published_architectures=("PhiMoEForCausalLM",),
         ignored=frozenset({"input_jitter_noise"}),  # training only
         fixed={"num_experts_per_tok": (2,)},
         rope=RopeRule(has_mscale=True, kinds=("default", "longrope")),

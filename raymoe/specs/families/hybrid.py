@@ -36,8 +36,8 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
     "mimo_v2_flash": Family(
         architecture="MiMoV2FlashForCausalLM",
         was_published_with_code=True,
-        ignored=TRAINING_FIELDS,
-        fixed=NOAUX_TC,
+        ignored=TRAINING_FIELDS | {"attention_chunk_size"},
+        fixed={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
         rope=RopeRule(
             is_by_layer_type=True,
             is_partial=True,
@@ -73,19 +73,24 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
     ),
     "minimax_m3_vl_text": Family(
         architecture="MiniMaxM3VLForCausalLM",
+        was_published_with_code=True,
+        published_architectures=("MiniMaxM3SparseForCausalLM", "MiniMaxM3ForCausalLM"),
         nested=("sparse_attention_config",),
         aliases={
+            "moe_intermediate_size": "intermediate_size",
             "sparse_attention_config.sparse_attention_freq": "sparse_attention_freq",
             "sparse_attention_config.sparse_block_size": "index_block_size",
             "sparse_attention_config.sparse_topk_blocks": "index_topk_blocks",
         },
         # The fields of the indexer that do not say how many tokens it selects; transformers does
         # not read rotary_dim.
-        ignored=frozenset(
+        ignored=TRAINING_FIELDS
+        | frozenset(
             {
                 "index_head_dim",
                 "index_local_blocks",
                 "index_n_heads",
+                "num_mtp_modules",
                 "rotary_dim",
                 "sparse_attention_config.sparse_disable_index_value",
                 "sparse_attention_config.sparse_index_dim",
@@ -96,6 +101,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
             }
         ),
         fixed={
+            "attention_output_gate": (False,),
             "n_shared_experts": (1,),
             "qk_norm_type": ("per_head",),
             "scoring_func": ("sigmoid",),
@@ -131,9 +137,26 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
     "step3p5": Family(
         architecture="Step3p5ForCausalLM",
         was_published_with_code=True,
-        # per_layer_config repeats num_sliding_attention_heads.
-        ignored=TRAINING_FIELDS | {"mtp_layer_types", "mtp_mlp_layer_types", "per_layer_config"},
-        fixed={"use_bidirectional_attention": (False,)},
+        # per_layer_config repeats num_sliding_attention_heads, max_seq_len the context.
+        ignored=TRAINING_FIELDS
+        | {"mtp_base_layer_idx", "mtp_layer_types", "mtp_mlp_layer_types"}
+        | {"max_seq_len", "need_fp32_gate", "per_layer_config"},
+        fixed={
+            "att_impl_type": ("GQA",),
+            "moe_every_n_layer": (1,),
+            "moe_layer_offset": (0,),
+            "moe_router_activation": ("sigmoid",),
+            "norm_expert_weight": (True,),
+            "sink": (False,),
+            "use_bidirectional_attention": (False,),
+            "use_head_wise_attn_gate": (True,),
+            "use_moe": (True,),
+            "use_moe_router_bias": (True,),
+            "use_qk_norm": (True,),
+            "use_rope_layers": (True, []),
+            "yarn_only_types": ("full_attention",),
+            "zero_centered": (True,),
+        },
         activation="silu",
         defaults={"first_k_dense_replace": 3},
         rope=RopeRule(

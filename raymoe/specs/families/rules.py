@@ -148,7 +148,8 @@ class Family:
     # Whether checkpoints older than the transformers class name code of this architecture in
     # `auto_map`.
     was_published_with_code: bool = False
-    published_architecture: str | None = None  # class name in such checkpoints, if it differs
+    # Class names in such checkpoints, if they differ.
+    published_architectures: tuple[str, ...] = ()
     nested: tuple[str, ...] = ()  # objects whose fields are read as "object.field"
     # Further other names of used fields.
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -223,6 +224,8 @@ class Family:
     logit_scale: FieldName | None = None  # factor of the logits, in place of a divisor
     logit_softcap: FieldName | None = None  # bound of the logits, by a tanh; null is none
     has_layer_scalars: bool = False
+    # As in `Quantization`, where other names than those of most families exist.
+    module_names: tuple[tuple[str, str], ...] = ()
 
 
 _OF_ALL = frozenset(

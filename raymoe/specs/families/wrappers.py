@@ -146,8 +146,10 @@ def text_part(config: Mapping[str, object]) -> TextPart:
         if text.get(name) is None and outer.get(name) is not None:
             text[name] = outer[name]
     # A head that is stored is used; transformers ties only where neither part says no.
-    ties = {level.get("tie_word_embeddings") for level in levels} - {None}
-    text["tie_word_embeddings"] = ties == {True} if ties <= {True, False} else next(iter(ties))
+    ties = [level["tie_word_embeddings"] for level in levels if "tie_word_embeddings" in level]
+    ties = [value for value in ties if value is not None]
+    others = [value for value in ties if not isinstance(value, bool)]
+    text["tie_word_embeddings"] = others[0] if others else bool(ties) and all(ties)
     return TextPart(config=text, wrapper=model_type, media_tokens=_media_tokens(model_type, outer))
 
 

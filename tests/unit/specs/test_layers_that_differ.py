@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import transformers
 
-from raymoe.errors import UnsupportedModelError
+from raymoe.errors import ConfigError, UnsupportedModelError
 from raymoe.specs.layers import AttentionSpec, LayerSpec, MoeSpec
 from raymoe.specs.model import ModelSpec
+from tests.parity.configurations import CONFIGURATIONS
+from tests.parity.hybrid_families import AS_PUBLISHED, FULL, SLIDING
 from tests.unit.specs.config_classes import written
 
 # google/gemma-3-1b-it, as transformers 4.50 wrote it.
@@ -136,4 +138,39 @@ def test_what_transformers_writes_of_an_older_configuration_is_the_same_model(
 )
 def test_what_is_not_implemented_is_refused_by_name(config: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
+        ModelSpec.from_config(config)
+
+
+PUBLISHED = {
+    c.family: {"model_type": c.family, **c.fields.get("text_config", c.fields)}
+    for c in CONFIGURATIONS
+    if c.name.endswith(AS_PUBLISHED)
+}
+MIMO = PUBLISHED["mimo_v2_flash"]
+STEP = PUBLISHED["step3p7"] | {"model_type": "step3p5"}
+OTHER = STEP["attention_other_setting"]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (MIMO | {"hybrid_layer_pattern": [0, 1, 0]}, "hybrid_layer_pattern = .* computes"),
+        (MIMO | {"moe_layer_freq": [1, 1, 1]}, "moe_layer_freq"),
+        (MIMO | {"swa_rope_theta": 5000}, "swa_rope_theta = 5000"),
+        (MIMO | {"swa_num_key_value_heads": 4}, "swa_num_key_value_heads = 4 .* computes 2"),
+        (MIMO | {"add_full_attention_sink_bias": True}, "add_full_attention_sink_bias"),
+        (MIMO | {"n_shared_experts": 1}, "n_shared_experts"),
+        (STEP | {"moe_layers_enum": "1,9"}, "moe_layers_enum"),
+        (STEP | {"rope_theta": [500.0, 1e4, 1e5, 1e4]}, "rope_theta = .* equal"),
+        (STEP | {"attention_other_setting": OTHER | {"head_dim": 24}}, "head_dim = 24 .* 16"),
+        (STEP | {"attention_other_setting": OTHER | {"gqa_v_norm": True}}, "gqa_v_norm = True"),
+        (STEP | {"yarn_only_types": [FULL, SLIDING]}, "yarn_only_types"),
+        (STEP | {"zero_centered": False}, "zero_centered = False"),
+        (STEP | {"layer_types": [FULL, SLIDING]}, "layer_types"),
+    ],
+)
+def test_what_transformers_does_not_follow_is_refused_by_name(
+    config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
         ModelSpec.from_config(config)

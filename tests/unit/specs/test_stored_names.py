@@ -1,13 +1,17 @@
 """Names under which the families store their weights, as the published checkpoints have them."""
 
+import re
+
 import pytest
 
 from raymoe.errors import CheckpointError
 from raymoe.memory.checkpoint import Checkpoint
 from raymoe.specs.families import FAMILIES
 from raymoe.specs.model import ModelSpec
-from raymoe.specs.weight_names import NAMINGS, Location, locate_weights
+from raymoe.specs.weight_names import NAMINGS, Location, locate_weights, model_weights
 from tests.parity.cases import get_case
+from tests.parity.configurations import CONFIGURATIONS
+from tests.parity.hybrid_families import AS_PUBLISHED
 
 LAYER = "model.layers.1."
 EXPERT = f"{LAYER}mlp.experts.2."
@@ -79,6 +83,62 @@ PUBLISHED = {
         "model.norm.weight": Location("transformer.norm_f.weight"),
     },
 }
+# Families of today -> expressions that turn canonical names into those of a published checkpoint.
+_ROUTER_BIAS = (r"mlp\.gate\.e_score_correction_bias", "block_sparse_moe.e_score_correction_bias")
+TODAY: dict[str, tuple[tuple[str, str], ...]] = {
+    "minimax_m3_vl": (  # nvidia/MiniMax-M3-NVFP4, quantized_layers
+        (r"^(model\.|lm_head\.)", r"language_model.\1"),
+        _ROUTER_BIAS,
+        (r"mlp\.gate\.", "block_sparse_moe.gate."),
+        (r"mlp\.shared_expert\.", "block_sparse_moe.shared_experts."),
+        (r"mlp\.(experts\.\d+\.)gate_proj", r"block_sparse_moe.\1w1"),
+        (r"mlp\.(experts\.\d+\.)up_proj", r"block_sparse_moe.\1w3"),
+        (r"mlp\.(experts\.\d+\.)down_proj", r"block_sparse_moe.\1w2"),
+    ),
+    "mimo_v2_flash": ((r"self_attn\.sinks", "self_attn.attention_sink_bias"),),
+    "step3p7": (  # stepfun-ai/Step-3.7-Flash, before it had a wrapper Step-3.5-Flash
+        (r"mlp\.gate\.e_score_correction_bias", "moe.router_bias"),
+        (r"mlp\.gate\.", "moe.gate."),
+        (r"mlp\.shared_expert\.", "share_expert."),
+        (r"mlp\.experts\.\d+\.", "moe."),
+    ),
+    "gemma4": (  # google/gemma-4-26B-A4B
+        (r"^model\.", "model.language_model."),
+        (r"mlp\.shared_expert\.", "mlp."),
+        (r"mlp\.shared_result_norm\.", "post_feedforward_layernorm_1."),
+        (r"mlp\.experts_input_norm\.", "pre_feedforward_layernorm_2."),
+        (r"mlp\.experts_result_norm\.", "post_feedforward_layernorm_2."),
+        (r"\.post_attention_layernorm\.", ".pre_feedforward_layernorm."),
+        (r"attention_result_norm\.", "post_attention_layernorm."),
+        (r"ffn_result_norm\.", "post_feedforward_layernorm."),
+        (r"mlp\.gate\.weight", "router.proj.weight"),
+        (r"mlp\.gate\.input_norm\.weight", "router.scale"),
+        (r"mlp\.gate\.expert_scales", "router.per_expert_scale"),
+        (r"mlp\.experts\.", "experts."),  # as in nvidia/Gemma-4-26B-A4B-NVFP4
+    ),
+}
+
+
+def as_published(family: str) -> tuple[ModelSpec, dict[str, tuple[int, ...]], dict[str, str]]:
+    """A tiny model, the tensors of its published checkpoint, and their names by canonical ones."""
+    own = [c for c in CONFIGURATIONS if c.family == family]
+    fields = next((c for c in own if c.name.endswith(AS_PUBLISHED)), own[0]).fields
+    spec = ModelSpec.from_config({**fields, "model_type": family})
+    stored, names = {}, {}
+    for name, shape in model_weights(spec).items():
+        theirs = name
+        for ours, replacement in TODAY[family]:
+            theirs = re.sub(ours, replacement, theirs)
+        is_stacked = ".experts." in name and not re.search(r"experts\.\d", theirs)
+        stored[theirs] = (6, *shape) if is_stacked else shape
+        names[name] = theirs
+    return spec, stored, names
+
+
+@pytest.mark.parametrize("family", TODAY)
+def test_tensors_of_a_published_checkpoint_are_found_and_all_used(family: str) -> None:
+    spec, stored, names = as_published(family)
+    assert {name: found.name for name, found in locate(spec, stored).items()} == names
 
 
 def stored_by_transformers(family: str) -> tuple[ModelSpec, dict[str, tuple[int, ...]]]:

@@ -12,6 +12,8 @@ from raymoe.specs.config import ConfigFields
 from raymoe.specs.families import FAMILIES
 from raymoe.specs.families.rules import used_fields
 from raymoe.specs.model import ModelSpec
+from tests.parity.configurations import CONFIGURATIONS
+from tests.parity.hybrid_families import AS_PUBLISHED
 from tests.quantised_checkpoints import CASES
 from tests.unit.specs.config_classes import NEEDED
 
@@ -108,6 +110,14 @@ def test_no_value_of_a_field_raises_anything_but_its_own_error(family):
     check_each_place(config, dict.fromkeys(OF_ALL_FAMILIES))
     for ropes in ROPES:
         check_each_place(config | ropes, ropes)
+
+
+@pytest.mark.parametrize("family", ["mimo_v2_flash", "step3p7", "minimax_m3_vl_text"])
+def test_no_value_of_a_published_form_raises_anything_but_its_own_error(family):
+    own = (c for c in CONFIGURATIONS if c.family == family and c.name.endswith(AS_PUBLISHED))
+    config = next(own).fields | {"model_type": family}
+    ModelSpec.from_config(config)
+    check_each_place(config)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

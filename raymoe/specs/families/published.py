@@ -1,0 +1,159 @@
+"""Configurations as publishers write them, in the fields of transformers' classes.
+
+Each function does what transformers' class does when it is made of such a configuration. Fields
+that the class does not read may say only what it computes anyway.
+"""
+
+from collections.abc import Callable, Mapping
+
+from raymoe.errors import ConfigError, UnsupportedModelError
+from raymoe.specs.class_defaults import ClassDefaults
+from raymoe.specs.files import MAX_LAYERS, integer
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+DENSE, SPARSE = "dense", "sparse"
+
+
+def in_class_fields(
+    config: Mapping[str, object], model_type: str, defaults: ClassDefaults
+) -> dict[str, object]:
+    """Raises UnsupportedModelError or ConfigError for fields that transformers does not follow."""
+    form = _FORMS.get(model_type)
+    return dict(config) if form is None else form(dict(config), {**defaults.values, **config})
+
+
+def _mimo_v2_flash(config: dict[str, object], values: Mapping[str, object]) -> dict[str, object]:
+    num_layers = _num_layers(values)
+    kinds = config.get("layer_types") or [
+        FULL if i == 0 or i % 6 == 5 else SLIDING for i in range(num_layers)
+    ]
+    networks = config.get("mlp_layer_types") or [DENSE, *[SPARSE] * (num_layers - 1)]
+    num_kv_heads = values.get("num_key_value_heads")
+    computed: dict[str, object] = {
+        "rope_theta": 5e6,
+        "swa_rope_theta": 1e4,
+        "partial_rotary_factor": 0.334,
+    }
+    if config.get("rope_parameters") is not None:  # which take precedence
+        computed = {name: config.get(name) for name in computed}
+    computed |= {
+        "add_full_attention_sink_bias": False,
+        "add_swa_attention_sink_bias": True,
+        "hybrid_layer_pattern": _marks(kinds, SLIDING),
+        "layernorm_epsilon": values.get("rms_norm_eps"),
+        "moe_layer_freq": _marks(networks, SPARSE),
+        "swa_head_dim": values.get("head_dim"),
+        "swa_num_attention_heads": values.get("num_attention_heads"),
+        "swa_num_key_value_heads": 2 * num_kv_heads if isinstance(num_kv_heads, int) else None,
+        "swa_v_head_dim": values.get("v_head_dim"),
+    }
+    _remove(config, computed, "model_type 'mimo_v2_flash'")
+    if config.get("routed_scaling_factor") is None:
+        config["routed_scaling_factor"] = 1.0
+    before = config.pop("sliding_window_size", None)
+    if before is not None:  # the tokens before the query
+        config["sliding_window"] = 1 + integer("sliding_window_size", before, minimum=1)
+    return config
+
+
+def _step3p5(config: dict[str, object], values: Mapping[str, object]) -> dict[str, object]:
+    num_layers = _num_layers(values)
+    predictors = config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
+    padded = num_layers + integer("num_nextn_predict_layers", predictors, minimum=0)
+    for name in ("layer_types", "mlp_layer_types", "swiglu_limits", "swiglu_limits_shared"):
+        found = config.get(name)
+        is_padded = isinstance(found, list) and len(found) == padded
+        if isinstance(found, list) and (is_padded or name.startswith("swiglu")):
+            config[name] = found[:num_layers]
+    listed = config.pop("moe_layers_enum", None)
+    if listed is not None and config.get("mlp_layer_types") is None:
+        sparse = _numbers(listed, padded)
+        config["mlp_layer_types"] = [SPARSE if i in sparse else DENSE for i in range(num_layers)]
+    other = config.pop("attention_other_setting", None) or {}
+    if not isinstance(other, Mapping):
+        raise ConfigError(f"attention_other_setting is {other!r:.100}; expected an object")
+    setting = dict(other)
+    num_heads = setting.pop("num_attention_heads", None)
+    if num_heads is not None and config.get("num_sliding_attention_heads") is None:
+        config["num_sliding_attention_heads"] = num_heads
+    groups = config.get("num_attention_groups", values.get("num_key_value_heads"))
+    sizes = dict.fromkeys(("head_dim", "true_head_dim"), values.get("head_dim"))
+    computed = {"attention_type": SLIDING, "num_attention_groups": groups, **sizes}
+    _remove(setting, computed, "attention_other_setting")
+    _remove(setting, dict.fromkeys(setting), "attention_other_setting")
+    outer = {name: config.pop(name, None) for name in _ROPE_FIELDS}
+    if config.get("rope_parameters") is None:
+        config["rope_parameters"] = _ropes_by_type(outer, config.get("layer_types"), num_layers)
+    return config
+
+
+_ROPE_FIELDS = ("rope_theta", "partial_rotary_factors", "rope_scaling")
+
+
+def _ropes_by_type(
+    outer: Mapping[str, object], layer_types: object, num_layers: int
+) -> dict[str, object]:
+    """Rope parameters of each type of layer, from lists with an entry for each layer."""
+    kinds = layer_types if isinstance(layer_types, list) else [FULL] * num_layers
+    ropes: dict[str, object] = {}
+    for kind in (FULL, SLIDING):
+        members = [i for i, name in enumerate(kinds[:num_layers]) if name == kind]
+        if not members:
+            continue
+        theta = _common("rope_theta", outer["rope_theta"], members)
+        rope = {"rope_type": "default", "rope_theta": 10_000.0 if theta is None else theta}
+        factor = _common("partial_rotary_factors", outer["partial_rotary_factors"], members)
+        if factor is not None:
+            rope["partial_rotary_factor"] = factor
+        scaling = outer["rope_scaling"]
+        if isinstance(scaling, Mapping) and kind == FULL:
+            rope |= scaling
+        ropes[kind] = rope
+    return ropes
+
+
+def _common(name: str, value: object, layers: list[int]) -> object:
+    """What a list says for all these layers; a number is that of each."""
+    if not isinstance(value, list):
+        return value
+    found = [value[i] for i in layers if i < len(value)]
+    if len(found) < len(layers) or any(one != found[0] for one in found):
+        raise UnsupportedModelError(
+            f"{name} = {value!r:.100} is not supported; supported: a number for each layer, equal "
+            "in all layers of a type"
+        )
+    return found[0]
+
+
+def _num_layers(values: Mapping[str, object]) -> int:
+    found = values.get("num_hidden_layers")
+    return integer("num_hidden_layers", found, minimum=1, maximum=MAX_LAYERS)
+
+
+def _marks(kinds: object, marked: str) -> object:
+    return [int(kind == marked) for kind in kinds] if isinstance(kinds, list) else None
+
+
+def _numbers(listed: object, end: int) -> set[int]:
+    items = listed.split(",") if isinstance(listed, str) else listed
+    names = [str(item).strip() for item in items] if isinstance(items, list | tuple) else ["?"]
+    if not all(name.isdecimal() and len(name) < 5 and int(name) < end for name in names if name):
+        raise ConfigError(f"moe_layers_enum is {listed!r:.100}; expected numbers of layers")
+    return {int(name) for name in names if name}
+
+
+def _remove(config: dict[str, object], computed: Mapping[str, object], where: str) -> None:
+    """Remove these fields, which must be null or say what is computed in any case."""
+    for name, value in computed.items():
+        found = config.pop(name, None)
+        if found is not None and found != value:
+            raise UnsupportedModelError(
+                f"{name} = {found!r:.100} is not supported in {where}: transformers does not read "
+                f"it, and computes {value!r:.100}"
+            )
+
+
+_FORMS: Mapping[str, Callable[[dict[str, object], Mapping[str, object]], dict[str, object]]] = {
+    "mimo_v2_flash": _mimo_v2_flash,
+    "step3p5": _step3p5,
+}
