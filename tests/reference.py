@@ -237,7 +237,9 @@ class ReferenceModel:
             return self._latent_attention(normed_TH, spec, prefix, rotation=rotation)
         query_TAD, key_TGD, value_TGV = self._heads(normed_TH, spec, prefix)
         query_TAD, key_TGD = rotation(query_TAD) * rotation.query_factor, rotation(key_TGD)
-        if spec.qk_norm != "none" and spec.is_norm_after_rope:
+        if spec.qk_norm == "unit":
+            query_TAD, key_TGD = self._rms_norm(query_TAD, None), self._rms_norm(key_TGD, None)
+        elif spec.qk_norm != "none" and spec.is_norm_after_rope:
             query_TAD = self._rms_norm(query_TAD, f"{prefix}q_norm.weight")
             key_TGD = self._rms_norm(key_TGD, f"{prefix}k_norm.weight")
         group = spec.num_heads // spec.num_kv_heads
@@ -371,6 +373,9 @@ class ReferenceModel:
         ids_TK, weights_TK = reference_routing(logits_TE.to(self._wide), spec, selection_E)
         if spec.router.has_expert_scales:
             weights_TK = weights_TK * self._weight(f"{prefix}gate.expert_scales")[ids_TK]
+        if spec.router.scales_input:
+            input_TH = input_TH * weights_TK.to(self.dtype)
+            weights_TK = torch.ones_like(weights_TK)
         out_TH = torch.zeros_like(input_TH)
         expert_spec = DenseSpec(
             hidden=spec.expert_hidden,

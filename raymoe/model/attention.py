@@ -107,7 +107,7 @@ class Attention:
         )
         self._output = loader.linear([f"{prefix}o_proj"], has_bias=spec.output_bias)
         self._gate = None if spec.gate is None else loader.linear([f"{prefix}g_proj"])
-        has_norm = spec.qk_norm != "none"
+        has_norm = spec.qk_norm in {"head", "full"}
         self._query_norm = loader.vector(f"{prefix}q_norm.weight") if has_norm else None
         self._key_norm = loader.vector(f"{prefix}k_norm.weight") if has_norm else None
         self._sinks_H = self._host_sinks_H = None
@@ -122,6 +122,9 @@ class Attention:
             weights = [norm for norm in norms if norm is not None]
             self._norm_over_ranks((qkv_TX[:, :middle], qkv_TX[:, middle:end]), weights)
             norms = (None, None)
+        if self._spec.qk_norm == "unit":
+            ones_D = qkv_TX.new_ones(self._spec.head_dim)
+            norms = (ones_D, ones_D)
         projected = qkv_rope(
             qkv_TX,
             *angles,

@@ -45,6 +45,8 @@ def choose_experts(
     logits_TE = logits_TE.float()
     scores_TE = logits_TE.softmax(-1) if router.scoring == "softmax" else logits_TE.sigmoid()
     choice_TE = scores_TE if selection_bias_E is None else scores_TE + selection_bias_E
+    if selection_bias_E is None and router.num_groups == 1 and router.scoring == "sigmoid":
+        choice_TE = logits_TE  # in the same order, and sigmoids of large ones are equal
     if router.num_groups > 1:
         choice_TE = _without_other_groups(choice_TE, router)
     ids_TK = _largest(choice_TE, moe.top_k)
@@ -201,7 +203,12 @@ class MoE:
         return shared_TH.add_(result_norm(routed_TH))
 
     def _sum(self, normed_TH: Tensor, routing: Routing) -> Tensor:
-        out_TH = self._experts(normed_TH, *routing)
+        input_TH = normed_TH
+        if self._spec.router.scales_input:
+            weights_T1 = routing.topk_weights_TK
+            input_TH = normed_TH * weights_T1.to(normed_TH.dtype)
+            routing = routing._replace(topk_weights_TK=torch.ones_like(weights_T1))
+        out_TH = self._experts(input_TH, *routing)
         if self._shared is None or self._spec.shared is None:
             return out_TH
         shared_TH = self._shared(normed_TH)

@@ -350,6 +350,7 @@ def _in_layer(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
+        qk_norm=attention.qk_norm if window or fields.family.norms_full_layers else "none",
         values_are_keys=window is None and fields.switch(fields.family.full_values_are_keys),
         sliding_window=window,
         has_sinks=attention.has_sinks or (window is not None and fields.family.sinks == "windowed"),
@@ -466,6 +467,7 @@ def _router(fields: ConfigFields, rule: RouterRule, num_experts: int) -> RouterS
         has_selection_bias=rule.has_selection_bias,
         jitter=fields.number_or(rule.jitter),
         has_input_norm=rule.has_input_norm,
+        scales_input=rule.scales_input,
         has_expert_scales=rule.has_expert_scales,
     )
     if rule.group_score is None or not _has_groups(fields, rule):

@@ -123,7 +123,7 @@ def _grouped(attention: AttentionSpec, hidden_size: int) -> NamedShapes:
     for part, width in attention.projections.items():
         name = f"self_attn.{part}_proj"
         yield from _linear(name, (width, hidden_size), has_bias=attention.qkv_bias)
-    if attention.qk_norm != "none":
+    if attention.qk_norm in {"head", "full"}:
         is_full = attention.qk_norm == "full"
         yield "self_attn.q_norm.weight", (query if is_full else attention.head_dim,)
         yield "self_attn.k_norm.weight", (key if is_full else attention.head_dim,)

@@ -7,7 +7,8 @@ from typing import Literal
 
 from raymoe.specs.rope import RopeSpec
 
-QkNorm = Literal["none", "head", "full"]
+# RMS norm of queries and keys: none, per head, per head without a weight, or over the full width.
+QkNorm = Literal["none", "head", "unit", "full"]
 GateActivation = Literal["sigmoid", "softplus"]
 # Kinds of norms. All but "layer" are RMS norms: "rms" rounds the normed value to its type before it
 # is multiplied by the weight, "rms_float32" after it, and "rms_plus_one" multiplies by 1 + weight.
@@ -64,7 +65,7 @@ class AttentionSpec:
     sliding_window: int | None = None
     qkv_bias: bool = False
     output_bias: bool = False
-    qk_norm: QkNorm = "none"  # RMS norm of queries and keys: none, per head, or full width
+    qk_norm: QkNorm = "none"
     is_norm_after_rope: bool = False  # whether that norm follows the rotation
     norms_values: bool = False  # whether values have an RMS norm per head, without a weight
     values_are_keys: bool = False  # whether values are the keys before their norm and rotation
@@ -260,6 +261,8 @@ class RouterSpec:
     # instead of the input of the experts.
     has_input_norm: bool = False
     has_expert_scales: bool = False  # learned factors of the final weights, one for each expert
+    # Whether the weight of the one chosen expert multiplies its input instead of its output.
+    scales_input: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

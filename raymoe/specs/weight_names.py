@@ -178,6 +178,7 @@ _GEMMA4 = Naming(
 _TRANSPOSED = Naming(
     fused=tuple(replace(tensor, is_transposed=True) for tensor in _IN_ONE.fused),
 )
+_LLAMA4 = Naming(renamed={"mlp.gate.": "feed_forward.router.", "mlp.": "feed_forward."})
 _INDEXED = replace(_SEVERAL_SHARED, unread=(".self_attn.indexer.",))
 
 NAMINGS: Mapping[str, tuple[Naming, ...]] = {
@@ -231,6 +232,20 @@ NAMINGS: Mapping[str, tuple[Naming, ...]] = {
                 for part in ("gate", "up", "down")
             ),
         ),
+    ),
+    "llama4_text": (
+        replace(
+            _LLAMA4,
+            fused=tuple(
+                Fused(
+                    name=f"feed_forward.experts.{name}",
+                    weights=_experts("weight", *parts),
+                    is_transposed=True,
+                )
+                for name, parts in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",)))
+            ),
+        ),
+        _LLAMA4,
     ),
     "exaone_moe": (
         Naming(

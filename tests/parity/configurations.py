@@ -42,6 +42,8 @@ FAMILY_CONFIGS = {
     "deepseek_v32": "DeepseekV32Config",
     "glm_moe_dsa": "GlmMoeDsaConfig",
     "mimo_v2_flash": "MiMoV2FlashConfig",
+    "llama4_text": "Llama4TextConfig",
+    "llama4": "Llama4Config",
     "exaone_moe": "ExaoneMoeConfig",
     "minimax_m3_vl_text": "MiniMaxM3VLTextConfig",
     "minimax_m3_vl": "MiniMaxM3VLConfig",

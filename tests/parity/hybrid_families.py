@@ -60,6 +60,15 @@ _MIMO_PUBLISHED = {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
 }
+_LLAMA4 = BASE | {
+    "head_dim": 16,
+    "intermediate_size_mlp": 72,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 1,
+    "num_hidden_layers": 3,
+    "no_rope_layer_interval": 3,
+    "attention_chunk_size": 128,  # no row of the tests is as long
+}
 _EXAONE = _ROUTED | {"num_experts": 6, "layer_types": [SLIDING, SLIDING, FULL]}
 _MINIMAX = BASE | {
     "head_dim": 16,
@@ -165,6 +174,45 @@ HYBRID_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
                 "attention_value_scale": 1.5,
             },
             AS_PUBLISHED: _MIMO_PUBLISHED,
+        },
+    ),
+    "llama4_text": (
+        _LLAMA4,
+        {
+            "plain": {},
+            "a dense layer between, no norm of queries": {
+                "interleave_moe_layer_step": 2,
+                "use_qk_norm": False,
+            },
+            "listed layers, llama3 rope, biases": {
+                "moe_layers": [2],
+                "no_rope_layers": [0, 1, 1],
+                "rope_parameters": LLAMA3 | _THETA,
+                "attention_bias": True,
+            },
+            "no temperature, every second layer rotated": {
+                "attn_temperature_tuning": False,
+                "floor_scale": 16,
+                "no_rope_layer_interval": 2,
+            },
+            "tied, one KV head, all rotated": {
+                "tie_word_embeddings": True,
+                "num_key_value_heads": 1,
+                "no_rope_layer_interval": 4,
+            },
+            "wide heads, vocabulary 201, 5 experts": {
+                "head_dim": 24,
+                "vocab_size": 201,
+                "num_local_experts": 5,
+            },
+            AS_PUBLISHED: {
+                "no_rope_layers": [],
+                "rope_scaling": LLAMA3 | {"high_freq_factor": 1.0},
+                "rope_theta": 10000.0,
+                "output_router_logits": False,
+                "router_aux_loss_coef": 0.001,
+                "for_llm_compressor": False,
+            },
         },
     ),
     "exaone_moe": (

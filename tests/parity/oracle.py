@@ -127,7 +127,14 @@ def reference_tokens(
         return _generate(model, prompts, max_new_tokens, gaps)
 
 
-ROUTERS = ("topkrouter", "dbrxrouter", "moev1gate", "textrouter", "tokenchoicerouter")
+ROUTERS = (
+    "topkrouter",
+    "llama4router",
+    "dbrxrouter",
+    "moev1gate",
+    "textrouter",
+    "tokenchoicerouter",
+)
 
 
 class Gaps:
@@ -149,7 +156,7 @@ class Gaps:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def __enter__(self) -> "Gaps":
-        head = self._model.lm_head
+        head = self._model.get_output_embeddings()
         self._handles.append(head.register_forward_hook(self._after_head))
         for module in self._model.modules():
             if type(module).__name__.lower().endswith(ROUTERS):
@@ -177,7 +184,8 @@ class Gaps:
     def _after_router(
         self, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], outputs: Any
     ) -> None:
-        logits_TE = outputs[0] if isinstance(outputs, tuple) else outputs
+        scales_input = self._moe.router.scales_input  # Llama-4 returns its logits behind scores
+        logits_TE = outputs[scales_input] if isinstance(outputs, tuple) else outputs
         if self._moe.router.has_input_norm:  # Gemma-4 returns the softmax of its logits
             logits_TE = logits_TE.log()
         top_k = self._moe.top_k
@@ -250,7 +258,11 @@ def _generate(
 
 def _forget_longer_rows(model: PreTrainedModel) -> None:
     """Dynamic rope keeps the base of the longest row so far; a row alone starts from the first."""
-    rotary = getattr(model.base_model, "language_model", model.base_model).rotary_emb
+    rotary = next(
+        module.rotary_emb
+        for module in model.modules()
+        if hasattr(module, "rotary_emb") and {"embed_tokens", "wte"} & module._modules.keys()
+    )
     for name, first in list(rotary.named_buffers()):
         if name.endswith("original_inv_freq"):  # of all layers, or of a type of them
             setattr(rotary, name.replace("original_", ""), first.clone())

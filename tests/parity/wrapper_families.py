@@ -253,6 +253,12 @@ WRAPPER_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = 
         vision_config=_LLAVA | {"image_size": 28, "patch_size": 14},
         mm_tokens_per_image=4,
     ),
+    "llama4": _wrapped(
+        *HYBRID_FAMILIES["llama4_text"],
+        vision_config=_LLAVA
+        | {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
+        | {"image_size": 28, "patch_size": 14},
+    ),
     "gemma4": _wrapped(
         NORM_FAMILIES["gemma4_text"][0] | {"model_type": "gemma4_text", "pad_token_id": 0},
         NORM_FAMILIES["gemma4_text"][1],

@@ -87,6 +87,55 @@ def _step3p5(config: dict[str, object], values: Mapping[str, object]) -> dict[st
     return config
 
 
+def _llama4_text(config: dict[str, object], values: Mapping[str, object]) -> dict[str, object]:
+    """Contexts end with the first chunk, so that a chunk is a window.
+
+    They also end before the temperature of layers without rotation begins to rise.
+    """
+    num_layers = _num_layers(values)
+    interval, step, chunk, period = (
+        integer(name, values.get(name), minimum=1)
+        for name in (
+            "no_rope_layer_interval",
+            "interleave_moe_layer_step",
+            "attention_chunk_size",
+            "floor_scale",
+        )
+    )
+    rotated = values.get("no_rope_layers") or [
+        int((i + 1) % interval > 0) for i in range(num_layers)
+    ]
+    sparse = values.get("moe_layers")
+    if sparse is None:
+        sparse = list(range(step - 1, num_layers, step))
+    if not isinstance(rotated, list) or len(rotated) < num_layers or not isinstance(sparse, list):
+        raise ConfigError(
+            f"no_rope_layers is {rotated!r:.100} and moe_layers {sparse!r:.100}; expected a list "
+            f"with a number for each of {num_layers} layers, and a list of layers"
+        )
+    kinds = [CHUNKED if is_rotated else FULL for is_rotated in rotated[:num_layers]]
+    if config.get("layer_types") not in (None, kinds):
+        raise UnsupportedModelError(
+            f"layer_types = {config['layer_types']!r:.100} is not supported with no_rope_layers = "
+            f"{rotated!r:.100}; supported: {CHUNKED} in the layers with rotation"
+        )
+    config["layer_types"] = [SLIDING if kind == CHUNKED else kind for kind in kinds]
+    config["mlp_layer_types"] = [SPARSE if i in sparse else DENSE for i in range(num_layers)]
+    config["sliding_window"] = chunk
+    limit = integer("max_position_embeddings", values.get("max_position_embeddings"), minimum=1)
+    if values.get("attn_temperature_tuning"):
+        limit = min(limit, max(1, period - 1))
+    config["max_position_embeddings"] = min(limit, chunk)
+    for name in _LLAMA4_FIELDS:
+        config.pop(name, None)
+    return config
+
+
+CHUNKED = "chunked_attention"
+_LLAMA4_FIELDS = (
+    *("attention_chunk_size", "attn_scale", "attn_temperature_tuning", "floor_scale"),
+    *("interleave_moe_layer_step", "moe_layers", "no_rope_layer_interval", "no_rope_layers"),
+)
 _ROPE_FIELDS = ("rope_theta", "partial_rotary_factors", "rope_scaling")
 
 
@@ -154,6 +203,7 @@ def _remove(config: dict[str, object], computed: Mapping[str, object], where: st
 
 
 _FORMS: Mapping[str, Callable[[dict[str, object], Mapping[str, object]], dict[str, object]]] = {
+    "llama4_text": _llama4_text,
     "mimo_v2_flash": _mimo_v2_flash,
     "step3p5": _step3p5,
 }

@@ -91,8 +91,9 @@ class RouterRule:
     # Field that says whether there are groups, as in DeepSeek-V2; None: there always are.
     groups_switch: FieldName | None = None
     jitter: float | FieldName = 0.0
-    has_input_norm: bool = False  # this and the next as in `RouterSpec`
+    has_input_norm: bool = False  # this and the next two as in `RouterSpec`
     has_expert_scales: bool = False
+    scales_input: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,8 +182,9 @@ class Family:
     scale: float | FieldName | None = None  # factor of the attention scores
     scale_divisor: FieldName | None = None  # the factor is its root's inverse; null: head_dim
     clip: FieldName | None = None  # bound of queries, keys and values
-    qk_norm: QkNorm = "none"  # norm of queries and keys: none, per head, or over the full width
+    qk_norm: QkNorm = "none"  # norm of queries and keys
     qk_norm_switch: FieldName | None = None  # enables that norm; None: always enabled
+    norms_full_layers: bool = True  # whether layers without a window have that norm
     norms_values: bool = False  # as in `AttentionSpec`
     # Of layers without a window: dimensions of a head, KV heads, and whether values are keys. The
     # object `per_layer_config` takes precedence for the first two.

@@ -37,6 +37,11 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "gemma3": Wrapper(
         architectures=("Gemma3ForConditionalGeneration",), texts=("gemma3_text",), prefixes=_LLAVA
     ),
+    "llama4": Wrapper(
+        architectures=("Llama4ForConditionalGeneration",),
+        texts=("llama4_text",),
+        prefixes=_LLAVA[:1],
+    ),
     "gemma4": Wrapper(architectures=("Gemma4ForConditionalGeneration",), texts=("gemma4_text",)),
     "mistral3": Wrapper(
         architectures=("Mistral3ForConditionalGeneration",),
