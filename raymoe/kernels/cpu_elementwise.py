@@ -1,7 +1,14 @@
-"""CPU kernels of norms, rotary embeddings, routers and sampling."""
+"""CPU kernels of norms, rotary embeddings, routers and sampling.
+
+Functions with an `out` on a GPU are one launch of `gpu_elementwise`, which imports Triton and is
+imported where it is called. All other tensors are computed by torch: the references.
+"""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -11,12 +18,26 @@ from raymoe import _native
 from raymoe.errors import ConfigError
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+OLDEST_CAPABILITY = (7, 5)
+
+
+@cache
+def triton_runs_on(device: torch.device) -> bool:
+    """Whether kernels in Triton run there: on GPUs from Turing on, if Triton is installed."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= OLDEST_CAPABILITY
 
 
 def rms_norm(
-    hidden_TH: Tensor, weight_H: Tensor | None, eps: float, offset: float | None = None
+    hidden_TH: Tensor,
+    weight_H: Tensor | None,
+    eps: float,
+    offset: float | None = None,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Compute the RMS norm of every row; returns a new contiguous [T, H].
+    """Compute the RMS norm of every row, [T, H], in `out` or a new contiguous tensor.
 
     Args:
         hidden_TH: Rows may be strided.
@@ -25,11 +46,7 @@ def rms_norm(
             (Llama); a number multiplies it by `offset + weight` in float32 and rounds once: 0 in
             OLMo-3 and Gemma-4, 1 in Gemma-3.
     """
-    if not _norm_is_native(hidden_TH, weight_H):
-        return rms_norm_reference(hidden_TH, weight_H, eps, offset)
-    out_TH = torch.empty(hidden_TH.shape, dtype=hidden_TH.dtype)
-    _native.rms_norm(hidden_TH, None, weight_H, eps, offset, out_TH)
-    return out_TH
+    return _norm(hidden_TH, None, weight_H, eps, offset, out)
 
 
 def add_rms_norm_(
@@ -39,26 +56,52 @@ def add_rms_norm_(
     eps: float,
     *,
     offset: float | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Add `delta_TH` to `residual_TH` in place and return the RMS norm of the sum, a new [T, H]."""
-    same = delta_TH.shape == residual_TH.shape and delta_TH.dtype == residual_TH.dtype
-    if not (
-        same and _norm_is_native(residual_TH, weight_H) and _norm_is_native(delta_TH, weight_H)
-    ):
-        return rms_norm_reference(residual_TH.add_(delta_TH), weight_H, eps, offset)
-    out_TH = torch.empty(residual_TH.shape, dtype=residual_TH.dtype)
-    _native.rms_norm(residual_TH, delta_TH, weight_H, eps, offset, out_TH)
-    return out_TH
+    """Add `delta_TH` to `residual_TH` in place and return the RMS norm of the sum, [T, H]."""
+    if delta_TH.shape != residual_TH.shape or delta_TH.dtype != residual_TH.dtype:
+        residual_TH.add_(delta_TH)
+        return _norm(residual_TH, None, weight_H, eps, offset, out)
+    return _norm(residual_TH, delta_TH, weight_H, eps, offset, out)
+
+
+def _norm(  # noqa: PLR0917 - in the order of the kernels
+    hidden_TH: Tensor,
+    delta_TH: Tensor | None,
+    weight_H: Tensor | None,
+    eps: float,
+    offset: float | None,
+    out: Tensor | None,
+) -> Tensor:
+    rows = [x for x in (hidden_TH, delta_TH, out) if x is not None]
+    if all(_norm_is_native(x, weight_H) for x in rows) and (out is None or out.is_contiguous()):
+        out = torch.empty(hidden_TH.shape, dtype=hidden_TH.dtype) if out is None else out
+        _native.rms_norm(hidden_TH, delta_TH, weight_H, eps, offset, out)
+        return out
+    if triton_runs_on(hidden_TH.device) and all(_has_rows(x, (weight_H,)) for x in rows):
+        from raymoe.kernels import gpu_elementwise  # noqa: PLC0415 - needs Triton
+
+        out = hidden_TH.new_empty(hidden_TH.shape) if out is None else out
+        gpu_elementwise.rms_norm(hidden_TH, delta_TH, weight_H, eps, offset, out).run()
+        return out
+    if delta_TH is not None:
+        hidden_TH.add_(delta_TH)
+    normed_TH = rms_norm_reference(hidden_TH, weight_H, eps, offset)
+    return normed_TH if out is None else out.copy_(normed_TH)
 
 
 def _norm_is_native(hidden_TH: Tensor, weight_H: Tensor | None) -> bool:
+    return hidden_TH.is_cpu and _has_rows(hidden_TH, (weight_H,))
+
+
+def _has_rows(x: Tensor, weights: Sequence[Tensor | None] = ()) -> bool:
+    """Whether kernels read these rows, with weights of the same type."""
     return (
-        hidden_TH.ndim == 2
-        and hidden_TH.dtype in FLOAT_DTYPES
-        and hidden_TH.is_cpu
-        and (hidden_TH.shape[1] == 1 or hidden_TH.stride(1) == 1)
-        and not (hidden_TH.requires_grad and torch.is_grad_enabled())
-        and (weight_H is None or (weight_H.dtype == hidden_TH.dtype and weight_H.is_contiguous()))
+        x.ndim == 2
+        and x.dtype in FLOAT_DTYPES
+        and (x.shape[1] == 1 or x.stride(1) == 1)
+        and not (x.requires_grad and torch.is_grad_enabled())
+        and all(w is None or (w.dtype == x.dtype and w.is_contiguous()) for w in weights)
     )
 
 
@@ -136,6 +179,7 @@ def qkv_rope(  # noqa: PLR0913 - an operator: its tensors are its arguments
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     steps: Steps = PLAIN_STEPS,
+    out: Projected | None = None,
 ) -> Projected:
     """Split, norm queries and keys, clip all three, rotate queries and keys.
 
@@ -151,21 +195,39 @@ def qkv_rope(  # noqa: PLR0913 - an operator: its tensors are its arguments
         q_norm: Weight [D] for a norm per head (Qwen3), [H * D] for one norm over all heads of a
             token (OLMoE), None for no norm.
         k_norm: Likewise, [D] or [G * D].
+        out: Receives the result; contiguous.
     """
     tables = (cos_PR, sin_PR)
     sizes = (num_heads, num_kv_heads, head_dim, value_dim or head_dim)
     _check_width(qkv_TX, sizes, steps)
     norms = (q_norm, k_norm)
-    if not _rope_is_native(qkv_TX, positions_T, tables, norms):
-        return qkv_rope_reference(
+    is_native = _rope_is_native(qkv_TX, positions_T, tables, norms)
+    is_triton = triton_runs_on(qkv_TX.device) and _rope_fits(qkv_TX, positions_T, tables, norms)
+    if not is_native and not is_triton:
+        result = qkv_rope_reference(
             qkv_TX, positions_T, tables, sizes=sizes, norms=norms, steps=steps
         )
-    shapes = ((num_heads, head_dim), (num_kv_heads, head_dim), (num_kv_heads, sizes[3]))
-    out = Projected(*(torch.empty(len(qkv_TX), *shape, dtype=qkv_TX.dtype) for shape in shapes))
-    _native.qkv_rope(
-        qkv_TX, positions_T, *tables, *norms, *out, *steps[:2], *steps[2:6], steps.norm_offset
-    )
+        return result if out is None else copied(result, out)
+    if out is None:
+        shapes = ((num_heads, head_dim), (num_kv_heads, head_dim), (num_kv_heads, sizes[3]))
+        out = Projected(*(qkv_TX.new_empty(len(qkv_TX), *shape) for shape in shapes))
+    if is_native:
+        _native.qkv_rope(
+            qkv_TX, positions_T, *tables, *norms, *out, *steps[:2], *steps[2:6], steps.norm_offset
+        )
+    else:
+        from raymoe.kernels import gpu_elementwise  # noqa: PLC0415 - needs Triton
+
+        gpu_elementwise.qkv_rope(
+            qkv_TX, (positions_T, *tables), norms, out, sizes=sizes, steps=steps
+        ).run()
     return out
+
+
+def copied(source: Projected, target: Projected) -> Projected:
+    for from_tensor, to_tensor in zip(source, target, strict=True):
+        to_tensor.copy_(from_tensor)
+    return target
 
 
 def _check_width(qkv_TX: Tensor, sizes: tuple[int, int, int, int], steps: Steps) -> None:
@@ -184,15 +246,20 @@ def _rope_is_native(
     tables: tuple[Tensor, Tensor],
     norms: tuple[Tensor | None, Tensor | None],
 ) -> bool:
+    return qkv_TX.is_cpu and _rope_fits(qkv_TX, positions_T, tables, norms)
+
+
+def _rope_fits(
+    qkv_TX: Tensor,
+    positions_T: Tensor,
+    tables: Sequence[Tensor],
+    norms: tuple[Tensor | None, Tensor | None],
+) -> bool:
     return (
-        qkv_TX.dtype in FLOAT_DTYPES
-        and qkv_TX.is_cpu
-        and qkv_TX.stride(1) == 1
-        and not (qkv_TX.requires_grad and torch.is_grad_enabled())
+        _has_rows(qkv_TX, norms)
         and positions_T.dtype == torch.int32
         and all(table.dtype == torch.float32 and table.is_contiguous() for table in tables)
         and tables[0].shape[1] <= MAX_NATIVE_HEAD_DIM // 2
-        and all(w is None or (w.dtype == qkv_TX.dtype and w.is_contiguous()) for w in norms)
     )
 
 
@@ -224,6 +291,52 @@ def qkv_rope_reference(
     value_TY = value_TY.clamp(-steps.clip, steps.clip)
     value_TGV = value_TY.reshape(len(value_TY), kv_heads, value_dim)
     return Projected(rotated[0], rotated[1], value_TGV)
+
+
+def latent_rope(
+    query_TAD: Tensor,
+    row_TW: Tensor,
+    angles: tuple[Tensor, Tensor, Tensor],
+    *,
+    row_norm: Tensor,
+    eps: float,
+    is_interleaved: bool,
+    out: Projected | None = None,
+) -> Projected:
+    """Norm the latent that begins a row; rotate the rest of the row and the end of each query.
+
+    Rounds as `qkv_rope` does. Returns queries [T, A, D] and rows [T, 1, W], whose values are empty.
+    Without `out`, queries may be rotated in place. The latent has as many dimensions as `row_norm`.
+    """
+    positions_T, *tables = angles
+    (num_tokens, width), rank, norms = row_TW.shape, len(row_norm), (row_norm, None)
+    if triton_runs_on(row_TW.device) and _rope_fits(row_TW, positions_T, tables, norms):
+        from raymoe.kernels import gpu_elementwise  # noqa: PLC0415 - needs Triton
+
+        if out is None:
+            row_T1W = row_TW.new_empty(num_tokens, 1, width)
+            out = Projected(torch.empty_like(query_TAD), row_T1W, row_T1W[..., :0])
+        gpu_elementwise.latent_rope(
+            query_TAD,
+            row_TW,
+            angles,
+            row_norm,
+            out,
+            eps=eps,
+            is_interleaved=is_interleaved,
+        ).run()
+        return out
+    rows_T = positions_T.long()
+    cosines, sines = (table_PR[rows_T, None].to(row_TW.dtype) for table_PR in tables)
+    row_T1W = torch.empty_like(row_TW)[:, None]
+    row_T1W[:, 0, :rank] = rms_norm(row_TW[:, :rank], row_norm, eps)
+    row_T1W[..., rank:] = rotate_heads(
+        row_TW[:, None, rank:], cosines, sines, is_interleaved=is_interleaved
+    )
+    rope_TAO = query_TAD[..., query_TAD.shape[2] + rank - width :]
+    rope_TAO.copy_(rotate_heads(rope_TAO, cosines, sines, is_interleaved=is_interleaved))
+    result = Projected(query_TAD, row_T1W, row_T1W[..., :0])
+    return result if out is None else copied(result, out)
 
 
 def rotate_heads(
@@ -317,13 +430,7 @@ def add_gated_(out_TH: Tensor, shared_TH: Tensor, gate_T1: Tensor) -> Tensor:
 
 
 def _router_is_native(x: Tensor) -> bool:
-    return (
-        x.ndim == 2
-        and x.dtype in FLOAT_DTYPES
-        and x.is_cpu
-        and (x.shape[1] == 1 or x.stride(1) == 1)
-        and not (x.requires_grad and torch.is_grad_enabled())
-    )
+    return x.is_cpu and _has_rows(x)
 
 
 WORD = 0xFFFFFFFF

@@ -219,6 +219,9 @@ def gated_product(
     return (up_TF + clamp.offset) * gate_TF * torch.sigmoid(clamp.gain * gate_TF)
 
 
+GatedProduct = Callable[[Tensor, Tensor, str, Clamp | None], Tensor]
+
+
 class Experts(Protocol):
     def __call__(self, hidden_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         """Return the weighted sum of expert outputs over the K experts of each token, [T, H].
@@ -296,9 +299,11 @@ class PlainGatedFfn:
         activation: str,
         biases: Biases | None = None,
         clamp: Clamp | None = None,
+        product: GatedProduct = gated_product,
     ) -> None:
         check_activation(activation)
         self._gate_FH, self._up_FH, self._down_HF = gate_FH, up_FH, down_HF
+        self._product = product
         self._biases = (None, None, None) if biases is None else biases
         self._activation, self._clamp = activation, clamp
 
@@ -306,7 +311,7 @@ class PlainGatedFfn:
         gate_F, up_F, down_H = self._biases
         gate_TF = multiply(hidden_TH, self._gate_FH, gate_F)
         up_TF = multiply(hidden_TH, self._up_FH, up_F)
-        product_TF = gated_product(gate_TF, up_TF, self._activation, self._clamp)
+        product_TF = self._product(gate_TF, up_TF, self._activation, self._clamp)
         return multiply(product_TF, self._down_HF, down_H)
 
 

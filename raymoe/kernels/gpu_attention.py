@@ -272,9 +272,14 @@ class Attending:
 
 
 def append_and_attend_ragged(
-    projected: Projected, cache: Tensor, batch: RaggedBatch, scoring: Scoring
+    projected: Projected,
+    cache: Tensor,
+    batch: RaggedBatch,
+    scoring: Scoring,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Compute what `cpu_attention.append_and_attend` does, on a GPU; [T, H * V].
+    """Compute what `cpu_attention.append_and_attend` does, on a GPU; [T, H * V], in `out`.
 
     Nothing is gathered or added atomically. On one GPU the bits of a token depend on its own
     sequence and on whether it is its only new token, not on other sequences.
@@ -285,7 +290,7 @@ def append_and_attend_ragged(
     """
     query_THD, key_TGD, value_TGV = projected
     layout = KvLayout.of(key_TGD, value_TGV, cache.dtype)
-    out_THV = query_THD.new_empty(*query_THD.shape[:2], layout.value_dim)
+    out_THV = _rows_of_heads(query_THD, layout.value_dim, out)
     if not len(query_THD):
         return out_THV.flatten(1)
     append_launch(projected, batch.slots_T, cache, layout).run()
@@ -309,14 +314,15 @@ def append_and_attend_latent_ragged(
     *,
     heads: LatentHeads,
     scoring: Scoring,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Append the latent rows of the step to the cache in place and attend; [T, H, V].
+    """Append the latent rows of the step to the cache in place and attend; [T, H * V], in `out`.
 
     Tokens in `batch.alone` use the absorbed form, which reads only the cache. The others use the
     plain form, over keys and values that are up-projected for some heads at a time.
     """
     cache.view(-1, cache.shape[2])[batch.slots_T] = latent_TW.to(cache.dtype)
-    out_THV = query_THD.new_empty(*query_THD.shape[:2], heads.value_dim)
+    out_THV = _rows_of_heads(query_THD, heads.value_dim, out)
     if len(batch.tokens_A):
         _attend_absorbed(query_THD, cache, batch, out_THV, heads=heads, scoring=scoring)
     for up_projected in batch.up_projected:
@@ -329,7 +335,14 @@ def append_and_attend_latent_ragged(
             heads=heads,
             scoring=scoring,
         )
-    return out_THV
+    return out_THV.flatten(1)
+
+
+def _rows_of_heads(query_THD: Tensor, value_dim: int, out: Tensor | None) -> Tensor:
+    num_tokens, num_heads, _ = query_THD.shape
+    if out is None:
+        return query_THD.new_empty(num_tokens, num_heads, value_dim)
+    return out.view(num_tokens, num_heads, value_dim)
 
 
 def _attend_absorbed(
@@ -342,7 +355,8 @@ def _attend_absorbed(
     scoring: Scoring,
 ) -> None:
     layout = LatentLayout(rank=heads.rank, rope_dim=heads.rope_dim, dtype=cache.dtype)
-    absorbed_AHW = heads.absorb(query_THD[batch.tokens_A])
+    are_all = len(batch.tokens_A) == len(query_THD)  # in order, as `tokens_A` is
+    absorbed_AHW = heads.absorb(query_THD if are_all else query_THD[batch.tokens_A])
     result_AHR = absorbed_AHW.new_empty(*absorbed_AHW.shape[:2], layout.rank)
     Attending(
         query_THD=absorbed_AHW,
@@ -351,7 +365,10 @@ def _attend_absorbed(
         compute=batch.compute,
         scoring=scoring,
     ).run(batch.alone)
-    out_THV[batch.tokens_A] = heads.up_project(result_AHR)
+    if are_all:
+        heads.up_project(result_AHR, out_THV)
+    else:
+        out_THV[batch.tokens_A] = heads.up_project(result_AHR)
 
 
 def _attend_plain(

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from raymoe.errors import ConfigError
+from raymoe.kernels.cpu_elementwise import triton_runs_on
 
 BLOCK_TOKENS = 32
 VALUE_COLUMNS = 64
@@ -146,6 +147,16 @@ class LatentLayout:
         return BLOCK_TOKENS * self.width * self.dtype.itemsize
 
 
+def multiply_heads(left_HTX: Tensor, right_HXY: Tensor, out_THY: Tensor) -> Tensor:
+    """Write one product per head to `out_THY`; on a GPU without a copy of the result."""
+    out_HTY = out_THY.transpose(0, 1)
+    if triton_runs_on(out_THY.device):
+        torch.bmm(left_HTX, right_HXY, out=out_HTY)
+    else:  # MKL multiplies all heads at once only into contiguous memory
+        out_HTY.copy_(torch.bmm(left_HTX, right_HXY))
+    return out_THY
+
+
 NEVER = 2**62
 
 
@@ -174,20 +185,23 @@ class LatentHeads:
     def value_dim(self) -> int:
         return self.weight_HXR.shape[1] - self.nope_dim
 
-    def absorb(self, query_THD: Tensor) -> Tensor:
+    def absorb(self, query_THD: Tensor, out: Tensor | None = None) -> Tensor:
         """Project queries to the space of the cached rows, [T, H, W]."""
         num_tokens, num_heads, _ = query_THD.shape
-        absorbed_THW = query_THD.new_empty(num_tokens, num_heads, self.rank + self.rope_dim)
+        if out is None:
+            out = query_THD.new_empty(num_tokens, num_heads, self.rank + self.rope_dim)
         nope_HTN = query_THD[..., : self.nope_dim].transpose(0, 1)
-        absorbed_HTR = torch.bmm(nope_HTN, self.weight_HXR[:, : self.nope_dim])
-        absorbed_THW[..., : self.rank] = absorbed_HTR.transpose(0, 1)
-        absorbed_THW[..., self.rank :] = query_THD[..., self.nope_dim :]
-        return absorbed_THW
+        multiply_heads(nope_HTN, self.weight_HXR[:, : self.nope_dim], out[..., : self.rank])
+        out[..., self.rank :] = query_THD[..., self.nope_dim :]
+        return out
 
-    def up_project(self, result_THR: Tensor) -> Tensor:
+    def up_project(self, result_THR: Tensor, out: Tensor | None = None) -> Tensor:
         """Up-project results of the absorbed form to those of the plain form, [T, H, V]."""
         weight_HRV = self.weight_HXR[:, self.nope_dim :].transpose(1, 2)
-        return torch.bmm(result_THR.transpose(0, 1), weight_HRV).transpose(0, 1)
+        result_HTR = result_THR.transpose(0, 1)
+        if out is None:
+            return torch.bmm(result_HTR, weight_HRV).transpose(0, 1)
+        return multiply_heads(result_HTR, weight_HRV, out)
 
     def keys_and_values(self, rows_CW: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
         """Up-project rows to keys [..., C, h, D] and values [..., C, h, V] of some heads."""

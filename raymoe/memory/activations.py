@@ -10,7 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from raymoe.kernels.cpu_elementwise import Projected
+from raymoe.kernels.cpu_elementwise import Projected, Routing
 from raymoe.kernels.paged_kv import CacheLayout, largest_layout
 from raymoe.specs.layers import TokenShapes, largest_sizes
 from raymoe.specs.model import ModelSpec, MoeSpec
@@ -59,6 +59,10 @@ class LayerActivations:
 
     def __init__(self, tokens: int, shapes: TokenShapes, memory: Sequence[Tensor]) -> None:
         query, key, value, result = memory
+        self.has_one_form = (shapes.query, shapes.output) == (
+            shapes.absorbed_query,
+            shapes.absorbed_output,
+        )
         self._query = _TwoForms(query, shapes.absorbed_query, shapes.query)
         self._key, self._value = (
             part[: tokens * prod(shape)].view(tokens, *shape)
@@ -140,6 +144,14 @@ class StepActivations:
         self._layouts, self._staged_blocks = layouts, sizes.staged_blocks
         num_bytes = sizes.staged_blocks * largest_layout(layouts).block_bytes
         self._staged_kv = [allocate(num_bytes) for _ in range(STAGED_MICRO_BATCHES)]
+        self._top_k = top_k
+
+    def routing(self, rows: slice, top_k: int) -> Routing:
+        """Experts of some tokens in a layer that chooses `top_k`."""
+        ids_TK, weights_TK = self.topk_ids_TK[rows], self.topk_weights_TK[rows]
+        if top_k == self._top_k:
+            return Routing(ids_TK, weights_TK)
+        return Routing(ids_TK[:, :top_k], weights_TK[:, :top_k])
 
     def staged_kv(self, micro_batch: int, layer: int) -> Tensor:
         """KV blocks of a micro-batch in a layer, [N, *block_shape]."""

@@ -17,7 +17,7 @@ from raymoe.kernels.cpu_attention import (
     append_and_attend_up_projected,
     append_latent,
 )
-from raymoe.kernels.cpu_elementwise import Projected, Steps, qkv_rope, rms_norm, rotate_heads
+from raymoe.kernels.cpu_elementwise import Projected, Steps, latent_rope, qkv_rope, rms_norm
 from raymoe.kernels.gpu_attention_batch import LatentRaggedBatch, RaggedBatch, StagedBatch
 from raymoe.kernels.paged_kv import CacheLayout, LatentHeads
 from raymoe.kernels.torch_attention import (
@@ -39,8 +39,8 @@ class LayerAttention(Protocol):
     write the same rows to the cache.
     """
 
-    def project(self, normed_TH: Tensor, angles: Angles) -> Projected:
-        """Return queries, keys and values, normed and rotated."""
+    def project(self, normed_TH: Tensor, angles: Angles, out: Projected | None = None) -> Projected:
+        """Return queries, keys and values, normed and rotated; in `out`, which is contiguous."""
 
     def append(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> None:
         """Append to the layer's cache on the host without attending; queries are not read."""
@@ -53,17 +53,23 @@ class LayerAttention(Protocol):
     ) -> StagedBatch:
         """Prepare a batch for `attend_staged` on the device of the weights, once for all layers."""
 
-    def attend_staged(self, projected: Projected, staged: Tensor, batch: StagedBatch) -> Tensor:
-        """Append to blocks on the device of the weights, and attend."""
+    def attend_staged(
+        self,
+        projected: Projected,
+        staged: Tensor,
+        batch: StagedBatch,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Append to blocks on the device of the weights, and attend; [T, X], in `out`."""
 
-    def absorb(self, query_TAD: Tensor) -> Tensor:
-        """Return queries in absorbed form."""
+    def absorb(self, query_TAD: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return queries in absorbed form, in `out`."""
 
     def attend_absorbed(self, absorbed: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
         """Append and attend on a host without the weights; returns absorbed results."""
 
-    def up_project(self, result_TX: Tensor) -> Tensor:
-        """Turn absorbed results into those of `attend`."""
+    def up_project(self, result_TX: Tensor, out: Tensor | None = None) -> Tensor:
+        """Turn absorbed results into those of `attend`, in `out`."""
 
     def output(self, attention_TX: Tensor, normed_TH: Tensor) -> Tensor:
         """Return what attention adds to the hidden state, [T, H].
@@ -115,7 +121,7 @@ class Attention:
             self._sinks_H = loader.score_vector(f"{prefix}sinks")
             self._host_sinks_H = loader.score_vector(f"{prefix}sinks", is_on_host=True)
 
-    def project(self, normed_TH: Tensor, angles: Angles) -> Projected:
+    def project(self, normed_TH: Tensor, angles: Angles, out: Projected | None = None) -> Projected:
         qkv_TX, norms = self._qkv(normed_TH), (self._query_norm, self._key_norm)
         if self._norm_over_ranks is not None:
             middle, end = self._spec.query_width, self._spec.query_width + self._spec.key_width
@@ -135,6 +141,7 @@ class Attention:
             q_norm=norms[0],
             k_norm=norms[1],
             steps=self._steps,
+            out=out,
         )
         if self._spec.value_scale != 1:
             projected.value_TGV.mul_(self._spec.value_scale)
@@ -162,11 +169,17 @@ class Attention:
             return PagedBatch.of(batch, layout, device)
         return RaggedBatch.of(batch, compute, device)
 
-    def attend_staged(self, projected: Projected, staged: Tensor, batch: StagedBatch) -> Tensor:
+    def attend_staged(
+        self,
+        projected: Projected,
+        staged: Tensor,
+        batch: StagedBatch,
+        out: Tensor | None = None,
+    ) -> Tensor:
         if isinstance(batch, RaggedBatch):
-            return self._attend_ragged(projected, staged, batch)
+            return self._attend_ragged(projected, staged, batch, out)
         assert isinstance(batch, PagedBatch), "made by this layer's `staged_batch`"
-        return append_and_attend_paged(
+        result_TX = append_and_attend_paged(
             projected,
             staged,
             batch,
@@ -174,8 +187,11 @@ class Attention:
             sliding_window=self._spec.sliding_window,
             sinks_H=self._sinks_H,
         )
+        return result_TX if out is None else out.copy_(result_TX)
 
-    def _attend_ragged(self, projected: Projected, staged: Tensor, batch: RaggedBatch) -> Tensor:
+    def _attend_ragged(
+        self, projected: Projected, staged: Tensor, batch: RaggedBatch, out: Tensor | None
+    ) -> Tensor:
         # This module imports Triton.
         from raymoe.kernels.gpu_attention import (  # noqa: PLC0415
             Scoring,
@@ -185,18 +201,18 @@ class Attention:
         scoring = Scoring(
             scale=self._spec.scale,
             sliding_window=self._spec.sliding_window,
-            sinks_H=None if self._sinks_H is None else self._sinks_H.float(),
+            sinks_H=self._sinks_H,
         )
-        return append_and_attend_ragged(projected, staged, batch, scoring)
+        return append_and_attend_ragged(projected, staged, batch, scoring, out=out)
 
-    def absorb(self, query_TAD: Tensor) -> Tensor:
-        return query_TAD
+    def absorb(self, query_TAD: Tensor, out: Tensor | None = None) -> Tensor:
+        return query_TAD if out is None else out.copy_(query_TAD)
 
     def attend_absorbed(self, absorbed: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
         return self.attend(absorbed, cache, batch)
 
-    def up_project(self, result_TX: Tensor) -> Tensor:
-        return result_TX
+    def up_project(self, result_TX: Tensor, out: Tensor | None = None) -> Tensor:
+        return result_TX if out is None else out.copy_(result_TX)
 
     def output(self, attention_TX: Tensor, normed_TH: Tensor) -> Tensor:
         gate = self._spec.gate
@@ -250,18 +266,20 @@ class LatentAttention:
             rope_dim=self._spec.rope_head_dim,
         )
 
-    def project(self, normed_TH: Tensor, angles: Angles) -> Projected:
+    def project(self, normed_TH: Tensor, angles: Angles, out: Projected | None = None) -> Projected:
         """Return rotated queries [T, A, D] and rows of the tokens [T, 1, W]; values are empty."""
         spec = self._spec
         query_TAD = self._query_of(normed_TH).view(-1, spec.num_heads, spec.query_head_dim)
         row_TW = self._row(normed_TH)
-        latent_TR, key_T1O = row_TW[:, : spec.kv_lora_rank], row_TW[:, None, spec.kv_lora_rank :]
-        row_T1W = torch.empty_like(row_TW)[:, None]
-        row_T1W[:, 0, : spec.kv_lora_rank] = rms_norm(latent_TR, self._row_norm, spec.norm_eps)
-        row_T1W[..., spec.kv_lora_rank :] = self._rotate(key_T1O, angles)
-        rope_TAO = query_TAD[..., spec.nope_head_dim :]
-        rope_TAO.copy_(self._rotate(rope_TAO, angles))
-        return Projected(query_TAD, row_T1W, row_T1W[..., :0])
+        return latent_rope(
+            query_TAD,
+            row_TW,
+            angles,
+            row_norm=self._row_norm,
+            eps=spec.norm_eps,
+            is_interleaved=self._is_interleaved,
+            out=out,
+        )
 
     def append(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> None:
         append_latent(projected.key_TGD[:, 0], cache, batch)
@@ -290,21 +308,28 @@ class LatentAttention:
             batch, layout, compute, device, min_plain_tokens=self._min_plain_tokens
         )
 
-    def attend_staged(self, projected: Projected, staged: Tensor, batch: StagedBatch) -> Tensor:
+    def attend_staged(
+        self,
+        projected: Projected,
+        staged: Tensor,
+        batch: StagedBatch,
+        out: Tensor | None = None,
+    ) -> Tensor:
         if isinstance(batch, LatentRaggedBatch):
-            return self._attend_ragged(projected, staged, batch)
+            return self._attend_ragged(projected, staged, batch, out)
         assert isinstance(batch, PagedBatch), "made by this layer's `staged_batch`"
-        return append_and_attend_latent_paged(
+        result_TAV = append_and_attend_latent_paged(
             projected.query_THD,
             projected.key_TGD[:, 0],
             staged,
             batch,
             heads=self._heads,
             scale=self._spec.scale,
-        ).flatten(1)
+        )
+        return result_TAV.flatten(1) if out is None else out.copy_(result_TAV.flatten(1))
 
-    def absorb(self, query_TAD: Tensor) -> Tensor:
-        return self._heads.absorb(query_TAD)
+    def absorb(self, query_TAD: Tensor, out: Tensor | None = None) -> Tensor:
+        return self._heads.absorb(query_TAD, out)
 
     def attend_absorbed(self, absorbed: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
         return append_and_attend_latent(
@@ -316,9 +341,13 @@ class LatentAttention:
             scale=self._spec.scale,
         ).flatten(1)
 
-    def up_project(self, result_TX: Tensor) -> Tensor:
-        result_TAR = result_TX.view(-1, self._spec.num_heads, self._spec.kv_lora_rank)
-        return self._heads.up_project(result_TAR).flatten(1)
+    def up_project(self, result_TX: Tensor, out: Tensor | None = None) -> Tensor:
+        num_heads = self._spec.num_heads
+        result_TAR = result_TX.view(-1, num_heads, self._spec.kv_lora_rank)
+        if out is None:
+            return self._heads.up_project(result_TAR).flatten(1)
+        self._heads.up_project(result_TAR, out.view(len(out), num_heads, -1))
+        return out
 
     def output(self, attention_TX: Tensor, normed_TH: Tensor) -> Tensor:
         del normed_TH
@@ -331,7 +360,7 @@ class LatentAttention:
         return self._heads_of(torch.empty(shape, device="meta")).min_plain_tokens
 
     def _attend_ragged(
-        self, projected: Projected, staged: Tensor, batch: LatentRaggedBatch
+        self, projected: Projected, staged: Tensor, batch: LatentRaggedBatch, out: Tensor | None
     ) -> Tensor:
         # This module imports Triton.
         from raymoe.kernels.gpu_attention import (  # noqa: PLC0415
@@ -346,7 +375,8 @@ class LatentAttention:
             batch,
             heads=self._heads,
             scoring=Scoring(scale=self._spec.scale),
-        ).flatten(1)
+            out=out,
+        )
 
     @staticmethod
     def _num_plain(batch: AttentionBatch, heads: LatentHeads) -> Tensor:
@@ -376,9 +406,3 @@ class LatentAttention:
             return self._query(normed_TH)
         latent_TL = self._query_down(normed_TH)
         return self._query(rms_norm(latent_TL, self._query_norm, self._spec.norm_eps))
-
-    def _rotate(self, heads_TND: Tensor, angles: Angles) -> Tensor:
-        rows_T = angles.rows_T.long()
-        tables = (angles.cos_PR, angles.sin_PR)
-        cos_T1R, sin_T1R = (table_PR[rows_T, None].to(heads_TND.dtype) for table_PR in tables)
-        return rotate_heads(heads_TND, cos_T1R, sin_T1R, is_interleaved=self._is_interleaved)

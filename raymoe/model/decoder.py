@@ -118,8 +118,8 @@ def _attention(model: ModelSpec, i: int, loader: Loader, reduce: Reduce) -> Laye
 class Decoder:
     """A model whose operations work on the ragged batch of tokens of one step.
 
-    Operations run where their weights are; the embedding runs on the host. They may change the
-    hidden state in place, so callers use the returned tensor.
+    Operations run where their weights are; the embedding runs on the host. `post` and `ffn` change
+    the hidden state in place and return it. Operations that take `out` write their results there.
 
     Attributes:
         dtype: Type of hidden states and logits.
@@ -194,6 +194,8 @@ class Decoder:
         hidden_TH: Tensor,
         positions_T: Tensor,
         prompt_tokens_T: Tensor | None = None,
+        *,
+        out: Projected | None = None,
     ) -> Projected:
         """Compute norm, projection and rotation of layer `i`.
 
@@ -201,11 +203,12 @@ class Decoder:
             positions_T: int32, position of each token in its sequence; `reserve` covers it.
             prompt_tokens_T: int32, prompt length of each token's sequence; needed if
                 `needs_prompt_tokens` (`model.rope` explains why).
+            out: Contiguous tensors that receive the result.
         """
         layer = self._layers[i]
         rotary = self._rotary[i]
         angles = rotary.angles(positions_T, prompt_tokens_T)
-        projected = layer.attention.project(layer.attention_input(hidden_TH), angles)
+        projected = layer.attention.project(layer.attention_input(hidden_TH), angles, out)
         rotary.scale_queries_(projected.query_THD, positions_T)
         return projected
 
@@ -226,12 +229,18 @@ class Decoder:
         return self._layers[widest].attention.staged_batch(batch, layout, device)
 
     def attend_staged(
-        self, i: int, projected: Projected, staged: Tensor, batch: StagedBatch
+        self,
+        i: int,
+        projected: Projected,
+        staged: Tensor,
+        batch: StagedBatch,
+        *,
+        out: Tensor | None = None,
     ) -> Tensor:
-        return self._layers[i].attention.attend_staged(projected, staged, batch)
+        return self._layers[i].attention.attend_staged(projected, staged, batch, out)
 
-    def absorb(self, i: int, query_TAD: Tensor) -> Tensor:
-        return self._layers[i].attention.absorb(query_TAD)
+    def absorb(self, i: int, query_TAD: Tensor, out: Tensor | None = None) -> Tensor:
+        return self._layers[i].attention.absorb(query_TAD, out)
 
     def attend_absorbed(
         self, i: int, absorbed: Projected, cache_layer: Tensor, batch: AttentionBatch
@@ -243,10 +252,12 @@ class Decoder:
     ) -> None:
         self._layers[i].attention.append(projected, cache_layer, batch)
 
-    def up_project(self, i: int, result_TX: Tensor) -> Tensor:
-        return self._layers[i].attention.up_project(result_TX)
+    def up_project(self, i: int, result_TX: Tensor, out: Tensor | None = None) -> Tensor:
+        return self._layers[i].attention.up_project(result_TX, out)
 
-    def post(self, i: int, hidden_TH: Tensor, attention_TX: Tensor) -> Posted:
+    def post(
+        self, i: int, hidden_TH: Tensor, attention_TX: Tensor, out: Posted | None = None
+    ) -> Posted:
         """Compute output projection, residual, norms and router of layer `i`.
 
         Every rank routes by itself, from a sum that is bitwise equal on all ranks. Without a norm
@@ -260,12 +271,16 @@ class Decoder:
             delta_TH = layer.result_norm(delta_TH)
         if self.spec.residual_multiplier != 1:
             delta_TH *= self.spec.residual_multiplier
+        _, normed_out, routing_out = (None, None, None) if out is None else out
         if layer.ffn_norm is None:
             hidden_TH.add_(delta_TH)
             normed_TH = input_TH if layer.is_parallel else hidden_TH
+            if normed_out is not None:
+                normed_TH = normed_out.copy_(normed_TH)
         else:
-            normed_TH = layer.ffn_norm.after_adding_(hidden_TH, delta_TH)
-        return Posted(hidden_TH, normed_TH, layer.ffn.route(hidden_TH, normed_TH))
+            normed_TH = layer.ffn_norm.after_adding_(hidden_TH, delta_TH, normed_out)
+        routing = layer.ffn.route(hidden_TH, normed_TH, routing_out)
+        return Posted(hidden_TH, normed_TH, routing)
 
     def ffn(self, i: int, hidden_TH: Tensor, normed_TH: Tensor, routing: Routing | None) -> Tensor:
         """Add the experts or the dense FFN of layer `i` to the residual; [T, H]."""

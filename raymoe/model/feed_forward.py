@@ -2,8 +2,8 @@
 
 T tokens, E experts, K experts per token, G groups of experts.
 
-A router that is a plain softmax has its own CPU kernel; others use torch on any device. Ties go to
-the lower index, so that a token's experts depend on nothing but its logits.
+A router is one launch on a GPU. On the CPU a plain softmax has its own kernel; others use torch.
+Ties go to the lower index, so that a token's experts depend on nothing but its logits.
 """
 
 from typing import Protocol
@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from raymoe.kernels.cpu_elementwise import Routing, add_gated_, route
+from raymoe.kernels.cpu_elementwise import Routing, add_gated_, route, triton_runs_on
 from raymoe.kernels.cpu_experts import GatedFfn, gated_product
 from raymoe.model.loading import Loader, Reduce, clamp_of
 from raymoe.model.norms import RmsNorm, load_norm
@@ -25,18 +25,59 @@ from raymoe.specs.model import DenseSpec, ModelSpec
 
 
 def choose_experts(
-    logits_TE: Tensor, moe: MoeSpec, selection_bias_E: Tensor | None = None
+    logits_TE: Tensor,
+    moe: MoeSpec,
+    selection_bias_E: Tensor | None = None,
+    out: Routing | None = None,
 ) -> Routing:
     """Return the experts of each token and their weights, in the order of choice.
 
     Args:
         logits_TE: float32, float16 or bfloat16; scores and weights are float32.
         selection_bias_E: Added to the scores for the choice alone; None if the router has none.
+        out: Receives the result; rows may be strided.
     """
     router = moe.router
     if router.logit_softcap is not None:
         capped_TE = (logits_TE.float() / router.logit_softcap).tanh()
         logits_TE = capped_TE * router.logit_softcap
+    if router.scoring != "sparsemixer" and triton_runs_on(logits_TE.device):
+        return _choose_in_one_launch(logits_TE, moe, selection_bias_E, out)
+    routing = _choose(logits_TE, moe, selection_bias_E)
+    return routing if out is None else _copied(routing, out)
+
+
+def _choose_in_one_launch(
+    logits_TE: Tensor, moe: MoeSpec, selection_bias_E: Tensor | None, out: Routing | None
+) -> Routing:
+    from raymoe.kernels import gpu_elementwise  # noqa: PLC0415 - needs Triton
+
+    router, size = moe.router, (len(logits_TE), moe.top_k)
+    if out is None:
+        ids_TK = logits_TE.new_empty(size, dtype=torch.int32)
+        out = Routing(ids_TK, logits_TE.new_empty(size, dtype=torch.float32))
+    gpu_elementwise.route(
+        logits_TE,
+        selection_bias_E,
+        *out,
+        is_sigmoid=router.scoring == "sigmoid",
+        renormalizes=router.renormalize,
+        min_sum=router.min_weight_sum,
+        scale=router.scale,
+        groups=(router.num_groups, router.top_groups),
+        sums_two=router.group_score != "max",
+    ).run()
+    return out
+
+
+def _copied(routing: Routing, out: Routing) -> Routing:
+    out.topk_ids_TK.copy_(routing.topk_ids_TK)
+    out.topk_weights_TK.copy_(routing.topk_weights_TK)
+    return out
+
+
+def _choose(logits_TE: Tensor, moe: MoeSpec, selection_bias_E: Tensor | None) -> Routing:
+    router = moe.router
     if router.scoring == "sparsemixer":
         return _mix_sparsely(logits_TE.float(), moe.top_k, router.jitter)
     if selection_bias_E is None and router.num_groups == 1 and _is_plain_softmax(router):
@@ -104,8 +145,10 @@ def _routing(ids_TK: Tensor, weights_TK: Tensor) -> Routing:
 
 
 class FeedForward(Protocol):
-    def route(self, hidden_TH: Tensor, normed_TH: Tensor) -> Routing | None:
-        """Choose the experts of each token; None if the layer has no router."""
+    def route(
+        self, hidden_TH: Tensor, normed_TH: Tensor, out: Routing | None = None
+    ) -> Routing | None:
+        """Choose the experts of each token, in `out`; None if the layer has no router."""
 
     def __call__(
         self, hidden_TH: Tensor, normed_TH: Tensor, routing: Routing | None, reduce: Reduce
@@ -138,7 +181,7 @@ class Dense:
     def __init__(self, spec: DenseSpec, loader: Loader, prefix: str) -> None:
         self._ffn = load_network(spec, loader, prefix)
 
-    def route(self, hidden_TH: Tensor, normed_TH: Tensor) -> None:
+    def route(self, hidden_TH: Tensor, normed_TH: Tensor, out: Routing | None = None) -> None:
         """Return None: a dense layer has no router."""
 
     def __call__(
@@ -176,19 +219,23 @@ class MoE:
             if spec.shared.is_gated:
                 self._shared_gate = loader.linear([f"{prefix}shared_expert_gate"])
 
-    def route(self, hidden_TH: Tensor, normed_TH: Tensor) -> Routing:
+    def route(self, hidden_TH: Tensor, normed_TH: Tensor, out: Routing | None = None) -> Routing:
+        routing = choose_experts(
+            self._logits(hidden_TH, normed_TH), self._spec, self._selection_bias_E, out
+        )
+        if self._expert_scales_E is not None:
+            routing.topk_weights_TK.mul_(self._expert_scales_E[routing.topk_ids_TK.long()])
+        return routing
+
+    def _logits(self, hidden_TH: Tensor, normed_TH: Tensor) -> Tensor:
+        if self._router_norm is None and triton_runs_on(normed_TH.device):
+            return self._router(normed_TH)  # its kernel reads every type
         size = (len(normed_TH), self._spec.num_experts)
         logits_TE = torch.empty(size, dtype=torch.float32, device=normed_TH.device)
         if self._router_norm is None:
-            logits_TE = self._router(normed_TH, logits_TE)
-        else:
-            logits_TE = self._router(self._router_norm(hidden_TH), logits_TE)
-            logits_TE = logits_TE * hidden_TH.shape[1] ** -0.5
-        routing = choose_experts(logits_TE, self._spec, self._selection_bias_E)
-        if self._expert_scales_E is None:
-            return routing
-        scales_TK = self._expert_scales_E[routing.topk_ids_TK.long()]
-        return routing._replace(topk_weights_TK=routing.topk_weights_TK * scales_TK)
+            return self._router(normed_TH, logits_TE)
+        logits_TE = self._router(self._router_norm(hidden_TH), logits_TE)
+        return logits_TE * float(hidden_TH.shape[1] ** -0.5)
 
     def __call__(
         self, hidden_TH: Tensor, normed_TH: Tensor, routing: Routing | None, reduce: Reduce

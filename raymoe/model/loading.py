@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from raymoe.codecs import StoredMatrix, Weight, as_tensor, is_in_order
-from raymoe.kernels.cpu_elementwise import weigh_norm
+from raymoe.kernels.cpu_elementwise import triton_runs_on, weigh_norm
 from raymoe.kernels.cpu_experts import (
+    SIGMOID_GATES,
     Biases,
     Clamp,
     Experts,
     GatedFfn,
     PlainGatedFfn,
+    gated_product,
     make_experts,
     make_gated_ffn,
     packed_experts_are_used,
@@ -444,7 +446,7 @@ class PagedLoader(Loader):
         gate, up, down = (
             self._view(f"{prefix}{part}_proj.weight") for part in ("gate", "up", "down")
         )
-        return PlainGatedFfn(gate, up, down, activation=activation)
+        return PlainGatedFfn(gate, up, down, activation=activation, product=_device_product)
 
     def table(self, name: str) -> Tensor:
         return self.vector(name)
@@ -459,6 +461,16 @@ class PagedLoader(Loader):
         stored = self._stored(name)
         assert isinstance(stored, Tensor), "vectors are never quantised"
         return stored.to(device, torch.float32, copy=True)
+
+
+def _device_product(gate_TF: Tensor, up_TF: Tensor, activation: str, clamp: Clamp | None) -> Tensor:
+    """Compute `gated_product` in one launch where Triton runs; it may change `gate_TF`."""
+    if clamp is not None or activation not in SIGMOID_GATES or not triton_runs_on(gate_TF.device):
+        return gated_product(gate_TF, up_TF, activation, clamp)
+    from raymoe.kernels import gpu_elementwise  # noqa: PLC0415 - needs Triton
+
+    gpu_elementwise.gated_product(gate_TF, up_TF, SIGMOID_GATES[activation]).run()
+    return gate_TF
 
 
 def _has_order(weight: Weight) -> bool:

@@ -19,8 +19,10 @@ class Norm(Protocol):
     def __call__(self, hidden_TH: Tensor) -> Tensor:
         """Return the norm of every row as a new tensor."""
 
-    def after_adding_(self, hidden_TH: Tensor, delta_TH: Tensor) -> Tensor:
-        """Add `delta_TH` to `hidden_TH` in place and return the norm of the sum."""
+    def after_adding_(
+        self, hidden_TH: Tensor, delta_TH: Tensor, out: Tensor | None = None
+    ) -> Tensor:
+        """Add `delta_TH` to `hidden_TH` in place and return the norm of the sum, in `out`."""
 
 
 class RmsNorm:
@@ -30,8 +32,12 @@ class RmsNorm:
     def __call__(self, hidden_TH: Tensor) -> Tensor:
         return rms_norm(hidden_TH, self._weight_H, self._eps, self._offset)
 
-    def after_adding_(self, hidden_TH: Tensor, delta_TH: Tensor) -> Tensor:
-        return add_rms_norm_(hidden_TH, delta_TH, self._weight_H, self._eps, offset=self._offset)
+    def after_adding_(
+        self, hidden_TH: Tensor, delta_TH: Tensor, out: Tensor | None = None
+    ) -> Tensor:
+        return add_rms_norm_(
+            hidden_TH, delta_TH, self._weight_H, self._eps, offset=self._offset, out=out
+        )
 
 
 class LayerNorm:
@@ -42,8 +48,11 @@ class LayerNorm:
         shape = self._weight_H.shape
         return functional.layer_norm(hidden_TH, shape, self._weight_H, self._bias_H, self._eps)
 
-    def after_adding_(self, hidden_TH: Tensor, delta_TH: Tensor) -> Tensor:
-        return self(hidden_TH.add_(delta_TH))
+    def after_adding_(
+        self, hidden_TH: Tensor, delta_TH: Tensor, out: Tensor | None = None
+    ) -> Tensor:
+        normed_TH = self(hidden_TH.add_(delta_TH))
+        return normed_TH if out is None else out.copy_(normed_TH)
 
 
 def load_norm(model: ModelSpec, loader: Loader, name: str) -> Norm:

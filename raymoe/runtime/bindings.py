@@ -15,7 +15,7 @@ from raymoe.kernels.paged_kv import largest_layout
 from raymoe.memory.activations import HostActivations, LayerActivations, StepActivations
 from raymoe.memory.kv_cache import KvCache
 from raymoe.memory.weight_pages import WeightPages
-from raymoe.model.decoder import Decoder, Projected
+from raymoe.model.decoder import Decoder, Posted, Projected
 from raymoe.runtime.executor import Bindings
 from raymoe.runtime.micro_batches import CutStep, MicroBatch
 from raymoe.schedule.graph import Buffer, Op, Task
@@ -266,18 +266,27 @@ class _Bound:
         prompt_tokens_T = inputs.prompt_tokens_T
         if prompt_tokens_T is not None:
             prompt_tokens_T = prompt_tokens_T[micro_batch.rows]
-        projected = self._decoder(state).pre(
+        count, split, into = micro_batch.num_tokens, micro_batch.host.end, self._on_device(task)
+        is_split = split > 0 and not into.has_one_form
+        out = into.projected(0, count)
+        if is_split:  # the host's queries change their form, which is larger
+            out = out._replace(query_THD=torch.empty_like(out.query_THD))
+        query_THD, *_ = self._decoder(state).pre(
             task.layer,
             self._memory.device.hidden_TH[micro_batch.rows],
             inputs.positions_T[micro_batch.rows],
             prompt_tokens_T,
+            out=out,
         )
-        split, into = micro_batch.host.end, self._on_device(task)
-        host, device = into.absorbed(split), into.projected(split, micro_batch.num_tokens)
-        absorbed_TAD = self._decoder(state).absorb(task.layer, projected.query_THD[:split])
-        _copy((absorbed_TAD, *(part[:split] for part in projected[1:])), host)
-        _copy((part[split:] for part in projected), device)
-        self._wrote(task, state, *host, *device)
+        if is_split:
+            host = into.absorbed(split)
+            self._decoder(state).absorb(task.layer, query_THD[:split], host.query_THD)
+            out = into.projected(split, count)
+            if split < count:
+                out.query_THD.copy_(query_THD[split:])
+            self._wrote(task, state, *host, *out)
+        else:
+            self._wrote(task, state, *out)
 
     def qkv(self, task: Task, state: DeviceStep) -> None:
         micro_batch, source, target = (
@@ -311,14 +320,14 @@ class _Bound:
 
     def attend_on_device(self, task: Task, state: DeviceStep) -> None:
         share, activations = state.micro_batch(task).device, self._on_device(task)
-        attention_TX = self._decoder(state).attend_staged(
+        into = activations.result(share.begin, share.end)
+        self._decoder(state).attend_staged(
             task.layer,
             activations.projected(share.begin, share.end),
             self._staged(task),
             state.on_device.staged[task.part],
+            out=into,
         )
-        into = activations.result(share.begin, share.end)
-        into.copy_(attention_TX)
         self._wrote(task, state, into)
 
     def hid(self, task: Task, state: DeviceStep) -> None:
@@ -328,19 +337,12 @@ class _Bound:
         self._wrote(task, state, into)
 
     def post(self, task: Task, state: DeviceStep) -> None:
-        micro_batch, device = state.micro_batch(task), self._memory.device
-        hidden_TH = device.hidden_TH[micro_batch.rows]
-        posted = self._decoder(state).post(task.layer, hidden_TH, self._attended(task, state))
-        hidden_TH.copy_(posted.hidden_TH)
-        device.normed_TH[micro_batch.rows].copy_(posted.normed_TH)
-        routed = (device.normed_TH, device.topk_ids_TK, device.topk_weights_TK)
-        state.used[Buffer("routed", (task.part,))] = tuple(
-            tensor[micro_batch.rows] for tensor in routed
-        )
-        if posted.routing is not None:
-            top_k = posted.routing.topk_ids_TK.shape[1]
-            device.topk_ids_TK[micro_batch.rows, :top_k].copy_(posted.routing.topk_ids_TK)
-            device.topk_weights_TK[micro_batch.rows, :top_k].copy_(posted.routing.topk_weights_TK)
+        rows, device = state.micro_batch(task).rows, self._memory.device
+        top_k = self._memory.top_k[task.layer]
+        routing = device.routing(rows, top_k) if top_k else None
+        out = Posted(device.hidden_TH[rows], device.normed_TH[rows], routing)
+        self._decoder(state).post(task.layer, out.hidden_TH, self._attended(task, state), out)
+        state.used[Buffer("routed", (task.part,))] = (out.normed_TH, *(routing or ()))
 
     def experts(self, task: Task, state: DeviceStep) -> None:
         device = self._memory.device
@@ -348,14 +350,11 @@ class _Bound:
             state.cut.micro_batches[micro_batch] for (micro_batch,) in _keys(task.writes, "hidden")
         ]
         rows = slice(micro_batches[0].begin, micro_batches[-1].end)
-        hidden_TH = device.hidden_TH[rows]
-        routing, top_k = None, self._memory.top_k[task.layer]
-        if top_k:
-            routing = Routing(
-                device.topk_ids_TK[rows, :top_k], device.topk_weights_TK[rows, :top_k]
-            )
-        result_TH = self._decoder(state).ffn(task.layer, hidden_TH, device.normed_TH[rows], routing)
-        hidden_TH.copy_(result_TH)
+        top_k = self._memory.top_k[task.layer]
+        routing = device.routing(rows, top_k) if top_k else None
+        self._decoder(state).ffn(
+            task.layer, device.hidden_TH[rows], device.normed_TH[rows], routing
+        )
 
     def head(self, _task: Task, state: DeviceStep) -> Iterator[Logits]:
         decoder = self._decoder(state)
@@ -387,16 +386,17 @@ class _Bound:
 
     def _attended(self, task: Task, state: DeviceStep) -> Tensor:
         micro_batch, activations = state.micro_batch(task), self._on_device(task)
-        split = micro_batch.host.end
-        from_device_TX = activations.result(split, micro_batch.num_tokens)
-        if not split:
-            return from_device_TX
-        from_host_TX = self._decoder(state).up_project(
-            task.layer, activations.absorbed_result(split)
-        )
-        if split == micro_batch.num_tokens:
-            return from_host_TX
-        return torch.cat([from_host_TX, from_device_TX])
+        count, split = micro_batch.num_tokens, micro_batch.host.end
+        if not split or activations.has_one_form:
+            return activations.result(0, count)
+        absorbed_TX, decoder = activations.absorbed_result(split), self._decoder(state)
+        if split == count:
+            return decoder.up_project(task.layer, absorbed_TX)
+        from_device_TX = activations.result(split, count)
+        result_TX = from_device_TX.new_empty(count, from_device_TX.shape[1])
+        decoder.up_project(task.layer, absorbed_TX, result_TX[:split])
+        result_TX[split:].copy_(from_device_TX)
+        return result_TX
 
     def _decoder(self, state: DeviceStep) -> Decoder:
         return self._memory.decoders[state.first_slot]
