@@ -232,6 +232,7 @@ NAMINGS: Mapping[str, tuple[Naming, ...]] = {
                 for part in ("gate", "up", "down")
             ),
         ),
+        _SEVERAL_SHARED,
     ),
     "llama4_text": (
         replace(
