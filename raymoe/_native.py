@@ -22,7 +22,11 @@ Result = TypeVar("Result")
 
 
 def compiled(function: Callable[Args, Result]) -> Callable[Args, Result]:
-    """Compile on first call, keep the result on disk, release the GIL while it runs."""
+    """Compile on first call, keep the result on disk if possible, release the GIL while it runs."""
     import numba  # noqa: PLC0415 - half a second, for those that compile
 
-    return cast("Callable[Args, Result]", numba.njit(cache=True, nogil=True)(function))
+    try:
+        found = numba.njit(cache=True, nogil=True)(function)
+    except RuntimeError:  # neither the package nor the user has a directory that can be written
+        found = numba.njit(nogil=True)(function)
+    return cast("Callable[Args, Result]", found)

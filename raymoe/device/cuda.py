@@ -407,6 +407,28 @@ def check_cuda(index: int = 0) -> None:
         )
 
 
+def free_gpu_bytes(index: int = 0) -> int:
+    """Free memory of a GPU beside what the context and torch's libraries take in this process.
+
+    CUDA loads its libraries and kernels when they are first used, so this uses those that need
+    most: matrix products of each type, attention and sorting.
+    """
+    check_cuda(index)
+    device = torch.device("cuda", index)
+    with torch.inference_mode():
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            matrix = torch.ones(1, 16, 64, dtype=dtype, device=device)
+            torch.nn.functional.linear(matrix, matrix[0])
+            torch.bmm(matrix, matrix.mT)
+            torch.nn.functional.scaled_dot_product_attention(matrix, matrix, matrix)
+        matrix.softmax(-1).topk(2)[1].sort()[0].cumsum(-1)
+        torch.cuda.default_stream(device).synchronize()
+    del matrix
+    torch.cuda.empty_cache()
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return int(free_bytes)
+
+
 def open_cuda(
     index: int = 0, memory_bytes: int | None = None
 ) -> CudaDevice[torch.cuda.Stream, torch.cuda.Event]:

@@ -3,6 +3,8 @@
 import functools
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -22,6 +24,17 @@ def set_num_threads(num_threads: int, num_torch_threads: int | None = None) -> N
     torch.set_num_threads(num_torch_threads or num_threads)
     if _native.num_threads() != num_threads:
         _native.set_num_threads(num_threads)
+
+
+@contextmanager
+def torch_on_all_cores() -> Iterator[None]:
+    """Let torch use the threads of the native kernels, in this Python thread; for large copies."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(_native.num_threads())
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @functools.cache

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import logging
 import time
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from raymoe.config import EngineConfig, SamplingParams, Settings
-from raymoe.device.cuda import check_cuda
+from raymoe.device.cuda import free_gpu_bytes
 from raymoe.device.host import read_host, rss_bytes
 from raymoe.device.threads import probe_host, set_num_threads
 from raymoe.engine.core import EngineCore, Runner, longest_step_s
@@ -25,6 +26,7 @@ from raymoe.engine.runner_loading import (
     EngineParts,
     Loaded,
     LoadJob,
+    NewArena,
     RankShare,
     in_place_arena_bytes,
     load_runner,
@@ -33,10 +35,11 @@ from raymoe.engine.runner_loading import (
 )
 from raymoe.engine.tasks.reading import Reading
 from raymoe.engine.tokenizer import Tokenizer
-from raymoe.errors import ConfigError, UnknownOptionError
+from raymoe.errors import ConfigError, PerformanceWarning, UnknownOptionError
 from raymoe.kernels.cpu_linear import packed_linear_is_used
 from raymoe.measure.host import quick_overhead
 from raymoe.measure.kept import identify_machine, load_profile
+from raymoe.memory.arena import HostArena
 from raymoe.memory.checkpoint import resolve_model
 from raymoe.memory.shared_file import SharedFile
 from raymoe.memory.weights import Weights
@@ -49,11 +52,11 @@ from raymoe.specs.hardware import (
     HARDWARE_PRESETS,
     HardwareSpec,
     find_hardware,
-    hardware_preset,
     is_hardware_file,
+    preset_of_gpu,
 )
 from raymoe.specs.model import ModelSpec
-from raymoe.units import format_bytes
+from raymoe.units import ceil_div, format_bytes
 
 # While an actor restarts, the kernel still frees up to hundreds of gigabytes of the former process.
 PATIENCE_S, LOOK_EVERY_S = 30.0, 0.5
@@ -103,6 +106,9 @@ def check_available(
 
 MEMORY_FRACTION = 0.85  # of available memory: Ray kills processes of a node that is 95 % full
 EMULATED_BY_DEFAULT = "t4"
+LANE_CORES = 2  # for threads that launch kernels and copies
+# Trained in bfloat16 with hidden states beyond 65504.
+OVERFLOWS_IN_FLOAT16 = {"gpt_oss", "gemma3_text", "gemma4_text"}
 PROBE_S = 0.3  # enough to tell the machine's kind; `raymoe profile` takes a minute
 
 
@@ -152,7 +158,17 @@ def _this_machine(config: EngineConfig, settings: Settings, device: str) -> Hard
     measured = dataclasses.replace(measured, host_memory_bytes=_budget(settings))
     if device == "cpu":
         return measured.without_gpu()
-    return measured if measured.has_gpu else _with_known_gpu(measured)
+    if config.num_threads is None and settings.num_threads is None:
+        measured = dataclasses.replace(measured, num_cores=_without_lanes(measured.num_cores))
+    free_bytes = free_gpu_bytes()
+    if not measured.has_gpu:
+        return _with_known_gpu(measured, free_bytes)
+    return dataclasses.replace(measured, gpu_memory_bytes=free_bytes)
+
+
+def _without_lanes(num_cores: int) -> int:
+    """Cores for the CPU's kernels where other threads feed a GPU, which must not wait for one."""
+    return max(num_cores - LANE_CORES, ceil_div(num_cores, 2))
 
 
 def measured_host(num_threads: int | None = None, settings: Settings | None = None) -> HardwareSpec:
@@ -187,22 +203,22 @@ def _budget(settings: Settings) -> int:
     return settings.host_memory_bytes or available
 
 
-def _with_known_gpu(host: HardwareSpec) -> HardwareSpec:
-    """Return this host with the preset whose name is part of the driver's name for the GPU."""
-    check_cuda()
+def _with_known_gpu(host: HardwareSpec, free_bytes: int) -> HardwareSpec:
+    """Return this host with the preset of its GPU."""
     name = torch.cuda.get_device_name()
-    words = name.lower().replace("-", " ").split()
-    known = next((preset for preset in HARDWARE_PRESETS if preset in words), None)
+    known = preset_of_gpu(name)
     if known is None:
         raise ConfigError(
             f"the GPU {name!r} is none of the presets ({', '.join(HARDWARE_PRESETS)}); run "
             "'raymoe profile' once on this machine, or give hardware=HardwareSpec(...)"
         )
-    free_bytes, _ = torch.cuda.mem_get_info()
-    return host.with_gpu_of(hardware_preset(known), free_bytes)
+    return host.with_gpu_of(known, free_bytes)
 
 
-def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
+def load_parts(
+    path: str | Path, config: EngineConfig, new_arena: NewArena = HostArena
+) -> EngineParts:
+    """Load a model with its tokenizer; `new_arena` makes the host memory that a device reads."""
     device = _device_name(config)
     _check_schedule(config, device)
     directory = resolve_model(path)
@@ -214,8 +230,11 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
     shared = None
     try:
         weights = open_weights(spec, directory, config)
+        config = _with_dtype(config, spec, weights, device)
         shared = open_shared(config, files, device, _dtype(config, weights))
-        parts = _plan_and_load(tokenizer, spec, weights, agree(config, shared), shared=shared)
+        parts = _plan_and_load(
+            tokenizer, spec, weights, agree(config, shared), shared=shared, new_arena=new_arena
+        )
         if shared is not None:
             _check_shared(parts, directory, files)
         return parts
@@ -241,6 +260,7 @@ def _plan_and_load(
     config: EngineConfig,
     *,
     shared: SharedFile | None,
+    new_arena: NewArena,
 ) -> EngineParts:
     directory = tokenizer.directory
     settings, dtype = Settings.from_environment(), _dtype(config, weights)
@@ -260,6 +280,7 @@ def _plan_and_load(
         # would spin and take a core from the native kernels.
         num_torch_threads=1 if packed_linear_is_used(dtype) else plan.hardware.num_cores,
         step_limit_s=config.watchdog_s or longest_step_s(plan),
+        new_arena=new_arena,
     )
     set_num_threads(job.hardware.num_cores, job.num_torch_threads)
     loaded = _load(job, spec, weights, shared)
@@ -318,6 +339,33 @@ def _make_plan(
         already_there=loaded_bytes,
     )
     return plan
+
+
+def _with_dtype(
+    config: EngineConfig, spec: ModelSpec, weights: Weights, device: str
+) -> EngineConfig:
+    """Replace "auto" by float16 on a GPU without products of bfloat16, which would be slow.
+
+    Raises:
+        ConfigError: The model's numbers exceed those of float16.
+    """
+    if config.dtype != "auto" or device != "cuda" or weights.dtype != torch.bfloat16:
+        return config
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return config
+    where = f"{torch.cuda.get_device_name()} has no products of bfloat16"
+    if spec.model_type in OVERFLOWS_IN_FLOAT16:
+        raise ConfigError(
+            f"{where}, and hidden states of {spec.model_type} overflow in float16: choose a GPU of "
+            "the Ampere generation or later, or dtype='float32', which is slow"
+        )
+    warnings.warn(
+        f"{where}: computing in float16, whose largest number is 65504; dtype='float32' is exact "
+        "and several times slower",
+        PerformanceWarning,
+        stacklevel=2,
+    )
+    return dataclasses.replace(config, dtype="float16")
 
 
 def _dtype(config: EngineConfig, weights: Weights) -> torch.dtype:

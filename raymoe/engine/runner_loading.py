@@ -20,6 +20,7 @@ from raymoe.engine.identity import Choice
 from raymoe.engine.tokenizer import Tokenizer
 from raymoe.errors import PerformanceWarning
 from raymoe.kernels.cpu_attention import AttentionBatch
+from raymoe.kernels.cpu_linear import packed_linear_is_used
 from raymoe.kernels.gpu_experts_layout import TileTable
 from raymoe.kernels.paged_kv import CacheLayout
 from raymoe.measure.kept import Gpu, load_tiles
@@ -61,6 +62,7 @@ from raymoe.specs.model import DenseSpec, LayerSpec, ModelSpec, MoeSpec
 from raymoe.specs.tensor_shards import shard_model
 from raymoe.units import format_bytes
 
+NewArena = Callable[[int], HostArena]
 EVERYTHING = 1 << 62  # bytes: more than any model
 STAGING_SLOTS = 4  # pages of the ring where weights cannot be pinned
 
@@ -75,6 +77,7 @@ class LoadedModel:
         reduce: Adds up what ranks add to hidden states, where `spec` is the part of one.
         shared: Where the host's copy of the weights goes that other engines use too; None for one
             of its own.
+        new_arena: Makes the host memory of weights and KV cache.
     """
 
     spec: ModelSpec
@@ -86,11 +89,12 @@ class LoadedModel:
     workspace_bytes: int = 0
     reduce: Reduce = keep
     shared: SharedFile | None = None
+    new_arena: NewArena = HostArena
 
     def make_arena(self, num_bytes: int, device: Device) -> HostArena:
         """Memory for the host's copy of the weights."""
         if self.shared is None:
-            return HostArena(num_bytes)
+            return self.new_arena(num_bytes)
         # A driver pins only what could be written.
         is_writable = device.torch_device.type == "cuda"
         note = Choice.of(self.steps).note()
@@ -164,7 +168,7 @@ def _load_memory(model: LoadedModel, weights: WeightPages, device: Device) -> De
         ring=steps.ring,
         staged_blocks=steps.staged_blocks,
     )
-    cache = KvCache(model.kv_layouts, steps.policy.num_kv_blocks)
+    cache = KvCache(model.kv_layouts, steps.policy.num_kv_blocks, model.new_arena)
     reason = device.pin(cache.host_memory)
     if reason is not None:
         warnings.warn(
@@ -362,6 +366,7 @@ class LoadJob:
     Attributes:
         hardware: What a rank has of the node.
         step_limit_s: A step that takes longer is stuck.
+        new_arena: Makes the host memory of weights and KV cache for a device with its own memory.
     """
 
     directory: Path
@@ -375,6 +380,7 @@ class LoadJob:
     policy: Policy
     num_torch_threads: int
     step_limit_s: float
+    new_arena: NewArena = HostArena
 
     @property
     def num_ranks(self) -> int:
@@ -413,8 +419,10 @@ def open_weights(spec: ModelSpec, directory: Path, config: EngineConfig) -> Weig
     """
     if config.load_format != "dummy":
         return WeightStore.open(spec, directory)
-    name = config.dtype if config.dtype != "auto" else spec.dtype or "bfloat16"
-    return DummyWeights(spec, DTYPES[name])
+    dtype = DTYPES[config.dtype if config.dtype != "auto" else spec.dtype or "bfloat16"]
+    # On the CPU, torch reads what is not packed where it is: views would stay in its caches.
+    is_copied = config.device in {"cuda", "emulated"} or packed_linear_is_used(dtype)
+    return DummyWeights(spec, dtype, are_views=is_copied)
 
 
 class EmulatedTiming:
@@ -510,6 +518,7 @@ def load_runner(
         steps=StreamedSteps.of(share.spec, job.schedule, job.policy, job.dtype.itemsize),
         reduce=reduce,
         shared=shared,
+        new_arena=job.new_arena,
     )
     if job.device == "cuda":
         model = replace(

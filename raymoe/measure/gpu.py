@@ -12,10 +12,12 @@ from typing import Generic, Self
 import torch
 from torch import Tensor
 
+from raymoe.device.cuda import free_gpu_bytes
 from raymoe.device.cuda_api import CudaApi, EventT, StreamT, TorchCuda
 from raymoe.device.lane import ThreadLane
-from raymoe.kernels.cpu_experts import PlainGatedFfn
 from raymoe.kernels.cpu_linear import PlainLinear
+from raymoe.kernels.gpu_experts_choice import make_device_experts
+from raymoe.kernels.gpu_experts_layout import ExpertMatrices, balanced_routing
 from raymoe.measure.jobs import AttentionShape, decode_job
 from raymoe.measure.timing import KernelJob
 from raymoe.schedule.graph import Op, Resource, Task
@@ -158,6 +160,8 @@ def _calls_in(seconds: float, each_s: float) -> int:
 
 
 HIDDEN_SIZE, PROJECTED_SIZE, EXPERT_SIZE = 4096, 4096, 2048
+NUM_EXPERTS, TOP_K = 8, 2
+MAX_EXPERT_ROWS = 4096  # their products are kept in float32
 ROWS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 MIN_WEIGHT_BYTES = 512 * MIB  # ten times the second-level cache of an H100
 COPY_BYTES = 64 * MIB  # a page of weights
@@ -170,8 +174,8 @@ ATTENTION_BATCH, ATTENTION_CONTEXT = 128, 512
 class DeviceJobs:
     products: Sequence[Sequence[Call]]
     product_parameters: int
-    experts: Sequence[Sequence[Call]]
-    expert_parameters: int
+    experts: Sequence[Sequence[Call]]  # whole layers, for the first of `ROWS` per expert
+    expert_parameters: int  # of all experts of a layer
     reads: Sequence[Call]  # copies within the device; each reads and writes `read_bytes`
     read_bytes: int
 
@@ -188,10 +192,11 @@ def measure_rates(api: CudaApi[StreamT, EventT], jobs: DeviceJobs, seconds: floa
     each_s = seconds / (2 * len(ROWS) + 1)
 
     def measure(calls: Sequence[Call]) -> float:
+        StreamRun(api, stream, calls[:1]).seconds()  # compiles
         return seconds_on_stream(api, stream, calls, each_s)
 
     def curve(calls: Sequence[Sequence[Call]], parameters: int) -> Curve:
-        times = zip(ROWS, map(measure, calls), strict=True)
+        times = zip(ROWS[: len(calls)], map(measure, calls), strict=True)
         return Curve(tuple((rows, 2 * rows * parameters / each) for rows, each in times))
 
     return DeviceRates(
@@ -211,8 +216,8 @@ def measure_device(host: HardwareSpec, seconds: float, index: int = 0) -> Hardwa
         api.wait_stream(torch.cuda.current_stream(api.device))
         link = measure_link(api, copies, attention, LINK_SHARE * seconds)
         rates = measure_rates(api, jobs, (1 - LINK_SHARE) * seconds)
-        _, memory_bytes = torch.cuda.mem_get_info(api.device)
-        return with_device(host, memory_bytes, link, rates)
+        del copies, jobs
+        return with_device(host, free_gpu_bytes(index), link, rates)
 
 
 def with_device(
@@ -238,16 +243,16 @@ def with_device(
     )
 
 
-def make_copies(device: torch.device) -> LinkCopies:
-    on_device = torch.empty(2, COPY_BYTES, dtype=torch.uint8, device=device)
-    pinned = torch.zeros(2, COPY_BYTES, dtype=torch.uint8).pin_memory()
-    pageable = torch.zeros(2, COPY_BYTES, dtype=torch.uint8)
+def make_copies(device: torch.device, num_bytes: int = COPY_BYTES) -> LinkCopies:
+    on_device = torch.empty(2, num_bytes, dtype=torch.uint8, device=device)
+    pinned = torch.zeros(2, num_bytes, dtype=torch.uint8).pin_memory()
+    pageable = torch.zeros(2, num_bytes, dtype=torch.uint8)
 
     def copy(target: Tensor, source: Tensor) -> Call:
         return partial(target.copy_, source, non_blocking=True)
 
     return LinkCopies(
-        num_bytes=COPY_BYTES,
+        num_bytes=num_bytes,
         htod=copy(on_device[0], pinned[0]),
         dtoh=copy(pinned[1], on_device[1]),
         pageable_htod=copy(on_device[0], pageable[0]),
@@ -268,20 +273,34 @@ def make_jobs(device: torch.device) -> DeviceJobs:
         one = random(*size)
         return [one.clone() for _ in range(ceil_div(MIN_WEIGHT_BYTES, one.nbytes))]
 
+    def layer() -> ExpertMatrices:
+        def of_experts(*size: int) -> list[Tensor]:
+            return [random(*size) for _ in range(NUM_EXPERTS)]
+
+        wide, high = (EXPERT_SIZE, HIDDEN_SIZE), (HIDDEN_SIZE, EXPERT_SIZE)
+        return ExpertMatrices(of_experts(*wide), of_experts(*wide), of_experts(*high))
+
+    def inputs_of_experts(rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        num_tokens = ceil_div(rows * NUM_EXPERTS, TOP_K)
+        routing = balanced_routing(num_tokens, NUM_EXPERTS, TOP_K, device)
+        return (random(num_tokens, HIDDEN_SIZE), *routing)
+
     products = [PlainLinear(each, None) for each in weights(PROJECTED_SIZE, HIDDEN_SIZE)]
+    expert_parameters = NUM_EXPERTS * 3 * EXPERT_SIZE * HIDDEN_SIZE
     experts = [
-        PlainGatedFfn(gate, up, down.T, activation="silu")
-        for gate, up, down in zip(
-            *(weights(EXPERT_SIZE, HIDDEN_SIZE) for _ in range(3)), strict=True
-        )
+        make_device_experts(layer(), activation="silu", dtype=dtype)
+        for _ in range(ceil_div(MIN_WEIGHT_BYTES, expert_parameters * dtype.itemsize))
     ]
     inputs = [random(rows, HIDDEN_SIZE) for rows in ROWS]
     source = torch.empty(2, READ_BYTES, dtype=torch.uint8, device=device)
     return DeviceJobs(
         products=[[partial(each, hidden) for each in products] for hidden in inputs],
         product_parameters=PROJECTED_SIZE * HIDDEN_SIZE,
-        experts=[[partial(each, hidden) for each in experts] for hidden in inputs],
-        expert_parameters=3 * EXPERT_SIZE * HIDDEN_SIZE,
+        experts=[
+            [partial(each, *arguments) for each in experts]
+            for arguments in (inputs_of_experts(rows) for rows in ROWS if rows <= MAX_EXPERT_ROWS)
+        ],
+        expert_parameters=expert_parameters,
         reads=[partial(source[0].copy_, source[1])],
         read_bytes=READ_BYTES,
     )

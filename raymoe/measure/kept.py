@@ -18,7 +18,7 @@ from raymoe.specs.hardware import HardwareSpec
 from raymoe.units import GIB
 
 # Part of the name of a file: raise it when what is measured, or how, changes.
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

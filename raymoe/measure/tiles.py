@@ -114,7 +114,7 @@ class ExpertLayer:
                 f"{fitting} experts of {spec.name} fit the device, a token takes {moe.top_k}"
             )
         moe = replace(moe, num_experts=min(moe.num_experts, fitting))
-        view = cache(lambda name: _on(weights(name), device))
+        view = cache(lambda name: on_device(weights(name), device))
         loader = PagedLoader(view, weights, dtype, device)
         matrices = loader.expert_matrices(prefix, moe)
         return cls(moe=moe, hidden_size=spec.hidden_size, dtype=dtype, matrices=matrices)
@@ -208,7 +208,7 @@ def _num_bytes(weight: Weight) -> int:
     return weight.nbytes
 
 
-def _on(weight: Weight, device: torch.device) -> Weight:
+def on_device(weight: Weight, device: torch.device) -> Weight:
     if isinstance(weight, StoredMatrix):
         pieces = {name: piece.to(device) for name, piece in weight.pieces.items()}
         return replace(weight, pieces=pieces)

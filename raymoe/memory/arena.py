@@ -107,6 +107,40 @@ def _map_huge_pages(num_bytes: int) -> Tensor:
     return memory[padding : padding + num_bytes]
 
 
+class ReusedMemory:
+    """Host memory for the arenas of one engine after another, so that its pages are made once.
+
+    An arena may hold what the engine before it wrote.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        """Map the memory; pages are made by the first write."""
+        self._memory = _map_huge_pages(num_bytes)
+        self._used_bytes = 0
+
+    def arena(self, num_bytes: int) -> HostArena:
+        """The next part as an arena; new memory if the rest is too small."""
+        begin, length = self._used_bytes, aligned_bytes(num_bytes)
+        if begin + length > self._memory.nbytes:
+            return HostArena(num_bytes)
+        self._used_bytes = begin + HUGE_PAGE_BYTES * ceil_div(length, HUGE_PAGE_BYTES)
+        return _PartArena(num_bytes, self._memory[begin : begin + length])
+
+    def restart(self) -> None:
+        """Begin again; no arena may be in use."""
+        self._used_bytes = 0
+
+
+class _PartArena(HostArena):
+    def __init__(self, num_bytes: int, part: Tensor) -> None:
+        self._part = part
+        super().__init__(num_bytes)
+
+    def _map(self, num_bytes: int) -> Tensor:
+        assert num_bytes == self._part.nbytes
+        return self._part
+
+
 class SharedArena(HostArena):
     """An arena that several processes map; allocations in the same order have the same places.
 

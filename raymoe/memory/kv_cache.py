@@ -3,7 +3,7 @@
 A block id refers to the same block in every layer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -25,7 +25,12 @@ def blocks_of_tokens(num_tokens: int) -> int:
 class KvCache:
     """Blocks of all layers, on huge pages; physical memory is used from the first write."""
 
-    def __init__(self, layouts: Sequence[CacheLayout], num_blocks: int) -> None:
+    def __init__(
+        self,
+        layouts: Sequence[CacheLayout],
+        num_blocks: int,
+        new_arena: Callable[[int], HostArena] = HostArena,
+    ) -> None:
         if not layouts or num_blocks < 1:
             raise ConfigError(
                 f"KV cache of {len(layouts)} layers and {num_blocks} blocks; both must be at "
@@ -34,7 +39,7 @@ class KvCache:
         self.layouts, self.num_blocks = tuple(layouts), num_blocks
         sizes = [num_blocks * layout.block_bytes for layout in layouts]
         self.num_bytes = sum(sizes)
-        self._arena = HostArena(sum(map(aligned_bytes, sizes)))
+        self._arena = new_arena(sum(map(aligned_bytes, sizes)))
         self._layers = [
             self._arena.allocate(size).view(layout.dtype).view(num_blocks, *layout.block_shape)
             for layout, size in zip(layouts, sizes, strict=True)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from raymoe.codecs import TORCH_DTYPES, StoredMatrix, Weight
+from raymoe.device.threads import torch_on_all_cores
 from raymoe.memory.arena import HostArena, aligned_bytes
 from raymoe.specs.layer_weights import PART_ALIGNMENT, Shape, WeightPart, layer_parts, layer_prefix
 from raymoe.specs.model import ModelSpec
@@ -106,10 +107,11 @@ class WeightPages:
         slot_bytes = max(streamed, default=0)
         self._slots = [allocate_on_device(slot_bytes) for _ in range(NUM_SLOTS)]
         self._resident = [allocate_on_device(layout.resident_bytes) for layout in layouts]
-        for i, names in enumerate(self._weights):
-            for name in names:
-                self._copy(i, name, weights(layer_prefix(i) + name))
-            release([layer_prefix(i) + name for name in names])
+        with torch_on_all_cores():  # new memory is zeroed by whoever writes first
+            for i, names in enumerate(self._weights):
+                for name in names:
+                    self._copy(i, name, weights(layer_prefix(i) + name))
+                release([layer_prefix(i) + name for name in names])
         self._arena.seal()
 
     def _copy(self, layer: int, name: str, weight: Weight) -> None:

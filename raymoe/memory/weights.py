@@ -3,6 +3,7 @@
 import zlib
 from collections import Counter
 from collections.abc import Iterable
+from math import prod
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -17,6 +18,7 @@ from raymoe.specs.model import ModelSpec
 from raymoe.specs.tensor_shards import cut_of
 from raymoe.specs.weight_format import Piece, WeightFormat
 from raymoe.specs.weight_names import Location, locate_weights, model_weights
+from raymoe.units import ceil_div
 
 # Per weight: quantised ones have up to five, and layers for multi-token prediction are unused.
 STORED_TENSORS = 8
@@ -203,21 +205,32 @@ STANDARD_DEVIATION = 0.02
 # With these scales, decoded codes are as small as the other weights.
 SCALE, EXPONENT = 1e-3, 118
 LARGEST_CODE = 0x7E  # of E4M3; the next one is NaN
+MAX_VIEW = 1 << 27  # elements; larger weights (embeddings) are copied
 
 
 class DummyWeights:
-    """Random weights, made on each call; the same for the same name."""
+    """Random weights; the same for the same name.
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
+    All are cut out of the same few numbers. With `are_views` most of them are views of these
+    numbers, which cost nothing to make and suit whoever copies them; otherwise each is a copy.
+    """
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, *, are_views: bool = False) -> None:
         self.dtype = dtype
         self._spec = spec
         self._shapes = model_weights(spec)
+        self._are_views = are_views
         generator = torch.Generator().manual_seed(0)
         values = torch.randn(NUM_VALUES, generator=generator)
-        self._values = values.mul_(STANDARD_DEVIATION).to(dtype)
-        self._codes = torch.randint(
+        values = values.mul_(STANDARD_DEVIATION).to(dtype)
+        codes = torch.randint(
             LARGEST_CODE + 1, (NUM_VALUES,), dtype=torch.uint8, generator=generator
         )
+        if are_views:
+            largest = max(prod(shape) for shape in self._shapes.values())
+            length = NUM_VALUES + min(largest, MAX_VIEW)
+            values, codes = repeated(values, length), repeated(codes, length)
+        self._values, self._codes = values, codes
 
     def __call__(self, name: str) -> Weight:
         shape = self._shapes[name]
@@ -227,10 +240,16 @@ class DummyWeights:
             return self._matrix(name, stored, (rows, columns))
         if len(shape) == 1 and name.endswith("norm.weight"):
             return torch.ones(shape, dtype=self.dtype)
-        drawn = dealt(self._values, name, shape)
+        drawn = self._drawn(self._values, name, shape)
         # Larger embeddings, so that tokens differ by more than the layers add; otherwise all tokens
         # choose the same experts.
-        return drawn.div_(STANDARD_DEVIATION) if name == EMBEDDING else drawn
+        return drawn / STANDARD_DEVIATION if name == EMBEDDING else drawn
+
+    def _drawn(self, values: Tensor, name: str, shape: Shape) -> Tensor:
+        if self._are_views and prod(shape) <= len(values) - NUM_VALUES:
+            begin = start_of(name)
+            return values[begin : begin + prod(shape)].view(shape)
+        return dealt(values[:NUM_VALUES], name, shape)
 
     def drop_pages(self, names: Iterable[str]) -> None:
         """Do nothing: no weight is kept."""
@@ -251,13 +270,23 @@ class DummyWeights:
         if piece.name == "order":  # all columns in the first group
             return torch.zeros(piece.shape, dtype=dtype)
         width = (*piece.shape[:-1], piece.shape[-1] * dtype.itemsize)
-        return dealt(self._codes, name + piece.suffix, width).view(dtype)
+        return self._drawn(self._codes, name + piece.suffix, width).view(dtype)
+
+
+def start_of(name: str) -> int:
+    """Where a weight begins in the numbers; a multiple of 8, so that bytes can be words."""
+    return zlib.crc32(name.encode()) % (NUM_VALUES // 8) * 8
+
+
+def repeated(values: Tensor, length: int) -> Tensor:
+    """The values over and over."""
+    return values.repeat(ceil_div(length, len(values)))[:length]
 
 
 def dealt(values: Tensor, name: str, shape: Shape) -> Tensor:
     """Return values from a place that depends on the name, wrapping around at the end."""
     out = torch.empty(shape, dtype=values.dtype)
-    flat, at = out.view(-1), zlib.crc32(name.encode()) % len(values)
+    flat, at = out.view(-1), start_of(name)
     done = 0
     while done < len(flat):
         count = min(len(flat) - done, len(values) - at)

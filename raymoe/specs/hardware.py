@@ -3,6 +3,7 @@
 import bisect
 import itertools
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -100,7 +101,7 @@ class DeviceCurves:
     """Rates of a GPU and its link, alone and concurrently, with 16-bit weights."""
 
     product_flop_per_s: Curve  # a projection over its rows
-    expert_flop_per_s: Curve  # one expert over its rows
+    expert_flop_per_s: Curve  # the experts of a layer over the rows of each
     pageable_htod_bytes_per_s: float
     pageable_dtoh_bytes_per_s: float
     duplex_htod_bytes_per_s: float  # pinned copies while others go the other way
@@ -125,7 +126,7 @@ class HardwareSpec:
         host_memory_bytes: Host memory that may be used.
         host_bytes_per_s: Read bandwidth of host memory with all cores.
         host_flop_per_s: bfloat16 rate of all cores; the float32 rate without bfloat16 instructions.
-        gpu_memory_bytes: Device memory that the driver reports.
+        gpu_memory_bytes: Device memory that is free beside the context of CUDA.
         gpu_bytes_per_s: Read bandwidth of device memory.
         gpu_flop_per_s: Rate of large dense matrix products of 16-bit numbers.
         htod_bytes_per_s: Copies from pinned host memory to the device.
@@ -288,9 +289,11 @@ def _node(name: str, host: _Host, gpu: _Gpu) -> HardwareSpec:
 
 
 _PCIE4, _PCIE5 = 24.3, 48.6
-_A6000, _L40S, _A100, _HOPPER = (GPU_PRODUCT_FRACTION * peak for peak in (155, 362, 312, 989))
+_A6000, _L40S, _A100 = (GPU_PRODUCT_FRACTION * peak for peak in (155, 362, 312))
+# Kernels without Hopper's asynchronous copies and persistent tiles; an estimate, not measured.
+_HOPPER = 0.36 * 989
 _NODES = (
-    _node("t4", _Host(24, 192, 100.0, 0.8), _Gpu(15.0, 320.0, 25.0, 12.35)),
+    _node("t4", _Host(24, 192, 100.0, 0.8), _Gpu(14.6, 320.0, 25.0, 12.35)),
     _node("l4", _Host(24, 192, 81.6, 1.6), _Gpu(22.5, 300.0, 60.0, 12.35)),
     _node("a10", _Host(32, 256, 150.0, 2.9), _Gpu(22.5, 600.0, 65.0, _PCIE4)),
     _node("a5000", _Host(28, 512, 150.0, 2.5), _Gpu(24.0, 768.0, 72.0, _PCIE4)),
@@ -303,6 +306,23 @@ _NODES = (
     _node("h200", _Host(12, 231, 56.0, 1.5), _Gpu(140.4, 4800.0, _HOPPER, _PCIE5)),
 )
 HARDWARE_PRESETS: Mapping[str, HardwareSpec] = {node.name: node for node in _NODES}
+
+
+# In names of what has only a part of a card's rates.
+_PARTS = {"mig", "laptop", "mobile", "max", "ada"}
+
+
+def preset_of_gpu(name: str) -> HardwareSpec | None:
+    """The preset of the card that a driver calls so, such as "NVIDIA A10G"; None if none is.
+
+    Cloud variants (A10G, T4G) and forms of a card (PCIe, SXM, NVL) count as the card. Parts of a
+    card (MIG), cards for laptops and the Ada generation of workstation cards do not.
+    """
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    if _PARTS & {*words}:
+        return None
+    names = (name for word in words for name in (word, word.removesuffix("g")))
+    return next((HARDWARE_PRESETS[name] for name in names if name in HARDWARE_PRESETS), None)
 
 
 # vCPUs, memory in GiB, GPU and number of GPUs, as the providers publish them; rates per core are

@@ -1,9 +1,13 @@
 """The sequence table and the assembly of steps."""
 
+import numba
 import numpy as np
 import pytest
+from numba.core.caching import CacheImpl
 
+from raymoe._native import compiled
 from raymoe.engine.sequence import Admission, SequenceTable, assemble_step, choose_scheduled_tokens
+from raymoe.memory.kv_cache import blocks_of_tokens
 
 
 def make_table(sequences, *, computed=0, wants_prompt_logits=False) -> SequenceTable:
@@ -85,3 +89,10 @@ def test_slots_are_reused():
     assert blocks.tolist() == [3, 2]
     assert table.num_live == 1
     assert table.num_free_slots == 2
+
+
+def test_loops_are_compiled_where_no_directory_keeps_them(monkeypatch) -> None:
+    monkeypatch.setattr(CacheImpl, "_locator_classes", [])
+    with pytest.raises(RuntimeError, match="no locator"):
+        numba.njit(cache=True)(blocks_of_tokens)
+    assert compiled(lambda number: number + 1)(4) == 5

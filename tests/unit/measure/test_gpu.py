@@ -29,11 +29,14 @@ def _small_and_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_jobs_multiply_every_number_of_rows_by_every_copy_of_the_weights() -> None:
     jobs = gpu.make_jobs(CPU)
     assert jobs.product_parameters == 64 * 96
-    assert jobs.expert_parameters == 3 * 64 * 32
+    assert jobs.expert_parameters == 8 * 3 * 64 * 32
     for rows, products, experts in zip((1, 5), jobs.products, jobs.experts, strict=True):
         assert len(products) == 3
         assert {call().shape for call in products} == {(rows, 96)}
-        assert {call().shape for call in experts} == {(rows, 64)}
+        assert len(experts) == 1
+        assert {call().shape for call in experts} == {(4 * rows, 64)}
+        _, ids, _ = experts[0].args  # type: ignore[attr-defined]
+        assert ids.flatten().bincount().tolist() == [rows] * 8
     copied = jobs.reads[0]()
     assert isinstance(copied, Tensor)
     assert copied.nbytes == jobs.read_bytes == 1024

@@ -66,6 +66,23 @@ def test_matrices_differ_and_are_the_same_each_time() -> None:
         assert torch.equal(weights(name), again(name))
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_views_hold_the_numbers_of_copies_and_lie_in_one_place(name: str) -> None:
+    spec = ModelSpec.from_config(config(name))
+    copies, views = (DummyWeights(spec, torch.bfloat16, are_views=flag) for flag in (False, True))
+    pools = set()
+    for weight_name in model_weights(spec):
+        copy, view = copies(weight_name), views(weight_name)
+        if isinstance(view, StoredMatrix):
+            assert all(torch.equal(view.pieces[piece], copy.pieces[piece]) for piece in view.pieces)
+            pools.add(view.pieces["codes"].untyped_storage().data_ptr())
+        else:
+            assert torch.equal(view, copy)
+            if "mlp.experts" in weight_name:
+                pools.add(view.untyped_storage().data_ptr())
+    assert len(pools) == 1
+
+
 @pytest.mark.parametrize(
     ("name", "device"),
     [*((name, "cpu") for name in FORMATS), ("plain", "emulated"), ("gptq", "emulated")],

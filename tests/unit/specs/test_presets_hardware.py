@@ -5,7 +5,12 @@ from pathlib import Path
 import pytest
 
 from raymoe.errors import ConfigError, UnknownOptionError
-from raymoe.specs.hardware import HARDWARE_PRESETS, find_hardware, hardware_preset
+from raymoe.specs.hardware import (
+    HARDWARE_PRESETS,
+    find_hardware,
+    hardware_preset,
+    preset_of_gpu,
+)
 from raymoe.units import GIB
 
 # GB/s of device memory, dense 16-bit TFLOP/s, GB/s of the link, GB of device memory: data sheets.
@@ -65,3 +70,36 @@ def test_hardware_is_found_by_preset_or_file(tmp_path: Path) -> None:
         find_hardware("l4.json")
     with pytest.raises(ConfigError, match=r"hardware file nodes/l4: cannot be read"):
         find_hardware("nodes/l4")
+
+
+@pytest.mark.parametrize(
+    ("names", "preset"),
+    [
+        (("Tesla T4", "NVIDIA T4G"), "t4"),
+        (("NVIDIA L4",), "l4"),
+        (("NVIDIA A10", "NVIDIA A10G"), "a10"),
+        (("NVIDIA RTX A5000",), "a5000"),
+        (("NVIDIA RTX A6000",), "a6000"),
+        (("NVIDIA A40", "NVIDIA A40-48Q"), "a40"),
+        (("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 4090 D"), "4090"),
+        (("NVIDIA L40S",), "l40s"),
+        (("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe", "A100-PCIE-40GB"), "a100"),
+        (("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H100 NVL"), "h100"),
+        (("NVIDIA H200", "NVIDIA H200 NVL"), "h200"),
+    ],
+)
+def test_a_card_is_recognised_by_every_name_of_its_driver(
+    names: tuple[str, ...], preset: str
+) -> None:
+    assert {preset_of_gpu(name) for name in names} == {HARDWARE_PRESETS[preset]}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA RTX 5000 Ada Generation", "NVIDIA L40", "NVIDIA H20", "NVIDIA GH200 480GB", "",
+    ],
+)  # fmt: skip
+def test_parts_of_a_card_and_other_cards_are_not_taken_for_it(name: str) -> None:
+    assert preset_of_gpu(name) is None
