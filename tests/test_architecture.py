@@ -47,9 +47,10 @@ MAY_IMPORT["data"] = BASE | {
 MAY_IMPORT["status_view"] = {"units", "data"}
 MAY_IMPORT["report"] = BASE | {"safe_text", "specs", "schedule", "plan", "data", "status_view"}
 MAY_IMPORT["openai"] = BASE | {"safe_text", "processes", "config", "specs", "data"}
-EVERYTHING = {*MAY_IMPORT, "bench", "cli"}
+EVERYTHING = {*MAY_IMPORT, "bench", "doctor", "cli"}
 MAY_IMPORT["__main__"] = {"cli"}
 MAY_IMPORT["bench"] = EVERYTHING - {"cli"}
+MAY_IMPORT["doctor"] = EVERYTHING - {"cli", "data", "report", "openai", "status_view"}
 MAY_IMPORT["cli"] = EVERYTHING
 
 PURE = {
@@ -66,7 +67,7 @@ PURE = {
 }
 ONLY_IN = {
     "ray": {"data", "cli"},
-    "transformers": {"engine", "bench"},
+    "transformers": {"engine", "bench", "doctor"},
     "llguidance": {"engine"},
     "safetensors": {"memory", "bench"},
     "triton": {"kernels"},

@@ -1,5 +1,6 @@
 """Jobs for the kernels of quantised experts, in checkpoint formats with random codes."""
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from raymoe.codecs import TORCH_DTYPES, StoredMatrix
+from raymoe.codecs import TORCH_DTYPES, StoredMatrix, as_tensor
 from raymoe.kernels.cpu_experts import Experts, make_experts, packed_experts_bytes
 from raymoe.measure.jobs import (
     MIN_WEIGHT_BYTES,
@@ -26,6 +27,7 @@ from raymoe.measure.timing import KernelJob, Limits, mean_limits, measure_limits
 from raymoe.specs.weight_format import (
     Awq,
     Fp8Block,
+    Gptq,
     Mxfp4,
     Mxfp8,
     Nvfp4,
@@ -39,7 +41,7 @@ from raymoe.units import ceil_div
 FORMATS: tuple[WeightFormat, ...] = (
     Fp8Block(), PackedInt4(32), Awq(128), Mxfp4(), Mxfp8(), Nvfp4(),
 )  # fmt: skip
-SCALE, EXPONENT = 0.01, 120  # as float and as E8M0
+EXPONENT = 127  # of 1, as E8M0
 
 
 def quantised_experts_job(shape: ExpertsShape, num_tokens: int, stored: WeightFormat) -> KernelJob:
@@ -56,7 +58,7 @@ def make_quantised_layers(shape: ExpertsShape, stored: WeightFormat) -> list[Exp
     """Layers of random experts, each in its own memory; together they exceed the CPU caches."""
     layer_bytes = shape.num_experts * _expert_bytes(shape, stored)
     wide, high = (shape.expert_size, shape.hidden_size), (shape.hidden_size, shape.expert_size)
-    gate_up, down = _random_matrix(stored, wide), _random_matrix(stored, high)
+    gate_up, down = random_matrix(stored, wide), random_matrix(stored, high)
     return [
         make_experts(
             [gate_up] * shape.num_experts,
@@ -75,19 +77,43 @@ def _expert_bytes(shape: ExpertsShape, stored: WeightFormat) -> int:
     return packed_experts_bytes(1, *sizes, gate_up=stored, down=stored)
 
 
-def _random_matrix(stored: WeightFormat, shape: tuple[int, int]) -> StoredMatrix:
-    pieces = {piece.name: _random_piece(piece) for piece in stored.pieces(*shape)}
-    return StoredMatrix(format=stored, shape=shape, pieces=pieces)
+def random_matrix(
+    stored: WeightFormat, shape: tuple[int, int], generator: torch.Generator | None = None
+) -> StoredMatrix:
+    """A matrix of random codes and scales; products with it are about as large as the inputs."""
+    pieces = stored.pieces(*shape)
+    drawn = {piece.name: _random_piece(stored, piece, shape, generator) for piece in pieces}
+    matrix = StoredMatrix(format=stored, shape=shape, pieces=drawn)
+    factor = 1 / (float(as_tensor(matrix, torch.float32).norm()) / math.sqrt(shape[0]))
+    if "tensor_scale" in drawn:
+        drawn["tensor_scale"] *= factor
+    elif drawn["scales"].dtype == torch.uint8:  # exponents
+        drawn["scales"] += round(math.log2(factor))
+    else:
+        drawn["scales"] *= factor
+    return matrix
 
 
-def _random_piece(piece: Piece) -> Tensor:
-    dtype = TORCH_DTYPES[piece.dtypes[0]]
-    if piece.name in ("scales", "tensor_scale"):
-        value = SCALE if dtype.is_floating_point else EXPONENT
-        return torch.full(piece.shape, value, dtype=dtype)
-    # Bytes below 127 are finite in every format; in FP8 byte 127 is NaN.
-    size = (*piece.shape[:-1], piece.shape[-1] * dtype.itemsize)
-    return torch.randint(0, 127, size, dtype=torch.uint8).view(dtype)
+def _random_piece(
+    stored: WeightFormat, piece: Piece, shape: tuple[int, int], generator: torch.Generator | None
+) -> Tensor:
+    dtype, size = TORCH_DTYPES[piece.dtypes[0]], piece.shape
+    if piece.name == "tensor_scale":
+        return torch.ones(size, dtype=dtype)
+    if piece.name == "shape":
+        return torch.tensor(shape, dtype=dtype)
+    if piece.name == "order":
+        group_size = stored.group_size if isinstance(stored, Gptq | PackedInt4) else 0
+        return torch.arange(shape[1], dtype=dtype) // (group_size or shape[1])
+    if piece.name == "scales":
+        if dtype == torch.uint8:
+            return torch.randint(EXPONENT - 1, EXPONENT + 2, size, dtype=dtype, generator=generator)
+        return (0.5 + torch.rand(size, generator=generator)).to(dtype)
+    width = (*size[:-1], size[-1] * dtype.itemsize)
+    codes = torch.randint(256, width, dtype=torch.uint8, generator=generator)
+    if dtype == torch.float8_e4m3fn:
+        codes[(codes & 0x7F) == 0x7F] = 0  # NaN
+    return codes.view(dtype)
 
 
 EIGHT_KV_HEADS = AttentionShape()  # Mixtral, Llama 3 8B

@@ -31,6 +31,7 @@ COMMANDS = {
     "models": "List the models and weight formats that run, or say what a given model is.",
     "compare": "Run schedules side by side on an emulated device, predicted and measured.",
     "profile": "Measure this machine in a minute: what its cores, memory, GPU and link reach.",
+    "doctor": "Check kernels, schedules and limits of this machine in at most five minutes.",
     "bench": "Measure engines and schedules on this machine, beside what it could do at most.",
 }
 COMPLETE, COMPLETION_OPTIONS = "_RAYMOE_COMPLETE", {"--install-completion", "--show-completion"}

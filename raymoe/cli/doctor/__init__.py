@@ -1,0 +1,113 @@
+"""`raymoe doctor`: whether this machine runs raymoe correctly, and what keeps it from its bound."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from raymoe._version import __version__
+from raymoe.cli import EXIT_FAILED
+from raymoe.doctor.examine import SECTIONS, Finding, Status, Target, examine
+from raymoe.errors import UnknownOptionError
+from raymoe.safe_text import harmless
+
+DEVICES = ("auto", "cuda", "cpu")
+STYLES = {
+    Status.OK: "green", Status.WARNING: "yellow", Status.FAILED: "bold red", Status.SKIPPED: "dim",
+}  # fmt: skip
+
+
+def run(
+    *,
+    device: Annotated[
+        str, typer.Option(help="cuda, cpu, or auto for the GPU where torch sees one.")
+    ] = "auto",
+    num_threads: Annotated[
+        int | None, typer.Option(min=1, help="Of the kernels; all cores by default.")
+    ] = None,
+    limit: Annotated[
+        float, typer.Option(min=1, help="Seconds after which no more checks begin.")
+    ] = 280.0,
+    section: Annotated[
+        list[str], typer.Option(help=f"Only these, repeatable: {', '.join(SECTIONS)}.")
+    ] = [],  # noqa: B006 - typer copies it
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Examine this machine: versions, limits, rates, kernels, schedules; at most five minutes.
+
+    Kernels are compared with plain formulas for each format of weights, the included model with
+    transformers under several schedules. Needs neither Ray nor a network. Exit code 1 if a check
+    failed; warnings say what makes this machine slower than it could be.
+    """
+    if device not in DEVICES:
+        raise UnknownOptionError(device, DEVICES, "device of the doctor")
+    for name in section:
+        if name not in SECTIONS:
+            raise UnknownOptionError(name, SECTIONS, "section of the doctor")
+    begin_s = time.monotonic()
+    chosen = _with_gpu() if device == "auto" else device
+    target, findings = Target(device=chosen, num_threads=num_threads), []
+    with Console(stderr=True).status("examining") as status:
+        for finding in examine(target, limit, section or SECTIONS):
+            findings.append(finding)
+            status.update(f"{finding.section}: {finding.name} {finding.status}")
+    seconds = time.monotonic() - begin_s
+    if as_json:
+        typer.echo(_as_json(findings, chosen, seconds))
+    else:
+        _print(findings, chosen, seconds)
+    if any(finding.status == Status.FAILED for finding in findings):
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _with_gpu() -> str:
+    try:
+        import torch  # noqa: PLC0415 - whether it can be imported is part of the examination
+    except ImportError:
+        return "cpu"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _as_json(findings: Sequence[Finding], device: str, seconds: float) -> str:
+    content = {
+        "raymoe": __version__,
+        "device": device,
+        "is_healthy": all(finding.status != Status.FAILED for finding in findings),
+        "seconds": round(seconds, 1),
+        "findings": [asdict(finding) for finding in findings],
+    }
+    return json.dumps(content, indent=1)
+
+
+def _print(findings: Sequence[Finding], device: str, seconds: float) -> None:
+    table = Table(title=f"raymoe {__version__} on the device {device}", expand=False)
+    for column in ("", "check", "", "found"):
+        table.add_column(column, overflow="fold")
+    section = ""
+    for finding in findings:
+        if finding.section != section and section:
+            table.add_section()
+        shown = "" if finding.section == section else finding.section
+        section = finding.section
+        status = Text(finding.status, style=STYLES[finding.status])
+        table.add_row(shown, finding.name, status, Text(harmless(finding.value)))
+    console = Console()
+    console.print(table)
+    for finding in findings:
+        if finding.advice:
+            text = f"{finding.section}, {finding.name}: {harmless(finding.advice)}"
+            console.print(Text(text, style=STYLES[finding.status]))
+    failed, warned = (
+        sum(finding.status == status for finding in findings)
+        for status in (Status.FAILED, Status.WARNING)
+    )
+    console.print(
+        f"{len(findings)} checks in {seconds:.0f} s: {failed} failed, {warned} warnings",
+        highlight=False,
+    )

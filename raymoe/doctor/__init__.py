@@ -1,0 +1,1 @@
+"""Examine a machine: versions, limits, rates; kernels and schedules against references."""

@@ -1,0 +1,107 @@
+"""Checks of `raymoe doctor`, one by one within a time limit; one that fails ends no other."""
+
+import importlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from raymoe.errors import RaymoeError
+
+Clock = Callable[[], float]
+
+# Each has a function `checks`. Ordered so that what takes longest and depends on most comes last.
+SECTIONS = ("machine", "rates", "kernels", "model", "bound")
+FILE_A_BUG = "if nothing in the rows above explains it, file a bug with this table"
+
+
+class Status(StrEnum):
+    OK = "ok"
+    WARNING = "warning"  # works, but slower or with less than this machine could
+    FAILED = "failed"
+    SKIPPED = "skipped"
+
+
+class Outcome(NamedTuple):
+    """What a check found.
+
+    Attributes:
+        value: In numbers, with units.
+        advice: What to do; empty if nothing.
+    """
+
+    value: str
+    status: Status = Status.OK
+    advice: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    name: str
+    run: Callable[[], Outcome]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    section: str
+    name: str
+    status: Status
+    value: str
+    advice: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What is examined: the device "cuda" or "cpu", by so many threads (None for all cores)."""
+
+    device: str
+    num_threads: int | None = None
+
+
+def examine(
+    target: Target,
+    limit_s: float,
+    sections: Sequence[str] = SECTIONS,
+    *,
+    is_debug: bool = False,
+    clock: Clock = time.monotonic,
+) -> Iterator[Finding]:
+    """Yield a finding for each check; what does not begin within `limit_s` is skipped."""
+    end_s = clock() + limit_s
+    for section in sections:
+        try:
+            checks = importlib.import_module(f"raymoe.doctor.{section}").checks(target)
+        except Exception as error:  # a package is missing, or the compiled kernels do not load
+            if is_debug:
+                raise
+            checks = [Check("import", _failing(error))]
+        yield from run_checks(section, checks, end_s, is_debug=is_debug, clock=clock)
+
+
+def run_checks(
+    section: str,
+    checks: Iterable[Check],
+    end_s: float,
+    *,
+    is_debug: bool = False,
+    clock: Clock = time.monotonic,
+) -> Iterator[Finding]:
+    """Run the checks of a section until `end_s`; an exception in one is its finding."""
+    for check in checks:
+        if clock() >= end_s:
+            outcome = Outcome("not begun: no time is left", Status.SKIPPED, "raise --limit")
+        else:
+            try:
+                outcome = check.run()
+            except Exception as error:  # whatever is wrong with this machine is what we look for
+                if is_debug:
+                    raise
+                outcome = _failing(error)()
+        yield Finding(section=section, name=check.name, **outcome._asdict())
+
+
+def _failing(error: Exception) -> Callable[[], Outcome]:
+    lines = str(error).splitlines() or [""]
+    advice = "" if isinstance(error, RaymoeError) else FILE_A_BUG
+    return lambda: Outcome(f"{type(error).__name__}: {lines[0]}", Status.FAILED, advice)

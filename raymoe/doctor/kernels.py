@@ -1,0 +1,366 @@
+"""Kernels on CPU and GPU against plain formulas in float64, for each stored format of weights.
+
+T tokens, H hidden size, E experts, K experts of a token, F intermediate size, C context.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from raymoe.bench.kernels import random_matrix
+from raymoe.codecs import Weight, as_tensor
+from raymoe.doctor.examine import Check, Outcome, Status, Target
+from raymoe.kernels.cpu_attention import (
+    AttentionBatch,
+    append_and_attend,
+    append_and_attend_latent,
+)
+from raymoe.kernels.cpu_elementwise import Projected, argmax, qkv_rope, rms_norm, route
+from raymoe.kernels.cpu_experts import Experts
+from raymoe.kernels.cpu_experts import make_experts as make_cpu_experts
+from raymoe.kernels.cpu_linear import make_linear
+from raymoe.kernels.gpu_attention_batch import (
+    AttentionCompute,
+    LatentRaggedBatch,
+    RaggedBatch,
+    attention_compute,
+)
+from raymoe.kernels.gpu_experts_choice import make_device_experts
+from raymoe.kernels.gpu_experts_layout import ExpertMatrices
+from raymoe.kernels.paged_kv import BLOCK_TOKENS, CacheLayout, KvLayout, LatentHeads, LatentLayout
+from raymoe.kernels.torch_attention import (
+    PagedBatch,
+    append_and_attend_latent_paged,
+    append_and_attend_paged,
+)
+from raymoe.measure.jobs import allocate_huge_pages
+from raymoe.measure.tiles import on_device
+from raymoe.specs.weight_format import (
+    Awq,
+    Fp8Block,
+    Fp8Channel,
+    Gptq,
+    Mxfp4,
+    Mxfp8,
+    Nvfp4,
+    PackedInt4,
+    WeightFormat,
+)
+from raymoe.units import ceil_div
+
+FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
+# Largest error relative to the norm of the result: some roundings of weights, products and results.
+BOUNDS = {FLOAT32: 1e-5, FLOAT16: 4 * 2**-11, BFLOAT16: 4 * 2**-8}
+FORMATS: tuple[WeightFormat, ...] = (
+    Fp8Block(), Fp8Channel(), PackedInt4(32), Gptq(128), Awq(128), Mxfp4(), Mxfp8(), Nvfp4(),
+)  # fmt: skip
+HIDDEN, EXPERT, NUM_EXPERTS, TOP_K = 256, 256, 4, 2
+TOKENS = (3, 200)  # tiles of decode and of prefill
+CONTEXTS = (1, 33, 70, 1200)  # the last in several parts
+HEADS, KV_HEADS, HEAD_DIM = 8, 2, 128
+RANK, ROPE_DIM, NOPE_DIM = 128, 32, 64
+
+Pair = tuple[Tensor, Tensor]  # a result, and what the formula gives in float64
+Case = Callable[[], Iterator[Pair]]
+MakeExperts = Callable[[ExpertMatrices, torch.dtype], Experts]
+CPU = torch.device("cpu")
+
+
+def checks(target: Target) -> list[Check]:
+    found = list(_cpu_checks())
+    if target.device == "cuda":
+        found += _device_checks(torch.device("cuda"))
+    return found
+
+
+def _cpu_checks() -> Iterator[Check]:
+    for dtype in (FLOAT32, FLOAT16, BFLOAT16):
+        yield _check("CPU norm, rotation, router, projection", dtype, partial(elementwise, dtype))
+        yield _check("CPU attention", dtype, partial(attention, dtype, CPU))
+        yield _check("CPU latent attention", dtype, partial(latent_attention, dtype, CPU))
+        yield _check("CPU experts", dtype, partial(experts, None, dtype, CPU))
+    for stored in FORMATS:
+        case = partial(experts, stored, BFLOAT16, CPU)
+        yield _check(f"CPU experts, {stored.name}", BFLOAT16, case)
+
+
+def _device_checks(device: torch.device) -> Iterator[Check]:
+    has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    half = BFLOAT16 if has_bfloat16 else FLOAT16
+    for dtype in dict.fromkeys((half, FLOAT32, FLOAT16)):
+        compute = attention_compute(device, dtype, HEAD_DIM)
+        yield _check("GPU attention", dtype, partial(attention, dtype, device, compute))
+        case = partial(latent_attention, dtype, device, compute)
+        yield _check("GPU latent attention", dtype, case)
+        yield _check("GPU experts", dtype, partial(experts, None, dtype, device))
+    for stored in FORMATS:
+        yield _check(f"GPU experts, {stored.name}", half, partial(experts, stored, half, device))
+
+
+def _check(name: str, dtype: torch.dtype, case: Case) -> Check:
+    return Check(f"{name}, {_name(dtype)}", partial(compare, case, BOUNDS[dtype]))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@torch.inference_mode()
+def compare(case: Case, bound: float) -> Outcome:
+    """The largest error of all pairs, relative to the norm of what the formula gives."""
+    errors = []
+    for got, want in case():
+        wide = got.double().cpu()
+        is_finite = bool(wide.isfinite().all())
+        error = float((wide - want).norm() / want.norm()) if is_finite else math.inf
+        errors.append(error)
+    value = f"error {max(errors):.1e}, bound {bound:.1e}"
+    if max(errors) <= bound:
+        return Outcome(value)
+    advice = (
+        "results of this kernel are wrong here: do not use it, and file a bug with this table, the "
+        "processor or GPU, and the versions"
+    )
+    return Outcome(value, Status.FAILED, advice)
+
+
+def elementwise(dtype: torch.dtype) -> Iterator[Pair]:
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).to(dtype)
+
+    hidden, weight = random(37, HIDDEN), random(HIDDEN)
+    exact = hidden.double()
+    normed = exact * (exact.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
+    yield rms_norm(hidden, weight, 1e-6), normed * weight.double()
+    matrix = random(96, HIDDEN) / 16
+    yield make_linear(matrix, None, allocate_huge_pages)(hidden), exact @ matrix.double().T
+    logits = random(37, 16)
+    found = route(logits, TOP_K, renormalize=True)
+    best, order = logits.double().softmax(-1).topk(TOP_K)
+    if dtype == FLOAT32:  # without ties
+        yield found.topk_ids_TK, order.double()
+    yield found.topk_weights_TK, best / best.sum(-1, keepdim=True)
+    yield argmax(logits.float()), logits.float().max(-1).indices.double()
+    qkv, positions = random(37, 4 * 32), torch.arange(37, dtype=torch.int32)
+    angles = torch.outer(positions.float(), 10000.0 ** (-torch.arange(16) / 16))
+    cosines, sines = angles.cos(), angles.sin()
+    got = qkv_rope(
+        qkv, positions, cosines, sines, num_heads=2, num_kv_heads=1, head_dim=32
+    ).query_THD
+    first, second = qkv[:, :64].double().view(37, 2, 2, 16).unbind(2)
+    cos, sin = cosines.double()[:, None], sines.double()[:, None]
+    yield got, torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def random_experts(stored: WeightFormat | None, dtype: torch.dtype) -> ExpertMatrices:
+    generator = torch.Generator().manual_seed(2)
+
+    def weight(rows: int, columns: int) -> Weight:
+        if stored is not None:
+            return random_matrix(stored, (rows, columns), generator)
+        drawn = torch.randn(rows, columns, generator=generator)
+        return (drawn / math.sqrt(columns)).to(dtype)
+
+    wide, high = (EXPERT, HIDDEN), (HIDDEN, EXPERT)
+    gates, ups, downs = (
+        [weight(*shape) for _ in range(NUM_EXPERTS)] for shape in (wide, wide, high)
+    )
+    return ExpertMatrices(gates, ups, downs)
+
+
+def make(matrices: ExpertMatrices, dtype: torch.dtype) -> Experts:
+    """The experts that an engine uses for these matrices where they are."""
+    if matrices.device != CPU:
+        return make_device_experts(matrices, activation="silu", dtype=dtype)
+    return make_cpu_experts(
+        *matrices[:3], activation="silu", allocate=allocate_huge_pages, dtype=dtype
+    )
+
+
+def experts(
+    stored: WeightFormat | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    make_experts: MakeExperts = make,
+) -> Iterator[Pair]:
+    """The experts of a layer, for few tokens and many."""
+    matrices = random_experts(stored, dtype)
+    gates, ups, downs = ([on_device(one, device) for one in each] for each in matrices[:3])
+    compute = make_experts(ExpertMatrices(gates, ups, downs), dtype)
+    generator = torch.Generator().manual_seed(3)
+    for num_tokens in TOKENS:
+        hidden_TH = torch.randn(num_tokens, HIDDEN, generator=generator).to(dtype)
+        scores_TE = torch.randn(num_tokens, NUM_EXPERTS, generator=generator)
+        weights_TK, ids_TK = scores_TE.softmax(-1).topk(TOP_K)
+        arguments = (hidden_TH, ids_TK.int(), weights_TK)
+        yield compute(*(each.to(device) for each in arguments)), formula(matrices, *arguments)
+
+
+def formula(
+    matrices: ExpertMatrices, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor
+) -> Tensor:
+    """Add up weight * down(silu(gate(x)) * up(x)) over the experts of each token, in float64."""
+    out_TH = torch.zeros(hidden_TH.shape, dtype=torch.float64)
+    for expert in range(matrices.num_experts):
+        tokens, slots = (ids_TK == expert).nonzero(as_tuple=True)
+        gate, up, down = (as_tensor(w[expert], FLOAT32).double() for w in matrices[:3])
+        x = hidden_TH[tokens].double()
+        y = (silu(x @ gate.T) * (x @ up.T)) @ down.T
+        out_TH.index_add_(0, tokens, weights_TK[tokens, slots, None].double() * y)
+    return out_TH
+
+
+class Sequences(NamedTuple):
+    """Random queries, keys and values of sequences: their prompts, then one more token of each."""
+
+    query_THD: Tensor
+    key_TGD: Tensor
+    value_TGV: Tensor
+
+    def steps(self) -> Iterator[tuple[list[int], AttentionBatch]]:
+        """Rows of two steps, which compute the prompts and then the last tokens."""
+        starts = [sum(CONTEXTS[:i]) for i in range(len(CONTEXTS))]
+        yield (
+            [start + t for start, n in zip(starts, CONTEXTS, strict=True) for t in range(n - 1)],
+            _batch([n - 1 for n in CONTEXTS], [n - 1 for n in CONTEXTS]),
+        )
+        yield (
+            [start + n - 1 for start, n in zip(starts, CONTEXTS, strict=True)],
+            _batch([1] * len(CONTEXTS), list(CONTEXTS)),
+        )
+
+    def attended(self, scale: float) -> Tensor:
+        """softmax(q k) v of each token over its sequence so far, in float64, [T, H * V]."""
+        group, out = self.query_THD.shape[1] // self.key_TGD.shape[1], []
+        for query, key, value in zip(
+            *(torch.split(each.double(), list(CONTEXTS)) for each in self), strict=True
+        ):
+            scores = scale * torch.einsum("qhd,chd->hqc", query, key.repeat_interleave(group, 1))
+            hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+            weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+            out.append(torch.einsum("hqc,chv->qhv", weights, value.repeat_interleave(group, 1)))
+        return torch.cat(out).flatten(1)
+
+
+def _batch(num_new: list[int], contexts: list[int]) -> AttentionBatch:
+    blocks = ceil_div(max(CONTEXTS), BLOCK_TOKENS)
+    order = torch.randperm(len(CONTEXTS) * blocks, generator=torch.Generator().manual_seed(4))
+    # A sequence of one token has no prompt before it.
+    chosen = [i for i, n in enumerate(num_new) if n]
+    lengths = torch.tensor([0, *(num_new[i] for i in chosen)])
+    return AttentionBatch(
+        query_start=lengths.cumsum(0).int(),
+        context_tokens=torch.tensor([contexts[i] for i in chosen], dtype=torch.int32),
+        block_table=order.int().view(len(CONTEXTS), blocks)[chosen],
+    )
+
+
+def attention(
+    dtype: torch.dtype, device: torch.device, compute: AttentionCompute | None = None
+) -> Iterator[Pair]:
+    """Prompts and then a decode step of grouped-query attention over paged keys and values.
+
+    With `compute` the Triton kernels attend, else the CPU's or torch.
+    """
+    generator, count = torch.Generator().manual_seed(5), sum(CONTEXTS)
+    sequences = Sequences(
+        *(
+            torch.randn(count, heads, HEAD_DIM, generator=generator).to(dtype)
+            for heads in (HEADS, KV_HEADS, KV_HEADS)
+        )
+    )
+    layout = KvLayout(num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=dtype)
+    cache, scale = _cache(layout, device), HEAD_DIM**-0.5
+    want = sequences.attended(scale)
+    for rows, batch in sequences.steps():
+        projected = Projected(*(each[rows].to(device) for each in sequences))
+        if compute is not None:
+            # This module imports Triton.
+            from raymoe.kernels.gpu_attention import (  # noqa: PLC0415
+                Scoring,
+                append_and_attend_ragged,
+            )
+
+            ragged = RaggedBatch.of(batch, compute, device)
+            got = append_and_attend_ragged(projected, cache, ragged, Scoring(scale=scale))
+        elif device == CPU:
+            got = append_and_attend(*projected, cache, batch, scale=scale)
+        else:
+            paged = PagedBatch.of(batch, layout, device)
+            got = append_and_attend_paged(projected, cache, paged, scale=scale)
+        yield got, want[rows]
+
+
+def _cache(layout: CacheLayout, device: torch.device) -> Tensor:
+    num_blocks = len(CONTEXTS) * ceil_div(max(CONTEXTS), BLOCK_TOKENS)
+    return torch.zeros(num_blocks, *layout.block_shape, dtype=layout.dtype, device=device)
+
+
+def latent_attention(
+    dtype: torch.dtype, device: torch.device, compute: AttentionCompute | None = None
+) -> Iterator[Pair]:
+    """The same for multi-head latent attention."""
+    generator, count = torch.Generator().manual_seed(6), sum(CONTEXTS)
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).to(dtype)
+
+    heads = _latent_heads(random(HEADS, 2 * NOPE_DIM, RANK) / math.sqrt(RANK))
+    query_THD, latent_TW = random(count, HEADS, heads.query_dim), random(count, RANK + ROPE_DIM)
+    exact = _latent_heads(heads.weight_HXR.double())
+    keys_values = exact.keys_and_values(latent_TW.double(), slice(0, HEADS))
+    sequences, scale = Sequences(query_THD, *keys_values), heads.query_dim**-0.5
+    want = sequences.attended(scale)
+    layout = LatentLayout(rank=RANK, rope_dim=ROPE_DIM, dtype=dtype)
+    attend = _latent_attention(layout, device, compute, _latent_heads(heads.weight_HXR.to(device)))
+    for rows, batch in sequences.steps():
+        got = attend(query_THD[rows].to(device), latent_TW[rows].to(device), batch, scale)
+        yield got.flatten(1), want[rows]
+
+
+def _latent_heads(weight_HXR: Tensor) -> LatentHeads:
+    return LatentHeads(weight_HXR=weight_HXR, nope_dim=NOPE_DIM, rope_dim=ROPE_DIM)
+
+
+def _latent_attention(
+    layout: LatentLayout,
+    device: torch.device,
+    compute: AttentionCompute | None,
+    heads: LatentHeads,
+) -> Callable[[Tensor, Tensor, AttentionBatch, float], Tensor]:
+    cache = _cache(layout, device)
+
+    def cpu(query: Tensor, latent: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
+        absorbed, rank = heads.absorb(query), heads.rank
+        return heads.up_project(
+            append_and_attend_latent(absorbed, latent, cache, batch, rank=rank, scale=scale)
+        )
+
+    def paged(query: Tensor, latent: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
+        there = PagedBatch.of(batch, layout, device)
+        return append_and_attend_latent_paged(query, latent, cache, there, heads=heads, scale=scale)
+
+    def ragged(query: Tensor, latent: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
+        # This module imports Triton.
+        from raymoe.kernels.gpu_attention import (  # noqa: PLC0415
+            Scoring,
+            append_and_attend_latent_ragged,
+        )
+
+        assert compute is not None
+        minimum = heads.min_plain_tokens
+        there = LatentRaggedBatch.of(batch, layout, compute, device, min_plain_tokens=minimum)
+        return append_and_attend_latent_ragged(
+            query, latent, cache, there, heads=heads, scoring=Scoring(scale=scale)
+        )
+
+    if compute is not None:
+        return ragged
+    return cpu if device == CPU else paged

@@ -1,0 +1,51 @@
+"""Checks end no other checks, keep to their time, and say what they found."""
+
+import sys
+import types
+
+import pytest
+
+from raymoe.doctor.examine import Check, Outcome, Status, Target, examine, run_checks
+from raymoe.errors import ConfigError
+
+TARGET = Target(device="cpu")
+
+
+def fail() -> Outcome:
+    raise RuntimeError("the cable is out\nat line 7")
+
+
+def refuse() -> Outcome:
+    raise ConfigError("there is no cable")
+
+
+def test_a_check_that_raises_is_a_finding_and_the_next_one_runs() -> None:
+    checks = [Check("bad", fail), Check("user", refuse), Check("good", lambda: Outcome("7 GB/s"))]
+    bad, user, good = run_checks("link", checks, end_s=float("inf"))
+    assert (bad.status, bad.value) == (Status.FAILED, "RuntimeError: the cable is out")
+    assert "file a bug" in bad.advice
+    assert (user.status, user.advice) == (Status.FAILED, "")
+    assert (good.section, good.status, good.value) == ("link", Status.OK, "7 GB/s")
+
+
+def test_a_check_shows_where_it_fails_if_asked() -> None:
+    with pytest.raises(RuntimeError, match="the cable is out"):
+        list(run_checks("link", [Check("bad", fail)], end_s=float("inf"), is_debug=True))
+
+
+def test_nothing_begins_once_no_time_is_left() -> None:
+    now = iter(range(100))
+    checks = [Check(f"{i}", lambda: Outcome("")) for i in range(5)]
+    found = list(run_checks("", checks, end_s=2, clock=lambda: next(now)))
+    assert [each.status for each in found] == [Status.OK] * 2 + [Status.SKIPPED] * 3
+    assert "--limit" in found[-1].advice
+
+
+def test_a_section_that_cannot_be_imported_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = types.ModuleType("raymoe.doctor.there")
+    there.checks = lambda target: [Check(target.device, lambda: Outcome("fine"))]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "raymoe.doctor.there", there)
+    missing, fine = examine(TARGET, 60, ("missing", "there"))
+    assert (missing.section, missing.status) == ("missing", Status.FAILED)
+    assert "ModuleNotFoundError" in missing.value
+    assert (fine.name, fine.value) == ("cpu", "fine")
