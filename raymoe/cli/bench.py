@@ -116,7 +116,7 @@ DeviceMemory = Annotated[
     typer.Option(
         parser=size,
         metavar="SIZE",
-        help="Cap, to stand for a smaller GPU: 16GiB; all that is free by default.",
+        help="Cap, to stand for a smaller GPU; 16GiB by default, at most what is free.",
         rich_help_panel=GPU,
     ),
 ]
@@ -141,7 +141,16 @@ PartLimit = Annotated[
     float,
     typer.Option(
         min=10,
-        help="Seconds of a part, for half of which its rows are chosen; beyond, it has failed.",
+        help="Seconds of a part; its rows are chosen to fill most of them after loading; beyond, "
+        "it has failed.",
+        rich_help_panel=GPU,
+    ),
+]
+SuiteLimit = Annotated[
+    float,
+    typer.Option(
+        min=10,
+        help="Seconds of all parts; a part that could exceed them does not begin.",
         rich_help_panel=GPU,
     ),
 ]
@@ -298,6 +307,7 @@ def _table(results: list[Result]) -> Table:
 
 DEVICES = ("cuda", "emulated")
 EMULATED_BY_DEFAULT = "l4"
+DEFAULT_DEVICE_MEMORY = 16 * GIB  # so that a large card, too, has to move weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,6 +324,7 @@ class GpuOptions:
     num_threads: int | None
     num_layers: int | None
     part_limit_s: float
+    suite_limit_s: float
     max_rows: int
     is_again: bool
     out: Path
@@ -361,7 +372,7 @@ def _suite_of(options: GpuOptions) -> SuiteSettings:
         node=NodeSettings(
             device=options.device,
             hardware=None if options.device == "cuda" else hardware,
-            device_memory_bytes=options.device_memory,
+            device_memory_bytes=options.device_memory or DEFAULT_DEVICE_MEMORY,
             host_memory_bytes=options.host_memory,
             num_threads=options.num_threads,
         ),
@@ -370,6 +381,7 @@ def _suite_of(options: GpuOptions) -> SuiteSettings:
         contenders=_known(options.contenders, GPU_CONTENDERS, GPU_CONTENDERS, "contender"),
         num_layers=options.num_layers,
         limit_s=options.part_limit_s,
+        total_s=options.suite_limit_s,
         max_rows=options.max_rows,
         is_again=options.is_again,
     )
@@ -424,7 +436,8 @@ def run(  # noqa: PLR0913 - the options of a command
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     layers: Layers = None,
-    part_limit: PartLimit = 540.0,
+    part_limit: PartLimit = 240.0,
+    suite_limit: SuiteLimit = 2400.0,
     max_rows: MaxRows = 8192,
     again: Again = False,
 ) -> None:
@@ -433,9 +446,10 @@ def run(  # noqa: PLR0913 - the options of a command
     Bound: operations over 0.94 of the measured bfloat16 peak and bytes over the measured read
     bandwidth, the longer for each phase. Rows generate every token (no early end), greedily.
 
-    The suite gpu runs each part (a shape, a workload, a contender) in a process of its own, takes
-    up where it was stopped, and leaves gpu.jsonl, report.md and pictures in --out. Its bound:
-    weights over the link, weights and KV out of host memory, operations, for the whole job.
+    The suite gpu runs parts (a shape, a workload, a contender) for 40 minutes, those of most
+    interest first, takes up where it was stopped, and leaves gpu.jsonl, report.md and pictures in
+    --out. Its bound: weights over the link, weights and KV out of host memory, operations, for the
+    whole job.
     """
     if suite not in SUITES:
         raise UnknownOptionError(suite, SUITES, "suite")
@@ -446,7 +460,7 @@ def run(  # noqa: PLR0913 - the options of a command
                 shapes=shape, workloads=workload, contenders=contender, device=device,
                 hardware=hardware, device_memory=device_memory, host_memory=host_memory,
                 num_threads=num_threads, num_layers=layers, part_limit_s=part_limit,
-                max_rows=max_rows, is_again=again, out=out,
+                suite_limit_s=suite_limit, max_rows=max_rows, is_again=again, out=out,
             )
         )  # fmt: skip
     elif kernels:

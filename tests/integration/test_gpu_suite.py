@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from raymoe.bench.gpu import engines, part
+from raymoe.bench.gpu.node import HostMemory
 from raymoe.bench.gpu.settings import (
     ACCELERATE,
     GPU_CONTENDERS,
@@ -168,6 +169,18 @@ def test_a_suite_that_is_terminated_ends_its_part(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "gpu.jsonl").exists()
 
 
+class FakeProfile:
+    """Notes that a step ran inside it."""
+
+    share = 0.0
+
+    def __enter__(self) -> None:
+        assert self.share == 0.0
+
+    def __exit__(self, *_: object) -> None:
+        self.share = 0.25
+
+
 def cuda_part(contender: str) -> PartSettings:
     return PartSettings(
         node=NodeSettings(device="cuda"),
@@ -194,7 +207,10 @@ def test_the_engine_of_a_part_runs_on_a_gpu_that_works_later_than_asked(
     monkeypatch.setattr(runner_loading, "open_cuda", lambda *_, **__: CudaDevice(cuda, GIB))
     monkeypatch.setattr(engines, "pinned_bytes_per_s", lambda *_: 10e9)
     node = hardware_preset("l4")
-    figures = engines.measure_engine(cuda_part(contender), node, tmp_path)
+    memory = HostMemory(2 * GIB)
+    monkeypatch.setattr(engines, "KernelProfile", FakeProfile)
+    figures = engines.measure_engine(cuda_part(contender), node, tmp_path, memory)
+    assert figures.model.kernel_share == 0.25
     schedule = "resident" if contender == "raymoe" else contender
     assert (figures.schedule, figures.num_rows) == (schedule, 12)
     assert figures.pinned_bytes_per_s == 10e9
@@ -229,6 +245,7 @@ def test_without_accelerate_its_part_is_left_out_and_says_what_to_install(
     monkeypatch.setattr(engines, "find_spec", lambda _name: None)
     monkeypatch.setattr(part, "cap_device", lambda *_: None)
     monkeypatch.setattr(part, "device_name", lambda *_: "a GPU")
-    result = part.run_part(cuda_part(ACCELERATE), hardware_preset("l4"), tmp_path)
+    memory = HostMemory(GIB)
+    result = part.run_part(cuda_part(ACCELERATE), hardware_preset("l4"), tmp_path, memory)
     assert (result.status, result.figures) == (Status.SKIPPED, None)
     assert result.reason == "accelerate is not installed; pip install accelerate"

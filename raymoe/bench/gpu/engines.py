@@ -12,7 +12,14 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from raymoe.bench.gpu.node import DTYPES, computing_dtype, device_peak_bytes, pinned_bytes_per_s
+from raymoe.bench.gpu.node import (
+    DTYPES,
+    HostMemory,
+    KernelProfile,
+    computing_dtype,
+    device_peak_bytes,
+    pinned_bytes_per_s,
+)
 from raymoe.bench.gpu.report import RunRecorder, draw_steady_step
 from raymoe.bench.gpu.settings import (
     BYTES_PER_ELEMENT,
@@ -45,7 +52,7 @@ from raymoe.schedule.graph import Resource
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
-from raymoe.units import GIB, format_bytes, format_seconds
+from raymoe.units import GIB, ceil_div, format_bytes, format_seconds
 
 PlanOf = Callable[[Workload], Plan]
 
@@ -92,9 +99,9 @@ def _largest(plan_of: PlanOf, rows: RowStatistics, max_rows: int, seconds: float
     )
 
 
-# Share of a part's time limit. The rest covers starting, making and pinning the weights, and runs
-# slower than predicted.
-JOB_SHARE = 0.5
+# Share of what a part's limit leaves after loading; the rest is for runs slower than predicted.
+JOB_SHARE = 0.7
+START_S = 20.0  # importing, compiling, warming up, and the step that is profiled
 WARM_UP_ROWS = 8
 LINGER_S = 60.0  # start no step before all rows have arrived
 
@@ -103,26 +110,34 @@ Prompts = Sequence[list[int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
+    load_s: float
     prefill_s: float
     total_s: float
+    kernel_share: float
     recorder: RunRecorder
     report: RunReport
 
 
-def measure_engine(settings: PartSettings, node: HardwareSpec, out: Path) -> Figures:
+def measure_engine(
+    settings: PartSettings, node: HardwareSpec, out: Path, memory: HostMemory
+) -> Figures:
     """Plan, load, and run the job's prefill and then the whole job; pictures go to `out`."""
     contender = SCHEDULES[settings.contender]
     spec = shape_spec(settings.shape, settings.num_layers)
+    weight_bytes = ModelWork.of(spec, BYTES_PER_ELEMENT).all_weight_bytes
+    left_s = settings.limit_s - START_S - memory.load_seconds(weight_bytes)
     plan = fitting_plan(
         lambda workload: contender.plan(spec, node, workload)[0],
         GPU_WORKLOADS[settings.workload],
         settings.max_rows,
-        JOB_SHARE * settings.limit_s,
+        JOB_SHARE * left_s,
     )
     _, policy_of = contender.plan(spec, node, plan.workload)
     node = replace(node, htod_bytes_per_s=pinned_bytes_per_s(node, settings.node.device))
     model = write_shape(settings.shape, settings.num_layers, out / "models" / settings.file_name)
-    run = _run(model, plan, settings, spec)
+    prompts = random_prompts([prompt for prompt, _ in plan.workload.row_lengths], spec.vocab_size)
+    run = _run(model, plan, settings, prompts, memory=memory)
+    memory.record(weight_bytes, run.load_s)
     if run.recorder.steady is not None:
         draw_steady_step(plan, run.recorder.steady, settings, out)
     workload = plan.workload
@@ -135,6 +150,7 @@ def measure_engine(settings: PartSettings, node: HardwareSpec, out: Path) -> Fig
         generated_tokens=round(workload.total_generated_tokens),
         prefill_s=run.prefill_s,
         total_s=run.total_s,
+        load_s=run.load_s,
         num_measured_steps=workload.generated_tokens - 1,
         pinned_bytes_per_s=node.htod_bytes_per_s,
         bound_s=bound.seconds,
@@ -145,25 +161,47 @@ def measure_engine(settings: PartSettings, node: HardwareSpec, out: Path) -> Fig
     )
 
 
-def _run(model: Path, plan: Plan, settings: PartSettings, spec: ModelSpec) -> _Run:
+def _run(
+    model: Path, plan: Plan, settings: PartSettings, prompts: Prompts, *, memory: HostMemory
+) -> _Run:
     config = _config(plan, settings)
-    parts = load_parts(model, config)
+    memory.reused.restart()
+    begin_s = time.perf_counter()
+    parts = load_parts(model, config, memory.reused.arena)
+    load_s = time.perf_counter() - begin_s
     recorder = RunRecorder(parts.runner)
-    workload = plan.workload
-    prompts = random_prompts([prompt for prompt, _ in workload.row_lengths], spec.vocab_size)
     with Engine(replace(parts, runner=recorder), config) as engine:
         _generate(engine, prompts[:WARM_UP_ROWS], 2)
         prefill_s = _generate(engine, prompts, 1)
+        is_profiled = settings.node.device == "cuda"
+        share = _kernel_share(engine, prompts, recorder, plan) if is_profiled else 0.0
         recorder.restart()
-        total_s = _generate(engine, prompts, workload.generated_tokens)
+        total_s = _generate(engine, prompts, plan.workload.generated_tokens)
     report = engine.last_report  # complete: the engine reports a run before it ends
     assert report is not None, "an engine with a plan reports every run"
     if report.num_steps != recorder.num_steps:
         raise ExecutionError(
-            f"the job came apart: {recorder.num_steps} passes, of which the engine saw "
+            f"the job came apart: {recorder.num_steps} steps, of which the engine saw "
             f"{report.num_steps} in its last run"
         )
-    return _Run(prefill_s=prefill_s, total_s=total_s, recorder=recorder, report=report)
+    return _Run(
+        load_s=load_s,
+        prefill_s=prefill_s,
+        total_s=total_s,
+        kernel_share=share,
+        recorder=recorder,
+        report=report,
+    )
+
+
+def _kernel_share(engine: Engine, prompts: Prompts, recorder: RunRecorder, plan: Plan) -> float:
+    """Run the prefill and a decode step of all rows again, and profile that step."""
+    prefill_steps = ceil_div(
+        sum(map(len, prompts)), plan.policy.max_num_batched_tokens - len(prompts)
+    )
+    recorder.profile = profile = KernelProfile()
+    _generate(engine, prompts, min(prefill_steps + 2, plan.workload.generated_tokens))
+    return profile.share
 
 
 def _config(plan: Plan, settings: PartSettings) -> EngineConfig:
@@ -217,6 +255,7 @@ def _predicted(plan: Plan, spec: ModelSpec, run: _Run) -> PredictedFigures:
             htod=report.busy_share(Resource.HTOD),
             dtoh=report.busy_share(Resource.DTOH),
         ),
+        kernel_share=run.kernel_share,
         plan=plan.describe(),
     )
 
@@ -251,11 +290,12 @@ def measure_accelerate(settings: PartSettings, node: HardwareSpec, device: str) 
     # This contender holds all weights in 16 bits, whatever the stored format.
     work = ModelWork.of(replace(spec, quantization=None), BYTES_PER_ELEMENT)
     sizes = sizes_that_fit(work, rows, settings.max_rows, node.gpu_memory_bytes)
+    begin_s = time.perf_counter()
     model = make_model(shape_config(settings.shape, settings.num_layers), device)
     place(model, device, sizes.weight_bytes)
-    runner = BatchRunner(
-        model=model, device=device, rows=rows, seconds=JOB_SHARE * settings.limit_s
-    )
+    load_s = time.perf_counter() - begin_s
+    left_s = settings.limit_s - START_S - load_s
+    runner = BatchRunner(model=model, device=device, rows=rows, seconds=JOB_SHARE * left_s)
     run = runner.run_largest(sizes.max_num_seqs)
     job = replace(rows, min_prompt=rows.mean_prompt, max_prompt=rows.mean_prompt)
     stored = ModelWork.of(spec, BYTES_PER_ELEMENT)
@@ -268,6 +308,7 @@ def measure_accelerate(settings: PartSettings, node: HardwareSpec, device: str) 
         generated_tokens=run.max_num_seqs * rows.generated_tokens,
         prefill_s=run.prefill_s,
         total_s=run.total_s,
+        load_s=load_s,
         num_measured_steps=run.num_measured_steps,
         pinned_bytes_per_s=pinned,
         bound_s=bound.seconds,

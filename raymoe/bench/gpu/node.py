@@ -3,9 +3,14 @@
 Arguments of `python -m` this module: the settings from `NodeSettings.to_json` and the output file.
 """
 
+import gc
+import math
 import sys
+import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 import torch
 
@@ -13,10 +18,13 @@ from raymoe.bench.gpu.settings import NodeSettings
 from raymoe.config import EngineConfig, Settings
 from raymoe.device.cuda import RESERVE_BYTES, check_cuda
 from raymoe.device.cuda_api import TorchCuda
+from raymoe.device.threads import torch_on_all_cores
 from raymoe.engine.loading import find_node
 from raymoe.measure.gpu import make_copies, seconds_on_stream
 from raymoe.measure.profile import obtain_profile
+from raymoe.memory.arena import ReusedMemory
 from raymoe.specs.hardware import HardwareSpec
+from raymoe.units import GIB
 
 
 def measured_node(chosen: NodeSettings, settings: Settings) -> HardwareSpec:
@@ -28,14 +36,14 @@ def measured_node(chosen: NodeSettings, settings: Settings) -> HardwareSpec:
         device=chosen.device,
         hardware=chosen.hardware,
         host_memory_bytes=chosen.host_memory_bytes,
-        device_memory_bytes=chosen.device_memory_bytes,
         num_threads=chosen.num_threads,
     )
     node = find_node(config, settings, chosen.device)
-    if chosen.device == "cuda" and chosen.device_memory_bytes is None:
-        free_bytes, _ = torch.cuda.mem_get_info()
-        node = replace(node, gpu_memory_bytes=free_bytes - RESERVE_BYTES)
-    return node
+    free_bytes = node.gpu_memory_bytes
+    if chosen.device == "cuda":
+        free_bytes = torch.cuda.mem_get_info()[0] - RESERVE_BYTES
+    memory_bytes = min(free_bytes, chosen.device_memory_bytes or free_bytes)
+    return replace(node, gpu_memory_bytes=memory_bytes)
 
 
 def main() -> None:
@@ -65,6 +73,71 @@ def pinned_bytes_per_s(node: HardwareSpec, device: str) -> float:
     return rate
 
 
+SAMPLE_BYTES = GIB  # written to learn how fast weights are loaded, before any were
+PIN_FACTOR = 2.0  # loading a byte, pinning included, over writing it; a guess until it is measured
+
+
+class HostMemory:
+    """Host memory of one engine after another, and how fast their weights were loaded."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.reused = ReusedMemory(num_bytes)
+        self._bytes_per_s = 0.0
+
+    def load_seconds(self, num_bytes: float) -> float:
+        """Expected time to load weights: by the engine before, else by writing some memory."""
+        if not self._bytes_per_s:
+            self.reused.restart()
+            sample = self.reused.arena(SAMPLE_BYTES).memory
+            with torch_on_all_cores():
+                begin_s = time.perf_counter()
+                sample.zero_()
+                seconds = time.perf_counter() - begin_s
+            self._bytes_per_s = SAMPLE_BYTES / (PIN_FACTOR * seconds)
+        return num_bytes / self._bytes_per_s
+
+    def record(self, num_bytes: float, seconds: float) -> None:
+        self._bytes_per_s = num_bytes / seconds
+
+
+class KernelProfile:
+    """Records with torch's profiler how long kernels ran on the GPU, of all threads.
+
+    Attributes:
+        share: Share of the time inside the context in which some kernel ran; copies are none.
+    """
+
+    share = 0.0
+
+    def __init__(self) -> None:
+        self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+
+    def __enter__(self) -> Self:
+        self._profiler.start()
+        self._begin_s = time.perf_counter()
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        seconds = time.perf_counter() - self._begin_s
+        self._profiler.stop()
+        events = self._profiler.events() or ()  # type: ignore[no-untyped-call]
+        spans = [
+            (event.time_range.start / 1e6, event.time_range.end / 1e6)
+            for event in events
+            if event.device_type.name == "CUDA" and not event.name.startswith(("Memcpy", "Memset"))
+        ]
+        self.share = covered_s(spans) / seconds
+
+
+def covered_s(spans: Iterable[tuple[float, float]]) -> float:
+    """Seconds in which at least one of the spans lasts."""
+    total_s, end_s = 0.0, -math.inf
+    for begin, end in sorted(spans):
+        total_s += max(0.0, end - max(begin, end_s))
+        end_s = max(end_s, end)
+    return total_s
+
+
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -80,6 +153,14 @@ def cap_device(device: str, memory_bytes: int) -> None:
     if device == "cuda":
         _, total_bytes = torch.cuda.mem_get_info()
         torch.cuda.set_per_process_memory_fraction(min(1.0, memory_bytes / total_bytes))
+
+
+def free_device(device: str) -> None:
+    """Give back what an engine left in torch's allocator, and begin to count its peak anew."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def device_peak_bytes(device: str) -> int:

@@ -1,9 +1,10 @@
-"""Run one part of the GPU suite and print its result as one JSON line.
+"""Run parts of the GPU suite one after another, in one process whose host memory they share.
 
-Arguments of `python -m` this module: the settings from `PartSettings.to_json`, the node file and
-the directory for pictures.
+Arguments of `python -m` this module: the node file, and the directory for pictures and logs. Each
+line of standard input is a part (`PartSettings.to_json`); its result is printed as one JSON line.
 """
 
+import os
 import sys
 import traceback
 from dataclasses import replace
@@ -11,7 +12,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from raymoe.bench.gpu.node import cap_device, device_name
+from raymoe.bench.gpu.node import HostMemory, cap_device, device_name, free_device
 from raymoe.bench.gpu.settings import (
     ACCELERATE,
     Figures,
@@ -26,12 +27,14 @@ from raymoe.specs.hardware import HardwareSpec
 PACKAGES = ("torch", "transformers", "triton", "accelerate")
 
 
-def run_part(settings: PartSettings, node: HardwareSpec, out: Path) -> PartResult:
+def run_part(
+    settings: PartSettings, node: HardwareSpec, out: Path, memory: HostMemory
+) -> PartResult:
     device, figures, reason, status = settings.node.device, None, "", Status.DONE
     name = device_name(device, node.name)
     try:
         cap_device(device, node.gpu_memory_bytes)
-        figures = _measure(settings, node, out)
+        figures = _measure(settings, node, out, memory)
     except SkipPartError as error:
         status, reason = Status.SKIPPED, str(error)
     except Exception as error:  # one part must not end the suite; the log has the traceback
@@ -40,11 +43,11 @@ def run_part(settings: PartSettings, node: HardwareSpec, out: Path) -> PartResul
     return replace(result_of(settings, status, reason, name), figures=figures)
 
 
-def _measure(settings: PartSettings, node: HardwareSpec, out: Path) -> Figures:
+def _measure(settings: PartSettings, node: HardwareSpec, out: Path, memory: HostMemory) -> Figures:
     if settings.contender != ACCELERATE:
         from raymoe.bench.gpu.engines import measure_engine  # noqa: PLC0415
 
-        return measure_engine(settings, node, out)
+        return measure_engine(settings, node, out, memory)
     if settings.node.device != "cuda":
         raise SkipPartError("accelerate moves weights to a GPU; an emulated device is none")
     from raymoe.bench.gpu.engines import measure_accelerate  # noqa: PLC0415
@@ -75,10 +78,20 @@ def _versions() -> list[str]:
     return found
 
 
+def log_of(settings: PartSettings, out: Path) -> Path:
+    return out / "logs" / f"{settings.file_name}.log"
+
+
 def main() -> None:
-    settings = PartSettings.from_json(sys.argv[1])
-    result = run_part(settings, HardwareSpec.from_file(sys.argv[2]), Path(sys.argv[3]))
-    print(result.to_json(), flush=True)
+    node, out = HardwareSpec.from_file(sys.argv[1]), Path(sys.argv[2])
+    memory = HostMemory(node.host_memory_bytes)
+    for line in sys.stdin:
+        settings = PartSettings.from_json(line)
+        with log_of(settings, out).open("w") as log:
+            os.dup2(log.fileno(), sys.stderr.fileno())
+        result = run_part(settings, node, out, memory)
+        print(result.to_json(), flush=True)
+        free_device(settings.node.device)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -17,7 +18,7 @@ from raymoe.runtime.bindings import StepInputs, StepRun
 from raymoe.schedule.draw import draw_chrome_trace, draw_svg, svg_page, text_at
 from raymoe.schedule.graph import Op
 from raymoe.schedule.timeline import Timeline
-from raymoe.units import GB, format_bytes
+from raymoe.units import GB, format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +36,21 @@ class RunRecorder:
     num_steps: int = 0
     # The last among the decoding steps with the most rows.
     steady: SteadyStep | None = field(default=None)
+    # Around the next decoding step; then None.
+    profile: AbstractContextManager[object] | None = None
 
     def restart(self) -> None:
         self.page_s, self.num_steps, self.steady = 0.0, 0, None
 
     def run(self, inputs: StepInputs) -> StepRun:
-        timeline = yield from self.runner.run(inputs)
+        shape = shape_of(inputs)
+        profile: AbstractContextManager[object] = nullcontext()
+        if self.profile is not None and StepKind.of(shape) is StepKind.DECODE:
+            profile, self.profile = self.profile, None
+        with profile:
+            timeline = yield from self.runner.run(inputs)
         self.num_steps += 1
         self.page_s += timeline.seconds_by_op().get(Op.W, 0.0)
-        shape = shape_of(inputs)
         maximum = self.steady.load.decode_rows if self.steady else 1
         if StepKind.of(shape) is StepKind.DECODE and shape.tokens >= maximum:
             context = shape.context_tokens / shape.tokens
@@ -105,15 +112,19 @@ COLUMNS = (
     "of pinned",
     "to plan",
     "of bound",
+    "link GB/s",
+    "GPU kernels",
 )
-MORE_COLUMNS = ("link GB/s", "bound by", "busy GPU, CPU, in, out", "schedule (policy)")
+MORE_COLUMNS = ("bound by", "busy GPU, CPU, in, out", "load", "schedule (policy)")
 LEGEND = (
     "Tokens per second. Prefill: prompt tokens of the job with one new token for each row; decode: "
     "the other generated tokens over the time beyond that; end to end: all generated tokens over "
     "all of it (~: the first steps stand for all). Of pinned: weights while their pages were "
     "copied, of the rate of copies from pinned memory just before. To plan: how much longer the "
     "job took than its plan said. Bound: bytes and operations of the job at the rates of the node, "
-    "nothing lost. Busy: share of the steps in which each resource worked (in: host to device)."
+    "nothing lost. GPU kernels: share of a decode step in which a kernel ran; busy: share of the "
+    "steps in which each resource had a task, gaps between its kernels included (in: host to "
+    "device). Load: weights written to host memory and pinned."
 )
 
 
@@ -200,7 +211,7 @@ def _row(contender: str, figures: Figures, ours: Figures | None) -> tuple[str, .
     mark = "~" if is_part else ""
     rate, model = figures.tokens_per_s, figures.model
     decode = figures.decode_tokens_per_s
-    link, gap, rates, busy = ("",) * 4 if model is None else _model_cells(figures, model)
+    link, gap, rates, kernels, busy = ("",) * 5 if model is None else _model_cells(figures, model)
     return (
         contender,
         f"{figures.num_rows}",
@@ -212,18 +223,21 @@ def _row(contender: str, figures: Figures, ours: Figures | None) -> tuple[str, .
         gap,
         _percent(figures.share_of_bound),
         rates,
+        kernels,
         figures.limit,
         busy,
+        format_seconds(figures.load_s),
         f"{figures.schedule} ({figures.policy})",
     )
 
 
-def _model_cells(figures: Figures, model: PredictedFigures) -> tuple[str, str, str, str]:
+def _model_cells(figures: Figures, model: PredictedFigures) -> tuple[str, str, str, str, str]:
     busy, link, pinned = model.busy, model.link_bytes_per_s, figures.pinned_bytes_per_s
     return (
         _percent(link / pinned) if link else "",
         f"{100 * (figures.total_s / model.predicted_s - 1):+.0f} %",
         f"{link / GB:.1f} of {pinned / GB:.1f}" if link else "",
+        _percent(model.kernel_share) if model.kernel_share else "",
         ", ".join(_percent(share) for share in (busy.gpu, busy.cpu, busy.htod, busy.dtoh)),
     )
 

@@ -24,7 +24,7 @@ from raymoe.specs.presets_models import MODEL_PRESETS
 from raymoe.specs.workload import Workload
 
 # Part of the key of a result; raise it when the measurements change.
-FORMAT = 1
+FORMAT = 2
 
 
 class SkipPartError(RaymoeError):
@@ -118,8 +118,9 @@ DEFAULT_WORKLOADS = ("mtbench-64", "512-256")
 Config = Mapping[str, object]
 
 BYTES_PER_ELEMENT = 2
-# Share of host memory; the rest is for KV.
-WEIGHT_SHARE = 0.8
+# Share of host memory for weights; the rest is for KV. And share of device memory for weights that
+# stay there, and need no place on the host.
+WEIGHT_SHARE, RESIDENT_SHARE = 0.8, 0.5
 
 _TINY: Config = {
     "model_type": "mixtral",
@@ -174,7 +175,8 @@ def layers_that_fit(name: str, node: HardwareSpec, generated_tokens: int, second
 
 
 def _fits(work: ModelWork, node: HardwareSpec) -> bool:
-    return work.all_weight_bytes <= WEIGHT_SHARE * node.host_memory_bytes
+    on_host = work.all_weight_bytes - RESIDENT_SHARE * node.gpu_memory_bytes
+    return on_host <= WEIGHT_SHARE * node.host_memory_bytes
 
 
 def _step_s(name: str, num_layers: int, node: HardwareSpec) -> float:
@@ -235,6 +237,7 @@ SCHEDULES: Mapping[str, ScheduleContender] = {
     ),
 }
 GPU_CONTENDERS = (*SCHEDULES, ACCELERATE)
+MAIN_CONTENDERS = ("raymoe", "cgopipe", "vslpipe", "module_batching")  # measured first
 
 
 def longest_row(workload: Workload) -> int:
@@ -262,6 +265,9 @@ class PredictedFigures:
     steps_measured_s: float
     link_bytes_per_s: float  # weights over the time of their page copies; 0 without copies
     busy: BusyShares
+    # Kernels of a decode step over its time, without the gaps between launches that `busy.gpu`
+    # counts; 0 where it was not measured.
+    kernel_share: float
     plan: str
 
 
@@ -274,6 +280,7 @@ class Figures:
     generated_tokens: int
     prefill_s: float  # the job with one new token per row
     total_s: float
+    load_s: float  # weights written and pinned, before the job
     # Measured decode steps; with fewer than the job has, the job's time is the prefill plus all
     # steps at their mean.
     num_measured_steps: int

@@ -1,21 +1,25 @@
-"""Run the parts of the GPU suite in turn, each in a process with a time limit."""
+"""Run the parts of the GPU suite in turn, in processes, each part with a time limit."""
 
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from queue import Empty, Queue
 from types import FrameType
 
 from raymoe.bench.gpu.node import measured_node
-from raymoe.bench.gpu.part import result_of
+from raymoe.bench.gpu.part import log_of, result_of
 from raymoe.bench.gpu.settings import (
+    ACCELERATE,
     GPU_WORKLOADS,
+    MAIN_CONTENDERS,
     NodeSettings,
     PartResult,
     PartSettings,
@@ -34,7 +38,7 @@ Report = Callable[[str], None]
 RESULTS = "gpu.jsonl"
 # Share of a part's limit that the weights of all steps may take on the link. Schedules that wait
 # for them take up to twice that.
-LINK_SHARE = 0.3
+LINK_SHARE = 0.35
 SIGNALLED = 128  # plus the signal number: exit status of a signalled program in shells
 NODE_LIMIT_S = 300.0  # profiling a machine takes a minute
 
@@ -48,9 +52,12 @@ class SuiteSettings:
     num_layers: int | None  # per shape; None for as many as fit memory and time
     limit_s: float
     max_rows: int
+    total_s: float  # no part begins that this would not leave its limit
     is_again: bool  # whether parts with a result run again
 
     def parts(self, node: HardwareSpec) -> list[PartSettings]:
+        """All parts, those of most interest first; those of a shape follow one another."""
+        chosen = product(self.workloads, self.shapes, self.contenders)
         return [
             PartSettings(
                 node=self.node,
@@ -61,7 +68,9 @@ class SuiteSettings:
                 limit_s=self.limit_s,
                 max_rows=self.max_rows,
             )
-            for shape, workload, contender in product(self.shapes, self.workloads, self.contenders)
+            for workload, shape, contender in sorted(
+                chosen, key=lambda part: part[2] not in MAIN_CONTENDERS
+            )
         ]
 
     def _layers(self, shape: str, workload: str, node: HardwareSpec) -> int:
@@ -79,9 +88,9 @@ def run_gpu_suite(suite: SuiteSettings, out: Path, report: Report) -> Iterator[P
 
 
 def _results(suite: SuiteSettings, out: Path, report: Report) -> Iterator[PartResult]:
-    results = out / RESULTS
+    end_s = time.monotonic() + suite.total_s
+    results, node_file = out / RESULTS, out / "node.json"
     known = {result.key: result for result in read_results(results)}
-    node_file = out / "node.json"
     if suite.node.device == "cuda":
         report("the node: a profile takes a minute where there is none yet")
         node = _measure_node(suite.node, node_file, out / "logs" / "node.log")
@@ -89,37 +98,109 @@ def _results(suite: SuiteSettings, out: Path, report: Report) -> Iterator[PartRe
         node = measured_node(suite.node, Settings.from_environment())
         node.to_file(node_file)
     parts = suite.parts(node)
-    for number, part in enumerate(parts, 1):
-        before = known.get(part.key)
-        if before is not None and before.status == Status.DONE and not suite.is_again:
-            report(f"{number} of {len(parts)}: {part.name} was measured {before.date}")
-            yield before
-            continue
-        limit = format_seconds(part.limit_s)
-        report(f"{number} of {len(parts)}: {part.name}, {part.num_layers} layers, at most {limit}")
-        result = run_in_process(part, node, node_file, out)
-        append_result(results, result)
-        yield result
+    with closing(PartProcesses(node, node_file, out)) as processes:
+        for number, part in enumerate(parts, 1):
+            before = known.get(part.key)
+            if before is not None and before.status == Status.DONE and not suite.is_again:
+                report(f"{number} of {len(parts)}: {part.name} was measured {before.date}")
+                yield before
+                continue
+            if time.monotonic() + part.limit_s > end_s:
+                report(
+                    f"{number} of {len(parts)}: not begun, as {format_seconds(suite.total_s)} are "
+                    "nearly over; the same command goes on, or raise --suite-limit"
+                )
+                return
+            limit = format_seconds(part.limit_s)
+            layers = f"{part.num_layers} layers"
+            report(f"{number} of {len(parts)}: {part.name}, {layers}, at most {limit}")
+            result = processes.run(part)
+            append_result(results, result)
+            yield result
 
 
-def run_in_process(
-    part: PartSettings, node: HardwareSpec, node_file: Path, out: Path
-) -> PartResult:
-    """Run a part; a process without a result, or past its time limit, counts as failed."""
-    log = out / "logs" / f"{part.file_name}.log"
-    module = [sys.executable, "-m", "raymoe.bench.gpu.part"]
-    arguments = [part.to_json(), str(node_file), str(out)]
-    code, text = _run([*module, *arguments], log, part.limit_s)
-    lines = [line for line in text.splitlines() if line.startswith("{")]
-    if code == 0 and lines:
-        return PartResult.from_json(lines[-1])
-    if code is None:
-        reason = f"not done after {format_seconds(part.limit_s)}; see {log}"
-    elif code < 0:
-        reason = f"ended by signal {signal.Signals(-code).name} (of memory, perhaps); see {log}"
-    else:
-        reason = f"ended with status {code}; see {log}"
-    return result_of(part, Status.FAILED, reason, node.name)
+class PartProcesses:
+    """Runs parts in processes; parts of a shape that follow one another share one.
+
+    They share its host memory, whose pages are made once, and what it has compiled.
+    """
+
+    def __init__(self, node: HardwareSpec, node_file: Path, out: Path) -> None:
+        self._node, self._node_file, self._out = node, node_file, out
+        self._process: subprocess.Popen[str] | None = None
+        self._lines: Queue[str | None] = Queue()
+        self._kind: tuple[str, bool] | None = None
+
+    def run(self, part: PartSettings) -> PartResult:
+        """Run a part; a process without a result, or past its time limit, counts as failed."""
+        kind = (part.shape, part.contender == ACCELERATE)
+        if kind != self._kind:
+            self.close()
+        log = log_of(part, self._out)
+        process = self._process or self._start(log)
+        self._kind = kind
+        with suppress(BrokenPipeError):  # it has ended, and its status says why
+            assert process.stdin is not None
+            process.stdin.write(part.to_json() + "\n")
+            process.stdin.flush()
+        try:
+            result = self._next_result(part.limit_s)
+        except Empty:
+            reason = f"not done after {format_seconds(part.limit_s)}; see {log}"
+        else:
+            if result is not None:
+                return result
+            reason = f"{_ending(process.wait())}; see {log}"
+        self.close()
+        return result_of(part, Status.FAILED, reason, self._node.name)
+
+    def close(self) -> None:
+        process, self._process, self._kind = self._process, None, None
+        if process is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(BrokenPipeError), process:
+            pass  # waits for it, and closes its pipes
+
+    def _start(self, log: Path) -> "subprocess.Popen[str]":
+        module = [sys.executable, "-m", "raymoe.bench.gpu.part"]
+        with log.open("w") as errors:
+            process = subprocess.Popen(
+                [*module, str(self._node_file), str(self._out)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+            )
+        self._process, self._lines = process, Queue()
+        threading.Thread(target=_read, args=(process, self._lines), daemon=True).start()
+        return process
+
+    def _next_result(self, limit_s: float) -> PartResult | None:
+        """The next result; None if the process ends without one; raises Empty after the limit."""
+        end_s = time.monotonic() + limit_s
+        while True:
+            line = self._lines.get(timeout=max(0.0, end_s - time.monotonic()))
+            if line is None:
+                return None
+            if line.startswith("{"):
+                return PartResult.from_json(line)
+
+
+def _read(process: "subprocess.Popen[str]", lines: "Queue[str | None]") -> None:
+    assert process.stdout is not None
+    with suppress(ValueError):  # closed meanwhile
+        for line in process.stdout:
+            lines.put(line)
+    lines.put(None)
+
+
+def _ending(code: int) -> str:
+    if code < 0:
+        return f"ended by signal {signal.Signals(-code).name} (of memory, perhaps)"
+    return f"ended with status {code}"
 
 
 @contextmanager

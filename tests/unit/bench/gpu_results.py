@@ -29,6 +29,7 @@ FIGURES = Figures(
     generated_tokens=640,
     prefill_s=1.0,
     total_s=4.0,
+    load_s=70.0,
     num_measured_steps=63,
     pinned_bytes_per_s=12.0e9,
     bound_s=3.0,
@@ -41,6 +42,7 @@ FIGURES = Figures(
         steps_measured_s=3.9,
         link_bytes_per_s=9.0e9,
         busy=BusyShares(gpu=0.5, cpu=0.25, htod=0.9, dtoh=0.0),
+        kernel_share=0.44,
         plan="two\nlines",
     ),
 )
