@@ -69,7 +69,8 @@ class AttentionBatch:
         return AttentionBatch(
             query_start=torch.cat([num_new.new_zeros(1), num_new.cumsum(0)]).int(),
             context_tokens=contexts,
-            block_table=self.block_table[sequences],
+            # Not by torch: its threads would wait for each other in each of many small copies.
+            block_table=torch.from_numpy(self.block_table.numpy()[sequences.numpy()]),
             prompt_tokens=None if prompts is None else prompts[sequences],
         )
 

@@ -128,10 +128,14 @@ def cut_step(batch: AttentionBatch, num_micro_batches: int, division: Division) 
         order.append(_ranges(starts[sequences], num_scheduled_tokens[sequences]))
         micro_batches.append(micro_batch)
         begin = micro_batch.end
-    order_T = torch.from_numpy(np.concatenate(order))
-    place_T = torch.empty_like(order_T)
-    place_T[order_T] = torch.arange(len(order_T))
-    return CutStep(order_T=order_T, place_T=place_T, micro_batches=tuple(micro_batches))
+    order_T = np.concatenate(order)
+    place_T = np.empty_like(order_T)
+    place_T[order_T] = np.arange(len(order_T))
+    return CutStep(
+        order_T=torch.from_numpy(order_T),
+        place_T=torch.from_numpy(place_T),
+        micro_batches=tuple(micro_batches),
+    )
 
 
 def _deal(num_scheduled_tokens: Int64s, contexts: Int64s, num_micro_batches: int) -> list[Int64s]:
