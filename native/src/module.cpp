@@ -1,4 +1,5 @@
 // The Python module `_raymoe_native`, which `raymoe._native` re-exports.
+#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -13,6 +14,7 @@
 #include "raymoe/isa.h"
 #include "raymoe/latent_attention.h"
 #include "raymoe/linear.h"
+#include "raymoe/mover.h"
 #include "raymoe/probe.h"
 #include "raymoe/sampling.h"
 #include "raymoe/worker_pool.h"
@@ -234,6 +236,156 @@ void bind_probe(py::module_& m) {
         py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_probe.py.");
 }
 
+void* pointer(uintptr_t address) { return reinterpret_cast<void*>(address); }
+
+/// Runs and drops a Python function in a thread that has no part in the interpreter.
+std::function<void()> without_lock(py::object function) {
+  if (function.is_none()) return nullptr;
+  std::shared_ptr<py::object> shared(new py::object(std::move(function)), [](py::object* dropped) {
+    py::gil_scoped_acquire lock;
+    delete dropped;
+  });
+  return [shared = std::move(shared)] {
+    py::gil_scoped_acquire lock;
+    try {
+      (*shared)();
+    } catch (const py::error_already_set& error) {
+      throw std::runtime_error(error.what());
+    }
+  };
+}
+
+/// Waits without the interpreter's lock, but handles signals meanwhile.
+bool wait_for(Mark& mark) {
+  constexpr double kSignalsS = 0.05;
+  while (!mark.is_decided()) {
+    {
+      py::gil_scoped_release unlocked;
+      if (mark.wait_decided(kSignalsS)) break;
+    }
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  }
+  if (mark.is_done()) return mark.wait();
+  py::gil_scoped_release unlocked;
+  return mark.wait();
+}
+
+struct UnlockedDelete {
+  void operator()(Mover* mover) const {
+    py::gil_scoped_release unlocked;  // its thread may need the lock before it ends
+    delete mover;
+  }
+};
+using MoverRef = std::unique_ptr<Mover, UnlockedDelete>;
+
+/// Rows of target address, source address and bytes: an int64 array, or a list of tuples.
+std::vector<Piece> pieces_of(const py::object& rows) {
+  const auto piece = [](uintptr_t target, uintptr_t source, size_t num_bytes) {
+    return Piece{static_cast<char*>(pointer(target)), static_cast<char*>(pointer(source)),
+                 num_bytes};
+  };
+  std::vector<Piece> pieces;
+  if (!py::isinstance<py::array>(rows)) {
+    for (const auto& [target, source, num_bytes] :
+         rows.cast<std::vector<std::tuple<uintptr_t, uintptr_t, size_t>>>())
+      pieces.push_back(piece(target, source, num_bytes));
+    return pieces;
+  }
+  const auto array = rows.cast<py::array_t<int64_t, py::array::c_style | py::array::forcecast>>();
+  const auto row = array.unchecked<2>();
+  for (py::ssize_t i = 0; i < row.shape(0); ++i)
+    pieces.push_back(piece(static_cast<uintptr_t>(row(i, 0)), static_cast<uintptr_t>(row(i, 1)),
+                           static_cast<size_t>(row(i, 2))));
+  return pieces;
+}
+
+// What does not block keeps the interpreter's lock: beside a thread of pure Python, each release
+// costs the 5 milliseconds until that thread gives it back.
+void bind_marks(py::module_& m) {
+  py::class_<CancelToken, std::shared_ptr<CancelToken>>(m, "CancelToken")
+      .def(py::init<>())
+      .def("cancel", [](CancelToken& token) { token.is_cancelled = true; })
+      .def_property_readonly("is_cancelled",
+                             [](const CancelToken& token) { return token.is_cancelled.load(); });
+  py::class_<Mark, MarkRef>(m, "Mark", "See device/lane.py.")
+      .def(py::init<>())
+      .def("wait_done", &wait_for, "Block until the task is done; False if it was cancelled.")
+      .def_property_readonly("is_done", &Mark::is_done)
+      .def_property_readonly("start_s", &Mark::start_s)
+      .def_property_readonly("end_s", &Mark::end_s)
+      .def_property_readonly("native_error", &Mark::error)
+      .def("finish", &Mark::finish, py::arg("start_s"), py::arg("end_s"))
+      .def("cancel_native", &Mark::cancel, py::arg("error"));
+}
+
+void bind_device(py::module_& m) {
+  using Guard = py::call_guard<py::gil_scoped_release>;
+  py::class_<DeviceRuntime, std::shared_ptr<DeviceRuntime>>(m, "DeviceRuntime")
+      .def("begin",
+           [](DeviceRuntime& runtime, uintptr_t stream, const std::vector<MarkRef>& after,
+              Mark& mark) {
+             std::optional<py::gil_scoped_release> unlocked;
+             if (runtime.waits_on_host()) unlocked.emplace();
+             for (const MarkRef& before : after) {
+               if (!before->is_decided() && !unlocked) unlocked.emplace();
+               if (!before->precede(runtime, pointer(stream))) return false;
+             }
+             mark.start_event = runtime.record(pointer(stream));
+             return true;
+           },
+           py::arg("stream"), py::arg("after"), py::arg("mark"),
+           "Let the stream wait for tasks and record the start of one; False: one was cancelled.")
+      .def("end",
+           [](DeviceRuntime& runtime, uintptr_t stream, Mark& mark) {
+             EventRef done = runtime.record(pointer(stream));
+             mark.issue(runtime.shared_from_this(), pointer(stream), std::move(mark.start_event),
+                        std::move(done));
+           },
+           py::arg("stream"), py::arg("mark"), "Record the end of a task.")
+      .def("close", &DeviceRuntime::close, Guard());
+  py::class_<SimulatedLink, DeviceRuntime, std::shared_ptr<SimulatedLink>>(m, "SimulatedLink")
+      .def(py::init(&make_simulated_link), py::arg("bytes_per_s"), py::arg("copies"))
+      .def("new_stream",
+           [](SimulatedLink& link, bool to_device) {
+             return reinterpret_cast<uintptr_t>(
+                 link.new_stream(to_device ? Direction::kToDevice : Direction::kToHost));
+           },
+           py::arg("to_device"));
+  m.def("cuda_runtime",
+        [](const CudaFunctions& functions, int device, int version, uintptr_t clock_stream,
+           double anchor_s) {
+          return make_cuda_runtime(functions, device, version, pointer(clock_stream), anchor_s);
+        },
+        py::arg("functions"), py::arg("device"), py::arg("version"), py::arg("clock_stream"),
+        py::arg("anchor_s"));
+  py::class_<LinkMeter, std::shared_ptr<LinkMeter>>(m, "LinkMeter")
+      .def(py::init<>())
+      .def("read", &LinkMeter::read, "Bytes so far, and busy seconds.");
+  py::class_<Mover, MoverRef>(m, "Mover")
+      .def(py::init([](std::string name, std::shared_ptr<DeviceRuntime> runtime, uintptr_t stream,
+                       bool to_device, size_t packet_bytes, size_t chunk_bytes,
+                       std::shared_ptr<LinkMeter> meter) {
+             return MoverRef(new Mover(std::move(name), std::move(runtime), pointer(stream),
+                                       to_device ? Direction::kToDevice : Direction::kToHost,
+                                       MoverLimits{packet_bytes, chunk_bytes}, std::move(meter)));
+           }),
+           py::arg("name"), py::arg("runtime"), py::arg("stream"), py::kw_only(),
+           py::arg("to_device"), py::arg("packet_bytes"), py::arg("chunk_bytes"),
+           py::arg("meter"))
+      .def("submit",
+           [](Mover& mover, const py::object& rows, bool can_batch,
+              std::vector<MarkRef> after, MarkRef mark, double seconds, double stall_s,
+              py::object on_done, std::shared_ptr<CancelToken> token) {
+             CopyJob job{pieces_of(rows), can_batch, std::move(after), std::move(mark),
+                         seconds, stall_s, without_lock(std::move(on_done)), std::move(token)};
+             mover.submit(std::move(job));
+           },
+           py::arg("rows"), py::arg("can_batch"), py::arg("after"), py::arg("mark"),
+           py::arg("seconds"), py::arg("stall_s"), py::arg("on_done"), py::arg("token"))
+      .def("count_arrived", &Mover::count_arrived)
+      .def("close", &Mover::close, Guard());
+}
+
 }  // namespace
 }  // namespace raymoe
 
@@ -243,6 +395,8 @@ PYBIND11_MODULE(_raymoe_native, m) {
   raymoe::bind_constants(m);
   raymoe::bind_runtime(m);
   raymoe::bind_probe(m);
+  raymoe::bind_marks(m);
+  raymoe::bind_device(m);
   raymoe::bind_sampling(m);
   raymoe::bind_elementwise(m);
   raymoe::bind_codes(m);

@@ -13,7 +13,7 @@ import torch
 
 from raymoe.bench.workloads import RowLengths, make_prompts
 from raymoe.config import EngineConfig, SamplingParams
-from raymoe.device.lane import ThreadLane
+from raymoe.device.lane import Lane, ThreadLane
 from raymoe.engine.core import Runner
 from raymoe.engine.engine import Engine
 from raymoe.engine.loading import load_parts
@@ -71,7 +71,7 @@ def _run(schedule: Schedule) -> Timeline:
         """Do nothing."""
 
     bindings: Bindings[None] = dict.fromkeys(Op, nothing)
-    lanes = {resource: ThreadLane(resource) for resource in schedule.resources}
+    lanes: dict[Resource | Op, Lane] = {key: ThreadLane(key) for key in schedule.resources}
     try:
         return LaneExecutor(schedule, bindings, lanes).run(None)
     finally:

@@ -12,40 +12,43 @@ import ctypes
 import logging
 import os
 import platform
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Generic, NamedTuple
+from typing import Generic
 
 import torch
 from torch import Tensor
 
+from raymoe import _native
 from raymoe.device.cuda_api import (
-    CHUNK_BYTES,
     CudaApi,
     CudaDriver,
     EventT,
-    PacketCopier,
     PinnedMemory,
-    Runs,
     StreamT,
     TorchCuda,
-    copy_one_by_one,
-    cut_runs,
 )
 from raymoe.device.device import MemoryLedger
-from raymoe.device.lane import Call, HostMark, Lane, Mark, ThreadContext, ThreadLane, Worker
+from raymoe.device.lane import (
+    Call,
+    Cancelled,
+    Lane,
+    Mark,
+    TaskMark,
+    ThreadContext,
+    ThreadLane,
+    Worker,
+    call_all,
+)
+from raymoe.device.mover import Link
 from raymoe.errors import CapacityError, ConfigError
-from raymoe.schedule.graph import Resource, Task
+from raymoe.schedule.graph import Op, Resource, Task
+from raymoe.schedule.timeline import LinkUse
 from raymoe.units import MIB, format_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 
 PREFERRED, DEFAULT = 1, 0  # policies of set_mempolicy(2)
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # system call numbers
@@ -93,6 +96,17 @@ def bind_thread(place: NumaPlace | None) -> None:
     """Pin the calling thread, and threads that it starts, to the CPUs of a node."""
     if place is not None:
         os.sched_setaffinity(0, place.cpus)
+
+
+@contextmanager
+def starting_near(place: NumaPlace | None) -> Iterator[None]:
+    """Pin threads that start meanwhile to the CPUs of a node."""
+    before = os.sched_getaffinity(0)
+    bind_thread(place)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 @contextmanager
@@ -147,72 +161,6 @@ def _text(path: Path) -> str:
         return ""
 
 
-# Event times are float32 milliseconds since the anchor: after a minute they are exact to 4 us.
-ANCHOR_S = 60.0
-
-
-class _Anchor(NamedTuple, Generic[EventT]):
-    event: EventT
-    host_s: float
-
-
-class _Issued(NamedTuple, Generic[EventT]):
-    start: EventT
-    done: EventT
-    anchor: _Anchor[EventT]
-
-
-class CudaMark(Generic[StreamT, EventT]):
-    """The end of a task on a stream: the lane *issues* the task, the device finishes it later."""
-
-    __slots__ = ("_api", "_issue", "_issued", "stream")
-
-    def __init__(self, api: CudaApi[StreamT, EventT], stream: StreamT) -> None:
-        self.stream = stream
-        self._api = api
-        self._issue = HostMark()
-        self._issued: _Issued[EventT] | None = None
-
-    @property
-    def is_done(self) -> bool:
-        if not self._issue.is_done:
-            return False
-        return self._issued is None or self._api.is_done(self._issued.done)
-
-    @property
-    def start_s(self) -> float:
-        return self._time_s(self._issued.start) if self._issued else 0.0
-
-    @property
-    def end_s(self) -> float:
-        return self._time_s(self._issued.done) if self._issued else 0.0
-
-    def wait(self) -> None:
-        self._api.wait_event(self.wait_issued())
-
-    def wait_issued(self) -> EventT:
-        """Block until the task is in its stream; return the event of its end.
-
-        Raises:
-            Cancelled: The task failed or was not started.
-        """
-        self._issue.wait()
-        assert self._issued is not None
-        return self._issued.done
-
-    def finish(self, issued: _Issued[EventT]) -> None:
-        self._issued = issued
-        self._issue.finish(0.0, 0.0)
-
-    def cancel(self, error: BaseException) -> None:
-        self._issue.cancel(error)
-
-    def _time_s(self, event: EventT) -> float:
-        assert self._issued is not None
-        anchor = self._issued.anchor
-        return anchor.host_s + self._api.elapsed_s(anchor.event, event)
-
-
 class CudaLane(Generic[StreamT, EventT]):
     """Owns a stream and the thread that issues to it.
 
@@ -228,18 +176,18 @@ class CudaLane(Generic[StreamT, EventT]):
         self,
         resource: Resource,
         api: CudaApi[StreamT, EventT],
+        runtime: _native.DeviceRuntime,
         context: ThreadContext | None = None,
     ) -> None:
         self.resource = resource
         self.stream = api.new_stream()
-        self._api = api
-        self._anchor: _Anchor[EventT] | None = None
-        self._last: EventT | None = None
+        self._handle = api.handle(self.stream)
+        self._api, self._runtime = api, runtime
         self._worker = Worker(f"raymoe-lane-{resource}", context or api.thread_context)
 
-    def submit(self, task: Task, call: Call, after: Sequence[Mark]) -> CudaMark[StreamT, EventT]:
+    def submit(self, task: Task, call: Call, after: Sequence[Mark]) -> TaskMark:
         del task  # the device determines its duration
-        mark = CudaMark(self._api, self.stream)
+        mark = TaskMark()
         self._worker.put(partial(self._run, call, after, mark))
         return mark
 
@@ -247,48 +195,19 @@ class CudaLane(Generic[StreamT, EventT]):
         self._worker.close()
         self._api.wait_stream(self.stream)
 
-    def _run(self, call: Call, after: Sequence[Mark], mark: CudaMark[StreamT, EventT]) -> None:
+    def _run(self, call: Call, after: Sequence[Mark], mark: TaskMark) -> None:
         try:
-            issued = self._issue(call, after)
+            if not self._runtime.begin(self._handle, after, mark):
+                raise Cancelled("a task before was cancelled")
+            with self._api.use(self.stream):
+                call()
+            self._runtime.end(self._handle, mark)
         except BaseException as error:  # the waiters of the mark get it
             # Work that the call enqueued before it failed still uses its buffers. If the device
             # itself failed, nothing runs any more, and the error at hand explains it.
             with contextlib.suppress(RuntimeError):
                 self._api.wait_stream(self.stream)
             mark.cancel(error)
-        else:
-            self._last = issued.done
-            mark.finish(issued)
-
-    def _issue(self, call: Call, after: Sequence[Mark]) -> _Issued[EventT]:
-        api, stream = self._api, self.stream
-        anchor = self._recent_anchor()
-        for before in after:
-            if not isinstance(before, CudaMark):
-                before.wait()
-            elif before.stream is not stream:
-                api.stream_wait(stream, before.wait_issued())
-            else:
-                before.wait_issued()
-        start, done = api.new_event(), api.new_event()
-        with api.use(stream):
-            api.record(start, stream)
-            call()
-            api.record(done, stream)
-        return _Issued(start, done, anchor)
-
-    def _recent_anchor(self) -> _Anchor[EventT]:
-        """Return the lane's anchor, renewed if it is old and the stream is idle."""
-        anchor = self._anchor
-        if anchor is not None:
-            is_recent = time.perf_counter() - anchor.host_s < ANCHOR_S
-            if is_recent or (self._last is not None and not self._api.is_done(self._last)):
-                return anchor
-        event = self._api.new_event()
-        self._api.record(event, self.stream)
-        self._api.wait_event(event)
-        self._anchor = _Anchor(event, time.perf_counter())
-        return self._anchor
 
 
 logger = logging.getLogger(__name__)
@@ -298,7 +217,7 @@ RESERVE_BYTES = 512 * MIB
 
 
 class CudaDevice(Generic[StreamT, EventT]):
-    """One GPU: GPU, HTOD and DTOH lanes are streams, CPU and HOST_COPY lanes are threads.
+    """One GPU: the GPU lane is a stream, copies are movers, CPU and HOST_COPY lanes are threads.
 
     `poison` is None, because a stream's work is not done when its call returns.
     """
@@ -324,18 +243,24 @@ class CudaDevice(Generic[StreamT, EventT]):
         self.ledger = MemoryLedger(memory_bytes)
         self.torch_device = driver.device
         self._pinned: list[PinnedMemory] = []
-        streams = {
-            resource: CudaLane(resource, driver, nearby)
-            for resource in (Resource.GPU, Resource.HTOD, Resource.DTOH)
-        }
-        threads = {
-            Resource.CPU: ThreadLane(Resource.CPU, context=driver.thread_context),
-            Resource.HOST_COPY: ThreadLane(Resource.HOST_COPY, context=nearby),
-        }
-        self._compute_stream = streams[Resource.GPU].stream
-        self.lanes: Mapping[Resource, Lane] = MappingProxyType({**streams, **threads})
-        self._copy_stream = streams[Resource.HTOD].stream
-        self._loader = PacketCopier(driver, self._copy_stream)
+        self._runtime = driver.open_runtime()
+        self._copy_streams: list[StreamT] = []
+        with starting_near(place):
+            self._link = Link(self._runtime, self._new_copy_stream)
+        compute = CudaLane(Resource.GPU, driver, self._runtime, nearby)
+        self._compute_stream = compute.stream
+        self.lanes: Mapping[Resource | Op, Lane] = MappingProxyType(
+            {
+                **self._link.lanes,
+                Resource.GPU: compute,
+                Resource.CPU: ThreadLane(Resource.CPU, context=driver.thread_context),
+                Resource.HOST_COPY: ThreadLane(Resource.HOST_COPY, context=nearby),
+            }
+        )
+
+    def _new_copy_stream(self, _to_device: bool) -> int:
+        self._copy_streams.append(self._driver.new_stream())
+        return self._driver.handle(self._copy_streams[-1])
 
     def allocate(self, num_bytes: int, purpose: str = "buffers") -> Tensor:
         self.ledger.take(num_bytes, purpose)
@@ -373,30 +298,27 @@ class CudaDevice(Generic[StreamT, EventT]):
             logger.info("pinned %s in %.1f s", format_bytes(memory.nbytes), pinned.seconds)
         return reason
 
-    def load(self, target: Tensor, source: Tensor) -> None:
-        """Copy a page of weights in packets; only in tasks of the HTOD lane."""
-        self._loader.copy(target, source)
-
-    def load_blocks(self, target: Tensor, source: Tensor, runs: Runs) -> None:
-        """Copy runs of rows, in one call if CUDA supports it; only in tasks of the HTOD lane."""
-        if not runs:
-            return
-        row_bytes = source[0].nbytes
-        pieces = cut_runs(runs, row_bytes, source.data_ptr(), CHUNK_BYTES)
-        if any(pinned.holds(source) for pinned in self._pinned):
-            self._driver.copy_batch(target, source, pieces, self._copy_stream)
-        else:
-            copy_one_by_one(target, source, pieces)
-
     def synchronize(self) -> None:
         """Wait for the default stream: allocations, copies and kernels of the calling thread."""
         self._driver.synchronize()
 
+    def traffic(self) -> Mapping[Resource, LinkUse]:
+        return self._link.traffic()
+
     def close(self) -> None:
-        for lane in self.lanes.values():
-            lane.close()
-        while self._pinned:
-            self._pinned.pop().close()
+        """End the lanes and release pinned memory.
+
+        A device that has failed refuses some of it; the rest is released all the same, and the
+        first refusal is raised.
+        """
+        pinned, self._pinned = self._pinned, []
+        call_all(
+            [
+                *(lane.close for lane in self.lanes.values()),
+                *(memory.close for memory in pinned),
+                self._runtime.close,
+            ]
+        )
 
 
 def check_cuda(index: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""The few CUDA calls that lanes, packets and pinned memory use; tests replace them.
+"""The few CUDA calls that lanes and pinned memory use; tests replace them.
 
 torch.cuda is used only inside methods, so this module imports on machines without CUDA.
 """
@@ -8,37 +8,23 @@ import resource
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
-from typing import Generic, NamedTuple, Protocol, Self, TypeVar
+from functools import partial
+from pathlib import Path
+from typing import Protocol, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from raymoe import _native
+from raymoe.device.lane import call_all
+from raymoe.device.mover import CHUNK_BYTES
 from raymoe.errors import ConfigError
-from raymoe.units import GIB, MIB, format_bytes
+from raymoe.units import format_bytes
 
 StreamT = TypeVar("StreamT")
 EventT = TypeVar("EventT")
 
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context
-
-
-Int64s = npt.NDArray[np.int64]
-
-
-class Pieces(NamedTuple):
-    """Sources, targets and sizes of copies, in bytes."""
-
-    sources: Int64s
-    targets: Int64s
-    sizes: Int64s
-
-
-def copy_one_by_one(target: Tensor, source: Tensor, pieces: Pieces) -> None:
-    target_bytes, data = target.view(-1).view(torch.uint8), source.view(-1).view(torch.uint8)
-    for begin, into, size in zip(*(each.tolist() for each in pieces), strict=True):
-        target_bytes[into : into + size].copy_(data[begin : begin + size], non_blocking=True)
 
 
 class CudaApi(Protocol[StreamT, EventT]):
@@ -52,6 +38,12 @@ class CudaApi(Protocol[StreamT, EventT]):
 
     def new_stream(self) -> StreamT:
         """Make a stream that does not wait for the default stream."""
+
+    def handle(self, stream: StreamT) -> int:
+        """The runtime's handle of a stream."""
+
+    def open_runtime(self) -> _native.DeviceRuntime:
+        """The calls by which native threads use the device."""
 
     def new_event(self) -> EventT:
         """Make a timed event; waiting for it sleeps."""
@@ -103,11 +95,42 @@ class CudaDriver(CudaApi[StreamT, EventT], HostRegistrar, Protocol[StreamT, Even
     def allocate_pinned(self, num_bytes: int) -> Tensor:
         """Allocate page-locked host memory, uint8."""
 
-    def copy_batch(self, target: Tensor, source: Tensor, pieces: Pieces, stream: StreamT) -> None:
-        """Enqueue copies between contiguous pinned and device memory, in few calls."""
-
     def synchronize(self) -> None:
         """Block the calling thread until its default stream is done."""
+
+
+CUDART_FUNCTIONS = (
+    "cudaSetDevice", "cudaMemcpyAsync", "cudaEventCreateWithFlags", "cudaEventDestroy",
+    "cudaEventRecord", "cudaEventSynchronize", "cudaEventQuery", "cudaEventElapsedTime",
+    "cudaStreamWaitEvent", "cudaStreamSynchronize", "cudaGetErrorString",
+)  # fmt: skip
+# Event times are float32 milliseconds since an anchor: after a minute they are exact to 4 us.
+ANCHOR_S = 60.0
+FIRST_WITH_BATCHES = 12080  # cudaMemcpyBatchAsync
+
+
+def load_cudart() -> ctypes.CDLL:
+    """Load the CUDA runtime that torch uses; it is in the process already where torch has CUDA.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    major = (torch.version.cuda or "").split(".")[0]
+    packages = Path(torch.__file__).parent.parent / "nvidia"
+    found = sorted(packages.glob(f"*/lib/libcudart.so.{major}")) if major else []
+    for name in (f"libcudart.so.{major}", *map(str, found), "libcudart.so"):
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise ConfigError(
+        f"libcudart.so.{major} was not found, which copies weights to the GPU: pip install "
+        f"nvidia-cuda-runtime-cu{major}, or add the lib64 of CUDA to LD_LIBRARY_PATH"
+    )
+
+
+def _address(library: ctypes.CDLL, name: str) -> int:
+    return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
 
 
 class TorchCuda:
@@ -115,7 +138,7 @@ class TorchCuda:
 
     def __init__(self, index: int = 0) -> None:
         self.device = torch.device("cuda", index)
-        self._batches = BatchedCopies.load()
+        self._clock = self.new_stream()
 
     def thread_context(self) -> AbstractContextManager[object]:
         """Set the current device and inference mode, which both belong to a thread."""
@@ -129,6 +152,20 @@ class TorchCuda:
 
     def new_stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.device)
+
+    def handle(self, stream: torch.cuda.Stream) -> int:
+        return int(stream.cuda_stream)
+
+    def open_runtime(self) -> _native.DeviceRuntime:
+        library = load_cudart()
+        version = ctypes.c_int()
+        library.cudaRuntimeGetVersion(ctypes.byref(version))
+        functions = {name: _address(library, name) for name in CUDART_FUNCTIONS}
+        if version.value >= FIRST_WITH_BATCHES:
+            functions["cudaMemcpyBatchAsync"] = _address(library, "cudaMemcpyBatchAsync")
+        return _native.cuda_runtime(
+            functions, self.device.index, version.value, self.handle(self._clock), ANCHOR_S
+        )
 
     def new_event(self) -> torch.cuda.Event:
         return torch.cuda.Event(enable_timing=True, blocking=True)
@@ -180,19 +217,6 @@ class TorchCuda:
     def allocate_pinned(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def copy_batch(
-        self, target: Tensor, source: Tensor, pieces: Pieces, stream: torch.cuda.Stream
-    ) -> None:
-        if self._batches is not None:
-            addresses = Pieces(
-                pieces.sources + source.data_ptr(), pieces.targets + target.data_ptr(), pieces.sizes
-            )
-            if self._batches.copy(addresses, stream.cuda_stream):
-                return
-            self._batches = None
-        with self.use(stream):
-            copy_one_by_one(target, source, pieces)
-
     def synchronize(self) -> None:
         torch.cuda.default_stream(self.device).synchronize()
 
@@ -219,9 +243,6 @@ class TorchCuda:
             return
 
 
-# The driver refuses a copy that crosses from one registered range into the next. So chunks end at
-# addresses that are multiples of their size, and copies are cut there too.
-CHUNK_BYTES = GIB
 HOST_PAGE_BYTES = 4096
 
 
@@ -266,8 +287,9 @@ class PinnedMemory:
         return offset >= 0 and offset + tensor.nbytes <= self.memory.nbytes
 
     def close(self) -> None:
-        while self._addresses:
-            self._registrar.unregister(self._addresses.pop())
+        """Unregister all ranges, then raise the first refusal."""
+        addresses, self._addresses = self._addresses, []
+        call_all([partial(self._registrar.unregister, address) for address in addresses])
 
 
 def _limit() -> str:
@@ -275,162 +297,3 @@ def _limit() -> str:
     if soft == resource.RLIM_INFINITY:
         return ""
     return f"; locked memory is limited to {format_bytes(soft)} (ulimit -l)"
-
-
-FIRST_VERSION, FIRST_WITHOUT_INDEX = 12080, 13000
-IN_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
-NOT_SUPPORTED = (36, 801)  # cudaErrorCallRequiresNewerDriver, cudaErrorNotSupported
-
-Runs = tuple[tuple[int, int, int], ...]  # source row, target row, rows
-
-
-def cut_runs(runs: Runs, row_bytes: int, source_address: int, chunk_bytes: int) -> Pieces:
-    """Cut runs of rows at multiples of `chunk_bytes`, where pinned ranges meet."""
-    sources, targets, counts = np.array(runs, np.int64).reshape(-1, 3).T
-    begins, sizes = sources * row_bytes + source_address, counts * row_bytes
-    num_pieces = (begins + sizes - 1) // chunk_bytes - begins // chunk_bytes + 1
-    run = np.repeat(np.arange(len(sizes)), num_pieces)
-    nth = np.arange(len(run)) - (np.cumsum(num_pieces) - num_pieces)[run]
-    chunk = (begins[run] // chunk_bytes + nth) * chunk_bytes
-    first = np.maximum(begins[run], chunk)
-    last = np.minimum((begins + sizes)[run], chunk + chunk_bytes)
-    offset = first - begins[run]
-    return Pieces(first - source_address, targets[run] * row_bytes + offset, last - first)
-
-
-class _Location(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
-
-
-class _Attributes(ctypes.Structure):
-    _fields_ = (
-        ("src_access_order", ctypes.c_int),
-        ("src_location", _Location),
-        ("dst_location", _Location),
-        ("flags", ctypes.c_uint),
-    )
-
-
-class CudaRuntime(Protocol):
-    """The libcudart functions in use."""
-
-    def cudaRuntimeGetVersion(self, version: object) -> int:  # noqa: N802 - CUDA's name
-        """Write 12080 for 12.8."""
-
-    def cudaMemcpyBatchAsync(self, *arguments: object) -> int:  # noqa: N802 - CUDA's name
-        """Enqueue all copies."""
-
-
-class BatchedCopies:
-    """Enqueues any number of copies between addresses in one call."""
-
-    def __init__(self, runtime: CudaRuntime, version: int) -> None:
-        self._runtime = runtime
-        self._has_index = version < FIRST_WITHOUT_INDEX
-
-    @classmethod
-    def load(cls) -> Self | None:
-        """Load from torch's runtime; None if it is missing or older than 12.8."""
-        if torch.version.cuda is None:
-            return None
-        try:
-            library = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
-        except OSError:  # statically linked into torch, so that nothing can be called
-            return None
-        return cls.of(library)
-
-    @classmethod
-    def of(cls, runtime: CudaRuntime) -> Self | None:
-        version = ctypes.c_int()
-        if runtime.cudaRuntimeGetVersion(ctypes.byref(version)) or version.value < FIRST_VERSION:
-            return None
-        return cls(runtime, version.value)
-
-    def copy(self, addresses: Pieces, stream: int) -> bool:
-        """Enqueue copies between pinned and device memory on a stream that is not the default.
-
-        Returns False, with nothing enqueued, if the driver does not support it.
-
-        Raises:
-            RuntimeError: The driver refused the copies.
-        """
-        count = len(addresses.sizes)
-        sources, targets, sizes = (np.ascontiguousarray(each, np.int64) for each in addresses)
-        attributes = _Attributes(src_access_order=IN_STREAM_ORDER)
-        first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
-        code = self._runtime.cudaMemcpyBatchAsync(
-            ctypes.c_void_p(targets.ctypes.data),
-            ctypes.c_void_p(sources.ctypes.data),
-            ctypes.c_void_p(sizes.ctypes.data),
-            ctypes.c_size_t(count),
-            ctypes.byref(attributes),
-            ctypes.byref(first),
-            ctypes.c_size_t(1),
-            *([ctypes.byref(failed)] if self._has_index else []),
-            ctypes.c_void_p(stream),
-        )
-        if code in NOT_SUPPORTED:
-            return False
-        if code:
-            raise RuntimeError(f"cudaMemcpyBatchAsync refused {count} copies: CUDA error {code}")
-        return True
-
-
-# 16 MiB take 0.7 to 1.4 ms at 12 to 25 GB/s, which is the longest wait of a small copy. The 20 us
-# until the host has sent the next packet then cost 1 to 3 % of the link.
-PACKET_BYTES = 16 * MIB
-
-
-class PacketCopier(Generic[StreamT, EventT]):
-    """Copies on one stream with at most one packet in flight; used by the lane's thread alone.
-
-    A copy engine serves its streams in turn and never interrupts a copy: with one packet in flight,
-    a copy on another stream starts next.
-    """
-
-    def __init__(
-        self,
-        api: CudaApi[StreamT, EventT],
-        stream: StreamT,
-        *,
-        packet_bytes: int = PACKET_BYTES,
-        chunk_bytes: int = CHUNK_BYTES,
-    ) -> None:
-        """Set the sizes; no copy crosses a source address that is a multiple of `chunk_bytes`."""
-        if packet_bytes <= 0 or chunk_bytes <= 0:
-            raise ConfigError(
-                f"packets of {packet_bytes}, chunks of {chunk_bytes} bytes: too small"
-            )
-        self._api = api
-        self._stream = stream
-        self._packet_bytes = packet_bytes
-        self._chunk_bytes = chunk_bytes
-        self._in_flight: EventT | None = None
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy contiguous `source` to `target` of equal bytes.
-
-        Returns when the last packet is in flight; later work on the stream runs after it.
-        """
-        if not (target.is_contiguous() and source.is_contiguous()):
-            raise ConfigError("source and target must be in one piece")
-        if target.nbytes != source.nbytes:
-            raise ConfigError(f"cannot copy {source.nbytes} bytes to {target.nbytes} bytes")
-        target_bytes, data = _as_bytes(target), _as_bytes(source)
-        origin = data.data_ptr()
-        for chunk_begin, chunk_end in cut(origin, origin + data.numel(), self._chunk_bytes):
-            for begin in range(chunk_begin - origin, chunk_end - origin, self._packet_bytes):
-                end = min(begin + self._packet_bytes, chunk_end - origin)
-                self._send(target_bytes[begin:end], data[begin:end])
-
-    def _send(self, target: Tensor, source: Tensor) -> None:
-        if self._in_flight is not None:
-            self._api.wait_event(self._in_flight)
-        with self._api.use(self._stream):
-            target.copy_(source, non_blocking=True)
-        self._in_flight = self._api.new_event()
-        self._api.record(self._in_flight, self._stream)
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)

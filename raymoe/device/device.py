@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from raymoe.device.cuda_api import Runs
 from raymoe.device.lane import Lane
 from raymoe.errors import CapacityError, ConfigError
-from raymoe.schedule.graph import Resource
+from raymoe.schedule.graph import Op, Resource
+from raymoe.schedule.timeline import LinkUse
 from raymoe.units import ceil_div, format_bytes
 
 ALIGNMENT = 256  # as cudaMalloc
@@ -74,8 +74,8 @@ class Device(Protocol):
     """Memory with a limit and the lanes on which a schedule runs; the device owns both."""
 
     @property
-    def lanes(self) -> Mapping[Resource, Lane]:
-        """One lane for each resource."""
+    def lanes(self) -> Mapping[Resource | Op, Lane]:
+        """One lane for each resource, and for operations that have a lane of their own."""
 
     @property
     def ledger(self) -> MemoryLedger:
@@ -102,9 +102,6 @@ class Device(Protocol):
     def pin(self, memory: Tensor) -> str | None:
         """Page-lock host memory until `close`; return the reason if that is refused."""
 
-    def load(self, target: Tensor, source: Tensor) -> None:
-        """Copy a page of weights from pinned host memory; only in tasks of the HTOD lane."""
-
     def reserve(self, num_bytes: int) -> None:
         """Reserve memory for allocations during steps; call it before the first step.
 
@@ -115,14 +112,14 @@ class Device(Protocol):
     def memory_near(self) -> AbstractContextManager[None]:
         """Prefer the device's NUMA node for host pages that this thread writes first."""
 
-    def load_blocks(self, target: Tensor, source: Tensor, runs: Runs) -> None:
-        """Copy runs of rows, (source row, target row, rows), from host memory.
-
-        Only in tasks of the HTOD lane. Both tensors are contiguous and have rows of the same size.
-        """
-
     def synchronize(self) -> None:
         """Wait for the work that the calling thread itself has put on the device."""
 
+    def traffic(self) -> Mapping[Resource, LinkUse]:
+        """What has crossed the link so far, to the device and to the host."""
+
     def close(self) -> None:
-        """Finish what was submitted and end the lanes; idempotent."""
+        """Finish what was submitted, end the lanes and release memory; idempotent.
+
+        Releases everything, and then raises the first error.
+        """

@@ -10,11 +10,12 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from raymoe.device.cuda_api import Runs
+from raymoe import _native
 from raymoe.device.device import MemoryLedger
-from raymoe.device.lane import Call, ThreadLane
-from raymoe.schedule.graph import Resource, Task
-from raymoe.schedule.timeline import CostModel
+from raymoe.device.lane import Call, Lane, ThreadLane, call_all
+from raymoe.device.mover import CopyTime, Link
+from raymoe.schedule.graph import Op, Resource, Task
+from raymoe.schedule.timeline import CostModel, LinkUse
 
 SPIN_S = 150e-6  # Linux wakes a sleeper 70 to 90 us late; 50 us of that is timer slack
 
@@ -82,10 +83,17 @@ class EmulatedDevice:
         self.torch_device = torch.device("cpu")
         self._time_scale = time_scale
         self._stall = stall
-        self.lanes: Mapping[Resource, ThreadLane] = MappingProxyType(
+        runtime = _native.SimulatedLink(bytes_per_s=0.0, copies=True)
+        self._link = Link(runtime, runtime.new_stream, self._copy_time)
+        self.lanes: Mapping[Resource | Op, Lane] = MappingProxyType(
             {
-                resource: ThreadLane(resource, perform=self._stretch, context=torch.inference_mode)
-                for resource in Resource
+                **self._link.lanes,
+                **{
+                    resource: ThreadLane(
+                        resource, perform=self._stretch, context=torch.inference_mode
+                    )
+                    for resource in (Resource.GPU, Resource.CPU, Resource.HOST_COPY)
+                },
             }
         )
 
@@ -115,10 +123,6 @@ class EmulatedDevice:
         """Do nothing."""
 
     @staticmethod
-    def load(target: Tensor, source: Tensor) -> None:
-        target.copy_(source)
-
-    @staticmethod
     def reserve(num_bytes: int) -> None:
         """Do nothing."""
 
@@ -127,17 +131,20 @@ class EmulatedDevice:
         return nullcontext()
 
     @staticmethod
-    def load_blocks(target: Tensor, source: Tensor, runs: Runs) -> None:
-        for begin, into, count in runs:
-            target[into : into + count].copy_(source[begin : begin + count])
-
-    @staticmethod
     def synchronize() -> None:
         """Do nothing: copies are done when they return."""
 
+    def traffic(self) -> Mapping[Resource, LinkUse]:
+        return self._link.traffic()
+
     def close(self) -> None:
-        for lane in self.lanes.values():
-            lane.close()
+        call_all(lane.close for lane in self.lanes.values())
+
+    def _copy_time(self, task: Task) -> CopyTime:
+        return CopyTime(
+            self.cost.duration_s(task) * self._time_scale,
+            0.0 if self._stall is None else self._stall(task),
+        )
 
     def _stretch(self, task: Task, call: Call) -> None:
         start_s = time.perf_counter()

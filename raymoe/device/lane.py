@@ -2,14 +2,14 @@
 
 import threading
 import time
-from _thread import allocate_lock
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from queue import SimpleQueue
 from typing import Protocol
 
+from raymoe import _native
 from raymoe.errors import ExecutionError, RaymoeError
 from raymoe.schedule.graph import Resource, Task
 
@@ -66,7 +66,7 @@ class Worker:
                 del job  # otherwise the thread keeps the last job's data alive
 
 
-Call = Callable[[], None]
+Call = Callable[[], object]
 
 
 class Cancelled(RaymoeError):  # noqa: N818 - an outcome of a task, as asyncio.CancelledError
@@ -118,7 +118,7 @@ class Lane(Protocol):
 
         Args:
             task: Gives the name and, on emulated devices, the duration.
-            call: Runs in the lane's thread.
+            call: Runs in the lane's thread; on lanes of copies here, and returns what to copy.
             after: Marks of tasks, of any lane, that must be done before.
         """
 
@@ -126,47 +126,41 @@ class Lane(Protocol):
         """Finish what was submitted and end the lane's thread; idempotent."""
 
 
-class HostMark:
-    """The end of a task that a host thread runs.
+def call_all(calls: Iterable[Callable[[], object]]) -> None:
+    """Make every call, whatever the others raise; then raise the first error."""
+    first: BaseException | None = None
+    for call in calls:
+        try:
+            call()
+        except BaseException as error:
+            first = first or error
+    if first is not None:
+        raise first
 
-    Waiters block on a raw lock that the owner holds until the end and that each waiter passes on.
-    This costs a third of `threading.Event`, and a step has thousands of marks.
+
+class TaskMark(_native.Mark):
+    """The end of a task, which native threads can wait for without the interpreter.
+
+    A lane of a stream *issues* a task, and the device finishes it later.
     """
 
-    __slots__ = ("_error", "_is_cancelled", "_is_done", "_lock", "end_s", "start_s")
+    __slots__ = ("_error",)
 
     def __init__(self) -> None:
-        self._lock = allocate_lock()
-        self._lock.acquire()
-        self._is_done = False
-        self._is_cancelled = False
+        super().__init__()
         self._error: BaseException | None = None
-        self.start_s = 0.0
-        self.end_s = 0.0
-
-    @property
-    def is_done(self) -> bool:
-        return self._is_done
 
     def wait(self) -> None:
-        if not self._is_done:
-            with self._lock:
-                pass
-        if self._is_cancelled:
-            raise Cancelled("the task was cancelled") from self._error
-
-    def finish(self, start_s: float, end_s: float) -> None:
-        self.start_s = start_s
-        self.end_s = end_s
-        self._is_done = True
-        self._lock.release()
+        if not self.wait_done():
+            error = self._error
+            if error is None and self.native_error:
+                error = RuntimeError(self.native_error)
+            raise Cancelled("the task was cancelled") from error
 
     def cancel(self, error: BaseException) -> None:
         # Keeps only the first error of a chain of cancelled tasks.
         self._error = None if isinstance(error, Cancelled) else error
-        self._is_cancelled = True
-        self._is_done = True
-        self._lock.release()
+        self.cancel_native("")
 
 
 Perform = Callable[[Task, Call], None]
@@ -193,15 +187,15 @@ class ThreadLane:
         self._perform = perform
         self._worker = Worker(f"raymoe-lane-{resource}", context)
 
-    def submit(self, task: Task, call: Call, after: Sequence[Mark]) -> HostMark:
-        mark = HostMark()
+    def submit(self, task: Task, call: Call, after: Sequence[Mark]) -> TaskMark:
+        mark = TaskMark()
         self._worker.put(partial(self._run, task, call, after, mark))
         return mark
 
     def close(self) -> None:
         self._worker.close()
 
-    def _run(self, task: Task, call: Call, after: Sequence[Mark], mark: HostMark) -> None:
+    def _run(self, task: Task, call: Call, after: Sequence[Mark], mark: TaskMark) -> None:
         try:
             for before in after:
                 before.wait()

@@ -11,7 +11,7 @@ from raymoe.engine.outputs import Int32s
 from raymoe.engine.sequence import ScheduledStep
 from raymoe.plan.work import StepLoad
 from raymoe.schedule.graph import Resource
-from raymoe.schedule.timeline import Timeline, report_line
+from raymoe.schedule.timeline import LinkUse, Timeline, report_line
 
 LEARNING_RATE = 0.1  # weight of the latest pass in the correction of its kind
 
@@ -69,30 +69,43 @@ class RunReport:
         predicted_s: Sum of the cost model's uncorrected predictions.
         measured_s: Sum of step times, without the time between steps.
         busy_s: Busy seconds of each resource that worked.
+        links: What crossed the link in each direction.
     """
 
     num_steps: int = 0
     predicted_s: float = 0.0
     measured_s: float = 0.0
     busy_s: Mapping[Resource, float] = field(default_factory=dict)
+    links: Mapping[Resource, LinkUse] = field(default_factory=dict)
 
     def with_step(self, predicted_s: float, measured: Timeline) -> "RunReport":
-        busy_s = dict(self.busy_s)
+        busy_s, links = dict(self.busy_s), dict(self.links)
+        for resource, use in measured.links.items():
+            links[resource] = links.get(resource, LinkUse()).plus(use)
         for resource in measured.resources:
-            busy_s[resource] = busy_s.get(resource, 0.0) + measured.busy_s(resource)
+            use_of = measured.links.get(resource)
+            busy = measured.busy_s(resource) if use_of is None else use_of.busy_s
+            busy_s[resource] = busy_s.get(resource, 0.0) + busy
         return RunReport(
             num_steps=self.num_steps + 1,
             predicted_s=self.predicted_s + predicted_s,
             measured_s=self.measured_s + measured.makespan_s,
             busy_s=busy_s,
+            links=links,
         )
 
     def busy_share(self, resource: Resource) -> float:
         """Busy share of a resource in the steps, 0..1."""
         return self.busy_s.get(resource, 0.0) / self.measured_s if self.measured_s else 0.0
 
+    @property
+    def link(self) -> LinkUse:
+        """From host to device."""
+        num_bytes = self.links.get(Resource.HTOD, LinkUse()).num_bytes
+        return LinkUse(num_bytes, self.busy_s.get(Resource.HTOD, 0.0))
+
     def __str__(self) -> str:
-        line = report_line(self.predicted_s, self.measured_s, self.busy_share(Resource.HTOD))
+        line = report_line(self.predicted_s, self.measured_s, self.link)
         return f"{self.num_steps} passes: {line}"
 
 

@@ -1,5 +1,6 @@
 """Loading a runner: weights to host or device memory, and what executes steps on them."""
 
+import contextlib
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from raymoe.config import EngineConfig, Settings
 from raymoe.device.cuda import open_cuda
 from raymoe.device.device import Device
 from raymoe.device.emulated import EmulatedDevice
+from raymoe.device.lane import call_all
 from raymoe.engine.compilation import compile_attention, compile_experts
 from raymoe.engine.core import Runner
 from raymoe.engine.identity import Choice
@@ -137,9 +139,7 @@ def load_on_device(
     )
 
     def release() -> None:
-        device.close()
-        memory.cache.close()
-        memory.weights.close()
+        call_all([device.close, memory.cache.close, memory.weights.close])
 
     return runner, release
 
@@ -195,8 +195,7 @@ def _load_memory(model: LoadedModel, weights: WeightPages, device: Device) -> De
         staging=[
             device.allocate_pinned(steps.cut.page_length) for _ in range(steps.device.staging_slots)
         ],
-        load=device.load,
-        load_blocks=device.load_blocks,
+        is_cache_pinned=reason is None,
     )
 
 
@@ -222,8 +221,7 @@ def load_resident(
     runner = ResidentStepRunner(decoder, cache, layouts, device, before_step=before_step)
 
     def release() -> None:
-        device.close()
-        weights.close()
+        call_all([device.close, weights.close])
 
     return runner, release
 
@@ -563,7 +561,8 @@ def _load_or_close(model: LoadedModel, device: Device, before_step: BeforeStep |
         load = load_resident if _is_resident(model) else load_on_device
         return Loaded(*load(model, device, before_step))
     except BaseException:
-        device.close()
+        with contextlib.suppress(RuntimeError):  # a device that has failed says so once more
+            device.close()
         raise
 
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from raymoe.device.cuda_api import Runs
+from raymoe.device.mover import Copies
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.cpu_elementwise import Routing
 from raymoe.kernels.gpu_attention_batch import StagedBatch
@@ -149,8 +150,7 @@ class DeviceMemory:
         cache: KV of all sequences, on the host.
         host: Activations on the host; its ring is as long as that of the device.
         staging: Pinned pages between pageable memory and the device; empty if nothing is staged.
-        load: Copies a page of weights to the device, (target, source).
-        load_blocks: Copies runs of KV blocks to the device, (target, source, runs).
+        is_cache_pinned: Whether the KV cache is page-locked.
     """
 
     top_k: tuple[int, ...]
@@ -160,8 +160,7 @@ class DeviceMemory:
     device: StepActivations
     host: HostActivations
     staging: Sequence[Tensor]
-    load: Callable[[Tensor, Tensor], None]
-    load_blocks: Callable[[Tensor, Tensor, Runs], None]
+    is_cache_pinned: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +240,7 @@ def bind_device(memory: DeviceMemory) -> Bindings[DeviceStep]:
 def poison_dead(poison: Callable[[Tensor], None]) -> Callable[[Buffer, DeviceStep], None]:
     """What to do with buffers that nobody will read: whoever reads them after all shows."""
 
+    @torch.inference_mode()
     def on_dead(buffer: Buffer, state: DeviceStep) -> None:
         for tensor in state.used.pop(buffer, ()):
             poison(tensor)
@@ -257,9 +257,9 @@ class _Bound:
         token_ids_T = state.inputs.token_ids[state.cut.order_T[rows]]
         self._memory.host.embedded_TH[rows].copy_(self._decoder(state).embed(token_ids_T))
 
-    def up(self, task: Task, state: DeviceStep) -> None:
+    def up(self, task: Task, state: DeviceStep) -> Copies:
         rows = state.micro_batch(task).rows
-        _send(self._memory.host.embedded_TH[rows], self._memory.device.hidden_TH[rows])
+        return Copies.of((self._memory.device.hidden_TH[rows], self._memory.host.embedded_TH[rows]))
 
     def pre(self, task: Task, state: DeviceStep) -> None:
         micro_batch, inputs = state.micro_batch(task), state.on_device
@@ -288,17 +288,14 @@ class _Bound:
         else:
             self._wrote(task, state, *out)
 
-    def qkv(self, task: Task, state: DeviceStep) -> None:
-        micro_batch, source, target = (
-            state.micro_batch(task),
-            self._on_device(task),
-            self._on_host(task),
+    def qkv(self, task: Task, state: DeviceStep) -> Copies:
+        micro_batch = state.micro_batch(task)
+        target, source = self._on_host(task), self._on_device(task)
+        end, num_tokens = micro_batch.host.end, micro_batch.num_tokens
+        return Copies.of(
+            (target.absorbed(end).query_THD, source.absorbed(end).query_THD),
+            *zip(target.cached(0, num_tokens), source.cached(0, num_tokens), strict=True),
         )
-        _send(
-            source.absorbed(micro_batch.host.end).query_THD,
-            target.absorbed(micro_batch.host.end).query_THD,
-        )
-        _copy(source.cached(0, micro_batch.num_tokens), target.cached(0, micro_batch.num_tokens))
 
     def attend_on_host(self, task: Task, state: DeviceStep) -> None:
         share, activations = state.micro_batch(task).host, self._on_host(task)
@@ -312,11 +309,11 @@ class _Bound:
         projected = self._on_host(task).projected(share.begin, share.end)
         self._decoder(state).append(task.layer, projected, self._cache(task), share.batch)
 
-    def stage_kv(self, task: Task, state: DeviceStep) -> None:
+    def stage_kv(self, task: Task, state: DeviceStep) -> Copies:
         staging = state.micro_batch(task).staging
         staged, cache = self._staged(task), self._cache(task)
-        self._memory.load_blocks(staged, cache, staging.runs)
-        self._wrote(task, state, staged[: staging.num_blocks])
+        copies = Copies.of_runs(staged, cache, staging.runs, is_pinned=self._memory.is_cache_pinned)
+        return self._writing(task, state, copies, staged[: staging.num_blocks])
 
     def attend_on_device(self, task: Task, state: DeviceStep) -> None:
         share, activations = state.micro_batch(task).device, self._on_device(task)
@@ -330,11 +327,11 @@ class _Bound:
         )
         self._wrote(task, state, into)
 
-    def hid(self, task: Task, state: DeviceStep) -> None:
+    def hid(self, task: Task, state: DeviceStep) -> Copies:
         end = state.micro_batch(task).host.end
         into = self._on_device(task).absorbed_result(end)
-        _send(self._on_host(task).absorbed_result(end), into)
-        self._wrote(task, state, into)
+        copies = Copies.of((into, self._on_host(task).absorbed_result(end)))
+        return self._writing(task, state, copies, into)
 
     def post(self, task: Task, state: DeviceStep) -> None:
         rows, device = state.micro_batch(task).rows, self._memory.device
@@ -361,7 +358,7 @@ class _Bound:
         hidden_TH, rows_R = self._memory.device.hidden_TH, state.on_device.logit_places_R
         return _logits(decoder, decoder.final(hidden_TH, rows_R))
 
-    def load_page(self, task: Task, state: DeviceStep) -> None:
+    def load_page(self, task: Task, state: DeviceStep) -> Copies:
         weights = self._memory.weights
         slot, page = task.writes[0].key
         source = weights.host_page(task.layer, page)
@@ -369,8 +366,7 @@ class _Bound:
         if staged is not None:
             source = self._memory.staging[staged.key[0]][: len(source)]
         into = weights.slot_page(task.layer, page, slot)
-        self._memory.load(into, source)
-        self._wrote(task, state, into)
+        return self._writing(task, state, Copies.of((into, source)), into)
 
     def stage_page(self, task: Task, _state: DeviceStep) -> None:
         source = self._memory.weights.host_page(task.layer, task.part)
@@ -379,6 +375,10 @@ class _Bound:
 
     def sync(self, task: Task, state: DeviceStep) -> None:
         """Nothing: the schedule's dependencies are the wait."""
+
+    def _writing(self, task: Task, state: DeviceStep, copies: Copies, *tensors: Tensor) -> Copies:
+        copies.record = partial(self._wrote, task, state, *tensors)
+        return copies
 
     def _wrote(self, task: Task, state: DeviceStep, *tensors: Tensor) -> None:
         (buffer,) = task.writes

@@ -3,15 +3,17 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from raymoe._native import CancelToken
 from raymoe.device.lane import Cancelled, Lane, Mark
+from raymoe.device.mover import Copies
 from raymoe.errors import ConfigError, ExecutionError, ScheduleError
 from raymoe.schedule.graph import Buffer, Op, Resource, Schedule, Task
-from raymoe.schedule.timeline import Span, Timeline
+from raymoe.schedule.timeline import LinkUse, Span, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +92,9 @@ def record(schedule: Schedule, marks: Iterable[Mark], origin_s: float) -> Timeli
 
 
 State = TypeVar("State")
-# What Op.HEAD returns is given to the caller of `stream`, item by item; the others return None.
-Binding = Callable[[Task, State], Iterable[Any] | None]
+# What Op.HEAD returns is given to the caller of `stream`, item by item; copies return what to copy,
+# the others None.
+Binding = Callable[[Task, State], Iterable[Any] | Copies | None]
 Bindings = Mapping[Op, Binding[State]]
 OnDead = Callable[[Buffer, State], None]
 
@@ -137,7 +140,7 @@ class SerialExecutor(Generic[State]):
             try:
                 outputs = call(task, state)
                 if task.op is Op.HEAD:
-                    for output in outputs or ():
+                    for output in _items(outputs):
                         given_s = time.perf_counter()
                         yield output
                         origin_s += time.perf_counter() - given_s
@@ -160,17 +163,19 @@ class LaneExecutor(Generic[State]):
         self,
         schedule: Schedule,
         bindings: Bindings[State],
-        lanes: Mapping[Resource, Lane],
+        lanes: Mapping[Resource | Op, Lane],
         *,
         on_dead: OnDead[State] | None = None,
+        traffic: Callable[[], Mapping[Resource, LinkUse]] = dict,
     ) -> None:
         """Prepare the runs of one schedule.
 
         Args:
             bindings: What each operation does; called in the threads of the lanes.
-            lanes: At least the lanes of the schedule's resources.
+            lanes: At least the lanes of the schedule's resources; an operation may have its own.
             on_dead: Called with a buffer and the state when the last reader of a version of the
                 buffer has read it, before anyone can write the next version; see `Lifetimes`.
+            traffic: What has crossed the link so far, for the timeline.
 
         Raises:
             ScheduleError: An operation has no binding, or a resource no lane.
@@ -183,20 +188,21 @@ class LaneExecutor(Generic[State]):
                 f"schedule {schedule.name!r} needs lanes for {missing}; the device has "
                 f"{sorted(lanes)}"
             )
-        used = [lanes[resource] for resource in schedule.resources]
-        if on_dead is not None and not all(lane.is_synchronous for lane in used):
+        keys = [task.op if task.op in lanes else task.resource for task in schedule.tasks]
+        if on_dead is not None and not all(lanes[key].is_synchronous for key in set(keys)):
             raise ConfigError("on_dead needs lanes whose calls return when their work is done")
         self.schedule = schedule
         self._calls = [(task, bindings[task.op]) for task in schedule.tasks]
         self._on_dead = on_dead
+        self._traffic = traffic
         self._lifetimes = find_lifetimes(schedule)
         self._steps = [
-            (lanes[task.resource].submit, task, waits)
-            for task, waits in zip(schedule.tasks, _lane_waits(schedule), strict=True)
+            (lanes[key].submit, task, waits)
+            for key, task, waits in zip(
+                keys, schedule.tasks, _lane_waits(schedule, keys), strict=True
+            )
         ]
-        self._last_of_lane = tuple(
-            {task.resource: index for index, task in enumerate(schedule.tasks)}.values()
-        )
+        self._last_of_lane = tuple({key: index for index, key in enumerate(keys)}.values())
         self._heads = [i for i, task in enumerate(schedule.tasks) if task.op is Op.HEAD]
 
     def run(self, state: State) -> Timeline:
@@ -214,6 +220,7 @@ class LaneExecutor(Generic[State]):
         """
         run = _Run(self._calls, state, self._lifetimes, self._on_dead)
         marks: list[Mark] = []
+        before = self._traffic()
         origin_s = time.perf_counter()
         try:
             for index, (submit, task, waits) in enumerate(self._steps):
@@ -233,17 +240,30 @@ class LaneExecutor(Generic[State]):
                 _outcome(mark)
             raise
         self._check(run, marks)
-        return record(self.schedule, marks, origin_s)
+        links = {
+            resource: use.plus(before[resource], -1) for resource, use in self._traffic().items()
+        }
+        return replace(record(self.schedule, marks, origin_s), links=links)
 
     def _check(self, run: "_Run[State]", marks: list[Mark]) -> None:
-        failures = [] if run.failure is None else [run.failure]
+        failures: list[tuple[Task, BaseException]] = []
         for task, mark in zip(self.schedule.tasks, marks, strict=True):
             error = _outcome(mark)  # a device may report an error only to those who wait
             if error is not None:
                 failures.append((task, error))
         if failures:
-            task, error = failures[0]
+            # What a failure cancels says nothing; its cause does.
+            task, error = next((f for f in failures if f[1].__cause__ is not None), failures[0])
+            if run.failure is not None:
+                task, error = run.failure
+            elif isinstance(error, Cancelled) and error.__cause__ is not None:
+                error = error.__cause__
             raise _failed(self.schedule, task, error) from error
+
+
+def _items(outputs: Iterable[Any] | Copies | None) -> Iterable[Any]:
+    assert not isinstance(outputs, Copies)
+    return outputs or ()
 
 
 class _Outputs:
@@ -301,40 +321,62 @@ class _Run(Generic[State]):
         self._on_dead = on_dead
         self._counts = ReaderCounts(lifetimes)
         self._lock = threading.Lock()
-        self._is_cancelled = False
+        self._token = CancelToken()
         self.outputs = _Outputs()
         self.failure: tuple[Task, BaseException] | None = None
 
     def cancel(self) -> None:
-        self._is_cancelled = True
+        self._token.cancel()
         self.outputs.close()
 
-    def perform(self, index: int) -> None:
+    def perform(self, index: int) -> Copies | None:
         task, call = self._calls[index]
         if task.op is not Op.HEAD:
-            self._perform(index, task, call)
-            return
+            return self._perform(index, task, call)
         try:
-            self._perform(index, task, call)
+            return self._perform(index, task, call)
         finally:
             self.outputs.end()
 
-    def _perform(self, index: int, task: Task, call: Binding[State]) -> None:
-        if self._is_cancelled:
+    def _perform(self, index: int, task: Task, call: Binding[State]) -> Copies | None:
+        if self._token.is_cancelled:
             raise Cancelled("the run was cancelled")
         try:
             outputs = call(task, self._state)
+            if isinstance(outputs, Copies):
+                outputs.token = self._token
+                if self._on_dead is not None:
+                    outputs.on_done = partial(self._copied, index, outputs)
+                return outputs
             if task.op is Op.HEAD:
-                for output in outputs or ():
+                for output in _items(outputs):
                     self.outputs.put(output)
             if self._on_dead is not None:
-                for buffer in self._counts.finish(index):
-                    self._on_dead(buffer, self._state)
+                self._count(index, self._on_dead)
         except BaseException as error:
-            with self._lock:
-                self._is_cancelled = True
-                self.failure = self.failure or (task, error)
+            self._fail(task, error)
             raise
+        return None
+
+    def _copied(self, index: int, copies: Copies) -> None:
+        """In the thread of a mover, before the task counts as done."""
+        assert self._on_dead is not None
+        try:
+            if copies.record is not None:
+                copies.record()
+            self._count(index, self._on_dead)
+        except BaseException as error:
+            self._fail(self._calls[index][0], error)
+            raise
+
+    def _count(self, index: int, on_dead: OnDead[State]) -> None:
+        for buffer in self._counts.finish(index):
+            on_dead(buffer, self._state)
+
+    def _fail(self, task: Task, error: BaseException) -> None:
+        with self._lock:
+            self._token.cancel()
+            self.failure = self.failure or (task, error)
 
 
 def _check_bindings(schedule: Schedule, bindings: Bindings[State]) -> None:
@@ -343,13 +385,13 @@ def _check_bindings(schedule: Schedule, bindings: Bindings[State]) -> None:
         raise ScheduleError(f"schedule {schedule.name!r}: no binding for {sorted(missing)}")
 
 
-def _lane_waits(schedule: Schedule) -> list[tuple[int, ...]]:
+def _lane_waits(schedule: Schedule, keys: Sequence[Resource | Op]) -> list[tuple[int, ...]]:
     reduced = []
-    for task, waits in zip(schedule.tasks, schedule.dependencies, strict=True):
-        latest: dict[Resource, int] = {}
+    for key, waits in zip(keys, schedule.dependencies, strict=True):
+        latest: dict[Resource | Op, int] = {}
         for wait in sorted(waits):
-            latest[schedule.tasks[wait].resource] = wait
-        latest.pop(task.resource, None)
+            latest[keys[wait]] = wait
+        latest.pop(key, None)
         reduced.append(tuple(latest.values()))
     return reduced
 

@@ -135,7 +135,13 @@ class DeviceStepRunner:
         )
 
     def _new_executor(self, schedule: Schedule) -> LaneExecutor[DeviceStep]:
-        return LaneExecutor(schedule, self._bindings, self._device.lanes, on_dead=self._on_dead)
+        return LaneExecutor(
+            schedule,
+            self._bindings,
+            self._device.lanes,
+            on_dead=self._on_dead,
+            traffic=self._device.traffic,
+        )
 
     def _check_room(self, cut: CutStep) -> None:
         room = self._memory.device.ring[0].num_tokens

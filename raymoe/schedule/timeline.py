@@ -1,8 +1,8 @@
 """When each task ran, predicted or measured."""
 
 import math
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from raymoe.errors import ScheduleError
@@ -27,12 +27,35 @@ class Bubble:
     end_s: float
 
 
+class LinkUse(NamedTuple):
+    """What crossed the link in one direction.
+
+    Attributes:
+        busy_s: Seconds in which at least one copy was in progress; without the gaps between copies.
+    """
+
+    num_bytes: int = 0
+    busy_s: float = 0.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.num_bytes / self.busy_s if self.busy_s else 0.0
+
+    def plus(self, other: "LinkUse", sign: int = 1) -> "LinkUse":
+        return LinkUse(self.num_bytes + sign * other.num_bytes, self.busy_s + sign * other.busy_s)
+
+
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The spans of one run of a schedule, in issue order."""
+    """The spans of one run of a schedule, in issue order.
+
+    Attributes:
+        links: What crossed the link in each direction; empty if that was not measured.
+    """
 
     name: str
     spans: tuple[Span, ...]
+    links: Mapping[Resource, LinkUse] = field(default_factory=dict, compare=False)
 
     @property
     def makespan_s(self) -> float:
@@ -64,7 +87,12 @@ class Timeline:
         return tuple(span for span in self.spans if span.task.resource is resource)
 
     def busy_s(self, resource: Resource) -> float:
-        return sum(span.duration_s for span in self.of(resource))
+        """Seconds in which at least one task ran; pages and small copies to the device overlap."""
+        busy_s = until_s = 0.0
+        for span in sorted(self.of(resource), key=lambda span: span.start_s):
+            busy_s += max(0.0, span.end_s - max(span.start_s, until_s))
+            until_s = max(until_s, span.end_s)
+        return busy_s
 
     def utilization(self, resource: Resource) -> float:
         """Busy share of a resource, 0..1; 0 for an empty timeline."""
@@ -74,7 +102,7 @@ class Timeline:
     def bubbles(self, resource: Resource) -> tuple[Bubble, ...]:
         """Idle gaps of a resource before its last task."""
         gaps, free_s = [], 0.0
-        for span in self.of(resource):
+        for span in sorted(self.of(resource), key=lambda span: span.start_s):
             if span.start_s > free_s:
                 gaps.append(Bubble(resource, free_s, span.start_s))
             free_s = max(free_s, span.end_s)
@@ -156,16 +184,18 @@ def gap(predicted: Timeline, measured: Timeline) -> float:
 
 def compare(predicted: Timeline, measured: Timeline) -> str:
     """A report line; the link share is that from host to device."""
-    busy = measured.utilization(Resource.HTOD)
-    return report_line(predicted.makespan_s, measured.makespan_s, busy)
+    link = measured.links.get(Resource.HTOD, LinkUse(0, measured.busy_s(Resource.HTOD)))
+    return report_line(predicted.makespan_s, measured.makespan_s, link)
 
 
-def report_line(predicted_s: float, measured_s: float, link_busy: float) -> str:
-    """A report line for one or more timelines; `link_busy` is a share 0..1, host to device."""
+def report_line(predicted_s: float, measured_s: float, link: LinkUse) -> str:
+    """A report line for one or more timelines; `link` is that from host to device."""
     difference = measured_s / predicted_s - 1 if predicted_s else math.inf
+    busy = link.busy_s / measured_s if measured_s else 0.0
+    rate = f" at {link.bytes_per_s / 1e9:.3g} GB/s" if link.num_bytes else ""
     return (
         f"predicted {predicted_s:.3g} s, measured {measured_s:.3g} s, "
-        f"gap {100 * difference:+.1f} %, link busy {100 * link_busy:.0f} %"
+        f"gap {100 * difference:+.1f} %, link busy {100 * busy:.0f} %{rate}"
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from raymoe.device.emulated import EmulatedDevice
-from raymoe.device.lane import HostMark
+from raymoe.device.lane import TaskMark
 from raymoe.engine import loading
 from raymoe.schedule.graph import Resource, Task
 from tests.integration import test_schedules as schedules
@@ -44,7 +44,7 @@ def num_things() -> dict[str, int]:
     return {
         "threads": threading.active_count(),
         "handles": len(list(Path("/proc/self/fd").iterdir())),
-        "marks": sum(type(thing) is HostMark for thing in things),
+        "marks": sum(type(thing) is TaskMark for thing in things),
         "tensors": sum(type(thing) is torch.Tensor for thing in things),
     }
 

@@ -45,12 +45,10 @@ from raymoe.engine.loading import load_parts
 from raymoe.errors import ConfigError, ExecutionError
 from raymoe.memory.weights import NUM_VALUES, STANDARD_DEVIATION, dealt
 from raymoe.plan.bound import device_bound
-from raymoe.plan.device_step import StreamedSteps
 from raymoe.plan.plan import Plan
 from raymoe.plan.work import LayerWork, ModelWork
 from raymoe.schedule.graph import Resource
 from raymoe.specs.hardware import HardwareSpec
-from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
 from raymoe.units import GIB, ceil_div, format_bytes, format_seconds
 
@@ -157,7 +155,7 @@ def measure_engine(
         limit=bound.limit,
         device_peak_bytes=device_peak_bytes(settings.node.device),
         peak_rss_bytes=peak_rss_bytes(),
-        model=_predicted(plan, spec, run),
+        model=_predicted(plan, run),
     )
 
 
@@ -238,17 +236,13 @@ def _generate(engine: Engine, prompts: Prompts, new_tokens: int) -> float:
     return elapsed_s
 
 
-def _predicted(plan: Plan, spec: ModelSpec, run: _Run) -> PredictedFigures:
-    report, streamed = run.report, 0
-    if plan.schedule != "resident":
-        steps = StreamedSteps.of(spec, plan.schedule, plan.policy, BYTES_PER_ELEMENT)
-        streamed = steps.cut.streamed_bytes
-    page_s = run.recorder.page_s
+def _predicted(plan: Plan, run: _Run) -> PredictedFigures:
+    report = run.report
     return PredictedFigures(
         predicted_s=plan.job.seconds,
         steps_predicted_s=report.predicted_s,
         steps_measured_s=report.measured_s,
-        link_bytes_per_s=streamed * report.num_steps / page_s if page_s else 0.0,
+        link_bytes_per_s=report.link.bytes_per_s,
         busy=BusyShares(
             gpu=report.busy_share(Resource.GPU),
             cpu=report.busy_share(Resource.CPU),

@@ -16,7 +16,6 @@ from raymoe.plan.plan import Plan
 from raymoe.plan.work import StepLoad
 from raymoe.runtime.bindings import StepInputs, StepRun
 from raymoe.schedule.draw import draw_chrome_trace, draw_svg, svg_page, text_at
-from raymoe.schedule.graph import Op
 from raymoe.schedule.timeline import Timeline
 from raymoe.units import GB, format_bytes, format_seconds
 
@@ -32,7 +31,6 @@ class RunRecorder:
     """Wraps a runner and records transfers and a representative decode step."""
 
     runner: Runner
-    page_s: float = 0.0  # seconds in which pages of weights were copied
     num_steps: int = 0
     # The last among the decoding steps with the most rows.
     steady: SteadyStep | None = field(default=None)
@@ -40,7 +38,7 @@ class RunRecorder:
     profile: AbstractContextManager[object] | None = None
 
     def restart(self) -> None:
-        self.page_s, self.num_steps, self.steady = 0.0, 0, None
+        self.num_steps, self.steady = 0, None
 
     def run(self, inputs: StepInputs) -> StepRun:
         shape = shape_of(inputs)
@@ -50,7 +48,6 @@ class RunRecorder:
         with profile:
             timeline = yield from self.runner.run(inputs)
         self.num_steps += 1
-        self.page_s += timeline.seconds_by_op().get(Op.W, 0.0)
         maximum = self.steady.load.decode_rows if self.steady else 1
         if StepKind.of(shape) is StepKind.DECODE and shape.tokens >= maximum:
             context = shape.context_tokens / shape.tokens

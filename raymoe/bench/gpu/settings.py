@@ -263,7 +263,7 @@ class PredictedFigures:
     predicted_s: float  # seconds of the job, from the plan
     steps_predicted_s: float  # seconds of the executed steps, from the cost model
     steps_measured_s: float
-    link_bytes_per_s: float  # weights over the time of their page copies; 0 without copies
+    link_bytes_per_s: float  # to the device, while copies were in progress; 0 without copies
     busy: BusyShares
     # Kernels of a decode step over its time, without the gaps between launches that `busy.gpu`
     # counts; 0 where it was not measured.

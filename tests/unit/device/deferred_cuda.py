@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from raymoe.device.cuda_api import copy_one_by_one
 from raymoe.device.emulated import EmulatedDevice
 from raymoe.kernels import cpu_elementwise
 from tests.unit.device.fake_cuda import FakeCuda, FakeStream
@@ -32,7 +31,6 @@ class DeferredCuda(FakeCuda):
     """See the module."""
 
     device = torch.device("cpu")
-    num_batches = 0  # of copies
     memory_bytes = 1 << 40
 
     def __init__(self, **options: object) -> None:
@@ -54,10 +52,9 @@ class DeferredCuda(FakeCuda):
     def allocate_pinned(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8).fill_(255)
 
-    def copy_batch(self, target, source, pieces, stream) -> None:
-        self.num_batches += 1
-        with self.use(stream):
-            self.launch(lambda: copy_one_by_one(target, source, pieces))
+    @property
+    def num_batches(self) -> int:
+        return sum(len(copies) > 1 for copies in self.copies)
 
     def synchronize(self) -> None:
         pass
@@ -80,7 +77,8 @@ class DeferredCuda(FakeCuda):
     def _step(self, stream: FakeStream) -> None:
         caller = getattr(self._current, "stream", None)
         self._current.stream = None  # the device works, whichever thread makes it
-        super()._step(stream)
+        with torch.inference_mode():
+            super()._step(stream)
         self._current.stream = caller
 
     @contextmanager

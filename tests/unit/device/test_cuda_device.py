@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from raymoe.device.cuda import CudaDevice, open_cuda
+from raymoe.device.mover import Copies
 from raymoe.errors import CapacityError, ConfigError
 from raymoe.memory.arena import HostArena
 from raymoe.runtime.executor import LaneExecutor
@@ -63,9 +64,9 @@ def test_pages_travel_through_three_streams_and_back(device: CudaDevice) -> None
     total.zero_()
     back = device.allocate_pinned(32 * MIB).view(torch.float32)
     run = {
-        Op.W: lambda task, _: device.load(memory[task.layer % 2], host[task.layer]),
+        Op.W: lambda task, _: Copies.of((memory[task.layer % 2], host[task.layer])),
         Op.EXPERTS: lambda task, _: total.add_(memory[task.layer % 2]),
-        Op.QKV: lambda _task, _: back.copy_(total, non_blocking=True),
+        Op.QKV: lambda _task, _: Copies.of((back, total)),
     }
     torch.cuda.current_stream().synchronize()
     schedule = Schedule("pages", tuple(tasks), frozenset({pages, result}))
@@ -95,11 +96,11 @@ def test_packets_reach_nine_tenths_of_one_pinned_copy(device: CudaDevice) -> Non
         target.copy_(host, non_blocking=True)
         stream.synchronize()
 
-    lane = device.lanes[Resource.HTOD]
+    lane = device.lanes[Op.W]
     load = Task(op=Op.W, layer=0, part=0, resource=Resource.HTOD)
 
     def packets() -> None:
-        lane.submit(load, lambda: device.load(target, host), ()).wait()
+        lane.submit(load, lambda: Copies.of((target, host)), ()).wait()
 
     whole()
     assert seconds(whole) / seconds(packets) >= 0.9

@@ -24,8 +24,9 @@ Lanes = Mapping[Resource, Lane]
 
 
 def lanes_of(api: FakeCuda) -> Lanes:
+    runtime = api.open_runtime()
     return {
-        resource: CudaLane(resource, api) if resource in STREAMS else ThreadLane(resource)
+        resource: CudaLane(resource, api, runtime) if resource in STREAMS else ThreadLane(resource)
         for resource in Resource
     }
 
@@ -87,10 +88,8 @@ def test_the_host_waits_for_the_device_only_where_the_host_needs_it(
     LaneExecutor(schedule, run_on(api), lanes).run(memory)
     assert memory == serial_result(schedule)
     waits = [name for name in api.host_waits if name != "MainThread"]
-    # Each stream once, for the clock, when it has nothing to do; else only the CPU's lane.
-    assert sorted(waits) == ["raymoe-lane-cpu"] + [
-        f"raymoe-lane-{resource}" for resource in sorted(STREAMS)
-    ]
+    # Once for the clock, before the first task; else only the CPU's lane.
+    assert waits == ["raymoe-lane-htod", "raymoe-lane-cpu"]
 
 
 def test_work_is_issued_before_the_device_has_done_what_it_waits_for(
@@ -165,28 +164,24 @@ def test_a_fault_of_the_device_names_the_task(api: FakeCuda, lanes: Lanes) -> No
 
 
 def test_close_waits_for_the_stream(api: FakeCuda) -> None:
-    lane: CudaLane[FakeStream, FakeEvent] = CudaLane(Resource.GPU, api)
+    lane: CudaLane[FakeStream, FakeEvent] = CudaLane(Resource.GPU, api, api.open_runtime())
     calls: list[str] = []
     lane.submit(_task(Op.POST), lambda: api.launch(lambda: calls.append("done")), ())
     lane.close()
     assert calls == ["done"]
 
 
-def test_the_clock_is_set_anew_only_when_it_is_old_and_the_stream_is_idle(
-    api: FakeCuda, lanes: Lanes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def anchors() -> int:
-        return api.host_waits.count("raymoe-lane-gpu")
+def test_the_clock_is_set_anew_when_it_is_old(api: FakeCuda) -> None:
+    def anchors(anchor_s: float) -> int:
+        api.anchor_s, before = anchor_s, len(api.host_waits)
+        lane = CudaLane(Resource.GPU, api, api.open_runtime())
+        for _ in range(3):
+            lane.submit(_task(Op.POST), lambda: None, ())
+        lane.close()
+        return len(api.host_waits) - before
 
-    lane = lanes[Resource.GPU]
-    lane.submit(_task(Op.POST), lambda: None, ()).wait()
-    lane.submit(_task(Op.POST), lambda: None, ()).wait()
-    assert anchors() == 1
-    monkeypatch.setattr("raymoe.device.cuda.ANCHOR_S", 0.0)
-    busy = lane.submit(_task(Op.POST), lambda: None, ())
-    lane.submit(_task(Op.POST), lambda: None, ()).wait()
-    assert anchors() == 2  # before `busy`; not behind it, while the stream works
-    assert busy.is_done
+    assert anchors(60.0) == 1
+    assert anchors(0.0) == 6  # for the start and the end of each task
 
 
 def _task(op: Op) -> Task:

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,25 +94,30 @@ def test_poison_of_numbers_without_nan(dtype: torch.dtype, value: int) -> None:
 
 
 def test_a_refused_device_starts_no_threads_and_a_closed_one_leaves_none() -> None:
-    names = [f"raymoe-lane-{resource}" for resource in Resource]
-    before = _threads(names)
+    before = _threads()
     with closing(EmulatedDevice(0, Fixed(0.0))):
-        assert len(_threads(names)) == len(before) + len(Resource)
+        python = [f"raymoe-lane-{lane}" for lane in ("cpu", "gpu", "host_copy")]
+        assert _threads() == sorted([*before, *python, *MOVERS])
     with pytest.raises(ConfigError):
         EmulatedDevice(-1, Fixed(0.0))
-    assert _threads(names) == before
+    assert _threads() == before
 
 
-def _threads(names: list[str]) -> list[str]:
-    return sorted(thread.name for thread in threading.enumerate() if thread.name in names)
+MOVERS = tuple(f"raymoe-lane-{lane}"[:15] for lane in ("pages", "htod", "dtoh"))
+
+
+def _threads() -> list[str]:
+    """Names of Python threads of lanes, and of native ones as Linux cuts them."""
+    native = (path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
+    names = [thread.name for thread in threading.enumerate() if "raymoe-lane" in thread.name]
+    return sorted([*names, *(name for name in native if name in MOVERS)])
 
 
 def test_there_is_a_lane_for_every_resource_and_it_is_in_inference_mode(
     device: EmulatedDevice,
 ) -> None:
-    assert {name: lane.resource for name, lane in device.lanes.items()} == {
-        resource: resource for resource in Resource
-    }
+    own = {resource: resource for resource in Resource} | {Op.W: Resource.HTOD}
+    assert {name: lane.resource for name, lane in device.lanes.items()} == own
     modes: list[bool] = []
     device.lanes[Resource.GPU].submit(
         LOAD, lambda: modes.append(torch.is_inference_mode_enabled()), ()
@@ -133,10 +139,13 @@ def test_a_task_takes_at_least_its_time_however_short_its_work() -> None:
 def test_a_stall_delays_the_work_within_the_task() -> None:
     times: list[float] = []
     with closing(EmulatedDevice(0, Fixed(0.04), stall=lambda _task: 0.02)) as device:
-        mark = device.lanes[Resource.HTOD].submit(
+        copied = device.lanes[Resource.HTOD].submit(LOAD, lambda: None, ())
+        copied.wait()
+        mark = device.lanes[Resource.GPU].submit(
             LOAD, lambda: times.append(time.perf_counter()), ()
         )
         mark.wait()
+        assert copied.end_s - copied.start_s >= 0.04
     assert times[0] - mark.start_s >= 0.02
     assert mark.end_s - mark.start_s >= 0.04
 

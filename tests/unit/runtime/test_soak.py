@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from raymoe.device.emulated import EmulatedDevice, RandomStalls
-from raymoe.device.lane import HostMark
+from raymoe.device.lane import TaskMark
 from raymoe.runtime.executor import LaneExecutor
 from raymoe.schedule.graph import Buffer, Resource, Task
 from raymoe.schedule.timeline import simulate
@@ -44,7 +44,7 @@ def poison(buffer: Buffer, memory: Memory) -> None:
 
 
 def num_marks() -> int:
-    return sum(type(thing) is HostMark for thing in gc.get_objects())
+    return sum(type(thing) is TaskMark for thing in gc.get_objects())
 
 
 def num_handles() -> int:
