@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from raymoe.errors import InfeasiblePlanError
 from raymoe.plan.search import find_plan
@@ -23,6 +23,7 @@ from raymoe.specs.families.wrappers import MEDIA_TENSORS
 from raymoe.specs.hardware import hardware_preset
 from raymoe.specs.layers import MoeSpec
 from raymoe.specs.model import ModelSpec
+from raymoe.specs.weight_format import Nvfp4
 from raymoe.specs.weight_names import locate_weights, model_weights
 from raymoe.specs.workload import Workload
 from raymoe.units import GIB
@@ -73,10 +74,28 @@ def test_a_model_has_its_published_parameters(model: dict[str, Any]) -> None:
 @each()
 def test_transformers_makes_the_same_model_of_a_configuration(model: dict[str, Any]) -> None:
     config = unquantised(model)
-    theirs = AutoConfig.for_model(**config).to_dict()
+    theirs = own_fields(AutoConfig.for_model(**config))
     ours, back = ModelSpec.from_config(config), ModelSpec.from_config(theirs)
     # The classes have other tokens of end and other types where a configuration names none.
     assert replace(back, name=ours.name, dtype=ours.dtype, eos_token_ids=ours.eos_token_ids) == ours
+
+
+def own_fields(config: PreTrainedConfig) -> dict[str, Any]:
+    """What the class writes of itself, without the published fields that it only keeps."""
+    known = type(config)().to_dict().keys() | {"head_dim"}  # read where it is no field
+    return {
+        name: own_fields(getattr(config, name)) if name in config.sub_configs and value else value
+        for name, value in config.to_dict().items()
+        if name in known
+    }
+
+
+def test_patterns_for_networks_do_not_exclude_the_experts_of_gemma4() -> None:
+    (model,) = (model for model in MODELS if model["name"] == "nvidia/Gemma-4-26B-A4B-NVFP4")
+    spec, layer = ModelSpec.from_config(model["config"]), "model.layers.3."
+    plain = ("mlp.shared_expert.up_proj", "self_attn.q_proj", "mlp.gate")
+    assert [spec.format_of(f"{layer}{name}.weight", (64, 64)) for name in plain] == [None] * 3
+    assert spec.format_of(f"{layer}mlp.experts.5.up_proj.weight", (64, 64)) == Nvfp4()
 
 
 @pytest.mark.slow
