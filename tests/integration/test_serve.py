@@ -417,7 +417,7 @@ def test_what_was_done_before_a_crash_or_cancel_is_kept(stand_in):
     assert batch.status == "failed"
     assert "bad; 2 of 5 requests have a response" in batch.errors[0].message
     assert ids_of(store, batch) == ["0", "1"]
-    store, worker = stand_in(pause=0.1)
+    store, worker = stand_in(pause=0.5)
     first, second = (add(store, requests_of(50)) for _ in range(2))
     wait_for_parts(store, first)
     wait_for(store, second, lambda batch: batch.status == "in_progress")
