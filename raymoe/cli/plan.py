@@ -204,6 +204,9 @@ def _device_rows(steps: StreamedSteps) -> Iterator[Row]:
     rest = f"the rest in pages of {format_bytes(cut.page_length)}"
     kept = f"{format_bytes(cut.resident_bytes)} resident"
     yield "weights", f"{kept}, {rest if cut.streamed_bytes else 'which is all of them'}"
+    if cut.ring_slots and cut.streamed_bytes:
+        groups = f"{device.expert_groups} groups of experts a layer"
+        yield "weight slots", f"a ring of {cut.ring_slots} of {groups}"
 
 
 def _group(device: DevicePolicy) -> str:

@@ -12,6 +12,9 @@ from raymoe.kernels.cpu_experts import (
     SIGMOID_GATES,
     Biases,
     Clamp,
+    ExpertGroup,
+    TopK,
+    add_one_by_one,
     gated_product,
     one_by_one,
 )
@@ -26,6 +29,7 @@ from raymoe.kernels.gpu_common import (
 )
 from raymoe.kernels.gpu_experts_kernels import (
     ExpertGroups,
+    add_kernel,
     align,
     combine_kernel,
     down_kernel,
@@ -83,7 +87,7 @@ class GroupedExperts:
     def __call__(self, hidden_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         if not len(hidden_TH):
             return torch.empty_like(hidden_TH)
-        sort, groups = self.align(topk_ids_TK, topk_weights_TK)
+        sort, groups = self.align((topk_ids_TK, topk_weights_TK))
         sort.run()
         gate_up, product_RX = self.gate_up(hidden_TH, groups)
         gate_up.run()
@@ -94,11 +98,27 @@ class GroupedExperts:
         combine.run()
         return out_TH
 
-    def align(self, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> tuple[Launch, ExpertGroups]:
-        """Return the launch that sorts choices by expert, and what it writes."""
-        shapes = (self._shape(each, topk_ids_TK.numel()) for each in (self._gate_up, self._down))
+    def add(self, hidden_TH: Tensor, routing: TopK, group: ExpertGroup) -> None:
+        if not len(hidden_TH):
+            return
+        sort, groups = self.align(routing, group.experts)
+        sort.run()
+        gate_up, product_RX = self.gate_up(hidden_TH, groups)
+        gate_up.run()
+        down, rows_RH = self.down(product_RX, groups)
+        del product_RX
+        down.run()
+        self.add_rows(rows_RH, routing[0], groups, group).run()
+
+    def align(self, routing: TopK, experts: range | None = None) -> tuple[Launch, ExpertGroups]:
+        """Return the launch that sorts choices by expert, and what it writes.
+
+        The products compute the rows of `experts`, by default of all.
+        """
+        num_rows = routing[0].numel()
+        shapes = (self._shape(each, num_rows) for each in (self._gate_up, self._down))
         gate_up, down = (shape.rows for shape in shapes)
-        return align(topk_ids_TK, topk_weights_TK, len(self._table_EA), (gate_up, down))
+        return align(routing, len(self._table_EA), (gate_up, down), experts)
 
     def gate_up(self, hidden_TH: Tensor, groups: ExpertGroups) -> tuple[Launch, Tensor]:
         """Return the launch of gate and up and its output, [R, P * ...] in the planes of down."""
@@ -176,6 +196,33 @@ class GroupedExperts:
             options={"num_warps": 4},
         )
         return launch, out_TH
+
+    def add_rows(
+        self, rows_RH: Tensor, topk_ids_TK: Tensor, groups: ExpertGroups, group: ExpertGroup
+    ) -> Launch:
+        """Return the launch that adds the weighted rows of a group of experts to its sums."""
+        num_tokens, top_k = groups.places_TK.shape
+        hidden_size = rows_RH.shape[1]
+        return Launch(
+            kernel=add_kernel,
+            grid=(num_tokens, -(-hidden_size // _COMBINED_COLUMNS)),
+            arguments={
+                "rows_ptr": rows_RH,
+                "ids_ptr": topk_ids_TK,
+                "places_ptr": groups.places_TK,
+                "weights_ptr": groups.weights_TK,
+                "sum_ptr": group.sum_TH,
+                "first_expert": group.experts.start,
+                "end_expert": group.experts.stop,
+            },
+            constants={
+                "HIDDEN": hidden_size,
+                "TOP_K": top_k,
+                "CHOICES": triton.next_power_of_2(top_k),
+                "COLUMNS": _COMBINED_COLUMNS,
+            },
+            options={"num_warps": 4},
+        )
 
     def _shape(self, layout: MatrixLayout, num_rows: int) -> TileShape:
         return self._compute.tiles.shape(layout, num_rows / len(self._table_EA))
@@ -363,3 +410,6 @@ class DecodedExperts:
 
     def __call__(self, hidden_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         return one_by_one(self.ffns, hidden_TH, topk_ids_TK, topk_weights_TK)
+
+    def add(self, hidden_TH: Tensor, routing: TopK, group: ExpertGroup) -> None:
+        add_one_by_one(self.ffns, hidden_TH, routing, group)

@@ -11,6 +11,7 @@ from torch import Tensor
 from raymoe.device.mover import Copies
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.cpu_elementwise import Routing
+from raymoe.kernels.cpu_experts import ExpertGroup
 from raymoe.kernels.gpu_attention_batch import StagedBatch
 from raymoe.kernels.paged_kv import largest_layout
 from raymoe.memory.activations import HostActivations, LayerActivations, StepActivations
@@ -138,6 +139,7 @@ def _logits(decoder: Decoder, final_RH: Tensor) -> Iterator[Logits]:
 
 _RINGED = frozenset(("qkv", "host_qkv", "host_attention", "attention", "device_attention"))
 _STAGED = frozenset(("staged_kv",))
+_TOKENS = frozenset(("hidden", "expert_sum"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +148,7 @@ class DeviceMemory:
 
     Attributes:
         top_k: Experts per token of each layer; 0 where it has none.
+        expert_groups: The experts of each group, per layer; empty where they are computed at once.
         decoders: The model over the slots, by the slot of layer 0.
         cache: KV of all sequences, on the host.
         host: Activations on the host; its ring is as long as that of the device.
@@ -154,6 +157,7 @@ class DeviceMemory:
     """
 
     top_k: tuple[int, ...]
+    expert_groups: tuple[tuple[range, ...], ...]
     decoders: tuple[Decoder, Decoder]
     weights: WeightPages
     cache: KvCache
@@ -342,16 +346,28 @@ class _Bound:
         state.used[Buffer("routed", (task.part,))] = (out.normed_TH, *(routing or ()))
 
     def experts(self, task: Task, state: DeviceStep) -> None:
-        device = self._memory.device
-        micro_batches = [
-            state.cut.micro_batches[micro_batch] for (micro_batch,) in _keys(task.writes, "hidden")
-        ]
+        device, layer, decoder = self._memory.device, task.layer, self._decoder(state)
+        keys = [buffer.key for buffer in task.writes if buffer.name in _TOKENS]
+        micro_batches = [state.cut.micro_batches[micro_batch] for (micro_batch,) in keys]
         rows = slice(micro_batches[0].begin, micro_batches[-1].end)
-        top_k = self._memory.top_k[task.layer]
-        routing = device.routing(rows, top_k) if top_k else None
-        self._decoder(state).ffn(
-            task.layer, device.hidden_TH[rows], device.normed_TH[rows], routing
-        )
+        hidden_TH, normed_TH = device.hidden_TH[rows], device.normed_TH[rows]
+        chosen: Routing | Tensor | None = None
+        if top_k := self._memory.top_k[layer]:
+            chosen = device.routing(rows, top_k)
+        groups = self._memory.expert_groups[layer]
+        if len(groups) > 1:
+            assert isinstance(chosen, Routing)
+            group, sum_TH = task.part % len(groups), device.expert_sum_TH[rows]
+            if not group:
+                sum_TH.zero_()
+            into = ExpertGroup(groups[group], sum_TH)
+            decoder.add_experts(layer, (hidden_TH, normed_TH), chosen, into)
+            if group + 1 < len(groups):
+                for buffer, micro_batch in zip(task.writes, micro_batches, strict=True):
+                    state.used[buffer] = (device.expert_sum_TH[micro_batch.rows],)
+                return
+            chosen = sum_TH.to(hidden_TH.dtype)
+        decoder.ffn(layer, hidden_TH, normed_TH, chosen)
 
     def head(self, _task: Task, state: DeviceStep) -> Iterator[Logits]:
         decoder = self._decoder(state)
@@ -360,12 +376,12 @@ class _Bound:
 
     def load_page(self, task: Task, state: DeviceStep) -> Copies:
         weights = self._memory.weights
-        slot, page = task.writes[0].key
-        source = weights.host_page(task.layer, page)
+        slot, _ = task.writes[0].key
+        source = weights.host_page(task.layer, task.part)
         staged = next((buffer for buffer in task.reads if buffer.name == "staging"), None)
         if staged is not None:
             source = self._memory.staging[staged.key[0]][: len(source)]
-        into = weights.slot_page(task.layer, page, slot)
+        into = weights.slot_page(task.layer, task.part, slot)
         return self._writing(task, state, Copies.of((into, source)), into)
 
     def stage_page(self, task: Task, _state: DeviceStep) -> None:
@@ -412,10 +428,6 @@ class _Bound:
 
     def _on_host(self, task: Task) -> LayerActivations:
         return self._memory.host.ring[_key_of(task, _RINGED)].layer(task.layer)
-
-
-def _keys(buffers: Sequence[Buffer], name: str) -> list[tuple[int, ...]]:
-    return [buffer.key for buffer in buffers if buffer.name == name]
 
 
 def _key_of(task: Task, names: frozenset[str]) -> int:
