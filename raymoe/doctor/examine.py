@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,8 +74,7 @@ def examine(
         try:
             checks = importlib.import_module(f"raymoe.doctor.{section}").checks(target)
         except Exception as error:  # a package is missing, or the compiled kernels do not load
-            failed = _failed(error)
-            checks = [Check("import", lambda failed=failed: failed)]
+            checks = [Check("import", partial(_failed, error))]
         yield from run_checks(section, checks, end_s, clock)
 
 
