@@ -192,8 +192,8 @@ class CudaLane(Generic[StreamT, EventT]):
         return mark
 
     def close(self) -> None:
-        self._worker.close()
-        self._api.wait_stream(self.stream)
+        if self._worker.close():
+            self._api.wait_stream(self.stream)
 
     def _run(self, call: Call, after: Sequence[Mark], mark: TaskMark) -> None:
         try:

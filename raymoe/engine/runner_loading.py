@@ -1,6 +1,5 @@
 """Loading a runner: weights to host or device memory, and what executes steps on them."""
 
-import contextlib
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from raymoe.config import EngineConfig, Settings
 from raymoe.device.cuda import open_cuda
 from raymoe.device.device import Device
 from raymoe.device.emulated import EmulatedDevice
-from raymoe.device.lane import call_all
+from raymoe.device.lane import call_all, released_on_error
 from raymoe.engine.compilation import compile_attention, compile_experts
 from raymoe.engine.core import Runner
 from raymoe.engine.identity import Choice
@@ -573,13 +572,9 @@ def _is_resident(model: LoadedModel) -> bool:
 
 
 def _load_or_close(model: LoadedModel, device: Device, before_step: BeforeStep | None) -> Loaded:
-    try:
-        load = load_resident if _is_resident(model) else load_on_device
+    load = load_resident if _is_resident(model) else load_on_device
+    with released_on_error(device.close):
         return Loaded(*load(model, device, before_step))
-    except BaseException:
-        with contextlib.suppress(RuntimeError):  # a device that has failed says so once more
-            device.close()
-        raise
 
 
 def in_place_arena_bytes(spec: ModelSpec, weights: Weights, dtype: torch.dtype) -> int:

@@ -1,17 +1,25 @@
 """The CUDA path of the engine: on a GPU, and on a stand-in for one that works later than asked."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from raymoe.device.cuda import CudaDevice
 from raymoe.engine import runner_loading
-from raymoe.errors import CapacityError, ConfigError
+from raymoe.errors import CapacityError, ConfigError, ExecutionError
+from raymoe.memory import shared_file
 from raymoe.plan.device_step import workspace_bytes
 from raymoe.schedule.builders import RING_SCHEDULES, STREAMING_BUILDERS
 from raymoe.specs.hardware import hardware_preset
 from raymoe.units import GIB
 from tests.integration import test_schedules as schedules
-from tests.unit.device.deferred_cuda import DeferredCuda, without_native_kernels
+from tests.unit.device.deferred_cuda import (
+    BreakableCuda,
+    DeferredCuda,
+    lane_threads,
+    without_native_kernels,
+)
 
 __all__ = ["without_native_kernels"]
 
@@ -81,6 +89,30 @@ def test_passes_allocate_nothing_and_a_full_gpu_is_refused_at_the_start(
     cuda.allocated, cuda.memory_bytes = [], device.ledger.used_bytes // 2
     with pytest.raises(CapacityError, match="something else uses it"):
         schedules.make_engine(name, {}, **config)
+
+
+def test_an_engine_whose_device_fails_says_why_and_releases_all(
+    monkeypatch: pytest.MonkeyPatch,
+    without_native_kernels: list[DeferredCuda],
+    tmp_path: Path,
+) -> None:
+    cuda = BreakableCuda()
+    without_native_kernels.append(cuda)
+    monkeypatch.setattr(runner_loading, "open_cuda", lambda *_, **__: CudaDevice(cuda, GIB))
+    monkeypatch.setattr(shared_file, "DIRECTORY", tmp_path)
+    config = {"schedule": "module_batching", "device_policy": PLACEMENTS["pages"]}
+    config |= {"device": "cuda", "hardware": hardware_preset("t4"), "shared_weights": True}
+    engine = schedules.make_engine(schedules.plain_configuration("mixtral"), {}, **config)
+    assert cuda.registered
+    assert list(tmp_path.iterdir())
+    cuda.fail("an illegal address")
+    with pytest.raises(ExecutionError, match="an illegal address"):
+        engine.generate([[1, 2, 3]], {"temperature": 0, "max_tokens": 4})
+    with pytest.raises(RuntimeError, match="an illegal address"):
+        engine.close()
+    assert cuda.registered == set()
+    assert lane_threads() == []
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -5,19 +5,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
 from raymoe import _native
 from raymoe.device.cuda import CudaDevice
-from raymoe.device.lane import Cancelled, TaskMark
+from raymoe.device.lane import Cancelled, TaskMark, released_on_error
 from raymoe.device.mover import Copies, CopyTime, Link, MoverLane
 from raymoe.errors import ConfigError, ExecutionError
 from raymoe.runtime.executor import LaneExecutor
 from raymoe.schedule.graph import Buffer, Op, Resource, Schedule, Task
-from tests.unit.device.deferred_cuda import DeferredCuda
+from tests.unit.device.deferred_cuda import BreakableCuda, DeferredCuda, lane_threads
 from tests.unit.device.fake_cuda import FakeCuda, FakeEvent
 from tests.unit.runtime.random_schedules import new_memory, random_schedule, serial_result, work
 
@@ -291,37 +290,31 @@ def test_a_mover_waits_for_a_mark_that_a_python_thread_ends() -> None:
     assert (mark.start_s, mark.end_s) == (1.0, 2.0)
 
 
-class Broken(DeferredCuda):
-    """A device that has failed refuses everything."""
-
-    is_broken = False
-
-    def wait_stream(self, stream) -> None:
-        if self.is_broken:
-            raise RuntimeError(f"CUDA error: stream {self.handle(stream)}")
-        super().wait_stream(stream)
-
-    def unregister(self, address: int) -> None:
-        self.unregistered.append(address)
-        if self.is_broken:
-            raise RuntimeError("CUDA error: unregister")
-
-
 def test_a_device_that_has_failed_releases_everything_and_raises_the_first_error() -> None:
-    cuda = Broken()
-    cuda.unregistered = []
+    cuda = BreakableCuda()
     device = CudaDevice(cuda, 1 << 30)
     memory = torch.zeros(1 << 20, dtype=torch.uint8)
     begin = -memory.data_ptr() % 4096
     for page in range(2):
         part = memory[begin + page * 8192 : begin + page * 8192 + 4096]
         assert device.pin(part) is None
-    cuda.is_broken = True
-    with pytest.raises(RuntimeError, match="CUDA error"):
+    cuda.fail("an illegal address")
+    with pytest.raises(RuntimeError, match="cudaStreamSynchronize: CUDA error: an illegal address"):
         device.close()
-    assert len(cuda.unregistered) == 2
-    names = (path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
-    assert not any(name.startswith("raymoe-lane") for name in names)
+    assert cuda.registered == set()
+    assert lane_threads() == []
+    device.close()
+
+
+def test_an_error_of_releasing_does_not_hide_the_first() -> None:
+    def release() -> None:
+        raise RuntimeError("second")
+
+    with pytest.raises(KeyError, match="first") as caught, released_on_error(release):
+        raise KeyError("first")
+    assert caught.value.__notes__ == ["and releasing failed: RuntimeError: second"]
+    with released_on_error(release):
+        pass
 
 
 def _task(op: Op) -> Task:
