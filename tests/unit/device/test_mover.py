@@ -169,14 +169,15 @@ def test_movers_streams_and_threads_give_the_serial_result(delay: float) -> None
         assert memory == serial_result(schedule)
 
 
-def test_pages_do_not_wait_for_small_copies_that_wait_for_the_cpu() -> None:
+@pytest.mark.parametrize("op", [Op.W, Op.KV])
+def test_pages_and_kv_do_not_wait_for_hidden_states_that_wait_for_the_cpu(op: Op) -> None:
     device = CudaDevice(DeferredCuda(), 1 << 30)
     may_end, lanes = threading.Event(), device.lanes
     page = torch.ones(100)
     late = lanes[Resource.CPU].submit(_task(Op.ATTN), lambda: may_end.wait(10), ())
     hidden = lanes[Resource.HTOD].submit(_task(Op.HID), Copies, [late])
     target = torch.zeros(100)
-    lanes[Op.W].submit(LOAD, lambda: Copies.of((target, page)), ()).wait()
+    lanes[op].submit(_task(op), lambda: Copies.of((target, page)), ()).wait()
     assert torch.equal(target, page)
     assert not hidden.is_done
     may_end.set()
@@ -265,7 +266,7 @@ def test_traffic_counts_bytes_and_the_time_in_which_they_moved() -> None:
     link = _native.SimulatedLink(bytes_per_s=0.0, copies=True)
     movers = Link(link, link.new_stream, lambda _task: CopyTime(0.004, 0.001))
     page, source = random_bytes(1000), random_bytes(1000)
-    for key in (Op.W, Resource.HTOD, Resource.DTOH):
+    for key in (Op.W, Op.KV, Resource.HTOD, Resource.DTOH):
         for _ in range(2):
             copies = Copies.of((page, source))
             movers.lanes[key].submit(LOAD, lambda copies=copies: copies, ()).wait()
@@ -273,9 +274,9 @@ def test_traffic_counts_bytes_and_the_time_in_which_they_moved() -> None:
     traffic = movers.traffic()
     for lane in movers.lanes.values():
         lane.close()
-    assert traffic[Resource.HTOD].num_bytes == 4000
+    assert traffic[Resource.HTOD].num_bytes == 6000
     assert traffic[Resource.DTOH].num_bytes == 2000
-    for resource, num_copies in ((Resource.HTOD, 4), (Resource.DTOH, 2)):
+    for resource, num_copies in ((Resource.HTOD, 6), (Resource.DTOH, 2)):
         assert 0.004 * num_copies <= traffic[resource].busy_s
         assert traffic[resource].bytes_per_s <= 1000 / 0.004
 
