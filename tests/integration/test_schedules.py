@@ -142,6 +142,7 @@ def test_every_family_schedule_and_scenario(family: str, schedule: str, scenario
 def test_every_configuration_under_the_schedules_of_the_papers(name: str, schedule: str) -> None:
     check_configuration(name, schedule, "mixed lengths", DEVICES["pages"])
     check_configuration(name, schedule, "long prompt", DEVICES["resident share"])
+    check_configuration(name, schedule, "mixed lengths", DEVICES["ring"])
 
 
 def test_latent_attention_is_divided_between_host_and_device() -> None:
