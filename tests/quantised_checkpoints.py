@@ -79,6 +79,13 @@ _MIXTRAL = BASE | _SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}
 _FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, "sym": True}
 _BLOCKS = {"strategy": "block", "block_structure": [128, 128], "num_bits": 8, "type": "float"}
+_LATENT = {
+    "q_lora_rank": 40,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+}
 _PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 
 CASES = [
@@ -277,17 +284,40 @@ CASES = [
             "num_hidden_layers": 3,
             "num_key_value_heads": 6,
             "first_k_dense_replace": 1,
-            "n_routed_experts": 8,
+            "n_routed_experts": 32,
             "n_group": 4,
             "topk_group": 2,
             "num_experts_per_tok": 3,
-            "q_lora_rank": 40,
-            "kv_lora_rank": 32,
-            "qk_nope_head_dim": 24,
-            "qk_rope_head_dim": 16,
-            "v_head_dim": 20,
+            **_LATENT,
         },
         scale_dtype=torch.float32,
+    ),
+    QuantisedCase(
+        name="packed int4 of Kimi-K2",
+        family="deepseek_v3",
+        stored=PackedInt4(32),
+        config=_PACKED
+        | {
+            "config_groups": _group(group_size=32),
+            "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*layers.0.*"],
+        },
+        fields={
+            **BASE,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "moe_intermediate_size": 64,
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 4,
+            "num_attention_heads": 4,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 48,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 4,
+            **_LATENT,
+        },
+        excluded=("self_attn", "shared_experts", "layers.0."),
+        scale_dtype=torch.bfloat16,
     ),
 ]
 

@@ -198,6 +198,7 @@ class _Run:
             self._hardware,
             micro_batches=(micro_batch,) * self._num_micro_batches,
             page_bytes=_scaled(model.steps.cut, scale),
+            group_shares=model.steps.cut.group_shares,
         )
 
 

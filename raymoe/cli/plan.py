@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raymoe.cli import model_by_name, size
+from raymoe.cli.rank import PRICES_DATE, rank, ranking_table, read_prices
 from raymoe.config import DTYPES, MAX_RANKS
 from raymoe.errors import ConfigError, UnknownOptionError
 from raymoe.plan.device_step import KV_BLOCK_TOKENS, DeviceStep, StreamedSteps
@@ -204,6 +205,9 @@ def _device_rows(steps: StreamedSteps) -> Iterator[Row]:
     rest = f"the rest in pages of {format_bytes(cut.page_length)}"
     kept = f"{format_bytes(cut.resident_bytes)} resident"
     yield "weights", f"{kept}, {rest if cut.streamed_bytes else 'which is all of them'}"
+    if cut.ring_slots and cut.streamed_bytes:
+        groups = f"{device.expert_groups} groups of experts a layer"
+        yield "weight slots", f"a ring of {cut.ring_slots} of {groups}"
 
 
 def _group(device: DevicePolicy) -> str:
@@ -329,10 +333,11 @@ Model = Annotated[
     ),
 ]
 Hardware = Annotated[
-    str,
+    str | None,
     typer.Option(
         help="A file that raymoe profile wrote, a cloud instance such as g6.8xlarge or "
-        f"g2-standard-24, or one of {', '.join(HARDWARE_PRESETS)}.",
+        f"g2-standard-24, or one of {', '.join(HARDWARE_PRESETS)}. Without it, "
+        "instances are ranked by the cost of a token.",
         metavar="NAME|FILE",
     ),
 ]
@@ -398,6 +403,13 @@ TensorParallel = Annotated[
 Price = Annotated[
     float | None, typer.Option(min=0.0, help="Of the node, to show the cost of tokens and job.")
 ]
+Prices = Annotated[
+    Path | None,
+    typer.Option(
+        help="JSON with US dollars an hour by instance, for the ranking without --hardware; by "
+        f"default list prices ({PRICES_DATE})."
+    ),
+]
 WhatIf = Annotated[
     bool,
     typer.Option("--what-if", help="Show what more memory, link, cores or GPU would gain."),
@@ -411,7 +423,7 @@ Out = Annotated[Path, typer.Option(help="Directory for the pictures of --plot.")
 def run(  # noqa: PLR0913 - the options of a command
     *,
     model: Model,
-    hardware: Hardware,
+    hardware: Hardware = None,
     prompt_len: PromptLen = DEFAULT_WORKLOAD.prompt_tokens,
     gen_len: GenLen = DEFAULT_WORKLOAD.generated_tokens,
     num_rows: NumRows = None,
@@ -424,6 +436,7 @@ def run(  # noqa: PLR0913 - the options of a command
     max_context: MaxContext = None,
     tensor_parallel: TensorParallel = 1,
     price_per_hour: Price = None,
+    prices: Prices = None,
     what_if: WhatIf = False,
     plot: Plot = False,
     out: Out = Path("raymoe-plan"),
@@ -438,18 +451,26 @@ def run(  # noqa: PLR0913 - the options of a command
     spec = model_by_name(model)
     if weights is not None:
         spec = replace(spec, quantization=quantization_of(weights), dtype="bfloat16")
-    node = _node(hardware, host_memory, device_memory)
+    node = None if hardware is None else _node(hardware, host_memory, device_memory)
     if lengths is not None:
         workload = read_lengths(lengths, num_rows)
     else:
         rows = num_rows or DEFAULT_WORKLOAD.num_rows
         workload = Workload(num_rows=rows, prompt_tokens=prompt_len, generated_tokens=gen_len)
     _check(spec, node, workload, schedule=schedule, max_context=max_context)
-    spec, node = of_one_rank(spec, node, tensor_parallel)
+    if node is not None:
+        spec, node = of_one_rank(spec, node, tensor_parallel)
     plan_on: PlanOn = partial(
         find_plan, spec, workload=workload, schedule=schedule, max_model_len=max_context,
         kv_bytes_per_element=_kv_bytes(kv_dtype),
     )  # fmt: skip
+    if node is None:
+        given = {"--host-memory": host_memory, "--device-memory": device_memory, "--plot": plot,
+                 "--price-per-hour": price_per_hour, "--what-if": what_if,
+                 "--tensor-parallel": tensor_parallel > 1}  # fmt: skip
+        _refuse_without_node(given)
+        _rank(spec, workload, read_prices(prices), plan_on, as_json=as_json)
+        return
     plan = plan_on(node)
     if as_json:
         typer.echo(json.dumps(plan_as_json(plan, price_per_hour), indent=2))
@@ -484,7 +505,7 @@ def _node(name: str, host_memory: int | None, device_memory: int | None) -> Hard
 
 def _check(
     model: ModelSpec,
-    node: HardwareSpec,
+    node: HardwareSpec | None,
     workload: Workload,
     *,
     schedule: str,
@@ -492,7 +513,7 @@ def _check(
 ) -> None:
     if schedule not in SCHEDULES:
         raise UnknownOptionError(schedule, SCHEDULES, "schedule")
-    if schedule != "auto" and not node.has_gpu:
+    if schedule != "auto" and node is not None and not node.has_gpu:
         raise ConfigError(f"--schedule {schedule}: {node.name} has no GPU; leave it out")
     longest = min(max_context or model.max_model_len, model.max_model_len)
     rows = workload.row_lengths or ((workload.prompt_tokens, workload.generated_tokens),)
@@ -501,13 +522,41 @@ def _check(
         raise ConfigError(f"a row has {prompt} + {generated} tokens; {model.name} takes {longest}")
 
 
-def _print(plan: Plan, price_per_hour: float | None) -> None:
-    console, workload = Console(), plan.workload
-    console.print(
-        f"{plan.model_name} on {plan.hardware.name}: {workload.num_rows:,} rows of "
-        f"{workload.prompt_tokens:,} + {workload.generated_tokens:,} tokens",
-        style="bold",
+def _refuse_without_node(given: Mapping[str, object]) -> None:
+    named = [name for name, value in given.items() if value not in (None, False)]
+    if named:
+        raise ConfigError(f"{', '.join(named)}: about one node; name it with --hardware")
+
+
+def _rank(
+    model: ModelSpec,
+    workload: Workload,
+    prices: Mapping[str, float],
+    plan_on: PlanOn,
+    *,
+    as_json: bool,
+) -> None:
+    with _planning_others():
+        offers = rank(prices.items(), plan_on)
+    if as_json:
+        typer.echo(json.dumps([offer.to_json() for offer in offers], indent=2))
+        return
+    console = Console()
+    console.print(_title(model.name, "one instance", workload), style="bold")
+    console.print(ranking_table(offers))
+    console.print("Speed grows with the number of instances; the cost stays.")
+
+
+def _title(model: str, node: str, workload: Workload) -> str:
+    return (
+        f"{model} on {node}: {workload.num_rows:,} rows of {workload.prompt_tokens:,} + "
+        f"{workload.generated_tokens:,} tokens"
     )
+
+
+def _print(plan: Plan, price_per_hour: float | None) -> None:
+    console = Console()
+    console.print(_title(plan.model_name, plan.hardware.name, plan.workload), style="bold")
     console.print(policy_table(plan))
     console.print(memory_table(plan))
     console.print(prediction_table(plan, price_per_hour))

@@ -192,8 +192,8 @@ class CudaLane(Generic[StreamT, EventT]):
         return mark
 
     def close(self) -> None:
-        self._worker.close()
-        self._api.wait_stream(self.stream)
+        if self._worker.close():
+            self._api.wait_stream(self.stream)
 
     def _run(self, call: Call, after: Sequence[Mark], mark: TaskMark) -> None:
         try:
@@ -333,12 +333,14 @@ def free_gpu_bytes(index: int = 0) -> int:
     """Free memory of a GPU beside what the context and torch's libraries take in this process.
 
     CUDA loads its libraries and kernels when they are first used, so this uses those that need
-    most: matrix products of each type, attention and sorting.
+    most: matrix products, attention and sorting.
     """
     check_cuda(index)
     device = torch.device("cuda", index)
+    has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    half = torch.bfloat16 if has_bfloat16 else torch.float16
     with torch.inference_mode():
-        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        for dtype in (half, torch.float32):
             matrix = torch.ones(1, 16, 64, dtype=dtype, device=device)
             torch.nn.functional.linear(matrix, matrix[0])
             torch.bmm(matrix, matrix.mT)

@@ -2,9 +2,9 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from queue import SimpleQueue
 from typing import Protocol
@@ -45,13 +45,15 @@ class Worker:
                 raise ExecutionError(f"{self.name} is closed; submit before close()")
             self._jobs.put(job)
 
-    def close(self) -> None:
-        """Run the queued jobs, then end the thread; idempotent."""
+    def close(self) -> bool:
+        """Run the queued jobs, then end the thread; False if that was asked before."""
         with self._lock:
-            if not self._is_closed:
+            is_first = not self._is_closed
+            if is_first:
                 self._is_closed = True
                 self._jobs.put(None)
         self._thread.join()
+        return is_first
 
     def _run(self, is_ready: Future[None]) -> None:
         with ExitStack() as stack:
@@ -136,6 +138,19 @@ def call_all(calls: Iterable[Callable[[], object]]) -> None:
             first = first or error
     if first is not None:
         raise first
+
+
+@contextmanager
+def released_on_error(release: Callable[[], object]) -> Iterator[None]:
+    """Release what a block has made if it fails; raise its own error, with what that raised too."""
+    try:
+        yield
+    except BaseException as error:
+        try:
+            release()
+        except Exception as second:
+            error.add_note(f"and releasing failed: {type(second).__name__}: {second}")
+        raise
 
 
 class TaskMark(_native.Mark):

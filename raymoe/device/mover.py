@@ -131,7 +131,7 @@ class MoverLane:
 class Link:
     """The movers of a device.
 
-    Pages of weights have a stream of their own, so that small copies to the device, which may wait
+    Pages of weights and staged KV have streams of their own, so that hidden states, which may wait
     for the CPU, hold none of them back.
     """
 
@@ -161,6 +161,7 @@ class Link:
         self.lanes: Mapping[Resource | Op, Lane] = MappingProxyType(
             {
                 Op.W: lane("pages", Resource.HTOD),
+                Op.KV: lane("kv", Resource.HTOD),
                 Resource.HTOD: lane("htod", Resource.HTOD),
                 Resource.DTOH: lane("dtoh", Resource.DTOH),
             }

@@ -2,9 +2,12 @@
 
 import importlib
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from raymoe.errors import RaymoeError
@@ -63,8 +66,6 @@ def examine(
     target: Target,
     limit_s: float,
     sections: Sequence[str] = SECTIONS,
-    *,
-    is_debug: bool = False,
     clock: Clock = time.monotonic,
 ) -> Iterator[Finding]:
     """Yield a finding for each check; what does not begin within `limit_s` is skipped."""
@@ -73,19 +74,12 @@ def examine(
         try:
             checks = importlib.import_module(f"raymoe.doctor.{section}").checks(target)
         except Exception as error:  # a package is missing, or the compiled kernels do not load
-            if is_debug:
-                raise
-            checks = [Check("import", _failing(error))]
-        yield from run_checks(section, checks, end_s, is_debug=is_debug, clock=clock)
+            checks = [Check("import", partial(_failed, error))]
+        yield from run_checks(section, checks, end_s, clock)
 
 
 def run_checks(
-    section: str,
-    checks: Iterable[Check],
-    end_s: float,
-    *,
-    is_debug: bool = False,
-    clock: Clock = time.monotonic,
+    section: str, checks: Iterable[Check], end_s: float, clock: Clock = time.monotonic
 ) -> Iterator[Finding]:
     """Run the checks of a section until `end_s`; an exception in one is its finding."""
     for check in checks:
@@ -95,13 +89,15 @@ def run_checks(
             try:
                 outcome = check.run()
             except Exception as error:  # whatever is wrong with this machine is what we look for
-                if is_debug:
-                    raise
-                outcome = _failing(error)()
+                outcome = _failed(error)
         yield Finding(section=section, name=check.name, **outcome._asdict())
 
 
-def _failing(error: Exception) -> Callable[[], Outcome]:
+def _failed(error: Exception) -> Outcome:
     lines = str(error).splitlines() or [""]
-    advice = "" if isinstance(error, RaymoeError) else FILE_A_BUG
-    return lambda: Outcome(f"{type(error).__name__}: {lines[0]}", Status.FAILED, advice)
+    text = f"{type(error).__name__}: {lines[0]}"
+    if isinstance(error, RaymoeError):
+        return Outcome(text, Status.FAILED)
+    *_, place = traceback.extract_tb(error.__traceback__)
+    where = f"{Path(place.filename).name}, line {place.lineno}"
+    return Outcome(f"{text} ({where})", Status.FAILED, FILE_A_BUG)

@@ -16,6 +16,7 @@ import torch
 from raymoe.config import EngineConfig, SamplingParams, Settings
 from raymoe.device.cuda import free_gpu_bytes
 from raymoe.device.host import read_host, rss_bytes
+from raymoe.device.lane import released_on_error
 from raymoe.device.threads import probe_host, set_num_threads
 from raymoe.engine.core import EngineCore, Runner, longest_step_s
 from raymoe.engine.identity import agree, check_unchanged, files_key, open_shared
@@ -284,11 +285,8 @@ def _plan_and_load(
     )
     set_num_threads(job.hardware.num_cores, job.num_torch_threads)
     loaded = _load(job, spec, weights, shared)
-    try:
+    with released_on_error(loaded.release):
         tokenizer.load()
-    except BaseException:
-        loaded.release()
-        raise
     return EngineParts(
         runner=loaded.runner,
         policy=plan.policy,
@@ -382,11 +380,8 @@ def _load(job: LoadJob, spec: ModelSpec, weights: Weights, shared: SharedFile | 
         loaded = load_runner(job, share, shared=shared)
     else:
         loaded = load_ranks(job, spec, weights)
-    try:
+    with released_on_error(loaded.release):
         warm_up(loaded.runner, spec.vocab_size, is_read=spec.head != "lm")
-    except BaseException:
-        loaded.release()
-        raise
     return loaded
 
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from raymoe.device.lane import call_all
 from raymoe.device.threads import set_num_threads
 from raymoe.engine.core import Runner
 from raymoe.engine.runner_loading import (
@@ -485,8 +486,7 @@ def load_ranks(job: LoadJob, model: ModelSpec, weights: Weights) -> Loaded:
         raise
 
     def release() -> None:
-        ranks.close()
-        own.release()
+        call_all([ranks.close, own.release])
 
     return Loaded(RankedRunner(own.runner, ranks), release, ranks.interrupt)
 

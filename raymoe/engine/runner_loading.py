@@ -1,6 +1,5 @@
 """Loading a runner: weights to host or device memory, and what executes steps on them."""
 
-import contextlib
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -15,13 +14,15 @@ from raymoe.config import EngineConfig, Settings
 from raymoe.device.cuda import open_cuda
 from raymoe.device.device import Device
 from raymoe.device.emulated import EmulatedDevice
-from raymoe.device.lane import call_all
+from raymoe.device.lane import call_all, released_on_error
 from raymoe.engine.compilation import compile_attention, compile_experts
 from raymoe.engine.core import Runner
 from raymoe.engine.identity import Choice
 from raymoe.engine.tokenizer import Tokenizer
 from raymoe.errors import PerformanceWarning
 from raymoe.kernels.cpu_attention import AttentionBatch
+from raymoe.kernels.cpu_elementwise import Routing
+from raymoe.kernels.cpu_experts import ExpertGroup
 from raymoe.kernels.cpu_linear import packed_linear_is_used
 from raymoe.kernels.gpu_experts_layout import TileTable
 from raymoe.kernels.paged_kv import CacheLayout
@@ -167,6 +168,7 @@ def _load_memory(model: LoadedModel, weights: WeightPages, device: Device) -> De
         micro_batch_tokens=steps.micro_batch_tokens,
         ring=steps.ring,
         staged_blocks=steps.staged_blocks,
+        has_expert_groups=steps.cut.ring_slots > 0,
     )
     cache = KvCache(model.kv_layouts, steps.policy.num_kv_blocks, model.new_arena)
     reason = device.pin(cache.host_memory)
@@ -182,6 +184,7 @@ def _load_memory(model: LoadedModel, weights: WeightPages, device: Device) -> De
         top_k=tuple(
             layer.ffn.top_k if isinstance(layer.ffn, MoeSpec) else 0 for layer in spec.layers
         ),
+        expert_groups=steps.cut.expert_groups,
         decoders=(
             _decoder(model, weights, kept, first_slot=0, device=device),
             _decoder(model, weights, kept, first_slot=1, device=device),
@@ -230,9 +233,15 @@ def _compile(model: LoadedModel, decoder: Decoder, max_tokens: int, device: Devi
     """Compile the kernels of all steps on a GPU."""
     if device.torch_device.type != "cuda":
         return
-    compile_experts(
-        model.spec, decoder.local_ffn, max_tokens, dtype=model.dtype, device=device.torch_device
-    )
+
+    def compute(layer: int, hidden_TH: Tensor, routing: Routing) -> None:
+        decoder.local_ffn(layer, hidden_TH, routing)
+        ffn = model.spec.layers[layer].ffn
+        if model.steps.cut.ring_slots and isinstance(ffn, MoeSpec):
+            group = ExpertGroup(range(ffn.num_experts), hidden_TH.float())
+            decoder.add_experts(layer, (hidden_TH, hidden_TH), routing, group)
+
+    compile_experts(model.spec, compute, max_tokens, dtype=model.dtype, device=device.torch_device)
     compile_attention(
         decoder, model.kv_layouts, max_tokens, dtype=model.dtype, device=device.torch_device
     )
@@ -247,6 +256,7 @@ def _load_pages(model: LoadedModel, cut: PageCut, device: Device) -> WeightPages
         layer_paging(model.spec, cut),
         dtype=model.dtype,
         allocate_on_device=lambda num_bytes: device.allocate(num_bytes, "weights"),
+        ring_slots=cut.ring_slots,
         release=model.store.drop_pages,
         make_arena=lambda num_bytes: model.make_arena(num_bytes, device),
     )
@@ -255,8 +265,12 @@ def _load_pages(model: LoadedModel, cut: PageCut, device: Device) -> WeightPages
 def layer_paging(spec: ModelSpec, cut: PageCut) -> list[LayerPaging]:
     """What memory needs to know of a cut: pages and resident parts of each layer."""
     return [
-        LayerPaging(page_bytes=page_bytes, resident_parts=_resident_parts(cut, i, layer))
-        for i, (page_bytes, layer) in enumerate(zip(cut.page_bytes, spec.layers, strict=True))
+        LayerPaging(
+            page_bytes=cut.page_bytes[i],
+            resident_parts=_resident_parts(cut, i, layer),
+            group_pages=cut.layers[i].group_pages,
+        )
+        for i, layer in enumerate(spec.layers)
     ]
 
 
@@ -431,17 +445,17 @@ class EmulatedTiming:
         device: EmulatedDevice,
         work: ModelWork,
         hardware: HardwareSpec,
-        page_bytes: tuple[tuple[int, ...], ...],
+        cut: PageCut | None,
     ) -> None:
         """Price steps of a model.
 
         Args:
             work: The model whose costs are taken.
             hardware: On which it would run.
-            page_bytes: Of each layer, the bytes of each page that streams.
+            cut: Its pages; None if nothing streams.
         """
         self._device, self._work, self._hardware = device, work, hardware
-        self._page_bytes = page_bytes
+        self._pages = ((), ()) if cut is None else (cut.page_bytes, cut.group_shares)
 
     def __call__(self, cut: CutStep, schedule: Schedule) -> None:
         """Take the costs of this step from here on."""
@@ -452,7 +466,8 @@ class EmulatedTiming:
             micro_batches=tuple(
                 micro_batch_shape(micro_batch) for micro_batch in cut.micro_batches
             ),
-            page_bytes=self._page_bytes,
+            page_bytes=self._pages[0],
+            group_shares=self._pages[1],
         )
 
 
@@ -533,8 +548,8 @@ def _load_emulated(job: LoadJob, model: LoadedModel) -> Loaded:
     if job.config.hardware not in {None, "auto"}:
         kv_bytes = model.kv_layouts[0].dtype.itemsize
         work = ModelWork.of(model.spec, model.dtype.itemsize, kv_element_bytes=kv_bytes)
-        pages = () if _is_resident(model) else model.steps.cut.page_bytes
-        emulated_timing = EmulatedTiming(device, work, job.hardware, pages)
+        cut = None if _is_resident(model) else model.steps.cut
+        emulated_timing = EmulatedTiming(device, work, job.hardware, cut)
     return _load_or_close(model, device, emulated_timing)
 
 
@@ -557,13 +572,9 @@ def _is_resident(model: LoadedModel) -> bool:
 
 
 def _load_or_close(model: LoadedModel, device: Device, before_step: BeforeStep | None) -> Loaded:
-    try:
-        load = load_resident if _is_resident(model) else load_on_device
+    load = load_resident if _is_resident(model) else load_on_device
+    with released_on_error(device.close):
         return Loaded(*load(model, device, before_step))
-    except BaseException:
-        with contextlib.suppress(RuntimeError):  # a device that has failed says so once more
-            device.close()
-        raise
 
 
 def in_place_arena_bytes(spec: ModelSpec, weights: Weights, dtype: torch.dtype) -> int:

@@ -6,7 +6,7 @@ T tokens, H hidden size, E experts, K experts per token, F intermediate size of 
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -26,6 +26,14 @@ from raymoe.kernels.cpu_linear import (
 from raymoe.specs.weight_format import WeightFormat
 
 Matrices = Tensor | Sequence[Weight]  # one matrix per expert
+TopK = tuple[Tensor, Tensor]  # expert ids int32 and weights float32 of each token, [T, K] each
+
+
+class ExpertGroup(NamedTuple):
+    """Neighbouring experts, and float32 [T, H] to which their weighted outputs are added."""
+
+    experts: range
+    sum_TH: Tensor
 
 
 class Biases(NamedTuple):
@@ -230,6 +238,16 @@ class Experts(Protocol):
         """
 
 
+@runtime_checkable
+class ExpertsInGroups(Experts, Protocol):
+    def add(self, hidden_TH: Tensor, routing: TopK, group: ExpertGroup) -> None:
+        """Add the weighted outputs of a group of experts to the sums of the tokens.
+
+        Groups in ascending order, from zero to all experts, give the sums that `__call__` rounds:
+        bits do not depend on the groups.
+        """
+
+
 class GatedFfn(Protocol):
     def __call__(self, hidden_TH: Tensor) -> Tensor:
         """Return down(activation(gate(hidden)) * up(hidden)), [T, H]."""
@@ -238,7 +256,7 @@ class GatedFfn(Protocol):
 class PlainExperts:
     """Reference: loops over the experts that have tokens; torch (oneDNN or MKL) multiplies.
 
-    Expert outputs of a token are added in the order of its K slots, in float32.
+    Expert outputs of a token are added in ascending order of expert, in float32.
     """
 
     def __init__(
@@ -267,24 +285,38 @@ class PlainExperts:
     def __call__(self, hidden_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         return one_by_one(self._ffns, hidden_TH, topk_ids_TK, topk_weights_TK)
 
+    def add(self, hidden_TH: Tensor, routing: TopK, group: ExpertGroup) -> None:
+        add_one_by_one(self._ffns, hidden_TH, routing, group)
+
 
 def one_by_one(
     ffns: Sequence[GatedFfn], hidden_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor
 ) -> Tensor:
-    """Loop over the FFNs of experts that have tokens; a token's sum is in order of its slots."""
-    num_tokens, top_k = topk_ids_TK.shape
-    slots_R = topk_ids_TK.reshape(-1).long()
+    """Return the weighted sums of all experts, [T, H]."""
+    dtype = torch.promote_types(hidden_TH.dtype, torch.float32)
+    sum_TH = hidden_TH.new_zeros(hidden_TH.shape, dtype=dtype)
+    everything = ExpertGroup(range(len(ffns)), sum_TH)
+    add_one_by_one(ffns, hidden_TH, (topk_ids_TK, topk_weights_TK), everything)
+    return sum_TH.to(hidden_TH.dtype)
+
+
+def add_one_by_one(
+    ffns: Sequence[GatedFfn], hidden_TH: Tensor, routing: TopK, group: ExpertGroup
+) -> None:
+    """Add what a group of experts gives; loops over the FFNs of those that have tokens."""
+    topk_ids_TK, topk_weights_TK = routing
+    experts, sum_TH = group
+    slots_R, weights_R1 = topk_ids_TK.reshape(-1).long(), topk_weights_TK.reshape(-1, 1)
     order_R = slots_R.argsort(stable=True)
     counts = torch.bincount(slots_R, minlength=len(ffns)).tolist()
-    out_RH = hidden_TH.new_empty(num_tokens * top_k, hidden_TH.shape[1])
-    begin = 0
-    for expert, count in enumerate(counts):
-        rows = order_R[begin : begin + count]
-        begin += count
-        if count:
-            out_RH[rows] = ffns[expert](hidden_TH[rows // top_k])
-    weighted_TKH = out_RH.view(num_tokens, top_k, hidden_TH.shape[1]) * topk_weights_TK[..., None]
-    return weighted_TKH.sum(1).to(hidden_TH.dtype)
+    begin = sum(counts[: experts.start])
+    for expert in experts:
+        rows = order_R[begin : begin + counts[expert]]
+        begin += counts[expert]
+        if len(rows):
+            tokens = rows // topk_ids_TK.shape[1]
+            weighted_RH = ffns[expert](hidden_TH[tokens]) * weights_R1[rows]
+            sum_TH[tokens] = weighted_RH.add_(sum_TH[tokens])
 
 
 class PlainGatedFfn:

@@ -12,6 +12,9 @@ from raymoe.kernels.cpu_experts import (
     SIGMOID_GATES,
     Biases,
     Clamp,
+    ExpertGroup,
+    TopK,
+    add_one_by_one,
     gated_product,
     one_by_one,
 )
@@ -23,10 +26,10 @@ from raymoe.kernels.gpu_common import (
     kernel_matrix,
     load_scaling,
     load_units,
-    round_to,
 )
 from raymoe.kernels.gpu_experts_kernels import (
     ExpertGroups,
+    add_kernel,
     align,
     combine_kernel,
     down_kernel,
@@ -84,7 +87,7 @@ class GroupedExperts:
     def __call__(self, hidden_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         if not len(hidden_TH):
             return torch.empty_like(hidden_TH)
-        sort, groups = self.align(topk_ids_TK, topk_weights_TK)
+        sort, groups = self.align((topk_ids_TK, topk_weights_TK))
         sort.run()
         gate_up, product_RX = self.gate_up(hidden_TH, groups)
         gate_up.run()
@@ -95,11 +98,27 @@ class GroupedExperts:
         combine.run()
         return out_TH
 
-    def align(self, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> tuple[Launch, ExpertGroups]:
-        """Return the launch that sorts choices by expert, and what it writes."""
-        shapes = (self._shape(each, topk_ids_TK.numel()) for each in (self._gate_up, self._down))
+    def add(self, hidden_TH: Tensor, routing: TopK, group: ExpertGroup) -> None:
+        if not len(hidden_TH):
+            return
+        sort, groups = self.align(routing, group.experts)
+        sort.run()
+        gate_up, product_RX = self.gate_up(hidden_TH, groups)
+        gate_up.run()
+        down, rows_RH = self.down(product_RX, groups)
+        del product_RX
+        down.run()
+        self.add_rows(rows_RH, routing[0], groups, group).run()
+
+    def align(self, routing: TopK, experts: range | None = None) -> tuple[Launch, ExpertGroups]:
+        """Return the launch that sorts choices by expert, and what it writes.
+
+        The products compute the rows of `experts`, by default of all.
+        """
+        num_rows = routing[0].numel()
+        shapes = (self._shape(each, num_rows) for each in (self._gate_up, self._down))
         gate_up, down = (shape.rows for shape in shapes)
-        return align(topk_ids_TK, topk_weights_TK, len(self._table_EA), (gate_up, down))
+        return align(routing, len(self._table_EA), (gate_up, down), experts)
 
     def gate_up(self, hidden_TH: Tensor, groups: ExpertGroups) -> tuple[Launch, Tensor]:
         """Return the launch of gate and up and its output, [R, P * ...] in the planes of down."""
@@ -177,6 +196,33 @@ class GroupedExperts:
             options={"num_warps": 4},
         )
         return launch, out_TH
+
+    def add_rows(
+        self, rows_RH: Tensor, topk_ids_TK: Tensor, groups: ExpertGroups, group: ExpertGroup
+    ) -> Launch:
+        """Return the launch that adds the weighted rows of a group of experts to its sums."""
+        num_tokens, top_k = groups.places_TK.shape
+        hidden_size = rows_RH.shape[1]
+        return Launch(
+            kernel=add_kernel,
+            grid=(num_tokens, -(-hidden_size // _COMBINED_COLUMNS)),
+            arguments={
+                "rows_ptr": rows_RH,
+                "ids_ptr": topk_ids_TK,
+                "places_ptr": groups.places_TK,
+                "weights_ptr": groups.weights_TK,
+                "sum_ptr": group.sum_TH,
+                "first_expert": group.experts.start,
+                "end_expert": group.experts.stop,
+            },
+            constants={
+                "HIDDEN": hidden_size,
+                "TOP_K": top_k,
+                "CHOICES": triton.next_power_of_2(top_k),
+                "COLUMNS": _COMBINED_COLUMNS,
+            },
+            options={"num_warps": 4},
+        )
 
     def _shape(self, layout: MatrixLayout, num_rows: int) -> TileShape:
         return self._compute.tiles.shape(layout, num_rows / len(self._table_EA))
@@ -365,48 +411,5 @@ class DecodedExperts:
     def __call__(self, hidden_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         return one_by_one(self.ffns, hidden_TH, topk_ids_TK, topk_weights_TK)
 
-
-_PRODUCT_COLUMNS = 1024
-
-
-@triton.jit(do_not_specialize=["size"])
-def gated_product_kernel(
-    gate_ptr: tl.tensor,
-    up_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    size: tl.tensor,
-    GAIN: tl.constexpr,
-    CUBIC: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> None:
-    """Multiply the activation of some gates by their ups; both are rounded."""
-    TYPE: tl.constexpr = out_ptr.dtype.element_ty
-    places = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    gate = tl.load(gate_ptr + places, mask=places < size, other=0).to(tl.float32)
-    up = tl.load(up_ptr + places, mask=places < size, other=0).to(tl.float32)
-    scaled = gate * GAIN
-    if CUBIC != 0:  # Triton takes no float as a condition
-        scaled *= 1.0 + CUBIC * gate * gate
-    power = tl.exp(-tl.abs(scaled))  # of no positive number, so that it never overflows
-    activated = gate * tl.div_rn(tl.where(scaled >= 0, 1.0, power), 1.0 + power)
-    tl.store(out_ptr + places, round_to(round_to(activated, TYPE) * up, TYPE), mask=places < size)
-
-
-def gated_product_launch(gate_TF: Tensor, up_TF: Tensor, gate: tuple[float, float]) -> Launch:
-    """Multiply activation(gate) * up into `gate_TF`, for gain and cubic of `SIGMOID_GATES`."""
-    return Launch(
-        kernel=gated_product_kernel,
-        grid=(-(-gate_TF.numel() // _PRODUCT_COLUMNS),),
-        arguments={
-            "gate_ptr": gate_TF,
-            "up_ptr": up_TF,
-            "out_ptr": gate_TF,
-            "size": gate_TF.numel(),
-        },
-        constants={
-            "GAIN": float(gate[0]),
-            "CUBIC": float(gate[1]),
-            "COLUMNS": _PRODUCT_COLUMNS,
-        },
-        options={"num_warps": 4},
-    )
+    def add(self, hidden_TH: Tensor, routing: TopK, group: ExpertGroup) -> None:
+        add_one_by_one(self.ffns, hidden_TH, routing, group)

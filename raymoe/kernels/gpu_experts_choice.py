@@ -12,8 +12,10 @@ from raymoe.codecs import StoredMatrix
 from raymoe.kernels.cpu_experts import (
     SIGMOID_GATES,
     Clamp,
-    Experts,
+    ExpertGroup,
+    ExpertsInGroups,
     PlainExperts,
+    TopK,
 )
 from raymoe.kernels.gpu_experts_layout import (
     TENSOR_CORES_SINCE,
@@ -38,7 +40,7 @@ def make_device_experts(
     dtype: torch.dtype,
     clamp: Clamp | None = None,
     tiles: TileTable | None = None,
-) -> Experts:
+) -> ExpertsInGroups:
     """Return the fastest experts for weights that stay where they are."""
     plain = PlainExperts(
         matrices.gate_EFH,
@@ -72,14 +74,18 @@ class DispatchByBatchSize:
     a token depend on the choice, and so on the batch.
     """
 
-    def __init__(self, few: Experts, many: Experts, num_experts: int) -> None:
+    def __init__(self, few: ExpertsInGroups, many: ExpertsInGroups, num_experts: int) -> None:
         self._small_batch, self._large_batch, self._num_experts = few, many, num_experts
 
     def __call__(self, hidden_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
+        return self._chosen(topk_ids_TK)(hidden_TH, topk_ids_TK, topk_weights_TK)
+
+    def add(self, hidden_TH: Tensor, routing: TopK, group: ExpertGroup) -> None:
+        self._chosen(routing[0]).add(hidden_TH, routing, group)
+
+    def _chosen(self, topk_ids_TK: Tensor) -> ExpertsInGroups:
         is_small_batch = topk_ids_TK.numel() <= MAX_SMALL_BATCH_TOKENS * self._num_experts
-        return (self._small_batch if is_small_batch else self._large_batch)(
-            hidden_TH, topk_ids_TK, topk_weights_TK
-        )
+        return self._small_batch if is_small_batch else self._large_batch
 
 
 def grouped_experts_are_used(

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from raymoe.kernels.cpu_experts import TopK
 from raymoe.kernels.gpu_common import (
     BIAS,
     Launch,
@@ -47,14 +48,17 @@ class ExpertGroups(NamedTuple):
 
 
 def align(
-    topk_ids_TK: Tensor, topk_weights_TK: Tensor, num_experts: int, tile_rows: tuple[int, int]
+    routing: TopK, num_experts: int, tile_rows: tuple[int, int], experts: range | None = None
 ) -> tuple[Launch, ExpertGroups]:
     """Return the launch that sorts choices by expert, and what it writes.
 
     Args:
-        topk_ids_TK: int32, contiguous; the experts of a token are distinct.
+        routing: Ids are contiguous; the experts of a token are distinct.
         tile_rows: Rows of a tile in the first and in the second product.
+        experts: Those that get tiles; all by default.
     """
+    topk_ids_TK, topk_weights_TK = routing
+    experts = experts or range(num_experts)
     num_tokens, top_k = topk_ids_TK.shape
     num_rows = num_tokens * top_k
     sizes = [num_rows // rows + num_experts for rows in tile_rows]
@@ -72,6 +76,8 @@ def align(
             "gate_up_tiles_ptr": groups.gate_up_tiles_NF,
             "down_tiles_ptr": groups.down_tiles_NF,
             "num_rows": num_rows,
+            "first_expert": experts.start,
+            "end_expert": experts.stop,
         },
         constants={
             "NUM_EXPERTS": num_experts,
@@ -101,7 +107,7 @@ LAUNCH_TILE_FIELDS = tl.constexpr(TILE_FIELDS)
 LAST_PLACE = tl.constexpr(2**31 - 1)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "first_expert", "end_expert"])
 def align_kernel(
     ids_ptr: tl.tensor,
     tokens_ptr: tl.tensor,
@@ -109,6 +115,8 @@ def align_kernel(
     gate_up_tiles_ptr: tl.tensor,
     down_tiles_ptr: tl.tensor,
     num_rows: tl.tensor,
+    first_expert: tl.tensor,
+    end_expert: tl.tensor,
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     GATE_UP_ROWS: tl.constexpr,
@@ -117,6 +125,7 @@ def align_kernel(
 ) -> None:
     """Write the rows and tiles of one expert: its choices in order, after those of lower experts.
 
+    The tiles of an expert that is not among those from first to before end are without rows.
     Each program counts for itself, so none waits for another.
     """
     expert = tl.program_id(0)
@@ -130,8 +139,10 @@ def align_kernel(
         count_C += (ids_C == expert).to(tl.int32)
     first = tl.sum(before_C)
     end = first + tl.sum(count_C)
-    _write_tiles(gate_up_tiles_ptr, expert, first, end, GATE_UP_ROWS)
-    _write_tiles(down_tiles_ptr, expert, first, end, DOWN_ROWS)
+    shown = tl.where(expert >= first_expert, expert, -1)
+    shown = tl.where(expert < end_expert, shown, -1)
+    _write_tiles(gate_up_tiles_ptr, expert, shown, first, end, GATE_UP_ROWS)
+    _write_tiles(down_tiles_ptr, expert, shown, first, end, DOWN_ROWS)
     if first == end:
         return
     place = first
@@ -148,7 +159,12 @@ def align_kernel(
 
 @triton.jit
 def _write_tiles(
-    tiles_ptr: tl.tensor, expert: tl.tensor, first: tl.tensor, end: tl.tensor, ROWS: tl.constexpr
+    tiles_ptr: tl.tensor,
+    expert: tl.tensor,
+    shown: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    ROWS: tl.constexpr,
 ) -> None:
     """Write the tiles of an expert, and those without rows up to the first of the next expert.
 
@@ -159,7 +175,7 @@ def _write_tiles(
     num_tiles = (end - first + ROWS - 1) // ROWS
     for tile in range(begin_tile, end // ROWS + expert + 1):
         row_ptr = tiles_ptr + tile * LAUNCH_TILE_FIELDS
-        tl.store(row_ptr, tl.where(tile < begin_tile + num_tiles, expert, -1))
+        tl.store(row_ptr, tl.where(tile < begin_tile + num_tiles, shown, -1))
         tl.store(row_ptr + 1, begin_tile)
         tl.store(row_ptr + 2, num_tiles)
         tl.store(row_ptr + 3, first)
@@ -399,3 +415,42 @@ def combine_kernel(
         row_ptr = rows_ptr + place.to(tl.int64) * HIDDEN
         sum_C += weight * tl.load(row_ptr + columns_C, mask=is_column_C, other=0)
     tl.store(out_ptr + token * HIDDEN + columns_C, rounded(sum_C, DTYPE, DOT), mask=is_column_C)
+
+
+@triton.jit(do_not_specialize=["first_expert", "end_expert"])
+def add_kernel(
+    rows_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    places_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    sum_ptr: tl.tensor,
+    first_expert: tl.tensor,
+    end_expert: tl.tensor,
+    HIDDEN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Add weight times row to the sums of one token, float32 [T, H], by ascending expert.
+
+    Only experts from first to before end count; rows of the others are not read. The arithmetic is
+    that of `combine_kernel`.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    columns_C = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    choices_P = tl.arange(0, CHOICES)
+    is_choice_P = choices_P < TOP_K
+    ids_P = tl.load(ids_ptr + token * TOP_K + choices_P, mask=is_choice_P, other=-1)
+    places_P = tl.load(places_ptr + token * TOP_K + choices_P, mask=is_choice_P, other=LAST_PLACE)
+    weights_P = tl.load(weights_ptr + token * TOP_K + choices_P, mask=is_choice_P, other=0)
+    places_P = tl.where((ids_P >= first_expert) & (ids_P < end_expert), places_P, LAST_PLACE)
+    sum_C = tl.load(sum_ptr + token * HIDDEN + columns_C, mask=columns_C < HIDDEN, other=0)
+    for _ in range(TOP_K):
+        place = tl.min(places_P)
+        is_next_P = places_P == place
+        weight = tl.sum(tl.where(is_next_P, weights_P, 0.0))
+        places_P = tl.where(is_next_P, LAST_PLACE, places_P)
+        num_columns = tl.where(place < LAST_PLACE, HIDDEN, 0)
+        row_ptr = rows_ptr + place.to(tl.int64) * HIDDEN
+        sum_C += weight * tl.load(row_ptr + columns_C, mask=columns_C < num_columns, other=0)
+    tl.store(sum_ptr + token * HIDDEN + columns_C, sum_C, mask=columns_C < HIDDEN)

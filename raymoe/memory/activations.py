@@ -29,12 +29,14 @@ class ActivationSizes:
         micro_batch_tokens: Most tokens of a micro-batch (W).
         ring: Micro-batches whose attention is in progress at once.
         staged_blocks: KV blocks of one micro-batch on the device; 0 if the device never attends.
+        has_expert_groups: Whether sums of expert outputs are kept between groups of experts.
     """
 
     max_num_batched_tokens: int
     micro_batch_tokens: int
     ring: int
     staged_blocks: int
+    has_expert_groups: bool = False
 
 
 class _TwoForms:
@@ -137,6 +139,8 @@ class StepActivations:
         self.normed_TH = _tensor((tokens, hidden), dtype, allocate)
         self.topk_ids_TK = _tensor((tokens, top_k), torch.int32, allocate)
         self.topk_weights_TK = _tensor((tokens, top_k), torch.float32, allocate)
+        rows = tokens if sizes.has_expert_groups else 0
+        self.expert_sum_TH = _tensor((rows, hidden), torch.float32, allocate)
         self.ring = [
             MicroBatchActivations(spec, sizes.micro_batch_tokens, dtype, allocate)
             for _ in range(sizes.ring)

@@ -6,9 +6,12 @@ first, so that all are aligned.
 
 The device holds the resident parts of each layer permanently, and two *slots*, each as large as the
 largest streamed remainder of a layer. Streamed layers are copied page by page into the two slots in
-turn.
+turn. Experts that are in groups have slots of their own, a ring, each as large as the largest
+group; group g of any layer uses the ring's slot g modulo its length.
 """
 
+import bisect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -24,7 +27,7 @@ from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_format import Piece, WeightFormat
 from raymoe.units import ceil_div
 
-NUM_SLOTS = 2
+NUM_LAYER_SLOTS = 2  # of whole layers, or of what is in no group of experts
 
 GetWeight = Callable[[str], Weight]
 Allocate = Callable[[int], Tensor]
@@ -37,10 +40,18 @@ class LayerPaging:
     Attributes:
         page_bytes: Bytes of each page, in order; together the layer's streamed parts.
         resident_parts: Names of the parts (`specs.weight_parts`) that stay on the device.
+        group_pages: The last pages, by group of experts; empty without groups.
     """
 
     page_bytes: tuple[int, ...]
     resident_parts: frozenset[str]
+    group_pages: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def unit_bytes(self) -> tuple[int, ...]:
+        """Bytes of what is in no group, and of each group."""
+        groups = [sum(self.page_bytes[page] for page in pages) for pages in self.group_pages]
+        return (sum(self.page_bytes) - sum(groups), *groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +95,7 @@ class WeightPages:
         *,
         dtype: torch.dtype,
         allocate_on_device: Allocate,
+        ring_slots: int = 0,
         release: Callable[[list[str]], None] = lambda _names: None,
         make_arena: Callable[[int], HostArena] = HostArena,
     ) -> None:
@@ -93,6 +105,7 @@ class WeightPages:
             weights: Canonical name -> weight as it is stored.
             dtype: Type that the kernels read; weights that are not quantised are converted to it.
             allocate_on_device: Bytes -> uint8 tensor of device memory.
+            ring_slots: Slots for groups of experts; 0 if no layer has groups.
             release: Called with the names of a layer once it is copied.
             make_arena: Bytes -> arena of the host's copy.
         """
@@ -104,8 +117,15 @@ class WeightPages:
         streamed = [sum(cut.page_bytes) for cut in paging]
         self._arena = make_arena(sum(map(aligned_bytes, streamed)))
         self._host = [self._arena.allocate(num_bytes) for num_bytes in streamed]
-        slot_bytes = max(streamed, default=0)
-        self._slots = [allocate_on_device(slot_bytes) for _ in range(NUM_SLOTS)]
+        units = [cut.unit_bytes for cut in paging]
+        self._unit_begins = [list(itertools.accumulate(each[:-1], initial=0)) for each in units]
+        common_bytes = max((each[0] for each in units), default=0)
+        group_bytes = max((num_bytes for each in units for num_bytes in each[1:]), default=0)
+        self._ring_slots = ring_slots
+        self._slots = [
+            allocate_on_device(num_bytes)
+            for num_bytes in [common_bytes] * NUM_LAYER_SLOTS + [group_bytes] * ring_slots
+        ]
         self._resident = [allocate_on_device(layout.resident_bytes) for layout in layouts]
         with torch_on_all_cores():  # new memory is zeroed by whoever writes first
             for i, names in enumerate(self._weights):
@@ -137,10 +157,15 @@ class WeightPages:
         return tuple(self._weights[layer])
 
     def host_page(self, layer: int, page: int) -> Tensor:
-        return _page(self._host[layer], self._paging[layer], page)
+        page_bytes = self._paging[layer].page_bytes
+        begin = sum(page_bytes[:page])
+        return self._host[layer][begin : begin + page_bytes[page]]
 
     def slot_page(self, layer: int, page: int, slot: int) -> Tensor:
-        return _page(self._slots[slot], self._paging[layer], page)
+        paging = self._paging[layer]
+        begin = sum(paging.page_bytes[:page])
+        begin -= self._unit_of(layer, begin)[1]
+        return self._slots[slot][begin : begin + paging.page_bytes[page]]
 
     def device_weight(self, layer: int, name: str, first_slot: int) -> Weight:
         """Return a weight as the device finds it if the first streamed layer is in `first_slot`.
@@ -148,20 +173,30 @@ class WeightPages:
         `name` has no layer prefix. Streamed layers use the two slots in turn.
         """
         weight = self._weights[layer][name]
-        first, memory = weight.places[0], self._resident[layer]
+        first, memory, begin = weight.places[0], self._resident[layer], 0
         if not first.is_resident:
+            unit, begin = self._unit_of(layer, first.offset)
             streamed_before = sum(bool(cut.page_bytes) for cut in self._paging[:layer])
-            memory = self._slots[(first_slot + streamed_before) % NUM_SLOTS]
+            slot = (first_slot + streamed_before) % NUM_LAYER_SLOTS
+            if unit:
+                slot = NUM_LAYER_SLOTS + (unit - 1) % self._ring_slots
+            memory = self._slots[slot]
         if weight.stored is None:
-            return _view(memory, first, self._dtype)
+            return _view(memory, first, self._dtype, begin)
         dtypes = self._dtypes[layer]
         pieces = {
-            place.piece.name: _view(memory, place, dtypes[name, place.piece.name])
+            place.piece.name: _view(memory, place, dtypes[name, place.piece.name], begin)
             for place in weight.places
             if place.piece is not None
         }
         outputs, inputs = weight.shape
         return StoredMatrix(format=weight.stored, shape=(outputs, inputs), pieces=pieces)
+
+    def _unit_of(self, layer: int, offset: int) -> tuple[int, int]:
+        """The unit that holds a byte of the layer's streamed bytes, and where the unit begins."""
+        begins = self._unit_begins[layer]
+        unit = bisect.bisect_right(begins, offset) - 1
+        return unit, begins[unit]
 
     def close(self) -> None:
         self._host, self._slots, self._resident = [], [], []
@@ -224,10 +259,7 @@ def _kept_dtype(piece: Piece, stored: torch.dtype) -> torch.dtype:
     return stored if stored in kept else kept[0]
 
 
-def _view(memory: Tensor, place: _Place, dtype: torch.dtype) -> Tensor:
-    return memory[place.offset : place.offset + place.num_bytes].view(dtype).view(place.shape)
-
-
-def _page(memory: Tensor, paging: LayerPaging, page: int) -> Tensor:
-    begin = sum(paging.page_bytes[:page])
-    return memory[begin : begin + paging.page_bytes[page]]
+def _view(memory: Tensor, place: _Place, dtype: torch.dtype, begin: int = 0) -> Tensor:
+    """A tensor in memory that holds the bytes of its layer from `begin`."""
+    offset = place.offset - begin
+    return memory[offset : offset + place.num_bytes].view(dtype).view(place.shape)

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.cpu_elementwise import Projected, Routing
+from raymoe.kernels.cpu_experts import ExpertGroup
 from raymoe.kernels.cpu_linear import Allocate, Linear
 from raymoe.kernels.gpu_attention_batch import StagedBatch
 from raymoe.kernels.paged_kv import CacheLayout, KvLayout, LatentLayout
@@ -282,14 +283,33 @@ class Decoder:
         routing = layer.ffn.route(hidden_TH, normed_TH, routing_out)
         return Posted(hidden_TH, normed_TH, routing)
 
-    def ffn(self, i: int, hidden_TH: Tensor, normed_TH: Tensor, routing: Routing | None) -> Tensor:
-        """Add the experts or the dense FFN of layer `i` to the residual; [T, H]."""
+    def ffn(
+        self, i: int, hidden_TH: Tensor, normed_TH: Tensor, chosen: Routing | Tensor | None
+    ) -> Tensor:
+        """Add the experts or the dense FFN of layer `i` to the residual; [T, H].
+
+        `chosen` are the experts of each token, or the sums of all groups, [T, H].
+        """
         layer = self._layers[i]
-        delta_TH = layer.ffn(hidden_TH, normed_TH, routing, self._reduce)
+        delta_TH = layer.ffn(hidden_TH, normed_TH, chosen, self._reduce)
         if layer.ffn_result_norm is not None:
             delta_TH = layer.ffn_result_norm(delta_TH)
         hidden_TH.add_(delta_TH, alpha=self.spec.residual_multiplier)
         return hidden_TH if layer.scalar_1 is None else hidden_TH.mul_(layer.scalar_1)
+
+    def add_experts(
+        self, i: int, inputs: tuple[Tensor, Tensor], routing: Routing, group: ExpertGroup
+    ) -> None:
+        """Add this rank's outputs of a group of experts of layer `i` to the sums of the tokens.
+
+        The groups of a layer are computed in ascending order, then `ffn` with the sums.
+
+        Args:
+            inputs: Hidden state and its norm, [T, H] each.
+        """
+        ffn = self._layers[i].ffn
+        assert isinstance(ffn, MoE), f"layer {i} has no experts"
+        ffn.add_experts(*inputs, routing, group)
 
     def local_ffn(self, i: int, normed_TH: Tensor, routing: Routing | None) -> Tensor:
         """Return what this rank's FFN shard of layer `i` adds to the hidden state; [T, H]."""

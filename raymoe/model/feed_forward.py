@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from raymoe.kernels.cpu_elementwise import Routing, add_gated_, route, triton_runs_on
-from raymoe.kernels.cpu_experts import GatedFfn, gated_product
+from raymoe.kernels.cpu_experts import ExpertGroup, ExpertsInGroups, GatedFfn, gated_product
 from raymoe.model.loading import Loader, Reduce, clamp_of
 from raymoe.model.norms import RmsNorm, load_norm
 from raymoe.specs.layer_weights import (
@@ -151,9 +151,18 @@ class FeedForward(Protocol):
         """Choose the experts of each token, in `out`; None if the layer has no router."""
 
     def __call__(
-        self, hidden_TH: Tensor, normed_TH: Tensor, routing: Routing | None, reduce: Reduce
+        self,
+        hidden_TH: Tensor,
+        normed_TH: Tensor,
+        chosen: Routing | Tensor | None,
+        reduce: Reduce,
     ) -> Tensor:
-        """Return what the network adds to the hidden state, summed over the ranks, [T, H]."""
+        """Return what the network adds to the hidden state, summed over the ranks, [T, H].
+
+        Args:
+            chosen: The experts of each token, or their weighted sums, [T, H], where `add_experts`
+                of a layer with experts has computed them; None if the layer has no router.
+        """
 
 
 class LinearFfn:
@@ -185,9 +194,13 @@ class Dense:
         """Return None: a dense layer has no router."""
 
     def __call__(
-        self, hidden_TH: Tensor, normed_TH: Tensor, routing: Routing | None, reduce: Reduce
+        self,
+        hidden_TH: Tensor,
+        normed_TH: Tensor,
+        chosen: Routing | Tensor | None,
+        reduce: Reduce,
     ) -> Tensor:
-        del hidden_TH, routing
+        del hidden_TH, chosen
         return reduce(self._ffn(normed_TH))
 
 
@@ -238,24 +251,45 @@ class MoE:
         return logits_TE * float(hidden_TH.shape[1] ** -0.5)
 
     def __call__(
-        self, hidden_TH: Tensor, normed_TH: Tensor, routing: Routing | None, reduce: Reduce
+        self,
+        hidden_TH: Tensor,
+        normed_TH: Tensor,
+        chosen: Routing | Tensor | None,
+        reduce: Reduce,
     ) -> Tensor:
-        assert routing is not None, "the experts of a layer need the routing of its router"
+        assert chosen is not None, "the experts of a layer need the routing of its router"
+        if isinstance(chosen, Tensor):
+            routed_TH = chosen
+        else:
+            input_TH, routing = self._expert_input(hidden_TH, normed_TH, chosen)
+            routed_TH = self._experts(input_TH, *routing)
         if self._branch_norms is None:
-            return reduce(self._sum(normed_TH, routing))
-        input_norm, result_norm, shared_norm = self._branch_norms
+            return reduce(self._with_shared(normed_TH, routed_TH))
+        _, result_norm, shared_norm = self._branch_norms
         assert self._shared is not None, "the other branch is the shared expert"
         shared_TH = shared_norm(reduce(self._shared(normed_TH)))
-        routed_TH = reduce(self._experts(input_norm(hidden_TH), *routing))
-        return shared_TH.add_(result_norm(routed_TH))
+        return shared_TH.add_(result_norm(reduce(routed_TH)))
 
-    def _sum(self, normed_TH: Tensor, routing: Routing) -> Tensor:
-        input_TH = normed_TH
-        if self._spec.router.scales_input:
-            weights_T1 = routing.topk_weights_TK
-            input_TH = normed_TH * weights_T1.to(normed_TH.dtype)
-            routing = routing._replace(topk_weights_TK=torch.ones_like(weights_T1))
-        out_TH = self._experts(input_TH, *routing)
+    def add_experts(
+        self, hidden_TH: Tensor, normed_TH: Tensor, routing: Routing, group: ExpertGroup
+    ) -> None:
+        """Add the outputs of a group of experts, as `ExpertsInGroups` does."""
+        assert isinstance(self._experts, ExpertsInGroups), "weights on a device are in groups"
+        input_TH, routing = self._expert_input(hidden_TH, normed_TH, routing)
+        self._experts.add(input_TH, routing, group)
+
+    def _expert_input(
+        self, hidden_TH: Tensor, normed_TH: Tensor, routing: Routing
+    ) -> tuple[Tensor, Routing]:
+        if self._branch_norms is not None:
+            return self._branch_norms[0](hidden_TH), routing
+        if not self._spec.router.scales_input:
+            return normed_TH, routing
+        weights_T1 = routing.topk_weights_TK
+        scaled_TH = normed_TH * weights_T1.to(normed_TH.dtype)
+        return scaled_TH, routing._replace(topk_weights_TK=torch.ones_like(weights_T1))
+
+    def _with_shared(self, normed_TH: Tensor, out_TH: Tensor) -> Tensor:
         if self._shared is None or self._spec.shared is None:
             return out_TH
         shared_TH = self._shared(normed_TH)

@@ -115,6 +115,7 @@ OVERHEAD_S: Mapping[Resource, float] = {
     Resource.DTOH: 10e-6,
     Resource.HOST_COPY: 10e-6,
 }
+SUM_BYTES = 4  # sums of expert outputs are float32
 PEER_STEP_S = 10e-6  # our estimate, of NCCL over PCIe
 
 
@@ -128,6 +129,8 @@ class DeviceCost:
     # Bytes of each page of weights per layer (`PageCut.page_bytes`); empty without streaming.
     page_bytes: tuple[tuple[int, ...], ...] = ()
     micro_batches_per_group: int = 1  # micro-batches that share one launch of the experts
+    # Shares of the experts in each group per layer (`PageCut.group_shares`); empty without groups.
+    group_shares: tuple[tuple[float, ...], ...] = ()
     is_staged: bool = False  # whether pages go through a pinned staging ring
 
     def __post_init__(self) -> None:
@@ -149,6 +152,7 @@ class DeviceCost:
         *,
         micro_batches: tuple[MicroBatchShape, ...],
         page_bytes: tuple[tuple[int, ...], ...],
+        group_shares: tuple[tuple[float, ...], ...] = (),
     ) -> Self:
         groups = [len(task.writes) for task in schedule.tasks if task.op is Op.EXPERTS]
         return cls(
@@ -157,6 +161,7 @@ class DeviceCost:
             micro_batches=micro_batches,
             page_bytes=page_bytes,
             micro_batches_per_group=max(groups, default=1),
+            group_shares=group_shares,
             is_staged=any(task.op is Op.STAGE for task in schedule.tasks),
         )
 
@@ -171,8 +176,12 @@ class DeviceCost:
     def layer(self, task: Task) -> LayerWork:
         return self.work.layers[task.layer]
 
-    def group_tokens(self, group: int) -> float:
-        start = group * self.micro_batches_per_group
+    def num_groups(self, task: Task) -> int:
+        """Groups of experts of a layer."""
+        return max(1, len(self.group_shares[task.layer])) if self.group_shares else 1
+
+    def launch_tokens(self, launch: int) -> float:
+        start = launch * self.micro_batches_per_group
         return sum(
             micro_batch.tokens
             for micro_batch in self.micro_batches[start : start + self.micro_batches_per_group]
@@ -290,19 +299,28 @@ def _post_s(cost: DeviceCost, task: Task) -> float:
 
 
 def _experts_s(cost: DeviceCost, task: Task) -> float:
-    """Activated experts, read once per group, and the network that all tokens visit.
+    """Activated experts, read once per launch, and the network that all tokens visit.
 
+    A launch of one group of experts computes its share of them, and reads and writes the sums of
+    all tokens, in float32; that of the last group computes the network that all tokens visit.
     Source: MoE-Lightning, section 4.2, equation 14 (T_ffn). Its code reads all experts for each
     micro-batch; this reads the expected number of distinct ones.
     """
-    tokens, layer = cost.group_tokens(task.part), cost.layer(task)
+    layer, num_groups = cost.layer(task), cost.num_groups(task)
+    launch, group = divmod(task.part, num_groups)
+    tokens, share, seconds = cost.launch_tokens(launch), 1.0, 0.0
     if not tokens:
         return 0.0
-    seconds = cost.rates.projection_s(tokens, layer.common) + cost.all_reduce_s(tokens)
+    if num_groups > 1:
+        share = cost.group_shares[task.layer][group]
+        sums = tokens * cost.work.hidden_size * SUM_BYTES
+        seconds = cost.rates.roof_s(task.resource, 0.0, 2 * sums)
+    if group + 1 == num_groups:
+        seconds += cost.rates.projection_s(tokens, layer.common) + cost.all_reduce_s(tokens)
     activated = layer.activated_experts(tokens)
     if activated:
         rows_per_expert = tokens * layer.top_k / activated
-        seconds += activated * cost.rates.expert_s(rows_per_expert, layer.expert)
+        seconds += share * activated * cost.rates.expert_s(rows_per_expert, layer.expert)
     return seconds
 
 

@@ -17,14 +17,16 @@ from raymoe.plan.device_step import (
     device_footprint,
     host_footprint,
     kv_block_bytes,
-    weight_slots_bytes,
 )
 from raymoe.plan.job import JobEstimate, job_steps, min_steps
 from raymoe.plan.pages import LayerBytes, layer_sizes
 from raymoe.plan.policy import PAGE_BYTES, DevicePolicy, Policy
 from raymoe.plan.work import StepLoad, Steps, duplicates
-from raymoe.schedule.builders import CPU_ATTENTION_FRACTIONS, MAX_MICRO_BATCHES
+from raymoe.schedule.builders import CPU_ATTENTION_FRACTIONS, MAX_MICRO_BATCHES, RING_SCHEDULES
 from raymoe.units import ceil_div
+
+WHOLE_LAYERS = 2.0
+EXPERT_GROUPS = 8  # of a layer, in rings
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -35,6 +37,9 @@ class SearchPoint:
     look_ahead: int  # micro-batches whose attention runs ahead of the experts
     cpu_attention_fraction: float  # share of the decoding sequences that attend on the CPU
     max_num_batched_tokens: int
+    # Layers of streamed weights that the device holds at once: two whole ones, or a ring of groups
+    # of experts.
+    slot_layers: float = WHOLE_LAYERS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +52,7 @@ class SearchSpace:
     look_ahead: tuple[int, ...] = (1, 2, 15)
     cpu_attention_fraction: tuple[float, ...] = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.2, 0.0)
     max_num_batched_tokens: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768)
+    slot_layers: tuple[float, ...] = (WHOLE_LAYERS, 1.0, 0.5, 0.25)
 
     def around(self, search_point: SearchPoint, *names: str) -> Iterator[SearchPoint]:
         axes = [getattr(self, name) for name in names]
@@ -83,6 +89,7 @@ class DeviceSizes:
             look_ahead=min(search_point.look_ahead, num_micro_batches - 1)
             if is_micro_batches
             else 0,
+            slot_layers=search_point.slot_layers if self.has_ring else WHOLE_LAYERS,
         )
 
     def steps(
@@ -135,13 +142,19 @@ class DeviceSizes:
                 cpu_attention_fraction=search_point.cpu_attention_fraction,
                 page_bytes=self.page_bytes,
                 staged_blocks=self._staged_blocks(search_point, max_num_seqs, num_micro_batches),
+                **_ring(search_point.slot_layers),
             ),
         )
         return StreamedSteps.of_layers(self._layers, self.schedule, policy)
 
     def refuse(self) -> NoReturn:
         """Raise InfeasiblePlanError with the needs of the smallest policy."""
-        search_point = SearchPoint(1.0, 1, False, 0, 1.0, min(SearchSpace().max_num_batched_tokens))
+        grid = SearchSpace()
+        search_point = self.fixed(
+            SearchPoint(
+                1.0, 1, False, 0, 1.0, min(grid.max_num_batched_tokens), min(grid.slot_layers)
+            )
+        )
         bare = self.sized(search_point, max_num_seqs=1, num_kv_blocks=self.job.min_blocks)
         sized = self._filled(bare) or bare
         what = f"{self.job.model.name} with one sequence"
@@ -154,8 +167,8 @@ class DeviceSizes:
         device_footprint(self.job.model, self.job.work, sized).check_fits(
             self.job.hardware.gpu_memory_bytes,
             what=what,
-            advice="Two layers must fit on the device; choose a larger one, or weights in fewer "
-            "bits (raymoe plan --weights fp8).",
+            advice=f"{self._min_slots} must fit on the device; choose a larger one, or weights "
+            "in fewer bits (raymoe plan --weights fp8).",
         )
         raise InfeasiblePlanError(f"{what} fits {self.job.hardware.name}, but no policy does")
 
@@ -167,7 +180,7 @@ class DeviceSizes:
         filled, resident_bytes = steps, -1
         for _ in range(3):  # resident weights shrink the slots, which makes room for more
             before = resident_bytes
-            shrunk = weight_slots_bytes(steps.cut) - weight_slots_bytes(filled.cut)
+            shrunk = steps.cut.slots_bytes - filled.cut.slots_bytes
             resident_bytes = spare + shrunk
             if resident_bytes == before:
                 break
@@ -210,9 +223,24 @@ class DeviceSizes:
         )
         return int(decoding * blocks_of(self.job.workload.context_tokens)) + prompts + rows
 
+    @property
+    def has_ring(self) -> bool:
+        return self.schedule in RING_SCHEDULES
+
+    @property
+    def _min_slots(self) -> str:
+        return "A quarter of a layer's experts" if self.has_ring else "Two layers"
+
     @cached_property
     def _layers(self) -> tuple[LayerBytes, ...]:
         return layer_sizes(self.job.model, self.job.work.bytes_per_element)
+
+
+def _ring(slot_layers: float) -> dict[str, int]:
+    """The fields of `DevicePolicy` that say how weights pass through the device."""
+    if slot_layers == WHOLE_LAYERS:
+        return {}
+    return {"expert_groups": EXPERT_GROUPS, "ring_slots": round(slot_layers * EXPERT_GROUPS)}
 
 
 def _leading_bits(value: int, count: int) -> int:
@@ -255,13 +283,27 @@ class DeviceSearch:
     _jobs: dict[Policy, list[Steps]] = field(default_factory=dict)
 
     def best(self, grid: SearchSpace | None = None) -> "Candidate | None":
+        """Walk with whole layers, then with a ring, and longer where that is faster."""
         grid = grid or SearchSpace()
+        whole = replace(grid, slot_layers=(WHOLE_LAYERS,))
         best: Candidate | None = None
         for start in starts(self.sizes.job):
-            end = self._walk(start, grid, DETOUR * best.seconds if best else math.inf)
-            best = min(filter(None, (best, end)), key=lambda each: each.seconds, default=None)
+            best = self._better(best, start, whole)
+        if self.sizes.has_ring:
+            others = starts(self.sizes.job)
+            for start in (best.search_point, others[0]) if best else others:
+                ring = replace(start, slot_layers=min(grid.slot_layers))
+                best = self._better(best, ring, grid)
+                if best and best.search_point.slot_layers == WHOLE_LAYERS:
+                    break
         in_full = self.in_full(best.search_point) if best else None
         return min(filter(None, (best, in_full)), key=lambda each: each.seconds, default=None)
+
+    def _better(
+        self, best: "Candidate | None", start: SearchPoint, grid: SearchSpace
+    ) -> "Candidate | None":
+        end = self._walk(start, grid, DETOUR * best.seconds if best else math.inf)
+        return min(filter(None, (best, end)), key=lambda each: each.seconds, default=None)
 
     def faster(self, search_point: SearchPoint, limit_s: float = math.inf) -> "Candidate | None":
         """The candidate at a point if it fits and its job takes less than the limit."""

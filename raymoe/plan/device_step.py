@@ -1,13 +1,13 @@
 """Jobs, steps and memory footprints on a node with a GPU."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import ceil
 from typing import NamedTuple, Self
 
-from raymoe.plan.device_cost import DeviceCost
+from raymoe.plan.device_cost import SUM_BYTES, DeviceCost
 from raymoe.plan.pages import LayerBytes, PageCut, cut_pages, layer_sizes
 from raymoe.plan.policy import DevicePolicy, Footprint, Policy
 from raymoe.plan.work import LayerWork, MicroBatchShape, ModelWork, StepLoad
@@ -77,7 +77,13 @@ class StreamedSteps:
     @classmethod
     def of_layers(cls, sizes: tuple[LayerBytes, ...], schedule: str, policy: Policy) -> Self:
         device = policy.device or DevicePolicy()
-        cut = cut_pages(sizes, page_bytes=device.page_bytes, resident_bytes=device.resident_bytes)
+        cut = cut_pages(
+            sizes,
+            page_bytes=device.page_bytes,
+            resident_bytes=device.resident_bytes,
+            num_groups=device.expert_groups,
+            ring_slots=min(device.ring_slots, device.expert_groups),
+        )
         return cls(schedule=schedule, policy=policy, device=device, cut=cut)
 
     @property
@@ -104,6 +110,7 @@ class StreamedSteps:
             micro_batches_per_group=self.device.micro_batches_per_group,
             look_ahead=self.device.look_ahead,
             staging_slots=self.device.staging_slots,
+            ring_slots=self.cut.ring_slots,
         )
 
     @property
@@ -188,18 +195,19 @@ class DeviceStep:
         if not load.tokens:
             return 0.0
         few = self._excerpt
-        cost = self._cost(few, self.steps.cut, self._micro_batches(load))
+        cost = self._cost(few, self.steps.cut, self._micro_batches(load), has_groups=False)
         form = replace(self._form(load), layers=(LayerPages(num_pages=0),) * len(few.layers))
         busy_s = dict.fromkeys(Resource, 0.0)
         often = self.num_layers / len(few.layers)
         duplicates = _Duplicate.of(cost)
-        of_micro_batches, of_groups = Counter(duplicates.micro_batches), Counter(duplicates.groups)
+        of_micro_batches = Counter(duplicates.micro_batches)
+        of_launches = Counter(duplicates.launches)
         for tasks in _by_part(self.steps.schedule, form):
             op, resource = tasks[0].op, tasks[0].resource
             parts = (
                 {0: 1}
                 if op in OF_NO_MICRO_BATCH
-                else of_groups
+                else of_launches
                 if op is Op.EXPERTS
                 else of_micro_batches
             )
@@ -233,7 +241,12 @@ class DeviceStep:
         return load.micro_batches(self.steps.num_micro_batches, self.steps.cpu_attention_fraction)
 
     def _cost(
-        self, work: ModelWork, cut: PageCut, micro_batches: tuple[MicroBatchShape, ...]
+        self,
+        work: ModelWork,
+        cut: PageCut,
+        micro_batches: tuple[MicroBatchShape, ...],
+        *,
+        has_groups: bool = True,
     ) -> DeviceCost:
         return DeviceCost(
             work,
@@ -241,6 +254,7 @@ class DeviceStep:
             micro_batches=micro_batches,
             page_bytes=cut.page_bytes,
             micro_batches_per_group=self.steps.micro_batches_per_group,
+            group_shares=cut.group_shares if has_groups and cut.ring_slots else (),
             is_staged=self.steps.device.staging_slots > 0,
         )
 
@@ -280,37 +294,62 @@ def _last_pages(cut: PageCut, count: int) -> PageCut:
     of_these = sum(map(sum, cut.page_bytes[-count:])) / count
     scale = mean / of_these if of_these else 1.0
     by = max(1, max(map(len, cut.page_bytes)) // MIN_PAGES)
+    merged = [
+        _merge(pages, sizes, by)
+        for pages, sizes in zip(cut.layers[-count:], cut.page_bytes[-count:], strict=True)
+    ]
     return replace(
         cut,
-        layers=tuple(_merge(pages, by) for pages in cut.layers[-count:]),
-        page_bytes=tuple(
-            tuple(
-                round(scale * sum(sizes[first : first + by])) for first in range(0, len(sizes), by)
-            )
-            for sizes in cut.page_bytes[-count:]
-        ),
+        layers=tuple(pages for pages, _ in merged),
+        page_bytes=tuple(tuple(round(scale * size) for size in sizes) for _, sizes in merged),
+        group_bounds=cut.group_bounds[-count:],
     )
 
 
-def _merge(pages: LayerPages, by: int) -> LayerPages:
-    return LayerPages(
-        num_pages=ceil_div(pages.num_pages, by),
-        attention_pages=tuple(sorted({page // by for page in pages.attention_pages})),
-        expert_pages=tuple(sorted({page // by for page in pages.expert_pages})),
+def _merge(
+    pages: LayerPages, page_bytes: tuple[int, ...], by: int
+) -> tuple[LayerPages, tuple[int, ...]]:
+    """Merge every `by` pages of what is common and of each group."""
+    number: list[int] = []  # the merged page of each page
+    units = (range(pages.num_common_pages), *pages.group_pages)
+    for unit in units:
+        first = number[-1] + 1 if number else 0
+        number += [first + place // by for place in range(len(unit))]
+    sizes = [0] * (number[-1] + 1 if number else 0)
+    for page, size in zip(number, page_bytes, strict=True):
+        sizes[page] += size
+
+    def merged(old: Iterable[int]) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(number[page] for page in old))
+
+    few = LayerPages(
+        num_pages=len(sizes),
+        attention_pages=merged(pages.attention_pages),
+        expert_pages=merged(pages.expert_pages),
+        group_pages=tuple(map(merged, pages.group_pages)),
     )
+    return few, tuple(sizes)
 
 
 @lru_cache(maxsize=4096)
 def _outline(schedule: str, form: StepForm, layer_kinds: tuple[int, ...]) -> Outline:
+    last_pages = [_last_of_units(pages) for pages in form.layers]
+
     def kind_of(task: Task) -> Hashable:
-        if task.op in {Op.W, Op.STAGE}:  # pages of a layer are equal, but for the last
-            is_last = task.part + 1 == form.layers[task.layer].num_pages
-            return task.op, task.layer, is_last
+        if task.op in {Op.W, Op.STAGE}:  # pages of a layer are equal, but for the last ones
+            is_last = task.part in last_pages[task.layer]
+            return task.op, task.layer, task.part if is_last else -1
         if task.op is Op.HEAD:
             return task.op
-        return task.op, layer_kinds[task.layer], task.part
+        num_groups = form.layers[task.layer].num_groups
+        return task.op, layer_kinds[task.layer], num_groups, task.part
 
     return Outline.of(STREAMING_BUILDERS[schedule](form), kind_of)
+
+
+def _last_of_units(pages: LayerPages) -> frozenset[int]:
+    """The last page of what is common and of each group, which may be shorter."""
+    return frozenset((pages.num_common_pages - 1, *(group[-1] for group in pages.group_pages)))
 
 
 @lru_cache(maxsize=2)
@@ -328,19 +367,21 @@ def _by_part(schedule: str, form: StepForm) -> tuple[tuple[Task, ...], ...]:
 
 class _Duplicate(NamedTuple):
     micro_batches: tuple[int, ...]
-    groups: tuple[int, ...]
+    launches: tuple[int, ...]
 
     @classmethod
     def of(cls, cost: DeviceCost) -> Self:
-        num_groups = ceil_div(len(cost.micro_batches), cost.micro_batches_per_group)
+        num_launches = ceil_div(len(cost.micro_batches), cost.micro_batches_per_group)
         return cls(
             _first_of_each(list(map(id, cost.micro_batches))),  # equal micro-batches are one object
-            _first_of_each(list(map(cost.group_tokens, range(num_groups)))),
+            _first_of_each(list(map(cost.launch_tokens, range(num_launches)))),
         )
 
-    def part(self, task: Task) -> int:
+    def part(self, task: Task, cost: DeviceCost) -> int:
         if task.op is Op.EXPERTS:
-            return self.groups[task.part]
+            num_groups = cost.num_groups(task)
+            launch, group = divmod(task.part, num_groups)
+            return self.launches[launch] * num_groups + group
         return task.part if task.op in OF_NO_MICRO_BATCH else self.micro_batches[task.part]
 
 
@@ -354,7 +395,7 @@ def _durations(tasks: Sequence[Task], cost: DeviceCost) -> list[float]:
     known: dict[Hashable, float] = {}
     durations = []
     for task in tasks:
-        key = (task.op, task.layer, duplicates.part(task))
+        key = (task.op, task.layer, duplicates.part(task, cost))
         if key not in known:
             known[key] = cost.duration_s(task)
         durations.append(known[key])
@@ -365,7 +406,6 @@ RUNTIME_BYTES = GIB  # interpreter, torch, tokenizer, request state
 DEVICE_RUNTIME_BYTES = 512 * MIB  # kernels, workspaces of matrix products, rounding
 DECODING_BYTES = 160 * MIB  # a block of a quantised matrix while it is dequantised
 LOGIT_CHUNK_ROWS = 256
-NUM_SLOTS = 2
 STAGED_MICRO_BATCHES = 2  # micro-batches whose KV is on the device at once
 FLOAT_BYTES = 4
 UNEVENNESS = 4  # max over mean rows per expert
@@ -375,13 +415,14 @@ def device_footprint(model: ModelSpec, work: ModelWork, steps: StreamedSteps) ->
     tokens = steps.policy.max_num_batched_tokens
     ring = steps.ring * _around_attention(model, work, steps.micro_batch_tokens)
     at_experts = min(steps.micro_batches_per_group * steps.micro_batch_tokens, tokens)
+    sums = tokens * work.hidden_size * SUM_BYTES if steps.cut.ring_slots else 0
     return Footprint(
         memory="device memory",
         parts=(
             ("weights that stay", steps.cut.resident_bytes),
-            ("weight slots", weight_slots_bytes(steps.cut)),
+            ("weight slots", steps.cut.slots_bytes),
             ("final norm and head", _head_bytes(model, work)),
-            ("activations", _routed(work, tokens) + ring),
+            ("activations", _routed(work, tokens) + ring + sums),
             ("staged KV", STAGED_MICRO_BATCHES * steps.staged_blocks * _layer_block_bytes(work)),
             ("intermediates", _intermediates(model, work, at_experts)),
         ),
@@ -438,10 +479,6 @@ def workspace_bytes(footprint: Footprint) -> int:
     return footprint.bytes_of("intermediates") - DEVICE_RUNTIME_BYTES
 
 
-def weight_slots_bytes(cut: PageCut) -> int:
-    return NUM_SLOTS * cut.largest_layer_bytes
-
-
 def kv_block_bytes(work: ModelWork) -> int:
     return KV_BLOCK_TOKENS * work.kv_token_bytes
 
@@ -474,14 +511,15 @@ def _intermediates(model: ModelSpec, work: ModelWork, tokens: int) -> int:
 def _ffn_intermediates(layer: LayerWork, work: ModelWork, tokens: int) -> int:
     """Bytes of a layer's feed-forward intermediates: torch experts, our tiled kernel or dense.
 
-    Torch's experts hold float32 weighted results of all routed rows and three matrices of one
-    expert's rows. Our kernel holds gated products and float32 results of all rows and a copy of the
-    inputs.
+    Torch's experts hold float32 sums of all tokens, and of one expert's rows the inputs and three
+    matrices, or results and float32 weighted results and sums. Our kernel holds gated products and
+    float32 results of all rows and a copy of the inputs.
     """
     element, hidden = work.bytes_per_element, work.hidden_size
     rows, wide = tokens * layer.top_k, layer.expert.parameters // (3 * hidden)
     busiest = min(tokens, UNEVENNESS * rows // max(layer.num_experts, 1))
-    one_by_one = rows * hidden * (element + FLOAT_BYTES) + 3 * busiest * wide * element
+    of_row = hidden * element + max(3 * wide * element, 2 * hidden * FLOAT_BYTES)
+    one_by_one = tokens * hidden * FLOAT_BYTES + busiest * of_row
     in_tiles = rows * (wide * element + hidden * FLOAT_BYTES) + tokens * hidden * element
     dense = 3 * tokens * (layer.common.parameters // (3 * hidden)) * element
     return max(one_by_one, in_tiles, dense)

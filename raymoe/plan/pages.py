@@ -3,8 +3,11 @@
 A streamed layer is one run of bytes: attention part (norms, projections, router), shared expert,
 experts that are not resident. It is cut by bytes, so a page may end inside a matrix or hold both
 parts; a reader waits for all pages that hold some of its part.
+
+The streamed experts of a layer may be divided into groups, each cut into pages of its own.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -12,7 +15,7 @@ from typing import NamedTuple, Self
 
 from raymoe.errors import ConfigError
 from raymoe.plan.policy import PAGE_BYTES
-from raymoe.schedule.program import LayerPages
+from raymoe.schedule.program import NUM_LAYER_SLOTS, LayerPages
 from raymoe.specs.layer_weights import (
     PART_ALIGNMENT,
     Shape,
@@ -78,22 +81,36 @@ class PageCut:
     resident_experts: tuple[int, ...]
     resident_bytes: int
 
+    # Per layer, the first expert of each group and the number of experts; empty where experts are
+    # loaded and computed at once. Resident experts are in the first group.
+    group_bounds: tuple[tuple[int, ...], ...] = ()
+    ring_slots: int = 0  # slots for groups of experts; 0 if whole layers are loaded
+    max_common_bytes: int = 0  # of a layer, without experts that are in groups
+    max_group_bytes: int = 0
+
     @cached_property
     def streamed_bytes(self) -> int:
         return sum(map(sum, self.page_bytes))
 
+    @property
+    def slots_bytes(self) -> int:
+        """Bytes of all weight slots: two of layers, and those of the ring."""
+        return NUM_LAYER_SLOTS * self.max_common_bytes + self.ring_slots * self.max_group_bytes
+
+    @property
+    def expert_groups(self) -> tuple[tuple[range, ...], ...]:
+        """Per layer, the experts of each group."""
+        return tuple(
+            tuple(range(begin, end) for begin, end in itertools.pairwise(bounds))
+            for bounds in self.group_bounds
+        )
+
     @cached_property
-    def largest_layer_bytes(self) -> int:
-        return max(map(sum, self.page_bytes), default=0)
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of one of the two weight slots: the pages of the largest layer."""
-        return self.page_length * max(map(len, self.page_bytes), default=0)
-
-    @property
-    def device_bytes(self) -> int:
-        return self.resident_bytes + 2 * self.slot_bytes
+    def group_shares(self) -> tuple[tuple[float, ...], ...]:
+        """Per layer, the share of its experts in each group."""
+        return tuple(
+            tuple(len(group) / groups[-1].stop for group in groups) for groups in self.expert_groups
+        )
 
 
 def layer_pages(
@@ -103,6 +120,7 @@ def layer_pages(
     page_bytes: int = PAGE_BYTES,
     resident_bytes: int = 0,
 ) -> PageCut:
+    """The pages of whole layers."""
     sizes = layer_sizes(model, bytes_per_element)
     return cut_pages(sizes, page_bytes=page_bytes, resident_bytes=resident_bytes)
 
@@ -113,11 +131,17 @@ def layer_sizes(model: ModelSpec, bytes_per_element: int) -> tuple[LayerBytes, .
 
 @lru_cache(maxsize=256)  # the search asks for the same cut repeatedly
 def cut_pages(
-    sizes: tuple[LayerBytes, ...], *, page_bytes: int = PAGE_BYTES, resident_bytes: int = 0
+    sizes: tuple[LayerBytes, ...],
+    *,
+    page_bytes: int = PAGE_BYTES,
+    resident_bytes: int = 0,
+    num_groups: int = 1,
+    ring_slots: int = 0,
 ) -> PageCut:
     """Keep `resident_bytes` on the device and divide the rest into similar pages.
 
-    Pages have at most `page_bytes`, rounded up to `PAGE_ALIGNMENT`.
+    Pages have at most `page_bytes`, rounded up to `PAGE_ALIGNMENT`. With several groups, the
+    streamed experts of each layer are in so many groups of about equal size, or one each.
     """
     if page_bytes < 1 or resident_bytes < 0:
         raise ConfigError(
@@ -126,10 +150,12 @@ def cut_pages(
         )
     stays = _choose_resident(sizes, resident_bytes)
     kept = [stay.num_bytes(size) for size, stay in zip(sizes, stays, strict=True)]
-    largest = max((size.total - kept[i] for i, size in enumerate(sizes)), default=0)
-    length = _page_length(largest, page_bytes)
+    units = [_units(size, stay, num_groups) for size, stay in zip(sizes, stays, strict=True)]
+    length = _page_length(max((max(each.bytes) for each in units), default=0), page_bytes)
     cut = lru_cache(maxsize=None)(_cut_layer)  # most layers are the same
-    cuts = [cut(size, stay, length) for size, stay in zip(sizes, stays, strict=True)]
+    cuts = [
+        cut(size, stay, each, length) for size, stay, each in zip(sizes, stays, units, strict=True)
+    ]
     return PageCut(
         layers=tuple(pages for pages, _ in cuts),
         page_bytes=tuple(num_bytes for _, num_bytes in cuts),
@@ -137,6 +163,10 @@ def cut_pages(
         is_common_resident=tuple(stay.common for stay in stays),
         resident_experts=tuple(stay.experts for stay in stays),
         resident_bytes=sum(kept),
+        group_bounds=tuple(each.bounds for each in units),
+        ring_slots=ring_slots if num_groups > 1 else 0,
+        max_common_bytes=max((each.bytes[0] for each in units), default=0),
+        max_group_bytes=max((size for each in units for size in each.bytes[1:]), default=0),
     )
 
 
@@ -192,15 +222,42 @@ def _page_length(largest: int, page_bytes: int) -> int:
     return PAGE_ALIGNMENT * ceil_div(even, PAGE_ALIGNMENT)
 
 
-def _cut_layer(size: LayerBytes, stay: _Stay, length: int) -> tuple[LayerPages, tuple[int, ...]]:
+class _Units(NamedTuple):
+    """What is cut into pages: a layer, or what is common to its experts and each group of them."""
+
+    bytes: tuple[int, ...]
+    bounds: tuple[int, ...] = ()  # of groups, in experts
+
+
+@lru_cache(maxsize=1024)
+def _units(size: LayerBytes, stay: _Stay, num_groups: int) -> _Units:
+    num_streamed = size.num_experts - stay.experts
+    common = 0 if stay.common else size.common
+    count = min(num_groups, num_streamed)
+    if num_groups == 1 or not count:
+        return _Units((common + num_streamed * size.expert,))
+    ends = [stay.experts + ceil_div(group * num_streamed, count) for group in range(count + 1)]
+    groups = ((end - begin) * size.expert for begin, end in itertools.pairwise(ends))
+    return _Units((common, *groups), (0, *ends[1:]))
+
+
+def _cut_layer(
+    size: LayerBytes, stay: _Stay, units: _Units, length: int
+) -> tuple[LayerPages, tuple[int, ...]]:
     common, shared = (0, 0) if stay.common else (size.common, size.shared)
-    total = size.total - stay.num_bytes(size)
     # The experts' task computes the shared expert too, so its pages count for both parts.
     experts_start = common - shared
-    spans = [(start, min(start + length, total)) for start in range(0, total, length)]
+    spans: list[tuple[int, int]] = []
+    groups, offset = [], 0
+    for total in units.bytes:
+        groups.append(tuple(range(len(spans), len(spans) + ceil_div(total, length))))
+        end = offset + total
+        spans += [(start, min(start + length, end)) for start in range(offset, end, length)]
+        offset = end
     pages = LayerPages(
         num_pages=len(spans),
         attention_pages=tuple(p for p, (start, _) in enumerate(spans) if start < common),
         expert_pages=tuple(p for p, (_, end) in enumerate(spans) if end > experts_start),
+        group_pages=tuple(groups[1:]),
     )
     return pages, tuple(end - start for start, end in spans)

@@ -4,7 +4,7 @@ from html import escape
 
 from raymoe.plan.device_step import KV_BLOCK_TOKENS
 from raymoe.plan.job import JobEstimate, StepModel, StepTimes, estimate_job
-from raymoe.plan.policy import Footprint, Policy
+from raymoe.plan.policy import DevicePolicy, Footprint, Policy
 from raymoe.plan.work import StepLoad
 from raymoe.schedule.graph import Resource
 from raymoe.schedule.timeline import Timeline, bound_by
@@ -150,8 +150,14 @@ class Plan:
             f"attention {device.look_ahead} ahead, "
             f"{100 * device.cpu_attention_fraction:.0f} % of it on the CPU, "
             f"{format_bytes(device.resident_bytes)} of weights resident, pages of "
-            f"{format_bytes(device.page_bytes)}"
+            f"{format_bytes(device.page_bytes)}{_ring(device)}"
         ]
+
+
+def _ring(device: DevicePolicy) -> str:
+    if device.expert_groups == 1:
+        return ""
+    return f" in a ring of {device.ring_slots} of {device.expert_groups} expert groups"
 
 
 def predict_job(workload: Workload, policy: Policy, steps: StepModel) -> JobEstimate:

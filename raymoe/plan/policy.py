@@ -25,6 +25,10 @@ class DevicePolicy:
     cpu_attention_fraction: float = 1.0
     page_bytes: int = PAGE_BYTES  # largest piece of weights that is sent at once
     resident_bytes: int = 0  # device memory for weights that stay there
+    # Groups in which the streamed experts of a layer are loaded and computed; 1 loads whole layers
+    # into two slots in turn.
+    expert_groups: int = 1
+    ring_slots: int = 2  # groups that the device holds at once, if there are several
     staging_slots: int = 0  # pages of the pinned ring; 0 if all weights are pinned
     # KV blocks per micro-batch on the device; None reserves twice what its prompts need and at
     # least `MIN_STAGED_BLOCKS`
@@ -37,6 +41,8 @@ class DevicePolicy:
             ("look_ahead", 0),
             ("page_bytes", 1),
             ("resident_bytes", 0),
+            ("expert_groups", 1),
+            ("ring_slots", 1),
             ("staging_slots", 0),
             ("staged_blocks", 0),
         ):

@@ -3,14 +3,15 @@
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from raymoe.device.mover import Copies
 from raymoe.kernels.cpu_attention import AttentionBatch
-from raymoe.kernels.cpu_elementwise import Routing, choose, triton_runs_on
+from raymoe.kernels.cpu_elementwise import Routing
+from raymoe.kernels.cpu_experts import ExpertGroup
 from raymoe.kernels.gpu_attention_batch import StagedBatch
 from raymoe.kernels.paged_kv import largest_layout
 from raymoe.memory.activations import HostActivations, LayerActivations, StepActivations
@@ -24,34 +25,7 @@ from raymoe.schedule.timeline import Timeline
 
 LOGIT_CHUNK_ROWS = 256
 
-
-class TokenChoice(NamedTuple):
-    """How tokens are chosen where the logits are.
-
-    Attributes:
-        draws_R4: As `cpu_elementwise.pack_draws` makes them, of each row of logits.
-        needs_logits_R: bool, rows for which the host chooses, or reads the logits.
-    """
-
-    draws_R4: Tensor
-    needs_logits_R: Tensor
-
-
-class ChosenRows(NamedTuple):
-    """Rows of logits of which most stayed on the device.
-
-    Attributes:
-        tokens_C: int32, the token of each row; that of `rows` means nothing.
-        rows_N: int64, those that the host needs, and `logits_NV` of them.
-    """
-
-    tokens_C: Tensor
-    rows_N: Tensor
-    logits_NV: Tensor
-
-
-# First row, and logits [C, V] or chosen tokens of at most `LOGIT_CHUNK_ROWS` rows.
-Logits = tuple[int, Tensor | ChosenRows]
+Logits = tuple[int, Tensor]  # first row, logits [C, V] of at most `LOGIT_CHUNK_ROWS` rows
 StepRun = Generator[Logits, None, Timeline]  # yields logits in order, returns what was measured
 
 
@@ -65,7 +39,6 @@ class StepInputs:
             it (`Decoder.needs_prompt_tokens`).
         attention: Which tokens belong to which sequence, and its KV blocks.
         logit_rows: int64 [R], ascending: tokens of the step whose logits are wanted.
-        choice: How a device may choose tokens itself; None if it must return all logits.
     """
 
     token_ids: Tensor
@@ -73,7 +46,6 @@ class StepInputs:
     attention: AttentionBatch
     logit_rows: Tensor
     prompt_tokens: Tensor | None = None
-    choice: TokenChoice | None = None
 
     @property
     def num_positions(self) -> int:
@@ -147,8 +119,7 @@ def bind_in_place(decoder: Decoder, attend_layer: Attend) -> Bindings[StepState]
 
     def head(_task: Task, state: StepState) -> Iterator[Logits]:
         assert state.hidden_TH is not None
-        final_RH = decoder.final(state.hidden_TH, state.inputs.logit_rows)
-        return _logits(decoder, final_RH, state.inputs.choice)
+        return _logits(decoder, decoder.final(state.hidden_TH, state.inputs.logit_rows))
 
     return {
         Op.EMBED: embed,
@@ -160,31 +131,15 @@ def bind_in_place(decoder: Decoder, attend_layer: Attend) -> Bindings[StepState]
     }
 
 
-def _logits(decoder: Decoder, final_RH: Tensor, choice: TokenChoice | None) -> Iterator[Logits]:
+def _logits(decoder: Decoder, final_RH: Tensor) -> Iterator[Logits]:
     """In chunks: the logits of a whole prompt are never held at once."""
-    chooses = choice is not None and triton_runs_on(final_RH.device)
-    draws_R4 = choice.draws_R4.to(final_RH.device) if choice is not None and chooses else None
     for begin in range(0, final_RH.shape[0], LOGIT_CHUNK_ROWS):
-        chunk = slice(begin, begin + LOGIT_CHUNK_ROWS)
-        logits_CV = decoder.logits(final_RH[chunk])
-        if choice is None or draws_R4 is None or bool(choice.needs_logits_R[chunk].all()):
-            yield begin, _on_host(logits_CV)
-            continue
-        tokens_C = choose(logits_CV, draws_R4[chunk])
-        rows_N = choice.needs_logits_R[chunk].nonzero()[:, 0]
-        wanted_NV = logits_CV[rows_N.to(logits_CV.device)] if len(rows_N) else logits_CV[:0]
-        yield begin, ChosenRows(_on_host(tokens_C), rows_N, _on_host(wanted_NV))
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    """Wait for a tensor and copy it from a GPU to pinned memory, which torch keeps for the next."""
-    if not tensor.is_cuda:
-        return tensor.cpu()
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
+        yield begin, decoder.logits(final_RH[begin : begin + LOGIT_CHUNK_ROWS]).cpu()
 
 
 _RINGED = frozenset(("qkv", "host_qkv", "host_attention", "attention", "device_attention"))
 _STAGED = frozenset(("staged_kv",))
+_TOKENS = frozenset(("hidden", "expert_sum"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +148,7 @@ class DeviceMemory:
 
     Attributes:
         top_k: Experts per token of each layer; 0 where it has none.
+        expert_groups: The experts of each group, per layer; empty where they are computed at once.
         decoders: The model over the slots, by the slot of layer 0.
         cache: KV of all sequences, on the host.
         host: Activations on the host; its ring is as long as that of the device.
@@ -201,6 +157,7 @@ class DeviceMemory:
     """
 
     top_k: tuple[int, ...]
+    expert_groups: tuple[tuple[range, ...], ...]
     decoders: tuple[Decoder, Decoder]
     weights: WeightPages
     cache: KvCache
@@ -389,30 +346,42 @@ class _Bound:
         state.used[Buffer("routed", (task.part,))] = (out.normed_TH, *(routing or ()))
 
     def experts(self, task: Task, state: DeviceStep) -> None:
-        device = self._memory.device
-        micro_batches = [
-            state.cut.micro_batches[micro_batch] for (micro_batch,) in _keys(task.writes, "hidden")
-        ]
+        device, layer, decoder = self._memory.device, task.layer, self._decoder(state)
+        keys = [buffer.key for buffer in task.writes if buffer.name in _TOKENS]
+        micro_batches = [state.cut.micro_batches[micro_batch] for (micro_batch,) in keys]
         rows = slice(micro_batches[0].begin, micro_batches[-1].end)
-        top_k = self._memory.top_k[task.layer]
-        routing = device.routing(rows, top_k) if top_k else None
-        self._decoder(state).ffn(
-            task.layer, device.hidden_TH[rows], device.normed_TH[rows], routing
-        )
+        hidden_TH, normed_TH = device.hidden_TH[rows], device.normed_TH[rows]
+        chosen: Routing | Tensor | None = None
+        if top_k := self._memory.top_k[layer]:
+            chosen = device.routing(rows, top_k)
+        groups = self._memory.expert_groups[layer]
+        if len(groups) > 1:
+            assert isinstance(chosen, Routing)
+            group, sum_TH = task.part % len(groups), device.expert_sum_TH[rows]
+            if not group:
+                sum_TH.zero_()
+            into = ExpertGroup(groups[group], sum_TH)
+            decoder.add_experts(layer, (hidden_TH, normed_TH), chosen, into)
+            if group + 1 < len(groups):
+                for buffer, micro_batch in zip(task.writes, micro_batches, strict=True):
+                    state.used[buffer] = (device.expert_sum_TH[micro_batch.rows],)
+                return
+            chosen = sum_TH.to(hidden_TH.dtype)
+        decoder.ffn(layer, hidden_TH, normed_TH, chosen)
 
     def head(self, _task: Task, state: DeviceStep) -> Iterator[Logits]:
         decoder = self._decoder(state)
         hidden_TH, rows_R = self._memory.device.hidden_TH, state.on_device.logit_places_R
-        return _logits(decoder, decoder.final(hidden_TH, rows_R), state.inputs.choice)
+        return _logits(decoder, decoder.final(hidden_TH, rows_R))
 
     def load_page(self, task: Task, state: DeviceStep) -> Copies:
         weights = self._memory.weights
-        slot, page = task.writes[0].key
-        source = weights.host_page(task.layer, page)
+        slot, _ = task.writes[0].key
+        source = weights.host_page(task.layer, task.part)
         staged = next((buffer for buffer in task.reads if buffer.name == "staging"), None)
         if staged is not None:
             source = self._memory.staging[staged.key[0]][: len(source)]
-        into = weights.slot_page(task.layer, page, slot)
+        into = weights.slot_page(task.layer, task.part, slot)
         return self._writing(task, state, Copies.of((into, source)), into)
 
     def stage_page(self, task: Task, _state: DeviceStep) -> None:
@@ -459,10 +428,6 @@ class _Bound:
 
     def _on_host(self, task: Task) -> LayerActivations:
         return self._memory.host.ring[_key_of(task, _RINGED)].layer(task.layer)
-
-
-def _keys(buffers: Sequence[Buffer], name: str) -> list[tuple[int, ...]]:
-    return [buffer.key for buffer in buffers if buffer.name == name]
 
 
 def _key_of(task: Task, names: frozenset[str]) -> int:

@@ -1,6 +1,6 @@
 """Builders of schedules, by name."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -11,6 +11,7 @@ from raymoe.schedule.program import (
     Program,
     Step,
     StepForm,
+    group_loads,
     loads_of_first_layer,
     plan_loads,
 )
@@ -150,6 +151,9 @@ def build_micro_batches(
     Attention is issued `look_ahead` micro-batches ahead of the experts, as far as its inputs are.
     Pages of a layer are spread evenly over the preceding micro-batches if `interleaves_pages`, and
     otherwise follow the first one's hidden states as one block.
+
+    In a layer whose experts are in groups, all micro-batches attend, and then each group of experts
+    in turn is computed for all of them.
     """
     program = Program(name, form, ring=min(form.look_ahead + 1, form.num_micro_batches))
     return _MicroBatches(program, form).build(interleaves_pages)
@@ -196,28 +200,37 @@ def build_module_batching(form: StepForm) -> Schedule:
 class _MicroBatches:
     def __init__(self, program: Program, form: StepForm) -> None:
         self._program = program
-        self._form = form
+        self._form, self._steps = form, form.steps
         self._num_fronts = 0
-        self._num_groups = [0] * form.num_layers  # expert groups issued per layer
+        self._num_launches = [0] * form.num_layers  # of the last experts of each layer
 
     def build(self, interleaves_pages: bool) -> Schedule:
         program, form = self._program, self._form
-        steps, loads = form.steps, plan_loads(form, interleaves=interleaves_pages)
+        loads = plan_loads(form, interleaves=interleaves_pages)
         for micro_batch in range(form.num_micro_batches):
             program.embed(micro_batch)
-        for index, step in enumerate(steps):
-            self._issue_fronts(steps[self._num_fronts : index + self._form.look_ahead + 1])
-            if form.has_cpu_attention:
+        for index, step in enumerate(self._steps):
+            ahead = index + self._form.look_ahead + 1
+            self._issue_fronts(ahead)
+            if form.has_cpu_attention and not form.ring_slots:
                 program.load_hidden(*step)
             for load in loads.get(step, ()):
                 program.load_page(load)
+            if form.has_cpu_attention and form.ring_slots:
+                program.load_hidden(*step)
             program.post(*step)
-            self._end_group(step)
+            if form.layers[step.layer].group_pages:
+                if step.micro_batch + 1 == form.num_micro_batches:
+                    self._compute_groups(step.layer, ahead)
+            else:
+                self._end_launch(step)
+        for load in loads.get(Step(form.num_layers, 0), ()):
+            program.load_page(load)
         program.head()
         return program.schedule()
 
-    def _issue_fronts(self, steps: Sequence[Step]) -> None:
-        for step in steps:
+    def _issue_fronts(self, ahead: int) -> None:
+        for step in self._steps[self._num_fronts : ahead]:
             if not self._front_has_inputs(step):
                 return
             self._program.front(*step)
@@ -228,19 +241,33 @@ class _MicroBatches:
         pages = self._form.layers[layer].attention_pages
         entered = (
             not layer
-            or self._num_groups[layer - 1] > micro_batch // self._form.micro_batches_per_group
+            or self._num_launches[layer - 1] > micro_batch // self._form.micro_batches_per_group
         )
         return entered and self._program.holds(layer, pages)
 
-    def _end_group(self, step: Step) -> None:
+    def _end_launch(self, step: Step) -> None:
         layer, micro_batch = step
-        group, place = divmod(micro_batch, self._form.micro_batches_per_group)
+        launch, place = divmod(micro_batch, self._form.micro_batches_per_group)
         if (
             place + 1 == self._form.micro_batches_per_group
             or micro_batch + 1 == self._form.num_micro_batches
         ):
-            self._program.experts(layer, group, range(micro_batch - place, micro_batch + 1))
-            self._num_groups[layer] += 1
+            self._program.experts(layer, launch, range(micro_batch - place, micro_batch + 1))
+            self._num_launches[layer] += 1
+
+    def _compute_groups(self, layer: int, ahead: int) -> None:
+        """Compute the groups of a layer; what fits into a slot that becomes free is loaded."""
+        form, count = self._form, self._form.num_micro_batches
+        num_groups = form.layers[layer].num_groups
+        for group in range(num_groups):
+            for launch, begin in enumerate(range(0, count, form.micro_batches_per_group)):
+                end = min(begin + form.micro_batches_per_group, count)
+                self._program.experts(layer, launch, range(begin, end), group)
+                if group + 1 == num_groups:
+                    self._num_launches[layer] += 1
+                    self._issue_fronts(ahead)
+            for load in group_loads(form, layer, group + form.ring_slots):
+                self._program.load_page(load)
 
 
 STREAMING_BUILDERS: Mapping[str, Callable[[StepForm], Schedule]] = MappingProxyType(
@@ -261,6 +288,9 @@ BUILDERS: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
     {"in_place": build_in_place, "resident": build_resident, **STREAMING_BUILDERS}
 )
 """All builders; "in_place" and "resident" take a number of layers."""
+
+RING_SCHEDULES = frozenset(("micro_batches", "cgopipe", "vslpipe", "module_batching", "fastdecode"))
+"""Schedules that can load experts group by group."""
 
 MAX_MICRO_BATCHES: Mapping[str, int] = MappingProxyType({"vslpipe": 2, "layer_by_layer": 1})
 """Maximum number of micro-batches in schedules whose papers fix it."""

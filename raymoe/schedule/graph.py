@@ -35,7 +35,8 @@ class Op(StrEnum):
     pageable memory to the pinned staging ring. `sync` is a device-wide wait of a baseline.
 
     A task's layer is the layer whose weights it loads or uses. Its part is the micro-batch; the
-    expert group for `experts`; the page for `w` and `stage`; 0 for `head`.
+    page for `w` and `stage`; 0 for `head`. Several micro-batches may share a launch of `experts`,
+    whose part is launch * groups + group where the layer's experts are in groups, else the launch.
     """
 
     EMBED = "embed"

@@ -1,5 +1,6 @@
 """The form of a step for builders: pages per layer and micro-batches."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,6 +23,9 @@ class LayerPages:
     attention_pages: tuple[int, ...] = ()  # pages that hold what `pre` and `post` read, ascending
     # Pages that hold what `experts` reads, ascending; a page may be in both.
     expert_pages: tuple[int, ...] = ()
+    # The last pages, by group of experts, where experts are loaded and computed group by group;
+    # empty where they are computed at once. The pages before these are the common ones.
+    group_pages: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("attention_pages", "expert_pages"):
@@ -35,6 +39,22 @@ class LayerPages:
                 f"name {len(used)} pages; together they must name each of the {self.num_pages} "
                 "pages, counted from 0"
             )
+        grouped = [page for pages in self.group_pages for page in pages]
+        if grouped != list(range(self.num_common_pages, self.num_pages)) or not all(
+            self.group_pages
+        ):
+            raise ConfigError(
+                f"group_pages is {self.group_pages}; each group has a page, and together they are "
+                f"the last of {self.num_pages} pages"
+            )
+
+    @property
+    def num_common_pages(self) -> int:
+        return self.group_pages[0][0] if self.group_pages else self.num_pages
+
+    @property
+    def num_groups(self) -> int:
+        return max(1, len(self.group_pages))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +62,9 @@ class StepForm:
     """Division of a step, and the slot of its first streamed layer.
 
     A layer with pages is *streamed*. Streamed layers alternate between the two weight slots of the
-    device, also from step to step.
+    device, also from step to step. Groups of experts have slots of their own, a ring: group g of
+    any layer is in the ring's slot g modulo `ring_slots`, and its slot is free for the next one
+    once all micro-batches are computed with it.
     """
 
     layers: tuple[LayerPages, ...]
@@ -57,6 +79,7 @@ class StepForm:
     look_ahead: int = 2
     staging_slots: int = 0  # pages in the pinned staging ring; 0 if weights are pinned themselves
     first_slot: int = 0  # the weight slot, 0 or 1, that holds the first streamed layer
+    ring_slots: int = 0  # slots for groups of experts; 0 if all layers are loaded as a whole
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -77,6 +100,10 @@ class StepForm:
             raise ConfigError(f"staging_slots is {self.staging_slots}; it must be at least 0")
         if self.first_slot not in (0, 1):
             raise ConfigError(f"first_slot is {self.first_slot}; the slots are 0 and 1")
+        if self.ring_slots < any(pages.group_pages for pages in self.layers):
+            raise ConfigError(
+                f"ring_slots is {self.ring_slots}; groups of experts need at least one slot"
+            )
 
     @property
     def num_layers(self) -> int:
@@ -100,19 +127,47 @@ def next_first_slot(form: StepForm) -> int:
     return (form.first_slot + len(form.streamed)) % 2
 
 
+NUM_LAYER_SLOTS = 2  # slots of whole layers, or of what is not in a group of experts
+NO_GROUP = -1
+
+
 class Load(NamedTuple):
     layer: int
     page: int
     slot: int
+    place: int  # number of the page in its slot
+    group: int = NO_GROUP
 
 
-def loads_of(form: StepForm, layer: int, slot: int) -> tuple[Load, ...]:
-    return tuple(Load(layer, page, slot) for page in range(form.layers[layer].num_pages))
+def _common_loads(form: StepForm, layer: int, slot: int) -> tuple[Load, ...]:
+    """The pages of a layer that are in no group of experts: all where there are no groups."""
+    return tuple(
+        Load(layer, page, slot, page) for page in range(form.layers[layer].num_common_pages)
+    )
+
+
+def group_loads(form: StepForm, layer: int, group: int) -> tuple[Load, ...]:
+    """The pages of a group of experts; none if the layer has fewer groups."""
+    groups = form.layers[layer].group_pages
+    if group >= len(groups):
+        return ()
+    slot = NUM_LAYER_SLOTS + group % form.ring_slots
+    return tuple(Load(layer, page, slot, place, group) for place, page in enumerate(groups[group]))
+
+
+def _ring_loads(form: StepForm, layer: int) -> tuple[Load, ...]:
+    """The groups of a layer that fill the ring before the first of them is computed."""
+    return tuple(
+        load for group in range(form.ring_slots) for load in group_loads(form, layer, group)
+    )
 
 
 def loads_of_first_layer(form: StepForm) -> tuple[Load, ...]:
-    """The pages of the first streamed layer, into the slot where this step reads them."""
-    return loads_of(form, form.streamed[0], form.first_slot) if form.streamed else ()
+    """What a step finds loaded: the first streamed layer, or as much of it as slots hold."""
+    if not form.streamed:
+        return ()
+    first = form.streamed[0]
+    return _common_loads(form, first, form.first_slot) + _ring_loads(form, first)
 
 
 def plan_loads(form: StepForm, *, interleaves: bool) -> Mapping[Step, tuple[Load, ...]]:
@@ -121,23 +176,47 @@ def plan_loads(form: StepForm, *, interleaves: bool) -> Mapping[Step, tuple[Load
     While a streamed layer and the resident layers after it run, the other slot receives the next
     streamed layer; after the last comes the first one, for the next step. Pages are spread evenly
     if `interleaves`, and otherwise issued with the first micro-batch.
+
+    A ring of expert groups is filled again while the next layer attends, with the groups that come
+    first; `group_loads` of the others follow as groups are computed. What the next step needs of
+    the ring is at layer `num_layers` if no layer is left in this one.
     """
     plan: dict[Step, tuple[Load, ...]] = {}
     streamed = form.streamed
     for place, layer in enumerate(streamed):
         is_last = place + 1 == len(streamed)
         following = streamed[0] if is_last else streamed[place + 1]
-        loads = loads_of(form, following, (form.first_slot + place + 1) % 2)
-        begin = layer if place else 0  # when a step begins, the other slot is free
+        loads = _common_loads(form, following, (form.first_slot + place + 1) % 2)
         end = form.num_layers if is_last else following
-        steps = form.steps[begin * form.num_micro_batches : end * form.num_micro_batches]
-        if not interleaves:
-            plan[steps[0]] = loads
-            continue
-        for index, step in enumerate(steps):
-            first, last = (-(-at * len(loads) // len(steps)) for at in (index, index + 1))
-            plan[step] = loads[first:last]
+        begin = layer if place else 0  # when a step begins, the other slot is free
+        if form.ring_slots:
+            refilled_since = streamed[place - 1] + 1 if place else 0
+            loads = (_ring_loads(form, layer) if place else ()) + loads
+            begin, end = refilled_since, layer + 1
+        _spread(form, plan, range(begin, end), loads, interleaves=interleaves)
+    if form.ring_slots and streamed:
+        left = range(streamed[-1] + 1, form.num_layers) or range(
+            form.num_layers, form.num_layers + 1
+        )
+        _spread(form, plan, left, _ring_loads(form, streamed[0]), interleaves=interleaves)
     return plan
+
+
+def _spread(
+    form: StepForm,
+    plan: dict[Step, tuple[Load, ...]],
+    layers: range,
+    loads: tuple[Load, ...],
+    *,
+    interleaves: bool,
+) -> None:
+    steps = [Step(layer, part) for layer in layers for part in range(form.num_micro_batches)]
+    if not interleaves or layers.start == form.num_layers:
+        plan[steps[0]] = loads
+        return
+    for index, step in enumerate(steps):
+        first, last = (-(-at * len(loads) // len(steps)) for at in (index, index + 1))
+        plan[step] = loads[first:last]
 
 
 TURN = Buffer("turn")
@@ -150,6 +229,9 @@ class Program:
         ring: Micro-batches that may have buffers in flight at once.
         has_barriers: Every task waits for the last `sync`, and every `sync` for all tasks before.
         cores: Resource of all computation but attention.
+
+    Raises:
+        ConfigError: A program with barriers loads whole layers, but the form has groups of experts.
     """
 
     def __init__(
@@ -161,6 +243,10 @@ class Program:
         has_barriers: bool = False,
         cores: Resource = Resource.GPU,
     ) -> None:
+        if has_barriers and form.ring_slots:
+            raise ConfigError(
+                f"schedule {name!r} loads whole layers; set expert_groups to 1 or choose another"
+            )
         self._name = name
         self._form = form
         self._ring = ring
@@ -170,12 +256,13 @@ class Program:
         self._inputs: set[Buffer] = {TURN} if has_barriers else set()
         self._num_staged = 0
         first = loads_of_first_layer(form)
-        # The layer whose page a slot holds; a task that reads it must be issued while it is there.
-        self._held: tuple[dict[int, int], dict[int, int]] = ({}, {})
+        # Layer and group whose page a place of a slot holds; a task that reads it must be issued
+        # while it is there.
+        self._held: dict[int, dict[int, tuple[int, int]]] = defaultdict(dict)
         for load in first:
-            self._held[load.slot][load.page] = load.layer
-        self._unwritten = {_slot_page(load.slot, load.page) for load in first}
-        self._slot_of = {load.layer: load.slot for load in first}
+            self._held[load.slot][load.place] = load.layer, load.group
+        self._unwritten = {_slot_page(load.slot, load.place) for load in first}
+        self._slot_of = {form.streamed[0]: form.first_slot} if first else {}
 
     def schedule(self) -> Schedule:
         return Schedule(self._name, tuple(self._tasks), frozenset(self._inputs))
@@ -261,11 +348,25 @@ class Program:
         writes = (_hidden(micro_batch), _routed(micro_batch))
         self._add(Op.POST, layer, micro_batch, self._cores, reads=reads, writes=writes)
 
-    def experts(self, layer: int, group: int, micro_batches: Sequence[int]) -> None:
-        hidden = tuple(map(_hidden, micro_batches))
-        weights = self._weights(layer, self._form.layers[layer].expert_pages)
-        reads = (*hidden, *map(_routed, micro_batches), *weights)
-        self._add(Op.EXPERTS, layer, group, self._cores, reads=reads, writes=hidden)
+    def experts(
+        self, layer: int, launch: int, micro_batches: Sequence[int], group: int = 0
+    ) -> None:
+        """Compute one group of experts, and after the last the rest of the layer.
+
+        Before the last group, weighted sums of expert outputs are kept for each token.
+        """
+        pages = self._form.layers[layer]
+        is_last = group + 1 == pages.num_groups
+        hidden, sums = tuple(map(_hidden, micro_batches)), tuple(map(_expert_sum, micro_batches))
+        reads = (*hidden, *map(_routed, micro_batches), *(sums if group else ()))
+        self._add(
+            Op.EXPERTS,
+            layer,
+            launch * pages.num_groups + group,
+            self._cores,
+            reads=(*reads, *self._expert_weights(layer, group)),
+            writes=hidden if is_last else sums,
+        )
 
     def head(self) -> None:
         reads = tuple(map(_hidden, range(self._form.num_micro_batches)))
@@ -281,13 +382,14 @@ class Program:
             where = (load.layer, load.page, Resource.HOST_COPY)
             self._add(Op.STAGE, *where, reads=(source,), writes=(staged,))
             source = staged
-        slot_page = _slot_page(load.slot, load.page)
+        slot_page = _slot_page(load.slot, load.place)
         where = (load.layer, load.page, Resource.HTOD)
         self._add(Op.W, *where, reads=(source,), writes=(slot_page,))
-        self._held[load.slot][load.page] = load.layer
+        self._held[load.slot][load.place] = load.layer, load.group
         self._unwritten.discard(slot_page)
         # The next step's copy of the first layer must not hide the one this step reads.
-        self._slot_of.setdefault(load.layer, load.slot)
+        if load.slot < NUM_LAYER_SLOTS:
+            self._slot_of.setdefault(load.layer, load.slot)
 
     def sync(self, layer: int, part: int) -> None:
         """A device-wide wait, in programs with barriers only."""
@@ -296,20 +398,35 @@ class Program:
         self._tasks.append(task)
 
     def holds(self, layer: int, pages: Sequence[int]) -> bool:
-        """Whether these pages of a layer are issued, so that tasks may read them."""
+        """Whether these common pages of a layer are issued, so that tasks may read them."""
         if layer not in self._slot_of:
             return not pages
-        return {layer}.issuperset(map(self._held[self._slot_of[layer]].get, pages))
+        return {(layer, NO_GROUP)}.issuperset(map(self._held[self._slot_of[layer]].get, pages))
 
     def _weights(self, layer: int, pages: tuple[int, ...]) -> tuple[Buffer, ...]:
         assert self.holds(layer, pages), f"pages {pages} of layer {layer} are not in their slot"
         resident = self._input("resident", layer)
         if not pages:
             return (resident,)
-        slot_pages = _slot_pages(self._slot_of[layer], pages)
+        return (resident, *self._in_slot(self._slot_of[layer], pages))
+
+    def _expert_weights(self, layer: int, group: int) -> tuple[Buffer, ...]:
+        pages = self._form.layers[layer]
+        if not pages.group_pages:
+            return self._weights(layer, pages.expert_pages)
+        common = tuple(page for page in pages.expert_pages if page < pages.num_common_pages)
+        is_last = group + 1 == pages.num_groups
+        places = tuple(range(len(pages.group_pages[group])))
+        slot = NUM_LAYER_SLOTS + group % self._form.ring_slots
+        held = {(layer, group)}.issuperset(map(self._held[slot].get, places))
+        assert held, f"group {group} of layer {layer} is not in its slot"
+        return (*self._weights(layer, common if is_last else ()), *self._in_slot(slot, places))
+
+    def _in_slot(self, slot: int, places: tuple[int, ...]) -> tuple[Buffer, ...]:
+        slot_pages = _slot_pages(slot, places)
         if self._unwritten:
             self._inputs.update(self._unwritten.intersection(slot_pages))
-        return (resident, *slot_pages)
+        return slot_pages
 
     def _add(  # noqa: PLR0917 - private constructor of a task
         self,
@@ -344,16 +461,20 @@ class Program:
 
 
 @lru_cache(maxsize=1024)
-def _slot_pages(slot: int, pages: tuple[int, ...]) -> tuple[Buffer, ...]:
-    return tuple(_slot_page(slot, page) for page in pages)
+def _slot_pages(slot: int, places: tuple[int, ...]) -> tuple[Buffer, ...]:
+    return tuple(_slot_page(slot, place) for place in places)
 
 
-def _slot_page(slot: int, page: int) -> Buffer:
-    return Buffer("weights", (slot, page))
+def _slot_page(slot: int, place: int) -> Buffer:
+    return Buffer("weights", (slot, place))
 
 
 def _hidden(micro_batch: int) -> Buffer:
     return Buffer("hidden", (micro_batch,))
+
+
+def _expert_sum(micro_batch: int) -> Buffer:
+    return Buffer("expert_sum", (micro_batch,))
 
 
 def _routed(micro_batch: int) -> Buffer:

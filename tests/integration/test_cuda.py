@@ -1,17 +1,25 @@
 """The CUDA path of the engine: on a GPU, and on a stand-in for one that works later than asked."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from raymoe.device.cuda import CudaDevice
 from raymoe.engine import runner_loading
-from raymoe.errors import CapacityError, ConfigError
+from raymoe.errors import CapacityError, ConfigError, ExecutionError
+from raymoe.memory import shared_file
 from raymoe.plan.device_step import workspace_bytes
-from raymoe.schedule.builders import STREAMING_BUILDERS
+from raymoe.schedule.builders import RING_SCHEDULES, STREAMING_BUILDERS
 from raymoe.specs.hardware import hardware_preset
 from raymoe.units import GIB
 from tests.integration import test_schedules as schedules
-from tests.unit.device.deferred_cuda import DeferredCuda, without_native_kernels
+from tests.unit.device.deferred_cuda import (
+    BreakableCuda,
+    DeferredCuda,
+    lane_threads,
+    without_native_kernels,
+)
 
 __all__ = ["without_native_kernels"]
 
@@ -31,6 +39,7 @@ def check(family: str, schedule: str, scenario: str, placement: str, **config: o
         pytest.param("mixtral", "module_batching", "long prompt", "staged", marks=pytest.mark.slow),
         ("mixtral", "flexgen_s4", "early end", "resident share"),
         ("deepseek_v3", "module_batching", "mixed lengths", "pages"),
+        ("qwen2_moe", "micro_batches", "mixed lengths", "ring"),
     ],
 )
 def test_a_device_that_works_later_gives_the_tokens_of_the_cpu(
@@ -82,6 +91,30 @@ def test_passes_allocate_nothing_and_a_full_gpu_is_refused_at_the_start(
         schedules.make_engine(name, {}, **config)
 
 
+def test_an_engine_whose_device_fails_says_why_and_releases_all(
+    monkeypatch: pytest.MonkeyPatch,
+    without_native_kernels: list[DeferredCuda],
+    tmp_path: Path,
+) -> None:
+    cuda = BreakableCuda()
+    without_native_kernels.append(cuda)
+    monkeypatch.setattr(runner_loading, "open_cuda", lambda *_, **__: CudaDevice(cuda, GIB))
+    monkeypatch.setattr(shared_file, "DIRECTORY", tmp_path)
+    config = {"schedule": "module_batching", "device_policy": PLACEMENTS["pages"]}
+    config |= {"device": "cuda", "hardware": hardware_preset("t4"), "shared_weights": True}
+    engine = schedules.make_engine(schedules.plain_configuration("mixtral"), {}, **config)
+    assert cuda.registered
+    assert list(tmp_path.iterdir())
+    cuda.fail("an illegal address")
+    with pytest.raises(ExecutionError, match="an illegal address"):
+        engine.generate([[1, 2, 3]], {"temperature": 0, "max_tokens": 4})
+    with pytest.raises(RuntimeError, match="an illegal address"):
+        engine.close()
+    assert cuda.registered == set()
+    assert lane_threads() == []
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_the_device_is_refused_with_what_to_do() -> None:
     name = schedules.plain_configuration("mixtral")
@@ -103,4 +136,6 @@ def test_every_family_schedule_and_scenario(family: str, schedule: str, scenario
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("schedule", STREAMING_BUILDERS)
 def test_every_schedule_and_placement(schedule: str, placement: str) -> None:
+    if placement == "ring" and schedule not in RING_SCHEDULES:
+        pytest.skip("it loads whole layers")
     check("qwen2_moe", schedule, "long prompt", placement)

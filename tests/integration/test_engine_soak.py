@@ -12,7 +12,7 @@ import torch
 
 from raymoe.device.emulated import EmulatedDevice
 from raymoe.device.lane import TaskMark
-from raymoe.engine import loading
+from raymoe.engine import runner_loading
 from raymoe.schedule.graph import Resource, Task
 from tests.integration import test_schedules as schedules
 
@@ -28,7 +28,7 @@ class Stalls:
         self._dice = {lane: random.Random(f"{seed} {lane}") for lane in Resource}
 
     def __call__(self, task: Task) -> float:
-        self.count[task.resource] += 1  # only the lane's own thread
+        self.count[task.resource] += 1  # one thread for each resource
         dice = self._dice[task.resource]
         return dice.random() * 1e-3 if dice.random() < 0.01 else 0.0
 
@@ -64,7 +64,7 @@ def test_many_passes_with_stalls_leave_nothing_behind(
     want = schedules.on_cpu(name, "mixed lengths")
     before = num_things()
     stalls = Stalls(seed=1)
-    monkeypatch.setattr(loading, "EmulatedDevice", partial(EmulatedDevice, stall=stalls))
+    monkeypatch.setattr(runner_loading, "EmulatedDevice", partial(EmulatedDevice, stall=stalls))
     with schedules.make_engine(
         name, {}, device="emulated", schedule=schedule, device_policy=POLICY
     ) as engine:

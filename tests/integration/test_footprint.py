@@ -8,7 +8,7 @@ from raymoe.device.emulated import EmulatedDevice
 from raymoe.engine import runner_loading
 from raymoe.errors import InfeasiblePlanError
 from raymoe.plan.device_step import workspace_bytes
-from raymoe.schedule.builders import STREAMING_BUILDERS
+from raymoe.schedule.builders import RING_SCHEDULES, STREAMING_BUILDERS
 from raymoe.specs.hardware import hardware_preset
 from raymoe.units import KIB
 from tests.integration import test_schedules as schedules
@@ -35,6 +35,8 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedDevice]:
 def test_device_memory_is_counted_to_the_kilobyte(
     schedule: str, placement: str, devices: list[EmulatedDevice]
 ) -> None:
+    if placement == "ring" and schedule not in RING_SCHEDULES:
+        pytest.skip("it loads whole layers")
     name = NAMES[zlib.crc32(f"{schedule} {placement}".encode()) % len(NAMES)]
     policy = schedules.DEVICES[placement]
     with schedules.make_engine(

@@ -20,7 +20,7 @@ from raymoe.engine.accuracy import Accuracy, load_of
 from raymoe.engine.engine import Engine
 from raymoe.engine.runner_loading import EmulatedTiming
 from raymoe.engine.sequence import ScheduledStep
-from raymoe.plan.pages import layer_pages
+from raymoe.plan.pages import PageCut, layer_pages
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Policy
 from raymoe.plan.search import find_plan
@@ -150,12 +150,14 @@ def stand_in_policy(plan: Plan, name: str, model: ModelSpec) -> Policy:
 def emulated_timing_of(name: str, plan: Plan, hardware: HardwareSpec):
     """Costs of the large model for the steps of the small one."""
 
-    def make(device: EmulatedDevice, _work: object, _node: object, page_bytes) -> EmulatedTiming:
-        steps = plan.steps.steps
-        scale = steps.cut.streamed_bytes / sum(map(sum, page_bytes))
-        pages = tuple(tuple(round(scale * size) for size in layer) for layer in page_bytes)
+    def make(device: EmulatedDevice, _work: object, _node: object, cut: PageCut) -> EmulatedTiming:
+        scale = plan.steps.steps.cut.streamed_bytes / cut.streamed_bytes
+        pages = tuple(tuple(round(scale * size) for size in layer) for layer in cut.page_bytes)
         return EmulatedTiming(
-            device, ModelWork.of(first_layers(model_preset(name)), 2), hardware, pages
+            device,
+            ModelWork.of(first_layers(model_preset(name)), 2),
+            hardware,
+            dataclasses.replace(cut, page_bytes=pages),
         )
 
     return make

@@ -1,7 +1,9 @@
 """Quantised checkpoints give what transformers gives with the numbers that they stand for."""
 
+import functools
 import itertools
 from math import prod
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +12,14 @@ import transformers
 from raymoe.config import EngineConfig
 from raymoe.engine.engine import Engine
 from raymoe.memory.checkpoint import Checkpoint
-from raymoe.plan.policy import DevicePolicy, Policy
+from raymoe.plan.device_search import DeviceSizes, SearchPoint
+from raymoe.plan.device_step import DeviceJob, device_footprint
+from raymoe.plan.policy import DevicePolicy, Footprint, Policy
+from raymoe.plan.work import ModelWork
+from raymoe.specs.hardware import hardware_preset
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_format import Fp8Block
+from raymoe.specs.workload import Workload
 from tests.parity.driver import Driver, load_decoder
 from tests.quantised_checkpoints import CASES, QuantisedCase, checkpoints
 
@@ -40,6 +47,9 @@ SIZES = {
     "max_prefill_chunk_tokens": 64,
     "num_kv_blocks": 40,
 }
+NUM_TOKENS = 24
+GREEDY = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+WORKLOAD = Workload(num_rows=5, prompt_tokens=40, generated_tokens=NUM_TOKENS)
 DEVICE = DevicePolicy(num_micro_batches=2, page_bytes=9_000, resident_bytes=30_000)
 
 
@@ -71,7 +81,7 @@ def generate(directory, **options) -> list[tuple[int, ...]]:
     policy = Policy(**SIZES, device=device_policy)
     config = EngineConfig(linger_s=0.0, policy=policy, **options)
     with Engine.from_pretrained(directory, config) as engine:
-        rows = engine.generate(prompts(), {"temperature": 0, "max_tokens": 24, "ignore_eos": True})
+        rows = engine.generate(prompts(), GREEDY)
     assert [row.error for row in rows] == [""] * len(rows)
     return [row.token_ids for row in rows]
 
@@ -95,6 +105,69 @@ def test_packed_codes_give_the_tokens_of_packed_weights(name: str) -> None:
     """In bfloat16, to the bit where the kernels have it: codes are decoded to what was packed."""
     found = checkpoints(name)
     assert generate(found.quantised, dtype="bfloat16") == generate(found.plain, dtype="bfloat16")
+
+
+def smallest_footprint(spec: ModelSpec, schedule: str, slot_layers: float) -> Footprint:
+    """What one sequence needs on the device, with so many layers in its weight slots."""
+    node, work = hardware_preset("l4"), ModelWork.of(spec, 4)
+    job = DeviceJob(
+        model=spec, work=work, hardware=node, workload=WORKLOAD, max_model_len=spec.max_model_len
+    )
+    sizes = DeviceSizes(job, schedule=schedule)
+    point = sizes.fixed(SearchPoint(1.0, 1, False, 0, 1.0, 1024, slot_layers))
+    steps = sizes.sized(point, max_num_seqs=1, num_kv_blocks=job.min_blocks)
+    return device_footprint(spec, work, steps)
+
+
+@functools.cache
+def tokens_of_transformers(directory: Path) -> list[tuple[int, ...]]:
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    rows = []
+    for prompt in prompts():
+        ids_1T = torch.tensor([prompt])
+        with torch.no_grad():
+            for _ in range(NUM_TOKENS):
+                next_11 = theirs(ids_1T).logits[:, -1:].argmax(-1)
+                ids_1T = torch.cat([ids_1T, next_11], 1)
+        rows.append(tuple(ids_1T[0, len(prompt) :].tolist()))
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        pytest.param(name, schedule, marks=() if schedule == quick else pytest.mark.slow)
+        for name, quick in (
+            ("fp8 blocks of DeepSeek-V3", "micro_batches"),
+            ("packed int4 of Kimi-K2", "cgopipe"),
+        )
+        for schedule in ("micro_batches", "cgopipe", "vslpipe")
+    ],
+)
+def test_a_device_without_room_for_two_layers_is_planned_with_a_ring_of_experts(
+    name: str, schedule: str
+) -> None:
+    """As DeepSeek-V3 and Kimi-K2 on a GPU with 24 GB, with the tokens of transformers."""
+    found = checkpoints(name)
+    spec = ModelSpec.from_directory(found.quantised)
+    ring, whole = (smallest_footprint(spec, schedule, layers).total for layers in (0.25, 2.0))
+    assert ring < whole
+    config = EngineConfig(
+        dtype="float32",
+        device="emulated",
+        schedule=schedule,
+        device_memory_bytes=whole - 1,
+        workload=WORKLOAD,
+        linger_s=0.0,
+    )
+    with Engine.from_pretrained(found.quantised, config) as engine:
+        assert engine.plan is not None
+        assert engine.plan.policy.device is not None
+        assert engine.plan.policy.device.expert_groups > 1
+        rows = engine.generate(prompts(), GREEDY)
+    assert [row.token_ids for row in rows] == tokens_of_transformers(found.plain)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

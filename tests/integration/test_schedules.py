@@ -8,7 +8,7 @@ from raymoe.config import EngineConfig
 from raymoe.engine.engine import Engine
 from raymoe.errors import ConfigError, InfeasiblePlanError
 from raymoe.plan.policy import DevicePolicy, Policy
-from raymoe.schedule.builders import STREAMING_BUILDERS
+from raymoe.schedule.builders import RING_SCHEDULES, STREAMING_BUILDERS
 from raymoe.specs.workload import Workload
 from tests.parity.cases import get_case
 from tests.parity.configurations import CONFIGURATIONS
@@ -37,6 +37,13 @@ DEVICES = {
         num_micro_batches=2, resident_bytes=1 << 30, cpu_attention_fraction=0.7
     ),
     "staged": DevicePolicy(num_micro_batches=4, page_bytes=5_000, staging_slots=3),
+    "ring": DevicePolicy(
+        num_micro_batches=3,
+        page_bytes=5_000,
+        expert_groups=4,
+        ring_slots=2,
+        cpu_attention_fraction=0.6,
+    ),
     "one micro-batch": DevicePolicy(
         num_micro_batches=1, page_bytes=30_000, cpu_attention_fraction=0.0
     ),
@@ -150,6 +157,8 @@ def test_latent_attention_is_divided_between_host_and_device() -> None:
 @pytest.mark.parametrize("placement", DEVICES)
 @pytest.mark.parametrize("schedule", STREAMING_BUILDERS)
 def test_every_schedule_and_placement(schedule: str, placement: str) -> None:
+    if placement == "ring" and schedule not in RING_SCHEDULES:
+        pytest.skip("it loads whole layers")
     check("qwen2_moe", schedule, "long prompt", DEVICES[placement])
 
 

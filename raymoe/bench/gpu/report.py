@@ -99,29 +99,35 @@ def _bars(bars: Sequence[Bar], maximum: float) -> Iterator[str]:
 
 
 REPORT = "report.md"
+MAX_PERCENT_RATIO = 10.0
 COLUMNS = (
     "contender",
     "rows",
-    "prefill",
     "decode",
     "end to end",
     "raymoe is",
-    "of pinned",
+    "link GB/s",
+    "GPU busy",
     "to plan",
     "of bound",
-    "link GB/s",
-    "GPU kernels",
 )
-MORE_COLUMNS = ("bound by", "busy GPU, CPU, in, out", "load", "schedule (policy)")
+MORE_COLUMNS = (
+    "bound by",
+    "of pinned",
+    "prefill",
+    "tasks on GPU, CPU, in, out",
+    "load",
+    "schedule (policy)",
+)
 LEGEND = (
     "Tokens per second. Prefill: prompt tokens of the job with one new token for each row; decode: "
     "the other generated tokens over the time beyond that; end to end: all generated tokens over "
-    "all of it (~: the first steps stand for all). Of pinned: weights while their pages were "
-    "copied, of the rate of copies from pinned memory just before. To plan: how much longer the "
-    "job took than its plan said. Bound: bytes and operations of the job at the rates of the node, "
-    "nothing lost. GPU kernels: share of a decode step in which a kernel ran; busy: share of the "
-    "steps in which each resource had a task, gaps between its kernels included (in: host to "
-    "device). Load: weights written to host memory and pinned."
+    "all of it (~: the first steps stand for all). Link: weights while their pages were copied, of "
+    "the rate of pinned copies just before. GPU busy: share of a decode step in which a kernel "
+    "ran; tasks: share of the steps in which each resource had one, with the gaps between "
+    "its kernels (in: host to device). To plan: how much longer the job took than its plan said. "
+    "Bound: bytes and operations of the job at the rates of the node, nothing lost. Load: weights "
+    "written to host memory and pinned."
 )
 
 
@@ -208,21 +214,21 @@ def _row(contender: str, figures: Figures, ours: Figures | None) -> tuple[str, .
     mark = "~" if is_part else ""
     rate, model = figures.tokens_per_s, figures.model
     decode = figures.decode_tokens_per_s
-    link, gap, rates, kernels, busy = ("",) * 5 if model is None else _model_cells(figures, model)
+    pinned, gap, link, kernels, tasks = ("",) * 5 if model is None else _model_cells(figures, model)
     return (
         contender,
         f"{figures.num_rows}",
-        f"{figures.prefill_tokens_per_s:.1f}",
         f"{mark}{decode:.1f}" if decode else "",
         f"{mark}{rate:.1f}",
         "" if ours is None else f"{ours.tokens_per_s / rate:.2f} x",
         link,
+        kernels,
         gap,
         _percent(figures.share_of_bound),
-        rates,
-        kernels,
         figures.limit,
-        busy,
+        pinned,
+        f"{figures.prefill_tokens_per_s:.1f}",
+        tasks,
         format_seconds(figures.load_s),
         f"{figures.schedule} ({figures.policy})",
     )
@@ -232,11 +238,15 @@ def _model_cells(figures: Figures, model: PredictedFigures) -> tuple[str, str, s
     busy, link, pinned = model.busy, model.link_bytes_per_s, figures.pinned_bytes_per_s
     return (
         _percent(link / pinned) if link else "",
-        f"{100 * (figures.total_s / model.predicted_s - 1):+.0f} %",
-        f"{link / GB:.1f} of {pinned / GB:.1f}" if link else "",
+        _gap(figures.total_s / model.predicted_s),
+        f"{link / GB:.1f}/{pinned / GB:.1f}" if link else "",
         _percent(model.kernel_share) if model.kernel_share else "",
         ", ".join(_percent(share) for share in (busy.gpu, busy.cpu, busy.htod, busy.dtoh)),
     )
+
+
+def _gap(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.0f} %" if ratio < MAX_PERCENT_RATIO else f"{ratio:.0f} x"
 
 
 def _percent(share: float) -> str:

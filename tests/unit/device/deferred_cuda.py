@@ -7,8 +7,10 @@ copy to the host) waits here too. Memory is that of the host: an operation on te
 is not noticed; `test_device_types` looks for those.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,6 +87,33 @@ class DeferredCuda(FakeCuda):
     def _deferring(self) -> Iterator[None]:
         with torch.inference_mode(), _HostWaits(self), _Deferred(self):
             yield
+
+
+class BreakableCuda(DeferredCuda):
+    """A device that refuses everything once it has failed, as after an illegal address."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(**options)
+        self.registered: set[int] = set()
+
+    def fail(self, message: str) -> None:
+        self._fault = ValueError(message)
+
+    def register(self, address: int, num_bytes: int) -> str | None:
+        self.registered.add(address)
+        return None
+
+    def unregister(self, address: int) -> None:
+        self.registered.remove(address)
+        if self._fault is not None:
+            raise RuntimeError(f"CUDA error: {self._fault}")
+
+
+def lane_threads() -> list[str]:
+    """Names of the threads of lanes, native ones too, as Linux cuts them."""
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    names += [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name.startswith("raymoe-lane")]
 
 
 class _HostWaits(TorchFunctionMode):

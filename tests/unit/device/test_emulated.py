@@ -103,7 +103,7 @@ def test_a_refused_device_starts_no_threads_and_a_closed_one_leaves_none() -> No
     assert _threads() == before
 
 
-MOVERS = tuple(f"raymoe-lane-{lane}"[:15] for lane in ("pages", "htod", "dtoh"))
+MOVERS = tuple(f"raymoe-lane-{lane}"[:15] for lane in ("pages", "kv", "htod", "dtoh"))
 
 
 def _threads() -> list[str]:
@@ -116,7 +116,8 @@ def _threads() -> list[str]:
 def test_there_is_a_lane_for_every_resource_and_it_is_in_inference_mode(
     device: EmulatedDevice,
 ) -> None:
-    own = {resource: resource for resource in Resource} | {Op.W: Resource.HTOD}
+    own = {resource: resource for resource in Resource}
+    own |= dict.fromkeys((Op.W, Op.KV), Resource.HTOD)
     assert {name: lane.resource for name, lane in device.lanes.items()} == own
     modes: list[bool] = []
     device.lanes[Resource.GPU].submit(

@@ -5,19 +5,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
 from raymoe import _native
 from raymoe.device.cuda import CudaDevice
-from raymoe.device.lane import Cancelled, TaskMark
+from raymoe.device.lane import Cancelled, TaskMark, released_on_error
 from raymoe.device.mover import Copies, CopyTime, Link, MoverLane
 from raymoe.errors import ConfigError, ExecutionError
 from raymoe.runtime.executor import LaneExecutor
 from raymoe.schedule.graph import Buffer, Op, Resource, Schedule, Task
-from tests.unit.device.deferred_cuda import DeferredCuda
+from tests.unit.device.deferred_cuda import BreakableCuda, DeferredCuda, lane_threads
 from tests.unit.device.fake_cuda import FakeCuda, FakeEvent
 from tests.unit.runtime.random_schedules import new_memory, random_schedule, serial_result, work
 
@@ -170,14 +169,15 @@ def test_movers_streams_and_threads_give_the_serial_result(delay: float) -> None
         assert memory == serial_result(schedule)
 
 
-def test_pages_do_not_wait_for_small_copies_that_wait_for_the_cpu() -> None:
+@pytest.mark.parametrize("op", [Op.W, Op.KV])
+def test_pages_and_kv_do_not_wait_for_hidden_states_that_wait_for_the_cpu(op: Op) -> None:
     device = CudaDevice(DeferredCuda(), 1 << 30)
     may_end, lanes = threading.Event(), device.lanes
     page = torch.ones(100)
     late = lanes[Resource.CPU].submit(_task(Op.ATTN), lambda: may_end.wait(10), ())
     hidden = lanes[Resource.HTOD].submit(_task(Op.HID), Copies, [late])
     target = torch.zeros(100)
-    lanes[Op.W].submit(LOAD, lambda: Copies.of((target, page)), ()).wait()
+    lanes[op].submit(_task(op), lambda: Copies.of((target, page)), ()).wait()
     assert torch.equal(target, page)
     assert not hidden.is_done
     may_end.set()
@@ -266,7 +266,7 @@ def test_traffic_counts_bytes_and_the_time_in_which_they_moved() -> None:
     link = _native.SimulatedLink(bytes_per_s=0.0, copies=True)
     movers = Link(link, link.new_stream, lambda _task: CopyTime(0.004, 0.001))
     page, source = random_bytes(1000), random_bytes(1000)
-    for key in (Op.W, Resource.HTOD, Resource.DTOH):
+    for key in (Op.W, Op.KV, Resource.HTOD, Resource.DTOH):
         for _ in range(2):
             copies = Copies.of((page, source))
             movers.lanes[key].submit(LOAD, lambda copies=copies: copies, ()).wait()
@@ -274,9 +274,9 @@ def test_traffic_counts_bytes_and_the_time_in_which_they_moved() -> None:
     traffic = movers.traffic()
     for lane in movers.lanes.values():
         lane.close()
-    assert traffic[Resource.HTOD].num_bytes == 4000
+    assert traffic[Resource.HTOD].num_bytes == 6000
     assert traffic[Resource.DTOH].num_bytes == 2000
-    for resource, num_copies in ((Resource.HTOD, 4), (Resource.DTOH, 2)):
+    for resource, num_copies in ((Resource.HTOD, 6), (Resource.DTOH, 2)):
         assert 0.004 * num_copies <= traffic[resource].busy_s
         assert traffic[resource].bytes_per_s <= 1000 / 0.004
 
@@ -291,37 +291,31 @@ def test_a_mover_waits_for_a_mark_that_a_python_thread_ends() -> None:
     assert (mark.start_s, mark.end_s) == (1.0, 2.0)
 
 
-class Broken(DeferredCuda):
-    """A device that has failed refuses everything."""
-
-    is_broken = False
-
-    def wait_stream(self, stream) -> None:
-        if self.is_broken:
-            raise RuntimeError(f"CUDA error: stream {self.handle(stream)}")
-        super().wait_stream(stream)
-
-    def unregister(self, address: int) -> None:
-        self.unregistered.append(address)
-        if self.is_broken:
-            raise RuntimeError("CUDA error: unregister")
-
-
 def test_a_device_that_has_failed_releases_everything_and_raises_the_first_error() -> None:
-    cuda = Broken()
-    cuda.unregistered = []
+    cuda = BreakableCuda()
     device = CudaDevice(cuda, 1 << 30)
     memory = torch.zeros(1 << 20, dtype=torch.uint8)
     begin = -memory.data_ptr() % 4096
     for page in range(2):
         part = memory[begin + page * 8192 : begin + page * 8192 + 4096]
         assert device.pin(part) is None
-    cuda.is_broken = True
-    with pytest.raises(RuntimeError, match="CUDA error"):
+    cuda.fail("an illegal address")
+    with pytest.raises(RuntimeError, match="cudaStreamSynchronize: CUDA error: an illegal address"):
         device.close()
-    assert len(cuda.unregistered) == 2
-    names = (path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
-    assert not any(name.startswith("raymoe-lane") for name in names)
+    assert cuda.registered == set()
+    assert lane_threads() == []
+    device.close()
+
+
+def test_an_error_of_releasing_does_not_hide_the_first() -> None:
+    def release() -> None:
+        raise RuntimeError("second")
+
+    with pytest.raises(KeyError, match="first") as caught, released_on_error(release):
+        raise KeyError("first")
+    assert caught.value.__notes__ == ["and releasing failed: RuntimeError: second"]
+    with released_on_error(release):
+        pass
 
 
 def _task(op: Op) -> Task:

@@ -22,15 +22,11 @@ def refuse() -> Outcome:
 def test_a_check_that_raises_is_a_finding_and_the_next_one_runs() -> None:
     checks = [Check("bad", fail), Check("user", refuse), Check("good", lambda: Outcome("7 GB/s"))]
     bad, user, good = run_checks("link", checks, end_s=float("inf"))
-    assert (bad.status, bad.value) == (Status.FAILED, "RuntimeError: the cable is out")
+    assert bad.status == Status.FAILED
+    assert bad.value.startswith("RuntimeError: the cable is out (test_examine.py, line ")
     assert "file a bug" in bad.advice
     assert (user.status, user.advice) == (Status.FAILED, "")
     assert (good.section, good.status, good.value) == ("link", Status.OK, "7 GB/s")
-
-
-def test_a_check_shows_where_it_fails_if_asked() -> None:
-    with pytest.raises(RuntimeError, match="the cable is out"):
-        list(run_checks("link", [Check("bad", fail)], end_s=float("inf"), is_debug=True))
 
 
 def test_nothing_begins_once_no_time_is_left() -> None:

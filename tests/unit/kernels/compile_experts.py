@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from raymoe.kernels.cpu_experts import ExpertGroup
 from raymoe.kernels.gpu_common import EXACT, Launch
 from raymoe.kernels.gpu_experts import DecodedExperts, GroupedExperts
 from raymoe.kernels.gpu_experts_layout import Compute, TileTable
@@ -75,11 +76,13 @@ def launches(shape: ExpertShape, capability: int, tokens_per_expert: int) -> Ite
     experts = GroupedExperts(matrices, compute=compute, clamp=shape.clamp)
     num_tokens = max(tokens_per_expert * NUM_EXPERTS // shape.top_k, 1)
     ids_TK = torch.zeros(num_tokens, shape.top_k, dtype=torch.int32)
-    align, groups = experts.align(ids_TK, torch.zeros(ids_TK.shape))
+    align, groups = experts.align((ids_TK, torch.zeros(ids_TK.shape)))
     hidden_TH = torch.zeros(num_tokens, shape.hidden, dtype=dtype)
     gate_up, product_RX = experts.gate_up(hidden_TH, groups)
     down, rows_RH = experts.down(product_RX, groups)
-    yield from (align, gate_up, down, experts.combine(rows_RH, groups)[0])
+    into = ExpertGroup(range(1), torch.zeros(num_tokens, shape.hidden))
+    add = experts.add_rows(rows_RH, ids_TK, groups, into)
+    yield from (align, gate_up, down, experts.combine(rows_RH, groups)[0], add)
     if shape.stored is not None:
         one_by_one = DecodedExperts(matrices, compute=compute, activation="silu")
         yield one_by_one.ffns[0].gate.launch(0, shape.wide)[0]

@@ -1,10 +1,12 @@
 """Our kernels for experts against the plain reference: in Triton's interpreter, or on a GPU."""
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
 
-from raymoe.kernels.cpu_experts import SIGMOID_GATES
+from raymoe.kernels.cpu_experts import SIGMOID_GATES, ExpertGroup
 from raymoe.kernels.gpu_experts_layout import Compute, TileTable
 from raymoe.specs.weight_format import (
     Awq,
@@ -171,6 +173,25 @@ def test_the_bits_of_a_token_do_not_depend_on_its_neighbours(
     whole_TH = run(case)
     for rows in (slice(0, 1), slice(5, 13)):
         assert torch.equal(run(case, rows), whole_TH[rows])
+
+
+@device
+@pytest.mark.parametrize("dtype", [FP16, BF16, FP32], ids=str)
+@pytest.mark.parametrize("ends", [(3, 5), (1, 2, 3, 4, 5), (5,)], ids=str)
+def test_groups_of_experts_one_after_the_other_give_the_same_bits(
+    ends: tuple[int, ...], dtype: torch.dtype, device: str
+) -> None:
+    from raymoe.kernels.gpu_experts import GroupedExperts  # noqa: PLC0415 - needs Triton
+
+    case = ExpertCase(dtype=dtype, num_experts=5, top_k=3, hidden=24, wide=16, device=device)
+    hidden_TH, *routing = case.inputs
+    grouped = GroupedExperts(case.matrices, compute=compute_of(case))
+    for experts in (grouped, case.plain()):
+        sum_TH = torch.zeros_like(hidden_TH, dtype=FP32)
+        for begin, end in itertools.pairwise((0, *ends)):
+            experts.add(hidden_TH, tuple(routing), ExpertGroup(range(begin, end), sum_TH))
+        assert torch.equal(sum_TH.to(dtype), experts(*case.inputs))
+        assert sum_TH.abs().sum() > 0
 
 
 @device

@@ -26,7 +26,7 @@ def test_rows_and_tiles_of_experts_are_those_of_sorted_choices(
 
     ids_TK = routes(num_tokens, num_experts, top_k)
     weights_TK = torch.rand(num_tokens, top_k)
-    launch, groups = align(ids_TK.to(device), weights_TK.to(device), num_experts, tile_rows)
+    launch, groups = align((ids_TK.to(device), weights_TK.to(device)), num_experts, tile_rows)
     launch.run()
     order_R = sorted(range(num_tokens * top_k), key=lambda i: (ids_TK.flatten()[i].item(), i))
     assert groups.tokens_R.tolist() == [i // top_k for i in order_R]

@@ -7,7 +7,7 @@ from torch import Tensor
 from raymoe.engine.runner_loading import layer_paging
 from raymoe.memory.weight_pages import WeightPages
 from raymoe.memory.weights import WeightStore
-from raymoe.plan.pages import layer_pages
+from raymoe.plan.pages import cut_pages, layer_pages, layer_sizes
 from raymoe.specs.layer_weights import layer_prefix
 from raymoe.specs.model import ModelSpec
 from tests.parity.cases import get_case
@@ -23,26 +23,51 @@ def allocate(num_bytes: int) -> Tensor:
     return torch.full((num_bytes,), 0xFF, dtype=torch.uint8)
 
 
+@pytest.mark.parametrize("num_groups", [1, 3])
 @pytest.mark.parametrize("resident_bytes", [0, 40_000, 1 << 30])
 @pytest.mark.parametrize("page_bytes", [3_000, 1 << 30])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_device_finds_each_weight_in_the_slot_of_its_layer(
-    name: str, page_bytes: int, resident_bytes: int
+    name: str, page_bytes: int, resident_bytes: int, num_groups: int
 ) -> None:
     directory = get_case(name).directory
     spec = ModelSpec.from_directory(directory)
     store = WeightStore.open(spec, directory)
-    cut = layer_pages(spec, 4, page_bytes=page_bytes, resident_bytes=resident_bytes)
+    cut = cut_pages(
+        layer_sizes(spec, 4),
+        page_bytes=page_bytes,
+        resident_bytes=resident_bytes,
+        num_groups=num_groups,
+        ring_slots=2,
+    )
     pages = WeightPages(
-        spec, store, layer_paging(spec, cut), dtype=torch.float32, allocate_on_device=allocate
+        spec,
+        store,
+        layer_paging(spec, cut),
+        dtype=torch.float32,
+        allocate_on_device=allocate,
+        ring_slots=cut.ring_slots,
     )
     assert pages.host_memory.nbytes >= cut.streamed_bytes
     slot = 1
     for layer in range(spec.num_layers):
         num_pages = len(cut.page_bytes[layer])
+        groups = cut.layers[layer].group_pages
+        slots = {page: 2 + group % 2 for group, grouped in enumerate(groups) for page in grouped}
+        experts, last = cut.expert_groups[layer], {}
         for page in range(num_pages):
-            pages.slot_page(layer, page, slot).copy_(pages.host_page(layer, page))
+            pages.slot_page(layer, page, slots.get(page, slot)).copy_(pages.host_page(layer, page))
+            if page in slots:  # the first group of three has given its slot to the third
+                last[slots[page]] = next(g for g, grouped in enumerate(groups) if page in grouped)
+        gone = {
+            f"mlp.experts.{expert}."
+            for group, each in enumerate(experts)
+            for expert in each
+            if group not in last.values() and expert >= cut.resident_experts[layer]
+        }
         for weight in pages.names(layer):
+            if weight.startswith(tuple(gone)):
+                continue
             found = pages.device_weight(layer, weight, first_slot=1)
             assert torch.equal(found, store(layer_prefix(layer) + weight).float())
         slot = (slot + 1) % 2 if num_pages else slot

@@ -263,8 +263,8 @@ def test_few_tokens_read_few_experts() -> None:
 def test_an_expert_group_reads_its_experts_once() -> None:
     micro_batches = (MicroBatchShape.decode(50, 1),) * 5
     apart, together = cost_of(*micro_batches), cost_of(*micro_batches, group=2)
-    assert together.group_tokens(0) == 100
-    assert together.group_tokens(2) == 50  # the last group is short
+    assert together.launch_tokens(0) == 100
+    assert together.launch_tokens(2) == 50  # the last group is short
     each = work_s(apart, Op.EXPERTS)
     assert work_s(together, Op.EXPERTS, part=2) == pytest.approx(each)
     assert work_s(together, Op.EXPERTS) < 1.01 * each

@@ -25,6 +25,7 @@ SMALL = SearchSpace(
     look_ahead=(1, 15),
     cpu_attention_fraction=(1.0, 0.6, 0.0),
     max_num_batched_tokens=(2048, 8192),
+    slot_layers=(2.0, 0.5),
 )
 GOOD = 0.98  # of the best throughput on the grid
 MIXTRAL = model_preset("mixtral-8x7b")

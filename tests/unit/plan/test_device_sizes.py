@@ -10,6 +10,8 @@ from raymoe.plan.device_search import DeviceSizes, SearchPoint
 from raymoe.plan.device_step import device_footprint, host_footprint, kv_block_bytes
 from raymoe.plan.pages import layer_sizes
 from raymoe.specs.hardware import hardware_preset
+from raymoe.specs.presets_models import model_preset
+from raymoe.specs.quantization import quantization_of
 from raymoe.specs.workload import Workload
 from raymoe.units import GIB
 from tests.unit.plan.device_jobs import POINTS, device_job, random_jobs
@@ -121,8 +123,31 @@ def test_schedules_fix_their_knobs_and_equal_points_have_one_form() -> None:
 def test_what_does_not_fit_is_refused_with_the_bytes_missing(name: str, memory: str) -> None:
     node = hardware_preset(name)
     if memory == "device memory":
-        node = replace(node, host_memory_bytes=1024 * GIB)
+        node = replace(node, host_memory_bytes=2048 * GIB, gpu_memory_bytes=4 * GIB)
     sizes = DeviceSizes(device_job("deepseek-v3", node, ENDLESS))
     assert sizes.steps(SearchPoint(0.125, 16, False, 1, 1.0, 1024)) is None
     with pytest.raises(InfeasiblePlanError, match=rf"GiB of {memory}.*GiB short"):
         sizes.refuse()
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "two_layers_fit"),
+    [("deepseek-v3", "fp8", False), ("kimi-k2", "int4", True)],
+)
+def test_a_gpu_with_24_gb_holds_a_ring_of_experts_of_the_largest_models(
+    name: str, weights: str, two_layers_fit: bool
+) -> None:
+    model = replace(model_preset(name), quantization=quantization_of(weights), dtype="bfloat16")
+    job = device_job(
+        model, replace(hardware_preset("a5000"), host_memory_bytes=1000 * GIB), ENDLESS
+    )
+    sizes = DeviceSizes(job)
+    search_point = SearchPoint(1.0, 4, True, 3, 0.6, 4096)
+    assert (sizes.steps(search_point) is not None) == two_layers_fit
+    steps = sizes.steps(replace(search_point, slot_layers=0.5))
+    assert steps is not None
+    assert steps.policy.max_num_seqs > 500
+    assert steps.cut.ring_slots == 4
+    others = DeviceSizes(job, "flexgen_s3")
+    point = others.fixed(replace(search_point, slot_layers=0.5))
+    assert (others.steps(point) is not None) == two_layers_fit

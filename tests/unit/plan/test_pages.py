@@ -70,8 +70,40 @@ def test_pages_are_full_but_for_the_last_and_fit_their_slot(
     for num_bytes in cut.page_bytes:
         assert all(size == cut.page_length for size in num_bytes[:-1])
         assert all(0 < size <= cut.page_length for size in num_bytes)
-        assert cut.page_length * len(num_bytes) <= cut.slot_bytes
-    assert cut.device_bytes == cut.resident_bytes + 2 * cut.slot_bytes
+        assert 2 * sum(num_bytes) <= cut.slots_bytes
+
+
+@given(SIZES, st.integers(1, 5000), BUDGETS, st.integers(2, 6))
+def test_groups_divide_the_experts_that_stream(
+    sizes: tuple[LayerBytes, ...], page_bytes: int, budget: int, num_groups: int
+) -> None:
+    whole = cut_pages(sizes, page_bytes=page_bytes, resident_bytes=budget)
+    cut = cut_pages(
+        sizes,
+        page_bytes=page_bytes,
+        resident_bytes=budget,
+        num_groups=num_groups,
+        ring_slots=2,
+    )
+    assert cut.resident_experts == whole.resident_experts
+    assert cut.streamed_bytes == whole.streamed_bytes
+    for i, size in enumerate(sizes):
+        pages, num_streamed = cut.layers[i], size.num_experts - cut.resident_experts[i]
+        groups, num_bytes = cut.expert_groups[i], cut.page_bytes[i]
+        assert len(groups) == len(pages.group_pages) == min(num_groups, num_streamed)
+        assert [n for group in groups for n in group] == list(range(size.num_experts))[
+            : size.num_experts if groups else 0
+        ]
+        assert sum(cut.group_shares[i]) == pytest.approx(1.0 if groups else 0.0)
+        common = 0 if cut.is_common_resident[i] else size.common
+        assert sum(num_bytes[: pages.num_common_pages]) == common <= cut.max_common_bytes
+        assert all(page < pages.num_common_pages for page in pages.attention_pages)
+        for number, (group, grouped) in enumerate(zip(groups, pages.group_pages, strict=True)):
+            streamed = len(group) - (0 if number else cut.resident_experts[i])
+            assert sum(num_bytes[page] for page in grouped) == streamed * size.expert
+            assert streamed * size.expert <= cut.max_group_bytes
+            assert set(grouped) <= set(pages.expert_pages)
+    assert cut.slots_bytes == 2 * cut.max_common_bytes + 2 * cut.max_group_bytes
 
 
 @given(SIZES, BUDGETS)
@@ -114,8 +146,8 @@ def test_a_share_below_one_expert_a_layer_is_used() -> None:
 def test_a_model_that_fits_has_no_pages() -> None:
     cut = cut_pages((MIXTRAL,) * 3, resident_bytes=3 * MIXTRAL.total)
     assert all(pages.num_pages == 0 for pages in cut.layers)
-    assert (cut.streamed_bytes, cut.slot_bytes) == (0, 0)
-    assert cut.device_bytes == 3 * MIXTRAL.total
+    assert (cut.streamed_bytes, cut.slots_bytes) == (0, 0)
+    assert cut.resident_bytes == 3 * MIXTRAL.total
 
 
 def test_mixtral_streams_its_published_bytes() -> None:

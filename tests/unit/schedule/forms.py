@@ -1,8 +1,11 @@
 """Passes to build: by hand, and at random."""
 
+import itertools
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
-from raymoe.schedule.builders import STREAMING_BUILDERS
+from raymoe.schedule.builders import RING_SCHEDULES, STREAMING_BUILDERS
 from raymoe.schedule.program import LayerPages, StepForm
 
 MAX_MICRO_BATCHES = {"vslpipe": 2}  # of the builders; papers may take fewer
@@ -34,8 +37,8 @@ def form_for(name: str, num_layers: int, num_micro_batches: int, num_pages: int)
 
 
 @st.composite
-def layer_pages(draw: st.DrawFn, min_pages: int = 0) -> LayerPages:
-    num_pages = draw(st.integers(min_pages, 5))
+def layer_pages(draw: st.DrawFn, min_pages: int = 0, max_pages: int = 5) -> LayerPages:
+    num_pages = draw(st.integers(min_pages, max_pages))
     users = draw(
         st.lists(
             st.sampled_from(("pre", "experts", "both")), min_size=num_pages, max_size=num_pages
@@ -49,6 +52,31 @@ def layer_pages(draw: st.DrawFn, min_pages: int = 0) -> LayerPages:
 
 
 @st.composite
+def grouped_layer_pages(draw: st.DrawFn) -> LayerPages:
+    """What is common is read by attention, by the experts or both; the rest by a group of them."""
+    common = draw(layer_pages(max_pages=2))
+    sizes = draw(st.lists(st.integers(1, 2), max_size=5))
+    ends = list(itertools.accumulate(sizes, initial=common.num_pages))
+    return replace(
+        common,
+        num_pages=ends[-1],
+        expert_pages=(*common.expert_pages, *range(common.num_pages, ends[-1])),
+        group_pages=tuple(tuple(range(*ends)) for ends in itertools.pairwise(ends)),
+    )
+
+
+def grouped_layer(num_groups: int = 4, *, has_common: bool = True) -> LayerPages:
+    """A page for attention, which may be resident, and one for each group of experts."""
+    pages = tuple(range(has_common, has_common + num_groups))
+    return LayerPages(
+        num_pages=len(pages) + has_common,
+        attention_pages=(0,) * has_common,
+        expert_pages=pages,
+        group_pages=tuple((page,) for page in pages),
+    )
+
+
+@st.composite
 def step_forms(
     draw: st.DrawFn,
     name: str = "micro_batches",
@@ -57,11 +85,13 @@ def step_forms(
     min_micro_batches: int = 1,
     max_staging_slots: int = 3,
 ) -> StepForm:
-    """Any pass that the builder `name` takes."""
+    """Any step that the builder `name` supports, where it can with groups of experts."""
+    has_groups = name in RING_SCHEDULES and not min_pages and draw(st.booleans())
+    layers = grouped_layer_pages() if has_groups else layer_pages(min_pages)
     on_cpu, on_device = draw(st.sampled_from(((True, False), (False, True), (True, True))))
     num_micro_batches = draw(st.integers(min_micro_batches, MAX_MICRO_BATCHES.get(name, 6)))
     return StepForm(
-        layers=tuple(draw(st.lists(layer_pages(min_pages), min_size=1, max_size=5))),
+        layers=tuple(draw(st.lists(layers, min_size=1, max_size=5))),
         num_micro_batches=num_micro_batches,
         micro_batches_per_group=draw(st.integers(1, num_micro_batches + 1)),
         look_ahead=draw(st.integers(0, num_micro_batches + 2)),
@@ -69,4 +99,5 @@ def step_forms(
         has_device_attention=on_device,
         staging_slots=draw(st.integers(0, max_staging_slots)),
         first_slot=draw(st.integers(0, 1)),
+        ring_slots=draw(st.integers(1, 6)) if has_groups else 0,
     )

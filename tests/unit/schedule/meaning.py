@@ -38,8 +38,14 @@ def first_layer_in_slot(form: StepForm, slot: int) -> Memory:
     if not form.streamed:
         return {}
     first = form.streamed[0]
-    num_pages = form.layers[first].num_pages
-    return {Buffer("weights", (slot, page)): ("page", first, page) for page in range(num_pages)}
+    pages = form.layers[first]
+    held: Memory = {}
+    for page in range(pages.num_common_pages):
+        held[Buffer("weights", (slot, page))] = ("page", first, page)
+    for group, grouped in enumerate(pages.group_pages[: form.ring_slots]):
+        for place, page in enumerate(grouped):
+            held[Buffer("weights", (2 + group, place))] = ("page", first, page)
+    return held
 
 
 def run(schedule: Schedule, form: StepForm, order: Iterable[int]) -> Memory:
@@ -55,7 +61,7 @@ def perform(task: Task, form: StepForm, memory: Memory) -> None:
     found = {memory[buffer] for buffer in task.reads if buffer.name != "turn"}
     assert found == needs(task, form), f"{task} finds {found}, needs {needs(task, form)}"
     for buffer in task.writes:
-        memory[buffer] = made(task, buffer)
+        memory[buffer] = made(task, buffer, form)
 
 
 def check_results(form: StepForm, memory: Memory) -> None:
@@ -87,7 +93,7 @@ def needs(task: Task, form: StepForm) -> set[Meaning]:
         Op.GATTN: {qkv, ("staged_kv", layer, part)},
         Op.HID: {("attention", layer, part)},
         Op.POST: {("into", layer, part)} | attended(task, form) | attention_weights(layer, form),
-        Op.EXPERTS: routed(task) | expert_weights(layer, form),
+        Op.EXPERTS: expert_inputs(task, form) if task.op is Op.EXPERTS else set(),
         Op.STAGE: {("page", layer, part)},
         Op.W: {("page", layer, part)},
         Op.SYNC: set(),
@@ -101,9 +107,19 @@ def attention_weights(layer: int, form: StepForm) -> set[Meaning]:
     return {("resident", layer), *(("page", layer, page) for page in pages)}
 
 
-def expert_weights(layer: int, form: StepForm) -> set[Meaning]:
-    pages = form.layers[layer].expert_pages if layer < form.num_layers else ()
-    return {("resident", layer), *(("page", layer, page) for page in pages)}
+def expert_inputs(task: Task, form: StepForm) -> set[Meaning]:
+    return routed(task, form) | expert_weights(task, form)
+
+
+def expert_weights(task: Task, form: StepForm) -> set[Meaning]:
+    pages = form.layers[task.layer]
+    of_group = set(pages.expert_pages)
+    if pages.group_pages:
+        group, num_groups = task.part % pages.num_groups, pages.num_groups
+        of_group = set(pages.group_pages[group])
+        if group + 1 == num_groups:  # computes the shared expert too
+            of_group |= set(pages.expert_pages) & set(range(pages.num_common_pages))
+    return {("resident", task.layer), *(("page", task.layer, page) for page in of_group)}
 
 
 def attended(task: Task, form: StepForm) -> set[Meaning]:
@@ -111,17 +127,21 @@ def attended(task: Task, form: StepForm) -> set[Meaning]:
     return {(name, task.layer, task.part) for name, is_used in shares.items() if is_used}
 
 
-def routed(task: Task) -> set[Meaning]:
+def routed(task: Task, form: StepForm) -> set[Meaning]:
     micro_batches = [buffer.key[0] for buffer in task.writes if buffer.key]
+    group = task.part % form.layers[task.layer].num_groups
     return {
         (name, task.layer, micro_batch)
-        for name in ("after post", "routed")
+        for name in ("after post", "routed", *((f"sum of {group} groups",) if group else ()))
         for micro_batch in micro_batches
     }
 
 
-def made(task: Task, buffer: Buffer) -> Meaning:
+def made(task: Task, buffer: Buffer, form: StepForm) -> Meaning:
     """What a task leaves in a buffer that it writes."""
+    if buffer.name == "expert_sum":
+        group = task.part % form.layers[task.layer].num_groups
+        return (f"sum of {group + 1} groups", task.layer, *buffer.key)
     layer, part = task.layer, task.part
     name = SAME_NAME.get(buffer.name, buffer.name)
     hidden: dict[Op, Meaning] = {

@@ -73,8 +73,11 @@ def test_every_wave_passes_every_layer_once(case: tuple[Schedule, StepForm]) -> 
         assert found == (steps if is_used else [])
     for layer in range(form.num_layers):
         of_layer = [t for t in schedule.tasks if t.op is Op.EXPERTS and t.layer == layer]
-        micro_batches = [b.key[0] for task in of_layer for b in task.writes]
-        assert sorted(micro_batches) == list(range(form.num_micro_batches))
+        num_groups = form.layers[layer].num_groups
+        for group in range(num_groups):
+            of_group = [task for task in of_layer if task.part % num_groups == group]
+            micro_batches = [b.key[0] for task in of_group for b in task.writes]
+            assert sorted(micro_batches) == list(range(form.num_micro_batches))
 
 
 @QUICK

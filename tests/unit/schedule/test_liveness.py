@@ -44,15 +44,17 @@ def test_an_empty_schedule_needs_nothing() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_a_pass_stays_within_two_slots_its_rings_and_its_hidden_states(
+def test_a_step_stays_within_its_slots_its_rings_and_its_hidden_states(
     data: st.DataObject,
 ) -> None:
     name = data.draw(st.sampled_from(BUILDER_NAMES))
     form = data.draw(step_forms(name))
     schedule = STREAMING_BUILDERS[name](form)
-    max_pages = max(pages.num_pages for pages in form.layers)
+    max_pages = max(pages.num_common_pages for pages in form.layers)
+    groups = [group for pages in form.layers for group in pages.group_pages]
     max_in_flight = {
-        "weights": 2 * max_pages,
+        "weights": 2 * max_pages + form.ring_slots * max(map(len, groups), default=0),
+        "expert_sum": form.num_micro_batches if groups else 0,
         "staging": form.staging_slots,
         "staged_kv": 2,
         "hidden": form.num_micro_batches,

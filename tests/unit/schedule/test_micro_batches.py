@@ -8,12 +8,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymoe.errors import ConfigError
-from raymoe.schedule.builders import STREAMING_BUILDERS, build_micro_batches, build_vslpipe
+from raymoe.schedule.builders import (
+    RING_SCHEDULES,
+    STREAMING_BUILDERS,
+    build_micro_batches,
+    build_vslpipe,
+)
 from raymoe.schedule.graph import Buffer, Op, Resource, Schedule
 from raymoe.schedule.program import LayerPages, StepForm
 from raymoe.schedule.timeline import simulate
-from tests.unit.schedule.costs import T4_LIKE, link_bound_costs
-from tests.unit.schedule.forms import form_for, step_forms, streamed_layer, uniform_form
+from tests.unit.schedule.costs import T4_LIKE, OpCost, link_bound_costs
+from tests.unit.schedule.forms import (
+    form_for,
+    grouped_layer,
+    step_forms,
+    streamed_layer,
+    uniform_form,
+)
 
 RESIDENT = LayerPages(num_pages=0)
 
@@ -165,3 +176,38 @@ def test_schedules_rank_as_in_figure_6_of_moe_lightning() -> None:
 def test_cgopipe_keeps_a_link_busy_that_is_the_bound() -> None:
     timeline = simulate(STREAMING_BUILDERS["cgopipe"](uniform_form(32, 14, 32)), T4_LIKE)
     assert timeline.utilization(Resource.HTOD) > 0.95
+
+
+def test_groups_of_experts_pass_through_a_ring_after_the_attention_of_their_layer() -> None:
+    form = StepForm(layers=(grouped_layer(),) * 2, num_micro_batches=2, ring_slots=2)
+    schedule = build_micro_batches(form)
+    assert order(schedule, Op.PRE, Op.POST, Op.EXPERTS, Op.W, Op.HEAD) == (
+        # Page 0 is attention, which is loaded a layer ahead; half of the groups fit the ring.
+        "pre[0,0] pre[0,1] w[1,0] post[0,0] post[0,1]"
+        " experts[0,0] experts[0,4] w[0,3] experts[0,1] experts[0,5] w[0,4]"
+        " experts[0,2] experts[0,6] experts[0,3] pre[1,0] experts[0,7] pre[1,1]"
+        " w[1,1] w[1,2] post[1,0] w[0,0] post[1,1]"
+        " experts[1,0] experts[1,4] w[1,3] experts[1,1] experts[1,5] w[1,4]"
+        " experts[1,2] experts[1,6] experts[1,3] experts[1,7]"
+        " w[0,1] w[0,2] head[2,0]"
+    )
+    loads = [task for task in schedule.tasks if task.op is Op.W and task.layer == 1]
+    slots = {task.part: task.writes[0].key for task in loads}
+    assert slots == {0: (1, 0), 1: (2, 0), 2: (3, 0), 3: (2, 0), 4: (3, 0)}
+
+
+def test_a_ring_of_half_a_layer_costs_little_while_the_link_is_the_bound() -> None:
+    """With a fifth of its memory: 2 of 4 groups and attention, not two layers."""
+    costs = {Op.W: 1.0, Op.ATTN: 0.3, Op.PRE: 0.1, Op.POST: 0.1, Op.EXPERTS: 0.4}
+    whole = StepForm(layers=(streamed_layer(5),) * 6, num_micro_batches=4)
+    ring = StepForm(layers=(grouped_layer(),) * 6, num_micro_batches=4, ring_slots=2)
+    whole_s = simulate(build_micro_batches(whole), OpCost(costs)).makespan_s
+    ring_s = simulate(build_micro_batches(ring), OpCost(costs | {Op.EXPERTS: 0.1})).makespan_s
+    assert whole_s < ring_s < 1.3 * whole_s
+
+
+def test_baselines_with_barriers_refuse_groups() -> None:
+    form = StepForm(layers=(grouped_layer(),), num_micro_batches=1, ring_slots=1)
+    for name in sorted(set(STREAMING_BUILDERS) - RING_SCHEDULES):
+        with pytest.raises(ConfigError, match=f"{name}.* loads whole layers"):
+            STREAMING_BUILDERS[name](form)

@@ -6,7 +6,7 @@ import pytest
 
 from raymoe.errors import ConfigError
 from raymoe.schedule.program import LayerPages, StepForm, next_first_slot
-from tests.unit.schedule.forms import streamed_layer
+from tests.unit.schedule.forms import grouped_layer, streamed_layer
 
 
 @pytest.mark.parametrize(
@@ -16,6 +16,14 @@ from tests.unit.schedule.forms import streamed_layer
         ({"num_pages": 1, "expert_pages": (0, 1)}, "name 2 pages; together .* each of the 1"),
         ({"num_pages": 2, "expert_pages": (1, 0)}, r"expert_pages is \(1, 0\); .* ascending"),
         ({"num_pages": 1, "attention_pages": (0, 0)}, "attention_pages is .* listed once"),
+        (
+            {"num_pages": 2, "expert_pages": (0, 1), "group_pages": ((0,),)},
+            r"group_pages is \(\(0,\),\); .* the last of 2 pages",
+        ),
+        (
+            {"num_pages": 1, "expert_pages": (0,), "group_pages": ((0,), ())},
+            "each group has a page",
+        ),
     ],
 )
 def test_pages_that_do_not_add_up_are_refused(fields: dict[str, Any], message: str) -> None:
@@ -31,6 +39,7 @@ def test_pages_that_do_not_add_up_are_refused(fields: dict[str, Any], message: s
         ({"has_cpu_attention": False}, "must be true"),
         ({"staging_slots": -1}, "staging_slots is -1"),
         ({"first_slot": 2}, "first_slot is 2; the slots are 0 and 1"),
+        ({"layers": (grouped_layer(),)}, "ring_slots is 0; groups of experts need"),
     ],
 )
 def test_a_pass_that_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:
