@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from raymoe.doctor import rates
-from raymoe.doctor.examine import Status
+from raymoe.doctor import kernels, model, rates
+from raymoe.doctor.examine import Status, Target
 from raymoe.measure.gpu import LinkCopies
 from raymoe.units import GB, MIB
 from tests.unit.device.fake_cuda import FakeCuda
@@ -56,3 +56,64 @@ def test_a_driver_without_a_gpu_that_torch_sees_is_a_failure(tmp_path: Path) -> 
     (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
     (tmp_path / "proc/driver/nvidia/version").write_text("NVRM version")
     assert rates.no_gpu(tmp_path).status == Status.FAILED
+
+
+class Registrar:
+    """Pins memory, or refuses with a reason."""
+
+    reason: str | None = None
+
+    def register(self, _address: int, _num_bytes: int) -> str | None:
+        return self.reason
+
+    def unregister(self, _address: int) -> None:
+        """Nothing is locked."""
+
+
+@pytest.mark.parametrize("reason", [None, "out of memory"])
+def test_refused_pinning_is_a_failure(reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "PIN_BYTES", MIB)
+    monkeypatch.setattr(rates, "TorchCuda", Registrar)
+    monkeypatch.setattr(Registrar, "reason", reason)
+    found = rates.pinning()
+    assert found.status == (Status.OK if reason is None else Status.FAILED)
+    assert (reason or "1.00 MiB at") in found.value
+
+
+@pytest.mark.parametrize(
+    ("capability", "taken", "statuses"),
+    [
+        ((8, 9), 0.01, (Status.OK, Status.OK)),
+        ((7, 5), 0.01, (Status.WARNING, Status.OK)),
+        ((9, 0), 0.3, (Status.OK, Status.WARNING)),
+    ],
+)
+def test_an_old_card_and_memory_of_others_are_told(
+    capability: tuple[int, int],
+    taken: float,
+    statuses: tuple[Status, Status],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda, total = rates.torch.cuda, 24 * GB
+    monkeypatch.setattr(cuda, "get_device_name", lambda: "NVIDIA Something")
+    monkeypatch.setattr(cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(cuda, "mem_get_info", lambda: (round((1 - taken) * total), total))
+    monkeypatch.setattr(cuda, "memory_reserved", lambda: 0)
+    monkeypatch.setattr(rates.torch, "zeros", lambda *_, **__: None)
+    assert (rates.gpu().status, rates.gpu_memory().status) == statuses
+
+
+def test_with_a_gpu_more_is_examined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "attention_compute", lambda *_: None)
+    monkeypatch.setattr(rates.torch.cuda, "is_bf16_supported", lambda **_: False)
+    cpu, cuda = (
+        [check.name for section in (kernels, model) for check in section.checks(Target(device=it))]
+        for it in ("cpu", "cuda")
+    )
+    of_cpu = [name for name in cpu if name.startswith("CPU")]
+    assert [name for name in cuda if name.startswith("CPU")] == of_cpu
+    assert "GPU experts, mxfp4, float16" in cuda
+    assert "GPU latent attention, float32" in cuda
+    assert "cgopipe on cuda, float32" in cuda
+    assert "module_batching on cuda, float16" in cuda
+    assert "module_batching on cuda, bfloat16" not in cuda
