@@ -206,7 +206,8 @@ def check_bfloat16(spec: ModelSpec, num_seeds: int = 4) -> None:
     ours, plain = [], []
     for seed in range(num_seeds):
         weights = random_weights(spec, torch.bfloat16, seed)
-        tokens = torch.randint(99, (60,), generator=torch.Generator().manual_seed(seed)).tolist()
+        top = min(99, spec.vocab_size)
+        tokens = torch.randint(top, (60,), generator=torch.Generator().manual_seed(seed)).tolist()
         exact, low = (
             ReferenceModel(spec, weights.__getitem__, dtype).logits(tokens)
             for dtype in (torch.float64, torch.bfloat16)
