@@ -29,7 +29,7 @@ from raymoe.plan.device_step import KV_BLOCK_TOKENS
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Policy
 from raymoe.plan.work import StepLoad
-from raymoe.runtime.bindings import StepInputs, StepRun
+from raymoe.runtime.bindings import ChosenRows, StepInputs, StepRun, TokenChoice
 from raymoe.schedule.timeline import Timeline
 
 # A node that does other work too, a first step that compiles, a predicted length that is wrong:
@@ -225,14 +225,21 @@ class EngineCore:
     @torch.inference_mode()
     def _run(self, next_step: ScheduledStep) -> Timeline:
         """Run a step, and sample from each chunk of its logits as soon as it is there."""
-        with contextlib.closing(self._runner.run(_step_inputs(next_step))) as run:
+        choice = self._sampler.choice(
+            next_step.row_slots, next_step.row_positions, next_step.row_is_sample
+        )
+        with contextlib.closing(self._runner.run(_step_inputs(next_step, choice))) as run:
             while True:
                 try:
-                    first_row, logits_CV = next(run)
+                    first_row, output = next(run)
                 except StopIteration as end:
                     timeline: Timeline = end.value
                     return timeline
-                self._take(next_step, first_row, logits_CV)
+                if isinstance(output, ChosenRows):
+                    self._take_chosen(next_step, first_row, output)
+                else:
+                    rows = np.arange(first_row, first_row + output.shape[0])
+                    self._take(next_step, rows, output)
 
     def _held_slots(self) -> set[int]:
         if self._masks is None or not self._late:
@@ -270,10 +277,16 @@ class EngineCore:
             if sample.request.params.form is not None:
                 self._masks.begin(slot, sample.request.params.form, self._table.generated(slot))
 
-    def _take(self, done: ScheduledStep, first_row: int, logits_CV: Tensor) -> None:
-        chunk = slice(first_row, first_row + logits_CV.shape[0])
-        slots, positions = done.row_slots[chunk], done.row_positions[chunk]
-        is_sample = done.row_is_sample[chunk]
+    def _take_chosen(self, done: ScheduledStep, first_row: int, output: ChosenRows) -> None:
+        tokens, rows = output.tokens_C.numpy(), output.rows_N.numpy()
+        slots = done.row_slots[first_row : first_row + len(tokens)]
+        self._keep(np.delete(np.arange(len(tokens)), rows), slots, tokens)
+        if len(rows):
+            self._take(done, first_row + rows, output.logits_NV)
+
+    def _take(self, done: ScheduledStep, step_rows: Rows, logits_CV: Tensor) -> None:
+        slots, positions = done.row_slots[step_rows], done.row_positions[step_rows]
+        is_sample = done.row_is_sample[step_rows]
         is_read = self._table.is_read[slots]
         self._read(logits_CV, slots, positions, np.flatnonzero(is_read))
         prompt = np.flatnonzero(~is_sample & ~is_read)
@@ -290,10 +303,17 @@ class EngineCore:
             tokens[rows] = self._sampler.choose(logits_CV, slots[rows], positions[rows], rows)
 
         self._each(rows, slots, choose)
-        for row in rows[tokens[rows] == NO_TOKEN].tolist():
-            self._errors.setdefault(int(slots[row]), self._no_token(int(slots[row])))
+        self._refuse_none(rows, slots, tokens)
         wanted = self._well(rows[self._table.wants_logprobs[slots[rows]]], slots)
         self._each(wanted, slots, lambda rows: self._keep_logprobs(logits_CV, slots, tokens, rows))
+        self._keep(rows, slots, tokens)
+
+    def _refuse_none(self, rows: Rows, slots: Int32s, tokens: Int32s) -> None:
+        for row in rows[tokens[rows] == NO_TOKEN].tolist():
+            self._errors.setdefault(int(slots[row]), self._no_token(int(slots[row])))
+
+    def _keep(self, rows: Rows, slots: Int32s, tokens: Int32s) -> None:
+        self._refuse_none(rows, slots, tokens)
         rows = self._well(rows, slots)
         self._chosen.append((slots[rows], tokens[rows]))
 
@@ -500,7 +520,7 @@ def _prompt_logprobs(sample: Sample) -> tuple[TokenLogprob | None, ...] | None:
     return tuple(sample.prompt_logprobs or [None])  # a prompt of one token has no logits
 
 
-def _step_inputs(done: ScheduledStep) -> StepInputs:
+def _step_inputs(done: ScheduledStep, choice: TokenChoice) -> StepInputs:
     return StepInputs(
         token_ids=torch.from_numpy(done.token_ids),
         positions=torch.from_numpy(done.positions),
@@ -512,4 +532,5 @@ def _step_inputs(done: ScheduledStep) -> StepInputs:
         ),
         prompt_tokens=torch.from_numpy(done.prompt_tokens),
         logit_rows=torch.from_numpy(done.logit_rows),
+        choice=choice,
     )

@@ -21,10 +21,13 @@ from raymoe.kernels.cpu_elementwise import (
     argmax,
     gumbel_argmax,
     log_sum_exp,
+    pack_draws,
     topk_logprobs,
 )
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
+from raymoe.runtime.bindings import TokenChoice
 
+Bools = npt.NDArray[np.bool_]
 Float32s = npt.NDArray[np.float32]
 Float64s = npt.NDArray[np.float64]
 
@@ -331,6 +334,20 @@ class Sampler:
                 tokens[part] = choose(some_RV, slots[part], positions[part])
         return tokens
 
+    def choice(self, slots: Int32s, positions: Int32s, is_sample: Bools) -> TokenChoice:
+        """Return how a device chooses the tokens of rows; rows of prompts need their logits."""
+        table, path = self._table, self._table.path[slots]
+        needs_logits = ~is_sample | table.is_read[slots] | table.wants_logprobs[slots]
+        needs_logits |= path == PROCESSED
+        is_greedy = needs_logits | (path == GREEDY)
+        temperature = np.where(is_greedy, np.float32(1), table.numbers["temperature"][slots])
+        draws_R4 = pack_draws(
+            _keys_of(table, slots, positions),
+            torch.from_numpy(1.0 / temperature),
+            torch.from_numpy(is_greedy),
+        )
+        return TokenChoice(draws_R4, torch.from_numpy(needs_logits))
+
     def processed(self, logits_RV: Tensor, slots: Int32s, positions: Int32s) -> Tensor:
         """The float32 logits that the token is drawn from."""
         logits_RV = logits_RV.to(torch.float32, copy=True)
@@ -354,12 +371,7 @@ class Sampler:
         return np.where(self._table.is_greedy[slots], _as_int32(argmax(logits_RV)), drawn)
 
     def _random_keys(self, slots: Int32s, positions: Int32s) -> RandomKeys:
-        return RandomKeys(
-            seed=torch.from_numpy(self._table.seed[slots]),
-            row_key=torch.from_numpy(self._table.row_key[slots]),
-            sample=torch.from_numpy(self._table.sample_index[slots]),
-            position=torch.from_numpy(positions),
-        )
+        return _keys_of(self._table, slots, positions)
 
     def _adjust(self, logits_RV: Tensor, slots: Int32s, positions: Int32s) -> None:
         for row in np.flatnonzero(self._table.is_special[slots]):
@@ -407,6 +419,15 @@ class Sampler:
                 keep(used_RV, value_R[uses_R])
                 logits_RV[uses_R] = used_RV
         return logits_RV
+
+
+def _keys_of(table: SequenceTable, slots: Int32s, positions: Int32s) -> RandomKeys:
+    return RandomKeys(
+        seed=torch.from_numpy(table.seed[slots]),
+        row_key=torch.from_numpy(table.row_key[slots]),
+        sample=torch.from_numpy(table.sample_index[slots]),
+        position=torch.from_numpy(positions),
+    )
 
 
 def _slices(rows: npt.NDArray[np.int64], vocab_size: int) -> Iterator[npt.NDArray[np.int64]]:

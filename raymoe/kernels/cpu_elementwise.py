@@ -500,6 +500,38 @@ def gumbel_argmax_reference(
     return _first_largest(scaled_RV.double() + gumbel_noise(keys, logits_RV.shape[1]))
 
 
+def pack_draws(keys: RandomKeys, scale_R: Tensor, is_greedy_R: Tensor) -> Tensor:
+    """Return how `choose` chooses a token of each row, int64 [R, 4], to send in one piece.
+
+    The columns are seed, row key, position and sample, and the bits of the scale, which are 0 where
+    the largest logit is wanted.
+    """
+    bits_R = scale_R.contiguous().view(torch.int32).long().masked_fill(is_greedy_R, 0)
+    place_R = keys.position.long() << 32 | (keys.sample.long() & WORD)
+    return torch.stack([keys.seed.long(), keys.row_key.long(), place_R, bits_R], dim=1)
+
+
+def choose(logits_RV: Tensor, draws_R4: Tensor) -> Tensor:
+    """Choose a token of every row by `argmax` or `gumbel_argmax`, int32 [R], where the logits are.
+
+    The host draws the same tokens: the noise and all roundings are those of its kernel.
+    """
+    if not (triton_runs_on(logits_RV.device) and _has_rows(logits_RV)):
+        return choose_reference(logits_RV, draws_R4)
+    from raymoe.kernels import gpu_elementwise  # noqa: PLC0415 - needs Triton
+
+    ids_R = draws_R4.new_empty(len(draws_R4), dtype=torch.int32)
+    gpu_elementwise.choose(logits_RV, draws_R4, ids_R).run()
+    return ids_R
+
+
+def choose_reference(logits_RV: Tensor, draws_R4: Tensor) -> Tensor:
+    seed, row_key, place, bits = draws_R4.unbind(1)
+    keys = RandomKeys(seed=seed, row_key=row_key, sample=place & WORD, position=place >> 32)
+    drawn_R = gumbel_argmax_reference(logits_RV, keys, bits.int().view(torch.float32))
+    return drawn_R.where(bits != 0, argmax_reference(logits_RV)).int()
+
+
 def gumbel_noise(keys: RandomKeys, num_tokens: int) -> Tensor:
     """Return the Gumbel noise of tokens 0 .. num_tokens - 1, float64 [R, num_tokens]."""
     halves = [

@@ -1,4 +1,4 @@
-"""Triton kernels of norms, rotary embeddings, routers and gated products: launches of one each.
+"""Triton kernels of norms, rotary embeddings, routers and sampling: launches of one each.
 
 `cpu_elementwise` has the references of the same names. A kernel rounds where its reference does;
 sums are float32, in an order that depends on the shapes of the model alone. No constant depends on
@@ -17,22 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from raymoe.kernels.gpu_common import Launch, kernel_constants, rounded
+from raymoe.kernels.gpu_common import Launch, gumbel, kernel_constants, philox, round_to
 
 if TYPE_CHECKING:
     from raymoe.kernels.cpu_elementwise import Steps
 
 _TILE_ELEMENTS = 2048  # of heads in one program
-
-
-@triton.jit
-def _round(values: tl.tensor, TYPE: tl.constexpr) -> tl.tensor:
-    """Round float32 values to `TYPE` and return them as float32."""
-    if tl.bfloat16 == TYPE:
-        values = rounded(values, TYPE, tl.float32)
-    else:
-        values = values.to(TYPE).to(tl.float32)
-    return values
 
 
 @triton.jit
@@ -52,8 +42,8 @@ def _weighted(
     if HAS_OFFSET:
         normed = normed * (weight + OFFSET)
     else:
-        normed = weight * _round(normed, TYPE)
-    return _round(normed, TYPE)
+        normed = weight * round_to(normed, TYPE)
+    return round_to(normed, TYPE)
 
 
 @triton.jit
@@ -82,14 +72,14 @@ def rms_norm_kernel(
     x_H = tl.load(row_ptr, mask=is_column_H, other=0).to(tl.float32)
     if ADDS:
         delta_H = tl.load(delta_ptr + token * delta_stride + columns_H, mask=is_column_H, other=0)
-        x_H = _round(x_H + delta_H.to(tl.float32), TYPE)
+        x_H = round_to(x_H + delta_H.to(tl.float32), TYPE)
         tl.store(row_ptr, x_H, mask=is_column_H)
     normed_H = x_H * _inverse_rms(tl.sum(x_H * x_H, 0), SIZE, EPS)
     if HAS_WEIGHT:
         weight_H = tl.load(weight_ptr + columns_H, mask=is_column_H, other=0).to(tl.float32)
         normed_H = _weighted(normed_H, weight_H, HAS_OFFSET, OFFSET, TYPE)
     else:
-        normed_H = _round(normed_H, TYPE)
+        normed_H = round_to(normed_H, TYPE)
     tl.store(out_ptr + token * out_stride + columns_H, normed_H, mask=is_column_H)
 
 
@@ -180,25 +170,25 @@ def heads_of(
     """Return the one object of these constants, so that a launch compares them by identity."""
     padded = _power_of_two(dim)
     tile = min(max(_TILE_ELEMENTS // padded, 1), _power_of_two(count))
-    values = {
-        "count": count,
-        "dim": dim,
-        "begin": begin,
-        "first": first,
-        "half": half,
-        "is_interleaved": is_interleaved,
-        "norm": norm,
-        "eps": eps,
-        "has_offset": offset is not None,
-        "offset": float(offset or 0.0),
-        "clips": clip < math.inf,
-        "clip": float(clip),
-        "padded": padded,
-        "tile": tile,
-        "tiles": -(-count // tile) if dim else 0,
-        "padded_all": _power_of_two(count * dim),
-    }
-    heads: Heads = kernel_constants(Heads, **values)
+    heads: Heads = kernel_constants(
+        Heads,
+        count=count,
+        dim=dim,
+        begin=begin,
+        first=first,
+        half=half,
+        is_interleaved=is_interleaved,
+        norm=norm,
+        eps=eps,
+        has_offset=offset is not None,
+        offset=float(offset or 0.0),
+        clips=clip < math.inf,
+        clip=float(clip),
+        padded=padded,
+        tile=tile,
+        tiles=-(-count // tile) if dim else 0,
+        padded_all=_power_of_two(count * dim),
+    )
     return heads
 
 
@@ -217,7 +207,7 @@ def _load_normed(
     x_ND = tl.load(heads_ptr + heads_N1 * P.dim + columns_1D, mask=inside_ND, other=0)
     x_ND = x_ND.to(tl.float32)
     if P.norm == "plain":
-        x_ND = _round(x_ND * scale_N1, TYPE)
+        x_ND = round_to(x_ND * scale_N1, TYPE)
     elif P.norm == "head" or P.norm == "all" or P.norm == "latent":
         if P.norm == "latent":
             inside_ND = inside_ND & (columns_1D < P.first)
@@ -226,7 +216,7 @@ def _load_normed(
         normed_ND = _weighted(x_ND * scale_N1, weight_ND, P.has_offset, P.offset, TYPE)
         x_ND = tl.where(inside_ND, normed_ND, x_ND)
     if P.clips:
-        limit = _round(tl.full([1, 1], P.clip, tl.float32), TYPE)
+        limit = round_to(tl.full([1, 1], P.clip, tl.float32), TYPE)
         x_ND = tl.where(x_ND > limit, limit, tl.where(x_ND < -limit, -limit, x_ND))
     return x_ND
 
@@ -284,15 +274,13 @@ def _norm_and_rotate(
     scale_N1 = _scales(heads_ptr, heads_N1, columns_1D, P)
     x_ND = _load_normed(heads_ptr, weight_ptr, heads_N1, own_1D, inside_ND, scale_N1, P, TYPE)
     if P.half > 0:
-        inside_pair_ND = inside_ND & is_rotated_1D
         y_ND = _load_normed(
-            heads_ptr, weight_ptr, heads_N1, other_1D, inside_pair_ND, scale_N1,
-            P, TYPE,
+            heads_ptr, weight_ptr, heads_N1, other_1D, inside_ND & is_rotated_1D, scale_N1, P, TYPE
         )  # fmt: skip
-        cosine_1D = _round(tl.load(cosine_ptr + pair_1D, mask=is_rotated_1D, other=0), TYPE)
-        sine_1D = _round(tl.load(sine_ptr + pair_1D, mask=is_rotated_1D, other=0), TYPE)
-        y_ND = _round(tl.where(is_second_1D, y_ND, -y_ND) * sine_1D, TYPE)
-        turned_ND = _round(_round(x_ND * cosine_1D, TYPE) + y_ND, TYPE)
+        cosine_1D = round_to(tl.load(cosine_ptr + pair_1D, mask=is_rotated_1D, other=0), TYPE)
+        sine_1D = round_to(tl.load(sine_ptr + pair_1D, mask=is_rotated_1D, other=0), TYPE)
+        y_ND = round_to(tl.where(is_second_1D, y_ND, -y_ND) * sine_1D, TYPE)
+        turned_ND = round_to(round_to(x_ND * cosine_1D, TYPE) + y_ND, TYPE)
         x_ND = tl.where(is_rotated_1D, turned_ND, x_ND)
     if P.norm == "after":
         squares_N = tl.sum(tl.where(inside_ND, x_ND * x_ND, 0.0), 1)
@@ -331,16 +319,14 @@ def project_kernel(
     sine_ptr += angles
     row_ptr = rows_ptr + token * rows_stride
     if tile < Q.tiles:
-        out_ptr = query_ptr + token * (Q.count * Q.dim)
         row_ptr = queries_ptr + token * queries_stride
+        out_ptr = query_ptr + token * (Q.count * Q.dim)
         _norm_and_rotate(row_ptr, query_weight_ptr, cosine_ptr, sine_ptr, out_ptr, tile, Q)
     elif tile < Q.tiles + K.tiles:
-        out_ptr = key_ptr + token * (K.count * K.dim)
-        tile -= Q.tiles
+        out_ptr, tile = key_ptr + token * (K.count * K.dim), tile - Q.tiles
         _norm_and_rotate(row_ptr, key_weight_ptr, cosine_ptr, sine_ptr, out_ptr, tile, K)
     elif V.tiles > 0:
-        out_ptr = value_ptr + token * (V.count * V.dim)
-        tile -= Q.tiles + K.tiles
+        out_ptr, tile = value_ptr + token * (V.count * V.dim), tile - Q.tiles - K.tiles
         _norm_and_rotate(row_ptr, key_weight_ptr, cosine_ptr, sine_ptr, out_ptr, tile, V)
 
 
@@ -461,11 +447,6 @@ def _value_of(ordered: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _id_of(ordered: tl.tensor) -> tl.tensor:
-    return ((ordered ^ LAST_ID) & LAST_ID).to(tl.int32)
-
-
-@triton.jit
 def _without_other_groups(
     choice_GX: tl.tensor,
     ids_GX: tl.tensor,
@@ -552,7 +533,7 @@ def route_kernel(
         weight = _sum_all(tl.where(is_best_GX, scores_GX, 0.0))
         weights_K = tl.where(slots_K == k, weight, weights_K)
         total += weight
-        tl.store(ids_ptr + token * ids_stride + k, _id_of(best))
+        tl.store(ids_ptr + token * ids_stride + k, ((best ^ LAST_ID) & LAST_ID).to(tl.int32))
     if RENORMALIZES:
         total = tl.where(total < MIN_SUM, MIN_SUM, total)
         weights_K = tl.div_rn(weights_K, total + tl.zeros_like(weights_K))
@@ -616,49 +597,102 @@ def route(
     )
 
 
-_PRODUCT_COLUMNS = 1024
+LARGEST_GUMBEL = tl.constexpr(23.0)  # -log(2^-33) is 22.87
+_DRAWN_GROUPS = 32  # of 64 tokens in one step of a program
 
 
-@triton.jit(do_not_specialize=["size"])
-def gated_product_kernel(
-    gate_ptr: tl.tensor,
-    up_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    size: tl.tensor,
-    GAIN: tl.constexpr,
-    CUBIC: tl.constexpr,
-    COLUMNS: tl.constexpr,
+@triton.jit
+def _stream(row_ptr: tl.tensor) -> tuple[tl.tensor, ...]:
+    """Return the counter words and the key of a row, [1, 1] each."""
+    words = row_ptr + tl.full([1, 1], 0, tl.int32)
+    seed, row_key, place = tl.load(words), tl.load(words + 1), tl.load(words + 2)
+    zero = tl.full([1, 1], 0, tl.uint32)
+    key0, key1, extra, _ = philox(
+        seed.to(tl.uint32), (seed >> 32).to(tl.uint32),
+        row_key.to(tl.uint32), (row_key >> 32).to(tl.uint32), zero, zero,
+    )  # fmt: skip
+    return (place >> 32).to(tl.uint32), place.to(tl.uint32), extra, key0, key1
+
+
+@triton.jit
+def _best_of(
+    values: tl.tuple, ids: tl.tensor, best: tl.tensor, best_id: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the larger of the best so far and the first largest of four parts of a block."""
+    for part in tl.static_range(4):
+        largest = tl.max(tl.max(values[part], 1), 0)
+        found = tl.where(values[part] == largest, ids + part * 16, 0x7FFFFFFF)
+        found = tl.min(tl.min(found, 1), 0)
+        is_better = (largest > best) | ((largest == best) & (found < best_id))
+        best_id = tl.where(is_better, found, best_id)
+        best = tl.where(is_better, largest, best)
+    return best, best_id
+
+
+@triton.jit
+def choose_kernel(
+    logits_ptr: tl.tensor,
+    draws_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    stride: tl.tensor,
+    SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
 ) -> None:
-    """Multiply the activation of some gates by their ups; both are rounded."""
-    TYPE: tl.constexpr = out_ptr.dtype.element_ty
-    places = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    gate = tl.load(gate_ptr + places, mask=places < size, other=0).to(tl.float32)
-    up = tl.load(up_ptr + places, mask=places < size, other=0).to(tl.float32)
-    scaled = gate * GAIN
-    if CUBIC != 0:  # Triton takes no float as a condition
-        scaled *= 1.0 + CUBIC * gate * gate
-    power = tl.exp(-tl.abs(scaled))  # of no positive number, so that it never overflows
-    activated = gate * tl.div_rn(tl.where(scaled >= 0, 1.0, power), 1.0 + power)
-    tl.store(out_ptr + places, _round(_round(activated, TYPE) * up, TYPE), mask=places < size)
+    """Choose the token of one row: the largest logit, or the largest after scale and noise.
+
+    Args:
+        draws_ptr: int64 [R, 4] as `cpu_elementwise.pack_draws` makes them.
+        ids_ptr: int32 [R]; -1 if the row has a NaN or no logit above -inf.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    draw_ptr = draws_ptr + row * 4
+    bits = tl.load(draw_ptr + 3).to(tl.int32)
+    is_drawn = bits != 0
+    scale = tl.where(is_drawn, bits, 0x3F800000).to(tl.float32, bitcast=True)
+    reach = tl.where(is_drawn, LARGEST_GUMBEL, 0.0)
+    position, sample, extra, key0, key1 = _stream(draw_ptr)
+    groups_G1, counters_1C = tl.arange(0, GROUPS)[:, None], tl.arange(0, 16)[None, :]
+    best, best_id, num_nans = tl.full([], HIDDEN, tl.float32), tl.full([], -1, tl.int32), 0
+    for first in range(0, SIZE, GROUPS * 64):
+        ids_GC = first + groups_G1 * 64 + counters_1C
+        logits: tl.tuple = ()
+        largest = tl.full([], HIDDEN, tl.float32)
+        for part in tl.static_range(4):
+            places_GC = ids_GC + part * 16
+            x_GC = tl.load(logits_ptr + row * stride + places_GC, mask=places_GC < SIZE, other=0)
+            x_GC = tl.where(places_GC < SIZE, x_GC.to(tl.float32) * scale, HIDDEN)
+            num_nans += _sum_all((x_GC != x_GC).to(tl.int32))
+            x_GC = tl.where(x_GC == x_GC, x_GC, HIDDEN)
+            largest = tl.maximum(largest, tl.max(tl.max(x_GC, 1), 0))
+            logits = logits + (x_GC,)  # noqa: RUF005
+        if largest > best - reach:  # otherwise no noise lifts any of them over the best
+            counter_GC = ((first // 64 + groups_G1) * 16 + counters_1C).to(tl.uint32)
+            zero_GC = counter_GC * 0
+            words = philox(
+                counter_GC, position + zero_GC, sample + zero_GC, extra + zero_GC, key0, key1
+            )
+            values: tl.tuple = ()
+            for part in tl.static_range(4):
+                noise_GC = tl.where(is_drawn, gumbel(words[part]), 0.0)
+                values = values + (logits[part] + noise_GC,)  # noqa: RUF005
+            best, best_id = _best_of(values, ids_GC, best, best_id)
+    tl.store(ids_ptr + row, tl.where((num_nans > 0) | (best == HIDDEN), -1, best_id))
 
 
-def gated_product(gate_TF: Tensor, up_TF: Tensor, gate: tuple[float, float]) -> Launch:
-    """Multiply activation(gate) * up into `gate_TF`, for gain and cubic of `SIGMOID_GATES`."""
+def choose(logits_RV: Tensor, draws_R4: Tensor, ids_R: Tensor) -> Launch:
+    """Launch what `cpu_elementwise.choose` computes; on the host, `_native` has the same bits."""
+    num_rows, size = logits_RV.shape
     return Launch(
-        kernel=gated_product_kernel,
-        grid=(-(-gate_TF.numel() // _PRODUCT_COLUMNS),),
+        kernel=choose_kernel,
+        grid=(num_rows,),
         arguments={
-            "gate_ptr": gate_TF,
-            "up_ptr": up_TF,
-            "out_ptr": gate_TF,
-            "size": gate_TF.numel(),
+            "logits_ptr": logits_RV,
+            "draws_ptr": draws_R4,
+            "ids_ptr": ids_R,
+            "stride": logits_RV.stride(0),
         },
-        constants={
-            "GAIN": float(gate[0]),
-            "CUBIC": float(gate[1]),
-            "COLUMNS": _PRODUCT_COLUMNS,
-        },
-        options={"num_warps": 4},
+        constants={"SIZE": size, "GROUPS": min(_DRAWN_GROUPS, _power_of_two(-(-size // 64)))},
+        options={"num_warps": 8},
     )
 
 

@@ -26,6 +26,7 @@ from raymoe.kernels.gpu_common import (
     kernel_matrix,
     load_scaling,
     load_units,
+    round_to,
 )
 from raymoe.kernels.gpu_experts_kernels import (
     ExpertGroups,
@@ -413,3 +414,49 @@ class DecodedExperts:
 
     def add(self, hidden_TH: Tensor, routing: TopK, group: ExpertGroup) -> None:
         add_one_by_one(self.ffns, hidden_TH, routing, group)
+
+
+_PRODUCT_COLUMNS = 1024
+
+
+@triton.jit(do_not_specialize=["size"])
+def gated_product_kernel(
+    gate_ptr: tl.tensor,
+    up_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    size: tl.tensor,
+    GAIN: tl.constexpr,
+    CUBIC: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Multiply the activation of some gates by their ups; both are rounded."""
+    TYPE: tl.constexpr = out_ptr.dtype.element_ty
+    places = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    gate = tl.load(gate_ptr + places, mask=places < size, other=0).to(tl.float32)
+    up = tl.load(up_ptr + places, mask=places < size, other=0).to(tl.float32)
+    scaled = gate * GAIN
+    if CUBIC != 0:  # Triton takes no float as a condition
+        scaled *= 1.0 + CUBIC * gate * gate
+    power = tl.exp(-tl.abs(scaled))  # of no positive number, so that it never overflows
+    activated = gate * tl.div_rn(tl.where(scaled >= 0, 1.0, power), 1.0 + power)
+    tl.store(out_ptr + places, round_to(round_to(activated, TYPE) * up, TYPE), mask=places < size)
+
+
+def gated_product_launch(gate_TF: Tensor, up_TF: Tensor, gate: tuple[float, float]) -> Launch:
+    """Multiply activation(gate) * up into `gate_TF`, for gain and cubic of `SIGMOID_GATES`."""
+    return Launch(
+        kernel=gated_product_kernel,
+        grid=(-(-gate_TF.numel() // _PRODUCT_COLUMNS),),
+        arguments={
+            "gate_ptr": gate_TF,
+            "up_ptr": up_TF,
+            "out_ptr": gate_TF,
+            "size": gate_TF.numel(),
+        },
+        constants={
+            "GAIN": float(gate[0]),
+            "CUBIC": float(gate[1]),
+            "COLUMNS": _PRODUCT_COLUMNS,
+        },
+        options={"num_warps": 4},
+    )

@@ -467,9 +467,9 @@ def _device_product(gate_TF: Tensor, up_TF: Tensor, activation: str, clamp: Clam
     """Compute `gated_product` in one launch where Triton runs; it may change `gate_TF`."""
     if clamp is not None or activation not in SIGMOID_GATES or not triton_runs_on(gate_TF.device):
         return gated_product(gate_TF, up_TF, activation, clamp)
-    from raymoe.kernels import gpu_elementwise  # noqa: PLC0415 - needs Triton
+    from raymoe.kernels import gpu_experts  # noqa: PLC0415 - needs Triton
 
-    gpu_elementwise.gated_product(gate_TF, up_TF, SIGMOID_GATES[activation]).run()
+    gpu_experts.gated_product_launch(gate_TF, up_TF, SIGMOID_GATES[activation]).run()
     return gate_TF
 
 

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from raymoe.device.mover import Copies
 from raymoe.kernels.cpu_attention import AttentionBatch
-from raymoe.kernels.cpu_elementwise import Routing
+from raymoe.kernels.cpu_elementwise import Routing, choose, triton_runs_on
 from raymoe.kernels.cpu_experts import ExpertGroup
 from raymoe.kernels.gpu_attention_batch import StagedBatch
 from raymoe.kernels.paged_kv import largest_layout
@@ -25,7 +25,34 @@ from raymoe.schedule.timeline import Timeline
 
 LOGIT_CHUNK_ROWS = 256
 
-Logits = tuple[int, Tensor]  # first row, logits [C, V] of at most `LOGIT_CHUNK_ROWS` rows
+
+class TokenChoice(NamedTuple):
+    """How tokens are chosen where the logits are.
+
+    Attributes:
+        draws_R4: As `cpu_elementwise.pack_draws` makes them, of each row of logits.
+        needs_logits_R: bool, rows for which the host chooses, or reads the logits.
+    """
+
+    draws_R4: Tensor
+    needs_logits_R: Tensor
+
+
+class ChosenRows(NamedTuple):
+    """Rows of logits of which most stayed on the device.
+
+    Attributes:
+        tokens_C: int32, the token of each row; that of `rows` means nothing.
+        rows_N: int64, those that the host needs, and `logits_NV` of them.
+    """
+
+    tokens_C: Tensor
+    rows_N: Tensor
+    logits_NV: Tensor
+
+
+# First row, and logits [C, V] or chosen tokens of at most `LOGIT_CHUNK_ROWS` rows.
+Logits = tuple[int, Tensor | ChosenRows]
 StepRun = Generator[Logits, None, Timeline]  # yields logits in order, returns what was measured
 
 
@@ -39,6 +66,7 @@ class StepInputs:
             it (`Decoder.needs_prompt_tokens`).
         attention: Which tokens belong to which sequence, and its KV blocks.
         logit_rows: int64 [R], ascending: tokens of the step whose logits are wanted.
+        choice: How a device may choose tokens itself; None if it must return all logits.
     """
 
     token_ids: Tensor
@@ -46,6 +74,7 @@ class StepInputs:
     attention: AttentionBatch
     logit_rows: Tensor
     prompt_tokens: Tensor | None = None
+    choice: TokenChoice | None = None
 
     @property
     def num_positions(self) -> int:
@@ -119,7 +148,8 @@ def bind_in_place(decoder: Decoder, attend_layer: Attend) -> Bindings[StepState]
 
     def head(_task: Task, state: StepState) -> Iterator[Logits]:
         assert state.hidden_TH is not None
-        return _logits(decoder, decoder.final(state.hidden_TH, state.inputs.logit_rows))
+        final_RH = decoder.final(state.hidden_TH, state.inputs.logit_rows)
+        return _logits(decoder, final_RH, state.inputs.choice)
 
     return {
         Op.EMBED: embed,
@@ -131,10 +161,27 @@ def bind_in_place(decoder: Decoder, attend_layer: Attend) -> Bindings[StepState]
     }
 
 
-def _logits(decoder: Decoder, final_RH: Tensor) -> Iterator[Logits]:
+def _logits(decoder: Decoder, final_RH: Tensor, choice: TokenChoice | None) -> Iterator[Logits]:
     """In chunks: the logits of a whole prompt are never held at once."""
+    chooses = choice is not None and triton_runs_on(final_RH.device)
+    draws_R4 = choice.draws_R4.to(final_RH.device) if choice is not None and chooses else None
     for begin in range(0, final_RH.shape[0], LOGIT_CHUNK_ROWS):
-        yield begin, decoder.logits(final_RH[begin : begin + LOGIT_CHUNK_ROWS]).cpu()
+        chunk = slice(begin, begin + LOGIT_CHUNK_ROWS)
+        logits_CV = decoder.logits(final_RH[chunk])
+        if choice is None or draws_R4 is None or bool(choice.needs_logits_R[chunk].all()):
+            yield begin, _on_host(logits_CV)
+            continue
+        tokens_C = choose(logits_CV, draws_R4[chunk])
+        rows_N = choice.needs_logits_R[chunk].nonzero()[:, 0]
+        wanted_NV = logits_CV[rows_N.to(logits_CV.device)] if len(rows_N) else logits_CV[:0]
+        yield begin, ChosenRows(_on_host(tokens_C), rows_N, _on_host(wanted_NV))
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """Wait for a tensor and copy it from a GPU to pinned memory, which torch keeps for the next."""
+    if not tensor.is_cuda:
+        return tensor.cpu()
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
 
 
 _RINGED = frozenset(("qkv", "host_qkv", "host_attention", "attention", "device_attention"))
@@ -372,7 +419,7 @@ class _Bound:
     def head(self, _task: Task, state: DeviceStep) -> Iterator[Logits]:
         decoder = self._decoder(state)
         hidden_TH, rows_R = self._memory.device.hidden_TH, state.on_device.logit_places_R
-        return _logits(decoder, decoder.final(hidden_TH, rows_R))
+        return _logits(decoder, decoder.final(hidden_TH, rows_R), state.inputs.choice)
 
     def load_page(self, task: Task, state: DeviceStep) -> Copies:
         weights = self._memory.weights

@@ -21,7 +21,7 @@ def fitting_kernels(module: str, capability: int, cache: Path) -> list[dict[str,
     """Compile all kernels of a program beside this one and print them; each must fit the GPU.
 
     Args:
-        module: `compile_experts` or `compile_attention`.
+        module: `compile_experts`, `compile_attention` or `compile_elementwise`.
         capability: 75 is Turing, 90 Hopper.
         cache: Of Triton, so that nothing is compiled already.
     """

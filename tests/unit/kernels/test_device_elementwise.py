@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from raymoe.model import feed_forward, loading
 from raymoe.model.feed_forward import choose_experts
 from raymoe.specs.layers import MoeSpec, RouterSpec
 from tests.triton_mode import DEVICES
+from tests.unit.kernels.ahead import SHARED_BYTES, fitting_kernels
 
 pytest.importorskip("triton")
 
@@ -313,3 +315,13 @@ def test_many_experts_and_strided_results(device: str, monkeypatch: pytest.Monke
     got = choose_experts(logits_TE, moe, out=out)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, want, strict=True))
     assert got.topk_ids_TK.data_ptr() == out.topk_ids_TK.data_ptr()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_every_kernel_compiles_and_fits(
+    capability: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with capsys.disabled():
+        found = fitting_kernels("compile_elementwise", capability, tmp_path)
+    assert all(kernel["spilled_bytes"] == 0 for kernel in found)
