@@ -15,13 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from raymoe.cli import model_by_name, size
-from raymoe.cli.rank import PRICES_DATE, rank, ranking_table, read_prices
 from raymoe.config import DTYPES, MAX_RANKS
 from raymoe.errors import ConfigError, UnknownOptionError
 from raymoe.plan.device_step import KV_BLOCK_TOKENS, DeviceStep, StreamedSteps
 from raymoe.plan.draw import PlanOn, roofline_picture, throughput_picture
 from raymoe.plan.plan import DEFAULT_WORKLOAD, RESOURCE_NAMES, Plan
 from raymoe.plan.policy import DevicePolicy, Footprint
+from raymoe.plan.rank import PRICES_DATE, Offer, rank, read_prices
 from raymoe.plan.search import find_plan, of_one_rank
 from raymoe.schedule.builders import STREAMING_BUILDERS
 from raymoe.schedule.draw import draw_text
@@ -452,11 +452,11 @@ def run(  # noqa: PLR0913 - the options of a command
     if weights is not None:
         spec = replace(spec, quantization=quantization_of(weights), dtype="bfloat16")
     node = None if hardware is None else _node(hardware, host_memory, device_memory)
-    if lengths is not None:
-        workload = read_lengths(lengths, num_rows)
-    else:
-        rows = num_rows or DEFAULT_WORKLOAD.num_rows
-        workload = Workload(num_rows=rows, prompt_tokens=prompt_len, generated_tokens=gen_len)
+    typical = Workload(
+        num_rows=num_rows or DEFAULT_WORKLOAD.num_rows, prompt_tokens=prompt_len,
+        generated_tokens=gen_len,
+    )  # fmt: skip
+    workload = typical if lengths is None else read_lengths(lengths, num_rows)
     _check(spec, node, workload, schedule=schedule, max_context=max_context)
     if node is not None:
         spec, node = of_one_rank(spec, node, tensor_parallel)
@@ -477,13 +477,9 @@ def run(  # noqa: PLR0913 - the options of a command
     else:
         _print(plan, price_per_hour)
     if what_if:
-        with _planning_others():
-            table = _what_if_table(plan, plan_on)
-        Console().print(table)
+        Console().print(_what_if_table(plan, plan_on))
     if plot:
-        with _planning_others():
-            pictures = _pictures(plan, spec, plan_on)
-        _write(pictures, out)
+        _write(_pictures(plan, spec, plan_on), out)
 
 
 def _kv_bytes(dtype: str) -> int | None:
@@ -547,6 +543,28 @@ def _rank(
     console.print("Speed grows with the number of instances; the cost stays.")
 
 
+def ranking_table(offers: Iterable[Offer]) -> Table:
+    table = Table(title="instances, cheapest first")
+    for column in ("instance", "$/h", "tokens/s", "$ per M tokens", "hours", "bound by"):
+        is_text = column in {"instance", "bound by"}
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
+    for offer in offers:
+        plan = offer.plan
+        if plan is None:
+            table.add_row(offer.name, f"{offer.price_per_hour:.2f}", "-", "-", "-", "does not fit")
+            continue
+        bound = RESOURCE_NAMES[plan.bound]
+        table.add_row(
+            offer.name,
+            f"{offer.price_per_hour:.2f}",
+            f"{plan.tokens_per_s:,.0f}",
+            f"{offer.cost_per_million:.2f}",
+            f"{plan.job.seconds / 3600:,.1f}",
+            f"{bound}; fits it" if plan.schedule == "resident" else bound,
+        )
+    return table
+
+
 def _title(model: str, node: str, workload: Workload) -> str:
     return (
         f"{model} on {node}: {workload.num_rows:,} rows of {workload.prompt_tokens:,} + "
@@ -567,8 +585,9 @@ def _what_if_table(plan: Plan, plan_on: PlanOn) -> Table:
     table = Table(title="what if")
     for column in ("more", "now", "then", "tokens/s", "gain", "bound"):
         table.add_column(column, justify="right" if column in {"tokens/s", "gain"} else "left")
-    for step in next_steps(plan.hardware):
-        then = plan_on(step.hardware)
+    with _planning_others():
+        plans = [(step, plan_on(step.hardware)) for step in next_steps(plan.hardware)]
+    for step, then in plans:
         table.add_row(
             step.resource,
             step.before,
@@ -581,7 +600,8 @@ def _what_if_table(plan: Plan, plan_on: PlanOn) -> Table:
 
 
 def _pictures(plan: Plan, model: ModelSpec, plan_on: PlanOn) -> dict[str, str]:
-    pictures = {"throughput.svg": throughput_picture(plan, model, plan_on)}
+    with _planning_others():
+        pictures = {"throughput.svg": throughput_picture(plan, model, plan_on)}
     if isinstance(plan.steps, DeviceStep):
         pictures["roofline.svg"] = roofline_picture(plan, plan.steps)
     return pictures

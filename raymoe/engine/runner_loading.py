@@ -15,7 +15,6 @@ from raymoe.device.cuda import open_cuda
 from raymoe.device.device import Device
 from raymoe.device.emulated import EmulatedDevice
 from raymoe.device.lane import call_all, released_on_error
-from raymoe.engine.compilation import compile_attention, compile_experts
 from raymoe.engine.core import Runner
 from raymoe.engine.identity import Choice
 from raymoe.engine.tokenizer import Tokenizer
@@ -33,6 +32,7 @@ from raymoe.memory.kv_cache import KvCache, blocks_of_tokens
 from raymoe.memory.shared_file import SharedFile
 from raymoe.memory.weight_pages import LayerPaging, WeightPages
 from raymoe.memory.weights import DummyWeights, ShardedWeights, Weights, WeightStore
+from raymoe.model.compilation import compile_attention, compile_experts
 from raymoe.model.decoder import Decoder, cache_layouts
 from raymoe.model.loading import PagedLoader, Reduce, decoder_arena_bytes, keep
 from raymoe.plan.device_cost import DeviceCost

@@ -449,18 +449,9 @@ def attend_kernel(
     queries = _load_all_queries(query_rows_ptr, is_row_M, C)
     row_ptr = table_ptr + tl.load(tile_ptr).to(tl.int64) * table_stride
     sum_MV, total_M, peak_M = _attended(
-        queries,
-        key_ptr,
-        value_ptr,
-        row_ptr,
-        position + token_M,
-        kv_head,
-        row_heads,
-        begin,
-        end,
-        C,
-        Q,
-    )
+        queries, key_ptr, value_ptr, row_ptr, position + token_M, kv_head, row_heads, begin, end,
+        C, Q,
+    )  # fmt: skip
     columns_V = tl.arange(0, C.padded_values)
     inside_MV = is_row_M[:, None] & (columns_V < C.value_dim)[None, :]
     if Q.split == 0:

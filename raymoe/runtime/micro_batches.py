@@ -140,12 +140,12 @@ def cut_step(batch: AttentionBatch, num_micro_batches: int, division: Division) 
 
 def _deal(num_scheduled_tokens: Int64s, contexts: Int64s, num_micro_batches: int) -> list[Int64s]:
     order = np.lexsort((-contexts, -num_scheduled_tokens))
-    dealt = _least_loaded(num_scheduled_tokens, contexts, order, num_micro_batches)
+    dealt = _deal_in_order(num_scheduled_tokens, contexts, order, num_micro_batches)
     return [np.flatnonzero(dealt == micro_batch) for micro_batch in range(num_micro_batches)]
 
 
 @compiled
-def _least_loaded(
+def _deal_in_order(
     num_scheduled_tokens: Int64s, contexts: Int64s, order: Int64s, num_micro_batches: int
 ) -> Int64s:
     """Give each sequence to the micro-batch with the fewest tokens, of those the least context."""
@@ -153,14 +153,14 @@ def _least_loaded(
     tokens = np.zeros(num_micro_batches, np.int64)
     context = np.zeros(num_micro_batches, np.int64)
     for sequence in order:
-        least = 0
+        chosen = 0
         for i in range(1, num_micro_batches):
-            has_fewer = tokens[i] < tokens[least]
-            if has_fewer or (tokens[i] == tokens[least] and context[i] < context[least]):
-                least = i
-        dealt[sequence] = least
-        tokens[least] += num_scheduled_tokens[sequence]
-        context[least] += contexts[sequence]
+            has_fewer = tokens[i] < tokens[chosen]
+            if has_fewer or (tokens[i] == tokens[chosen] and context[i] < context[chosen]):
+                chosen = i
+        dealt[sequence] = chosen
+        tokens[chosen] += num_scheduled_tokens[sequence]
+        context[chosen] += contexts[sequence]
     return dealt
 
 

@@ -94,7 +94,7 @@ def make_environment() -> jinja2.Environment:
     return environment
 
 
-def takes_parts(tree: jinja2.nodes.Template) -> bool:
+def reads_parts(tree: jinja2.nodes.Template) -> bool:
     """Whether a template reads the parts of a content, and nowhere asks if it is a string."""
     if any(test.name == "string" for test in tree.find_all(jinja2.nodes.Test)):
         return False
@@ -139,7 +139,7 @@ def start(settings: dict[str, Any], _: bytes) -> tuple[Frame, Answer]:
     """Compile a template; return the function that renders one chat."""
     environment = make_environment()
     source, limit = settings["template"], settings["max_characters"]
-    template, is_in_parts = environment.from_string(source), takes_parts(environment.parse(source))
+    template, is_in_parts = environment.from_string(source), reads_parts(environment.parse(source))
 
     def answer(variables: dict[str, Any], _: bytes) -> Frame:
         if is_in_parts:

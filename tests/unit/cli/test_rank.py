@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from raymoe.cli import run
-from raymoe.cli.rank import PRICES
+from raymoe.plan.rank import PRICES
 from raymoe.plan.search import find_plan
 from raymoe.specs.hardware import HARDWARE_INSTANCES
 from raymoe.specs.model import ModelSpec

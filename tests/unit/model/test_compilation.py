@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from raymoe.engine.compilation import compile_attention, compile_experts
 from raymoe.kernels import gpu_attention_batch
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.cpu_elementwise import Projected, Routing
 from raymoe.kernels.gpu_attention_batch import AttentionCompute
 from raymoe.kernels.gpu_experts_layout import BUCKETS
 from raymoe.kernels.paged_kv import largest_layout
+from raymoe.model.compilation import compile_attention, compile_experts
 from raymoe.model.decoder import Decoder, cache_layouts
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS

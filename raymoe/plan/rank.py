@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from raymoe.errors import ConfigError, InfeasiblePlanError
-from raymoe.plan.plan import RESOURCE_NAMES, Plan
+from raymoe.plan.plan import Plan
 from raymoe.specs.hardware import HARDWARE_INSTANCES, HardwareSpec
 
 PRICES_DATE = "2025, on demand, us-east-1 and us-central1"
@@ -89,25 +87,3 @@ def rank(
         (each for each in offers if each.plan), key=lambda each: each.cost_per_million
     )
     return feasible + [each for each in offers if each.plan is None]
-
-
-def ranking_table(offers: Iterable[Offer]) -> Table:
-    table = Table(title="instances, cheapest first")
-    for column in ("instance", "$/h", "tokens/s", "$ per M tokens", "hours", "bound by"):
-        is_text = column in {"instance", "bound by"}
-        table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
-    for offer in offers:
-        plan = offer.plan
-        if plan is None:
-            table.add_row(offer.name, f"{offer.price_per_hour:.2f}", "-", "-", "-", "does not fit")
-            continue
-        bound = RESOURCE_NAMES[plan.bound]
-        table.add_row(
-            offer.name,
-            f"{offer.price_per_hour:.2f}",
-            f"{plan.tokens_per_s:,.0f}",
-            f"{offer.cost_per_million:.2f}",
-            f"{plan.job.seconds / 3600:,.1f}",
-            f"{bound}; fits it" if plan.schedule == "resident" else bound,
-        )
-    return table

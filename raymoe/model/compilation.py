@@ -18,7 +18,6 @@ from raymoe.specs.layer_weights import expert_weights, layer_prefix
 from raymoe.specs.layers import MoeSpec
 from raymoe.specs.model import LayerSpec, ModelSpec
 from raymoe.specs.weight_format import WeightFormat
-from raymoe.units import ceil_div
 
 # `Decoder.local_ffn`: no rank waits for another. Layer, hidden states, and the experts of each
 # token.
@@ -50,7 +49,7 @@ def compile_experts(
 
 def _sizes(moe: MoeSpec, max_tokens: int) -> Iterator[int]:
     for bucket in BUCKETS:
-        num_tokens = ceil_div(bucket * moe.num_experts, moe.top_k)
+        num_tokens = -(-bucket * moe.num_experts // moe.top_k)
         if num_tokens <= max_tokens or bucket == BUCKETS[0]:
             yield min(num_tokens, max_tokens)
 
@@ -98,7 +97,7 @@ def compile_attention(
         if kinds.index(kinds[i]) < i:
             continue
         shapes = attention.token_shapes
-        num_blocks = ceil_div(PROMPT_TOKENS, BLOCK_TOKENS) + 1
+        num_blocks = -(-PROMPT_TOKENS // BLOCK_TOKENS) + 1
         cache = torch.zeros(num_blocks, *layout.block_shape, dtype=layout.dtype, device=device)
         for (num_tokens, _), batch in zip(steps, batches, strict=True):
             projected = Projected(
@@ -111,8 +110,9 @@ def compile_attention(
 
 
 def _one_sequence(num_new: int, context: int) -> AttentionBatch:
+    num_blocks = -(-context // BLOCK_TOKENS)
     return AttentionBatch(
         query_start=torch.tensor([0, num_new], dtype=torch.int32),
         context_tokens=torch.tensor([context], dtype=torch.int32),
-        block_table=torch.arange(ceil_div(context, BLOCK_TOKENS), dtype=torch.int32)[None],
+        block_table=torch.arange(num_blocks, dtype=torch.int32)[None],
     )
