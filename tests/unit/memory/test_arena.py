@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from raymoe.errors import CapacityError, ConfigError
-from raymoe.memory.arena import ALIGNMENT, HUGE_PAGE_BYTES, HostArena, aligned_bytes
+from raymoe.memory.arena import (
+    ALIGNMENT,
+    HUGE_PAGE_BYTES,
+    HostArena,
+    ReusedMemory,
+    aligned_bytes,
+)
 from raymoe.units import MIB, TIB
 
 
@@ -86,3 +92,19 @@ def test_memory_can_be_viewed_as_any_type() -> None:
     with closing(HostArena(256)) as arena:
         view = arena.allocate(16).view(torch.bfloat16)
         assert view.shape == (8,)
+
+
+def test_arenas_of_one_engine_after_another_have_the_same_memory() -> None:
+    memory = ReusedMemory(8 * MIB)
+    first, second = memory.arena(3 * MIB), memory.arena(MIB)
+    places = [arena.memory.data_ptr() for arena in (first, second)]
+    assert places[1] == places[0] + 4 * MIB
+    first.allocate(MIB).fill_(7)
+    beyond = memory.arena(4 * MIB)
+    assert beyond.memory.data_ptr() not in range(places[0], places[0] + 8 * MIB)
+    for arena in (first, second, beyond):
+        arena.close()
+    memory.restart()
+    again = memory.arena(8 * MIB)
+    assert again.memory.data_ptr() == places[0]
+    assert again.allocate(MIB)[0] == 7
