@@ -18,9 +18,17 @@ from raymoe.kernels.cpu_elementwise import (
 from tests.native.test_cpu_sampling import GOLDEN_DRAWS, random_keys
 from tests.triton_mode import DEVICES
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+gumbel = pytest.importorskip("raymoe.kernels.gpu_common").gumbel
 
 device = pytest.mark.parametrize("device", DEVICES)
+
+
+@triton.jit
+def noise_kernel(words_ptr, out_ptr):
+    places = tl.arange(0, 256)
+    tl.store(out_ptr + places, gumbel(tl.load(words_ptr + places).to(tl.uint32)))
 
 
 @pytest.fixture(autouse=True)
@@ -77,3 +85,13 @@ def test_ties_nan_and_infinities(device: str) -> None:
     got_R = choose(logits_RV.to(device), draws_R4.to(device)).cpu()
     assert torch.equal(got_R, choose_reference(logits_RV, draws_R4))
     assert got_R[2:].tolist() == [-1, -1, -1, -1, 200, 200, 70, 70]
+
+
+@device
+def test_noise_is_that_of_the_formula_at_both_ends_too(device: str) -> None:
+    words = torch.randint(0, 2**32, (256,))
+    words[:6] = torch.tensor([0, 1, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1])
+    got = torch.empty(256, device=device)
+    noise_kernel[(1,)](words.to(device), got, enable_fp_fusion=False)
+    want = -torch.log(-torch.log1p(-(words.double() + 0.5) / 2**32))
+    torch.testing.assert_close(got.double().cpu(), want, rtol=1e-6, atol=3e-7)
