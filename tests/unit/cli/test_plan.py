@@ -158,7 +158,6 @@ def test_a_model_that_does_not_fit_is_refused_with_the_bytes_missing(
             ["--model", "dbrx", "--hardware", "t4", "--prompt-len", "200", "--max-context", "300"],
             "a row has 200 + 128 tokens; dbrx takes 300",
         ),
-        (["--model", "dbrx"], "--hardware"),
     ],
 )
 def test_bad_usage_is_named(

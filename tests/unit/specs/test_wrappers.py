@@ -80,7 +80,7 @@ def test_a_head_is_tied_if_no_part_says_otherwise(whole: Any, text: Any, is_tied
         (KIMI | {"text_config": {"index_topk": 8}}, "index_topk = 8"),
         (KIMI | {"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
         (OMNI | {"thinker_config": {"text_config": []}}, r"text_config is \[\]"),
-        ({"model_type": "llama4", "text_config": {}}, "llama4.*supported: .*qwen3_vl_moe"),
+        ({"model_type": "llava", "text_config": {}}, "llava.*supported: .*qwen3_vl_moe"),
     ],
 )
 def test_what_is_no_text_part_is_refused_by_name(config: dict[str, Any], named: str) -> None:
