@@ -46,7 +46,7 @@ def run(
         batch,
         heads=replace(heads, weight_HXR=heads.weight_HXR.to(device)),
         scoring=Scoring(scale=case.scale),
-    ).cpu()
+    ).cpu().view(len(case.query), -1, heads.value_dim)  # fmt: skip
 
 
 def check(case: Case, heads: LatentHeads, minimum: int, *, device: str) -> None:
