@@ -7,6 +7,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -225,8 +226,11 @@ class EngineCore:
     @torch.inference_mode()
     def _run(self, next_step: ScheduledStep) -> Timeline:
         """Run a step, and sample from each chunk of its logits as soon as it is there."""
-        choice = self._sampler.choice(
-            next_step.row_slots, next_step.row_positions, next_step.row_is_sample
+        choice = partial(
+            self._sampler.choice,
+            next_step.row_slots,
+            next_step.row_positions,
+            next_step.row_is_sample,
         )
         with contextlib.closing(self._runner.run(_step_inputs(next_step, choice))) as run:
             while True:
@@ -280,7 +284,9 @@ class EngineCore:
     def _take_chosen(self, done: ScheduledStep, first_row: int, output: ChosenRows) -> None:
         tokens, rows = output.tokens_C.numpy(), output.rows_N.numpy()
         slots = done.row_slots[first_row : first_row + len(tokens)]
-        self._keep(np.delete(np.arange(len(tokens)), rows), slots, tokens)
+        chosen = np.delete(np.arange(len(tokens)), rows)
+        self._refuse_none(chosen, slots, tokens)
+        self._keep(chosen, slots, tokens)
         if len(rows):
             self._take(done, first_row + rows, output.logits_NV)
 
@@ -313,7 +319,6 @@ class EngineCore:
             self._errors.setdefault(int(slots[row]), self._no_token(int(slots[row])))
 
     def _keep(self, rows: Rows, slots: Int32s, tokens: Int32s) -> None:
-        self._refuse_none(rows, slots, tokens)
         rows = self._well(rows, slots)
         self._chosen.append((slots[rows], tokens[rows]))
 
@@ -520,7 +525,7 @@ def _prompt_logprobs(sample: Sample) -> tuple[TokenLogprob | None, ...] | None:
     return tuple(sample.prompt_logprobs or [None])  # a prompt of one token has no logits
 
 
-def _step_inputs(done: ScheduledStep, choice: TokenChoice) -> StepInputs:
+def _step_inputs(done: ScheduledStep, choice: Callable[[], TokenChoice]) -> StepInputs:
     return StepInputs(
         token_ids=torch.from_numpy(done.token_ids),
         positions=torch.from_numpy(done.positions),

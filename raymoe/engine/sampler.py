@@ -342,7 +342,7 @@ class Sampler:
         is_greedy = needs_logits | (path == GREEDY)
         temperature = np.where(is_greedy, np.float32(1), table.numbers["temperature"][slots])
         draws_R4 = pack_draws(
-            _keys_of(table, slots, positions),
+            self._random_keys(slots, positions),
             torch.from_numpy(1.0 / temperature),
             torch.from_numpy(is_greedy),
         )
@@ -371,7 +371,13 @@ class Sampler:
         return np.where(self._table.is_greedy[slots], _as_int32(argmax(logits_RV)), drawn)
 
     def _random_keys(self, slots: Int32s, positions: Int32s) -> RandomKeys:
-        return _keys_of(self._table, slots, positions)
+        table = self._table
+        return RandomKeys(
+            seed=torch.from_numpy(table.seed[slots]),
+            row_key=torch.from_numpy(table.row_key[slots]),
+            sample=torch.from_numpy(table.sample_index[slots]),
+            position=torch.from_numpy(positions),
+        )
 
     def _adjust(self, logits_RV: Tensor, slots: Int32s, positions: Int32s) -> None:
         for row in np.flatnonzero(self._table.is_special[slots]):
@@ -419,15 +425,6 @@ class Sampler:
                 keep(used_RV, value_R[uses_R])
                 logits_RV[uses_R] = used_RV
         return logits_RV
-
-
-def _keys_of(table: SequenceTable, slots: Int32s, positions: Int32s) -> RandomKeys:
-    return RandomKeys(
-        seed=torch.from_numpy(table.seed[slots]),
-        row_key=torch.from_numpy(table.row_key[slots]),
-        sample=torch.from_numpy(table.sample_index[slots]),
-        position=torch.from_numpy(positions),
-    )
 
 
 def _slices(rows: npt.NDArray[np.int64], vocab_size: int) -> Iterator[npt.NDArray[np.int64]]:

@@ -66,7 +66,8 @@ class StepInputs:
             it (`Decoder.needs_prompt_tokens`).
         attention: Which tokens belong to which sequence, and its KV blocks.
         logit_rows: int64 [R], ascending: tokens of the step whose logits are wanted.
-        choice: How a device may choose tokens itself; None if it must return all logits.
+        choice: Tells how a device may choose tokens itself, and is called only for a device that
+            does; None if all logits are wanted.
     """
 
     token_ids: Tensor
@@ -74,7 +75,7 @@ class StepInputs:
     attention: AttentionBatch
     logit_rows: Tensor
     prompt_tokens: Tensor | None = None
-    choice: TokenChoice | None = None
+    choice: Callable[[], TokenChoice] | None = None
 
     @property
     def num_positions(self) -> int:
@@ -161,10 +162,14 @@ def bind_in_place(decoder: Decoder, attend_layer: Attend) -> Bindings[StepState]
     }
 
 
-def _logits(decoder: Decoder, final_RH: Tensor, choice: TokenChoice | None) -> Iterator[Logits]:
+def _logits(
+    decoder: Decoder, final_RH: Tensor, choice_of: Callable[[], TokenChoice] | None
+) -> Iterator[Logits]:
     """In chunks: the logits of a whole prompt are never held at once."""
-    chooses = choice is not None and triton_runs_on(final_RH.device)
-    draws_R4 = choice.draws_R4.to(final_RH.device) if choice is not None and chooses else None
+    choice = None
+    if choice_of is not None and triton_runs_on(final_RH.device):
+        choice = choice_of()
+    draws_R4 = None if choice is None else choice.draws_R4.to(final_RH.device)
     for begin in range(0, final_RH.shape[0], LOGIT_CHUNK_ROWS):
         chunk = slice(begin, begin + LOGIT_CHUNK_ROWS)
         logits_CV = decoder.logits(final_RH[chunk])
