@@ -11,6 +11,9 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
 from raymoe._version import __version__
 from raymoe.config import Settings
 from raymoe.device.host import HostInfo, read_host
@@ -63,37 +66,18 @@ def package(name: str) -> Outcome:
     except PackageNotFoundError:
         return Outcome("there, of unknown version")
     allowed = _allowed(name)
-    if allowed and not _is_allowed(found, allowed):
+    if not allowed.contains(found, prereleases=True):
         return Outcome(f"{found}, not {allowed}", bad, f"pip install '{name}{allowed}'")
     return Outcome(found)
 
 
-def _allowed(name: str) -> str:
-    """Versions that our metadata names, such as ">=2.9,<2.14"; empty if none."""
+def _allowed(name: str) -> SpecifierSet:
+    """Versions that our metadata names; all if it names none."""
     try:
-        lines = requires(PROJECT) or []
+        needed = map(Requirement, requires(PROJECT) or ())
     except PackageNotFoundError:
-        return ""
-    for line in lines:
-        match = re.match(r"([A-Za-z0-9_.-]+)(?:\[[^]]*\])?\s*\(?([<>=!~][^;)]*)?", line)
-        if match and match[1] == name and match[2]:
-            return match[2].strip()
-    return ""
-
-
-def _is_allowed(found: str, allowed: str) -> bool:
-    """Compare the numbers of versions, without local parts such as +cu128."""
-    holds = {"<": lambda a, b: a < b, ">=": lambda a, b: a >= b}
-    for clause in allowed.split(","):
-        match = re.fullmatch(r"\s*(<|>=)\s*([0-9.]+)\s*", clause)
-        if match and not holds[match[1]](_numbers(found), _numbers(match[2])):
-            return False
-    return True
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    match = re.match(r"\d+(?:\.\d+)*", text)
-    return tuple(map(int, match[0].split("."))) if match else ()
+        return SpecifierSet()
+    return next((each.specifier for each in needed if each.name == name), SpecifierSet())
 
 
 def cores(host: HostInfo) -> Outcome:
