@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -448,6 +448,10 @@ def run(  # noqa: PLR0913 - the options of a command
     predicted rates, and a few layers of a step. What does not fit is refused
     with the bytes that are missing.
     """
+    _check_usage(
+        hardware, prices, host_memory=host_memory, device_memory=device_memory, plot=plot,
+        price_per_hour=price_per_hour, what_if=what_if, tensor_parallel=tensor_parallel > 1,
+    )  # fmt: skip
     spec = model_by_name(model)
     if weights is not None:
         spec = replace(spec, quantization=quantization_of(weights), dtype="bfloat16")
@@ -465,11 +469,7 @@ def run(  # noqa: PLR0913 - the options of a command
         kv_bytes_per_element=_kv_bytes(kv_dtype),
     )  # fmt: skip
     if node is None:
-        given = {"--host-memory": host_memory, "--device-memory": device_memory, "--plot": plot,
-                 "--price-per-hour": price_per_hour, "--what-if": what_if,
-                 "--tensor-parallel": tensor_parallel > 1}  # fmt: skip
-        _refuse_without_node(given)
-        _rank(spec, workload, read_prices(prices), plan_on, as_json=as_json)
+        _rank(spec, workload, prices, plan_on, as_json=as_json)
         return
     plan = plan_on(node)
     if as_json:
@@ -518,20 +518,25 @@ def _check(
         raise ConfigError(f"a row has {prompt} + {generated} tokens; {model.name} takes {longest}")
 
 
-def _refuse_without_node(given: Mapping[str, object]) -> None:
-    named = [name for name, value in given.items() if value not in (None, False)]
-    if named:
+def _check_usage(hardware: str | None, prices: Path | None, **of_one_node: object) -> None:
+    if hardware is not None and prices is not None:
+        raise ConfigError(
+            "--prices ranks instances; leave out --hardware, or give --price-per-hour"
+        )
+    named = [f"--{key.replace('_', '-')}" for key, value in of_one_node.items() if value]
+    if hardware is None and named:
         raise ConfigError(f"{', '.join(named)}: about one node; name it with --hardware")
 
 
 def _rank(
     model: ModelSpec,
     workload: Workload,
-    prices: Mapping[str, float],
+    path: Path | None,
     plan_on: PlanOn,
     *,
     as_json: bool,
 ) -> None:
+    prices = read_prices(path)
     with _planning_others():
         offers = rank(prices.items(), plan_on)
     if as_json:
@@ -540,7 +545,8 @@ def _rank(
     console = Console()
     console.print(_title(model.name, "one instance", workload), style="bold")
     console.print(ranking_table(offers))
-    console.print("Speed grows with the number of instances; the cost stays.")
+    source = path or f"list prices of {PRICES_DATE}"
+    console.print(f"{source}; speed grows with the number of instances, the cost stays")
 
 
 def ranking_table(offers: Iterable[Offer]) -> Table:

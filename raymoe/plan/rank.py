@@ -10,8 +10,8 @@ from raymoe.errors import ConfigError, InfeasiblePlanError
 from raymoe.plan.plan import Plan
 from raymoe.specs.hardware import HARDWARE_INSTANCES, HardwareSpec
 
+# US dollars an hour of instances with one GPU, not checked against the providers since.
 PRICES_DATE = "2025, on demand, us-east-1 and us-central1"
-# US dollars an hour of instances with one GPU. `--prices` replaces them.
 PRICES: Mapping[str, float] = {
     "g4dn.4xlarge": 1.204, "g4dn.8xlarge": 2.176, "g4dn.16xlarge": 4.352,
     "g5.4xlarge": 1.624, "g5.8xlarge": 2.448, "g5.16xlarge": 4.096,
