@@ -125,7 +125,11 @@ def check(model: Path, device: str, seed: int, directory: Path, share: float = H
 
 
 @pytest.mark.parametrize(
-    ("device", "seed", "share"), [("cpu", 1, HOSTILE_SHARE), ("emulated", 2, SEEN_TWICE)]
+    ("device", "seed", "share"),
+    [
+        pytest.param("cpu", 1, HOSTILE_SHARE, marks=pytest.mark.slow),
+        ("emulated", 2, SEEN_TWICE),
+    ],
 )
 def test_hostile_rows_end_alone(model, tmp_path, device, seed, share):
     check(model, device, seed, tmp_path, share)

@@ -62,7 +62,7 @@ def seconds(node, model, workload, planned_for):
 
 
 CELLS = [(node, lengths) for node in NODES for lengths in LENGTHS]
-QUICK = [(NODES[0], LENGTHS[1]), (NODES[3], LENGTHS[0])]
+QUICK = [(NODES[3], LENGTHS[0])]
 
 
 @pytest.mark.parametrize(
