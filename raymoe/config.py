@@ -214,7 +214,8 @@ class EngineConfig:
             expert columns and KV cache, each with its own link. A policy and `device_memory_bytes`
             are then per GPU.
         device: "cpu"; "cuda"; "emulated", a device in host memory to which weights stream as to a
-            GPU; or "auto", a GPU if there is one.
+            GPU; or "auto", a GPU if there is one and the job is planned to end earlier with it than
+            on the cores alone.
         load_format: "dummy" makes random weights in memory, to measure speed; the directory then
             needs only config.json.
         head: "auto" is that of the checkpoint (a language model's or a classifier's); "none"
@@ -292,6 +293,12 @@ class EngineConfig:
             )
         if self.watchdog_s is not None:
             _number("watchdog_s", self.watchdog_s, 0.001, 1e9)
+
+    @property
+    def may_leave_gpu_idle(self) -> bool:
+        """Whether the job may run on the cores alone although there is a GPU."""
+        is_alone = self.tensor_parallel_size == 1 and self.shared_weights is not True
+        return self.device == "auto" and is_alone
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> Self:

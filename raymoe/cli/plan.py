@@ -183,6 +183,8 @@ def _policy_rows(plan: Plan) -> Iterator[Row]:
     if plan.num_ranks > 1:
         yield "tensor parallel", f"{plan.num_ranks} GPUs share each step; sizes are of one"
     yield "schedule", plan.schedule
+    if plan.note:
+        yield "device", plan.note
     yield "batch", f"{policy.max_num_seqs:,} sequences"
     yield (
         "step",
@@ -305,6 +307,7 @@ def plan_as_json(plan: Plan, price_per_hour: float | None) -> dict[str, Any]:
         "prompt_tokens": workload.prompt_tokens,
         "generated_tokens": workload.generated_tokens,
         "schedule": plan.schedule,
+        "note": plan.note,
         "num_ranks": plan.num_ranks,
         "policy": asdict(plan.policy),
         "host_memory": dict(plan.footprint.parts),
@@ -322,7 +325,7 @@ def plan_as_json(plan: Plan, price_per_hour: float | None) -> dict[str, Any]:
     return found
 
 
-SCHEDULES = ("auto", "resident", *STREAMING_BUILDERS)
+SCHEDULES = ("auto", "in_place", "resident", *STREAMING_BUILDERS)
 
 Model = Annotated[
     str,
@@ -509,7 +512,7 @@ def _check(
 ) -> None:
     if schedule not in SCHEDULES:
         raise UnknownOptionError(schedule, SCHEDULES, "schedule")
-    if schedule != "auto" and node is not None and not node.has_gpu:
+    if schedule not in {"auto", "in_place"} and node is not None and not node.has_gpu:
         raise ConfigError(f"--schedule {schedule}: {node.name} has no GPU; leave it out")
     longest = min(max_context or model.max_model_len, model.max_model_len)
     rows = workload.row_lengths or ((workload.prompt_tokens, workload.generated_tokens),)
@@ -560,13 +563,14 @@ def ranking_table(offers: Iterable[Offer]) -> Table:
             table.add_row(offer.name, f"{offer.price_per_hour:.2f}", "-", "-", "-", "does not fit")
             continue
         bound = RESOURCE_NAMES[plan.bound]
+        hint = "; fits it" if plan.schedule == "resident" else "; GPU idle" if plan.note else ""
         table.add_row(
             offer.name,
             f"{offer.price_per_hour:.2f}",
             f"{plan.tokens_per_s:,.0f}",
             f"{offer.cost_per_million:.2f}",
             f"{plan.job.seconds / 3600:,.1f}",
-            f"{bound}; fits it" if plan.schedule == "resident" else bound,
+            bound + hint,
         )
     return table
 

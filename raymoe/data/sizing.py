@@ -246,6 +246,8 @@ class JobPlan:
             f"{self.num_actors * plan.tokens_per_s:,.0f} generated tokens/s, decoding bound by "
             f"{RESOURCE_NAMES[plan.bound]}{self._note()}",
         ]
+        if plan.note:
+            lines.insert(2, f"  {plan.note}")
         if price_per_hour is not None:
             million = 1e6 * self.cost(price_per_hour)
             million /= self.num_actors * workload.total_generated_tokens
@@ -439,6 +441,7 @@ def plan_actor(
         max_model_len=config.max_model_len,
         # If Ray does not know the GPUs of a node, all ranks are planned as one engine.
         tensor_parallel_size=config.tensor_parallel_size if given.has_gpu else 1,
+        may_leave_gpu_idle=config.may_leave_gpu_idle,
     )
     return ActorPlan(plan=plan, memory_bytes=plan.host_bytes)
 

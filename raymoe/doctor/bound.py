@@ -49,7 +49,7 @@ def plan(target: Target, name: str) -> Outcome:
     except InfeasiblePlanError as error:
         advice = str(error).splitlines()[0]
         return Outcome("does not fit", Status.SKIPPED, advice)
-    share = _bound_s(model, node) / found.job.seconds
+    share = _bound_s(model, found.hardware) / found.job.seconds
     value = (
         f"{found.tokens_per_s:.1f} tokens/s predicted for {JOB.num_rows:,} rows of "
         f"{JOB.prompt_tokens} + {JOB.generated_tokens}, {100 * share:.0f} % of the bound; schedule "

@@ -231,10 +231,14 @@ def load_parts(
     shared = None
     try:
         weights = open_weights(spec, directory, config)
+        on_host = None
+        if device != "cpu" and config.may_leave_gpu_idle:
+            on_host = dataclasses.replace(config, device="cpu")
         config = _with_dtype(config, spec, weights, device)
         shared = open_shared(config, files, device, _dtype(config, weights))
-        parts = _plan_and_load(
-            tokenizer, spec, weights, agree(config, shared), shared=shared, new_arena=new_arena
+        config, plan = _make_plan(spec, weights, agree(config, shared), on_host, shared=shared)
+        parts = _load_plan(
+            tokenizer, spec, weights, config, plan=plan, shared=shared, new_arena=new_arena
         )
         if shared is not None:
             _check_shared(parts, directory, files)
@@ -254,18 +258,18 @@ def _check_shared(parts: EngineParts, directory: Path, files: str) -> None:
         raise
 
 
-def _plan_and_load(
+def _load_plan(
     tokenizer: Tokenizer,
     spec: ModelSpec,
     weights: Weights,
     config: EngineConfig,
     *,
+    plan: Plan,
     shared: SharedFile | None,
     new_arena: NewArena,
 ) -> EngineParts:
     directory = tokenizer.directory
     settings, dtype = Settings.from_environment(), _dtype(config, weights)
-    plan = _make_plan(spec, weights, config, settings, shared=shared)
     eos_token_ids = _eos_token_ids(spec, directory)
     job = LoadJob(
         directory=directory,
@@ -311,24 +315,21 @@ def _make_plan(
     spec: ModelSpec,
     weights: Weights,
     config: EngineConfig,
-    settings: Settings,
+    on_host: EngineConfig | None,
     *,
     shared: SharedFile | None,
-) -> Plan:
-    dtype = _dtype(config, weights)
+) -> tuple[EngineConfig, Plan]:
+    """Plan for the device, and for the cores alone where these are faster.
+
+    Args:
+        on_host: The configuration for the cores alone; None if the device must be used.
+    """
     loaded_bytes = 0 if shared is None else shared.num_bytes  # by another engine
-    plan = find_plan(
-        spec,
-        find_node(config, settings, _device_name(config), loaded_bytes=loaded_bytes),
-        config.workload,
-        schedule=config.schedule,
-        policy=config.policy,
-        bytes_per_element=dtype.itemsize,
-        kv_bytes_per_element=_kv_dtype(config, dtype).itemsize,
-        weight_bytes=_weight_bytes(spec, weights, dtype),
-        max_model_len=_context_tokens(spec, config),
-        tensor_parallel_size=config.tensor_parallel_size,
-    )
+    plan = _find_plan(spec, weights, config, on_host, loaded_bytes=loaded_bytes)
+    if on_host is not None and plan.schedule == "in_place":
+        # The cores that would feed the GPU compute too, and in the type of the checkpoint.
+        config, note = on_host, plan.note
+        plan = dataclasses.replace(_find_plan(spec, weights, on_host), note=note)
     logger.info("plan: %s", plan.describe())
     check_available(
         plan.footprint,
@@ -336,7 +337,31 @@ def _make_plan(
         num_ranks=config.tensor_parallel_size,
         already_there=loaded_bytes,
     )
-    return plan
+    return config, plan
+
+
+def _find_plan(
+    spec: ModelSpec,
+    weights: Weights,
+    config: EngineConfig,
+    on_host: EngineConfig | None = None,
+    *,
+    loaded_bytes: int = 0,
+) -> Plan:
+    settings, dtype = Settings.from_environment(), _dtype(config, weights)
+    return find_plan(
+        spec,
+        find_node(config, settings, _device_name(config), loaded_bytes=loaded_bytes),
+        config.workload,
+        schedule=config.schedule,
+        policy=config.policy,
+        bytes_per_element=dtype.itemsize,
+        kv_bytes_per_element=_kv_dtype(config, dtype).itemsize,
+        weight_bytes=_weight_bytes(spec, weights, _dtype(on_host or config, weights)),
+        max_model_len=_context_tokens(spec, config),
+        tensor_parallel_size=config.tensor_parallel_size,
+        may_leave_gpu_idle=on_host is not None,
+    )
 
 
 def _with_dtype(
@@ -388,7 +413,8 @@ def _load(job: LoadJob, spec: ModelSpec, weights: Weights, shared: SharedFile | 
 def _device_name(config: EngineConfig) -> str:
     if config.device != "auto":
         return config.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    has_gpu = config.schedule != "in_place" and torch.cuda.is_available()
+    return "cuda" if has_gpu else "cpu"
 
 
 def _check_schedule(config: EngineConfig, device: str) -> None:

@@ -31,6 +31,7 @@ class Plan:
         footprint: Host memory of one rank.
         device_footprint: Device memory of one rank; None on a node without a GPU.
         num_ranks: Tensor-parallel GPUs.
+        note: Why the GPU of the node stays idle; empty if it does not, or if there is none.
     """
 
     model_name: str
@@ -43,6 +44,7 @@ class Plan:
     steps: StepModel
     job: JobEstimate
     num_ranks: int = 1
+    note: str = ""
 
     @property
     def host_bytes(self) -> int:
@@ -122,6 +124,7 @@ class Plan:
             f"{policy.max_num_batched_tokens} tokens per step, {policy.num_kv_blocks} KV blocks of "
             f"{KV_BLOCK_TOKENS} tokens",
             *self._describe_device(),
+            *([self.note] if self.note else []),
             f"host memory:\n{self.footprint.table()}",
         ]
         if self.device_footprint is not None:

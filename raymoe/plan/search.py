@@ -236,18 +236,21 @@ def find_plan(  # noqa: PLR0913 - the options of one decision
     weight_bytes: int | None = None,
     max_model_len: int | None = None,
     tensor_parallel_size: int = 1,
+    may_leave_gpu_idle: bool = True,
 ) -> Plan:
     """Choose a policy, or check the given one, and predict the job.
 
     Args:
         hardware: The node, with the host memory that may be used.
         workload: Rows to plan for; None assumes `DEFAULT_WORKLOAD`.
-        schedule: A schedule for a node with a GPU; "auto" chooses.
-        weight_bytes: Exact bytes of all weights in kernel form on a node without a GPU; None
+        schedule: A schedule for a node with a GPU; "auto" chooses, "in_place" leaves the GPU idle.
+        weight_bytes: Exact bytes of all weights in the form that the CPU's kernels read; None
             estimates.
         max_model_len: Longest sequence; the model's by default.
         tensor_parallel_size: GPUs that share each step, each with its own link and part of the
             host; the plan is that of one rank (MoE-Lightning, section 4.3).
+        may_leave_gpu_idle: Whether schedule "auto" without a policy may choose "in_place" where the
+            cores alone finish the job earlier than with the GPU.
 
     Raises:
         ConfigError: The model cannot be divided between so many GPUs, or the node has none.
@@ -257,21 +260,22 @@ def find_plan(  # noqa: PLR0913 - the options of one decision
     workload = workload or DEFAULT_WORKLOAD
     work = ModelWork.of(model, bytes_per_element, kv_element_bytes=kv_bytes_per_element)
     context = min(max_model_len or model.max_model_len, model.max_model_len)
-    if not hardware.has_gpu:
-        search = HostSearch(
-            model=model,
-            work=work,
-            hardware=hardware,
-            workload=workload,
-            weight_bytes=weight_bytes or model.weight_bytes(bytes_per_element),
-            max_model_len=context,
-        )
-        return _plan_host(search, policy)
+    host = HostSearch(
+        model=model,
+        work=work,
+        hardware=hardware.without_gpu(),
+        workload=workload,
+        weight_bytes=weight_bytes or model.weight_bytes(bytes_per_element),
+        max_model_len=context,
+    )
+    if not hardware.has_gpu or schedule == "in_place":
+        return _plan_host(host, policy)
     job = DeviceJob(
         model=model, work=work, hardware=hardware, workload=workload, max_model_len=context
     )
     if policy is None:
-        return _choose(job, schedule)
+        may_leave_gpu_idle &= schedule == "auto" and tensor_parallel_size == 1
+        return _choose(job, schedule, host if may_leave_gpu_idle else None)
     if schedule == "resident":
         return _plan_resident(ResidentSearch(job), policy)
     name = "micro_batches" if schedule == "auto" else schedule
@@ -289,7 +293,34 @@ def of_one_rank(
     return shard_model(model, num_ranks), hardware.share(num_ranks)
 
 
-def _choose(job: DeviceJob, schedule: str) -> Plan:
+def _choose(job: DeviceJob, schedule: str, host: HostSearch | None) -> Plan:
+    """The plan with the GPU, or that of the cores alone if that is faster or the only one."""
+    if host is None:
+        return _choose_on_gpu(job, schedule)
+    on_gpu: Plan | InfeasiblePlanError
+    try:
+        on_gpu = _choose_on_gpu(job, schedule)
+    except InfeasiblePlanError as error:
+        on_gpu = error
+    try:
+        in_place = _plan_host(host, None)
+    except InfeasiblePlanError:
+        if isinstance(on_gpu, Plan):
+            return on_gpu
+        raise on_gpu from None
+    if not isinstance(on_gpu, Plan):
+        reason = str(on_gpu).splitlines()[0].rstrip(":")
+        return replace(in_place, note=f"the GPU stays idle: {reason}")
+    if on_gpu.job.seconds <= in_place.job.seconds:
+        return on_gpu
+    note = (
+        f"the GPU stays idle: with it {on_gpu.tokens_per_s:,.3g} tokens/s are predicted "
+        f"(schedule {on_gpu.schedule}), with the cores alone {in_place.tokens_per_s:,.3g}"
+    )
+    return replace(in_place, note=note)
+
+
+def _choose_on_gpu(job: DeviceJob, schedule: str) -> Plan:
     """The faster of resident and streamed weights, where the schedule allows both."""
     found: list[Plan] = []
     if schedule in {"auto", "resident"}:

@@ -211,6 +211,7 @@ class ScheduleContender:
             schedule=self.schedule,
             policy=policy,
             max_model_len=longest_row(workload),
+            may_leave_gpu_idle=False,
         )
         return plan, source
 

@@ -1,16 +1,20 @@
 """What an engine takes from the GPU that it finds: free memory, cores beside its lanes, a type."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from raymoe.config import EngineConfig, Settings
+from raymoe.config import EngineConfig, SamplingParams, Settings
 from raymoe.engine import loading
+from raymoe.engine.engine import Engine
 from raymoe.errors import ConfigError, PerformanceWarning
+from raymoe.plan.plan import Plan
 from raymoe.specs.hardware import HARDWARE_PRESETS, HardwareSpec
 from raymoe.specs.presets_models import model_preset
 from raymoe.units import GIB
+from tests.tiny import make_checkpoint
 
 PROFILE = replace(HARDWARE_PRESETS["l4"], name="kept", num_cores=16)
 FREE = 19 * GIB
@@ -77,3 +81,66 @@ def test_the_usual_type_is_one_that_the_gpu_multiplies(
         assert dtype_of("mixtral-8x7b") == "float16"
     with pytest.raises(ConfigError, match="gpt_oss overflow in float16"):
         dtype_of("gpt-oss-20b")
+
+
+SLOW_GPU = replace(PROFILE, num_cores=1, gpu_flop_per_s=1e6, host_memory_bytes=8 * GIB)
+FAST_GPU = replace(PROFILE, num_cores=1, host_flop_per_s=1e6)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
+
+
+class ChosenError(Exception):
+    """Raised instead of loading, with the configuration and the plan."""
+
+
+def chosen(
+    model: Path, node: HardwareSpec, monkeypatch: pytest.MonkeyPatch, **options: object
+) -> tuple[EngineConfig, Plan]:
+    def stop(*arguments: object, **named: object) -> None:
+        raise ChosenError(arguments[3], named["plan"])
+
+    monkeypatch.setattr(loading, "_load_plan", stop)
+    config = EngineConfig(hardware=node, load_format="dummy", max_model_len=128, **options)  # type: ignore[arg-type]
+    with pytest.raises(ChosenError) as caught:
+        loading.load_parts(model, config)
+    config, plan = caught.value.args
+    return config, plan
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.filterwarnings("ignore:.*computing in float16")
+def test_the_cores_alone_run_a_job_that_a_gpu_would_slow_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the type of the checkpoint, not the float16 that the GPU would need."""
+    model = make_checkpoint(tmp_path / "model")
+    config_file = model / "config.json"
+    config_file.write_text(config_file.read_text().replace('"float32"', '"bfloat16"'))
+    config, plan = chosen(model, SLOW_GPU, monkeypatch)
+    assert (config.device, config.dtype, plan.schedule) == ("cpu", "auto", "in_place")
+    assert "the GPU stays idle" in plan.note
+    config, plan = chosen(model, FAST_GPU, monkeypatch)
+    assert (config.device, config.dtype, plan.schedule) == ("auto", "float16", "resident")
+    for options in ({"device": "cuda"}, {"schedule": "resident"}):
+        config, plan = chosen(model, SLOW_GPU, monkeypatch, **options)
+        assert (config.dtype, plan.note) == ("float16", "")
+        assert plan.schedule != "in_place"
+    config, plan = chosen(model, FAST_GPU, monkeypatch, schedule="in_place")
+    assert (config.dtype, plan.schedule, plan.note) == ("auto", "in_place", "")
+
+
+@pytest.mark.usefixtures("cuda")
+def test_tokens_of_an_idle_gpu_are_those_of_the_cores(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model")
+    rows = {}
+    for device in ("auto", "cpu"):
+        config = EngineConfig(device=device, hardware=SLOW_GPU, max_model_len=128)
+        with Engine.from_pretrained(model, config) as engine:
+            assert engine.plan is not None
+            assert engine.plan.schedule == "in_place"
+            rows[device] = engine.generate(["one", "two"], SamplingParams(max_tokens=8))
+    assert [row.token_ids for row in rows["auto"]] == [row.token_ids for row in rows["cpu"]]

@@ -1,0 +1,56 @@
+"""The cores alone are a candidate of every plan, and are chosen where they are faster."""
+
+from dataclasses import replace
+
+import pytest
+
+from raymoe.errors import InfeasiblePlanError
+from raymoe.plan.search import find_plan
+from raymoe.specs.hardware import hardware_preset
+from raymoe.specs.presets_models import model_preset
+from raymoe.specs.workload import Workload
+from raymoe.units import GIB
+
+MIXTRAL = model_preset("mixtral-8x7b")
+L4 = hardware_preset("l4")
+FEW = Workload(num_rows=8, prompt_tokens=64, generated_tokens=128)
+
+
+def test_few_rows_leave_the_gpu_idle() -> None:
+    plan = find_plan(MIXTRAL, L4, FEW, max_model_len=1024)
+    alone = find_plan(MIXTRAL, L4.without_gpu(), FEW, max_model_len=1024)
+    streamed = find_plan(MIXTRAL, L4, FEW, max_model_len=1024, may_leave_gpu_idle=False)
+    assert (plan.schedule, plan.policy) == ("in_place", alone.policy)
+    assert not plan.hardware.has_gpu
+    assert plan.job == alone.job
+    assert plan.job.seconds < streamed.job.seconds
+    assert streamed.policy.device is not None
+    note = plan.describe().split("the GPU stays idle: with it ")[1]
+    assert float(note.split(" tokens/s")[0]) == pytest.approx(streamed.tokens_per_s, rel=0.01)
+
+
+def test_many_rows_use_the_gpu() -> None:
+    many = replace(FEW, num_rows=5000)
+    plan = find_plan(MIXTRAL, L4, many, max_model_len=1024)
+    alone = find_plan(MIXTRAL, L4, many, schedule="in_place", max_model_len=1024)
+    assert plan.schedule == "micro_batches"
+    assert plan.note == alone.note == ""
+    assert plan.job.seconds < alone.job.seconds
+
+
+def test_a_named_schedule_is_obeyed() -> None:
+    plan = find_plan(MIXTRAL, L4, FEW, schedule="cgopipe", max_model_len=1024)
+    assert (plan.schedule, plan.note) == ("cgopipe", "")
+
+
+def test_a_gpu_too_small_for_a_slot_stays_idle() -> None:
+    node = replace(L4, gpu_memory_bytes=GIB)
+    plan = find_plan(MIXTRAL, node, replace(FEW, num_rows=5000), max_model_len=1024)
+    assert plan.schedule == "in_place"
+    assert "the GPU stays idle: mixtral-8x7b with one sequence needs" in plan.note
+
+
+def test_what_fits_neither_way_is_refused_for_the_gpu() -> None:
+    node = replace(L4, host_memory_bytes=64 * GIB)
+    with pytest.raises(InfeasiblePlanError, match=r"of host memory, 64\.00 GiB may be used"):
+        find_plan(MIXTRAL, node, FEW, max_model_len=1024)
