@@ -2,6 +2,8 @@
 
 import random
 from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 import pytest
 
@@ -9,28 +11,44 @@ from raymoe.errors import InfeasiblePlanError
 from raymoe.plan.papers import moe_gen
 from raymoe.plan.papers.hrm import Hierarchy, PaperModel
 from raymoe.plan.papers.moe_gen import GenSearch, ModuleTimes, critical_path_s
-from raymoe.specs.hardware import HardwareSpec, hardware_preset
+from raymoe.plan.papers.policies import GEN_KERNEL_BYTES_PER_S
+from raymoe.specs.hardware import GPU_PRODUCT_FRACTION, HardwareSpec, hardware_preset
 from raymoe.specs.presets_models import model_preset
 from raymoe.specs.workload import Workload
-from raymoe.units import GB, GIB
+from raymoe.units import GB, GIB, TB
 
-MODELS = {name: PaperModel.of(model_preset(name)) for name in ("mixtral-8x7b", "mixtral-8x22b")}
+WIDTHS = {"mixtral-8x7b": 2, "mixtral-8x22b": 2, "deepseek-v2": 2, "deepseek-v3": 1}
+MODELS = {name: PaperModel.of(model_preset(name), width) for name, width in WIDTHS.items()}
+# Rates that no row below is the source of. The link: twice what MoE-Lightning measured on PCIe 4
+# x8 (its figure 9). Products: the share of the peak of an A40 that MoE-Lens reached (its tokens of
+# a step, section 7), of the A5000's 111 and the A6000's 155 TFLOP/s.
+LINK_BYTES_PER_S = 2 * 12.35 * GB
+A5000, A6000 = (
+    replace(
+        hardware_preset(name),
+        htod_bytes_per_s=LINK_BYTES_PER_S,
+        gpu_flop_per_s=GPU_PRODUCT_FRACTION * peak * TB,
+    )
+    for name, peak in (("a5000", 111), ("a6000", 155))
+)
 # Table 3. The code pins whole GiB; presets leave 15 % of the memory to others.
-A5000, A6000 = hardware_preset("a5000"), hardware_preset("a6000")
 NODES = {
     "C1": replace(A5000, host_memory_bytes=256 * GIB),
     "C2": replace(A5000, host_memory_bytes=512 * GIB),
     "C3": replace(A6000, host_memory_bytes=480 * GIB),
+    "1 TB": replace(A5000, host_memory_bytes=1024 * GIB),  # README: DeepSeek-R1
 }
-# What the CPU of C2 reads at least at the published rate of Mixtral-8x7B with 4 of 10 rows on the
-# GPU. The kernel converts keys once for each query head, and its threads scale with the cores.
-KERNEL_BYTES_PER_S = 23.5 * GB
+# The middle of the rates (16 to 19 GB/s) whose best split is figure 7's 0.6 (C1, B = 3640, 256 + 32
+# tokens). The kernel converts keys once for each query head; its threads scale with the cores.
+KERNEL_BYTES_PER_S = GEN_KERNEL_BYTES_PER_S
 KERNEL_GROUP = 4
-CORES = {"C1": 28, "C2": 28, "C3": 16}
+CORES = {"C1": 28, "C2": 28, "C3": 16, "1 TB": 28}
 
 
 def kernel_bytes_per_s(node: str, model: str) -> float:
-    group = {"mixtral-8x7b": 4, "mixtral-8x22b": 6}[model]
+    group = {"mixtral-8x7b": 4, "mixtral-8x22b": 6}.get(model)
+    if group is None:  # no kernel for MLA
+        return 0.0
     return KERNEL_BYTES_PER_S * KERNEL_GROUP / group * CORES[node] / CORES["C2"]
 
 
@@ -53,24 +71,25 @@ def search(
 
 
 @pytest.mark.parametrize(
-    ("node", "model", "cpu_share"),
+    ("node", "model", "published", "found"),
     [
-        ("C1", "mixtral-8x7b", 0.6),
-        ("C2", "mixtral-8x7b", 0.6),
-        ("C2", "mixtral-8x22b", 0.7),
-        ("C3", "mixtral-8x7b", 0.3),
+        ("C1", "mixtral-8x7b", 0.6, 0.6),
+        ("C2", "mixtral-8x7b", 0.6, 0.5),
+        ("C2", "mixtral-8x22b", 0.7, 0.6),
+        ("C3", "mixtral-8x7b", 0.3, 0.3),
+        # Misses: the paper's only split on C3 that is below what its other entries lead to.
+        ("C3", "mixtral-8x22b", 0.2, 0.5),
+        ("C2", "deepseek-v2", 0.0, 0.0),
     ],
 )
-def test_attention_split(node: str, model: str, cpu_share: float) -> None:
-    """Table 10, to one step of its grid.
-
-    Its last entry, 2:8 for Mixtral-8x22B on C3, is below what its own other entries lead to.
-    """
-    found = search(NODES[node], model, kernel_bytes_per_s(node, model)).decode()
-    assert found.policy.cpu_attention_fraction == pytest.approx(cpu_share, abs=0.101)
+def test_attention_split(node: str, model: str, published: float, found: float) -> None:
+    """Table 10, where all but one are within a step of its grid."""
+    policy = search(NODES[node], model, kernel_bytes_per_s(node, model)).decode().policy
+    assert policy.cpu_attention_fraction == found
+    assert (abs(found - published) < 0.11) == (model != "mixtral-8x22b" or node != "C3")
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "mixtral-8x22b"])
 def test_fewer_cores_take_a_smaller_share(model: str) -> None:
     """Table 10, C2 against C3: "limiting its capacity to handle the same workload"."""
     shares = [
@@ -122,21 +141,131 @@ def test_rate_over_the_split() -> None:
     assert rates[peak:] == sorted(rates[peak:], reverse=True)
 
 
-@pytest.mark.parametrize(
-    ("model", "hybrid", "gpu_only"), [("mixtral-8x7b", 469, 195), ("mixtral-8x22b", 91, 54)]
+TOLERANCE = 0.4
+
+
+class Row(NamedTuple):
+    """A published rate, ours over it, and why where the two differ by more than 40 %."""
+
+    source: str
+    node: str
+    model: str
+    lengths: tuple[int, int]
+    published: float
+    ratio: float
+    num_rows: int = 10**6
+    is_prefill: bool = False
+    cpu_share: float | None = None  # None: searched
+    batch: int | None = None  # None: searched; the released code has constants for prefill
+    reason: str = ""
+
+    def tokens_per_s(self) -> float:
+        plan = search(
+            NODES[self.node], self.model, kernel_bytes_per_s(self.node, self.model),
+            lengths=self.lengths, num_rows=self.num_rows,
+        )  # fmt: skip
+        found = plan.prefill(self.batch) if self.is_prefill else plan.decode(self.cpu_share)
+        return found.tokens_per_s
+
+
+SMALL_COPIES = (
+    "attention on the GPU alone: weights and KV of its step are 16.3 GB/s over 24.7 GB/s of link, "
+    "for both models; it copies K and V of one row at a time and attends without a fused kernel"
 )
-def test_decode_rates(model: str, hybrid: float, gpu_only: float) -> None:
-    """Table 6, C2, 512 and 256 tokens. To 40 %: its GPU attention and copies are slow, not ours."""
-    plan = search(NODES["C2"], model, kernel_bytes_per_s("C2", model))
-    assert plan.decode().tokens_per_s == pytest.approx(hybrid, rel=0.4)
-    assert plan.decode(0.0).tokens_per_s == pytest.approx(gpu_only, rel=0.4)
+NO_SEARCH = "the released code has no search: it streams all weights for each 30 (V2) or 20 rows"
+FEW_ROWS = "its step is no shorter than its weights on the link (19 s, 27 s): "
+prefill = partial(Row, is_prefill=True)
+on_gpu = partial(Row, cpu_share=0.0)
+SHORT, LONG = (512, 256), (512, 1024)
+ROWS = (
+    Row("table 6", "C2", "mixtral-8x7b", SHORT, 469, 0.78),
+    on_gpu("table 6", "C2", "mixtral-8x7b", SHORT, 195, 1.21),
+    Row("table 6", "C2", "mixtral-8x7b", LONG, 283, 0.81),
+    on_gpu("table 6", "C2", "mixtral-8x7b", LONG, 93, 1.52, reason=SMALL_COPIES),
+    Row("table 6", "C2", "mixtral-8x22b", SHORT, 91, 1.12),
+    on_gpu("table 6", "C2", "mixtral-8x22b", SHORT, 54, 1.38),
+    Row("table 6", "C2", "mixtral-8x22b", LONG, 57, 1.02),
+    on_gpu("table 6", "C2", "mixtral-8x22b", LONG, 27, 1.52, reason=SMALL_COPIES),
+    Row("table 6", "C1", "mixtral-8x7b", SHORT, 364, 0.80),
+    prefill("table 7", "C2", "mixtral-8x7b", SHORT, 2790, 1.02),
+    prefill("table 7", "C2", "mixtral-8x22b", SHORT, 907, 1.02),
+    prefill("table 7", "C2", "deepseek-v2", SHORT, 787, 2.03, reason=NO_SEARCH),
+    prefill("table 7, constants", "C2", "deepseek-v2", SHORT, 787, 1.03, batch=30),
+    prefill("table 7", "1 TB", "deepseek-v3", SHORT, 204, 4.65, reason=NO_SEARCH),
+    prefill(
+        "table 7, constants", "1 TB", "deepseek-v3", SHORT, 204, 1.85, batch=20,
+        reason="8-bit experts: 20 buffers for 256 of them, and 16-bit copies before each product, "
+        "neither of which overlaps with the link as figure 6 has it",
+    ),
+    Row(
+        "README", "C2", "deepseek-v2", SHORT, 49, 1.42,
+        reason=FEW_ROWS + "at most 940 rows; 1,515 fill the host (it pins K and V at twice "
+        "their size)",
+    ),
+    Row(
+        "README", "1 TB", "deepseek-v3", SHORT, 27, 7.10,
+        reason=FEW_ROWS + "at most 740 rows; 7,975 fill 1 TiB. The README names no batch",
+    ),
+    Row("table 8", "C1", "mixtral-8x7b", (16384, 8192), 13, 0.69, num_rows=50),
+    Row("table 8", "C1", "mixtral-8x7b", (8192, 16384), 13, 0.76, num_rows=50),
+    Row("table 8", "C1", "mixtral-8x7b", (8192, 4096), 20, 0.90, num_rows=100),
+    Row("table 8", "C1", "mixtral-8x7b", (4096, 2048), 50, 0.72, num_rows=200),
+    prefill("table 8", "C1", "mixtral-8x7b", (16384, 8192), 2662, 0.92, num_rows=50),
+    prefill("table 8", "C1", "mixtral-8x7b", (8192, 16384), 2684, 0.98, num_rows=50),
+    prefill("table 8", "C1", "mixtral-8x7b", (8192, 4096), 2686, 0.98, num_rows=100),
+    prefill("table 8", "C1", "mixtral-8x7b", (4096, 2048), 2667, 1.03, num_rows=200),
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "published"), [("mixtral-8x7b", 2790), ("mixtral-8x22b", 907)])
-def test_prefill_rates(model: str, published: float) -> None:
-    """Table 7, C2, 512 tokens: to 5 %; the preset's rate of products comes from the first."""
-    plan = search(NODES["C2"], model, KERNEL_BYTES_PER_S).prefill()
-    assert plan.tokens_per_s == pytest.approx(published, rel=0.05)
+@pytest.mark.parametrize(
+    "row", ROWS, ids=lambda row: f"{row.source}-{row.model}-{row.lengths[1]}-{row.published}"
+)
+def test_published_rates(row: Row) -> None:
+    """All rows of MoE-Gen, decode and prefill: those that miss by over 40 % say why."""
+    ratio = row.tokens_per_s() / row.published
+    assert ratio == pytest.approx(row.ratio, abs=0.006, rel=0.01)
+    assert bool(row.reason) == (abs(ratio - 1) > TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "lengths", "published", "ratio"),
+    [
+        (116_000, (512, 1), 18, 0.98),  # MMLU
+        (8_500, (512, 256), 8, 0.90),  # GSM8K
+        # ChatbotArena misses: 36,000 rows in 82 hours are 62 tokens/s, where table 6 has 91 at a
+        # context that is no shorter.
+        (36_000, (256, 512), 82, 0.59),
+    ],
+)
+def test_hours_of_jobs(
+    num_rows: int, lengths: tuple[int, int], published: float, ratio: float
+) -> None:
+    """Table 4, Mixtral-8x22B on C2."""
+    kernel = kernel_bytes_per_s("C2", "mixtral-8x22b")
+    found = search(NODES["C2"], "mixtral-8x22b", kernel, lengths=lengths, num_rows=num_rows)
+    seconds = num_rows * lengths[0] / found.prefill().tokens_per_s
+    if lengths[1] > 1:
+        seconds += num_rows * lengths[1] / found.decode().tokens_per_s
+    assert seconds / 3600 / published == pytest.approx(ratio, abs=0.011)
+
+
+def test_eight_bit_weights_take_half_of_memory_and_link() -> None:
+    """README, DeepSeek-R1: its 671 B parameters are on the link as they are stored."""
+    wide = PaperModel.of(model_preset("deepseek-v3"))
+    narrow = MODELS["deepseek-v3"]
+    assert narrow.weight_bytes == pytest.approx(669 * GB, rel=0.01)
+    assert wide.weight_bytes == 2 * narrow.weight_bytes
+    assert (wide.expert_flop(10), wide.dense_flop(10)) == (
+        narrow.expert_flop(10), narrow.dense_flop(10),
+    )  # fmt: skip
+    assert wide.kv_token_bytes == narrow.kv_token_bytes
+    slow = replace(
+        NODES["1 TB"], htod_bytes_per_s=2 * GB, gpu_flop_per_s=1e16, gpu_bytes_per_s=1e15
+    )
+    plan = search(slow, "deepseek-v3", 0.0, num_rows=20).prefill()
+    assert plan.step_s == pytest.approx(narrow.weight_bytes / (2 * GB), rel=0.02)
+    with pytest.raises(InfeasiblePlanError, match=r"111\.17 GiB more than the host memory"):
+        search(NODES["C2"], "deepseek-v3", 0.0).decode()
 
 
 def test_no_kv_comes_to_the_device_while_prefilling() -> None:
@@ -154,7 +283,7 @@ def test_tokens_that_hide_the_fetch_of_an_expert() -> None:
     assert 2**11 < tokens < 2**12
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "mixtral-8x22b"])
 def test_what_is_chosen_fits_both_memories(model: str) -> None:
     """Equations 2 and 3, counted again; parameters fill the device (S_Params)."""
     numbers, node = MODELS[model], NODES["C2"]

@@ -131,3 +131,15 @@ def test_sizes_fit_or_are_refused(schedule: str) -> None:
 def test_rows_that_are_not_there_are_not_planned_for(schedule: str) -> None:
     few = replace(MTBENCH, num_rows=5)
     assert plan(schedule, hardware_preset("l4"), few).policy.max_num_seqs == 5
+
+
+def test_moe_gen_counts_eight_bits_of_fp8_weights() -> None:
+    """DeepSeek-V3 in 16 bits is 1.22 TiB; a host of 1 TiB holds its 8 bits and some rows."""
+    node = replace(hardware_preset("h100"), host_memory_bytes=1024 * GIB)
+    job = Workload(num_rows=20_000, prompt_tokens=512, generated_tokens=256)
+    policy = PaperPolicies(model_preset("deepseek-v3"), node, job).module_batching()
+    row_bytes = 768 * model_preset("deepseek-v3").kv_bytes_per_token(2)
+    assert 0.5 * 1024 * GIB < policy.max_num_seqs * row_bytes + 669e9 < 1024 * GIB
+    wide = replace(model_preset("deepseek-v3"), quantization=None)
+    with pytest.raises(InfeasiblePlanError, match=r"1\.22 TiB of weights"):
+        PaperPolicies(wide, node, job).module_batching()

@@ -1,7 +1,7 @@
 """Model sizes as the papers count them, and the hierarchical roofline of MoE-Lightning.
 
 Assumptions:
-- Weights, KV and hidden states take two bytes per element.
+- Weights, KV and hidden states take two bytes per element; weights one where `of` is told so.
 - Layers that differ (leading dense layers, windows) are replaced by their mean.
 - Shared experts and dense networks count as dense parts, like projections. Routers, norms,
   embeddings and the head are left out, as in the code of MoE-Lightning.
@@ -39,9 +39,10 @@ class PaperModel:
     expert_bytes: int
     layer_expert_bytes: float  # all experts of a layer
     layer_dense_bytes: float  # everything else of a layer
+    bytes_per_weight: int = BYTES_PER_ELEMENT
 
     @classmethod
-    def of(cls, model: ModelSpec) -> Self:
+    def of(cls, model: ModelSpec, bytes_per_weight: int = BYTES_PER_ELEMENT) -> Self:
         work = ModelWork.of(model, BYTES_PER_ELEMENT)
         sparse = [layer for layer in work.layers if layer.num_experts]
         if not sparse:
@@ -58,11 +59,12 @@ class PaperModel:
             query_width=fmean(layer.query_width for layer in layers),
             kv_token_bytes=fmean(layer.kv_token_bytes for layer in layers),
             pair_flop=fmean(layer.pair_flop for layer in layers),
-            expert_bytes=BYTES_PER_ELEMENT * expert,
-            layer_expert_bytes=BYTES_PER_ELEMENT
+            expert_bytes=bytes_per_weight * expert,
+            layer_expert_bytes=bytes_per_weight
             * fmean(layer.num_experts * layer.expert.parameters for layer in layers),
-            layer_dense_bytes=BYTES_PER_ELEMENT
+            layer_dense_bytes=bytes_per_weight
             * fmean(layer.attention_parameters + layer.common.parameters for layer in layers),
+            bytes_per_weight=bytes_per_weight,
         )
 
     @property
@@ -84,7 +86,11 @@ class PaperModel:
     def expert_flop(self, tokens: float) -> float:
         """Operations of the experts of one layer: two per weight and token."""
         visited = tokens * self.top_k * self.layer_expert_bytes / self.num_experts
-        return 2 * visited / BYTES_PER_ELEMENT
+        return 2 * visited / self.bytes_per_weight
+
+    def dense_flop(self, tokens: float) -> float:
+        """Operations of everything else of one layer but attention over the context."""
+        return 2 * tokens * self.layer_dense_bytes / self.bytes_per_weight
 
 
 class Roof(StrEnum):

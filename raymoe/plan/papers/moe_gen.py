@@ -135,8 +135,7 @@ class GenSearch:
     model: PaperModel
     hardware: HardwareSpec
     workload: Workload
-    # KV bandwidth of CPU attention; 0 without a kernel, as for MLA in MoE-Gen, whose kernel reads
-    # some 23.5 GB/s on an EPYC 7453.
+    # KV bandwidth of CPU attention; 0 without a kernel, as for MLA in MoE-Gen.
     cpu_attention_bytes_per_s: float
     # Whether spare device memory keeps weights (S_Params); the released code copies all of them in
     # every step.
@@ -156,8 +155,10 @@ class GenSearch:
         batch = min(self.workload.num_rows, self.host_rows)
         return self._best(work, ((batch, fraction) for fraction in fractions))
 
-    def prefill(self) -> GenPlan:
+    def prefill(self, batch_size: int | None = None) -> GenPlan:
         """The plan with the highest prefill rate; all attention on the GPU, no KV copied back.
+
+        Searches the rows of a step if `batch_size` is None; the released code has constants.
 
         Source: MoE-Gen, section 4.3, P-D disaggregation. Raises as `decode` does.
         """
@@ -166,7 +167,8 @@ class GenSearch:
             tokens=prompt, pairs=prompt * (prompt + 1) / 2, kv_tokens=prompt, is_decode=False
         )
         rows = min(self.workload.num_rows, self.host_rows)
-        return self._best(work, ((batch, 0.0) for batch in _doubling(rows)))
+        batches = _doubling(rows) if batch_size is None else (min(batch_size, rows),)
+        return self._best(work, ((batch, 0.0) for batch in batches))
 
     @property
     def host_rows(self) -> int:
@@ -257,8 +259,9 @@ class GenSearch:
         model, levels = self.model, Hierarchy.of(self.hardware)
         streamed = (1 - policy.resident_fraction) / levels.link_bytes_per_s
         tokens = policy.batch_size * work.tokens
-        half = model.layer_dense_bytes / 2
-        projection_s = LAUNCH_S + levels.near.seconds(2 * tokens * half / BYTES_PER_ELEMENT, half)
+        projection_s = LAUNCH_S + levels.near.seconds(
+            model.dense_flop(tokens) / 2, self._near_bytes(model.layer_dense_bytes / 2)
+        )
         cpu_rows = round(policy.batch_size * policy.cpu_attention_fraction)
         rows_of = tuple(_slices(policy.batch_size - cpu_rows, policy.attention_batch))
         row_kv = work.kv_tokens * model.kv_token_bytes
@@ -284,7 +287,14 @@ class GenSearch:
         launches = ceil(tokens * model.top_k / model.num_experts / expert_batch)
         flop = model.expert_flop(tokens) / model.num_experts
         near = Hierarchy.of(self.hardware).near
-        return launches * LAUNCH_S + near.seconds(flop, launches * num_bytes)
+        return launches * LAUNCH_S + near.seconds(flop, self._near_bytes(num_bytes, launches))
+
+    def _near_bytes(self, num_bytes: float, launches: int = 1) -> float:
+        """Bytes of weights that launches read; 8 bits are read once and written as 16 before."""
+        if self.model.bytes_per_weight == BYTES_PER_ELEMENT:
+            return launches * num_bytes
+        wide = num_bytes * BYTES_PER_ELEMENT / self.model.bytes_per_weight
+        return num_bytes + (1 + launches) * wide
 
 
 def _doubling(maximum: int) -> Iterator[int]:

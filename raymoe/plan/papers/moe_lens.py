@@ -76,7 +76,7 @@ def gemm_intensity(model: PaperModel, tokens: float) -> float:
     Source: MoE-Lens, section 5.1, equation 1, in its first printed form (the second has 2 for the
     projections where the first has 4). It equals tokens times top-k over experts.
     """
-    flop = model.expert_flop(tokens) + 2 * tokens * model.layer_dense_bytes / BYTES_PER_ELEMENT
+    flop = model.expert_flop(tokens) + model.dense_flop(tokens)
     return flop / (model.layer_expert_bytes + model.layer_dense_bytes)
 
 

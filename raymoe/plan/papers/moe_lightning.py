@@ -26,6 +26,7 @@ from raymoe.errors import ConfigError, InfeasiblePlanError
 from raymoe.plan.papers.hrm import (
     BYTES_PER_ELEMENT,
     Hierarchy,
+    Level,
     PaperModel,
     decode_attention,
     expert_ffn,
@@ -113,8 +114,13 @@ class LightningOptimizer:
     keeps_residual: bool = True
     # A_g: the paper tries both, the released optimizer has it off.
     is_attention_on_gpu: bool = False
+    # Tensor-parallel GPUs: memory and rates of one GPU are multiplied, the link is not. Each GPU
+    # holds the hidden states of all rows.
+    num_gpus: int = 1
 
     def __post_init__(self) -> None:
+        if self.num_gpus < 1:
+            raise ConfigError(f"MoE-Lightning: num_gpus is {self.num_gpus}; it is at least 1")
         if self.model.num_layers < 3 or self.generated_tokens < 2:
             raise ConfigError(
                 f"MoE-Lightning: {self.model.num_layers} layers and {self.generated_tokens} "
@@ -151,7 +157,7 @@ class LightningOptimizer:
     ) -> LightningPolicy:
         """Times of a policy, whether or not it fits (section 4.2, equations 12 to 14)."""
         model, batch = self.model, micro_batch_size * num_micro_batches
-        levels = Hierarchy.of(self.hardware)
+        levels = self._levels
         ffn = expert_ffn(model, batch, micro_batch_size, resident_fraction=resident_fraction)
         attention = decode_attention(model, self._context_tokens, products=1)
         on_gpu = self.is_attention_on_gpu
@@ -177,6 +183,12 @@ class LightningOptimizer:
         )
 
     @property
+    def _levels(self) -> Hierarchy:
+        one = Hierarchy.of(self.hardware)
+        near = Level(self.num_gpus * one.near.flop_per_s, self.num_gpus * one.near.bytes_per_s)
+        return replace(one, near=near)
+
+    @property
     def _context_tokens(self) -> int:
         return self.prompt_tokens + self.generated_tokens
 
@@ -190,7 +202,7 @@ class LightningOptimizer:
             before = policy.tokens_per_s
 
     def _prefill_s(self, micro_batch_size: int, batch: int, streamed_bytes: float) -> float:
-        model, tokens, levels = self.model, self.prompt_tokens, Hierarchy.of(self.hardware)
+        model, tokens, levels = self.model, self.prompt_tokens, self._levels
         hidden = BYTES_PER_ELEMENT * batch * tokens * model.hidden_size
         link_s = (streamed_bytes + hidden) / levels.link_bytes_per_s
         ffn = expert_ffn(model, batch * tokens, micro_batch_size * tokens)
@@ -218,13 +230,14 @@ class LightningOptimizer:
         """
         model, batch = self.model, micro_batch_size * num_micro_batches
         layer, layers = model.layer_expert_bytes, model.num_layers
-        gpu = GPU_SHARE * self.hardware.gpu_memory_bytes - self._gpu_bytes(micro_batch_size, batch)
+        gpu = GPU_SHARE * self.num_gpus * self.hardware.gpu_memory_bytes
+        gpu -= self._gpu_bytes(micro_batch_size, batch)
         host = HOST_SHARE * self.hardware.host_memory_bytes - self._host_bytes(batch)
         return 1 - host / (layer * (layers + 2)), (gpu - 2 * layer) / (layer * (layers - 2))
 
     def _gpu_bytes(self, micro_batch_size: int, batch: int) -> float:
         model, prompt = self.model, micro_batch_size * self.prompt_tokens
-        row = BYTES_PER_ELEMENT * model.hidden_size
+        row = self.num_gpus * BYTES_PER_ELEMENT * model.hidden_size
         decode = 2.0 * row * batch
         if self.is_attention_on_gpu:
             decode += self._cache_bytes(batch)
@@ -235,11 +248,12 @@ class LightningOptimizer:
             prefill = 2 * row * prompt + row * batch * self.prompt_tokens + cache
         else:
             prefill = 4 * row * prompt + cache
-        width = BYTES_PER_ELEMENT * model.top_k * (model.hidden_size + 3 * model.expert_hidden)
+        width = model.top_k * (row + 3 * BYTES_PER_ELEMENT * model.expert_hidden)
         return model.dense_bytes_all + max(decode, prefill) + SCRATCH_SLACK * prompt * width
 
     def _host_bytes(self, batch: int) -> float:
-        hidden = BYTES_PER_ELEMENT * batch * self.prompt_tokens * self.model.hidden_size
+        row = self.num_gpus * BYTES_PER_ELEMENT * self.model.hidden_size
+        hidden = batch * self.prompt_tokens * row
         return hidden + (0 if self.is_attention_on_gpu else self._cache_bytes(batch))
 
     def _cache_bytes(self, batch: int) -> float:

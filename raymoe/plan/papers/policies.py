@@ -32,8 +32,9 @@ from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
 from raymoe.units import GB, ceil_div, format_bytes
 
-# Least rate of the CPU of MoE-Gen's C2 at the published throughput of Mixtral-8x7B.
-GEN_KERNEL_BYTES_PER_S = 23.5 * GB
+# KV that the CPU kernel of MoE-Gen reads on an EPYC 7453: the middle of the rates, 16 to 19 GB/s,
+# at which its search has the split of figure 7 (0.6).
+GEN_KERNEL_BYTES_PER_S = 17.5 * GB
 MAX_GEN_MICRO_BATCHES = 32  # its launches of one row would be thousands of tasks per layer
 
 
@@ -71,12 +72,12 @@ class PaperPolicies:
     def module_batching(self) -> Policy:
         """MoE-Gen (2025), sections 4.3 and 4.4: all rows that the host holds, prompts apart.
 
-        Its CPU kernel reads 23.5 GB/s on an EPYC 7453 and does not support MLA.
+        Its CPU kernel does not support MLA. FP8 weights keep their 8 bits on the host and the link.
         """
         model, workload = self.model, self.workload
         has_kernel = not isinstance(model.layers[0].attention, LatentAttentionSpec)
         search = GenSearch(
-            model=PaperModel.of(model),
+            model=PaperModel.of(model, self._bytes_per_weight),
             hardware=self.hardware,
             workload=workload,
             cpu_attention_bytes_per_s=GEN_KERNEL_BYTES_PER_S if has_kernel else 0.0,
@@ -208,6 +209,12 @@ class PaperPolicies:
 
     def _device_bytes(self, steps: StreamedSteps) -> int:
         return device_footprint(self.model, self._work, steps).total
+
+    @property
+    def _bytes_per_weight(self) -> int:
+        quantization = self.model.quantization
+        is_fp8 = quantization is not None and quantization.format.name.startswith("fp8")
+        return 1 if is_fp8 else BYTES_PER_ELEMENT
 
     @property
     def _row_blocks(self) -> int:
