@@ -1,6 +1,8 @@
 """Tests import each other's helpers as `tests.…` and the installed raymoe, not the source tree."""
 
+import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +23,10 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("raymoe")
     # Files in their order: those that wait for Ray come early and do not end the run alone.
     config.option.loadscopereorder = False
+    if not hasattr(config, "workerinput"):  # what starts the workers, or has none
+        cases = tempfile.TemporaryDirectory(prefix="raymoe-cases-")
+        config.add_cleanup(cases.cleanup)
+        os.environ["RAYMOE_TEST_CASES"] = cases.name
 
 
 @pytest.fixture(scope="session", autouse=True)

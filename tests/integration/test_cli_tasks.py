@@ -47,6 +47,7 @@ def score_options(model, directory, records):
     return (*options, "--id-column", "id", "--dtype", "float32", "--task", "score")
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_documents_and_continuations_are_scored(model, tmp_path):
     records = [{"id": i, "continuation": f"document {i} " * (1 + i % 3)} for i in range(30)]

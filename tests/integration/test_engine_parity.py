@@ -16,11 +16,11 @@ ODD = ("yarn", "window", "top-1", "tied", "clipped", "llama3")
 
 
 def quick_names() -> list[str]:
-    """Of families with the simplest layers the plain configuration, and one that is odd each."""
+    """Of each family with the simplest layers one that is odd."""
     names = []
     for family, odd in zip(SOFTMAX_FAMILIES, ("5 experts", *ODD), strict=True):
         own = [name for name in BY_NAME if name.startswith(f"{family}:")]
-        names += [own[0], next((name for name in own[1:] if odd in name), own[-1])]
+        names.append(next((name for name in own[1:] if odd in name), own[-1]))
     return names
 
 

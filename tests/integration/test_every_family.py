@@ -9,6 +9,7 @@ from tests.parity.cases import get_case
 from tests.parity.configurations import CONFIGURATIONS, first_of_each_family
 from tests.parity.oracle import MAX_NEW_TOKENS
 from tests.parity.softmax_families import SOFTMAX_FAMILIES
+from tests.parity.wrapper_families import WRAPPER_FAMILIES
 
 SCHEDULES = ("cgopipe", "vslpipe", "module_batching")
 QUICK_PROMPTS, QUICK_TOKENS = 8, 12
@@ -41,7 +42,11 @@ def check(name: str, schedule: str, num_prompts: int | None, max_tokens: int) ->
 
 @pytest.mark.parametrize(
     "configuration",
-    [c for c in first_of_each_family() if c.family not in SOFTMAX_FAMILIES],
+    [
+        pytest.param(c, marks=pytest.mark.slow if c.family in WRAPPER_FAMILIES else ())
+        for c in first_of_each_family()
+        if c.family not in SOFTMAX_FAMILIES
+    ],
     ids=lambda c: c.family,
 )
 def test_the_plain_model_of_families_that_test_schedules_has_not(configuration) -> None:

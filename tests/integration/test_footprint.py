@@ -30,13 +30,24 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedDevice]:
     return made
 
 
-@pytest.mark.parametrize("placement", schedules.DEVICES)
-@pytest.mark.parametrize("schedule", STREAMING_BUILDERS)
+PAIRS = [
+    (schedule, placement)
+    for schedule in STREAMING_BUILDERS
+    for placement in schedules.DEVICES
+    if placement != "ring" or schedule in RING_SCHEDULES  # the others load whole layers
+]
+PAIRS.sort(key=lambda pair: zlib.crc32(repr(pair).encode()))
+# Each schedule and each placement at least once.
+QUICK = {*{pair[0]: pair for pair in PAIRS}.values(), *{pair[1]: pair for pair in PAIRS}.values()}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "placement"),
+    [pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow) for pair in PAIRS],
+)
 def test_device_memory_is_counted_to_the_kilobyte(
     schedule: str, placement: str, devices: list[EmulatedDevice]
 ) -> None:
-    if placement == "ring" and schedule not in RING_SCHEDULES:
-        pytest.skip("it loads whole layers")
     name = NAMES[zlib.crc32(f"{schedule} {placement}".encode()) % len(NAMES)]
     policy = schedules.DEVICES[placement]
     with schedules.make_engine(

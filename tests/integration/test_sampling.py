@@ -87,13 +87,15 @@ def p_value(counts, probabilities) -> float:
     "options",
     [
         {"temperature": 1.0},
-        {"temperature": 0.5},
+        pytest.param({"temperature": 0.5}, marks=pytest.mark.slow),
         {"temperature": 2.0, "top_k": 20},
         {"top_p": 0.7},
         {"min_p": 0.2},
-        {"repetition_penalty": 1.8},
+        pytest.param({"repetition_penalty": 1.8}, marks=pytest.mark.slow),
         {"temperature": 1.3, "top_k": 30, "top_p": 0.9, "min_p": 0.03, "repetition_penalty": 1.2},
-        {"temperature": 0.7, "top_p": 0.95, "repetition_penalty": 0.8},
+        pytest.param(
+            {"temperature": 0.7, "top_p": 0.95, "repetition_penalty": 0.8}, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )

@@ -1,9 +1,10 @@
 """Checkpoints and reference rows of all configurations, each made once per test session."""
 
-import atexit
+import fcntl
 import functools
-import shutil
-import tempfile
+import os
+import pickle
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import transformers
 
 from tests.parity.configurations import CONFIGURATIONS, Configuration
 from tests.parity.oracle import Reference, make_checkpoint, make_reference
+
+DIRECTORY = "RAYMOE_TEST_CASES"  # in the environment of all processes of a test session
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +27,17 @@ class Case:
 
 @functools.cache
 def get_case(name: str) -> Case:
-    """The case of the configuration of this name; the directory lives as long as the process."""
+    """The case of the configuration of this name, which the first process makes for all."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     configuration = next(item for item in CONFIGURATIONS if item.name == name)
-    directory = Path(tempfile.mkdtemp(prefix="raymoe-parity-"))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    model = make_checkpoint(configuration, directory)
-    reference = make_reference(model, configuration)
+    directory = Path(os.environ[DIRECTORY], re.sub(r"\W+", "-", name))
+    with directory.with_suffix(".pickle").open("a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if file.tell():  # opened at its end
+            file.seek(0)
+            reference = pickle.load(file)
+        else:
+            reference = make_reference(make_checkpoint(configuration, directory), configuration)
+            pickle.dump(reference, file)
     return Case(configuration=configuration, directory=directory, reference=reference)

@@ -27,6 +27,7 @@ def rows_through(operator, model, mark):
     return dataset.map_batches(operator, **arguments).take_all()
 
 
+@pytest.mark.slow
 def test_rows_of_a_broken_engine_are_done_by_the_next_actor(local_ray, tiny_model, tmp_path):
     rows = rows_through(BreaksOnce, tiny_model, tmp_path / "mark")
     assert (tmp_path / "mark").exists()

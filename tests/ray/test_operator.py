@@ -98,7 +98,7 @@ def check(tables, num_rows):
     return table
 
 
-@pytest.mark.parametrize("num_rows", [800, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_rows", [400, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_every_row_comes_out_once_and_bad_rows_say_why(local_ray, tiny_model, tmp_path, num_rows):
     path = write_rows(tmp_path / "rows.parquet", num_rows)
     tables = list(generated(path, tiny_model))
@@ -178,6 +178,7 @@ def test_rows_get_the_tokens_that_the_engine_gives_without_ray(local_ray, tiny_m
             assert row["num_input_tokens"] == alone.num_input_tokens
 
 
+@pytest.mark.slow
 def test_a_wrong_column_name_fails_the_job_and_says_which_there_are(
     local_ray, tiny_model, tmp_path
 ):

@@ -77,7 +77,11 @@ def user_code(config_class, build, model):
 
 
 @pytest.mark.parametrize(
-    "config_class", [MoEEngineProcessorConfig, llm.vLLMEngineProcessorConfig], ids=["ours", "rays"]
+    "config_class",
+    [
+        pytest.param(MoEEngineProcessorConfig, id="ours", marks=pytest.mark.slow),
+        pytest.param(llm.vLLMEngineProcessorConfig, id="rays"),
+    ],
 )
 def test_code_for_ray_data_llm_runs_with_another_import(local_ray, config_class) -> None:
     rows = [{"id": i, "text": f"date: {i} May 2021 ->" if i != 3 else ""} for i in range(1, 8)]

@@ -178,7 +178,7 @@ def test_turing_takes_the_same_kernels_with_smaller_steps(device: str) -> None:
 
 
 @device
-@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+@pytest.mark.parametrize("dtype", [FP16, pytest.param(BF16, marks=pytest.mark.slow)], ids=str)
 def test_wide_heads_of_gemma4(dtype: torch.dtype, device: str) -> None:
     case = Case([(40, 1), (70, 20)], (8, 1, 512), (dtype, dtype))
     check(case, device=device, compute=compute_of(dtype, device, 512))

@@ -102,7 +102,23 @@ def check_each_place(config, changed=None):
                 raise
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Together they have most of the fields.
+QUICK = (
+    "mixtral",
+    "deepseek_v32",
+    "gpt_oss",
+    "llama4",
+    "gemma4",
+    "minimax_m3_vl",
+    "dbrx",
+    "laguna",
+)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in FAMILIES],
+)
 def test_no_value_of_a_field_raises_anything_but_its_own_error(family):
     config = config_of(family) | NEEDED.get(family, {})
     ModelSpec.from_config(config)  # what is wrong below is the one value
