@@ -188,7 +188,7 @@ class LaneExecutor(Generic[State]):
                 f"schedule {schedule.name!r} needs lanes for {missing}; the device has "
                 f"{sorted(lanes)}"
             )
-        keys = [task.op if task.op in lanes else task.resource for task in schedule.tasks]
+        keys = [task.lane if task.lane in lanes else task.resource for task in schedule.tasks]
         if on_dead is not None and not all(lanes[key].is_synchronous for key in set(keys)):
             raise ConfigError("on_dead needs lanes whose calls return when their work is done")
         self.schedule = schedule

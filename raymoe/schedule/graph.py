@@ -11,7 +11,7 @@ from raymoe.errors import ScheduleError
 
 
 class Resource(StrEnum):
-    """A unit that runs one task at a time, in issue order."""
+    """A unit that runs tasks; the link to the device serves the streams of `OWN_STREAMS` too."""
 
     GPU = "gpu"
     CPU = "cpu"
@@ -71,6 +71,10 @@ RESOURCES_OF: Mapping[Op, frozenset[Resource]] = MappingProxyType(
 """Resources that can run each operation."""
 
 
+OWN_STREAMS = frozenset({Op.W, Op.KV})
+"""Copies with a stream of their own, so that those which wait for a computation hold none back."""
+
+
 class Buffer(NamedTuple):
     """A named piece of memory, a tuple for speed; tasks with equal buffers depend on each other."""
 
@@ -91,6 +95,11 @@ class Task:
     resource: Resource
     reads: tuple[Buffer, ...] = ()
     writes: tuple[Buffer, ...] = ()
+
+    @property
+    def lane(self) -> "Op | Resource":
+        """Where it queues: the tasks of a lane run in issue order."""
+        return self.op if self.op in OWN_STREAMS else self.resource
 
     def __str__(self) -> str:
         return f"{self.op}[{self.layer},{self.part}]"

@@ -1,12 +1,13 @@
 """When each task ran, predicted or measured."""
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from raymoe.errors import ScheduleError
-from raymoe.schedule.graph import Op, Resource, Schedule, Task
+from raymoe.schedule.graph import OWN_STREAMS, Op, Resource, Schedule, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,16 +132,41 @@ class Instant:
         return 0.0
 
 
-def simulate(schedule: Schedule, cost: CostModel) -> Timeline:
-    """Predict a timeline: each lane in issue order, each task after its dependencies."""
-    free_s = dict.fromkeys(Resource, 0.0)
+def simulate(
+    schedule: Schedule, cost: CostModel, *, own_streams: Collection[Op] = OWN_STREAMS
+) -> Timeline:
+    """Predict a timeline: each lane in issue order, each task after its dependencies.
+
+    Args:
+        own_streams: As ours have them; without any, copies to the device go one after the other, as
+            the papers assume.
+    """
+    free_s = dict.fromkeys(_LANES, 0.0)
     spans: list[Span] = []
-    for task, waits in zip(schedule.tasks, schedule.dependencies, strict=True):
-        start_s = max([free_s[task.resource], *(spans[wait].end_s for wait in waits)])
-        end_s = start_s + cost.duration_s(task)
-        free_s[task.resource] = end_s
+    durations_s = list(map(cost.duration_s, schedule.tasks))
+    slowdown = 1.0
+    if Op.W in own_streams:
+        slowdown = _slowdown_of_pages(zip(schedule.tasks, durations_s, strict=True))
+    for task, waits, alone_s in zip(
+        schedule.tasks, schedule.dependencies, durations_s, strict=True
+    ):
+        lane = task.op if task.op in own_streams else task.resource
+        start_s = max([free_s[lane], *(spans[wait].end_s for wait in waits)])
+        end_s = start_s + alone_s * (slowdown if lane is Op.W else 1.0)
+        free_s[lane] = end_s
         spans.append(Span(task, start_s, end_s))
     return Timeline(schedule.name, tuple(spans))
+
+
+def _slowdown_of_pages(durations_s: Iterable[tuple[Task, float]]) -> float:
+    """Factor by which pages of weights take longer because other copies use the link, too."""
+    pages_s = others_s = 0.0
+    for task, alone_s in durations_s:
+        if task.op is Op.W:
+            pages_s += alone_s
+        elif task.resource is Resource.HTOD:
+            others_s += alone_s
+    return 1.0 + others_s / pages_s if pages_s else 1.0
 
 
 def critical_path(schedule: Schedule, timeline: Timeline) -> tuple[Span, ...]:
@@ -201,16 +227,18 @@ def report_line(predicted_s: float, measured_s: float, link: LinkUse) -> str:
 
 def _holders(schedule: Schedule, timeline: Timeline) -> list[int | None]:
     spans = timeline.spans
-    last_on: dict[Resource, int] = {}
+    last_on: dict[Op | Resource, int] = {}
     holders: list[int | None] = []
     for index, (task, waits) in enumerate(zip(schedule.tasks, schedule.dependencies, strict=True)):
-        before = (*waits, last_on[task.resource]) if task.resource in last_on else waits
+        before = (*waits, last_on[task.lane]) if task.lane in last_on else waits
         holders.append(max(before, key=lambda other: spans[other].end_s, default=None))
-        last_on[task.resource] = index
+        last_on[task.lane] = index
     return holders
 
 
-_LANES = {resource: lane for lane, resource in enumerate(Resource)}
+_LANES: Mapping[Op | Resource, int] = {
+    key: lane for lane, key in enumerate((*Resource, *sorted(OWN_STREAMS)))
+}
 
 
 @dataclass(slots=True)
@@ -225,12 +253,13 @@ class _Run:
 @dataclass(frozen=True, slots=True)
 class Outline:
     kinds: tuple[Task, ...]
+    _counts: tuple[int, ...]  # of tasks of each kind
     _runs: tuple[_Run, ...]
 
     @classmethod
     def of(cls, schedule: Schedule, kind_of: Callable[[Task], Hashable]) -> "Outline":
         """Reduce a schedule; `kind_of` is equal for tasks of equal duration."""
-        lanes = [_LANES[task.resource] for task in schedule.tasks]
+        lanes = [_LANES[task.lane] for task in schedule.tasks]
         waits = _needed_waits(lanes, schedule.dependencies)
         awaited = {wait for task_waits in waits for wait in task_waits}
         kinds: dict[Hashable, tuple[int, Task]] = {}
@@ -247,10 +276,16 @@ class Outline:
             kind, _ = kinds.setdefault(kind_of(task), (len(kinds), task))
             runs[run_of[index]].kinds.append(kind)
             last_on[lane] = index
-        return cls(tuple(task for _, task in kinds.values()), tuple(runs))
+        counts = Counter(kind for run in runs for kind in run.kinds)
+        return cls(
+            tuple(task for _, task in kinds.values()),
+            tuple(counts[kind] for kind in range(len(kinds))),
+            tuple(runs),
+        )
 
     def makespan_s(self, durations_s: Sequence[float]) -> float:
         """Length of the schedule, as `simulate` computes it, for the seconds of each of `kinds`."""
+        durations_s = self._sharing_link(durations_s)
         free_s = [0.0] * len(_LANES)
         ends_s: list[float] = []
         for run in self._runs:
@@ -263,6 +298,16 @@ class Outline:
             free_s[run.lane] = now_s
             ends_s.append(now_s)
         return max(free_s)
+
+    def _sharing_link(self, durations_s: Sequence[float]) -> Sequence[float]:
+        slowdown = _slowdown_of_pages(
+            (task, count * alone_s)
+            for task, count, alone_s in zip(self.kinds, self._counts, durations_s, strict=True)
+        )
+        return [
+            alone_s * slowdown if task.op is Op.W else alone_s
+            for task, alone_s in zip(self.kinds, durations_s, strict=True)
+        ]
 
 
 def _needed_waits(

@@ -104,5 +104,5 @@ def _simulate(
     return Anchor(
         published_tokens_per_s=published,
         num_rows=MICRO_BATCH_SIZE * NUM_MICRO_BATCHES,
-        timeline=simulate(build(form), cost),
+        timeline=simulate(build(form), cost, own_streams=()),
     )

@@ -1,19 +1,24 @@
 """The synchronisation of the baselines is that of their papers."""
 
+from functools import partial
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raymoe.schedule import timeline
 from raymoe.schedule.builders import STREAMING_BUILDERS, build_flexgen_s4, build_layer_by_layer
 from raymoe.schedule.graph import Op, Resource
 from raymoe.schedule.program import StepForm
-from raymoe.schedule.timeline import simulate
 from tests.unit.schedule.costs import OpCost, TaskCost
 from tests.unit.schedule.figure_6 import (
     gpu_share_during_cpu_attention,
     share_of_gpu_idle_time_spent_on,
 )
 from tests.unit.schedule.forms import form_for, step_forms, streamed_layer, uniform_form
+
+# Copies one after the other, as in the papers.
+simulate = partial(timeline.simulate, own_streams=())
 
 WITH_BARRIERS = ("flexgen_s3", "flexgen_s4", "layer_by_layer")
 
@@ -38,23 +43,23 @@ def test_s3_overlaps_nothing_but_the_first_wave_with_the_weights() -> None:
     cost = OpCost(
         {Op.PRE: 1, Op.QKV: 2, Op.ATTN: 4, Op.HID: 8, Op.POST: 16, Op.EXPERTS: 32, Op.W: 100}
     )
-    timeline = simulate(STREAMING_BUILDERS["flexgen_s3"](uniform_form(num_layers=1)), cost)
-    assert timeline.makespan_s == (3 * 100 + 8 + 16 + 32) + 2 * (1 + 2 + 4 + 8 + 16 + 32)
+    run = simulate(STREAMING_BUILDERS["flexgen_s3"](uniform_form(num_layers=1)), cost)
+    assert run.makespan_s == (3 * 100 + 8 + 16 + 32) + 2 * (1 + 2 + 4 + 8 + 16 + 32)
 
 
 def test_s4_takes_for_each_wave_the_longer_of_computation_and_the_next_kv() -> None:
     form = form_for("flexgen_s4", num_layers=1, num_micro_batches=3, num_pages=3)
     cost = OpCost({Op.GATTN: 1, Op.EXPERTS: 2, Op.KV: 10, Op.W: 100})
-    timeline = simulate(build_flexgen_s4(form), cost)
-    assert timeline.makespan_s == (10 + 3 * 100 + 10) + 10 + 3
+    run = simulate(build_flexgen_s4(form), cost)
+    assert run.makespan_s == (10 + 3 * 100 + 10) + 10 + 3
     gpu_bound = simulate(build_flexgen_s4(form), OpCost({Op.EXPERTS: 50, Op.KV: 10}))
     assert gpu_bound.makespan_s == 10 + 3 * 50
 
 
 def test_s4_stores_the_new_kv_of_a_wave_while_the_next_one_is_computed() -> None:
     form = form_for("flexgen_s4", num_layers=1, num_micro_batches=3, num_pages=3)
-    timeline = simulate(build_flexgen_s4(form), OpCost({Op.PRE: 5, Op.QKV: 4, Op.APPEND: 1}))
-    assert timeline.makespan_s == 3 * 5 + (4 + 1)
+    run = simulate(build_flexgen_s4(form), OpCost({Op.PRE: 5, Op.QKV: 4, Op.APPEND: 1}))
+    assert run.makespan_s == 3 * 5 + (4 + 1)
 
 
 def test_s4_attends_in_line_for_rows_that_stay_on_the_cpu() -> None:
@@ -68,9 +73,9 @@ def test_s4_attends_in_line_for_rows_that_stay_on_the_cpu() -> None:
 
 def test_layer_by_layer_hides_no_transfer_of_weights() -> None:
     cost = OpCost({Op.PRE: 1, Op.ATTN: 2, Op.EXPERTS: 4, Op.W: 10})
-    timeline = simulate(build_layer_by_layer(uniform_form(num_layers=2)), cost)
-    assert timeline.makespan_s == 2 * (3 * (1 + 2 + 4) + 3 * 10)
-    assert timeline.busy_s(Resource.HTOD) == 60
+    run = simulate(build_layer_by_layer(uniform_form(num_layers=2)), cost)
+    assert run.makespan_s == 2 * (3 * (1 + 2 + 4) + 3 * 10)
+    assert run.busy_s(Resource.HTOD) == 60
 
 
 def test_baselines_idle_where_figure_6_shows_it() -> None:

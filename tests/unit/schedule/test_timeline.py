@@ -54,6 +54,15 @@ def test_bubbles_are_the_gaps_before_the_last_task() -> None:
     assert TIMELINE.bubbles(Resource.HTOD) == (Bubble(Resource.HTOD, 2.0, 3.0),)
 
 
+def test_a_page_that_waits_holds_no_other_copy_back_and_shares_the_link_with_it() -> None:
+    hidden = Task(op=Op.HID, layer=1, part=0, resource=Resource.HTOD, writes=(Buffer("h"),))
+    schedule = Schedule("s", (LOAD, WORK, RELOAD, hidden))
+    ends = [span.end_s for span in simulate(schedule, Durations()).spans]
+    assert ends == [3.0, 4.0, 7.0, 2.0]  # 4 s of pages and 2 s of others take 6 s
+    in_order = simulate(schedule, Durations(), own_streams=())
+    assert [span.end_s for span in in_order.spans] == [2.0, 3.0, 5.0, 7.0]
+
+
 def test_an_empty_timeline_has_no_length() -> None:
     empty = Timeline("empty", ())
     assert empty.makespan_s == 0.0
