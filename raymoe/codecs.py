@@ -425,3 +425,10 @@ CODECS: Mapping[type[WeightFormat], Callable[[StoredMatrix], Codes]] = {
     Mxfp8: unpack_mxfp8,
     Nvfp4: unpack_nvfp4,
 }
+
+
+def on_device(weight: Weight, device: torch.device) -> Weight:
+    if isinstance(weight, StoredMatrix):
+        pieces = {name: piece.to(device) for name, piece in weight.pieces.items()}
+        return replace(weight, pieces=pieces)
+    return weight.to(device)

@@ -1,15 +1,12 @@
 """Jobs for the kernels of quantised experts, in checkpoint formats with random codes."""
 
-import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
-from raymoe.codecs import TORCH_DTYPES, StoredMatrix, as_tensor
 from raymoe.kernels.cpu_experts import Experts, make_experts, packed_experts_bytes
 from raymoe.measure.jobs import (
     MIN_WEIGHT_BYTES,
@@ -22,17 +19,16 @@ from raymoe.measure.jobs import (
     latent_decode_job,
     linear_job,
     prefill_job,
+    random_matrix,
 )
 from raymoe.measure.timing import KernelJob, Limits, mean_limits, measure_limits, seconds_per_call
 from raymoe.specs.weight_format import (
     Awq,
     Fp8Block,
-    Gptq,
     Mxfp4,
     Mxfp8,
     Nvfp4,
     PackedInt4,
-    Piece,
     WeightFormat,
 )
 from raymoe.units import ceil_div
@@ -41,7 +37,6 @@ from raymoe.units import ceil_div
 FORMATS: tuple[WeightFormat, ...] = (
     Fp8Block(), PackedInt4(32), Awq(128), Mxfp4(), Mxfp8(), Nvfp4(),
 )  # fmt: skip
-EXPONENT = 127  # of 1, as E8M0
 
 
 def quantised_experts_job(shape: ExpertsShape, num_tokens: int, stored: WeightFormat) -> KernelJob:
@@ -75,45 +70,6 @@ def make_quantised_layers(shape: ExpertsShape, stored: WeightFormat) -> list[Exp
 def _expert_bytes(shape: ExpertsShape, stored: WeightFormat) -> int:
     sizes = (shape.hidden_size, shape.expert_size)
     return packed_experts_bytes(1, *sizes, gate_up=stored, down=stored)
-
-
-def random_matrix(
-    stored: WeightFormat, shape: tuple[int, int], generator: torch.Generator | None = None
-) -> StoredMatrix:
-    """A matrix of random codes and scales; products with it are about as large as the inputs."""
-    pieces = stored.pieces(*shape)
-    drawn = {piece.name: _random_piece(stored, piece, shape, generator) for piece in pieces}
-    matrix = StoredMatrix(format=stored, shape=shape, pieces=drawn)
-    factor = 1 / (float(as_tensor(matrix, torch.float32).norm()) / math.sqrt(shape[0]))
-    if "tensor_scale" in drawn:
-        drawn["tensor_scale"] *= factor
-    elif drawn["scales"].dtype == torch.uint8:  # exponents
-        drawn["scales"] += round(math.log2(factor))
-    else:
-        drawn["scales"] *= factor
-    return matrix
-
-
-def _random_piece(
-    stored: WeightFormat, piece: Piece, shape: tuple[int, int], generator: torch.Generator | None
-) -> Tensor:
-    dtype, size = TORCH_DTYPES[piece.dtypes[0]], piece.shape
-    if piece.name == "tensor_scale":
-        return torch.ones(size, dtype=dtype)
-    if piece.name == "shape":
-        return torch.tensor(shape, dtype=dtype)
-    if piece.name == "order":
-        group_size = stored.group_size if isinstance(stored, Gptq | PackedInt4) else 0
-        return torch.arange(shape[1], dtype=dtype) // (group_size or shape[1])
-    if piece.name == "scales":
-        if dtype == torch.uint8:
-            return torch.randint(EXPONENT - 1, EXPONENT + 2, size, dtype=dtype, generator=generator)
-        return (0.5 + torch.rand(size, generator=generator)).to(dtype)
-    width = (*size[:-1], size[-1] * dtype.itemsize)
-    codes = torch.randint(256, width, dtype=torch.uint8, generator=generator)
-    if dtype == torch.float8_e4m3fn:
-        codes[(codes & 0x7F) == 0x7F] = 0  # NaN
-    return codes.view(dtype)
 
 
 EIGHT_KV_HEADS = AttentionShape()  # Mixtral, Llama 3 8B

@@ -107,7 +107,14 @@ def _with_faster_host(node: HardwareSpec) -> HardwareSpec:
 def _with_faster_gpu(node: HardwareSpec) -> HardwareSpec:
     curves = node.device_curves
     if curves is not None:
-        curves = _faster(curves, "product_flop_per_s", "expert_flop_per_s")
+        of_link_and_host = ("htod", "dtoh", "busy_attention")
+        names = [
+            field.name
+            for field in fields(curves)
+            if not any(other in field.name for other in of_link_and_host)
+            and getattr(curves, field.name) is not None
+        ]
+        curves = _faster(curves, *names)
     return replace(_faster(node, "gpu_flop_per_s", "gpu_bytes_per_s"), device_curves=curves)
 
 

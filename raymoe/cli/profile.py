@@ -212,6 +212,16 @@ def _device_rows(curves: DeviceCurves) -> Iterator[Row]:
     yield "CPU attention meanwhile", "", _bytes(curves.busy_attention_bytes_per_s)
     yield from _flop_rows("projection, GPU", "rows", curves.product_flop_per_s)
     yield from _flop_rows("expert, GPU", "rows", curves.expert_flop_per_s)
+    for bits in (8, 4):
+        stored: Curve | None = getattr(curves, f"expert_flop_per_s_of_{bits}_bits")
+        if stored is not None:
+            yield from _flop_rows(f"expert of {bits} bits, GPU", "rows", stored)
+    if curves.attention_bytes_per_s is not None:
+        yield from _byte_rows("decode attention, GPU", "context", curves.attention_bytes_per_s)
+    if curves.prefill_flop_per_s is not None:
+        yield from _flop_rows("prefill attention, GPU", "prompt", curves.prefill_flop_per_s)
+    if curves.tasks_per_s is not None:
+        yield "a task beyond its kernels, GPU", "", format_seconds(1 / curves.tasks_per_s)
 
 
 def _flop_rows(what: str, unit: str, curve: Curve) -> Iterator[Row]:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from raymoe.bench.kernels import random_matrix
-from raymoe.codecs import Weight, as_tensor
+from raymoe.codecs import Weight, as_tensor, on_device
 from raymoe.doctor.examine import Check, Outcome, Status, Target
 from raymoe.kernels.cpu_attention import (
     AttentionBatch,
@@ -38,8 +37,7 @@ from raymoe.kernels.torch_attention import (
     append_and_attend_latent_paged,
     append_and_attend_paged,
 )
-from raymoe.measure.jobs import allocate_huge_pages
-from raymoe.measure.tiles import on_device
+from raymoe.measure.jobs import allocate_huge_pages, random_matrix
 from raymoe.specs.weight_format import (
     Awq,
     Fp8Block,

@@ -3,7 +3,7 @@
 import itertools
 import statistics
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -12,16 +12,24 @@ from typing import Generic, Self
 import torch
 from torch import Tensor
 
+from raymoe.codecs import Weight, on_device
 from raymoe.device.cuda import free_gpu_bytes
 from raymoe.device.cuda_api import CudaApi, EventT, StreamT, TorchCuda
 from raymoe.device.lane import ThreadLane
+from raymoe.kernels.cpu_attention import AttentionBatch
+from raymoe.kernels.cpu_elementwise import Projected
+from raymoe.kernels.cpu_experts import Experts
 from raymoe.kernels.cpu_linear import PlainLinear
+from raymoe.kernels.gpu_attention_batch import RaggedBatch, attention_compute
 from raymoe.kernels.gpu_experts_choice import make_device_experts
 from raymoe.kernels.gpu_experts_layout import ExpertMatrices, balanced_routing
-from raymoe.measure.jobs import AttentionShape, decode_job
+from raymoe.kernels.paged_kv import BLOCK_TOKENS, KvLayout
+from raymoe.kernels.torch_attention import PagedBatch, append_and_attend_paged
+from raymoe.measure.jobs import AttentionShape, decode_job, random_matrix, shuffled_table
 from raymoe.measure.timing import KernelJob
 from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.specs.hardware import Curve, DeviceCurves, HardwareSpec
+from raymoe.specs.weight_format import Fp8Block, Mxfp4, WeightFormat
 from raymoe.units import GIB, MIB, ceil_div
 
 NUM_RUNS = 5  # per measurement; the median counts
@@ -168,6 +176,12 @@ COPY_BYTES = 64 * MIB  # a page of weights
 READ_BYTES = GIB // 2
 LINK_SHARE = 0.6  # share of the time for the link
 ATTENTION_BATCH, ATTENTION_CONTEXT = 128, 512
+STORED_FORMATS: Mapping[int, WeightFormat] = {8: Fp8Block(), 4: Mxfp4()}
+ATTENTION = AttentionShape()
+CONTEXTS, PROMPTS = (128, 1024, 8192), (512, 4096)
+KV_BYTES = 512 * MIB  # read by a decode step
+PROMPT_TOKENS = 8192  # of a prefill step
+SMALL_EXPERT, SMALL_ROWS = 128, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +192,10 @@ class DeviceJobs:
     expert_parameters: int  # of all experts of a layer
     reads: Sequence[Call]  # copies within the device; each reads and writes `read_bytes`
     read_bytes: int
+    stored_experts: Mapping[int, Sequence[Sequence[Call]]]  # as `experts`, by bits of a weight
+    decodes: Mapping[int, KernelJob]  # by context tokens
+    prefills: Mapping[int, KernelJob]  # by prompt tokens
+    small: Sequence[Call]  # a task whose kernels have next to nothing to do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,11 +203,16 @@ class DeviceRates:
     bytes_per_s: float
     product_flop_per_s: Curve
     expert_flop_per_s: Curve
+    expert_flop_per_s_of_bits: Mapping[int, Curve]
+    attention_bytes_per_s: Curve
+    prefill_flop_per_s: Curve
+    tasks_per_s: float
 
 
 def measure_rates(api: CudaApi[StreamT, EventT], jobs: DeviceJobs, seconds: float) -> DeviceRates:
     stream = api.new_stream()
-    each_s = seconds / (2 * len(ROWS) + 1)
+    num_curves = 2 + len(jobs.stored_experts)
+    each_s = seconds / (num_curves * len(ROWS) + len(jobs.decodes) + len(jobs.prefills) + 2)
 
     def measure(calls: Sequence[Call]) -> float:
         StreamRun(api, stream, calls[:1]).seconds()  # compiles
@@ -203,6 +226,17 @@ def measure_rates(api: CudaApi[StreamT, EventT], jobs: DeviceJobs, seconds: floa
         bytes_per_s=2 * jobs.read_bytes / measure(jobs.reads),
         product_flop_per_s=curve(jobs.products, jobs.product_parameters),
         expert_flop_per_s=curve(jobs.experts, jobs.expert_parameters),
+        expert_flop_per_s_of_bits={
+            bits: curve(calls, jobs.expert_parameters)
+            for bits, calls in jobs.stored_experts.items()
+        },
+        attention_bytes_per_s=Curve(
+            tuple((n, job.bytes_per_call / measure(job.calls)) for n, job in jobs.decodes.items())
+        ),
+        prefill_flop_per_s=Curve(
+            tuple((n, job.flop_per_call / measure(job.calls)) for n, job in jobs.prefills.items())
+        ),
+        tasks_per_s=1 / measure(jobs.small),
     )
 
 
@@ -233,6 +267,11 @@ def with_device(
         device_curves=DeviceCurves(
             product_flop_per_s=rates.product_flop_per_s,
             expert_flop_per_s=rates.expert_flop_per_s,
+            expert_flop_per_s_of_8_bits=rates.expert_flop_per_s_of_bits.get(8),
+            expert_flop_per_s_of_4_bits=rates.expert_flop_per_s_of_bits.get(4),
+            attention_bytes_per_s=rates.attention_bytes_per_s,
+            prefill_flop_per_s=rates.prefill_flop_per_s,
+            tasks_per_s=rates.tasks_per_s,
             pageable_htod_bytes_per_s=link.pageable_htod,
             pageable_dtoh_bytes_per_s=link.pageable_dtoh,
             duplex_htod_bytes_per_s=link.duplex_htod,
@@ -260,6 +299,54 @@ def make_copies(device: torch.device, num_bytes: int = COPY_BYTES) -> LinkCopies
     )
 
 
+def attention_job(
+    device: torch.device, dtype: torch.dtype, context: int, num_new: int
+) -> KernelJob:
+    """The last `num_new` tokens of sequences of `context` tokens attend as in an engine."""
+    shape = replace(ATTENTION, dtype=dtype)
+    rows = PROMPT_TOKENS if num_new > 1 else KV_BYTES // shape.kv_bytes_per_token
+    batch, blocks = ceil_div(rows, context), ceil_div(context, BLOCK_TOKENS)
+    layout = KvLayout(num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, dtype=dtype)
+    cache = torch.zeros(batch * blocks, *layout.block_shape, dtype=dtype, device=device)
+    query, key, value = (
+        torch.randn(batch * num_new, heads, shape.head_dim, device=device).to(dtype)
+        for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    )
+    step = AttentionBatch(
+        query_start=torch.arange(0, batch * num_new + 1, num_new, dtype=torch.int32),
+        context_tokens=torch.full((batch,), context, dtype=torch.int32),
+        block_table=shuffled_table(batch, blocks),
+    )
+    attend = device_attention(layout, step, device, shape.head_dim)
+    pairs = batch * num_new * (2 * context - num_new + 1) / 2
+    return KernelJob(
+        kernel="attention",
+        case=f"{shape}, {batch} x {num_new} of {context}",
+        calls=[partial(attend, Projected(query, key, value), cache)],
+        bytes_per_call=batch * context * shape.kv_bytes_per_token,
+        flop_per_call=4 * pairs * shape.num_heads * shape.head_dim,
+    )
+
+
+def device_attention(
+    layout: KvLayout, step: AttentionBatch, device: torch.device, value_dim: int
+) -> Callable[[Projected, Tensor], Tensor]:
+    """What appends to a cache on the device and attends, by Triton's kernels or torch."""
+    scale, compute = value_dim**-0.5, attention_compute(device, layout.dtype, value_dim)
+    if compute is None:
+        paged = PagedBatch.of(step, layout, device)
+        return lambda projected, cache: append_and_attend_paged(
+            projected, cache, paged, scale=scale
+        )
+    # This module imports Triton.
+    from raymoe.kernels.gpu_attention import Scoring, append_and_attend_ragged  # noqa: PLC0415
+
+    ragged = RaggedBatch.of(step, compute, device)
+    return lambda projected, cache: append_and_attend_ragged(
+        projected, cache, ragged, Scoring(scale=scale)
+    )
+
+
 def make_jobs(device: torch.device) -> DeviceJobs:
     """Projections and experts with random weights that exceed the device's caches."""
     dtype = (
@@ -273,34 +360,58 @@ def make_jobs(device: torch.device) -> DeviceJobs:
         one = random(*size)
         return [one.clone() for _ in range(ceil_div(MIN_WEIGHT_BYTES, one.nbytes))]
 
-    def layer() -> ExpertMatrices:
-        def of_experts(*size: int) -> list[Tensor]:
-            return [random(*size) for _ in range(NUM_EXPERTS)]
+    def layers(stored: WeightFormat | None, expert_size: int, count: int) -> list[Experts]:
+        """Layers of experts; those in stored form are copies of one, which takes long to draw."""
 
-        wide, high = (EXPERT_SIZE, HIDDEN_SIZE), (HIDDEN_SIZE, EXPERT_SIZE)
-        return ExpertMatrices(of_experts(*wide), of_experts(*wide), of_experts(*high))
+        def of_experts(rows: int, columns: int) -> list[Weight]:
+            if stored is None:
+                return [random(rows, columns) for _ in range(NUM_EXPERTS)]
+            drawn = random_matrix(stored, (rows, columns))
+            return [on_device(drawn, device) for _ in range(NUM_EXPERTS)]
+
+        wide, high = (expert_size, HIDDEN_SIZE), (HIDDEN_SIZE, expert_size)
+        return [
+            make_device_experts(
+                ExpertMatrices(of_experts(*wide), of_experts(*wide), of_experts(*high)),
+                activation="silu",
+                dtype=dtype,
+            )
+            for _ in range(count)
+        ]
 
     def inputs_of_experts(rows: int) -> tuple[Tensor, Tensor, Tensor]:
         num_tokens = ceil_div(rows * NUM_EXPERTS, TOP_K)
         routing = balanced_routing(num_tokens, NUM_EXPERTS, TOP_K, device)
         return (random(num_tokens, HIDDEN_SIZE), *routing)
 
+    def calls_of(experts: list[Experts]) -> list[list[Call]]:
+        return [
+            [partial(each, *arguments) for each in experts]
+            for arguments in (inputs_of_experts(rows) for rows in ROWS if rows <= MAX_EXPERT_ROWS)
+        ]
+
     products = [PlainLinear(each, None) for each in weights(PROJECTED_SIZE, HIDDEN_SIZE)]
     expert_parameters = NUM_EXPERTS * 3 * EXPERT_SIZE * HIDDEN_SIZE
-    experts = [
-        make_device_experts(layer(), activation="silu", dtype=dtype)
-        for _ in range(ceil_div(MIN_WEIGHT_BYTES, expert_parameters * dtype.itemsize))
-    ]
+
+    def num_layers(bits: int) -> int:
+        return ceil_div(MIN_WEIGHT_BYTES, expert_parameters * bits // 8)
+
     inputs = [random(rows, HIDDEN_SIZE) for rows in ROWS]
     source = torch.empty(2, READ_BYTES, dtype=torch.uint8, device=device)
     return DeviceJobs(
         products=[[partial(each, hidden) for each in products] for hidden in inputs],
         product_parameters=PROJECTED_SIZE * HIDDEN_SIZE,
-        experts=[
-            [partial(each, *arguments) for each in experts]
-            for arguments in (inputs_of_experts(rows) for rows in ROWS if rows <= MAX_EXPERT_ROWS)
-        ],
+        experts=calls_of(layers(None, EXPERT_SIZE, num_layers(8 * dtype.itemsize))),
         expert_parameters=expert_parameters,
+        stored_experts={
+            bits: calls_of(layers(stored, EXPERT_SIZE, num_layers(bits)))
+            for bits, stored in STORED_FORMATS.items()
+        },
+        decodes={n: attention_job(device, dtype, n, 1) for n in CONTEXTS},
+        prefills={n: attention_job(device, dtype, n, n) for n in PROMPTS},
+        small=[
+            partial(each, *inputs_of_experts(SMALL_ROWS)) for each in layers(None, SMALL_EXPERT, 1)
+        ],
         reads=[partial(source[0].copy_, source[1])],
         read_bytes=READ_BYTES,
     )

@@ -1,5 +1,6 @@
 """Jobs that measure CPU kernels: attention, latent attention, experts, projections."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -7,12 +8,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from raymoe.codecs import TORCH_DTYPES, StoredMatrix, as_tensor
 from raymoe.kernels.cpu_attention import AttentionBatch, append_and_attend, append_and_attend_latent
 from raymoe.kernels.cpu_experts import Experts, make_experts
 from raymoe.kernels.cpu_linear import Linear, make_linear
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, CacheLayout, KvLayout, LatentLayout
 from raymoe.measure.timing import KernelJob
 from raymoe.memory.arena import HostArena
+from raymoe.specs.weight_format import Gptq, PackedInt4, Piece, WeightFormat
 from raymoe.units import ceil_div
 
 MIN_CACHE_BYTES = 512 << 20
@@ -243,3 +246,45 @@ def allocate_huge_pages(num_bytes: int) -> Tensor:
 
 def _random_weights(size: tuple[int, ...]) -> Tensor:
     return torch.empty(size, dtype=torch.bfloat16).normal_(0.0, 0.03)
+
+
+EXPONENT = 127  # of 1, as E8M0
+
+
+def random_matrix(
+    stored: WeightFormat, shape: tuple[int, int], generator: torch.Generator | None = None
+) -> StoredMatrix:
+    """A matrix of random codes and scales; products with it are about as large as the inputs."""
+    pieces = stored.pieces(*shape)
+    drawn = {piece.name: _random_piece(stored, piece, shape, generator) for piece in pieces}
+    matrix = StoredMatrix(format=stored, shape=shape, pieces=drawn)
+    factor = 1 / (float(as_tensor(matrix, torch.float32).norm()) / math.sqrt(shape[0]))
+    if "tensor_scale" in drawn:
+        drawn["tensor_scale"] *= factor
+    elif drawn["scales"].dtype == torch.uint8:  # exponents
+        drawn["scales"] += round(math.log2(factor))
+    else:
+        drawn["scales"] *= factor
+    return matrix
+
+
+def _random_piece(
+    stored: WeightFormat, piece: Piece, shape: tuple[int, int], generator: torch.Generator | None
+) -> Tensor:
+    dtype, size = TORCH_DTYPES[piece.dtypes[0]], piece.shape
+    if piece.name == "tensor_scale":
+        return torch.ones(size, dtype=dtype)
+    if piece.name == "shape":
+        return torch.tensor(shape, dtype=dtype)
+    if piece.name == "order":
+        group_size = stored.group_size if isinstance(stored, Gptq | PackedInt4) else 0
+        return torch.arange(shape[1], dtype=dtype) // (group_size or shape[1])
+    if piece.name == "scales":
+        if dtype == torch.uint8:
+            return torch.randint(EXPONENT - 1, EXPONENT + 2, size, dtype=dtype, generator=generator)
+        return (0.5 + torch.rand(size, generator=generator)).to(dtype)
+    width = (*size[:-1], size[-1] * dtype.itemsize)
+    codes = torch.randint(256, width, dtype=torch.uint8, generator=generator)
+    if dtype == torch.float8_e4m3fn:
+        codes[(codes & 0x7F) == 0x7F] = 0  # NaN
+    return codes.view(dtype)

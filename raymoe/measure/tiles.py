@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from raymoe.codecs import StoredMatrix, Weight
+from raymoe.codecs import StoredMatrix, Weight, on_device
 from raymoe.device.cuda_api import CudaApi, EventT, StreamT
 from raymoe.errors import CapacityError, ConfigError
 from raymoe.kernels.cpu_experts import Experts
@@ -206,10 +206,3 @@ def _num_bytes(weight: Weight) -> int:
     if isinstance(weight, StoredMatrix):
         return sum(piece.nbytes for piece in weight.pieces.values())
     return weight.nbytes
-
-
-def on_device(weight: Weight, device: torch.device) -> Weight:
-    if isinstance(weight, StoredMatrix):
-        pieces = {name: piece.to(device) for name, piece in weight.pieces.items()}
-        return replace(weight, pieces=pieces)
-    return weight.to(device)

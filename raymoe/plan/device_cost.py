@@ -84,16 +84,52 @@ class DeviceRates:
 
     def projection_s(self, rows: float, weights: Matrices) -> float:
         curves = self._device_curves
-        return self._product_s(rows, weights, curves.product_flop_per_s if curves else None)
+        is_plain = weights.num_bytes >= 2 * weights.parameters
+        return self._product_s(
+            rows, weights, curves.product_flop_per_s if curves and is_plain else None
+        )
 
     def expert_s(self, rows: float, weights: Matrices) -> float:
         curves = self._device_curves
-        return self._product_s(rows, weights, curves.expert_flop_per_s if curves else None)
+        measured = None
+        if curves is not None:
+            bits = 8 * weights.num_bytes // max(1, weights.parameters)  # and scales beyond it
+            measured = (
+                curves.expert_flop_per_s
+                if bits >= 16
+                else curves.expert_flop_per_s_of_8_bits
+                if bits >= 8
+                else curves.expert_flop_per_s_of_4_bits
+            )
+        return self._product_s(rows, weights, measured)
+
+    def device_attention_s(self, share: AttentionShape, num_bytes: float, flop: float) -> float:
+        """Seconds to attend on the device to KV that is there, with the bytes read and written."""
+        curves = self._device_curves
+        if curves is not None and share.prompt_pairs and curves.prefill_flop_per_s is not None:
+            chunk = 2 * share.prompt_pairs / share.rows
+            return max(
+                flop / curves.prefill_flop_per_s.at(chunk),
+                num_bytes / self.hardware.gpu_bytes_per_s,
+            )
+        flop_s = flop / (DEVICE_ATTENTION_EFFICIENCY * self.hardware.gpu_flop_per_s)
+        rate = self.hardware.gpu_bytes_per_s
+        if curves is not None and share.rows and curves.attention_bytes_per_s is not None:
+            rate = curves.attention_bytes_per_s.at(share.context_tokens / share.rows)
+        return max(flop_s, num_bytes / rate)
+
+    @property
+    def gpu_task_s(self) -> float:
+        """Seconds of a task on the GPU beyond its kernels."""
+        curves = self._device_curves
+        if curves is None or curves.tasks_per_s is None:
+            return OVERHEAD_S[Resource.GPU]
+        return 1 / curves.tasks_per_s
 
     def _product_s(self, rows: float, weights: Matrices, measured: Curve | None) -> float:
         if not rows:
             return 0.0
-        if measured is not None and weights.num_bytes >= 2 * weights.parameters:
+        if measured is not None:
             return 2 * rows * weights.parameters / measured.at(rows)
         flop = 2 * (rows + HALF_EFFICIENCY_ROWS) * weights.parameters
         return self.roof_s(Resource.GPU, flop, weights.num_bytes)
@@ -168,7 +204,9 @@ class DeviceCost:
     def duration_s(self, task: Task) -> float:
         if task.op is Op.SYNC:
             return 0.0
-        return OVERHEAD_S[task.resource] + _SECONDS[task.op](self, task)
+        is_on_gpu = task.resource is Resource.GPU
+        overhead_s = self.rates.gpu_task_s if is_on_gpu else OVERHEAD_S[task.resource]
+        return overhead_s + _SECONDS[task.op](self, task)
 
     def micro_batch(self, task: Task) -> MicroBatchShape:
         return self.micro_batches[task.part]
@@ -259,8 +297,7 @@ def _attention_s(cost: DeviceCost, task: Task) -> float:
     if task.resource is Resource.GPU:
         share = (micro_batch.host + micro_batch.device).within(layer.window)
         num_bytes = (share.context_tokens + 2 * share.rows) * layer.kv_token_bytes
-        flop = _attention_flop(share, layer) / DEVICE_ATTENTION_EFFICIENCY
-        return cost.rates.roof_s(task.resource, flop, num_bytes)
+        return cost.rates.device_attention_s(share, num_bytes, _attention_flop(share, layer))
     share = micro_batch.host.within(layer.window)
     return cost.rates.host_attention_s(share, layer.kv_token_bytes, _attention_flop(share, layer))
 
@@ -278,8 +315,8 @@ def _kv_s(cost: DeviceCost, task: Task) -> float:
 def _device_attention_s(cost: DeviceCost, task: Task) -> float:
     layer = cost.layer(task)
     share = cost.micro_batch(task).device.within(layer.window)
-    flop = _attention_flop(share, layer) / DEVICE_ATTENTION_EFFICIENCY
-    return cost.rates.roof_s(task.resource, flop, layer.kv_token_bytes * share.context_tokens)
+    num_bytes = layer.kv_token_bytes * share.context_tokens
+    return cost.rates.device_attention_s(share, num_bytes, _attention_flop(share, layer))
 
 
 def _append_s(cost: DeviceCost, task: Task) -> float:

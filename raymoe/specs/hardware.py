@@ -108,9 +108,20 @@ class DeviceCurves:
     duplex_dtoh_bytes_per_s: float
     busy_htod_bytes_per_s: float  # pinned copies while the CPU attends on all cores
     busy_attention_bytes_per_s: float  # KV that the CPU reads meanwhile
+    # None where nobody measured it, and formulas serve.
+    expert_flop_per_s_of_8_bits: Curve | None = None  # with stored weights of 8 bits, and of 4
+    expert_flop_per_s_of_4_bits: Curve | None = None
+    attention_bytes_per_s: Curve | None = None  # KV read by decode attention, over context tokens
+    # Causal attention over prompt tokens; work above the diagonal is not counted.
+    prefill_flop_per_s: Curve | None = None
+    tasks_per_s: float | None = None  # whose kernels have next to nothing to do
 
     def __post_init__(self) -> None:
-        _check_positive(self, [name for name in self.__slots__ if name.endswith("_bytes_per_s")])
+        rates = [name for name in self.__slots__ if name.endswith("_bytes_per_s")]
+        rates.remove("attention_bytes_per_s")
+        _check_positive(self, rates)
+        if self.tasks_per_s is not None:
+            _check_positive(self, ("tasks_per_s",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,11 @@ SIZES = {
     "PROJECTED_SIZE": 96,
     "EXPERT_SIZE": 32,
     "ROWS": (1, 5),
+    "CONTEXTS": (40, 70),
+    "PROMPTS": (33,),
+    "KV_BYTES": 3 * 40 * 4096,
+    "PROMPT_TOKENS": 60,
+    "SMALL_EXPERT": 32,
     "MIN_WEIGHT_BYTES": 3 * 2 * 64 * 96,
     "READ_BYTES": 1024,
     "COPY_BYTES": 256,
@@ -37,9 +42,27 @@ def test_jobs_multiply_every_number_of_rows_by_every_copy_of_the_weights() -> No
         assert {call().shape for call in experts} == {(4 * rows, 64)}
         _, ids, _ = experts[0].args  # type: ignore[attr-defined]
         assert ids.flatten().bincount().tolist() == [rows] * 8
+    for bits, of_rows in jobs.stored_experts.items():
+        assert bits in {4, 8}
+        assert {call().shape for calls in of_rows for call in calls} == {(4, 64), (20, 64)}
+    assert jobs.small[0]().shape == (8, 64)
     copied = jobs.reads[0]()
     assert isinstance(copied, Tensor)
     assert copied.nbytes == jobs.read_bytes == 1024
+
+
+def test_attention_of_each_length_reads_the_same_and_prompts_are_whole() -> None:
+    jobs = gpu.make_jobs(CPU)
+    assert list(jobs.decodes) == [40, 70]
+    for context, job in jobs.decodes.items():
+        batch = -(-3 * 40 // context)
+        assert job.bytes_per_call == batch * context * 4096
+        assert job.flop_per_call == 4 * batch * context * 32 * 128
+        assert [call().shape for call in job.calls] == [(batch, 32 * 128)]
+    ((prompt, job),) = jobs.prefills.items()
+    assert prompt == 33
+    assert job.flop_per_call == 4 * 2 * (33 * 34 / 2) * 32 * 128
+    assert [call().shape for call in job.calls] == [(2 * 33, 32 * 128)]
 
 
 def test_copies_go_where_their_name_says() -> None:

@@ -8,7 +8,7 @@ import pytest
 from raymoe.errors import ConfigError
 from raymoe.plan.device_cost import OVERHEAD_S, DeviceCost
 from raymoe.plan.pages import layer_pages
-from raymoe.plan.work import Matrices, MicroBatchShape, ModelWork
+from raymoe.plan.work import Matrices, MicroBatchShape, ModelWork, StepLoad
 from raymoe.schedule.builders import STREAMING_BUILDERS, build_resident
 from raymoe.schedule.graph import RESOURCES_OF, Op, Resource, Task
 from raymoe.schedule.program import StepForm
@@ -61,7 +61,8 @@ def work_s(cost: DeviceCost, op: Op, *, part: int = 0, resource: Resource | None
     """Duration of a task in layer 1 without the overhead of its lane."""
     lane = resource or lane_of(op)
     task = Task(op=op, layer=1, part=part, resource=lane)
-    return cost.duration_s(task) - OVERHEAD_S[lane]
+    overhead_s = cost.rates.gpu_task_s if lane is Resource.GPU else OVERHEAD_S[lane]
+    return cost.duration_s(task) - overhead_s
 
 
 # The L4 host of MoE-Lightning, figure 9: seconds of one layer of Mixtral-8x7B, by rows and context.
@@ -227,6 +228,35 @@ def device_curves(
         busy_htod_bytes_per_s=busy_htod,
         busy_attention_bytes_per_s=1e11,
     )
+
+
+def test_what_was_measured_on_the_gpu_replaces_formulas() -> None:
+    flat = {name: Curve(((1, rate),)) for name, rate in (("a", 3e9), ("b", 7e11), ("c", 5e11))}
+    measured = dataclasses.replace(
+        device_curves(),
+        attention_bytes_per_s=flat["a"],
+        prefill_flop_per_s=flat["b"],
+        expert_flop_per_s_of_4_bits=flat["c"],
+        tasks_per_s=1e3,
+    )
+    node = dataclasses.replace(NODE, device_curves=measured)
+    decode = MicroBatchShape.decode(10, 500, cpu_attention_fraction=0.0)
+    cost = cost_of(decode, node=node)
+    token_bytes = WORK.layers[0].kv_token_bytes
+    assert work_s(cost, Op.GATTN) == pytest.approx(10 * 500 * token_bytes / 3e9, rel=0.02)
+    (prompts,) = StepLoad(prompt_tokens=512, prompt_chunk=128).micro_batches(1, 0.0)
+    flop = 4 * 4096 * 512 * 129 / 2
+    assert work_s(cost_of(prompts, node=node), Op.GATTN) == pytest.approx(flop / 7e11, rel=0.02)
+    task = Task(op=Op.GATTN, layer=0, part=0, resource=Resource.GPU)
+    assert cost.duration_s(task) - work_s(cost, Op.GATTN) == pytest.approx(1e-3)
+    quantised = dataclasses.replace(WORK.layers[1], expert=Matrices(parameters=1000, num_bytes=531))
+    work = dataclasses.replace(WORK, layers=(quantised,) * 32)
+    cost = DeviceCost(work, node, (decode,))
+    experts = quantised.activated_experts(10)
+    common_s = cost.rates.projection_s(10, quantised.common)
+    assert work_s(cost, Op.EXPERTS) - common_s == pytest.approx(
+        2 * 10 * quantised.top_k * 1000 / 5e11, rel=1e-3
+    ), experts
 
 
 def test_attention_is_bound_by_operations_where_the_cpu_is_slow() -> None:

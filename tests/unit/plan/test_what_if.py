@@ -32,7 +32,7 @@ def measured(*, has_gpu: bool = True) -> HardwareSpec:
     )
     device = DeviceCurves(
         **{
-            field.name: 30.0 + i if field.type is float else curve(40.0 + i)
+            field.name: 30.0 + i if field.type in {float, float | None} else curve(40.0 + i)
             for i, field in enumerate(fields(DeviceCurves))
         }
     )

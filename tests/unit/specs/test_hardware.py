@@ -41,6 +41,8 @@ DEVICE_CURVES = DeviceCurves(
     duplex_dtoh_bytes_per_s=10e9,
     busy_htod_bytes_per_s=9e9,
     busy_attention_bytes_per_s=1.5e10,
+    attention_bytes_per_s=RATE,
+    tasks_per_s=2e4,
 )
 MEASURED = dataclasses.replace(GPU, host_curves=HOST_CURVES, device_curves=DEVICE_CURVES)
 
