@@ -23,7 +23,7 @@ PACKET_BYTES = 16 * MIB
 # addresses that are multiples of this, and copies are cut there too.
 CHUNK_BYTES = GIB
 
-Runs = tuple[tuple[int, int, int], ...]  # source row, target row, rows
+Int64s = npt.NDArray[np.int64]
 Rows = Sequence[tuple[int, int, int]] | npt.NDArray[np.int64]
 
 
@@ -52,13 +52,15 @@ class Copies:
         return cls([_row(target, source) for target, source in pairs])
 
     @classmethod
-    def of_runs(cls, target: Tensor, source: Tensor, runs: Runs, *, is_pinned: bool) -> Self:
-        """Copies of runs of rows between contiguous tensors whose rows have the same size."""
-        if not runs:
+    def of_runs(cls, target: Tensor, source: Tensor, runs: Int64s, *, is_pinned: bool) -> Self:
+        """Copies of runs of rows between contiguous tensors whose rows have the same size.
+
+        Args:
+            runs: First row of the source, first row of the target and number of rows of each.
+        """
+        if not len(runs):
             return cls()
-        rows = np.array(runs, np.int64)
-        rows[:, [0, 1]] = rows[:, [1, 0]]
-        rows *= source[0].nbytes
+        rows = source[0].nbytes * runs[:, [1, 0, 2]]
         rows[:, 0] += target.data_ptr()
         rows[:, 1] += source.data_ptr()
         return cls(rows, can_batch=is_pinned)

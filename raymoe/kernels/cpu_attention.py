@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -43,8 +44,26 @@ class AttentionBatch:
         return (prompts.long() - (contexts - num_new)).clamp_min(0).minimum(num_new)
 
     def select(self, sequences: Tensor) -> "AttentionBatch":
-        num_new = self.num_new[sequences]
-        return self._of(sequences, self.context_tokens[sequences], num_new)
+        # Not by torch, whose threads would wait for each other on cores that others use, too.
+        starts, chosen = self.query_start.numpy(), sequences.numpy()
+        ends = np.cumsum(starts[chosen + 1] - starts[chosen], dtype=np.int32)
+        prompts = self.prompt_tokens
+        return AttentionBatch(
+            query_start=torch.from_numpy(np.concatenate([np.zeros(1, np.int32), ends])),
+            context_tokens=torch.from_numpy(self.context_tokens.numpy()[chosen]),
+            block_table=torch.from_numpy(self.block_table.numpy()[chosen]),
+            prompt_tokens=None if prompts is None else torch.from_numpy(prompts.numpy()[chosen]),
+        )
+
+    def between(self, begin: int, end: int) -> "AttentionBatch":
+        """The sequences from `begin` to `end`, exclusive; shares memory."""
+        prompts, starts = self.prompt_tokens, self.query_start[begin : end + 1]
+        return AttentionBatch(
+            query_start=starts - starts[0],
+            context_tokens=self.context_tokens[begin:end],
+            block_table=self.block_table[begin:end],
+            prompt_tokens=None if prompts is None else prompts[begin:end],
+        )
 
     def cut(self, begins: Tensor, ends: Tensor) -> tuple[Tensor, "AttentionBatch"]:
         """Select a range of each sequence's new tokens.
@@ -59,20 +78,16 @@ class AttentionBatch:
         sequences = (ends > begins).nonzero().flatten()
         counts = (ends - begins)[sequences]
         behind = (self.num_new - ends)[sequences]
-        chosen = self._of(sequences, self.context_tokens[sequences] - behind.int(), counts)
+        prompts = self.prompt_tokens
+        chosen = AttentionBatch(
+            query_start=torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int(),
+            context_tokens=self.context_tokens[sequences] - behind.int(),
+            block_table=self.block_table[sequences],
+            prompt_tokens=None if prompts is None else prompts[sequences],
+        )
         offsets = (self.query_start[:-1] + begins)[sequences] - chosen.query_start[:-1]
         rows = torch.arange(int(counts.sum())) + torch.repeat_interleave(offsets, counts)
         return rows, chosen
-
-    def _of(self, sequences: Tensor, contexts: Tensor, num_new: Tensor) -> "AttentionBatch":
-        prompts = self.prompt_tokens
-        return AttentionBatch(
-            query_start=torch.cat([num_new.new_zeros(1), num_new.cumsum(0)]).int(),
-            context_tokens=contexts,
-            # Not by torch: its threads would wait for each other in each of many small copies.
-            block_table=torch.from_numpy(self.block_table.numpy()[sequences.numpy()]),
-            prompt_tokens=None if prompts is None else prompts[sequences],
-        )
 
 
 def append_and_attend(  # noqa: PLR0917 - an operator: its tensors are its arguments

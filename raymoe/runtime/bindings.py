@@ -368,7 +368,9 @@ class _Bound:
     def stage_kv(self, task: Task, state: DeviceStep) -> Copies:
         staging = state.micro_batch(task).staging
         staged, cache = self._staged(task), self._cache(task)
-        copies = Copies.of_runs(staged, cache, staging.runs, is_pinned=self._memory.is_cache_pinned)
+        copies = Copies.of_runs(
+            staged, cache, staging.runs_N3, is_pinned=self._memory.is_cache_pinned
+        )
         return self._writing(task, state, copies, staged[: staging.num_blocks])
 
     def attend_on_device(self, task: Task, state: DeviceStep) -> None:

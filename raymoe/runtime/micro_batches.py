@@ -4,7 +4,9 @@ Source: MoE-Lightning (ASPLOS 2025), algorithm 2: longest first, each to the par
 fewest tokens. Nothing is aborted here: a micro-batch may exceed the others by one prompt chunk.
 """
 
+import itertools
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -37,13 +39,13 @@ class Staging:
     """Blocks of the device's share that hold earlier tokens, and where they are staged.
 
     Attributes:
-        runs: (first block of the host cache, first block of the staging slot, number of blocks) of
-            each copy.
+        runs_N3: First block of the host cache, first block of the staging slot and number of blocks
+            of each copy.
         batch: The sequences of the share with block tables of the staging slot.
         num_blocks: Blocks of the slot in use, empty ones for new tokens included.
     """
 
-    runs: tuple[tuple[int, int, int], ...]
+    runs_N3: Int64s
     batch: AttentionBatch
     num_blocks: int
 
@@ -119,16 +121,16 @@ def cut_step(batch: AttentionBatch, num_micro_batches: int, division: Division) 
     starts = batch.query_start.numpy().astype(np.int64)
     contexts = batch.context_tokens.numpy().astype(np.int64)
     num_scheduled_tokens = np.diff(starts)
-    micro_batches, order, begin = [], [np.empty(0, np.int64)], 0
+    shares: list[Int64s] = []  # the host's and the device's of each micro-batch
     for members in _deal(num_scheduled_tokens, contexts, num_micro_batches):
         on_device = _on_device(num_scheduled_tokens[members], contexts[members], division)
-        host, device = members[~on_device], members[on_device]
-        micro_batch = _micro_batch(batch, num_scheduled_tokens, (host, device), begin)
-        sequences = np.concatenate([host, device])
-        order.append(_ranges(starts[sequences], num_scheduled_tokens[sequences]))
-        micro_batches.append(micro_batch)
-        begin = micro_batch.end
-    order_T = np.concatenate(order)
+        shares += [members[~on_device], members[on_device]]
+    order_S = np.concatenate(shares)
+    ordered = batch.select(torch.from_numpy(order_S))
+    ends = np.cumsum([len(share) for share in shares]).tolist()
+    bounds = list(itertools.pairwise([0, *ends]))
+    micro_batches = list(map(partial(_micro_batch, ordered), bounds[::2], bounds[1::2]))
+    order_T = _ranges(starts[order_S], num_scheduled_tokens[order_S])
     place_T = np.empty_like(order_T)
     place_T[order_T] = np.arange(len(order_T))
     return CutStep(
@@ -183,21 +185,23 @@ def _on_device(
 
 
 def _micro_batch(
-    batch: AttentionBatch, num_scheduled_tokens: Int64s, members: tuple[Int64s, Int64s], begin: int
+    ordered: AttentionBatch, host: tuple[int, int], device: tuple[int, int]
 ) -> MicroBatch:
-    host_tokens, device_tokens = (int(num_scheduled_tokens[share].sum()) for share in members)
-    num_tokens = host_tokens + device_tokens
-    host, device = (batch.select(torch.from_numpy(share)) for share in members)
+    """One of the sequences from `host` to `device` of a step in micro-batch order."""
+    begin, middle, end = ordered.query_start[[host[0], device[0], device[1]]].tolist()
+    on_device = ordered.between(*device)
     return MicroBatch(
         begin=begin,
-        end=begin + num_tokens,
-        host=Share(begin=0, end=host_tokens, batch=host),
-        device=Share(begin=host_tokens, end=num_tokens, batch=device),
-        staging=_stage(device),
+        end=end,
+        host=Share(begin=0, end=middle - begin, batch=ordered.between(*host)),
+        device=Share(begin=middle - begin, end=end - begin, batch=on_device),
+        staging=_stage(on_device),
     )
 
 
 def _stage(share: AttentionBatch) -> Staging:
+    if not len(share.context_tokens):
+        return Staging(runs_N3=np.empty((0, 3), np.int64), batch=share, num_blocks=0)
     num_scheduled_tokens = np.diff(share.query_start.numpy().astype(np.int64))
     contexts = share.context_tokens.numpy().astype(np.int64)
     counts = -(-contexts // BLOCK_TOKENS)
@@ -209,7 +213,7 @@ def _stage(share: AttentionBatch) -> Staging:
     is_filled = columns < filled[:, None]
     host = share.block_table.numpy()[:, : len(columns)][is_filled].astype(np.int64)
     return Staging(
-        runs=_runs(host, places[is_filled]),
+        runs_N3=_runs(host, places[is_filled]),
         batch=AttentionBatch(
             query_start=share.query_start,
             context_tokens=share.context_tokens,
@@ -219,10 +223,10 @@ def _stage(share: AttentionBatch) -> Staging:
     )
 
 
-def _runs(host: Int64s, device: Int64s) -> tuple[tuple[int, int, int], ...]:
+def _runs(host: Int64s, device: Int64s) -> Int64s:
     if not len(host):
-        return ()
+        return np.empty((0, 3), np.int64)
     breaks = np.flatnonzero((np.diff(host) != 1) | (np.diff(device) != 1)) + 1
     begins = np.concatenate([[0], breaks])
     counts = np.diff(np.concatenate([begins, [len(host)]]))
-    return tuple(zip(host[begins].tolist(), device[begins].tolist(), counts.tolist(), strict=True))
+    return np.stack([host[begins], device[begins], counts], axis=1)

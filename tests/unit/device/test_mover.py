@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -109,7 +110,7 @@ def test_types_may_differ_but_not_sizes_or_strides() -> None:
 def test_runs_of_pinned_blocks_travel_in_one_call(
     version: int, has_batches: bool, is_pinned: bool
 ) -> None:
-    api, runs = FakeCuda(), ((3, 0, 2), (30, 2, 5), (0, 9, 1))
+    api, runs = FakeCuda(), np.array([(3, 0, 2), (30, 2, 5), (0, 9, 1)])
     api.version, api.has_batches = version, has_batches
     source = torch.randint(0, 256, (40, ROW), dtype=torch.uint8)
     target, expected = torch.zeros_like(source), torch.zeros_like(source)
@@ -118,7 +119,9 @@ def test_runs_of_pinned_blocks_travel_in_one_call(
     with mover_on(api, packet_bytes=1000) as lane:
         copies = Copies.of_runs(target, source, runs, is_pinned=is_pinned)
         lane.submit(LOAD, lambda: copies, ()).wait()
-        lane.submit(LOAD, lambda: Copies.of_runs(target, source, (), is_pinned=True), ()).wait()
+        lane.submit(
+            LOAD, lambda: Copies.of_runs(target, source, runs[:0], is_pinned=True), ()
+        ).wait()
     assert torch.equal(target, expected)
     sizes = [2 * ROW, 5 * ROW, ROW]
     in_one = is_pinned and has_batches and version >= 12080
@@ -129,7 +132,7 @@ def test_a_refused_batch_is_an_error() -> None:
     api, source = FakeCuda(), torch.zeros(4, ROW)
     api._memcpybatchasync = lambda *_: 1  # type: ignore[method-assign]
     with mover_on(api, packet_bytes=1000) as lane:
-        runs = ((0, 0, 1), (2, 2, 1))
+        runs = np.array([(0, 0, 1), (2, 2, 1)])
         target = torch.zeros_like(source)
         copies = Copies.of_runs(target, source, runs, is_pinned=True)
         mark = lane.submit(LOAD, lambda: copies, ())

@@ -91,7 +91,7 @@ def test_only_blocks_with_earlier_tokens_are_staged() -> None:
     table = micro_batch.staging.batch.block_table
     staged = {
         device + index: host + index
-        for host, device, count in micro_batch.staging.runs
+        for host, device, count in micro_batch.staging.runs_N3.tolist()
         for index in range(count)
     }
     for sequence, context in enumerate(contexts):
