@@ -1,5 +1,6 @@
 """Loading a runner: weights to host or device memory, and what executes steps on them."""
 
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -34,9 +35,11 @@ from raymoe.memory.weight_pages import LayerPaging, WeightPages
 from raymoe.memory.weights import DummyWeights, ShardedWeights, Weights, WeightStore
 from raymoe.model.compilation import compile_attention, compile_experts
 from raymoe.model.decoder import Decoder, cache_layouts
+from raymoe.model.feed_forward import HostExperts
 from raymoe.model.loading import PagedLoader, Reduce, decoder_arena_bytes, keep
 from raymoe.plan.device_cost import DeviceCost
 from raymoe.plan.device_step import (
+    DeviceStep,
     StreamedSteps,
     device_footprint,
     resident_footprint,
@@ -45,7 +48,7 @@ from raymoe.plan.device_step import (
 from raymoe.plan.pages import PageCut, layer_pages
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Policy
-from raymoe.plan.work import AttentionShape, MicroBatchShape, ModelWork
+from raymoe.plan.work import AttentionShape, MicroBatchShape, ModelWork, StepLoad
 from raymoe.runtime.bindings import DeviceMemory
 from raymoe.runtime.micro_batches import CutStep, Division, MicroBatch
 from raymoe.runtime.runner import (
@@ -57,6 +60,7 @@ from raymoe.runtime.runner import (
 )
 from raymoe.schedule.builders import build_in_place
 from raymoe.schedule.graph import Schedule
+from raymoe.schedule.program import NUM_RETURNED_SUMS
 from raymoe.schedule.timeline import Instant
 from raymoe.specs.config import HeadKind
 from raymoe.specs.hardware import HardwareSpec
@@ -81,6 +85,7 @@ class LoadedModel:
         shared: Where the host's copy of the weights goes that other engines use too; None for one
             of its own.
         new_arena: Makes the host memory of weights and KV cache.
+        hardware: What the rank has of the node.
     """
 
     spec: ModelSpec
@@ -93,6 +98,12 @@ class LoadedModel:
     reduce: Reduce = keep
     shared: SharedFile | None = None
     new_arena: NewArena = HostArena
+    hardware: HardwareSpec | None = None
+
+    @property
+    def work(self) -> ModelWork:
+        kv_bytes = self.kv_layouts[0].dtype.itemsize
+        return ModelWork.of(self.spec, self.dtype.itemsize, kv_element_bytes=kv_bytes)
 
     def make_arena(self, num_bytes: int, device: Device) -> HostArena:
         """Memory for the host's copy of the weights."""
@@ -122,11 +133,7 @@ def load_on_device(
     if not steps.device.staging_slots and not _is_pinned(weights.host_memory, device):
         steps = replace(steps, device=replace(steps.device, staging_slots=STAGING_SLOTS))
     memory = _load_memory(replace(model, steps=steps), weights, device)
-    max_tokens = min(
-        steps.micro_batches_per_group * steps.micro_batch_tokens,
-        steps.policy.max_num_batched_tokens,
-    )
-    _compile(model, memory.decoders[0], max_tokens, device)
+    _compile(model, memory.decoders[0], steps.launch_tokens, device)
     device.reserve(model.workspace_bytes)
     device.synchronize()
     division = Division(
@@ -134,7 +141,12 @@ def load_on_device(
     )
     runner = DeviceStepRunner(
         memory,
-        Steps(form=steps.form, build=steps.build, division=division),
+        Steps(
+            forms=tuple(split.form for split in steps.splits),
+            build=steps.build,
+            division=division,
+            choose=SplitChoice.of(model, steps),
+        ),
         device,
         before_step=before_step,
     )
@@ -168,7 +180,9 @@ def _load_memory(model: LoadedModel, weights: WeightPages, device: Device) -> De
         micro_batch_tokens=steps.micro_batch_tokens,
         ring=steps.ring,
         staged_blocks=steps.staged_blocks,
-        has_expert_groups=steps.cut.ring_slots > 0,
+        has_sums=steps.has_sums,
+        launch_tokens=steps.launch_tokens if steps.has_host_experts else 0,
+        returned_sums=NUM_RETURNED_SUMS if steps.has_host_experts else 0,
     )
     cache = KvCache(model.kv_layouts, steps.policy.num_kv_blocks, model.new_arena)
     reason = device.pin(cache.host_memory)
@@ -185,6 +199,7 @@ def _load_memory(model: LoadedModel, weights: WeightPages, device: Device) -> De
             layer.ffn.top_k if isinstance(layer.ffn, MoeSpec) else 0 for layer in spec.layers
         ),
         expert_groups=steps.cut.expert_groups,
+        host_experts=_host_experts(model, weights) if steps.has_host_experts else (),
         decoders=(
             _decoder(model, weights, kept, first_slot=0, device=device),
             _decoder(model, weights, kept, first_slot=1, device=device),
@@ -200,6 +215,75 @@ def _load_memory(model: LoadedModel, weights: WeightPages, device: Device) -> De
         ],
         is_cache_pinned=reason is None,
     )
+
+
+def _host_experts(model: LoadedModel, weights: WeightPages) -> tuple[HostExperts | None, ...]:
+    return tuple(_host_experts_of(model, weights, i) for i in range(model.spec.num_layers))
+
+
+def _host_experts_of(model: LoadedModel, weights: WeightPages, i: int) -> HostExperts | None:
+    """The experts of a layer on the host's copy; None if cores compute none of them."""
+    spec, ffn, prefix = model.spec, model.spec.layers[i].ffn, layer_prefix(i)
+    if not isinstance(ffn, MoeSpec):
+        return None
+    last = f"mlp.experts.{ffn.num_experts - 1}."
+    if weights.host_weight(i, f"{last}gate_proj.weight") is None:
+        return None  # all are resident
+
+    def view(name: str) -> Weight:
+        name = name.removeprefix(prefix)
+        found = weights.host_weight(i, name)
+        if found is None and (match := re.fullmatch(r"mlp\.experts\.\d+\.(.*)", name)):
+            # Resident experts are never computed here: any weight of their shape stands for theirs.
+            found = weights.host_weight(i, last + match[1])
+        return as_tensor(model.store(prefix + name), model.dtype) if found is None else found
+
+    loader = PagedLoader(view, model.store, model.dtype, torch.device("cpu"))
+    return HostExperts(spec, ffn, loader, prefix)
+
+
+class SplitChoice:
+    """Chooses how much of the experts the cores compute in a step, by its predicted time.
+
+    Steps of about the same size get the same answer.
+    """
+
+    def __init__(self, steps: DeviceStep) -> None:
+        self._steps = steps
+        self._found: dict[StepLoad, int] = {}
+
+    @classmethod
+    def of(cls, model: LoadedModel, steps: StreamedSteps) -> Callable[[CutStep], int]:
+        if len(steps.splits) == 1 or model.hardware is None or not model.hardware.has_gpu:
+            planned = len(steps.splits) > 1  # nothing to choose by: the share that was asked for
+            return lambda _cut: int(planned)
+        return cls(DeviceStep(model.work, model.hardware, steps))
+
+    def __call__(self, cut: CutStep) -> int:
+        shapes = [micro_batch_shape(micro_batch) for micro_batch in cut.micro_batches]
+        total = sum(shapes[1:], start=shapes[0])
+        shares = (total.host, total.device)
+        decode_rows = sum(share.decode_rows for share in shares)
+        prompts = total.logit_rows - decode_rows
+        prompt_tokens = total.tokens - decode_rows
+        load = StepLoad(
+            decode_rows=_rounded(decode_rows),
+            decode_context=_rounded(sum(share.pairs for share in shares) / max(1, decode_rows)),
+            prompt_tokens=_rounded(prompt_tokens),
+            prompt_chunk=_rounded(prompt_tokens / max(1, prompts)) or 1.0,
+        )
+        if load not in self._found:
+            splits = self._steps.splits
+            self._found[load] = splits.index(self._steps.split(load))
+        return self._found[load]
+
+
+SIZE_BITS = 3  # leading bits of a step's sizes that tell steps apart
+
+
+def _rounded(value: float) -> float:
+    shift = max(0, int(value).bit_length() - SIZE_BITS)
+    return float(int(value) >> shift << shift)
 
 
 def load_resident(
@@ -445,20 +529,21 @@ class EmulatedTiming:
         device: EmulatedDevice,
         work: ModelWork,
         hardware: HardwareSpec,
-        cut: PageCut | None,
+        cuts: tuple[PageCut, ...],
     ) -> None:
         """Price steps of a model.
 
         Args:
             work: The model whose costs are taken.
             hardware: On which it would run.
-            cut: Its pages; None if nothing streams.
+            cuts: Its pages by form of a step; empty if nothing streams.
         """
         self._device, self._work, self._hardware = device, work, hardware
-        self._pages = ((), ()) if cut is None else (cut.page_bytes, cut.group_shares)
+        self._cuts = cuts
 
-    def __call__(self, cut: CutStep, schedule: Schedule) -> None:
+    def __call__(self, cut: CutStep, schedule: Schedule, form: int) -> None:
         """Take the costs of this step from here on."""
+        pages = self._cuts[form] if self._cuts else None
         self._device.cost = DeviceCost.of_schedule(
             schedule,
             self._work,
@@ -466,8 +551,9 @@ class EmulatedTiming:
             micro_batches=tuple(
                 micro_batch_shape(micro_batch) for micro_batch in cut.micro_batches
             ),
-            page_bytes=self._pages[0],
-            group_shares=self._pages[1],
+            page_bytes=pages.page_bytes if pages else (),
+            group_shares=pages.group_shares if pages else (),
+            host_shares=pages.host_shares if pages else (),
         )
 
 
@@ -532,6 +618,7 @@ def load_runner(
         reduce=reduce,
         shared=shared,
         new_arena=job.new_arena,
+        hardware=job.hardware,
     )
     if job.device == "cuda":
         model = replace(
@@ -546,16 +633,13 @@ def _load_emulated(job: LoadJob, model: LoadedModel) -> Loaded:
     device = EmulatedDevice(job.hardware.gpu_memory_bytes, Instant())
     emulated_timing = None
     if job.config.hardware not in {None, "auto"}:
-        kv_bytes = model.kv_layouts[0].dtype.itemsize
-        work = ModelWork.of(model.spec, model.dtype.itemsize, kv_element_bytes=kv_bytes)
-        cut = None if _is_resident(model) else model.steps.cut
-        emulated_timing = EmulatedTiming(device, work, job.hardware, cut)
+        cuts = () if _is_resident(model) else tuple(split.cut for split in model.steps.splits)
+        emulated_timing = EmulatedTiming(device, model.work, job.hardware, cuts)
     return _load_or_close(model, device, emulated_timing)
 
 
 def _workspace_bytes(model: LoadedModel) -> int:
-    kv_bytes, steps = model.kv_layouts[0].dtype.itemsize, model.steps
-    work = ModelWork.of(model.spec, model.dtype.itemsize, kv_element_bytes=kv_bytes)
+    work, steps = model.work, model.steps
     if _is_resident(model):
         return workspace_bytes(resident_footprint(model.spec, work, steps.policy))
     return workspace_bytes(device_footprint(model.spec, work, steps))

@@ -29,14 +29,18 @@ class ActivationSizes:
         micro_batch_tokens: Most tokens of a micro-batch (W).
         ring: Micro-batches whose attention is in progress at once.
         staged_blocks: KV blocks of one micro-batch on the device; 0 if the device never attends.
-        has_expert_groups: Whether sums of expert outputs are kept between groups of experts.
+        has_sums: Whether sums of expert outputs are kept between tasks of a layer.
+        launch_tokens: Most tokens of a launch of the experts, where cores compute some; else 0.
+        returned_sums: Launches for which the cores' sums are on the device at once.
     """
 
     max_num_batched_tokens: int
     micro_batch_tokens: int
     ring: int
     staged_blocks: int
-    has_expert_groups: bool = False
+    has_sums: bool = False
+    launch_tokens: int = 0
+    returned_sums: int = 0
 
 
 class _TwoForms:
@@ -105,18 +109,28 @@ class MicroBatchActivations:
 
 
 class HostActivations:
-    """Pinned memory: embeddings of all micro-batches, and a ring of attention buffers."""
+    """Pinned memory: embeddings of all micro-batches, and a ring of attention buffers.
+
+    Where cores compute experts, also their input, routing and float32 sums.
+    """
 
     def __init__(
         self, spec: ModelSpec, sizes: ActivationSizes, *, dtype: torch.dtype, allocate: Allocate
     ) -> None:
-        self.embedded_TH = _tensor(
-            (sizes.max_num_batched_tokens, spec.hidden_size), dtype, allocate
-        )
+        tokens, hidden = sizes.max_num_batched_tokens, spec.hidden_size
+        self.embedded_TH = _tensor((tokens, hidden), dtype, allocate)
+        rows = tokens if sizes.launch_tokens else 0
+        self.rows_TH = _tensor((rows, hidden), dtype, allocate)
+        self.sum_TH = _tensor((rows, hidden), torch.float32, allocate)
+        self.topk_ids_TK, self.topk_weights_TK = _routing(spec, rows, allocate)
         self.ring = [
             MicroBatchActivations(spec, sizes.micro_batch_tokens, dtype, allocate)
             for _ in range(sizes.ring)
         ]
+
+    def routing(self, rows: slice, top_k: int) -> Routing:
+        """Experts of some tokens in a layer that chooses `top_k`."""
+        return _routing_of(self.topk_ids_TK[rows], self.topk_weights_TK[rows], top_k)
 
 
 class StepActivations:
@@ -131,16 +145,16 @@ class StepActivations:
         dtype: torch.dtype,
         allocate: Allocate,
     ) -> None:
-        top_k = max(
-            (layer.ffn.top_k for layer in spec.layers if isinstance(layer.ffn, MoeSpec)), default=0
-        )
         tokens, hidden = sizes.max_num_batched_tokens, spec.hidden_size
         self.hidden_TH = _tensor((tokens, hidden), dtype, allocate)
         self.normed_TH = _tensor((tokens, hidden), dtype, allocate)
-        self.topk_ids_TK = _tensor((tokens, top_k), torch.int32, allocate)
-        self.topk_weights_TK = _tensor((tokens, top_k), torch.float32, allocate)
-        rows = tokens if sizes.has_expert_groups else 0
+        self.topk_ids_TK, self.topk_weights_TK = _routing(spec, tokens, allocate)
+        rows = tokens if sizes.has_sums else 0
         self.expert_sum_TH = _tensor((rows, hidden), torch.float32, allocate)
+        self._returned_sums = [
+            _tensor((sizes.launch_tokens, hidden), torch.float32, allocate)
+            for _ in range(sizes.returned_sums)
+        ]
         self.ring = [
             MicroBatchActivations(spec, sizes.micro_batch_tokens, dtype, allocate)
             for _ in range(sizes.ring)
@@ -148,20 +162,34 @@ class StepActivations:
         self._layouts, self._staged_blocks = layouts, sizes.staged_blocks
         num_bytes = sizes.staged_blocks * largest_layout(layouts).block_bytes
         self._staged_kv = [allocate(num_bytes) for _ in range(STAGED_MICRO_BATCHES)]
-        self._top_k = top_k
 
     def routing(self, rows: slice, top_k: int) -> Routing:
         """Experts of some tokens in a layer that chooses `top_k`."""
-        ids_TK, weights_TK = self.topk_ids_TK[rows], self.topk_weights_TK[rows]
-        if top_k == self._top_k:
-            return Routing(ids_TK, weights_TK)
-        return Routing(ids_TK[:, :top_k], weights_TK[:, :top_k])
+        return _routing_of(self.topk_ids_TK[rows], self.topk_weights_TK[rows], top_k)
+
+    def returned_sum(self, number: int, tokens: int) -> Tensor:
+        """Float32 sums of the cores' experts for the tokens of a launch."""
+        return self._returned_sums[number][:tokens]
 
     def staged_kv(self, micro_batch: int, layer: int) -> Tensor:
         """KV blocks of a micro-batch in a layer, [N, *block_shape]."""
         layout = self._layouts[layer]
         memory = self._staged_kv[micro_batch][: self._staged_blocks * layout.block_bytes]
         return memory.view(layout.dtype).view(self._staged_blocks, *layout.block_shape)
+
+
+def _routing(spec: ModelSpec, tokens: int, allocate: Allocate) -> Routing:
+    top_k = max(
+        (layer.ffn.top_k for layer in spec.layers if isinstance(layer.ffn, MoeSpec)), default=0
+    )
+    ids_TK = _tensor((tokens, top_k), torch.int32, allocate)
+    return Routing(ids_TK, _tensor((tokens, top_k), torch.float32, allocate))
+
+
+def _routing_of(ids_TK: Tensor, weights_TK: Tensor, top_k: int) -> Routing:
+    if top_k == ids_TK.shape[1]:
+        return Routing(ids_TK, weights_TK)
+    return Routing(ids_TK[:, :top_k], weights_TK[:, :top_k])
 
 
 def _tensor(shape: tuple[int, ...], dtype: torch.dtype, allocate: Allocate) -> Tensor:

@@ -181,8 +181,18 @@ class WeightPages:
             if unit:
                 slot = NUM_LAYER_SLOTS + (unit - 1) % self._ring_slots
             memory = self._slots[slot]
+        return self._assembled(layer, name, memory, begin)
+
+    def host_weight(self, layer: int, name: str) -> Weight | None:
+        """Return a weight where the host has it; None if it is on the device alone."""
+        if self._weights[layer][name].places[0].is_resident:
+            return None
+        return self._assembled(layer, name, self._host[layer])
+
+    def _assembled(self, layer: int, name: str, memory: Tensor, begin: int = 0) -> Weight:
+        weight = self._weights[layer][name]
         if weight.stored is None:
-            return _view(memory, first, self._dtype, begin)
+            return _view(memory, weight.places[0], self._dtype, begin)
         dtypes = self._dtypes[layer]
         pieces = {
             place.piece.name: _view(memory, place, dtypes[name, place.piece.name], begin)

@@ -283,11 +283,7 @@ class MoE:
     ) -> tuple[Tensor, Routing]:
         if self._branch_norms is not None:
             return self._branch_norms[0](hidden_TH), routing
-        if not self._spec.router.scales_input:
-            return normed_TH, routing
-        weights_T1 = routing.topk_weights_TK
-        scaled_TH = normed_TH * weights_T1.to(normed_TH.dtype)
-        return scaled_TH, routing._replace(topk_weights_TK=torch.ones_like(weights_T1))
+        return _scaled_input(normed_TH, routing, self._spec)
 
     def _with_shared(self, normed_TH: Tensor, out_TH: Tensor) -> Tensor:
         if self._shared is None or self._spec.shared is None:
@@ -296,3 +292,34 @@ class MoE:
         if self._shared_gate is None:
             return out_TH.add_(shared_TH, alpha=self._spec.shared.scale)
         return add_gated_(out_TH, shared_TH, self._shared_gate(normed_TH))
+
+
+def _scaled_input(input_TH: Tensor, routing: Routing, spec: MoeSpec) -> tuple[Tensor, Routing]:
+    if not spec.router.scales_input:
+        return input_TH, routing
+    weights_T1 = routing.topk_weights_TK
+    scaled_TH = input_TH * weights_T1.to(input_TH.dtype)
+    return scaled_TH, routing._replace(topk_weights_TK=torch.ones_like(weights_T1))
+
+
+class HostExperts:
+    """The experts of a layer as cores compute them, where their weights lie in host memory.
+
+    Attributes:
+        reads_hidden: Whether they read the hidden state, through a norm of their own, and not the
+            normed one.
+    """
+
+    def __init__(self, model: ModelSpec, spec: MoeSpec, loader: Loader, layer: str) -> None:
+        self._spec, self.reads_hidden = spec, spec.has_branch_norms
+        self._norm = None
+        if spec.has_branch_norms:
+            self._norm = load_norm(model, loader, f"{layer}{EXPERTS_INPUT_NORM}")
+        experts = loader.experts(f"{layer}mlp.experts.", spec)
+        assert isinstance(experts, ExpertsInGroups)
+        self._experts = experts
+
+    def add(self, rows_TH: Tensor, routing: Routing, group: ExpertGroup) -> None:
+        """Add the outputs of some experts to the sums of the tokens, in ascending order."""
+        input_TH = rows_TH if self._norm is None else self._norm(rows_TH)
+        self._experts.add(*_scaled_input(input_TH, routing, self._spec), group)

@@ -2,8 +2,9 @@
 
 Assumptions:
 - While weights stream, the link takes its bytes from host memory and CPU tasks get the rest
-  (MoE-Lens, section 5.3, equation 5), at least half.
-- While the CPU reads KV, the link is slower (MoE-Lens, section 13).
+  (MoE-Lens, section 5.3, equation 5), at least half. Where cores compute experts, they have all of
+  it once the link has nothing left to copy.
+- While the CPU reads KV or experts, the link is slower (MoE-Lens, section 13).
 - On a measured node, CPU attention runs at its measured rate times the share of bandwidth that the
   link leaves, and 16-bit GPU products run at their measured rate. Everything else is by formula.
 """
@@ -17,10 +18,15 @@ from raymoe.errors import ConfigError
 from raymoe.plan.work import AttentionShape, LayerWork, Matrices, MicroBatchShape, ModelWork
 from raymoe.schedule.graph import Op, Resource, Schedule, Task
 from raymoe.specs.hardware import Curve, DeviceCurves, HardwareSpec
+from raymoe.units import ceil_div
 
 # Rows at which a GPU matrix product reaches half of its best rate beyond the memory bound; gives
 # 0.94 at 2^10 tokens per expert, where MoE-Gen, figure 3, finds the GPU saturated.
 HALF_EFFICIENCY_ROWS = 64.0
+# The same for experts that cores compute (`cost.HALF_EFFICIENCY_ROWS`).
+HOST_HALF_EFFICIENCY_ROWS = 5.0
+# Elements of quantised experts that a core decodes before it multiplies.
+DECODED_ELEMENTS_PER_CORE_S = 1e8
 # Share of host read bandwidth: our attention kernel reads KV at 0.84 to 0.93 (README, Results).
 CPU_ATTENTION_EFFICIENCY = 0.85
 # Share of the link's rate while the CPU reads KV: MoE-Lens, section 13, sees weights take 6 s
@@ -35,8 +41,9 @@ class DeviceRates:
     hardware: HardwareSpec
     is_16_bit: bool  # whether activations have 16 bits, as in the measurements
     page_bytes: float  # mean bytes of weights per layer that cross the link
-    read_bytes: float  # mean bytes of KV per layer that the CPU reads
+    read_bytes: float  # mean bytes of KV and experts per layer that the CPU reads
     is_staged: bool  # whether pages go through a pinned staging ring
+    has_host_experts: bool = False  # whether the CPU computes experts
 
     @property
     def host_bytes_per_s(self) -> float:
@@ -45,7 +52,12 @@ class DeviceRates:
         if not self.page_bytes:
             return whole
         copies = STAGED_COPIES if self.is_staged else DIRECT_COPIES
-        return max(whole / 2, whole - copies * self.hardware.htod_bytes_per_s)
+        left = max(whole / 2, whole - copies * self.hardware.htod_bytes_per_s)
+        if not self.has_host_experts:
+            return left
+        # If the CPU reads longer than the link copies, both together read at the whole bandwidth.
+        together = self.read_bytes + copies * self.page_bytes
+        return max(left, whole * self.read_bytes / together)
 
     @cached_property
     def htod_bytes_per_s(self) -> float:
@@ -81,6 +93,23 @@ class DeviceRates:
         left = self.host_bytes_per_s / self.hardware.host_bytes_per_s
         rate = left * curves.attention_bytes_per_s.at(share.context_tokens / share.rows)
         return max(read / rate, flop / curves.attention_flop_per_s)
+
+    def host_experts_s(self, rows: float, activated: float, expert: Matrices) -> float:
+        """Seconds in which cores compute `activated` experts, each of `rows` tokens."""
+        if not rows:
+            return 0.0
+        flop = 2 * rows * activated * expert.parameters
+        curves = self.hardware.host_curves if self.is_16_bit else None
+        if curves is not None:
+            flop_s = flop / curves.expert_flop_per_s.at(rows)
+        else:
+            efficiency = rows / (rows + HOST_HALF_EFFICIENCY_ROWS)
+            flop_s = flop / efficiency / self.hardware.host_flop_per_s
+        seconds = max(flop_s, activated * expert.num_bytes / self.host_bytes_per_s)
+        if expert.num_bytes < 2 * expert.parameters:  # decoded first
+            decoded_per_s = self.hardware.num_cores * DECODED_ELEMENTS_PER_CORE_S
+            seconds += activated * expert.parameters / decoded_per_s
+        return seconds
 
     def projection_s(self, rows: float, weights: Matrices) -> float:
         curves = self._device_curves
@@ -152,6 +181,7 @@ OVERHEAD_S: Mapping[Resource, float] = {
     Resource.HOST_COPY: 10e-6,
 }
 SUM_BYTES = 4  # sums of expert outputs are float32
+ROUTING_BYTES = 8  # number and weight of an expert of a token
 PEER_STEP_S = 10e-6  # our estimate, of NCCL over PCIe
 
 
@@ -167,6 +197,8 @@ class DeviceCost:
     micro_batches_per_group: int = 1  # micro-batches that share one launch of the experts
     # Shares of the experts in each group per layer (`PageCut.group_shares`); empty without groups.
     group_shares: tuple[tuple[float, ...], ...] = ()
+    # Shares of the experts that cores compute per layer (`PageCut.host_shares`); empty if none.
+    host_shares: tuple[float, ...] = ()
     is_staged: bool = False  # whether pages go through a pinned staging ring
 
     def __post_init__(self) -> None:
@@ -189,6 +221,7 @@ class DeviceCost:
         micro_batches: tuple[MicroBatchShape, ...],
         page_bytes: tuple[tuple[int, ...], ...],
         group_shares: tuple[tuple[float, ...], ...] = (),
+        host_shares: tuple[float, ...] = (),
     ) -> Self:
         groups = [len(task.writes) for task in schedule.tasks if task.op is Op.EXPERTS]
         return cls(
@@ -198,6 +231,7 @@ class DeviceCost:
             page_bytes=page_bytes,
             micro_batches_per_group=max(groups, default=1),
             group_shares=group_shares,
+            host_shares=host_shares,
             is_staged=any(task.op is Op.STAGE for task in schedule.tasks),
         )
 
@@ -215,8 +249,12 @@ class DeviceCost:
         return self.work.layers[task.layer]
 
     def num_groups(self, task: Task) -> int:
-        """Groups of experts of a layer."""
-        return max(1, len(self.group_shares[task.layer])) if self.group_shares else 1
+        """Groups of experts of a layer, one more where cores compute some."""
+        groups = self.group_shares[task.layer] if self.group_shares else ()
+        return max(1, len(groups) + (self.host_share(task.layer) > 0))
+
+    def host_share(self, layer: int) -> float:
+        return self.host_shares[layer] if self.host_shares else 0.0
 
     def launch_tokens(self, launch: int) -> float:
         start = launch * self.micro_batches_per_group
@@ -233,12 +271,21 @@ class DeviceCost:
             for layer in self.work.layers
             for micro_batch in self.micro_batches
         )
+        if self.host_shares:
+            num_launches = ceil_div(len(self.micro_batches), self.micro_batches_per_group)
+            tokens = [self.launch_tokens(launch) for launch in range(num_launches)]
+            read_bytes += sum(
+                share * layer.activated_experts(count) * layer.expert.num_bytes
+                for layer, share in zip(self.work.layers, self.host_shares, strict=True)
+                for count in tokens
+            )
         return DeviceRates(
             self.hardware,
             is_16_bit=self.work.bytes_per_element == 2,
             page_bytes=sum(map(sum, self.page_bytes)) / max(1, len(self.page_bytes)),
             read_bytes=read_bytes / num_layers,
             is_staged=self.is_staged,
+            has_host_experts=bool(self.host_shares),
         )
 
     @property
@@ -339,7 +386,8 @@ def _experts_s(cost: DeviceCost, task: Task) -> float:
     """Activated experts, read once per launch, and the network that all tokens visit.
 
     A launch of one group of experts computes its share of them, and reads and writes the sums of
-    all tokens, in float32; that of the last group computes the network that all tokens visit.
+    all tokens, in float32; that of the last group computes the network that all tokens visit. Where
+    cores compute experts, the last group only adds their sums.
     Source: MoE-Lightning, section 4.2, equation 14 (T_ffn). Its code reads all experts for each
     micro-batch; this reads the expected number of distinct ones.
     """
@@ -348,8 +396,9 @@ def _experts_s(cost: DeviceCost, task: Task) -> float:
     tokens, share, seconds = cost.launch_tokens(launch), 1.0, 0.0
     if not tokens:
         return 0.0
-    if num_groups > 1:
-        share = cost.group_shares[task.layer][group]
+    if num_groups > 1 or cost.host_share(task.layer):
+        shares = cost.group_shares[task.layer]
+        share = shares[group] if group < len(shares) else 0.0
         sums = tokens * cost.work.hidden_size * SUM_BYTES
         seconds = cost.rates.roof_s(task.resource, 0.0, 2 * sums)
     if group + 1 == num_groups:
@@ -359,6 +408,26 @@ def _experts_s(cost: DeviceCost, task: Task) -> float:
         rows_per_expert = tokens * layer.top_k / activated
         seconds += share * activated * cost.rates.expert_s(rows_per_expert, layer.expert)
     return seconds
+
+
+def _rows_s(cost: DeviceCost, task: Task) -> float:
+    routed = cost.layer(task).top_k * ROUTING_BYTES
+    num_bytes = cost.launch_tokens(task.part) * (cost.row_bytes(cost.work.hidden_size) + routed)
+    return cost.rates.copy_s(task.resource, num_bytes)
+
+
+def _host_experts_s(cost: DeviceCost, task: Task) -> float:
+    layer, tokens = cost.layer(task), cost.launch_tokens(task.part)
+    activated = layer.activated_experts(tokens)
+    if not activated:
+        return 0.0
+    on_host = cost.host_share(task.layer) * activated
+    return cost.rates.host_experts_s(tokens * layer.top_k / activated, on_host, layer.expert)
+
+
+def _sums_s(cost: DeviceCost, task: Task) -> float:
+    num_bytes = cost.launch_tokens(task.part) * cost.work.hidden_size * SUM_BYTES
+    return cost.rates.copy_s(task.resource, num_bytes)
 
 
 def _head_s(cost: DeviceCost, task: Task) -> float:
@@ -387,6 +456,9 @@ _SECONDS: Mapping[Op, Callable[[DeviceCost, Task], float]] = {
     Op.APPEND: _append_s,
     Op.HID: _hidden_s,
     Op.POST: _post_s,
+    Op.ROWS: _rows_s,
+    Op.CEXPERTS: _host_experts_s,
+    Op.SUMS: _sums_s,
     Op.EXPERTS: _experts_s,
     Op.HEAD: _head_s,
     Op.W: _page_s,

@@ -7,13 +7,19 @@ from functools import cached_property, lru_cache
 from math import ceil
 from typing import NamedTuple, Self
 
-from raymoe.plan.device_cost import SUM_BYTES, DeviceCost
+from raymoe.errors import ConfigError
+from raymoe.plan.device_cost import ROUTING_BYTES, SUM_BYTES, DeviceCost
 from raymoe.plan.pages import LayerBytes, PageCut, cut_pages, layer_sizes
 from raymoe.plan.policy import DevicePolicy, Footprint, Policy
 from raymoe.plan.work import LayerWork, MicroBatchShape, ModelWork, StepLoad
-from raymoe.schedule.builders import CPU_ATTENTION_FRACTIONS, MAX_MICRO_BATCHES, STREAMING_BUILDERS
+from raymoe.schedule.builders import (
+    CPU_ATTENTION_FRACTIONS,
+    MAX_MICRO_BATCHES,
+    RING_SCHEDULES,
+    STREAMING_BUILDERS,
+)
 from raymoe.schedule.graph import Op, Resource, Schedule, Task
-from raymoe.schedule.program import LayerPages, StepForm
+from raymoe.schedule.program import NUM_RETURNED_SUMS, LayerPages, StepForm
 from raymoe.schedule.timeline import Outline, Timeline, simulate
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.layers import largest_sizes
@@ -77,6 +83,12 @@ class StreamedSteps:
     @classmethod
     def of_layers(cls, sizes: tuple[LayerBytes, ...], schedule: str, policy: Policy) -> Self:
         device = policy.device or DevicePolicy()
+        if device.cpu_experts_fraction and schedule not in RING_SCHEDULES:
+            raise ConfigError(
+                f"cpu_experts_fraction is {device.cpu_experts_fraction}, but schedule {schedule!r} "
+                f"computes all experts on the device; set it to 0 or choose one of "
+                f"{', '.join(sorted(RING_SCHEDULES))}"
+            )
         cut = cut_pages(
             sizes,
             page_bytes=device.page_bytes,
@@ -85,6 +97,19 @@ class StreamedSteps:
             ring_slots=min(device.ring_slots, device.expert_groups),
         )
         return cls(schedule=schedule, policy=policy, device=device, cut=cut)
+
+    @property
+    def splits(self) -> tuple["StreamedSteps", ...]:
+        """The steps to choose from: cores compute no experts, the planned share, or all of them.
+
+        One if cores never compute experts.
+        """
+        fractions = dict.fromkeys((0.0, self.device.cpu_experts_fraction, 1.0))
+        if len(fractions) == 1 or not self.device.cpu_experts_fraction:
+            return (self,)
+        device = replace(self.device, cpu_experts_fraction=0.0)
+        cuts = dict.fromkeys(_on_cores(self.cut, fraction) for fraction in fractions)
+        return tuple(replace(self, device=device, cut=cut) for cut in cuts)
 
     @property
     def build(self) -> Callable[[StepForm], Schedule]:
@@ -112,6 +137,22 @@ class StreamedSteps:
             staging_slots=self.device.staging_slots,
             ring_slots=self.cut.ring_slots,
         )
+
+    @property
+    def has_host_experts(self) -> bool:
+        """Whether cores compute experts in some steps."""
+        return self.device.cpu_experts_fraction > 0
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether weighted sums of expert outputs are kept between tasks."""
+        return self.cut.ring_slots > 0 or self.has_host_experts
+
+    @property
+    def launch_tokens(self) -> int:
+        """Upper bound of the tokens of one launch of the experts."""
+        tokens = self.micro_batches_per_group * self.micro_batch_tokens
+        return min(tokens, self.policy.max_num_batched_tokens)
 
     @property
     def ring(self) -> int:
@@ -142,6 +183,11 @@ class StreamedSteps:
         return min(blocks, self.policy.num_kv_blocks)
 
 
+@lru_cache(maxsize=256)
+def _on_cores(cut: PageCut, fraction: float) -> PageCut:
+    return cut.on_cores(fraction) if fraction else cut
+
+
 class _Shape(NamedTuple):
     ring: int
     micro_batches_per_group: int
@@ -163,6 +209,7 @@ EXCERPT_LAYERS, MORE_LAYERS = 2, 4
 MIN_PAGES = 24
 ONCE = frozenset({Op.EMBED, Op.UP, Op.HEAD})  # per step, not per layer
 OF_NO_MICRO_BATCH = frozenset({Op.W, Op.STAGE, Op.HEAD, Op.SYNC})
+OF_A_LAUNCH = frozenset({Op.EXPERTS, Op.ROWS, Op.CEXPERTS, Op.SUMS})
 
 
 @dataclass(frozen=True)
@@ -172,16 +219,36 @@ class DeviceStep:
     steps: StreamedSteps
 
     def timeline(self, load: StepLoad) -> Timeline:
-        schedule = self.schedule(load)
-        return simulate(schedule, self._cost(self.work, self.steps.cut, self._micro_batches(load)))
+        split = self.split(load)
+        if split is not self:
+            return split.timeline(load)
+        cost = self._cost(self.work, self.steps.cut, self._micro_batches(load))
+        return simulate(self.schedule(load), cost)
 
     def schedule(self, load: StepLoad) -> Schedule:
+        split = self.split(load)
+        if split is not self:
+            return split.schedule(load)
         return _schedule(self.steps.schedule, self._form(load))
+
+    @cached_property
+    def splits(self) -> tuple["DeviceStep", ...]:
+        """Steps that divide the experts between device and cores (`StreamedSteps.splits`)."""
+        splits = self.steps.splits
+        return (self,) if len(splits) == 1 else tuple(replace(self, steps=each) for each in splits)
+
+    def split(self, load: StepLoad) -> "DeviceStep":
+        """The fastest of the splits."""
+        if len(self.splits) == 1:
+            return self
+        return min(self.splits, key=lambda split: split.seconds(load))
 
     def seconds(self, load: StepLoad) -> float:
         """Step time extrapolated from a few layers; shallow models are simulated whole."""
         if not load.tokens:
             return 0.0
+        if len(self.splits) > 1:
+            return min(split.seconds(load) for split in self.splits)
         form, micro_batches = self._form(load), self._micro_batches(load)
         seconds = [self._sampled_s(sample, form, micro_batches) for sample in self._samples]
         if len(seconds) == 1:
@@ -194,9 +261,21 @@ class DeviceStep:
         """Time of the busiest lane, a lower bound for any task order."""
         if not load.tokens:
             return 0.0
-        few = self._excerpt
-        cost = self._cost(few, self.steps.cut, self._micro_batches(load), has_groups=False)
-        form = replace(self._form(load), layers=(LayerPages(num_pages=0),) * len(few.layers))
+        if len(self.splits) > 1:
+            return min(split.min_s(load) for split in self.splits)
+        few, cut = self._excerpt, self.steps.cut
+        # All groups of the device in one; pages are added below.
+        cost = self._cost(few, cut, self._micro_batches(load))
+        hosted = cut.layers[-len(few.layers) :]
+        layers = (LayerPages(num_pages=0, host_experts=pages.host_experts) for pages in hosted)
+        if cut.host_shares:
+            shares = (each and (sum(each),) for each in cut.group_shares[-len(few.layers) :])
+            cost = replace(
+                cost, group_shares=tuple(shares), host_shares=cut.host_shares[-len(few.layers) :]
+            )
+        else:
+            cost = replace(cost, group_shares=())
+        form = replace(self._form(load), layers=tuple(layers))
         busy_s = dict.fromkeys(Resource, 0.0)
         often = self.num_layers / len(few.layers)
         duplicates = _Duplicate.of(cost)
@@ -208,10 +287,15 @@ class DeviceStep:
                 {0: 1}
                 if op in OF_NO_MICRO_BATCH
                 else of_launches
-                if op is Op.EXPERTS
+                if op in OF_A_LAUNCH
                 else of_micro_batches
             )
-            seconds = sum(number * cost.duration_s(tasks[part]) for part, number in parts.items())
+            groups = cost.num_groups(tasks[0]) if op is Op.EXPERTS else 1
+            seconds = sum(
+                number * cost.duration_s(tasks[part * groups + group])
+                for part, number in parts.items()
+                for group in range(groups)
+            )
             busy_s[resource] += seconds if op in ONCE else often * seconds
         busy_s[Resource.HTOD] += cost.pages_s
         return max(busy_s.values())
@@ -245,8 +329,6 @@ class DeviceStep:
         work: ModelWork,
         cut: PageCut,
         micro_batches: tuple[MicroBatchShape, ...],
-        *,
-        has_groups: bool = True,
     ) -> DeviceCost:
         return DeviceCost(
             work,
@@ -254,7 +336,8 @@ class DeviceStep:
             micro_batches=micro_batches,
             page_bytes=cut.page_bytes,
             micro_batches_per_group=self.steps.micro_batches_per_group,
-            group_shares=cut.group_shares if has_groups and cut.ring_slots else (),
+            group_shares=cut.group_shares if cut.has_sums else (),
+            host_shares=cut.host_shares,
             is_staged=self.steps.device.staging_slots > 0,
         )
 
@@ -303,6 +386,7 @@ def _last_pages(cut: PageCut, count: int) -> PageCut:
         layers=tuple(pages for pages, _ in merged),
         page_bytes=tuple(tuple(round(scale * size) for size in sizes) for _, sizes in merged),
         group_bounds=cut.group_bounds[-count:],
+        sizes=cut.sizes[-count:],
     )
 
 
@@ -322,7 +406,8 @@ def _merge(
     def merged(old: Iterable[int]) -> tuple[int, ...]:
         return tuple(dict.fromkeys(number[page] for page in old))
 
-    few = LayerPages(
+    few = replace(
+        pages,
         num_pages=len(sizes),
         attention_pages=merged(pages.attention_pages),
         expert_pages=merged(pages.expert_pages),
@@ -382,6 +467,8 @@ class _Duplicate(NamedTuple):
             num_groups = cost.num_groups(task)
             launch, group = divmod(task.part, num_groups)
             return self.launches[launch] * num_groups + group
+        if task.op in OF_A_LAUNCH:
+            return self.launches[task.part]
         return task.part if task.op in OF_NO_MICRO_BATCH else self.micro_batches[task.part]
 
 
@@ -414,8 +501,11 @@ UNEVENNESS = 4  # max over mean rows per expert
 def device_footprint(model: ModelSpec, work: ModelWork, steps: StreamedSteps) -> Footprint:
     tokens = steps.policy.max_num_batched_tokens
     ring = steps.ring * _around_attention(model, work, steps.micro_batch_tokens)
-    at_experts = min(steps.micro_batches_per_group * steps.micro_batch_tokens, tokens)
-    sums = tokens * work.hidden_size * SUM_BYTES if steps.cut.ring_slots else 0
+    at_experts = steps.launch_tokens
+    rows = tokens if steps.has_sums else 0
+    if steps.has_host_experts:
+        rows += NUM_RETURNED_SUMS * at_experts
+    sums = rows * work.hidden_size * SUM_BYTES
     return Footprint(
         memory="device memory",
         parts=(
@@ -434,12 +524,16 @@ def host_footprint(model: ModelSpec, work: ModelWork, steps: StreamedSteps) -> F
     policy = steps.policy
     ring = steps.ring * _around_attention(model, work, steps.micro_batch_tokens)
     staging = steps.device.staging_slots * steps.cut.page_length
+    of_token = hidden * element
+    if steps.has_host_experts:  # their input, routing and sums
+        top_k = max(layer.top_k for layer in work.kinds)
+        of_token += hidden * (element + SUM_BYTES) + top_k * ROUTING_BYTES
     return Footprint(
         memory="host memory",
         parts=(
             ("weights", steps.cut.streamed_bytes + model.vocab_size * hidden * element),
             ("KV cache", policy.num_kv_blocks * kv_block_bytes(work)),
-            ("activations", policy.max_num_batched_tokens * hidden * element + ring + staging),
+            ("activations", policy.max_num_batched_tokens * of_token + ring + staging),
             ("runtime", RUNTIME_BYTES + logit_bytes(model)),
         ),
     )

@@ -5,11 +5,14 @@ experts that are not resident. It is cut by bytes, so a page may end inside a ma
 parts; a reader waits for all pages that hold some of its part.
 
 The streamed experts of a layer may be divided into groups, each cut into pages of its own.
+
+Cores may compute the last streamed experts of each layer in a step (`PageCut.on_cores`), which then
+does not load the pages that hold nothing else.
 """
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple, Self
 
@@ -87,6 +90,7 @@ class PageCut:
     ring_slots: int = 0  # slots for groups of experts; 0 if whole layers are loaded
     max_common_bytes: int = 0  # of a layer, without experts that are in groups
     max_group_bytes: int = 0
+    sizes: tuple[LayerBytes, ...] = ()
 
     @cached_property
     def streamed_bytes(self) -> int:
@@ -109,8 +113,74 @@ class PageCut:
     def group_shares(self) -> tuple[tuple[float, ...], ...]:
         """Per layer, the share of its experts in each group."""
         return tuple(
-            tuple(len(group) / groups[-1].stop for group in groups) for groups in self.expert_groups
+            tuple(len(group) / size.num_experts for group in groups)
+            for groups, size in zip(self.expert_groups, self.sizes, strict=True)
         )
+
+    @cached_property
+    def host_shares(self) -> tuple[float, ...]:
+        """Per layer, the share of its experts that cores compute; empty if they compute none."""
+        shares = tuple(
+            len(pages.host_experts) / size.num_experts
+            for pages, size in zip(self.layers, self.sizes, strict=True)
+        )
+        return shares if any(shares) else ()
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether weighted sums of expert outputs are kept between tasks."""
+        return self.ring_slots > 0 or any(pages.host_experts for pages in self.layers)
+
+    def on_cores(self, fraction: float) -> Self:
+        """The pages of a step in which cores compute this share of each layer's streamed experts.
+
+        Weights keep their places. A page that also holds anything else is loaded whole.
+        """
+        kept = [self._device_experts(i, fraction) for i in range(len(self.sizes))]
+        layers = tuple(self._without(i, end) for i, end in enumerate(kept))
+        return replace(
+            self,
+            layers=layers,
+            page_bytes=tuple(
+                page_bytes[: pages.num_pages]
+                for page_bytes, pages in zip(self.page_bytes, layers, strict=True)
+            ),
+            group_bounds=tuple(
+                self._bounds(bounds, pages, end)
+                for bounds, pages, end in zip(self.group_bounds, layers, kept, strict=True)
+            ),
+        )
+
+    def _device_experts(self, i: int, fraction: float) -> int:
+        """Experts of a layer that the device computes; dense networks stay there."""
+        num_experts, resident = self.sizes[i].num_experts, self.resident_experts[i]
+        on_host = round(fraction * (num_experts - resident)) if num_experts > 1 else 0
+        return num_experts - on_host
+
+    def _without(self, i: int, end: int) -> LayerPages:
+        size, pages = self.sizes[i], self.layers[i]
+        on_host = size.num_experts - end
+        if not on_host:
+            return pages
+        left = sum(self.page_bytes[i]) - on_host * size.expert
+        begins = itertools.accumulate(self.page_bytes[i], initial=0)
+        count = sum(begin < left for begin in itertools.islice(begins, pages.num_pages))
+        groups = (tuple(page for page in group if page < count) for group in pages.group_pages)
+        return LayerPages(
+            num_pages=count,
+            attention_pages=pages.attention_pages,
+            expert_pages=tuple(page for page in pages.expert_pages if page < count),
+            group_pages=tuple(filter(None, groups)),
+            host_experts=range(end, size.num_experts),
+            num_host_pages=pages.num_pages - count,
+        )
+
+    @staticmethod
+    def _bounds(bounds: tuple[int, ...], pages: LayerPages, end: int) -> tuple[int, ...]:
+        if not pages.host_experts:
+            return bounds
+        before = bounds[: len(pages.group_pages)] or (0,)
+        return (*before, end) if end else ()
 
 
 def layer_pages(
@@ -167,6 +237,7 @@ def cut_pages(
         ring_slots=ring_slots if num_groups > 1 else 0,
         max_common_bytes=max((each.bytes[0] for each in units), default=0),
         max_group_bytes=max((size for each in units for size in each.bytes[1:]), default=0),
+        sizes=sizes,
     )
 
 

@@ -152,9 +152,16 @@ class Plan:
             f"experts over {device.micro_batches_per_group} of them, "
             f"attention {device.look_ahead} ahead, "
             f"{100 * device.cpu_attention_fraction:.0f} % of it on the CPU, "
+            f"{_host_experts(device)}"
             f"{format_bytes(device.resident_bytes)} of weights resident, pages of "
             f"{format_bytes(device.page_bytes)}{_ring(device)}"
         ]
+
+
+def _host_experts(device: DevicePolicy) -> str:
+    if not device.cpu_experts_fraction:
+        return ""
+    return f"{100 * device.cpu_experts_fraction:.0f} % of streamed experts on the CPU, "
 
 
 def _ring(device: DevicePolicy) -> str:

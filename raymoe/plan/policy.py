@@ -29,6 +29,9 @@ class DevicePolicy:
     # into two slots in turn.
     expert_groups: int = 1
     ring_slots: int = 2  # groups that the device holds at once, if there are several
+    # Share of each layer's streamed experts that cores compute, 0..1, while the others cross the
+    # link. Above 0, each step takes what is predicted to be fastest: none, this share, or all.
+    cpu_experts_fraction: float = 0.0
     staging_slots: int = 0  # pages of the pinned ring; 0 if all weights are pinned
     # KV blocks per micro-batch on the device; None reserves twice what its prompts need and at
     # least `MIN_STAGED_BLOCKS`
@@ -53,10 +56,10 @@ class DevicePolicy:
                 raise ConfigError(
                     f"DevicePolicy.{field} is {value!r}; it must be an integer >= {minimum}"
                 )
-        if not 0 <= self.cpu_attention_fraction <= 1:
-            raise ConfigError(
-                f"DevicePolicy.cpu_attention_fraction is {self.cpu_attention_fraction!r}; 0 to 1"
-            )
+        for field in ("cpu_attention_fraction", "cpu_experts_fraction"):
+            value = getattr(self, field)
+            if not 0 <= value <= 1:
+                raise ConfigError(f"DevicePolicy.{field} is {value!r}; 0 to 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,9 +18,11 @@ from raymoe.memory.activations import HostActivations, LayerActivations, StepAct
 from raymoe.memory.kv_cache import KvCache
 from raymoe.memory.weight_pages import WeightPages
 from raymoe.model.decoder import Decoder, Posted, Projected
+from raymoe.model.feed_forward import HostExperts
 from raymoe.runtime.executor import Bindings
 from raymoe.runtime.micro_batches import CutStep, MicroBatch
 from raymoe.schedule.graph import Buffer, Op, Task
+from raymoe.schedule.program import LayerPages, StepForm
 from raymoe.schedule.timeline import Timeline
 
 LOGIT_CHUNK_ROWS = 256
@@ -192,6 +194,8 @@ def _on_host(tensor: Tensor) -> Tensor:
 _RINGED = frozenset(("qkv", "host_qkv", "host_attention", "attention", "device_attention"))
 _STAGED = frozenset(("staged_kv",))
 _TOKENS = frozenset(("hidden", "expert_sum"))
+_ROWS = frozenset(("routed", "host_rows", "host_sum"))
+_RETURNED = frozenset(("returned_sum",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +205,7 @@ class DeviceMemory:
     Attributes:
         top_k: Experts per token of each layer; 0 where it has none.
         expert_groups: The experts of each group, per layer; empty where they are computed at once.
+        host_experts: Those of each layer that cores may compute; None where there are none.
         decoders: The model over the slots, by the slot of layer 0.
         cache: KV of all sequences, on the host.
         host: Activations on the host; its ring is as long as that of the device.
@@ -210,6 +215,7 @@ class DeviceMemory:
 
     top_k: tuple[int, ...]
     expert_groups: tuple[tuple[range, ...], ...]
+    host_experts: tuple[HostExperts | None, ...]
     decoders: tuple[Decoder, Decoder]
     weights: WeightPages
     cache: KvCache
@@ -264,12 +270,17 @@ class DeviceStep:
 
     inputs: StepInputs
     cut: CutStep
-    first_slot: int
+    form: StepForm
     on_device: DeviceInputs
     used: dict[Buffer, tuple[Tensor, ...]] = field(default_factory=dict)
 
     def micro_batch(self, task: Task) -> MicroBatch:
         return self.cut.micro_batches[task.part]
+
+    def rows(self, micro_batches: Sequence[int]) -> slice:
+        """Tokens of neighbouring micro-batches."""
+        first, last = (self.cut.micro_batches[micro_batches[place]] for place in (0, -1))
+        return slice(first.begin, last.end)
 
 
 def bind_device(memory: DeviceMemory) -> Bindings[DeviceStep]:
@@ -285,6 +296,9 @@ def bind_device(memory: DeviceMemory) -> Bindings[DeviceStep]:
         Op.GATTN: bound.attend_on_device,
         Op.HID: bound.hid,
         Op.POST: bound.post,
+        Op.ROWS: bound.send_rows,
+        Op.CEXPERTS: bound.experts_on_host,
+        Op.SUMS: bound.return_sums,
         Op.EXPERTS: bound.experts,
         Op.HEAD: bound.head,
         Op.W: bound.load_page,
@@ -399,29 +413,67 @@ class _Bound:
         self._decoder(state).post(task.layer, out.hidden_TH, self._attended(task, state), out)
         state.used[Buffer("routed", (task.part,))] = (out.normed_TH, *(routing or ()))
 
+    def send_rows(self, task: Task, state: DeviceStep) -> Copies:
+        device, host = self._memory.device, self._memory.host
+        experts = self._memory.host_experts[task.layer]
+        assert experts is not None
+        rows = state.rows(_keys_of(task.reads, _ROWS))
+        source_TH = device.hidden_TH if experts.reads_hidden else device.normed_TH
+        return Copies.of(
+            (host.rows_TH[rows], source_TH[rows]),
+            (host.topk_ids_TK[rows], device.topk_ids_TK[rows]),
+            (host.topk_weights_TK[rows], device.topk_weights_TK[rows]),
+        )
+
+    def experts_on_host(self, task: Task, state: DeviceStep) -> None:
+        host, layer = self._memory.host, task.layer
+        experts = self._memory.host_experts[layer]
+        assert experts is not None
+        rows = state.rows(_keys_of(task.reads, _ROWS))
+        group = ExpertGroup(state.form.layers[layer].host_experts, host.sum_TH[rows].zero_())
+        experts.add(host.rows_TH[rows], host.routing(rows, self._memory.top_k[layer]), group)
+
+    def return_sums(self, task: Task, state: DeviceStep) -> Copies:
+        rows = state.rows(_keys_of(task.reads, _ROWS))
+        source_TH = self._memory.host.sum_TH[rows]
+        into = self._memory.device.returned_sum(_key_of(task, _RETURNED), len(source_TH))
+        return self._writing(task, state, Copies.of((into, source_TH)), into)
+
     def experts(self, task: Task, state: DeviceStep) -> None:
         device, layer, decoder = self._memory.device, task.layer, self._decoder(state)
-        keys = [buffer.key for buffer in task.writes if buffer.name in _TOKENS]
-        micro_batches = [state.cut.micro_batches[micro_batch] for (micro_batch,) in keys]
-        rows = slice(micro_batches[0].begin, micro_batches[-1].end)
+        micro_batches = _keys_of(task.writes, _TOKENS)
+        rows = state.rows(micro_batches)
         hidden_TH, normed_TH = device.hidden_TH[rows], device.normed_TH[rows]
         chosen: Routing | Tensor | None = None
         if top_k := self._memory.top_k[layer]:
             chosen = device.routing(rows, top_k)
-        groups = self._memory.expert_groups[layer]
-        if len(groups) > 1:
+        pages = state.form.layers[layer]
+        if pages.num_groups > 1 or pages.host_experts:
             assert isinstance(chosen, Routing)
-            group, sum_TH = task.part % len(groups), device.expert_sum_TH[rows]
-            if not group:
-                sum_TH.zero_()
-            into = ExpertGroup(groups[group], sum_TH)
-            decoder.add_experts(layer, (hidden_TH, normed_TH), chosen, into)
-            if group + 1 < len(groups):
+            group, sum_TH = task.part % pages.num_groups, device.expert_sum_TH[rows]
+            if group < pages.num_device_groups:
+                if not group:
+                    sum_TH.zero_()
+                into = ExpertGroup(self._experts_of(layer, group, pages), sum_TH)
+                decoder.add_experts(layer, (hidden_TH, normed_TH), chosen, into)
+            if group + 1 < pages.num_groups:
                 for buffer, micro_batch in zip(task.writes, micro_batches, strict=True):
-                    state.used[buffer] = (device.expert_sum_TH[micro_batch.rows],)
+                    part = device.expert_sum_TH[state.cut.micro_batches[micro_batch].rows]
+                    state.used[buffer] = (part,)
                 return
+            if pages.host_experts:
+                returned_TH = device.returned_sum(_key_of(task, _RETURNED), len(sum_TH))
+                sum_TH = sum_TH.add_(returned_TH) if group else returned_TH
             chosen = sum_TH.to(hidden_TH.dtype)
         decoder.ffn(layer, hidden_TH, normed_TH, chosen)
+
+    def _experts_of(self, layer: int, group: int, pages: LayerPages) -> range:
+        """Experts of a group that the device computes."""
+        groups, on_host = self._memory.expert_groups[layer], pages.host_experts
+        if not pages.group_pages:
+            return range(on_host.start)
+        end = on_host.start if on_host else groups[group].stop
+        return range(groups[group].start, min(groups[group].stop, end))
 
     def head(self, _task: Task, state: DeviceStep) -> Iterator[Logits]:
         decoder = self._decoder(state)
@@ -469,7 +521,7 @@ class _Bound:
         return result_TX
 
     def _decoder(self, state: DeviceStep) -> Decoder:
-        return self._memory.decoders[state.first_slot]
+        return self._memory.decoders[state.form.first_slot]
 
     def _cache(self, task: Task) -> Tensor:
         return self._memory.cache.layer(task.layer)
@@ -482,6 +534,10 @@ class _Bound:
 
     def _on_host(self, task: Task) -> LayerActivations:
         return self._memory.host.ring[_key_of(task, _RINGED)].layer(task.layer)
+
+
+def _keys_of(buffers: Iterable[Buffer], names: frozenset[str]) -> list[int]:
+    return [buffer.key[0] for buffer in buffers if buffer.name in names]
 
 
 def _key_of(task: Task, names: frozenset[str]) -> int:

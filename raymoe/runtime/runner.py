@@ -27,7 +27,7 @@ from raymoe.runtime.executor import LaneExecutor, SerialExecutor
 from raymoe.runtime.micro_batches import CutStep, Division, cut_step
 from raymoe.schedule.builders import build_resident, load_first_layer
 from raymoe.schedule.graph import Schedule
-from raymoe.schedule.program import StepForm, next_first_slot
+from raymoe.schedule.program import Load, StepForm, loads_of_first_layer, next_first_slot
 
 
 class StepRunner:
@@ -45,7 +45,8 @@ class StepRunner:
 
 
 Build = Callable[[StepForm], Schedule]
-BeforeStep = Callable[[CutStep, Schedule], None]
+BeforeStep = Callable[[CutStep, Schedule, int], None]
+ChooseForm = Callable[[CutStep], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,17 +54,20 @@ class Steps:
     """How steps are ordered.
 
     Attributes:
-        form: Pages and number of micro-batches; the rest is set for each step.
+        forms: Pages and number of micro-batches; the rest is set for each step. Forms differ in
+            the experts that cores compute, and so in the pages that are loaded.
         build: The builder of the schedule.
+        choose: The number of the form that suits a step best.
     """
 
-    form: StepForm
+    forms: tuple[StepForm, ...]
     build: Build
     division: Division
+    choose: ChooseForm
 
 
 class DeviceStepRunner:
-    """Runs passes on the lanes of one device; between steps it keeps which slot is filled."""
+    """Runs steps on the lanes of one device; between steps it keeps which slot is filled."""
 
     def __init__(
         self,
@@ -77,14 +81,16 @@ class DeviceStepRunner:
 
         Args:
             device: On whose lanes they run.
-            before_step: Called with each step and its schedule before it runs.
+            before_step: Called with each step, its schedule and the number of its form before it
+                runs.
         """
         self._memory, self._steps, self._device = memory, steps, device
         self._bindings = bind_device(memory)
         self._on_dead = None if device.poison is None else poison_dead(device.poison)
         self._before_step = before_step
         self._executors: dict[StepForm, LaneExecutor[DeviceStep]] = {}
-        self._first_slot: int | None = None  # not loaded yet
+        self._first_slot = 0
+        self._loaded: frozenset[Load] = frozenset()  # of the first streamed layer
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs) -> StepRun:
@@ -96,27 +102,32 @@ class DeviceStepRunner:
         """
         cut = self._cut(inputs)
         self._check_room(cut)
-        form = self._form_of(cut)
-        state = self._state(inputs, cut, form.first_slot)
-        if self._first_slot is None:
+        number = self._steps.choose(cut)
+        form = self._form_of(cut, number)
+        state = self._state(inputs, cut, form)
+        if not self._loaded.issuperset(loads_of_first_layer(form)):
+            # At the beginning, or after a step in which the cores computed more.
             self._new_executor(load_first_layer(form)).run(state)
         executor = self._executor(form)
         if self._before_step is not None:
-            self._before_step(cut, executor.schedule)
+            self._before_step(cut, executor.schedule, number)
         timeline = yield from executor.stream(state)
         self._first_slot = next_first_slot(form)
+        next_form = replace(form, first_slot=self._first_slot)
+        self._loaded = frozenset(loads_of_first_layer(next_form))
         return timeline
 
     def schedule_of(self, inputs: StepInputs) -> Schedule:
         """The schedule by which `run` would run this step next."""
-        return self._executor(self._form_of(self._cut(inputs))).schedule
+        cut = self._cut(inputs)
+        return self._executor(self._form_of(cut, self._steps.choose(cut))).schedule
 
-    def _state(self, inputs: StepInputs, cut: CutStep, first_slot: int) -> DeviceStep:
+    def _state(self, inputs: StepInputs, cut: CutStep, form: StepForm) -> DeviceStep:
         for decoder in self._memory.decoders:
             decoder.reserve(inputs.num_positions)
         on_device = DeviceInputs.of(inputs, cut, self._memory, self._device.torch_device)
         self._device.synchronize()
-        return DeviceStep(inputs, cut, first_slot, on_device)
+        return DeviceStep(inputs, cut, form, on_device)
 
     def _executor(self, form: StepForm) -> LaneExecutor[DeviceStep]:
         if form not in self._executors:
@@ -124,14 +135,15 @@ class DeviceStepRunner:
         return self._executors[form]
 
     def _cut(self, inputs: StepInputs) -> CutStep:
-        return cut_step(inputs.attention, self._steps.form.num_micro_batches, self._steps.division)
+        num_micro_batches = self._steps.forms[0].num_micro_batches
+        return cut_step(inputs.attention, num_micro_batches, self._steps.division)
 
-    def _form_of(self, cut: CutStep) -> StepForm:
+    def _form_of(self, cut: CutStep, number: int) -> StepForm:
         return replace(
-            self._steps.form,
+            self._steps.forms[number],
             has_cpu_attention=cut.has_cpu_attention,
             has_device_attention=cut.has_device_attention,
-            first_slot=self._first_slot or 0,
+            first_slot=self._first_slot,
         )
 
     def _new_executor(self, schedule: Schedule) -> LaneExecutor[DeviceStep]:
@@ -201,7 +213,8 @@ class ResidentStepRunner:
         state = self._state(inputs)
         self._device.synchronize()
         if self._before_step is not None:
-            self._before_step(cut_step(inputs.attention, 1, ALL_ON_DEVICE), self._executor.schedule)
+            cut = cut_step(inputs.attention, 1, ALL_ON_DEVICE)
+            self._before_step(cut, self._executor.schedule, 0)
         return (yield from self._executor.stream(state))
 
     def _state(self, inputs: StepInputs) -> StepState:

@@ -1,6 +1,6 @@
 """Builders of schedules, by name."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -153,7 +153,7 @@ def build_micro_batches(
     otherwise follow the first one's hidden states as one block.
 
     In a layer whose experts are in groups, all micro-batches attend, and then each group of experts
-    in turn is computed for all of them.
+    in turn is computed for all of them. Experts of the cores are computed meanwhile.
     """
     program = Program(name, form, ring=min(form.look_ahead + 1, form.num_micro_batches))
     return _MicroBatches(program, form).build(interleaves_pages)
@@ -252,22 +252,37 @@ class _MicroBatches:
             place + 1 == self._form.micro_batches_per_group
             or micro_batch + 1 == self._form.num_micro_batches
         ):
-            self._program.experts(layer, launch, range(micro_batch - place, micro_batch + 1))
+            micro_batches = range(micro_batch - place, micro_batch + 1)
+            self._program.host_experts(layer, launch, micro_batches)
+            for group in range(self._form.layers[layer].num_groups):
+                self._compute_group(layer, launch, micro_batches, group)
             self._num_launches[layer] += 1
 
     def _compute_groups(self, layer: int, ahead: int) -> None:
         """Compute the groups of a layer; what fits into a slot that becomes free is loaded."""
         form, count = self._form, self._form.num_micro_batches
         num_groups = form.layers[layer].num_groups
+        launches = [
+            range(begin, min(begin + form.micro_batches_per_group, count))
+            for begin in range(0, count, form.micro_batches_per_group)
+        ]
+        for launch, micro_batches in enumerate(launches):
+            self._program.host_experts(layer, launch, micro_batches)
         for group in range(num_groups):
-            for launch, begin in enumerate(range(0, count, form.micro_batches_per_group)):
-                end = min(begin + form.micro_batches_per_group, count)
-                self._program.experts(layer, launch, range(begin, end), group)
+            for launch, micro_batches in enumerate(launches):
+                self._compute_group(layer, launch, micro_batches, group)
                 if group + 1 == num_groups:
                     self._num_launches[layer] += 1
                     self._issue_fronts(ahead)
             for load in group_loads(form, layer, group + form.ring_slots):
                 self._program.load_page(load)
+
+    def _compute_group(
+        self, layer: int, launch: int, micro_batches: Sequence[int], group: int
+    ) -> None:
+        if group == self._form.layers[layer].num_device_groups:
+            self._program.host_sums(layer, launch, micro_batches)
+        self._program.experts(layer, launch, micro_batches, group)
 
 
 STREAMING_BUILDERS: Mapping[str, Callable[[StepForm], Schedule]] = MappingProxyType(
@@ -290,7 +305,7 @@ BUILDERS: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
 """All builders; "in_place" and "resident" take a number of layers."""
 
 RING_SCHEDULES = frozenset(("micro_batches", "cgopipe", "vslpipe", "module_batching", "fastdecode"))
-"""Schedules that can load experts group by group."""
+"""Schedules that can load experts group by group, and leave some to the cores."""
 
 MAX_MICRO_BATCHES: Mapping[str, int] = MappingProxyType({"vslpipe": 2, "layer_by_layer": 1})
 """Maximum number of micro-batches in schedules whose papers fix it."""

@@ -27,16 +27,18 @@ class Op(StrEnum):
     rotation; `attn` appends to the KV cache and attends; `post` is output projection, residual,
     norm and router; `experts` is the feed-forward network, of experts or dense; `head` is the final
     norm and the logits. If attention is split, `gattn` attends for the device's share and `append`
-    writes its keys and values to the host KV cache.
+    writes its keys and values to the host KV cache. `cexperts` is the host's share of the experts.
 
     Transfers: `up` sends embedded tokens to the device, `qkv` sends queries, keys and values to the
     host, `hid` sends the CPU's attention output to the device, `kv` sends the KV blocks that the
-    device's share reads. `w` loads one page of weights into its slot; `stage` first copies it from
+    device's share reads. `rows` sends the input of the host's experts, `sums` returns what they
+    add to each token. `w` loads one page of weights into its slot; `stage` first copies it from
     pageable memory to the pinned staging ring. `sync` is a device-wide wait of a baseline.
 
     A task's layer is the layer whose weights it loads or uses. Its part is the micro-batch; the
     page for `w` and `stage`; 0 for `head`. Several micro-batches may share a launch of `experts`,
     whose part is launch * groups + group where the layer's experts are in groups, else the launch.
+    The part of `rows`, `cexperts` and `sums` is the launch.
     """
 
     EMBED = "embed"
@@ -49,6 +51,9 @@ class Op(StrEnum):
     GATTN = "gattn"
     HID = "hid"
     POST = "post"
+    ROWS = "rows"
+    CEXPERTS = "cexperts"
+    SUMS = "sums"
     EXPERTS = "experts"
     STAGE = "stage"
     W = "w"
@@ -60,11 +65,13 @@ _CORES = frozenset({Resource.GPU, Resource.CPU})
 
 RESOURCES_OF: Mapping[Op, frozenset[Resource]] = MappingProxyType(
     dict.fromkeys((Op.EMBED, Op.PRE, Op.ATTN, Op.POST, Op.EXPERTS, Op.HEAD), _CORES)
-    | dict.fromkeys((Op.UP, Op.KV, Op.HID, Op.W), frozenset({Resource.HTOD}))
+    | dict.fromkeys((Op.UP, Op.KV, Op.HID, Op.SUMS, Op.W), frozenset({Resource.HTOD}))
     | dict.fromkeys((Op.GATTN, Op.SYNC), frozenset({Resource.GPU}))
     | {
         Op.QKV: frozenset({Resource.DTOH}),
+        Op.ROWS: frozenset({Resource.DTOH}),
         Op.APPEND: frozenset({Resource.CPU}),
+        Op.CEXPERTS: frozenset({Resource.CPU}),
         Op.STAGE: frozenset({Resource.HOST_COPY}),
     }
 )

@@ -17,7 +17,11 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPages:
-    """The pages of a layer's streamed weights; ConfigError if unordered, missing or unread."""
+    """The pages of a layer's streamed weights; ConfigError if unordered, missing or unread.
+
+    Cores may compute the last experts of a layer where they lie in host memory (`host_experts`).
+    The last task of each launch then adds their sums to those of the device's groups.
+    """
 
     num_pages: int  # pages to load for each step; 0 if all weights are resident
     attention_pages: tuple[int, ...] = ()  # pages that hold what `pre` and `post` read, ascending
@@ -26,8 +30,15 @@ class LayerPages:
     # The last pages, by group of experts, where experts are loaded and computed group by group;
     # empty where they are computed at once. The pages before these are the common ones.
     group_pages: tuple[tuple[int, ...], ...] = ()
+    host_experts: range = range(0)  # experts that cores compute: the last ones of the layer
+    num_host_pages: int = 0  # pages after all others that hold only such experts: not loaded
 
     def __post_init__(self) -> None:
+        if self.num_host_pages and not self.host_experts:
+            raise ConfigError(
+                f"num_host_pages is {self.num_host_pages}, but host_experts is empty; pages are "
+                "left out only for experts that the cores compute"
+            )
         for name in ("attention_pages", "expert_pages"):
             pages: tuple[int, ...] = getattr(self, name)
             if list(pages) != sorted(set(pages)):
@@ -53,18 +64,24 @@ class LayerPages:
         return self.group_pages[0][0] if self.group_pages else self.num_pages
 
     @property
+    def num_device_groups(self) -> int:
+        """Tasks of a launch in which the device computes experts."""
+        return max(len(self.group_pages), self.host_experts.start > 0 or not self.host_experts)
+
+    @property
     def num_groups(self) -> int:
-        return max(1, len(self.group_pages))
+        """Tasks of a launch; where cores compute experts, the last one adds their sums."""
+        return self.num_device_groups + bool(self.host_experts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepForm:
     """Division of a step, and the slot of its first streamed layer.
 
-    A layer with pages is *streamed*. Streamed layers alternate between the two weight slots of the
-    device, also from step to step. Groups of experts have slots of their own, a ring: group g of
-    any layer is in the ring's slot g modulo `ring_slots`, and its slot is free for the next one
-    once all micro-batches are computed with it.
+    A layer with pages is *streamed*, whether or not a step loads them. Streamed layers alternate
+    between the two weight slots of the device, also from step to step. Groups of experts have slots
+    of their own, a ring: group g of any layer is in the ring's slot g modulo `ring_slots`, and its
+    slot is free for the next one once all micro-batches are computed with it.
     """
 
     layers: tuple[LayerPages, ...]
@@ -111,7 +128,11 @@ class StepForm:
 
     @property
     def streamed(self) -> tuple[int, ...]:
-        return tuple(layer for layer, pages in enumerate(self.layers) if pages.num_pages)
+        return tuple(
+            layer
+            for layer, pages in enumerate(self.layers)
+            if pages.num_pages or pages.num_host_pages
+        )
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -247,6 +268,11 @@ class Program:
             raise ConfigError(
                 f"schedule {name!r} loads whole layers; set expert_groups to 1 or choose another"
             )
+        if has_barriers and any(pages.host_experts for pages in form.layers):
+            raise ConfigError(
+                f"schedule {name!r} computes all experts on the device; set cpu_experts_fraction "
+                "to 0 or choose another"
+            )
         self._name = name
         self._form = form
         self._ring = ring
@@ -353,12 +379,15 @@ class Program:
     ) -> None:
         """Compute one group of experts, and after the last the rest of the layer.
 
-        Before the last group, weighted sums of expert outputs are kept for each token.
+        Before the last group, weighted sums of expert outputs are kept for each token. Where cores
+        compute experts, the last group is their sums.
         """
         pages = self._form.layers[layer]
         is_last = group + 1 == pages.num_groups
         hidden, sums = tuple(map(_hidden, micro_batches)), tuple(map(_expert_sum, micro_batches))
         reads = (*hidden, *map(_routed, micro_batches), *(sums if group else ()))
+        if group == pages.num_device_groups:
+            reads = (*reads, _returned_sum(launch))
         self._add(
             Op.EXPERTS,
             layer,
@@ -367,6 +396,23 @@ class Program:
             reads=(*reads, *self._expert_weights(layer, group)),
             writes=hidden if is_last else sums,
         )
+
+    def host_experts(self, layer: int, launch: int, micro_batches: Sequence[int]) -> None:
+        """Compute the experts of the cores for a launch, if the layer has such."""
+        if not self._form.layers[layer].host_experts:
+            return
+        hidden, routed = map(_hidden, micro_batches), map(_routed, micro_batches)
+        rows = tuple(Buffer("host_rows", (each,)) for each in micro_batches)
+        sums = tuple(Buffer("host_sum", (each,)) for each in micro_batches)
+        weights = self._input("host_experts", layer)
+        self._add(Op.ROWS, layer, launch, Resource.DTOH, reads=(*hidden, *routed), writes=rows)
+        self._add(Op.CEXPERTS, layer, launch, Resource.CPU, reads=(*rows, weights), writes=sums)
+
+    def host_sums(self, layer: int, launch: int, micro_batches: Sequence[int]) -> None:
+        """Send what the cores' experts add to the tokens of a launch to the device."""
+        sums = tuple(Buffer("host_sum", (each,)) for each in micro_batches)
+        writes = (_returned_sum(launch),)
+        self._add(Op.SUMS, layer, launch, Resource.HTOD, reads=sums, writes=writes)
 
     def head(self) -> None:
         reads = tuple(map(_hidden, range(self._form.num_micro_batches)))
@@ -412,9 +458,9 @@ class Program:
 
     def _expert_weights(self, layer: int, group: int) -> tuple[Buffer, ...]:
         pages = self._form.layers[layer]
-        if not pages.group_pages:
-            return self._weights(layer, pages.expert_pages)
         common = tuple(page for page in pages.expert_pages if page < pages.num_common_pages)
+        if not pages.group_pages or group == pages.num_device_groups:
+            return self._weights(layer, common)
         is_last = group + 1 == pages.num_groups
         places = tuple(range(len(pages.group_pages[group])))
         slot = NUM_LAYER_SLOTS + group % self._form.ring_slots
@@ -475,6 +521,13 @@ def _hidden(micro_batch: int) -> Buffer:
 
 def _expert_sum(micro_batch: int) -> Buffer:
     return Buffer("expert_sum", (micro_batch,))
+
+
+NUM_RETURNED_SUMS = 2  # launches whose sums from the host are on the device at once
+
+
+def _returned_sum(launch: int) -> Buffer:
+    return Buffer("returned_sum", (launch % NUM_RETURNED_SUMS,))
 
 
 def _routed(micro_batch: int) -> Buffer:

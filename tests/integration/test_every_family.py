@@ -1,4 +1,7 @@
-"""Every configuration of every family on the emulated device gives the tokens of transformers."""
+"""Every configuration of every family on the emulated device gives the tokens of transformers.
+
+Steps divide the experts between device and cores at random: none, a share, or all on the cores.
+"""
 
 import pytest
 
@@ -10,11 +13,17 @@ from tests.parity.configurations import CONFIGURATIONS, first_of_each_family
 from tests.parity.oracle import MAX_NEW_TOKENS
 from tests.parity.softmax_families import SOFTMAX_FAMILIES
 from tests.parity.wrapper_families import WRAPPER_FAMILIES
+from tests.splits import choose_splits, random_splits
 
 SCHEDULES = ("cgopipe", "vslpipe", "module_batching")
 QUICK_PROMPTS, QUICK_TOKENS = 8, 12
 # Every layer moves in several pages, and the host attends for a part of the rows.
-DEVICE = DevicePolicy(num_micro_batches=3, page_bytes=9_000, cpu_attention_fraction=0.4)
+DEVICE = DevicePolicy(
+    num_micro_batches=3,
+    page_bytes=9_000,
+    cpu_attention_fraction=0.4,
+    cpu_experts_fraction=0.4,
+)
 POLICY = Policy(
     max_num_seqs=24,
     max_num_batched_tokens=512,
@@ -22,6 +31,11 @@ POLICY = Policy(
     num_kv_blocks=160,
     device=DEVICE,
 )
+
+
+@pytest.fixture(autouse=True)
+def splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose_splits(monkeypatch, random_splits(5))
 
 
 def check(name: str, schedule: str, num_prompts: int | None, max_tokens: int) -> None:

@@ -96,9 +96,14 @@ def method(quantization: dict[str, Any]) -> str:
     return quantization.get("quant_method", "modelopt")
 
 
-def generate(directory: Path, **options: Any) -> list[tuple[int, ...]]:
-    is_streamed = options.get("device") == "emulated"
-    device = DevicePolicy(num_micro_batches=2, page_bytes=9_000) if is_streamed else None
+def generate(
+    directory: Path, *, cpu_experts_fraction: float = 0.0, **options: Any
+) -> list[tuple[int, ...]]:
+    device = None
+    if options.get("device") == "emulated":
+        device = DevicePolicy(
+            num_micro_batches=2, page_bytes=9_000, cpu_experts_fraction=cpu_experts_fraction
+        )
     policy = Policy(**SIZES_OF_STEPS, device=device)
     config = EngineConfig(linger_s=0.0, dtype="float32", policy=policy, **options)
     with Engine.from_pretrained(directory, config) as engine:

@@ -1,13 +1,14 @@
 """Pass times from a few layers, and their bound, against the simulation of all layers."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from raymoe.plan.device_search import DeviceSizes
-from raymoe.plan.device_step import DeviceStep
+from raymoe.plan.device_step import DeviceStep, StreamedSteps
 from raymoe.plan.work import StepLoad
-from raymoe.schedule.builders import STREAMING_BUILDERS
+from raymoe.schedule.builders import RING_SCHEDULES, STREAMING_BUILDERS
 from raymoe.schedule.graph import Op, Resource
 from tests.unit.plan.device_jobs import POINTS, random_jobs
 
@@ -26,7 +27,11 @@ def random_step(seed: int) -> tuple[DeviceStep, StepLoad]:
         prompt_tokens=dice.choice((0, tokens - rows, 20)),
         prompt_chunk=dice.randint(1, 500),
     )
-    return DeviceStep(job.work, job.hardware, steps), load
+    if name in RING_SCHEDULES and dice.random() < 0.5:
+        device = replace(steps.device, cpu_experts_fraction=dice.choice((0.1, 0.5, 1.0)))
+        policy = replace(steps.policy, device=device)
+        steps = StreamedSteps.of(job.model, name, policy, bytes_per_element=2)
+    return dice.choice(DeviceStep(job.work, job.hardware, steps).splits), load
 
 
 @pytest.mark.parametrize("seed", range(25))

@@ -65,6 +65,29 @@ def grouped_layer_pages(draw: st.DrawFn) -> LayerPages:
     )
 
 
+@st.composite
+def partly_on_cores(draw: st.DrawFn, layers: st.SearchStrategy[LayerPages]) -> LayerPages:
+    """A layer of which cores compute some experts, with the last pages or without any."""
+    pages = draw(layers)
+    if draw(st.booleans()):
+        return pages
+    first = pages.num_pages
+    while first and first - 1 not in pages.attention_pages:
+        first -= 1
+    count = draw(st.integers(first, pages.num_pages))
+    groups = (tuple(page for page in group if page < count) for group in pages.group_pages)
+    groups = tuple(filter(None, groups))
+    start = draw(st.integers(bool(groups), 3))
+    return replace(
+        pages,
+        num_pages=count,
+        expert_pages=tuple(page for page in pages.expert_pages if page < count),
+        group_pages=groups,
+        host_experts=range(start, start + 2),
+        num_host_pages=pages.num_pages - count,
+    )
+
+
 def grouped_layer(num_groups: int = 4, *, has_common: bool = True) -> LayerPages:
     """A page for attention, which may be resident, and one for each group of experts."""
     pages = tuple(range(has_common, has_common + num_groups))
@@ -88,6 +111,8 @@ def step_forms(
     """Any step that the builder `name` supports, where it can with groups of experts."""
     has_groups = name in RING_SCHEDULES and not min_pages and draw(st.booleans())
     layers = grouped_layer_pages() if has_groups else layer_pages(min_pages)
+    if name in RING_SCHEDULES and not min_pages and draw(st.booleans()):
+        layers = partly_on_cores(layers)
     on_cpu, on_device = draw(st.sampled_from(((True, False), (False, True), (True, True))))
     num_micro_batches = draw(st.integers(min_micro_batches, MAX_MICRO_BATCHES.get(name, 6)))
     return StepForm(

@@ -24,6 +24,7 @@ def initial_memory(form: StepForm) -> Memory:
         memory[Buffer("tokens", (micro_batch,))] = ("tokens", micro_batch)
     for layer, pages in enumerate(form.layers):
         memory[Buffer("resident", (layer,))] = ("resident", layer)
+        memory[Buffer("host_experts", (layer,))] = ("host_experts", layer)
         for page in range(pages.num_pages):
             memory[Buffer("host_weights", (layer, page))] = ("page", layer, page)
         for micro_batch in range(form.num_micro_batches):
@@ -93,6 +94,9 @@ def needs(task: Task, form: StepForm) -> set[Meaning]:
         Op.GATTN: {qkv, ("staged_kv", layer, part)},
         Op.HID: {("attention", layer, part)},
         Op.POST: {("into", layer, part)} | attended(task, form) | attention_weights(layer, form),
+        Op.ROWS: of_written(task, "after post", "routed"),
+        Op.CEXPERTS: of_written(task, "host_rows") | {("host_experts", layer)},
+        Op.SUMS: {("host_sum", layer, *buffer.key) for buffer in task.reads},
         Op.EXPERTS: expert_inputs(task, form) if task.op is Op.EXPERTS else set(),
         Op.STAGE: {("page", layer, part)},
         Op.W: {("page", layer, part)},
@@ -113,12 +117,11 @@ def expert_inputs(task: Task, form: StepForm) -> set[Meaning]:
 
 def expert_weights(task: Task, form: StepForm) -> set[Meaning]:
     pages = form.layers[task.layer]
-    of_group = set(pages.expert_pages)
-    if pages.group_pages:
-        group, num_groups = task.part % pages.num_groups, pages.num_groups
-        of_group = set(pages.group_pages[group])
-        if group + 1 == num_groups:  # computes the shared expert too
-            of_group |= set(pages.expert_pages) & set(range(pages.num_common_pages))
+    group, num_groups = task.part % pages.num_groups, pages.num_groups
+    common = set(pages.expert_pages) & set(range(pages.num_common_pages))
+    of_group = set(pages.group_pages[group]) if group < len(pages.group_pages) else common
+    if group + 1 == num_groups:  # computes the shared expert too
+        of_group |= common
     return {("resident", task.layer), *(("page", task.layer, page) for page in of_group)}
 
 
@@ -128,13 +131,19 @@ def attended(task: Task, form: StepForm) -> set[Meaning]:
 
 
 def routed(task: Task, form: StepForm) -> set[Meaning]:
+    pages = form.layers[task.layer]
+    launch, group = divmod(task.part, pages.num_groups)
+    sums = (f"sum of {group} groups",) if group else ()
+    found = of_written(task, "after post", "routed", *sums)
+    if group == pages.num_device_groups:
+        found.add(("returned_sum", task.layer, launch))
+    return found
+
+
+def of_written(task: Task, *names: str) -> set[Meaning]:
+    """What these hold for the micro-batches that the task writes."""
     micro_batches = [buffer.key[0] for buffer in task.writes if buffer.key]
-    group = task.part % form.layers[task.layer].num_groups
-    return {
-        (name, task.layer, micro_batch)
-        for name in ("after post", "routed", *((f"sum of {group} groups",) if group else ()))
-        for micro_batch in micro_batches
-    }
+    return {(name, task.layer, micro_batch) for name in names for micro_batch in micro_batches}
 
 
 def made(task: Task, buffer: Buffer, form: StepForm) -> Meaning:
@@ -151,6 +160,8 @@ def made(task: Task, buffer: Buffer, form: StepForm) -> Meaning:
         Op.EXPERTS: ("into", layer + 1, *buffer.key),
     }
     special: dict[str, Meaning] = {
+        "host_rows": (name, layer, *buffer.key),
+        "host_sum": (name, layer, *buffer.key),
         "embedded": (name, part),
         "hidden": hidden.get(task.op, ()),
         "kv": (name, layer, part, "new"),

@@ -78,6 +78,15 @@ def test_every_wave_passes_every_layer_once(case: tuple[Schedule, StepForm]) -> 
             of_group = [task for task in of_layer if task.part % num_groups == group]
             micro_batches = [b.key[0] for task in of_group for b in task.writes]
             assert sorted(micro_batches) == list(range(form.num_micro_batches))
+        sums = {
+            task.part: [buffer.key for buffer in task.reads]
+            for task in schedule.tasks
+            if task.op is Op.SUMS and task.layer == layer
+        }
+        by_launch = {
+            task.part // num_groups: [buffer.key for buffer in task.writes] for task in of_layer
+        }
+        assert sums == (by_launch if form.layers[layer].host_experts else {})
 
 
 @QUICK

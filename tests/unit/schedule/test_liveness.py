@@ -52,9 +52,13 @@ def test_a_step_stays_within_its_slots_its_rings_and_its_hidden_states(
     schedule = STREAMING_BUILDERS[name](form)
     max_pages = max(pages.num_common_pages for pages in form.layers)
     groups = [group for pages in form.layers for group in pages.group_pages]
+    is_on_cores = any(pages.host_experts for pages in form.layers)
     max_in_flight = {
         "weights": 2 * max_pages + form.ring_slots * max(map(len, groups), default=0),
-        "expert_sum": form.num_micro_batches if groups else 0,
+        "expert_sum": form.num_micro_batches if groups or is_on_cores else 0,
+        "host_rows": is_on_cores * form.num_micro_batches,
+        "host_sum": is_on_cores * form.num_micro_batches,
+        "returned_sum": is_on_cores * 2,
         "staging": form.staging_slots,
         "staged_kv": 2,
         "hidden": form.num_micro_batches,

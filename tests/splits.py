@@ -1,0 +1,32 @@
+"""Steps whose experts are divided between device and cores by a script, not by predicted times."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from raymoe.engine import runner_loading
+from raymoe.runtime.micro_batches import CutStep
+
+
+def choose_splits(
+    monkeypatch: pytest.MonkeyPatch, choose: Callable[[int], int], seen: list[int] | None = None
+) -> None:
+    """Make engines take the split that `choose` gives for the number of splits, step by step."""
+
+    def of(_model: object, steps: object) -> Callable[[CutStep], int]:
+        count = len(steps.splits)  # type: ignore[attr-defined]
+
+        def chosen(_cut: CutStep) -> int:
+            split = choose(count)
+            if seen is not None:
+                seen.append(split)
+            return split
+
+        return chosen
+
+    monkeypatch.setattr(runner_loading.SplitChoice, "of", of)
+
+
+def random_splits(seed: int) -> Callable[[int], int]:
+    return random.Random(seed).randrange
