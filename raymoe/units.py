@@ -4,6 +4,7 @@ import re
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
+YEAR_S = 365 * 24 * 3600
 
 _UNITS = {"": 1, "B": 1, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": TIB}
 _UNITS |= {"KB": KB, "MB": MB, "GB": GB, "TB": TB, "K": KIB, "M": MIB, "G": GIB, "T": TIB}
@@ -37,6 +38,8 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds * 1e3:.1f} ms"
     if seconds < 60:
         return f"{seconds:.1f} s"
+    if seconds > 1000 * YEAR_S:
+        return "more than 1,000 years"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02d}m{rest:02d}s" if hours else f"{minutes}m{rest:02d}s"

@@ -325,18 +325,19 @@ def _plain(each: Comparison) -> dict[str, Any]:
 
 
 def _table(comparisons: list[Comparison], title: str) -> Table:
-    table = Table(title=title)
+    """No wider than 80 columns."""
+    table = Table(title=f"{title}; busy share of lanes in %", box=None, padding=(0, 1, 0, 0))
     table.add_column("schedule", no_wrap=True)
-    for column in ("predicted", "measured", "gap", *LANES, "bound", "tokens/s"):
-        table.add_column(column, justify="right")
+    for column in ("predicted", "measured", "gap %", *LANES, "bound", "tokens/s"):
+        table.add_column(column, justify="right", no_wrap=True)
     for each in comparisons:
         table.add_row(
             each.name,
             format_seconds(each.predicted.makespan_s),
             format_seconds(each.measured.makespan_s),
-            f"{100 * each.gap:+.1f} %",
-            *(f"{100 * each.measured.utilization(lane):.0f} %" for lane in LANES),
+            f"{100 * each.gap:+.1f}",
+            *(f"{100 * each.measured.utilization(lane):.0f}" for lane in LANES),
             each.bound,
-            f"{each.tokens_per_s:.1f}",
+            f"{each.tokens_per_s:,.1f}",
         )
     return table

@@ -2,13 +2,13 @@
 
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.status import Status
 from rich.table import Table
@@ -16,136 +16,33 @@ from rich.text import Text
 
 from raymoe.cli import model_by_name, size
 from raymoe.config import DTYPES, MAX_RANKS
-from raymoe.errors import ConfigError, UnknownOptionError
+from raymoe.errors import ConfigError, InfeasiblePlanError, UnknownOptionError
 from raymoe.plan.device_step import KV_BLOCK_TOKENS, DeviceStep, StreamedSteps
-from raymoe.plan.draw import PlanOn, roofline_picture, throughput_picture
+from raymoe.plan.draw import roofline_picture, throughput_picture
 from raymoe.plan.plan import DEFAULT_WORKLOAD, RESOURCE_NAMES, Plan
 from raymoe.plan.policy import DevicePolicy, Footprint
-from raymoe.plan.rank import PRICES_DATE, Offer, rank, read_prices
-from raymoe.plan.search import find_plan, of_one_rank
+from raymoe.plan.rank import (
+    JobPlanner,
+    Offer,
+    next_steps,
+    notes_of,
+    plan_in_time,
+    rank,
+    ranking_notes,
+    read_prices,
+)
+from raymoe.plan.search import of_one_rank
 from raymoe.schedule.builders import STREAMING_BUILDERS
 from raymoe.schedule.draw import draw_text
+from raymoe.schedule.graph import Resource
 from raymoe.schedule.timeline import Timeline, middle_layers
-from raymoe.specs.hardware import (
-    HARDWARE_PRESETS,
-    Curve,
-    DeviceCurves,
-    HardwareSpec,
-    HostCurves,
-    find_hardware,
-)
+from raymoe.specs.hardware import HARDWARE_PRESETS, HardwareSpec, find_hardware
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS
 from raymoe.specs.quantization import WEIGHTS, quantization_of
 from raymoe.specs.weight_format import ITEM_BYTES, PLAIN_FORMATS
 from raymoe.specs.workload import Workload
-from raymoe.units import GB, GIB, TB, format_bytes, format_seconds
-
-MORE_DEVICE_BYTES = 8 * GIB
-HOST_MEMORY_FACTOR = 1.5
-RATE_FACTOR = 2
-
-Rates = TypeVar("Rates", HardwareSpec, HostCurves, DeviceCurves)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """A node that has more of one thing.
-
-    Attributes:
-        resource: What there is more of.
-        before: How much of it the node has.
-        after: How much it would have.
-    """
-
-    resource: str
-    before: str
-    after: str
-    hardware: HardwareSpec
-
-
-def next_steps(node: HardwareSpec) -> Iterator[Step]:
-    """One step of each resource; those of the GPU and its link only where there is one."""
-    host_memory = int(HOST_MEMORY_FACTOR * node.host_memory_bytes)
-    if node.has_gpu:
-        device_memory = node.gpu_memory_bytes + MORE_DEVICE_BYTES
-        more = replace(node, gpu_memory_bytes=device_memory)
-        yield _step("GPU memory", node, more, _device_memory)
-    yield _step("host memory", node, replace(node, host_memory_bytes=host_memory), _host_memory)
-    if node.has_gpu:
-        yield _step("link", node, _with_faster_link(node), _link)
-    yield _step("cores", node, _with_faster_host(node), _host)
-    if node.has_gpu:
-        yield _step("GPU rate", node, _with_faster_gpu(node), _gpu)
-
-
-def _step(
-    resource: str, node: HardwareSpec, more: HardwareSpec, describe: Callable[[HardwareSpec], str]
-) -> Step:
-    return Step(resource=resource, before=describe(node), after=describe(more), hardware=more)
-
-
-def _with_faster_link(node: HardwareSpec) -> HardwareSpec:
-    curves = node.device_curves
-    if curves is not None:
-        names = [field.name for field in fields(curves) if "htod" in field.name]
-        names += [field.name for field in fields(curves) if "dtoh" in field.name]
-        curves = _faster(curves, *names)
-    return replace(_faster(node, "htod_bytes_per_s", "dtoh_bytes_per_s"), device_curves=curves)
-
-
-def _with_faster_host(node: HardwareSpec) -> HardwareSpec:
-    host, device = node.host_curves, node.device_curves
-    if host is not None:
-        host = _faster(host, *(field.name for field in fields(host)))
-    if device is not None:
-        device = _faster(device, "busy_attention_bytes_per_s")
-    names = ("num_cores", "host_bytes_per_s", "host_flop_per_s", "host_copy_bytes_per_s")
-    return replace(_faster(node, *names), host_curves=host, device_curves=device)
-
-
-def _with_faster_gpu(node: HardwareSpec) -> HardwareSpec:
-    curves = node.device_curves
-    if curves is not None:
-        of_link_and_host = ("htod", "dtoh", "busy_attention")
-        names = [
-            field.name
-            for field in fields(curves)
-            if not any(other in field.name for other in of_link_and_host)
-            and getattr(curves, field.name) is not None
-        ]
-        curves = _faster(curves, *names)
-    return replace(_faster(node, "gpu_flop_per_s", "gpu_bytes_per_s"), device_curves=curves)
-
-
-def _faster(rates: Rates, *names: str) -> Rates:
-    changes: dict[str, Any] = {}
-    for name in names:
-        value = getattr(rates, name)
-        is_curve = isinstance(value, Curve)
-        changes[name] = value.scaled(RATE_FACTOR) if is_curve else RATE_FACTOR * value
-    return replace(rates, **changes)
-
-
-def _device_memory(node: HardwareSpec) -> str:
-    return format_bytes(node.gpu_memory_bytes)
-
-
-def _host_memory(node: HardwareSpec) -> str:
-    return format_bytes(node.host_memory_bytes)
-
-
-def _link(node: HardwareSpec) -> str:
-    return f"{node.htod_bytes_per_s / GB:.1f} GB/s"
-
-
-def _host(node: HardwareSpec) -> str:
-    return f"{node.num_cores} with {node.host_bytes_per_s / GB:.0f} GB/s"
-
-
-def _gpu(node: HardwareSpec) -> str:
-    return f"{node.gpu_flop_per_s / TB:.0f} TFLOP/s"
-
+from raymoe.units import format_bytes, format_seconds
 
 Row = tuple[str, str]
 GANTT_LAYERS = 2  # two kinds of layers may take turns
@@ -169,9 +66,9 @@ def memory_table(plan: Plan) -> Table:
     return table
 
 
-def prediction_table(plan: Plan, price_per_hour: float | None) -> Table:
+def prediction_table(plan: Plan, price_per_hour: float | None, num_nodes: int = 1) -> Table:
     """What the job will take; its cost where the price of the node is known."""
-    return _two_columns("prediction", _prediction_rows(plan, price_per_hour))
+    return _two_columns("prediction", _prediction_rows(plan, price_per_hour, num_nodes))
 
 
 def gantt(decode: Timeline, width: int) -> str:
@@ -229,17 +126,23 @@ def _group(device: DevicePolicy) -> str:
     )
 
 
-def _prediction_rows(plan: Plan, price_per_hour: float | None) -> Iterator[Row]:
+def _prediction_rows(plan: Plan, price_per_hour: float | None, num_nodes: int) -> Iterator[Row]:
     job = plan.job
     yield "decoding is bound by", RESOURCE_NAMES[plan.bound]
     yield "prefill", f"{plan.prefill_tokens_per_s:,.1f} prompt tokens/s"
     yield "decode", f"{plan.decode_tokens_per_s:,.1f} tokens/s"
     yield "end to end", f"{plan.tokens_per_s:,.1f} generated tokens/s"
+    if num_nodes > 1:
+        yield (
+            f"{num_nodes:,} such nodes",
+            f"{num_nodes * plan.tokens_per_s:,.1f} generated tokens/s, "
+            f"{plan.workload.num_rows:,} rows each",
+        )
     yield "the job", f"{format_seconds(job.seconds)} in {job.num_steps:,.0f} passes"
     if price_per_hour is not None:
         million = plan.cost_per_million_tokens(price_per_hour)
         yield "cost", f"{million:.3g} per million generated tokens"
-        yield "cost of the job", f"{price_per_hour * job.seconds / 3600:.3g}"
+        yield "cost of the job", f"{num_nodes * price_per_hour * job.seconds / 3600:.3g}"
 
 
 def _two_columns(title: str, rows: Iterable[Row]) -> Table:
@@ -304,8 +207,10 @@ def _lengths_of_row(path: Path, index: int, row: Any) -> tuple[int, int]:
     return cells[0], cells[1]
 
 
-def plan_as_json(plan: Plan, price_per_hour: float | None) -> dict[str, Any]:
-    """Policy, memory in bytes and prediction of a plan, as JSON can hold them."""
+def plan_as_json(
+    plan: Plan, price_per_hour: float | None, num_nodes: int = 1, notes: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Policy, memory in bytes and prediction of each node's plan, as JSON can hold them."""
     workload, job = plan.workload, plan.job
     found: dict[str, Any] = {
         "model": plan.model_name,
@@ -325,9 +230,13 @@ def plan_as_json(plan: Plan, price_per_hour: float | None) -> dict[str, Any]:
         "tokens_per_s": plan.tokens_per_s,
         "seconds": job.seconds,
         "num_steps": job.num_steps,
+        "num_nodes": num_nodes,
+        "fits_gpu": plan.schedule == "resident",
+        "measured_share": plan.hardware.measured_share,
+        "notes": [*notes],
     }
     if price_per_hour is not None:
-        found["cost"] = price_per_hour * job.seconds / 3600
+        found["cost"] = num_nodes * price_per_hour * job.seconds / 3600
         found["cost_per_million_tokens"] = plan.cost_per_million_tokens(price_per_hour)
     return found
 
@@ -378,6 +287,20 @@ KvDtype = Annotated[
     str,
     typer.Option(help=f"Type of the KV cache: {', '.join(DTYPES)}.", metavar="NAME"),
 ]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help=f"Type of computation and of weights that are not quantised: {', '.join(DTYPES)}.",
+        metavar="NAME",
+    ),
+]
+Nodes = Annotated[
+    int | None, typer.Option(min=1, help="Equal nodes that share the rows; 1 by default.")
+]
+Deadline = Annotated[
+    float | None,
+    typer.Option(min=0.001, help="Hours; the fewest nodes that end before are found."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 ScheduleName = Annotated[
     str,
@@ -416,8 +339,8 @@ Price = Annotated[
 Prices = Annotated[
     Path | None,
     typer.Option(
-        help="JSON with US dollars an hour by instance, for the ranking without --hardware; by "
-        f"default list prices ({PRICES_DATE})."
+        help="JSON with US dollars an hour by instance, preset or hardware file, for the ranking "
+        "without --hardware; by default raymoe/assets/prices.json."
     ),
 ]
 WhatIf = Annotated[
@@ -439,6 +362,7 @@ def run(  # noqa: PLR0913 - the options of a command
     num_rows: NumRows = None,
     lengths: Lengths = None,
     weights: Weights = None,
+    dtype: Dtype = "auto",
     kv_dtype: KvDtype = "auto",
     schedule: ScheduleName = "auto",
     host_memory: HostMemory = None,
@@ -447,6 +371,8 @@ def run(  # noqa: PLR0913 - the options of a command
     tensor_parallel: TensorParallel = 1,
     price_per_hour: Price = None,
     prices: Prices = None,
+    nodes: Nodes = None,
+    deadline_hours: Deadline = None,
     what_if: WhatIf = False,
     plot: Plot = False,
     out: Out = Path("raymoe-plan"),
@@ -454,47 +380,89 @@ def run(  # noqa: PLR0913 - the options of a command
 ) -> None:
     """Choose how to run a model on a node, and predict speed, time and cost of a job.
 
-    Needs neither weights nor node. Prints policy, memory, what limits decoding,
-    predicted rates, and a few layers of a step. What does not fit is refused
-    with the bytes that are missing.
+    Needs neither weights nor node. Prints policy, memory, what limits decoding, predicted
+    rates, and a few layers of a step. What does not fit is refused with the bytes missing.
     """
     _check_usage(
         hardware, prices, host_memory=host_memory, device_memory=device_memory, plot=plot,
         price_per_hour=price_per_hour, what_if=what_if, tensor_parallel=tensor_parallel > 1,
     )  # fmt: skip
-    spec = model_by_name(model)
-    if weights is not None:
-        spec = replace(spec, quantization=quantization_of(weights), dtype="bfloat16")
+    workload = _workload(num_rows, prompt_len, gen_len, lengths)
     node = None if hardware is None else _node(hardware, host_memory, device_memory)
-    typical = Workload(
-        num_rows=num_rows or DEFAULT_WORKLOAD.num_rows, prompt_tokens=prompt_len,
-        generated_tokens=gen_len,
-    )  # fmt: skip
-    workload = typical if lengths is None else read_lengths(lengths, num_rows)
+    spec = _model(model, weights, dtype)
     _check(spec, node, workload, schedule=schedule, max_context=max_context)
     if node is not None:
         spec, node = of_one_rank(spec, node, tensor_parallel)
-    plan_on: PlanOn = partial(
-        find_plan, spec, workload=workload, schedule=schedule, max_model_len=max_context,
-        kv_bytes_per_element=_kv_bytes(kv_dtype),
+    planner = JobPlanner(
+        spec, workload, schedule=schedule, max_model_len=max_context,
+        bytes_per_element=_item_bytes(dtype, "--dtype") or 2,
+        kv_bytes_per_element=_item_bytes(kv_dtype, "--kv-dtype"),
     )  # fmt: skip
+    fleet = _Fleet(nodes, deadline_hours)
     if node is None:
-        _rank(spec, workload, prices, plan_on, as_json=as_json)
+        _rank(planner, fleet, prices, as_json=as_json)
         return
-    plan = plan_on(node)
+    plan, count = _plan_on(planner, fleet, node)
+    notes = [*notes_of(plan, spec), *planner.pipeline_note(node, plan)]
     if as_json:
-        typer.echo(json.dumps(plan_as_json(plan, price_per_hour), indent=2))
+        typer.echo(json.dumps(plan_as_json(plan, price_per_hour, count, notes), indent=2))
     else:
-        _print(plan, price_per_hour)
+        _print(plan, price_per_hour, count, notes)
+    planner = replace(planner, workload=plan.workload)
     if what_if:
-        Console().print(_what_if_table(plan, plan_on))
+        Console().print(_what_if_table(plan, planner))
     if plot:
-        _write(_pictures(plan, spec, plan_on), out)
+        _write(_pictures(plan, planner), out)
 
 
-def _kv_bytes(dtype: str) -> int | None:
+@dataclass(frozen=True, slots=True)
+class _Fleet:
+    """How many nodes share the rows, or when they have to be done."""
+
+    num_nodes: int | None
+    deadline_hours: float | None
+
+    def __post_init__(self) -> None:
+        if self.num_nodes is not None and self.deadline_hours is not None:
+            raise ConfigError("--deadline-hours finds the number of nodes; leave out --nodes")
+
+    @property
+    def deadline_s(self) -> float | None:
+        return None if self.deadline_hours is None else 3600 * self.deadline_hours
+
+
+def _plan_on(planner: JobPlanner, fleet: _Fleet, node: HardwareSpec) -> tuple[Plan, int]:
+    try:
+        return plan_in_time(planner, node, fleet.num_nodes or 1, fleet.deadline_s)
+    except InfeasiblePlanError as error:
+        pipeline = planner.pipeline(node)
+        if pipeline is None:
+            raise
+        raise InfeasiblePlanError(f"{error}\n{pipeline.describe(node.name)}") from error
+
+
+def _workload(
+    num_rows: int | None, prompt_len: int, gen_len: int, lengths: Path | None
+) -> Workload:
+    if lengths is not None:
+        return read_lengths(lengths, num_rows)
+    return Workload(
+        num_rows=num_rows or DEFAULT_WORKLOAD.num_rows,
+        prompt_tokens=prompt_len,
+        generated_tokens=gen_len,
+    )
+
+
+def _model(name: str, weights: str | None, dtype: str) -> ModelSpec:
+    model = model_by_name(name)
+    if weights is not None:
+        model = replace(model, quantization=quantization_of(weights), dtype="bfloat16")
+    return model if dtype == "auto" else replace(model, dtype=dtype)
+
+
+def _item_bytes(dtype: str, option: str) -> int | None:
     if dtype not in DTYPES:
-        raise UnknownOptionError(dtype, DTYPES, "--kv-dtype")
+        raise UnknownOptionError(dtype, DTYPES, option)
     return None if dtype == "auto" else ITEM_BYTES[PLAIN_FORMATS[dtype].dtype]
 
 
@@ -538,46 +506,65 @@ def _check_usage(hardware: str | None, prices: Path | None, **of_one_node: objec
         raise ConfigError(f"{', '.join(named)}: about one node; name it with --hardware")
 
 
-def _rank(
-    model: ModelSpec,
-    workload: Workload,
-    path: Path | None,
-    plan_on: PlanOn,
-    *,
-    as_json: bool,
-) -> None:
+def _rank(planner: JobPlanner, fleet: _Fleet, path: Path | None, *, as_json: bool) -> None:
     prices = read_prices(path)
     with _planning_others():
-        offers = rank(prices.items(), plan_on)
+        offers = rank(
+            prices.prices, planner, num_nodes=fleet.num_nodes or 1, deadline_s=fleet.deadline_s
+        )
+        notes = [*ranking_notes(planner, offers)]
     if as_json:
-        typer.echo(json.dumps([offer.to_json() for offer in offers], indent=2))
+        found = {
+            "prices": {"source": prices.source, "date": prices.date},
+            "offers": [offer.to_json() for offer in offers],
+            "notes": notes,
+        }
+        typer.echo(json.dumps(found, indent=2))
         return
     console = Console()
-    console.print(_title(model.name, "one instance", workload), style="bold")
+    title = f"{fleet.num_nodes} nodes" if fleet.num_nodes else "one node"
+    console.print(_title(planner.model.name, title, planner.workload), style="bold")
     console.print(ranking_table(offers))
-    source = path or f"list prices of {PRICES_DATE}"
-    console.print(f"{source}; speed grows with the number of instances, the cost stays")
+    for note in (f"Prices: {prices.origin}.", *notes):
+        console.print(note)
 
 
-def ranking_table(offers: Iterable[Offer]) -> Table:
-    table = Table(title="instances, cheapest first")
-    for column in ("instance", "$/h", "tokens/s", "$ per M tokens", "hours", "bound by"):
-        is_text = column in {"instance", "bound by"}
-        table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
+BOUNDS = {
+    Resource.GPU: "GPU",
+    Resource.CPU: "CPU",
+    Resource.HTOD: "link in",
+    Resource.DTOH: "link out",
+    Resource.HOST_COPY: "staging",
+}
+
+
+def ranking_table(offers: Sequence[Offer]) -> Table:
+    """Rates of all nodes of an offer together; readable with 80 columns."""
+    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
+    has_nodes = any(offer.num_nodes > 1 for offer in offers)
+    headers = ["instance", "$/h", "tokens/s", "band", "$/M", "spot", "hours"]
+    headers += ["nodes"] if has_nodes else []
+    for header in headers:
+        table.add_column(header, justify="left" if header == "instance" else "right", no_wrap=True)
+    table.add_column("bound by", no_wrap=True)
     for offer in offers:
-        plan = offer.plan
-        if plan is None:
-            table.add_row(offer.name, f"{offer.price_per_hour:.2f}", "-", "-", "-", "does not fit")
+        price = f"{offer.price.on_demand:.2f}"
+        if offer.plan is None:
+            table.add_row(offer.name, price, *["-"] * (len(headers) - 2), offer.label)
             continue
-        bound = RESOURCE_NAMES[plan.bound]
-        hint = "; fits it" if plan.schedule == "resident" else "; GPU idle" if plan.note else ""
+        plan, rate = offer.plan, offer.num_nodes * offer.plan.tokens_per_s
+        band, spot = plan.hardware.measured_share, offer.spot_cost_per_million
+        hint = "fits GPU" if plan.schedule == "resident" else BOUNDS[plan.bound]
         table.add_row(
             offer.name,
-            f"{offer.price_per_hour:.2f}",
-            f"{plan.tokens_per_s:,.0f}",
+            price,
+            f"{rate:,.0f}",
+            "" if band is None else f"{band[0]}-{band[1]}",
             f"{offer.cost_per_million:.2f}",
+            "" if spot is None else f"{spot:.2f}",
             f"{plan.job.seconds / 3600:,.1f}",
-            bound + hint,
+            *([f"{offer.num_nodes:,}"] if has_nodes else []),
+            "CPU alone" if plan.note else hint,
         )
     return table
 
@@ -589,16 +576,18 @@ def _title(model: str, node: str, workload: Workload) -> str:
     )
 
 
-def _print(plan: Plan, price_per_hour: float | None) -> None:
+def _print(plan: Plan, price_per_hour: float | None, num_nodes: int, notes: Iterable[str]) -> None:
     console = Console()
     console.print(_title(plan.model_name, plan.hardware.name, plan.workload), style="bold")
     console.print(policy_table(plan))
     console.print(memory_table(plan))
-    console.print(prediction_table(plan, price_per_hour))
+    console.print(prediction_table(plan, price_per_hour, num_nodes))
+    for note in notes:
+        console.print(note)
     console.print(Text(gantt(plan.decode, console.width)))
 
 
-def _what_if_table(plan: Plan, plan_on: PlanOn) -> Table:
+def _what_if_table(plan: Plan, plan_on: JobPlanner) -> Table:
     table = Table(title="what if")
     for column in ("more", "now", "then", "tokens/s", "gain", "bound"):
         table.add_column(column, justify="right" if column in {"tokens/s", "gain"} else "left")
@@ -616,9 +605,9 @@ def _what_if_table(plan: Plan, plan_on: PlanOn) -> Table:
     return table
 
 
-def _pictures(plan: Plan, model: ModelSpec, plan_on: PlanOn) -> dict[str, str]:
+def _pictures(plan: Plan, plan_on: JobPlanner) -> dict[str, str]:
     with _planning_others():
-        pictures = {"throughput.svg": throughput_picture(plan, model, plan_on)}
+        pictures = {"throughput.svg": throughput_picture(plan, plan_on.model, plan_on)}
     if isinstance(plan.steps, DeviceStep):
         pictures["roofline.svg"] = roofline_picture(plan, plan.steps)
     return pictures

@@ -56,7 +56,7 @@ from raymoe.specs.hardware import (
     is_hardware_file,
     preset_of_gpu,
 )
-from raymoe.specs.model import ModelSpec
+from raymoe.specs.model import OVERFLOWS_IN_FLOAT16, ModelSpec
 from raymoe.units import ceil_div, format_bytes
 
 # While an actor restarts, the kernel still frees up to hundreds of gigabytes of the former process.
@@ -108,8 +108,6 @@ def check_available(
 MEMORY_FRACTION = 0.85  # of available memory: Ray kills processes of a node that is 95 % full
 EMULATED_BY_DEFAULT = "t4"
 LANE_CORES = 2  # for threads that launch kernels and copies
-# Trained in bfloat16 with hidden states beyond 65504.
-OVERFLOWS_IN_FLOAT16 = {"gpt_oss", "gemma3_text", "gemma4_text"}
 PROBE_S = 0.3  # enough to tell the machine's kind; `raymoe profile` takes a minute
 
 

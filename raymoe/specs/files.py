@@ -205,9 +205,9 @@ def _read(kind: object, value: object, where: str) -> object:
         return float(cast("float", value))
     if kind is int and is_number and isinstance(value, int):
         return value
-    if kind is str and isinstance(value, str):
+    if kind in {str, bool} and type(value) is kind:
         return value
-    names = {float: "a number", int: "a whole number", str: "text"}
+    names = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
     raise ConfigError(f"{where} is {value!r}; it takes {names[cast('type', kind)]}")
 
 

@@ -149,6 +149,10 @@ class HardwareSpec:
         device_curves: Only on a node with a GPU.
         task_overhead_s: Time of a task beyond its kernels, over the tokens of the step, on a node
             without host_curves; None for a constant of the cost model.
+        has_bfloat16: Whether the GPU has products of bfloat16; without, models run in float16.
+        measured_share: Lowest and highest throughput that was measured on such a GPU over what a
+            plan with these rates predicts for the same policy; None if nothing is known, as of most
+            presets, or if the rates were measured on the node.
     """
 
     name: str
@@ -166,6 +170,8 @@ class HardwareSpec:
     host_curves: HostCurves | None = None
     device_curves: DeviceCurves | None = None
     task_overhead_s: Curve | None = None
+    has_bfloat16: bool = True
+    measured_share: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         _check_positive(self, HOST_FIELDS)
@@ -188,6 +194,11 @@ class HardwareSpec:
     def has_gpu(self) -> bool:
         return self.gpu_memory_bytes > 0
 
+    @property
+    def is_estimate(self) -> bool:
+        """Whether the GPU's rates come from data sheets and papers, not from `raymoe profile`."""
+        return self.has_gpu and self.device_curves is None
+
     def without_gpu(self) -> Self:
         return replace(
             self,
@@ -198,6 +209,8 @@ class HardwareSpec:
             dtoh_bytes_per_s=0.0,
             peer_bytes_per_s=0.0,
             device_curves=None,
+            has_bfloat16=True,
+            measured_share=None,
         )
 
     def share(self, count: int) -> "HardwareSpec":
@@ -232,6 +245,8 @@ class HardwareSpec:
             peer_bytes_per_s=other.peer_bytes_per_s,
             host_copy_bytes_per_s=self.host_copy_bytes_per_s or other.host_copy_bytes_per_s,
             device_curves=other.device_curves,
+            has_bfloat16=other.has_bfloat16,
+            measured_share=other.measured_share,
         )
 
     @classmethod
@@ -281,6 +296,8 @@ class _Gpu:
     gb_per_s: float
     tflop_per_s: float
     link_gb_per_s: float
+    has_bfloat16: bool = True
+    measured_share: tuple[float, float] | None = None
 
 
 def _node(name: str, host: _Host, gpu: _Gpu) -> HardwareSpec:
@@ -296,6 +313,8 @@ def _node(name: str, host: _Host, gpu: _Gpu) -> HardwareSpec:
         htod_bytes_per_s=gpu.link_gb_per_s * GB,
         dtoh_bytes_per_s=gpu.link_gb_per_s * GB,
         host_copy_bytes_per_s=host.gb_per_s * GB / NUM_COPIES,
+        has_bfloat16=gpu.has_bfloat16,
+        measured_share=gpu.measured_share,
     )
 
 
@@ -303,9 +322,12 @@ _PCIE4, _PCIE5 = 24.3, 48.6
 _A6000, _L40S, _A100 = (GPU_PRODUCT_FRACTION * peak for peak in (155, 362, 312))
 # Kernels without Hopper's asynchronous copies and persistent tiles; an estimate, not measured.
 _HOPPER = 0.36 * 989
+# Published throughput of MoE-Lightning (its files of settings S1 and S2) over a simulation of its
+# policies with these rates: its prefill is slow, and link and products of the T4 are guesses.
+_T4_SHARE, _L4_SHARE = (0.34, 0.55), (0.59, 0.97)
 _NODES = (
-    _node("t4", _Host(24, 192, 100.0, 0.8), _Gpu(14.6, 320.0, 25.0, 12.35)),
-    _node("l4", _Host(24, 192, 81.6, 1.6), _Gpu(22.5, 300.0, 60.0, 12.35)),
+    _node("t4", _Host(24, 192, 100.0, 0.8), _Gpu(14.6, 320.0, 25.0, 12.35, False, _T4_SHARE)),
+    _node("l4", _Host(24, 192, 81.6, 1.6), _Gpu(22.5, 300.0, 60.0, 12.35, True, _L4_SHARE)),
     _node("a10", _Host(32, 256, 150.0, 2.9), _Gpu(22.5, 600.0, 65.0, _PCIE4)),
     _node("a5000", _Host(28, 512, 150.0, 2.5), _Gpu(24.0, 768.0, 72.0, _PCIE4)),
     _node("a6000", _Host(16, 480, 150.0, 1.5), _Gpu(48.0, 768.0, _A6000, _PCIE4)),
@@ -346,6 +368,9 @@ _INSTANCES: Mapping[str, tuple[int, int, str, int]] = {
                                      ("g6e", "l40s", 32))
     for size, num_gpus in ((1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (12, 4), (24, 4), (48, 8))
     if family != "g4dn" or size <= 16
+} | {
+    "gr6.4xlarge": (16, 128, "l4", 1),
+    "gr6.8xlarge": (32, 256, "l4", 1),
 } | {
     f"g2-standard-{cpus}": (cpus, 4 * cpus, "l4", num_gpus)
     for cpus, num_gpus in ((4, 1), (8, 1), (12, 1), (16, 1), (32, 1), (24, 2), (48, 4), (96, 8))

@@ -53,6 +53,7 @@ from raymoe.specs.rope import RopeSpec, parse_rope
 from raymoe.specs.weight_format import ITEM_BYTES, PLAIN_FORMATS, WeightFormat
 
 __all__ = [
+    "OVERFLOWS_IN_FLOAT16",
     "AttentionSpec",
     "ClampSpec",
     "DenseSpec",
@@ -63,6 +64,9 @@ __all__ = [
     "RouterSpec",
     "SharedSpec",
 ]
+
+# Types of models that were trained in bfloat16 with hidden states beyond 65504.
+OVERFLOWS_IN_FLOAT16 = {"gpt_oss", "gemma3_text", "gemma4_text"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raymoe.errors import ConfigError
+from raymoe.units import ceil_div
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,10 @@ class Workload:
             generated_tokens=max(1, round(sum(tokens for _, tokens in row_lengths) / count)),
             row_lengths=row_lengths,
         )
+
+    def share(self, count: int) -> "Workload":
+        """The rows of one of `count` equal nodes."""
+        return replace(self, num_rows=ceil_div(self.num_rows, count))
 
     @property
     def context_tokens(self) -> int:

@@ -53,6 +53,8 @@ def test_the_command_runs_every_schedule_and_draws_them(
     table = capsys.readouterr().out
     for name in STREAMING_BUILDERS:
         assert name in table
+    assert max(map(len, table.splitlines())) <= 80
+    assert "\u2026" not in table, "nothing is cut"
     root = ET.parse(tmp_path / "out" / "schedules.svg").getroot()
     assert root.tag.endswith("svg")
     events = json.loads((tmp_path / "out" / "trace.json").read_text())["traceEvents"]

@@ -17,11 +17,13 @@ import pytest
 from raymoe.cli import run
 from raymoe.cli.plan import gantt
 from raymoe.plan.plan import RESOURCE_NAMES
+from raymoe.plan.rank import notes_of
 from raymoe.plan.search import find_plan
 from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.schedule.timeline import Span, Timeline
 from raymoe.specs.hardware import HARDWARE_PRESETS, HardwareSpec, hardware_preset
 from raymoe.specs.model import ModelSpec
+from raymoe.specs.presets_models import model_preset
 from raymoe.specs.quantization import quantization_of
 from raymoe.specs.workload import Workload
 from raymoe.units import GIB, format_bytes, format_seconds
@@ -107,6 +109,60 @@ def test_it_prints_what_was_planned(model: str, capsys: pytest.CaptureFixture[st
             assert f"{purpose} {format_bytes(num_bytes)}" in found
 
 
+def test_presets_are_marked_with_what_was_measured_on_such_gpus(tmp_path: Path) -> None:
+    model = ModelSpec.from_config(CONFIG)
+    plan = find_plan(model, NODE, WORKLOAD, schedule="cgopipe")
+    found = " ".join(notes_of(plan, model))
+    low, high = 0.34 * plan.tokens_per_s, 0.55 * plan.tokens_per_s
+    assert f"measured 0.34 to 0.55 of such a prediction, here {low:,.1f} to {high:,.1f}" in found
+    assert "t4 has no products of bfloat16: raymoe computes in float16" in found
+    assert "bfloat16" not in " ".join(notes_of(plan, replace(model, dtype="float32")))
+    other = " ".join(notes_of(replace(plan, hardware=hardware_preset("a10")), model))
+    assert "no measurement has confirmed" in other
+    assert "bfloat16" not in other
+    assert "overflow in float16" in " ".join(notes_of(plan, model_preset("gpt-oss-20b")))
+    NODE.to_file(tmp_path / "node.json")
+    read = HardwareSpec.from_file(tmp_path / "node.json")
+    assert (read.measured_share, read.has_bfloat16) == ((0.34, 0.55), False)
+
+
+def test_a_job_out_of_reach_gets_a_sentence(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = ("--num-rows", str(10**16), "--schedule", "resident")
+    assert run(["plan", "--model", model, "--hardware", "a100", *JOB, *rows]) == 0
+    found = words(capsys.readouterr().out)
+    assert "the job more than 1,000 years" in found
+    assert "This job is out of reach" in found
+
+
+def test_the_dtype_reaches_weights_and_cache(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--model", model, "--hardware", "a100", *JOB, "--schedule", "resident")
+    wide, narrow = (planned(capsys, *given, "--dtype", name) for name in ("float32", "bfloat16"))
+    weights = [each["device_memory"]["weights"] for each in (wide, narrow)]
+    assert weights[0] == 2 * weights[1]
+    assert narrow == planned(capsys, *given)
+    assert narrow["fits_gpu"]
+    assert "do not offload" in " ".join(narrow["notes"])
+
+
+def test_nodes_share_the_job(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    job = (
+        *JOB, "--num-rows", "4000", "--nodes", "4", "--price-per-hour", "2",
+        "--schedule", "resident",
+    )  # fmt: skip
+    plan = find_plan(
+        ModelSpec.from_directory(model), hardware_preset("a100"), replace(WORKLOAD, num_rows=1000),
+        schedule="resident",
+    )  # fmt: skip
+    found = planned(capsys, "--model", model, "--hardware", "a100", *job)
+    assert (found["num_nodes"], found["seconds"]) == (4, pytest.approx(plan.job.seconds))
+    assert found["cost"] == pytest.approx(4 * 2 * plan.job.seconds / 3600)
+    assert run(["plan", "--model", model, "--hardware", "a100", *job]) == 0
+    text = words(capsys.readouterr().out)
+    assert f"4 such nodes {4 * plan.tokens_per_s:,.1f} generated tokens/s, 1,000 rows each" in text
+
+
 def test_it_prints_the_plan_of_one_of_several_gpus(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,6 +198,7 @@ def test_a_model_that_does_not_fit_is_refused_with_the_bytes_missing(
     assert "deepseek-v3 with one sequence needs" in error
     assert re.search(r"\([\d.]+ GiB short\)", error)
     assert re.search(r"^ +KV cache +[\d.]+ GiB$", error, re.MULTILINE)
+    assert re.search(r"^\d+ x l4 hold the model in a pipeline", error, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

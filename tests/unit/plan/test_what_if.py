@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 
-from raymoe.cli.plan import next_steps
+from raymoe.plan.rank import next_steps
 from raymoe.specs.hardware import Curve, DeviceCurves, HardwareSpec, HostCurves, hardware_preset
 from raymoe.units import GIB
 
