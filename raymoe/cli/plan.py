@@ -89,7 +89,8 @@ def _policy_rows(plan: Plan) -> Iterator[Row]:
     yield "schedule", plan.schedule
     if plan.note:
         yield "device", plan.note
-    yield "batch", f"{policy.max_num_seqs:,} sequences"
+    entry = ", which enter at a steady rate" if policy.steady_admission else ""
+    yield "batch", f"{policy.max_num_seqs:,} sequences{entry}"
     yield (
         "step",
         f"{policy.max_num_batched_tokens:,} tokens, "

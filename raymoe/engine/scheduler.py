@@ -26,6 +26,7 @@ from raymoe.engine.sequence import (
 )
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.memory.kv_cache import BlockPool, blocks_of_tokens
+from raymoe.plan.job import SteadyAdmission
 from raymoe.plan.policy import Policy
 
 KEY_BYTES = 16
@@ -107,6 +108,7 @@ HISTORY = 1024  # finished rows that are remembered
 MIN_HISTORY = 16  # with fewer, every row counts as long as it may become
 PREEMPTION_STEP = 0.25  # how much of the way to the worst case one preemption moves the estimate
 FINISH_DECAY = 0.98
+GOLDEN_RATIO = 0.618034  # its multiples spread evenly over 0..1, whatever their number
 
 
 class LengthForecast:
@@ -143,7 +145,7 @@ class LengthForecast:
             is_fixed: Whether nothing else ends it.
         """
         worst = (limit - generated).astype(np.int64)
-        if self._num_finished < MIN_HISTORY:
+        if not self.has_history:
             return worst
         if self._is_dirty:
             self._summarise()
@@ -154,6 +156,22 @@ class LengthForecast:
         expected = np.where(is_known, np.minimum(np.ceil(mean), worst), worst)
         estimate: Int64s = np.ceil(expected + self.pessimism * (worst - expected)).astype(np.int64)
         return estimate
+
+    def typical(self, limit: Int64s, is_fixed: Bools) -> Int64s:
+        """Lengths of rows that begin, as different as those of finished rows."""
+        if not self.has_history:
+            return limit
+        if self._is_dirty:
+            self._summarise()
+        quantiles = np.arange(len(limit)) * GOLDEN_RATIO % 1.0
+        drawn = self._sorted[(quantiles * len(self._sorted)).astype(np.int64)]
+        drawn = np.where(is_fixed, limit, np.minimum(drawn, limit))
+        lengths: Int64s = np.ceil(drawn + self.pessimism * (limit - drawn)).astype(np.int64)
+        return lengths
+
+    @property
+    def has_history(self) -> bool:
+        return self._num_finished >= MIN_HISTORY
 
     def _summarise(self) -> None:
         self._sorted = np.sort(self._lengths[: min(self._num_finished, HISTORY)])
@@ -205,6 +223,9 @@ MIN_CANDIDATES = 256  # for one step; twice as many as joined the one before, wh
 LOOK_AHEAD = 4  # samples looked at for each candidate: some wait for the prompt of another
 MEAN_WASTE = BLOCK_TOKENS // 2  # tokens that a last block could still take, on average
 RESERVED_FRACTION = 64  # one block of so many stays free for growth that no forecast saw
+TYPICAL_ROWS = 256  # whose lengths set the rate of admission
+# While no length is known, one in so many sequences may start at once: they show how long rows are.
+FIRST_ROWS = 16
 
 
 class StepScheduler:
@@ -212,7 +233,8 @@ class StepScheduler:
 
     Every step holds one token of each sequence that decodes and, up to
     `policy.max_num_batched_tokens`, chunks of prompts: experts see more rows, so each token costs
-    less. Sequences join at the rate that the KV cache sustains. When a sequence needs a block and
+    less. Sequences join while the cache is not forecast to overflow and, with
+    `policy.steady_admission`, at the rate that it sustains. When a sequence needs a block and
     none is free, the newest one gives up its blocks, keeps its tokens and computes them again
     later; the oldest always finishes, so everything does.
 
@@ -248,6 +270,12 @@ class StepScheduler:
         self._restart_length = restart_length
         self._num_candidates = MIN_CANDIDATES
         self._reserved_blocks = policy.num_kv_blocks // RESERVED_FRACTION
+        self._capacity_tokens = (policy.num_kv_blocks - self._reserved_blocks) * BLOCK_TOKENS
+        self._admission: SteadyAdmission | None = None
+        if policy.steady_admission:
+            self._admission = SteadyAdmission(
+                self._capacity_tokens, policy.max_prefill_chunk_tokens
+            )
 
     @property
     def num_waiting(self) -> int:
@@ -284,6 +312,8 @@ class StepScheduler:
             held: Slots that stay out of it; not all that live.
         """
         self.admitted = []
+        if self._admission is not None:
+            self._admission.begin_step()
         if self._restart_length is not None:
             self._restart(self._restart_length)
         has_preempted = self._make_room()
@@ -395,11 +425,13 @@ class StepScheduler:
         )
         if budget <= 0 or not self._waiting:
             return
-        candidates = self._candidates()
+        candidates, num_before = self._candidates(), len(self.admitted)
         for sample in candidates[: self._num_admissible(candidates)]:
             if budget <= 0 or self.table.num_free_slots == 0 or not self._has_blocks(sample):
                 break
             budget -= self._enter(sample)
+        if self._admission is not None:
+            self._admission.enter(len(self.admitted) - num_before)
         num_looked_at = min(LOOK_AHEAD * self._num_candidates, self.num_waiting)
         looked_at = [self._waiting.popleft() for _ in range(num_looked_at)]
         self.add_first(sample for sample in looked_at if sample.slot < 0)
@@ -429,12 +461,28 @@ class StepScheduler:
         limit = np.array([sample.request.max_tokens_total for sample in candidates])
         is_fixed = np.array([sample.has_fixed_length for sample in candidates])
         remaining = self.forecast.remaining(known - prompt, limit - prompt, is_fixed)
-        count = count_admissible(
-            self._live_lengths(),
-            (known + MEAN_WASTE, remaining),
-            (self.policy.num_kv_blocks - self._reserved_blocks) * BLOCK_TOKENS,
-        )
+        live, waiting = self._live_lengths(), (known + MEAN_WASTE, remaining)
+        count = count_admissible(live, waiting, self._capacity_tokens)
+        if self._admission is not None and not self._may_all_enter(live, waiting):
+            rows = np.resize(np.arange(len(known)), TYPICAL_ROWS)
+            lengths = self.forecast.typical((limit - known)[rows], is_fixed[rows])
+            is_unknown = not (self.forecast.has_history or is_fixed.all())
+            self._admission.expect(
+                zip(waiting[0][rows].tolist(), lengths.tolist(), strict=True),
+                min_burst=self.policy.max_num_seqs // FIRST_ROWS if is_unknown else 0,
+            )
+            count = min(count, self._admission.num_rows)
         return max(count, 1) if self.table.num_live == 0 else count
+
+    def _may_all_enter(
+        self, live: tuple[Int64s, Int64s], candidates: tuple[Int64s, Int64s]
+    ) -> bool:
+        """Whether all that wait would fit at once, if they are like the candidates."""
+        if self.table.num_live + self.num_waiting > self.policy.max_num_seqs:
+            return False
+        held = float(sum(each.sum() for each in live))
+        held += self.num_waiting * float(sum(each.mean() for each in candidates))
+        return held <= self._capacity_tokens
 
     def _live_lengths(self) -> tuple[Int64s, Int64s]:
         table = self.table

@@ -40,6 +40,7 @@ class SearchPoint:
     # Layers of streamed weights that the device holds at once: two whole ones, or a ring of groups
     # of experts.
     slot_layers: float = WHOLE_LAYERS
+    steady_admission: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,7 @@ class SearchSpace:
     cpu_attention_fraction: tuple[float, ...] = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.2, 0.0)
     max_num_batched_tokens: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768)
     slot_layers: tuple[float, ...] = (WHOLE_LAYERS, 1.0, 0.5, 0.25)
+    steady_admission: tuple[bool, ...] = (True, False)
 
     def around(self, search_point: SearchPoint, *names: str) -> Iterator[SearchPoint]:
         axes = [getattr(self, name) for name in names]
@@ -135,6 +137,7 @@ class DeviceSizes:
                 self._longest_chunk,
             ),
             num_kv_blocks=num_kv_blocks,
+            steady_admission=search_point.steady_admission,
             device=DevicePolicy(
                 num_micro_batches=num_micro_batches,
                 micro_batches_per_group=num_micro_batches if search_point.is_grouped else 1,

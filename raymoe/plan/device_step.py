@@ -41,8 +41,9 @@ class DeviceJob:
         if num_blocks < self.min_blocks:
             return 0
         workload = self.workload
-        mean = workload.prompt_tokens + workload.generated_tokens // 2
-        return ceil(share * min(workload.num_rows, num_blocks // blocks_of(mean)))
+        mean = workload.prompt_tokens + workload.generated_tokens // 2 + KV_BLOCK_TOKENS // 2
+        live = max(1, num_blocks * KV_BLOCK_TOKENS // mean)
+        return ceil(share * min(workload.num_rows, live))
 
     @property
     def balanced_tokens(self) -> int:

@@ -6,6 +6,7 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import ceil, inf
 from typing import Protocol, Self
 
 from raymoe.plan.device_step import KV_BLOCK_TOKENS
@@ -70,6 +71,11 @@ class CacheForecast:
         return ended
 
     @property
+    def spare(self) -> float:
+        """Tokens left if every sequence had grown to its end at once."""
+        return self._capacity - self._maximum
+
+    @property
     def fits(self) -> bool:
         """Whether the cache never overflows; checks the step of the latest overflow first."""
         if self._at_full.tokens(self._full_step) > self._capacity:
@@ -86,6 +92,76 @@ class CacheForecast:
             offset -= ending.offset
             maximum -= ending.tokens(step)
         return True
+
+
+# Share of the cache by which rows that enter together may exceed those of a full cache later on.
+BURST_SHARE = 0.01
+
+
+class SteadyAdmission:
+    """Limits the rows that enter a step to those that a full KV cache sustains.
+
+    A row of p prompt and g generated tokens holds p + g/2 tokens for g steps. The cache offers its
+    capacity in each step, so one row may enter for each mean (p + g/2) g tokens of it (MoE-Lens,
+    equation 8). Rows of similar lengths that enter together also end together, and the cache is
+    full only before they end. Rows that enter together drift apart by the differences of their
+    lengths: as many may as stay, at every later step, within what rows of a full cache of these
+    lengths would still hold then.
+
+    Args:
+        capacity_tokens: Tokens of the cache.
+        max_prefill_chunk_tokens: Prompt tokens of a row in one step.
+    """
+
+    def __init__(self, capacity_tokens: float, max_prefill_chunk_tokens: float) -> None:
+        self._capacity, self._chunk = capacity_tokens, max_prefill_chunk_tokens
+        self._cost = 0.0  # steps of the whole cache that a row takes, in the mean
+        self._credit = self._burst = inf  # such steps
+
+    def expect(self, lengths: Iterable[tuple[float, float]], *, min_burst: float = 0.0) -> None:
+        """Set what enters next, by (prompt, generated) tokens of typical rows.
+
+        Args:
+            min_burst: Rows that may enter together whatever their lengths.
+        """
+        rows = [(prompt, self._steps(prompt, generated)) for prompt, generated in lengths]
+        area = sum(prompt * steps + steps * steps / 2 for prompt, steps in rows)
+        self._cost = area / len(rows) / self._capacity
+        self._burst = max(1.0, min_burst * self._cost, _burst(rows, BURST_SHARE * area))
+        self._credit = min(self._credit, self._burst)
+
+    def begin_step(self) -> None:
+        self._credit = min(self._credit + 1.0, self._burst)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that may enter now."""
+        return ceil(self._credit / self._cost) if self._credit > 0 else 0
+
+    def enter(self, num_rows: int) -> None:
+        self._credit = max(self._credit - num_rows * self._cost, -self._cost)
+
+    def _steps(self, prompt: float, generated: float) -> float:
+        return max(generated, 1.0) + ceil(prompt / self._chunk) - 1
+
+
+def _burst(rows: list[tuple[float, float]], slack: float) -> float:
+    """Steps' worth of rows that may enter together.
+
+    Args:
+        rows: Tokens of the prompt, and steps.
+        slack: Token-steps by which these rows may exceed those of a full cache.
+    """
+    found = inf
+    count = prompts = prompt_steps = squares = 0.0
+    ranked = sorted(rows, key=lambda row: -row[1])
+    for (prompt, steps), (_, following) in pairwise([*ranked, (0.0, 0.0)]):
+        count, prompts = count + 1, prompts + prompt
+        prompt_steps, squares = prompt_steps + prompt * steps, squares + steps * steps
+        if following < steps:  # the rows so far are those that hold tokens after so many steps
+            later = prompt_steps - prompts * steps + (squares - count * steps * steps) / 2
+            found = min(found, (later + slack) / (prompts + count * steps))
+    return found
 
 
 class StepModel(Protocol):
@@ -271,7 +347,12 @@ class _Job:
         self._max_live = round(policy.max_num_seqs / rows)
         # Like the engine, keep one block in 64 free for growth that the forecast missed.
         num_blocks = policy.num_kv_blocks - policy.num_kv_blocks // 64
-        self._cache = CacheForecast(num_blocks * KV_BLOCK_TOKENS / (rows * stride))
+        capacity = num_blocks * KV_BLOCK_TOKENS / (rows * stride)
+        self._cache = CacheForecast(capacity)
+        self._admission: SteadyAdmission | None = None
+        if policy.steady_admission:
+            self._admission = SteadyAdmission(capacity, policy.max_prefill_chunk_tokens / stride)
+        self._waiting_tokens = 0.0  # of the bundles that have not entered, at their ends
         self._num_entered = 0
         self._rows: Sequence[tuple[int, int]] = ()
         self._prompts: list[_Prompt] = []
@@ -281,6 +362,11 @@ class _Job:
 
     def run(self, num_bundles: int) -> None:
         self._rows = rows_of_bundles(self._workload, num_bundles)
+        if self._admission is not None:
+            lengths = [self._lengths(i) for i in range(num_bundles)]
+            self._waiting_tokens = sum(map(sum, lengths)) + num_bundles * self._waste
+            typical = lengths[: len(self._rows)]
+            self._admission.expect([(prompt + self._waste, tokens) for prompt, tokens in typical])
         while len(self.ends) < num_bundles:
             self._step(num_bundles)
 
@@ -324,9 +410,12 @@ class _Job:
         return taken, num_chunks, done
 
     def _admit(self, num_bundles: int, budget: float) -> None:
+        if self._admission is not None:
+            self._admission.begin_step()
         while budget > 0 and self._num_entered < num_bundles:
             live = self._decoding.count + len(self._prompts)
-            if live and live >= self._max_live:  # a lone bundle is always admitted
+            # A lone bundle is always admitted.
+            if live and (live >= self._max_live or not self._may_enter(num_bundles)):
                 return
             prompt = self._next_prompt()
             self._hold(prompt, len(self.loads))
@@ -336,13 +425,25 @@ class _Job:
             self._prompts.append(prompt)
             self._num_entered += 1
             budget -= prompt.left
+            self._waiting_tokens -= prompt.length + prompt.generated + self._waste
+            if self._admission is not None:
+                self._admission.enter(1)
+
+    def _may_enter(self, num_bundles: int) -> bool:
+        """Whether the rate lets a bundle in: always, once all that wait fit."""
+        if self._admission is None or self._admission.num_rows:
+            return True
+        live = self._decoding.count + len(self._prompts)
+        has_slots = live + num_bundles - self._num_entered <= self._max_live
+        return has_slots and self._waiting_tokens <= self._cache.spare
 
     def _next_prompt(self) -> _Prompt:
-        length, generated = (
-            max(1, round(tokens / self.stride))
-            for tokens in self._rows[self._num_entered % len(self._rows)]
-        )
+        length, generated = self._lengths(self._num_entered)
         return _Prompt(length, generated, length)
+
+    def _lengths(self, bundle: int) -> tuple[int, int]:
+        prompt, generated = self._rows[bundle % len(self._rows)]
+        return max(1, round(prompt / self.stride)), max(1, round(generated / self.stride))
 
     def _hold(self, prompt: _Prompt, step: int, sign: int = 1) -> None:
         """Reserve room for a bundle as if its prompt ended at this step; sign -1 releases it."""

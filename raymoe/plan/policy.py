@@ -71,6 +71,8 @@ class Policy:
         max_num_batched_tokens: Tokens of a step, decode and prefill together.
         max_prefill_chunk_tokens: Prompt tokens of one sequence in one step.
         num_kv_blocks: Blocks of the KV cache.
+        steady_admission: Whether rows enter at the rate that the KV cache sustains
+            (`job.SteadyAdmission`), not as soon as there is room.
         device: Use of a device with its own memory; None takes the defaults.
     """
 
@@ -78,6 +80,7 @@ class Policy:
     max_num_batched_tokens: int
     max_prefill_chunk_tokens: int
     num_kv_blocks: int
+    steady_admission: bool = False
     device: DevicePolicy | None = None
 
     def __post_init__(self) -> None:

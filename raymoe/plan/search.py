@@ -3,7 +3,7 @@
 import contextlib
 import gc
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -63,7 +63,8 @@ class ResidentSearch:
         grid = grid or SearchSpace()
         sizes = itertools.product(grid.max_num_batched_tokens, grid.batch_share)
         fitting = [policy for policy in itertools.starmap(self.policy, sizes) if policy is not None]
-        return min(fitting, key=self.seconds, default=None)
+        best = min(fitting, key=self.seconds, default=None)
+        return best and _with_admission(best, self.seconds)
 
     def seconds(self, policy: Policy) -> float:
         steps = ResidentStep(self.job.work, self.job.hardware)
@@ -110,6 +111,11 @@ class ResidentSearch:
             "max_num_batched_tokens, "
             "or choose a larger GPU.",
         )
+
+
+def _with_admission(policy: Policy, seconds: Callable[[Policy], float]) -> Policy:
+    """The policy, or with rows at the steady rate where that is faster."""
+    return min((policy, replace(policy, steady_admission=True)), key=seconds)
 
 
 MAX_NUM_BATCHED_TOKENS = (512, 1024, 2048, 4096, 8192)
@@ -169,12 +175,17 @@ class HostSearch:
         batch_rates = [rate(self._decode(size)) for size in sizes]
         batch = _smallest_good(sizes, batch_rates, GOOD_BATCH)
         roomy = min(self.max_model_len, 2 * workload.context_tokens)
-        return Policy(
+        chosen = Policy(
             max_num_seqs=batch,
             max_num_batched_tokens=max_num_batched_tokens,
             max_prefill_chunk_tokens=max_num_batched_tokens,
             num_kv_blocks=min(blocks, max(longest, batch * ceil_div(roomy, KV_BLOCK_TOKENS))),
         )
+
+        def seconds(policy: Policy) -> float:
+            return predict_job(workload, policy, steps).seconds
+
+        return _with_admission(chosen, seconds)
 
     def check(self, footprint: Footprint, what: str) -> None:
         footprint.check_fits(

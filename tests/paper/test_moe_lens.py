@@ -1,10 +1,13 @@
 """MoE-Lens (2025), section 5: its worked examples, and its equations on its own settings."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from raymoe.errors import InfeasiblePlanError
+from raymoe.plan.device_step import KV_BLOCK_TOKENS
+from raymoe.plan.job import job_steps
 from raymoe.plan.papers.hrm import PaperModel
 from raymoe.plan.papers.moe_lens import (
     Bound,
@@ -18,6 +21,8 @@ from raymoe.plan.papers.moe_lens import (
     stage2,
     tokens_to_saturate,
 )
+from raymoe.plan.policy import Policy
+from raymoe.plan.search import find_plan
 from raymoe.specs.hardware import hardware_preset
 from raymoe.specs.presets_models import model_preset
 from raymoe.specs.workload import Workload
@@ -93,6 +98,61 @@ def test_the_equations_on_the_settings_of_section_7(row: tuple[str, int, *tuple[
         assert found.gpu_tokens_per_s == pytest.approx(gpu, rel=0.01)
     assert found.tokens_per_s == pytest.approx(whole, rel=0.01)
     assert stage1_tokens_per_s(node, job) == pytest.approx(stage1, rel=0.01)
+
+
+@pytest.mark.parametrize("row", SETTINGS, ids=lambda row: "-".join(map(str, row[:4])))
+def test_a_planned_job_takes_hardly_more_steps_than_stage_2(
+    row: tuple[str, int, *tuple[int, ...]],
+) -> None:
+    """With blocks of our size. Rows that enter as soon as there is room take up to 1.5 times."""
+    model, kv_gb, prompt, generated, _, _, active, *_ = row
+    node = a40(model, kv_gb)
+    job = Workload(
+        num_rows=rows_of(kv_gb, prompt, generated, active),
+        prompt_tokens=prompt,
+        generated_tokens=generated,
+    )
+    policy = Policy(
+        max_num_seqs=int(node.kv_tokens / (prompt + generated / 2 + KV_BLOCK_TOKENS / 2)),
+        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+        max_prefill_chunk_tokens=MAX_NUM_BATCHED_TOKENS,
+        num_kv_blocks=int(node.kv_tokens / KV_BLOCK_TOKENS * 64 / 63),  # one in 64 stays free
+        steady_admission=True,
+    )
+    num_steps = sum(number for _, number in job_steps(job, policy))
+    planned = job.total_generated_tokens / num_steps / node.step_s
+    assert planned >= 0.98 * stage2(node, job, block_tokens=KV_BLOCK_TOKENS).tokens_per_s
+
+
+@pytest.mark.parametrize(
+    ("model", "generated", "share"),
+    [
+        ("mixtral-8x7b", 128, 0.97),
+        pytest.param("mixtral-8x22b", 64, 0.97, marks=pytest.mark.slow),
+        pytest.param("mixtral-8x22b", 128, 0.97, marks=pytest.mark.slow),
+        pytest.param("mixtral-8x7b", 64, 0.97, marks=pytest.mark.slow),
+        pytest.param("mixtral-8x22b", 256, 0.97, marks=pytest.mark.slow),
+        pytest.param("mixtral-8x7b", 256, 0.97, marks=pytest.mark.slow),
+        pytest.param("dbrx", 64, 0.95, marks=pytest.mark.slow),  # bound by the GPU
+        pytest.param("dbrx", 128, 0.97, marks=pytest.mark.slow),
+        pytest.param("dbrx", 256, 0.97, marks=pytest.mark.slow),
+    ],
+)
+def test_plans_reach_the_rates_of_the_papers_model(
+    model: str, generated: int, share: float
+) -> None:
+    """210 GB of KV, MTBench, section 7; host bandwidth does not limit, as the model assumes."""
+    spec, a40_node = model_preset(model), hardware_preset("a40")
+    lens = LensNode.of(spec, a40_node, kv_bytes=210 * GB)
+    one = Workload(num_rows=1, prompt_tokens=98, generated_tokens=generated)
+    job = replace(one, num_rows=round(5 * stage2(lens, one).active_rows))
+    node = replace(
+        a40_node,
+        gpu_memory_bytes=(16 if model == "mixtral-8x7b" else 24) * GB,
+        host_memory_bytes=spec.weight_bytes(2) + 210 * GB,
+        host_bytes_per_s=10 * a40_node.host_bytes_per_s,
+    )
+    assert find_plan(spec, node, job).tokens_per_s >= share * stage2(lens, job).tokens_per_s
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The pass scheduler, through the core and the checksum model: same tokens whatever the sizes."""
 
 from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,9 @@ from hypothesis import strategies as st
 from raymoe.config import SamplingParams
 from raymoe.engine.core import EngineCore
 from raymoe.engine.request import Request
+from raymoe.kernels.paged_kv import BLOCK_TOKENS
+from raymoe.plan.job import job_steps
+from raymoe.specs.workload import Workload
 from tests.unit.engine.fakes import EOS, VOCAB_SIZE, FakeRunner, expected_tokens, small_policy
 
 
@@ -77,20 +81,30 @@ def short_rows_then_long_ones(policy):
     max_num_batched_tokens=st.integers(1, 40),
     chunk=st.integers(1, 40),
     num_blocks=st.integers(4, 20),
+    steady_admission=st.booleans(),
+    is_fixed=st.booleans(),
 )
 @settings(max_examples=40, deadline=None)
 def test_tokens_do_not_depend_on_any_size(
-    lengths, max_tokens, max_num_seqs, max_num_batched_tokens, chunk, num_blocks
+    lengths,
+    max_tokens,
+    max_num_seqs,
+    max_num_batched_tokens,
+    chunk,
+    num_blocks,
+    steady_admission,
+    is_fixed,
 ):
     policy = small_policy(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_prefill_chunk_tokens=chunk,
         num_kv_blocks=num_blocks,
+        steady_admission=steady_admission,
     )
     bench, prompts = Bench(policy), prompts_of(lengths)
     for prompt in prompts:
-        bench.add(prompt, max_tokens=max_tokens)
+        bench.add(prompt, max_tokens=max_tokens, ignore_eos=is_fixed)
     bench.run()
     bench.assert_all_as_expected(prompts, max_tokens)
     assert bench.core.scheduler.pool.num_free == num_blocks
@@ -209,3 +223,41 @@ def test_samples_of_a_row_survive_preemption():
         for sample in (bench.results[order], *bench.results[order].others):
             assert list(sample.token_ids) == expected_tokens(prompt, 60)
     assert bench.core.scheduler.pool.num_free == 8
+
+
+STEADY = small_policy(
+    num_kv_blocks=64,
+    max_num_seqs=64,
+    max_num_batched_tokens=512,
+    max_prefill_chunk_tokens=512,
+    steady_admission=True,
+)
+
+
+def steps_of(policy, num_rows: int, *, ignore_eos: bool = True) -> int:
+    bench = Bench(policy)
+    for prompt in prompts_of([20] * num_rows):
+        bench.add(prompt, max_tokens=40, ignore_eos=ignore_eos)
+    num_steps = 0
+    while bench.core.has_work:
+        bench.core.step()
+        num_steps += 1
+    assert not (policy.steady_admission and bench.core.scheduler.num_preemptions)
+    assert len(bench.results) == num_rows
+    return num_steps
+
+
+def test_rows_at_the_steady_rate_keep_the_cache_full():
+    """As many steps as the plan's job, which admits by the same rule; others take more."""
+    num_steps = steps_of(STEADY, 200)
+    workload = Workload(num_rows=200, prompt_tokens=20, generated_tokens=40)
+    planned = sum(number for _, number in job_steps(workload, STEADY))
+    assert num_steps == pytest.approx(planned, rel=0.03)
+    full = 200 * (20 + BLOCK_TOKENS / 2 + 40 / 2) * 40 / (63 * BLOCK_TOKENS)
+    assert num_steps <= full + 40 + 10
+    assert steps_of(replace(STEADY, steady_admission=False), 200) > 1.1 * num_steps
+    assert steps_of(STEADY, 200, ignore_eos=False) < 1.05 * num_steps
+
+
+def test_rows_that_all_fit_enter_at_once_whatever_the_rate():
+    assert steps_of(STEADY, 20) == 40
