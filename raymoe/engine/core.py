@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from raymoe.engine.accuracy import Accuracy
+from raymoe.engine.accuracy import Accuracy, Replanner
 from raymoe.engine.grammars import TokenBitmasks
 from raymoe.engine.outputs import Counters, Generation, Int32s, TokenLogprob
 from raymoe.engine.request import Request, Sample
@@ -139,6 +139,7 @@ class EngineCore:
         finish: Called with each row whose samples are over; some of its texts are undecoded.
         accuracy: Learns how long each step took.
         masks: Of rows with a grammar; without it there must be none.
+        replanner: Changes the policy between steps.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of an engine, most of them keyword-only
@@ -155,13 +156,16 @@ class EngineCore:
         masks: TokenBitmasks | None = None,
         shares_across_lengths: bool = True,
         restart_length: int | None = None,
+        replanner: Replanner | None = None,
     ) -> None:
+        self._replanner = replanner
         self._runner, self._decode_all, self._finish_row = runner, decode_all, finish
         self.scheduler = StepScheduler(
             policy,
             max_model_len,
             shares_across_lengths=shares_across_lengths,
             restart_length=restart_length,
+            num_slots=None if replanner is None else replanner.num_slots,
         )
         self._table = self.scheduler.table
         self._masks = masks
@@ -195,6 +199,7 @@ class EngineCore:
         self.scheduler.drop(requests)
 
     def step(self) -> None:
+        self._replan()
         next_step = self.scheduler.next_step(self._held_slots())
         for sample in self.scheduler.admitted:
             try:
@@ -222,6 +227,13 @@ class EngineCore:
             self._fail(self.scheduler.sample_of(slot), problem)
         if self._masks is not None:
             self._masks.synchronize()  # they are made while the next step runs
+
+    def _replan(self) -> None:
+        if self._replanner is None:
+            return
+        policy = self._replanner.poll(self.scheduler.num_waiting + self._table.num_live)
+        if policy is not None:
+            self.scheduler.adopt(policy)
 
     @torch.inference_mode()
     def _run(self, next_step: ScheduledStep) -> Timeline:
@@ -432,6 +444,10 @@ class EngineCore:
                 continue
             if generation is not None:
                 self.scheduler.forecast.record_finished(generation.num_generated_tokens)
+                if self._replanner is not None:
+                    self._replanner.record_row(
+                        sample.num_prompt_tokens, generation.num_generated_tokens
+                    )
                 self._end(sample, generation)
 
     def _num_generated(self, sample: Sample) -> int:

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from raymoe.config import EngineConfig, SamplingParams
 from raymoe.device.threads import set_num_threads
-from raymoe.engine.accuracy import Accuracy, Correction, RunReport
+from raymoe.engine.accuracy import Accuracy, Correction, Replanner, RunReport
 from raymoe.engine.core import EngineCore, Watchdog, longest_step_s, stacks_of_all_threads
 from raymoe.engine.grammars import GrammarServer, TokenBitmasks
 from raymoe.engine.loading import load_parts
@@ -30,6 +30,7 @@ from raymoe.engine.tasks.rows import RowAnswers, TaskOptions, TaskRow, check_hea
 from raymoe.engine.tokenizer import Prompt
 from raymoe.errors import ConfigError, ExecutionError
 from raymoe.plan.device_step import KV_BLOCK_TOKENS
+from raymoe.plan.policy import Policy
 from raymoe.schedule.graph import Resource
 from raymoe.schedule.timeline import Timeline
 
@@ -158,7 +159,6 @@ class Engine:
 
     Attributes:
         plan: Sizes, schedule, footprint and prediction; None for an engine made from parts.
-        policy: Sizes in use.
         accuracy: What steps were predicted to take and what they took, since rows last began;
             None for an engine made from parts.
         last_report: The same, of the last time that all rows were done.
@@ -170,11 +170,13 @@ class Engine:
         self._pid = os.getpid()
         self._parts = parts
         self.plan = parts.plan
-        self.policy = parts.policy
         self.last_report: RunReport | None = None
-        self.accuracy = None
+        self.accuracy: Accuracy | None = None
+        replanner: Replanner | None = None
         if parts.plan is not None:
             self.accuracy = Accuracy(Correction(parts.plan.step_times()))
+            if config.policy is None:
+                replanner = Replanner(parts.plan, self.accuracy)
         self._input_processor = InputProcessor(
             parts.tokenizer,
             vocab_size=parts.vocab_size,
@@ -187,7 +189,9 @@ class Engine:
             parts.tokenizer.directory, parts.vocab_size, parts.eos_token_ids
         )
         self._masks = TokenBitmasks(
-            self._grammar_server, parts.policy.max_num_seqs, parts.vocab_size
+            self._grammar_server,
+            parts.policy.max_num_seqs if replanner is None else replanner.num_slots,
+            parts.vocab_size,
         )
         self._detokenizer = Detokenizer(parts.tokenizer.decode_all, self._resolve)
         self._core = EngineCore(
@@ -202,6 +206,7 @@ class Engine:
             masks=self._masks,
             shares_across_lengths=parts.shares_across_lengths,
             restart_length=parts.restart_length,
+            replanner=replanner,
         )
         # Guards everything below; notified when rows come, slots get free, or the engine ends.
         self._changed = threading.Condition()
@@ -232,6 +237,11 @@ class Engine:
         """
         config = config or EngineConfig()
         return cls(load_parts(path, config), config)
+
+    @property
+    def policy(self) -> Policy:
+        """Sizes in use; may change between steps where the plan chose them."""
+        return self._core.scheduler.policy
 
     @property
     def last_timeline(self) -> Timeline | None:

@@ -246,6 +246,7 @@ class StepScheduler:
         shares_across_lengths: Whether KV does not depend on how long the prompt is.
         restart_length: Rows that grow beyond so many tokens compute all their KV again, as if
             these were their prompts (`RopeSpec.restarts`).
+        num_slots: The most sequences of any policy to come; those of `policy` by default.
     """
 
     def __init__(
@@ -255,12 +256,14 @@ class StepScheduler:
         *,
         shares_across_lengths: bool = True,
         restart_length: int | None = None,
+        num_slots: int | None = None,
     ) -> None:
         self.policy = policy
+        num_slots = num_slots or policy.max_num_seqs
         self.pool = BlockPool(policy.num_kv_blocks)
-        self.table = SequenceTable(policy.max_num_seqs, max_model_len, policy.num_kv_blocks)
+        self.table = SequenceTable(num_slots, max_model_len, policy.num_kv_blocks)
         self.forecast = LengthForecast()
-        self.live: list[Sample | None] = [None] * policy.max_num_seqs
+        self.live: list[Sample | None] = [None] * num_slots
         self.admitted: list[Sample] = []  # by the latest pass
         self.num_preemptions = 0
         self._read: list[Sample] = []  # over, but others may still share their blocks
@@ -271,11 +274,17 @@ class StepScheduler:
         self._num_candidates = MIN_CANDIDATES
         self._reserved_blocks = policy.num_kv_blocks // RESERVED_FRACTION
         self._capacity_tokens = (policy.num_kv_blocks - self._reserved_blocks) * BLOCK_TOKENS
-        self._admission: SteadyAdmission | None = None
-        if policy.steady_admission:
-            self._admission = SteadyAdmission(
-                self._capacity_tokens, policy.max_prefill_chunk_tokens
-            )
+        self._admission = self._steady_admission()
+
+    def _steady_admission(self) -> SteadyAdmission | None:
+        if not self.policy.steady_admission:
+            return None
+        return SteadyAdmission(self._capacity_tokens, self.policy.max_prefill_chunk_tokens)
+
+    def adopt(self, policy: Policy) -> None:
+        """Follow another policy from the next step on; its blocks and chunks are the same."""
+        self.policy = policy
+        self._admission = self._steady_admission()
 
     @property
     def num_waiting(self) -> int:
@@ -427,7 +436,8 @@ class StepScheduler:
             return
         candidates, num_before = self._candidates(), len(self.admitted)
         for sample in candidates[: self._num_admissible(candidates)]:
-            if budget <= 0 or self.table.num_free_slots == 0 or not self._has_blocks(sample):
+            is_full = self.table.num_live >= self.policy.max_num_seqs
+            if budget <= 0 or is_full or not self._has_blocks(sample):
                 break
             budget -= self._enter(sample)
         if self._admission is not None:

@@ -1,13 +1,30 @@
 """Predicted beside measured, and what the engine learns from it."""
 
+import time
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from raymoe.engine.accuracy import Accuracy, Correction, RunReport, StepKind, load_of
+from raymoe.engine.accuracy import (
+    MIN_LEFT_S,
+    Accuracy,
+    Correction,
+    Replanner,
+    RunReport,
+    StepKind,
+    load_of,
+)
 from raymoe.engine.sequence import ScheduledStep
+from raymoe.plan.plan import Plan
+from raymoe.plan.policy import DevicePolicy, Policy
+from raymoe.plan.search import find_plan
 from raymoe.plan.work import StepLoad
 from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.schedule.timeline import Span, Timeline
+from raymoe.specs.hardware import hardware_preset
+from raymoe.specs.presets_models import model_preset
+from raymoe.specs.workload import Workload
 
 DECODE = StepLoad(decode_rows=10, decode_context=100)
 PREFILL = StepLoad(prompt_tokens=64, prompt_chunk=32)
@@ -105,3 +122,57 @@ def test_a_run_is_reported_with_gap_and_busy_shares_and_then_forgotten() -> None
         timeline(gpu_s=0.02, link_s=0.04),
     )
     assert accuracy.correction.ratios[StepKind.DECODE] == pytest.approx(2.0)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    """Rows are thought to generate 2,000 tokens, so few are planned to be live."""
+    node = replace(hardware_preset("l4"), host_memory_bytes=140 << 30)
+    workload = Workload(num_rows=20_000, prompt_tokens=100, generated_tokens=2000)
+    policy = Policy(
+        max_num_seqs=384,
+        max_num_batched_tokens=1024,
+        max_prefill_chunk_tokens=256,
+        num_kv_blocks=13_000,
+        steady_admission=True,
+        device=DevicePolicy(num_micro_batches=4, expert_groups=8),
+    )
+    return find_plan(model_preset("mixtral-8x7b"), node, workload, policy=policy)
+
+
+def replanned(plan: Plan, rows: int, lengths: tuple[int, int]) -> tuple[Policy | None, Accuracy]:
+    accuracy = Accuracy(Correction(plan.step_times()))
+    replanner = Replanner(plan, accuracy)
+    for _ in range(rows):
+        assert replanner.poll(20_000) is None
+        replanner.record_row(*lengths)
+    deadline_s = time.monotonic() + 60
+    assert replanner.poll(20_000) is None
+    policy = None
+    while policy is None and replanner.is_planning and time.monotonic() < deadline_s:
+        policy = replanner.poll(20_000)
+        time.sleep(0.01)
+    return policy, accuracy
+
+
+def test_rows_that_end_early_let_more_sequences_run(plan: Plan) -> None:
+    policy, accuracy = replanned(plan, plan.policy.max_num_seqs, (100, 300))
+    assert policy is not None
+    assert plan.policy.max_num_seqs < policy.max_num_seqs <= 4 * plan.policy.max_num_seqs
+    assert policy.max_num_batched_tokens <= plan.policy.max_num_batched_tokens
+    kept = replace(plan.policy, max_num_seqs=1, max_num_batched_tokens=1, steady_admission=False)
+    assert kept == replace(policy, max_num_seqs=1, max_num_batched_tokens=1, steady_admission=False)
+    observed = Workload(num_rows=20_000, prompt_tokens=100, generated_tokens=300)
+    before_s, after_s = (
+        replace(plan, policy=each).estimate(observed).seconds for each in (plan.policy, policy)
+    )
+    assert after_s < 0.95 * before_s
+    assert "planned again for 100 + 300 tokens a row" in str(accuracy.report)
+
+
+def test_rows_as_planned_and_short_rests_change_nothing(plan: Plan) -> None:
+    assert replanned(plan, plan.policy.max_num_seqs, (110, 1800))[0] is None
+    accuracy = Accuracy(Correction(plan.step_times()))
+    few = Workload(num_rows=10, prompt_tokens=100, generated_tokens=2)
+    assert plan.estimate(few).seconds < MIN_LEFT_S
+    assert Replanner(plan, accuracy).better(few, {}) is None

@@ -20,7 +20,7 @@ from tests.unit.engine.fakes import EOS, VOCAB_SIZE, FakeRunner, expected_tokens
 class Bench:
     """A core without threads: rows in, results out."""
 
-    def __init__(self, policy, max_model_len=512, before=lambda _inputs: None):
+    def __init__(self, policy, max_model_len=512, before=lambda _inputs: None, replanner=None):
         self.runner = FakeRunner(policy.num_kv_blocks, before)
         self.results = {}
         self.core = EngineCore(
@@ -31,6 +31,7 @@ class Bench:
             eos_token_ids=(EOS,),
             decode_all=lambda sequences: [""] * len(sequences),
             finish=lambda request: self.results.update({request.order: request.generation}),
+            replanner=replanner,
         )
         self.num_rows = 0
 
@@ -261,3 +262,39 @@ def test_rows_at_the_steady_rate_keep_the_cache_full():
 
 def test_rows_that_all_fit_enter_at_once_whatever_the_rate():
     assert steps_of(STEADY, 20) == 40
+
+
+class OnePolicy:
+    """Stands in for a `Replanner`: after some steps, one other policy."""
+
+    def __init__(self, policy, num_slots: int, num_steps: int) -> None:
+        self.num_slots, self.rows = num_slots, []
+        self._policies = iter([*[None] * num_steps, policy])
+
+    def poll(self, num_unfinished):
+        assert num_unfinished > 0
+        return next(self._policies, None)
+
+    def record_row(self, *lengths):
+        self.rows.append(lengths)
+
+
+@pytest.mark.parametrize("max_num_seqs", [2, 12])
+def test_another_policy_between_steps_changes_sizes_and_no_tokens(max_num_seqs):
+    before = small_policy(max_num_seqs=4, num_kv_blocks=40)
+    after = replace(
+        before, max_num_seqs=max_num_seqs, max_num_batched_tokens=24, steady_admission=True
+    )
+    replanner = OnePolicy(after, 12, num_steps=10)
+    bench, prompts = Bench(before, replanner=replanner), prompts_of(range(1, 31))
+    for prompt in prompts:
+        bench.add(prompt, max_tokens=20)
+    most_live = [0, 0]
+    while bench.core.has_work:
+        bench.core.step()
+        is_after = bench.core.scheduler.policy is after
+        most_live[is_after] = max(most_live[is_after], bench.core.scheduler.table.num_live)
+    bench.assert_all_as_expected(prompts, 20)
+    assert most_live == [4, max(4, max_num_seqs)]  # those that are live stay
+    assert sorted(replanner.rows) == [(length, 20) for length in range(1, 31)]
+    assert bench.core.scheduler.pool.num_free == 40
