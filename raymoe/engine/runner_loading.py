@@ -58,7 +58,7 @@ from raymoe.runtime.runner import (
     StepRunner,
     Steps,
 )
-from raymoe.schedule.builders import build_in_place
+from raymoe.schedule.builders import RING_SCHEDULES, build_in_place
 from raymoe.schedule.graph import Schedule
 from raymoe.schedule.program import NUM_RETURNED_SUMS
 from raymoe.schedule.timeline import Instant
@@ -146,6 +146,7 @@ def load_on_device(
             build=steps.build,
             division=division,
             choose=SplitChoice.of(model, steps),
+            loads_ahead=steps.schedule in RING_SCHEDULES and not steps.device.staging_slots,
         ),
         device,
         before_step=before_step,

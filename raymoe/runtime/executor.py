@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from raymoe._native import CancelToken
@@ -82,16 +83,18 @@ def record(schedule: Schedule, marks: Iterable[Mark], origin_s: float) -> Timeli
 
     Args:
         marks: One per task, in issue order, all done.
-        origin_s: Time zero of the timeline, in seconds of `time.perf_counter`.
+        origin_s: Time zero of the timeline, in seconds of `time.perf_counter`; what ran before is
+            cut off.
     """
     spans = [
-        Span(task, mark.start_s - origin_s, mark.end_s - origin_s)
+        Span(task, max(0.0, mark.start_s - origin_s), max(0.0, mark.end_s - origin_s))
         for task, mark in zip(schedule.tasks, marks, strict=True)
     ]
     return Timeline(schedule.name, tuple(spans))
 
 
 State = TypeVar("State")
+NONE_STARTED: Mapping[int, Mark] = MappingProxyType({})
 # What Op.HEAD returns is given to the caller of `stream`, item by item; copies return what to copy,
 # the others None.
 Binding = Callable[[Task, State], Iterable[Any] | Copies | None]
@@ -107,6 +110,25 @@ def finish(run: Generator[object, None, Timeline]) -> Timeline:
         except StopIteration as end:
             timeline: Timeline = end.value
             return timeline
+
+
+def calling(
+    run: Generator[Any, None, Timeline], call: Callable[[], None]
+) -> Generator[Any, None, Timeline]:
+    """Give the outputs of a run, and call before each of them and at the end."""
+    try:
+        while True:
+            try:
+                output = next(run)
+            except StopIteration as end:
+                timeline: Timeline = end.value
+                break
+            call()
+            yield output
+    finally:
+        run.close()
+    call()
+    return timeline
 
 
 class SerialExecutor(Generic[State]):
@@ -209,10 +231,31 @@ class LaneExecutor(Generic[State]):
         """`stream` to its end."""
         return finish(self.stream(state))
 
-    def stream(self, state: State) -> Generator[Any, None, Timeline]:
+    def start(self, state: State) -> list[Mark]:
+        """Submit all tasks on `state` and wait for none; returns their marks in issue order."""
+        run = _Run(self._calls, state, self._lifetimes, self._on_dead)
+        marks: list[Mark] = []
+        self._submit(run, marks, NONE_STARTED)
+        return marks
+
+    def _submit(self, run: "_Run[State]", marks: list[Mark], started: Mapping[int, Mark]) -> None:
+        for index, (submit, task, waits) in enumerate(self._steps):
+            mark = started.get(index)
+            if mark is None:
+                after = [marks[wait] for wait in waits]
+                mark = submit(task, partial(run.perform, index), after)
+            marks.append(mark)
+
+    def stream(
+        self, state: State, started: Mapping[int, Mark] = NONE_STARTED
+    ) -> Generator[Any, None, Timeline]:
         """Run all tasks on `state` and yield the outputs; returns the measured timeline.
 
         Ends, or raises, when no task runs any more.
+
+        Args:
+            started: Marks of tasks that were started before, by their place in issue order. Nothing
+                that they wait for is in this schedule, and they are the first of their lane.
 
         Raises:
             ExecutionError: A task failed; names it and its lane, and `__cause__` is its error.
@@ -223,9 +266,7 @@ class LaneExecutor(Generic[State]):
         before = self._traffic()
         origin_s = time.perf_counter()
         try:
-            for index, (submit, task, waits) in enumerate(self._steps):
-                after = [marks[wait] for wait in waits]
-                marks.append(submit(task, partial(run.perform, index), after))
+            self._submit(run, marks, started)
             for index in self._heads:
                 waits = self._steps[index][2]
                 # A lane runs no task of which one that it waits for has failed.

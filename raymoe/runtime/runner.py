@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from raymoe.device.device import Device
+from raymoe.device.lane import Mark
 from raymoe.errors import CapacityError
 from raymoe.kernels.paged_kv import CacheLayout, largest_layout
 from raymoe.memory.kv_cache import KvCache
@@ -23,10 +25,10 @@ from raymoe.runtime.bindings import (
     bind_in_place,
     poison_dead,
 )
-from raymoe.runtime.executor import LaneExecutor, SerialExecutor
+from raymoe.runtime.executor import LaneExecutor, SerialExecutor, calling
 from raymoe.runtime.micro_batches import CutStep, Division, cut_step
-from raymoe.schedule.builders import build_resident, load_first_layer
-from raymoe.schedule.graph import Schedule
+from raymoe.schedule.builders import build_resident, load_first_layer, load_second_layer
+from raymoe.schedule.graph import Op, Schedule, Task
 from raymoe.schedule.program import Load, StepForm, loads_of_first_layer, next_first_slot
 
 
@@ -44,6 +46,14 @@ class StepRunner:
         return (yield from self._executor.stream(StepState(inputs)))
 
 
+Page = tuple[int, int, int]  # layer, page, slot
+
+
+def _page(task: Task) -> Page:
+    slot, _ = task.writes[0].key
+    return task.layer, task.part, slot
+
+
 Build = Callable[[StepForm], Schedule]
 BeforeStep = Callable[[CutStep, Schedule, int], None]
 ChooseForm = Callable[[CutStep], int]
@@ -58,12 +68,14 @@ class Steps:
             the experts that cores compute, and so in the pages that are loaded.
         build: The builder of the schedule.
         choose: The number of the form that suits a step best.
+        loads_ahead: Whether the pages that a step loads first may come before it begins.
     """
 
     forms: tuple[StepForm, ...]
     build: Build
     division: Division
     choose: ChooseForm
+    loads_ahead: bool
 
 
 class DeviceStepRunner:
@@ -91,6 +103,8 @@ class DeviceStepRunner:
         self._executors: dict[StepForm, LaneExecutor[DeviceStep]] = {}
         self._first_slot = 0
         self._loaded: frozenset[Load] = frozenset()  # of the first streamed layer
+        self._second: dict[StepForm, tuple[LaneExecutor[DeviceStep], dict[Page, int]]] = {}
+        self._ahead: dict[Page, Mark] = {}  # pages of the second layer, on their way
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs) -> StepRun:
@@ -111,11 +125,48 @@ class DeviceStepRunner:
         executor = self._executor(form)
         if self._before_step is not None:
             self._before_step(cut, executor.schedule, number)
-        timeline = yield from executor.stream(state)
-        self._first_slot = next_first_slot(form)
-        next_form = replace(form, first_slot=self._first_slot)
+        next_form = replace(form, first_slot=next_first_slot(form))
+        stream = executor.stream(state, self._started(form))
+        timeline = yield from calling(stream, partial(self._load_ahead, next_form, state))
+        self._first_slot = next_form.first_slot
         self._loaded = frozenset(loads_of_first_layer(next_form))
         return timeline
+
+    def _load_ahead(self, form: StepForm, state: DeviceStep) -> None:
+        """Let the link go on with the next step while the host chooses tokens and prepares it.
+
+        The slot of its second layer is free once there are logits.
+        """
+        if self._steps.loads_ahead and not self._ahead:
+            executor, places = self._loads_of_second_layer(form)
+            self._ahead = dict(zip(places, executor.start(state), strict=True))
+
+    def _started(self, form: StepForm) -> dict[int, Mark]:
+        """What of a step is on its way, by its place in the schedule."""
+        ahead, self._ahead = self._ahead, {}
+        if not ahead:
+            return {}
+        _, places = self._loads_of_second_layer(form)
+        is_ahead = [page in ahead for page in places]
+        if is_ahead != sorted(is_ahead, reverse=True):
+            # The cores compute fewer experts than in the step before, and pages between those that
+            # are on their way are missing. Readers wait for the last of their pages only.
+            for mark in ahead.values():
+                mark.wait()
+            return {}
+        return {index: ahead[page] for page, index in places.items() if page in ahead}
+
+    def _loads_of_second_layer(
+        self, form: StepForm
+    ) -> tuple[LaneExecutor[DeviceStep], dict[Page, int]]:
+        """What loads it alone, and the place of each page in the schedule of a step."""
+        if form not in self._second:
+            schedule, alone = self._executor(form).schedule, load_second_layer(form)
+            places = [i for i, task in enumerate(schedule.tasks) if task.op is Op.W]
+            pages = {_page(schedule.tasks[i]): i for i in places[: len(alone.tasks)]}
+            assert list(pages) == list(map(_page, alone.tasks)), "a step loads other pages first"
+            self._second[form] = self._new_executor(alone), pages
+        return self._second[form]
 
     def schedule_of(self, inputs: StepInputs) -> Schedule:
         """The schedule by which `run` would run this step next."""

@@ -1,6 +1,6 @@
 """Builders of schedules, by name."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -8,19 +8,30 @@ from raymoe.errors import ConfigError
 from raymoe.schedule.graph import Resource, Schedule
 from raymoe.schedule.program import (
     LayerPages,
+    Load,
     Program,
     Step,
     StepForm,
     group_loads,
     loads_of_first_layer,
+    loads_of_second_layer,
     plan_loads,
 )
 
 
 def load_first_layer(form: StepForm) -> Schedule:
     """Load the first streamed layer into the slot where a step of this form reads it."""
-    program = Program("load_first_layer", form)
-    for load in loads_of_first_layer(form):
+    return _load("load_first_layer", form, loads_of_first_layer(form))
+
+
+def load_second_layer(form: StepForm) -> Schedule:
+    """Load what a step of this form loads first, before the step begins."""
+    return _load("load_second_layer", form, loads_of_second_layer(form))
+
+
+def _load(name: str, form: StepForm, loads: Iterable[Load]) -> Schedule:
+    program = Program(name, form)
+    for load in loads:
         program.load_page(load)
     return program.schedule()
 

@@ -191,6 +191,13 @@ def loads_of_first_layer(form: StepForm) -> tuple[Load, ...]:
     return _common_loads(form, first, form.first_slot) + _ring_loads(form, first)
 
 
+def loads_of_second_layer(form: StepForm) -> tuple[Load, ...]:
+    """What a step loads first, into the slot that is free when it begins."""
+    if len(form.streamed) < 2:
+        return ()
+    return _common_loads(form, form.streamed[1], 1 - form.first_slot)
+
+
 def plan_loads(form: StepForm, *, interleaves: bool) -> Mapping[Step, tuple[Load, ...]]:
     """The pages to issue with each micro-batch of each layer.
 

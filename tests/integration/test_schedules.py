@@ -1,14 +1,19 @@
 """Every schedule on the emulated device gives the tokens of the device `cpu`, float32, greedy."""
 
+from collections import Counter
 from functools import cache
+from typing import Any
 
 import pytest
 
 from raymoe.config import EngineConfig
+from raymoe.device.lane import TaskMark
+from raymoe.device.mover import MoverLane
 from raymoe.engine.engine import Engine
 from raymoe.errors import ConfigError, InfeasiblePlanError
 from raymoe.plan.policy import DevicePolicy, Policy
 from raymoe.schedule.builders import RING_SCHEDULES, STREAMING_BUILDERS
+from raymoe.schedule.graph import Op, Task
 from raymoe.specs.workload import Workload
 from tests.parity.cases import get_case
 from tests.parity.configurations import CONFIGURATIONS
@@ -126,6 +131,29 @@ def test_placement_changes_no_token(placement: str) -> None:
 def test_slots_change_places_and_dense_layers_stream(name: str) -> None:
     check_configuration(name, "cgopipe", "mixed lengths", DEVICES["pages"])
     check_configuration(name, "flexgen_s4", "long prompt", DEVICES["resident share"])
+
+
+@pytest.mark.parametrize("placement", ["pages", "ring", "staged"])
+def test_the_link_begins_the_next_step_while_the_host_prepares_it(
+    placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the second layer, as the first is loaded in the step before; unless pages are staged."""
+    loads: list[tuple[int, int]] = []
+    submit = MoverLane.submit
+
+    def recorded(lane: MoverLane, task: Task, *arguments: Any) -> TaskMark:
+        if task.op is Op.W:
+            loads.append((task.layer, task.part))
+        return submit(lane, task, *arguments)
+
+    monkeypatch.setattr(MoverLane, "submit", recorded)
+    config = {"device": "emulated", "schedule": "micro_batches"}
+    name = plain_configuration("mixtral")
+    with make_engine(name, {}, device_policy=DEVICES[placement], **config) as engine:
+        loads.clear()
+        engine.generate([[1, 2, 3]], {"temperature": 0, "max_tokens": 5, "ignore_eos": True})
+    assert set(Counter(loads).values()) == {5}  # each page once a step
+    assert loads[-1][0] == (0 if placement == "staged" else 1)
 
 
 @pytest.mark.slow
