@@ -404,7 +404,7 @@ def run(  # noqa: PLR0913 - the options of a command
         _rank(planner, fleet, prices, as_json=as_json)
         return
     plan, count = _plan_on(planner, fleet, node)
-    notes = [*notes_of(plan, spec), *planner.pipeline_note(node, plan)]
+    notes = [*notes_of(plan, spec), *planner.fit_notes(node, plan)]
     if as_json:
         typer.echo(json.dumps(plan_as_json(plan, price_per_hour, count, notes), indent=2))
     else:

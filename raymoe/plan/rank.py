@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from raymoe.errors import ConfigError, InfeasiblePlanError
+from raymoe.plan.device_step import KV_BLOCK_TOKENS, kv_block_bytes
 from raymoe.plan.plan import Plan, predict_job
 from raymoe.plan.search import find_plan
+from raymoe.plan.work import ModelWork
 from raymoe.specs.hardware import (
     Curve,
     DeviceCurves,
@@ -160,10 +162,32 @@ class JobPlanner:
             self.model, node, lambda stage: self._find(stage, node, self.workload, "resident")
         )
 
-    def pipeline_note(self, node: HardwareSpec, plan: Plan) -> Iterator[str]:
-        pipeline = None if plan.schedule == "resident" else self.pipeline(node)
+    def fit_notes(self, node: HardwareSpec, plan: Plan) -> Iterator[str]:
+        """What would keep all weights on GPUs, where `plan` does not."""
+        if plan.schedule == "resident" or not node.has_gpu:
+            return
+        if self.is_crowded_out(node):
+            yield (
+                f"The weights fit the GPU of {node.name}, but not beside the KV cache of a row of "
+                f"{self._max_model_len:,} tokens: give the longest row with --max-context."
+            )
+            return
+        pipeline = self.pipeline(node)
         if pipeline is not None:
             yield pipeline.describe(node.name, plan.tokens_per_s)
+
+    def is_crowded_out(self, node: HardwareSpec) -> bool:
+        """Whether the GPU has room for all weights, but not for the longest row as well."""
+        free = node.gpu_memory_bytes - self.model.weight_bytes(self.bytes_per_element)
+        work = ModelWork.of(
+            self.model, self.bytes_per_element, kv_element_bytes=self.kv_bytes_per_element
+        )
+        blocks = ceil_div(self._max_model_len, KV_BLOCK_TOKENS)
+        return 0 < free < blocks * kv_block_bytes(work)
+
+    @property
+    def _max_model_len(self) -> int:
+        return min(self.max_model_len or self.model.max_model_len, self.model.max_model_len)
 
     def _find(
         self, model: ModelSpec, node: HardwareSpec, workload: Workload, schedule: str
@@ -327,13 +351,20 @@ def ranking_notes(planner: JobPlanner, offers: Sequence[Offer]) -> Iterator[str]
     old = [offer.name for offer in offers if offer.plan and not offer.plan.hardware.has_bfloat16]
     if old and planner.model.dtype in {None, "bfloat16"}:
         yield f"No products of bfloat16: {', '.join(old)} compute in float16."
+    streamed = [offer for offer in offers if offer.plan and offer.plan.schedule != "resident"]
+    crowded = [each.name for each in streamed if planner.is_crowded_out(find_hardware(each.name))]
+    if crowded:
+        yield (
+            f"The weights fit the GPUs of {', '.join(crowded)}, but not beside the KV cache of the "
+            "longest row that the model allows: give that of the job with --max-context."
+        )
     nodes = [find_hardware(offer.name) for offer in offers[: 1 if plans else None]]
     for node in {node.gpu_memory_bytes: node for node in reversed(nodes)}.values():
         if not plans:
             pipeline = planner.pipeline(node)
             yield from [] if pipeline is None else [pipeline.describe(node.name)]
         else:
-            yield from planner.pipeline_note(node, plans[0])
+            yield from planner.fit_notes(node, plans[0])
 
 
 MORE_DEVICE_BYTES = 8 * GIB

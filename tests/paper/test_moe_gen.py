@@ -264,6 +264,10 @@ def test_eight_bit_weights_take_half_of_memory_and_link() -> None:
     )
     plan = search(slow, "deepseek-v3", 0.0, num_rows=20).prefill()
     assert plan.step_s == pytest.approx(narrow.weight_bytes / (2 * GB), rel=0.02)
+    dequantising = replace(slow, htod_bytes_per_s=1e15, gpu_bytes_per_s=10 * GB)
+    plan = search(dequantising, "deepseek-v3", 0.0, num_rows=20).prefill()
+    moved = 5 * narrow.weight_bytes  # 8 bits read, 16 written, 16 read
+    assert plan.step_s == pytest.approx(moved / (10 * GB), rel=0.02)
     with pytest.raises(InfeasiblePlanError, match=r"111\.17 GiB more than the host memory"):
         search(NODES["C2"], "deepseek-v3", 0.0).decode()
 
