@@ -9,6 +9,7 @@ Assumptions:
   link leaves, and 16-bit GPU products run at their measured rate. Everything else is by formula.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -266,10 +267,12 @@ class DeviceCost:
     @cached_property
     def rates(self) -> DeviceRates:
         num_layers = len(self.work.layers)
+        micro_batches = Counter(micro_batch.host for micro_batch in self.micro_batches)
+        layers = Counter((layer.window, layer.kv_token_bytes) for layer in self.work.layers)
         read_bytes = sum(
-            micro_batch.host.within(layer.window).context_tokens * layer.kv_token_bytes
-            for layer in self.work.layers
-            for micro_batch in self.micro_batches
+            count * number * host.within(window).context_tokens * kv_token_bytes
+            for (window, kv_token_bytes), number in layers.items()
+            for host, count in micro_batches.items()
         )
         if self.host_shares:
             num_launches = ceil_div(len(self.micro_batches), self.micro_batches_per_group)

@@ -2,10 +2,12 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple, dataclass, field, fields, replace
 from functools import cached_property, lru_cache
-from typing import NoReturn
+from math import ceil, log2
+from operator import itemgetter
+from typing import NoReturn, Self
 
 from raymoe.errors import InfeasiblePlanError
 from raymoe.plan.device_step import (
@@ -19,7 +21,7 @@ from raymoe.plan.device_step import (
     kv_block_bytes,
 )
 from raymoe.plan.job import JobEstimate, job_steps, min_steps
-from raymoe.plan.pages import LayerBytes, layer_sizes
+from raymoe.plan.pages import LayerBytes, layer_sizes, slots_bytes
 from raymoe.plan.policy import PAGE_BYTES, DevicePolicy, Policy
 from raymoe.plan.work import StepLoad, Steps, duplicates
 from raymoe.schedule.builders import CPU_ATTENTION_FRACTIONS, MAX_MICRO_BATCHES, RING_SCHEDULES
@@ -31,7 +33,9 @@ EXPERT_GROUPS = 8  # of a layer, in rings
 
 @dataclass(frozen=True, slots=True, order=True)
 class SearchPoint:
-    batch_share: float  # live sequences over the maximum that memory and workload allow, 0..1
+    # Live sequences over those whose KV fits at mean length; above 1, admission limits them by its
+    # forecast of the cache.
+    batch_share: float
     num_micro_batches: int
     is_grouped: bool  # whether one expert launch covers all micro-batches of a step
     look_ahead: int  # micro-batches whose attention runs ahead of the experts
@@ -47,14 +51,26 @@ class SearchPoint:
 class SearchSpace:
     """Values of each axis, in the field order of `SearchPoint`."""
 
-    batch_share: tuple[float, ...] = (1.0, 0.75, 0.5, 0.25, 0.125)
+    batch_share: tuple[float, ...] = (2.0, 1.0, 0.5, 0.25, 0.125)
     num_micro_batches: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16)
     is_grouped: tuple[bool, ...] = (False, True)
     look_ahead: tuple[int, ...] = (1, 2, 15)
-    cpu_attention_fraction: tuple[float, ...] = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.2, 0.0)
+    cpu_attention_fraction: tuple[float, ...] = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
     max_num_batched_tokens: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768)
     slot_layers: tuple[float, ...] = (WHOLE_LAYERS, 1.0, 0.5, 0.25)
     steady_admission: tuple[bool, ...] = (True, False)
+
+    @classmethod
+    def of(cls, job: DeviceJob) -> Self:
+        """Tokens of a step by octaves up to the balance of GPU and link, or all that the job has.
+
+        More tokens than at the balance make steps longer and rows wait, and nothing faster.
+        """
+        workload = job.workload
+        useful = workload.total_prompt_tokens + workload.num_rows
+        num_octaves = ceil(log2(max(1.0, min(useful, 2 * job.balanced_tokens) / MIN_TOKENS)))
+        tokens = tuple(MIN_TOKENS << octave for octave in range(num_octaves + 1))
+        return cls(max_num_batched_tokens=tokens)
 
     def around(self, search_point: SearchPoint, *names: str) -> Iterator[SearchPoint]:
         axes = [getattr(self, name) for name in names]
@@ -66,6 +82,23 @@ class SearchSpace:
 
 
 AXES = tuple(axis.name for axis in fields(SearchPoint))
+MIN_TOKENS = 1024
+
+
+def finer(at: SearchPoint) -> Iterator[SearchPoint]:
+    """Points between those of the grid: sizes by thirds of octaves, 5 % of the rows."""
+    for power in (1, -1, 2, -2):
+        factor = 2 ** (power / 3)
+        yield replace(at, batch_share=factor * at.batch_share)
+        yield replace(at, max_num_batched_tokens=round(factor * at.max_num_batched_tokens))
+    for step in (1, -1):
+        yield replace(at, num_micro_batches=max(1, at.num_micro_batches + step))
+        yield replace(at, look_ahead=max(0, at.look_ahead + step))
+    for more in (0.1, 0.05, -0.05, -0.1):
+        fraction = min(1.0, max(0.0, round(at.cpu_attention_fraction + more, 2)))
+        yield replace(at, cpu_attention_fraction=fraction)
+
+
 MIN_CHUNK = 1024  # least prefill chunk, for prompts longer than those planned for
 
 
@@ -180,15 +213,20 @@ class DeviceSizes:
         spare -= device_footprint(self.job.model, self.job.work, steps).total
         if spare < 0:
             return None
-        filled, resident_bytes = steps, -1
+        device, slots = steps.device, steps.cut.slots_bytes
+        resident_bytes = -1
         for _ in range(3):  # resident weights shrink the slots, which makes room for more
             before = resident_bytes
-            shrunk = steps.cut.slots_bytes - filled.cut.slots_bytes
-            resident_bytes = spare + shrunk
+            resident_bytes = spare + steps.cut.slots_bytes - slots
             if resident_bytes == before:
                 break
-            filled = self._with_resident(steps, resident_bytes)
-        return filled
+            slots = slots_bytes(
+                self._layers,
+                resident_bytes,
+                num_groups=device.expert_groups,
+                ring_slots=min(device.ring_slots, device.expert_groups),
+            )
+        return self._with_resident(steps, resident_bytes)
 
     def _batch_size(self, num_blocks: int, search_point: SearchPoint, size_bits: int | None) -> int:
         max_num_seqs = min(
@@ -259,7 +297,11 @@ SIZE_BITS = 7
 # A walk continues only from points within this factor of the best job time. A factor of 1.1 needs
 # 0.56 of the unlimited search time and 1.3 needs 0.63, for 0.06 and 0.04 % less throughput in the
 # mean over 72 random jobs, 1.9 % at most.
-DETOUR = 1.2
+DETOUR = 1.1
+CLOSE = 1.05  # ends of walks within this factor of the best one are refined
+# A job is given up if the larger half of its steps exceed their lower bounds so much that with all
+# like them it would take this much longer than the best.
+LIKELY = 1.05
 MIN_SAMPLES = 1.001  # walk the axes again only after a gain above this
 
 
@@ -284,10 +326,11 @@ class DeviceSearch:
     sizes: DeviceSizes
     _points: dict[SearchPoint, "Candidate | None"] = field(default_factory=dict)
     _jobs: dict[Policy, list[Steps]] = field(default_factory=dict)
+    _ends: dict[SearchPoint, "Candidate"] = field(default_factory=dict)  # of walks
 
     def best(self, grid: SearchSpace | None = None) -> "Candidate | None":
         """Walk with whole layers, then with a ring, and longer where that is faster."""
-        grid = grid or SearchSpace()
+        grid = grid or SearchSpace.of(self.sizes.job)
         whole = replace(grid, slot_layers=(WHOLE_LAYERS,))
         best: Candidate | None = None
         for start in starts(self.sizes.job):
@@ -299,14 +342,16 @@ class DeviceSearch:
                 best = self._better(best, ring, grid)
                 if best and best.search_point.slot_layers == WHOLE_LAYERS:
                     break
-        in_full = self.in_full(best.search_point) if best else None
-        return min(filter(None, (best, in_full)), key=lambda each: each.seconds, default=None)
+        ends = [end for end in self._ends.values() if best and end.seconds < CLOSE * best.seconds]
+        return self._refined(sorted(ends, key=_seconds))
 
     def _better(
         self, best: "Candidate | None", start: SearchPoint, grid: SearchSpace
     ) -> "Candidate | None":
         end = self._walk(start, grid, DETOUR * best.seconds if best else math.inf)
-        return min(filter(None, (best, end)), key=lambda each: each.seconds, default=None)
+        if end is not None:
+            self._ends[end.search_point] = end
+        return min(filter(None, (best, end)), key=_seconds, default=None)
 
     def faster(self, search_point: SearchPoint, limit_s: float = math.inf) -> "Candidate | None":
         """The candidate at a point if it fits and its job takes less than the limit."""
@@ -335,6 +380,20 @@ class DeviceSearch:
                 None if steps is None else Candidate(search_point, steps, self)
             )
         return self._points[search_point]
+
+    def _refined(self, ends: Iterable["Candidate"]) -> "Candidate | None":
+        """The best point near the ends of walks, with exact sizes where these are faster."""
+        best: Candidate | None = None
+        for start in dict.fromkeys(end.search_point for end in ends):
+            end = self.faster(start)
+            before = None
+            while end and (before is None or before.seconds >= MIN_SAMPLES * end.seconds):
+                before = end
+                for search_point in finer(before.search_point):
+                    end = self.faster(search_point, end.seconds) or end
+            in_full = self.in_full(end.search_point) if end else None
+            best = min(filter(None, (best, end, in_full)), key=_seconds, default=None)
+        return best
 
     def _walk(self, start: SearchPoint, grid: SearchSpace, max_s: float) -> "Candidate | None":
         best = self.faster(start, max_s)
@@ -378,10 +437,17 @@ class Candidate:
         """Whether the job takes less; stops simulating once the remaining steps cannot help."""
         if EVEN_SHARE * self.even_s >= limit_s or self.min_s >= limit_s:
             return False
-        seconds = self.min_s
-        for (load, count), min_s in zip(self._job_steps, self._min_s, strict=True):
-            seconds += count * self._seconds_of(load) - min_s
+        seconds, simulated_s, of_these_s = self.min_s, 0.0, 0.0
+        steps = zip(self._min_s, self._job_steps, strict=True)
+        for min_s, (load, count) in sorted(steps, key=itemgetter(0), reverse=True):
+            step_s = count * self._seconds_of(load)
+            seconds += step_s - min_s
+            simulated_s += step_s
+            of_these_s += min_s
             if seconds >= limit_s:
+                return False
+            expected_s = self.min_s * simulated_s / of_these_s
+            if of_these_s > self.min_s / 2 and expected_s > LIKELY * limit_s:
                 return False
         return True
 
@@ -400,3 +466,7 @@ class Candidate:
     @cached_property
     def _model(self) -> DeviceStep:
         return DeviceStep(self.search.sizes.job.work, self.search.sizes.job.hardware, self.steps)
+
+
+def _seconds(candidate: Candidate) -> float:
+    return candidate.seconds

@@ -22,7 +22,6 @@ from raymoe.schedule.graph import Op, Resource, Schedule, Task
 from raymoe.schedule.program import NUM_RETURNED_SUMS, LayerPages, StepForm
 from raymoe.schedule.timeline import Outline, Timeline, simulate
 from raymoe.specs.hardware import HardwareSpec
-from raymoe.specs.layers import largest_sizes
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
 from raymoe.units import GIB, MIB, ceil_div
@@ -37,13 +36,13 @@ class DeviceJob:
     max_model_len: int
 
     def max_num_seqs(self, num_blocks: int, share: float) -> int:
-        """Share of the sequences whose KV fits at mean length; 0 if the longest does not fit."""
+        """At most `share` of those whose KV fits at mean length; 0 if the longest does not fit."""
         if num_blocks < self.min_blocks:
             return 0
         workload = self.workload
         mean = workload.prompt_tokens + workload.generated_tokens // 2 + KV_BLOCK_TOKENS // 2
         live = max(1, num_blocks * KV_BLOCK_TOKENS // mean)
-        return ceil(share * min(workload.num_rows, live))
+        return min(workload.num_rows, ceil(share * min(workload.num_rows, live)))
 
     @property
     def balanced_tokens(self) -> int:
@@ -206,8 +205,9 @@ def _shape(schedule: str, form: StepForm) -> _Shape:
 # linearly in pairs of layers beyond the first. Over random policies the extrapolation differs from
 # a simulation of all layers by 0.2 % in the mean and 4 % at most.
 EXCERPT_LAYERS, MORE_LAYERS = 2, 4
-# Pages per layer to keep; merging more hardly changes when the tasks between them start.
-MIN_PAGES = 24
+# Pages per layer to keep; more hardly change when the tasks between them start. Cuts that differ
+# only in the size of their pages then share an outline.
+MAX_PAGES = 24
 ONCE = frozenset({Op.EMBED, Op.UP, Op.HEAD})  # per step, not per layer
 OF_NO_MICRO_BATCH = frozenset({Op.W, Op.STAGE, Op.HEAD, Op.SYNC})
 OF_A_LAUNCH = frozenset({Op.EXPERTS, Op.ROWS, Op.CEXPERTS, Op.SUMS})
@@ -276,7 +276,7 @@ class DeviceStep:
             )
         else:
             cost = replace(cost, group_shares=())
-        form = replace(self._form(load), layers=tuple(layers))
+        form = self._form(load, bare=tuple(layers))
         busy_s = dict.fromkeys(Resource, 0.0)
         often = self.num_layers / len(few.layers)
         duplicates = _Duplicate.of(cost)
@@ -314,16 +314,27 @@ class DeviceStep:
         cost = self._cost(sample.work, sample.cut, micro_batches)
         return outline.makespan_s(_durations(outline.kinds, cost))
 
-    def _form(self, load: StepLoad) -> StepForm:
+    def _form(self, load: StepLoad, bare: tuple[LayerPages, ...] = ()) -> StepForm:
+        """The form of a step, or of one with the given layers."""
         fraction = self.steps.cpu_attention_fraction
-        return replace(
-            self.steps.form,
-            has_device_attention=load.prompt_tokens > 0 or (load.decode_rows > 0 and fraction < 1),
-            has_cpu_attention=load.decode_rows > 0 and fraction > 0,
-        )
+        on_device = load.prompt_tokens > 0 or (load.decode_rows > 0 and fraction < 1)
+        key = (bare, on_device, load.decode_rows > 0 and fraction > 0)
+        if key not in self._forms:
+            form = self.steps.form
+            self._forms[key] = replace(
+                form,
+                layers=bare or form.layers,
+                has_device_attention=key[1],
+                has_cpu_attention=key[2],
+            )
+        return self._forms[key]
+
+    @cached_property
+    def _forms(self) -> dict[tuple[tuple[LayerPages, ...], bool, bool], StepForm]:
+        return {}
 
     def _micro_batches(self, load: StepLoad) -> tuple[MicroBatchShape, ...]:
-        return load.micro_batches(self.steps.num_micro_batches, self.steps.cpu_attention_fraction)
+        return _cut(load, self.steps.num_micro_batches, self.steps.cpu_attention_fraction)
 
     def _cost(
         self,
@@ -344,7 +355,8 @@ class DeviceStep:
 
     @cached_property
     def _excerpt(self) -> ModelWork:
-        return replace(self.work, layers=self.work.layers[-EXCERPT_LAYERS:])
+        few = self.work.layers[-EXCERPT_LAYERS:]
+        return replace(self.work, layers=few[-1:] if len(set(few)) == 1 else few)
 
     @cached_property
     def _samples(self) -> tuple["_Sample", ...]:
@@ -377,9 +389,8 @@ def _last_pages(cut: PageCut, count: int) -> PageCut:
     mean = sum(map(sum, cut.page_bytes)) / len(cut.page_bytes)
     of_these = sum(map(sum, cut.page_bytes[-count:])) / count
     scale = mean / of_these if of_these else 1.0
-    by = max(1, max(map(len, cut.page_bytes)) // MIN_PAGES)
     merged = [
-        _merge(pages, sizes, by)
+        _merge(pages, sizes)
         for pages, sizes in zip(cut.layers[-count:], cut.page_bytes[-count:], strict=True)
     ]
     return replace(
@@ -391,40 +402,42 @@ def _last_pages(cut: PageCut, count: int) -> PageCut:
     )
 
 
-def _merge(
-    pages: LayerPages, page_bytes: tuple[int, ...], by: int
-) -> tuple[LayerPages, tuple[int, ...]]:
-    """Merge every `by` pages of what is common and of each group."""
-    number: list[int] = []  # the merged page of each page
-    units = (range(pages.num_common_pages), *pages.group_pages)
-    for unit in units:
-        first = number[-1] + 1 if number else 0
-        number += [first + place // by for place in range(len(unit))]
-    sizes = [0] * (number[-1] + 1 if number else 0)
-    for page, size in zip(number, page_bytes, strict=True):
-        sizes[page] += size
+@lru_cache(maxsize=1024)
+def _merge(pages: LayerPages, page_bytes: tuple[int, ...]) -> tuple[LayerPages, tuple[int, ...]]:
+    """Divide what is common, and each group, into a few pages of equal size."""
+    few: dict[int, range] = {}  # the new pages that hold some of each page
+    sizes: list[int] = []
+    groups = []
+    in_groups = page_bytes[pages.num_common_pages :]
+    for unit in (range(pages.num_common_pages), *pages.group_pages):
+        first, count = len(sizes), min(len(unit), MAX_PAGES // max(1, len(pages.group_pages)))
+        for place, page in enumerate(unit):
+            last = ((place + 1) * count - 1) // len(unit)
+            few[page] = range(first + place * count // len(unit), first + last + 1)
+        groups.append(tuple(range(first, first + count)))
+        sizes += [sum(page_bytes[page] for page in unit) // max(1, count)] * count
+    if in_groups and not pages.host_experts:  # the groups are about equal
+        first = len(groups[0])
+        sizes[first:] = [sum(in_groups) // (len(sizes) - first)] * (len(sizes) - first)
 
     def merged(old: Iterable[int]) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(number[page] for page in old))
+        return tuple(dict.fromkeys(new for page in old for new in few[page]))
 
-    few = replace(
+    form = replace(
         pages,
         num_pages=len(sizes),
         attention_pages=merged(pages.attention_pages),
         expert_pages=merged(pages.expert_pages),
-        group_pages=tuple(map(merged, pages.group_pages)),
+        group_pages=tuple(groups[1:]),
     )
-    return few, tuple(sizes)
+    return form, tuple(sizes)
 
 
 @lru_cache(maxsize=4096)
 def _outline(schedule: str, form: StepForm, layer_kinds: tuple[int, ...]) -> Outline:
-    last_pages = [_last_of_units(pages) for pages in form.layers]
-
     def kind_of(task: Task) -> Hashable:
-        if task.op in {Op.W, Op.STAGE}:  # pages of a layer are equal, but for the last ones
-            is_last = task.part in last_pages[task.layer]
-            return task.op, task.layer, task.part if is_last else -1
+        if task.op in {Op.W, Op.STAGE}:
+            return task.op, task.layer, _kind_of_page(form.layers[task.layer], task.part)
         if task.op is Op.HEAD:
             return task.op
         num_groups = form.layers[task.layer].num_groups
@@ -433,9 +446,20 @@ def _outline(schedule: str, form: StepForm, layer_kinds: tuple[int, ...]) -> Out
     return Outline.of(STREAMING_BUILDERS[schedule](form), kind_of)
 
 
-def _last_of_units(pages: LayerPages) -> frozenset[int]:
-    """The last page of what is common and of each group, which may be shorter."""
-    return frozenset((pages.num_common_pages - 1, *(group[-1] for group in pages.group_pages)))
+def _kind_of_page(pages: LayerPages, page: int) -> int:
+    """Equal for pages of equal size: common ones, those of a group, and of all groups if equal."""
+    if page < pages.num_common_pages:
+        return -1
+    if not pages.host_experts:
+        return 0
+    return next(number for number, group in enumerate(pages.group_pages) if page <= group[-1])
+
+
+@lru_cache(maxsize=4096)  # a search asks for the same loads repeatedly
+def _cut(
+    load: StepLoad, num_micro_batches: int, cpu_attention_fraction: float
+) -> tuple[MicroBatchShape, ...]:
+    return load.micro_batches(num_micro_batches, cpu_attention_fraction)
 
 
 @lru_cache(maxsize=2)
@@ -501,7 +525,7 @@ UNEVENNESS = 4  # max over mean rows per expert
 
 def device_footprint(model: ModelSpec, work: ModelWork, steps: StreamedSteps) -> Footprint:
     tokens = steps.policy.max_num_batched_tokens
-    ring = steps.ring * _around_attention(model, work, steps.micro_batch_tokens)
+    ring = steps.ring * steps.micro_batch_tokens * work.around_attention_bytes
     at_experts = steps.launch_tokens
     rows = tokens if steps.has_sums else 0
     if steps.has_host_experts:
@@ -523,7 +547,7 @@ def device_footprint(model: ModelSpec, work: ModelWork, steps: StreamedSteps) ->
 def host_footprint(model: ModelSpec, work: ModelWork, steps: StreamedSteps) -> Footprint:
     element, hidden = work.bytes_per_element, work.hidden_size
     policy = steps.policy
-    ring = steps.ring * _around_attention(model, work, steps.micro_batch_tokens)
+    ring = steps.ring * steps.micro_batch_tokens * work.around_attention_bytes
     staging = steps.device.staging_slots * steps.cut.page_length
     of_token = hidden * element
     if steps.has_host_experts:  # their input, routing and sums
@@ -547,7 +571,7 @@ def resident_footprint(model: ModelSpec, work: ModelWork, policy: Policy) -> Foo
         policy.max_num_batched_tokens,
     )
     embedding = model.vocab_size * hidden * element
-    routed = _routed(work, tokens) + _around_attention(model, work, tokens)
+    routed = _routed(work, tokens) + tokens * work.around_attention_bytes
     return Footprint(
         memory="device memory",
         parts=(
@@ -581,11 +605,6 @@ def kv_block_bytes(work: ModelWork) -> int:
 def logit_bytes(model: ModelSpec) -> int:
     """A chunk of logits, its float32 copy and the sampler's buffers."""
     return 3 * FLOAT_BYTES * LOGIT_CHUNK_ROWS * model.vocab_size
-
-
-def _around_attention(model: ModelSpec, work: ModelWork, micro_batch_tokens: int) -> int:
-    sizes = largest_sizes(layer.attention.token_shapes for layer in model.layers)
-    return micro_batch_tokens * sum(sizes) * work.bytes_per_element
 
 
 def _layer_block_bytes(work: ModelWork) -> int:

@@ -199,6 +199,39 @@ def layer_sizes(model: ModelSpec, bytes_per_element: int) -> tuple[LayerBytes, .
     return tuple(LayerBytes.of(model, i, bytes_per_element) for i in range(model.num_layers))
 
 
+class _Layout(NamedTuple):
+    stays: tuple["_Stay", ...]
+    units: tuple["_Units", ...]
+    resident_bytes: int
+    max_common_bytes: int
+    max_group_bytes: int
+
+    def slots_bytes(self, ring_slots: int) -> int:
+        return NUM_LAYER_SLOTS * self.max_common_bytes + ring_slots * self.max_group_bytes
+
+
+@lru_cache(maxsize=1024)
+def _lay_out(sizes: tuple[LayerBytes, ...], resident_bytes: int, num_groups: int) -> _Layout:
+    stays = _choose_resident(sizes, resident_bytes)
+    kept = [stay.num_bytes(size) for size, stay in zip(sizes, stays, strict=True)]
+    units = [_units(size, stay, num_groups) for size, stay in zip(sizes, stays, strict=True)]
+    return _Layout(
+        stays=tuple(stays),
+        units=tuple(units),
+        resident_bytes=sum(kept),
+        max_common_bytes=max((each.bytes[0] for each in units), default=0),
+        max_group_bytes=max((size for each in units for size in each.bytes[1:]), default=0),
+    )
+
+
+def slots_bytes(
+    sizes: tuple[LayerBytes, ...], resident_bytes: int, *, num_groups: int = 1, ring_slots: int = 0
+) -> int:
+    """What `PageCut.slots_bytes` of such a cut is."""
+    layout = _lay_out(sizes, resident_bytes, num_groups)
+    return layout.slots_bytes(ring_slots if num_groups > 1 else 0)
+
+
 @lru_cache(maxsize=256)  # the search asks for the same cut repeatedly
 def cut_pages(
     sizes: tuple[LayerBytes, ...],
@@ -218,9 +251,8 @@ def cut_pages(
             f"page_bytes is {page_bytes} and resident_bytes is {resident_bytes}; "
             "pages need at least one byte, the resident share must not be negative"
         )
-    stays = _choose_resident(sizes, resident_bytes)
-    kept = [stay.num_bytes(size) for size, stay in zip(sizes, stays, strict=True)]
-    units = [_units(size, stay, num_groups) for size, stay in zip(sizes, stays, strict=True)]
+    layout = _lay_out(sizes, resident_bytes, num_groups)
+    stays, units = layout.stays, layout.units
     length = _page_length(max((max(each.bytes) for each in units), default=0), page_bytes)
     cut = lru_cache(maxsize=None)(_cut_layer)  # most layers are the same
     cuts = [
@@ -232,11 +264,11 @@ def cut_pages(
         page_length=length,
         is_common_resident=tuple(stay.common for stay in stays),
         resident_experts=tuple(stay.experts for stay in stays),
-        resident_bytes=sum(kept),
+        resident_bytes=layout.resident_bytes,
         group_bounds=tuple(each.bounds for each in units),
         ring_slots=ring_slots if num_groups > 1 else 0,
-        max_common_bytes=max((each.bytes[0] for each in units), default=0),
-        max_group_bytes=max((size for each in units for size in each.bytes[1:]), default=0),
+        max_common_bytes=layout.max_common_bytes,
+        max_group_bytes=layout.max_group_bytes,
         sizes=sizes,
     )
 

@@ -61,6 +61,8 @@ class ResidentSearch:
 
     def best(self, grid: SearchSpace | None = None) -> Policy | None:
         grid = grid or SearchSpace()
+        if self.policy(min(grid.max_num_batched_tokens), min(grid.batch_share)) is None:
+            return None
         sizes = itertools.product(grid.max_num_batched_tokens, grid.batch_share)
         fitting = [policy for policy in itertools.starmap(self.policy, sizes) if policy is not None]
         best = min(fitting, key=self.seconds, default=None)

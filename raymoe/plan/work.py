@@ -66,6 +66,7 @@ class LayerWork:
     kv_token_bytes: int
     query_width: int  # elements of a decoding token's queries
     output_width: int
+    token_sizes: tuple[int, ...]  # elements of attention's buffers per token (`TokenShapes.sizes`)
     window: int | None = None  # tokens that a token attends to at most; None for all
 
     @classmethod
@@ -96,6 +97,7 @@ class LayerWork:
             kv_token_bytes=attention.cache_width * kv_element_bytes,
             query_width=attention.query_width,
             output_width=attention.output_width,
+            token_sizes=attention.token_shapes.sizes,
             window=_window(attention),
         )
 
@@ -177,6 +179,13 @@ class ModelWork:
     @property
     def prefill_pair_flop(self) -> int:
         return sum(layer.prefill_pair_flop for layer in self.layers)
+
+    @cached_property
+    def around_attention_bytes(self) -> int:
+        """Bytes per token of buffers around attention that fit every layer."""
+        by_buffer = zip(*(layer.token_sizes for layer in self.kinds), strict=True)
+        elements: int = sum(max(sizes) for sizes in by_buffer)
+        return self.bytes_per_element * elements
 
     @cached_property
     def kv_token_bytes(self) -> int:
