@@ -102,6 +102,24 @@ def fused_experts(
     gate_up_format: CodeFormat | None = None,
     down_format: CodeFormat | None = None,
 ) -> None: ...
+def add_row_experts(
+    hidden: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    matrices: Tensor,
+    expert_size: int,
+    first: int,
+    last: int,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    gain: float,
+    cubic: float,
+    limit: float,
+    offset: float,
+    gate_limit: float,
+    sums: Tensor,
+) -> None: ...
 def gated_ffn(
     hidden: Tensor,
     gate_up: Tensor,

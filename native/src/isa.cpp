@@ -10,6 +10,7 @@
 #include "raymoe/elementwise.h"
 #include "raymoe/latent_attention.h"
 #include "raymoe/probe.h"
+#include "raymoe/row_experts.h"
 #include "raymoe/sampling.h"
 
 namespace raymoe {
@@ -110,5 +111,6 @@ RAYMOE_CHOOSE_KERNELS(CodeKernels, code_kernels)
 RAYMOE_CHOOSE_KERNELS(ElementwiseKernels, elementwise_kernels)
 RAYMOE_CHOOSE_KERNELS(SamplingKernels, sampling_kernels)
 RAYMOE_CHOOSE_KERNELS(ProbeKernels, probe_kernels)
+RAYMOE_CHOOSE_KERNELS(RowKernels, row_kernels)
 
 }  // namespace raymoe

@@ -16,6 +16,7 @@
 #include "raymoe/linear.h"
 #include "raymoe/mover.h"
 #include "raymoe/probe.h"
+#include "raymoe/row_experts.h"
 #include "raymoe/sampling.h"
 #include "raymoe/worker_pool.h"
 #include "tensor_caster.h"
@@ -130,6 +131,23 @@ void bind_gemm(py::module_& m) {
         py::arg("gain"), py::arg("cubic"), py::arg("limit"), py::arg("offset"),
         py::arg("gate_limit"), py::arg("out"),
         py::arg("gate_up_format") = py::none(), py::arg("down_format") = py::none(), Guard(),
+        "See kernels/cpu_experts.py.");
+  m.def("add_row_experts",
+        [](const TensorView& hidden, const TensorView& topk_ids, const TensorView& topk_weights,
+           const TensorView& matrices, int64_t expert_size, int64_t first, int64_t last,
+           const Optional& gate_bias, const Optional& up_bias, const Optional& down_bias,
+           float gain, float cubic, float limit, float offset, float gate_limit,
+           const TensorView& sum) {
+          add_row_experts_op(hidden, topk_ids, topk_weights,
+                             {matrices, expert_size, first, last, pointer_to(gate_bias),
+                              pointer_to(up_bias), pointer_to(down_bias),
+                              {gain, cubic, limit, offset, gate_limit}},
+                             sum);
+        },
+        py::arg("hidden"), py::arg("topk_ids"), py::arg("topk_weights"), py::arg("matrices"),
+        py::arg("expert_size"), py::arg("first"), py::arg("last"), py::arg("gate_bias"),
+        py::arg("up_bias"), py::arg("down_bias"), py::arg("gain"), py::arg("cubic"),
+        py::arg("limit"), py::arg("offset"), py::arg("gate_limit"), py::arg("sums"), Guard(),
         "See kernels/cpu_experts.py.");
   m.def("gated_ffn",
         [](const TensorView& hidden, const TensorView& gate_up, const TensorView& down,

@@ -99,9 +99,7 @@ class PackedExperts:
         if biases is not None:
             self._gate_up_bias_EX = torch.stack([_pack_gate_up_bias(bias) for bias in biases])
             self._down_bias_EX = torch.stack([_padded(bias.down_H, 32) for bias in biases])
-        self._gating = (*SIGMOID_GATES[activation], math.inf, 0.0, math.inf)
-        if clamp is not None:
-            self._gating = (clamp.gain, 0.0, clamp.limit, clamp.offset, clamp.gate_limit)
+        self._gating = _gating(activation, clamp)
 
     def __call__(self, hidden_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         hidden_TH = _with_contiguous_rows(hidden_TH)
@@ -120,6 +118,12 @@ class PackedExperts:
             *self._weights.formats,
         )
         return out_TH
+
+
+def _gating(activation: str, clamp: Clamp | None) -> tuple[float, float, float, float, float]:
+    if clamp is not None:
+        return clamp.gain, 0.0, clamp.limit, clamp.offset, clamp.gate_limit
+    return (*SIGMOID_GATES[activation], math.inf, 0.0, math.inf)
 
 
 class PackedGatedFfn:
@@ -287,6 +291,69 @@ class PlainExperts:
 
     def add(self, hidden_TH: Tensor, routing: TopK, group: ExpertGroup) -> None:
         add_one_by_one(self._ffns, hidden_TH, routing, group)
+
+
+class RowMajorExperts:
+    """Experts on plain matrices as they lie in memory, for `SIGMOID_GATES` and the clamped product.
+
+    Products accumulate in float32; the gated product is rounded to the type of the weights. Outputs
+    of a token are added to its float32 sum in ascending order of expert: its bits do not depend on
+    the batch or the number of threads.
+    """
+
+    def __init__(
+        self,
+        gate_EFH: Sequence[Tensor],
+        up_EFH: Sequence[Tensor],
+        down_EHF: Sequence[Tensor],
+        *,
+        activation: str = "silu",
+        biases: Sequence[Biases] | None = None,
+        clamp: Clamp | None = None,
+    ) -> None:
+        """Keep the weights, which are contiguous and have the type of the hidden states."""
+        experts = list(zip(gate_EFH, up_EFH, down_EHF, strict=True))
+        assert all(weight.is_contiguous() for each in experts for weight in each)
+        self._weights = experts
+        self._expert_size = len(gate_EFH[0])
+        addresses = [[weight.data_ptr() for weight in each] for each in experts]
+        self._matrices_E3 = torch.tensor(addresses, dtype=torch.int64)
+        self._biases: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+        if biases is not None:
+            gate_EF, up_EF, down_EH = (
+                torch.stack(each).float() for each in zip(*biases, strict=True)
+            )
+            self._biases = gate_EF, up_EF, down_EH
+        self._gating = _gating(activation, clamp)
+
+    def __call__(self, hidden_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
+        sum_TH = torch.zeros(hidden_TH.shape)
+        everything = ExpertGroup(range(len(self._weights)), sum_TH)
+        self.add(hidden_TH, (topk_ids_TK, topk_weights_TK), everything)
+        return sum_TH.to(hidden_TH.dtype)
+
+    def add(self, hidden_TH: Tensor, routing: TopK, group: ExpertGroup) -> None:
+        """Add the weighted outputs of a group of experts to the sums of the tokens."""
+        topk_ids_TK, topk_weights_TK = routing
+        assert hidden_TH.dtype == self._weights[0][0].dtype
+        _native.add_row_experts(
+            _with_contiguous_rows(hidden_TH),
+            topk_ids_TK.contiguous(),
+            topk_weights_TK.contiguous(),
+            self._matrices_E3,
+            self._expert_size,
+            group.experts.start,
+            group.experts.stop,
+            *self._biases,
+            *self._gating,
+            group.sum_TH,
+        )
+
+
+def row_major_experts_are_used(activation: str, clamp: Clamp | None) -> bool:
+    """Whether cores compute experts on plain weights by `RowMajorExperts` on this machine."""
+    is_known = activation in SIGMOID_GATES or clamp is not None
+    return is_known and _native.active_isa() != "scalar"
 
 
 def one_by_one(

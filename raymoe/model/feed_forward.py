@@ -13,7 +13,7 @@ from torch import Tensor
 
 from raymoe.kernels.cpu_elementwise import Routing, add_gated_, route, triton_runs_on
 from raymoe.kernels.cpu_experts import ExpertGroup, ExpertsInGroups, GatedFfn, gated_product
-from raymoe.model.loading import Loader, Reduce, clamp_of
+from raymoe.model.loading import Loader, PagedLoader, Reduce, clamp_of
 from raymoe.model.norms import RmsNorm, load_norm
 from raymoe.specs.layer_weights import (
     EXPERTS_INPUT_NORM,
@@ -310,14 +310,12 @@ class HostExperts:
             normed one.
     """
 
-    def __init__(self, model: ModelSpec, spec: MoeSpec, loader: Loader, layer: str) -> None:
+    def __init__(self, model: ModelSpec, spec: MoeSpec, loader: PagedLoader, layer: str) -> None:
         self._spec, self.reads_hidden = spec, spec.has_branch_norms
         self._norm = None
         if spec.has_branch_norms:
             self._norm = load_norm(model, loader, f"{layer}{EXPERTS_INPUT_NORM}")
-        experts = loader.experts(f"{layer}mlp.experts.", spec)
-        assert isinstance(experts, ExpertsInGroups)
-        self._experts = experts
+        self._experts = loader.host_experts(f"{layer}mlp.experts.", spec)
 
     def add(self, rows_TH: Tensor, routing: Routing, group: ExpertGroup) -> None:
         """Add the outputs of some experts to the sums of the tokens, in ascending order."""

@@ -15,13 +15,17 @@ from raymoe.kernels.cpu_experts import (
     Biases,
     Clamp,
     Experts,
+    ExpertsInGroups,
     GatedFfn,
+    PlainExperts,
     PlainGatedFfn,
+    RowMajorExperts,
     gated_product,
     make_experts,
     make_gated_ffn,
     packed_experts_are_used,
     packed_experts_bytes,
+    row_major_experts_are_used,
 )
 from raymoe.kernels.cpu_linear import (
     Allocate,
@@ -411,6 +415,25 @@ class PagedLoader(Loader):
             dtype=self.dtype,
             clamp=clamp_of(moe),
             tiles=self._tiles,
+        )
+
+    def host_experts(self, prefix: str, moe: MoeSpec) -> ExpertsInGroups:
+        """Load experts that cores compute, where their weights lie in host memory."""
+        matrices = self.expert_matrices(prefix, moe)
+        parts = [matrices.gate_EFH, matrices.up_EFH, matrices.down_EHF]
+        weights = [weight for part in parts for weight in part]
+        clamp = clamp_of(moe)
+        plain = [weight for weight in weights if isinstance(weight, Tensor)]
+        if len(plain) < len(weights) or not row_major_experts_are_used(moe.activation, clamp):
+            return PlainExperts(
+                *parts, activation=moe.activation, biases=matrices.biases, clamp=clamp
+            )
+        count = moe.num_experts
+        return RowMajorExperts(
+            *(plain[begin : begin + count] for begin in range(0, 3 * count, count)),
+            activation=moe.activation,
+            biases=matrices.biases,
+            clamp=clamp,
         )
 
     def expert_matrices(self, prefix: str, moe: MoeSpec) -> ExpertMatrices:
