@@ -251,7 +251,9 @@ def measure_device(host: HardwareSpec, seconds: float, index: int = 0) -> Hardwa
         link = measure_link(api, copies, attention, LINK_SHARE * seconds)
         rates = measure_rates(api, jobs, (1 - LINK_SHARE) * seconds)
         del copies, jobs
-        return with_device(host, free_gpu_bytes(index), link, rates)
+        node = with_device(host, free_gpu_bytes(index), link, rates)
+        has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        return replace(node, has_bfloat16=has_bfloat16)
 
 
 def with_device(

@@ -25,7 +25,7 @@ LOOKS: Mapping[Op, Look] = {
     Op.UP: Look("u", "#999999", "#000000", "embeddings"),
     Op.PRE: Look("A", "#56b4e9", "#000000", "norm, QKV"),
     Op.QKV: Look("q", "#44aa99", "#000000", "QKV to host"),
-    Op.ATTN: Look("B", "#d55e00", "#ffffff", "CPU attention"),
+    Op.ATTN: Look("B", "#d55e00", "#ffffff", "attention"),
     Op.KV: Look("k", "#aa4499", "#ffffff", "KV to device"),
     Op.APPEND: Look("a", "#882255", "#ffffff", "new KV"),
     Op.GATTN: Look("G", "#cc79a7", "#000000", "GPU attention"),

@@ -1,7 +1,8 @@
-"""Rank nodes for five models: `python -m tests.scale.rank_nodes` prints two tables.
+"""Rank nodes for five models: `python -m tests.scale.rank_nodes [--write]` prints two tables.
 
 It runs `raymoe plan --model DIR --prompt-len 512 --gen-len 128 --num-rows 10000000 --max-context
-4096 --json` for each. The first table is that of README.md, the second that of RESULTS.md.
+4096 --json` for each. The first table is that of README.md, the second that of RESULTS.md, and
+`--write` puts them there.
 """
 
 import json
@@ -13,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PUBLISHED = Path(__file__).parent.parent / "data" / "published_models.json"
+ROOT = Path(__file__).parent.parent.parent
+PUBLISHED = ROOT / "tests" / "data" / "published_models.json"
 PROMPT_TOKENS, GENERATED_TOKENS, NUM_ROWS = 512, 128, 10_000_000
 MAX_CONTEXT = 4096
 API_PRICES = "OpenRouter, August 2026, by the list of pydantic/genai-prices (98e606a)"
@@ -73,7 +75,7 @@ def short_row(model: Model, found: dict[str, Any]) -> str:
     best = min(spot, key=lambda offer: offer["spot_cost_per_million_tokens"], default=None)
     pipeline = next((note for note in found["notes"] if "in a pipeline" in note), "")
     cells = [
-        ", ".join(nodes) or "none holds it; " + pipeline.split(" hold ")[0].split(" (")[0],
+        ", ".join(nodes) or "none; pipeline of " + pipeline.split(" hold ")[0].split(" (")[0],
         "" if best is None else f"{best['node']} {best['spot_cost_per_million_tokens']:.2f}",
         f"{model.api:.2f}",
     ]
@@ -105,18 +107,30 @@ def long_rows(model: Model, found: dict[str, Any]) -> Iterator[str]:
             yield f"| {model.title} | {note.rstrip('.')} | | | | | |"
 
 
+SHORT = "| model | cheapest on demand | spot | API |"
+LONG = "| model | node | tokens/s | $/M | spot $/M | days | bound by |"
+
+
+def replace_table(path: Path, header: str, table: str) -> None:
+    """Put `table` in place of the one with this header, which ends before an empty line."""
+    before, after = path.read_text().split(header + "\n")
+    path.write_text(f"{before}{table}\n\n{after.split(chr(10) * 2, 1)[1]}")
+
+
 def main() -> None:
     found = {}
     for model in MODELS:
         print(f"planning {model.title}", file=sys.stderr)
         found[model] = ranking(model)
+    short = [SHORT, "|---|---|---|---|", *(short_row(*each) for each in found.items())]
+    long = [LONG, "|---|---|---|---|---|---|---|"]
+    long += [row for each in found.items() for row in long_rows(*each)]
     prices = next(iter(found.values()))["prices"]
     print(f"Prices: {prices['source']} ({prices['date']}). API: {API_PRICES}.\n")
-    print("| model | cheapest on demand | spot | API |\n|---|---|---|---|")
-    print("\n".join(short_row(*each) for each in found.items()))
-    print("\n| model | node | tokens/s | $/M | spot $/M | days | bound by |")
-    print("|---|---|---|---|---|---|---|")
-    print("\n".join(row for each in found.items() for row in long_rows(*each)))
+    print("\n".join([*short, "", *long]))
+    if "--write" in sys.argv:
+        replace_table(ROOT / "README.md", SHORT, "\n".join(short))
+        replace_table(ROOT / "raymoe" / "bench" / "RESULTS.md", LONG, "\n".join(long))
 
 
 if __name__ == "__main__":
