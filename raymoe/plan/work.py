@@ -342,9 +342,13 @@ class StepLoad:
     def micro_batches(
         self, num_micro_batches: int, cpu_attention_fraction: float
     ) -> tuple[MicroBatchShape, ...]:
-        """Divide the step by MoE-Lightning, algorithm 2: chunks in turn, then decoding rows."""
+        """Divide the step: chunks of prompts in turn, and decoding rows evenly.
+
+        Filling up micro-batches with fewer prompts (MoE-Lightning, algorithm 2) would put most
+        decoding rows into one of them, and no other would overlap with their attention.
+        """
         chunks = _deal_chunks(self.prompt_tokens, self.prompt_chunk, num_micro_batches)
-        deals = list(zip(_fill(chunks, self.decode_rows), chunks, strict=True))
+        deals = [(self.decode_rows / num_micro_batches, chunk) for chunk in chunks]
         shapes = {
             deal: MicroBatchShape.decode(deal[0], self.decode_context, cpu_attention_fraction)
             + _prompts(deal[1], self.prompt_chunk)
@@ -423,21 +427,6 @@ def _deal_chunks(tokens: float, chunk: float, num_micro_batches: int) -> list[fl
         for micro_batch in range(num_micro_batches)
     ]
     return [mean * count for count in counts]
-
-
-def _fill(loads: list[float], rows: float) -> list[float]:
-    order = sorted(range(len(loads)), key=lambda micro_batch: loads[micro_batch])
-    shares = [0.0] * len(loads)
-    if not rows:  # rounding could leave a micro-batch below zero
-        return shares
-    for count in range(len(loads), 0, -1):
-        chosen = order[:count]
-        level = (rows + sum(loads[micro_batch] for micro_batch in chosen)) / count
-        if level >= loads[chosen[-1]]:
-            for micro_batch in chosen:
-                shares[micro_batch] = level - loads[micro_batch]
-            break
-    return shares
 
 
 def _prompts(tokens: float, chunk: float) -> MicroBatchShape:

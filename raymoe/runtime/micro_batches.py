@@ -2,6 +2,8 @@
 
 Source: MoE-Lightning (ASPLOS 2025), algorithm 2: longest first, each to the partition with the
 fewest tokens. Nothing is aborted here: a micro-batch may exceed the others by one prompt chunk.
+Decoding sequences go to the partition with the least context of others that decode: where one has
+a prompt less, it would get most of them, and no other would overlap with their attention.
 """
 
 import itertools
@@ -150,19 +152,29 @@ def _deal(num_scheduled_tokens: Int64s, contexts: Int64s, num_micro_batches: int
 def _deal_in_order(
     num_scheduled_tokens: Int64s, contexts: Int64s, order: Int64s, num_micro_batches: int
 ) -> Int64s:
-    """Give each sequence to the micro-batch with the fewest tokens, of those the least context."""
+    """Give prompts to the micro-batch with the fewest tokens, then decoding sequences.
+
+    These go to the one whose decoding sequences have the least context, of those with room.
+    """
     dealt = np.empty(len(order), np.int64)
     tokens = np.zeros(num_micro_batches, np.int64)
     context = np.zeros(num_micro_batches, np.int64)
+    room = -(-num_scheduled_tokens.sum() // num_micro_batches) + num_scheduled_tokens.max()
     for sequence in order:
-        chosen = 0
-        for i in range(1, num_micro_batches):
-            has_fewer = tokens[i] < tokens[chosen]
-            if has_fewer or (tokens[i] == tokens[chosen] and context[i] < context[chosen]):
+        is_decode, chosen = num_scheduled_tokens[sequence] == 1, -1
+        for i in range(num_micro_batches):
+            if chosen < 0:
+                is_better = tokens[i] < room
+            elif is_decode and context[i] != context[chosen]:
+                is_better = context[i] < context[chosen] and tokens[i] < room
+            else:
+                is_better = tokens[i] < tokens[chosen]
+            if is_better:
                 chosen = i
         dealt[sequence] = chosen
         tokens[chosen] += num_scheduled_tokens[sequence]
-        context[chosen] += contexts[sequence]
+        if is_decode:
+            context[chosen] += contexts[sequence]
     return dealt
 
 

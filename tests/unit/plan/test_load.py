@@ -38,6 +38,13 @@ def test_a_pass_of_prompts_decodes_nothing_in_any_wave() -> None:
         assert (micro_batch.host.rows, micro_batch.device.decode_rows) == (0.0, 0.0)
 
 
+def test_decoding_rows_are_spread_whatever_the_prompts() -> None:
+    load = StepLoad(decode_rows=60, decode_context=200, prompt_tokens=210, prompt_chunk=70)
+    shapes = load.micro_batches(2, 1.0)
+    assert [shape.host.decode_rows for shape in shapes] == [30, 30]
+    assert [shape.tokens for shape in shapes] == [170, 100]
+
+
 def totals(steps: list[Steps]) -> list[float]:
     sums = [0.0] * 5
     for load, number in steps:

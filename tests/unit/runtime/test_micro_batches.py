@@ -114,3 +114,15 @@ def test_contexts_are_spread(num_micro_batches: int) -> None:
     done = cut([(1, 10 * i) for i in range(32)], num_micro_batches)
     sums = [int(micro_batch.host.batch.context_tokens.sum()) for micro_batch in done.micro_batches]
     assert max(sums) - min(sums) <= 310
+
+
+def test_decoding_sequences_are_spread_whatever_the_prompts() -> None:
+    """Three prompts for two micro-batches: the one with a prompt less does not decode for both."""
+    done = cut([(70, 0)] * 3 + [(1, 199)] * 60, 2)
+    assert [len(each.host.batch.context_tokens) for each in done.micro_batches] == [30, 30]
+    assert done.max_tokens == 2 * 70 + 30
+
+
+def test_few_long_contexts_do_not_overfill_the_other_micro_batches() -> None:
+    done = cut([(1, 10_000)] + [(1, 10)] * 99, 2)
+    assert sorted(each.num_tokens for each in done.micro_batches) == [49, 51]
