@@ -1,6 +1,7 @@
 """Other nodes for a job: instances by cost, more of one resource, a pipeline of several nodes."""
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import ceil
@@ -247,7 +248,7 @@ def rank(
 
 
 MAX_STAGES = 64
-TRIED_STAGES = 4  # more nodes than needed hold more rows
+MORE_STAGES = 1.5  # what is tried next to the fewest: more GPUs hold more rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,11 +259,12 @@ class Pipeline:
     tokens_per_s: float
 
     def describe(self, node: str, streamed_tokens_per_s: float | None = None) -> str:
+        has_several = re.search(r"\((?!1 x)\d+ x", node) is not None
         text = (
-            f"{self.num_gpus} x {node} hold the model in a pipeline, with vLLM or SGLang: about "
-            f"{self.tokens_per_s:,.0f} tokens/s"
+            f"{self.num_gpus} {'GPUs of' if has_several else 'x'} {node} hold the model in a "
+            f"pipeline, with vLLM or SGLang: about {self.tokens_per_s:,.0f} tokens/s"
         )
-        if streamed_tokens_per_s is None:
+        if streamed_tokens_per_s is None or has_several:
             return f"{text}."
         ratio = self.tokens_per_s / self.num_gpus / streamed_tokens_per_s
         return f"{text}, {ratio:.1f} times the rate of as many nodes with raymoe."
@@ -277,19 +279,19 @@ def find_pipeline(
     with one of them at a time. Copies between nodes are not counted.
     """
     num_layers, found = model.num_layers, list[Pipeline]()
-    fewest = max(2, ceil_div(model.weight_bytes(2), node.gpu_memory_bytes))
-    for num_gpus in range(fewest, min(num_layers, MAX_STAGES) + 1):
+    num_gpus = max(2, ceil_div(model.weight_bytes(2), node.gpu_memory_bytes))
+    while num_gpus <= min(num_layers, MAX_STAGES) and len(found) < 2:
         # The last layers: leading ones may be dense and small.
         stage = replace(model, layers=model.layers[-ceil_div(num_layers, num_gpus) :])
         try:
             plan = plan_stage(stage)
         except InfeasiblePlanError:
+            num_gpus += 1
             continue
         rows = max(1, plan.policy.max_num_seqs // num_gpus)
         job = predict_job(plan.workload, replace(plan.policy, max_num_seqs=rows), plan.steps)
         found.append(Pipeline(num_gpus, job.tokens_per_s))
-        if len(found) == TRIED_STAGES:
-            break
+        num_gpus = ceil(MORE_STAGES * num_gpus)
     return max(found, key=lambda each: each.tokens_per_s / each.num_gpus, default=None)
 
 
