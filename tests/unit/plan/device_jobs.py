@@ -4,8 +4,12 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
+from raymoe.errors import ConfigError, InfeasiblePlanError
 from raymoe.plan.device_search import DeviceSizes, SearchPoint, SearchSpace
 from raymoe.plan.device_step import DeviceJob
+from raymoe.plan.papers.policies import PaperPolicies
+from raymoe.plan.plan import Plan
+from raymoe.plan.search import find_plan
 from raymoe.plan.work import ModelWork
 from raymoe.specs.hardware import HARDWARE_PRESETS, HardwareSpec
 from raymoe.specs.model import ModelSpec
@@ -15,14 +19,19 @@ from raymoe.specs.workload import Workload
 POINTS = tuple(SearchSpace().points())
 
 
-def device_job(model: ModelSpec | str, node: HardwareSpec, workload: Workload) -> DeviceJob:
+def device_job(
+    model: ModelSpec | str,
+    node: HardwareSpec,
+    workload: Workload,
+    max_model_len: int | None = None,
+) -> DeviceJob:
     spec = model_preset(model) if isinstance(model, str) else model
     return DeviceJob(
         model=spec,
         work=ModelWork.of(spec, 2),
         hardware=node,
         workload=workload,
-        max_model_len=max(4096, 2 * workload.context_tokens),
+        max_model_len=max_model_len or max(4096, 2 * workload.context_tokens),
     )
 
 
@@ -44,3 +53,26 @@ def random_jobs(seed: int) -> Iterator[DeviceJob]:
         job = device_job(dice.choice(list(MODEL_PRESETS)), node, random_workload(dice))
         if DeviceSizes(job).steps(SearchPoint(0.125, 2, False, 1, 1.0, 2048)) is not None:
             yield job
+
+
+def paper_plans(job: DeviceJob) -> Iterator[Plan]:
+    """Every schedule of a paper with its own policy, where it has one that fits.
+
+    FlexGen's, FastDecode's and the plain one take that of MoE-Lightning, who compares them so.
+    """
+    papers = PaperPolicies(job.model, job.hardware, job.workload)
+    like_cgopipe = ("cgopipe", "flexgen_s3", "flexgen_s4", "fastdecode", "layer_by_layer")
+    choosers = dict.fromkeys(like_cgopipe, papers.cgopipe)
+    choosers |= {"vslpipe": papers.vslpipe, "module_batching": papers.module_batching}
+    for schedule, choose in choosers.items():
+        try:
+            yield find_plan(
+                job.model,
+                job.hardware,
+                job.workload,
+                schedule=schedule,
+                policy=choose(),
+                max_model_len=job.max_model_len,
+            )
+        except (ConfigError, InfeasiblePlanError):
+            continue

@@ -1,15 +1,12 @@
 """The walk against all points of the grid and against the papers' policies; how policies move."""
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
-from raymoe.errors import ConfigError, InfeasiblePlanError
 from raymoe.plan.device_search import Candidate, DeviceSearch, DeviceSizes, SearchSpace
 from raymoe.plan.device_step import DeviceJob, DeviceStep
-from raymoe.plan.papers.policies import PaperPolicies
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import DevicePolicy
 from raymoe.plan.search import find_plan
@@ -17,7 +14,7 @@ from raymoe.specs.hardware import Curve, HardwareSpec, HostCurves, hardware_pres
 from raymoe.specs.presets_models import model_preset
 from raymoe.specs.workload import Workload
 from raymoe.units import GB, GIB
-from tests.unit.plan.device_jobs import random_jobs
+from tests.unit.plan.device_jobs import paper_plans, random_jobs
 
 SMALL = SearchSpace(
     batch_share=(1.0, 0.5),
@@ -62,29 +59,6 @@ def check_quality(job: DeviceJob, grid: SearchSpace) -> Candidate:
 @pytest.mark.parametrize("seed", range(3))
 def test_the_walk_finds_what_trying_everything_finds(seed: int) -> None:
     check_quality(next(random_jobs(seed)), SMALL)
-
-
-def paper_plans(job: DeviceJob) -> Iterator[Plan]:
-    """Every schedule of a paper with its own policy, where it has one that fits.
-
-    FlexGen's, FastDecode's and the plain one take that of MoE-Lightning, who compares them so.
-    """
-    papers = PaperPolicies(job.model, job.hardware, job.workload)
-    like_cgopipe = ("cgopipe", "flexgen_s3", "flexgen_s4", "fastdecode", "layer_by_layer")
-    choosers = dict.fromkeys(like_cgopipe, papers.cgopipe)
-    choosers |= {"vslpipe": papers.vslpipe, "module_batching": papers.module_batching}
-    for schedule, choose in choosers.items():
-        try:
-            yield find_plan(
-                job.model,
-                job.hardware,
-                job.workload,
-                schedule=schedule,
-                policy=choose(),
-                max_model_len=job.max_model_len,
-            )
-        except (ConfigError, InfeasiblePlanError):
-            continue
 
 
 def check_papers(job: DeviceJob, chosen_s: float) -> int:
