@@ -151,6 +151,27 @@ def test_policies_and_step_times_on_two_and_four_t4(row: ParallelRow) -> None:
     assert found == pytest.approx(row.tokens_per_s, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("shorter", "longer", "walls", "ratio"),
+    [
+        (PARALLEL[0], PARALLEL[1], (1498.060, 2199.179), 1.39),
+        (PARALLEL[1], PARALLEL[2], (2199.179, 4161.383), 1.95),
+        (PARALLEL[2], PARALLEL[3], (4161.383, 7067.781), 1.44),
+        (PARALLEL[8], PARALLEL[9], (2493.315, 4684.061), 4.46),  # DBRX: a fourth of the rate
+    ],
+)
+def test_measured_steps_are_longer_than_the_formulas_say(
+    shorter: ParallelRow, longer: ParallelRow, walls: tuple[float, float], ratio: float
+) -> None:
+    """Where two runs have the same batch, their times differ by the decode steps of the longer."""
+    assert shorter.rows == longer.rows
+    step_s = (walls[1] - walls[0]) / (longer.generated - shorter.generated)
+    optimizer = longer.optimizer()
+    policy = optimizer.evaluate(longer.micro_batch, longer.count, 0.0)
+    predicted_s = policy.decode_s / (longer.generated - 1)
+    assert step_s / predicted_s == pytest.approx(ratio, abs=0.006)
+
+
 @pytest.mark.parametrize("row", PARALLEL[::3], ids=parallel_label)
 def test_the_share_of_a_rank_gives_the_same_policy(row: ParallelRow) -> None:
     """`raymoe plan --tensor-parallel` hands the paper's modes one rank's share of model and node.
