@@ -90,7 +90,7 @@ class CacheForecast:
             ending = self._ending[step]
             count -= ending.count
             offset -= ending.offset
-            maximum -= ending.tokens(step)
+            maximum -= ending.offset + ending.count * step
         return True
 
 

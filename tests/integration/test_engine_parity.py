@@ -59,7 +59,8 @@ def check_every_way(name: str, num_prompts: int, max_tokens: int) -> None:
         case.assert_agrees(engine, order=range(len(case.prompts))[::-1])
     with case.engine(max_num_seqs=1) as engine:  # one row at a time
         case.assert_agrees(engine)
-    with case.engine(max_prefill_chunk_tokens=7, max_num_batched_tokens=40) as engine:
+    small = {"max_prefill_chunk_tokens": 7, "max_num_batched_tokens": 40, "num_kv_blocks": 24}
+    with case.engine(**small, steady_admission=True) as engine:
         case.assert_agrees(engine)
     check_preemption(Case(name, NUM_PROMPTS, max_tokens))
 
