@@ -108,6 +108,9 @@ def _device_rows(steps: StreamedSteps) -> Iterator[Row]:
         yield "micro-batches that attend ahead", str(device.look_ahead)
         yield "experts run", _group(device)
     yield "decode attention", f"{share:.0f} % on the CPU, {100 - share:.0f} % on the GPU"
+    if device.cpu_experts_fraction:
+        on_cores = f"{100 * device.cpu_experts_fraction:.3g} % of those that stream"
+        yield "experts on the CPU", f"in each step none, {on_cores}, or all, whichever is fastest"
     cut = steps.cut
     rest = f"the rest in pages of {format_bytes(cut.page_length)}"
     kept = f"{format_bytes(cut.resident_bytes)} resident"

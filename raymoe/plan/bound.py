@@ -101,7 +101,18 @@ class DeviceBound:
         }
 
 
-def device_bound(work: ModelWork, hardware: HardwareSpec, workload: Workload) -> DeviceBound:
+def device_bound(
+    work: ModelWork,
+    hardware: HardwareSpec,
+    workload: Workload,
+    *,
+    has_host_experts: bool = False,
+) -> DeviceBound:
+    """The bound of a job on a node with a GPU.
+
+    Args:
+        has_host_experts: Whether cores may compute experts: these need not be on the device then.
+    """
     rows = [workload.lengths(row) for row in range(workload.num_rows)]
     tokens = sum(prompt + generated - 1 for prompt, generated in rows)
     memory = hardware.host_memory_bytes + hardware.gpu_memory_bytes - work.all_weight_bytes
@@ -109,6 +120,7 @@ def device_bound(work: ModelWork, hardware: HardwareSpec, workload: Workload) ->
     through_memory = _pairs(work, rows, _kv_bytes, 0) / max(memory, longest_row)
     num_steps = max(through_memory, *(generated for _, generated in rows))
     read = num_steps * work.activated_weight_bytes(tokens / num_steps)
+    on_device = num_steps * work.activated_weight_bytes(0) if has_host_experts else read
     held = num_steps * hardware.gpu_memory_bytes
     kv_read = _pairs(work, rows, _kv_bytes, 1)
     flop: float = work.token_flop * tokens + work.head_flop * sum(
@@ -118,10 +130,10 @@ def device_bound(work: ModelWork, hardware: HardwareSpec, workload: Workload) ->
     flop += _pairs(work, rows, _pair_flop, 1)
     return DeviceBound(
         num_steps=num_steps,
-        link_s=max(0.0, read - held) / hardware.htod_bytes_per_s,
+        link_s=max(0.0, on_device - held) / hardware.htod_bytes_per_s,
         host_memory_s=max(0.0, read + kv_read - held) / hardware.host_bytes_per_s,
         gpu_s=flop / (hardware.gpu_flop_per_s + hardware.host_flop_per_s),
-        gpu_memory_s=read / hardware.gpu_bytes_per_s,
+        gpu_memory_s=on_device / hardware.gpu_bytes_per_s,
     )
 
 

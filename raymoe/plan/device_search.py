@@ -45,6 +45,8 @@ class SearchPoint:
     # of experts.
     slot_layers: float = WHOLE_LAYERS
     steady_admission: bool = True
+    # Share of the streamed experts that cores compute, in steps for which that is faster.
+    cpu_experts_fraction: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,7 @@ class SearchSpace:
     max_num_batched_tokens: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768)
     slot_layers: tuple[float, ...] = (WHOLE_LAYERS, 1.0, 0.5, 0.25)
     steady_admission: tuple[bool, ...] = (True, False)
+    cpu_experts_fraction: tuple[float, ...] = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0)
 
     @classmethod
     def of(cls, job: DeviceJob) -> Self:
@@ -125,6 +128,7 @@ class DeviceSizes:
             if is_micro_batches
             else 0,
             slot_layers=search_point.slot_layers if self.has_ring else WHOLE_LAYERS,
+            cpu_experts_fraction=search_point.cpu_experts_fraction if self.has_ring else 0.0,
         )
 
     def steps(
@@ -176,6 +180,7 @@ class DeviceSizes:
                 micro_batches_per_group=num_micro_batches if search_point.is_grouped else 1,
                 look_ahead=min(search_point.look_ahead, num_micro_batches - 1),
                 cpu_attention_fraction=search_point.cpu_attention_fraction,
+                cpu_experts_fraction=search_point.cpu_experts_fraction,
                 page_bytes=self.page_bytes,
                 staged_blocks=self._staged_blocks(search_point, max_num_seqs, num_micro_batches),
                 **_ring(search_point.slot_layers),
@@ -329,8 +334,9 @@ class DeviceSearch:
     _ends: dict[SearchPoint, "Candidate"] = field(default_factory=dict)  # of walks
 
     def best(self, grid: SearchSpace | None = None) -> "Candidate | None":
-        """Walk with whole layers, then with a ring, and longer where that is faster."""
-        grid = grid or SearchSpace.of(self.sizes.job)
+        """Walk with whole layers, then with a ring, then with experts on the cores."""
+        everything = grid or SearchSpace.of(self.sizes.job)
+        grid = replace(everything, cpu_experts_fraction=(0.0,))
         whole = replace(grid, slot_layers=(WHOLE_LAYERS,))
         best: Candidate | None = None
         for start in starts(self.sizes.job):
@@ -342,6 +348,11 @@ class DeviceSearch:
                 best = self._better(best, ring, grid)
                 if best and best.search_point.slot_layers == WHOLE_LAYERS:
                     break
+        has_experts = any(layer.num_experts for layer in self.sizes.job.work.kinds)
+        if best and self.sizes.has_ring and has_experts:
+            fraction = max(everything.cpu_experts_fraction)
+            on_cores = replace(best.search_point, cpu_experts_fraction=fraction)
+            best = self._better(best, on_cores, everything)
         ends = [end for end in self._ends.values() if best and end.seconds < CLOSE * best.seconds]
         return self._refined(sorted(ends, key=_seconds))
 

@@ -1,5 +1,6 @@
 """Jobs, steps and memory footprints on a node with a GPU."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -240,16 +241,22 @@ class DeviceStep:
 
     def split(self, load: StepLoad) -> "DeviceStep":
         """The fastest of the splits."""
-        if len(self.splits) == 1:
-            return self
-        return min(self.splits, key=lambda split: split.seconds(load))
+        if len(self.splits) == 1 or not load.tokens:
+            return self.splits[0]
+        fastest, fastest_s = self.splits[0], math.inf
+        for min_s, split in sorted(
+            ((split.min_s(load), split) for split in self.splits), key=lambda each: each[0]
+        ):
+            if min_s < fastest_s and (seconds := split.seconds(load)) < fastest_s:
+                fastest, fastest_s = split, seconds
+        return fastest
 
     def seconds(self, load: StepLoad) -> float:
         """Step time extrapolated from a few layers; shallow models are simulated whole."""
         if not load.tokens:
             return 0.0
         if len(self.splits) > 1:
-            return min(split.seconds(load) for split in self.splits)
+            return self.split(load).seconds(load)
         form, micro_batches = self._form(load), self._micro_batches(load)
         seconds = [self._sampled_s(sample, form, micro_batches) for sample in self._samples]
         if len(seconds) == 1:

@@ -139,7 +139,13 @@ def measure_engine(
     if run.recorder.steady is not None:
         draw_steady_step(plan, run.recorder.steady, settings, out)
     workload = plan.workload
-    bound = device_bound(ModelWork.of(spec, BYTES_PER_ELEMENT), node, workload)
+    device = plan.policy.device
+    bound = device_bound(
+        ModelWork.of(spec, BYTES_PER_ELEMENT),
+        node,
+        workload,
+        has_host_experts=device is not None and device.cpu_experts_fraction > 0,
+    )
     return Figures(
         schedule=plan.schedule,
         policy=policy_of,

@@ -256,7 +256,7 @@ def test_more_of_what_binds_gains_most(model: str, capsys: pytest.CaptureFixture
         )
     }
     assert set(gains) == {"GPU memory", "host memory", "link", "cores", "GPU rate"}
-    assert gains["link"] > 30, "weights stream, and the device holds less than half of them"
+    assert gains["link"] > 20, "weights stream, and the device holds less than half of them"
     assert gains["GPU memory"] > 30, "with 17 GiB all of them stay"
     assert abs(gains["host memory"]) <= 1, "all rows have room already"
 

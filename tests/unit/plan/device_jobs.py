@@ -16,7 +16,7 @@ from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
 from raymoe.specs.workload import Workload
 
-POINTS = tuple(SearchSpace().points())
+POINTS = tuple(SearchSpace(cpu_experts_fraction=(0.0, 0.5)).points())
 
 
 def device_job(

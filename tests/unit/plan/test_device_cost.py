@@ -379,6 +379,64 @@ def test_layers_with_a_window_read_no_more_than_it() -> None:
     assert seconds(Op.GATTN, 1) == pytest.approx(5 * 1000 * row / 200e9)
 
 
+def on_cores(rows: int, share: float, pages: tuple[int, ...] = (), **node: object) -> DeviceCost:
+    """A decode step of which cores compute this share of the experts, and the device the rest."""
+    cost = cost_of(
+        MicroBatchShape.decode(rows, 100, cpu_attention_fraction=0.0),
+        node=dataclasses.replace(NODE, **node),
+        pages=pages,
+    )
+    return dataclasses.replace(cost, group_shares=((1 - share,),) * 32, host_shares=(share,) * 32)
+
+
+def test_cores_read_the_experts_that_are_chosen_of_theirs() -> None:
+    layer = WORK.layers[1]
+    slow = on_cores(1, 0.5, host_flop_per_s=1e15)
+    read = 0.5 * layer.activated_experts(1) * layer.expert.num_bytes
+    assert work_s(slow, Op.CEXPERTS) == pytest.approx(read / NODE.host_bytes_per_s)
+    busy = on_cores(1000, 0.5, host_flop_per_s=1e9)
+    rows = 1000 * layer.top_k / layer.activated_experts(1000)
+    flop = 0.5 * 1000 * layer.top_k * 2 * layer.expert.parameters * (rows + 5) / rows
+    assert work_s(busy, Op.CEXPERTS) == pytest.approx(flop / 1e9)
+    assert work_s(busy, Op.SUMS) == pytest.approx(1000 * 4096 * 4 / 10e9)
+
+
+def test_cores_and_link_share_the_bandwidth_of_the_host() -> None:
+    """Together they read at the whole bandwidth if the cores read longer than the link copies."""
+    layer = WORK.layers[1]
+    cost = on_cores(1000, 1.0, pages=(10_000_000,), host_flop_per_s=1e15)
+    read = layer.num_experts * layer.expert.num_bytes
+    left = cost.rates.host_bytes_per_s
+    assert left == pytest.approx(NODE.host_bytes_per_s * read / (read + 10_000_000))
+    assert work_s(cost, Op.CEXPERTS) == pytest.approx(read / left)
+    mostly_link = on_cores(1, 0.01, pages=(10**9,))
+    assert (
+        mostly_link.rates.host_bytes_per_s
+        == cost_of(MicroBatchShape.decode(1, 100), pages=(10**9,)).rates.host_bytes_per_s
+    )
+
+
+def test_the_last_task_of_a_launch_adds_what_the_cores_computed() -> None:
+    cost = on_cores(1000, 0.5)
+    experts, addition = (work_s(cost, Op.EXPERTS, part=part) for part in (0, 1))
+    whole = work_s(cost_of(MicroBatchShape.decode(1000, 100)), Op.EXPERTS)
+    sums = 2 * 1000 * 4096 * 4 / 200e9
+    assert addition == pytest.approx(sums)
+    assert experts == pytest.approx(whole / 2 + sums)
+    everything = dataclasses.replace(cost, group_shares=((),) * 32, host_shares=(1.0,) * 32)
+    assert work_s(everything, Op.EXPERTS) == pytest.approx(sums)
+
+
+def test_quantised_experts_are_decoded_before_cores_multiply() -> None:
+    plain = on_cores(4, 0.5)
+    layers = tuple(
+        dataclasses.replace(layer, expert=layer.expert._replace(num_bytes=layer.expert.parameters))
+        for layer in WORK.layers
+    )
+    quantised = dataclasses.replace(plain, work=dataclasses.replace(WORK, layers=layers))
+    assert work_s(quantised, Op.CEXPERTS) > 2 * work_s(plain, Op.CEXPERTS)
+
+
 def test_a_measured_host_attends_at_its_measured_rate() -> None:
     """Rates at the context, the share that the link leaves, and operations where these bind."""
     node = dataclasses.replace(NODE, host_curves=attention_curves(((100, 20e9), (1000, 50e9))))

@@ -17,9 +17,11 @@ FEW = Workload(num_rows=8, prompt_tokens=64, generated_tokens=128)
 
 
 def test_few_rows_leave_the_gpu_idle() -> None:
-    plan = find_plan(MIXTRAL, L4, FEW, max_model_len=1024)
-    alone = find_plan(MIXTRAL, L4.without_gpu(), FEW, max_model_len=1024)
-    streamed = find_plan(MIXTRAL, L4, FEW, max_model_len=1024, may_leave_gpu_idle=False)
+    """Quantised experts, which the cores read faster in their packed form than as they stream."""
+    model = model_preset("gpt-oss-120b")
+    plan = find_plan(model, L4, FEW, max_model_len=1024)
+    alone = find_plan(model, L4.without_gpu(), FEW, max_model_len=1024)
+    streamed = find_plan(model, L4, FEW, max_model_len=1024, may_leave_gpu_idle=False)
     assert (plan.schedule, plan.policy) == ("in_place", alone.policy)
     assert not plan.hardware.has_gpu
     assert plan.job == alone.job
@@ -27,6 +29,20 @@ def test_few_rows_leave_the_gpu_idle() -> None:
     assert streamed.policy.device is not None
     note = plan.describe().split("the GPU stays idle: with it ")[1]
     assert float(note.split(" tokens/s")[0]) == pytest.approx(streamed.tokens_per_s, rel=0.01)
+
+
+@pytest.mark.parametrize("num_rows", [8, 64, 500])
+def test_cores_that_compute_experts_beside_the_gpu_beat_both_alone(num_rows: int) -> None:
+    workload = replace(FEW, num_rows=num_rows)
+    plan = find_plan(MIXTRAL, L4, workload, max_model_len=1024)
+    device = plan.policy.device
+    assert device is not None
+    assert device.cpu_experts_fraction > 0
+    assert "of streamed experts on the CPU" in plan.describe()
+    alone = find_plan(MIXTRAL, L4, workload, schedule="in_place", max_model_len=1024)
+    policy = replace(plan.policy, device=replace(device, cpu_experts_fraction=0.0))
+    streamed = find_plan(MIXTRAL, L4, workload, policy=policy, max_model_len=1024)
+    assert plan.tokens_per_s >= max(alone.tokens_per_s, 1.3 * streamed.tokens_per_s)
 
 
 def test_many_rows_use_the_gpu() -> None:

@@ -198,3 +198,27 @@ def test_the_shared_expert_is_apart() -> None:
 def test_sizes_out_of_range_are_refused(sizes: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="page_bytes is"):
         cut_pages((MIXTRAL,), **sizes)
+
+
+@given(SIZES, st.integers(1, 5000), BUDGETS, st.integers(1, 4), st.floats(0, 1))
+def test_a_step_loads_the_pages_that_hold_more_than_experts_of_the_cores(
+    sizes: tuple[LayerBytes, ...], page_bytes: int, budget: int, num_groups: int, fraction: float
+) -> None:
+    cut = cut_pages(
+        sizes, page_bytes=page_bytes, resident_bytes=budget, num_groups=num_groups, ring_slots=1
+    )
+    split = cut.on_cores(fraction)
+    for i, size in enumerate(sizes):
+        pages, whole = split.layers[i], cut.layers[i]
+        num_streamed = size.num_experts - cut.resident_experts[i]
+        on_host = round(fraction * num_streamed) if size.num_experts > 1 else 0
+        assert len(pages.host_experts) == on_host
+        assert pages.host_experts.stop == size.num_experts * bool(on_host)
+        left = sum(cut.page_bytes[i]) - on_host * size.expert
+        begins = [sum(cut.page_bytes[i][:page]) for page in range(whole.num_pages)]
+        assert pages.num_pages == sum(begin < left for begin in begins)
+        assert pages.num_pages + pages.num_host_pages == whole.num_pages
+        assert split.page_bytes[i] == cut.page_bytes[i][: pages.num_pages]
+        on_device = sum(split.group_shares[i]) + (split.host_shares or (0.0,) * len(sizes))[i]
+        assert on_device == pytest.approx(1.0 if split.group_bounds[i] or on_host else 0.0)
+        assert len(split.expert_groups[i]) in {0, len(pages.group_pages), 1}
