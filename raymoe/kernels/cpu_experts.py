@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from raymoe import _native
-from raymoe.codecs import StoredMatrix, Weight
+from raymoe.codecs import StoredMatrix, Weight, as_tensor
 from raymoe.errors import ConfigError, UnsupportedModelError
 from raymoe.kernels.cpu_linear import (
     Allocate,
@@ -294,30 +294,34 @@ class PlainExperts:
 
 
 class RowMajorExperts:
-    """Experts on plain matrices as they lie in memory, for `SIGMOID_GATES` and the clamped product.
+    """Experts on matrices as they lie in memory, for `SIGMOID_GATES` and the clamped product.
 
-    Products accumulate in float32; the gated product is rounded to the type of the weights. Outputs
-    of a token are added to its float32 sum in ascending order of expert: its bits do not depend on
-    the batch or the number of threads.
+    Products accumulate in float32; the gated product is rounded to the type of the hidden states.
+    Outputs of a token are added to its float32 sum in ascending order of expert: its bits do not
+    depend on the batch or the number of threads. Quantised matrices are decoded expert by expert.
     """
 
     def __init__(
         self,
-        gate_EFH: Sequence[Tensor],
-        up_EFH: Sequence[Tensor],
-        down_EHF: Sequence[Tensor],
+        gate_EFH: Sequence[Weight],
+        up_EFH: Sequence[Weight],
+        down_EHF: Sequence[Weight],
         *,
         activation: str = "silu",
         biases: Sequence[Biases] | None = None,
         clamp: Clamp | None = None,
     ) -> None:
-        """Keep the weights, which are contiguous and have the type of the hidden states."""
-        experts = list(zip(gate_EFH, up_EFH, down_EHF, strict=True))
-        assert all(weight.is_contiguous() for each in experts for weight in each)
-        self._weights = experts
-        self._expert_size = len(gate_EFH[0])
-        addresses = [[weight.data_ptr() for weight in each] for each in experts]
-        self._matrices_E3 = torch.tensor(addresses, dtype=torch.int64)
+        """Keep the weights; plain ones are contiguous and have the type of the hidden states."""
+        self._weights = list(zip(gate_EFH, up_EFH, down_EHF, strict=True))
+        self._expert_size, _ = gate_EFH[0].shape
+        plain = [
+            [weight for weight in each if isinstance(weight, Tensor)] for each in self._weights
+        ]
+        self.are_decoded = any(len(each) < 3 for each in plain)
+        self._matrices_E3 = torch.zeros(len(plain), 3, dtype=torch.int64)
+        if not self.are_decoded:
+            for expert, each in enumerate(plain):
+                self._set(expert, each)
         self._biases: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
         if biases is not None:
             gate_EF, up_EF, down_EH = (
@@ -334,12 +338,28 @@ class RowMajorExperts:
 
     def add(self, hidden_TH: Tensor, routing: TopK, group: ExpertGroup) -> None:
         """Add the weighted outputs of a group of experts to the sums of the tokens."""
-        topk_ids_TK, topk_weights_TK = routing
-        assert hidden_TH.dtype == self._weights[0][0].dtype
+        hidden_TH = _with_contiguous_rows(hidden_TH)
+        routing = routing[0].contiguous(), routing[1].contiguous()
+        if not self.are_decoded:
+            self._add(hidden_TH, routing, group)
+            return
+        counts = torch.bincount(routing[0].flatten(), minlength=len(self._weights)).tolist()
+        for expert in group.experts:
+            if counts[expert]:
+                decoded = [as_tensor(each, hidden_TH.dtype) for each in self._weights[expert]]
+                decoded = [each.contiguous() for each in decoded]
+                self._set(expert, decoded)
+                self._add(hidden_TH, routing, group._replace(experts=range(expert, expert + 1)))
+
+    def _set(self, expert: int, weights: Sequence[Tensor]) -> None:
+        assert all(weight.is_contiguous() for weight in weights)
+        addresses = [weight.data_ptr() for weight in weights]
+        self._matrices_E3[expert] = torch.tensor(addresses, dtype=torch.int64)
+
+    def _add(self, hidden_TH: Tensor, routing: TopK, group: ExpertGroup) -> None:
         _native.add_row_experts(
-            _with_contiguous_rows(hidden_TH),
-            topk_ids_TK.contiguous(),
-            topk_weights_TK.contiguous(),
+            hidden_TH,
+            *routing,
             self._matrices_E3,
             self._expert_size,
             group.experts.start,
@@ -351,7 +371,7 @@ class RowMajorExperts:
 
 
 def row_major_experts_are_used(activation: str, clamp: Clamp | None) -> bool:
-    """Whether cores compute experts on plain weights by `RowMajorExperts` on this machine."""
+    """Whether cores compute experts by `RowMajorExperts` on this machine."""
     is_known = activation in SIGMOID_GATES or clamp is not None
     return is_known and _native.active_isa() != "scalar"
 

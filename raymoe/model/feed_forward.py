@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from raymoe.kernels.cpu_elementwise import Routing, add_gated_, route, triton_runs_on
-from raymoe.kernels.cpu_experts import ExpertGroup, ExpertsInGroups, GatedFfn, gated_product
+from raymoe.kernels.cpu_experts import (
+    ExpertGroup,
+    ExpertsInGroups,
+    GatedFfn,
+    RowMajorExperts,
+    gated_product,
+)
 from raymoe.model.loading import Loader, PagedLoader, Reduce, clamp_of
 from raymoe.model.norms import RmsNorm, load_norm
 from raymoe.specs.layer_weights import (
@@ -308,6 +314,7 @@ class HostExperts:
     Attributes:
         reads_hidden: Whether they read the hidden state, through a norm of their own, and not the
             normed one.
+        uses_torch: Whether torch decodes or multiplies, and not the native kernel alone.
     """
 
     def __init__(self, model: ModelSpec, spec: MoeSpec, loader: PagedLoader, layer: str) -> None:
@@ -315,7 +322,9 @@ class HostExperts:
         self._norm = None
         if spec.has_branch_norms:
             self._norm = load_norm(model, loader, f"{layer}{EXPERTS_INPUT_NORM}")
-        self._experts = loader.host_experts(f"{layer}mlp.experts.", spec)
+        experts = loader.host_experts(f"{layer}mlp.experts.", spec)
+        self._experts = experts
+        self.uses_torch = not isinstance(experts, RowMajorExperts) or experts.are_decoded
 
     def add(self, rows_TH: Tensor, routing: Routing, group: ExpertGroup) -> None:
         """Add the outputs of some experts to the sums of the tokens, in ascending order."""

@@ -419,18 +419,13 @@ class PagedLoader(Loader):
 
     def host_experts(self, prefix: str, moe: MoeSpec) -> ExpertsInGroups:
         """Load experts that cores compute, where their weights lie in host memory."""
-        matrices = self.expert_matrices(prefix, moe)
-        parts = [matrices.gate_EFH, matrices.up_EFH, matrices.down_EHF]
-        weights = [weight for part in parts for weight in part]
-        clamp = clamp_of(moe)
-        plain = [weight for weight in weights if isinstance(weight, Tensor)]
-        if len(plain) < len(weights) or not row_major_experts_are_used(moe.activation, clamp):
-            return PlainExperts(
-                *parts, activation=moe.activation, biases=matrices.biases, clamp=clamp
-            )
-        count = moe.num_experts
-        return RowMajorExperts(
-            *(plain[begin : begin + count] for begin in range(0, 3 * count, count)),
+        matrices, clamp = self.expert_matrices(prefix, moe), clamp_of(moe)
+        is_native = row_major_experts_are_used(moe.activation, clamp)
+        make = RowMajorExperts if is_native else PlainExperts
+        return make(
+            matrices.gate_EFH,
+            matrices.up_EFH,
+            matrices.down_EHF,
             activation=moe.activation,
             biases=matrices.biases,
             clamp=clamp,

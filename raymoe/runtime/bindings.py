@@ -1,6 +1,7 @@
 """Op -> callable: what each task of a schedule does to the state of a step."""
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Self
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from raymoe.device.mover import Copies
+from raymoe.device.threads import torch_on_all_cores
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.cpu_elementwise import Routing, choose, triton_runs_on
 from raymoe.kernels.cpu_experts import ExpertGroup
@@ -431,7 +433,10 @@ class _Bound:
         assert experts is not None
         rows = state.rows(_keys_of(task.reads, _ROWS))
         group = ExpertGroup(state.form.layers[layer].host_experts, host.sum_TH[rows].zero_())
-        experts.add(host.rows_TH[rows], host.routing(rows, self._memory.top_k[layer]), group)
+        routing = host.routing(rows, self._memory.top_k[layer])
+        # The lanes' threads may have another number of torch threads.
+        with torch_on_all_cores() if experts.uses_torch else nullcontext():
+            experts.add(host.rows_TH[rows], routing, group)
 
     def return_sums(self, task: Task, state: DeviceStep) -> Copies:
         rows = state.rows(_keys_of(task.reads, _ROWS))
