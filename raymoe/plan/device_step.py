@@ -263,7 +263,9 @@ class DeviceStep:
             return seconds[0]
         excerpt_s, more_s = seconds
         each_s = (more_s - excerpt_s) / (MORE_LAYERS - EXCERPT_LAYERS)
-        return more_s + each_s * (self.num_layers - MORE_LAYERS)
+        extrapolated_s = more_s + each_s * (self.num_layers - MORE_LAYERS)
+        # With few layers that stream, a lane may be busier than a few layers show.
+        return max(extrapolated_s, self.min_s(load))
 
     def min_s(self, load: StepLoad) -> float:
         """Time of the busiest lane, a lower bound for any task order."""
