@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from math import ceil, log2
@@ -297,13 +297,16 @@ def _leading_bits(value: int, count: int) -> int:
 # The bound of equal steps is 0.91 of a job's time in the mean over random policies, and exceeds
 # 1.01 of it in 3 of 100.
 EVEN_SHARE = 0.97
+# Detail of the jobs that walks simulate (`job_steps`). With all of it a search takes 2 to 5 times
+# as long, for 0.3 to 2 % less time of a job.
+WALK_DETAIL = 0.25
+NUM_REFINED = 2  # ends of walks from which the search goes on with all of it
 # Bits kept of batch and cache sizes: points that differ only in device use share job simulations.
 SIZE_BITS = 7
 # A walk continues only from points within this factor of the best job time. A factor of 1.1 needs
 # 0.56 of the unlimited search time and 1.3 needs 0.63, for 0.06 and 0.04 % less throughput in the
 # mean over 72 random jobs, 1.9 % at most.
 DETOUR = 1.1
-CLOSE = 1.05  # ends of walks within this factor of the best one are refined
 # A job is given up if the larger half of its steps exceed their lower bounds so much that with all
 # like them it would take this much longer than the best.
 LIKELY = 1.05
@@ -329,9 +332,10 @@ def starts(job: DeviceJob) -> tuple[SearchPoint, ...]:
 @dataclass
 class DeviceSearch:
     sizes: DeviceSizes
+    detail: float = WALK_DETAIL
+    _ends: dict[SearchPoint, "Candidate"] = field(default_factory=dict)  # of walks
     _points: dict[SearchPoint, "Candidate | None"] = field(default_factory=dict)
     _jobs: dict[Policy, list[Steps]] = field(default_factory=dict)
-    _ends: dict[SearchPoint, "Candidate"] = field(default_factory=dict)  # of walks
 
     def best(self, grid: SearchSpace | None = None) -> "Candidate | None":
         """Walk with whole layers, then with a ring, then with experts on the cores."""
@@ -353,8 +357,10 @@ class DeviceSearch:
             fraction = max(everything.cpu_experts_fraction)
             on_cores = replace(best.search_point, cpu_experts_fraction=fraction)
             best = self._better(best, on_cores, everything)
-        ends = [end for end in self._ends.values() if best and end.seconds < CLOSE * best.seconds]
-        return self._refined(sorted(ends, key=_seconds))
+        in_detail = DeviceSearch(self.sizes, detail=1.0)
+        ends = sorted(self._ends.values(), key=_seconds)[:NUM_REFINED]
+        refined = [in_detail.refined(end.search_point) for end in ends]
+        return min(filter(None, refined), key=_seconds, default=None)
 
     def _better(
         self, best: "Candidate | None", start: SearchPoint, grid: SearchSpace
@@ -380,7 +386,7 @@ class DeviceSearch:
         chunk = min(policy.max_prefill_chunk_tokens, workload.longest_prompt_tokens)
         key = replace(policy, max_prefill_chunk_tokens=chunk, device=None)
         if key not in self._jobs:
-            self._jobs[key] = duplicates(job_steps(workload, key))
+            self._jobs[key] = duplicates(job_steps(workload, key, detail=self.detail))
         return self._jobs[key]
 
     def candidate(self, search_point: SearchPoint) -> "Candidate | None":
@@ -392,19 +398,15 @@ class DeviceSearch:
             )
         return self._points[search_point]
 
-    def _refined(self, ends: Iterable["Candidate"]) -> "Candidate | None":
-        """The best point near the ends of walks, with exact sizes where these are faster."""
-        best: Candidate | None = None
-        for start in dict.fromkeys(end.search_point for end in ends):
-            end = self.faster(start)
-            before = None
-            while end and (before is None or before.seconds >= MIN_SAMPLES * end.seconds):
-                before = end
-                for search_point in finer(before.search_point):
-                    end = self.faster(search_point, end.seconds) or end
-            in_full = self.in_full(end.search_point) if end else None
-            best = min(filter(None, (best, end, in_full)), key=_seconds, default=None)
-        return best
+    def refined(self, start: SearchPoint) -> "Candidate | None":
+        """The best point near the end of a walk, with exact sizes where these are faster."""
+        end, before = self.faster(start), None
+        while end and (before is None or before.seconds >= MIN_SAMPLES * end.seconds):
+            before = end
+            for search_point in finer(before.search_point):
+                end = self.faster(search_point, end.seconds) or end
+        in_full = self.in_full(end.search_point) if end else None
+        return min(filter(None, (end, in_full)), key=_seconds, default=None)
 
     def _walk(self, start: SearchPoint, grid: SearchSpace, max_s: float) -> "Candidate | None":
         best = self.faster(start, max_s)

@@ -15,7 +15,6 @@ from raymoe.plan.work import StepLoad, Steps, duplicates
 from raymoe.schedule.graph import Schedule
 from raymoe.schedule.timeline import Timeline
 from raymoe.specs.workload import Workload
-from raymoe.units import ceil_div
 
 NEVER = sys.maxsize  # a step that no job reaches
 
@@ -267,14 +266,18 @@ def estimate_job(
     return JobEstimate.of(workload, duplicates(job_steps(workload, policy)), seconds_of)
 
 
-def job_steps(workload: Workload, policy: Policy) -> list[Steps]:
-    """Loads and counts of a job's steps, independent of their duration."""
+def job_steps(workload: Workload, policy: Policy, *, detail: float = 1.0) -> list[Steps]:
+    """Loads and counts of a job's steps, independent of their duration.
+
+    Args:
+        detail: Bundles and steps that are simulated, as a share of `BUNDLES` and `STEPS`.
+    """
     batch = min(policy.max_num_seqs, workload.num_rows)
     job = _Job(
         workload,
         policy,
-        rows=max(1.0, batch / BUNDLES),
-        stride=ceil_div(workload.generated_tokens, STEPS),
+        rows=max(1.0, batch / (detail * BUNDLES)),
+        stride=ceil(workload.generated_tokens / (detail * STEPS)),
     )
     num_bundles = round(workload.num_rows / job.rows)
     each = max(MIN_BUNDLES, round(batch / job.rows))

@@ -1,10 +1,11 @@
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from raymoe.errors import ConfigError
 from raymoe.units import ceil_div
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Workload:
     """The rows of a job.
 
@@ -50,15 +51,15 @@ class Workload:
     def context_tokens(self) -> int:
         return self.prompt_tokens + self.generated_tokens
 
-    @property
+    @cached_property
     def longest_prompt_tokens(self) -> int:
         return max((prompt for prompt, _ in self.row_lengths), default=self.prompt_tokens)
 
-    @property
+    @cached_property
     def total_prompt_tokens(self) -> float:
         return self.num_rows * self._mean(0)
 
-    @property
+    @cached_property
     def total_generated_tokens(self) -> float:
         return self.num_rows * self._mean(1)
 

@@ -46,10 +46,10 @@ def fastest(search: DeviceSearch, grid: SearchSpace, limit_s: float) -> float:
 
 
 def check_quality(job: DeviceJob, grid: SearchSpace) -> Candidate:
-    search = DeviceSearch(DeviceSizes(job))
-    chosen = search.best(grid)
+    sizes = DeviceSizes(job)
+    chosen = DeviceSearch(sizes).best(grid)
     assert chosen is not None
-    best_s = fastest(search, grid, chosen.seconds)
+    best_s = fastest(DeviceSearch(sizes, detail=1.0), grid, chosen.seconds)
     assert chosen.seconds <= best_s / GOOD, (
         f"{chosen.search_point} takes {chosen.seconds / best_s:.4f}"
     )
