@@ -195,8 +195,8 @@ class Replanner:
     @property
     def num_slots(self) -> int:
         planned = self._plan.policy
-        most = min(planned.max_num_batched_tokens, planned.num_kv_blocks)
-        return max(planned.max_num_seqs, min(MAX_GROWTH * planned.max_num_seqs, most))
+        limit = min(planned.max_num_batched_tokens, planned.num_kv_blocks)
+        return max(planned.max_num_seqs, min(MAX_GROWTH * planned.max_num_seqs, limit))
 
     @property
     def is_planning(self) -> bool:

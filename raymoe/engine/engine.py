@@ -167,8 +167,7 @@ class Engine:
     def __init__(self, parts: EngineParts, config: EngineConfig | None = None) -> None:
         """Start an engine from loaded parts; `from_pretrained` is the usual way."""
         config = config or EngineConfig()
-        self._pid = os.getpid()
-        self._parts = parts
+        self._pid, self._parts = os.getpid(), parts
         self.plan = parts.plan
         self.last_report: RunReport | None = None
         self.accuracy: Accuracy | None = None

@@ -349,6 +349,22 @@ def device_attention(
     )
 
 
+def experts_layer(
+    device: torch.device, dtype: torch.dtype, expert_size: int, stored: WeightFormat | None = None
+) -> Experts:
+    """A layer of random experts; those in stored form are the same, as drawing them takes long."""
+
+    def weights(rows: int, columns: int) -> list[Weight]:
+        if stored is not None:
+            drawn = random_matrix(stored, (rows, columns))
+            return [on_device(drawn, device) for _ in range(NUM_EXPERTS)]
+        return [torch.randn(rows, columns, dtype=dtype, device=device) for _ in range(NUM_EXPERTS)]
+
+    wide, high = (expert_size, HIDDEN_SIZE), (HIDDEN_SIZE, expert_size)
+    matrices = ExpertMatrices(weights(*wide), weights(*wide), weights(*high))
+    return make_device_experts(matrices, activation="silu", dtype=dtype)
+
+
 def make_jobs(device: torch.device) -> DeviceJobs:
     """Projections and experts with random weights that exceed the device's caches."""
     dtype = (
@@ -361,25 +377,6 @@ def make_jobs(device: torch.device) -> DeviceJobs:
     def weights(*size: int) -> list[Tensor]:
         one = random(*size)
         return [one.clone() for _ in range(ceil_div(MIN_WEIGHT_BYTES, one.nbytes))]
-
-    def layers(stored: WeightFormat | None, expert_size: int, count: int) -> list[Experts]:
-        """Layers of experts; those in stored form are copies of one, which takes long to draw."""
-
-        def of_experts(rows: int, columns: int) -> list[Weight]:
-            if stored is None:
-                return [random(rows, columns) for _ in range(NUM_EXPERTS)]
-            drawn = random_matrix(stored, (rows, columns))
-            return [on_device(drawn, device) for _ in range(NUM_EXPERTS)]
-
-        wide, high = (expert_size, HIDDEN_SIZE), (HIDDEN_SIZE, expert_size)
-        return [
-            make_device_experts(
-                ExpertMatrices(of_experts(*wide), of_experts(*wide), of_experts(*high)),
-                activation="silu",
-                dtype=dtype,
-            )
-            for _ in range(count)
-        ]
 
     def inputs_of_experts(rows: int) -> tuple[Tensor, Tensor, Tensor]:
         num_tokens = ceil_div(rows * NUM_EXPERTS, TOP_K)
@@ -395,25 +392,23 @@ def make_jobs(device: torch.device) -> DeviceJobs:
     products = [PlainLinear(each, None) for each in weights(PROJECTED_SIZE, HIDDEN_SIZE)]
     expert_parameters = NUM_EXPERTS * 3 * EXPERT_SIZE * HIDDEN_SIZE
 
-    def num_layers(bits: int) -> int:
-        return ceil_div(MIN_WEIGHT_BYTES, expert_parameters * bits // 8)
+    def layers(bits: int, stored: WeightFormat | None = None) -> list[Experts]:
+        count = ceil_div(MIN_WEIGHT_BYTES, expert_parameters * bits // 8)
+        return [experts_layer(device, dtype, EXPERT_SIZE, stored) for _ in range(count)]
 
     inputs = [random(rows, HIDDEN_SIZE) for rows in ROWS]
     source = torch.empty(2, READ_BYTES, dtype=torch.uint8, device=device)
     return DeviceJobs(
         products=[[partial(each, hidden) for each in products] for hidden in inputs],
         product_parameters=PROJECTED_SIZE * HIDDEN_SIZE,
-        experts=calls_of(layers(None, EXPERT_SIZE, num_layers(8 * dtype.itemsize))),
+        experts=calls_of(layers(8 * dtype.itemsize)),
         expert_parameters=expert_parameters,
         stored_experts={
-            bits: calls_of(layers(stored, EXPERT_SIZE, num_layers(bits)))
-            for bits, stored in STORED_FORMATS.items()
+            bits: calls_of(layers(bits, stored)) for bits, stored in STORED_FORMATS.items()
         },
         decodes={n: attention_job(device, dtype, n, 1) for n in CONTEXTS},
         prefills={n: attention_job(device, dtype, n, n) for n in PROMPTS},
-        small=[
-            partial(each, *inputs_of_experts(SMALL_ROWS)) for each in layers(None, SMALL_EXPERT, 1)
-        ],
+        small=[partial(experts_layer(device, dtype, SMALL_EXPERT), *inputs_of_experts(SMALL_ROWS))],
         reads=[partial(source[0].copy_, source[1])],
         read_bytes=READ_BYTES,
     )
