@@ -34,10 +34,10 @@ def check(family: str, schedule: str, scenario: str, placement: str, **config: o
 # Streams that work as late as they may, and at random; in the default run one of them, or none.
 LAZY, RANDOM = 0.0, 0.4
 LATER = [
-    ("mixtral", "cgopipe", "mixed lengths", "pages", (LAZY,)),
+    ("mixtral", "cgopipe", "mixed lengths", "pages", (RANDOM,)),
     ("mixtral", "module_batching", "long prompt", "staged", ()),
     ("mixtral", "flexgen_s4", "early end", "resident share", ()),
-    ("deepseek_v3", "module_batching", "mixed lengths", "pages", (RANDOM,)),
+    ("deepseek_v3", "module_batching", "mixed lengths", "pages", ()),
     ("qwen2_moe", "micro_batches", "mixed lengths", "ring", (LAZY,)),
 ]
 

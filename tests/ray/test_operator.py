@@ -166,6 +166,7 @@ def test_rows_keep_their_order_when_asked(preserve_order, tiny_model, tmp_path):
     assert table.column("id").to_pylist() == list(range(500))
 
 
+@pytest.mark.slow
 def test_rows_get_the_tokens_that_the_engine_gives_without_ray(local_ray, tiny_model, tmp_path):
     path = write_rows(tmp_path / "rows.parquet", 100)
     table = check(list(generated(path, tiny_model, num_actors=1)), 100).sort_by("id")

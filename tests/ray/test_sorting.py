@@ -15,6 +15,7 @@ from raymoe.data.sorting import KEYS, sort_and_deal
 
 pytestmark = [
     pytest.mark.ray,
+    pytest.mark.slow,  # tests/unit/data/test_sorting.py sorts without Ray
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.*"),
     pytest.mark.filterwarnings("ignore::FutureWarning:ray.*"),
 ]
@@ -72,11 +73,7 @@ def sorted_rows(dataset, **options):
 
 @pytest.mark.parametrize(
     "make",
-    [
-        as_arrow,
-        pytest.param(as_pandas, marks=pytest.mark.slow),
-        pytest.param(as_items, marks=pytest.mark.slow),
-    ],
+    [as_arrow, as_pandas, as_items],
 )
 def test_the_same_rows_come_out_and_those_that_share_are_neighbours(local_ray, make):
     rows = make_rows()
@@ -89,7 +86,6 @@ def test_the_same_rows_come_out_and_those_that_share_are_neighbours(local_ray, m
     assert num_changes < 2 * NUM_DOCUMENTS  # 360 of 363 before
 
 
-@pytest.mark.slow
 def test_equal_prompts_do_not_end_up_in_one_part(local_ray):
     """A part is held by one task: many rows that only differ far behind must spread."""
     rows = [{"id": index, "prompt": "p" * 100} for index in range(2000)]
@@ -100,7 +96,6 @@ def test_equal_prompts_do_not_end_up_in_one_part(local_ray):
     assert max(table.num_rows for table in tables) <= 2000 / NUM_BLOCKS * 2
 
 
-@pytest.mark.slow
 def test_no_rows_are_no_problem(local_ray):
     empty = ray.data.from_arrow(
         pa.table({"id": pa.array([], "int64"), "prompt": pa.array([], "str")})
@@ -108,7 +103,6 @@ def test_no_rows_are_no_problem(local_ray):
     assert [row for table in sorted_rows(empty) for row in table] == []
 
 
-@pytest.mark.slow
 def test_rows_without_a_prompt_column_are_refused(local_ray):
     with pytest.raises(
         ray.exceptions.RayTaskError, match="neither column 'question' nor 'messages'"
