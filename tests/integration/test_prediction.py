@@ -124,10 +124,18 @@ def first_layers(model: ModelSpec) -> ModelSpec:
 
 
 def plan_job(name: str, hardware: HardwareSpec, job: Job, batch: int = BATCH) -> Plan:
-    """The planner's own policy, but for a batch small enough to be refilled."""
+    """The planner's own policy, but for a batch small enough to be refilled, and all on the GPU.
+
+    The cores that would compute experts are those that run the emulated device.
+    """
     model, workload = first_layers(model_preset(name)), Workload.of_rows(job.row_lengths)
-    plan = find_plan(model, hardware, workload, max_model_len=512)
-    policy = dataclasses.replace(plan.policy, max_num_seqs=min(batch, plan.policy.max_num_seqs))
+    plan = find_plan(model, hardware, workload, max_model_len=512, may_leave_gpu_idle=False)
+    assert plan.policy.device is not None
+    policy = dataclasses.replace(
+        plan.policy,
+        max_num_seqs=min(batch, plan.policy.max_num_seqs),
+        device=dataclasses.replace(plan.policy.device, cpu_experts_fraction=0.0),
+    )
     return find_plan(model, hardware, workload, policy=policy, max_model_len=512)
 
 
@@ -150,14 +158,17 @@ def stand_in_policy(plan: Plan, name: str, model: ModelSpec) -> Policy:
 def emulated_timing_of(name: str, plan: Plan, hardware: HardwareSpec):
     """Costs of the large model for the steps of the small one."""
 
-    def make(device: EmulatedDevice, _work: object, _node: object, cut: PageCut) -> EmulatedTiming:
+    def make(
+        device: EmulatedDevice, _work: object, _node: object, cuts: tuple[PageCut, ...]
+    ) -> EmulatedTiming:
+        (cut,) = cuts
         scale = plan.steps.steps.cut.streamed_bytes / cut.streamed_bytes
         pages = tuple(tuple(round(scale * size) for size in layer) for layer in cut.page_bytes)
         return EmulatedTiming(
             device,
             ModelWork.of(first_layers(model_preset(name)), 2),
             hardware,
-            dataclasses.replace(cut, page_bytes=pages),
+            (dataclasses.replace(cut, page_bytes=pages),),
         )
 
     return make
