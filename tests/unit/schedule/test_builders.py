@@ -7,7 +7,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raymoe.schedule.builders import BUILDERS, STREAMING_BUILDERS, build_in_place, load_first_layer
+from raymoe.schedule.builders import (
+    BUILDERS,
+    RING_SCHEDULES,
+    STREAMING_BUILDERS,
+    build_in_place,
+    load_first_layer,
+    load_second_layer,
+)
 from raymoe.schedule.graph import Op, Resource, Schedule
 from raymoe.schedule.program import LayerPages, StepForm, next_first_slot
 from raymoe.schedule.timeline import simulate
@@ -163,3 +170,14 @@ def test_a_schedule_carries_the_name_of_its_builder(name: str) -> None:
         has_device_attention=True,
     )
     assert BUILDERS[name](form).name == name
+
+
+@QUICK
+@given(data=st.data())
+def test_a_step_begins_with_the_pages_of_its_second_layer(data: st.DataObject) -> None:
+    """So they may be loaded before it: what is loaded after them waits behind them."""
+    name = data.draw(st.sampled_from(sorted(RING_SCHEDULES)))
+    form = data.draw(step_forms(name, max_staging_slots=0))
+    ahead = load_second_layer(form).tasks
+    loads = [task for task in STREAMING_BUILDERS[name](form).tasks if task.op is Op.W]
+    assert loads[: len(ahead)] == list(ahead)
