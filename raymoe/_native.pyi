@@ -169,6 +169,32 @@ def append_latent(
     context_tokens: Tensor,
     block_table: Tensor,
 ) -> None: ...
+def causal_conv(
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    query_start: Tensor,
+    context_tokens: Tensor,
+    slots: Tensor,
+    silu: bool,
+    out: Tensor,
+) -> None: ...
+def scan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    gain: Tensor,
+    states: Tensor,
+    query_start: Tensor,
+    context_tokens: Tensor,
+    slots: Tensor,
+    scale: float,
+    delta: bool,
+    normalize: bool,
+    out: Tensor,
+) -> None: ...
 def argmax(logits: Tensor, ids: Tensor) -> None: ...
 def gumbel_argmax(
     logits: Tensor,

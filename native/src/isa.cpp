@@ -12,6 +12,7 @@
 #include "raymoe/probe.h"
 #include "raymoe/row_experts.h"
 #include "raymoe/sampling.h"
+#include "raymoe/state.h"
 
 namespace raymoe {
 namespace {
@@ -112,5 +113,6 @@ RAYMOE_CHOOSE_KERNELS(ElementwiseKernels, elementwise_kernels)
 RAYMOE_CHOOSE_KERNELS(SamplingKernels, sampling_kernels)
 RAYMOE_CHOOSE_KERNELS(ProbeKernels, probe_kernels)
 RAYMOE_CHOOSE_KERNELS(RowKernels, row_kernels)
+RAYMOE_CHOOSE_KERNELS(StateKernels, state_kernels)
 
 }  // namespace raymoe

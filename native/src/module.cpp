@@ -18,6 +18,7 @@
 #include "raymoe/probe.h"
 #include "raymoe/row_experts.h"
 #include "raymoe/sampling.h"
+#include "raymoe/state.h"
 #include "raymoe/worker_pool.h"
 #include "tensor_caster.h"
 
@@ -221,6 +222,33 @@ void bind_attention(py::module_& m) {
         py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_latent_attention.py.");
 }
 
+void bind_state(py::module_& m) {
+  m.def("causal_conv",
+        [](const TensorView& inputs, const TensorView& weight,
+           const std::optional<TensorView>& bias, const TensorView& states,
+           const TensorView& query_start, const TensorView& context_tokens,
+           const TensorView& slots, bool silu, const TensorView& out) {
+          causal_conv(inputs, weight, pointer_to(bias), states,
+                      {query_start, context_tokens, slots}, silu, out);
+        },
+        py::arg("inputs"), py::arg("weight"), py::arg("bias"), py::arg("states"),
+        py::arg("query_start"), py::arg("context_tokens"), py::arg("slots"), py::arg("silu"),
+        py::arg("out"), py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_state.py.");
+  m.def("scan",
+        [](const TensorView& query, const TensorView& key, const TensorView& value,
+           const TensorView& log_decay, const TensorView& gain, const TensorView& states,
+           const TensorView& query_start, const TensorView& context_tokens,
+           const TensorView& slots, double scale, bool delta, bool normalize,
+           const TensorView& out) {
+          scan({query, key, value, log_decay, gain, states},
+               {query_start, context_tokens, slots}, {scale, delta, normalize}, out);
+        },
+        py::arg("query"), py::arg("key"), py::arg("value"), py::arg("log_decay"),
+        py::arg("gain"), py::arg("states"), py::arg("query_start"), py::arg("context_tokens"),
+        py::arg("slots"), py::arg("scale"), py::arg("delta"), py::arg("normalize"),
+        py::arg("out"), py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_state.py.");
+}
+
 void bind_sampling(py::module_& m) {
   m.def("argmax", &argmax, py::arg("logits"), py::arg("ids"),
         py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_sampling.py.");
@@ -420,4 +448,5 @@ PYBIND11_MODULE(_raymoe_native, m) {
   raymoe::bind_codes(m);
   raymoe::bind_gemm(m);
   raymoe::bind_attention(m);
+  raymoe::bind_state(m);
 }

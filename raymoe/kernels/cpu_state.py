@@ -1,0 +1,129 @@
+"""CPU kernels of layers whose cache is a state of fixed size for each sequence."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from raymoe import _native
+from raymoe.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBatch:
+    """Maps the tokens of a step to sequences and to slots of states; all tensors are int32.
+
+    Attributes:
+        query_start: [S + 1], index of each sequence's first token; the last entry is T.
+        context_tokens: [S], tokens of the sequence after this step. Where all of them are new, the
+            sequence starts from zero, whatever its slot holds.
+        slots: [S], distinct among the sequences that have new tokens.
+    """
+
+    query_start: Tensor
+    context_tokens: Tensor
+    slots: Tensor
+
+
+def causal_conv(  # noqa: PLR0917 - an operator: its tensors are its arguments
+    inputs_TC: Tensor,
+    weight_CW: Tensor,
+    bias_C: Tensor | None,
+    states_NPC: Tensor,
+    batch: StateBatch,
+    *,
+    activation: Literal["silu", "none"],
+) -> Tensor:
+    """Convolve each channel with its W last inputs, the newest last; returns [T, C].
+
+    A token's result is a float32 sum, rounded once, after the activation. Its bits depend neither
+    on the batch, nor on the steps that its sequence was cut into, nor on the number of threads.
+
+    Args:
+        inputs_TC: float32, float16 or bfloat16; rows may be strided.
+        weight_CW: float32. The transpose of a contiguous [W, C] is used as it is, others are
+            copied in every call.
+        bias_C: float32.
+        states_NPC: The W - 1 last inputs of each sequence, the oldest first, in the type of the
+            inputs; changed in place.
+
+    Raises:
+        ConfigError: A shape, type or entry of the batch does not fit; names the argument.
+    """
+    if activation not in {"silu", "none"}:
+        raise ConfigError(f"causal_conv: activation is {activation!r}, expected 'silu' or 'none'")
+    out_TC = inputs_TC.new_empty(inputs_TC.shape)
+    try:
+        _native.causal_conv(
+            inputs_TC,
+            weight_CW.t().contiguous(),
+            bias_C,
+            states_NPC,
+            batch.query_start,
+            batch.context_tokens,
+            batch.slots,
+            activation == "silu",
+            out_TC,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return out_TC
+
+
+def scan(  # noqa: PLR0913, PLR0917 - an operator: its tensors are its arguments
+    query_TGK: Tensor,
+    key_TGK: Tensor,
+    value_THV: Tensor,
+    log_decay: Tensor,
+    gain_TH: Tensor,
+    states_NHKV: Tensor,
+    batch: StateBatch,
+    *,
+    scale: float,
+    delta: bool,
+    normalize: bool,
+) -> Tensor:
+    """Update each sequence's state token by token and read it; returns [T, H, V].
+
+    With the query q and key k of the head's group h // (H // G), for every token in float32:
+
+        state *= exp(log_decay), for each row if [T, H, K]
+        state += k u^T, where u = gain * (v - state^T k) if delta, else gain * v
+        out = state^T (scale * q), rounded once
+
+    Gated DeltaNet has decays for each head and delta, Kimi Delta Attention decays for each channel
+    and delta, Mamba-2 decays for each head and no delta (C is the query, B the key, x the value,
+    dt the gain). A token's bits depend neither on the batch, nor on the steps that its sequence was
+    cut into, nor on the number of threads.
+
+    Args:
+        query_TGK: float32, float16 or bfloat16, as key and value; K and V are multiples of 8, K at
+            most 256. Tokens may be strided, so that the three can be views of one tensor.
+        log_decay: float32 [T, H] or [T, H, K], at most 0.
+        gain_TH: float32.
+        states_NHKV: float32; changed in place.
+        normalize: Queries and keys are divided by sqrt(sum of squares + 1e-6) first.
+
+    Raises:
+        ConfigError: A shape, type or entry of the batch does not fit; names the argument.
+    """
+    out_THV = value_THV.new_empty(value_THV.shape)
+    try:
+        _native.scan(
+            query_TGK,
+            key_TGK,
+            value_THV,
+            log_decay,
+            gain_TH,
+            states_NHKV,
+            batch.query_start,
+            batch.context_tokens,
+            batch.slots,
+            scale,
+            delta,
+            normalize,
+            out_THV,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return out_THV
