@@ -166,6 +166,7 @@ class DeviceSizes:
     ) -> StreamedSteps:
         """The steps of a point without resident weights, whether or not they fit."""
         num_micro_batches = min(search_point.num_micro_batches, max_num_seqs)
+        has_ring = search_point.slot_layers != WHOLE_LAYERS
         policy = Policy(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=search_point.max_num_batched_tokens,
@@ -183,7 +184,8 @@ class DeviceSizes:
                 cpu_experts_fraction=search_point.cpu_experts_fraction,
                 page_bytes=self.page_bytes,
                 staged_blocks=self._staged_blocks(search_point, max_num_seqs, num_micro_batches),
-                **_ring(search_point.slot_layers),
+                expert_groups=EXPERT_GROUPS if has_ring else 1,
+                ring_slots=round(EXPERT_GROUPS * search_point.slot_layers) if has_ring else 2,
             ),
         )
         return StreamedSteps.of_layers(self._layers, self.schedule, policy)
@@ -280,13 +282,6 @@ class DeviceSizes:
     @cached_property
     def _layers(self) -> tuple[LayerBytes, ...]:
         return layer_sizes(self.job.model, self.job.work.bytes_per_element)
-
-
-def _ring(slot_layers: float) -> dict[str, int]:
-    """The fields of `DevicePolicy` that say how weights pass through the device."""
-    if slot_layers == WHOLE_LAYERS:
-        return {}
-    return {"expert_groups": EXPERT_GROUPS, "ring_slots": round(slot_layers * EXPERT_GROUPS)}
 
 
 def _leading_bits(value: int, count: int) -> int:

@@ -103,11 +103,13 @@ class StreamedSteps:
     def splits(self) -> tuple["StreamedSteps", ...]:
         """The steps to choose from: cores compute no experts, the planned share, or all of them.
 
-        One if cores never compute experts.
+        One if cores never compute experts, or always the planned share.
         """
-        fractions = dict.fromkeys((0.0, self.device.cpu_experts_fraction, 1.0))
-        if len(fractions) == 1 or not self.device.cpu_experts_fraction:
+        planned = self.device.cpu_experts_fraction
+        if not planned:
             return (self,)
+        is_fixed = self.device.is_cpu_experts_fraction_fixed
+        fractions = (planned,) if is_fixed else (0.0, planned, 1.0)
         device = replace(self.device, cpu_experts_fraction=0.0)
         cuts = dict.fromkeys(_on_cores(self.cut, fraction) for fraction in fractions)
         return tuple(replace(self, device=device, cut=cut) for cut in cuts)
@@ -236,8 +238,9 @@ class DeviceStep:
     @cached_property
     def splits(self) -> tuple["DeviceStep", ...]:
         """Steps that divide the experts between device and cores (`StreamedSteps.splits`)."""
-        splits = self.steps.splits
-        return (self,) if len(splits) == 1 else tuple(replace(self, steps=each) for each in splits)
+        if not self.steps.has_host_experts:
+            return (self,)
+        return tuple(replace(self, steps=each) for each in self.steps.splits)
 
     def split(self, load: StepLoad) -> "DeviceStep":
         """The fastest of the splits."""
@@ -255,7 +258,7 @@ class DeviceStep:
         """Step time extrapolated from a few layers; shallow models are simulated whole."""
         if not load.tokens:
             return 0.0
-        if len(self.splits) > 1:
+        if self.steps.has_host_experts:
             return self.split(load).seconds(load)
         form, micro_batches = self._form(load), self._micro_batches(load)
         seconds = [self._sampled_s(sample, form, micro_batches) for sample in self._samples]
@@ -271,7 +274,7 @@ class DeviceStep:
         """Time of the busiest lane, a lower bound for any task order."""
         if not load.tokens:
             return 0.0
-        if len(self.splits) > 1:
+        if self.steps.has_host_experts:
             return min(split.min_s(load) for split in self.splits)
         few, cut = self._excerpt, self.steps.cut
         # All groups of the device in one; pages are added below.

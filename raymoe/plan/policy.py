@@ -31,7 +31,11 @@ class DevicePolicy:
     ring_slots: int = 2  # groups that the device holds at once, if there are several
     # Share of each layer's streamed experts that cores compute, 0..1, while the others cross the
     # link. Above 0, each step takes what is predicted to be fastest: none, this share, or all.
+    # Kernels of cores and device round differently: in 16 bits, the results of a row then depend on
+    # the steps that it is in, and so on other rows.
     cpu_experts_fraction: float = 0.0
+    # Whether every step takes that share, which costs speed, so that rows depend on no other rows.
+    is_cpu_experts_fraction_fixed: bool = False
     staging_slots: int = 0  # pages of the pinned ring; 0 if all weights are pinned
     # KV blocks per micro-batch on the device; None reserves twice what its prompts need and at
     # least `MIN_STAGED_BLOCKS`

@@ -1,11 +1,15 @@
 """Experts divided between device and cores step by step: tokens of the device `cpu`, float32."""
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from raymoe.engine.engine import Engine
 from raymoe.errors import ConfigError
+from raymoe.kernels.cpu_linear import packed_linear_is_used
 from raymoe.plan.policy import DevicePolicy
 from raymoe.schedule.graph import Op
 from tests.integration import test_every_format as formats
@@ -59,6 +63,32 @@ def test_cores_compute_the_share_of_the_split(split: int, monkeypatch: pytest.Mo
     for op in (Op.ROWS, Op.CEXPERTS, Op.SUMS):
         assert ops.count(op) == (num_launches if split else 0)
     assert ops.count(Op.EXPERTS) == num_launches * (2 if split == 1 else 1)
+
+
+def probabilities(engine: Engine, num_others: int) -> dict[str, object]:
+    """Tokens and log probabilities of one row among others."""
+    dice = random.Random(num_others)
+    lengths = [dice.randint(2, 30) for _ in range(num_others)]
+    others = [[dice.randrange(1, 90) for _ in range(length)] for length in lengths]
+    params = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "logprobs": 3}
+    row, *_ = engine.generate([[5, 9, 2, 7, 11, 3], *others], params)
+    return {"tokens": row.token_ids, "logprobs": row.logprobs}
+
+
+@pytest.mark.skipif(not packed_linear_is_used(torch.bfloat16), reason="torch multiplies")
+def test_with_a_fixed_share_rows_depend_on_no_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, in bfloat16; with a share that differs from step to step they do."""
+    choose_splits(monkeypatch, random_splits(5))
+    found = {}
+    for is_fixed in (True, False):
+        device = replace(on_cores("pages", 0.5), is_cpu_experts_fraction_fixed=is_fixed)
+        config = {"device": "emulated", "schedule": "cgopipe", "device_policy": device}
+        name = plain_configuration("qwen3_moe")
+        with make_engine(name, {}, dtype="bfloat16", **config) as engine:
+            alone, *among = (probabilities(engine, number) for number in (0, 1, 5, 12))
+        found[is_fixed] = [row == alone for row in among]
+    assert all(found[True])
+    assert not all(found[False])
 
 
 @pytest.mark.parametrize("stored", list(formats.FORMATS)[:2])
