@@ -310,9 +310,11 @@ def load_of_scheduled_tokens(num_scheduled_tokens: Int32s, contexts: Int32s) -> 
     """Return the load for the tokens that each sequence computes, and those it has afterwards."""
     is_decode = num_scheduled_tokens == 1
     decoding, chunks = int(np.count_nonzero(is_decode)), num_scheduled_tokens[~is_decode]
+    total, squares = int(chunks.sum()), int(np.square(chunks, dtype=np.int64).sum())
     return StepLoad(
         decode_rows=decoding,
         decode_context=float(contexts[is_decode].mean()) if decoding else 0.0,
-        prompt_tokens=int(chunks.sum()),
-        prompt_chunk=float(chunks.mean()) if len(chunks) else 1.0,
+        prompt_tokens=total,
+        prompt_chunk=total / len(chunks) if total else 1.0,
+        prompt_spread=len(chunks) * squares / total**2 if total else 1.0,
     )

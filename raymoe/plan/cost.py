@@ -44,7 +44,8 @@ class StepShape:
     def of(cls, load: StepLoad) -> "StepShape":
         decoding = load.decode_rows * load.decode_context
         chunk = min(load.prompt_chunk, load.prompt_tokens) or 1.0
-        prompt_pairs = load.prompt_tokens * (chunk + 1) / 2
+        seen = min(load.prompt_spread * load.prompt_chunk, load.prompt_tokens)
+        prompt_pairs = load.prompt_tokens * (seen + 1) / 2
         return cls(
             tokens=load.tokens,
             attention_pairs=decoding + prompt_pairs,

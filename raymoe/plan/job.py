@@ -189,6 +189,7 @@ class StepTimes:
     max_prompt_tokens: float  # prompt tokens of the largest step
     contexts: tuple[float, ...]  # mean decode contexts to simulate, ascending
     prompt_chunk: float  # prompt tokens per sequence and step
+    prompt_spread: float  # as `StepLoad.prompt_spread`
     _known: dict[tuple[float, float, float], float] = field(default_factory=dict)
 
     def __call__(self, load: StepLoad) -> float:
@@ -210,6 +211,7 @@ class StepTimes:
                     decode_context=context,
                     prompt_tokens=prompt_tokens,
                     prompt_chunk=self.prompt_chunk,
+                    prompt_spread=self.prompt_spread,
                 )
             )
         return self._known[key]
@@ -376,12 +378,16 @@ class _Job:
     def _step(self, num_bundles: int) -> None:
         now, decoding = len(self.loads), self._decoding.count
         context = self._decoding.tokens(now) / decoding if decoding else 0.0
-        prompt_tokens, num_chunks, done = self._take_prompts(num_bundles)
+        chunks, done = self._take_prompts(num_bundles)
+        prompt_tokens = sum(take for take, _ in chunks)
+        # The rest of a prompt attends to what was taken before: as if it came at once.
+        pairs = sum(take * length for take, length in chunks)
         load = StepLoad(
             decode_rows=self.rows * decoding,
             decode_context=self.stride * context,
             prompt_tokens=self.rows * prompt_tokens,
-            prompt_chunk=self.stride * prompt_tokens / num_chunks if num_chunks else 1.0,
+            prompt_chunk=self.stride * prompt_tokens / len(chunks) if chunks else 1.0,
+            prompt_spread=pairs * len(chunks) / prompt_tokens**2 if chunks else 1.0,
         )
         ended = self._cache.end(now)
         self._decoding.add(-ended.count, ended.count * self._waste - ended.offset)
@@ -397,20 +403,22 @@ class _Job:
     def _waste(self) -> float:
         return MEAN_WASTE / self.stride
 
-    def _take_prompts(self, num_bundles: int) -> tuple[float, int, list[_Prompt]]:
+    def _take_prompts(self, num_bundles: int) -> tuple[list[tuple[float, float]], list[_Prompt]]:
+        """Return the tokens taken and the length of each prompt, and the prompts that are done."""
         budget = self._policy.max_num_batched_tokens / self.rows - self._decoding.count
         self._admit(num_bundles, budget - sum(prompt.left for prompt in self._prompts))
-        taken, num_chunks = 0.0, 0
+        longest = self._policy.max_prefill_chunk_tokens
+        taken, chunks = 0.0, []
         for prompt in self._prompts:
-            take = min(prompt.left, self._policy.max_prefill_chunk_tokens, budget - taken)
+            take = min(prompt.left, longest, budget - taken)
             if take <= 0:
                 break
             prompt.left -= take
             taken += take
-            num_chunks += 1
+            chunks.append((take, min(prompt.length, longest / self.stride)))
         done = [prompt for prompt in self._prompts if not prompt.left]
         self._prompts = [prompt for prompt in self._prompts if prompt.left]
-        return taken, num_chunks, done
+        return chunks, done
 
     def _admit(self, num_bundles: int, budget: float) -> None:
         if self._admission is not None:

@@ -96,6 +96,7 @@ class Plan:
             max_prompt_tokens=policy.max_num_batched_tokens,
             contexts=(1.0, longest / 4, longest / 2, longest),
             prompt_chunk=min(workload.prompt_tokens, policy.max_prefill_chunk_tokens),
+            prompt_spread=workload.prompt_spread(policy.max_prefill_chunk_tokens),
         )
 
     def estimate(self, workload: Workload) -> JobEstimate:

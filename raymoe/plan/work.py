@@ -334,6 +334,8 @@ class StepLoad:
     decode_context: float = 0.0  # tokens of each decoding sequence, the new one included
     prompt_tokens: float = 0.0
     prompt_chunk: float = 1.0  # prompt tokens of one sequence in the step
+    # Mean chunk over the prompt tokens, as each attends to its own, over that of the sequences.
+    prompt_spread: float = 1.0
 
     @property
     def tokens(self) -> float:
@@ -351,7 +353,7 @@ class StepLoad:
         deals = [(self.decode_rows / num_micro_batches, chunk) for chunk in chunks]
         shapes = {
             deal: MicroBatchShape.decode(deal[0], self.decode_context, cpu_attention_fraction)
-            + _prompts(deal[1], self.prompt_chunk)
+            + _prompts(deal[1], self.prompt_chunk, self.prompt_spread)
             for deal in set(deals)
         }
         return tuple(shapes[deal] for deal in deals)  # equal micro-batches are one object
@@ -398,6 +400,7 @@ class _Sum:
     pairs: float = 0.0
     prompt_tokens: float = 0.0
     chunks: float = 0.0
+    prompt_pairs: float = 0.0  # of a prompt token and those of its chunk
 
     def add(self, load: StepLoad, count: float) -> None:
         rows = count * load.decode_rows
@@ -406,13 +409,17 @@ class _Sum:
         self.pairs += rows * load.decode_context
         self.prompt_tokens += count * load.prompt_tokens
         self.chunks += count * load.prompt_tokens / load.prompt_chunk
+        seen = load.prompt_spread * load.prompt_chunk
+        self.prompt_pairs += count * load.prompt_tokens * seen
 
     def mean(self) -> Steps:
+        chunk = self.prompt_tokens / self.chunks if self.chunks else 1.0
         load = StepLoad(
             decode_rows=self.rows / self.count,
             decode_context=self.pairs / self.rows if self.rows else 0.0,
             prompt_tokens=self.prompt_tokens / self.count,
-            prompt_chunk=self.prompt_tokens / self.chunks if self.chunks else 1.0,
+            prompt_chunk=chunk,
+            prompt_spread=self.prompt_pairs / self.prompt_tokens / chunk if self.chunks else 1.0,
         )
         return Steps(load, self.count)
 
@@ -429,11 +436,12 @@ def _deal_chunks(tokens: float, chunk: float, num_micro_batches: int) -> list[fl
     return [mean * count for count in counts]
 
 
-def _prompts(tokens: float, chunk: float) -> MicroBatchShape:
+def _prompts(tokens: float, chunk: float, spread: float) -> MicroBatchShape:
+    seen = min(spread * chunk, tokens)
     chunk = min(chunk, tokens) or 1.0
     return MicroBatchShape(
         device=AttentionShape(
-            rows=tokens, prompt_pairs=tokens * (chunk + 1) / 2, context_tokens=tokens
+            rows=tokens, prompt_pairs=tokens * (seen + 1) / 2, context_tokens=tokens
         ),
         logit_rows=tokens / chunk,
     )

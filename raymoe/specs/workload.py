@@ -63,6 +63,11 @@ class Workload:
     def total_generated_tokens(self) -> float:
         return self.num_rows * self._mean(1)
 
+    def prompt_spread(self, max_chunk_tokens: int) -> float:
+        """Mean chunk of the prompts over their tokens, relative to that over the rows."""
+        chunks = [min(prompt, max_chunk_tokens) for prompt, _ in self.row_lengths] or [1]
+        return len(chunks) * sum(chunk * chunk for chunk in chunks) / sum(chunks) ** 2
+
     def lengths(self, row: int) -> tuple[int, int]:
         if self.row_lengths:
             return self.row_lengths[row % len(self.row_lengths)]

@@ -7,7 +7,7 @@ import pytest
 from raymoe.plan import job
 from raymoe.plan.job import estimate_job, job_steps, min_steps, rows_of_bundles
 from raymoe.plan.policy import Policy
-from raymoe.plan.work import StepLoad
+from raymoe.plan.work import StepLoad, duplicates
 from raymoe.specs.workload import Workload
 
 
@@ -43,7 +43,7 @@ def test_a_long_prompt_takes_passes_of_its_own_and_the_batch_is_refilled() -> No
     loads = [load for load, _ in job_steps(workload, policy(1, 64, chunk=2))]
     row = [
         StepLoad(prompt_tokens=2, prompt_chunk=2),
-        StepLoad(prompt_tokens=1, prompt_chunk=1),
+        StepLoad(prompt_tokens=1, prompt_chunk=1, prompt_spread=2),  # it sees the first chunk
         StepLoad(decode_rows=1, decode_context=4),
     ]
     assert loads == row + row
@@ -142,3 +142,24 @@ def test_samples_of_the_same_lengths_enter_in_the_same_order() -> None:
     assert means[0] == pytest.approx(means[1], rel=0.005)
     few = Workload.of_rows(tuple(rows[:400]))
     assert rows_of_bundles(few, 400) == few.row_lengths  # all are simulated, as they come
+
+
+@pytest.mark.parametrize("max_prefill_chunk_tokens", [4096, 256])
+def test_prompts_attend_at_their_own_lengths(max_prefill_chunk_tokens: int) -> None:
+    """With the mean length of a step, half of these pairs would be left out."""
+    dice = random.Random(3)
+    rows = [
+        (min(3000, round(dice.lognormvariate(5.5, 0.9))), dice.randint(1, 80)) for _ in range(150)
+    ]
+    sizes = policy(64, 4096, blocks=10_000, chunk=max_prefill_chunk_tokens)
+    steps = duplicates(job_steps(Workload.of_rows(tuple(rows)), sizes))
+    pairs = sum(
+        number * load.prompt_tokens * load.prompt_chunk * load.prompt_spread
+        for load, number in steps
+    )
+    chunks = [min(prompt, max_prefill_chunk_tokens) for prompt, _ in rows]
+    expected = sum(prompt * chunk for (prompt, _), chunk in zip(rows, chunks, strict=True))
+    assert pairs == pytest.approx(expected, rel=0.1)
+    alike = Workload(num_rows=400, prompt_tokens=300, generated_tokens=40)
+    seen = [load.prompt_spread * load.prompt_chunk for load, _ in job_steps(alike, sizes)]
+    assert max(seen) == pytest.approx(min(300, max_prefill_chunk_tokens))

@@ -117,9 +117,7 @@ def min_seconds(job: RandomJob) -> dict[str, float]:
     contexts = scale * sum(
         (tokens - 1) * prompt + tokens * (tokens - 1) / 2 for prompt, tokens in lengths
     )
-    # Of prompts at their mean length, as the planner takes those of a step; in job 64, with the
-    # squares of the lengths themselves, operations alone take 1.3 % longer than it predicts.
-    pairs = contexts + prompts * prompts / workload.num_rows / 2
+    pairs = contexts + scale * sum(prompt * prompt for prompt, _ in lengths) / 2
     flop = needs.flop * (prompts + decoded) + needs.pair_flop * pairs
     memory = node.host_memory_bytes + node.gpu_memory_bytes - needs.expert_bytes
     row_bytes = needs.kv_bytes * min(prompt for prompt, _ in lengths)
