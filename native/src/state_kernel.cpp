@@ -73,23 +73,30 @@ void convolve_channels(const ConvTile& tile, int64_t begin, int64_t end) {
   convolve_tokens<T, 0>(tile, begin, end);
 }
 
-/// A block of tokens of one head, [kScanTokens][stride] each.
+/// A block of tokens, [kScanTokens][stride] each: what the heads of a group share, and what one has.
 struct Block {
   float *key, *query;  // normed and scaled
-  float* decayed_key;
+  float* decayed_key;  // with decays per channel
   float* decay;        // per channel; else the first of each row
   int64_t stride;
 };
 
-/// 1 / norm of a vector, as the models with normed keys compute it.
+/// 1 / norm of a vector, as the models with normed keys compute it; 4 partial sums per lane.
 template <typename T>
 inline float inverse_norm(const T* x, int64_t size) {
-  F32 sum = splat(0.0f);
-  for_lanes(size, [&](int64_t i, auto part) {
-    const F32 value = load(x + i, part);
-    sum = multiply_add(value, value, sum);
+  F32 sum[4] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= size; i += 4 * kLanes)
+    for (int k = 0; k < 4; ++k) {
+      const F32 value = load(x + i + k * kLanes, Whole{});
+      sum[k] = multiply_add(value, value, sum[k]);
+    }
+  for_lanes(size - i, [&](int64_t offset, auto part) {
+    const F32 value = load(x + i + offset, part);
+    sum[0] = multiply_add(value, value, sum[0]);
   });
-  return 1.0f / __builtin_sqrtf(sum_of(sum) + 1e-6f);
+  const float total = sum_of(add(add(sum[0], sum[1]), add(sum[2], sum[3])));
+  return 1.0f / __builtin_sqrtf(total + 1e-6f);
 }
 
 inline float exp_of_one(float x) {
@@ -98,40 +105,67 @@ inline float exp_of_one(float x) {
   return lanes_of[0];
 }
 
-/// Keys, queries and decays of tokens [first, first + count).
+/// A row of a token that comes soon: strides of thousands of bytes defeat the hardware.
 template <typename T>
-void prepare(const ScanSequence& sequence, int64_t head, int64_t first, int64_t count,
-             const Block& block) {
-  const int64_t group = head / sequence.heads_per_group, size = sequence.key_dim;
+inline void prefetch_row(const T* row, int64_t size) {
+  for (int64_t i = 0; i < size; i += 64 / static_cast<int64_t>(sizeof(T)))
+    __builtin_prefetch(row + i);
+}
+
+constexpr int64_t kTokensAhead = 4;
+
+/// Keys and queries of tokens [first, first + count).
+template <typename T>
+void prepare_group(const ScanSequence& sequence, int64_t group, int64_t first, int64_t count,
+                   const Block& block) {
+  const int64_t size = sequence.key_dim;
   for (int64_t i = 0; i < count; ++i) {
     const int64_t token = first + i, row = i * block.stride;
     const T* key = static_cast<const T*>(sequence.key) + token * sequence.key_stride + group * size;
     const T* query =
         static_cast<const T*>(sequence.query) + token * sequence.query_stride + group * size;
-    const float* decay = sequence.log_decay + token * sequence.decay_stride;
-    const F32 key_factor = splat(sequence.normalize ? inverse_norm(key, size) : 1.0f);
-    const F32 query_factor =
-        splat(sequence.normalize ? inverse_norm(query, size) * sequence.scale : sequence.scale);
-    const float whole = sequence.per_channel ? 0.0f : exp_of_one(decay[head]);
-    block.decay[row] = whole;
-    for_lanes(size, [&](int64_t channel, auto part) {
-      const F32 scaled = mul(load(key + channel, part), key_factor);
-      store(block.key + row + channel, scaled, part);
-      store(block.query + row + channel, mul(load(query + channel, part), query_factor), part);
-      F32 factor = splat(whole);
-      if (sequence.per_channel) {
-        factor = exp_of(load(decay + head * size + channel, part));
-        store(block.decay + row + channel, factor, part);
-      }
-      if (sequence.delta) store(block.decayed_key + row + channel, mul(scaled, factor), part);
+    if (token + kTokensAhead < sequence.num_tokens) {
+      prefetch_row(key + kTokensAhead * sequence.key_stride, size);
+      prefetch_row(query + kTokensAhead * sequence.query_stride, size);
+    }
+    float key_factor = 1.0f, query_factor = sequence.scale;
+    if (sequence.normalize) {
+      key_factor = inverse_norm(key, size);
+      query_factor *= inverse_norm(query, size);
+    }
+    for_lanes(size, [&](int64_t k, auto part) {
+      store(block.key + row + k, mul(load(key + k, part), splat(key_factor)), part);
+      store(block.query + row + k, mul(load(query + k, part), splat(query_factor)), part);
     });
   }
 }
 
-/// sums[j] = S^T key, over the columns of a strip.
+/// Decays of tokens [first, first + count), after the keys of the head's group.
+template <bool kChannels>
+void prepare_head(const ScanSequence& sequence, int64_t head, int64_t first, int64_t count,
+                  const Block& block) {
+  const int64_t size = sequence.key_dim;
+  for (int64_t i = 0; i < count; ++i) {
+    const float* log_decay = sequence.log_decay + (first + i) * sequence.decay_stride;
+    const int64_t row = i * block.stride;
+    if (!kChannels) {
+      block.decay[row] = exp_of_one(log_decay[head]);
+      continue;
+    }
+    if (first + i + kTokensAhead < sequence.num_tokens)
+      prefetch_row(log_decay + kTokensAhead * sequence.decay_stride + head * size, size);
+    for_lanes(size, [&](int64_t k, auto part) {
+      const F32 decay = exp_of(load(log_decay + head * size + k, part));
+      store(block.decay + row + k, decay, part);
+      store(block.decayed_key + row + k, mul(load(block.key + row + k, part), decay), part);
+    });
+  }
+}
+
+/// sums = S^T key, over the columns of a strip.
 template <int kCols, typename Lanes>
 inline void multiply_key(const float* state, int64_t stride, const float* key, int64_t rows,
-                         Lanes part, F32* sums) {
+                         Lanes part, float* sums) {
   F32 sum[kCols];
   for (int j = 0; j < kCols; ++j) sum[j] = splat(0.0f);
   for (int64_t row = 0; row < rows; ++row, state += stride) {
@@ -139,40 +173,45 @@ inline void multiply_key(const float* state, int64_t stride, const float* key, i
     for (int j = 0; j < kCols; ++j)
       sum[j] = multiply_add(factor, load(state + j * kLanes, part), sum[j]);
   }
-  for (int j = 0; j < kCols; ++j) sums[j] = sum[j];
+  for (int j = 0; j < kCols; ++j) store(sums + j * kLanes, sum[j], Whole{});
 }
 
-struct Step {
+/// Rows of a token, and vectors of the columns of a strip.
+struct Token {
   const float *decay, *key, *query, *next_key;
-  int64_t rows;
+  const float* change;  // u
+  float *out, *next;    // S^T query, S^T next_key
 };
 
-/// One token: the state, out = S^T query and, if kNext, next = S^T next_key.
+/// The state of one token and its products. Not inlined: it has the registers for itself.
 template <int kCols, bool kChannels, bool kNext, typename Lanes>
-__attribute__((noinline)) void update(const Step& step, float* state, int64_t stride,
-                                      const F32* update_of, Lanes part, F32* outs, F32* nexts) {
+__attribute__((noinline)) void update(const Token& token, int64_t rows, float* state,
+                                      int64_t stride, Lanes part) {
+  const float *decays = token.decay, *keys = token.key, *queries = token.query;
+  const float *next_keys = token.next_key, *change = token.change;
   F32 out[kCols], next[kCols];
   for (int j = 0; j < kCols; ++j) out[j] = next[j] = splat(0.0f);
-  F32 decay = splat(step.decay[0]);
-  for (int64_t row = 0; row < step.rows; ++row, state += stride) {
-    if (kChannels) decay = splat(step.decay[row]);
-    const F32 key = splat(step.key[row]), query = splat(step.query[row]);
-    const F32 next_key = splat(kNext ? step.next_key[row] : 0.0f);
+  F32 decay = splat(decays[0]);
+  for (int64_t row = 0; row < rows; ++row, state += stride) {
+    if (kChannels) decay = splat(decays[row]);
+    const F32 key = splat(keys[row]), query = splat(queries[row]);
+    const F32 next_key = splat(kNext ? next_keys[row] : 0.0f);
     for (int j = 0; j < kCols; ++j) {
       float* p = state + j * kLanes;
-      const F32 x = multiply_add(key, update_of[j], mul(decay, load(p, part)));
+      const F32 x =
+          multiply_add(key, load(change + j * kLanes, Whole{}), mul(decay, load(p, part)));
       store(p, x, part);
       out[j] = multiply_add(query, x, out[j]);
       if (kNext) next[j] = multiply_add(next_key, x, next[j]);
     }
   }
   for (int j = 0; j < kCols; ++j) {
-    outs[j] = out[j];
-    if (kNext) nexts[j] = next[j];
+    store(token.out + j * kLanes, out[j], Whole{});
+    if (kNext) store(token.next + j * kLanes, next[j], Whole{});
   }
 }
 
-/// The tokens of a block for one strip of columns. Value and out are those of its first token.
+/// The tokens of a block for one strip of columns.
 template <typename T, int kCols, bool kChannels, typename Lanes>
 void scan_strip(const ScanSequence& sequence, int64_t head, int64_t first, int64_t count,
                 const Block& block, int64_t column, float* state, int64_t stride, Lanes part) {
@@ -180,26 +219,28 @@ void scan_strip(const ScanSequence& sequence, int64_t head, int64_t first, int64
   const T* value =
       static_cast<const T*>(sequence.value) + first * sequence.value_stride + offset;
   const float* gain = sequence.gain + first * sequence.gain_stride + head;
-  T* out = static_cast<T*>(sequence.out) +
-           first * sequence.num_heads * sequence.value_dim + offset;
-  F32 seen[kCols], change[kCols], outs[kCols];
-  for (int j = 0; j < kCols; ++j) seen[j] = splat(0.0f);
-  if (sequence.delta) multiply_key<kCols>(state, stride, block.decayed_key, rows, part, seen);
+  const float* keys = kChannels ? block.decayed_key : block.key;
+  const int64_t out_stride = sequence.num_heads * sequence.value_dim;
+  T* out = static_cast<T*>(sequence.out) + first * out_stride + offset;
+  alignas(64) float seen[kCols * kLanes] = {}, change[kCols * kLanes], sums[kCols * kLanes];
+  if (sequence.delta) multiply_key<kCols>(state, stride, keys, rows, part, seen);
   for (int64_t i = 0; i < count; ++i) {
-    const F32 factor = splat(gain[i * sequence.gain_stride]);
-    for (int j = 0; j < kCols; ++j) {
-      const F32 x = load(value + i * sequence.value_stride + j * kLanes, part);
-      change[j] = mul(factor, sub(x, seen[j]));
-    }
     const int64_t at = i * block.stride;
-    const Step step{block.decay + at, block.key + at, block.query + at,
-                    block.decayed_key + at + block.stride, rows};
+    const F32 factor = splat(gain[i * sequence.gain_stride]);
+    const F32 decay = splat(kChannels ? 1.0f : block.decay[at]);
+    for (int64_t j = 0; j < kCols * kLanes; j += kLanes) {
+      const F32 x = load(value + i * sequence.value_stride + j, part);
+      const F32 kept = kChannels ? load(seen + j, Whole{}) : mul(decay, load(seen + j, Whole{}));
+      store(change + j, mul(factor, sub(x, kept)), Whole{});
+    }
+    const Token token{block.decay + at, block.key + at, block.query + at, keys + at + block.stride,
+                      change, sums, seen};
     if (sequence.delta && i + 1 < count)
-      update<kCols, kChannels, true>(step, state, stride, change, part, outs, seen);
+      update<kCols, kChannels, true>(token, rows, state, stride, part);
     else
-      update<kCols, kChannels, false>(step, state, stride, change, part, outs, seen);
-    T* to = out + i * sequence.num_heads * sequence.value_dim;
-    for (int j = 0; j < kCols; ++j) store(to + j * kLanes, outs[j], part);
+      update<kCols, kChannels, false>(token, rows, state, stride, part);
+    for (int64_t j = 0; j < kCols * kLanes; j += kLanes)
+      store(out + i * out_stride + j, load(sums + j, Whole{}), part);
   }
 }
 
@@ -235,8 +276,24 @@ void copy_state(float* state, int64_t stride, float* strips, int64_t rows, int64
   });
 }
 
+/// The state of a head, from its first column.
+inline float* state_of(const ScanSequence& sequence, int64_t head) {
+  return sequence.state + head * sequence.key_dim * sequence.value_dim + sequence.first_column;
+}
+
+inline void clear_state(const ScanSequence& sequence, int64_t head) {
+  float* state = state_of(sequence, head);
+  for (int64_t row = 0; row < sequence.key_dim; ++row)
+    for_lanes(sequence.last_column - sequence.first_column, [&](int64_t i, auto part) {
+      store(state + row * sequence.value_dim + i, splat(0.0f), part);
+    });
+}
+
+/// Heads [begin, end) of one group. Their states are scanned where they are if there are few
+/// tokens, else as strips: rows a power of two apart share few sets of the first-level cache.
 template <typename T, bool kChannels>
-void scan_head(const ScanSequence& sequence, int64_t head) {
+void scan_group(const ScanSequence& sequence, int64_t begin, int64_t end) {
+  constexpr int64_t kTokensInPlace = 2;
   const int64_t rows = sequence.key_dim, width = sequence.value_dim;
   const int64_t columns = sequence.last_column - sequence.first_column;
   Block block;
@@ -246,40 +303,49 @@ void scan_head(const ScanSequence& sequence, int64_t head) {
   block.decayed_key = block.query + kScanTokens * block.stride;
   block.decay = block.decayed_key + kScanTokens * block.stride;
   float* strips = block.decay + kScanTokens * block.stride;
-  float* state = sequence.state + head * rows * width + sequence.first_column;
-  if (sequence.is_fresh)
-    for (int64_t row = 0; row < rows; ++row)
-      for_lanes(columns, [&](int64_t i, auto part) {
-        store(state + row * width + i, splat(0.0f), part);
-      });
-  // Rows a power of two apart share few sets of the first-level cache.
-  const bool copies = sequence.num_tokens > 2;
-  if (copies) copy_state<true>(state, width, strips, rows, columns);
+  const int64_t strip_floats = (columns + 15) / 16 * 16 * rows;
+  const bool copies = sequence.num_tokens > kTokensInPlace;
+  for (int64_t head = begin; head < end; ++head) {
+    if (sequence.is_fresh) clear_state(sequence, head);
+    if (copies)
+      copy_state<true>(state_of(sequence, head), width, strips + (head - begin) * strip_floats,
+                       rows, columns);
+  }
   for (int64_t first = 0; first < sequence.num_tokens; first += kScanTokens) {
     const int64_t left = sequence.num_tokens - first;
     const int64_t count = left < kScanTokens ? left : kScanTokens;
-    prepare<T>(sequence, head, first, count, block);
-    for_strips(columns, rows, [&](int64_t column, auto cols, auto part) {
-      constexpr int kCols = decltype(cols)::value;
-      const int64_t at = sequence.first_column + column;
-      if (copies)
-        scan_strip<T, kCols, kChannels>(sequence, head, first, count, block, at,
-                                        strips + column * rows, kCols * kLanes, part);
-      else
-        scan_strip<T, kCols, kChannels>(sequence, head, first, count, block, at, state + column,
-                                        width, part);
-    });
+    prepare_group<T>(sequence, begin / sequence.heads_per_group, first, count, block);
+    for (int64_t head = begin; head < end; ++head) {
+      prepare_head<kChannels>(sequence, head, first, count, block);
+      float* strips_of = strips + (head - begin) * strip_floats;
+      for_strips(columns, rows, [&](int64_t column, auto cols, auto part) {
+        constexpr int kCols = decltype(cols)::value;
+        float* state = copies ? strips_of + column * rows : state_of(sequence, head) + column;
+        scan_strip<T, kCols, kChannels>(sequence, head, first, count, block,
+                                        sequence.first_column + column, state,
+                                        copies ? kCols * kLanes : width, part);
+      });
+    }
   }
-  if (copies) copy_state<false>(state, width, strips, rows, columns);
+  if (!copies) return;
+  for (int64_t head = begin; head < end; ++head)
+    copy_state<false>(state_of(sequence, head), width, strips + (head - begin) * strip_floats,
+                      rows, columns);
 }
 
 template <typename T>
 void scan_heads(const ScanSequence& sequence, int64_t begin, int64_t end) {
-  for (int64_t head = begin; head < end; ++head) {
+  const int64_t together = scan_heads_together(sequence.key_dim, sequence.value_dim);
+  for (int64_t head = begin; head < end;) {
+    const int64_t group_end = (head / sequence.heads_per_group + 1) * sequence.heads_per_group;
+    int64_t last = head + together;
+    if (last > group_end) last = group_end;
+    if (last > end) last = end;
     if (sequence.per_channel)
-      scan_head<T, true>(sequence, head);
+      scan_group<T, true>(sequence, head, last);
     else
-      scan_head<T, false>(sequence, head);
+      scan_group<T, false>(sequence, head, last);
+    head = last;
   }
 }
 

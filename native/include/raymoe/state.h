@@ -43,9 +43,17 @@ constexpr int64_t kMaxKeyDim = 256, kMaxValueDim = 4096;
 constexpr int64_t kScanColumns = 64;
 constexpr int64_t kScanTokens = 32;  // whose keys, queries and decays are prepared at once
 
-/// Floats of scratch: keys, queries, decayed keys and decays of a block of tokens, and the state.
+/// Heads of a group whose states stay in the second-level cache while they share keys.
+constexpr int64_t scan_heads_together(int64_t key_dim, int64_t value_dim) {
+  constexpr int64_t kStateFloats = 32768;
+  const int64_t heads = kStateFloats / (key_dim * value_dim);
+  return heads < 1 ? 1 : heads > 16 ? 16 : heads;
+}
+
+/// Floats of scratch: keys, queries, decayed keys and decays of a block of tokens, and the states.
 constexpr int64_t scan_scratch_floats(int64_t key_dim, int64_t value_dim) {
-  return (4 * kScanTokens + value_dim + 16) * (key_dim + 16);
+  return (4 * kScanTokens + scan_heads_together(key_dim, value_dim) * (value_dim + 16)) *
+         (key_dim + 16);
 }
 
 struct StateKernels {
