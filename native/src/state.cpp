@@ -216,7 +216,7 @@ class Scan {
   /// Tasks of similar length: heads of a sequence together while there are tasks enough, else
   /// columns of a head, which prepare its keys again.
   void plan(const std::vector<Sequence>& sequences) {
-    constexpr int64_t kTasksPerThread = 8, kMaxHeads = 8;
+    constexpr int64_t kTasksPerThread = 8, kMaxHeads = 32;
     const int64_t heads = all_.num_heads, width = all_.value_dim;
     const int64_t wanted = kTasksPerThread * pool_->num_threads();
     const auto total = heads * static_cast<int64_t>(views_.query.size(0));

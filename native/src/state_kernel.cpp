@@ -10,6 +10,7 @@
 // bits depend neither on the width of the strip nor on where a block, a step or a chunk begins.
 #include "raymoe/state.h"
 
+#include <cstring>
 #include <type_traits>
 
 #include "vec_f32.h"
@@ -163,15 +164,14 @@ void prepare_head(const ScanSequence& sequence, int64_t head, int64_t first, int
 }
 
 /// sums = S^T key, over the columns of a strip.
-template <int kCols, typename Lanes>
-inline void multiply_key(const float* state, int64_t stride, const float* key, int64_t rows,
-                         Lanes part, float* sums) {
+template <int kCols>
+inline void multiply_key(const float* state, const float* key, int64_t rows, float* sums) {
   F32 sum[kCols];
   for (int j = 0; j < kCols; ++j) sum[j] = splat(0.0f);
-  for (int64_t row = 0; row < rows; ++row, state += stride) {
+  for (int64_t row = 0; row < rows; ++row, state += kCols * kLanes) {
     const F32 factor = splat(key[row]);
     for (int j = 0; j < kCols; ++j)
-      sum[j] = multiply_add(factor, load(state + j * kLanes, part), sum[j]);
+      sum[j] = multiply_add(factor, load(state + j * kLanes, Whole{}), sum[j]);
   }
   for (int j = 0; j < kCols; ++j) store(sums + j * kLanes, sum[j], Whole{});
 }
@@ -184,23 +184,22 @@ struct Token {
 };
 
 /// The state of one token and its products. Not inlined: it has the registers for itself.
-template <int kCols, bool kChannels, bool kNext, typename Lanes>
-__attribute__((noinline)) void update(const Token& token, int64_t rows, float* state,
-                                      int64_t stride, Lanes part) {
+template <int kCols, bool kChannels, bool kNext>
+__attribute__((noinline)) void update(const Token& token, int64_t rows, float* state) {
   const float *decays = token.decay, *keys = token.key, *queries = token.query;
   const float *next_keys = token.next_key, *change = token.change;
   F32 out[kCols], next[kCols];
   for (int j = 0; j < kCols; ++j) out[j] = next[j] = splat(0.0f);
   F32 decay = splat(decays[0]);
-  for (int64_t row = 0; row < rows; ++row, state += stride) {
+  for (int64_t row = 0; row < rows; ++row, state += kCols * kLanes) {
     if (kChannels) decay = splat(decays[row]);
     const F32 key = splat(keys[row]), query = splat(queries[row]);
     const F32 next_key = splat(kNext ? next_keys[row] : 0.0f);
     for (int j = 0; j < kCols; ++j) {
       float* p = state + j * kLanes;
       const F32 x =
-          multiply_add(key, load(change + j * kLanes, Whole{}), mul(decay, load(p, part)));
-      store(p, x, part);
+          multiply_add(key, load(change + j * kLanes, Whole{}), mul(decay, load(p, Whole{})));
+      store(p, x, Whole{});
       out[j] = multiply_add(query, x, out[j]);
       if (kNext) next[j] = multiply_add(next_key, x, next[j]);
     }
@@ -214,7 +213,7 @@ __attribute__((noinline)) void update(const Token& token, int64_t rows, float* s
 /// The tokens of a block for one strip of columns.
 template <typename T, int kCols, bool kChannels, typename Lanes>
 void scan_strip(const ScanSequence& sequence, int64_t head, int64_t first, int64_t count,
-                const Block& block, int64_t column, float* state, int64_t stride, Lanes part) {
+                const Block& block, int64_t column, float* state, Lanes part) {
   const int64_t rows = sequence.key_dim, offset = head * sequence.value_dim + column;
   const T* value =
       static_cast<const T*>(sequence.value) + first * sequence.value_stride + offset;
@@ -223,7 +222,7 @@ void scan_strip(const ScanSequence& sequence, int64_t head, int64_t first, int64
   const int64_t out_stride = sequence.num_heads * sequence.value_dim;
   T* out = static_cast<T*>(sequence.out) + first * out_stride + offset;
   alignas(64) float seen[kCols * kLanes] = {}, change[kCols * kLanes], sums[kCols * kLanes];
-  if (sequence.delta) multiply_key<kCols>(state, stride, keys, rows, part, seen);
+  if (sequence.delta) multiply_key<kCols>(state, keys, rows, seen);
   for (int64_t i = 0; i < count; ++i) {
     const int64_t at = i * block.stride;
     const F32 factor = splat(gain[i * sequence.gain_stride]);
@@ -236,9 +235,9 @@ void scan_strip(const ScanSequence& sequence, int64_t head, int64_t first, int64
     const Token token{block.decay + at, block.key + at, block.query + at, keys + at + block.stride,
                       change, sums, seen};
     if (sequence.delta && i + 1 < count)
-      update<kCols, kChannels, true>(token, rows, state, stride, part);
+      update<kCols, kChannels, true>(token, rows, state);
     else
-      update<kCols, kChannels, false>(token, rows, state, stride, part);
+      update<kCols, kChannels, false>(token, rows, state);
     for (int64_t j = 0; j < kCols * kLanes; j += kLanes)
       store(out + i * out_stride + j, load(sums + j, Whole{}), part);
   }
@@ -289,11 +288,93 @@ inline void clear_state(const ScanSequence& sequence, int64_t head) {
     });
 }
 
-/// Heads [begin, end) of one group. Their states are scanned where they are if there are few
-/// tokens, else as strips: rows a power of two apart share few sets of the first-level cache.
+/// One token of a head: its state, factors of the rows, and sums over the columns.
+struct Step {
+  float* state;
+  const float *decay, *key, *query, *seen_key;
+  float *seen, *change, *out;
+};
+
+/// Asks for the memory of a row that is read soon: states come in the order of their memory.
+inline void prefetch_state(const float* row, int64_t column) {
+  constexpr int64_t kFloatsAhead = 256;
+  if (column % 16 == 0) __builtin_prefetch(row + column + kFloatsAhead);
+}
+
+/// The state of `now` and its out = S^T query (if kUpdate), while the sums seen = S^T seen_key of
+/// `next` (if kMultiply) keep the memory busy.
+template <bool kChannels, bool kUpdate, bool kMultiply>
+void step_rows(const Step& now, const Step& next, int64_t rows, int64_t columns, int64_t stride) {
+  for (int64_t row = 0; row < rows; ++row) {
+    const F32 decay = splat(now.decay[kChannels ? row : 0]), key = splat(now.key[row]);
+    const F32 query = splat(now.query[row]), seen_key = splat(next.seen_key[row]);
+    float* state = now.state + row * stride;
+    const float* next_state = next.state + row * stride;
+    for_lanes(columns, [&](int64_t column, auto part) {
+      prefetch_state(kMultiply ? next_state : state, column);
+      if (kMultiply) {
+        const F32 x = load(next_state + column, part);
+        const F32 sum = load(next.seen + column, Whole{});
+        store(next.seen + column, multiply_add(seen_key, x, sum), Whole{});
+      }
+      if (!kUpdate) return;
+      const F32 change = load(now.change + column, Whole{});
+      const F32 x = multiply_add(key, change, mul(decay, load(state + column, part)));
+      store(state + column, x, part);
+      const F32 sum = load(now.out + column, Whole{});
+      store(now.out + column, multiply_add(query, x, sum), Whole{});
+    });
+  }
+}
+
+/// The factors and zeros as sums of one token of a head, in `memory`.
+template <typename T, bool kChannels>
+Step prepare_step(const ScanSequence& sequence, int64_t head, int64_t columns, float* memory) {
+  const int64_t stride = (sequence.key_dim + 15) / 16 * 16;
+  const Block block{memory, memory + stride, memory + 2 * stride, memory + 3 * stride, stride};
+  prepare_group<T>(sequence, head / sequence.heads_per_group, 0, 1, block);
+  prepare_head<kChannels>(sequence, head, 0, 1, block);
+  if (sequence.is_fresh) clear_state(sequence, head);
+  float* sums = memory + 4 * stride;
+  std::memset(sums, 0, static_cast<size_t>(3 * columns) * sizeof(float));
+  return {state_of(sequence, head), block.decay, block.key, block.query,
+          kChannels ? block.decayed_key : block.key, sums, sums + columns, sums + 2 * columns};
+}
+
+/// One token of heads [begin, end), each of whose states is read and written once.
+template <typename T, bool kChannels>
+void step_heads(const ScanSequence& sequence, int64_t begin, int64_t end) {
+  const int64_t rows = sequence.key_dim, width = sequence.value_dim;
+  const int64_t columns = sequence.last_column - sequence.first_column;
+  const int64_t padded = (columns + 15) / 16 * 16;
+  float* memory[2] = {sequence.scratch, sequence.scratch + 4 * (rows + 16) + 3 * padded};
+  Step next = prepare_step<T, kChannels>(sequence, begin, padded, memory[0]);
+  if (sequence.delta) step_rows<kChannels, false, true>(next, next, rows, columns, width);
+  for (int64_t head = begin; head < end; ++head) {
+    const Step now = next;
+    const int64_t offset = head * width + sequence.first_column;
+    const T* value = static_cast<const T*>(sequence.value) + offset;
+    const F32 gain = splat(sequence.gain[head]), decay = splat(kChannels ? 1.0f : now.decay[0]);
+    for_lanes(columns, [&](int64_t i, auto part) {
+      const F32 seen = load(now.seen + i, Whole{}), kept = kChannels ? seen : mul(decay, seen);
+      store(now.change + i, mul(gain, sub(load(value + i, part), kept)), Whole{});
+    });
+    if (head + 1 < end)
+      next = prepare_step<T, kChannels>(sequence, head + 1, padded, memory[(head + 1 - begin) % 2]);
+    if (sequence.delta && head + 1 < end)
+      step_rows<kChannels, true, true>(now, next, rows, columns, width);
+    else
+      step_rows<kChannels, true, false>(now, now, rows, columns, width);
+    T* out = static_cast<T*>(sequence.out) + offset;
+    for_lanes(columns,
+              [&](int64_t i, auto part) { store(out + i, load(now.out + i, Whole{}), part); });
+  }
+}
+
+/// Several tokens of heads [begin, end) of one group. Their states are copied to strips: rows a
+/// power of two apart would share few sets of the first-level cache.
 template <typename T, bool kChannels>
 void scan_group(const ScanSequence& sequence, int64_t begin, int64_t end) {
-  constexpr int64_t kTokensInPlace = 2;
   const int64_t rows = sequence.key_dim, width = sequence.value_dim;
   const int64_t columns = sequence.last_column - sequence.first_column;
   Block block;
@@ -304,12 +385,10 @@ void scan_group(const ScanSequence& sequence, int64_t begin, int64_t end) {
   block.decay = block.decayed_key + kScanTokens * block.stride;
   float* strips = block.decay + kScanTokens * block.stride;
   const int64_t strip_floats = (columns + 15) / 16 * 16 * rows;
-  const bool copies = sequence.num_tokens > kTokensInPlace;
   for (int64_t head = begin; head < end; ++head) {
     if (sequence.is_fresh) clear_state(sequence, head);
-    if (copies)
-      copy_state<true>(state_of(sequence, head), width, strips + (head - begin) * strip_floats,
-                       rows, columns);
+    copy_state<true>(state_of(sequence, head), width, strips + (head - begin) * strip_floats, rows,
+                     columns);
   }
   for (int64_t first = 0; first < sequence.num_tokens; first += kScanTokens) {
     const int64_t left = sequence.num_tokens - first;
@@ -320,14 +399,12 @@ void scan_group(const ScanSequence& sequence, int64_t begin, int64_t end) {
       float* strips_of = strips + (head - begin) * strip_floats;
       for_strips(columns, rows, [&](int64_t column, auto cols, auto part) {
         constexpr int kCols = decltype(cols)::value;
-        float* state = copies ? strips_of + column * rows : state_of(sequence, head) + column;
         scan_strip<T, kCols, kChannels>(sequence, head, first, count, block,
-                                        sequence.first_column + column, state,
-                                        copies ? kCols * kLanes : width, part);
+                                        sequence.first_column + column, strips_of + column * rows,
+                                        part);
       });
     }
   }
-  if (!copies) return;
   for (int64_t head = begin; head < end; ++head)
     copy_state<false>(state_of(sequence, head), width, strips + (head - begin) * strip_floats,
                       rows, columns);
@@ -335,6 +412,13 @@ void scan_group(const ScanSequence& sequence, int64_t begin, int64_t end) {
 
 template <typename T>
 void scan_heads(const ScanSequence& sequence, int64_t begin, int64_t end) {
+  if (sequence.num_tokens == 1) {
+    if (sequence.per_channel)
+      step_heads<T, true>(sequence, begin, end);
+    else
+      step_heads<T, false>(sequence, begin, end);
+    return;
+  }
   const int64_t together = scan_heads_together(sequence.key_dim, sequence.value_dim);
   for (int64_t head = begin; head < end;) {
     const int64_t group_end = (head / sequence.heads_per_group + 1) * sequence.heads_per_group;

@@ -53,7 +53,7 @@ constexpr int64_t scan_heads_together(int64_t key_dim, int64_t value_dim) {
 /// Floats of scratch: keys, queries, decayed keys and decays of a block of tokens, and the states.
 constexpr int64_t scan_scratch_floats(int64_t key_dim, int64_t value_dim) {
   return (4 * kScanTokens + scan_heads_together(key_dim, value_dim) * (value_dim + 16)) *
-         (key_dim + 16);
+             (key_dim + 16) + 8 * (value_dim + 16);
 }
 
 struct StateKernels {
