@@ -160,7 +160,10 @@ class JobPlanner:
         if not node.has_gpu or self.model.num_shards > 1:
             return None
         return find_pipeline(
-            self.model, node, lambda stage: self._find(stage, node, self.workload, "resident")
+            self.model,
+            node,
+            lambda stage: self._find(stage, node, self.workload, "resident"),
+            self.bytes_per_element,
         )
 
     def fit_notes(self, node: HardwareSpec, plan: Plan) -> Iterator[str]:
@@ -271,7 +274,10 @@ class Pipeline:
 
 
 def find_pipeline(
-    model: ModelSpec, node: HardwareSpec, plan_stage: Callable[[ModelSpec], Plan]
+    model: ModelSpec,
+    node: HardwareSpec,
+    plan_stage: Callable[[ModelSpec], Plan],
+    bytes_per_element: int,
 ) -> Pipeline | None:
     """The pipeline with the best rate for a GPU; `plan_stage` plans resident weights.
 
@@ -279,7 +285,7 @@ def find_pipeline(
     with one of them at a time. Copies between nodes are not counted.
     """
     num_layers, found = model.num_layers, list[Pipeline]()
-    num_gpus = max(2, ceil_div(model.weight_bytes(2), node.gpu_memory_bytes))
+    num_gpus = max(2, ceil_div(model.weight_bytes(bytes_per_element), node.gpu_memory_bytes))
     while num_gpus <= min(num_layers, MAX_STAGES) and len(found) < 2:
         # The last layers: leading ones may be dense and small.
         stage = replace(model, layers=model.layers[-ceil_div(num_layers, num_gpus) :])
