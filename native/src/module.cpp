@@ -271,6 +271,9 @@ void bind_probe(py::module_& m) {
   m.def("read_bandwidth_bytes_per_s", &read_bandwidth_bytes_per_s, py::arg("num_threads"),
         py::arg("seconds"), py::arg("num_bytes"), py::call_guard<py::gil_scoped_release>(),
         "See kernels/cpu_probe.py.");
+  m.def("update_bandwidth_bytes_per_s", &update_bandwidth_bytes_per_s, py::arg("num_threads"),
+        py::arg("seconds"), py::arg("num_bytes"), py::call_guard<py::gil_scoped_release>(),
+        "See device/threads.py.");
   m.def("peak_flop_per_s",
         [](int num_threads, double seconds, const std::string& dtype) {
           const Number number = dtype == "bfloat16" ? Number::kBFloat16

@@ -57,25 +57,35 @@ double best_rate(double seconds, const Body& body) {
   return best;
 }
 
+/// Floats for each thread of a buffer of `num_bytes`.
+int64_t share_floats(int num_threads, int64_t num_bytes) {
+  constexpr int64_t kUnit = 16 * 64;
+  const int64_t share = num_bytes / 4 / num_threads / kUnit * kUnit;
+  if (share < kUnit)
+    throw std::invalid_argument("probe: " + std::to_string(num_bytes) +
+                                " bytes are too few to read");
+  return share;
+}
+
+void fill_shares(WorkerPool& pool, const Buffer& buffer, int64_t share) {
+  pool.run([&](int worker) {
+    float* mine = buffer.floats() + worker * share;
+    std::fill(mine, mine + share, 1.0f);
+  });
+}
+
 }  // namespace
 
 double read_bandwidth_bytes_per_s(int num_threads, double seconds, int64_t num_bytes) {
   // Streams and prefetch distances that were best on one of the machines tried.
   constexpr ReadShare kVariants[] = {
       {nullptr, 0, 1, 0}, {nullptr, 0, 1, 1024}, {nullptr, 0, 4, 0}, {nullptr, 0, 16, 0}};
-  constexpr int64_t kUnit = 16 * 64;
   check(num_threads, seconds);
-  const int64_t share = num_bytes / 4 / num_threads / kUnit * kUnit;
-  if (share < kUnit)
-    throw std::invalid_argument("probe: " + std::to_string(num_bytes) +
-                                " bytes are too few to read");
-  const Buffer buffer(share * num_threads * 4);
+  const int64_t share = share_floats(num_threads, num_bytes);
   WorkerPool pool(num_threads);
+  const Buffer buffer(share * num_threads * 4);
+  fill_shares(pool, buffer, share);
   std::vector<float> sums(static_cast<size_t>(num_threads));
-  pool.run([&](int worker) {
-    float* mine = buffer.floats() + worker * share;
-    std::fill(mine, mine + share, 1.0f);
-  });
   const auto read = probe_kernels().read;
   double best = 0;
   for (ReadShare variant : kVariants) {
@@ -87,6 +97,24 @@ double read_bandwidth_bytes_per_s(int num_threads, double seconds, int64_t num_b
         sums[static_cast<size_t>(worker)] = read(mine);
       });
       return 4.0 * static_cast<double>(share) * num_threads;
+    });
+    best = std::max(best, rate);
+  }
+  return best;
+}
+
+double update_bandwidth_bytes_per_s(int num_threads, double seconds, int64_t num_bytes) {
+  check(num_threads, seconds);
+  const int64_t share = share_floats(num_threads, num_bytes);
+  WorkerPool pool(num_threads);
+  const Buffer buffer(share * num_threads * 4);
+  fill_shares(pool, buffer, share);
+  const auto update = probe_kernels().update;
+  double best = 0;
+  for (int64_t ahead : {0, 1024}) {
+    const double rate = best_rate(seconds / 2, [&] {
+      pool.run([&](int worker) { update({buffer.floats() + worker * share, share, ahead}); });
+      return 8.0 * static_cast<double>(share) * num_threads;
     });
     best = std::max(best, rate);
   }

@@ -45,6 +45,16 @@ inline float read_share(const ReadShare& share) {
   return sum_of(add(add(sum[0], sum[1]), add(sum[2], sum[3])));
 }
 
+inline void update_share(const UpdateShare& share) {
+  const F32 factor = splat(1.0000001f);
+  for (int64_t i = 0; i < share.size; i += kLineFloats) {
+    if (share.ahead > 0)
+      __builtin_prefetch(reinterpret_cast<const char*>(share.data + i) + share.ahead);
+    for (int64_t k = 0; k < kLineFloats; k += kLanes)
+      store(share.data + i + k, mul(factor, load(share.data + i + k, Whole{})), Whole{});
+  }
+}
+
 #if defined(__AVX512F__)
 
 #define RAYMOE_REGISTER(a) "v"(a)
@@ -115,7 +125,7 @@ constexpr Arithmetic dot_bf16 = nullptr, dot_int8 = nullptr;
 
 }  // namespace
 
-RAYMOE_DEFINE_KERNELS(ProbeKernels, probe_kernels) = {read_share, multiply_add_f32, dot_bf16,
-                                                    dot_int8};
+RAYMOE_DEFINE_KERNELS(ProbeKernels, probe_kernels) = {read_share, update_share,
+                                                    multiply_add_f32, dot_bf16, dot_int8};
 
 }  // namespace raymoe

@@ -29,6 +29,23 @@ inline F32 multiply_add(F32 a, F32 b, F32 c) {
 #endif
 }
 
+/// x / (1 + exp(-x)) within 3 ulp of the exponential, whose coefficients are those of exp_of.
+inline F32 silu(F32 x) {
+  const F32 negative = max(min(sub(splat(0.0f), x), splat(88.0f)), splat(-87.0f));
+  const F32 n = round_even(mul(negative, splat(1.44269504088896341f)));
+  F32 r = multiply_add(n, splat(-0.693359375f), negative);
+  r = multiply_add(n, splat(2.12194440e-4f), r);
+  F32 p = splat(1.9875691500e-4f);
+  p = multiply_add(p, r, splat(1.3981999507e-3f));
+  p = multiply_add(p, r, splat(8.3334519073e-3f));
+  p = multiply_add(p, r, splat(4.1665795894e-2f));
+  p = multiply_add(p, r, splat(1.6666665459e-1f));
+  p = multiply_add(p, r, splat(5.0000001201e-1f));
+  p = add(multiply_add(mul(p, r), r, r), splat(1.0f));
+  const F32 exponential = from_bits(add(bits_of(p), shift_left<23>(to_int(n))));
+  return div(x, add(splat(1.0f), exponential));
+}
+
 alignas(64) const float kZeros[kConvChannels] = {};
 
 /// One token; `rows` are its inputs, the oldest first, at the first of the channels.
@@ -42,7 +59,7 @@ inline void convolve_token(const ConvTile& tile, const T* const* rows, int64_t b
     for (int64_t tap = 0; tap < taps; ++tap)
       sum = multiply_add(load(weight + tap * tile.num_channels, part), load(rows[tap] + i, part),
                          sum);
-    if (tile.silu) sum = div(sum, add(splat(1.0f), exp_of(sub(splat(0.0f), sum))));
+    if (tile.silu) sum = silu(sum);
     store(out + i, sum, part);
   });
 }

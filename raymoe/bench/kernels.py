@@ -13,6 +13,7 @@ from raymoe.measure.jobs import (
     AttentionShape,
     ExpertsShape,
     LatentShape,
+    StateShape,
     allocate_huge_pages,
     decode_job,
     experts_job,
@@ -20,6 +21,7 @@ from raymoe.measure.jobs import (
     linear_job,
     prefill_job,
     random_matrix,
+    scan_job,
 )
 from raymoe.measure.timing import KernelJob, Limits, mean_limits, measure_limits, seconds_per_call
 from raymoe.specs.weight_format import (
@@ -82,6 +84,13 @@ DECODE_CASES = (
 )  # fmt: skip
 LATENT_CASES = ((64, 512), (64, 1024), (64, 4096))
 PREFILL_CASES = ((16, 128), (8, 512), (2, 2048))
+GATED_DELTANET = StateShape()  # Qwen3.5 35B-A3B, Qwen3-Next
+KIMI_DELTA = StateShape(num_groups=32, per_channel=True)  # Kimi-Linear
+MAMBA_2 = StateShape(num_groups=8, num_heads=128, value_dim=64, delta=False)  # Nemotron-3
+STATE_CASES = (
+    (GATED_DELTANET, 64, 1), (GATED_DELTANET, 512, 1), (KIMI_DELTA, 64, 1), (MAMBA_2, 64, 1),
+    (GATED_DELTANET, 8, 2048), (KIMI_DELTA, 2, 2048), (MAMBA_2, 2, 2048),
+)  # fmt: skip
 FEW_BIG_EXPERTS = ExpertsShape(hidden_size=1024, expert_size=2816, num_experts=8, top_k=2)
 MANY_SMALL_EXPERTS = ExpertsShape(hidden_size=1024, expert_size=384, num_experts=64, top_k=8)
 TOKENS = (32, 128, 512, 2048)
@@ -107,6 +116,7 @@ def kernel_jobs() -> list[Callable[[], KernelJob]]:
             for stored in FORMATS
             for tokens in QUANTISED_TOKENS
         ),
+        *(partial(scan_job, *case) for case in STATE_CASES),
         *(partial(linear_job, 1024, 3072, tokens) for tokens in TOKENS),
     ]
 
@@ -121,7 +131,8 @@ class KernelRate:
     bytes_per_s: float
     flop_per_s: float
     is_memory_bound: bool
-    # Roofline time of a call at the measured bandwidth and bfloat16 peak, over its actual time.
+    # Roofline time of a call at the measured bandwidth (that of updates where the job updates) and
+    # bfloat16 peak, over its actual time.
     share_of_limit: float
     limits: Limits
 
@@ -137,10 +148,10 @@ def measure_kernels(
 def _measure(job: KernelJob, num_threads: int, repetitions: int) -> KernelRate:
     seconds_per_call(job)  # first touch, clocks
     runs = []
-    before = measure_limits(num_threads, LIMITS_SECONDS)
+    before = measure_limits(num_threads, LIMITS_SECONDS, updates=job.updates)
     for _ in range(repetitions):
         seconds = seconds_per_call(job)
-        after = measure_limits(num_threads, LIMITS_SECONDS)
+        after = measure_limits(num_threads, LIMITS_SECONDS, updates=job.updates)
         runs.append((seconds, mean_limits([before, after])))
         before = after
     median_s = statistics.median(seconds for seconds, _ in runs)
@@ -150,16 +161,16 @@ def _measure(job: KernelJob, num_threads: int, repetitions: int) -> KernelRate:
         case=job.case,
         bytes_per_s=job.bytes_per_call / median_s,
         flop_per_s=job.flop_per_call / median_s,
-        is_memory_bound=_read_s(job, limits) >= _arithmetic_s(job, limits),
+        is_memory_bound=_memory_s(job, limits) >= _arithmetic_s(job, limits),
         share_of_limit=statistics.median(
-            max(_read_s(job, limits), _arithmetic_s(job, limits)) / seconds
+            max(_memory_s(job, limits), _arithmetic_s(job, limits)) / seconds
             for seconds, limits in runs
         ),
         limits=limits,
     )
 
 
-def _read_s(job: KernelJob, limits: Limits) -> float:
+def _memory_s(job: KernelJob, limits: Limits) -> float:
     return job.bytes_per_call / limits.bytes_per_s
 
 

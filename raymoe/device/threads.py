@@ -59,6 +59,14 @@ def read_bandwidth_bytes_per_s(
     return _native.read_bandwidth_bytes_per_s(num_threads, seconds, num_bytes)
 
 
+def update_bandwidth_bytes_per_s(
+    num_threads: int, seconds: float = 1.0, num_bytes: int = 1 << 28
+) -> float:
+    """Return the best rate, reads and writes together, of scaling host memory in place."""
+    _check(num_threads, seconds)
+    return _native.update_bandwidth_bytes_per_s(num_threads, seconds, num_bytes)
+
+
 def peak_flop_per_s(
     num_threads: int, dtype: ProbeDtype = "bfloat16", seconds: float = 0.5
 ) -> float:

@@ -1,4 +1,4 @@
-"""Jobs that measure CPU kernels: attention, latent attention, experts, projections."""
+"""Jobs that measure CPU kernels: attention, latent attention, states, experts, projections."""
 
 import math
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from raymoe.codecs import TORCH_DTYPES, StoredMatrix, as_tensor
 from raymoe.kernels.cpu_attention import AttentionBatch, append_and_attend, append_and_attend_latent
 from raymoe.kernels.cpu_experts import Experts, make_experts
 from raymoe.kernels.cpu_linear import Linear, make_linear
+from raymoe.kernels.cpu_state import StateBatch, scan
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, CacheLayout, KvLayout, LatentLayout
 from raymoe.measure.timing import KernelJob
 from raymoe.memory.arena import HostArena
@@ -151,6 +152,68 @@ def latent_decode_job(shape: LatentShape, batch: int, context: int) -> KernelJob
         bytes_per_call=batch * context * shape.width * shape.dtype.itemsize,
         flop_per_call=2 * batch * context * shape.num_heads * (shape.width + shape.rank),
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateShape:
+    """A layer of states: Gated DeltaNet, Kimi Delta Attention (per channel), Mamba-2 (no delta)."""
+
+    num_groups: int = 16
+    num_heads: int = 32
+    key_dim: int = 128
+    value_dim: int = 128
+    per_channel: bool = False
+    delta: bool = True
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        return (self.num_heads, self.key_dim, self.value_dim)
+
+    def __str__(self) -> str:
+        kind = "kimi" if self.per_channel else "deltanet" if self.delta else "mamba"
+        return f"{kind} {self.num_heads}/{self.num_groups} x {self.key_dim} x {self.value_dim}"
+
+
+def scan_job(shape: StateShape, batch: int, new_tokens: int) -> KernelJob:
+    """`new_tokens` of each of `batch` sequences: a step if one, else whole prompts.
+
+    The float32 states are read and written once. A token takes 7 operations for each element of
+    a state (decay, update, two products), 5 without the delta rule.
+    """
+    tokens, elements = batch * new_tokens, math.prod(shape.state_shape)
+    decays = (tokens, shape.num_heads) + ((shape.key_dim,) if shape.per_channel else ())
+    query_TGK, key_TGK = torch.randn(2, tokens, shape.num_groups, shape.key_dim).to(shape.dtype)
+    value_THV = torch.randn(tokens, shape.num_heads, shape.value_dim).to(shape.dtype)
+    log_decay, gain_TH = -torch.rand(decays) / 10, torch.rand(tokens, shape.num_heads)
+    past = 100 if new_tokens == 1 else 0
+    sequences = StateBatch(
+        query_start=torch.arange(0, tokens + 1, new_tokens, dtype=torch.int32),
+        context_tokens=torch.full((batch,), past + new_tokens, dtype=torch.int32),
+        slots=shuffled_table(batch, 1).flatten(),
+    )
+    return KernelJob(
+        kernel="state step" if new_tokens == 1 else "state prefill",
+        case=f"{shape}, {batch} x {new_tokens}",
+        calls=[
+            partial(
+                scan, query_TGK, key_TGK, value_THV, log_decay, gain_TH, states, sequences,
+                scale=shape.key_dim**-0.5, delta=shape.delta, normalize=shape.delta,
+            )
+            for states in _state_layers(shape, batch)
+        ],
+        bytes_per_call=2 * 4 * batch * elements,
+        flop_per_call=(7 if shape.delta else 5) * tokens * elements,
+        updates=True,
+    )  # fmt: skip
+
+
+def _state_layers(shape: StateShape, batch: int) -> list[Tensor]:
+    layer_bytes = 4 * batch * math.prod(shape.state_shape)
+    num_layers = ceil_div(MIN_CACHE_BYTES, layer_bytes)
+    layers = HostArena(num_layers * layer_bytes).allocate(num_layers * layer_bytes)
+    shaped = layers.view(torch.float32).view(num_layers, batch, *shape.state_shape)
+    return list(shaped.fill_(0.01))
 
 
 MIN_WEIGHT_BYTES = 256 << 20

@@ -10,7 +10,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from raymoe.device.threads import peak_flop_per_s, read_bandwidth_bytes_per_s
+from raymoe.device.threads import (
+    peak_flop_per_s,
+    read_bandwidth_bytes_per_s,
+    update_bandwidth_bytes_per_s,
+)
 
 NUM_TURNS = 7  # turns that the time allows, unless single calls are long
 
@@ -26,6 +30,7 @@ class KernelJob:
     calls: Sequence[Callable[[], object]]
     bytes_per_call: float  # bytes that a call must read at least once
     flop_per_call: float  # two per multiply-add
+    updates: bool = False  # memory is read and written back; bytes are those of both
 
     @property
     def intensity_flop_per_byte(self) -> float:
@@ -77,17 +82,18 @@ def _turn(calls: Iterator[Callable[[], object]], turn_s: float, clock: Clock) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """bfloat16 operations from registers and bytes read from memory, per second."""
+    """bfloat16 operations from registers and bytes of memory (read, or updated), per second."""
 
     flop_per_s: float
     bytes_per_s: float
 
 
-def measure_limits(num_threads: int, seconds: float = 2.0) -> Limits:
-    """Measure arithmetic for a quarter of the time, memory for the rest."""
+def measure_limits(num_threads: int, seconds: float = 2.0, *, updates: bool = False) -> Limits:
+    """Measure arithmetic for a quarter of the time, memory (`KernelJob.updates`) for the rest."""
+    measure_memory = update_bandwidth_bytes_per_s if updates else read_bandwidth_bytes_per_s
     return Limits(
         flop_per_s=peak_flop_per_s(num_threads, "bfloat16", seconds / 4),
-        bytes_per_s=read_bandwidth_bytes_per_s(num_threads, 3 * seconds / 4),
+        bytes_per_s=measure_memory(num_threads, 3 * seconds / 4),
     )
 
 

@@ -14,10 +14,12 @@ from raymoe.errors import ConfigError
 from raymoe.measure.jobs import (
     AttentionShape,
     ExpertsShape,
+    StateShape,
     decode_job,
     experts_job,
     linear_job,
     prefill_job,
+    scan_job,
 )
 from raymoe.plan.cost import StepShape
 from raymoe.schedule.graph import Op, Resource, Task
@@ -88,6 +90,20 @@ def test_a_decode_job_reads_the_keys_and_values_of_every_token() -> None:
     cache = job.calls[0].args[3]  # type: ignore[attr-defined]
     assert job.bytes_per_call == cache.numel() * cache.itemsize
     assert len(job.calls) * job.bytes_per_call >= 512 << 20
+
+
+def test_a_step_of_states_reads_and_writes_each_of_them() -> None:
+    shape = StateShape(num_groups=2, num_heads=4, key_dim=16, value_dim=32)
+    job = scan_job(shape, 8, 1)
+    states = job.calls[0].args[5]  # type: ignore[attr-defined]
+    assert job.updates
+    assert job.bytes_per_call == 2 * states.nbytes
+    assert job.flop_per_call == 7 * states.numel()
+    (rate,) = measure_kernels(
+        [lambda: dataclasses.replace(job, calls=job.calls[:1000])], num_threads=2, repetitions=1
+    )
+    assert rate.is_memory_bound
+    assert 0 < rate.share_of_limit < 1.5
 
 
 def test_passes_of_a_job_are_set_beside_their_prediction(tmp_path: Path) -> None:

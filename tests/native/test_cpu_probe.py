@@ -10,13 +10,15 @@ from raymoe.device.threads import (
     peak_flop_per_s,
     probe_host,
     read_bandwidth_bytes_per_s,
+    update_bandwidth_bytes_per_s,
 )
 from raymoe.errors import ConfigError
 
 
-def test_memory_is_read_at_a_plausible_rate(isa: str) -> None:
-    rate = read_bandwidth_bytes_per_s(1, 0.04, 1 << 24)
-    assert 1e8 < rate < 2e12
+def test_memory_has_plausible_rates(isa: str) -> None:
+    for measure in (read_bandwidth_bytes_per_s, update_bandwidth_bytes_per_s):
+        rate = measure(1, 0.04, 1 << 24)
+        assert 1e8 < rate < 2e12
 
 
 @pytest.mark.parametrize("dtype", PROBE_DTYPES)
