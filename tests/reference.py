@@ -22,15 +22,18 @@ from raymoe.specs.layer_weights import (
     HEAD_BIAS,
     INPUT_NORM,
     LAYER_SCALAR,
+    RECURRENT,
     SHARED_RESULT_NORM,
     layer_prefix,
 )
+from raymoe.specs.layers import AnyAttentionSpec
 from raymoe.specs.model import (
     AttentionSpec,
     DenseSpec,
     LatentAttentionSpec,
     ModelSpec,
     MoeSpec,
+    RecurrentSpec,
 )
 from raymoe.specs.rope import RopeSpec
 
@@ -228,13 +231,15 @@ class ReferenceModel:
     def _attention(
         self,
         normed_TH: Tensor,
-        spec: AttentionSpec | LatentAttentionSpec,
+        spec: AnyAttentionSpec,
         prefix: str,
         *,
         rotation: "_Rotation",
     ) -> Tensor:
         if isinstance(spec, LatentAttentionSpec):
             return self._latent_attention(normed_TH, spec, prefix, rotation=rotation)
+        if isinstance(spec, RecurrentSpec):
+            return self._recurrent(normed_TH, spec, prefix.replace("self_attn.", RECURRENT))
         query_TAD, key_TGD, value_TGV = self._heads(normed_TH, spec, prefix)
         query_TAD, key_TGD = rotation(query_TAD) * rotation.query_factor, rotation(key_TGD)
         if spec.qk_norm == "unit":
@@ -250,7 +255,7 @@ class ReferenceModel:
         weights_ATT = self._softmax(scores_ATT, spec.sliding_window, sinks_A)
         mixed_TAV = torch.einsum("ats,sav->tav", weights_ATT, value_TAV)
         if spec.gate is not None:
-            gate_TX = self._linear(normed_TH, f"{prefix}g_proj")
+            gate_TX = self._linear(normed_TH, f"{prefix}g_proj", has_bias=spec.gate.has_bias)
             factor_TX = GATES[spec.gate.activation](gate_TX)
             mixed_TAV = mixed_TAV * factor_TX.unflatten(1, (spec.num_heads, -1))
         return self._linear(mixed_TAV.flatten(1), f"{prefix}o_proj", has_bias=spec.output_bias)
@@ -286,6 +291,42 @@ class ReferenceModel:
         weights_ATT = self._softmax(scores_ATT * spec.scale)
         mixed_TAD = torch.einsum("ats,sad->tad", weights_ATT, value_TAD)
         return self._linear(mixed_TAD.flatten(1), f"{prefix}o_proj", has_bias=spec.has_bias)
+
+    def _recurrent(self, normed_TH: Tensor, spec: RecurrentSpec, prefix: str) -> Tensor:
+        """Gated DeltaNet, token by token."""
+        query_TX, key_TX, value_TX = (
+            self._convolved(self._linear(normed_TH, f"{prefix}{part}_proj"), f"{prefix}{part}_conv")
+            for part in "qkv"
+        )
+        repeats = spec.num_heads // spec.num_key_heads
+        query_THK, key_THK = (
+            (
+                each_TGK * torch.rsqrt(each_TGK.square().sum(2, keepdim=True) + 1e-6)
+            ).repeat_interleave(repeats, 1)
+            for each_TGK in (
+                each_TX.view(len(each_TX), spec.num_key_heads, -1) for each_TX in (query_TX, key_TX)
+            )
+        )
+        value_THV = value_TX.view(len(value_TX), spec.num_heads, -1)
+        decay_TH = self._linear(normed_TH, f"{prefix}a_proj") + self._weight(f"{prefix}dt_bias")
+        decay_TH = (-self._weight(f"{prefix}A_log").exp() * functional.softplus(decay_TH)).exp()
+        gain_TH = self._linear(normed_TH, f"{prefix}b_proj").sigmoid()
+        state_HKV = value_THV.new_zeros(spec.num_heads, spec.key_dim, spec.value_dim)
+        read = []
+        for t in range(len(normed_TH)):
+            state_HKV = state_HKV * decay_TH[t, :, None, None]
+            known_HV = torch.einsum("hkv,hk->hv", state_HKV, key_THK[t])
+            written_HV = gain_TH[t, :, None] * (value_THV[t] - known_HV)
+            state_HKV = state_HKV + key_THK[t, :, :, None] * written_HV[:, None]
+            read.append(torch.einsum("hkv,hk->hv", state_HKV, query_THK[t]) * spec.key_dim**-0.5)
+        gate_TX = functional.silu(self._linear(normed_TH, f"{prefix}g_proj"))
+        normed_THV = self._rms_norm(torch.stack(read), f"{prefix}norm.weight", spec.norm_eps)
+        return self._linear(normed_THV.flatten(1) * gate_TX, f"{prefix}o_proj")
+
+    def _convolved(self, input_TC: Tensor, name: str) -> Tensor:
+        weight_C1W = self._weight(f"{name}.weight")
+        padded_CX = functional.pad(input_TC.T, (weight_C1W.shape[2] - 1, 0))
+        return functional.silu(functional.conv1d(padded_CX, weight_C1W, groups=len(weight_C1W))).T
 
     def _softmax(
         self,

@@ -18,7 +18,14 @@ from raymoe.specs.families import FAMILIES, TESTED_WITH, WRAPPERS
 from raymoe.specs.families.rules import Family
 from raymoe.specs.files import CONFIG_FILE, is_hub_name, read_config
 from raymoe.specs.hardware import HARDWARE_INSTANCES, HARDWARE_PRESETS
-from raymoe.specs.layers import AttentionSpec, DenseSpec, LatentAttentionSpec, MoeSpec, RouterSpec
+from raymoe.specs.layers import (
+    AnyAttentionSpec,
+    DenseSpec,
+    LatentAttentionSpec,
+    MoeSpec,
+    RecurrentSpec,
+    RouterSpec,
+)
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
 from raymoe.specs.quantization import METHODS
@@ -145,6 +152,7 @@ def _attention_of_family(family: Family) -> str:
         "windows": family.windowed_layers != "none",
         "sinks": family.sinks != "none",
         "gate": family.gate is not None,
+        "states": family.recurrent is not None,
         "exact up to a length": bool(family.context_limit),
     }
     kind = "latent" if family.is_latent else "grouped-query"
@@ -194,9 +202,16 @@ def _rows(spec: ModelSpec) -> Iterator[Row]:
     formats = "as trained" if spec.quantization is None else spec.quantization.name
     yield "weights", f"{format_bytes(spec.stored_bytes)}, {formats} ({spec.dtype or 'bfloat16'})"
     yield "KV cache of a token", f"{format_bytes(spec.kv_bytes_per_token(KV_BYTES))} in bfloat16"
+    if spec.has_states:
+        yield "states of a sequence", format_bytes(spec.state_bytes(KV_BYTES))
 
 
-def _attention(attention: AttentionSpec | LatentAttentionSpec) -> str:
+def _attention(attention: AnyAttentionSpec) -> str:
+    if isinstance(attention, RecurrentSpec):
+        return (
+            f"state ({attention.kind}), {attention.num_heads} heads of {attention.key_dim} x "
+            f"{attention.value_dim}, convolution of {attention.conv_width}"
+        )
     if isinstance(attention, LatentAttentionSpec):
         return (
             f"latent, {attention.num_heads} heads, rank {attention.kv_lora_rank} + "

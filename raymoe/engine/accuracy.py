@@ -179,12 +179,15 @@ class Replanner:
     whether rows enter at the steady rate. Device use stays. The engine thread owns this; another
     thread plans, with the measured ratios of step times.
 
+    Args:
+        may_grow: Whether there may be more sequences than planned.
+
     Attributes:
         num_slots: The most sequences of any policy.
     """
 
-    def __init__(self, plan: Plan, accuracy: Accuracy) -> None:
-        self._plan, self._accuracy = plan, accuracy
+    def __init__(self, plan: Plan, accuracy: Accuracy, *, may_grow: bool = True) -> None:
+        self._plan, self._accuracy, self._may_grow = plan, accuracy, may_grow
         self._policy, self._workload = plan.policy, plan.workload
         self._ratios: dict[StepKind, float] = {}  # that the policy was planned with
         self._rows: deque[tuple[int, int]] = deque(maxlen=MAX_ROWS)
@@ -195,6 +198,8 @@ class Replanner:
     @property
     def num_slots(self) -> int:
         planned = self._plan.policy
+        if not self._may_grow:
+            return planned.max_num_seqs
         limit = min(planned.max_num_batched_tokens, planned.num_kv_blocks)
         return max(planned.max_num_seqs, min(MAX_GROWTH * planned.max_num_seqs, limit))
 

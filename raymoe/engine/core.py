@@ -139,6 +139,7 @@ class EngineCore:
         finish: Called with each row whose samples are over; some of its texts are undecoded.
         accuracy: Learns how long each step took.
         masks: Of rows with a grammar; without it there must be none.
+        has_states: Whether layers keep a state per sequence; then no token is computed again.
         replanner: Changes the policy between steps.
     """
 
@@ -156,6 +157,7 @@ class EngineCore:
         masks: TokenBitmasks | None = None,
         shares_across_lengths: bool = True,
         restart_length: int | None = None,
+        has_states: bool = False,
         replanner: Replanner | None = None,
     ) -> None:
         self._replanner = replanner
@@ -165,8 +167,10 @@ class EngineCore:
             max_model_len,
             shares_across_lengths=shares_across_lengths,
             restart_length=restart_length,
+            shares_prefixes=not has_states,
             num_slots=None if replanner is None else replanner.num_slots,
         )
+        self._may_recompute = not has_states
         self._table = self.scheduler.table
         self._masks = masks
         self._sampler = Sampler(self._table, eos_token_ids, masks)
@@ -270,7 +274,9 @@ class EngineCore:
         assert self._masks is not None
         has_others = not self._table.has_grammar[done.row_slots].all()
         elapsed_s = time.perf_counter() - self._begin_s
-        self._masks.synchronize(PATIENCE * elapsed_s if has_others else None, slots.tolist())
+        # A token whose logits are computed again would be written to a state twice.
+        is_patient = not (has_others and self._may_recompute)
+        self._masks.synchronize(None if is_patient else PATIENCE * elapsed_s, slots.tolist())
         return ~np.isin(slots, list(self._masks.pending()))
 
     def _admit(self, sample: Sample) -> None:
@@ -550,6 +556,7 @@ def _step_inputs(done: ScheduledStep, choice: Callable[[], TokenChoice]) -> Step
             context_tokens=torch.from_numpy(done.context_tokens),
             block_table=torch.from_numpy(done.block_table),
             prompt_tokens=torch.from_numpy(done.prompt_tokens[done.query_start[:-1]]),
+            slots=torch.from_numpy(done.slots.astype(np.int32)),
         ),
         prompt_tokens=torch.from_numpy(done.prompt_tokens),
         logit_rows=torch.from_numpy(done.logit_rows),

@@ -167,15 +167,14 @@ class Engine:
     def __init__(self, parts: EngineParts, config: EngineConfig | None = None) -> None:
         """Start an engine from loaded parts; `from_pretrained` is the usual way."""
         config = config or EngineConfig()
-        self._pid, self._parts = os.getpid(), parts
-        self.plan = parts.plan
+        self._pid, self._parts, self.plan = os.getpid(), parts, parts.plan
         self.last_report: RunReport | None = None
         self.accuracy: Accuracy | None = None
         replanner: Replanner | None = None
         if parts.plan is not None:
             self.accuracy = Accuracy(Correction(parts.plan.step_times()))
             if config.policy is None:
-                replanner = Replanner(parts.plan, self.accuracy)
+                replanner = Replanner(parts.plan, self.accuracy, may_grow=not parts.has_states)
         self._input_processor = InputProcessor(
             parts.tokenizer,
             vocab_size=parts.vocab_size,
@@ -205,6 +204,7 @@ class Engine:
             masks=self._masks,
             shares_across_lengths=parts.shares_across_lengths,
             restart_length=parts.restart_length,
+            has_states=parts.has_states,
             replanner=replanner,
         )
         # Guards everything below; notified when rows come, slots get free, or the engine ends.

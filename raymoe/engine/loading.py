@@ -304,6 +304,7 @@ def _load_plan(
         plan=plan,
         shares_across_lengths=not spec.depends_on_length,
         restart_length=spec.restart_length,
+        has_states=spec.has_states,
         release=loaded.release,
         interrupt=loaded.interrupt,
     )

@@ -185,7 +185,10 @@ def _load_memory(model: LoadedModel, weights: WeightPages, device: Device) -> De
         launch_tokens=steps.launch_tokens if steps.has_host_experts else 0,
         returned_sums=NUM_RETURNED_SUMS if steps.has_host_experts else 0,
     )
-    cache = KvCache(model.kv_layouts, steps.policy.num_kv_blocks, model.new_arena)
+    policy = steps.policy
+    cache = KvCache(
+        model.kv_layouts, policy.num_kv_blocks, model.new_arena, num_slots=policy.max_num_seqs
+    )
     reason = device.pin(cache.host_memory)
     if reason is not None:
         warnings.warn(
@@ -424,6 +427,7 @@ class EngineParts:
         max_model_len: Prompt and generated tokens of a row.
         eos_token_ids: Tokens that end a row.
         plan: What was planned, if it was.
+        has_states: Whether layers keep states, which sequences cannot share.
         shares_across_lengths: Whether prompts of different lengths that begin the same have the
             same KV there; not where rotary embeddings depend on the length.
         restart_length: Length beyond which a row computes all its KV again.
@@ -444,6 +448,7 @@ class EngineParts:
     num_torch_threads: int | None = None
     plan: Plan | None = None
     shares_across_lengths: bool = True
+    has_states: bool = False
     restart_length: int | None = None
     release: Callable[[], None] = nothing
     interrupt: Callable[[], None] = nothing
@@ -614,7 +619,7 @@ def load_runner(
         spec=share.spec,
         store=share.weights,
         dtype=job.dtype,
-        kv_layouts=cache_layouts(share.spec, job.kv_dtype),
+        kv_layouts=cache_layouts(share.spec, job.kv_dtype, job.dtype),
         steps=StreamedSteps.of(share.spec, job.schedule, job.policy, job.dtype.itemsize),
         reduce=reduce,
         shared=shared,
@@ -674,7 +679,8 @@ def _load_in_place(job: LoadJob, share: RankShare) -> Loaded:
     arena = HostArena(in_place_arena_bytes(spec, weights, job.dtype))
     decoder = Decoder.load(spec, weights, arena.allocate, job.dtype, release=weights.drop_pages)
     workload, policy = job.config.workload, job.policy
-    cache = KvCache(cache_layouts(spec, job.kv_dtype), policy.num_kv_blocks)
+    layouts = cache_layouts(spec, job.kv_dtype, job.dtype)
+    cache = KvCache(layouts, policy.num_kv_blocks, num_slots=policy.max_num_seqs)
     if workload is not None:
         rows = min(workload.num_rows, policy.max_num_seqs)
         used_blocks = min(policy.num_kv_blocks, rows * blocks_of_tokens(workload.context_tokens))

@@ -244,6 +244,7 @@ class StepScheduler:
     Args:
         policy: Sizes of steps and of the KV cache.
         shares_across_lengths: Whether KV does not depend on how long the prompt is.
+        shares_prefixes: Whether sequences may share blocks; states cannot be shared.
         restart_length: Rows that grow beyond so many tokens compute all their KV again, as if
             these were their prompts (`RopeSpec.restarts`).
         num_slots: The most sequences of any policy to come; those of `policy` by default.
@@ -255,6 +256,7 @@ class StepScheduler:
         max_model_len: int,
         *,
         shares_across_lengths: bool = True,
+        shares_prefixes: bool = True,
         restart_length: int | None = None,
         num_slots: int | None = None,
     ) -> None:
@@ -270,6 +272,7 @@ class StepScheduler:
         self._waiting: deque[Sample] = deque()
         self._prefixes = PrefixIndex()
         self._shares_across_lengths = shares_across_lengths
+        self._shares_prefixes = shares_prefixes
         self._restart_length = restart_length
         self._num_candidates = MIN_CANDIDATES
         self._reserved_blocks = policy.num_kv_blocks // RESERVED_FRACTION
@@ -548,8 +551,8 @@ class StepScheduler:
 
     def _keys(self, sample: Sample) -> tuple[bytes, ...]:
         request = sample.request
-        if sample.is_restarted:
-            return ()  # the same tokens, rotated otherwise
+        if sample.is_restarted or not self._shares_prefixes:
+            return ()  # restarted: the same tokens, rotated otherwise
         if request.prefix_keys is None:
             salt = 0 if self._shares_across_lengths else len(request.prompt)
             request.prefix_keys = prefix_keys(request.prompt, salt)

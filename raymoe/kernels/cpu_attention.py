@@ -23,12 +23,14 @@ class AttentionBatch:
         context_tokens: [S], cached tokens after this step; the new tokens take the last positions.
         block_table: [S, M], blocks of each sequence; entries beyond its context are ignored.
         prompt_tokens: [S], prompt lengths. None: several new tokens are all prompt, one is not.
+        slots: [S], where each sequence has its state; None where no layer keeps one.
     """
 
     query_start: Tensor
     context_tokens: Tensor
     block_table: Tensor
     prompt_tokens: Tensor | None = None
+    slots: Tensor | None = None
 
     @property
     def num_new(self) -> Tensor:
@@ -47,22 +49,25 @@ class AttentionBatch:
         # Not by torch, whose threads would wait for each other on cores that others use, too.
         starts, chosen = self.query_start.numpy(), sequences.numpy()
         ends = np.cumsum(starts[chosen + 1] - starts[chosen], dtype=np.int32)
-        prompts = self.prompt_tokens
+        prompts, slots = self.prompt_tokens, self.slots
         return AttentionBatch(
             query_start=torch.from_numpy(np.concatenate([np.zeros(1, np.int32), ends])),
             context_tokens=torch.from_numpy(self.context_tokens.numpy()[chosen]),
             block_table=torch.from_numpy(self.block_table.numpy()[chosen]),
             prompt_tokens=None if prompts is None else torch.from_numpy(prompts.numpy()[chosen]),
+            slots=None if slots is None else torch.from_numpy(slots.numpy()[chosen]),
         )
 
     def between(self, begin: int, end: int) -> "AttentionBatch":
         """The sequences from `begin` to `end`, exclusive; shares memory."""
-        prompts, starts = self.prompt_tokens, self.query_start[begin : end + 1]
+        prompts, slots = self.prompt_tokens, self.slots
+        starts = self.query_start[begin : end + 1]
         return AttentionBatch(
             query_start=starts - starts[0],
             context_tokens=self.context_tokens[begin:end],
             block_table=self.block_table[begin:end],
             prompt_tokens=None if prompts is None else prompts[begin:end],
+            slots=None if slots is None else slots[begin:end],
         )
 
     def cut(self, begins: Tensor, ends: Tensor) -> tuple[Tensor, "AttentionBatch"]:
@@ -78,12 +83,13 @@ class AttentionBatch:
         sequences = (ends > begins).nonzero().flatten()
         counts = (ends - begins)[sequences]
         behind = (self.num_new - ends)[sequences]
-        prompts = self.prompt_tokens
+        prompts, slots = self.prompt_tokens, self.slots
         chosen = AttentionBatch(
             query_start=torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int(),
             context_tokens=self.context_tokens[sequences] - behind.int(),
             block_table=self.block_table[sequences],
             prompt_tokens=None if prompts is None else prompts[sequences],
+            slots=None if slots is None else slots[sequences],
         )
         offsets = (self.query_start[:-1] + begins)[sequences] - chosen.query_start[:-1]
         rows = torch.arange(int(counts.sum())) + torch.repeat_interleave(offsets, counts)

@@ -1,4 +1,4 @@
-"""Layouts of the paged cache that attention kernels read: keys and values, or latent rows."""
+"""Layouts of the cache that attention kernels read: paged keys and values, latent rows, states."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -31,6 +31,10 @@ class CacheLayout(Protocol):
     @property
     def block_bytes(self) -> int:
         """Bytes of one block of one layer."""
+
+    @property
+    def sequence_bytes(self) -> int:
+        """Bytes of one layer for each sequence, whatever its length."""
 
 
 def largest_layout(layouts: Iterable[CacheLayout]) -> CacheLayout:
@@ -89,6 +93,10 @@ class KvLayout:
     def block_bytes(self) -> int:
         return prod(self.block_shape) * self.dtype.itemsize
 
+    @property
+    def sequence_bytes(self) -> int:
+        return 0
+
 
 def check_cache_dtype(dtype: torch.dtype) -> None:
     if dtype not in CACHE_DTYPES:
@@ -145,6 +153,51 @@ class LatentLayout:
     @property
     def block_bytes(self) -> int:
         return BLOCK_TOKENS * self.width * self.dtype.itemsize
+
+    @property
+    def sequence_bytes(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateLayout:
+    """States of the sequences' slots in bytes: all last inputs of the convolution, then all heads.
+
+    Attributes:
+        past: Shape of a slot's last inputs, [P, C], in `past_dtype`.
+        heads: Shape of a slot's matrices, [H, K, V], in float32.
+    """
+
+    past: tuple[int, int]
+    heads: tuple[int, int, int]
+    past_dtype: torch.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.uint8
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        return (0,)
+
+    @property
+    def block_bytes(self) -> int:
+        return 0
+
+    @property
+    def past_bytes(self) -> int:
+        return prod(self.past) * self.past_dtype.itemsize
+
+    @property
+    def sequence_bytes(self) -> int:
+        return self.past_bytes + prod(self.heads) * torch.float32.itemsize
+
+    def views(self, cache: Tensor) -> tuple[Tensor, Tensor]:
+        """The past inputs [N, P, C] and the matrices [N, H, K, V] of all slots."""
+        num_slots = len(cache) // self.sequence_bytes
+        end = num_slots * self.past_bytes
+        past = cache[:end].view(self.past_dtype).view(num_slots, *self.past)
+        return past, cache[end:].view(torch.float32).view(num_slots, *self.heads)
 
 
 def multiply_heads(left_HTX: Tensor, right_HXY: Tensor, out_THY: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
 """The paged KV cache: one tensor of blocks per layer, and reference counts of blocks.
 
-A block id refers to the same block in every layer.
+A block id refers to the same block in every layer. Layers without KV have states of slots instead.
 """
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -23,13 +24,19 @@ def blocks_of_tokens(num_tokens: int) -> int:
 
 
 class KvCache:
-    """Blocks of all layers, on huge pages; physical memory is used from the first write."""
+    """Blocks of all layers, on huge pages; physical memory is used from the first write.
+
+    Args:
+        num_slots: Sequences that may be live; layers that keep states have one for each.
+    """
 
     def __init__(
         self,
         layouts: Sequence[CacheLayout],
         num_blocks: int,
         new_arena: Callable[[int], HostArena] = HostArena,
+        *,
+        num_slots: int = 0,
     ) -> None:
         if not layouts or num_blocks < 1:
             raise ConfigError(
@@ -37,11 +44,14 @@ class KvCache:
                 "least 1"
             )
         self.layouts, self.num_blocks = tuple(layouts), num_blocks
-        sizes = [num_blocks * layout.block_bytes for layout in layouts]
+        sizes = [
+            num_blocks * layout.block_bytes + num_slots * layout.sequence_bytes
+            for layout in layouts
+        ]
         self.num_bytes = sum(sizes)
         self._arena = new_arena(sum(map(aligned_bytes, sizes)))
         self._layers = [
-            self._arena.allocate(size).view(layout.dtype).view(num_blocks, *layout.block_shape)
+            _shaped(self._arena.allocate(size), layout, num_blocks)
             for layout, size in zip(layouts, sizes, strict=True)
         ]
 
@@ -50,7 +60,7 @@ class KvCache:
         return self._arena.memory
 
     def layer(self, index: int) -> Tensor:
-        """Blocks of one layer, [N, *block_shape], in its layout."""
+        """Blocks of one layer, [N, *block_shape], or bytes of its states, in its layout."""
         return self._layers[index]
 
     def touch(self, num_blocks: int, num_threads: int) -> None:
@@ -60,7 +70,7 @@ class KvCache:
         gigabyte on a virtual machine. Blocks are allocated in this order.
         """
         with ThreadPoolExecutor(num_threads) as pool:
-            for _ in pool.map(lambda layer: layer[:num_blocks].zero_(), self._layers):
+            for _ in pool.map(_zero, self._layers, self.layouts, repeat(num_blocks)):
                 pass
 
     def close(self) -> None:
@@ -69,6 +79,16 @@ class KvCache:
 
     def __repr__(self) -> str:
         return f"KvCache({self.num_blocks} blocks, {format_bytes(self.num_bytes)})"
+
+
+def _shaped(memory: Tensor, layout: CacheLayout, num_blocks: int) -> Tensor:
+    if layout.sequence_bytes:
+        return memory
+    return memory.view(layout.dtype).view(num_blocks, *layout.block_shape)
+
+
+def _zero(layer: Tensor, layout: CacheLayout, num_blocks: int) -> None:
+    (layer if layout.sequence_bytes else layer[:num_blocks]).zero_()
 
 
 class BlockPool:

@@ -90,7 +90,8 @@ class WeightStore:
         if location.is_transposed:
             tensor = tensor.T
         if location.rows is not None:
-            tensor = tensor[slice(*location.rows)]
+            grouped = tensor.view(location.num_groups, -1, *tensor.shape[1:])
+            tensor = grouped[:, slice(*location.rows)].flatten(0, 1)
         return tensor
 
     def _stored_matrix(self, location: Location) -> StoredMatrix:

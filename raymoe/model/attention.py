@@ -78,6 +78,26 @@ class LayerAttention(Protocol):
         """
 
 
+class HostAttention:
+    """What a layer whose states are on the host alone is never asked for."""
+
+    def append(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> None:
+        raise self._error(projected, cache, batch)
+
+    def staged_batch(
+        self, batch: AttentionBatch, layout: CacheLayout, device: torch.device
+    ) -> StagedBatch:
+        raise self._error(batch, layout, device)
+
+    def attend_staged(
+        self, projected: Projected, staged: Tensor, batch: StagedBatch, out: Tensor | None = None
+    ) -> Tensor:
+        raise self._error(projected, staged, batch, out)
+
+    def _error(self, *asked: object) -> AssertionError:
+        return AssertionError(f"states are on the host only, asked with {asked!r:.100}")
+
+
 class Attention:
     """Grouped-query attention; its absorbed form is its only form."""
 
@@ -112,7 +132,9 @@ class Attention:
             [f"{prefix}{part}_proj" for part in spec.projections], has_bias=spec.qkv_bias
         )
         self._output = loader.linear([f"{prefix}o_proj"], has_bias=spec.output_bias)
-        self._gate = None if spec.gate is None else loader.linear([f"{prefix}g_proj"])
+        self._gate = None
+        if spec.gate is not None:
+            self._gate = loader.linear([f"{prefix}g_proj"], has_bias=spec.gate.has_bias)
         has_norm = spec.qk_norm in {"head", "full"}
         self._query_norm = loader.vector(f"{prefix}q_norm.weight") if has_norm else None
         self._key_norm = loader.vector(f"{prefix}k_norm.weight") if has_norm else None

@@ -15,11 +15,12 @@ from raymoe.kernels.cpu_elementwise import Projected, Routing
 from raymoe.kernels.cpu_experts import ExpertGroup
 from raymoe.kernels.cpu_linear import Allocate, Linear
 from raymoe.kernels.gpu_attention_batch import StagedBatch
-from raymoe.kernels.paged_kv import CacheLayout, KvLayout, LatentLayout
+from raymoe.kernels.paged_kv import CacheLayout, KvLayout, LatentLayout, StateLayout
 from raymoe.model.attention import Attention, LatentAttention, LayerAttention
 from raymoe.model.feed_forward import Dense, FeedForward, MoE
 from raymoe.model.loading import GetWeight, Loader, NormOverRanks, Reduce, keep
 from raymoe.model.norms import Norm, load_norm
+from raymoe.model.recurrent import Recurrent, state_layout
 from raymoe.model.rope import Rotary
 from raymoe.specs.layer_weights import (
     ATTENTION_RESULT_NORM,
@@ -31,28 +32,44 @@ from raymoe.specs.layer_weights import (
     HEAD_BIAS,
     INPUT_NORM,
     LAYER_SCALAR,
+    RECURRENT,
     layer_prefix,
     layer_weights,
 )
-from raymoe.specs.model import AttentionSpec, DenseSpec, LatentAttentionSpec, ModelSpec
+from raymoe.specs.layers import AnyAttentionSpec
+from raymoe.specs.model import (
+    AttentionSpec,
+    DenseSpec,
+    LatentAttentionSpec,
+    ModelSpec,
+    RecurrentSpec,
+)
 
 
-def cache_layouts(spec: ModelSpec, dtype: torch.dtype) -> tuple[CacheLayout, ...]:
-    """The layout of each layer's KV cache."""
-    return tuple(_layout(layer.attention, dtype) for layer in spec.layers)
+def cache_layouts(
+    spec: ModelSpec, kv_dtype: torch.dtype, dtype: torch.dtype | None = None
+) -> tuple[CacheLayout, ...]:
+    """The layout of each layer's cache.
+
+    Args:
+        dtype: Type of activations, of which layers with states keep the latest; `kv_dtype` if None.
+    """
+    return tuple(_layout(layer.attention, kv_dtype, dtype or kv_dtype) for layer in spec.layers)
 
 
 def _layout(
-    attention: AttentionSpec | LatentAttentionSpec, dtype: torch.dtype
-) -> KvLayout | LatentLayout:
+    attention: AnyAttentionSpec, kv_dtype: torch.dtype, dtype: torch.dtype
+) -> KvLayout | LatentLayout | StateLayout:
+    if isinstance(attention, RecurrentSpec):
+        return state_layout(attention, dtype)
     if isinstance(attention, LatentAttentionSpec):
         return LatentLayout(
-            rank=attention.kv_lora_rank, rope_dim=attention.rope_head_dim, dtype=dtype
+            rank=attention.kv_lora_rank, rope_dim=attention.rope_head_dim, dtype=kv_dtype
         )
     return KvLayout(
         num_kv_heads=attention.num_kv_heads,
         head_dim=attention.head_dim,
-        dtype=dtype,
+        dtype=kv_dtype,
         value_head_dim=attention.value_head_dim,
     )
 
@@ -79,9 +96,11 @@ class Layer:
 
         self.input_norm = norm(INPUT_NORM, exists=spec.norms.before_attention)
         self.attention = _attention(model, i, loader, reduce)
-        gate = spec.attention.gate if isinstance(spec.attention, AttentionSpec) else None
+        is_gated = isinstance(spec.attention, RecurrentSpec) or (
+            isinstance(spec.attention, AttentionSpec) and spec.attention.gate is not None
+        )
         self.is_parallel = spec.is_parallel
-        self.reads_input_again = spec.is_parallel or gate is not None
+        self.reads_input_again = spec.is_parallel or is_gated
         self.result_norm = norm(ATTENTION_RESULT_NORM, exists=spec.norms.after_attention)
         self.ffn_norm = norm(FFN_NORM, exists=spec.norms.before_ffn)
         self.ffn_result_norm = norm(FFN_RESULT_NORM, exists=spec.norms.after_ffn)
@@ -98,6 +117,8 @@ class Layer:
 
 def _attention(model: ModelSpec, i: int, loader: Loader, reduce: Reduce) -> LayerAttention:
     spec, prefix = model.layers[i].attention, f"{layer_prefix(i)}self_attn."
+    if isinstance(spec, RecurrentSpec):
+        return Recurrent(spec, loader, layer_prefix(i) + RECURRENT)
     rope = model.layers[i].rope
     is_interleaved = rope is not None and rope.is_interleaved
     if isinstance(spec, LatentAttentionSpec):

@@ -38,14 +38,15 @@ from raymoe.kernels.cpu_linear import (
 )
 from raymoe.kernels.gpu_experts_choice import make_device_experts
 from raymoe.kernels.gpu_experts_layout import ExpertMatrices, TileTable
-from raymoe.specs.layer_weights import EMBEDDING, HEAD, layer_prefix
+from raymoe.specs.layer_weights import EMBEDDING, HEAD, RECURRENT, layer_prefix
+from raymoe.specs.layers import AnyAttentionSpec
 from raymoe.specs.model import (
-    AttentionSpec,
     DenseSpec,
     LatentAttentionSpec,
     LayerSpec,
     ModelSpec,
     MoeSpec,
+    RecurrentSpec,
 )
 from raymoe.specs.weight_format import WeightFormat
 from raymoe.specs.weight_names import model_weights
@@ -258,7 +259,9 @@ class _ArenaPlan:
 
     def _layer(self, prefix: str, layer: LayerSpec) -> int:
         hidden_size, ffn = self._spec.hidden_size, layer.ffn
-        total = self._attention(f"{prefix}self_attn.", layer.attention)
+        is_recurrent = isinstance(layer.attention, RecurrentSpec)
+        module = RECURRENT if is_recurrent else "self_attn."
+        total = self._attention(prefix + module, layer.attention)
         if isinstance(ffn, DenseSpec):
             return total + self._network(f"{prefix}mlp.", ffn)
         total += self._linear([f"{prefix}mlp.gate"], ffn.num_experts, hidden_size)
@@ -271,8 +274,10 @@ class _ArenaPlan:
                 total += self._linear([f"{shared}_gate"], 1, hidden_size)
         return total
 
-    def _attention(self, prefix: str, attention: AttentionSpec | LatentAttentionSpec) -> int:
+    def _attention(self, prefix: str, attention: AnyAttentionSpec) -> int:
         hidden_size, output = self._spec.hidden_size, attention.token_shapes.output
+        if isinstance(attention, RecurrentSpec):
+            return self._recurrent(prefix, attention)
         total = self._linear([f"{prefix}o_proj"], hidden_size, output)
         if isinstance(attention, LatentAttentionSpec):
             return total + self._latent(prefix, attention)
@@ -281,6 +286,14 @@ class _ArenaPlan:
         if attention.gate is not None:
             total += self._linear([f"{prefix}g_proj"], attention.gate_width, hidden_size)
         return total + self._linear(qkv, width, hidden_size)
+
+    def _recurrent(self, prefix: str, attention: RecurrentSpec) -> int:
+        hidden_size, output = self._spec.hidden_size, attention.output_width
+        widths = [*attention.projections.values(), attention.decay_width, attention.gain_width]
+        inputs = [f"{prefix}{part}_proj" for part in (*attention.projections, "a", "b")]
+        total = self._linear(inputs, sum(widths), hidden_size)
+        total += self._linear([f"{prefix}g_proj"], attention.gate_width, hidden_size)
+        return total + self._linear([f"{prefix}o_proj"], hidden_size, output)
 
     def _latent(self, prefix: str, attention: LatentAttentionSpec) -> int:
         hidden_size, rank = self._spec.hidden_size, attention.q_lora_rank

@@ -55,6 +55,7 @@ def job_bound(
     contexts = steps * prompt_tokens + rows * steps * generated_tokens // 2
     decode_flop = (work.token_flop + work.head_flop) * rows * steps + work.pair_flop * contexts
     decode_bytes = work.activated_weight_bytes(rows) * steps + work.kv_token_bytes * contexts
+    decode_bytes += 2 * work.state_bytes * rows * steps
     prefill = _phase(prefill_flop / flop_per_s, prefill_bytes / bytes_per_s)
     decode = _phase(decode_flop / flop_per_s, decode_bytes / bytes_per_s)
     return JobBound(
@@ -123,6 +124,7 @@ def device_bound(
     on_device = num_steps * work.activated_weight_bytes(0) if has_host_experts else read
     held = num_steps * hardware.gpu_memory_bytes
     kv_read = _pairs(work, rows, _kv_bytes, 1)
+    kv_read += 2 * work.state_bytes * sum(generated - 1 for _, generated in rows)
     flop: float = work.token_flop * tokens + work.head_flop * sum(
         generated for _, generated in rows
     )

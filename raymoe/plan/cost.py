@@ -12,7 +12,7 @@ Assumptions:
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from raymoe.plan.work import ModelWork, StepLoad
+from raymoe.plan.work import LayerWork, ModelWork, StepLoad
 from raymoe.schedule.graph import Op, Task
 from raymoe.specs.hardware import Curve, HardwareSpec, HostCurves
 
@@ -152,8 +152,29 @@ def _pre_s(cost: HostCost, task: Task) -> float:
     )
 
 
+# Share of the host's bandwidth in a step, and of its operations in prompts, that the kernels of
+# states reach.
+STATE_BYTES_EFFICIENCY, STATE_FLOP_EFFICIENCY = 0.8, 0.4
+
+
+def state_s(  # noqa: PLR0917 - sizes, then rates
+    layer: LayerWork, tokens: float, decode_rows: float, flop_per_s: float, bytes_per_s: float
+) -> float:
+    """Seconds in which cores read and write a state for each decoding row, and scan all tokens.
+
+    A prompt's state stays in a core's cache.
+    """
+    bytes_s = 2 * decode_rows * layer.state_bytes / (STATE_BYTES_EFFICIENCY * bytes_per_s)
+    flop_s = tokens * layer.state_flop / (STATE_FLOP_EFFICIENCY * flop_per_s)
+    return max(bytes_s, flop_s)
+
+
 def _attention_s(cost: HostCost, task: Task) -> float:
     shape, layer, curves = cost.shape, cost.work.layers[task.layer], cost.curves
+    if layer.state_bytes:
+        tokens, rows = shape.tokens, shape.decode_rows
+        hardware = cost.hardware
+        return state_s(layer, tokens, rows, hardware.host_flop_per_s, hardware.host_bytes_per_s)
     if curves is None:
         flop = layer.pair_flop * shape.attention_pairs
         return cost.roof_s(flop, layer.kv_token_bytes * shape.context_tokens)

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Self
 
 from raymoe.errors import ConfigError
+from raymoe.plan.cost import state_s
 from raymoe.plan.work import AttentionShape, LayerWork, Matrices, MicroBatchShape, ModelWork
 from raymoe.schedule.graph import Op, Resource, Schedule, Task
 from raymoe.specs.hardware import Curve, DeviceCurves, HardwareSpec
@@ -274,6 +275,11 @@ class DeviceCost:
             for (window, kv_token_bytes), number in layers.items()
             for host, count in micro_batches.items()
         )
+        read_bytes += (
+            2
+            * self.work.state_bytes
+            * sum(count * host.decode_rows for host, count in micro_batches.items())
+        )
         if self.host_shares:
             num_launches = ceil_div(len(self.micro_batches), self.micro_batches_per_group)
             tokens = [self.launch_tokens(launch) for launch in range(num_launches)]
@@ -348,6 +354,10 @@ def _attention_s(cost: DeviceCost, task: Task) -> float:
         share = (micro_batch.host + micro_batch.device).within(layer.window)
         num_bytes = (share.context_tokens + 2 * share.rows) * layer.kv_token_bytes
         return cost.rates.device_attention_s(share, num_bytes, _attention_flop(share, layer))
+    if layer.state_bytes:
+        host, rates = micro_batch.host, cost.rates
+        flop_per_s = rates.hardware.host_flop_per_s
+        return state_s(layer, host.rows, host.decode_rows, flop_per_s, rates.host_bytes_per_s)
     share = micro_batch.host.within(layer.window)
     return cost.rates.host_attention_s(share, layer.kv_token_bytes, _attention_flop(share, layer))
 

@@ -18,7 +18,6 @@ from raymoe.plan.device_step import (
     blocks_of,
     device_footprint,
     host_footprint,
-    kv_block_bytes,
 )
 from raymoe.plan.job import JobEstimate, job_steps, min_steps
 from raymoe.plan.pages import LayerBytes, layer_sizes, slots_bytes
@@ -114,6 +113,8 @@ class DeviceSizes:
     def fixed(self, search_point: SearchPoint) -> SearchPoint:
         """Apply the settings the schedule fixes, and normalise equivalent points to one form."""
         fraction = CPU_ATTENTION_FRACTIONS.get(self.schedule, search_point.cpu_attention_fraction)
+        if self.job.work.state_bytes:
+            fraction = 1.0  # the host has the states, and attends for all
         num_micro_batches = min(
             search_point.num_micro_batches,
             MAX_MICRO_BATCHES.get(self.schedule, search_point.num_micro_batches),
@@ -255,7 +256,7 @@ class DeviceSizes:
     def _free_blocks(self, steps: StreamedSteps) -> int:
         bare = host_footprint(self.job.model, self.job.work, steps)
         free = self.job.hardware.host_memory_bytes - bare.total + bare.bytes_of("KV cache")
-        return free // kv_block_bytes(self.job.work)
+        return self.job.num_blocks(free)
 
     @property
     def _longest_chunk(self) -> int:
@@ -264,6 +265,8 @@ class DeviceSizes:
     def _staged_blocks(
         self, search_point: SearchPoint, max_num_seqs: int, num_micro_batches: int
     ) -> int:
+        if self.job.work.state_bytes:
+            return 0
         rows = ceil_div(max_num_seqs, num_micro_batches)
         decoding = (1 - search_point.cpu_attention_fraction) * rows
         prompts = ceil_div(

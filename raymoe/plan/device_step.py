@@ -36,14 +36,28 @@ class DeviceJob:
     workload: Workload
     max_model_len: int
 
+    def num_blocks(self, num_bytes: int) -> int:
+        """KV blocks for which there is room, with the states of the rows whose KV is in them."""
+        if not self.work.state_bytes:
+            return num_bytes // kv_block_bytes(self.work)
+        num_bytes = max(0, num_bytes - self.work.state_bytes)
+        states = ceil_div(self.work.state_bytes * KV_BLOCK_TOKENS, self._mean_tokens)
+        return num_bytes // (kv_block_bytes(self.work) + states)
+
+    @property
+    def _mean_tokens(self) -> int:
+        workload = self.workload
+        return workload.prompt_tokens + workload.generated_tokens // 2 + KV_BLOCK_TOKENS // 2
+
     def max_num_seqs(self, num_blocks: int, share: float) -> int:
         """At most `share` of those whose KV fits at mean length; 0 if the longest does not fit."""
         if num_blocks < self.min_blocks:
             return 0
-        workload = self.workload
-        mean = workload.prompt_tokens + workload.generated_tokens // 2 + KV_BLOCK_TOKENS // 2
-        live = max(1, num_blocks * KV_BLOCK_TOKENS // mean)
-        return min(workload.num_rows, ceil(share * min(workload.num_rows, live)))
+        num_rows = self.workload.num_rows
+        if self.work.state_bytes:
+            share = min(share, 1.0)  # `num_blocks` left no room for more states
+        live = max(1, num_blocks * KV_BLOCK_TOKENS // self._mean_tokens)
+        return min(num_rows, ceil(share * min(num_rows, live)))
 
     @property
     def balanced_tokens(self) -> int:
@@ -78,7 +92,13 @@ class StreamedSteps:
 
     @classmethod
     def of(cls, model: ModelSpec, schedule: str, policy: Policy, bytes_per_element: int) -> Self:
-        """Divide a model's weights into resident parts and pages, as the policy says."""
+        """Divide a model's weights into resident parts and pages, as the policy says.
+
+        The host attends for all rows of a model with states, which it holds.
+        """
+        if model.has_states:
+            device = replace(policy.device or DevicePolicy(), staged_blocks=0)
+            policy = replace(policy, device=device)
         return cls.of_layers(layer_sizes(model, bytes_per_element), schedule, policy)
 
     @classmethod
@@ -126,7 +146,14 @@ class StreamedSteps:
         )
 
     @property
+    def attends_on_host(self) -> bool:
+        """Whether the device has no room for KV, so that the host attends for prompts too."""
+        return self.device.staged_blocks == 0
+
+    @property
     def cpu_attention_fraction(self) -> float:
+        if self.attends_on_host:
+            return 1.0
         return CPU_ATTENTION_FRACTIONS.get(self.schedule, self.device.cpu_attention_fraction)
 
     @property
@@ -328,9 +355,10 @@ class DeviceStep:
 
     def _form(self, load: StepLoad, bare: tuple[LayerPages, ...] = ()) -> StepForm:
         """The form of a step, or of one with the given layers."""
-        fraction = self.steps.cpu_attention_fraction
+        fraction, all_on_host = self.steps.cpu_attention_fraction, self.steps.attends_on_host
         on_device = load.prompt_tokens > 0 or (load.decode_rows > 0 and fraction < 1)
-        key = (bare, on_device, load.decode_rows > 0 and fraction > 0)
+        on_host = all_on_host or (load.decode_rows > 0 and fraction > 0)
+        key = (bare, on_device and not all_on_host, on_host)
         if key not in self._forms:
             form = self.steps.form
             self._forms[key] = replace(
@@ -346,7 +374,9 @@ class DeviceStep:
         return {}
 
     def _micro_batches(self, load: StepLoad) -> tuple[MicroBatchShape, ...]:
-        return _cut(load, self.steps.num_micro_batches, self.steps.cpu_attention_fraction)
+        steps = self.steps
+        fraction = steps.cpu_attention_fraction
+        return _cut(load, steps.num_micro_batches, fraction, steps.attends_on_host)
 
     def _cost(
         self,
@@ -469,9 +499,11 @@ def _kind_of_page(pages: LayerPages, page: int) -> int:
 
 @lru_cache(maxsize=4096)  # a search asks for the same loads repeatedly
 def _cut(
-    load: StepLoad, num_micro_batches: int, cpu_attention_fraction: float
+    load: StepLoad, num_micro_batches: int, cpu_attention_fraction: float, attends_on_host: bool
 ) -> tuple[MicroBatchShape, ...]:
-    return load.micro_batches(num_micro_batches, cpu_attention_fraction)
+    return load.micro_batches(
+        num_micro_batches, cpu_attention_fraction, has_prompts_on_host=attends_on_host
+    )
 
 
 @lru_cache(maxsize=2)
@@ -569,7 +601,7 @@ def host_footprint(model: ModelSpec, work: ModelWork, steps: StreamedSteps) -> F
         memory="host memory",
         parts=(
             ("weights", steps.cut.streamed_bytes + model.vocab_size * hidden * element),
-            ("KV cache", policy.num_kv_blocks * kv_block_bytes(work)),
+            ("KV cache", cache_bytes(work, policy)),
             ("activations", policy.max_num_batched_tokens * of_token + ring + staging),
             ("runtime", RUNTIME_BYTES + logit_bytes(model)),
         ),
@@ -589,7 +621,7 @@ def resident_footprint(model: ModelSpec, work: ModelWork, policy: Policy) -> Foo
         parts=(
             ("weights", sum(layer.total for layer in layer_sizes(model, element))),
             ("embedding, final norm and head", embedding + _head_bytes(model, work)),
-            ("KV cache", policy.num_kv_blocks * kv_block_bytes(work)),
+            ("KV cache", cache_bytes(work, policy)),
             ("activations", routed),
             ("intermediates", _intermediates(model, work, tokens)),
         ),
@@ -612,6 +644,11 @@ def workspace_bytes(footprint: Footprint) -> int:
 
 def kv_block_bytes(work: ModelWork) -> int:
     return KV_BLOCK_TOKENS * work.kv_token_bytes
+
+
+def cache_bytes(work: ModelWork, policy: Policy) -> int:
+    """Bytes of the KV cache and of the states of all sequences."""
+    return policy.num_kv_blocks * kv_block_bytes(work) + policy.max_num_seqs * work.state_bytes
 
 
 def logit_bytes(model: ModelSpec) -> int:

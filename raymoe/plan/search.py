@@ -17,6 +17,8 @@ from raymoe.plan.device_step import (
     DeviceJob,
     DeviceStep,
     StreamedSteps,
+    blocks_of,
+    cache_bytes,
     device_footprint,
     host_footprint,
     kv_block_bytes,
@@ -61,6 +63,8 @@ class ResidentSearch:
 
     def best(self, grid: SearchSpace | None = None) -> Policy | None:
         grid = grid or SearchSpace()
+        if self.job.model.has_states:
+            return None  # only hosts keep them
         if self.policy(min(grid.max_num_batched_tokens), min(grid.batch_share)) is None:
             return None
         sizes = itertools.product(grid.max_num_batched_tokens, grid.batch_share)
@@ -93,6 +97,7 @@ class ResidentSearch:
 
     def refuse(self) -> NoReturn:
         """Raise InfeasiblePlanError with the needs of the smallest policy."""
+        self._check_states()
         tokens = min(SearchSpace().max_num_batched_tokens)
         smallest = Policy(
             max_num_seqs=1,
@@ -105,7 +110,15 @@ class ResidentSearch:
             f"{self.job.model.name} fits {self.job.hardware.name}, but no policy does"
         )
 
+    def _check_states(self) -> None:
+        if self.job.model.has_states:
+            raise InfeasiblePlanError(
+                f"{self.job.model.name} has layers that keep states, which are in host memory; "
+                "schedule 'resident' has everything on the GPU. Leave out the schedule"
+            )
+
     def check(self, policy: Policy) -> None:
+        self._check_states()
         self.footprint(policy).check_fits(
             self.job.hardware.gpu_memory_bytes,
             what=f"{self.job.model.name} on the GPU alone",
@@ -154,7 +167,8 @@ class HostSearch:
     max_model_len: int
 
     def footprint(self, policy: Policy) -> Footprint:
-        return self._footprint(policy.max_num_batched_tokens, policy.num_kv_blocks)
+        tokens = policy.max_num_batched_tokens
+        return self._footprint(tokens, cache_bytes(self.work, policy))
 
     def best(self) -> Policy:
         """The smallest sizes that are about as fast as any; InfeasiblePlanError if none fit."""
@@ -166,17 +180,19 @@ class HostSearch:
         step_rates = [rate(self._prefill(tokens)) for tokens in MAX_NUM_BATCHED_TOKENS]
         max_num_batched_tokens = _smallest_good(MAX_NUM_BATCHED_TOKENS, step_rates, GOOD_STEP)
         longest = ceil_div(self.max_model_len, KV_BLOCK_TOKENS)
-        floor = self._footprint(max_num_batched_tokens, longest)
+        smallest = longest * kv_block_bytes(self.work) + self.work.state_bytes
+        floor = self._footprint(max_num_batched_tokens, smallest)
         self.check(floor, f"{self.model.name} with one sequence")
         free = self.hardware.host_memory_bytes - floor.total + floor.bytes_of("KV cache")
-        blocks = free // kv_block_bytes(self.work)
-        maximum = max(1, blocks // ceil_div(workload.context_tokens, KV_BLOCK_TOKENS))
+        block_bytes, row_blocks = kv_block_bytes(self.work), blocks_of(workload.context_tokens)
+        maximum = max(1, free // (row_blocks * block_bytes + self.work.state_bytes))
         sizes = [size for size in BATCH_SIZES if size <= min(maximum, max_num_batched_tokens)] or [
             maximum
         ]
         batch_rates = [rate(self._decode(size)) for size in sizes]
         batch = _smallest_good(sizes, batch_rates, GOOD_BATCH)
         roomy = min(self.max_model_len, 2 * workload.context_tokens)
+        blocks = (free - batch * self.work.state_bytes) // block_bytes
         chosen = Policy(
             max_num_seqs=batch,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -197,12 +213,12 @@ class HostSearch:
             "host_memory_bytes, or choose a node with more memory.",
         )
 
-    def _footprint(self, max_num_batched_tokens: int, num_kv_blocks: int) -> Footprint:
+    def _footprint(self, max_num_batched_tokens: int, num_cache_bytes: int) -> Footprint:
         return Footprint(
             memory="host memory",
             parts=(
                 ("weights", self.weight_bytes),
-                ("KV cache", num_kv_blocks * kv_block_bytes(self.work)),
+                ("KV cache", num_cache_bytes),
                 (
                     "activations",
                     max_num_batched_tokens * self._token_bytes() + logit_bytes(self.model),

@@ -21,6 +21,7 @@ from raymoe.specs.layer_weights import (
     KV_UP,
     OUTPUT,
     OUTPUT_GATE,
+    RECURRENT,
     ROUTER,
     Shape,
     attention_weights,
@@ -28,7 +29,13 @@ from raymoe.specs.layer_weights import (
     expert_weights,
     num_elements,
 )
-from raymoe.specs.layers import AttentionSpec, LatentAttentionSpec, LayerSpec, MoeSpec
+from raymoe.specs.layers import (
+    AttentionSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    MoeSpec,
+    RecurrentSpec,
+)
 from raymoe.specs.model import ModelSpec
 
 Weights = Iterable[tuple[str, Shape]]
@@ -38,6 +45,8 @@ _READERS = (
     (OUTPUT_GATE, "post"),
     (ROUTER, "router"),
     (KV_UP, "up_project"),
+    (f"{RECURRENT}g_proj", "post"),
+    (f"{RECURRENT}o_proj", "post"),
 )
 
 
@@ -68,6 +77,9 @@ class LayerWork:
     output_width: int
     token_sizes: tuple[int, ...]  # elements of attention's buffers per token (`TokenShapes.sizes`)
     window: int | None = None  # tokens that a token attends to at most; None for all
+    # Of a layer that keeps a state: its bytes per sequence, and operations per token.
+    state_bytes: int = 0
+    state_flop: int = 0
 
     @classmethod
     def of(cls, model: ModelSpec, i: int, bytes_per_element: int, kv_element_bytes: int) -> Self:
@@ -84,6 +96,8 @@ class LayerWork:
             keys, values = attention.nope_head_dim, attention.value_head_dim
             parts["pre"] = parts["pre"].plus(parts["up_project"].share(keys, keys + values))
             parts["post"] = parts["post"].plus(parts["up_project"].share(values, keys + values))
+        state = attention if isinstance(attention, RecurrentSpec) else None
+        attends = state is None
         return cls(
             pre=parts["pre"],
             post=parts["post"],
@@ -92,13 +106,15 @@ class LayerWork:
             common=count(common_weights(layer, hidden)),
             num_experts=moe.num_experts if moe else 0,
             top_k=moe.top_k if moe else 0,
-            pair_flop=2 * (attention.query_width + attention.output_width),
-            prefill_pair_flop=2 * attention.prompt_width,
+            pair_flop=attends * 2 * (attention.query_width + attention.output_width),
+            prefill_pair_flop=attends * 2 * attention.prompt_width,
             kv_token_bytes=attention.cache_width * kv_element_bytes,
             query_width=attention.query_width,
             output_width=attention.output_width,
             token_sizes=attention.token_shapes.sizes,
-            window=_window(attention),
+            window=attention.sliding_window if isinstance(attention, AttentionSpec) else None,
+            state_bytes=0 if state is None else state.state_bytes(kv_element_bytes),
+            state_flop=0 if state is None else state.token_flop,
         )
 
     @property
@@ -163,7 +179,9 @@ class ModelWork:
     def token_flop(self) -> int:
         """Operations of one token in all layers, without attention scores and head."""
         return sum(
-            2 * (layer.attention_parameters + layer.router_parameters) + layer.ffn_token_flop
+            2 * (layer.attention_parameters + layer.router_parameters)
+            + layer.ffn_token_flop
+            + layer.state_flop
             for layer in self.layers
         )
 
@@ -191,6 +209,11 @@ class ModelWork:
     def kv_token_bytes(self) -> int:
         return sum(layer.kv_token_bytes for layer in self.layers)
 
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes that a sequence of any length keeps in layers with states."""
+        return sum(layer.state_bytes for layer in self.layers)
+
     @property
     def all_weight_bytes(self) -> float:
         layers = sum(layer.weight_bytes(layer.num_experts) for layer in self.layers)
@@ -199,10 +222,6 @@ class ModelWork:
     def activated_weight_bytes(self, tokens: float) -> float:
         layers = sum(layer.weight_bytes(layer.activated_experts(tokens)) for layer in self.layers)
         return layers + self.head.num_bytes
-
-
-def _window(attention: AttentionSpec | LatentAttentionSpec) -> int | None:
-    return attention.sliding_window if isinstance(attention, AttentionSpec) else None
 
 
 def _by_reader(layer: LayerSpec, hidden_size: int) -> dict[str, list[tuple[str, Shape]]]:
@@ -342,7 +361,11 @@ class StepLoad:
         return self.decode_rows + self.prompt_tokens
 
     def micro_batches(
-        self, num_micro_batches: int, cpu_attention_fraction: float
+        self,
+        num_micro_batches: int,
+        cpu_attention_fraction: float,
+        *,
+        has_prompts_on_host: bool = False,
     ) -> tuple[MicroBatchShape, ...]:
         """Divide the step: chunks of prompts in turn, and decoding rows evenly.
 
@@ -353,7 +376,9 @@ class StepLoad:
         deals = [(self.decode_rows / num_micro_batches, chunk) for chunk in chunks]
         shapes = {
             deal: MicroBatchShape.decode(deal[0], self.decode_context, cpu_attention_fraction)
-            + _prompts(deal[1], self.prompt_chunk, self.prompt_spread)
+            + _prompts(
+                deal[1], self.prompt_chunk, self.prompt_spread, is_on_host=has_prompts_on_host
+            )
             for deal in set(deals)
         }
         return tuple(shapes[deal] for deal in deals)  # equal micro-batches are one object
@@ -436,15 +461,13 @@ def _deal_chunks(tokens: float, chunk: float, num_micro_batches: int) -> list[fl
     return [mean * count for count in counts]
 
 
-def _prompts(tokens: float, chunk: float, spread: float) -> MicroBatchShape:
+def _prompts(tokens: float, chunk: float, spread: float, *, is_on_host: bool) -> MicroBatchShape:
     seen = min(spread * chunk, tokens)
     chunk = min(chunk, tokens) or 1.0
-    return MicroBatchShape(
-        device=AttentionShape(
-            rows=tokens, prompt_pairs=tokens * (seen + 1) / 2, context_tokens=tokens
-        ),
-        logit_rows=tokens / chunk,
-    )
+    shape = AttentionShape(rows=tokens, prompt_pairs=tokens * (seen + 1) / 2, context_tokens=tokens)
+    if is_on_host:
+        return MicroBatchShape(host=shape, logit_rows=tokens / chunk)
+    return MicroBatchShape(device=shape, logit_rows=tokens / chunk)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

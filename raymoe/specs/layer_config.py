@@ -17,6 +17,7 @@ from raymoe.specs.families.rules import (
 )
 from raymoe.specs.files import MAX_LAYERS, MAX_NUMBER, integer
 from raymoe.specs.layers import (
+    AnyAttentionSpec,
     AttentionSpec,
     ClampSpec,
     DenseSpec,
@@ -24,13 +25,14 @@ from raymoe.specs.layers import (
     LayerSpec,
     MoeSpec,
     OutputGate,
+    RecurrentSpec,
     RouterSpec,
     SharedSpec,
 )
 from raymoe.specs.rope import RopeSpec
 
 # By the type of a layer, and its attention.
-ParseRope = Callable[[str, AttentionSpec | LatentAttentionSpec], RopeSpec]
+ParseRope = Callable[[str, AnyAttentionSpec], RopeSpec]
 _T = TypeVar("_T")
 
 
@@ -190,7 +192,9 @@ def parse_layers(
     fields: ConfigFields, attention: AttentionSpec | LatentAttentionSpec, parse_rope: ParseRope
 ) -> tuple[LayerSpec, ...]:
     num_layers = fields.positive("num_hidden_layers", maximum=MAX_LAYERS)
-    windows = layer_windows(fields, num_layers)
+    states = _recurrent_layers(fields, num_layers)
+    windows = layer_windows(fields, num_layers) if states is None else (None,) * num_layers
+    recurrent = _recurrent(fields)
     heads, ropes = _heads_by_layer(fields, num_layers), _Ropes(fields, parse_rope)
     moe, rule = _moe(fields), fields.family.moe
     sparse = [False] * num_layers
@@ -205,12 +209,17 @@ def parse_layers(
     dense = None if all(sparse) else _dense(fields)
     layers = []
     for i, (window, is_sparse, num_heads) in enumerate(zip(windows, sparse, heads, strict=True)):
-        own = attention
-        if isinstance(own, AttentionSpec):
-            own = _in_layer(fields, own, i, window=window, num_heads=num_heads)
-        rope = ropes.of(window, own, is_sparse=is_sparse)
-        if isinstance(own, LatentAttentionSpec):
-            own = _with_rope(own, window, rope)
+        own: AnyAttentionSpec = attention
+        rope = None
+        if states is not None and states[i]:
+            assert recurrent is not None, "its family has such layers"
+            own = recurrent
+        else:
+            if isinstance(attention, AttentionSpec):
+                own = _in_layer(fields, attention, i, window=window, num_heads=num_heads)
+            rope = ropes.of(window, own, is_sparse=is_sparse)
+            if isinstance(own, LatentAttentionSpec):
+                own = _with_rope(own, window, rope)
         layers.append(
             LayerSpec(
                 attention=own,
@@ -223,6 +232,44 @@ def parse_layers(
             )
         )
     return tuple(layers)
+
+
+def _recurrent_layers(fields: ConfigFields, num_layers: int) -> list[bool] | None:
+    """Which layers keep a state; None if no layer of the family does."""
+    rule = fields.family.recurrent
+    if rule is None:
+        return None
+    kinds = (*fields.family.full_layer_types, rule.layer_type)
+    return _kinds(fields.layer_types, "layer_types", kinds, num_layers)
+
+
+def _recurrent(fields: ConfigFields) -> RecurrentSpec | None:
+    rule = fields.family.recurrent
+    if rule is None:
+        return None
+    names = (rule.num_key_heads, rule.num_heads, rule.key_dim, rule.value_dim, rule.conv_width)
+    num_key_heads, num_heads, key_dim, value_dim, conv_width = map(fields.positive, names)
+    if num_heads % num_key_heads:
+        raise ConfigError(
+            f"{rule.num_heads} is {num_heads}, not a multiple of {rule.num_key_heads} "
+            f"({num_key_heads})"
+        )
+    for name, dim in ((rule.key_dim, key_dim), (rule.value_dim, value_dim)):
+        _check_head_dim(name, dim)
+    if _activation(fields) != "silu":
+        raise UnsupportedModelError(
+            f"hidden_act = {fields.get('hidden_act')!r} is not supported for layers of type "
+            f"{rule.layer_type}; supported: silu"
+        )
+    return RecurrentSpec(
+        kind=rule.kind,
+        num_key_heads=num_key_heads,
+        num_heads=num_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        conv_width=conv_width,
+        norm_eps=fields.number_or(fields.family.norm_eps),
+    )
 
 
 def parse_attention(fields: ConfigFields) -> AttentionSpec:
@@ -290,7 +337,8 @@ def _gate(fields: ConfigFields) -> OutputGate | None:
         raise UnsupportedModelError(
             f"{name} = {value!r} is not supported; supported: {', '.join(map(repr, GATES))}"
         )
-    return OutputGate(activation=activation, is_per_head=GATES[value])
+    has_bias = fields.switch(fields.family.gate_bias)
+    return OutputGate(activation=activation, is_per_head=GATES[value], has_bias=has_bias)
 
 
 def _heads_by_layer(fields: ConfigFields, num_layers: int) -> list[int]:
@@ -401,7 +449,7 @@ class _Ropes:
     def of(
         self,
         window: int | None,
-        attention: AttentionSpec | LatentAttentionSpec,
+        attention: AnyAttentionSpec,
         *,
         is_sparse: bool,
     ) -> RopeSpec | None:

@@ -4,7 +4,14 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from raymoe.specs.layers import AttentionSpec, DenseSpec, LatentAttentionSpec, LayerSpec, MoeSpec
+from raymoe.specs.layers import (
+    AttentionSpec,
+    DenseSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    MoeSpec,
+    RecurrentSpec,
+)
 
 Shape = tuple[int, ...]
 NamedShapes = Iterator[tuple[str, Shape]]
@@ -16,6 +23,7 @@ ROUTER = "mlp.gate."
 OUTPUT = "self_attn.o_proj"
 OUTPUT_GATE = "self_attn.g_proj"
 KV_UP = "self_attn.kv_b_proj"
+RECURRENT = "linear_attn."
 
 
 def layer_prefix(i: int) -> str:
@@ -71,6 +79,8 @@ def attention_weights(layer: LayerSpec, hidden_size: int) -> NamedShapes:
         yield from _norm(INPUT_NORM, layer, hidden_size)
     if isinstance(layer.attention, AttentionSpec):
         yield from _grouped(layer.attention, hidden_size)
+    elif isinstance(layer.attention, RecurrentSpec):
+        yield from _recurrent(layer.attention, hidden_size)
     else:
         yield from _latent(layer.attention, hidden_size)
     if layer.norms.after_attention:
@@ -130,7 +140,8 @@ def _grouped(attention: AttentionSpec, hidden_size: int) -> NamedShapes:
     if attention.has_sinks:
         yield "self_attn.sinks", (attention.num_heads,)
     if attention.gate is not None:
-        yield f"{OUTPUT_GATE}.weight", (attention.gate_width, hidden_size)
+        gate = (attention.gate_width, hidden_size)
+        yield from _linear(OUTPUT_GATE, gate, has_bias=attention.gate.has_bias)
     output = (hidden_size, attention.output_width)
     yield from _linear(OUTPUT, output, has_bias=attention.output_bias)
 
@@ -151,6 +162,21 @@ def _latent(attention: LatentAttentionSpec, hidden_size: int) -> NamedShapes:
     yield f"{KV_UP}.weight", (up_projected, attention.kv_lora_rank)
     value_width = heads * attention.value_head_dim
     yield from _linear(OUTPUT, (hidden_size, value_width), has_bias=has_bias)
+
+
+def _recurrent(attention: RecurrentSpec, hidden_size: int) -> NamedShapes:
+    for part, width in attention.projections.items():
+        yield f"{RECURRENT}{part}_proj.weight", (width, hidden_size)
+    yield f"{RECURRENT}a_proj.weight", (attention.decay_width, hidden_size)
+    yield f"{RECURRENT}b_proj.weight", (attention.gain_width, hidden_size)
+    for part, width in attention.projections.items():
+        conv = (width, 1, attention.conv_width)
+        yield from _linear(f"{RECURRENT}{part}_conv", conv, has_bias=attention.has_conv_bias)
+    yield f"{RECURRENT}A_log", (attention.num_heads,)
+    yield f"{RECURRENT}dt_bias", (attention.decay_width,)
+    yield f"{RECURRENT}norm.weight", (attention.value_dim,)
+    yield f"{RECURRENT}g_proj.weight", (attention.gate_width, hidden_size)
+    yield f"{RECURRENT}o_proj.weight", (hidden_size, attention.output_width)
 
 
 def _router(moe: MoeSpec, hidden_size: int) -> NamedShapes:

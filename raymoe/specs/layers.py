@@ -48,6 +48,7 @@ class OutputGate:
 
     activation: GateActivation
     is_per_head: bool  # one factor for each head, instead of one for each element
+    has_bias: bool = False  # a bias of the projection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +210,109 @@ class LatentAttentionSpec:
         )
 
 
+FLOAT_BYTES = 4
+RecurrentKind = Literal["gated_delta", "kimi_delta", "mamba2", "short_conv"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentSpec:
+    """A layer that keeps a state of fixed size per sequence in place of KV (linear attention).
+
+    A causal convolution over the last `conv_width` tokens follows the projections of queries, keys
+    and values. Each head then updates a matrix of `key_dim` x `value_dim` by its keys and values,
+    after a decay, and multiplies it by its query. A short convolution has no such matrix.
+
+    Sources: Gated DeltaNet (arXiv 2412.06464), Kimi Linear (arXiv 2510.26692), Mamba-2 (arXiv
+    2405.21060).
+    """
+
+    kind: RecurrentKind
+    num_key_heads: int  # heads of queries and keys; each serves as many heads of values
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    norm_eps: float
+    has_conv_bias: bool = False
+
+    @property
+    def projections(self) -> dict[str, int]:
+        """Outputs of the projections that the convolution mixes."""
+        key = self.num_key_heads * self.key_dim
+        return {"q": key, "k": key, "v": self.output_width}
+
+    @property
+    def conv_channels(self) -> int:
+        return sum(self.projections.values())
+
+    @property
+    def decay_width(self) -> int:
+        """Outputs of the projection that the decay of a token comes from."""
+        return self.num_heads
+
+    @property
+    def gain_width(self) -> int:
+        """Outputs of the projection that says how much of a token is written to the state."""
+        return self.num_heads
+
+    @property
+    def gate_width(self) -> int:
+        return self.output_width
+
+    @property
+    def rotated_head_dim(self) -> int:
+        return 0
+
+    @property
+    def query_width(self) -> int:
+        return self.conv_channels
+
+    @property
+    def output_width(self) -> int:
+        return self.num_heads * self.value_dim
+
+    @property
+    def cache_width(self) -> int:
+        """Elements of a token in the KV cache: none."""
+        return 0
+
+    @property
+    def prompt_width(self) -> int:
+        return self.query_width + self.output_width
+
+    @property
+    def working_width(self) -> int:
+        return 3 * self.conv_channels + 2 * self.output_width
+
+    def state_bytes(self, bytes_per_element: int) -> int:
+        """Bytes that a sequence keeps: matrices in float32, and inputs of the convolution."""
+        matrices = self.num_heads * self.key_dim * self.value_dim
+        past = (self.conv_width - 1) * self.conv_channels
+        return FLOAT_BYTES * matrices + bytes_per_element * past
+
+    @property
+    def token_flop(self) -> int:
+        """Operations of a token on the state: decay, two products with it, and the update."""
+        matrices = self.num_heads * self.key_dim * self.value_dim
+        return 7 * matrices + 2 * self.conv_width * self.conv_channels
+
+    @property
+    def token_shapes(self) -> TokenShapes:
+        query = (1, self.conv_channels)
+        return TokenShapes(
+            query=query,
+            absorbed_query=query,
+            key=(1, self.decay_width),
+            value=(1, self.gain_width),
+            output=self.output_width,
+            absorbed_output=self.output_width,
+        )
+
+
+AnyAttentionSpec = AttentionSpec | LatentAttentionSpec | RecurrentSpec
+
 __all__ = [
+    "AnyAttentionSpec",
     "AttentionSpec",
     "ClampSpec",
     "DenseSpec",
@@ -221,6 +324,8 @@ __all__ = [
     "NormLayout",
     "OutputGate",
     "QkNorm",
+    "RecurrentKind",
+    "RecurrentSpec",
     "RouterSpec",
     "Scoring",
     "SharedSpec",
@@ -344,7 +449,7 @@ class NormLayout:
 class LayerSpec:
     """One decoder layer: attention, residual, feed-forward network, residual, and norms."""
 
-    attention: AttentionSpec | LatentAttentionSpec
+    attention: AnyAttentionSpec
     ffn: DenseSpec | MoeSpec
     rope: RopeSpec | None  # None: attention does not depend on positions
     norms: NormLayout = NormLayout()

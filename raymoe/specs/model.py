@@ -38,6 +38,7 @@ from raymoe.specs.layer_weights import (
     outer_weights,
 )
 from raymoe.specs.layers import (
+    AnyAttentionSpec,
     AttentionSpec,
     ClampSpec,
     DenseSpec,
@@ -45,6 +46,7 @@ from raymoe.specs.layers import (
     LayerSpec,
     MoeSpec,
     NormKind,
+    RecurrentSpec,
     RouterSpec,
     SharedSpec,
 )
@@ -61,6 +63,7 @@ __all__ = [
     "LayerSpec",
     "ModelSpec",
     "MoeSpec",
+    "RecurrentSpec",
     "RouterSpec",
     "SharedSpec",
 ]
@@ -137,6 +140,11 @@ class ModelSpec:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers keep a state per sequence instead of a KV cache."""
+        return any(isinstance(layer.attention, RecurrentSpec) for layer in self.layers)
 
     @property
     def norm_offset(self) -> float | None:
@@ -231,6 +239,13 @@ class ModelSpec:
     def kv_bytes_per_token(self, bytes_per_element: float) -> int:
         return int(sum(layer.attention.cache_width for layer in self.layers) * bytes_per_element)
 
+    def state_bytes(self, bytes_per_element: int) -> int:
+        """Bytes that a sequence of any length keeps in layers with a state, in float32 matrices."""
+        recurrent = [
+            layer.attention for layer in self.layers if isinstance(layer.attention, RecurrentSpec)
+        ]
+        return sum(one.state_bytes(bytes_per_element) for one in recurrent)
+
     @classmethod
     def from_config(cls, config: Mapping[str, object], name: str = "") -> Self:
         """Build from the content of a `config.json` that transformers 4 or 5 wrote.
@@ -305,7 +320,7 @@ def _rope(
     fields: ConfigFields,
     defaults: ClassDefaults,
     layer_type: str,
-    attention: AttentionSpec | LatentAttentionSpec,
+    attention: AnyAttentionSpec,
 ) -> RopeSpec:
     rule, head_dim = fields.family.rope, attention.rotated_head_dim
     if rule.is_part_of_head and isinstance(attention, LatentAttentionSpec):

@@ -30,11 +30,12 @@ from raymoe.specs.layer_weights import (
     layer_prefix,
 )
 from raymoe.specs.layers import (
-    AttentionSpec,
+    AnyAttentionSpec,
     DenseSpec,
     LatentAttentionSpec,
     LayerSpec,
     MoeSpec,
+    RecurrentSpec,
 )
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_format import Piece
@@ -54,6 +55,11 @@ def shard_model(model: ModelSpec, count: int) -> ModelSpec:
     if count == 1:
         return model
     assert model.num_shards == 1, "a part of a model cannot be divided again"
+    if model.has_states:
+        raise ConfigError(
+            f"tensor_parallel_size is {count}, but {model.name} has layers that keep states, which "
+            "are not divided between GPUs; use one engine for each GPU"
+        )
     layers = tuple(_Divided(model, i, count).layer() for i in range(model.num_layers))
     part = replace(model, layers=layers, num_shards=count)
     for i in range(model.num_layers):
@@ -86,9 +92,8 @@ class _Divided:
             ffn=self._dense(ffn) if isinstance(ffn, DenseSpec) else self._moe(ffn),
         )
 
-    def _attention(
-        self, attention: AttentionSpec | LatentAttentionSpec
-    ) -> AttentionSpec | LatentAttentionSpec:
+    def _attention(self, attention: AnyAttentionSpec) -> AnyAttentionSpec:
+        assert not isinstance(attention, RecurrentSpec), "such models are not divided"
         num_heads = self._share("attention heads", attention.num_heads)
         if isinstance(attention, LatentAttentionSpec):
             return replace(attention, num_heads=num_heads)

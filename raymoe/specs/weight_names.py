@@ -20,11 +20,12 @@ from raymoe.specs.layer_weights import (
     HEAD,
     HEAD_BIAS,
     LABEL_HEAD,
+    RECURRENT,
     Shape,
     layer_prefix,
     layer_weights,
 )
-from raymoe.specs.layers import MoeSpec
+from raymoe.specs.layers import LayerSpec, MoeSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_format import Piece, WeightFormat
 
@@ -42,6 +43,9 @@ class Fused:
     # Whether the first of two dimensions holds all experts, instead of a dimension of their own.
     is_folded: bool = False
     is_row: bool = False  # whether a vector is stored as [1, length]
+    # Attribute of the layer's attention with the number of groups, usually heads: each group holds
+    # its rows of all weights, one weight after the other. None: one group.
+    groups: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +185,65 @@ _TRANSPOSED = Naming(
 _LLAMA4 = Naming(renamed={"mlp.gate.": "feed_forward.router.", "mlp.": "feed_forward."})
 _INDEXED = replace(_SEVERAL_SHARED, unread=(".self_attn.indexer.",))
 
+_DELTA = {
+    "linear_attn.g_proj.": "linear_attn.in_proj_z.",
+    "linear_attn.a_proj.": "linear_attn.in_proj_a.",
+    "linear_attn.b_proj.": "linear_attn.in_proj_b.",
+    "linear_attn.o_proj.": "linear_attn.out_proj.",
+}
+
+
+def _recurrent(leaf: str, *parts: str) -> tuple[str, ...]:
+    return tuple(f"{RECURRENT}{part}.{leaf}" for part in parts)
+
+
+_CONV = Fused(
+    name="linear_attn.conv1d.weight", weights=_recurrent("weight", "q_conv", "k_conv", "v_conv")
+)
+_GATED_QUERY = Fused(
+    name="self_attn.q_proj.weight",
+    weights=("self_attn.q_proj.weight", "self_attn.g_proj.weight"),
+    groups="num_heads",
+)
+_GATED_QUERY_BIAS = Fused(
+    name="self_attn.q_proj.bias",
+    weights=("self_attn.q_proj.bias", "self_attn.g_proj.bias"),
+    groups="num_heads",
+)
+_QWEN3_5 = Naming(
+    renamed=_DELTA,
+    fused=(
+        _CONV,
+        _GATED_QUERY,
+        _GATED_QUERY_BIAS,
+        Fused(
+            name="linear_attn.in_proj_qkv.weight",
+            weights=_recurrent("weight", "q_proj", "k_proj", "v_proj"),
+        ),
+    ),
+)
+_QWEN3_NEXT = Naming(
+    renamed=_DELTA,
+    fused=(
+        _CONV,
+        _GATED_QUERY,
+        _GATED_QUERY_BIAS,
+        Fused(
+            name="linear_attn.in_proj_qkvz.weight",
+            weights=_recurrent("weight", "q_proj", "k_proj", "v_proj", "g_proj"),
+            groups="num_key_heads",
+        ),
+        Fused(
+            name="linear_attn.in_proj_ba.weight",
+            weights=_recurrent("weight", "b_proj", "a_proj"),
+            groups="num_key_heads",
+        ),
+    ),
+)
+
 NAMINGS: Mapping[str, tuple[Naming, ...]] = {
+    "qwen3_next": (_QWEN3_NEXT, replace(_QWEN3_NEXT, fused=_QWEN3_NEXT.fused + _IN_ONE.fused)),
+    "qwen3_5_moe_text": (_QWEN3_5, replace(_QWEN3_5, fused=_QWEN3_5.fused + _IN_ONE.fused)),
     "mimo_v2_flash": (Naming(renamed={"self_attn.sinks": "self_attn.attention_sink_bias"}),),
     "minimax_m3_vl_text": (
         Naming(
@@ -390,6 +452,7 @@ class Location:
     is_transposed: bool = False  # whether the matrix is stored [inputs, outputs]
     # First, end and step of its rows, if several weights are in one tensor.
     rows: tuple[int, int, int] | None = None
+    num_groups: int = 1  # equal parts of the tensor, in each of which it has such rows
     # Format and shape of a weight stored in several tensors, named `name` without ".weight" plus
     # the format's suffixes.
     quantised: tuple[WeightFormat, tuple[int, int]] | None = None
@@ -468,8 +531,8 @@ def _places(spec: ModelSpec, naming: Naming) -> Iterator[tuple[str, _Place]]:
         yield name, _plain_or_quantised(Location(stored), shape, form)
     for i, layer in enumerate(spec.layers):
         weights = layer_weights(layer, spec.hidden_size)
-        num_experts = layer.ffn.num_experts if isinstance(layer.ffn, MoeSpec) else 0
-        names = _LayerNames(naming, naming.layers.format(layer=i), weights, num_experts)
+        prefix = naming.layers.format(layer=i)
+        names = _LayerNames(naming, prefix, weights, layer)
         for name, shape in weights.items():
             canonical = layer_prefix(i) + name
             yield canonical, names.place(name, spec.format_of(canonical, shape))
@@ -477,10 +540,15 @@ def _places(spec: ModelSpec, naming: Naming) -> Iterator[tuple[str, _Place]]:
 
 class _LayerNames:
     def __init__(
-        self, naming: Naming, prefix: str, weights: Mapping[str, Shape], num_experts: int
+        self,
+        naming: Naming,
+        prefix: str,
+        weights: Mapping[str, Shape],
+        layer: LayerSpec,
     ) -> None:
         self._naming, self._prefix, self._weights = naming, prefix, weights
-        self._num_experts = num_experts
+        self._attention = layer.attention
+        self._num_experts = layer.ffn.num_experts if isinstance(layer.ffn, MoeSpec) else 0
         self._fused = {name: tensor for tensor in naming.fused for name in tensor.weights}
 
     def place(self, name: str, quantised: WeightFormat | None) -> _Place:
@@ -502,12 +570,18 @@ class _LayerNames:
         shapes = [self._weights[name.replace(EXPERT, expert or "")] for name in tensor.weights]
         index, count = tensor.weights.index(general), len(tensor.weights)
         begin, total = sum(shape[0] for shape in shapes[:index]), sum(shape[0] for shape in shapes)
-        rows = None
+        rows, num_groups = None, 1
+        if tensor.groups is not None:
+            num_groups = getattr(self._attention, tensor.groups)
         if count > 1:
             end = begin + shapes[index][0]
             rows = (index, total, count) if tensor.is_interleaved else (begin, end, 1)
+            rows = (rows[0] // num_groups, rows[1] // num_groups, rows[2])
         location = Location(
-            self._prefix + tensor.name, expert=None if expert is None else int(expert), rows=rows
+            self._prefix + tensor.name,
+            expert=None if expert is None else int(expert),
+            rows=rows,
+            num_groups=num_groups,
         )
         whole = (total, *shapes[0][1:])
         if quantised is not None:

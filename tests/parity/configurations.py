@@ -17,6 +17,7 @@ from tests.parity.norm_families import NORM_FAMILIES
 from tests.parity.odd_families import ODD_FAMILIES
 from tests.parity.sigmoid_families import SIGMOID_FAMILIES
 from tests.parity.softmax_families import SOFTMAX_FAMILIES
+from tests.parity.state_families import STATE_FAMILIES
 from tests.parity.wrapper_families import WRAPPER_FAMILIES
 
 FAMILY_CONFIGS = {
@@ -70,6 +71,8 @@ FAMILY_CONFIGS = {
     "qwen3_vl_moe": "Qwen3VLMoeConfig",
     "qwen3_omni_moe_thinker": "Qwen3OmniMoeThinkerConfig",
     "glm4v_moe": "Glm4vMoeConfig",
+    "qwen3_next": "Qwen3NextConfig",
+    "qwen3_5_moe_text": "Qwen3_5MoeTextConfig",
 }
 # Text parts that no class runs alone.
 TEXT_CONFIGS = {
@@ -120,6 +123,7 @@ _FAMILIES = {
     **NORM_FAMILIES,
     **DENSE_FAMILIES,
     **WRAPPER_FAMILIES,
+    **STATE_FAMILIES,
 }
 CONFIGURATIONS = [
     Configuration(

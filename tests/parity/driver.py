@@ -42,7 +42,7 @@ class Driver:
         ]
         self.block_table = torch.tensor(np.array(table), dtype=torch.int32)
         layouts = cache_layouts(decoder.spec, decoder.dtype)
-        self.cache = KvCache(layouts, sum(self.blocks))
+        self.cache = KvCache(layouts, sum(self.blocks), num_slots=len(prompts))
 
     @torch.inference_mode()
     def run_step(self, ranges: list[tuple[int, int]]) -> torch.Tensor:
@@ -57,6 +57,7 @@ class Driver:
             context_tokens=torch.tensor([ranges[s][1] for s in active], dtype=torch.int32),
             block_table=self.block_table[active],
             prompt_tokens=torch.tensor(prompt_tokens, dtype=torch.int32),
+            slots=torch.tensor(active, dtype=torch.int32),
         )
         return self._forward(
             torch.tensor(tokens),

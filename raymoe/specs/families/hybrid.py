@@ -1,4 +1,4 @@
-"""Families whose layers differ in attention: windows, ropes, heads, sinks, gates."""
+"""Families whose layers differ in attention: windows, ropes, heads, sinks, gates, states."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,6 +10,7 @@ from raymoe.specs.families.rules import (
     ClampRule,
     Family,
     MoeRule,
+    RecurrentRule,
     RouterRule,
     SharedRule,
 )
@@ -32,7 +33,44 @@ def _ropes(full: tuple[float, float], sliding: tuple[float, float]) -> Mapping[s
 _AFTER_SILU = ClampRule(limit="swiglu_limits", offset=0.0, is_after_activation=True)
 _OAI_SWIGLU = ClampRule(gain="swiglu_alpha", limit="swiglu_limit")
 
+_GATED_DELTA = Family(
+    architecture="Qwen3NextForCausalLM",
+    fixed={"attn_output_gate": (True,), "mamba_ssm_dtype": ("float32",)},
+    ignored=TRAINING_FIELDS | {"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"},
+    rope=RopeRule(is_partial=True, partial_factor=0.25),
+    norm="rms_plus_one",
+    qk_norm="head",
+    qkv_bias="attention_bias",
+    output_bias="attention_bias",
+    gate="sigmoid",
+    gate_bias="attention_bias",
+    has_layer_types=True,
+    recurrent=RecurrentRule(
+        kind="gated_delta",
+        layer_type="linear_attention",
+        num_key_heads="linear_num_key_heads",
+        num_heads="linear_num_value_heads",
+        key_dim="linear_key_head_dim",
+        value_dim="linear_value_head_dim",
+        conv_width="linear_conv_kernel_dim",
+    ),
+    moe=MoeRule(
+        num_experts="num_experts",
+        expert_hidden="moe_intermediate_size",
+        router=RouterRule(renormalize="norm_topk_prob"),
+        shared=SharedRule(hidden="shared_expert_intermediate_size", is_gated=True),
+        sparse_layers="stepped",
+    ),
+)
+assert _GATED_DELTA.moe is not None, "for the next family"
 HYBRID_FAMILIES: Mapping[str, Family] = {
+    "qwen3_next": _GATED_DELTA,
+    "qwen3_5_moe_text": dataclasses.replace(
+        _GATED_DELTA,
+        architecture="Qwen3_5MoeForCausalLM",
+        rope=RopeRule(is_partial=True, partial_factor=0.25, has_sections=True),
+        moe=dataclasses.replace(_GATED_DELTA.moe, router=RouterRule(), sparse_layers="all"),
+    ),
     "mimo_v2_flash": Family(
         architecture="MiMoV2FlashForCausalLM",
         was_published_with_code=True,

@@ -10,7 +10,7 @@ from raymoe.errors import ConfigError, UnsupportedModelError
 from raymoe.specs.class_defaults import ClassDefaults
 from raymoe.specs.files import MAX_LAYERS, integer
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 DENSE, SPARSE = "dense", "sparse"
 
 
@@ -174,6 +174,16 @@ def _common(name: str, value: object, layers: list[int]) -> object:
     return found[0]
 
 
+def _gated_delta(config: dict[str, object], values: Mapping[str, object]) -> dict[str, object]:
+    step = config.pop("full_attention_interval", None)
+    if config.get("layer_types") is None:
+        step = 4 if step is None else integer("full_attention_interval", step, minimum=1)
+        config["layer_types"] = [
+            FULL if (i + 1) % step == 0 else LINEAR for i in range(_num_layers(values))
+        ]
+    return config
+
+
 def _num_layers(values: Mapping[str, object]) -> int:
     found = values.get("num_hidden_layers")
     return integer("num_hidden_layers", found, minimum=1, maximum=MAX_LAYERS)
@@ -205,5 +215,7 @@ def _remove(config: dict[str, object], computed: Mapping[str, object], where: st
 _FORMS: Mapping[str, Callable[[dict[str, object], Mapping[str, object]], dict[str, object]]] = {
     "llama4_text": _llama4_text,
     "mimo_v2_flash": _mimo_v2_flash,
+    "qwen3_5_moe_text": _gated_delta,
+    "qwen3_next": _gated_delta,
     "step3p5": _step3p5,
 }

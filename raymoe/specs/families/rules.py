@@ -9,7 +9,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, get_args
 
-from raymoe.specs.layers import GateActivation, GroupScore, NormKind, NormLayout, QkNorm, Scoring
+from raymoe.specs.layers import (
+    GateActivation,
+    GroupScore,
+    NormKind,
+    NormLayout,
+    QkNorm,
+    RecurrentKind,
+    Scoring,
+)
 from raymoe.specs.rope import RopeRule
 
 WindowedLayers = Literal[
@@ -137,6 +145,19 @@ class MoeRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentRule:
+    """The layers of a family that keep a state per sequence, as in `RecurrentSpec`."""
+
+    kind: RecurrentKind
+    layer_type: str  # name of such layers in `layer_types`
+    num_key_heads: FieldName
+    num_heads: FieldName
+    key_dim: FieldName
+    value_dim: FieldName
+    conv_width: FieldName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """The properties of a model family.
 
@@ -171,6 +192,7 @@ class Family:
     is_parallel: bool = False  # as in `LayerSpec`
     has_norm_bias: bool = False  # whether these norms have biases
     is_latent: bool = False  # whether attention is latent (MLA)
+    recurrent: RecurrentRule | None = None  # layers with a state instead of a KV cache
     # Fields whose product is the context length beyond which attention would be sparse, which is
     # not implemented: longer contexts are refused.
     context_limit: tuple[FieldName, ...] = ()
@@ -202,6 +224,7 @@ class Family:
     value_head_dim: FieldName | None = None  # dimensions of a value, if not those of a key
     value_scale: FieldName | None = None  # factor of the values
     gate: GateActivation | None = None  # activation of the gate of attention's output
+    gate_bias: bool | FieldName = False
     gate_granularity: FieldName | None = None  # per head or per element; None: per element
     heads_by_layer: FieldName | None = None  # list of query heads of each layer
     windowed_heads: FieldName | None = None  # query heads of layers with a window

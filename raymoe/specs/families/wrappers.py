@@ -61,6 +61,9 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "qwen3_vl_moe": Wrapper(
         architectures=("Qwen3VLMoeForConditionalGeneration",), texts=("qwen3_vl_moe_text",)
     ),
+    "qwen3_5_moe": Wrapper(
+        architectures=("Qwen3_5MoeForConditionalGeneration",), texts=("qwen3_5_moe_text",)
+    ),
     "glm4v_moe": Wrapper(
         architectures=("Glm4vMoeForConditionalGeneration",), texts=("glm4v_moe_text",)
     ),

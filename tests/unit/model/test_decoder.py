@@ -88,8 +88,9 @@ def test_the_reference_agrees_with_transformers(configuration, tmp_path) -> None
     with torch.no_grad():
         expected = model(torch.tensor([tokens])).logits[0]
     reference = ReferenceModel(spec, WeightStore.open(spec, tmp_path), torch.float32)
+    error = 5e-4 if spec.has_states else 1e-4  # transformers updates states for 64 tokens at once
     torch.testing.assert_close(
-        reference.logits(tokens), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max())
+        reference.logits(tokens), expected, rtol=error, atol=error * float(expected.abs().max())
     )
 
 

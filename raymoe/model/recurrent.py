@@ -1,0 +1,117 @@
+"""Layers that keep a state per sequence in place of attention (linear attention).
+
+T tokens, C channels of the convolution, H heads, V dimensions of a value.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from raymoe.kernels.cpu_attention import AttentionBatch
+from raymoe.kernels.cpu_elementwise import Projected, rms_norm
+from raymoe.kernels.cpu_state import StateBatch, causal_conv, scan
+from raymoe.kernels.paged_kv import StateLayout
+from raymoe.model.attention import HostAttention
+from raymoe.model.loading import Loader
+from raymoe.model.rope import Angles
+from raymoe.specs.layers import RecurrentSpec
+
+
+class Recurrent(HostAttention):
+    """One such layer; its absorbed form is its only form.
+
+    The host computes the convolution and updates the states. In `Projected`, queries are the inputs
+    of the convolution, keys those of the decay, and values those of the gain.
+    """
+
+    def __init__(self, spec: RecurrentSpec, loader: Loader, prefix: str) -> None:
+        """Load the weights `prefix` + "q_proj" and so on."""
+        self._spec, self._dtype = spec, loader.dtype
+        parts = [*spec.projections, "a", "b"]
+        self._input = loader.linear([f"{prefix}{part}_proj" for part in parts])
+        self._gate = loader.linear([f"{prefix}g_proj"])
+        self._output = loader.linear([f"{prefix}o_proj"])
+        self._norm_V = loader.vector(f"{prefix}norm.weight")
+
+        def on_host(name: str) -> Tensor:
+            return loader.score_vector(f"{prefix}{name}", is_on_host=True)
+
+        convs = [f"{part}_conv" for part in spec.projections]
+        conv_CW = torch.cat([on_host(f"{conv}.weight")[:, 0] for conv in convs])
+        self._conv_CW = conv_CW.T.contiguous().T  # as the kernel reads it
+        self._conv_bias_C = None
+        if spec.has_conv_bias:
+            self._conv_bias_C = torch.cat([on_host(f"{conv}.bias") for conv in convs])
+        self._decay_H, self._decay_bias_A = -on_host("A_log").exp(), on_host("dt_bias")
+
+    def project(self, normed_TH: Tensor, angles: Angles, out: Projected | None = None) -> Projected:
+        del angles
+        spec = self._spec
+        sizes = [spec.conv_channels, spec.decay_width, spec.gain_width]
+        parts = torch.split(self._input(normed_TH)[:, None], sizes, dim=2)
+        if out is None:
+            return Projected(*parts)
+        for target, part in zip(out, parts, strict=True):
+            target.copy_(part)
+        return out
+
+    def attend(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
+        spec = self._spec
+        assert batch.slots is not None, "the engine gives every sequence a slot"
+        of_states = StateBatch(
+            query_start=batch.query_start, context_tokens=batch.context_tokens, slots=batch.slots
+        )
+        past_NPC, states_NHKV = self._layout.views(cache)
+        mixed_TC = causal_conv(
+            projected.query_THD[:, 0],
+            self._conv_CW,
+            self._conv_bias_C,
+            past_NPC,
+            of_states,
+            activation="silu",
+        )
+        widths = list(spec.projections.values())
+        query_TX, key_TX, value_TX = torch.split(mixed_TC, widths, dim=1)
+        decay_TA = functional.softplus(projected.key_TGD[:, 0].float() + self._decay_bias_A)
+        read_THV = scan(
+            query_TX.view(-1, spec.num_key_heads, spec.key_dim),
+            key_TX.view(-1, spec.num_key_heads, spec.key_dim),
+            value_TX.view(-1, spec.num_heads, spec.value_dim),
+            decay_TA * self._decay_H,
+            projected.value_TGV[:, 0].float().sigmoid(),
+            states_NHKV,
+            of_states,
+            scale=spec.key_dim**-0.5,
+            delta=True,
+            normalize=True,
+        )
+        return read_THV.flatten(1)
+
+    def absorb(self, query_TAD: Tensor, out: Tensor | None = None) -> Tensor:
+        return query_TAD if out is None else out.copy_(query_TAD)
+
+    def attend_absorbed(self, absorbed: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
+        return self.attend(absorbed, cache, batch)
+
+    def up_project(self, result_TX: Tensor, out: Tensor | None = None) -> Tensor:
+        return result_TX if out is None else out.copy_(result_TX)
+
+    def output(self, attention_TX: Tensor, normed_TH: Tensor) -> Tensor:
+        spec = self._spec
+        read_THV = attention_TX.view(-1, spec.num_heads, spec.value_dim)
+        normed_THV = rms_norm(read_THV.flatten(0, 1), self._norm_V, spec.norm_eps).view_as(read_THV)
+        gate_TX = functional.silu(self._gate(normed_TH).float())
+        gated_TX = (normed_THV.flatten(1) * gate_TX).to(attention_TX.dtype)
+        return self._output(gated_TX)
+
+    @property
+    def _layout(self) -> StateLayout:
+        return state_layout(self._spec, self._dtype)
+
+
+def state_layout(spec: RecurrentSpec, dtype: torch.dtype) -> StateLayout:
+    return StateLayout(
+        past=(spec.conv_width - 1, spec.conv_channels),
+        heads=(spec.num_heads, spec.key_dim, spec.value_dim),
+        past_dtype=dtype,
+    )

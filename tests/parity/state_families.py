@@ -1,0 +1,68 @@
+"""Odd configurations of the families in which some layers keep a state instead of KV."""
+
+from typing import Any
+
+from tests.parity.fields import BASE
+
+FULL, LINEAR = "full_attention", "linear_attention"
+_MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
+
+_DELTA = BASE | {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 24,
+    "layer_types": [LINEAR, LINEAR, LINEAR, FULL],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "rope_parameters": _MROPE,
+}
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "as many key heads as value heads, wide convolution": {
+        "linear_num_key_heads": 3,
+        "linear_num_value_heads": 3,
+        "linear_conv_kernel_dim": 6,
+    },
+    "one key head, wide values, top-1": {
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 5,
+        "linear_value_head_dim": 40,
+        "num_experts_per_tok": 1,
+    },
+    "attention first, tied, biases": {
+        "layer_types": [FULL, LINEAR, FULL],
+        "num_hidden_layers": 3,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+    },
+    "convolution of 2, one KV head": {
+        "linear_conv_kernel_dim": 2,
+        "linear_key_head_dim": 24,
+        "num_key_value_heads": 1,
+        "layer_types": [LINEAR, FULL, LINEAR, LINEAR],
+    },
+    "an interval of 2, whole heads rotated": {
+        "layer_types": None,
+        "full_attention_interval": 2,
+        "rope_parameters": _MROPE | {"partial_rotary_factor": 1.0, "rope_theta": 500.0},
+    },
+}
+
+STATE_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
+    "qwen3_next": (
+        _DELTA,
+        _VARIANTS
+        | {
+            "dense layers, not renormalised": {
+                "mlp_only_layers": [1],
+                "norm_topk_prob": False,
+            }
+        },
+    ),
+    "qwen3_5_moe_text": (_DELTA, _VARIANTS),
+}
