@@ -29,7 +29,6 @@ from raymoe.kernels.gpu_attention_batch import (
     RaggedBatch,
     attention_compute,
 )
-from raymoe.kernels.gpu_experts_choice import make_device_experts
 from raymoe.kernels.gpu_experts_layout import ExpertMatrices
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, CacheLayout, KvLayout, LatentHeads, LatentLayout
 from raymoe.kernels.torch_attention import (
@@ -38,6 +37,7 @@ from raymoe.kernels.torch_attention import (
     append_and_attend_paged,
 )
 from raymoe.measure.jobs import allocate_huge_pages, random_matrix
+from raymoe.model.device_experts import make_device_experts
 from raymoe.specs.weight_format import (
     Awq,
     Fp8Block,

@@ -21,12 +21,12 @@ from raymoe.kernels.cpu_elementwise import Projected
 from raymoe.kernels.cpu_experts import Experts
 from raymoe.kernels.cpu_linear import PlainLinear
 from raymoe.kernels.gpu_attention_batch import RaggedBatch, attention_compute
-from raymoe.kernels.gpu_experts_choice import make_device_experts
 from raymoe.kernels.gpu_experts_layout import ExpertMatrices, balanced_routing
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, KvLayout
 from raymoe.kernels.torch_attention import PagedBatch, append_and_attend_paged
 from raymoe.measure.jobs import AttentionShape, decode_job, random_matrix, shuffled_table
 from raymoe.measure.timing import KernelJob
+from raymoe.model.device_experts import make_device_experts
 from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.specs.hardware import Curve, DeviceCurves, HardwareSpec
 from raymoe.specs.weight_format import Fp8Block, Mxfp4, WeightFormat

@@ -12,12 +12,6 @@ from raymoe.codecs import StoredMatrix, Weight, on_device
 from raymoe.device.cuda_api import CudaApi, EventT, StreamT
 from raymoe.errors import CapacityError, ConfigError
 from raymoe.kernels.cpu_experts import Experts
-from raymoe.kernels.gpu_experts_choice import (
-    MAX_SMALL_BATCH_TOKENS,
-    OLDEST_CAPABILITY,
-    grouped_experts_are_used,
-    make_device_experts,
-)
 from raymoe.kernels.gpu_experts_layout import (
     BUCKETS,
     TENSOR_CORES_SINCE,
@@ -31,6 +25,12 @@ from raymoe.kernels.gpu_experts_layout import (
 )
 from raymoe.measure.gpu import StreamRun, seconds_on_stream
 from raymoe.memory.weights import DummyWeights
+from raymoe.model.device_experts import (
+    MAX_SMALL_BATCH_TOKENS,
+    OLDEST_CAPABILITY,
+    grouped_experts_are_used,
+    make_device_experts,
+)
 from raymoe.model.loading import PagedLoader, clamp_of
 from raymoe.specs.layer_weights import layer_prefix
 from raymoe.specs.model import ModelSpec, MoeSpec

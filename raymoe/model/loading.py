@@ -36,8 +36,8 @@ from raymoe.kernels.cpu_linear import (
     packed_linear_bytes,
     packed_linear_is_used,
 )
-from raymoe.kernels.gpu_experts_choice import make_device_experts
 from raymoe.kernels.gpu_experts_layout import ExpertMatrices, TileTable
+from raymoe.model.device_experts import make_device_experts
 from raymoe.specs.layer_weights import EMBEDDING, HEAD, RECURRENT, layer_prefix
 from raymoe.specs.layers import AnyAttentionSpec
 from raymoe.specs.model import (

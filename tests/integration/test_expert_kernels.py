@@ -7,7 +7,7 @@ import torch
 
 from raymoe.config import EngineConfig
 from raymoe.engine.engine import Engine
-from raymoe.kernels import gpu_experts_choice as choice
+from raymoe.model import device_experts as choice
 from raymoe.plan.policy import DevicePolicy, Policy
 from tests.integration.test_schedules import plain_configuration
 from tests.parity.cases import get_case

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from raymoe.kernels import cpu_elementwise, gpu_attention_batch, gpu_experts_choice, paged_kv
+from raymoe.kernels import cpu_elementwise, gpu_attention_batch, paged_kv
 from raymoe.kernels.gpu_attention_batch import AttentionCompute
-from raymoe.model import feed_forward, loading
+from raymoe.model import device_experts, feed_forward, loading
 from raymoe.plan.policy import DevicePolicy
 from raymoe.runtime import runner
 from raymoe.schedule.graph import Op
@@ -94,7 +94,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
         )
     compute = AttentionCompute.on((8, 0), torch.float32)
     monkeypatch.setattr(gpu_attention_batch, "attention_compute", lambda *_: compute)
-    monkeypatch.setattr(gpu_experts_choice, "grouped_experts_are_used", lambda *_: True)
+    monkeypatch.setattr(device_experts, "grouped_experts_are_used", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     return found
 

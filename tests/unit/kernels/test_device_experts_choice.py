@@ -6,9 +6,7 @@ import sys
 import pytest
 import torch
 
-from raymoe.kernels import gpu_experts_choice as choice
 from raymoe.kernels.cpu_experts import PlainExperts
-from raymoe.kernels.gpu_experts_choice import grouped_experts_are_used, make_device_experts
 from raymoe.kernels.gpu_experts_layout import (
     Compute,
     ExpertMatrices,
@@ -16,6 +14,8 @@ from raymoe.kernels.gpu_experts_layout import (
     addresses_of,
     layout_of,
 )
+from raymoe.model import device_experts as choice
+from raymoe.model.device_experts import grouped_experts_are_used, make_device_experts
 from raymoe.specs.weight_format import Mxfp4, PackedInt4
 from tests.unit.kernels.expert_cases import CLAMP, ExpertCase
 
@@ -95,7 +95,7 @@ def test_addresses_are_those_of_the_pieces_and_nothing_is_zero() -> None:
 def test_nothing_loads_triton_before_a_kernel_runs() -> None:
     code = (
         "import sys, raymoe.model.loading, raymoe.cli\n"
-        "import raymoe.kernels.gpu_experts_choice\n"
+        "import raymoe.model.device_experts\n"
         "assert 'triton' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

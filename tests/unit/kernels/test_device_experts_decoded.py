@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from raymoe.codecs import as_tensor
-from raymoe.kernels import gpu_experts_choice as choice
-from raymoe.kernels.gpu_experts_choice import (
+from raymoe.kernels.gpu_experts_kernels import in_planes
+from raymoe.kernels.gpu_experts_layout import Compute, TileTable
+from raymoe.model import device_experts as choice
+from raymoe.model.device_experts import (
     MAX_SMALL_BATCH_TOKENS,
     DispatchByBatchSize,
     make_device_experts,
 )
-from raymoe.kernels.gpu_experts_kernels import in_planes
-from raymoe.kernels.gpu_experts_layout import Compute, TileTable
 from tests.triton_mode import DEVICES
 from tests.unit.kernels.expert_cases import CLAMP, ExpertCase
 from tests.unit.kernels.test_device_experts import FORMATS, error_of

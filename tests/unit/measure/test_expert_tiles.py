@@ -9,7 +9,6 @@ from torch import Tensor
 from raymoe.device.cuda_api import TorchCuda
 from raymoe.errors import CapacityError, ConfigError
 from raymoe.kernels.cpu_experts import Experts
-from raymoe.kernels.gpu_experts_choice import make_device_experts
 from raymoe.kernels.gpu_experts_layout import (
     TileKey,
     TileShape,
@@ -20,6 +19,7 @@ from raymoe.kernels.gpu_experts_layout import (
 from raymoe.measure.gpu import seconds_on_stream
 from raymoe.measure.kept import Gpu, load_tiles, store_tiles
 from raymoe.measure.tiles import measure_tiles
+from raymoe.model.device_experts import make_device_experts
 from raymoe.specs.weight_format import Mxfp4
 from tests.unit.kernels.expert_cases import ExpertCase
 
