@@ -120,6 +120,31 @@ _GPT_OSS: Config = {
     "quantization_config": _MXFP4,
 }
 
+_GATED_DELTA: Config = {
+    "model_type": "qwen3_5_moe_text",
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "full_attention_interval": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "max_position_embeddings": 262144,
+    "rope_theta": 10000000,
+    "vocab_size": 248320,
+    "torch_dtype": "bfloat16",
+}
+_WIDE_DELTA: Config = {
+    "num_attention_heads": 32,
+    "linear_num_value_heads": 64,
+    "moe_intermediate_size": 1024,
+    "shared_expert_intermediate_size": 1024,
+}
 MODEL_PRESETS: Mapping[str, Config] = {
     "mixtral-8x7b": {  # mistralai/Mixtral-8x7B-v0.1
         **_MIXTRAL,
@@ -280,6 +305,33 @@ MODEL_PRESETS: Mapping[str, Config] = {
             "fmt": "float8_e4m3fn",
             "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
         },
+    },
+    "qwen3-next-80b-a3b": {  # Qwen/Qwen3-Next-80B-A3B-Instruct
+        **_GATED_DELTA,
+        "model_type": "qwen3_next",
+        "intermediate_size": 5120,
+        "num_hidden_layers": 48,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "vocab_size": 151936,
+    },
+    "qwen3.5-35b-a3b": _GATED_DELTA,  # Qwen/Qwen3.5-35B-A3B, and 3.6
+    "qwen3.5-122b-a10b": {  # Qwen/Qwen3.5-122B-A10B
+        **_GATED_DELTA,
+        **_WIDE_DELTA,
+        "hidden_size": 3072,
+        "num_hidden_layers": 48,
+    },
+    "qwen3.5-397b-a17b": {  # Qwen/Qwen3.5-397B-A17B
+        **_GATED_DELTA,
+        **_WIDE_DELTA,
+        "hidden_size": 4096,
+        "num_hidden_layers": 60,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
     },
 }
 

@@ -73,6 +73,7 @@ FAMILY_CONFIGS = {
     "glm4v_moe": "Glm4vMoeConfig",
     "qwen3_next": "Qwen3NextConfig",
     "qwen3_5_moe_text": "Qwen3_5MoeTextConfig",
+    "qwen3_5_moe": "Qwen3_5MoeConfig",
 }
 # Text parts that no class runs alone.
 TEXT_CONFIGS = {

@@ -6,6 +6,7 @@ from tests.parity.dense_families import SCALED
 from tests.parity.fields import BASE, DYNAMIC, LLAMA3, YARN
 from tests.parity.hybrid_families import AS_PUBLISHED, FULL, HYBRID_FAMILIES, SLIDING
 from tests.parity.norm_families import NORM_FAMILIES
+from tests.parity.state_families import STATE_FAMILIES
 
 _SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "depth": 1}
 _DEEP = _SMALL | {"out_hidden_size": 48, "deepstack_visual_indexes": [0]}
@@ -203,6 +204,7 @@ WRAPPER_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = 
         vision_config={"width": 32, "layers": 1, "heads": 2, "image_size": 56, "patch_size": 14},
     ),
     "qwen3_vl_moe": _wrapped(_QWEN, _QWEN_VARIANTS, vision_config=_DEEP),
+    "qwen3_5_moe": _wrapped(*STATE_FAMILIES["qwen3_5_moe_text"], vision_config=_DEEP),
     "qwen3_omni_moe_thinker": _wrapped(
         _QWEN | {"norm_topk_prob": False},
         _QWEN_VARIANTS

@@ -68,6 +68,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
     "qwen3_5_moe_text": dataclasses.replace(
         _GATED_DELTA,
         architecture="Qwen3_5MoeForCausalLM",
+        fixed={**_GATED_DELTA.fixed, "mlp_only_layers": ([],)},
         rope=RopeRule(is_partial=True, partial_factor=0.25, has_sections=True),
         moe=dataclasses.replace(_GATED_DELTA.moe, router=RouterRule(), sparse_layers="all"),
     ),

@@ -19,7 +19,8 @@ from tests.unit.specs.config_classes import (
 NAMES = [
     *("mixtral-8x7b", "mixtral-8x22b", "dbrx", "deepseek-v2", "deepseek-v2-lite", "deepseek-v3"),
     *("kimi-k2", "qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-20b", "gpt-oss-120b"),
-    *("glm-4.5-air", "minimax-m2"),
+    *("glm-4.5-air", "minimax-m2", "qwen3-next-80b-a3b"),
+    *("qwen3.5-35b-a3b", "qwen3.5-122b-a10b", "qwen3.5-397b-a17b"),
 ]
 # Elements in the safetensors files of the repositories on the hub ("safetensors": {"total"}),
 # without layers that predict a second token: of DeepSeek-V3's 684.5e9, 14e9 are in such a layer
@@ -56,6 +57,10 @@ BILLIONS = {
     "gpt-oss-120b": (116.83, 5.13, 1),  # arXiv 2508.10925, table 1
     "glm-4.5-air": (107, 12, 0),  # arXiv 2508.06471, table 1 (106, with other conventions)
     "minimax-m2": (229, 10, 0),  # model card: 230B, 10B
+    "qwen3-next-80b-a3b": (79.7, 3.9, 2),  # model card: 80B, 3B without embeddings
+    "qwen3.5-35b-a3b": (34.7, 2.9, 1),  # in their names, here and below
+    "qwen3.5-122b-a10b": (122, 10, 2),
+    "qwen3.5-397b-a17b": (396, 17, 2),
 }
 # Bytes of KV of one token with 16 bits each.
 KV_BYTES = {
@@ -72,6 +77,11 @@ KV_BYTES = {
     "gpt-oss-120b": 73_728,  # 36 x 2 x 8 x 64
     "glm-4.5-air": 188_416,  # 46 x 2 x 8 x 128
     "minimax-m2": 253_952,  # 62 x 2 x 8 x 128
+    # A quarter of the layers x 2 x 2 x 256; the others keep states.
+    "qwen3-next-80b-a3b": 24_576,
+    "qwen3.5-35b-a3b": 20_480,
+    "qwen3.5-122b-a10b": 24_576,
+    "qwen3.5-397b-a17b": 30_720,
 }
 # "total_size" of model.safetensors.index.json, or the sum over the headers of all files.
 STORED_BYTES = {
