@@ -294,6 +294,8 @@ class ReferenceModel:
 
     def _recurrent(self, normed_TH: Tensor, spec: RecurrentSpec, prefix: str) -> Tensor:
         """Gated DeltaNet, token by token."""
+        if spec.kind == "mamba2":
+            return self._mamba(normed_TH, spec, prefix)
         query_TX, key_TX, value_TX = (
             self._convolved(self._linear(normed_TH, f"{prefix}{part}_proj"), f"{prefix}{part}_conv")
             for part in "qkv"
@@ -323,10 +325,43 @@ class ReferenceModel:
         normed_THV = self._rms_norm(torch.stack(read), f"{prefix}norm.weight", spec.norm_eps)
         return self._linear(normed_THV.flatten(1) * gate_TX, f"{prefix}o_proj")
 
-    def _convolved(self, input_TC: Tensor, name: str) -> Tensor:
+    def _mamba(self, normed_TH: Tensor, spec: RecurrentSpec, prefix: str) -> Tensor:
+        gate_TX, value_TX, key_TX, query_TX, step_TH = (
+            self._linear(normed_TH, f"{prefix}{part}_proj", has_bias=spec.has_bias)
+            for part in "gvkqa"
+        )
+        value_TX, key_TX, query_TX = (
+            self._convolved(each_TX, f"{prefix}{part}_conv", has_bias=spec.has_conv_bias)
+            for each_TX, part in ((value_TX, "v"), (key_TX, "k"), (query_TX, "q"))
+        )
+        repeats = spec.num_heads // spec.num_key_heads
+        key_THK, query_THK = (
+            each_TX.unflatten(1, (spec.num_key_heads, -1)).repeat_interleave(repeats, 1)
+            for each_TX in (key_TX, query_TX)
+        )
+        value_THV = value_TX.unflatten(1, (spec.num_heads, -1))
+        step_TH = functional.softplus(step_TH + self._weight(f"{prefix}dt_bias"))
+        decay_TH = (-self._weight(f"{prefix}A_log").exp() * step_TH).exp()
+        state_HVK = value_THV.new_zeros(spec.num_heads, spec.value_dim, spec.key_dim)
+        read = []
+        for t in range(len(normed_TH)):
+            written_HVK = (step_TH[t, :, None] * value_THV[t])[..., None] * key_THK[t, :, None]
+            state_HVK = state_HVK * decay_TH[t, :, None, None] + written_HVK
+            read.append((state_HVK @ query_THK[t, :, :, None])[..., 0])
+        read_THV = torch.stack(read) + self._weight(f"{prefix}D")[:, None] * value_THV
+        gated_TX = read_THV.flatten(1).to(self._wide) * functional.silu(gate_TX.to(self._wide))
+        gated_TGX = gated_TX.unflatten(1, (spec.num_key_heads, -1))
+        mean_TG1 = gated_TGX.square().mean(2, keepdim=True)
+        normed_TX = (gated_TGX / (mean_TG1 + spec.norm_eps).sqrt()).flatten(1).to(self.dtype)
+        normed_TX = normed_TX * self._weight(f"{prefix}norm.weight")
+        return self._linear(normed_TX, f"{prefix}o_proj", has_bias=spec.has_bias)
+
+    def _convolved(self, input_TC: Tensor, name: str, *, has_bias: bool = False) -> Tensor:
         weight_C1W = self._weight(f"{name}.weight")
+        bias_C = self._weight(f"{name}.bias") if has_bias else None
         padded_CX = functional.pad(input_TC.T, (weight_C1W.shape[2] - 1, 0))
-        return functional.silu(functional.conv1d(padded_CX, weight_C1W, groups=len(weight_C1W))).T
+        mixed_CT = functional.conv1d(padded_CX, weight_C1W, bias_C, groups=len(weight_C1W))
+        return functional.silu(mixed_CT).T
 
     def _softmax(
         self,

@@ -20,7 +20,7 @@ from raymoe.model.attention import Attention, LatentAttention, LayerAttention
 from raymoe.model.feed_forward import Dense, FeedForward, MoE
 from raymoe.model.loading import GetWeight, Loader, NormOverRanks, Reduce, keep
 from raymoe.model.norms import Norm, load_norm
-from raymoe.model.recurrent import Recurrent, state_layout
+from raymoe.model.recurrent import load_recurrent, state_layout
 from raymoe.model.rope import Rotary
 from raymoe.specs.layer_weights import (
     ATTENTION_RESULT_NORM,
@@ -118,7 +118,7 @@ class Layer:
 def _attention(model: ModelSpec, i: int, loader: Loader, reduce: Reduce) -> LayerAttention:
     spec, prefix = model.layers[i].attention, f"{layer_prefix(i)}self_attn."
     if isinstance(spec, RecurrentSpec):
-        return Recurrent(spec, loader, layer_prefix(i) + RECURRENT)
+        return load_recurrent(spec, loader, layer_prefix(i) + RECURRENT)
     rope = model.layers[i].rope
     is_interleaved = rope is not None and rope.is_interleaved
     if isinstance(spec, LatentAttentionSpec):

@@ -289,9 +289,8 @@ class _ArenaPlan:
 
     def _recurrent(self, prefix: str, attention: RecurrentSpec) -> int:
         hidden_size, output = self._spec.hidden_size, attention.output_width
-        widths = [*attention.projections.values(), attention.decay_width, attention.gain_width]
-        inputs = [f"{prefix}{part}_proj" for part in (*attention.projections, "a", "b")]
-        total = self._linear(inputs, sum(widths), hidden_size)
+        inputs = [f"{prefix}{part}_proj" for part in attention.inputs]
+        total = self._linear(inputs, sum(attention.inputs.values()), hidden_size)
         total += self._linear([f"{prefix}g_proj"], attention.gate_width, hidden_size)
         return total + self._linear([f"{prefix}o_proj"], hidden_size, output)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from raymoe.kernels.cpu_attention import AttentionBatch
-from raymoe.kernels.cpu_elementwise import Projected, rms_norm
+from raymoe.kernels.cpu_elementwise import Projected, rms_norm, weigh_norm
 from raymoe.kernels.cpu_state import StateBatch, causal_conv, scan
 from raymoe.kernels.paged_kv import StateLayout
 from raymoe.model.attention import HostAttention
@@ -27,11 +27,11 @@ class Recurrent(HostAttention):
     def __init__(self, spec: RecurrentSpec, loader: Loader, prefix: str) -> None:
         """Load the weights `prefix` + "q_proj" and so on."""
         self._spec, self._dtype = spec, loader.dtype
-        parts = [*spec.projections, "a", "b"]
-        self._input = loader.linear([f"{prefix}{part}_proj" for part in parts])
-        self._gate = loader.linear([f"{prefix}g_proj"])
-        self._output = loader.linear([f"{prefix}o_proj"])
-        self._norm_V = loader.vector(f"{prefix}norm.weight")
+        inputs = [f"{prefix}{part}_proj" for part in spec.inputs]
+        self._input = loader.linear(inputs, has_bias=spec.has_bias)
+        self._gate = loader.linear([f"{prefix}g_proj"], has_bias=spec.has_bias)
+        self._output = loader.linear([f"{prefix}o_proj"], has_bias=spec.has_bias)
+        self._norm_X = loader.vector(f"{prefix}norm.weight")
 
         def on_host(name: str) -> Tensor:
             return loader.score_vector(f"{prefix}{name}", is_on_host=True)
@@ -56,7 +56,6 @@ class Recurrent(HostAttention):
         return out
 
     def attend(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
-        spec = self._spec
         assert batch.slots is not None, "the engine gives every sequence a slot"
         of_states = StateBatch(
             query_start=batch.query_start, context_tokens=batch.context_tokens, slots=batch.slots
@@ -70,22 +69,31 @@ class Recurrent(HostAttention):
             of_states,
             activation="silu",
         )
-        widths = list(spec.projections.values())
-        query_TX, key_TX, value_TX = torch.split(mixed_TC, widths, dim=1)
+        return self._scan(mixed_TC, projected, states_NHKV, of_states).flatten(1)
+
+    def _scan(
+        self, mixed_TC: Tensor, projected: Projected, states_NHKV: Tensor, batch: StateBatch
+    ) -> Tensor:
         decay_TA = functional.softplus(projected.key_TGD[:, 0].float() + self._decay_bias_A)
-        read_THV = scan(
-            query_TX.view(-1, spec.num_key_heads, spec.key_dim),
-            key_TX.view(-1, spec.num_key_heads, spec.key_dim),
-            value_TX.view(-1, spec.num_heads, spec.value_dim),
+        return scan(
+            *self._heads(mixed_TC),
             decay_TA * self._decay_H,
             projected.value_TGV[:, 0].float().sigmoid(),
             states_NHKV,
-            of_states,
-            scale=spec.key_dim**-0.5,
+            batch,
+            scale=self._spec.key_dim**-0.5,
             delta=True,
             normalize=True,
         )
-        return read_THV.flatten(1)
+
+    def _heads(self, mixed_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        spec = self._spec
+        query_TX, key_TX, value_TX = torch.split(mixed_TC, list(spec.projections.values()), dim=1)
+        return (
+            query_TX.view(-1, spec.num_key_heads, spec.key_dim),
+            key_TX.view(-1, spec.num_key_heads, spec.key_dim),
+            value_TX.view(-1, spec.num_heads, spec.value_dim),
+        )
 
     def absorb(self, query_TAD: Tensor, out: Tensor | None = None) -> Tensor:
         return query_TAD if out is None else out.copy_(query_TAD)
@@ -99,7 +107,7 @@ class Recurrent(HostAttention):
     def output(self, attention_TX: Tensor, normed_TH: Tensor) -> Tensor:
         spec = self._spec
         read_THV = attention_TX.view(-1, spec.num_heads, spec.value_dim)
-        normed_THV = rms_norm(read_THV.flatten(0, 1), self._norm_V, spec.norm_eps).view_as(read_THV)
+        normed_THV = rms_norm(read_THV.flatten(0, 1), self._norm_X, spec.norm_eps).view_as(read_THV)
         gate_TX = functional.silu(self._gate(normed_TH).float())
         gated_TX = (normed_THV.flatten(1) * gate_TX).to(attention_TX.dtype)
         return self._output(gated_TX)
@@ -107,6 +115,47 @@ class Recurrent(HostAttention):
     @property
     def _layout(self) -> StateLayout:
         return state_layout(self._spec, self._dtype)
+
+
+class Mamba2(Recurrent):
+    """A layer in which a token's step of time is its gain, and multiplies its decay."""
+
+    def __init__(self, spec: RecurrentSpec, loader: Loader, prefix: str) -> None:
+        super().__init__(spec, loader, prefix)
+        self._group_width = spec.output_width // spec.num_key_heads
+        self._skip_H1 = loader.score_vector(f"{prefix}D", is_on_host=True)[:, None]
+
+    def _scan(
+        self, mixed_TC: Tensor, projected: Projected, states_NHKV: Tensor, batch: StateBatch
+    ) -> Tensor:
+        query_TGK, key_TGK, value_THV = self._heads(mixed_TC)
+        step_TH = functional.softplus(projected.key_TGD[:, 0].float() + self._decay_bias_A)
+        read_THV = scan(
+            query_TGK,
+            key_TGK,
+            value_THV,
+            step_TH * self._decay_H,
+            step_TH,
+            states_NHKV,
+            batch,
+            scale=1.0,
+            delta=False,
+            normalize=False,
+        )
+        skipped_THV = torch.addcmul(read_THV.float(), value_THV.float(), self._skip_H1)
+        return skipped_THV.to(read_THV.dtype)
+
+    def output(self, attention_TX: Tensor, normed_TH: Tensor) -> Tensor:
+        gate_TX = functional.silu(self._gate(normed_TH).float())
+        gated_TX = attention_TX * gate_TX
+        gated_TGX = gated_TX.view(len(gated_TX), self._spec.num_key_heads, self._group_width)
+        mean_TG1 = gated_TGX.square().mean(-1, keepdim=True)
+        normed_TX = (gated_TGX * torch.rsqrt(mean_TG1 + self._spec.norm_eps)).flatten(1)
+        return self._output(weigh_norm(normed_TX, self._norm_X, None, attention_TX.dtype))
+
+
+def load_recurrent(spec: RecurrentSpec, loader: Loader, prefix: str) -> Recurrent:
+    return (Mamba2 if spec.kind == "mamba2" else Recurrent)(spec, loader, prefix)
 
 
 def state_layout(spec: RecurrentSpec, dtype: torch.dtype) -> StateLayout:

@@ -256,10 +256,10 @@ def _recurrent(fields: ConfigFields) -> RecurrentSpec | None:
         )
     for name, dim in ((rule.key_dim, key_dim), (rule.value_dim, value_dim)):
         _check_head_dim(name, dim)
-    if _activation(fields) != "silu":
+    if ACTIVATIONS.get(str(fields.get(rule.activation))) != "silu":
         raise UnsupportedModelError(
-            f"hidden_act = {fields.get('hidden_act')!r} is not supported for layers of type "
-            f"{rule.layer_type}; supported: silu"
+            f"{rule.activation} = {fields.get(rule.activation)!r} is not supported for layers of "
+            f"type {rule.layer_type}; supported: silu"
         )
     return RecurrentSpec(
         kind=rule.kind,
@@ -269,6 +269,8 @@ def _recurrent(fields: ConfigFields) -> RecurrentSpec | None:
         value_dim=value_dim,
         conv_width=conv_width,
         norm_eps=fields.number_or(fields.family.norm_eps),
+        has_conv_bias=fields.switch(rule.conv_bias),
+        has_bias=fields.switch(rule.bias),
     )
 
 
@@ -455,7 +457,8 @@ class _Ropes:
     ) -> RopeSpec | None:
         if window is not None:
             return self._of_type(SLIDING, attention)
-        if self._rule.rotates_full_layers or (not is_sparse and self._rotates_dense_layers):
+        rotates_full = self._fields.switch(self._rule.rotates_full_layers)
+        if rotates_full or (not is_sparse and self._rotates_dense_layers):
             return self._of_type(self._fields.family.full_layer_types[0], attention)
         return None
 

@@ -165,18 +165,23 @@ def _latent(attention: LatentAttentionSpec, hidden_size: int) -> NamedShapes:
 
 
 def _recurrent(attention: RecurrentSpec, hidden_size: int) -> NamedShapes:
-    for part, width in attention.projections.items():
+    has_bias = attention.has_bias
+    for part, width in attention.inputs.items():
         yield f"{RECURRENT}{part}_proj.weight", (width, hidden_size)
-    yield f"{RECURRENT}a_proj.weight", (attention.decay_width, hidden_size)
-    yield f"{RECURRENT}b_proj.weight", (attention.gain_width, hidden_size)
+    for part, width in attention.inputs.items() if has_bias else ():
+        yield f"{RECURRENT}{part}_proj.bias", (width,)
     for part, width in attention.projections.items():
         conv = (width, 1, attention.conv_width)
         yield from _linear(f"{RECURRENT}{part}_conv", conv, has_bias=attention.has_conv_bias)
     yield f"{RECURRENT}A_log", (attention.num_heads,)
     yield f"{RECURRENT}dt_bias", (attention.decay_width,)
-    yield f"{RECURRENT}norm.weight", (attention.value_dim,)
-    yield f"{RECURRENT}g_proj.weight", (attention.gate_width, hidden_size)
-    yield f"{RECURRENT}o_proj.weight", (hidden_size, attention.output_width)
+    if attention.kind == "mamba2":
+        yield f"{RECURRENT}D", (attention.num_heads,)
+    yield f"{RECURRENT}norm.weight", (attention.norm_width,)
+    gate = (attention.gate_width, hidden_size)
+    yield from _linear(f"{RECURRENT}g_proj", gate, has_bias=has_bias)
+    output = (hidden_size, attention.output_width)
+    yield from _linear(f"{RECURRENT}o_proj", output, has_bias=has_bias)
 
 
 def _router(moe: MoeSpec, hidden_size: int) -> NamedShapes:

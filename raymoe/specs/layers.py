@@ -222,6 +222,10 @@ class RecurrentSpec:
     and values. Each head then updates a matrix of `key_dim` x `value_dim` by its keys and values,
     after a decay, and multiplies it by its query. A short convolution has no such matrix.
 
+    Mamba-2 writes its x as values by the keys B and reads by the queries C, each scaled by a step
+    of time that decides the decay as well. It adds `D` times its values to what it reads, and norms
+    the gated result over groups of heads, one for each head of keys.
+
     Sources: Gated DeltaNet (arXiv 2412.06464), Kimi Linear (arXiv 2510.26692), Mamba-2 (arXiv
     2405.21060).
     """
@@ -234,12 +238,19 @@ class RecurrentSpec:
     conv_width: int
     norm_eps: float
     has_conv_bias: bool = False
+    has_bias: bool = False  # biases of the projections
 
     @property
     def projections(self) -> dict[str, int]:
         """Outputs of the projections that the convolution mixes."""
         key = self.num_key_heads * self.key_dim
         return {"q": key, "k": key, "v": self.output_width}
+
+    @property
+    def inputs(self) -> dict[str, int]:
+        """Outputs of all projections before the convolution."""
+        widths = self.projections | {"a": self.decay_width, "b": self.gain_width}
+        return {part: width for part, width in widths.items() if width}
 
     @property
     def conv_channels(self) -> int:
@@ -253,11 +264,16 @@ class RecurrentSpec:
     @property
     def gain_width(self) -> int:
         """Outputs of the projection that says how much of a token is written to the state."""
-        return self.num_heads
+        return 0 if self.kind == "mamba2" else self.num_heads
 
     @property
     def gate_width(self) -> int:
         return self.output_width
+
+    @property
+    def norm_width(self) -> int:
+        """Elements of the weight of the norm of what is read."""
+        return self.output_width if self.kind == "mamba2" else self.value_dim
 
     @property
     def rotated_head_dim(self) -> int:

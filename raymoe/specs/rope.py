@@ -18,7 +18,7 @@ class RopeRule:
     # Layers with a window then have the default rope, with the base of the field `windowed_theta`.
     has_old_form: bool = False
     windowed_theta: str | None = None
-    rotates_full_layers: bool = True  # whether layers without a window are rotated
+    rotates_full_layers: bool | str = True  # whether layers without a window are; or a field
     # Field that says, by being 1, that dense layers are rotated nevertheless.
     rotates_dense_layers: str | None = None
     is_partial: bool = False  # whether the configuration may rotate only a part of a head

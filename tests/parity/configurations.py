@@ -74,6 +74,7 @@ FAMILY_CONFIGS = {
     "qwen3_next": "Qwen3NextConfig",
     "qwen3_5_moe_text": "Qwen3_5MoeTextConfig",
     "qwen3_5_moe": "Qwen3_5MoeConfig",
+    "granitemoehybrid": "GraniteMoeHybridConfig",
 }
 # Text parts that no class runs alone.
 TEXT_CONFIGS = {

@@ -52,7 +52,7 @@ def randomise(model: PreTrainedModel) -> None:
             torch.nn.init.normal_(parameter.data, std=0.2)
         elif leaf == "sinks":
             torch.nn.init.normal_(parameter.data)
-        elif leaf in {"scale", "per_expert_scale", "layer_scalar"} or "norm" in module:
+        elif leaf in {"D", "scale", "per_expert_scale", "layer_scalar"} or "norm" in module:
             torch.nn.init.uniform_(parameter.data, 0.5, 1.5)
 
 
@@ -265,6 +265,8 @@ def _forget_longer_rows(model: PreTrainedModel) -> None:
         for module in model.modules()
         if hasattr(module, "rotary_emb") and {"embed_tokens", "wte"} & module._modules.keys()
     )
+    if rotary is None:  # positions do not matter
+        return
     for name, first in list(rotary.named_buffers()):
         if name.endswith("original_inv_freq"):  # of all layers, or of a type of them
             setattr(rotary, name.replace("original_", ""), first.clone())

@@ -53,6 +53,21 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     },
 }
 
+MAMBA, ATTENTION = "mamba", "attention"  # names before transformers 5
+_GRANITE = BASE | {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "layer_types": [MAMBA, MAMBA, ATTENTION, MAMBA],
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 40,
+    "shared_intermediate_size": 24,
+    "attention_multiplier": 0.3,
+    "mamba_n_heads": 6,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 8,
+}
+
 STATE_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
     "qwen3_next": (
         _DELTA,
@@ -65,4 +80,45 @@ STATE_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
         },
     ),
     "qwen3_5_moe_text": (_DELTA, _VARIANTS),
+    "granitemoehybrid": (
+        _GRANITE,
+        {
+            "plain": {},
+            "groups of heads, wide convolution, no bias of it": {
+                "mamba_n_groups": 3,
+                "mamba_d_conv": 6,
+                "mamba_conv_bias": False,
+            },
+            "rope, attention first, biases, tied": {
+                "position_embedding_type": "rope",
+                "layer_types": [ATTENTION, MAMBA, ATTENTION],
+                "num_hidden_layers": 3,
+                "attention_bias": True,
+                "mamba_proj_bias": True,
+                "tie_word_embeddings": True,
+            },
+            "no experts, wide states": {
+                "num_local_experts": 0,
+                "mamba_d_state": 40,
+                "mamba_n_heads": 2,
+                "mamba_n_groups": 2,
+            },
+            "large factors, one expert, one KV head, convolution of 2": {
+                "embedding_multiplier": 12.0,
+                "residual_multiplier": 0.22,
+                "attention_multiplier": 0.05,
+                "logits_scaling": 6.0,
+                "num_experts_per_tok": 1,
+                "num_key_value_heads": 1,
+                "mamba_d_conv": 2,
+            },
+            "attention last, expanded by 1, 7 experts": {
+                "layer_types": [MAMBA, MAMBA, ATTENTION],
+                "num_hidden_layers": 3,
+                "mamba_expand": 1,
+                "mamba_n_heads": 3,
+                "num_local_experts": 7,
+            },
+        },
+    ),
 }

@@ -184,6 +184,54 @@ def _gated_delta(config: dict[str, object], values: Mapping[str, object]) -> dic
     return config
 
 
+def _granitemoehybrid(config: dict[str, object], values: Mapping[str, object]) -> dict[str, object]:
+    _rename_layers(config, values, "layer_types")
+    num_heads, expand, hidden_size = (
+        integer(name, values.get(name), minimum=1)
+        for name in ("mamba_n_heads", "mamba_expand", "hidden_size")
+    )
+    width, value_dim = expand * hidden_size, values.get("mamba_d_head")
+    value_dim = width // num_heads if value_dim in {"auto", None} else value_dim
+    if not isinstance(value_dim, int) or num_heads * value_dim != width:
+        raise ConfigError(
+            f"mamba_n_heads is {num_heads} and mamba_d_head {value_dim!r}; their product must be "
+            f"mamba_expand x hidden_size ({width})"
+        )
+    kind = config.get("position_embedding_type")
+    if kind not in {"rope", "nope", None}:
+        raise UnsupportedModelError(
+            f"position_embedding_type = {kind!r} is not supported; supported: rope, nope, null"
+        )
+    config |= {"mamba_d_head": value_dim, "position_embedding_type": kind == "rope"}
+    config.pop("mamba_expand", None)
+    _remove_step_limit(config)
+    return config
+
+
+_RENAMED = {"mamba": LINEAR, "attention": FULL}
+
+
+def _rename_layers(config: dict[str, object], values: Mapping[str, object], name: str) -> None:
+    """Put the names of transformers 5 in `name`, in place of earlier ones."""
+    found = config.pop("layer_types", None) or config.pop("layers_block_type", None)
+    if found is None:
+        found = [LINEAR] * _num_layers(values)
+    if isinstance(found, list):
+        found = [_RENAMED.get(kind, kind) for kind in found]
+    config[name] = found
+
+
+def _remove_step_limit(config: dict[str, object]) -> None:
+    """Remove the bounds of the steps of time in Mamba-2, which must bound nothing."""
+    found = config.pop("time_step_limit", None)
+    limits = list(found) if isinstance(found, list | tuple) else found
+    infinities = (float("inf"), "Infinity", {"__float__": "Infinity"})
+    if limits is not None and limits not in [[0.0, one] for one in infinities]:
+        raise UnsupportedModelError(
+            f"time_step_limit = {found!r:.100} is not supported; supported: 0 to infinity"
+        )
+
+
 def _num_layers(values: Mapping[str, object]) -> int:
     found = values.get("num_hidden_layers")
     return integer("num_hidden_layers", found, minimum=1, maximum=MAX_LAYERS)
@@ -213,6 +261,7 @@ def _remove(config: dict[str, object], computed: Mapping[str, object], where: st
 
 
 _FORMS: Mapping[str, Callable[[dict[str, object], Mapping[str, object]], dict[str, object]]] = {
+    "granitemoehybrid": _granitemoehybrid,
     "llama4_text": _llama4_text,
     "mimo_v2_flash": _mimo_v2_flash,
     "qwen3_5_moe_text": _gated_delta,

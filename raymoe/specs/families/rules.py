@@ -155,6 +155,9 @@ class RecurrentRule:
     key_dim: FieldName
     value_dim: FieldName
     conv_width: FieldName
+    conv_bias: bool | FieldName = False
+    bias: bool | FieldName = False  # whether the projections have biases
+    activation: FieldName = "hidden_act"  # of the convolution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,8 +299,9 @@ def used_fields(family: Family) -> frozenset[str]:
         used |= {"sliding_window"}
     if family.windowed_layers in {"from_max", "even_below_max"}:
         used |= {"max_window_layers"}
-    for name in (family.rope.rotates_dense_layers, family.rope.windowed_theta):
-        used |= set() if name is None else {name}
+    rope = family.rope
+    for name in (rope.rotates_full_layers, rope.rotates_dense_layers, rope.windowed_theta):
+        used |= {name} if isinstance(name, str) else set()
     if family.full_head_dim is not None:
         used |= {"per_layer_config"}
     if family.is_window_switched:

@@ -186,7 +186,7 @@ def test_bfloat16_errs_at_most_twice_as_much_as_plain_torch(fields: dict) -> Non
 
 # Wrapped models are those that they wrap.
 OF_TODAY = {*DENSE_FAMILIES, *HYBRID_FAMILIES, *NORM_FAMILIES, "mistral4", "solar_open", "hy_v3"}
-OF_TODAY |= {"granitemoeshared"}
+OF_TODAY |= {"granitemoeshared", "granitemoehybrid"}
 FIRST_ONLY = WRAPPER_FAMILIES.keys()
 
 

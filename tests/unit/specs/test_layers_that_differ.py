@@ -149,6 +149,7 @@ PUBLISHED = {
 MIMO = PUBLISHED["mimo_v2_flash"]
 STEP = PUBLISHED["step3p7"] | {"model_type": "step3p5"}
 OTHER = STEP["attention_other_setting"]
+GRANITE = {"model_type": "granitemoehybrid"}
 
 
 @pytest.mark.parametrize(
@@ -167,6 +168,11 @@ OTHER = STEP["attention_other_setting"]
         (STEP | {"yarn_only_types": [FULL, SLIDING]}, "yarn_only_types"),
         (STEP | {"zero_centered": False}, "zero_centered = False"),
         (STEP | {"layer_types": [FULL, SLIDING]}, "layer_types"),
+        (GRANITE | {"time_step_limit": [0.1, float("inf")]}, "time_step_limit = .* 0 to infinity"),
+        (GRANITE | {"position_embedding_type": "alibi"}, "position_embedding_type = 'alibi'"),
+        (GRANITE | {"mamba_d_head": 24}, r"mamba_d_head 24; .* \(8192\)"),
+        (GRANITE | {"mamba_n_groups": 3}, "not a multiple of mamba_n_groups"),
+        (GRANITE | {"layer_types": ["mamba", "mlp"]}, "layer_types"),
     ],
 )
 def test_what_transformers_does_not_follow_is_refused_by_name(

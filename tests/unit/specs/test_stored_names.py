@@ -7,8 +7,9 @@ import pytest
 from raymoe.errors import CheckpointError
 from raymoe.memory.checkpoint import Checkpoint
 from raymoe.specs.families import FAMILIES
+from raymoe.specs.families.stored_names import NAMINGS
 from raymoe.specs.model import ModelSpec
-from raymoe.specs.weight_names import NAMINGS, Location, locate_weights, model_weights
+from raymoe.specs.weight_names import Location, locate_weights, model_weights
 from tests.parity.cases import get_case
 from tests.parity.configurations import CONFIGURATIONS
 from tests.parity.hybrid_families import AS_PUBLISHED

@@ -1,0 +1,455 @@
+"""Names and layouts under which the families store their weights.
+
+`NAMINGS` lists what `save_pretrained` of transformers 5.23 writes and what published checkpoints
+hold (read off `conversion_mapping.py` and the modelling classes; a test compares). Names are those
+after a layer's prefix, with "{expert}" for the number of an expert.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from raymoe.specs.families.wrappers import MEDIA_TENSORS, WRAPPERS
+from raymoe.specs.layer_weights import (
+    ATTENTION_RESULT_NORM,
+    EXPERTS,
+    FFN_NORM,
+    FFN_RESULT_NORM,
+    RECURRENT,
+)
+
+EXPERT = "{expert}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fused:
+    """A stored tensor that fuses weights or experts, or has another shape than its weight."""
+
+    name: str  # stored name; without "{expert}" the tensor holds all experts, one after the other
+    weights: tuple[str, ...]  # canonical names of the weights whose rows it holds
+    is_interleaved: bool = False  # whether their rows alternate, instead of following one another
+    is_transposed: bool = False  # whether matrices are stored [inputs, outputs]
+    # Whether the first of two dimensions holds all experts, instead of a dimension of their own.
+    is_folded: bool = False
+    is_row: bool = False  # whether a vector is stored as [1, length]
+    # Attribute of the layer's attention with the number of groups, usually heads: each group holds
+    # its rows of all weights, one weight after the other. None: one group.
+    groups: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Naming:
+    layers: str = "model.layers.{layer}."  # prefix of a layer, with "{layer}" for its number
+    # Prefixes of canonical names -> prefixes of stored ones; the first match applies.
+    renamed: Mapping[str, str] | None = None
+    fused: tuple[Fused, ...] = ()
+    unread: tuple[str, ...] = ()  # parts of the names of tensors that are stored but not used
+
+    def rename(self, name: str) -> str:
+        for ours, theirs in (self.renamed or {}).items():
+            if name.startswith(ours):
+                return theirs + name.removeprefix(ours)
+        return name
+
+    def without_prefix(self) -> "Naming":
+        """The names that a class without a head (transformers' `AutoModel`) stores."""
+        prefix = self.layers.partition(".")[0] + "."
+        names = (self.renamed or {}).items()
+        bare = {ours: theirs.removeprefix(prefix) for ours, theirs in names}
+        return replace(
+            self, layers=self.layers.removeprefix(prefix), renamed={**bare, "model.": ""}
+        )
+
+    def inside(self, layers: str, head: str) -> "Naming":
+        """The names that a class which wraps the model stores, with these prefixes."""
+        names = (self.renamed or {}).items()
+        wrapped = {
+            ours: layers + theirs.removeprefix("model.")
+            for ours, theirs in names
+            if ours.startswith("model.")
+        }
+        return replace(
+            self,
+            layers=layers + self.layers.removeprefix("model."),
+            renamed={**(self.renamed or {}), **wrapped, "model.": layers, "lm_head.": head},
+            unread=(*self.unread, *MEDIA_TENSORS),
+        )
+
+
+def namings_of(model_type: str, wrapper: str | None = None) -> tuple[Naming, ...]:
+    """Ways to store a family: its own first, then the common ones, each without a prefix too."""
+    own = NAMINGS.get(model_type, ())
+    in_one = [replace(naming, fused=_IN_ONE.fused) for naming in own if not naming.fused]
+    namings = (*own, _CANONICAL, *in_one, _IN_ONE)
+    if wrapper is not None:
+        prefixes = WRAPPERS[wrapper].prefixes
+        return tuple(naming.inside(*prefix) for prefix in prefixes for naming in namings)
+    return (*namings, *(naming.without_prefix() for naming in namings))
+
+
+_EXPERT = f"mlp.experts.{EXPERT}."
+_MIXTRAL_EXPERTS = {
+    f"{_EXPERT}gate_proj.": f"block_sparse_moe.experts.{EXPERT}.w1.",
+    f"{_EXPERT}up_proj.": f"block_sparse_moe.experts.{EXPERT}.w3.",
+    f"{_EXPERT}down_proj.": f"block_sparse_moe.experts.{EXPERT}.w2.",
+}
+
+
+def _experts(leaf: str, *parts: str) -> tuple[str, ...]:
+    return tuple(f"{_EXPERT}{part}_proj.{leaf}" for part in parts)
+
+
+# Where results of attention are normed, their norm has the name that others give the next one.
+RESULT_NORMS = {
+    "attention_result_norm.": "post_attention_layernorm.",
+    "post_attention_layernorm.": "pre_feedforward_layernorm.",
+    "ffn_result_norm.": "post_feedforward_layernorm.",
+}
+_CANONICAL = Naming()
+# Layout of transformers 5 in memory; also written if asked not to convert.
+_IN_ONE = Naming(
+    fused=(
+        Fused(name="mlp.experts.gate_up_proj", weights=_experts("weight", "gate", "up")),
+        Fused(name="mlp.experts.down_proj", weights=_experts("weight", "down")),
+    )
+)
+_MIXTRAL = Naming(renamed={**_MIXTRAL_EXPERTS, "mlp.": "block_sparse_moe."})
+_QKV = tuple(f"self_attn.{part}_proj.weight" for part in "qkv")
+_SEVERAL_SHARED = Naming(renamed={"mlp.shared_expert.": "mlp.shared_experts."})
+_HUNYUAN = Naming(
+    renamed={
+        "mlp.gate.": "mlp.gate.wg.",
+        "mlp.shared_expert.": "mlp.shared_mlp.",
+        "self_attn.q_norm.": "self_attn.query_layernorm.",
+        "self_attn.k_norm.": "self_attn.key_layernorm.",
+    }
+)
+_GRANITE_ROUTER = {"mlp.gate.": "block_sparse_moe.router.layer."}
+_GRANITE = Naming(
+    renamed=_GRANITE_ROUTER,
+    fused=(
+        Fused(
+            name="block_sparse_moe.input_linear.weight",
+            weights=_experts("weight", "gate", "up"),
+        ),
+        Fused(name="block_sparse_moe.output_linear.weight", weights=_experts("weight", "down")),
+    ),
+)
+_GRANITE_SHARED = Naming(
+    renamed={**_GRANITE_ROUTER, "mlp.shared_expert.down_proj.": "shared_mlp.output_linear."},
+    fused=(
+        *_GRANITE.fused,
+        Fused(
+            name="shared_mlp.input_linear.weight",
+            weights=tuple(f"mlp.shared_expert.{part}_proj.weight" for part in ("gate", "up")),
+        ),
+    ),
+)
+_HY_V3 = Naming(
+    renamed={
+        "mlp.gate.e_score_correction_bias": "mlp.expert_bias",
+        "mlp.gate.": "mlp.router.gate.",
+        "mlp.shared_expert.": "mlp.shared_mlp.",
+    }
+)
+_GEMMA4 = Naming(
+    renamed={
+        **RESULT_NORMS,
+        "mlp.shared_expert.": "mlp.",
+        "mlp.shared_result_norm.": "post_feedforward_layernorm_1.",
+        "mlp.experts_input_norm.": "pre_feedforward_layernorm_2.",
+        "mlp.experts_result_norm.": "post_feedforward_layernorm_2.",
+        "mlp.gate.weight": "router.proj.weight",
+        "mlp.gate.input_norm.weight": "router.scale",
+        "mlp.gate.expert_scales": "router.per_expert_scale",
+    },
+    fused=(
+        Fused(name="experts.gate_up_proj", weights=_experts("weight", "gate", "up")),
+        Fused(name="experts.down_proj", weights=_experts("weight", "down")),
+    ),
+)
+_TRANSPOSED = Naming(
+    fused=tuple(replace(tensor, is_transposed=True) for tensor in _IN_ONE.fused),
+)
+_LLAMA4 = Naming(renamed={"mlp.gate.": "feed_forward.router.", "mlp.": "feed_forward."})
+_INDEXED = replace(_SEVERAL_SHARED, unread=(".self_attn.indexer.",))
+
+_DELTA = {
+    "linear_attn.g_proj.": "linear_attn.in_proj_z.",
+    "linear_attn.a_proj.": "linear_attn.in_proj_a.",
+    "linear_attn.b_proj.": "linear_attn.in_proj_b.",
+    "linear_attn.o_proj.": "linear_attn.out_proj.",
+}
+
+
+def _recurrent(leaf: str, *parts: str) -> tuple[str, ...]:
+    return tuple(f"{RECURRENT}{part}.{leaf}" for part in parts)
+
+
+_CONV = Fused(
+    name="linear_attn.conv1d.weight", weights=_recurrent("weight", "q_conv", "k_conv", "v_conv")
+)
+_GATED_QUERY = Fused(
+    name="self_attn.q_proj.weight",
+    weights=("self_attn.q_proj.weight", "self_attn.g_proj.weight"),
+    groups="num_heads",
+)
+_GATED_QUERY_BIAS = Fused(
+    name="self_attn.q_proj.bias",
+    weights=("self_attn.q_proj.bias", "self_attn.g_proj.bias"),
+    groups="num_heads",
+)
+_QWEN3_5 = Naming(
+    renamed=_DELTA,
+    fused=(
+        _CONV,
+        _GATED_QUERY,
+        _GATED_QUERY_BIAS,
+        Fused(
+            name="linear_attn.in_proj_qkv.weight",
+            weights=_recurrent("weight", "q_proj", "k_proj", "v_proj"),
+        ),
+    ),
+)
+_QWEN3_NEXT = Naming(
+    renamed=_DELTA,
+    fused=(
+        _CONV,
+        _GATED_QUERY,
+        _GATED_QUERY_BIAS,
+        Fused(
+            name="linear_attn.in_proj_qkvz.weight",
+            weights=_recurrent("weight", "q_proj", "k_proj", "v_proj", "g_proj"),
+            groups="num_key_heads",
+        ),
+        Fused(
+            name="linear_attn.in_proj_ba.weight",
+            weights=_recurrent("weight", "b_proj", "a_proj"),
+            groups="num_key_heads",
+        ),
+    ),
+)
+
+_MAMBA_PARTS = ("g", "v", "k", "q", "a")
+
+
+def _mamba(module: str) -> tuple[Fused, ...]:
+    """Tensors of a Mamba-2 layer in the module of this name."""
+    return tuple(
+        Fused(name=f"{module}.{name}.{leaf}", weights=_recurrent(leaf, *parts))
+        for leaf in ("weight", "bias")
+        for name, parts in (
+            ("in_proj", [f"{part}_proj" for part in _MAMBA_PARTS]),
+            ("conv1d", ["v_conv", "k_conv", "q_conv"]),
+        )
+    )
+
+
+_GRANITE_HYBRID = Naming(
+    renamed={
+        **(_GRANITE_SHARED.renamed or {}),
+        "mlp.down_proj.": "shared_mlp.output_linear.",
+        "linear_attn.o_proj.": "mamba.out_proj.",
+        RECURRENT: "mamba.",
+    },
+    fused=(
+        *_GRANITE_SHARED.fused,
+        *_mamba("mamba"),
+        Fused(
+            name="shared_mlp.input_linear.weight",
+            weights=("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        ),
+    ),
+)
+
+NAMINGS: Mapping[str, tuple[Naming, ...]] = {
+    "qwen3_next": (_QWEN3_NEXT, replace(_QWEN3_NEXT, fused=_QWEN3_NEXT.fused + _IN_ONE.fused)),
+    "qwen3_5_moe_text": (_QWEN3_5, replace(_QWEN3_5, fused=_QWEN3_5.fused + _IN_ONE.fused)),
+    "mimo_v2_flash": (Naming(renamed={"self_attn.sinks": "self_attn.attention_sink_bias"}),),
+    "minimax_m3_vl_text": (
+        Naming(
+            renamed={
+                **_MIXTRAL_EXPERTS,
+                "mlp.gate.e_score_correction_bias": "block_sparse_moe.e_score_correction_bias",
+                "mlp.gate.": "block_sparse_moe.gate.",
+                "mlp.shared_expert.": "block_sparse_moe.shared_experts.",
+            },
+            unread=(".self_attn.index_", ".self_attn.indexer."),
+        ),
+        replace(
+            _SEVERAL_SHARED,
+            fused=(
+                *_IN_ONE.fused,
+                *(
+                    Fused(
+                        name=f"mlp.{stored}gate_up_proj.weight",
+                        weights=tuple(f"mlp.{ours}{part}_proj.weight" for part in ("gate", "up")),
+                    )
+                    for ours, stored in (("", ""), ("shared_expert.", "shared_experts."))
+                ),
+            ),
+        ),
+    ),
+    "afmoe": (
+        Naming(
+            renamed={
+                "mlp.gate.e_score_correction_bias": "mlp.expert_bias",
+                "mlp.gate.": "mlp.router.gate.",
+                "mlp.shared_expert.": "mlp.shared_experts.",
+                "self_attn.g_proj.": "self_attn.gate_proj.",
+                FFN_NORM: "pre_mlp_layernorm",
+                ATTENTION_RESULT_NORM: "post_attention_layernorm",
+                FFN_RESULT_NORM: "post_mlp_layernorm",
+            }
+        ),
+    ),
+    "step3p5": (
+        Naming(
+            renamed={
+                "mlp.gate.e_score_correction_bias": "moe.router_bias",
+                "mlp.gate.": "moe.gate.",
+                "mlp.shared_expert.": "share_expert.",
+            },
+            fused=tuple(
+                Fused(name=f"moe.{part}_proj.weight", weights=_experts("weight", part))
+                for part in ("gate", "up", "down")
+            ),
+        ),
+        _SEVERAL_SHARED,
+    ),
+    "llama4_text": (
+        replace(
+            _LLAMA4,
+            fused=tuple(
+                Fused(
+                    name=f"feed_forward.experts.{name}",
+                    weights=_experts("weight", *parts),
+                    is_transposed=True,
+                )
+                for name, parts in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",)))
+            ),
+        ),
+        _LLAMA4,
+    ),
+    "exaone_moe": (
+        Naming(
+            renamed={
+                "mlp.gate.e_score_correction_bias": "mlp.e_score_correction_bias",
+                "mlp.shared_expert.": "mlp.shared_experts.",
+            }
+        ),
+    ),
+    "laguna": (
+        Naming(renamed={"mlp.gate.e_score_correction_bias": "mlp.experts.e_score_correction_bias"}),
+    ),
+    "cohere2_moe": (_SEVERAL_SHARED,),
+    "mixtral": (_MIXTRAL,),
+    "flex_olmo": (Naming(renamed=RESULT_NORMS),),
+    "olmo3": (Naming(renamed=RESULT_NORMS),),
+    "gemma3_text": (Naming(renamed=RESULT_NORMS),),
+    "gemma4_text": (
+        _GEMMA4,
+        Naming(renamed={EXPERTS: "experts.", **(_GEMMA4.renamed or {})}),
+    ),
+    "minimax_m2": (
+        Naming(
+            renamed={
+                **_MIXTRAL_EXPERTS,
+                "mlp.gate.e_score_correction_bias": "block_sparse_moe.e_score_correction_bias",
+                "mlp.": "block_sparse_moe.",
+            }
+        ),
+    ),
+    "phimoe": (_MIXTRAL,),
+    "deepseek_v2": (_SEVERAL_SHARED,),
+    "deepseek_v3": (_SEVERAL_SHARED,),
+    "deepseek_v32": (_INDEXED,),
+    "glm_moe_dsa": (_INDEXED,),
+    "glm4_moe": (_SEVERAL_SHARED,),
+    "glm4_moe_lite": (_SEVERAL_SHARED,),
+    "dots1": (_SEVERAL_SHARED,),
+    "mistral4": (_SEVERAL_SHARED,),
+    "glm4v_moe_text": (_SEVERAL_SHARED,),
+    "qwen3_vl_moe_text": (_TRANSPOSED,),
+    "solar_open": (_SEVERAL_SHARED,),
+    "hy_v3": (_HY_V3, _SEVERAL_SHARED),
+    "phi3": (
+        Naming(
+            fused=(
+                Fused(name="self_attn.qkv_proj.weight", weights=_QKV),
+                Fused(
+                    name="mlp.gate_up_proj.weight",
+                    weights=("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+                ),
+            )
+        ),
+    ),
+    "ernie4_5_moe": (
+        Naming(
+            renamed={"mlp.shared_expert.": "mlp.shared_experts."},
+            fused=(
+                Fused(
+                    name="mlp.moe_statics.e_score_correction_bias",
+                    weights=("mlp.gate.e_score_correction_bias",),
+                    is_row=True,
+                ),
+            ),
+        ),
+    ),
+    "hunyuan_v1_moe": (_HUNYUAN,),
+    "granitemoe": (_GRANITE,),
+    "granitemoeshared": (_GRANITE_SHARED,),
+    "granitemoehybrid": (_GRANITE_HYBRID,),
+    "gpt_oss": (
+        Naming(
+            renamed={"mlp.gate.": "mlp.router."},
+            fused=(
+                Fused(
+                    name="mlp.experts.gate_up_proj",
+                    weights=_experts("weight", "gate", "up"),
+                    is_interleaved=True,
+                    is_transposed=True,
+                ),
+                Fused(
+                    name="mlp.experts.gate_up_proj_bias",
+                    weights=_experts("bias", "gate", "up"),
+                    is_interleaved=True,
+                ),
+                Fused(
+                    name="mlp.experts.down_proj",
+                    weights=_experts("weight", "down"),
+                    is_transposed=True,
+                ),
+                Fused(name="mlp.experts.down_proj_bias", weights=_experts("bias", "down")),
+            ),
+        ),
+    ),
+    "dbrx": (
+        Naming(
+            layers="transformer.blocks.{layer}.",
+            renamed={
+                "model.embed_tokens.": "transformer.wte.",
+                "model.norm.": "transformer.norm_f.",
+                "input_layernorm.": "norm_attn_norm.norm_1.",
+                "post_attention_layernorm.": "norm_attn_norm.norm_2.",
+                "self_attn.o_proj.": "norm_attn_norm.attn.out_proj.",
+                "mlp.gate.": "ffn.router.layer.",
+            },
+            fused=(
+                Fused(
+                    name="norm_attn_norm.attn.Wqkv.weight",
+                    weights=_QKV,
+                ),
+                Fused(
+                    name="ffn.experts.mlp.w1", weights=_experts("weight", "gate"), is_folded=True
+                ),
+                Fused(name="ffn.experts.mlp.v1", weights=_experts("weight", "up"), is_folded=True),
+                Fused(
+                    name="ffn.experts.mlp.w2",
+                    weights=_experts("weight", "down"),
+                    is_transposed=True,
+                    is_folded=True,
+                ),
+            ),
+        ),
+    ),
+}
