@@ -119,12 +119,12 @@ class DeviceStepRunner:
         number = self._steps.choose(cut)
         form = self._form_of(cut, number)
         state = self._state(inputs, cut, form)
-        if not self._loaded.issuperset(loads_of_first_layer(form)):
-            # At the beginning, or after a step in which the cores computed more.
-            self._new_executor(load_first_layer(form)).run(state)
         executor = self._executor(form)
         if self._before_step is not None:
             self._before_step(cut, executor.schedule, number)
+        if not self._loaded.issuperset(loads_of_first_layer(form)):
+            # At the beginning, or after a step in which the cores computed more.
+            self._new_executor(load_first_layer(form)).run(state)
         next_form = replace(form, first_slot=next_first_slot(form))
         stream = executor.stream(state, self._started(form))
         timeline = yield from calling(stream, partial(self._load_ahead, next_form, state))
