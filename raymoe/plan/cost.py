@@ -44,8 +44,7 @@ class StepShape:
     def of(cls, load: StepLoad) -> "StepShape":
         decoding = load.decode_rows * load.decode_context
         chunk = min(load.prompt_chunk, load.prompt_tokens) or 1.0
-        seen = min(load.prompt_spread * load.prompt_chunk, load.prompt_tokens)
-        prompt_pairs = load.prompt_tokens * (seen + 1) / 2
+        prompt_pairs = load.prompt_tokens * (load.prompt_spread * chunk + 1) / 2
         return cls(
             tokens=load.tokens,
             attention_pairs=decoding + prompt_pairs,

@@ -195,7 +195,7 @@ class DeviceCost:
     hardware: HardwareSpec
     micro_batches: tuple[MicroBatchShape, ...]
     # Bytes of each page of weights per layer (`PageCut.page_bytes`); empty without streaming.
-    page_bytes: tuple[tuple[int, ...], ...] = ()
+    page_bytes: tuple[tuple[float, ...], ...] = ()
     micro_batches_per_group: int = 1  # micro-batches that share one launch of the experts
     # Shares of the experts in each group per layer (`PageCut.group_shares`); empty without groups.
     group_shares: tuple[tuple[float, ...], ...] = ()
@@ -297,9 +297,8 @@ class DeviceCost:
             has_host_experts=bool(self.host_shares),
         )
 
-    @property
-    def pages_s(self) -> float:
-        num_bytes, number = sum(map(sum, self.page_bytes)), sum(map(len, self.page_bytes))
+    def pages_s(self, num_bytes: float, number: int) -> float:
+        """Seconds of the link for so many pages."""
         return number * OVERHEAD_S[Resource.HTOD] + self.rates.copy_s(Resource.HTOD, num_bytes)
 
     def all_reduce_s(self, tokens: float) -> float:

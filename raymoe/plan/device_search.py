@@ -70,7 +70,7 @@ class SearchSpace:
         """
         workload = job.workload
         useful = workload.total_prompt_tokens + workload.num_rows
-        num_octaves = ceil(log2(max(1.0, min(useful, 2 * job.balanced_tokens) / MIN_TOKENS)))
+        num_octaves = ceil(log2(max(1.0, min(useful, 4 * job.balanced_tokens) / MIN_TOKENS)))
         tokens = tuple(MIN_TOKENS << octave for octave in range(num_octaves + 1))
         return cls(max_num_batched_tokens=tokens)
 

@@ -303,19 +303,9 @@ class DeviceStep:
             return 0.0
         if self.steps.has_host_experts:
             return min(split.min_s(load) for split in self.splits)
-        few, cut = self._excerpt, self.steps.cut
-        # All groups of the device in one; pages are added below.
+        few, (cut, layers) = self._excerpt, self._bare_cut
         cost = self._cost(few, cut, self._micro_batches(load))
-        hosted = cut.layers[-len(few.layers) :]
-        layers = (LayerPages(num_pages=0, host_experts=pages.host_experts) for pages in hosted)
-        if cut.host_shares:
-            shares = (each and (sum(each),) for each in cut.group_shares[-len(few.layers) :])
-            cost = replace(
-                cost, group_shares=tuple(shares), host_shares=cut.host_shares[-len(few.layers) :]
-            )
-        else:
-            cost = replace(cost, group_shares=())
-        form = self._form(load, bare=tuple(layers))
+        form = self._form(load, bare=layers)
         busy_s = dict.fromkeys(Resource, 0.0)
         often = self.num_layers / len(few.layers)
         duplicates = _Duplicate.of(cost)
@@ -337,8 +327,24 @@ class DeviceStep:
                 for group in range(groups)
             )
             busy_s[resource] += seconds if op in ONCE else often * seconds
-        busy_s[Resource.HTOD] += cost.pages_s
+        pages = self.steps.cut
+        busy_s[Resource.HTOD] += cost.pages_s(pages.streamed_bytes, pages.num_pages)
         return max(busy_s.values())
+
+    @cached_property
+    def _bare_cut(self) -> tuple["_BareCut", tuple[LayerPages, ...]]:
+        """The last layers without pages, all groups of the device in one; a mean page for rates."""
+        cut, count = self.steps.cut, len(self._excerpt.layers)
+        shares: tuple[tuple[float, ...], ...] = ()
+        if cut.host_shares:
+            shares = tuple(each and (sum(each),) for each in cut.group_shares[-count:])
+        bare = _BareCut(
+            page_bytes=((cut.streamed_bytes / max(1, len(cut.page_bytes)),),),
+            group_shares=shares,
+            host_shares=cut.host_shares[-count:],
+        )
+        hosted = (pages.host_experts for pages in cut.layers[-count:])
+        return bare, tuple(LayerPages(num_pages=0, host_experts=experts) for experts in hosted)
 
     @property
     def num_layers(self) -> int:
@@ -381,7 +387,7 @@ class DeviceStep:
     def _cost(
         self,
         work: ModelWork,
-        cut: PageCut,
+        cut: "PageCut | _BareCut",
         micro_batches: tuple[MicroBatchShape, ...],
     ) -> DeviceCost:
         return DeviceCost(
@@ -407,6 +413,15 @@ class DeviceStep:
         return tuple(
             _Sample.of(self.work, self.steps.cut, count) for count in (EXCERPT_LAYERS, MORE_LAYERS)
         )
+
+
+class _BareCut(NamedTuple):
+    """What costs take of a `PageCut`."""
+
+    page_bytes: tuple[tuple[float, ...], ...]
+    group_shares: tuple[tuple[float, ...], ...]
+    host_shares: tuple[float, ...]
+    has_sums: bool = True
 
 
 @dataclass(frozen=True, slots=True)

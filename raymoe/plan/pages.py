@@ -96,6 +96,10 @@ class PageCut:
     def streamed_bytes(self) -> int:
         return sum(map(sum, self.page_bytes))
 
+    @cached_property
+    def num_pages(self) -> int:
+        return sum(map(len, self.page_bytes))
+
     @property
     def slots_bytes(self) -> int:
         """Bytes of all weight slots: two of layers, and those of the ring."""

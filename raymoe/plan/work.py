@@ -462,9 +462,9 @@ def _deal_chunks(tokens: float, chunk: float, num_micro_batches: int) -> list[fl
 
 
 def _prompts(tokens: float, chunk: float, spread: float, *, is_on_host: bool) -> MicroBatchShape:
-    seen = min(spread * chunk, tokens)
     chunk = min(chunk, tokens) or 1.0
-    shape = AttentionShape(rows=tokens, prompt_pairs=tokens * (seen + 1) / 2, context_tokens=tokens)
+    pairs = tokens * (spread * chunk + 1) / 2
+    shape = AttentionShape(rows=tokens, prompt_pairs=pairs, context_tokens=tokens)
     if is_on_host:
         return MicroBatchShape(host=shape, logit_rows=tokens / chunk)
     return MicroBatchShape(device=shape, logit_rows=tokens / chunk)

@@ -174,7 +174,9 @@ def test_weights_take_six_seconds_instead_of_five_beside_a_large_cache() -> None
     """MoE-Lens, section 13: Mixtral on an A40 host whose CPU reads 210 GB of KV in a step."""
     cut, rows = layer_pages(MIXTRAL, 2), 210e9 / (32 * KV_ROW * 400)
     free, busy = (
-        DeviceCost(WORK, hardware_preset("a40"), (micro_batch,), page_bytes=cut.page_bytes).pages_s
+        DeviceCost(WORK, hardware_preset("a40"), (micro_batch,), page_bytes=cut.page_bytes).pages_s(
+            cut.streamed_bytes, cut.num_pages
+        )
         for micro_batch in (
             MicroBatchShape.decode(rows, 400, 0.0),
             MicroBatchShape.decode(rows, 400),
