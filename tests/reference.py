@@ -293,11 +293,13 @@ class ReferenceModel:
         return self._linear(mixed_TAD.flatten(1), f"{prefix}o_proj", has_bias=spec.has_bias)
 
     def _recurrent(self, normed_TH: Tensor, spec: RecurrentSpec, prefix: str) -> Tensor:
-        """Gated DeltaNet, token by token."""
+        """Gated DeltaNet, token by token; in float32 at least, as every implementation."""
         if spec.kind == "mamba2":
             return self._mamba(normed_TH, spec, prefix)
         query_TX, key_TX, value_TX = (
-            self._convolved(self._linear(normed_TH, f"{prefix}{part}_proj"), f"{prefix}{part}_conv")
+            self._convolved(
+                self._linear(normed_TH, f"{prefix}{part}_proj"), f"{prefix}{part}_conv"
+            ).to(self._wide)
             for part in "qkv"
         )
         repeats = spec.num_heads // spec.num_key_heads
@@ -310,9 +312,13 @@ class ReferenceModel:
             )
         )
         value_THV = value_TX.view(len(value_TX), spec.num_heads, -1)
-        decay_TH = self._linear(normed_TH, f"{prefix}a_proj") + self._weight(f"{prefix}dt_bias")
-        decay_TH = (-self._weight(f"{prefix}A_log").exp() * functional.softplus(decay_TH)).exp()
-        gain_TH = self._linear(normed_TH, f"{prefix}b_proj").sigmoid()
+        decay_TH = self._linear(normed_TH, f"{prefix}a_proj").to(self._wide) + self._weight(
+            f"{prefix}dt_bias"
+        )
+        decay_TH = (
+            -self._weight(f"{prefix}A_log").to(self._wide).exp() * functional.softplus(decay_TH)
+        ).exp()
+        gain_TH = self._linear(normed_TH, f"{prefix}b_proj").to(self._wide).sigmoid()
         state_HKV = value_THV.new_zeros(spec.num_heads, spec.key_dim, spec.value_dim)
         read = []
         for t in range(len(normed_TH)):
@@ -322,7 +328,9 @@ class ReferenceModel:
             state_HKV = state_HKV + key_THK[t, :, :, None] * written_HV[:, None]
             read.append(torch.einsum("hkv,hk->hv", state_HKV, query_THK[t]) * spec.key_dim**-0.5)
         gate_TX = functional.silu(self._linear(normed_TH, f"{prefix}g_proj"))
-        normed_THV = self._rms_norm(torch.stack(read), f"{prefix}norm.weight", spec.norm_eps)
+        normed_THV = self._rms_norm(
+            torch.stack(read).to(self.dtype), f"{prefix}norm.weight", spec.norm_eps
+        )
         return self._linear(normed_THV.flatten(1) * gate_TX, f"{prefix}o_proj")
 
     def _mamba(self, normed_TH: Tensor, spec: RecurrentSpec, prefix: str) -> Tensor:

@@ -1,12 +1,18 @@
 """The decoder generates the tokens of transformers, for every family and every oddity."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
+import torch
 
 from raymoe.device.threads import set_num_threads
 from tests.parity.cases import get_case
 from tests.parity.configurations import CONFIGURATIONS, FAMILY_CONFIGS, first_of_each_family
-from tests.parity.driver import generate, load_decoder
-from tests.parity.oracle import MAX_NEW_TOKENS
+from tests.parity.driver import Driver, generate, load_decoder
+from tests.parity.oracle import MAX_NEW_TOKENS, make_checkpoint
+
+NUM_LONG, CHUNK = 8192, 1030  # chunks do not divide it
 
 PLAIN = {configuration.name for configuration in first_of_each_family()}
 NAMES = [
@@ -56,3 +62,29 @@ def test_every_family_has_at_least_six_configurations() -> None:
 def test_prompts_reach_beyond_windows_blocks_and_rope_borders() -> None:
     lengths = {len(prompt) for prompt in get_case("mixtral: plain").reference.prompts}
     assert {1, 32, 33, 70} <= lengths
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text"])
+@torch.inference_mode()
+def test_states_of_8192_tokens_err_at_most_twice_as_much_as_plain_torch(
+    family: str, tmp_path: Path
+) -> None:
+    (plain,) = (c for c in CONFIGURATIONS if c.name == f"{family}: plain")
+    fields = plain.fields | {"max_position_embeddings": NUM_LONG, "initializer_range": 0.1}
+    model = make_checkpoint(replace(plain, fields=fields), tmp_path)
+    model.set_attn_implementation("sdpa")
+    tokens = torch.randint(
+        plain.vocab_size, (NUM_LONG,), generator=torch.Generator().manual_seed(9)
+    )
+    exact_TV = model(tokens[None]).logits[0, -512:].double()
+    plain_TV = model.to(torch.bfloat16)(tokens[None]).logits[0, -512:].double()
+    errors = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        driver = Driver(load_decoder(tmp_path, dtype), [tokens.tolist()], 1)
+        for begin in range(0, NUM_LONG, CHUNK):
+            logits_TV = driver.run_step([(begin, min(begin + CHUNK, NUM_LONG))])
+        errors[dtype] = (logits_TV[-512:].double() - exact_TV).norm() / exact_TV.norm()
+    plain_error = (plain_TV - exact_TV).norm() / exact_TV.norm()
+    assert errors[torch.float32] < 1e-3
+    assert errors[torch.bfloat16] <= 2 * plain_error

@@ -29,7 +29,7 @@ EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 
 
 def one_layer(name: str) -> dict[str, Any]:
-    """The configuration of a known model with one layer, and with experts that fit."""
+    """The configuration of a known model with one layer of each kind, and experts that fit."""
     fields = dict(MODEL_PRESETS[name]) | {"vocab_size": VOCABULARY, "torch_dtype": "float32"}
     fields["model_type"] = MODEL_TYPE_ALIASES.get(fields["model_type"], fields["model_type"])
     fields.pop("quantization_config", None)
@@ -37,6 +37,8 @@ def one_layer(name: str) -> dict[str, Any]:
     if name == "dbrx":  # transformers 5.23 does not look for the base where it is published
         rope = {"rope_type": "default", "rope_theta": fields["attn_config"]["rope_theta"]}
         fields["rope_parameters"] = rope
+    if "full_attention_interval" in fields:  # a layer of each kind
+        fields |= {"num_hidden_layers": 2, "full_attention_interval": 2}
     if "first_k_dense_replace" in fields:
         fields["first_k_dense_replace"] = 0
     return next(fitting for fitting in fewer_experts(fields) if num_bytes(fitting) <= MAX_BYTES)

@@ -18,6 +18,7 @@ from tests.parity.driver import Driver, load_decoder
 from tests.parity.hybrid_families import HYBRID_FAMILIES
 from tests.parity.norm_families import NORM_FAMILIES
 from tests.parity.oracle import make_checkpoint, make_config, make_model, make_prompts
+from tests.parity.state_families import STATE_FAMILIES
 from tests.parity.wrapper_families import WRAPPER_FAMILIES
 from tests.reference import ReferenceModel
 
@@ -88,7 +89,7 @@ def test_the_reference_agrees_with_transformers(configuration, tmp_path) -> None
     with torch.no_grad():
         expected = model(torch.tensor([tokens])).logits[0]
     reference = ReferenceModel(spec, WeightStore.open(spec, tmp_path), torch.float32)
-    error = 5e-4 if spec.has_states else 1e-4  # transformers updates states for 64 tokens at once
+    error = 1e-3 if spec.has_states else 1e-4  # transformers updates states for 64 tokens at once
     torch.testing.assert_close(
         reference.logits(tokens), expected, rtol=error, atol=error * float(expected.abs().max())
     )
@@ -186,7 +187,7 @@ def test_bfloat16_errs_at_most_twice_as_much_as_plain_torch(fields: dict) -> Non
 
 # Wrapped models are those that they wrap.
 OF_TODAY = {*DENSE_FAMILIES, *HYBRID_FAMILIES, *NORM_FAMILIES, "mistral4", "solar_open", "hy_v3"}
-OF_TODAY |= {"granitemoeshared", "granitemoehybrid"}
+OF_TODAY |= {"granitemoeshared", *STATE_FAMILIES}
 FIRST_ONLY = WRAPPER_FAMILIES.keys()
 
 
@@ -216,7 +217,7 @@ def check_bfloat16(spec: ModelSpec, num_seeds: int = 4) -> None:
         ours.append(relative_error(run(load(spec, weights, torch.bfloat16), tokens), exact))
         plain.append(relative_error(low, exact))
     assert sum(ours) <= 2 * sum(plain)
-    assert sum(plain) < num_seeds / 5  # else nothing was shown
+    assert sum(plain) < num_seeds / 4  # else nothing was shown
 
 
 def test_float16_agrees_with_float64() -> None:
