@@ -55,7 +55,8 @@ struct Step {
 
 void scan_matches_float64(int64_t tokens, int64_t rows, int64_t columns, bool per_channel,
                           bool delta) {
-  const int64_t heads = 2, size = rows * columns;
+  // One token of many heads: a task has several, and reads the next while it writes one.
+  const int64_t heads = tokens == 1 ? 32 : 2, size = rows * columns;
   auto query = random({tokens, 1, rows}, 1, -1, 1), key = random({tokens, 1, rows}, 2, -1, 1);
   auto value = random({tokens, heads, columns}, 3, -1, 1);
   auto decay = per_channel ? random({tokens, heads, rows}, 4, -1, 0)
