@@ -85,6 +85,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_pytorch_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "relu": functional.relu,
+    "relu2": lambda x: functional.relu(x).square(),
 }
 
 
@@ -151,6 +152,8 @@ class ReferenceModel:
             hidden_TH = hidden_TH + attention * spec.residual_multiplier
             if not layer.is_parallel:
                 normed_TH = self._norm(hidden_TH, f"{prefix}{FFN_NORM}", norms.before_ffn)
+            if not layer.has_network:
+                continue
             if isinstance(layer.ffn, DenseSpec):
                 ffn_TH = self._dense(normed_TH, layer.ffn, f"{prefix}mlp.")
             else:
@@ -416,6 +419,9 @@ class ReferenceModel:
 
     def _dense(self, input_TH: Tensor, spec: DenseSpec, prefix: str) -> Tensor:
         clamp = spec.clamp
+        if spec.activation == "relu2":
+            wide_TF = ACTIVATIONS["relu2"](self._linear(input_TH, f"{prefix}up_proj"))
+            return self._linear(wide_TF, f"{prefix}down_proj")
         gate, up, down = (f"{prefix}{part}_proj" for part in ("gate", "up", "down"))
         gate_TF = self._linear(input_TH, gate, has_bias=spec.has_bias)
         up_TF = self._linear(input_TH, up, has_bias=spec.has_bias)

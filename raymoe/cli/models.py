@@ -227,7 +227,7 @@ def _attention(attention: AnyAttentionSpec) -> str:
 
 def _ffn(ffn: DenseSpec | MoeSpec) -> str:
     if isinstance(ffn, DenseSpec):
-        return f"dense, hidden {ffn.hidden:,}"
+        return f"dense, hidden {ffn.hidden:,}" if ffn.hidden else "none"
     shared = "" if ffn.shared is None else f", shared {ffn.shared.hidden:,}"
     return (
         f"{ffn.top_k} of {ffn.num_experts} experts, hidden {ffn.expert_hidden:,}{shared}, "

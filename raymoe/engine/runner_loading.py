@@ -231,7 +231,7 @@ def _host_experts_of(model: LoadedModel, weights: WeightPages, i: int) -> HostEx
     if not isinstance(ffn, MoeSpec):
         return None
     last = f"mlp.experts.{ffn.num_experts - 1}."
-    if weights.host_weight(i, f"{last}gate_proj.weight") is None:
+    if weights.host_weight(i, f"{last}up_proj.weight") is None:
         return None  # all are resident
 
     def view(name: str) -> Weight:

@@ -214,6 +214,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
     "relu": functional.relu,
+    "relu2": functional.relu,  # of a gate that is the up projection itself
 }
 
 
@@ -428,8 +429,9 @@ class PlainGatedFfn:
 
     def __call__(self, hidden_TH: Tensor) -> Tensor:
         gate_F, up_F, down_H = self._biases
-        gate_TF = multiply(hidden_TH, self._gate_FH, gate_F)
-        up_TF = multiply(hidden_TH, self._up_FH, up_F)
+        up_TF = gate_TF = multiply(hidden_TH, self._up_FH, up_F)
+        if self._gate_FH is not self._up_FH:
+            gate_TF = multiply(hidden_TH, self._gate_FH, gate_F)
         product_TF = self._product(gate_TF, up_TF, self._activation, self._clamp)
         return multiply(product_TF, self._down_HF, down_H)
 

@@ -104,8 +104,10 @@ class Layer:
         self.result_norm = norm(ATTENTION_RESULT_NORM, exists=spec.norms.after_attention)
         self.ffn_norm = norm(FFN_NORM, exists=spec.norms.before_ffn)
         self.ffn_result_norm = norm(FFN_RESULT_NORM, exists=spec.norms.after_ffn)
-        self.ffn: FeedForward
-        if isinstance(spec.ffn, DenseSpec):
+        self.ffn: FeedForward | None = None
+        if not spec.has_network:
+            pass
+        elif isinstance(spec.ffn, DenseSpec):
             self.ffn = Dense(spec.ffn, loader, f"{prefix}mlp.")
         else:
             self.ffn = MoE(model, spec.ffn, loader, prefix)
@@ -301,7 +303,9 @@ class Decoder:
                 normed_TH = normed_out.copy_(normed_TH)
         else:
             normed_TH = layer.ffn_norm.after_adding_(hidden_TH, delta_TH, normed_out)
-        routing = layer.ffn.route(hidden_TH, normed_TH, routing_out)
+        routing = None
+        if layer.ffn is not None:
+            routing = layer.ffn.route(hidden_TH, normed_TH, routing_out)
         return Posted(hidden_TH, normed_TH, routing)
 
     def ffn(
@@ -312,6 +316,8 @@ class Decoder:
         `chosen` are the experts of each token, or the sums of all groups, [T, H].
         """
         layer = self._layers[i]
+        if layer.ffn is None:
+            return hidden_TH
         delta_TH = layer.ffn(hidden_TH, normed_TH, chosen, self._reduce)
         if layer.ffn_result_norm is not None:
             delta_TH = layer.ffn_result_norm(delta_TH)
@@ -334,7 +340,9 @@ class Decoder:
 
     def local_ffn(self, i: int, normed_TH: Tensor, routing: Routing | None) -> Tensor:
         """Return what this rank's FFN shard of layer `i` adds to the hidden state; [T, H]."""
-        return self._layers[i].ffn(normed_TH, normed_TH, routing, keep)
+        ffn = self._layers[i].ffn
+        assert ffn is not None, f"layer {i} has no network"
+        return ffn(normed_TH, normed_TH, routing, keep)
 
     def final(self, hidden_TH: Tensor, rows_R: Tensor) -> Tensor:
         """Compute the final norm of the rows that need logits, [R, H]; `rows_R` is int64."""

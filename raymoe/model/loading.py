@@ -39,7 +39,7 @@ from raymoe.kernels.cpu_linear import (
 from raymoe.kernels.gpu_experts_layout import ExpertMatrices, TileTable
 from raymoe.model.device_experts import make_device_experts
 from raymoe.specs.layer_weights import EMBEDDING, HEAD, RECURRENT, layer_prefix
-from raymoe.specs.layers import AnyAttentionSpec
+from raymoe.specs.layers import AnyAttentionSpec, projections_of
 from raymoe.specs.model import (
     DenseSpec,
     LatentAttentionSpec,
@@ -108,19 +108,18 @@ class Loader:
 
     def experts(self, prefix: str, moe: MoeSpec) -> Experts:
         is_packed = packed_experts_are_used(self.dtype, moe.activation)
-        gate, up, down = (
-            [
+        parts = projections_of(moe.activation)
+        matrices = {
+            part: [
                 self._matrix(
                     [self._weights(f"{prefix}{expert}.{part}_proj.weight")], is_packed=is_packed
                 )
                 for expert in range(moe.num_experts)
             ]
-            for part in ("gate", "up", "down")
-        )
+            for part in dict.fromkeys(parts)
+        }
         return make_experts(
-            gate,
-            up,
-            down,
+            *(matrices[part] for part in parts),
             activation=moe.activation,
             allocate=self._allocate,
             biases=self.expert_biases(prefix, moe),
@@ -135,7 +134,7 @@ class Loader:
             Biases(
                 *(
                     self.vector(f"{prefix}{expert}.{part}_proj.bias")
-                    for part in ("gate", "up", "down")
+                    for part in projections_of(moe.activation)
                 )
             )
             for expert in range(moe.num_experts)
@@ -143,14 +142,13 @@ class Loader:
 
     def gated_ffn(self, prefix: str, activation: str) -> GatedFfn:
         is_packed = packed_experts_are_used(self.dtype, activation)
-        gate, up, down = (
-            self._matrix([self._weights(f"{prefix}{part}_proj.weight")], is_packed=is_packed)
-            for part in ("gate", "up", "down")
-        )
+        parts = projections_of(activation)
+        matrices = {
+            part: self._matrix([self._weights(f"{prefix}{part}_proj.weight")], is_packed=is_packed)
+            for part in dict.fromkeys(parts)
+        }
         return make_gated_ffn(
-            gate,
-            up,
-            down,
+            *(matrices[part] for part in parts),
             activation=activation,
             allocate=self._allocate,
             dtype=self.dtype,
@@ -263,7 +261,7 @@ class _ArenaPlan:
         module = RECURRENT if is_recurrent else "self_attn."
         total = self._attention(prefix + module, layer.attention)
         if isinstance(ffn, DenseSpec):
-            return total + self._network(f"{prefix}mlp.", ffn)
+            return total + (self._network(f"{prefix}mlp.", ffn) if layer.has_network else 0)
         total += self._linear([f"{prefix}mlp.gate"], ffn.num_experts, hidden_size)
         experts = [f"{prefix}mlp.experts.{expert}." for expert in range(ffn.num_experts)]
         total += self._gated(experts, ffn.expert_hidden, ffn.activation)
@@ -329,7 +327,7 @@ class _ArenaPlan:
         return sum(
             self._matrix([f"{prefix}{part}_proj.weight"], hidden, hidden_size)
             for prefix in prefixes
-            for part in ("gate", "up", "down")
+            for part in dict.fromkeys(projections_of(activation))
         )
 
     def _linear(self, names: Sequence[str], outputs: int, inputs: int) -> int:
@@ -444,17 +442,18 @@ class PagedLoader(Loader):
         )
 
     def expert_matrices(self, prefix: str, moe: MoeSpec) -> ExpertMatrices:
-        gate, up, down = (
-            [
+        parts = projections_of(moe.activation)
+        matrices = {
+            part: [
                 self._view(f"{prefix}{expert}.{part}_proj.weight")
                 for expert in range(moe.num_experts)
             ]
-            for part in ("gate", "up", "down")
-        )
+            for part in dict.fromkeys(parts)
+        }
         return ExpertMatrices(
-            gate,
-            up,
-            down,
+            matrices[parts[0]],
+            matrices["up"],
+            matrices["down"],
             biases=self.expert_biases(prefix, moe),
             are_reordered=self._are_reordered(prefix, moe),
         )
@@ -467,16 +466,17 @@ class PagedLoader(Loader):
         names = (
             f"{prefix}{expert}.{part}_proj.weight"
             for expert in range(moe.num_experts)
-            for part in ("gate", "up", "down")
+            for part in dict.fromkeys(projections_of(moe.activation))
         )
         with_tables = (name for name in names if _has_order(self._view(name)))
         return not all(_is_in_order(self._stored(name)) for name in with_tables)
 
     def gated_ffn(self, prefix: str, activation: str) -> GatedFfn:
-        gate, up, down = (
-            self._view(f"{prefix}{part}_proj.weight") for part in ("gate", "up", "down")
+        parts = projections_of(activation)
+        views = {part: self._view(f"{prefix}{part}_proj.weight") for part in dict.fromkeys(parts)}
+        return PlainGatedFfn(
+            *(views[part] for part in parts), activation=activation, product=_device_product
         )
-        return PlainGatedFfn(gate, up, down, activation=activation, product=_device_product)
 
     def table(self, name: str) -> Tensor:
         return self.vector(name)

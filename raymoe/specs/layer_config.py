@@ -207,6 +207,8 @@ def parse_layers(
                 f"at most {MAX_EXPERTS_OF_ALL_LAYERS} are supported"
             )
     dense = None if all(sparse) else _dense(fields)
+    name, family = fields.family.layers_without_network, fields.family
+    bare = frozenset() if name is None else fields.integers(name)
     layers = []
     for i, (window, is_sparse, num_heads) in enumerate(zip(windows, sparse, heads, strict=True)):
         own: AnyAttentionSpec = attention
@@ -220,15 +222,18 @@ def parse_layers(
             rope = ropes.of(window, own, is_sparse=is_sparse)
             if isinstance(own, LatentAttentionSpec):
                 own = _with_rope(own, window, rope)
+        ffn = _clamped(fields, moe if is_sparse else dense, i)
+        if i in bare:
+            ffn = DenseSpec(hidden=0, activation=_activation(fields))
         layers.append(
             LayerSpec(
                 attention=own,
-                ffn=_clamped(fields, moe if is_sparse else dense, i),
+                ffn=ffn,
                 rope=rope,
-                norms=fields.family.norms,
-                is_parallel=fields.family.is_parallel,
-                has_norm_bias=fields.family.has_norm_bias,
-                has_scalar=fields.family.has_layer_scalars,
+                norms=replace(family.norms, before_ffn=False) if i in bare else family.norms,
+                is_parallel=family.is_parallel,
+                has_norm_bias=family.has_norm_bias,
+                has_scalar=family.has_layer_scalars,
             )
         )
     return tuple(layers)

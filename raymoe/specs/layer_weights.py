@@ -11,6 +11,7 @@ from raymoe.specs.layers import (
     LayerSpec,
     MoeSpec,
     RecurrentSpec,
+    projections_of,
 )
 
 Shape = tuple[int, ...]
@@ -102,20 +103,19 @@ def common_weights(layer: LayerSpec, hidden_size: int) -> NamedShapes:
         for name in (EXPERTS_INPUT_NORM, EXPERTS_RESULT_NORM, SHARED_RESULT_NORM):
             yield from _norm(name, layer, hidden_size)
     if isinstance(ffn, DenseSpec):
-        yield from _gated("mlp.", ffn.hidden, hidden_size, has_bias=ffn.has_bias)
+        if layer.has_network:
+            yield from _network("mlp.", ffn, hidden_size)
     elif ffn.shared is not None:
         shared = ffn.shared
-        yield from _gated(
-            "mlp.shared_expert.", shared.hidden, hidden_size, has_bias=shared.has_bias
-        )
+        yield from _network("mlp.shared_expert.", shared.network(ffn.activation), hidden_size)
         if shared.is_gated:
             yield "mlp.shared_expert_gate.weight", (1, hidden_size)
 
 
 def expert_weights(moe: MoeSpec, hidden_size: int, expert: int = 0) -> NamedShapes:
     """Weights of one expert; all experts of a layer have the same shapes."""
-    prefix = f"{EXPERTS}{expert}."
-    yield from _gated(prefix, moe.expert_hidden, hidden_size, has_bias=moe.has_bias)
+    network = DenseSpec(hidden=moe.expert_hidden, activation=moe.activation, has_bias=moe.has_bias)
+    yield from _network(f"{EXPERTS}{expert}.", network, hidden_size)
 
 
 def _norm(name: str, layer: LayerSpec, hidden_size: int) -> NamedShapes:
@@ -196,10 +196,11 @@ def _router(moe: MoeSpec, hidden_size: int) -> NamedShapes:
         yield f"{ROUTER}e_score_correction_bias", (moe.num_experts,)
 
 
-def _gated(prefix: str, hidden: int, hidden_size: int, *, has_bias: bool) -> NamedShapes:
-    yield from _linear(f"{prefix}gate_proj", (hidden, hidden_size), has_bias=has_bias)
-    yield from _linear(f"{prefix}up_proj", (hidden, hidden_size), has_bias=has_bias)
-    yield from _linear(f"{prefix}down_proj", (hidden_size, hidden), has_bias=has_bias)
+def _network(prefix: str, network: DenseSpec, hidden_size: int) -> NamedShapes:
+    wide = (network.hidden, hidden_size)
+    for part in dict.fromkeys(projections_of(network.activation)):
+        shape = wide[::-1] if part == "down" else wide
+        yield from _linear(f"{prefix}{part}_proj", shape, has_bias=network.has_bias)
 
 
 # Alignment of parts in bytes, so that elements of any type can be read in place.

@@ -347,6 +347,7 @@ __all__ = [
     "SharedSpec",
     "TokenShapes",
     "largest_sizes",
+    "projections_of",
 ]
 
 Scoring = Literal["softmax", "sigmoid", "sparsemixer"]
@@ -401,9 +402,17 @@ class ClampSpec:
     offset: float
 
 
+def projections_of(activation: str) -> tuple[str, str, str]:
+    """The projections that stand for gate, up and down.
+
+    The square of a relu is relu(x) * x: a product whose gate is the up projection.
+    """
+    return ("up" if activation == "relu2" else "gate", "up", "down")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseSpec:
-    hidden: int
+    hidden: int  # 0: the layer has no network
     activation: str
     has_bias: bool = False
     clamp: ClampSpec | None = None
@@ -473,3 +482,7 @@ class LayerSpec:
     is_parallel: bool = False
     has_norm_bias: bool = False
     has_scalar: bool = False  # whether a learned number multiplies the hidden state at the end
+
+    @property
+    def has_network(self) -> bool:
+        return not isinstance(self.ffn, DenseSpec) or self.ffn.hidden > 0

@@ -1,7 +1,7 @@
 """Where the weights of a model are in a checkpoint."""
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -9,6 +9,7 @@ from raymoe.errors import CheckpointError, UnsupportedModelError
 from raymoe.specs.families.stored_names import EXPERT, Fused, Naming, namings_of
 from raymoe.specs.layer_weights import (
     EXPERTS,
+    FFN_NORM,
     HEAD,
     HEAD_BIAS,
     LABEL_HEAD,
@@ -115,10 +116,13 @@ def _places(spec: ModelSpec, naming: Naming) -> Iterator[tuple[str, _Place]]:
         stored = LABEL_HEAD if is_label_head else naming.rename(name)
         form = None if is_label_head else spec.format_of(name, shape)
         yield name, _plain_or_quantised(Location(stored), shape, form)
+    number = 0
     for i, layer in enumerate(spec.layers):
         weights = layer_weights(layer, spec.hidden_size)
-        prefix = naming.layers.format(layer=i)
-        names = _LayerNames(naming, prefix, weights, layer)
+        last = number + (naming.numbers_networks and layer.has_network)
+        prefixes = [naming.layers.format(layer=each) for each in (number, last)]
+        number = last + 1
+        names = _LayerNames(naming, prefixes, weights, layer)
         for name, shape in weights.items():
             canonical = layer_prefix(i) + name
             yield canonical, names.place(name, spec.format_of(canonical, shape))
@@ -128,11 +132,11 @@ class _LayerNames:
     def __init__(
         self,
         naming: Naming,
-        prefix: str,
+        prefixes: Sequence[str],
         weights: Mapping[str, Shape],
         layer: LayerSpec,
     ) -> None:
-        self._naming, self._prefix, self._weights = naming, prefix, weights
+        self._naming, self._prefixes, self._weights = naming, prefixes, weights
         self._attention = layer.attention
         self._num_experts = layer.ffn.num_experts if isinstance(layer.ffn, MoeSpec) else 0
         self._fused = {name: tensor for tensor in naming.fused for name in tensor.weights}
@@ -147,8 +151,11 @@ class _LayerNames:
         stored = self._naming.rename(general)
         if number is not None:
             stored = stored.replace(EXPERT, number[0])
-        location = Location(self._prefix + stored)
+        location = Location(self._prefix(general) + stored)
         return _plain_or_quantised(location, self._weights[name], quantised)
+
+    def _prefix(self, name: str) -> str:
+        return self._prefixes[name.startswith(("mlp.", FFN_NORM))]
 
     def _in_fused(
         self, tensor: Fused, general: str, expert: str | None, quantised: WeightFormat | None
@@ -164,7 +171,7 @@ class _LayerNames:
             rows = (index, total, count) if tensor.is_interleaved else (begin, end, 1)
             rows = (rows[0] // num_groups, rows[1] // num_groups, rows[2])
         location = Location(
-            self._prefix + tensor.name,
+            self._prefix(general) + tensor.name,
             expert=None if expert is None else int(expert),
             rows=rows,
             num_groups=num_groups,

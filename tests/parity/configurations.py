@@ -75,6 +75,7 @@ FAMILY_CONFIGS = {
     "qwen3_5_moe_text": "Qwen3_5MoeTextConfig",
     "qwen3_5_moe": "Qwen3_5MoeConfig",
     "granitemoehybrid": "GraniteMoeHybridConfig",
+    "nemotron_h": "NemotronHConfig",
 }
 # Text parts that no class runs alone.
 TEXT_CONFIGS = {

@@ -260,11 +260,12 @@ def _generate(
 
 def _forget_longer_rows(model: PreTrainedModel) -> None:
     """Dynamic rope keeps the base of the longest row so far; a row alone starts from the first."""
-    rotary = next(
+    rotaries = (
         module.rotary_emb
         for module in model.modules()
         if hasattr(module, "rotary_emb") and {"embed_tokens", "wte"} & module._modules.keys()
     )
+    rotary = next(rotaries, None)
     if rotary is None:  # positions do not matter
         return
     for name, first in list(rotary.named_buffers()):

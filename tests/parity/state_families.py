@@ -68,6 +68,21 @@ _GRANITE = BASE | {
     "mamba_chunk_size": 8,
 }
 
+_NEMOTRON = {name: value for name, value in BASE.items() if name != "num_hidden_layers"} | {
+    "head_dim": 16,
+    "hybrid_override_pattern": "MEM*EM-",
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 24,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "chunk_size": 8,
+    "time_step_min": 1e-30,  # a bound that transformers has for prompts alone
+}
+
 STATE_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
     "qwen3_next": (
         _DELTA,
@@ -80,6 +95,43 @@ STATE_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
         },
     ),
     "qwen3_5_moe_text": (_DELTA, _VARIANTS),
+    "nemotron_h": (
+        _NEMOTRON,
+        {
+            "plain": {},
+            "one group, wide convolution, no bias of it, states in turn": {
+                "hybrid_override_pattern": "MMM*EMM",
+                "n_groups": 1,
+                "conv_kernel": 6,
+                "use_conv_bias": False,
+            },
+            "attention first, biases, not renormalised": {
+                "hybrid_override_pattern": "*EM*-ME",
+                "use_bias": True,
+                "norm_topk_prob": False,
+            },
+            "groups of experts, scaled, top-3": {
+                "n_routed_experts": 8,
+                "n_group": 4,
+                "topk_group": 2,
+                "num_experts_per_tok": 3,
+                "routed_scaling_factor": 2.5,
+            },
+            "no experts, wide states, one KV head": {
+                "hybrid_override_pattern": "M-M-*-",
+                "ssm_state_size": 40,
+                "mamba_head_dim": 24,
+                "num_key_value_heads": 1,
+            },
+            "as many groups as heads, convolution of 2, one expert": {
+                "hybrid_override_pattern": "ME*EME",
+                "n_groups": 4,
+                "conv_kernel": 2,
+                "num_experts_per_tok": 1,
+                "intermediate_size": 72,
+            },
+        },
+    ),
     "granitemoehybrid": (
         _GRANITE,
         {

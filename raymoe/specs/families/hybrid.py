@@ -101,6 +101,49 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         ),
         multipliers=("embedding_multiplier", "residual_multiplier", "logits_scaling"),
     ),
+    "nemotron_h": Family(
+        architecture="NemotronHForCausalLM",
+        was_published_with_code=True,
+        aliases={"layers_block_type": "layer_types"},  # the class has the opposite
+        # Only the forward pass of prompts in transformers has the bound time_step_min; training
+        # and the published code have none.
+        ignored=TRAINING_FIELDS
+        | {"chunk_size", "expand", "mamba_proj_bias", "moe_shared_expert_overlap", "norm_eps"}
+        | {"mtp_hybrid_override_pattern", "mtp_layers_block_type", "num_logits_to_keep"}
+        | {"rescale_prenorm_residual", "time_step_floor", "time_step_max", "time_step_min"}
+        | {"use_mamba_kernels"},
+        fixed={
+            "mamba_ssm_cache_dtype": ("float32",),
+            "mlp_hidden_act": ("relu2",),
+            "moe_latent_size": (None,),
+            "n_shared_experts": (1,),
+            "residual_in_fp32": (False,),
+            "tie_word_embeddings": (False,),
+        },
+        activation="relu2",
+        rope=RopeRule(rotates_full_layers=False),
+        norm="rms_float32",
+        norm_eps="layer_norm_epsilon",
+        has_layer_types=True,
+        layers_without_network="layers_without_network",
+        recurrent=RecurrentRule(
+            kind="mamba2",
+            layer_type="linear_attention",
+            num_key_heads="n_groups",
+            num_heads="mamba_num_heads",
+            key_dim="ssm_state_size",
+            value_dim="mamba_head_dim",
+            conv_width="conv_kernel",
+            conv_bias="use_conv_bias",
+            bias="use_bias",
+            activation="mamba_hidden_act",
+        ),
+        moe=dataclasses.replace(
+            SIGMOID_EXPERTS,
+            shared=SharedRule(hidden="moe_shared_expert_intermediate_size"),
+            sparse_layers="listed",
+        ),
+    ),
     "mimo_v2_flash": Family(
         architecture="MiMoV2FlashForCausalLM",
         was_published_with_code=True,

@@ -208,6 +208,44 @@ def _granitemoehybrid(config: dict[str, object], values: Mapping[str, object]) -
     return config
 
 
+def _nemotron_h(config: dict[str, object], values: Mapping[str, object]) -> dict[str, object]:
+    """Pair each layer of attention or state with the network that may follow it."""
+    if config.get("quantization_config") is not None:
+        raise UnsupportedModelError(
+            "quantization_config is not supported for model_type 'nemotron_h', whose modules are "
+            "numbered in another way; use the checkpoint in bfloat16"
+        )
+    pattern = config.pop("hybrid_override_pattern", None)
+    if config.get("layers_block_type") is None and config.get("layer_types") is None:
+        marks = pattern if isinstance(pattern, str) else "ME*-"
+        config["layers_block_type"] = [_PATTERN.get(mark, mark) for mark in marks]
+    _rename_layers(config, values, "layer_types")
+    found = config["layer_types"]
+    mixers: list[str] = []
+    networks: dict[int, str] = {}
+    for kind in found if isinstance(found, list) else [found]:
+        if kind in {LINEAR, FULL}:
+            mixers.append(kind)
+        elif kind in _NETWORKS and mixers and len(mixers) - 1 not in networks:
+            networks[len(mixers) - 1] = _NETWORKS[kind]
+        else:
+            raise UnsupportedModelError(
+                f"layers_block_type = {found!r:.200} is not supported; supported: {LINEAR} and "
+                f"{FULL}, each followed by at most one of {', '.join(_NETWORKS)}"
+            )
+    layers = range(len(mixers))
+    config |= {
+        "layer_types": mixers,
+        "num_hidden_layers": len(mixers),
+        "mlp_layer_types": [networks.get(i, DENSE) for i in layers],
+        "layers_without_network": [i for i in layers if i not in networks],
+    }
+    _remove_step_limit(config)
+    return config
+
+
+_NETWORKS = {"moe": SPARSE, "mlp": DENSE}
+_PATTERN = {"M": LINEAR, "*": FULL, "E": "moe", "-": "mlp"}
 _RENAMED = {"mamba": LINEAR, "attention": FULL}
 
 
@@ -264,6 +302,7 @@ _FORMS: Mapping[str, Callable[[dict[str, object], Mapping[str, object]], dict[st
     "granitemoehybrid": _granitemoehybrid,
     "llama4_text": _llama4_text,
     "mimo_v2_flash": _mimo_v2_flash,
+    "nemotron_h": _nemotron_h,
     "qwen3_5_moe_text": _gated_delta,
     "qwen3_next": _gated_delta,
     "step3p5": _step3p5,

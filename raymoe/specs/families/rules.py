@@ -235,6 +235,7 @@ class Family:
     clamp: ClampRule | None = None  # of dense networks and shared experts
     dense_hidden: FieldName = "intermediate_size"  # if not set, `intermediate_size` is
     moe: MoeRule | None = None  # the experts; None for dense families
+    layers_without_network: FieldName | None = None  # field with a list of such layers
     # Which layers have a sliding window if `layer_types` is absent.
     windowed_layers: WindowedLayers = "none"
     is_window_switched: bool = False  # whether `use_sliding_window` enables the window

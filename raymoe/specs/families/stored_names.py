@@ -14,6 +14,7 @@ from raymoe.specs.layer_weights import (
     EXPERTS,
     FFN_NORM,
     FFN_RESULT_NORM,
+    INPUT_NORM,
     RECURRENT,
 )
 
@@ -42,6 +43,8 @@ class Naming:
     # Prefixes of canonical names -> prefixes of stored ones; the first match applies.
     renamed: Mapping[str, str] | None = None
     fused: tuple[Fused, ...] = ()
+    # Whether the networks of layers are stored as layers of their own, with the next number.
+    numbers_networks: bool = False
     unread: tuple[str, ...] = ()  # parts of the names of tensors that are stored but not used
 
     def rename(self, name: str) -> str:
@@ -80,6 +83,8 @@ def namings_of(model_type: str, wrapper: str | None = None) -> tuple[Naming, ...
     own = NAMINGS.get(model_type, ())
     in_one = [replace(naming, fused=_IN_ONE.fused) for naming in own if not naming.fused]
     namings = (*own, _CANONICAL, *in_one, _IN_ONE)
+    if any(naming.numbers_networks for naming in own):
+        namings = own  # the common names have no place for them
     if wrapper is not None:
         prefixes = WRAPPERS[wrapper].prefixes
         return tuple(naming.inside(*prefix) for prefix in prefixes for naming in namings)
@@ -261,9 +266,40 @@ _GRANITE_HYBRID = Naming(
     ),
 )
 
+
+def _nemotron(model: str, fused: tuple[Fused, ...] = ()) -> Naming:
+    return Naming(
+        layers=f"{model}.layers.{{layer}}.",
+        renamed={
+            "model.embed_tokens.": f"{model}.embeddings.",
+            "model.norm.": f"{model}.norm_f.",
+            f"{INPUT_NORM}.": "norm.",
+            f"{FFN_NORM}.": "norm.",
+            "mlp.shared_expert.": "mixer.shared_experts.",
+            "mlp.": "mixer.",
+            "self_attn.": "mixer.",
+            "linear_attn.o_proj.": "mixer.out_proj.",
+            RECURRENT: "mixer.",
+        },
+        fused=(*_mamba("mixer"), *fused),
+        numbers_networks=True,
+    )
+
+
+_NEMOTRON_IN_ONE = tuple(
+    Fused(name=f"mixer.experts.{part}_proj", weights=_experts("weight", part))
+    for part in ("up", "down")
+)
+
 NAMINGS: Mapping[str, tuple[Naming, ...]] = {
     "qwen3_next": (_QWEN3_NEXT, replace(_QWEN3_NEXT, fused=_QWEN3_NEXT.fused + _IN_ONE.fused)),
     "qwen3_5_moe_text": (_QWEN3_5, replace(_QWEN3_5, fused=_QWEN3_5.fused + _IN_ONE.fused)),
+    "nemotron_h": (
+        _nemotron("backbone"),
+        _nemotron("model"),
+        _nemotron("model", _NEMOTRON_IN_ONE),
+        _nemotron("backbone", _NEMOTRON_IN_ONE),
+    ),
     "mimo_v2_flash": (Naming(renamed={"self_attn.sinks": "self_attn.attention_sink_bias"}),),
     "minimax_m3_vl_text": (
         Naming(

@@ -150,6 +150,7 @@ MIMO = PUBLISHED["mimo_v2_flash"]
 STEP = PUBLISHED["step3p7"] | {"model_type": "step3p5"}
 OTHER = STEP["attention_other_setting"]
 GRANITE = {"model_type": "granitemoehybrid"}
+NEMOTRON = {"model_type": "nemotron_h"}
 
 
 @pytest.mark.parametrize(
@@ -173,6 +174,11 @@ GRANITE = {"model_type": "granitemoehybrid"}
         (GRANITE | {"mamba_d_head": 24}, r"mamba_d_head 24; .* \(8192\)"),
         (GRANITE | {"mamba_n_groups": 3}, "not a multiple of mamba_n_groups"),
         (GRANITE | {"layer_types": ["mamba", "mlp"]}, "layer_types"),
+        (NEMOTRON | {"hybrid_override_pattern": "MEE*"}, "layers_block_type .* at most one of moe"),
+        (NEMOTRON | {"hybrid_override_pattern": "-M*"}, "layers_block_type"),
+        (NEMOTRON | {"moe_latent_size": 1024}, "moe_latent_size = 1024"),
+        (NEMOTRON | {"quantization_config": {"quant_method": "fp8"}}, "bfloat16"),
+        (NEMOTRON | {"mamba_hidden_act": "relu"}, "mamba_hidden_act = 'relu'"),
     ],
 )
 def test_what_transformers_does_not_follow_is_refused_by_name(
@@ -180,3 +186,18 @@ def test_what_transformers_does_not_follow_is_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         ModelSpec.from_config(config)
+
+
+def test_networks_of_nemotron_belong_to_the_layer_before() -> None:
+    spec = ModelSpec.from_config(NEMOTRON | {"hybrid_override_pattern": "MEM*-"})
+    assert [layer.has_network for layer in spec.layers] == [True, False, True]
+    assert [isinstance(layer.ffn, MoeSpec) for layer in spec.layers] == [True, False, False]
+    assert [isinstance(layer.attention, AttentionSpec) for layer in spec.layers] == [
+        False,
+        False,
+        True,
+    ]
+    names = ModelSpec.from_config(
+        NEMOTRON | {"layers_block_type": ["mamba", "moe", "mamba", "attention", "mlp"]}
+    )
+    assert names == spec

@@ -58,6 +58,25 @@ PUBLISHED = {
             f"{LAYER}block_sparse_moe.input_linear.weight", expert=2, rows=(56, 112, 1)
         ),
     },
+    "granitemoehybrid": {  # ibm-granite/granite-4.0-h-tiny
+        f"{LAYER}linear_attn.k_proj.weight": Location(
+            f"{LAYER}mamba.in_proj.weight", rows=(192, 208, 1)
+        ),
+        f"{LAYER}linear_attn.o_proj.weight": Location(f"{LAYER}mamba.out_proj.weight"),
+        f"{LAYER}linear_attn.v_conv.bias": Location(f"{LAYER}mamba.conv1d.bias", rows=(0, 96, 1)),
+    },
+    "nemotron_h": {  # nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16
+        "model.layers.0.linear_attn.k_proj.weight": Location(
+            "backbone.layers.0.mixer.in_proj.weight", rows=(64, 96, 1)
+        ),
+        "model.layers.1.linear_attn.D": Location("backbone.layers.2.mixer.D"),
+        "model.layers.2.mlp.experts.3.up_proj.weight": Location(
+            "backbone.layers.4.mixer.experts.3.up_proj.weight"
+        ),
+        "model.layers.3.post_attention_layernorm.weight": Location("backbone.layers.6.norm.weight"),
+        "model.layers.3.mlp.down_proj.weight": Location("backbone.layers.6.mixer.down_proj.weight"),
+        "model.norm.weight": Location("backbone.norm_f.weight"),
+    },
     "gpt_oss": {  # openai/gpt-oss-20b, but for its quantised experts
         f"{LAYER}mlp.gate.bias": Location(f"{LAYER}mlp.router.bias"),
         f"{LAYER}self_attn.sinks": Location(f"{LAYER}self_attn.sinks"),
