@@ -168,6 +168,19 @@ class StoredMatrix:
         shape = (len(range(begin, end, step)), self.shape[1])
         return replace(self, shape=shape, pieces=pieces)
 
+    def rows_of_groups(self, begin: int, end: int, num_groups: int) -> "StoredMatrix":
+        """The outputs from `begin` to `end` of each of these equal groups, copied."""
+        size = self.shape[0] // num_groups
+        parts = [self.rows(group * size + begin, group * size + end) for group in range(num_groups)]
+        pieces = {
+            piece.name: parts[0].pieces[piece.name]
+            if piece.row_axis is None
+            else torch.cat([part.pieces[piece.name] for part in parts], dim=piece.row_axis)
+            for piece in self.format.pieces(*self.shape)
+        }
+        shape = (num_groups * (end - begin), self.shape[1])
+        return replace(self, shape=shape, pieces=pieces)
+
     def columns(self, begin: int, end: int) -> "StoredMatrix":
         """A view of the inputs `begin` to `end`; only the group table is copied.
 

@@ -105,7 +105,11 @@ class WeightStore:
             names[piece.name] = name
         matrix = StoredMatrix(format=stored, shape=shape, pieces=tensors)
         check_values(matrix, lambda piece: self._describe(names[piece]))
-        return matrix if location.rows is None else matrix.rows(*location.rows)
+        if location.rows is None:
+            return matrix
+        if location.num_groups > 1:
+            return matrix.rows_of_groups(*location.rows[:2], location.num_groups)
+        return matrix.rows(*location.rows)
 
     def _describe(self, name: str) -> str:
         return f"{self.checkpoint.directory / self.checkpoint.entry(name).file}: tensor {name!r}"

@@ -248,9 +248,12 @@ def _check_shapes(
 def _check_cut(location: Location) -> None:
     if location.rows is None:
         return
-    begin, _, step = location.rows
+    begin, end, step = location.rows
     for name, piece in location.pieces().items():
         is_cut = begin % piece.rows > 0 or (step > 1 and piece.rows > 1)
+        if location.num_groups > 1 and location.quantised is not None:
+            _, (rows, _) = location.quantised
+            is_cut |= end % piece.rows > 0 or rows // location.num_groups % piece.rows > 0
         if piece.row_axis is not None and is_cut:
             raise UnsupportedModelError(
                 f"tensor {name!r} has one entry for {piece.rows} rows, and the weights that it "

@@ -33,7 +33,8 @@ SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 16, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
     "q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
-    "v_head_dim": 16, "d_model": 64, "n_heads": 4, "ffn_hidden_size": 64,
+    "v_head_dim": 16, "linear_num_value_heads": 8, "d_model": 64, "n_heads": 4,
+    "ffn_hidden_size": 64,
 }  # fmt: skip
 SCHEDULES = ("cgopipe", "vslpipe", "module_batching")
 SAMPLING = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}

@@ -282,6 +282,16 @@ def test_rows_of_a_matrix_are_rows_of_its_numbers(stored: WeightFormat) -> None:
         assert torch.equal(as_tensor(part, torch.float32), whole[begin:end])
 
 
+@pytest.mark.parametrize("stored", FORMATS, ids=str)
+def test_rows_of_groups_are_rows_of_each_of_them(stored: WeightFormat) -> None:
+    matrix = quantise(stored, torch.randn(768, 64), seed=1).matrix
+    whole = as_tensor(matrix, torch.float32).view(3, 256, 64)
+    for rows in (slice(0, 128), slice(128, 256)):
+        part = matrix.rows_of_groups(rows.start, rows.stop, 3)
+        assert part.shape == (384, 64)
+        assert torch.equal(as_tensor(part, torch.float32), whole[:, rows].flatten(0, 1))
+
+
 @pytest.mark.parametrize("stored", [stored for stored in FORMATS if not has_order(stored)])
 def test_columns_of_a_matrix_are_columns_of_its_numbers(stored: WeightFormat) -> None:
     matrix = quantise(stored, torch.randn(136, 384), seed=2).matrix
