@@ -61,7 +61,8 @@ def reference_routing(
     weights_TK = scores_TE.gather(1, ids_TK)
     if router.renormalize:
         sums_T1 = weights_TK.sum(-1, keepdim=True)
-        weights_TK = weights_TK / sums_T1.clamp_min(router.min_weight_sum)
+        sums_T1 = sums_T1.clamp_min(router.min_weight_sum) + router.added_weight_sum
+        weights_TK = weights_TK / sums_T1
     return ids_TK, weights_TK * router.scale
 
 
@@ -296,9 +297,11 @@ class ReferenceModel:
         return self._linear(mixed_TAD.flatten(1), f"{prefix}o_proj", has_bias=spec.has_bias)
 
     def _recurrent(self, normed_TH: Tensor, spec: RecurrentSpec, prefix: str) -> Tensor:
-        """Gated DeltaNet, token by token; in float32 at least, as every implementation."""
+        """Token by token; in float32 at least, as every implementation."""
         if spec.kind == "mamba2":
             return self._mamba(normed_TH, spec, prefix)
+        if spec.kind == "short_conv":
+            return self._short_conv(normed_TH, spec, prefix)
         query_TX, key_TX, value_TX = (
             self._convolved(
                 self._linear(normed_TH, f"{prefix}{part}_proj"), f"{prefix}{part}_conv"
@@ -335,6 +338,21 @@ class ReferenceModel:
             torch.stack(read).to(self.dtype), f"{prefix}norm.weight", spec.norm_eps
         )
         return self._linear(normed_THV.flatten(1) * gate_TX, f"{prefix}o_proj")
+
+    def _short_conv(self, normed_TH: Tensor, spec: RecurrentSpec, prefix: str) -> Tensor:
+        gain_TH, gate_TH, value_TH = (
+            self._linear(normed_TH, f"{prefix}{part}_proj", has_bias=spec.has_bias)
+            for part in "bgv"
+        )
+        weight_HW = self._weight(f"{prefix}v_conv.weight")[:, 0]
+        bias_H = self._weight(f"{prefix}v_conv.bias") if spec.has_conv_bias else 0
+        product_TH = gain_TH * value_TH
+        mixed = []
+        for t in range(len(product_TH)):
+            past_HX = product_TH[max(0, t + 1 - spec.conv_width) : t + 1].T
+            mixed.append((past_HX * weight_HW[:, -past_HX.shape[1] :]).sum(1) + bias_H)
+        gated_TH = gate_TH * torch.stack(mixed)
+        return self._linear(gated_TH, f"{prefix}o_proj", has_bias=spec.has_bias)
 
     def _mamba(self, normed_TH: Tensor, spec: RecurrentSpec, prefix: str) -> Tensor:
         gate_TX, value_TX, key_TX, query_TX, step_TH = (

@@ -497,6 +497,7 @@ def route_kernel(
     HAS_BIAS: tl.constexpr,
     RENORMALIZES: tl.constexpr,
     MIN_SUM: tl.constexpr,
+    ADDED_SUM: tl.constexpr,
     SCALE: tl.constexpr,
     PADDED_GROUPS: tl.constexpr,
     PADDED_SIZE: tl.constexpr,
@@ -507,14 +508,13 @@ def route_kernel(
     groups_G1, within_1X = tl.arange(0, PADDED_GROUPS)[:, None], tl.arange(0, PADDED_SIZE)[None, :]
     ids_GX = groups_G1 * GROUP_SIZE + within_1X
     is_expert_GX = (groups_G1 < GROUPS) & (within_1X < GROUP_SIZE)
-    row_ptr = logits_ptr + token * logits_stride
-    logits_GX = tl.load(row_ptr + ids_GX, mask=is_expert_GX, other=0).to(tl.float32)
-    logits_GX = tl.where(is_expert_GX, logits_GX, HIDDEN)
+    logits_GX = tl.load(logits_ptr + token * logits_stride + ids_GX, mask=is_expert_GX, other=0)
+    logits_GX = tl.where(is_expert_GX, logits_GX.to(tl.float32), HIDDEN)
     if IS_SIGMOID:
         scores_GX = tl.div_rn(1.0, 1.0 + tl.exp(-logits_GX))
     else:
-        powers_GX = tl.exp(logits_GX - tl.max(tl.max(logits_GX, 1), 0))
-        powers_GX = tl.where(is_expert_GX, powers_GX, 0.0)
+        largest = tl.max(tl.max(logits_GX, 1), 0)
+        powers_GX = tl.where(is_expert_GX, tl.exp(logits_GX - largest), 0.0)
         scores_GX = tl.div_rn(powers_GX, _sum_all(powers_GX) + tl.zeros_like(powers_GX))
     choice_GX = scores_GX if BY_SCORES else logits_GX
     if HAS_BIAS:
@@ -524,18 +524,16 @@ def route_kernel(
             choice_GX, ids_GX, is_expert_GX, GROUPS, TOP_GROUPS, SUMS_TWO, PADDED_GROUPS
         )
     ordered_GX = tl.where(is_expert_GX, _ordered(choice_GX, ids_GX), TAKEN)
-    slots_K, total = tl.arange(0, PADDED_K), 0.0
-    weights_K = tl.full([PADDED_K], 0.0, tl.float32)
+    slots_K, weights_K, total = tl.arange(0, PADDED_K), tl.full([PADDED_K], 0.0, tl.float32), 0.0
     for k in range(TOP_K):
         best = tl.max(tl.max(ordered_GX, 1), 0)
-        is_best_GX = ordered_GX == best
-        ordered_GX = tl.where(is_best_GX, TAKEN, ordered_GX)
-        weight = _sum_all(tl.where(is_best_GX, scores_GX, 0.0))
+        weight = _sum_all(tl.where(ordered_GX == best, scores_GX, 0.0))
+        ordered_GX = tl.where(ordered_GX == best, TAKEN, ordered_GX)
         weights_K = tl.where(slots_K == k, weight, weights_K)
         total += weight
         tl.store(ids_ptr + token * ids_stride + k, ((best ^ LAST_ID) & LAST_ID).to(tl.int32))
     if RENORMALIZES:
-        total = tl.where(total < MIN_SUM, MIN_SUM, total)
+        total = tl.where(total < MIN_SUM, MIN_SUM, total) + ADDED_SUM
         weights_K = tl.div_rn(weights_K, total + tl.zeros_like(weights_K))
     weights_ptr += token * weights_stride
     tl.store(weights_ptr + slots_K, weights_K * SCALE, mask=slots_K < TOP_K)
@@ -550,6 +548,7 @@ def route(
     is_sigmoid: bool = False,
     renormalizes: bool = True,
     min_sum: float = 0.0,
+    added_sum: float = 0.0,
     scale: float = 1.0,
     groups: tuple[int, int] = (1, 1),
     sums_two: bool = False,
@@ -563,7 +562,7 @@ def route(
         sums_two: Whether the score of a group is the sum of its two best instead of its best.
     """
     (num_tokens, num_experts), top_k = logits_TE.shape, ids_TK.shape[1]
-    group_size = num_experts // groups[0]
+    group_size, has_sum = num_experts // groups[0], min_sum + added_sum > 0
     return Launch(
         kernel=route_kernel,
         grid=(num_tokens,),
@@ -584,10 +583,11 @@ def route(
             "TOP_K": top_k,
             "IS_SIGMOID": is_sigmoid,
             # Scores have the order of logits, but are equal for more of them.
-            "BY_SCORES": bias_E is not None or groups[0] > 1 or (min_sum > 0 and not is_sigmoid),
+            "BY_SCORES": bias_E is not None or groups[0] > 1 or (has_sum and not is_sigmoid),
             "HAS_BIAS": bias_E is not None,
             "RENORMALIZES": renormalizes,
             "MIN_SUM": float(min_sum),
+            "ADDED_SUM": float(added_sum),
             "SCALE": float(scale),
             "PADDED_GROUPS": _power_of_two(groups[0]),
             "PADDED_SIZE": _power_of_two(group_size),

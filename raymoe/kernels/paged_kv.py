@@ -161,11 +161,11 @@ class LatentLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateLayout:
-    """States of the sequences' slots in bytes: all last inputs of the convolution, then all heads.
+    """States of the sequences' slots in bytes: all heads, then all last inputs of the convolution.
 
     Attributes:
         past: Shape of a slot's last inputs, [P, C], in `past_dtype`.
-        heads: Shape of a slot's matrices, [H, K, V], in float32.
+        heads: Shape of a slot's matrices, [H, K, V], in float32; they may be empty.
     """
 
     past: tuple[int, int]
@@ -185,19 +185,19 @@ class StateLayout:
         return 0
 
     @property
-    def past_bytes(self) -> int:
-        return prod(self.past) * self.past_dtype.itemsize
+    def head_bytes(self) -> int:
+        return prod(self.heads) * torch.float32.itemsize
 
     @property
     def sequence_bytes(self) -> int:
-        return self.past_bytes + prod(self.heads) * torch.float32.itemsize
+        return self.head_bytes + prod(self.past) * self.past_dtype.itemsize
 
     def views(self, cache: Tensor) -> tuple[Tensor, Tensor]:
         """The past inputs [N, P, C] and the matrices [N, H, K, V] of all slots."""
         num_slots = len(cache) // self.sequence_bytes
-        end = num_slots * self.past_bytes
-        past = cache[:end].view(self.past_dtype).view(num_slots, *self.past)
-        return past, cache[end:].view(torch.float32).view(num_slots, *self.heads)
+        end = num_slots * self.head_bytes
+        heads = cache[:end].view(torch.float32).view(num_slots, *self.heads)
+        return cache[end:].view(self.past_dtype).view(num_slots, *self.past), heads
 
 
 def multiply_heads(left_HTX: Tensor, right_HXY: Tensor, out_THY: Tensor) -> Tensor:

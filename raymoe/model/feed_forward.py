@@ -69,6 +69,7 @@ def _choose_in_one_launch(
         is_sigmoid=router.scoring == "sigmoid",
         renormalizes=router.renormalize,
         min_sum=router.min_weight_sum,
+        added_sum=router.added_weight_sum,
         scale=router.scale,
         groups=(router.num_groups, router.top_groups),
         sums_two=router.group_score != "max",
@@ -99,7 +100,8 @@ def _choose(logits_TE: Tensor, moe: MoeSpec, selection_bias_E: Tensor | None) ->
     ids_TK = _largest(choice_TE, moe.top_k)
     weights_TK = scores_TE.gather(1, ids_TK)
     if router.renormalize:
-        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp_min(router.min_weight_sum)
+        sum_T1 = weights_TK.sum(-1, keepdim=True).clamp_min(router.min_weight_sum)
+        weights_TK = weights_TK / (sum_T1 + router.added_weight_sum)
     return _routing(ids_TK, weights_TK * router.scale)
 
 
@@ -122,7 +124,7 @@ def _without_other_groups(choice_TE: Tensor, router: RouterSpec) -> Tensor:
 
 def _is_plain_softmax(router: RouterSpec) -> bool:
     """Whether the weights are those of a softmax, renormalised or not, times `scale`."""
-    return router.scoring == "softmax" and router.min_weight_sum == 0
+    return router.scoring == "softmax" and router.min_weight_sum + router.added_weight_sum == 0
 
 
 def _mix_sparsely(logits_TE: Tensor, top_k: int, jitter: float) -> Routing:

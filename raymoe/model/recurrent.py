@@ -3,6 +3,8 @@
 T tokens, C channels of the convolution, H heads, V dimensions of a value.
 """
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -14,7 +16,7 @@ from raymoe.kernels.paged_kv import StateLayout
 from raymoe.model.attention import HostAttention
 from raymoe.model.loading import Loader
 from raymoe.model.rope import Angles
-from raymoe.specs.layers import RecurrentSpec
+from raymoe.specs.layers import RecurrentKind, RecurrentSpec
 
 
 class Recurrent(HostAttention):
@@ -31,7 +33,6 @@ class Recurrent(HostAttention):
         self._input = loader.linear(inputs, has_bias=spec.has_bias)
         self._gate = loader.linear([f"{prefix}g_proj"], has_bias=spec.has_bias)
         self._output = loader.linear([f"{prefix}o_proj"], has_bias=spec.has_bias)
-        self._norm_X = loader.vector(f"{prefix}norm.weight")
 
         def on_host(name: str) -> Tensor:
             return loader.score_vector(f"{prefix}{name}", is_on_host=True)
@@ -42,13 +43,17 @@ class Recurrent(HostAttention):
         self._conv_bias_C = None
         if spec.has_conv_bias:
             self._conv_bias_C = torch.cat([on_host(f"{conv}.bias") for conv in convs])
-        self._decay_H, self._decay_bias_A = -on_host("A_log").exp(), on_host("dt_bias")
+        if spec.has_matrices:
+            self._decay_H, self._decay_bias_A = -on_host("A_log").exp(), on_host("dt_bias")
+            self._norm_X = loader.vector(f"{prefix}norm.weight")
 
     def project(self, normed_TH: Tensor, angles: Angles, out: Projected | None = None) -> Projected:
         del angles
         spec = self._spec
         sizes = [spec.conv_channels, spec.decay_width, spec.gain_width]
         parts = torch.split(self._input(normed_TH)[:, None], sizes, dim=2)
+        if not spec.has_matrices:
+            parts = (parts[0] * parts[2], parts[1], parts[2][..., :0])
         if out is None:
             return Projected(*parts)
         for target, part in zip(out, parts, strict=True):
@@ -56,19 +61,22 @@ class Recurrent(HostAttention):
         return out
 
     def attend(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
+        spec = self._spec
         assert batch.slots is not None, "the engine gives every sequence a slot"
         of_states = StateBatch(
             query_start=batch.query_start, context_tokens=batch.context_tokens, slots=batch.slots
         )
-        past_NPC, states_NHKV = self._layout.views(cache)
+        past_NPC, states_NHKV = state_layout(spec, self._dtype).views(cache)
         mixed_TC = causal_conv(
             projected.query_THD[:, 0],
             self._conv_CW,
             self._conv_bias_C,
             past_NPC,
             of_states,
-            activation="silu",
+            activation="silu" if spec.has_matrices else "none",
         )
+        if not spec.has_matrices:
+            return mixed_TC
         return self._scan(mixed_TC, projected, states_NHKV, of_states).flatten(1)
 
     def _scan(
@@ -105,16 +113,20 @@ class Recurrent(HostAttention):
         return result_TX if out is None else out.copy_(result_TX)
 
     def output(self, attention_TX: Tensor, normed_TH: Tensor) -> Tensor:
-        spec = self._spec
-        read_THV = attention_TX.view(-1, spec.num_heads, spec.value_dim)
-        normed_THV = rms_norm(read_THV.flatten(0, 1), self._norm_X, spec.norm_eps).view_as(read_THV)
-        gate_TX = functional.silu(self._gate(normed_TH).float())
-        gated_TX = (normed_THV.flatten(1) * gate_TX).to(attention_TX.dtype)
-        return self._output(gated_TX)
+        spec, read_TX = self._spec, attention_TX
+        if spec.has_matrices:
+            read_XV = attention_TX.view(-1, spec.value_dim)
+            read_TX = rms_norm(read_XV, self._norm_X, spec.norm_eps).view_as(attention_TX)
+        gate_TX = _GATES[spec.kind](self._gate(normed_TH).float())
+        return self._output((read_TX * gate_TX).to(attention_TX.dtype))
 
-    @property
-    def _layout(self) -> StateLayout:
-        return state_layout(self._spec, self._dtype)
+
+# Factors of the output, from the outputs of a projection.
+_GATES: Mapping[RecurrentKind, Callable[[Tensor], Tensor]] = {
+    "gated_delta": functional.silu,
+    "kimi_delta": torch.sigmoid,
+    "short_conv": lambda gate_TX: gate_TX,
+}
 
 
 class Mamba2(Recurrent):

@@ -245,7 +245,13 @@ def _recurrent_layers(fields: ConfigFields, num_layers: int) -> list[bool] | Non
     if rule is None:
         return None
     kinds = (*fields.family.full_layer_types, rule.layer_type)
-    return _kinds(fields.layer_types, "layer_types", kinds, num_layers)
+    states = _kinds(fields.layer_types, "layer_types", kinds, num_layers)
+    if all(states):
+        raise UnsupportedModelError(
+            f"layer_types has only layers of type {rule.layer_type}; supported: at least one layer "
+            "with attention, as in transformers"
+        )
+    return states
 
 
 def _recurrent(fields: ConfigFields) -> RecurrentSpec | None:
@@ -253,15 +259,23 @@ def _recurrent(fields: ConfigFields) -> RecurrentSpec | None:
     if rule is None:
         return None
     names = (rule.num_key_heads, rule.num_heads, rule.key_dim, rule.value_dim, rule.conv_width)
-    num_key_heads, num_heads, key_dim, value_dim, conv_width = map(fields.positive, names)
+    num_key_heads, num_heads, key_dim, value_dim, conv_width = (
+        fields.positive(name) if isinstance(name, str) else name for name in names
+    )
     if num_heads % num_key_heads:
         raise ConfigError(
             f"{rule.num_heads} is {num_heads}, not a multiple of {rule.num_key_heads} "
             f"({num_key_heads})"
         )
+    has_matrices = rule.kind != "short_conv"
     for name, dim in ((rule.key_dim, key_dim), (rule.value_dim, value_dim)):
-        _check_head_dim(name, dim)
-    if ACTIVATIONS.get(str(fields.get(rule.activation))) != "silu":
+        if has_matrices:
+            _check_head_dim(str(name), dim)
+    if not has_matrices and conv_width == 1:
+        raise UnsupportedModelError(
+            f"{rule.conv_width} is 1: such a convolution keeps no state; supported: at least 2"
+        )
+    if has_matrices and ACTIVATIONS.get(str(fields.get(rule.activation))) != "silu":
         raise UnsupportedModelError(
             f"{rule.activation} = {fields.get(rule.activation)!r} is not supported for layers of "
             f"type {rule.layer_type}; supported: silu"
@@ -518,9 +532,10 @@ def _router(fields: ConfigFields, rule: RouterRule, num_experts: int) -> RouterS
         logit_softcap=_softcap(fields, rule.logit_softcap),
         renormalize=is_of_chosen or fields.switch(rule.renormalize),
         min_weight_sum=fields.number_or(rule.min_weight_sum),
+        added_weight_sum=rule.added_weight_sum,
         scale=fields.number_or(rule.scale),
         has_bias=rule.has_bias,
-        has_selection_bias=rule.has_selection_bias,
+        has_selection_bias=fields.switch(rule.has_selection_bias),
         jitter=fields.number_or(rule.jitter),
         has_input_norm=rule.has_input_norm,
         scales_input=rule.scales_input,

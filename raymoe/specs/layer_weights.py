@@ -170,16 +170,17 @@ def _recurrent(attention: RecurrentSpec, hidden_size: int) -> NamedShapes:
         yield f"{RECURRENT}{part}_proj.weight", (width, hidden_size)
     for part, width in attention.inputs.items() if has_bias else ():
         yield f"{RECURRENT}{part}_proj.bias", (width,)
+    gate = (attention.gate_width, hidden_size)
+    yield from _linear(f"{RECURRENT}g_proj", gate, has_bias=has_bias)
     for part, width in attention.projections.items():
         conv = (width, 1, attention.conv_width)
         yield from _linear(f"{RECURRENT}{part}_conv", conv, has_bias=attention.has_conv_bias)
-    yield f"{RECURRENT}A_log", (attention.num_heads,)
-    yield f"{RECURRENT}dt_bias", (attention.decay_width,)
+    if attention.has_matrices:
+        yield f"{RECURRENT}A_log", (attention.num_heads,)
+        yield f"{RECURRENT}dt_bias", (attention.decay_width,)
+        yield f"{RECURRENT}norm.weight", (attention.norm_width,)
     if attention.kind == "mamba2":
         yield f"{RECURRENT}D", (attention.num_heads,)
-    yield f"{RECURRENT}norm.weight", (attention.norm_width,)
-    gate = (attention.gate_width, hidden_size)
-    yield from _linear(f"{RECURRENT}g_proj", gate, has_bias=has_bias)
     output = (hidden_size, attention.output_width)
     yield from _linear(f"{RECURRENT}o_proj", output, has_bias=has_bias)
 

@@ -220,7 +220,8 @@ class RecurrentSpec:
 
     A causal convolution over the last `conv_width` tokens follows the projections of queries, keys
     and values. Each head then updates a matrix of `key_dim` x `value_dim` by its keys and values,
-    after a decay, and multiplies it by its query. A short convolution has no such matrix.
+    after a decay, and multiplies it by its query. A short convolution has no such matrix, so that
+    `key_dim` is zero, and convolves the product of two projections.
 
     Mamba-2 writes its x as values by the keys B and reads by the queries C, each scaled by a step
     of time that decides the decay as well. It adds `D` times its values to what it reads, and norms
@@ -241,10 +242,16 @@ class RecurrentSpec:
     has_bias: bool = False  # biases of the projections
 
     @property
+    def has_matrices(self) -> bool:
+        """Whether there is a state besides the last inputs of the convolution."""
+        return self.kind != "short_conv"
+
+    @property
     def projections(self) -> dict[str, int]:
         """Outputs of the projections that the convolution mixes."""
         key = self.num_key_heads * self.key_dim
-        return {"q": key, "k": key, "v": self.output_width}
+        widths = {"q": key, "k": key, "v": self.output_width}
+        return {part: width for part, width in widths.items() if width}
 
     @property
     def inputs(self) -> dict[str, int]:
@@ -259,12 +266,14 @@ class RecurrentSpec:
     @property
     def decay_width(self) -> int:
         """Outputs of the projection that the decay of a token comes from."""
-        return self.num_heads
+        return self.num_heads if self.has_matrices else 0
 
     @property
     def gain_width(self) -> int:
         """Outputs of the projection that says how much of a token is written to the state."""
-        return 0 if self.kind == "mamba2" else self.num_heads
+        if self.kind == "mamba2":
+            return 0
+        return self.num_heads if self.has_matrices else self.output_width
 
     @property
     def gate_width(self) -> int:
@@ -319,7 +328,7 @@ class RecurrentSpec:
             query=query,
             absorbed_query=query,
             key=(1, self.decay_width),
-            value=(1, self.gain_width),
+            value=(1, self.gain_width if self.has_matrices else 0),
             output=self.output_width,
             absorbed_output=self.output_width,
         )
@@ -370,6 +379,7 @@ class RouterSpec:
     logit_softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
     renormalize: bool = True  # whether the chosen weights are scaled to sum to 1
     min_weight_sum: float = 0.0  # lower bound of the divisor when renormalising
+    added_weight_sum: float = 0.0  # added to that divisor
     scale: float = 1.0  # final factor of the weights
     has_bias: bool = False  # a bias of the logits
     has_selection_bias: bool = False  # a bias of the scores that affects only the choice

@@ -76,6 +76,7 @@ FAMILY_CONFIGS = {
     "qwen3_5_moe": "Qwen3_5MoeConfig",
     "granitemoehybrid": "GraniteMoeHybridConfig",
     "nemotron_h": "NemotronHConfig",
+    "lfm2_moe": "Lfm2MoeConfig",
 }
 # Text parts that no class runs alone.
 TEXT_CONFIGS = {

@@ -261,9 +261,10 @@ def _generate(
 def _forget_longer_rows(model: PreTrainedModel) -> None:
     """Dynamic rope keeps the base of the longest row so far; a row alone starts from the first."""
     rotaries = (
-        module.rotary_emb
+        getattr(module, name)
         for module in model.modules()
-        if hasattr(module, "rotary_emb") and {"embed_tokens", "wte"} & module._modules.keys()
+        for name in ("rotary_emb", "pos_emb")
+        if hasattr(module, name) and {"embed_tokens", "wte"} & module._modules.keys()
     )
     rotary = next(rotaries, None)
     if rotary is None:  # positions do not matter

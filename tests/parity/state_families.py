@@ -67,6 +67,50 @@ _GRANITE = BASE | {
     "mamba_d_state": 16,
     "mamba_chunk_size": 8,
 }
+CONV = "conv"
+_LFM2 = BASE | {
+    "num_hidden_layers": 4,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "num_dense_layers": 1,
+    "moe_intermediate_size": 40,
+    "layer_types": [CONV, CONV, FULL, CONV],
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+_LFM2_VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "wide convolution with biases": {"conv_L_cache": 7, "conv_bias": True},
+    "convolution of 2, attention first, tied": {
+        "conv_L_cache": 2,
+        "layer_types": [FULL, CONV, CONV],
+        "num_hidden_layers": 3,
+        "tie_word_embeddings": True,
+    },
+    "all experts chosen, no bias of experts, not renormalised": {
+        "use_expert_bias": False,
+        "norm_topk_prob": False,
+        "num_experts_per_tok": 6,
+        "routed_scaling_factor": 0.4,
+    },
+    "top-1, scaled, no dense layer": {
+        "num_experts_per_tok": 1,
+        "routed_scaling_factor": 2.5,
+        "num_dense_layers": 0,
+    },
+    "hidden size of 52, one KV head, attention last": {
+        "hidden_size": 52,
+        "head_dim": 8,
+        "num_key_value_heads": 1,
+        "layer_types": [CONV, CONV, CONV, FULL],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    },
+    "two layers of attention, all dense but the last": {
+        "layer_types": [CONV, FULL, FULL, CONV],
+        "num_dense_layers": 3,
+        "conv_bias": True,
+    },
+}
 
 _NEMOTRON = {name: value for name, value in BASE.items() if name != "num_hidden_layers"} | {
     "head_dim": 16,
@@ -173,4 +217,5 @@ STATE_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
             },
         },
     ),
+    "lfm2_moe": (_LFM2, _LFM2_VARIANTS),
 }

@@ -91,9 +91,10 @@ class RouterRule:
     logit_softcap: FieldName | None = None
     renormalize: bool | FieldName = True
     min_weight_sum: float | FieldName = 0.0
+    added_weight_sum: float = 0.0
     scale: float | FieldName = 1.0
     has_bias: bool = False
-    has_selection_bias: bool = False
+    has_selection_bias: bool | FieldName = False
     # How groups are compared, in families that have `n_group` and `topk_group`.
     group_score: GroupScore | None = None
     # Field that says whether there are groups, as in DeepSeek-V2; None: there always are.
@@ -150,9 +151,9 @@ class RecurrentRule:
 
     kind: RecurrentKind
     layer_type: str  # name of such layers in `layer_types`
-    num_key_heads: FieldName
-    num_heads: FieldName
-    key_dim: FieldName
+    num_key_heads: int | FieldName
+    num_heads: int | FieldName
+    key_dim: int | FieldName
     value_dim: FieldName
     conv_width: FieldName
     conv_bias: bool | FieldName = False

@@ -291,6 +291,30 @@ _NEMOTRON_IN_ONE = tuple(
     for part in ("up", "down")
 )
 
+_LFM2 = Naming(
+    renamed={
+        "model.norm.": "model.embedding_norm.",
+        f"{INPUT_NORM}.": "operator_norm.",
+        f"{FFN_NORM}.": "ffn_norm.",
+        "self_attn.q_norm.": "self_attn.q_layernorm.",
+        "self_attn.k_norm.": "self_attn.k_layernorm.",
+        "self_attn.o_proj.": "self_attn.out_proj.",
+        "linear_attn.o_proj.": "conv.out_proj.",
+        "linear_attn.v_conv.": "conv.conv.",
+        "mlp.gate.e_score_correction_bias": "feed_forward.expert_bias",
+        **{
+            f"mlp.{expert}{ours}": f"feed_forward.{expert}{theirs}"
+            for expert in ("", f"experts.{EXPERT}.")
+            for ours, theirs in (("gate_proj.", "w1."), ("up_proj.", "w3."), ("down_proj.", "w2."))
+        },
+        "mlp.": "feed_forward.",
+    },
+    fused=tuple(
+        Fused(name=f"conv.in_proj.{leaf}", weights=_recurrent(leaf, "b_proj", "g_proj", "v_proj"))
+        for leaf in ("weight", "bias")
+    ),
+)
+
 NAMINGS: Mapping[str, tuple[Naming, ...]] = {
     "qwen3_next": (_QWEN3_NEXT, replace(_QWEN3_NEXT, fused=_QWEN3_NEXT.fused + _IN_ONE.fused)),
     "qwen3_5_moe_text": (_QWEN3_5, replace(_QWEN3_5, fused=_QWEN3_5.fused + _IN_ONE.fused)),
@@ -299,6 +323,19 @@ NAMINGS: Mapping[str, tuple[Naming, ...]] = {
         _nemotron("model"),
         _nemotron("model", _NEMOTRON_IN_ONE),
         _nemotron("backbone", _NEMOTRON_IN_ONE),
+    ),
+    "lfm2_moe": (
+        _LFM2,
+        replace(
+            _LFM2,
+            fused=(
+                *_LFM2.fused,
+                *(
+                    replace(tensor, name=tensor.name.replace("mlp.", "feed_forward."))
+                    for tensor in _IN_ONE.fused
+                ),
+            ),
+        ),
     ),
     "mimo_v2_flash": (Naming(renamed={"self_attn.sinks": "self_attn.attention_sink_bias"}),),
     "minimax_m3_vl_text": (

@@ -69,6 +69,7 @@ def route(moe: MoeSpec, logits_TE: Tensor, selection_E: Tensor | None) -> tuple[
     weights_TK = scores_TE.gather(1, ids_TK)
     if router.renormalize:
         sums_T1 = weights_TK.sum(-1, keepdim=True).clamp_min(router.min_weight_sum)
+        sums_T1 += router.added_weight_sum
         weights_TK = weights_TK / sums_T1
     return ids_TK, weights_TK * router.scale
 
