@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from math import ceil
 from typing import NamedTuple, Self
 
 from raymoe.errors import ConfigError
@@ -24,55 +23,7 @@ from raymoe.schedule.program import NUM_RETURNED_SUMS, LayerPages, StepForm
 from raymoe.schedule.timeline import Outline, Timeline, simulate
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
-from raymoe.specs.workload import Workload
 from raymoe.units import GIB, MIB, ceil_div
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceJob:
-    model: ModelSpec
-    work: ModelWork
-    hardware: HardwareSpec
-    workload: Workload
-    max_model_len: int
-
-    def num_blocks(self, num_bytes: int) -> int:
-        """KV blocks for which there is room, with the states of the rows whose KV is in them."""
-        if not self.work.state_bytes:
-            return num_bytes // kv_block_bytes(self.work)
-        num_bytes = max(0, num_bytes - self.work.state_bytes)
-        states = ceil_div(self.work.state_bytes * KV_BLOCK_TOKENS, self._mean_tokens)
-        return num_bytes // (kv_block_bytes(self.work) + states)
-
-    @property
-    def _mean_tokens(self) -> int:
-        workload = self.workload
-        return workload.prompt_tokens + workload.generated_tokens // 2 + KV_BLOCK_TOKENS // 2
-
-    def max_num_seqs(self, num_blocks: int, share: float) -> int:
-        """At most `share` of those whose KV fits at mean length; 0 if the longest does not fit."""
-        if num_blocks < self.min_blocks:
-            return 0
-        num_rows = self.workload.num_rows
-        if self.work.state_bytes:
-            share = min(share, 1.0)  # `num_blocks` left no room for more states
-        live = max(1, num_blocks * KV_BLOCK_TOKENS // self._mean_tokens)
-        return min(num_rows, ceil(share * min(num_rows, live)))
-
-    @property
-    def balanced_tokens(self) -> int:
-        """Tokens per step at which the GPU takes as long as the link (n_real of MoE-Lens, 6.3)."""
-        step_s = self.work.all_weight_bytes / self.hardware.htod_bytes_per_s
-        return max(1, int(step_s * self.hardware.gpu_flop_per_s / self.work.token_flop))
-
-    def useful_blocks(self, num_blocks: int, max_num_seqs: int) -> int:
-        """Cap blocks at what `max_num_seqs` sequences could fill."""
-        roomy = min(self.max_model_len, 2 * self.workload.context_tokens)
-        return min(num_blocks, max(self.min_blocks, max_num_seqs * blocks_of(roomy)))
-
-    @property
-    def min_blocks(self) -> int:
-        return blocks_of(self.max_model_len)
 
 
 def blocks_of(tokens: int) -> int:

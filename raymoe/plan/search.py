@@ -10,11 +10,10 @@ from typing import NoReturn
 from raymoe.errors import ConfigError, InfeasiblePlanError
 from raymoe.plan.cost import HostCost, StepShape
 from raymoe.plan.device_cost import DeviceCost
-from raymoe.plan.device_search import DeviceSearch, DeviceSizes, SearchSpace
+from raymoe.plan.device_search import DeviceJob, DeviceSearch, DeviceSizes, SearchSpace
 from raymoe.plan.device_step import (
     KV_BLOCK_TOKENS,
     RUNTIME_BYTES,
-    DeviceJob,
     DeviceStep,
     StreamedSteps,
     blocks_of,

@@ -12,8 +12,8 @@ import transformers
 from raymoe.config import EngineConfig
 from raymoe.engine.engine import Engine
 from raymoe.memory.checkpoint import Checkpoint
-from raymoe.plan.device_search import DeviceSizes, SearchPoint
-from raymoe.plan.device_step import DeviceJob, device_footprint
+from raymoe.plan.device_search import DeviceJob, DeviceSizes, SearchPoint
+from raymoe.plan.device_step import device_footprint
 from raymoe.plan.policy import DevicePolicy, Footprint, Policy
 from raymoe.plan.work import ModelWork
 from raymoe.specs.hardware import hardware_preset

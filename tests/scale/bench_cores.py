@@ -25,8 +25,8 @@ from raymoe.device.lane import Call
 from raymoe.engine import runner_loading
 from raymoe.engine.engine import Engine
 from raymoe.measure.profile import measure_machine
-from raymoe.plan.device_search import DeviceSearch, DeviceSizes, SearchSpace
-from raymoe.plan.device_step import DEVICE_RUNTIME_BYTES, DeviceJob, logit_bytes
+from raymoe.plan.device_search import DeviceJob, DeviceSearch, DeviceSizes, SearchSpace
+from raymoe.plan.device_step import DEVICE_RUNTIME_BYTES, logit_bytes
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import PAGE_BYTES, Policy
 from raymoe.plan.search import find_plan

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from raymoe.errors import ConfigError, InfeasiblePlanError
-from raymoe.plan.device_search import DeviceSizes, SearchPoint, SearchSpace
-from raymoe.plan.device_step import DeviceJob
+from raymoe.plan.device_search import DeviceJob, DeviceSizes, SearchPoint, SearchSpace
 from raymoe.plan.papers.policies import PaperPolicies
 from raymoe.plan.plan import Plan
 from raymoe.plan.search import find_plan
