@@ -16,12 +16,14 @@ class Wrapper:
         texts: Accepted `model_type`s of the text part, the default first.
         path: Nested objects that lead to its configuration.
         prefixes: Stored prefixes of its layers and of its head.
+        unread: Fields of the text part that the class does not read.
     """
 
     architectures: tuple[str, ...]
     texts: tuple[str, ...]
     path: tuple[str, ...] = ("text_config",)
     prefixes: tuple[tuple[str, str], ...] = (("model.language_model.", "lm_head."),)
+    unread: tuple[str, ...] = ()
 
 
 _LLAVA = (
@@ -35,7 +37,10 @@ WRAPPERS: Mapping[str, Wrapper] = {
         prefixes=_LLAVA,
     ),
     "gemma3": Wrapper(
-        architectures=("Gemma3ForConditionalGeneration",), texts=("gemma3_text",), prefixes=_LLAVA
+        architectures=("Gemma3ForConditionalGeneration",),
+        texts=("gemma3_text",),
+        prefixes=_LLAVA,
+        unread=("final_logit_softcapping",),
     ),
     "llama4": Wrapper(
         architectures=("Llama4ForConditionalGeneration",),
@@ -141,7 +146,7 @@ def text_part(config: Mapping[str, object]) -> TextPart:
             raise ConfigError(f"config.json: {name} is {inner!r:.60}; expected an object")
         levels.append(inner)
     outer = {name: value for level in levels[:-1] for name, value in level.items()}
-    text = dict(levels[-1])
+    text = {name: value for name, value in levels[-1].items() if name not in wrapper.unread}
     kind = text.setdefault("model_type", wrapper.texts[0])
     if kind not in wrapper.texts:
         raise UnsupportedModelError(
