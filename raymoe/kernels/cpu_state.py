@@ -1,28 +1,16 @@
-"""CPU kernels of layers whose cache is a state of fixed size for each sequence."""
+"""CPU kernels of layers whose cache is a state of fixed size for each sequence.
 
-from dataclasses import dataclass
+Of a batch they read `query_start`, `context_tokens` and `slots`, which are distinct where there are
+new tokens. A sequence all of whose tokens are new starts from zero, whatever its slot holds.
+"""
+
 from typing import Literal
 
 from torch import Tensor
 
 from raymoe import _native
 from raymoe.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateBatch:
-    """Maps the tokens of a step to sequences and to slots of states; all tensors are int32.
-
-    Attributes:
-        query_start: [S + 1], index of each sequence's first token; the last entry is T.
-        context_tokens: [S], tokens of the sequence after this step. Where all of them are new, the
-            sequence starts from zero, whatever its slot holds.
-        slots: [S], distinct among the sequences that have new tokens.
-    """
-
-    query_start: Tensor
-    context_tokens: Tensor
-    slots: Tensor
+from raymoe.kernels.cpu_attention import AttentionBatch
 
 
 def causal_conv(  # noqa: PLR0917 - an operator: its tensors are its arguments
@@ -30,7 +18,7 @@ def causal_conv(  # noqa: PLR0917 - an operator: its tensors are its arguments
     weight_CW: Tensor,
     bias_C: Tensor | None,
     states_NPC: Tensor,
-    batch: StateBatch,
+    batch: AttentionBatch,
     *,
     activation: Literal["silu", "none"],
 ) -> Tensor:
@@ -61,7 +49,7 @@ def causal_conv(  # noqa: PLR0917 - an operator: its tensors are its arguments
             states_NPC,
             batch.query_start,
             batch.context_tokens,
-            batch.slots,
+            _slots(batch),
             activation == "silu",
             out_TC,
         )
@@ -77,7 +65,7 @@ def scan(  # noqa: PLR0913, PLR0917 - an operator: its tensors are its arguments
     log_decay: Tensor,
     gain_TH: Tensor,
     states_NHKV: Tensor,
-    batch: StateBatch,
+    batch: AttentionBatch,
     *,
     scale: float,
     delta: bool,
@@ -118,7 +106,7 @@ def scan(  # noqa: PLR0913, PLR0917 - an operator: its tensors are its arguments
             states_NHKV,
             batch.query_start,
             batch.context_tokens,
-            batch.slots,
+            _slots(batch),
             scale,
             delta,
             normalize,
@@ -127,3 +115,9 @@ def scan(  # noqa: PLR0913, PLR0917 - an operator: its tensors are its arguments
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return out_THV
+
+
+def _slots(batch: AttentionBatch) -> Tensor:
+    if batch.slots is None:
+        raise ConfigError("slots is None; layers that keep states need the slot of each sequence")
+    return batch.slots

@@ -12,7 +12,7 @@ from raymoe.codecs import TORCH_DTYPES, StoredMatrix, as_tensor
 from raymoe.kernels.cpu_attention import AttentionBatch, append_and_attend, append_and_attend_latent
 from raymoe.kernels.cpu_experts import Experts, make_experts
 from raymoe.kernels.cpu_linear import Linear, make_linear
-from raymoe.kernels.cpu_state import StateBatch, scan
+from raymoe.kernels.cpu_state import scan
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, CacheLayout, KvLayout, LatentLayout
 from raymoe.measure.timing import KernelJob
 from raymoe.memory.arena import HostArena
@@ -187,9 +187,10 @@ def scan_job(shape: StateShape, batch: int, new_tokens: int) -> KernelJob:
     value_THV = torch.randn(tokens, shape.num_heads, shape.value_dim).to(shape.dtype)
     log_decay, gain_TH = -torch.rand(decays) / 10, torch.rand(tokens, shape.num_heads)
     past = 100 if new_tokens == 1 else 0
-    sequences = StateBatch(
+    sequences = AttentionBatch(
         query_start=torch.arange(0, tokens + 1, new_tokens, dtype=torch.int32),
         context_tokens=torch.full((batch,), past + new_tokens, dtype=torch.int32),
+        block_table=torch.empty(0, 0, dtype=torch.int32),
         slots=shuffled_table(batch, 1).flatten(),
     )
     return KernelJob(

@@ -1,6 +1,7 @@
 """Attention of one decoder layer: grouped-query attention and multi-head latent attention (MLA)."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -78,28 +79,25 @@ class LayerAttention(Protocol):
         """
 
 
-class HostAttention:
-    """What a layer whose states are on the host alone is never asked for."""
+class OneForm(ABC):
+    """Attention whose absorbed form is its only form."""
 
-    def append(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> None:
-        raise self._error(projected, cache, batch)
+    @abstractmethod
+    def attend(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
+        """As in `LayerAttention`."""
 
-    def staged_batch(
-        self, batch: AttentionBatch, layout: CacheLayout, device: torch.device
-    ) -> StagedBatch:
-        raise self._error(batch, layout, device)
+    def absorb(self, query_TAD: Tensor, out: Tensor | None = None) -> Tensor:
+        return query_TAD if out is None else out.copy_(query_TAD)
 
-    def attend_staged(
-        self, projected: Projected, staged: Tensor, batch: StagedBatch, out: Tensor | None = None
-    ) -> Tensor:
-        raise self._error(projected, staged, batch, out)
+    def attend_absorbed(self, absorbed: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
+        return self.attend(absorbed, cache, batch)
 
-    def _error(self, *asked: object) -> AssertionError:
-        return AssertionError(f"states are on the host only, asked with {asked!r:.100}")
+    def up_project(self, result_TX: Tensor, out: Tensor | None = None) -> Tensor:
+        return result_TX if out is None else out.copy_(result_TX)
 
 
-class Attention:
-    """Grouped-query attention; its absorbed form is its only form."""
+class Attention(OneForm):
+    """Grouped-query attention."""
 
     def __init__(
         self,
@@ -226,15 +224,6 @@ class Attention:
             sinks_H=self._sinks_H,
         )
         return append_and_attend_ragged(projected, staged, batch, scoring, out=out)
-
-    def absorb(self, query_TAD: Tensor, out: Tensor | None = None) -> Tensor:
-        return query_TAD if out is None else out.copy_(query_TAD)
-
-    def attend_absorbed(self, absorbed: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
-        return self.attend(absorbed, cache, batch)
-
-    def up_project(self, result_TX: Tensor, out: Tensor | None = None) -> Tensor:
-        return result_TX if out is None else out.copy_(result_TX)
 
     def output(self, attention_TX: Tensor, normed_TH: Tensor) -> Tensor:
         gate = self._spec.gate

@@ -20,7 +20,7 @@ from raymoe.model.attention import Attention, LatentAttention, LayerAttention
 from raymoe.model.feed_forward import Dense, FeedForward, MoE
 from raymoe.model.loading import GetWeight, Loader, NormOverRanks, Reduce, keep
 from raymoe.model.norms import Norm, load_norm
-from raymoe.model.recurrent import load_recurrent, state_layout
+from raymoe.model.recurrent import Recurrent, load_recurrent, state_layout
 from raymoe.model.rope import Rotary
 from raymoe.specs.layer_weights import (
     ATTENTION_RESULT_NORM,
@@ -39,9 +39,9 @@ from raymoe.specs.layer_weights import (
 from raymoe.specs.layers import AnyAttentionSpec
 from raymoe.specs.model import (
     AttentionSpec,
-    DenseSpec,
     LatentAttentionSpec,
     ModelSpec,
+    MoeSpec,
     RecurrentSpec,
 )
 
@@ -105,19 +105,19 @@ class Layer:
         self.ffn_norm = norm(FFN_NORM, exists=spec.norms.before_ffn)
         self.ffn_result_norm = norm(FFN_RESULT_NORM, exists=spec.norms.after_ffn)
         self.ffn: FeedForward | None = None
-        if not spec.has_network:
-            pass
-        elif isinstance(spec.ffn, DenseSpec):
-            self.ffn = Dense(spec.ffn, loader, f"{prefix}mlp.")
-        else:
+        if isinstance(spec.ffn, MoeSpec):
             self.ffn = MoE(model, spec.ffn, loader, prefix)
+        elif spec.has_network:
+            self.ffn = Dense(spec.ffn, loader, f"{prefix}mlp.")
         self.scalar_1 = loader.vector(f"{prefix}{LAYER_SCALAR}") if spec.has_scalar else None
 
     def attention_input(self, hidden_TH: Tensor) -> Tensor:
         return hidden_TH if self.input_norm is None else self.input_norm(hidden_TH)
 
 
-def _attention(model: ModelSpec, i: int, loader: Loader, reduce: Reduce) -> LayerAttention:
+def _attention(
+    model: ModelSpec, i: int, loader: Loader, reduce: Reduce
+) -> LayerAttention | Recurrent:
     spec, prefix = model.layers[i].attention, f"{layer_prefix(i)}self_attn."
     if isinstance(spec, RecurrentSpec):
         return load_recurrent(spec, loader, layer_prefix(i) + RECURRENT)
@@ -248,9 +248,13 @@ class Decoder:
 
         `batch` is on the host; its block table is that of the staged blocks.
         """
-        sizes = [layer.attention.token_shapes.value[1] for layer in self.spec.layers]
-        widest = sizes.index(max(sizes))
-        return self._layers[widest].attention.staged_batch(batch, layout, device)
+        with_kv = [
+            i
+            for i, layer in enumerate(self.spec.layers)
+            if not isinstance(layer.attention, RecurrentSpec)
+        ]
+        widest = max(with_kv, key=lambda i: self.spec.layers[i].attention.token_shapes.value[1])
+        return self._with_kv(widest).staged_batch(batch, layout, device)
 
     def attend_staged(
         self,
@@ -261,7 +265,12 @@ class Decoder:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        return self._layers[i].attention.attend_staged(projected, staged, batch, out)
+        return self._with_kv(i).attend_staged(projected, staged, batch, out)
+
+    def _with_kv(self, i: int) -> LayerAttention:
+        attention = self._layers[i].attention
+        assert not isinstance(attention, Recurrent), f"states of layer {i} are on the host only"
+        return attention
 
     def absorb(self, i: int, query_TAD: Tensor, out: Tensor | None = None) -> Tensor:
         return self._layers[i].attention.absorb(query_TAD, out)
@@ -274,7 +283,7 @@ class Decoder:
     def append(
         self, i: int, projected: Projected, cache_layer: Tensor, batch: AttentionBatch
     ) -> None:
-        self._layers[i].attention.append(projected, cache_layer, batch)
+        self._with_kv(i).append(projected, cache_layer, batch)
 
     def up_project(self, i: int, result_TX: Tensor, out: Tensor | None = None) -> Tensor:
         return self._layers[i].attention.up_project(result_TX, out)

@@ -11,16 +11,16 @@ from torch.nn import functional
 
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.cpu_elementwise import Projected, rms_norm, weigh_norm
-from raymoe.kernels.cpu_state import StateBatch, causal_conv, scan
+from raymoe.kernels.cpu_state import causal_conv, scan
 from raymoe.kernels.paged_kv import StateLayout
-from raymoe.model.attention import HostAttention
+from raymoe.model.attention import OneForm
 from raymoe.model.loading import Loader
 from raymoe.model.rope import Angles
 from raymoe.specs.layers import RecurrentKind, RecurrentSpec
 
 
-class Recurrent(HostAttention):
-    """One such layer; its absorbed form is its only form.
+class Recurrent(OneForm):
+    """One such layer.
 
     The host computes the convolution and updates the states. In `Projected`, queries are the inputs
     of the convolution, keys those of the decay, and values those of the gain.
@@ -62,25 +62,21 @@ class Recurrent(HostAttention):
 
     def attend(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
         spec = self._spec
-        assert batch.slots is not None, "the engine gives every sequence a slot"
-        of_states = StateBatch(
-            query_start=batch.query_start, context_tokens=batch.context_tokens, slots=batch.slots
-        )
         past_NPC, states_NHKV = state_layout(spec, self._dtype).views(cache)
         mixed_TC = causal_conv(
             projected.query_THD[:, 0],
             self._conv_CW,
             self._conv_bias_C,
             past_NPC,
-            of_states,
+            batch,
             activation="silu" if spec.has_matrices else "none",
         )
         if not spec.has_matrices:
             return mixed_TC
-        return self._scan(mixed_TC, projected, states_NHKV, of_states).flatten(1)
+        return self._scan(mixed_TC, projected, states_NHKV, batch).flatten(1)
 
     def _scan(
-        self, mixed_TC: Tensor, projected: Projected, states_NHKV: Tensor, batch: StateBatch
+        self, mixed_TC: Tensor, projected: Projected, states_NHKV: Tensor, batch: AttentionBatch
     ) -> Tensor:
         decay_TA = functional.softplus(projected.key_TGD[:, 0].float() + self._decay_bias_A)
         return scan(
@@ -102,15 +98,6 @@ class Recurrent(HostAttention):
             key_TX.view(-1, spec.num_key_heads, spec.key_dim),
             value_TX.view(-1, spec.num_heads, spec.value_dim),
         )
-
-    def absorb(self, query_TAD: Tensor, out: Tensor | None = None) -> Tensor:
-        return query_TAD if out is None else out.copy_(query_TAD)
-
-    def attend_absorbed(self, absorbed: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
-        return self.attend(absorbed, cache, batch)
-
-    def up_project(self, result_TX: Tensor, out: Tensor | None = None) -> Tensor:
-        return result_TX if out is None else out.copy_(result_TX)
 
     def output(self, attention_TX: Tensor, normed_TH: Tensor) -> Tensor:
         spec, read_TX = self._spec, attention_TX
@@ -138,7 +125,7 @@ class Mamba2(Recurrent):
         self._skip_H1 = loader.score_vector(f"{prefix}D", is_on_host=True)[:, None]
 
     def _scan(
-        self, mixed_TC: Tensor, projected: Projected, states_NHKV: Tensor, batch: StateBatch
+        self, mixed_TC: Tensor, projected: Projected, states_NHKV: Tensor, batch: AttentionBatch
     ) -> Tensor:
         query_TGK, key_TGK, value_THV = self._heads(mixed_TC)
         step_TH = functional.softplus(projected.key_TGD[:, 0].float() + self._decay_bias_A)

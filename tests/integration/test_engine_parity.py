@@ -17,7 +17,7 @@ ODD = ("yarn", "window", "top-1", "tied", "clipped", "llama3")
 
 def quick_names() -> list[str]:
     """Of each family with the simplest layers one that is odd, and one with states."""
-    names = ["qwen3_next: convolution of 2, one KV head"]
+    names = ["qwen3_next: convolution of 2, one KV head, top-3"]
     for family, odd in zip(SOFTMAX_FAMILIES, ("5 experts", *ODD), strict=True):
         own = [name for name in BY_NAME if name.startswith(f"{family}:")]
         names.append(next((name for name in own[1:] if odd in name), own[-1]))

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from raymoe import _native
 from raymoe.errors import ConfigError
-from raymoe.kernels.cpu_state import StateBatch, causal_conv, scan
+from raymoe.kernels.cpu_attention import AttentionBatch
+from raymoe.kernels.cpu_state import causal_conv, scan
 
 pytestmark = pytest.mark.usefixtures("isa")
 
@@ -34,16 +35,17 @@ HEADS += [(1, 2, 256, 40), (1, 1, 64, 256), (2, 2, 40, 104)]
 KINDS = {"deltanet": (False, True), "kimi": (True, True), "mamba": (False, False)}
 
 
-def make_batch(sequences: Sequence[tuple[int, int]], slots: Sequence[int]) -> StateBatch:
+def make_batch(sequences: Sequence[tuple[int, int]], slots: Sequence[int]) -> AttentionBatch:
     starts = [0, *itertools.accumulate(tokens for _, tokens in sequences)]
-    return StateBatch(
+    return AttentionBatch(
         query_start=torch.tensor(starts, dtype=torch.int32),
         context_tokens=torch.tensor([context for context, _ in sequences], dtype=torch.int32),
+        block_table=torch.empty(0, 0, dtype=torch.int32),
         slots=torch.tensor(slots, dtype=torch.int32),
     )
 
 
-def part_of(batch: StateBatch, sequence: int, begin: int, end: int) -> StateBatch:
+def part_of(batch: AttentionBatch, sequence: int, begin: int, end: int) -> AttentionBatch:
     """The batch of new tokens [begin, end) of one sequence."""
     first, last = batch.query_start[sequence : sequence + 2].tolist()
     context = int(batch.context_tokens[sequence]) - (last - first) + end
@@ -54,7 +56,7 @@ def random_slots(sequences: Sequence[tuple[int, int]], generator: torch.Generato
     return torch.randperm(len(sequences) + 2, generator=generator)[: len(sequences)].tolist()
 
 
-def fill_states(states: Tensor, batch: StateBatch, generator: torch.Generator) -> None:
+def fill_states(states: Tensor, batch: AttentionBatch, generator: torch.Generator) -> None:
     """Random states of sequences with a past; all others are NaN."""
     states.fill_(torch.nan)
     num_new = batch.query_start.diff()
@@ -81,7 +83,7 @@ class ConvCase:
     weight: Tensor
     bias: Tensor | None
     states: Tensor
-    batch: StateBatch
+    batch: AttentionBatch
     activation: Literal["silu", "none"]
 
     @classmethod
@@ -195,7 +197,7 @@ class ScanCase:
     log_decay: Tensor
     gain: Tensor
     states: Tensor
-    batch: StateBatch
+    batch: AttentionBatch
     delta: bool
     normalize: bool
     scale: float

@@ -23,25 +23,26 @@ _DELTA = BASE | {
 }
 _VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "as many key heads as value heads, wide convolution": {
-        "linear_num_key_heads": 3,
-        "linear_num_value_heads": 3,
+    "more heads than a head of attention is wide, wide convolution": {
+        "linear_num_key_heads": 20,
+        "linear_num_value_heads": 20,
         "linear_conv_kernel_dim": 6,
     },
-    "one key head, wide values, top-1": {
+    "one key head, wide values": {
         "linear_num_key_heads": 1,
         "linear_num_value_heads": 5,
         "linear_value_head_dim": 40,
-        "num_experts_per_tok": 1,
     },
-    "attention first, tied, biases": {
+    "attention first, tied, biases, top-1": {
+        "num_experts_per_tok": 1,
         "layer_types": [FULL, LINEAR, FULL],
         "num_hidden_layers": 3,
         "tie_word_embeddings": True,
         "attention_bias": True,
     },
-    "convolution of 2, one KV head": {
+    "convolution of 2, one KV head, top-3": {
         "linear_conv_kernel_dim": 2,
+        "num_experts_per_tok": 3,
         "linear_key_head_dim": 24,
         "num_key_value_heads": 1,
         "layer_types": [LINEAR, FULL, LINEAR, LINEAR],

@@ -17,7 +17,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 from raymoe.device.threads import set_num_threads
-from raymoe.kernels.cpu_state import StateBatch, scan
+from raymoe.kernels.cpu_attention import AttentionBatch
+from raymoe.kernels.cpu_state import scan
 
 GROUPS, HEADS, DIM = 16, 32, 128
 # Sequences, new tokens of each, repetitions.
@@ -36,9 +37,10 @@ def compare(batch: int, new_tokens: int, repetitions: int) -> str:
     value, gain = torch.randn(*size, HEADS, DIM).bfloat16(), torch.rand(*size, HEADS)
     log_decay = -torch.rand(*size, HEADS) / 10
     states = torch.zeros(batch, HEADS, DIM, DIM)
-    sequences = StateBatch(
+    sequences = AttentionBatch(
         query_start=torch.arange(0, batch * new_tokens + 1, new_tokens, dtype=torch.int32),
         context_tokens=torch.full((batch,), new_tokens + (new_tokens == 1), dtype=torch.int32),
+        block_table=torch.empty(0, 0, dtype=torch.int32),
         slots=torch.arange(batch, dtype=torch.int32),
     )
     step = new_tokens == 1
