@@ -75,7 +75,7 @@ class WeightStore:
         return store
 
     def __call__(self, name: str) -> Weight:
-        """Return read-only views, unless the file's alignment requires a copy; nothing is decoded.
+        """Return read-only views, or copies where alignment or rows in groups require them.
 
         Rows and elements may be strided (`is_contiguous`).
         """
@@ -90,8 +90,11 @@ class WeightStore:
         if location.is_transposed:
             tensor = tensor.T
         if location.rows is not None:
+            rows = slice(*location.rows)
+            if location.num_groups == 1:
+                return tensor[rows]
             grouped = tensor.view(location.num_groups, -1, *tensor.shape[1:])
-            tensor = grouped[:, slice(*location.rows)].flatten(0, 1)
+            tensor = grouped[:, rows].flatten(0, 1)
         return tensor
 
     def _stored_matrix(self, location: Location) -> StoredMatrix:

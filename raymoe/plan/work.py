@@ -113,7 +113,7 @@ class LayerWork:
             output_width=attention.output_width,
             token_sizes=attention.token_shapes.sizes,
             window=attention.sliding_window if isinstance(attention, AttentionSpec) else None,
-            state_bytes=0 if state is None else state.state_bytes(kv_element_bytes),
+            state_bytes=0 if state is None else state.state_bytes(bytes_per_element),
             state_flop=0 if state is None else state.token_flop,
         )
 

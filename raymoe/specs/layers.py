@@ -210,7 +210,6 @@ class LatentAttentionSpec:
         )
 
 
-FLOAT_BYTES = 4
 RecurrentKind = Literal["gated_delta", "kimi_delta", "mamba2", "short_conv"]
 
 
@@ -313,7 +312,7 @@ class RecurrentSpec:
         """Bytes that a sequence keeps: matrices in float32, and inputs of the convolution."""
         matrices = self.num_heads * self.key_dim * self.value_dim
         past = (self.conv_width - 1) * self.conv_channels
-        return FLOAT_BYTES * matrices + bytes_per_element * past
+        return 4 * matrices + bytes_per_element * past
 
     @property
     def token_flop(self) -> int:

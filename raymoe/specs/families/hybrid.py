@@ -33,6 +33,11 @@ def _ropes(full: tuple[float, float], sliding: tuple[float, float]) -> Mapping[s
 _AFTER_SILU = ClampRule(limit="swiglu_limits", offset=0.0, is_after_activation=True)
 _OAI_SWIGLU = ClampRule(gain="swiglu_alpha", limit="swiglu_limit")
 
+_GATED_DELTA_EXPERTS = MoeRule(
+    num_experts="num_experts",
+    expert_hidden="moe_intermediate_size",
+    shared=SharedRule(hidden="shared_expert_intermediate_size", is_gated=True),
+)
 _GATED_DELTA = Family(
     architecture="Qwen3NextForCausalLM",
     fixed={"attn_output_gate": (True,), "mamba_ssm_dtype": ("float32",)},
@@ -54,15 +59,12 @@ _GATED_DELTA = Family(
         value_dim="linear_value_head_dim",
         conv_width="linear_conv_kernel_dim",
     ),
-    moe=MoeRule(
-        num_experts="num_experts",
-        expert_hidden="moe_intermediate_size",
+    moe=dataclasses.replace(
+        _GATED_DELTA_EXPERTS,
         router=RouterRule(renormalize="norm_topk_prob"),
-        shared=SharedRule(hidden="shared_expert_intermediate_size", is_gated=True),
         sparse_layers="stepped",
     ),
 )
-assert _GATED_DELTA.moe is not None, "for the next family"
 HYBRID_FAMILIES: Mapping[str, Family] = {
     "qwen3_next": _GATED_DELTA,
     "qwen3_5_moe_text": dataclasses.replace(
@@ -70,7 +72,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         architecture="Qwen3_5MoeForCausalLM",
         fixed={**_GATED_DELTA.fixed, "mlp_only_layers": ([],)},
         rope=RopeRule(is_partial=True, partial_factor=0.25, has_sections=True),
-        moe=dataclasses.replace(_GATED_DELTA.moe, router=RouterRule(), sparse_layers="all"),
+        moe=_GATED_DELTA_EXPERTS,
     ),
     "granitemoehybrid": Family(
         architecture="GraniteMoeHybridForCausalLM",
@@ -105,8 +107,8 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         architecture="NemotronHForCausalLM",
         was_published_with_code=True,
         aliases={"layers_block_type": "layer_types"},  # the class has the opposite
-        # Only the forward pass of prompts in transformers has the bound time_step_min; training
-        # and the published code have none.
+        # transformers bounds steps of time by time_step_min in prompts and not while it decodes;
+        # here they have no bound, so that results differ where a prompt's step is smaller.
         ignored=TRAINING_FIELDS
         | {"chunk_size", "expand", "mamba_proj_bias", "moe_shared_expert_overlap", "norm_eps"}
         | {"mtp_hybrid_override_pattern", "mtp_layers_block_type", "num_logits_to_keep"}
