@@ -16,7 +16,7 @@ from raymoe.kernels.torch_attention import PagedBatch
 from raymoe.model.decoder import Decoder, cache_layouts
 from raymoe.model.loading import PagedLoader
 from raymoe.specs.layer_weights import EMBEDDING, HEAD, layer_parts, layer_prefix
-from raymoe.specs.model import DenseSpec, ModelSpec
+from raymoe.specs.model import DenseSpec, ModelSpec, RecurrentSpec
 from raymoe.specs.weight_names import model_weights
 from tests.parity.cases import get_case
 from tests.parity.configurations import CONFIGURATIONS, first_of_each_family
@@ -77,14 +77,20 @@ def test_what_a_layer_computes_stays_on_the_device(name: str) -> None:
         lambda _names: None,
     )
     layouts = cache_layouts(spec, torch.float32)
-    batch = to_device(PagedBatch.of(BATCH, layouts[0], torch.device("cpu")))
+    with_kv = [layout for layout in layouts if not layout.sequence_bytes]
+    batch = to_device(PagedBatch.of(BATCH, with_kv[0], torch.device("cpu")))
     hidden_TH = torch.empty(NUM_TOKENS, spec.hidden_size, device=DEVICE)
     tokens_T = torch.empty(NUM_TOKENS, dtype=torch.int32, device=DEVICE)
     decoder.reserve(70)
     for i, layer in enumerate(spec.layers):
         projected = decoder.pre(i, hidden_TH, tokens_T, tokens_T)
-        staged = torch.empty(9, *layouts[i].block_shape, device=DEVICE)
-        attention_TX = decoder.attend_staged(i, projected, staged, batch)
+        if isinstance(layer.attention, RecurrentSpec):  # the host computes it
+            width = layer.attention.output_width
+            attention_TX = torch.empty(NUM_TOKENS, width, device=DEVICE)
+            assert all(part.device == DEVICE for part in projected)
+        else:
+            staged = torch.empty(9, *layouts[i].block_shape, device=DEVICE)
+            attention_TX = decoder.attend_staged(i, projected, staged, batch)
         hidden_TH, normed_TH, routing = decoder.post(i, hidden_TH, attention_TX)
         if isinstance(layer.ffn, DenseSpec):
             hidden_TH = decoder.ffn(i, hidden_TH, normed_TH, routing)

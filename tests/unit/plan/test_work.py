@@ -8,7 +8,7 @@ from raymoe.plan.pages import LayerBytes, layer_pages
 from raymoe.plan.work import MicroBatchShape, ModelWork
 from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.specs.hardware import hardware_preset
-from raymoe.specs.layers import LatentAttentionSpec
+from raymoe.specs.layers import LatentAttentionSpec, RecurrentSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
 
@@ -38,6 +38,10 @@ def test_a_token_takes_two_operations_for_each_weight_it_meets(name: str) -> Non
     model, work = model_preset(name), ModelWork.of(model_preset(name), 2)
     embedding = model.vocab_size * model.hidden_size
     met = 2 * (model.num_active_parameters - embedding)
+    for spec in (layer.attention for layer in model.layers):
+        if isinstance(spec, RecurrentSpec):  # decay, two products, update; the convolution
+            met += 7 * spec.num_heads * spec.key_dim * spec.value_dim
+            met += 2 * spec.conv_width * sum(spec.projections.values())
     assert work.token_flop + work.head_flop == pytest.approx(met, rel=1e-3)
 
 

@@ -18,6 +18,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "gemma4_text": {"hidden_size_per_layer_input": 0},
     "glm4_moe": {"head_dim": 128},
     "glm4v_moe_text": {"head_dim": 128},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 16},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "qwen3_omni_moe_text": {"head_dim": 128, "tie_word_embeddings": False},
 }

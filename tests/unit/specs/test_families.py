@@ -151,6 +151,8 @@ FAMILIES = {
         "mamba_proj_bias",
         "mamba_conv_bias",
         num_local_experts=5,
+        num_hidden_layers=3,
+        layer_types=["mamba", "attention", "mamba"],
         hidden_size=48,
         mamba_n_heads=6,
         mamba_n_groups=2,

@@ -149,7 +149,7 @@ PUBLISHED = {
 MIMO = PUBLISHED["mimo_v2_flash"]
 STEP = PUBLISHED["step3p7"] | {"model_type": "step3p5"}
 OTHER = STEP["attention_other_setting"]
-GRANITE = {"model_type": "granitemoehybrid"}
+GRANITE = {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"] * 16}
 NEMOTRON = {"model_type": "nemotron_h"}
 
 

@@ -10,6 +10,7 @@ from raymoe.specs import model
 from raymoe.specs.class_defaults import ClassDefaults, class_defaults
 from raymoe.specs.families import FAMILIES
 from raymoe.specs.families.rules import used_fields
+from raymoe.specs.families.stored_names import NAMINGS
 from raymoe.specs.model import DenseSpec, ModelSpec, MoeSpec
 from tests.parity.configurations import CONFIGURATIONS, FAMILY_CONFIGS, TEXT_CONFIGS
 from tests.parity.oracle import make_model
@@ -46,7 +47,10 @@ def test_missing_fields_take_the_defaults_of_transformers(family: str) -> None:
     silent = {"model_type": family} | NEEDED.get(family, {})
     assert ModelSpec.from_config(silent, name="x") == full
     assert full.hidden_size == config.hidden_size
-    assert full.num_layers == config.num_hidden_layers
+    num_layers = full.num_layers
+    if any(naming.numbers_networks for naming in NAMINGS.get(family, ())):
+        num_layers += sum(layer.has_network for layer in full.layers)
+    assert num_layers == config.num_hidden_layers
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -66,6 +70,8 @@ def test_used_fields_are_those_of_the_configuration_class(family: str) -> None:
     names |= {name for alias, name in rules.aliases.items() if alias in names}
     implied = {"intermediate_size", "max_window_layers", "first_k_dense_replace", *rules.fixed}
     implied |= {"moe_layer_freq", "sparse_attention_freq"}  # which MiniMax-M3's class takes out
+    implied |= {"layers_without_network", "mlp_layer_types"}  # made of the layers of Nemotron-H
+    implied |= set() if rules.activation is None else {"hidden_act"}
     assert used_fields(rules) - implied <= names
 
 
