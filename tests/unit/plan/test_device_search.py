@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from raymoe.plan.device_search import Candidate, DeviceSearch, DeviceSizes, SearchSpace
-from raymoe.plan.device_step import DeviceJob, DeviceStep
+from raymoe.plan.device_search import Candidate, DeviceJob, DeviceSearch, DeviceSizes, SearchSpace
+from raymoe.plan.device_step import DeviceStep
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import DevicePolicy
 from raymoe.plan.search import find_plan
