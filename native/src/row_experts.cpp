@@ -148,11 +148,12 @@ class Launch {
     worker.gate.resize(static_cast<size_t>(piece.count * kRowOutputs));
     worker.up.resize(worker.gate.size());
     const auto dots = kernels_.dots.of(dtype_, "hidden");
+    const int64_t after = offset + count * hidden_size_ * element_bytes_;
     dots({worker.gathered.data(), hidden_stride_, weights.gate + offset, hidden_size_, count,
-          worker.gate.data()},
+          worker.gate.data(), weights.up + offset},
          0, piece.count);
     dots({worker.gathered.data(), hidden_stride_, weights.up + offset, hidden_size_, count,
-          worker.up.data()},
+          worker.up.data(), next_gate(number, begin + count, weights.gate + after)},
          0, piece.count);
     char* out = activations_.data() + (piece.first * stride_ + begin) * input_bytes_;
     kernels_.gate.of(dtype_, "hidden")(
@@ -161,15 +162,26 @@ class Launch {
         0, piece.count);
   }
 
+  /// The weights of the next task: those that follow, or the first ones of the next rows' expert.
+  const char* next_gate(int64_t number, int64_t begin, const char* following) const {
+    if (begin < expert_size_) return following;
+    const auto next = static_cast<size_t>(number) + 1;
+    return next < pieces_.size() ? matrix(pieces_[next].expert).gate : nullptr;
+  }
+
   void run_down(Worker& worker, int64_t begin) {
     const int64_t count = std::min(kRowOutputs, hidden_size_ - begin);
     const auto dots = kernels_.dots.of(dtype_, "hidden");
-    for (const Rows& rows : rows_) {
+    const int64_t offset = begin * expert_size_ * element_bytes_;
+    for (size_t number = 0; number < rows_.size(); ++number) {
+      const Rows& rows = rows_[number];
+      const bool is_last = number + 1 == rows_.size();
+      const char* next = is_last ? nullptr : matrix(rows_[number + 1].expert).down + offset;
       worker.gate.resize(static_cast<size_t>(rows.count * kRowOutputs));
       const char* inputs = activations_.data() + rows.first * stride_ * input_bytes_;
-      const char* weights =
-          matrix(rows.expert).down + begin * expert_size_ * element_bytes_;
-      dots({inputs, stride_, weights, expert_size_, count, worker.gate.data()}, 0, rows.count);
+      const char* weights = matrix(rows.expert).down + offset;
+      dots({inputs, stride_, weights, expert_size_, count, worker.gate.data(), next}, 0,
+           rows.count);
       const float* bias_of = bias(experts_.down_bias, rows.expert, begin);
       for (int64_t row = 0; row < rows.count; ++row) {
         const auto place = static_cast<size_t>(rows.first + row);

@@ -2,7 +2,9 @@
 #include "raymoe/row_experts.h"
 
 #include <algorithm>
+#include <array>
 #include <type_traits>
+#include <utility>
 
 #include "vec_f32.h"
 
@@ -80,11 +82,26 @@ struct DotOf<bf16> {
 template <typename T>
 using Dot = typename DotOf<T>::type;
 
+/// Brings the line of p[i] into L2; once for a line that several steps read.
+template <int64_t kStep, typename W>
+inline void prefetch(const W* p, int64_t i) {
+#if defined(__AVX2__)
+  constexpr int64_t kLine = 64 / sizeof(W);
+  if (kStep >= kLine || i % kLine == 0)
+    _mm_prefetch(reinterpret_cast<const char*>(p + i), _MM_HINT_T1);
+#endif
+}
+
+/// `next`: the weights of the next call at the same place, or null.
 template <typename D, typename W, int kRows, int kOutputs, typename Lanes>
 inline __attribute__((always_inline)) void step_tile(F32 (&sums)[kRows][kOutputs],
                                                      const typename D::Input* x, int64_t x_stride,
                                                      const W* weights, int64_t stride, int64_t i,
-                                                     Lanes lanes) {
+                                                     Lanes lanes, const W* next) {
+  if (next != nullptr)
+#pragma GCC unroll 8
+    for (int output = 0; output < kOutputs; ++output)
+      prefetch<D::kStep>(next + output * stride, i);
   typename D::Vector loaded[kOutputs];
 #pragma GCC unroll 8
   for (int output = 0; output < kOutputs; ++output)
@@ -132,7 +149,7 @@ inline void add_sums(const F32 (&sums)[kOutputs], float* out) {
 /// Adds the dots of some rows with `kOutputs` rows of weights; `D` reads both.
 template <typename D, int kRows, int kOutputs, typename W>
 void dot_tile(const typename D::Input* x, int64_t x_stride, const W* weights, int64_t stride,
-              int64_t inputs, float* out) {
+              int64_t inputs, float* out, const W* next) {
   F32 sums[kRows][kOutputs];
 #pragma GCC unroll 8
   for (int row = 0; row < kRows; ++row)
@@ -140,26 +157,30 @@ void dot_tile(const typename D::Input* x, int64_t x_stride, const W* weights, in
     for (int output = 0; output < kOutputs; ++output) sums[row][output] = splat(0.0f);
   int64_t i = 0;
   for (; i + D::kStep <= inputs; i += D::kStep)
-    step_tile<D>(sums, x, x_stride, weights, stride, i, Whole{});
-  if (i < inputs) step_tile<D>(sums, x, x_stride, weights, stride, i, Part{inputs - i});
+    step_tile<D>(sums, x, x_stride, weights, stride, i, Whole{}, next);
+  if (i < inputs) step_tile<D>(sums, x, x_stride, weights, stride, i, Part{inputs - i}, next);
 #pragma GCC unroll 8
   for (int row = 0; row < kRows; ++row) add_sums(sums[row], out + row * kRowOutputs);
 }
 
+template <typename D, int kOutputs, typename W, int... kRows>
+constexpr auto tile_table(std::integer_sequence<int, kRows...>) {
+  return std::array{dot_tile<D, kRows + 1, kOutputs, W>...};
+}
+
+/// Rows in tiles of about the same size; the first one prefetches.
 template <typename D, int kOutputs, typename W>
 void dot_rows(const typename D::Input* x, int64_t x_stride, int64_t num_rows, const W* weights,
-              int64_t stride, int64_t inputs, float* out) {
-  int64_t row = 0;
-  for (; row + kTileRows <= num_rows; row += kTileRows)
-    dot_tile<D, kTileRows, kOutputs>(x + row * x_stride, x_stride, weights, stride, inputs,
-                                     out + row * kRowOutputs);
-  if constexpr (kTileRows > 3)
-    for (; row + 3 <= num_rows; row += 3)
-      dot_tile<D, 3, kOutputs>(x + row * x_stride, x_stride, weights, stride, inputs,
-                               out + row * kRowOutputs);
-  for (; row < num_rows; ++row)
-    dot_tile<D, 1, kOutputs>(x + row * x_stride, x_stride, weights, stride, inputs,
-                             out + row * kRowOutputs);
+              int64_t stride, int64_t inputs, float* out, const W* next) {
+  static constexpr auto kTable =
+      tile_table<D, kOutputs, W>(std::make_integer_sequence<int, kTileRows>());
+  const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
+  for (int64_t tile = 0; tile < num_tiles; ++tile) {
+    const int64_t row = tile * num_rows / num_tiles;
+    const int64_t count = (tile + 1) * num_rows / num_tiles - row;
+    kTable[static_cast<size_t>(count - 1)](x + row * x_stride, x_stride, weights, stride, inputs,
+                                           out + row * kRowOutputs, tile == 0 ? next : nullptr);
+  }
 }
 
 /// A few outputs of all rows, over a chunk of inputs. Weights that many rows read are widened once;
@@ -170,19 +191,22 @@ void dot_chunk(const RowDots& args, int64_t begin, int64_t end, int64_t output, 
   using D = Dot<T>;
   const auto* x = static_cast<const typename D::Input*>(args.x) + begin * args.x_stride + i;
   const T* weights = static_cast<const T*>(args.weights) + output * args.inputs + i;
+  const T* next = static_cast<const T*>(args.next);
+  if (next != nullptr) next += output * args.inputs + i;
   float* out = args.sums + output;
   if constexpr (!std::is_same_v<T, typename D::Input>) {
     if (end - begin > 2 * kTileRows) {
       float widened[kOutputs][kChunk];
       for (int row = 0; row < kOutputs; ++row)
         for_lanes(inputs, [&](int64_t at, auto lanes) {
+          if (next != nullptr) prefetch<kLanes>(next + row * args.inputs, at);
           store(widened[row] + at, load(weights + row * args.inputs + at, lanes), lanes);
         });
-      return dot_rows<Dot<float>, kOutputs>(x, args.x_stride, end - begin, &widened[0][0], kChunk,
-                                            inputs, out);
+      return dot_rows<Dot<float>, kOutputs, float>(x, args.x_stride, end - begin, &widened[0][0],
+                                                   kChunk, inputs, out, nullptr);
     }
   }
-  dot_rows<D, kOutputs>(x, args.x_stride, end - begin, weights, args.inputs, inputs, out);
+  dot_rows<D, kOutputs, T>(x, args.x_stride, end - begin, weights, args.inputs, inputs, out, next);
 }
 
 template <typename T>

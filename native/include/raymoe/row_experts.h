@@ -19,7 +19,8 @@ struct RowDots {
   const void* weights;  // [num_outputs][inputs] contiguous
   int64_t inputs;
   int64_t num_outputs;
-  float* sums;  // [rows][kRowOutputs]
+  float* sums;       // [rows][kRowOutputs]
+  const void* next;  // weights of the next call, to prefetch; null: none
 };
 
 /// out = gating(gate + gate_bias, up + up_bias), rounded to the type of the weights.
