@@ -72,6 +72,7 @@ def test_kernels_are_held_against_the_limit_that_binds_them() -> None:
         assert rate.flop_per_s > 0
 
 
+@pytest.mark.slow
 def test_a_job_on_codes_reads_the_bytes_that_are_stored() -> None:
     shape = ExpertsShape(hidden_size=1024, expert_size=512, num_experts=4, top_k=2)
     (rate,) = measure_kernels(

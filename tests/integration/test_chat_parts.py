@@ -32,6 +32,7 @@ def table() -> pa.Table:
     })  # fmt: skip
 
 
+@pytest.mark.slow
 def test_columns_are_the_same_from_the_journal_and_off_by_choice(model, tmp_path):
     options = {"sampling_params": {"max_tokens": 6, "temperature": 0.0}, "has_choices": True}
     answers = []

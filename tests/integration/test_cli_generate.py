@@ -301,6 +301,7 @@ def test_every_command_has_help(capfd):
         assert "--output" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_the_demo_answers_every_row_and_fails_below_the_accuracy_that_was_asked(tmp_path):
     output = tmp_path / "demo"

@@ -40,6 +40,7 @@ def make_stand_in(directory: Path, num_layers: int) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_the_command_runs_every_schedule_and_draws_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

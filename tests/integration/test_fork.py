@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from raymoe.data.status import read_status, status_beside
 from tests.tiny import make_checkpoint
 
@@ -54,6 +56,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_a_fork_ends_and_leaves_alone_what_belongs_to_its_parent(tmp_path):
     model = make_checkpoint(tmp_path / "model")
     command = [sys.executable, "-c", SCRIPT, str(model), str(tmp_path / "journal")]

@@ -124,12 +124,10 @@ def check(model: Path, device: str, seed: int, directory: Path, share: float = H
     assert what_is_left() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "seed", "share"),
-    [
-        pytest.param("cpu", 1, HOSTILE_SHARE, marks=pytest.mark.slow),
-        ("emulated", 2, SEEN_TWICE),
-    ],
+    [("cpu", 1, HOSTILE_SHARE), ("emulated", 2, SEEN_TWICE)],
 )
 def test_hostile_rows_end_alone(model, tmp_path, device, seed, share):
     check(model, device, seed, tmp_path, share)

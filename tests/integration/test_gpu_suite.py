@@ -48,6 +48,7 @@ def contenders(*names: str) -> list[str]:
     return [word for name in names for word in ("--contender", name)]
 
 
+@pytest.mark.slow
 def test_a_part_is_measured_once_and_shown_each_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -87,15 +87,18 @@ def p_value(counts, probabilities) -> float:
     "options",
     [
         {"temperature": 1.0},
-        pytest.param({"temperature": 0.5}, marks=pytest.mark.slow),
-        {"temperature": 2.0, "top_k": 20},
-        {"top_p": 0.7},
-        {"min_p": 0.2},
-        pytest.param({"repetition_penalty": 1.8}, marks=pytest.mark.slow),
-        {"temperature": 1.3, "top_k": 30, "top_p": 0.9, "min_p": 0.03, "repetition_penalty": 1.2},
-        pytest.param(
-            {"temperature": 0.7, "top_p": 0.95, "repetition_penalty": 0.8}, marks=pytest.mark.slow
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in (
+                {"temperature": 0.5},
+                {"temperature": 2.0, "top_k": 20},
+                {"top_p": 0.7},
+                {"min_p": 0.2},
+                {"repetition_penalty": 1.8},
+                {"temperature": 0.7, "top_p": 0.95, "repetition_penalty": 0.8},
+            )
         ),
+        {"temperature": 1.3, "top_k": 30, "top_p": 0.9, "min_p": 0.03, "repetition_penalty": 1.2},
     ],
     ids=str,
 )
@@ -109,7 +112,10 @@ def test_the_distribution_is_that_of_transformers(engine, model_and_directory, o
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"presence_penalty": 1.5}, {"frequency_penalty": 1.0, "repetition_penalty": 1.5}],
+    [
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ({}, {"presence_penalty": 1.5})),
+        {"frequency_penalty": 1.0, "repetition_penalty": 1.5},
+    ],
     ids=str,
 )
 def test_penalties_see_the_tokens_that_were_generated(engine, model_and_directory, options):

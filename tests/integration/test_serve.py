@@ -242,6 +242,7 @@ def snapshot(directory):
 
 
 # Of files that Starlette opened for a form that ends too early.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_hundreds_of_malformed_requests_are_refused_and_harm_nothing(tmp_path):
     server = Running(tmp_path)
@@ -411,6 +412,7 @@ def test_a_batch_with_too_few_or_many_lines_fails(stand_in):
         assert [error.code for error in batch.errors] == [code]
 
 
+@pytest.mark.slow
 def test_what_was_done_before_a_crash_or_cancel_is_kept(stand_in):
     store, _ = stand_in("crash")
     batch = wait_for(store, add(store, requests_of(5)))

@@ -151,6 +151,7 @@ def test_an_engine_that_is_told_other_sizes_says_so_and_loads_its_own(model, tmp
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_edited_model_does_not_get_the_weights_of_the_original(model, tmp_path, monkeypatch):
     """The edit keeps the file's size and is where samples of it would not see it."""
     monkeypatch.setattr(shared_file, "DIRECTORY", tmp_path / "shm")

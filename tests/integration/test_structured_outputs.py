@@ -75,6 +75,7 @@ def test_hostile_forms_end_as_error_rows_and_plain_rows_have_their_own_tokens(
         assert "structured_outputs" in generation.error
 
 
+@pytest.mark.slow
 def test_rows_of_a_table_bring_their_own_forms(model):
     schema = {"type": "object", "properties": {"a": {"const": None}}, "required": ["a"]}
     schema["additionalProperties"] = False

@@ -98,7 +98,8 @@ def check(tables, num_rows):
     return table
 
 
-@pytest.mark.parametrize("num_rows", [400, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_rows", [400, 10_000])
 def test_every_row_comes_out_once_and_bad_rows_say_why(local_ray, tiny_model, tmp_path, num_rows):
     path = write_rows(tmp_path / "rows.parquet", num_rows)
     tables = list(generated(path, tiny_model))

@@ -76,10 +76,11 @@ def user_code(config_class, build, model):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config_class",
     [
-        pytest.param(MoEEngineProcessorConfig, id="ours", marks=pytest.mark.slow),
+        pytest.param(MoEEngineProcessorConfig, id="ours"),
         pytest.param(llm.vLLMEngineProcessorConfig, id="rays"),
     ],
 )
@@ -144,6 +145,7 @@ def test_arguments_of_vllm_become_those_of_the_engine() -> None:
     assert options["chat_template_kwargs"] == {"enable_thinking": False}
 
 
+@pytest.mark.slow
 def test_rows_are_embedded_by_the_task_of_the_configuration(local_ray) -> None:
     config = llm.vLLMEngineProcessorConfig(
         model_source=str(raymoe.demo_model_path()), task_type="embed", chat_template_stage=False

@@ -106,6 +106,7 @@ def test_spot_prices_are_beside_on_demand_and_own_files_name_their_date(
     assert "Prices: our contract (2031-02)." in words(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_several_nodes_share_the_rows(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -183,6 +183,7 @@ def test_errors_that_may_go_away_are_not_final(error, expected):
     assert is_final(Generation(error=error)) == expected
 
 
+@pytest.mark.slow
 def test_rows_whose_worker_processes_were_killed_are_generated_by_the_next(
     fakes, tmp_path, monkeypatch
 ):

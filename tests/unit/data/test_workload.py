@@ -62,13 +62,10 @@ def seconds(node, model, workload, planned_for):
 
 
 CELLS = [(node, lengths) for node in NODES for lengths in LENGTHS]
-QUICK = [(NODES[3], LENGTHS[0])]
 
 
-@pytest.mark.parametrize(
-    ("node", "lengths"),
-    [pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.slow) for cell in CELLS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("node", "lengths"), CELLS)
 def test_the_plan_of_a_sample_is_that_of_all_lengths(node, lengths):
     generator = np.random.default_rng()
     pairs = tuple(

@@ -111,6 +111,7 @@ def chosen(
     return config, plan
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.filterwarnings("ignore:.*computing in float16")
 def test_the_cores_alone_run_a_job_that_a_gpu_would_slow_down(

@@ -61,6 +61,7 @@ def resume_later(pid):
     return thread
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_paused_for_ever_is_replaced(server, masks, monkeypatch):
     monkeypatch.setattr("raymoe.engine.grammars.STALL_S", 0.5)
     monkeypatch.setattr("raymoe.engine.grammars.CHECK_S", 0.05)

@@ -56,7 +56,7 @@ def check_quality(job: DeviceJob, grid: SearchSpace) -> Candidate:
     return chosen
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), 1, 2])
 def test_the_walk_finds_what_trying_everything_finds(seed: int) -> None:
     check_quality(next(random_jobs(seed)), SMALL)
 
@@ -144,6 +144,7 @@ def test_the_split_on_the_a5000_host_is_that_of_the_kernel() -> None:
     assert slow == pytest.approx(0.6, abs=0.15)
 
 
+@pytest.mark.slow
 def test_fewer_weights_stay_where_a_faster_link_has_better_use_for_the_memory() -> None:
     """MoE-Lightning, section 6.3: more weights on the CPU as the link gets faster.
 

@@ -42,6 +42,7 @@ def test_resident_is_never_slower_than_a_stream() -> None:
     assert isinstance(stream.steps, DeviceStep)
 
 
+@pytest.mark.slow
 def test_weights_that_leave_no_room_for_a_useful_batch_stream() -> None:
     """Long rows: the GPU holds a few beside the weights, a fast host hundreds."""
     node = replace(H200, gpu_memory_bytes=92 * GIB, host_bytes_per_s=300 * GB)
