@@ -1,7 +1,8 @@
 """CPU kernels of layers whose cache is a state of fixed size for each sequence.
 
-Of a batch they read `query_start`, `context_tokens` and `slots`, which are distinct where there are
-new tokens. A sequence all of whose tokens are new starts from zero, whatever its slot holds.
+A batch that was prepared for a device is left to the kernels of `gpu_state`. Of others they
+read `query_start`, `context_tokens` and `slots`, which are distinct where there are new tokens. A
+sequence all of whose tokens are new starts from zero, whatever its slot holds.
 """
 
 from typing import Literal
@@ -11,6 +12,7 @@ from torch import Tensor
 from raymoe import _native
 from raymoe.errors import ConfigError
 from raymoe.kernels.cpu_attention import AttentionBatch
+from raymoe.kernels.gpu_state.scan import StateBatch, causal_conv_on_device, scan_on_device
 
 
 def causal_conv(  # noqa: PLR0917 - an operator: its tensors are its arguments
@@ -18,7 +20,7 @@ def causal_conv(  # noqa: PLR0917 - an operator: its tensors are its arguments
     weight_CW: Tensor,
     bias_C: Tensor | None,
     states_NPC: Tensor,
-    batch: AttentionBatch,
+    batch: AttentionBatch | StateBatch,
     *,
     activation: Literal["silu", "none"],
 ) -> Tensor:
@@ -40,6 +42,10 @@ def causal_conv(  # noqa: PLR0917 - an operator: its tensors are its arguments
     """
     if activation not in {"silu", "none"}:
         raise ConfigError(f"causal_conv: activation is {activation!r}, expected 'silu' or 'none'")
+    if isinstance(batch, StateBatch):
+        return causal_conv_on_device(
+            inputs_TC, weight_CW, bias_C, states_NPC, batch, activation=activation
+        )
     out_TC = inputs_TC.new_empty(inputs_TC.shape)
     try:
         _native.causal_conv(
@@ -65,7 +71,7 @@ def scan(  # noqa: PLR0913, PLR0917 - an operator: its tensors are its arguments
     log_decay: Tensor,
     gain_TH: Tensor,
     states_NHKV: Tensor,
-    batch: AttentionBatch,
+    batch: AttentionBatch | StateBatch,
     *,
     scale: float,
     delta: bool,
@@ -95,15 +101,13 @@ def scan(  # noqa: PLR0913, PLR0917 - an operator: its tensors are its arguments
     Raises:
         ConfigError: A shape, type or entry of the batch does not fit; names the argument.
     """
+    inputs = (query_TGK, key_TGK, value_THV, log_decay, gain_TH, states_NHKV)
+    if isinstance(batch, StateBatch):
+        return scan_on_device(*inputs, batch, scale=scale, delta=delta, normalize=normalize)
     out_THV = value_THV.new_empty(value_THV.shape)
     try:
         _native.scan(
-            query_TGK,
-            key_TGK,
-            value_THV,
-            log_decay,
-            gain_TH,
-            states_NHKV,
+            *inputs,
             batch.query_start,
             batch.context_tokens,
             _slots(batch),
