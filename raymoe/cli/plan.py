@@ -107,6 +107,8 @@ def _device_rows(steps: StreamedSteps) -> Iterator[Row]:
     if steps.schedule == "micro_batches":  # the others fix these themselves
         yield "micro-batches that attend ahead", str(device.look_ahead)
         yield "experts run", _group(device)
+    if any(size.has_states for size in steps.cut.sizes):
+        yield "states", "on the GPU" if device.states_on_device else "in host memory"
     yield "decode attention", f"{share:.0f} % on the CPU, {100 - share:.0f} % on the GPU"
     if device.cpu_experts_fraction:
         on_cores = f"{100 * device.cpu_experts_fraction:.3g} % of those that stream"

@@ -220,6 +220,8 @@ def _device_rows(curves: DeviceCurves) -> Iterator[Row]:
         yield from _byte_rows("decode attention, GPU", "context", curves.attention_bytes_per_s)
     if curves.prefill_flop_per_s is not None:
         yield from _flop_rows("prefill attention, GPU", "prompt", curves.prefill_flop_per_s)
+    if curves.state_bytes_per_s is not None:
+        yield "states of a decode step, GPU", "", _bytes(curves.state_bytes_per_s)
     if curves.tasks_per_s is not None:
         yield "a task beyond its kernels, GPU", "", format_seconds(1 / curves.tasks_per_s)
 

@@ -1,6 +1,7 @@
 """Kernels on CPU and GPU against plain formulas in float64, for each stored format of weights.
 
-T tokens, H hidden size, E experts, K experts of a token, F intermediate size, C context.
+T tokens, H hidden size, E experts, K experts of a token, F intermediate size, C context. Of states:
+C channels, W taps, H heads in G groups, K x V sizes.
 """
 
 import math
@@ -23,6 +24,7 @@ from raymoe.kernels.cpu_elementwise import Projected, argmax, qkv_rope, rms_norm
 from raymoe.kernels.cpu_experts import Experts
 from raymoe.kernels.cpu_experts import make_experts as make_cpu_experts
 from raymoe.kernels.cpu_linear import make_linear
+from raymoe.kernels.cpu_state import causal_conv, scan
 from raymoe.kernels.gpu_attention_batch import (
     AttentionCompute,
     LatentRaggedBatch,
@@ -30,6 +32,7 @@ from raymoe.kernels.gpu_attention_batch import (
     attention_compute,
 )
 from raymoe.kernels.gpu_experts_layout import ExpertMatrices
+from raymoe.kernels.gpu_state.scan import StateBatch
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, CacheLayout, KvLayout, LatentHeads, LatentLayout
 from raymoe.kernels.torch_attention import (
     PagedBatch,
@@ -60,8 +63,13 @@ FORMATS: tuple[WeightFormat, ...] = (
 HIDDEN, EXPERT, NUM_EXPERTS, TOP_K = 256, 256, 4, 2
 TOKENS = (3, 200)  # tiles of decode and of prefill
 CONTEXTS = (1, 33, 70, 1200)  # the last in several parts
+STATE_CONTEXTS = (1, 33, 80)
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 128
 RANK, ROPE_DIM, NOPE_DIM = 128, 32, 64
+STATE_HEADS, STATE_GROUPS, STATE_DIM, TAPS = 4, 2, 64, 4
+# Whether decays are those of channels, and whether there is the delta rule: Gated DeltaNet, Kimi
+# Delta Attention, Mamba-2.
+STATE_KINDS = ((False, True), (True, True), (False, False))
 
 Pair = tuple[Tensor, Tensor]  # a result, and what the formula gives in float64
 Case = Callable[[], Iterator[Pair]]
@@ -81,6 +89,7 @@ def _cpu_checks() -> Iterator[Check]:
         yield _check("CPU norm, rotation, router, projection", dtype, partial(elementwise, dtype))
         yield _check("CPU attention", dtype, partial(attention, dtype, CPU))
         yield _check("CPU latent attention", dtype, partial(latent_attention, dtype, CPU))
+        yield _check("CPU states", dtype, partial(states, dtype, CPU))
         yield _check("CPU experts", dtype, partial(experts, None, dtype, CPU))
     for stored in FORMATS:
         case = partial(experts, stored, BFLOAT16, CPU)
@@ -95,6 +104,7 @@ def _device_checks(device: torch.device) -> Iterator[Check]:
         yield _check("GPU attention", dtype, partial(attention, dtype, device, compute))
         case = partial(latent_attention, dtype, device, compute)
         yield _check("GPU latent attention", dtype, case)
+        yield _check("GPU states", dtype, partial(states, dtype, device))
         yield _check("GPU experts", dtype, partial(experts, None, dtype, device))
     for stored in FORMATS:
         yield _check(f"GPU experts, {stored.name}", half, partial(experts, stored, half, device))
@@ -222,18 +232,6 @@ class Sequences(NamedTuple):
     key_TGD: Tensor
     value_TGV: Tensor
 
-    def steps(self) -> Iterator[tuple[list[int], AttentionBatch]]:
-        """Rows of two steps, which compute the prompts and then the last tokens."""
-        starts = [sum(CONTEXTS[:i]) for i in range(len(CONTEXTS))]
-        yield (
-            [start + t for start, n in zip(starts, CONTEXTS, strict=True) for t in range(n - 1)],
-            _batch([n - 1 for n in CONTEXTS], [n - 1 for n in CONTEXTS]),
-        )
-        yield (
-            [start + n - 1 for start, n in zip(starts, CONTEXTS, strict=True)],
-            _batch([1] * len(CONTEXTS), list(CONTEXTS)),
-        )
-
     def attended(self, scale: float) -> Tensor:
         """softmax(q k) v of each token over its sequence so far, in float64, [T, H * V]."""
         group, out = self.query_THD.shape[1] // self.key_TGD.shape[1], []
@@ -247,6 +245,19 @@ class Sequences(NamedTuple):
         return torch.cat(out).flatten(1)
 
 
+def _steps(lengths: tuple[int, ...]) -> Iterator[tuple[list[int], AttentionBatch]]:
+    """Rows of two steps, which compute the prompts and then the last tokens."""
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    yield (
+        [start + t for start, n in zip(starts, lengths, strict=True) for t in range(n - 1)],
+        _batch([n - 1 for n in lengths], [n - 1 for n in lengths]),
+    )
+    yield (
+        [start + n - 1 for start, n in zip(starts, lengths, strict=True)],
+        _batch([1] * len(lengths), list(lengths)),
+    )
+
+
 def _batch(num_new: list[int], contexts: list[int]) -> AttentionBatch:
     blocks = ceil_div(max(CONTEXTS), BLOCK_TOKENS)
     order = torch.randperm(len(CONTEXTS) * blocks, generator=torch.Generator().manual_seed(4))
@@ -257,6 +268,7 @@ def _batch(num_new: list[int], contexts: list[int]) -> AttentionBatch:
         query_start=lengths.cumsum(0).int(),
         context_tokens=torch.tensor([contexts[i] for i in chosen], dtype=torch.int32),
         block_table=order.int().view(len(CONTEXTS), blocks)[chosen],
+        slots=torch.tensor(chosen, dtype=torch.int32),
     )
 
 
@@ -277,7 +289,7 @@ def attention(
     layout = KvLayout(num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=dtype)
     cache, scale = _cache(layout, device), HEAD_DIM**-0.5
     want = sequences.attended(scale)
-    for rows, batch in sequences.steps():
+    for rows, batch in _steps(CONTEXTS):
         projected = Projected(*(each[rows].to(device) for each in sequences))
         if compute is not None:
             # This module imports Triton.
@@ -318,7 +330,7 @@ def latent_attention(
     want = sequences.attended(scale)
     layout = LatentLayout(rank=RANK, rope_dim=ROPE_DIM, dtype=dtype)
     attend = _latent_attention(layout, device, compute, _latent_heads(heads.weight_HXR.to(device)))
-    for rows, batch in sequences.steps():
+    for rows, batch in _steps(CONTEXTS):
         got = attend(query_THD[rows].to(device), latent_TW[rows].to(device), batch, scale)
         yield got.flatten(1), want[rows]
 
@@ -362,3 +374,84 @@ def _latent_attention(
     if compute is not None:
         return ragged
     return cpu if device == CPU else paged
+
+
+def states(dtype: torch.dtype, device: torch.device) -> Iterator[Pair]:
+    """Prompts and then a decode step: a convolution, and scans of each kind."""
+    generator, count = torch.Generator().manual_seed(7), sum(STATE_CONTEXTS)
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator)
+
+    sizes = [STATE_GROUPS * STATE_DIM, STATE_GROUPS * STATE_DIM, STATE_HEADS * STATE_DIM]
+    inputs_TC, weight_WC = random(count, sum(sizes)).to(dtype), random(TAPS, sum(sizes))
+    past_NPC = torch.full((len(STATE_CONTEXTS), TAPS - 1, sum(sizes)), math.nan, dtype=dtype).to(
+        device
+    )
+    want = _convolved(inputs_TC, weight_WC)
+    for rows, batch in _steps(STATE_CONTEXTS):
+        there = _prepared(batch, device)
+        weight_CW, inputs = weight_WC.to(device).t(), inputs_TC[rows].to(device)
+        got = causal_conv(inputs, weight_CW, None, past_NPC, there, activation="silu")
+        yield got, want[rows]
+    queries, keys, values = (
+        each.reshape(count, -1, STATE_DIM) for each in torch.split(inputs_TC, sizes, dim=1)
+    )
+    for has_channel_decays, is_delta in STATE_KINDS:
+        decays = -random(*(count, STATE_HEADS, STATE_DIM)[: 2 + has_channel_decays]).exp() / 20
+        gains = random(count, STATE_HEADS).sigmoid()
+        shape = (len(STATE_CONTEXTS), STATE_HEADS, STATE_DIM, STATE_DIM)
+        matrices = torch.full(shape, math.nan).to(device)
+        want = _scanned((queries, keys, values, decays, gains), is_delta=is_delta)
+        for rows, batch in _steps(STATE_CONTEXTS):
+            got = scan(
+                queries[rows].to(device),
+                keys[rows].to(device),
+                values[rows].to(device),
+                decays[rows].to(device),
+                gains[rows].to(device),
+                matrices,
+                _prepared(batch, device),
+                scale=STATE_DIM**-0.5,
+                delta=is_delta,
+                normalize=True,
+            )
+            yield got, want[rows]
+
+
+def _prepared(batch: AttentionBatch, device: torch.device) -> AttentionBatch | StateBatch:
+    return batch if device == CPU else StateBatch.of(batch, device)
+
+
+def _convolved(inputs_TC: Tensor, weight_WC: Tensor) -> Tensor:
+    """Convolve each sequence from its start, then silu, in float64."""
+    found = []
+    for each in torch.split(inputs_TC.double(), list(STATE_CONTEXTS)):
+        padded = torch.cat([each.new_zeros(TAPS - 1, each.shape[1]), each])
+        windows_TCW = padded.unfold(0, TAPS, 1)
+        found.append(silu((windows_TCW * weight_WC.double().t()).sum(-1)))
+    return torch.cat(found)
+
+
+def _scanned(operands: tuple[Tensor, ...], *, is_delta: bool) -> Tensor:
+    """Token by token as `cpu_state.scan` says, from the start of each sequence, in float64."""
+    query, key, value, log_decay, gain = (each.double() for each in operands)
+    shared = STATE_HEADS // STATE_GROUPS
+    query, key = (
+        (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(shared, 1)
+        for x in (query, key)
+    )
+    decay = log_decay.exp().view(*gain.shape, -1, 1)
+    starts, out = (
+        {sum(STATE_CONTEXTS[:i]) for i in range(len(STATE_CONTEXTS))},
+        torch.empty_like(value),
+    )
+    for t in range(len(value)):
+        if t in starts:
+            state = value.new_zeros(STATE_HEADS, STATE_DIM, STATE_DIM)
+        state, change = state * decay[t], value[t]
+        if is_delta:
+            change = change - torch.einsum("hkv,hk->hv", state, key[t])
+        state = state + key[t, :, :, None] * (gain[t, :, None] * change)[:, None]
+        out[t] = torch.einsum("hkv,hk->hv", state, query[t]) * STATE_DIM**-0.5
+    return out

@@ -29,7 +29,7 @@ from raymoe.kernels.paged_kv import CacheLayout
 from raymoe.measure.kept import Gpu, load_tiles
 from raymoe.memory.activations import ActivationSizes, HostActivations, StepActivations
 from raymoe.memory.arena import HostArena, SharedArena
-from raymoe.memory.kv_cache import KvCache, blocks_of_tokens
+from raymoe.memory.kv_cache import KvCache, blocks_of_tokens, device_cache
 from raymoe.memory.shared_file import SharedFile
 from raymoe.memory.weight_pages import LayerPaging, WeightPages
 from raymoe.memory.weights import DummyWeights, ShardedWeights, Weights, WeightStore
@@ -185,10 +185,9 @@ def _load_memory(model: LoadedModel, weights: WeightPages, device: Device) -> De
         launch_tokens=steps.launch_tokens if steps.has_host_experts else 0,
         returned_sums=NUM_RETURNED_SUMS if steps.has_host_experts else 0,
     )
-    policy = steps.policy
-    cache = KvCache(
-        model.kv_layouts, policy.num_kv_blocks, model.new_arena, num_slots=policy.max_num_seqs
-    )
+    policy, is_on_device = steps.policy, steps.device.states_on_device
+    num_slots = 0 if is_on_device else policy.max_num_seqs
+    cache = KvCache(model.kv_layouts, policy.num_kv_blocks, model.new_arena, num_slots=num_slots)
     reason = device.pin(cache.host_memory)
     if reason is not None:
         warnings.warn(
@@ -210,6 +209,12 @@ def _load_memory(model: LoadedModel, weights: WeightPages, device: Device) -> De
         ),
         weights=weights,
         cache=cache,
+        states=device_cache(
+            model.kv_layouts,
+            0,
+            lambda size: device.allocate(size, "states"),
+            num_slots=policy.max_num_seqs if is_on_device else 0,
+        ),
         device=StepActivations(
             spec, sizes, model.kv_layouts, dtype=dtype, allocate=device.allocate
         ),
@@ -293,18 +298,18 @@ def _rounded(value: float) -> float:
 def load_resident(
     model: LoadedModel, device: Device, before_step: BeforeStep | None = None
 ) -> tuple[ResidentStepRunner, Callable[[], None]]:
-    """Put all weights and the KV cache on the device; otherwise as `load_on_device`."""
+    """Put all weights, the KV cache and states on the device; otherwise as `load_on_device`."""
     cut = layer_pages(model.spec, model.dtype.itemsize, resident_bytes=EVERYTHING)
     weights = _load_pages(model, cut, device)
     kept = _load_kept(model, device)
     kept[EMBEDDING] = _put(kept[EMBEDDING], model.dtype, device, "embedding")
-    layouts, num_blocks = model.kv_layouts, model.steps.policy.num_kv_blocks
-    cache = [
-        device.allocate(num_blocks * layout.block_bytes, "KV cache")
-        .view(layout.dtype)
-        .view(num_blocks, *layout.block_shape)
-        for layout in layouts
-    ]
+    layouts, policy = model.kv_layouts, model.steps.policy
+    cache = device_cache(
+        layouts,
+        policy.num_kv_blocks,
+        lambda size: device.allocate(size, "KV cache"),
+        num_slots=policy.max_num_seqs,
+    )
     decoder = _decoder(model, weights, kept, first_slot=0, device=device)
     _compile(model, decoder, model.steps.policy.max_num_batched_tokens, device)
     device.reserve(model.workspace_bytes)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from types import TracebackType
 from typing import Generic, Self
 
@@ -20,8 +21,10 @@ from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.cpu_elementwise import Projected
 from raymoe.kernels.cpu_experts import Experts
 from raymoe.kernels.cpu_linear import PlainLinear
+from raymoe.kernels.cpu_state import scan
 from raymoe.kernels.gpu_attention_batch import RaggedBatch, attention_compute
 from raymoe.kernels.gpu_experts_layout import ExpertMatrices, balanced_routing
+from raymoe.kernels.gpu_state.scan import StateBatch
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, KvLayout
 from raymoe.kernels.torch_attention import PagedBatch, append_and_attend_paged
 from raymoe.measure.jobs import AttentionShape, decode_job, random_matrix, shuffled_table
@@ -181,6 +184,8 @@ ATTENTION = AttentionShape()
 CONTEXTS, PROMPTS = (128, 1024, 8192), (512, 4096)
 KV_BYTES = 512 * MIB  # read by a decode step
 PROMPT_TOKENS = 8192  # of a prefill step
+STATE_BYTES = 512 * MIB  # updated by a decode step
+STATE_HEADS, STATE_GROUPS, STATE_DIM = 32, 16, 128  # of Qwen3.5
 SMALL_EXPERT, SMALL_ROWS = 128, 2
 
 
@@ -195,6 +200,7 @@ class DeviceJobs:
     stored_experts: Mapping[int, Sequence[Sequence[Call]]]  # as `experts`, by bits of a weight
     decodes: Mapping[int, KernelJob]  # by context tokens
     prefills: Mapping[int, KernelJob]  # by prompt tokens
+    states: KernelJob
     small: Sequence[Call]  # a task whose kernels have next to nothing to do
 
 
@@ -207,12 +213,13 @@ class DeviceRates:
     attention_bytes_per_s: Curve
     prefill_flop_per_s: Curve
     tasks_per_s: float
+    state_bytes_per_s: float
 
 
 def measure_rates(api: CudaApi[StreamT, EventT], jobs: DeviceJobs, seconds: float) -> DeviceRates:
     stream = api.new_stream()
     num_curves = 2 + len(jobs.stored_experts)
-    each_s = seconds / (num_curves * len(ROWS) + len(jobs.decodes) + len(jobs.prefills) + 2)
+    each_s = seconds / (num_curves * len(ROWS) + len(jobs.decodes) + len(jobs.prefills) + 3)
 
     def measure(calls: Sequence[Call]) -> float:
         StreamRun(api, stream, calls[:1]).seconds()  # compiles
@@ -237,6 +244,7 @@ def measure_rates(api: CudaApi[StreamT, EventT], jobs: DeviceJobs, seconds: floa
             tuple((n, job.flop_per_call / measure(job.calls)) for n, job in jobs.prefills.items())
         ),
         tasks_per_s=1 / measure(jobs.small),
+        state_bytes_per_s=jobs.states.bytes_per_call / measure(jobs.states.calls),
     )
 
 
@@ -274,6 +282,7 @@ def with_device(
             attention_bytes_per_s=rates.attention_bytes_per_s,
             prefill_flop_per_s=rates.prefill_flop_per_s,
             tasks_per_s=rates.tasks_per_s,
+            state_bytes_per_s=rates.state_bytes_per_s,
             pageable_htod_bytes_per_s=link.pageable_htod,
             pageable_dtoh_bytes_per_s=link.pageable_dtoh,
             duplex_htod_bytes_per_s=link.duplex_htod,
@@ -327,6 +336,44 @@ def attention_job(
         calls=[partial(attend, Projected(query, key, value), cache)],
         bytes_per_call=batch * context * shape.kv_bytes_per_token,
         flop_per_call=4 * pairs * shape.num_heads * shape.head_dim,
+    )
+
+
+def states_job(device: torch.device, dtype: torch.dtype) -> KernelJob:
+    """A decode step of a gated delta rule."""
+    shape = (STATE_HEADS, STATE_DIM, STATE_DIM)
+    rows = STATE_BYTES // (prod(shape) * torch.float32.itemsize)
+    states_NHKV = torch.zeros(rows, *shape, device=device)
+    step = AttentionBatch(
+        query_start=torch.arange(rows + 1, dtype=torch.int32),
+        context_tokens=torch.full((rows,), 2, dtype=torch.int32),
+        block_table=torch.empty(rows, 0, dtype=torch.int32),
+        slots=torch.randperm(rows).int(),
+    )
+    key_TGK, value_THV = (
+        torch.randn(rows, heads, STATE_DIM, device=device).to(dtype)
+        for heads in (STATE_GROUPS, STATE_HEADS)
+    )
+    gain_TH = torch.rand(rows, STATE_HEADS, device=device)
+    call = partial(
+        scan,
+        key_TGK,
+        key_TGK,
+        value_THV,
+        -gain_TH,
+        gain_TH,
+        states_NHKV,
+        StateBatch.of(step, device),
+        scale=STATE_DIM**-0.5,
+        delta=True,
+        normalize=True,
+    )
+    return KernelJob(
+        kernel="states",
+        case=f"{rows} of {shape}",
+        calls=[call],
+        bytes_per_call=2 * states_NHKV.nbytes,
+        flop_per_call=7 * states_NHKV.numel(),
     )
 
 
@@ -408,6 +455,7 @@ def make_jobs(device: torch.device) -> DeviceJobs:
         },
         decodes={n: attention_job(device, dtype, n, 1) for n in CONTEXTS},
         prefills={n: attention_job(device, dtype, n, n) for n in PROMPTS},
+        states=states_job(device, dtype),
         small=[partial(experts_layer(device, dtype, SMALL_EXPERT), *inputs_of_experts(SMALL_ROWS))],
         reads=[partial(source[0].copy_, source[1])],
         read_bytes=READ_BYTES,

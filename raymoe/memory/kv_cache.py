@@ -44,10 +44,7 @@ class KvCache:
                 "least 1"
             )
         self.layouts, self.num_blocks = tuple(layouts), num_blocks
-        sizes = [
-            num_blocks * layout.block_bytes + num_slots * layout.sequence_bytes
-            for layout in layouts
-        ]
+        sizes = _sizes(layouts, num_blocks, num_slots)
         self.num_bytes = sum(sizes)
         self._arena = new_arena(sum(map(aligned_bytes, sizes)))
         self._layers = [
@@ -79,6 +76,27 @@ class KvCache:
 
     def __repr__(self) -> str:
         return f"KvCache({self.num_blocks} blocks, {format_bytes(self.num_bytes)})"
+
+
+def device_cache(
+    layouts: Sequence[CacheLayout],
+    num_blocks: int,
+    allocate: Callable[[int], Tensor],
+    *,
+    num_slots: int,
+) -> list[Tensor]:
+    """Memory of a device for all layers, each as `KvCache.layer` returns it."""
+    sizes = _sizes(layouts, num_blocks, num_slots)
+    return [
+        _shaped(allocate(size), layout, num_blocks)
+        for layout, size in zip(layouts, sizes, strict=True)
+    ]
+
+
+def _sizes(layouts: Sequence[CacheLayout], num_blocks: int, num_slots: int) -> list[int]:
+    return [
+        num_blocks * layout.block_bytes + num_slots * layout.sequence_bytes for layout in layouts
+    ]
 
 
 def _shaped(memory: Tensor, layout: CacheLayout, num_blocks: int) -> Tensor:

@@ -85,9 +85,10 @@ def compile_attention(
     """Attend in each kind of layer: decoding with a short and a long context, and for a prompt."""
     prompt = max(2, min(PROMPT_TOKENS, max_tokens))
     steps = ((1, 1), (1, SPLIT_POSITIONS + 1), (prompt, prompt))
+    sequences = [_one_sequence(*step) for step in steps]
     batches = [
-        decoder.staged_batch(_one_sequence(*step), largest_layout(layouts), device)
-        for step in steps
+        decoder.staged_batch(each, largest_layout(layouts), device, with_states=each)
+        for each in sequences
     ]
     kinds = [
         (layer.attention, layout)
@@ -98,7 +99,10 @@ def compile_attention(
             continue
         shapes = attention.token_shapes
         num_blocks = -(-PROMPT_TOKENS // BLOCK_TOKENS) + 1
-        cache = torch.zeros(num_blocks, *layout.block_shape, dtype=layout.dtype, device=device)
+        shape = (num_blocks, *layout.block_shape)
+        if layout.sequence_bytes:
+            shape = (layout.sequence_bytes,)
+        cache = torch.zeros(shape, dtype=layout.dtype, device=device)
         for (num_tokens, _), batch in zip(steps, batches, strict=True):
             projected = Projected(
                 *(
@@ -115,4 +119,5 @@ def _one_sequence(num_new: int, context: int) -> AttentionBatch:
         query_start=torch.tensor([0, num_new], dtype=torch.int32),
         context_tokens=torch.tensor([context], dtype=torch.int32),
         block_table=torch.arange(num_blocks, dtype=torch.int32)[None],
+        slots=torch.zeros(1, dtype=torch.int32),
     )

@@ -15,6 +15,7 @@ from raymoe.kernels.cpu_elementwise import Projected, Routing
 from raymoe.kernels.cpu_experts import ExpertGroup
 from raymoe.kernels.cpu_linear import Allocate, Linear
 from raymoe.kernels.gpu_attention_batch import StagedBatch
+from raymoe.kernels.gpu_state.scan import StateBatch
 from raymoe.kernels.paged_kv import CacheLayout, KvLayout, LatentLayout, StateLayout
 from raymoe.model.attention import Attention, LatentAttention, LayerAttention
 from raymoe.model.feed_forward import Dense, FeedForward, MoE
@@ -85,6 +86,18 @@ class Posted(NamedTuple):
     hidden_TH: Tensor
     normed_TH: Tensor
     routing: Routing | None
+
+
+class StagedStep(NamedTuple):
+    """The sequences for which the device attends, as indices there; None where no layer needs it.
+
+    Attributes:
+        kv: For layers with KV.
+        states: For layers that keep states.
+    """
+
+    kv: StagedBatch | None
+    states: StateBatch | None
 
 
 class Layer:
@@ -242,35 +255,50 @@ class Decoder:
         return self._layers[i].attention.attend(projected, cache_layer, batch)
 
     def staged_batch(
-        self, batch: AttentionBatch, layout: CacheLayout, device: torch.device
-    ) -> StagedBatch:
+        self,
+        batch: AttentionBatch,
+        layout: CacheLayout,
+        device: torch.device,
+        *,
+        with_states: AttentionBatch | None,
+    ) -> StagedStep:
         """Prepare a batch for `attend_staged`, once for all layers.
 
-        `batch` is on the host; its block table is that of the staged blocks.
+        Args:
+            batch: On the host; its block table is that of the staged blocks.
+            with_states: Sequences whose states are on the device; None if states are on the host.
         """
-        with_kv = [
-            i
-            for i, layer in enumerate(self.spec.layers)
-            if not isinstance(layer.attention, RecurrentSpec)
-        ]
-        widest = max(with_kv, key=lambda i: self.spec.layers[i].attention.token_shapes.value[1])
-        return self._with_kv(widest).staged_batch(batch, layout, device)
+        widest: LayerAttention | None = None
+        states: Recurrent | None = None
+        dims = 0
+        for layer, spec in zip(self._layers, self.spec.layers, strict=True):
+            if isinstance(layer.attention, Recurrent):
+                states = layer.attention
+            elif widest is None or spec.attention.token_shapes.value[1] > dims:
+                widest, dims = layer.attention, spec.attention.token_shapes.value[1]
+        if states is None or with_states is None:
+            prepared = None
+        else:
+            prepared = states.staged_batch(with_states, device)
+        return StagedStep(
+            None if widest is None else widest.staged_batch(batch, layout, device), prepared
+        )
 
     def attend_staged(
         self,
         i: int,
         projected: Projected,
         staged: Tensor,
-        batch: StagedBatch,
+        batch: StagedStep,
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        return self._with_kv(i).attend_staged(projected, staged, batch, out)
-
-    def _with_kv(self, i: int) -> LayerAttention:
         attention = self._layers[i].attention
-        assert not isinstance(attention, Recurrent), f"states of layer {i} are on the host only"
-        return attention
+        if isinstance(attention, Recurrent):
+            assert batch.states is not None, "made by `staged_batch`"
+            return attention.attend_staged(projected, staged, batch.states, out)
+        assert batch.kv is not None, "made by `staged_batch`"
+        return attention.attend_staged(projected, staged, batch.kv, out)
 
     def absorb(self, i: int, query_TAD: Tensor, out: Tensor | None = None) -> Tensor:
         return self._layers[i].attention.absorb(query_TAD, out)
@@ -283,7 +311,9 @@ class Decoder:
     def append(
         self, i: int, projected: Projected, cache_layer: Tensor, batch: AttentionBatch
     ) -> None:
-        self._with_kv(i).append(projected, cache_layer, batch)
+        attention = self._layers[i].attention
+        assert not isinstance(attention, Recurrent), f"layer {i} has states, which have one home"
+        attention.append(projected, cache_layer, batch)
 
     def up_project(self, i: int, result_TX: Tensor, out: Tensor | None = None) -> Tensor:
         return self._layers[i].attention.up_project(result_TX, out)

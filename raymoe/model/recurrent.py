@@ -4,6 +4,7 @@ T tokens, C channels of the convolution, H heads, V dimensions of a value.
 """
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch.nn import functional
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.cpu_elementwise import Projected, rms_norm, weigh_norm
 from raymoe.kernels.cpu_state import causal_conv, scan
+from raymoe.kernels.gpu_state.scan import StateBatch
 from raymoe.kernels.paged_kv import StateLayout
 from raymoe.model.attention import OneForm
 from raymoe.model.loading import Loader
@@ -19,11 +21,43 @@ from raymoe.model.rope import Angles
 from raymoe.specs.layers import RecurrentKind, RecurrentSpec
 
 
-class Recurrent(OneForm):
-    """One such layer.
+class _Constants(NamedTuple):
+    """What the convolution and the scan read, in float32 where the states are.
 
-    The host computes the convolution and updates the states. In `Projected`, queries are the inputs
-    of the convolution, keys those of the decay, and values those of the gain.
+    Attributes:
+        conv_CW: The transpose of a contiguous [W, C], as the kernels read it.
+        decay_H: Negative factors of the decay; empty without matrices, as its bias.
+        skip_H1: Factors of values that are added to what is read; empty except in Mamba-2.
+    """
+
+    conv_CW: Tensor
+    conv_bias_C: Tensor | None
+    decay_H: Tensor
+    decay_bias_A: Tensor
+    skip_H1: Tensor
+
+    @classmethod
+    def of(cls, spec: RecurrentSpec, loader: Loader, prefix: str, *, is_on_host: bool) -> Self:
+        def vector(name: str) -> Tensor:
+            return loader.score_vector(f"{prefix}{name}", is_on_host=is_on_host)
+
+        convs = [f"{part}_conv" for part in spec.projections]
+        conv_CW = torch.cat([vector(f"{conv}.weight")[:, 0] for conv in convs])
+        nothing = conv_CW.new_empty(0)
+        return cls(
+            conv_CW.T.contiguous().T,
+            torch.cat([vector(f"{conv}.bias") for conv in convs]) if spec.has_conv_bias else None,
+            -vector("A_log").exp() if spec.has_matrices else nothing,
+            vector("dt_bias") if spec.has_matrices else nothing,
+            vector("D")[:, None] if spec.kind == "mamba2" else nothing,
+        )
+
+
+class Recurrent(OneForm):
+    """One such layer, whose states are updated where they are: on the host or on the device.
+
+    In `Projected`, queries are the inputs of the convolution, keys those of the decay, and values
+    those of the gain.
     """
 
     def __init__(self, spec: RecurrentSpec, loader: Loader, prefix: str) -> None:
@@ -33,18 +67,9 @@ class Recurrent(OneForm):
         self._input = loader.linear(inputs, has_bias=spec.has_bias)
         self._gate = loader.linear([f"{prefix}g_proj"], has_bias=spec.has_bias)
         self._output = loader.linear([f"{prefix}o_proj"], has_bias=spec.has_bias)
-
-        def on_host(name: str) -> Tensor:
-            return loader.score_vector(f"{prefix}{name}", is_on_host=True)
-
-        convs = [f"{part}_conv" for part in spec.projections]
-        conv_CW = torch.cat([on_host(f"{conv}.weight")[:, 0] for conv in convs])
-        self._conv_CW = conv_CW.T.contiguous().T  # as the kernel reads it
-        self._conv_bias_C = None
-        if spec.has_conv_bias:
-            self._conv_bias_C = torch.cat([on_host(f"{conv}.bias") for conv in convs])
+        self._on_host = _Constants.of(spec, loader, prefix, is_on_host=True)
+        self._on_device = _Constants.of(spec, loader, prefix, is_on_host=False)
         if spec.has_matrices:
-            self._decay_H, self._decay_bias_A = -on_host("A_log").exp(), on_host("dt_bias")
             self._norm_X = loader.vector(f"{prefix}norm.weight")
 
     def project(self, normed_TH: Tensor, angles: Angles, out: Projected | None = None) -> Projected:
@@ -61,12 +86,32 @@ class Recurrent(OneForm):
         return out
 
     def attend(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
-        spec = self._spec
+        return self._update(projected, cache, batch)
+
+    def staged_batch(self, batch: AttentionBatch, device: torch.device) -> StateBatch:
+        """Prepare a batch for `attend_staged`, once for all such layers."""
+        has_channel_decays = self._spec.kind == "kimi_delta"
+        return StateBatch.of(batch, device, has_channel_decays=has_channel_decays)
+
+    def attend_staged(
+        self, projected: Projected, cache: Tensor, batch: StateBatch, out: Tensor | None = None
+    ) -> Tensor:
+        """Update states on the device of the weights, and read them; [T, X], in `out`."""
+        result_TX = self._update(projected, cache, batch)
+        return result_TX if out is None else out.copy_(result_TX)
+
+    def _constants(self, batch: AttentionBatch | StateBatch) -> _Constants:
+        return self._on_device if isinstance(batch, StateBatch) else self._on_host
+
+    def _update(
+        self, projected: Projected, cache: Tensor, batch: AttentionBatch | StateBatch
+    ) -> Tensor:
+        spec, constants = self._spec, self._constants(batch)
         past_NPC, states_NHKV = state_layout(spec, self._dtype).views(cache)
         mixed_TC = causal_conv(
             projected.query_THD[:, 0],
-            self._conv_CW,
-            self._conv_bias_C,
+            constants.conv_CW,
+            constants.conv_bias_C,
             past_NPC,
             batch,
             activation="silu" if spec.has_matrices else "none",
@@ -76,12 +121,17 @@ class Recurrent(OneForm):
         return self._scan(mixed_TC, projected, states_NHKV, batch).flatten(1)
 
     def _scan(
-        self, mixed_TC: Tensor, projected: Projected, states_NHKV: Tensor, batch: AttentionBatch
+        self,
+        mixed_TC: Tensor,
+        projected: Projected,
+        states_NHKV: Tensor,
+        batch: AttentionBatch | StateBatch,
     ) -> Tensor:
-        decay_TA = functional.softplus(projected.key_TGD[:, 0].float() + self._decay_bias_A)
+        constants = self._constants(batch)
+        decay_TA = functional.softplus(projected.key_TGD[:, 0].float() + constants.decay_bias_A)
         return scan(
             *self._heads(mixed_TC),
-            decay_TA * self._decay_H,
+            decay_TA * constants.decay_H,
             projected.value_TGV[:, 0].float().sigmoid(),
             states_NHKV,
             batch,
@@ -122,18 +172,22 @@ class Mamba2(Recurrent):
     def __init__(self, spec: RecurrentSpec, loader: Loader, prefix: str) -> None:
         super().__init__(spec, loader, prefix)
         self._group_width = spec.output_width // spec.num_key_heads
-        self._skip_H1 = loader.score_vector(f"{prefix}D", is_on_host=True)[:, None]
 
     def _scan(
-        self, mixed_TC: Tensor, projected: Projected, states_NHKV: Tensor, batch: AttentionBatch
+        self,
+        mixed_TC: Tensor,
+        projected: Projected,
+        states_NHKV: Tensor,
+        batch: AttentionBatch | StateBatch,
     ) -> Tensor:
+        constants = self._constants(batch)
         query_TGK, key_TGK, value_THV = self._heads(mixed_TC)
-        step_TH = functional.softplus(projected.key_TGD[:, 0].float() + self._decay_bias_A)
+        step_TH = functional.softplus(projected.key_TGD[:, 0].float() + constants.decay_bias_A)
         read_THV = scan(
             query_TGK,
             key_TGK,
             value_THV,
-            step_TH * self._decay_H,
+            step_TH * constants.decay_H,
             step_TH,
             states_NHKV,
             batch,
@@ -141,7 +195,7 @@ class Mamba2(Recurrent):
             delta=False,
             normalize=False,
         )
-        skipped_THV = torch.addcmul(read_THV.float(), value_THV.float(), self._skip_H1)
+        skipped_THV = torch.addcmul(read_THV.float(), value_THV.float(), constants.skip_H1)
         return skipped_THV.to(read_THV.dtype)
 
     def output(self, attention_TX: Tensor, normed_TH: Tensor) -> Tensor:

@@ -82,7 +82,8 @@ class DeviceBound:
     link_s: float  # weights over the link from host to device
     host_memory_s: float  # reads of weights and KV from host memory
     gpu_s: float  # operations on GPU and CPU cores together
-    gpu_memory_s: float  # reads of weights from device memory
+    # Reads of weights from device memory, or of states by the GPU and cores together.
+    gpu_memory_s: float
 
     @property
     def seconds(self) -> float:
@@ -124,7 +125,8 @@ def device_bound(
     on_device = num_steps * work.activated_weight_bytes(0) if has_host_experts else read
     held = num_steps * hardware.gpu_memory_bytes
     kv_read = _pairs(work, rows, _kv_bytes, 1)
-    kv_read += 2 * work.state_bytes * sum(generated - 1 for _, generated in rows)
+    updated = 2 * work.state_bytes * sum(generated - 1 for _, generated in rows)
+    both_bytes_per_s = hardware.gpu_bytes_per_s + hardware.host_bytes_per_s
     flop: float = work.token_flop * tokens + work.head_flop * sum(
         generated for _, generated in rows
     )
@@ -135,7 +137,9 @@ def device_bound(
         link_s=max(0.0, on_device - held) / hardware.htod_bytes_per_s,
         host_memory_s=max(0.0, read + kv_read - held) / hardware.host_bytes_per_s,
         gpu_s=flop / (hardware.gpu_flop_per_s + hardware.host_flop_per_s),
-        gpu_memory_s=on_device / hardware.gpu_bytes_per_s,
+        gpu_memory_s=max(
+            on_device / hardware.gpu_bytes_per_s, (on_device + updated) / both_bytes_per_s
+        ),
     )
 
 

@@ -149,6 +149,18 @@ class DeviceRates:
             rate = curves.attention_bytes_per_s.at(share.context_tokens / share.rows)
         return max(flop_s, num_bytes / rate)
 
+    def device_state_s(self, layer: LayerWork, rows: float, decode_rows: float) -> float:
+        """Seconds in which the device updates the states of all rows, which are there.
+
+        Those of decoding rows are read and written; that of a prompt stays in registers.
+        """
+        curves, hardware = self._device_curves, self.hardware
+        bytes_per_s = DEVICE_STATE_EFFICIENCY * hardware.gpu_bytes_per_s
+        if curves is not None and curves.state_bytes_per_s is not None:
+            bytes_per_s = curves.state_bytes_per_s
+        flop_s = rows * layer.state_flop / (DEVICE_STATE_FLOP_SHARE * hardware.gpu_flop_per_s)
+        return max(2 * decode_rows * layer.state_bytes / bytes_per_s, flop_s)
+
     @property
     def gpu_task_s(self) -> float:
         """Seconds of a task on the GPU beyond its kernels."""
@@ -173,6 +185,9 @@ class DeviceRates:
 # Relative to matrix products: FlashAttention-2 reaches 50 to 73 % of the peak of an A100, matrix
 # products 80 to 90 % (Dao, 2023, section 1).
 DEVICE_ATTENTION_EFFICIENCY = 0.7
+# Of kernels of states, by our estimate: share of the device's bandwidth in a step, and share of the
+# rate of 16-bit products in prompts, as their sums are float32 without tensor cores.
+DEVICE_STATE_EFFICIENCY, DEVICE_STATE_FLOP_SHARE = 0.8, 1 / 16
 # Our estimates: a handful of kernel launches of 5 to 10 microseconds, the set-up of one copy, and
 # interpreter time as in `cost`.
 OVERHEAD_S: Mapping[Resource, float] = {
@@ -202,6 +217,7 @@ class DeviceCost:
     # Shares of the experts that cores compute per layer (`PageCut.host_shares`); empty if none.
     host_shares: tuple[float, ...] = ()
     is_staged: bool = False  # whether pages go through a pinned staging ring
+    has_states: bool = False  # whether the device has the states of all rows
 
     def __post_init__(self) -> None:
         if not self.hardware.has_gpu:
@@ -235,6 +251,10 @@ class DeviceCost:
             group_shares=group_shares,
             host_shares=host_shares,
             is_staged=any(task.op is Op.STAGE for task in schedule.tasks),
+            has_states=any(
+                task.op is Op.GATTN and work.layers[task.layer].state_bytes > 0
+                for task in schedule.tasks
+            ),
         )
 
     def duration_s(self, task: Task) -> float:
@@ -275,11 +295,9 @@ class DeviceCost:
             for (window, kv_token_bytes), number in layers.items()
             for host, count in micro_batches.items()
         )
-        read_bytes += (
-            2
-            * self.work.state_bytes
-            * sum(count * host.decode_rows for host, count in micro_batches.items())
-        )
+        if not self.has_states:
+            decode_rows = sum(count * host.decode_rows for host, count in micro_batches.items())
+            read_bytes += 2 * self.work.state_bytes * decode_rows
         if self.host_shares:
             num_launches = ceil_div(len(self.micro_batches), self.micro_batches_per_group)
             tokens = [self.launch_tokens(launch) for launch in range(num_launches)]
@@ -351,6 +369,8 @@ def _attention_s(cost: DeviceCost, task: Task) -> float:
     micro_batch, layer = cost.micro_batch(task), cost.layer(task)
     if task.resource is Resource.GPU:
         share = (micro_batch.host + micro_batch.device).within(layer.window)
+        if layer.state_bytes:
+            return cost.rates.device_state_s(layer, share.rows, share.decode_rows)
         num_bytes = (share.context_tokens + 2 * share.rows) * layer.kv_token_bytes
         return cost.rates.device_attention_s(share, num_bytes, _attention_flop(share, layer))
     if layer.state_bytes:
@@ -372,8 +392,11 @@ def _kv_s(cost: DeviceCost, task: Task) -> float:
 
 
 def _device_attention_s(cost: DeviceCost, task: Task) -> float:
-    layer = cost.layer(task)
-    share = cost.micro_batch(task).device.within(layer.window)
+    layer, micro_batch = cost.layer(task), cost.micro_batch(task)
+    if layer.state_bytes:
+        both = micro_batch.host + micro_batch.device
+        return cost.rates.device_state_s(layer, both.rows, both.decode_rows)
+    share = micro_batch.device.within(layer.window)
     num_bytes = layer.kv_token_bytes * share.context_tokens
     return cost.rates.device_attention_s(share, num_bytes, _attention_flop(share, layer))
 

@@ -41,9 +41,9 @@ class DeviceJob:
     workload: Workload
     max_model_len: int
 
-    def num_blocks(self, num_bytes: int) -> int:
+    def num_blocks(self, num_bytes: int, *, with_states: bool = True) -> int:
         """KV blocks for which there is room, with the states of the rows whose KV is in them."""
-        if not self.work.state_bytes:
+        if not self.work.state_bytes or not with_states:
             return num_bytes // kv_block_bytes(self.work)
         num_bytes = max(0, num_bytes - self.work.state_bytes)
         states = ceil_div(self.work.state_bytes * KV_BLOCK_TOKENS, self._mean_tokens)
@@ -96,6 +96,7 @@ class SearchPoint:
     steady_admission: bool = True
     # Share of the streamed experts that cores compute, in steps for which that is faster.
     cpu_experts_fraction: float = 0.0
+    states_on_device: bool = False  # of models whose layers keep states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +112,7 @@ class SearchSpace:
     slot_layers: tuple[float, ...] = (WHOLE_LAYERS, 1.0, 0.5, 0.25)
     steady_admission: tuple[bool, ...] = (True, False)
     cpu_experts_fraction: tuple[float, ...] = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0)
+    states_on_device: tuple[bool, ...] = (False,)
 
     @classmethod
     def of(cls, job: DeviceJob) -> Self:
@@ -122,7 +124,11 @@ class SearchSpace:
         useful = workload.total_prompt_tokens + workload.num_rows
         num_octaves = ceil(log2(max(1.0, min(useful, 4 * job.balanced_tokens) / MIN_TOKENS)))
         tokens = tuple(MIN_TOKENS << octave for octave in range(num_octaves + 1))
-        return cls(max_num_batched_tokens=tokens)
+        has_states = job.work.state_bytes > 0
+        return cls(
+            max_num_batched_tokens=tokens,
+            states_on_device=(False, True) if has_states else (False,),
+        )
 
     def around(self, search_point: SearchPoint, *names: str) -> Iterator[SearchPoint]:
         axes = [getattr(self, name) for name in names]
@@ -163,7 +169,8 @@ class DeviceSizes:
     def fixed(self, search_point: SearchPoint) -> SearchPoint:
         """Apply the settings the schedule fixes, and normalise equivalent points to one form."""
         fraction = CPU_ATTENTION_FRACTIONS.get(self.schedule, search_point.cpu_attention_fraction)
-        if self.job.work.state_bytes:
+        states_on_device = search_point.states_on_device and self.job.work.state_bytes > 0
+        if self.job.work.state_bytes and not states_on_device:
             fraction = 1.0  # the host has the states, and attends for all
         num_micro_batches = min(
             search_point.num_micro_batches,
@@ -180,6 +187,7 @@ class DeviceSizes:
             else 0,
             slot_layers=search_point.slot_layers if self.has_ring else WHOLE_LAYERS,
             cpu_experts_fraction=search_point.cpu_experts_fraction if self.has_ring else 0.0,
+            states_on_device=states_on_device,
         )
 
     def steps(
@@ -201,6 +209,9 @@ class DeviceSizes:
             if size_bits is not None and num_blocks > self.job.min_blocks:
                 num_blocks = max(self.job.min_blocks, _leading_bits(num_blocks, size_bits))
             max_num_seqs = self._batch_size(num_blocks, search_point, size_bits)
+            if search_point.states_on_device:
+                room = self._max_states(search_point)
+                max_num_seqs = min(max_num_seqs, ceil(min(1.0, search_point.batch_share) * room))
             if max_num_seqs < 1:
                 return None
             num_blocks = self.job.useful_blocks(num_blocks, max_num_seqs)
@@ -235,6 +246,7 @@ class DeviceSizes:
                 cpu_experts_fraction=search_point.cpu_experts_fraction,
                 page_bytes=self.page_bytes,
                 staged_blocks=self._staged_blocks(search_point, max_num_seqs, num_micro_batches),
+                states_on_device=search_point.states_on_device,
                 expert_groups=EXPERT_GROUPS if has_ring else 1,
                 ring_slots=round(EXPERT_GROUPS * search_point.slot_layers) if has_ring else 2,
             ),
@@ -286,6 +298,13 @@ class DeviceSizes:
             )
         return self._with_resident(steps, resident_bytes)
 
+    def _max_states(self, search_point: SearchPoint) -> int:
+        """Sequences whose states the device has room for next to the weight slots."""
+        one = self.sized(search_point, max_num_seqs=1, num_kv_blocks=1)
+        needs = device_footprint(self.job.model, self.job.work, one)
+        free = self.job.hardware.gpu_memory_bytes - needs.total + needs.bytes_of("states")
+        return max(0, free) // self.job.work.state_bytes
+
     def _batch_size(self, num_blocks: int, search_point: SearchPoint, size_bits: int | None) -> int:
         max_num_seqs = min(
             self.job.max_num_seqs(num_blocks, search_point.batch_share),
@@ -306,7 +325,7 @@ class DeviceSizes:
     def _free_blocks(self, steps: StreamedSteps) -> int:
         bare = host_footprint(self.job.model, self.job.work, steps)
         free = self.job.hardware.host_memory_bytes - bare.total + bare.bytes_of("KV cache")
-        return self.job.num_blocks(free)
+        return self.job.num_blocks(free, with_states=not steps.device.states_on_device)
 
     @property
     def _longest_chunk(self) -> int:
@@ -315,7 +334,7 @@ class DeviceSizes:
     def _staged_blocks(
         self, search_point: SearchPoint, max_num_seqs: int, num_micro_batches: int
     ) -> int:
-        if self.job.work.state_bytes:
+        if self.job.work.state_bytes and not search_point.states_on_device:
             return 0
         rows = ceil_div(max_num_seqs, num_micro_batches)
         decoding = (1 - search_point.cpu_attention_fraction) * rows
@@ -386,7 +405,7 @@ class DeviceSearch:
     _jobs: dict[Policy, list[Steps]] = field(default_factory=dict)
 
     def best(self, grid: SearchSpace | None = None) -> "Candidate | None":
-        """Walk with whole layers, then with a ring, then with experts on the cores."""
+        """Walk with whole layers, a ring, experts on the cores, and states on the device."""
         everything = grid or SearchSpace.of(self.sizes.job)
         grid = replace(everything, cpu_experts_fraction=(0.0,))
         whole = replace(grid, slot_layers=(WHOLE_LAYERS,))
@@ -405,6 +424,11 @@ class DeviceSearch:
             fraction = max(everything.cpu_experts_fraction)
             on_cores = replace(best.search_point, cpu_experts_fraction=fraction)
             best = self._better(best, on_cores, everything)
+        if True in everything.states_on_device:
+            first = starts(self.sizes.job)[0]
+            for start in (best.search_point, first) if best else (first,):
+                with_states = replace(start, states_on_device=True)
+                best = self._better(best, with_states, everything)
         in_detail = DeviceSearch(self.sizes, detail=1.0)
         ends = sorted(self._ends.values(), key=_seconds)[:NUM_REFINED]
         refined = [in_detail.refined(end.search_point) for end in ends]

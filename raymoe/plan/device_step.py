@@ -45,9 +45,9 @@ class StreamedSteps:
     def of(cls, model: ModelSpec, schedule: str, policy: Policy, bytes_per_element: int) -> Self:
         """Divide a model's weights into resident parts and pages, as the policy says.
 
-        The host attends for all rows of a model with states, which it holds.
+        The host attends for all rows of a model with states if it holds these.
         """
-        if model.has_states:
+        if model.has_states and not (policy.device and policy.device.states_on_device):
             device = replace(policy.device or DevicePolicy(), staged_blocks=0)
             policy = replace(policy, device=device)
         return cls.of_layers(layer_sizes(model, bytes_per_element), schedule, policy)
@@ -68,6 +68,8 @@ class StreamedSteps:
             num_groups=device.expert_groups,
             ring_slots=min(device.ring_slots, device.expert_groups),
         )
+        if device.states_on_device:
+            cut = cut.with_states()
         return cls(schedule=schedule, policy=policy, device=device, cut=cut)
 
     @property
@@ -295,8 +297,10 @@ class DeviceStep:
             group_shares=shares,
             host_shares=cut.host_shares[-count:],
         )
-        hosted = (pages.host_experts for pages in cut.layers[-count:])
-        return bare, tuple(LayerPages(num_pages=0, host_experts=experts) for experts in hosted)
+        return bare, tuple(
+            LayerPages(num_pages=0, host_experts=each.host_experts, has_states=each.has_states)
+            for each in cut.layers[-count:]
+        )
 
     @property
     def num_layers(self) -> int:
@@ -351,6 +355,7 @@ class DeviceStep:
             group_shares=cut.group_shares if cut.has_sums else (),
             host_shares=cut.host_shares,
             is_staged=self.steps.device.staging_slots > 0,
+            has_states=self.steps.device.states_on_device,
         )
 
     @cached_property
@@ -535,6 +540,7 @@ def _durations(tasks: Sequence[Task], cost: DeviceCost) -> list[float]:
 RUNTIME_BYTES = GIB  # interpreter, torch, tokenizer, request state
 DEVICE_RUNTIME_BYTES = 512 * MIB  # kernels, workspaces of matrix products, rounding
 DECODING_BYTES = 160 * MIB  # a block of a quantised matrix while it is dequantised
+SCAN_BYTES = 256 * MIB  # matrices of the chunks of a prompt that are multiplied at once
 LOGIT_CHUNK_ROWS = 256
 STAGED_MICRO_BATCHES = 2  # micro-batches whose KV is on the device at once
 FLOAT_BYTES = 4
@@ -549,6 +555,10 @@ def device_footprint(model: ModelSpec, work: ModelWork, steps: StreamedSteps) ->
     if steps.has_host_experts:
         rows += NUM_RETURNED_SUMS * at_experts
     sums = rows * work.hidden_size * SUM_BYTES
+    intermediates, states = _intermediates(model, work, at_experts), 0
+    if steps.device.states_on_device:
+        states = steps.policy.max_num_seqs * work.state_bytes
+        intermediates += _state_intermediates(work, steps.micro_batch_tokens)
     return Footprint(
         memory="device memory",
         parts=(
@@ -557,7 +567,8 @@ def device_footprint(model: ModelSpec, work: ModelWork, steps: StreamedSteps) ->
             ("final norm and head", _head_bytes(model, work)),
             ("activations", _routed(work, tokens) + ring + sums),
             ("staged KV", STAGED_MICRO_BATCHES * steps.staged_blocks * _layer_block_bytes(work)),
-            ("intermediates", _intermediates(model, work, at_experts)),
+            ("states", states),
+            ("intermediates", intermediates),
         ),
     )
 
@@ -567,6 +578,9 @@ def host_footprint(model: ModelSpec, work: ModelWork, steps: StreamedSteps) -> F
     policy = steps.policy
     ring = steps.ring * steps.micro_batch_tokens * work.around_attention_bytes
     staging = steps.device.staging_slots * steps.cut.page_length
+    num_cache_bytes = cache_bytes(work, policy)
+    if steps.device.states_on_device:
+        num_cache_bytes -= policy.max_num_seqs * work.state_bytes
     of_token = hidden * element
     if steps.has_host_experts:  # their input, routing and sums
         top_k = max(layer.top_k for layer in work.kinds)
@@ -575,7 +589,7 @@ def host_footprint(model: ModelSpec, work: ModelWork, steps: StreamedSteps) -> F
         memory="host memory",
         parts=(
             ("weights", steps.cut.streamed_bytes + model.vocab_size * hidden * element),
-            ("KV cache", cache_bytes(work, policy)),
+            ("KV cache", num_cache_bytes),
             ("activations", policy.max_num_batched_tokens * of_token + ring + staging),
             ("runtime", RUNTIME_BYTES + logit_bytes(model)),
         ),
@@ -590,6 +604,7 @@ def resident_footprint(model: ModelSpec, work: ModelWork, policy: Policy) -> Foo
     )
     embedding = model.vocab_size * hidden * element
     routed = _routed(work, tokens) + tokens * work.around_attention_bytes
+    intermediates = _intermediates(model, work, tokens) + _state_intermediates(work, tokens)
     return Footprint(
         memory="device memory",
         parts=(
@@ -597,7 +612,7 @@ def resident_footprint(model: ModelSpec, work: ModelWork, policy: Policy) -> Foo
             ("embedding, final norm and head", embedding + _head_bytes(model, work)),
             ("KV cache", cache_bytes(work, policy)),
             ("activations", routed),
-            ("intermediates", _intermediates(model, work, tokens)),
+            ("intermediates", intermediates),
         ),
     )
 
@@ -643,6 +658,22 @@ def _intermediates(model: ModelSpec, work: ModelWork, tokens: int) -> int:
     largest = max(_ffn_intermediates(layer, work, tokens) for layer in work.kinds)
     decoding = 0 if model.quantization is None else DECODING_BYTES
     return largest + decoding + logit_bytes(model) + DEVICE_RUNTIME_BYTES
+
+
+def _state_intermediates(work: ModelWork, tokens: int) -> int:
+    """Bytes of a layer with states: its mixed inputs, decays and gains, and what is read.
+
+    Chunks of long prompts come on top (`kernels.gpu_state`).
+    """
+    layers = [layer for layer in work.kinds if layer.state_bytes]
+    if not layers:
+        return 0
+    element = work.bytes_per_element
+    of_token = max(
+        (mixed + 2 * read) * element + 4 * FLOAT_BYTES * (decays + gains)
+        for mixed, decays, gains, read in (layer.token_sizes for layer in layers)
+    )
+    return tokens * of_token + SCAN_BYTES
 
 
 def _ffn_intermediates(layer: LayerWork, work: ModelWork, tokens: int) -> int:

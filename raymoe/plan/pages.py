@@ -26,7 +26,7 @@ from raymoe.specs.layer_weights import (
     common_weights,
     expert_weights,
 )
-from raymoe.specs.layers import MoeSpec
+from raymoe.specs.layers import MoeSpec, RecurrentSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.units import ceil_div
 
@@ -40,6 +40,7 @@ class LayerBytes(NamedTuple):
     shared: int  # shared expert and its gate; 0 without one
     expert: int  # one expert, or the dense network
     num_experts: int  # 1 in a dense layer
+    has_states: bool = False  # in place of KV
 
     @classmethod
     def of(cls, model: ModelSpec, i: int, bytes_per_element: int) -> Self:
@@ -51,13 +52,15 @@ class LayerBytes(NamedTuple):
 
         attention = count(attention_weights(layer, hidden))
         common = count(common_weights(layer, hidden))
+        has_states = isinstance(layer.attention, RecurrentSpec)
         if not isinstance(layer.ffn, MoeSpec):
-            return cls(attention=attention, shared=0, expert=common, num_experts=1)
+            return cls(attention, 0, common, 1, has_states)
         return cls(
             attention=attention,
             shared=common,
             expert=count(expert_weights(layer.ffn, hidden)),
             num_experts=layer.ffn.num_experts,
+            has_states=has_states,
         )
 
     @property
@@ -155,6 +158,14 @@ class PageCut:
             ),
         )
 
+    def with_states(self) -> Self:
+        """The pages of steps for which the device has the states of all rows."""
+        layers = zip(self.layers, self.sizes, strict=True)
+        return replace(
+            self,
+            layers=tuple(replace(pages, has_states=size.has_states) for pages, size in layers),
+        )
+
     def _device_experts(self, i: int, fraction: float) -> int:
         """Experts of a layer that the device computes; dense networks stay there."""
         num_experts, resident = self.sizes[i].num_experts, self.resident_experts[i]
@@ -177,6 +188,7 @@ class PageCut:
             group_pages=tuple(filter(None, groups)),
             host_experts=range(end, size.num_experts),
             num_host_pages=pages.num_pages - count,
+            has_states=pages.has_states,
         )
 
     @staticmethod

@@ -154,6 +154,7 @@ class Plan:
             f"attention {device.look_ahead} ahead, "
             f"{100 * device.cpu_attention_fraction:.0f} % of it on the CPU, "
             f"{_host_experts(device)}"
+            f"{'states on the GPU, ' if device.states_on_device else ''}"
             f"{format_bytes(device.resident_bytes)} of weights resident, pages of "
             f"{format_bytes(device.page_bytes)}{_ring(device)}"
         ]

@@ -37,6 +37,9 @@ class DevicePolicy:
     # Whether every step takes that share, which costs speed, so that rows depend on no other rows.
     is_cpu_experts_fraction_fixed: bool = False
     staging_slots: int = 0  # pages of the pinned ring; 0 if all weights are pinned
+    # Whether layers that keep states in place of KV have those of all sequences on the device; the
+    # host then attends only in layers with KV.
+    states_on_device: bool = False
     # KV blocks per micro-batch on the device; None reserves twice what its prompts need and at
     # least `MIN_STAGED_BLOCKS`
     staged_blocks: int | None = None

@@ -62,8 +62,6 @@ class ResidentSearch:
 
     def best(self, grid: SearchSpace | None = None) -> Policy | None:
         grid = grid or SearchSpace()
-        if self.job.model.has_states:
-            return None  # only hosts keep them
         if self.policy(min(grid.max_num_batched_tokens), min(grid.batch_share)) is None:
             return None
         sizes = itertools.product(grid.max_num_batched_tokens, grid.batch_share)
@@ -83,9 +81,15 @@ class ResidentSearch:
             max_prefill_chunk_tokens=max_num_batched_tokens,
             num_kv_blocks=1,
         )
-        free = job.hardware.gpu_memory_bytes - self.footprint(bare).total
-        num_blocks = 1 + free // kv_block_bytes(job.work)
+        smallest = self.footprint(bare)
+        free = job.hardware.gpu_memory_bytes - smallest.total + smallest.bytes_of("KV cache")
+        state_bytes, block_bytes = job.work.state_bytes, kv_block_bytes(job.work)
+        # The longest row takes more blocks than come with the states of all others.
+        num_blocks = min(job.min_blocks, (free - state_bytes) // block_bytes)
+        num_blocks = max(num_blocks, job.num_blocks(free))
         max_num_seqs = min(job.max_num_seqs(num_blocks, batch_share), max_num_batched_tokens)
+        if state_bytes:
+            max_num_seqs = min(max_num_seqs, (free - num_blocks * block_bytes) // state_bytes)
         if max_num_seqs < 1:
             return None
         useful = job.useful_blocks(num_blocks, max_num_seqs)
@@ -96,7 +100,6 @@ class ResidentSearch:
 
     def refuse(self) -> NoReturn:
         """Raise InfeasiblePlanError with the needs of the smallest policy."""
-        self._check_states()
         tokens = min(SearchSpace().max_num_batched_tokens)
         smallest = Policy(
             max_num_seqs=1,
@@ -109,15 +112,7 @@ class ResidentSearch:
             f"{self.job.model.name} fits {self.job.hardware.name}, but no policy does"
         )
 
-    def _check_states(self) -> None:
-        if self.job.model.has_states:
-            raise InfeasiblePlanError(
-                f"{self.job.model.name} has layers that keep states, which are in host memory; "
-                "schedule 'resident' has everything on the GPU. Leave out the schedule"
-            )
-
     def check(self, policy: Policy) -> None:
-        self._check_states()
         self.footprint(policy).check_fits(
             self.job.hardware.gpu_memory_bytes,
             what=f"{self.job.model.name} on the GPU alone",

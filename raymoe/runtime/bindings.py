@@ -14,12 +14,11 @@ from raymoe.device.threads import torch_on_all_cores
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.cpu_elementwise import Routing, choose, triton_runs_on
 from raymoe.kernels.cpu_experts import ExpertGroup
-from raymoe.kernels.gpu_attention_batch import StagedBatch
 from raymoe.kernels.paged_kv import largest_layout
 from raymoe.memory.activations import HostActivations, LayerActivations, StepActivations
 from raymoe.memory.kv_cache import KvCache
 from raymoe.memory.weight_pages import WeightPages
-from raymoe.model.decoder import Decoder, Posted, Projected
+from raymoe.model.decoder import Decoder, Posted, Projected, StagedStep
 from raymoe.model.feed_forward import HostExperts
 from raymoe.runtime.executor import Bindings
 from raymoe.runtime.micro_batches import CutStep, MicroBatch
@@ -92,11 +91,11 @@ class StepState:
     """What lives between the tasks of one step; every field is owned by the step.
 
     Attributes:
-        paged: The sequences as indices on a device that holds the KV cache.
+        paged: The sequences as indices on a device that holds KV cache and states.
     """
 
     inputs: StepInputs
-    paged: StagedBatch | None = None
+    paged: StagedStep | None = None
     hidden_TH: Tensor | None = None
     projected: Projected | None = None
     attention_TX: Tensor | None = None
@@ -210,6 +209,7 @@ class DeviceMemory:
         host_experts: Those of each layer that cores may compute; None where there are none.
         decoders: The model over the slots, by the slot of layer 0.
         cache: KV of all sequences, on the host.
+        states: Those of all sequences by layer; empty where the host has them, and with KV.
         host: Activations on the host; its ring is as long as that of the device.
         staging: Pinned pages between pageable memory and the device; empty if nothing is staged.
         is_cache_pinned: Whether the KV cache is page-locked.
@@ -221,6 +221,7 @@ class DeviceMemory:
     decoders: tuple[Decoder, Decoder]
     weights: WeightPages
     cache: KvCache
+    states: Sequence[Tensor]
     device: StepActivations
     host: HostActivations
     staging: Sequence[Tensor]
@@ -240,13 +241,14 @@ class DeviceInputs:
     positions_T: Tensor
     prompt_tokens_T: Tensor | None
     logit_places_R: Tensor
-    staged: tuple[StagedBatch, ...]
+    staged: tuple[StagedStep, ...]
 
     @classmethod
     def of(
         cls, inputs: StepInputs, cut: CutStep, memory: "DeviceMemory", device: torch.device
     ) -> Self:
         decoder, layout = memory.decoders[0], largest_layout(memory.cache.layouts)
+        has_states = any(len(states) for states in memory.states)
         prompt_tokens_T = inputs.prompt_tokens
         if prompt_tokens_T is not None:
             prompt_tokens_T = prompt_tokens_T[cut.order_T].to(device)
@@ -255,7 +257,12 @@ class DeviceInputs:
             prompt_tokens_T,
             cut.place_T[inputs.logit_rows].to(device),
             tuple(
-                decoder.staged_batch(micro_batch.staging.batch, layout, device)
+                decoder.staged_batch(
+                    micro_batch.staging.batch,
+                    layout,
+                    device,
+                    with_states=micro_batch.batch if has_states else None,
+                )
                 for micro_batch in cut.micro_batches
             ),
         )
@@ -390,12 +397,14 @@ class _Bound:
         return self._writing(task, state, copies, staged[: staging.num_blocks])
 
     def attend_on_device(self, task: Task, state: DeviceStep) -> None:
-        share, activations = state.micro_batch(task).device, self._on_device(task)
-        into = activations.result(share.begin, share.end)
+        micro_batch, activations = state.micro_batch(task), self._on_device(task)
+        states = self._memory.states[task.layer]
+        begin = 0 if len(states) else micro_batch.device.begin
+        into = activations.result(begin, micro_batch.num_tokens)
         self._decoder(state).attend_staged(
             task.layer,
-            activations.projected(share.begin, share.end),
-            self._staged(task),
+            activations.projected(begin, micro_batch.num_tokens),
+            states if len(states) else self._staged(task),
             state.on_device.staged[task.part],
             out=into,
         )
@@ -508,8 +517,7 @@ class _Bound:
         return copies
 
     def _wrote(self, task: Task, state: DeviceStep, *tensors: Tensor) -> None:
-        (buffer,) = task.writes
-        state.used[buffer] = tensors
+        state.used[task.writes[-1]] = tensors  # before it there may be states, which stay
 
     def _attended(self, task: Task, state: DeviceStep) -> Tensor:
         micro_batch, activations = state.micro_batch(task), self._on_device(task)

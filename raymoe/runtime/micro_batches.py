@@ -54,10 +54,15 @@ class Staging:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Tokens [begin, end) of the reordered pass: the host's share first, then the device's."""
+    """Tokens [begin, end) of the reordered pass: the host's share first, then the device's.
+
+    Attributes:
+        batch: All its sequences.
+    """
 
     begin: int
     end: int
+    batch: AttentionBatch
     host: Share
     device: Share
     staging: Staging
@@ -205,6 +210,7 @@ def _micro_batch(
     return MicroBatch(
         begin=begin,
         end=end,
+        batch=ordered.between(host[0], device[1]),
         host=Share(begin=0, end=middle - begin, batch=ordered.between(*host)),
         device=Share(begin=middle - begin, end=end - begin, batch=on_device),
         staging=_stage(on_device),

@@ -235,7 +235,7 @@ class ResidentStepRunner:
 
         Args:
             decoder: Its weights are on the device.
-            cache: KV blocks of each layer, on the device.
+            cache: KV blocks or states of each layer, on the device.
             device: On whose lane the steps run.
             before_step: Called with each step, as one micro-batch, and its schedule before it runs.
         """
@@ -277,5 +277,7 @@ class ResidentStepRunner:
             logit_rows=inputs.logit_rows.to(target),
             prompt_tokens=None if inputs.prompt_tokens is None else inputs.prompt_tokens.to(target),
         )
-        batch = self._decoder.staged_batch(inputs.attention, self._layout, target)
+        batch = self._decoder.staged_batch(
+            inputs.attention, self._layout, target, with_states=inputs.attention
+        )
         return StepState(on_device, batch)

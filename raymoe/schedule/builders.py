@@ -131,8 +131,7 @@ def _attend_s4(program: Program, form: StepForm, step: Step) -> None:
         program.store_qkv(*step)
         program.attend(*step)
         program.load_hidden(*step)
-    if form.has_device_attention:
-        program.attend_on_device(*step)
+    program.attend_on_device(*step)
 
 
 def _store_new_kv(program: Program, form: StepForm, step: Step) -> None:

@@ -32,6 +32,8 @@ class LayerPages:
     group_pages: tuple[tuple[int, ...], ...] = ()
     host_experts: range = range(0)  # experts that cores compute: the last ones of the layer
     num_host_pages: int = 0  # pages after all others that hold only such experts: not loaded
+    # Whether the device has states of all rows in place of KV: attention is nowhere else then.
+    has_states: bool = False
 
     def __post_init__(self) -> None:
         if self.num_host_pages and not self.host_experts:
@@ -323,11 +325,15 @@ class Program:
         self._add(Op.PRE, layer, micro_batch, self._cores, reads=reads, writes=writes)
 
     def store_qkv(self, layer: int, micro_batch: int) -> None:
+        if self._form.layers[layer].has_states:
+            return
         reads = (self._ringed("qkv", layer, micro_batch),)
         writes = (self._ringed("host_qkv", layer, micro_batch),)
         self._add(Op.QKV, layer, micro_batch, Resource.DTOH, reads=reads, writes=writes)
 
     def attend(self, layer: int, micro_batch: int) -> None:
+        if self._form.layers[layer].has_states:
+            return
         cache = self._input("kv", layer, micro_batch)
         reads = (self._ringed("host_qkv", layer, micro_batch), cache)
         writes = (cache, self._ringed("host_attention", layer, micro_batch))
@@ -341,18 +347,30 @@ class Program:
         self._add(Op.ATTN, layer, micro_batch, self._cores, reads=reads, writes=writes)
 
     def load_kv(self, layer: int, micro_batch: int) -> None:
+        if self._form.layers[layer].has_states:
+            return
         reads = (self._input("device_kv", layer, micro_batch),)
         writes = (self._staged_kv(layer, micro_batch),)
         self._add(Op.KV, layer, micro_batch, Resource.HTOD, reads=reads, writes=writes)
 
     def append(self, layer: int, micro_batch: int) -> None:
+        if self._form.layers[layer].has_states:
+            return
         cache = self._input("device_kv", layer, micro_batch)
         reads = (self._ringed("host_qkv", layer, micro_batch), cache)
         self._add(Op.APPEND, layer, micro_batch, Resource.CPU, reads=reads, writes=(cache,))
 
     def attend_on_device(self, layer: int, micro_batch: int) -> None:
-        reads = (self._ringed("qkv", layer, micro_batch), self._staged_kv(layer, micro_batch))
-        writes = (self._ringed("device_attention", layer, micro_batch),)
+        """Attend to staged KV, or update states; nothing if no row attends on the device."""
+        qkv = self._ringed("qkv", layer, micro_batch)
+        writes: tuple[Buffer, ...] = (self._ringed("device_attention", layer, micro_batch),)
+        if self._form.layers[layer].has_states:
+            states = self._input("device_states", layer, micro_batch)
+            reads, writes = (qkv, states), (states, *writes)
+        elif self._form.has_device_attention:
+            reads = (qkv, self._staged_kv(layer, micro_batch))
+        else:
+            return
         self._add(Op.GATTN, layer, micro_batch, Resource.GPU, reads=reads, writes=writes)
 
     def front(self, layer: int, micro_batch: int) -> None:
@@ -364,18 +382,21 @@ class Program:
         if self._form.has_device_attention:
             self.load_kv(layer, micro_batch)
             self.append(layer, micro_batch)
-            self.attend_on_device(layer, micro_batch)
+        self.attend_on_device(layer, micro_batch)
 
     def load_hidden(self, layer: int, micro_batch: int) -> None:
+        if self._form.layers[layer].has_states:
+            return
         reads = (self._ringed("host_attention", layer, micro_batch),)
         writes = (self._ringed("attention", layer, micro_batch),)
         self._add(Op.HID, layer, micro_batch, Resource.HTOD, reads=reads, writes=writes)
 
     def post(self, layer: int, micro_batch: int) -> None:
-        attended = [self._ringed("attention", layer, micro_batch)] * self._form.has_cpu_attention
-        attended += [
-            self._ringed("device_attention", layer, micro_batch)
-        ] * self._form.has_device_attention
+        has_states = self._form.layers[layer].has_states
+        on_host = self._form.has_cpu_attention and not has_states
+        on_device = self._form.has_device_attention or has_states
+        attended = [self._ringed("attention", layer, micro_batch)] * on_host
+        attended += [self._ringed("device_attention", layer, micro_batch)] * on_device
         weights = self._weights(layer, self._form.layers[layer].attention_pages)
         reads = (_hidden(micro_batch), *attended, *weights)
         writes = (_hidden(micro_batch), _routed(micro_batch))

@@ -115,13 +115,15 @@ class DeviceCurves:
     # Causal attention over prompt tokens; work above the diagonal is not counted.
     prefill_flop_per_s: Curve | None = None
     tasks_per_s: float | None = None  # whose kernels have next to nothing to do
+    state_bytes_per_s: float | None = None  # states read and written by a decode step
 
     def __post_init__(self) -> None:
         rates = [name for name in self.__slots__ if name.endswith("_bytes_per_s")]
-        rates.remove("attention_bytes_per_s")
-        _check_positive(self, rates)
-        if self.tasks_per_s is not None:
-            _check_positive(self, ("tasks_per_s",))
+        optional = ("attention_bytes_per_s", "state_bytes_per_s")
+        _check_positive(self, [name for name in rates if name not in optional])
+        for name in ("tasks_per_s", "state_bytes_per_s"):
+            if getattr(self, name) is not None:
+                _check_positive(self, (name,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Every schedule on the emulated device gives the tokens of the device `cpu`, float32, greedy."""
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -190,6 +191,55 @@ def test_every_schedule_and_placement(schedule: str, placement: str) -> None:
     check("qwen2_moe", schedule, "long prompt", DEVICES[placement])
 
 
+# Kinds of states, which differ in the kernels that update them.
+WITH_STATES = (
+    "qwen3_next: convolution of 2, one KV head, top-3",
+    "nemotron_h: groups of experts, scaled, top-3",
+    "granitemoehybrid: groups of heads, wide convolution, no bias of it",
+    "lfm2_moe: wide convolution with biases",
+)
+
+
+def check_states(name: str, schedule: str, scenario: str, placement: str) -> None:
+    policy = replace(DEVICES[placement], states_on_device=True)
+    check_configuration(name, schedule, scenario, policy)
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "scenario", "placement"),
+    [
+        (WITH_STATES[0], "cgopipe", "long prompt", "pages"),
+        (WITH_STATES[0], "flexgen_s4", "preemption", "resident share"),
+        (WITH_STATES[1], "micro_batches", "mixed lengths", "ring"),
+        (WITH_STATES[2], "flexgen_s3", "early end", "staged"),
+        (WITH_STATES[3], "module_batching", "mixed lengths", "pages"),
+    ],
+)
+def test_states_on_the_device_change_no_token(
+    name: str, schedule: str, scenario: str, placement: str
+) -> None:
+    check_states(name, schedule, scenario, placement)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("schedule", STREAMING_BUILDERS)
+@pytest.mark.parametrize("name", WITH_STATES)
+def test_states_of_every_kind_schedule_and_scenario(
+    name: str, schedule: str, scenario: str
+) -> None:
+    check_states(name, schedule, scenario, "pages")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", DEVICES)
+@pytest.mark.parametrize("schedule", STREAMING_BUILDERS)
+def test_states_on_the_device_of_every_placement(schedule: str, placement: str) -> None:
+    if placement == "ring" and schedule not in RING_SCHEDULES:
+        pytest.skip("it loads whole layers")
+    check_states(WITH_STATES[0], schedule, "long prompt", placement)
+
+
 def test_a_device_that_is_too_small_is_refused_before_the_first_row() -> None:
     name = plain_configuration("mixtral")
     with pytest.raises(InfeasiblePlanError, match="of device memory"):
@@ -204,9 +254,8 @@ def test_a_schedule_of_another_device_is_refused_with_those_that_fit() -> None:
         make_engine(name, {}, device="emulated", schedule="in_place")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_that_fits_on_the_device_is_resident_with_the_same_tokens(family: str) -> None:
-    name = plain_configuration(family)
+@pytest.mark.parametrize("name", [*map(plain_configuration, FAMILIES), *WITH_STATES])
+def test_a_model_that_fits_on_the_device_is_resident_with_the_same_tokens(name: str) -> None:
     config = EngineConfig(dtype="float32", device="emulated", hardware="l4", linger_s=0.0)
     with Engine.from_pretrained(get_case(name).directory, config) as engine:
         assert engine.plan is not None

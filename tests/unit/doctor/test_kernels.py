@@ -8,6 +8,7 @@ from raymoe.doctor.examine import Status, Target
 from raymoe.doctor.kernels import BFLOAT16, BOUNDS, CPU, FLOAT16, FLOAT32, FORMATS
 from raymoe.kernels.gpu_attention_batch import AttentionCompute
 from raymoe.kernels.gpu_experts_layout import Compute, ExpertMatrices, TileTable
+from raymoe.kernels.gpu_state import scan
 from tests.triton_mode import HAS_GPU
 
 interpreted = pytest.mark.skipif(HAS_GPU, reason="on a GPU, kernels are compiled")
@@ -15,7 +16,7 @@ interpreted = pytest.mark.skipif(HAS_GPU, reason="on a GPU, kernels are compiled
 
 def test_every_check_of_the_cpu_passes() -> None:
     checks = kernels.checks(Target(device="cpu"))
-    assert len(checks) == 12 + len(FORMATS)
+    assert len(checks) == 15 + len(FORMATS)
     assert {check.name: check.run().status for check in checks} == {
         check.name: Status.OK for check in checks
     }
@@ -31,6 +32,21 @@ def test_triton_attends_as_the_formula(
     monkeypatch.setattr(kernels, "CONTEXTS", (1, 33))
     compute = AttentionCompute(dtype=dtype, dot=FLOAT32)
     found = kernels.compare(lambda: case(dtype, CPU, compute), BOUNDS[dtype])
+    assert found.status == Status.OK, found.value
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [FLOAT32, pytest.param(BFLOAT16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", ["triton", "torch"])
+def test_states_of_a_device_are_those_of_the_formula(
+    way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "CPU", torch.device("meta"))
+    if way == "triton":
+        pytest.importorskip("triton")
+        monkeypatch.setattr(scan, "triton_runs_on", lambda _device: True)
+        monkeypatch.setattr(kernels, "STATE_CONTEXTS", (1, 20))
+    found = kernels.compare(lambda: kernels.states(dtype, CPU), BOUNDS[dtype])
     assert found.status == Status.OK, found.value
 
 

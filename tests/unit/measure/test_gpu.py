@@ -17,6 +17,7 @@ SIZES = {
     "KV_BYTES": 3 * 40 * 4096,
     "PROMPT_TOKENS": 60,
     "SMALL_EXPERT": 32,
+    "STATE_BYTES": 3 * 4 * 32 * 128 * 128,
     "MIN_WEIGHT_BYTES": 3 * 2 * 64 * 96,
     "READ_BYTES": 1024,
     "COPY_BYTES": 256,
@@ -63,6 +64,16 @@ def test_attention_of_each_length_reads_the_same_and_prompts_are_whole() -> None
     assert prompt == 33
     assert job.flop_per_call == 4 * 2 * (33 * 34 / 2) * 32 * 128
     assert [call().shape for call in job.calls] == [(2 * 33, 32 * 128)]
+
+
+def test_a_step_updates_every_state_once() -> None:
+    job = gpu.make_jobs(CPU).states
+    (call,) = job.calls
+    *_, states_NHKV, _ = call.args  # type: ignore[attr-defined]
+    assert states_NHKV.shape == (3, 32, 128, 128)
+    assert job.bytes_per_call == 2 * 3 * 4 * 32 * 128 * 128
+    assert call().shape == (3, 32, 128)
+    assert states_NHKV.flatten(1).any(1).all()
 
 
 def test_copies_go_where_their_name_says() -> None:

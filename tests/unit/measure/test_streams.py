@@ -157,6 +157,7 @@ def test_rates_of_the_device_are_operations_and_bytes_over_its_seconds() -> None
         decodes={128: attention_job(api, 3), 1024: attention_job(api, 6)},
         prefills={512: attention_job(api, 9)},
         small=[steps(api, 4)],
+        states=attention_job(api, 7),
     )
     rates = measure_rates(api, jobs, 1e5)
     assert rates.bytes_per_s == pytest.approx(2e6 / 5, rel=5e-3)
@@ -197,3 +198,4 @@ def test_rates_of_the_device_are_operations_and_bytes_over_its_seconds() -> None
     assert curves.prefill_flop_per_s is not None
     assert curves.prefill_flop_per_s.at(512) == pytest.approx(9000 / 9, rel=5e-3)
     assert curves.tasks_per_s == pytest.approx(1 / 4, rel=5e-3)
+    assert curves.state_bytes_per_s == pytest.approx(6000 / 7, rel=5e-3)

@@ -12,6 +12,7 @@ from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.cpu_elementwise import Projected, Routing
 from raymoe.kernels.gpu_attention_batch import AttentionCompute
 from raymoe.kernels.gpu_experts_layout import BUCKETS
+from raymoe.kernels.gpu_state import scan
 from raymoe.kernels.paged_kv import largest_layout
 from raymoe.model.compilation import compile_attention, compile_experts
 from raymoe.model.decoder import Decoder, cache_layouts
@@ -77,8 +78,19 @@ FAMILIES = {
         "n_routed_experts": 4, "num_experts_per_tok": 2, "topk_group": 1, "n_shared_experts": 1,
         "first_k_dense_replace": 1,
     },
+    "qwen3_next": {
+        "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "shared_expert_intermediate_size": 24,
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 1,
+        "linear_num_value_heads": 3, "linear_key_head_dim": 16, "linear_value_head_dim": 8,
+    },
 }  # fmt: skip
-RUNTIME_INTEGERS = {"table_stride", "row_heads", "max_parts"}  # not specialised, by the kernels
+RUNTIME_INTEGERS = {
+    "table_stride",
+    "row_heads",
+    "max_parts",
+    "inputs_stride",
+}  # not specialised, by the kernels
 
 
 def variant_of(launch: "Launch") -> tuple[object, ...]:
@@ -102,6 +114,7 @@ def test_no_attention_of_200_random_steps_is_compiled_anew(
 
     compute = AttentionCompute.on((8, 0), torch.bfloat16)
     monkeypatch.setattr(gpu_attention_batch, "attention_compute", lambda *_: compute)
+    monkeypatch.setattr(scan, "triton_runs_on", lambda _device: True)
     monkeypatch.setattr(gpu_attention, "GATHERED_BYTES", 1 << 17)
     seen: set[tuple[object, ...]] = set()
     monkeypatch.setattr(gpu_attention.Launch, "run", lambda launch: seen.add(variant_of(launch)))
@@ -128,8 +141,11 @@ def attend(decoder: Decoder, layouts: list, new: list[int], contexts: list[int])
         query_start=torch.tensor([0, *itertools.accumulate(new)], dtype=torch.int32),
         context_tokens=torch.tensor(contexts, dtype=torch.int32),
         block_table=torch.zeros(len(new), blocks, dtype=torch.int32),
+        slots=torch.arange(len(new), dtype=torch.int32),
     )
-    staged = decoder.staged_batch(batch, largest_layout(layouts), torch.device("cpu"))
+    staged = decoder.staged_batch(
+        batch, largest_layout(layouts), torch.device("cpu"), with_states=batch
+    )
     for i, (layer, layout) in enumerate(zip(decoder.spec.layers, layouts, strict=True)):
         shapes = layer.attention.token_shapes
         projected = Projected(
@@ -138,5 +154,8 @@ def attend(decoder: Decoder, layouts: list, new: list[int], contexts: list[int])
                 for shape in (shapes.query, shapes.key, shapes.value)
             )
         )
-        cache = torch.zeros(1, *layout.block_shape, dtype=layout.dtype)
+        shape = (1, *layout.block_shape)
+        if layout.sequence_bytes:
+            shape = (len(new) * layout.sequence_bytes,)
+        cache = torch.zeros(shape, dtype=layout.dtype)
         decoder.attend_staged(i, projected, cache, staged)

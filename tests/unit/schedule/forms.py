@@ -115,6 +115,11 @@ def step_forms(
         layers = partly_on_cores(layers)
     on_cpu, on_device = draw(st.sampled_from(((True, False), (False, True), (True, True))))
     num_micro_batches = draw(st.integers(min_micro_batches, MAX_MICRO_BATCHES.get(name, 6)))
+    layers = st.builds(
+        lambda pages, has_states: replace(pages, has_states=has_states),
+        layers,
+        st.booleans() if draw(st.booleans()) else st.just(False),
+    )
     return StepForm(
         layers=tuple(draw(st.lists(layers, min_size=1, max_size=5))),
         num_micro_batches=num_micro_batches,

@@ -28,7 +28,7 @@ def initial_memory(form: StepForm) -> Memory:
         for page in range(pages.num_pages):
             memory[Buffer("host_weights", (layer, page))] = ("page", layer, page)
         for micro_batch in range(form.num_micro_batches):
-            for name in ("kv", "device_kv"):
+            for name in ("kv", "device_kv", "device_states"):
                 memory[Buffer(name, (layer, micro_batch))] = (name, layer, micro_batch, "old")
     memory |= first_layer_in_slot(form, form.first_slot)
     return memory
@@ -67,11 +67,12 @@ def perform(task: Task, form: StepForm, memory: Memory) -> None:
 
 def check_results(form: StepForm, memory: Memory) -> None:
     assert memory[Buffer("logits")] == ("logits",)
-    for layer in range(form.num_layers):
+    for layer, pages in enumerate(form.layers):
         for micro_batch in range(form.num_micro_batches):
             for name, is_used in (
-                ("kv", form.has_cpu_attention),
-                ("device_kv", form.has_device_attention),
+                ("kv", form.has_cpu_attention and not pages.has_states),
+                ("device_kv", form.has_device_attention and not pages.has_states),
+                ("device_states", pages.has_states),
             ):
                 age = "new" if is_used else "old"
                 assert memory[Buffer(name, (layer, micro_batch))] == (name, layer, micro_batch, age)
@@ -91,7 +92,7 @@ def needs(task: Task, form: StepForm) -> set[Meaning]:
         Op.ATTN: {qkv, ("kv", layer, part, "old")},
         Op.KV: {("device_kv", layer, part, "old")},
         Op.APPEND: {qkv, ("device_kv", layer, part, "old")},
-        Op.GATTN: {qkv, ("staged_kv", layer, part)},
+        Op.GATTN: {qkv, device_cache(task, form)},
         Op.HID: {("attention", layer, part)},
         Op.POST: {("into", layer, part)} | attended(task, form) | attention_weights(layer, form),
         Op.ROWS: of_written(task, "after post", "routed"),
@@ -125,7 +126,20 @@ def expert_weights(task: Task, form: StepForm) -> set[Meaning]:
     return {("resident", task.layer), *(("page", task.layer, page) for page in of_group)}
 
 
+def has_states(task: Task, form: StepForm) -> bool:
+    return task.layer < form.num_layers and form.layers[task.layer].has_states
+
+
+def device_cache(task: Task, form: StepForm) -> Meaning:
+    layer, part = task.layer, task.part
+    if has_states(task, form):
+        return ("device_states", layer, part, "old")
+    return ("staged_kv", layer, part)
+
+
 def attended(task: Task, form: StepForm) -> set[Meaning]:
+    if has_states(task, form):
+        return {("device_attention", task.layer, task.part)}
     shares = {"attention": form.has_cpu_attention, "device_attention": form.has_device_attention}
     return {(name, task.layer, task.part) for name, is_used in shares.items() if is_used}
 
@@ -166,6 +180,7 @@ def made(task: Task, buffer: Buffer, form: StepForm) -> Meaning:
         "hidden": hidden.get(task.op, ()),
         "kv": (name, layer, part, "new"),
         "device_kv": (name, layer, part, "new"),
+        "device_states": (name, layer, part, "new"),
         "weights": ("page", layer, part),
         "staging": ("page", layer, part),
         "logits": (name,),

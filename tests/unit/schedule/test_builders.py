@@ -65,19 +65,25 @@ def test_issue_order_is_a_topological_order(case: tuple[Schedule, StepForm]) -> 
 def test_every_wave_passes_every_layer_once(case: tuple[Schedule, StepForm]) -> None:
     schedule, form = case
     steps = sorted(form.steps)
+    with_states = [step for step in steps if form.layers[step.layer].has_states]
+    with_kv = [step for step in steps if not form.layers[step.layer].has_states]
+    on_cpu, on_device = (
+        with_kv if is_used else []
+        for is_used in (form.has_cpu_attention, form.has_device_attention)
+    )
     per_micro_batch = {
-        Op.PRE: True,
-        Op.POST: True,
-        Op.QKV: True,
-        Op.ATTN: form.has_cpu_attention,
-        Op.HID: form.has_cpu_attention,
-        Op.KV: form.has_device_attention,
-        Op.APPEND: form.has_device_attention,
-        Op.GATTN: form.has_device_attention,
+        Op.PRE: steps,
+        Op.POST: steps,
+        Op.QKV: with_kv,
+        Op.ATTN: on_cpu,
+        Op.HID: on_cpu,
+        Op.KV: on_device,
+        Op.APPEND: on_device,
+        Op.GATTN: sorted(on_device + with_states),
     }
-    for op, is_used in per_micro_batch.items():
+    for op, expected in per_micro_batch.items():
         found = sorted((task.layer, task.part) for task in schedule.tasks if task.op is op)
-        assert found == (steps if is_used else [])
+        assert found == expected
     for layer in range(form.num_layers):
         of_layer = [t for t in schedule.tasks if t.op is Op.EXPERTS and t.layer == layer]
         num_groups = form.layers[layer].num_groups
