@@ -167,7 +167,7 @@ class EngineCore:
             max_model_len,
             shares_across_lengths=shares_across_lengths,
             restart_length=restart_length,
-            shares_prefixes=not has_states,
+            has_states=has_states,
             num_slots=None if replanner is None else replanner.num_slots,
         )
         self._may_recompute = not has_states
@@ -561,4 +561,5 @@ def _step_inputs(done: ScheduledStep, choice: Callable[[], TokenChoice]) -> Step
         prompt_tokens=torch.from_numpy(done.prompt_tokens),
         logit_rows=torch.from_numpy(done.logit_rows),
         choice=choice,
+        state_copies=done.state_copies,
     )

@@ -72,6 +72,7 @@ class Sample:
         slot: Where it lives; -1 while it waits.
         tokens: What is known while it waits; None means just the prompt.
         num_cached_tokens: Prompt tokens whose KV was shared at the last admission.
+        snapshot_blocks: Lengths of its prompt, in blocks, after which its state is kept for others.
         prompt_logprobs: Of the prompt's tokens, when asked for; complete or being collected.
         stop_strings: Looks for stop strings, when there are any.
         is_restarted: Whether it computes all its KV again, as for a longer prompt.
@@ -83,6 +84,7 @@ class Sample:
     slot: int = -1
     tokens: Int32s | None = None
     num_cached_tokens: int = 0
+    snapshot_blocks: tuple[int, ...] = ()
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     stop_strings: StopStrings | None = None

@@ -186,7 +186,7 @@ def _load_memory(model: LoadedModel, weights: WeightPages, device: Device) -> De
         returned_sums=NUM_RETURNED_SUMS if steps.has_host_experts else 0,
     )
     policy, is_on_device = steps.policy, steps.device.states_on_device
-    num_slots = 0 if is_on_device else policy.max_num_seqs
+    num_slots = 0 if is_on_device else policy.num_state_slots
     cache = KvCache(model.kv_layouts, policy.num_kv_blocks, model.new_arena, num_slots=num_slots)
     reason = device.pin(cache.host_memory)
     if reason is not None:
@@ -213,7 +213,7 @@ def _load_memory(model: LoadedModel, weights: WeightPages, device: Device) -> De
             model.kv_layouts,
             0,
             lambda size: device.allocate(size, "states"),
-            num_slots=policy.max_num_seqs if is_on_device else 0,
+            num_slots=policy.num_state_slots if is_on_device else 0,
         ),
         device=StepActivations(
             spec, sizes, model.kv_layouts, dtype=dtype, allocate=device.allocate
@@ -308,7 +308,7 @@ def load_resident(
         layouts,
         policy.num_kv_blocks,
         lambda size: device.allocate(size, "KV cache"),
-        num_slots=policy.max_num_seqs,
+        num_slots=policy.num_state_slots,
     )
     decoder = _decoder(model, weights, kept, first_slot=0, device=device)
     _compile(model, decoder, model.steps.policy.max_num_batched_tokens, device)
@@ -432,7 +432,7 @@ class EngineParts:
         max_model_len: Prompt and generated tokens of a row.
         eos_token_ids: Tokens that end a row.
         plan: What was planned, if it was.
-        has_states: Whether layers keep states, which sequences cannot share.
+        has_states: Whether layers keep states, which sequences share as copies.
         shares_across_lengths: Whether prompts of different lengths that begin the same have the
             same KV there; not where rotary embeddings depend on the length.
         restart_length: Length beyond which a row computes all its KV again.
@@ -685,7 +685,7 @@ def _load_in_place(job: LoadJob, share: RankShare) -> Loaded:
     decoder = Decoder.load(spec, weights, arena.allocate, job.dtype, release=weights.drop_pages)
     workload, policy = job.config.workload, job.policy
     layouts = cache_layouts(spec, job.kv_dtype, job.dtype)
-    cache = KvCache(layouts, policy.num_kv_blocks, num_slots=policy.max_num_seqs)
+    cache = KvCache(layouts, policy.num_kv_blocks, num_slots=policy.num_state_slots)
     if workload is not None:
         rows = min(workload.num_rows, policy.max_num_seqs)
         used_blocks = min(policy.num_kv_blocks, rows * blocks_of_tokens(workload.context_tokens))

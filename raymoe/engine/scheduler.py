@@ -5,7 +5,6 @@ et al., "Efficient Memory Management for Large Language Model Serving with Paged
 SOSP 2023, section 4.4).
 """
 
-import hashlib
 import itertools
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
@@ -16,6 +15,7 @@ from raymoe._native import compiled
 from raymoe.engine.outputs import Int32s
 from raymoe.engine.request import Request, Sample
 from raymoe.engine.sequence import (
+    NO_END,
     Admission,
     Bools,
     Int64s,
@@ -26,83 +26,9 @@ from raymoe.engine.sequence import (
 )
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.memory.kv_cache import BlockPool, blocks_of_tokens
+from raymoe.memory.prefixes import PrefixIndex, StateSnapshots, branch_points, prefix_keys
 from raymoe.plan.job import SteadyAdmission
 from raymoe.plan.policy import Policy
-
-KEY_BYTES = 16
-
-
-def prefix_keys(prompt: Int32s, salt: int = 0) -> tuple[bytes, ...]:
-    """A key for each full block of a prompt: equal where all tokens up to its end are.
-
-    The block with the last token has none: the logits of that token are wanted of every row.
-
-    Args:
-        salt: Prompts of different salts share nothing.
-    """
-    tokens = np.ascontiguousarray(prompt, "<i4").tobytes()
-    size = BLOCK_TOKENS * 4
-    key, keys = salt.to_bytes(8, "little"), []
-    for end in range(size, (len(prompt) - 1) // BLOCK_TOKENS * size + 1, size):
-        key = hashlib.blake2b(key + tokens[end - size : end], digest_size=KEY_BYTES).digest()
-        keys.append(key)
-    return tuple(keys)
-
-
-class PrefixIndex:
-    """Blocks of live sequences by key, and keys that they will have computed soon.
-
-    The engine thread owns it.
-    """
-
-    def __init__(self) -> None:
-        self._blocks: dict[bytes, int] = {}
-        self._keys: dict[int, bytes] = {}
-        self._coming: Counter[bytes] = Counter()
-
-    def __len__(self) -> int:
-        return len(self._blocks) + len(self._coming)
-
-    def find(self, keys: Sequence[bytes]) -> Int32s:
-        """Computed blocks of the longest prefix that has them."""
-        found = []
-        for key in keys:
-            block = self._blocks.get(key)
-            if block is None:
-                break
-            found.append(block)
-        return np.array(found, np.int32)
-
-    def is_computed(self, key: bytes) -> bool:
-        return key in self._blocks
-
-    def is_coming(self, key: bytes) -> bool:
-        """Whether a live sequence will have computed this block, and none has."""
-        return key in self._coming and key not in self._blocks
-
-    def expect(self, keys: Iterable[bytes]) -> None:
-        """Note that a sequence begins to compute these blocks."""
-        self._coming.update(keys)
-
-    def forget(self, keys: Iterable[bytes]) -> None:
-        """Note that a sequence computes these no longer, or has done so."""
-        for key in keys:
-            self._coming[key] -= 1
-            if not self._coming[key]:
-                del self._coming[key]
-
-    def add(self, keys: Iterable[bytes], blocks: Iterable[int]) -> None:
-        """Take computed blocks; of several with the same key, the first."""
-        for key, block in zip(keys, blocks, strict=True):
-            if key not in self._blocks:
-                self._blocks[key], self._keys[block] = block, key
-
-    def remove(self, blocks: Iterable[int]) -> None:
-        for block in blocks:
-            key = self._keys.pop(block, None)
-            if key is not None:
-                del self._blocks[key]
-
 
 HISTORY = 1024  # finished rows that are remembered
 MIN_HISTORY = 16  # with fewer, every row counts as long as it may become
@@ -238,13 +164,17 @@ class StepScheduler:
     none is free, the newest one gives up its blocks, keeps its tokens and computes them again
     later; the oldest always finishes, so everything does.
 
-    A prompt that begins like that of a live sequence takes over its full blocks. While those are
-    still being computed, and are at least half of it, a sequence lets others go before it.
+    A prompt that begins like that of a live sequence takes over its full blocks. While more are
+    being computed, and are at least half of its rest, a sequence lets others go before it.
+
+    Where layers keep states, a sequence takes over blocks up to a snapshot of the state after them.
+    Its own state is kept where prompts that wait, or that of a live sequence, branch off its own:
+    a chunk of its prompt ends there. A snapshot goes with its blocks, or for newer ones.
 
     Args:
         policy: Sizes of steps and of the KV cache.
         shares_across_lengths: Whether KV does not depend on how long the prompt is.
-        shares_prefixes: Whether sequences may share blocks; states cannot be shared.
+        has_states: Whether layers keep states; prefixes are then shared from snapshots.
         restart_length: Rows that grow beyond so many tokens compute all their KV again, as if
             these were their prompts (`RopeSpec.restarts`).
         num_slots: The most sequences of any policy to come; those of `policy` by default.
@@ -256,7 +186,7 @@ class StepScheduler:
         max_model_len: int,
         *,
         shares_across_lengths: bool = True,
-        shares_prefixes: bool = True,
+        has_states: bool = False,
         restart_length: int | None = None,
         num_slots: int | None = None,
     ) -> None:
@@ -272,7 +202,9 @@ class StepScheduler:
         self._waiting: deque[Sample] = deque()
         self._prefixes = PrefixIndex()
         self._shares_across_lengths = shares_across_lengths
-        self._shares_prefixes = shares_prefixes
+        assert not has_states or num_slots == policy.max_num_seqs, "slots of snapshots come next"
+        snapshots = range(num_slots, policy.num_state_slots)
+        self._snapshots = StateSnapshots(snapshots) if has_states else None
         self._restart_length = restart_length
         self._num_candidates = MIN_CANDIDATES
         self._reserved_blocks = policy.num_kv_blocks // RESERVED_FRACTION
@@ -338,7 +270,8 @@ class StepScheduler:
         slots = slots[~np.isin(slots, list(held))] if held else slots
         num_scheduled_tokens = self._num_scheduled_tokens(slots)
         assert num_scheduled_tokens.any(), "there is work, but no sequence fits"
-        return assemble_step(self.table, slots, num_scheduled_tokens)
+        copies = () if self._snapshots is None else self._snapshots.begin_step()
+        return assemble_step(self.table, slots, num_scheduled_tokens, copies)
 
     def complete(self, done: ScheduledStep) -> None:
         """Record that the KV of a step is in the cache."""
@@ -425,9 +358,12 @@ class StepScheduler:
 
     def _leave(self, sample: Sample) -> None:
         computed = int(self.table.num_computed_tokens[sample.slot])
-        self._prefixes.forget(self._keys(sample)[computed // BLOCK_TOKENS :])
+        self._prefixes.forget(self._coming_keys(sample, slice(computed // BLOCK_TOKENS, None)))
         freed = self.pool.release(self.table.remove(sample.slot))
-        self._prefixes.remove(freed.tolist())
+        removed = self._prefixes.remove(freed.tolist())
+        if self._snapshots is not None:
+            self._snapshots.drop(removed)
+        sample.snapshot_blocks = ()
         self.live[sample.slot] = None
         sample.slot = -1
 
@@ -448,6 +384,8 @@ class StepScheduler:
         num_looked_at = min(LOOK_AHEAD * self._num_candidates, self.num_waiting)
         looked_at = [self._waiting.popleft() for _ in range(num_looked_at)]
         self.add_first(sample for sample in looked_at if sample.slot < 0)
+        if self._snapshots is not None and len(self.admitted) > num_before:
+            self._choose_snapshots(self.admitted[num_before:], self._snapshots)
         self._num_candidates = max(MIN_CANDIDATES, 2 * len(self.admitted))
 
     def _candidates(self) -> list[Sample]:
@@ -455,11 +393,12 @@ class StepScheduler:
         coming: set[bytes] = set()
         for sample in itertools.islice(self._waiting, LOOK_AHEAD * self._num_candidates):
             keys = self._shareable_keys(sample)
-            middle = keys[len(keys) // 2] if keys else None
-            if middle is not None:
-                is_coming = middle in coming and not self._prefixes.is_computed(middle)
-                if is_coming or self._prefixes.is_coming(middle):
-                    continue
+            rest = keys[self._num_shared(keys) :]
+            middle = len(rest) // 2
+            # A snapshot may come anywhere in the second half; blocks come one after another.
+            half = rest[middle : middle + 1 if self._snapshots is None else None]
+            if any(key in coming or self._prefixes.is_coming(key) for key in half):
+                continue
             chosen.append(sample)
             if len(chosen) == self._num_candidates:
                 break
@@ -531,7 +470,10 @@ class StepScheduler:
                 has_fixed_length=sample.has_fixed_length,
             )
         )
-        self._prefixes.expect(self._keys(sample)[len(shared) :])
+        if self._snapshots is None:
+            self._prefixes.expect(self._keys(sample)[len(shared) :])
+        elif len(shared):
+            self._snapshots.restore(self._keys(sample)[len(shared) - 1], sample.slot)
         sample.num_cached_tokens = computed
         sample.tokens = None
         self.live[sample.slot] = sample
@@ -544,24 +486,65 @@ class StepScheduler:
         return sample.num_prompt_tokens
 
     def _shared_blocks(self, sample: Sample) -> Int32s:
-        return self._prefixes.find(self._shareable_keys(sample))
+        keys = self._shareable_keys(sample)
+        return self._prefixes.find(keys[: self._num_shared(keys)])
+
+    def _num_shared(self, keys: Sequence[bytes]) -> int:
+        num_blocks = self._prefixes.num_blocks(keys)
+        if self._snapshots is None:
+            return num_blocks
+        return self._snapshots.num_blocks(keys[:num_blocks])
 
     def _shareable_keys(self, sample: Sample) -> tuple[bytes, ...]:
         return self._keys(sample)[: sample.logit_positions[0] // BLOCK_TOKENS]
 
     def _keys(self, sample: Sample) -> tuple[bytes, ...]:
         request = sample.request
-        if sample.is_restarted or not self._shares_prefixes:
+        if sample.is_restarted:
             return ()  # restarted: the same tokens, rotated otherwise
         if request.prefix_keys is None:
             salt = 0 if self._shares_across_lengths else len(request.prompt)
             request.prefix_keys = prefix_keys(request.prompt, salt)
         return request.prefix_keys
 
+    def _coming_keys(self, sample: Sample, blocks: slice) -> Sequence[bytes]:
+        """Keys that others wait for, of these blocks of a live sequence."""
+        keys = self._keys(sample)
+        if self._snapshots is None:
+            return keys[blocks]
+        begin, end, _ = blocks.indices(len(keys))
+        return [keys[length - 1] for length in sample.snapshot_blocks if begin < length <= end]
+
     def _share(self, slot: int, computed: int) -> None:
-        new = slice(
-            computed // BLOCK_TOKENS, int(self.table.num_computed_tokens[slot]) // BLOCK_TOKENS
-        )
-        keys = self._keys(self.sample_of(slot))[new]
-        self._prefixes.forget(keys)
+        sample, end = self.sample_of(slot), int(self.table.num_computed_tokens[slot])
+        new = slice(computed // BLOCK_TOKENS, end // BLOCK_TOKENS)
+        self._prefixes.forget(self._coming_keys(sample, new))
+        keys = self._keys(sample)[new]
         self._prefixes.add(keys, self.table.block_table[slot, new][: len(keys)].tolist())
+        if self._snapshots is not None and end == self.table.chunk_end[slot]:
+            self._snapshots.take(keys[-1], slot)
+            self._limit_chunk(sample)
+
+    def _choose_snapshots(self, entered: Iterable[Sample], snapshots: StateSnapshots) -> None:
+        """Decide where the states of sequences that begin are kept for those that wait."""
+        waiting = itertools.islice(self._waiting, LOOK_AHEAD * self._num_candidates)
+        wanted = Counter(itertools.chain.from_iterable(map(self._shareable_keys, waiting)))
+        room = snapshots.num_slots - snapshots.want(wanted) - self._prefixes.num_coming
+        for sample in entered:
+            keys, num_shared = self._keys(sample), sample.num_cached_tokens // BLOCK_TOKENS
+            num_live = self._prefixes.num_blocks(keys)  # that a live sequence has
+            others = sample.request.params.n - 1 if sample.index == 0 else 0
+            sharing = [wanted[key] + others + (i < num_live) for i, key in enumerate(keys)]
+            points = branch_points(sharing, num_shared, max(room, 0))
+            sample.snapshot_blocks = tuple(
+                length for length in points if not self._prefixes.is_coming(keys[length - 1])
+            )
+            room -= len(sample.snapshot_blocks)
+            self._prefixes.expect(self._coming_keys(sample, slice(num_shared, None)))
+            self._limit_chunk(sample)
+
+    def _limit_chunk(self, sample: Sample) -> None:
+        """End the next chunk of a prompt where its state is kept next."""
+        computed = self.table.num_computed_tokens[sample.slot]
+        ends = (length * BLOCK_TOKENS for length in sample.snapshot_blocks)
+        self.table.chunk_end[sample.slot] = next((end for end in ends if end > computed), NO_END)

@@ -46,6 +46,8 @@ class Admission:
     has_fixed_length: bool = False
 
 
+NO_END = np.iinfo(np.int32).max
+
 # Sampling parameters that are numbers, as `SamplingParams` calls them.
 NUMBERS = (
     "temperature",
@@ -74,6 +76,7 @@ class SequenceTable:
         self.num_tokens: Int32s = np.zeros(num_slots, np.int32)
         self.num_computed_tokens: Int32s = np.zeros(num_slots, np.int32)
         self.max_tokens_total: Int32s = np.zeros(num_slots, np.int32)
+        self.chunk_end: Int32s = np.zeros(num_slots, np.int32)  # that no chunk of a prompt passes
         self.last_token: Int32s = np.zeros(num_slots, np.int32)
         self.arrival: Int64s = np.zeros(num_slots, np.int64)
         self.logit_begin: Int32s = np.zeros(num_slots, np.int32)
@@ -125,6 +128,7 @@ class SequenceTable:
         self.num_tokens[slot] = len(tokens)
         self.num_computed_tokens[slot] = first
         self.max_tokens_total[slot] = admission.max_tokens_total
+        self.chunk_end[slot] = NO_END
         self.last_token[slot] = tokens[-1]
         self.arrival[slot] = admission.arrival
         self.logit_begin[slot] = admission.logit_begin
@@ -187,6 +191,7 @@ class ScheduledStep:
         row_positions: [R] int32, position of the token that these logits predict.
         row_is_sample: [R], whether that token is to be sampled; else it is a prompt's, or the
             sequence is only read.
+        state_copies: (from, to) slots whose states are copied before the step, in this order.
     """
 
     slots: Int64s
@@ -201,6 +206,7 @@ class ScheduledStep:
     row_slots: Int32s
     row_positions: Int32s
     row_is_sample: Bools
+    state_copies: tuple[tuple[int, int], ...]
 
     @property
     def num_tokens(self) -> int:
@@ -214,12 +220,13 @@ def choose_scheduled_tokens(table: SequenceTable, slots: Int64s, budget: int, ch
         slots: Candidates; earlier ones are served first.
         chunk: Most tokens of one sequence.
     """
-    rests = table.num_tokens[slots] - table.num_computed_tokens[slots]
-    return _choose_scheduled_tokens(rests, budget, chunk)
+    computed = table.num_computed_tokens[slots]
+    rests, rooms = table.num_tokens[slots] - computed, table.chunk_end[slots] - computed
+    return _choose_scheduled_tokens(rests, rooms, budget, chunk)
 
 
 @compiled
-def _choose_scheduled_tokens(rests: Int32s, budget: int, chunk: int) -> Int32s:
+def _choose_scheduled_tokens(rests: Int32s, rooms: Int32s, budget: int, chunk: int) -> Int32s:
     num_scheduled_tokens = np.zeros(len(rests), np.int32)
     for index, rest in enumerate(rests):
         if rest == 1 and budget > 0:
@@ -227,13 +234,16 @@ def _choose_scheduled_tokens(rests: Int32s, budget: int, chunk: int) -> Int32s:
             budget -= 1
     for index, rest in enumerate(rests):
         if rest > 1:
-            num_scheduled_tokens[index] = min(rest, chunk, budget)
+            num_scheduled_tokens[index] = min(rest, rooms[index], chunk, budget)
             budget -= num_scheduled_tokens[index]
     return num_scheduled_tokens
 
 
 def assemble_step(
-    table: SequenceTable, slots: Int64s, num_scheduled_tokens: Int32s
+    table: SequenceTable,
+    slots: Int64s,
+    num_scheduled_tokens: Int32s,
+    state_copies: tuple[tuple[int, int], ...] = (),
 ) -> ScheduledStep:
     """Gather the tokens of a step; the blocks for all of them must be there."""
     slots, num_scheduled_tokens = (
@@ -273,6 +283,7 @@ def assemble_step(
         row_slots[:num_rows],
         row_positions[:num_rows],
         row_is_sample[:num_rows],
+        state_copies,
     )
 
 

@@ -199,6 +199,13 @@ class StateLayout:
         heads = cache[:end].view(torch.float32).view(num_slots, *self.heads)
         return cache[end:].view(self.past_dtype).view(num_slots, *self.past), heads
 
+    def copy(self, cache: Tensor, copies: Iterable[tuple[int, int]]) -> None:
+        """Copy states between slots, (from, to), in this order."""
+        past_NPC, heads_NHKV = self.views(cache)
+        for source, target in copies:
+            past_NPC[target] = past_NPC[source]
+            heads_NHKV[target] = heads_NHKV[source]
+
 
 def multiply_heads(left_HTX: Tensor, right_HXY: Tensor, out_THY: Tensor) -> Tensor:
     """Write one product per head to `out_THY`; on a GPU without a copy of the result."""

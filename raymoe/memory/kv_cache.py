@@ -12,7 +12,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from raymoe.errors import CapacityError, ConfigError
-from raymoe.kernels.paged_kv import BLOCK_TOKENS, CacheLayout
+from raymoe.kernels.paged_kv import BLOCK_TOKENS, CacheLayout, StateLayout
 from raymoe.memory.arena import HostArena, aligned_bytes
 from raymoe.units import ceil_div, format_bytes
 
@@ -27,7 +27,7 @@ class KvCache:
     """Blocks of all layers, on huge pages; physical memory is used from the first write.
 
     Args:
-        num_slots: Sequences that may be live; layers that keep states have one for each.
+        num_slots: States of layers that keep any: of live sequences, and snapshots.
     """
 
     def __init__(
@@ -70,6 +70,10 @@ class KvCache:
             for _ in pool.map(_zero, self._layers, self.layouts, repeat(num_blocks)):
                 pass
 
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy the states of all layers that have any between slots, (from, to), in this order."""
+        copy_states(self._layers, self.layouts, copies)
+
     def close(self) -> None:
         self._layers = []
         self._arena.close()
@@ -91,6 +95,15 @@ def device_cache(
         _shaped(allocate(size), layout, num_blocks)
         for layout, size in zip(layouts, sizes, strict=True)
     ]
+
+
+def copy_states(
+    layers: Sequence[Tensor], layouts: Sequence[CacheLayout], copies: Sequence[tuple[int, int]]
+) -> None:
+    """Copy states between slots, (from, to), in this order; skips layers that have none here."""
+    for layer, layout in zip(layers, layouts, strict=True):
+        if isinstance(layout, StateLayout) and len(layer):
+            layout.copy(layer, copies)
 
 
 def _sizes(layouts: Sequence[CacheLayout], num_blocks: int, num_slots: int) -> list[int]:

@@ -21,7 +21,14 @@ from raymoe.plan.device_step import (
 )
 from raymoe.plan.job import JobEstimate, job_steps, min_steps
 from raymoe.plan.pages import LayerBytes, layer_sizes, slots_bytes
-from raymoe.plan.policy import PAGE_BYTES, DevicePolicy, Policy
+from raymoe.plan.policy import (
+    MIN_SNAPSHOTS,
+    PAGE_BYTES,
+    SEQUENCES_PER_SNAPSHOT,
+    DevicePolicy,
+    Policy,
+    max_sequences,
+)
 from raymoe.plan.work import ModelWork, StepLoad, Steps, duplicates
 from raymoe.schedule.builders import CPU_ATTENTION_FRACTIONS, MAX_MICRO_BATCHES, RING_SCHEDULES
 from raymoe.specs.hardware import HardwareSpec
@@ -42,11 +49,16 @@ class DeviceJob:
     max_model_len: int
 
     def num_blocks(self, num_bytes: int, *, with_states: bool = True) -> int:
-        """KV blocks for which there is room, with the states of the rows whose KV is in them."""
-        if not self.work.state_bytes or not with_states:
+        """KV blocks for which there is room, with the states of the rows whose KV is in them.
+
+        Of the states there are snapshots too.
+        """
+        state_bytes = self.work.state_bytes
+        if not state_bytes or not with_states:
             return num_bytes // kv_block_bytes(self.work)
-        num_bytes = max(0, num_bytes - self.work.state_bytes)
-        states = ceil_div(self.work.state_bytes * KV_BLOCK_TOKENS, self._mean_tokens)
+        num_bytes = max(0, num_bytes - MIN_SNAPSHOTS * state_bytes)
+        of_row = state_bytes + ceil_div(state_bytes, SEQUENCES_PER_SNAPSHOT)
+        states = ceil_div(of_row * KV_BLOCK_TOKENS, self._mean_tokens)
         return num_bytes // (kv_block_bytes(self.work) + states)
 
     @property
@@ -303,7 +315,7 @@ class DeviceSizes:
         one = self.sized(search_point, max_num_seqs=1, num_kv_blocks=1)
         needs = device_footprint(self.job.model, self.job.work, one)
         free = self.job.hardware.gpu_memory_bytes - needs.total + needs.bytes_of("states")
-        return max(0, free) // self.job.work.state_bytes
+        return max_sequences(free, 0, self.job.work.state_bytes)
 
     def _batch_size(self, num_blocks: int, search_point: SearchPoint, size_bits: int | None) -> int:
         max_num_seqs = min(

@@ -557,7 +557,7 @@ def device_footprint(model: ModelSpec, work: ModelWork, steps: StreamedSteps) ->
     sums = rows * work.hidden_size * SUM_BYTES
     intermediates, states = _intermediates(model, work, at_experts), 0
     if steps.device.states_on_device:
-        states = steps.policy.max_num_seqs * work.state_bytes
+        states = steps.policy.num_state_slots * work.state_bytes
         intermediates += _state_intermediates(work, steps.micro_batch_tokens)
     return Footprint(
         memory="device memory",
@@ -580,7 +580,7 @@ def host_footprint(model: ModelSpec, work: ModelWork, steps: StreamedSteps) -> F
     staging = steps.device.staging_slots * steps.cut.page_length
     num_cache_bytes = cache_bytes(work, policy)
     if steps.device.states_on_device:
-        num_cache_bytes -= policy.max_num_seqs * work.state_bytes
+        num_cache_bytes -= policy.num_state_slots * work.state_bytes
     of_token = hidden * element
     if steps.has_host_experts:  # their input, routing and sums
         top_k = max(layer.top_k for layer in work.kinds)
@@ -636,8 +636,8 @@ def kv_block_bytes(work: ModelWork) -> int:
 
 
 def cache_bytes(work: ModelWork, policy: Policy) -> int:
-    """Bytes of the KV cache and of the states of all sequences."""
-    return policy.num_kv_blocks * kv_block_bytes(work) + policy.max_num_seqs * work.state_bytes
+    """Bytes of the KV cache, of the states of all sequences and of their snapshots."""
+    return policy.num_kv_blocks * kv_block_bytes(work) + policy.num_state_slots * work.state_bytes
 
 
 def logit_bytes(model: ModelSpec) -> int:

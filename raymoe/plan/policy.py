@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from raymoe.errors import ConfigError, InfeasiblePlanError
-from raymoe.units import MIB, format_bytes
+from raymoe.units import MIB, ceil_div, format_bytes
 
 # MoE-Lens, section 6.5, sends packets of about 100 MB so that small copies slip in between; at 12
 # GB/s a page of 64 MiB occupies the link for 5.6 ms.
@@ -100,6 +100,33 @@ class Policy:
             value = getattr(self, field)
             if type(value) is not int or value < 1:
                 raise ConfigError(f"Policy.{field} is {value!r}; it must be a positive integer")
+
+    @property
+    def num_state_slots(self) -> int:
+        """States that are kept, of models that have any: of sequences, and of shared prefixes."""
+        return num_state_slots(self.max_num_seqs)
+
+
+MIN_SNAPSHOTS, SEQUENCES_PER_SNAPSHOT = 2, 16
+
+
+def num_state_slots(max_num_seqs: int) -> int:
+    """A state of each sequence, and snapshots where there are others to share a prefix."""
+    if max_num_seqs < 2:
+        return max_num_seqs
+    return max_num_seqs + max(MIN_SNAPSHOTS, ceil_div(max_num_seqs, SEQUENCES_PER_SNAPSHOT))
+
+
+def max_sequences(num_bytes: int, kv_bytes: int, state_bytes: int) -> int:
+    """Sequences for which there is room, with snapshots if there are several.
+
+    Args:
+        kv_bytes: KV of a sequence.
+        state_bytes: State of a sequence; one of the two is not 0.
+    """
+    each = kv_bytes + state_bytes + ceil_div(state_bytes, SEQUENCES_PER_SNAPSHOT)
+    count = (num_bytes - MIN_SNAPSHOTS * state_bytes) // each
+    return count if count > 1 else int(num_bytes >= kv_bytes + state_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

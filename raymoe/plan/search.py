@@ -27,7 +27,7 @@ from raymoe.plan.device_step import (
 )
 from raymoe.plan.job import estimate_job
 from raymoe.plan.plan import DEFAULT_WORKLOAD, Plan, predict_job
-from raymoe.plan.policy import Footprint, Policy
+from raymoe.plan.policy import Footprint, Policy, max_sequences, num_state_slots
 from raymoe.plan.work import ModelWork, Operation, StepLoad
 from raymoe.schedule.builders import build_in_place, build_resident
 from raymoe.schedule.graph import Op, Schedule
@@ -89,7 +89,8 @@ class ResidentSearch:
         num_blocks = max(num_blocks, job.num_blocks(free))
         max_num_seqs = min(job.max_num_seqs(num_blocks, batch_share), max_num_batched_tokens)
         if state_bytes:
-            max_num_seqs = min(max_num_seqs, (free - num_blocks * block_bytes) // state_bytes)
+            room = max_sequences(free - num_blocks * block_bytes, 0, state_bytes)
+            max_num_seqs = min(max_num_seqs, room)
         if max_num_seqs < 1:
             return None
         useful = job.useful_blocks(num_blocks, max_num_seqs)
@@ -179,14 +180,14 @@ class HostSearch:
         self.check(floor, f"{self.model.name} with one sequence")
         free = self.hardware.host_memory_bytes - floor.total + floor.bytes_of("KV cache")
         block_bytes, row_blocks = kv_block_bytes(self.work), blocks_of(workload.context_tokens)
-        maximum = max(1, free // (row_blocks * block_bytes + self.work.state_bytes))
+        maximum = max(1, max_sequences(free, row_blocks * block_bytes, self.work.state_bytes))
         sizes = [size for size in BATCH_SIZES if size <= min(maximum, max_num_batched_tokens)] or [
             maximum
         ]
         batch_rates = [rate(self._decode(size)) for size in sizes]
         batch = _smallest_good(sizes, batch_rates, GOOD_BATCH)
         roomy = min(self.max_model_len, 2 * workload.context_tokens)
-        blocks = (free - batch * self.work.state_bytes) // block_bytes
+        blocks = (free - num_state_slots(batch) * self.work.state_bytes) // block_bytes
         chosen = Policy(
             max_num_seqs=batch,
             max_num_batched_tokens=max_num_batched_tokens,

@@ -71,6 +71,7 @@ class StepInputs:
         logit_rows: int64 [R], ascending: tokens of the step whose logits are wanted.
         choice: Tells how a device may choose tokens itself, and is called only for a device that
             does; None if all logits are wanted.
+        state_copies: (from, to) slots whose states are copied first, in this order.
     """
 
     token_ids: Tensor
@@ -79,6 +80,7 @@ class StepInputs:
     logit_rows: Tensor
     prompt_tokens: Tensor | None = None
     choice: Callable[[], TokenChoice] | None = None
+    state_copies: Sequence[tuple[int, int]] = ()
 
     @property
     def num_positions(self) -> int:

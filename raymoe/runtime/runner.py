@@ -11,7 +11,7 @@ from raymoe.device.device import Device
 from raymoe.device.lane import Mark
 from raymoe.errors import CapacityError
 from raymoe.kernels.paged_kv import CacheLayout, largest_layout
-from raymoe.memory.kv_cache import KvCache
+from raymoe.memory.kv_cache import KvCache, copy_states
 from raymoe.model.decoder import Decoder, Projected
 from raymoe.runtime.bindings import (
     DeviceInputs,
@@ -36,13 +36,14 @@ class StepRunner:
     """Runs steps of one model on the device `cpu`; holds nothing between steps."""
 
     def __init__(self, decoder: Decoder, cache: KvCache, schedule: Schedule) -> None:
-        self._decoder = decoder
+        self._decoder, self._cache = decoder, cache
         self._executor = SerialExecutor(schedule, bind_cpu(decoder, cache))
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs) -> StepRun:
         """Run one step."""
         self._decoder.reserve(inputs.num_positions)
+        self._cache.copy_states(inputs.state_copies)
         return (yield from self._executor.stream(StepState(inputs)))
 
 
@@ -118,6 +119,7 @@ class DeviceStepRunner:
         self._check_room(cut)
         number = self._steps.choose(cut)
         form = self._form_of(cut, number)
+        self._copy_states(inputs.state_copies)
         state = self._state(inputs, cut, form)
         executor = self._executor(form)
         if self._before_step is not None:
@@ -180,6 +182,11 @@ class DeviceStepRunner:
         self._device.synchronize()
         return DeviceStep(inputs, cut, form, on_device)
 
+    def _copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        memory = self._memory
+        memory.cache.copy_states(copies)
+        copy_states(memory.states, memory.cache.layouts, copies)
+
     def _executor(self, form: StepForm) -> LaneExecutor[DeviceStep]:
         if form not in self._executors:
             self._executors[form] = self._new_executor(self._steps.build(form))
@@ -240,6 +247,7 @@ class ResidentStepRunner:
             before_step: Called with each step, as one micro-batch, and its schedule before it runs.
         """
         self._decoder, self._device = decoder, device
+        self._cache, self._layouts = cache, layouts
         self._layout = largest_layout(layouts)
         self._before_step = before_step
 
@@ -261,6 +269,7 @@ class ResidentStepRunner:
             ExecutionError: A task failed.
         """
         self._decoder.reserve(inputs.num_positions)
+        copy_states(self._cache, self._layouts, inputs.state_copies)
         state = self._state(inputs)
         self._device.synchronize()
         if self._before_step is not None:

@@ -1,9 +1,17 @@
 """Rows that begin the same, through real models: the tokens of each alone, from shared blocks."""
 
+import functools
+
 import pytest
+import torch
 
 from raymoe.config import EngineConfig
 from raymoe.engine.engine import Engine
+from raymoe.kernels.paged_kv import BLOCK_TOKENS
+from raymoe.plan.policy import DevicePolicy, Policy
+from tests.parity.cases import get_case
+from tests.parity.configurations import CONFIGURATIONS
+from tests.parity.oracle import Reference, make_model, make_reference
 from tests.tiny import make_checkpoint
 
 PARAMS = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True}
@@ -36,3 +44,107 @@ def test_rows_share_blocks_and_keep_their_tokens(device, rope, tmp_path):
     assert sum(row.num_cached_tokens for row in alone) == 0
     num_sharing = sum(row.num_cached_tokens >= 64 for row in together)
     assert num_sharing == (7 if rope is None else 0)
+
+
+HYBRIDS = (
+    "qwen3_next: convolution of 2, one KV head, top-3",
+    "qwen3_5_moe_text: attention first, tied, biases, top-1",
+    "nemotron_h: plain",
+    "granitemoehybrid: plain",
+    "lfm2_moe: wide convolution with biases",
+)
+HEADS, TAILS, NUM_ROWS, NUM_TOKENS = (101, 70, 133), (9, 31, 2, 17, 30, 9), 12, 12
+SHARED = [length // BLOCK_TOKENS * BLOCK_TOKENS for length in HEADS]
+SIZES = {"max_num_seqs": 48, "max_num_batched_tokens": 512, "max_prefill_chunk_tokens": 512}
+# Other sizes of steps, and the share of what could be cached that is.
+SCENARIOS: dict[str, tuple[dict[str, int], float]] = {
+    "three snapshots": ({}, 1.0),
+    "short chunks": ({"max_prefill_chunk_tokens": 7, "max_num_batched_tokens": 40}, 1.0),
+    "two snapshots": ({"max_num_seqs": 16}, 0.85),
+    "alone": ({"max_num_seqs": 1}, 0.0),
+}
+
+
+# Where states are: the schedule, and how it uses the device.
+PLACES: dict[str, tuple[str, DevicePolicy | None]] = {
+    "cpu": ("auto", None),
+    "on the host": ("module_batching", DevicePolicy(num_micro_batches=3, page_bytes=9_000)),
+    "on the device": ("cgopipe", DevicePolicy(page_bytes=9_000, states_on_device=True)),
+    "resident": ("resident", None),
+}
+
+
+@functools.cache
+def rows_of_three_heads(name: str) -> tuple[Reference, list[int]]:
+    """What transformers generates for rows that begin the same in turn; the head of each."""
+    (configuration,) = (one for one in CONFIGURATIONS if one.name == name)
+    generator = torch.Generator().manual_seed(7)
+
+    def tokens(length: int) -> list[int]:
+        return torch.randint(configuration.vocab_size, (length,), generator=generator).tolist()
+
+    heads = [tokens(length) for length in HEADS]
+    candidates = [head + tokens(length) for length in TAILS for head in heads]
+    model = make_model(configuration)
+    reference = make_reference(model, configuration, NUM_ROWS, NUM_TOKENS, candidates=candidates)
+    return reference, [candidates.index(prompt) % len(heads) for prompt in reference.prompts]
+
+
+def hybrid_engine(name: str, place: str = "cpu", **sizes: int) -> Engine:
+    policy = Policy(**({"num_kv_blocks": 120} | SIZES | sizes), device=PLACES[place][1])
+    config = EngineConfig(
+        dtype="float32",
+        device="cpu" if place == "cpu" else "emulated",
+        schedule=PLACES[place][0],
+        num_threads=1,
+        policy=policy,
+        linger_s=60.0,
+    )
+    return Engine.from_pretrained(get_case(name).directory, config)
+
+
+def check_hybrid(name: str, scenario: str, place: str) -> None:
+    reference, heads = rows_of_three_heads(name)
+    sizes, share = SCENARIOS[scenario]
+    shareable = sum(SHARED[head] for head in heads) - sum(SHARED[head] for head in set(heads))
+    with hybrid_engine(name, place, **sizes) as engine:
+        for order in (range(NUM_ROWS), range(NUM_ROWS)[::-1]):
+            before = engine.stats()
+            prompts = [reference.prompts[row] for row in order]
+            rows = engine.generate(prompts, {"temperature": 0, "max_tokens": NUM_TOKENS})
+            tokens = [list(row.token_ids) for row in rows]
+            assert tokens == [reference.tokens[row] for row in order]
+            num_cached = engine.stats().num_cached_tokens - before.num_cached_tokens
+            assert share * shareable <= num_cached <= (shareable if share else 0)
+            num_computed = engine.stats().num_computed_tokens - before.num_computed_tokens
+            useful = sum(map(len, prompts)) + sum(len(row) - 1 for row in tokens)
+            assert num_computed == useful - num_cached
+
+
+def test_rows_share_states_and_have_the_tokens_of_transformers():
+    check_hybrid(HYBRIDS[0], "three snapshots", "cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_rows_of_every_hybrid_share_states(name, scenario, place):
+    check_hybrid(name, scenario, place)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_preempted_rows_go_on_from_states_and_keep_their_tokens(name, place):
+    prompts = rows_of_three_heads(name)[0].prompts
+    params = {"temperature": 0, "max_tokens": 100}
+    with hybrid_engine(name, max_num_seqs=1) as engine:
+        alone = engine.generate(prompts, params)
+    with hybrid_engine(name, place, num_kv_blocks=32) as engine:
+        # Rows of one token let the engine expect short ones, so that it overfills the cache.
+        engine.generate([[1]] * 20, {"temperature": 0, "max_tokens": 1})
+        together = engine.generate(prompts, params)
+        assert engine.stats().num_preemptions > 0
+    assert [row.token_ids for row in together] == [row.token_ids for row in alone]
+    assert sum(row.num_cached_tokens for row in together) > 0

@@ -104,14 +104,17 @@ def make_reference(
     configuration: Configuration,
     num_prompts: int = NUM_PROMPTS,
     max_new_tokens: int = MAX_NEW_TOKENS,
+    *,
+    candidates: list[list[int]] | None = None,
 ) -> Reference:
-    """Reference rows in which no decision is a tie.
+    """Reference rows in which no decision is a tie: the first of the candidates, or random ones.
 
     Where the two best tokens, or the last expert chosen and the first not chosen, are closer than
     float32 rounding, no implementation can be expected to agree with another; such rows (a few in
     a hundred) are replaced by others.
     """
-    candidates = make_prompts(configuration, num_prompts + 2 * len(PROMPT_LENGTHS))
+    if candidates is None:
+        candidates = make_prompts(configuration, num_prompts + 2 * len(PROMPT_LENGTHS))
     with Gaps(model) as gaps:
         tokens = _generate(model, candidates, max_new_tokens, gaps)
     clear = [index for index, gap in enumerate(gaps.of_rows) if gap > 1.0][:num_prompts]

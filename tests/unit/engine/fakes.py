@@ -1,7 +1,8 @@
 """A model whose next token is a checksum of everything before it, and a byte tokenizer.
 
 The fake runner keeps token ids where a real one keeps KV, in the same blocks: a wrong block, a
-stale one, or a token in the wrong place changes all later tokens.
+stale one, or a token in the wrong place changes all later tokens. Its states are the checksums of
+the tokens that each sequence has computed.
 """
 
 import atexit
@@ -26,8 +27,12 @@ VOCAB_SIZE = 258
 BOS, EOS = 256, 257
 
 
+def checksum(context) -> int:
+    return zlib.crc32(np.asarray(context, np.int32).tobytes())
+
+
 def next_token(context) -> int:
-    return zlib.crc32(np.asarray(context, np.int32).tobytes()) % 256
+    return checksum(context) % 256
 
 
 def expected_tokens(prompt, count: int) -> list[int]:
@@ -39,9 +44,9 @@ def expected_tokens(prompt, count: int) -> list[int]:
 
 def fake_logits(context) -> torch.Tensor:
     """The next token stands out by 5 from small differences that depend on the context too."""
-    checksum = zlib.crc32(np.asarray(context, np.int32).tobytes())
-    logits = torch.sin(torch.arange(VOCAB_SIZE) * 0.37 + checksum % 1000)
-    logits[checksum % 256] += 5
+    number = checksum(context)
+    logits = torch.sin(torch.arange(VOCAB_SIZE) * 0.37 + number % 1000)
+    logits[number % 256] += 5
     logits[256:] = -20
     return logits
 
@@ -49,10 +54,14 @@ def fake_logits(context) -> torch.Tensor:
 class FakeRunner:
     """Runs steps of the checksum model and checks the shape of each.
 
-    `before` is called with each step; a test may raise, wait or look there.
+    `before` is called with each step; a test may raise, wait or look there. `num_states` is the
+    number of slots of states; without them the model has none.
     """
 
-    def __init__(self, num_blocks: int, before=lambda _inputs: None) -> None:
+    def __init__(
+        self, num_blocks: int, before=lambda _inputs: None, *, num_states: int = 0
+    ) -> None:
+        self._states = [-1] * num_states
         self._tokens = np.full((num_blocks, BLOCK_TOKENS), -1, np.int64)
         self._before = before
         self.max_num_batched_tokens: list[int] = []
@@ -62,6 +71,8 @@ class FakeRunner:
         self._before(inputs)
         batch = inputs.attention
         starts, contexts = batch.query_start.tolist(), batch.context_tokens.tolist()
+        for source, target in inputs.state_copies:
+            self._states[target] = self._states[source]
         assert starts[0] == 0
         assert starts[-1] == len(inputs.token_ids) == len(inputs.positions)
         self.max_num_batched_tokens.append(starts[-1])
@@ -72,10 +83,18 @@ class FakeRunner:
             assert inputs.positions[begin:end].tolist() == list(range(first, context))
             self.largest_chunk = max(self.largest_chunk, end - begin)
             blocks = batch.block_table[index].numpy()
+            slot = int(batch.slots[index]) if self._states else None
+            if slot is not None and first == 0:
+                self._states[slot] = 0
             for offset in range(end - begin):
                 block, row = divmod(first + offset, BLOCK_TOKENS)
                 self._tokens[blocks[block], row] = inputs.token_ids[begin + offset]
                 ends[begin + offset] = (blocks, first + offset + 1)
+                if slot is not None:
+                    token = np.int32(inputs.token_ids[begin + offset]).tobytes()
+                    self._states[slot] = zlib.crc32(token, self._states[slot])
+                    context_now = self._context(blocks, first + offset + 1)
+                    assert self._states[slot] == checksum(context_now), "a state of other tokens"
         yield from self._logits(inputs, ends)
         return Timeline("fake", ())
 

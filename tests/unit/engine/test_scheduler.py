@@ -20,8 +20,17 @@ from tests.unit.engine.fakes import EOS, VOCAB_SIZE, FakeRunner, expected_tokens
 class Bench:
     """A core without threads: rows in, results out."""
 
-    def __init__(self, policy, max_model_len=512, before=lambda _inputs: None, replanner=None):
-        self.runner = FakeRunner(policy.num_kv_blocks, before)
+    def __init__(
+        self,
+        policy,
+        max_model_len=512,
+        before=lambda _inputs: None,
+        replanner=None,
+        *,
+        has_states=False,
+    ):
+        num_states = policy.num_state_slots if has_states else 0
+        self.runner = FakeRunner(policy.num_kv_blocks, before, num_states=num_states)
         self.results = {}
         self.core = EngineCore(
             self.runner,
@@ -32,6 +41,7 @@ class Bench:
             decode_all=lambda sequences: [""] * len(sequences),
             finish=lambda request: self.results.update({request.order: request.generation}),
             replanner=replanner,
+            has_states=has_states,
         )
         self.num_rows = 0
 
@@ -65,9 +75,9 @@ def prompts_of(lengths, seed=0):
     return [random.integers(0, 256, length).tolist() for length in lengths]
 
 
-def short_rows_then_long_ones(policy):
+def short_rows_then_long_ones(policy, *, has_states=False):
     """Rows of one token teach the forecast a low mean, so that the cache is overfilled after."""
-    bench = Bench(policy)
+    bench = Bench(policy, has_states=has_states)
     prompts = prompts_of([3] * 20)
     for prompt in prompts:
         bench.add(prompt, max_tokens=1)
