@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from raymoe.kernels.cpu_attention import AttentionBatch
+from raymoe.kernels.gpu_state.scan import StateBatch
 from raymoe.kernels.torch_attention import PagedBatch
-from raymoe.model.decoder import Decoder, cache_layouts
+from raymoe.model.decoder import Decoder, StagedStep, cache_layouts
 from raymoe.model.loading import PagedLoader
 from raymoe.specs.layer_weights import EMBEDDING, HEAD, layer_parts, layer_prefix
 from raymoe.specs.model import DenseSpec, ModelSpec, RecurrentSpec
@@ -26,6 +27,7 @@ BATCH = AttentionBatch(
     query_start=torch.tensor([0, 1, 4, 9], dtype=torch.int32),
     context_tokens=torch.tensor([40, 4, 70], dtype=torch.int32),
     block_table=torch.arange(9, dtype=torch.int32).view(3, 3),
+    slots=torch.tensor([2, 0, 1], dtype=torch.int32),
 )
 NUM_TOKENS = 9
 
@@ -78,19 +80,19 @@ def test_what_a_layer_computes_stays_on_the_device(name: str) -> None:
     )
     layouts = cache_layouts(spec, torch.float32)
     with_kv = [layout for layout in layouts if not layout.sequence_bytes]
-    batch = to_device(PagedBatch.of(BATCH, with_kv[0], torch.device("cpu")))
+    kv = to_device(PagedBatch.of(BATCH, with_kv[0], torch.device("cpu")))
+    batch = StagedStep(kv, StateBatch.of(BATCH, DEVICE))
     hidden_TH = torch.empty(NUM_TOKENS, spec.hidden_size, device=DEVICE)
     tokens_T = torch.empty(NUM_TOKENS, dtype=torch.int32, device=DEVICE)
     decoder.reserve(70)
     for i, layer in enumerate(spec.layers):
         projected = decoder.pre(i, hidden_TH, tokens_T, tokens_T)
-        if isinstance(layer.attention, RecurrentSpec):  # the host computes it
-            width = layer.attention.output_width
-            attention_TX = torch.empty(NUM_TOKENS, width, device=DEVICE)
-            assert all(part.device == DEVICE for part in projected)
-        else:
-            staged = torch.empty(9, *layouts[i].block_shape, device=DEVICE)
-            attention_TX = decoder.attend_staged(i, projected, staged, batch)
+        staged = torch.empty(9, *layouts[i].block_shape, device=DEVICE)
+        if isinstance(layer.attention, RecurrentSpec):
+            num_bytes = 3 * layouts[i].sequence_bytes
+            staged = torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE)
+        attention_TX = decoder.attend_staged(i, projected, staged, batch)
+        assert attention_TX.device == DEVICE
         hidden_TH, normed_TH, routing = decoder.post(i, hidden_TH, attention_TX)
         if isinstance(layer.ffn, DenseSpec):
             hidden_TH = decoder.ffn(i, hidden_TH, normed_TH, routing)
