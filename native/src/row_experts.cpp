@@ -146,18 +146,23 @@ class Launch {
     const Matrix weights = matrix(piece.expert);
     const int64_t offset = begin * hidden_size_ * element_bytes_;
     worker.gate.resize(static_cast<size_t>(piece.count * kRowOutputs));
-    worker.up.resize(worker.gate.size());
     const auto dots = kernels_.dots.of(dtype_, "hidden");
     const int64_t after = offset + count * hidden_size_ * element_bytes_;
+    const char* next = next_gate(number, begin + count, weights.gate + after);
+    const bool is_square = weights.up == weights.gate;
     dots({worker.gathered.data(), hidden_stride_, weights.gate + offset, hidden_size_, count,
-          worker.gate.data(), weights.up + offset},
+          worker.gate.data(), is_square ? next : weights.up + offset},
          0, piece.count);
-    dots({worker.gathered.data(), hidden_stride_, weights.up + offset, hidden_size_, count,
-          worker.up.data(), next_gate(number, begin + count, weights.gate + after)},
-         0, piece.count);
+    if (!is_square) {
+      worker.up.resize(worker.gate.size());
+      dots({worker.gathered.data(), hidden_stride_, weights.up + offset, hidden_size_, count,
+            worker.up.data(), next},
+           0, piece.count);
+    }
+    const float* up = is_square ? worker.gate.data() : worker.up.data();
     char* out = activations_.data() + (piece.first * stride_ + begin) * input_bytes_;
     kernels_.gate.of(dtype_, "hidden")(
-        {worker.gate.data(), worker.up.data(), bias(experts_.gate_bias, piece.expert, begin),
+        {worker.gate.data(), up, bias(experts_.gate_bias, piece.expert, begin),
          bias(experts_.up_bias, piece.expert, begin), experts_.gating, count, out, stride_},
         0, piece.count);
   }

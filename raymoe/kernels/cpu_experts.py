@@ -52,8 +52,15 @@ class Clamp(NamedTuple):
 
 
 # Activations x * sigmoid(gain * x * (1 + cubic * x^2)), by gain and cubic: those of the fused
-# kernels. The tanh form of gelu is one because (1 + tanh(x)) / 2 = sigmoid(2 x).
-SIGMOID_GATES = {"silu": (1.0, 0.0), "gelu_pytorch_tanh": (math.sqrt(8 / math.pi), 0.044715)}
+# kernels. The tanh form of gelu is one because (1 + tanh(x)) / 2 = sigmoid(2 x), and relu because
+# the sigmoid of a large gain is a step: it is exact where |x| is above 1e-28.
+SIGMOID_GATES = {
+    "silu": (1.0, 0.0),
+    "gelu_pytorch_tanh": (math.sqrt(8 / math.pi), 0.044715),
+    "relu2": (1e30, 0.0),
+}
+# Of these, the ones whose gate is the up projection itself: its products are computed once.
+SQUARES = {"relu2"}
 
 
 class _PackedFfns:
@@ -77,6 +84,8 @@ class _PackedFfns:
 
 class PackedExperts:
     """Sort, gather, gate and up, down and combine in one fused kernel, for `SIGMOID_GATES`.
+
+    Squares would be packed with their projection twice, and use `RowMajorExperts` instead.
 
     Gate, up and down accumulate in float32; the gated product is rounded to bfloat16. Expert
     outputs of a token are added in ascending order of expert, in float32, and rounded once: the
@@ -304,9 +313,9 @@ class RowMajorExperts:
 
     def __init__(
         self,
-        gate_EFH: Sequence[Weight],
-        up_EFH: Sequence[Weight],
-        down_EHF: Sequence[Weight],
+        gate_EFH: Matrices,
+        up_EFH: Matrices,
+        down_EHF: Matrices,
         *,
         activation: str = "silu",
         biases: Sequence[Biases] | None = None,
@@ -453,9 +462,14 @@ def make_experts(
     with any strides. Packed experts copy them into `allocate` (`packed_experts_bytes` in one piece)
     and keep no reference. `dtype` is the compute type; quantised weights need it.
     """
-    if packed_experts_are_used(compute_dtype(gate_EFH[0], dtype), activation):
+    compute = compute_dtype(gate_EFH[0], dtype)
+    if packed_experts_are_used(compute, activation):
         return PackedExperts(
             gate_EFH, up_EFH, down_EHF, allocate, activation=activation, biases=biases, clamp=clamp
+        )
+    if activation in SQUARES and packed_linear_is_used(compute):
+        return RowMajorExperts(
+            gate_EFH, up_EFH, down_EHF, activation=activation, biases=biases, clamp=clamp
         )
     return PlainExperts(
         gate_EFH, up_EFH, down_EHF, activation=activation, biases=biases, clamp=clamp
@@ -481,7 +495,7 @@ def make_gated_ffn(
 
 
 def packed_experts_are_used(dtype: torch.dtype, activation: str) -> bool:
-    return activation in SIGMOID_GATES and packed_linear_is_used(dtype)
+    return activation in SIGMOID_GATES.keys() - SQUARES and packed_linear_is_used(dtype)
 
 
 def check_activation(activation: str) -> None:

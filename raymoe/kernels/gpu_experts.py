@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from raymoe.kernels.cpu_experts import (
     SIGMOID_GATES,
+    SQUARES,
     Biases,
     Clamp,
     ExpertGroup,
@@ -83,6 +84,7 @@ class GroupedExperts:
         self._gate, self._up = (
             self._constants(self._gate_up, matrix, gate_up_alignment) for matrix in (0, 1)
         )
+        self._squares = activation in SQUARES
         self._down_constants = self._constants(self._down, 2, alignment_of(matrices.down_EHF))
 
     def __call__(self, hidden_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
@@ -144,6 +146,7 @@ class GroupedExperts:
             constants={
                 "GATE": self._gate,
                 "UP": self._up,
+                "SQUARES": self._squares,
                 "PLANES_OUT": planes,
                 **self._gating,
                 **self._common(shape),

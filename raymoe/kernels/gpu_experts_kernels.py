@@ -305,6 +305,7 @@ def gate_up_kernel(
     product_ptr: tl.tensor,
     GATE: tl.constexpr,
     UP: tl.constexpr,
+    SQUARES: tl.constexpr,
     TABLE_FIELDS: tl.constexpr,
     PLANES_OUT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -331,7 +332,11 @@ def gate_up_kernel(
     # Padding rows repeat the token of the last row and are not written.
     tokens_N = tl.load(tokens_ptr + tl.minimum(rows_N, end - 1)).to(tl.int64)
     inputs_ptr = hidden_ptr + (tokens_N * (GATE.unit_inputs * GATE.num_units))[:, None]
-    gate_ON, up_ON = _project_both(row_ptr, inputs_ptr, outputs_O, GATE, UP, OUTPUTS, ROWS)
+    if SQUARES:  # gate and up are one matrix
+        gate_ON = _project(row_ptr, inputs_ptr, outputs_O, GATE, OUTPUTS, ROWS)
+        up_ON = gate_ON
+    else:
+        gate_ON, up_ON = _project_both(row_ptr, inputs_ptr, outputs_O, GATE, UP, OUTPUTS, ROWS)
     is_output_O = outputs_O < GATE.outputs
     if HAS_BIAS:
         gate_ON += _load_bias(row_ptr, outputs_O, is_output_O, GATE)

@@ -12,10 +12,12 @@ from raymoe import _native
 from raymoe.errors import ConfigError
 from raymoe.kernels.cpu_experts import (
     SIGMOID_GATES,
+    SQUARES,
     PackedExperts,
     PackedGatedFfn,
     PlainExperts,
     PlainGatedFfn,
+    RowMajorExperts,
     make_experts,
     make_gated_ffn,
     packed_experts_bytes,
@@ -243,8 +245,10 @@ def test_choice_is_packed_for_bfloat16_and_known_activations_on_the_right_machin
             first = [weight[0] for weight in weights]
             ffn = make_gated_ffn(*first, activation=activation, allocate=allocate)
             has_vectors = _native.active_isa() != "scalar"
-            is_packed = has_vectors and dtype == torch.bfloat16 and activation in SIGMOID_GATES
+            is_native = has_vectors and dtype == torch.bfloat16 and activation in SIGMOID_GATES
+            is_packed = is_native and activation not in SQUARES
             assert isinstance(experts, PackedExperts) == is_packed
+            assert isinstance(experts, RowMajorExperts) == (is_native and not is_packed)
             assert isinstance(ffn, PackedGatedFfn) == is_packed
             hidden = torch.ones(2, 4, dtype=dtype)
             ids = torch.tensor([[0, 1], [1, 0]]).int()

@@ -1,6 +1,6 @@
 """Experts on row-major weights against float64, on every instruction set."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
@@ -112,6 +112,23 @@ def test_error_is_at_most_twice_that_of_torch(
 def test_activations_biases_and_limits(options: Options, dtype: torch.dtype) -> None:
     assert options.activation in SIGMOID_GATES
     check(cast(make_case((30, 51, 48, 16, 8)), dtype), options)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_squares_of_relus_have_one_projection(dtype: torch.dtype, *, has_bias: bool) -> None:
+    case = cast(make_case((30, 51, 48, 16, 8)), dtype)
+    check(replace(case, gate=case.up), Options(activation="relu2", has_bias=has_bias))
+
+
+@pytest.mark.usefixtures("isa")
+def test_a_square_of_a_relu_is_exact_from_the_smallest_number_to_the_largest() -> None:
+    one = torch.ones(1, 1, 1)
+    experts = RowMajorExperts([one[0]], [one[0]], [one[0]], activation="relu2")
+    hidden = torch.tensor([[-1e10], [-1.0], [-1e-19], [0.0], [1e-18], [3.0], [1e15]])
+    got, want = experts(hidden, torch.zeros(7, 1).int(), torch.ones(7, 1)), hidden.relu().square()
+    assert ((got - want).abs() <= 1e-6 * want + 1e-38 * hidden.square()).all()
 
 
 @pytest.mark.usefixtures("isa", "threads")

@@ -59,7 +59,8 @@ RAYMOE_DECLARE_KERNELS(RowKernels, row_kernels);
 /// hidden [T, H] has the type of the weights; `matrices` [E, 3] int64 holds the addresses of gate
 /// and up [F, H] and down [H, F] of each expert, which are read only of experts in the range.
 /// Biases are float32 [E, F], [E, F] and [E, H], or null. The gated product is rounded to the type
-/// of the weights between the two products.
+/// of the weights between the two products. A gate at the address of the up projection is not
+/// multiplied again.
 struct RowExperts {
   const TensorView& matrices;
   int64_t expert_size;

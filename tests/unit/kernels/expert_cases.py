@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from raymoe.codecs import StoredMatrix, Weight, as_tensor
-from raymoe.kernels.cpu_experts import Biases, Clamp, PlainExperts, gated_product
+from raymoe.kernels.cpu_experts import SQUARES, Biases, Clamp, PlainExperts, gated_product
 from raymoe.kernels.gpu_experts_layout import ExpertMatrices
 from raymoe.specs.weight_format import WeightFormat
 from tests.quantisers import quantise
@@ -44,6 +44,8 @@ class ExpertCase:
     def __post_init__(self) -> None:
         self._random = torch.Generator().manual_seed(self.seed)
         gate, up = ([self._matrix(self.wide, self.hidden) for _ in self._experts] for _ in range(2))
+        if self.activation in SQUARES:
+            gate = up
         down = [self._matrix(self.hidden, self.wide) for _ in self._experts]
         self.matrices = ExpertMatrices(
             gate, up, down, biases=self._biases(), are_reordered=self.are_reordered
@@ -112,10 +114,13 @@ class ExpertCase:
         if not self.has_bias:
             return None
         sizes = (self.wide, self.wide, self.hidden)
-        return [
+        biases = [
             Biases(*(self._normal(size).to(self.device, self.dtype) for size in sizes))
             for _ in self._experts
         ]
+        if self.activation in SQUARES:
+            return [each._replace(gate_F=each.up_F) for each in biases]
+        return biases
 
     def _routes(self) -> Tensor:
         if self.routes is not None:
