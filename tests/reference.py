@@ -2,7 +2,7 @@
 
 T tokens, E experts, K experts per token, G groups of experts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,8 @@ from raymoe.specs.layer_weights import (
     HEAD,
     HEAD_BIAS,
     INPUT_NORM,
+    LATENT_IN,
+    LATENT_OUT,
     LAYER_SCALAR,
     RECURRENT,
     SHARED_RESULT_NORM,
@@ -318,26 +320,32 @@ class ReferenceModel:
             )
         )
         value_THV = value_TX.view(len(value_TX), spec.num_heads, -1)
-        decay_TH = self._linear(normed_TH, f"{prefix}a_proj").to(self._wide) + self._weight(
-            f"{prefix}dt_bias"
-        )
-        decay_TH = (
-            -self._weight(f"{prefix}A_log").to(self._wide).exp() * functional.softplus(decay_TH)
-        ).exp()
+        parts = "a" if spec.latent_width is None else ("f_a", "f_b")
+        decay_TA = self._in_turn(normed_TH, prefix, parts).to(self._wide)
+        decay_TA = functional.softplus(decay_TA + self._weight(f"{prefix}dt_bias"))
+        rate_H1 = self._weight(f"{prefix}A_log").to(self._wide).exp()[:, None]
+        decay_THX = (-rate_H1 * decay_TA.unflatten(1, (spec.num_heads, -1))).exp()
         gain_TH = self._linear(normed_TH, f"{prefix}b_proj").to(self._wide).sigmoid()
         state_HKV = value_THV.new_zeros(spec.num_heads, spec.key_dim, spec.value_dim)
         read = []
         for t in range(len(normed_TH)):
-            state_HKV = state_HKV * decay_TH[t, :, None, None]
+            state_HKV = state_HKV * decay_THX[t, :, :, None]
             known_HV = torch.einsum("hkv,hk->hv", state_HKV, key_THK[t])
             written_HV = gain_TH[t, :, None] * (value_THV[t] - known_HV)
             state_HKV = state_HKV + key_THK[t, :, :, None] * written_HV[:, None]
             read.append(torch.einsum("hkv,hk->hv", state_HKV, query_THK[t]) * spec.key_dim**-0.5)
-        gate_TX = functional.silu(self._linear(normed_TH, f"{prefix}g_proj"))
+        parts = "g" if spec.latent_width is None else ("g_a", "g_b")
+        gate_TX = self._in_turn(normed_TH, prefix, parts)
+        gate_TX = gate_TX.sigmoid() if spec.kind == "kimi_delta" else functional.silu(gate_TX)
         normed_THV = self._rms_norm(
             torch.stack(read).to(self.dtype), f"{prefix}norm.weight", spec.norm_eps
         )
         return self._linear(normed_THV.flatten(1) * gate_TX, f"{prefix}o_proj")
+
+    def _in_turn(self, input_TI: Tensor, prefix: str, parts: Iterable[str]) -> Tensor:
+        for part in parts:
+            input_TI = self._linear(input_TI, f"{prefix}{part}_proj")
+        return input_TI
 
     def _short_conv(self, normed_TH: Tensor, spec: RecurrentSpec, prefix: str) -> Tensor:
         gain_TH, gate_TH, value_TH = (
@@ -455,11 +463,15 @@ class ReferenceModel:
         prefix, input_TH, router_TH = f"{layer}mlp.", normed_TH, normed_TH
         if spec.has_branch_norms:
             input_TH = self._norm(hidden_TH, f"{layer}{EXPERTS_INPUT_NORM}")
+        if spec.latent_size is not None:
+            input_TH = self._linear(normed_TH, f"{layer}{LATENT_IN}")
         if spec.router.has_input_norm:
             name = f"{prefix}gate.input_norm.weight"
             router_TH = self._rms_norm(hidden_TH, name, self.spec.norm_eps)
             router_TH = router_TH * hidden_TH.shape[1] ** -0.5
         out_TH = self._experts(input_TH, router_TH, spec, prefix)
+        if spec.latent_size is not None:
+            out_TH = self._linear(out_TH, f"{layer}{LATENT_OUT}")
         if spec.has_branch_norms:
             out_TH = self._norm(out_TH, f"{layer}{EXPERTS_RESULT_NORM}")
         if spec.shared is None:

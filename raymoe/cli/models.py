@@ -228,9 +228,10 @@ def _attention(attention: AnyAttentionSpec) -> str:
 def _ffn(ffn: DenseSpec | MoeSpec) -> str:
     if isinstance(ffn, DenseSpec):
         return f"dense, hidden {ffn.hidden:,}" if ffn.hidden else "none"
+    latent = "" if ffn.latent_size is None else f" in a latent of {ffn.latent_size:,}"
     shared = "" if ffn.shared is None else f", shared {ffn.shared.hidden:,}"
     return (
-        f"{ffn.top_k} of {ffn.num_experts} experts, hidden {ffn.expert_hidden:,}{shared}, "
+        f"{ffn.top_k} of {ffn.num_experts} experts, hidden {ffn.expert_hidden:,}{latent}{shared}, "
         f"{_router(ffn.router)}"
     )
 

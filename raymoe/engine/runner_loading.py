@@ -331,8 +331,11 @@ def _compile(model: LoadedModel, decoder: Decoder, max_tokens: int, device: Devi
         decoder.local_ffn(layer, hidden_TH, routing)
         ffn = model.spec.layers[layer].ffn
         if model.steps.cut.ring_slots and isinstance(ffn, MoeSpec):
-            group = ExpertGroup(range(ffn.num_experts), hidden_TH.float())
-            decoder.add_experts(layer, (hidden_TH, hidden_TH), routing, group)
+            rows_TL = hidden_TH
+            if ffn.latent_size is not None:
+                rows_TL = decoder.to_latent(layer, hidden_TH)
+            group = ExpertGroup(range(ffn.num_experts), rows_TL.float())
+            decoder.add_experts(layer, (hidden_TH, rows_TL), routing, group)
 
     compile_experts(model.spec, compute, max_tokens, dtype=model.dtype, device=device.torch_device)
     compile_attention(

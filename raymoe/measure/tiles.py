@@ -33,6 +33,7 @@ from raymoe.model.device_experts import (
 )
 from raymoe.model.loading import PagedLoader, clamp_of
 from raymoe.specs.layer_weights import layer_prefix
+from raymoe.specs.layers import projections_of
 from raymoe.specs.model import ModelSpec, MoeSpec
 from raymoe.units import ceil_div
 
@@ -95,7 +96,7 @@ class ExpertLayer:
     """As many experts of a layer as fit on the device."""
 
     moe: MoeSpec  # the layer's numbers, with as many experts as there are matrices
-    hidden_size: int
+    input_size: int  # of an expert
     dtype: torch.dtype
     matrices: ExpertMatrices  # random, in the model's storage format
 
@@ -107,7 +108,8 @@ class ExpertLayer:
         i, moe = _first_experts(spec)
         weights = DummyWeights(spec, dtype)
         prefix = f"{layer_prefix(i)}mlp.experts."
-        names = [f"{prefix}0.{part}_proj.weight" for part in ("gate", "up", "down")]
+        parts = dict.fromkeys(projections_of(moe.activation))
+        names = [f"{prefix}0.{part}_proj.weight" for part in parts]
         fitting = int(max_bytes // sum(_num_bytes(weights(name)) for name in names))
         if fitting < moe.top_k:
             raise ConfigError(
@@ -117,7 +119,8 @@ class ExpertLayer:
         view = cache(lambda name: on_device(weights(name), device))
         loader = PagedLoader(view, weights, dtype, device)
         matrices = loader.expert_matrices(prefix, moe)
-        return cls(moe=moe, hidden_size=spec.hidden_size, dtype=dtype, matrices=matrices)
+        size = moe.input_size(spec.hidden_size)
+        return cls(moe=moe, input_size=size, dtype=dtype, matrices=matrices)
 
     def check_kernels(self) -> None:
         """Raise ConfigError if the kernels do not support activation, storage format or GPU."""
@@ -198,7 +201,7 @@ def _first_experts(spec: ModelSpec) -> tuple[int, MoeSpec]:
 
 
 def _hidden(layer: ExpertLayer, num_tokens: int) -> Tensor:
-    size = (num_tokens, layer.hidden_size)
+    size = (num_tokens, layer.input_size)
     return torch.randn(size, dtype=layer.dtype, device=layer.matrices.device)
 
 

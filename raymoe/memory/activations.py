@@ -1,6 +1,7 @@
 """Activation buffers of a step on the device and on the host, allocated once.
 
-T tokens of a step, W tokens of a micro-batch, H hidden size, K experts per token.
+T tokens of a step, W tokens of a micro-batch, H hidden size, K experts per token, L width of what
+experts read: their latent, or the hidden size.
 """
 
 from collections.abc import Callable, Sequence
@@ -117,11 +118,11 @@ class HostActivations:
     def __init__(
         self, spec: ModelSpec, sizes: ActivationSizes, *, dtype: torch.dtype, allocate: Allocate
     ) -> None:
-        tokens, hidden = sizes.max_num_batched_tokens, spec.hidden_size
-        self.embedded_TH = _tensor((tokens, hidden), dtype, allocate)
+        tokens, width = sizes.max_num_batched_tokens, spec.expert_input_size
+        self.embedded_TH = _tensor((tokens, spec.hidden_size), dtype, allocate)
         rows = tokens if sizes.launch_tokens else 0
-        self.rows_TH = _tensor((rows, hidden), dtype, allocate)
-        self.sum_TH = _tensor((rows, hidden), torch.float32, allocate)
+        self.rows_TL = _tensor((rows, width), dtype, allocate)
+        self.sum_TL = _tensor((rows, width), torch.float32, allocate)
         self.topk_ids_TK, self.topk_weights_TK = _routing(spec, rows, allocate)
         self.ring = [
             MicroBatchActivations(spec, sizes.micro_batch_tokens, dtype, allocate)
@@ -146,13 +147,17 @@ class StepActivations:
         allocate: Allocate,
     ) -> None:
         tokens, hidden = sizes.max_num_batched_tokens, spec.hidden_size
+        width = spec.expert_input_size
         self.hidden_TH = _tensor((tokens, hidden), dtype, allocate)
         self.normed_TH = _tensor((tokens, hidden), dtype, allocate)
+        self.latent_TL: Tensor | None = None
+        if spec.has_latent_experts:
+            self.latent_TL = _tensor((tokens, width), dtype, allocate)
         self.topk_ids_TK, self.topk_weights_TK = _routing(spec, tokens, allocate)
         rows = tokens if sizes.has_sums else 0
-        self.expert_sum_TH = _tensor((rows, hidden), torch.float32, allocate)
+        self.expert_sum_TL = _tensor((rows, width), torch.float32, allocate)
         self._returned_sums = [
-            _tensor((sizes.launch_tokens, hidden), torch.float32, allocate)
+            _tensor((sizes.launch_tokens, width), torch.float32, allocate)
             for _ in range(sizes.returned_sums)
         ]
         self.ring = [

@@ -1,6 +1,6 @@
 """The decoder: embedding, layers and head.
 
-T tokens, H hidden size.
+T tokens, H hidden size, L width of what experts read: their latent, or the hidden size.
 """
 
 from collections.abc import Callable, Iterable
@@ -347,17 +347,34 @@ class Decoder:
             routing = layer.ffn.route(hidden_TH, normed_TH, routing_out)
         return Posted(hidden_TH, normed_TH, routing)
 
+    def to_latent(self, i: int, normed_TH: Tensor, out: Tensor | None = None) -> Tensor:
+        """Project the output of `post` to what the experts of layer `i` read, [T, L], in `out`."""
+        return self._experts(i).to_latent(normed_TH, out)
+
+    def _experts(self, i: int) -> MoE:
+        ffn = self._layers[i].ffn
+        assert isinstance(ffn, MoE), f"layer {i} has no experts"
+        return ffn
+
     def ffn(
-        self, i: int, hidden_TH: Tensor, normed_TH: Tensor, chosen: Routing | Tensor | None
+        self,
+        i: int,
+        hidden_TH: Tensor,
+        normed_TH: Tensor,
+        chosen: Routing | Tensor | None,
+        *,
+        latent_TL: Tensor | None = None,
     ) -> Tensor:
         """Add the experts or the dense FFN of layer `i` to the residual; [T, H].
 
-        `chosen` are the experts of each token, or the sums of all groups, [T, H].
+        Args:
+            chosen: The experts of each token, or the sums of all groups, [T, L].
+            latent_TL: Output of `to_latent`, where the experts have a latent and it is known.
         """
         layer = self._layers[i]
         if layer.ffn is None:
             return hidden_TH
-        delta_TH = layer.ffn(hidden_TH, normed_TH, chosen, self._reduce)
+        delta_TH = layer.ffn(hidden_TH, normed_TH, chosen, self._reduce, latent_TL=latent_TL)
         if layer.ffn_result_norm is not None:
             delta_TH = layer.ffn_result_norm(delta_TH)
         hidden_TH.add_(delta_TH, alpha=self.spec.residual_multiplier)
@@ -371,11 +388,10 @@ class Decoder:
         The groups of a layer are computed in ascending order, then `ffn` with the sums.
 
         Args:
-            inputs: Hidden state and its norm, [T, H] each.
+            inputs: Hidden state and its norm, [T, H] each; in place of the norm its latent, [T, L],
+                where the experts have one.
         """
-        ffn = self._layers[i].ffn
-        assert isinstance(ffn, MoE), f"layer {i} has no experts"
-        ffn.add_experts(*inputs, routing, group)
+        self._experts(i).add_experts(*inputs, routing, group)
 
     def local_ffn(self, i: int, normed_TH: Tensor, routing: Routing | None) -> Tensor:
         """Return what this rank's FFN shard of layer `i` adds to the hidden state; [T, H]."""

@@ -1,6 +1,6 @@
 """Feed-forward networks, and the routers that choose experts as `RouterSpec` says.
 
-T tokens, E experts, K experts per token, G groups of experts.
+T tokens, E experts, K experts per token, G groups of experts, L width of the experts' latent.
 
 A router is one launch on a GPU. On the CPU a plain softmax has its own kernel; others use torch.
 Ties go to the lower index, so that a token's experts depend on nothing but its logits.
@@ -24,6 +24,8 @@ from raymoe.model.norms import RmsNorm, load_norm
 from raymoe.specs.layer_weights import (
     EXPERTS_INPUT_NORM,
     EXPERTS_RESULT_NORM,
+    LATENT_IN,
+    LATENT_OUT,
     SHARED_RESULT_NORM,
 )
 from raymoe.specs.layers import MoeSpec, RouterSpec
@@ -164,12 +166,15 @@ class FeedForward(Protocol):
         normed_TH: Tensor,
         chosen: Routing | Tensor | None,
         reduce: Reduce,
+        *,
+        latent_TL: Tensor | None = None,
     ) -> Tensor:
         """Return what the network adds to the hidden state, summed over the ranks, [T, H].
 
         Args:
-            chosen: The experts of each token, or their weighted sums, [T, H], where `add_experts`
+            chosen: The experts of each token, or their weighted sums, [T, L], where `add_experts`
                 of a layer with experts has computed them; None if the layer has no router.
+            latent_TL: `MoE.to_latent` of the norm, where it was computed before.
         """
 
 
@@ -207,8 +212,10 @@ class Dense:
         normed_TH: Tensor,
         chosen: Routing | Tensor | None,
         reduce: Reduce,
+        *,
+        latent_TL: Tensor | None = None,
     ) -> Tensor:
-        del hidden_TH, chosen
+        del hidden_TH, chosen, latent_TL
         return reduce(self._ffn(normed_TH))
 
 
@@ -233,7 +240,11 @@ class MoE:
             # represent.
             self._selection_bias_E = loader.score_vector(f"{prefix}gate.e_score_correction_bias")
         self._experts = loader.experts(f"{prefix}experts.", spec)
-        self._shared = self._shared_gate = None
+        self._latent_in = self._latent_out = self._shared = self._shared_gate = None
+        if spec.latent_size is not None:
+            self._latent_in, self._latent_out = (
+                loader.linear([layer + name]) for name in (LATENT_IN, LATENT_OUT)
+            )
         if spec.shared is not None:
             network = spec.shared.network(spec.activation)
             self._shared = load_network(network, loader, f"{prefix}shared_expert.")
@@ -258,19 +269,31 @@ class MoE:
         logits_TE = self._router(self._router_norm(hidden_TH), logits_TE)
         return logits_TE * float(hidden_TH.shape[1] ** -0.5)
 
+    def to_latent(self, normed_TH: Tensor, out: Tensor | None = None) -> Tensor:
+        """Project the input of the experts to their latent, [T, L], in `out`."""
+        assert self._latent_in is not None, "the experts read the hidden state"
+        return self._latent_in(normed_TH, out)
+
     def __call__(
         self,
         hidden_TH: Tensor,
         normed_TH: Tensor,
         chosen: Routing | Tensor | None,
         reduce: Reduce,
+        *,
+        latent_TL: Tensor | None = None,
     ) -> Tensor:
         assert chosen is not None, "the experts of a layer need the routing of its router"
         if isinstance(chosen, Tensor):
             routed_TH = chosen
         else:
-            input_TH, routing = self._expert_input(hidden_TH, normed_TH, chosen)
-            routed_TH = self._experts(input_TH, *routing)
+            rows_TX = normed_TH if latent_TL is None else latent_TL
+            if self._latent_in is not None and latent_TL is None:
+                rows_TX = self.to_latent(normed_TH)
+            input_TX, routing = self._expert_input(hidden_TH, rows_TX, chosen)
+            routed_TH = self._experts(input_TX, *routing)
+        if self._latent_out is not None:
+            routed_TH = self._latent_out(routed_TH)
         if self._branch_norms is None:
             return reduce(self._with_shared(normed_TH, routed_TH))
         _, result_norm, shared_norm = self._branch_norms
@@ -279,19 +302,22 @@ class MoE:
         return shared_TH.add_(result_norm(reduce(routed_TH)))
 
     def add_experts(
-        self, hidden_TH: Tensor, normed_TH: Tensor, routing: Routing, group: ExpertGroup
+        self, hidden_TH: Tensor, rows_TX: Tensor, routing: Routing, group: ExpertGroup
     ) -> None:
-        """Add the outputs of a group of experts, as `ExpertsInGroups` does."""
+        """Add the outputs of a group of experts, as `ExpertsInGroups` does.
+
+        `rows_TX` is the norm of the hidden state, or its latent.
+        """
         assert isinstance(self._experts, ExpertsInGroups), "weights on a device are in groups"
-        input_TH, routing = self._expert_input(hidden_TH, normed_TH, routing)
-        self._experts.add(input_TH, routing, group)
+        input_TX, routing = self._expert_input(hidden_TH, rows_TX, routing)
+        self._experts.add(input_TX, routing, group)
 
     def _expert_input(
-        self, hidden_TH: Tensor, normed_TH: Tensor, routing: Routing
+        self, hidden_TH: Tensor, rows_TX: Tensor, routing: Routing
     ) -> tuple[Tensor, Routing]:
         if self._branch_norms is not None:
             return self._branch_norms[0](hidden_TH), routing
-        return _scaled_input(normed_TH, routing, self._spec)
+        return _scaled_input(rows_TX, routing, self._spec)
 
     def _with_shared(self, normed_TH: Tensor, out_TH: Tensor) -> Tensor:
         if self._shared is None or self._spec.shared is None:
@@ -315,7 +341,7 @@ class HostExperts:
 
     Attributes:
         reads_hidden: Whether they read the hidden state, through a norm of their own, and not the
-            normed one.
+            normed one or its latent.
         uses_torch: Whether torch decodes or multiplies, and not the native kernel alone.
     """
 
@@ -328,7 +354,7 @@ class HostExperts:
         self._experts = experts
         self.uses_torch = not isinstance(experts, RowMajorExperts) or experts.are_decoded
 
-    def add(self, rows_TH: Tensor, routing: Routing, group: ExpertGroup) -> None:
+    def add(self, rows_TX: Tensor, routing: Routing, group: ExpertGroup) -> None:
         """Add the outputs of some experts to the sums of the tokens, in ascending order."""
-        input_TH = rows_TH if self._norm is None else self._norm(rows_TH)
-        self._experts.add(*_scaled_input(input_TH, routing, self._spec), group)
+        input_TX = rows_TX if self._norm is None else self._norm(rows_TX)
+        self._experts.add(*_scaled_input(input_TX, routing, self._spec), group)

@@ -38,7 +38,14 @@ from raymoe.kernels.cpu_linear import (
 )
 from raymoe.kernels.gpu_experts_layout import ExpertMatrices, TileTable
 from raymoe.model.device_experts import make_device_experts
-from raymoe.specs.layer_weights import EMBEDDING, HEAD, RECURRENT, layer_prefix
+from raymoe.specs.layer_weights import (
+    EMBEDDING,
+    HEAD,
+    LATENT_IN,
+    LATENT_OUT,
+    RECURRENT,
+    layer_prefix,
+)
 from raymoe.specs.layers import AnyAttentionSpec, projections_of
 from raymoe.specs.model import (
     DenseSpec,
@@ -264,7 +271,11 @@ class _ArenaPlan:
             return total + (self._network(f"{prefix}mlp.", ffn) if layer.has_network else 0)
         total += self._linear([f"{prefix}mlp.gate"], ffn.num_experts, hidden_size)
         experts = [f"{prefix}mlp.experts.{expert}." for expert in range(ffn.num_experts)]
-        total += self._gated(experts, ffn.expert_hidden, ffn.activation)
+        input_size = ffn.input_size(hidden_size)
+        total += self._experts(experts, ffn.expert_hidden, input_size, ffn.activation)
+        if ffn.latent_size is not None:
+            total += self._linear([prefix + LATENT_IN], ffn.latent_size, hidden_size)
+            total += self._linear([prefix + LATENT_OUT], hidden_size, ffn.latent_size)
         if ffn.shared is not None:
             shared = f"{prefix}mlp.shared_expert"
             total += self._network(f"{shared}.", ffn.shared.network(ffn.activation))
@@ -289,7 +300,13 @@ class _ArenaPlan:
         hidden_size, output = self._spec.hidden_size, attention.output_width
         inputs = [f"{prefix}{part}_proj" for part in attention.inputs]
         total = self._linear(inputs, sum(attention.inputs.values()), hidden_size)
-        total += self._linear([f"{prefix}g_proj"], attention.gate_width, hidden_size)
+        latent = attention.latent_width
+        if latent is None:
+            total += self._linear([f"{prefix}g_proj"], attention.gate_width, hidden_size)
+        else:
+            total += self._linear([f"{prefix}g_a_proj"], latent, hidden_size)
+            for part, width in attention.latent_outputs.items():
+                total += self._linear([f"{prefix}{part}_proj"], width, latent)
         return total + self._linear([f"{prefix}o_proj"], hidden_size, output)
 
     def _latent(self, prefix: str, attention: LatentAttentionSpec) -> int:
@@ -309,23 +326,25 @@ class _ArenaPlan:
         return total + self._matrix([name], up_projected, attention.kv_lora_rank)
 
     def _network(self, prefix: str, dense: DenseSpec) -> int:
+        hidden_size = self._spec.hidden_size
         if not dense.has_bias and dense.clamp is None:
-            return self._gated([prefix], dense.hidden, dense.activation)
-        wide = (dense.hidden, self._spec.hidden_size)
+            return self._experts([prefix], dense.hidden, hidden_size, dense.activation)
+        wide = (dense.hidden, hidden_size)
         total = sum(self._linear([f"{prefix}{part}_proj"], *wide) for part in ("gate", "up"))
         return total + self._linear([f"{prefix}down_proj"], wide[1], wide[0])
 
-    def _gated(self, prefixes: Sequence[str], hidden: int, activation: str) -> int:
-        hidden_size = self._spec.hidden_size
+    def _experts(
+        self, prefixes: Sequence[str], hidden: int, input_size: int, activation: str
+    ) -> int:
         if packed_experts_are_used(self._dtype, activation):
             gate_up, down = (
                 self._format(f"{prefixes[0]}{part}_proj.weight") for part in ("gate", "down")
             )
             return _aligned(
-                packed_experts_bytes(len(prefixes), hidden_size, hidden, gate_up=gate_up, down=down)
+                packed_experts_bytes(len(prefixes), input_size, hidden, gate_up=gate_up, down=down)
             )
         return sum(
-            self._matrix([f"{prefix}{part}_proj.weight"], hidden, hidden_size)
+            self._matrix([f"{prefix}{part}_proj.weight"], hidden, input_size)
             for prefix in prefixes
             for part in dict.fromkeys(projections_of(activation))
         )

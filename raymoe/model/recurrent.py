@@ -1,6 +1,6 @@
 """Layers that keep a state per sequence in place of attention (linear attention).
 
-T tokens, C channels of the convolution, H heads, V dimensions of a value.
+T tokens, C channels of the convolution, H heads, V dimensions of a value, A inputs of the decay.
 """
 
 from collections.abc import Callable, Mapping
@@ -65,7 +65,12 @@ class Recurrent(OneForm):
         self._spec, self._dtype = spec, loader.dtype
         inputs = [f"{prefix}{part}_proj" for part in spec.inputs]
         self._input = loader.linear(inputs, has_bias=spec.has_bias)
-        self._gate = loader.linear([f"{prefix}g_proj"], has_bias=spec.has_bias)
+        self._decay = None
+        if spec.latent_width is None:
+            self._gates = [loader.linear([f"{prefix}g_proj"], has_bias=spec.has_bias)]
+        else:
+            self._decay = loader.linear([f"{prefix}f_b_proj"])  # from its latent
+            self._gates = [loader.linear([f"{prefix}g_{step}_proj"]) for step in "ab"]
         self._output = loader.linear([f"{prefix}o_proj"], has_bias=spec.has_bias)
         self._on_host = _Constants.of(spec, loader, prefix, is_on_host=True)
         self._on_device = _Constants.of(spec, loader, prefix, is_on_host=False)
@@ -75,10 +80,12 @@ class Recurrent(OneForm):
     def project(self, normed_TH: Tensor, angles: Angles, out: Projected | None = None) -> Projected:
         del angles
         spec = self._spec
-        sizes = [spec.conv_channels, spec.decay_width, spec.gain_width]
+        sizes = [spec.conv_channels, spec.latent_width or spec.decay_width, spec.gain_width]
         parts = torch.split(self._input(normed_TH)[:, None], sizes, dim=2)
         if not spec.has_matrices:
             parts = (parts[0] * parts[2], parts[1], parts[2][..., :0])
+        if self._decay is not None:
+            parts = (parts[0], self._decay(parts[1][:, 0])[:, None], parts[2])
         if out is None:
             return Projected(*parts)
         for target, part in zip(out, parts, strict=True):
@@ -127,15 +134,17 @@ class Recurrent(OneForm):
         states_NHKV: Tensor,
         batch: AttentionBatch | StateBatch,
     ) -> Tensor:
-        constants = self._constants(batch)
-        decay_TA = functional.softplus(projected.key_TGD[:, 0].float() + constants.decay_bias_A)
+        spec, constants = self._spec, self._constants(batch)
+        decay_TA = functional.softplus(projected.key_TGD[:, 0] + constants.decay_bias_A)
+        size = (len(decay_TA), spec.num_heads, spec.decay_width // spec.num_heads)
+        decay_THX = decay_TA.view(size).mul_(constants.decay_H[:, None])
         return scan(
             *self._heads(mixed_TC),
-            decay_TA * constants.decay_H,
+            decay_THX.squeeze(2),  # one for each head, if it has only one
             projected.value_TGV[:, 0].float().sigmoid(),
             states_NHKV,
             batch,
-            scale=self._spec.key_dim**-0.5,
+            scale=spec.key_dim**-0.5,
             delta=True,
             normalize=True,
         )
@@ -152,10 +161,17 @@ class Recurrent(OneForm):
     def output(self, attention_TX: Tensor, normed_TH: Tensor) -> Tensor:
         spec, read_TX = self._spec, attention_TX
         if spec.has_matrices:
-            read_XV = attention_TX.view(-1, spec.value_dim)
-            read_TX = rms_norm(read_XV, self._norm_X, spec.norm_eps).view_as(attention_TX)
-        gate_TX = _GATES[spec.kind](self._gate(normed_TH).float())
+            read_XV, norm_X = attention_TX.view(-1, spec.value_dim), self._norm_X
+            if spec.kind == "kimi_delta":  # rounds the gated value alone
+                read_XV, norm_X = read_XV.float(), norm_X.float()
+            read_TX = rms_norm(read_XV, norm_X, spec.norm_eps).view_as(attention_TX)
+        gate_TX = _GATES[spec.kind](self._gate_of(normed_TH))
         return self._output((read_TX * gate_TX).to(attention_TX.dtype))
+
+    def _gate_of(self, normed_TH: Tensor) -> Tensor:
+        for linear in self._gates:
+            normed_TH = linear(normed_TH)
+        return normed_TH.float()
 
 
 # Factors of the output, from the outputs of a projection.
@@ -199,7 +215,7 @@ class Mamba2(Recurrent):
         return skipped_THV.to(read_THV.dtype)
 
     def output(self, attention_TX: Tensor, normed_TH: Tensor) -> Tensor:
-        gate_TX = functional.silu(self._gate(normed_TH).float())
+        gate_TX = functional.silu(self._gate_of(normed_TH))
         gated_TX = attention_TX * gate_TX
         gated_TGX = gated_TX.view(len(gated_TX), self._spec.num_key_heads, self._group_width)
         mean_TG1 = gated_TGX.square().mean(-1, keepdim=True)

@@ -434,7 +434,7 @@ def _experts_s(cost: DeviceCost, task: Task) -> float:
     if num_groups > 1 or cost.host_share(task.layer):
         shares = cost.group_shares[task.layer]
         share = shares[group] if group < len(shares) else 0.0
-        sums = tokens * cost.work.hidden_size * SUM_BYTES
+        sums = tokens * layer.expert_input * SUM_BYTES
         seconds = cost.rates.roof_s(task.resource, 0.0, 2 * sums)
     if group + 1 == num_groups:
         seconds += cost.rates.projection_s(tokens, layer.common) + cost.all_reduce_s(tokens)
@@ -446,8 +446,9 @@ def _experts_s(cost: DeviceCost, task: Task) -> float:
 
 
 def _rows_s(cost: DeviceCost, task: Task) -> float:
-    routed = cost.layer(task).top_k * ROUTING_BYTES
-    num_bytes = cost.launch_tokens(task.part) * (cost.row_bytes(cost.work.hidden_size) + routed)
+    layer = cost.layer(task)
+    row_bytes = cost.row_bytes(layer.expert_input) + layer.top_k * ROUTING_BYTES
+    num_bytes = cost.launch_tokens(task.part) * row_bytes
     return cost.rates.copy_s(task.resource, num_bytes)
 
 
@@ -461,7 +462,7 @@ def _host_experts_s(cost: DeviceCost, task: Task) -> float:
 
 
 def _sums_s(cost: DeviceCost, task: Task) -> float:
-    num_bytes = cost.launch_tokens(task.part) * cost.work.hidden_size * SUM_BYTES
+    num_bytes = cost.launch_tokens(task.part) * cost.layer(task).expert_input * SUM_BYTES
     return cost.rates.copy_s(task.resource, num_bytes)
 
 

@@ -554,7 +554,7 @@ def device_footprint(model: ModelSpec, work: ModelWork, steps: StreamedSteps) ->
     rows = tokens if steps.has_sums else 0
     if steps.has_host_experts:
         rows += NUM_RETURNED_SUMS * at_experts
-    sums = rows * work.hidden_size * SUM_BYTES
+    sums = rows * work.expert_input * SUM_BYTES
     intermediates, states = _intermediates(model, work, at_experts), 0
     if steps.device.states_on_device:
         states = steps.policy.num_state_slots * work.state_bytes
@@ -584,7 +584,7 @@ def host_footprint(model: ModelSpec, work: ModelWork, steps: StreamedSteps) -> F
     of_token = hidden * element
     if steps.has_host_experts:  # their input, routing and sums
         top_k = max(layer.top_k for layer in work.kinds)
-        of_token += hidden * (element + SUM_BYTES) + top_k * ROUTING_BYTES
+        of_token += work.expert_input * (element + SUM_BYTES) + top_k * ROUTING_BYTES
     return Footprint(
         memory="host memory",
         parts=(
@@ -651,7 +651,8 @@ def _layer_block_bytes(work: ModelWork) -> int:
 
 def _routed(work: ModelWork, tokens: int) -> int:
     top_k = max(layer.top_k for layer in work.kinds)
-    return tokens * (2 * work.hidden_size * work.bytes_per_element + top_k * 2 * FLOAT_BYTES)
+    elements = 2 * work.hidden_size + work.has_latent_experts * work.expert_input
+    return tokens * (elements * work.bytes_per_element + top_k * 2 * FLOAT_BYTES)
 
 
 def _intermediates(model: ModelSpec, work: ModelWork, tokens: int) -> int:
@@ -683,11 +684,11 @@ def _ffn_intermediates(layer: LayerWork, work: ModelWork, tokens: int) -> int:
     matrices, or results and float32 weighted results and sums. Our kernel holds gated products and
     float32 results of all rows and a copy of the inputs.
     """
-    element, hidden = work.bytes_per_element, work.hidden_size
-    rows, wide = tokens * layer.top_k, layer.expert.parameters // (3 * hidden)
+    element, size = work.bytes_per_element, layer.expert_input
+    rows, wide = tokens * layer.top_k, layer.expert_hidden
     busiest = min(tokens, UNEVENNESS * rows // max(layer.num_experts, 1))
-    of_row = hidden * element + max(3 * wide * element, 2 * hidden * FLOAT_BYTES)
-    one_by_one = tokens * hidden * FLOAT_BYTES + busiest * of_row
-    in_tiles = rows * (wide * element + hidden * FLOAT_BYTES) + tokens * hidden * element
-    dense = 3 * tokens * (layer.common.parameters // (3 * hidden)) * element
+    of_row = size * element + max(3 * wide * element, 2 * size * FLOAT_BYTES)
+    one_by_one = tokens * size * FLOAT_BYTES + busiest * of_row
+    in_tiles = rows * (wide * element + size * FLOAT_BYTES) + tokens * size * element
+    dense = 3 * tokens * layer.common_hidden * element
     return max(one_by_one, in_tiles, dense)

@@ -228,7 +228,7 @@ class HostSearch:
             attention, ffn = layer.attention, layer.ffn
             width = attention.working_width
             if isinstance(ffn, MoeSpec):
-                width += ffn.top_k * (ffn.expert_hidden + hidden)
+                width += ffn.top_k * (ffn.expert_hidden + ffn.input_size(hidden))
             else:
                 width += 2 * ffn.hidden
             widest = max(widest, width)

@@ -19,6 +19,7 @@ from raymoe.specs.layer_weights import (
     EMBEDDING,
     HEAD,
     KV_UP,
+    LATENT_IN,
     OUTPUT,
     OUTPUT_GATE,
     RECURRENT,
@@ -31,6 +32,7 @@ from raymoe.specs.layer_weights import (
 )
 from raymoe.specs.layers import (
     AttentionSpec,
+    DenseSpec,
     LatentAttentionSpec,
     LayerSpec,
     MoeSpec,
@@ -45,8 +47,8 @@ _READERS = (
     (OUTPUT_GATE, "post"),
     (ROUTER, "router"),
     (KV_UP, "up_project"),
-    (f"{RECURRENT}g_proj", "post"),
-    (f"{RECURRENT}o_proj", "post"),
+    (LATENT_IN, "post"),
+    *((f"{RECURRENT}{name}_proj", "post") for name in ("g", "g_a", "g_b", "o")),
 )
 
 
@@ -64,7 +66,7 @@ class Matrices(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWork:
     pre: Matrices
-    post: Matrices  # projections after attention, without the router
+    post: Matrices  # projections after attention, also to a latent of experts; without the router
     router: Matrices  # empty in a dense layer
     expert: Matrices
     common: Matrices
@@ -76,6 +78,9 @@ class LayerWork:
     query_width: int  # elements of a decoding token's queries
     output_width: int
     token_sizes: tuple[int, ...]  # elements of attention's buffers per token (`TokenShapes.sizes`)
+    expert_input: int  # elements that an expert reads and writes, of the hidden state or its latent
+    expert_hidden: int  # outputs of an expert's first projections; 0 in a dense layer
+    common_hidden: int  # those of the dense network or the shared expert
     window: int | None = None  # tokens that a token attends to at most; None for all
     # Of a layer that keeps a state: its bytes per sequence, and operations per token.
     state_bytes: int = 0
@@ -112,6 +117,9 @@ class LayerWork:
             query_width=attention.query_width,
             output_width=attention.output_width,
             token_sizes=attention.token_shapes.sizes,
+            expert_input=moe.input_size(hidden) if moe else hidden,
+            expert_hidden=moe.expert_hidden if moe else 0,
+            common_hidden=_common_hidden(layer),
             window=attention.sliding_window if isinstance(attention, AttentionSpec) else None,
             state_bytes=0 if state is None else state.state_bytes(bytes_per_element),
             state_flop=0 if state is None else state.token_flop,
@@ -149,6 +157,7 @@ class ModelWork:
     head: Matrices
     bytes_per_element: int
     num_ranks: int = 1  # ranks that all-reduce the hidden state twice per layer
+    has_latent_experts: bool = False
 
     @classmethod
     def of(
@@ -165,7 +174,14 @@ class ModelWork:
             head=Matrices(prod(shape), model.bytes_of([(head, shape)], bytes_per_element)),
             bytes_per_element=bytes_per_element,
             num_ranks=model.num_shards,
+            has_latent_experts=model.has_latent_experts,
         )
+
+    @cached_property
+    def expert_input(self) -> int:
+        """Elements that experts read and write, of buffers that fit every layer with experts."""
+        sizes = (layer.expert_input for layer in self.kinds if layer.num_experts)
+        return max(sizes, default=self.hidden_size)
 
     @cached_property
     def kinds(self) -> tuple[LayerWork, ...]:
@@ -222,6 +238,13 @@ class ModelWork:
     def activated_weight_bytes(self, tokens: float) -> float:
         layers = sum(layer.weight_bytes(layer.activated_experts(tokens)) for layer in self.layers)
         return layers + self.head.num_bytes
+
+
+def _common_hidden(layer: LayerSpec) -> int:
+    ffn = layer.ffn
+    if isinstance(ffn, DenseSpec):
+        return ffn.hidden
+    return 0 if ffn.shared is None else ffn.shared.hidden
 
 
 def _by_reader(layer: LayerSpec, hidden_size: int) -> dict[str, list[tuple[str, Shape]]]:

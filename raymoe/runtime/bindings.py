@@ -424,16 +424,27 @@ class _Bound:
         routing = device.routing(rows, top_k) if top_k else None
         out = Posted(device.hidden_TH[rows], device.normed_TH[rows], routing)
         self._decoder(state).post(task.layer, out.hidden_TH, self._attended(task, state), out)
-        state.used[Buffer("routed", (task.part,))] = (out.normed_TH, *(routing or ()))
+        used = [out.normed_TH, *(routing or ())]
+        latent_TL = self._latent(task.layer, rows)
+        if latent_TL is not None:
+            used.append(self._decoder(state).to_latent(task.layer, out.normed_TH, latent_TL))
+        state.used[Buffer("routed", (task.part,))] = tuple(used)
+
+    def _latent(self, layer: int, rows: slice) -> Tensor | None:
+        """Where the experts of a layer read a latent of these tokens; None if they read none."""
+        latent_TL = self._memory.device.latent_TL
+        return latent_TL[rows] if latent_TL is not None and self._memory.top_k[layer] else None
 
     def send_rows(self, task: Task, state: DeviceStep) -> Copies:
         device, host = self._memory.device, self._memory.host
         experts = self._memory.host_experts[task.layer]
         assert experts is not None
         rows = state.rows(_keys_of(task.reads, _ROWS))
-        source_TH = device.hidden_TH if experts.reads_hidden else device.normed_TH
+        source_TL = self._latent(task.layer, rows)
+        if source_TL is None:
+            source_TL = (device.hidden_TH if experts.reads_hidden else device.normed_TH)[rows]
         return Copies.of(
-            (host.rows_TH[rows], source_TH[rows]),
+            (host.rows_TL[rows], source_TL),
             (host.topk_ids_TK[rows], device.topk_ids_TK[rows]),
             (host.topk_weights_TK[rows], device.topk_weights_TK[rows]),
         )
@@ -443,45 +454,47 @@ class _Bound:
         experts = self._memory.host_experts[layer]
         assert experts is not None
         rows = state.rows(_keys_of(task.reads, _ROWS))
-        group = ExpertGroup(state.form.layers[layer].host_experts, host.sum_TH[rows].zero_())
+        group = ExpertGroup(state.form.layers[layer].host_experts, host.sum_TL[rows].zero_())
         routing = host.routing(rows, self._memory.top_k[layer])
         # The lanes' threads may have another number of torch threads.
         with torch_on_all_cores() if experts.uses_torch else nullcontext():
-            experts.add(host.rows_TH[rows], routing, group)
+            experts.add(host.rows_TL[rows], routing, group)
 
     def return_sums(self, task: Task, state: DeviceStep) -> Copies:
         rows = state.rows(_keys_of(task.reads, _ROWS))
-        source_TH = self._memory.host.sum_TH[rows]
-        into = self._memory.device.returned_sum(_key_of(task, _RETURNED), len(source_TH))
-        return self._writing(task, state, Copies.of((into, source_TH)), into)
+        source_TL = self._memory.host.sum_TL[rows]
+        into = self._memory.device.returned_sum(_key_of(task, _RETURNED), len(source_TL))
+        return self._writing(task, state, Copies.of((into, source_TL)), into)
 
     def experts(self, task: Task, state: DeviceStep) -> None:
         device, layer, decoder = self._memory.device, task.layer, self._decoder(state)
         micro_batches = _keys_of(task.writes, _TOKENS)
         rows = state.rows(micro_batches)
         hidden_TH, normed_TH = device.hidden_TH[rows], device.normed_TH[rows]
+        latent_TL = self._latent(layer, rows)
         chosen: Routing | Tensor | None = None
         if top_k := self._memory.top_k[layer]:
             chosen = device.routing(rows, top_k)
         pages = state.form.layers[layer]
         if pages.num_groups > 1 or pages.host_experts:
             assert isinstance(chosen, Routing)
-            group, sum_TH = task.part % pages.num_groups, device.expert_sum_TH[rows]
+            group, sum_TL = task.part % pages.num_groups, device.expert_sum_TL[rows]
             if group < pages.num_device_groups:
                 if not group:
-                    sum_TH.zero_()
-                into = ExpertGroup(self._experts_of(layer, group, pages), sum_TH)
-                decoder.add_experts(layer, (hidden_TH, normed_TH), chosen, into)
+                    sum_TL.zero_()
+                into = ExpertGroup(self._experts_of(layer, group, pages), sum_TL)
+                rows_TL = normed_TH if latent_TL is None else latent_TL
+                decoder.add_experts(layer, (hidden_TH, rows_TL), chosen, into)
             if group + 1 < pages.num_groups:
                 for buffer, micro_batch in zip(task.writes, micro_batches, strict=True):
-                    part = device.expert_sum_TH[state.cut.micro_batches[micro_batch].rows]
+                    part = device.expert_sum_TL[state.cut.micro_batches[micro_batch].rows]
                     state.used[buffer] = (part,)
                 return
             if pages.host_experts:
-                returned_TH = device.returned_sum(_key_of(task, _RETURNED), len(sum_TH))
-                sum_TH = sum_TH.add_(returned_TH) if group else returned_TH
-            chosen = sum_TH.to(hidden_TH.dtype)
-        decoder.ffn(layer, hidden_TH, normed_TH, chosen)
+                returned_TL = device.returned_sum(_key_of(task, _RETURNED), len(sum_TL))
+                sum_TL = sum_TL.add_(returned_TL) if group else returned_TL
+            chosen = sum_TL.to(hidden_TH.dtype)
+        decoder.ffn(layer, hidden_TH, normed_TH, chosen, latent_TL=latent_TL)
 
     def _experts_of(self, layer: int, group: int, pages: LayerPages) -> range:
         """Experts of a group that the device computes."""

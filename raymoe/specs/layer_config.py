@@ -290,6 +290,7 @@ def _recurrent(fields: ConfigFields) -> RecurrentSpec | None:
         norm_eps=fields.number_or(fields.family.norm_eps),
         has_conv_bias=fields.switch(rule.conv_bias),
         has_bias=fields.switch(rule.bias),
+        latent_width=None if rule.latent_width is None else fields.positive(rule.latent_width),
     )
 
 
@@ -519,6 +520,7 @@ def _moe(fields: ConfigFields) -> MoeSpec | None:
         has_bias=rule.has_bias,
         has_branch_norms=rule.has_branch_norms,
         shared=shared,
+        latent_size=None if rule.latent_size is None else fields.positive_or_none(rule.latent_size),
     )
 
 

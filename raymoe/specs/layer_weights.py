@@ -25,6 +25,7 @@ OUTPUT = "self_attn.o_proj"
 OUTPUT_GATE = "self_attn.g_proj"
 KV_UP = "self_attn.kv_b_proj"
 RECURRENT = "linear_attn."
+LATENT_IN, LATENT_OUT = "mlp.latent_in_proj", "mlp.latent_out_proj"
 
 
 def layer_prefix(i: int) -> str:
@@ -75,7 +76,7 @@ def expert_parameters(moe: MoeSpec, hidden_size: int) -> int:
 
 
 def attention_weights(layer: LayerSpec, hidden_size: int) -> NamedShapes:
-    """Weights read around attention: norms, projections, router."""
+    """Weights read around attention: norms, projections, router, projection to a latent."""
     if layer.norms.before_attention:
         yield from _norm(INPUT_NORM, layer, hidden_size)
     if isinstance(layer.attention, AttentionSpec):
@@ -90,6 +91,8 @@ def attention_weights(layer: LayerSpec, hidden_size: int) -> NamedShapes:
         yield from _norm(FFN_NORM, layer, hidden_size)
     if isinstance(layer.ffn, MoeSpec):
         yield from _router(layer.ffn, hidden_size)
+        if layer.ffn.latent_size is not None:
+            yield f"{LATENT_IN}.weight", (layer.ffn.latent_size, hidden_size)
 
 
 def common_weights(layer: LayerSpec, hidden_size: int) -> NamedShapes:
@@ -102,6 +105,8 @@ def common_weights(layer: LayerSpec, hidden_size: int) -> NamedShapes:
     if isinstance(ffn, MoeSpec) and ffn.has_branch_norms:
         for name in (EXPERTS_INPUT_NORM, EXPERTS_RESULT_NORM, SHARED_RESULT_NORM):
             yield from _norm(name, layer, hidden_size)
+    if isinstance(ffn, MoeSpec) and ffn.latent_size is not None:
+        yield f"{LATENT_OUT}.weight", (hidden_size, ffn.latent_size)
     if isinstance(ffn, DenseSpec):
         if layer.has_network:
             yield from _network("mlp.", ffn, hidden_size)
@@ -115,7 +120,7 @@ def common_weights(layer: LayerSpec, hidden_size: int) -> NamedShapes:
 def expert_weights(moe: MoeSpec, hidden_size: int, expert: int = 0) -> NamedShapes:
     """Weights of one expert; all experts of a layer have the same shapes."""
     network = DenseSpec(hidden=moe.expert_hidden, activation=moe.activation, has_bias=moe.has_bias)
-    yield from _network(f"{EXPERTS}{expert}.", network, hidden_size)
+    yield from _network(f"{EXPERTS}{expert}.", network, moe.input_size(hidden_size))
 
 
 def _norm(name: str, layer: LayerSpec, hidden_size: int) -> NamedShapes:
@@ -170,8 +175,14 @@ def _recurrent(attention: RecurrentSpec, hidden_size: int) -> NamedShapes:
         yield f"{RECURRENT}{part}_proj.weight", (width, hidden_size)
     for part, width in attention.inputs.items() if has_bias else ():
         yield f"{RECURRENT}{part}_proj.bias", (width,)
-    gate = (attention.gate_width, hidden_size)
-    yield from _linear(f"{RECURRENT}g_proj", gate, has_bias=has_bias)
+    latent = attention.latent_width
+    if latent is None:
+        gate = (attention.gate_width, hidden_size)
+        yield from _linear(f"{RECURRENT}g_proj", gate, has_bias=has_bias)
+    else:
+        yield f"{RECURRENT}g_a_proj.weight", (latent, hidden_size)
+        for part, width in attention.latent_outputs.items():
+            yield f"{RECURRENT}{part}_proj.weight", (width, latent)
     for part, width in attention.projections.items():
         conv = (width, 1, attention.conv_width)
         yield from _linear(f"{RECURRENT}{part}_conv", conv, has_bias=attention.has_conv_bias)

@@ -226,6 +226,9 @@ class RecurrentSpec:
     of time that decides the decay as well. It adds `D` times its values to what it reads, and norms
     the gated result over groups of heads, one for each head of keys.
 
+    Kimi Delta Attention has a decay for each dimension of a key, where the others have one for each
+    head. Its decay and its gate come from latents of their own.
+
     Sources: Gated DeltaNet (arXiv 2412.06464), Kimi Linear (arXiv 2510.26692), Mamba-2 (arXiv
     2405.21060).
     """
@@ -239,6 +242,8 @@ class RecurrentSpec:
     norm_eps: float
     has_conv_bias: bool = False
     has_bias: bool = False  # biases of the projections
+    # Width of the latents that decay and gate are projected from; None: from the hidden state.
+    latent_width: int | None = None
 
     @property
     def has_matrices(self) -> bool:
@@ -254,9 +259,19 @@ class RecurrentSpec:
 
     @property
     def inputs(self) -> dict[str, int]:
-        """Outputs of all projections before the convolution."""
-        widths = self.projections | {"a": self.decay_width, "b": self.gain_width}
+        """Outputs of all projections of the hidden state before the convolution."""
+        decay = {"a": self.decay_width}
+        if self.latent_width is not None:
+            decay = {"f_a": self.latent_width}
+        widths = self.projections | decay | {"b": self.gain_width}
         return {part: width for part, width in widths.items() if width}
+
+    @property
+    def latent_outputs(self) -> dict[str, int]:
+        """Outputs of the projections from the latents of decay and gate."""
+        if self.latent_width is None:
+            return {}
+        return {"f_b": self.decay_width, "g_b": self.gate_width}
 
     @property
     def conv_channels(self) -> int:
@@ -265,6 +280,8 @@ class RecurrentSpec:
     @property
     def decay_width(self) -> int:
         """Outputs of the projection that the decay of a token comes from."""
+        if self.kind == "kimi_delta":
+            return self.num_heads * self.key_dim
         return self.num_heads if self.has_matrices else 0
 
     @property
@@ -289,7 +306,9 @@ class RecurrentSpec:
 
     @property
     def query_width(self) -> int:
-        return self.conv_channels
+        """Elements of a token that the host reads: inputs of convolution, decay and gain."""
+        query, key, value, _ = self.token_shapes.sizes
+        return query + key + value
 
     @property
     def output_width(self) -> int:
@@ -306,7 +325,8 @@ class RecurrentSpec:
 
     @property
     def working_width(self) -> int:
-        return 3 * self.conv_channels + 2 * self.output_width
+        """Elements per token that a host holds, those of two float32 decays counted twice."""
+        return 3 * self.conv_channels + 2 * self.output_width + 5 * self.decay_width
 
     def state_bytes(self, bytes_per_element: int) -> int:
         """Bytes that a sequence keeps: matrices in float32, and inputs of the convolution."""
@@ -464,6 +484,13 @@ class MoeSpec:
     # Whether experts and shared expert each norm their result before it is added to the other's;
     # the experts then norm their own input, and the layer's norm is that of the shared expert.
     has_branch_norms: bool = False
+    # Width of the latent that the experts read and write, between a projection of their input and
+    # one of the sum of their results (NVIDIA's LatentMoE); None: they read the hidden state.
+    latent_size: int | None = None
+
+    def input_size(self, hidden_size: int) -> int:
+        """Width of what an expert reads and writes."""
+        return self.latent_size or hidden_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

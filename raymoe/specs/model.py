@@ -147,6 +147,23 @@ class ModelSpec:
         return any(isinstance(layer.attention, RecurrentSpec) for layer in self.layers)
 
     @property
+    def has_latent_experts(self) -> bool:
+        """Whether experts read a latent of the hidden state; then all layers with experts do."""
+        return any(
+            isinstance(layer.ffn, MoeSpec) and layer.ffn.latent_size for layer in self.layers
+        )
+
+    @property
+    def expert_input_size(self) -> int:
+        """Width of what experts read and write; the hidden size if there are none."""
+        sizes = (
+            layer.ffn.input_size(self.hidden_size)
+            for layer in self.layers
+            if isinstance(layer.ffn, MoeSpec)
+        )
+        return max(sizes, default=self.hidden_size)
+
+    @property
     def norm_offset(self) -> float | None:
         """What is added to the weights of RMS norms; None if normed values are rounded first."""
         return {"rms_float32": 0.0, "rms_plus_one": 1.0}.get(self.norm)

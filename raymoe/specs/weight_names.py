@@ -188,8 +188,8 @@ class _LayerNames:
             shape = stored_shape = (self._num_experts, *shape)
         if tensor.is_folded:
             stored_shape = (shape[0] * shape[1], *shape[2:])
-        elif tensor.is_row:
-            stored_shape = (1, *shape)
+        elif tensor.shape is not None:
+            stored_shape = tuple(shape[0] if size == -1 else size for size in tensor.shape)
         location = replace(
             location,
             shape=None if shape == stored_shape else shape,

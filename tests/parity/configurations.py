@@ -77,6 +77,7 @@ FAMILY_CONFIGS = {
     "granitemoehybrid": "GraniteMoeHybridConfig",
     "nemotron_h": "NemotronHConfig",
     "lfm2_moe": "Lfm2MoeConfig",
+    "kimi_linear": "KimiLinearConfig",
 }
 # Text parts that no class runs alone.
 TEXT_CONFIGS = {

@@ -3,6 +3,7 @@
 from typing import Any
 
 from tests.parity.fields import BASE
+from tests.parity.hybrid_families import AS_PUBLISHED
 
 FULL, LINEAR = "full_attention", "linear_attention"
 _MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
@@ -128,6 +129,132 @@ _NEMOTRON = {name: value for name, value in BASE.items() if name != "num_hidden_
     "time_step_min": 1e-30,  # a bound that transformers has for prompts alone
 }
 
+_LATENT_VARIANTS: dict[str, dict[str, Any]] = {
+    "latent experts": {"moe_latent_size": 32},
+    "narrow latent, one expert, no bias of the convolution": {
+        "moe_latent_size": 8,
+        "num_experts_per_tok": 1,
+        "use_conv_bias": False,
+        "hybrid_override_pattern": "ME*EME",
+    },
+    "latent wider than the hidden state, groups of experts, scaled, top-3": {
+        "moe_latent_size": 72,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 3,
+        "routed_scaling_factor": 2.5,
+    },
+    "latent experts, attention first, biases, not renormalised": {
+        "moe_latent_size": 24,
+        "hybrid_override_pattern": "*EM*-ME",
+        "use_bias": True,
+        "norm_topk_prob": False,
+    },
+    "latent as wide as the hidden state, all experts chosen": {
+        "moe_latent_size": 48,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 8,
+    },
+    "odd latent, odd widths of experts": {
+        "moe_latent_size": 20,
+        "moe_intermediate_size": 36,
+        "moe_shared_expert_intermediate_size": 28,
+        "hidden_size": 52,
+        "n_groups": 4,
+    },
+}
+
+_KIMI_DELTA = {
+    "kda_layers": [1, 2, 4],
+    "full_attn_layers": [3],
+    "num_heads": 4,
+    "head_dim": 16,
+    "short_conv_kernel_size": 4,
+}
+_KIMI = BASE | {
+    "num_key_value_heads": 6,
+    "num_hidden_layers": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_experts": 6,
+    "num_experts_per_token": 2,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 40,
+    "linear_attn_config": _KIMI_DELTA,
+}
+_KIMI_VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "attention first, latent queries, biases, no dense layer": {
+        "num_hidden_layers": 3,
+        "linear_attn_config": _KIMI_DELTA | {"kda_layers": [2], "full_attn_layers": [1, 3]},
+        "q_lora_rank": 24,
+        "attention_bias": True,
+        "first_k_dense_replace": 0,
+    },
+    "more heads than attention has, wide convolution, 2 dense layers": {
+        "linear_attn_config": _KIMI_DELTA
+        | {"num_heads": 9, "head_dim": 8, "short_conv_kernel_size": 6},
+        "first_k_dense_replace": 2,
+    },
+    "wide heads, convolution of 2, one expert, not renormalised": {
+        "linear_attn_config": _KIMI_DELTA
+        | {"num_heads": 2, "head_dim": 40, "short_conv_kernel_size": 2},
+        "num_experts_per_token": 1,
+        "moe_renormalize": False,
+    },
+    "groups of experts, scaled, top-3, two shared": {
+        "num_experts": 8,
+        "num_expert_group": 4,
+        "topk_group": 2,
+        "num_experts_per_token": 3,
+        "num_shared_experts": 2,
+        "routed_scaling_factor": 2.446,
+    },
+    "layers of the class, sizes without an object, listed networks": {
+        "linear_attn_config": {},
+        "linear_num_heads": 3,
+        "linear_head_dim": 24,
+        "num_hidden_layers": 6,
+        "mlp_layer_types": ["sparse", "dense", "sparse", "sparse", "dense", "sparse"],
+    },
+    "one head, odd sizes of attention": {
+        "hidden_size": 40,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 5,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 11,
+        "linear_attn_config": _KIMI_DELTA | {"num_heads": 1, "head_dim": 32},
+    },
+    AS_PUBLISHED: {
+        "architectures": ["KimiLinearForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_kimi.KimiLinearConfig",
+            "AutoModel": "modeling_kimi.KimiLinearModel",
+            "AutoModelForCausalLM": "modeling_kimi.KimiLinearForCausalLM",
+        },
+        "first_k_dense_replace": 1,
+        "head_dim": 8,  # hidden size by heads, of which nothing is
+        "hidden_act": "silu",
+        "mla_use_nope": True,
+        "moe_layer_freq": 1,
+        "moe_renormalize": True,
+        "moe_router_activation_func": "sigmoid",
+        "num_expert_group": 1,
+        "num_nextn_predict_layers": 0,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "routed_scaling_factor": 2.446,
+        "topk_group": 1,
+        "use_grouped_topk": True,
+    },
+}
+
 STATE_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
     "qwen3_next": (
         _DELTA,
@@ -175,7 +302,8 @@ STATE_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
                 "num_experts_per_tok": 1,
                 "intermediate_size": 72,
             },
-        },
+        }
+        | _LATENT_VARIANTS,
     ),
     "granitemoehybrid": (
         _GRANITE,
@@ -219,4 +347,5 @@ STATE_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
         },
     ),
     "lfm2_moe": (_LFM2, _LFM2_VARIANTS),
+    "kimi_linear": (_KIMI, _KIMI_VARIANTS),
 }

@@ -19,7 +19,7 @@ PLAIN = {configuration.name for configuration in first_of_each_family()}
 # Of each kind of layer one.
 OF_EACH_KIND = {
     *("mixtral", "gpt_oss", "deepseek_v3", "gemma4_text", "llama4_text", "dbrx", "cohere2_moe"),
-    *("qwen3_next", "granitemoehybrid", "lfm2_moe"),
+    *("qwen3_next", "granitemoehybrid", "lfm2_moe", "kimi_linear"),
 }
 
 
@@ -79,7 +79,7 @@ def test_prompts_reach_beyond_windows_blocks_and_rope_borders() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text", "kimi_linear"])
 @torch.inference_mode()
 def test_states_of_8192_tokens_err_at_most_twice_as_much_as_plain_torch(
     family: str, tmp_path: Path

@@ -342,9 +342,8 @@ def _row_bytes(work: ModelWork, rows: RowStatistics) -> float:
 
 
 def _token_elements(layer: LayerWork, hidden: int) -> float:
-    wide = layer.expert.parameters / (3 * hidden)
-    common = layer.common.parameters / (3 * hidden)
-    routed = layer.top_k * (3 * hidden + 4 * wide) + 4 * common
+    routed = layer.top_k * (3 * layer.expert_input + 4 * layer.expert_hidden)
+    routed += 4 * layer.common_hidden
     return routed + 6 * hidden + 2 * (layer.query_width + layer.output_width)
 
 

@@ -52,7 +52,7 @@ class PaperModel:
         return cls(
             num_layers=model.num_layers,
             hidden_size=model.hidden_size,
-            expert_hidden=expert // (3 * model.hidden_size),
+            expert_hidden=max(layer.expert_hidden for layer in sparse),
             num_experts=max(layer.num_experts for layer in sparse),
             top_k=max(layer.top_k for layer in sparse),
             num_heads=max(layer.attention.num_heads for layer in model.layers),

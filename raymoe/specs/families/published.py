@@ -244,6 +244,46 @@ def _nemotron_h(config: dict[str, object], values: Mapping[str, object]) -> dict
     return config
 
 
+def _kimi_linear(config: dict[str, object], values: Mapping[str, object]) -> dict[str, object]:
+    """Take the sizes of linear attention, and the kinds of layers, out of an object of their own.
+
+    Its lists count layers from 1. The class reads them if it has no `layer_types`.
+    """
+    nested, num_layers = config.pop("linear_attn_config", None) or {}, _num_layers(values)
+    if not isinstance(nested, Mapping):
+        raise ConfigError(f"linear_attn_config is {nested!r:.100}; expected an object")
+    sizes = {name: nested[name] for name in _KIMI_SIZES.keys() & nested.keys()}
+    config |= {_KIMI_SIZES[name]: value for name, value in sizes.items()}
+    listed = {kind: nested.get(name) for name, kind in _KIMI_LISTS.items()}
+    unknown = nested.keys() - _KIMI_SIZES.keys() - _KIMI_LISTS.keys()
+    if unknown or (any(listed.values()) and None in listed.values()):
+        raise UnsupportedModelError(
+            f"linear_attn_config = {nested!r:.200} is not supported; supported: "
+            f"{', '.join(_KIMI_SIZES)}, and {' with '.join(_KIMI_LISTS)}"
+        )
+    kinds: list[object] = [FULL if i and i % 4 == 0 else LINEAR for i in range(num_layers)]
+    if any(listed.values()):
+        kinds = [None] * num_layers
+        for kind, layers in listed.items():
+            for layer in layers if isinstance(layers, list) else [layers]:
+                number = integer(f"a layer of {kind}", layer, minimum=1, maximum=num_layers)
+                kinds[number - 1] = kind
+        if config.get("layer_types") not in (None, kinds):
+            raise UnsupportedModelError(
+                f"layer_types = {config['layer_types']!r:.100} is not supported with the lists "
+                "of layers in linear_attn_config, which say otherwise"
+            )
+    if config.get("layer_types") is None:
+        config["layer_types"] = kinds
+    return config
+
+
+_KIMI_SIZES = {
+    "head_dim": "linear_head_dim",
+    "num_heads": "linear_num_heads",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
+}
+_KIMI_LISTS = {"full_attn_layers": FULL, "kda_layers": LINEAR}
 _NETWORKS = {"moe": SPARSE, "mlp": DENSE}
 _PATTERN = {"M": LINEAR, "*": FULL, "E": "moe", "-": "mlp"}
 _RENAMED = {"mamba": LINEAR, "attention": FULL}
@@ -300,6 +340,7 @@ def _remove(config: dict[str, object], computed: Mapping[str, object], where: st
 
 _FORMS: Mapping[str, Callable[[dict[str, object], Mapping[str, object]], dict[str, object]]] = {
     "granitemoehybrid": _granitemoehybrid,
+    "kimi_linear": _kimi_linear,
     "llama4_text": _llama4_text,
     "mimo_v2_flash": _mimo_v2_flash,
     "nemotron_h": _nemotron_h,

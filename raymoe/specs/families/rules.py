@@ -143,6 +143,7 @@ class MoeRule:
     sparse_list: FieldName | None = None
     has_bias: bool = False  # whether the projections of the experts have biases
     clamp: ClampRule | None = None  # of the experts
+    latent_size: FieldName | None = None  # as in `MoeSpec`; null is none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +160,7 @@ class RecurrentRule:
     conv_bias: bool | FieldName = False
     bias: bool | FieldName = False  # whether the projections have biases
     activation: FieldName = "hidden_act"  # of the convolution
+    latent_width: FieldName | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

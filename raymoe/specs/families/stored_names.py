@@ -15,6 +15,8 @@ from raymoe.specs.layer_weights import (
     FFN_NORM,
     FFN_RESULT_NORM,
     INPUT_NORM,
+    LATENT_IN,
+    LATENT_OUT,
     RECURRENT,
 )
 
@@ -31,7 +33,8 @@ class Fused:
     is_transposed: bool = False  # whether matrices are stored [inputs, outputs]
     # Whether the first of two dimensions holds all experts, instead of a dimension of their own.
     is_folded: bool = False
-    is_row: bool = False  # whether a vector is stored as [1, length]
+    # Shape in which a vector is stored, with -1 for its length.
+    shape: tuple[int, ...] | None = None
     # Attribute of the layer's attention with the number of groups, usually heads: each group holds
     # its rows of all weights, one weight after the other. None: one group.
     groups: str | None = None
@@ -276,6 +279,8 @@ def _nemotron(model: str, fused: tuple[Fused, ...] = ()) -> Naming:
             f"{INPUT_NORM}.": "norm.",
             f"{FFN_NORM}.": "norm.",
             "mlp.shared_expert.": "mixer.shared_experts.",
+            f"{LATENT_IN}.": "mixer.fc1_latent_proj.",
+            f"{LATENT_OUT}.": "mixer.fc2_latent_proj.",
             "mlp.": "mixer.",
             "self_attn.": "mixer.",
             "linear_attn.o_proj.": "mixer.out_proj.",
@@ -290,6 +295,37 @@ _NEMOTRON_IN_ONE = tuple(
     Fused(name=f"mixer.experts.{part}_proj", weights=_experts("weight", part))
     for part in ("up", "down")
 )
+
+_KIMI_ATTENTION = {
+    "linear_attn.norm.": "self_attn.o_norm.",
+    **{f"linear_attn.{part}_conv.": f"self_attn.{part}_conv1d." for part in "qkv"},
+    RECURRENT: "self_attn.",
+}
+_KIMI_DECAY = Fused(name="self_attn.A_log", weights=("linear_attn.A_log",), shape=(1, 1, -1, 1))
+_KIMI_IN_ONE = Naming(
+    renamed={
+        "mlp.shared_expert.": "mlp.shared_experts.",
+        "linear_attn.f_": "self_attn.forget_gate.f_",
+        "linear_attn.dt_bias": "self_attn.forget_gate.dt_bias",
+        **_KIMI_ATTENTION,
+    },
+    fused=(
+        replace(_KIMI_DECAY, name="self_attn.forget_gate.A_log"),
+        replace(_CONV, name="self_attn.conv1d.weight"),
+        *_IN_ONE.fused,
+    ),
+)
+_KIMI = Naming(
+    renamed={
+        **_MIXTRAL_EXPERTS,
+        "mlp.gate.": "block_sparse_moe.gate.",
+        "mlp.shared_expert.": "block_sparse_moe.shared_experts.",
+        **_KIMI_ATTENTION,
+    },
+    fused=(_KIMI_DECAY,),
+)
+# What transformers 5.24 saves: it gives dense networks the name of those with experts too.
+_KIMI_SAVED = replace(_KIMI, renamed={**(_KIMI.renamed or {}), "mlp.": "block_sparse_moe."})
 
 _LFM2 = Naming(
     renamed={
@@ -324,6 +360,7 @@ NAMINGS: Mapping[str, tuple[Naming, ...]] = {
         _nemotron("model", _NEMOTRON_IN_ONE),
         _nemotron("backbone", _NEMOTRON_IN_ONE),
     ),
+    "kimi_linear": (_KIMI, _KIMI_SAVED, _KIMI_IN_ONE),
     "lfm2_moe": (
         _LFM2,
         replace(
@@ -463,7 +500,7 @@ NAMINGS: Mapping[str, tuple[Naming, ...]] = {
                 Fused(
                     name="mlp.moe_statics.e_score_correction_bias",
                     weights=("mlp.gate.e_score_correction_bias",),
-                    is_row=True,
+                    shape=(1, -1),
                 ),
             ),
         ),

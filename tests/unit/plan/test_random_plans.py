@@ -12,7 +12,7 @@ from raymoe.errors import InfeasiblePlanError
 from raymoe.plan.plan import Plan
 from raymoe.plan.search import find_plan
 from raymoe.specs.hardware import HARDWARE_PRESETS, HardwareSpec
-from raymoe.specs.layers import AttentionSpec, DenseSpec, RecurrentSpec
+from raymoe.specs.layers import AttentionSpec, DenseSpec, RecurrentSpec, projections_of
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
 from raymoe.specs.workload import Workload
@@ -87,16 +87,18 @@ class Needs:
                 matrices = attention.num_heads * attention.key_dim * attention.value_dim
                 inputs = 2 * attention.num_key_heads * attention.key_dim
                 outputs = attention.num_heads * attention.value_dim
-                needs.flop += 2 * hidden * (inputs + 3 * outputs) + 6 * matrices
+                gates = outputs if attention.latent_width is None else 0
+                needs.flop += 2 * hidden * (inputs + 2 * outputs + gates) + 6 * matrices
                 needs.state_bytes += 4 * matrices
             else:
                 widths = attention.nope_head_dim + attention.rope_head_dim
                 needs.pair_flop += 2 * attention.num_heads * (widths + attention.value_head_dim)
                 needs.kv_bytes += 2 * attention.kv_lora_rank
+            projections = len(set(projections_of(ffn.activation)))
             if isinstance(ffn, DenseSpec):
-                needs.flop += 6 * hidden * ffn.hidden
+                needs.flop += 2 * projections * hidden * ffn.hidden
                 continue
-            expert = 3 * hidden * ffn.expert_hidden
+            expert = projections * ffn.input_size(hidden) * ffn.expert_hidden
             needs.flop += 2 * expert * ffn.top_k
             needs.expert_bytes += stored * ffn.num_experts * expert
             needs.experts_of_layer += ((ffn.num_experts, ffn.top_k, stored * expert),)

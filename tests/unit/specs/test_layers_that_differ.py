@@ -151,6 +151,8 @@ STEP = PUBLISHED["step3p7"] | {"model_type": "step3p5"}
 OTHER = STEP["attention_other_setting"]
 GRANITE = {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"] * 16}
 NEMOTRON = {"model_type": "nemotron_h"}
+KIMI = PUBLISHED["kimi_linear"]
+DELTA = KIMI["linear_attn_config"]
 
 
 @pytest.mark.parametrize(
@@ -176,9 +178,19 @@ NEMOTRON = {"model_type": "nemotron_h"}
         (GRANITE | {"layer_types": ["mamba", "mlp"]}, "layer_types"),
         (NEMOTRON | {"hybrid_override_pattern": "MEE*"}, "layers_block_type .* at most one of moe"),
         (NEMOTRON | {"hybrid_override_pattern": "-M*"}, "layers_block_type"),
-        (NEMOTRON | {"moe_latent_size": 1024}, "moe_latent_size = 1024"),
+        (NEMOTRON | {"moe_latent_size": -1}, "moe_latent_size"),
         (NEMOTRON | {"quantization_config": {"quant_method": "fp8"}}, "bfloat16"),
         (NEMOTRON | {"mamba_hidden_act": "relu"}, "mamba_hidden_act = 'relu'"),
+        (KIMI | {"mla_use_nope": False}, "mla_use_nope = False"),
+        (KIMI | {"tie_word_embeddings": True}, "tie_word_embeddings = True"),
+        (KIMI | {"hidden_act": "situ"}, "hidden_act = 'situ'"),
+        (KIMI | {"moe_router_activation_func": "softmax"}, "moe_router_activation_func"),
+        (KIMI | {"linear_attn_config": DELTA | {"full_attn_layers": [4]}}, "layer_types"),
+        (KIMI | {"linear_attn_config": DELTA | {"kda_layers": [0]}}, "linear_attention is 0"),
+        (KIMI | {"linear_attn_config": DELTA | {"kda_layers": None}}, "full_attn_layers with kda"),
+        (KIMI | {"linear_attn_config": DELTA | {"gate_lower_bound": -5.0}}, "gate_lower_bound"),
+        (KIMI | {"linear_attn_config": [4]}, "expected an object"),
+        (KIMI | {"layer_types": [FULL, "linear_attention"] * 2}, "say otherwise"),
     ],
 )
 def test_what_transformers_does_not_follow_is_refused_by_name(
