@@ -39,6 +39,15 @@ def one_layer(name: str) -> dict[str, Any]:
         fields["rope_parameters"] = rope
     if "full_attention_interval" in fields:  # a layer of each kind
         fields |= {"num_hidden_layers": 2, "full_attention_interval": 2}
+    if "linear_attn_config" in fields:
+        lists = {"kda_layers": [1], "full_attn_layers": [2]}
+        fields |= {
+            "num_hidden_layers": 2,
+            "linear_attn_config": fields["linear_attn_config"] | lists,
+        }
+    if "hybrid_override_pattern" in fields:
+        fields["hybrid_override_pattern"] = "ME*"
+        fields["time_step_min"] = 1e-30  # a bound that transformers has for prompts alone
     if "first_k_dense_replace" in fields:
         fields["first_k_dense_replace"] = 0
     return next(fitting for fitting in fewer_experts(fields) if num_bytes(fitting) <= MAX_BYTES)

@@ -20,7 +20,8 @@ NAMES = [
     *("mixtral-8x7b", "mixtral-8x22b", "dbrx", "deepseek-v2", "deepseek-v2-lite", "deepseek-v3"),
     *("kimi-k2", "qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-20b", "gpt-oss-120b"),
     *("glm-4.5-air", "minimax-m2", "qwen3-next-80b-a3b"),
-    *("qwen3.5-35b-a3b", "qwen3.5-122b-a10b", "qwen3.5-397b-a17b"),
+    *("qwen3.5-35b-a3b", "qwen3.5-122b-a10b", "qwen3.5-397b-a17b", "kimi-linear-48b-a3b"),
+    *("nemotron-3-nano-30b-a3b", "nemotron-3-super-120b-a12b"),
 ]
 # Elements in the safetensors files of the repositories on the hub ("safetensors": {"total"}),
 # without layers that predict a second token: of DeepSeek-V3's 684.5e9, 14e9 are in such a layer
@@ -40,6 +41,7 @@ PARAMETERS = {
     "gpt-oss-120b": 116_829_156_672,
     "glm-4.5-air": 106_852_251_264,
     "minimax-m2": 228_689_764_864,
+    "kimi-linear-48b-a3b": 49_122_681_728,
 }
 # Billions in all and of one token, as their publishers round them, and how many of embedding and
 # head they count among the active.
@@ -61,6 +63,9 @@ BILLIONS = {
     "qwen3.5-35b-a3b": (34.7, 2.9, 1),  # in their names, here and below
     "qwen3.5-122b-a10b": (122, 10, 2),
     "qwen3.5-397b-a17b": (396, 17, 2),
+    "kimi-linear-48b-a3b": (49.1, 3.1, 1),
+    "nemotron-3-nano-30b-a3b": (31.58, 3.58, 2),
+    "nemotron-3-super-120b-a12b": (120.6, 12.2, 1),
 }
 # Bytes of KV of one token with 16 bits each.
 KV_BYTES = {
@@ -82,6 +87,9 @@ KV_BYTES = {
     "qwen3.5-35b-a3b": 20_480,
     "qwen3.5-122b-a10b": 24_576,
     "qwen3.5-397b-a17b": 30_720,
+    "kimi-linear-48b-a3b": 8_064,  # 7 x (512 + 64)
+    "nemotron-3-nano-30b-a3b": 6_144,  # 6 x 2 x 2 x 128
+    "nemotron-3-super-120b-a12b": 8_192,  # 8 x 2 x 2 x 128
 }
 # "total_size" of model.safetensors.index.json, or the sum over the headers of all files.
 STORED_BYTES = {

@@ -1,6 +1,8 @@
 """Names under which the families store their weights, as the published checkpoints have them."""
 
+import math
 import re
+from collections.abc import Sequence
 
 import pytest
 
@@ -9,6 +11,7 @@ from raymoe.memory.checkpoint import Checkpoint
 from raymoe.specs.families import FAMILIES
 from raymoe.specs.families.stored_names import NAMINGS
 from raymoe.specs.model import ModelSpec
+from raymoe.specs.presets_models import model_preset
 from raymoe.specs.weight_names import Location, locate_weights, model_weights
 from tests.parity.cases import get_case
 from tests.parity.configurations import CONFIGURATIONS
@@ -76,6 +79,15 @@ PUBLISHED = {
         "model.layers.3.post_attention_layernorm.weight": Location("backbone.layers.6.norm.weight"),
         "model.layers.3.mlp.down_proj.weight": Location("backbone.layers.6.mixer.down_proj.weight"),
         "model.norm.weight": Location("backbone.norm_f.weight"),
+    },
+    "kimi_linear": {  # moonshotai/Kimi-Linear-48B-A3B-Instruct
+        f"{LAYER}linear_attn.k_conv.weight": Location(f"{LAYER}self_attn.k_conv1d.weight"),
+        f"{LAYER}linear_attn.A_log": Location(f"{LAYER}self_attn.A_log", shape=(4,)),
+        f"{LAYER}linear_attn.f_b_proj.weight": Location(f"{LAYER}self_attn.f_b_proj.weight"),
+        f"{EXPERT}up_proj.weight": Location(f"{LAYER}block_sparse_moe.experts.2.w3.weight"),
+        f"{LAYER}mlp.gate.e_score_correction_bias": Location(
+            f"{LAYER}block_sparse_moe.gate.e_score_correction_bias"
+        ),
     },
     "gpt_oss": {  # openai/gpt-oss-20b, but for its quantised experts
         f"{LAYER}mlp.gate.bias": Location(f"{LAYER}mlp.router.bias"),
@@ -159,6 +171,63 @@ def as_published(family: str) -> tuple[ModelSpec, dict[str, tuple[int, ...]], di
 def test_tensors_of_a_published_checkpoint_are_found_and_all_used(family: str) -> None:
     spec, stored, names = as_published(family)
     assert {name: found.name for name, found in locate(spec, stored).items()} == names
+
+
+# Shapes of the tensors of moonshotai/Kimi-Linear-48B-A3B-Instruct in layers with a state, with full
+# attention, with a dense network and with experts.
+KIMI_DELTA = {
+    **{f"{part}_proj.weight": (4096, 2304) for part in "qkv"},
+    **{f"{part}_conv1d.weight": (4096, 1, 4) for part in "qkv"},
+    **{f"{part}_a_proj.weight": (128, 2304) for part in "fg"},
+    **{f"{part}_b_proj.weight": (4096, 128) for part in "fg"},
+    "A_log": (1, 1, 32, 1),
+    "b_proj.weight": (32, 2304),
+    "dt_bias": (4096,),
+    "o_norm.weight": (128,),
+    "o_proj.weight": (2304, 4096),
+}
+KIMI_LATENT = {
+    "q_proj.weight": (6144, 2304),
+    "kv_a_proj_with_mqa.weight": (576, 2304),
+    "kv_a_layernorm.weight": (512,),
+    "kv_b_proj.weight": (8192, 512),
+    "o_proj.weight": (2304, 4096),
+}
+
+
+def gated(hidden: int, names: Sequence[str]) -> dict[str, tuple[int, int]]:
+    shapes = ((hidden, 2304), (2304, hidden), (hidden, 2304))
+    return {f"{name}.weight": shape for name, shape in zip(names, shapes, strict=True)}
+
+
+def kimi_linear_tensors() -> dict[str, tuple[int, ...]]:
+    plain, experts = ("gate_proj", "down_proj", "up_proj"), "block_sparse_moe.experts"
+    stored: dict[str, tuple[int, ...]] = {
+        **dict.fromkeys(("lm_head.weight", "model.embed_tokens.weight"), (163840, 2304)),
+        "model.norm.weight": (2304,),
+    }
+    for i in range(27):
+        attention = KIMI_LATENT if i in (3, 7, 11, 15, 19, 23, 26) else KIMI_DELTA
+        layer = {f"self_attn.{name}": shape for name, shape in attention.items()}
+        layer |= {f"{name}_layernorm.weight": (2304,) for name in ("input", "post_attention")}
+        if i == 0:
+            layer |= gated(9216, [f"mlp.{part}" for part in plain])
+        else:
+            layer |= gated(1024, [f"block_sparse_moe.shared_experts.{part}" for part in plain])
+            layer |= {"block_sparse_moe.gate.weight": (256, 2304)}
+            layer |= {"block_sparse_moe.gate.e_score_correction_bias": (256,)}
+            for expert in range(256):
+                layer |= gated(1024, [f"{experts}.{expert}.w{part}" for part in (1, 2, 3)])
+        stored |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    return stored
+
+
+def test_all_tensors_of_kimi_linear_are_found_and_used() -> None:
+    stored, model = kimi_linear_tensors(), model_preset("kimi-linear-48b-a3b")
+    assert len(stored) == 20_493
+    assert sum(map(math.prod, stored.values())) == model.num_parameters == 49_122_681_728
+    found = locate(model, stored)
+    assert {location.name for location in found.values()} == stored.keys()
 
 
 def stored_by_transformers(family: str) -> tuple[ModelSpec, dict[str, tuple[int, ...]]]:
