@@ -34,6 +34,7 @@ MAX_RANKS = 64
 GREEDY_BELOW_TEMPERATURE = 1e-5  # vLLM's threshold: dividing by less overflows float32
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+STATE_DTYPES = ("float32", "bfloat16")
 HEADS = ("auto", "none")
 DEVICES = ("auto", "cpu", "cuda", "emulated")
 LOAD_FORMATS = ("auto", "dummy")
@@ -210,6 +211,10 @@ class EngineConfig:
     Attributes:
         dtype: Type of the computation; "auto" is the checkpoint's.
         kv_dtype: Type of the KV cache; "auto" is `dtype`.
+        state_dtype: Type in memory of the states of linear attention, "float32" or "bfloat16". The
+            latter halves the memory of a sequence and what decoding reads and writes of it, but
+            rounds a state after each step, so that tokens depend on the steps that a row is
+            computed in: on other rows, and on preemption.
         tensor_parallel_size: GPUs of the node that share every step, dividing attention heads,
             expert columns and KV cache, each with its own link. A policy and `device_memory_bytes`
             are then per GPU.
@@ -254,6 +259,7 @@ class EngineConfig:
     schedule: str = "auto"
     policy: "Policy | None" = None
     kv_dtype: str = "auto"
+    state_dtype: str = "float32"
     host_memory_bytes: int | None = None
     device_memory_bytes: int | None = None
     num_threads: int | None = None
@@ -271,6 +277,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _choice("dtype", self.dtype, DTYPES)
         _choice("kv_dtype", self.kv_dtype, DTYPES)
+        _choice("state_dtype", self.state_dtype, STATE_DTYPES)
         _choice("device", self.device, DEVICES)
         _choice("head", self.head, HEADS)
         _choice("load_format", self.load_format, LOAD_FORMATS)

@@ -28,6 +28,7 @@ OTHER_NAMES = {
     "guided_regex": ("structured_outputs",), "guided_choice": ("structured_outputs",),
     "guided_grammar": ("structured_outputs",), "response_format": ("structured_outputs",),
     "torch_dtype": ("dtype",), "kv_cache_dtype": ("kv_dtype",), "tp": ("tensor_parallel_size",),
+    "mamba_ssm_cache_dtype": ("state_dtype",), "ssm_dtype": ("state_dtype",),
     "tp_size": ("tensor_parallel_size",), "gpu_memory_utilization": ("device_memory_bytes",),
     "max_seq_len": ("max_model_len",), "max_context_len": ("max_model_len",),
     "cpu_offload_gb": ("host_memory_bytes",), "swap_space": ("host_memory_bytes",),

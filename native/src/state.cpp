@@ -182,8 +182,10 @@ struct ScanTask {
 class Scan {
  public:
   Scan(const ScanViews& views, const ScanOptions& options, const TensorView& out)
-      : kernel_(state_kernels().scan.of(views.query.dtype(), "scan: query")), views_(views),
-        out_(out), pool_(worker_pool()), bytes_(element_bytes(views.query.dtype())) {
+      : kernel_(kernels_of(views.states.dtype()).of(views.query.dtype(), "scan: query")),
+        views_(views), out_(out), pool_(worker_pool()),
+        bytes_(element_bytes(views.query.dtype())),
+        state_bytes_(element_bytes(views.states.dtype())) {
     all_.query_stride = views.query.stride(0);
     all_.key_stride = views.key.stride(0);
     all_.value_stride = views.value.stride(0);
@@ -213,6 +215,11 @@ class Scan {
   }
 
  private:
+  static const FloatKernels<ScanSequence>& kernels_of(DType states) {
+    const StateKernels& kernels = state_kernels();
+    return states == DType::kBFloat16 ? kernels.scan_bf16_states : kernels.scan;
+  }
+
   /// Tasks of similar length: heads of a sequence together while there are tasks enough, else
   /// columns of a head, which prepare its keys again.
   void plan(const std::vector<Sequence>& sequences) {
@@ -243,7 +250,8 @@ class Scan {
     scanned.out = static_cast<char*>(out_.raw()) + token * out_.stride(0) * bytes_;
     scanned.log_decay = views_.log_decay.data<float>() + token * all_.decay_stride;
     scanned.gain = views_.gain.data<float>() + token * all_.gain_stride;
-    scanned.state = views_.states.data<float>() + sequence.slot * views_.states.stride(0);
+    scanned.state = static_cast<char*>(views_.states.raw()) +
+                    sequence.slot * views_.states.stride(0) * state_bytes_;
     scanned.num_tokens = sequence.num_tokens;
     scanned.is_fresh = sequence.is_fresh;
     scanned.first_column = task.first_column;
@@ -260,7 +268,7 @@ class Scan {
   const ScanViews& views_;
   const TensorView& out_;
   const std::shared_ptr<WorkerPool> pool_;
-  const int64_t bytes_;
+  const int64_t bytes_, state_bytes_;
   ScanSequence all_{};
   int64_t state_floats_ = 0;
   std::vector<ScanTask> tasks_;
@@ -307,7 +315,11 @@ void check_scan(const ScanViews& views, const ScanOptions& options, const Tensor
   views.gain.expect("scan: gain", DType::kFloat32, 2)
       .expect_size("scan: gain", 0, num_tokens)
       .expect_size("scan: gain", 1, heads);
-  views.states.expect("scan: states", DType::kFloat32, 4)
+  const DType states = views.states.dtype();
+  if (states != DType::kFloat32 && states != DType::kBFloat16)
+    throw std::invalid_argument(std::string("scan: states has dtype ") + dtype_name(states) +
+                                ", expected float32 or bfloat16");
+  views.states.expect_rank("scan: states", 4)
       .expect_size("scan: states", 1, heads)
       .expect_size("scan: states", 2, key.size(2))
       .expect_size("scan: states", 3, value.size(2));

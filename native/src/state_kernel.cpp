@@ -8,6 +8,9 @@
 //
 // Every sum runs over the rows in ascending order with one accumulator for each column: a token's
 // bits depend neither on the width of the strip nor on where a block, a step or a chunk begins.
+//
+// States are float32 or bfloat16 in memory (S below) and float32 in registers and strips: one of
+// bfloat16 is rounded when the step's last token has been added, and only then.
 #include "raymoe/state.h"
 
 #include <cstring>
@@ -277,13 +280,13 @@ inline void for_strips(int64_t columns, int64_t rows, const Body& body) {
 }
 
 /// Copies between a state [rows][stride] and strips, each [rows][vectors of the strip].
-template <bool kToStrips>
-void copy_state(float* state, int64_t stride, float* strips, int64_t rows, int64_t columns) {
+template <bool kToStrips, typename S>
+void copy_state(S* state, int64_t stride, float* strips, int64_t rows, int64_t columns) {
   for_strips(columns, rows, [&](int64_t column, auto cols, auto part) {
     for (int64_t row = 0; row < rows; ++row)
       for (int j = 0; j < cols; ++j) {
         float* strip = strips + column * rows + (row * cols + j) * kLanes;
-        float* at = state + row * stride + column + j * kLanes;
+        S* at = state + row * stride + column + j * kLanes;
         if (kToStrips)
           store(strip, load(at, part), Whole{});
         else
@@ -293,12 +296,15 @@ void copy_state(float* state, int64_t stride, float* strips, int64_t rows, int64
 }
 
 /// The state of a head, from its first column.
-inline float* state_of(const ScanSequence& sequence, int64_t head) {
-  return sequence.state + head * sequence.key_dim * sequence.value_dim + sequence.first_column;
+template <typename S>
+S* state_of(const ScanSequence& sequence, int64_t head) {
+  return static_cast<S*>(sequence.state) + head * sequence.key_dim * sequence.value_dim +
+         sequence.first_column;
 }
 
-inline void clear_state(const ScanSequence& sequence, int64_t head) {
-  float* state = state_of(sequence, head);
+template <typename S>
+void clear_state(const ScanSequence& sequence, int64_t head) {
+  S* state = state_of<S>(sequence, head);
   for (int64_t row = 0; row < sequence.key_dim; ++row)
     for_lanes(sequence.last_column - sequence.first_column, [&](int64_t i, auto part) {
       store(state + row * sequence.value_dim + i, splat(0.0f), part);
@@ -306,27 +312,29 @@ inline void clear_state(const ScanSequence& sequence, int64_t head) {
 }
 
 /// One token of a head: its state, factors of the rows, and sums over the columns.
+template <typename S>
 struct Step {
-  float* state;
+  S* state;
   const float *decay, *key, *query, *seen_key;
   float *seen, *change, *out;
 };
 
 /// Asks for the memory of a row that is read soon: states come in the order of their memory.
-inline void prefetch_state(const float* row, int64_t column) {
-  constexpr int64_t kFloatsAhead = 256;
-  if (column % 16 == 0) __builtin_prefetch(row + column + kFloatsAhead);
+template <typename S>
+inline void prefetch_state(const S* row, int64_t column) {
+  constexpr int64_t kBytesAhead = 1024, kLine = 64 / sizeof(S);
+  if (column % kLine == 0) __builtin_prefetch(row + column + kBytesAhead / sizeof(S));
 }
 
 /// The state of `now` and its out = S^T query (if kUpdate), while the sums seen = S^T seen_key of
 /// `next` (if kMultiply) keep the memory busy.
-template <bool kChannels, bool kUpdate, bool kMultiply>
-void step_rows(const Step& now, const Step& next, int64_t rows, int64_t columns, int64_t stride) {
+template <bool kChannels, bool kUpdate, bool kMultiply, typename S>
+void step_rows(const Step<S>& now, const Step<S>& next, int64_t rows, int64_t columns, int64_t stride) {
   for (int64_t row = 0; row < rows; ++row) {
     const F32 decay = splat(now.decay[kChannels ? row : 0]), key = splat(now.key[row]);
     const F32 query = splat(now.query[row]), seen_key = splat(next.seen_key[row]);
-    float* state = now.state + row * stride;
-    const float* next_state = next.state + row * stride;
+    S* state = now.state + row * stride;
+    const S* next_state = next.state + row * stride;
     for_lanes(columns, [&](int64_t column, auto part) {
       prefetch_state(kMultiply ? next_state : state, column);
       if (kMultiply) {
@@ -345,30 +353,30 @@ void step_rows(const Step& now, const Step& next, int64_t rows, int64_t columns,
 }
 
 /// The factors and zeros as sums of one token of a head, in `memory`.
-template <typename T, bool kChannels>
-Step prepare_step(const ScanSequence& sequence, int64_t head, int64_t columns, float* memory) {
+template <typename T, typename S, bool kChannels>
+Step<S> prepare_step(const ScanSequence& sequence, int64_t head, int64_t columns, float* memory) {
   const int64_t stride = (sequence.key_dim + 15) / 16 * 16;
   const Block block{memory, memory + stride, memory + 2 * stride, memory + 3 * stride, stride};
   prepare_group<T>(sequence, head / sequence.heads_per_group, 0, 1, block);
   prepare_head<kChannels>(sequence, head, 0, 1, block);
-  if (sequence.is_fresh) clear_state(sequence, head);
+  if (sequence.is_fresh) clear_state<S>(sequence, head);
   float* sums = memory + 4 * stride;
   std::memset(sums, 0, static_cast<size_t>(3 * columns) * sizeof(float));
-  return {state_of(sequence, head), block.decay, block.key, block.query,
+  return {state_of<S>(sequence, head), block.decay, block.key, block.query,
           kChannels ? block.decayed_key : block.key, sums, sums + columns, sums + 2 * columns};
 }
 
 /// One token of heads [begin, end), each of whose states is read and written once.
-template <typename T, bool kChannels>
+template <typename T, typename S, bool kChannels>
 void step_heads(const ScanSequence& sequence, int64_t begin, int64_t end) {
   const int64_t rows = sequence.key_dim, width = sequence.value_dim;
   const int64_t columns = sequence.last_column - sequence.first_column;
   const int64_t padded = (columns + 15) / 16 * 16;
   float* memory[2] = {sequence.scratch, sequence.scratch + 4 * (rows + 16) + 3 * padded};
-  Step next = prepare_step<T, kChannels>(sequence, begin, padded, memory[0]);
+  Step<S> next = prepare_step<T, S, kChannels>(sequence, begin, padded, memory[0]);
   if (sequence.delta) step_rows<kChannels, false, true>(next, next, rows, columns, width);
   for (int64_t head = begin; head < end; ++head) {
-    const Step now = next;
+    const Step<S> now = next;
     const int64_t offset = head * width + sequence.first_column;
     const T* value = static_cast<const T*>(sequence.value) + offset;
     const F32 gain = splat(sequence.gain[head]), decay = splat(kChannels ? 1.0f : now.decay[0]);
@@ -377,7 +385,8 @@ void step_heads(const ScanSequence& sequence, int64_t begin, int64_t end) {
       store(now.change + i, mul(gain, sub(load(value + i, part), kept)), Whole{});
     });
     if (head + 1 < end)
-      next = prepare_step<T, kChannels>(sequence, head + 1, padded, memory[(head + 1 - begin) % 2]);
+      next = prepare_step<T, S, kChannels>(sequence, head + 1, padded,
+                                           memory[(head + 1 - begin) % 2]);
     if (sequence.delta && head + 1 < end)
       step_rows<kChannels, true, true>(now, next, rows, columns, width);
     else
@@ -390,7 +399,7 @@ void step_heads(const ScanSequence& sequence, int64_t begin, int64_t end) {
 
 /// Several tokens of heads [begin, end) of one group. Their states are copied to strips: rows a
 /// power of two apart would share few sets of the first-level cache.
-template <typename T, bool kChannels>
+template <typename T, typename S, bool kChannels>
 void scan_group(const ScanSequence& sequence, int64_t begin, int64_t end) {
   const int64_t rows = sequence.key_dim, width = sequence.value_dim;
   const int64_t columns = sequence.last_column - sequence.first_column;
@@ -403,9 +412,9 @@ void scan_group(const ScanSequence& sequence, int64_t begin, int64_t end) {
   float* strips = block.decay + kScanTokens * block.stride;
   const int64_t strip_floats = (columns + 15) / 16 * 16 * rows;
   for (int64_t head = begin; head < end; ++head) {
-    if (sequence.is_fresh) clear_state(sequence, head);
-    copy_state<true>(state_of(sequence, head), width, strips + (head - begin) * strip_floats, rows,
-                     columns);
+    if (sequence.is_fresh) clear_state<S>(sequence, head);
+    copy_state<true>(state_of<S>(sequence, head), width, strips + (head - begin) * strip_floats,
+                     rows, columns);
   }
   for (int64_t first = 0; first < sequence.num_tokens; first += kScanTokens) {
     const int64_t left = sequence.num_tokens - first;
@@ -423,17 +432,17 @@ void scan_group(const ScanSequence& sequence, int64_t begin, int64_t end) {
     }
   }
   for (int64_t head = begin; head < end; ++head)
-    copy_state<false>(state_of(sequence, head), width, strips + (head - begin) * strip_floats,
+    copy_state<false>(state_of<S>(sequence, head), width, strips + (head - begin) * strip_floats,
                       rows, columns);
 }
 
-template <typename T>
-void scan_heads(const ScanSequence& sequence, int64_t begin, int64_t end) {
+template <typename T, typename S>
+void scan_states(const ScanSequence& sequence, int64_t begin, int64_t end) {
   if (sequence.num_tokens == 1) {
     if (sequence.per_channel)
-      step_heads<T, true>(sequence, begin, end);
+      step_heads<T, S, true>(sequence, begin, end);
     else
-      step_heads<T, false>(sequence, begin, end);
+      step_heads<T, S, false>(sequence, begin, end);
     return;
   }
   const int64_t together = scan_heads_together(sequence.key_dim, sequence.value_dim);
@@ -443,16 +452,27 @@ void scan_heads(const ScanSequence& sequence, int64_t begin, int64_t end) {
     if (last > group_end) last = group_end;
     if (last > end) last = end;
     if (sequence.per_channel)
-      scan_group<T, true>(sequence, head, last);
+      scan_group<T, S, true>(sequence, head, last);
     else
-      scan_group<T, false>(sequence, head, last);
+      scan_group<T, S, false>(sequence, head, last);
     head = last;
   }
+}
+
+template <typename T>
+void scan_heads(const ScanSequence& sequence, int64_t begin, int64_t end) {
+  scan_states<T, float>(sequence, begin, end);
+}
+
+template <typename T>
+void scan_heads_bf16(const ScanSequence& sequence, int64_t begin, int64_t end) {
+  scan_states<T, bf16>(sequence, begin, end);
 }
 
 }  // namespace
 
 RAYMOE_DEFINE_KERNELS(StateKernels, state_kernels) = {RAYMOE_FLOAT_KERNELS(convolve_channels),
-                                                      RAYMOE_FLOAT_KERNELS(scan_heads)};
+                                                      RAYMOE_FLOAT_KERNELS(scan_heads),
+                                                      RAYMOE_FLOAT_KERNELS(scan_heads_bf16)};
 
 }  // namespace raymoe

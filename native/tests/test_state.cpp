@@ -99,6 +99,36 @@ void scan_matches_float64(int64_t tokens, int64_t rows, int64_t columns, bool pe
     CHECK_NEAR(states[heads * size + i], state[static_cast<size_t>(i)], 1e-5);
 }
 
+/// States of bfloat16 equal those of float32 from the same values, rounded at the end of the step.
+void bf16_states_round_float32(int64_t tokens, int64_t rows, int64_t columns, bool per_channel) {
+  const int64_t heads = tokens == 1 ? 32 : 2;
+  auto query = random({tokens, 1, rows}, 1, -1, 1), key = random({tokens, 1, rows}, 2, -1, 1);
+  auto value = random({tokens, heads, columns}, 3, -1, 1);
+  auto decay = per_channel ? random({tokens, heads, rows}, 4, -1, 0)
+                           : random({tokens, heads}, 4, -1, 0);
+  auto gain = random({tokens, heads}, 5, 0, 1);
+  auto wide = random({2, heads, rows, columns}, 6, -1, 1);
+  Tensor<raymoe::bf16> narrow(wide.shape);
+  for (int64_t i = 0; i < wide.count; ++i) {
+    narrow[i] = raymoe::from_float<raymoe::bf16>(wide[i]);
+    wide[i] = raymoe::to_float(narrow[i]);
+  }
+  Tensor<float> out({tokens, heads, columns}), narrow_out({tokens, heads, columns});
+  Step step(static_cast<int32_t>(tokens));
+  const TensorView starts = step.starts.view(), contexts = step.contexts.view();
+  const TensorView slots = step.slots.view(), inputs[] = {query.view(), key.view(), value.view(),
+                                                          decay.view(), gain.view()};
+  const auto run = [&](const TensorView& states, const TensorView& result) {
+    raymoe::scan({inputs[0], inputs[1], inputs[2], inputs[3], inputs[4], states},
+                 {starts, contexts, slots}, {0.25, true, true}, result);
+  };
+  run(wide.view(), out.view());
+  run(narrow.view(), narrow_out.view());
+  for (int64_t i = 0; i < out.count; ++i) CHECK(out[i] == narrow_out[i]);
+  for (int64_t i = 0; i < wide.count; ++i)
+    CHECK(raymoe::from_float<raymoe::bf16>(wide[i]).bits == narrow[i].bits);
+}
+
 void convolution_matches_float64(int64_t tokens, int64_t channels, int64_t taps) {
   auto inputs = random({tokens, channels}, 1, -1, 1), weight = random({taps, channels}, 2, -1, 1);
   auto states = random({2, taps - 1, channels}, 3, -1, 1);
@@ -133,6 +163,11 @@ int main() {
         for (int64_t columns : {8, 40, 72})
           for (int kind = 0; kind < 4; ++kind)
             scan_matches_float64(tokens, rows, columns, kind % 2 == 1, kind / 2 == 1);
+    for (int64_t tokens : {1, 3, 40})
+      for (int64_t rows : {8, 128})
+        for (int64_t columns : {8, 40, 72})
+          for (bool per_channel : {false, true})
+            bf16_states_round_float32(tokens, rows, columns, per_channel);
     for (int64_t tokens : {1, 2, 3, 70})
       for (int64_t channels : {1, 24, 1030})
         for (int64_t taps : {1, 3, 4, 9}) convolution_matches_float64(tokens, channels, taps);

@@ -48,7 +48,7 @@ from raymoe.data.tasks import read_task_of, reader_of
 from raymoe.data.workload import SAMPLED_ROWS, workload_of
 from raymoe.device.host import read_host
 from raymoe.engine.identity import ModelIdentity
-from raymoe.engine.runner_loading import with_head
+from raymoe.engine.runner_loading import configured_model
 from raymoe.engine.tasks.rows import check_head
 from raymoe.errors import ExecutionError, RaymoeError
 from raymoe.memory.checkpoint import check_hub_is_known, fetch_config, find_model
@@ -334,10 +334,10 @@ def check_model(
         if not has_cluster():  # else its nodes may have what is not here
             check_hub_is_known(model)
             config = read_config(fetch_config(model).parent)
-            spec = with_head(ModelSpec.from_config(config, name=model), engine_config)
+            spec = configured_model(ModelSpec.from_config(config, name=model), engine_config)
             check_head(task, spec.head)
         return
-    spec = with_head(ModelSpec.from_directory(directory), engine_config)
+    spec = configured_model(ModelSpec.from_directory(directory), engine_config)
     check_head(task, spec.head)
     WeightStore.open(spec, directory)
     if not has_cluster():

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raymoe.cli import model_by_name, size
-from raymoe.config import DTYPES, MAX_RANKS
+from raymoe.config import DTYPES, MAX_RANKS, STATE_DTYPES
 from raymoe.errors import ConfigError, InfeasiblePlanError, UnknownOptionError
 from raymoe.plan.device_step import KV_BLOCK_TOKENS, DeviceStep, StreamedSteps
 from raymoe.plan.draw import roofline_picture, throughput_picture
@@ -293,6 +293,12 @@ KvDtype = Annotated[
     str,
     typer.Option(help=f"Type of the KV cache: {', '.join(DTYPES)}.", metavar="NAME"),
 ]
+StateDtype = Annotated[
+    str,
+    typer.Option(
+        help=f"Type of the states of linear attention: {', '.join(STATE_DTYPES)}.", metavar="NAME"
+    ),
+]
 Dtype = Annotated[
     str,
     typer.Option(
@@ -370,6 +376,7 @@ def run(  # noqa: PLR0913 - the options of a command
     weights: Weights = None,
     dtype: Dtype = "auto",
     kv_dtype: KvDtype = "auto",
+    state_dtype: StateDtype = "float32",
     schedule: ScheduleName = "auto",
     host_memory: HostMemory = None,
     device_memory: DeviceMemory = None,
@@ -395,7 +402,7 @@ def run(  # noqa: PLR0913 - the options of a command
     )  # fmt: skip
     workload = _workload(num_rows, prompt_len, gen_len, lengths)
     node = None if hardware is None else _node(hardware, host_memory, device_memory)
-    spec = _model(model, weights, dtype)
+    spec = _with_state_dtype(_model(model, weights, dtype), state_dtype)
     _check(spec, node, workload, schedule=schedule, max_context=max_context)
     if node is not None:
         spec, node = of_one_rank(spec, node, tensor_parallel)
@@ -464,6 +471,14 @@ def _model(name: str, weights: str | None, dtype: str) -> ModelSpec:
     if weights is not None:
         model = replace(model, quantization=quantization_of(weights), dtype="bfloat16")
     return model if dtype == "auto" else replace(model, dtype=dtype)
+
+
+def _with_state_dtype(model: ModelSpec, state_dtype: str) -> ModelSpec:
+    if state_dtype not in STATE_DTYPES:
+        raise UnknownOptionError(state_dtype, STATE_DTYPES, "--state-dtype")
+    if state_dtype != "float32" and not model.has_states:
+        raise ConfigError(f"--state-dtype is {state_dtype}, but {model.name} keeps no states")
+    return model.with_state_dtype(state_dtype)
 
 
 def _item_bytes(dtype: str, option: str) -> int | None:

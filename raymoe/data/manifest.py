@@ -24,7 +24,7 @@ from raymoe.specs.files import parse_json_object
 if TYPE_CHECKING:
     from raymoe.engine.identity import ModelIdentity
 
-FORMAT = 3  # of this file, of the keys and of the records: a change of any of them raises it
+FORMAT = 4  # of this file, of the keys and of the records: a change of any of them raises it
 FILE_NAME = "manifest.json"
 
 # Names and versions that may differ as long as the contents that they stand for do not.
@@ -62,6 +62,7 @@ class Manifest:
     seed: int
     dtype: str
     kv_dtype: str
+    state_dtype: str = "float32"
     max_model_len: int | None
     on_too_long: str
     chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -92,6 +93,7 @@ class Manifest:
             seed=config.seed,
             dtype=dtype,
             kv_dtype=dtype if config.kv_dtype == "auto" else config.kv_dtype,
+            state_dtype=config.state_dtype,
             max_model_len=config.max_model_len,
             on_too_long=config.on_too_long,
             chat_template_kwargs=json.loads(json.dumps(dict(chat_template_kwargs or {}))),

@@ -157,6 +157,7 @@ _FIELDS = {one.name: one for one in dataclasses.fields(MoEEngineProcessorConfig)
 _ENGINE_NAMES = frozenset(one.name for one in dataclasses.fields(EngineConfig))
 _STAGE_FIELDS = ("enabled", "model_source", "chat_template_kwargs")
 _DTYPES = {"half": "float16", "float": "float32"}
+_RENAMED = {"mamba_ssm_cache_dtype": "state_dtype"}
 # Arguments of vLLM's engine. These values say what raymoe does anyway:
 _ALREADY_SO: dict[str, tuple[Any, ...]] = {
     "task": ("generate", "auto"), "runner": ("generate", "auto"),
@@ -165,6 +166,7 @@ _ALREADY_SO: dict[str, tuple[Any, ...]] = {
     "enable_expert_parallel": (False,), "enable_lora": (False, None), "quantization": (None,),
     "tokenizer": (None,), "tokenizer_mode": ("auto", "hf"), "speculative_config": (None,),
     "kv_cache_dtype": ("auto",), "enforce_eager": (True, False, None),
+    "mamba_ssm_cache_dtype": ("auto",),
     "disable_log_stats": (True, False), "revision": (None,), "download_dir": (None,),
     "load_format": ("safetensors",), "config_format": ("auto", "hf"),
     "distributed_executor_backend": ("uni", "mp", "ray", None), "skip_tokenizer_init": (False,),
@@ -304,6 +306,7 @@ def _engine_config(given: Mapping[str, Any]) -> EngineConfig:
     for name, value in given["engine_kwargs"].items():
         if name == "task_type" or (name in _ALREADY_SO and value in _ALREADY_SO[name]):
             continue
+        name = _RENAMED.get(name, name)  # noqa: PLW2901 - the value stays
         if name in _PLANNED:
             logger.warning("engine_kwargs: %s=%r is left to raymoe's planner", name, value)
         elif name in _ENGINE_NAMES:

@@ -425,7 +425,7 @@ def plan_actor(
     given = config.hardware if isinstance(config.hardware, HardwareSpec) else node
     if given is None or not (Path(model_source) / "config.json").is_file():
         return None
-    spec = ModelSpec.from_directory(model_source)
+    spec = ModelSpec.from_directory(model_source).with_state_dtype(config.state_dtype)
     dtype = dtype_of(spec, config)
     kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
     if config.host_memory_bytes is not None:

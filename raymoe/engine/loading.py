@@ -29,10 +29,10 @@ from raymoe.engine.runner_loading import (
     LoadJob,
     NewArena,
     RankShare,
+    configured_model,
     in_place_arena_bytes,
     load_runner,
     open_weights,
-    with_head,
 )
 from raymoe.engine.tasks.reading import Reading
 from raymoe.engine.tokenizer import Tokenizer
@@ -222,7 +222,7 @@ def load_parts(
     _check_schedule(config, device)
     directory = resolve_model(path)
     files = files_key(directory) if config.shared_weights is True else ""
-    spec = with_head(ModelSpec.from_directory(directory), config)
+    spec = configured_model(ModelSpec.from_directory(directory), config)
     tokenizer = Tokenizer(
         directory, spec.vocab_size, spec.media_tokens
     )  # its process loads meanwhile

@@ -32,9 +32,9 @@ from raymoe.engine.runner_loading import (
     Loaded,
     LoadJob,
     RankShare,
+    configured_model,
     load_runner,
     open_weights,
-    with_head,
 )
 from raymoe.errors import ExecutionError
 from raymoe.kernels.cpu_attention import AttentionBatch
@@ -262,7 +262,7 @@ def _serve(connection: Connection, inbox: "queue.SimpleQueue[object]") -> None:
         timeout_s=job.step_limit_s,
     )
     set_num_threads(job.hardware.num_cores, job.num_torch_threads)
-    model = with_head(ModelSpec.from_directory(job.directory), job.config)
+    model = configured_model(ModelSpec.from_directory(job.directory), job.config)
     weights = open_weights(model, job.directory, job.config)
     share = RankShare.of(model, weights, rank=rank, num_ranks=job.num_ranks)
     runner = load_runner(job, share, group.all_reduce).runner

@@ -516,8 +516,9 @@ class RankShare:
         return cls(rank, part, ShardedWeights(weights, model, part, rank))
 
 
-def with_head(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
-    """The model with the head that the configuration asks for."""
+def configured_model(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
+    """The model with the head and the type of states that the configuration asks for."""
+    spec = spec.with_state_dtype(config.state_dtype)
     return spec.with_head("none") if config.head == "none" else spec
 
 

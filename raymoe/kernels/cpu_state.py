@@ -88,14 +88,16 @@ def scan(  # noqa: PLR0913, PLR0917 - an operator: its tensors are its arguments
     Gated DeltaNet has decays for each head and delta, Kimi Delta Attention decays for each channel
     and delta, Mamba-2 decays for each head and no delta (C is the query, B the key, x the value,
     dt the gain). A token's bits depend neither on the batch, nor on the steps that its sequence was
-    cut into, nor on the number of threads.
+    cut into, nor on the number of threads. States in bfloat16 are widened when a step begins and
+    rounded, to nearest even, after the sequence's last new token: bits then do depend on the steps
+    that the sequence was cut into, and still neither on the batch nor on the number of threads.
 
     Args:
         query_TGK: float32, float16 or bfloat16, as key and value; K and V are multiples of 8, K at
             most 256. Tokens may be strided, so that the three can be views of one tensor.
         log_decay: float32 [T, H] or [T, H, K], at most 0.
         gain_TH: float32.
-        states_NHKV: float32; changed in place.
+        states_NHKV: float32 or bfloat16; changed in place.
         normalize: Queries and keys are divided by sqrt(sum of squares + 1e-6) first.
 
     Raises:

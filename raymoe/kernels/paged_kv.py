@@ -165,12 +165,13 @@ class StateLayout:
 
     Attributes:
         past: Shape of a slot's last inputs, [P, C], in `past_dtype`.
-        heads: Shape of a slot's matrices, [H, K, V], in float32; they may be empty.
+        heads: Shape of a slot's matrices, [H, K, V], in `heads_dtype`; they may be empty.
     """
 
     past: tuple[int, int]
     heads: tuple[int, int, int]
     past_dtype: torch.dtype
+    heads_dtype: torch.dtype = torch.float32
 
     @property
     def dtype(self) -> torch.dtype:
@@ -186,7 +187,7 @@ class StateLayout:
 
     @property
     def head_bytes(self) -> int:
-        return prod(self.heads) * torch.float32.itemsize
+        return prod(self.heads) * self.heads_dtype.itemsize
 
     @property
     def sequence_bytes(self) -> int:
@@ -196,7 +197,7 @@ class StateLayout:
         """The past inputs [N, P, C] and the matrices [N, H, K, V] of all slots."""
         num_slots = len(cache) // self.sequence_bytes
         end = num_slots * self.head_bytes
-        heads = cache[:end].view(torch.float32).view(num_slots, *self.heads)
+        heads = cache[:end].view(self.heads_dtype).view(num_slots, *self.heads)
         return cache[end:].view(self.past_dtype).view(num_slots, *self.past), heads
 
     def copy(self, cache: Tensor, copies: Iterable[tuple[int, int]]) -> None:

@@ -165,6 +165,7 @@ class StateShape:
     per_channel: bool = False
     delta: bool = True
     dtype: torch.dtype = torch.bfloat16
+    state_dtype: torch.dtype = torch.float32
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
@@ -172,13 +173,14 @@ class StateShape:
 
     def __str__(self) -> str:
         kind = "kimi" if self.per_channel else "deltanet" if self.delta else "mamba"
-        return f"{kind} {self.num_heads}/{self.num_groups} x {self.key_dim} x {self.value_dim}"
+        size = f"{self.num_heads}/{self.num_groups} x {self.key_dim} x {self.value_dim}"
+        return f"{kind} {size} {str(self.state_dtype).removeprefix('torch.')}"
 
 
 def scan_job(shape: StateShape, batch: int, new_tokens: int) -> KernelJob:
     """`new_tokens` of each of `batch` sequences: a step if one, else whole prompts.
 
-    The float32 states are read and written once. A token takes 7 operations for each element of
+    The states are read and written once. A token takes 7 operations for each element of
     a state (decay, update, two products), 5 without the delta rule.
     """
     tokens, elements = batch * new_tokens, math.prod(shape.state_shape)
@@ -203,17 +205,17 @@ def scan_job(shape: StateShape, batch: int, new_tokens: int) -> KernelJob:
             )
             for states in _state_layers(shape, batch)
         ],
-        bytes_per_call=2 * 4 * batch * elements,
+        bytes_per_call=2 * shape.state_dtype.itemsize * batch * elements,
         flop_per_call=(7 if shape.delta else 5) * tokens * elements,
         updates=True,
     )  # fmt: skip
 
 
 def _state_layers(shape: StateShape, batch: int) -> list[Tensor]:
-    layer_bytes = 4 * batch * math.prod(shape.state_shape)
+    layer_bytes = shape.state_dtype.itemsize * batch * math.prod(shape.state_shape)
     num_layers = ceil_div(MIN_CACHE_BYTES, layer_bytes)
     layers = HostArena(num_layers * layer_bytes).allocate(num_layers * layer_bytes)
-    shaped = layers.view(torch.float32).view(num_layers, batch, *shape.state_shape)
+    shaped = layers.view(shape.state_dtype).view(num_layers, batch, *shape.state_shape)
     return list(shaped.fill_(0.01))
 
 

@@ -232,4 +232,5 @@ def state_layout(spec: RecurrentSpec, dtype: torch.dtype) -> StateLayout:
         past=(spec.conv_width - 1, spec.conv_channels),
         heads=(spec.num_heads, spec.key_dim, spec.value_dim),
         past_dtype=dtype,
+        heads_dtype=getattr(torch, spec.state_dtype),
     )

@@ -1,6 +1,6 @@
 """Layers of a model as pure data: attention, router, experts."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -211,6 +211,7 @@ class LatentAttentionSpec:
 
 
 RecurrentKind = Literal["gated_delta", "kimi_delta", "mamba2", "short_conv"]
+STATE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}  # of an element, by type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,6 +245,7 @@ class RecurrentSpec:
     has_bias: bool = False  # biases of the projections
     # Width of the latents that decay and gate are projected from; None: from the hidden state.
     latent_width: int | None = None
+    state_dtype: str = "float32"  # of the matrices in memory; one of STATE_BYTES
 
     @property
     def has_matrices(self) -> bool:
@@ -329,10 +331,10 @@ class RecurrentSpec:
         return 3 * self.conv_channels + 2 * self.output_width + 5 * self.decay_width
 
     def state_bytes(self, bytes_per_element: int) -> int:
-        """Bytes that a sequence keeps: matrices in float32, and inputs of the convolution."""
+        """Bytes that a sequence keeps: matrices, and inputs of the convolution."""
         matrices = self.num_heads * self.key_dim * self.value_dim
         past = (self.conv_width - 1) * self.conv_channels
-        return 4 * matrices + bytes_per_element * past
+        return STATE_BYTES[self.state_dtype] * matrices + bytes_per_element * past
 
     @property
     def token_flop(self) -> int:

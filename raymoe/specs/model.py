@@ -243,6 +243,18 @@ class ModelSpec:
             logit_softcap=None,
         )
 
+    def with_state_dtype(self, state_dtype: str) -> Self:
+        """This model with states of another type in memory; one without states stays."""
+        if not self.has_states:
+            return self
+        layers = tuple(
+            replace(layer, attention=replace(layer.attention, state_dtype=state_dtype))
+            if isinstance(layer.attention, RecurrentSpec)
+            else layer
+            for layer in self.layers
+        )
+        return replace(self, layers=layers)
+
     def outer_weights(self) -> dict[str, Shape]:
         weights = outer_weights(
             self.vocab_size,
@@ -257,7 +269,7 @@ class ModelSpec:
         return int(sum(layer.attention.cache_width for layer in self.layers) * bytes_per_element)
 
     def state_bytes(self, bytes_per_element: int) -> int:
-        """Bytes that a sequence of any length keeps in layers with a state, in float32 matrices."""
+        """Bytes that a sequence of any length keeps in layers with a state."""
         recurrent = [
             layer.attention for layer in self.layers if isinstance(layer.attention, RecurrentSpec)
         ]

@@ -1,8 +1,9 @@
 """The engine against transformers: float32, greedy, the same tokens however they are computed."""
 
+import numpy as np
 import pytest
 
-from raymoe.config import EngineConfig
+from raymoe.config import STATE_DTYPES, EngineConfig
 from raymoe.engine.engine import Engine
 from raymoe.plan.policy import Policy
 from tests.parity.cases import get_case
@@ -28,14 +29,19 @@ class Case:
         self.prompts = case.reference.prompts[:num_prompts]
         self.expected = [row[:max_tokens] for row in case.reference.tokens[:num_prompts]]
 
-    def engine(self, **policy: int) -> Engine:
+    def engine(self, *, state_dtype: str = "float32", **policy: int) -> Engine:
         sizes = {
             "max_num_seqs": 32,
             "max_num_batched_tokens": 4096,
             "max_prefill_chunk_tokens": 4096,
             "num_kv_blocks": 200,
         }
-        config = EngineConfig(dtype="float32", policy=Policy(**(sizes | policy)), linger_s=0.0)
+        config = EngineConfig(
+            dtype="float32",
+            state_dtype=state_dtype,
+            policy=Policy(**(sizes | policy)),
+            linger_s=0.0,
+        )
         return Engine.from_pretrained(self.directory, config)
 
     def assert_agrees(self, engine: Engine, order=None) -> None:
@@ -71,6 +77,19 @@ def check_preemption(case: Case) -> None:
 @pytest.mark.parametrize("name", QUICK)
 def test_tokens_are_those_of_transformers_however_they_are_computed(name):
     check_every_way(name, QUICK_PROMPTS, QUICK_TOKENS)
+
+
+def test_states_of_bfloat16_reach_the_engine():
+    case = Case(QUICK[-1], QUICK_PROMPTS, QUICK_TOKENS)
+    params = {"temperature": 0, "max_tokens": 8, "logprobs": 0, "ignore_eos": True}
+    found = []
+    for state_dtype in STATE_DTYPES:
+        with case.engine(state_dtype=state_dtype) as engine:
+            rows = engine.generate(case.prompts, params)
+        found.append(np.array([[one.logprob for one in row.logprobs[:4]] for row in rows]))
+    error = np.abs(found[1] - found[0])
+    assert not error[:, 0].any()  # the prompt was one step, which rounds at its end
+    assert 1e-5 < np.median(error[:, 1:]) < 0.01
 
 
 @pytest.mark.slow

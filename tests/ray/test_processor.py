@@ -120,6 +120,7 @@ def test_fields_defaults_and_arguments_are_those_of_ray() -> None:
         ({"chat_template_stage": 3}, "chat_template_stage is 3"),
         ({"concurrency": (3, 2)}, "concurrency is"),
         ({"engine_kwargs": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size=2"),
+        ({"engine_kwargs": {"mamba_ssm_cache_dtype": "half"}}, "state_dtype is 'float16'"),
         ({"engine_kwargs": {"tensor_paralel_size": 2}}, "did you mean 'tensor_parallel_size'"),
     ],
 )

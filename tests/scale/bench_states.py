@@ -2,13 +2,15 @@
 
 The functions are those of transformers, sizes those of Qwen3.5-35B-A3B. Calls alternate, with the
 same number of threads; a line has the median and the best seconds of each and the ratio of the
-medians.
+medians. `--types` measures states of float32 and of bfloat16 in turns instead, each between two
+measurements of the machine's limits.
 """
 
 import argparse
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from transformers.models.qwen3_next.modeling_qwen3_next import (
@@ -16,9 +18,12 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_recurrent_gated_delta_rule,
 )
 
-from raymoe.device.threads import set_num_threads
+from raymoe.bench.kernels import STATE_CASES
+from raymoe.device.threads import peak_flop_per_s, set_num_threads, update_bandwidth_bytes_per_s
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.cpu_state import scan
+from raymoe.measure.jobs import StateShape, scan_job
+from raymoe.measure.timing import seconds_per_call
 
 GROUPS, HEADS, DIM = 16, 32, 128
 # Sequences, new tokens of each, repetitions.
@@ -70,11 +75,55 @@ def compare(batch: int, new_tokens: int, repetitions: int) -> str:
     )
 
 
+STATE_DTYPES = (torch.float32, torch.bfloat16)
+LIMIT_SECONDS = 0.4
+
+
+def compare_types(
+    shape: StateShape, batch: int, new_tokens: int, num_threads: int, turns: int
+) -> str:
+    """Medians of each type of states, as a share of updates of memory or of float32 arithmetic."""
+    is_step = new_tokens == 1
+    jobs = [scan_job(replace(shape, state_dtype=one), batch, new_tokens) for one in STATE_DTYPES]
+
+    def limit() -> float:
+        if is_step:
+            return update_bandwidth_bytes_per_s(num_threads, LIMIT_SECONDS)
+        return peak_flop_per_s(num_threads, "float32", LIMIT_SECONDS)
+
+    samples: list[list[tuple[float, float]]] = [[], []]
+    for job in jobs:
+        seconds_per_call(job)  # first touch, clocks
+    before = limit()
+    for _ in range(turns):
+        for job, taken in zip(jobs, samples, strict=True):
+            seconds, after = seconds_per_call(job), limit()
+            taken.append((seconds, (before + after) / 2))
+            before = after
+    parts = []
+    for job, taken in zip(jobs, samples, strict=True):
+        work = job.bytes_per_call if is_step else job.flop_per_call
+        median_s = statistics.median(seconds for seconds, _ in taken)
+        share = statistics.median(work / (seconds * limit) for seconds, limit in taken)
+        unit = "GB/s" if is_step else "GFLOP/s"
+        parts.append(f"{1e3 * median_s:.2f} ms, {work / median_s / 1e9:.1f} {unit}, {share:.0%}")
+    ratio = statistics.median(
+        wide / narrow for (wide, _), (narrow, _) in zip(*samples, strict=True)
+    )
+    case = jobs[0].case.replace(" float32", "")
+    return f"{case}: float32 {parts[0]}; bfloat16 {parts[1]}; {ratio:.2f} times as fast"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num-threads", type=int, default=2)
-    set_num_threads(parser.parse_args().num_threads)
-    for case in CASES:
+    parser.add_argument("--types", action="store_true")
+    parser.add_argument("--turns", type=int, default=5)
+    given = parser.parse_args()
+    set_num_threads(given.num_threads)
+    for case in STATE_CASES if given.types else ():
+        print(compare_types(*case, given.num_threads, given.turns), flush=True)
+    for case in () if given.types else CASES:
         print(compare(*case), flush=True)
 
 

@@ -27,7 +27,7 @@ struct ScanSequence {
   const void* value;        // [tokens, heads, V]
   const float* log_decay;   // [tokens, heads] or, per channel, [tokens, heads, K]
   const float* gain;        // [tokens, heads]
-  float* state;             // [heads, K, V]
+  void* state;              // [heads, K, V], float32 or bfloat16
   void* out;                // [tokens, heads, V], contiguous
   int64_t query_stride, key_stride, value_stride, decay_stride, gain_stride;
   int64_t num_tokens, num_heads, heads_per_group, key_dim, value_dim;
@@ -58,7 +58,7 @@ constexpr int64_t scan_scratch_floats(int64_t key_dim, int64_t value_dim) {
 
 struct StateKernels {
   FloatKernels<ConvTile> convolve;  // over channels
-  FloatKernels<ScanSequence> scan;  // over heads
+  FloatKernels<ScanSequence> scan, scan_bf16_states;  // over heads
 };
 RAYMOE_DECLARE_KERNELS(StateKernels, state_kernels);
 
@@ -72,6 +72,7 @@ void causal_conv(const TensorView& inputs, const TensorView& weight, const Tenso
                  const TensorView& states, const StateStep& step, bool silu,
                  const TensorView& out);
 
+/// `states` [N, H, K, V], float32 or bfloat16, to which a step rounds them at its end.
 struct ScanViews {
   const TensorView &query, &key, &value, &log_decay, &gain, &states;
 };

@@ -377,7 +377,7 @@ def _pairs(query_XHLK: Tensor, key_XHLK: Tensor, log_decay: Tensor) -> tuple[Ten
 
 
 def _scan_chunks(operands: _Operands, states_NHKV: Tensor, chunks: Chunks, out_RHV: Tensor) -> None:
-    """Go through the chunks of each sequence with its state."""
+    """Go through the chunks of each sequence with its state, rounded after each to its type."""
     for some in chunks.of_one_level():
         state_XHKV = states_NHKV[chunks.slots_X[some]].float()
         change_XHLV = operands.change_XHLV[some]

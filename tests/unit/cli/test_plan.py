@@ -146,6 +146,26 @@ def test_the_dtype_reaches_weights_and_cache(
     assert "do not offload" in " ".join(narrow["notes"])
 
 
+def test_the_type_of_states_reaches_the_plan(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = ("--prompt-len", "64", "--gen-len", "256", "--num-rows", "1000")
+    given = ("--model", "qwen3.5-35b-a3b", "--hardware", "l40s", *job, "--schedule", "in_place")
+    spec = model_preset("qwen3.5-35b-a3b").with_state_dtype("bfloat16")
+    node, wide = hardware_preset("l40s"), planned(capsys, *given)
+    narrow = planned(capsys, *given, "--state-dtype", "bfloat16")
+    workload = Workload(num_rows=1000, prompt_tokens=64, generated_tokens=256)
+    plan = find_plan(spec, node, workload, schedule="in_place")
+    assert narrow["tokens_per_s"] == pytest.approx(plan.tokens_per_s)
+    assert narrow["tokens_per_s"] > 1.1 * wide["tokens_per_s"]
+    for arguments, message in (
+        (("--model", "qwen3.5-35b-a3b", "--state-dtype", "float16"), "--state-dtype 'float16'"),
+        (("--model", model, "--state-dtype", "bfloat16"), "keeps no states"),
+    ):
+        assert run(["plan", *arguments, "--hardware", "l40s"]) == 2
+        assert message in words(capsys.readouterr().err)
+
+
 def test_nodes_share_the_job(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     job = (
         *JOB, "--num-rows", "4000", "--nodes", "4", "--price-per-hour", "2",

@@ -35,6 +35,8 @@ def test_a_manifest_comes_back_from_its_file_and_agrees_with_itself(tmp_path):
         (made(engine=EngineConfig(seed=3)), "seed was 0, is 3"),
         (made(engine=EngineConfig(dtype="float32")), "dtype was 'bfloat16', is 'float32'"),
         (made(engine=EngineConfig(kv_dtype="float16")), "kv_dtype was 'bfloat16', is 'float16'"),
+        (made(engine=EngineConfig(state_dtype="bfloat16")),
+         "state_dtype was 'float32', is 'bfloat16'"),
         (made(engine=EngineConfig(on_too_long="truncate_left")), "on_too_long was 'error'"),
         (made(engine=EngineConfig(max_model_len=99)), "max_model_len was None, is 99"),
         (made(revision="def"), "revision was 'abc', is 'def'"),
@@ -113,8 +115,8 @@ def test_a_file_system_without_links_is_fine(tmp_path, monkeypatch):
     [
         ("{", "cannot be read"),
         ("[]", "cannot be read"),
-        ('{"format": 4, "raymoe": "7.0"}', "is of format 4, written by raymoe 7.0"),
-        ('{"format": 3, "raymoe": "0.1.0"}', "is damaged"),
+        ('{"format": 5, "raymoe": "7.0"}', "is of format 5, written by raymoe 7.0"),
+        ('{"format": 4, "raymoe": "0.1.0"}', "is damaged"),
     ],
 )
 def test_a_file_that_is_no_manifest_is_refused_with_what_to_do(tmp_path, content, reason):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from raymoe.config import STATE_DTYPES
 from raymoe.errors import InfeasiblePlanError
 from raymoe.plan.plan import Plan
 from raymoe.plan.search import find_plan
@@ -57,6 +58,7 @@ def random_job(number: int) -> RandomJob:
         workload = replace(Workload.of_rows(tuple(rows)), num_rows=num_rows)
     longest = max((sum(row) for row in workload.row_lengths), default=workload.context_tokens)
     model = model_preset(dice.choice(list(MODEL_PRESETS)))
+    model = model.with_state_dtype(dice.choice(STATE_DTYPES))
     return RandomJob(model, node, workload, max(4096, 2 * longest))
 
 
@@ -68,7 +70,7 @@ class Needs:
     pair_flop: float = 0.0  # of a token and one that it sees
     expert_bytes: float = 0.0
     kv_bytes: float = 0.0  # of a token that every later one sees
-    state_bytes: float = 0.0  # of a row, in float32, which every token reads and writes
+    state_bytes: float = 0.0  # of a row, which every token reads and writes
     experts_of_layer: tuple[tuple[int, int, float], ...] = ()  # number, top_k, bytes of one
 
     @classmethod
@@ -89,7 +91,7 @@ class Needs:
                 outputs = attention.num_heads * attention.value_dim
                 gates = outputs if attention.latent_width is None else 0
                 needs.flop += 2 * hidden * (inputs + 2 * outputs + gates) + 6 * matrices
-                needs.state_bytes += 4 * matrices
+                needs.state_bytes += (2 if attention.state_dtype == "bfloat16" else 4) * matrices
             else:
                 widths = attention.nope_head_dim + attention.rope_head_dim
                 needs.pair_flop += 2 * attention.num_heads * (widths + attention.value_head_dim)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from raymoe.model.decoder import cache_layouts
 from raymoe.plan.device_cost import DeviceCost
 from raymoe.plan.pages import LayerBytes, layer_pages
 from raymoe.plan.work import MicroBatchShape, ModelWork
@@ -13,6 +14,7 @@ from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
 
 V3 = model_preset("deepseek-v3")
+DELTA = model_preset("qwen3.5-35b-a3b")
 
 
 @pytest.mark.parametrize("name", MODEL_PRESETS)
@@ -53,6 +55,17 @@ def test_a_token_of_deepseek_caches_one_latent_and_is_bound_by_operations() -> N
     assert layer.prefill_pair_flop == 2 * 128 * (192 + 128)
     assert layer.pair_flop / layer.kv_token_bytes == pytest.approx(242, abs=1)
     assert (layer.query_width, layer.output_width) == (128 * 576, 128 * 512)
+
+
+def test_states_of_bfloat16_halve_what_a_sequence_keeps_besides_the_convolution() -> None:
+    matrices = 30 * 32 * 128 * 128  # layers, heads, keys, values
+    past = 30 * 3 * (2 * 16 + 32) * 128
+    for dtype, size in (("float32", 4), ("bfloat16", 2)):
+        model = DELTA.with_state_dtype(dtype)
+        layouts = cache_layouts(model, torch.bfloat16)
+        assert sum(layout.sequence_bytes for layout in layouts) == size * matrices + 2 * past
+        assert ModelWork.of(model, 2).state_bytes == size * matrices + 2 * past
+    assert V3.with_state_dtype("bfloat16") == V3
 
 
 def test_absorbing_and_unfolding_are_as_many_products_as_the_latent_has() -> None:
