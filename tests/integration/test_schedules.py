@@ -197,6 +197,7 @@ WITH_STATES = (
     "nemotron_h: groups of experts, scaled, top-3",
     "granitemoehybrid: groups of heads, wide convolution, no bias of it",
     "lfm2_moe: wide convolution with biases",
+    "kimi_linear: plain",
 )
 
 
@@ -213,6 +214,7 @@ def check_states(name: str, schedule: str, scenario: str, placement: str) -> Non
         (WITH_STATES[1], "micro_batches", "mixed lengths", "ring"),
         (WITH_STATES[2], "flexgen_s3", "early end", "staged"),
         (WITH_STATES[3], "module_batching", "mixed lengths", "pages"),
+        (WITH_STATES[4], "vslpipe", "long prompt", "ring"),
     ],
 )
 def test_states_on_the_device_change_no_token(

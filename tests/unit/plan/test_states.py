@@ -92,7 +92,7 @@ def test_the_host_reads_no_states_that_the_gpu_has() -> None:
 
 def test_states_count_where_they_are() -> None:
     on_device, on_host = steps(states_on_device=True), steps(states_on_device=False)
-    states, kv_bytes = 100 * WORK.state_bytes, 2000 * 32 * WORK.kv_token_bytes
+    states, kv_bytes = POLICY.num_state_slots * WORK.state_bytes, 2000 * 32 * WORK.kv_token_bytes
     assert host_footprint(MODEL, WORK, on_host).bytes_of("KV cache") == kv_bytes + states
     assert host_footprint(MODEL, WORK, on_device).bytes_of("KV cache") == kv_bytes
     assert device_footprint(MODEL, WORK, on_host).bytes_of("states") == 0
