@@ -206,7 +206,7 @@ class ScheduledStep:
     row_slots: Int32s
     row_positions: Int32s
     row_is_sample: Bools
-    state_copies: tuple[tuple[int, int], ...]
+    state_copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
