@@ -45,6 +45,27 @@ SHAPES: dict[str, dict[str, object]] = {
         "max_position_embeddings": 4096,
         "vocab_size": 32000,
     },
+    # 1.08 B parameters, 0.27 B active per token: three layers with states to one with attention.
+    "hybrid": {
+        "model_type": "qwen3_next",
+        "hidden_size": 1024,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "linear_num_key_heads": 8,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "num_hidden_layers": 12,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 384,
+        "shared_expert_intermediate_size": 384,
+        "intermediate_size": 2816,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 4096,
+        "vocab_size": 32000,
+    },
     # For trying the benchmark itself.
     "tiny": {
         "model_type": "mixtral",
