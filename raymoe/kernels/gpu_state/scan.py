@@ -41,12 +41,14 @@ class Chunks:
 
     Attributes:
         tokens_XL: int64, T beyond the end of a run.
-        slots_X: int64.
+        sequences_X: int64, numbers of their sequences.
+        slots_S: int64, slots of the sequences.
         levels: For each run, the number of runs of its sequence before it.
     """
 
     tokens_XL: Tensor
-    slots_X: Tensor
+    sequences_X: Tensor
+    slots_S: Tensor
     levels: tuple[int, ...]
 
     @classmethod
@@ -66,7 +68,8 @@ class Chunks:
         )
         return cls(
             torch.from_numpy(tokens_XL).to(device),
-            torch.from_numpy(slots_S[sequence_X]).to(device),
+            torch.from_numpy(sequence_X).to(device),
+            torch.from_numpy(np.ascontiguousarray(slots_S)).to(device),
             tuple(level_X.tolist()),
         )
 
@@ -76,7 +79,8 @@ class Chunks:
 
     def between(self, begin: int, end: int) -> "Chunks":
         some = slice(begin, end)
-        return Chunks(self.tokens_XL[some], self.slots_X[some], self.levels[some])
+        tokens_XL, sequences_X = self.tokens_XL[some], self.sequences_X[some]
+        return Chunks(tokens_XL, sequences_X, self.slots_S, self.levels[some])
 
     def of_one_level(self) -> Iterator[slice]:
         """Runs without another of their sequence among them."""
@@ -267,8 +271,14 @@ def scan_on_device(  # noqa: PLR0913, PLR0917 - an operator: its tensors are its
         ).run()
     kind = _Kind(scale, delta, normalize)
     for chunks in batch.chunks:
+        rows_S, held_NHKV = chunks.slots_S, states_NHKV
+        if states_NHKV.dtype != torch.float32:  # rounded once, after the last token
+            rows_S, held_NHKV = torch.arange(len(rows_S)).to(rows_S), states_NHKV[rows_S].float()
         for some in chunks.split(_at_once(chunks, states_NHKV, log_decay)):
-            _scan_chunks(_Operands.of(inputs, some, kind), states_NHKV, some, out_RHV)
+            operands = _Operands.of(inputs, some, kind)
+            _scan_chunks(operands, held_NHKV, rows_S[some.sequences_X], some, out_RHV=out_RHV)
+        if held_NHKV is not states_NHKV:
+            states_NHKV[chunks.slots_S] = held_NHKV.to(states_NHKV.dtype)
     return out_THV
 
 
@@ -376,10 +386,12 @@ def _pairs(query_XHLK: Tensor, key_XHLK: Tensor, log_decay: Tensor) -> tuple[Ten
     return scores, products
 
 
-def _scan_chunks(operands: _Operands, states_NHKV: Tensor, chunks: Chunks, out_RHV: Tensor) -> None:
-    """Go through the chunks of each sequence with its state, rounded after each to its type."""
+def _scan_chunks(
+    operands: _Operands, held_NHKV: Tensor, rows_X: Tensor, chunks: Chunks, *, out_RHV: Tensor
+) -> None:
+    """Go through the chunks of each sequence with its state, in float32 at `rows_X`."""
     for some in chunks.of_one_level():
-        state_XHKV = states_NHKV[chunks.slots_X[some]].float()
+        state_XHKV = held_NHKV[rows_X[some]]
         change_XHLV = operands.change_XHLV[some]
         if operands.seen_XHLK is not None:
             change_XHLV = change_XHLV - operands.seen_XHLK[some] @ state_XHKV
@@ -387,5 +399,5 @@ def _scan_chunks(operands: _Operands, states_NHKV: Tensor, chunks: Chunks, out_R
         read_XHLV += operands.scores_XHLL[some] @ change_XHLV
         state_XHKV = operands.kept[some] * state_XHKV
         state_XHKV += operands.written_XHLK[some].transpose(2, 3) @ change_XHLV
-        states_NHKV[chunks.slots_X[some]] = state_XHKV.to(states_NHKV.dtype)
+        held_NHKV[rows_X[some]] = state_XHKV
         out_RHV[chunks.tokens_XL[some]] = read_XHLV.transpose(1, 2).to(out_RHV.dtype)

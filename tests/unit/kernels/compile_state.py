@@ -49,19 +49,20 @@ def launches(shape: StateShape, dtype: torch.dtype) -> Iterator[Launch]:
         key, value = (
             torch.zeros(1, *size, dtype=dtype) for size in ((groups, key_dim), (heads, value_dim))
         )
-        yield scan_launch(
-            key,
-            key,
-            value,
-            torch.zeros(decays),
-            torch.zeros(1, heads),
-            torch.zeros(1, heads, key_dim, value_dim),
-            sequences_SF,
-            value,
-            scale=0.1,
-            delta=shape.is_delta,
-            normalize=shape.is_delta,
-        )
+        for stored in (torch.float32, torch.bfloat16):
+            yield scan_launch(
+                key,
+                key,
+                value,
+                torch.zeros(decays),
+                torch.zeros(1, heads),
+                torch.zeros(1, heads, key_dim, value_dim, dtype=stored),
+                sequences_SF,
+                value,
+                scale=0.1,
+                delta=shape.is_delta,
+                normalize=shape.is_delta,
+            )
         channels = 2 * groups * key_dim + heads * value_dim
     inputs = torch.zeros(1, channels, dtype=dtype)
     yield from causal_conv_launches(
