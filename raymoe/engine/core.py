@@ -117,6 +117,7 @@ _NO_TOKEN = (
     "everything"
 )
 PATIENCE = 0.005  # share of a step that rows without a grammar may wait for masks of others
+MAX_LATE = 64  # rows whose logits are kept until their masks come: 64 MB for 250,000 tokens
 Finish = Callable[[Request], None]
 Rows = npt.NDArray[np.int64]
 
@@ -139,7 +140,7 @@ class EngineCore:
         finish: Called with each row whose samples are over; some of its texts are undecoded.
         accuracy: Learns how long each step took.
         masks: Of rows with a grammar; without it there must be none.
-        has_states: Whether layers keep a state per sequence; then no token is computed again.
+        has_states: Whether layers keep a state per sequence.
         replanner: Changes the policy between steps.
     """
 
@@ -170,15 +171,14 @@ class EngineCore:
             has_states=has_states,
             num_slots=None if replanner is None else replanner.num_slots,
         )
-        self._may_recompute = not has_states
         self._table = self.scheduler.table
         self._masks = masks
         self._sampler = Sampler(self._table, eos_token_ids, masks)
         self._is_eos: Bools = np.zeros(vocab_size, np.bool_)
         self._is_eos[[token for token in eos_token_ids if token < vocab_size]] = True
         self._chosen: list[tuple[Int32s, Int32s]] = []
-        self._deferred: list[Int32s] = []  # slots of the latest step whose masks were not there
-        self._late: set[int] = set()  # slots that wait for their masks outside of steps
+        # By slot, logits and their position of rows that wait for their masks outside of steps.
+        self._late: dict[int, tuple[Tensor, int]] = {}
         self._errors: dict[int, Exception] = {}  # what ends the row in a slot after this step
         self._begin_s = 0.0  # of the latest step
         self.counters = Counters()
@@ -199,12 +199,15 @@ class EngineCore:
             for slot in self.scheduler.running_slots():
                 if self.scheduler.sample_of(slot).request in requests:
                     self._masks.end(slot)
-                    self._late.discard(slot)
+                    self._late.pop(slot, None)
         self.scheduler.drop(requests)
 
     def step(self) -> None:
         self._replan()
-        next_step = self.scheduler.next_step(self._held_slots())
+        self._sample_late()
+        if not self.scheduler.has_work:
+            return
+        next_step = self.scheduler.next_step()
         for sample in self.scheduler.admitted:
             try:
                 self._admit(sample)
@@ -212,23 +215,15 @@ class EngineCore:
                 self._errors[sample.slot] = error
         if self._masks is not None:
             self._masks.synchronize()
-        self._chosen, self._deferred = [], []
         self._begin_s = time.perf_counter()
         self.last_timeline = self._run(next_step)
         self.scheduler.complete(next_step)
         self.counters.record_step(next_step, time.perf_counter() - self._begin_s)
-        for slots in self._deferred:
-            self._table.num_computed_tokens[slots] -= 1  # their logits are computed again
-            self._late.update(slots.tolist())
-            self.counters.num_sampled_tokens -= len(slots)
         if self._accuracy is not None:
             self._accuracy.record(next_step, self.last_timeline)
-        for slots, tokens in self._chosen:
-            self._advance(slots, tokens)
+        self._advance_chosen()
         self._end_read(next_step)
-        while self._errors:
-            slot, problem = self._errors.popitem()
-            self._fail(self.scheduler.sample_of(slot), problem)
+        self._fail_rows()
         if self._masks is not None:
             self._masks.synchronize()  # they are made while the next step runs
 
@@ -261,22 +256,34 @@ class EngineCore:
                     rows = np.arange(first_row, first_row + output.shape[0])
                     self._take(next_step, rows, output)
 
-    def _held_slots(self) -> set[int]:
+    @torch.inference_mode()
+    def _sample_late(self) -> None:
+        """Choose tokens of rows whose masks came after their step."""
         if self._masks is None or not self._late:
-            return set()
-        if self._late & self._masks.pending() >= self.scheduler.running_slots():
+            return
+        preempted = [slot for slot in self._late if not self._table.is_live[slot]]
+        for slot in preempted:
+            del self._late[slot]
+        if self._late.keys() >= self.scheduler.running_slots():
             self._masks.synchronize(None)  # there is nothing else to do
-        self._late &= self._masks.pending()
-        return self._late
+        ready = sorted(self._late.keys() - self._masks.pending())
+        if not ready:
+            return
+        logits, positions = zip(*map(self._late.pop, ready), strict=True)
+        slots, rows = np.array(ready, np.int32), np.arange(len(ready))
+        self._sample(torch.stack(logits), slots, np.array(positions, np.int32), rows)
+        self._advance_chosen()
+        self._fail_rows()
 
     def _have_masks(self, done: ScheduledStep, slots: Int32s) -> Bools:
         """Which of these slots can be sampled; others of the step do not wait long for the rest."""
         assert self._masks is not None
         has_others = not self._table.has_grammar[done.row_slots].all()
         elapsed_s = time.perf_counter() - self._begin_s
-        # A token whose logits are computed again would be written to a state twice.
-        is_patient = not (has_others and self._may_recompute)
-        self._masks.synchronize(None if is_patient else PATIENCE * elapsed_s, slots.tolist())
+        self._masks.synchronize(PATIENCE * elapsed_s if has_others else None, slots.tolist())
+        num_late = len(self._masks.pending().intersection(slots.tolist()))
+        if len(self._late) + num_late > MAX_LATE:
+            self._masks.synchronize(None, slots.tolist())
         return ~np.isin(slots, list(self._masks.pending()))
 
     def _admit(self, sample: Sample) -> None:
@@ -296,6 +303,7 @@ class EngineCore:
             sample.found = Found(sample.request.reading, sample.num_prompt_tokens)
         if self._masks is not None:
             self._masks.end(slot)  # of a row that was preempted here
+            self._late.pop(slot, None)
             if sample.request.params.form is not None:
                 self._masks.begin(slot, sample.request.params.form, self._table.generated(slot))
 
@@ -319,8 +327,12 @@ class EngineCore:
         rows = self._well(np.flatnonzero(is_sample), slots)
         if self._table.has_grammar[slots[rows]].any():
             is_ready = self._have_masks(done, slots[rows])
-            self._deferred.append(slots[rows[~is_ready]])
+            for row in rows[~is_ready].tolist():
+                self._late[int(slots[row])] = logits_CV[row].clone(), int(positions[row])
             rows = rows[is_ready]
+        self._sample(logits_CV, slots, positions, rows)
+
+    def _sample(self, logits_CV: Tensor, slots: Int32s, positions: Int32s, rows: Rows) -> None:
         tokens = np.full(len(slots), NO_TOKEN, np.int32)
 
         def choose(rows: Rows) -> None:
@@ -423,6 +435,11 @@ class EngineCore:
 
         self._each(self._well(np.arange(len(rows)), slots), slots, keep)
 
+    def _advance_chosen(self) -> None:
+        chosen, self._chosen = self._chosen, []
+        for slots, tokens in chosen:
+            self._advance(slots, tokens)
+
     def _advance(self, slots: Int32s, tokens: Int32s) -> None:
         self._table.append(slots, tokens)
         if self._masks is not None:
@@ -510,6 +527,11 @@ class EngineCore:
             prompt_logprobs=_prompt_logprobs(sample),
         )
 
+    def _fail_rows(self) -> None:
+        while self._errors:
+            slot, problem = self._errors.popitem()
+            self._fail(self.scheduler.sample_of(slot), problem)
+
     def _fail(self, sample: Sample, error: Exception) -> None:
         """End a sample by an error, and with it those that were to follow its first token."""
         if not isinstance(error, RaymoeError):
@@ -524,6 +546,7 @@ class EngineCore:
         request = sample.request
         if self._masks is not None:
             self._masks.end(sample.slot)
+            self._late.pop(sample.slot, None)
         if generation.values is None:
             self.scheduler.finish(sample.slot)
         else:

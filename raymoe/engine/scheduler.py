@@ -249,12 +249,8 @@ class StepScheduler:
         """Let these samples go before all that wait, in their order."""
         self._waiting.extendleft(reversed(list(samples)))
 
-    def next_step(self, held: Collection[int] = ()) -> ScheduledStep:
-        """Assemble the next step; there must be work. `admitted` says who joined.
-
-        Args:
-            held: Slots that stay out of it; not all that live.
-        """
+    def next_step(self) -> ScheduledStep:
+        """Assemble the next step; there must be work. `admitted` says who joined."""
         self.admitted = []
         if self._admission is not None:
             self._admission.begin_step()
@@ -267,7 +263,6 @@ class StepScheduler:
                 self._release_read()
                 self._admit()  # those for which there was no place before
         slots = self.table.live_slots()
-        slots = slots[~np.isin(slots, list(held))] if held else slots
         num_scheduled_tokens = self._num_scheduled_tokens(slots)
         assert num_scheduled_tokens.any(), "there is work, but no sequence fits"
         copies = () if self._snapshots is None else self._snapshots.begin_step()

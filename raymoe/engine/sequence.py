@@ -62,8 +62,8 @@ NUMBERS = (
 class SequenceTable:
     """Live sequences. The engine thread owns it; nothing here is thread-safe.
 
-    Invariants of a live slot: computed < known <= limit (one that is only read ends with computed
-    = known); blocks cover known - 1 tokens at least.
+    Invariants of a live slot: computed < known <= limit (computed = known while its next token is
+    still to be chosen, or if it is only read and over); blocks cover known - 1 tokens at least.
     The last known token may have no block yet: it is in `last_token` until a step computes it.
     """
 

@@ -1,11 +1,13 @@
 """Rows with grammars in the engine: neighbours, samples, preemption, errors, closing."""
 
+import dataclasses
 import importlib.util
 import json
 
 import pytest
 
 from raymoe.config import EngineConfig
+from raymoe.engine import core
 from raymoe.engine.engine import Engine
 from tests.hostile_forms import malformed_outputs
 from tests.unit.engine.fakes import EOS, FakeRunner, expected_tokens, fake_parts, small_policy
@@ -29,10 +31,12 @@ RECORD = {
 def make_engine(tokenizer_directory):
     engines = []
 
-    def make(**policy):
+    def make(*, has_states=False, **policy):
         sizes = small_policy(**policy)
-        runner = FakeRunner(sizes.num_kv_blocks)
+        num_states = sizes.num_state_slots if has_states else 0
+        runner = FakeRunner(sizes.num_kv_blocks, num_states=num_states)
         parts = fake_parts(runner, sizes, directory=tokenizer_directory)
+        parts = dataclasses.replace(parts, has_states=has_states)
         engines.append(Engine(parts, EngineConfig(linger_s=0.0)))
         return engines[-1]
 
@@ -111,28 +115,47 @@ def test_tokens_depend_neither_on_neighbours_nor_on_preemption(make_engine, engi
     ]
 
 
-@pytest.mark.parametrize("has_states", [False, True])
-def test_rows_whose_masks_are_late_have_the_same_tokens(make_engine, engine, has_states):
+@pytest.mark.parametrize(
+    ("max_late", "has_states", "policy"),
+    [
+        (64, False, {}),
+        (1, True, {}),
+        (64, True, {"num_kv_blocks": 8, "max_num_seqs": 6}),
+    ],
+    ids=["all late", "one late", "late and preempted"],
+)
+def test_rows_whose_masks_are_late_have_the_same_tokens(
+    make_engine, engine, monkeypatch, max_late, has_states, policy
+):
+    monkeypatch.setattr(core, "MAX_LATE", max_late)
     prompts = [f"row {i}" for i in range(6)]
     params = [sampled(seed=i) if i % 2 else {"temperature": 0, "max_tokens": 90} for i in range(6)]
     alone = engine.generate(prompts, params)
-    slow = make_engine()
-    slow._core._may_recompute = not has_states
+    slow = make_engine(has_states=has_states, **policy)
+    slow.generate([[1]] * 20, {"max_tokens": 2})  # it now expects short rows
     slow.generate(prompts[1:2], params[1:2])  # its grammar is there when the others come
     computed_before = slow.stats().num_computed_tokens
-    synchronize, calls = slow._masks.synchronize, []
+    synchronize, calls, late = slow._masks.synchronize, [], []
 
     def synchronize_rarely(patience_s=0.0, slots=None):
         calls.append(patience_s)
+        late.append(len(slow._core._late))
         if patience_s is None or len(calls) % 7 == 0:
             synchronize(patience_s, slots)
 
+    def preempt_late() -> None:
+        scheduler = slow._core.scheduler
+        for slot in slow._core._late if policy and len(calls) % 5 == 0 else ():
+            scheduler._preempt(scheduler.sample_of(slot))
+
+    slow._core._replan = preempt_late
     slow._masks.synchronize = synchronize_rarely
     together = slow.generate(prompts, params)
     assert [g.token_ids for g in together] == [g.token_ids for g in alone]
     useful = sum(g.num_input_tokens + g.num_generated_tokens - 1 for g in together)
     computed_again = slow.stats().num_computed_tokens - computed_before - useful
-    assert computed_again == 0 if has_states else computed_again > 0  # what was late
+    assert (slow.stats().num_preemptions > 0) == (computed_again > 0) == bool(policy)
+    assert max(late) == min(max_late, 3)
 
 
 @pytest.mark.parametrize(("outputs", "message"), malformed_outputs())
