@@ -15,9 +15,11 @@ from raymoe.model.loading import decoder_arena_bytes
 from raymoe.specs.model import ModelSpec
 
 
-def load_decoder(directory: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+def load_decoder(
+    directory: Path, dtype: torch.dtype = torch.float32, state_dtype: str = "float32"
+) -> Decoder:
     """The decoder of a checkpoint; its arena is exactly as large as the plan says."""
-    spec = ModelSpec.from_directory(directory)
+    spec = ModelSpec.from_directory(directory).with_state_dtype(state_dtype)
     store = WeightStore.open(spec, directory)
     num_bytes = decoder_arena_bytes(spec, dtype, store)
     arena = HostArena(num_bytes)

@@ -2,8 +2,8 @@
 
 The functions are those of transformers, sizes those of Qwen3.5-35B-A3B. Calls alternate, with the
 same number of threads; a line has the median and the best seconds of each and the ratio of the
-medians. `--types` measures states of float32 and of bfloat16 in turns instead, each between two
-measurements of the machine's limits.
+medians. `--types` measures states of float32 and of bfloat16 in turns instead, by the processor
+time of their threads, each between two measurements of the machine's limits.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from raymoe.device.threads import peak_flop_per_s, set_num_threads, update_bandw
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.cpu_state import scan
 from raymoe.measure.jobs import StateShape, scan_job
-from raymoe.measure.timing import seconds_per_call
+from raymoe.measure.timing import KernelJob
 
 GROUPS, HEADS, DIM = 16, 32, 128
 # Sequences, new tokens of each, repetitions.
@@ -79,6 +79,14 @@ STATE_DTYPES = (torch.float32, torch.bfloat16)
 LIMIT_SECONDS = 0.4
 
 
+def processor_s(job: KernelJob, num_threads: int) -> float:
+    """Mean over the calls of a job, each made once by threads that work all the time."""
+    begin_s = time.process_time()
+    for call in job.calls:
+        call()
+    return (time.process_time() - begin_s) / len(job.calls) / num_threads
+
+
 def compare_types(
     shape: StateShape, batch: int, new_tokens: int, num_threads: int, turns: int
 ) -> str:
@@ -93,11 +101,11 @@ def compare_types(
 
     samples: list[list[tuple[float, float]]] = [[], []]
     for job in jobs:
-        seconds_per_call(job)  # first touch, clocks
+        processor_s(job, num_threads)  # first touch, clocks
     before = limit()
     for _ in range(turns):
         for job, taken in zip(jobs, samples, strict=True):
-            seconds, after = seconds_per_call(job), limit()
+            seconds, after = processor_s(job, num_threads), limit()
             taken.append((seconds, (before + after) / 2))
             before = after
     parts = []
