@@ -51,15 +51,22 @@ class DeviceJob:
     def num_blocks(self, num_bytes: int, *, with_states: bool = True) -> int:
         """KV blocks for which there is room, with the states of the rows whose KV is in them.
 
-        Of the states there are snapshots too.
+        Of the states there are snapshots too. The longest row has room if it would be alone: it
+        takes more blocks than come with the states of many others.
         """
-        state_bytes = self.work.state_bytes
+        state_bytes, block_bytes = self.work.state_bytes, kv_block_bytes(self.work)
         if not state_bytes or not with_states:
-            return num_bytes // kv_block_bytes(self.work)
+            return num_bytes // block_bytes
+        longest = min(self.min_blocks, (num_bytes - state_bytes) // block_bytes)
         num_bytes = max(0, num_bytes - MIN_SNAPSHOTS * state_bytes)
         of_row = state_bytes + ceil_div(state_bytes, SEQUENCES_PER_SNAPSHOT)
         states = ceil_div(of_row * KV_BLOCK_TOKENS, self._mean_tokens)
-        return num_bytes // (kv_block_bytes(self.work) + states)
+        return max(longest, num_bytes // (block_bytes + states))
+
+    def max_states(self, num_bytes: int, num_blocks: int) -> int:
+        """Sequences whose states have room next to so many KV blocks."""
+        left = num_bytes - num_blocks * kv_block_bytes(self.work)
+        return max_sequences(left, 0, self.work.state_bytes)
 
     @property
     def _mean_tokens(self) -> int:
@@ -217,13 +224,16 @@ class DeviceSizes:
         for _ in range(2):
             if filled is None:
                 return None
-            num_blocks = self._free_blocks(filled)
+            free = self._free_bytes(filled)
+            num_blocks = self.job.num_blocks(free, with_states=not search_point.states_on_device)
             if size_bits is not None and num_blocks > self.job.min_blocks:
                 num_blocks = max(self.job.min_blocks, _leading_bits(num_blocks, size_bits))
             max_num_seqs = self._batch_size(num_blocks, search_point, size_bits)
             if search_point.states_on_device:
                 room = self._max_states(search_point)
                 max_num_seqs = min(max_num_seqs, ceil(min(1.0, search_point.batch_share) * room))
+            elif self.job.work.state_bytes:
+                max_num_seqs = min(max_num_seqs, self.job.max_states(free, num_blocks))
             if max_num_seqs < 1:
                 return None
             num_blocks = self.job.useful_blocks(num_blocks, max_num_seqs)
@@ -233,7 +243,10 @@ class DeviceSizes:
             )
             if sized.policy != before.policy:
                 filled = self._filled(sized)
-        return filled if filled and self._free_blocks(filled) >= num_blocks else None
+        if filled is None:
+            return None
+        needs = host_footprint(self.job.model, self.job.work, filled).total
+        return filled if needs <= self.job.hardware.host_memory_bytes else None
 
     def sized(
         self, search_point: SearchPoint, *, max_num_seqs: int, num_kv_blocks: int
@@ -334,10 +347,10 @@ class DeviceSizes:
         policy = replace(steps.policy, device=device)
         return StreamedSteps.of_layers(self._layers, self.schedule, policy)
 
-    def _free_blocks(self, steps: StreamedSteps) -> int:
+    def _free_bytes(self, steps: StreamedSteps) -> int:
+        """Host memory beside all but KV and states."""
         bare = host_footprint(self.job.model, self.job.work, steps)
-        free = self.job.hardware.host_memory_bytes - bare.total + bare.bytes_of("KV cache")
-        return self.job.num_blocks(free, with_states=not steps.device.states_on_device)
+        return self.job.hardware.host_memory_bytes - bare.total + bare.bytes_of("KV cache")
 
     @property
     def _longest_chunk(self) -> int:

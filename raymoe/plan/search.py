@@ -83,14 +83,10 @@ class ResidentSearch:
         )
         smallest = self.footprint(bare)
         free = job.hardware.gpu_memory_bytes - smallest.total + smallest.bytes_of("KV cache")
-        state_bytes, block_bytes = job.work.state_bytes, kv_block_bytes(job.work)
-        # The longest row takes more blocks than come with the states of all others.
-        num_blocks = min(job.min_blocks, (free - state_bytes) // block_bytes)
-        num_blocks = max(num_blocks, job.num_blocks(free))
+        num_blocks = job.num_blocks(free)
         max_num_seqs = min(job.max_num_seqs(num_blocks, batch_share), max_num_batched_tokens)
-        if state_bytes:
-            room = max_sequences(free - num_blocks * block_bytes, 0, state_bytes)
-            max_num_seqs = min(max_num_seqs, room)
+        if job.work.state_bytes:
+            max_num_seqs = min(max_num_seqs, job.max_states(free, num_blocks))
         if max_num_seqs < 1:
             return None
         useful = job.useful_blocks(num_blocks, max_num_seqs)
