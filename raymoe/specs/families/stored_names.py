@@ -269,6 +269,17 @@ _GRANITE_HYBRID = Naming(
     ),
 )
 
+_GRANITE_HYBRID_IN_ONE = Naming(
+    renamed={**(_GRANITE_HYBRID.renamed or {}), "mlp.gate.": "block_sparse_moe.router."},
+    fused=(
+        *(
+            replace(tensor, name=tensor.name.replace("mlp.", "block_sparse_moe."))
+            for tensor in _IN_ONE.fused
+        ),
+        *_GRANITE_HYBRID.fused[len(_GRANITE.fused) :],
+    ),
+)
+
 
 def _nemotron(model: str, fused: tuple[Fused, ...] = ()) -> Naming:
     return Naming(
@@ -508,7 +519,7 @@ NAMINGS: Mapping[str, tuple[Naming, ...]] = {
     "hunyuan_v1_moe": (_HUNYUAN,),
     "granitemoe": (_GRANITE,),
     "granitemoeshared": (_GRANITE_SHARED,),
-    "granitemoehybrid": (_GRANITE_HYBRID,),
+    "granitemoehybrid": (_GRANITE_HYBRID, _GRANITE_HYBRID_IN_ONE),
     "gpt_oss": (
         Naming(
             renamed={"mlp.gate.": "mlp.router."},
