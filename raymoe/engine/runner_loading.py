@@ -331,9 +331,7 @@ def _compile(model: LoadedModel, decoder: Decoder, max_tokens: int, device: Devi
         decoder.local_ffn(layer, hidden_TH, routing)
         ffn = model.spec.layers[layer].ffn
         if model.steps.cut.ring_slots and isinstance(ffn, MoeSpec):
-            rows_TL = hidden_TH
-            if ffn.latent_size is not None:
-                rows_TL = decoder.to_latent(layer, hidden_TH)
+            rows_TL = decoder.to_latent(layer, hidden_TH) if ffn.latent_size else hidden_TH
             group = ExpertGroup(range(ffn.num_experts), rows_TL.float())
             decoder.add_experts(layer, (hidden_TH, rows_TL), routing, group)
 

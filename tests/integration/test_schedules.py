@@ -197,7 +197,7 @@ WITH_STATES = (
     "nemotron_h: groups of experts, scaled, top-3",
     "granitemoehybrid: groups of heads, wide convolution, no bias of it",
     "lfm2_moe: wide convolution with biases",
-    "kimi_linear: plain",
+    "kimi_linear: more heads than attention has, wide convolution, 2 dense layers",
 )
 
 

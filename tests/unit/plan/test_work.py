@@ -154,3 +154,43 @@ def test_results_of_latent_attention_travel_in_the_latent_space() -> None:
     queries, results = 1000 * (2 * 128 * 576 + 1152), 1000 * 2 * 128 * 512
     assert cost.duration_s(down) == pytest.approx(queries / node.dtoh_bytes_per_s, rel=0.01)
     assert cost.duration_s(up) == pytest.approx(results / node.htod_bytes_per_s, rel=0.01)
+
+
+def test_decays_and_gates_of_kimi_linear_come_from_latents() -> None:
+    """Inputs q, k, v, f_a and b, then f_b; g_a and g_b belong to what follows the state."""
+    layer = ModelWork.of(model_preset("kimi-linear-48b-a3b"), 2).layers[1]
+    hidden, width, latent = 2304, 32 * 128, 128
+    convolutions = 3 * width * 4
+    inputs = 3 * width + latent + 32
+    assert layer.pre.parameters == hidden * inputs + latent * width + convolutions
+    assert layer.post.parameters == hidden * latent + latent * width + width * hidden
+    assert layer.state_bytes == 4 * 32 * 128 * 128 + 2 * 3 * 3 * width
+    assert layer.query_width == 3 * width + width + 32  # a decay for each dimension of a key
+
+
+def test_what_the_host_needs_of_kimi_linear_travels_with_its_decays() -> None:
+    work, node = ModelWork.of(model_preset("kimi-linear-48b-a3b"), 2), hardware_preset("l4")
+    cost = DeviceCost(work, node, (MicroBatchShape.decode(1000, 100),))
+    down = Task(op=Op.QKV, layer=1, part=0, resource=Resource.DTOH)
+    num_bytes = 1000 * 2 * (4 * 32 * 128 + 32)
+    assert cost.duration_s(down) == pytest.approx(num_bytes / node.dtoh_bytes_per_s, rel=0.01)
+
+
+def test_experts_of_nemotron_super_read_and_write_a_latent() -> None:
+    work = ModelWork.of(model_preset("nemotron-3-super-120b-a12b"), 2)
+    layer = work.layers[0]
+    assert (layer.num_experts, layer.top_k, layer.expert_input) == (512, 22, 1024)
+    assert layer.expert.parameters == 2 * 1024 * 2688
+    assert layer.common.parameters == 2 * 4096 * 5376 + 1024 * 4096
+    mamba = 4096 * (128 * 64) * 2  # the gate and the output projection
+    assert layer.post.parameters == mamba + 4096 * 1024
+
+
+def test_rows_and_sums_of_latent_experts_are_as_narrow_as_the_latent() -> None:
+    work, node = ModelWork.of(model_preset("nemotron-3-super-120b-a12b"), 2), hardware_preset("l4")
+    cost = DeviceCost(work, node, (MicroBatchShape.decode(10_000, 100),))
+    rows = Task(op=Op.ROWS, layer=0, part=0, resource=Resource.DTOH)
+    sums = Task(op=Op.SUMS, layer=0, part=0, resource=Resource.HTOD)
+    sent, returned = 10_000 * (2 * 1024 + 22 * 8), 10_000 * 4 * 1024
+    assert cost.duration_s(rows) == pytest.approx(sent / node.dtoh_bytes_per_s, rel=0.01)
+    assert cost.duration_s(sums) == pytest.approx(returned / node.htod_bytes_per_s, rel=0.01)
