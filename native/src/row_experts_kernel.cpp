@@ -84,7 +84,7 @@ using Dot = typename DotOf<T>::type;
 
 /// Brings the line of p[i] into L2; once for a line that several steps read.
 template <int64_t kStep, typename W>
-inline void prefetch(const W* p, int64_t i) {
+inline void prefetch([[maybe_unused]] const W* p, [[maybe_unused]] int64_t i) {
 #if defined(__AVX2__)
   constexpr int64_t kLine = 64 / sizeof(W);
   if (kStep >= kLine || i % kLine == 0)
