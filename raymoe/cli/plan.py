@@ -417,10 +417,8 @@ def run(  # noqa: PLR0913 - the options of a command
         return
     plan, count = _plan_on(planner, fleet, node)
     notes = [*notes_of(plan, spec), *planner.fit_notes(node, plan)]
-    if as_json:
-        typer.echo(json.dumps(plan_as_json(plan, price_per_hour, count, notes), indent=2))
-    else:
-        _print(plan, price_per_hour, count, notes)
+    show = _print_json if as_json else _print
+    show(plan, price_per_hour, count, notes)
     planner = replace(planner, workload=plan.workload)
     if what_if:
         Console().print(_what_if_table(plan, planner))
@@ -597,7 +595,13 @@ def _title(model: str, node: str, workload: Workload) -> str:
     )
 
 
-def _print(plan: Plan, price_per_hour: float | None, num_nodes: int, notes: Iterable[str]) -> None:
+def _print_json(
+    plan: Plan, price_per_hour: float | None, num_nodes: int, notes: Sequence[str]
+) -> None:
+    typer.echo(json.dumps(plan_as_json(plan, price_per_hour, num_nodes, notes), indent=2))
+
+
+def _print(plan: Plan, price_per_hour: float | None, num_nodes: int, notes: Sequence[str]) -> None:
     console = Console()
     console.print(_title(plan.model_name, plan.hardware.name, plan.workload), style="bold")
     console.print(policy_table(plan))
