@@ -62,7 +62,7 @@ class Manifest:
     seed: int
     dtype: str
     kv_dtype: str
-    state_dtype: str = "float32"
+    state_dtype: str
     max_model_len: int | None
     on_too_long: str
     chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)

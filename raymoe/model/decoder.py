@@ -4,6 +4,7 @@ T tokens, H hidden size, L width of what experts read: their latent, or the hidd
 """
 
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import NamedTuple, Self
 
 import torch
@@ -268,21 +269,25 @@ class Decoder:
             batch: On the host; its block table is that of the staged blocks.
             with_states: Sequences whose states are on the device; None if states are on the host.
         """
-        widest: LayerAttention | None = None
-        states: Recurrent | None = None
-        dims = 0
-        for layer, spec in zip(self._layers, self.spec.layers, strict=True):
-            if isinstance(layer.attention, Recurrent):
-                states = layer.attention
-            elif widest is None or spec.attention.token_shapes.value[1] > dims:
-                widest, dims = layer.attention, spec.attention.token_shapes.value[1]
-        if states is None or with_states is None:
-            prepared = None
-        else:
-            prepared = states.staged_batch(with_states, device)
+        kv, states = self._staging_layers
         return StagedStep(
-            None if widest is None else widest.staged_batch(batch, layout, device), prepared
+            None if kv is None else kv.staged_batch(batch, layout, device),
+            None
+            if states is None or with_states is None
+            else states.staged_batch(with_states, device),
         )
+
+    @cached_property
+    def _staging_layers(self) -> tuple[LayerAttention | None, Recurrent | None]:
+        """Layers that prepare a batch for all: the widest one with KV, and one with states."""
+        attentions = [layer.attention for layer in self._layers]
+        states = next((each for each in attentions if isinstance(each, Recurrent)), None)
+        with_kv = [
+            (spec.attention.token_shapes.value[1], each)
+            for each, spec in zip(attentions, self.spec.layers, strict=True)
+            if not isinstance(each, Recurrent)
+        ]
+        return max(with_kv, key=lambda each: each[0], default=(0, None))[1], states
 
     def attend_staged(
         self,

@@ -211,7 +211,8 @@ class DeviceMemory:
         host_experts: Those of each layer that cores may compute; None where there are none.
         decoders: The model over the slots, by the slot of layer 0.
         cache: KV of all sequences, on the host.
-        states: Those of all sequences by layer; empty where the host has them, and with KV.
+        states: States of all sequences by layer; empty for layers with KV, and where the host has
+            them.
         host: Activations on the host; its ring is as long as that of the device.
         staging: Pinned pages between pageable memory and the device; empty if nothing is staged.
         is_cache_pinned: Whether the KV cache is page-locked.

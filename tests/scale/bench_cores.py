@@ -38,7 +38,7 @@ from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
 from raymoe.units import GIB
 
-ROWS, TURNS, PROFILE_SECONDS = (16, 128, 512, 2048), 1, 8.0
+ROWS, TURNS, PROFILE_SECONDS = (16, 128, 512, 2048), 1, 15.0
 PROMPT_TOKENS, GENERATED_TOKENS, MAX_MODEL_LEN, VOCAB = 16, 24, 64, 512
 DEVICE_SHARE = 0.15  # of the weights that the device's memory holds
 SHAPE = {
